@@ -1,0 +1,108 @@
+# `make` alone says what there is. Everything CI does is one of these targets.
+
+VERSION := $(or $(shell git describe --tags --always --dirty 2>/dev/null),dev)
+COMMIT := $(shell git rev-parse --short HEAD 2>/dev/null)
+# What is packed carries the date of the commit, so that it comes out the same anywhere.
+export SOURCE_DATE_EPOCH := $(or $(shell git log -1 --format=%ct 2>/dev/null),0)
+
+ARCHES := amd64 arm64 arm ppc64le s390x riscv64
+OUT := dist/out
+COMMANDS := ./cmd/flanneld ./cmd/flannelctl
+LDFLAGS := -s -w -buildid= -X flanneld/pkg/version.Version=$(VERSION) -X flanneld/pkg/version.Commit=$(COMMIT)
+GO_BUILD := CGO_ENABLED=0 go build -trimpath -buildvcs=false -ldflags '$(LDFLAGS)'
+
+# How long each fuzz target runs.
+FUZZTIME ?= 10s
+STAGES := go run ./test/stages -fuzztime $(FUZZTIME)
+GOLANGCI := bin/tools/golangci-lint
+
+.DEFAULT_GOAL := help
+.PHONY: help build demo test test-unit test-kernel test-e2e fuzz bench lint lint-go lint-mod lint-shell lint-sleep \
+	lint-unit fmt image dist deps clean FORCE
+
+help: ## this list
+	@echo 'flanneld $(VERSION)'
+	@echo
+	@awk -F ':.*## ' '/^## / { print "\n" substr($$0, 4) } /^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@echo
+	@echo 'Tests, the demo and deps need root. Nothing else has to be installed but Go, git and make.'
+
+## See it work
+build: ## bin/flanneld and bin/flannelctl, static
+	$(GO_BUILD) -o bin/ $(COMMANDS)
+
+demo: build ## three hosts on this machine, a subnet each, every pod to every pod
+	bin/flannelctl lab --hosts 3 --backend vxlan --once
+
+## Test
+test: deps ## all stages, ending with a table of results and times
+	@$(STAGES)
+
+test-unit: deps ## what needs no kernel, with the race detector
+	@$(STAGES) unit
+
+test-kernel: deps ## the TestKernel... tests, in network namespaces of their own
+	@$(STAGES) kernel
+
+test-e2e: deps ## real daemons, a real etcd and real traffic
+	@$(STAGES) build e2e
+
+fuzz: ## every fuzz target for FUZZTIME (10s)
+	@$(STAGES) fuzz
+
+bench: ## all benchmarks
+	go test -run '^$$' -bench . -benchmem ./...
+
+## Keep it tidy
+lint: lint-go lint-mod lint-shell lint-sleep lint-unit ## all checks of code, modules, scripts and units
+
+fmt: $(GOLANGCI) ## format the code
+	$(GOLANGCI) fmt ./...
+
+lint-go: $(GOLANGCI)
+	go vet ./...
+	$(GOLANGCI) run ./...
+
+lint-mod:
+	go mod tidy -diff
+	go -C test/tools mod tidy -diff
+
+lint-shell: deps
+	shellcheck .ci/run $(shell git ls-files --cached --others --exclude-standard '*.sh')
+
+# In a synctest bubble sleeping is how time passes; elsewhere it makes tests slow and flaky.
+lint-sleep:
+	@files=$$(grep -rl --include='*_test.go' 'time\.Sleep(' . | xargs -r grep -L '"testing/synctest"'); \
+	test -z "$$files" || { echo "tests that sleep (poll with a deadline, or use testing/synctest):" $$files; exit 1; }
+
+# verify wants the program in place, which it is only where flanneld is installed.
+lint-unit: deps
+	@root=$$(mktemp -d) && trap 'rm -rf "$$root"' EXIT && \
+	sed 's|^ExecStart=[^ ]*|ExecStart=/bin/true|' dist/systemd/flanneld.service > "$$root/flanneld.service" && \
+	systemd-analyze verify --man=no "$$root/flanneld.service" && \
+	systemd-analyze security --offline=true --threshold=30 --no-pager "$$root/flanneld.service" | tail -n 1
+
+# The linter is built from the module that pins it, and again when the pin changes.
+$(GOLANGCI): test/tools/go.mod test/tools/go.sum
+	go -C test/tools build -o $(CURDIR)/bin/tools/ github.com/golangci/golangci-lint/v2/cmd/golangci-lint
+
+## Hand it on
+image: ## an OCI archive in dist/out, with buildah, podman or docker
+	@test/tools/image.sh $(OUT)/flanneld-$(VERSION)-linux-$$(go env GOARCH).oci.tar flanneld:$(VERSION)
+
+dist: $(ARCHES:%=$(OUT)/flannel-$(VERSION)-linux-%.tar.gz) ## tarballs for all architectures in dist/out, reproducible
+	cd $(OUT) && sha256sum $(^F) > SHA256SUMS
+
+$(OUT)/flannel-$(VERSION)-linux-%.tar.gz: FORCE
+	rm -rf $(OUT)/$* && mkdir -p $(OUT)/$*
+	GOOS=linux GOARCH=$* GOARM=7 $(GO_BUILD) -o $(OUT)/$*/ $(COMMANDS)
+	cp -r README.md dist/systemd dist/rt_protos.d $(OUT)/$*/
+	cd $(OUT)/$* && tar --sort=name --mtime=@$$SOURCE_DATE_EPOCH --owner=0 --group=0 --numeric-owner \
+		--mode=u=rwX,go=rX -cf - * | gzip -9n > ../$(@F)
+	rm -rf $(OUT)/$*
+
+deps: ## install what tests and linters need, as root, if it is missing
+	@test/tools/deps.sh
+
+clean: ## remove what was built
+	rm -rf bin $(OUT)

@@ -1,0 +1,146 @@
+// Package backend is the contract between the lease-watch loop and the
+// backends that program the data path, and that one loop.
+package backend
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"maps"
+	"slices"
+	"strings"
+
+	"flanneld/pkg/dataplane"
+	"flanneld/pkg/underlay"
+	"flanneld/subnet"
+)
+
+// Env is what a backend is built on.
+type Env struct {
+	Underlay underlay.Interface
+	Config   subnet.Config
+	Kernel   dataplane.Kernel
+}
+
+// Scope returns the scope of the networks of all enabled families, with the
+// given devices of our own.
+func (e Env) Scope(devices ...string) dataplane.Scope {
+	s := dataplane.Scope{Devices: devices}
+	for _, n := range e.Config.Networks {
+		s.Networks = append(s.Networks, n.Prefix)
+	}
+	return s
+}
+
+// Claim returns a claim with the public address of every enabled family and
+// the subnets of prev, and no backend data.
+func (e Env) Claim(backendType string, prev subnet.Claim) subnet.Claim {
+	c := subnet.Claim{BackendType: backendType}
+	for _, n := range e.Config.Networks {
+		f := n.Family()
+		addr, _ := e.Underlay.Family(f)
+		before, _ := prev.Endpoint(f)
+		c.Endpoints = append(c.Endpoints, subnet.Endpoint{Subnet: before.Subnet, PublicIP: addr.Public})
+	}
+	return c
+}
+
+// Backend is one way to carry packets between hosts.
+type Backend interface {
+	// Claim returns what this node publishes. prev is what it published
+	// before, zero if nothing is known: what peers have learnt, such as a
+	// VTEP MAC, stays the same where it can. Claim changes nothing.
+	Claim(ctx context.Context, prev subnet.Claim) (subnet.Claim, error)
+	// Start makes the backend's devices ready for the own lease and returns
+	// the network. It removes nothing but what it replaces.
+	Start(ctx context.Context, own subnet.Lease) (Network, error)
+}
+
+// Network is a started backend. Its methods are called from one goroutine.
+type Network interface {
+	// MTU returns the packet size in bytes that every path carries, for all
+	// enabled families.
+	MTU() int
+	// Check says whether a lease's backend data can be used, and which
+	// identities it claims that no other lease may have: VTEP MACs, public
+	// keys. It is pure.
+	Check(l subnet.Lease) (identities []string, err error)
+	// Sync makes the kernel carry packets to exactly these peers. It may be
+	// called any number of times. Peers that cannot be served are returned
+	// as refusals; all others are in place unless err says otherwise.
+	Sync(ctx context.Context, peers Set) (Outcome, error)
+	// Changed delivers when the kernel may have drifted; nil if never.
+	Changed() <-chan struct{}
+	// Close releases what the process holds. The data path stays.
+	Close() error
+}
+
+// Set is the full set of peers.
+type Set struct {
+	// Leases have passed all checks. They are read-only.
+	Leases []subnet.Lease
+	// Complete is set once the store has answered: only then may something be
+	// removed because it is not in the set.
+	Complete bool
+}
+
+// Outcome is what Sync has to say beside an error.
+type Outcome struct {
+	Refused []subnet.Refusal
+	// Retry is set when the cause of a refusal may pass by itself.
+	Retry bool
+}
+
+// Factory makes a backend of its part of the network configuration, which is
+// nil if there is none. It checks everything and changes nothing. Unknown keys
+// and the like are returned as warnings.
+type Factory func(raw json.RawMessage, env Env) (b Backend, warnings []string, err error)
+
+// Registry knows the backends by type name.
+type Registry struct{ factories map[string]Factory }
+
+// Entry is one backend of a registry.
+type Entry struct {
+	Type    string // lower case
+	Factory Factory
+}
+
+// NewRegistry returns a registry of the entries. Empty and duplicate names and
+// missing factories are errors.
+func NewRegistry(entries ...Entry) (Registry, error) {
+	r := Registry{factories: map[string]Factory{}}
+	for _, e := range entries {
+		switch {
+		case e.Type == "" || e.Type != strings.ToLower(e.Type):
+			return Registry{}, fmt.Errorf("backend type %q is not a lower-case name", e.Type)
+		case e.Factory == nil:
+			return Registry{}, fmt.Errorf("backend type %q has no factory", e.Type)
+		case r.factories[e.Type] != nil:
+			return Registry{}, fmt.Errorf("backend type %q is registered twice", e.Type)
+		}
+		r.factories[e.Type] = e.Factory
+	}
+	return r, nil
+}
+
+// ErrUnknownType means that no backend has the configured type.
+var ErrUnknownType = errors.New("unknown backend type")
+
+// New builds the backend that env's configuration names.
+func (r Registry) New(env Env) (Backend, []string, error) {
+	cfg := env.Config
+	factory, ok := r.factories[cfg.BackendType]
+	switch {
+	case ok:
+		return factory(cfg.Backend, env)
+	case cfg.Backend == nil:
+		return nil, nil, fmt.Errorf("%w: the network configuration has no Backend, which means %q: set Backend.Type to one of %s",
+			ErrUnknownType, cfg.BackendType, strings.Join(r.Types(), ", "))
+	default:
+		return nil, nil, fmt.Errorf("%w %q: Backend.Type must be one of %s", ErrUnknownType, cfg.BackendType, strings.Join(r.Types(), ", "))
+	}
+}
+
+// Types returns the names of all backends in alphabetical order.
+func (r Registry) Types() []string { return slices.Sorted(maps.Keys(r.factories)) }

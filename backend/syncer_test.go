@@ -1,0 +1,241 @@
+package backend_test
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net/netip"
+	"slices"
+	"strings"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+	"k8s.io/klog/v2"
+	"k8s.io/klog/v2/ktesting"
+
+	"flanneld/backend"
+	"flanneld/subnet"
+)
+
+// network records what it is asked to do. A lease's data is its identity.
+type network struct {
+	syncs   []string // the keys of each set, "*" in front if it was complete
+	fail    int      // how many Syncs fail first
+	outcome backend.Outcome
+}
+
+func (*network) MTU() int                 { return 1450 }
+func (*network) Changed() <-chan struct{} { return nil }
+func (*network) Close() error             { return nil }
+
+func (*network) Check(l subnet.Lease) ([]string, error) {
+	var id string
+	if err := json.Unmarshal(l.Endpoints[0].Data, &id); err != nil {
+		return nil, errors.New("no identity")
+	}
+	return []string{"MAC " + id}, nil
+}
+
+func (n *network) Sync(_ context.Context, peers backend.Set) (backend.Outcome, error) {
+	var keys []string
+	for _, l := range peers.Leases {
+		keys = append(keys, l.Key)
+	}
+	slices.Sort(keys)
+	s := strings.Join(keys, " ")
+	if peers.Complete {
+		s = "*" + s
+	}
+	n.syncs = append(n.syncs, s)
+	if n.fail > 0 {
+		n.fail--
+		return backend.Outcome{}, errors.New("kernel says no")
+	}
+	return n.outcome, nil
+}
+
+// lease is that of host i, with the given identity.
+func lease(i int, id string) subnet.Lease {
+	return subnet.Lease{
+		Key: fmt.Sprintf("host%d", i), Order: uint64(i), BackendType: "test",
+		Endpoints: []subnet.Endpoint{{
+			Subnet:   netip.MustParsePrefix(fmt.Sprintf("10.5.%d.0/24", i)),
+			PublicIP: netip.MustParseAddr(fmt.Sprintf("192.168.77.%d", i)),
+			Data:     json.RawMessage(fmt.Sprintf("%q", id)),
+		}},
+	}
+}
+
+func snapshot(revision int64, leases ...subnet.Lease) subnet.Snapshot {
+	return subnet.Snapshot{Leases: leases, Store: subnet.StoreID{ID: "a", Revision: revision}}
+}
+
+// run starts a syncer of host 1 in the bubble; known are the peers that the
+// state on disk remembers.
+func run(t *testing.T, n *network, known ...subnet.Lease) (*backend.Syncer, func() string) {
+	t.Helper()
+	ledger := &subnet.Ledger{}
+	if known != nil {
+		ledger.Apply(snapshot(1, known...), time.Now())
+	}
+	s := backend.NewSyncer(backend.SyncerConfig{
+		Config: subnet.Config{Networks: []subnet.Network{{Prefix: netip.MustParsePrefix("10.5.0.0/16")}}},
+		Own:    lease(1, "one"), Network: n, Ledger: ledger, Resync: time.Hour,
+	})
+	logger := ktesting.NewLogger(t, ktesting.NewConfig(ktesting.BufferLogs(true)))
+	ctx, cancel := context.WithCancel(klog.NewContext(t.Context(), logger))
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		if err := s.Run(ctx); err != nil {
+			t.Errorf("Run: %v", err)
+		}
+	}()
+	t.Cleanup(func() {
+		cancel()
+		<-done
+	})
+	synctest.Wait()
+	return s, logger.GetSink().(ktesting.Underlier).GetBuffer().String
+}
+
+func expectSyncs(t *testing.T, n *network, want ...string) {
+	t.Helper()
+	synctest.Wait()
+	if diff := cmp.Diff(want, n.syncs); diff != "" {
+		t.Errorf("syncs (-want +got):\n%s", diff)
+	}
+}
+
+// advance lets d of the bubble's time pass, and everything that follows from it.
+func advance(d time.Duration) {
+	<-time.After(d)
+	synctest.Wait()
+}
+
+func TestNothingIsCompleteBeforeTheFirstSnapshot(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := &network{}
+		s, _ := run(t, n, lease(2, "two"))
+		expectSyncs(t, n, "host2")
+		s.Publish(snapshot(2, lease(3, "three")))
+		expectSyncs(t, n, "host2", "*host3")
+	})
+}
+
+func TestRefusals(t *testing.T) {
+	alien := lease(4, "four")
+	alien.BackendType = "other"
+	overlap := lease(5, "five")
+	overlap.Endpoints[0].Subnet = netip.MustParsePrefix("10.5.2.0/25")
+	mangled := lease(6, "")
+	mangled.Endpoints[0].Data = nil
+	for _, tc := range []struct {
+		name   string
+		bad    subnet.Lease
+		reason string
+	}{
+		{"another backend", alien, `its backend type is \"other\", ours \"test\"`},
+		{"overlap", overlap, "10.5.2.0/25 overlaps 10.5.2.0/24 of host2, which was there first"},
+		{"bad data", mangled, "no identity"},
+		{"our identity", lease(7, "one"), "its MAC one is that of this node"},
+		{"a peer's identity", lease(8, "two"), "its MAC two is that of host2"},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				n := &network{}
+				s, log := run(t, n)
+				s.Publish(snapshot(2, tc.bad, lease(2, "two")))
+				expectSyncs(t, n, "", "*host2")
+				s.Publish(snapshot(3, tc.bad, lease(2, "two"), lease(3, "three")))
+				expectSyncs(t, n, "", "*host2", "*host2 host3")
+				if got := strings.Count(log(), tc.reason); got != 1 {
+					t.Errorf("reason logged %d times, want once:\n%s", got, log())
+				}
+				s.Publish(snapshot(4, lease(2, "two")))
+				synctest.Wait()
+				if !strings.Contains(log(), "lease no longer refused") {
+					t.Errorf("the end of the refusal is not in the log:\n%s", log())
+				}
+			})
+		})
+	}
+}
+
+func TestFailureIsRetriedAndLoggedOnce(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := &network{fail: 4}
+		_, log := run(t, n)
+		advance(30 * time.Second)
+		if len(n.syncs) != 5 {
+			t.Errorf("%d syncs, want 4 failures and a success", len(n.syncs))
+		}
+		for text, want := range map[string]int{"kernel says no": 1, "in order again": 1} {
+			if got := strings.Count(log(), text); got != want {
+				t.Errorf("%q logged %d times, want %d:\n%s", text, got, want, log())
+			}
+		}
+	})
+}
+
+func TestRefusalForACauseThatMayPassIsRetried(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := &network{outcome: backend.Outcome{Retry: true, Refused: []subnet.Refusal{{Key: "host2", Reason: "out of reach"}}}}
+		run(t, n)
+		advance(time.Minute)
+		if len(n.syncs) < 5 {
+			t.Errorf("%d syncs in a minute", len(n.syncs))
+		}
+	})
+}
+
+func TestPeersOfAForgetfulStoreAreKept(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := &network{}
+		s, log := run(t, n, lease(2, "two"))
+		wiped := snapshot(1)
+		wiped.Store.ID = "b"
+		s.Publish(wiped)
+		expectSyncs(t, n, "host2", "*host2")
+		if !strings.Contains(log(), "forgotten peers") {
+			t.Errorf("not in the log:\n%s", log())
+		}
+		advance(subnet.TTL + 2*time.Hour)
+		if last := n.syncs[len(n.syncs)-1]; last != "*" {
+			t.Errorf("after the TTL: %q", last)
+		}
+	})
+}
+
+func TestRegistry(t *testing.T) {
+	factory := func(json.RawMessage, backend.Env) (backend.Backend, []string, error) { return nil, nil, nil }
+	for name, entries := range map[string][]backend.Entry{
+		"empty name": {{Type: "", Factory: factory}},
+		"upper case": {{Type: "VXLAN", Factory: factory}},
+		"duplicate":  {{Type: "a", Factory: factory}, {Type: "a", Factory: factory}},
+		"no factory": {{Type: "a"}},
+	} {
+		if _, err := backend.NewRegistry(entries...); err == nil {
+			t.Errorf("%s: no error", name)
+		}
+	}
+	r, err := backend.NewRegistry(backend.Entry{Type: "b", Factory: factory}, backend.Entry{Type: "a", Factory: factory})
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, tc := range []struct {
+		cfg  subnet.Config
+		want string
+	}{
+		{subnet.Config{BackendType: "udp"}, `the network configuration has no Backend, which means "udp": set Backend.Type to one of a, b`},
+		{subnet.Config{BackendType: "ipsec", Backend: json.RawMessage(`{}`)}, `unknown backend type "ipsec": Backend.Type must be one of a, b`},
+	} {
+		_, _, err := r.New(backend.Env{Config: tc.cfg})
+		if !errors.Is(err, backend.ErrUnknownType) || !strings.Contains(err.Error(), tc.want) {
+			t.Errorf("%v, want %q", err, tc.want)
+		}
+	}
+}

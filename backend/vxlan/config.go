@@ -1,0 +1,86 @@
+package vxlan
+
+import (
+	"encoding/json"
+	"fmt"
+
+	"flanneld/backend"
+	"flanneld/pkg/prefix"
+	"flanneld/subnet"
+)
+
+const (
+	defaultVNI  = 1
+	defaultPort = 8472 // the Linux kernel's default, older than the IANA port 4789
+	maxVNI      = 1<<24 - 1
+)
+
+// config is the Backend object of the network configuration.
+type config struct {
+	VNI           int
+	Port          int
+	MTU           int // of the underlay, bytes; 0 means that of the external interface
+	GBP           bool
+	Learning      bool
+	DirectRouting bool
+}
+
+func parseConfig(raw json.RawMessage, env backend.Env) (config, []string, error) {
+	c := config{VNI: defaultVNI, Port: defaultPort}
+	// MacPrefix and Name mean something on other operating systems only.
+	warnings, err := subnet.DecodeBackend(raw, &c, "MacPrefix", "Name")
+	if err != nil {
+		return c, nil, err
+	}
+	if c.VNI < 0 || c.VNI > maxVNI {
+		return c, nil, fmt.Errorf("Backend.VNI is %d: want 0 to %d (24 bits)", c.VNI, maxVNI)
+	}
+	if c.Port < 1 || c.Port > 65535 {
+		return c, nil, fmt.Errorf("Backend.Port is %d: want 1 to 65535", c.Port)
+	}
+	if c.MTU < 0 || c.MTU > 65535 {
+		return c, nil, fmt.Errorf("Backend.MTU is %d: want 0 (that of the external interface) to 65535", c.MTU)
+	}
+	for _, n := range env.Config.Networks {
+		f := n.Family()
+		if mtu := c.deviceMTU(env.Underlay.MTU, f); mtu < minMTU(f) {
+			return c, nil, fmt.Errorf("the underlay MTU %d (Backend.MTU %d, %s %d) leaves %d bytes inside vxlan: %s needs %d",
+				mtu+overhead(f), c.MTU, env.Underlay.Name, env.Underlay.MTU, mtu, f, minMTU(f))
+		}
+	}
+	return c, warnings, nil
+}
+
+// overhead is what encapsulation adds to a packet, in bytes: the outer IP
+// header of family f, UDP 8, VXLAN 8, inner Ethernet 14.
+func overhead(f prefix.Family) int {
+	if f == prefix.IPv6 {
+		return 40 + 8 + 8 + 14
+	}
+	return 20 + 8 + 8 + 14
+}
+
+// minMTU is the smallest MTU with which a device can carry family f.
+func minMTU(f prefix.Family) int {
+	if f == prefix.IPv6 {
+		return 1280
+	}
+	return 68
+}
+
+// deviceMTU is the MTU of the device for family f on an underlay link of the
+// given MTU. The kernel clamps to the same value.
+func (c config) deviceMTU(link int, f prefix.Family) int {
+	if c.MTU != 0 {
+		link = min(link, c.MTU)
+	}
+	return link - overhead(f)
+}
+
+// deviceName is the name that other flannel daemons use, too.
+func (c config) deviceName(f prefix.Family) string {
+	if f == prefix.IPv6 {
+		return fmt.Sprintf("flannel-v6.%d", c.VNI)
+	}
+	return fmt.Sprintf("flannel.%d", c.VNI)
+}

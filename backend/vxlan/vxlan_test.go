@@ -1,0 +1,191 @@
+package vxlan
+
+import (
+	"encoding/json"
+	"net/netip"
+	"strings"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+
+	"flanneld/backend"
+	"flanneld/pkg/dataplane"
+	"flanneld/pkg/prefix"
+	"flanneld/pkg/underlay"
+	"flanneld/subnet"
+)
+
+// env is a host with the given families on a link of the given MTU.
+func env(mtu int, families ...prefix.Family) backend.Env {
+	e := backend.Env{Underlay: underlay.Interface{Name: "eth0", Index: 2, MTU: mtu}}
+	for _, f := range families {
+		network, addr := "10.5.0.0/16", "192.168.77.1"
+		if f == prefix.IPv6 {
+			network, addr = "fd00:10:5::/48", "fd00:77::1"
+		}
+		a := netip.MustParseAddr(addr)
+		e.Config.Networks = append(e.Config.Networks, subnet.Network{Prefix: netip.MustParsePrefix(network)})
+		e.Underlay.Addrs = append(e.Underlay.Addrs, underlay.Address{Local: a, Public: a})
+	}
+	return e
+}
+
+func TestConfig(t *testing.T) {
+	v4, dual := env(1500, prefix.IPv4), env(1500, prefix.IPv4, prefix.IPv6)
+	for _, tc := range []struct {
+		name string
+		env  backend.Env
+		raw  string
+		want config
+		err  string
+	}{
+		{name: "defaults", env: v4, raw: `{"Type":"vxlan"}`, want: config{VNI: 1, Port: 8472}},
+		{name: "no case in keys", env: v4, raw: `{"type":"VXLAN","vni":42,"port":4789,"mtu":9000,"gbp":true,"learning":true,"directrouting":true}`,
+			want: config{VNI: 42, Port: 4789, MTU: 9000, GBP: true, Learning: true, DirectRouting: true}},
+		{name: "highest VNI", env: v4, raw: `{"VNI":16777215}`, want: config{VNI: 16777215, Port: 8472}},
+		{name: "VNI too big", env: v4, raw: `{"VNI":16777216}`, err: "Backend.VNI is 16777216: want 0 to 16777215 (24 bits)"},
+		{name: "VNI negative", env: v4, raw: `{"VNI":-1}`, err: "Backend.VNI is -1"},
+		{name: "port 0", env: v4, raw: `{"Port":0}`, err: "Backend.Port is 0: want 1 to 65535"},
+		{name: "port too big", env: v4, raw: `{"Port":65536}`, err: "Backend.Port is 65536"},
+		{name: "MTU negative", env: v4, raw: `{"MTU":-1}`, err: "Backend.MTU is -1"},
+		{name: "MTU too small for IPv4", env: v4, raw: `{"MTU":117}`, err: "leaves 67 bytes inside vxlan: IPv4 needs 68"},
+		{name: "MTU just enough for IPv4", env: v4, raw: `{"MTU":118}`, want: config{VNI: 1, Port: 8472, MTU: 118}},
+		{name: "MTU too small for IPv6", env: dual, raw: `{"MTU":1349}`, err: "leaves 1279 bytes inside vxlan: IPv6 needs 1280"},
+		{name: "MTU just enough for IPv6", env: dual, raw: `{"MTU":1350}`, want: config{VNI: 1, Port: 8472, MTU: 1350}},
+		{name: "link too small for IPv6", env: env(1300, prefix.IPv6), raw: `{}`, err: "eth0 1300"},
+		{name: "wrong type", env: v4, raw: `{"VNI":"one"}`, err: "VNI"},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			got, _, err := parseConfig(json.RawMessage(tc.raw), tc.env)
+			if tc.err != "" {
+				if err == nil || !strings.Contains(err.Error(), tc.err) {
+					t.Fatalf("error %v, want one with %q", err, tc.err)
+				}
+				return
+			}
+			if err != nil {
+				t.Fatal(err)
+			}
+			if diff := cmp.Diff(tc.want, got); diff != "" {
+				t.Error(diff)
+			}
+		})
+	}
+}
+
+func TestUnknownKeyIsAWarning(t *testing.T) {
+	_, warnings, err := parseConfig(json.RawMessage(`{"Type":"vxlan","DirectRoutng":true,"MacPrefix":"0E-2A"}`), env(1500, prefix.IPv4))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if len(warnings) != 1 || !strings.Contains(warnings[0], `"DirectRoutng"`) || !strings.Contains(warnings[0], "DirectRouting") {
+		t.Errorf("warnings %q, want one that names the key and the nearest known", warnings)
+	}
+}
+
+func TestMTU(t *testing.T) {
+	for _, tc := range []struct {
+		link, configured int
+		families         []prefix.Family
+		want             int
+	}{
+		{1500, 0, []prefix.Family{prefix.IPv4}, 1450},
+		{1500, 0, []prefix.Family{prefix.IPv6}, 1430},
+		{1500, 0, []prefix.Family{prefix.IPv4, prefix.IPv6}, 1430},
+		{1500, 9000, []prefix.Family{prefix.IPv4}, 1450},
+		{9000, 1400, []prefix.Family{prefix.IPv4}, 1350},
+		{9000, 0, []prefix.Family{prefix.IPv6}, 8930},
+	} {
+		n := &network{Backend: &Backend{env: env(tc.link, tc.families...), config: config{VNI: 1, MTU: tc.configured}}}
+		if got := n.MTU(); got != tc.want {
+			t.Errorf("link %d, configured %d, %v: MTU %d, want %d", tc.link, tc.configured, tc.families, got, tc.want)
+		}
+	}
+}
+
+func TestVtepMAC(t *testing.T) {
+	for raw, want := range map[string]string{
+		`{"VNI":1,"VtepMAC":"72:8d:4e:56:a5:33"}`:           "72:8d:4e:56:a5:33",
+		`{"VtepMAC":"72:8D:4E:56:A5:33"}`:                   "72:8d:4e:56:a5:33",
+		`{ "vtepmac": "72:8d:4e:56:a5:33", "New": [1, 2] }`: "72:8d:4e:56:a5:33",
+		``:                                      "no backend data",
+		`null`:                                  "without a VtepMAC",
+		`{"VNI":1}`:                             "without a VtepMAC",
+		`{"VtepMAC":null}`:                      "without a VtepMAC",
+		`{"VtepMAC":"00:00:00:00:00:00"}`:       "not a unicast address",
+		`{"VtepMAC":"01:00:5e:00:00:01"}`:       "not a unicast address",
+		`{"VtepMAC":"ff:ff:ff:ff:ff:ff"}`:       "not a unicast address",
+		`{"VtepMAC":"72:8d:4e:56:a5"}`:          "not an Ethernet address",
+		`{"VtepMAC":"00:00:5e:ff:fe:00:53:01"}`: "not an Ethernet address",
+		`{"VtepMAC":7}`:                         "backend data",
+		`"text"`:                                "backend data",
+	} {
+		mac, err := vtepMAC(json.RawMessage(raw))
+		got := mac.String()
+		if err != nil {
+			got = err.Error()
+		}
+		if !strings.Contains(got, want) {
+			t.Errorf("%s: %q, want %q", raw, got, want)
+		}
+	}
+}
+
+// TestEncodeData pins the bytes that other flannel daemons write and read.
+func TestEncodeData(t *testing.T) {
+	raw, err := encodeData(1, dataplane.MAC{0x72, 0x8d, 0x4e, 0x56, 0xa5, 0x33})
+	if err != nil || string(raw) != `{"VNI":1,"VtepMAC":"72:8d:4e:56:a5:33"}` {
+		t.Errorf("%s, %v", raw, err)
+	}
+}
+
+func TestDesired(t *testing.T) {
+	for _, tc := range []struct {
+		name   string
+		e      subnet.Endpoint
+		direct string
+		want   []string
+	}{
+		{
+			name: "IPv4",
+			e:    subnet.Endpoint{Subnet: netip.MustParsePrefix("10.5.26.0/24"), PublicIP: netip.MustParseAddr("192.168.77.2"), Data: json.RawMessage(`{"VtepMAC":"72:8d:4e:56:a5:33"}`)},
+			want: []string{
+				"neighbour 10.5.26.0 lladdr 72:8d:4e:56:a5:33 dev flannel.7",
+				"FDB entry 72:8d:4e:56:a5:33 dst 192.168.77.2 dev flannel.7",
+				"route 10.5.26.0/24 via 10.5.26.0 dev flannel.7",
+			},
+		},
+		{
+			name: "IPv6",
+			e:    subnet.Endpoint{Subnet: netip.MustParsePrefix("fd00:10:5:2a::/64"), PublicIP: netip.MustParseAddr("fd00:77::2"), Data: json.RawMessage(`{"VtepMAC":"96:64:94:34:01:51"}`)},
+			want: []string{
+				"neighbour fd00:10:5:2a:: lladdr 96:64:94:34:01:51 dev flannel-v6.7",
+				"FDB entry 96:64:94:34:01:51 dst fd00:77::2 dev flannel-v6.7",
+				"route fd00:10:5:2a::/64 via fd00:10:5:2a:: dev flannel-v6.7",
+			},
+		},
+		{
+			name:   "direct",
+			e:      subnet.Endpoint{Subnet: netip.MustParsePrefix("10.5.14.0/24"), PublicIP: netip.MustParseAddr("192.168.77.2")},
+			direct: "eth0",
+			want:   []string{"route 10.5.14.0/24 via 192.168.77.2 dev eth0"},
+		},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			objects, err := config{VNI: 7}.desired(tc.e, tc.direct)
+			if err != nil {
+				t.Fatal(err)
+			}
+			var got []string
+			for _, o := range objects {
+				got = append(got, o.String())
+				if r, ok := o.(dataplane.Route); ok && r.OnLink != (tc.direct == "") {
+					t.Errorf("%s: onlink %v", r, r.OnLink)
+				}
+			}
+			if diff := cmp.Diff(tc.want, got); diff != "" {
+				t.Error(diff)
+			}
+		})
+	}
+}

@@ -1,0 +1,212 @@
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+	"time"
+
+	"github.com/spf13/cobra"
+	"golang.org/x/sys/unix"
+
+	"flanneld/pkg/lab"
+	"flanneld/pkg/prefix"
+)
+
+const labExamples = `  # three hosts with vxlan; watch until Ctrl-C
+  flannelctl lab
+
+  # check once, for scripts: exits 1 unless every pod reaches every other
+  flannelctl lab --once --backend host-gw --dual
+
+  # four hosts on two routed segments, plain routes within each
+  flannelctl lab --hosts 4 --l2 2 --backend-config '{"DirectRouting": true}'`
+
+// labOptions are the flags of flannelctl lab.
+type labOptions struct {
+	cfg           lab.Config
+	backend       string
+	backendConfig string
+	ipv6, dual    bool
+	rateMbit      uint64
+	json, once    bool
+	interval      time.Duration
+}
+
+func newLabCommand() *cobra.Command {
+	var o labOptions
+	cmd := &cobra.Command{
+		Use:   "lab",
+		Short: "Build a network of hosts on this machine and watch its pods talk",
+		Long: `Builds hosts out of network namespaces, an etcd, a flanneld on every host and a
+pod behind it, and shows what every pod reaches of every other, the leases and
+the routes that flanneld made, until Ctrl-C.
+
+It needs root and nothing else. The machine's own network is not touched, and
+nothing is left behind, however the lab ends.`,
+		Example: labExamples,
+		Args:    cobra.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			return o.run(cmd.Context(), cmd.OutOrStdout(), cmd.ErrOrStderr())
+		},
+	}
+	f := cmd.Flags()
+	f.SortFlags = false
+	f.IntVar(&o.cfg.Hosts, "hosts", 3, "number of hosts")
+	f.StringVar(&o.backend, "backend", "vxlan", "backend type")
+	f.StringVar(&o.backendConfig, "backend-config", "{}", "further keys of Backend, as a JSON object")
+	f.BoolVar(&o.ipv6, "ipv6", false, "IPv6 alone, on the underlay and for the pods")
+	f.BoolVar(&o.dual, "dual", false, "IPv4 and IPv6")
+	f.IntVar(&o.cfg.Segments, "l2", 1, "number of L2 segments, joined by a router")
+	f.IntVar(&o.cfg.MTU, "mtu", 1500, "MTU of the underlay")
+	f.Float64Var(&o.cfg.Loss, "loss", 0, "packet loss towards each host in percent (needs netem)")
+	f.DurationVar(&o.cfg.Latency, "latency", 0, "delay towards each host (needs netem)")
+	f.Uint64Var(&o.rateMbit, "rate", 0, "rate towards each host in Mbit/s; 0 is unlimited")
+	f.BoolVar(&o.once, "once", false, "show the state once and exit 1 if anything is not reachable")
+	f.BoolVar(&o.json, "json", false, "print JSON: one object, or one at each refresh")
+	f.DurationVar(&o.interval, "interval", 2*time.Second, "time between refreshes")
+	f.StringVar(&o.cfg.Flanneld, "flanneld", "", "flanneld binary (default: beside flannelctl)")
+	cmd.MarkFlagsMutuallyExclusive("ipv6", "dual")
+	return cmd
+}
+
+// complete turns the flags into what the lab is made of.
+func (o *labOptions) complete() error {
+	if o.interval <= 0 {
+		return fmt.Errorf("--interval: %v is not positive", o.interval)
+	}
+	switch {
+	case o.dual:
+		o.cfg.Families = []prefix.Family{prefix.IPv4, prefix.IPv6}
+	case o.ipv6:
+		o.cfg.Families = []prefix.Family{prefix.IPv6}
+	default:
+		o.cfg.Families = []prefix.Family{prefix.IPv4}
+	}
+	const bitsPerByte, mega = 8, 1_000_000
+	o.cfg.Rate = o.rateMbit * mega / bitsPerByte
+
+	var backend map[string]any
+	if err := json.Unmarshal([]byte(o.backendConfig), &backend); err != nil || backend == nil {
+		return fmt.Errorf("--backend-config: want a JSON object, got %q", o.backendConfig)
+	}
+	if t, ok := backend["Type"]; ok && t != o.backend {
+		return fmt.Errorf("--backend-config: Type is %v, but --backend says %s", t, o.backend)
+	}
+	backend["Type"] = o.backend
+	text, err := json.Marshal(backend)
+	if err != nil {
+		return err
+	}
+	if o.cfg.Network, err = lab.NetworkConfig(o.cfg.Families, text); err != nil {
+		return err
+	}
+	if o.cfg.Flanneld == "" {
+		self, err := os.Executable()
+		if err != nil {
+			return err
+		}
+		o.cfg.Flanneld = filepath.Join(filepath.Dir(self), "flanneld")
+	}
+	if _, err := os.Stat(o.cfg.Flanneld); err != nil {
+		return fmt.Errorf("find flanneld: %w (name it with --flanneld)", err)
+	}
+	return nil
+}
+
+func (o *labOptions) run(ctx context.Context, out, progress io.Writer) error {
+	if err := o.complete(); err != nil {
+		return err
+	}
+	start := time.Now()
+	o.cfg.Progress = func(step string) {
+		fmt.Fprintf(progress, "%6.2fs  %s\n", time.Since(start).Seconds(), step)
+	}
+	l, err := lab.New(ctx, o.cfg)
+	if err != nil {
+		return unlessStopped(ctx, err)
+	}
+	defer l.Close()
+	if err := bringUp(ctx, l); err != nil {
+		return unlessStopped(ctx, err)
+	}
+	return unlessStopped(ctx, o.watch(ctx, l, out))
+}
+
+func bringUp(ctx context.Context, l *lab.Lab) error {
+	const patience = time.Minute
+	ctx, cancel := context.WithTimeoutCause(ctx, patience, fmt.Errorf("not within %v", patience))
+	defer cancel()
+	if err := l.StartFlanneld(ctx, lab.FlanneldOptions{}); err != nil {
+		return err
+	}
+	return l.AddPods(ctx)
+}
+
+// unlessStopped drops what failed because the user ended the lab.
+func unlessStopped(ctx context.Context, err error) error {
+	if ctx.Err() != nil {
+		return nil
+	}
+	return err
+}
+
+// watch shows the lab's state until ctx ends, or once. A terminal is redrawn;
+// elsewhere a state is printed when it differs from the one before.
+func (o *labOptions) watch(ctx context.Context, l *lab.Lab, out io.Writer) error {
+	tick := time.NewTicker(o.interval)
+	defer tick.Stop()
+	redraw := !o.once && !o.json && isTerminal(out)
+	shown := ""
+	for {
+		r, err := observe(ctx, l)
+		if ctx.Err() != nil {
+			return ctx.Err()
+		}
+		if err != nil {
+			return err
+		}
+		if o.json || redraw || r.fingerprint() != shown {
+			if err := o.show(out, r, redraw); err != nil {
+				return err
+			}
+			shown = r.fingerprint()
+		}
+		if o.once {
+			return r.verdict()
+		}
+		select {
+		case <-tick.C:
+		case <-ctx.Done():
+			return ctx.Err()
+		}
+	}
+}
+
+func (o *labOptions) show(out io.Writer, r report, redraw bool) error {
+	if o.json {
+		return json.NewEncoder(out).Encode(r)
+	}
+	text := r.text()
+	if !o.once {
+		text += "\n" + r.hints()
+	}
+	if redraw {
+		const home, clearBelow = "\x1b[H", "\x1b[2J"
+		text = home + clearBelow + text
+	}
+	_, err := io.WriteString(out, text)
+	return err
+}
+
+func isTerminal(w io.Writer) bool {
+	f, ok := w.(*os.File)
+	if !ok {
+		return false
+	}
+	_, err := unix.IoctlGetTermios(int(f.Fd()), unix.TCGETS)
+	return err == nil
+}

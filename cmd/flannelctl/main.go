@@ -1,0 +1,22 @@
+// Flannelctl is the operator's tool for flanneld.
+package main
+
+import (
+	"context"
+	"fmt"
+	"os"
+	"os/signal"
+	"syscall"
+
+	"flanneld/pkg/lab"
+)
+
+func main() {
+	lab.RunChild()
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
+	context.AfterFunc(ctx, stop) // a second signal kills
+	if err := newRoot().ExecuteContext(ctx); err != nil {
+		fmt.Fprintln(os.Stderr, "flannelctl:", err)
+		os.Exit(1)
+	}
+}

@@ -1,0 +1,72 @@
+package main
+
+import (
+	"bytes"
+	"os"
+	"strings"
+	"testing"
+
+	"flanneld/pkg/lab"
+	"flanneld/pkg/version"
+)
+
+func TestMain(m *testing.M) {
+	lab.RunChild()
+	os.Exit(m.Run())
+}
+
+func run(t *testing.T, args ...string) (stdout string, err error) {
+	t.Helper()
+	var out, progress bytes.Buffer
+	root := newRoot()
+	root.SetArgs(args)
+	root.SetOut(&out)
+	root.SetErr(&progress)
+	err = root.ExecuteContext(t.Context())
+	return out.String(), err
+}
+
+func TestVersion(t *testing.T) {
+	got, err := run(t, "version")
+	if want := version.String() + "\n"; got != want || err != nil {
+		t.Errorf("got %q, %v; want %q", got, err, want)
+	}
+}
+
+func TestHelpHasExamples(t *testing.T) {
+	got, err := run(t, "lab", "--help")
+	if err != nil || !strings.Contains(got, "flannelctl lab --once --backend host-gw --dual") {
+		t.Errorf("%v\n%s", err, got)
+	}
+}
+
+func TestArgumentsAreRefused(t *testing.T) {
+	for args, want := range map[string]string{
+		"nonsense":                             `unknown command "nonsense"`,
+		"version x":                            `unknown command "x"`,
+		"lab x":                                `unknown command "x"`,
+		"lab --bogus":                          "unknown flag: --bogus",
+		"lab --hosts many":                     `invalid argument "many" for "--hosts"`,
+		"lab --ipv6 --dual":                    "ipv6 dual",
+		"lab --interval 0s":                    "--interval: 0s is not positive",
+		"lab --backend-config []":              `--backend-config: want a JSON object, got "[]"`,
+		"lab --backend-config null":            `--backend-config: want a JSON object, got "null"`,
+		`lab --backend-config {"Type":"udp"}`:  "--backend-config: Type is udp, but --backend says vxlan",
+		"lab --flanneld /nowhere":              "/nowhere: no such file",
+		"lab --flanneld /bin/true --hosts 201": "hosts: 201 is not in 1 to 200",
+		"lab --flanneld /bin/true --mtu 1000":  "underlay MTU: 1000 is not in 1280 to 65535",
+	} {
+		_, err := run(t, strings.Fields(args)...)
+		if err == nil || !strings.Contains(err.Error(), want) || strings.Contains(err.Error(), "\n") {
+			t.Errorf("%s: got %v, want one line with %s", args, err, want)
+		}
+	}
+}
+
+// A flanneld that does not come up is named, with how it ended.
+func TestFlanneldThatFails(t *testing.T) {
+	_, err := run(t, "lab", "--once", "--hosts", "1", "--flanneld", "/bin/false")
+	if err == nil || !strings.Contains(err.Error(), "host1 flanneld: exit status 1") {
+		t.Errorf("got %v, want the host and the exit status", err)
+	}
+}

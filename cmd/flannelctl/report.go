@@ -1,0 +1,334 @@
+package main
+
+import (
+	"cmp"
+	"context"
+	"encoding/json"
+	"fmt"
+	"slices"
+	"strings"
+	"text/tabwriter"
+	"time"
+
+	"flanneld/pkg/lab"
+	"flanneld/pkg/prefix"
+)
+
+// report is the state of a lab, as --json prints it.
+type report struct {
+	OK     bool          `json:"ok"` // every pod reaches every other and every daemon runs
+	Hosts  []hostReport  `json:"hosts"`
+	Leases []leaseReport `json:"leases"`
+	Matrix []cellReport  `json:"matrix"`
+}
+
+type hostReport struct {
+	Name     string      `json:"name"`
+	Flanneld string      `json:"flanneld"` // "running", or how it ended
+	PID      int         `json:"pid"`      // flanneld's
+	Enter    string      `json:"enter"`    // command that enters the host
+	Pods     []podReport `json:"pods"`
+	Routes   []string    `json:"routes"` // those to other hosts' pods
+}
+
+type podReport struct {
+	Name      string   `json:"name"`
+	Addresses []string `json:"addresses"`
+	MTU       int      `json:"mtu"`
+	Enter     string   `json:"enter"` // command that enters the pod
+}
+
+type leaseReport struct {
+	Subnet  string          `json:"subnet"`
+	Value   json.RawMessage `json:"value"`
+	Seconds int             `json:"ttlSeconds"` // 0: does not expire
+}
+
+type cellReport struct {
+	From        string  `json:"from"`
+	To          string  `json:"to"`
+	FromAddress string  `json:"fromAddress"`
+	ToAddress   string  `json:"toAddress"`
+	Family      string  `json:"family"`
+	OK          bool    `json:"ok"`
+	RTT         float64 `json:"rttMilliseconds"`
+	Throughput  float64 `json:"bitsPerSecond"`
+	Error       string  `json:"error,omitempty"`
+}
+
+const running = "running"
+
+func observe(ctx context.Context, l *lab.Lab) (report, error) {
+	const budget = 3 * time.Second // for measuring throughput
+	r := report{OK: true, Hosts: []hostReport{}, Leases: []leaseReport{}, Matrix: []cellReport{}}
+	for _, c := range l.Matrix(ctx, l.Families(), budget) {
+		cell := cellReport{
+			From: c.From.Name(), To: c.To.Name(),
+			FromAddress: c.From.Addr(c.Family).String(), ToAddress: c.To.Addr(c.Family).String(),
+			Family: c.Family.String(), OK: c.Err == nil,
+			RTT: float64(c.RTT) / float64(time.Millisecond), Throughput: c.BitsPerSecond,
+		}
+		if c.Err != nil {
+			cell.Error, r.OK = c.Err.Error(), false
+		}
+		r.Matrix = append(r.Matrix, cell)
+	}
+	for _, h := range l.Hosts() {
+		host, err := observeHost(ctx, h)
+		if err != nil {
+			return r, err
+		}
+		r.OK = r.OK && host.Flanneld == running
+		r.Hosts = append(r.Hosts, host)
+	}
+	leases, err := l.Leases(ctx)
+	if err != nil {
+		return r, err
+	}
+	for _, lease := range leases {
+		value := json.RawMessage(lease.Value)
+		if !json.Valid(value) {
+			value, _ = json.Marshal(lease.Value)
+		}
+		r.Leases = append(r.Leases, leaseReport{Subnet: lease.Key, Value: value, Seconds: int(lease.TTL.Seconds())})
+	}
+	return r, nil
+}
+
+func observeHost(ctx context.Context, h *lab.Host) (hostReport, error) {
+	r := hostReport{Name: h.Name(), Flanneld: running, PID: h.Daemon().PID(), Enter: h.Nsenter(), Routes: []string{}}
+	if err := h.Daemon().Ended(); err != nil {
+		r.Flanneld = err.Error()
+	}
+	var own []prefix.Family
+	for _, p := range h.Pods() {
+		pod := podReport{Name: p.Name(), MTU: p.MTU(), Enter: p.Nsenter()}
+		for _, a := range p.Addrs() {
+			pod.Addresses = append(pod.Addresses, a.String())
+			own = append(own, prefix.FamilyOf(a))
+		}
+		r.Pods = append(r.Pods, pod)
+	}
+	routes, err := h.Routes(ctx)
+	if err != nil {
+		return r, err
+	}
+	for _, route := range routes {
+		f := prefix.FamilyOf(route.Dst.Addr())
+		if route.Dev != lab.PodBridge && slices.Contains(own, f) && prefix.Contains(lab.PodNetwork(f), route.Dst) {
+			r.Routes = append(r.Routes, route.String())
+		}
+	}
+	return r, nil
+}
+
+// verdict is nil if the lab is as it should be.
+func (r report) verdict() error {
+	failed := 0
+	for _, c := range r.Matrix {
+		if !c.OK {
+			failed++
+		}
+	}
+	if failed > 0 {
+		return fmt.Errorf("%d of %d cells failed", failed, len(r.Matrix))
+	}
+	for _, h := range r.Hosts {
+		if h.Flanneld != running {
+			return fmt.Errorf("flanneld has ended: %s", h.Flanneld)
+		}
+	}
+	return nil
+}
+
+// fingerprint holds what makes a state worth printing again: not how fast
+// anything is or how long a lease still lasts.
+func (r report) fingerprint() string {
+	var b strings.Builder
+	for _, c := range r.Matrix {
+		fmt.Fprintln(&b, c.FromAddress, c.ToAddress, c.Error)
+	}
+	for _, h := range r.Hosts {
+		fmt.Fprintln(&b, h.Name, h.Flanneld, h.Routes)
+	}
+	for _, l := range r.Leases {
+		fmt.Fprintln(&b, l.Subnet, string(l.Value))
+	}
+	return b.String()
+}
+
+// text lays the report out for people.
+func (r report) text() string {
+	var b strings.Builder
+	for _, f := range []prefix.Family{prefix.IPv4, prefix.IPv6} {
+		r.writeMatrix(&b, f.String())
+	}
+	r.writeLeases(&b)
+	r.writeHosts(&b)
+	return b.String()
+}
+
+const (
+	maxColumns  = 6  // pods that fit beside each other by name and with figures
+	maxFailures = 10 // that are written out
+)
+
+func (r report) writeMatrix(b *strings.Builder, family string) {
+	cells := map[[2]string]cellReport{}
+	var pods []string
+	var failures []string
+	address := map[string]string{}
+	for _, c := range r.Matrix {
+		if c.Family != family {
+			continue
+		}
+		cells[[2]string{c.From, c.To}] = c
+		if _, seen := address[c.From]; !seen {
+			pods, address[c.From] = append(pods, c.From), c.FromAddress
+		}
+		if !c.OK {
+			failures = append(failures, c.Error)
+		}
+	}
+	if len(cells) == 0 {
+		return
+	}
+	w := table(b)
+	short := len(pods) > maxColumns
+	fmt.Fprintf(w, "%s FROM", family)
+	for i, to := range pods {
+		if short {
+			fmt.Fprintf(w, "\t%d", i+1)
+		} else {
+			fmt.Fprintf(w, "\tTO %s", to)
+		}
+	}
+	for i, from := range pods {
+		fmt.Fprintln(w)
+		if short {
+			fmt.Fprintf(w, "%d ", i+1)
+		}
+		fmt.Fprintf(w, "%s %s", from, address[from])
+		for _, to := range pods {
+			fmt.Fprintf(w, "\t%s", cells[[2]string{from, to}].text(short))
+		}
+	}
+	fmt.Fprintln(w)
+	w.Flush()
+	fmt.Fprintf(b, "%d of %d reachable%s\n", len(cells)-len(failures), len(cells), r.span(family))
+	for i, text := range failures {
+		if i == maxFailures {
+			fmt.Fprintf(b, "and %d more\n", len(failures)-i)
+			break
+		}
+		fmt.Fprintf(b, "FAIL: %s\n", text)
+	}
+	b.WriteString("\n")
+}
+
+func (c cellReport) text(short bool) string {
+	switch {
+	case c.From == "":
+		return "-"
+	case !c.OK && short:
+		return "FAIL"
+	case !c.OK:
+		return "FAIL: " + c.Error[strings.LastIndex(": "+c.Error, ": "):] // the innermost cause
+	case short:
+		return "ok"
+	}
+	return milliseconds(c.RTT) + " " + bits(c.Throughput)
+}
+
+// span says between which figures the reachable cells are.
+func (r report) span(family string) string {
+	var rtt, bps []float64
+	for _, c := range r.Matrix {
+		if c.Family == family && c.OK {
+			rtt, bps = append(rtt, c.RTT), append(bps, c.Throughput)
+		}
+	}
+	if len(rtt) == 0 {
+		return ""
+	}
+	return fmt.Sprintf(", round trip %s to %s, throughput %s to %s",
+		milliseconds(slices.Min(rtt)), milliseconds(slices.Max(rtt)), bits(slices.Min(bps)), bits(slices.Max(bps)))
+}
+
+func milliseconds(ms float64) string { return fmt.Sprintf("%.2fms", ms) }
+
+func bits(bps float64) string {
+	switch {
+	case bps >= 1e9:
+		return fmt.Sprintf("%.1fGbit/s", bps/1e9)
+	case bps >= 1e6:
+		return fmt.Sprintf("%.1fMbit/s", bps/1e6)
+	}
+	return fmt.Sprintf("%.1fkbit/s", bps/1e3)
+}
+
+func (r report) writeLeases(b *strings.Builder) {
+	w := table(b)
+	fmt.Fprintln(w, "LEASE\tPUBLIC IP\tBACKEND\tEXPIRES")
+	for _, l := range r.Leases {
+		var v struct{ PublicIP, PublicIPv6, BackendType string }
+		if err := json.Unmarshal(l.Value, &v); err != nil {
+			fmt.Fprintf(w, "%s\tunreadable\t\t\n", l.Subnet)
+			continue
+		}
+		var public []string
+		for _, ip := range []string{v.PublicIP, v.PublicIPv6} {
+			if ip != "" && ip != "0.0.0.0" && ip != "::" {
+				public = append(public, ip)
+			}
+		}
+		expires := "never"
+		if l.Seconds > 0 {
+			expires = "in " + (time.Duration(l.Seconds) * time.Second).String()
+		}
+		fmt.Fprintf(w, "%s\t%s\t%s\t%s\n", l.Subnet, strings.Join(public, " "), cmp.Or(v.BackendType, "-"), expires)
+	}
+	w.Flush()
+	b.WriteString("\n")
+}
+
+func (r report) writeHosts(b *strings.Builder) {
+	w := table(b)
+	fmt.Fprintln(w, "HOST\tROUTES TO OTHER HOSTS' PODS")
+	for _, h := range r.Hosts {
+		name := h.Name
+		if h.Flanneld != running {
+			fmt.Fprintf(w, "%s\tflanneld has ended: %s\n", name, h.Flanneld)
+			name = ""
+		}
+		for _, route := range h.Routes {
+			fmt.Fprintf(w, "%s\t%s\n", name, route)
+			name = ""
+		}
+		if name != "" {
+			fmt.Fprintf(w, "%s\tnone\n", name)
+		}
+	}
+	w.Flush()
+}
+
+// hints says how to look around inside.
+func (r report) hints() string {
+	var b strings.Builder
+	w := table(&b)
+	fmt.Fprintln(w, "TO LOOK INSIDE\tRUN")
+	for i, h := range r.Hosts {
+		if i == maxColumns {
+			fmt.Fprintf(w, "%d more\tsee --json\n", len(r.Hosts)-i)
+			break
+		}
+		fmt.Fprintf(w, "%s\t%s\n", h.Name, h.Enter)
+		for _, p := range h.Pods {
+			fmt.Fprintf(w, "%s\t%s\n", p.Name, p.Enter)
+		}
+	}
+	w.Flush()
+	return b.String()
+}
+
+func table(b *strings.Builder) *tabwriter.Writer { return tabwriter.NewWriter(b, 0, 0, 3, ' ', 0) }

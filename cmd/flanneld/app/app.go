@@ -1,0 +1,134 @@
+// Package app is the daemon: options, start-up and lifecycle. Distributions
+// that embed flanneld import it.
+package app
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os/signal"
+	"syscall"
+	"time"
+
+	"golang.org/x/sync/errgroup"
+	"k8s.io/klog/v2"
+
+	"flanneld/backend"
+	"flanneld/backend/alloc"
+	"flanneld/backend/hostgw"
+	"flanneld/backend/vxlan"
+	"flanneld/pkg/health"
+	"flanneld/pkg/version"
+)
+
+// stopTimeout bounds how long the members of the group may take to return.
+// What they leave undone the next start finds: the data path stays anyway.
+const stopTimeout = 1500 * time.Millisecond
+
+// backends is the list of all backends.
+func backends() (backend.Registry, error) {
+	return backend.NewRegistry(
+		backend.Entry{Type: alloc.Type, Factory: alloc.New},
+		backend.Entry{Type: hostgw.Type, Factory: hostgw.New},
+		backend.Entry{Type: vxlan.Type, Factory: vxlan.New},
+	)
+}
+
+// Main runs the daemon and returns its exit code: 0 after --help, --version,
+// SIGINT and SIGTERM, 1 after an error, which is one line on stderr.
+func Main(args, env []string, stderr io.Writer) int {
+	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGINT, syscall.SIGTERM)
+	defer stop()
+	context.AfterFunc(ctx, stop) // a second signal kills
+
+	opts, err := Parse(args, env)
+	switch {
+	case errors.Is(err, ErrHelp):
+		fmt.Fprint(stderr, Help())
+		return 0
+	case errors.Is(err, ErrVersion):
+		fmt.Fprintln(stderr, version.String())
+		return 0
+	case err != nil:
+		fmt.Fprintln(stderr, "flanneld:", err)
+		return 1
+	}
+	if err := opts.SetupLogging(); err != nil {
+		fmt.Fprintln(stderr, "flanneld:", err)
+		return 1
+	}
+	log := klog.Background()
+	defer klog.Flush()
+	log.Info("flanneld starts", append([]any{"version", version.String()}, opts.LogValues()...)...)
+	for _, w := range opts.Warnings {
+		log.Error(nil, w)
+	}
+	if err := Run(klog.NewContext(ctx, log), opts); err != nil {
+		log.Error(err, "flanneld stops")
+		return 1
+	}
+	log.Info("flanneld stopped, the data path stays")
+	return 0
+}
+
+// Run runs the daemon until ctx ends, and returns nil then.
+func Run(ctx context.Context, opts Options) error {
+	if err := opts.unsupported(); err != nil {
+		return err
+	}
+	registry, err := backends()
+	if err != nil {
+		return err
+	}
+	group, members := errgroup.WithContext(ctx)
+	d := &daemon{opts: opts, registry: registry, group: group, health: newHealth(opts)}
+	if addr := opts.HealthzAddr(); addr != "" {
+		ln, err := health.Listen(ctx, addr)
+		if err != nil {
+			return err
+		}
+		group.Go(func() error { return health.Serve(members, ln, health.Handler(d.health)) })
+	}
+	group.Go(func() error { return d.notifier.Watchdog(members, d.health) })
+	group.Go(func() error { return d.run(members) })
+	return d.wait(ctx, members)
+}
+
+// wait returns when the group has, or a bounded time after it was told to.
+func (d *daemon) wait(ctx, members context.Context) error {
+	done := make(chan error, 1)
+	go func() { done <- d.group.Wait() }()
+	var err error
+	select {
+	case err = <-done:
+	case <-members.Done():
+		if notifyErr := d.notifier.Stopping(); notifyErr != nil {
+			klog.FromContext(ctx).Error(notifyErr, "systemd was not told")
+		}
+		select {
+		case err = <-done:
+		case <-time.After(stopTimeout):
+			klog.FromContext(ctx).Error(nil, "not everything has ended in time", "after", stopTimeout)
+			err = context.Cause(members)
+		}
+	}
+	if ctx.Err() != nil { // asked to stop: whatever that interrupted is no failure
+		return nil
+	}
+	return err
+}
+
+// unsupported refuses what this version cannot do, rather than pretend.
+func (o Options) unsupported() error {
+	switch {
+	case o.KubeSubnetMgr:
+		return fmt.Errorf("%s: this version has no Kubernetes subnet manager; use etcd", o.Source("kube-subnet-mgr"))
+	case o.IPMasq:
+		return fmt.Errorf("%s: this version programs no masquerade rules, and %s would claim them; leave it off",
+			o.Source("ip-masq"), o.SubnetFile)
+	case o.IPBlackholeRoute:
+		return fmt.Errorf("%s: this version programs no blackhole route; leave it off", o.Source("ip-blackhole-route"))
+	}
+	return nil
+}

@@ -1,0 +1,384 @@
+package app
+
+import (
+	"context"
+	"crypto/sha256"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"net/netip"
+	"path/filepath"
+	"reflect"
+	"sync"
+	"time"
+
+	"golang.org/x/sync/errgroup"
+	"k8s.io/klog/v2"
+
+	"flanneld/backend"
+	"flanneld/pkg/dataplane/linux"
+	"flanneld/pkg/health"
+	"flanneld/pkg/state"
+	"flanneld/pkg/subnetfile"
+	"flanneld/pkg/underlay"
+	"flanneld/subnet"
+	"flanneld/subnet/etcd"
+)
+
+// The components of readiness.
+const (
+	partDatapath   = "data path"
+	partDatastore  = "datastore"
+	partSubnetFile = "subnet file"
+)
+
+// retryPause is the pause between questions that were answered, but not in a
+// way that helps: no configuration yet, no free subnet.
+const retryPause = time.Second
+
+// lastKnown is what a start can go on from before the store has answered.
+type lastKnown struct {
+	Config    subnet.Config      `json:"config"`
+	Interface underlay.Interface `json:"interface"`
+	Own       subnet.Lease       `json:"own"`
+	Peers     subnet.LedgerState `json:"peers"`
+}
+
+// daemon is one run of flanneld.
+type daemon struct {
+	opts     Options
+	registry backend.Registry
+	group    *errgroup.Group
+	health   *health.Status
+	notifier health.Notifier
+	kernel   *linux.Kernel
+	ready    sync.Once
+	saver    *saver
+}
+
+func newHealth(o Options) *health.Status {
+	// A pass is due in every resync period, give or take a fifth.
+	s := health.New(2*o.Resync+time.Minute, partSubnetFile, partDatapath)
+	s.SetGrace(partDatastore, o.ReadyzDatastoreGrace)
+	return s
+}
+
+// report notes the state of a component, and tells the world when the last of
+// them has become good for the first time.
+func (d *daemon) report(ctx context.Context, part string, err error) {
+	d.health.Set(part, err)
+	if ready, _ := d.health.Ready(); !ready {
+		return
+	}
+	d.ready.Do(func() {
+		klog.FromContext(ctx).Info("flannel is ready")
+		if err := d.notifier.Ready(); err != nil {
+			klog.FromContext(ctx).Error(err, "systemd was not told")
+		}
+	})
+}
+
+// run starts the daemon's work, member by member, and then keeps the lease.
+func (d *daemon) run(ctx context.Context) error {
+	log := klog.FromContext(ctx)
+	kernel, err := linux.Open()
+	if err != nil {
+		return err
+	}
+	defer func() { _ = kernel.Close() }()
+	d.kernel = kernel
+
+	last, err := d.loadState(ctx)
+	if err != nil {
+		return err
+	}
+	defer d.saver.close()
+	if d.opts.IPTablesForwardRules {
+		log.Info("no forward rules are programmed: this version has none, the host's FORWARD policy must let pod traffic pass")
+	}
+	previous, err := subnetfile.Read(d.opts.SubnetFile)
+	if err != nil {
+		log.Error(err, "the previous subnet is not known")
+	}
+	for _, w := range previous.Warnings {
+		log.Error(nil, "damaged subnet file", "path", d.opts.SubnetFile, "line", w)
+	}
+	manager, err := d.manager(ctx, previous)
+	if err != nil {
+		return err
+	}
+	defer func() { _ = manager.Close() }()
+
+	resumed := d.resume(ctx, last)
+	defer resumed.stop()
+	cfg, err := d.config(ctx, manager)
+	if err != nil {
+		return err
+	}
+	iface, err := underlay.Wait(ctx, d.underlayOptions(cfg), d.opts.IfaceWait)
+	if err != nil {
+		return err
+	}
+	log.Info("using interface", "name", iface.Name, "reason", iface.Reason, "mtu", iface.MTU, "addresses", describe(iface))
+	env := backend.Env{Underlay: iface, Config: cfg, Kernel: kernel}
+	be, warnings, err := d.registry.New(env)
+	if err != nil {
+		return err
+	}
+	for _, w := range warnings {
+		log.Error(nil, "network configuration", "warning", w)
+	}
+	own, err := d.acquire(ctx, manager, be, env, last)
+	if err != nil {
+		return err
+	}
+	resumed.stop()
+	last.Config, last.Interface, last.Own = cfg, iface, own
+	s, err := d.serve(ctx, be, last)
+	if err != nil {
+		return err
+	}
+	defer s.stop()
+	d.group.Go(func() error { return ended(ctx, manager.Watch(ctx, s.syncer.Publish)) })
+	return ended(ctx, manager.Keep(ctx, own))
+}
+
+// ended is nil if what ended did so because it was asked to.
+func ended(ctx context.Context, err error) error {
+	if ctx.Err() != nil {
+		return nil
+	}
+	return err
+}
+
+func (d *daemon) manager(ctx context.Context, previous subnetfile.Previous) (*etcd.Manager, error) {
+	o := d.opts
+	var subnets []netip.Prefix
+	for _, e := range previous.Entries {
+		if e.Subnet.IsValid() {
+			subnets = append(subnets, e.Subnet)
+		}
+	}
+	return etcd.New(etcd.Config{
+		Endpoints: o.EtcdEndpoints, Prefix: o.EtcdPrefix,
+		CertFile: o.EtcdCertFile, KeyFile: o.EtcdKeyFile, CAFile: o.EtcdCAFile,
+		Username: o.EtcdUsername, Password: o.EtcdPassword.Reveal(),
+		RenewMargin: o.RenewMargin,
+		Previous:    subnets,
+		OnStatus:    func(err error) { d.report(ctx, partDatastore, err) },
+	})
+}
+
+// config waits for a network configuration that can be used.
+func (d *daemon) config(ctx context.Context, m subnet.Manager) (subnet.Config, error) {
+	var cfg subnet.Config
+	err := d.retry(ctx, "waiting for the network configuration", func() (err error) {
+		cfg, err = m.Config(ctx)
+		return err
+	})
+	if err != nil {
+		return cfg, err
+	}
+	klog.FromContext(ctx).Info("Found network config", "backend", cfg.BackendType, "networks", networks(cfg))
+	return cfg, nil
+}
+
+func networks(cfg subnet.Config) []netip.Prefix {
+	var ps []netip.Prefix
+	for _, n := range cfg.Networks {
+		ps = append(ps, n.Prefix)
+	}
+	return ps
+}
+
+// acquire takes the own lease; it waits for a subnet to become free.
+func (d *daemon) acquire(ctx context.Context, m subnet.Manager, be backend.Backend, env backend.Env, last lastKnown) (subnet.Lease, error) {
+	log := klog.FromContext(ctx)
+	var own subnet.Lease
+	prev, err := m.Recall(ctx, env.Claim("", subnet.Claim{}))
+	if err != nil {
+		return own, fmt.Errorf("recall the own lease: %w", err)
+	}
+	if len(prev.Endpoints) == 0 && sameNode(last.Interface, env.Underlay) {
+		prev = subnet.Claim{BackendType: last.Own.BackendType, Endpoints: last.Own.Endpoints}
+	}
+	claim, err := be.Claim(ctx, prev)
+	if err != nil {
+		return own, err
+	}
+	err = d.retry(ctx, "waiting for a subnet", func() (err error) {
+		own, err = m.Acquire(ctx, claim)
+		return err
+	})
+	if err != nil {
+		return own, err
+	}
+	log.Info("subnet lease acquired", "lease", own.Key, "permanent", own.Permanent)
+	return own, nil
+}
+
+// retry repeats try until it succeeds or ctx ends. What keeps it from
+// succeeding is logged once.
+func (d *daemon) retry(ctx context.Context, what string, try func() error) error {
+	logged := ""
+	for {
+		err := try()
+		if err == nil || ctx.Err() != nil {
+			return errors.Join(err, ctx.Err())
+		}
+		if logged != err.Error() {
+			logged = err.Error()
+			klog.FromContext(ctx).Error(err, what)
+		}
+		select {
+		case <-ctx.Done():
+		case <-time.After(retryPause):
+		}
+	}
+}
+
+func (d *daemon) underlayOptions(cfg subnet.Config) underlay.Options {
+	o := underlay.Options{
+		Ifaces: d.opts.Iface, IfaceRegexes: d.opts.IfaceRegex, CanReach: d.opts.IfaceCanReach,
+		PublicIP: d.opts.PublicIP, PublicIPv6: d.opts.PublicIPv6,
+	}
+	for _, n := range cfg.Networks {
+		o.Families = append(o.Families, n.Family())
+	}
+	return o
+}
+
+// describe renders the interface's addresses for the log.
+func describe(i underlay.Interface) []string {
+	var s []string
+	for _, a := range i.Addrs {
+		if a.Public == a.Local {
+			s = append(s, a.Local.String())
+		} else {
+			s = append(s, fmt.Sprintf("%s (public %s)", a.Local, a.Public))
+		}
+	}
+	return s
+}
+
+// sameNode reports whether the state that goes with interface a is of the
+// node that now has b: cloned hosts share their disk, but not their address.
+func sameNode(a, b underlay.Interface) bool {
+	return len(a.Addrs) > 0 && reflect.DeepEqual(a.Addrs, b.Addrs)
+}
+
+// resume goes on from the last known state, if it is of this node and its
+// lease has not run out: pods keep their network while the store is away.
+func (d *daemon) resume(ctx context.Context, last lastKnown) *session {
+	log := klog.FromContext(ctx)
+	if len(last.Own.Endpoints) == 0 || !last.Own.Permanent && time.Now().After(last.Own.Expires) {
+		return nil
+	}
+	iface, err := underlay.Wait(ctx, d.underlayOptions(last.Config), 0)
+	if err != nil || !sameNode(last.Interface, iface) {
+		return nil
+	}
+	last.Interface = iface
+	be, _, err := d.registry.New(backend.Env{Underlay: iface, Config: last.Config, Kernel: d.kernel})
+	if err != nil {
+		return nil
+	}
+	s, err := d.serve(ctx, be, last)
+	if err != nil {
+		log.Error(err, "the last known state cannot be used")
+		return nil
+	}
+	log.Info("going on from the last known state until the store answers", "lease", last.Own.Key)
+	return s
+}
+
+// session is the part of the daemon that depends on configuration, interface
+// and lease.
+type session struct {
+	syncer *backend.Syncer
+	cancel context.CancelFunc
+	done   chan struct{}
+}
+
+// stop ends the session and waits for it. It may be called on nil, and twice.
+func (s *session) stop() {
+	if s != nil {
+		s.cancel()
+		<-s.done
+	}
+}
+
+// serve starts the backend's network, the lease-watch loop and the keeper of
+// the subnet file.
+func (d *daemon) serve(ctx context.Context, be backend.Backend, now lastKnown) (*session, error) {
+	network, err := be.Start(ctx, now.Own)
+	if err != nil {
+		return nil, fmt.Errorf("start backend: %w", err)
+	}
+	ledger := &subnet.Ledger{}
+	ledger.Restore(now.Peers)
+	d.saver.save(now)
+	syncer := backend.NewSyncer(backend.SyncerConfig{
+		Config: now.Config, Own: now.Own, Network: network, Ledger: ledger, Resync: d.opts.Resync,
+		OnSync: func(complete bool, err error) {
+			d.health.Beat()
+			if complete || err != nil {
+				d.report(ctx, partDatapath, err)
+			}
+			if complete {
+				now.Peers = ledger.State()
+				d.saver.save(now)
+			}
+		},
+	})
+	file := &fileKeeper{path: d.opts.SubnetFile, file: d.subnetFile(now, network.MTU()), report: func(err error) { d.report(ctx, partSubnetFile, err) }}
+	ctx, cancel := context.WithCancel(ctx)
+	s := &session{syncer: syncer, cancel: cancel, done: make(chan struct{})}
+	var wg sync.WaitGroup
+	wg.Go(func() { file.run(ctx) })
+	wg.Go(func() { _ = syncer.Run(ctx) })
+	go func() {
+		wg.Wait()
+		_ = network.Close()
+		close(s.done)
+	}()
+	return s, nil
+}
+
+func (d *daemon) subnetFile(now lastKnown, mtu int) subnetfile.File {
+	f := subnetfile.File{MTU: mtu, IPMasq: d.opts.IPMasq}
+	for _, n := range now.Config.Networks {
+		if e, ok := now.Own.Endpoint(n.Family()); ok {
+			f.Entries = append(f.Entries, subnetfile.Entry{Network: n.Prefix, Subnet: e.Subnet})
+		}
+	}
+	return f
+}
+
+// stateName tells daemons of one host apart: each has a network and a subnet
+// file of its own.
+func (o Options) stateName() string {
+	sum := sha256.Sum256([]byte(filepath.Clean(o.SubnetFile) + "\x00" + o.EtcdPrefix))
+	return "flanneld-" + hex.EncodeToString(sum[:6])
+}
+
+// loadState opens the state file and returns what it holds. A disk that does
+// not work is a pity, another daemon with the same files is an error.
+func (d *daemon) loadState(ctx context.Context) (lastKnown, error) {
+	log := klog.FromContext(ctx)
+	file, err := state.Open[lastKnown](d.opts.StateDir, d.opts.stateName())
+	if errors.Is(err, state.ErrInUse) {
+		return lastKnown{}, fmt.Errorf("another flanneld runs with subnet file %s: %w", d.opts.SubnetFile, err)
+	}
+	if err != nil {
+		log.Error(err, "going on without a state directory: a restart will depend on the store")
+		return lastKnown{}, nil
+	}
+	d.saver = newSaver(file)
+	d.group.Go(func() error { return d.saver.run(ctx) })
+	last, _, err := file.Load()
+	if err != nil {
+		log.Error(err, "going on without the last known state")
+	}
+	return last, nil
+}

@@ -1,0 +1,209 @@
+package app
+
+import (
+	"errors"
+	"flag"
+	"fmt"
+	"io"
+	"strconv"
+	"strings"
+)
+
+// envPrefix begins the name of every environment variable that sets a flag.
+const envPrefix = "FLANNELD_"
+
+// What Parse returns when the command line asks for something else than to run.
+var (
+	// ErrHelp means to show Help and exit with 0.
+	ErrHelp = flag.ErrHelp
+	// ErrVersion means to show the version and exit with 0.
+	ErrVersion = errors.New("version requested")
+)
+
+// Parse reads the arguments behind the program's name and the environment
+// ("NAME=value"). A flag beats its variable, an empty variable is not set. An
+// error is one line that names what is wrong and what was expected.
+func Parse(args, env []string) (Options, error) {
+	o := Options{sources: map[string]string{}}
+	all := settings()
+	for _, s := range all {
+		if s.def == "" {
+			continue
+		}
+		if err := s.set(&o, s.def); err != nil {
+			return Options{}, fmt.Errorf("default of --%s: %w", s.name, err)
+		}
+	}
+	flags, err := commandLine(all, args)
+	if err != nil {
+		return Options{}, err
+	}
+	if err := o.apply(all, flags); err != nil {
+		return Options{}, err
+	}
+	if o.version {
+		return Options{}, ErrVersion
+	}
+	vars, warnings := environment(all, env, flags)
+	if err := o.apply(all, vars); err != nil {
+		return Options{}, err
+	}
+	o.Warnings = append(o.Warnings, warnings...)
+	if err := o.check(); err != nil {
+		return Options{}, err
+	}
+	return o, nil
+}
+
+// values are the texts that were given for each flag, by its name.
+type values map[string]*collected
+
+// collected takes whatever the flag package hands it: what the text means is
+// found out later, in the same way for flags and for variables.
+type collected struct {
+	source string
+	texts  []string
+	toggle bool
+}
+
+func (c *collected) String() string     { return "" }
+func (c *collected) Set(s string) error { c.texts = append(c.texts, s); return nil }
+func (c *collected) IsBoolFlag() bool   { return c.toggle }
+
+// apply sets the options that were given.
+func (o *Options) apply(all []setting, given values) error {
+	for _, s := range all {
+		c, ok := given[s.name]
+		if !ok {
+			continue
+		}
+		o.sources[s.name] = c.source
+		for _, text := range c.texts {
+			if err := s.set(o, text); err != nil {
+				return fmt.Errorf("%s %q is invalid: %w", c.source, redact(text), err)
+			}
+		}
+	}
+	return nil
+}
+
+// commandLine splits args into flags and their values.
+func commandLine(all []setting, args []string) (values, error) {
+	fs := flag.NewFlagSet("", flag.ContinueOnError)
+	fs.SetOutput(io.Discard)
+	fs.Usage = func() {}
+	found := values{}
+	for _, s := range all {
+		found[s.name] = &collected{source: "--" + s.name, toggle: s.toggle}
+		fs.Var(found[s.name], s.name, "")
+	}
+	err := fs.Parse(args)
+	read := args[:len(args)-fs.NArg()]
+	switch {
+	case errors.Is(err, flag.ErrHelp):
+		return nil, ErrHelp
+	case err != nil:
+		return nil, badFlag(fs, all, read)
+	case fs.NArg() > 0:
+		return nil, badArgument(fs, read, fs.Arg(0))
+	}
+	for name, c := range found {
+		if len(c.texts) == 0 {
+			delete(found, name)
+		}
+	}
+	return found, nil
+}
+
+// badFlag says why the flag package stopped behind the arguments that it read:
+// at an unknown flag, at one that needs a value and is the last, or before an
+// argument that begins with a dash and is no flag.
+func badFlag(fs *flag.FlagSet, all []setting, read []string) error {
+	var last, name string
+	if len(read) > 0 {
+		last = read[len(read)-1]
+		name, _, _ = strings.Cut(strings.TrimLeft(last, "-"), "=")
+	}
+	unknown := last != name && fs.Lookup(name) == nil
+	switch near, ok := nearest(name, names(all)); {
+	case !unknown && fs.NArg() > 0:
+		return fmt.Errorf("argument %q is not a flag: expected --name or --name=value", redact(fs.Arg(0)))
+	case !unknown:
+		return fmt.Errorf("--%s needs a value", name)
+	case ok:
+		return fmt.Errorf("unknown flag --%s: did you mean --%s?", plain(name), near)
+	default:
+		return fmt.Errorf("unknown flag --%s: see --help", plain(name))
+	}
+}
+
+// badArgument refuses the first argument that is not a flag. The usual cause
+// is a value that a boolean flag takes with = only.
+func badArgument(fs *flag.FlagSet, read []string, arg string) error {
+	if _, err := strconv.ParseBool(arg); err == nil && len(read) > 0 {
+		name := strings.TrimLeft(read[len(read)-1], "-")
+		if f := fs.Lookup(name); f != nil && read[len(read)-1] != name {
+			return fmt.Errorf("unexpected argument %q: expected --%s=%s", arg, name, arg)
+		}
+	}
+	return fmt.Errorf("unexpected argument %q: expected flags only, see --help", redact(arg))
+}
+
+// environment returns the variables that set flags which are not given, and a
+// warning for each variable that looks like a misspelt one.
+func environment(all []setting, env []string, flags values) (vars values, warnings []string) {
+	byVar := map[string]string{}
+	for _, s := range all {
+		byVar[envName(s.name)] = s.name
+	}
+	known := names(all)
+	vars = values{}
+	for _, kv := range env {
+		variable, text, _ := strings.Cut(kv, "=")
+		if !strings.HasPrefix(variable, envPrefix) || text == "" {
+			continue
+		}
+		name, ok := byVar[variable]
+		if !ok {
+			name = strings.ToLower(strings.TrimPrefix(variable, envPrefix))
+			if near, ok := nearest(name, known); ok && name != "help" {
+				warnings = append(warnings, fmt.Sprintf("%s is ignored: did you mean %s?", plain(variable), envName(near)))
+			}
+			continue
+		}
+		// Asking for the version is not a setting.
+		if _, given := flags[name]; !given && name != "version" {
+			vars[name] = &collected{source: variable, texts: []string{text}}
+		}
+	}
+	return vars, warnings
+}
+
+// envName is the variable that sets the flag of that name.
+func envName(name string) string {
+	return envPrefix + strings.ToUpper(strings.ReplaceAll(name, "-", "_"))
+}
+
+func names(all []setting) []string {
+	var ns []string
+	for _, s := range all {
+		ns = append(ns, s.name)
+	}
+	return ns
+}
+
+// plain escapes what would break a line.
+func plain(name string) string { return strings.Trim(strconv.Quote(name), `"`) }
+
+// redact hides the user and password that a URL may carry.
+func redact(text string) string {
+	at := strings.LastIndexByte(text, '@')
+	if at < 0 {
+		return text
+	}
+	start := strings.Index(text, "://") + len("://")
+	if start > at || start < len("://") {
+		start = 0
+	}
+	return text[:start] + "[redacted]" + text[at:]
+}

@@ -1,0 +1,13 @@
+// Command flanneld gives this host a subnet of a flat network and keeps the
+// kernel's routes to the subnets of all other hosts.
+package main
+
+import (
+	"os"
+
+	"flanneld/cmd/flanneld/app"
+)
+
+func main() {
+	os.Exit(app.Main(os.Args[1:], os.Environ(), os.Stderr))
+}

@@ -1,0 +1,187 @@
+package linux
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"os"
+	"path/filepath"
+
+	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
+
+	"flanneld/pkg/dataplane"
+)
+
+// linkIndex returns the index of the named device, 0 if there is none.
+func (k *Kernel) linkIndex(name string) (int, error) {
+	link, err := k.links.LinkByName(name)
+	if errors.As(err, &netlink.LinkNotFoundError{}) {
+		return 0, nil
+	}
+	if err != nil {
+		return 0, fmt.Errorf("look up link %s: %w", name, err)
+	}
+	return link.Attrs().Index, nil
+}
+
+func (k *Kernel) applyLink(ctx context.Context, op dataplane.Op) error {
+	want := op.Object.(dataplane.Link)
+	index, err := k.linkIndex(want.Name)
+	if err != nil {
+		return err
+	}
+	switch {
+	case op.Delete && index == 0:
+		return nil
+	case op.Delete:
+		err := k.links.LinkDel(&netlink.GenericLink{LinkAttrs: netlink.LinkAttrs{Index: index}, LinkType: want.Kind})
+		if errors.Is(err, unix.ENODEV) { // somebody else was faster
+			return nil
+		}
+		return err
+	case index == 0:
+		if err := k.createVXLAN(want); err != nil {
+			return err
+		}
+	default:
+		if err := k.changeLink(ctx, want, index); err != nil {
+			return err
+		}
+	}
+	return k.setUp(want)
+}
+
+// createVXLAN makes the device with the attributes that other flannel daemons
+// send, so that each takes over what the other made.
+func (k *Kernel) createVXLAN(want dataplane.Link) error {
+	if want.Kind != "vxlan" {
+		return fmt.Errorf("no way to make a link of type %q", want.Kind)
+	}
+	under, err := k.underlay(want.VXLAN.Underlay)
+	if err != nil {
+		return err
+	}
+	err = k.links.LinkAdd(&netlink.Vxlan{
+		LinkAttrs:    netlink.LinkAttrs{Name: want.Name, HardwareAddr: net.HardwareAddr(want.MAC[:]), MTU: want.MTU},
+		VxlanId:      want.VXLAN.VNI,
+		VtepDevIndex: under,
+		SrcAddr:      net.IP(want.VXLAN.Local.AsSlice()),
+		Port:         want.VXLAN.Port,
+		Learning:     want.VXLAN.Learning,
+		GBP:          want.VXLAN.GBP,
+	})
+	switch {
+	case errors.Is(err, unix.EOPNOTSUPP):
+		return fmt.Errorf("%w: this kernel has no vxlan (load the module vxlan; some distributions ship it in a package linux-modules-extra)", err)
+	case errors.Is(err, unix.EEXIST):
+		return fmt.Errorf("%w: another vxlan device has VNI %d and port %d", err, want.VXLAN.VNI, want.VXLAN.Port)
+	}
+	return err
+}
+
+func (k *Kernel) underlay(name string) (int, error) {
+	index, err := k.linkIndex(name)
+	if err == nil && index == 0 {
+		err = fmt.Errorf("underlay device %s: %w", name, unix.ENODEV)
+	}
+	return index, err
+}
+
+// changeLink changes in place what can be, and only what differs: a device
+// keeps its FDB and routes that way, and unless its MAC changes, its
+// neighbours.
+func (k *Kernel) changeLink(ctx context.Context, want dataplane.Link, index int) error {
+	state := dataplane.NewState()
+	if _, err := k.readLink(want.Name, state); err != nil {
+		return err
+	}
+	have := state.Links[want.Name]
+	if !have.Compatible(want) {
+		return fmt.Errorf("no way to turn the %s device that is there into the one that is wanted", have.Kind)
+	}
+	link := &netlink.GenericLink{LinkAttrs: netlink.LinkAttrs{Name: want.Name, Index: index}}
+	if have.VXLAN != want.VXLAN {
+		if err := k.changeVXLAN(ctx, index, have.VXLAN, want.VXLAN); err != nil {
+			return err
+		}
+	}
+	if have.MAC != want.MAC {
+		if err := k.links.LinkSetHardwareAddr(link, net.HardwareAddr(want.MAC[:])); err != nil {
+			return fmt.Errorf("set MAC %s: %w", want.MAC, err)
+		}
+	}
+	if have.MTU != want.MTU {
+		if err := k.links.LinkSetMTU(link, want.MTU); err != nil {
+			return fmt.Errorf("set MTU %d: %w", want.MTU, err)
+		}
+	}
+	return nil
+}
+
+// changeVXLAN sends what differs and nothing else: most attributes are
+// refused in a change, even when they are equal.
+func (k *Kernel) changeVXLAN(ctx context.Context, index int, have, want dataplane.VXLAN) error {
+	under, err := k.underlay(want.Underlay)
+	if err != nil {
+		return err
+	}
+	failed := k.sock.send(ctx, 1, func(_ int, m *message) {
+		m.begin(unix.RTM_NEWLINK, 0, ifinfomsg(index)...)
+		m.nest(unix.IFLA_LINKINFO, func() {
+			m.attr(unix.IFLA_INFO_KIND, []byte("vxlan"))
+			m.nest(unix.IFLA_INFO_DATA, func() {
+				if have.Underlay != want.Underlay {
+					m.attr32(unix.IFLA_VXLAN_LINK, uint32(under))
+				}
+				if have.Local != want.Local {
+					typ := uint16(unix.IFLA_VXLAN_LOCAL)
+					if want.Local.Is6() {
+						typ = unix.IFLA_VXLAN_LOCAL6
+					}
+					m.addr(typ, want.Local)
+				}
+				if have.Learning != want.Learning {
+					m.attr(unix.IFLA_VXLAN_LEARNING, []byte{boolByte(want.Learning)})
+				}
+			})
+		})
+	})
+	if err := failed[0]; err != nil {
+		return fmt.Errorf("change vxlan parameters: %w", err)
+	}
+	return nil
+}
+
+func boolByte(b bool) byte {
+	if b {
+		return 1
+	}
+	return 0
+}
+
+func (k *Kernel) setUp(want dataplane.Link) error {
+	acceptRAOff(want.Name)
+	link, err := k.links.LinkByName(want.Name)
+	if err != nil {
+		return fmt.Errorf("look up link %s: %w", want.Name, err)
+	}
+	if !want.Up || link.Attrs().Flags&unix.IFF_UP != 0 {
+		return nil
+	}
+	err = k.links.LinkSetUp(link)
+	if errors.Is(err, unix.EADDRINUSE) {
+		return fmt.Errorf("set up: %w: another program listens on UDP port %d", err, want.VXLAN.Port)
+	}
+	if err != nil {
+		return fmt.Errorf("set up: %w", err)
+	}
+	return nil
+}
+
+// acceptRAOff keeps router advertisements of pods from configuring the
+// device. Where /proc/sys is read-only or IPv6 is off it can only be left.
+func acceptRAOff(dev string) {
+	_ = os.WriteFile(filepath.Join("/proc/sys/net/ipv6/conf", dev, "accept_ra"), []byte("0"), 0)
+}

@@ -1,0 +1,134 @@
+package linux
+
+import (
+	"encoding/binary"
+	"iter"
+	"net/netip"
+
+	"golang.org/x/sys/unix"
+)
+
+func align(n int) int { return (n + 3) &^ 3 }
+
+// message builds one or more rtnetlink messages in one buffer.
+type message struct {
+	buf   []byte
+	start int // of the message under construction
+}
+
+// begin starts a message; body is its fixed part (struct rtmsg, ndmsg, …).
+func (m *message) begin(typ, flags uint16, body ...byte) {
+	m.start = len(m.buf)
+	m.buf = append(m.buf, make([]byte, unix.NLMSG_HDRLEN)...)
+	binary.NativeEndian.PutUint16(m.buf[m.start+4:], typ)
+	binary.NativeEndian.PutUint16(m.buf[m.start+6:], flags|unix.NLM_F_REQUEST)
+	m.buf = append(m.buf, body...)
+	m.pad()
+}
+
+func (m *message) setFlags(flags uint16) {
+	b := m.buf[m.start+6:]
+	binary.NativeEndian.PutUint16(b, binary.NativeEndian.Uint16(b)|flags)
+}
+
+// finish gives the message its length and sequence number.
+func (m *message) finish(seq uint32) {
+	binary.NativeEndian.PutUint32(m.buf[m.start:], uint32(len(m.buf)-m.start))
+	binary.NativeEndian.PutUint32(m.buf[m.start+8:], seq)
+}
+
+func (m *message) pad() {
+	for len(m.buf)%4 != 0 {
+		m.buf = append(m.buf, 0)
+	}
+}
+
+func (m *message) attr(typ uint16, data []byte) {
+	m.buf = binary.NativeEndian.AppendUint16(m.buf, uint16(4+len(data)))
+	m.buf = binary.NativeEndian.AppendUint16(m.buf, typ)
+	m.buf = append(m.buf, data...)
+	m.pad()
+}
+
+func (m *message) attr32(typ uint16, v uint32) {
+	m.attr(typ, binary.NativeEndian.AppendUint32(nil, v))
+}
+
+func (m *message) addr(typ uint16, a netip.Addr) { m.attr(typ, a.AsSlice()) }
+
+// nest puts what fill adds into an attribute of its own.
+func (m *message) nest(typ uint16, fill func()) {
+	at := len(m.buf)
+	m.attr(typ, nil)
+	fill()
+	binary.NativeEndian.PutUint16(m.buf[at:], uint16(len(m.buf)-at))
+}
+
+// attribute is one struct rtattr.
+type attribute struct {
+	typ  uint16
+	data []byte
+}
+
+// attributes iterates over b; what is malformed ends it.
+func attributes(b []byte) iter.Seq[attribute] {
+	return func(yield func(attribute) bool) {
+		for len(b) >= 4 {
+			n := int(binary.NativeEndian.Uint16(b))
+			if n < 4 || n > len(b) {
+				return
+			}
+			typ := binary.NativeEndian.Uint16(b[2:]) &^ uint16(unix.NLA_F_NESTED|unix.NLA_F_NET_BYTEORDER)
+			if !yield(attribute{typ, b[4:n]}) {
+				return
+			}
+			b = b[min(align(n), len(b)):]
+		}
+	}
+}
+
+func (a attribute) uint32() uint32 {
+	if len(a.data) < 4 {
+		return 0
+	}
+	return binary.NativeEndian.Uint32(a.data)
+}
+
+func (a attribute) addr() netip.Addr {
+	ip, _ := netip.AddrFromSlice(a.data)
+	return ip
+}
+
+func familyOf(a netip.Addr) uint8 {
+	if a.Is4() {
+		return unix.AF_INET
+	}
+	return unix.AF_INET6
+}
+
+// rtmsg is struct rtmsg.
+func rtmsg(dst netip.Prefix, tos, table, protocol, scope, typ uint8, flags uint32) []byte {
+	b := []byte{familyOf(dst.Addr()), uint8(dst.Bits()), 0, tos, table, protocol, scope, typ}
+	return binary.NativeEndian.AppendUint32(b, flags)
+}
+
+// ndmsg is struct ndmsg.
+func ndmsg(family uint8, ifindex int, state uint16, flags uint8) []byte {
+	b := []byte{family, 0, 0, 0}
+	b = binary.NativeEndian.AppendUint32(b, uint32(ifindex))
+	b = binary.NativeEndian.AppendUint16(b, state)
+	return append(b, flags, 0)
+}
+
+// ifinfomsg is struct ifinfomsg.
+func ifinfomsg(index int) []byte {
+	b := make([]byte, unix.SizeofIfInfomsg)
+	binary.NativeEndian.PutUint32(b[4:], uint32(index))
+	return b
+}
+
+// ifaddrmsg is struct ifaddrmsg.
+func ifaddrmsg(p netip.Prefix, flags uint8, index int) []byte {
+	b := []byte{familyOf(p.Addr()), uint8(p.Bits()), flags, unix.RT_SCOPE_UNIVERSE}
+	return binary.NativeEndian.AppendUint32(b, uint32(index))
+}

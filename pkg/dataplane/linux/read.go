@@ -1,0 +1,286 @@
+package linux
+
+import (
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"net/netip"
+	"slices"
+
+	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
+
+	"flanneld/pkg/dataplane"
+	"flanneld/pkg/prefix"
+)
+
+// Read implements dataplane.Kernel.
+func (k *Kernel) Read(ctx context.Context, s dataplane.Scope) (dataplane.State, error) {
+	state := dataplane.NewState()
+	for _, name := range s.Devices {
+		index, err := k.readLink(name, state)
+		if err != nil {
+			return state, err
+		}
+		if index == 0 {
+			continue
+		}
+		dev := device{name, index}
+		for _, read := range []func(context.Context, device, dataplane.Scope, dataplane.State) error{k.readAddrs, k.readNeighs, k.readFDB} {
+			if err := read(ctx, dev, s, state); err != nil {
+				return state, err
+			}
+		}
+	}
+	for _, f := range families(s) {
+		if err := k.readRoutes(ctx, f, s, state); err != nil {
+			return state, err
+		}
+	}
+	return state, nil
+}
+
+type device struct {
+	name  string
+	index int
+}
+
+func families(s dataplane.Scope) []uint8 {
+	var fs []uint8
+	for _, n := range s.Networks {
+		if f := familyOf(n.Addr()); !slices.Contains(fs, f) {
+			fs = append(fs, f)
+		}
+	}
+	return fs
+}
+
+func inNetworks(s dataplane.Scope, p netip.Prefix) bool {
+	return slices.ContainsFunc(s.Networks, func(n netip.Prefix) bool { return prefix.Contains(n, p) })
+}
+
+// readLink adds the named link to state and returns its index, 0 if there is none.
+func (k *Kernel) readLink(name string, state dataplane.State) (int, error) {
+	link, err := k.links.LinkByName(name)
+	if errors.As(err, &netlink.LinkNotFoundError{}) {
+		return 0, nil
+	}
+	if err != nil {
+		return 0, fmt.Errorf("read link %s: %w", name, err)
+	}
+	attrs := link.Attrs()
+	l := dataplane.Link{Name: name, Kind: link.Type(), MTU: attrs.MTU, Up: attrs.Flags&unix.IFF_UP != 0}
+	copy(l.MAC[:], attrs.HardwareAddr)
+	if v, ok := link.(*netlink.Vxlan); ok {
+		l.VXLAN = dataplane.VXLAN{
+			VNI: v.VxlanId, Port: v.Port, Learning: v.Learning, GBP: v.GBP,
+			Foreign: v.L2miss || v.L3miss || v.Proxy || v.RSC || v.FlowBased || len(v.Group) > 0,
+		}
+		if a, ok := netip.AddrFromSlice(v.SrcAddr); ok {
+			l.VXLAN.Local = a.Unmap()
+		}
+		if l.VXLAN.Underlay, err = k.linkName(v.VtepDevIndex); err != nil {
+			return 0, err
+		}
+	}
+	state.Add(l)
+	return attrs.Index, nil
+}
+
+func (k *Kernel) readAddrs(ctx context.Context, dev device, s dataplane.Scope, state dataplane.State) error {
+	for _, f := range families(s) {
+		var found []dataplane.Addr
+		err := k.sock.dump(ctx, func(m *message) {
+			body := make([]byte, unix.SizeofIfAddrmsg)
+			body[0] = f
+			binary.NativeEndian.PutUint32(body[4:], uint32(dev.index))
+			m.begin(unix.RTM_GETADDR, 0, body...)
+		}, func() { found = nil }, func(typ uint16, payload []byte) {
+			if typ != unix.RTM_NEWADDR || len(payload) < unix.SizeofIfAddrmsg {
+				return
+			}
+			var address, local netip.Addr
+			for a := range attributes(payload[unix.SizeofIfAddrmsg:]) {
+				switch a.typ {
+				case unix.IFA_ADDRESS:
+					address = a.addr()
+				case unix.IFA_LOCAL:
+					local = a.addr()
+				}
+			}
+			if !local.IsValid() {
+				local = address // IPv6 has IFA_LOCAL on point-to-point links only
+			}
+			if index := binary.NativeEndian.Uint32(payload[4:]); index == uint32(dev.index) && inNetworks(s, prefix.Host(local)) {
+				found = append(found, dataplane.Addr{Dev: dev.name, Prefix: netip.PrefixFrom(local, int(payload[1]))})
+			}
+		})
+		if err != nil {
+			return fmt.Errorf("dump addresses of %s: %w", dev.name, err)
+		}
+		for _, a := range found {
+			state.Add(a)
+		}
+	}
+	return nil
+}
+
+// neighbour is what neighbour and FDB messages have in common.
+type neighbour struct {
+	mac      dataplane.MAC
+	dst      netip.Addr
+	override bool
+}
+
+// dumpNeighs calls each for every permanent entry of dev in the neighbour
+// table of family: unix.AF_BRIDGE is the FDB. flags are required of an entry.
+func (k *Kernel) dumpNeighs(ctx context.Context, family uint8, dev device, reset func(), each func(neighbour)) error {
+	var wanted uint8
+	if family == unix.AF_BRIDGE {
+		wanted = unix.NTF_SELF
+	}
+	return k.sock.dump(ctx, func(m *message) {
+		m.begin(unix.RTM_GETNEIGH, 0, ndmsg(family, 0, 0, 0)...)
+		m.attr32(unix.NDA_IFINDEX, uint32(dev.index))
+	}, reset, func(typ uint16, payload []byte) {
+		if typ != unix.RTM_NEWNEIGH || len(payload) < unix.SizeofNdMsg || payload[0] != family {
+			return
+		}
+		index := binary.NativeEndian.Uint32(payload[4:])
+		state := binary.NativeEndian.Uint16(payload[8:])
+		if index != uint32(dev.index) || state&unix.NUD_PERMANENT == 0 || payload[10]&wanted != wanted {
+			return
+		}
+		var n neighbour
+		for a := range attributes(payload[unix.SizeofNdMsg:]) {
+			switch a.typ {
+			case unix.NDA_DST:
+				n.dst = a.addr()
+			case unix.NDA_LLADDR:
+				copy(n.mac[:], a.data)
+			case unix.NDA_PORT, unix.NDA_VNI, unix.NDA_IFINDEX:
+				n.override = true
+			}
+		}
+		each(n)
+	})
+}
+
+func (k *Kernel) readNeighs(ctx context.Context, dev device, s dataplane.Scope, state dataplane.State) error {
+	for _, f := range families(s) {
+		var found []dataplane.Neigh
+		err := k.dumpNeighs(ctx, f, dev, func() { found = nil }, func(n neighbour) {
+			if n.dst.IsValid() && inNetworks(s, prefix.Host(n.dst)) {
+				found = append(found, dataplane.Neigh{NeighKey: dataplane.NeighKey{Dev: dev.name, IP: n.dst}, MAC: n.mac})
+			}
+		})
+		if err != nil {
+			return fmt.Errorf("dump neighbours of %s: %w", dev.name, err)
+		}
+		for _, n := range found {
+			state.Add(n)
+		}
+	}
+	return nil
+}
+
+func (k *Kernel) readFDB(ctx context.Context, dev device, _ dataplane.Scope, state dataplane.State) error {
+	var found []dataplane.FDB
+	err := k.dumpNeighs(ctx, unix.AF_BRIDGE, dev, func() { found = nil }, func(n neighbour) {
+		if n.mac.IsUnicast() {
+			found = append(found, dataplane.FDB{FDBKey: dataplane.FDBKey{Dev: dev.name, MAC: n.mac}, Dst: n.dst, Override: n.override})
+		}
+	})
+	if err != nil {
+		return fmt.Errorf("dump FDB of %s: %w", dev.name, err)
+	}
+	for _, f := range found {
+		state.Add(f)
+	}
+	return nil
+}
+
+// rtaNexthopID is RTA_NH_ID, which x/sys does not name.
+const rtaNexthopID = 30
+
+// routeReply is a route message; the device is still a number.
+type routeReply struct {
+	route dataplane.Route
+	oif   int
+	table uint32
+	// fromSource is set on IPv6 routes for packets from some sources alone.
+	// They take nothing from a route without that, and stand beside it.
+	fromSource bool
+}
+
+func parseRoute(payload []byte) routeReply {
+	if len(payload) < unix.SizeofRtMsg {
+		return routeReply{}
+	}
+	r := routeReply{table: uint32(payload[4]), fromSource: payload[2] != 0}
+	r.route.TOS, r.route.Protocol, r.route.Type = payload[3], payload[5], dataplane.RouteType(payload[7])
+	r.route.OnLink = binary.NativeEndian.Uint32(payload[8:])&unix.RTNH_F_ONLINK != 0
+	var dst netip.Addr
+	for a := range attributes(payload[unix.SizeofRtMsg:]) {
+		switch a.typ {
+		case unix.RTA_DST:
+			dst = a.addr()
+		case unix.RTA_GATEWAY:
+			r.route.Gateway = a.addr()
+		case unix.RTA_OIF:
+			r.oif = int(a.uint32())
+		case unix.RTA_PRIORITY:
+			r.route.Priority = int(a.uint32())
+		case unix.RTA_TABLE:
+			r.table = a.uint32()
+		case rtaNexthopID:
+			r.route.NexthopID = a.uint32()
+		case unix.RTA_MULTIPATH, unix.RTA_VIA, unix.RTA_ENCAP:
+			r.route.Multipath = true
+		}
+	}
+	if dst.IsValid() {
+		r.route.Dst = netip.PrefixFrom(dst, int(payload[1]))
+	}
+	return r
+}
+
+func (k *Kernel) readRoutes(ctx context.Context, family uint8, s dataplane.Scope, state dataplane.State) error {
+	var found []routeReply
+	err := k.sock.dump(ctx, func(m *message) {
+		body := make([]byte, unix.SizeofRtMsg)
+		body[0], body[4] = family, unix.RT_TABLE_MAIN
+		m.begin(unix.RTM_GETROUTE, 0, body...)
+	}, func() { found = nil }, func(typ uint16, payload []byte) {
+		if typ != unix.RTM_NEWROUTE {
+			return
+		}
+		r := parseRoute(payload)
+		if r.table == unix.RT_TABLE_MAIN && !r.fromSource && r.route.Dst.IsValid() && inNetworks(s, r.route.Dst) {
+			found = append(found, r)
+		}
+	})
+	if errors.Is(err, unix.ENOENT) { // the table does not exist: it has no routes
+		return nil
+	}
+	if err != nil {
+		return fmt.Errorf("dump routes: %w", err)
+	}
+	names := map[int]string{0: ""}
+	for _, r := range found {
+		name, ok := names[r.oif]
+		if !ok {
+			if name, err = k.linkName(r.oif); err != nil {
+				return err
+			}
+			names[r.oif] = name
+		}
+		r.route.Dev = name
+		if r.route.Type != dataplane.Unicast {
+			r.route.Dev = "" // IPv6 says "dev lo" for a blackhole, IPv4 nothing
+		}
+		state.Add(r.route)
+	}
+	return nil
+}

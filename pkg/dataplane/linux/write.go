@@ -1,0 +1,174 @@
+package linux
+
+import (
+	"context"
+	"errors"
+	"net/netip"
+
+	"golang.org/x/sys/unix"
+
+	"flanneld/pkg/dataplane"
+)
+
+// Apply implements dataplane.Kernel. Links are handled one by one; runs of
+// other objects are pipelined.
+func (k *Kernel) Apply(ctx context.Context, ops []dataplane.Op) []dataplane.OpError {
+	var failed []dataplane.OpError
+	for len(ops) > 0 {
+		if err := ctx.Err(); err != nil {
+			for _, op := range ops {
+				failed = append(failed, dataplane.OpError{Op: op, Err: err})
+			}
+			return failed
+		}
+		if _, ok := ops[0].Object.(dataplane.Link); ok {
+			if err := k.applyLink(ctx, ops[0]); err != nil {
+				failed = append(failed, dataplane.OpError{Op: ops[0], Err: err})
+			}
+			ops = ops[1:]
+			continue
+		}
+		n := 1
+		for n < len(ops) {
+			if _, ok := ops[n].Object.(dataplane.Link); ok {
+				break
+			}
+			n++
+		}
+		failed = append(failed, k.applyRun(ctx, ops[:n])...)
+		ops = ops[n:]
+	}
+	return failed
+}
+
+func (k *Kernel) applyRun(ctx context.Context, ops []dataplane.Op) []dataplane.OpError {
+	var failed []dataplane.OpError
+	indexes := map[string]int{"": 0}
+	ready := ops[:0:0]
+	for _, op := range ops {
+		dev := deviceOf(op.Object)
+		if _, ok := indexes[dev]; !ok {
+			index, err := k.linkIndex(dev)
+			if err != nil {
+				failed = append(failed, dataplane.OpError{Op: op, Err: err})
+				continue
+			}
+			indexes[dev] = index
+		}
+		if indexes[dev] != 0 || dev == "" {
+			ready = append(ready, op)
+		} else if !op.Delete { // what lay on a device that is gone is gone, too
+			failed = append(failed, dataplane.OpError{Op: op, Err: unix.ENODEV})
+		}
+	}
+	errs := k.sock.send(ctx, len(ready), func(i int, m *message) {
+		encode(m, ready[i], indexes[deviceOf(ready[i].Object)])
+	})
+	for i, op := range ready {
+		if err := errs[i]; err != nil && !harmless(op, err) {
+			failed = append(failed, dataplane.OpError{Op: op, Err: err})
+		}
+	}
+	return failed
+}
+
+// harmless reports whether err says that op is already true.
+func harmless(op dataplane.Op, err error) bool {
+	if !op.Delete {
+		return errors.Is(err, unix.EEXIST)
+	}
+	for _, gone := range []error{unix.ESRCH, unix.ENOENT, unix.EADDRNOTAVAIL, unix.ENODEV} {
+		if errors.Is(err, gone) {
+			return true
+		}
+	}
+	return false
+}
+
+func deviceOf(o dataplane.Object) string {
+	switch o := o.(type) {
+	case dataplane.Addr:
+		return o.Dev
+	case dataplane.Neigh:
+		return o.Dev
+	case dataplane.FDB:
+		return o.Dev
+	case dataplane.Route:
+		return o.Dev
+	}
+	return ""
+}
+
+// encode appends the message for op to m.
+func encode(m *message, op dataplane.Op, index int) {
+	flags := uint16(unix.NLM_F_CREATE | unix.NLM_F_REPLACE)
+	verb := func(put, del uint16) uint16 {
+		if op.Delete {
+			flags = 0
+			return del
+		}
+		return put
+	}
+	switch o := op.Object.(type) {
+	case dataplane.Addr:
+		encodeAddr(m, verb(unix.RTM_NEWADDR, unix.RTM_DELADDR), flags, o, index)
+	case dataplane.Neigh:
+		typ := verb(unix.RTM_NEWNEIGH, unix.RTM_DELNEIGH)
+		m.begin(typ, flags, ndmsg(familyOf(o.IP), index, unix.NUD_PERMANENT, 0)...)
+		m.addr(unix.NDA_DST, o.IP)
+		m.attr(unix.NDA_LLADDR, o.MAC[:])
+	case dataplane.FDB:
+		typ := verb(unix.RTM_NEWNEIGH, unix.RTM_DELNEIGH)
+		m.begin(typ, flags, ndmsg(unix.AF_BRIDGE, index, unix.NUD_PERMANENT, unix.NTF_SELF)...)
+		m.attr(unix.NDA_LLADDR, o.MAC[:])
+		if !op.Delete {
+			m.addr(unix.NDA_DST, o.Dst)
+		}
+	case dataplane.Route:
+		encodeRoute(m, verb(unix.RTM_NEWROUTE, unix.RTM_DELROUTE), flags, o, index)
+	}
+}
+
+func encodeAddr(m *message, typ, flags uint16, a dataplane.Addr, index int) {
+	// Nobody else can have an address that lies in our own subnet: duplicate
+	// address detection would only delay it.
+	var nodad uint8
+	if a.Prefix.Addr().Is6() {
+		nodad = unix.IFA_F_NODAD
+	}
+	m.begin(typ, flags, ifaddrmsg(a.Prefix, nodad, index)...)
+	m.addr(unix.IFA_LOCAL, a.Prefix.Addr())
+	m.addr(unix.IFA_ADDRESS, a.Prefix.Addr())
+}
+
+func encodeRoute(m *message, typ, flags uint16, r dataplane.Route, index int) {
+	var rtflags uint32
+	if r.OnLink {
+		rtflags = unix.RTNH_F_ONLINK
+	}
+	scope := uint8(unix.RT_SCOPE_UNIVERSE)
+	deleting := typ == unix.RTM_DELROUTE
+	if deleting {
+		scope, rtflags = unix.RT_SCOPE_NOWHERE, 0 // any scope
+	}
+	m.begin(typ, flags, rtmsg(r.Dst, r.TOS, unix.RT_TABLE_MAIN, r.Protocol, scope, uint8(r.Type), rtflags)...)
+	m.addr(unix.RTA_DST, r.Dst.Addr())
+	if r.Priority != 0 {
+		m.attr32(unix.RTA_PRIORITY, uint32(r.Priority))
+	}
+	switch {
+	case deleting && r.NexthopID != 0: // with gateway or device the kernel finds no such route
+		m.attr32(rtaNexthopID, r.NexthopID)
+	case deleting && r.Multipath:
+	default:
+		switch {
+		case r.Gateway.IsValid():
+			m.addr(unix.RTA_GATEWAY, r.Gateway)
+		case deleting && r.Dst.Addr().Is6(): // or routes with a gateway would match, too
+			m.addr(unix.RTA_GATEWAY, netip.IPv6Unspecified())
+		}
+		if index != 0 {
+			m.attr32(unix.RTA_OIF, uint32(index))
+		}
+	}
+}

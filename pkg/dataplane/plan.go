@@ -1,0 +1,227 @@
+package dataplane
+
+import (
+	"cmp"
+	"fmt"
+	"maps"
+	"net/netip"
+	"slices"
+
+	"flanneld/pkg/prefix"
+)
+
+// Scope says what of the kernel is ours to change.
+type Scope struct {
+	// Devices are the names of devices of our own. What lies on them and
+	// belongs to Networks is ours, whoever made it.
+	Devices []string
+	// Networks bound everything: a route or address outside is never ours.
+	Networks []netip.Prefix
+}
+
+func (s Scope) device(name string) bool { return slices.Contains(s.Devices, name) }
+
+func (s Scope) network(p netip.Prefix) bool {
+	return slices.ContainsFunc(s.Networks, func(n netip.Prefix) bool { return prefix.Contains(n, p) })
+}
+
+// Op is one change.
+type Op struct {
+	Delete bool // otherwise the object is created, or replaces what has its key
+	Object Object
+}
+
+// String describes the change.
+func (o Op) String() string {
+	if o.Delete {
+		return "delete " + o.Object.String()
+	}
+	return "put " + o.Object.String()
+}
+
+// Refusal is a wanted route that must not be made.
+type Refusal struct {
+	Route  Route
+	Reason string
+}
+
+// Changes is what separates two states.
+type Changes struct {
+	Ops     []Op      // in the order in which they must be applied
+	Taken   []Route   // routes of others whose destination we want and take over
+	Refused []Refusal // wanted routes that would cut off what is directly connected
+}
+
+// Plan returns the changes that lead from have to want.
+//
+// Puts come first, parents before children, and deletes follow, children
+// before parents, so that nothing that stays is ever without its parent and
+// no wanted destination is ever without a route. On a link that has to be
+// replaced everything counts as absent. Routes outside s that are in recorded
+// (in canonical form) are ours, too: we adopted them once. With sweep false
+// nothing is deleted but what stands in the way of want.
+func Plan(have, want State, s Scope, recorded map[Route]struct{}, sweep bool) Changes {
+	p := planner{have: have, want: want, scope: s, recorded: recorded, sweep: sweep}
+	p.links()
+	p.addrs()
+	planMap(&p, p.have.Neighs, p.want.Neighs, func(n Neigh) string { return n.Dev })
+	planMap(&p, p.have.FDB, p.want.FDB, func(f FDB) string { return f.Dev })
+	p.routes()
+	slices.Reverse(p.deletes)
+	return Changes{Ops: slices.Concat(p.first, p.puts, p.deletes), Taken: p.taken, Refused: p.refused}
+}
+
+type planner struct {
+	have, want State
+	scope      Scope
+	recorded   map[Route]struct{}
+	sweep      bool
+	gone       []string // links that are replaced
+	first      []Op     // links
+	puts       []Op
+	deletes    []Op // parents first; reversed at the end
+	taken      []Route
+	refused    []Refusal
+}
+
+func (p *planner) put(o Object) { p.puts = append(p.puts, Op{Object: o}) }
+func (p *planner) del(o Object) { p.deletes = append(p.deletes, Op{Delete: true, Object: o}) }
+
+// absent reports whether what lies on dev will vanish with it.
+func (p *planner) absent(dev string) bool { return slices.Contains(p.gone, dev) }
+
+func (p *planner) links() {
+	for _, name := range sortedKeys(p.want.Links) {
+		w := p.want.Links[name]
+		h, ok := p.have.Links[name]
+		switch {
+		case ok && h == w:
+			continue
+		case ok && !h.Compatible(w):
+			p.gone = append(p.gone, name)
+			p.first = append(p.first, Op{Delete: true, Object: h})
+		}
+		p.first = append(p.first, Op{Object: w})
+	}
+}
+
+func (p *planner) addrs() {
+	for a := range p.want.Addrs {
+		if _, ok := p.have.Addrs[a]; !ok || p.absent(a.Dev) {
+			p.put(a)
+		}
+	}
+	for a := range p.have.Addrs {
+		if _, ok := p.want.Addrs[a]; ok || p.absent(a.Dev) || !p.sweep && !p.inTheWay(a) {
+			continue
+		}
+		if p.scope.device(a.Dev) && p.scope.network(prefix.Host(a.Prefix.Addr())) {
+			p.del(a)
+		}
+	}
+}
+
+// inTheWay reports whether a keeps a wanted address from its device: an IPv6
+// address is there once, with one prefix length.
+func (p *planner) inTheWay(a Addr) bool {
+	return a.Prefix.Addr().Is6() && slices.ContainsFunc(slices.Collect(maps.Keys(p.want.Addrs)), func(w Addr) bool {
+		return w.Dev == a.Dev && w.Prefix.Addr() == a.Prefix.Addr()
+	})
+}
+
+// object is a value that knows its own key.
+type object interface {
+	comparable
+	Object
+}
+
+// planMap plans objects of which a device has at most one with a given key.
+func planMap[K comparable, V object](p *planner, have, want map[K]V, dev func(V) string) {
+	for k, w := range want {
+		if h, ok := have[k]; !ok || h != w || p.absent(dev(w)) {
+			p.put(w)
+		}
+	}
+	for k, h := range have {
+		if _, ok := want[k]; !ok && p.sweep && p.scope.device(dev(h)) && !p.absent(dev(h)) {
+			p.del(h)
+		}
+	}
+}
+
+// routes compares by destination first: a destination that is wanted belongs
+// to the wanted route alone, whatever metric or TOS its twins have.
+func (p *planner) routes() {
+	have := map[netip.Prefix][]Route{}
+	for r := range p.have.Routes {
+		if !p.absent(r.Dev) || r.Dev == "" {
+			have[r.Dst] = append(have[r.Dst], r)
+		}
+	}
+	for w := range p.want.Routes {
+		p.destination(w, have[w.Dst])
+		delete(have, w.Dst)
+	}
+	for _, rs := range have {
+		p.sweepRoutes(rs)
+	}
+}
+
+// sweepRoutes deletes those of routes that are ours.
+func (p *planner) sweepRoutes(routes []Route) {
+	for _, r := range routes {
+		if p.sweep && p.owns(r) {
+			p.del(r)
+		}
+	}
+}
+
+// destination plans the one route that is wanted to w.Dst, given all that are
+// there.
+func (p *planner) destination(w Route, have []Route) {
+	for _, h := range have {
+		if h.Protocol == protoKernel {
+			p.refused = append(p.refused, Refusal{w, fmt.Sprintf("%s is directly connected to %s", w.Dst, h.Dev)})
+			p.sweepRoutes(have)
+			return
+		}
+	}
+	i := slices.IndexFunc(have, func(h Route) bool { return h.same(w) })
+	if i < 0 {
+		p.put(w)
+	}
+	for j, h := range have {
+		if j == i {
+			continue
+		}
+		if !p.owns(h) {
+			p.taken = append(p.taken, h)
+		}
+		// A put may fail, and may replace one of these, the kernel decides
+		// which: they go in the pass that sees the wanted route in place.
+		if i >= 0 {
+			p.del(h)
+		}
+	}
+}
+
+// owns reports whether r is ours to delete.
+func (p *planner) owns(r Route) bool {
+	if r.Protocol == protoKernel || !p.scope.network(r.Dst) {
+		return false
+	}
+	if r.Protocol == Protocol || p.scope.device(r.Dev) {
+		return true
+	}
+	_, ok := p.recorded[r.canonical()]
+	return ok
+}
+
+func sortedKeys[K cmp.Ordered, V any](m map[K]V) []K {
+	keys := make([]K, 0, len(m))
+	for k := range m {
+		keys = append(keys, k)
+	}
+	slices.Sort(keys)
+	return keys
+}

@@ -1,0 +1,94 @@
+package health
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"log"
+	"net"
+	"net/http"
+	"strings"
+	"time"
+)
+
+// Bounds on what a client can hold on to.
+const (
+	requestTimeout  = 5 * time.Second
+	idleTimeout     = 2 * time.Minute
+	maxHeader       = 8 << 10 // bytes
+	shutdownTimeout = 3 * time.Second
+)
+
+// Handler answers /healthz and /readyz, with any method, from s. Any other
+// path is not found.
+func Handler(s *Status) http.Handler {
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		switch r.URL.Path {
+		case "/healthz":
+			if err := s.Alive(); err != nil {
+				respond(w, http.StatusServiceUnavailable, "flanneld is stuck", err.Error())
+				return
+			}
+			respond(w, http.StatusOK, "flanneld is running")
+		case "/readyz":
+			if ready, reasons := s.Ready(); !ready {
+				respond(w, http.StatusServiceUnavailable, "flanneld is not ready yet", reasons...)
+				return
+			}
+			respond(w, http.StatusOK, "flanneld is ready")
+		default:
+			http.NotFound(w, r)
+		}
+	})
+}
+
+// respond writes the state, which probes compare, on the first line and the
+// reasons for it below.
+func respond(w http.ResponseWriter, code int, state string, reasons ...string) {
+	w.Header().Set("Content-Type", "text/plain; charset=utf-8")
+	w.WriteHeader(code)
+	// A client that went away is not worth a word.
+	_, _ = io.WriteString(w, strings.Join(append([]string{state}, reasons...), "\n"))
+}
+
+// Listen opens the health port at addr, "address:port".
+func Listen(ctx context.Context, addr string) (net.Listener, error) {
+	ln, err := (&net.ListenConfig{}).Listen(ctx, "tcp", addr)
+	if err != nil {
+		return nil, fmt.Errorf("open health port: %w", err)
+	}
+	return ln, nil
+}
+
+// Serve answers on ln with h until ctx ends, then lets open requests finish
+// for a bounded time and returns nil. It closes ln.
+func Serve(ctx context.Context, ln net.Listener, h http.Handler) error {
+	srv := &http.Server{
+		Handler:           h,
+		ReadHeaderTimeout: requestTimeout,
+		ReadTimeout:       requestTimeout,
+		WriteTimeout:      requestTimeout,
+		IdleTimeout:       idleTimeout,
+		MaxHeaderBytes:    maxHeader,
+		// What clients do wrong is not this daemon's to log.
+		ErrorLog: log.New(io.Discard, "", 0),
+	}
+	stopped := make(chan struct{})
+	stop := context.AfterFunc(ctx, func() {
+		defer close(stopped)
+		bounded, cancel := context.WithTimeout(context.WithoutCancel(ctx), shutdownTimeout)
+		defer cancel()
+		if srv.Shutdown(bounded) != nil {
+			srv.Close()
+		}
+	})
+	err := srv.Serve(ln)
+	if !stop() {
+		<-stopped
+	}
+	if errors.Is(err, http.ErrServerClosed) {
+		return nil
+	}
+	return fmt.Errorf("serve health on %s: %w", ln.Addr(), err)
+}

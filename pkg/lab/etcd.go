@@ -1,0 +1,170 @@
+package lab
+
+import (
+	"bufio"
+	"context"
+	"crypto/tls"
+	"encoding/json"
+	"fmt"
+	"net"
+	"net/netip"
+	"os"
+	"sync"
+	"syscall"
+	"time"
+
+	clientv3 "go.etcd.io/etcd/client/v3"
+	"go.uber.org/zap"
+	"google.golang.org/grpc"
+)
+
+// EtcdOptions configures the store.
+type EtcdOptions struct {
+	Disabled bool // no store at all
+
+	// CertFile and KeyFile make the store speak TLS; with ClientCAFile it asks
+	// for client certificates as well. Clients is what the lab's own clients
+	// then use.
+	CertFile, KeyFile, ClientCAFile string
+	Clients                         *tls.Config
+}
+
+// Etcd is a store of one member, in a process of its own on the router.
+type Etcd struct {
+	n     *Namespace
+	addrs []netip.Addr
+	opt   EtcdOptions
+
+	mu   sync.Mutex
+	proc *process // nil before the first start
+}
+
+const etcdDir = "/var/lib/etcd" // in the router's namespace
+
+func newEtcd(n *Namespace, addrs []netip.Addr, opt EtcdOptions) *Etcd {
+	return &Etcd{n: n, addrs: addrs, opt: opt}
+}
+
+// Start starts the store on the data that is there, and waits until it serves.
+// It must not be running.
+func (e *Etcd) Start(ctx context.Context) error {
+	arg, err := json.Marshal(etcdConfig{
+		Dir: etcdDir, URLs: e.Endpoints(),
+		CertFile: e.opt.CertFile, KeyFile: e.opt.KeyFile, ClientCAFile: e.opt.ClientCAFile,
+	})
+	if err != nil {
+		return err
+	}
+	self, err := os.Executable()
+	if err != nil {
+		return fmt.Errorf("start etcd: %w", err)
+	}
+	serving, out, err := os.Pipe()
+	if err != nil {
+		return fmt.Errorf("start etcd: %w", err)
+	}
+	defer serving.Close()
+	p, err := startProcess(ctx, e.n, processSpec{
+		name: etcdChild, path: self, args: []string{string(arg)}, env: childEnv(nil), out: out,
+	})
+	out.Close()
+	if err != nil {
+		return fmt.Errorf("start etcd: %w", err)
+	}
+	e.mu.Lock()
+	e.proc = p
+	e.mu.Unlock()
+
+	stop := context.AfterFunc(ctx, func() { _ = serving.SetReadDeadline(time.Unix(1, 0)) })
+	defer stop()
+	if _, err := bufio.NewReader(serving).ReadString('\n'); err != nil {
+		if ctx.Err() != nil {
+			return fmt.Errorf("wait for etcd: %w", context.Cause(ctx))
+		}
+		<-p.exited
+		return fmt.Errorf("start etcd: %w", p.ended())
+	}
+	return nil
+}
+
+// Endpoints returns the store's URLs, one for each router address.
+func (e *Etcd) Endpoints() []string {
+	urls := make([]string, len(e.addrs))
+	for i, a := range e.addrs {
+		urls[i] = e.url(a)
+	}
+	return urls
+}
+
+func (e *Etcd) url(a netip.Addr) string {
+	scheme := "http://"
+	if e.opt.CertFile != "" {
+		scheme = "https://"
+	}
+	return scheme + netip.AddrPortFrom(a, 2379).String()
+}
+
+// Client returns a client that talks to the store from outside the lab; change
+// may alter its configuration first. The caller closes it.
+func (e *Etcd) Client(ctx context.Context, change ...func(*clientv3.Config)) (*clientv3.Client, error) {
+	cfg := clientv3.Config{
+		Endpoints: e.Endpoints(),
+		TLS:       e.opt.Clients,
+		Context:   context.WithoutCancel(ctx),
+		Logger:    zap.NewNop(),
+		DialOptions: []grpc.DialOption{
+			grpc.WithContextDialer(func(ctx context.Context, addr string) (net.Conn, error) {
+				return e.n.Dial(ctx, "tcp", addr)
+			}),
+		},
+	}
+	for _, f := range change {
+		f(&cfg)
+	}
+	c, err := clientv3.New(cfg)
+	if err != nil {
+		return nil, fmt.Errorf("make etcd client: %w", err)
+	}
+	return c, nil
+}
+
+func (e *Etcd) process() *process {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	return e.proc
+}
+
+// Kill ends the store with SIGKILL. Its data stays.
+func (e *Etcd) Kill() {
+	if p := e.process(); p != nil {
+		p.Kill()
+	}
+}
+
+// Stop freezes the store with SIGSTOP: it accepts connections and never answers.
+func (e *Etcd) Stop() error { return e.process().Signal(syscall.SIGSTOP) }
+
+// Cont lets a frozen store go on.
+func (e *Etcd) Cont() error { return e.process().Signal(syscall.SIGCONT) }
+
+// Restart kills the store and starts it again on the same data.
+func (e *Etcd) Restart(ctx context.Context) error {
+	e.Kill()
+	return e.Start(ctx)
+}
+
+// Wipe kills the store, deletes its data and starts it anew: another store at
+// the same address.
+func (e *Etcd) Wipe(ctx context.Context) error {
+	e.Kill()
+	if err := os.RemoveAll(e.Dir()); err != nil {
+		return fmt.Errorf("wipe etcd: %w", err)
+	}
+	return e.Start(ctx)
+}
+
+// Dir returns where the store's data is found from outside the lab.
+func (e *Etcd) Dir() string { return e.n.Path(etcdDir) }
+
+// Log returns what the store's last process has written.
+func (e *Etcd) Log() string { return e.process().Log() }

@@ -1,0 +1,131 @@
+package lab
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"os"
+	"strings"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+const healthPort = "8081" // of flanneld, on the host's loopback
+
+// FlanneldOptions says how to run flanneld on a host.
+type FlanneldOptions struct {
+	Path string   // of the binary; empty means Config.Flanneld
+	Args []string // behind the lab's own, so that they override them
+	Env  []string // on top of a nearly empty environment
+}
+
+// Daemon is one flanneld process.
+type Daemon struct {
+	*process
+	host *Host
+}
+
+// StartFlanneld starts flanneld on the host. It is told where the store is and
+// to serve its health on the host's loopback; the rest is default, or o's.
+func (h *Host) StartFlanneld(ctx context.Context, o FlanneldOptions) (*Daemon, error) {
+	if o.Path == "" {
+		o.Path = h.lab.cfg.Flanneld
+	}
+	if o.Path == "" {
+		return nil, errors.New("start flanneld: no binary given")
+	}
+	args := []string{"--healthz-ip=127.0.0.1", "--healthz-port=" + healthPort}
+	if url := h.EtcdEndpoint(); url != "" {
+		args = append(args, "--etcd-endpoints="+url)
+	}
+	p, err := startProcess(ctx, h.Namespace, processSpec{
+		name: "flanneld", path: o.Path, args: append(args, o.Args...), env: childEnv(o.Env),
+	})
+	if err != nil {
+		return nil, fmt.Errorf("start flanneld: %w", err)
+	}
+	d := &Daemon{process: p, host: h}
+	h.mu.Lock()
+	h.daemons = append(h.daemons, d)
+	h.mu.Unlock()
+	return d, nil
+}
+
+// EtcdEndpoint returns the store's URL on the host's own segment; empty if
+// there is no store.
+func (h *Host) EtcdEndpoint() string {
+	e := h.lab.etcd
+	if e == nil {
+		return ""
+	}
+	return e.url(segmentAddr(h.lab.cfg.Families[0], h.segment, router).Addr())
+}
+
+// childEnv is the environment of child processes: what running them takes, and
+// what the Go runtime listens to.
+func childEnv(extra []string) []string {
+	var env []string
+	for _, key := range []string{"PATH", "GOCOVERDIR", "GORACE", "GOTRACEBACK"} {
+		if value, ok := os.LookupEnv(key); ok {
+			env = append(env, key+"="+value)
+		}
+	}
+	return append(env, extra...)
+}
+
+// Ready waits until the daemon says that it is ready and its host has a subnet
+// file. It fails when the daemon ends before that.
+func (d *Daemon) Ready(ctx context.Context) error {
+	const period = 20 * time.Millisecond
+	tick := time.NewTicker(period)
+	defer tick.Stop()
+	for {
+		_, reason, err := d.Get(ctx, "/readyz")
+		if err == nil {
+			_, err = os.Stat(d.host.Path(SubnetFile))
+		}
+		if err == nil {
+			return nil
+		}
+		select {
+		case <-tick.C:
+		case <-d.exited:
+			return fmt.Errorf("wait for flanneld to be ready: %w", d.ended())
+		case <-ctx.Done():
+			return fmt.Errorf("wait for %s to be ready: %w: %w: %q%s",
+				d.name, context.Cause(ctx), err, strings.TrimSpace(reason), d.log.lastLine())
+		}
+	}
+}
+
+// Get asks the daemon's health server for path. A status other than 200 is an
+// error; status and body are returned with it.
+func (d *Daemon) Get(ctx context.Context, path string) (status int, body string, err error) {
+	transport := &http.Transport{DialContext: d.host.Dial, DisableKeepAlives: true}
+	url := "http://127.0.0.1:" + healthPort + path
+	req, err := http.NewRequestWithContext(ctx, http.MethodGet, url, nil)
+	if err != nil {
+		return 0, "", err
+	}
+	resp, err := (&http.Client{Transport: transport, Timeout: 2 * time.Second}).Do(req)
+	if err != nil {
+		return 0, "", err
+	}
+	defer resp.Body.Close()
+	text, err := io.ReadAll(resp.Body)
+	if err == nil && resp.StatusCode != http.StatusOK {
+		err = fmt.Errorf("GET %s: %s", path, resp.Status)
+	}
+	return resp.StatusCode, string(text), err
+}
+
+// Stop asks the daemon to stop, with SIGTERM, and returns its exit code.
+func (d *Daemon) Stop(ctx context.Context) (code int, err error) {
+	if err := d.Signal(unix.SIGTERM); err != nil && !errors.Is(err, os.ErrProcessDone) {
+		return 0, err
+	}
+	return d.Wait(ctx)
+}

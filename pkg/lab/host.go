@@ -1,0 +1,149 @@
+package lab
+
+import (
+	"context"
+	"fmt"
+	"net/netip"
+	"slices"
+	"strings"
+	"sync"
+
+	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
+
+	"flanneld/pkg/prefix"
+)
+
+// Host is a machine of the lab, called host1, host2 and so on.
+type Host struct {
+	*Namespace
+	lab             *Lab
+	number, segment int
+
+	mu      sync.Mutex
+	daemons []*Daemon
+	pods    []*Pod
+}
+
+// newHost returns the host also when it could not be finished, for Close.
+func (l *Lab) newHost(ctx context.Context, number int) (*Host, error) {
+	n, err := newNamespace(fmt.Sprintf("host%d", number), machine)
+	if err != nil {
+		return nil, err
+	}
+	h := &Host{Namespace: n, lab: l, number: number, segment: (number - 1) % l.cfg.Segments}
+	if err := h.boot(ctx); err != nil {
+		return h, err
+	}
+	return h, l.attach(ctx, h)
+}
+
+// Addr returns the host's underlay address of family f. It is on eth0 if the
+// lab has that family.
+func (h *Host) Addr(f prefix.Family) netip.Addr {
+	return segmentAddr(f, h.segment, h.number).Addr()
+}
+
+// Segment returns the number of the host's L2 segment, counted from 0.
+func (h *Host) Segment() int { return h.segment }
+
+// Pods returns the host's pods in order. The slice is the caller's.
+func (h *Host) Pods() []*Pod {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	return slices.Clone(h.pods)
+}
+
+// Daemon returns the flanneld that was started last; nil if there was none.
+func (h *Host) Daemon() *Daemon {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if len(h.daemons) == 0 {
+		return nil
+	}
+	return h.daemons[len(h.daemons)-1]
+}
+
+// running returns the daemons that have not ended.
+func (h *Host) running() []*Daemon {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	return slices.DeleteFunc(slices.Clone(h.daemons), func(d *Daemon) bool { return d.Ended() != nil })
+}
+
+// Route is a route of a host's main table.
+type Route struct {
+	Dst      netip.Prefix // ::/0 or 0.0.0.0/0 for a default route
+	Via      netip.Addr   // zero if there is no gateway
+	Dev      string       // empty if there is none, as with blackhole routes
+	OnLink   bool         // the gateway is taken to be on the link
+	Protocol int          // who made it, as in /etc/iproute2/rt_protos
+}
+
+// String writes the route as ip(8) does.
+func (r Route) String() string {
+	var b strings.Builder
+	fmt.Fprint(&b, r.Dst)
+	if r.Via.IsValid() {
+		fmt.Fprint(&b, " via ", r.Via)
+	}
+	if r.Dev != "" {
+		fmt.Fprint(&b, " dev ", r.Dev)
+	}
+	if r.OnLink {
+		b.WriteString(" onlink")
+	}
+	return b.String()
+}
+
+// Routes returns the routes of the main table, IPv4 first, without the
+// kernel's own for link-local and multicast addresses.
+func (h *Host) Routes(ctx context.Context) (routes []Route, err error) {
+	err = h.Netlink(ctx, func(nl *netlink.Handle) error {
+		links, err := nl.LinkList()
+		if err != nil {
+			return fmt.Errorf("list links of %s: %w", h.Name(), err)
+		}
+		dev := map[int]string{}
+		for _, l := range links {
+			dev[l.Attrs().Index] = l.Attrs().Name
+		}
+		for _, family := range []int{unix.AF_INET, unix.AF_INET6} {
+			have, err := nl.RouteListFiltered(family, &netlink.Route{Table: unix.RT_TABLE_MAIN}, netlink.RT_FILTER_TABLE)
+			if err != nil {
+				return fmt.Errorf("list routes of %s: %w", h.Name(), err)
+			}
+			for _, r := range have {
+				route := toRoute(r, family)
+				route.Dev = dev[r.LinkIndex]
+				if a := route.Dst.Addr(); a.IsLinkLocalUnicast() || a.IsMulticast() {
+					continue
+				}
+				routes = append(routes, route)
+			}
+		}
+		return nil
+	})
+	return routes, err
+}
+
+func toRoute(r netlink.Route, family int) Route {
+	out := Route{Protocol: int(r.Protocol), OnLink: r.Flags&int(netlink.FLAG_ONLINK) != 0}
+	if via, ok := netip.AddrFromSlice(r.Gw); ok {
+		out.Via = via.Unmap()
+	}
+	out.Dst = netip.PrefixFrom(netip.IPv4Unspecified(), 0)
+	if family == unix.AF_INET6 {
+		out.Dst = netip.PrefixFrom(netip.IPv6Unspecified(), 0)
+	}
+	if r.Dst != nil {
+		if a, ok := netip.AddrFromSlice(r.Dst.IP); ok {
+			bits, _ := r.Dst.Mask.Size()
+			if family == unix.AF_INET {
+				a = a.Unmap()
+			}
+			out.Dst = netip.PrefixFrom(a, bits)
+		}
+	}
+	return out
+}

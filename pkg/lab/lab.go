@@ -1,0 +1,237 @@
+// Package lab builds hosts out of network namespaces: an underlay of one or
+// several L2 segments, an etcd, real flanneld processes and pods behind them.
+//
+// Nothing of it has a name outside. The namespaces are anonymous and held by
+// the process alone, files live on tmpfs mounts that only those namespaces
+// see, and every child process dies with the thread that started it. So a lab
+// is gone once its process is, whichever way it ended, and labs do not meet.
+package lab
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"os"
+	"slices"
+	"time"
+
+	"flanneld/pkg/prefix"
+)
+
+// Prefix is the etcd prefix below which a lab keeps its network, flanneld's default.
+const Prefix = "/coreos.com/network"
+
+const (
+	maxHosts    = 200 // host numbers are the last byte of an address, the router's is 254
+	maxSegments = 100
+	minMTU      = 1280 // what IPv6 asks of a link
+	maxMTU      = 65535
+)
+
+// Config says what a lab is made of.
+type Config struct {
+	Hosts    int             // 0 means 3
+	Segments int             // L2 segments, which the hosts take in turn; 0 means 1
+	Families []prefix.Family // of the underlay; nil means IPv4
+	MTU      int             // of the underlay; 0 means 1500
+
+	// Loss (in percent) and Latency (one way) need the kernel's netem, Rate
+	// (bytes per second towards each host) its tbf; zero means none.
+	Loss    float64
+	Latency time.Duration
+	Rate    uint64
+
+	// Flanneld is the binary that hosts run unless told otherwise.
+	Flanneld string
+	// Network is the network configuration that the store starts with; nil
+	// leaves the store empty.
+	Network json.RawMessage
+	Etcd    EtcdOptions
+	// Progress, if not nil, is told what has just been done.
+	Progress func(step string)
+}
+
+func (c *Config) setDefaults() {
+	if c.Hosts == 0 {
+		c.Hosts = 3
+	}
+	if c.Segments == 0 {
+		c.Segments = 1
+	}
+	if len(c.Families) == 0 {
+		c.Families = []prefix.Family{prefix.IPv4}
+	}
+	if c.MTU == 0 {
+		c.MTU = 1500
+	}
+	if c.Progress == nil {
+		c.Progress = func(string) {}
+	}
+}
+
+func (c *Config) validate() error {
+	for _, r := range []struct {
+		what         string
+		have, lo, hi int
+	}{
+		{"hosts", c.Hosts, 1, maxHosts},
+		{"L2 segments", c.Segments, 1, maxSegments},
+		{"underlay MTU", c.MTU, minMTU, maxMTU},
+	} {
+		if r.have < r.lo || r.have > r.hi {
+			return fmt.Errorf("%s: %d is not in %d to %d", r.what, r.have, r.lo, r.hi)
+		}
+	}
+	if c.Loss < 0 || c.Loss > 100 {
+		return fmt.Errorf("loss: %g is not a percentage", c.Loss)
+	}
+	if c.Latency < 0 {
+		return fmt.Errorf("latency: %v is negative", c.Latency)
+	}
+	for _, f := range c.Families {
+		if f != prefix.IPv4 && f != prefix.IPv6 {
+			return fmt.Errorf("address family: %d is neither 4 nor 6", int(f))
+		}
+	}
+	return nil
+}
+
+// Lab is a running lab. Its methods may be called from any goroutine.
+type Lab struct {
+	cfg      Config
+	underlay *Namespace
+	hosts    []*Host
+	etcd     *Etcd // nil if Config.Etcd says none
+}
+
+// New builds the underlay, the hosts and the store. The caller closes the lab.
+func New(ctx context.Context, cfg Config) (*Lab, error) {
+	cfg.setDefaults()
+	if err := cfg.validate(); err != nil {
+		return nil, err
+	}
+	if os.Geteuid() != 0 {
+		return nil, errors.New("a lab needs root: it makes network namespaces")
+	}
+	l := &Lab{cfg: cfg}
+	if err := l.build(ctx); err != nil {
+		l.Close()
+		return nil, err
+	}
+	return l, nil
+}
+
+func (l *Lab) build(ctx context.Context) (err error) {
+	if l.underlay, err = newNamespace("underlay", machine); err != nil {
+		return err
+	}
+	if err := l.buildSegments(ctx); err != nil {
+		return fmt.Errorf("build underlay: %w", err)
+	}
+	for i := 1; i <= l.cfg.Hosts; i++ {
+		h, err := l.newHost(ctx, i)
+		if h != nil {
+			l.hosts = append(l.hosts, h)
+		}
+		if err != nil {
+			return fmt.Errorf("build host%d: %w", i, err)
+		}
+	}
+	l.cfg.Progress(fmt.Sprintf("%s on %s", count(l.cfg.Hosts, "host"), count(l.cfg.Segments, "L2 segment")))
+	if l.cfg.Etcd.Disabled {
+		return nil
+	}
+	l.etcd = newEtcd(l.underlay, l.endpointAddrs(), l.cfg.Etcd)
+	if err := l.etcd.Start(ctx); err != nil {
+		return err
+	}
+	if l.cfg.Network != nil {
+		if err := l.PutNetwork(ctx, l.cfg.Network); err != nil {
+			return err
+		}
+	}
+	l.cfg.Progress("etcd")
+	return nil
+}
+
+func count(n int, what string) string {
+	if n == 1 {
+		return "1 " + what
+	}
+	return fmt.Sprintf("%d %ss", n, what)
+}
+
+// Close ends every process of the lab and takes it apart.
+func (l *Lab) Close() {
+	var daemons []*Daemon
+	for _, h := range l.hosts {
+		daemons = append(daemons, h.running()...)
+	}
+	stopAll(daemons)
+	if l.etcd != nil {
+		l.etcd.Kill()
+	}
+	for _, h := range l.hosts {
+		for _, p := range h.Pods() {
+			p.close()
+		}
+		h.close()
+	}
+	if l.underlay != nil {
+		l.underlay.close()
+	}
+}
+
+// Hosts returns the hosts in order. The slice is the caller's.
+func (l *Lab) Hosts() []*Host { return slices.Clone(l.hosts) }
+
+// Host returns host i, counted from 1.
+func (l *Lab) Host(i int) *Host { return l.hosts[i-1] }
+
+// Pods returns the pods of all hosts in order.
+func (l *Lab) Pods() []*Pod {
+	var pods []*Pod
+	for _, h := range l.hosts {
+		pods = append(pods, h.Pods()...)
+	}
+	return pods
+}
+
+// Etcd returns the store; nil if the lab was built without.
+func (l *Lab) Etcd() *Etcd { return l.etcd }
+
+// Underlay returns the namespace of the router, where the segments' bridges
+// and etcd are.
+func (l *Lab) Underlay() *Namespace { return l.underlay }
+
+// Families returns the address families of the underlay, as configured.
+func (l *Lab) Families() []prefix.Family { return slices.Clone(l.cfg.Families) }
+
+// StartFlanneld starts flanneld on every host, with the same options, and
+// waits until all of them are ready.
+func (l *Lab) StartFlanneld(ctx context.Context, o FlanneldOptions) error {
+	for _, h := range l.hosts {
+		if _, err := h.StartFlanneld(ctx, o); err != nil {
+			return err
+		}
+	}
+	for _, h := range l.hosts {
+		if err := h.Daemon().Ready(ctx); err != nil {
+			return err
+		}
+	}
+	l.cfg.Progress("flanneld on every host")
+	return nil
+}
+
+// AddPods adds one pod to every host.
+func (l *Lab) AddPods(ctx context.Context) error {
+	for _, h := range l.hosts {
+		if _, err := h.AddPod(ctx, ""); err != nil {
+			return err
+		}
+	}
+	l.cfg.Progress("a pod on every host")
+	return nil
+}

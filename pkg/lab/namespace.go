@@ -1,0 +1,171 @@
+package lab
+
+import (
+	"context"
+	"fmt"
+	"net"
+	"os"
+	"os/exec"
+	"runtime"
+	"sync"
+
+	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
+)
+
+// Namespace is an anonymous network namespace, for hosts together with a
+// mount namespace. It lives as long as its thread, which is also the parent of
+// the processes in it: a child's death signal comes when that thread ends.
+type Namespace struct {
+	name     string
+	net, mnt *os.File // mnt is nil where files are shared with the machine
+	tid      int
+	calls    chan func()
+	stop     chan struct{}
+	close    func() // idempotent
+}
+
+// enterFunc puts the calling thread into fresh namespaces and prepares them.
+type enterFunc func(*Namespace) error
+
+func newNamespace(name string, enter enterFunc) (*Namespace, error) {
+	n := &Namespace{name: name, calls: make(chan func()), stop: make(chan struct{})}
+	entered, ended := make(chan error, 1), make(chan struct{})
+	n.close = sync.OnceFunc(func() {
+		close(n.stop)
+		<-ended
+		for _, f := range []*os.File{n.net, n.mnt} {
+			if f != nil {
+				f.Close()
+			}
+		}
+	})
+	go onOwnThread(func() {
+		defer close(ended)
+		n.tid = unix.Gettid()
+		err := enter(n)
+		entered <- err
+		if err != nil {
+			return
+		}
+		for {
+			select {
+			case f := <-n.calls:
+				f()
+			case <-n.stop:
+				return
+			}
+		}
+	})
+	if err := <-entered; err != nil {
+		n.close()
+		return nil, fmt.Errorf("make namespace %s: %w", name, err)
+	}
+	return n, nil
+}
+
+// onOwnThread runs f on a thread that ends with the calling goroutine, which
+// must return at once. Never on the main thread: that one cannot end, and
+// /proc takes its namespaces for those of the process.
+func onOwnThread(f func()) {
+	runtime.LockOSThread()
+	if unix.Gettid() != unix.Getpid() {
+		f()
+		return
+	}
+	defer runtime.UnlockOSThread()
+	elsewhere := make(chan struct{})
+	go func() {
+		runtime.LockOSThread()
+		close(elsewhere)
+		f()
+	}()
+	<-elsewhere
+}
+
+// Name returns the name by which the lab calls the namespace.
+func (n *Namespace) Name() string { return n.name }
+
+// Nsenter returns the command that enters the namespace from outside, to which
+// another command may be appended. It works while the lab is open.
+func (n *Namespace) Nsenter() string {
+	if n.mnt == nil {
+		return fmt.Sprintf("nsenter -t %d -n", n.tid)
+	}
+	return fmt.Sprintf("nsenter -t %d -n -m", n.tid)
+}
+
+// Do runs f inside the namespace, on a thread of its own, and returns what f
+// returns. Sockets that f opens stay in the namespace and may be used
+// anywhere. f may block and may call Do again.
+func (n *Namespace) Do(ctx context.Context, f func() error) error {
+	if err := ctx.Err(); err != nil {
+		return err
+	}
+	result := make(chan error, 1)
+	go onOwnThread(func() {
+		if err := n.join(); err != nil {
+			result <- fmt.Errorf("enter namespace %s: %w", n.name, err)
+			return
+		}
+		result <- f()
+	})
+	return <-result
+}
+
+func (n *Namespace) join() error {
+	if n.mnt != nil {
+		if err := unix.Unshare(unix.CLONE_FS); err != nil {
+			return err
+		}
+		if err := unix.Setns(int(n.mnt.Fd()), unix.CLONE_NEWNS); err != nil {
+			return err
+		}
+	}
+	return unix.Setns(int(n.net.Fd()), unix.CLONE_NEWNET)
+}
+
+// Netlink runs f inside the namespace with a handle of its own.
+func (n *Namespace) Netlink(ctx context.Context, f func(*netlink.Handle) error) error {
+	return n.Do(ctx, func() error {
+		h, err := netlink.NewHandle(unix.NETLINK_ROUTE)
+		if err != nil {
+			return fmt.Errorf("open netlink in %s: %w", n.name, err)
+		}
+		defer h.Close()
+		return f(h)
+	})
+}
+
+// Dial connects from inside the namespace. address must be numeric.
+func (n *Namespace) Dial(ctx context.Context, network, address string) (conn net.Conn, err error) {
+	err = n.Do(ctx, func() (err error) {
+		conn, err = new(net.Dialer).DialContext(ctx, network, address)
+		return err
+	})
+	return conn, err
+}
+
+// Listen listens inside the namespace. address must be numeric.
+func (n *Namespace) Listen(ctx context.Context, network, address string) (l net.Listener, err error) {
+	err = n.Do(ctx, func() (err error) {
+		l, err = new(net.ListenConfig).Listen(ctx, network, address)
+		return err
+	})
+	return l, err
+}
+
+// Exec runs a command inside the namespace and returns its standard output and
+// error. It is killed when ctx ends, and with the namespace.
+func (n *Namespace) Exec(ctx context.Context, name string, args ...string) ([]byte, error) {
+	cmd := exec.CommandContext(ctx, name, args...)
+	out := newLog()
+	cmd.Stdout, cmd.Stderr = out, out
+	if err := n.start(cmd); err != nil {
+		return nil, err
+	}
+	if err := cmd.Wait(); err != nil {
+		return out.bytes(), fmt.Errorf("%s: run %s: %w%s", n.name, name, err, out.lastLine())
+	}
+	return out.bytes(), nil
+}

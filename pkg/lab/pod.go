@@ -1,0 +1,169 @@
+package lab
+
+import (
+	"context"
+	"fmt"
+	"net/netip"
+	"os"
+	"strconv"
+	"strings"
+
+	"github.com/vishvananda/netlink"
+
+	"flanneld/pkg/prefix"
+)
+
+// SubnetFile is where a host's daemon writes its subnet by default.
+const SubnetFile = "/run/flannel/subnet.env"
+
+// PodBridge is the bridge on each host that its pods are behind.
+const PodBridge = "cni0"
+
+// Pod is a namespace behind the bridge of its host, with addresses and MTU
+// from the host's subnet.env.
+type Pod struct {
+	*Namespace
+	host  *Host
+	addrs []netip.Addr
+	mtu   int
+}
+
+// Host returns the host that the pod is on.
+func (p *Pod) Host() *Host { return p.host }
+
+// Addrs returns the pod's addresses, IPv4 first. The slice must not be changed.
+func (p *Pod) Addrs() []netip.Addr { return p.addrs }
+
+// MTU returns the MTU of the pod's interface, in bytes.
+func (p *Pod) MTU() int { return p.mtu }
+
+// Addr returns the pod's address of family f; zero if it has none.
+func (p *Pod) Addr(f prefix.Family) netip.Addr {
+	for _, a := range p.addrs {
+		if prefix.FamilyOf(a) == f {
+			return a
+		}
+	}
+	return netip.Addr{}
+}
+
+// AddPod adds a pod, called host1/name; an empty name means pod1, pod2 and so
+// on. The first one makes the bridge.
+func (h *Host) AddPod(ctx context.Context, name string) (*Pod, error) {
+	text, err := os.ReadFile(h.Path(SubnetFile))
+	if err != nil {
+		return nil, fmt.Errorf("%s: has no %s yet: %w", h.Name(), SubnetFile, err)
+	}
+	env, err := parseSubnetEnv(string(text))
+	if err != nil {
+		return nil, fmt.Errorf("%s: %w", h.Name(), err)
+	}
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	number := len(h.pods) + 1
+	if name == "" {
+		name = fmt.Sprintf("pod%d", number)
+	}
+	n, err := newNamespace(h.Name()+"/"+name, bare)
+	if err != nil {
+		return nil, err
+	}
+	p := &Pod{Namespace: n, host: h, mtu: env.mtu}
+	if err := p.connect(ctx, env, number); err != nil {
+		n.close()
+		return nil, fmt.Errorf("connect %s: %w", p.Name(), err)
+	}
+	h.pods = append(h.pods, p)
+	return p, nil
+}
+
+func (p *Pod) connect(ctx context.Context, env subnetEnv, number int) error {
+	var addrs []netip.Prefix
+	gateways := map[netip.Prefix]netip.Addr{}
+	for _, bridge := range env.bridges {
+		addr := bridge.Addr()
+		for range number {
+			addr = addr.Next()
+		}
+		if !bridge.Contains(addr) {
+			return fmt.Errorf("no address left in %s for pod %d", bridge.Masked(), number)
+		}
+		own := netip.PrefixFrom(addr, bridge.Bits())
+		addrs, gateways[own] = append(addrs, own), bridge.Addr()
+		p.addrs = append(p.addrs, addr)
+	}
+	port := &netlink.Veth{
+		LinkAttrs:     attrs(fmt.Sprintf("pod%d", number), env.mtu),
+		PeerName:      "eth0",
+		PeerNamespace: netlink.NsFd(p.net.Fd()),
+	}
+	err := p.host.Netlink(ctx, func(h *netlink.Handle) error {
+		if err := ensureBridge(h, env); err != nil {
+			return err
+		}
+		return plug(h, port, PodBridge)
+	})
+	if err != nil {
+		return err
+	}
+	return p.Netlink(ctx, func(h *netlink.Handle) error {
+		if err := loUp(h); err != nil {
+			return err
+		}
+		return configure(h, addrs, func(own netip.Prefix) netip.Addr { return gateways[own] })
+	})
+}
+
+// ensureBridge makes the pods' bridge, or brings it in line with a new subnet.
+func ensureBridge(h *netlink.Handle, env subnetEnv) error {
+	br, err := h.LinkByName(PodBridge)
+	if err != nil {
+		br = &netlink.Bridge{LinkAttrs: attrs(PodBridge, env.mtu)}
+		if err := h.LinkAdd(br); err != nil {
+			return fmt.Errorf("add bridge %s: %w", PodBridge, err)
+		}
+	}
+	if err := h.LinkSetMTU(br, env.mtu); err != nil {
+		return fmt.Errorf("set MTU of %s: %w", PodBridge, err)
+	}
+	for _, a := range env.bridges {
+		if err := addAddr(h, br, a); err != nil {
+			return err
+		}
+	}
+	return setUp(h, br)
+}
+
+// subnetEnv is what pods need to know from subnet.env.
+type subnetEnv struct {
+	bridges []netip.Prefix // the bridge's addresses, IPv4 first
+	mtu     int
+}
+
+func parseSubnetEnv(text string) (env subnetEnv, err error) {
+	values := map[string]string{}
+	for line := range strings.Lines(text) {
+		key, value, _ := strings.Cut(strings.TrimSpace(line), "=")
+		values[key] = value
+	}
+	for _, key := range []string{"FLANNEL_SUBNET", "FLANNEL_IPV6_SUBNET"} {
+		value, ok := values[key]
+		if !ok {
+			continue
+		}
+		p, err := netip.ParsePrefix(value)
+		if err != nil {
+			return env, fmt.Errorf("%s in %s: %w", key, SubnetFile, err)
+		}
+		env.bridges = append(env.bridges, p)
+	}
+	if len(env.bridges) == 0 {
+		return env, fmt.Errorf("%s names no subnet", SubnetFile)
+	}
+	const minMTU = 68 // what IPv4 asks of a link
+	env.mtu, err = strconv.Atoi(values["FLANNEL_MTU"])
+	if err != nil || env.mtu < minMTU || env.mtu > maxMTU {
+		return env, fmt.Errorf("FLANNEL_MTU in %s: want %d to %d, got %q", SubnetFile, minMTU, maxMTU, values["FLANNEL_MTU"])
+	}
+	return env, nil
+}

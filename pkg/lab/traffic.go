@@ -1,0 +1,142 @@
+package lab
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/netip"
+	"time"
+
+	"golang.org/x/sync/errgroup"
+
+	"flanneld/pkg/prefix"
+)
+
+// pair is a TCP connection between two pods, seen from both ends.
+type pair struct{ near, far net.Conn }
+
+func (c pair) Close() {
+	c.near.Close()
+	c.far.Close()
+}
+
+// connectTo connects p to a listener on to's address of family f. The
+// connection breaks when ctx ends.
+func (p *Pod) connectTo(ctx context.Context, to *Pod, f prefix.Family) (c pair, err error) {
+	l, err := to.Listen(ctx, "tcp", netip.AddrPortFrom(to.Addr(f), 0).String())
+	if err != nil {
+		return c, err
+	}
+	defer l.Close()
+	// Both ends are closed on failure: the group's context ends on the first
+	// error, which also ends the accept.
+	g, gctx := errgroup.WithContext(ctx)
+	defer context.AfterFunc(gctx, func() { l.Close() })()
+	g.Go(func() (err error) {
+		c.far, err = l.Accept()
+		return err
+	})
+	g.Go(func() (err error) {
+		c.near, err = p.Dial(gctx, "tcp", l.Addr().String())
+		return err
+	})
+	if err := g.Wait(); err != nil {
+		for _, end := range []net.Conn{c.near, c.far} {
+			if end != nil {
+				end.Close()
+			}
+		}
+		return c, cause(ctx, err)
+	}
+	return c, nil
+}
+
+// cause prefers why ctx ended over what broke because of it.
+func cause(ctx context.Context, err error) error {
+	if ctx.Err() != nil {
+		return context.Cause(ctx)
+	}
+	return err
+}
+
+// Connect opens a TCP connection to the other pod, passes data both ways and
+// returns the address that the other pod saw it come from.
+func (p *Pod) Connect(ctx context.Context, to *Pod, f prefix.Family) (seen netip.Addr, err error) {
+	defer func() {
+		if err != nil {
+			err = fmt.Errorf("connect %s to %s: %w", p.name, to.name, err)
+		}
+	}()
+	c, err := p.connectTo(ctx, to, f)
+	if err != nil {
+		return seen, err
+	}
+	defer c.Close()
+	defer context.AfterFunc(ctx, c.Close)()
+	for _, way := range []pair{c, {near: c.far, far: c.near}} {
+		if _, err := way.near.Write([]byte("hello")); err != nil {
+			return seen, cause(ctx, err)
+		}
+		if _, err := io.ReadFull(way.far, make([]byte, len("hello"))); err != nil {
+			return seen, cause(ctx, err)
+		}
+	}
+	remote, err := netip.ParseAddrPort(c.far.RemoteAddr().String())
+	return remote.Addr().Unmap(), err
+}
+
+var errNothingArrived = errors.New("nothing arrived")
+
+// Throughput sends over TCP to the other pod for the time d and returns how
+// many bits per second arrived.
+func (p *Pod) Throughput(ctx context.Context, to *Pod, f prefix.Family, d time.Duration) (bps float64, err error) {
+	bps, err = p.throughput(ctx, to, f, d)
+	if err != nil {
+		return 0, fmt.Errorf("measure throughput of %s to %s: %w", p.name, to.name, err)
+	}
+	return bps, nil
+}
+
+func (p *Pod) throughput(ctx context.Context, to *Pod, f prefix.Family, d time.Duration) (float64, error) {
+	c, err := p.connectTo(ctx, to, f)
+	if err != nil {
+		return 0, err
+	}
+	defer c.Close()
+	defer context.AfterFunc(ctx, c.Close)()
+	end := time.Now().Add(d)
+	if err := errors.Join(c.near.SetWriteDeadline(end), c.far.SetReadDeadline(end)); err != nil {
+		return 0, err
+	}
+	var g errgroup.Group
+	g.Go(func() error {
+		chunk := make([]byte, 1<<17)
+		for {
+			if _, err := c.near.Write(chunk); err != nil {
+				return timeIsUp(err)
+			}
+		}
+	})
+	start, received := time.Now(), int64(0)
+	g.Go(func() (err error) {
+		received, err = io.Copy(struct{ io.Writer }{io.Discard}, struct{ io.Reader }{c.far})
+		return timeIsUp(err)
+	})
+	if err := g.Wait(); err != nil {
+		return 0, cause(ctx, err)
+	}
+	if received == 0 {
+		return 0, fmt.Errorf("%w within %v", errNothingArrived, d)
+	}
+	return float64(received) * 8 / time.Since(start).Seconds(), nil
+}
+
+// timeIsUp turns the deadline that ends a measurement into success.
+func timeIsUp(err error) error {
+	if ne := net.Error(nil); errors.As(err, &ne) && ne.Timeout() {
+		return nil
+	}
+	return err
+}

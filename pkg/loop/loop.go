@@ -1,0 +1,79 @@
+// Package loop runs a level-triggered step: on demand, at a slow tick, and
+// again after failure.
+package loop
+
+import (
+	"context"
+	"math/rand/v2"
+	"time"
+)
+
+// The pause after a failure doubles from minBackoff to maxBackoff.
+const (
+	minBackoff = 100 * time.Millisecond
+	maxBackoff = 30 * time.Second
+)
+
+// Loop calls a step whenever it is woken, and at least once in every resync
+// period. Wakes while the step runs are one wake: the step looks at what is,
+// not at what happened.
+type Loop struct {
+	resync time.Duration
+	step   func(context.Context) error
+	wake   chan struct{}
+}
+
+// New returns a loop over step. Its first step runs when Run starts.
+func New(resync time.Duration, step func(context.Context) error) *Loop {
+	return &Loop{resync: resync, step: step, wake: make(chan struct{}, 1)}
+}
+
+// Wake asks for a step. It never blocks and may be called from any goroutine.
+func (l *Loop) Wake() {
+	select {
+	case l.wake <- struct{}{}:
+	default:
+	}
+}
+
+// Run blocks until ctx ends, and returns nil then. A step that fails is
+// repeated, after a pause; reporting the failure is the step's own business.
+func (l *Loop) Run(ctx context.Context) error {
+	backoff := minBackoff
+	for ctx.Err() == nil {
+		wait := jitter(l.resync)
+		if err := l.step(ctx); err != nil {
+			// However often it is woken, a step that fails rests a little.
+			if !sleep(ctx, minBackoff) {
+				return nil
+			}
+			wait, backoff = jitter(backoff), min(2*backoff, maxBackoff)
+		} else {
+			backoff = minBackoff
+		}
+		timer := time.NewTimer(wait)
+		select {
+		case <-ctx.Done():
+		case <-l.wake:
+		case <-timer.C:
+		}
+		timer.Stop()
+	}
+	return nil
+}
+
+// jitter spreads d by 20 % either way, so that hosts do not move in step.
+func jitter(d time.Duration) time.Duration {
+	return time.Duration(float64(d) * (0.8 + 0.4*rand.Float64()))
+}
+
+func sleep(ctx context.Context, d time.Duration) bool {
+	timer := time.NewTimer(d)
+	defer timer.Stop()
+	select {
+	case <-ctx.Done():
+		return false
+	case <-timer.C:
+		return true
+	}
+}

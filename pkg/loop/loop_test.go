@@ -1,0 +1,94 @@
+package loop_test
+
+import (
+	"context"
+	"errors"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"flanneld/pkg/loop"
+)
+
+// start runs a loop in the bubble and returns it with the times of its steps,
+// relative to the start. fails says how many steps fail at first.
+func start(t *testing.T, resync time.Duration, fails int) (*loop.Loop, *[]time.Duration) {
+	t.Helper()
+	begin := time.Now()
+	var steps []time.Duration
+	l := loop.New(resync, func(context.Context) error {
+		steps = append(steps, time.Since(begin))
+		if len(steps) <= fails {
+			return errors.New("not yet")
+		}
+		return nil
+	})
+	ctx, cancel := context.WithCancel(t.Context())
+	done := make(chan error)
+	go func() { done <- l.Run(ctx) }()
+	t.Cleanup(func() {
+		cancel()
+		if err := <-done; err != nil {
+			t.Errorf("Run: %v", err)
+		}
+	})
+	synctest.Wait()
+	return l, &steps
+}
+
+// advance lets d of the bubble's time pass, and everything that follows from it.
+func advance(d time.Duration) {
+	<-time.After(d)
+	synctest.Wait()
+}
+
+func TestWakeRunsAtOnce(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		l, steps := start(t, time.Hour, 0)
+		l.Wake()
+		l.Wake() // coalesced with the first, or one more step: never lost
+		synctest.Wait()
+		if n := len(*steps); n < 2 || n > 3 || (*steps)[n-1] != 0 {
+			t.Errorf("steps at %v, want two or three at 0s", *steps)
+		}
+	})
+}
+
+func TestResync(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		_, steps := start(t, 5*time.Minute, 0)
+		advance(61 * time.Minute)
+		if n := len(*steps); n < 10 || n > 16 {
+			t.Errorf("%d steps in an hour of 5m ± 20 %%", n)
+		}
+	})
+}
+
+func TestBackoff(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		_, steps := start(t, time.Hour, 5)
+		advance(30 * time.Second)
+		if n := len(*steps); n != 6 {
+			t.Fatalf("%d steps, want 5 failures and a success: %v", n, *steps)
+		}
+		for i := 2; i < 6; i++ {
+			earlier, later := (*steps)[i-1]-(*steps)[i-2], (*steps)[i]-(*steps)[i-1]
+			if later <= earlier {
+				t.Errorf("pause %d is %s, after one of %s", i, later, earlier)
+			}
+		}
+	})
+}
+
+func TestFailingStepIsNotABusyLoop(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		l, steps := start(t, time.Hour, 1<<30)
+		for range 1000 {
+			l.Wake()
+			advance(time.Millisecond)
+		}
+		if n := len(*steps); n > 12 {
+			t.Errorf("%d steps in a second of wakes", n)
+		}
+	})
+}

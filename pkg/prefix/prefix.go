@@ -1,0 +1,84 @@
+// Package prefix holds the address arithmetic that net/netip leaves out.
+package prefix
+
+import (
+	"fmt"
+	"math/big"
+	"net/netip"
+)
+
+// Family is an IP address family. Its value is the IP version.
+type Family int
+
+// The two address families.
+const (
+	IPv4 Family = 4
+	IPv6 Family = 6
+)
+
+// FamilyOf returns the family of a. IPv4-mapped IPv6 addresses count as IPv6.
+func FamilyOf(a netip.Addr) Family {
+	if a.Is4() {
+		return IPv4
+	}
+	return IPv6
+}
+
+// String returns "IPv4" or "IPv6".
+func (f Family) String() string { return fmt.Sprintf("IPv%d", int(f)) }
+
+// Bits is the length of an address of the family: 32 or 128.
+func (f Family) Bits() int {
+	if f == IPv4 {
+		return 32
+	}
+	return 128
+}
+
+// Host returns the prefix that holds a alone: /32 or /128.
+func Host(a netip.Addr) netip.Prefix { return netip.PrefixFrom(a, a.BitLen()) }
+
+// First returns the first address after the base of p, the one that a bridge
+// in subnet p carries. A prefix of a single address returns that address.
+func First(p netip.Prefix) netip.Addr {
+	if p.IsSingleIP() {
+		return p.Addr()
+	}
+	return p.Masked().Addr().Next()
+}
+
+// Last returns the highest address of p.
+func Last(p netip.Prefix) netip.Addr {
+	b := p.Masked().Addr().AsSlice()
+	for i := p.Bits(); i < len(b)*8; i++ {
+		b[i/8] |= 1 << (7 - i%8)
+	}
+	a, _ := netip.AddrFromSlice(b)
+	return a
+}
+
+// Contains reports whether every address of inner lies in outer.
+func Contains(outer, inner netip.Prefix) bool {
+	return outer.Bits() <= inner.Bits() && outer.Contains(inner.Addr())
+}
+
+// Add returns the address n above a. ok is false where that leaves the
+// address space of a's family.
+func Add(a netip.Addr, n *big.Int) (sum netip.Addr, ok bool) {
+	v := new(big.Int).SetBytes(a.AsSlice())
+	v.Add(v, n)
+	if v.Sign() < 0 || v.BitLen() > a.BitLen() {
+		return netip.Addr{}, false
+	}
+	b := v.FillBytes(make([]byte, a.BitLen()/8))
+	sum, ok = netip.AddrFromSlice(b)
+	return sum, ok
+}
+
+// Distance returns how far b lies above a; negative if below. Both must be
+// of one family.
+func Distance(a, b netip.Addr) *big.Int {
+	x := new(big.Int).SetBytes(a.AsSlice())
+	y := new(big.Int).SetBytes(b.AsSlice())
+	return y.Sub(y, x)
+}

@@ -1,0 +1,90 @@
+// Package state keeps a daemon's last known state on disk, so that a restart
+// or a reboot can go on from it before any store has answered.
+package state
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"syscall"
+
+	"github.com/google/renameio/v2"
+)
+
+// version is of the file's form. A file of another version is as good as none.
+const version = 1
+
+// ErrInUse means that another process has the file.
+var ErrInUse = errors.New("in use by another process")
+
+// File is a state file. While it is open no other process can open it.
+type File[T any] struct {
+	path string
+	lock *os.File
+}
+
+type envelope[T any] struct {
+	Version int `json:"version"`
+	State   T   `json:"state"`
+}
+
+// Open creates dir (0700) where it is missing and locks the state file called
+// name in it. It returns ErrInUse, wrapped, if another process has it open.
+func Open[T any](dir, name string) (*File[T], error) {
+	if err := os.MkdirAll(dir, 0o700); err != nil {
+		return nil, fmt.Errorf("create state directory: %w", err)
+	}
+	path := filepath.Join(dir, name+".json")
+	lock, err := os.OpenFile(filepath.Join(dir, name+".lock"), os.O_CREATE|os.O_RDWR|syscall.O_CLOEXEC, 0o600)
+	if err != nil {
+		return nil, fmt.Errorf("open state lock: %w", err)
+	}
+	if err := syscall.Flock(int(lock.Fd()), syscall.LOCK_EX|syscall.LOCK_NB); err != nil {
+		_ = lock.Close()
+		if errors.Is(err, syscall.EWOULDBLOCK) {
+			err = ErrInUse
+		}
+		return nil, fmt.Errorf("state file %s: %w", path, err)
+	}
+	return &File[T]{path: path, lock: lock}, nil
+}
+
+// Load returns the state that was saved last. ok is false if there is none,
+// or none that this version can use; then err says why, unless there is
+// simply no file.
+func (f *File[T]) Load() (last T, ok bool, err error) {
+	var none T
+	raw, err := os.ReadFile(f.path)
+	if errors.Is(err, fs.ErrNotExist) {
+		return none, false, nil
+	}
+	if err != nil {
+		return none, false, fmt.Errorf("read state: %w", err)
+	}
+	var e envelope[T]
+	if err := json.Unmarshal(raw, &e); err != nil {
+		return none, false, fmt.Errorf("state file %s is damaged: %w", f.path, err)
+	}
+	if e.Version != version {
+		return none, false, fmt.Errorf("state file %s has version %d, want %d", f.path, e.Version, version)
+	}
+	return e.State, true, nil
+}
+
+// Save replaces the file, so that a crash leaves the old or the new state.
+func (f *File[T]) Save(s T) error {
+	raw, err := json.Marshal(envelope[T]{version, s})
+	if err != nil {
+		return fmt.Errorf("encode state: %w", err)
+	}
+	if err := renameio.WriteFile(f.path, raw, 0o600, renameio.WithTempDir(filepath.Dir(f.path)), renameio.IgnoreUmask()); err != nil {
+		return fmt.Errorf("write state: %w", err)
+	}
+	return nil
+}
+
+// Close lets other processes have the file.
+func (f *File[T]) Close() error { return f.lock.Close() }

@@ -1,0 +1,86 @@
+package state_test
+
+import (
+	"errors"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"flanneld/pkg/state"
+)
+
+type content struct{ Subnet string }
+
+func open(t *testing.T, dir string) *state.File[content] {
+	t.Helper()
+	f, err := state.Open[content](dir, "node")
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = f.Close() })
+	return f
+}
+
+func TestRoundTrip(t *testing.T) {
+	dir := filepath.Join(t.TempDir(), "flannel")
+	f := open(t, dir)
+	if _, ok, err := f.Load(); ok || err != nil {
+		t.Fatalf("Load of nothing: %v, %v", ok, err)
+	}
+	for _, s := range []string{"10.5.1.0/24", "10.5.2.0/24"} {
+		if err := f.Save(content{s}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := f.Close(); err != nil {
+		t.Fatal(err)
+	}
+	got, ok, err := open(t, dir).Load()
+	if err != nil || !ok || got.Subnet != "10.5.2.0/24" {
+		t.Errorf("Load after reopening: %+v, %v, %v", got, ok, err)
+	}
+	for path, want := range map[string]os.FileMode{dir: 0o700, filepath.Join(dir, "node.json"): 0o600} {
+		if info, err := os.Stat(path); err != nil || info.Mode().Perm() != want {
+			t.Errorf("%s: mode %v, error %v, want %o", path, info.Mode(), err, want)
+		}
+	}
+	if names, _ := os.ReadDir(dir); len(names) != 2 {
+		t.Errorf("%d files left in the directory, want state and lock", len(names))
+	}
+}
+
+func TestSecondProcess(t *testing.T) {
+	dir := t.TempDir()
+	open(t, dir)
+	if _, err := state.Open[content](dir, "node"); !errors.Is(err, state.ErrInUse) {
+		t.Errorf("second Open: %v, want ErrInUse", err)
+	}
+	other, err := state.Open[content](dir, "other")
+	if err != nil {
+		t.Fatalf("another name in the same directory: %v", err)
+	}
+	_ = other.Close()
+}
+
+func TestUnusable(t *testing.T) {
+	for name, raw := range map[string]string{
+		"damaged": `{"version":1,"state":{"Subnet":"10.5`,
+		"version": `{"version":7,"state":{}}`,
+	} {
+		t.Run(name, func(t *testing.T) {
+			dir := t.TempDir()
+			if err := os.WriteFile(filepath.Join(dir, "node.json"), []byte(raw), 0o600); err != nil {
+				t.Fatal(err)
+			}
+			f := open(t, dir)
+			_, ok, err := f.Load()
+			if ok || err == nil || !strings.Contains(err.Error(), name) {
+				t.Errorf("Load: %v, %v; want an error about %q", ok, err, name)
+			}
+			if err := f.Save(content{"x"}); err != nil {
+				t.Errorf("Save over it: %v", err)
+			}
+		})
+	}
+}

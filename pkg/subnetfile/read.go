@@ -1,0 +1,200 @@
+package subnetfile
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"net/netip"
+	"os"
+	"strings"
+	"syscall"
+
+	"flanneld/pkg/prefix"
+)
+
+// Bounds on a file that may be damaged.
+const (
+	maxSize     = 64 << 10 // bytes
+	maxWarnings = 10
+	maxQuoted   = 80 // bytes of the file in one warning
+)
+
+// errTooLarge marks a file that cannot be a subnet file.
+var errTooLarge = errors.New("larger than 64 KiB")
+
+// Previous is what an earlier run left behind.
+type Previous struct {
+	// Entries has one entry for each family of which something valid was
+	// found, IPv4 first. Prefixes are masked; one that was not found is zero.
+	Entries []Entry
+	// Warnings has one line for everything that was skipped.
+	Warnings []string
+}
+
+// Entry returns what was found of family f; ok is false if that is nothing.
+func (p Previous) Entry(f prefix.Family) (e Entry, ok bool) {
+	for _, e := range p.Entries {
+		a := e.Subnet.Addr()
+		if !e.Subnet.IsValid() {
+			a = e.Network.Addr()
+		}
+		if prefix.FamilyOf(a) == f {
+			return e, true
+		}
+	}
+	return Entry{}, false
+}
+
+// Read returns the networks and subnets of the file at path. A file that does
+// not exist holds nothing; of a damaged one it returns what is valid. An error
+// means that the file is there and cannot be read at all.
+func Read(path string) (Previous, error) {
+	data, err := readBounded(path)
+	switch {
+	case errors.Is(err, fs.ErrNotExist):
+		return Previous{}, nil
+	case err != nil:
+		return Previous{}, fmt.Errorf("read subnet file %s: %w", path, err)
+	}
+	return parse(data), nil
+}
+
+// readBounded reads a regular file of at most maxSize bytes. It does not wait
+// for a writer if something put a FIFO there.
+func readBounded(path string) ([]byte, error) {
+	f, err := os.OpenFile(path, os.O_RDONLY|syscall.O_NONBLOCK, 0)
+	if err != nil {
+		return nil, cause(err)
+	}
+	defer f.Close()
+	info, err := f.Stat()
+	if err != nil {
+		return nil, cause(err)
+	}
+	if !info.Mode().IsRegular() {
+		return nil, errors.New("not a regular file")
+	}
+	data, err := io.ReadAll(io.LimitReader(f, maxSize+1))
+	if err != nil {
+		return nil, cause(err)
+	}
+	if len(data) > maxSize {
+		return nil, errTooLarge
+	}
+	return data, nil
+}
+
+// cause drops the operation and path that the caller names anyway.
+func cause(err error) error {
+	if pe, ok := errors.AsType[*fs.PathError](err); ok {
+		return pe.Err
+	}
+	return err
+}
+
+// parse reads the dot-env format: assignments, optionally exported and quoted,
+// and comments. Of a key that is assigned twice the last value counts.
+func parse(data []byte) Previous {
+	var p Previous
+	vars := map[string]string{}
+	for i, line := range strings.Split(string(data), "\n") {
+		line = strings.TrimSpace(line)
+		if line == "" || strings.HasPrefix(line, "#") {
+			continue
+		}
+		key, value, ok := assignment(line)
+		if !ok {
+			p.warn("line %d is skipped: expected KEY=VALUE, got %s", i+1, quote(line))
+			continue
+		}
+		vars[key] = value
+	}
+	for _, f := range []prefix.Family{prefix.IPv4, prefix.IPv6} {
+		k := keysOf(f)
+		e := Entry{Network: p.prefix(vars, k.network, f), Subnet: p.prefix(vars, k.subnet, f)}
+		if e != (Entry{}) {
+			p.Entries = append(p.Entries, e)
+		}
+	}
+	return p
+}
+
+// assignment splits one line into a shell variable and its unquoted value.
+func assignment(line string) (key, value string, ok bool) {
+	if rest, found := strings.CutPrefix(line, "export"); found && strings.TrimLeft(rest, " \t") != rest {
+		line = rest
+	}
+	key, value, ok = strings.Cut(line, "=")
+	key = strings.TrimSpace(key)
+	if !ok || !isName(key) {
+		return "", "", false
+	}
+	value, ok = unquote(strings.TrimSpace(value))
+	return key, value, ok
+}
+
+// isName reports whether s can name a shell variable.
+func isName(s string) bool {
+	for i, c := range s {
+		letter := c == '_' || 'a' <= c && c <= 'z' || 'A' <= c && c <= 'Z'
+		if !letter && (i == 0 || c < '0' || c > '9') {
+			return false
+		}
+	}
+	return s != ""
+}
+
+// unquote removes the quotes around a value and the comment behind it. ok is
+// false if a quote is not closed.
+func unquote(s string) (value string, ok bool) {
+	if s != "" && (s[0] == '"' || s[0] == '\'') {
+		value, rest, ok := strings.Cut(s[1:], s[:1])
+		rest = strings.TrimSpace(rest)
+		return value, ok && (rest == "" || rest[0] == '#')
+	}
+	for i := range len(s) {
+		if s[i] == '#' && (i == 0 || s[i-1] == ' ' || s[i-1] == '\t') {
+			return strings.TrimSpace(s[:i]), true
+		}
+	}
+	return s, true
+}
+
+// prefix returns the one prefix that variable key holds; zero if there is
+// none, or more than one, as daemons with several cluster CIDRs once wrote.
+func (p *Previous) prefix(vars map[string]string, key string, f prefix.Family) netip.Prefix {
+	value := vars[key]
+	if value == "" {
+		return netip.Prefix{}
+	}
+	var found []netip.Prefix
+	for text := range strings.SplitSeq(value, ",") {
+		text = strings.TrimSpace(text)
+		n, err := netip.ParsePrefix(text)
+		if err != nil || prefix.FamilyOf(n.Addr()) != f || n.Addr().Is4In6() {
+			p.warn("%s: %s is skipped: expected an %s prefix", key, quote(text), f)
+			continue
+		}
+		found = append(found, n.Masked())
+	}
+	if len(found) > 1 {
+		p.warn("%s is ignored: it holds %d prefixes, expected one", key, len(found))
+	}
+	if len(found) != 1 {
+		return netip.Prefix{}
+	}
+	return found[0]
+}
+
+// warn adds a warning. After maxWarnings one last line says that more follow.
+func (p *Previous) warn(format string, args ...any) {
+	switch {
+	case len(p.Warnings) < maxWarnings:
+		p.Warnings = append(p.Warnings, fmt.Sprintf(format, args...))
+	case len(p.Warnings) == maxWarnings:
+		p.Warnings = append(p.Warnings, "there is more that cannot be read")
+	}
+}
+
+func quote(s string) string { return fmt.Sprintf("%.*q", maxQuoted, s) }

@@ -1,0 +1,219 @@
+package underlay
+
+import (
+	"fmt"
+	"net/netip"
+	"slices"
+	"strings"
+
+	"flanneld/pkg/prefix"
+)
+
+// Facts is what the choice of the external interface depends on. It is plain
+// data; Gather reads it from the kernel.
+type Facts struct {
+	// Links has every link, in the order of their indexes.
+	Links []Link
+	// Defaults has the default routes of the main table, in kernel order.
+	// Gather leaves it empty where an option makes them irrelevant.
+	Defaults []DefaultRoute
+	// Reach is the route to Options.CanReach; zero if that is no address.
+	Reach Reach
+}
+
+// Link is a network interface with its addresses.
+type Link struct {
+	Name  string
+	Index int
+	MTU   int // bytes
+	// Up is the operator's wish, Running says that there is a carrier.
+	Up, Running bool
+	// Addrs is in kernel order.
+	Addrs []Addr
+}
+
+// Addr is an address of a link.
+type Addr struct {
+	IP netip.Addr
+	// Permanent addresses have no lifetime: configured, not from DHCP or a
+	// router advertisement.
+	Permanent bool
+	// Temporary is an IPv6 privacy address or an IPv4 secondary address: the
+	// kernel has one flag for the two.
+	Temporary bool
+	// Deprecated addresses must not be used for anything new.
+	Deprecated bool
+	// Tentative addresses cannot be used until the kernel has made sure that
+	// no other host has them.
+	Tentative bool
+	// Duplicate is a tentative address that another host has: it stays
+	// unusable.
+	Duplicate bool
+}
+
+// DefaultRoute is a default route of one family.
+type DefaultRoute struct {
+	Family prefix.Family
+	// Links has the indexes of the links that the route leaves by, each once.
+	// A multipath route has several; none means that the kernel did not tell.
+	Links  []int
+	Metric int
+}
+
+// Reach is the result of a route lookup.
+type Reach struct {
+	Link   int        // index of the link that packets leave by
+	Source netip.Addr // the source address they carry; zero if not told
+	// Failure is why there is no route; empty if there is one.
+	Failure string
+}
+
+// link returns the link with the given index.
+func (f Facts) link(index int) (Link, error) {
+	for _, l := range f.Links {
+		if l.Index == index {
+			return l, nil
+		}
+	}
+	return Link{}, fmt.Errorf("no interface with index %d", index)
+}
+
+// carriers returns the links that have address a, usable or not.
+func (f Facts) carriers(a netip.Addr) []Link {
+	var on []Link
+	for _, l := range f.Links {
+		if _, ok := l.addr(a); ok {
+			on = append(on, l)
+		}
+	}
+	return on
+}
+
+func (l Link) addr(ip netip.Addr) (Addr, bool) {
+	i := slices.IndexFunc(l.Addrs, func(a Addr) bool { return a.IP == ip })
+	if i < 0 {
+		return Addr{}, false
+	}
+	return l.Addrs[i], true
+}
+
+// usable returns the addresses of family f that may be chosen without having
+// been named, best first: global before link-local, then permanent, then not
+// temporary, then kernel order, as flannel does.
+func (l Link) usable(f prefix.Family) []netip.Addr {
+	var as []Addr
+	for _, a := range l.Addrs {
+		if prefix.FamilyOf(a.IP) == f && !a.Deprecated && !a.Tentative &&
+			(a.IP.IsGlobalUnicast() || a.IP.IsLinkLocalUnicast()) {
+			as = append(as, a)
+		}
+	}
+	slices.SortStableFunc(as, func(a, b Addr) int { return a.rank() - b.rank() })
+	ips := make([]netip.Addr, len(as))
+	for i, a := range as {
+		ips[i] = a.IP
+	}
+	return ips
+}
+
+func (a Addr) rank() int {
+	r := 0
+	if a.IP.IsLinkLocalUnicast() {
+		r += 4
+	}
+	if !a.Permanent {
+		r += 2
+	}
+	if a.Temporary {
+		r++
+	}
+	return r
+}
+
+// own returns the best usable address of family f. A link-local address is
+// not taken while a global one waits for duplicate address detection: that is
+// the state for a second or two after every boot.
+func (l Link) own(f prefix.Family) (netip.Addr, error) {
+	ips := l.usable(f)
+	if len(ips) > 0 && !ips[0].IsLinkLocalUnicast() {
+		return ips[0], nil
+	}
+	for _, a := range l.Addrs {
+		if prefix.FamilyOf(a.IP) == f && a.IP.IsGlobalUnicast() && a.Tentative && !a.Duplicate && !a.Deprecated {
+			return netip.Addr{}, fmt.Errorf("%s: address %s is still tentative", l.Name, a.IP)
+		}
+	}
+	if len(ips) == 0 {
+		return netip.Addr{}, fmt.Errorf("%s has no usable %s address", l.Name, f)
+	}
+	return ips[0], nil
+}
+
+// How much of the host an error line shows.
+const (
+	maxSeenLinks = 8
+	maxSeenAddrs = 4
+)
+
+// seen lists the interfaces with their addresses in one line. Those with a
+// routable address come first, so that hundreds of veth devices do not push
+// them out.
+func (f Facts) seen() string {
+	if len(f.Links) == 0 {
+		return "no interfaces"
+	}
+	links := slices.Clone(f.Links)
+	slices.SortStableFunc(links, func(a, b Link) int { return a.obscurity() - b.obscurity() })
+	more := ""
+	if n := len(links) - maxSeenLinks; n > 0 {
+		links, more = links[:maxSeenLinks], fmt.Sprintf(", and %d more", n)
+	}
+	texts := make([]string, len(links))
+	for i, l := range links {
+		texts[i] = l.seen()
+	}
+	return strings.Join(texts, ", ") + more
+}
+
+func (l Link) obscurity() int {
+	if slices.ContainsFunc(l.Addrs, func(a Addr) bool { return a.IP.IsGlobalUnicast() }) {
+		return 0
+	}
+	return 1
+}
+
+func (l Link) seen() string {
+	var words []string
+	switch {
+	case !l.Up:
+		words = append(words, "down")
+	case !l.Running:
+		words = append(words, "no carrier")
+	}
+	if l.MTU == 0 {
+		words = append(words, "MTU 0")
+	}
+	if len(l.Addrs) == 0 {
+		words = append(words, "no address")
+	}
+	for i, a := range l.Addrs {
+		if i == maxSeenAddrs {
+			words = append(words, fmt.Sprintf("+%d", len(l.Addrs)-i))
+			break
+		}
+		words = append(words, a.seen())
+	}
+	return l.Name + " (" + strings.Join(words, " ") + ")"
+}
+
+func (a Addr) seen() string {
+	switch {
+	case a.Duplicate:
+		return a.IP.String() + "[duplicate]"
+	case a.Tentative:
+		return a.IP.String() + "[tentative]"
+	case a.Deprecated:
+		return a.IP.String() + "[deprecated]"
+	}
+	return a.IP.String()
+}

@@ -1,0 +1,168 @@
+package underlay
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"net/netip"
+	"slices"
+
+	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
+
+	"flanneld/pkg/prefix"
+)
+
+// dumpTries is how often a dump is read anew when changes interrupt it.
+const dumpTries = 5
+
+// Gather reads from the kernel, in the network namespace of the calling
+// thread, what the choice under o depends on. Every list is complete: a dump
+// that changes keep interrupting is an error.
+func Gather(ctx context.Context, o Options) (Facts, error) {
+	var f Facts
+	var err error
+	if f.Links, err = readLinks(ctx); err != nil {
+		return Facts{}, err
+	}
+	// A router may hold a million routes: they are read only if they matter.
+	if !o.asksForInterface() {
+		for _, fam := range o.Families {
+			routes, err := readDefaults(ctx, fam)
+			if err != nil {
+				return Facts{}, err
+			}
+			f.Defaults = append(f.Defaults, routes...)
+		}
+	}
+	if dst, err := parseAddr(o.CanReach); err == nil {
+		f.Reach = readReach(dst)
+	}
+	return f, nil
+}
+
+// dump calls list until it gets a whole answer.
+func dump[T any](ctx context.Context, what string, list func() (T, error)) (T, error) {
+	var zero T
+	for try := 1; ; try++ {
+		if err := ctx.Err(); err != nil {
+			return zero, err
+		}
+		v, err := list()
+		if err == nil {
+			return v, nil
+		}
+		if try == dumpTries || !errors.Is(err, netlink.ErrDumpInterrupted) {
+			return zero, fmt.Errorf("list %s: %w", what, err)
+		}
+	}
+}
+
+func readLinks(ctx context.Context) ([]Link, error) {
+	links, err := dump(ctx, "links", netlink.LinkList)
+	if err != nil {
+		return nil, err
+	}
+	addrs, err := dump(ctx, "addresses", func() ([]netlink.Addr, error) {
+		return netlink.AddrList(nil, netlink.FAMILY_ALL)
+	})
+	if err != nil {
+		return nil, err
+	}
+	of := map[int][]Addr{}
+	for _, a := range addrs {
+		if a.IPNet == nil {
+			continue
+		}
+		if ip, ok := netip.AddrFromSlice(a.IP); ok {
+			of[a.LinkIndex] = append(of[a.LinkIndex], newAddr(ip, a.Flags))
+		}
+	}
+	out := make([]Link, len(links))
+	for i, l := range links {
+		at := l.Attrs()
+		out[i] = Link{
+			Name:    at.Name,
+			Index:   at.Index,
+			MTU:     at.MTU,
+			Up:      at.RawFlags&unix.IFF_UP != 0,
+			Running: at.RawFlags&unix.IFF_RUNNING != 0,
+			Addrs:   of[at.Index],
+		}
+	}
+	slices.SortFunc(out, func(a, b Link) int { return a.Index - b.Index })
+	return out, nil
+}
+
+func newAddr(ip netip.Addr, flags int) Addr {
+	return Addr{
+		IP:         ip,
+		Permanent:  flags&unix.IFA_F_PERMANENT != 0,
+		Temporary:  flags&unix.IFA_F_TEMPORARY != 0,
+		Deprecated: flags&unix.IFA_F_DEPRECATED != 0,
+		// An optimistic address may be used while it is being checked.
+		Tentative: flags&unix.IFA_F_TENTATIVE != 0 && flags&unix.IFA_F_OPTIMISTIC == 0,
+		Duplicate: flags&unix.IFA_F_DADFAILED != 0,
+	}
+}
+
+func readDefaults(ctx context.Context, f prefix.Family) ([]DefaultRoute, error) {
+	family := netlink.FAMILY_V4
+	if f == prefix.IPv6 {
+		family = netlink.FAMILY_V6
+	}
+	// With an empty filter the iterator passes the main table's routes only.
+	return dump(ctx, f.String()+" routes", func() ([]DefaultRoute, error) {
+		var out []DefaultRoute
+		err := netlink.RouteListFilteredIter(family, &netlink.Route{}, 0, func(r netlink.Route) bool {
+			if isDefault(r) {
+				out = append(out, DefaultRoute{Family: f, Links: routeLinks(r), Metric: r.Priority})
+			}
+			return true
+		})
+		return out, err
+	})
+}
+
+// isDefault reports whether r takes ordinary traffic to everywhere. The
+// unreachable default routes that some systems keep as a backstop do not.
+func isDefault(r netlink.Route) bool {
+	if r.Type != unix.RTN_UNICAST || r.Tos != 0 || r.Dst == nil {
+		return false
+	}
+	ones, _ := r.Dst.Mask.Size()
+	return ones == 0
+}
+
+// routeLinks returns the links of r, each once: several gateways on one link
+// are no ambiguity.
+func routeLinks(r netlink.Route) []int {
+	var links []int
+	if r.LinkIndex > 0 {
+		links = append(links, r.LinkIndex)
+	}
+	for _, hop := range r.MultiPath {
+		if !slices.Contains(links, hop.LinkIndex) {
+			links = append(links, hop.LinkIndex)
+		}
+	}
+	return links
+}
+
+// readReach asks the kernel for its route to dst. That there is none is an
+// answer, not an error: other options may be enough.
+func readReach(dst netip.Addr) Reach {
+	routes, err := netlink.RouteGet(net.IP(dst.AsSlice()))
+	switch {
+	case err != nil:
+		return Reach{Failure: "look up route: " + err.Error()}
+	case len(routes) == 0:
+		return Reach{Failure: "look up route: no answer"}
+	}
+	r := Reach{Link: routes[0].LinkIndex}
+	if src, ok := netip.AddrFromSlice(routes[0].Src); ok {
+		r.Source = src
+	}
+	return r
+}

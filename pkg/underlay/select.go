@@ -1,0 +1,341 @@
+package underlay
+
+import (
+	"errors"
+	"fmt"
+	"net/netip"
+	"regexp"
+	"slices"
+	"strings"
+
+	"flanneld/pkg/prefix"
+)
+
+// Select chooses the external interface. It tries Ifaces, IfaceRegexes and
+// CanReach in this order, and the first that leads to an interface with an
+// address in every enabled family wins. Without any of them it takes the
+// interface that a public address is assigned to, else the default route's;
+// once one of them is given, the default route is no fallback. The error is
+// one line that says what was tried, why it failed, and what there is.
+func Select(f Facts, o Options) (Interface, error) {
+	c, err := choose(f, o)
+	return c.Interface, err
+}
+
+// choice is a result of Select. lastResort means that an address is link-local
+// only because the interface has no better one.
+type choice struct {
+	Interface
+	lastResort bool
+}
+
+func choose(f Facts, o Options) (choice, error) {
+	if err := o.check(); err != nil {
+		return choice{}, err
+	}
+	s := selector{f, o}
+	var failed []string
+	for _, a := range s.attempts() {
+		c, err := s.try(a)
+		if err == nil {
+			if len(failed) > 0 {
+				c.Reason += " (" + strings.Join(failed, "; ") + ")"
+			}
+			return c, nil
+		}
+		failed = append(failed, fmt.Sprintf("%s: %v", a.option, err))
+	}
+	return choice{}, fmt.Errorf("no external interface: %s; seen: %s", strings.Join(failed, "; "), f.seen())
+}
+
+type selector struct {
+	facts Facts
+	opts  Options
+}
+
+// attempt is one way to find the interface.
+type attempt struct {
+	option string
+	find   func() (found, error)
+}
+
+// found is a link, with the addresses that the option itself settled and
+// with what there is to add to the option's text as a reason.
+type found struct {
+	link  Link
+	addrs []netip.Addr
+	note  string
+}
+
+func (s selector) attempts() []attempt {
+	if !s.opts.asksForInterface() {
+		return []attempt{s.unasked()}
+	}
+	var as []attempt
+	add := func(option, value string, find func(string) (found, error)) {
+		if value != "" {
+			as = append(as, attempt{option + " " + value, func() (found, error) { return find(value) }})
+		}
+	}
+	for _, v := range s.opts.Ifaces {
+		add("--iface", v, s.byIface)
+	}
+	for _, v := range s.opts.IfaceRegexes {
+		add("--iface-regex", v, s.byRegex)
+	}
+	add("--iface-can-reach", s.opts.CanReach, s.byReach)
+	return as
+}
+
+func (s selector) try(a attempt) (choice, error) {
+	w, err := a.find()
+	if err != nil {
+		return choice{}, err
+	}
+	if w.link.MTU <= 0 {
+		return choice{}, fmt.Errorf("%s has MTU %d", w.link.Name, w.link.MTU)
+	}
+	c := choice{Interface: Interface{Name: w.link.Name, Index: w.link.Index, MTU: w.link.MTU, Reason: a.option + w.note}}
+	for _, fam := range s.opts.Families {
+		addr, settled, err := s.address(w, fam)
+		if err != nil {
+			return choice{}, err
+		}
+		c.Addrs = append(c.Addrs, addr)
+		c.lastResort = c.lastResort || !settled && addr.Local.IsLinkLocalUnicast()
+	}
+	return c, nil
+}
+
+// address returns the address of family f. A public address that this host
+// has, on whatever interface, is also what packets carry: peers expect them
+// from there. settled means that an option determined the local address.
+func (s selector) address(w found, f prefix.Family) (a Address, settled bool, err error) {
+	a.Public = s.opts.public(f).addr
+	if a.Public.IsValid() && len(s.facts.carriers(a.Public)) > 0 {
+		a.Local = a.Public
+	} else if i := slices.IndexFunc(w.addrs, func(ip netip.Addr) bool { return prefix.FamilyOf(ip) == f }); i >= 0 {
+		a.Local = w.addrs[i]
+	}
+	settled = a.Local.IsValid()
+	if !settled {
+		a.Local, err = w.link.own(f)
+	} else {
+		err = s.ready(a.Local)
+	}
+	if !a.Public.IsValid() {
+		a.Public = a.Local
+	}
+	return a, settled, err
+}
+
+// ready refuses an address that every interface which has it cannot use yet.
+// An address named by an option may be deprecated, but not tentative: nothing
+// can be sent from it.
+func (s selector) ready(ip netip.Addr) error {
+	var err error
+	for _, l := range s.facts.carriers(ip) {
+		switch a, _ := l.addr(ip); {
+		case a.Duplicate:
+			err = fmt.Errorf("%s: another host has address %s (duplicate address detection failed)", l.Name, ip)
+		case a.Tentative:
+			err = fmt.Errorf("%s: address %s is still tentative", l.Name, ip)
+		default:
+			return nil
+		}
+	}
+	return err
+}
+
+// unasked is the attempt where no option names an interface. Public addresses
+// that are not assigned here (1:1 NAT) leave the choice to the default route.
+func (s selector) unasked() attempt {
+	var local []named
+	var foreign strings.Builder
+	for _, f := range s.opts.Families {
+		p := s.opts.public(f)
+		switch {
+		case !p.addr.IsValid():
+		case len(s.facts.carriers(p.addr)) > 0:
+			local = append(local, p)
+		default:
+			fmt.Fprintf(&foreign, ", %s is not assigned here", p)
+		}
+	}
+	if len(local) == 0 {
+		return attempt{"default route", func() (found, error) {
+			l, err := s.byDefault()
+			return found{link: l, note: foreign.String()}, err
+		}}
+	}
+	return attempt{local[0].String(), func() (found, error) {
+		l, err := s.carrier(local)
+		return found{link: l, note: " is assigned here"}, err
+	}}
+}
+
+// byIface finds an interface by its name or one of its addresses.
+func (s selector) byIface(value string) (found, error) {
+	ip, err := parseAddr(value)
+	if err != nil {
+		i := slices.IndexFunc(s.facts.Links, func(l Link) bool { return l.Name == value })
+		if i < 0 {
+			return found{}, errors.New("no interface has this name")
+		}
+		return found{link: s.facts.Links[i]}, nil
+	}
+	f := prefix.FamilyOf(ip)
+	if !slices.Contains(s.opts.Families, f) {
+		return found{}, fmt.Errorf("%s is not enabled", f)
+	}
+	wants := []named{{"--iface", ip}}
+	// As flannel does: in dual stack an address must not split the families
+	// over two interfaces without anybody noticing.
+	if p := s.opts.public(prefix.IPv6); len(s.opts.Families) > 1 && p.addr.IsValid() && len(s.facts.carriers(p.addr)) > 0 {
+		wants = append(wants, p)
+	}
+	l, err := s.carrier(wants)
+	return found{link: l, addrs: []netip.Addr{ip}}, err
+}
+
+// parseAddr parses an address without a zone. IPv4-mapped IPv6 is IPv4.
+func parseAddr(text string) (netip.Addr, error) {
+	a, err := netip.ParseAddr(text)
+	if err == nil && a.Zone() != "" {
+		err = errors.New("has a zone")
+	}
+	return a.Unmap(), err
+}
+
+// carrier returns the first link that has all the addresses. The error leaves
+// out the name of the first, since it stands before every error.
+func (s selector) carrier(wants []named) (Link, error) {
+	for _, l := range s.facts.Links {
+		if !slices.ContainsFunc(wants, func(w named) bool { _, ok := l.addr(w.addr); return !ok }) {
+			return l, nil
+		}
+	}
+	var where []string
+	for _, w := range wants {
+		on := s.facts.carriers(w.addr)
+		if len(on) == 0 {
+			return Link{}, errors.New("not assigned to any interface")
+		}
+		where = append(where, w.String()+" is on "+on[0].Name)
+	}
+	where[0] = "is on " + s.facts.carriers(wants[0].addr)[0].Name
+	return Link{}, fmt.Errorf("%s, want one interface for both", strings.Join(where, ", but "))
+}
+
+// byRegex prefers addresses over names: a name is looked at only if no
+// interface at all has matching addresses.
+func (s selector) byRegex(expr string) (found, error) {
+	re, err := regexp.Compile(expr)
+	if err != nil {
+		return found{}, err
+	}
+	for _, l := range s.facts.Links {
+		var hits []netip.Addr
+		var texts []string
+		for _, f := range s.opts.Families {
+			ips := l.usable(f)
+			if i := slices.IndexFunc(ips, func(ip netip.Addr) bool { return re.MatchString(ip.String()) }); i >= 0 {
+				hits, texts = append(hits, ips[i]), append(texts, ips[i].String())
+			}
+		}
+		if len(hits) == len(s.opts.Families) {
+			return found{link: l, addrs: hits, note: ": address " + strings.Join(texts, " and ")}, nil
+		}
+	}
+	for _, l := range s.facts.Links {
+		if re.MatchString(l.Name) {
+			return found{link: l, note: ": name " + l.Name}, nil
+		}
+	}
+	if len(s.opts.Families) > 1 {
+		return found{}, errors.New("no interface matches with both an IPv4 and an IPv6 address, nor by name")
+	}
+	return found{}, fmt.Errorf("no %s address and no interface name matches", s.opts.Families[0])
+}
+
+// byReach takes the interface and the source address of the route to an
+// address. Towards one of its own addresses the kernel names lo; the interface
+// that has the address is meant then: all hosts are given the same target, and
+// one of them is the target.
+func (s selector) byReach(value string) (found, error) {
+	ip, err := parseAddr(value)
+	if err != nil {
+		return found{}, errors.New("want an IP address")
+	}
+	if on := s.facts.carriers(ip); len(on) > 0 {
+		return found{link: on[0], addrs: []netip.Addr{ip}, note: " is assigned here"}, nil
+	}
+	r := s.facts.Reach
+	if r.Failure != "" {
+		return found{}, errors.New(r.Failure)
+	}
+	l, err := s.facts.link(r.Link)
+	if err != nil {
+		return found{}, err
+	}
+	w := found{link: l}
+	if r.Source.IsValid() {
+		w.addrs = []netip.Addr{r.Source}
+	}
+	return w, nil
+}
+
+// byDefault finds the interface of the default routes of all families.
+func (s selector) byDefault() (Link, error) {
+	var first Link
+	for i, f := range s.opts.Families {
+		l, err := s.defaultLink(f)
+		if err != nil {
+			return Link{}, err
+		}
+		if i > 0 && l.Index != first.Index {
+			return Link{}, fmt.Errorf("%s leaves by %s, but %s by %s: want one interface for both, name it with --iface",
+				s.opts.Families[0], first.Name, f, l.Name)
+		}
+		first = l
+	}
+	return first, nil
+}
+
+// defaultLink finds the interface of the default route of family f. Of several
+// it takes the one with the lowest metric, since that is the one the kernel
+// uses; flannel takes the first of the dump, which the kernel sorts by metric.
+// A multipath route over several links decides nothing.
+func (s selector) defaultLink(f prefix.Family) (Link, error) {
+	var best *DefaultRoute
+	problem := fmt.Errorf("no %s default route in the main table", f)
+	for i, r := range s.facts.Defaults {
+		switch {
+		case r.Family != f:
+		case len(r.Links) != 1:
+			problem = fmt.Errorf("could not determine interface: the %s default route leaves by %s; name one with --iface",
+				f, s.linkNames(r.Links))
+		case best == nil || r.Metric < best.Metric:
+			best = &s.facts.Defaults[i]
+		}
+	}
+	if best == nil {
+		return Link{}, problem
+	}
+	return s.facts.link(best.Links[0])
+}
+
+func (s selector) linkNames(indexes []int) string {
+	if len(indexes) == 0 {
+		return "an unknown link"
+	}
+	names := make([]string, len(indexes))
+	for i, index := range indexes {
+		l, err := s.facts.link(index)
+		if err != nil {
+			l.Name = fmt.Sprint(index)
+		}
+		names[i] = l.Name
+	}
+	return strings.Join(names, " and ")
+}

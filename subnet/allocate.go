@@ -1,0 +1,51 @@
+package subnet
+
+import (
+	"fmt"
+	"math/rand/v2"
+	"net/netip"
+	"slices"
+)
+
+// Pools returns the pool of each enabled family, IPv4 first. An error is one
+// line and wraps ErrInvalidConfig.
+func (c Config) Pools() ([]Pool, error) {
+	pools := make([]Pool, 0, len(c.Networks))
+	for _, n := range c.Networks {
+		p, err := n.Pool()
+		if err != nil {
+			return nil, err
+		}
+		pools = append(pools, p)
+	}
+	return pools, nil
+}
+
+// Allocate returns a free subnet from each of the pools: the first of wanted
+// that is in the pool and overlaps none of taken, else a random one. The error
+// wraps ErrNoSubnets and names the range. A nil rnd means the global source.
+func Allocate(pools []Pool, wanted, taken []netip.Prefix, rnd *rand.Rand) ([]netip.Prefix, error) {
+	subnets := make([]netip.Prefix, 0, len(pools))
+	for _, p := range pools {
+		s, ok := p.Free(wanted, taken)
+		if !ok {
+			s, ok = p.Pick(taken, rnd)
+		}
+		if !ok {
+			return nil, fmt.Errorf("%w: all %s from %s are taken", ErrNoSubnets, p.Size(), p)
+		}
+		subnets = append(subnets, s)
+	}
+	return subnets, nil
+}
+
+// Free returns the first of wanted that is one of the pool's subnets and
+// overlaps none of taken.
+func (p Pool) Free(wanted, taken []netip.Prefix) (s netip.Prefix, ok bool) {
+	for _, w := range wanted {
+		if p.Contains(w) && !slices.ContainsFunc(taken, w.Overlaps) {
+			return w, true
+		}
+	}
+	return netip.Prefix{}, false
+}

@@ -1,0 +1,249 @@
+package subnet_test
+
+import (
+	"fmt"
+	"net/netip"
+	"slices"
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+
+	"flanneld/subnet"
+)
+
+// lease makes a lease from pairs of subnet and public IP.
+func lease(key string, order uint64, pairs ...string) subnet.Lease {
+	l := subnet.Lease{Key: key, Order: order}
+	for i := 0; i < len(pairs); i += 2 {
+		e := subnet.Endpoint{Subnet: netip.MustParsePrefix(pairs[i])}
+		if pairs[i+1] != "" {
+			e.PublicIP = netip.MustParseAddr(pairs[i+1])
+		}
+		l.Endpoints = append(l.Endpoints, e)
+	}
+	return l
+}
+
+func keys(leases []subnet.Lease) []string {
+	out := []string{}
+	for _, l := range leases {
+		out = append(out, l.Key)
+	}
+	return out
+}
+
+func TestArbitrate(t *testing.T) {
+	v4 := `{"Network":"10.5.0.0/16"}`
+	dual := `{"Network":"10.5.0.0/16","EnableIPv6":true,"IPv6Network":"fd00:10:5::/48"}`
+	own := lease("own", 50, "10.5.1.0/24", "192.0.2.1")
+	good := lease("good", 10, "10.5.2.0/24", "192.0.2.2")
+	for _, tc := range []struct {
+		name    string
+		config  string
+		own     subnet.Lease
+		leases  []subnet.Lease
+		want    []string
+		refused []subnet.Refusal
+	}{
+		{
+			name: "in the order of age, then by key", config: v4, own: own,
+			leases: []subnet.Lease{
+				lease("c", 7, "10.5.3.0/24", "192.0.2.3"), lease("b", 7, "10.5.4.0/24", "192.0.2.4"), lease("a", 9, "10.5.5.0/24", "192.0.2.5"),
+			},
+			want: []string{"b", "c", "a"},
+		},
+		{
+			name: "outside the network", config: v4, own: own,
+			leases: []subnet.Lease{
+				good, lease("a", 1, "10.6.0.0/24", "192.0.2.3"), lease("b", 2, "0.0.0.0/1", "192.0.2.4"), lease("c", 3, "10.4.0.0/15", "192.0.2.5"),
+			},
+			want: []string{"good"},
+			refused: []subnet.Refusal{
+				{"a", "10.6.0.0/24 is outside the Network 10.5.0.0/16"},
+				{"b", "0.0.0.0/1 is outside the Network 10.5.0.0/16"},
+				{"c", "10.4.0.0/15 is outside the Network 10.5.0.0/16"},
+			},
+		},
+		{
+			name: "our own subnet comes first, however old the other is", config: v4, own: own,
+			leases: []subnet.Lease{
+				lease("same", 1, "10.5.1.0/24", "192.0.2.3"), lease("part", 2, "10.5.1.128/25", "192.0.2.4"),
+				lease("all", 3, "10.5.0.0/16", "192.0.2.5"), good,
+			},
+			want: []string{"good"},
+			refused: []subnet.Refusal{
+				{"same", "10.5.1.0/24 overlaps our own 10.5.1.0/24"},
+				{"part", "10.5.1.128/25 overlaps our own 10.5.1.0/24"},
+				{"all", "10.5.0.0/16 overlaps our own 10.5.1.0/24"},
+			},
+		},
+		{
+			name: "loopback and multicast", config: `{"Network":"96.0.0.0/3"}`, own: lease("own", 1, "100.0.1.0/24", "192.0.2.1"),
+			leases: []subnet.Lease{
+				lease("lo", 1, "127.0.1.0/24", "192.0.2.3"), lease("wide", 2, "124.0.0.0/6", "192.0.2.4"), lease("ok", 3, "100.0.2.0/24", "192.0.2.5"),
+			},
+			want: []string{"ok"},
+			refused: []subnet.Refusal{
+				{"lo", "127.0.1.0/24 overlaps 127.0.0.0/8, which is not for pods"},
+				{"wide", "124.0.0.0/6 overlaps 127.0.0.0/8, which is not for pods"},
+			},
+		},
+		{
+			name: "public addresses nobody can send to", config: v4, own: own,
+			leases: []subnet.Lease{
+				lease("none", 1, "10.5.3.0/24", ""), lease("zero", 2, "10.5.4.0/24", "0.0.0.0"), lease("multi", 3, "10.5.5.0/24", "239.0.0.1"),
+				lease("lo", 4, "10.5.6.0/24", "127.0.0.1"), lease("ours", 5, "10.5.7.0/24", "192.0.2.1"), lease("six", 6, "10.5.8.0/24", "fd00::1"),
+				lease("bcast", 7, "10.5.9.0/24", "255.255.255.255"), good,
+			},
+			want: []string{"good"},
+			refused: []subnet.Refusal{
+				{"none", "10.5.3.0/24 has no public IPv4 address"},
+				{"zero", "10.5.4.0/24 has no public IPv4 address"},
+				{"multi", "10.5.5.0/24 has public IP 239.0.0.1, which is not the address of a host"},
+				{"lo", "10.5.6.0/24 has public IP 127.0.0.1, which is not the address of a host"},
+				{"ours", "10.5.7.0/24 has public IP 192.0.2.1, which is our own"},
+				{"six", "10.5.8.0/24 has public IP fd00::1, which is not an IPv4 address"},
+				{"bcast", "10.5.9.0/24 has public IP 255.255.255.255, which is not the address of a host"},
+			},
+		},
+		{
+			name: "a route must not swallow the address of a host", config: `{"Network":"10.0.0.0/8"}`,
+			own: lease("own", 9, "10.5.1.0/24", "10.99.0.1"),
+			leases: []subnet.Lease{
+				lease("ours", 1, "10.99.0.0/24", "10.98.0.1"), lease("itself", 2, "10.97.0.0/24", "10.97.0.7"), lease("ok", 3, "10.5.2.0/24", "10.96.0.2"),
+				lease("peer", 4, "10.96.0.0/24", "10.95.0.1"), lease("inside", 5, "10.5.3.0/24", "10.5.2.9"), lease("in ours", 6, "10.5.4.0/24", "10.5.1.9"),
+			},
+			want: []string{"ok"},
+			refused: []subnet.Refusal{
+				{"ours", "10.99.0.0/24 contains the public IP of our own 10.5.1.0/24"},
+				{"itself", "10.97.0.0/24 contains its own public IP 10.97.0.7"},
+				{"peer", "10.96.0.0/24 contains the public IP of 10.5.2.0/24 of ok, which was there first"},
+				{"inside", "10.5.3.0/24 has public IP 10.5.2.9, which lies in 10.5.2.0/24 of ok, which was there first"},
+				{"in ours", "10.5.4.0/24 has public IP 10.5.1.9, which lies in our own 10.5.1.0/24"},
+			},
+		},
+		{
+			name: "of overlapping leases the first in the store stays", config: v4, own: own,
+			leases: []subnet.Lease{
+				lease("young", 30, "10.5.2.0/23", "192.0.2.3"), good, lease("old", 5, "10.5.3.0/24", "192.0.2.5"), lease("twin", 10, "10.5.2.0/24", "192.0.2.6"),
+			},
+			want: []string{"old", "good"},
+			refused: []subnet.Refusal{
+				{"twin", "10.5.2.0/24 overlaps 10.5.2.0/24 of good, which was there first"},
+				{"young", "10.5.2.0/23 overlaps 10.5.2.0/24 of good, which was there first"},
+			},
+		},
+		{
+			name: "a refused lease takes nothing from others", config: v4, own: own,
+			leases: []subnet.Lease{
+				lease("bad", 1, "10.5.0.0/20", "192.0.2.7"), lease("next", 2, "10.5.3.0/24", "192.0.2.7"),
+			},
+			want:    []string{"next"},
+			refused: []subnet.Refusal{{"bad", "10.5.0.0/20 overlaps our own 10.5.1.0/24"}},
+		},
+		{
+			name: "one public IP with two subnets", config: v4, own: own,
+			leases: []subnet.Lease{good, lease("clone", 20, "10.5.3.0/24", "192.0.2.2")},
+			want:   []string{"good"},
+			refused: []subnet.Refusal{
+				{"clone", "10.5.3.0/24 has public IP 192.0.2.2, as has 10.5.2.0/24 of good, which was there first"},
+			},
+		},
+		{
+			name: "dual stack: each family for itself", config: dual,
+			own: lease("own", 1, "10.5.1.0/24", "192.0.2.1", "fd00:10:5:1::/64", "2001:db8::1"),
+			leases: []subnet.Lease{
+				lease("both", 2, "10.5.2.0/24", "192.0.2.2", "fd00:10:5:2::/64", "2001:db8::2"),
+				lease("four", 3, "10.5.3.0/24", "192.0.2.3"), lease("six", 4, "fd00:10:5:4::/64", "2001:db8::4"),
+				lease("half", 5, "10.5.5.0/24", "192.0.2.5", "fd00:10:5:5::/64", ""),
+			},
+			want:    []string{"both", "four", "six", "half"},
+			refused: []subnet.Refusal{{"half", "fd00:10:5:5::/64 has no public IPv6 address"}},
+		},
+		{
+			name: "families that are off are dropped silently", config: v4, own: own,
+			leases: []subnet.Lease{
+				lease("both", 2, "10.5.2.0/24", "192.0.2.2", "fd00:10:5:2::/64", "::"), lease("six", 4, "fd00:10:5:4::/64", "2001:db8::4"), lease("empty", 5),
+			},
+			want: []string{"both"},
+			refused: []subnet.Refusal{
+				{"six", "has no subnet of an enabled address family"}, {"empty", "has no subnet of an enabled address family"},
+			},
+		},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			cfg, _, err := subnet.ParseConfig([]byte(tc.config))
+			if err != nil {
+				t.Fatal(err)
+			}
+			before := fmt.Sprint(tc.leases)
+			accepted, refused := subnet.Arbitrate(cfg, tc.own, tc.leases)
+			if diff := cmp.Diff(tc.want, keys(accepted)); diff != "" {
+				t.Errorf("accepted differ (-want +got):\n%s", diff)
+			}
+			if diff := cmp.Diff(tc.refused, refused); diff != "" {
+				t.Errorf("refused differ (-want +got):\n%s", diff)
+			}
+			for _, l := range accepted {
+				for _, e := range l.Endpoints {
+					if _, ok := cfg.Network(e.Family()); !ok {
+						t.Errorf("%s keeps %s, whose family is off", l.Key, e.Subnet)
+					}
+				}
+			}
+			if after := fmt.Sprint(tc.leases); before != after {
+				t.Errorf("arguments changed from %s to %s", before, after)
+			}
+		})
+	}
+}
+
+func TestArbitrateKeepsTheGoodFamily(t *testing.T) {
+	cfg, _, err := subnet.ParseConfig([]byte(`{"Network":"10.5.0.0/16","EnableIPv6":true,"IPv6Network":"fd00:10:5::/48"}`))
+	if err != nil {
+		t.Fatal(err)
+	}
+	l := lease("half", 1, "10.5.5.0/24", "192.0.2.5", "fd00:10:6::/64", "2001:db8::5")
+	accepted, refused := subnet.Arbitrate(cfg, subnet.Lease{}, []subnet.Lease{l})
+	if len(accepted) != 1 || len(refused) != 1 || !slices.EqualFunc(accepted[0].Endpoints, l.Endpoints[:1],
+		func(a, b subnet.Endpoint) bool { return a.Subnet == b.Subnet }) {
+		t.Errorf("accepted %v, refused %v", accepted, refused)
+	}
+}
+
+func TestArbitrateManyIsFast(t *testing.T) {
+	cfg, _, err := subnet.ParseConfig([]byte(`{"Network":"10.0.0.0/8"}`))
+	if err != nil {
+		t.Fatal(err)
+	}
+	leases := many(5000)
+	start := time.Now()
+	accepted, refused := subnet.Arbitrate(cfg, subnet.Lease{}, leases)
+	if len(accepted) != 5000 || refused != nil {
+		t.Errorf("%d accepted, refused: %v", len(accepted), refused)
+	}
+	if d := time.Since(start); d > 5*time.Second {
+		t.Errorf("took %v", d)
+	}
+}
+
+func many(n int) []subnet.Lease {
+	leases := make([]subnet.Lease, n)
+	for i := range leases {
+		s := fmt.Sprintf("10.%d.%d.0", i>>8, i&255)
+		leases[i] = lease(s+"-24", uint64(i), s+"/24", fmt.Sprintf("172.16.%d.%d", i>>8, i&255))
+	}
+	return leases
+}
+
+func BenchmarkArbitrate(b *testing.B) {
+	cfg, _, err := subnet.ParseConfig([]byte(`{"Network":"10.0.0.0/8"}`))
+	if err != nil {
+		b.Fatal(err)
+	}
+	leases := many(5000)
+	for b.Loop() {
+		subnet.Arbitrate(cfg, subnet.Lease{}, leases)
+	}
+}

@@ -1,0 +1,35 @@
+package subnet
+
+import (
+	"encoding/json"
+	"net/netip"
+
+	"flanneld/pkg/prefix"
+)
+
+// Config is the network configuration that all nodes share.
+type Config struct {
+	Networks    []Network // one for each enabled family, IPv4 first
+	NFTables    bool
+	BackendType string          // lower case; "udp" where the configuration has no Backend
+	Backend     json.RawMessage // nil where the configuration has no Backend
+}
+
+// Network is the flat network of one address family.
+type Network struct {
+	Prefix netip.Prefix // masked
+	// SubnetLen, Min and Max are as configured, zero where they are not;
+	// Pool derives what they mean.
+	SubnetLen int
+	Min, Max  netip.Addr
+}
+
+// Network returns the network of family f; ok is false if it is not enabled.
+func (c Config) Network(f prefix.Family) (n Network, ok bool) {
+	for _, n := range c.Networks {
+		if prefix.FamilyOf(n.Prefix.Addr()) == f {
+			return n, true
+		}
+	}
+	return Network{}, false
+}

@@ -1,0 +1,249 @@
+package etcd
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net/netip"
+	"slices"
+
+	clientv3 "go.etcd.io/etcd/client/v3"
+	"k8s.io/klog/v2"
+
+	"flanneld/pkg/prefix"
+	"flanneld/subnet"
+)
+
+// ownLease is the own key as it was last written or found right.
+type ownLease struct {
+	key      string
+	claim    subnet.Claim // as published
+	value    []byte
+	create   int64 // revisions
+	revision int64
+	grant    grant // zero: a reservation
+}
+
+// plan is what Acquire does with what it found.
+type plan struct {
+	keep    *entry         // the own lease to go on with
+	subnets []netip.Prefix // otherwise what to take
+	stale   []entry        // own leases that the configuration rules out: they go with the taking
+	twin    string         // key of another lease that carries the own address
+}
+
+// choose is pure. wanted is what the node had before, best first.
+func choose(pools []subnet.Pool, wanted []netip.Prefix, ours func(entry) bool, entries []entry) (plan, error) {
+	var p plan
+	var mine []*entry
+	var taken []netip.Prefix
+	for i, e := range entries {
+		switch {
+		case !ours(e):
+		case fits(pools, e.subnets):
+			mine = append(mine, &entries[i])
+		default:
+			p.stale = append(p.stale, e)
+			continue
+		}
+		taken = append(taken, e.subnets...)
+	}
+	if len(mine) > 0 {
+		p.keep = mine[0]
+		_, free := pools[0].Free(wanted, taken)
+		had := slices.IndexFunc(mine, func(e *entry) bool { return overlap(e.subnets, wanted) })
+		switch {
+		case had >= 0:
+			p.keep = mine[had]
+		case free:
+			// Pods run in that subnet, whatever else carries our address.
+			p.keep, p.twin = nil, mine[0].key
+		}
+	}
+	if p.keep != nil {
+		p.stale = nil
+		if other := slices.IndexFunc(mine, func(e *entry) bool { return e != p.keep }); other >= 0 {
+			p.twin = mine[other].key
+		}
+		return p, nil
+	}
+	for _, e := range p.stale {
+		wanted = append(wanted, e.subnets...)
+	}
+	var err error
+	p.subnets, err = subnet.Allocate(pools, wanted, taken, nil)
+	return p, err
+}
+
+// fits reports whether a lease has one subnet in each pool and no other.
+func fits(pools []subnet.Pool, subnets []netip.Prefix) bool {
+	return slices.EqualFunc(pools, subnets, subnet.Pool.Contains)
+}
+
+// Acquire takes or renews the own lease. It keeps the subnet that the node had
+// whenever that is possible. See subnet.Manager.
+func (m *Manager) Acquire(ctx context.Context, c subnet.Claim) (subnet.Lease, error) {
+	defer m.health.forget(sourceLease)
+	var spare grant
+	defer func() { m.revoke(ctx, spare) }()
+	var own subnet.Lease
+	err := m.retry(ctx, sourceLease, func() error {
+		cfg, pools, err := m.config(ctx)
+		if err != nil {
+			return err
+		}
+		if err := check(cfg, c); err != nil {
+			return err
+		}
+		unlock, err := m.lock(ctx)
+		if err != nil {
+			return err
+		}
+		defer unlock()
+		if err := m.acquire(ctx, pools, c, &spare); err != nil {
+			return fmt.Errorf("acquire lease: %w", err)
+		}
+		own = m.own.lease()
+		return nil
+	})
+	return own, err
+}
+
+// check refuses a claim that lacks what the configuration enables.
+func check(cfg subnet.Config, c subnet.Claim) error {
+	for _, n := range cfg.Networks {
+		f := prefix.FamilyOf(n.Prefix.Addr())
+		if e, ok := c.Endpoint(f); !ok || !e.PublicIP.IsValid() {
+			return fmt.Errorf("acquire lease: %s is enabled but this node has no public %s address", f, f)
+		}
+	}
+	return nil
+}
+
+func (m *Manager) acquire(ctx context.Context, pools []subnet.Pool, c subnet.Claim, spare *grant) error {
+	l, err := m.list(ctx)
+	if err != nil {
+		return err
+	}
+	who := identity(c)
+	ours := func(e entry) bool {
+		return e.err == nil && carries(e.lease, who) || e.key == m.own.key && e.modRevision == m.own.revision
+	}
+	p, err := choose(pools, m.previous(c), ours, l.entries)
+	if err != nil {
+		return err
+	}
+	if p.twin != "" {
+		klog.FromContext(ctx).Error(nil, "another lease carries the public address of this node", "key", p.twin, "publicIP", who)
+	}
+	if p.keep != nil {
+		own, err := claimOn(p.keep.key, p.keep.subnets, c)
+		if err != nil {
+			return err
+		}
+		return m.settle(ctx, *p.keep, own, spare)
+	}
+	own, err := claimOn(formatKey(p.subnets), p.subnets, c)
+	if err != nil {
+		return err
+	}
+	return m.create(ctx, own, p.stale, spare)
+}
+
+// claimOn returns the lease that c makes on subnets.
+func claimOn(key string, subnets []netip.Prefix, c subnet.Claim) (ownLease, error) {
+	own := ownLease{key: key, claim: subnet.Claim{BackendType: c.BackendType}}
+	for _, s := range subnets {
+		e, _ := c.Endpoint(prefix.FamilyOf(s.Addr()))
+		own.claim.Endpoints = append(own.claim.Endpoints, subnet.Endpoint{Subnet: s, PublicIP: e.PublicIP, Data: e.Data})
+	}
+	var err error
+	own.value, err = encode(own.claim)
+	return own, err
+}
+
+// create takes a subnet that nobody has. stale keys go in the same transaction.
+func (m *Manager) create(ctx context.Context, own ownLease, stale []entry, spare *grant) error {
+	if err := m.provide(ctx, spare); err != nil {
+		return err
+	}
+	own.grant = *spare
+	revision, err := m.write(ctx, own, 0, stale)
+	if err != nil {
+		return unspoiled(spare, err)
+	}
+	*spare = grant{}
+	own.create, own.revision = revision, revision
+	m.remember(ctx, own, stale...)
+	return nil
+}
+
+// settle makes the key that was found as e what own says, with as little
+// writing as possible: none if only the etcd lease needs to be kept alive. A
+// key without an etcd lease is a reservation and stays one.
+func (m *Manager) settle(ctx context.Context, e entry, own ownLease, spare *grant) error {
+	own.create, own.revision, own.grant = e.createRevision, e.modRevision, grant{}
+	if e.leaseID != 0 {
+		g, err := m.renew(ctx, e.leaseID)
+		if err != nil && !errors.Is(err, errNoGrant) {
+			return err
+		}
+		if err != nil || g.ttl < m.cfg.TTL {
+			if err := m.provide(ctx, spare); err != nil {
+				return err
+			}
+			g = *spare
+		}
+		own.grant = g
+	}
+	if own.grant.id != e.leaseID || string(own.value) != string(e.value) {
+		revision, err := m.write(ctx, own, e.modRevision, nil)
+		if err != nil {
+			return unspoiled(spare, err)
+		}
+		own.revision = revision
+	}
+	if own.grant.id == spare.id {
+		*spare = grant{}
+	}
+	m.remember(ctx, own, e)
+	return nil
+}
+
+// remember takes over what was written. The etcd leases of what it replaces
+// are revoked.
+func (m *Manager) remember(ctx context.Context, own ownLease, replaced ...entry) {
+	unused := []clientv3.LeaseID{m.own.grant.id}
+	for _, e := range replaced {
+		unused = append(unused, e.leaseID)
+	}
+	m.own = own
+	m.ownKey.Store(&own.key)
+	slices.Sort(unused)
+	for _, id := range slices.Compact(unused) {
+		if id != own.grant.id {
+			m.discard(ctx, id)
+		}
+	}
+}
+
+func (o ownLease) lease() subnet.Lease {
+	l := subnet.Lease{
+		Key: o.key, Order: uint64(o.create), BackendType: o.claim.BackendType, Endpoints: o.claim.Endpoints,
+		Permanent: o.grant.id == 0,
+	}
+	if !l.Permanent {
+		l.Expires = o.grant.expires
+	}
+	return l
+}
+
+// lock waits for the right to read and write the own lease.
+func (m *Manager) lock(ctx context.Context) (unlock func(), err error) {
+	select {
+	case m.writing <- struct{}{}:
+		return func() { <-m.writing }, nil
+	case <-ctx.Done():
+		return nil, ctx.Err()
+	}
+}

@@ -1,0 +1,160 @@
+package etcd
+
+import (
+	"bytes"
+	"encoding/json"
+	"fmt"
+	"net/netip"
+	"strconv"
+	"strings"
+
+	"flanneld/pkg/prefix"
+	"flanneld/subnet"
+)
+
+// noIPv4 stands in a key for the IPv4 subnet of a node that has none.
+const noIPv4 = "0.0.0.0-0"
+
+// maxValue is the longest value that is read: a lease has some hundred bytes.
+const maxValue = 64 << 10
+
+// formatKey returns the last component of the key for subnets, IPv4 first.
+func formatKey(subnets []netip.Prefix) string {
+	var parts []string
+	for _, s := range subnets {
+		if s.Addr().Is6() && len(parts) == 0 {
+			parts = append(parts, noIPv4)
+		}
+		parts = append(parts, fmt.Sprintf("%s-%d", s.Addr(), s.Bits()))
+	}
+	return strings.Join(parts, "&")
+}
+
+// parseKey returns the subnets that the last component of a key names, IPv4
+// first, host bits cleared.
+func parseKey(key string) ([]netip.Prefix, error) {
+	v4, v6, dual := strings.Cut(key, "&")
+	var subnets []netip.Prefix
+	if !dual || v4 != noIPv4 {
+		s, err := parseSubnet(prefix.IPv4, v4)
+		if err != nil {
+			return nil, err
+		}
+		subnets = append(subnets, s)
+	}
+	if dual {
+		s, err := parseSubnet(prefix.IPv6, v6)
+		if err != nil {
+			return nil, err
+		}
+		subnets = append(subnets, s)
+	}
+	return subnets, nil
+}
+
+func parseSubnet(f prefix.Family, text string) (netip.Prefix, error) {
+	fail := fmt.Errorf("%q is not a subnet key (want for example 10.5.1.0-24 or 10.5.1.0-24&fd00:0:0:1::-64)", shorten(text))
+	addr, length, ok := strings.Cut(text, "-")
+	if !ok || strings.ToLower(addr) != addr || strings.Contains(addr, "%") {
+		return netip.Prefix{}, fail
+	}
+	a, err := netip.ParseAddr(addr)
+	if err != nil || prefix.FamilyOf(a) != f || a.Is4In6() {
+		return netip.Prefix{}, fail
+	}
+	bits, err := strconv.ParseUint(length, 10, 8)
+	if err != nil || int(bits) >= f.Bits() {
+		return netip.Prefix{}, fail
+	}
+	return netip.PrefixFrom(a, int(bits)).Masked(), nil
+}
+
+// wireLease is the value of a key. Addresses stay raw for reading, because
+// null, absent and empty mean different things.
+type wireLease struct {
+	PublicIP      json.RawMessage
+	PublicIPv6    json.RawMessage
+	BackendType   string          `json:",omitempty"`
+	BackendData   json.RawMessage `json:",omitempty"`
+	BackendV6Data json.RawMessage `json:",omitempty"`
+}
+
+// encode returns the value for what a node publishes.
+func encode(c subnet.Claim) ([]byte, error) {
+	w := wireLease{
+		PublicIP:    json.RawMessage(`"0.0.0.0"`),
+		PublicIPv6:  json.RawMessage(`null`),
+		BackendType: c.BackendType,
+	}
+	if e, ok := c.Endpoint(prefix.IPv4); ok {
+		w.PublicIP, w.BackendData = quote(e.PublicIP), e.Data
+	}
+	if e, ok := c.Endpoint(prefix.IPv6); ok && e.PublicIP.IsValid() {
+		w.PublicIPv6, w.BackendV6Data = quote(e.PublicIP), e.Data
+	}
+	value, err := json.Marshal(w)
+	if err != nil {
+		return nil, fmt.Errorf("encode lease: %w", err)
+	}
+	return value, nil
+}
+
+func quote(a netip.Addr) json.RawMessage { return json.RawMessage(strconv.Quote(a.String())) }
+
+// decode returns the lease's backend type and endpoints from the subnets that
+// its key names and its value. Only the address families of the key are read.
+func decode(subnets []netip.Prefix, value []byte) (backendType string, endpoints []subnet.Endpoint, err error) {
+	if len(value) > maxValue {
+		return "", nil, fmt.Errorf("value has %d bytes (at most %d are read)", len(value), maxValue)
+	}
+	var w wireLease
+	if err := json.Unmarshal(value, &w); err != nil {
+		return "", nil, fmt.Errorf("value %q: %w", shorten(string(value)), err)
+	}
+	if value = bytes.TrimSpace(value); value[0] != '{' {
+		return "", nil, fmt.Errorf("value %q is not a JSON object", shorten(string(value)))
+	}
+	for _, s := range subnets {
+		e := subnet.Endpoint{Subnet: s, Data: w.BackendData}
+		name, public := "PublicIP", w.PublicIP
+		if e.Family() == prefix.IPv6 {
+			name, public, e.Data = "PublicIPv6", w.PublicIPv6, w.BackendV6Data
+		}
+		if string(e.Data) == "null" {
+			e.Data = nil
+		}
+		if e.PublicIP, err = decodeAddr(e.Family(), public); err != nil {
+			return "", nil, fmt.Errorf("%s %w", name, err)
+		}
+		endpoints = append(endpoints, e)
+	}
+	return w.BackendType, endpoints, nil
+}
+
+// decodeAddr returns the unspecified address where there is none.
+func decodeAddr(f prefix.Family, raw json.RawMessage) (netip.Addr, error) {
+	switch {
+	case raw == nil && f == prefix.IPv4:
+		return netip.IPv4Unspecified(), nil
+	case f == prefix.IPv6 && (raw == nil || string(raw) == "null"):
+		return netip.IPv6Unspecified(), nil
+	}
+	var text string
+	if err := json.Unmarshal(raw, &text); err != nil || raw[0] != '"' {
+		return netip.Addr{}, fmt.Errorf("is %s, want an %s address", shorten(string(raw)), f)
+	}
+	a, err := netip.ParseAddr(text)
+	if err != nil || prefix.FamilyOf(a) != f || a.Is4In6() || a.Zone() != "" {
+		return netip.Addr{}, fmt.Errorf("%q is not an %s address", shorten(text), f)
+	}
+	return a, nil
+}
+
+// shorten keeps what was read from the store fit for one line of text.
+func shorten(s string) string {
+	const most = 64
+	if len(s) <= most {
+		return s
+	}
+	return strings.ToValidUTF8(s[:most], "") + "…"
+}

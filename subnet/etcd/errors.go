@@ -1,0 +1,69 @@
+package etcd
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"strings"
+	"time"
+
+	"go.etcd.io/etcd/api/v3/v3rpc/rpctypes"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+)
+
+// storeError is what the store, or the way to it, did wrong. It passes.
+type storeError struct {
+	kind string // changes of it are worth a line in the log
+	text string
+	err  error
+}
+
+func (e *storeError) Error() string { return e.text }
+func (e *storeError) Unwrap() error { return e.err }
+
+var (
+	errStalled  = errors.New("the watch is silent")
+	errConflict = errors.New("another node was faster")
+)
+
+// explain turns what the client library returns into one line that names the
+// endpoints and the cause.
+func explain(endpoints []string, waited time.Duration, err error) error {
+	if err == nil || errors.Is(err, errConflict) || errors.Is(err, context.Canceled) || errors.Is(err, errClosed) {
+		return err
+	}
+	cause := fmt.Sprintf("no answer within %s", waited)
+	code := codes.Unavailable
+	var e rpctypes.EtcdError
+	switch {
+	case errors.Is(err, context.DeadlineExceeded), status.Code(err) == codes.DeadlineExceeded:
+	case errors.Is(err, io.EOF):
+		cause = "connection closed"
+	case errors.As(rpctypes.Error(err), &e):
+		code, cause = e.Code(), dialCause(e.Error())
+	default:
+		code, cause = status.Code(err), dialCause(status.Convert(err).Message())
+	}
+	kind := "unreachable"
+	switch {
+	case strings.Contains(cause, "tls: "), strings.Contains(cause, "x509: "):
+		kind = "TLS"
+	case code == codes.PermissionDenied, code == codes.Unauthenticated, code == codes.InvalidArgument:
+		kind = code.String()
+	}
+	cause = strings.Join(strings.Fields(cause), " ")
+	return &storeError{kind, fmt.Sprintf("etcd %s: %s", strings.Join(endpoints, ","), cause), err}
+}
+
+// dialCause takes gRPC's wrapping off the cause of a failed connection.
+func dialCause(msg string) string {
+	if i := strings.LastIndex(msg, "desc = "); i >= 0 {
+		msg = strings.Trim(msg[i+len("desc = "):], `"`)
+	}
+	for _, wrapping := range []string{"transport: ", "Error while dialing: ", "authentication handshake failed: "} {
+		msg = strings.TrimPrefix(msg, wrapping)
+	}
+	return msg
+}

@@ -1,0 +1,201 @@
+// Package etcd keeps leases in etcd v3, in the keys and values that flannel
+// uses: <prefix>/config holds the configuration, <prefix>/subnets/<key> one
+// lease each. Every write of a lease is a compare-and-swap.
+package etcd
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"net/netip"
+	"path"
+	"sync/atomic"
+	"time"
+
+	clientv3 "go.etcd.io/etcd/client/v3"
+	"k8s.io/klog/v2"
+
+	"flanneld/subnet"
+)
+
+// Config says where the store is and how to use it.
+type Config struct {
+	// Endpoints are URLs or host:port. The scheme of the first decides for all
+	// whether TLS is used; without a scheme it is if one of the files is given.
+	Endpoints []string
+	// Prefix is the key prefix, taken literally but for surplus slashes.
+	Prefix string
+	// CAFile alone is enough for TLS; CertFile and KeyFile come together.
+	CAFile, CertFile, KeyFile string
+	// Username and Password are used if both are given.
+	Username, Password string
+	// RenewMargin is how long before its end the lease is renewed. Zero means one hour.
+	RenewMargin time.Duration
+	// Previous holds the subnets that this node had, of any family: wanted again.
+	Previous []netip.Prefix
+	// TTL is the lease's time to live, in whole seconds. Zero means subnet.TTL.
+	TTL time.Duration
+	// OnStatus is told when the store becomes unusable, with the reason, and
+	// usable again, with nil. It must not block nor call the manager. May be nil.
+	OnStatus func(error)
+}
+
+// Manager is a subnet.Manager on etcd. It is safe for concurrent use.
+type Manager struct {
+	cfg    Config
+	timing timing
+	client *client
+	health *health
+
+	// writing is held by whoever reads or writes the own lease: it guards own.
+	writing chan struct{}
+	own     ownLease
+	ownKey  atomic.Pointer[string]
+	// configSeen is the revision of the configuration whose warnings were logged.
+	configSeen atomic.Int64
+}
+
+var _ subnet.Manager = (*Manager)(nil)
+
+// timing holds the intervals that tests shorten.
+type timing struct {
+	request              time.Duration // deadline of a request
+	idle, grace          time.Duration // a watch is probed after idle, and broken after grace more
+	backoffMin, backoff  time.Duration
+	restoreMin, restored time.Duration // pause after the own key had to be written again
+}
+
+// New returns a manager. It reads the TLS files but does not connect: an error
+// is a mistake in cfg. The caller must Close the manager.
+func New(cfg Config) (*Manager, error) {
+	if cfg.RenewMargin <= 0 {
+		cfg.RenewMargin = time.Hour
+	}
+	if cfg.TTL <= 0 {
+		cfg.TTL = subnet.TTL
+	}
+	t := timing{
+		request: 5 * time.Second,
+		idle:    15 * time.Second, grace: 10 * time.Second,
+		backoffMin: 100 * time.Millisecond, backoff: 5 * time.Second,
+		restoreMin: time.Second, restored: time.Minute,
+	}
+	c, err := newClient(cfg, t.request)
+	if err != nil {
+		return nil, err
+	}
+	return &Manager{
+		cfg: cfg, timing: t, client: c, health: newHealth(cfg.OnStatus), writing: make(chan struct{}, 1),
+	}, nil
+}
+
+// Close ends the connection. Methods that are still running fail.
+func (m *Manager) Close() error { return m.client.close() }
+
+func (m *Manager) configKey() string { return path.Join(m.cfg.Prefix, "config") }
+func (m *Manager) dir() string       { return path.Join(m.cfg.Prefix, "subnets") + "/" }
+
+// Config reads the configuration. See subnet.Manager.
+func (m *Manager) Config(ctx context.Context) (subnet.Config, error) {
+	defer m.health.forget(sourceConfig)
+	var cfg subnet.Config
+	err := m.retry(ctx, sourceConfig, func() (err error) {
+		cfg, _, err = m.config(ctx)
+		return err
+	})
+	return cfg, err
+}
+
+// config also returns the pools, so that what is not fit for allocation is
+// refused as early as what cannot be read.
+func (m *Manager) config(ctx context.Context) (subnet.Config, []subnet.Pool, error) {
+	var resp *clientv3.GetResponse
+	err := m.call(ctx, func(ctx context.Context, c *clientv3.Client) (err error) {
+		resp, err = c.Get(ctx, m.configKey())
+		return err
+	})
+	if err != nil {
+		return subnet.Config{}, nil, err
+	}
+	if len(resp.Kvs) == 0 {
+		return subnet.Config{}, nil, fmt.Errorf("%w: etcd key %s does not exist (it must be put with the etcd v3 API)",
+			subnet.ErrNoConfig, m.configKey())
+	}
+	cfg, warnings, err := subnet.ParseConfig(resp.Kvs[0].Value)
+	if err != nil {
+		return subnet.Config{}, nil, fmt.Errorf("etcd key %s: %w", m.configKey(), err)
+	}
+	pools, err := cfg.Pools()
+	if err != nil {
+		return subnet.Config{}, nil, fmt.Errorf("etcd key %s: %w", m.configKey(), err)
+	}
+	if m.configSeen.Swap(resp.Kvs[0].ModRevision) != resp.Kvs[0].ModRevision {
+		for _, w := range warnings {
+			klog.FromContext(ctx).Error(nil, "network configuration", "key", m.configKey(), "warning", w)
+		}
+	}
+	return cfg, pools, nil
+}
+
+// call runs one request with a deadline and explains its error.
+func (m *Manager) call(ctx context.Context, f func(context.Context, *clientv3.Client) error) error {
+	outer := ctx
+	ctx, cancel := context.WithTimeout(ctx, m.timing.request)
+	defer cancel()
+	c, err := m.client.get(ctx)
+	if err == nil {
+		err = f(ctx, c)
+	}
+	if outer.Err() != nil {
+		return outer.Err()
+	}
+	return explain(m.cfg.Endpoints, m.timing.request, err)
+}
+
+// retry runs f until it succeeds or fails for a reason that does not pass by
+// itself.
+func (m *Manager) retry(ctx context.Context, s source, f func() error) error {
+	b := m.backoff()
+	for {
+		err := f()
+		if ctx.Err() != nil {
+			return ctx.Err()
+		}
+		m.health.report(ctx, s, err)
+		if !passes(err) {
+			return err
+		}
+		if err := b.wait(ctx); err != nil {
+			return err
+		}
+	}
+}
+
+func passes(err error) bool {
+	var failure *storeError
+	return errors.As(err, &failure) || errors.Is(err, errConflict)
+}
+
+// backoff grows from least to most and is spread by half.
+type backoff struct{ least, most, next time.Duration }
+
+func (m *Manager) backoff() *backoff {
+	return &backoff{least: m.timing.backoffMin, most: m.timing.backoff}
+}
+
+func (b *backoff) reset() { b.next = 0 }
+
+// wait blocks for the next interval. Its only error is that of ctx.
+func (b *backoff) wait(ctx context.Context) error {
+	b.next = min(max(b.next, b.least), b.most)
+	timer := time.NewTimer(b.next/2 + rand.N(b.next))
+	defer timer.Stop()
+	b.next *= 2
+	select {
+	case <-ctx.Done():
+		return ctx.Err()
+	case <-timer.C:
+		return nil
+	}
+}

@@ -1,0 +1,201 @@
+package etcd
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"time"
+
+	pb "go.etcd.io/etcd/api/v3/etcdserverpb"
+	clientv3 "go.etcd.io/etcd/client/v3"
+	"k8s.io/klog/v2"
+
+	"flanneld/subnet"
+)
+
+// errLook ends a watch of the own key: there is something to look at.
+var errLook = errors.New("own key has changed")
+
+// Keep holds the own lease. It looks at the key whenever that may have
+// changed, and first of all after every outage, and does what is needed to
+// make it right. See subnet.Manager.
+func (m *Manager) Keep(ctx context.Context, own subnet.Lease) error {
+	defer m.health.forget(sourceLease)
+	b, restores := m.backoff(), m.backoff()
+	restores.least, restores.most = m.timing.restoreMin, m.timing.restored
+	var lastRestore time.Time
+	for {
+		looked, restored, err := m.ensure(ctx, own)
+		switch {
+		case err != nil:
+		case restored:
+			// Whoever changes the key again at once is not answered at once.
+			if time.Since(lastRestore) > 10*m.timing.restored {
+				restores.reset()
+			}
+			lastRestore = time.Now()
+			err = restores.wait(ctx)
+		default:
+			err = m.await(ctx, looked, func() {
+				b.reset()
+				m.health.report(ctx, sourceLease, nil)
+			})
+		}
+		switch {
+		case ctx.Err() != nil:
+			return ctx.Err()
+		case err == nil || errors.Is(err, errLook):
+			continue
+		case !passes(err):
+			return err
+		}
+		m.health.report(ctx, sourceLease, err)
+		if err := b.wait(ctx); err != nil {
+			return err
+		}
+	}
+}
+
+// ensure looks at the own key and makes it right. looked is the revision at
+// which it was; restored means that the key had to be written.
+func (m *Manager) ensure(ctx context.Context, l subnet.Lease) (looked int64, restored bool, err error) {
+	unlock, err := m.lock(ctx)
+	if err != nil {
+		return 0, false, err
+	}
+	defer unlock()
+	own, err := m.ownOr(l)
+	if err != nil {
+		return 0, false, err
+	}
+	found, looked, err := m.read(ctx, own.key)
+	if err != nil {
+		return 0, false, fmt.Errorf("read own lease: %w", err)
+	}
+	var spare grant
+	defer func() { m.revoke(ctx, spare) }()
+	logger := klog.FromContext(ctx).WithValues("key", own.key)
+	switch {
+	case found == nil:
+		if err := m.retake(ctx, own, &spare); err != nil {
+			return 0, false, err
+		}
+		logger.Info("own lease was gone, taken again")
+		return looked, true, nil
+	case m.right(*found, own):
+		return looked, false, nil
+	case found.err == nil && found.modRevision != m.own.revision && !carries(found.lease, identity(own.claim)):
+		return 0, false, lost(own.key, *found)
+	}
+	if err := m.settle(ctx, *found, own, &spare); err != nil {
+		return 0, false, fmt.Errorf("renew own lease: %w", err)
+	}
+	if string(found.value) == string(own.value) {
+		return max(looked, m.own.revision), false, nil
+	}
+	logger.Info("own lease was changed, written again")
+	return looked, true, nil
+}
+
+// ownOr returns what this manager acquired or, if that is not l, makes do with l.
+func (m *Manager) ownOr(l subnet.Lease) (ownLease, error) {
+	if m.own.key == l.Key {
+		return m.own, nil
+	}
+	own := ownLease{key: l.Key, claim: subnet.Claim{BackendType: l.BackendType, Endpoints: l.Endpoints}}
+	var err error
+	own.value, err = encode(own.claim)
+	return own, err
+}
+
+// right reports whether the key as found needs nothing, not even a renewal.
+func (m *Manager) right(found entry, own ownLease) bool {
+	return found.modRevision == m.own.revision && found.leaseID == own.grant.id &&
+		(own.grant.id == 0 || time.Now().Before(m.renewal(own.grant)))
+}
+
+// renewal returns when g is to be kept alive.
+func (m *Manager) renewal(g grant) time.Time {
+	margin := min(m.cfg.RenewMargin, g.ttl-min(time.Minute, g.ttl/3))
+	return g.expires.Add(-margin)
+}
+
+func lost(key string, by entry) error {
+	owner := "an owner that cannot be read"
+	if who := identity(subnet.Claim{Endpoints: by.lease.Endpoints}); who.IsValid() {
+		owner = who.String()
+	}
+	if by.key != key {
+		owner += ", as part of " + shorten(by.key)
+	}
+	return fmt.Errorf("%w: %s now belongs to %s", subnet.ErrLeaseLost, key, owner)
+}
+
+// retake takes the own subnet again unless somebody else has it by now, under
+// whatever key.
+func (m *Manager) retake(ctx context.Context, own ownLease, spare *grant) error {
+	l, err := m.list(ctx)
+	if err != nil {
+		return err
+	}
+	subnets, err := parseKey(own.key)
+	if err != nil {
+		return fmt.Errorf("own key: %w", err)
+	}
+	for _, e := range l.entries {
+		if overlap(e.subnets, subnets) {
+			if e.key == own.key {
+				return errConflict
+			}
+			return lost(own.key, e)
+		}
+	}
+	return m.create(ctx, own, nil, spare)
+}
+
+// read returns the key and the store's revision; found is nil if the key does
+// not exist.
+func (m *Manager) read(ctx context.Context, key string) (found *entry, revision int64, err error) {
+	err = m.call(ctx, func(ctx context.Context, c *clientv3.Client) error {
+		resp, err := c.Get(ctx, m.dir()+key)
+		if err != nil {
+			return err
+		}
+		if len(resp.Kvs) > 0 {
+			e := m.entry(resp.Kvs[0])
+			found = &e
+		}
+		revision = resp.Header.Revision
+		return nil
+	})
+	return found, revision, err
+}
+
+// await blocks until the own key has changed since revision looked or is to be
+// renewed, both of which is errLook, or cannot be watched any more. It calls
+// alive whenever the store answers.
+func (m *Manager) await(ctx context.Context, looked int64, alive func()) error {
+	unlock, err := m.lock(ctx)
+	if err != nil {
+		return err
+	}
+	own := m.own
+	unlock()
+	ctx, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
+	if own.grant.id != 0 {
+		timer := time.AfterFunc(time.Until(m.renewal(own.grant)), func() { cancel(errLook) })
+		defer timer.Stop()
+	}
+	err = m.follow(ctx, watchRange(m.dir()+own.key, looked+1), func(resp *pb.WatchResponse) error {
+		alive()
+		if len(resp.Events) > 0 {
+			return errLook
+		}
+		return nil
+	})
+	if errors.Is(context.Cause(ctx), errLook) || errors.Is(err, errRelist) {
+		return errLook
+	}
+	return err
+}

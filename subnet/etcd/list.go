@@ -1,0 +1,127 @@
+package etcd
+
+import (
+	"context"
+	"fmt"
+	"net/netip"
+	"slices"
+	"strings"
+
+	pb "go.etcd.io/etcd/api/v3/etcdserverpb"
+	"go.etcd.io/etcd/api/v3/mvccpb"
+	clientv3 "go.etcd.io/etcd/client/v3"
+
+	"flanneld/pkg/prefix"
+	"flanneld/subnet"
+)
+
+// entry is one key below subnets/.
+type entry struct {
+	key                         string         // last component
+	subnets                     []netip.Prefix // from the key; nil if the key cannot be read
+	lease                       subnet.Lease   // if err is nil
+	err                         error          // why the lease cannot be read
+	value                       []byte
+	createRevision, modRevision int64
+	leaseID                     clientv3.LeaseID // zero: a reservation
+}
+
+func (m *Manager) entry(kv *mvccpb.KeyValue) entry {
+	e := entry{
+		key:            strings.TrimPrefix(string(kv.Key), m.dir()),
+		value:          kv.Value,
+		createRevision: kv.CreateRevision,
+		modRevision:    kv.ModRevision,
+		leaseID:        clientv3.LeaseID(kv.Lease),
+	}
+	if e.subnets, e.err = parseKey(e.key); e.err != nil {
+		return e
+	}
+	e.lease = subnet.Lease{Key: e.key, Order: uint64(kv.CreateRevision), Permanent: kv.Lease == 0}
+	e.lease.BackendType, e.lease.Endpoints, e.err = decode(e.subnets, kv.Value)
+	return e
+}
+
+// listing is all leases at one revision, by key.
+type listing struct {
+	entries []entry
+	store   subnet.StoreID
+}
+
+func (m *Manager) list(ctx context.Context) (listing, error) {
+	var resp *clientv3.GetResponse
+	err := m.call(ctx, func(ctx context.Context, c *clientv3.Client) (err error) {
+		resp, err = c.Get(ctx, m.dir(), clientv3.WithPrefix())
+		return err
+	})
+	if err != nil {
+		return listing{}, fmt.Errorf("list leases: %w", err)
+	}
+	l := listing{make([]entry, 0, len(resp.Kvs)), storeID(resp.Header)}
+	for _, kv := range resp.Kvs {
+		l.entries = append(l.entries, m.entry(kv))
+	}
+	return l, nil
+}
+
+func storeID(h *pb.ResponseHeader) subnet.StoreID {
+	return subnet.StoreID{ID: fmt.Sprintf("%x", h.ClusterId), Revision: h.Revision}
+}
+
+// identity is how a node knows its own leases: by its public address, the IPv4
+// one if it has one.
+func identity(c subnet.Claim) netip.Addr {
+	for _, f := range []prefix.Family{prefix.IPv4, prefix.IPv6} {
+		if e, ok := c.Endpoint(f); ok && e.PublicIP.IsValid() {
+			return e.PublicIP
+		}
+	}
+	return netip.Addr{}
+}
+
+// carries reports whether a lease is one of the node with address who.
+func carries(l subnet.Lease, who netip.Addr) bool {
+	return slices.ContainsFunc(l.Endpoints, func(e subnet.Endpoint) bool { return e.PublicIP == who })
+}
+
+// previous returns the subnets that the node had before, best first.
+func (m *Manager) previous(c subnet.Claim) []netip.Prefix {
+	var subnets []netip.Prefix
+	for _, e := range c.Endpoints {
+		if e.Subnet.IsValid() {
+			subnets = append(subnets, e.Subnet.Masked())
+		}
+	}
+	for _, s := range m.cfg.Previous {
+		subnets = append(subnets, s.Masked())
+	}
+	return subnets
+}
+
+func overlap(a, b []netip.Prefix) bool {
+	return slices.ContainsFunc(a, func(s netip.Prefix) bool { return slices.ContainsFunc(b, s.Overlaps) })
+}
+
+// Recall finds the own lease by public address. See subnet.Manager.
+func (m *Manager) Recall(ctx context.Context, own subnet.Claim) (subnet.Claim, error) {
+	defer m.health.forget(sourceLease)
+	var l listing
+	err := m.retry(ctx, sourceLease, func() (err error) {
+		l, err = m.list(ctx)
+		return err
+	})
+	if err != nil {
+		return subnet.Claim{}, err
+	}
+	who, before := identity(own), m.previous(own)
+	var found *entry
+	for i, e := range l.entries {
+		if e.err == nil && carries(e.lease, who) && (found == nil || !overlap(found.subnets, before) && overlap(e.subnets, before)) {
+			found = &l.entries[i]
+		}
+	}
+	if found == nil {
+		return subnet.Claim{}, nil
+	}
+	return subnet.Claim{BackendType: found.lease.BackendType, Endpoints: found.lease.Endpoints}, nil
+}

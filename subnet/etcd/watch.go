@@ -1,0 +1,234 @@
+package etcd
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+	"time"
+
+	pb "go.etcd.io/etcd/api/v3/etcdserverpb"
+	"go.etcd.io/etcd/api/v3/mvccpb"
+	clientv3 "go.etcd.io/etcd/client/v3"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+	"k8s.io/klog/v2"
+
+	"flanneld/subnet"
+)
+
+// errRelist says that a watch cannot go on from where it is: the revision was
+// compacted, or the store is not the one that was listed.
+var errRelist = errors.New("watch cannot be resumed")
+
+// view is what Watch knows of the store.
+type view struct {
+	entries []entry // by key, without values
+	store   subnet.StoreID
+	next    int64 // revision to watch from; 0: list first
+}
+
+// Watch publishes the leases of other nodes. See subnet.Manager.
+func (m *Manager) Watch(ctx context.Context, sink func(subnet.Snapshot)) error {
+	defer m.health.forget(sourceWatch)
+	var v view
+	b := m.backoff()
+	for {
+		err := m.resume(ctx, &v, sink)
+		if err == nil {
+			err = m.follow(ctx, watchRange(m.dir(), v.next), func(resp *pb.WatchResponse) error {
+				b.reset()
+				m.health.report(ctx, sourceWatch, nil)
+				return m.update(ctx, &v, resp, sink)
+			})
+		}
+		if ctx.Err() != nil {
+			return ctx.Err()
+		}
+		if errors.Is(err, errClosed) {
+			return err
+		}
+		if errors.Is(err, errRelist) {
+			v.next = 0
+		}
+		m.health.report(ctx, sourceWatch, err)
+		if err := b.wait(ctx); err != nil {
+			return err
+		}
+	}
+}
+
+// resume brings the view up to where a watch can start: by a full list, or if
+// the store is still the same by nothing at all.
+func (m *Manager) resume(ctx context.Context, v *view, sink func(subnet.Snapshot)) error {
+	if v.next != 0 {
+		head, err := m.head(ctx)
+		if err != nil {
+			return err
+		}
+		if head.ID == v.store.ID && head.Revision >= v.store.Revision {
+			return nil
+		}
+	}
+	l, err := m.list(ctx)
+	if err != nil {
+		return err
+	}
+	if v.store.ID != "" && (l.store.ID != v.store.ID || l.store.Revision < v.store.Revision) {
+		klog.FromContext(ctx).Error(nil, "etcd is not the store it was", "was", v.store, "is", l.store)
+	}
+	old := *v
+	*v = view{l.entries, l.store, l.store.Revision + 1}
+	for i := range v.entries {
+		v.entries[i].value = nil
+		before, _ := old.find(v.entries[i].key)
+		logUndecodable(ctx, before, v.entries[i])
+	}
+	sink(v.snapshot(m.ownKey.Load()))
+	return nil
+}
+
+// head returns the store's identity and present revision.
+func (m *Manager) head(ctx context.Context) (subnet.StoreID, error) {
+	var id subnet.StoreID
+	err := m.call(ctx, func(ctx context.Context, c *clientv3.Client) error {
+		resp, err := c.Get(ctx, m.configKey(), clientv3.WithCountOnly())
+		if err == nil {
+			id = storeID(resp.Header)
+		}
+		return err
+	})
+	return id, err
+}
+
+// update takes one response in and publishes the outcome.
+func (m *Manager) update(ctx context.Context, v *view, resp *pb.WatchResponse, sink func(subnet.Snapshot)) error {
+	if storeID(resp.Header).ID != v.store.ID {
+		return errRelist
+	}
+	if len(resp.Events) == 0 {
+		return nil
+	}
+	for _, ev := range resp.Events {
+		e := m.entry(ev.Kv)
+		e.value = nil
+		i, found := v.search(e.key)
+		switch {
+		case ev.Type == mvccpb.DELETE && found:
+			v.entries = slices.Delete(v.entries, i, i+1)
+		case ev.Type == mvccpb.DELETE:
+		case found:
+			logUndecodable(ctx, v.entries[i], e)
+			v.entries[i] = e
+		default:
+			logUndecodable(ctx, entry{}, e)
+			v.entries = slices.Insert(v.entries, i, e)
+		}
+		v.next = max(v.next, ev.Kv.ModRevision+1)
+	}
+	v.store.Revision = max(v.store.Revision, resp.Header.Revision)
+	sink(v.snapshot(m.ownKey.Load()))
+	return nil
+}
+
+func (v *view) search(key string) (int, bool) {
+	return slices.BinarySearchFunc(v.entries, key, func(e entry, key string) int { return strings.Compare(e.key, key) })
+}
+
+func (v *view) find(key string) (entry, bool) {
+	if i, found := v.search(key); found {
+		return v.entries[i], true
+	}
+	return entry{}, false
+}
+
+func (v *view) snapshot(own *string) subnet.Snapshot {
+	s := subnet.Snapshot{Leases: make([]subnet.Lease, 0, len(v.entries)), Store: v.store}
+	for _, e := range v.entries {
+		switch {
+		case own != nil && e.key == *own:
+		case e.err != nil:
+			s.Undecodable = append(s.Undecodable, e.key)
+		default:
+			s.Leases = append(s.Leases, e.lease)
+		}
+	}
+	return s
+}
+
+// logUndecodable logs when a lease becomes unreadable, for another reason than
+// before, or readable again.
+func logUndecodable(ctx context.Context, before, now entry) {
+	logger := klog.FromContext(ctx).WithValues("key", shorten(now.key))
+	switch {
+	case now.err == nil && before.err != nil:
+		logger.Info("lease can be read again")
+	case now.err != nil && (before.err == nil || before.err.Error() != now.err.Error()):
+		logger.Error(now.err, "lease cannot be read and keeps its last good state")
+	}
+}
+
+// watchRange asks for a key, or for all keys below it if it ends in a slash.
+func watchRange(key string, revision int64) *pb.WatchCreateRequest {
+	r := &pb.WatchCreateRequest{Key: []byte(key), StartRevision: revision}
+	if strings.HasSuffix(key, "/") {
+		r.RangeEnd = []byte(clientv3.GetPrefixRangeEnd(key))
+	}
+	return r
+}
+
+// follow calls on with every response of a watch until it fails. It probes a
+// quiet stream, because one that hangs looks like one with no news. The
+// library's own watch reconnects by itself and so hides outages, and the store
+// behind it may be another one afterwards.
+func (m *Manager) follow(ctx context.Context, r *pb.WatchCreateRequest, on func(*pb.WatchResponse) error) error {
+	inner, cancel := context.WithCancelCause(clientv3.WithRequireLeader(ctx))
+	defer cancel(nil)
+	watchdog := time.AfterFunc(m.timing.request, func() { cancel(errStalled) })
+	defer watchdog.Stop()
+
+	err := m.stream(inner, r, watchdog, on)
+	switch {
+	case ctx.Err() != nil:
+		return ctx.Err()
+	case errors.Is(context.Cause(inner), errStalled):
+		return &storeError{"unreachable", fmt.Sprintf("etcd %s: watch does not answer", strings.Join(m.cfg.Endpoints, ",")), errStalled}
+	}
+	return err
+}
+
+func (m *Manager) stream(ctx context.Context, r *pb.WatchCreateRequest, watchdog *time.Timer, on func(*pb.WatchResponse) error) error {
+	conn, err := m.client.get(ctx)
+	if err != nil {
+		return explain(m.cfg.Endpoints, m.timing.request, err)
+	}
+	stream, err := pb.NewWatchClient(conn.ActiveConnection()).Watch(ctx, callOptions()...)
+	if err == nil {
+		err = stream.Send(&pb.WatchRequest{RequestUnion: &pb.WatchRequest_CreateRequest{CreateRequest: r}})
+	}
+	if err != nil {
+		return explain(m.cfg.Endpoints, m.timing.request, err)
+	}
+	probe := time.AfterFunc(m.timing.idle, func() {
+		// An error shows in Recv.
+		_ = stream.Send(&pb.WatchRequest{RequestUnion: &pb.WatchRequest_ProgressRequest{ProgressRequest: &pb.WatchProgressRequest{}}})
+	})
+	defer probe.Stop()
+	for {
+		resp, err := stream.Recv()
+		switch {
+		case err != nil:
+			return explain(m.cfg.Endpoints, m.timing.request, err)
+		case resp.CompactRevision != 0:
+			return errRelist
+		case resp.Canceled:
+			return explain(m.cfg.Endpoints, m.timing.request, status.Error(codes.Unavailable, "watch was canceled: "+resp.CancelReason))
+		}
+		if err := on(resp); err != nil {
+			return err
+		}
+		probe.Reset(m.timing.idle)
+		watchdog.Reset(m.timing.idle + m.timing.grace)
+	}
+}

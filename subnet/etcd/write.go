@@ -1,0 +1,116 @@
+package etcd
+
+import (
+	"context"
+	"errors"
+	"math"
+	"time"
+
+	"go.etcd.io/etcd/api/v3/v3rpc/rpctypes"
+	clientv3 "go.etcd.io/etcd/client/v3"
+)
+
+// grant is an etcd lease. The zero grant is none.
+type grant struct {
+	id      clientv3.LeaseID
+	ttl     time.Duration
+	expires time.Time
+}
+
+// errNoGrant says that an etcd lease has run out or never was.
+var errNoGrant = errors.New("etcd lease is gone")
+
+func newGrant(id clientv3.LeaseID, start time.Time, ttl time.Duration) grant {
+	return grant{id, ttl, start.Add(ttl)}
+}
+
+// provide makes sure that spare is an etcd lease.
+func (m *Manager) provide(ctx context.Context, spare *grant) error {
+	if spare.id != 0 {
+		return nil
+	}
+	return m.call(ctx, func(ctx context.Context, c *clientv3.Client) error {
+		start := time.Now()
+		resp, err := c.Grant(ctx, int64(math.Ceil(m.cfg.TTL.Seconds())))
+		if err != nil {
+			return err
+		}
+		*spare = newGrant(resp.ID, start, time.Duration(resp.TTL)*time.Second)
+		return nil
+	})
+}
+
+// unspoiled drops a spare etcd lease that err says is gone, and returns err.
+func unspoiled(spare *grant, err error) error {
+	if errors.Is(err, rpctypes.ErrLeaseNotFound) {
+		*spare = grant{}
+	}
+	return err
+}
+
+// renew keeps an etcd lease alive. The error is errNoGrant if it has run out.
+func (m *Manager) renew(ctx context.Context, id clientv3.LeaseID) (g grant, err error) {
+	err = m.call(ctx, func(ctx context.Context, c *clientv3.Client) error {
+		start := time.Now()
+		ttl, err := keepAlive(ctx, c, id)
+		if err == nil {
+			g = newGrant(id, start, ttl)
+		}
+		return err
+	})
+	if errors.Is(err, rpctypes.ErrLeaseNotFound) {
+		return grant{}, errNoGrant
+	}
+	return g, err
+}
+
+// write puts the own lease where its key is still at revision (0: absent) and
+// deletes stale keys that have not changed either, all or nothing. It returns
+// the new revision, or errConflict.
+func (m *Manager) write(ctx context.Context, own ownLease, revision int64, stale []entry) (int64, error) {
+	key := m.dir() + own.key
+	conditions := []clientv3.Cmp{clientv3.Compare(clientv3.ModRevision(key), "=", revision)}
+	ops := []clientv3.Op{clientv3.OpPut(key, string(own.value), clientv3.WithLease(own.grant.id))}
+	for _, e := range stale {
+		conditions = append(conditions, clientv3.Compare(clientv3.ModRevision(m.dir()+e.key), "=", e.modRevision))
+		ops = append(ops, clientv3.OpDelete(m.dir()+e.key))
+	}
+	var resp *clientv3.TxnResponse
+	err := m.call(ctx, func(ctx context.Context, c *clientv3.Client) (err error) {
+		resp, err = c.Txn(ctx).If(conditions...).Then(ops...).Commit()
+		return err
+	})
+	switch {
+	case err != nil:
+		return 0, err
+	case !resp.Succeeded:
+		return 0, errConflict
+	}
+	return resp.Header.Revision, nil
+}
+
+// discard revokes an etcd lease that no key hangs on any more. It is worth one
+// try only: what is left behind ends by itself.
+func (m *Manager) discard(ctx context.Context, id clientv3.LeaseID) {
+	if id == 0 {
+		return
+	}
+	_ = m.call(ctx, func(ctx context.Context, c *clientv3.Client) error {
+		resp, err := c.TimeToLive(ctx, id, clientv3.WithAttachedKeys())
+		if err != nil || resp.TTL <= 0 || len(resp.Keys) > 0 {
+			return err
+		}
+		_, err = c.Revoke(ctx, id)
+		return err
+	})
+}
+
+// revoke gives an unused etcd lease back, also when ctx has ended.
+func (m *Manager) revoke(ctx context.Context, g grant) {
+	if g.id == 0 {
+		return
+	}
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), time.Second)
+	defer cancel()
+	m.discard(ctx, g.id)
+}

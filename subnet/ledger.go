@@ -1,0 +1,127 @@
+package subnet
+
+import (
+	"cmp"
+	"net/netip"
+	"slices"
+	"sync"
+	"time"
+)
+
+// Ledger remembers peers and decides when they are gone: only when their key
+// is missing from a snapshot of the same store at a revision not below the
+// last one seen. A store that is another, or older than it was, does not make
+// them go: they are held until it contradicts them or one TTL has passed. The
+// zero Ledger knows nobody. It is not safe for concurrent use.
+type Ledger struct {
+	store StoreID
+	peers map[string]Peer
+}
+
+// Peer is what a Ledger knows of one other node.
+type Peer struct {
+	Lease     Lease     `json:"lease"`
+	HeldUntil time.Time `json:"heldUntil,omitzero"` // zero: the store has it
+}
+
+// LedgerState is a Ledger to be kept on disk.
+type LedgerState struct {
+	Store StoreID `json:"store"`
+	Peers []Peer  `json:"peers"` // by key
+}
+
+// Restore replaces what the ledger knows by state.
+func (l *Ledger) Restore(state LedgerState) {
+	l.store = state.Store
+	l.peers = make(map[string]Peer, len(state.Peers))
+	for _, p := range state.Peers {
+		l.peers[p.Lease.Key] = p
+	}
+}
+
+// State returns what the ledger knows. The leases in it are shared and
+// read-only.
+func (l *Ledger) State() LedgerState {
+	state := LedgerState{Store: l.store, Peers: make([]Peer, 0, len(l.peers))}
+	for _, p := range l.peers {
+		state.Peers = append(state.Peers, p)
+	}
+	slices.SortFunc(state.Peers, func(a, b Peer) int { return cmp.Compare(a.Lease.Key, b.Lease.Key) })
+	return state
+}
+
+// Apply takes a snapshot in and returns every known lease, by key, and the
+// keys of those that are held. Applying one snapshot again is harmless, and
+// needed now and then for held leases to run out. The leases are shared and
+// read-only.
+func (l *Ledger) Apply(s Snapshot, now time.Time) (leases []Lease, held []string) {
+	same := s.Store.ID == l.store.ID && s.Store.Revision >= l.store.Revision
+	l.store = s.Store
+
+	peers := make(map[string]Peer, len(s.Leases))
+	for _, lease := range s.Leases {
+		peers[lease.Key] = Peer{Lease: lease}
+	}
+	for _, key := range s.Undecodable {
+		if p, known := l.peers[key]; known {
+			peers[key] = Peer{Lease: p.Lease}
+		}
+	}
+	contradicted := sync.OnceValue(func() func(Lease) bool { return l.contradictions(s.Leases) })
+	for key, p := range l.peers {
+		if _, current := peers[key]; current {
+			continue
+		}
+		if p.HeldUntil.IsZero() {
+			if same {
+				continue
+			}
+			p.HeldUntil = now.Add(TTL)
+		}
+		// The clock may have been set back since.
+		if latest := now.Add(TTL); p.HeldUntil.After(latest) {
+			p.HeldUntil = latest
+		}
+		if now.Before(p.HeldUntil) && !contradicted()(p.Lease) {
+			peers[key] = p
+		}
+	}
+	l.peers = peers
+	for _, p := range l.State().Peers {
+		leases = append(leases, p.Lease)
+		if !p.HeldUntil.IsZero() {
+			held = append(held, p.Lease.Key)
+		}
+	}
+	return leases, held
+}
+
+// contradictions returns whether one of leases takes the subnet of the known
+// lease that is asked about, or has its public IP with another subnet.
+func (l *Ledger) contradictions(leases []Lease) func(Lease) bool {
+	var used lengths
+	for _, p := range l.peers {
+		used.add(p.Lease)
+	}
+	for _, lease := range leases {
+		used.add(lease)
+	}
+	subnets, publics := newIndex(used), map[netip.Addr]netip.Prefix{}
+	for _, lease := range leases {
+		for _, e := range lease.Endpoints {
+			if e.Subnet.IsValid() {
+				subnets.add(e.Subnet, holder{e.Subnet, lease.Key})
+			}
+			if e.PublicIP.IsValid() && !e.PublicIP.IsUnspecified() {
+				publics[e.PublicIP] = e.Subnet
+			}
+		}
+	}
+	return func(known Lease) bool {
+		return slices.ContainsFunc(known.Endpoints, func(e Endpoint) bool {
+			_, overlaps := subnets.find(e.Subnet)
+			other, moved := publics[e.PublicIP]
+			return overlaps || moved && other != e.Subnet
+		})
+	}
+}

@@ -1,0 +1,212 @@
+package subnet_test
+
+import (
+	"encoding/json"
+	"fmt"
+	"math/rand/v2"
+	"slices"
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+
+	"flanneld/subnet"
+)
+
+func snapshot(store string, revision int64, leases ...subnet.Lease) subnet.Snapshot {
+	return subnet.Snapshot{Leases: leases, Store: subnet.StoreID{ID: store, Revision: revision}}
+}
+
+func undecodable(s subnet.Snapshot, keys ...string) subnet.Snapshot {
+	s.Undecodable = keys
+	return s
+}
+
+func TestLedger(t *testing.T) {
+	a := lease("a", 1, "10.5.1.0/24", "192.0.2.1")
+	b := lease("b", 2, "10.5.2.0/24", "192.0.2.2")
+	c := lease("c", 3, "10.5.3.0/24", "192.0.2.3")
+	type step struct {
+		after      time.Duration // since the step before
+		snapshot   subnet.Snapshot
+		want, held []string
+	}
+	all := step{0, snapshot("s", 10, a, b), []string{"a", "b"}, nil}
+	for _, tc := range []struct {
+		name  string
+		steps []step
+	}{
+		{"same store, later revision: gone", []step{all, {0, snapshot("s", 11, a), []string{"a"}, nil}}},
+		{"same store, same revision: gone", []step{all, {0, snapshot("s", 10, a), []string{"a"}, nil}}},
+		{"rewound store: held", []step{
+			all,
+			{0, snapshot("s", 9, a), []string{"a", "b"}, []string{"b"}},
+			{time.Hour, snapshot("s", 10, a), []string{"a", "b"}, []string{"b"}},
+			{subnet.TTL - time.Hour - 1, snapshot("s", 11, a), []string{"a", "b"}, []string{"b"}},
+			{1, snapshot("s", 11, a), []string{"a"}, nil},
+		}},
+		{"wiped store: all held, then back one by one", []step{
+			all,
+			{0, snapshot("s", 1), []string{"a", "b"}, []string{"a", "b"}},
+			{0, snapshot("s", 2, b), []string{"a", "b"}, []string{"a"}},
+			{0, snapshot("s", 3), []string{"a"}, []string{"a"}},
+		}},
+		{"other store, even at a later revision: held", []step{
+			all,
+			{0, snapshot("t", 99, c), []string{"a", "b", "c"}, []string{"a", "b"}},
+			{0, snapshot("s", 100, a, b), []string{"a", "b", "c"}, []string{"c"}},
+		}},
+		{"held until another key takes the subnet", []step{
+			all,
+			{0, snapshot("t", 1), []string{"a", "b"}, []string{"a", "b"}},
+			{0, snapshot("t", 2, lease("x", 1, "10.5.2.0/24", "192.0.2.9")), []string{"a", "x"}, []string{"a"}},
+		}},
+		{"held until a subnet of another length takes part of it", []step{
+			{0, snapshot("s", 10, lease("wide", 1, "10.5.2.0/23", "192.0.2.1")), []string{"wide"}, nil},
+			{0, snapshot("t", 2, lease("x", 1, "10.5.3.0/24", "192.0.2.9")), []string{"x"}, nil},
+		}},
+		{"held until its public IP has another subnet", []step{
+			all,
+			{0, snapshot("t", 2, lease("x", 1, "10.5.9.0/24", "192.0.2.2")), []string{"a", "x"}, []string{"a"}},
+		}},
+		{"the same key with other content is current, not held", []step{
+			all,
+			{0, snapshot("t", 2, lease("a", 1, "10.5.1.0/24", "192.0.2.9"), b), []string{"a", "b"}, nil},
+		}},
+		{"undecodable keeps its last good lease until the key goes", []step{
+			all,
+			{0, undecodable(snapshot("s", 11, a), "b"), []string{"a", "b"}, nil},
+			{48 * time.Hour, undecodable(snapshot("s", 12, a), "b"), []string{"a", "b"}, nil},
+			{0, snapshot("s", 13, a), []string{"a"}, nil},
+		}},
+		{"undecodable and never seen is nobody", []step{
+			{0, undecodable(snapshot("s", 11, a), "b"), []string{"a"}, nil},
+		}},
+		{"undecodable in another store is current", []step{
+			all, {0, undecodable(snapshot("t", 1), "b"), []string{"a", "b"}, []string{"a"}},
+		}},
+		{"a clock set back does not hold for longer than a TTL", []step{
+			all,
+			{0, snapshot("t", 1, a), []string{"a", "b"}, []string{"b"}},
+			{-1000 * time.Hour, snapshot("t", 1, a), []string{"a", "b"}, []string{"b"}},
+			{subnet.TTL, snapshot("t", 1, a), []string{"a"}, nil},
+		}},
+	} {
+		for _, persist := range []bool{false, true} {
+			t.Run(fmt.Sprintf("%s, persisted %v", tc.name, persist), func(t *testing.T) {
+				ledger, now := new(subnet.Ledger), time.Unix(1700000000, 0)
+				for i, s := range tc.steps {
+					if persist {
+						ledger = reload(t, ledger)
+					}
+					now = now.Add(s.after)
+					leases, held := ledger.Apply(s.snapshot, now)
+					if diff := cmp.Diff(s.want, keys(leases)); diff != "" {
+						t.Errorf("step %d: leases differ (-want +got):\n%s", i, diff)
+					}
+					if diff := cmp.Diff(s.held, held); diff != "" {
+						t.Errorf("step %d: held differ (-want +got):\n%s", i, diff)
+					}
+				}
+			})
+		}
+	}
+}
+
+// reload sends the ledger through JSON.
+func reload(t *testing.T, l *subnet.Ledger) *subnet.Ledger {
+	t.Helper()
+	raw, err := json.Marshal(l.State())
+	if err != nil {
+		t.Fatal(err)
+	}
+	var state subnet.LedgerState
+	if err := json.Unmarshal(raw, &state); err != nil {
+		t.Fatal(err)
+	}
+	if diff := cmp.Diff(l.State(), state, netipComparer); diff != "" {
+		t.Errorf("state changed on disk (-before +after):\n%s", diff)
+	}
+	again := new(subnet.Ledger)
+	again.Restore(state)
+	return again
+}
+
+// TestLedgerWalk checks on random snapshots: what a snapshot has is there and
+// not held; what goes goes for one of the reasons it may; applying a snapshot
+// twice changes nothing; a restart at any point changes nothing.
+func TestLedgerWalk(t *testing.T) {
+	for seed := range uint64(200) {
+		rnd := rand.New(rand.NewPCG(seed, 7))
+		ledger, now := new(subnet.Ledger), time.Unix(1700000000, 0)
+		var last subnet.Snapshot
+		for step := range 40 {
+			s := randomSnapshot(rnd, last)
+			now = now.Add(time.Duration(rnd.IntN(12)) * time.Hour)
+			if rnd.IntN(4) == 0 {
+				ledger = reload(t, ledger)
+			}
+			before := ledger.State()
+			leases, held := ledger.Apply(s, now)
+			check := func(ok bool, format string, args ...any) {
+				if !ok {
+					t.Fatalf("seed %d step %d: %s\nbefore %+v\nsnapshot %+v\nafter %+v, held %v",
+						seed, step, fmt.Sprintf(format, args...), before, s, leases, held)
+				}
+			}
+			have := keys(leases)
+			for _, l := range s.Leases {
+				check(slices.Contains(have, l.Key) && !slices.Contains(held, l.Key), "%s is not current", l.Key)
+			}
+			for _, p := range before.Peers {
+				gone := before.Store.ID == s.Store.ID && before.Store.Revision <= s.Store.Revision && p.HeldUntil.IsZero()
+				expired := !p.HeldUntil.IsZero() && !now.Before(p.HeldUntil)
+				kept := slices.Contains(have, p.Lease.Key)
+				if slices.Contains(s.Undecodable, p.Lease.Key) {
+					check(kept, "undecodable %s went", p.Lease.Key)
+				} else if !slices.Contains(keys(s.Leases), p.Lease.Key) {
+					check(kept == (!gone && !expired && !contradicts(s.Leases, p.Lease)), "%s: kept %v", p.Lease.Key, kept)
+				}
+			}
+			again, heldAgain := ledger.Apply(s, now)
+			check(slices.Equal(keys(again), have) && slices.Equal(held, heldAgain), "applied again: %v, %v", again, heldAgain)
+			last = s
+		}
+	}
+}
+
+func contradicts(leases []subnet.Lease, known subnet.Lease) bool {
+	for _, l := range leases {
+		for _, e := range l.Endpoints {
+			for _, k := range known.Endpoints {
+				if e.Subnet.Overlaps(k.Subnet) || e.PublicIP == k.PublicIP && e.Subnet != k.Subnet {
+					return true
+				}
+			}
+		}
+	}
+	return false
+}
+
+func randomSnapshot(rnd *rand.Rand, last subnet.Snapshot) subnet.Snapshot {
+	s := subnet.Snapshot{Store: last.Store}
+	s.Store.Revision += int64(rnd.IntN(5))
+	if rnd.IntN(6) == 0 {
+		s.Store.ID = string(rune('s' + rnd.IntN(2)))
+	}
+	if rnd.IntN(6) == 0 {
+		s.Store.Revision = int64(rnd.IntN(10))
+	}
+	for i := range 8 {
+		key := fmt.Sprintf("k%d", i)
+		switch rnd.IntN(5) {
+		case 0:
+			s.Undecodable = append(s.Undecodable, key)
+		case 1, 2:
+			bits := 24 - rnd.IntN(2)
+			s.Leases = append(s.Leases, lease(key, uint64(i),
+				fmt.Sprintf("10.5.%d.0/%d", rnd.IntN(6)*2, bits), fmt.Sprintf("192.0.2.%d", i+rnd.IntN(2))))
+		}
+	}
+	return s
+}

@@ -1,0 +1,188 @@
+package subnet
+
+import (
+	"bytes"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net/netip"
+	"strings"
+
+	"flanneld/pkg/prefix"
+)
+
+// wireConfig is the configuration as stored. Addresses stay raw, because null
+// and absent mean different things.
+type wireConfig struct {
+	EnableIPv4     bool
+	EnableIPv6     bool
+	EnableNFTables bool
+
+	Network   json.RawMessage
+	SubnetLen uint16
+	SubnetMin json.RawMessage
+	SubnetMax json.RawMessage
+
+	IPv6Network   json.RawMessage
+	IPv6SubnetLen uint16
+	IPv6SubnetMin json.RawMessage
+	IPv6SubnetMax json.RawMessage
+
+	Backend json.RawMessage
+}
+
+// wireNetwork is the part of a wireConfig that belongs to one address family.
+type wireNetwork struct {
+	family        prefix.Family
+	enabled       bool
+	network       json.RawMessage
+	subnetLen     uint16
+	min, max      json.RawMessage
+	nullableRange bool // null is as good as absent for min and max
+}
+
+func (w wireConfig) networks() []wireNetwork {
+	return []wireNetwork{
+		{prefix.IPv4, w.EnableIPv4, w.Network, w.SubnetLen, w.SubnetMin, w.SubnetMax, false},
+		{prefix.IPv6, w.EnableIPv6, w.IPv6Network, w.IPv6SubnetLen, w.IPv6SubnetMin, w.IPv6SubnetMax, true},
+	}
+}
+
+// ParseConfig decodes the network configuration. warnings has one line for
+// each key that means nothing at the top level; keys inside Backend are the
+// backend's to check. An error is one line and wraps ErrInvalidConfig. Whether
+// subnets can be handed out of the networks is left to Pool, because not every
+// store hands them out.
+func ParseConfig(raw []byte) (cfg Config, warnings []string, err error) {
+	w := wireConfig{EnableIPv4: true}
+	if err := decodeObject(raw, &w); err != nil {
+		return Config{}, nil, invalid("%w", err)
+	}
+	cfg = Config{NFTables: w.EnableNFTables, BackendType: "udp", Backend: w.Backend}
+	for _, n := range w.networks() {
+		network, err := n.parse()
+		if err != nil {
+			return Config{}, nil, invalid("%w", err)
+		}
+		if n.enabled && !network.Prefix.IsValid() {
+			return Config{}, nil, invalid("%w", w.missing(n.family))
+		}
+		if n.enabled {
+			cfg.Networks = append(cfg.Networks, network)
+		}
+	}
+	if len(cfg.Networks) == 0 {
+		return Config{}, nil, invalid("no address family is enabled: EnableIPv4 and EnableIPv6 are both false")
+	}
+	if w.Backend != nil {
+		if cfg.BackendType, err = backendType(w.Backend); err != nil {
+			return Config{}, nil, invalid("%w", err)
+		}
+	}
+	return cfg, UnknownKeys(raw, fieldNames(&w)...), nil
+}
+
+func invalid(format string, args ...any) error {
+	return fmt.Errorf("%w: %w", ErrInvalidConfig, fmt.Errorf(format, args...))
+}
+
+func (w wireConfig) missing(f prefix.Family) error {
+	if f == prefix.IPv4 && w.IPv6Network != nil {
+		return errors.New("please define a correct Network parameter, or set EnableIPv4 to false for IPv6 alone")
+	}
+	return fmt.Errorf("please define a correct %s parameter", keyName(f, "Network"))
+}
+
+func (n wireNetwork) parse() (Network, error) {
+	out := Network{SubnetLen: int(n.subnetLen)}
+	var err error
+	if n.network != nil {
+		if out.Prefix, err = parseNetwork(n.family, n.network); err != nil {
+			return Network{}, err
+		}
+	}
+	for _, a := range []struct {
+		name string
+		raw  json.RawMessage
+		into *netip.Addr
+	}{
+		{"SubnetMin", n.min, &out.Min},
+		{"SubnetMax", n.max, &out.Max},
+	} {
+		if a.raw == nil || n.nullableRange && isNull(a.raw) {
+			continue
+		}
+		if *a.into, err = parseAddr(n.family, keyName(n.family, a.name), a.raw); err != nil {
+			return Network{}, err
+		}
+	}
+	return out, nil
+}
+
+// parseNetwork returns the zero prefix for a network of length 0, which
+// counts as not given.
+func parseNetwork(f prefix.Family, raw json.RawMessage) (netip.Prefix, error) {
+	key := keyName(f, "Network")
+	var s string
+	if err := decodeString(key, raw, &s); err != nil {
+		return netip.Prefix{}, err
+	}
+	p, err := netip.ParsePrefix(s)
+	if err != nil || !ofFamily(f, p.Addr()) {
+		return netip.Prefix{}, fmt.Errorf("%s: invalid %s CIDR format: %q (want for example %q)",
+			key, f, shorten(s), example(f))
+	}
+	if p.Bits() == 0 {
+		return netip.Prefix{}, nil
+	}
+	return p.Masked(), nil
+}
+
+// parseAddr returns the zero address for 0.0.0.0 and ::, which count as not given.
+func parseAddr(f prefix.Family, key string, raw json.RawMessage) (netip.Addr, error) {
+	var s string
+	if err := decodeString(key, raw, &s); err != nil {
+		return netip.Addr{}, err
+	}
+	a, err := netip.ParseAddr(s)
+	if err != nil || !ofFamily(f, a) || a.Zone() != "" {
+		return netip.Addr{}, fmt.Errorf("%s: %q is not an %s address", key, shorten(s), f)
+	}
+	if a.IsUnspecified() {
+		return netip.Addr{}, nil
+	}
+	return a, nil
+}
+
+// ofFamily is strict: an IPv4 address written as IPv6 is neither.
+func ofFamily(f prefix.Family, a netip.Addr) bool {
+	return prefix.FamilyOf(a) == f && !a.Is4In6()
+}
+
+func backendType(raw json.RawMessage) (string, error) {
+	var b struct{ Type string }
+	if isNull(raw) {
+		return "", nil
+	}
+	if err := decodeObject(raw, &b); err != nil {
+		return "", fmt.Errorf("Backend: %w", err)
+	}
+	return strings.ToLower(b.Type), nil
+}
+
+// keyName returns the configuration key of family f for name.
+func keyName(f prefix.Family, name string) string {
+	if f == prefix.IPv6 {
+		return "IPv6" + name
+	}
+	return name
+}
+
+func example(f prefix.Family) string {
+	if f == prefix.IPv6 {
+		return "fd00:10:5::/48"
+	}
+	return "10.5.0.0/16"
+}
+
+func isNull(raw json.RawMessage) bool { return string(bytes.TrimSpace(raw)) == "null" }

@@ -1,0 +1,229 @@
+package subnet_test
+
+import (
+	"encoding/json"
+	"errors"
+	"net/netip"
+	"strings"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+	"github.com/google/go-cmp/cmp/cmpopts"
+
+	"flanneld/subnet"
+)
+
+var netipComparer = cmpopts.EquateComparable(netip.Addr{}, netip.Prefix{})
+
+func prefixes(s ...string) []netip.Prefix {
+	var out []netip.Prefix
+	for _, p := range s {
+		out = append(out, netip.MustParsePrefix(p))
+	}
+	return out
+}
+
+func TestParseConfig(t *testing.T) {
+	v4 := []subnet.Network{{Prefix: netip.MustParsePrefix("10.5.0.0/16")}}
+	v6 := []subnet.Network{{Prefix: netip.MustParsePrefix("fd00:10:5::/48")}}
+	for _, tc := range []struct {
+		name, raw string
+		want      subnet.Config
+		warnings  []string
+	}{
+		{
+			name: "as recorded from a vxlan cluster",
+			raw:  `{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan"}}`,
+			want: subnet.Config{Networks: v4, BackendType: "vxlan", Backend: json.RawMessage(`{"Type":"vxlan"}`)},
+		},
+		{
+			name: "no backend means udp",
+			raw:  `{"Network":"10.5.0.0/16"}`,
+			want: subnet.Config{Networks: v4, BackendType: "udp"},
+		},
+		{
+			name: "dual stack",
+			raw:  `{"Network":"10.5.0.0/16","EnableIPv6":true,"IPv6Network":"fd00:10:5::/48","EnableNFTables":true}`,
+			want: subnet.Config{Networks: append(v4[:1:1], v6...), NFTables: true, BackendType: "udp"},
+		},
+		{
+			name: "IPv6 alone",
+			raw:  `{"EnableIPv4":false,"EnableIPv6":true,"IPv6Network":"fd00:10:5::/48","IPv6SubnetMin":null,"IPv6SubnetMax":null}`,
+			want: subnet.Config{Networks: v6, BackendType: "udp"},
+		},
+		{
+			name: "keys in any case, host part of the network dropped",
+			raw:  `{"network":"10.5.0.5/16","SUBNETLEN":25,"subnetMin":"10.5.1.0","SubnetMAX":"10.5.9.0","backend":{"type":"Host-GW"}}`,
+			want: subnet.Config{
+				Networks: []subnet.Network{{
+					Prefix: netip.MustParsePrefix("10.5.0.0/16"), SubnetLen: 25,
+					Min: netip.MustParseAddr("10.5.1.0"), Max: netip.MustParseAddr("10.5.9.0"),
+				}},
+				BackendType: "host-gw",
+				Backend:     json.RawMessage(`{"type":"Host-GW"}`),
+			},
+		},
+		{
+			name: "of duplicate keys the last wins",
+			raw:  `{"Network":"10.6.0.0/16","network":"10.5.0.0/16","Backend":{"Type":"udp"},"Backend":{"Type":"alloc"}}`,
+			want: subnet.Config{Networks: v4, BackendType: "alloc", Backend: json.RawMessage(`{"Type":"alloc"}`)},
+		},
+		{
+			name: "unspecified limits count as not given",
+			raw:  `{"Network":"10.5.0.0/16","SubnetMin":"0.0.0.0","SubnetMax":"0.0.0.0","EnableIPv4":null}`,
+			want: subnet.Config{Networks: v4, BackendType: "udp"},
+		},
+		{
+			name: "a backend without a type has an empty one",
+			raw:  `{"Network":"10.5.0.0/16","Backend":null}`,
+			want: subnet.Config{Networks: v4, Backend: json.RawMessage(`null`)},
+		},
+		{
+			name: "unknown keys are one warning each, those of the backend are left to it",
+			raw:  `{"Netwrok":"10.6.0.0/16","Network":"10.5.0.0/16","subnet_len":24,"Backend":{"Type":"vxlan","Prot":1}}`,
+			want: subnet.Config{Networks: v4, BackendType: "vxlan", Backend: json.RawMessage(`{"Type":"vxlan","Prot":1}`)},
+			warnings: []string{
+				`unknown key "Netwrok" is ignored; the nearest known key is "Network"`,
+				`unknown key "subnet_len" is ignored; the nearest known key is "SubnetLen"`,
+			},
+		},
+		{
+			name: "what IPv6 looks like with the last four bytes alone",
+			raw:  `{"EnableIPv4":false,"EnableIPv6":true,"IPv6Network":"::10.5.0.0/112"}`,
+			want: subnet.Config{
+				Networks:    []subnet.Network{{Prefix: netip.MustParsePrefix("::a05:0/112")}},
+				BackendType: "udp",
+			},
+		},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			got, warnings, err := subnet.ParseConfig([]byte(tc.raw))
+			if err != nil {
+				t.Fatal(err)
+			}
+			if diff := cmp.Diff(tc.want, got, netipComparer); diff != "" {
+				t.Errorf("config differs (-want +got):\n%s", diff)
+			}
+			if diff := cmp.Diff(tc.warnings, warnings); diff != "" {
+				t.Errorf("warnings differ (-want +got):\n%s", diff)
+			}
+		})
+	}
+}
+
+func TestParseConfigRefuses(t *testing.T) {
+	for _, tc := range []struct{ raw, want string }{
+		{``, "want a JSON object, have nothing"},
+		{`null`, "want a JSON object, have null"},
+		{`[]`, "want a JSON object, have a JSON array"},
+		{`{"Network":"10.5.0.0/16"`, "byte 24: unexpected end of JSON input"},
+		{`{"Network":"10.5.0.0/16"} x`, "byte 27: invalid character 'x' after top-level value"},
+		{`{"Network":"10.5.0.0/16"}{}`, "after top-level value"},
+		{`{}`, "please define a correct Network parameter"},
+		{`{"Network":"0.0.0.0/0"}`, "please define a correct Network parameter"},
+		{`{"EnableIPv6":true,"IPv6Network":"fd00::/48"}`,
+			"please define a correct Network parameter, or set EnableIPv4 to false for IPv6 alone"},
+		{`{"Network":"10.5.0.0/16","EnableIPv6":true}`, "please define a correct IPv6Network parameter"},
+		{`{"EnableIPv4":false,"Network":"10.5.0.0/16"}`, "no address family is enabled"},
+		{`{"Network":"fd00::/48"}`, `Network: invalid IPv4 CIDR format: "fd00::/48"`},
+		{`{"Network":""}`, `Network: invalid IPv4 CIDR format: ""`},
+		{`{"Network":"10.5.0.0"}`, `Network: invalid IPv4 CIDR format: "10.5.0.0" (want for example "10.5.0.0/16")`},
+		{`{"Network":null}`, "Network: want a string, have null"},
+		{`{"Network":7}`, "Network: want a string, have 7"},
+		{`{"Network":"10.5.0.0/16","SubnetMin":null}`, "SubnetMin: want a string, have null"},
+		{`{"Network":"10.5.0.0/16","SubnetMin":"fd00::1"}`, `SubnetMin: "fd00::1" is not an IPv4 address`},
+		{`{"Network":"10.5.0.0/16","SubnetMax":""}`, `SubnetMax: "" is not an IPv4 address`},
+		{`{"Network":"10.5.0.0/16","SubnetLen":"24"}`, "SubnetLen: want a whole number from 0 to 65535, have string"},
+		{`{"Network":"10.5.0.0/16","SubnetLen":-1}`, "SubnetLen: want a whole number from 0 to 65535, have number -1"},
+		{`{"Network":"10.5.0.0/16","EnableIPv6":"true"}`, "EnableIPv6: want true or false, have string"},
+		{`{"Network":"10.5.0.0/16","IPv6Network":"10.6.0.0/16"}`, `IPv6Network: invalid IPv6 CIDR format: "10.6.0.0/16"`},
+		{`{"Network":"10.5.0.0/16","IPv6Network":"::ffff:10.6.0.0/112"}`, "IPv6Network: invalid IPv6 CIDR format"},
+		{`{"Network":"10.5.0.0/16","IPv6SubnetMin":"10.6.0.0"}`, `IPv6SubnetMin: "10.6.0.0" is not an IPv6 address`},
+		{`{"Network":"10.5.0.0/16","IPv6SubnetMax":"fe80::1%eth0"}`, "is not an IPv6 address"},
+		{`{"Network":"10.5.0.0/16","Backend":"vxlan"}`, "Backend: want a JSON object, have a JSON string"},
+		{`{"Network":"10.5.0.0/16","Backend":{"Type":1}}`, "Backend: Type: want a string, have number"},
+		{`{"Network":"` + strings.Repeat("x", 1<<20) + `"}`, "Network: invalid IPv4 CIDR format"},
+	} {
+		_, _, err := subnet.ParseConfig([]byte(tc.raw))
+		checkInvalid(t, tc.raw, err, tc.want)
+	}
+}
+
+func checkInvalid(t *testing.T, input string, err error, want string) {
+	t.Helper()
+	if err == nil || !strings.Contains(err.Error(), want) || !errors.Is(err, subnet.ErrInvalidConfig) {
+		t.Errorf("%.60s: error is %v, want ErrInvalidConfig with %q", input, err, want)
+		return
+	}
+	if strings.Contains(err.Error(), "\n") || len(err.Error()) > 300 {
+		t.Errorf("%.60s: error is not one short line: %.400q", input, err)
+	}
+}
+
+func TestDecodeBackend(t *testing.T) {
+	type vxlan struct {
+		VNI      int
+		Learning bool
+		Port     uint16 `json:"Port,omitempty"`
+		internal int
+	}
+	got := vxlan{VNI: 1, Port: 8472}
+	warnings, err := subnet.DecodeBackend(
+		json.RawMessage(`{"type":"vxlan","vni":7,"Prot":9,"Learn":true,"internal":3,"Old":1}`), &got, "Old")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if want := (vxlan{VNI: 7, Port: 8472}); got != want {
+		t.Errorf("got %+v, want %+v", got, want)
+	}
+	want := []string{
+		`unknown key "Learn" is ignored; the nearest known key is "Learning"`,
+		`unknown key "Prot" is ignored; the nearest known key is "Port"`,
+		`unknown key "internal" is ignored; the nearest known key is "VNI"`,
+	}
+	if diff := cmp.Diff(want, warnings); diff != "" {
+		t.Errorf("warnings differ (-want +got):\n%s", diff)
+	}
+	for _, raw := range []json.RawMessage{nil, json.RawMessage("null")} {
+		if warnings, err := subnet.DecodeBackend(raw, &got); err != nil || warnings != nil {
+			t.Errorf("%q: got %v, %v, want nothing", raw, warnings, err)
+		}
+	}
+	_, err = subnet.DecodeBackend(json.RawMessage(`{"Port":65536}`), &got)
+	if want := "Backend: Port: want a whole number from 0 to 65535, have number 65536"; err == nil || err.Error() != want {
+		t.Errorf("error is %v, want %q", err, want)
+	}
+}
+
+func FuzzParseConfig(f *testing.F) {
+	for _, s := range []string{
+		`{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan","VNI":1}}`,
+		`{"Network":"10.5.0.0/16","SubnetLen":24,"SubnetMin":"10.5.1.0","SubnetMax":"10.5.9.0","EnableNFTables":true}`,
+		`{"EnableIPv4":false,"EnableIPv6":true,"IPv6Network":"fd00::/48","IPv6SubnetLen":64,"IPv6SubnetMin":"fd00:0:0:1::"}`,
+		`{"Network":"255.255.0.0/16"}`, `{"Network":null}`, `{"Netwrok":"10.5.0.0/16"}`, `null`, `{`, ``,
+	} {
+		f.Add([]byte(s))
+	}
+	f.Fuzz(func(t *testing.T, raw []byte) {
+		cfg, _, err := subnet.ParseConfig(raw)
+		if err != nil {
+			if !errors.Is(err, subnet.ErrInvalidConfig) {
+				t.Errorf("error does not wrap ErrInvalidConfig: %v", err)
+			}
+			return
+		}
+		if len(cfg.Networks) == 0 {
+			t.Error("accepted without a network")
+		}
+		for _, n := range cfg.Networks {
+			pool, err := n.Pool()
+			if err != nil {
+				continue
+			}
+			s, ok := pool.Pick(nil, nil)
+			if !ok || !pool.Contains(s) || !n.Prefix.Contains(s.Addr()) {
+				t.Errorf("%+v: picked %v, %v from %v", n, s, ok, pool)
+			}
+		}
+	})
+}

@@ -1,0 +1,187 @@
+package subnet
+
+import (
+	"cmp"
+	"fmt"
+	"math/big"
+	"math/rand/v2"
+	"net/netip"
+	"slices"
+
+	"flanneld/pkg/prefix"
+)
+
+// Pool is the range of subnets that a network hands out: all of one length,
+// from the first to the last. The zero Pool holds nothing.
+type Pool struct {
+	first, last netip.Prefix
+}
+
+// Pool derives the range of subnets from n, which must come from ParseConfig.
+// An error is one line and wraps ErrInvalidConfig.
+func (n Network) Pool() (Pool, error) {
+	length, err := n.subnetLen()
+	if err != nil {
+		return Pool{}, invalid("%w", err)
+	}
+	f := prefix.FamilyOf(n.Prefix.Addr())
+	first, last := n.Min, n.Max
+	if !first.IsValid() {
+		one := new(big.Int).Lsh(big.NewInt(1), uint(f.Bits()-length))
+		first, _ = prefix.Add(n.Prefix.Addr(), one)
+	}
+	if !last.IsValid() {
+		last = netip.PrefixFrom(prefix.Last(n.Prefix), length).Masked().Addr()
+	}
+	for _, a := range []struct {
+		name string
+		addr netip.Addr
+	}{{"SubnetMin", first}, {"SubnetMax", last}} {
+		name := keyName(f, a.name)
+		if !n.Prefix.Contains(a.addr) {
+			return Pool{}, invalid("%s is not in the range of the Network: %s is outside %s", name, a.addr, n.Prefix)
+		}
+		if netip.PrefixFrom(a.addr, length).Masked().Addr() != a.addr {
+			return Pool{}, invalid("%s is not on a SubnetLen boundary: %s (SubnetLen is %d)", name, a.addr, length)
+		}
+	}
+	if last.Less(first) {
+		return Pool{}, invalid("%s %s is above %s %s", keyName(f, "SubnetMin"), first, keyName(f, "SubnetMax"), last)
+	}
+	return Pool{netip.PrefixFrom(first, length), netip.PrefixFrom(last, length)}, nil
+}
+
+// subnetLen returns the length as configured, or the default: /24 or /64 where
+// at least four of them fit, otherwise the one of which four fit.
+func (n Network) subnetLen() (int, error) {
+	f := prefix.FamilyOf(n.Prefix.Addr())
+	usual, longest := 24, 30
+	if f == prefix.IPv6 {
+		usual, longest = 64, 126
+	}
+	bits := n.Prefix.Bits()
+	switch {
+	case n.SubnetLen > longest:
+		return 0, fmt.Errorf("%s must be less than /%d, is %d", keyName(f, "SubnetLen"), longest+1, n.SubnetLen)
+	case n.SubnetLen > 0 && n.SubnetLen < bits+2:
+		return 0, fmt.Errorf("network must be able to accommodate at least four subnets: %s is %d, %s is %s",
+			keyName(f, "SubnetLen"), n.SubnetLen, keyName(f, "Network"), n.Prefix)
+	case n.SubnetLen > 0:
+		return n.SubnetLen, nil
+	case bits+2 > longest:
+		name := "network"
+		if f == prefix.IPv6 {
+			name = "IPv6Network"
+		}
+		return 0, fmt.Errorf("%s is too small. Minimum useful network prefix is /%d, have %s", name, longest-2, n.Prefix)
+	}
+	return max(usual, bits+2), nil
+}
+
+// String returns "10.5.1.0/24 to 10.5.255.0/24".
+func (p Pool) String() string { return fmt.Sprintf("%s to %s", p.first, p.last) }
+
+// Size returns how many subnets the pool holds, taken or not.
+func (p Pool) Size() *big.Int {
+	n := p.index(p.last.Addr())
+	return n.Add(n, big.NewInt(1))
+}
+
+// Contains reports whether s is one of the pool's subnets.
+func (p Pool) Contains(s netip.Prefix) bool {
+	return s.IsValid() && s == s.Masked() &&
+		s.Bits() == p.first.Bits() && s.Addr().BitLen() == p.first.Addr().BitLen() &&
+		!s.Addr().Less(p.first.Addr()) && !p.last.Addr().Less(s.Addr())
+}
+
+// Pick returns a subnet that overlaps none of taken, every free one being as
+// likely as any other; ok is false if none is free. taken may hold prefixes of
+// any length and family, in any order. The time it takes depends on how many
+// those are, not on the size of the pool. A nil rnd means the global source.
+func (p Pool) Pick(taken []netip.Prefix, rnd *rand.Rand) (s netip.Prefix, ok bool) {
+	if !p.first.IsValid() {
+		return netip.Prefix{}, false
+	}
+	spans := p.spans(taken)
+	free := p.Size()
+	for _, t := range spans {
+		free.Sub(free, t.size())
+	}
+	if free.Sign() <= 0 {
+		return netip.Prefix{}, false
+	}
+	// The n-th free subnet lies behind all taken spans that start at or below it.
+	n := below(free, rnd)
+	for _, t := range spans {
+		if n.Cmp(t.from) < 0 {
+			break
+		}
+		n.Add(n, t.size())
+	}
+	a, ok := prefix.Add(p.first.Addr(), n.Lsh(n, p.hostBits()))
+	return netip.PrefixFrom(a, p.first.Bits()), ok
+}
+
+// span is a run of taken subnets, by index in the pool, both ends included.
+type span struct{ from, to *big.Int }
+
+func (s span) size() *big.Int {
+	n := new(big.Int).Sub(s.to, s.from)
+	return n.Add(n, big.NewInt(1))
+}
+
+// spans returns what taken covers of the pool, sorted and without overlaps.
+func (p Pool) spans(taken []netip.Prefix) []span {
+	all := make([]span, 0, len(taken))
+	for _, t := range taken {
+		if !t.IsValid() || t.Addr().BitLen() != p.first.Addr().BitLen() {
+			continue
+		}
+		low, high := t.Masked().Addr(), prefix.Last(t)
+		if high.Less(p.first.Addr()) || prefix.Last(p.last).Less(low) {
+			continue
+		}
+		if low.Less(p.first.Addr()) {
+			low = p.first.Addr()
+		}
+		if p.last.Addr().Less(high) {
+			high = p.last.Addr()
+		}
+		all = append(all, span{p.index(low), p.index(high)})
+	}
+	slices.SortFunc(all, func(a, b span) int { return cmp.Or(a.from.Cmp(b.from), a.to.Cmp(b.to)) })
+	merged := all[:0]
+	for _, s := range all {
+		last := len(merged) - 1
+		switch {
+		case last < 0 || merged[last].to.Cmp(s.from) < 0:
+			merged = append(merged, s)
+		case merged[last].to.Cmp(s.to) < 0:
+			merged[last].to = s.to
+		}
+	}
+	return merged
+}
+
+// index returns which subnet of the pool a lies in. The pool's first subnet is 0.
+func (p Pool) index(a netip.Addr) *big.Int {
+	d := prefix.Distance(p.first.Addr(), a)
+	return d.Rsh(d, p.hostBits())
+}
+
+func (p Pool) hostBits() uint { return uint(p.first.Addr().BitLen() - p.first.Bits()) }
+
+// below returns a uniformly random number from 0 up to, not including, n.
+func below(n *big.Int, rnd *rand.Rand) *big.Int {
+	next := rand.Uint64
+	if rnd != nil {
+		next = rnd.Uint64
+	}
+	for excess := uint(128 - n.BitLen()); ; {
+		r := new(big.Int).SetUint64(next())
+		r.Lsh(r, 64).Or(r, new(big.Int).SetUint64(next()))
+		if r.Rsh(r, excess); r.Cmp(n) < 0 {
+			return r
+		}
+	}
+}

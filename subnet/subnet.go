@@ -1,0 +1,119 @@
+// Package subnet says who owns which subnet: the domain types, the parsing
+// and validation of what a store holds, and the contract of the managers that
+// talk to a store. It is pure.
+package subnet
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"net/netip"
+	"time"
+
+	"flanneld/pkg/prefix"
+)
+
+// TTL is how long a lease lives in the store unless it is renewed.
+const TTL = 24 * time.Hour
+
+// Errors that callers act on.
+var (
+	// ErrLeaseLost means that the own subnet now belongs to another node.
+	ErrLeaseLost = errors.New("subnet lease lost")
+	// ErrNoSubnets means that every subnet of the configured range is taken.
+	ErrNoSubnets = errors.New("out of subnets")
+	// ErrNoConfig means that the store answers but holds no configuration.
+	ErrNoConfig = errors.New("no network configuration")
+	// ErrInvalidConfig means that the store holds a configuration that cannot be used.
+	ErrInvalidConfig = errors.New("invalid network configuration")
+)
+
+// Endpoint is one address family of a lease.
+type Endpoint struct {
+	Subnet   netip.Prefix
+	PublicIP netip.Addr
+	Data     json.RawMessage `json:",omitempty"` // the backend's, opaque here; nil if there is none
+}
+
+// Family returns the endpoint's address family.
+func (e Endpoint) Family() prefix.Family { return prefix.FamilyOf(e.Subnet.Addr()) }
+
+// Family returns the network's address family.
+func (n Network) Family() prefix.Family { return prefix.FamilyOf(n.Prefix.Addr()) }
+
+// Lease is one node's right to its subnets.
+type Lease struct {
+	Key         string     // where it stands: etcd key below subnets/, or node name
+	Order       uint64     // age in the store (etcd create revision, node creation time): who was first
+	BackendType string     // as stored; empty for backends that store none
+	Endpoints   []Endpoint // one for each family that the lease has, IPv4 first
+	Permanent   bool       // a reservation: it never expires
+	Expires     time.Time  // own lease only
+}
+
+// Endpoint returns the lease's endpoint of family f.
+func (l Lease) Endpoint(f prefix.Family) (e Endpoint, ok bool) { return endpoint(l.Endpoints, f) }
+
+// Claim is what a node wants to publish: its public addresses and backend
+// data. A valid Subnet in an endpoint is the one that is wanted, because it
+// was this node's before.
+type Claim struct {
+	BackendType string
+	Endpoints   []Endpoint // one for each enabled family, IPv4 first
+}
+
+// Endpoint returns the claim's endpoint of family f.
+func (c Claim) Endpoint(f prefix.Family) (e Endpoint, ok bool) { return claimed(c.Endpoints, f) }
+
+func endpoint(es []Endpoint, f prefix.Family) (Endpoint, bool) {
+	for _, e := range es {
+		if e.Family() == f {
+			return e, true
+		}
+	}
+	return Endpoint{}, false
+}
+
+// claimed goes by the public address, because a claim may have no subnet yet.
+func claimed(es []Endpoint, f prefix.Family) (Endpoint, bool) {
+	for _, e := range es {
+		if prefix.FamilyOf(e.PublicIP) == f {
+			return e, true
+		}
+	}
+	return Endpoint{}, false
+}
+
+// StoreID tells one store from another, and its states apart.
+type StoreID struct {
+	ID       string `json:"id"`       // etcd cluster id; UID of the kube-system namespace
+	Revision int64  `json:"revision"` // of the snapshot
+}
+
+// Snapshot is everything that a store holds about other nodes at one moment.
+type Snapshot struct {
+	Leases      []Lease  // complete, own lease left out
+	Undecodable []string // keys that are there but cannot be read: they keep their last good state until the key goes
+	Store       StoreID
+}
+
+// Manager talks to a store. All methods retry what passes by itself and
+// return when ctx ends, with its error.
+type Manager interface {
+	// Config returns the network configuration. It returns ErrNoConfig or
+	// ErrInvalidConfig, wrapped, when the store answered and the answer is no
+	// use: the caller waits and asks again.
+	Config(ctx context.Context) (Config, error)
+	// Recall returns what this node published before: zero if nothing. own
+	// carries the node's public addresses.
+	Recall(ctx context.Context, own Claim) (Claim, error)
+	// Acquire takes or renews this node's lease.
+	Acquire(ctx context.Context, c Claim) (Lease, error)
+	// Watch blocks and calls sink, from one goroutine, with complete sets
+	// only. It survives compaction and outages. The snapshot's slices belong
+	// to the receiver, the leases in them are shared and read-only.
+	Watch(ctx context.Context, sink func(Snapshot)) error
+	// Keep blocks and keeps the own lease alive. It returns ErrLeaseLost,
+	// wrapped with the new owner, when another node has the subnet.
+	Keep(ctx context.Context, own Lease) error
+}

@@ -1,0 +1,92 @@
+package e2e
+
+import (
+	"errors"
+	"fmt"
+	"net/netip"
+	"strings"
+	"testing"
+
+	"flanneld/pkg/lab"
+	"flanneld/pkg/prefix"
+)
+
+func TestEveryPodReachesEveryPod(t *testing.T) {
+	for _, backend := range []string{"vxlan", "host-gw"} {
+		for _, families := range [][]prefix.Family{v4, v6, dual} {
+			t.Run(backend+"/"+name(families), func(t *testing.T) {
+				t.Parallel()
+				l := newLab(t, lab.Config{Families: families}, fmt.Sprintf(`{"Type":%q}`, backend))
+				startAll(t, l, lab.FlanneldOptions{})
+				expectMatrix(t, l)
+				mtu := map[string]int{"vxlan/IPv4": 1450, "vxlan/IPv6": 1430, "vxlan/dual": 1430}[backend+"/"+name(families)]
+				if mtu == 0 {
+					mtu = 1500
+				}
+				expectMTU(t, l, mtu)
+			})
+		}
+	}
+}
+
+// expectMTU fails the test unless packets of exactly that size, and none
+// bigger, travel between all pods of different hosts.
+func expectMTU(t *testing.T, l *lab.Lab, mtu int) {
+	t.Helper()
+	ctx := background(t)
+	pods := l.Pods()
+	from, to := pods[0], pods[len(pods)-1]
+	for _, a := range to.Addrs() {
+		if _, err := from.Ping(ctx, a, lab.PingOptions{Size: mtu, DontFragment: true}); err != nil {
+			t.Errorf("packet of %d bytes to %s: %v", mtu, a, err)
+		}
+		if _, err := from.Ping(ctx, a, lab.PingOptions{Size: mtu + 1, DontFragment: true}); !errors.Is(err, lab.ErrTooBig) {
+			t.Errorf("packet of %d bytes to %s: %v, want it to be too big", mtu+1, a, err)
+		}
+	}
+}
+
+func TestVXLANAcrossSegments(t *testing.T) {
+	t.Parallel()
+	l := newLab(t, lab.Config{Hosts: 4, Segments: 2, Families: dual}, `{"Type":"vxlan"}`)
+	startAll(t, l, lab.FlanneldOptions{})
+	expectMatrix(t, l)
+}
+
+// TestDirectRouting has two hosts on each of two segments: within one the
+// routes are plain, across they lead into the vxlan device.
+func TestDirectRouting(t *testing.T) {
+	t.Parallel()
+	l := newLab(t, lab.Config{Hosts: 4, Segments: 2, Families: dual}, `{"Type":"vxlan","DirectRouting":true}`)
+	startAll(t, l, lab.FlanneldOptions{})
+	expectMatrix(t, l)
+	for _, from := range l.Hosts() {
+		routes, err := from.Routes(background(t))
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, to := range l.Hosts() {
+			if from == to {
+				continue
+			}
+			for _, dst := range to.Pods()[0].Addrs() {
+				dev := deviceTo(routes, dst)
+				if direct := from.Segment() == to.Segment(); direct != (dev == "eth0") || !direct && !strings.HasPrefix(dev, "flannel") {
+					t.Errorf("%s reaches %s of %s through %q, same segment: %v", from.Name(), dst, to.Name(), dev, direct)
+				}
+			}
+		}
+	}
+}
+
+// deviceTo returns the device of the most specific route to a.
+func deviceTo(routes []lab.Route, a netip.Addr) string {
+	var dev string
+	bits := -1
+	for _, r := range routes {
+		if r.Dst.Contains(a) && r.Dst.Bits() > bits {
+			dev, bits = r.Dev, r.Dst.Bits()
+		}
+	}
+	return dev
+}

@@ -1,0 +1,344 @@
+package e2e
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"net/netip"
+	"slices"
+	"strings"
+	"testing"
+
+	clientv3 "go.etcd.io/etcd/client/v3"
+
+	"flanneld/pkg/lab"
+)
+
+// subnets is the directory of the leases.
+const subnets = lab.Prefix + "/subnets/"
+
+// store returns a client of the lab's etcd.
+func store(t *testing.T, l *lab.Lab) *clientv3.Client {
+	t.Helper()
+	c, err := l.Etcd().Client(background(t))
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = c.Close() })
+	return c
+}
+
+func put(t *testing.T, c *clientv3.Client, key, value string) {
+	t.Helper()
+	if _, err := c.Put(background(t), key, value); err != nil {
+		t.Fatal(err)
+	}
+}
+
+func remove(t *testing.T, c *clientv3.Client, key string) {
+	t.Helper()
+	r, err := c.Delete(background(t), key)
+	if err != nil || r.Deleted != 1 {
+		t.Fatalf("delete %s: %d keys, %v", key, r.Deleted, err)
+	}
+}
+
+// lease is a lease as the store holds it.
+type lease struct {
+	Key         string
+	Value       string
+	PublicIP    string
+	BackendData struct{ VtepMAC string }
+}
+
+// subnet is the IPv4 subnet that the key names.
+func (l lease) subnet() string {
+	first, _, _ := strings.Cut(l.Key, "&")
+	return strings.ReplaceAll(first, "-", "/")
+}
+
+func leases(t *testing.T, l *lab.Lab) []lease {
+	t.Helper()
+	all, err := l.Leases(background(t))
+	if err != nil {
+		t.Fatal(err)
+	}
+	var ls []lease
+	for _, one := range all {
+		parsed := lease{Key: one.Key, Value: one.Value}
+		if err := json.Unmarshal([]byte(one.Value), &parsed); err != nil {
+			t.Fatalf("lease %s: %v", one.Key, err)
+		}
+		ls = append(ls, parsed)
+	}
+	return ls
+}
+
+// leaseOf returns the lease with the host's IPv4 address.
+func leaseOf(t *testing.T, l *lab.Lab, h *lab.Host) lease {
+	t.Helper()
+	ls := leases(t, l)
+	i := slices.IndexFunc(ls, func(one lease) bool { return one.PublicIP == h.Addr(4).String() })
+	if i < 0 {
+		t.Fatalf("no lease of %s among %v", h.Name(), ls)
+	}
+	return ls[i]
+}
+
+// peer is a lease value as a vxlan daemon at ip writes it.
+func peer(ip, mac string) string {
+	return fmt.Sprintf(`{"PublicIP":%q,"PublicIPv6":null,"BackendType":"vxlan","BackendData":{"VNI":1,"VtepMAC":%q}}`, ip, mac)
+}
+
+// kernel is what ip(8) and bridge(8) show of a host's vxlan data path.
+func kernel(ctx context.Context, h *lab.Host) (string, error) {
+	out, err := h.Exec(ctx, "sh", "-c", "ip route show; ip -6 route show; ip neigh show; bridge fdb show")
+	return string(out), err
+}
+
+// expectKernel waits until the host's kernel has all of some lines and none of
+// others. A line is told by a part of it.
+func expectKernel(t *testing.T, h *lab.Host, have, lack []string) {
+	t.Helper()
+	eventually(t, "kernel of "+h.Name(), func() error {
+		state, err := kernel(t.Context(), h)
+		if err != nil {
+			return err
+		}
+		for _, line := range have {
+			if !strings.Contains(state, line) {
+				return fmt.Errorf("no %q in:\n%s", line, state)
+			}
+		}
+		for _, line := range lack {
+			if strings.Contains(state, line) {
+				return fmt.Errorf("%q in:\n%s", line, state)
+			}
+		}
+		return nil
+	})
+}
+
+// entries are the lines that show a peer's data path.
+func entries(subnet, ip, mac string) []string {
+	vtep := netip.MustParsePrefix(subnet).Addr()
+	return []string{
+		fmt.Sprintf("%s via %s dev flannel.1", subnet, vtep),
+		fmt.Sprintf("%s dev flannel.1 lladdr %s PERMANENT", vtep, mac),
+		fmt.Sprintf("%s dev flannel.1 dst %s self permanent", mac, ip),
+	}
+}
+
+func TestFiftyDaemonsGetFiftySubnets(t *testing.T) {
+	l := newLab(t, lab.Config{Hosts: 50}, `{"Type":"alloc"}`)
+	if err := l.StartFlanneld(background(t), lab.FlanneldOptions{}); err != nil {
+		t.Fatal(err)
+	}
+	seen := map[string]string{}
+	for _, one := range leases(t, l) {
+		if other, taken := seen[one.PublicIP]; taken {
+			t.Errorf("%s has %s and %s", one.PublicIP, other, one.Key)
+		}
+		seen[one.PublicIP] = one.Key
+	}
+	if len(seen) != 50 {
+		t.Errorf("%d hosts have a lease, want 50", len(seen))
+	}
+}
+
+func TestPoolThatIsTooSmall(t *testing.T) {
+	const hosts, pool = 20, 16
+	l := newLab(t, lab.Config{
+		Hosts:   hosts,
+		Network: json.RawMessage(`{"Network":"10.5.0.0/20","SubnetLen":24,"SubnetMin":"10.5.0.0","Backend":{"Type":"alloc"}}`),
+	}, "")
+	ctx := background(t)
+	for _, h := range l.Hosts() {
+		if _, err := h.StartFlanneld(ctx, lab.FlanneldOptions{}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	// ready returns the hosts that have a subnet and those that say that there is none.
+	ready := func() (with, without []*lab.Host) {
+		for _, h := range l.Hosts() {
+			if status, _, err := h.Daemon().Get(ctx, "/readyz"); err == nil && status == 200 {
+				with = append(with, h)
+			} else if strings.Contains(h.Daemon().Log(), "out of subnets") {
+				without = append(without, h)
+			}
+		}
+		return with, without
+	}
+	eventually(t, "16 leases", func() error {
+		if with, without := ready(); len(with) != pool || len(without) != hosts-pool {
+			return fmt.Errorf("%d daemons are ready, %d say that there are no subnets left", len(with), len(without))
+		}
+		return nil
+	})
+	if n := len(leases(t, l)); n != pool {
+		t.Errorf("%d leases, want %d", n, pool)
+	}
+	with, without := ready()
+	for _, h := range without {
+		if n := strings.Count(h.Daemon().Log(), "out of subnets"); n != 1 {
+			t.Errorf("%s says %d times that there are no subnets left, want once", h.Name(), n)
+		}
+	}
+	gone := leaseOf(t, l, with[0])
+	with[0].Daemon().Kill()
+	remove(t, store(t, l), subnets+gone.Key)
+	eventually(t, "a host that waited", func() error {
+		for _, h := range without {
+			if status, _, err := h.Daemon().Get(ctx, "/readyz"); err == nil && status == 200 {
+				return nil
+			}
+		}
+		return fmt.Errorf("none is ready")
+	})
+}
+
+func TestRestartKeepsTheSubnet(t *testing.T) {
+	t.Parallel()
+	l := newLab(t, lab.Config{Hosts: 2}, `{"Type":"vxlan"}`)
+	c, h := store(t, l), l.Host(1)
+	d := startOne(t, h, lab.FlanneldOptions{})
+	before := leaseOf(t, l, h)
+
+	restart := func(while func()) lease {
+		t.Helper()
+		d.Kill()
+		while()
+		d = startOne(t, h, lab.FlanneldOptions{})
+		return leaseOf(t, l, h)
+	}
+	forget := func(path string) {
+		t.Helper()
+		if out, err := h.Exec(background(t), "rm", "-r", path); err != nil {
+			t.Fatalf("%v: %s", err, out)
+		}
+	}
+	for name, while := range map[string]func(){
+		"at once":       func() {},
+		"by public IP":  func() { forget("/run/flannel"); forget("/var/lib/flannel") },
+		"by subnet.env": func() { forget("/var/lib/flannel"); remove(t, c, subnets+before.Key) },
+		"by its state":  func() { forget("/run/flannel"); remove(t, c, subnets+before.Key) },
+	} {
+		if after := restart(while); after.Key != before.Key || after.Value != before.Value {
+			t.Errorf("%s: %s %s, want %s %s", name, after.Key, after.Value, before.Key, before.Value)
+		}
+	}
+
+	taken := peer("192.168.77.99", "02:00:00:00:00:99")
+	after := restart(func() {
+		remove(t, c, subnets+before.Key)
+		put(t, c, subnets+before.Key, taken)
+	})
+	if after.Key == before.Key {
+		t.Errorf("the subnet was taken from its new owner: %s", after.Value)
+	}
+	r, err := c.Get(background(t), subnets+before.Key)
+	if err != nil || len(r.Kvs) != 1 || string(r.Kvs[0].Value) != taken {
+		t.Errorf("the new owner's lease is %v (%v), want %s", r.Kvs, err, taken)
+	}
+}
+
+func TestStaleEntriesGoAndForeignOnesStay(t *testing.T) {
+	t.Parallel()
+	l := newLab(t, lab.Config{Hosts: 2}, `{"Type":"vxlan"}`)
+	c, h := store(t, l), l.Host(1)
+	const gone, stays = "02:00:00:00:00:aa", "02:00:00:00:00:bb"
+	put(t, c, subnets+"10.5.200.0-24", peer("192.168.77.200", gone))
+	put(t, c, subnets+"10.5.201.0-24", peer("192.168.77.201", stays))
+	d := startOne(t, h, lab.FlanneldOptions{})
+	expectKernel(t, h, slices.Concat(entries("10.5.200.0/24", "192.168.77.200", gone), entries("10.5.201.0/24", "192.168.77.201", stays)), nil)
+	d.Kill()
+
+	remove(t, c, subnets+"10.5.200.0-24")
+	foreign := []string{
+		"172.30.0.0/16 via 10.5.201.0 dev flannel.1",
+		"10.5.250.0/24 via 192.168.77.254 dev eth0",
+	}
+	for _, args := range []string{
+		"ip route add 10.5.222.0/24 via 10.5.222.0 dev flannel.1 onlink",
+		"ip neigh add 10.5.222.0 lladdr 02:00:00:00:00:cc dev flannel.1 nud permanent",
+		"bridge fdb add 02:00:00:00:00:cc dev flannel.1 dst 192.168.77.222",
+		"ip route add " + foreign[0] + " onlink",
+		"ip route add " + foreign[1],
+	} {
+		if out, err := h.Exec(background(t), "sh", "-c", args); err != nil {
+			t.Fatalf("%s: %v: %s", args, err, out)
+		}
+	}
+	startOne(t, h, lab.FlanneldOptions{})
+	expectKernel(t, h, slices.Concat(entries("10.5.201.0/24", "192.168.77.201", stays), foreign),
+		[]string{gone, "10.5.200.0", "10.5.222.0", "02:00:00:00:00:cc"})
+}
+
+func TestChangedPeerReplacesWhatItWas(t *testing.T) {
+	t.Parallel()
+	l := newLab(t, lab.Config{Hosts: 1}, `{"Type":"vxlan"}`)
+	c, h := store(t, l), l.Host(1)
+	startOne(t, h, lab.FlanneldOptions{})
+	for _, p := range []struct{ ip, mac string }{
+		{"192.168.77.200", "02:00:00:00:00:aa"},
+		{"192.168.77.200", "02:00:00:00:00:bb"},
+		{"192.168.77.201", "02:00:00:00:00:bb"},
+		{"192.168.77.202", "02:00:00:00:00:cc"},
+	} {
+		put(t, c, subnets+"10.5.200.0-24", peer(p.ip, p.mac))
+		want := entries("10.5.200.0/24", p.ip, p.mac)
+		lack := slices.DeleteFunc([]string{"02:00:00:00:00:aa", "02:00:00:00:00:bb", "02:00:00:00:00:cc"}, func(mac string) bool { return mac == p.mac })
+		expectKernel(t, h, want, lack)
+	}
+	remove(t, c, subnets+"10.5.200.0-24")
+	expectKernel(t, h, nil, []string{"10.5.200.0", "02:00:00:00:00:cc"})
+}
+
+func TestGarbageInTheStore(t *testing.T) {
+	t.Parallel()
+	l := newLab(t, lab.Config{Hosts: 2}, `{"Type":"vxlan"}`)
+	startAll(t, l, lab.FlanneldOptions{})
+	c, h := store(t, l), l.Host(1)
+	d := h.Daemon()
+	own := leaseOf(t, l, l.Host(2)).subnet()
+	// Each is told in the log by a part of its line.
+	garbage := map[string]struct{ value, told string }{
+		"garbage":         {"x", "garbage"},
+		"10.5.210.0-24":   {"{", "10.5.210.0-24"},
+		"10.5.211.0-24":   {`{"PublicIP":"192.168.77.211","PublicIPv6":null,"BackendType":"vxlan"}`, "no backend data"},
+		"10.5.212.0-24":   {peer("192.168.77.212", "01:00:5e:00:00:01"), "01:00:5e:00:00:01 is not a unicast address"},
+		"10.5.213.0-24":   {strings.Replace(peer("192.168.77.213", "x"), `"x"`, "null", 1), "without a VtepMAC"},
+		"10.5.214.0-24":   {peer("192.168.77.1", "02:00:00:00:00:14"), "which is our own"},
+		"10.6.0.0-24":     {peer("192.168.77.215", "02:00:00:00:00:15"), "10.6.0.0/24 is outside the Network"},
+		"0.0.0.0-1":       {peer("192.168.77.216", "02:00:00:00:00:16"), "0.0.0.0/1 is outside the Network"},
+		"127.0.0.0-8":     {peer("192.168.77.217", "02:00:00:00:00:17"), "127.0.0.0/8 is outside the Network"},
+		"192.168.77.0-24": {peer("192.168.77.218", "02:00:00:00:00:18"), "192.168.77.0/24 is outside the Network"},
+		"10.5.0.0-16":     {peer("192.168.77.219", "02:00:00:00:00:19"), "10.5.0.0/16 overlaps"},
+		"10.5.220.0-24":   {strings.Repeat("a", 1<<20), "10.5.220.0-24"},
+		"10.5.221.0-24":   {peer("", "02:00:00:00:00:21"), "10.5.221.0-24"},
+	}
+	for key, g := range garbage {
+		put(t, c, subnets+key, g.value)
+	}
+	// What comes behind the garbage is served.
+	put(t, c, subnets+"10.5.230.0-24", peer("192.168.77.230", "02:00:00:00:00:30"))
+	expectKernel(t, h, entries("10.5.230.0/24", "192.168.77.230", "02:00:00:00:00:30"), []string{
+		"10.5.210.0", "10.5.211.0", "10.5.212.0", "10.5.213.0", "10.5.214.0", "10.6.0.0", "0.0.0.0/1", "127.0.0.0/8", "10.5.0.0/16", "10.5.220.0",
+	})
+	expectMatrix(t, l)
+	for key, g := range garbage {
+		if n := strings.Count(d.Log(), g.told); n != 1 {
+			t.Errorf("%s: %d lines in the log with %q, want one", key, n, g.told)
+		}
+	}
+	if n := len(d.Log()); n > 20000 {
+		t.Errorf("the log has %d bytes", n)
+	}
+	if !strings.Contains(fmt.Sprint(h.Routes(t.Context())), own) {
+		t.Errorf("the route to the other host's %s is gone", own)
+	}
+	// The own lease is not changed by somebody else's with our address.
+	if now := leaseOf(t, l, l.Host(2)).subnet(); now != own {
+		t.Errorf("host2 has %s, had %s", now, own)
+	}
+}

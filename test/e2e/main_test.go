@@ -1,0 +1,157 @@
+// Package e2e runs real daemons on hosts of a lab, against a real etcd, and
+// looks at what operators and pods see.
+package e2e
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"os"
+	"path/filepath"
+	"testing"
+	"time"
+
+	"flanneld/pkg/lab"
+	"flanneld/pkg/prefix"
+)
+
+// patience bounds every wait of a test: far more than anything takes.
+const patience = 60 * time.Second
+
+func TestMain(m *testing.M) {
+	lab.RunChild()
+	if os.Geteuid() != 0 {
+		fmt.Fprintln(os.Stderr, "these tests make network namespaces: run them as root")
+		os.Exit(1)
+	}
+	if _, err := os.Stat(flanneld()); err != nil {
+		fmt.Fprintln(os.Stderr, "no daemon to test (make build):", err)
+		os.Exit(1)
+	}
+	os.Exit(m.Run())
+}
+
+// flanneld is the binary under test.
+func flanneld() string {
+	path, err := filepath.Abs("../../bin/flanneld")
+	if err != nil {
+		return ""
+	}
+	return path
+}
+
+// The address families of a lab.
+var (
+	v4   = []prefix.Family{prefix.IPv4}
+	v6   = []prefix.Family{prefix.IPv6}
+	dual = []prefix.Family{prefix.IPv4, prefix.IPv6}
+)
+
+func name(families []prefix.Family) string {
+	switch {
+	case len(families) == 2:
+		return "dual"
+	case families[0] == prefix.IPv6:
+		return "IPv6"
+	default:
+		return "IPv4"
+	}
+}
+
+// background is the context of the test, bounded.
+func background(t *testing.T) context.Context {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(t.Context(), patience)
+	t.Cleanup(cancel)
+	return ctx
+}
+
+// newLab builds a lab whose store has a network with the given backend.
+// Daemons are not started. When the test fails their logs are shown.
+func newLab(t *testing.T, cfg lab.Config, backend string) *lab.Lab {
+	t.Helper()
+	if cfg.Families == nil {
+		cfg.Families = v4
+	}
+	if backend != "" && cfg.Network == nil {
+		network, err := lab.NetworkConfig(cfg.Families, json.RawMessage(backend))
+		if err != nil {
+			t.Fatal(err)
+		}
+		cfg.Network = network
+	}
+	cfg.Flanneld = flanneld()
+	l, err := lab.New(background(t), cfg)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(l.Close)
+	t.Cleanup(func() {
+		if !t.Failed() {
+			return
+		}
+		for _, h := range l.Hosts() {
+			if d := h.Daemon(); d != nil {
+				t.Logf("log of %s:\n%s", h.Name(), d.Log())
+			}
+		}
+	})
+	return l
+}
+
+// startAll starts a daemon and a pod on every host.
+func startAll(t *testing.T, l *lab.Lab, o lab.FlanneldOptions) {
+	t.Helper()
+	ctx := background(t)
+	if err := l.StartFlanneld(ctx, o); err != nil {
+		t.Fatal(err)
+	}
+	if err := l.AddPods(ctx); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// startOne starts a daemon on h and waits until it is ready.
+func startOne(t *testing.T, h *lab.Host, o lab.FlanneldOptions) *lab.Daemon {
+	t.Helper()
+	ctx := background(t)
+	d, err := h.StartFlanneld(ctx, o)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := d.Ready(ctx); err != nil {
+		t.Fatal(err)
+	}
+	return d
+}
+
+// expectMatrix fails the test unless every pod reaches every other.
+func expectMatrix(t *testing.T, l *lab.Lab) {
+	t.Helper()
+	cells := l.Matrix(background(t), l.Families(), 0)
+	if len(cells) == 0 {
+		t.Fatal("no pods to try")
+	}
+	for _, c := range cells {
+		if c.Err != nil {
+			t.Errorf("%s to %s by %s: %v", c.From.Name(), c.To.Name(), c.Family, c.Err)
+		}
+	}
+}
+
+// eventually polls until check returns nil, and fails the test with what it
+// returned last if that takes too long.
+func eventually(t *testing.T, what string, check func() error) {
+	t.Helper()
+	deadline := time.Now().Add(patience)
+	for {
+		err := check()
+		if err == nil {
+			return
+		}
+		if time.Now().After(deadline) {
+			t.Fatalf("%s: %v", what, err)
+		}
+		<-time.After(20 * time.Millisecond)
+	}
+}

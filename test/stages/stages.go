@@ -1,0 +1,187 @@
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"runtime"
+	"strings"
+	"syscall"
+	"time"
+
+	"golang.org/x/sync/errgroup"
+)
+
+const (
+	kernelTests = "^TestKernel"
+	e2eFolder   = "/test/e2e"
+)
+
+func build(ctx context.Context, r *run) error {
+	r.noTests = true
+	cmd := command(ctx, "make", "--no-print-directory", "build")
+	cmd.Stdout, cmd.Stderr = r.out, r.out
+	return cmd.Run()
+}
+
+func unit(ctx context.Context, r *run) error {
+	pkgs, err := packages(ctx)
+	if err != nil {
+		return err
+	}
+	var paths []string
+	for _, p := range pkgs {
+		if !p.endToEnd() {
+			paths = append(paths, p.ImportPath)
+		}
+	}
+	return goTest(ctx, r, append([]string{"-race", "-skip", kernelTests}, paths...)...)
+}
+
+// kernel runs what depends on this machine, so nothing comes from the cache.
+func kernel(ctx context.Context, r *run) error {
+	found, err := find(ctx, regexp.MustCompile(`(?m)^func (TestKernel\w*)\(\w+ \*testing\.T\)`))
+	if err != nil || len(found) == 0 {
+		return err
+	}
+	args := []string{"-race", "-count=1", "-run", kernelTests}
+	for i, f := range found {
+		if i == 0 || f.pkg != found[i-1].pkg {
+			args = append(args, f.pkg)
+		}
+	}
+	return goTest(ctx, r, args...)
+}
+
+// endToEnd gives one package after the other the whole machine.
+func endToEnd(ctx context.Context, r *run) error {
+	pkgs, err := packages(ctx)
+	if err != nil {
+		return err
+	}
+	args := []string{"-race", "-count=1", "-p=1", "-timeout=30m"}
+	before := len(args)
+	for _, p := range pkgs {
+		if p.endToEnd() {
+			args = append(args, p.ImportPath)
+		}
+	}
+	if len(args) == before {
+		return nil
+	}
+	return goTest(ctx, r, args...)
+}
+
+// fuzz runs one target on each CPU at a time. What a target finds stands in
+// its package's testdata/fuzz afterwards and fails the unit stage from then on.
+func fuzz(ctx context.Context, r *run, each string) error {
+	targets, err := find(ctx, regexp.MustCompile(`(?m)^func (Fuzz\w*)\(\w+ \*testing\.F\)`))
+	if err != nil {
+		return err
+	}
+	var group errgroup.Group
+	group.SetLimit(runtime.NumCPU())
+	for _, t := range targets {
+		group.Go(func() error {
+			return goTest(ctx, r, "-run=^$", "-fuzz=^"+t.name+"$", "-fuzztime="+each, "-parallel=1", t.pkg)
+		})
+	}
+	return group.Wait()
+}
+
+// goTest runs `go test -json args` and reports to r. A failed test is no
+// error here, it is counted.
+func goTest(ctx context.Context, r *run, args ...string) error {
+	cmd := command(ctx, "go", append([]string{"test", "-json"}, args...)...)
+	cmd.Stderr = r.out
+	pipe, err := cmd.StdoutPipe()
+	if err != nil {
+		return fmt.Errorf("run go test: %w", err)
+	}
+	if err := cmd.Start(); err != nil {
+		return fmt.Errorf("run go test: %w", err)
+	}
+	p := parser{run: r, output: map[string][]string{}, counts: map[string]*counts{}}
+	readErr := p.read(pipe)
+	err = cmd.Wait()
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if err != nil && r.failed > 0 {
+		err = nil // the failed tests say it better
+	}
+	if err != nil {
+		err = fmt.Errorf("run go test: %w", err)
+	}
+	return errors.Join(err, readErr)
+}
+
+// command returns a command that is asked to end when ctx does.
+func command(ctx context.Context, name string, args ...string) *exec.Cmd {
+	cmd := exec.CommandContext(ctx, name, args...)
+	cmd.Cancel = func() error { return cmd.Process.Signal(syscall.SIGINT) }
+	cmd.WaitDelay = 20 * time.Second
+	return cmd
+}
+
+// pkg is what is needed of `go list -json`.
+type pkg struct {
+	Dir, ImportPath           string
+	TestGoFiles, XTestGoFiles []string
+}
+
+func (p pkg) endToEnd() bool { return strings.Contains(p.ImportPath+"/", e2eFolder+"/") }
+
+func packages(ctx context.Context) ([]pkg, error) {
+	cmd := command(ctx, "go", "list", "-json=Dir,ImportPath,TestGoFiles,XTestGoFiles", "./...")
+	cmd.Stderr = os.Stderr
+	out, err := cmd.Output()
+	if err != nil {
+		return nil, fmt.Errorf("run go list: %w", err)
+	}
+	var pkgs []pkg
+	for dec := json.NewDecoder(strings.NewReader(string(out))); ; {
+		var p pkg
+		err := dec.Decode(&p)
+		if errors.Is(err, io.EOF) {
+			return pkgs, nil
+		}
+		if err != nil {
+			return nil, fmt.Errorf("read go list: %w", err)
+		}
+		pkgs = append(pkgs, p)
+	}
+}
+
+// found is a function of a test file.
+type found struct{ pkg, name string }
+
+// find returns what the first group of re matches in the test files outside
+// the end-to-end tests, package by package.
+func find(ctx context.Context, re *regexp.Regexp) ([]found, error) {
+	pkgs, err := packages(ctx)
+	if err != nil {
+		return nil, err
+	}
+	var all []found
+	for _, p := range pkgs {
+		if p.endToEnd() {
+			continue
+		}
+		for _, file := range append(p.TestGoFiles, p.XTestGoFiles...) {
+			text, err := os.ReadFile(filepath.Join(p.Dir, file))
+			if err != nil {
+				return nil, err
+			}
+			for _, m := range re.FindAllSubmatch(text, -1) {
+				all = append(all, found{p.ImportPath, string(m[1])})
+			}
+		}
+	}
+	return all, nil
+}

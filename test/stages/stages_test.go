@@ -1,0 +1,148 @@
+package main
+
+import (
+	"bytes"
+	"errors"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+)
+
+// module writes a Go module to a folder of its own and makes it the working
+// directory.
+func module(t *testing.T, files map[string]string) {
+	t.Helper()
+	dir := t.TempDir()
+	files["go.mod"] = "module sample\n\ngo 1.26\n"
+	for name, text := range files {
+		path := filepath.Join(dir, name)
+		if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
+			t.Fatal(err)
+		}
+		if err := os.WriteFile(path, []byte(text), 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	t.Chdir(dir)
+}
+
+func test(pkg, body string) string {
+	return "package " + pkg + "\n\nimport \"testing\"\n\n" + body + "\n"
+}
+
+func TestStages(t *testing.T) {
+	module(t, map[string]string{
+		"good/a_test.go": test("good", `func TestGood(t *testing.T) { t.Run("sub", func(*testing.T) {}) }
+func TestKernelGood(t *testing.T) {}
+func FuzzGood(f *testing.F) { f.Fuzz(func(*testing.T, []byte) {}) }`),
+		"bad/a_test.go":         test("bad", `func TestBad(t *testing.T) { t.Error("reason shown") }`),
+		"later/a_test.go":       test("later", `func TestLater(t *testing.T) { t.Skip("not today") }`),
+		"broken/a_test.go":      test("broken", `func TestBroken(t *testing.T) { undefinedName() }`),
+		"panics/a_test.go":      test("panics", `func TestPanics(t *testing.T) { var m map[int]int; m[0] = 1 }`),
+		"test/e2e/a_test.go":    test("e2e", `func TestKernelLooksSo(t *testing.T) {}`),
+		"test/e2ebut/b_test.go": test("e2ebut", `func TestOther(t *testing.T) {}`),
+	})
+	for _, tt := range []struct {
+		stage    string
+		ci       string
+		ok       bool
+		counts   string
+		contains []string
+	}{
+		{stage: "unit", ok: false, counts: "4 passed, 3 failed, 1 skipped", contains: []string{
+			"reason shown", "undefined: undefinedName", "assignment to entry in nil map",
+			"failed: sample/bad.TestBad", "failed: sample/broken", "failed: sample/panics.TestPanics",
+			"skipped: sample/later.TestLater", "not today",
+		}},
+		{stage: "kernel", ci: "true", ok: true, counts: "1 passed, 0 failed, 0 skipped", contains: []string{"sample/good"}},
+		{stage: "e2e", ci: "true", ok: true, counts: "1 passed, 0 failed, 0 skipped", contains: []string{"sample/test/e2e"}},
+		{stage: "fuzz", ci: "true", ok: true, counts: "1 passed, 0 failed, 0 skipped", contains: []string{"sample/good"}},
+	} {
+		t.Run(tt.stage, func(t *testing.T) {
+			t.Setenv("CI", tt.ci)
+			var out bytes.Buffer
+			ok, err := execute(t.Context(), []string{"-fuzztime", "1x", tt.stage}, &out)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if ok != tt.ok {
+				t.Errorf("got ok %v, want %v", ok, tt.ok)
+			}
+			lines := strings.Split(strings.TrimSpace(out.String()), "\n")
+			if got := lines[len(lines)-1]; got != tt.counts {
+				t.Errorf("got last line %q, want %q", got, tt.counts)
+			}
+			for _, want := range tt.contains {
+				if !strings.Contains(out.String(), want) {
+					t.Errorf("%q is missing", want)
+				}
+			}
+			if t.Failed() {
+				t.Log(out.String())
+			}
+		})
+	}
+}
+
+func TestSummary(t *testing.T) {
+	for _, tt := range []struct {
+		name   string
+		run    *run
+		ok     bool
+		result string
+	}{
+		{"passed", &run{counts: counts{passed: 1}}, true, "ok"},
+		{"failed", &run{counts: counts{passed: 1, failed: 1}}, false, "FAIL"},
+		{"skipped", &run{counts: counts{passed: 1, skipped: 1}}, true, "ok"},
+		{"skipped under CI", &run{strict: true, counts: counts{passed: 1, skipped: 1}}, false, "FAIL"},
+		{"no tests", &run{}, true, "no tests"},
+		{"no tests under CI", &run{strict: true}, false, "FAIL"},
+		{"no tests expected", &run{strict: true, noTests: true}, true, "ok"},
+		{"did not run", &run{counts: counts{passed: 1}, err: errors.New("no")}, false, "FAIL"},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			var out bytes.Buffer
+			if ok := summary(&out, []*run{tt.run}); ok != tt.ok {
+				t.Errorf("got ok %v, want %v", ok, tt.ok)
+			}
+			if got := tt.run.result(); got != tt.result {
+				t.Errorf("got %q, want %q", got, tt.result)
+			}
+		})
+	}
+}
+
+func TestChoose(t *testing.T) {
+	if _, err := choose(stages(""), []string{"unti"}); err == nil || !strings.Contains(err.Error(), `"unti"`) {
+		t.Errorf("got error %v, want one that names the unknown stage", err)
+	}
+	got, err := choose(stages(""), []string{"fuzz", "unit"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if diff := cmp.Diff([]string{"fuzz", "unit"}, []string{got[0].name, got[1].name}); diff != "" {
+		t.Error(diff)
+	}
+}
+
+// A stage that needs another one is left out if that one fails; the others run.
+func TestNeeds(t *testing.T) {
+	module(t, map[string]string{
+		"Makefile":           "build:\n\t@echo no compiler; false\n",
+		"a_test.go":          test("sample", `func TestGood(t *testing.T) {}`),
+		"test/e2e/a_test.go": test("e2e", `func TestEndToEnd(t *testing.T) {}`),
+	})
+	var out bytes.Buffer
+	ok, err := execute(t.Context(), []string{"build", "unit", "e2e"}, &out)
+	if err != nil || ok {
+		t.Errorf("got ok %v, error %v, want neither", ok, err)
+	}
+	for _, want := range []string{"no compiler", "e2e: not run: build did not pass", "\n1 passed, 0 failed, 0 skipped\n"} {
+		if !strings.Contains(out.String(), want) {
+			t.Errorf("%q is missing in:\n%s", want, out.String())
+		}
+	}
+}

@@ -1,0 +1,55 @@
+#!/bin/sh
+# Builds the image for this machine's architecture with whatever builder there
+# is and writes it as an OCI archive: image.sh ARCHIVE NAME:TAG
+set -eu
+
+archive=$1 name=$2
+mkdir -p "$(dirname "$archive")"
+archive=$(cd "$(dirname "$archive")" && pwd)/$(basename "$archive")
+rm -f "$archive"
+
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+mkdir "$work/context" "$work/root" "$work/run"
+
+usable() {
+	case $1 in
+	docker) docker buildx version && docker info ;; # neither comes with the client alone
+	*) command -v "$1" ;;
+	esac >/dev/null 2>&1
+}
+
+builder=''
+for b in buildah podman docker; do
+	if usable "$b"; then
+		builder=$b
+		break
+	fi
+done
+if [ -z "$builder" ]; then
+	echo "image: no builder found: install buildah (apt-get install buildah), or podman, or start docker with buildx" >&2
+	exit 1
+fi
+
+make --no-print-directory build
+cp bin/flanneld bin/flannelctl "$work/context/"
+
+epoch=${SOURCE_DATE_EPOCH:-0}
+case $builder in
+buildah)
+	export BUILDAH_ISOLATION=chroot
+	storage="--storage-driver vfs --root $work/root --runroot $work/run"
+	# shellcheck disable=SC2086 # a list of options
+	buildah $storage bud --quiet --timestamp "$epoch" --tag "$name" --file Dockerfile "$work/context" >/dev/null
+	# shellcheck disable=SC2086
+	buildah $storage push --quiet "$name" "oci-archive:$archive:$name"
+	;;
+podman)
+	podman build --quiet --timestamp "$epoch" --tag "$name" --file Dockerfile "$work/context" >/dev/null
+	podman save --quiet --format oci-archive --output "$archive" "$name"
+	;;
+docker)
+	docker buildx build --quiet --tag "$name" --file Dockerfile --output "type=oci,dest=$archive" "$work/context"
+	;;
+esac
+echo "image: $name in $archive (built with $builder)"
