@@ -130,16 +130,26 @@ func (s *Syncer) leases(ctx context.Context) []subnet.Lease {
 // data that cannot be used, or in conflict with one that was there first are
 // refused; the rest are not affected.
 func (s *Syncer) admit(leases []subnet.Lease) ([]subnet.Lease, []subnet.Refusal) {
-	var ours []subnet.Lease
 	var refused []subnet.Refusal
+	refuse := func(l subnet.Lease, format string, args ...any) {
+		refused = append(refused, subnet.Refusal{Key: l.Key, Reason: fmt.Sprintf(format, args...)})
+	}
+	identities := map[string][]string{}
+	var usable []subnet.Lease
 	for _, l := range leases {
 		if l.BackendType != s.Own.BackendType {
-			refused = append(refused, subnet.Refusal{Key: l.Key, Reason: fmt.Sprintf("its backend type is %q, ours %q", l.BackendType, s.Own.BackendType)})
+			refuse(l, "its backend type is %q, ours %q", l.BackendType, s.Own.BackendType)
 			continue
 		}
-		ours = append(ours, l)
+		ids, err := s.Network.Check(l)
+		if err != nil {
+			refuse(l, "%v", err)
+			continue
+		}
+		identities[l.Key] = ids
+		usable = append(usable, l)
 	}
-	accepted, conflicts := subnet.Arbitrate(s.Config, s.Own, ours)
+	accepted, conflicts := subnet.Arbitrate(s.Config, s.Own, usable)
 	refused = append(refused, conflicts...)
 
 	owner := map[string]string{}
@@ -149,16 +159,10 @@ func (s *Syncer) admit(leases []subnet.Lease) ([]subnet.Lease, []subnet.Refusal)
 		}
 	}
 	peers := slices.DeleteFunc(accepted, func(l subnet.Lease) bool {
-		ids, err := s.Network.Check(l)
-		if err != nil {
-			refused = append(refused, subnet.Refusal{Key: l.Key, Reason: err.Error()})
+		ids := identities[l.Key]
+		if i := slices.IndexFunc(ids, func(id string) bool { return owner[id] != "" }); i >= 0 {
+			refuse(l, "its %s is that of %s", ids[i], owner[ids[i]])
 			return true
-		}
-		for _, id := range ids {
-			if first, taken := owner[id]; taken {
-				refused = append(refused, subnet.Refusal{Key: l.Key, Reason: fmt.Sprintf("its %s is that of %s", id, first)})
-				return true
-			}
 		}
 		for _, id := range ids {
 			owner[id] = l.Key

@@ -8,6 +8,7 @@ import (
 	"net/netip"
 	"slices"
 	"strings"
+	"sync"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -22,9 +23,17 @@ import (
 
 // network records what it is asked to do. A lease's data is its identity.
 type network struct {
-	syncs   []string // the keys of each set, "*" in front if it was complete
-	fail    int      // how many Syncs fail first
+	fail    int // how many Syncs fail first
 	outcome backend.Outcome
+
+	mu   sync.Mutex
+	sets []string // the keys of each set, "*" in front if it was complete
+}
+
+func (n *network) syncs() []string {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	return slices.Clone(n.sets)
 }
 
 func (*network) MTU() int                 { return 1450 }
@@ -49,7 +58,9 @@ func (n *network) Sync(_ context.Context, peers backend.Set) (backend.Outcome, e
 	if peers.Complete {
 		s = "*" + s
 	}
-	n.syncs = append(n.syncs, s)
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	n.sets = append(n.sets, s)
 	if n.fail > 0 {
 		n.fail--
 		return backend.Outcome{}, errors.New("kernel says no")
@@ -105,7 +116,7 @@ func run(t *testing.T, n *network, known ...subnet.Lease) (*backend.Syncer, func
 func expectSyncs(t *testing.T, n *network, want ...string) {
 	t.Helper()
 	synctest.Wait()
-	if diff := cmp.Diff(want, n.syncs); diff != "" {
+	if diff := cmp.Diff(want, n.syncs()); diff != "" {
 		t.Errorf("syncs (-want +got):\n%s", diff)
 	}
 }
@@ -170,8 +181,8 @@ func TestFailureIsRetriedAndLoggedOnce(t *testing.T) {
 		n := &network{fail: 4}
 		_, log := run(t, n)
 		advance(30 * time.Second)
-		if len(n.syncs) != 5 {
-			t.Errorf("%d syncs, want 4 failures and a success", len(n.syncs))
+		if len(n.syncs()) != 5 {
+			t.Errorf("%d syncs, want 4 failures and a success", len(n.syncs()))
 		}
 		for text, want := range map[string]int{"kernel says no": 1, "in order again": 1} {
 			if got := strings.Count(log(), text); got != want {
@@ -186,8 +197,8 @@ func TestRefusalForACauseThatMayPassIsRetried(t *testing.T) {
 		n := &network{outcome: backend.Outcome{Retry: true, Refused: []subnet.Refusal{{Key: "host2", Reason: "out of reach"}}}}
 		run(t, n)
 		advance(time.Minute)
-		if len(n.syncs) < 5 {
-			t.Errorf("%d syncs in a minute", len(n.syncs))
+		if len(n.syncs()) < 5 {
+			t.Errorf("%d syncs in a minute", len(n.syncs()))
 		}
 	})
 }
@@ -204,7 +215,7 @@ func TestPeersOfAForgetfulStoreAreKept(t *testing.T) {
 			t.Errorf("not in the log:\n%s", log())
 		}
 		advance(subnet.TTL + 2*time.Hour)
-		if last := n.syncs[len(n.syncs)-1]; last != "*" {
+		if last := n.syncs()[len(n.syncs())-1]; last != "*" {
 			t.Errorf("after the TTL: %q", last)
 		}
 	})

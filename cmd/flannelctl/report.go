@@ -4,11 +4,14 @@ import (
 	"cmp"
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"slices"
 	"strings"
 	"text/tabwriter"
 	"time"
+
+	"golang.org/x/sys/unix"
 
 	"flanneld/pkg/lab"
 	"flanneld/pkg/prefix"
@@ -20,6 +23,8 @@ type report struct {
 	Hosts  []hostReport  `json:"hosts"`
 	Leases []leaseReport `json:"leases"`
 	Matrix []cellReport  `json:"matrix"`
+	// LeasesError says why the leases could not be read.
+	LeasesError string `json:"leasesError,omitempty"`
 }
 
 type hostReport struct {
@@ -81,18 +86,30 @@ func observe(ctx context.Context, l *lab.Lab) (report, error) {
 		r.OK = r.OK && host.Flanneld == running
 		r.Hosts = append(r.Hosts, host)
 	}
+	// The store may be away; what that changes is worth watching.
+	if err := r.readLeases(ctx, l); err != nil {
+		r.LeasesError = err.Error()
+	}
+	return r, nil
+}
+
+func (r *report) readLeases(ctx context.Context, l *lab.Lab) error {
+	ctx, cancel := context.WithTimeout(ctx, 2*time.Second)
+	defer cancel()
 	leases, err := l.Leases(ctx)
 	if err != nil {
-		return r, err
+		return err
 	}
 	for _, lease := range leases {
 		value := json.RawMessage(lease.Value)
 		if !json.Valid(value) {
-			value, _ = json.Marshal(lease.Value)
+			if value, err = json.Marshal(lease.Value); err != nil {
+				return err
+			}
 		}
 		r.Leases = append(r.Leases, leaseReport{Subnet: lease.Key, Value: value, Seconds: int(lease.TTL.Seconds())})
 	}
-	return r, nil
+	return nil
 }
 
 func observeHost(ctx context.Context, h *lab.Host) (hostReport, error) {
@@ -115,7 +132,8 @@ func observeHost(ctx context.Context, h *lab.Host) (hostReport, error) {
 	}
 	for _, route := range routes {
 		f := prefix.FamilyOf(route.Dst.Addr())
-		if route.Dev != lab.PodBridge && slices.Contains(own, f) && prefix.Contains(lab.PodNetwork(f), route.Dst) {
+		kernels := route.Protocol == unix.RTPROT_KERNEL || route.Dev == lab.PodBridge
+		if !kernels && slices.Contains(own, f) && prefix.Contains(lab.PodNetwork(f), route.Dst) {
 			r.Routes = append(r.Routes, route.String())
 		}
 	}
@@ -138,6 +156,9 @@ func (r report) verdict() error {
 			return fmt.Errorf("flanneld has ended: %s", h.Flanneld)
 		}
 	}
+	if r.LeasesError != "" {
+		return errors.New(r.LeasesError)
+	}
 	return nil
 }
 
@@ -154,6 +175,7 @@ func (r report) fingerprint() string {
 	for _, l := range r.Leases {
 		fmt.Fprintln(&b, l.Subnet, string(l.Value))
 	}
+	fmt.Fprintln(&b, r.LeasesError)
 	return b.String()
 }
 
@@ -269,6 +291,10 @@ func bits(bps float64) string {
 
 func (r report) writeLeases(b *strings.Builder) {
 	w := table(b)
+	if r.LeasesError != "" {
+		fmt.Fprintf(b, "LEASES CANNOT BE READ\n%s\n\n", r.LeasesError)
+		return
+	}
 	fmt.Fprintln(w, "LEASE\tPUBLIC IP\tBACKEND\tEXPIRES")
 	for _, l := range r.Leases {
 		var v struct{ PublicIP, PublicIPv6, BackendType string }

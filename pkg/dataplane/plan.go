@@ -3,7 +3,6 @@ package dataplane
 import (
 	"cmp"
 	"fmt"
-	"maps"
 	"net/netip"
 	"slices"
 
@@ -124,9 +123,12 @@ func (p *planner) addrs() {
 // inTheWay reports whether a keeps a wanted address from its device: an IPv6
 // address is there once, with one prefix length.
 func (p *planner) inTheWay(a Addr) bool {
-	return a.Prefix.Addr().Is6() && slices.ContainsFunc(slices.Collect(maps.Keys(p.want.Addrs)), func(w Addr) bool {
-		return w.Dev == a.Dev && w.Prefix.Addr() == a.Prefix.Addr()
-	})
+	for w := range p.want.Addrs {
+		if a.Prefix.Addr().Is6() && w.Dev == a.Dev && w.Prefix.Addr() == a.Prefix.Addr() {
+			return true
+		}
+	}
+	return false
 }
 
 // object is a value that knows its own key.

@@ -3,7 +3,6 @@ package lab
 import (
 	"bufio"
 	"context"
-	"crypto/tls"
 	"encoding/json"
 	"fmt"
 	"net"
@@ -22,36 +21,48 @@ import (
 type EtcdOptions struct {
 	Disabled bool // no store at all
 
-	// CertFile and KeyFile make the store speak TLS; with ClientCAFile it asks
-	// for client certificates as well. Clients is what the lab's own clients
-	// then use.
-	CertFile, KeyFile, ClientCAFile string
-	Clients                         *tls.Config
+	// TLS makes the store speak TLS, with ClientCerts also ask for the clients'
+	// certificates. Clients of the lab and its daemons are told what they need.
+	TLS, ClientCerts bool
 }
 
 // Etcd is a store of one member, in a process of its own on the router.
 type Etcd struct {
 	n     *Namespace
 	addrs []netip.Addr
-	opt   EtcdOptions
+	files TLSFiles // zero without TLS
 
 	mu   sync.Mutex
 	proc *process // nil before the first start
 }
 
-const etcdDir = "/var/lib/etcd" // in the router's namespace
+// In the router's namespace.
+const (
+	etcdDir = "/var/lib/etcd"
+	tlsDir  = "/run/etcd-tls"
+)
 
-func newEtcd(n *Namespace, addrs []netip.Addr, opt EtcdOptions) *Etcd {
-	return &Etcd{n: n, addrs: addrs, opt: opt}
+func newEtcd(n *Namespace, addrs []netip.Addr, opt EtcdOptions) (*Etcd, error) {
+	e := &Etcd{n: n, addrs: addrs}
+	if !opt.TLS {
+		return e, nil
+	}
+	var err error
+	e.files, err = writeTLSFiles(n.Path(tlsDir), addrs, opt.ClientCerts)
+	return e, err
 }
+
+// TLSFiles returns the files that a client needs; zero without TLS.
+func (e *Etcd) TLSFiles() TLSFiles { return e.files }
 
 // Start starts the store on the data that is there, and waits until it serves.
 // It must not be running.
 func (e *Etcd) Start(ctx context.Context) error {
-	arg, err := json.Marshal(etcdConfig{
-		Dir: etcdDir, URLs: e.Endpoints(),
-		CertFile: e.opt.CertFile, KeyFile: e.opt.KeyFile, ClientCAFile: e.opt.ClientCAFile,
-	})
+	cfg := etcdConfig{Dir: etcdDir, URLs: e.Endpoints(), CertFile: e.files.serverCert, KeyFile: e.files.serverKey}
+	if e.files.ClientCert != "" {
+		cfg.ClientCAFile = e.files.CA
+	}
+	arg, err := json.Marshal(cfg)
 	if err != nil {
 		return err
 	}
@@ -98,7 +109,7 @@ func (e *Etcd) Endpoints() []string {
 
 func (e *Etcd) url(a netip.Addr) string {
 	scheme := "http://"
-	if e.opt.CertFile != "" {
+	if e.files.CA != "" {
 		scheme = "https://"
 	}
 	return scheme + netip.AddrPortFrom(a, 2379).String()
@@ -109,7 +120,6 @@ func (e *Etcd) url(a netip.Addr) string {
 func (e *Etcd) Client(ctx context.Context, change ...func(*clientv3.Config)) (*clientv3.Client, error) {
 	cfg := clientv3.Config{
 		Endpoints: e.Endpoints(),
-		TLS:       e.opt.Clients,
 		Context:   context.WithoutCancel(ctx),
 		Logger:    zap.NewNop(),
 		DialOptions: []grpc.DialOption{
@@ -117,6 +127,12 @@ func (e *Etcd) Client(ctx context.Context, change ...func(*clientv3.Config)) (*c
 				return e.n.Dial(ctx, "tcp", addr)
 			}),
 		},
+	}
+	if e.files.CA != "" {
+		var err error
+		if cfg.TLS, err = e.files.clientConfig(); err != nil {
+			return nil, fmt.Errorf("make etcd client: %w", err)
+		}
 	}
 	for _, f := range change {
 		f(&cfg)

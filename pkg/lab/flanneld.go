@@ -38,9 +38,7 @@ func (h *Host) StartFlanneld(ctx context.Context, o FlanneldOptions) (*Daemon, e
 		return nil, errors.New("start flanneld: no binary given")
 	}
 	args := []string{"--healthz-ip=127.0.0.1", "--healthz-port=" + healthPort}
-	if url := h.EtcdEndpoint(); url != "" {
-		args = append(args, "--etcd-endpoints="+url)
-	}
+	args = append(args, h.storeArgs()...)
 	p, err := startProcess(ctx, h.Namespace, processSpec{
 		name: "flanneld", path: o.Path, args: append(args, o.Args...), env: childEnv(o.Env),
 	})
@@ -52,6 +50,22 @@ func (h *Host) StartFlanneld(ctx context.Context, o FlanneldOptions) (*Daemon, e
 	h.daemons = append(h.daemons, d)
 	h.mu.Unlock()
 	return d, nil
+}
+
+// storeArgs tell the daemon how to reach the store.
+func (h *Host) storeArgs() []string {
+	if h.lab.etcd == nil {
+		return nil
+	}
+	args := []string{"--etcd-endpoints=" + h.EtcdEndpoint()}
+	files := h.lab.etcd.TLSFiles()
+	if files.CA != "" {
+		args = append(args, "--etcd-cafile="+files.CA)
+	}
+	if files.ClientCert != "" {
+		args = append(args, "--etcd-certfile="+files.ClientCert, "--etcd-keyfile="+files.ClientKey)
+	}
+	return args
 }
 
 // EtcdEndpoint returns the store's URL on the host's own segment; empty if

@@ -3,6 +3,7 @@ package lab
 import (
 	"context"
 	"fmt"
+	"net"
 	"net/netip"
 	"slices"
 	"strings"
@@ -19,6 +20,7 @@ type Host struct {
 	*Namespace
 	lab             *Lab
 	number, segment int
+	mac             net.HardwareAddr // of eth0
 
 	mu      sync.Mutex
 	daemons []*Daemon

@@ -138,11 +138,16 @@ func (l *Lab) build(ctx context.Context) (err error) {
 			return fmt.Errorf("build host%d: %w", i, err)
 		}
 	}
+	if err := l.pinNeighbours(ctx); err != nil {
+		return fmt.Errorf("build underlay: %w", err)
+	}
 	l.cfg.Progress(fmt.Sprintf("%s on %s", count(l.cfg.Hosts, "host"), count(l.cfg.Segments, "L2 segment")))
 	if l.cfg.Etcd.Disabled {
 		return nil
 	}
-	l.etcd = newEtcd(l.underlay, l.endpointAddrs(), l.cfg.Etcd)
+	if l.etcd, err = newEtcd(l.underlay, l.endpointAddrs(), l.cfg.Etcd); err != nil {
+		return fmt.Errorf("prepare etcd: %w", err)
+	}
 	if err := l.etcd.Start(ctx); err != nil {
 		return err
 	}

@@ -159,6 +159,7 @@ func (n *Namespace) Listen(ctx context.Context, network, address string) (l net.
 // error. It is killed when ctx ends, and with the namespace.
 func (n *Namespace) Exec(ctx context.Context, name string, args ...string) ([]byte, error) {
 	cmd := exec.CommandContext(ctx, name, args...)
+	cmd.Cancel = func() error { return unix.Kill(-cmd.Process.Pid, unix.SIGKILL) } // its children, too
 	out := newLog()
 	cmd.Stdout, cmd.Stderr = out, out
 	if err := n.start(cmd); err != nil {

@@ -3,7 +3,6 @@ package lab_test
 import (
 	"bufio"
 	"context"
-	"errors"
 	"fmt"
 	"os"
 	"os/exec"
@@ -13,8 +12,6 @@ import (
 	"syscall"
 	"testing"
 	"time"
-
-	clientv3 "go.etcd.io/etcd/client/v3"
 
 	"flanneld/pkg/lab"
 )
@@ -179,109 +176,6 @@ func executable(t *testing.T) string {
 		t.Fatal(err)
 	}
 	return self
-}
-
-func TestTwoLabs(t *testing.T) {
-	a, b := newLab(t, lab.Config{Hosts: 1, Network: []byte(`{"lab":"a"}`)}), newLab(t, lab.Config{Hosts: 1, Network: []byte(`{"lab":"b"}`)})
-	for l, want := range map[*lab.Lab]string{a: `{"lab":"a"}`, b: `{"lab":"b"}`} {
-		if got := get(t, client(t, l), lab.Prefix+"/config"); got != want {
-			t.Errorf("got %s, want %s", got, want)
-		}
-	}
-}
-
-func client(t *testing.T, l *lab.Lab) *clientv3.Client {
-	t.Helper()
-	c, err := l.Etcd().Client(t.Context())
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { c.Close() })
-	return c
-}
-
-func get(t *testing.T, c *clientv3.Client, key string) string {
-	t.Helper()
-	ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)
-	defer cancel()
-	resp, err := c.Get(ctx, key)
-	if err != nil {
-		t.Fatal(err)
-	}
-	if len(resp.Kvs) == 0 {
-		return ""
-	}
-	return string(resp.Kvs[0].Value)
-}
-
-func TestEtcdSurvives(t *testing.T) {
-	l := newLab(t, lab.Config{Hosts: 1, Families: dual, Network: []byte("{}")})
-	c := client(t, l)
-	if _, err := c.Put(t.Context(), "key", "value"); err != nil {
-		t.Fatal(err)
-	}
-	e := l.Etcd()
-
-	if err := e.Stop(); err != nil {
-		t.Fatal(err)
-	}
-	frozen, cancel := context.WithTimeout(t.Context(), 200*time.Millisecond)
-	defer cancel()
-	if _, err := c.Get(frozen, "key"); !errors.Is(err, context.DeadlineExceeded) {
-		t.Errorf("a frozen store answers: %v", err)
-	}
-	if err := e.Cont(); err != nil {
-		t.Fatal(err)
-	}
-	if got := get(t, c, "key"); got != "value" {
-		t.Errorf("after SIGCONT: %q", got)
-	}
-
-	e.Kill()
-	if _, err := l.Host(1).Dial(t.Context(), "tcp", strings.TrimPrefix(l.Host(1).EtcdEndpoint(), "http://")); err == nil {
-		t.Error("a killed store accepts connections")
-	}
-	if err := e.Restart(t.Context()); err != nil {
-		t.Fatal(err)
-	}
-	if got := get(t, c, "key"); got != "value" {
-		t.Errorf("after restart: %q", got)
-	}
-	if err := e.Wipe(t.Context()); err != nil {
-		t.Fatal(err)
-	}
-	if got := get(t, c, "key"); got != "" {
-		t.Errorf("after wiping: %q", got)
-	}
-}
-
-func TestEtcdThatCannotStart(t *testing.T) {
-	_, err := lab.New(t.Context(), lab.Config{Hosts: 1, Etcd: lab.EtcdOptions{CertFile: "/nowhere.crt", KeyFile: "/nowhere.key"}})
-	if err == nil || !strings.Contains(err.Error(), "nowhere") {
-		t.Errorf("got %v, want the file named", err)
-	}
-}
-
-func TestLeases(t *testing.T) {
-	l := newLab(t, lab.Config{Hosts: 1})
-	c := client(t, l)
-	lease, err := c.Grant(t.Context(), 3600)
-	if err != nil {
-		t.Fatal(err)
-	}
-	if _, err := c.Put(t.Context(), lab.Prefix+"/subnets/10.5.1.0-24", "{}", clientv3.WithLease(lease.ID)); err != nil {
-		t.Fatal(err)
-	}
-	if _, err := c.Put(t.Context(), lab.Prefix+"/subnets/10.5.2.0-24", "{}"); err != nil {
-		t.Fatal(err)
-	}
-	got, err := l.Leases(t.Context())
-	if err != nil {
-		t.Fatal(err)
-	}
-	if len(got) != 2 || got[0].Key != "10.5.1.0-24" || got[0].TTL < time.Minute || got[1].TTL != 0 {
-		t.Errorf("got %+v", got)
-	}
 }
 
 func script(t *testing.T, text string) string {

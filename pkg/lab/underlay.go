@@ -87,8 +87,56 @@ func (l *Lab) attach(ctx context.Context, host *Host) error {
 		gateway := func(p netip.Prefix) netip.Addr {
 			return segmentAddr(prefix.FamilyOf(p.Addr()), host.segment, router).Addr()
 		}
-		return configure(h, addrs, gateway)
+		if err := configure(h, addrs, gateway); err != nil {
+			return err
+		}
+		eth0, err := h.LinkByName("eth0")
+		if err != nil {
+			return fmt.Errorf("find eth0: %w", err)
+		}
+		host.mac = eth0.Attrs().HardwareAddr
+		return nil
 	})
+}
+
+// maxLearned is the number of hosts up to which they resolve each other.
+const maxLearned = 20
+
+// pinNeighbours gives the hosts of a big lab permanent entries for each other.
+// The kernel counts the resolved neighbours of all namespaces against one
+// limit, 1024 unless the machine says otherwise, and a mesh of 32 hosts is
+// beyond that.
+func (l *Lab) pinNeighbours(ctx context.Context) error {
+	if len(l.hosts) <= maxLearned {
+		return nil
+	}
+	for _, host := range l.hosts {
+		err := host.Netlink(ctx, func(h *netlink.Handle) error {
+			eth0, err := h.LinkByName("eth0")
+			if err != nil {
+				return fmt.Errorf("find eth0: %w", err)
+			}
+			for _, peer := range l.hosts {
+				if peer == host || peer.segment != host.segment {
+					continue
+				}
+				for _, f := range l.cfg.Families {
+					n := &netlink.Neigh{
+						LinkIndex: eth0.Attrs().Index, State: netlink.NUD_PERMANENT,
+						IP: peer.Addr(f).AsSlice(), HardwareAddr: peer.mac,
+					}
+					if err := h.NeighSet(n); err != nil {
+						return fmt.Errorf("add neighbour %s: %w", peer.Addr(f), err)
+					}
+				}
+			}
+			return nil
+		})
+		if err != nil {
+			return fmt.Errorf("%s: %w", host.name, err)
+		}
+	}
+	return nil
 }
 
 // plug adds a veth pair and makes its near end a port of bridge.

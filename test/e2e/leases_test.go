@@ -57,6 +57,7 @@ func (l lease) subnet() string {
 	return strings.ReplaceAll(first, "-", "/")
 }
 
+// leases returns the leases that can be read.
 func leases(t *testing.T, l *lab.Lab) []lease {
 	t.Helper()
 	all, err := l.Leases(background(t))
@@ -66,10 +67,9 @@ func leases(t *testing.T, l *lab.Lab) []lease {
 	var ls []lease
 	for _, one := range all {
 		parsed := lease{Key: one.Key, Value: one.Value}
-		if err := json.Unmarshal([]byte(one.Value), &parsed); err != nil {
-			t.Fatalf("lease %s: %v", one.Key, err)
+		if json.Unmarshal([]byte(one.Value), &parsed) == nil {
+			ls = append(ls, parsed)
 		}
-		ls = append(ls, parsed)
 	}
 	return ls
 }
@@ -327,8 +327,9 @@ func TestGarbageInTheStore(t *testing.T) {
 	})
 	expectMatrix(t, l)
 	for key, g := range garbage {
-		if n := strings.Count(d.Log(), g.told); n != 1 {
-			t.Errorf("%s: %d lines in the log with %q, want one", key, n, g.told)
+		lines := slices.DeleteFunc(strings.Split(d.Log(), "\n"), func(line string) bool { return !strings.Contains(line, g.told) })
+		if len(lines) != 1 {
+			t.Errorf("%s: %d lines in the log with %q, want one:\n%s", key, len(lines), g.told, strings.Join(lines, "\n"))
 		}
 	}
 	if n := len(d.Log()); n > 20000 {

@@ -317,7 +317,7 @@ func (d *daemon) serve(ctx context.Context, be backend.Backend, now lastKnown) (
 	}
 	ledger := &subnet.Ledger{}
 	ledger.Restore(now.Peers)
-	d.saver.save(now)
+	d.saver.saveNow(now)
 	syncer := backend.NewSyncer(backend.SyncerConfig{
 		Config: now.Config, Own: now.Own, Network: network, Ledger: ledger, Resync: d.opts.Resync,
 		OnSync: func(complete bool, err error) {

@@ -46,18 +46,19 @@ func (k *fileKeeper) step(ctx context.Context) error {
 	return err
 }
 
-// savePause is the least time between two writes of the state file: it is a
-// help for the next start, not a journal.
+// savePause is the least time between two writes of the state file in the
+// background: it is a help for the next start, not a journal.
 const savePause = 2 * time.Second
 
-// saver writes the state file in the background. A nil saver does nothing.
+// saver writes the state file. A nil saver does nothing.
 type saver struct {
 	file    *state.File[lastKnown]
 	loop    *loop.Loop
 	failing bool
 
 	mu      sync.Mutex
-	pending *lastKnown
+	pending *lastKnown // newer than the file; nil if nothing is
+	writing sync.Mutex // held over a write
 }
 
 func newSaver(file *state.File[lastKnown]) *saver {
@@ -66,7 +67,8 @@ func newSaver(file *state.File[lastKnown]) *saver {
 	return s
 }
 
-// save notes the state; what it refers to must not change any more.
+// save has the state written before long; what it refers to must not change
+// any more.
 func (s *saver) save(now lastKnown) {
 	if s == nil {
 		return
@@ -80,34 +82,49 @@ func (s *saver) save(now lastKnown) {
 func (s *saver) run(ctx context.Context) error { return s.loop.Run(ctx) }
 
 func (s *saver) step(ctx context.Context) error {
-	err := s.flush()
+	wrote, err := s.flush()
 	if err != nil && !s.failing {
 		klog.FromContext(ctx).Error(err, "the last known state is not kept, trying again")
 	}
 	s.failing = err != nil
-	select {
-	case <-ctx.Done():
-	case <-time.After(savePause):
+	if wrote {
+		select {
+		case <-ctx.Done():
+		case <-time.After(savePause):
+		}
 	}
 	return err
 }
 
-func (s *saver) flush() error {
+// flush writes what is pending now.
+func (s *saver) flush() (wrote bool, err error) {
+	s.writing.Lock()
+	defer s.writing.Unlock()
 	s.mu.Lock()
 	pending := s.pending
+	s.pending = nil
 	s.mu.Unlock()
 	if pending == nil {
-		return nil
+		return false, nil
 	}
 	if err := s.file.Save(*pending); err != nil {
-		return err
+		s.mu.Lock()
+		if s.pending == nil {
+			s.pending = pending
+		}
+		s.mu.Unlock()
+		return false, err
 	}
-	s.mu.Lock()
-	if s.pending == pending {
-		s.pending = nil
+	return true, nil
+}
+
+// saveNow writes the state before anybody depends on it.
+func (s *saver) saveNow(now lastKnown) {
+	if s == nil {
+		return
 	}
-	s.mu.Unlock()
-	return nil
+	s.save(now)
+	_, _ = s.flush() // the loop tries again, and reports
 }
 
 // close writes what is pending and lets the file go.
@@ -115,6 +132,6 @@ func (s *saver) close() {
 	if s == nil {
 		return
 	}
-	_ = s.flush()
+	_, _ = s.flush()
 	_ = s.file.Close()
 }

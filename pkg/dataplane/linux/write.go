@@ -8,6 +8,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"flanneld/pkg/dataplane"
+	"flanneld/pkg/prefix"
 )
 
 // Apply implements dataplane.Kernel. Links are handled one by one; runs of
@@ -64,12 +65,49 @@ func (k *Kernel) applyRun(ctx context.Context, ops []dataplane.Op) []dataplane.O
 	errs := k.sock.send(ctx, len(ready), func(i int, m *message) {
 		encode(m, ready[i], indexes[deviceOf(ready[i].Object)])
 	})
+	k.detour(ctx, ready, indexes, errs)
 	for i, op := range ready {
 		if err := errs[i]; err != nil && !harmless(op, err) {
 			failed = append(failed, dataplane.OpError{Op: op, Err: err})
 		}
 	}
 	return failed
+}
+
+// hostMetric is the metric of the passing routes of detour.
+const hostMetric = 1
+
+// detour tries again the IPv6 routes that the kernel refused because another
+// route, often the very one to be replaced, leads to their gateway through
+// another device: an onlink flag does not help against that, but a passing
+// route to the gateway alone does.
+func (k *Kernel) detour(ctx context.Context, ops []dataplane.Op, indexes map[string]int, errs map[int]error) {
+	var again []int
+	for i, op := range ops {
+		r, ok := op.Object.(dataplane.Route)
+		if ok && !op.Delete && r.OnLink && r.Gateway.Is6() && errors.Is(errs[i], unix.EINVAL) {
+			again = append(again, i)
+		}
+	}
+	const steps = 3
+	failed := k.sock.send(ctx, steps*len(again), func(i int, m *message) {
+		op := ops[again[i/steps]]
+		r := op.Object.(dataplane.Route)
+		index := indexes[r.Dev]
+		host := dataplane.NewRoute(prefix.Host(r.Gateway), netip.Addr{}, r.Dev, false)
+		host.Priority = hostMetric
+		switch i % steps {
+		case 0:
+			encodeRoute(m, unix.RTM_NEWROUTE, unix.NLM_F_CREATE|unix.NLM_F_EXCL, host, index)
+		case 1:
+			encode(m, op, index)
+		case 2:
+			encodeRoute(m, unix.RTM_DELROUTE, 0, host, index)
+		}
+	})
+	for j, i := range again {
+		errs[i] = failed[steps*j+1]
+	}
 }
 
 // harmless reports whether err says that op is already true.

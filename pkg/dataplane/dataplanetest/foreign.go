@@ -1,0 +1,102 @@
+package dataplanetest
+
+import (
+	"errors"
+	"net/netip"
+	"syscall"
+
+	"flanneld/pkg/dataplane"
+)
+
+// Append implements World.
+func (k *Kernel) Append(objects ...dataplane.Object) error {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	for _, o := range objects {
+		if err := k.append(o); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func (k *Kernel) append(o dataplane.Object) error {
+	switch o := o.(type) {
+	case dataplane.Link:
+		if _, ok := k.devices[o.Name]; ok {
+			return syscall.EEXIST
+		}
+		d := k.newDevice(o)
+		if d.Up {
+			k.up(d)
+		}
+		return nil
+	case dataplane.FDB:
+		return k.putFDB(o)
+	case dataplane.Route:
+		return k.appendRoute(o)
+	}
+	return k.put(o)
+}
+
+func (k *Kernel) appendRoute(r dataplane.Route) error {
+	if r.Multipath && r.Dst.Addr().Is6() {
+		r.Multipath = false
+		r.Dev = "eth0"
+		for _, gw := range []string{"fd00:77::8", "fd00:77::9"} {
+			r.Gateway = netip.MustParseAddr(gw)
+			if err := k.routes.append(r); err != nil {
+				return err
+			}
+		}
+		return nil
+	}
+	if err := k.usable(r); err != nil {
+		return err
+	}
+	return k.routes.append(r)
+}
+
+// Remove implements World.
+func (k *Kernel) Remove(objects ...dataplane.Object) error {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	for _, o := range objects {
+		k.remove(o)
+	}
+	return nil
+}
+
+// SetUp implements World.
+func (k *Kernel) SetUp(dev string, up bool) error {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	d, ok := k.devices[dev]
+	switch {
+	case !ok:
+		return syscall.ENODEV
+	case up && !d.Up:
+		k.up(d)
+	case !up && d.Up:
+		k.down(d)
+	}
+	return nil
+}
+
+// Learn implements World.
+func (k *Kernel) Learn(n dataplane.Neigh) error {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	return k.putNeigh(n, false)
+}
+
+// AcceptRA implements World.
+func (k *Kernel) AcceptRA(dev string) (string, error) {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	d, ok := k.devices[dev]
+	if !ok {
+		return "", errors.New("no such device")
+	}
+	return d.acceptRA, nil
+}

@@ -1,0 +1,328 @@
+package dataplanetest
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net/netip"
+	"slices"
+	"sync"
+	"syscall"
+
+	"flanneld/pkg/dataplane"
+	"flanneld/pkg/prefix"
+)
+
+// Kernel is a kernel in memory. It is safe for concurrent use.
+type Kernel struct {
+	mu      sync.Mutex
+	devices map[string]*device
+	routes  table
+}
+
+// device is a link with what goes when it goes, but for routes.
+type device struct {
+	dataplane.Link
+	acceptRA string
+	addrs    []netip.Prefix
+	neighs   map[netip.Addr]neigh
+	fdb      map[dataplane.MAC]dataplane.FDB
+}
+
+type neigh struct {
+	mac       dataplane.MAC
+	permanent bool
+}
+
+var _ World = (*Kernel)(nil)
+
+// New returns a kernel with the device eth0 of World.
+func New() *Kernel {
+	k := &Kernel{devices: map[string]*device{}}
+	eth0 := k.newDevice(dataplane.Link{Name: "eth0", Kind: "veth", MTU: 1500})
+	eth0.addrs = []netip.Prefix{netip.MustParsePrefix("192.168.77.1/24"), netip.MustParsePrefix("fd00:77::1/64")}
+	k.up(eth0)
+	return k
+}
+
+func (k *Kernel) newDevice(l dataplane.Link) *device {
+	d := &device{Link: l, acceptRA: "1", neighs: map[netip.Addr]neigh{}, fdb: map[dataplane.MAC]dataplane.FDB{}}
+	k.devices[l.Name] = d
+	return d
+}
+
+// Read implements dataplane.Kernel.
+func (k *Kernel) Read(ctx context.Context, s dataplane.Scope) (dataplane.State, error) {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	state := dataplane.NewState()
+	if err := ctx.Err(); err != nil {
+		return state, err
+	}
+	within := func(p netip.Prefix) bool {
+		return slices.ContainsFunc(s.Networks, func(n netip.Prefix) bool { return prefix.Contains(n, p) })
+	}
+	for _, name := range s.Devices {
+		d, ok := k.devices[name]
+		if !ok {
+			continue
+		}
+		state.Add(d.Link)
+		for _, a := range d.addrs {
+			if within(prefix.Host(a.Addr())) {
+				state.Add(dataplane.Addr{Dev: name, Prefix: a})
+			}
+		}
+		for ip, n := range d.neighs {
+			if n.permanent && within(prefix.Host(ip)) {
+				state.Add(dataplane.Neigh{NeighKey: dataplane.NeighKey{Dev: name, IP: ip}, MAC: n.mac})
+			}
+		}
+		for _, f := range d.fdb {
+			if f.MAC.IsUnicast() {
+				state.Add(f)
+			}
+		}
+	}
+	for _, r := range k.routes.shown() {
+		if within(r.Dst) {
+			state.Add(r)
+		}
+	}
+	return state, nil
+}
+
+// Apply implements dataplane.Kernel.
+func (k *Kernel) Apply(ctx context.Context, ops []dataplane.Op) []dataplane.OpError {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	var failed []dataplane.OpError
+	for _, op := range ops {
+		err := ctx.Err()
+		switch {
+		case err != nil:
+		case op.Delete:
+			k.remove(op.Object)
+		default:
+			err = k.put(op.Object)
+		}
+		if err != nil {
+			failed = append(failed, dataplane.OpError{Op: op, Err: err})
+		}
+	}
+	return failed
+}
+
+// OnLink implements dataplane.Kernel.
+func (k *Kernel) OnLink(_ context.Context, dst netip.Addr) (string, error) {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	for _, d := range k.devices {
+		if slices.ContainsFunc(d.addrs, func(a netip.Prefix) bool { return a.Addr() == dst }) {
+			return "", nil
+		}
+	}
+	var best dataplane.Route
+	for _, r := range k.routes {
+		if r.Dst.Contains(dst) && (!best.Dst.IsValid() || r.Dst.Bits() > best.Dst.Bits()) {
+			best = r
+		}
+	}
+	if best.Type != dataplane.Unicast || best.Gateway.IsValid() || best.Multipath {
+		return "", nil
+	}
+	return best.Dev, nil
+}
+
+func (k *Kernel) put(o dataplane.Object) error {
+	switch o := o.(type) {
+	case dataplane.Link:
+		return k.putLink(o)
+	case dataplane.Addr:
+		return k.putAddr(o)
+	case dataplane.Neigh:
+		return k.putNeigh(o, true)
+	case dataplane.FDB:
+		o.Override = false
+		return k.putFDB(o)
+	case dataplane.Route:
+		return k.putRoute(o)
+	}
+	return errors.ErrUnsupported
+}
+
+func (k *Kernel) putLink(want dataplane.Link) error {
+	if _, ok := k.devices[want.VXLAN.Underlay]; !ok {
+		return fmt.Errorf("underlay device %s: %w", want.VXLAN.Underlay, syscall.ENODEV)
+	}
+	d, ok := k.devices[want.Name]
+	switch {
+	case !ok && want.Kind != "vxlan":
+		return fmt.Errorf("no way to make a link of type %q", want.Kind)
+	case !ok && k.vxlanTaken(want.VXLAN):
+		return syscall.EEXIST
+	case !ok:
+		d = k.newDevice(dataplane.Link{})
+	case !d.Compatible(want):
+		return fmt.Errorf("no way to turn the %s device that is there into the one that is wanted", d.Kind)
+	case d.MAC != want.MAC: // as NETDEV_CHANGEADDR does
+		clear(d.neighs)
+	}
+	up := d.Up
+	d.Link, d.Up, d.acceptRA = want, up, "0"
+	if want.Up && !up {
+		k.up(d)
+	}
+	return nil
+}
+
+func (k *Kernel) vxlanTaken(v dataplane.VXLAN) bool {
+	for _, d := range k.devices {
+		if d.Kind == "vxlan" && d.VXLAN.VNI == v.VNI && d.VXLAN.Port == v.Port && d.VXLAN.GBP == v.GBP && d.VXLAN.Local.Is6() == v.Local.Is6() {
+			return true
+		}
+	}
+	return false
+}
+
+func (k *Kernel) putAddr(a dataplane.Addr) error {
+	d, ok := k.devices[a.Dev]
+	if !ok {
+		return syscall.ENODEV
+	}
+	// An IPv6 address is there once: a put changes not even its length.
+	if slices.ContainsFunc(d.addrs, func(have netip.Prefix) bool {
+		return have == a.Prefix || have.Addr() == a.Prefix.Addr() && have.Addr().Is6()
+	}) {
+		return nil
+	}
+	d.addrs = append(d.addrs, a.Prefix)
+	k.connect(d, a.Prefix)
+	return nil
+}
+
+func (k *Kernel) putNeigh(n dataplane.Neigh, permanent bool) error {
+	d, ok := k.devices[n.Dev]
+	if !ok {
+		return syscall.ENODEV
+	}
+	d.neighs[n.IP] = neigh{n.MAC, permanent}
+	return nil
+}
+
+func (k *Kernel) putFDB(f dataplane.FDB) error {
+	d, ok := k.devices[f.Dev]
+	switch {
+	case !ok:
+		return syscall.ENODEV
+	case d.Kind != "vxlan":
+		return syscall.EOPNOTSUPP
+	case d.VXLAN.Local.Is6() != f.Dst.Is6():
+		return syscall.EAFNOSUPPORT
+	}
+	d.fdb[f.MAC] = f
+	return nil
+}
+
+func (k *Kernel) putRoute(r dataplane.Route) error {
+	if err := k.usable(r); err != nil {
+		return err
+	}
+	k.routes.replace(r)
+	return nil
+}
+
+// usable reports whether packets can take r.
+func (k *Kernel) usable(r dataplane.Route) error {
+	if r.Dev == "" {
+		return nil
+	}
+	d, ok := k.devices[r.Dev]
+	if !ok {
+		return syscall.ENODEV
+	}
+	if r.Gateway.IsValid() && !r.OnLink && !k.routes.reaches(r.Dev, r.Gateway) {
+		if r.Dst.Addr().Is4() {
+			return syscall.ENETUNREACH
+		}
+		return syscall.EHOSTUNREACH
+	}
+	if !d.Up {
+		return syscall.ENETDOWN
+	}
+	return nil
+}
+
+// remove removes o if it is there.
+func (k *Kernel) remove(o dataplane.Object) {
+	switch o := o.(type) {
+	case dataplane.Link:
+		k.removeLink(o.Name)
+	case dataplane.Addr:
+		k.removeAddr(o)
+	case dataplane.Neigh:
+		if d, ok := k.devices[o.Dev]; ok {
+			delete(d.neighs, o.IP)
+		}
+	case dataplane.FDB:
+		if d, ok := k.devices[o.Dev]; ok {
+			delete(d.fdb, o.MAC)
+		}
+	case dataplane.Route:
+		k.routes.remove(o)
+	}
+}
+
+// removeLink removes a device, what is on it and the vxlan devices above it.
+func (k *Kernel) removeLink(name string) {
+	delete(k.devices, name)
+	k.routes.removeDev(name)
+	for _, d := range k.devices {
+		if d.Kind == "vxlan" && d.VXLAN.Underlay == name {
+			k.removeLink(d.Name)
+		}
+	}
+}
+
+func (k *Kernel) removeAddr(a dataplane.Addr) {
+	d, ok := k.devices[a.Dev]
+	if !ok || !slices.Contains(d.addrs, a.Prefix) {
+		return
+	}
+	d.addrs = slices.DeleteFunc(d.addrs, func(p netip.Prefix) bool { return p == a.Prefix })
+	if !slices.ContainsFunc(d.addrs, func(p netip.Prefix) bool { return p.Masked() == a.Prefix.Masked() }) {
+		k.routes.remove(connected(d.Name, a.Prefix))
+	}
+}
+
+// connected is the route that the kernel makes for an address.
+func connected(dev string, p netip.Prefix) dataplane.Route {
+	r := dataplane.Route{RouteKey: dataplane.RouteKey{Dst: p.Masked(), Type: dataplane.Unicast}, Dev: dev, Protocol: protoKernel}
+	if p.Addr().Is6() {
+		r.Priority = 256
+	}
+	return r
+}
+
+// connect makes the connected route for p if there is to be one.
+func (k *Kernel) connect(d *device, p netip.Prefix) {
+	r := connected(d.Name, p)
+	if d.Up && !(p.Addr().Is4() && p.IsSingleIP()) && !slices.Contains(k.routes, r) {
+		k.routes.insert(r)
+	}
+}
+
+func (k *Kernel) up(d *device) {
+	d.Up = true
+	for _, a := range d.addrs {
+		k.connect(d, a)
+	}
+}
+
+// down takes routes, neighbours and IPv6 addresses along; the FDB stays.
+func (k *Kernel) down(d *device) {
+	d.Up = false
+	k.routes.removeDev(d.Name)
+	clear(d.neighs)
+	d.addrs = slices.DeleteFunc(d.addrs, func(p netip.Prefix) bool { return p.Addr().Is6() })
+}

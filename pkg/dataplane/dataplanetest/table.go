@@ -1,0 +1,141 @@
+package dataplanetest
+
+import (
+	"net/netip"
+	"slices"
+	"syscall"
+
+	"flanneld/pkg/dataplane"
+)
+
+const protoKernel = 2
+
+// table is a routing table. Routes to one destination stand in the order in
+// which the kernel goes through them: by metric, then age.
+type table []dataplane.Route
+
+func (t *table) insert(r dataplane.Route) {
+	i := slices.IndexFunc(*t, func(have dataplane.Route) bool { return have.Dst == r.Dst && have.Priority > r.Priority })
+	if i < 0 {
+		i = len(*t)
+	}
+	*t = slices.Insert(*t, i, r)
+}
+
+// append adds r beside its like.
+func (t *table) append(r dataplane.Route) error {
+	if slices.ContainsFunc(*t, func(have dataplane.Route) bool { return twin(have, r) && sameHop(have, r) }) {
+		return syscall.EEXIST
+	}
+	t.insert(r)
+	return nil
+}
+
+// twin reports whether a put of b can replace a. The type is no part of it,
+// and IPv6 routes know no TOS.
+func twin(a, b dataplane.Route) bool {
+	return a.Dst == b.Dst && a.Priority == b.Priority && a.TOS == b.TOS
+}
+
+func sameHop(a, b dataplane.Route) bool {
+	return a.Gateway == b.Gateway && a.Dev == b.Dev && a.Type == b.Type && a.NexthopID == b.NexthopID &&
+		a.Multipath == b.Multipath && (a.Protocol == b.Protocol || a.Dst.Addr().Is6())
+}
+
+// ecmp reports whether an IPv6 route joins others of its metric.
+func ecmp(r dataplane.Route) bool {
+	return r.Dst.Addr().Is6() && r.Type == dataplane.Unicast && r.Gateway.IsValid() && r.NexthopID == 0
+}
+
+// replace puts r in the place of the first of its twins; among IPv6 routes
+// those come first that are ECMP siblings as r is, and all of them go.
+func (t *table) replace(r dataplane.Route) {
+	var twins []int
+	for i, have := range *t {
+		if twin(have, r) {
+			twins = append(twins, i)
+		}
+	}
+	if len(twins) == 0 {
+		t.insert(r)
+		return
+	}
+	first := twins[0]
+	if r.Dst.Addr().Is4() {
+		// One that is equal but not the first makes the kernel say EEXIST.
+		if !slices.ContainsFunc(twins, func(i int) bool { return sameHop((*t)[i], r) }) {
+			(*t)[first] = r
+		}
+		return
+	}
+	if i := slices.IndexFunc(twins, func(i int) bool { return ecmp((*t)[i]) == ecmp(r) }); i >= 0 {
+		first = twins[i]
+	}
+	siblings := ecmp((*t)[first])
+	(*t)[first] = r
+	for _, i := range slices.Backward(twins) {
+		if siblings && i != first && ecmp((*t)[i]) {
+			*t = slices.Delete(*t, i, i+1)
+		}
+	}
+}
+
+// remove removes the first route that r describes. IPv6 routes are told apart
+// by metric and next hop, IPv4 routes by TOS and type, too.
+func (t *table) remove(r dataplane.Route) {
+	match := func(have dataplane.Route) bool {
+		switch {
+		case have.Dst != r.Dst || r.Protocol != 0 && have.Protocol != r.Protocol,
+			r.Priority != 0 && have.Priority != r.Priority,
+			r.Dst.Addr().Is4() && (have.TOS != r.TOS || have.Type != r.Type):
+			return false
+		case r.NexthopID != 0:
+			return have.NexthopID == r.NexthopID
+		case r.Multipath:
+			return have.NexthopID == 0
+		}
+		return have.NexthopID == 0 && !have.Multipath && (r.Dev == "" || have.Dev == r.Dev) &&
+			(have.Gateway == r.Gateway || !r.Gateway.IsValid() && r.Dst.Addr().Is4())
+	}
+	i := slices.IndexFunc(*t, match)
+	if i < 0 {
+		return
+	}
+	if gone := (*t)[i]; r.Multipath && ecmp(gone) {
+		*t = slices.DeleteFunc(*t, func(have dataplane.Route) bool { return twin(have, gone) && ecmp(have) })
+		return
+	}
+	*t = slices.Delete(*t, i, i+1)
+}
+
+func (t *table) removeDev(dev string) {
+	*t = slices.DeleteFunc(*t, func(r dataplane.Route) bool { return r.Dev == dev })
+}
+
+// reaches reports whether ip is reached through dev without a gateway.
+func (t table) reaches(dev string, ip netip.Addr) bool {
+	return slices.ContainsFunc(t, func(r dataplane.Route) bool {
+		return r.Dev == dev && !r.Gateway.IsValid() && r.Type == dataplane.Unicast && r.Dst.Contains(ip)
+	})
+}
+
+// shown returns the routes as a dump shows them: ECMP siblings are one.
+func (t table) shown() []dataplane.Route {
+	var all []dataplane.Route
+	siblings := map[dataplane.RouteKey]int{}
+	for _, r := range t {
+		if ecmp(r) {
+			siblings[r.RouteKey]++
+			if siblings[r.RouteKey] > 1 {
+				continue
+			}
+		}
+		all = append(all, r)
+	}
+	for i, r := range all {
+		if ecmp(r) && siblings[r.RouteKey] > 1 {
+			all[i] = dataplane.Route{RouteKey: r.RouteKey, Multipath: true, Protocol: r.Protocol}
+		}
+	}
+	return all
+}

@@ -1,0 +1,85 @@
+// Package dataplanetest holds an in-memory kernel with the kernel's own
+// rules, and the tests that it and the real kernel must both pass.
+package dataplanetest
+
+import (
+	"context"
+	"slices"
+	"sync"
+
+	"flanneld/pkg/dataplane"
+)
+
+// World is a kernel together with what other programs can do to it. A new
+// World has the device eth0, up, with the addresses 192.168.77.1/24 and
+// fd00:77::1/64.
+type World interface {
+	dataplane.Kernel
+	// Append makes objects as another program would, beside what is there: a
+	// route becomes a duplicate or an ECMP sibling of its like. Links may be
+	// of type vxlan or bridge. A route with Multipath set gets next hops .8
+	// and .9 of eth0's networks; one with a NexthopID goes through a nexthop
+	// object, which is made.
+	Append(objects ...dataplane.Object) error
+	// Remove removes objects as another program would.
+	Remove(objects ...dataplane.Object) error
+	// SetUp sets a device up or down.
+	SetUp(dev string, up bool) error
+	// Learn makes a neighbour entry that is not permanent.
+	Learn(n dataplane.Neigh) error
+	// AcceptRA returns the sysctl of that name of a device.
+	AcceptRA(dev string) (string, error)
+}
+
+// Spy stands in front of a kernel, notes what it is told to do, and can fail.
+// It is safe for concurrent use as far as its kernel is.
+type Spy struct {
+	dataplane.Kernel
+	// Fail returns the error with which an operation fails before it reaches
+	// the kernel. It may be nil.
+	Fail func(dataplane.Op) error
+	// ReadError returns the error with which a read fails. It may be nil.
+	ReadError func() error
+
+	mu  sync.Mutex
+	ops []dataplane.Op
+}
+
+// Read implements dataplane.Kernel.
+func (s *Spy) Read(ctx context.Context, scope dataplane.Scope) (dataplane.State, error) {
+	if s.ReadError != nil {
+		if err := s.ReadError(); err != nil {
+			return dataplane.State{}, err
+		}
+	}
+	return s.Kernel.Read(ctx, scope)
+}
+
+// Apply implements dataplane.Kernel.
+func (s *Spy) Apply(ctx context.Context, ops []dataplane.Op) []dataplane.OpError {
+	s.mu.Lock()
+	s.ops = append(s.ops, ops...)
+	s.mu.Unlock()
+	if s.Fail == nil {
+		return s.Kernel.Apply(ctx, ops)
+	}
+	var failed []dataplane.OpError
+	var rest []dataplane.Op
+	for _, op := range ops {
+		if err := s.Fail(op); err != nil {
+			failed = append(failed, dataplane.OpError{Op: op, Err: err})
+		} else {
+			rest = append(rest, op)
+		}
+	}
+	return append(failed, s.Kernel.Apply(ctx, rest)...)
+}
+
+// Take returns the operations since the last call, in order.
+func (s *Spy) Take() []dataplane.Op {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	ops := slices.Clone(s.ops)
+	s.ops = nil
+	return ops
+}

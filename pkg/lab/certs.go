@@ -1,0 +1,114 @@
+package lab
+
+import (
+	"crypto/ecdsa"
+	"crypto/elliptic"
+	"crypto/rand"
+	"crypto/tls"
+	"crypto/x509"
+	"crypto/x509/pkix"
+	"encoding/pem"
+	"fmt"
+	"math/big"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"time"
+)
+
+// TLSFiles are PEM files that every process of the machine and of the lab
+// finds by these paths, while the lab is open.
+type TLSFiles struct {
+	CA                    string // that signed the store's certificate
+	ClientCert, ClientKey string // empty unless the store asks for them
+
+	serverCert, serverKey string
+}
+
+// clientConfig is how the lab's own clients use the files.
+func (f TLSFiles) clientConfig() (*tls.Config, error) {
+	ca, err := os.ReadFile(f.CA)
+	if err != nil {
+		return nil, err
+	}
+	cfg := &tls.Config{RootCAs: x509.NewCertPool(), MinVersion: tls.VersionTLS12}
+	cfg.RootCAs.AppendCertsFromPEM(ca)
+	if f.ClientCert == "" {
+		return cfg, nil
+	}
+	cert, err := tls.LoadX509KeyPair(f.ClientCert, f.ClientKey)
+	if err != nil {
+		return nil, err
+	}
+	cfg.Certificates = []tls.Certificate{cert}
+	return cfg, nil
+}
+
+// authority signs certificates and writes them to dir.
+type authority struct {
+	dir  string
+	cert *x509.Certificate
+	key  *ecdsa.PrivateKey
+}
+
+// writeTLSFiles makes a new authority, with a certificate for a server at addrs
+// and, if asked to, one for clients.
+func writeTLSFiles(dir string, addrs []netip.Addr, client bool) (f TLSFiles, err error) {
+	if err := os.MkdirAll(dir, 0o755); err != nil {
+		return f, err
+	}
+	ca := &authority{dir: dir}
+	if f.CA, _, err = ca.issue("ca", nil); err != nil {
+		return f, err
+	}
+	if f.serverCert, f.serverKey, err = ca.issue("etcd", addrs); err != nil {
+		return f, err
+	}
+	if client {
+		f.ClientCert, f.ClientKey, err = ca.issue("flannel", nil)
+	}
+	return f, err
+}
+
+// issue writes a certificate for name. The first one is the authority's own.
+func (a *authority) issue(name string, addrs []netip.Addr) (certFile, keyFile string, err error) {
+	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
+	if err != nil {
+		return "", "", fmt.Errorf("make key for %s: %w", name, err)
+	}
+	const validity = 24 * time.Hour
+	now := time.Now()
+	cert := &x509.Certificate{
+		SerialNumber: big.NewInt(now.UnixNano()),
+		Subject:      pkix.Name{CommonName: name},
+		NotBefore:    now.Add(-time.Hour),
+		NotAfter:     now.Add(validity),
+		KeyUsage:     x509.KeyUsageDigitalSignature,
+		ExtKeyUsage:  []x509.ExtKeyUsage{x509.ExtKeyUsageServerAuth, x509.ExtKeyUsageClientAuth},
+	}
+	for _, addr := range addrs {
+		cert.IPAddresses = append(cert.IPAddresses, addr.AsSlice())
+	}
+	if a.cert == nil {
+		cert.IsCA, cert.BasicConstraintsValid, cert.KeyUsage = true, true, x509.KeyUsageCertSign
+		a.cert, a.key = cert, key
+	}
+	certDER, err := x509.CreateCertificate(rand.Reader, cert, a.cert, &key.PublicKey, a.key)
+	if err != nil {
+		return "", "", fmt.Errorf("sign certificate for %s: %w", name, err)
+	}
+	keyDER, err := x509.MarshalPKCS8PrivateKey(key)
+	if err != nil {
+		return "", "", fmt.Errorf("write key for %s: %w", name, err)
+	}
+	certFile, keyFile = filepath.Join(a.dir, name+".crt"), filepath.Join(a.dir, name+".key")
+	for file, block := range map[string]*pem.Block{
+		certFile: {Type: "CERTIFICATE", Bytes: certDER},
+		keyFile:  {Type: "PRIVATE KEY", Bytes: keyDER},
+	} {
+		if err := os.WriteFile(file, pem.EncodeToMemory(block), 0o600); err != nil {
+			return "", "", err
+		}
+	}
+	return certFile, keyFile, nil
+}

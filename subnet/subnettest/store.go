@@ -1,0 +1,270 @@
+// Package subnettest has a store in memory whose managers behave as real ones
+// do, and the suite that says what that is: every subnet.Manager passes it.
+package subnettest
+
+import (
+	"context"
+	"fmt"
+	"net/netip"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"flanneld/pkg/prefix"
+	"flanneld/subnet"
+)
+
+// Store is a store in memory. It is safe for concurrent use.
+type Store struct {
+	mu       sync.Mutex
+	id       int
+	revision int64
+	config   string
+	records  map[string]record
+	changed  chan struct{} // closed and replaced at every change
+}
+
+type record struct {
+	lease  subnet.Lease
+	broken bool
+}
+
+// NewStore returns an empty store without a configuration.
+func NewStore() *Store {
+	return &Store{id: 1, records: map[string]record{}, changed: make(chan struct{})}
+}
+
+// change runs f with the store locked, at a new revision.
+func (s *Store) change(f func()) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.revision++
+	f()
+	close(s.changed)
+	s.changed = make(chan struct{})
+}
+
+// SetConfig replaces the configuration. Empty means none.
+func (s *Store) SetConfig(raw string) { s.change(func() { s.config = raw }) }
+
+// Put writes a lease, as another node or an operator would. An Order of zero
+// means now.
+func (s *Store) Put(l subnet.Lease) { s.change(func() { s.put(l) }) }
+
+func (s *Store) put(l subnet.Lease) {
+	if old, exists := s.records[l.Key]; exists {
+		l.Order = old.lease.Order
+	} else if l.Order == 0 {
+		l.Order = uint64(s.revision)
+	}
+	s.records[l.Key] = record{lease: l}
+}
+
+// Break makes a lease unreadable.
+func (s *Store) Break(key string) {
+	s.change(func() { s.records[key] = record{s.records[key].lease, true} })
+}
+
+// Delete removes a lease.
+func (s *Store) Delete(key string) { s.change(func() { delete(s.records, key) }) }
+
+// Wipe makes the store another one, with the same configuration and no leases.
+func (s *Store) Wipe() {
+	s.change(func() {
+		s.id++
+		s.revision = 1
+		clear(s.records)
+	})
+}
+
+// Leases returns all leases that can be read, by key.
+func (s *Store) Leases() []subnet.Lease { return s.snapshot("").Leases }
+
+func (s *Store) snapshot(own string) subnet.Snapshot {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	snap := subnet.Snapshot{Store: subnet.StoreID{ID: fmt.Sprint(s.id), Revision: s.revision}}
+	for key, r := range s.records {
+		switch {
+		case key == own:
+		case r.broken:
+			snap.Undecodable = append(snap.Undecodable, key)
+		default:
+			snap.Leases = append(snap.Leases, r.lease)
+		}
+	}
+	slices.Sort(snap.Undecodable)
+	slices.SortFunc(snap.Leases, func(a, b subnet.Lease) int { return strings.Compare(a.Key, b.Key) })
+	return snap
+}
+
+// Manager returns a manager for one node. previous holds the subnets that the
+// node had before.
+func (s *Store) Manager(previous ...netip.Prefix) *Manager {
+	return &Manager{store: s, previous: previous}
+}
+
+// Manager is a subnet.Manager on a Store.
+type Manager struct {
+	store    *Store
+	previous []netip.Prefix
+
+	mu  sync.Mutex
+	own string
+}
+
+var _ subnet.Manager = (*Manager)(nil)
+
+// Config returns the store's configuration. See subnet.Manager.
+func (m *Manager) Config(ctx context.Context) (subnet.Config, error) {
+	if ctx.Err() != nil {
+		return subnet.Config{}, ctx.Err()
+	}
+	m.store.mu.Lock()
+	defer m.store.mu.Unlock()
+	if m.store.config == "" {
+		return subnet.Config{}, fmt.Errorf("%w: the store is empty", subnet.ErrNoConfig)
+	}
+	cfg, _, err := subnet.ParseConfig([]byte(m.store.config))
+	return cfg, err
+}
+
+// Recall finds the own lease by public address. See subnet.Manager.
+func (m *Manager) Recall(ctx context.Context, own subnet.Claim) (subnet.Claim, error) {
+	for _, l := range m.store.Leases() {
+		if carries(l, own) {
+			return subnet.Claim{BackendType: l.BackendType, Endpoints: l.Endpoints}, ctx.Err()
+		}
+	}
+	return subnet.Claim{}, ctx.Err()
+}
+
+// carries reports whether l has the first public address of c.
+func carries(l subnet.Lease, c subnet.Claim) bool {
+	return len(c.Endpoints) > 0 && slices.ContainsFunc(l.Endpoints, func(e subnet.Endpoint) bool {
+		return e.PublicIP == c.Endpoints[0].PublicIP
+	})
+}
+
+// Acquire takes or renews the own lease. See subnet.Manager.
+func (m *Manager) Acquire(ctx context.Context, c subnet.Claim) (subnet.Lease, error) {
+	cfg, err := m.Config(ctx)
+	if err != nil {
+		return subnet.Lease{}, err
+	}
+	pools, err := cfg.Pools()
+	if err != nil {
+		return subnet.Lease{}, err
+	}
+	var own subnet.Lease
+	m.store.change(func() { own, err = m.acquire(pools, c) })
+	if err != nil {
+		return subnet.Lease{}, err
+	}
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.own = own.Key
+	return own, nil
+}
+
+func (m *Manager) acquire(pools []subnet.Pool, c subnet.Claim) (subnet.Lease, error) {
+	var wanted, taken []netip.Prefix
+	for _, e := range c.Endpoints {
+		wanted = append(wanted, e.Subnet)
+	}
+	wanted = append(wanted, m.previous...)
+	for key, r := range m.store.records {
+		subnets := subnetsOf(r.lease)
+		if r.broken || !carries(r.lease, c) {
+			taken = append(taken, subnets...)
+			continue
+		}
+		if slices.EqualFunc(pools, subnets, subnet.Pool.Contains) {
+			l := leaseOn(subnets, c)
+			l.Permanent = r.lease.Permanent
+			m.store.put(l)
+			return m.store.records[key].lease, nil
+		}
+		delete(m.store.records, key)
+	}
+	subnets, err := subnet.Allocate(pools, wanted, taken, nil)
+	if err != nil {
+		return subnet.Lease{}, err
+	}
+	l := leaseOn(subnets, c)
+	l.Expires = time.Now().Add(subnet.TTL)
+	m.store.put(l)
+	return m.store.records[l.Key].lease, nil
+}
+
+func subnetsOf(l subnet.Lease) []netip.Prefix {
+	var subnets []netip.Prefix
+	for _, e := range l.Endpoints {
+		subnets = append(subnets, e.Subnet)
+	}
+	return subnets
+}
+
+func leaseOn(subnets []netip.Prefix, c subnet.Claim) subnet.Lease {
+	l := subnet.Lease{BackendType: c.BackendType}
+	var key []string
+	for _, s := range subnets {
+		e, _ := c.Endpoint(prefix.FamilyOf(s.Addr()))
+		l.Endpoints = append(l.Endpoints, subnet.Endpoint{Subnet: s, PublicIP: e.PublicIP, Data: e.Data})
+		key = append(key, s.String())
+	}
+	l.Key = strings.Join(key, " ")
+	return l
+}
+
+// Watch publishes the leases of others at every change. See subnet.Manager.
+func (m *Manager) Watch(ctx context.Context, sink func(subnet.Snapshot)) error {
+	for {
+		changed := m.store.next()
+		m.mu.Lock()
+		own := m.own
+		m.mu.Unlock()
+		sink(m.store.snapshot(own))
+		select {
+		case <-ctx.Done():
+			return ctx.Err()
+		case <-changed:
+		}
+	}
+}
+
+// next returns a channel that is closed at the next change.
+func (s *Store) next() <-chan struct{} {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.changed
+}
+
+// Keep takes the own lease again when it is gone. See subnet.Manager.
+func (m *Manager) Keep(ctx context.Context, own subnet.Lease) error {
+	for {
+		changed := m.store.next()
+		if err := m.ensure(own); err != nil {
+			return err
+		}
+		select {
+		case <-ctx.Done():
+			return ctx.Err()
+		case <-changed:
+		}
+	}
+}
+
+func (m *Manager) ensure(own subnet.Lease) error {
+	m.store.mu.Lock()
+	found, exists := m.store.records[own.Key]
+	m.store.mu.Unlock()
+	switch c := (subnet.Claim{Endpoints: own.Endpoints}); {
+	case !exists || found.broken:
+		m.store.Put(own)
+	case !carries(found.lease, c):
+		return fmt.Errorf("%w: %s now belongs to %s", subnet.ErrLeaseLost, own.Key, found.lease.Endpoints[0].PublicIP)
+	}
+	return nil
+}

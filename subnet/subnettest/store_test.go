@@ -1,0 +1,28 @@
+package subnettest_test
+
+import (
+	"net/netip"
+	"testing"
+
+	"flanneld/subnet"
+	"flanneld/subnet/subnettest"
+)
+
+// backing puts a Store to the suite.
+type backing struct{ *subnettest.Store }
+
+func (b backing) SetConfig(_ *testing.T, raw string) { b.Store.SetConfig(raw) }
+func (b backing) Break(_ *testing.T, key string)     { b.Store.Break(key) }
+func (b backing) Delete(_ *testing.T, key string)    { b.Store.Delete(key) }
+
+func (b backing) Manager(_ *testing.T, previous ...netip.Prefix) subnet.Manager {
+	return b.Store.Manager(previous...)
+}
+
+func (b backing) Take(_ *testing.T, own subnet.Lease, by netip.Addr) {
+	b.Put(subnet.Lease{Key: own.Key, Endpoints: []subnet.Endpoint{{Subnet: own.Endpoints[0].Subnet, PublicIP: by}}})
+}
+
+func TestStore(t *testing.T) {
+	subnettest.Run(t, func(*testing.T) subnettest.Backing { return backing{subnettest.NewStore()} })
+}

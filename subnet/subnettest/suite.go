@@ -1,0 +1,318 @@
+package subnettest
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net/netip"
+	"slices"
+	"sync"
+	"testing"
+	"time"
+
+	"flanneld/subnet"
+)
+
+// Backing is what the suite needs from the store behind the managers.
+type Backing interface {
+	// SetConfig replaces the configuration. Empty means none.
+	SetConfig(t *testing.T, raw string)
+	// Manager returns a new manager, as a daemon that starts on the node that
+	// had the previous subnets. The backing closes it when the test ends.
+	Manager(t *testing.T, previous ...netip.Prefix) subnet.Manager
+	// Take gives own's key to another node.
+	Take(t *testing.T, own subnet.Lease, by netip.Addr)
+	// Break makes a lease unreadable.
+	Break(t *testing.T, key string)
+	// Delete removes a lease.
+	Delete(t *testing.T, key string)
+}
+
+const (
+	configV4   = `{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan"}}`
+	configDual = `{"Network":"10.5.0.0/16","EnableIPv6":true,"IPv6Network":"fd00:10:5::/48"}`
+	configV6   = `{"EnableIPv4":false,"EnableIPv6":true,"IPv6Network":"fd00:10:5::/48"}`
+	patience   = 20 * time.Second
+)
+
+// Run holds managers to the contract of subnet.Manager. It calls newBacking
+// for each test.
+func Run(t *testing.T, newBacking func(t *testing.T) Backing) {
+	t.Run("config", func(t *testing.T) { testConfig(t, newBacking(t)) })
+	t.Run("acquire", func(t *testing.T) {
+		for name, config := range map[string]string{"IPv4": configV4, "IPv6": configV6, "dual": configDual} {
+			t.Run(name, func(t *testing.T) { testAcquire(t, newBacking(t), config) })
+		}
+	})
+	t.Run("previous subnet", func(t *testing.T) { testPrevious(t, newBacking(t)) })
+	t.Run("no subnets left", func(t *testing.T) { testNoSubnets(t, newBacking(t)) })
+	t.Run("watch", func(t *testing.T) { testWatch(t, newBacking(t)) })
+	t.Run("keep", func(t *testing.T) { testKeep(t, newBacking(t)) })
+	t.Run("cancel", func(t *testing.T) { testCancel(t, newBacking(t)) })
+}
+
+// claim is what node n publishes; it has a public address in each family of config.
+func claim(config string, n int) subnet.Claim {
+	c := subnet.Claim{BackendType: "vxlan"}
+	data := json.RawMessage(fmt.Sprintf(`{"VNI":1,"VtepMAC":"02:00:00:00:00:%02x"}`, n))
+	if config != configV6 {
+		c.Endpoints = append(c.Endpoints, subnet.Endpoint{PublicIP: netip.AddrFrom4([4]byte{192, 0, 2, byte(n)}), Data: data})
+	}
+	if config != configV4 {
+		a := netip.MustParseAddr(fmt.Sprintf("2001:db8::%x", n))
+		c.Endpoints = append(c.Endpoints, subnet.Endpoint{PublicIP: a, Data: data})
+	}
+	return c
+}
+
+func testConfig(t *testing.T, b Backing) {
+	m := b.Manager(t)
+	if _, err := m.Config(t.Context()); !errors.Is(err, subnet.ErrNoConfig) {
+		t.Errorf("without a configuration the error is %v, want ErrNoConfig", err)
+	}
+	b.SetConfig(t, `{"Network":"nonsense"}`)
+	if _, err := m.Config(t.Context()); !errors.Is(err, subnet.ErrInvalidConfig) {
+		t.Errorf("with a bad configuration the error is %v, want ErrInvalidConfig", err)
+	}
+	b.SetConfig(t, configV4)
+	cfg, err := m.Config(t.Context())
+	if err != nil || len(cfg.Networks) != 1 || cfg.Networks[0].Prefix != netip.MustParsePrefix("10.5.0.0/16") || cfg.BackendType != "vxlan" {
+		t.Errorf("got %+v, %v", cfg, err)
+	}
+}
+
+func testAcquire(t *testing.T, b Backing, config string) {
+	b.SetConfig(t, config)
+	const nodes = 8
+	leases := make([]subnet.Lease, nodes+1)
+	var wg sync.WaitGroup
+	for n := 1; n <= nodes; n++ {
+		m := b.Manager(t)
+		wg.Go(func() {
+			var err error
+			if leases[n], err = m.Acquire(t.Context(), claim(config, n)); err != nil {
+				t.Errorf("node %d: %v", n, err)
+			}
+		})
+	}
+	wg.Wait()
+	if t.Failed() {
+		return
+	}
+	for n, l := range leases[1:] {
+		checkLease(t, config, n+1, l)
+		for _, other := range leases[1 : n+1] {
+			if slices.ContainsFunc(subnetsOf(l), func(s netip.Prefix) bool { return slices.ContainsFunc(subnetsOf(other), s.Overlaps) }) {
+				t.Errorf("%v and %v overlap", l, other)
+			}
+		}
+	}
+	again := b.Manager(t)
+	recalled, err := again.Recall(t.Context(), claim(config, 3))
+	if err != nil || recalled.BackendType != "vxlan" || !sameEndpoints(recalled.Endpoints, leases[3].Endpoints) {
+		t.Errorf("recalled %v, %v, want %v", recalled, err, leases[3].Endpoints)
+	}
+	if none, err := again.Recall(t.Context(), claim(config, 99)); err != nil || len(none.Endpoints) > 0 {
+		t.Errorf("a node that was never there recalls %v, %v", none, err)
+	}
+	l, err := again.Acquire(t.Context(), claim(config, 3))
+	if err != nil || l.Key != leases[3].Key || l.Order != leases[3].Order {
+		t.Errorf("after a restart the lease is %+v, %v, want %+v", l, err, leases[3])
+	}
+}
+
+func checkLease(t *testing.T, config string, n int, l subnet.Lease) {
+	t.Helper()
+	cfg, _, err := subnet.ParseConfig([]byte(config))
+	if err != nil {
+		t.Fatal(err)
+	}
+	pools, err := cfg.Pools()
+	if err != nil {
+		t.Fatal(err)
+	}
+	want := claim(config, n)
+	if !slices.EqualFunc(pools, subnetsOf(l), subnet.Pool.Contains) || l.BackendType != want.BackendType ||
+		!slices.EqualFunc(l.Endpoints, want.Endpoints, func(a, b subnet.Endpoint) bool {
+			return a.PublicIP == b.PublicIP && string(a.Data) == string(b.Data)
+		}) {
+		t.Errorf("node %d has %+v, want one for %+v in %v", n, l, want, pools)
+	}
+	if l.Key == "" || l.Order == 0 || l.Permanent || time.Until(l.Expires) < time.Second {
+		t.Errorf("node %d has %+v, want a key, an order and an expiry", n, l)
+	}
+}
+
+func sameEndpoints(a, b []subnet.Endpoint) bool {
+	return slices.EqualFunc(a, b, func(a, b subnet.Endpoint) bool {
+		return a.Subnet == b.Subnet && a.PublicIP == b.PublicIP && string(a.Data) == string(b.Data)
+	})
+}
+
+func testPrevious(t *testing.T, b Backing) {
+	b.SetConfig(t, configV4)
+	want := netip.MustParsePrefix("10.5.77.0/24")
+	first, err := b.Manager(t, want).Acquire(t.Context(), claim(configV4, 1))
+	if err != nil || first.Endpoints[0].Subnet != want {
+		t.Fatalf("got %v, %v, want the previous subnet", first, err)
+	}
+	second, err := b.Manager(t, want).Acquire(t.Context(), claim(configV4, 2))
+	if err != nil || second.Endpoints[0].Subnet == want {
+		t.Errorf("got %v, %v, want another subnet than the one that is taken", second, err)
+	}
+	c := claim(configV4, 3)
+	c.Endpoints[0].Subnet = netip.MustParsePrefix("10.5.78.0/24")
+	third, err := b.Manager(t).Acquire(t.Context(), c)
+	if err != nil || third.Endpoints[0].Subnet != c.Endpoints[0].Subnet {
+		t.Errorf("got %v, %v, want the subnet that is claimed", third, err)
+	}
+}
+
+func testNoSubnets(t *testing.T, b Backing) {
+	b.SetConfig(t, `{"Network":"10.5.0.0/28"}`)
+	var last subnet.Lease
+	for n := 1; n <= 3; n++ {
+		var err error
+		if last, err = b.Manager(t).Acquire(t.Context(), claim(configV4, n)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	m := b.Manager(t)
+	if l, err := m.Acquire(t.Context(), claim(configV4, 4)); !errors.Is(err, subnet.ErrNoSubnets) {
+		t.Fatalf("got %v, %v, want ErrNoSubnets", l, err)
+	}
+	b.Delete(t, last.Key)
+	if l, err := m.Acquire(t.Context(), claim(configV4, 4)); err != nil || l.Key != last.Key {
+		t.Errorf("got %v, %v, want the only subnet that is free: %v", l, err, last)
+	}
+}
+
+func testWatch(t *testing.T, b Backing) {
+	b.SetConfig(t, configV4)
+	m := b.Manager(t)
+	own, err := m.Acquire(t.Context(), claim(configV4, 1))
+	if err != nil {
+		t.Fatal(err)
+	}
+	peer, err := b.Manager(t).Acquire(t.Context(), claim(configV4, 2))
+	if err != nil {
+		t.Fatal(err)
+	}
+	w := Watch(t, m)
+	snap := w.Until(t, "the peer and not ourselves", Has(peer.Key))
+	if len(snap.Leases) != 1 || !sameEndpoints(snap.Leases[0].Endpoints, peer.Endpoints) || snap.Leases[0].Order != peer.Order {
+		t.Errorf("first snapshot has %+v, want %+v alone", snap.Leases, peer)
+	}
+	if snap.Store.ID == "" || snap.Store.Revision <= 0 {
+		t.Errorf("snapshot comes from %+v", snap.Store)
+	}
+	other, err := b.Manager(t).Acquire(t.Context(), claim(configV4, 3))
+	if err != nil {
+		t.Fatal(err)
+	}
+	w.Until(t, "a new peer", Has(peer.Key, other.Key))
+
+	moved := claim(configV4, 2)
+	moved.Endpoints[0].Data = json.RawMessage(`{"VNI":1,"VtepMAC":"02:00:00:00:00:ff"}`)
+	if _, err := b.Manager(t).Acquire(t.Context(), moved); err != nil {
+		t.Fatal(err)
+	}
+	w.Until(t, "the peer's new data", func(s subnet.Snapshot) bool {
+		return slices.ContainsFunc(s.Leases, func(l subnet.Lease) bool {
+			return l.Key == peer.Key && string(l.Endpoints[0].Data) == string(moved.Endpoints[0].Data)
+		})
+	})
+	b.Break(t, other.Key)
+	snap = w.Until(t, "an unreadable peer", func(s subnet.Snapshot) bool { return slices.Equal(s.Undecodable, []string{other.Key}) })
+	if !Has(peer.Key)(snap) {
+		t.Errorf("with one lease unreadable the others are %v", snap.Leases)
+	}
+	b.Delete(t, other.Key)
+	w.Until(t, "the unreadable peer gone", func(s subnet.Snapshot) bool { return len(s.Undecodable) == 0 && Has(peer.Key)(s) })
+	b.Delete(t, peer.Key)
+	last := w.Until(t, "nobody", Has())
+	if last.Store.ID != snap.Store.ID || last.Store.Revision <= snap.Store.Revision {
+		t.Errorf("store went from %+v to %+v", snap.Store, last.Store)
+	}
+	if own.Key == peer.Key {
+		t.Errorf("both nodes have %s", own.Key)
+	}
+}
+
+func testKeep(t *testing.T, b Backing) {
+	b.SetConfig(t, configV4)
+	m, onlooker := b.Manager(t), b.Manager(t)
+	own, err := m.Acquire(t.Context(), claim(configV4, 1))
+	if err != nil {
+		t.Fatal(err)
+	}
+	w := Watch(t, onlooker)
+	before := w.Until(t, "our lease", Has(own.Key))
+	done := make(chan error, 1)
+	go func() { done <- m.Keep(t.Context(), own) }()
+
+	// Snapshots may skip states in between, revisions tell.
+	restored := func(s subnet.Snapshot) bool {
+		return s.Store.Revision >= before.Store.Revision+2 && len(s.Leases) == 1 && s.Leases[0].Key == own.Key &&
+			sameEndpoints(s.Leases[0].Endpoints, own.Endpoints)
+	}
+	b.Delete(t, own.Key)
+	before = w.Until(t, "our lease taken again", restored)
+	b.Break(t, own.Key)
+	w.Until(t, "our lease written again", restored)
+	thief := netip.MustParseAddr("192.0.2.66")
+	b.Take(t, own, thief)
+	select {
+	case err := <-done:
+		if !errors.Is(err, subnet.ErrLeaseLost) {
+			t.Errorf("Keep returned %v, want ErrLeaseLost", err)
+		}
+	case <-time.After(patience):
+		t.Error("Keep did not notice that another node has our subnet")
+	}
+	w.Until(t, "the new owner's lease", func(s subnet.Snapshot) bool {
+		return Has(own.Key)(s) && s.Leases[0].Endpoints[0].PublicIP == thief
+	})
+}
+
+func testCancel(t *testing.T, b Backing) {
+	b.SetConfig(t, configV4)
+	m := b.Manager(t)
+	own, err := m.Acquire(t.Context(), claim(configV4, 1))
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	first, done := make(chan struct{}, 1), make(chan error, 2)
+	go func() {
+		done <- m.Watch(ctx, func(subnet.Snapshot) {
+			select {
+			case first <- struct{}{}:
+			default:
+			}
+		})
+	}()
+	go func() { done <- m.Keep(ctx, own) }()
+	<-first
+	cancel()
+	for range 2 {
+		select {
+		case err := <-done:
+			if !errors.Is(err, context.Canceled) {
+				t.Errorf("error is %v, want that of the context", err)
+			}
+		case <-time.After(2 * time.Second):
+			t.Error("a method goes on after its context has ended")
+		}
+	}
+	for name, call := range map[string]func() error{
+		"Config":  func() error { _, err := m.Config(ctx); return err },
+		"Recall":  func() error { _, err := m.Recall(ctx, claim(configV4, 1)); return err },
+		"Acquire": func() error { _, err := m.Acquire(ctx, claim(configV4, 1)); return err },
+	} {
+		if err := call(); !errors.Is(err, context.Canceled) {
+			t.Errorf("%s: error is %v, want that of the context", name, err)
+		}
+	}
+}

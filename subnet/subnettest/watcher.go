@@ -1,0 +1,86 @@
+package subnettest
+
+import (
+	"context"
+	"errors"
+	"slices"
+	"sync"
+	"testing"
+	"time"
+
+	"flanneld/subnet"
+)
+
+// Watcher collects what a manager publishes.
+type Watcher struct {
+	mu   sync.Mutex
+	all  []subnet.Snapshot
+	seen int           // how many Until has passed
+	wake chan struct{} // holds one when there is something new
+}
+
+// Watch runs m.Watch until the test ends.
+func Watch(t *testing.T, m subnet.Manager) *Watcher {
+	t.Helper()
+	w := &Watcher{wake: make(chan struct{}, 1)}
+	ctx, cancel := context.WithCancel(context.Background())
+	done := make(chan error)
+	go func() { done <- m.Watch(ctx, w.add) }()
+	t.Cleanup(func() {
+		cancel()
+		if err := <-done; !errors.Is(err, context.Canceled) {
+			t.Errorf("Watch ended with %v", err)
+		}
+	})
+	return w
+}
+
+func (w *Watcher) add(s subnet.Snapshot) {
+	w.mu.Lock()
+	w.all = append(w.all, s)
+	w.mu.Unlock()
+	select {
+	case w.wake <- struct{}{}:
+	default:
+	}
+}
+
+// All returns every snapshot so far.
+func (w *Watcher) All() []subnet.Snapshot {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return slices.Clone(w.all)
+}
+
+// Until waits for a snapshot that is ok, among those that no earlier Until has
+// passed, and returns it. It ends the test if none comes.
+func (w *Watcher) Until(t *testing.T, what string, ok func(subnet.Snapshot) bool) subnet.Snapshot {
+	t.Helper()
+	timeout := time.After(patience)
+	for {
+		for _, s := range w.All()[w.seen:] {
+			w.seen++
+			if ok(s) {
+				return s
+			}
+		}
+		select {
+		case <-w.wake:
+		case <-timeout:
+			t.Fatalf("no snapshot has %s; so far: %+v", what, w.All())
+		}
+	}
+}
+
+// Has returns whether a snapshot has exactly the leases with keys.
+func Has(keys ...string) func(subnet.Snapshot) bool {
+	slices.Sort(keys)
+	return func(s subnet.Snapshot) bool {
+		var have []string
+		for _, l := range s.Leases {
+			have = append(have, l.Key)
+		}
+		slices.Sort(have)
+		return slices.Equal(have, keys)
+	}
+}
