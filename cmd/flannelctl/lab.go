@@ -78,6 +78,12 @@ func (o *labOptions) complete() error {
 	if o.interval <= 0 {
 		return fmt.Errorf("--interval: %v is not positive", o.interval)
 	}
+	// To the lab a zero means its default; on a command line it is a mistake.
+	for flag, value := range map[string]int{"hosts": o.cfg.Hosts, "l2": o.cfg.Segments, "mtu": o.cfg.MTU} {
+		if value <= 0 {
+			return fmt.Errorf("--%s: %d is not positive", flag, value)
+		}
+	}
 	switch {
 	case o.dual:
 		o.cfg.Families = []prefix.Family{prefix.IPv4, prefix.IPv6}

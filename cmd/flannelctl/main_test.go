@@ -48,6 +48,8 @@ func TestArgumentsAreRefused(t *testing.T) {
 		"lab --bogus":                          "unknown flag: --bogus",
 		"lab --hosts many":                     `invalid argument "many" for "--hosts"`,
 		"lab --ipv6 --dual":                    "ipv6 dual",
+		"lab --hosts 0":                        "--hosts: 0 is not positive",
+		"lab --mtu -1":                         "--mtu: -1 is not positive",
 		"lab --interval 0s":                    "--interval: 0s is not positive",
 		"lab --backend-config []":              `--backend-config: want a JSON object, got "[]"`,
 		"lab --backend-config null":            `--backend-config: want a JSON object, got "null"`,

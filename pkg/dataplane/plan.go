@@ -55,10 +55,11 @@ type Changes struct {
 //
 // Puts come first, parents before children, and deletes follow, children
 // before parents, so that nothing that stays is ever without its parent and
-// no wanted destination is ever without a route. On a link that has to be
-// replaced everything counts as absent. Routes outside s that are in recorded
-// (in canonical form) are ours, too: we adopted them once. With sweep false
-// nothing is deleted but what stands in the way of want.
+// no wanted destination is ever without a route. Only what would make a put
+// fail goes before it. On a link that has to be replaced everything counts as
+// absent. Routes outside s that are in recorded (in canonical form) are ours,
+// too: we adopted them once. With sweep false nothing is deleted but what
+// stands in the way of want.
 func Plan(have, want State, s Scope, recorded map[Route]struct{}, sweep bool) Changes {
 	p := planner{have: have, want: want, scope: s, recorded: recorded, sweep: sweep}
 	p.links()
@@ -76,7 +77,7 @@ type planner struct {
 	recorded   map[Route]struct{}
 	sweep      bool
 	gone       []string // links that are replaced
-	first      []Op     // links
+	first      []Op     // links, and what is in the way of puts
 	puts       []Op
 	deletes    []Op // parents first; reversed at the end
 	taken      []Route
@@ -111,20 +112,30 @@ func (p *planner) addrs() {
 		}
 	}
 	for a := range p.have.Addrs {
-		if _, ok := p.want.Addrs[a]; ok || p.absent(a.Dev) || !p.sweep && !p.inTheWay(a) {
-			continue
-		}
-		if p.scope.device(a.Dev) && p.scope.network(prefix.Host(a.Prefix.Addr())) {
+		_, wanted := p.want.Addrs[a]
+		switch {
+		case wanted, p.absent(a.Dev), !p.scope.device(a.Dev), !p.scope.network(prefix.Host(a.Prefix.Addr())):
+		case p.inTheWay(a):
+			p.first = append(p.first, Op{Delete: true, Object: a})
+		case p.sweep:
 			p.del(a)
 		}
 	}
 }
 
-// inTheWay reports whether a keeps a wanted address from its device: an IPv6
-// address is there once, with one prefix length.
+// inTheWay reports whether a keeps from its device what is wanted there. An
+// IPv6 address is there once, with one prefix length. Nor is there a way
+// through a gateway with an address of our own, as when the subnet that was
+// ours is a peer's now.
 func (p *planner) inTheWay(a Addr) bool {
+	ip := a.Prefix.Addr()
 	for w := range p.want.Addrs {
-		if a.Prefix.Addr().Is6() && w.Dev == a.Dev && w.Prefix.Addr() == a.Prefix.Addr() {
+		if ip.Is6() && w.Dev == a.Dev && w.Prefix.Addr() == ip {
+			return true
+		}
+	}
+	for r := range p.want.Routes {
+		if r.Gateway == ip {
 			return true
 		}
 	}

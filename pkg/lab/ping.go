@@ -32,11 +32,11 @@ type PingOptions struct {
 
 // icmpKind is what differs between the families in an echo.
 type icmpKind struct {
-	network, any            string
-	header                  int // of IP, in bytes
-	request, reply          byte
-	unreachable, tooBig     byte
-	level, discover, dontFF int // socket options
+	network, any        string
+	header              int // of IP, in bytes
+	request, reply      byte
+	unreachable, tooBig byte
+	level, discover     int // socket options
 }
 
 func kindOf(f prefix.Family) icmpKind {
@@ -103,7 +103,7 @@ func (n *Namespace) ping(ctx context.Context, dst netip.Addr, o PingOptions) (ti
 			}
 			return 0, err
 		}
-		if mine, err := kind.match(buf[:size], id, dst); mine {
+		if mine, err := kind.match(buf[:size], id); mine {
 			return time.Since(sent), err
 		}
 	}
@@ -149,7 +149,7 @@ func (k icmpKind) echo(id uint32, size int) []byte {
 
 // match reports whether b answers the request marked with id: with its reply,
 // or with an error that quotes it.
-func (k icmpKind) match(b []byte, id uint32, dst netip.Addr) (mine bool, err error) {
+func (k icmpKind) match(b []byte, id uint32) (mine bool, err error) {
 	if len(b) < icmpHeader {
 		return false, nil
 	}

@@ -56,7 +56,7 @@ func startProcess(ctx context.Context, n *Namespace, s processSpec) (*process, e
 	}
 	go func() {
 		defer close(p.exited)
-		p.cmd.Wait() // how it ended is kept in ProcessState
+		_ = p.cmd.Wait() // how it ended is kept in ProcessState
 	}()
 	return p, nil
 }
@@ -181,11 +181,15 @@ func stopAll(daemons []*Daemon) {
 	for _, d := range daemons {
 		_ = d.Signal(unix.SIGTERM) // one that is gone already is fine
 	}
-	ctx, cancel := context.WithTimeout(context.Background(), patience)
-	defer cancel()
+	late := time.NewTimer(patience)
+	defer late.Stop()
 	for _, d := range daemons {
-		_, _ = d.Wait(ctx)
-		d.Kill()
+		select {
+		case <-d.exited:
+		case <-late.C:
+			late.Reset(0) // nor wait for the others
+			d.Kill()
+		}
 	}
 }
 

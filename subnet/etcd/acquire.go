@@ -28,7 +28,7 @@ type ownLease struct {
 type plan struct {
 	keep    *entry         // the own lease to go on with
 	subnets []netip.Prefix // otherwise what to take
-	stale   []entry        // own leases that the configuration rules out: they go with the taking
+	stale   []entry        // own leases that the configuration or an older lease rules out: they go with the taking
 	twin    string         // key of another lease that carries the own address
 }
 
@@ -40,7 +40,7 @@ func choose(pools []subnet.Pool, wanted []netip.Prefix, ours func(entry) bool, e
 	for i, e := range entries {
 		switch {
 		case !ours(e):
-		case fits(pools, e.subnets):
+		case fits(pools, e.subnets) && !beaten(e, ours, entries):
 			mine = append(mine, &entries[i])
 		default:
 			p.stale = append(p.stale, e)
@@ -73,6 +73,16 @@ func choose(pools []subnet.Pool, wanted []netip.Prefix, ours func(entry) bool, e
 	var err error
 	p.subnets, err = subnet.Allocate(pools, wanted, taken, nil)
 	return p, err
+}
+
+// beaten reports whether one of e's subnets belongs to an older lease of
+// another node. A key is the pair of both families' subnets: two nodes that
+// pick the same IPv4 subnet, but not the same IPv6 one, do not meet in it.
+func beaten(e entry, ours func(entry) bool, entries []entry) bool {
+	return slices.ContainsFunc(entries, func(other entry) bool {
+		return other.createRevision < e.createRevision && other.err == nil && !ours(other) &&
+			slices.ContainsFunc(other.subnets, func(s netip.Prefix) bool { return slices.Contains(e.subnets, s) })
+	})
 }
 
 // fits reports whether a lease has one subnet in each pool and no other.
@@ -172,10 +182,38 @@ func (m *Manager) create(ctx context.Context, own ownLease, stale []entry, spare
 	if err != nil {
 		return unspoiled(spare, err)
 	}
-	*spare = grant{}
 	own.create, own.revision = revision, revision
+	if err := m.yield(ctx, own); err != nil {
+		return err
+	}
+	*spare = grant{}
 	m.remember(ctx, own, stale...)
 	return nil
+}
+
+// yield gives up what was just created, with errConflict, if another node has
+// created a lease with one of its subnets meanwhile and was first. Where it
+// cannot tell, what was created is found, and judged, by the next attempt.
+func (m *Manager) yield(ctx context.Context, own ownLease) error {
+	if len(own.claim.Endpoints) < 2 {
+		return nil // its key says it all
+	}
+	l, err := m.list(ctx)
+	if err != nil {
+		return err
+	}
+	i := slices.IndexFunc(l.entries, func(e entry) bool { return e.key == own.key && e.modRevision == own.revision })
+	if i < 0 {
+		return errConflict
+	}
+	mine := func(e entry) bool { return e.key == own.key }
+	if !beaten(l.entries[i], mine, l.entries) {
+		return nil
+	}
+	if err := m.remove(ctx, l.entries[i]); err != nil {
+		return err
+	}
+	return errConflict
 }
 
 // settle makes the key that was found as e what own says, with as little
@@ -219,6 +257,9 @@ func (m *Manager) remember(ctx context.Context, own ownLease, replaced ...entry)
 	}
 	m.own = own
 	m.ownKey.Store(&own.key)
+	if m.cfg.OnLease != nil {
+		m.cfg.OnLease(own.lease())
+	}
 	slices.Sort(unused)
 	for _, id := range slices.Compact(unused) {
 		if id != own.grant.id {

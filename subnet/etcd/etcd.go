@@ -39,6 +39,9 @@ type Config struct {
 	// OnStatus is told when the store becomes unusable, with the reason, and
 	// usable again, with nil. It must not block nor call the manager. May be nil.
 	OnStatus func(error)
+	// OnLease is told the own lease whenever it was acquired or renewed, with
+	// its new end. It must not block nor call the manager. May be nil.
+	OnLease func(subnet.Lease)
 }
 
 // Manager is a subnet.Manager on etcd. It is safe for concurrent use.
@@ -77,7 +80,7 @@ func New(cfg Config) (*Manager, error) {
 	}
 	t := timing{
 		request: 5 * time.Second,
-		idle:    15 * time.Second, grace: 10 * time.Second,
+		idle:    10 * time.Second, grace: 5 * time.Second,
 		backoffMin: 100 * time.Millisecond, backoff: 5 * time.Second,
 		restoreMin: time.Second, restored: time.Minute,
 	}

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"net/netip"
 	"time"
 
 	pb "go.etcd.io/etcd/api/v3/etcdserverpb"
@@ -84,7 +85,7 @@ func (m *Manager) ensure(ctx context.Context, l subnet.Lease) (looked int64, res
 		return looked, true, nil
 	case m.right(*found, own):
 		return looked, false, nil
-	case found.err == nil && found.modRevision != m.own.revision && !carries(found.lease, identity(own.claim)):
+	case found.modRevision != m.own.revision && !carries(found.lease, identity(own.claim)) && owner(*found).IsValid():
 		return 0, false, lost(own.key, *found)
 	}
 	if err := m.settle(ctx, *found, own, &spare); err != nil {
@@ -120,15 +121,18 @@ func (m *Manager) renewal(g grant) time.Time {
 	return g.expires.Add(-margin)
 }
 
+// owner returns whose lease e is; invalid if it cannot be read or says nothing.
+func owner(e entry) netip.Addr { return identity(subnet.Claim{Endpoints: e.lease.Endpoints}) }
+
 func lost(key string, by entry) error {
-	owner := "an owner that cannot be read"
-	if who := identity(subnet.Claim{Endpoints: by.lease.Endpoints}); who.IsValid() {
-		owner = who.String()
+	who := "an owner that cannot be read"
+	if a := owner(by); a.IsValid() {
+		who = a.String()
 	}
 	if by.key != key {
-		owner += ", as part of " + shorten(by.key)
+		who += ", as part of " + shorten(by.key)
 	}
-	return fmt.Errorf("%w: %s now belongs to %s", subnet.ErrLeaseLost, key, owner)
+	return fmt.Errorf("%w: %s now belongs to %s", subnet.ErrLeaseLost, key, who)
 }
 
 // retake takes the own subnet again unless somebody else has it by now, under
@@ -187,14 +191,14 @@ func (m *Manager) await(ctx context.Context, looked int64, alive func()) error {
 		timer := time.AfterFunc(time.Until(m.renewal(own.grant)), func() { cancel(errLook) })
 		defer timer.Stop()
 	}
-	err = m.follow(ctx, watchRange(m.dir()+own.key, looked+1), func(resp *pb.WatchResponse) error {
+	err = m.follow(ctx, m.dir()+own.key, looked+1, func(resp *pb.WatchResponse) error {
 		alive()
-		if len(resp.Events) > 0 {
+		if news(resp, looked+1) {
 			return errLook
 		}
 		return nil
 	})
-	if errors.Is(context.Cause(ctx), errLook) || errors.Is(err, errRelist) {
+	if errors.Is(context.Cause(ctx), errLook) || errors.Is(err, errRelist) || errors.Is(err, errStalled) {
 		return errLook
 	}
 	return err

@@ -69,10 +69,10 @@ func storeID(h *pb.ResponseHeader) subnet.StoreID {
 }
 
 // identity is how a node knows its own leases: by its public address, the IPv4
-// one if it has one.
+// one if it has one. It is invalid for a lease that is nobody's.
 func identity(c subnet.Claim) netip.Addr {
 	for _, f := range []prefix.Family{prefix.IPv4, prefix.IPv6} {
-		if e, ok := c.Endpoint(f); ok && e.PublicIP.IsValid() {
+		if e, ok := c.Endpoint(f); ok && e.PublicIP.IsValid() && !e.PublicIP.IsUnspecified() {
 			return e.PublicIP
 		}
 	}

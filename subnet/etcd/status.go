@@ -3,7 +3,6 @@ package etcd
 import (
 	"context"
 	"errors"
-	"maps"
 	"slices"
 	"sync"
 
@@ -25,13 +24,13 @@ type health struct {
 	onStatus func(error)
 
 	mu      sync.Mutex
-	failing map[source]string // kind of error
-	known   bool              // onStatus was called
-	kind    string            // of the error last logged; empty while connected
+	failing map[source]bool
+	known   bool     // onStatus was called
+	kinds   []string // of the errors logged since the store was usable last
 }
 
 func newHealth(onStatus func(error)) *health {
-	return &health{onStatus: onStatus, failing: map[source]string{}}
+	return &health{onStatus: onStatus, failing: map[source]bool{}}
 }
 
 // report takes the outcome of an activity in. An error that is no storeError
@@ -48,9 +47,9 @@ func (h *health) report(ctx context.Context, s source, err error) {
 	defer h.mu.Unlock()
 	logger := klog.FromContext(ctx)
 	if err != nil {
-		h.failing[s] = failure.kind
-		if h.kind == "" || !slices.Contains(slices.Collect(maps.Values(h.failing)), h.kind) {
-			h.kind = failure.kind
+		h.failing[s] = true
+		if !slices.Contains(h.kinds, failure.kind) { // they may alternate
+			h.kinds = append(h.kinds, failure.kind)
 			logger.Error(err, "etcd is not usable, retrying")
 			h.tell(err)
 		}
@@ -60,8 +59,8 @@ func (h *health) report(ctx context.Context, s source, err error) {
 	if len(h.failing) > 0 {
 		return
 	}
-	if h.kind != "" {
-		h.kind = ""
+	if h.kinds != nil {
+		h.kinds = nil
 		logger.Info("etcd is usable again")
 		h.tell(nil)
 	} else if !h.known {

@@ -3,7 +3,6 @@ package etcd
 import (
 	"context"
 	"errors"
-	"fmt"
 	"slices"
 	"strings"
 	"time"
@@ -37,7 +36,7 @@ func (m *Manager) Watch(ctx context.Context, sink func(subnet.Snapshot)) error {
 	for {
 		err := m.resume(ctx, &v, sink)
 		if err == nil {
-			err = m.follow(ctx, watchRange(m.dir(), v.next), func(resp *pb.WatchResponse) error {
+			err = m.follow(ctx, m.dir(), v.next, func(resp *pb.WatchResponse) error {
 				b.reset()
 				m.health.report(ctx, sourceWatch, nil)
 				return m.update(ctx, &v, resp, sink)
@@ -52,7 +51,9 @@ func (m *Manager) Watch(ctx context.Context, sink func(subnet.Snapshot)) error {
 		if errors.Is(err, errRelist) {
 			v.next = 0
 		}
-		m.health.report(ctx, sourceWatch, err)
+		if !errors.Is(err, errStalled) {
+			m.health.report(ctx, sourceWatch, err)
+		}
 		if err := b.wait(ctx); err != nil {
 			return err
 		}
@@ -107,10 +108,13 @@ func (m *Manager) update(ctx context.Context, v *view, resp *pb.WatchResponse, s
 	if storeID(resp.Header).ID != v.store.ID {
 		return errRelist
 	}
-	if len(resp.Events) == 0 {
+	if !news(resp, v.next) {
 		return nil
 	}
 	for _, ev := range resp.Events {
+		if ev.Kv.ModRevision < v.next {
+			continue
+		}
 		e := m.entry(ev.Kv)
 		e.value = nil
 		i, found := v.search(e.key)
@@ -169,43 +173,51 @@ func logUndecodable(ctx context.Context, before, now entry) {
 	}
 }
 
-// watchRange asks for a key, or for all keys below it if it ends in a slash.
-func watchRange(key string, revision int64) *pb.WatchCreateRequest {
-	r := &pb.WatchCreateRequest{Key: []byte(key), StartRevision: revision}
+// news reports whether resp has events from revision next on.
+func news(resp *pb.WatchResponse, next int64) bool {
+	return slices.ContainsFunc(resp.Events, func(ev *mvccpb.Event) bool { return ev.Kv.ModRevision >= next })
+}
+
+// watchRequest asks for a key, or for all keys below it if it ends in a slash.
+// It asks for one revision too many, which the caller has to skip: a server
+// answers no probe of a watch that starts in the future.
+func watchRequest(key string, next int64) *pb.WatchRequest {
+	r := &pb.WatchCreateRequest{Key: []byte(key), StartRevision: next - 1}
 	if strings.HasSuffix(key, "/") {
 		r.RangeEnd = []byte(clientv3.GetPrefixRangeEnd(key))
 	}
-	return r
+	return &pb.WatchRequest{RequestUnion: &pb.WatchRequest_CreateRequest{CreateRequest: r}}
 }
 
 // follow calls on with every response of a watch until it fails. It probes a
-// quiet stream, because one that hangs looks like one with no news. The
-// library's own watch reconnects by itself and so hides outages, and the store
-// behind it may be another one afterwards.
-func (m *Manager) follow(ctx context.Context, r *pb.WatchCreateRequest, on func(*pb.WatchResponse) error) error {
+// quiet stream, because one that hangs looks like one with no news, and gives
+// errStalled if there is no answer. The library's own watch reconnects by
+// itself and so hides outages, and the store behind it may be another one
+// afterwards.
+func (m *Manager) follow(ctx context.Context, key string, next int64, on func(*pb.WatchResponse) error) error {
 	inner, cancel := context.WithCancelCause(clientv3.WithRequireLeader(ctx))
 	defer cancel(nil)
 	watchdog := time.AfterFunc(m.timing.request, func() { cancel(errStalled) })
 	defer watchdog.Stop()
 
-	err := m.stream(inner, r, watchdog, on)
+	err := m.stream(inner, watchRequest(key, next), watchdog, on)
 	switch {
 	case ctx.Err() != nil:
 		return ctx.Err()
 	case errors.Is(context.Cause(inner), errStalled):
-		return &storeError{"unreachable", fmt.Sprintf("etcd %s: watch does not answer", strings.Join(m.cfg.Endpoints, ",")), errStalled}
+		return errStalled
 	}
 	return err
 }
 
-func (m *Manager) stream(ctx context.Context, r *pb.WatchCreateRequest, watchdog *time.Timer, on func(*pb.WatchResponse) error) error {
+func (m *Manager) stream(ctx context.Context, r *pb.WatchRequest, watchdog *time.Timer, on func(*pb.WatchResponse) error) error {
 	conn, err := m.client.get(ctx)
 	if err != nil {
 		return explain(m.cfg.Endpoints, m.timing.request, err)
 	}
 	stream, err := pb.NewWatchClient(conn.ActiveConnection()).Watch(ctx, callOptions()...)
 	if err == nil {
-		err = stream.Send(&pb.WatchRequest{RequestUnion: &pb.WatchRequest_CreateRequest{CreateRequest: r}})
+		err = stream.Send(r)
 	}
 	if err != nil {
 		return explain(m.cfg.Endpoints, m.timing.request, err)

@@ -89,6 +89,15 @@ func (m *Manager) write(ctx context.Context, own ownLease, revision int64, stale
 	return resp.Header.Revision, nil
 }
 
+// remove deletes the key if it is still as found.
+func (m *Manager) remove(ctx context.Context, e entry) error {
+	return m.call(ctx, func(ctx context.Context, c *clientv3.Client) error {
+		key := m.dir() + e.key
+		_, err := c.Txn(ctx).If(clientv3.Compare(clientv3.ModRevision(key), "=", e.modRevision)).Then(clientv3.OpDelete(key)).Commit()
+		return err
+	})
+}
+
 // discard revokes an etcd lease that no key hangs on any more. It is worth one
 // try only: what is left behind ends by itself.
 func (m *Manager) discard(ctx context.Context, id clientv3.LeaseID) {

@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"strings"
 	"testing"
 	"time"
 
@@ -123,6 +124,132 @@ func startOne(t *testing.T, h *lab.Host, o lab.FlanneldOptions) *lab.Daemon {
 		t.Fatal(err)
 	}
 	return d
+}
+
+// start starts a daemon on h and waits for nothing.
+func start(t *testing.T, h *lab.Host, o lab.FlanneldOptions) *lab.Daemon {
+	t.Helper()
+	d, err := h.StartFlanneld(background(t), o)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return d
+}
+
+// expectReady waits until the daemon is ready.
+func expectReady(t *testing.T, d *lab.Daemon) {
+	t.Helper()
+	if err := d.Ready(background(t)); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// expectLog waits until the daemon's log holds text.
+func expectLog(t *testing.T, d *lab.Daemon, text string) {
+	t.Helper()
+	if err := d.WaitLog(background(t), text); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// linesWith returns the lines of the daemon's log that hold text.
+func linesWith(d *lab.Daemon, text string) []string {
+	var found []string
+	for line := range strings.Lines(d.Log()) {
+		if strings.Contains(line, text) {
+			found = append(found, strings.TrimSpace(line))
+		}
+	}
+	return found
+}
+
+// expectOnce fails the test unless one line of the daemon's log, and no other,
+// holds text.
+func expectOnce(t *testing.T, d *lab.Daemon, text string) {
+	t.Helper()
+	if lines := linesWith(d, text); len(lines) != 1 {
+		t.Errorf("%d lines with %q, want one: %q", len(lines), text, lines)
+	}
+}
+
+// expectFailure waits until the daemon ends, with exit code 1 and one line that
+// says why.
+func expectFailure(t *testing.T, d *lab.Daemon, why ...string) {
+	t.Helper()
+	code, err := d.Wait(background(t))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if code != 1 {
+		t.Errorf("exit code %d, want 1", code)
+	}
+	lines := append(linesWith(d, "flanneld stops"), linesWith(d, "flanneld: ")...)
+	if len(lines) != 1 {
+		t.Errorf("%d lines say why it stops, want one: %q", len(lines), lines)
+	}
+	for _, text := range why {
+		if !strings.Contains(strings.Join(lines, "\n"), text) {
+			t.Errorf("it stops with %q, want to read %q", lines, text)
+		}
+	}
+}
+
+// pause lets time pass in which something must not happen.
+func pause(t *testing.T, d time.Duration) {
+	t.Helper()
+	select {
+	case <-time.After(d):
+	case <-t.Context().Done():
+		t.Fatal(t.Context().Err())
+	}
+}
+
+// flow is a steady stream of packets of which none may be lost.
+type flow struct {
+	*lab.Flow
+	name string
+}
+
+// startFlows starts a flow between every two pods, in both directions and in
+// every family.
+func startFlows(t *testing.T, l *lab.Lab, rate int) []flow {
+	t.Helper()
+	var flows []flow
+	for _, from := range l.Pods() {
+		for _, to := range l.Pods() {
+			if from == to {
+				continue
+			}
+			for _, f := range l.Families() {
+				one, err := from.StartFlow(background(t), to, f, rate)
+				if err != nil {
+					t.Fatal(err)
+				}
+				t.Cleanup(func() { one.Stop() })
+				flows = append(flows, flow{one, fmt.Sprintf("%s to %s by %s", from.Name(), to.Name(), f)})
+			}
+		}
+	}
+	return flows
+}
+
+// expectNothingLost ends the flows.
+func expectNothingLost(t *testing.T, flows []flow) {
+	t.Helper()
+	for _, f := range flows {
+		if s := f.Stop(); len(s.Lost) > 0 || s.Sent == 0 {
+			t.Errorf("%s: %d of %d packets are lost, from %v on, longest gap %v",
+				f.name, len(s.Lost), s.Sent, s.Lost[:min(len(s.Lost), 5)], s.Gap)
+		}
+	}
+}
+
+// nft gives rules to the firewall of a namespace.
+func nft(t *testing.T, n *lab.Namespace, rules string) {
+	t.Helper()
+	if out, err := n.Exec(background(t), "nft", rules); err != nil {
+		t.Fatalf("%v: %s", err, out)
+	}
 }
 
 // expectMatrix fails the test unless every pod reaches every other.

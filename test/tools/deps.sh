@@ -15,6 +15,8 @@ commands='' packages=''
 PATH=$PATH:/usr/sbin:/sbin
 want gcc gcc libc6-dev # the race detector
 want ip iproute2
+want nft nftables # a router that translates addresses, and one that drops
+want ethtool ethtool
 want etcd etcd-server # an older server than the one that is linked in
 want shellcheck shellcheck
 want systemd-analyze systemd

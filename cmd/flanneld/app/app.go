@@ -97,21 +97,26 @@ func Run(ctx context.Context, opts Options) error {
 
 // wait returns when the group has, or a bounded time after it was told to.
 func (d *daemon) wait(ctx, members context.Context) error {
+	told := make(chan struct{})
+	context.AfterFunc(members, func() { // systemd may not listen
+		defer close(told)
+		if err := d.notifier.Stopping(); err != nil {
+			klog.FromContext(ctx).Error(err, "systemd was not told")
+		}
+	})
 	done := make(chan error, 1)
-	go func() { done <- d.group.Wait() }()
+	go func() {
+		err := d.group.Wait()
+		<-told
+		done <- err
+	}()
+	<-members.Done() // at the latest when all members have returned
 	var err error
 	select {
 	case err = <-done:
-	case <-members.Done():
-		if notifyErr := d.notifier.Stopping(); notifyErr != nil {
-			klog.FromContext(ctx).Error(notifyErr, "systemd was not told")
-		}
-		select {
-		case err = <-done:
-		case <-time.After(stopTimeout):
-			klog.FromContext(ctx).Error(nil, "not everything has ended in time", "after", stopTimeout)
-			err = context.Cause(members)
-		}
+	case <-time.After(stopTimeout):
+		klog.FromContext(ctx).Error(nil, "not everything has ended in time", "after", stopTimeout)
+		err = context.Cause(members)
 	}
 	if ctx.Err() != nil { // asked to stop: whatever that interrupted is no failure
 		return nil

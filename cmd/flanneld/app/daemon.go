@@ -53,7 +53,7 @@ type daemon struct {
 	notifier health.Notifier
 	kernel   *linux.Kernel
 	ready    sync.Once
-	saver    *saver
+	record   *record
 }
 
 func newHealth(o Options) *health.Status {
@@ -92,7 +92,7 @@ func (d *daemon) run(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	defer d.saver.close()
+	defer d.record.close()
 	if d.opts.IPTablesForwardRules {
 		log.Info("no forward rules are programmed: this version has none, the host's FORWARD policy must let pod traffic pass")
 	}
@@ -166,6 +166,9 @@ func (d *daemon) manager(ctx context.Context, previous subnetfile.Previous) (*et
 		RenewMargin: o.RenewMargin,
 		Previous:    subnets,
 		OnStatus:    func(err error) { d.report(ctx, partDatastore, err) },
+		OnLease: func(own subnet.Lease) {
+			d.record.update(func(now *lastKnown) { now.Own = own })
+		},
 	})
 }
 
@@ -317,7 +320,7 @@ func (d *daemon) serve(ctx context.Context, be backend.Backend, now lastKnown) (
 	}
 	ledger := &subnet.Ledger{}
 	ledger.Restore(now.Peers)
-	d.saver.saveNow(now)
+	d.record.set(now)
 	syncer := backend.NewSyncer(backend.SyncerConfig{
 		Config: now.Config, Own: now.Own, Network: network, Ledger: ledger, Resync: d.opts.Resync,
 		OnSync: func(complete bool, err error) {
@@ -326,8 +329,7 @@ func (d *daemon) serve(ctx context.Context, be backend.Backend, now lastKnown) (
 				d.report(ctx, partDatapath, err)
 			}
 			if complete {
-				now.Peers = ledger.State()
-				d.saver.save(now)
+				d.record.update(func(now *lastKnown) { now.Peers = ledger.State() })
 			}
 		},
 	})
@@ -374,8 +376,8 @@ func (d *daemon) loadState(ctx context.Context) (lastKnown, error) {
 		log.Error(err, "going on without a state directory: a restart will depend on the store")
 		return lastKnown{}, nil
 	}
-	d.saver = newSaver(file)
-	d.group.Go(func() error { return d.saver.run(ctx) })
+	d.record = newRecord(file)
+	d.group.Go(func() error { return d.record.run(ctx) })
 	last, _, err := file.Load()
 	if err != nil {
 		log.Error(err, "going on without the last known state")

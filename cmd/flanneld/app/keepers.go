@@ -50,43 +50,62 @@ func (k *fileKeeper) step(ctx context.Context) error {
 // background: it is a help for the next start, not a journal.
 const savePause = 2 * time.Second
 
-// saver writes the state file. A nil saver does nothing.
-type saver struct {
+// record is the last known state, in memory and on disk. A nil record does
+// nothing.
+type record struct {
 	file    *state.File[lastKnown]
 	loop    *loop.Loop
 	failing bool
 
 	mu      sync.Mutex
-	pending *lastKnown // newer than the file; nil if nothing is
-	writing sync.Mutex // held over a write
+	now     lastKnown
+	known   bool // now was set
+	changed bool // since it was written
+	writing sync.Mutex
 }
 
-func newSaver(file *state.File[lastKnown]) *saver {
-	s := &saver{file: file}
-	s.loop = loop.New(time.Hour, s.step)
-	return s
+func newRecord(file *state.File[lastKnown]) *record {
+	r := &record{file: file}
+	r.loop = loop.New(time.Hour, r.step)
+	return r
 }
 
-// save has the state written before long; what it refers to must not change
-// any more.
-func (s *saver) save(now lastKnown) {
-	if s == nil {
+// set replaces the state and writes it before anybody depends on it.
+func (r *record) set(now lastKnown) {
+	if r == nil {
 		return
 	}
-	s.mu.Lock()
-	s.pending = &now
-	s.mu.Unlock()
-	s.loop.Wake()
+	r.mu.Lock()
+	r.now, r.known, r.changed = now, true, true
+	r.mu.Unlock()
+	if _, err := r.flush(); err != nil {
+		r.loop.Wake() // it tries again, and reports
+	}
 }
 
-func (s *saver) run(ctx context.Context) error { return s.loop.Run(ctx) }
+// update changes the state, once there is one, and has it written before
+// long. What the state refers to must not change any more.
+func (r *record) update(change func(now *lastKnown)) {
+	if r == nil {
+		return
+	}
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.known {
+		change(&r.now)
+		r.changed = true
+		r.loop.Wake()
+	}
+}
 
-func (s *saver) step(ctx context.Context) error {
-	wrote, err := s.flush()
-	if err != nil && !s.failing {
+func (r *record) run(ctx context.Context) error { return r.loop.Run(ctx) }
+
+func (r *record) step(ctx context.Context) error {
+	wrote, err := r.flush()
+	if err != nil && !r.failing {
 		klog.FromContext(ctx).Error(err, "the last known state is not kept, trying again")
 	}
-	s.failing = err != nil
+	r.failing = err != nil
 	if wrote {
 		select {
 		case <-ctx.Done():
@@ -96,42 +115,31 @@ func (s *saver) step(ctx context.Context) error {
 	return err
 }
 
-// flush writes what is pending now.
-func (s *saver) flush() (wrote bool, err error) {
-	s.writing.Lock()
-	defer s.writing.Unlock()
-	s.mu.Lock()
-	pending := s.pending
-	s.pending = nil
-	s.mu.Unlock()
-	if pending == nil {
+// flush writes what has changed.
+func (r *record) flush() (wrote bool, err error) {
+	r.writing.Lock()
+	defer r.writing.Unlock()
+	r.mu.Lock()
+	now, changed := r.now, r.changed
+	r.changed = false
+	r.mu.Unlock()
+	if !changed {
 		return false, nil
 	}
-	if err := s.file.Save(*pending); err != nil {
-		s.mu.Lock()
-		if s.pending == nil {
-			s.pending = pending
-		}
-		s.mu.Unlock()
+	if err := r.file.Save(now); err != nil {
+		r.mu.Lock()
+		r.changed = true
+		r.mu.Unlock()
 		return false, err
 	}
 	return true, nil
 }
 
-// saveNow writes the state before anybody depends on it.
-func (s *saver) saveNow(now lastKnown) {
-	if s == nil {
+// close writes what has changed and lets the file go.
+func (r *record) close() {
+	if r == nil {
 		return
 	}
-	s.save(now)
-	_, _ = s.flush() // the loop tries again, and reports
-}
-
-// close writes what is pending and lets the file go.
-func (s *saver) close() {
-	if s == nil {
-		return
-	}
-	_, _ = s.flush()
-	_ = s.file.Close()
+	_, _ = r.flush()
+	_ = r.file.Close()
 }

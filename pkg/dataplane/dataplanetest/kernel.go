@@ -162,7 +162,7 @@ func (k *Kernel) putLink(want dataplane.Link) error {
 	case !ok && k.vxlanTaken(want.VXLAN):
 		return syscall.EEXIST
 	case !ok:
-		d = k.newDevice(dataplane.Link{})
+		d = k.newDevice(dataplane.Link{Name: want.Name})
 	case !d.Compatible(want):
 		return fmt.Errorf("no way to turn the %s device that is there into the one that is wanted", d.Kind)
 	case d.MAC != want.MAC: // as NETDEV_CHANGEADDR does
@@ -250,6 +250,9 @@ func (k *Kernel) usable(r dataplane.Route) error {
 	if !d.Up {
 		return syscall.ENETDOWN
 	}
+	if slices.ContainsFunc(d.addrs, func(a netip.Prefix) bool { return a.Addr() == r.Gateway }) {
+		return syscall.EINVAL
+	}
 	return nil
 }
 
@@ -306,8 +309,7 @@ func connected(dev string, p netip.Prefix) dataplane.Route {
 
 // connect makes the connected route for p if there is to be one.
 func (k *Kernel) connect(d *device, p netip.Prefix) {
-	r := connected(d.Name, p)
-	if d.Up && !(p.Addr().Is4() && p.IsSingleIP()) && !slices.Contains(k.routes, r) {
+	if r := connected(d.Name, p); d.Up && (p.Addr().Is6() || !p.IsSingleIP()) && !slices.Contains(k.routes, r) {
 		k.routes.insert(r)
 	}
 }

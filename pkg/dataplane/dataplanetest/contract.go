@@ -1,0 +1,159 @@
+package dataplanetest
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net/netip"
+	"syscall"
+	"testing"
+
+	"flanneld/pkg/dataplane"
+	"flanneld/pkg/prefix"
+)
+
+type contractCase struct {
+	name string
+	run  func(*fixture)
+}
+
+// Contract tests that the kernels of the worlds that newWorld makes do what
+// dataplane.Kernel says, and that a Reconciler on them does what it says.
+func Contract(t *testing.T, newWorld func(testing.TB) World) {
+	t.Helper()
+	for _, cases := range [][]contractCase{objectCases(), linkCases(), routeCases(), driftCases()} {
+		for _, tc := range cases {
+			t.Run(tc.name, func(t *testing.T) { tc.run(newFixture(t, newWorld(t))) })
+		}
+	}
+}
+
+func objectCases() []contractCase {
+	return []contractCase{
+		{"what is put is read", putIsRead},
+		{"puts and deletes can be repeated", repeated},
+		{"one failure among many is named", oneFailure},
+		{"a thousand objects at once", thousands},
+		{"devices that are absent", absentDevices},
+		{"a context that has ended", endedContext},
+		{"on-link lookups", onLink},
+	}
+}
+
+func putIsRead(f *fixture) {
+	want := Peers(20)
+	f.put(objectsOf(want)...)
+	f.expect(want)
+	for _, dev := range Scope().Devices {
+		ra, err := f.AcceptRA(dev)
+		if err != nil || ra != "0" {
+			f.Errorf("accept_ra of %s is %q (%v), want 0", dev, ra, err)
+		}
+	}
+}
+
+func repeated(f *fixture) {
+	want := Peers(3)
+	f.put(objectsOf(want)...)
+	f.put(objectsOf(want)...)
+	f.expect(want)
+	deletes := dataplane.Plan(want, Base(), Scope(), nil, true).Ops
+	for _, d := range []string{dev4, dev6} {
+		deletes = append(deletes, dataplane.Op{Delete: true, Object: want.Links[d]})
+	}
+	f.apply(deletes...)
+	f.expect(dataplane.NewState())
+	f.apply(deletes...)
+	f.put(objectsOf(Base())...)
+	f.apply(deletes...) // this time the devices are there
+	f.expect(dataplane.NewState())
+}
+
+func oneFailure(f *fixture) {
+	want := Peers(90)
+	bad := via(3, 0)[0]
+	bad.Dst, bad.Gateway = netip.MustParsePrefix("10.99.0.0/24"), netip.MustParseAddr("203.0.113.1")
+	var ops []dataplane.Op
+	for i, o := range objectsOf(want) {
+		if i == 300 {
+			ops = append(ops, dataplane.Op{Object: bad})
+		}
+		ops = append(ops, dataplane.Op{Object: o})
+	}
+	failed := f.Apply(f.Context(), ops)
+	if len(failed) != 1 || failed[0].Op != (dataplane.Op{Object: bad}) || !errors.Is(failed[0], syscall.ENETUNREACH) {
+		f.Errorf("failures %v, want that of %s alone, network unreachable", failed, bad)
+	}
+	f.expect(want)
+}
+
+func thousands(f *fixture) {
+	want := Peers(400)
+	f.put(objectsOf(want)...)
+	f.expect(want)
+	f.reconcile(Base(), true)
+	f.expect(Base())
+}
+
+func absentDevices(f *fixture) {
+	f.expect(dataplane.NewState())
+	for _, o := range append(Peer(2, 0), dataplane.Addr{Dev: dev4, Prefix: prefix.Host(subnet4(1).Addr())}) {
+		failed := f.Apply(f.Context(), []dataplane.Op{{Object: o}, {Delete: true, Object: o}})
+		if len(failed) != 1 || failed[0].Op.Delete || !errors.Is(failed[0], syscall.ENODEV) {
+			f.Errorf("%s: failures %v, want that of the put, no such device", o, failed)
+		}
+	}
+	link := Base().Links[dev4]
+	link.VXLAN.Underlay = "eth9"
+	if failed := f.Apply(f.Context(), []dataplane.Op{{Object: link}}); len(failed) != 1 || !errors.Is(failed[0], syscall.ENODEV) {
+		f.Errorf("link above a device that is absent: failures %v, want no such device", failed)
+	}
+	f.expect(dataplane.NewState())
+}
+
+func endedContext(f *fixture) {
+	ctx, cancel := context.WithCancel(f.Context())
+	cancel()
+	if _, err := f.Read(ctx, Scope()); !errors.Is(err, context.Canceled) {
+		f.Errorf("Read gave %v, want that the context has ended", err)
+	}
+	var ops []dataplane.Op
+	for _, o := range objectsOf(Peers(1)) {
+		ops = append(ops, dataplane.Op{Object: o})
+	}
+	if failed := f.Apply(ctx, ops); len(failed) != len(ops) {
+		f.Errorf("%d of %d operations failed, want all", len(failed), len(ops))
+	}
+	f.expect(dataplane.NewState())
+}
+
+func onLink(f *fixture) {
+	f.must(f.Append(
+		dataplane.Route{RouteKey: dataplane.RouteKey{Dst: netip.MustParsePrefix("203.0.113.0/24"), Type: dataplane.Unicast},
+			Gateway: netip.MustParseAddr("192.168.77.9"), Dev: "eth0", Protocol: protoStatic},
+		dataplane.Route{RouteKey: dataplane.RouteKey{Dst: netip.MustParsePrefix("2001:db8::/32"), Type: dataplane.Unicast, Priority: 1024},
+			Gateway: netip.MustParseAddr("fd00:77::9"), Dev: "eth0", Protocol: protoStatic},
+		dataplane.Route{RouteKey: dataplane.RouteKey{Dst: netip.MustParsePrefix("198.18.0.0/24"), Type: dataplane.Unicast}, Dev: "eth0", Protocol: protoStatic},
+	))
+	for n, typ := range []dataplane.RouteType{dataplane.Blackhole, 7, 8} { // unreachable, prohibit
+		r := dataplane.Route{RouteKey: dataplane.RouteKey{Dst: netip.MustParsePrefix(fmt.Sprintf("100.64.%d.0/24", n)), Type: typ}, Protocol: protoStatic}
+		f.must(f.Append(r))
+		r.Dst, r.Priority = netip.MustParsePrefix(fmt.Sprintf("2001:db9:%d::/48", n)), 1024
+		f.must(f.Append(r))
+	}
+	for dst, want := range map[string]string{
+		"192.168.77.2": "eth0", "fd00:77::2": "eth0", // direct
+		"203.0.113.1": "", "2001:db8::1": "", // through a gateway
+		"198.18.0.7":  "eth0",                                 // a route without a gateway
+		"192.0.2.1":   "",                                     // no route
+		"2001:dba::1": "",                                     //
+		"100.64.0.1":  "", "100.64.1.1": "", "100.64.2.1": "", // blackhole, unreachable, prohibit
+		"2001:db9::1": "", "2001:db9:1::1": "", "2001:db9:2::1": "",
+		"192.168.77.1": "", "fd00:77::1": "", // own
+	} {
+		dev, err := f.OnLink(f.Context(), netip.MustParseAddr(dst))
+		if err != nil || dev != want {
+			f.Errorf("OnLink(%s) = %q, %v; want %q", dst, dev, err, want)
+		}
+	}
+}

@@ -1,0 +1,128 @@
+package dataplanetest
+
+import (
+	"net/netip"
+
+	"flanneld/pkg/dataplane"
+)
+
+// driftCases spoil the entries of a peer in one way each; one pass without
+// sweep repairs them.
+func driftCases() []contractCase {
+	var cases []contractCase
+	add := func(name string, spoil func(*fixture)) {
+		cases = append(cases, contractCase{"repaired: " + name, func(f *fixture) {
+			want := state(Base(), Peer(3, 0)...)
+			f.reconcile(want, true)
+			spoil(f)
+			f.reconcile(want, false)
+			f.expect(want)
+		}})
+	}
+	add("FDB entries with a port of their own", func(f *fixture) {
+		for _, e := range peer[dataplane.FDB](3, 0) {
+			e.Override = true
+			f.must(f.Append(e))
+			if f.read().FDB[e.FDBKey] != e {
+				f.Errorf("%s: the port is not seen", e)
+			}
+		}
+	})
+	add("FDB entries to elsewhere", func(f *fixture) {
+		for i, e := range peer[dataplane.FDB](3, 0) {
+			e.Dst = peer[dataplane.FDB](3, 1)[i].Dst
+			f.must(f.Append(e))
+		}
+	})
+	add("neighbours that are not permanent", func(f *fixture) {
+		for _, n := range peer[dataplane.Neigh](3, 0) {
+			f.must(f.Learn(n))
+			if _, ok := f.read().Neighs[n.NeighKey]; ok {
+				f.Errorf("%s is not permanent but read", n)
+			}
+		}
+	})
+	add("neighbours with another MAC", func(f *fixture) {
+		f.must(f.Append(objects(peer[dataplane.Neigh](3, 1))...))
+	})
+	add("neighbours, FDB entries and routes gone", func(f *fixture) {
+		f.must(f.Remove(Peer(3, 0)...))
+	})
+	add("addresses with another length", func(f *fixture) {
+		for a := range Base().Addrs {
+			f.must(f.Remove(a))
+			if a.Prefix.Addr().Is6() { // an IPv4 device may have both
+				f.must(f.Append(dataplane.Addr{Dev: a.Dev, Prefix: netip.PrefixFrom(a.Prefix.Addr(), 64)}))
+			}
+		}
+	})
+	for name, twin := range twins() {
+		add("routes with a twin: "+name, func(f *fixture) {
+			for _, r := range via(3, 9) {
+				if twin(&r) {
+					f.must(f.Append(r))
+				}
+			}
+		})
+		add("routes replaced by: "+name, func(f *fixture) {
+			f.must(f.Remove(objects(peer[dataplane.Route](3, 0))...))
+			for _, r := range via(3, 9) {
+				if twin(&r) {
+					f.must(f.Append(r))
+				}
+			}
+		})
+	}
+	add("routes with three twins", func(f *fixture) {
+		for n := range 3 {
+			for _, r := range via(3, 10+n) {
+				r.Protocol = protoStatic
+				f.must(f.Append(r))
+			}
+		}
+	})
+	add("the wanted route is the last of its twins", func(f *fixture) {
+		f.must(f.Remove(objects(peer[dataplane.Route](3, 0))...))
+		f.must(f.Append(objects(via(3, 9))...))
+		f.must(f.Append(via(3, 10)[0]))
+		// Not for IPv6: the kernel refuses a gateway that others lead to.
+		f.must(f.Append(peer[dataplane.Route](3, 0)[0]))
+	})
+	return cases
+}
+
+func peer[T dataplane.Object](i, variant int) []T {
+	var found []T
+	for _, o := range Peer(i, variant) {
+		if o, ok := o.(T); ok {
+			found = append(found, o)
+		}
+	}
+	return found
+}
+
+// twins returns the ways to have one route more to a destination; false says
+// that a family has no such.
+func twins() map[string]func(*dataplane.Route) bool {
+	blackhole := func(r *dataplane.Route) bool {
+		r.Type, r.Gateway, r.Dev = dataplane.Blackhole, netip.Addr{}, ""
+		return true
+	}
+	return map[string]func(*dataplane.Route) bool{
+		"ours":    func(*dataplane.Route) bool { return true },
+		"foreign": func(r *dataplane.Route) bool { r.Protocol = protoStatic; return true },
+		"metric":  func(r *dataplane.Route) bool { r.Priority = 77; return true },
+		"TOS":     func(r *dataplane.Route) bool { r.TOS = 8; return r.Dst.Addr().Is4() },
+		"multipath": func(r *dataplane.Route) bool {
+			r.Gateway, r.Dev, r.Multipath = netip.Addr{}, "", true
+			return true
+		},
+		"no gateway":     func(r *dataplane.Route) bool { r.Gateway = netip.Addr{}; return true },
+		"nexthop object": func(r *dataplane.Route) bool { r.NexthopID = 40 + uint32(r.Dst.Bits()); return true },
+		"blackhole":      func(r *dataplane.Route) bool { return r.Dst.Addr().Is6() && blackhole(r) },
+		"blackhole with a metric": func(r *dataplane.Route) bool {
+			r.Priority = 77
+			return blackhole(r)
+		},
+	}
+}

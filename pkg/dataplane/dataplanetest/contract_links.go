@@ -1,0 +1,191 @@
+package dataplanetest
+
+import (
+	"net/netip"
+
+	"flanneld/pkg/dataplane"
+	"flanneld/pkg/prefix"
+)
+
+func linkCases() []contractCase {
+	cases := []contractCase{
+		{"devices change in place", changeInPlace},
+		{"a new MAC", changeMAC},
+		{"devices of another flannel daemon are adopted", adoptDevices},
+		{"a device without underlay and address is completed", completeDevice},
+		{"a second device with the same VNI is refused", sameVNI},
+		{"a link that is down", linkDown},
+		{"a link that is gone", linkGone},
+	}
+	for name, spoil := range incompatible() {
+		cases = append(cases, contractCase{"replaced for its " + name, func(f *fixture) { replaceDevice(f, spoil) }})
+	}
+	return cases
+}
+
+func changeInPlace(f *fixture) {
+	want := Peers(5)
+	f.put(objectsOf(want)...)
+	for dev, local := range map[string]string{dev4: "192.168.77.2", dev6: "fd00:77::2"} {
+		for _, change := range []func(*dataplane.Link){
+			func(l *dataplane.Link) { l.MTU = 1300 },
+			func(l *dataplane.Link) { l.VXLAN.Local = netip.MustParseAddr(local) },
+			func(l *dataplane.Link) { l.VXLAN.Learning = true },
+			func(l *dataplane.Link) { l.VXLAN.Learning, l.MTU = false, 1400 },
+		} {
+			l := want.Links[dev]
+			change(&l)
+			want.Add(l)
+			f.put(l)
+			f.expect(want) // with all that was on it
+		}
+	}
+}
+
+// changeMAC: the kernel forgets the neighbours of a device whose MAC changes.
+func changeMAC(f *fixture) {
+	want := Peers(5)
+	f.reconcile(want, true)
+	for _, dev := range Scope().Devices {
+		l := want.Links[dev]
+		l.MAC[5]++
+		want.Add(l)
+	}
+	f.spy.Take()
+	f.reconcile(want, true)
+	f.expect(want)
+	for _, op := range f.spy.Take() {
+		switch op.Object.(type) {
+		case dataplane.Link, dataplane.Neigh:
+		default:
+			f.Errorf("%s, want that a new MAC touches neighbours alone", op)
+		}
+	}
+}
+
+// adoptDevices: all that is right is left alone, whoever made it.
+func adoptDevices(f *fixture) {
+	want := Peers(5)
+	for _, o := range objectsOf(want) {
+		if r, ok := o.(dataplane.Route); ok {
+			r.Protocol = protoBoot
+			o = r
+		}
+		f.must(f.Append(o))
+	}
+	f.reconcile(want, false)
+	f.reconcile(want, true)
+	if ops := f.spy.Take(); len(ops) > 0 {
+		f.Errorf("%d changes, the first %s; want none", len(ops), ops[0])
+	}
+	f.reconcile(Base(), true)
+	f.expect(Base())
+}
+
+func completeDevice(f *fixture) {
+	want := Base()
+	l := want.Links[dev4]
+	l.VXLAN.Local, l.VXLAN.Underlay, l.Up = netip.Addr{}, "", false
+	f.must(f.Append(l))
+	f.reconcile(want, true)
+	f.expect(want)
+	for _, op := range f.spy.Take() {
+		if op.Delete {
+			f.Errorf("%s, want no delete", op)
+		}
+	}
+}
+
+func sameVNI(f *fixture) {
+	other := Base().Links[dev4]
+	other.Name = "vxlan0"
+	f.must(f.Append(other))
+	if failed := f.Apply(f.Context(), []dataplane.Op{{Object: Base().Links[dev4]}}); len(failed) != 1 {
+		f.Errorf("failures %v, want one", failed)
+	}
+	f.expect(dataplane.NewState())
+}
+
+func linkDown(f *fixture) {
+	want := Peers(5)
+	f.reconcile(want, true)
+	for _, dev := range Scope().Devices {
+		f.must(f.SetUp(dev, false))
+	}
+	have := f.read()
+	for r := range have.Routes {
+		f.Errorf("%s survived its link", r)
+	}
+	if len(have.Neighs) > 0 || len(have.FDB) != len(want.FDB) {
+		f.Errorf("%d neighbours and %d FDB entries, want 0 and %d", len(have.Neighs), len(have.FDB), len(want.FDB))
+	}
+	if _, ok := have.Addrs[dataplane.Addr{Dev: dev6, Prefix: prefix.Host(subnet6(1).Addr())}]; ok || len(have.Addrs) != 1 {
+		f.Errorf("addresses %v, want the IPv4 one alone", have.Addrs)
+	}
+	f.reconcile(want, false)
+	f.expect(want)
+}
+
+func linkGone(f *fixture) {
+	want := Peers(5)
+	f.reconcile(want, true)
+	for _, dev := range Scope().Devices {
+		f.must(f.Remove(want.Links[dev]))
+	}
+	f.expect(dataplane.NewState())
+	f.reconcile(want, false)
+	f.expect(want)
+	f.must(f.Remove(want.Links[dev6]))
+	f.reconcile(want, false)
+	f.expect(want)
+}
+
+// incompatible returns the ways in which a device cannot be changed in place.
+func incompatible() map[string]func(*dataplane.Link) {
+	return map[string]func(*dataplane.Link){
+		"VNI":     func(l *dataplane.Link) { l.VXLAN.VNI = 7 },
+		"port":    func(l *dataplane.Link) { l.VXLAN.Port = 4789 },
+		"GBP":     func(l *dataplane.Link) { l.VXLAN.GBP = true },
+		"foreign": func(l *dataplane.Link) { l.VXLAN.Foreign = true },
+		"family":  func(l *dataplane.Link) { l.VXLAN.Local, l.MTU = otherFamily(l.VXLAN.Local), 1400 },
+		"kind":    func(l *dataplane.Link) { l.Kind, l.VXLAN = "bridge", dataplane.VXLAN{} },
+	}
+}
+
+func otherFamily(a netip.Addr) netip.Addr {
+	if a.Is4() {
+		return netip.MustParseAddr("fd00:77::1")
+	}
+	return netip.MustParseAddr("192.168.77.1")
+}
+
+func replaceDevice(f *fixture, spoil func(*dataplane.Link)) {
+	want := Peers(3)
+	for _, dev := range Scope().Devices {
+		l := want.Links[dev]
+		spoil(&l)
+		f.must(f.Append(l, dataplane.Addr{Dev: dev, Prefix: netip.MustParsePrefix("172.30.0.1/24")}))
+		if failed := f.Apply(f.Context(), []dataplane.Op{{Object: want.Links[dev]}}); len(failed) != 1 {
+			f.Errorf("putting %s over it: failures %v, want one", dev, failed)
+		}
+		if diff := diffLinks(l, f.read().Links[dev]); diff != "" {
+			f.Errorf("after a failed put (-want +have):\n%s", diff)
+		}
+		f.reconcile(state(dataplane.NewState(), want.Links[dev]), false)
+		if diff := diffLinks(want.Links[dev], f.read().Links[dev]); diff != "" {
+			f.Errorf("after a pass (-want +have):\n%s", diff)
+		}
+		// The other way round, now with peers on it.
+		f.must(f.Remove(l))
+	}
+	f.reconcile(want, true)
+	for _, dev := range Scope().Devices {
+		l := want.Links[dev]
+		spoil(&l)
+		if l.Kind == "vxlan" && !l.VXLAN.Foreign && l.VXLAN.Local == want.Links[dev].VXLAN.Local {
+			want.Add(l)
+		}
+	}
+	f.reconcile(want, false)
+	f.expect(want)
+}

@@ -1,0 +1,268 @@
+package dataplanetest
+
+import (
+	"net/netip"
+	"strings"
+	"syscall"
+
+	"flanneld/pkg/dataplane"
+)
+
+func routeCases() []contractCase {
+	return []contractCase{
+		{"a connected network is refused", connectedNetwork},
+		{"routes of others survive", othersSurvive},
+		{"another's route is taken over without a gap", takeOver},
+		{"a route changes sides without a gap", changeSides},
+		{"a failed put leaves what is there", failedPut},
+		{"nothing goes without sweep", noSweep},
+		{"what no peer explains is swept", sweep},
+		{"routes on shared devices", sharedDevices},
+		{"a gateway out of reach", unreachable},
+		{"routes through nexthop objects", nexthopObjects},
+		{"a blackhole", blackhole},
+	}
+}
+
+// connectedNetwork: a bridge of pods is not cut off for a lease.
+func connectedNetwork(f *fixture) {
+	want := Peers(5)
+	f.reconcile(want, true)
+	bridge := dataplane.Link{Name: "cni0", Kind: "bridge", Up: true}
+	f.must(f.Append(bridge, dataplane.Addr{Dev: "cni0", Prefix: netip.MustParsePrefix("10.5.3.1/24")}))
+	report := f.reconcile(want, true)
+	if len(report.Refused) != 1 || report.Refused[0].Route.Dst != subnet4(3) || !strings.Contains(report.Refused[0].Reason, "cni0") {
+		f.Errorf("refused %v, want the route to %s for cni0", report.Refused, subnet4(3))
+	}
+	var left []dataplane.Route
+	for r := range f.read().Routes {
+		if r.Dst == subnet4(3) {
+			left = append(left, r)
+		}
+	}
+	if len(left) != 1 || left[0].Protocol != protoKernel {
+		f.Errorf("routes %v, want the connected one alone", left)
+	}
+	f.must(f.Remove(bridge))
+	if report := f.reconcile(want, true); len(report.Refused) > 0 {
+		f.Errorf("refused %v, want nothing", report.Refused)
+	}
+	f.expect(want)
+}
+
+// others returns what is not ours: routes inside our networks on another
+// device, and what lies outside them on ours.
+func others() []dataplane.Object {
+	var all []dataplane.Object
+	for _, r := range via(77, 7) {
+		r.Protocol = protoStatic
+		all = append(all, r)
+	}
+	out4 := dataplane.NewRoute(netip.MustParsePrefix("172.30.1.0/24"), subnet4(2).Addr(), dev4, true)
+	out6 := dataplane.NewRoute(netip.MustParsePrefix("fd00:30::/48"), subnet6(2).Addr(), dev6, true)
+	out4.Protocol, out6.Protocol = protoStatic, dataplane.Protocol // even with our number
+	return append(all, out4, out6,
+		dataplane.Addr{Dev: dev4, Prefix: netip.MustParsePrefix("172.30.0.1/32")},
+		dataplane.Neigh{NeighKey: dataplane.NeighKey{Dev: dev6, IP: netip.MustParseAddr("fd00:30::1")}, MAC: dataplane.MAC{2, 9}},
+		dataplane.Route{RouteKey: dataplane.RouteKey{Dst: netip.MustParsePrefix("10.0.0.0/7"), Type: dataplane.Blackhole}, Protocol: protoStatic})
+}
+
+func othersSurvive(f *fixture) {
+	f.reconcile(Peers(5), true)
+	f.must(f.Append(others()...))
+	f.must(f.Append(dataplane.FDB{FDBKey: dataplane.FDBKey{Dev: dev4}, Dst: netip.MustParseAddr("198.51.100.1")})) // for what is unknown
+	f.spy.Take()
+	f.reconcile(Base(), true)
+	for _, op := range f.spy.Take() {
+		if e, ok := op.Object.(dataplane.FDB); ok && !e.MAC.IsUnicast() {
+			f.Errorf("%s, want that entries for groups are not ours", op)
+		}
+	}
+	have := f.readAll()
+	for _, o := range others() {
+		held := false
+		switch o := o.(type) {
+		case dataplane.Route:
+			_, held = have.Routes[o]
+		case dataplane.Addr:
+			_, held = have.Addrs[o]
+		case dataplane.Neigh:
+			held = have.Neighs[o.NeighKey] == o
+		}
+		if !held {
+			f.Errorf("%s was removed", o)
+		}
+	}
+}
+
+// noGap fails if a route to a wanted destination was deleted before there was
+// another.
+func (f *fixture) noGap(ops []dataplane.Op, dst netip.Prefix) {
+	f.Helper()
+	for _, op := range ops {
+		if r, ok := op.Object.(dataplane.Route); ok && r.Dst == dst {
+			if op.Delete {
+				f.Errorf("%s before a put", op)
+			}
+			return
+		}
+	}
+	f.Errorf("no put of %s", dst)
+}
+
+func takeOver(f *fixture) {
+	f.reconcile(Base(), true)
+	for _, r := range via(3, 9) {
+		r.Protocol = protoBoot
+		f.must(f.Append(r))
+	}
+	want := state(Base(), Peer(3, 0)...)
+	f.reconcile(want, false)
+	f.expect(want)
+	ops := f.spy.Take()
+	for _, dst := range []netip.Prefix{subnet4(3), subnet6(3)} {
+		f.noGap(ops, dst)
+	}
+}
+
+// changeSides: a peer moves to our L2 and back, as with direct routing.
+func changeSides(f *fixture) {
+	tunnel, direct := state(Base(), Peer(3, 0)...), state(Base(), objects(via(3, 9))...)
+	for _, want := range []dataplane.State{tunnel, direct, tunnel} {
+		f.spy.Take()
+		f.reconcile(want, true)
+		f.expect(want)
+		f.noGap(f.spy.Take(), subnet6(3))
+	}
+	// A route to more than the peer, beyond our networks.
+	f.must(f.Append(dataplane.Route{RouteKey: dataplane.RouteKey{Dst: netip.MustParsePrefix("fd00::/16"), Type: dataplane.Unicast, Priority: 512},
+		Gateway: netip.MustParseAddr("fd00:77::9"), Dev: "eth0", Protocol: protoStatic}))
+	want := state(Base(), Peer(4, 0)...)
+	f.reconcile(want, true)
+	f.expect(want)
+}
+
+// failedPut: a route that cannot be made costs nobody the one that is there.
+func failedPut(f *fixture) {
+	f.reconcile(Base(), true)
+	var twins []dataplane.Route
+	for _, r := range via(3, 9) {
+		r.Priority, r.Protocol = 100, protoBoot
+		twins = append(twins, r)
+	}
+	f.must(f.Append(objects(twins)...))
+	f.spy.Fail = func(op dataplane.Op) error {
+		if _, ok := op.Object.(dataplane.Route); ok {
+			return syscall.EBUSY
+		}
+		return nil
+	}
+	want := state(Base(), Peer(3, 0)...)
+	if _, err := f.reconciler.Reconcile(f.Context(), want, true); err == nil {
+		f.Error("no error, want that of the put")
+	}
+	f.spy.Fail = nil
+	if !f.has(twins...) {
+		f.Error("the destination is without a route")
+	}
+	f.reconcile(want, true)
+	f.expect(want)
+}
+
+// stale returns what an earlier run left behind.
+func stale() dataplane.State {
+	s := state(Base(), Peer(6, 0)...)
+	s.Add(objects(via(7, 7))...)
+	s.Add(dataplane.Addr{Dev: dev4, Prefix: netip.MustParsePrefix("10.9.9.0/32")},
+		dataplane.Addr{Dev: dev6, Prefix: netip.MustParsePrefix("fd00:10:9::/128")})
+	return s
+}
+
+func noSweep(f *fixture) {
+	f.put(objectsOf(stale())...)
+	f.reconcile(state(Base(), Peer(2, 0)...), false)
+	f.expect(state(stale(), Peer(2, 0)...))
+	for _, op := range f.spy.Take() {
+		if op.Delete {
+			f.Errorf("%s, want no delete", op)
+		}
+	}
+}
+
+func sweep(f *fixture) {
+	f.put(objectsOf(stale())...)
+	f.reconcile(state(Base(), Peer(2, 0)...), true)
+	f.expect(state(Base(), Peer(2, 0)...))
+}
+
+// sharedDevices: there, only our protocol number or our memory makes a route
+// ours.
+func sharedDevices(f *fixture) {
+	ours, theirs, recorded := via(2, 9), via(3, 9), via(4, 9)
+	for i := range theirs {
+		theirs[i].Protocol, recorded[i].Protocol = protoBoot, protoBoot
+	}
+	f.put(objects(ours)...)
+	f.must(f.Append(objects(theirs)...))
+	f.must(f.Append(objects(recorded)...))
+	f.reconciler.Record(state(dataplane.NewState(), objects(via(4, 9))...))
+	f.reconcile(dataplane.NewState(), false)
+	if !f.has(ours...) || !f.has(recorded...) {
+		f.Error("a route went without sweep")
+	}
+	f.reconcile(dataplane.NewState(), true)
+	f.expect(state(dataplane.NewState(), objects(theirs)...))
+}
+
+// unreachable: a peer whose gateway is not on our L2 is a matter of its own.
+func unreachable(f *fixture) {
+	want := state(Base(), objects(via(3, 9))...)
+	bad := []dataplane.Route{
+		dataplane.NewRoute(subnet4(4), netip.MustParseAddr("192.0.2.1"), "eth0", false),
+		dataplane.NewRoute(subnet6(4), netip.MustParseAddr("2001:db8::1"), "eth0", false),
+	}
+	report := f.reconcile(state(want, objects(bad)...), true)
+	if len(report.Refused) != 2 || !report.Unreachable {
+		f.Errorf("refused %v, unreachable %t; want both of %v", report.Refused, report.Unreachable, bad)
+	}
+	f.expect(want)
+	if report := f.reconcile(want, true); len(report.Refused) > 0 || report.Unreachable {
+		f.Errorf("refused %v, unreachable %t; want nothing", report.Refused, report.Unreachable)
+	}
+}
+
+// nexthopObjects: the form of a next hop makes no difference, and can be
+// deleted.
+func nexthopObjects(f *fixture) {
+	want := state(Base(), Peer(3, 0)...)
+	f.reconcile(Base(), true)
+	f.spy.Take()
+	for id, o := range Peer(3, 0) {
+		if r, ok := o.(dataplane.Route); ok {
+			r.NexthopID, r.Protocol = uint32(id+7), protoBoot
+			o = r
+		}
+		f.must(f.Append(o))
+	}
+	f.reconcile(want, true)
+	if ops := f.spy.Take(); len(ops) > 0 {
+		f.Errorf("%d changes, the first %s; want that all is adopted", len(ops), ops[0])
+	}
+	f.reconcile(Base(), true)
+	f.expect(Base())
+}
+
+func blackhole(f *fixture) {
+	var want []dataplane.Route
+	for _, r := range via(2, 9) {
+		want = append(want, dataplane.Route{RouteKey: dataplane.RouteKey{Dst: r.Dst, Priority: r.Priority, Type: dataplane.Blackhole}, Protocol: dataplane.Protocol})
+	}
+	f.reconcile(state(Base(), objects(want)...), true)
+	f.expect(state(Base(), objects(want)...))
+	f.reconcile(state(Base(), Peer(2, 0)...), true)
+	f.expect(state(Base(), Peer(2, 0)...))
+	f.reconcile(state(Base(), objects(want)...), true)
+	f.expect(state(Base(), objects(want)...))
+	f.reconcile(Base(), true)
+	f.expect(Base())
+}

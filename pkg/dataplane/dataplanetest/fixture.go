@@ -1,0 +1,233 @@
+package dataplanetest
+
+import (
+	"context"
+	"net/netip"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+	"github.com/google/go-cmp/cmp/cmpopts"
+	"k8s.io/klog/v2"
+
+	"flanneld/pkg/dataplane"
+	"flanneld/pkg/prefix"
+)
+
+const (
+	dev4, dev6 = "flannel.1", "flannel-v6.1"
+
+	protoBoot   = 3 // what other flannel daemons and ip(8) use
+	protoStatic = 4
+)
+
+// Scope is that of a dual-stack vxlan network.
+func Scope() dataplane.Scope {
+	return dataplane.Scope{
+		Devices:  []string{dev4, dev6},
+		Networks: []netip.Prefix{netip.MustParsePrefix("10.0.0.0/8"), netip.MustParsePrefix("fd00:10::/32")},
+	}
+}
+
+// Base returns the devices of a dual-stack vxlan network with the addresses
+// of subnet 1.
+func Base() dataplane.State {
+	s := dataplane.NewState()
+	for _, d := range []struct {
+		name, local string
+		mac         byte
+		mtu         int
+	}{{dev4, "192.168.77.1", 4, 1450}, {dev6, "fd00:77::1", 6, 1430}} {
+		s.Add(dataplane.Link{
+			Name: d.name, Kind: "vxlan", MAC: dataplane.MAC{2, 0, 0, 0xff, 0, d.mac}, MTU: d.mtu, Up: true,
+			VXLAN: dataplane.VXLAN{VNI: 1, Port: 8472, Local: netip.MustParseAddr(d.local), Underlay: "eth0"},
+		})
+	}
+	s.Add(
+		dataplane.Addr{Dev: dev4, Prefix: prefix.Host(subnet4(1).Addr())},
+		dataplane.Addr{Dev: dev6, Prefix: prefix.Host(subnet6(1).Addr())})
+	return s
+}
+
+// subnet4 and subnet6 are the subnets of host i.
+func subnet4(i int) netip.Prefix {
+	return netip.PrefixFrom(netip.AddrFrom4([4]byte{10, byte(5 + i>>8), byte(i), 0}), 24)
+}
+
+func subnet6(i int) netip.Prefix {
+	return netip.PrefixFrom(netip.AddrFrom16([16]byte{0xfd, 0, 0, 0x10, 0, 5, byte(i >> 8), byte(i)}), 64)
+}
+
+func isFamily6(p netip.Prefix) bool { return p.Addr().Is6() }
+
+// Peer returns what host i needs in both families. Peers of one index and
+// different variants have the same subnets and nothing else in common.
+func Peer(i, variant int) []dataplane.Object {
+	var objects []dataplane.Object
+	for _, p := range []netip.Prefix{subnet4(i), subnet6(i)} {
+		dev, dst := dev4, netip.AddrFrom4([4]byte{198, byte(18 + variant), byte(i >> 8), byte(i)})
+		if isFamily6(p) {
+			dev, dst = dev6, netip.AddrFrom16([16]byte{0x20, 1, 0xd, 0xb8, byte(variant), 0, byte(i >> 8), byte(i)})
+		}
+		mac := dataplane.MAC{2, byte(variant), dev[len(dev)-3], 0, byte(i >> 8), byte(i)}
+		objects = append(objects,
+			dataplane.Neigh{NeighKey: dataplane.NeighKey{Dev: dev, IP: p.Addr()}, MAC: mac},
+			dataplane.FDB{FDBKey: dataplane.FDBKey{Dev: dev, MAC: mac}, Dst: dst},
+			dataplane.NewRoute(p, p.Addr(), dev, true))
+	}
+	return objects
+}
+
+// Peers returns Base with peers 2 to n+1.
+func Peers(n int) dataplane.State {
+	s := Base()
+	for i := range n {
+		s.Add(Peer(i+2, 0)...)
+	}
+	return s
+}
+
+// via returns routes of both families to the subnets of host i through host
+// n of eth0's networks.
+func via(i, n int) []dataplane.Route {
+	return []dataplane.Route{
+		dataplane.NewRoute(subnet4(i), netip.AddrFrom4([4]byte{192, 168, 77, byte(n)}), "eth0", false),
+		dataplane.NewRoute(subnet6(i), netip.AddrFrom16([16]byte{0xfd, 0, 0, 0x77, 15: byte(n)}), "eth0", false),
+	}
+}
+
+// fixture is a world under test.
+type fixture struct {
+	testing.TB
+	World
+	spy        *Spy
+	reconciler *dataplane.Reconciler
+}
+
+func newFixture(t testing.TB, w World) *fixture {
+	spy := &Spy{Kernel: w}
+	return &fixture{TB: t, World: w, spy: spy, reconciler: dataplane.NewReconciler(spy, Scope())}
+}
+
+// Context returns a context whose logger is silent.
+func (f *fixture) Context() context.Context {
+	return klog.NewContext(f.TB.Context(), klog.Logger{})
+}
+
+// must fails the test on an error of its preparation.
+func (f *fixture) must(err error) {
+	f.Helper()
+	if err != nil {
+		f.Fatal(err)
+	}
+}
+
+func (f *fixture) read() dataplane.State {
+	f.Helper()
+	s, err := f.Read(f.Context(), Scope())
+	f.must(err)
+	return s
+}
+
+// readAll reads all routes, ours and others'.
+func (f *fixture) readAll() dataplane.State {
+	f.Helper()
+	s, err := f.Read(f.Context(), dataplane.Scope{
+		Devices:  Scope().Devices,
+		Networks: []netip.Prefix{netip.MustParsePrefix("0.0.0.0/0"), netip.MustParsePrefix("::/0")},
+	})
+	f.must(err)
+	return s
+}
+
+// expect compares the kernel with want, but for routes that the kernel made.
+func (f *fixture) expect(want dataplane.State) {
+	f.Helper()
+	have := f.read()
+	for r := range have.Routes {
+		if r.Protocol == protoKernel {
+			delete(have.Routes, r)
+		}
+	}
+	if diff := diffStates(want, have); diff != "" {
+		f.Fatalf("kernel state (-want +have):\n%s", diff)
+	}
+}
+
+func diffLinks(want, have dataplane.Link) string {
+	return diffStates(state(dataplane.NewState(), want), state(dataplane.NewState(), have))
+}
+
+func diffStates(want, have dataplane.State) string {
+	return cmp.Diff(want, have, cmpopts.EquateComparable(netip.Addr{}, netip.Prefix{}))
+}
+
+// apply carries out ops, which must not fail.
+func (f *fixture) apply(ops ...dataplane.Op) {
+	f.Helper()
+	if failed := f.Apply(f.Context(), ops); len(failed) > 0 {
+		f.Fatalf("%d of %d operations failed, the first: %v", len(failed), len(ops), failed[0])
+	}
+}
+
+// put puts objects, which must not fail.
+func (f *fixture) put(objects ...dataplane.Object) {
+	f.Helper()
+	var ops []dataplane.Op
+	for _, o := range objects {
+		ops = append(ops, dataplane.Op{Object: o})
+	}
+	f.apply(ops...)
+}
+
+// reconcile makes the kernel hold want, which must not fail, and must not
+// find anything to do a second time.
+func (f *fixture) reconcile(want dataplane.State, sweep bool) dataplane.Report {
+	f.Helper()
+	report, err := f.reconciler.Reconcile(f.Context(), want, sweep)
+	f.must(err)
+	again, err := f.reconciler.Reconcile(f.Context(), want, sweep)
+	f.must(err)
+	// A put that cannot work is tried again each time.
+	if again.Puts+again.Deletes > 0 && !again.Unreachable {
+		f.Fatalf("a second pass made %d puts and %d deletes, want none", again.Puts, again.Deletes)
+	}
+	return report
+}
+
+// has reports whether the kernel holds all of the routes just as they are.
+func (f *fixture) has(routes ...dataplane.Route) bool {
+	f.Helper()
+	have := f.readAll().Routes
+	for _, r := range routes {
+		if _, ok := have[r]; !ok {
+			return false
+		}
+	}
+	return true
+}
+
+// state returns base with objects added; base is not changed.
+func state(base dataplane.State, objects ...dataplane.Object) dataplane.State {
+	s := dataplane.NewState()
+	for _, o := range objectsOf(base) {
+		s.Add(o)
+	}
+	s.Add(objects...)
+	return s
+}
+
+func objectsOf(s dataplane.State) []dataplane.Object {
+	var objects []dataplane.Object
+	for _, op := range dataplane.Plan(dataplane.NewState(), s, Scope(), nil, false).Ops {
+		objects = append(objects, op.Object)
+	}
+	return objects
+}
+
+func objects[T dataplane.Object](of []T) []dataplane.Object {
+	var all []dataplane.Object
+	for _, o := range of {
+		all = append(all, o)
+	}
+	return all
+}

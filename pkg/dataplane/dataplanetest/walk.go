@@ -1,0 +1,318 @@
+package dataplanetest
+
+import (
+	"maps"
+	"math/rand/v2"
+	"net/netip"
+	"slices"
+	"syscall"
+	"testing"
+	"time"
+
+	"flanneld/pkg/dataplane"
+	"flanneld/pkg/prefix"
+)
+
+// hosts bounds the indexes of peers in a walk: few, so that they meet often.
+const hosts = 8
+
+// walk is a random walk of a Reconciler through wanted states, while its
+// kernel fails at times and other programs meddle.
+type walk struct {
+	*fixture
+	rnd      *rand.Rand
+	want     dataplane.State
+	sweep    bool
+	failing  bool
+	refused  map[netip.Prefix]bool    // wanted routes that cannot be made
+	recorded map[dataplane.Route]bool // wanted at any time, without what is not ours to say
+	kept     map[dataplane.Route]bool // others' routes that nothing may touch
+}
+
+// Walk lets a Reconciler walk steps steps in w from a random seed, which is
+// logged.
+func Walk(t testing.TB, w World, steps int) {
+	t.Helper()
+	WalkFrom(t, w, steps, uint64(time.Now().UnixNano()))
+}
+
+// WalkFrom is Walk from a given seed.
+func WalkFrom(t testing.TB, w World, steps int, seed uint64) {
+	t.Helper()
+	t.Logf("seed %d", seed)
+	wk := &walk{
+		fixture: newFixture(t, w), rnd: rand.New(rand.NewPCG(seed, 0)), want: Base(),
+		recorded: map[dataplane.Route]bool{}, kept: map[dataplane.Route]bool{},
+	}
+	wk.spy.Fail = func(dataplane.Op) error {
+		if wk.failing && wk.chance(10) {
+			return syscall.EIO
+		}
+		return nil
+	}
+	wk.spy.ReadError = func() error {
+		if wk.failing && wk.chance(10) {
+			return syscall.EINTR
+		}
+		return nil
+	}
+	for step := range steps {
+		wk.step()
+		if wk.chance(10) || step == steps-1 {
+			wk.converge()
+		}
+		if t.Failed() {
+			t.Fatalf("in step %d of seed %d", step, seed)
+		}
+	}
+}
+
+func (w *walk) chance(percent int) bool { return w.rnd.IntN(100) < percent }
+
+func (w *walk) step() {
+	for w.chance(60) {
+		w.changeWant()
+	}
+	for w.chance(50) {
+		w.meddle()
+	}
+	w.failing, w.sweep = w.chance(50), w.chance(60)
+	_, err := w.reconciler.Reconcile(w.Context(), w.want, w.note())
+	if err != nil && !w.failing {
+		w.Errorf("nothing failed, but Reconcile: %v", err)
+	}
+	w.check()
+}
+
+// note remembers what is wanted and returns whether to sweep.
+func (w *walk) note() bool {
+	for r := range w.want.Routes {
+		w.recorded[bare(r)] = true
+	}
+	return w.sweep
+}
+
+// bare is r without what adopting ignores.
+func bare(r dataplane.Route) dataplane.Route {
+	r.Protocol, r.OnLink, r.NexthopID = 0, false, 0
+	return r
+}
+
+func (w *walk) changeWant() {
+	i, variant := 2+w.rnd.IntN(hosts), w.rnd.IntN(2)
+	for _, o := range objectsOf(w.want) { // forget the peer
+		switch o := o.(type) {
+		case dataplane.Neigh:
+			if o.IP == subnet4(i).Addr() || o.IP == subnet6(i).Addr() {
+				delete(w.want.FDB, dataplane.FDBKey{Dev: o.Dev, MAC: o.MAC})
+				delete(w.want.Neighs, o.NeighKey)
+			}
+		case dataplane.Route:
+			if o.Dst == subnet4(i) || o.Dst == subnet6(i) {
+				delete(w.want.Routes, o)
+			}
+		}
+	}
+	switch n := w.rnd.IntN(10); {
+	case n < 5:
+		w.want.Add(Peer(i, variant)...)
+	case n < 6:
+		w.want.Add(Peer(i, variant)[3*variant : 3*variant+3]...) // one family
+	case n < 7:
+		w.want.Add(objects(via(i, 10+variant))...)
+	case n < 8: // out of reach
+		w.want.Add(dataplane.NewRoute(subnet4(i), netip.MustParseAddr("192.0.2.1"), "eth0", false),
+			dataplane.NewRoute(subnet6(i), netip.MustParseAddr("2001:db8::1"), "eth0", false))
+	case n < 9:
+		w.want.Add(w.anyLink())
+	}
+}
+
+// anyLink returns one of the devices with parameters that were drawn anew;
+// some can change in place.
+func (w *walk) anyLink() dataplane.Link {
+	l := Base().Links[Scope().Devices[w.rnd.IntN(2)]]
+	l.MTU -= 10 * w.rnd.IntN(2)
+	l.MAC[0] += byte(4 * w.rnd.IntN(2))
+	l.VXLAN.Learning = w.chance(50)
+	if w.chance(20) {
+		l.VXLAN.GBP = true
+	}
+	return l
+}
+
+// meddle lets other programs do something. That it may fail is part of it.
+func (w *walk) meddle() {
+	i, n := 2+w.rnd.IntN(hosts), w.rnd.IntN(20)
+	dev := Scope().Devices[w.rnd.IntN(2)]
+	switch w.rnd.IntN(14) {
+	case 0:
+		_ = w.Remove(dataplane.Link{Name: dev})
+	case 1:
+		_ = w.SetUp(dev, false)
+	case 2:
+		_ = w.SetUp(dev, w.chance(50))
+	case 3:
+		_ = w.Append(w.anyLink())
+	case 4, 5, 6:
+		w.twin(i, n)
+	case 7:
+		_ = w.Append(Peer(i, n%3)[w.rnd.IntN(6)])
+	case 8:
+		_ = w.Remove(Peer(i, n%2)[w.rnd.IntN(6)])
+	case 9:
+		e := peer[dataplane.FDB](i, n%3)[n%2]
+		e.Override = w.chance(50)
+		_ = w.Append(e)
+	case 10:
+		_ = w.Learn(peer[dataplane.Neigh](i, n%2)[n%2])
+	case 11:
+		_ = w.Append(dataplane.Addr{Dev: dev4, Prefix: netip.PrefixFrom(subnet4(i).Addr(), 32)},
+			dataplane.Addr{Dev: dev6, Prefix: netip.PrefixFrom(subnet6(1).Addr(), 64+64*(n%2))})
+	case 12:
+		r := via(100+n, 10)[n%2]
+		r.Protocol = protoBoot
+		_ = w.Append(r)
+		w.kept[r] = true
+	case 13:
+		bridge := dataplane.Link{Name: "cni0", Kind: "bridge", Up: true}
+		_ = w.Remove(bridge)
+		if w.chance(50) {
+			_ = w.Append(bridge, dataplane.Addr{Dev: "cni0", Prefix: netip.PrefixFrom(subnet4(i).Addr().Next(), 24)})
+		}
+	}
+}
+
+// twin adds a route of another program to a destination of ours.
+func (w *walk) twin(i, n int) {
+	ways := twins()
+	names := slices.Sorted(maps.Keys(ways))
+	r := via(i, 10+n)[n%2]
+	if n%5 == 0 {
+		r = peer[dataplane.Route](i, 0)[n%2]
+	}
+	r.Protocol = []uint8{protoBoot, protoStatic, dataplane.Protocol}[w.rnd.IntN(3)]
+	if ways[names[w.rnd.IntN(len(names))]](&r) {
+		_ = w.Append(r)
+	}
+}
+
+// check tests that every change since the last check was ours to make.
+func (w *walk) check() {
+	w.Helper()
+	for _, op := range w.spy.Take() {
+		if op.Delete && !w.mayDelete(op.Object) || !op.Delete && !w.wanted(op.Object) {
+			w.Errorf("%s (sweep %t) is not ours to do", op, w.sweep)
+		}
+	}
+}
+
+func (w *walk) wanted(o dataplane.Object) bool {
+	return slices.Contains(objectsOf(w.want), o)
+}
+
+func (w *walk) mayDelete(o dataplane.Object) bool {
+	ours := func(dev string) bool { return slices.Contains(Scope().Devices, dev) }
+	switch o := o.(type) {
+	case dataplane.Link:
+		want, ok := w.want.Links[o.Name]
+		return ok && !o.Compatible(want)
+	case dataplane.Addr:
+		_, wanted := w.want.Addrs[o]
+		return !wanted && (w.sweep || w.inTheWay(o)) && ours(o.Dev) && w.inNetworks(prefix.Host(o.Prefix.Addr()))
+	case dataplane.Neigh:
+		_, wanted := w.want.Neighs[o.NeighKey]
+		return !wanted && w.sweep && ours(o.Dev) && w.inNetworks(prefix.Host(o.IP))
+	case dataplane.FDB:
+		_, wanted := w.want.FDB[o.FDBKey]
+		return !wanted && w.sweep && ours(o.Dev)
+	case dataplane.Route:
+		if o.Protocol == protoKernel || !w.inNetworks(o.Dst) {
+			return false
+		}
+		for r := range w.want.Routes {
+			if r.Dst == o.Dst { // a twin, or a duplicate of the wanted one
+				return true
+			}
+		}
+		return w.sweep && (o.Protocol == dataplane.Protocol || ours(o.Dev) || w.recorded[bare(o)])
+	}
+	return false
+}
+
+// inTheWay: an IPv6 address has one length, and a gateway is nobody here.
+func (w *walk) inTheWay(a dataplane.Addr) bool {
+	for _, o := range objectsOf(w.want) {
+		switch o := o.(type) {
+		case dataplane.Addr:
+			if o.Prefix.Addr() == a.Prefix.Addr() && o.Prefix.Addr().Is6() {
+				return true
+			}
+		case dataplane.Route:
+			if o.Gateway == a.Prefix.Addr() {
+				return true
+			}
+		}
+	}
+	return false
+}
+
+func (w *walk) inNetworks(p netip.Prefix) bool {
+	return slices.ContainsFunc(Scope().Networks, func(n netip.Prefix) bool { return prefix.Contains(n, p) })
+}
+
+// converge tests that one pass without failures leads to what is wanted.
+func (w *walk) converge() {
+	w.Helper()
+	w.failing, w.sweep = false, true
+	report, err := w.reconciler.Reconcile(w.Context(), w.want, w.note())
+	if err != nil {
+		w.Fatalf("nothing fails any more, but Reconcile: %v", err)
+	}
+	w.check()
+	again, err := w.reconciler.Reconcile(w.Context(), w.want, true)
+	if err != nil || (again.Puts+again.Deletes > 0 && !again.Unreachable) {
+		w.Fatalf("the second pass made %d puts and %d deletes (%v), want none", again.Puts, again.Deletes, err)
+	}
+	w.check()
+	w.refused = map[netip.Prefix]bool{}
+	for _, r := range report.Refused {
+		w.refused[r.Route.Dst] = true
+	}
+	w.compare()
+	if !w.has(slices.Collect(maps.Keys(w.kept))...) {
+		w.Errorf("a route of others on eth0 is gone")
+	}
+}
+
+// compare holds the kernel against what is wanted, but for routes that were
+// refused.
+func (w *walk) compare() {
+	w.Helper()
+	have := w.read()
+	dsts := map[netip.Prefix]bool{}
+	expected := state(w.want)
+	for r := range w.want.Routes {
+		dsts[r.Dst] = true
+	}
+	for r := range have.Routes {
+		switch {
+		case r.Protocol == protoKernel, w.refused[r.Dst], w.kept[r]:
+			delete(have.Routes, r)
+		case !dsts[r.Dst] && r.Protocol != dataplane.Protocol && !slices.Contains(Scope().Devices, r.Dev):
+			delete(have.Routes, r) // of others, to where we want nothing
+		default: // adopted or not
+			delete(have.Routes, r)
+			have.Add(bare(r))
+		}
+	}
+	for r := range expected.Routes {
+		delete(expected.Routes, r)
+		if !w.refused[r.Dst] {
+			expected.Add(bare(r))
+		}
+	}
+	if diff := diffStates(expected, have); diff != "" {
+		w.Errorf("kernel state (-want +have):\n%s", diff)
+	}
+}

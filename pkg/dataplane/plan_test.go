@@ -1,0 +1,149 @@
+package dataplane_test
+
+import (
+	"net/netip"
+	"strings"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+
+	"flanneld/pkg/dataplane"
+	"flanneld/pkg/dataplane/dataplanetest"
+)
+
+var (
+	link  = dataplanetest.Base().Links["flannel.1"]
+	addr  = dataplane.Addr{Dev: "flannel.1", Prefix: netip.MustParsePrefix("10.5.1.0/32")}
+	neigh = dataplane.Neigh{NeighKey: dataplane.NeighKey{Dev: "flannel.1", IP: netip.MustParseAddr("10.5.3.0")}, MAC: dataplane.MAC{2, 3}}
+	fdb   = dataplane.FDB{FDBKey: dataplane.FDBKey{Dev: "flannel.1", MAC: dataplane.MAC{2, 3}}, Dst: netip.MustParseAddr("192.168.77.3")}
+	route = dataplane.NewRoute(netip.MustParsePrefix("10.5.3.0/24"), netip.MustParseAddr("10.5.3.0"), "flannel.1", true)
+	other = dataplane.NewRoute(netip.MustParsePrefix("10.5.4.0/24"), netip.MustParseAddr("192.168.77.4"), "eth0", false)
+)
+
+func with[T any](v T, change func(*T)) T {
+	change(&v)
+	return v
+}
+
+func stateOf(objects ...dataplane.Object) dataplane.State {
+	s := dataplane.NewState()
+	s.Add(objects...)
+	return s
+}
+
+// Where a test has several objects of a kind their order does not matter to
+// the kernel, and each test has one at most.
+func TestPlan(t *testing.T) {
+	all := []dataplane.Object{link, addr, neigh, fdb, route}
+	foreign := with(route, func(r *dataplane.Route) { r.Protocol, r.Dev, r.Gateway = 3, "eth0", other.Gateway })
+	for _, tc := range []struct {
+		name       string
+		have, want []dataplane.Object
+		recorded   []dataplane.Route
+		keep       bool // no sweep
+		ops        []string
+		taken      int
+		refused    string
+	}{
+		{name: "parents first", want: all, ops: []string{
+			"put link flannel.1", "put address 10.5.1.0/32", "put neighbour 10.5.3.0", "put FDB entry 02:03:00:00:00:00", "put route 10.5.3.0/24"}},
+		{name: "children leave first", have: all, want: []dataplane.Object{link}, ops: []string{
+			"delete route 10.5.3.0/24", "delete FDB entry 02:03:00:00:00:00", "delete neighbour 10.5.3.0", "delete address 10.5.1.0/32"}},
+		{name: "links are not swept", have: []dataplane.Object{link}},
+		{name: "nothing goes without sweep", have: append(all, other), want: []dataplane.Object{link}, keep: true},
+		{name: "nothing to do", have: all, want: all},
+		{name: "puts before deletes", have: []dataplane.Object{link, addr, other}, want: []dataplane.Object{link, addr, route},
+			ops: []string{"put route 10.5.3.0/24", "delete route 10.5.4.0/24"}},
+		{name: "a link that changes in place keeps the rest", have: all,
+			want: append([]dataplane.Object{with(link, func(l *dataplane.Link) { l.MTU-- })}, all[1:]...), ops: []string{"put link flannel.1"}},
+		{name: "a link that is replaced loses all",
+			have: append([]dataplane.Object{with(link, func(l *dataplane.Link) { l.VXLAN.VNI++ }),
+				with(addr, func(a *dataplane.Addr) { a.Prefix = netip.MustParsePrefix("10.5.9.0/32") })}, all[1:]...),
+			want: all, ops: []string{"delete link flannel.1", "put link flannel.1", "put address 10.5.1.0/32",
+				"put neighbour 10.5.3.0", "put FDB entry 02:03:00:00:00:00", "put route 10.5.3.0/24"}},
+		{name: "an address that is a peer's gateway goes first", keep: true,
+			have: []dataplane.Object{link, addr, with(addr, func(a *dataplane.Addr) { a.Prefix = netip.MustParsePrefix("10.5.3.0/32") })},
+			want: []dataplane.Object{link, addr, route}, ops: []string{"delete address 10.5.3.0/32", "put route 10.5.3.0/24"}},
+		{name: "another MAC and destination", have: all, want: []dataplane.Object{link, addr, route,
+			with(neigh, func(n *dataplane.Neigh) { n.MAC[1]++ }), with(fdb, func(f *dataplane.FDB) { f.Dst = f.Dst.Next() })},
+			ops: []string{"put neighbour 10.5.3.0", "put FDB entry 02:03:00:00:00:00"}},
+		{name: "an equal route is adopted", have: []dataplane.Object{link, with(route, func(r *dataplane.Route) { r.Protocol, r.OnLink, r.NexthopID = 3, false, 7 })},
+			want: []dataplane.Object{link, route}},
+		{name: "another's route is taken over", have: []dataplane.Object{link, foreign}, want: []dataplane.Object{link, route}, keep: true,
+			ops: []string{"put route 10.5.3.0/24"}, taken: 1},
+		{name: "twins wait for the put", have: []dataplane.Object{link, with(foreign, func(r *dataplane.Route) { r.Priority = 9 })},
+			want: []dataplane.Object{link, route}, ops: []string{"put route 10.5.3.0/24"}, taken: 1},
+		{name: "and go then", have: []dataplane.Object{link, route, with(foreign, func(r *dataplane.Route) { r.Priority = 9 })},
+			want: []dataplane.Object{link, route}, keep: true, ops: []string{"delete route 10.5.3.0/24"}, taken: 1},
+		{name: "a connected network is refused", have: []dataplane.Object{link, with(foreign, func(r *dataplane.Route) { r.Protocol, r.Dev = 2, "cni0" })},
+			want: []dataplane.Object{link, route}, refused: "cni0"},
+		{name: "and what we had there goes", have: []dataplane.Object{link, route, with(foreign, func(r *dataplane.Route) { r.Protocol, r.Dev = 2, "cni0" })},
+			want: []dataplane.Object{link, route}, refused: "cni0", ops: []string{"delete route 10.5.3.0/24"}},
+		{name: "but not without sweep", have: []dataplane.Object{link, route, with(foreign, func(r *dataplane.Route) { r.Protocol, r.Dev = 2, "cni0" })},
+			want: []dataplane.Object{link, route}, refused: "cni0", keep: true},
+		{name: "ours on another's device", have: []dataplane.Object{other}, ops: []string{"delete route 10.5.4.0/24"}},
+		{name: "another's on another's device", have: []dataplane.Object{foreign}},
+		{name: "another's, but recorded", have: []dataplane.Object{foreign}, recorded: []dataplane.Route{with(foreign, func(r *dataplane.Route) { r.Protocol, r.OnLink = 0, false })},
+			ops: []string{"delete route 10.5.3.0/24"}},
+		{name: "outside our networks", have: []dataplane.Object{link,
+			with(route, func(r *dataplane.Route) { r.Dst = netip.MustParsePrefix("172.30.0.0/24") }),
+			with(route, func(r *dataplane.Route) { r.Dst = netip.MustParsePrefix("10.0.0.0/7") }),
+			with(addr, func(a *dataplane.Addr) { a.Prefix = netip.MustParsePrefix("172.30.0.1/32") })}},
+		{name: "made by the kernel on our device", have: []dataplane.Object{link, with(route, func(r *dataplane.Route) { r.Protocol = 2 })}},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			recorded := map[dataplane.Route]struct{}{}
+			for _, r := range tc.recorded {
+				recorded[r] = struct{}{}
+			}
+			got := dataplane.Plan(stateOf(tc.have...), stateOf(tc.want...), dataplanetest.Scope(), recorded, !tc.keep)
+			var ops []string
+			for _, op := range got.Ops {
+				ops = append(ops, op.String())
+			}
+			shortest := func(a, b string) bool { return strings.HasPrefix(a, b) || strings.HasPrefix(b, a) }
+			if diff := cmp.Diff(tc.ops, ops, cmp.Comparer(shortest)); diff != "" {
+				t.Errorf("ops (-want +got):\n%s", diff)
+			}
+			if len(got.Taken) != tc.taken {
+				t.Errorf("taken over: %v, want %d", got.Taken, tc.taken)
+			}
+			if (tc.refused != "") != (len(got.Refused) == 1) || tc.refused != "" && !strings.Contains(got.Refused[0].Reason, tc.refused) {
+				t.Errorf("refused: %v, want %q", got.Refused, tc.refused)
+			}
+		})
+	}
+}
+
+func TestStrings(t *testing.T) {
+	for want, o := range map[string]dataplane.Object{
+		"link flannel.1 type vxlan":                                      link,
+		"address 10.5.1.0/32 dev flannel.1":                              addr,
+		"neighbour 10.5.3.0 lladdr 02:03:00:00:00:00 dev flannel.1":      neigh,
+		"FDB entry 02:03:00:00:00:00 dst 192.168.77.3 dev flannel.1":     fdb,
+		"route 10.5.3.0/24 via 10.5.3.0 dev flannel.1 metric 5 tos 0x08": with(route, func(r *dataplane.Route) { r.Priority, r.TOS = 5, 8 }),
+		"route blackhole 10.5.3.0/24":                                    dataplane.Route{RouteKey: dataplane.RouteKey{Dst: route.Dst, Type: dataplane.Blackhole}},
+		"route fd00:10::/64 via fd00:10:: dev flannel.1":                 dataplane.NewRoute(netip.MustParsePrefix("fd00:10::/64"), netip.MustParseAddr("fd00:10::"), "flannel.1", true),
+	} {
+		if o.String() != want {
+			t.Errorf("%q, want %q", o, want)
+		}
+		if got := (dataplane.Op{Delete: true, Object: o}).String(); got != "delete "+want {
+			t.Errorf("%q, want it to begin with delete", got)
+		}
+	}
+}
+
+func TestMAC(t *testing.T) {
+	for in, unicast := range map[string]bool{"02:00:00:00:00:0A": true, "00:00:00:00:00:00": false, "33:33:00:00:00:01": false, "ff:ff:ff:ff:ff:ff": false} {
+		m, err := dataplane.ParseMAC(in)
+		if err != nil || m.IsUnicast() != unicast || m.String() != strings.ToLower(in) {
+			t.Errorf("%s: %s, unicast %t, %v; want %t", in, m, m.IsUnicast(), err, unicast)
+		}
+	}
+	for _, in := range []string{"", "02:00", "02:00:00:00:00:00:00:01", "x"} {
+		if m, err := dataplane.ParseMAC(in); err == nil || !strings.Contains(err.Error(), in) {
+			t.Errorf("%q: %s, %v; want an error that names it", in, m, err)
+		}
+	}
+}

@@ -1,0 +1,132 @@
+package dataplane_test
+
+import (
+	"context"
+	"errors"
+	"syscall"
+	"testing"
+
+	"go.uber.org/goleak"
+	"k8s.io/klog/v2"
+
+	"flanneld/pkg/dataplane"
+	"flanneld/pkg/dataplane/dataplanetest"
+)
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+
+func quiet(t testing.TB) context.Context { return klog.NewContext(t.Context(), klog.Logger{}) }
+
+func TestReconcileErrors(t *testing.T) {
+	spy := &dataplanetest.Spy{Kernel: dataplanetest.New()}
+	r := dataplane.NewReconciler(spy, dataplanetest.Scope())
+	want := dataplanetest.Peers(3)
+
+	spy.ReadError = func() error { return syscall.EINTR }
+	if _, err := r.Reconcile(quiet(t), want, true); !errors.Is(err, syscall.EINTR) || len(spy.Take()) > 0 {
+		t.Errorf("error %v, want that of the read, and no change", err)
+	}
+	spy.ReadError = nil
+
+	spy.Fail = func(op dataplane.Op) error {
+		if _, ok := op.Object.(dataplane.FDB); ok {
+			return syscall.EBUSY
+		}
+		return nil
+	}
+	_, err := r.Reconcile(quiet(t), want, true)
+	if !errors.Is(err, syscall.EBUSY) || !suffixed(err, "; and 3 more") {
+		t.Errorf("error %v, want the first three of six", err)
+	}
+	spy.Fail = nil
+	if _, err := r.Reconcile(quiet(t), want, true); err != nil {
+		t.Errorf("after the failures: %v", err)
+	}
+}
+
+func suffixed(err error, s string) bool {
+	text := err.Error()
+	return len(text) > len(s) && text[len(text)-len(s):] == s
+}
+
+// deaf is a kernel in which no change lasts.
+type deaf struct{ dataplane.Kernel }
+
+func (deaf) Apply(context.Context, []dataplane.Op) []dataplane.OpError { return nil }
+
+func TestReconcileDoesNotSettle(t *testing.T) {
+	r := dataplane.NewReconciler(deaf{dataplanetest.New()}, dataplanetest.Scope())
+	if _, err := r.Reconcile(quiet(t), dataplanetest.Base(), true); err == nil {
+		t.Error("no error, want one")
+	}
+}
+
+// TestAdopted: a route of another program that we want is ours to remove while
+// we remember it, and not a moment longer.
+func TestAdopted(t *testing.T) {
+	k := dataplanetest.New()
+	theirs := other
+	theirs.Protocol = 3
+	if err := k.Append(theirs); err != nil {
+		t.Fatal(err)
+	}
+	r := dataplane.NewReconciler(k, dataplanetest.Scope())
+	there := func() bool {
+		s, err := k.Read(t.Context(), dataplanetest.Scope())
+		if err != nil {
+			t.Fatal(err)
+		}
+		_, ok := s.Routes[theirs]
+		return ok
+	}
+	for i, step := range []struct {
+		want         dataplane.State
+		sweep, there bool
+	}{
+		{stateOf(), true, true}, // not ours
+		{stateOf(other), true, true},
+		{stateOf(), false, true},
+		{stateOf(), true, false}, // ours by now
+	} {
+		if _, err := r.Reconcile(quiet(t), step.want, step.sweep); err != nil {
+			t.Fatal(err)
+		}
+		if there() != step.there {
+			t.Fatalf("after step %d: there %t, want %t", i, there(), step.there)
+		}
+	}
+	if err := k.Append(theirs); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := r.Reconcile(quiet(t), stateOf(), true); err != nil || !there() {
+		t.Errorf("there %t (%v), want that the new one is theirs again", there(), err)
+	}
+}
+
+func TestReport(t *testing.T) {
+	r := dataplane.NewReconciler(dataplanetest.New(), dataplanetest.Scope())
+	want := dataplanetest.Peers(3)
+	for _, tc := range []struct {
+		want          dataplane.State
+		puts, deletes int
+	}{{want, 2 + 2 + 3*6, 0}, {want, 0, 0}, {dataplanetest.Base(), 0, 3 * 6}} {
+		report, err := r.Reconcile(quiet(t), tc.want, true)
+		if err != nil || report.Puts != tc.puts || report.Deletes != tc.deletes {
+			t.Errorf("%d puts, %d deletes (%v); want %d and %d", report.Puts, report.Deletes, err, tc.puts, tc.deletes)
+		}
+	}
+}
+
+func BenchmarkReconcile5000(b *testing.B) {
+	have, want := dataplanetest.Base(), dataplanetest.Peers(5000)
+	b.Run("plan all", func(b *testing.B) {
+		for b.Loop() {
+			dataplane.Plan(have, want, dataplanetest.Scope(), nil, true)
+		}
+	})
+	b.Run("plan nothing", func(b *testing.B) {
+		for b.Loop() {
+			dataplane.Plan(want, want, dataplanetest.Scope(), nil, true)
+		}
+	})
+}

@@ -1,0 +1,422 @@
+package etcd
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net/netip"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+
+	"flanneld/subnet"
+)
+
+const (
+	configV4   = `{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan"}}`
+	configDual = `{"Network":"10.5.0.0/16","EnableIPv6":true,"IPv6Network":"fd00:10:5::/48"}`
+	configV6   = `{"EnableIPv4":false,"EnableIPv6":true,"IPv6Network":"fd00:10:5::/48"}`
+)
+
+// claim is what a host-gw node publishes.
+func claim(ips ...string) subnet.Claim {
+	c := subnet.Claim{BackendType: "host-gw"}
+	for _, ip := range ips {
+		c.Endpoints = append(c.Endpoints, subnet.Endpoint{PublicIP: netip.MustParseAddr(ip)})
+	}
+	return c
+}
+
+func value(ip string) string {
+	return fmt.Sprintf(`{"PublicIP":"%s","PublicIPv6":null,"BackendType":"host-gw"}`, ip)
+}
+
+func previous(s ...string) func(*Config) { return func(c *Config) { c.Previous = prefixes(s...) } }
+
+func acquire(tb testing.TB, m *Manager, c subnet.Claim) subnet.Lease {
+	tb.Helper()
+	l, err := m.Acquire(tb.Context(), c)
+	if err != nil {
+		tb.Fatal(err)
+	}
+	return l
+}
+
+func TestFiftyAtOnce(t *testing.T) {
+	f := newFixture(t, sharedServer(t))
+	f.put(t, "config", configV4)
+	var mu sync.Mutex
+	seen := map[string]bool{}
+	var wg sync.WaitGroup
+	for n := range 50 {
+		m := f.manager(t)
+		wg.Go(func() {
+			l, err := m.Acquire(t.Context(), claim(fmt.Sprintf("192.0.2.%d", n+1)))
+			mu.Lock()
+			defer mu.Unlock()
+			if err != nil || seen[l.Key] {
+				t.Errorf("node %d: %v, %v", n, l.Key, err)
+			}
+			seen[l.Key] = true
+		})
+	}
+	wg.Wait()
+	resp, err := f.kv.Get(t.Context(), f.prefix+"/subnets/10.5.", withPrefix())
+	if err != nil || len(resp.Kvs) != 50 || len(seen) != 50 {
+		t.Errorf("%d distinct subnets, %d keys, %v", len(seen), len(resp.Kvs), err)
+	}
+}
+
+func TestTwentyInSixteen(t *testing.T) {
+	f := newFixture(t, sharedServer(t))
+	f.put(t, "config", `{"Network":"10.5.0.0/20","SubnetMin":"10.5.0.0"}`)
+	leases := f.etcdLeases(t)
+	var mu sync.Mutex
+	var have []subnet.Lease
+	waiting := map[int]*Manager{}
+	var wg sync.WaitGroup
+	for n := range 20 {
+		m := f.manager(t)
+		wg.Go(func() {
+			l, err := m.Acquire(t.Context(), claim(fmt.Sprintf("192.0.2.%d", n+1)))
+			mu.Lock()
+			defer mu.Unlock()
+			const want = "acquire lease: out of subnets: all 16 from 10.5.0.0/24 to 10.5.15.0/24 are taken"
+			switch {
+			case err == nil:
+				have = append(have, l)
+			case errors.Is(err, subnet.ErrNoSubnets) && err.Error() == want:
+				waiting[n] = m
+			default:
+				t.Errorf("node %d: %v, want %q", n, err, want)
+			}
+		})
+	}
+	wg.Wait()
+	if len(have) != 16 || len(waiting) != 4 {
+		t.Fatalf("%d leases and %d nodes without, want 16 and 4", len(have), len(waiting))
+	}
+	for n, m := range waiting {
+		f.delete(t, "subnets/"+have[0].Key)
+		if l := acquire(t, m, claim(fmt.Sprintf("192.0.2.%d", n+1))); l.Key != have[0].Key {
+			t.Errorf("got %s, want %s, which is the only free one", l.Key, have[0].Key)
+		}
+		have = have[1:]
+	}
+	// Deleting a key leaves its etcd lease to its owner; nothing else may be left.
+	if n := f.etcdLeases(t) - leases; n != 20 {
+		t.Errorf("%d etcd leases for 20 acquisitions", n)
+	}
+}
+
+func TestRestartKeepsSubnet(t *testing.T) {
+	for _, tc := range []struct {
+		name, config string
+		claim        subnet.Claim
+	}{
+		{"IPv4", configV4, claim("192.0.2.1")},
+		{"IPv6", configV6, claim("2001:db8::1")},
+		{"dual", configDual, claim("192.0.2.1", "2001:db8::1")},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			f := newFixture(t, sharedServer(t))
+			f.put(t, "config", tc.config)
+			acquire(t, f.manager(t), claim("192.0.2.7", "2001:db8::7")) // another node
+			first := acquire(t, f.manager(t), tc.claim)
+			_, _, before := f.get(t, "subnets/"+first.Key)
+			if again := acquire(t, f.manager(t), tc.claim); again.Key != first.Key {
+				t.Errorf("by public IP: got %s, want %s", again.Key, first.Key)
+			}
+			if _, _, after := f.get(t, "subnets/"+first.Key); after != before {
+				t.Errorf("key was written although it was right: revision %d, then %d", before, after)
+			}
+			f.delete(t, "subnets/"+first.Key)
+			m := f.manager(t, func(c *Config) {
+				for _, e := range first.Endpoints {
+					c.Previous = append(c.Previous, e.Subnet)
+				}
+			})
+			if again := acquire(t, m, tc.claim); again.Key != first.Key {
+				t.Errorf("by previous subnet: got %s, want %s", again.Key, first.Key)
+			}
+		})
+	}
+}
+
+func TestExpiredNodeNeverOverwrites(t *testing.T) {
+	f := newFixture(t, sharedServer(t))
+	f.put(t, "config", configV4)
+	f.put(t, "subnets/10.5.7.0-24", value("192.0.2.9"), f.grant(t, 60))
+	_, _, before := f.get(t, "subnets/10.5.7.0-24")
+	l := acquire(t, f.manager(t, previous("10.5.7.0/24")), claim("192.0.2.1"))
+	if l.Key == "10.5.7.0-24" {
+		t.Error("took the subnet of its new owner")
+	}
+	if v, _, after := f.get(t, "subnets/10.5.7.0-24"); after != before {
+		t.Errorf("wrote %s over the new owner", v)
+	}
+}
+
+func TestUnreadableLeaseIsTaken(t *testing.T) {
+	f := newFixture(t, sharedServer(t))
+	f.put(t, "config", `{"Network":"10.5.0.0/28"}`)
+	f.put(t, "subnets/10.5.0.4-30", "{")
+	f.put(t, "subnets/10.5.0.8-30&fd00::-64", "null")
+	for n := range 3 {
+		m := f.manager(t, previous("10.5.0.4/30"))
+		l, err := m.Acquire(t.Context(), claim(fmt.Sprintf("192.0.2.%d", n+1)))
+		if n == 0 && (err != nil || l.Key != "10.5.0.12-30") || n > 0 && !errors.Is(err, subnet.ErrNoSubnets) {
+			t.Errorf("node %d: got %v, %v", n, l.Key, err)
+		}
+	}
+}
+
+func TestReservation(t *testing.T) {
+	f := newFixture(t, sharedServer(t))
+	f.put(t, "config", configV4)
+	f.put(t, "subnets/10.5.9.0-24", `{"PublicIP":"192.0.2.1"}`)
+	for range 2 {
+		m := f.manager(t)
+		l := acquire(t, m, claim("192.0.2.1"))
+		if l.Key != "10.5.9.0-24" || !l.Permanent || !l.Expires.IsZero() {
+			t.Errorf("got %+v, want the reservation", l)
+		}
+		keeping(t, m, l)
+	}
+	v, lease, _ := f.get(t, "subnets/10.5.9.0-24")
+	if v != value("192.0.2.1") || lease != 0 {
+		t.Errorf("key has %s and etcd lease %x, want our value and none", v, lease)
+	}
+}
+
+func TestEtcdLeasesDoNotGrow(t *testing.T) {
+	f := newFixture(t, sharedServer(t))
+	f.put(t, "config", configV4)
+	before := f.etcdLeases(t)
+	for n := range 10 {
+		c := claim("192.0.2.1")
+		c.Endpoints[0].Data = json.RawMessage(fmt.Sprint(n / 2)) // every other time there is something to write
+		l := acquire(t, f.manager(t), c)
+		if v, _, _ := f.get(t, "subnets/"+l.Key); !strings.Contains(v, fmt.Sprintf(`"BackendData":%d`, n/2)) {
+			t.Errorf("start %d: value is %s", n, v)
+		}
+	}
+	if after := f.etcdLeases(t); after != before+1 {
+		t.Errorf("%d etcd leases after ten starts, want 1", after-before)
+	}
+}
+
+func TestShortEtcdLeaseIsReplaced(t *testing.T) {
+	f := newFixture(t, sharedServer(t))
+	f.put(t, "config", configV4)
+	before := f.etcdLeases(t)
+	f.put(t, "subnets/10.5.9.0-24", value("192.0.2.1"), f.grant(t, 60))
+	l := acquire(t, f.manager(t), claim("192.0.2.1"))
+	if l.Key != "10.5.9.0-24" || time.Until(l.Expires) < 23*time.Hour {
+		t.Errorf("got %+v, want the key for a day", l)
+	}
+	if after := f.etcdLeases(t); after != before+1 {
+		t.Errorf("%d etcd leases, want 1", after-before)
+	}
+}
+
+func TestConfigurationChanges(t *testing.T) {
+	f := newFixture(t, sharedServer(t))
+	before := f.etcdLeases(t)
+	f.put(t, "config", configV4)
+	first := acquire(t, f.manager(t), claim("192.0.2.1"))
+
+	f.put(t, "config", configDual)
+	dual := acquire(t, f.manager(t), claim("192.0.2.1", "2001:db8::1"))
+	if len(dual.Endpoints) != 2 || dual.Endpoints[0].Subnet != first.Endpoints[0].Subnet {
+		t.Errorf("with IPv6 added got %+v, want %s kept", dual.Endpoints, first.Endpoints[0].Subnet)
+	}
+	f.put(t, "config", `{"Network":"10.6.0.0/16"}`)
+	moved := acquire(t, f.manager(t), claim("192.0.2.1"))
+	if !netip.MustParsePrefix("10.6.0.0/16").Contains(moved.Endpoints[0].Subnet.Addr()) {
+		t.Errorf("with another network got %+v", moved.Endpoints)
+	}
+	resp, err := f.kv.Get(t.Context(), f.prefix+"/subnets/", withPrefix())
+	if err != nil || len(resp.Kvs) != 1 || !strings.HasSuffix(string(resp.Kvs[0].Key), moved.Key) {
+		t.Errorf("left in the store: %v, %v", resp.Kvs, err)
+	}
+	if after := f.etcdLeases(t); after != before+1 {
+		t.Errorf("%d etcd leases, want 1", after-before)
+	}
+}
+
+func TestAddressChangesWhileRunning(t *testing.T) {
+	f := newFixture(t, sharedServer(t))
+	f.put(t, "config", configV4)
+	m := f.manager(t)
+	first := acquire(t, m, claim("192.0.2.1"))
+	keep := keeping(t, m, first)
+	second := acquire(t, m, claim("192.0.2.2"))
+	if second.Key != first.Key || second.Order != first.Order {
+		t.Errorf("got %+v, want the same key as before: %+v", second, first)
+	}
+	third := acquire(t, m, claim("192.0.2.3"))
+	eventually(t, "the new address", func() bool {
+		v, _, _ := f.get(t, "subnets/"+third.Key)
+		return third.Key == first.Key && v == value("192.0.2.3")
+	})
+	keep.running(t)
+}
+
+func TestChoose(t *testing.T) {
+	cfg, _, err := subnet.ParseConfig([]byte(`{"Network":"10.5.0.0/16"}`))
+	if err != nil {
+		t.Fatal(err)
+	}
+	pools, err := cfg.Pools()
+	if err != nil {
+		t.Fatal(err)
+	}
+	mine := netip.MustParseAddr("192.0.2.1")
+	node := func(key, ip string) entry {
+		subnets, err := parseKey(key)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return entry{key: key, subnets: subnets, lease: subnet.Lease{
+			Key: key, Endpoints: []subnet.Endpoint{{Subnet: subnets[0], PublicIP: netip.MustParseAddr(ip)}},
+		}}
+	}
+	a, b := node("10.5.1.0-24", "192.0.2.1"), node("10.5.2.0-24", "192.0.2.1")
+	other, outside := node("10.5.3.0-24", "192.0.2.3"), node("10.6.3.0-24", "192.0.2.1")
+	for _, tc := range []struct {
+		name    string
+		wanted  []netip.Prefix
+		entries []entry
+		keep    string
+		take    []netip.Prefix // nil: anything
+		stale   int
+		twin    string
+	}{
+		{name: "by public IP", entries: []entry{a, other}, keep: a.key},
+		{name: "the first of two", entries: []entry{a, b}, keep: a.key, twin: b.key},
+		{name: "of two the one we had", wanted: b.subnets, entries: []entry{a, b, other}, keep: b.key, twin: a.key},
+		{name: "what we had beats another lease of ours", wanted: b.subnets, entries: []entry{a, other}, take: b.subnets, twin: a.key},
+		{name: "unless somebody has it", wanted: other.subnets, entries: []entry{a, other}, keep: a.key},
+		{name: "or it is none of the pool's", wanted: prefixes("10.7.1.0/24", "10.5.1.0/25"), entries: []entry{a}, keep: a.key},
+		{name: "what we had, nothing in the store", wanted: prefixes("10.5.1.0/25", "10.5.9.0/24"), take: prefixes("10.5.9.0/24")},
+		{name: "ours, but ruled out", entries: []entry{outside, other}, stale: 1},
+		{name: "ours, one ruled out and one not", entries: []entry{outside, b}, keep: b.key},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			p, err := choose(pools, tc.wanted, func(e entry) bool { return carries(e.lease, mine) }, tc.entries)
+			if err != nil {
+				t.Fatal(err)
+			}
+			keep := ""
+			if p.keep != nil {
+				keep = p.keep.key
+			}
+			if keep != tc.keep || len(p.stale) != tc.stale || p.twin != tc.twin {
+				t.Errorf("keeps %q with %d stale and twin %q, want %q, %d, %q", keep, len(p.stale), p.twin, tc.keep, tc.stale, tc.twin)
+			}
+			if tc.take != nil && !slices.Equal(p.subnets, tc.take) || keep == "" && len(p.subnets) != 1 {
+				t.Errorf("takes %v, want %v", p.subnets, tc.take)
+			}
+		})
+	}
+}
+
+func TestClaimLacksFamily(t *testing.T) {
+	f := newFixture(t, sharedServer(t))
+	f.put(t, "config", configDual)
+	_, err := f.manager(t).Acquire(t.Context(), claim("192.0.2.1"))
+	if want := "acquire lease: IPv6 is enabled but this node has no public IPv6 address"; err == nil || err.Error() != want {
+		t.Errorf("error is %v, want %q", err, want)
+	}
+}
+
+func TestConfigErrors(t *testing.T) {
+	f := newFixture(t, sharedServer(t))
+	m := f.manager(t)
+	for _, tc := range []struct {
+		raw  string
+		is   error
+		want string
+	}{
+		{"", subnet.ErrNoConfig, "no network configuration: etcd key " + f.prefix + "/config does not exist (it must be put with the etcd v3 API)"},
+		{"{", subnet.ErrInvalidConfig, "etcd key " + f.prefix + "/config: invalid network configuration: byte 1: unexpected end of JSON input"},
+		{
+			`{"Network":"10.5.0.0/16","SubnetLen":31}`, subnet.ErrInvalidConfig,
+			"etcd key " + f.prefix + "/config: invalid network configuration: SubnetLen must be less than /31, is 31",
+		},
+	} {
+		if tc.raw != "" {
+			f.put(t, "config", tc.raw)
+		}
+		_, err := m.Config(t.Context())
+		if !errors.Is(err, tc.is) || err.Error() != tc.want {
+			t.Errorf("%s: error is %v, want %q", tc.raw, err, tc.want)
+		}
+		if _, again := m.Acquire(t.Context(), claim("192.0.2.1")); !errors.Is(again, tc.is) {
+			t.Errorf("%s: Acquire: error is %v, want the same", tc.raw, again)
+		}
+	}
+}
+
+func TestConfigWarnsOnce(t *testing.T) {
+	f := newFixture(t, sharedServer(t))
+	f.put(t, "config", `{"Network":"10.5.0.0/16","Bakend":{"Type":"vxlan"}}`)
+	ctx, log := logged(t.Context())
+	m := f.manager(t)
+	for range 3 {
+		if _, err := m.Config(ctx); err != nil {
+			t.Fatal(err)
+		}
+	}
+	want := []string{`"msg"="network configuration" "error"=null "key"="` + f.prefix + `/config"` +
+		` "warning"="unknown key \"Bakend\" is ignored; the nearest known key is \"Backend\""`}
+	if diff := cmp.Diff(want, log.lines()); diff != "" {
+		t.Errorf("log differs (-want +got):\n%s", diff)
+	}
+}
+
+// keeper is a Keep that runs.
+type keeper struct{ done chan error }
+
+// keeping runs Keep until the test ends.
+func keeping(tb testing.TB, m *Manager, l subnet.Lease) keeper {
+	tb.Helper()
+	ctx, cancel := context.WithCancel(context.Background())
+	k := keeper{make(chan error, 1)}
+	ended := make(chan struct{})
+	go func() {
+		defer close(ended)
+		k.done <- m.Keep(ctx, l)
+	}()
+	tb.Cleanup(func() { cancel(); <-ended })
+	return k
+}
+
+func (k keeper) running(tb testing.TB) {
+	tb.Helper()
+	select {
+	case err := <-k.done:
+		tb.Fatalf("Keep ended with %v", err)
+	default:
+	}
+}
+
+func (k keeper) lost(tb testing.TB) error {
+	tb.Helper()
+	select {
+	case err := <-k.done:
+		if !errors.Is(err, subnet.ErrLeaseLost) {
+			tb.Errorf("Keep ended with %v, want ErrLeaseLost", err)
+		}
+		return err
+	case <-time.After(patience):
+		tb.Fatal("Keep goes on")
+	}
+	return nil
+}

@@ -1,0 +1,178 @@
+package etcd
+
+import (
+	"encoding/json"
+	"net/netip"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+	"github.com/google/go-cmp/cmp/cmpopts"
+
+	"flanneld/subnet"
+)
+
+func prefixes(s ...string) []netip.Prefix {
+	var out []netip.Prefix
+	for _, p := range s {
+		out = append(out, netip.MustParsePrefix(p))
+	}
+	return out
+}
+
+func TestKey(t *testing.T) {
+	for key, want := range map[string][]netip.Prefix{
+		"10.5.52.0-24":                   prefixes("10.5.52.0/24"),
+		"10.5.1.0-24&fd00:0:0:16::-64":   prefixes("10.5.1.0/24", "fd00:0:0:16::/64"),
+		"0.0.0.0-0&fd50:0:0:16::-64":     prefixes("fd50:0:0:16::/64"),
+		"10.5.67.0-24&fd00:10:5:2a::-64": prefixes("10.5.67.0/24", "fd00:10:5:2a::/64"),
+		"0.0.0.0-1":                      prefixes("0.0.0.0/1"),
+		"10.5.1.0-31":                    prefixes("10.5.1.0/31"),
+		"0.0.0.0-0&fd00:0:0:1::-127":     prefixes("fd00:0:0:1::/127"),
+	} {
+		got, err := parseKey(key)
+		if err != nil || !slices.Equal(got, want) {
+			t.Errorf("parseKey(%q) = %v, %v, want %v", key, got, err, want)
+		}
+		if again := formatKey(want); again != key {
+			t.Errorf("formatKey(%v) = %q, want %q", want, again, key)
+		}
+	}
+	if got, err := parseKey("10.5.1.7-24"); err != nil || got[0] != netip.MustParsePrefix("10.5.1.0/24") {
+		t.Errorf("host bits: got %v, %v", got, err)
+	}
+	for _, key := range []string{
+		"", "garbage", "10.5.1.0", "10.5.1.0-", "10.5.1.0-32", "10.5.1.0-x", "10.5.1.0-+24", "10.5.1.0-24x", "x10.5.1.0-24", "10.5.1.0-24/x",
+		"10.5.1-24", "10.5.1.256-24", "10.5.1.0-24&", "10.5.1.0-24&fd00::-128", "10.5.1.0-24&FD00::-64", "10.5.1.0-24&10.5.1.0-24",
+		"fd00::-64", "0.0.0.0-0&", "10.5.1.0-24&fd00::-64&fd01::-64", "10.5.1.0-24&fe80::1%eth0-64", "10.5.1.0-24&::ffff:10.0.0.0-104",
+		strings.Repeat("x", 1000),
+	} {
+		got, err := parseKey(key)
+		if err == nil {
+			t.Errorf("parseKey(%q) = %v, want an error", key, got)
+		} else if strings.Contains(err.Error(), "\n") || len(err.Error()) > 250 {
+			t.Errorf("parseKey(%.20q): error is not one short line: %q", key, err)
+		}
+	}
+}
+
+// TestValue has the bytes that flannel writes.
+func TestValue(t *testing.T) {
+	for _, tc := range []struct{ key, value string }{
+		{"10.5.0.0-24", `{"PublicIP":"10.99.0.2","PublicIPv6":null,"BackendType":"host-gw"}`},
+		{"10.5.0.0-24", `{"PublicIP":"1.2.3.4","PublicIPv6":null}`},
+		{"10.5.0.0-24", `{"PublicIP":"192.168.64.3","PublicIPv6":null,"BackendType":"vxlan","BackendData":{"VNI":1,"VtepMAC":"c6:d2:32:6f:8f:44"}}`},
+		{"10.5.4.0-24&fd00:10:5:47::-64", `{"PublicIP":"192.168.77.1","PublicIPv6":"fd00:77::1","BackendType":"vxlan",` +
+			`"BackendData":{"VNI":1,"VtepMAC":"a6:c8:ad:df:51:5f"},"BackendV6Data":{"VNI":1,"VtepMAC":"5a:ee:70:44:d2:ea"}}`},
+		{"0.0.0.0-0&fd50:0:0:16::-64", `{"PublicIP":"0.0.0.0","PublicIPv6":"fd00:77::1","BackendType":"host-gw"}`},
+	} {
+		subnets, err := parseKey(tc.key)
+		if err != nil {
+			t.Fatal(err)
+		}
+		var c subnet.Claim
+		if c.BackendType, c.Endpoints, err = decode(subnets, []byte(tc.value)); err != nil {
+			t.Errorf("%s: %v", tc.value, err)
+		}
+		if again, err := encode(c); err != nil || string(again) != tc.value {
+			t.Errorf("got  %s, %v\nwant %s", again, err, tc.value)
+		}
+	}
+}
+
+func TestDecode(t *testing.T) {
+	v4, v6 := netip.MustParsePrefix("10.5.1.0/24"), netip.MustParsePrefix("fd00:0:0:1::/64")
+	dual := []netip.Prefix{v4, v6}
+	ip4, ip6 := netip.MustParseAddr("192.0.2.1"), netip.MustParseAddr("2001:db8::1")
+	for _, tc := range []struct {
+		name, value string
+		subnets     []netip.Prefix
+		want        []subnet.Endpoint
+	}{
+		{"keys in any case, unknown ones ignored", `{"publicip":"192.0.2.1","x":1}`, dual[:1], []subnet.Endpoint{{Subnet: v4, PublicIP: ip4}}},
+		{"no address", `{}`, dual, []subnet.Endpoint{{Subnet: v4, PublicIP: netip.IPv4Unspecified()}, {Subnet: v6, PublicIP: netip.IPv6Unspecified()}}},
+		{"null data is none", `{"PublicIP":"192.0.2.1","BackendData":null}`, dual[:1], []subnet.Endpoint{{Subnet: v4, PublicIP: ip4}}},
+		{
+			"each family has its own data", `{"PublicIP":"192.0.2.1","PublicIPv6":"2001:db8::1","BackendData":4,"BackendV6Data":6}`, dual,
+			[]subnet.Endpoint{{Subnet: v4, PublicIP: ip4, Data: json.RawMessage("4")}, {Subnet: v6, PublicIP: ip6, Data: json.RawMessage("6")}},
+		},
+		{"the other family's address does not matter", `{"PublicIP":"","PublicIPv6":"2001:db8::1"}`, dual[1:], []subnet.Endpoint{{Subnet: v6, PublicIP: ip6}}},
+	} {
+		_, got, err := decode(tc.subnets, []byte(tc.value))
+		if diff := cmp.Diff(tc.want, got, cmpopts.EquateComparable(netip.Addr{}, netip.Prefix{})); err != nil || diff != "" {
+			t.Errorf("%s: %v (-want +got):\n%s", tc.name, err, diff)
+		}
+	}
+	for value, want := range map[string]string{
+		"":                           "unexpected end",
+		"null":                       "not a JSON object",
+		"[]":                         "cannot unmarshal array",
+		"{":                          "unexpected end",
+		`{"PublicIP":null}`:          "PublicIP is null, want an IPv4 address",
+		`{"PublicIP":""}`:            `PublicIP "" is not an IPv4 address`,
+		`{"PublicIP":7}`:             "PublicIP is 7",
+		`{"PublicIP":"2001:db8::1"}`: "is not an IPv4 address",
+		`{"PublicIP":"192.0.2.1","PublicIPv6":"192.0.2.1"}`:        `PublicIPv6 "192.0.2.1" is not an IPv6 address`,
+		`{"PublicIP":"192.0.2.1","PublicIPv6":"::ffff:192.0.2.1"}`: "is not an IPv6 address",
+		`{"PublicIP":"192.0.2.1"} x`:                               "after top-level value",
+		`{"PublicIP":"` + strings.Repeat("1", 1000) + `"}`:         "is not an IPv4 address",
+		strings.Repeat("x", 1<<20):                                 "value has 1048576 bytes",
+	} {
+		_, _, err := decode(dual, []byte(value))
+		if err == nil || !strings.Contains(err.Error(), want) || len(err.Error()) > 250 || strings.Contains(err.Error(), "\n") {
+			t.Errorf("%.40s: error is %v, want one short line with %q", value, err, want)
+		}
+	}
+}
+
+func FuzzParseKey(f *testing.F) {
+	for _, s := range []string{"10.5.52.0-24", "10.5.1.0-24&fd00:0:0:16::-64", "0.0.0.0-0&fd50:0:0:16::-64", "10.5.1.7-24", "garbage", "&", "-"} {
+		f.Add(s)
+	}
+	f.Fuzz(func(t *testing.T, key string) {
+		subnets, err := parseKey(key)
+		if err != nil {
+			if strings.Contains(err.Error(), "\n") {
+				t.Errorf("error has more than one line: %q", err)
+			}
+			return
+		}
+		if len(subnets) == 0 {
+			t.Fatalf("%q has no subnet and no error", key)
+		}
+		if again, err := parseKey(formatKey(subnets)); err != nil || !slices.Equal(again, subnets) {
+			t.Errorf("%q is %v, written and read again %v, %v", key, subnets, again, err)
+		}
+	})
+}
+
+func FuzzParseValue(f *testing.F) {
+	for _, s := range []string{
+		`{"PublicIP":"10.99.0.2","PublicIPv6":null,"BackendType":"host-gw"}`,
+		`{"PublicIP":"192.168.77.1","PublicIPv6":"fd00:77::1","BackendType":"vxlan","BackendData":{"VNI":1},"BackendV6Data":{"VNI":1}}`,
+		`{"PublicIP":null}`, `null`, `{}`, ``, `{"BackendData":null}`,
+	} {
+		f.Add([]byte(s))
+	}
+	subnets := prefixes("10.5.1.0/24", "fd00:0:0:1::/64")
+	f.Fuzz(func(t *testing.T, value []byte) {
+		backendType, endpoints, err := decode(subnets, value)
+		if err != nil {
+			if strings.Contains(err.Error(), "\n") {
+				t.Errorf("error has more than one line: %q", err)
+			}
+			return
+		}
+		c := subnet.Claim{BackendType: backendType, Endpoints: endpoints}
+		raw, err := encode(c)
+		if err != nil {
+			t.Fatal(err)
+		}
+		backendType, endpoints, err = decode(subnets, raw)
+		again, err2 := encode(subnet.Claim{BackendType: backendType, Endpoints: endpoints})
+		if err != nil || err2 != nil || string(again) != string(raw) {
+			t.Errorf("%s\nbecomes %s\nthen    %s, %v, %v", value, raw, again, err, err2)
+		}
+	})
+}

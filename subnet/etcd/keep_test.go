@@ -1,0 +1,205 @@
+package etcd
+
+import (
+	"strings"
+	"testing"
+	"time"
+
+	clientv3 "go.etcd.io/etcd/client/v3"
+
+	"flanneld/subnet/subnettest"
+)
+
+func withPrefix() clientv3.OpOption { return clientv3.WithPrefix() }
+
+func ttl(d time.Duration) func(*Config) { return func(c *Config) { c.TTL = d } }
+
+func via(p *proxy) func(*Config) { return func(c *Config) { c.Endpoints = []string{p.url()} } }
+
+// TestRenewalWritesNothing lets a lease of seconds live for several times as long.
+func TestRenewalWritesNothing(t *testing.T) {
+	f := newFixture(t, sharedServer(t))
+	f.put(t, "config", configV4)
+	m := f.manager(t, ttl(2*time.Second))
+	l := acquire(t, m, claim("192.0.2.1"))
+	k := keeping(t, m, l)
+	_, lease, revision := f.get(t, "subnets/"+l.Key)
+	start := time.Now()
+	eventually(t, "three times the TTL", func() bool {
+		v, leaseNow, now := f.get(t, "subnets/"+l.Key)
+		if v != value("192.0.2.1") || now != revision || leaseNow != lease {
+			t.Fatalf("after %s the key has %q at revision %d on etcd lease %x, was at %d on %x",
+				time.Since(start), v, now, leaseNow, revision, lease)
+		}
+		return time.Since(start) > 6*time.Second
+	})
+	k.running(t)
+}
+
+func TestRenewalTime(t *testing.T) {
+	start := time.Now()
+	for _, tc := range []struct{ margin, ttl, want time.Duration }{
+		{0, 24 * time.Hour, 23 * time.Hour},
+		{time.Minute, 24 * time.Hour, 24*time.Hour - time.Minute},
+		{1439 * time.Minute, 24 * time.Hour, time.Minute},
+		{48 * time.Hour, 24 * time.Hour, time.Minute},
+		{0, 30 * time.Second, 10 * time.Second},
+	} {
+		m, err := New(Config{Endpoints: []string{"http://127.0.0.1:1"}, RenewMargin: tc.margin})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if got := m.renewal(newGrant(1, start, tc.ttl)).Sub(start); got != tc.want {
+			t.Errorf("margin %s of %s: renews after %s, want %s", tc.margin, tc.ttl, got, tc.want)
+		}
+	}
+}
+
+func TestEtcdLeaseRevoked(t *testing.T) {
+	f := newFixture(t, sharedServer(t))
+	f.put(t, "config", configV4)
+	m := f.manager(t)
+	l := acquire(t, m, claim("192.0.2.1"))
+	k := keeping(t, m, l)
+	_, lease, _ := f.get(t, "subnets/"+l.Key)
+	if _, err := f.kv.Revoke(t.Context(), clientv3.LeaseID(lease)); err != nil {
+		t.Fatal(err)
+	}
+	eventually(t, "the same subnet taken again on another etcd lease", func() bool {
+		v, again, _ := f.get(t, "subnets/"+l.Key)
+		return v == value("192.0.2.1") && again != lease && again != 0
+	})
+	k.running(t)
+}
+
+func TestOwnValueChanged(t *testing.T) {
+	f := newFixture(t, sharedServer(t))
+	f.put(t, "config", configV4)
+	m := f.manager(t)
+	before := f.etcdLeases(t)
+	l := acquire(t, m, claim("192.0.2.1"))
+	k := keeping(t, m, l)
+	for _, changed := range []string{`{"PublicIP":"192.0.2.1","BackendType":"vxlan"}`, "{", "null", strings.Repeat("x", 1<<20)} {
+		f.put(t, "subnets/"+l.Key, changed, f.grant(t, 60))
+		eventually(t, "our value back", func() bool {
+			v, lease, _ := f.get(t, "subnets/"+l.Key)
+			return v == value("192.0.2.1") && lease != 0
+		})
+	}
+	// Written without an etcd lease it is a reservation from now on.
+	f.put(t, "subnets/"+l.Key, "{}", clientv3.WithLease(0))
+	eventually(t, "our value back as a reservation", func() bool {
+		v, lease, _ := f.get(t, "subnets/"+l.Key)
+		return v == value("192.0.2.1") && lease == 0
+	})
+	eventually(t, "no etcd lease left", func() bool { return f.etcdLeases(t) == before })
+	f.delete(t, "subnets/"+l.Key)
+	eventually(t, "the key back with an etcd lease", func() bool {
+		v, lease, _ := f.get(t, "subnets/"+l.Key)
+		return v == value("192.0.2.1") && lease != 0
+	})
+	k.running(t)
+}
+
+func TestOwnKeyTakenOver(t *testing.T) {
+	for name, tc := range map[string]struct{ key, want string }{
+		"the key itself":      {"", "subnet lease lost: %s now belongs to 192.0.2.9"},
+		"as part of a larger": {"10.5.0.0-16", "subnet lease lost: %s now belongs to 192.0.2.9, as part of 10.5.0.0-16"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			f := newFixture(t, sharedServer(t))
+			f.put(t, "config", configV4)
+			m := f.manager(t)
+			l := acquire(t, m, claim("192.0.2.1"))
+			k := keeping(t, m, l)
+			key := tc.key
+			if key == "" {
+				key = l.Key
+			}
+			f.put(t, "subnets/"+key, value("192.0.2.9"), f.grant(t, 60))
+			if key != l.Key {
+				f.delete(t, "subnets/"+l.Key)
+			}
+			err := k.lost(t)
+			if want := strings.ReplaceAll(tc.want, "%s", l.Key); err.Error() != want {
+				t.Errorf("error is %q, want %q", err, want)
+			}
+			if v, _, _ := f.get(t, "subnets/"+key); v != value("192.0.2.9") {
+				t.Errorf("the new owner's value is %s", v)
+			}
+		})
+	}
+}
+
+// TestAwayPastTTL has the lease run out while the store cannot be reached.
+func TestAwayPastTTL(t *testing.T) {
+	for _, taken := range []bool{false, true} {
+		f := newFixture(t, sharedServer(t))
+		f.put(t, "config", configV4)
+		p := newProxy(t, f.server)
+		m := f.manager(t, ttl(time.Second), via(p))
+		l := acquire(t, m, claim("192.0.2.1"))
+		k := keeping(t, m, l)
+		p.cut()
+		eventually(t, "the lease to run out", func() bool {
+			v, _, _ := f.get(t, "subnets/"+l.Key)
+			return v == ""
+		})
+		k.running(t)
+		if taken {
+			f.put(t, "subnets/"+l.Key, value("192.0.2.9"), f.grant(t, 60))
+		}
+		p.open(t)
+		if taken {
+			_ = k.lost(t)
+			if v, _, _ := f.get(t, "subnets/"+l.Key); v != value("192.0.2.9") {
+				t.Errorf("the new owner's value is %s", v)
+			}
+			continue
+		}
+		eventually(t, "the same subnet taken again", func() bool {
+			v, _, _ := f.get(t, "subnets/"+l.Key)
+			return v == value("192.0.2.1")
+		})
+		k.running(t)
+	}
+}
+
+// TestTwoOfOneAddress has two hosts that claim to be the same one and write
+// over each other: they must not do so in a frenzy.
+func TestTwoOfOneAddress(t *testing.T) {
+	f := newFixture(t, sharedServer(t))
+	f.put(t, "config", configV4)
+	a, b := f.manager(t), f.manager(t)
+	ca, cb := claim("192.0.2.1"), claim("192.0.2.1")
+	ca.BackendType, cb.BackendType = "one", "other"
+	l := acquire(t, a, ca)
+	_ = acquire(t, b, cb)
+	_, _, before := f.get(t, "subnets/"+l.Key)
+	ka, kb := keeping(t, a, l), keeping(t, b, l)
+	start := time.Now()
+	eventually(t, "two seconds", func() bool { return time.Since(start) > 2*time.Second })
+	ka.running(t)
+	kb.running(t)
+	// Pauses grow from 10 to 100 ms here.
+	if _, _, after := f.get(t, "subnets/"+l.Key); after-before > 120 {
+		t.Errorf("key was written %d times in 2 s", after-before)
+	}
+}
+
+// TestStoreWipedUnderKeep wants the own lease published again for the same subnet.
+func TestStoreWipedUnderKeep(t *testing.T) {
+	f := newFixture(t, newServer(t))
+	f.put(t, "config", configV4)
+	m := f.manager(t)
+	l := acquire(t, m, claim("192.0.2.1"))
+	k := keeping(t, m, l)
+	f.wipe(t)
+	eventually(t, "our lease in the new store", func() bool {
+		v, lease, _ := f.get(t, "subnets/"+l.Key)
+		return v == value("192.0.2.1") && lease != 0
+	})
+	k.running(t)
+	w := subnettest.Watch(t, f.manager(t))
+	w.Until(t, "our lease", subnettest.Has(l.Key))
+}

@@ -1,0 +1,355 @@
+package etcd
+
+import (
+	"context"
+	"fmt"
+	"net"
+	"net/url"
+	"os"
+	"path/filepath"
+	"sync"
+	"testing"
+	"time"
+
+	clientv3 "go.etcd.io/etcd/client/v3"
+	"go.etcd.io/etcd/server/v3/embed"
+	"go.uber.org/goleak"
+	"go.uber.org/zap"
+	"google.golang.org/grpc"
+	grpcbackoff "google.golang.org/grpc/backoff"
+)
+
+const patience = 20 * time.Second
+
+// server is a real etcd on loopback.
+type server struct {
+	dir  string
+	url  string
+	tls  embed.Config // only its ClientTLSInfo counts
+	etcd *embed.Etcd
+}
+
+// newServer starts an etcd that ends with the test.
+func newServer(tb testing.TB, options ...func(*server)) *server {
+	tb.Helper()
+	s := &server{dir: filepath.Join(tb.TempDir(), "etcd"), url: "http://" + freeAddr(tb)}
+	for _, o := range options {
+		o(s)
+	}
+	s.start(tb)
+	tb.Cleanup(s.stop)
+	return s
+}
+
+func freeAddr(tb testing.TB) string {
+	tb.Helper()
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		tb.Fatal(err)
+	}
+	defer l.Close()
+	return l.Addr().String()
+}
+
+func (s *server) start(tb testing.TB) {
+	tb.Helper()
+	client, err := url.Parse(s.url)
+	if err != nil {
+		tb.Fatal(err)
+	}
+	peer := url.URL{Scheme: "http", Host: freeAddr(tb)}
+	cfg := embed.NewConfig()
+	cfg.Dir = s.dir
+	cfg.UnsafeNoFsync = true
+	cfg.TickMs, cfg.ElectionMs = 50, 500
+	cfg.BcryptCost = 4
+	cfg.ZapLoggerBuilder = embed.NewZapLoggerBuilder(zap.NewNop())
+	cfg.ListenClientUrls, cfg.AdvertiseClientUrls = []url.URL{*client}, []url.URL{*client}
+	cfg.ListenPeerUrls, cfg.AdvertisePeerUrls = []url.URL{peer}, []url.URL{peer}
+	cfg.InitialCluster = cfg.InitialClusterFromName(cfg.Name)
+	cfg.ClientTLSInfo = s.tls.ClientTLSInfo
+	s.etcd, err = embed.StartEtcd(cfg)
+	if err != nil {
+		tb.Fatal(err)
+	}
+	select {
+	case <-s.etcd.Server.ReadyNotify():
+	case <-time.After(patience):
+		tb.Fatal("etcd is not ready")
+	}
+}
+
+func (s *server) stop() {
+	if s.etcd != nil {
+		s.etcd.Close()
+		s.etcd = nil
+	}
+}
+
+// wipe makes it an etcd with nothing in it, at the same address.
+func (s *server) wipe(tb testing.TB) {
+	tb.Helper()
+	s.stop()
+	if err := os.RemoveAll(s.dir); err != nil {
+		tb.Fatal(err)
+	}
+	s.start(tb)
+}
+
+// client returns a client of the server that is none of the manager's.
+func (s *server) client(tb testing.TB) *clientv3.Client {
+	tb.Helper()
+	c, err := clientv3.New(clientv3.Config{
+		Endpoints: []string{s.url}, Logger: zap.NewNop(),
+		DialOptions: []grpc.DialOption{grpc.WithConnectParams(grpc.ConnectParams{
+			Backoff: grpcbackoff.Config{BaseDelay: 50 * time.Millisecond, Multiplier: 1, MaxDelay: 50 * time.Millisecond},
+		})},
+	})
+	if err != nil {
+		tb.Fatal(err)
+	}
+	tb.Cleanup(func() { c.Close() })
+	return c
+}
+
+// shared is one etcd for the tests that need no special one.
+var shared = sync.OnceValues(func() (*server, error) {
+	dir, err := os.MkdirTemp("", "etcd-test-")
+	return &server{dir: dir}, err
+})
+
+func TestMain(m *testing.M) {
+	code := m.Run()
+	if s, err := shared(); err == nil {
+		s.stop()
+		os.RemoveAll(s.dir)
+	}
+	if code == 0 {
+		if err := goleak.Find(); err != nil {
+			fmt.Fprintln(os.Stderr, err)
+			code = 1
+		}
+	}
+	os.Exit(code)
+}
+
+var sharedStart sync.Once
+
+func sharedServer(tb testing.TB) *server {
+	tb.Helper()
+	s, err := shared()
+	if err != nil {
+		tb.Fatal(err)
+	}
+	sharedStart.Do(func() {
+		s.url = "http://" + freeAddr(tb)
+		s.start(tb)
+	})
+	return s
+}
+
+// fixture is a prefix of its own on an etcd.
+type fixture struct {
+	*server
+	kv     *clientv3.Client
+	prefix string
+}
+
+func newFixture(tb testing.TB, s *server) *fixture {
+	tb.Helper()
+	return &fixture{s, s.client(tb), "/test/" + filepath.Base(filepath.Dir(tb.TempDir()))}
+}
+
+func (f *fixture) put(tb testing.TB, key, value string, opts ...clientv3.OpOption) int64 {
+	tb.Helper()
+	resp, err := f.kv.Put(tb.Context(), f.prefix+"/"+key, value, opts...)
+	if err != nil {
+		tb.Fatal(err)
+	}
+	return resp.Header.Revision
+}
+
+func (f *fixture) delete(tb testing.TB, key string) {
+	tb.Helper()
+	if _, err := f.kv.Delete(tb.Context(), f.prefix+"/"+key); err != nil {
+		tb.Fatal(err)
+	}
+}
+
+// get returns the value and the etcd lease of a key, or nothing.
+func (f *fixture) get(tb testing.TB, key string) (value string, lease, revision int64) {
+	tb.Helper()
+	resp, err := f.kv.Get(tb.Context(), f.prefix+"/"+key)
+	if err != nil {
+		tb.Fatal(err)
+	}
+	if len(resp.Kvs) == 0 {
+		return "", 0, 0
+	}
+	return string(resp.Kvs[0].Value), resp.Kvs[0].Lease, resp.Kvs[0].ModRevision
+}
+
+func (f *fixture) grant(tb testing.TB, ttl int64) clientv3.OpOption {
+	tb.Helper()
+	resp, err := f.kv.Grant(tb.Context(), ttl)
+	if err != nil {
+		tb.Fatal(err)
+	}
+	return clientv3.WithLease(resp.ID)
+}
+
+func (f *fixture) etcdLeases(tb testing.TB) int {
+	tb.Helper()
+	resp, err := f.kv.Leases(tb.Context())
+	if err != nil {
+		tb.Fatal(err)
+	}
+	return len(resp.Leases)
+}
+
+// manager returns a manager that ends with the test, with intervals that suit one.
+func (f *fixture) manager(tb testing.TB, options ...func(*Config)) *Manager {
+	tb.Helper()
+	cfg := Config{Endpoints: []string{f.url}, Prefix: f.prefix}
+	for _, o := range options {
+		o(&cfg)
+	}
+	m, err := New(cfg)
+	if err != nil {
+		tb.Fatal(err)
+	}
+	m.timing = timing{
+		request: 3 * time.Second, idle: 300 * time.Millisecond, grace: time.Second,
+		backoffMin: 10 * time.Millisecond, backoff: 200 * time.Millisecond,
+		restoreMin: 10 * time.Millisecond, restored: 100 * time.Millisecond,
+	}
+	tb.Cleanup(func() {
+		if err := m.Close(); err != nil {
+			tb.Errorf("close: %v", err)
+		}
+	})
+	return m
+}
+
+// eventually polls until ok.
+func eventually(tb testing.TB, what string, ok func() bool) {
+	tb.Helper()
+	ctx, cancel := context.WithTimeout(tb.Context(), patience)
+	defer cancel()
+	tick := time.NewTicker(10 * time.Millisecond)
+	defer tick.Stop()
+	for !ok() {
+		select {
+		case <-ctx.Done():
+			tb.Fatalf("waited in vain for %s", what)
+		case <-tick.C:
+		}
+	}
+}
+
+// proxy stands between managers and an etcd and can fail in the ways that a
+// network does.
+type proxy struct {
+	addr, target string
+
+	mu       sync.Mutex
+	listener net.Listener
+	conns    []net.Conn
+	hang     chan struct{} // while open nothing is forwarded
+	wg       sync.WaitGroup
+}
+
+func newProxy(tb testing.TB, s *server) *proxy {
+	tb.Helper()
+	u, err := url.Parse(s.url)
+	if err != nil {
+		tb.Fatal(err)
+	}
+	p := &proxy{addr: freeAddr(tb), target: u.Host}
+	p.open(tb)
+	tb.Cleanup(p.cut)
+	return p
+}
+
+func (p *proxy) open(tb testing.TB) {
+	tb.Helper()
+	l, err := net.Listen("tcp", p.addr)
+	if err != nil {
+		tb.Fatal(err)
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.listener, p.hang = l, nil
+	p.wg.Go(func() {
+		for {
+			c, err := l.Accept()
+			if err != nil {
+				return
+			}
+			p.serve(c)
+		}
+	})
+}
+
+func (p *proxy) serve(c net.Conn) {
+	up, err := net.Dial("tcp", p.target)
+	if err != nil {
+		c.Close()
+		return
+	}
+	p.mu.Lock()
+	p.conns = append(p.conns, c, up)
+	p.mu.Unlock()
+	for _, d := range [][2]net.Conn{{c, up}, {up, c}} {
+		p.wg.Go(func() {
+			defer d[0].Close()
+			defer d[1].Close()
+			buf := make([]byte, 32<<10)
+			for {
+				n, err := d[0].Read(buf)
+				p.mu.Lock()
+				hang := p.hang
+				p.mu.Unlock()
+				if hang != nil {
+					<-hang
+				}
+				if _, werr := d[1].Write(buf[:n]); werr != nil || err != nil {
+					return
+				}
+			}
+		})
+	}
+}
+
+// stall keeps connections open and forwards nothing.
+func (p *proxy) stall() {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.hang = make(chan struct{})
+}
+
+// cut closes everything and refuses connections.
+func (p *proxy) cut() {
+	p.mu.Lock()
+	if p.listener != nil {
+		p.listener.Close()
+	}
+	if p.hang != nil {
+		close(p.hang)
+		p.hang = nil
+	}
+	for _, c := range p.conns {
+		c.Close()
+	}
+	p.conns, p.listener = nil, nil
+	p.mu.Unlock()
+	p.wg.Wait()
+}
+
+func (p *proxy) url() string { return "http://" + p.addr }
+
+func contextWithCancel(tb testing.TB) (context.Context, context.CancelFunc) {
+	ctx, cancel := context.WithCancel(tb.Context())
+	tb.Cleanup(cancel)
+	return ctx, cancel
+}

@@ -1,0 +1,311 @@
+package etcd
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/go-logr/logr/funcr"
+	clientv3 "go.etcd.io/etcd/client/v3"
+	"k8s.io/klog/v2"
+
+	"flanneld/subnet"
+	"flanneld/subnet/subnettest"
+)
+
+// logBook collects log lines.
+type logBook struct {
+	mu  sync.Mutex
+	all []string
+}
+
+func (b *logBook) lines() []string {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return slices.Clone(b.all)
+}
+
+// logged returns a context whose logger writes to a book.
+func logged(ctx context.Context) (context.Context, *logBook) {
+	b := &logBook{}
+	logger := funcr.New(func(_, args string) {
+		b.mu.Lock()
+		defer b.mu.Unlock()
+		b.all = append(b.all, strings.TrimPrefix(args, `"level"=0 `))
+	}, funcr.Options{})
+	return klog.NewContext(ctx, logger), b
+}
+
+// statuses collects what OnStatus is told.
+type statuses struct {
+	mu  sync.Mutex
+	all []error
+}
+
+func (s *statuses) add(err error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.all = append(s.all, err)
+}
+
+func (s *statuses) list() []error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return slices.Clone(s.all)
+}
+
+func (s *statuses) last() (error, bool) {
+	all := s.list()
+	if len(all) == 0 {
+		return nil, false
+	}
+	return all[len(all)-1], true
+}
+
+func (s *statuses) option(c *Config) { c.OnStatus = s.add }
+
+func TestGarbage(t *testing.T) {
+	f := newFixture(t, sharedServer(t))
+	f.put(t, "config", configV4)
+	good := value("192.0.2.7")
+	f.put(t, "subnets/10.5.7.0-24", good)
+	f.put(t, "subnets/10.5.8.0-24", good)
+	w := subnettest.Watch(t, f.manager(t))
+	w.Until(t, "two peers", subnettest.Has("10.5.7.0-24", "10.5.8.0-24"))
+
+	bad := map[string]string{
+		"garbage": "x", "10.5.1.0-24x": good, "nested/10.5.1.0-24": good, "": good, strings.Repeat("k", 500): good,
+		"10.5.2.0-24": "{", "10.5.3.0-24": "null", "10.5.4.0-24": `{"PublicIP":null}`, "10.5.5.0-24": strings.Repeat("x", 1<<20),
+		"10.5.8.0-24": "",
+	}
+	var keys []string
+	for key, v := range bad {
+		f.put(t, "subnets/"+key, v)
+		keys = append(keys, key)
+	}
+	slices.Sort(keys)
+	f.put(t, "subnetsX/10.5.99.0-24", good)
+	f.put(t, "subnets/10.5.9.0-24", value("192.0.2.9"))
+	all := func(s subnet.Snapshot) bool {
+		return slices.Equal(s.Undecodable, keys) && subnettest.Has("10.5.7.0-24", "10.5.9.0-24")(s)
+	}
+	w.Until(t, "the good and the bad", all)
+	for _, s := range w.All() {
+		if !slices.ContainsFunc(s.Leases, func(l subnet.Lease) bool { return l.Key == "10.5.7.0-24" }) {
+			t.Errorf("a snapshot lacks a good peer: %+v", s)
+		}
+	}
+	late := subnettest.Watch(t, f.manager(t))
+	late.Until(t, "the good and the bad", all)
+	f.put(t, "subnets/10.5.8.0-24", good)
+	w.Until(t, "a lease readable again", subnettest.Has("10.5.7.0-24", "10.5.8.0-24", "10.5.9.0-24"))
+}
+
+func TestGarbageIsLoggedOnce(t *testing.T) {
+	f := newFixture(t, sharedServer(t))
+	p := newProxy(t, f.server)
+	m := f.manager(t, via(p))
+	ctx, book := logged(t.Context())
+	ctx, cancel := context.WithCancel(ctx)
+	snaps := make(chan subnet.Snapshot, 100)
+	done := make(chan error)
+	go func() { done <- m.Watch(ctx, func(s subnet.Snapshot) { snaps <- s }) }()
+	next := func() {
+		t.Helper()
+		select {
+		case <-snaps:
+		case <-time.After(patience):
+			t.Fatal("no snapshot")
+		}
+	}
+	next()
+	for range 3 {
+		f.put(t, "subnets/10.5.1.0-24", strings.Repeat("x", 1<<20))
+		next()
+	}
+	f.put(t, "subnets/"+strings.Repeat("k", 500), "")
+	next()
+	p.cut()
+	compact(t, f, f.put(t, "subnets/10.5.2.0-24", value("192.0.2.2")))
+	p.open(t)
+	next()
+	f.put(t, "subnets/10.5.1.0-24", value("192.0.2.1"))
+	next()
+	cancel()
+	<-done
+	long := strings.Repeat("k", 64) + "…"
+	want := []string{
+		`"msg"="lease cannot be read and keeps its last good state" "error"="value has 1048576 bytes (at most 65536 are read)" "key"="10.5.1.0-24"`,
+		`"msg"="lease cannot be read and keeps its last good state" "error"="\"` + long +
+			`\" is not a subnet key (want for example 10.5.1.0-24 or 10.5.1.0-24&fd00:0:0:1::-64)" "key"="` + long + `"`,
+		"etcd is not usable, retrying", "etcd is usable again",
+		`"level"=0 "msg"="lease can be read again" "key"="10.5.1.0-24"`,
+	}
+	got := book.lines()
+	if len(got) != len(want) {
+		t.Fatalf("got %d lines, want %d:\n%s", len(got), len(want), strings.Join(got, "\n"))
+	}
+	for i := range want {
+		if !strings.Contains(`"level"=0 `+got[i], want[i]) {
+			t.Errorf("line %d is\n%s, want\n%s", i, got[i], want[i])
+		}
+	}
+}
+
+func compact(tb testing.TB, f *fixture, revision int64) {
+	tb.Helper()
+	if _, err := f.kv.Compact(tb.Context(), revision, clientv3.WithCompactPhysical()); err != nil {
+		tb.Fatal(err)
+	}
+}
+
+// TestOutages has the connection fail in each way, with and without what was
+// missed compacted away, while peers come, change and go.
+func TestOutages(t *testing.T) {
+	for _, how := range []string{"cut", "stalled"} {
+		for _, compacted := range []bool{false, true} {
+			t.Run(fmt.Sprintf("%s, compacted %v", how, compacted), func(t *testing.T) {
+				f := newFixture(t, newServer(t))
+				f.put(t, "config", configV4)
+				p := newProxy(t, f.server)
+				var status statuses
+				f.put(t, "subnets/10.5.1.0-24", value("192.0.2.1"))
+				f.put(t, "subnets/10.5.2.0-24", value("192.0.2.2"))
+				w := subnettest.Watch(t, f.manager(t, via(p), status.option))
+				w.Until(t, "two peers", subnettest.Has("10.5.1.0-24", "10.5.2.0-24"))
+				eventually(t, "status up", func() bool { err, known := status.last(); return known && err == nil })
+				before := len(w.All())
+				if how == "cut" {
+					p.cut()
+				} else {
+					p.stall()
+				}
+				eventually(t, "status down", func() bool { err, _ := status.last(); return err != nil })
+				f.delete(t, "subnets/10.5.1.0-24")
+				f.put(t, "subnets/10.5.2.0-24", value("192.0.2.22"))
+				last := f.put(t, "subnets/10.5.3.0-24", value("192.0.2.3"))
+				if compacted {
+					compact(t, f, last)
+				}
+				if n := len(w.All()); n != before {
+					t.Errorf("%d snapshots while the store was away", n-before)
+				}
+				p.cut()
+				p.open(t)
+				s := w.Until(t, "what happened meanwhile", func(s subnet.Snapshot) bool {
+					return subnettest.Has("10.5.2.0-24", "10.5.3.0-24")(s) && s.Leases[0].Endpoints[0].PublicIP.String() == "192.0.2.22"
+				})
+				if s.Store.Revision < last {
+					t.Errorf("snapshot is of revision %d, want at least %d", s.Store.Revision, last)
+				}
+				eventually(t, "status up", func() bool { err, _ := status.last(); return err == nil })
+				checkTransitions(t, status.list())
+			})
+		}
+	}
+}
+
+func checkTransitions(t *testing.T, all []error) {
+	t.Helper()
+	if len(all) > 5 {
+		t.Errorf("status changed %d times: %v", len(all), all)
+	}
+	for i, err := range all {
+		if i > 0 && err == nil && all[i-1] == nil {
+			t.Errorf("told twice that the store is usable: %v", all)
+		}
+	}
+}
+
+// TestIdleWatchStaysUp probes a watch without news many times.
+func TestIdleWatchStaysUp(t *testing.T) {
+	f := newFixture(t, sharedServer(t))
+	var status statuses
+	m := f.manager(t, status.option)
+	m.timing.idle, m.timing.grace = 50*time.Millisecond, 2*time.Second
+	f.put(t, "subnets/10.5.1.0-24", value("192.0.2.1"))
+	w := subnettest.Watch(t, m)
+	w.Until(t, "the peer", subnettest.Has("10.5.1.0-24"))
+	start := time.Now()
+	eventually(t, "longer than idle and grace", func() bool { return time.Since(start) > 3*time.Second })
+	if all := status.list(); len(all) != 1 || all[0] != nil {
+		t.Errorf("status was %v, want up and nothing else", all)
+	}
+	if n := len(w.All()); n != 1 {
+		t.Errorf("%d snapshots, want 1", n)
+	}
+}
+
+func TestStoreWiped(t *testing.T) {
+	f := newFixture(t, newServer(t))
+	for n := range 20 {
+		f.put(t, "subnets/10.5.1.0-24", value(fmt.Sprintf("192.0.2.%d", n+1)))
+	}
+	w := subnettest.Watch(t, f.manager(t))
+	before := w.Until(t, "the peer", subnettest.Has("10.5.1.0-24"))
+	f.wipe(t)
+	after := w.Until(t, "nobody", subnettest.Has())
+	if after.Store.ID == before.Store.ID && after.Store.Revision >= before.Store.Revision {
+		t.Errorf("store is %+v, was %+v: nobody can tell that it was wiped", after.Store, before.Store)
+	}
+	var ledger subnet.Ledger
+	ledger.Apply(before, time.Now())
+	if _, held := ledger.Apply(after, time.Now()); !slices.Equal(held, []string{"10.5.1.0-24"}) {
+		t.Errorf("held are %v", held)
+	}
+	f.put(t, "subnets/10.5.2.0-24", value("192.0.2.2"))
+	w.Until(t, "what the new store gets", subnettest.Has("10.5.2.0-24"))
+}
+
+func TestStoreRestarted(t *testing.T) {
+	f := newFixture(t, newServer(t))
+	f.put(t, "subnets/10.5.1.0-24", value("192.0.2.1"))
+	w := subnettest.Watch(t, f.manager(t))
+	w.Until(t, "the peer", subnettest.Has("10.5.1.0-24"))
+	f.stop()
+	f.start(t)
+	f.put(t, "subnets/10.5.2.0-24", value("192.0.2.2"))
+	w.Until(t, "a new peer", subnettest.Has("10.5.1.0-24", "10.5.2.0-24"))
+	for _, s := range w.All() {
+		if len(s.Leases) == 0 {
+			t.Errorf("a snapshot lacks the peer: %+v", s)
+		}
+	}
+}
+
+func TestOwnDualSiblingIsAPeer(t *testing.T) {
+	f := newFixture(t, sharedServer(t))
+	f.put(t, "config", configV4)
+	m := f.manager(t)
+	l := acquire(t, m, claim("192.0.2.1"))
+	f.put(t, "subnets/"+l.Key+"&fd00::-64", `{"PublicIP":"192.0.2.9","PublicIPv6":"2001:db8::9"}`)
+	w := subnettest.Watch(t, m)
+	w.Until(t, "the sibling and not ourselves", subnettest.Has(l.Key+"&fd00::-64"))
+}
+
+func TestCancelWhileUnreachable(t *testing.T) {
+	f := newFixture(t, sharedServer(t))
+	p := newProxy(t, f.server)
+	p.stall()
+	m := f.manager(t, via(p))
+	l := subnet.Lease{Key: "10.5.1.0-24", Endpoints: claim("192.0.2.1").Endpoints}
+	for name, call := range map[string]func(context.Context) error{
+		"Config":  func(ctx context.Context) error { _, err := m.Config(ctx); return err },
+		"Recall":  func(ctx context.Context) error { _, err := m.Recall(ctx, claim("192.0.2.1")); return err },
+		"Acquire": func(ctx context.Context) error { _, err := m.Acquire(ctx, claim("192.0.2.1")); return err },
+		"Keep":    func(ctx context.Context) error { return m.Keep(ctx, l) },
+		"Watch":   func(ctx context.Context) error { return m.Watch(ctx, func(subnet.Snapshot) {}) },
+	} {
+		ctx, cancel := context.WithTimeout(t.Context(), 200*time.Millisecond)
+		start := time.Now()
+		if err := call(ctx); !errors.Is(err, context.DeadlineExceeded) || time.Since(start) > 2*time.Second {
+			t.Errorf("%s: returned %v after %s", name, err, time.Since(start))
+		}
+		cancel()
+	}
+}

@@ -1,0 +1,55 @@
+package etcd
+
+import (
+	"fmt"
+	"net/netip"
+	"sync"
+	"testing"
+
+	"flanneld/subnet"
+)
+
+// TestDualStackNodesShareNoSubnet has as many nodes as there are IPv4 subnets
+// pick at once. Their keys hardly ever are the same, since each picks one of
+// 65,535 IPv6 subnets, too.
+func TestDualStackNodesShareNoSubnet(t *testing.T) {
+	const nodes = 16
+	f := newFixture(t, sharedServer(t))
+	f.put(t, "config", `{"Network":"10.5.0.0/20","SubnetMin":"10.5.0.0","EnableIPv6":true,"IPv6Network":"fd00:10:5::/48"}`)
+	leases := f.etcdLeases(t)
+	var mu sync.Mutex
+	owner := map[netip.Prefix]int{}
+	var wg sync.WaitGroup
+	for n := range nodes {
+		m := f.manager(t)
+		wg.Go(func() {
+			var l subnet.Lease
+			var err error
+			for l.Key == "" && t.Context().Err() == nil { // one that will yield may hold the last free subnet
+				l, err = m.Acquire(t.Context(), claim(fmt.Sprintf("192.0.2.%d", n+1), fmt.Sprintf("2001:db8::%d", n+1)))
+			}
+			if err != nil {
+				t.Errorf("node %d: %v", n, err)
+				return
+			}
+			mu.Lock()
+			defer mu.Unlock()
+			for _, e := range l.Endpoints {
+				if other, taken := owner[e.Subnet]; taken {
+					t.Errorf("nodes %d and %d share %s", other, n, e.Subnet)
+				}
+				owner[e.Subnet] = n
+			}
+		})
+	}
+	wg.Wait()
+	if len(owner) != 2*nodes {
+		t.Errorf("%d subnets for %d nodes of both families", len(owner), nodes)
+	}
+	if resp, err := f.kv.Get(t.Context(), f.prefix+"/subnets/", withPrefix()); err != nil || len(resp.Kvs) != nodes {
+		t.Errorf("%d keys, %v", len(resp.Kvs), err)
+	}
+	if n := f.etcdLeases(t) - leases; n != nodes {
+		t.Errorf("%d etcd leases for %d nodes", n, nodes)
+	}
+}

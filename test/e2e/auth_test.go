@@ -1,0 +1,168 @@
+package e2e
+
+import (
+	"encoding/pem"
+	"net/http/httptest"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	clientv3 "go.etcd.io/etcd/client/v3"
+
+	"flanneld/pkg/lab"
+)
+
+func TestTLS(t *testing.T) {
+	t.Parallel()
+	t.Run("CA alone", func(t *testing.T) {
+		t.Parallel()
+		l := newLab(t, lab.Config{Hosts: 3, Etcd: lab.EtcdOptions{TLS: true}}, `{"Type":"vxlan"}`)
+		if l.Etcd().TLSFiles().ClientCert != "" {
+			t.Fatal("the store asks for client certificates")
+		}
+		for _, h := range l.Hosts()[:2] {
+			startOne(t, h, lab.FlanneldOptions{})
+			if _, err := h.AddPod(background(t), ""); err != nil {
+				t.Fatal(err)
+			}
+		}
+		expectMatrix(t, l)
+		expectRefused(t, l.Host(3), lab.FlanneldOptions{Args: []string{"--etcd-cafile=" + otherCA(t)}}, "signed by unknown authority")
+	})
+	t.Run("client certificate", func(t *testing.T) {
+		t.Parallel()
+		l := newLab(t, lab.Config{Hosts: 3, Etcd: lab.EtcdOptions{TLS: true, ClientCerts: true}}, `{"Type":"vxlan"}`)
+		for _, h := range l.Hosts()[:2] {
+			startOne(t, h, lab.FlanneldOptions{})
+			if _, err := h.AddPod(background(t), ""); err != nil {
+				t.Fatal(err)
+			}
+		}
+		expectMatrix(t, l)
+		expectRefused(t, l.Host(3), lab.FlanneldOptions{Args: []string{"--etcd-certfile=", "--etcd-keyfile="}}, "tls: certificate required")
+	})
+}
+
+// expectRefused starts a daemon that the store does not let in: it says so with
+// the reason, and goes on trying. A line more is possible, because a server that
+// ends the connection may do so before the daemon has read why.
+func expectRefused(t *testing.T, h *lab.Host, o lab.FlanneldOptions, why string) *lab.Daemon {
+	t.Helper()
+	d := start(t, h, o)
+	expectLog(t, d, why)
+	pause(t, 5*time.Second)
+	lines := linesWith(d, "etcd is not usable, retrying")
+	if len(lines) > 2 {
+		t.Errorf("%d lines say that etcd is not usable, want one: %q", len(lines), lines)
+	}
+	expectOnce(t, d, why)
+	if n := strings.Count(d.Log(), "\n"); n > 5 {
+		t.Errorf("the log has %d lines", n)
+	}
+	if err := d.Ended(); err != nil {
+		t.Error(err)
+	}
+	return d
+}
+
+// otherCA is the certificate of an authority that signed nothing of the lab's.
+func otherCA(t *testing.T) string {
+	t.Helper()
+	s := httptest.NewTLSServer(nil)
+	defer s.Close()
+	path := filepath.Join(t.TempDir(), "other.crt")
+	text := pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: s.Certificate().Raw})
+	if err := os.WriteFile(path, text, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	return path
+}
+
+// requireLogin makes the store demand a login, and returns a client that is
+// root. The users may do below the lab's prefix what they like.
+func requireLogin(t *testing.T, l *lab.Lab, users map[string]string) *clientv3.Client {
+	t.Helper()
+	const rootPassword, role = "toor", "flannel"
+	c, ctx := store(t, l), background(t)
+	must := func(_ any, err error) {
+		t.Helper()
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	must(c.RoleAdd(ctx, role))
+	dir := lab.Prefix + "/"
+	must(c.RoleGrantPermission(ctx, role, dir, clientv3.GetPrefixRangeEnd(dir), clientv3.PermissionType(clientv3.PermReadWrite)))
+	for name, password := range users {
+		must(c.UserAdd(ctx, name, password))
+		must(c.UserGrantRole(ctx, name, role))
+	}
+	must(c.RoleAdd(ctx, "root"))
+	must(c.UserAdd(ctx, "root", rootPassword))
+	must(c.UserGrantRole(ctx, "root", "root"))
+	must(c.AuthEnable(ctx))
+	root, err := l.Etcd().Client(ctx, func(cfg *clientv3.Config) { cfg.Username, cfg.Password = "root", rootPassword })
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = root.Close() })
+	return root
+}
+
+func TestUserAndPassword(t *testing.T) {
+	t.Parallel()
+	const password, wrong = "correct-horse", "battery-staple"
+	l := newLab(t, lab.Config{}, `{"Type":"vxlan"}`)
+	root := requireLogin(t, l, map[string]string{"flannel": password, "late": password})
+	for h, o := range map[*lab.Host]lab.FlanneldOptions{
+		l.Host(1): {Args: []string{"--etcd-username=flannel", "--etcd-password=" + password}},
+		l.Host(2): {Env: []string{"FLANNELD_ETCD_USERNAME=flannel", "FLANNELD_ETCD_PASSWORD=" + password}},
+	} {
+		startOne(t, h, o)
+		if _, err := h.AddPod(background(t), ""); err != nil {
+			t.Fatal(err)
+		}
+	}
+	expectMatrix(t, l)
+
+	late := expectRefused(t, l.Host(3), lab.FlanneldOptions{
+		Args: []string{"--etcd-username=late"}, Env: []string{"FLANNELD_ETCD_PASSWORD=" + wrong},
+	}, "invalid user ID or password")
+	if _, err := root.UserChangePassword(background(t), "late", wrong); err != nil {
+		t.Fatal(err)
+	}
+	expectReady(t, late)
+
+	// Tokens do not survive a restart of the store.
+	if err := l.Etcd().Restart(background(t)); err != nil {
+		t.Fatal(err)
+	}
+	const mac = "02:00:00:00:00:aa"
+	put(t, root, subnets+"10.5.200.0-24", peer("192.168.77.200", mac))
+	for _, h := range l.Hosts() {
+		expectKernel(t, h, entries("10.5.200.0/24", "192.168.77.200", mac), nil)
+		for _, secret := range []string{password, wrong} {
+			if lines := linesWith(h.Daemon(), secret); len(lines) > 0 {
+				t.Errorf("%s logs the password: %q", h.Name(), lines)
+			}
+		}
+		if n := strings.Count(h.Daemon().Log(), "\n"); n >= 20 {
+			t.Errorf("%s logged %d lines", h.Name(), n)
+		}
+	}
+}
+
+// TestNoRights has a user that may log in, but not read.
+func TestNoRights(t *testing.T) {
+	t.Parallel()
+	l := newLab(t, lab.Config{Hosts: 1}, `{"Type":"vxlan"}`)
+	root := requireLogin(t, l, nil)
+	if _, err := root.UserAdd(background(t), "nobody", "secret-of-nobody"); err != nil {
+		t.Fatal(err)
+	}
+	expectRefused(t, l.Host(1), lab.FlanneldOptions{
+		Args: []string{"--etcd-username=nobody", "--etcd-password=secret-of-nobody"},
+	}, "permission denied")
+}

@@ -1,0 +1,468 @@
+package e2e
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"flanneld/pkg/lab"
+)
+
+// stopTime is how long a daemon may take to stop.
+const stopTime = 2 * time.Second
+
+// expectStop asks the daemon to stop and fails the test unless it does so in
+// time, with exit code 0.
+func expectStop(t *testing.T, d *lab.Daemon) {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(background(t), stopTime)
+	defer cancel()
+	if code, err := d.Stop(ctx); err != nil || code != 0 {
+		t.Errorf("stopped with exit code %d, %v; its log:\n%s", code, err, d.Log())
+		d.Kill()
+	}
+}
+
+// datapath is what of the wanted lines the host's kernel has, and the number
+// of the vxlan device, which a new one would not share.
+func datapath(t *testing.T, h *lab.Host, wanted []string) []string {
+	t.Helper()
+	state, err := kernel(background(t), h)
+	if err != nil {
+		t.Fatal(err)
+	}
+	have := slices.DeleteFunc(slices.Clone(wanted), func(line string) bool { return !strings.Contains(state, line) })
+	if dev, err := h.Exec(background(t), "ip", "-o", "link", "show", "flannel.1"); err == nil {
+		number, _, _ := strings.Cut(string(dev), ":")
+		have = append(have, "device "+number)
+	}
+	return have
+}
+
+// TestStopAtAnyMoment stops daemons at ever later moments of their start.
+// What is in the kernel by then stays there.
+func TestStopAtAnyMoment(t *testing.T) {
+	t.Parallel()
+	const step, last = 10 * time.Millisecond, 400 * time.Millisecond
+	const mac = "02:00:00:00:00:aa"
+	l := newLab(t, lab.Config{Hosts: 1}, `{"Type":"vxlan"}`)
+	put(t, store(t, l), subnets+"10.5.200.0-24", peer("192.168.77.200", mac))
+	h, wanted := l.Host(1), entries("10.5.200.0/24", "192.168.77.200", mac)
+	var before []string
+	for delay := time.Duration(0); delay <= last; delay += step {
+		if delay/step%2 == 0 { // every other start knows nothing of those before
+			for _, dir := range []string{"/var/lib/flannel", "/run/flannel"} {
+				if err := os.RemoveAll(h.Path(dir)); err != nil {
+					t.Fatal(err)
+				}
+			}
+		}
+		d := start(t, h, lab.FlanneldOptions{})
+		expectLog(t, d, "flanneld starts")
+		pause(t, delay)
+		expectStop(t, d)
+		now := datapath(t, h, wanted)
+		for _, line := range before {
+			if !slices.Contains(now, line) {
+				t.Fatalf("stopped %v after its start it took %q away; its log:\n%s", delay, line, d.Log())
+			}
+		}
+		before = now
+	}
+	if len(before) != len(wanted)+1 {
+		t.Errorf("no run got to the end: %q", before)
+	}
+}
+
+// TestStopWhileTheStoreHangs stops daemons that wait for a store which is not
+// there, or does not answer.
+func TestStopWhileTheStoreHangs(t *testing.T) {
+	t.Parallel()
+	l := newLab(t, lab.Config{Hosts: 2}, `{"Type":"vxlan"}`)
+	startOne(t, l.Host(1), lab.FlanneldOptions{})
+	if err := l.Etcd().Stop(); err != nil {
+		t.Fatal(err)
+	}
+	d := start(t, l.Host(2), lab.FlanneldOptions{})
+	expectLog(t, d, "flanneld starts")
+	pause(t, time.Second)
+	expectStop(t, d)
+	expectStop(t, l.Host(1).Daemon())
+
+	l.Etcd().Kill()
+	d = start(t, l.Host(2), lab.FlanneldOptions{})
+	expectLog(t, d, "etcd is not usable")
+	expectStop(t, d)
+	d = start(t, l.Host(1), lab.FlanneldOptions{}) // which has a last known state
+	expectLog(t, d, "last known state")
+	expectStop(t, d)
+}
+
+// supervisor plays systemd for the daemons of one host.
+type supervisor struct {
+	conn *net.UnixConn
+	path string
+}
+
+func supervise(t *testing.T, h *lab.Host, socket string) supervisor {
+	t.Helper()
+	s := supervisor{path: "/run/" + socket}
+	err := h.Do(background(t), func() (err error) {
+		s.conn, err = net.ListenUnixgram("unixgram", &net.UnixAddr{Name: s.path, Net: "unixgram"})
+		return err
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { s.conn.Close() })
+	return s
+}
+
+func (s supervisor) env(more ...string) []string { return append(more, "NOTIFY_SOCKET="+s.path) }
+
+// next returns what the daemon says next; nothing if it is silent for so long.
+func (s supervisor) next(t *testing.T, wait time.Duration) string {
+	t.Helper()
+	if err := s.conn.SetReadDeadline(time.Now().Add(wait)); err != nil {
+		t.Fatal(err)
+	}
+	buf := make([]byte, 256)
+	n, err := s.conn.Read(buf)
+	if err != nil && !errors.Is(err, os.ErrDeadlineExceeded) {
+		t.Fatal(err)
+	}
+	return string(buf[:n])
+}
+
+func (s supervisor) expect(t *testing.T, want string) {
+	t.Helper()
+	if got := s.next(t, patience); got != want {
+		t.Errorf("the supervisor hears %q, want %q", got, want)
+	}
+}
+
+func TestStopRightAfterReady(t *testing.T) {
+	t.Parallel()
+	const mac = "02:00:00:00:00:aa"
+	l := newLab(t, lab.Config{Hosts: 1}, `{"Type":"vxlan"}`)
+	put(t, store(t, l), subnets+"10.5.200.0-24", peer("192.168.77.200", mac))
+	h, wanted := l.Host(1), entries("10.5.200.0/24", "192.168.77.200", mac)
+	s := supervise(t, h, "notify")
+	for _, delay := range []time.Duration{0, 0, 1, 2, 5, 10, 20} {
+		d := start(t, h, lab.FlanneldOptions{Env: s.env()})
+		s.expect(t, "READY=1")
+		pause(t, delay*time.Millisecond)
+		expectStop(t, d)
+		s.expect(t, "STOPPING=1")
+		if have := datapath(t, h, wanted); len(have) != len(wanted)+1 {
+			t.Errorf("%v after READY=1 the kernel has only %q", delay*time.Millisecond, have)
+		}
+		if _, err := os.Stat(h.Path(lab.SubnetFile)); err != nil {
+			t.Errorf("%v after READY=1: %v", delay*time.Millisecond, err)
+		}
+	}
+}
+
+func TestWatchdog(t *testing.T) {
+	t.Parallel()
+	l := newLab(t, lab.Config{Hosts: 1}, `{"Type":"vxlan"}`)
+	s := supervise(t, l.Host(1), "notify")
+	const interval = 400 * time.Millisecond
+	d := start(t, l.Host(1), lab.FlanneldOptions{Env: s.env(fmt.Sprintf("WATCHDOG_USEC=%d", interval.Microseconds()))})
+	heard := map[string]int{}
+	for range 8 {
+		heard[s.next(t, interval)]++
+	}
+	if heard["READY=1"] != 1 || heard["WATCHDOG=1"] != 7 {
+		t.Errorf("the supervisor hears %v, want one READY=1 and a WATCHDOG=1 in every %v", heard, interval)
+	}
+	expectStop(t, d)
+}
+
+// TestSecondSignalKills has a supervisor that hears nothing: its queue fills
+// up, and who sends to it blocks.
+func TestSecondSignalKills(t *testing.T) {
+	t.Parallel()
+	l := newLab(t, lab.Config{Hosts: 1}, `{"Type":"vxlan"}`)
+	deaf := supervise(t, l.Host(1), "notify")
+	blocked := func() *lab.Daemon {
+		t.Helper()
+		d := startOne(t, l.Host(1), lab.FlanneldOptions{Env: deaf.env("WATCHDOG_USEC=10000")})
+		pause(t, time.Second)
+		return d
+	}
+	d := blocked()
+	expectStop(t, d)
+	expectOnce(t, d, "not everything has ended in time")
+
+	d = blocked()
+	if err := d.Signal(unix.SIGTERM); err != nil {
+		t.Fatal(err)
+	}
+	pause(t, 300*time.Millisecond)
+	if err := d.Ended(); err != nil {
+		t.Fatalf("the first signal did not block: %v", err)
+	}
+	second := time.Now()
+	if err := d.Signal(unix.SIGTERM); err != nil {
+		t.Fatal(err)
+	}
+	code, err := d.Wait(background(t))
+	if took := time.Since(second); err != nil || code != -1 || took > 500*time.Millisecond {
+		t.Errorf("exit code %d after %v (%v), want it killed at once", code, took, err)
+	}
+}
+
+// TestRestartsUnderTraffic kills daemons, and stops them, while their pods talk.
+func TestRestartsUnderTraffic(t *testing.T) {
+	t.Parallel()
+	for _, backend := range []string{"vxlan", "host-gw"} {
+		t.Run(backend, func(t *testing.T) {
+			t.Parallel()
+			l := newLab(t, lab.Config{Hosts: 2, Families: dual}, fmt.Sprintf(`{"Type":%q}`, backend))
+			startAll(t, l, lab.FlanneldOptions{})
+			flows := startFlows(t, l, 100)
+			for i := range 5 {
+				for _, h := range l.Hosts() {
+					if i < 4 {
+						h.Daemon().Kill()
+					} else {
+						expectStop(t, h.Daemon())
+					}
+					pause(t, 200*time.Millisecond)
+					startOne(t, h, lab.FlanneldOptions{})
+				}
+			}
+			expectNothingLost(t, flows)
+			expectMatrix(t, l)
+		})
+	}
+}
+
+func TestRefusesToRun(t *testing.T) {
+	t.Parallel()
+	l := newLab(t, lab.Config{Hosts: 1}, `{"Type":"carrier-pigeon"}`)
+	file := filepath.Join(t.TempDir(), "file")
+	if err := os.WriteFile(file, []byte("no certificate"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	for _, tt := range []struct {
+		args, env []string
+		want      string
+	}{
+		{args: []string{"--ifcae=eth0"}, want: "unknown flag --ifcae: did you mean --iface?"},
+		{args: []string{"--healthz-port=http"}, want: `--healthz-port "http" is invalid: expected a port from 0 to 65535`},
+		{env: []string{"FLANNELD_RESYNC=-5m"}, want: `FLANNELD_RESYNC "-5m" is invalid`},
+		{args: []string{"start"}, want: `unexpected argument "start"`},
+		{args: []string{"--etcd-cafile=/missing"}, want: `--etcd-cafile "/missing" cannot be read: no such file or directory`},
+		{args: []string{"--etcd-cafile=" + file}, want: file + " holds no certificate"},
+		{args: []string{"--ip-masq"}, want: "--ip-masq: this version programs no masquerade rules"},
+		{env: []string{"FLANNELD_IP_MASQ=true"}, want: "FLANNELD_IP_MASQ: this version programs no masquerade rules"},
+		{args: []string{"--kube-subnet-mgr", "--net-config-path=" + file}, want: "--kube-subnet-mgr: this version has no Kubernetes subnet manager"},
+		{args: []string{"--iface=eth7", "--iface-wait=0s"}, want: "eth7"},
+		{want: `unknown backend type \"carrier-pigeon\": Backend.Type must be one of alloc, host-gw, vxlan`},
+	} {
+		t.Run(strings.Join(append(tt.args, tt.env...), " "), func(t *testing.T) {
+			expectFailure(t, start(t, l.Host(1), lab.FlanneldOptions{Args: tt.args, Env: tt.env}), tt.want)
+		})
+	}
+	if err := l.PutNetwork(background(t), json.RawMessage(`{"Network":"10.5.0.0/16"}`)); err != nil {
+		t.Fatal(err)
+	}
+	t.Run("no backend", func(t *testing.T) {
+		expectFailure(t, start(t, l.Host(1), lab.FlanneldOptions{}), "set Backend.Type to one of alloc, host-gw, vxlan")
+	})
+	if links, err := l.Host(1).Exec(background(t), "ip", "-o", "link"); err != nil || strings.Contains(string(links), "flannel") {
+		t.Errorf("%v, links that are left behind:\n%s", err, links)
+	}
+	if _, err := os.Stat(l.Host(1).Path(lab.SubnetFile)); !errors.Is(err, os.ErrNotExist) {
+		t.Errorf("subnet file: %v, want none", err)
+	}
+}
+
+// TestInformation asks for texts instead of a daemon.
+func TestInformation(t *testing.T) {
+	t.Parallel()
+	for arg, want := range map[string]string{
+		"--help":    `^flanneld gives every host(?s:.*)--etcd-endpoints=(?s:.*)FLANNELD_ETCD_ENDPOINTS`,
+		"-h":        `^flanneld gives every host`,
+		"--version": `^\S+ commit \S+ go1\.\S+ linux/\w+\n$`,
+		"-version":  `^\S+ commit \S+ go1\.\S+ linux/\w+\n$`,
+	} {
+		var stdout, stderr bytes.Buffer
+		cmd := exec.CommandContext(background(t), flanneld(), arg)
+		cmd.Stdout, cmd.Stderr = &stdout, &stderr
+		if err := cmd.Run(); err != nil {
+			t.Errorf("%s: %v", arg, err)
+		}
+		if !regexp.MustCompile(want).Match(stderr.Bytes()) || stdout.Len() > 0 {
+			t.Errorf("%s: got %q on stderr and %q on stdout, want %s on stderr", arg, &stderr, &stdout, want)
+		}
+	}
+}
+
+// TestStdoutIsEmpty runs a daemon from start to end, with the store away at first.
+func TestStdoutIsEmpty(t *testing.T) {
+	t.Parallel()
+	l := newLab(t, lab.Config{Hosts: 1}, `{"Type":"vxlan"}`)
+	l.Etcd().Kill()
+	h, ctx := l.Host(1), background(t)
+	var stdout, stderr bytes.Buffer
+	cmd := exec.CommandContext(ctx, flanneld(), "--etcd-endpoints="+h.EtcdEndpoint())
+	cmd.Stdout, cmd.Stderr = &stdout, &stderr
+	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
+	started, done := make(chan struct{}), make(chan error, 1)
+	go func() { // it dies with the thread that it was started from
+		done <- h.Do(ctx, func() error {
+			err := cmd.Start()
+			close(started)
+			return errors.Join(err, cmd.Wait())
+		})
+	}()
+	<-started
+	pause(t, 2*time.Second)
+	if err := l.Etcd().Start(ctx); err != nil {
+		t.Fatal(err)
+	}
+	eventually(t, "subnet file", func() error {
+		_, err := os.Stat(h.Path(lab.SubnetFile))
+		return err
+	})
+	if err := cmd.Process.Signal(unix.SIGTERM); err != nil {
+		t.Fatal(err)
+	}
+	if err := <-done; err != nil || stdout.Len() > 0 {
+		t.Errorf("%v, stdout %q, stderr:\n%s", err, &stdout, &stderr)
+	}
+}
+
+// TestLeaseLostToAnotherNode ends the daemon: its pods would have somebody
+// else's addresses.
+func TestLeaseLostToAnotherNode(t *testing.T) {
+	t.Parallel()
+	l := newLab(t, lab.Config{Hosts: 1}, `{"Type":"vxlan"}`)
+	d := startOne(t, l.Host(1), lab.FlanneldOptions{})
+	own := leaseOf(t, l, l.Host(1))
+	taken := peer("192.168.77.99", "02:00:00:00:00:99")
+	put(t, store(t, l), subnets+own.Key, taken)
+	expectFailure(t, d, "subnet lease lost", own.Key, "192.168.77.99")
+	if now := leases(t, l); len(now) != 1 || now[0].Value != taken {
+		t.Errorf("leases are %v, want the new owner's alone", now)
+	}
+}
+
+// TestSubnetFile does to the file what people and programs do.
+func TestSubnetFile(t *testing.T) {
+	t.Parallel()
+	l := newLab(t, lab.Config{Hosts: 4}, `{"Type":"vxlan"}`)
+
+	removed, altered := l.Host(1), l.Host(2)
+	content := map[*lab.Host]string{}
+	for _, h := range []*lab.Host{removed, altered} {
+		startOne(t, h, lab.FlanneldOptions{})
+		content[h] = readSubnetFile(t, h)
+	}
+	if err := os.Remove(removed.Path(lab.SubnetFile)); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile(altered.Path(lab.SubnetFile), []byte("FLANNEL_SUBNET=10.99.0.1/24\n"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+
+	t.Run("damaged before", func(t *testing.T) {
+		h := l.Host(3)
+		if err := os.MkdirAll(filepath.Dir(h.Path(lab.SubnetFile)), 0o755); err != nil {
+			t.Fatal(err)
+		}
+		damaged := "FLANNEL_SUBNET=10.5.1.1\nFLANNEL_MTU\n\x00\xff=\n" + strings.Repeat("x", 1<<20)
+		if err := os.WriteFile(h.Path(lab.SubnetFile), []byte(damaged), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		d := startOne(t, h, lab.FlanneldOptions{})
+		if text := readSubnetFile(t, h); !strings.HasPrefix(text, "FLANNEL_NETWORK=10.5.0.0/16\nFLANNEL_SUBNET=10.5.") || strings.Contains(text, "x") {
+			t.Errorf("subnet file:\n%s", text)
+		}
+		if lines := linesWith(d, lab.SubnetFile); len(lines) == 0 || len(d.Log()) > 10_000 {
+			t.Errorf("its log does not say clearly what was wrong:\n%.10000s", d.Log())
+		}
+	})
+	t.Run("cannot be written", func(t *testing.T) { testUnwritableSubnetFile(t, l.Host(4)) })
+
+	for _, h := range []*lab.Host{removed, altered} {
+		eventually(t, h.Name()+" writes its subnet file again", func() error {
+			text, err := os.ReadFile(h.Path(lab.SubnetFile))
+			if err == nil && string(text) != content[h] {
+				err = fmt.Errorf("it holds %q, held %q", text, content[h])
+			}
+			return err
+		})
+	}
+}
+
+func readSubnetFile(t *testing.T, h *lab.Host) string {
+	t.Helper()
+	text, err := os.ReadFile(h.Path(lab.SubnetFile))
+	if err != nil {
+		t.Fatal(err)
+	}
+	return string(text)
+}
+
+func testUnwritableSubnetFile(t *testing.T, h *lab.Host) {
+	dir := filepath.Dir(lab.SubnetFile)
+	err := h.Do(background(t), func() error {
+		if err := os.MkdirAll(dir, 0o755); err != nil {
+			return err
+		}
+		return unix.Mount("lab", dir, "tmpfs", unix.MS_RDONLY, "")
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	s := supervise(t, h, "notify")
+	d := start(t, h, lab.FlanneldOptions{Env: s.env()})
+	expectLog(t, d, "no subnet file, trying again")
+	if said := s.next(t, 3*time.Second); said != "" {
+		t.Errorf("without a subnet file the supervisor hears %q", said)
+	}
+	status, body, _ := d.Get(background(t), "/readyz")
+	if status != 503 || !strings.Contains(body, "subnet file: ") || !strings.Contains(body, "read-only file system") {
+		t.Errorf("/readyz says %d %q, want 503 with the reason", status, body)
+	}
+	expectOnce(t, d, "no subnet file, trying again")
+
+	if err := h.Do(background(t), func() error { return unix.Unmount(dir, 0) }); err != nil {
+		t.Fatal(err)
+	}
+	s.expect(t, "READY=1")
+	expectReady(t, d)
+}
+
+// TestTwoDaemonsOnOneSubnetFile would write it in turn.
+func TestTwoDaemonsOnOneSubnetFile(t *testing.T) {
+	t.Parallel()
+	l := newLab(t, lab.Config{Hosts: 1}, `{"Type":"vxlan"}`)
+	first := startOne(t, l.Host(1), lab.FlanneldOptions{})
+	second := start(t, l.Host(1), lab.FlanneldOptions{Args: []string{"--healthz-port=0"}})
+	expectFailure(t, second, "another flanneld", lab.SubnetFile)
+	if err := first.Ended(); err != nil {
+		t.Error(err)
+	}
+	if n := len(leases(t, l)); n != 1 {
+		t.Errorf("%d leases, want that of the first alone", n)
+	}
+}

@@ -1,0 +1,195 @@
+package e2e
+
+import (
+	"encoding/json"
+	"fmt"
+	"os"
+	"slices"
+	"strconv"
+	"strings"
+	"testing"
+	"time"
+
+	clientv3 "go.etcd.io/etcd/client/v3"
+
+	"flanneld/pkg/lab"
+)
+
+// usage is what a daemon has cost so far.
+type usage struct {
+	lines int           // of log
+	cpu   time.Duration // in user and kernel mode
+}
+
+func usageOf(t *testing.T, d *lab.Daemon) usage {
+	t.Helper()
+	stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", d.PID()))
+	if err != nil {
+		t.Fatal(err)
+	}
+	// Fields are counted behind the name, which may hold anything.
+	const user, system, tick = 11, 12, time.Second / 100
+	fields := strings.Fields(string(stat[strings.LastIndexByte(string(stat), ')')+1:]))
+	u := usage{lines: strings.Count(d.Log(), "\n")}
+	for _, i := range []int{user, system} {
+		ticks, err := strconv.Atoi(fields[i])
+		if err != nil {
+			t.Fatalf("%s: %v", stat, err)
+		}
+		u.cpu += time.Duration(ticks) * tick
+	}
+	return u
+}
+
+// TestStoreOutages takes the store away in every way that there is. Traffic
+// flows throughout, what changed meanwhile arrives, and nobody makes a fuss.
+func TestStoreOutages(t *testing.T) {
+	t.Parallel()
+	l := newLab(t, lab.Config{}, `{"Type":"vxlan"}`)
+	c := store(t, l)
+	peers := func(subnet, host, mac string) (key, value string, shown []string) {
+		ip := "192.168.77." + host
+		return subnets + subnet + "-24", peer(ip, mac), entries(subnet+"/24", ip, mac)
+	}
+	goneKey, goneValue, gone := peers("10.5.200.0", "200", "02:00:00:00:00:aa")
+	movedKey, movedValue, before := peers("10.5.201.0", "201", "02:00:00:00:00:bb")
+	_, newValue, after := peers("10.5.201.0", "202", "02:00:00:00:00:cc")
+	addedKey, addedValue, added := peers("10.5.203.0", "203", "02:00:00:00:00:dd")
+	everywhere := func(have, lack []string) {
+		t.Helper()
+		for _, h := range l.Hosts() {
+			expectKernel(t, h, have, lack)
+		}
+	}
+	put(t, c, goneKey, goneValue)
+	put(t, c, movedKey, movedValue)
+	startAll(t, l, lab.FlanneldOptions{})
+	everywhere(slices.Concat(gone, before), nil)
+
+	flows := startFlows(t, l, 100)
+	start, used := time.Now(), map[*lab.Host]usage{}
+	for _, h := range l.Hosts() {
+		used[h] = usageOf(t, h.Daemon())
+	}
+
+	// It stands still for longer than any request waits, and a silent watch is believed.
+	if err := l.Etcd().Stop(); err != nil {
+		t.Fatal(err)
+	}
+	for _, h := range l.Hosts() {
+		expectLog(t, h.Daemon(), "etcd is not usable")
+	}
+	pause(t, 5*time.Second)
+	if err := l.Etcd().Cont(); err != nil {
+		t.Fatal(err)
+	}
+	put(t, c, addedKey, addedValue)
+	everywhere(added, nil)
+
+	// It is gone, and comes back.
+	l.Etcd().Kill()
+	pause(t, 3*time.Second)
+	if err := l.Etcd().Start(background(t)); err != nil {
+		t.Fatal(err)
+	}
+	remove(t, c, addedKey)
+	everywhere(slices.Concat(gone, before), added)
+
+	// The hosts are cut off while much happens of which no trace is left.
+	nft(t, l.Underlay(), `table inet outage {
+		chain input {
+			type filter hook input priority filter
+			iifname != "lo" tcp dport 2379 drop
+		}
+	}`)
+	if err := l.Etcd().Restart(background(t)); err != nil {
+		t.Fatal(err)
+	}
+	put(t, c, addedKey, addedValue)
+	remove(t, c, goneKey)
+	put(t, c, movedKey, newValue)
+	r, err := c.Get(background(t), movedKey)
+	if err == nil {
+		_, err = c.Compact(background(t), r.Header.Revision, clientv3.WithCompactPhysical())
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	pause(t, 7*time.Second)
+	everywhere(slices.Concat(gone, before), append(added, after[1:]...))
+	nft(t, l.Underlay(), "delete table inet outage")
+	everywhere(slices.Concat(added, after), append(gone, before[1:]...))
+
+	expectNothingLost(t, flows)
+	took := time.Since(start)
+	for _, h := range l.Hosts() {
+		d := h.Daemon()
+		if err := d.Ended(); err != nil {
+			t.Errorf("%v", err)
+			continue
+		}
+		expectReady(t, d)
+		eventually(t, h.Name()+" has the store back", func() error {
+			if lines := linesWith(d, "etcd is "); !strings.HasSuffix(lines[len(lines)-1], `"etcd is usable again"`) {
+				return fmt.Errorf("it says %q", lines)
+			}
+			return nil
+		})
+		now := usageOf(t, d)
+		if lines := now.lines - used[h].lines; lines == 0 || lines >= 15 {
+			t.Errorf("%s logged %d lines, want a few", h.Name(), lines)
+		}
+		if cpu := now.cpu - used[h].cpu; cpu > took/100 {
+			t.Errorf("%s took %v of CPU time in %v", h.Name(), cpu, took)
+		}
+	}
+}
+
+// TestStoreIsNotThereYet starts a daemon before the store, which then comes up
+// step by step: each is told once, within seconds.
+func TestStoreIsNotThereYet(t *testing.T) {
+	t.Parallel()
+	l := newLab(t, lab.Config{Hosts: 1}, "")
+	h := l.Host(1)
+	l.Etcd().Kill()
+	d := start(t, h, lab.FlanneldOptions{})
+	said := time.Now()
+	step := func(what, text string) {
+		t.Helper()
+		expectLog(t, d, text)
+		if took := time.Since(said); took > 8*time.Second {
+			t.Errorf("%s: told after %v", what, took)
+		}
+		pause(t, 3*time.Second)
+		expectOnce(t, d, text)
+		if status, body, _ := d.Get(background(t), "/readyz"); status != 503 {
+			t.Errorf("%s: /readyz says %d %q", what, status, body)
+		}
+		if status, body, _ := d.Get(background(t), "/healthz"); status != 200 {
+			t.Errorf("%s: /healthz says %d %q", what, status, body)
+		}
+		said = time.Now()
+	}
+	config := func(text string) {
+		t.Helper()
+		if err := l.PutNetwork(background(t), json.RawMessage(text)); err != nil {
+			t.Fatal(err)
+		}
+		said = time.Now()
+	}
+	step("no store", `"etcd is not usable, retrying" err="etcd `+h.EtcdEndpoint()+`: dial tcp 192.168.77.254:2379: connect: connection refused"`)
+	if err := l.Etcd().Start(background(t)); err != nil {
+		t.Fatal(err)
+	}
+	step("no configuration", `no network configuration: etcd key /coreos.com/network/config does not exist`)
+	expectOnce(t, d, "etcd is usable again")
+	config(`{"Network":`)
+	step("no JSON", `invalid network configuration: `)
+	config(`{"Network":"10.5.0.0/16","SubnetMin":"10.5.9.0","SubnetMax":"10.5.1.0"}`)
+	step("bad values", `SubnetM`)
+	config(`{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan"}}`)
+	expectReady(t, d)
+	if n := strings.Count(d.Log(), "\n"); n >= 15 {
+		t.Errorf("the log has %d lines", n)
+	}
+}
