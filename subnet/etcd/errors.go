@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"strconv"
 	"strings"
 	"time"
 
@@ -60,10 +61,16 @@ func explain(endpoints []string, waited time.Duration, err error) error {
 // dialCause takes gRPC's wrapping off the cause of a failed connection.
 func dialCause(msg string) string {
 	if i := strings.LastIndex(msg, "desc = "); i >= 0 {
-		msg = strings.Trim(msg[i+len("desc = "):], `"`)
+		msg = msg[i+len("desc = "):]
+		if unquoted, err := strconv.Unquote(msg); err == nil {
+			msg = unquoted
+		}
 	}
 	for _, wrapping := range []string{"transport: ", "Error while dialing: ", "authentication handshake failed: "} {
 		msg = strings.TrimPrefix(msg, wrapping)
+	}
+	if strings.HasPrefix(msg, "error reading server preface: ") {
+		msg += " (does the server expect TLS, or a client certificate?)"
 	}
 	return msg
 }

@@ -10,6 +10,7 @@ import (
 	"runtime"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
@@ -68,9 +69,33 @@ func (w *world) underlay() error {
 			return err
 		}
 	}
-	return w.Append(
+	err := w.Append(
 		dataplane.Addr{Dev: "eth0", Prefix: netip.MustParsePrefix("192.168.77.1/24")},
 		dataplane.Addr{Dev: "eth0", Prefix: netip.MustParsePrefix("fd00:77::1/64")})
+	if err != nil {
+		return err
+	}
+	return w.awaitOwn(netip.MustParseAddr("fd00:77::1"))
+}
+
+// awaitOwn waits until lookups know that an address is our own: IPv6 learns
+// that from a worker.
+func (w *world) awaitOwn(a netip.Addr) error {
+	ctx, cancel := context.WithTimeout(context.Background(), 5*time.Second)
+	defer cancel()
+	tick := time.NewTicker(time.Millisecond)
+	defer tick.Stop()
+	for {
+		dev, err := w.OnLink(ctx, a)
+		if err != nil || dev == "" {
+			return err
+		}
+		select {
+		case <-ctx.Done():
+			return fmt.Errorf("%s is still reached through %s: %w", a, dev, ctx.Err())
+		case <-tick.C:
+		}
+	}
 }
 
 // tell sends one message and returns the kernel's answer to it.
