@@ -10,6 +10,7 @@ import (
 	"maps"
 	"slices"
 	"strings"
+	"time"
 
 	"flanneld/pkg/dataplane"
 	"flanneld/pkg/underlay"
@@ -21,16 +22,23 @@ type Env struct {
 	Underlay underlay.Interface
 	Config   subnet.Config
 	Kernel   dataplane.Kernel
+	// Resync is how often all kernel state is read again.
+	Resync time.Duration
 }
 
 // Scope returns the scope of the networks of all enabled families, with the
 // given devices of our own.
 func (e Env) Scope(devices ...string) dataplane.Scope {
-	s := dataplane.Scope{Devices: devices}
+	s := dataplane.Scope{Devices: devices, Shared: []string{e.Underlay.Name}}
 	for _, n := range e.Config.Networks {
 		s.Networks = append(s.Networks, n.Prefix)
 	}
 	return s
+}
+
+// Reconciler returns a reconciler for that scope.
+func (e Env) Reconciler(devices ...string) (*dataplane.Reconciler, error) {
+	return dataplane.NewReconciler(dataplane.Config{Kernel: e.Kernel, Scope: e.Scope(devices...), Resync: e.Resync})
 }
 
 // Claim returns a claim with the public address of every enabled family and

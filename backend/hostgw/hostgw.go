@@ -41,7 +41,11 @@ func (b *Backend) Claim(_ context.Context, prev subnet.Claim) (subnet.Claim, err
 
 // Start implements backend.Backend.
 func (b *Backend) Start(context.Context, subnet.Lease) (backend.Network, error) {
-	return &network{b, dataplane.NewReconciler(b.env.Kernel, b.env.Scope())}, nil
+	reconciler, err := b.env.Reconciler()
+	if err != nil {
+		return nil, err
+	}
+	return &network{b, reconciler}, nil
 }
 
 // network implements backend.Network.
@@ -57,10 +61,10 @@ func (n *network) MTU() int { return n.env.Underlay.MTU }
 func (*network) Check(subnet.Lease) ([]string, error) { return nil, nil }
 
 // Changed implements backend.Network.
-func (*network) Changed() <-chan struct{} { return nil }
+func (n *network) Changed() <-chan struct{} { return n.reconciler.Changed() }
 
 // Close implements backend.Network.
-func (*network) Close() error { return nil }
+func (n *network) Close() error { return n.reconciler.Close() }
 
 // Sync implements backend.Network.
 func (n *network) Sync(ctx context.Context, peers backend.Set) (backend.Outcome, error) {

@@ -7,6 +7,7 @@ import (
 	"context"
 	"crypto/rand"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"net/netip"
 
@@ -76,13 +77,17 @@ func (b *Backend) devices() []string {
 
 // Start implements backend.Backend.
 func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network, error) {
-	n := &network{Backend: b, own: own, reconciler: dataplane.NewReconciler(b.env.Kernel, b.env.Scope(b.devices()...))}
-	base, err := n.base()
+	reconciler, err := b.env.Reconciler(b.devices()...)
 	if err != nil {
 		return nil, err
 	}
-	if _, err := n.reconciler.Reconcile(ctx, base, false); err != nil {
-		return nil, fmt.Errorf("set up vxlan devices: %w", err)
+	n := &network{Backend: b, own: own, reconciler: reconciler}
+	base, err := n.base()
+	if err == nil {
+		_, err = reconciler.Reconcile(ctx, base, false)
+	}
+	if err != nil {
+		return nil, errors.Join(fmt.Errorf("set up vxlan devices: %w", err), reconciler.Close())
 	}
 	return n, nil
 }
@@ -196,7 +201,7 @@ func (c config) desired(e subnet.Endpoint, direct string) ([]dataplane.Object, e
 }
 
 // Changed implements backend.Network.
-func (*network) Changed() <-chan struct{} { return nil }
+func (n *network) Changed() <-chan struct{} { return n.reconciler.Changed() }
 
 // Close implements backend.Network.
-func (*network) Close() error { return nil }
+func (n *network) Close() error { return n.reconciler.Close() }

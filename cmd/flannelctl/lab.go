@@ -3,6 +3,7 @@ package main
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"os"
@@ -56,7 +57,7 @@ nothing is left behind, however the lab ends.`,
 	f := cmd.Flags()
 	f.SortFlags = false
 	f.IntVar(&o.cfg.Hosts, "hosts", 3, "number of hosts")
-	f.StringVar(&o.backend, "backend", "vxlan", "backend type")
+	f.StringVar(&o.backend, "backend", "vxlan", "backend type: vxlan, host-gw or alloc")
 	f.StringVar(&o.backendConfig, "backend-config", "{}", "further keys of Backend, as a JSON object")
 	f.BoolVar(&o.ipv6, "ipv6", false, "IPv6 alone, on the underlay and for the pods")
 	f.BoolVar(&o.dual, "dual", false, "IPv4 and IPv6")
@@ -69,12 +70,14 @@ nothing is left behind, however the lab ends.`,
 	f.BoolVar(&o.json, "json", false, "print JSON: one object, or one at each refresh")
 	f.DurationVar(&o.interval, "interval", 2*time.Second, "time between refreshes")
 	f.StringVar(&o.cfg.Flanneld, "flanneld", "", "flanneld binary (default: beside flannelctl)")
-	cmd.MarkFlagsMutuallyExclusive("ipv6", "dual")
 	return cmd
 }
 
 // complete turns the flags into what the lab is made of.
 func (o *labOptions) complete() error {
+	if o.ipv6 && o.dual {
+		return errors.New("--ipv6 and --dual are both given: expected at most one")
+	}
 	if o.interval <= 0 {
 		return fmt.Errorf("--interval: %v is not positive", o.interval)
 	}

@@ -47,7 +47,7 @@ func TestArgumentsAreRefused(t *testing.T) {
 		"lab x":                                `unknown command "x"`,
 		"lab --bogus":                          "unknown flag: --bogus",
 		"lab --hosts many":                     `invalid argument "many" for "--hosts"`,
-		"lab --ipv6 --dual":                    "ipv6 dual",
+		"lab --ipv6 --dual":                    "--ipv6 and --dual are both given",
 		"lab --hosts 0":                        "--hosts: 0 is not positive",
 		"lab --mtu -1":                         "--mtu: -1 is not positive",
 		"lab --interval 0s":                    "--interval: 0s is not positive",

@@ -14,6 +14,8 @@ type Scope struct {
 	// Devices are the names of devices of our own. What lies on them and
 	// belongs to Networks is ours, whoever made it.
 	Devices []string
+	// Shared are the names of other devices that our routes leave by.
+	Shared []string
 	// Networks bound everything: a route or address outside is never ours.
 	Networks []netip.Prefix
 }
@@ -134,7 +136,7 @@ func (p *planner) inTheWay(a Addr) bool {
 			return true
 		}
 	}
-	for r := range p.want.Routes {
+	for r := range p.want.AllRoutes() {
 		if r.Gateway == ip {
 			return true
 		}
@@ -165,19 +167,22 @@ func planMap[K comparable, V object](p *planner, have, want map[K]V, dev func(V)
 // routes compares by destination first: a destination that is wanted belongs
 // to the wanted route alone, whatever metric or TOS its twins have.
 func (p *planner) routes() {
-	have := map[netip.Prefix][]Route{}
-	for r := range p.have.Routes {
-		if !p.absent(r.Dev) || r.Dev == "" {
-			have[r.Dst] = append(have[r.Dst], r)
+	for w := range p.want.AllRoutes() {
+		p.destination(w, p.standing(p.have.Routes[w.Dst]))
+	}
+	for dst, have := range p.have.Routes {
+		if len(p.want.Routes[dst]) == 0 {
+			p.sweepRoutes(p.standing(have))
 		}
 	}
-	for w := range p.want.Routes {
-		p.destination(w, have[w.Dst])
-		delete(have, w.Dst)
+}
+
+// standing leaves out the routes that go with their link.
+func (p *planner) standing(routes []Route) []Route {
+	if len(p.gone) == 0 {
+		return routes
 	}
-	for _, rs := range have {
-		p.sweepRoutes(rs)
-	}
+	return slices.DeleteFunc(slices.Clone(routes), func(r Route) bool { return r.Dev != "" && p.absent(r.Dev) })
 }
 
 // sweepRoutes deletes those of routes that are ours.

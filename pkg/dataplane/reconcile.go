@@ -7,6 +7,7 @@ import (
 	"net/netip"
 	"slices"
 	"syscall"
+	"time"
 
 	"k8s.io/klog/v2"
 )
@@ -22,6 +23,9 @@ type Kernel interface {
 	// the others; the failures are returned. Deleting what is not there is
 	// success.
 	Apply(ctx context.Context, ops []Op) []OpError
+	// Monitor listens to changes in the scope from now on. The caller closes
+	// the monitor.
+	Monitor(s Scope) (Monitor, error)
 	// OnLink returns the device through which dst is reached without a
 	// gateway, or "" if there is a gateway or no route.
 	OnLink(ctx context.Context, dst netip.Addr) (dev string, err error)
@@ -42,7 +46,9 @@ func (e OpError) Unwrap() error { return e.Err }
 // Report is what a pass did.
 type Report struct {
 	Puts, Deletes int
-	// Refused are the wanted routes that were not made, and why: the rest is
+	// Repaired is how many of these undid what others had changed.
+	Repaired int
+	// Refused are all wanted routes that are not there, and why: the rest is
 	// in place.
 	Refused []Refusal
 	// Unreachable is set when the cause of a refusal may pass by itself.
@@ -54,76 +60,216 @@ type Report struct {
 // and lost its IPv6 addresses on the way three.
 const passes = 5
 
-// Reconciler makes the kernel hold what is wanted. It is not safe for
-// concurrent use.
-type Reconciler struct {
-	kernel   Kernel
-	scope    Scope
-	recorded map[Route]struct{} // in canonical form
+// Config is what a Reconciler works with.
+type Config struct {
+	Kernel Kernel
+	Scope  Scope
+	// Resync is how old what is known of the kernel may get before it is read
+	// again, give or take a fifth. Zero means that every pass reads.
+	Resync time.Duration
 }
 
-// NewReconciler returns a Reconciler for what is in s.
-func NewReconciler(k Kernel, s Scope) *Reconciler {
-	return &Reconciler{kernel: k, scope: s, recorded: map[Route]struct{}{}}
+// Reconciler makes the kernel hold what is wanted. It is not safe for
+// concurrent use, but for Changed.
+type Reconciler struct {
+	mirror   mirror
+	recorded map[Route]struct{} // in canonical form
+	former   []Route            // recorded, and not wanted any more
+
+	want  State
+	dirty Keys // where want and the kernel may differ
+	all   bool // they may differ anywhere
+	swept bool // nothing was left to delete when the last sweep ended
+
+	refused     map[netip.Prefix]Refusal
+	unreachable map[netip.Prefix]Refusal
+}
+
+// NewReconciler returns a Reconciler, which the caller closes.
+func NewReconciler(c Config) (*Reconciler, error) {
+	r := &Reconciler{
+		mirror:   mirror{kernel: c.Kernel, scope: c.Scope, resync: c.Resync},
+		recorded: map[Route]struct{}{}, want: NewState(), dirty: NewKeys(), all: true,
+		refused: map[netip.Prefix]Refusal{}, unreachable: map[netip.Prefix]Refusal{},
+	}
+	if c.Resync > 0 {
+		monitor, err := c.Kernel.Monitor(c.Scope)
+		if err != nil {
+			return nil, fmt.Errorf("listen to kernel changes: %w", err)
+		}
+		r.mirror.monitor = monitor
+	}
+	return r, nil
+}
+
+// Close lets go of what the Reconciler holds. The kernel stays as it is.
+func (r *Reconciler) Close() error {
+	if r.mirror.monitor == nil {
+		return nil
+	}
+	return r.mirror.monitor.Close()
+}
+
+// Changed delivers when the kernel has announced something that a Reconcile
+// should look at; nil if it never does.
+func (r *Reconciler) Changed() <-chan struct{} {
+	if r.mirror.monitor == nil {
+		return nil
+	}
+	return r.mirror.monitor.Ready()
 }
 
 // Record says that the routes of s, wherever they lie and whoever made them,
 // are ours to remove once they are not wanted any more.
 func (r *Reconciler) Record(s State) {
-	for route := range s.Routes {
+	for route := range s.AllRoutes() {
 		r.recorded[route.canonical()] = struct{}{}
 	}
 }
 
-// Reconcile makes the kernel hold want. With sweep it also removes what is in
-// scope and not wanted; without, nothing goes that want can live with. It may
-// be called any number of times.
+// Reconcile makes the kernel hold want, which is the Reconciler's from now on.
+// With sweep it also removes what is in scope and not wanted; without, nothing
+// goes that want can live with. It may be called any number of times.
 func (r *Reconciler) Reconcile(ctx context.Context, want State, sweep bool) (Report, error) {
-	var report Report
 	r.Record(want)
-	unreachable := map[Route]Refusal{}
+	r.want, r.all = want, true
+	return r.settle(ctx, sweep)
+}
+
+// Update is Reconcile for a want that differs from the last one by what is
+// removed and then added. It costs what changed, not what exists.
+func (r *Reconciler) Update(ctx context.Context, removed, added []Object, sweep bool) (Report, error) {
+	for _, o := range removed {
+		if route, ok := o.(Route); ok {
+			r.former = append(r.former, route.canonical())
+		}
+	}
+	for _, o := range added {
+		if route, ok := o.(Route); ok {
+			r.recorded[route.canonical()] = struct{}{}
+		}
+	}
+	r.want.Remove(removed...)
+	r.want.Add(added...)
+	r.dirty.Add(removed...)
+	r.dirty.Add(added...)
+	return r.settle(ctx, sweep)
+}
+
+// settle repeats passes until one finds nothing to do.
+func (r *Reconciler) settle(ctx context.Context, sweep bool) (Report, error) {
+	var report Report
+	if sweep && !r.swept { // what was left lying before has to go now
+		r.all = true
+	}
+	for dst, refusal := range r.unreachable { // let us see again
+		r.dirty.dsts[dst] = struct{}{}
+		delete(r.refused, refusal.Route.Dst)
+	}
+	clear(r.unreachable)
 	for pass := range passes {
-		have, err := r.kernel.Read(ctx, r.scope)
+		drifted, all, err := r.mirror.look(ctx)
 		if err != nil {
-			return report, fmt.Errorf("read kernel state: %w", err)
+			return report, err
 		}
-		changes := Plan(have, want, r.scope, r.recorded, sweep)
-		report.Refused = changes.Refused
-		ops := without(changes.Ops, unreachable)
-		if len(ops) == 0 {
-			if sweep {
-				r.recorded = map[Route]struct{}{}
-				r.Record(want)
-			}
-			for _, refusal := range unreachable {
-				report.Refused = append(report.Refused, refusal)
-			}
-			report.Unreachable = len(unreachable) > 0
-			return report, nil
-		}
+		r.all = r.all || all
+		changes := r.plan(drifted, sweep)
 		if pass == 0 {
 			logTaken(ctx, changes.Taken)
 		}
-		if err := r.apply(ctx, ops, unreachable); err != nil {
+		if len(changes.Ops) == 0 {
+			r.settled(&report, sweep)
+			return report, nil
+		}
+		if err := r.apply(ctx, changes.Ops, drifted, &report); err != nil {
 			return report, err
 		}
-		report.count(ops)
 	}
 	return report, errors.New("kernel state does not settle: another program keeps changing the same entries")
 }
 
+// plan compares what may differ. Where little may, it looks at that alone, and
+// comes to the same result.
+func (r *Reconciler) plan(drifted Keys, sweep bool) Changes {
+	r.dirty.merge(drifted)
+	have, want := r.mirror.State, r.want
+	if r.all || len(r.dirty.links) > 0 { // with a link goes what is on it
+		clear(r.refused)
+	} else {
+		have, want = have.Only(r.dirty), want.Only(r.dirty)
+		for dst := range r.dirty.dsts {
+			delete(r.refused, dst)
+		}
+	}
+	changes := Plan(have, want, r.mirror.scope, r.recorded, sweep)
+	for _, refusal := range changes.Refused {
+		r.refused[refusal.Route.Dst] = refusal
+	}
+	changes.Ops = slices.DeleteFunc(changes.Ops, func(op Op) bool {
+		route, ok := op.Object.(Route)
+		if !ok || op.Delete {
+			return false
+		}
+		_, known := r.unreachable[route.Dst]
+		return known
+	})
+	return changes
+}
+
+// settled ends a Reconcile that has left nothing to do.
+func (r *Reconciler) settled(report *Report, sweep bool) {
+	switch {
+	case sweep && r.all:
+		clear(r.recorded)
+		r.Record(r.want)
+		r.former = nil
+	case sweep:
+		for _, route := range r.former {
+			if !slices.ContainsFunc(r.want.Routes[route.Dst], func(w Route) bool { return w.canonical() == route }) {
+				delete(r.recorded, route)
+			}
+		}
+		r.former = nil
+	}
+	r.dirty, r.all, r.swept = NewKeys(), false, sweep
+	for _, refusals := range []map[netip.Prefix]Refusal{r.refused, r.unreachable} {
+		for _, refusal := range refusals {
+			report.Refused = append(report.Refused, refusal)
+		}
+	}
+	report.Unreachable = len(r.unreachable) > 0
+}
+
 // apply carries out ops. Routes whose gateway is out of reach are a matter of
 // that peer alone: they are noted, and are no error.
-func (r *Reconciler) apply(ctx context.Context, ops []Op, unreachable map[Route]Refusal) error {
-	log := klog.FromContext(ctx)
-	for _, op := range ops {
-		log.V(4).Info("kernel change", "op", op.String())
+func (r *Reconciler) apply(ctx context.Context, ops []Op, drifted Keys, report *Report) error {
+	if log := klog.FromContext(ctx).V(4); log.Enabled() {
+		for _, op := range ops {
+			log.Info("kernel change", "op", op.String())
+		}
 	}
+	for _, op := range ops {
+		if op.Delete {
+			report.Deletes++
+		} else {
+			report.Puts++
+		}
+		if drifted.has(op.Object) {
+			report.Repaired++
+		}
+	}
+	failures := r.mirror.kernel.Apply(ctx, ops)
+	if len(failures) == 0 {
+		r.mirror.wrote(ops)
+		return nil
+	}
+	// What exactly a failure has left behind is for the next look to find out.
+	r.mirror.void()
 	var errs []error
-	for _, e := range r.kernel.Apply(ctx, ops) {
+	for _, e := range failures {
 		route, ok := e.Op.Object.(Route)
 		if ok && !e.Op.Delete && (errors.Is(e.Err, syscall.ENETUNREACH) || errors.Is(e.Err, syscall.EHOSTUNREACH)) {
-			unreachable[route] = Refusal{route, fmt.Sprintf("gateway %s is not on a network of %s", route.Gateway, route.Dev)}
+			r.unreachable[route.Dst] = Refusal{route, fmt.Sprintf("gateway %s is not on a network of %s", route.Gateway, route.Dev)}
 			continue
 		}
 		errs = append(errs, e)
@@ -151,28 +297,6 @@ func oneLine(errs []error) error {
 		joined = fmt.Errorf("%w; %w", joined, err)
 	}
 	return joined
-}
-
-func (r *Report) count(ops []Op) {
-	for _, op := range ops {
-		if op.Delete {
-			r.Deletes++
-		} else {
-			r.Puts++
-		}
-	}
-}
-
-// without leaves out the puts of routes that are known to fail.
-func without(ops []Op, unreachable map[Route]Refusal) []Op {
-	return slices.DeleteFunc(ops, func(op Op) bool {
-		route, ok := op.Object.(Route)
-		if !ok || op.Delete {
-			return false
-		}
-		_, known := unreachable[route]
-		return known
-	})
 }
 
 func logTaken(ctx context.Context, taken []Route) {

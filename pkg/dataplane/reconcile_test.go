@@ -19,7 +19,7 @@ func quiet(t testing.TB) context.Context { return klog.NewContext(t.Context(), k
 
 func TestReconcileErrors(t *testing.T) {
 	spy := &dataplanetest.Spy{Kernel: dataplanetest.New()}
-	r := dataplane.NewReconciler(spy, dataplanetest.Scope())
+	r := dataplanetest.NewReconciler(t, spy, 0)
 	want := dataplanetest.Peers(3)
 
 	spy.ReadError = func() error { return syscall.EINTR }
@@ -55,7 +55,7 @@ type deaf struct{ dataplane.Kernel }
 func (deaf) Apply(context.Context, []dataplane.Op) []dataplane.OpError { return nil }
 
 func TestReconcileDoesNotSettle(t *testing.T) {
-	r := dataplane.NewReconciler(deaf{dataplanetest.New()}, dataplanetest.Scope())
+	r := dataplanetest.NewReconciler(t, deaf{dataplanetest.New()}, 0)
 	if _, err := r.Reconcile(quiet(t), dataplanetest.Base(), true); err == nil {
 		t.Error("no error, want one")
 	}
@@ -70,14 +70,13 @@ func TestAdopted(t *testing.T) {
 	if err := k.Append(theirs); err != nil {
 		t.Fatal(err)
 	}
-	r := dataplane.NewReconciler(k, dataplanetest.Scope())
+	r := dataplanetest.NewReconciler(t, k, 0)
 	there := func() bool {
 		s, err := k.Read(t.Context(), dataplanetest.Scope())
 		if err != nil {
 			t.Fatal(err)
 		}
-		_, ok := s.Routes[theirs]
-		return ok
+		return s.HasRoute(theirs)
 	}
 	for i, step := range []struct {
 		want         dataplane.State
@@ -104,7 +103,7 @@ func TestAdopted(t *testing.T) {
 }
 
 func TestReport(t *testing.T) {
-	r := dataplane.NewReconciler(dataplanetest.New(), dataplanetest.Scope())
+	r := dataplanetest.NewReconciler(t, dataplanetest.New(), 0)
 	want := dataplanetest.Peers(3)
 	for _, tc := range []struct {
 		want          dataplane.State

@@ -7,8 +7,11 @@ package dataplane
 import (
 	"encoding/hex"
 	"fmt"
+	"iter"
+	"maps"
 	"net"
 	"net/netip"
+	"slices"
 
 	"flanneld/pkg/prefix"
 )
@@ -170,7 +173,8 @@ type State struct {
 	Addrs  map[Addr]struct{}
 	Neighs map[NeighKey]Neigh
 	FDB    map[FDBKey]FDB
-	Routes map[Route]struct{}
+	// Routes are kept by destination, duplicates and all.
+	Routes map[netip.Prefix][]Route
 }
 
 // NewState returns an empty state.
@@ -180,29 +184,150 @@ func NewState() State {
 		Addrs:  map[Addr]struct{}{},
 		Neighs: map[NeighKey]Neigh{},
 		FDB:    map[FDBKey]FDB{},
-		Routes: map[Route]struct{}{},
+		Routes: map[netip.Prefix][]Route{},
 	}
 }
 
-// Add puts objects into the state. Objects with the key of one that is
-// already there replace it; routes never do.
+// Add puts objects into the state. One with the key of another replaces it;
+// a route replaces none but its equal.
 func (s State) Add(objects ...Object) {
 	for _, o := range objects {
 		o.addTo(s)
 	}
 }
 
+// Remove takes out what has the keys of objects; of routes, what is equal.
+func (s State) Remove(objects ...Object) {
+	for _, o := range objects {
+		o.removeFrom(s)
+	}
+}
+
+// AllRoutes iterates over the routes of all destinations. The state may be
+// changed meanwhile.
+func (s State) AllRoutes() iter.Seq[Route] {
+	return func(yield func(Route) bool) {
+		for _, routes := range s.Routes {
+			for _, r := range routes {
+				if !yield(r) {
+					return
+				}
+			}
+		}
+	}
+}
+
+// HasRoute reports whether the state holds exactly r.
+func (s State) HasRoute(r Route) bool { return slices.Contains(s.Routes[r.Dst], r) }
+
+// Keys names places in a state: what is there, in one state or another.
+type Keys struct {
+	links  map[string]struct{}
+	addrs  map[Addr]struct{}
+	neighs map[NeighKey]struct{}
+	fdb    map[FDBKey]struct{}
+	dsts   map[netip.Prefix]struct{}
+}
+
+// NewKeys returns no keys.
+func NewKeys() Keys {
+	return Keys{map[string]struct{}{}, map[Addr]struct{}{}, map[NeighKey]struct{}{}, map[FDBKey]struct{}{}, map[netip.Prefix]struct{}{}}
+}
+
+// Add adds the keys of objects; of a route, its destination.
+func (k Keys) Add(objects ...Object) {
+	for _, o := range objects {
+		switch o := o.(type) {
+		case Link:
+			k.links[o.Name] = struct{}{}
+		case Addr:
+			k.addrs[o] = struct{}{}
+		case Neigh:
+			k.neighs[o.NeighKey] = struct{}{}
+		case FDB:
+			k.fdb[o.FDBKey] = struct{}{}
+		case Route:
+			k.dsts[o.Dst] = struct{}{}
+		}
+	}
+}
+
+func (k Keys) merge(other Keys) {
+	maps.Copy(k.links, other.links)
+	maps.Copy(k.addrs, other.addrs)
+	maps.Copy(k.neighs, other.neighs)
+	maps.Copy(k.fdb, other.fdb)
+	maps.Copy(k.dsts, other.dsts)
+}
+
+// has reports whether o's key is one of k.
+func (k Keys) has(o Object) (ok bool) {
+	switch o := o.(type) {
+	case Link:
+		_, ok = k.links[o.Name]
+	case Addr:
+		_, ok = k.addrs[o]
+	case Neigh:
+		_, ok = k.neighs[o.NeighKey]
+	case FDB:
+		_, ok = k.fdb[o.FDBKey]
+	case Route:
+		_, ok = k.dsts[o.Dst]
+	}
+	return ok
+}
+
+// Only returns the part of the state that k names, and all links and
+// addresses: they are few, and much depends on them.
+func (s State) Only(k Keys) State {
+	return State{
+		Links: s.Links, Addrs: s.Addrs,
+		Neighs: only(s.Neighs, k.neighs), FDB: only(s.FDB, k.fdb), Routes: only(s.Routes, k.dsts),
+	}
+}
+
+func only[K comparable, V any](m map[K]V, keys map[K]struct{}) map[K]V {
+	part := make(map[K]V, len(keys))
+	for k := range keys {
+		if v, ok := m[k]; ok {
+			part[k] = v
+		}
+	}
+	return part
+}
+
 // Object is a Link, Addr, Neigh, FDB or Route.
 type Object interface {
 	fmt.Stringer
 	addTo(State)
+	removeFrom(State)
 }
 
 func (l Link) addTo(s State)  { s.Links[l.Name] = l }
 func (a Addr) addTo(s State)  { s.Addrs[a] = struct{}{} }
 func (n Neigh) addTo(s State) { s.Neighs[n.NeighKey] = n }
 func (f FDB) addTo(s State)   { s.FDB[f.FDBKey] = f }
-func (r Route) addTo(s State) { s.Routes[r] = struct{}{} }
+func (r Route) addTo(s State) {
+	if !s.HasRoute(r) {
+		s.Routes[r.Dst] = append(s.Routes[r.Dst], r)
+	}
+}
+
+func (l Link) removeFrom(s State)  { delete(s.Links, l.Name) }
+func (a Addr) removeFrom(s State)  { delete(s.Addrs, a) }
+func (n Neigh) removeFrom(s State) { delete(s.Neighs, n.NeighKey) }
+func (f FDB) removeFrom(s State)   { delete(s.FDB, f.FDBKey) }
+func (r Route) removeFrom(s State) {
+	routes := s.Routes[r.Dst]
+	i := slices.Index(routes, r)
+	switch {
+	case i < 0:
+	case len(routes) == 1:
+		delete(s.Routes, r.Dst)
+	default: // in a new slice: somebody may be ranging over the old one
+		s.Routes[r.Dst] = slices.Concat(routes[:i], routes[i+1:])
+	}
+}
 
 // String describes l as ip(8) would.
 func (l Link) String() string { return fmt.Sprintf("link %s type %s", l.Name, l.Kind) }

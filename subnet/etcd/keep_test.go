@@ -1,6 +1,7 @@
 package etcd
 
 import (
+	"fmt"
 	"strings"
 	"testing"
 	"time"
@@ -134,34 +135,37 @@ func TestOwnKeyTakenOver(t *testing.T) {
 // TestAwayPastTTL has the lease run out while the store cannot be reached.
 func TestAwayPastTTL(t *testing.T) {
 	for _, taken := range []bool{false, true} {
-		f := newFixture(t, sharedServer(t))
-		f.put(t, "config", configV4)
-		p := newProxy(t, f.server)
-		m := f.manager(t, ttl(time.Second), via(p))
-		l := acquire(t, m, claim("192.0.2.1"))
-		k := keeping(t, m, l)
-		p.cut()
-		eventually(t, "the lease to run out", func() bool {
-			v, _, _ := f.get(t, "subnets/"+l.Key)
-			return v == ""
-		})
-		k.running(t)
-		if taken {
-			f.put(t, "subnets/"+l.Key, value("192.0.2.9"), f.grant(t, 60))
-		}
+		t.Run(fmt.Sprintf("taken %v", taken), func(t *testing.T) { testAwayPastTTL(t, taken) })
+	}
+}
+
+func testAwayPastTTL(t *testing.T, taken bool) {
+	f := newFixture(t, newServer(t))
+	f.put(t, "config", configV4)
+	p := newProxy(t, f.server)
+	m := f.manager(t, ttl(time.Second), via(p))
+	l := acquire(t, m, claim("192.0.2.1"))
+	k := keeping(t, m, l)
+	p.cut()
+	eventually(t, "the lease to run out", func() bool {
+		v, _, _ := f.get(t, "subnets/"+l.Key)
+		return v == ""
+	})
+	k.running(t)
+	if !taken {
 		p.open(t)
-		if taken {
-			_ = k.lost(t)
-			if v, _, _ := f.get(t, "subnets/"+l.Key); v != value("192.0.2.9") {
-				t.Errorf("the new owner's value is %s", v)
-			}
-			continue
-		}
 		eventually(t, "the same subnet taken again", func() bool {
 			v, _, _ := f.get(t, "subnets/"+l.Key)
 			return v == value("192.0.2.1")
 		})
 		k.running(t)
+		return
+	}
+	f.put(t, "subnets/"+l.Key, value("192.0.2.9"), f.grant(t, 60))
+	p.open(t)
+	_ = k.lost(t)
+	if v, _, _ := f.get(t, "subnets/"+l.Key); v != value("192.0.2.9") {
+		t.Errorf("the new owner's value is %s", v)
 	}
 }
 

@@ -111,8 +111,9 @@ func (m *Manager) update(ctx context.Context, v *view, resp *pb.WatchResponse, s
 	if !news(resp, v.next) {
 		return nil
 	}
+	known := v.next // one transaction may change several keys at one revision
 	for _, ev := range resp.Events {
-		if ev.Kv.ModRevision < v.next {
+		if ev.Kv.ModRevision < known {
 			continue
 		}
 		e := m.entry(ev.Kv)

@@ -214,6 +214,7 @@ type flow struct {
 // every family.
 func startFlows(t *testing.T, l *lab.Lab, rate int) []flow {
 	t.Helper()
+	expectConverged(t, l)
 	var flows []flow
 	for _, from := range l.Pods() {
 		for _, to := range l.Pods() {
@@ -252,9 +253,28 @@ func nft(t *testing.T, n *lab.Namespace, rules string) {
 	}
 }
 
+// expectConverged waits until every host has learnt of every other, which may
+// be shortly after both are ready: until every pod gets an answer from every other.
+func expectConverged(t *testing.T, l *lab.Lab) {
+	t.Helper()
+	eventually(t, "all pods", func() error {
+		for _, from := range l.Pods() {
+			for _, to := range l.Pods() {
+				for _, a := range to.Addrs() {
+					if _, err := from.Ping(background(t), a, lab.PingOptions{}); err != nil {
+						return err
+					}
+				}
+			}
+		}
+		return nil
+	})
+}
+
 // expectMatrix fails the test unless every pod reaches every other.
 func expectMatrix(t *testing.T, l *lab.Lab) {
 	t.Helper()
+	expectConverged(t, l)
 	cells := l.Matrix(background(t), l.Families(), 0)
 	if len(cells) == 0 {
 		t.Fatal("no pods to try")

@@ -61,9 +61,10 @@ func TestStoreOutages(t *testing.T) {
 			expectKernel(t, h, have, lack)
 		}
 	}
-	put(t, c, goneKey, goneValue)
-	put(t, c, movedKey, movedValue)
 	startAll(t, l, lab.FlanneldOptions{})
+	if _, err := c.Txn(background(t)).Then(clientv3.OpPut(goneKey, goneValue), clientv3.OpPut(movedKey, movedValue)).Commit(); err != nil {
+		t.Fatal(err)
+	}
 	everywhere(slices.Concat(gone, before), nil)
 
 	flows := startFlows(t, l, 100)

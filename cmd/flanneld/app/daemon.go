@@ -81,7 +81,7 @@ func (d *daemon) report(ctx context.Context, part string, err error) {
 // run starts the daemon's work, member by member, and then keeps the lease.
 func (d *daemon) run(ctx context.Context) error {
 	log := klog.FromContext(ctx)
-	kernel, err := linux.Open()
+	kernel, err := linux.Open(linux.Options{NexthopObjects: true})
 	if err != nil {
 		return err
 	}
@@ -120,7 +120,7 @@ func (d *daemon) run(ctx context.Context) error {
 		return err
 	}
 	log.Info("using interface", "name", iface.Name, "reason", iface.Reason, "mtu", iface.MTU, "addresses", describe(iface))
-	env := backend.Env{Underlay: iface, Config: cfg, Kernel: kernel}
+	env := backend.Env{Underlay: iface, Config: cfg, Kernel: kernel, Resync: d.opts.Resync}
 	be, warnings, err := d.registry.New(env)
 	if err != nil {
 		return err
@@ -282,7 +282,7 @@ func (d *daemon) resume(ctx context.Context, last lastKnown) *session {
 		return nil
 	}
 	last.Interface = iface
-	be, _, err := d.registry.New(backend.Env{Underlay: iface, Config: last.Config, Kernel: d.kernel})
+	be, _, err := d.registry.New(backend.Env{Underlay: iface, Config: last.Config, Kernel: d.kernel, Resync: d.opts.Resync})
 	if err != nil {
 		return nil
 	}

@@ -23,7 +23,7 @@ func Contract(t *testing.T, newWorld func(testing.TB) World) {
 	t.Helper()
 	for _, cases := range [][]contractCase{objectCases(), linkCases(), routeCases(), driftCases()} {
 		for _, tc := range cases {
-			t.Run(tc.name, func(t *testing.T) { tc.run(newFixture(t, newWorld(t))) })
+			t.Run(tc.name, func(t *testing.T) { tc.run(newFixture(t, newWorld(t), 0)) })
 		}
 	}
 }

@@ -113,7 +113,7 @@ func linkDown(f *fixture) {
 		f.must(f.SetUp(dev, false))
 	}
 	have := f.read()
-	for r := range have.Routes {
+	for r := range have.AllRoutes() {
 		f.Errorf("%s survived its link", r)
 	}
 	if len(have.Neighs) > 0 || len(have.FDB) != len(want.FDB) {

@@ -35,7 +35,7 @@ func connectedNetwork(f *fixture) {
 		f.Errorf("refused %v, want the route to %s for cni0", report.Refused, subnet4(3))
 	}
 	var left []dataplane.Route
-	for r := range f.read().Routes {
+	for r := range f.read().AllRoutes() {
 		if r.Dst == subnet4(3) {
 			left = append(left, r)
 		}
@@ -83,7 +83,7 @@ func othersSurvive(f *fixture) {
 		held := false
 		switch o := o.(type) {
 		case dataplane.Route:
-			_, held = have.Routes[o]
+			held = have.HasRoute(o)
 		case dataplane.Addr:
 			_, held = have.Addrs[o]
 		case dataplane.Neigh:

@@ -1,11 +1,18 @@
 package dataplanetest
 
-import "testing"
+import (
+	"testing"
+	"time"
+)
 
 func TestContract(t *testing.T) {
 	Contract(t, func(testing.TB) World { return New() })
 }
 
 func TestRandomWalk(t *testing.T) {
-	Walk(t, New(), 3000)
+	Walk(t, New(), 3000, 0)
+}
+
+func TestRandomWalkByHearing(t *testing.T) {
+	Walk(t, New(), 3000, time.Hour)
 }

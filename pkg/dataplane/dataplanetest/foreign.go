@@ -12,6 +12,7 @@ import (
 func (k *Kernel) Append(objects ...dataplane.Object) error {
 	k.mu.Lock()
 	defer k.mu.Unlock()
+	defer k.announce()
 	for _, o := range objects {
 		if err := k.append(o); err != nil {
 			return err
@@ -61,6 +62,7 @@ func (k *Kernel) appendRoute(r dataplane.Route) error {
 func (k *Kernel) Remove(objects ...dataplane.Object) error {
 	k.mu.Lock()
 	defer k.mu.Unlock()
+	defer k.announce()
 	for _, o := range objects {
 		k.remove(o)
 	}
@@ -71,6 +73,7 @@ func (k *Kernel) Remove(objects ...dataplane.Object) error {
 func (k *Kernel) SetUp(dev string, up bool) error {
 	k.mu.Lock()
 	defer k.mu.Unlock()
+	defer k.announce()
 	d, ok := k.devices[dev]
 	switch {
 	case !ok:
@@ -87,6 +90,7 @@ func (k *Kernel) SetUp(dev string, up bool) error {
 func (k *Kernel) Learn(n dataplane.Neigh) error {
 	k.mu.Lock()
 	defer k.mu.Unlock()
+	defer k.announce()
 	return k.putNeigh(n, false)
 }
 
@@ -94,6 +98,7 @@ func (k *Kernel) Learn(n dataplane.Neigh) error {
 func (k *Kernel) AcceptRA(dev string) (string, error) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
+	defer k.announce()
 	d, ok := k.devices[dev]
 	if !ok {
 		return "", errors.New("no such device")

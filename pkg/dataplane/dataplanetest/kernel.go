@@ -18,6 +18,8 @@ type Kernel struct {
 	mu      sync.Mutex
 	devices map[string]*device
 	routes  table
+
+	monitors []*monitor
 }
 
 // device is a link with what goes when it goes, but for routes.
@@ -96,6 +98,7 @@ func (k *Kernel) Read(ctx context.Context, s dataplane.Scope) (dataplane.State, 
 func (k *Kernel) Apply(ctx context.Context, ops []dataplane.Op) []dataplane.OpError {
 	k.mu.Lock()
 	defer k.mu.Unlock()
+	defer k.announce()
 	var failed []dataplane.OpError
 	for _, op := range ops {
 		err := ctx.Err()

@@ -22,6 +22,7 @@ type walk struct {
 	*fixture
 	rnd      *rand.Rand
 	want     dataplane.State
+	last     dataplane.State // what the Reconciler was told last
 	sweep    bool
 	failing  bool
 	refused  map[netip.Prefix]bool    // wanted routes that cannot be made
@@ -30,18 +31,19 @@ type walk struct {
 }
 
 // Walk lets a Reconciler walk steps steps in w from a random seed, which is
-// logged.
-func Walk(t testing.TB, w World, steps int) {
+// logged. resync is the Reconciler's: with zero it reads the kernel in every
+// pass, with a long one it has to know what others did from what it heard.
+func Walk(t testing.TB, w World, steps int, resync time.Duration) {
 	t.Helper()
-	WalkFrom(t, w, steps, uint64(time.Now().UnixNano()))
+	WalkFrom(t, w, steps, resync, uint64(time.Now().UnixNano()))
 }
 
 // WalkFrom is Walk from a given seed.
-func WalkFrom(t testing.TB, w World, steps int, seed uint64) {
+func WalkFrom(t testing.TB, w World, steps int, resync time.Duration, seed uint64) {
 	t.Helper()
 	t.Logf("seed %d", seed)
 	wk := &walk{
-		fixture: newFixture(t, w), rnd: rand.New(rand.NewPCG(seed, 0)), want: Base(),
+		fixture: newFixture(t, w, resync), last: dataplane.NewState(), rnd: rand.New(rand.NewPCG(seed, 0)), want: Base(),
 		recorded: map[dataplane.Route]bool{}, kept: map[dataplane.Route]bool{},
 	}
 	wk.spy.Fail = func(dataplane.Op) error {
@@ -77,16 +79,38 @@ func (w *walk) step() {
 		w.meddle()
 	}
 	w.failing, w.sweep = w.chance(50), w.chance(60)
-	_, err := w.reconciler.Reconcile(w.Context(), w.want, w.note())
+	_, err := w.tell(w.note())
 	if err != nil && !w.failing {
 		w.Errorf("nothing failed, but Reconcile: %v", err)
 	}
 	w.check()
 }
 
+// tell has the Reconciler make what is wanted, by all of it or by what has
+// changed: both come to the same.
+func (w *walk) tell(sweep bool) (dataplane.Report, error) {
+	before, now := w.last, state(w.want)
+	w.last = now
+	if w.chance(30) {
+		return w.reconciler.Reconcile(w.Context(), state(now), sweep)
+	}
+	var removed, added []dataplane.Object
+	for _, o := range objectsOf(before) {
+		if !holds(now, o) {
+			removed = append(removed, o)
+		}
+	}
+	for _, o := range objectsOf(now) {
+		if !holds(before, o) {
+			added = append(added, o)
+		}
+	}
+	return w.reconciler.Update(w.Context(), removed, added, sweep)
+}
+
 // note remembers what is wanted and returns whether to sweep.
 func (w *walk) note() bool {
-	for r := range w.want.Routes {
+	for r := range w.want.AllRoutes() {
 		w.recorded[bare(r)] = true
 	}
 	return w.sweep
@@ -109,7 +133,7 @@ func (w *walk) changeWant() {
 			}
 		case dataplane.Route:
 			if o.Dst == subnet4(i) || o.Dst == subnet6(i) {
-				delete(w.want.Routes, o)
+				w.want.Remove(o)
 			}
 		}
 	}
@@ -230,7 +254,7 @@ func (w *walk) mayDelete(o dataplane.Object) bool {
 		if o.Protocol == protoKernel || !w.inNetworks(o.Dst) {
 			return false
 		}
-		for r := range w.want.Routes {
+		for r := range w.want.AllRoutes() {
 			if r.Dst == o.Dst { // a twin, or a duplicate of the wanted one
 				return true
 			}
@@ -265,12 +289,12 @@ func (w *walk) inNetworks(p netip.Prefix) bool {
 func (w *walk) converge() {
 	w.Helper()
 	w.failing, w.sweep = false, true
-	report, err := w.reconciler.Reconcile(w.Context(), w.want, w.note())
+	report, err := w.tell(w.note())
 	if err != nil {
 		w.Fatalf("nothing fails any more, but Reconcile: %v", err)
 	}
 	w.check()
-	again, err := w.reconciler.Reconcile(w.Context(), w.want, true)
+	again, err := w.tell(true)
 	if err != nil || (again.Puts+again.Deletes > 0 && !again.Unreachable) {
 		w.Fatalf("the second pass made %d puts and %d deletes (%v), want none", again.Puts, again.Deletes, err)
 	}
@@ -292,22 +316,22 @@ func (w *walk) compare() {
 	have := w.read()
 	dsts := map[netip.Prefix]bool{}
 	expected := state(w.want)
-	for r := range w.want.Routes {
+	for r := range w.want.AllRoutes() {
 		dsts[r.Dst] = true
 	}
-	for r := range have.Routes {
+	for r := range have.AllRoutes() {
 		switch {
 		case r.Protocol == protoKernel, w.refused[r.Dst], w.kept[r]:
-			delete(have.Routes, r)
+			have.Remove(r)
 		case !dsts[r.Dst] && r.Protocol != dataplane.Protocol && !slices.Contains(Scope().Devices, r.Dev):
-			delete(have.Routes, r) // of others, to where we want nothing
+			have.Remove(r) // of others, to where we want nothing
 		default: // adopted or not
-			delete(have.Routes, r)
+			have.Remove(r)
 			have.Add(bare(r))
 		}
 	}
-	for r := range expected.Routes {
-		delete(expected.Routes, r)
+	for r := range expected.AllRoutes() {
+		expected.Remove(r)
 		if !w.refused[r.Dst] {
 			expected.Add(bare(r))
 		}

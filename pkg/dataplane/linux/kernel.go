@@ -17,14 +17,22 @@ import (
 // methods may be called concurrently. Links must be made from a thread in that
 // namespace: /proc/sys shows each thread the settings of its own.
 type Kernel struct {
-	sock  *socket
-	links *netlink.Handle
+	sock     *socket
+	links    *netlink.Handle
+	nexthops nexthops
 }
 
 var _ dataplane.Kernel = (*Kernel)(nil)
 
+// Options say how to use the kernel.
+type Options struct {
+	// NexthopObjects lets IPv4 routes go through nexthop objects where a device
+	// has many of them, if the kernel has such objects.
+	NexthopObjects bool
+}
+
 // Open returns the kernel of the calling thread's network namespace.
-func Open() (*Kernel, error) {
+func Open(o Options) (*Kernel, error) {
 	sock, err := openSocket()
 	if err != nil {
 		return nil, err
@@ -33,7 +41,10 @@ func Open() (*Kernel, error) {
 	if err != nil {
 		return nil, errors.Join(fmt.Errorf("open rtnetlink socket: %w", err), sock.close())
 	}
-	return &Kernel{sock: sock, links: links}, nil
+	k := &Kernel{sock: sock, links: links}
+	k.nexthops.enabled = o.NexthopObjects
+	k.nexthops.reset()
+	return k, nil
 }
 
 // Close releases the kernel's sockets.

@@ -10,6 +10,7 @@ import (
 	"strings"
 	"sync"
 	"testing"
+	"time"
 
 	"go.uber.org/goleak"
 	"golang.org/x/sys/unix"
@@ -31,8 +32,12 @@ func TestContract(t *testing.T) {
 	dataplanetest.Contract(t, newContractWorld)
 }
 
-func TestRandomWalk(t *testing.T) {
-	dataplanetest.Walk(t, newWorld(t), 300)
+func TestKernelRandomWalk(t *testing.T) {
+	dataplanetest.Walk(t, newWorld(t), 300, 0)
+}
+
+func TestKernelRandomWalkByHearing(t *testing.T) {
+	dataplanetest.Walk(t, newWorld(t), 1000, time.Hour)
 }
 
 // listen returns a function that drains what was announced to groups since the
@@ -66,7 +71,7 @@ func listen(t *testing.T, groups ...int) func(each func(typ uint16, payload []by
 // another's route, or of ours, lost its route.
 func TestTakeOverAnnounced(t *testing.T) {
 	w := newWorld(t)
-	r := dataplane.NewReconciler(w, dataplanetest.Scope())
+	r := dataplanetest.NewReconciler(t, w, 0)
 	tunnel, direct := dataplanetest.Peers(3), dataplanetest.Base()
 	for _, o := range dataplanetest.Peer(3, 0) {
 		if route, ok := o.(dataplane.Route); ok {
@@ -77,7 +82,7 @@ func TestTakeOverAnnounced(t *testing.T) {
 			direct.Add(dataplane.NewRoute(route.Dst, gw, "eth0", false))
 		}
 	}
-	for route := range direct.Routes {
+	for route := range direct.AllRoutes() {
 		route.Protocol = unix.RTPROT_BOOT
 		if _, err := r.Reconcile(quiet(t), dataplanetest.Base(), true); err != nil {
 			t.Fatal(err)
@@ -93,7 +98,7 @@ func TestTakeOverAnnounced(t *testing.T) {
 		}
 		news := 0
 		announced(func(typ uint16, payload []byte) {
-			for route := range direct.Routes {
+			for route := range direct.AllRoutes() {
 				switch {
 				case parseRoute(payload).route.Dst != route.Dst:
 				case typ == unix.RTM_DELROUTE:
@@ -113,7 +118,7 @@ func TestTakeOverAnnounced(t *testing.T) {
 // route to its destination, and nothing to us.
 func TestRoutesFromSource(t *testing.T) {
 	w := newWorld(t)
-	r := dataplane.NewReconciler(w, dataplanetest.Scope())
+	r := dataplanetest.NewReconciler(t, w, 0)
 	if _, err := r.Reconcile(quiet(t), dataplanetest.Base(), true); err != nil {
 		t.Fatal(err)
 	}
@@ -189,7 +194,7 @@ func TestOtherTables(t *testing.T) {
 // TestConcurrentCalls: one kernel serves several callers.
 func TestConcurrentCalls(t *testing.T) {
 	w := newWorld(t)
-	if _, err := dataplane.NewReconciler(w, dataplanetest.Scope()).Reconcile(quiet(t), dataplanetest.Base(), true); err != nil {
+	if _, err := dataplanetest.NewReconciler(t, w, 0).Reconcile(quiet(t), dataplanetest.Base(), true); err != nil {
 		t.Fatal(err)
 	}
 	var wg sync.WaitGroup
@@ -222,7 +227,7 @@ func TestConcurrentCalls(t *testing.T) {
 func TestVanishingDevices(t *testing.T) {
 	w := newWorld(t)
 	want := dataplanetest.Peers(50)
-	r := dataplane.NewReconciler(w, dataplanetest.Scope())
+	r := dataplanetest.NewReconciler(t, w, 0)
 	ctx, cancel := context.WithCancel(quiet(t))
 	var wg sync.WaitGroup
 	wg.Go(func() {
@@ -258,7 +263,7 @@ func BenchmarkReconcile5000(b *testing.B) {
 	w := newWorld(b)
 	want := dataplanetest.Peers(5000)
 	ctx := quiet(b)
-	r := dataplane.NewReconciler(w, dataplanetest.Scope())
+	r := dataplanetest.NewReconciler(b, w, 0)
 	// Here, since b.Run has goroutines outside the namespace.
 	if _, err := r.Reconcile(ctx, dataplanetest.Base(), true); err != nil {
 		b.Fatal(err)

@@ -33,11 +33,15 @@ func (k *Kernel) Read(ctx context.Context, s dataplane.Scope) (dataplane.State, 
 			}
 		}
 	}
+	if err := k.readNexthops(ctx); err != nil {
+		return state, err
+	}
 	for _, f := range families(s) {
 		if err := k.readRoutes(ctx, f, s, state); err != nil {
 			return state, err
 		}
 	}
+	k.nexthops.orphaned()
 	return state, nil
 }
 
@@ -100,20 +104,9 @@ func (k *Kernel) readAddrs(ctx context.Context, dev device, s dataplane.Scope, s
 			if typ != unix.RTM_NEWADDR || len(payload) < unix.SizeofIfAddrmsg {
 				return
 			}
-			var address, local netip.Addr
-			for a := range attributes(payload[unix.SizeofIfAddrmsg:]) {
-				switch a.typ {
-				case unix.IFA_ADDRESS:
-					address = a.addr()
-				case unix.IFA_LOCAL:
-					local = a.addr()
-				}
-			}
-			if !local.IsValid() {
-				local = address // IPv6 has IFA_LOCAL on point-to-point links only
-			}
-			if index := binary.NativeEndian.Uint32(payload[4:]); index == uint32(dev.index) && inNetworks(s, prefix.Host(local)) {
-				found = append(found, dataplane.Addr{Dev: dev.name, Prefix: netip.PrefixFrom(local, int(payload[1]))})
+			p := parseAddress(payload)
+			if index := binary.NativeEndian.Uint32(payload[4:]); index == uint32(dev.index) && inNetworks(s, prefix.Host(p.Addr())) {
+				found = append(found, dataplane.Addr{Dev: dev.name, Prefix: p})
 			}
 		})
 		if err != nil {
@@ -124,6 +117,23 @@ func (k *Kernel) readAddrs(ctx context.Context, dev device, s dataplane.Scope, s
 		}
 	}
 	return nil
+}
+
+// parseAddress returns the address in a message, with its prefix length.
+func parseAddress(payload []byte) netip.Prefix {
+	var address, local netip.Addr
+	for a := range attributes(payload[unix.SizeofIfAddrmsg:]) {
+		switch a.typ {
+		case unix.IFA_ADDRESS:
+			address = a.addr()
+		case unix.IFA_LOCAL:
+			local = a.addr()
+		}
+	}
+	if !local.IsValid() {
+		local = address // IPv6 has IFA_LOCAL on point-to-point links only
+	}
+	return netip.PrefixFrom(local, int(payload[1]))
 }
 
 // neighbour is what neighbour and FDB messages have in common.
@@ -147,24 +157,26 @@ func (k *Kernel) dumpNeighs(ctx context.Context, family uint8, dev device, reset
 		if typ != unix.RTM_NEWNEIGH || len(payload) < unix.SizeofNdMsg || payload[0] != family {
 			return
 		}
-		index := binary.NativeEndian.Uint32(payload[4:])
-		state := binary.NativeEndian.Uint16(payload[8:])
-		if index != uint32(dev.index) || state&unix.NUD_PERMANENT == 0 || payload[10]&wanted != wanted {
-			return
+		n, permanent := parseNeighbour(payload)
+		if permanent && binary.NativeEndian.Uint32(payload[4:]) == uint32(dev.index) && payload[10]&wanted == wanted {
+			each(n)
 		}
-		var n neighbour
-		for a := range attributes(payload[unix.SizeofNdMsg:]) {
-			switch a.typ {
-			case unix.NDA_DST:
-				n.dst = a.addr()
-			case unix.NDA_LLADDR:
-				copy(n.mac[:], a.data)
-			case unix.NDA_PORT, unix.NDA_VNI, unix.NDA_IFINDEX:
-				n.override = true
-			}
-		}
-		each(n)
 	})
+}
+
+// parseNeighbour reads a neighbour or FDB message of at least a struct ndmsg.
+func parseNeighbour(payload []byte) (n neighbour, permanent bool) {
+	for a := range attributes(payload[unix.SizeofNdMsg:]) {
+		switch a.typ {
+		case unix.NDA_DST:
+			n.dst = a.addr()
+		case unix.NDA_LLADDR:
+			copy(n.mac[:], a.data)
+		case unix.NDA_PORT, unix.NDA_VNI, unix.NDA_IFINDEX:
+			n.override = true
+		}
+	}
+	return n, binary.NativeEndian.Uint16(payload[8:])&unix.NUD_PERMANENT != 0
 }
 
 func (k *Kernel) readNeighs(ctx context.Context, dev device, s dataplane.Scope, state dataplane.State) error {
@@ -212,6 +224,13 @@ type routeReply struct {
 	// fromSource is set on IPv6 routes for packets from some sources alone.
 	// They take nothing from a route without that, and stand beside it.
 	fromSource bool
+	// cloned is set on what the kernel has learnt, and shows like a route.
+	cloned bool
+}
+
+// concerns reports whether the route is one that a state of scope s shows.
+func (r routeReply) concerns(s dataplane.Scope) bool {
+	return r.table == unix.RT_TABLE_MAIN && !r.fromSource && !r.cloned && r.route.Dst.IsValid() && inNetworks(s, r.route.Dst)
 }
 
 func parseRoute(payload []byte) routeReply {
@@ -220,7 +239,8 @@ func parseRoute(payload []byte) routeReply {
 	}
 	r := routeReply{table: uint32(payload[4]), fromSource: payload[2] != 0}
 	r.route.TOS, r.route.Protocol, r.route.Type = payload[3], payload[5], dataplane.RouteType(payload[7])
-	r.route.OnLink = binary.NativeEndian.Uint32(payload[8:])&unix.RTNH_F_ONLINK != 0
+	flags := binary.NativeEndian.Uint32(payload[8:])
+	r.route.OnLink, r.cloned = flags&unix.RTNH_F_ONLINK != 0, flags&unix.RTM_F_CLONED != 0
 	var dst netip.Addr
 	for a := range attributes(payload[unix.SizeofRtMsg:]) {
 		switch a.typ {
@@ -257,7 +277,7 @@ func (k *Kernel) readRoutes(ctx context.Context, family uint8, s dataplane.Scope
 			return
 		}
 		r := parseRoute(payload)
-		if r.table == unix.RT_TABLE_MAIN && !r.fromSource && r.route.Dst.IsValid() && inNetworks(s, r.route.Dst) {
+		if r.concerns(s) {
 			found = append(found, r)
 		}
 	})
@@ -269,6 +289,7 @@ func (k *Kernel) readRoutes(ctx context.Context, family uint8, s dataplane.Scope
 	}
 	names := map[int]string{0: ""}
 	for _, r := range found {
+		k.nexthops.used(&r)
 		name, ok := names[r.oif]
 		if !ok {
 			if name, err = k.linkName(r.oif); err != nil {

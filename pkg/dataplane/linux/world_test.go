@@ -36,7 +36,7 @@ func newWorld(t testing.TB) *world {
 	if err := unix.Unshare(unix.CLONE_NEWNET); err != nil {
 		t.Fatalf("make a network namespace: %v (this test needs root, CAP_SYS_ADMIN in its user namespace)", err)
 	}
-	k, err := Open()
+	k, err := Open(Options{NexthopObjects: true})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -280,16 +280,9 @@ func multipath(m *message, is6 bool, index int) {
 	}
 }
 
-const (
-	newNexthop = 104
-	nhaID      = 1
-	nhaOIF     = 5
-	nhaGateway = 6
-)
-
 func (w *world) nexthop(r dataplane.Route, index int) error {
 	return w.tell(func(m *message) {
-		m.begin(newNexthop, unix.NLM_F_CREATE|unix.NLM_F_REPLACE, familyOf(r.Gateway), 0, unix.RTPROT_BOOT, 0)
+		m.begin(rtmNewNexthop, unix.NLM_F_CREATE|unix.NLM_F_REPLACE, familyOf(r.Gateway), 0, unix.RTPROT_BOOT, 0)
 		var flags uint32
 		if r.OnLink {
 			flags = unix.RTNH_F_ONLINK

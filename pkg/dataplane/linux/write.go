@@ -62,15 +62,20 @@ func (k *Kernel) applyRun(ctx context.Context, ops []dataplane.Op) []dataplane.O
 			failed = append(failed, dataplane.OpError{Op: op, Err: unix.ENODEV})
 		}
 	}
+	k.provideNexthops(ctx, ready, indexes)
 	errs := k.sock.send(ctx, len(ready), func(i int, m *message) {
 		encode(m, ready[i], indexes[deviceOf(ready[i].Object)])
 	})
 	k.detour(ctx, ready, indexes, errs)
+	done := ready[:0:0]
 	for i, op := range ready {
 		if err := errs[i]; err != nil && !harmless(op, err) {
 			failed = append(failed, dataplane.OpError{Op: op, Err: err})
+			continue
 		}
+		done = append(done, op)
 	}
+	k.releaseNexthops(ctx, done, indexes)
 	return failed
 }
 
@@ -195,7 +200,7 @@ func encodeRoute(m *message, typ, flags uint16, r dataplane.Route, index int) {
 		m.attr32(unix.RTA_PRIORITY, uint32(r.Priority))
 	}
 	switch {
-	case deleting && r.NexthopID != 0: // with gateway or device the kernel finds no such route
+	case r.NexthopID != 0: // with gateway or device as well the kernel refuses, or finds no such route
 		m.attr32(rtaNexthopID, r.NexthopID)
 	case deleting && r.Multipath:
 	default:

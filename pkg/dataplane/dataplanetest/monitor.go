@@ -1,0 +1,96 @@
+package dataplanetest
+
+import (
+	"context"
+	"maps"
+	"slices"
+
+	"flanneld/pkg/dataplane"
+)
+
+// monitor tells what separates the kernel from how it was when it was drained
+// last. The real one tells every step in between as well, which comes to the
+// same.
+type monitor struct {
+	kernel *Kernel
+	scope  dataplane.Scope
+	ready  chan struct{}
+	seen   dataplane.State
+}
+
+// Monitor implements dataplane.Kernel.
+func (k *Kernel) Monitor(s dataplane.Scope) (dataplane.Monitor, error) {
+	m := &monitor{kernel: k, scope: s, ready: make(chan struct{}, 1)}
+	m.Drain()
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	k.monitors = append(k.monitors, m)
+	return m, nil
+}
+
+// announce tells the monitors. k.mu is held.
+func (k *Kernel) announce() {
+	for _, m := range k.monitors {
+		select {
+		case m.ready <- struct{}{}:
+		default:
+		}
+	}
+}
+
+// Ready implements dataplane.Monitor.
+func (m *monitor) Ready() <-chan struct{} { return m.ready }
+
+// Close implements dataplane.Monitor.
+func (m *monitor) Close() error {
+	m.kernel.mu.Lock()
+	defer m.kernel.mu.Unlock()
+	m.kernel.monitors = slices.DeleteFunc(m.kernel.monitors, func(o *monitor) bool { return o == m })
+	return nil
+}
+
+// Drain implements dataplane.Monitor. Links and routes that others replaced
+// are not told as events, as they are not by the real one.
+func (m *monitor) Drain() (events []dataplane.Event, lost bool) {
+	now, err := m.kernel.Read(context.Background(), m.scope)
+	if err != nil {
+		return nil, true
+	}
+	before := m.seen
+	m.seen = now
+	if !maps.Equal(before.Links, now.Links) {
+		return nil, true
+	}
+	for _, o := range objectsOf(before) {
+		if !holds(now, o) {
+			events = append(events, dataplane.Event{Object: o, Deleted: true})
+		}
+	}
+	for _, o := range objectsOf(now) {
+		if r, ok := o.(dataplane.Route); ok && r.Multipath && !before.HasRoute(r) {
+			lost = true
+		}
+		if !holds(before, o) {
+			events = append(events, dataplane.Event{Object: o})
+		}
+	}
+	return events, lost
+}
+
+// holds reports whether s has exactly o.
+func holds(s dataplane.State, o dataplane.Object) bool {
+	switch o := o.(type) {
+	case dataplane.Link:
+		return s.Links[o.Name] == o
+	case dataplane.Addr:
+		_, ok := s.Addrs[o]
+		return ok
+	case dataplane.Neigh:
+		return s.Neighs[o.NeighKey] == o
+	case dataplane.FDB:
+		return s.FDB[o.FDBKey] == o
+	case dataplane.Route:
+		return s.HasRoute(o)
+	}
+	return false
+}

@@ -1,0 +1,315 @@
+package linux
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"os"
+	"slices"
+	"sync"
+	"syscall"
+
+	"golang.org/x/sys/unix"
+
+	"flanneld/pkg/dataplane"
+	"flanneld/pkg/prefix"
+)
+
+// monitorBuffer holds the announcements of some ten thousand changes.
+const monitorBuffer = 32 << 20
+
+// Message types and multicast groups that x/sys does not name.
+const (
+	rtmNewNexthop  = 104
+	rtmDelNexthop  = 105
+	rtnlgrpNexthop = 32
+)
+
+// monitor implements dataplane.Monitor.
+type monitor struct {
+	kernel *Kernel
+	scope  dataplane.Scope
+	file   *os.File // the socket
+	raw    syscall.RawConn
+	ready  chan struct{}
+	resume chan struct{} // a token lets the watcher wait for the next announcement
+	done   chan struct{}
+	wg     sync.WaitGroup
+	buf    []byte
+
+	// names are those of the scope's devices, and of others that routes in it
+	// leave by.
+	names map[int]string
+}
+
+// Monitor implements dataplane.Kernel.
+func (k *Kernel) Monitor(s dataplane.Scope) (dataplane.Monitor, error) {
+	fd, err := unix.Socket(unix.AF_NETLINK, unix.SOCK_RAW|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK, unix.NETLINK_ROUTE)
+	if err != nil {
+		return nil, fmt.Errorf("open rtnetlink socket: %w", err)
+	}
+	m := &monitor{
+		kernel: k, scope: s, file: os.NewFile(uintptr(fd), "rtnetlink"),
+		ready: make(chan struct{}, 1), resume: make(chan struct{}, 1), done: make(chan struct{}),
+		buf: make([]byte, 64<<10),
+	}
+	if err := m.subscribe(fd); err != nil {
+		return nil, errors.Join(fmt.Errorf("subscribe to kernel changes: %w", err), m.file.Close())
+	}
+	if m.raw, err = m.file.SyscallConn(); err != nil {
+		return nil, errors.Join(fmt.Errorf("subscribe to kernel changes: %w", err), m.file.Close())
+	}
+	m.learn()
+	m.resume <- struct{}{}
+	m.wg.Go(m.watch)
+	return m, nil
+}
+
+func (m *monitor) subscribe(fd int) error {
+	if err := unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_RCVBUFFORCE, monitorBuffer); err != nil {
+		_ = unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_RCVBUF, monitorBuffer)
+	}
+	if err := unix.Bind(fd, &unix.SockaddrNetlink{Family: unix.AF_NETLINK}); err != nil {
+		return err
+	}
+	groups := []int{unix.RTNLGRP_LINK}
+	if len(m.scope.Devices) > 0 {
+		groups = append(groups, unix.RTNLGRP_NEIGH)
+	}
+	for _, f := range families(m.scope) {
+		if f == unix.AF_INET {
+			groups = append(groups, unix.RTNLGRP_IPV4_IFADDR, unix.RTNLGRP_IPV4_ROUTE)
+		} else {
+			groups = append(groups, unix.RTNLGRP_IPV6_IFADDR, unix.RTNLGRP_IPV6_ROUTE)
+		}
+	}
+	for _, g := range groups {
+		if err := unix.SetsockoptInt(fd, unix.SOL_NETLINK, unix.NETLINK_ADD_MEMBERSHIP, g); err != nil {
+			return err
+		}
+	}
+	// Kernels before 5.3 have no nexthop objects, and no group for them.
+	_ = unix.SetsockoptInt(fd, unix.SOL_NETLINK, unix.NETLINK_ADD_MEMBERSHIP, rtnlgrpNexthop)
+	return nil
+}
+
+// watch pokes ready whenever the socket has something, and then waits for it
+// to be drained.
+func (m *monitor) watch() {
+	for {
+		select {
+		case <-m.done:
+			return
+		case <-m.resume:
+		}
+		first := true
+		err := m.raw.Read(func(uintptr) bool {
+			// The first call comes before the runtime has looked at the socket.
+			if first {
+				first = false
+				return m.pending()
+			}
+			return true
+		})
+		if err != nil { // closed
+			return
+		}
+		select {
+		case m.ready <- struct{}{}:
+		default:
+		}
+	}
+}
+
+// pending reports whether a read would return something, if only an error.
+func (m *monitor) pending() bool {
+	var got bool
+	_ = m.raw.Control(func(fd uintptr) {
+		n, err := unix.Poll([]unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}, 0)
+		got = n > 0 || err != nil
+	})
+	return got
+}
+
+// Ready implements dataplane.Monitor.
+func (m *monitor) Ready() <-chan struct{} { return m.ready }
+
+// Close implements dataplane.Monitor.
+func (m *monitor) Close() error {
+	close(m.done)
+	err := m.file.Close()
+	m.wg.Wait()
+	return err
+}
+
+// Drain implements dataplane.Monitor.
+func (m *monitor) Drain() (events []dataplane.Event, lost bool) {
+	defer func() {
+		select {
+		case m.resume <- struct{}{}:
+		default:
+		}
+	}()
+	for {
+		n, err := m.read()
+		switch {
+		case errors.Is(err, unix.EAGAIN):
+			if lost {
+				m.learn()
+			}
+			return events, lost
+		case errors.Is(err, unix.EINTR):
+		case errors.Is(err, unix.ENOBUFS): // the socket has overflowed
+			lost = true
+		case err != nil:
+			return nil, true
+		default:
+			if m.decode(m.buf[:n], &events) {
+				lost = true
+			}
+		}
+	}
+}
+
+func (m *monitor) read() (n int, err error) {
+	if ctlErr := m.raw.Control(func(fd uintptr) {
+		n, _, err = unix.Recvfrom(int(fd), m.buf, unix.MSG_DONTWAIT)
+	}); ctlErr != nil {
+		return 0, ctlErr
+	}
+	return n, err
+}
+
+// learn looks up the scope's devices anew.
+func (m *monitor) learn() {
+	m.names = map[int]string{}
+	for _, name := range slices.Concat(m.scope.Devices, m.scope.Shared) {
+		if index, err := m.kernel.linkIndex(name); err == nil && index != 0 {
+			m.names[index] = name
+		}
+	}
+}
+
+// decode appends the events in a datagram and reports whether there was
+// something in it that is none.
+func (m *monitor) decode(b []byte, events *[]dataplane.Event) (lost bool) {
+	for len(b) >= unix.NLMSG_HDRLEN {
+		n := int(binary.NativeEndian.Uint32(b))
+		if n < unix.NLMSG_HDRLEN || n > len(b) {
+			return true
+		}
+		typ, flags := binary.NativeEndian.Uint16(b[4:]), binary.NativeEndian.Uint16(b[6:])
+		event, void := m.message(typ, flags, b[unix.NLMSG_HDRLEN:n])
+		lost = lost || void
+		if event.Object != nil {
+			*events = append(*events, event)
+		}
+		b = b[min(align(n), len(b)):]
+	}
+	return lost
+}
+
+// message returns the event that a message tells, if it is of our concern.
+func (m *monitor) message(typ, flags uint16, payload []byte) (e dataplane.Event, lost bool) {
+	switch typ {
+	case unix.RTM_NEWNEIGH, unix.RTM_DELNEIGH:
+		return m.neighbour(typ == unix.RTM_DELNEIGH, payload), false
+	case unix.RTM_NEWROUTE, unix.RTM_DELROUTE:
+		return m.route(typ == unix.RTM_DELROUTE, flags, payload)
+	case unix.RTM_NEWADDR, unix.RTM_DELADDR:
+		return m.address(typ == unix.RTM_DELADDR, payload), false
+	case unix.RTM_NEWLINK, unix.RTM_DELLINK:
+		return dataplane.Event{}, m.link(typ == unix.RTM_DELLINK, payload)
+	case rtmDelNexthop:
+		return dataplane.Event{}, m.nexthop(payload)
+	}
+	return dataplane.Event{}, false
+}
+
+func (m *monitor) neighbour(deleted bool, payload []byte) dataplane.Event {
+	if len(payload) < unix.SizeofNdMsg {
+		return dataplane.Event{}
+	}
+	dev, ours := m.names[int(int32(binary.NativeEndian.Uint32(payload[4:])))]
+	if !ours || !slices.Contains(m.scope.Devices, dev) {
+		return dataplane.Event{}
+	}
+	n, permanent := parseNeighbour(payload)
+	e := dataplane.Event{Deleted: deleted || !permanent}
+	switch {
+	case payload[0] == unix.AF_BRIDGE:
+		if payload[10]&unix.NTF_SELF == 0 || !n.mac.IsUnicast() {
+			return dataplane.Event{}
+		}
+		e.Object = dataplane.FDB{FDBKey: dataplane.FDBKey{Dev: dev, MAC: n.mac}, Dst: n.dst, Override: n.override}
+	case n.dst.IsValid() && inNetworks(m.scope, prefix.Host(n.dst)):
+		e.Object = dataplane.Neigh{NeighKey: dataplane.NeighKey{Dev: dev, IP: n.dst}, MAC: n.mac}
+	}
+	return e
+}
+
+func (m *monitor) route(deleted bool, flags uint16, payload []byte) (e dataplane.Event, lost bool) {
+	r := parseRoute(payload)
+	if !r.concerns(m.scope) {
+		return dataplane.Event{}, false
+	}
+	if r.route.Type == dataplane.Unicast && !r.route.Multipath {
+		name, known := m.names[r.oif]
+		if !known {
+			name, _ = m.kernel.linkName(r.oif)
+			m.names[r.oif] = name
+		}
+		r.route.Dev = name
+	}
+	// Of several next hops IPv6 announces now one, now all.
+	return dataplane.Event{Object: r.route, Deleted: deleted, Replaced: flags&unix.NLM_F_REPLACE != 0 && !deleted}, r.route.Multipath
+}
+
+func (m *monitor) address(deleted bool, payload []byte) dataplane.Event {
+	if len(payload) < unix.SizeofIfAddrmsg {
+		return dataplane.Event{}
+	}
+	dev, ours := m.names[int(binary.NativeEndian.Uint32(payload[4:]))]
+	if !ours || !slices.Contains(m.scope.Devices, dev) {
+		return dataplane.Event{}
+	}
+	p := parseAddress(payload)
+	if !p.IsValid() || !inNetworks(m.scope, prefix.Host(p.Addr())) {
+		return dataplane.Event{}
+	}
+	return dataplane.Event{Object: dataplane.Addr{Dev: dev, Prefix: p}, Deleted: deleted}
+}
+
+// link reports whether what happened to a link voids what is known: it does
+// for devices of our own, whose every detail counts, and for those that our
+// routes leave by.
+func (m *monitor) link(deleted bool, payload []byte) bool {
+	if len(payload) < unix.SizeofIfInfomsg {
+		return false
+	}
+	if payload[0] == unix.AF_BRIDGE { // a port's bridge settings
+		return false
+	}
+	index := int(int32(binary.NativeEndian.Uint32(payload[4:])))
+	_, known := m.names[index]
+	if deleted {
+		delete(m.names, index)
+		return known
+	}
+	if known {
+		return true
+	}
+	for a := range attributes(payload[unix.SizeofIfInfomsg:]) {
+		if a.typ == unix.IFLA_IFNAME {
+			name := unix.ByteSliceToString(a.data)
+			return slices.Contains(m.scope.Devices, name) || slices.Contains(m.scope.Shared, name)
+		}
+	}
+	return false
+}
+
+// nexthop reports whether a nexthop object that went took routes along: the
+// kernel does not announce those.
+func (m *monitor) nexthop(payload []byte) bool {
+	return len(payload) >= sizeofNhmsg && !m.kernel.nexthops.forgot(payload[sizeofNhmsg:])
+}

@@ -1,0 +1,146 @@
+package dataplane
+
+import (
+	"context"
+	"fmt"
+	"math/rand/v2"
+	"slices"
+	"time"
+)
+
+// mirror is what is known of the kernel: filled by a read, kept true by what
+// the kernel announces and by own writes that it has acknowledged. It is only
+// a cache. Whenever it might be wrong it is void, and the next look reads
+// again.
+type mirror struct {
+	kernel  Kernel
+	scope   Scope
+	monitor Monitor // nil: every look reads
+	resync  time.Duration
+
+	State
+	valid bool
+	until time.Time // it is read again then, whatever it says
+}
+
+// void has the next look read.
+func (m *mirror) void() { m.valid = false }
+
+// look brings the mirror up to date. It returns the keys of what others have
+// changed or, with all set, that everything may have.
+func (m *mirror) look(ctx context.Context) (changed Keys, all bool, err error) {
+	changed = NewKeys()
+	if m.monitor != nil {
+		events, lost := m.monitor.Drain()
+		if lost {
+			m.void()
+		}
+		for _, e := range events {
+			if m.valid && m.hear(e) {
+				changed.Add(e.Object)
+			}
+		}
+		if m.valid && time.Now().Before(m.until) {
+			return changed, false, nil
+		}
+	}
+	m.void()
+	if m.State, err = m.kernel.Read(ctx, m.scope); err != nil {
+		return changed, true, fmt.Errorf("read kernel state: %w", err)
+	}
+	m.valid = m.monitor != nil
+	// Spread over hosts, and over the devices of a host.
+	m.until = time.Now().Add(time.Duration(float64(m.resync) * (0.8 + 0.4*rand.Float64())))
+	return changed, true, nil
+}
+
+// hear takes an announcement in and reports whether it was news: own writes
+// come back as well.
+func (m *mirror) hear(e Event) bool {
+	switch o := e.Object.(type) {
+	case Route:
+		return m.hearRoute(o, e)
+	case Neigh:
+		return hear(m.Neighs, o.NeighKey, o, e.Deleted)
+	case FDB:
+		return hear(m.FDB, o.FDBKey, o, e.Deleted)
+	case Addr:
+		return hear(m.Addrs, o, struct{}{}, e.Deleted)
+	}
+	return false
+}
+
+func hear[K, V comparable](have map[K]V, key K, value V, deleted bool) bool {
+	old, ok := have[key]
+	switch {
+	case deleted:
+		delete(have, key)
+		return ok
+	case ok && old == value:
+		return false
+	}
+	have[key] = value
+	return true
+}
+
+func (m *mirror) hearRoute(r Route, e Event) bool {
+	i := slices.IndexFunc(m.Routes[r.Dst], func(have Route) bool {
+		return have.canonical() == r.canonical() && have.Protocol == r.Protocol
+	})
+	switch {
+	case e.Deleted && i >= 0:
+		m.Remove(m.Routes[r.Dst][i])
+		return true
+	case e.Deleted:
+		return false
+	case i >= 0: // the kernel may know more of it than we asked for
+		m.Routes[r.Dst][i] = r
+		return false
+	case e.Replaced: // whom, it does not say
+		m.void()
+		return true
+	}
+	m.Add(r)
+	return true
+}
+
+// wrote takes in changes that the kernel has acknowledged.
+func (m *mirror) wrote(ops []Op) {
+	for _, op := range ops {
+		switch o := op.Object.(type) {
+		case Link: // takes things along, or resets them
+			m.void()
+		case Route:
+			m.wroteRoute(o, op.Delete)
+		default:
+			if op.Delete {
+				m.Remove(o)
+			} else {
+				m.Add(o)
+			}
+		}
+	}
+}
+
+func (m *mirror) wroteRoute(r Route, deleted bool) {
+	if deleted {
+		m.Remove(r)
+		if r.Multipath { // whose next hops are not named: the kernel chose one
+			m.void()
+		}
+		return
+	}
+	var replaced []Route
+	for _, have := range m.Routes[r.Dst] {
+		if have.RouteKey == r.RouteKey {
+			replaced = append(replaced, have)
+		}
+	}
+	if len(replaced) > 1 { // the kernel chose one
+		m.void()
+	}
+	for _, old := range replaced {
+		m.Remove(old)
+	}
+	m.Add(r)
+}

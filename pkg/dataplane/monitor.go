@@ -1,0 +1,25 @@
+package dataplane
+
+// Event is a change that the kernel announced.
+type Event struct {
+	Object  Object
+	Deleted bool
+	// Replaced is set when a route took the place of another, which the
+	// kernel does not name.
+	Replaced bool
+}
+
+// Monitor listens to what the kernel announces. It hears of everything that
+// happens after it was made, also of the own writes: an announcement is there
+// to be drained as soon as the write is acknowledged.
+type Monitor interface {
+	// Ready delivers when there may be something to drain.
+	Ready() <-chan struct{}
+	// Drain returns what was announced since the last time, in order. lost
+	// means that this is not all, or that something happened which cannot be
+	// told as an event, such as a link that went down and took its routes
+	// along: what is known of the kernel is void then.
+	Drain() (events []Event, lost bool)
+	// Close ends the monitor.
+	Close() error
+}
