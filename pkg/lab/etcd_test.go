@@ -13,7 +13,7 @@ import (
 	"flanneld/pkg/lab"
 )
 
-func TestTwoLabs(t *testing.T) {
+func TestKernelTwoLabs(t *testing.T) {
 	a, b := newLab(t, lab.Config{Hosts: 1, Network: []byte(`{"lab":"a"}`)}), newLab(t, lab.Config{Hosts: 1, Network: []byte(`{"lab":"b"}`)})
 	for l, want := range map[*lab.Lab]string{a: `{"lab":"a"}`, b: `{"lab":"b"}`} {
 		if got := get(t, client(t, l), lab.Prefix+"/config"); got != want {
@@ -46,7 +46,7 @@ func get(t *testing.T, c *clientv3.Client, key string) string {
 	return string(resp.Kvs[0].Value)
 }
 
-func TestEtcdSurvives(t *testing.T) {
+func TestKernelEtcdSurvives(t *testing.T) {
 	l := newLab(t, lab.Config{Hosts: 1, Families: dual, Network: []byte("{}")})
 	c := client(t, l)
 	if _, err := c.Put(t.Context(), "key", "value"); err != nil {
@@ -87,7 +87,7 @@ func TestEtcdSurvives(t *testing.T) {
 	}
 }
 
-func TestEtcdTLS(t *testing.T) {
+func TestKernelEtcdTLS(t *testing.T) {
 	for name, opt := range map[string]lab.EtcdOptions{
 		"CA alone":     {TLS: true},
 		"client certs": {TLS: true, ClientCerts: true},
@@ -133,7 +133,7 @@ func TestEtcdTLS(t *testing.T) {
 	}
 }
 
-func TestEtcdThatCannotStart(t *testing.T) {
+func TestKernelEtcdThatCannotStart(t *testing.T) {
 	l := newLab(t, lab.Config{Hosts: 1})
 	l.Etcd().Kill()
 	if err := os.RemoveAll(l.Etcd().Dir()); err != nil {
@@ -147,7 +147,7 @@ func TestEtcdThatCannotStart(t *testing.T) {
 	}
 }
 
-func TestLeases(t *testing.T) {
+func TestKernelLeases(t *testing.T) {
 	l := newLab(t, lab.Config{Hosts: 1})
 	c := client(t, l)
 	lease, err := c.Grant(t.Context(), 3600)

@@ -32,7 +32,7 @@ func newLab(t *testing.T, cfg lab.Config) *lab.Lab {
 	return l
 }
 
-func TestHostsReachEachOther(t *testing.T) {
+func TestKernelHostsReachEachOther(t *testing.T) {
 	for _, tt := range []struct {
 		name     string
 		families []prefix.Family
@@ -69,7 +69,7 @@ func TestHostsReachEachOther(t *testing.T) {
 }
 
 // More neighbours than the kernel's limit for all namespaces together.
-func TestManyHostsReachEachOther(t *testing.T) {
+func TestKernelManyHostsReachEachOther(t *testing.T) {
 	l := newLab(t, lab.Config{Hosts: 40, Families: dual, Etcd: lab.EtcdOptions{Disabled: true}})
 	for _, from := range l.Hosts() {
 		for _, to := range l.Hosts() {
@@ -82,7 +82,7 @@ func TestManyHostsReachEachOther(t *testing.T) {
 	}
 }
 
-func TestFamiliesAreSeparate(t *testing.T) {
+func TestKernelFamiliesAreSeparate(t *testing.T) {
 	l := newLab(t, lab.Config{Families: ipv6, Hosts: 2, Etcd: lab.EtcdOptions{Disabled: true}})
 	_, err := l.Host(1).Ping(t.Context(), l.Host(2).Addr(prefix.IPv4), lab.PingOptions{})
 	if err == nil {
@@ -90,7 +90,7 @@ func TestFamiliesAreSeparate(t *testing.T) {
 	}
 }
 
-func TestHostsHavePrivateFiles(t *testing.T) {
+func TestKernelHostsHavePrivateFiles(t *testing.T) {
 	l := newLab(t, lab.Config{Hosts: 2, Etcd: lab.EtcdOptions{Disabled: true}})
 	for _, dir := range []string{"/run", "/var/lib"} {
 		if err := os.WriteFile(l.Host(1).Path(dir+"/note"), []byte("one"), 0o600); err != nil {
@@ -122,7 +122,7 @@ func TestHostsHavePrivateFiles(t *testing.T) {
 	}
 }
 
-func TestNsenter(t *testing.T) {
+func TestKernelNsenter(t *testing.T) {
 	l := newLab(t, lab.Config{Hosts: 1, Etcd: lab.EtcdOptions{Disabled: true}})
 	h := l.Host(1)
 	writeSubnetEnv(t, h, "FLANNEL_SUBNET=10.5.1.1/24\nFLANNEL_MTU=1400\n")
@@ -143,7 +143,7 @@ func TestNsenter(t *testing.T) {
 	}
 }
 
-func TestDoNests(t *testing.T) {
+func TestKernelDoNests(t *testing.T) {
 	l := newLab(t, lab.Config{Hosts: 1, Etcd: lab.EtcdOptions{Disabled: true}})
 	h := l.Host(1)
 	err := h.Do(t.Context(), func() error {
@@ -228,7 +228,7 @@ func podSubnet(f prefix.Family, host int) netip.Prefix {
 	return netip.MustParsePrefix(fmt.Sprintf("fd00:5:0:%d::1/64", host+1))
 }
 
-func TestPods(t *testing.T) {
+func TestKernelPods(t *testing.T) {
 	l := newLab(t, lab.Config{Families: dual, Etcd: lab.EtcdOptions{Disabled: true}})
 	handMade(t, l, 1400)
 	pods := l.Pods()
@@ -275,7 +275,7 @@ func TestPods(t *testing.T) {
 	}
 }
 
-func TestMatrixMissesAddresses(t *testing.T) {
+func TestKernelMatrixMissesAddresses(t *testing.T) {
 	l := newLab(t, lab.Config{Hosts: 2, Etcd: lab.EtcdOptions{Disabled: true}})
 	for i, h := range l.Hosts() {
 		writeSubnetEnv(t, h, fmt.Sprintf("FLANNEL_SUBNET=%s\nFLANNEL_MTU=1500\n", podSubnet(prefix.IPv4, i)))
@@ -289,7 +289,7 @@ func TestMatrixMissesAddresses(t *testing.T) {
 	}
 }
 
-func TestAddPodNeedsSubnet(t *testing.T) {
+func TestKernelAddPodNeedsSubnet(t *testing.T) {
 	l := newLab(t, lab.Config{Hosts: 1, Etcd: lab.EtcdOptions{Disabled: true}})
 	h := l.Host(1)
 	if _, err := h.AddPod(t.Context(), ""); err == nil || !strings.Contains(err.Error(), "host1: has no /run/flannel/subnet.env yet") {

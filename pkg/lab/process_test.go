@@ -90,7 +90,7 @@ func descends(pid, root int) bool {
 	return false
 }
 
-func TestNothingIsLeft(t *testing.T) {
+func TestKernelNothingIsLeft(t *testing.T) {
 	for _, how := range []string{"close", "panic", "SIGKILL"} {
 		t.Run(how, func(t *testing.T) {
 			tmp := t.TempDir()
@@ -169,7 +169,7 @@ func script(t *testing.T, text string) string {
 	return file
 }
 
-func TestDaemon(t *testing.T) {
+func TestKernelDaemon(t *testing.T) {
 	l := newLab(t, lab.Config{Hosts: 1})
 	h := l.Host(1)
 	start := func(text string, args ...string) *lab.Daemon {
@@ -213,7 +213,7 @@ func TestDaemon(t *testing.T) {
 }
 
 // A binary below /run is run although the host has a /run of its own.
-func TestDaemonBelowRun(t *testing.T) {
+func TestKernelDaemonBelowRun(t *testing.T) {
 	l := newLab(t, lab.Config{Hosts: 2, Etcd: lab.EtcdOptions{Disabled: true}})
 	echo, err := os.ReadFile("/bin/echo")
 	if err != nil {

@@ -15,7 +15,7 @@ import (
 )
 
 // A smaller link on the way is reported to a pod that must not fragment.
-func TestPingSeesPathMTU(t *testing.T) {
+func TestKernelPingSeesPathMTU(t *testing.T) {
 	l := newLab(t, lab.Config{Families: dual, Hosts: 2, Segments: 2, Etcd: lab.EtcdOptions{Disabled: true}})
 	err := l.Underlay().Netlink(t.Context(), func(nl *netlink.Handle) error {
 		link, err := nl.LinkByName("l2-2")
@@ -40,7 +40,7 @@ func TestPingSeesPathMTU(t *testing.T) {
 	}
 }
 
-func TestFlowCountsLoss(t *testing.T) {
+func TestKernelFlowCountsLoss(t *testing.T) {
 	l := newLab(t, lab.Config{Families: dual, Hosts: 2, Etcd: lab.EtcdOptions{Disabled: true}})
 	handMade(t, l, 1500)
 	pods := l.Pods()
@@ -97,7 +97,7 @@ func waitUntil(t *testing.T, what string, ok func() bool) {
 	}
 }
 
-func TestShaping(t *testing.T) {
+func TestKernelShaping(t *testing.T) {
 	cfg := lab.Config{Families: dual, Hosts: 2, Rate: 1_250_000, Etcd: lab.EtcdOptions{Disabled: true}}
 	l := newLab(t, cfg)
 	handMade(t, l, 1500)

@@ -115,7 +115,7 @@ func mask(cidr string) *net.IPNet {
 	return n
 }
 
-func TestGather(t *testing.T) {
+func TestKernelGather(t *testing.T) {
 	k := newKernel(t)
 	k.setUp("lo")
 	k.addLink("d1", true)
@@ -221,7 +221,7 @@ func TestGather(t *testing.T) {
 	}
 }
 
-func TestAddrFlags(t *testing.T) {
+func TestKernelAddrFlags(t *testing.T) {
 	a := ip("fd00::1")
 	for flags, want := range map[int]Addr{
 		0:                        {IP: a},
@@ -239,7 +239,7 @@ func TestAddrFlags(t *testing.T) {
 	}
 }
 
-func TestDumpIsNeverPartial(t *testing.T) {
+func TestKernelDumpIsNeverPartial(t *testing.T) {
 	other := errors.New("other")
 	for name, tt := range map[string]struct {
 		errs  []error // the last one repeats
@@ -278,7 +278,7 @@ func logged(t *testing.T) (context.Context, *bytes.Buffer) {
 // generous to a busy machine.
 const prompt = 5 * time.Second
 
-func TestWait(t *testing.T) {
+func TestKernelWait(t *testing.T) {
 	for name, tt := range map[string]struct {
 		opts  Options
 		steps []func(kernel)
@@ -340,7 +340,7 @@ func TestWait(t *testing.T) {
 	}
 }
 
-func TestWaitReturnsAtOnce(t *testing.T) {
+func TestKernelWaitReturnsAtOnce(t *testing.T) {
 	k := newKernel(t)
 	k.addLink("d1", true)
 	k.addAddr("d1", "10.1.0.2/24", 0)
@@ -376,7 +376,7 @@ func TestWaitReturnsAtOnce(t *testing.T) {
 	}
 }
 
-func TestWaitTimesOut(t *testing.T) {
+func TestKernelWaitTimesOut(t *testing.T) {
 	k := newKernel(t)
 	k.addLink("d1", true)
 	k.addAddr("d1", "fe80::99/64", unix.IFA_F_NODAD)
@@ -401,7 +401,7 @@ func TestWaitTimesOut(t *testing.T) {
 	}
 }
 
-func TestWaitEndsWithContext(t *testing.T) {
+func TestKernelWaitEndsWithContext(t *testing.T) {
 	newKernel(t)
 	before := goleak.IgnoreCurrent()
 	ctx, _ := logged(t)
@@ -418,7 +418,7 @@ func TestWaitEndsWithContext(t *testing.T) {
 	goleak.VerifyNone(t, before)
 }
 
-func TestRelay(t *testing.T) {
+func TestKernelRelay(t *testing.T) {
 	wake := make(chan struct{}, 1)
 	errs := []error{nil, unix.ENOBUFS, unix.EINTR, nil, unix.EBADF}
 	calls := 0

@@ -153,7 +153,7 @@ func (c *client) get(ctx context.Context) (*clientv3.Client, error) {
 	}
 	if !stop() {
 		cancel()
-		conn.Close() //nolint:errcheck // it was not used
+		_ = conn.Close() // it was not used
 		return nil, ctx.Err()
 	}
 	c.conn = conn

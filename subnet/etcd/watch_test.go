@@ -59,12 +59,12 @@ func (s *statuses) list() []error {
 	return slices.Clone(s.all)
 }
 
-func (s *statuses) last() (error, bool) {
+func (s *statuses) last() (known bool, err error) {
 	all := s.list()
 	if len(all) == 0 {
-		return nil, false
+		return false, nil
 	}
-	return all[len(all)-1], true
+	return true, all[len(all)-1]
 }
 
 func (s *statuses) option(c *Config) { c.OnStatus = s.add }
@@ -178,14 +178,14 @@ func TestOutages(t *testing.T) {
 				f.put(t, "subnets/10.5.2.0-24", value("192.0.2.2"))
 				w := subnettest.Watch(t, f.manager(t, via(p), status.option))
 				w.Until(t, "two peers", subnettest.Has("10.5.1.0-24", "10.5.2.0-24"))
-				eventually(t, "status up", func() bool { err, known := status.last(); return known && err == nil })
+				eventually(t, "status up", func() bool { known, err := status.last(); return known && err == nil })
 				before := len(w.All())
 				if how == "cut" {
 					p.cut()
 				} else {
 					p.stall()
 				}
-				eventually(t, "status down", func() bool { err, _ := status.last(); return err != nil })
+				eventually(t, "status down", func() bool { _, err := status.last(); return err != nil })
 				f.delete(t, "subnets/10.5.1.0-24")
 				f.put(t, "subnets/10.5.2.0-24", value("192.0.2.22"))
 				last := f.put(t, "subnets/10.5.3.0-24", value("192.0.2.3"))
@@ -203,7 +203,7 @@ func TestOutages(t *testing.T) {
 				if s.Store.Revision < last {
 					t.Errorf("snapshot is of revision %d, want at least %d", s.Store.Revision, last)
 				}
-				eventually(t, "status up", func() bool { err, _ := status.last(); return err == nil })
+				eventually(t, "status up", func() bool { _, err := status.last(); return err == nil })
 				checkTransitions(t, status.list())
 			})
 		}

@@ -162,17 +162,18 @@ func TestStopRightAfterReady(t *testing.T) {
 	put(t, store(t, l), subnets+"10.5.200.0-24", peer("192.168.77.200", mac))
 	h, wanted := l.Host(1), entries("10.5.200.0/24", "192.168.77.200", mac)
 	s := supervise(t, h, "notify")
-	for _, delay := range []time.Duration{0, 0, 1, 2, 5, 10, 20} {
+	for _, ms := range []int{0, 0, 1, 2, 5, 10, 20} {
+		delay := time.Duration(ms) * time.Millisecond
 		d := start(t, h, lab.FlanneldOptions{Env: s.env()})
 		s.expect(t, "READY=1")
-		pause(t, delay*time.Millisecond)
+		pause(t, delay)
 		expectStop(t, d)
 		s.expect(t, "STOPPING=1")
 		if have := datapath(t, h, wanted); len(have) != len(wanted)+1 {
-			t.Errorf("%v after READY=1 the kernel has only %q", delay*time.Millisecond, have)
+			t.Errorf("%v after READY=1 the kernel has only %q", delay, have)
 		}
 		if _, err := os.Stat(h.Path(lab.SubnetFile)); err != nil {
-			t.Errorf("%v after READY=1: %v", delay*time.Millisecond, err)
+			t.Errorf("%v after READY=1: %v", delay, err)
 		}
 	}
 }

@@ -82,6 +82,7 @@ func TestPodsWithTheMTUOfAnotherDaemon(t *testing.T) {
 	const theirs, ours = 1450, 1430
 	l := newLab(t, lab.Config{Hosts: 2, Families: dual}, `{"Type":"vxlan"}`)
 	startAll(t, l, lab.FlanneldOptions{})
+	expectConverged(t, l)
 	ctx, pod, far := background(t), l.Host(1).Pods()[0], l.Host(2).Pods()[0]
 	if pod.MTU() != ours || far.MTU() != ours {
 		t.Fatalf("pods have MTU %d and %d, want %d", pod.MTU(), far.MTU(), ours)

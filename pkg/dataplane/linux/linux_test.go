@@ -28,7 +28,7 @@ func TestMain(m *testing.M) {
 
 func quiet(t testing.TB) context.Context { return klog.NewContext(t.Context(), klog.Logger{}) }
 
-func TestContract(t *testing.T) {
+func TestKernelContract(t *testing.T) {
 	dataplanetest.Contract(t, newContractWorld)
 }
 
@@ -69,7 +69,7 @@ func listen(t *testing.T, groups ...int) func(each func(typ uint16, payload []by
 
 // TestTakeOverAnnounced: whoever listens never hears that a destination of
 // another's route, or of ours, lost its route.
-func TestTakeOverAnnounced(t *testing.T) {
+func TestKernelTakeOverAnnounced(t *testing.T) {
 	w := newWorld(t)
 	r := dataplanetest.NewReconciler(t, w, 0)
 	tunnel, direct := dataplanetest.Peers(3), dataplanetest.Base()
@@ -116,7 +116,7 @@ func TestTakeOverAnnounced(t *testing.T) {
 
 // TestRoutesFromSource: an IPv6 route for packets from some sources is not the
 // route to its destination, and nothing to us.
-func TestRoutesFromSource(t *testing.T) {
+func TestKernelRoutesFromSource(t *testing.T) {
 	w := newWorld(t)
 	r := dataplanetest.NewReconciler(t, w, 0)
 	if _, err := r.Reconcile(quiet(t), dataplanetest.Base(), true); err != nil {
@@ -152,7 +152,7 @@ func TestRoutesFromSource(t *testing.T) {
 }
 
 // TestPortInUse: the error says who the trouble is with.
-func TestPortInUse(t *testing.T) {
+func TestKernelPortInUse(t *testing.T) {
 	w := newWorld(t)
 	conn, err := net.ListenUDP("udp4", &net.UDPAddr{IP: net.IPv4zero, Port: 8472})
 	if err != nil {
@@ -166,7 +166,7 @@ func TestPortInUse(t *testing.T) {
 }
 
 // TestOtherTables: a route in another table is not in ours.
-func TestOtherTables(t *testing.T) {
+func TestKernelOtherTables(t *testing.T) {
 	w := newWorld(t)
 	eth0, err := w.index("eth0")
 	if err != nil {
@@ -192,7 +192,7 @@ func TestOtherTables(t *testing.T) {
 }
 
 // TestConcurrentCalls: one kernel serves several callers.
-func TestConcurrentCalls(t *testing.T) {
+func TestKernelConcurrentCalls(t *testing.T) {
 	w := newWorld(t)
 	if _, err := dataplanetest.NewReconciler(t, w, 0).Reconcile(quiet(t), dataplanetest.Base(), true); err != nil {
 		t.Fatal(err)
@@ -224,7 +224,7 @@ func TestConcurrentCalls(t *testing.T) {
 
 // TestVanishingDevices: a device may go between any two calls. That can fail a
 // pass, but neither hang nor mislead the next.
-func TestVanishingDevices(t *testing.T) {
+func TestKernelVanishingDevices(t *testing.T) {
 	w := newWorld(t)
 	want := dataplanetest.Peers(50)
 	r := dataplanetest.NewReconciler(t, w, 0)

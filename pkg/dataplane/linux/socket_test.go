@@ -22,7 +22,7 @@ func neighMessage(i, index int) func(*message) {
 
 // TestSendManyFailures: errors find their messages, across datagrams, with the
 // last one of a datagram among them.
-func TestSendManyFailures(t *testing.T) {
+func TestKernelSendManyFailures(t *testing.T) {
 	w := newWorld(t)
 	eth0, err := w.index("eth0")
 	if err != nil {
@@ -49,7 +49,7 @@ func TestSendManyFailures(t *testing.T) {
 }
 
 // TestExplanation: the kernel's own words are part of the error.
-func TestExplanation(t *testing.T) {
+func TestKernelExplanation(t *testing.T) {
 	w := newWorld(t)
 	r := dataplane.NewRoute(netip.MustParsePrefix("10.5.3.0/24"), netip.MustParseAddr("192.0.2.1"), "eth0", false)
 	failed := w.Apply(t.Context(), []dataplane.Op{{Object: r}})
@@ -60,7 +60,7 @@ func TestExplanation(t *testing.T) {
 
 // TestUnparsable: what the kernel cannot read it does not answer; later
 // requests are answered nevertheless.
-func TestUnparsable(t *testing.T) {
+func TestKernelUnparsable(t *testing.T) {
 	w := newWorld(t)
 	tv := unix.NsecToTimeval(50_000_000)
 	if err := unix.SetsockoptTimeval(w.sock.fd, unix.SOL_SOCKET, unix.SO_RCVTIMEO, &tv); err != nil {
@@ -80,7 +80,7 @@ func TestUnparsable(t *testing.T) {
 	}
 }
 
-func TestSendContext(t *testing.T) {
+func TestKernelSendContext(t *testing.T) {
 	w := newWorld(t)
 	ctx, cancel := context.WithCancel(t.Context())
 	const n = 3 * chunk
@@ -99,7 +99,7 @@ func TestSendContext(t *testing.T) {
 }
 
 // TestClosed: nothing hangs, and nothing touches a file that got the number.
-func TestClosed(t *testing.T) {
+func TestKernelClosed(t *testing.T) {
 	w := newWorld(t)
 	s, err := openSocket()
 	if err != nil {
