@@ -84,10 +84,16 @@ type Network interface {
 	Close() error
 }
 
-// Set is the full set of peers.
+// Set is the full set of peers, and as a hint what has changed in it.
 type Set struct {
-	// Leases have passed all checks. They are read-only.
-	Leases []subnet.Lease
+	// Leases have passed all checks. The map is read-only, and good until Sync
+	// returns.
+	Leases map[string]subnet.Lease
+	// Changed has the keys of the leases that differ from the set before,
+	// whatever became of that Sync. With All set any may, and so the hint may
+	// always be ignored.
+	Changed []string
+	All     bool
 	// Complete is set once the store has answered: only then may something be
 	// removed because it is not in the set.
 	Complete bool
@@ -95,9 +101,12 @@ type Set struct {
 
 // Outcome is what Sync has to say beside an error.
 type Outcome struct {
+	// Refused are all peers that cannot be served, and why.
 	Refused []subnet.Refusal
 	// Retry is set when the cause of a refusal may pass by itself.
 	Retry bool
+	// Repaired counts what others had changed behind our back.
+	Repaired int
 }
 
 // Factory makes a backend of its part of the network configuration, which is

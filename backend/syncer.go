@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"maps"
 	"slices"
+	"strings"
 	"sync"
 	"time"
 
@@ -20,7 +21,7 @@ type SyncerConfig struct {
 	Config  subnet.Config
 	Own     subnet.Lease
 	Network Network
-	Ledger  *subnet.Ledger // the Syncer's alone while it runs
+	Ledger  *subnet.Ledger // the Syncer's alone from now on
 	Resync  time.Duration
 	// OnSync is called after every pass with its result, and with whether the
 	// set was complete.
@@ -28,34 +29,61 @@ type SyncerConfig struct {
 }
 
 // Syncer is the one lease-watch loop: it turns what a manager says about
-// other nodes into calls of Network.Sync.
+// other nodes into calls of Network.Sync. A change costs what it changes; only
+// where leases contradict each other, or the store is not the one it was, are
+// all of them looked at again.
 type Syncer struct {
 	SyncerConfig
-	loop    *loop.Loop
-	refused map[string]string // lease key to reason, as logged
-	failing bool
-	held    int
-	// complete is set once a snapshot was applied.
-	complete bool
+	loop     *loop.Loop
+	arbiter  *subnet.Arbiter
+	peers    map[string]subnet.Lease // as the network was told
+	unusable map[string]string       // why a lease was not even put to the arbiter
+	kernel   map[string]string       // why the network refused a peer
+	refused  map[string]string       // all reasons, as logged
+	failing  bool
+	held     int
+	drift    drift
 
-	mu       sync.Mutex
-	snapshot *subnet.Snapshot // the newest; nil before the first
+	mu       sync.Mutex // guards Ledger as well
+	changed  map[string]struct{}
+	all      bool
+	complete bool // a snapshot was applied
 }
 
 // NewSyncer returns a syncer. Until the first snapshot it serves the peers
 // that the ledger remembers, and removes nothing.
 func NewSyncer(c SyncerConfig) *Syncer {
-	s := &Syncer{SyncerConfig: c, refused: map[string]string{}}
+	own := subnet.Claimant{Lease: c.Own}
+	own.Identities, _ = c.Network.Check(c.Own) // one that fails this has been refused long before
+	s := &Syncer{
+		SyncerConfig: c, arbiter: subnet.NewArbiter(c.Config, own), all: true, changed: map[string]struct{}{},
+		refused: map[string]string{}, kernel: map[string]string{},
+	}
 	s.loop = loop.New(c.Resync, s.step)
 	return s
 }
 
-// Publish takes the newest snapshot. It does not block.
-func (s *Syncer) Publish(snapshot subnet.Snapshot) {
+// Publish takes what a manager's Watch tells.
+func (s *Syncer) Publish(u subnet.Update) {
 	s.mu.Lock()
-	s.snapshot = &snapshot
-	s.mu.Unlock()
-	s.loop.Wake()
+	defer s.mu.Unlock()
+	defer s.loop.Wake()
+	s.complete = true
+	if s.Ledger.Follow(u) {
+		for key := range u.Changed {
+			s.changed[key] = struct{}{}
+		}
+		return
+	}
+	s.Ledger.Apply(u.Snapshot(), time.Now())
+	s.all = true
+}
+
+// Peers returns what is known of the other nodes, to be kept on disk.
+func (s *Syncer) Peers() subnet.LedgerState {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.Ledger.State()
 }
 
 // Run blocks until ctx ends, and returns nil then.
@@ -64,32 +92,23 @@ func (s *Syncer) Run(ctx context.Context) error {
 	var wg sync.WaitGroup
 	defer wg.Wait()
 	defer cancel()
-	wg.Go(func() {
-		for {
-			select {
-			case <-ctx.Done():
-				return
-			case <-s.Network.Changed():
-				s.loop.Wake()
-			}
-		}
-	})
+	wg.Go(func() { forward(ctx, s.Network.Changed(), s.loop.Wake) })
 	return s.loop.Run(ctx)
 }
 
 // step makes one pass. It logs and reports its result; the error that it
 // returns only says that it should run again soon.
 func (s *Syncer) step(ctx context.Context) error {
-	leases := s.leases(ctx)
-	peers, refused := s.admit(leases)
-	outcome, err := s.Network.Sync(ctx, Set{Leases: peers, Complete: s.complete})
+	set := s.advance(ctx)
+	outcome, err := s.Network.Sync(ctx, set)
 	if ctx.Err() != nil {
 		return nil
 	}
-	s.logRefused(ctx, append(refused, outcome.Refused...))
+	s.drift.note(ctx, outcome.Repaired)
+	s.logRefused(ctx, set, outcome.Refused)
 	s.logResult(ctx, err)
 	if s.OnSync != nil {
-		s.OnSync(s.complete, err)
+		s.OnSync(set.Complete, err)
 	}
 	if err == nil && outcome.Retry {
 		return errRetry
@@ -99,101 +118,141 @@ func (s *Syncer) step(ctx context.Context) error {
 
 var errRetry = errors.New("refused for a cause that may pass")
 
-// leases brings the ledger up to date and returns what it holds.
-func (s *Syncer) leases(ctx context.Context) []subnet.Lease {
+// advance takes in what was published, and returns the peers that can be
+// served: leases of another backend, with data that cannot be used, or in
+// conflict with one that was there first are refused; the rest are not
+// affected.
+func (s *Syncer) advance(ctx context.Context) Set {
 	s.mu.Lock()
-	snapshot := s.snapshot
-	s.mu.Unlock()
-	if snapshot == nil {
-		var leases []subnet.Lease
-		for _, p := range s.Ledger.State().Peers {
-			leases = append(leases, p.Lease)
-		}
-		return leases
+	defer s.mu.Unlock()
+	set := Set{All: s.all || s.Ledger.Expire(time.Now()), Complete: s.complete}
+	for key := range s.changed {
+		set.All = set.All || !s.judge(key)
+		set.Changed = append(set.Changed, key)
 	}
-	leases, held := s.Ledger.Apply(*snapshot, time.Now())
-	s.complete = true
-	if len(held) == s.held {
-		return leases
+	if set.All {
+		s.judgeAll()
 	}
-	s.held = len(held)
-	if s.held > 0 {
-		klog.FromContext(ctx).Error(nil, "the store has forgotten peers that it did not remove: they are kept until it contradicts them or their lease has run out",
-			"kept", s.held, "first", held[0])
-	} else {
-		klog.FromContext(ctx).Info("no peer is kept any more that the store does not have")
-	}
-	return leases
+	set.Leases = s.peers
+	s.all = false
+	clear(s.changed)
+	s.logHeld(ctx, s.Ledger.Held())
+	return set
 }
 
-// admit returns the leases that can be served. Leases of another backend, with
-// data that cannot be used, or in conflict with one that was there first are
-// refused; the rest are not affected.
-func (s *Syncer) admit(leases []subnet.Lease) ([]subnet.Lease, []subnet.Refusal) {
-	var refused []subnet.Refusal
-	refuse := func(l subnet.Lease, format string, args ...any) {
-		refused = append(refused, subnet.Refusal{Key: l.Key, Reason: fmt.Sprintf(format, args...)})
-	}
-	identities := map[string][]string{}
-	var usable []subnet.Lease
-	for _, l := range leases {
-		if l.BackendType != s.Own.BackendType {
-			refuse(l, "its backend type is %q, ours %q", l.BackendType, s.Own.BackendType)
-			continue
-		}
-		ids, err := s.Network.Check(l)
-		if err != nil {
-			refuse(l, "%v", err)
-			continue
-		}
-		identities[l.Key] = ids
-		usable = append(usable, l)
-	}
-	accepted, conflicts := subnet.Arbitrate(s.Config, s.Own, usable)
-	refused = append(refused, conflicts...)
-
-	owner := map[string]string{}
-	if ids, err := s.Network.Check(s.Own); err == nil {
-		for _, id := range ids {
-			owner[id] = "this node"
+// judge looks at one lease, and reports whether that was enough.
+func (s *Syncer) judge(key string) bool {
+	c := subnet.Claimant{Lease: subnet.Lease{Key: key}}
+	delete(s.unusable, key)
+	delete(s.peers, key)
+	if l, ok := s.Ledger.Lease(key); ok {
+		if ids, usable := s.check(l); usable {
+			c = subnet.Claimant{Lease: l, Identities: ids}
 		}
 	}
-	peers := slices.DeleteFunc(accepted, func(l subnet.Lease) bool {
-		ids := identities[l.Key]
-		if i := slices.IndexFunc(ids, func(id string) bool { return owner[id] != "" }); i >= 0 {
-			refuse(l, "its %s is that of %s", ids[i], owner[ids[i]])
-			return true
-		}
-		for _, id := range ids {
-			owner[id] = l.Key
-		}
+	if !s.arbiter.Change(c) {
 		return false
-	})
-	return peers, refused
+	}
+	if l, ok := s.arbiter.Accepted(key); ok {
+		s.peers[key] = l
+	}
+	return true
+}
+
+func (s *Syncer) judgeAll() {
+	s.unusable, s.peers = map[string]string{}, map[string]subnet.Lease{}
+	var all []subnet.Claimant
+	for l := range s.Ledger.Leases() {
+		if ids, usable := s.check(l); usable {
+			all = append(all, subnet.Claimant{Lease: l, Identities: ids})
+		}
+	}
+	s.arbiter.Reset(all)
+	for l := range s.arbiter.AllAccepted() {
+		s.peers[l.Key] = l
+	}
+}
+
+// check looks at a lease by itself.
+func (s *Syncer) check(l subnet.Lease) (identities []string, usable bool) {
+	if l.BackendType != s.Own.BackendType {
+		s.unusable[l.Key] = fmt.Sprintf("its backend type is %q, ours %q", l.BackendType, s.Own.BackendType)
+		return nil, false
+	}
+	identities, err := s.Network.Check(l)
+	if err != nil {
+		s.unusable[l.Key] = err.Error()
+		return nil, false
+	}
+	return identities, true
+}
+
+func (s *Syncer) logHeld(ctx context.Context, held []string) {
+	switch {
+	case len(held) == s.held:
+	case len(held) > 0:
+		klog.FromContext(ctx).Error(nil, "the store has forgotten peers that it did not remove: they are kept until it contradicts them or their lease has run out",
+			"kept", len(held), "first", held[0])
+	default:
+		klog.FromContext(ctx).Info("no peer is kept any more that the store does not have")
+	}
+	s.held = len(held)
 }
 
 // logRefused logs refusals that are new or have another reason, and those
-// that have ended.
-func (s *Syncer) logRefused(ctx context.Context, refused []subnet.Refusal) {
+// that have ended. Only what may have changed is looked at.
+func (s *Syncer) logRefused(ctx context.Context, set Set, byKernel []subnet.Refusal) {
+	keys := map[string]struct{}{}
+	add := func(reasons map[string]string) {
+		for key := range reasons {
+			keys[key] = struct{}{}
+		}
+	}
+	add(s.kernel)
+	if set.All {
+		add(s.refused)
+		add(s.unusable)
+	}
+	s.kernel = map[string]string{}
+	for _, r := range byKernel {
+		s.kernel[r.Key] = r.Reason
+		keys[r.Key] = struct{}{}
+	}
+	if set.All {
+		for _, r := range s.arbiter.AllRefused() {
+			keys[r.Key] = struct{}{}
+		}
+	}
+	for _, key := range set.Changed {
+		keys[key] = struct{}{}
+	}
 	log := klog.FromContext(ctx)
-	now := map[string]string{}
-	for _, r := range refused {
-		if now[r.Key] != "" {
-			r.Reason = now[r.Key] + "; " + r.Reason
-		}
-		now[r.Key] = r.Reason
-	}
-	for _, key := range slices.Sorted(maps.Keys(now)) {
-		if s.refused[key] != now[key] {
-			log.Error(nil, "lease refused", "lease", key, "reason", now[key])
-		}
-	}
-	for _, key := range slices.Sorted(maps.Keys(s.refused)) {
-		if _, still := now[key]; !still {
+	for _, key := range slices.Sorted(maps.Keys(keys)) {
+		reason := s.reason(key)
+		switch {
+		case reason == s.refused[key]:
+		case reason == "":
+			delete(s.refused, key)
 			log.Info("lease no longer refused", "lease", key)
+		default:
+			s.refused[key] = reason
+			log.Error(nil, "lease refused", "lease", key, "reason", reason)
 		}
 	}
-	s.refused = now
+}
+
+// reason is why a lease is not served, or not in all families.
+func (s *Syncer) reason(key string) string {
+	if why, ok := s.unusable[key]; ok {
+		return why
+	}
+	why := strings.Join(s.arbiter.Refused(key), "; ")
+	if k, ok := s.kernel[key]; ok && why != "" {
+		return why + "; " + k
+	} else if ok {
+		return k
+	}
+	return why
 }
 
 func (s *Syncer) logResult(ctx context.Context, err error) {

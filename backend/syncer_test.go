@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"maps"
 	"net/netip"
 	"slices"
 	"strings"
@@ -28,6 +29,17 @@ type network struct {
 
 	mu   sync.Mutex
 	sets []string // the keys of each set, "*" in front if it was complete
+	last backend.Set
+}
+
+// hint is what the last set said had changed; nil if anything may have.
+func (n *network) hint() []string {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	if n.last.All {
+		return nil
+	}
+	return slices.Sorted(slices.Values(n.last.Changed))
 }
 
 func (n *network) syncs() []string {
@@ -49,18 +61,13 @@ func (*network) Check(l subnet.Lease) ([]string, error) {
 }
 
 func (n *network) Sync(_ context.Context, peers backend.Set) (backend.Outcome, error) {
-	var keys []string
-	for _, l := range peers.Leases {
-		keys = append(keys, l.Key)
-	}
-	slices.Sort(keys)
-	s := strings.Join(keys, " ")
+	s := strings.Join(slices.Sorted(maps.Keys(peers.Leases)), " ")
 	if peers.Complete {
 		s = "*" + s
 	}
 	n.mu.Lock()
 	defer n.mu.Unlock()
-	n.sets = append(n.sets, s)
+	n.sets, n.last = append(n.sets, s), peers
 	if n.fail > 0 {
 		n.fail--
 		return backend.Outcome{}, errors.New("kernel says no")
@@ -82,6 +89,23 @@ func lease(i int, id string) subnet.Lease {
 
 func snapshot(revision int64, leases ...subnet.Lease) subnet.Snapshot {
 	return subnet.Snapshot{Leases: leases, Store: subnet.StoreID{ID: "a", Revision: revision}}
+}
+
+// whole tells of a snapshot without a hint of what has changed.
+func whole(s subnet.Snapshot) subnet.Update {
+	return subnet.Update{Store: s.Store, Snapshot: func() subnet.Snapshot { return s }}
+}
+
+// change tells of changed leases alone; gone are the keys of those that went.
+func change(revision int64, leases []subnet.Lease, gone ...string) subnet.Update {
+	u := subnet.Update{Store: subnet.StoreID{ID: "a", Revision: revision}, Changed: map[string]*subnet.Lease{}}
+	for _, l := range leases {
+		u.Changed[l.Key] = &l
+	}
+	for _, key := range gone {
+		u.Changed[key] = nil
+	}
+	return u
 }
 
 // run starts a syncer of host 1 in the bubble; known are the peers that the
@@ -132,7 +156,7 @@ func TestNothingIsCompleteBeforeTheFirstSnapshot(t *testing.T) {
 		n := &network{}
 		s, _ := run(t, n, lease(2, "two"))
 		expectSyncs(t, n, "host2")
-		s.Publish(snapshot(2, lease(3, "three")))
+		s.Publish(whole(snapshot(2, lease(3, "three"))))
 		expectSyncs(t, n, "host2", "*host3")
 	})
 }
@@ -159,14 +183,14 @@ func TestRefusals(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				n := &network{}
 				s, log := run(t, n)
-				s.Publish(snapshot(2, tc.bad, lease(2, "two")))
+				s.Publish(whole(snapshot(2, tc.bad, lease(2, "two"))))
 				expectSyncs(t, n, "", "*host2")
-				s.Publish(snapshot(3, tc.bad, lease(2, "two"), lease(3, "three")))
+				s.Publish(whole(snapshot(3, tc.bad, lease(2, "two"), lease(3, "three"))))
 				expectSyncs(t, n, "", "*host2", "*host2 host3")
 				if got := strings.Count(log(), tc.reason); got != 1 {
 					t.Errorf("reason logged %d times, want once:\n%s", got, log())
 				}
-				s.Publish(snapshot(4, lease(2, "two")))
+				s.Publish(whole(snapshot(4, lease(2, "two"))))
 				synctest.Wait()
 				if !strings.Contains(log(), "lease no longer refused") {
 					t.Errorf("the end of the refusal is not in the log:\n%s", log())
@@ -174,6 +198,29 @@ func TestRefusals(t *testing.T) {
 			})
 		})
 	}
+}
+
+func TestAChangeIsTakenByItself(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := &network{}
+		s, log := run(t, n)
+		s.Publish(whole(snapshot(2, lease(2, "two"), lease(3, "three"))))
+		expectSyncs(t, n, "", "*host2 host3")
+		s.Publish(change(3, []subnet.Lease{lease(4, "four")}, "host2"))
+		expectSyncs(t, n, "", "*host2 host3", "*host3 host4")
+		if diff := cmp.Diff([]string{"host2", "host4"}, n.hint()); diff != "" {
+			t.Errorf("hint (-want +got):\n%s", diff)
+		}
+		s.Publish(change(4, []subnet.Lease{lease(5, "three")}))
+		expectSyncs(t, n, "", "*host2 host3", "*host3 host4", "*host3 host4")
+		s.Publish(change(5, nil, "host3"))
+		expectSyncs(t, n, "", "*host2 host3", "*host3 host4", "*host3 host4", "*host4 host5")
+		for text, want := range map[string]int{"its MAC three is that of host3": 1, "lease no longer refused": 1} {
+			if got := strings.Count(log(), text); got != want {
+				t.Errorf("%q logged %d times, want %d:\n%s", text, got, want, log())
+			}
+		}
+	})
 }
 
 func TestFailureIsRetriedAndLoggedOnce(t *testing.T) {
@@ -209,7 +256,7 @@ func TestPeersOfAForgetfulStoreAreKept(t *testing.T) {
 		s, log := run(t, n, lease(2, "two"))
 		wiped := snapshot(1)
 		wiped.Store.ID = "b"
-		s.Publish(wiped)
+		s.Publish(whole(wiped))
 		expectSyncs(t, n, "host2", "*host2")
 		if !strings.Contains(log(), "forgotten peers") {
 			t.Errorf("not in the log:\n%s", log())

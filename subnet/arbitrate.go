@@ -3,6 +3,8 @@ package subnet
 import (
 	"cmp"
 	"fmt"
+	"iter"
+	"maps"
 	"net/netip"
 	"slices"
 
@@ -15,100 +17,246 @@ type Refusal struct {
 	Reason string // one line
 }
 
-// Arbitrate returns the leases that may be programmed, in the order of their
-// age, and says why others may not. Where leases contradict each other the
-// order is total, so that all nodes decide alike: own first, then the one
-// first in the store, then by key. Families are judged one by one: a lease can
-// be accepted with one and appear in refused for the other. Endpoints of
-// families that cfg does not enable are dropped without a word. The arguments
-// are not changed; accepted leases share their data.
-func Arbitrate(cfg Config, own Lease, leases []Lease) (accepted []Lease, refused []Refusal) {
-	a := newArbiter(own, leases)
-	for _, e := range own.Endpoints {
-		a.add("", e)
+// Claimant is a lease, and the identities that go with it: VTEP MACs, public
+// keys, what else only one node may have.
+type Claimant struct {
+	Lease      Lease
+	Identities []string // as they are to be shown
+}
+
+// Arbiter says which leases may be programmed, and why others may not. Where
+// leases contradict each other the order is total, so that all nodes decide
+// alike: own first, then the one first in the store, then by key. Families are
+// judged one by one: a lease can be accepted with one and refused with the
+// other. Endpoints of families that the configuration does not enable are
+// dropped without a word.
+type Arbiter struct {
+	cfg Config
+	own Claimant
+
+	lengths    lengths
+	subnets    *index
+	publics    *index            // public addresses, as prefixes of full length
+	identities map[string]string // key of who has it
+	accepted   map[string]Claimant
+	contested  map[string]Claimant // refused because of another lease
+	refused    map[string][]string // reasons
+}
+
+// NewArbiter returns an arbiter that knows no leases but the own one.
+func NewArbiter(cfg Config, own Claimant) *Arbiter {
+	a := &Arbiter{cfg: cfg, own: own}
+	a.Reset(nil)
+	return a
+}
+
+// Reset judges all claimants anew. Accepted leases share their data.
+func (a *Arbiter) Reset(all []Claimant) {
+	a.lengths = lengths{}
+	for _, c := range all {
+		a.lengths.add(c.Lease)
 	}
-	leases = slices.Clone(leases)
-	slices.SortFunc(leases, func(x, y Lease) int {
-		return cmp.Or(cmp.Compare(x.Order, y.Order), cmp.Compare(x.Key, y.Key))
+	a.subnets, a.publics, a.identities = newIndex(a.lengths), newIndex(a.lengths), map[string]string{}
+	a.accepted, a.contested, a.refused = map[string]Claimant{}, map[string]Claimant{}, map[string][]string{}
+
+	all = slices.Clone(all)
+	slices.SortFunc(all, func(x, y Claimant) int {
+		return cmp.Or(cmp.Compare(x.Lease.Order, y.Lease.Order), cmp.Compare(x.Lease.Key, y.Lease.Key))
 	})
-	for _, l := range leases {
-		var kept []Endpoint
-		judged := false
-		for _, e := range l.Endpoints {
-			n, enabled := cfg.Network(e.Family())
-			if !enabled {
-				continue
+	for _, c := range all {
+		a.settle(c)
+	}
+}
+
+// Change judges one lease anew, which is gone if its lease has no endpoints.
+// It costs the same however many there are. It reports false if that is not
+// for one lease alone to say, because others are contested: the caller has to
+// Reset then.
+func (a *Arbiter) Change(c Claimant) bool {
+	key := c.Lease.Key
+	old, had := a.accepted[key]
+	if had {
+		a.release(old)
+		delete(a.accepted, key)
+	}
+	delete(a.contested, key)
+	delete(a.refused, key)
+	for _, other := range a.contested {
+		if had && touch(old, other) || touch(c, other) {
+			return false
+		}
+	}
+	if !a.lengths.has(c.Lease) {
+		return false
+	}
+	if len(c.Lease.Endpoints) > 0 {
+		a.settle(c)
+	}
+	_, contested := a.contested[key]
+	return !contested
+}
+
+// touch reports whether what x claims could keep y from its own.
+func touch(x, y Claimant) bool {
+	for _, e := range x.Lease.Endpoints {
+		for _, f := range y.Lease.Endpoints {
+			public, other := prefix.Host(e.PublicIP), prefix.Host(f.PublicIP)
+			if e.Subnet.Overlaps(f.Subnet) || e.Subnet.Overlaps(other) || public.Overlaps(f.Subnet) || public == other {
+				return true
 			}
-			judged = true
-			if reason := a.judge(n, e); reason != "" {
-				refused = append(refused, Refusal{l.Key, reason})
-				continue
+		}
+	}
+	return slices.ContainsFunc(x.Identities, func(id string) bool { return slices.Contains(y.Identities, id) })
+}
+
+// Accepted returns the lease with the endpoints that may be programmed.
+func (a *Arbiter) Accepted(key string) (l Lease, ok bool) {
+	c, ok := a.accepted[key]
+	return c.Lease, ok
+}
+
+// AllAccepted iterates over all leases that may be programmed.
+func (a *Arbiter) AllAccepted() iter.Seq[Lease] {
+	return func(yield func(Lease) bool) {
+		for _, c := range a.accepted {
+			if !yield(c.Lease) {
+				return
 			}
-			a.add(l.Key, e)
+		}
+	}
+}
+
+// Refused returns why the lease, or a family of it, may not be programmed;
+// nil if nothing is wrong with it.
+func (a *Arbiter) Refused(key string) []string { return a.refused[key] }
+
+// AllRefused returns every refusal, by key.
+func (a *Arbiter) AllRefused() []Refusal {
+	var all []Refusal
+	for _, key := range slices.Sorted(maps.Keys(a.refused)) {
+		for _, reason := range a.refused[key] {
+			all = append(all, Refusal{key, reason})
+		}
+	}
+	return all
+}
+
+// settle accepts or refuses c, given all that is claimed so far.
+func (a *Arbiter) settle(c Claimant) {
+	key := c.Lease.Key
+	if i := slices.IndexFunc(c.Identities, func(id string) bool { return slices.Contains(a.own.Identities, id) }); i >= 0 {
+		a.refuse(c, fmt.Sprintf("its %s is that of this node", c.Identities[i]), "")
+		return
+	}
+	var kept []Endpoint
+	judged := false
+	for _, e := range c.Lease.Endpoints {
+		n, enabled := a.cfg.Network(e.Family())
+		if !enabled {
+			continue
+		}
+		judged = true
+		if reason, by := a.judge(n, e); reason != "" {
+			a.refuse(c, reason, by)
+		} else {
 			kept = append(kept, e)
 		}
-		if len(kept) > 0 {
-			l.Endpoints = kept
-			accepted = append(accepted, l)
-		} else if !judged {
-			refused = append(refused, Refusal{l.Key, "has no subnet of an enabled address family"})
+	}
+	if !judged {
+		a.refuse(c, "has no subnet of an enabled address family", "")
+	}
+	if len(kept) == 0 {
+		return
+	}
+	for _, id := range c.Identities {
+		if by, taken := a.identities[id]; taken {
+			a.refuse(c, fmt.Sprintf("its %s is that of %s", id, by), by)
+			return
 		}
 	}
-	return accepted, refused
+	c.Lease.Endpoints = kept
+	a.accepted[key] = c
+	a.claim(key, c)
 }
 
-// arbiter knows what is taken so far.
-type arbiter struct {
-	subnets *index
-	publics *index // public addresses, as prefixes of full length
-}
-
-func newArbiter(own Lease, leases []Lease) arbiter {
-	var l lengths
-	l.add(own)
-	for _, lease := range leases {
-		l.add(lease)
-	}
-	return arbiter{newIndex(l), newIndex(l)}
-}
-
-func (a arbiter) add(key string, e Endpoint) {
-	if e.Subnet.IsValid() {
-		a.subnets.add(e.Subnet, holder{e.Subnet, key})
-	}
-	if e.PublicIP.IsValid() {
-		a.publics.add(prefix.Host(e.PublicIP), holder{e.Subnet, key})
+// refuse notes a reason, and that it would pass if the lease called by went.
+func (a *Arbiter) refuse(c Claimant, reason, by string) {
+	a.refused[c.Lease.Key] = append(a.refused[c.Lease.Key], reason)
+	if by != "" {
+		a.contested[c.Lease.Key] = c
 	}
 }
 
-// judge returns why e may not be programmed, or nothing.
-func (a arbiter) judge(n Network, e Endpoint) string {
+func (a *Arbiter) claim(key string, c Claimant) {
+	for _, e := range c.Lease.Endpoints {
+		if e.Subnet.IsValid() {
+			a.subnets.add(e.Subnet, holder{e.Subnet, key})
+		}
+		if e.PublicIP.IsValid() {
+			a.publics.add(prefix.Host(e.PublicIP), holder{e.Subnet, key})
+		}
+	}
+	for _, id := range c.Identities {
+		a.identities[id] = key
+	}
+}
+
+func (a *Arbiter) release(c Claimant) {
+	for _, e := range c.Lease.Endpoints {
+		a.subnets.remove(e.Subnet)
+		a.publics.remove(prefix.Host(e.PublicIP))
+	}
+	for _, id := range c.Identities {
+		delete(a.identities, id)
+	}
+}
+
+// judge returns why e may not be programmed, or nothing; and the key of the
+// lease that is in its way, if it is one.
+func (a *Arbiter) judge(n Network, e Endpoint) (reason, by string) {
 	s, public := e.Subnet, e.PublicIP
 	if !prefix.Contains(n.Prefix, s) {
-		return fmt.Sprintf("%s is outside the Network %s", s, n.Prefix)
+		return fmt.Sprintf("%s is outside the Network %s", s, n.Prefix), ""
 	}
 	for _, r := range reserved() {
 		if r.Overlaps(s) {
-			return fmt.Sprintf("%s overlaps %s, which is not for pods", s, r)
+			return fmt.Sprintf("%s overlaps %s, which is not for pods", s, r), ""
 		}
 	}
 	if why := unusable(e); why != "" {
-		return why
+		return why, ""
+	}
+	if why := a.judgeByOwn(e); why != "" {
+		return why, ""
 	}
 	if h, found := a.publics.find(prefix.Host(public)); found {
-		if h.key == "" {
-			return fmt.Sprintf("%s has public IP %s, which is our own", s, public)
-		}
-		return fmt.Sprintf("%s has public IP %s, as has %s, which was there first", s, public, h)
+		return fmt.Sprintf("%s has public IP %s, as has %s, which was there first", s, public, h), h.key
 	}
 	if h, found := a.subnets.find(s); found {
-		return fmt.Sprintf("%s overlaps %s", s, h.first())
+		return fmt.Sprintf("%s overlaps %s, which was there first", s, h), h.key
 	}
 	if h, found := a.publics.find(s); found {
-		return fmt.Sprintf("%s contains the public IP of %s", s, h.first())
+		return fmt.Sprintf("%s contains the public IP of %s, which was there first", s, h), h.key
 	}
 	if h, found := a.subnets.find(prefix.Host(public)); found {
-		return fmt.Sprintf("%s has public IP %s, which lies in %s", s, public, h.first())
+		return fmt.Sprintf("%s has public IP %s, which lies in %s, which was there first", s, public, h), h.key
+	}
+	return "", ""
+}
+
+// judgeByOwn returns what the own lease says against e, or nothing.
+func (a *Arbiter) judgeByOwn(e Endpoint) string {
+	for _, own := range a.own.Lease.Endpoints {
+		switch s, public := e.Subnet, e.PublicIP; {
+		case public == own.PublicIP:
+			return fmt.Sprintf("%s has public IP %s, which is our own", s, public)
+		case s.Overlaps(own.Subnet):
+			return fmt.Sprintf("%s overlaps our own %s", s, own.Subnet)
+		case s.Contains(own.PublicIP):
+			return fmt.Sprintf("%s contains the public IP of our own %s", s, own.Subnet)
+		case own.Subnet.Contains(public):
+			return fmt.Sprintf("%s has public IP %s, which lies in our own %s", s, public, own.Subnet)
+		}
 	}
 	return ""
 }

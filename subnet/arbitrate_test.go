@@ -1,6 +1,7 @@
 package subnet_test
 
 import (
+	gocmp "cmp"
 	"fmt"
 	"net/netip"
 	"slices"
@@ -31,6 +32,20 @@ func keys(leases []subnet.Lease) []string {
 		out = append(out, l.Key)
 	}
 	return out
+}
+
+// arbitrate has an Arbiter judge leases that claim no identities.
+func arbitrate(cfg subnet.Config, own subnet.Lease, leases []subnet.Lease) ([]subnet.Lease, []subnet.Refusal) {
+	var all []subnet.Claimant
+	for _, l := range leases {
+		all = append(all, subnet.Claimant{Lease: l})
+	}
+	a := subnet.NewArbiter(cfg, subnet.Claimant{Lease: own})
+	a.Reset(all)
+	accepted := slices.SortedFunc(a.AllAccepted(), func(x, y subnet.Lease) int {
+		return gocmp.Or(gocmp.Compare(x.Order, y.Order), gocmp.Compare(x.Key, y.Key))
+	})
+	return accepted, a.AllRefused()
 }
 
 func TestArbitrate(t *testing.T) {
@@ -178,10 +193,11 @@ func TestArbitrate(t *testing.T) {
 				t.Fatal(err)
 			}
 			before := fmt.Sprint(tc.leases)
-			accepted, refused := subnet.Arbitrate(cfg, tc.own, tc.leases)
+			accepted, refused := arbitrate(cfg, tc.own, tc.leases)
 			if diff := cmp.Diff(tc.want, keys(accepted)); diff != "" {
 				t.Errorf("accepted differ (-want +got):\n%s", diff)
 			}
+			slices.SortStableFunc(tc.refused, func(x, y subnet.Refusal) int { return gocmp.Compare(x.Key, y.Key) })
 			if diff := cmp.Diff(tc.refused, refused); diff != "" {
 				t.Errorf("refused differ (-want +got):\n%s", diff)
 			}
@@ -205,7 +221,7 @@ func TestArbitrateKeepsTheGoodFamily(t *testing.T) {
 		t.Fatal(err)
 	}
 	l := lease("half", 1, "10.5.5.0/24", "192.0.2.5", "fd00:10:6::/64", "2001:db8::5")
-	accepted, refused := subnet.Arbitrate(cfg, subnet.Lease{}, []subnet.Lease{l})
+	accepted, refused := arbitrate(cfg, subnet.Lease{}, []subnet.Lease{l})
 	if len(accepted) != 1 || len(refused) != 1 || !slices.EqualFunc(accepted[0].Endpoints, l.Endpoints[:1],
 		func(a, b subnet.Endpoint) bool { return a.Subnet == b.Subnet }) {
 		t.Errorf("accepted %v, refused %v", accepted, refused)
@@ -219,7 +235,7 @@ func TestArbitrateManyIsFast(t *testing.T) {
 	}
 	leases := many(5000)
 	start := time.Now()
-	accepted, refused := subnet.Arbitrate(cfg, subnet.Lease{}, leases)
+	accepted, refused := arbitrate(cfg, subnet.Lease{}, leases)
 	if len(accepted) != 5000 || refused != nil {
 		t.Errorf("%d accepted, refused: %v", len(accepted), refused)
 	}
@@ -244,6 +260,6 @@ func BenchmarkArbitrate(b *testing.B) {
 	}
 	leases := many(5000)
 	for b.Loop() {
-		subnet.Arbitrate(cfg, subnet.Lease{}, leases)
+		arbitrate(cfg, subnet.Lease{}, leases)
 	}
 }

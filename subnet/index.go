@@ -2,7 +2,9 @@ package subnet
 
 import (
 	"fmt"
+	"iter"
 	"net/netip"
+	"slices"
 
 	"flanneld/pkg/prefix"
 )
@@ -10,23 +12,10 @@ import (
 // holder is who has a prefix.
 type holder struct {
 	subnet netip.Prefix
-	key    string // of the lease; empty for our own
+	key    string // of the lease
 }
 
-func (h holder) String() string {
-	if h.key == "" {
-		return fmt.Sprintf("our own %s", h.subnet)
-	}
-	return fmt.Sprintf("%s of %s", h.subnet, h.key)
-}
-
-// first is String for a sentence that ends with who was first.
-func (h holder) first() string {
-	if h.key == "" {
-		return h.String()
-	}
-	return h.String() + ", which was there first"
-}
+func (h holder) String() string { return fmt.Sprintf("%s of %s", h.subnet, h.key) }
 
 // lengths is the set of prefix lengths in use: [0] for IPv4, [1] for IPv6.
 type lengths [2][129]bool
@@ -36,6 +25,13 @@ func (l *lengths) of(p netip.Prefix) *[129]bool {
 		return &l[0]
 	}
 	return &l[1]
+}
+
+// has reports whether the lengths of lease are in use.
+func (l *lengths) has(lease Lease) bool {
+	with := *l
+	with.add(lease)
+	return with == *l
 }
 
 func (l *lengths) add(lease Lease) {
@@ -55,36 +51,61 @@ func (l *lengths) add(lease Lease) {
 type index struct {
 	lengths lengths
 	exact   map[netip.Prefix]holder
-	within  map[netip.Prefix]holder // by prefixes that contain an exact one
+	within  map[netip.Prefix][]netip.Prefix // exact ones, by prefixes that contain them
 }
 
-// newIndex returns an index for prefixes whose length is in l, those that are
-// looked up included.
+// newIndex returns an index for prefixes whose length is in l.
 func newIndex(l lengths) *index {
-	return &index{l, map[netip.Prefix]holder{}, map[netip.Prefix]holder{}}
+	return &index{l, map[netip.Prefix]holder{}, map[netip.Prefix][]netip.Prefix{}}
 }
 
 func (x *index) add(p netip.Prefix, h holder) {
 	p = p.Masked()
 	x.exact[p] = h
-	for bits, used := range x.lengths.of(p)[:p.Bits()] {
-		if used {
-			x.within[netip.PrefixFrom(p.Addr(), bits).Masked()] = h
+	for outer := range x.outer(p) {
+		x.within[outer] = append(x.within[outer], p)
+	}
+}
+
+func (x *index) remove(p netip.Prefix) {
+	p = p.Masked()
+	delete(x.exact, p)
+	for outer := range x.outer(p) {
+		inner := x.within[outer]
+		if i := slices.Index(inner, p); i >= 0 {
+			x.within[outer] = slices.Delete(inner, i, i+1)
+		}
+		if len(x.within[outer]) == 0 {
+			delete(x.within, outer)
 		}
 	}
 }
 
-// find returns one holder of a prefix that overlaps p.
+// outer iterates over the prefixes around p of the lengths in use.
+func (x *index) outer(p netip.Prefix) iter.Seq[netip.Prefix] {
+	return func(yield func(netip.Prefix) bool) {
+		for bits, used := range x.lengths.of(p)[:p.Bits()] {
+			if used && !yield(netip.PrefixFrom(p.Addr(), bits).Masked()) {
+				return
+			}
+		}
+	}
+}
+
+// find returns the holder of a prefix that overlaps p; of several that lie in
+// p, the lowest.
 func (x *index) find(p netip.Prefix) (h holder, found bool) {
 	p = p.Masked()
-	for bits, used := range x.lengths.of(p)[:p.Bits()+1] {
-		if !used {
-			continue
-		}
-		if h, found = x.exact[netip.PrefixFrom(p.Addr(), bits).Masked()]; found {
+	if h, found = x.exact[p]; found {
+		return h, true
+	}
+	for outer := range x.outer(p) {
+		if h, found = x.exact[outer]; found {
 			return h, true
 		}
 	}
-	h, found = x.within[p]
-	return h, found
+	if inner := x.within[p]; len(inner) > 0 {
+		return x.exact[slices.MinFunc(inner, netip.Prefix.Compare)], true
+	}
+	return holder{}, false
 }

@@ -2,6 +2,8 @@ package subnet
 
 import (
 	"cmp"
+	"iter"
+	"maps"
 	"net/netip"
 	"slices"
 	"sync"
@@ -14,8 +16,10 @@ import (
 // them go: they are held until it contradicts them or one TTL has passed. The
 // zero Ledger knows nobody. It is not safe for concurrent use.
 type Ledger struct {
-	store StoreID
-	peers map[string]Peer
+	store  StoreID
+	peers  map[string]Peer
+	synced bool // with a snapshot, since it was restored
+	held   map[string]struct{}
 }
 
 // Peer is what a Ledger knows of one other node.
@@ -32,7 +36,7 @@ type LedgerState struct {
 
 // Restore replaces what the ledger knows by state.
 func (l *Ledger) Restore(state LedgerState) {
-	l.store = state.Store
+	l.store, l.synced, l.held = state.Store, false, nil
 	l.peers = make(map[string]Peer, len(state.Peers))
 	for _, p := range state.Peers {
 		l.peers[p.Lease.Key] = p
@@ -86,14 +90,67 @@ func (l *Ledger) Apply(s Snapshot, now time.Time) (leases []Lease, held []string
 			peers[key] = p
 		}
 	}
-	l.peers = peers
+	l.peers, l.synced, l.held = peers, true, map[string]struct{}{}
 	for _, p := range l.State().Peers {
 		leases = append(leases, p.Lease)
 		if !p.HeldUntil.IsZero() {
 			held = append(held, p.Lease.Key)
+			l.held[p.Lease.Key] = struct{}{}
 		}
 	}
 	return leases, held
+}
+
+// Follow takes in what has changed since the last snapshot or update, at the
+// cost of just that. It reports false, and does nothing, where that is not
+// enough to go by: the whole snapshot has to be applied then.
+func (l *Ledger) Follow(u Update) bool {
+	if !l.synced || u.Changed == nil || len(l.held) > 0 || u.Store.ID != l.store.ID || u.Store.Revision < l.store.Revision {
+		return false
+	}
+	l.store = u.Store
+	for key, lease := range u.Changed {
+		if lease == nil {
+			delete(l.peers, key)
+		} else {
+			l.peers[key] = Peer{Lease: *lease}
+		}
+	}
+	return true
+}
+
+// Expire lets go of peers that were held long enough, and reports whether
+// there were any.
+func (l *Ledger) Expire(now time.Time) bool {
+	var gone bool
+	for key := range l.held {
+		if !now.Before(l.peers[key].HeldUntil) {
+			delete(l.peers, key)
+			delete(l.held, key)
+			gone = true
+		}
+	}
+	return gone
+}
+
+// Held returns the keys of the peers that are held, in order.
+func (l *Ledger) Held() []string { return slices.Sorted(maps.Keys(l.held)) }
+
+// Lease returns the lease with that key.
+func (l *Ledger) Lease(key string) (Lease, bool) {
+	p, ok := l.peers[key]
+	return p.Lease, ok
+}
+
+// Leases iterates over all known leases.
+func (l *Ledger) Leases() iter.Seq[Lease] {
+	return func(yield func(Lease) bool) {
+		for _, p := range l.peers {
+			if !yield(p.Lease) {
+				return
+			}
+		}
+	}
 }
 
 // contradictions returns whether one of leases takes the subnet of the known

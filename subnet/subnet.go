@@ -97,6 +97,19 @@ type Snapshot struct {
 	Store       StoreID
 }
 
+// Update tells what a store holds about other nodes at one moment: all of it,
+// and as a hint what has changed.
+type Update struct {
+	Store StoreID
+	// Changed has the leases that differ from the update before, nil for one
+	// that is gone. A nil map means that there is no telling. Going by
+	// Snapshot alone comes to the same.
+	Changed map[string]*Lease
+	// Snapshot returns the complete set. It may be called until sink returns,
+	// and costs as much as there are leases.
+	Snapshot func() Snapshot
+}
+
 // Manager talks to a store. All methods retry what passes by itself and
 // return when ctx ends, with its error.
 type Manager interface {
@@ -109,10 +122,10 @@ type Manager interface {
 	Recall(ctx context.Context, own Claim) (Claim, error)
 	// Acquire takes or renews this node's lease.
 	Acquire(ctx context.Context, c Claim) (Lease, error)
-	// Watch blocks and calls sink, from one goroutine, with complete sets
-	// only. It survives compaction and outages. The snapshot's slices belong
-	// to the receiver, the leases in them are shared and read-only.
-	Watch(ctx context.Context, sink func(Snapshot)) error
+	// Watch blocks and calls sink, from one goroutine, with what is complete
+	// only. It survives compaction and outages. A snapshot's slices belong to
+	// the receiver, the leases in them are shared and read-only.
+	Watch(ctx context.Context, sink func(Update)) error
 	// Keep blocks and keeps the own lease alive. It returns ErrLeaseLost,
 	// wrapped with the new owner, when another node has the subnet.
 	Keep(ctx context.Context, own Lease) error

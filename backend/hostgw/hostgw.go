@@ -6,7 +6,6 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
-	"net/netip"
 
 	"flanneld/backend"
 	"flanneld/pkg/dataplane"
@@ -45,13 +44,13 @@ func (b *Backend) Start(context.Context, subnet.Lease) (backend.Network, error) 
 	if err != nil {
 		return nil, err
 	}
-	return &network{b, reconciler}, nil
+	return &network{b, &backend.Programmer{Base: dataplane.NewState(), Desired: b.desired, Reconciler: reconciler}}, nil
 }
 
 // network implements backend.Network.
 type network struct {
 	*Backend
-	reconciler *dataplane.Reconciler
+	*backend.Programmer
 }
 
 // MTU implements backend.Network.
@@ -60,24 +59,13 @@ func (n *network) MTU() int { return n.env.Underlay.MTU }
 // Check implements backend.Network. Leases carry no data.
 func (*network) Check(subnet.Lease) ([]string, error) { return nil, nil }
 
-// Changed implements backend.Network.
-func (n *network) Changed() <-chan struct{} { return n.reconciler.Changed() }
-
-// Close implements backend.Network.
-func (n *network) Close() error { return n.reconciler.Close() }
-
-// Sync implements backend.Network.
-func (n *network) Sync(ctx context.Context, peers backend.Set) (backend.Outcome, error) {
-	want := dataplane.NewState()
-	subnets := map[netip.Prefix]string{}
-	for _, l := range peers.Leases {
-		for _, e := range l.Endpoints {
-			want.Add(desired(e, n.env.Underlay.Name))
-			subnets[e.Subnet] = l.Key
-		}
+// desired is what the kernel holds for a peer.
+func (b *Backend) desired(_ context.Context, l subnet.Lease) ([]dataplane.Object, error) {
+	var objects []dataplane.Object
+	for _, e := range l.Endpoints {
+		objects = append(objects, desired(e, b.env.Underlay.Name))
 	}
-	report, err := n.reconciler.Reconcile(ctx, want, peers.Complete)
-	return backend.OutcomeOf(report, subnets), err
+	return objects, nil
 }
 
 // desired is the route to one endpoint of a peer.

@@ -3,8 +3,10 @@ package vxlan
 import (
 	"encoding/json"
 	"fmt"
+	"strings"
 
 	"flanneld/backend"
+	"flanneld/pkg/dataplane"
 	"flanneld/pkg/prefix"
 	"flanneld/subnet"
 )
@@ -23,6 +25,8 @@ type config struct {
 	GBP           bool
 	Learning      bool
 	DirectRouting bool
+	// ChecksumOffload is auto (also if empty), on or off, in either case.
+	ChecksumOffload string
 }
 
 func parseConfig(raw json.RawMessage, env backend.Env) (config, []string, error) {
@@ -41,6 +45,9 @@ func parseConfig(raw json.RawMessage, env backend.Env) (config, []string, error)
 	if c.MTU < 0 || c.MTU > 65535 {
 		return c, nil, fmt.Errorf("Backend.MTU is %d: want 0 (that of the external interface) to 65535", c.MTU)
 	}
+	if _, ok := c.txChecksum(); !ok {
+		return c, nil, fmt.Errorf("Backend.ChecksumOffload is %q: want auto, on or off", c.ChecksumOffload)
+	}
 	for _, n := range env.Config.Networks {
 		f := n.Family()
 		if mtu := c.deviceMTU(env.Underlay.MTU, f); mtu < minMTU(f) {
@@ -49,6 +56,19 @@ func parseConfig(raw json.RawMessage, env backend.Env) (config, []string, error)
 		}
 	}
 	return c, warnings, nil
+}
+
+// txChecksum is who computes the checksums of what the devices send.
+func (c config) txChecksum() (o dataplane.Offload, ok bool) {
+	switch strings.ToLower(c.ChecksumOffload) {
+	case "", "auto":
+		return dataplane.OffloadAuto, true
+	case "on":
+		return dataplane.OffloadOn, true
+	case "off":
+		return dataplane.OffloadOff, true
+	}
+	return dataplane.OffloadAuto, false
 }
 
 // overhead is what encapsulation adds to a packet, in bytes: the outer IP

@@ -9,7 +9,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"net/netip"
+	"time"
 
 	"flanneld/backend"
 	"flanneld/pkg/dataplane"
@@ -77,26 +77,37 @@ func (b *Backend) devices() []string {
 
 // Start implements backend.Backend.
 func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network, error) {
-	reconciler, err := b.env.Reconciler(b.devices()...)
+	base, err := b.base(own)
 	if err != nil {
 		return nil, err
 	}
-	n := &network{Backend: b, own: own, reconciler: reconciler}
-	base, err := n.base()
-	if err == nil {
-		_, err = reconciler.Reconcile(ctx, base, false)
-	}
+	scope := b.env.Scope(b.devices()...)
+	offload, _ := b.config.txChecksum()
+	scope.TxChecksum = offload != dataplane.OffloadAuto
+	reconciler, err := dataplane.NewReconciler(dataplane.Config{Kernel: b.env.Kernel, Scope: scope, Resync: b.env.Resync})
 	if err != nil {
+		return nil, err
+	}
+	n := &network{Backend: b, Programmer: &backend.Programmer{Base: base, Desired: b.desired, Reconciler: reconciler}}
+	if b.config.DirectRouting {
+		n.Volatile = recheck
+	}
+	devices := dataplane.NewState()
+	devices.AddState(base)
+	if _, err = reconciler.Reconcile(ctx, devices, false); err != nil {
 		return nil, errors.Join(fmt.Errorf("set up vxlan devices: %w", err), reconciler.Close())
 	}
 	return n, nil
 }
 
+// recheck is how often it is asked at the most which peers are on a network of
+// this host.
+const recheck = time.Second
+
 // network implements backend.Network.
 type network struct {
 	*Backend
-	own        subnet.Lease
-	reconciler *dataplane.Reconciler
+	*backend.Programmer
 }
 
 // MTU implements backend.Network.
@@ -122,61 +133,55 @@ func (n *network) Check(l subnet.Lease) ([]string, error) {
 	return macs, nil
 }
 
-// Sync implements backend.Network.
-func (n *network) Sync(ctx context.Context, peers backend.Set) (backend.Outcome, error) {
-	want, err := n.base()
-	if err != nil {
-		return backend.Outcome{}, err
-	}
-	subnets := map[netip.Prefix]string{}
-	for _, l := range peers.Leases {
-		for _, e := range l.Endpoints {
-			direct, err := n.direct(ctx, e)
-			if err != nil {
-				return backend.Outcome{}, err
-			}
-			objects, err := n.config.desired(e, direct)
-			if err != nil {
-				return backend.Outcome{}, fmt.Errorf("lease %s: %w", l.Key, err)
-			}
-			want.Add(objects...)
-			subnets[e.Subnet] = l.Key
+// desired is what the kernel holds for a peer.
+func (b *Backend) desired(ctx context.Context, l subnet.Lease) ([]dataplane.Object, error) {
+	var objects []dataplane.Object
+	for _, e := range l.Endpoints {
+		direct, err := b.direct(ctx, e)
+		if err != nil {
+			return nil, err
 		}
+		of, err := b.config.desired(e, direct)
+		if err != nil {
+			return nil, err
+		}
+		objects = append(objects, of...)
 	}
-	report, err := n.reconciler.Reconcile(ctx, want, peers.Complete)
-	return backend.OutcomeOf(report, subnets), err
+	return objects, nil
 }
 
 // direct returns the device on whose own network the peer is, or "" if it is
 // behind a gateway or direct routing is off.
-func (n *network) direct(ctx context.Context, e subnet.Endpoint) (string, error) {
-	if !n.config.DirectRouting {
+func (b *Backend) direct(ctx context.Context, e subnet.Endpoint) (string, error) {
+	if !b.config.DirectRouting {
 		return "", nil
 	}
-	return n.env.Kernel.OnLink(ctx, e.PublicIP)
+	return b.env.Kernel.OnLink(ctx, e.PublicIP)
 }
 
 // base is what the kernel holds without any peers: a device for each family,
 // with the own subnet's base address.
-func (n *network) base() (dataplane.State, error) {
+func (b *Backend) base(own subnet.Lease) (dataplane.State, error) {
 	want := dataplane.NewState()
-	for _, e := range n.own.Endpoints {
+	offload, _ := b.config.txChecksum()
+	for _, e := range own.Endpoints {
 		f := e.Family()
 		mac, err := vtepMAC(e.Data)
 		if err != nil {
-			return want, fmt.Errorf("own lease %s: %w", n.own.Key, err)
+			return want, fmt.Errorf("own lease %s: %w", own.Key, err)
 		}
-		addr, ok := n.env.Underlay.Family(f)
+		addr, ok := b.env.Underlay.Family(f)
 		if !ok {
-			return want, fmt.Errorf("own lease %s: %s is not enabled on %s", n.own.Key, f, n.env.Underlay.Name)
+			return want, fmt.Errorf("own lease %s: %s is not enabled on %s", own.Key, f, b.env.Underlay.Name)
 		}
-		name := n.config.deviceName(f)
+		name := b.config.deviceName(f)
 		want.Add(dataplane.Link{
-			Name: name, Kind: "vxlan", MAC: mac, MTU: n.config.deviceMTU(n.env.Underlay.MTU, f), Up: true,
+			Name: name, Kind: "vxlan", MAC: mac, MTU: b.config.deviceMTU(b.env.Underlay.MTU, f), Up: true,
 			VXLAN: dataplane.VXLAN{
-				VNI: n.config.VNI, Port: n.config.Port, Local: addr.Local, Underlay: n.env.Underlay.Name,
-				Learning: n.config.Learning, GBP: n.config.GBP,
+				VNI: b.config.VNI, Port: b.config.Port, Local: addr.Local, Underlay: b.env.Underlay.Name,
+				Learning: b.config.Learning, GBP: b.config.GBP,
 			},
+			TxChecksum: offload,
 		}, dataplane.Addr{Dev: name, Prefix: prefix.Host(e.Subnet.Addr())})
 	}
 	return want, nil
@@ -199,9 +204,3 @@ func (c config) desired(e subnet.Endpoint, direct string) ([]dataplane.Object, e
 		dataplane.NewRoute(e.Subnet, vtep, dev, true),
 	}, nil
 }
-
-// Changed implements backend.Network.
-func (n *network) Changed() <-chan struct{} { return n.reconciler.Changed() }
-
-// Close implements backend.Network.
-func (n *network) Close() error { return n.reconciler.Close() }

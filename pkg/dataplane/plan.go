@@ -18,6 +18,8 @@ type Scope struct {
 	Shared []string
 	// Networks bound everything: a route or address outside is never ours.
 	Networks []netip.Prefix
+	// TxChecksum has Link.TxChecksum of the devices read.
+	TxChecksum bool
 }
 
 func (s Scope) device(name string) bool { return slices.Contains(s.Devices, name) }

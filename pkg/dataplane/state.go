@@ -43,7 +43,20 @@ type Link struct {
 	MTU   int // bytes
 	Up    bool
 	VXLAN VXLAN // zero unless Kind is "vxlan"
+	// TxChecksum is who computes the checksums of what the device sends. A
+	// read leaves it out unless Scope.TxChecksum is set.
+	TxChecksum Offload
 }
+
+// Offload says whether a device may leave work to the hardware below it.
+type Offload uint8
+
+// The values of Offload.
+const (
+	OffloadAuto Offload = iota // as the kernel has it
+	OffloadOn
+	OffloadOff
+)
 
 // VXLAN holds the parameters of a vxlan device.
 type VXLAN struct {
@@ -193,6 +206,17 @@ func NewState() State {
 func (s State) Add(objects ...Object) {
 	for _, o := range objects {
 		o.addTo(s)
+	}
+}
+
+// AddState adds all objects of other.
+func (s State) AddState(other State) {
+	maps.Copy(s.Links, other.Links)
+	maps.Copy(s.Addrs, other.Addrs)
+	maps.Copy(s.Neighs, other.Neighs)
+	maps.Copy(s.FDB, other.FDB)
+	for r := range other.AllRoutes() {
+		s.Add(r)
 	}
 }
 

@@ -2,8 +2,10 @@ package underlay
 
 import (
 	"context"
+	"encoding/binary"
 	"errors"
 	"fmt"
+	"math"
 	"time"
 
 	"github.com/vishvananda/netlink/nl"
@@ -89,6 +91,12 @@ func subscribe(o Options) (changed <-chan struct{}, stop func(), err error) {
 	if err != nil {
 		return nil, nil, fmt.Errorf("subscribe to link, address and route changes: %w", err)
 	}
+	if o.CanReach == "" {
+		if err := onlyDefaults(s.GetFd()); err != nil {
+			s.Close()
+			return nil, nil, fmt.Errorf("subscribe to link, address and route changes: %w", err)
+		}
+	}
 	wake := make(chan struct{}, 1)
 	done := make(chan struct{})
 	go func() {
@@ -96,6 +104,36 @@ func subscribe(o Options) (changed <-chan struct{}, stop func(), err error) {
 		relay(wake, func() error { _, _, err := s.Receive(); return err })
 	}()
 	return wake, func() { s.Close(); <-done }, nil
+}
+
+// onlyDefaults keeps the announcements of routes from the socket, but for
+// default routes: there may be thousands of others, our own among them.
+func onlyDefaults(fd int) error {
+	const offType, offDstLen = 4, unix.SizeofNlMsghdr + 1
+	load := func(size uint16, off uint32) unix.SockFilter {
+		return unix.SockFilter{Code: unix.BPF_LD | unix.BPF_ABS | size, K: off}
+	}
+	skip := func(value uint32, equal, other uint8) unix.SockFilter {
+		return unix.SockFilter{Code: unix.BPF_JMP | unix.BPF_JEQ | unix.BPF_K, Jt: equal, Jf: other, K: value}
+	}
+	accept := func(size uint32) unix.SockFilter { return unix.SockFilter{Code: unix.BPF_RET | unix.BPF_K, K: size} }
+	program := []unix.SockFilter{
+		load(unix.BPF_H, offType),
+		skip(asLoaded(unix.RTM_NEWROUTE), 1, 0),
+		skip(asLoaded(unix.RTM_DELROUTE), 0, 2),
+		load(unix.BPF_B, offDstLen),
+		skip(0, 0, 1),
+		accept(math.MaxUint32),
+		accept(0),
+	}
+	return unix.SetsockoptSockFprog(fd, unix.SOL_SOCKET, unix.SO_ATTACH_FILTER,
+		&unix.SockFprog{Len: uint16(len(program)), Filter: &program[0]})
+}
+
+// asLoaded is a message type as a filter loads it: filters take all numbers
+// for big-endian.
+func asLoaded(typ uint16) uint32 {
+	return uint32(binary.BigEndian.Uint16(binary.NativeEndian.AppendUint16(nil, typ)))
 }
 
 // relay makes wake readable after every message that receive waits for. An

@@ -3,6 +3,7 @@ package etcd
 import (
 	"context"
 	"errors"
+	"maps"
 	"slices"
 	"strings"
 	"time"
@@ -23,13 +24,13 @@ var errRelist = errors.New("watch cannot be resumed")
 
 // view is what Watch knows of the store.
 type view struct {
-	entries []entry // by key, without values
+	entries map[string]entry // by key, without values
 	store   subnet.StoreID
 	next    int64 // revision to watch from; 0: list first
 }
 
 // Watch publishes the leases of other nodes. See subnet.Manager.
-func (m *Manager) Watch(ctx context.Context, sink func(subnet.Snapshot)) error {
+func (m *Manager) Watch(ctx context.Context, sink func(subnet.Update)) error {
 	defer m.health.forget(sourceWatch)
 	var v view
 	b := m.backoff()
@@ -39,7 +40,7 @@ func (m *Manager) Watch(ctx context.Context, sink func(subnet.Snapshot)) error {
 			err = m.follow(ctx, m.dir(), v.next, func(resp *pb.WatchResponse) error {
 				b.reset()
 				m.health.report(ctx, sourceWatch, nil)
-				return m.update(ctx, &v, resp, sink)
+				return m.advance(ctx, &v, resp, sink)
 			})
 		}
 		if ctx.Err() != nil {
@@ -62,7 +63,7 @@ func (m *Manager) Watch(ctx context.Context, sink func(subnet.Snapshot)) error {
 
 // resume brings the view up to where a watch can start: by a full list, or if
 // the store is still the same by nothing at all.
-func (m *Manager) resume(ctx context.Context, v *view, sink func(subnet.Snapshot)) error {
+func (m *Manager) resume(ctx context.Context, v *view, sink func(subnet.Update)) error {
 	if v.next != 0 {
 		head, err := m.head(ctx)
 		if err != nil {
@@ -79,14 +80,14 @@ func (m *Manager) resume(ctx context.Context, v *view, sink func(subnet.Snapshot
 	if v.store.ID != "" && (l.store.ID != v.store.ID || l.store.Revision < v.store.Revision) {
 		klog.FromContext(ctx).Error(nil, "etcd is not the store it was", "was", v.store, "is", l.store)
 	}
-	old := *v
-	*v = view{l.entries, l.store, l.store.Revision + 1}
-	for i := range v.entries {
-		v.entries[i].value = nil
-		before, _ := old.find(v.entries[i].key)
-		logUndecodable(ctx, before, v.entries[i])
+	old := v.entries
+	*v = view{make(map[string]entry, len(l.entries)), l.store, l.store.Revision + 1}
+	for _, e := range l.entries {
+		e.value = nil
+		v.entries[e.key] = e
+		logUndecodable(ctx, old[e.key], e)
 	}
-	sink(v.snapshot(m.ownKey.Load()))
+	sink(v.update(m.ownKey.Load(), nil))
 	return nil
 }
 
@@ -103,8 +104,8 @@ func (m *Manager) head(ctx context.Context) (subnet.StoreID, error) {
 	return id, err
 }
 
-// update takes one response in and publishes the outcome.
-func (m *Manager) update(ctx context.Context, v *view, resp *pb.WatchResponse, sink func(subnet.Snapshot)) error {
+// advance takes one response in and publishes the outcome.
+func (m *Manager) advance(ctx context.Context, v *view, resp *pb.WatchResponse, sink func(subnet.Update)) error {
 	if storeID(resp.Header).ID != v.store.ID {
 		return errRelist
 	}
@@ -112,49 +113,51 @@ func (m *Manager) update(ctx context.Context, v *view, resp *pb.WatchResponse, s
 		return nil
 	}
 	known := v.next // one transaction may change several keys at one revision
+	changed := map[string]*subnet.Lease{}
 	for _, ev := range resp.Events {
 		if ev.Kv.ModRevision < known {
 			continue
 		}
 		e := m.entry(ev.Kv)
 		e.value = nil
-		i, found := v.search(e.key)
 		switch {
-		case ev.Type == mvccpb.DELETE && found:
-			v.entries = slices.Delete(v.entries, i, i+1)
 		case ev.Type == mvccpb.DELETE:
-		case found:
-			logUndecodable(ctx, v.entries[i], e)
-			v.entries[i] = e
+			delete(v.entries, e.key)
+			changed[e.key] = nil
 		default:
-			logUndecodable(ctx, entry{}, e)
-			v.entries = slices.Insert(v.entries, i, e)
+			logUndecodable(ctx, v.entries[e.key], e)
+			v.entries[e.key] = e
+			if e.err == nil {
+				changed[e.key] = &e.lease
+			}
 		}
 		v.next = max(v.next, ev.Kv.ModRevision+1)
 	}
 	v.store.Revision = max(v.store.Revision, resp.Header.Revision)
-	sink(v.snapshot(m.ownKey.Load()))
+	sink(v.update(m.ownKey.Load(), changed))
 	return nil
 }
 
-func (v *view) search(key string) (int, bool) {
-	return slices.BinarySearchFunc(v.entries, key, func(e entry, key string) int { return strings.Compare(e.key, key) })
-}
-
-func (v *view) find(key string) (entry, bool) {
-	if i, found := v.search(key); found {
-		return v.entries[i], true
+// update is the view as it is published. own is the key to leave out, if there
+// is one.
+func (v *view) update(own *string, changed map[string]*subnet.Lease) subnet.Update {
+	if own != nil {
+		if _, ok := changed[*own]; ok {
+			// It may have been another node's before.
+			changed[*own] = nil
+		}
 	}
-	return entry{}, false
+	return subnet.Update{Store: v.store, Changed: changed, Snapshot: func() subnet.Snapshot { return v.snapshot(own) }}
 }
 
 func (v *view) snapshot(own *string) subnet.Snapshot {
 	s := subnet.Snapshot{Leases: make([]subnet.Lease, 0, len(v.entries)), Store: v.store}
-	for _, e := range v.entries {
+	for _, key := range slices.Sorted(maps.Keys(v.entries)) {
+		e := v.entries[key]
 		switch {
-		case own != nil && e.key == *own:
+		case own != nil && key == *own:
 		case e.err != nil:
-			s.Undecodable = append(s.Undecodable, e.key)
+			s.Undecodable = append(s.Undecodable, key)
 		default:
 			s.Leases = append(s.Leases, e.lease)
 		}

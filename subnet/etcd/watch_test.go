@@ -114,7 +114,7 @@ func TestGarbageIsLoggedOnce(t *testing.T) {
 	ctx, cancel := context.WithCancel(ctx)
 	snaps := make(chan subnet.Snapshot, 100)
 	done := make(chan error)
-	go func() { done <- m.Watch(ctx, func(s subnet.Snapshot) { snaps <- s }) }()
+	go func() { done <- m.Watch(ctx, func(u subnet.Update) { snaps <- u.Snapshot() }) }()
 	next := func() {
 		t.Helper()
 		select {
@@ -299,7 +299,7 @@ func TestCancelWhileUnreachable(t *testing.T) {
 		"Recall":  func(ctx context.Context) error { _, err := m.Recall(ctx, claim("192.0.2.1")); return err },
 		"Acquire": func(ctx context.Context) error { _, err := m.Acquire(ctx, claim("192.0.2.1")); return err },
 		"Keep":    func(ctx context.Context) error { return m.Keep(ctx, l) },
-		"Watch":   func(ctx context.Context) error { return m.Watch(ctx, func(subnet.Snapshot) {}) },
+		"Watch":   func(ctx context.Context) error { return m.Watch(ctx, func(subnet.Update) {}) },
 	} {
 		ctx, cancel := context.WithTimeout(t.Context(), 200*time.Millisecond)
 		start := time.Now()

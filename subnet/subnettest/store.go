@@ -219,13 +219,14 @@ func leaseOn(subnets []netip.Prefix, c subnet.Claim) subnet.Lease {
 }
 
 // Watch publishes the leases of others at every change. See subnet.Manager.
-func (m *Manager) Watch(ctx context.Context, sink func(subnet.Snapshot)) error {
+func (m *Manager) Watch(ctx context.Context, sink func(subnet.Update)) error {
 	for {
 		changed := m.store.next()
 		m.mu.Lock()
 		own := m.own
 		m.mu.Unlock()
-		sink(m.store.snapshot(own))
+		s := m.store.snapshot(own)
+		sink(subnet.Update{Store: s.Store, Snapshot: func() subnet.Snapshot { return s }})
 		select {
 		case <-ctx.Done():
 			return ctx.Err()

@@ -286,7 +286,7 @@ func testCancel(t *testing.T, b Backing) {
 	ctx, cancel := context.WithCancel(t.Context())
 	first, done := make(chan struct{}, 1), make(chan error, 2)
 	go func() {
-		done <- m.Watch(ctx, func(subnet.Snapshot) {
+		done <- m.Watch(ctx, func(subnet.Update) {
 			select {
 			case first <- struct{}{}:
 			default:

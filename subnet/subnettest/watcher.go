@@ -35,7 +35,8 @@ func Watch(t *testing.T, m subnet.Manager) *Watcher {
 	return w
 }
 
-func (w *Watcher) add(s subnet.Snapshot) {
+func (w *Watcher) add(u subnet.Update) {
+	s := u.Snapshot()
 	w.mu.Lock()
 	w.all = append(w.all, s)
 	w.mu.Unlock()

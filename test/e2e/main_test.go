@@ -79,7 +79,7 @@ func newLab(t *testing.T, cfg lab.Config, backend string) *lab.Lab {
 		if err != nil {
 			t.Fatal(err)
 		}
-		cfg.Network = network
+		cfg.Network = below200(t, network)
 	}
 	cfg.Flanneld = flanneld()
 	l, err := lab.New(background(t), cfg)
@@ -98,6 +98,24 @@ func newLab(t *testing.T, cfg lab.Config, backend string) *lab.Lab {
 		}
 	})
 	return l
+}
+
+// below200 keeps hosts from getting the IPv4 subnets from 10.5.200.0/24 on:
+// tests have those for peers that they make up.
+func below200(t *testing.T, network json.RawMessage) json.RawMessage {
+	t.Helper()
+	var keys map[string]any
+	if err := json.Unmarshal(network, &keys); err != nil {
+		t.Fatal(err)
+	}
+	if _, ok := keys["Network"]; ok {
+		keys["SubnetMax"] = "10.5.199.0"
+	}
+	network, err := json.Marshal(keys)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return network
 }
 
 // startAll starts a daemon and a pod on every host.

@@ -42,6 +42,8 @@ type lastKnown struct {
 	Interface underlay.Interface `json:"interface"`
 	Own       subnet.Lease       `json:"own"`
 	Peers     subnet.LedgerState `json:"peers"`
+
+	peers func() subnet.LedgerState // has newer ones than Peers; may be nil
 }
 
 // daemon is one run of flanneld.
@@ -134,13 +136,16 @@ func (d *daemon) run(ctx context.Context) error {
 	}
 	resumed.stop()
 	last.Config, last.Interface, last.Own = cfg, iface, own
-	s, err := d.serve(ctx, be, last)
+	sess, err := d.serve(ctx, be, last)
 	if err != nil {
 		return err
 	}
-	defer s.stop()
-	d.group.Go(func() error { return ended(ctx, manager.Watch(ctx, s.syncer.Publish)) })
-	return ended(ctx, manager.Keep(ctx, own))
+	group, ctx := errgroup.WithContext(ctx)
+	changed := make(chan underlay.Interface, 1)
+	group.Go(func() error { return underlay.Watch(ctx, d.underlayOptions(cfg), iface, latest(changed)) })
+	group.Go(func() error { return d.work(ctx, manager, sess, changed) })
+	group.Go(func() error { return ended(ctx, manager.Keep(ctx, own)) })
+	return group.Wait()
 }
 
 // ended is nil if what ended did so because it was asked to.
@@ -268,93 +273,6 @@ func describe(i underlay.Interface) []string {
 // node that now has b: cloned hosts share their disk, but not their address.
 func sameNode(a, b underlay.Interface) bool {
 	return len(a.Addrs) > 0 && reflect.DeepEqual(a.Addrs, b.Addrs)
-}
-
-// resume goes on from the last known state, if it is of this node and its
-// lease has not run out: pods keep their network while the store is away.
-func (d *daemon) resume(ctx context.Context, last lastKnown) *session {
-	log := klog.FromContext(ctx)
-	if len(last.Own.Endpoints) == 0 || !last.Own.Permanent && time.Now().After(last.Own.Expires) {
-		return nil
-	}
-	iface, err := underlay.Wait(ctx, d.underlayOptions(last.Config), 0)
-	if err != nil || !sameNode(last.Interface, iface) {
-		return nil
-	}
-	last.Interface = iface
-	be, _, err := d.registry.New(backend.Env{Underlay: iface, Config: last.Config, Kernel: d.kernel, Resync: d.opts.Resync})
-	if err != nil {
-		return nil
-	}
-	s, err := d.serve(ctx, be, last)
-	if err != nil {
-		log.Error(err, "the last known state cannot be used")
-		return nil
-	}
-	log.Info("going on from the last known state until the store answers", "lease", last.Own.Key)
-	return s
-}
-
-// session is the part of the daemon that depends on configuration, interface
-// and lease.
-type session struct {
-	syncer *backend.Syncer
-	cancel context.CancelFunc
-	done   chan struct{}
-}
-
-// stop ends the session and waits for it. It may be called on nil, and twice.
-func (s *session) stop() {
-	if s != nil {
-		s.cancel()
-		<-s.done
-	}
-}
-
-// serve starts the backend's network, the lease-watch loop and the keeper of
-// the subnet file.
-func (d *daemon) serve(ctx context.Context, be backend.Backend, now lastKnown) (*session, error) {
-	network, err := be.Start(ctx, now.Own)
-	if err != nil {
-		return nil, fmt.Errorf("start backend: %w", err)
-	}
-	ledger := &subnet.Ledger{}
-	ledger.Restore(now.Peers)
-	d.record.set(now)
-	syncer := backend.NewSyncer(backend.SyncerConfig{
-		Config: now.Config, Own: now.Own, Network: network, Ledger: ledger, Resync: d.opts.Resync,
-		OnSync: func(complete bool, err error) {
-			d.health.Beat()
-			if complete || err != nil {
-				d.report(ctx, partDatapath, err)
-			}
-			if complete {
-				d.record.update(func(now *lastKnown) { now.Peers = ledger.State() })
-			}
-		},
-	})
-	file := &fileKeeper{path: d.opts.SubnetFile, file: d.subnetFile(now, network.MTU()), report: func(err error) { d.report(ctx, partSubnetFile, err) }}
-	ctx, cancel := context.WithCancel(ctx)
-	s := &session{syncer: syncer, cancel: cancel, done: make(chan struct{})}
-	var wg sync.WaitGroup
-	wg.Go(func() { file.run(ctx) })
-	wg.Go(func() { _ = syncer.Run(ctx) })
-	go func() {
-		wg.Wait()
-		_ = network.Close()
-		close(s.done)
-	}()
-	return s, nil
-}
-
-func (d *daemon) subnetFile(now lastKnown, mtu int) subnetfile.File {
-	f := subnetfile.File{MTU: mtu, IPMasq: d.opts.IPMasq}
-	for _, n := range now.Config.Networks {
-		if e, ok := now.Own.Endpoint(n.Family()); ok {
-			f.Entries = append(f.Entries, subnetfile.Entry{Network: n.Prefix, Subnet: e.Subnet})
-		}
-	}
-	return f
 }
 
 // stateName tells daemons of one host apart: each has a network and a subnet

@@ -46,9 +46,13 @@ func (k *fileKeeper) step(ctx context.Context) error {
 	return err
 }
 
-// savePause is the least time between two writes of the state file in the
-// background: it is a help for the next start, not a journal.
-const savePause = 2 * time.Second
+// The state file is a help for the next start, not a journal: after a write in
+// the background comes a pause, so long that writing takes no notable part of
+// the time however large the file is.
+const (
+	savePause = 2 * time.Second
+	saveShare = 500
+)
 
 // record is the last known state, in memory and on disk. A nil record does
 // nothing.
@@ -83,6 +87,17 @@ func (r *record) set(now lastKnown) {
 	}
 }
 
+// get returns the state, as far as it was told; ok is false if there is none
+// yet.
+func (r *record) get() (now lastKnown, ok bool) {
+	if r == nil {
+		return lastKnown{}, false
+	}
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.now, r.known
+}
+
 // update changes the state, once there is one, and has it written before
 // long. What the state refers to must not change any more.
 func (r *record) update(change func(now *lastKnown)) {
@@ -101,6 +116,7 @@ func (r *record) update(change func(now *lastKnown)) {
 func (r *record) run(ctx context.Context) error { return r.loop.Run(ctx) }
 
 func (r *record) step(ctx context.Context) error {
+	start := time.Now()
 	wrote, err := r.flush()
 	if err != nil && !r.failing {
 		klog.FromContext(ctx).Error(err, "the last known state is not kept, trying again")
@@ -109,7 +125,7 @@ func (r *record) step(ctx context.Context) error {
 	if wrote {
 		select {
 		case <-ctx.Done():
-		case <-time.After(savePause):
+		case <-time.After(max(savePause, saveShare*time.Since(start))):
 		}
 	}
 	return err
@@ -125,6 +141,9 @@ func (r *record) flush() (wrote bool, err error) {
 	r.mu.Unlock()
 	if !changed {
 		return false, nil
+	}
+	if now.peers != nil {
+		now.Peers = now.peers()
 	}
 	if err := r.file.Save(now); err != nil {
 		r.mu.Lock()

@@ -13,6 +13,7 @@ func linkCases() []contractCase {
 		{"a new MAC", changeMAC},
 		{"devices of another flannel daemon are adopted", adoptDevices},
 		{"a device without underlay and address is completed", completeDevice},
+		{"checksum offload", checksumOffload},
 		{"a second device with the same VNI is refused", sameVNI},
 		{"a link that is down", linkDown},
 		{"a link that is gone", linkGone},
@@ -94,6 +95,50 @@ func completeDevice(f *fixture) {
 			f.Errorf("%s, want no delete", op)
 		}
 	}
+}
+
+// checksumOffload is the kernel's own matter unless it is asked for.
+func checksumOffload(f *fixture) {
+	offload := func(want dataplane.Offload) {
+		f.Helper()
+		scope := Scope()
+		scope.TxChecksum = true
+		s, err := f.Read(f.Context(), scope)
+		f.must(err)
+		for _, dev := range scope.Devices {
+			if got := s.Links[dev].TxChecksum; got != want {
+				f.Errorf("checksum offload of %s is %d, want %d", dev, got, want)
+			}
+		}
+	}
+	put := func(o dataplane.Offload) {
+		want := Base()
+		for _, dev := range Scope().Devices {
+			l := want.Links[dev]
+			l.TxChecksum = o
+			f.put(l)
+		}
+		f.expect(linksOf(want))
+	}
+	put(dataplane.OffloadAuto)
+	offload(dataplane.OffloadOn) // what a vxlan device starts with
+	put(dataplane.OffloadOff)
+	offload(dataplane.OffloadOff)
+	put(dataplane.OffloadAuto)
+	offload(dataplane.OffloadOff)
+	put(dataplane.OffloadOn)
+	offload(dataplane.OffloadOn)
+	for _, dev := range Scope().Devices {
+		f.must(f.Remove(Base().Links[dev]))
+	}
+	put(dataplane.OffloadOff)
+	offload(dataplane.OffloadOff)
+}
+
+func linksOf(s dataplane.State) dataplane.State {
+	links := dataplane.NewState()
+	links.Links = s.Links
+	return links
 }
 
 func sameVNI(f *fixture) {

@@ -69,7 +69,11 @@ func (k *Kernel) Read(ctx context.Context, s dataplane.Scope) (dataplane.State, 
 		if !ok {
 			continue
 		}
-		state.Add(d.Link)
+		link := d.Link
+		if !s.TxChecksum {
+			link.TxChecksum = dataplane.OffloadAuto
+		}
+		state.Add(link)
 		for _, a := range d.addrs {
 			if within(prefix.Host(a.Addr())) {
 				state.Add(dataplane.Addr{Dev: name, Prefix: a})
@@ -165,14 +169,17 @@ func (k *Kernel) putLink(want dataplane.Link) error {
 	case !ok && k.vxlanTaken(want.VXLAN):
 		return syscall.EEXIST
 	case !ok:
-		d = k.newDevice(dataplane.Link{Name: want.Name})
+		d = k.newDevice(dataplane.Link{Name: want.Name, TxChecksum: dataplane.OffloadOn})
 	case !d.Compatible(want):
 		return fmt.Errorf("no way to turn the %s device that is there into the one that is wanted", d.Kind)
 	case d.MAC != want.MAC: // as NETDEV_CHANGEADDR does
 		clear(d.neighs)
 	}
-	up := d.Up
+	up, offload := d.Up, d.TxChecksum
 	d.Link, d.Up, d.acceptRA = want, up, "0"
+	if want.TxChecksum == dataplane.OffloadAuto {
+		d.TxChecksum = offload
+	}
 	if want.Up && !up {
 		k.up(d)
 	}

@@ -50,6 +50,9 @@ func (k *Kernel) applyLink(ctx context.Context, op dataplane.Op) error {
 			return err
 		}
 	}
+	if err := k.setTxChecksum(want.Name, want.TxChecksum); err != nil {
+		return err
+	}
 	return k.setUp(want)
 }
 
@@ -94,7 +97,7 @@ func (k *Kernel) underlay(name string) (int, error) {
 // neighbours.
 func (k *Kernel) changeLink(ctx context.Context, want dataplane.Link, index int) error {
 	state := dataplane.NewState()
-	if _, err := k.readLink(want.Name, state); err != nil {
+	if _, err := k.readLink(want.Name, dataplane.Scope{}, state); err != nil {
 		return err
 	}
 	have := state.Links[want.Name]

@@ -149,6 +149,15 @@ func (t *nexthops) used(r *routeReply) {
 	}
 }
 
+// usedByOthers takes note of the objects of routes that are not of our concern.
+func (t *nexthops) usedByOthers(ids []uint32) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	for _, id := range ids {
+		t.users[id]++
+	}
+}
+
 // orphaned takes note of our objects that no route uses, after a read.
 func (t *nexthops) orphaned() {
 	t.mu.Lock()

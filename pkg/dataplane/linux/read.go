@@ -19,7 +19,7 @@ import (
 func (k *Kernel) Read(ctx context.Context, s dataplane.Scope) (dataplane.State, error) {
 	state := dataplane.NewState()
 	for _, name := range s.Devices {
-		index, err := k.readLink(name, state)
+		index, err := k.readLink(name, s, state)
 		if err != nil {
 			return state, err
 		}
@@ -41,7 +41,9 @@ func (k *Kernel) Read(ctx context.Context, s dataplane.Scope) (dataplane.State, 
 			return state, err
 		}
 	}
-	k.nexthops.orphaned()
+	if slices.Contains(families(s), unix.AF_INET) { // else nobody has looked who uses them
+		k.nexthops.orphaned()
+	}
 	return state, nil
 }
 
@@ -65,7 +67,7 @@ func inNetworks(s dataplane.Scope, p netip.Prefix) bool {
 }
 
 // readLink adds the named link to state and returns its index, 0 if there is none.
-func (k *Kernel) readLink(name string, state dataplane.State) (int, error) {
+func (k *Kernel) readLink(name string, s dataplane.Scope, state dataplane.State) (int, error) {
 	link, err := k.links.LinkByName(name)
 	if errors.As(err, &netlink.LinkNotFoundError{}) {
 		return 0, nil
@@ -85,6 +87,15 @@ func (k *Kernel) readLink(name string, state dataplane.State) (int, error) {
 			l.VXLAN.Local = a.Unmap()
 		}
 		if l.VXLAN.Underlay, err = k.linkName(v.VtepDevIndex); err != nil {
+			return 0, err
+		}
+	}
+	if s.TxChecksum {
+		l.TxChecksum, err = k.readTxChecksum(name)
+		if errors.Is(err, unix.ENODEV) {
+			return 0, nil
+		}
+		if err != nil {
 			return 0, err
 		}
 	}
@@ -268,17 +279,21 @@ func parseRoute(payload []byte) routeReply {
 
 func (k *Kernel) readRoutes(ctx context.Context, family uint8, s dataplane.Scope, state dataplane.State) error {
 	var found []routeReply
+	var others []uint32
 	err := k.sock.dump(ctx, func(m *message) {
 		body := make([]byte, unix.SizeofRtMsg)
 		body[0], body[4] = family, unix.RT_TABLE_MAIN
 		m.begin(unix.RTM_GETROUTE, 0, body...)
-	}, func() { found = nil }, func(typ uint16, payload []byte) {
+	}, func() { found, others = nil, nil }, func(typ uint16, payload []byte) {
 		if typ != unix.RTM_NEWROUTE {
 			return
 		}
 		r := parseRoute(payload)
-		if r.concerns(s) {
+		switch {
+		case r.concerns(s):
 			found = append(found, r)
+		case r.route.NexthopID != 0: // perhaps of another flanneld on this host
+			others = append(others, r.route.NexthopID)
 		}
 	})
 	if errors.Is(err, unix.ENOENT) { // the table does not exist: it has no routes
@@ -287,6 +302,7 @@ func (k *Kernel) readRoutes(ctx context.Context, family uint8, s dataplane.Scope
 	if err != nil {
 		return fmt.Errorf("dump routes: %w", err)
 	}
+	k.nexthops.usedByOthers(others)
 	names := map[int]string{0: ""}
 	for _, r := range found {
 		k.nexthops.used(&r)

@@ -1,0 +1,131 @@
+package backend
+
+import (
+	"context"
+	"fmt"
+	"net/netip"
+	"slices"
+	"time"
+
+	"flanneld/pkg/dataplane"
+	"flanneld/subnet"
+)
+
+// Programmer is what the networks of all kernel backends have in common: it
+// holds the kernel to what the peers' leases ask for.
+type Programmer struct {
+	// Base is what the kernel holds without any peers.
+	Base dataplane.State
+	// Desired returns what the kernel holds for one peer's lease.
+	Desired func(context.Context, subnet.Lease) ([]dataplane.Object, error)
+	// Volatile says that Desired depends on more than the lease: it is asked
+	// again for all peers when the kernel has announced something, but not more
+	// often than once in this time. Zero means that it does not.
+	Volatile time.Duration
+
+	*dataplane.Reconciler
+
+	objects map[string][]dataplane.Object // by lease key; nil: all have to be asked for
+	keys    map[netip.Prefix]string       // lease keys by destination
+	asked   time.Time                     // for all of them
+}
+
+// Sync implements Network. It costs what has changed in the set, unless
+// everything may have.
+func (p *Programmer) Sync(ctx context.Context, peers Set) (Outcome, error) {
+	stale := p.Volatile > 0 && len(peers.Changed) == 0 && time.Since(p.asked) >= p.Volatile
+	if peers.All || p.objects == nil || stale {
+		return p.all(ctx, peers)
+	}
+	var removed, added []dataplane.Object
+	for _, key := range peers.Changed {
+		want, err := p.desired(ctx, key, peers)
+		if err != nil {
+			p.objects = nil
+			return Outcome{}, err
+		}
+		have := p.objects[key]
+		p.forget(key)
+		p.remember(key, want)
+		removed = append(removed, without(have, want)...)
+		added = append(added, without(want, have)...)
+	}
+	report, err := p.Update(ctx, removed, added, peers.Complete)
+	return p.outcome(report), err
+}
+
+// all asks for everything anew.
+func (p *Programmer) all(ctx context.Context, peers Set) (Outcome, error) {
+	p.objects, p.keys, p.asked = nil, map[netip.Prefix]string{}, time.Now()
+	objects := make(map[string][]dataplane.Object, len(peers.Leases))
+	want := dataplane.NewState()
+	want.AddState(p.Base)
+	for key := range peers.Leases {
+		of, err := p.desired(ctx, key, peers)
+		if err != nil {
+			return Outcome{}, err
+		}
+		objects[key] = of
+		want.Add(of...)
+	}
+	p.objects = objects
+	for key, of := range objects {
+		p.remember(key, of)
+	}
+	report, err := p.Reconcile(ctx, want, peers.Complete)
+	return p.outcome(report), err
+}
+
+// desired is what the peer with that key asks for: nothing if it is gone.
+func (p *Programmer) desired(ctx context.Context, key string, peers Set) ([]dataplane.Object, error) {
+	l, ok := peers.Leases[key]
+	if !ok {
+		return nil, nil
+	}
+	objects, err := p.Desired(ctx, l)
+	if err != nil {
+		return nil, fmt.Errorf("lease %s: %w", key, err)
+	}
+	return objects, nil
+}
+
+func (p *Programmer) remember(key string, objects []dataplane.Object) {
+	if len(objects) == 0 {
+		return
+	}
+	p.objects[key] = objects
+	for _, o := range objects {
+		if r, ok := o.(dataplane.Route); ok {
+			p.keys[r.Dst] = key
+		}
+	}
+}
+
+func (p *Programmer) forget(key string) {
+	for _, o := range p.objects[key] {
+		if r, ok := o.(dataplane.Route); ok && p.keys[r.Dst] == key {
+			delete(p.keys, r.Dst)
+		}
+	}
+	delete(p.objects, key)
+}
+
+// outcome says in terms of leases what a report says in terms of routes.
+func (p *Programmer) outcome(r dataplane.Report) Outcome {
+	o := Outcome{Repaired: r.Repaired, Retry: r.Unreachable}
+	for _, refusal := range r.Refused {
+		o.Refused = append(o.Refused, subnet.Refusal{Key: p.keys[refusal.Route.Dst], Reason: refusal.Reason})
+	}
+	return o
+}
+
+// without returns those of a that are not in b. Both are short.
+func without(a, b []dataplane.Object) []dataplane.Object {
+	var rest []dataplane.Object
+	for _, o := range a {
+		if !slices.Contains(b, o) {
+			rest = append(rest, o)
+		}
+	}
+	return rest
+}

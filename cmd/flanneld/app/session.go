@@ -1,0 +1,221 @@
+package app
+
+import (
+	"context"
+	"fmt"
+	"sync"
+	"time"
+
+	"golang.org/x/sync/errgroup"
+	"k8s.io/klog/v2"
+
+	"flanneld/backend"
+	"flanneld/pkg/subnetfile"
+	"flanneld/pkg/underlay"
+	"flanneld/subnet"
+)
+
+// resume goes on from the last known state, if it is of this node and its
+// lease has not run out: pods keep their network while the store is away.
+func (d *daemon) resume(ctx context.Context, last lastKnown) *session {
+	log := klog.FromContext(ctx)
+	if len(last.Own.Endpoints) == 0 || !last.Own.Permanent && time.Now().After(last.Own.Expires) {
+		return nil
+	}
+	iface, err := underlay.Wait(ctx, d.underlayOptions(last.Config), 0)
+	if err != nil || !sameNode(last.Interface, iface) {
+		return nil
+	}
+	last.Interface = iface
+	be, _, err := d.registry.New(backend.Env{Underlay: iface, Config: last.Config, Kernel: d.kernel, Resync: d.opts.Resync})
+	if err != nil {
+		return nil
+	}
+	s, err := d.serve(ctx, be, last)
+	if err != nil {
+		log.Error(err, "the last known state cannot be used")
+		return nil
+	}
+	log.Info("going on from the last known state until the store answers", "lease", last.Own.Key)
+	return s
+}
+
+// session is the part of the daemon that depends on configuration, interface
+// and lease.
+type session struct {
+	now    lastKnown // without the peers, which the ledger has
+	ledger *subnet.Ledger
+	syncer *backend.Syncer
+	// unpublished is set while the store may not have now.Own as it is here.
+	unpublished bool
+	cancel      context.CancelFunc
+	done        chan struct{}
+}
+
+// stop ends the session and waits for it. It may be called on nil, and twice.
+func (s *session) stop() {
+	if s != nil {
+		s.cancel()
+		<-s.done
+	}
+}
+
+// serve starts the backend's network, the lease-watch loop and the keeper of
+// the subnet file.
+func (d *daemon) serve(ctx context.Context, be backend.Backend, now lastKnown) (*session, error) {
+	network, err := be.Start(ctx, now.Own)
+	if err != nil {
+		return nil, fmt.Errorf("start backend: %w", err)
+	}
+	ledger := &subnet.Ledger{}
+	ledger.Restore(now.Peers)
+	d.record.set(now)
+	var syncer *backend.Syncer
+	syncer = backend.NewSyncer(backend.SyncerConfig{
+		Config: now.Config, Own: now.Own, Network: network, Ledger: ledger, Resync: d.opts.Resync,
+		OnSync: func(complete bool, err error) {
+			d.health.Beat()
+			if complete || err != nil {
+				d.report(ctx, partDatapath, err)
+			}
+			if complete {
+				d.record.update(func(now *lastKnown) { now.peers = syncer.Peers })
+			}
+		},
+	})
+	file := &fileKeeper{path: d.opts.SubnetFile, file: d.subnetFile(now, network.MTU()), report: func(err error) { d.report(ctx, partSubnetFile, err) }}
+	ctx, cancel := context.WithCancel(ctx)
+	s := &session{now: now, ledger: ledger, syncer: syncer, cancel: cancel, done: make(chan struct{})}
+	var wg sync.WaitGroup
+	wg.Go(func() { file.run(ctx) })
+	wg.Go(func() { _ = syncer.Run(ctx) })
+	go func() {
+		wg.Wait()
+		_ = network.Close()
+		close(s.done)
+	}()
+	return s, nil
+}
+
+func (d *daemon) subnetFile(now lastKnown, mtu int) subnetfile.File {
+	f := subnetfile.File{MTU: mtu, IPMasq: d.opts.IPMasq}
+	for _, n := range now.Config.Networks {
+		if e, ok := now.Own.Endpoint(n.Family()); ok {
+			f.Entries = append(f.Entries, subnetfile.Entry{Network: n.Prefix, Subnet: e.Subnet})
+		}
+	}
+	return f
+}
+
+// latest returns a function that puts a value into ch in place of one that
+// nobody has taken yet. It is the only one to send.
+func latest[T any](ch chan T) func(T) {
+	return func(v T) {
+		select {
+		case <-ch:
+		default:
+		}
+		ch <- v
+	}
+}
+
+// work keeps s up to date with the store until ctx ends. When the external
+// interface changes, a new session goes on from what the old one leaves.
+func (d *daemon) work(ctx context.Context, m subnet.Manager, s *session, changed <-chan underlay.Interface) error {
+	for {
+		to, err := d.attend(ctx, m, s, changed)
+		if err != nil || ctx.Err() != nil {
+			s.stop()
+			return err
+		}
+		if s, err = d.move(ctx, s, to, changed); err != nil {
+			return ended(ctx, err)
+		}
+	}
+}
+
+// attend gives s the leases of others, and the store the own lease, until ctx
+// ends or the external interface changes.
+func (d *daemon) attend(ctx context.Context, m subnet.Manager, s *session, changed <-chan underlay.Interface) (to underlay.Interface, err error) {
+	group, ctx := errgroup.WithContext(ctx)
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	group.Go(func() error { return ended(ctx, m.Watch(ctx, s.syncer.Publish)) })
+	if s.unpublished {
+		group.Go(func() error { return ended(ctx, d.publish(ctx, m, s.now.Own)) })
+	}
+	select {
+	case <-ctx.Done():
+	case to = <-changed:
+	}
+	cancel()
+	return to, group.Wait()
+}
+
+// publish has the store hold the own lease as it is here, under the key that
+// it has there.
+func (d *daemon) publish(ctx context.Context, m subnet.Manager, own subnet.Lease) error {
+	var published subnet.Lease
+	err := d.retry(ctx, "the own lease is not published with its new address", func() (err error) {
+		published, err = m.Acquire(ctx, subnet.Claim{BackendType: own.BackendType, Endpoints: own.Endpoints})
+		return err
+	})
+	if err != nil {
+		return err
+	}
+	if published.Key != own.Key {
+		return fmt.Errorf("%w: %s is not to be had with the new address, but %s", subnet.ErrLeaseLost, own.Key, published.Key)
+	}
+	klog.FromContext(ctx).Info("own lease is up to date", "lease", own.Key)
+	return nil
+}
+
+// move ends s and returns a session on another external interface, or on one
+// that has changed. The kernel stays as it is in between.
+func (d *daemon) move(ctx context.Context, s *session, to underlay.Interface, changed <-chan underlay.Interface) (next *session, err error) {
+	s.stop()
+	now := s.now
+	now.Peers = s.ledger.State()
+	if last, ok := d.record.get(); ok {
+		now.Own = last.Own // renewed meanwhile
+	}
+	logMoved(ctx, to)
+	err = d.retry(ctx, "the changed external interface cannot be used yet", func() (err error) {
+		select {
+		case to = <-changed:
+			logMoved(ctx, to)
+		default:
+		}
+		next, err = d.serveOn(ctx, to, now)
+		if err != nil {
+			d.health.Beat()
+			d.report(ctx, partDatapath, err)
+		}
+		return err
+	})
+	return next, err
+}
+
+func logMoved(ctx context.Context, to underlay.Interface) {
+	klog.FromContext(ctx).Info("the external interface has changed", "name", to.Name, "index", to.Index, "mtu", to.MTU, "addresses", describe(to))
+}
+
+// serveOn starts a session on interface to. Own subnets and backend data stay,
+// the public addresses follow.
+func (d *daemon) serveOn(ctx context.Context, to underlay.Interface, now lastKnown) (*session, error) {
+	be, _, err := d.registry.New(backend.Env{Underlay: to, Config: now.Config, Kernel: d.kernel, Resync: d.opts.Resync})
+	if err != nil {
+		return nil, err
+	}
+	claim, err := be.Claim(ctx, subnet.Claim{BackendType: now.Own.BackendType, Endpoints: now.Own.Endpoints})
+	if err != nil {
+		return nil, err
+	}
+	now.Interface, now.Own.Endpoints = to, claim.Endpoints
+	s, err := d.serve(ctx, be, now)
+	if err != nil {
+		return nil, err
+	}
+	s.unpublished = true
+	return s, nil
+}

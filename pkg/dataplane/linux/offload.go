@@ -1,0 +1,61 @@
+package linux
+
+import (
+	"fmt"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+
+	"flanneld/pkg/dataplane"
+)
+
+// ethtoolValue is a struct ethtool_value.
+type ethtoolValue struct{ cmd, data uint32 }
+
+// ethtool runs a command on a device and returns its value. The socket says
+// in which network namespace the device is.
+func (k *Kernel) ethtool(dev string, cmd, data uint32) (uint32, error) {
+	value := ethtoolValue{cmd, data}
+	var request struct { // struct ifreq
+		name  [unix.IFNAMSIZ]byte
+		value *ethtoolValue
+		_     [16]byte
+	}
+	if len(dev) >= len(request.name) {
+		return 0, unix.ENODEV
+	}
+	copy(request.name[:], dev)
+	request.value = &value
+	k.sock.mu.Lock()
+	defer k.sock.mu.Unlock()
+	if _, _, errno := unix.Syscall(unix.SYS_IOCTL, uintptr(k.sock.fd), unix.SIOCETHTOOL, uintptr(unsafe.Pointer(&request))); errno != 0 {
+		return 0, errno
+	}
+	return value.data, nil
+}
+
+func (k *Kernel) readTxChecksum(dev string) (dataplane.Offload, error) {
+	on, err := k.ethtool(dev, unix.ETHTOOL_GTXCSUM, 0)
+	switch {
+	case err != nil:
+		return 0, fmt.Errorf("read checksum offload of %s: %w", dev, err)
+	case on == 0:
+		return dataplane.OffloadOff, nil
+	}
+	return dataplane.OffloadOn, nil
+}
+
+// setTxChecksum changes nothing if that is not asked for.
+func (k *Kernel) setTxChecksum(dev string, want dataplane.Offload) error {
+	if want == dataplane.OffloadAuto {
+		return nil
+	}
+	var on uint32
+	if want == dataplane.OffloadOn {
+		on = 1
+	}
+	if _, err := k.ethtool(dev, unix.ETHTOOL_STXCSUM, on); err != nil {
+		return fmt.Errorf("set checksum offload: %w", err)
+	}
+	return nil
+}

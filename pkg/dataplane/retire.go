@@ -1,0 +1,76 @@
+package dataplane
+
+import (
+	"context"
+	"fmt"
+	"net/netip"
+	"slices"
+
+	"flanneld/pkg/prefix"
+)
+
+// Covers reports whether nothing can be of other's without being of s.
+func (s Scope) Covers(other Scope) bool {
+	return !slices.ContainsFunc(other.Devices, func(name string) bool { return !s.device(name) }) &&
+		!slices.ContainsFunc(other.Networks, func(n netip.Prefix) bool { return !s.network(n) })
+}
+
+// has reports whether o is for a reconciler of scope s to judge.
+func (s Scope) has(o Object) bool {
+	switch o := o.(type) {
+	case Link:
+		return s.device(o.Name)
+	case Addr:
+		return s.device(o.Dev) && s.network(prefix.Host(o.Prefix.Addr()))
+	case Neigh:
+		return s.device(o.Dev) && s.network(prefix.Host(o.IP))
+	case FDB:
+		return s.device(o.Dev)
+	case Route:
+		return s.network(o.Dst)
+	}
+	return false
+}
+
+// Retire removes what is of scope former and not of scope present, and returns
+// how much that was: what another configuration has left behind. Present's own
+// state should be in place by then, because a device goes with all that is on
+// it.
+func Retire(ctx context.Context, k Kernel, former, present Scope) (removed int, err error) {
+	have, err := k.Read(ctx, former)
+	if err != nil {
+		return 0, fmt.Errorf("read kernel state: %w", err)
+	}
+	var links []Op
+	var gone []string
+	for _, name := range sortedKeys(have.Links) {
+		if l := have.Links[name]; l.Kind == "vxlan" && !present.has(l) {
+			links = append(links, Op{Delete: true, Object: l})
+			gone = append(gone, name)
+		}
+	}
+	ops := slices.DeleteFunc(Plan(have, NewState(), former, nil, true).Ops, func(op Op) bool {
+		return present.has(op.Object) || slices.Contains(gone, deviceOf(op.Object))
+	})
+	ops = append(ops, links...)
+	var errs []error
+	for _, e := range k.Apply(ctx, ops) {
+		errs = append(errs, e)
+	}
+	return len(ops) - len(errs), opErrors(errs)
+}
+
+// deviceOf returns the device that o lies on; empty if it lies on none.
+func deviceOf(o Object) string {
+	switch o := o.(type) {
+	case Addr:
+		return o.Dev
+	case Neigh:
+		return o.Dev
+	case FDB:
+		return o.Dev
+	case Route:
+		return o.Dev
+	}
+	return ""
+}

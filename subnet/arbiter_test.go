@@ -1,0 +1,87 @@
+package subnet_test
+
+import (
+	"fmt"
+	"math/rand/v2"
+	"slices"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+
+	"flanneld/subnet"
+)
+
+// TestChangeComesToTheSame changes one lease after the other, in a network so
+// small that they are in each other's way, and compares what an Arbiter that is
+// told of each change says with what one says that judges them all anew.
+func TestChangeComesToTheSame(t *testing.T) {
+	cfg, _, err := subnet.ParseConfig([]byte(`{"Network":"10.5.0.0/20","EnableIPv6":true,"IPv6Network":"fd00:10:5::/60"}`))
+	if err != nil {
+		t.Fatal(err)
+	}
+	own := subnet.Claimant{Lease: lease("own", 5, "10.5.1.0/24", "192.0.2.1", "fd00:10:5:1::/64", "2001:db8::1"), Identities: []string{"MAC 1"}}
+	local := 0
+	for seed := range uint64(300) {
+		rnd := rand.New(rand.NewPCG(seed, 3))
+		all := map[string]subnet.Claimant{}
+		a := subnet.NewArbiter(cfg, own)
+		for step := range 60 {
+			key := fmt.Sprintf("k%02d", rnd.IntN(12))
+			c := subnet.Claimant{Lease: subnet.Lease{Key: key}}
+			if rnd.IntN(3) > 0 {
+				c = randomClaimant(rnd, key)
+			}
+			all[key] = c
+			if len(c.Lease.Endpoints) == 0 {
+				delete(all, key)
+			}
+			var claimants []subnet.Claimant
+			for _, c := range all {
+				claimants = append(claimants, c)
+			}
+			if a.Change(c) {
+				local++
+			} else {
+				a.Reset(claimants)
+			}
+			fresh := subnet.NewArbiter(cfg, own)
+			fresh.Reset(claimants)
+			if diff := cmp.Diff(accepted(fresh), accepted(a)); diff != "" {
+				t.Fatalf("seed %d step %d: accepted (-anew +by change):\n%s", seed, step, diff)
+			}
+			if diff := cmp.Diff(fresh.AllRefused(), a.AllRefused()); diff != "" {
+				t.Fatalf("seed %d step %d: refused (-anew +by change):\n%s", seed, step, diff)
+			}
+		}
+	}
+	if local < 300*60/4 {
+		t.Errorf("only %d of %d changes were judged by themselves", local, 300*60)
+	}
+}
+
+func accepted(a *subnet.Arbiter) []string {
+	var s []string
+	for l := range a.AllAccepted() {
+		s = append(s, fmt.Sprint(l))
+	}
+	slices.Sort(s)
+	return s
+}
+
+func randomClaimant(rnd *rand.Rand, key string) subnet.Claimant {
+	public := 1 + rnd.IntN(20)
+	ends := []string{
+		fmt.Sprintf("10.5.%d.0/24", rnd.IntN(18)), fmt.Sprintf("192.0.2.%d", public),
+		fmt.Sprintf("fd00:10:5:%x::/64", rnd.IntN(18)), fmt.Sprintf("2001:db8::%d", public),
+	}
+	if rnd.IntN(10) == 0 {
+		ends[0] = fmt.Sprintf("10.5.%d.0/23", 2*rnd.IntN(8))
+	}
+	if rnd.IntN(3) == 0 {
+		ends = ends[:2]
+	}
+	return subnet.Claimant{
+		Lease:      lease(key, uint64(rnd.IntN(10)), ends...),
+		Identities: []string{fmt.Sprintf("MAC %d", rnd.IntN(40))},
+	}
+}

@@ -1,0 +1,60 @@
+package main
+
+import (
+	"fmt"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+// batch is how many messages go into one datagram. From some twenty on the
+// number makes no difference.
+const batch = 200
+
+// writeLimit writes the kernel objects of peers as fast as the kernel takes
+// them: messages of one kind after the other, many in a datagram, one
+// acknowledgement for each datagram. It is what any program has to wait for,
+// whatever else it does. CPU is that of the calling thread, which must be
+// locked.
+func writeLimit(ifindex int, peers []peer, kinds objects) (took, cpu time.Duration, err error) {
+	start, startCPU := time.Now(), threadCPU()
+	r, err := openRTNL()
+	if err != nil {
+		return 0, 0, err
+	}
+	defer r.close()
+	each := func(build func(p peer)) {
+		for i := 0; i < len(peers) && err == nil; i += batch {
+			for _, p := range peers[i:min(i+batch, len(peers))] {
+				build(p)
+			}
+			err = r.flush()
+		}
+	}
+	var flags uint32
+	if kinds.onLink {
+		flags = unix.RTNH_F_ONLINK
+	}
+	if kinds.vtep {
+		each(func(p peer) { r.putNeigh(ifindex, p.gateway(kinds), p.mac) })
+		each(func(p peer) { r.putFDB(ifindex, p.mac, p.ip) })
+	}
+	if kinds.nexthop {
+		each(func(p peer) { r.addNexthop(p.nexthop(), ifindex, p.gateway(kinds), flags) })
+		each(func(p peer) { r.putRouteByID(p.subnet, p.nexthop()) })
+	} else {
+		each(func(p peer) { r.putRoute(p.subnet, ifindex, p.gateway(kinds), flags) })
+	}
+	if err != nil {
+		return 0, 0, fmt.Errorf("write the limit: %w", err)
+	}
+	return time.Since(start), threadCPU() - startCPU, nil
+}
+
+func threadCPU() time.Duration {
+	var ts unix.Timespec
+	if err := unix.ClockGettime(unix.CLOCK_THREAD_CPUTIME_ID, &ts); err != nil {
+		return 0
+	}
+	return time.Duration(ts.Nano())
+}

@@ -1,0 +1,81 @@
+package main
+
+import (
+	"encoding/binary"
+	"encoding/json"
+	"fmt"
+	"net/netip"
+)
+
+// The pods of the benchmark's network live here: 32,768 subnets of /24.
+const podNetwork = "10.128.0.0/9"
+
+// Where peers say that they are: nobody answers there.
+const peerNetwork = "172.16.0.0/12"
+
+// peer is another node, number i of the benchmark.
+type peer struct {
+	i      int
+	subnet netip.Prefix
+	ip     netip.Addr
+	mac    [6]byte
+}
+
+// objects says which kernel objects a peer has.
+type objects struct {
+	vtep    bool // a neighbour and an FDB entry, and the route leads to the VTEP
+	onLink  bool
+	nexthop bool // routes through nexthop objects
+}
+
+func objectsOf(backend string) objects {
+	return objects{vtep: backend == "vxlan", onLink: backend == "vxlan", nexthop: true}
+}
+
+func makePeer(i int) peer {
+	p := peer{i: i}
+	addr := func(network string, offset int) netip.Addr {
+		base := netip.MustParsePrefix(network).Addr().As4()
+		binary.BigEndian.PutUint32(base[:], binary.BigEndian.Uint32(base[:])+uint32(offset))
+		return netip.AddrFrom4(base)
+	}
+	p.subnet = netip.PrefixFrom(addr(podNetwork, (i+1)<<8), 24)
+	p.ip = addr(peerNetwork, i+1)
+	p.mac = [6]byte{0x02, 0xbe}
+	binary.BigEndian.PutUint32(p.mac[2:], uint32(i+1))
+	return p
+}
+
+func makePeers(n int) []peer {
+	peers := make([]peer, n)
+	for i := range peers {
+		peers[i] = makePeer(i)
+	}
+	return peers
+}
+
+func (p peer) gateway(kinds objects) netip.Addr {
+	if kinds.vtep {
+		return p.subnet.Addr()
+	}
+	return p.ip
+}
+
+func (p peer) nexthop() uint32 { return 1<<24 + uint32(p.i) }
+
+// key is where the peer's lease is in etcd.
+func (p peer) key() string {
+	return fmt.Sprintf("%s/subnets/%s-%d", etcdPrefix, p.subnet.Addr(), p.subnet.Bits())
+}
+
+// value is the peer's lease.
+func (p peer) value(backend string) (string, error) {
+	lease := map[string]any{"PublicIP": p.ip, "PublicIPv6": nil, "BackendType": backend}
+	if backend == "vxlan" {
+		lease["BackendData"] = map[string]any{
+			"VNI": 1, "VtepMAC": fmt.Sprintf("%02x:%02x:%02x:%02x:%02x:%02x", p.mac[0], p.mac[1], p.mac[2], p.mac[3], p.mac[4], p.mac[5]),
+		}
+	}
+	text, err := json.Marshal(lease)
+	return string(text), err
+}

@@ -1,0 +1,349 @@
+package main
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"net/netip"
+	"syscall"
+
+	"golang.org/x/sys/unix"
+)
+
+// Message types that x/sys does not name, and nexthop attributes.
+const (
+	rtmNewNexthop = 104
+	rtmDelNexthop = 105
+	rtmGetNexthop = 106
+
+	nhaID      = 1
+	nhaOIF     = 5
+	nhaGateway = 6
+
+	rtnlgrpNexthop = 32
+
+	rtaNHID = 30
+)
+
+// rtnl is a raw rtnetlink socket: the least that it takes to write to the
+// kernel quickly and to count what is there. It shares no code with the
+// daemon, so that it can be the measure of it.
+type rtnl struct {
+	fd  int
+	seq uint32
+	buf []byte
+	out []byte
+	msg int // where the message under construction begins in out
+}
+
+// openRTNL opens a socket in the calling thread's network namespace. It is a
+// member of groups.
+func openRTNL(groups ...int) (*rtnl, error) {
+	fd, err := unix.Socket(unix.AF_NETLINK, unix.SOCK_RAW|unix.SOCK_CLOEXEC, unix.NETLINK_ROUTE)
+	if err != nil {
+		return nil, fmt.Errorf("open rtnetlink socket: %w", err)
+	}
+	r := &rtnl{fd: fd, buf: make([]byte, 256<<10)}
+	err = errors.Join(
+		unix.Bind(fd, &unix.SockaddrNetlink{Family: unix.AF_NETLINK}),
+		unix.SetsockoptInt(fd, unix.SOL_NETLINK, unix.NETLINK_GET_STRICT_CHK, 1),
+		unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_RCVBUFFORCE, 64<<20),
+	)
+	for _, g := range groups {
+		err = errors.Join(err, unix.SetsockoptInt(fd, unix.SOL_NETLINK, unix.NETLINK_ADD_MEMBERSHIP, g))
+	}
+	if err != nil {
+		r.close()
+		return nil, fmt.Errorf("set up rtnetlink socket: %w", err)
+	}
+	return r, nil
+}
+
+func (r *rtnl) close() { _ = unix.Close(r.fd) }
+
+func (r *rtnl) begin(typ, flags uint16, body ...byte) {
+	r.msg = len(r.out)
+	r.seq++
+	r.out = binary.NativeEndian.AppendUint32(r.out, 0)
+	r.out = binary.NativeEndian.AppendUint16(r.out, typ)
+	r.out = binary.NativeEndian.AppendUint16(r.out, flags|unix.NLM_F_REQUEST)
+	r.out = binary.NativeEndian.AppendUint32(r.out, r.seq)
+	r.out = binary.NativeEndian.AppendUint32(r.out, 0)
+	r.out = append(r.out, body...)
+}
+
+func (r *rtnl) attr(typ uint16, data []byte) {
+	r.out = binary.NativeEndian.AppendUint16(r.out, uint16(4+len(data)))
+	r.out = binary.NativeEndian.AppendUint16(r.out, typ)
+	r.out = append(r.out, data...)
+	for len(r.out)%4 != 0 {
+		r.out = append(r.out, 0)
+	}
+}
+
+func (r *rtnl) attr32(typ uint16, v uint32) {
+	r.attr(typ, binary.NativeEndian.AppendUint32(nil, v))
+}
+
+func (r *rtnl) end() { binary.NativeEndian.PutUint32(r.out[r.msg:], uint32(len(r.out)-r.msg)) }
+
+func (r *rtnl) send() error {
+	err := unix.Sendto(r.fd, r.out, 0, &unix.SockaddrNetlink{Family: unix.AF_NETLINK})
+	r.out = r.out[:0]
+	return err
+}
+
+// flush sends what was built and waits until all of it is acknowledged: the
+// last message asks for that.
+func (r *rtnl) flush() error {
+	if len(r.out) == 0 {
+		return nil
+	}
+	flags := r.out[r.msg+6:]
+	binary.NativeEndian.PutUint16(flags, binary.NativeEndian.Uint16(flags)|unix.NLM_F_ACK)
+	if err := r.send(); err != nil {
+		return err
+	}
+	for done := false; !done; {
+		err := r.receive(func(typ uint16, seq uint32, payload []byte) error {
+			done = done || seq == r.seq
+			if typ == unix.NLMSG_ERROR {
+				return errnoOf(payload)
+			}
+			return nil
+		})
+		if err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// dump asks with the message under construction and passes the answers on.
+func (r *rtnl) dump(each func(payload []byte)) error {
+	flags := r.out[r.msg+6:]
+	binary.NativeEndian.PutUint16(flags, binary.NativeEndian.Uint16(flags)|unix.NLM_F_DUMP)
+	r.end()
+	if err := r.send(); err != nil {
+		return err
+	}
+	for done := false; !done; {
+		err := r.receive(func(typ uint16, seq uint32, payload []byte) error {
+			switch {
+			case seq != r.seq:
+			case typ == unix.NLMSG_DONE:
+				done = true
+			case typ == unix.NLMSG_ERROR:
+				done = true
+				return errnoOf(payload)
+			default:
+				each(payload)
+			}
+			return nil
+		})
+		if err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// receive reads one datagram.
+func (r *rtnl) receive(each func(typ uint16, seq uint32, payload []byte) error) error {
+	n, _, err := unix.Recvfrom(r.fd, r.buf, 0)
+	for errors.Is(err, unix.EINTR) {
+		n, _, err = unix.Recvfrom(r.fd, r.buf, 0)
+	}
+	if err != nil {
+		return err
+	}
+	for b := r.buf[:n]; len(b) >= unix.NLMSG_HDRLEN; {
+		size := int(binary.NativeEndian.Uint32(b))
+		if size < unix.NLMSG_HDRLEN || size > len(b) {
+			return fmt.Errorf("rtnetlink message of %d bytes in %d", size, len(b))
+		}
+		typ, seq := binary.NativeEndian.Uint16(b[4:]), binary.NativeEndian.Uint32(b[8:])
+		if err := each(typ, seq, b[unix.NLMSG_HDRLEN:size]); err != nil {
+			return err
+		}
+		b = b[min((size+3)&^3, len(b)):]
+	}
+	return nil
+}
+
+func errnoOf(payload []byte) error {
+	if code := int32(binary.NativeEndian.Uint32(payload)); code != 0 {
+		return syscall.Errno(-code)
+	}
+	return nil
+}
+
+// attrs calls each for every attribute in b.
+func attrs(b []byte, each func(typ uint16, data []byte)) {
+	for len(b) >= 4 {
+		n := int(binary.NativeEndian.Uint16(b))
+		if n < 4 || n > len(b) {
+			return
+		}
+		each(binary.NativeEndian.Uint16(b[2:])&^uint16(unix.NLA_F_NESTED), b[4:n])
+		b = b[min((n+3)&^3, len(b)):]
+	}
+}
+
+// ndmsg is struct ndmsg.
+func ndmsg(family uint8, ifindex int, flags uint8) []byte {
+	b := binary.NativeEndian.AppendUint32([]byte{family, 0, 0, 0}, uint32(ifindex))
+	b = binary.NativeEndian.AppendUint16(b, unix.NUD_PERMANENT)
+	return append(b, flags, 0)
+}
+
+// rtmsg is struct rtmsg of an IPv4 unicast route in the main table.
+func rtmsg(bits int, scope uint8, flags uint32) []byte {
+	b := []byte{unix.AF_INET, uint8(bits), 0, 0, unix.RT_TABLE_MAIN, unix.RTPROT_BOOT, scope, unix.RTN_UNICAST}
+	return binary.NativeEndian.AppendUint32(b, flags)
+}
+
+// nhmsg is struct nhmsg.
+func nhmsg(family uint8, flags uint32) []byte {
+	return binary.NativeEndian.AppendUint32([]byte{family, 0, unix.RTPROT_BOOT, 0}, flags)
+}
+
+const put = unix.NLM_F_CREATE | unix.NLM_F_REPLACE
+
+func (r *rtnl) putNeigh(ifindex int, ip netip.Addr, mac [6]byte) {
+	r.begin(unix.RTM_NEWNEIGH, put, ndmsg(unix.AF_INET, ifindex, 0)...)
+	r.attr(unix.NDA_DST, ip.AsSlice())
+	r.attr(unix.NDA_LLADDR, mac[:])
+	r.end()
+}
+
+func (r *rtnl) putFDB(ifindex int, mac [6]byte, dst netip.Addr) {
+	r.begin(unix.RTM_NEWNEIGH, put, ndmsg(unix.AF_BRIDGE, ifindex, unix.NTF_SELF)...)
+	r.attr(unix.NDA_LLADDR, mac[:])
+	r.attr(unix.NDA_DST, dst.AsSlice())
+	r.end()
+}
+
+func (r *rtnl) addNexthop(id uint32, ifindex int, gateway netip.Addr, flags uint32) {
+	r.begin(rtmNewNexthop, unix.NLM_F_CREATE|unix.NLM_F_EXCL, nhmsg(unix.AF_INET, flags)...)
+	r.attr32(nhaID, id)
+	r.attr32(nhaOIF, uint32(ifindex))
+	r.attr(nhaGateway, gateway.AsSlice())
+	r.end()
+}
+
+func (r *rtnl) delNexthop(id uint32) {
+	r.begin(rtmDelNexthop, 0, nhmsg(unix.AF_UNSPEC, 0)...)
+	r.attr32(nhaID, id)
+	r.end()
+}
+
+func (r *rtnl) putRouteByID(dst netip.Prefix, id uint32) {
+	r.begin(unix.RTM_NEWROUTE, put, rtmsg(dst.Bits(), unix.RT_SCOPE_UNIVERSE, 0)...)
+	r.attr(unix.RTA_DST, dst.Addr().AsSlice())
+	r.attr32(rtaNHID, id)
+	r.end()
+}
+
+func (r *rtnl) putRoute(dst netip.Prefix, ifindex int, gateway netip.Addr, flags uint32) {
+	r.begin(unix.RTM_NEWROUTE, put, rtmsg(dst.Bits(), unix.RT_SCOPE_UNIVERSE, flags)...)
+	r.attr(unix.RTA_DST, dst.Addr().AsSlice())
+	r.attr(unix.RTA_GATEWAY, gateway.AsSlice())
+	r.attr32(unix.RTA_OIF, uint32(ifindex))
+	r.end()
+}
+
+// putLinkRoute puts a route to what is on the device's own network.
+func (r *rtnl) putLinkRoute(dst netip.Prefix, ifindex int) {
+	r.begin(unix.RTM_NEWROUTE, put, rtmsg(dst.Bits(), unix.RT_SCOPE_LINK, 0)...)
+	r.attr(unix.RTA_DST, dst.Addr().AsSlice())
+	r.attr32(unix.RTA_OIF, uint32(ifindex))
+	r.end()
+}
+
+func (r *rtnl) delRoute(dst netip.Prefix) {
+	r.begin(unix.RTM_DELROUTE, 0, rtmsg(dst.Bits(), unix.RT_SCOPE_NOWHERE, 0)...)
+	r.attr(unix.RTA_DST, dst.Addr().AsSlice())
+	r.end()
+}
+
+// dumpNeighs dumps the neighbours of a device, or its FDB if family is
+// AF_BRIDGE.
+func (r *rtnl) dumpNeighs(family uint8, ifindex int, each func(dst netip.Addr, mac [6]byte)) error {
+	body := ndmsg(family, 0, 0)
+	clear(body[4:])
+	r.begin(unix.RTM_GETNEIGH, 0, body...)
+	r.attr32(unix.NDA_IFINDEX, uint32(ifindex))
+	return r.dump(func(payload []byte) {
+		if len(payload) < unix.SizeofNdMsg || payload[0] != family ||
+			binary.NativeEndian.Uint16(payload[8:])&unix.NUD_PERMANENT == 0 {
+			return
+		}
+		var dst netip.Addr
+		var mac [6]byte
+		attrs(payload[unix.SizeofNdMsg:], func(typ uint16, data []byte) {
+			switch typ {
+			case unix.NDA_DST:
+				dst, _ = netip.AddrFromSlice(data)
+			case unix.NDA_LLADDR:
+				copy(mac[:], data)
+			}
+		})
+		each(dst, mac)
+	})
+}
+
+// dumpRoutes dumps the IPv4 routes of the main table that leave by a device.
+func (r *rtnl) dumpRoutes(ifindex int, each func(dst netip.Prefix, gateway netip.Addr)) error {
+	body := rtmsg(0, 0, 0)
+	clear(body[5:])
+	r.begin(unix.RTM_GETROUTE, 0, body...)
+	r.attr32(unix.RTA_OIF, uint32(ifindex))
+	return r.dump(func(payload []byte) {
+		if len(payload) < unix.SizeofRtMsg || payload[4] != unix.RT_TABLE_MAIN {
+			return
+		}
+		dst, gateway := netip.PrefixFrom(netip.IPv4Unspecified(), 0), netip.Addr{}
+		attrs(payload[unix.SizeofRtMsg:], func(typ uint16, data []byte) {
+			switch typ {
+			case unix.RTA_DST:
+				a, _ := netip.AddrFromSlice(data)
+				dst = netip.PrefixFrom(a, int(payload[1]))
+			case unix.RTA_GATEWAY:
+				gateway, _ = netip.AddrFromSlice(data)
+			}
+		})
+		each(dst, gateway)
+	})
+}
+
+func (r *rtnl) dumpNexthops(each func(id uint32)) error {
+	r.begin(rtmGetNexthop, 0, nhmsg(unix.AF_UNSPEC, 0)...)
+	binary.NativeEndian.PutUint32(r.out[r.msg+16:], 0) // with a protocol the request is refused
+	return r.dump(func(payload []byte) {
+		attrs(payload[min(8, len(payload)):], func(typ uint16, data []byte) {
+			if typ == nhaID {
+				each(binary.NativeEndian.Uint32(data))
+			}
+		})
+	})
+}
+
+// hasRoute asks for exactly this route.
+func (r *rtnl) hasRoute(dst netip.Prefix) (bool, error) {
+	const lookupFIBMatch = 0x2000 // RTM_F_FIB_MATCH
+	body := rtmsg(32, 0, lookupFIBMatch)
+	body[4], body[5], body[7] = 0, 0, 0
+	r.begin(unix.RTM_GETROUTE, 0, body...)
+	r.attr(unix.RTA_DST, dst.Addr().AsSlice())
+	r.end()
+	if err := r.send(); err != nil {
+		return false, err
+	}
+	found := false
+	err := r.receive(func(typ uint16, _ uint32, payload []byte) error {
+		found = typ == unix.RTM_NEWROUTE && len(payload) >= unix.SizeofRtMsg && int(payload[1]) == dst.Bits()
+		return nil
+	})
+	return found, err
+}
