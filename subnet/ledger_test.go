@@ -210,3 +210,55 @@ func randomSnapshot(rnd *rand.Rand, last subnet.Snapshot) subnet.Snapshot {
 	}
 	return s
 }
+
+// TestLedgerFollows changes a store key by key, and now and then replaces it,
+// and compares a ledger that is told of changes with one that is told of
+// everything.
+func TestLedgerFollows(t *testing.T) {
+	followed := 0
+	for seed := range uint64(200) {
+		rnd := rand.New(rand.NewPCG(seed, 11))
+		told, shown := new(subnet.Ledger), new(subnet.Ledger)
+		now, store, all := time.Unix(1700000000, 0), subnet.StoreID{ID: "s"}, map[string]subnet.Lease{}
+		for step := range 60 {
+			now = now.Add(time.Duration(rnd.IntN(3)) * time.Hour)
+			store.Revision++
+			u := subnet.Update{Changed: map[string]*subnet.Lease{}}
+			key := fmt.Sprintf("k%d", rnd.IntN(8))
+			if _, have := all[key]; have && rnd.IntN(2) == 0 {
+				delete(all, key)
+				u.Changed[key] = nil
+			} else {
+				l := lease(key, uint64(step), fmt.Sprintf("10.5.%d.0/24", rnd.IntN(20)), fmt.Sprintf("192.0.2.%d", rnd.IntN(20)))
+				all[key] = l
+				u.Changed[key] = &l
+			}
+			if rnd.IntN(20) == 0 { // another store, with something else in it
+				store = subnet.StoreID{ID: string(rune('s' + rnd.IntN(3))), Revision: int64(rnd.IntN(50))}
+				clear(all)
+				u.Changed = nil
+			}
+			u.Store = store
+			s := subnet.Snapshot{Store: store}
+			for _, l := range all {
+				s.Leases = append(s.Leases, l)
+			}
+			told.Expire(now)
+			if told.Follow(u) {
+				followed++
+			} else {
+				told.Apply(s, now)
+			}
+			shown.Apply(s, now)
+			if diff := cmp.Diff(shown.State(), told.State(), netipComparer); diff != "" {
+				t.Fatalf("seed %d step %d (-shown +told):\n%s", seed, step, diff)
+			}
+			if diff := cmp.Diff(shown.Held(), told.Held()); diff != "" {
+				t.Fatalf("seed %d step %d: held (-shown +told):\n%s", seed, step, diff)
+			}
+		}
+	}
+	if followed < 200*60/10 {
+		t.Errorf("only %d of %d changes were followed", followed, 200*60)
+	}
+}

@@ -204,8 +204,8 @@ func rtmsg(bits int, scope uint8, flags uint32) []byte {
 }
 
 // nhmsg is struct nhmsg.
-func nhmsg(family uint8, flags uint32) []byte {
-	return binary.NativeEndian.AppendUint32([]byte{family, 0, unix.RTPROT_BOOT, 0}, flags)
+func nhmsg(family, protocol uint8, flags uint32) []byte {
+	return binary.NativeEndian.AppendUint32([]byte{family, 0, protocol, 0}, flags)
 }
 
 const put = unix.NLM_F_CREATE | unix.NLM_F_REPLACE
@@ -225,7 +225,7 @@ func (r *rtnl) putFDB(ifindex int, mac [6]byte, dst netip.Addr) {
 }
 
 func (r *rtnl) addNexthop(id uint32, ifindex int, gateway netip.Addr, flags uint32) {
-	r.begin(rtmNewNexthop, unix.NLM_F_CREATE|unix.NLM_F_EXCL, nhmsg(unix.AF_INET, flags)...)
+	r.begin(rtmNewNexthop, unix.NLM_F_CREATE|unix.NLM_F_EXCL, nhmsg(unix.AF_INET, unix.RTPROT_BOOT, flags)...)
 	r.attr32(nhaID, id)
 	r.attr32(nhaOIF, uint32(ifindex))
 	r.attr(nhaGateway, gateway.AsSlice())
@@ -233,7 +233,7 @@ func (r *rtnl) addNexthop(id uint32, ifindex int, gateway netip.Addr, flags uint
 }
 
 func (r *rtnl) delNexthop(id uint32) {
-	r.begin(rtmDelNexthop, 0, nhmsg(unix.AF_UNSPEC, 0)...)
+	r.begin(rtmDelNexthop, 0, nhmsg(unix.AF_UNSPEC, 0, 0)...)
 	r.attr32(nhaID, id)
 	r.end()
 }
@@ -262,7 +262,9 @@ func (r *rtnl) putLinkRoute(dst netip.Prefix, ifindex int) {
 }
 
 func (r *rtnl) delRoute(dst netip.Prefix) {
-	r.begin(unix.RTM_DELROUTE, 0, rtmsg(dst.Bits(), unix.RT_SCOPE_NOWHERE, 0)...)
+	body := rtmsg(dst.Bits(), unix.RT_SCOPE_NOWHERE, 0)
+	body[5] = unix.RTPROT_UNSPEC // whoever made it
+	r.begin(unix.RTM_DELROUTE, 0, body...)
 	r.attr(unix.RTA_DST, dst.Addr().AsSlice())
 	r.end()
 }
@@ -318,8 +320,7 @@ func (r *rtnl) dumpRoutes(ifindex int, each func(dst netip.Prefix, gateway netip
 }
 
 func (r *rtnl) dumpNexthops(each func(id uint32)) error {
-	r.begin(rtmGetNexthop, 0, nhmsg(unix.AF_UNSPEC, 0)...)
-	binary.NativeEndian.PutUint32(r.out[r.msg+16:], 0) // with a protocol the request is refused
+	r.begin(rtmGetNexthop, 0, nhmsg(unix.AF_UNSPEC, 0, 0)...)
 	return r.dump(func(payload []byte) {
 		attrs(payload[min(8, len(payload)):], func(typ uint16, data []byte) {
 			if typ == nhaID {

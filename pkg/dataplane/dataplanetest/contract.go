@@ -21,7 +21,7 @@ type contractCase struct {
 // dataplane.Kernel says, and that a Reconciler on them does what it says.
 func Contract(t *testing.T, newWorld func(testing.TB) World) {
 	t.Helper()
-	for _, cases := range [][]contractCase{objectCases(), linkCases(), routeCases(), driftCases()} {
+	for _, cases := range [][]contractCase{objectCases(), linkCases(), routeCases(), driftCases(), retireCases()} {
 		for _, tc := range cases {
 			t.Run(tc.name, func(t *testing.T) { tc.run(newFixture(t, newWorld(t), 0)) })
 		}

@@ -1,0 +1,73 @@
+package app
+
+import (
+	"context"
+	"net"
+	"net/http"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"testing"
+	"time"
+
+	"go.uber.org/goleak"
+	"k8s.io/klog/v2"
+	"k8s.io/klog/v2/ktesting"
+)
+
+// TestRunEndsWithoutAStore starts the daemon where no store is, waits until it
+// has said so, and stops it. It does not get as far as changing the kernel.
+func TestRunEndsWithoutAStore(t *testing.T) {
+	defer goleak.VerifyNone(t)
+	port := freePort(t)
+	opts, err := Parse([]string{
+		"--etcd-endpoints=http://127.0.0.1:1", "--healthz-ip=127.0.0.1", "--healthz-port=" + strconv.Itoa(port),
+		"--state-dir=" + t.TempDir(), "--subnet-file=" + filepath.Join(t.TempDir(), "subnet.env"),
+	}, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	logger := ktesting.NewLogger(t, ktesting.NewConfig(ktesting.BufferLogs(true)))
+	log := logger.GetSink().(ktesting.Underlier).GetBuffer().String
+	ctx, cancel := context.WithCancel(klog.NewContext(t.Context(), logger))
+	defer cancel()
+	done := make(chan error, 1)
+	go func() { done <- Run(ctx, opts) }()
+	deadline := time.After(10 * time.Second)
+	for !strings.Contains(log(), "etcd is not usable") {
+		select {
+		case err := <-done:
+			t.Fatalf("Run ended: %v", err)
+		case <-deadline:
+			t.Fatalf("nothing about the store in the log:\n%s", log())
+		case <-time.After(10 * time.Millisecond):
+		}
+	}
+	resp, err := http.Get("http://127.0.0.1:" + strconv.Itoa(port) + "/readyz")
+	if err != nil {
+		t.Fatal(err)
+	}
+	_ = resp.Body.Close()
+	http.DefaultClient.CloseIdleConnections()
+	if resp.StatusCode != http.StatusServiceUnavailable {
+		t.Errorf("/readyz: %s, want 503", resp.Status)
+	}
+	start := time.Now()
+	cancel()
+	if err := <-done; err != nil {
+		t.Errorf("Run: %v", err)
+	}
+	if took := time.Since(start); took > 2*time.Second {
+		t.Errorf("stopping took %s", took)
+	}
+}
+
+func freePort(t *testing.T) int {
+	t.Helper()
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = l.Close() }()
+	return l.Addr().(*net.TCPAddr).Port
+}

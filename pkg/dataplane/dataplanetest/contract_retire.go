@@ -1,0 +1,163 @@
+package dataplanetest
+
+import (
+	"net/netip"
+
+	"flanneld/pkg/dataplane"
+	"flanneld/pkg/prefix"
+)
+
+func retireCases() []contractCase {
+	return []contractCase{
+		{"retire a device", retireDevice},
+		{"retire devices for routes without", retireForDirect},
+		{"retire a network on devices that stay", retireNetwork},
+		{"retire direct routes", retireDirect},
+		{"retire nothing that is present", retireNothing},
+	}
+}
+
+// retire retires former twice: the second time there is nothing left.
+func (f *fixture) retire(former, present dataplane.Scope, want int) {
+	f.Helper()
+	for _, want := range []int{want, 0} {
+		removed, err := dataplane.Retire(f.Context(), f.World, former, present)
+		if err != nil || removed != want {
+			f.Errorf("retired %d objects (%v), want %d", removed, err, want)
+		}
+	}
+}
+
+// other is a device with another VNI, and its peers are those of Peers.
+func other(n int) (dataplane.Scope, dataplane.State) {
+	scope, s := Scope(), dataplane.NewState()
+	scope.Devices = []string{"flannel.7", "flannel-v6.7"}
+	names := map[string]string{dev4: scope.Devices[0], dev6: scope.Devices[1]}
+	for _, o := range objectsOf(Peers(n)) {
+		switch o := o.(type) {
+		case dataplane.Link:
+			o.Name, o.VXLAN.VNI = names[o.Name], 7
+			s.Add(o)
+		case dataplane.Addr:
+			o.Dev = names[o.Dev]
+			s.Add(o)
+		case dataplane.Neigh:
+			o.Dev = names[o.Dev]
+			s.Add(o)
+		case dataplane.FDB:
+			o.Dev = names[o.Dev]
+			s.Add(o)
+		case dataplane.Route:
+			o.Dev = names[o.Dev]
+			s.Add(o)
+		}
+	}
+	return scope, s
+}
+
+func retireDevice(f *fixture) {
+	f.reconcile(Peers(3), true)
+	scope, want := other(2)
+	r, err := dataplane.NewReconciler(dataplane.Config{Kernel: f.World, Scope: scope})
+	f.must(err)
+	_, err = r.Reconcile(f.Context(), want, true)
+	f.must(err)
+	f.retire(Scope(), scope, 2)
+	have := f.readAll()
+	if len(have.Links) > 0 {
+		f.Errorf("%v are still there", have.Links)
+	}
+	for _, o := range objectsOf(want) {
+		if r, ok := o.(dataplane.Route); ok && !f.has(r) {
+			f.Errorf("%s is gone", r)
+		}
+	}
+}
+
+func retireForDirect(f *fixture) {
+	f.reconcile(Peers(3), true)
+	want := dataplane.NewState()
+	for _, r := range via(2, 9) {
+		want.Add(r)
+	}
+	present := dataplane.Scope{Networks: Scope().Networks, Shared: []string{"eth0"}}
+	r, err := dataplane.NewReconciler(dataplane.Config{Kernel: f.World, Scope: present})
+	f.must(err)
+	_, err = r.Reconcile(f.Context(), want, true)
+	f.must(err)
+	f.retire(Scope(), present, 2)
+	f.expect(want)
+}
+
+func retireNetwork(f *fixture) {
+	f.reconcile(Peers(3), true)
+	present := dataplane.Scope{Devices: Scope().Devices, Networks: []netip.Prefix{
+		netip.MustParsePrefix("172.30.0.0/16"), netip.MustParsePrefix("fd00:11::/32")}}
+	kept := []dataplane.Object{
+		dataplane.Addr{Dev: dev4, Prefix: netip.MustParsePrefix("172.30.1.0/32")},
+		dataplane.Addr{Dev: dev6, Prefix: netip.MustParsePrefix("fd00:11::/128")},
+		dataplane.NewRoute(netip.MustParsePrefix("172.30.2.0/24"), netip.MustParseAddr("172.30.2.0"), dev4, true),
+	}
+	f.put(kept...)
+	mac := dataplane.MAC{2, 7}
+	f.put(dataplane.FDB{FDBKey: dataplane.FDBKey{Dev: dev4, MAC: mac}, Dst: netip.MustParseAddr("198.18.0.1")})
+	// The FDB is without networks, and so the present reconciler's alone.
+	f.retire(Scope(), present, 2+3*4)
+	have, err := f.Read(f.Context(), dataplane.Scope{Devices: Scope().Devices, Networks: append(Scope().Networks, present.Networks...)})
+	f.must(err)
+	for r := range have.AllRoutes() {
+		if r.Protocol == protoKernel {
+			have.Remove(r)
+		}
+	}
+	want := state(dataplane.NewState(), kept...)
+	for _, o := range objectsOf(Peers(3)) {
+		switch o.(type) {
+		case dataplane.Link, dataplane.FDB:
+			want.Add(o)
+		}
+	}
+	want.Add(dataplane.FDB{FDBKey: dataplane.FDBKey{Dev: dev4, MAC: mac}, Dst: netip.MustParseAddr("198.18.0.1")})
+	if diff := diffStates(want, have); diff != "" {
+		f.Errorf("kernel state (-want +have):\n%s", diff)
+	}
+}
+
+func retireDirect(f *fixture) {
+	ours, theirs, outside := via(2, 9), via(3, 9), via(4, 9)
+	for i := range theirs {
+		theirs[i].Protocol = protoBoot
+		outside[i].Dst = []netip.Prefix{netip.MustParsePrefix("172.30.0.0/16"), netip.MustParsePrefix("fd00:11::/48")}[i]
+	}
+	f.must(f.Append(append(objects(ours), append(objects(theirs), objects(outside)...)...)...))
+	f.retire(dataplane.Scope{Networks: Scope().Networks, Shared: []string{"eth0"}}, dataplane.Scope{}, 2)
+	if !f.has(theirs...) || !f.has(outside...) || f.has(ours[:1]...) || f.has(ours[1:]...) {
+		f.Errorf("routes are %v, want ours gone and no other", f.readAll().Routes)
+	}
+}
+
+// retireNothing: not even devices of that name which are not ours.
+func retireNothing(f *fixture) {
+	want := Peers(3)
+	f.reconcile(want, true)
+	f.retire(Scope(), Scope(), 0)
+	f.expect(want)
+	f.must(f.Append(dataplane.Link{Name: "flannel.7", Kind: "bridge", MTU: 1500, Up: true}))
+	former, _ := other(0)
+	f.retire(former, Scope(), 0)
+	f.expect(want)
+	for _, tc := range []struct {
+		a, b   dataplane.Scope
+		covers bool
+	}{
+		{Scope(), Scope(), true},
+		{Scope(), dataplane.Scope{}, true},
+		{Scope(), former, false},
+		{Scope(), dataplane.Scope{Networks: []netip.Prefix{prefix.Host(subnet4(1).Addr())}}, true},
+		{Scope(), dataplane.Scope{Networks: []netip.Prefix{netip.MustParsePrefix("172.30.0.0/16")}}, false},
+	} {
+		if got := tc.a.Covers(tc.b); got != tc.covers {
+			f.Errorf("%v covers %v: %t, want %t", tc.a, tc.b, got, tc.covers)
+		}
+	}
+}

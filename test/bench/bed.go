@@ -1,0 +1,393 @@
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net"
+	"net/http"
+	"net/netip"
+	"os"
+	"runtime"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/vishvananda/netlink"
+	clientv3 "go.etcd.io/etcd/client/v3"
+	"golang.org/x/sys/unix"
+	"google.golang.org/grpc"
+
+	"flanneld/pkg/lab"
+)
+
+const etcdPrefix = lab.Prefix
+
+// txnOps is how many keys one transaction writes; etcd takes 128 unless told
+// otherwise.
+const txnOps = 100
+
+// bed is the lab that measures are taken in. On host 1 runs the daemon. Host 2
+// is its equal, for the limit and for traffic.
+type bed struct {
+	lab     *lab.Lab
+	client  *clientv3.Client // through host 1's network, as the daemon's own
+	backend string
+	peers   []peer // whose leases are in etcd
+}
+
+func newBed(ctx context.Context, flanneld string) (*bed, error) {
+	l, err := lab.New(ctx, lab.Config{Hosts: 2, Flanneld: flanneld})
+	if err != nil {
+		return nil, err
+	}
+	b := &bed{lab: l}
+	for _, h := range l.Hosts() {
+		if err := prepareHost(ctx, h); err != nil {
+			b.close()
+			return nil, fmt.Errorf("prepare %s: %w", h.Name(), err)
+		}
+	}
+	host := l.Host(1)
+	b.client, err = l.Etcd().Client(ctx, func(c *clientv3.Config) {
+		c.Endpoints = []string{host.EtcdEndpoint()}
+		c.DialOptions = []grpc.DialOption{grpc.WithContextDialer(func(ctx context.Context, addr string) (net.Conn, error) {
+			return host.Dial(ctx, "tcp", addr)
+		})}
+	})
+	if err != nil {
+		b.close()
+		return nil, err
+	}
+	return b, nil
+}
+
+// prepareHost puts the peers on the network of eth0, as host-gw needs.
+func prepareHost(ctx context.Context, h *lab.Host) error {
+	return b2(h, ctx, func(r *rtnl) error {
+		eth0, err := net.InterfaceByName("eth0")
+		if err != nil {
+			return err
+		}
+		r.putLinkRoute(netip.MustParsePrefix(peerNetwork), eth0.Index)
+		return r.flush()
+	})
+}
+
+// b2 runs f in the host's network namespace, on a locked thread.
+func b2(h *lab.Host, ctx context.Context, f func(r *rtnl) error) error {
+	return h.Do(ctx, func() error {
+		r, err := openRTNL()
+		if err != nil {
+			return err
+		}
+		defer r.close()
+		return f(r)
+	})
+}
+
+func (b *bed) close() {
+	if b.client != nil {
+		b.client.Close()
+	}
+	b.lab.Close()
+}
+
+// configure writes the network configuration and the leases of n peers, in
+// place of what is there.
+func (b *bed) configure(ctx context.Context, backend string, n int) error {
+	if b.backend == backend && len(b.peers) == n {
+		return nil
+	}
+	if _, err := b.client.Delete(ctx, etcdPrefix, clientv3.WithPrefix()); err != nil {
+		return fmt.Errorf("empty etcd: %w", err)
+	}
+	config, err := json.Marshal(map[string]any{
+		"Network": podNetwork, "SubnetLen": 24, "Backend": map[string]any{"Type": backend},
+	})
+	if err != nil {
+		return err
+	}
+	if _, err := b.client.Put(ctx, etcdPrefix+"/config", string(config)); err != nil {
+		return fmt.Errorf("write the network configuration: %w", err)
+	}
+	b.backend, b.peers = backend, makePeers(n)
+	return b.putLeases(ctx, b.peers)
+}
+
+func (b *bed) putLeases(ctx context.Context, peers []peer) error {
+	for len(peers) > 0 {
+		some := peers[:min(txnOps, len(peers))]
+		peers = peers[len(some):]
+		var ops []clientv3.Op
+		for _, p := range some {
+			value, err := p.value(b.backend)
+			if err != nil {
+				return err
+			}
+			ops = append(ops, clientv3.OpPut(p.key(), value))
+		}
+		if _, err := b.client.Txn(ctx).Then(ops...).Commit(); err != nil {
+			return fmt.Errorf("write leases: %w", err)
+		}
+	}
+	return nil
+}
+
+func (b *bed) deleteLeases(ctx context.Context, peers []peer) error {
+	for len(peers) > 0 {
+		some := peers[:min(txnOps, len(peers))]
+		peers = peers[len(some):]
+		var ops []clientv3.Op
+		for _, p := range some {
+			ops = append(ops, clientv3.OpDelete(p.key()))
+		}
+		if _, err := b.client.Txn(ctx).Then(ops...).Commit(); err != nil {
+			return fmt.Errorf("delete leases: %w", err)
+		}
+	}
+	return nil
+}
+
+// device is the name of the device that routes to peers leave by.
+func (b *bed) device() string {
+	if b.backend == "vxlan" {
+		return "flannel.1"
+	}
+	return "eth0"
+}
+
+// clean makes host as if no daemon had ever run there.
+func (b *bed) clean(ctx context.Context, h *lab.Host) error {
+	if d := h.Daemon(); d != nil {
+		if _, err := d.Stop(ctx); err != nil {
+			return err
+		}
+	}
+	for _, dir := range []string{"/var/lib/flannel", "/run/flannel"} {
+		if err := os.RemoveAll(h.Path(dir)); err != nil {
+			return err
+		}
+	}
+	if err := b.deleteOwnLeases(ctx); err != nil {
+		return err
+	}
+	err := b2(h, ctx, func(r *rtnl) error {
+		for _, dev := range []string{"eth0", "flannel.1"} {
+			link, err := net.InterfaceByName(dev)
+			if err != nil {
+				continue
+			}
+			if err := r.flushDevice(link.Index); err != nil {
+				return fmt.Errorf("flush %s: %w", dev, err)
+			}
+		}
+		return nil
+	})
+	if err != nil {
+		return err
+	}
+	return h.Netlink(ctx, func(nl *netlink.Handle) error {
+		link, err := nl.LinkByName("flannel.1")
+		if errors.As(err, &netlink.LinkNotFoundError{}) {
+			return nil
+		}
+		if err != nil {
+			return err
+		}
+		return nl.LinkDel(link)
+	})
+}
+
+// deleteOwnLeases deletes the leases of daemons, which etcd knows by their
+// term.
+func (b *bed) deleteOwnLeases(ctx context.Context) error {
+	leases, err := b.client.Leases(ctx)
+	if err != nil {
+		return fmt.Errorf("list etcd's leases: %w", err)
+	}
+	for _, l := range leases.Leases {
+		if _, err := b.client.Revoke(ctx, l.ID); err != nil {
+			return fmt.Errorf("revoke a lease: %w", err)
+		}
+	}
+	return nil
+}
+
+// flushDevice deletes the routes to pods that leave by a device, and then all
+// nexthop objects: the other way round takes long.
+func (r *rtnl) flushDevice(ifindex int) error {
+	pods := netip.MustParsePrefix(podNetwork)
+	var routes []netip.Prefix
+	err := r.dumpRoutes(ifindex, func(dst netip.Prefix, _ netip.Addr) {
+		if pods.Overlaps(dst) && dst.Bits() >= pods.Bits() {
+			routes = append(routes, dst)
+		}
+	})
+	if err != nil {
+		return fmt.Errorf("dump routes: %w", err)
+	}
+	var ids []uint32
+	if err := r.dumpNexthops(func(id uint32) { ids = append(ids, id) }); err != nil {
+		return fmt.Errorf("dump nexthops: %w", err)
+	}
+	for i := 0; i < len(routes); i += batch {
+		for _, dst := range routes[i:min(i+batch, len(routes))] {
+			r.delRoute(dst)
+		}
+		if err := r.flush(); err != nil {
+			return fmt.Errorf("delete routes: %w", err)
+		}
+	}
+	for i := 0; i < len(ids); i += batch {
+		for _, id := range ids[i:min(i+batch, len(ids))] {
+			r.delNexthop(id)
+		}
+		if err := r.flush(); err != nil {
+			return fmt.Errorf("delete nexthops: %w", err)
+		}
+	}
+	return nil
+}
+
+// addVXLAN makes a device on host like the daemon's own.
+func addVXLAN(ctx context.Context, h *lab.Host) error {
+	return h.Netlink(ctx, func(nl *netlink.Handle) error {
+		eth0, err := nl.LinkByName("eth0")
+		if err != nil {
+			return err
+		}
+		attrs := netlink.NewLinkAttrs()
+		attrs.Name, attrs.MTU = "flannel.1", 1450
+		link := &netlink.Vxlan{LinkAttrs: attrs, VxlanId: 1, Port: 8472, VtepDevIndex: eth0.Attrs().Index}
+		if err := nl.LinkAdd(link); err != nil {
+			return fmt.Errorf("add flannel.1: %w", err)
+		}
+		return nl.LinkSetUp(link)
+	})
+}
+
+// limit measures what the kernel takes for the same objects, on a clean host
+// 2 that already holds those of base.
+func (b *bed) limit(ctx context.Context, base, peers []peer, kinds objects) (took, cpu time.Duration, err error) {
+	h := b.lab.Host(2)
+	if err := b.clean(ctx, h); err != nil {
+		return 0, 0, err
+	}
+	if b.backend == "vxlan" {
+		if err := addVXLAN(ctx, h); err != nil {
+			return 0, 0, err
+		}
+	}
+	if err := b.settle(ctx); err != nil {
+		return 0, 0, err
+	}
+	err = h.Do(ctx, func() error {
+		link, err := net.InterfaceByName(b.device())
+		if err != nil {
+			return err
+		}
+		if _, _, err := writeLimit(link.Index, base, kinds); err != nil {
+			return err
+		}
+		took, cpu, err = writeLimit(link.Index, peers, kinds)
+		return err
+	})
+	if err != nil {
+		return 0, 0, err
+	}
+	return took, cpu, b.verify(ctx, h, len(base)+len(peers))
+}
+
+// verify compares what a host's kernel holds with what the first n peers ask
+// for, entry by entry.
+func (b *bed) verify(ctx context.Context, h *lab.Host, n int) error {
+	kinds := objectsOf(b.backend)
+	return b2(h, ctx, func(r *rtnl) error {
+		link, err := net.InterfaceByName(b.device())
+		if err != nil {
+			return err
+		}
+		routes, neighs, fdb := map[netip.Prefix]netip.Addr{}, map[netip.Addr][6]byte{}, map[[6]byte]netip.Addr{}
+		err = r.dumpRoutes(link.Index, func(dst netip.Prefix, gateway netip.Addr) { routes[dst] = gateway })
+		if err == nil && kinds.vtep {
+			err = errors.Join(
+				r.dumpNeighs(unix.AF_INET, link.Index, func(dst netip.Addr, mac [6]byte) { neighs[dst] = mac }),
+				r.dumpNeighs(unix.AF_BRIDGE, link.Index, func(dst netip.Addr, mac [6]byte) { fdb[mac] = dst }),
+			)
+		}
+		if err != nil {
+			return err
+		}
+		for _, p := range makePeers(n) {
+			if routes[p.subnet] != p.gateway(kinds) || kinds.vtep && (neighs[p.subnet.Addr()] != p.mac || fdb[p.mac] != p.ip) {
+				return fmt.Errorf("%s: peer %s is not programmed as it should be: route via %s, neighbour %x, FDB entry to %s",
+					h.Name(), p.subnet, routes[p.subnet], neighs[p.subnet.Addr()], fdb[p.mac])
+			}
+		}
+		return nil
+	})
+}
+
+// settle waits until the last measure has no after-effects: garbage of the
+// benchmark's own, and what the kernel does later.
+func (b *bed) settle(ctx context.Context) error {
+	runtime.GC()
+	return pause(ctx, 300*time.Millisecond)
+}
+
+func pause(ctx context.Context, d time.Duration) error {
+	timer := time.NewTimer(d)
+	defer timer.Stop()
+	select {
+	case <-timer.C:
+		return nil
+	case <-ctx.Done():
+		return context.Cause(ctx)
+	}
+}
+
+// requests returns how many requests of each kind etcd has got so far.
+func (b *bed) requests(ctx context.Context) (map[string]float64, error) {
+	transport := &http.Transport{DialContext: b.lab.Host(2).Dial, DisableKeepAlives: true}
+	req, err := http.NewRequestWithContext(ctx, http.MethodGet, b.lab.Host(2).EtcdEndpoint()+"/metrics", nil)
+	if err != nil {
+		return nil, err
+	}
+	resp, err := (&http.Client{Transport: transport}).Do(req)
+	if err != nil {
+		return nil, fmt.Errorf("ask etcd for its metrics: %w", err)
+	}
+	defer resp.Body.Close()
+	var text strings.Builder
+	if _, err := resp.Body.(interface{ Read([]byte) (int, error) }).Read(nil); err != nil {
+		return nil, err
+	}
+	buf := make([]byte, 64<<10)
+	for {
+		n, err := resp.Body.Read(buf)
+		text.Write(buf[:n])
+		if err != nil {
+			break
+		}
+	}
+	counts := map[string]float64{}
+	for line := range strings.Lines(text.String()) {
+		name, ok := strings.CutPrefix(line, "grpc_server_msg_received_total{")
+		if !ok {
+			continue
+		}
+		labels, value, _ := strings.Cut(name, "} ")
+		v, err := strconv.ParseFloat(strings.TrimSpace(value), 64)
+		if err != nil {
+			return nil, fmt.Errorf("etcd's metrics: %w", err)
+		}
+		for label := range strings.SplitSeq(labels, ",") {
+			if method, ok := strings.CutPrefix(label, "grpc_method="); ok {
+				counts[strings.Trim(method, `"`)] += v
+			}
+		}
+	}
+	return counts, nil
+}

@@ -1,0 +1,121 @@
+package main
+
+import (
+	"context"
+	"fmt"
+	"net"
+	"net/netip"
+	"os"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"flanneld/pkg/lab"
+)
+
+// start is what one start of the daemon came to.
+type start struct {
+	file   time.Duration // from exec to subnet.env
+	all    time.Duration // from exec to every object present
+	cpu    time.Duration // of the process, until then
+	peak   float64       // RSS in bytes, until then
+	daemon *lab.Daemon
+}
+
+// pollEvery is how often the observer looks. A look costs microseconds.
+const pollEvery = 300 * time.Microsecond
+
+// samples is how many routes must be there before everything is counted.
+const samples = 50
+
+// begin runs the daemon on host 1 and waits until the kernel holds all that
+// the peers ask for.
+func (b *bed) begin(ctx context.Context, args ...string) (s start, err error) {
+	h := b.lab.Host(1)
+	began := time.Now()
+	if s.daemon, err = h.StartFlanneld(ctx, lab.FlanneldOptions{Args: args}); err != nil {
+		return s, err
+	}
+	err = h.Do(ctx, func() error { return b.observe(ctx, h, began, &s) })
+	if err != nil {
+		return s, err
+	}
+	if s.cpu, err = processCPU(s.daemon.PID()); err != nil {
+		return s, err
+	}
+	m, err := processMemory(s.daemon.PID())
+	s.peak = m.peak
+	return s, err
+}
+
+// observe looks for subnet.env and, route by route, for a sample of the peers,
+// and then counts. It runs on a locked thread in the host's namespace.
+func (b *bed) observe(ctx context.Context, h *lab.Host, began time.Time, s *start) error {
+	r, err := openRTNL()
+	if err != nil {
+		return err
+	}
+	defer r.close()
+	sample := 0
+	file := h.Path(lab.SubnetFile)
+	every := unix.NsecToTimespec(int64(pollEvery))
+	for s.all == 0 || s.file == 0 {
+		if ctx.Err() != nil {
+			return fmt.Errorf("wait for flanneld to program %d peers: %w: %s", len(b.peers), context.Cause(ctx), s.daemon.Log())
+		}
+		if err := s.daemon.Ended(); err != nil {
+			return err
+		}
+		if s.file == 0 {
+			if _, err := os.Stat(file); err == nil {
+				s.file = time.Since(began)
+			}
+		}
+		for s.all == 0 && sample < min(samples, len(b.peers)) {
+			found, err := r.hasRoute(b.peers[sample*(len(b.peers)-1)/max(1, min(samples, len(b.peers))-1)].subnet)
+			if err != nil {
+				return err
+			}
+			if !found {
+				break
+			}
+			sample++
+		}
+		if s.all == 0 && sample == min(samples, len(b.peers)) {
+			all, err := b.complete(r)
+			if err != nil {
+				return err
+			}
+			if all {
+				s.all = time.Since(began)
+				continue
+			}
+		}
+		_ = unix.Nanosleep(&every, nil)
+	}
+	return nil
+}
+
+// complete counts the entries for peers.
+func (b *bed) complete(r *rtnl) (bool, error) {
+	link, err := net.InterfaceByName(b.device())
+	if err != nil {
+		return false, nil
+	}
+	want := len(b.peers)
+	if b.backend == "vxlan" {
+		for _, family := range []uint8{unix.AF_INET, unix.AF_BRIDGE} {
+			n := 0
+			if err := r.dumpNeighs(family, link.Index, func(netip.Addr, [6]byte) { n++ }); err != nil || n < want {
+				return false, err
+			}
+		}
+	}
+	pods, n := netip.MustParsePrefix(podNetwork), 0
+	err = r.dumpRoutes(link.Index, func(dst netip.Prefix, _ netip.Addr) {
+		if dst.Bits() == 24 && pods.Contains(dst.Addr()) {
+			n++
+		}
+	})
+	return n >= want, err
+}

@@ -1,0 +1,74 @@
+package main
+
+import (
+	"fmt"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+// processCPU returns the CPU time that a running process has used, all its
+// threads together, to the nanosecond.
+func processCPU(pid int) (time.Duration, error) {
+	const schedClock = 2 // CPUCLOCK_SCHED, as clock_getcpuclockid(3) makes it
+	var ts unix.Timespec
+	if err := unix.ClockGettime(int32(^pid<<3|schedClock), &ts); err != nil {
+		return 0, fmt.Errorf("CPU time of process %d: %w", pid, err)
+	}
+	return time.Duration(ts.Nano()), nil
+}
+
+// memory is what a process has in RAM, in bytes.
+type memory struct {
+	peak, anonymous, file float64
+}
+
+func processMemory(pid int) (m memory, err error) {
+	text, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", pid))
+	if err != nil {
+		return m, err
+	}
+	for line := range strings.Lines(string(text)) {
+		key, rest, _ := strings.Cut(line, ":")
+		kB, err := strconv.ParseFloat(strings.TrimSuffix(strings.TrimSpace(rest), " kB"), 64)
+		if err != nil {
+			continue
+		}
+		switch key {
+		case "VmHWM":
+			m.peak = kB * 1024
+		case "RssAnon":
+			m.anonymous = kB * 1024
+		case "RssFile":
+			m.file = kB * 1024
+		}
+	}
+	return m, nil
+}
+
+// children counts the child processes of a process, and those that it has had
+// and waited for as far as they used CPU time.
+func children(pid int) (count int, err error) {
+	files, err := filepath.Glob(fmt.Sprintf("/proc/%d/task/*/children", pid))
+	if err != nil {
+		return 0, err
+	}
+	for _, file := range files {
+		text, err := os.ReadFile(file)
+		if err != nil {
+			return 0, err
+		}
+		count += len(strings.Fields(string(text)))
+	}
+	return count, nil
+}
+
+// openFiles counts the file descriptors of a process.
+func openFiles(pid int) (int, error) {
+	entries, err := os.ReadDir(fmt.Sprintf("/proc/%d/fd", pid))
+	return len(entries), err
+}
