@@ -56,6 +56,8 @@ func (e Env) Claim(backendType string, prev subnet.Claim) subnet.Claim {
 
 // Backend is one way to carry packets between hosts.
 type Backend interface {
+	// Scope says what of the kernel is the backend's. It is pure.
+	Scope() dataplane.Scope
 	// Claim returns what this node publishes. prev is what it published
 	// before, zero if nothing is known: what peers have learnt, such as a
 	// VTEP MAC, stays the same where it can. Claim changes nothing.

@@ -6,6 +6,7 @@ import (
 	"encoding/json"
 
 	"flanneld/backend"
+	"flanneld/pkg/dataplane"
 	"flanneld/subnet"
 )
 
@@ -24,6 +25,9 @@ func New(raw json.RawMessage, env backend.Env) (backend.Backend, []string, error
 	}
 	return &Backend{env}, warnings, nil
 }
+
+// Scope implements backend.Backend: nothing in the kernel is ours.
+func (*Backend) Scope() dataplane.Scope { return dataplane.Scope{} }
 
 // Claim implements backend.Backend.
 func (b *Backend) Claim(_ context.Context, prev subnet.Claim) (subnet.Claim, error) {

@@ -33,6 +33,9 @@ func New(raw json.RawMessage, env backend.Env) (backend.Backend, []string, error
 	return &Backend{env}, warnings, nil
 }
 
+// Scope implements backend.Backend.
+func (b *Backend) Scope() dataplane.Scope { return b.env.Scope() }
+
 // Claim implements backend.Backend.
 func (b *Backend) Claim(_ context.Context, prev subnet.Claim) (subnet.Claim, error) {
 	return b.env.Claim(Type, prev), nil

@@ -35,6 +35,9 @@ func New(raw json.RawMessage, env backend.Env) (backend.Backend, []string, error
 	return &Backend{env: env, config: c}, warnings, nil
 }
 
+// Scope implements backend.Backend.
+func (b *Backend) Scope() dataplane.Scope { return b.env.Scope(b.devices()...) }
+
 // Claim implements backend.Backend. A VTEP MAC is recalled from prev, else
 // taken from a device that is there, else random: never derived from anything
 // that cloned hosts share.

@@ -6,6 +6,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"io"
 	"io/fs"
 	"os"
 	"path/filepath"
@@ -38,18 +39,42 @@ func Open[T any](dir, name string) (*File[T], error) {
 		return nil, fmt.Errorf("create state directory: %w", err)
 	}
 	path := filepath.Join(dir, name+".json")
-	lock, err := os.OpenFile(filepath.Join(dir, name+".lock"), os.O_CREATE|os.O_RDWR|syscall.O_CLOEXEC, 0o600)
+	lock, err := takeLock(dir, name)
 	if err != nil {
-		return nil, fmt.Errorf("open state lock: %w", err)
+		return nil, fmt.Errorf("state file %s: %w", path, err)
+	}
+	return &File[T]{path: path, lock: lock}, nil
+}
+
+// Lock creates dir (0700) where it is missing and takes the lock called name in
+// it, until it is closed or the process ends. It returns ErrInUse, wrapped, if
+// another process, or another lock of this one, has it.
+func Lock(dir, name string) (io.Closer, error) {
+	if err := os.MkdirAll(dir, 0o700); err != nil {
+		return nil, fmt.Errorf("create state directory: %w", err)
+	}
+	lock, err := takeLock(dir, name)
+	if err != nil {
+		return nil, fmt.Errorf("lock %s: %w", filepath.Join(dir, name+lockSuffix), err)
+	}
+	return lock, nil
+}
+
+const lockSuffix = ".lock"
+
+func takeLock(dir, name string) (*os.File, error) {
+	lock, err := os.OpenFile(filepath.Join(dir, name+lockSuffix), os.O_CREATE|os.O_RDWR|syscall.O_CLOEXEC, 0o600)
+	if err != nil {
+		return nil, err
 	}
 	if err := syscall.Flock(int(lock.Fd()), syscall.LOCK_EX|syscall.LOCK_NB); err != nil {
 		_ = lock.Close()
 		if errors.Is(err, syscall.EWOULDBLOCK) {
 			err = ErrInUse
 		}
-		return nil, fmt.Errorf("state file %s: %w", path, err)
+		return nil, err
 	}
-	return &File[T]{path: path, lock: lock}, nil
+	return lock, nil
 }
 
 // Load returns the state that was saved last. ok is false if there is none,

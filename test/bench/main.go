@@ -27,14 +27,14 @@ func main() {
 		}
 		fmt.Println("configure", time.Since(t))
 		for range 5 {
+			if err := b.clean(ctx, b.lab.Host(1)); err != nil {
+				fmt.Println(err)
+			}
 			for _, plain := range []bool{false, true} {
 				k := objectsOf(be)
 				k.nexthop = !plain
 				took, cpu, err := b.limit(ctx, nil, b.peers, k)
 				fmt.Println(be, "limit nexthop", !plain, took, cpu, err)
-			}
-			if err := b.clean(ctx, b.lab.Host(1)); err != nil {
-				fmt.Println(err)
 			}
 			b.settle(ctx)
 			c, cancel := context.WithTimeout(ctx, 10*time.Second)

@@ -1,0 +1,171 @@
+package linux
+
+import (
+	"fmt"
+	"net/netip"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"flanneld/pkg/dataplane"
+	"flanneld/pkg/dataplane/dataplanetest"
+)
+
+// hops counts the IPv4 routes of the kernel by the form of their next hop, and
+// the nexthop objects of our own.
+type hops struct{ plain, through, objects int }
+
+func (w *world) hops(t *testing.T) hops {
+	t.Helper()
+	fresh, err := Open(Options{NexthopObjects: true})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = fresh.Close() }()
+	have, err := fresh.Read(quiet(t), dataplanetest.Scope())
+	if err != nil {
+		t.Fatal(err)
+	}
+	n := hops{objects: len(fresh.nexthops.byID)}
+	for r := range have.AllRoutes() {
+		switch {
+		case r.Dst.Addr().Is6() && r.NexthopID != 0:
+			t.Errorf("%s goes through nexthop object %d", r, r.NexthopID)
+		case r.Dst.Addr().Is6():
+		case r.NexthopID != 0:
+			n.through++
+		default:
+			n.plain++
+		}
+	}
+	return n
+}
+
+// expectSettled fails the test unless the kernel holds want, and n of each.
+func (w *world) expectSettled(t *testing.T, what string, want dataplane.State, n hops) {
+	t.Helper()
+	have, err := w.Read(quiet(t), dataplanetest.Scope())
+	if err != nil {
+		t.Fatal(err)
+	}
+	if ops := dataplane.Plan(have, want, dataplanetest.Scope(), nil, true).Ops; len(ops) > 0 {
+		t.Errorf("%s: %d changes are left, the first %s", what, len(ops), ops[0])
+	}
+	if got := w.hops(t); got != n {
+		t.Errorf("%s: %+v, want %+v", what, got, n)
+	}
+}
+
+// TestKernelNexthopThreshold crosses the number of routes from which on they go
+// through nexthop objects, up and down.
+func TestKernelNexthopThreshold(t *testing.T) {
+	for name, resync := range map[string]time.Duration{"by reading": 0, "by hearing": time.Hour} {
+		t.Run(name, func(t *testing.T) {
+			w := newWorld(t)
+			r := dataplanetest.NewReconciler(t, w, resync)
+			for _, step := range []struct {
+				peers int
+				want  hops
+			}{
+				{100, hops{plain: 100}},
+				{400, hops{plain: 100, through: 300, objects: 300}}, // those that are there stay as they are
+				{150, hops{plain: 100, through: 50, objects: 50}},
+				{50, hops{plain: 50}},
+				{nexthopThreshold, hops{plain: 50, through: nexthopThreshold - 50, objects: nexthopThreshold - 50}},
+				{0, hops{}},
+				{1000, hops{through: 1000, objects: 1000}},
+			} {
+				want := dataplanetest.Peers(step.peers)
+				if _, err := r.Reconcile(quiet(t), want, true); err != nil {
+					t.Fatal(err)
+				}
+				w.expectSettled(t, fmt.Sprintf("%d peers", step.peers), dataplanetest.Peers(step.peers), step.want)
+			}
+		})
+	}
+}
+
+// nexthopObject makes one as another program with the given protocol would.
+func (w *world) nexthopObject(id uint32, protocol uint8, gateway string, index int) error {
+	return w.tell(func(m *message) {
+		m.begin(rtmNewNexthop, unix.NLM_F_CREATE|unix.NLM_F_EXCL, nhmsg(unix.AF_INET, protocol, unix.RTNH_F_ONLINK)...)
+		m.attr32(nhaID, id)
+		m.attr32(nhaOIF, uint32(index))
+		m.addr(nhaGateway, netip.MustParseAddr(gateway))
+	})
+}
+
+func (w *world) deleteNexthop(id uint32) error {
+	return w.tell(func(m *message) {
+		m.begin(rtmDelNexthop, 0, nhmsg(unix.AF_UNSPEC, 0, 0)...)
+		m.attr32(nhaID, id)
+	})
+}
+
+// TestKernelNexthopsOfOthers has ids taken by another program, objects left
+// over from a run that died, and objects deleted behind our back.
+func TestKernelNexthopsOfOthers(t *testing.T) {
+	w := newWorld(t)
+	r := dataplanetest.NewReconciler(t, w, time.Hour)
+	if _, err := r.Reconcile(quiet(t), dataplanetest.Base(), true); err != nil {
+		t.Fatal(err)
+	}
+	index, err := w.index("flannel.1")
+	if err != nil {
+		t.Fatal(err)
+	}
+	const foreign, left = nexthopFirst + 7, nexthopFirst + 1<<19
+	if err := w.nexthopObject(foreign, unix.RTPROT_STATIC, "172.30.0.1", index); err != nil {
+		t.Fatal(err)
+	}
+	if err := w.nexthopObject(left, dataplane.Protocol, "172.30.0.2", index); err != nil {
+		t.Fatal(err)
+	}
+
+	// A run that has not seen them.
+	fresh := dataplanetest.NewReconciler(t, w, time.Hour)
+	if _, err := fresh.Reconcile(quiet(t), dataplanetest.Peers(300), true); err != nil {
+		t.Fatal(err)
+	}
+	w.expectSettled(t, "with ids taken", dataplanetest.Peers(300), hops{through: 300, objects: 300})
+	if err := w.nexthopObject(foreign, unix.RTPROT_STATIC, "172.30.0.1", index); err == nil {
+		t.Error("the object of another program is gone")
+	}
+
+	have, err := w.Read(quiet(t), dataplanetest.Scope())
+	if err != nil {
+		t.Fatal(err)
+	}
+	deleted := 0
+	for route := range have.AllRoutes() {
+		if route.NexthopID != 0 && deleted < 10 {
+			if err := w.deleteNexthop(route.NexthopID); err != nil {
+				t.Fatal(err)
+			}
+			deleted++
+		}
+	}
+	select {
+	case <-fresh.Changed():
+	case <-time.After(5 * time.Second):
+		t.Fatal("deleted nexthop objects were not heard of")
+	}
+	report, err := fresh.Update(quiet(t), nil, nil, true)
+	if err != nil || report.Puts != deleted {
+		t.Errorf("%d puts (%v) after %d objects were deleted", report.Puts, err, deleted)
+	}
+	w.expectSettled(t, "after deletions", dataplanetest.Peers(300), hops{through: 300, objects: 300})
+}
+
+// TestKernelWithoutNexthopObjects is what older kernels, and operators who do
+// not want them, have.
+func TestKernelWithoutNexthopObjects(t *testing.T) {
+	w := newWorld(t)
+	w.nexthops.enabled = false
+	r := dataplanetest.NewReconciler(t, w, time.Hour)
+	if _, err := r.Reconcile(quiet(t), dataplanetest.Peers(400), true); err != nil {
+		t.Fatal(err)
+	}
+	w.expectSettled(t, "400 peers", dataplanetest.Peers(400), hops{plain: 400})
+}
