@@ -50,8 +50,8 @@ test-e2e: deps ## real daemons, a real etcd and real traffic
 fuzz: ## every fuzz target for FUZZTIME (10s)
 	@$(STAGES) fuzz
 
-bench: ## all benchmarks
-	go test -run '^$$' -bench . -benchmem ./...
+bench: build ## what the daemon costs, beside the kernel's own limit (QUICK=1: less, in 3 minutes)
+	go run ./test/bench $(if $(QUICK),-quick,-out Documentation/benchmarks -page Documentation/benchmarks.md) $(BENCHFLAGS)
 
 ## Keep it tidy
 lint: lint-go lint-mod lint-shell lint-sleep lint-unit ## all checks of code, modules, scripts and units

@@ -16,35 +16,39 @@ import (
 // TestForward has another program fight over an entry, and then give in.
 func TestForward(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		changed := make(chan struct{}, 1)
-		var wakes atomic.Int64
-		go forward(t.Context(), changed, func() { wakes.Add(1) })
-		tell := func() {
-			select {
-			case changed <- struct{}{}:
-			default:
+		d, changed := newDrift(), make(chan struct{}, 1)
+		var wakes, repairs atomic.Int64
+		repairs.Store(1)
+		go d.forward(t.Context(), changed, func() {
+			wakes.Add(1)
+			d.note(t.Context(), int(repairs.Load()))
+		})
+		tell := func(during time.Duration) int64 {
+			before := wakes.Load()
+			for start := time.Now(); time.Since(start) < during; time.Sleep(time.Millisecond) {
+				select {
+				case changed <- struct{}{}:
+				default:
+				}
+				synctest.Wait()
 			}
-			synctest.Wait()
+			return wakes.Load() - before
 		}
-		for range repairBurst {
-			tell()
+		if got := tell(time.Millisecond); got != 1 {
+			t.Errorf("%d wakes at once, want one", got)
 		}
-		if wakes.Load() != repairBurst {
-			t.Errorf("%d of the first %d changes came through at once", wakes.Load(), repairBurst)
+		if got := tell(time.Second); got < 18 || got > 21 {
+			t.Errorf("%d wakes in the first second of a fight, want one in every %s", got, quiet)
 		}
-		const fight = 30 * time.Second
-		for start := time.Now(); time.Since(start) < fight; time.Sleep(time.Millisecond) {
-			tell()
-		}
-		most := int64(float64(repairRate) * fight.Seconds())
-		if got := wakes.Load() - repairBurst; got < most-2 || got > most+2 {
-			t.Errorf("%d wakes in %s of fight, want about %d", got, fight, most)
+		const long = 30 * time.Second
+		most := int64(float64(repairRate) * long.Seconds())
+		if got := tell(long); got < most-4 || got > most+4 {
+			t.Errorf("%d wakes in %s of fight, want about %d", got, long, most)
 		}
 		time.Sleep(time.Minute)
-		before := wakes.Load()
-		tell()
-		if wakes.Load() != before+1 {
-			t.Error("a change after a minute of peace does not come through at once")
+		repairs.Store(0)
+		if got := tell(10 * time.Second); got < 190 || got > 201 {
+			t.Errorf("%d wakes in 10s of noise, want one in every %s", got, quiet)
 		}
 	})
 }
@@ -55,7 +59,7 @@ func TestForwardNever(t *testing.T) {
 		done := make(chan struct{})
 		go func() {
 			defer close(done)
-			forward(ctx, nil, func() { t.Error("woken by a network that never changes") })
+			newDrift().forward(ctx, nil, func() { t.Error("woken by a network that never changes") })
 		}()
 		time.Sleep(time.Hour)
 		cancel()
@@ -67,7 +71,7 @@ func TestDriftIsLoggedOnceAMinute(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var log bytes.Buffer
 		ctx := klog.NewContext(t.Context(), textlogger.NewLogger(textlogger.NewConfig(textlogger.Output(&log))))
-		var d drift
+		d := newDrift()
 		d.note(ctx, 0)
 		if log.Len() > 0 {
 			t.Errorf("nothing was repaired, and yet: %s", &log)

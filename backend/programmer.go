@@ -33,8 +33,8 @@ type Programmer struct {
 // Sync implements Network. It costs what has changed in the set, unless
 // everything may have.
 func (p *Programmer) Sync(ctx context.Context, peers Set) (Outcome, error) {
-	stale := p.Volatile > 0 && len(peers.Changed) == 0 && time.Since(p.asked) >= p.Volatile
-	if peers.All || p.objects == nil || stale {
+	stale := p.Volatile > 0 && len(peers.Changed) == 0
+	if peers.All || p.objects == nil || stale && time.Since(p.asked) >= p.Volatile {
 		return p.all(ctx, peers)
 	}
 	var removed, added []dataplane.Object
@@ -51,7 +51,9 @@ func (p *Programmer) Sync(ctx context.Context, peers Set) (Outcome, error) {
 		added = append(added, without(want, have)...)
 	}
 	report, err := p.Update(ctx, removed, added, peers.Complete)
-	return p.outcome(report), err
+	o := p.outcome(report)
+	o.Retry = o.Retry || stale // it is time to ask before long
+	return o, err
 }
 
 // all asks for everything anew.

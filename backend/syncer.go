@@ -42,7 +42,7 @@ type Syncer struct {
 	refused  map[string]string       // all reasons, as logged
 	failing  bool
 	held     int
-	drift    drift
+	drift    *drift
 
 	mu       sync.Mutex // guards Ledger as well
 	changed  map[string]struct{}
@@ -57,7 +57,7 @@ func NewSyncer(c SyncerConfig) *Syncer {
 	own.Identities, _ = c.Network.Check(c.Own) // one that fails this has been refused long before
 	s := &Syncer{
 		SyncerConfig: c, arbiter: subnet.NewArbiter(c.Config, own), all: true, changed: map[string]struct{}{},
-		refused: map[string]string{}, kernel: map[string]string{},
+		refused: map[string]string{}, kernel: map[string]string{}, drift: newDrift(),
 	}
 	s.loop = loop.New(c.Resync, s.step)
 	return s
@@ -92,7 +92,7 @@ func (s *Syncer) Run(ctx context.Context) error {
 	var wg sync.WaitGroup
 	defer wg.Wait()
 	defer cancel()
-	wg.Go(func() { forward(ctx, s.Network.Changed(), s.loop.Wake) })
+	wg.Go(func() { s.drift.forward(ctx, s.Network.Changed(), s.loop.Wake) })
 	return s.loop.Run(ctx)
 }
 
@@ -228,10 +228,9 @@ func (s *Syncer) logRefused(ctx context.Context, set Set, byKernel []subnet.Refu
 	}
 	log := klog.FromContext(ctx)
 	for _, key := range slices.Sorted(maps.Keys(keys)) {
-		reason := s.reason(key)
-		switch {
-		case reason == s.refused[key]:
-		case reason == "":
+		switch reason := s.reason(key); reason {
+		case s.refused[key]:
+		case "":
 			delete(s.refused, key)
 			log.Info("lease no longer refused", "lease", key)
 		default:

@@ -55,6 +55,19 @@ type Report struct {
 	Unreachable bool
 }
 
+func (r *Report) count(ops []Op, repair func(Object) bool) {
+	for _, op := range ops {
+		if op.Delete {
+			r.Deletes++
+		} else {
+			r.Puts++
+		}
+		if repair(op.Object) {
+			r.Repaired++
+		}
+	}
+}
+
 // passes bounds how often one Reconcile looks again: the last pass finds
 // nothing to do. Duplicates of a route take two passes, a link that came up
 // and lost its IPv6 addresses on the way three.
@@ -167,6 +180,8 @@ func (r *Reconciler) settle(ctx context.Context, sweep bool) (Report, error) {
 		delete(r.refused, refusal.Route.Dst)
 	}
 	clear(r.unreachable)
+	asked, some := NewKeys(), !r.all
+	asked.merge(r.dirty)
 	for pass := range passes {
 		drifted, all, err := r.mirror.look(ctx)
 		if err != nil {
@@ -181,7 +196,8 @@ func (r *Reconciler) settle(ctx context.Context, sweep bool) (Report, error) {
 			r.settled(&report, sweep)
 			return report, nil
 		}
-		if err := r.apply(ctx, changes.Ops, drifted, &report); err != nil {
+		report.count(changes.Ops, func(o Object) bool { return drifted.has(o) || some && !asked.has(o) })
+		if err := r.apply(ctx, changes.Ops); err != nil {
 			return report, err
 		}
 	}
@@ -242,20 +258,10 @@ func (r *Reconciler) settled(report *Report, sweep bool) {
 
 // apply carries out ops. Routes whose gateway is out of reach are a matter of
 // that peer alone: they are noted, and are no error.
-func (r *Reconciler) apply(ctx context.Context, ops []Op, drifted Keys, report *Report) error {
+func (r *Reconciler) apply(ctx context.Context, ops []Op) error {
 	if log := klog.FromContext(ctx).V(4); log.Enabled() {
 		for _, op := range ops {
 			log.Info("kernel change", "op", op.String())
-		}
-	}
-	for _, op := range ops {
-		if op.Delete {
-			report.Deletes++
-		} else {
-			report.Puts++
-		}
-		if drifted.has(op.Object) {
-			report.Repaired++
 		}
 	}
 	failures := r.mirror.kernel.Apply(ctx, ops)

@@ -63,6 +63,24 @@ func TestSecondProcess(t *testing.T) {
 	_ = other.Close()
 }
 
+func TestLock(t *testing.T) {
+	dir := filepath.Join(t.TempDir(), "flannel")
+	lock, err := state.Lock(dir, "device")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := state.Lock(dir, "device"); !errors.Is(err, state.ErrInUse) {
+		t.Errorf("second Lock: %v, want ErrInUse", err)
+	}
+	if err := lock.Close(); err != nil {
+		t.Fatal(err)
+	}
+	if lock, err = state.Lock(dir, "device"); err != nil {
+		t.Fatalf("Lock after Close: %v", err)
+	}
+	_ = lock.Close()
+}
+
 func TestUnusable(t *testing.T) {
 	for name, raw := range map[string]string{
 		"damaged": `{"version":1,"state":{"Subnet":"10.5`,

@@ -19,7 +19,7 @@ const (
 	returning = 5 * time.Second
 	// A look is followed by a rest, in proportion to what it costs: a router
 	// may hold a million routes, and change some all the time.
-	restMin, restFactor = 100 * time.Millisecond, 20
+	leastRest, restFactor = 100 * time.Millisecond, 20
 	// relook is how often Watch looks without having been told of a change,
 	// and relookFailed how often after a look that failed.
 	relook, relookFailed = time.Minute, time.Second
@@ -53,7 +53,7 @@ func Watch(ctx context.Context, o Options, now Interface, changed func(Interface
 		if moved {
 			changed(f.now)
 		}
-		sleep(ctx, max(restMin, restFactor*took), nil)
+		sleep(ctx, max(leastRest, restFactor*took), nil)
 		sleep(ctx, again, told)
 	}
 	return nil

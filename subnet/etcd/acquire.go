@@ -131,7 +131,7 @@ func check(cfg subnet.Config, c subnet.Claim) error {
 }
 
 func (m *Manager) acquire(ctx context.Context, pools []subnet.Pool, c subnet.Claim, spare *grant) error {
-	l, err := m.list(ctx)
+	l, err := m.listOr(ctx, &m.forAcquire)
 	if err != nil {
 		return err
 	}
@@ -151,13 +151,21 @@ func (m *Manager) acquire(ctx context.Context, pools []subnet.Pool, c subnet.Cla
 		if err != nil {
 			return err
 		}
-		return m.settle(ctx, *p.keep, own, spare)
+		if err := m.settle(ctx, *p.keep, own, spare); err != nil {
+			return err
+		}
+		m.forWatch.put(l)
+		return nil
 	}
 	own, err := claimOn(formatKey(p.subnets), p.subnets, c)
 	if err != nil {
 		return err
 	}
-	return m.create(ctx, own, p.stale, spare)
+	if err := m.create(ctx, own, p.stale, spare); err != nil {
+		return err
+	}
+	m.forWatch.put(l)
+	return nil
 }
 
 // claimOn returns the lease that c makes on subnets.

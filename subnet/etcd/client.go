@@ -160,6 +160,21 @@ func (c *client) get(ctx context.Context) (*clientv3.Client, error) {
 	return conn, nil
 }
 
+// renew has the next get make a new client. Whatever still uses the old one
+// fails as if its connection were broken.
+func (c *client) renew() {
+	c.sem <- struct{}{}
+	old := c.conn
+	if !c.done {
+		c.conn = nil
+	}
+	done := c.done
+	<-c.sem
+	if old != nil && !done {
+		_ = old.Close() // an error would be about what is given up anyway
+	}
+}
+
 func (c *client) close() error {
 	c.sem <- struct{}{}
 	defer func() { <-c.sem }()

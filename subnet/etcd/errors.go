@@ -27,6 +27,7 @@ func (e *storeError) Unwrap() error { return e.err }
 var (
 	errStalled  = errors.New("the watch is silent")
 	errConflict = errors.New("another node was faster")
+	errRenewed  = errors.New("the connection was given up for a new one")
 )
 
 // explain turns what the client library returns into one line that names the
@@ -34,6 +35,9 @@ var (
 func explain(endpoints []string, waited time.Duration, err error) error {
 	if err == nil || errors.Is(err, errConflict) || errors.Is(err, context.Canceled) || errors.Is(err, errClosed) {
 		return err
+	}
+	if status.Code(err) == codes.Canceled { // by the client library: the caller's context is not the cause
+		return errRenewed
 	}
 	cause := fmt.Sprintf("no answer within %s", waited)
 	code := codes.Unavailable

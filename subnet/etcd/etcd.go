@@ -55,6 +55,8 @@ type Manager struct {
 	writing chan struct{}
 	own     ownLease
 	ownKey  atomic.Pointer[string]
+	// What Recall has listed is for Acquire, what Acquire has for Watch.
+	forAcquire, forWatch stash
 	// configSeen is the revision of the configuration whose warnings were logged.
 	configSeen atomic.Int64
 }
@@ -67,6 +69,7 @@ type timing struct {
 	idle, grace          time.Duration // a watch is probed after idle, and broken after grace more
 	backoffMin, backoff  time.Duration
 	restoreMin, restored time.Duration // pause after the own key had to be written again
+	reprieve             time.Duration // for leases that are gone after a long outage
 }
 
 // New returns a manager. It reads the TLS files but does not connect: an error
@@ -83,6 +86,7 @@ func New(cfg Config) (*Manager, error) {
 		idle:    10 * time.Second, grace: 5 * time.Second,
 		backoffMin: 100 * time.Millisecond, backoff: 5 * time.Second,
 		restoreMin: time.Second, restored: time.Minute,
+		reprieve: time.Minute,
 	}
 	c, err := newClient(cfg, t.request)
 	if err != nil {
@@ -95,6 +99,10 @@ func New(cfg Config) (*Manager, error) {
 
 // Close ends the connection. Methods that are still running fail.
 func (m *Manager) Close() error { return m.client.close() }
+
+// Reconnect gives up the connection, and has a new one made when it is needed:
+// one from an address that this host has no more would be silent for long.
+func (m *Manager) Reconnect() { m.client.renew() }
 
 func (m *Manager) configKey() string { return path.Join(m.cfg.Prefix, "config") }
 func (m *Manager) dir() string       { return path.Join(m.cfg.Prefix, "subnets") + "/" }
@@ -177,7 +185,7 @@ func (m *Manager) retry(ctx context.Context, s source, f func() error) error {
 
 func passes(err error) bool {
 	var failure *storeError
-	return errors.As(err, &failure) || errors.Is(err, errConflict)
+	return errors.As(err, &failure) || errors.Is(err, errConflict) || errors.Is(err, errRenewed)
 }
 
 // backoff grows from least to most and is spread by half.

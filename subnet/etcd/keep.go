@@ -116,9 +116,12 @@ func (m *Manager) right(found entry, own ownLease) bool {
 }
 
 // renewal returns when g is to be kept alive.
-func (m *Manager) renewal(g grant) time.Time {
-	margin := min(m.cfg.RenewMargin, g.ttl-min(time.Minute, g.ttl/3))
-	return g.expires.Add(-margin)
+func (m *Manager) renewal(g grant) time.Time { return g.expires.Add(-m.margin(g.ttl)) }
+
+// margin is how long before its end a lease is renewed, and so how long the
+// store may be away without any lease running out.
+func (m *Manager) margin(ttl time.Duration) time.Duration {
+	return min(m.cfg.RenewMargin, ttl-min(time.Minute, ttl/3))
 }
 
 // owner returns whose lease e is; invalid if it cannot be read or says nothing.

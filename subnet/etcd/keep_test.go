@@ -8,6 +8,7 @@ import (
 
 	clientv3 "go.etcd.io/etcd/client/v3"
 
+	"flanneld/subnet"
 	"flanneld/subnet/subnettest"
 )
 
@@ -206,4 +207,33 @@ func TestStoreWipedUnderKeep(t *testing.T) {
 	k.running(t)
 	w := subnettest.Watch(t, f.manager(t))
 	w.Until(t, "our lease", subnettest.Has(l.Key))
+}
+
+// TestReconnect gives up the connection while everything is in use: nothing
+// ends, nothing is lost, and nobody is told of an outage.
+func TestReconnect(t *testing.T) {
+	f := newFixture(t, sharedServer(t))
+	f.put(t, "config", configV4)
+	m := f.manager(t, ttl(2*time.Second), func(c *Config) {
+		c.OnStatus = func(err error) {
+			if err != nil {
+				t.Error(err)
+			}
+		}
+	})
+	l := acquire(t, m, claim("192.0.2.1"))
+	k := keeping(t, m, l)
+	w := subnettest.Watch(t, m)
+	for i := range 5 {
+		key := fmt.Sprintf("subnets/10.5.%d.0-24", 200+i)
+		f.put(t, key, value(fmt.Sprintf("192.0.2.%d", 200+i)))
+		w.Until(t, key, func(s subnet.Snapshot) bool { return len(s.Leases) == i+1 })
+		m.Reconnect()
+	}
+	f.delete(t, "subnets/"+l.Key)
+	eventually(t, "own lease is taken again", func() bool {
+		v, _, _ := f.get(t, "subnets/"+l.Key)
+		return v == value("192.0.2.1")
+	})
+	k.running(t)
 }

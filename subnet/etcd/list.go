@@ -6,6 +6,8 @@ import (
 	"net/netip"
 	"slices"
 	"strings"
+	"sync/atomic"
+	"time"
 
 	pb "go.etcd.io/etcd/api/v3/etcdserverpb"
 	"go.etcd.io/etcd/api/v3/mvccpb"
@@ -64,6 +66,29 @@ func (m *Manager) list(ctx context.Context) (listing, error) {
 	return l, nil
 }
 
+// stash holds a listing that was just made for the one who needs the next: at
+// start three do, and thousands of leases take time. What another node has
+// written since is found by compare-and-swap, or watched for.
+type stash struct{ atomic.Pointer[stashed] }
+
+type stashed struct {
+	listing
+	made time.Time
+}
+
+// stashTime is how old a listing may be to be good for another use.
+const stashTime = 2 * time.Second
+
+func (s *stash) put(l listing) { s.Store(&stashed{l, time.Now()}) }
+
+// listOr returns what is in s, which is empty then, or else a new listing.
+func (m *Manager) listOr(ctx context.Context, s *stash) (listing, error) {
+	if l := s.Swap(nil); l != nil && time.Since(l.made) < stashTime {
+		return l.listing, nil
+	}
+	return m.list(ctx)
+}
+
 func storeID(h *pb.ResponseHeader) subnet.StoreID {
 	return subnet.StoreID{ID: fmt.Sprintf("%x", h.ClusterId), Revision: h.Revision}
 }
@@ -102,6 +127,18 @@ func overlap(a, b []netip.Prefix) bool {
 	return slices.ContainsFunc(a, func(s netip.Prefix) bool { return slices.ContainsFunc(b, s.Overlaps) })
 }
 
+// recalled is the lease among ours that has what the node had before, or else
+// the first.
+func recalled(entries []entry, ours func(entry) bool, before []netip.Prefix) *entry {
+	var found *entry
+	for i, e := range entries {
+		if ours(e) && (found == nil || !overlap(found.subnets, before) && overlap(e.subnets, before)) {
+			found = &entries[i]
+		}
+	}
+	return found
+}
+
 // Recall finds the own lease by public address. See subnet.Manager.
 func (m *Manager) Recall(ctx context.Context, own subnet.Claim) (subnet.Claim, error) {
 	defer m.health.forget(sourceLease)
@@ -113,11 +150,15 @@ func (m *Manager) Recall(ctx context.Context, own subnet.Claim) (subnet.Claim, e
 	if err != nil {
 		return subnet.Claim{}, err
 	}
-	who, before := identity(own), m.previous(own)
-	var found *entry
-	for i, e := range l.entries {
-		if e.err == nil && carries(e.lease, who) && (found == nil || !overlap(found.subnets, before) && overlap(e.subnets, before)) {
-			found = &l.entries[i]
+	m.forAcquire.put(l)
+	who := identity(own)
+	ours := func(e entry) bool { return e.err == nil && carries(e.lease, who) }
+	found := recalled(l.entries, ours, m.previous(own))
+	if _, pools, err := m.config(ctx); err == nil {
+		// Acquire will rather take what this node had than what another node
+		// with its address has: that one's data is none of ours.
+		if p, err := choose(pools, m.previous(own), ours, l.entries); err == nil && p.keep == nil && p.twin != "" {
+			found = nil
 		}
 	}
 	if found == nil {

@@ -36,7 +36,7 @@ func newHealth(onStatus func(error)) *health {
 // report takes the outcome of an activity in. An error that is no storeError
 // comes from a store that answers.
 func (h *health) report(ctx context.Context, s source, err error) {
-	if ctx.Err() != nil || errors.Is(err, errClosed) {
+	if ctx.Err() != nil || errors.Is(err, errClosed) || errors.Is(err, errRenewed) {
 		return
 	}
 	var failure *storeError

@@ -27,6 +27,7 @@ type view struct {
 	entries map[string]entry // by key, without values
 	store   subnet.StoreID
 	next    int64 // revision to watch from; 0: list first
+	reprieve
 }
 
 // Watch publishes the leases of other nodes. See subnet.Manager.
@@ -70,25 +71,53 @@ func (m *Manager) resume(ctx context.Context, v *view, sink func(subnet.Update))
 			return err
 		}
 		if head.ID == v.store.ID && head.Revision >= v.store.Revision {
+			v.hear(time.Now(), m.margin(m.cfg.TTL), m.timing.reprieve)
 			return nil
 		}
 	}
-	l, err := m.list(ctx)
+	l, err := m.listOr(ctx, &m.forWatch)
 	if err != nil {
 		return err
 	}
 	if v.store.ID != "" && (l.store.ID != v.store.ID || l.store.Revision < v.store.Revision) {
 		klog.FromContext(ctx).Error(nil, "etcd is not the store it was", "was", v.store, "is", l.store)
 	}
-	old := v.entries
-	*v = view{make(map[string]entry, len(l.entries)), l.store, l.store.Revision + 1}
+	v.hear(time.Now(), m.margin(m.cfg.TTL), m.timing.reprieve)
+	old := *v
+	*v = view{make(map[string]entry, len(l.entries)), l.store, l.store.Revision + 1, old.reprieve}
 	for _, e := range l.entries {
 		e.value = nil
 		v.entries[e.key] = e
-		logUndecodable(ctx, old[e.key], e)
+		logUndecodable(ctx, old.entries[e.key], e)
 	}
+	v.adopt(old)
 	sink(v.update(m.ownKey.Load(), nil))
 	return nil
+}
+
+// drop takes the leases with these keys out of the view.
+func (v *view) drop(changed map[string]*subnet.Lease, keys []string) {
+	for _, key := range keys {
+		delete(v.entries, key)
+		changed[key] = nil
+	}
+}
+
+// adopt takes from the view of the same store before an outage the leases that
+// have a reprieve.
+func (v *view) adopt(old view) {
+	if old.store.ID != v.store.ID || old.store.Revision > v.store.Revision {
+		return
+	}
+	listed := slices.Collect(maps.Values(v.entries))
+	for key, e := range old.entries {
+		if _, there := v.entries[key]; !there && v.spares(key) {
+			v.entries[key] = e
+		}
+	}
+	for _, e := range listed {
+		v.drop(map[string]*subnet.Lease{}, v.renewed(e, v.entries))
+	}
 }
 
 // head returns the store's identity and present revision.
@@ -109,22 +138,26 @@ func (m *Manager) advance(ctx context.Context, v *view, resp *pb.WatchResponse, 
 	if storeID(resp.Header).ID != v.store.ID {
 		return errRelist
 	}
-	if !news(resp, v.next) {
+	v.hear(time.Now(), m.margin(m.cfg.TTL), m.timing.reprieve)
+	changed := map[string]*subnet.Lease{}
+	v.drop(changed, v.ended(ctx))
+	if !news(resp, v.next) && len(changed) == 0 {
 		return nil
 	}
 	known := v.next // one transaction may change several keys at one revision
-	changed := map[string]*subnet.Lease{}
 	for _, ev := range resp.Events {
 		if ev.Kv.ModRevision < known {
 			continue
 		}
 		e := m.entry(ev.Kv)
 		e.value = nil
-		switch {
-		case ev.Type == mvccpb.DELETE:
-			delete(v.entries, e.key)
-			changed[e.key] = nil
+		switch ev.Type {
+		case mvccpb.DELETE:
+			if !v.spares(e.key) {
+				v.drop(changed, []string{e.key})
+			}
 		default:
+			v.drop(changed, v.renewed(e, v.entries))
 			logUndecodable(ctx, v.entries[e.key], e)
 			v.entries[e.key] = e
 			if e.err == nil {

@@ -6,12 +6,9 @@ import (
 	"errors"
 	"fmt"
 	"net"
-	"net/http"
 	"net/netip"
 	"os"
 	"runtime"
-	"strconv"
-	"strings"
 	"time"
 
 	"github.com/vishvananda/netlink"
@@ -65,7 +62,7 @@ func newBed(ctx context.Context, flanneld string) (*bed, error) {
 
 // prepareHost puts the peers on the network of eth0, as host-gw needs.
 func prepareHost(ctx context.Context, h *lab.Host) error {
-	return b2(h, ctx, func(r *rtnl) error {
+	return withRTNL(ctx, h, func(r *rtnl) error {
 		eth0, err := net.InterfaceByName("eth0")
 		if err != nil {
 			return err
@@ -75,8 +72,8 @@ func prepareHost(ctx context.Context, h *lab.Host) error {
 	})
 }
 
-// b2 runs f in the host's network namespace, on a locked thread.
-func b2(h *lab.Host, ctx context.Context, f func(r *rtnl) error) error {
+// withRTNL runs f in the host's network namespace, on a locked thread.
+func withRTNL(ctx context.Context, h *lab.Host, f func(r *rtnl) error) error {
 	return h.Do(ctx, func() error {
 		r, err := openRTNL()
 		if err != nil {
@@ -173,7 +170,7 @@ func (b *bed) clean(ctx context.Context, h *lab.Host) error {
 	if err := b.deleteOwnLeases(ctx); err != nil {
 		return err
 	}
-	err := b2(h, ctx, func(r *rtnl) error {
+	err := withRTNL(ctx, h, func(r *rtnl) error {
 		for _, dev := range []string{"eth0", "flannel.1"} {
 			link, err := net.InterfaceByName(dev)
 			if err != nil {
@@ -304,7 +301,7 @@ func (b *bed) limit(ctx context.Context, base, peers []peer, kinds objects) (too
 // for, entry by entry.
 func (b *bed) verify(ctx context.Context, h *lab.Host, n int) error {
 	kinds := objectsOf(b.backend)
-	return b2(h, ctx, func(r *rtnl) error {
+	return withRTNL(ctx, h, func(r *rtnl) error {
 		link, err := net.InterfaceByName(b.device())
 		if err != nil {
 			return err
@@ -346,48 +343,4 @@ func pause(ctx context.Context, d time.Duration) error {
 	case <-ctx.Done():
 		return context.Cause(ctx)
 	}
-}
-
-// requests returns how many requests of each kind etcd has got so far.
-func (b *bed) requests(ctx context.Context) (map[string]float64, error) {
-	transport := &http.Transport{DialContext: b.lab.Host(2).Dial, DisableKeepAlives: true}
-	req, err := http.NewRequestWithContext(ctx, http.MethodGet, b.lab.Host(2).EtcdEndpoint()+"/metrics", nil)
-	if err != nil {
-		return nil, err
-	}
-	resp, err := (&http.Client{Transport: transport}).Do(req)
-	if err != nil {
-		return nil, fmt.Errorf("ask etcd for its metrics: %w", err)
-	}
-	defer resp.Body.Close()
-	var text strings.Builder
-	if _, err := resp.Body.(interface{ Read([]byte) (int, error) }).Read(nil); err != nil {
-		return nil, err
-	}
-	buf := make([]byte, 64<<10)
-	for {
-		n, err := resp.Body.Read(buf)
-		text.Write(buf[:n])
-		if err != nil {
-			break
-		}
-	}
-	counts := map[string]float64{}
-	for line := range strings.Lines(text.String()) {
-		name, ok := strings.CutPrefix(line, "grpc_server_msg_received_total{")
-		if !ok {
-			continue
-		}
-		labels, value, _ := strings.Cut(name, "} ")
-		v, err := strconv.ParseFloat(strings.TrimSpace(value), 64)
-		if err != nil {
-			return nil, fmt.Errorf("etcd's metrics: %w", err)
-		}
-		for label := range strings.SplitSeq(labels, ",") {
-			if method, ok := strings.CutPrefix(label, "grpc_method="); ok {
-				counts[strings.Trim(method, `"`)] += v
-			}
-		}
-	}
-	return counts, nil
 }

@@ -1,49 +1,161 @@
+// Command bench measures what flanneld costs, on real kernels and a real etcd
+// in a lab of network namespaces, and holds it against what the kernel itself
+// takes for the same objects in the same run.
 package main
 
 import (
+	"bytes"
 	"context"
+	"errors"
+	"flag"
 	"fmt"
+	"io"
 	"os"
+	"os/signal"
+	"path/filepath"
+	"strings"
+	"syscall"
 	"time"
 
 	"flanneld/pkg/lab"
 )
 
+// options size a run.
+type options struct {
+	flanneld string
+	out      string // folder for results
+	page     string // markdown file that takes the tables in; empty: none
+	only     string
+	quick    bool
+
+	rounds      int
+	cold        []int // numbers of peers to start with
+	large       int   // number of peers of a large cluster
+	eventSizes  []int
+	eventCount  int // each added and removed, in every round
+	restarts    int
+	atRest      time.Duration
+	busyRoutes  int
+	busyFor     time.Duration
+	churnChange int // lease changes of the endurance test
+}
+
+func parse(args []string) (options, error) {
+	o := options{
+		rounds: 9, cold: []int{10, 1000, 5000, 10000}, large: 5000, eventSizes: []int{100, 1000, 10000}, eventCount: 200,
+		restarts: 20, atRest: time.Minute, busyRoutes: 200_000, busyFor: 15 * time.Second, churnChange: 100_000,
+	}
+	f := flag.NewFlagSet("bench", flag.ContinueOnError)
+	f.StringVar(&o.flanneld, "flanneld", "bin/flanneld", "the daemon, as make build makes it")
+	f.StringVar(&o.out, "out", "dist/out/bench", "folder for results.json and the charts")
+	f.StringVar(&o.page, "page", "", "markdown file that takes the tables in")
+	f.StringVar(&o.only, "only", "", "comma-separated measures; empty means all of "+strings.Join(names(), ", "))
+	f.BoolVar(&o.quick, "quick", false, "fewer rounds, shorter waits: minutes less, and less to be trusted")
+	rounds := f.Int("rounds", 0, "rounds of each measure; 0 means the default")
+	peers := f.Int("n", 0, "leases of others in the large measures; 0 means 5000")
+	if err := f.Parse(args); err != nil {
+		return o, err
+	}
+	if o.quick {
+		o.rounds, o.cold, o.eventCount, o.restarts = 3, []int{10, 5000}, 50, 4
+		o.eventSizes, o.atRest, o.busyFor, o.churnChange = []int{1000, 10000}, 5*time.Second, 5*time.Second, 10_000
+	}
+	if *rounds > 0 {
+		o.rounds = *rounds
+	}
+	if *peers > 0 {
+		o.large, o.cold = *peers, []int{*peers}
+	}
+	if f.NArg() > 0 {
+		return o, fmt.Errorf("unexpected argument %q", f.Arg(0))
+	}
+	return o, nil
+}
+
 func main() {
 	lab.RunChild()
-	ctx := context.Background()
-	b, err := newBed(ctx, os.Args[1])
-	if err != nil {
-		fmt.Println(err)
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
+	err := execute(ctx, os.Args[1:], os.Stdout, os.Stderr)
+	stop()
+	if err != nil && !errors.Is(err, flag.ErrHelp) {
+		fmt.Fprintln(os.Stderr, "bench:", err)
 		os.Exit(1)
 	}
-	defer b.close()
-	n := 5000
-	for _, be := range []string{"vxlan", "host-gw"} {
-		t := time.Now()
-		if err := b.configure(ctx, be, n); err != nil {
-			fmt.Println(err)
-			os.Exit(1)
-		}
-		fmt.Println("configure", time.Since(t))
-		for range 5 {
-			if err := b.clean(ctx, b.lab.Host(1)); err != nil {
-				fmt.Println(err)
-			}
-			for _, plain := range []bool{false, true} {
-				k := objectsOf(be)
-				k.nexthop = !plain
-				took, cpu, err := b.limit(ctx, nil, b.peers, k)
-				fmt.Println(be, "limit nexthop", !plain, took, cpu, err)
-			}
-			b.settle(ctx)
-			c, cancel := context.WithTimeout(ctx, 10*time.Second)
-			s, err := b.begin(c)
-			cancel()
-			fmt.Println(be, s.all, s.file, s.cpu, s.peak/1e6, err)
-			if err == nil {
-				fmt.Println(b.verify(ctx, b.lab.Host(1), n))
-			}
+}
+
+func execute(ctx context.Context, args []string, out, progress io.Writer) error {
+	o, err := parse(args)
+	if err != nil {
+		return err
+	}
+	r := &report{Date: time.Now(), Quick: o.quick}
+	if err := r.describe(ctx, o.flanneld); err != nil {
+		return err
+	}
+	before, err := machineCPU()
+	if err != nil {
+		return err
+	}
+	b, err := newBed(ctx, o.flanneld)
+	if err != nil {
+		return err
+	}
+	run := &runner{options: o, bed: b, report: r}
+	incomplete := run.all(ctx, progress)
+	b.close() // before the accounts: what its processes have used is ours
+	if ctx.Err() != nil {
+		return context.Cause(ctx)
+	}
+	if r.OthersCPU, err = othersCPU(before); err != nil {
+		return err
+	}
+	r.Seconds = time.Since(r.Date).Seconds()
+	if err := r.table(out); err != nil {
+		return err
+	}
+	return errors.Join(incomplete, r.save(o))
+}
+
+// save writes the report in the forms in which it is kept.
+func (r *report) save(o options) error {
+	if err := os.MkdirAll(o.out, 0o755); err != nil {
+		return err
+	}
+	var text bytes.Buffer
+	if err := r.json(&text); err != nil {
+		return err
+	}
+	if err := os.WriteFile(filepath.Join(o.out, "results.json"), text.Bytes(), 0o644); err != nil {
+		return err
+	}
+	for name, c := range r.charts() {
+		if err := os.WriteFile(filepath.Join(o.out, name+".svg"), c.svg(), 0o644); err != nil {
+			return err
 		}
 	}
+	if o.page == "" {
+		return nil
+	}
+	return r.insert(o.page)
+}
+
+// The tables stand between these lines of the page.
+const (
+	pageBegin = "<!-- results: written by make bench -->\n"
+	pageEnd   = "<!-- end of results -->\n"
+)
+
+func (r *report) insert(page string) error {
+	text, err := os.ReadFile(page)
+	if err != nil {
+		return err
+	}
+	head, rest, ok := strings.Cut(string(text), pageBegin)
+	_, tail, ok2 := strings.Cut(rest, pageEnd)
+	if !ok || !ok2 {
+		return fmt.Errorf("%s has no place for results: want the lines %q and %q", page, pageBegin, pageEnd)
+	}
+	var tables strings.Builder
+	r.markdown(&tables)
+	return os.WriteFile(page, []byte(head+pageBegin+"\n"+tables.String()+"\n"+pageEnd+tail), 0o644)
 }

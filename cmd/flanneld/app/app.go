@@ -82,7 +82,8 @@ func Run(ctx context.Context, opts Options) error {
 		return err
 	}
 	group, members := errgroup.WithContext(ctx)
-	d := &daemon{opts: opts, registry: registry, group: group, health: newHealth(opts)}
+	d := &daemon{opts: opts, registry: registry, group: group, health: newHealth(opts),
+		devices: deviceLocks{dir: opts.StateDir}}
 	if addr := opts.HealthzAddr(); addr != "" {
 		ln, err := health.Listen(ctx, addr)
 		if err != nil {

@@ -42,6 +42,7 @@ type lastKnown struct {
 	Interface underlay.Interface `json:"interface"`
 	Own       subnet.Lease       `json:"own"`
 	Peers     subnet.LedgerState `json:"peers"`
+	Former    []former           `json:"former,omitempty"` // that may still show in the kernel
 
 	peers func() subnet.LedgerState // has newer ones than Peers; may be nil
 }
@@ -56,6 +57,7 @@ type daemon struct {
 	kernel   *linux.Kernel
 	ready    sync.Once
 	record   *record
+	devices  deviceLocks
 }
 
 func newHealth(o Options) *health.Status {
@@ -83,7 +85,7 @@ func (d *daemon) report(ctx context.Context, part string, err error) {
 // run starts the daemon's work, member by member, and then keeps the lease.
 func (d *daemon) run(ctx context.Context) error {
 	log := klog.FromContext(ctx)
-	kernel, err := linux.Open(linux.Options{NexthopObjects: true})
+	kernel, err := linux.Open(linux.Options{NexthopObjects: d.opts.NexthopObjects == nexthopsAuto})
 	if err != nil {
 		return err
 	}
@@ -95,6 +97,7 @@ func (d *daemon) run(ctx context.Context) error {
 		return err
 	}
 	defer d.record.close()
+	defer d.devices.releaseAll()
 	if d.opts.IPTablesForwardRules {
 		log.Info("no forward rules are programmed: this version has none, the host's FORWARD policy must let pod traffic pass")
 	}
@@ -135,6 +138,7 @@ func (d *daemon) run(ctx context.Context) error {
 		return err
 	}
 	resumed.stop()
+	last.Former = d.outlived(last, be)
 	last.Config, last.Interface, last.Own = cfg, iface, own
 	sess, err := d.serve(ctx, be, last)
 	if err != nil {
@@ -168,9 +172,9 @@ func (d *daemon) manager(ctx context.Context, previous subnetfile.Previous) (*et
 		Endpoints: o.EtcdEndpoints, Prefix: o.EtcdPrefix,
 		CertFile: o.EtcdCertFile, KeyFile: o.EtcdKeyFile, CAFile: o.EtcdCAFile,
 		Username: o.EtcdUsername, Password: o.EtcdPassword.Reveal(),
-		RenewMargin: o.RenewMargin,
-		Previous:    subnets,
-		OnStatus:    func(err error) { d.report(ctx, partDatastore, err) },
+		RenewMargin: o.RenewMargin, TTL: o.LeaseTTL,
+		Previous: subnets,
+		OnStatus: func(err error) { d.report(ctx, partDatastore, err) },
 		OnLease: func(own subnet.Lease) {
 			d.record.update(func(now *lastKnown) { now.Own = own })
 		},

@@ -115,8 +115,12 @@ func etcdSettings() []setting {
 			usage:   "Password of that user. The variable keeps it out of the process list.",
 			binding: to(func(o *Options) *Secret { return &o.EtcdPassword }, secret),
 		}, {
+			name: "subnet-lease-ttl", arg: "DURATION", def: "24h",
+			usage:   "How long etcd keeps the lease of a host that is gone: 5s or more, the same on all hosts.",
+			binding: to(func(o *Options) *time.Duration { return &o.LeaseTTL }, duration(5*time.Second)),
+		}, {
 			name: "subnet-lease-renew-margin", arg: "MINUTES", def: "60",
-			usage:   "How long before its end the lease of 24 hours is renewed: 1 to 1439.",
+			usage:   "How long before its end the lease is renewed: 1 to 1439. A shorter lease is renewed in time, too.",
 			binding: to(func(o *Options) *time.Duration { return &o.RenewMargin }, whole(time.Minute, "minutes", 1, 1439)),
 		},
 	}
@@ -213,6 +217,11 @@ func trafficSettings() []setting {
 			usage: "How often devices, routes and neighbours are read back in full, besides following " +
 				"their changes: 1s or more.",
 			binding: to(func(o *Options) *time.Duration { return &o.Resync }, duration(time.Second)),
+		}, {
+			name: "nexthop-objects", arg: "auto|off", def: nexthopsAuto,
+			usage: "Whether IPv4 routes go through nexthop objects where a device has hundreds of them: " +
+				"otherwise adding thousands is slow. ip route then shows nhid.",
+			binding: to(func(o *Options) *string { return &o.NexthopObjects }, oneOf(nexthopsAuto, nexthopsOff)),
 		},
 	}
 }

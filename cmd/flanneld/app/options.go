@@ -13,6 +13,12 @@ import (
 	"golang.org/x/sys/unix"
 )
 
+// The values of --nexthop-objects.
+const (
+	nexthopsAuto = "auto"
+	nexthopsOff  = "off"
+)
+
 // Options is everything that flags and FLANNELD_ variables can say, validated.
 // It holds no secret that formatting it would show.
 type Options struct {
@@ -28,6 +34,8 @@ type Options struct {
 	EtcdPassword Secret
 	// RenewMargin is how long before its end the lease is renewed.
 	RenewMargin time.Duration
+	// LeaseTTL is how long the lease lives in the store unless it is renewed.
+	LeaseTTL time.Duration
 
 	// KubeSubnetMgr says that the Kubernetes API is the store, not etcd.
 	KubeSubnetMgr bool
@@ -62,6 +70,9 @@ type Options struct {
 	IPBlackholeRoute bool
 	// Resync is the period in which all kernel state is read again.
 	Resync time.Duration
+
+	// NexthopObjects is "auto" or "off".
+	NexthopObjects string
 
 	// SubnetFile is the file that is written for the CNI plugin.
 	SubnetFile string

@@ -27,6 +27,7 @@ func defaults() Options {
 		EtcdEndpoints:             []string{"http://127.0.0.1:4001", "http://127.0.0.1:2379"},
 		EtcdPrefix:                "/coreos.com/network",
 		RenewMargin:               time.Hour,
+		LeaseTTL:                  24 * time.Hour,
 		KubeAnnotationPrefix:      "flannel.alpha.coreos.com",
 		NetConfigPath:             "/etc/kube-flannel/net-conf.json",
 		SetNodeNetworkUnavailable: true,
@@ -34,6 +35,7 @@ func defaults() Options {
 		IPTablesForwardRules:      true,
 		IPTablesResync:            5 * time.Second,
 		Resync:                    5 * time.Minute,
+		NexthopObjects:            "auto",
 		SubnetFile:                "/run/flannel/subnet.env",
 		StateDir:                  "/var/lib/flannel",
 		HealthzIP:                 netip.IPv4Unspecified(),
@@ -74,7 +76,7 @@ func TestEveryFlag(t *testing.T) {
 		t.Fatalf("%d compatible flags, want 31", len(compatible))
 	}
 	own := map[string]string{
-		"iface-wait": "60s", "resync": "5m", "state-dir": "/var/lib/flannel",
+		"subnet-lease-ttl": "24h", "iface-wait": "60s", "resync": "5m", "nexthop-objects": "auto", "state-dir": "/var/lib/flannel",
 		"readyz-datastore-grace": "5m", "log-format": "text",
 	}
 	want := map[string]string{}
@@ -115,19 +117,20 @@ func TestParseEveryValue(t *testing.T) {
 		"kube-annotation-prefix": "x.y", "kubeconfig-file": kubeconfig, "net-config-path": netconf,
 		"set-node-network-unavailable": "false", "healthz-ip": "::", "healthz-port": "65535",
 		"iptables-resync": "1_0", "iptables-forward-rules": "F", "ip-blackhole-route": "TRUE",
-		"resync": "1s", "readyz-datastore-grace": "0s", "subnet-file": "a", "state-dir": "b",
+		"resync": "1s", "nexthop-objects": "off", "readyz-datastore-grace": "0s", "subnet-file": "a", "state-dir": "b",
 		"v": "4", "vmodule": "a=1,b*=2,", "log_backtrace_at": "x.go:7",
 	}
 	want := Options{
 		EtcdEndpoints: []string{"https://[fd00::1]:2379/", "HTTPS://etcd:2379"}, EtcdPrefix: "net/a",
 		EtcdKeyFile: key, EtcdCertFile: cert, EtcdCAFile: ca, EtcdUsername: "root", EtcdPassword: "pw",
 		RenewMargin:   1439 * time.Minute,
+		LeaseTTL:      24 * time.Hour,
 		KubeSubnetMgr: true, KubeAPIURL: "api:6443", KubeAnnotationPrefix: "x.y", KubeconfigFile: kubeconfig,
 		NetConfigPath: netconf,
 		Iface:         []string{"eth0"}, IfaceRegex: []string{"["}, IfaceCanReach: "10.0.0.1",
 		PublicIP: netip.MustParseAddr("192.0.2.1"), PublicIPv6: netip.MustParseAddr("2001:db8::1"),
 		IPMasq: true, IPMasqFullyRandomDisable: true, IPTablesResync: 10 * time.Second, IPBlackholeRoute: true,
-		Resync: time.Second, SubnetFile: "a", StateDir: "b",
+		Resync: time.Second, NexthopObjects: "off", SubnetFile: "a", StateDir: "b",
 		HealthzIP: netip.IPv6Unspecified(), HealthzPort: 65535,
 		LogFormat: "text", Verbosity: 4, VModule: "a=1,b*=2,", LogBacktraceAt: "x.go:7",
 	}

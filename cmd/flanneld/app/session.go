@@ -3,6 +3,7 @@ package app
 import (
 	"context"
 	"fmt"
+	"slices"
 	"sync"
 	"time"
 
@@ -63,13 +64,17 @@ func (s *session) stop() {
 // serve starts the backend's network, the lease-watch loop and the keeper of
 // the subnet file.
 func (d *daemon) serve(ctx context.Context, be backend.Backend, now lastKnown) (*session, error) {
+	if err := d.devices.takeAll(be.Scope()); err != nil {
+		return nil, err
+	}
+	d.record.set(now) // before anything is made that another configuration would have to clear away
 	network, err := be.Start(ctx, now.Own)
 	if err != nil {
 		return nil, fmt.Errorf("start backend: %w", err)
 	}
 	ledger := &subnet.Ledger{}
 	ledger.Restore(now.Peers)
-	d.record.set(now)
+	past := d.newRetirement(now.Former, be)
 	var syncer *backend.Syncer
 	syncer = backend.NewSyncer(backend.SyncerConfig{
 		Config: now.Config, Own: now.Own, Network: network, Ledger: ledger, Resync: d.opts.Resync,
@@ -77,6 +82,9 @@ func (d *daemon) serve(ctx context.Context, be backend.Backend, now lastKnown) (
 			d.health.Beat()
 			if complete || err != nil {
 				d.report(ctx, partDatapath, err)
+			}
+			if complete && err == nil {
+				past.due()
 			}
 			if complete {
 				d.record.update(func(now *lastKnown) { now.peers = syncer.Peers })
@@ -88,6 +96,7 @@ func (d *daemon) serve(ctx context.Context, be backend.Backend, now lastKnown) (
 	s := &session{now: now, ledger: ledger, syncer: syncer, cancel: cancel, done: make(chan struct{})}
 	var wg sync.WaitGroup
 	wg.Go(func() { file.run(ctx) })
+	wg.Go(func() { past.run(ctx) })
 	wg.Go(func() { _ = syncer.Run(ctx) })
 	go func() {
 		wg.Wait()
@@ -119,14 +128,24 @@ func latest[T any](ch chan T) func(T) {
 	}
 }
 
+// store is a manager whose connection can be made anew.
+type store interface {
+	subnet.Manager
+	// Reconnect gives up a connection from an address that is gone.
+	Reconnect()
+}
+
 // work keeps s up to date with the store until ctx ends. When the external
 // interface changes, a new session goes on from what the old one leaves.
-func (d *daemon) work(ctx context.Context, m subnet.Manager, s *session, changed <-chan underlay.Interface) error {
+func (d *daemon) work(ctx context.Context, m store, s *session, changed <-chan underlay.Interface) error {
 	for {
 		to, err := d.attend(ctx, m, s, changed)
 		if err != nil || ctx.Err() != nil {
 			s.stop()
 			return err
+		}
+		if !slices.Equal(to.Addrs, s.now.Interface.Addrs) {
+			m.Reconnect()
 		}
 		if s, err = d.move(ctx, s, to, changed); err != nil {
 			return ended(ctx, err)

@@ -7,6 +7,7 @@ import (
 	"net/netip"
 	"syscall"
 	"testing"
+	"time"
 
 	"flanneld/pkg/dataplane"
 	"flanneld/pkg/prefix"
@@ -25,6 +26,9 @@ func Contract(t *testing.T, newWorld func(testing.TB) World) {
 		for _, tc := range cases {
 			t.Run(tc.name, func(t *testing.T) { tc.run(newFixture(t, newWorld(t), 0)) })
 		}
+	}
+	for _, tc := range driftCases() {
+		t.Run(tc.name+", by announcements alone", func(t *testing.T) { tc.run(newFixture(t, newWorld(t), time.Hour)) })
 	}
 }
 

@@ -217,7 +217,7 @@ func (m *monitor) message(typ, flags uint16, payload []byte) (e dataplane.Event,
 	case unix.RTM_NEWROUTE, unix.RTM_DELROUTE:
 		return m.route(typ == unix.RTM_DELROUTE, flags, payload)
 	case unix.RTM_NEWADDR, unix.RTM_DELADDR:
-		return m.address(typ == unix.RTM_DELADDR, payload), false
+		return m.address(typ == unix.RTM_DELADDR, payload)
 	case unix.RTM_NEWLINK, unix.RTM_DELLINK:
 		return dataplane.Event{}, m.link(typ == unix.RTM_DELLINK, payload)
 	case rtmDelNexthop:
@@ -265,19 +265,23 @@ func (m *monitor) route(deleted bool, flags uint16, payload []byte) (e dataplane
 	return dataplane.Event{Object: r.route, Deleted: deleted, Replaced: flags&unix.NLM_F_REPLACE != 0 && !deleted}, r.route.Multipath
 }
 
-func (m *monitor) address(deleted bool, payload []byte) dataplane.Event {
+// address returns the event of an address. With an IPv4 address go the routes
+// that need it, with the last one all that is on the link, and the kernel does
+// not say so.
+func (m *monitor) address(deleted bool, payload []byte) (e dataplane.Event, lost bool) {
 	if len(payload) < unix.SizeofIfAddrmsg {
-		return dataplane.Event{}
+		return dataplane.Event{}, false
 	}
 	dev, ours := m.names[int(binary.NativeEndian.Uint32(payload[4:]))]
-	if !ours || !slices.Contains(m.scope.Devices, dev) {
-		return dataplane.Event{}
+	if !ours {
+		return dataplane.Event{}, false
 	}
+	lost = deleted && payload[0] == unix.AF_INET
 	p := parseAddress(payload)
-	if !p.IsValid() || !inNetworks(m.scope, prefix.Host(p.Addr())) {
-		return dataplane.Event{}
+	if !slices.Contains(m.scope.Devices, dev) || !p.IsValid() || !inNetworks(m.scope, prefix.Host(p.Addr())) {
+		return dataplane.Event{}, lost
 	}
-	return dataplane.Event{Object: dataplane.Addr{Dev: dev, Prefix: p}, Deleted: deleted}
+	return dataplane.Event{Object: dataplane.Addr{Dev: dev, Prefix: p}, Deleted: deleted}, lost
 }
 
 // link reports whether what happened to a link voids what is known: it does

@@ -1,0 +1,109 @@
+package app
+
+import (
+	"errors"
+	"net/netip"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+
+	"flanneld/backend"
+	"flanneld/pkg/dataplane"
+	"flanneld/pkg/state"
+	"flanneld/pkg/underlay"
+	"flanneld/subnet"
+)
+
+func TestOutlived(t *testing.T) {
+	registry, err := backends()
+	if err != nil {
+		t.Fatal(err)
+	}
+	d := &daemon{registry: registry}
+	eth0 := underlay.Interface{Name: "eth0", Index: 2, MTU: 1500}
+	config := func(raw string) former {
+		c, _, err := subnet.ParseConfig([]byte(raw))
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, n := range c.Networks {
+			a := netip.MustParseAddr("192.168.77.1")
+			if n.Prefix.Addr().Is6() {
+				a = netip.MustParseAddr("fd00:77::1")
+			}
+			eth0.Addrs = append(eth0.Addrs[:0:0], underlay.Address{Local: a, Public: a})
+		}
+		return former{c, eth0}
+	}
+	vxlan1, vxlan2 := config(`{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan"}}`), config(`{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan","VNI":2}}`)
+	hostgw, alloc := config(`{"Network":"10.5.0.0/16","Backend":{"Type":"host-gw"}}`), config(`{"Network":"10.5.0.0/16","Backend":{"Type":"alloc"}}`)
+	narrow, other := config(`{"Network":"10.5.0.0/20","Backend":{"Type":"vxlan"}}`), config(`{"Network":"10.6.0.0/16","Backend":{"Type":"vxlan"}}`)
+	port := config(`{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan","Port":8473}}`)
+	unknown := vxlan1
+	unknown.Config.BackendType = "carrier-pigeon"
+	for name, tc := range map[string]struct {
+		before        []former
+		last, present former
+		want          []former
+	}{
+		"the first start":         {present: vxlan1},
+		"no change":               {last: vxlan1, present: vxlan1},
+		"no other objects":        {last: port, present: vxlan1},
+		"a VNI":                   {last: vxlan1, present: vxlan2, want: []former{vxlan1}},
+		"there and back":          {before: []former{vxlan1}, last: vxlan2, present: vxlan1, want: []former{vxlan2}},
+		"twice":                   {before: []former{vxlan1}, last: vxlan2, present: hostgw, want: []former{vxlan1, vxlan2}},
+		"devices now":             {last: hostgw, present: vxlan1},
+		"nothing at all now":      {last: hostgw, present: alloc, want: []former{hostgw}},
+		"nothing before":          {last: alloc, present: hostgw},
+		"a wider network":         {last: narrow, present: vxlan1},
+		"a narrower one":          {last: vxlan1, present: narrow, want: []former{vxlan1}},
+		"another one":             {last: vxlan1, present: other, want: []former{vxlan1}},
+		"a backend of a new time": {last: unknown, present: vxlan1},
+	} {
+		t.Run(name, func(t *testing.T) {
+			be, _, err := registry.New(envOf(tc.present))
+			if err != nil {
+				t.Fatal(err)
+			}
+			got := d.outlived(lastKnown{Config: tc.last.Config, Interface: tc.last.Interface, Former: tc.before}, be)
+			describe := func(fs []former) (text []string) {
+				for _, f := range fs {
+					text = append(text, f.Config.BackendType+" "+string(f.Config.Backend)+" "+f.Config.Networks[0].Prefix.String())
+				}
+				return text
+			}
+			if diff := cmp.Diff(describe(tc.want), describe(got)); diff != "" {
+				t.Errorf("outlived (-want +got):\n%s", diff)
+			}
+		})
+	}
+}
+
+func TestDeviceLocks(t *testing.T) {
+	one := deviceLocks{dir: t.TempDir()}
+	two := deviceLocks{dir: one.dir}
+	scope := dataplane.Scope{Devices: []string{"flannel.1", "flannel-v6.1"}}
+	for range 2 {
+		if err := one.takeAll(scope); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := two.takeAll(scope); !errors.Is(err, state.ErrInUse) {
+		t.Errorf("the second daemon gets %v, want that they are in use", err)
+	}
+	one.release("flannel-v6.1")
+	if err := two.take("flannel-v6.1"); err != nil {
+		t.Error(err)
+	}
+	one.releaseAll()
+	if err := two.takeAll(scope); err != nil {
+		t.Error(err)
+	}
+	two.releaseAll()
+	none := deviceLocks{dir: "/dev/null/nowhere"}
+	if err := none.takeAll(scope); err != nil {
+		t.Errorf("without a state directory: %v", err)
+	}
+}
+
+func envOf(f former) backend.Env { return backend.Env{Underlay: f.Interface, Config: f.Config} }

@@ -1,0 +1,202 @@
+package underlay
+
+import (
+	"context"
+	"net"
+	"slices"
+	"strings"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
+)
+
+func onD1(index, mtu int, addrs ...string) Interface {
+	i := Interface{Name: "d1", Index: index, MTU: mtu}
+	for _, a := range addrs {
+		i.Addrs = append(i.Addrs, Address{Local: ip(a), Public: ip(a)})
+	}
+	return i
+}
+
+func TestFollower(t *testing.T) {
+	now := onD1(1, 1500, "10.1.0.2", "fd01::2")
+	other := onD1(1, 1500, "10.1.0.3", "fd01::2")
+	backup := other
+	backup.Name, backup.Index = "d2", 2
+	none := net.UnknownNetworkError("nothing to choose")
+	type look struct {
+		after  time.Duration // since the one before
+		choice Interface
+		err    error
+		away   bool
+		moved  bool
+	}
+	for name, looks := range map[string][]look{
+		"nothing has changed": {{choice: now}, {after: time.Hour, choice: now}},
+		"an address, once it has settled": {
+			{choice: other}, {after: settle - 1, choice: other}, {after: 1, choice: other, moved: true}, {after: time.Minute, choice: other},
+		},
+		"what changes again has to settle again": {
+			{choice: other}, {after: settle - 1, choice: onD1(1, 1500, "10.1.0.4", "fd01::2")}, {after: 1, choice: other}, {after: settle, choice: other, moved: true},
+		},
+		"what changes back": {{choice: other}, {after: settle - 1, choice: now}, {after: time.Second, choice: other}, {after: settle, choice: other, moved: true}},
+		"nothing to choose": {{err: none}, {after: time.Hour, err: none}, {choice: now}},
+		"another address after nothing to choose": {
+			{err: none}, {after: time.Second, choice: other}, {after: settle, choice: other, moved: true},
+		},
+		"a link-local address for a better one": {
+			{choice: onD1(1, 1500, "10.1.0.2", "fe80::2")}, {after: time.Hour, choice: onD1(1, 1500, "10.1.0.2", "fe80::2")},
+		},
+		"another interface while the chosen one is down": {
+			{choice: backup, away: true}, {after: settle, choice: backup, away: true}, {after: returning, choice: now},
+		},
+		"another interface after it was down": {
+			{err: none, away: true}, {after: time.Second, choice: backup}, {after: returning - time.Second - 1, choice: backup},
+			{after: 1, choice: backup, moved: true},
+		},
+		"another index": {{err: none, away: true}, {choice: onD1(7, 1500, "10.1.0.2", "fd01::2")},
+			{after: settle, choice: onD1(7, 1500, "10.1.0.2", "fd01::2"), moved: true}},
+		"another MTU": {{choice: onD1(1, 1400, "10.1.0.2", "fd01::2")}, {after: settle, choice: onD1(1, 1400, "10.1.0.2", "fd01::2"), moved: true}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				ctx, log := logged(t)
+				f := follower{now: now}
+				for i, l := range looks {
+					time.Sleep(l.after)
+					moved, again := f.consider(ctx, sight{time.Now(), l.choice, l.err, l.away})
+					if moved != l.moved || moved && !same(f.now, l.choice) {
+						t.Errorf("look %d: moved %v to %+v, want %v", i, moved, f.now, l.moved)
+					}
+					if again <= 0 {
+						t.Errorf("look %d: again after %s", i, again)
+					}
+				}
+				if n := strings.Count(log.String(), "cannot be used now"); n > 1 {
+					t.Errorf("said %d times that there is nothing:\n%s", n, log)
+				}
+			})
+		})
+	}
+}
+
+// TestFollowerWaitsForADownInterface: it never settles for the backup for less
+// time than the chosen interface may need to return.
+func TestFollowerWaitsForADownInterface(t *testing.T) {
+	now, backup := onD1(1, 1500, "10.1.0.2"), Interface{Name: "d2", Index: 2, MTU: 1500, Addrs: []Address{{ip("10.2.0.2"), ip("10.2.0.2")}}}
+	start := time.Unix(0, 0)
+	f := follower{now: now}
+	at := start
+	for away := true; ; {
+		moved, again := f.consider(t.Context(), sight{at, backup, nil, away})
+		if moved {
+			break
+		}
+		at, away = at.Add(again), false
+	}
+	if took := at.Sub(start); took != returning {
+		t.Errorf("took the backup after %s, want %s", took, returning)
+	}
+}
+
+func TestKernelWatch(t *testing.T) {
+	k := newKernel(t)
+	k.addLink("d1", true)
+	k.addAddr("d1", "10.1.0.2/24", 0)
+	k.addAddr("d1", "fd01::2/64", unix.IFA_F_NODAD)
+	defaults := func() {
+		k.addRoute(netlink.Route{Dst: mask("0.0.0.0/0"), Gw: net.ParseIP("10.1.0.1")})
+		k.addRoute(netlink.Route{Dst: mask("::/0"), Gw: net.ParseIP("fd01::1")})
+	}
+	defaults()
+	o := Options{Families: dual}
+	first, err := Wait(t.Context(), o, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	steps := []struct {
+		name string
+		do   func()
+		want func(Interface) bool
+	}{
+		{"MTU", func() { k.must(k.h.LinkSetMTU(k.link("d1"), 1300)) }, func(i Interface) bool { return i.MTU == 1300 }},
+		{"address", func() {
+			k.must(k.h.AddrDel(k.link("d1"), &netlink.Addr{IPNet: &net.IPNet{IP: net.ParseIP("10.1.0.2"), Mask: net.CIDRMask(24, 32)}}))
+			k.addAddr("d1", "10.1.0.3/24", 0)
+			k.addRoute(netlink.Route{Dst: mask("0.0.0.0/0"), Gw: net.ParseIP("10.1.0.1")})
+		}, func(i Interface) bool {
+			return slices.ContainsFunc(i.Addrs, func(a Address) bool { return a.Local == ip("10.1.0.3") })
+		}},
+		{"index", func() {
+			k.must(k.h.LinkDel(k.link("d1")))
+			k.addLink("d1", true)
+			k.addAddr("d1", "10.1.0.3/24", 0)
+			k.addAddr("d1", "fd01::2/64", unix.IFA_F_NODAD)
+			defaults()
+		}, func(i Interface) bool { return i.Index != first.Index }},
+	}
+	heard := make(chan Interface, 1)
+	ctx, cancel := context.WithCancel(t.Context())
+	go func() {
+		defer cancel()
+		// A change that is none must not be told.
+		k.must(k.h.LinkSetDown(k.link("d1")))
+		k.must(k.h.LinkSetUp(k.link("d1")))
+		k.addAddr("d1", "fd01::2/64", unix.IFA_F_NODAD)
+		defaults()
+		for _, s := range steps {
+			s.do()
+			select {
+			case i := <-heard:
+				if !s.want(i) {
+					t.Errorf("%s: told of %+v", s.name, i)
+				}
+			case <-time.After(prompt):
+				t.Errorf("%s: not told", s.name)
+			}
+		}
+	}()
+	if err := Watch(ctx, o, first, func(i Interface) { heard <- i }); err != nil {
+		t.Error(err)
+	}
+}
+
+// TestKernelOnlyDefaultRoutesWake makes many routes of which none matters.
+func TestKernelOnlyDefaultRoutesWake(t *testing.T) {
+	k := newKernel(t)
+	k.addLink("d1", true)
+	k.addAddr("d1", "10.1.0.2/24", 0)
+	k.addAddr("d1", "fd01::2/64", unix.IFA_F_NODAD)
+	changed, stop, err := subscribe(Options{Families: dual})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer stop()
+	quiet := func() bool {
+		select {
+		case <-changed:
+			return false
+		case <-time.After(200 * time.Millisecond):
+			return true
+		}
+	}
+	for !quiet() { // the links are not done yet
+	}
+	for i := range 50 {
+		k.addRoute(netlink.Route{Dst: &net.IPNet{IP: net.IPv4(10, 7, byte(i), 0), Mask: net.CIDRMask(24, 32)}, Gw: net.ParseIP("10.1.0.1")})
+	}
+	if !quiet() {
+		t.Error("woken by routes that are no default routes")
+	}
+	for dst, gw := range map[string]string{"0.0.0.0/0": "10.1.0.1", "::/0": "fd01::1"} {
+		k.addRoute(netlink.Route{Dst: mask(dst), Gw: net.ParseIP(gw)})
+		if quiet() {
+			t.Errorf("not woken by the default route %s", dst)
+		}
+		for !quiet() { // what else comes with it
+		}
+	}
+}

@@ -1,0 +1,74 @@
+package etcd
+
+import (
+	"context"
+	"maps"
+	"slices"
+	"time"
+
+	"k8s.io/klog/v2"
+
+	"flanneld/pkg/prefix"
+	"flanneld/subnet"
+)
+
+// reprieve lets leases that are gone count for a while longer. When a store has
+// been out of reach for so long that nodes could not renew their leases, it
+// deletes them as soon as it is back, and the nodes, which have been up all the
+// time, take them again within seconds. To follow that would cut off every
+// node from every other for so long.
+type reprieve struct {
+	heard  time.Time // when the store last said something
+	until  time.Time // zero: there is none
+	doomed map[string]struct{}
+}
+
+// hear takes note that the store is there.
+func (r *reprieve) hear(now time.Time, margin, grace time.Duration) {
+	if !r.heard.IsZero() && now.Sub(r.heard) > margin {
+		r.until = now.Add(grace)
+	}
+	r.heard = now
+}
+
+// spares takes note that a key is gone, and reports whether it counts
+// nevertheless.
+func (r *reprieve) spares(key string) bool {
+	if !r.heard.Before(r.until) {
+		return false
+	}
+	if r.doomed == nil {
+		r.doomed = map[string]struct{}{}
+	}
+	r.doomed[key] = struct{}{}
+	return true
+}
+
+// renewed takes note that a key is there, and returns those that cannot count
+// beside it: of the same subnet, or of the same node.
+func (r *reprieve) renewed(now entry, entries map[string]entry) (gone []string) {
+	delete(r.doomed, now.key)
+	for key := range r.doomed {
+		e := entries[key]
+		sameNode := slices.ContainsFunc(e.lease.Endpoints, func(old subnet.Endpoint) bool {
+			ep, ok := now.lease.Endpoint(prefix.FamilyOf(old.PublicIP))
+			return ok && ep.PublicIP == old.PublicIP && old.PublicIP.IsValid() && !old.PublicIP.IsUnspecified()
+		})
+		if sameNode || overlap(e.subnets, now.subnets) {
+			delete(r.doomed, key)
+			gone = append(gone, key)
+		}
+	}
+	return gone
+}
+
+// ended returns the keys whose time is up.
+func (r *reprieve) ended(ctx context.Context) (gone []string) {
+	if len(r.doomed) == 0 || r.heard.Before(r.until) {
+		return nil
+	}
+	gone = slices.Sorted(maps.Keys(r.doomed))
+	r.doomed = nil
+	klog.FromContext(ctx).Info("leases that ran out while the store was away were not taken again", "leases", len(gone), "first", gone[0])
+	return gone
+}

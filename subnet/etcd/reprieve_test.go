@@ -1,0 +1,62 @@
+package etcd
+
+import (
+	"net/netip"
+	"slices"
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+
+	"flanneld/subnet"
+)
+
+func TestReprieve(t *testing.T) {
+	const margin, grace = time.Hour, time.Minute
+	lease := func(key, s, public string) entry {
+		p := netip.MustParsePrefix(s)
+		return entry{key: key, subnets: []netip.Prefix{p}, lease: subnet.Lease{Key: key, Endpoints: []subnet.Endpoint{{Subnet: p, PublicIP: netip.MustParseAddr(public)}}}}
+	}
+	entries := map[string]entry{}
+	for _, e := range []entry{lease("a", "10.5.1.0/24", "192.0.2.1"), lease("b", "10.5.2.0/24", "192.0.2.2"), lease("c", "10.5.3.0/24", "192.0.2.3")} {
+		entries[e.key] = e
+	}
+	now := time.Now()
+	var r reprieve
+	later := func(d time.Duration) []string {
+		now = now.Add(d)
+		r.hear(now, margin, grace)
+		return r.ended(t.Context())
+	}
+	spared := func(want bool, keys ...string) {
+		t.Helper()
+		for _, key := range keys {
+			if got := r.spares(key); got != want {
+				t.Errorf("%s is spared: %t, want %t", key, got, want)
+			}
+		}
+	}
+	gone := func(what string, got []string, want ...string) {
+		t.Helper()
+		slices.Sort(got)
+		if diff := cmp.Diff(want, got); diff != "" {
+			t.Errorf("%s (-want +got):\n%s", what, diff)
+		}
+	}
+
+	gone("at first", later(0))
+	spared(false, "a")
+	gone("after a short outage", later(margin))
+	spared(false, "a")
+
+	gone("after a long one", later(margin+1))
+	spared(true, "a", "b", "c")
+	gone("with a taken again", r.renewed(lease("a", "10.5.1.0/24", "192.0.2.1"), entries))
+	gone("with b's subnet another's", r.renewed(lease("d", "10.5.2.0/25", "192.0.2.9"), entries), "b")
+	gone("with c's node elsewhere", r.renewed(lease("e", "10.5.8.0/24", "192.0.2.3"), entries), "c")
+	spared(true, "b")
+	gone("just before its end", later(grace-1))
+	gone("at its end", later(1), "b")
+	gone("once more", later(1))
+	spared(false, "a")
+}

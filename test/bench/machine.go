@@ -1,0 +1,85 @@
+package main
+
+import (
+	"context"
+	"fmt"
+	"os"
+	"os/exec"
+	"runtime"
+	"strconv"
+	"strings"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+// describe notes what was measured, and on what.
+func (r *report) describe(ctx context.Context, flanneld string) error {
+	version, err := exec.CommandContext(ctx, flanneld, "--version").CombinedOutput()
+	if err != nil {
+		return fmt.Errorf("ask %s for its version: %w", flanneld, err)
+	}
+	r.Commit, r.CPUs = strings.TrimSpace(string(version)), runtime.NumCPU()
+	var u unix.Utsname
+	if err := unix.Uname(&u); err != nil {
+		return err
+	}
+	r.Kernel = unix.ByteSliceToString(u.Release[:])
+	info, err := os.ReadFile("/proc/cpuinfo")
+	if err != nil {
+		return err
+	}
+	r.CPU = "unknown"
+	for line := range strings.Lines(string(info)) {
+		if key, value, ok := strings.Cut(line, ":"); ok && strings.TrimSpace(key) == "model name" {
+			r.CPU = strings.TrimSpace(value)
+			break
+		}
+	}
+	return nil
+}
+
+// usage is CPU time, of the whole machine and of this process with the
+// children that it has waited for.
+type usage struct {
+	at            time.Time
+	machine, ours time.Duration
+}
+
+func machineCPU() (u usage, err error) {
+	u.at = time.Now()
+	text, err := os.ReadFile("/proc/stat")
+	if err != nil {
+		return u, err
+	}
+	line, _, _ := strings.Cut(string(text), "\n")
+	for i, field := range strings.Fields(line) {
+		const idle, iowait, steal, tick = 4, 5, 8, 10 * time.Millisecond
+		if i == 0 || i == idle || i == iowait || i >= steal {
+			continue
+		}
+		n, err := strconv.ParseInt(field, 10, 64)
+		if err != nil {
+			return u, fmt.Errorf("read /proc/stat: %w", err)
+		}
+		u.machine += time.Duration(n) * tick
+	}
+	for _, who := range []int{unix.RUSAGE_SELF, unix.RUSAGE_CHILDREN} {
+		var r unix.Rusage
+		if err := unix.Getrusage(who, &r); err != nil {
+			return u, err
+		}
+		u.ours += time.Duration(r.Utime.Nano() + r.Stime.Nano())
+	}
+	return u, nil
+}
+
+// othersCPU says how many cores on average were not ours since before.
+func othersCPU(before usage) (float64, error) {
+	now, err := machineCPU()
+	if err != nil {
+		return 0, err
+	}
+	others := (now.machine - before.machine) - (now.ours - before.ours)
+	return max(0, float64(others)/float64(now.at.Sub(before.at))), nil
+}

@@ -1,0 +1,127 @@
+package main
+
+import (
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"net"
+	"net/netip"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"flanneld/pkg/lab"
+	"flanneld/pkg/prefix"
+)
+
+// restarted is what one restart came to.
+type restarted struct {
+	ready  time.Duration // from exec to /readyz
+	writes int           // kernel announcements that it caused
+	lost   int           // packets of a flow of a thousand a second
+	sent   int
+}
+
+// restart ends the daemon on host 1, by SIGKILL or SIGTERM, and starts it
+// again, under traffic to a pod on host 2.
+func (b *bed) restart(ctx context.Context, from, to *lab.Pod, kill bool) (s restarted, err error) {
+	h := b.lab.Host(1)
+	flow, err := from.StartFlow(ctx, to, prefix.IPv4, 1000)
+	if err != nil {
+		return s, err
+	}
+	count, err := b.countWrites(ctx, h)
+	if err != nil {
+		return s, err
+	}
+	if kill {
+		h.Daemon().Kill()
+	} else if _, err := h.Daemon().Stop(ctx); err != nil {
+		return s, err
+	}
+	began := time.Now()
+	d, err := h.StartFlanneld(ctx, lab.FlanneldOptions{})
+	if err != nil {
+		return s, err
+	}
+	if err := untilReady(ctx, d); err != nil {
+		return s, err
+	}
+	s.ready = time.Since(began)
+	if err := pause(ctx, 500*time.Millisecond); err != nil { // for what comes late
+		return s, err
+	}
+	if s.writes, err = count(); err != nil {
+		return s, err
+	}
+	stats := flow.Stop()
+	s.lost, s.sent = len(stats.Lost), stats.Sent
+	return s, nil
+}
+
+func untilReady(ctx context.Context, d *lab.Daemon) error {
+	for {
+		if _, _, err := d.Get(ctx, "/readyz"); err == nil {
+			return nil
+		}
+		if err := d.Ended(); err != nil {
+			return err
+		}
+		if err := pause(ctx, 2*time.Millisecond); err != nil {
+			return fmt.Errorf("wait for flanneld to be ready: %w: %s", err, d.Log())
+		}
+	}
+}
+
+// countWrites listens to what the kernel of host announces about links,
+// addresses, nexthops, routes to pods, and entries on the daemon's device.
+// The function that it returns ends that and says how much it was.
+func (b *bed) countWrites(ctx context.Context, host *lab.Host) (count func() (int, error), err error) {
+	var r *rtnl
+	var device int
+	err = host.Do(ctx, func() error {
+		link, err := net.InterfaceByName(b.device())
+		if err != nil {
+			return err
+		}
+		device = link.Index
+		r, err = openRTNL(unix.RTNLGRP_LINK, unix.RTNLGRP_NEIGH, unix.RTNLGRP_IPV4_ROUTE, unix.RTNLGRP_IPV4_IFADDR, rtnlgrpNexthop)
+		return err
+	})
+	if err != nil {
+		return nil, err
+	}
+	pods := netip.MustParsePrefix(podNetwork)
+	return func() (n int, err error) {
+		defer r.close()
+		if err := unix.SetNonblock(r.fd, true); err != nil {
+			return 0, err
+		}
+		for {
+			err := r.receive(func(typ uint16, _ uint32, payload []byte) error {
+				switch typ {
+				case unix.RTM_NEWNEIGH, unix.RTM_DELNEIGH: // pods and other hosts are resolved all the time
+					if int(binary.NativeEndian.Uint32(payload[4:])) == device {
+						n++
+					}
+				case unix.RTM_NEWROUTE, unix.RTM_DELROUTE:
+					attrs(payload[unix.SizeofRtMsg:], func(typ uint16, data []byte) {
+						if dst, ok := netip.AddrFromSlice(data); ok && typ == unix.RTA_DST && pods.Contains(dst) {
+							n++
+						}
+					})
+				default:
+					n++
+				}
+				return nil
+			})
+			if errors.Is(err, unix.EAGAIN) {
+				return n, nil
+			}
+			if err != nil {
+				return n, fmt.Errorf("count kernel changes: %w", err)
+			}
+		}
+	}, nil
+}

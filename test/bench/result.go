@@ -1,0 +1,197 @@
+package main
+
+import (
+	"cmp"
+	"encoding/json"
+	"fmt"
+	"io"
+	"math"
+	"slices"
+	"strings"
+	"text/tabwriter"
+	"time"
+)
+
+// report is what one run of the benchmark found out.
+type report struct {
+	Commit  string    `json:"commit"` // of flanneld, as it says itself
+	Date    time.Time `json:"date"`
+	Kernel  string    `json:"kernel"`
+	CPU     string    `json:"cpu"`
+	CPUs    int       `json:"cpus"`
+	Quick   bool      `json:"quick"`
+	Seconds float64   `json:"seconds"`
+	// OthersCPU is what everything but the benchmark used, in cores: above
+	// 0.1 the machine was not quiet.
+	OthersCPU float64   `json:"othersCPU"`
+	Metrics   []*metric `json:"metrics"`
+	Notes     []string  `json:"notes,omitempty"`
+}
+
+// metric is one measure, taken once a round.
+type metric struct {
+	Group  string    `json:"group"` // the measures that belong together
+	Name   string    `json:"name"`
+	N      int       `json:"n"` // leases of others; -1 where it has no meaning
+	Unit   string    `json:"unit"`
+	Values []float64 `json:"values"`
+	// Target is the most that the median may be; nil: there is none.
+	Target *float64 `json:"target,omitempty"`
+}
+
+func (m *metric) median() float64 { return quantile(m.Values, 0.5) }
+
+func (m *metric) met() bool { return m.Target == nil || m.median() <= *m.Target }
+
+// quantile returns the value below which the share q of values lies.
+func quantile(values []float64, q float64) float64 {
+	if len(values) == 0 {
+		return math.NaN()
+	}
+	sorted := slices.Sorted(slices.Values(values))
+	at := q * float64(len(sorted)-1)
+	low := int(at)
+	if low+1 == len(sorted) {
+		return sorted[low]
+	}
+	return sorted[low] + (at-float64(low))*(sorted[low+1]-sorted[low])
+}
+
+// add notes the value of one round. target is used when the metric is new.
+func (r *report) add(group, name string, n int, unit string, value float64, target ...float64) {
+	if m := r.find(group, name, n); m != nil {
+		m.Values = append(m.Values, value)
+		return
+	}
+	m := &metric{Group: group, Name: name, N: n, Unit: unit, Values: []float64{value}}
+	if len(target) > 0 {
+		m.Target = &target[0]
+	}
+	r.Metrics = append(r.Metrics, m)
+}
+
+func (r *report) find(group, name string, n int) *metric {
+	i := slices.IndexFunc(r.Metrics, func(m *metric) bool { return m.Group == group && m.Name == name && m.N == n })
+	if i < 0 {
+		return nil
+	}
+	return r.Metrics[i]
+}
+
+// sizes returns the N for which a metric was taken.
+func (r *report) sizes(group, name string) (sizes []int) {
+	for _, m := range r.Metrics {
+		if m.Group == group && m.Name == name {
+			sizes = append(sizes, m.N)
+		}
+	}
+	return sizes
+}
+
+func ms(d time.Duration) float64 { return float64(d) / float64(time.Millisecond) }
+
+func mb(bytes float64) float64 { return bytes / 1e6 }
+
+// number writes a value with three digits.
+func number(v float64) string {
+	digits := 2 - int(math.Floor(math.Log10(max(math.Abs(v), 0.001))))
+	return fmt.Sprintf("%.*f", min(max(digits, 0), 2), v)
+}
+
+var columns = []string{"measure", "N", "median", "min … max", "rounds", "unit", "target", "met"}
+
+func (m *metric) cells() []string {
+	n, target, met := "", "", ""
+	if m.N >= 0 {
+		n = fmt.Sprint(m.N)
+	}
+	if m.Target != nil {
+		target, met = "≤ "+number(*m.Target), "yes"
+		if !m.met() {
+			met = "NO"
+		}
+	}
+	return []string{
+		m.Name, n, number(m.median()), number(slices.Min(m.Values)) + " … " + number(slices.Max(m.Values)),
+		fmt.Sprint(len(m.Values)), m.Unit, target, met,
+	}
+}
+
+// groups returns the metrics by group, in the order in which they came.
+func (r *report) groups() [][]*metric {
+	var names []string
+	by := map[string][]*metric{}
+	for _, m := range r.Metrics {
+		if by[m.Group] == nil {
+			names = append(names, m.Group)
+		}
+		by[m.Group] = append(by[m.Group], m)
+	}
+	var groups [][]*metric
+	for _, name := range names {
+		slices.SortStableFunc(by[name], func(a, b *metric) int { return cmp.Compare(a.N, b.N) })
+		groups = append(groups, by[name])
+	}
+	return groups
+}
+
+// heading says what was measured, and where.
+func (r *report) heading() string {
+	size := "full"
+	if r.Quick {
+		size = "quick"
+	}
+	return fmt.Sprintf("%s, %s run of %.0f s on %s, Linux %s, %d CPUs (%s), other work on %.2f of them",
+		r.Commit, size, r.Seconds, r.Date.UTC().Format("2006-01-02 15:04 UTC"), r.Kernel, r.CPUs, r.CPU, r.OthersCPU)
+}
+
+// table writes the report for a terminal.
+func (r *report) table(out io.Writer) error {
+	w := tabwriter.NewWriter(out, 0, 0, 2, ' ', 0)
+	fmt.Fprintf(w, "%s\n", r.heading())
+	for _, group := range r.groups() {
+		fmt.Fprintf(w, "\n%s\n", strings.ToUpper(group[0].Group))
+		fmt.Fprintln(w, strings.Join(columns, "\t"))
+		for _, m := range group {
+			fmt.Fprintln(w, strings.Join(m.cells(), "\t"))
+		}
+	}
+	for _, note := range r.Notes {
+		fmt.Fprintf(w, "\n%s\n", note)
+	}
+	fmt.Fprintf(w, "\n%s\n", r.verdict())
+	return w.Flush()
+}
+
+func (r *report) verdict() string {
+	targets, missed := 0, 0
+	for _, m := range r.Metrics {
+		if m.Target != nil {
+			targets++
+		}
+		if !m.met() {
+			missed++
+		}
+	}
+	return fmt.Sprintf("%d of %d targets met", targets-missed, targets)
+}
+
+// markdown writes the report for Documentation.
+func (r *report) markdown(out io.Writer) {
+	fmt.Fprintf(out, "%s.\n%s.\n", r.heading(), r.verdict())
+	for _, group := range r.groups() {
+		fmt.Fprintf(out, "\n### %s\n\n| %s |\n|%s\n", group[0].Group, strings.Join(columns, " | "), strings.Repeat("---|", len(columns)))
+		for _, m := range group {
+			fmt.Fprintf(out, "| %s |\n", strings.Join(m.cells(), " | "))
+		}
+	}
+	for _, note := range r.Notes {
+		fmt.Fprintf(out, "\n%s\n", note)
+	}
+}
+
+func (r *report) json(out io.Writer) error {
+	e := json.NewEncoder(out)
+	e.SetIndent("", " ")
+	return e.Encode(r)
+}

@@ -1,0 +1,582 @@
+package main
+
+import (
+	"context"
+	"debug/elf"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"slices"
+	"strings"
+	"time"
+
+	clientv3 "go.etcd.io/etcd/client/v3"
+
+	"flanneld/pkg/lab"
+)
+
+// runner takes the measures, one group after the other.
+type runner struct {
+	options
+	*bed
+	report *report
+}
+
+type measure struct {
+	name string
+	run  func(*runner, context.Context) error
+}
+
+func measures() []measure {
+	return []measure{
+		{"cold", (*runner).measureCold},
+		{"burst", (*runner).measureBurst},
+		{"events", (*runner).measureEvents},
+		{"restart", (*runner).measureRestart},
+		{"rest", (*runner).measureRest},
+		{"busy", (*runner).measureBusy},
+		{"growth", (*runner).measureGrowth},
+		{"size", (*runner).measureSize},
+	}
+}
+
+func names() []string {
+	var names []string
+	for _, m := range measures() {
+		names = append(names, m.name)
+	}
+	return names
+}
+
+func (r *runner) all(ctx context.Context, progress io.Writer) error {
+	chosen := names()
+	if r.only != "" {
+		chosen = strings.Split(r.only, ",")
+	}
+	for _, name := range chosen {
+		if !slices.Contains(names(), name) {
+			return fmt.Errorf("unknown measure %q: want %s", name, strings.Join(names(), ", "))
+		}
+	}
+	var failed error
+	for _, m := range measures() {
+		if !slices.Contains(chosen, m.name) {
+			continue
+		}
+		start := time.Now()
+		fmt.Fprintf(progress, "%s ... ", m.name)
+		err := m.run(r, ctx)
+		fmt.Fprintf(progress, "%.0f s\n", time.Since(start).Seconds())
+		if ctx.Err() != nil {
+			return context.Cause(ctx)
+		}
+		if err != nil { // the others can be taken nevertheless
+			failed = errors.Join(failed, fmt.Errorf("measure %s: %w", m.name, err))
+			r.report.Notes = append(r.report.Notes, fmt.Sprintf("The measure %s is incomplete: %v", m.name, err))
+		}
+	}
+	return failed
+}
+
+// fresh starts the daemon on a clean host 1 and waits until all is
+// programmed, and programmed right.
+func (r *runner) fresh(ctx context.Context, args ...string) (start, error) {
+	if err := r.clean(ctx, r.lab.Host(1)); err != nil {
+		return start{}, err
+	}
+	if err := r.settle(ctx); err != nil {
+		return start{}, err
+	}
+	ctx, cancel := context.WithTimeout(ctx, time.Minute)
+	defer cancel()
+	s, err := r.begin(ctx, args...)
+	if err != nil {
+		return s, err
+	}
+	return s, r.verify(ctx, r.lab.Host(1), len(r.peers))
+}
+
+// measureCold: from exec to the last kernel object, beside the kernel's own
+// limit. Sizes and backends take turns.
+func (r *runner) measureCold(ctx context.Context) error {
+	for range r.rounds {
+		for _, backend := range []string{"vxlan", "host-gw"} {
+			for _, n := range r.cold {
+				if backend == "host-gw" && n != r.large {
+					continue
+				}
+				if err := r.coldRound(ctx, backend, n); err != nil {
+					return err
+				}
+			}
+		}
+		if err := r.coldEmpty(ctx); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func (r *runner) coldRound(ctx context.Context, backend string, n int) error {
+	if err := r.clean(ctx, r.lab.Host(1)); err != nil { // ends the last one's daemon
+		return err
+	}
+	if err := r.configure(ctx, backend, n); err != nil {
+		return err
+	}
+	kinds := objectsOf(backend)
+	limit, limitCPU, err := r.limit(ctx, nil, r.peers, kinds)
+	if err != nil {
+		return err
+	}
+	kinds.nexthop = false
+	plain, _, err := r.limit(ctx, nil, r.peers, kinds)
+	if err != nil {
+		return err
+	}
+	if err := r.clean(ctx, r.lab.Host(2)); err != nil {
+		return err
+	}
+	before, err := r.requests(ctx)
+	if err != nil {
+		return err
+	}
+	s, err := r.fresh(ctx)
+	if err != nil {
+		return err
+	}
+	if err := pause(ctx, 200*time.Millisecond); err != nil { // etcd counts what is still under way
+		return err
+	}
+	after, err := r.requests(ctx)
+	if err != nil {
+		return err
+	}
+	asked := after.since(before)
+	// The bed itself asks for etcd leases when it cleans up.
+	for _, own := range []string{"LeaseLeases", "LeaseRevoke"} {
+		delete(asked, own)
+	}
+	group := backend + ", cold start"
+	ratio, cpu := []float64{}, []float64{}
+	if n == r.large {
+		ratio, cpu = []float64{2}, []float64{120}
+	}
+	r.report.add(group, "exec to all programmed", n, "ms", ms(s.all))
+	r.report.add(group, "limit: pipelined, nexthop objects", n, "ms", ms(limit))
+	r.report.add(group, "limit: pipelined, plain routes", n, "ms", ms(plain))
+	r.report.add(group, "exec to all programmed / limit", n, "×", float64(s.all)/float64(limit), ratio...)
+	r.report.add(group, "CPU until then", n, "ms", ms(s.cpu), cpu...)
+	r.report.add(group, "limit: CPU", n, "ms", ms(limitCPU))
+	r.report.add(group, "peak RSS", n, "MB", mb(s.peak))
+	r.report.add(group, "exec to subnet.env", n, "ms", ms(s.file))
+	r.report.add(group, "requests to etcd", n, "calls", asked.total())
+	r.report.add(group, "of these: reads and lists", n, "calls", asked["Range"])
+	return nil
+}
+
+func (r *runner) coldEmpty(ctx context.Context) error {
+	if err := r.configure(ctx, "vxlan", 0); err != nil {
+		return err
+	}
+	s, err := r.fresh(ctx)
+	if err != nil {
+		return err
+	}
+	r.report.add("vxlan, cold start", "exec to subnet.env", 0, "ms", ms(s.file), 60)
+	return nil
+}
+
+// measureBurst: a thousand leases at once, beside the limit for the same.
+func (r *runner) measureBurst(ctx context.Context) error {
+	const base, burst = 1000, 1000
+	const group = "vxlan, 1000 leases in one burst"
+	for range r.rounds {
+		if err := r.clean(ctx, r.lab.Host(1)); err != nil {
+			return err
+		}
+		if err := r.configure(ctx, "vxlan", base); err != nil {
+			return err
+		}
+		all := makePeers(base + burst)
+		limit, _, err := r.limit(ctx, all[:base], all[base:], objectsOf("vxlan"))
+		if err != nil {
+			return err
+		}
+		s, err := r.fresh(ctx)
+		if err != nil {
+			return err
+		}
+		if err := r.settle(ctx); err != nil {
+			return err
+		}
+		began, arrived, done, cpu, err := r.burst(ctx, s.daemon, all)
+		if err != nil {
+			return err
+		}
+		r.report.add(group, "first write to all programmed", base, "ms", ms(done.Sub(began)))
+		r.report.add(group, "first write to last event at a bare watch", base, "ms", ms(arrived.Sub(began)))
+		r.report.add(group, "last event to all programmed", base, "ms", ms(max(0, done.Sub(arrived))))
+		r.report.add(group, "limit: pipelined, nexthop objects", base, "ms", ms(limit))
+		r.report.add(group, "last event to all programmed / limit", base, "×", float64(max(0, done.Sub(arrived)))/float64(limit), 3)
+		r.report.add(group, "CPU", base, "ms", ms(cpu))
+	}
+	return nil
+}
+
+func (r *runner) burst(ctx context.Context, d *lab.Daemon, all []peer) (began, arrived, done time.Time, cpu time.Duration, err error) {
+	fresh := all[len(r.peers):]
+	watch := r.client.Watch(ctx, etcdPrefix+"/subnets/", clientv3.WithPrefix())
+	before, err := processCPU(d.PID())
+	if err != nil {
+		return
+	}
+	r.peers = all // they are in etcd from now on
+	s := start{daemon: d, file: 1}
+	began = time.Now()
+	observed := make(chan error, 1)
+	go func() {
+		observed <- r.lab.Host(1).Do(ctx, func() error { return r.observe(ctx, r.lab.Host(1), began, &s) })
+	}()
+	written := make(chan error, 1)
+	go func() { written <- r.putLeases(ctx, fresh) }()
+	for n := 0; n < len(fresh); {
+		resp, ok := <-watch
+		if !ok || resp.Err() != nil {
+			err = fmt.Errorf("etcd watch ended: %w", resp.Err())
+			return
+		}
+		n += len(resp.Events)
+	}
+	arrived = time.Now()
+	if err = <-written; err != nil {
+		return
+	}
+	if err = <-observed; err != nil {
+		return
+	}
+	done = began.Add(s.all)
+	now, err := processCPU(d.PID())
+	if err != nil {
+		return
+	}
+	return began, arrived, done, now - before, r.verify(ctx, r.lab.Host(1), len(all))
+}
+
+// measureEvents: one lease comes, one lease goes.
+func (r *runner) measureEvents(ctx context.Context) error {
+	const group = "vxlan, one lease"
+	for range r.rounds {
+		for _, n := range r.eventSizes {
+			if err := r.clean(ctx, r.lab.Host(1)); err != nil {
+				return err
+			}
+			if err := r.configure(ctx, "vxlan", n); err != nil {
+				return err
+			}
+			s, err := r.fresh(ctx)
+			if err != nil {
+				return err
+			}
+			if err := pause(ctx, time.Second); err != nil { // the state file, the collector
+				return err
+			}
+			before, err := processCPU(s.daemon.PID())
+			if err != nil {
+				return err
+			}
+			l, err := r.events(ctx, r.eventCount)
+			if err != nil {
+				return err
+			}
+			after, err := processCPU(s.daemon.PID())
+			if err != nil {
+				return err
+			}
+			r.reportEvents(group, n, l, (after-before)/time.Duration(2*r.eventCount))
+		}
+	}
+	return nil
+}
+
+func (r *runner) reportEvents(group string, n int, l latencies, cpu time.Duration) {
+	p50, p99 := quantile(l.watch, 0.5), quantile(l.watch, 0.99)
+	for _, e := range []struct {
+		name   string
+		values []float64
+	}{{"added", l.add}, {"removed", l.remove}} {
+		r.report.add(group, e.name+", p50", n, "ms", quantile(e.values, 0.5))
+		r.report.add(group, e.name+", p99", n, "ms", quantile(e.values, 0.99))
+		r.report.add(group, e.name+", p50 / bare watch", n, "×", quantile(e.values, 0.5)/p50, 1.5)
+		r.report.add(group, e.name+", p99 / bare watch", n, "×", quantile(e.values, 0.99)/p99, 2)
+	}
+	r.report.add(group, "bare etcd watch, p50", n, "ms", p50)
+	r.report.add(group, "bare etcd watch, p99", n, "ms", p99)
+	r.report.add(group, "CPU an event", n, "ms", ms(cpu), 0.3)
+}
+
+// measureRestart: with everything in place, under traffic.
+func (r *runner) measureRestart(ctx context.Context) error {
+	const group = "vxlan, restart with everything in place"
+	n := r.large
+	for _, h := range r.lab.Hosts() {
+		if err := r.clean(ctx, h); err != nil {
+			return err
+		}
+	}
+	if err := r.configure(ctx, "vxlan", n); err != nil {
+		return err
+	}
+	var pods []*lab.Pod
+	for _, h := range r.lab.Hosts() {
+		d, err := h.StartFlanneld(ctx, lab.FlanneldOptions{})
+		if err != nil {
+			return err
+		}
+		if err := d.Ready(ctx); err != nil {
+			return err
+		}
+		pod, err := h.AddPod(ctx, "")
+		if err != nil {
+			return err
+		}
+		pods = append(pods, pod)
+	}
+	for i := range r.restarts {
+		if err := r.settle(ctx); err != nil {
+			return err
+		}
+		kill := i%2 == 1
+		s, err := r.restart(ctx, pods[0], pods[1], kill)
+		if err != nil {
+			return err
+		}
+		r.report.add(group, "exec to ready", n, "ms", ms(s.ready), 400)
+		r.report.add(group, "kernel changes announced", n, "", float64(s.writes), 0)
+		r.report.add(group, "packets lost of a 1 kHz flow", n, "", float64(s.lost), 0)
+		r.report.add(group, "packets sent", n, "", float64(s.sent))
+	}
+	return r.verify(ctx, r.lab.Host(1), n)
+}
+
+// measureRest: what a daemon costs that has nothing to do.
+func (r *runner) measureRest(ctx context.Context) error {
+	const group = "vxlan, at rest"
+	for _, n := range []int{0, r.large} {
+		if err := r.clean(ctx, r.lab.Host(2)); err != nil {
+			return err
+		}
+		if err := r.clean(ctx, r.lab.Host(1)); err != nil {
+			return err
+		}
+		if err := r.configure(ctx, "vxlan", n); err != nil {
+			return err
+		}
+		s, err := r.fresh(ctx)
+		if err != nil {
+			return err
+		}
+		if err := pause(ctx, 5*time.Second); err != nil {
+			return err
+		}
+		cpu, asked, err := r.idle(ctx, s.daemon, r.atRest)
+		if err != nil {
+			return err
+		}
+		kids, err := children(s.daemon.PID())
+		if err != nil {
+			return err
+		}
+		m, err := processMemory(s.daemon.PID())
+		if err != nil {
+			return err
+		}
+		limit := 25.0
+		if n > 0 {
+			limit = 40
+		}
+		r.report.add(group, "CPU a minute", n, "ms", ms(cpu)*float64(time.Minute)/float64(r.atRest), 30)
+		r.report.add(group, "processes", n, "", float64(kids), 0)
+		r.report.add(group, "requests to etcd", n, "calls", asked.total(), 0)
+		r.report.add(group, "RSS", n, "MB", mb(m.anonymous+m.file), limit)
+		r.report.add(group, "RSS, anonymous", n, "MB", mb(m.anonymous))
+		r.report.add(group, "RSS, of files", n, "MB", mb(m.file))
+
+		// The same with a resync tick every two seconds tells what one costs.
+		const tick, ticks = 2 * time.Second, 4
+		if s, err = r.fresh(ctx, "--resync="+tick.String()); err != nil {
+			return err
+		}
+		if err := pause(ctx, tick); err != nil {
+			return err
+		}
+		ticking, _, err := r.idle(ctx, s.daemon, ticks*tick)
+		if err != nil {
+			return err
+		}
+		r.report.add(group, "CPU of one resync tick", n, "ms", max(0, ms(ticking)-ms(cpu)*float64(ticks*tick)/float64(r.atRest))/ticks)
+	}
+	return nil
+}
+
+// idle returns what the daemon uses, and asks of etcd, while nothing happens.
+func (r *runner) idle(ctx context.Context, d *lab.Daemon, during time.Duration) (time.Duration, calls, error) {
+	requests, err := r.requests(ctx)
+	if err != nil {
+		return 0, nil, err
+	}
+	before, err := processCPU(d.PID())
+	if err != nil {
+		return 0, nil, err
+	}
+	if err := pause(ctx, during); err != nil {
+		return 0, nil, err
+	}
+	after, err := processCPU(d.PID())
+	if err != nil {
+		return 0, nil, err
+	}
+	now, err := r.requests(ctx)
+	return after - before, now.since(requests), err
+}
+
+// measureBusy: the same work on a host where others change the kernel.
+func (r *runner) measureBusy(ctx context.Context) error {
+	const group, n, rate = "vxlan, busy host", 1000, 1000
+	h := r.lab.Host(1)
+	for _, busy := range []bool{false, true} {
+		if err := r.clean(ctx, h); err != nil {
+			return err
+		}
+		if err := r.configure(ctx, "vxlan", n); err != nil {
+			return err
+		}
+		what, stop := "quiet", func() error { return nil }
+		if busy {
+			what = "busy"
+			f, err := makeBusy(ctx, h, r.busyRoutes)
+			if err != nil {
+				return err
+			}
+			defer func() { _ = f.remove(ctx) }()
+			stop = f.churn(ctx, rate)
+		}
+		for range r.rounds {
+			if err := r.busyRound(ctx, group, what, n); err != nil {
+				_ = stop()
+				return err
+			}
+		}
+		if err := stop(); err != nil {
+			return err
+		}
+	}
+	for _, name := range []string{"exec to all programmed", "lease added, p50"} {
+		quiet, busy := r.report.find(group, name+", quiet", n), r.report.find(group, name+", busy", n)
+		r.report.add(group, name+", busy / quiet", n, "×", busy.median()/quiet.median(), 1.25)
+	}
+	return nil
+}
+
+func (r *runner) busyRound(ctx context.Context, group, what string, n int) error {
+	s, err := r.fresh(ctx)
+	if err != nil {
+		return err
+	}
+	r.report.add(group, "exec to all programmed, "+what, n, "ms", ms(s.all))
+	if err := pause(ctx, 2*time.Second); err != nil {
+		return err
+	}
+	during := r.busyFor / time.Duration(r.rounds)
+	cpu, _, err := r.idle(ctx, s.daemon, during)
+	if err != nil {
+		return err
+	}
+	target := []float64{}
+	if what == "busy" {
+		target = []float64{1}
+	}
+	r.report.add(group, "share of a core, at rest, "+what, n, "%", 100*float64(cpu)/float64(during), target...)
+	l, err := r.events(ctx, r.eventCount/4)
+	if err != nil {
+		return err
+	}
+	r.report.add(group, "lease added, p50, "+what, n, "ms", quantile(l.add, 0.5))
+	return nil
+}
+
+// measureGrowth: what is left of many lease changes.
+func (r *runner) measureGrowth(ctx context.Context) error {
+	const n = 1000
+	group := fmt.Sprintf("vxlan, after %d lease changes", r.churnChange)
+	if err := r.clean(ctx, r.lab.Host(1)); err != nil {
+		return err
+	}
+	if err := r.configure(ctx, "vxlan", n); err != nil {
+		return err
+	}
+	s, err := r.fresh(ctx)
+	if err != nil {
+		return err
+	}
+	some := makePeers(n + txnOps)[n:]
+	change := func(times int) error {
+		for range times {
+			if err := r.putLeases(ctx, some); err != nil {
+				return err
+			}
+			if err := r.deleteLeases(ctx, some); err != nil {
+				return err
+			}
+		}
+		return pause(ctx, 3*time.Second)
+	}
+	look := func() (m memory, files int, cpu time.Duration, err error) {
+		if m, err = processMemory(s.daemon.PID()); err != nil {
+			return
+		}
+		if files, err = openFiles(s.daemon.PID()); err != nil {
+			return
+		}
+		cpu, err = processCPU(s.daemon.PID())
+		return
+	}
+	times := r.churnChange / (2 * len(some))
+	if err := change(times / 10); err != nil { // up to its working size
+		return err
+	}
+	m, files, cpu, err := look()
+	if err != nil {
+		return err
+	}
+	if err := change(times); err != nil {
+		return err
+	}
+	m2, files2, cpu2, err := look()
+	if err != nil {
+		return err
+	}
+	r.report.add(group, "anonymous RSS, growth", n, "MB", mb(m2.anonymous-m.anonymous), 2)
+	r.report.add(group, "open files, growth", n, "", float64(files2-files), 0)
+	r.report.add(group, "CPU a change", n, "ms", ms(cpu2-cpu)/float64(r.churnChange))
+	return r.verify(ctx, r.lab.Host(1), n)
+}
+
+// measureSize: the daemon on disk.
+func (r *runner) measureSize(context.Context) error {
+	info, err := os.Stat(r.flanneld)
+	if err != nil {
+		return err
+	}
+	binary, err := elf.Open(r.flanneld)
+	if err != nil {
+		return err
+	}
+	defer binary.Close()
+	if binary.Section(".symtab") != nil {
+		return fmt.Errorf("%s is not stripped: build it with make build", r.flanneld)
+	}
+	r.report.add("binary", "flanneld, stripped", -1, "MB", mb(float64(info.Size())), 35)
+	return nil
+}

@@ -1,0 +1,161 @@
+package e2e
+
+import (
+	"encoding/json"
+	"fmt"
+	"strings"
+	"testing"
+
+	"golang.org/x/sync/errgroup"
+
+	"flanneld/pkg/lab"
+)
+
+// network is a dual-stack network configuration.
+func network(v4, v6, backend string) json.RawMessage {
+	return json.RawMessage(fmt.Sprintf(`{"Network":%q,"EnableIPv6":true,"IPv6Network":%q,"Backend":%s}`, v4, v6, backend))
+}
+
+// everything is all that a host's kernel holds.
+func everything(t *testing.T, h *lab.Host) string {
+	t.Helper()
+	out, err := h.Exec(background(t), "sh", "-c", `ip -d link; ip addr; ip route show table all; ip -6 route show table all
+		ip neigh show nud permanent; bridge fdb; ip nexthop 2>/dev/null || true`)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return string(out)
+}
+
+// TestConfigurationChange starts daemons again after the configuration has
+// changed: nothing is left of the old one, and the new mesh works.
+func TestConfigurationChange(t *testing.T) {
+	t.Parallel()
+	const ours4, ours6, others4, others6 = "10.5.0.0/16", "fd00:5::/48", "10.6.0.0/16", "fd00:6::/48"
+	for _, tc := range []struct {
+		name  string
+		steps []json.RawMessage
+		left  []string // what must not be seen after the last step
+	}{
+		{"VNI", []json.RawMessage{network(ours4, ours6, `{"Type":"vxlan"}`), network(ours4, ours6, `{"Type":"vxlan","VNI":7}`)},
+			[]string{"flannel.1:", "flannel-v6.1:", "flannel.1 ", "flannel-v6.1 "}},
+		{"port", []json.RawMessage{network(ours4, ours6, `{"Type":"vxlan"}`), network(ours4, ours6, `{"Type":"vxlan","Port":8473}`)},
+			[]string{"dstport 8472"}},
+		{"vxlan to host-gw", []json.RawMessage{network(ours4, ours6, `{"Type":"vxlan"}`), network(ours4, ours6, `{"Type":"host-gw"}`)},
+			[]string{"flannel"}},
+		{"and back", []json.RawMessage{
+			network(ours4, ours6, `{"Type":"vxlan"}`), network(ours4, ours6, `{"Type":"host-gw"}`), network(ours4, ours6, `{"Type":"vxlan"}`),
+		}, []string{".0/24 via 192.168.77", "::/64 via fd00:77"}},
+		{"Network", []json.RawMessage{network(ours4, ours6, `{"Type":"vxlan"}`), network(others4, others6, `{"Type":"vxlan"}`)},
+			[]string{"10.5.", "fd00:5:"}},
+		{"Network without devices", []json.RawMessage{network(ours4, ours6, `{"Type":"host-gw"}`), network(others4, others6, `{"Type":"host-gw"}`)},
+			[]string{"10.5.", "fd00:5:"}},
+		{"all at once", []json.RawMessage{network(ours4, ours6, `{"Type":"vxlan","VNI":7}`), network(others4, others6, `{"Type":"host-gw"}`)},
+			[]string{"10.5.", "fd00:5:", "flannel"}},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			t.Parallel()
+			l := newLab(t, lab.Config{Hosts: 3, Families: dual, Network: tc.steps[0]}, "")
+			for i, step := range tc.steps {
+				restartWith(t, l, step, i%2 == 1)
+			}
+			if err := l.AddPods(background(t)); err != nil {
+				t.Fatal(err)
+			}
+			expectMatrix(t, l)
+			for _, h := range l.Hosts() {
+				eventually(t, h.Name(), func() error {
+					all := everything(t, h)
+					for _, text := range tc.left {
+						if strings.Contains(all, text) {
+							return fmt.Errorf("%q is still to be seen:\n%s", text, all)
+						}
+					}
+					return nil
+				})
+			}
+		})
+	}
+}
+
+// restartWith stops all daemons, or kills them, and starts them with another
+// configuration.
+func restartWith(t *testing.T, l *lab.Lab, config json.RawMessage, kill bool) {
+	t.Helper()
+	for _, h := range l.Hosts() {
+		switch d := h.Daemon(); {
+		case d == nil:
+		case kill:
+			d.Kill()
+		default:
+			expectStop(t, d)
+		}
+	}
+	if err := l.PutNetwork(background(t), config); err != nil {
+		t.Fatal(err)
+	}
+	var g errgroup.Group
+	ctx := background(t)
+	for _, h := range l.Hosts() {
+		g.Go(func() error {
+			d, err := h.StartFlanneld(ctx, lab.FlanneldOptions{})
+			if err != nil {
+				return err
+			}
+			return d.Ready(ctx)
+		})
+	}
+	if err := g.Wait(); err != nil {
+		t.Fatal(err)
+	}
+	eventually(t, "each host has a route to each other", func() error {
+		for _, h := range l.Hosts() {
+			routes, err := h.Routes(ctx)
+			if err != nil {
+				return err
+			}
+			n := 0
+			for _, r := range routes {
+				if r.Protocol == ownProtocol {
+					n++
+				}
+			}
+			if want := 2 * (len(l.Hosts()) - 1); n < want {
+				return fmt.Errorf("%s has %d routes, want %d: %v", h.Name(), n, want, routes)
+			}
+		}
+		return nil
+	})
+}
+
+// ownProtocol marks flanneld's routes.
+const ownProtocol = 98
+
+// TestConfigurationChangeInterrupted kills the daemon at various moments after
+// the change: the old configuration is not forgotten before it is cleared away.
+func TestConfigurationChangeInterrupted(t *testing.T) {
+	t.Parallel()
+	l := newLab(t, lab.Config{Hosts: 1, Families: dual, Network: network("10.5.0.0/16", "fd00:5::/48", `{"Type":"vxlan","VNI":1}`)}, "")
+	h := l.Host(1)
+	startOne(t, h, lab.FlanneldOptions{})
+	for vni, ms := range []int{5, 15, 25, 35, 45, 55, 65, 80, 100, 150, 0} {
+		h.Daemon().Kill()
+		config := network("10.5.0.0/16", "fd00:5::/48", fmt.Sprintf(`{"Type":"vxlan","VNI":%d}`, vni+2))
+		if err := l.PutNetwork(background(t), config); err != nil {
+			t.Fatal(err)
+		}
+		if ms == 0 {
+			startOne(t, h, lab.FlanneldOptions{})
+			break
+		}
+		d := start(t, h, lab.FlanneldOptions{})
+		pause(t, millis(ms))
+		d.Kill()
+	}
+	eventually(t, "two devices", func() error {
+		if n := strings.Count(everything(t, h), "vxlan id "); n != 2 {
+			return fmt.Errorf("%d vxlan devices:\n%s", n, everything(t, h))
+		}
+		return nil
+	})
+}

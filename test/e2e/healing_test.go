@@ -1,0 +1,569 @@
+package e2e
+
+import (
+	"context"
+	"fmt"
+	"net/netip"
+	"regexp"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"flanneld/pkg/lab"
+	"flanneld/pkg/prefix"
+)
+
+// healTime is how long anything may take to be right again. It is less than a
+// second on a machine that has nothing else to do; the real times are logged.
+const healTime = 3 * time.Second
+
+// damage is something that befalls the first host of a lab. do is a shell
+// script, in which variables in braces stand for what concerns one address
+// family; a script without them is run once, however many families there are.
+type damage struct {
+	name, do string
+	// restores is set if the script ends with what flanneld has to wait for.
+	restores bool
+}
+
+var underlayDamages = []damage{
+	{name: "underlay down and up", do: "ip link set eth0 down; sleep 0.2; ip link set eth0 up; {restore}", restores: true},
+	{name: "underlay deleted and made again", do: "ip link del eth0; sleep 0.2; {recreate}; {restore}", restores: true},
+}
+
+var damages = map[string][]damage{
+	"vxlan": {
+		{name: "route deleted", do: "{ip} route del {subnet}"},
+		{name: "all routes deleted", do: "{ip} route flush proto 98"},
+		{name: "neighbour deleted", do: "{ip} neigh del {vtep} dev {dev}"},
+		{name: "all neighbours deleted", do: "{ip} neigh flush nud permanent dev {dev}"},
+		{name: "FDB entry deleted", do: "bridge fdb del {mac} dev {dev} dst {peer} self"},
+		{name: "all FDB entries deleted", do: "bridge fdb show dev {dev} | grep 'dst {net}' | while read mac dst ip x; do bridge fdb del $mac dev {dev} dst $ip self; done"},
+		{name: "wrong MAC", do: "{ip} neigh replace {vtep} lladdr 02:de:ad:00:00:01 dev {dev} nud permanent"},
+		{name: "wrong VTEP", do: "bridge fdb replace {mac} dev {dev} dst {wrong} self permanent"},
+		{name: "wrong gateway", do: "{ip} route replace {subnet} via {vtep2} dev {dev} onlink"},
+		{name: "wrong device", do: "{ip} route replace {subnet} via {router} dev eth0"},
+		{name: "device deleted", do: "ip link del {dev}"},
+		{name: "device down", do: "ip link set {dev} down"},
+		{name: "MAC changed", do: "ip link set {dev} address 02:de:ad:00:00:02"},
+		{name: "MTU changed", do: "ip link set {dev} mtu 1300"},
+		{name: "address deleted", do: "{ip} addr del {own} dev {dev}"},
+		{name: "address changed", do: "{ip} addr del {own} dev {dev}; {ip} addr add {vtep} dev {dev}"},
+		{name: "local address changed", do: "ip link set {dev} type vxlan id 1 local {wrong}"},
+	},
+	"host-gw": {
+		{name: "route deleted", do: "{ip} route del {subnet}"},
+		{name: "all routes deleted", do: "{ip} route flush proto 98"},
+		{name: "wrong gateway", do: "{ip} route replace {subnet} via {router} dev eth0"},
+		{name: "wrong device", do: "{ip} route replace {subnet} dev cni0"},
+	},
+}
+
+func TestHealing(t *testing.T) {
+	for backend, list := range damages {
+		for _, families := range [][]prefix.Family{v4, v6, dual} {
+			t.Run(backend+"/"+name(families), func(t *testing.T) {
+				p := newPatient(t, backend, families)
+				for _, one := range list {
+					for _, f := range families {
+						t.Run(one.name+" "+f.String(), func(t *testing.T) { p.heals(t, one, f) })
+					}
+				}
+				for _, one := range underlayDamages {
+					t.Run(one.name, func(t *testing.T) { p.heals(t, one, families[0]) })
+				}
+				t.Run("underlay MTU changed", p.followsMTU)
+				t.Run("underlay address changed", p.followsAddress)
+				expectMatrix(t, p.lab)
+			})
+		}
+	}
+}
+
+// patient is the first host of a lab of three.
+type patient struct {
+	lab  *lab.Lab
+	host *lab.Host
+	mac  string // of eth0
+}
+
+func newPatient(t *testing.T, backend string, families []prefix.Family) *patient {
+	t.Helper()
+	l := newLab(t, lab.Config{Hosts: 3, Families: families}, fmt.Sprintf(`{"Type":%q}`, backend))
+	startAll(t, l, lab.FlanneldOptions{})
+	expectConverged(t, l)
+	p := &patient{lab: l, host: l.Host(1)}
+	p.mac = macOf(t, p.host, "eth0")
+	return p
+}
+
+// macOf returns the MAC of a device.
+func macOf(t *testing.T, h *lab.Host, dev string) string {
+	t.Helper()
+	out, err := h.Exec(background(t), "ip", "-o", "link", "show", dev)
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, after, _ := strings.Cut(string(out), "link/ether ")
+	mac, _, _ := strings.Cut(after, " ")
+	return mac
+}
+
+// run runs a shell script on the host.
+func (p *patient) run(t *testing.T, script string) string {
+	t.Helper()
+	out, err := p.host.Exec(background(t), "sh", "-ec", script)
+	if err != nil {
+		t.Fatalf("%s: %v\n%s", script, err, out)
+	}
+	return string(out)
+}
+
+// condition is all that concerns flannel in the host's kernel, but for the
+// numbers of devices and what is not permanent.
+func condition(t *testing.T, h *lab.Host) []string {
+	t.Helper()
+	const script = `
+		ip -o -d link show type vxlan | sed 's/^[0-9]*: //; s/ promiscuity.*\(vxlan id\)/ \1/; s/ addrgenmode.*//; s/qlen [0-9]*//'
+		ip -o addr show scope global | sed 's/^[0-9]*: //' | grep flannel
+		ip route show; ip -6 route show
+		for dev in $(ip -o link show type vxlan | sed 's/^[0-9]*: //; s/:.*//'); do
+			ip neigh show dev $dev nud permanent | sed "s/^/$dev /"
+			bridge fdb show dev $dev | grep -v ^00:00 | grep permanent | sed "s/^/$dev /"
+		done; true`
+	out, err := h.Exec(background(t), "sh", "-c", script)
+	if err != nil {
+		t.Fatalf("%v\n%s", err, out)
+	}
+	var lines []string
+	for line := range strings.Lines(string(out)) {
+		// Who made a route, and what else the kernel tells of it, makes no difference.
+		line, _, _ = strings.Cut(strings.TrimSpace(line), " proto ")
+		line = strings.TrimSuffix(line, " metric 1024 pref medium")
+		if line != "" && !strings.HasPrefix(line, "fe80") {
+			lines = append(lines, strings.Join(strings.Fields(line), " "))
+		}
+	}
+	slices.Sort(lines)
+	return lines
+}
+
+// expectCondition waits until the host is as it should be, fails the test if
+// that takes too long, and returns when it was.
+func expectCondition(t *testing.T, h *lab.Host, want []string) time.Time {
+	t.Helper()
+	deadline := time.Now().Add(healTime)
+	for {
+		asked := time.Now()
+		have := condition(t, h)
+		if slices.Equal(have, want) {
+			return asked
+		}
+		if time.Now().After(deadline) {
+			t.Fatalf("%s is not right after %s; missing:\n  %s\nsurplus:\n  %s", h.Name(), healTime,
+				strings.Join(minus(want, have), "\n  "), strings.Join(minus(have, want), "\n  "))
+		}
+		<-time.After(10 * time.Millisecond)
+	}
+}
+
+func minus(a, b []string) []string {
+	return slices.DeleteFunc(slices.Clone(a), func(line string) bool { return slices.Contains(b, line) })
+}
+
+// heals does damage and waits until nothing is to be seen of it.
+func (p *patient) heals(t *testing.T, d damage, f prefix.Family) {
+	before := condition(t, p.host)
+	script := p.script(t, d.do, f)
+	start := time.Now()
+	p.run(t, script)
+	if d.restores {
+		start = time.Now()
+	}
+	healed := expectCondition(t, p.host, before)
+	t.Logf("right again after %v", healed.Sub(start).Round(time.Millisecond))
+	p.pings(t)
+}
+
+// pings has the pods of the host and of the others reach each other.
+func (p *patient) pings(t *testing.T) {
+	t.Helper()
+	own := p.host.Pods()[0]
+	for _, pod := range p.lab.Pods() {
+		if pod == own {
+			continue
+		}
+		for i, a := range pod.Addrs() {
+			if _, err := own.Ping(background(t), a, lab.PingOptions{}); err != nil {
+				t.Errorf("%s to %s: %v", own.Name(), a, err)
+			}
+			if _, err := pod.Ping(background(t), own.Addrs()[i], lab.PingOptions{}); err != nil {
+				t.Errorf("%s to %s: %v", pod.Name(), own.Addrs()[i], err)
+			}
+		}
+	}
+}
+
+// script fills in what is in braces.
+func (p *patient) script(t *testing.T, text string, f prefix.Family) string {
+	t.Helper()
+	ip, dev, own, wrong, network := "ip -4", "flannel.1", "/32", "192.168.77.77", "192.168.77."
+	if f == prefix.IPv6 {
+		ip, dev, own, wrong, network = "ip -6", "flannel-v6.1", "/128", "fd00:77::77", "fd00:77:"
+	}
+	subnets := make([]netip.Prefix, 4)
+	for i, h := range p.lab.Hosts() {
+		subnets[i+1] = podSubnet(t, h, f)
+	}
+	mac := ""
+	if strings.Contains(text, "{mac}") {
+		mac = macOf(t, p.lab.Host(2), dev)
+	}
+	return strings.NewReplacer(
+		"{ip}", ip, "{dev}", dev, "{router}", routerOf(f), "{wrong}", wrong, "{net}", network, "{mac}", mac,
+		"{own}", subnets[1].Addr().String()+own,
+		"{subnet}", subnets[2].String(), "{vtep}", subnets[2].Addr().String(), "{vtep2}", subnets[3].Addr().String(),
+		"{peer}", p.lab.Host(2).Addr(f).String(),
+		"{restore}", p.restore(func(f prefix.Family) netip.Addr { return p.host.Addr(f) }), "{recreate}", p.recreate(),
+	).Replace(text)
+}
+
+// podSubnet is the subnet of the host's pods.
+func podSubnet(t *testing.T, h *lab.Host, f prefix.Family) netip.Prefix {
+	t.Helper()
+	bits := 24
+	if f == prefix.IPv6 {
+		bits = 64
+	}
+	p, err := h.Pods()[0].Addr(f).Prefix(bits)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return p
+}
+
+func routerOf(f prefix.Family) string {
+	if f == prefix.IPv6 {
+		return "fd00:77::fe"
+	}
+	return "192.168.77.254"
+}
+
+// restore does what a network manager does when a link comes back: IPv4 at
+// once, IPv6 after two seconds.
+func (p *patient) restore(addr func(prefix.Family) netip.Addr) string {
+	var script []string
+	for _, f := range p.lab.Families() {
+		ip, bits := "ip -4", 24
+		if f == prefix.IPv6 {
+			ip, bits = "ip -6", 64
+			script = append(script, "sleep 2")
+		}
+		nodad := ""
+		if f == prefix.IPv6 {
+			nodad = " nodad"
+		}
+		script = append(script,
+			fmt.Sprintf("%s addr replace %s/%d dev eth0%s", ip, addr(f), bits, nodad),
+			fmt.Sprintf("%s route replace default via %s dev eth0", ip, routerOf(f)))
+	}
+	return strings.Join(script, "; ")
+}
+
+// recreate makes eth0 as the lab did.
+func (p *patient) recreate() string {
+	router, _, _ := strings.Cut(strings.TrimPrefix(p.lab.Underlay().Nsenter(), "nsenter -t "), " ")
+	return fmt.Sprintf("ip link add eth0 address %s type veth peer name %s; ip link set %s netns %s; "+
+		"nsenter -t %s -n ip link set %s master l2-1 up; echo 0 > /proc/sys/net/ipv6/conf/eth0/accept_dad; ip link set eth0 up",
+		p.mac, p.host.Name(), p.host.Name(), router, router, p.host.Name())
+}
+
+// followsMTU: device and subnet.env have what fits into the underlay's packets.
+func (p *patient) followsMTU(t *testing.T) {
+	before, env := condition(t, p.host), readSubnetFile(t, p.host)
+	var mtu int
+	_, after, _ := strings.Cut(env, "FLANNEL_MTU=")
+	if _, err := fmt.Sscan(after, &mtu); err != nil {
+		t.Fatal(err)
+	}
+	less := strings.NewReplacer("mtu 1450", "mtu 1350", "mtu 1430", "mtu 1330")
+	var want []string
+	for _, line := range before {
+		want = append(want, less.Replace(line))
+	}
+	for _, step := range []struct {
+		mtu  int
+		kept []string
+	}{{1400, want}, {1500, before}} {
+		start := time.Now()
+		p.run(t, fmt.Sprintf("ip link set eth0 mtu %d", step.mtu))
+		healed := expectCondition(t, p.host, step.kept)
+		t.Logf("%d is followed after %v", step.mtu, healed.Sub(start).Round(time.Millisecond))
+		line := fmt.Sprintf("FLANNEL_MTU=%d\n", mtu+step.mtu-1500)
+		soon(t, "subnet.env", func() error {
+			if text := readSubnetFile(t, p.host); !strings.Contains(text, line) {
+				return fmt.Errorf("no %q in %q", line, text)
+			}
+			return nil
+		})
+	}
+	p.pings(t)
+}
+
+// soon is eventually with little patience.
+func soon(t *testing.T, what string, check func() error) {
+	t.Helper()
+	deadline := time.Now().Add(healTime)
+	for err := check(); err != nil; err = check() {
+		if time.Now().After(deadline) {
+			t.Fatalf("%s: %v", what, err)
+		}
+		<-time.After(10 * time.Millisecond)
+	}
+}
+
+// followsAddress gives the host other addresses, and then its own again, as
+// DHCP may: it keeps lease, MAC and process, and its peers send to the new ones.
+func (p *patient) followsAddress(t *testing.T) {
+	l, d := p.lab, p.host.Daemon()
+	had := leases(t, l)
+	before := map[*lab.Host][]string{}
+	for _, h := range l.Hosts() {
+		before[h] = condition(t, h)
+	}
+	other := func(f prefix.Family) netip.Addr {
+		if f == prefix.IPv6 {
+			return netip.MustParseAddr("fd00:77::101")
+		}
+		return netip.MustParseAddr("192.168.77.101")
+	}
+	own := func(f prefix.Family) netip.Addr { return p.host.Addr(f) }
+	for _, step := range []struct {
+		from, to func(prefix.Family) netip.Addr
+	}{{own, other}, {other, own}} {
+		moved := func(text string) string {
+			for _, f := range l.Families() {
+				text = replaceWord(text, p.host.Addr(f).String(), step.to(f).String())
+			}
+			return text
+		}
+		var script []string
+		for _, f := range l.Families() {
+			script = append(script, fmt.Sprintf("ip addr del %s/%d dev eth0", step.from(f), map[prefix.Family]int{prefix.IPv4: 24, prefix.IPv6: 64}[f]))
+		}
+		start := time.Now()
+		p.run(t, strings.Join(script, "; ")+"; "+strings.Replace(p.restore(step.to), "sleep 2; ", "", 1))
+		for _, h := range l.Hosts() {
+			var want []string
+			for _, line := range before[h] {
+				want = append(want, moved(line))
+			}
+			slices.Sort(want)
+			t.Logf("%s follows after %v", h.Name(), expectCondition(t, h, want).Sub(start).Round(time.Millisecond))
+		}
+		now := leases(t, l)
+		for i := range had {
+			if i >= len(now) || moved(had[i].Value) != now[i].Value || had[i].Key != now[i].Key {
+				t.Errorf("leases are\n%v, want\n%v but for the address", now, had)
+				break
+			}
+		}
+		p.pings(t)
+	}
+	if err := d.Ended(); err != nil || d != p.host.Daemon() {
+		t.Errorf("the daemon has ended: %v", err)
+	}
+}
+
+// replaceWord replaces a whole word of text by another.
+func replaceWord(text, word, by string) string {
+	return regexp.MustCompile(`(^|[^\w.:])`+regexp.QuoteMeta(word)+`($|[^\w.:])`).ReplaceAllString(text, "${1}"+by+"${2}")
+}
+
+// TestDirectRouteFollowsTheUnderlay moves a peer behind the router and back: it
+// is reached by VXLAN, and then by a plain route again.
+func TestDirectRouteFollowsTheUnderlay(t *testing.T) {
+	for _, families := range [][]prefix.Family{v4, v6, dual} {
+		t.Run(name(families), func(t *testing.T) {
+			l := newLab(t, lab.Config{Hosts: 3, Families: families}, `{"Type":"vxlan","DirectRouting":true}`)
+			startAll(t, l, lab.FlanneldOptions{})
+			expectConverged(t, l)
+			p := &patient{lab: l, host: l.Host(1)}
+			direct := condition(t, p.host)
+			for _, f := range families {
+				peer := prefix.Host(l.Host(2).Addr(f))
+				pods := podSubnet(t, l.Host(2), f)
+				p.run(t, "sysctl -q -w net.ipv4.conf.all.accept_redirects=0 net.ipv4.conf.eth0.accept_redirects=0 net.ipv6.conf.all.accept_redirects=0 net.ipv6.conf.eth0.accept_redirects=0")
+				start := time.Now()
+				p.run(t, fmt.Sprintf("ip route add %s via %s dev eth0", peer, routerOf(f)))
+				soon(t, "encapsulation", func() error {
+					now := strings.Join(condition(t, p.host), "\n")
+					for _, want := range []string{fmt.Sprintf("%s via %s dev flannel", pods, pods.Addr()), "dst " + peer.Addr().String() + " "} {
+						if !strings.Contains(now, want) {
+							return fmt.Errorf("no %q in\n%s", want, now)
+						}
+					}
+					return nil
+				})
+				t.Logf("%s: encapsulated after %v", f, time.Since(start).Round(time.Millisecond))
+				p.pings(t)
+				start = time.Now()
+				p.run(t, fmt.Sprintf("ip route del %s via %s dev eth0", peer, routerOf(f)))
+				t.Logf("%s: direct after %v", f, expectCondition(t, p.host, direct).Sub(start).Round(time.Millisecond))
+				p.pings(t)
+			}
+		})
+	}
+}
+
+// TestHealingTouchesNothingElse listens to the kernel while entries are put
+// back.
+func TestHealingTouchesNothingElse(t *testing.T) {
+	p := newPatient(t, "vxlan", dual)
+	for _, f := range dual {
+		for _, d := range []struct {
+			damage
+			touched string
+		}{
+			{damage{name: "route", do: "{ip} route del {subnet}"}, "{subnet} "},
+			{damage{name: "neighbour", do: "{ip} neigh del {vtep} dev {dev}"}, "{vtep} "},
+			{damage{name: "FDB entry", do: "bridge fdb del {mac} dev {dev} dst {peer} self"}, "{mac} "},
+		} {
+			t.Run(d.name+" "+f.String(), func(t *testing.T) {
+				ctx, cancel := context.WithCancel(background(t))
+				defer cancel()
+				heard := make(chan string, 1)
+				go func() {
+					out, _ := p.host.Exec(ctx, "sh", "-c", "ip -o monitor link address route neigh nexthop & exec bridge monitor fdb")
+					heard <- string(out)
+				}()
+				pause(t, 300*time.Millisecond)
+				p.heals(t, d.damage, f)
+				pause(t, 300*time.Millisecond)
+				cancel()
+				var lines []string
+				for line := range strings.Lines(<-heard) {
+					if strings.Contains(line, "flannel") && !strings.Contains(line, "fe80:") {
+						lines = append(lines, strings.TrimSpace(line))
+					}
+				}
+				touched := p.script(t, d.touched, f)
+				for _, line := range lines {
+					if !strings.Contains(line, touched) {
+						t.Errorf("%q is announced, want nothing but %q", line, touched)
+					}
+				}
+				if n := len(lines); n == 0 || strings.HasPrefix(lines[n-1], "Deleted") {
+					t.Errorf("announced are %q, want %q to come at the end", lines, touched)
+				}
+			})
+		}
+	}
+}
+
+// TestFight has another program delete a route a hundred times a second.
+func TestFight(t *testing.T) {
+	p := newPatient(t, "vxlan", v4)
+	d, before := p.host.Daemon(), condition(t, p.host)
+	used, start := usageOf(t, d), time.Now()
+	p.run(t, p.script(t, "for i in $(seq 500); do {ip} route del {subnet} 2>/dev/null || true; sleep 0.01; done", prefix.IPv4))
+	fought := time.Since(start)
+	now := usageOf(t, d)
+	t.Logf("%v of CPU and %d lines of log in %v of fight", now.cpu-used.cpu, now.lines-used.lines, fought.Round(time.Millisecond))
+	t.Logf("right again after %v", expectCondition(t, p.host, before).Sub(start.Add(fought)).Round(time.Millisecond))
+	if cpu := now.cpu - used.cpu; cpu > fought/50 {
+		t.Errorf("%v of CPU in %v of fight", cpu, fought)
+	}
+	if lines := now.lines - used.lines; lines > 3 {
+		t.Errorf("%d lines of log", lines)
+	}
+	expectOnce(t, d, "repaired what another program had changed")
+	p.pings(t)
+}
+
+// TestChecksumOffload: it is the kernel's matter unless the configuration says
+// otherwise, and then it stays so, whoever changes it or deletes the device.
+func TestChecksumOffload(t *testing.T) {
+	for _, tt := range []struct{ option, want, other string }{{"off", "off", "on"}, {"on", "on", "off"}, {"auto", "on", ""}} {
+		t.Run(tt.option, func(t *testing.T) {
+			l := newLab(t, lab.Config{Hosts: 2, Families: dual}, fmt.Sprintf(`{"Type":"vxlan","ChecksumOffload":%q}`, tt.option))
+			startAll(t, l, lab.FlanneldOptions{})
+			h := l.Host(1)
+			expect := func(want string) {
+				t.Helper()
+				for _, dev := range []string{"flannel.1", "flannel-v6.1"} {
+					soon(t, dev, func() error {
+						out, err := h.Exec(background(t), "ethtool", "-k", dev)
+						if line := "tx-checksumming: " + want; err == nil && !strings.Contains(string(out), line) {
+							err = fmt.Errorf("no %q in\n%s", line, out)
+						}
+						return err
+					})
+				}
+			}
+			expect(tt.want)
+			for _, dev := range []string{"flannel.1", "flannel-v6.1"} {
+				if out, err := h.Exec(background(t), "ip", "link", "del", dev); err != nil {
+					t.Fatalf("%v: %s", err, out)
+				}
+			}
+			expect(tt.want)
+			if tt.other != "" {
+				for _, dev := range []string{"flannel.1", "flannel-v6.1"} {
+					if out, err := h.Exec(background(t), "ethtool", "-K", dev, "tx", tt.other); err != nil {
+						t.Fatalf("%v: %s", err, out)
+					}
+				}
+				expect(tt.want)
+			}
+			expectMatrix(t, l)
+		})
+	}
+}
+
+// TestTwoHostsWithOnePublicAddress: each says whose lease it is in conflict with.
+func TestTwoHostsWithOnePublicAddress(t *testing.T) {
+	l := newLab(t, lab.Config{Hosts: 2}, `{"Type":"vxlan"}`)
+	first := startOne(t, l.Host(1), lab.FlanneldOptions{})
+	startOne(t, l.Host(2), lab.FlanneldOptions{})
+	one, two := leaseOf(t, l, l.Host(1)), leaseOf(t, l, l.Host(2))
+	expectStop(t, l.Host(2).Daemon())
+	remove(t, store(t, l), subnets+two.Key)
+	second := startOne(t, l.Host(2), lab.FlanneldOptions{Args: []string{"--public-ip=" + l.Host(1).Addr(prefix.IPv4).String()}})
+	refused := func(key string) string {
+		return fmt.Sprintf(`"lease refused" lease=%q reason="%s has public IP 192.168.77.1, which is our own"`, key, strings.Replace(key, "-", "/", 1))
+	}
+	expectLog(t, first, refused(two.Key))
+	expectLog(t, second, refused(one.Key))
+	expectLog(t, second, fmt.Sprintf(`"another lease carries the public address of this node" key=%q`, one.Key))
+}
+
+// TestAddressChangesWhileTheStoreIsAway: the host's own side follows at once,
+// the lease and the peers as soon as the store is back.
+func TestAddressChangesWhileTheStoreIsAway(t *testing.T) {
+	p := newPatient(t, "vxlan", v4)
+	had := leaseOf(t, p.lab, p.host)
+	before := condition(t, p.host)
+	p.lab.Etcd().Kill()
+	moved := func(prefix.Family) netip.Addr { return netip.MustParseAddr("192.168.77.101") }
+	p.run(t, "ip addr del 192.168.77.1/24 dev eth0; "+p.restore(moved))
+	var want []string
+	for _, line := range before {
+		want = append(want, replaceWord(line, "192.168.77.1", "192.168.77.101"))
+	}
+	slices.Sort(want)
+	expectCondition(t, p.host, want)
+	if err := p.lab.Etcd().Start(background(t)); err != nil {
+		t.Fatal(err)
+	}
+	expectMatrix(t, p.lab)
+	for _, now := range leases(t, p.lab) {
+		if now.Key == had.Key && (now.PublicIP != moved(prefix.IPv4).String() || now.BackendData != had.BackendData) {
+			t.Errorf("lease is %v, was %v: want it with the new address", now, had)
+		}
+	}
+	if n := len(leases(t, p.lab)); n != 3 {
+		t.Errorf("%d leases, want 3", n)
+	}
+}

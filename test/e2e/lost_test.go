@@ -1,0 +1,542 @@
+package e2e
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	clientv3 "go.etcd.io/etcd/client/v3"
+	"golang.org/x/sys/unix"
+
+	"flanneld/pkg/lab"
+)
+
+func millis(n int) time.Duration { return time.Duration(n) * time.Millisecond }
+
+// expectLeases waits until the store has exactly the leases with these keys.
+func expectLeases(t *testing.T, l *lab.Lab, want []string) {
+	t.Helper()
+	eventually(t, "leases", func() error {
+		if have := keys(t, l); !slices.Equal(have, want) {
+			return fmt.Errorf("have %q, want %q", have, want)
+		}
+		return nil
+	})
+}
+
+func keys(t *testing.T, l *lab.Lab) []string {
+	t.Helper()
+	var ks []string
+	for _, one := range leases(t, l) {
+		ks = append(ks, one.Key)
+	}
+	return ks
+}
+
+// TestStoreAwayForLongerThanALease: every lease runs out at once. The hosts
+// never lose sight of each other, and have the same subnets afterwards.
+func TestStoreAwayForLongerThanALease(t *testing.T) {
+	t.Parallel()
+	const ttl = 5 * time.Second
+	l := newLab(t, lab.Config{Families: dual}, `{"Type":"vxlan"}`)
+	startAll(t, l, lab.FlanneldOptions{Args: []string{"--subnet-lease-ttl=" + ttl.String()}})
+	before := keys(t, l)
+	flows := startFlows(t, l, 100)
+
+	if err := l.Etcd().Stop(); err != nil {
+		t.Fatal(err)
+	}
+	pause(t, 2*ttl)
+	if err := l.Etcd().Cont(); err != nil {
+		t.Fatal(err)
+	}
+	for _, h := range l.Hosts() {
+		expectLog(t, h.Daemon(), "own lease was gone, taken again")
+	}
+	expectLeases(t, l, before)
+
+	l.Etcd().Kill()
+	pause(t, 2*ttl)
+	if err := l.Etcd().Start(background(t)); err != nil {
+		t.Fatal(err)
+	}
+	pause(t, ttl)
+	expectLeases(t, l, before)
+	expectNothingLost(t, flows)
+	expectMatrix(t, l)
+}
+
+// TestStoreWiped empties the store under three hosts, one of which is down.
+func TestStoreWiped(t *testing.T) {
+	t.Parallel()
+	network, err := lab.NetworkConfig(dual, json.RawMessage(`{"Type":"vxlan"}`))
+	if err != nil {
+		t.Fatal(err)
+	}
+	l := newLab(t, lab.Config{Families: dual, Network: network}, "")
+	startAll(t, l, lab.FlanneldOptions{})
+	before := keys(t, l)
+	flows := startFlows(t, l, 100)
+	down := l.Host(3)
+	pause(t, 3*time.Second) // the state on disk is not older than that
+	down.Daemon().Kill()
+	if err := l.Etcd().Wipe(background(t)); err != nil {
+		t.Fatal(err)
+	}
+	for _, h := range l.Hosts()[:2] {
+		expectLog(t, h.Daemon(), "own lease was gone, taken again")
+		expectLog(t, h.Daemon(), "the store has forgotten peers")
+	}
+	// There is not even a configuration yet.
+	d := start(t, down, lab.FlanneldOptions{})
+	expectLog(t, d, "no network configuration")
+	pause(t, time.Second)
+	if err := l.PutNetwork(background(t), network); err != nil {
+		t.Fatal(err)
+	}
+	expectReady(t, d)
+	expectLeases(t, l, before)
+	for _, h := range l.Hosts()[:2] {
+		expectLog(t, h.Daemon(), "no peer is kept any more")
+	}
+	pause(t, time.Second)
+	expectNothingLost(t, flows)
+	expectMatrix(t, l)
+}
+
+// TestStoreRestoredFromBackup takes the store back to when one host was not
+// there yet, and another had another subnet.
+func TestStoreRestoredFromBackup(t *testing.T) {
+	t.Parallel()
+	l := newLab(t, lab.Config{}, `{"Type":"vxlan"}`)
+	c := store(t, l)
+	old := peer("192.168.77.200", "02:00:00:00:00:aa")
+	put(t, c, subnets+"10.5.200.0-24", old)
+	startOne(t, l.Host(1), lab.FlanneldOptions{})
+	startOne(t, l.Host(2), lab.FlanneldOptions{})
+
+	backup := filepath.Join(t.TempDir(), "backup")
+	l.Etcd().Kill()
+	if err := os.CopyFS(backup, os.DirFS(l.Etcd().Dir())); err != nil {
+		t.Fatal(err)
+	}
+	if err := l.Etcd().Start(background(t)); err != nil {
+		t.Fatal(err)
+	}
+	startOne(t, l.Host(3), lab.FlanneldOptions{})
+	if err := l.AddPods(background(t)); err != nil {
+		t.Fatal(err)
+	}
+	remove(t, c, subnets+"10.5.200.0-24")
+	newer := peer("192.168.77.201", "02:00:00:00:00:bb")
+	put(t, c, subnets+"10.5.201.0-24", newer)
+	for _, h := range l.Hosts() {
+		expectKernel(t, h, entries("10.5.201.0/24", "192.168.77.201", "02:00:00:00:00:bb"), []string{"10.5.200.0"})
+	}
+	own := map[*lab.Host]string{}
+	for _, h := range l.Hosts() {
+		own[h] = leaseOf(t, l, h).Key
+	}
+	flows := startFlows(t, l, 100)
+
+	l.Etcd().Kill()
+	if err := os.RemoveAll(l.Etcd().Dir()); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.CopyFS(l.Etcd().Dir(), os.DirFS(backup)); err != nil {
+		t.Fatal(err)
+	}
+	if err := l.Etcd().Start(background(t)); err != nil {
+		t.Fatal(err)
+	}
+	expectLog(t, l.Host(3).Daemon(), "own lease was gone, taken again")
+	for _, h := range l.Hosts() {
+		expectLog(t, h.Daemon(), "the store has forgotten peers")
+		// What the backup does not know is kept, what it knows is followed.
+		expectKernel(t, h, slices.Concat(entries("10.5.201.0/24", "192.168.77.201", "02:00:00:00:00:bb"),
+			entries("10.5.200.0/24", "192.168.77.200", "02:00:00:00:00:aa")), nil)
+		if now := leaseOf(t, l, h).Key; now != own[h] {
+			t.Errorf("%s has %s, had %s", h.Name(), now, own[h])
+		}
+	}
+	// Another node in that subnet contradicts what was kept.
+	put(t, c, subnets+"10.5.201.0-24", peer("192.168.77.202", "02:00:00:00:00:cc"))
+	for _, h := range l.Hosts() {
+		expectKernel(t, h, entries("10.5.201.0/24", "192.168.77.202", "02:00:00:00:00:cc"), []string{"02:00:00:00:00:bb"})
+	}
+	expectNothingLost(t, flows)
+	expectMatrix(t, l)
+}
+
+// TestOwnLeaseGoes: it is deleted, and it expires. It is taken again, as it
+// was.
+func TestOwnLeaseGoes(t *testing.T) {
+	t.Parallel()
+	l := newLab(t, lab.Config{Hosts: 2}, `{"Type":"vxlan"}`)
+	startAll(t, l, lab.FlanneldOptions{})
+	c, h := store(t, l), l.Host(1)
+	own := leaseOf(t, l, h)
+	key := subnets + own.Key
+	for what, goes := range map[string]func(){
+		"deleted": func() { remove(t, c, key) },
+		"expired": func() {
+			r, err := c.Get(background(t), key)
+			if err == nil {
+				_, err = c.Revoke(background(t), clientv3.LeaseID(r.Kvs[0].Lease))
+			}
+			if err != nil {
+				t.Fatal(err)
+			}
+		},
+	} {
+		since := time.Now()
+		goes()
+		eventually(t, what, func() error {
+			if now := leases(t, l); len(now) != 2 || !slices.Contains(now, own) {
+				return fmt.Errorf("leases are %v, want %v among them", now, own)
+			}
+			return nil
+		})
+		t.Logf("%s: there again after %v", what, time.Since(since))
+		expectConverged(t, l)
+	}
+	if err := h.Daemon().Ended(); err != nil {
+		t.Error(err)
+	}
+}
+
+// rebootTime is how long a host may be without its subnet file and its peers
+// after the daemon was started. It is a fifth of that on a machine that has
+// nothing else to do; the real time is logged.
+const rebootTime = time.Second
+
+// TestRebootWhileTheStoreIsAway: the host comes up with an empty kernel, an
+// empty /run and its disk.
+func TestRebootWhileTheStoreIsAway(t *testing.T) {
+	t.Parallel()
+	for name, away := range map[string]func(*lab.Etcd) error{
+		"frozen": (*lab.Etcd).Stop,
+		"dead":   func(e *lab.Etcd) error { e.Kill(); return nil },
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			l := newLab(t, lab.Config{Families: dual}, `{"Type":"vxlan"}`)
+			startAll(t, l, lab.FlanneldOptions{})
+			expectConverged(t, l)
+			h := l.Host(1)
+			file := readSubnetFile(t, h)
+			before := everythingOfOurs(t, h)
+			pause(t, 3*time.Second) // the state on disk is not older than that
+			expectStop(t, h.Daemon())
+			if out, err := h.Exec(background(t), "sh", "-c", "ip link del flannel.1; ip link del flannel-v6.1; rm -r /run/flannel"); err != nil {
+				t.Fatalf("%v: %s", err, out)
+			}
+			if err := away(l.Etcd()); err != nil {
+				t.Fatal(err)
+			}
+
+			started := time.Now()
+			start(t, h, lab.FlanneldOptions{})
+			for {
+				text, err := os.ReadFile(h.Path(lab.SubnetFile))
+				if err == nil && string(text) == file {
+					break
+				}
+				if time.Since(started) > patience {
+					t.Fatalf("subnet file %q (%v), want %q", text, err, file)
+				}
+				<-time.After(time.Millisecond)
+			}
+			took := time.Since(started)
+			eventually(t, "kernel", func() error {
+				if now := everythingOfOurs(t, h); now != before {
+					return fmt.Errorf("it is\n%swas\n%s", now, before)
+				}
+				return nil
+			})
+			t.Logf("subnet file after %v, all of the kernel after at most %v", took, time.Since(started))
+			if all := time.Since(started); all > rebootTime {
+				t.Errorf("it took %v", all)
+			}
+			expectMatrix(t, l)
+		})
+	}
+}
+
+// everythingOfOurs is what the host's kernel holds on vxlan devices, in an
+// order that does not change.
+func everythingOfOurs(t *testing.T, h *lab.Host) string {
+	t.Helper()
+	out, err := h.Exec(background(t), "sh", "-c", `{ ip -o link show type vxlan | sed 's/^[0-9]*//; s/ qlen.*//'
+		ip -o addr show | grep flannel | grep -v ' fe80' | sed 's/^[0-9]*//; s/ tentative//'
+		ip route; ip -6 route; ip neigh show nud permanent; bridge fdb; } | grep flannel | grep -v fe80 | sort`)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return string(out)
+}
+
+// full mounts a small file system on a host's directory and fills it up.
+// The returned functions make room, and unmount it.
+func full(t *testing.T, h *lab.Host, dir string) (room func()) {
+	t.Helper()
+	filler := filepath.Join(dir, "filler")
+	err := h.Do(background(t), func() error {
+		if err := os.MkdirAll(dir, 0o755); err != nil {
+			return err
+		}
+		if err := unix.Mount("lab", dir, "tmpfs", 0, "size=64k"); err != nil {
+			return err
+		}
+		if err := os.WriteFile(filler, make([]byte, 1<<20), 0o600); !errors.Is(err, unix.ENOSPC) {
+			return fmt.Errorf("1 MB on a disk of 64 kB: %w", err)
+		}
+		return nil
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return func() {
+		t.Helper()
+		if err := os.Remove(h.Path(filler)); err != nil {
+			t.Fatal(err)
+		}
+	}
+}
+
+// TestFullDisk: a daemon that cannot keep its state works, and one that cannot
+// write its subnet file is not ready. Both do as soon as there is room.
+func TestFullDisk(t *testing.T) {
+	t.Parallel()
+	l := newLab(t, lab.Config{}, `{"Type":"vxlan"}`)
+	state, run := l.Host(1), l.Host(2)
+	room := full(t, state, "/var/lib/flannel")
+	d := startOne(t, state, lab.FlanneldOptions{})
+	expectOnce(t, d, "no space left on device")
+	d.Kill()
+	d = startOne(t, state, lab.FlanneldOptions{})
+	room()
+	eventually(t, "state file", func() error {
+		names, err := filepath.Glob(state.Path("/var/lib/flannel/*.json"))
+		if err == nil && len(names) == 0 {
+			err = fmt.Errorf("there is none; log:\n%s", d.Log())
+		}
+		return err
+	})
+	expectOnce(t, d, "no space left on device")
+
+	room = full(t, run, "/run/flannel")
+	d = start(t, run, lab.FlanneldOptions{})
+	expectLog(t, d, "no space left on device")
+	pause(t, time.Second)
+	expectOnce(t, d, "no space left on device")
+	if status, body, _ := d.Get(background(t), "/readyz"); status != 503 || !strings.Contains(body, "no space left") {
+		t.Errorf("/readyz says %d %q, want 503 with the reason", status, body)
+	}
+	room()
+	expectReady(t, d)
+	names, err := filepath.Glob(run.Path("/run/flannel/.*"))
+	if err != nil || len(names) > 0 {
+		t.Errorf("left behind: %q, %v", names, err)
+	}
+
+	startOne(t, l.Host(3), lab.FlanneldOptions{})
+	if err := l.AddPods(background(t)); err != nil {
+		t.Fatal(err)
+	}
+	expectMatrix(t, l)
+}
+
+// TestReadOnlyStateDirectory: the daemon says so once and depends on the store.
+func TestReadOnlyStateDirectory(t *testing.T) {
+	t.Parallel()
+	l := newLab(t, lab.Config{Hosts: 2}, `{"Type":"vxlan"}`)
+	err := l.Host(1).Do(background(t), func() error {
+		return unix.Mount("lab", "/var/lib", "tmpfs", unix.MS_RDONLY, "")
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	startAll(t, l, lab.FlanneldOptions{})
+	d := l.Host(1).Daemon()
+	expectOnce(t, d, "read-only file system")
+	expectOnce(t, d, "going on without a state directory")
+	flows := startFlows(t, l, 100)
+	d.Kill()
+	startOne(t, l.Host(1), lab.FlanneldOptions{})
+	expectNothingLost(t, flows)
+}
+
+// second are the arguments of a daemon beside the first, for another network.
+var second = []string{"--etcd-prefix=/second/network", "--subnet-file=/run/second/subnet.env", "--healthz-port=0"}
+
+// TestTwoNetworksOnOneHost runs two daemons on each host, for different
+// networks, which do not notice each other.
+func TestTwoNetworksOnOneHost(t *testing.T) {
+	t.Parallel()
+	for name, backend := range map[string]string{"vxlan": `{"Type":"vxlan","VNI":2}`, "host-gw": `{"Type":"host-gw"}`} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			l := newLab(t, lab.Config{Hosts: 2, Families: dual}, strings.Replace(backend, "2", "1", 1))
+			put(t, store(t, l), "/second/network/config", string(network("10.6.0.0/16", "fd00:6::/48", backend)))
+			startAll(t, l, lab.FlanneldOptions{})
+			flows := startFlows(t, l, 100)
+			var firsts, seconds []*lab.Daemon
+			for _, h := range l.Hosts() {
+				firsts = append(firsts, h.Daemon())
+				d := start(t, h, lab.FlanneldOptions{Args: second})
+				expectLog(t, d, "flannel is ready")
+				seconds = append(seconds, d)
+			}
+			both := func() {
+				t.Helper()
+				for _, h := range l.Hosts() {
+					eventually(t, h.Name(), func() error {
+						routes, err := h.Routes(t.Context())
+						if err != nil {
+							return err
+						}
+						n := map[string]int{}
+						for _, r := range routes {
+							if r.Protocol == ownProtocol {
+								n[strings.SplitN(strings.ReplaceAll(r.Dst.String(), ":", "."), ".", 3)[1]]++
+							}
+						}
+						if n["5"] != 2 || n["6"] != 2 {
+							return fmt.Errorf("routes %v, want two in each network", routes)
+						}
+						return nil
+					})
+				}
+			}
+			both()
+			// Each starts again and finds what is of the other.
+			for i, h := range l.Hosts() {
+				seconds[i].Kill()
+				seconds[i] = start(t, h, lab.FlanneldOptions{Args: second})
+				expectLog(t, seconds[i], "flannel is ready")
+			}
+			both()
+			for i, h := range l.Hosts() {
+				firsts[i].Kill()
+				startOne(t, h, lab.FlanneldOptions{})
+			}
+			both()
+			expectNothingLost(t, flows)
+			for _, h := range l.Hosts() {
+				text, err := os.ReadFile(h.Path("/run/second/subnet.env"))
+				if err != nil || !strings.HasPrefix(string(text), "FLANNEL_NETWORK=10.6.0.0/16\n") {
+					t.Errorf("%s: second subnet file %q, %v", h.Name(), text, err)
+				}
+			}
+			for _, d := range seconds {
+				if err := d.Ended(); err != nil {
+					t.Error(err)
+				}
+			}
+		})
+	}
+}
+
+// TestTwoDaemonsOnOneDevice would take it from each other.
+func TestTwoDaemonsOnOneDevice(t *testing.T) {
+	t.Parallel()
+	l := newLab(t, lab.Config{Hosts: 1}, `{"Type":"vxlan"}`)
+	put(t, store(t, l), "/second/network/config", `{"Network":"10.6.0.0/16","Backend":{"Type":"vxlan"}}`)
+	first := startOne(t, l.Host(1), lab.FlanneldOptions{})
+	before := everythingOfOurs(t, l.Host(1))
+	d := start(t, l.Host(1), lab.FlanneldOptions{Args: second})
+	expectFailure(t, d, "another flanneld has device flannel.1")
+	if after := everythingOfOurs(t, l.Host(1)); after != before {
+		t.Errorf("the kernel is\n%swas\n%s", after, before)
+	}
+	if err := first.Ended(); err != nil {
+		t.Error(err)
+	}
+	// The first has moved to another device: now it is free.
+	if err := l.PutNetwork(background(t), json.RawMessage(`{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan","VNI":3}}`)); err != nil {
+		t.Fatal(err)
+	}
+	expectStop(t, first)
+	startOne(t, l.Host(1), lab.FlanneldOptions{})
+	expectLog(t, l.Host(1).Daemon(), "removed what a former configuration had left")
+	expectLog(t, start(t, l.Host(1), lab.FlanneldOptions{Args: second}), "flannel is ready")
+	if all := everything(t, l.Host(1)); !strings.Contains(all, "flannel.1:") || !strings.Contains(all, "flannel.3:") {
+		t.Errorf("want both devices in:\n%s", all)
+	}
+}
+
+// TestKilledWhileStarting kills a daemon at random moments of its start, again
+// and again, with other configurations now and then.
+func TestKilledWhileStarting(t *testing.T) {
+	t.Parallel()
+	const runs, every = 100, 20
+	seed := rand.Uint64()
+	t.Logf("seed %d", seed)
+	random := rand.New(rand.NewPCG(seed, 0))
+	configs := []json.RawMessage{
+		network("10.5.0.0/16", "fd00:5::/48", `{"Type":"vxlan"}`),
+		network("10.5.0.0/16", "fd00:5::/48", `{"Type":"vxlan","VNI":7}`),
+		network("10.5.0.0/16", "fd00:5::/48", `{"Type":"host-gw"}`),
+	}
+	l := newLab(t, lab.Config{Hosts: 1, Families: dual, Network: configs[0]}, "")
+	c, h := store(t, l), l.Host(1)
+	for i := range 20 {
+		for _, backend := range []string{"vxlan", "host-gw"} {
+			value := fmt.Sprintf(`{"PublicIP":"192.168.77.%[1]d","PublicIPv6":"fd00:77::%[1]d","BackendType":%[2]q,`+
+				`"BackendData":{"VtepMAC":"02:00:00:00:00:%02[1]d"},"BackendV6Data":{"VtepMAC":"02:00:00:00:01:%02[1]d"}}`, i+30, backend)
+			put(t, c, fmt.Sprintf("%s10.5.%[2]d.0-24&fd00:5:0:%[2]d::-64", subnets, 20*len(backend)+i), value)
+		}
+	}
+	startOne(t, h, lab.FlanneldOptions{})
+	own := leaseOf(t, l, h).Key
+	h.Daemon().Kill()
+	for run := range runs {
+		if run%every == 0 {
+			if err := l.PutNetwork(background(t), configs[random.IntN(len(configs))]); err != nil {
+				t.Fatal(err)
+			}
+		}
+		d := start(t, h, lab.FlanneldOptions{})
+		pause(t, millis(random.IntN(50)))
+		d.Kill()
+		if random.IntN(10) == 0 {
+			if err := os.RemoveAll(h.Path("/run/flannel")); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+	for _, config := range []json.RawMessage{configs[2], configs[0]} {
+		if err := l.PutNetwork(background(t), config); err != nil {
+			t.Fatal(err)
+		}
+		startOne(t, h, lab.FlanneldOptions{})
+		devices := 2 * strings.Count(string(config), "vxlan")
+		eventually(t, "all in place", func() error {
+			routes, err := h.Routes(t.Context())
+			if err != nil {
+				return err
+			}
+			routes = slices.DeleteFunc(routes, func(r lab.Route) bool { return r.Protocol != ownProtocol })
+			all := everything(t, h)
+			if n := strings.Count(all, "vxlan id "); n != devices || len(routes) != 40 {
+				return fmt.Errorf("%d vxlan devices and %d routes, want %d and 40:\n%s", n, len(routes), devices, all)
+			}
+			return nil
+		})
+		h.Daemon().Kill()
+	}
+	if now := leaseOf(t, l, h).Key; now != own {
+		t.Errorf("the host has %s, had %s", now, own)
+	}
+	if n := len(keys(t, l)); n != 41 {
+		t.Errorf("%d leases, want 41", n)
+	}
+}
