@@ -20,18 +20,12 @@ func TestOutlived(t *testing.T) {
 		t.Fatal(err)
 	}
 	d := &daemon{registry: registry}
-	eth0 := underlay.Interface{Name: "eth0", Index: 2, MTU: 1500}
+	own := netip.MustParseAddr("192.168.77.1")
+	eth0 := underlay.Interface{Name: "eth0", Index: 2, MTU: 1500, Addrs: []underlay.Address{{Local: own, Public: own}}}
 	config := func(raw string) former {
 		c, _, err := subnet.ParseConfig([]byte(raw))
 		if err != nil {
 			t.Fatal(err)
-		}
-		for _, n := range c.Networks {
-			a := netip.MustParseAddr("192.168.77.1")
-			if n.Prefix.Addr().Is6() {
-				a = netip.MustParseAddr("fd00:77::1")
-			}
-			eth0.Addrs = append(eth0.Addrs[:0:0], underlay.Address{Local: a, Public: a})
 		}
 		return former{c, eth0}
 	}
