@@ -63,7 +63,7 @@ func parseSubnet(f prefix.Family, text string) (netip.Prefix, error) {
 		return netip.Prefix{}, fail
 	}
 	bits, err := strconv.ParseUint(length, 10, 8)
-	if err != nil || int(bits) >= f.Bits() {
+	if err != nil || bits == 0 || int(bits) >= f.Bits() {
 		return netip.Prefix{}, fail
 	}
 	return netip.PrefixFrom(a, int(bits)).Masked(), nil

@@ -127,7 +127,7 @@ func TestDecode(t *testing.T) {
 }
 
 func FuzzParseKey(f *testing.F) {
-	for _, s := range []string{"10.5.52.0-24", "10.5.1.0-24&fd00:0:0:16::-64", "0.0.0.0-0&fd50:0:0:16::-64", "10.5.1.7-24", "garbage", "&", "-"} {
+	for _, s := range []string{"10.5.52.0-24", "10.5.1.0-24&fd00:0:0:16::-64", "0.0.0.0-0&fd50:0:0:16::-64", "0.0.0.1-0&0::-0", "10.5.1.7-24", "garbage", "&", "-"} {
 		f.Add(s)
 	}
 	f.Fuzz(func(t *testing.T, key string) {
