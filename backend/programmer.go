@@ -56,6 +56,15 @@ func (p *Programmer) Sync(ctx context.Context, peers Set) (Outcome, error) {
 	return o, err
 }
 
+// Holdings implements Inspector.
+func (p *Programmer) Holdings(key string) []Holding {
+	var hs []Holding
+	for _, o := range p.objects[key] {
+		hs = append(hs, Holding{Object: o.String(), Present: p.Holds(o)})
+	}
+	return hs
+}
+
 // all asks for everything anew.
 func (p *Programmer) all(ctx context.Context, peers Set) (Outcome, error) {
 	p.objects, p.keys, p.asked = nil, map[netip.Prefix]string{}, time.Now()

@@ -1,6 +1,7 @@
 package backend
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -23,9 +24,16 @@ type SyncerConfig struct {
 	Network Network
 	Ledger  *subnet.Ledger // the Syncer's alone from now on
 	Resync  time.Duration
-	// OnSync is called after every pass with its result, and with whether the
-	// set was complete.
-	OnSync func(complete bool, err error)
+	// OnSync is called after every pass.
+	OnSync func(Pass)
+}
+
+// Pass is the result of one pass.
+type Pass struct {
+	Complete bool // the store had answered
+	Err      error
+	Took     time.Duration
+	Repaired int // what others had changed behind our back
 }
 
 // Syncer is the one lease-watch loop: it turns what a manager says about
@@ -40,11 +48,13 @@ type Syncer struct {
 	unusable map[string]string       // why a lease was not even put to the arbiter
 	kernel   map[string]string       // why the network refused a peer
 	refused  map[string]string       // all reasons, as logged
-	failing  bool
+	err      error                   // of the last pass
+	lastSync time.Time               // when a pass last succeeded
 	held     int
 	drift    *drift
 
-	mu       sync.Mutex // guards Ledger as well
+	mu       sync.Mutex           // guards Ledger as well
+	since    map[string]time.Time // leases are as they are
 	changed  map[string]struct{}
 	all      bool
 	complete bool // a snapshot was applied
@@ -56,7 +66,7 @@ func NewSyncer(c SyncerConfig) *Syncer {
 	own := subnet.Claimant{Lease: c.Own}
 	own.Identities, _ = c.Network.Check(c.Own) // one that fails this has been refused long before
 	s := &Syncer{
-		SyncerConfig: c, arbiter: subnet.NewArbiter(c.Config, own), all: true, changed: map[string]struct{}{},
+		SyncerConfig: c, arbiter: subnet.NewArbiter(c.Config, own), all: true, changed: map[string]struct{}{}, since: map[string]time.Time{},
 		refused: map[string]string{}, kernel: map[string]string{}, drift: newDrift(),
 	}
 	s.loop = loop.New(c.Resync, s.step)
@@ -70,8 +80,13 @@ func (s *Syncer) Publish(u subnet.Update) {
 	defer s.loop.Wake()
 	s.complete = true
 	if s.Ledger.Follow(u) {
-		for key := range u.Changed {
+		now := time.Now()
+		for key, lease := range u.Changed {
 			s.changed[key] = struct{}{}
+			s.since[key] = now
+			if lease == nil {
+				delete(s.since, key)
+			}
 		}
 		return
 	}
@@ -99,6 +114,7 @@ func (s *Syncer) Run(ctx context.Context) error {
 // step makes one pass. It logs and reports its result; the error that it
 // returns only says that it should run again soon.
 func (s *Syncer) step(ctx context.Context) error {
+	begin := time.Now()
 	set := s.advance(ctx)
 	outcome, err := s.Network.Sync(ctx, set)
 	if ctx.Err() != nil {
@@ -108,7 +124,7 @@ func (s *Syncer) step(ctx context.Context) error {
 	s.logRefused(ctx, set, outcome.Refused)
 	s.logResult(ctx, err)
 	if s.OnSync != nil {
-		s.OnSync(set.Complete, err)
+		s.OnSync(Pass{Complete: set.Complete, Err: err, Took: time.Since(begin), Repaired: outcome.Repaired})
 	}
 	if err == nil && outcome.Retry {
 		return errRetry
@@ -162,11 +178,14 @@ func (s *Syncer) judge(key string) bool {
 func (s *Syncer) judgeAll() {
 	s.unusable, s.peers = map[string]string{}, map[string]subnet.Lease{}
 	var all []subnet.Claimant
+	since, now := map[string]time.Time{}, time.Now()
 	for l := range s.Ledger.Leases() {
+		since[l.Key] = cmp.Or(s.since[l.Key], now)
 		if ids, usable := s.check(l); usable {
 			all = append(all, subnet.Claimant{Lease: l, Identities: ids})
 		}
 	}
+	s.since = since
 	s.arbiter.Reset(all)
 	for l := range s.arbiter.AllAccepted() {
 		s.peers[l.Key] = l
@@ -257,10 +276,12 @@ func (s *Syncer) reason(key string) string {
 func (s *Syncer) logResult(ctx context.Context, err error) {
 	log := klog.FromContext(ctx)
 	switch {
-	case err != nil && !s.failing:
+	case err != nil && s.err == nil:
 		log.Error(err, "data path not in order, trying again")
-	case err == nil && s.failing:
+	case err == nil && s.err != nil:
 		log.Info("data path in order again")
 	}
-	s.failing = err != nil
+	if s.err = err; err == nil {
+		s.lastSync = time.Now()
+	}
 }

@@ -136,6 +136,12 @@ func (l *Ledger) Expire(now time.Time) bool {
 // Held returns the keys of the peers that are held, in order.
 func (l *Ledger) Held() []string { return slices.Sorted(maps.Keys(l.held)) }
 
+// IsHeld reports whether the peer with that key is held.
+func (l *Ledger) IsHeld(key string) bool {
+	_, held := l.held[key]
+	return held
+}
+
 // Lease returns the lease with that key.
 func (l *Ledger) Lease(key string) (Lease, bool) {
 	p, ok := l.peers[key]

@@ -140,6 +140,30 @@ func (r *Reconciler) Record(s State) {
 	}
 }
 
+// Holds reports whether the kernel, as far as is known, has o; of routes, one
+// that forwards as o does.
+func (r *Reconciler) Holds(o Object) bool { return r.mirror.holds(o) }
+
+// Count is a number of objects of one kind.
+type Count struct {
+	Wanted, Present int
+}
+
+// Counts returns how much of what is wanted the kernel has, as far as is
+// known, by kind: link, address, neighbour, fdb, route.
+func (r *Reconciler) Counts() map[string]Count {
+	counts := map[string]Count{}
+	for o := range r.want.all() {
+		c := counts[kind(o)]
+		c.Wanted++
+		if r.mirror.holds(o) {
+			c.Present++
+		}
+		counts[kind(o)] = c
+	}
+	return counts
+}
+
 // Reconcile makes the kernel hold want, which is the Reconciler's from now on.
 // With sweep it also removes what is in scope and not wanted; without, nothing
 // goes that want can live with. It may be called any number of times.

@@ -241,6 +241,70 @@ func (s State) AllRoutes() iter.Seq[Route] {
 	}
 }
 
+// all iterates over everything in the state.
+func (s State) all() iter.Seq[Object] {
+	return func(yield func(Object) bool) {
+		for _, l := range s.Links {
+			if !yield(l) {
+				return
+			}
+		}
+		for a := range s.Addrs {
+			if !yield(a) {
+				return
+			}
+		}
+		for _, n := range s.Neighs {
+			if !yield(n) {
+				return
+			}
+		}
+		for _, f := range s.FDB {
+			if !yield(f) {
+				return
+			}
+		}
+		for r := range s.AllRoutes() {
+			if !yield(r) {
+				return
+			}
+		}
+	}
+}
+
+// holds reports whether the state has o; of routes, one that is the same.
+func (s State) holds(o Object) (ok bool) {
+	switch o := o.(type) {
+	case Link:
+		_, ok = s.Links[o.Name]
+	case Addr:
+		_, ok = s.Addrs[o]
+	case Neigh:
+		ok = s.Neighs[o.NeighKey] == o
+	case FDB:
+		ok = s.FDB[o.FDBKey] == o
+	case Route:
+		ok = slices.ContainsFunc(s.Routes[o.Dst], func(have Route) bool { return have.same(o) })
+	}
+	return ok
+}
+
+// kind names what o is.
+func kind(o Object) string {
+	switch o.(type) {
+	case Link:
+		return "link"
+	case Addr:
+		return "address"
+	case Neigh:
+		return "neighbour"
+	case FDB:
+		return "fdb"
+	default:
+		return "route"
+	}
+}
+
 // HasRoute reports whether the state holds exactly r.
 func (s State) HasRoute(r Route) bool { return slices.Contains(s.Routes[r.Dst], r) }
 

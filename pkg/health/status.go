@@ -26,10 +26,11 @@ type Status struct {
 // part is one component. Components are few: a list keeps the order in which
 // reasons are shown.
 type part struct {
-	name  string
-	err   error
-	since time.Time     // when err became non-nil; zero before the first report
-	grace time.Duration // how long err may stand before it counts
+	name   string
+	err    error
+	since  time.Time     // when err became non-nil; zero before the first report
+	grace  time.Duration // how long err may stand before it counts
+	turned time.Time     // when it was last reported to have turned bad or good
 }
 
 // counts reports whether the part keeps the daemon from being ready.
@@ -54,6 +55,9 @@ func (s *Status) Set(component string, err error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	p := s.part(component)
+	if (err == nil) != (p.err == nil) || p.turned.IsZero() {
+		p.turned = time.Now()
+	}
 	if err != nil && (p.err == nil || p.since.IsZero()) {
 		p.since = time.Now()
 	}
@@ -68,6 +72,19 @@ func (s *Status) SetGrace(component string, grace time.Duration) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.part(component).grace = grace
+}
+
+// Part returns what was last reported of a component, and since when it has
+// been good or bad: zero if it was never reported.
+func (s *Status) Part(component string) (since time.Time, err error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for _, p := range s.parts {
+		if p.name == component {
+			return p.turned, p.err
+		}
+	}
+	return time.Time{}, nil
 }
 
 // part finds or adds a component. s.mu is held.
@@ -88,7 +105,7 @@ func (s *Status) Ready() (ready bool, reasons []string) {
 	now := time.Now()
 	for _, p := range s.parts {
 		if p.counts(now) {
-			reasons = append(reasons, p.name+": "+oneLine(p.err))
+			reasons = append(reasons, p.name+": "+OneLine(p.err))
 		}
 	}
 	return len(reasons) == 0, reasons
@@ -116,7 +133,7 @@ func (s *Status) Alive() error {
 	return nil
 }
 
-// oneLine joins the lines of an error, as joined errors have them.
-func oneLine(err error) string {
+// OneLine joins the lines of an error, as joined errors have them.
+func OneLine(err error) string {
 	return strings.Join(strings.FieldsFunc(err.Error(), func(r rune) bool { return r == '\n' || r == '\r' }), "; ")
 }

@@ -21,11 +21,12 @@ type Loop struct {
 	resync time.Duration
 	step   func(context.Context) error
 	wake   chan struct{}
+	calls  chan func()
 }
 
 // New returns a loop over step. Its first step runs when Run starts.
 func New(resync time.Duration, step func(context.Context) error) *Loop {
-	return &Loop{resync: resync, step: step, wake: make(chan struct{}, 1)}
+	return &Loop{resync: resync, step: step, wake: make(chan struct{}, 1), calls: make(chan func())}
 }
 
 // Wake asks for a step. It never blocks and may be called from any goroutine.
@@ -33,6 +34,20 @@ func (l *Loop) Wake() {
 	select {
 	case l.wake <- struct{}{}:
 	default:
+	}
+}
+
+// Do runs f on the loop's goroutine, between steps, and returns when it has
+// run. Where the loop does not get to it before ctx ends, or has ended itself,
+// f does not run and the error is ctx's.
+func (l *Loop) Do(ctx context.Context, f func()) error {
+	done := make(chan struct{})
+	select {
+	case l.calls <- func() { defer close(done); f() }:
+		<-done
+		return nil
+	case <-ctx.Done():
+		return ctx.Err()
 	}
 }
 
@@ -51,15 +66,27 @@ func (l *Loop) Run(ctx context.Context) error {
 		} else {
 			backoff = minBackoff
 		}
-		timer := time.NewTimer(wait)
-		select {
-		case <-ctx.Done():
-		case <-l.wake:
-		case <-timer.C:
-		}
-		timer.Stop()
+		l.rest(ctx, wait)
 	}
 	return nil
+}
+
+// rest returns when it is time for a step.
+func (l *Loop) rest(ctx context.Context, wait time.Duration) {
+	timer := time.NewTimer(wait)
+	defer timer.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-l.wake:
+			return
+		case <-timer.C:
+			return
+		case f := <-l.calls:
+			f()
+		}
+	}
 }
 
 // jitter spreads d by 20 % either way, so that hosts do not move in step.

@@ -92,3 +92,30 @@ func TestFailingStepIsNotABusyLoop(t *testing.T) {
 		}
 	})
 }
+
+func TestDoRunsBetweenSteps(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		l, steps := start(t, time.Hour, 0)
+		before := len(*steps) // read on the loop's goroutine below, written there too
+		var seen int
+		if err := l.Do(t.Context(), func() { seen = len(*steps) }); err != nil || seen != before {
+			t.Errorf("Do: %v, %d steps, want %d: asking is no reason for a step", err, seen, before)
+		}
+		advance(61 * time.Minute) // shorter than the longest resync, and not put off by Do
+		advance(12 * time.Minute)
+		if n := len(*steps); n != before+1 {
+			t.Errorf("%d steps in an hour, want one more than %d", n, before)
+		}
+	})
+}
+
+func TestDoGivesUp(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		l := loop.New(time.Hour, func(context.Context) error { return nil }) // never run
+		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
+		defer cancel()
+		if err := l.Do(ctx, func() { t.Error("f ran though the loop did not") }); !errors.Is(err, context.DeadlineExceeded) {
+			t.Errorf("Do returned %v, want the context's error", err)
+		}
+	})
+}

@@ -18,7 +18,7 @@ import (
 	"flanneld/backend/alloc"
 	"flanneld/backend/hostgw"
 	"flanneld/backend/vxlan"
-	"flanneld/pkg/health"
+	"flanneld/pkg/status"
 	"flanneld/pkg/version"
 )
 
@@ -83,13 +83,11 @@ func Run(ctx context.Context, opts Options) error {
 	}
 	group, members := errgroup.WithContext(ctx)
 	d := &daemon{opts: opts, registry: registry, group: group, health: newHealth(opts),
-		devices: deviceLocks{dir: opts.StateDir}}
-	if addr := opts.HealthzAddr(); addr != "" {
-		ln, err := health.Listen(ctx, addr)
-		if err != nil {
-			return err
-		}
-		group.Go(func() error { return health.Serve(members, ln, health.Handler(d.health)) })
+		devices: deviceLocks{dir: opts.StateDir}, started: time.Now(), journal: status.NewJournal(journalSize)}
+	log := d.journal.Logger(klog.FromContext(ctx))
+	ctx, members = klog.NewContext(ctx, log), klog.NewContext(members, log)
+	if err := d.listen(ctx, members, group); err != nil {
+		return err
 	}
 	group.Go(func() error { return d.notifier.Watchdog(members, d.health) })
 	group.Go(func() error { return d.run(members) })

@@ -10,6 +10,7 @@ import (
 	"path/filepath"
 	"reflect"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"golang.org/x/sync/errgroup"
@@ -18,7 +19,9 @@ import (
 	"flanneld/backend"
 	"flanneld/pkg/dataplane/linux"
 	"flanneld/pkg/health"
+	"flanneld/pkg/metrics"
 	"flanneld/pkg/state"
+	"flanneld/pkg/status"
 	"flanneld/pkg/subnetfile"
 	"flanneld/pkg/underlay"
 	"flanneld/subnet"
@@ -58,6 +61,10 @@ type daemon struct {
 	ready    sync.Once
 	record   *record
 	devices  deviceLocks
+	started  time.Time
+	journal  *status.Journal
+	metrics  *metrics.Metrics
+	serving  atomic.Pointer[session] // nil until there is one
 }
 
 func newHealth(o Options) *health.Status {

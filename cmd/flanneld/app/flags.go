@@ -72,6 +72,7 @@ func topics() []topic {
 		{"Routes and traffic rules", trafficSettings()},
 		{"Files", fileSettings()},
 		{"Health", healthSettings()},
+		{"Status", statusSettings()},
 		{"Logging and information", loggingSettings()},
 	}
 }
@@ -244,7 +245,7 @@ func healthSettings() []setting {
 	return []setting{
 		{
 			name: "healthz-ip", arg: "IP", def: "0.0.0.0",
-			usage:   "Address that answers probes at /healthz and /readyz.",
+			usage:   "Address that answers probes at /healthz and /readyz, and scrapes at /metrics.",
 			binding: to(func(o *Options) *netip.Addr { return &o.HealthzIP }, address),
 		}, {
 			name: "healthz-port", arg: "PORT", def: "0",
@@ -254,6 +255,22 @@ func healthSettings() []setting {
 			name: "readyz-datastore-grace", arg: "DURATION", def: "5m",
 			usage:   "How long the datastore may be away before /readyz says so. Traffic flows meanwhile.",
 			binding: to(func(o *Options) *time.Duration { return &o.ReadyzDatastoreGrace }, duration(0)),
+		},
+	}
+}
+
+func statusSettings() []setting {
+	return []setting{
+		{
+			name: "status-socket", arg: "FILE|off",
+			usage: "Local socket for flannelctl status, metrics and the status page, for root alone. " +
+				"Without it: flanneld.sock beside the subnet file.",
+			binding: to(func(o *Options) *string { return &o.StatusSocket }, text),
+		}, {
+			name: "statusz-address", arg: "IP:PORT",
+			usage: "Where the status page /statusz and its JSON are shown to other hosts, to anybody. " +
+				"Without it: on the socket, and on the health port to this host alone.",
+			binding: to(func(o *Options) *string { return &o.StatuszAddress }, hostPort),
 		},
 	}
 }

@@ -11,6 +11,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"flanneld/pkg/status"
 )
 
 // The values of --nexthop-objects.
@@ -18,6 +20,9 @@ const (
 	nexthopsAuto = "auto"
 	nexthopsOff  = "off"
 )
+
+// socketOff is the value of --status-socket for none.
+const socketOff = "off"
 
 // Options is everything that flags and FLANNELD_ variables can say, validated.
 // It holds no secret that formatting it would show.
@@ -87,6 +92,13 @@ type Options struct {
 	// daemon is not ready.
 	ReadyzDatastoreGrace time.Duration
 
+	// StatusSocket is the path of the local socket; empty means beside the
+	// subnet file, "off" none.
+	StatusSocket string
+	// StatuszAddress is where the status page is shown to other hosts, as
+	// address:port; empty means nowhere.
+	StatuszAddress string
+
 	// LogFormat is "text" or "json".
 	LogFormat string
 	// Verbosity, VModule and LogBacktraceAt are klog's v, vmodule and
@@ -122,6 +134,25 @@ func (o Options) HealthzAddr() string {
 		host = o.HealthzIP.String()
 	}
 	return net.JoinHostPort(host, strconv.Itoa(int(o.HealthzPort)))
+}
+
+// socketPath returns the path of the local socket; empty if there is to be none.
+func (o Options) socketPath() string {
+	switch o.StatusSocket {
+	case "":
+		return status.SocketPath(o.SubnetFile)
+	case socketOff:
+		return ""
+	}
+	return o.StatusSocket
+}
+
+// storeKind names the datastore.
+func (o Options) storeKind() string {
+	if o.KubeSubnetMgr {
+		return "kubernetes"
+	}
+	return "etcd"
 }
 
 // LogValues returns the flags that were given and their values, as key-value

@@ -76,7 +76,8 @@ func TestEveryFlag(t *testing.T) {
 		t.Fatalf("%d compatible flags, want 31", len(compatible))
 	}
 	own := map[string]string{
-		"subnet-lease-ttl": "24h", "iface-wait": "60s", "resync": "5m", "nexthop-objects": "auto", "state-dir": "/var/lib/flannel",
+		"subnet-lease-ttl": "24h", "iface-wait": "60s", "resync": "5m", "nexthop-objects": "auto", "status-socket": "", "statusz-address": "",
+		"state-dir":              "/var/lib/flannel",
 		"readyz-datastore-grace": "5m", "log-format": "text",
 	}
 	want := map[string]string{}

@@ -45,6 +45,7 @@ func (d *daemon) resume(ctx context.Context, last lastKnown) *session {
 // and lease.
 type session struct {
 	now    lastKnown // without the peers, which the ledger has
+	mtu    int       // bytes, of every path
 	ledger *subnet.Ledger
 	syncer *backend.Syncer
 	// unpublished is set while the store may not have now.Own as it is here.
@@ -78,22 +79,24 @@ func (d *daemon) serve(ctx context.Context, be backend.Backend, now lastKnown) (
 	var syncer *backend.Syncer
 	syncer = backend.NewSyncer(backend.SyncerConfig{
 		Config: now.Config, Own: now.Own, Network: network, Ledger: ledger, Resync: d.opts.Resync,
-		OnSync: func(complete bool, err error) {
+		OnSync: func(p backend.Pass) {
 			d.health.Beat()
-			if complete || err != nil {
-				d.report(ctx, partDatapath, err)
+			d.metrics.Synced(p.Took, p.Repaired, p.Err)
+			if p.Complete || p.Err != nil {
+				d.report(ctx, partDatapath, p.Err)
 			}
-			if complete && err == nil {
+			if p.Complete && p.Err == nil {
 				past.due()
 			}
-			if complete {
+			if p.Complete {
 				d.record.update(func(now *lastKnown) { now.peers = syncer.Peers })
 			}
 		},
 	})
 	file := &fileKeeper{path: d.opts.SubnetFile, file: d.subnetFile(now, network.MTU()), report: func(err error) { d.report(ctx, partSubnetFile, err) }}
 	ctx, cancel := context.WithCancel(ctx)
-	s := &session{now: now, ledger: ledger, syncer: syncer, cancel: cancel, done: make(chan struct{})}
+	s := &session{now: now, mtu: network.MTU(), ledger: ledger, syncer: syncer, cancel: cancel, done: make(chan struct{})}
+	d.serving.Store(s)
 	var wg sync.WaitGroup
 	wg.Go(func() { file.run(ctx) })
 	wg.Go(func() { past.run(ctx) })

@@ -228,6 +228,17 @@ func apiURL(s string) (string, error) {
 	return s, nil
 }
 
+// hostPort parses the address of a listener, "IP:port". Empty text is none.
+func hostPort(s string) (string, error) {
+	if s == "" {
+		return "", nil
+	}
+	if a, err := netip.ParseAddrPort(s); err != nil || a.Port() == 0 {
+		return "", errors.New("expected IP:port, such as 127.0.0.1:8287 or [::]:8287")
+	}
+	return s, nil
+}
+
 // vmodule checks klog's list of file patterns with a level each.
 func vmodule(s string) (string, error) {
 	for item := range strings.SplitSeq(s, ",") {

@@ -1,0 +1,102 @@
+package backend_test
+
+import (
+	"context"
+	"errors"
+	"net/netip"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+	"github.com/google/go-cmp/cmp/cmpopts"
+
+	"flanneld/backend"
+	"flanneld/pkg/dataplane"
+	"flanneld/pkg/dataplane/dataplanetest"
+	"flanneld/subnet"
+)
+
+func TestInspect(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		start := time.Now()
+		s, _ := run(t, &network{})
+		advance(time.Minute)
+		alien := lease(4, "four")
+		alien.BackendType = "other"
+		s.Publish(whole(snapshot(2, lease(2, "two"), lease(3, "three"), alien)))
+		advance(time.Minute)
+		s.Publish(change(3, []subnet.Lease{lease(3, "drei")}, "host4"))
+		advance(time.Minute)
+		s.Publish(whole(subnet.Snapshot{Leases: []subnet.Lease{lease(3, "drei")}, Store: subnet.StoreID{ID: "another", Revision: 1}}))
+		synctest.Wait()
+
+		in, err := s.Inspect(t.Context(), true)
+		want := backend.Inspection{
+			LastSync: start.Add(3 * time.Minute),
+			Peers: []backend.PeerReport{
+				{Lease: lease(2, "two"), Held: true, Changed: start.Add(time.Minute)},
+				{Lease: lease(3, "drei"), Changed: start.Add(2 * time.Minute)},
+			},
+		}
+		if diff := cmp.Diff(want, in, cmpopts.EquateComparable(netip.Prefix{}, netip.Addr{})); err != nil || diff != "" {
+			t.Errorf("%v (-want +got):\n%s", err, diff)
+		}
+		s.Publish(whole(subnet.Snapshot{Leases: []subnet.Lease{alien}, Store: subnet.StoreID{ID: "another", Revision: 2}}))
+		synctest.Wait()
+		in, _ = s.Inspect(t.Context(), true)
+		if n := len(in.Peers); n != 2 || in.Peers[1].Refused != `its backend type is "other", ours "test"` {
+			t.Errorf("peers are %+v, want the held one and the one of another type, refused", in.Peers)
+		}
+	})
+}
+
+func TestInspectSaysWhatFailed(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		s, _ := run(t, &network{fail: 1})
+		in, err := s.Inspect(t.Context(), true)
+		if err != nil || in.Err == nil || !in.LastSync.IsZero() {
+			t.Errorf("after a failure: %+v, %v", in, err)
+		}
+		advance(time.Second)
+		if in, err = s.Inspect(t.Context(), true); err != nil || in.Err != nil || in.LastSync.IsZero() {
+			t.Errorf("after it was tried again: %+v, %v", in, err)
+		}
+	})
+}
+
+func TestProgrammerSaysWhatTheKernelHolds(t *testing.T) {
+	kernel := dataplanetest.New()
+	scope := dataplane.Scope{Devices: []string{"flannel.1"}, Networks: []netip.Prefix{netip.MustParsePrefix("10.5.0.0/16")}}
+	rec, err := dataplane.NewReconciler(dataplane.Config{Kernel: kernel, Scope: scope, Resync: time.Hour})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer rec.Close()
+	base := dataplane.NewState()
+	base.Add(dataplane.Link{Name: "flannel.1", Kind: "vxlan", MTU: 1450, Up: true, MAC: dataplane.MAC{2, 1},
+		VXLAN: dataplane.VXLAN{VNI: 1, Port: 8472, Local: netip.MustParseAddr("192.168.77.1"), Underlay: "eth0"}})
+	neigh := func(l subnet.Lease) dataplane.Neigh {
+		return dataplane.Neigh{NeighKey: dataplane.NeighKey{Dev: "flannel.1", IP: l.Endpoints[0].Subnet.Addr()}, MAC: dataplane.MAC{2, 9}}
+	}
+	p := &backend.Programmer{Base: base, Reconciler: rec, Desired: func(_ context.Context, l subnet.Lease) ([]dataplane.Object, error) {
+		if l.Key == "host9" {
+			return nil, errors.New("no")
+		}
+		return []dataplane.Object{neigh(l)}, nil
+	}}
+	peer := lease(2, "two")
+	if _, err := p.Sync(t.Context(), backend.Set{Leases: map[string]subnet.Lease{"host2": peer}, All: true, Complete: true}); err != nil {
+		t.Fatal(err)
+	}
+	want := []backend.Holding{{Object: "neighbour 10.5.2.0 lladdr 02:09:00:00:00:00 dev flannel.1", Present: true}}
+	if diff := cmp.Diff(want, p.Holdings("host2")); diff != "" {
+		t.Errorf("holdings (-want +got):\n%s", diff)
+	}
+	if diff := cmp.Diff(map[string]dataplane.Count{"link": {Wanted: 1, Present: 1}, "neighbour": {Wanted: 1, Present: 1}}, p.Counts()); diff != "" {
+		t.Errorf("counts (-want +got):\n%s", diff)
+	}
+	if p.Holdings("host3") != nil {
+		t.Error("a peer that is not there holds something")
+	}
+}

@@ -1,0 +1,189 @@
+package app
+
+import (
+	"context"
+	"net/http"
+	"net/netip"
+	"os"
+	"time"
+
+	"golang.org/x/sync/errgroup"
+	"k8s.io/klog/v2"
+
+	"flanneld/backend"
+	"flanneld/pkg/health"
+	"flanneld/pkg/metrics"
+	"flanneld/pkg/status"
+	"flanneld/pkg/version"
+	"flanneld/subnet"
+)
+
+// journalSize is how many log lines the status page has.
+const journalSize = 200
+
+// statusTimeout bounds how long a report waits for the lease loop.
+const statusTimeout = 2 * time.Second
+
+// listen opens the local socket and the health port, and has group serve them
+// until ctx ends. Without the socket the daemon goes on: it is only for looking.
+func (d *daemon) listen(ctx, members context.Context, group *errgroup.Group) error {
+	page, err := status.Handler(d.statusReport)
+	if err != nil {
+		return err
+	}
+	d.metrics = metrics.New(d.look)
+	mux := http.NewServeMux()
+	mux.Handle("/metrics", d.metrics.Handler())
+	mux.Handle("/", health.Handler(d.health))
+	local := http.NewServeMux()
+	local.Handle("/statusz", page)
+	local.Handle("/statusz.json", page)
+	local.Handle("/", mux)
+
+	if path := d.opts.socketPath(); path != "" {
+		ln, err := status.Listen(ctx, path)
+		if err != nil {
+			klog.FromContext(ctx).Error(err, "going on without the status socket: flannelctl status will not work")
+		} else {
+			group.Go(func() error { return health.Serve(members, ln, local) })
+		}
+	}
+	serve := func(addr string, h http.Handler) error {
+		if addr == "" {
+			return nil
+		}
+		ln, err := health.Listen(ctx, addr)
+		if err == nil {
+			group.Go(func() error { return health.Serve(members, ln, h) })
+		}
+		return err
+	}
+	if err := serve(d.opts.HealthzAddr(), onLoopback(local, mux)); err != nil {
+		return err
+	}
+	return serve(d.opts.StatuszAddress, local)
+}
+
+// onLoopback has local answer who asks from this host, by an address of the
+// loopback interface, and others answer everybody else. The name that is asked
+// for must be an address too, or a page of another site could ask in a
+// browser's name.
+func onLoopback(local, others http.Handler) http.Handler {
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		from, err := netip.ParseAddrPort(r.RemoteAddr)
+		to, err2 := netip.ParseAddrPort(r.Host)
+		if err == nil && err2 == nil && from.Addr().Unmap().IsLoopback() && to.Addr().Unmap().IsLoopback() {
+			local.ServeHTTP(w, r)
+			return
+		}
+		others.ServeHTTP(w, r)
+	})
+}
+
+// inspect looks at the session that serves now, if there is one.
+func (d *daemon) inspect(ctx context.Context, holdings bool) (lastKnown, backend.Inspection) {
+	ctx, cancel := context.WithTimeout(ctx, statusTimeout)
+	defer cancel()
+	s := d.serving.Load()
+	if s == nil {
+		return lastKnown{}, backend.Inspection{}
+	}
+	now := s.now
+	if last, ok := d.record.get(); ok {
+		now.Own = last.Own // renewed since
+	}
+	in, err := s.syncer.Inspect(ctx, holdings)
+	if err != nil {
+		in.Err = err
+	}
+	return now, in
+}
+
+// look is what metrics ask for.
+func (d *daemon) look(ctx context.Context) metrics.Look {
+	now, in := d.inspect(ctx, false)
+	ready, _ := d.health.Ready()
+	since, away := d.health.Part(partDatastore)
+	l := metrics.Look{
+		Ready: ready, Backend: now.Config.BackendType, Objects: in.Counts, LastSync: in.LastSync,
+		Connected: !since.IsZero() && away == nil, LeaseExpires: now.Own.Expires,
+		Peers: map[string]int{"served": 0, "held": 0, "refused": 0},
+	}
+	for _, p := range in.Peers {
+		switch {
+		case p.Refused != "":
+			l.Peers["refused"]++
+		case p.Held:
+			l.Peers["held"]++
+		default:
+			l.Peers["served"]++
+		}
+	}
+	return l
+}
+
+// statusReport is what a person asks for.
+func (d *daemon) statusReport(ctx context.Context) (status.Report, error) {
+	now, in := d.inspect(ctx, true)
+	r := status.Report{
+		Version: version.String(), PID: os.Getpid(), Started: d.started, Now: time.Now(),
+		Network: status.Network{
+			BackendType: now.Config.BackendType, Prefixes: networks(now.Config), SubnetFile: d.opts.SubnetFile,
+		},
+		Interface: status.Interface{Name: now.Interface.Name, Index: now.Interface.Index, MTU: now.Interface.MTU, Reason: now.Interface.Reason},
+		Lease:     statusLease(now.Own),
+		Datastore: status.Datastore{Kind: d.opts.storeKind()},
+		Kernel:    status.Kernel{LastSync: in.LastSync, Objects: map[string]status.Count{}},
+		Events:    d.journal.Events(),
+	}
+	r.Ready, r.Reasons = d.health.Ready()
+	if s := d.serving.Load(); s != nil {
+		r.Network.MTU = s.mtu
+	}
+	for _, a := range now.Interface.Addrs {
+		r.Interface.Addresses = append(r.Interface.Addresses, status.Address{Local: a.Local, Public: a.Public})
+	}
+	since, err := d.health.Part(partDatastore)
+	r.Datastore.Since, r.Datastore.Connected = since, !since.IsZero() && err == nil
+	r.Datastore.Error, r.Kernel.Error = oneLine(err), oneLine(in.Err)
+	for kind, c := range in.Counts {
+		r.Kernel.Objects[kind] = status.Count(c)
+	}
+	for _, p := range in.Peers {
+		r.Peers = append(r.Peers, statusPeer(p))
+	}
+	return r, nil
+}
+
+func statusLease(l subnet.Lease) status.Lease {
+	s := status.Lease{Key: l.Key, Type: l.BackendType, Permanent: l.Permanent, Expires: l.Expires}
+	for _, e := range l.Endpoints {
+		s.Subnets = append(s.Subnets, e.Subnet)
+		s.PublicIPs = append(s.PublicIPs, e.PublicIP)
+	}
+	return s
+}
+
+func statusPeer(p backend.PeerReport) status.Peer {
+	peer := status.Peer{Lease: statusLease(p.Lease), State: status.InPlace, Error: p.Refused, Changed: p.Changed}
+	for _, h := range p.Holdings {
+		peer.Objects = append(peer.Objects, status.Object{Text: h.Object, Present: h.Present})
+		if !h.Present {
+			peer.State = status.Missing
+		}
+	}
+	switch {
+	case p.Refused != "":
+		peer.State = status.Refused
+	case p.Held && peer.State == status.InPlace:
+		peer.State = status.Held
+	}
+	return peer
+}
+
+func oneLine(err error) string {
+	if err == nil {
+		return ""
+	}
+	return health.OneLine(err)
+}

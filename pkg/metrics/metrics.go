@@ -1,0 +1,185 @@
+// Package metrics shows the daemon's figures to Prometheus. Counters are fed
+// where things happen; everything that can be looked up is, when asked.
+package metrics
+
+import (
+	"context"
+	"net/http"
+	"runtime"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/collectors"
+	"github.com/prometheus/client_golang/prometheus/promhttp"
+
+	"flanneld/pkg/dataplane"
+	"flanneld/pkg/version"
+)
+
+// lookTimeout bounds how long a scrape waits for the daemon's loop.
+const lookTimeout = 2 * time.Second
+
+// Look is what is looked up when somebody asks. Zero times are left out, and
+// so are nil maps.
+type Look struct {
+	Ready         bool
+	Backend       string                     // type
+	Mode          string                     // of the backend, where it has several
+	Peers         map[string]int             // by state: served, held, refused
+	Objects       map[string]dataplane.Count // by kind
+	LastSync      time.Time
+	Connected     bool           // to the datastore
+	LeaseExpires  time.Time      // zero for a lease without end
+	Pool          map[string]int // subnets by state: free, leased, reserved
+	RestartNeeded bool
+	Dropped       map[string]uint64 // packets dropped in user space, by reason
+}
+
+// Metrics are the figures of one daemon, with a registry of their own.
+type Metrics struct {
+	registry *prometheus.Registry
+
+	duration         prometheus.Histogram
+	failures         prometheus.Counter
+	repaired         prometheus.Counter
+	firewallRepairs  prometheus.Counter
+	firewallFailures prometheus.Counter
+}
+
+// New returns metrics that ask look for what can be looked up. look may return
+// early, with what it has, when its context ends.
+func New(look func(context.Context) Look) *Metrics {
+	counter := func(name, help string) prometheus.Counter {
+		return prometheus.NewCounter(prometheus.CounterOpts{Namespace: "flannel", Name: name, Help: help})
+	}
+	m := &Metrics{
+		registry: prometheus.NewRegistry(),
+		duration: prometheus.NewHistogram(prometheus.HistogramOpts{
+			Namespace: "flannel", Name: "sync_duration_seconds",
+			Help:    "How long it took to make the kernel hold what the leases say. If it grows while the number of peers does not, look at what else changes routes on this host.",
+			Buckets: []float64{.0005, .001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10},
+		}),
+		failures: counter("sync_failures_total", "Passes over the kernel that failed and are repeated. If it keeps growing, /readyz and the log name the object and the reason."),
+		repaired: counter("drift_repaired_total", "Kernel objects that another program had changed or removed, and that were put right. If it keeps growing, find that program: the log tells the objects."),
+		firewallRepairs: counter("firewall_repairs_total",
+			"Times that masquerade or forward rules had to be put right. If it keeps growing, another program rewrites them."),
+		firewallFailures: counter("firewall_failures_total", "Attempts to program masquerade or forward rules that failed and are repeated. The log and /readyz give the reason."),
+	}
+	m.registry.MustRegister(
+		m.duration, m.failures, m.repaired, m.firewallRepairs, m.firewallFailures,
+		&lookup{look: look},
+		collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}),
+	)
+	return m
+}
+
+// Handler answers scrapes.
+func (m *Metrics) Handler() http.Handler {
+	return promhttp.HandlerFor(m.registry, promhttp.HandlerOpts{Registry: m.registry})
+}
+
+// Synced counts one pass over the kernel.
+func (m *Metrics) Synced(took time.Duration, repaired int, err error) {
+	m.duration.Observe(took.Seconds())
+	m.repaired.Add(float64(repaired))
+	if err != nil {
+		m.failures.Inc()
+	}
+}
+
+// Firewall counts what one pass over the rules did: whether it had to put
+// something right that was right before, and whether it failed.
+func (m *Metrics) Firewall(repaired bool, err error) {
+	if repaired {
+		m.firewallRepairs.Inc()
+	}
+	if err != nil {
+		m.firewallFailures.Inc()
+	}
+}
+
+// lookup turns a Look into metrics.
+type lookup struct{ look func(context.Context) Look }
+
+// gauge describes one value of a Look.
+type gauge struct {
+	*prometheus.Desc
+	kind prometheus.ValueType
+}
+
+func describe(kind prometheus.ValueType, name, help string, labels ...string) gauge {
+	return gauge{prometheus.NewDesc("flannel_"+name, help, labels, nil), kind}
+}
+
+// gauges are all values of a Look, by name. There is no global: descriptions
+// are made when they are asked for, which is seldom.
+func gauges() map[string]gauge {
+	g := prometheus.GaugeValue
+	return map[string]gauge{
+		"build":    describe(g, "build_info", "Always 1; the labels say which flanneld this is.", "version", "goversion"),
+		"backend":  describe(g, "backend_info", "Always 1; the labels say how packets are carried.", "type", "mode"),
+		"ready":    describe(g, "ready", "1 while /readyz answers 200. If it is 0, its body gives the reasons."),
+		"peers":    describe(g, "peers", "Other hosts by how this one serves them. Held ones are served though the store has forgotten them; for refused ones the log gives the reason.", "state"),
+		"objects":  describe(g, "kernel_objects", "Kernel objects that are wanted and there, by kind. Fewer than flannel_kernel_objects_wanted for long: see the log.", "kind"),
+		"wanted":   describe(g, "kernel_objects_wanted", "Kernel objects that should be there, by kind.", "kind"),
+		"lastSync": describe(g, "last_sync_timestamp_seconds", "When the kernel was last in order. If it is long ago, /healthz and the log say why."),
+		"store":    describe(g, "datastore_connected", "1 while etcd or the Kubernetes API answers. While it is 0 traffic goes on, but changes do not arrive."),
+		"lease":    describe(g, "lease_expiry_timestamp_seconds", "When the own lease runs out unless it is renewed. Absent for leases without end. If it comes near, the store does not take renewals."),
+		"pool":     describe(g, "pool_subnets", "Subnets of the configured range by state. When none is free no host can join: remove reservations, or choose a longer SubnetLen for a new network.", "state"),
+		"restart":  describe(g, "restart_needed", "1 if the network configuration has changed since the start: this daemon goes on with the old one until it is restarted."),
+		"dropped": describe(prometheus.CounterValue, "udp_dropped_packets_total",
+			"Packets that the udp backend's user-space path has dropped, by reason.", "reason"),
+	}
+}
+
+// Describe implements prometheus.Collector.
+func (*lookup) Describe(ch chan<- *prometheus.Desc) {
+	for _, g := range gauges() {
+		ch <- g.Desc
+	}
+}
+
+// Collect implements prometheus.Collector.
+func (l *lookup) Collect(ch chan<- prometheus.Metric) {
+	ctx, cancel := context.WithTimeout(context.Background(), lookTimeout)
+	defer cancel()
+	look, all := l.look(ctx), gauges()
+	set := func(name string, value float64, labels ...string) {
+		//nolint:promlinter // it cannot see where the description comes from; the names are linted by a test
+		ch <- prometheus.MustNewConstMetric(all[name].Desc, all[name].kind, value, labels...)
+	}
+	at := func(name string, t time.Time) {
+		if !t.IsZero() {
+			set(name, float64(t.UnixMilli())/1000)
+		}
+	}
+	set("build", 1, version.Version, runtime.Version())
+	if look.Backend != "" {
+		set("backend", 1, look.Backend, look.Mode)
+	}
+	set("ready", number(look.Ready))
+	set("store", number(look.Connected))
+	set("restart", number(look.RestartNeeded))
+	at("lastSync", look.LastSync)
+	at("lease", look.LeaseExpires)
+	for state, n := range look.Peers {
+		set("peers", float64(n), state)
+	}
+	for kind, n := range look.Objects {
+		set("objects", float64(n.Present), kind)
+		set("wanted", float64(n.Wanted), kind)
+	}
+	for state, n := range look.Pool {
+		set("pool", float64(n), state)
+	}
+	for reason, n := range look.Dropped {
+		set("dropped", float64(n), reason)
+	}
+}
+
+func number(b bool) float64 {
+	if b {
+		return 1
+	}
+	return 0
+}

@@ -1,0 +1,77 @@
+package metrics_test
+
+import (
+	"context"
+	"errors"
+	"net/http"
+	"net/http/httptest"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus/testutil/promlint"
+
+	"flanneld/pkg/dataplane"
+	"flanneld/pkg/metrics"
+)
+
+func scrape(t *testing.T, m *metrics.Metrics) string {
+	t.Helper()
+	w := httptest.NewRecorder()
+	m.Handler().ServeHTTP(w, httptest.NewRequestWithContext(t.Context(), http.MethodGet, "/metrics", nil))
+	if w.Code != http.StatusOK {
+		t.Fatalf("scrape: %d %s", w.Code, w.Body)
+	}
+	return w.Body.String()
+}
+
+func full(context.Context) metrics.Look {
+	return metrics.Look{
+		Ready: true, Backend: "vxlan", Peers: map[string]int{"served": 3, "refused": 1},
+		Objects: map[string]dataplane.Count{"route": {Wanted: 4, Present: 3}}, LastSync: time.Unix(1000, 5e8),
+		Connected: true, LeaseExpires: time.Unix(2000, 0), Pool: map[string]int{"free": 9},
+		RestartNeeded: true, Dropped: map[string]uint64{"malformed": 2},
+	}
+}
+
+func TestMetrics(t *testing.T) {
+	m := metrics.New(full)
+	m.Synced(3*time.Millisecond, 2, nil)
+	m.Synced(time.Second, 0, errors.New("no"))
+	m.Firewall(true, nil)
+	m.Firewall(false, errors.New("no"))
+	page := scrape(t, m)
+	for _, want := range []string{
+		"flannel_ready 1", `flannel_backend_info{mode="",type="vxlan"} 1`, `flannel_peers{state="served"} 3`, `flannel_peers{state="refused"} 1`,
+		`flannel_kernel_objects{kind="route"} 3`, `flannel_kernel_objects_wanted{kind="route"} 4`, "flannel_last_sync_timestamp_seconds 1000.5",
+		"flannel_datastore_connected 1", "flannel_lease_expiry_timestamp_seconds 2000", `flannel_pool_subnets{state="free"} 9`,
+		"flannel_restart_needed 1", `flannel_udp_dropped_packets_total{reason="malformed"} 2`,
+		"flannel_sync_duration_seconds_count 2", "flannel_sync_failures_total 1", "flannel_drift_repaired_total 2",
+		"flannel_firewall_repairs_total 1", "flannel_firewall_failures_total 1", "flannel_build_info{", "go_goroutines", "process_resident_memory_bytes",
+	} {
+		if !strings.Contains(page, "\n"+want) {
+			t.Errorf("no %q in\n%s", want, page)
+		}
+	}
+	problems, err := promlint.New(strings.NewReader(page)).Lint()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, p := range problems {
+		t.Errorf("%s: %s", p.Metric, p.Text)
+	}
+}
+
+// What is not known is absent, not zero: a lease without end would look as if
+// it had run out in 1970.
+func TestUnknownIsAbsent(t *testing.T) {
+	page := scrape(t, metrics.New(func(context.Context) metrics.Look { return metrics.Look{} }))
+	for _, name := range []string{"flannel_lease_expiry", "flannel_last_sync_timestamp", "flannel_pool", "flannel_udp", "flannel_backend_info", "flannel_peers"} {
+		if strings.Contains(page, name) {
+			t.Errorf("%s is there though nothing is known of it", name)
+		}
+	}
+	if !strings.Contains(page, "\nflannel_ready 0") || !strings.Contains(page, "\nflannel_datastore_connected 0") {
+		t.Error("ready and connected have to be there, as 0")
+	}
+}

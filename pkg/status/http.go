@@ -1,0 +1,112 @@
+package status
+
+import (
+	"bytes"
+	"context"
+	_ "embed"
+	"encoding/json"
+	"fmt"
+	"html/template"
+	"net/http"
+	"slices"
+	"strings"
+	"time"
+)
+
+// Source makes a report.
+type Source func(context.Context) (Report, error)
+
+//go:embed page.html
+var pageText string
+
+// Handler answers with what source reports: as JSON where that is asked for
+// (Accept, or the path ends in .json), else as a page.
+func Handler(source Source) (http.Handler, error) {
+	page, err := template.New("status").Funcs(template.FuncMap{
+		"join": join, "ago": ago, "kinds": kinds, "missing": missing,
+	}).Parse(pageText)
+	if err != nil {
+		return nil, err
+	}
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		report, err := source(r.Context())
+		if err != nil {
+			http.Error(w, err.Error(), http.StatusServiceUnavailable)
+			return
+		}
+		var body bytes.Buffer
+		contentType := "text/html; charset=utf-8"
+		if strings.HasSuffix(r.URL.Path, ".json") || strings.Contains(r.Header.Get("Accept"), "application/json") {
+			contentType = "application/json"
+			encoder := json.NewEncoder(&body)
+			encoder.SetIndent("", "  ")
+			err = encoder.Encode(report)
+		} else {
+			// What the page needs is in it: it loads nothing and sends nothing.
+			w.Header().Set("Content-Security-Policy", "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'")
+			err = page.Execute(&body, view{report})
+		}
+		if err != nil {
+			http.Error(w, err.Error(), http.StatusInternalServerError)
+			return
+		}
+		w.Header().Set("Content-Type", contentType)
+		w.Header().Set("Cache-Control", "no-store")
+		w.Header().Set("X-Content-Type-Options", "nosniff")
+		_, _ = body.WriteTo(w) // a client that went away is not worth a word
+	}), nil
+}
+
+// view is a report as the page shows it.
+type view struct{ Report }
+
+// Columns returns the heads of the table of peers.
+func (view) Columns() []string {
+	return []string{"Subnet", "Public IP", "Type", "State", "Kernel", "Changed", "Error"}
+}
+
+// Newest returns the events, newest first.
+func (v view) Newest() []Event {
+	newest := slices.Clone(v.Events)
+	slices.Reverse(newest)
+	return newest
+}
+
+// join lists prefixes or addresses with a comma between them.
+func join(values any) string {
+	return strings.ReplaceAll(strings.Trim(fmt.Sprint(values), "[]"), " ", ", ")
+}
+
+// ago is how long before now t was, as coarse as a person would say it; a time
+// to come says "in".
+func ago(now, t time.Time) string {
+	if t.IsZero() {
+		return "never"
+	}
+	d := now.Sub(t)
+	if d < 0 {
+		return "in " + coarse(-d)
+	}
+	return coarse(d) + " ago"
+}
+
+func coarse(d time.Duration) string {
+	switch {
+	case d < time.Second:
+		return "a moment"
+	case d < 2*time.Minute:
+		return d.Truncate(time.Second).String()
+	case d < 2*time.Hour:
+		return strings.TrimSuffix(d.Truncate(time.Minute).String(), "0s")
+	case d < 48*time.Hour:
+		return strings.TrimSuffix(d.Truncate(time.Hour).String(), "0m0s")
+	default:
+		return strings.TrimSuffix((d/24).Truncate(time.Hour).String(), "h0m0s") + "d"
+	}
+}
+
+// kinds is the order in which kernel objects are shown.
+func kinds() []string { return []string{"link", "address", "neighbour", "fdb", "route"} }
+
+// missing reports whether an object that is wanted is not there.
+func missing(c Count) bool { return c.Present < c.Wanted }

@@ -1,0 +1,110 @@
+package status
+
+import (
+	"fmt"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/go-logr/logr"
+)
+
+// Journal keeps the latest log messages, without those of raised verbosity. It
+// is safe for concurrent use.
+type Journal struct {
+	mu     sync.Mutex
+	events []Event // a ring once it is full
+	next   int
+}
+
+// NewJournal returns a journal of the latest size messages.
+func NewJournal(size int) *Journal { return &Journal{events: make([]Event, 0, size)} }
+
+// Events returns what is kept, oldest first.
+func (j *Journal) Events() []Event {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	return append(append([]Event(nil), j.events[j.next:]...), j.events[:j.next]...)
+}
+
+func (j *Journal) add(e Event) {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	if len(j.events) < cap(j.events) {
+		j.events = append(j.events, e)
+		return
+	}
+	j.events[j.next] = e
+	j.next = (j.next + 1) % len(j.events)
+}
+
+// Logger returns one that writes to j what it writes to to.
+func (j *Journal) Logger(to logr.Logger) logr.Logger {
+	return to.WithSink(&tee{LogSink: to.GetSink(), journal: j})
+}
+
+// tee is a sink that also writes to the journal. The depth that it adds to the
+// call stack is taken off again by Init and WithCallDepth of what is below.
+type tee struct {
+	logr.LogSink
+	journal *Journal
+	values  []any
+}
+
+// WithCallDepth implements logr.CallDepthLogSink.
+func (t *tee) WithCallDepth(depth int) logr.LogSink {
+	below := t.LogSink
+	if d, ok := below.(logr.CallDepthLogSink); ok {
+		below = d.WithCallDepth(depth)
+	}
+	return &tee{LogSink: below, journal: t.journal, values: t.values}
+}
+
+func (t *tee) WithValues(kv ...any) logr.LogSink {
+	return &tee{LogSink: t.LogSink.WithValues(kv...), journal: t.journal, values: append(slices.Clip(t.values), kv...)}
+}
+
+func (t *tee) WithName(name string) logr.LogSink {
+	return &tee{LogSink: t.LogSink.WithName(name), journal: t.journal, values: t.values}
+}
+
+func (t *tee) Info(level int, msg string, kv ...any) {
+	if level == 0 {
+		t.journal.add(Event{Time: time.Now(), Text: text(msg, nil, t.values, kv)})
+	}
+	t.below().Info(level, msg, kv...)
+}
+
+func (t *tee) Error(err error, msg string, kv ...any) {
+	t.journal.add(Event{Time: time.Now(), Error: true, Text: text(msg, err, t.values, kv)})
+	t.below().Error(err, msg, kv...)
+}
+
+// below is the sink below, told that one more frame is between it and the caller.
+func (t *tee) below() logr.LogSink {
+	if d, ok := t.LogSink.(logr.CallDepthLogSink); ok {
+		return d.WithCallDepth(1)
+	}
+	return t.LogSink
+}
+
+// text renders a message as klog does, on one line.
+func text(msg string, err error, values ...[]any) string {
+	var b strings.Builder
+	b.WriteString(msg)
+	if err != nil {
+		fmt.Fprintf(&b, " err=%q", err)
+	}
+	for _, kv := range values {
+		for i := 0; i+1 < len(kv); i += 2 {
+			format := " %v=%v"
+			switch kv[i+1].(type) {
+			case string, error, fmt.Stringer:
+				format = " %v=%q"
+			}
+			fmt.Fprintf(&b, format, kv[i], kv[i+1])
+		}
+	}
+	return strings.Join(strings.Fields(b.String()), " ")
+}

@@ -1,0 +1,59 @@
+package status
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"net/http"
+	"os"
+	"path/filepath"
+	"strings"
+	"syscall"
+)
+
+// SocketPath is where the daemon with that subnet file has its socket: beside
+// the file, and named after it so that two daemons do not meet.
+func SocketPath(subnetFile string) string {
+	dir, base := filepath.Split(filepath.Clean(subnetFile))
+	if base == "subnet.env" {
+		return dir + "flanneld.sock"
+	}
+	return dir + "flanneld-" + strings.TrimSuffix(base, ".env") + ".sock"
+}
+
+// Listen opens the local socket at path, for root alone (0600). One that a
+// daemon left behind is replaced, one that a daemon answers on is an error.
+func Listen(ctx context.Context, path string) (net.Listener, error) {
+	fail := func(err error) (net.Listener, error) { return nil, fmt.Errorf("open status socket: %w", err) }
+	if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
+		return fail(err)
+	}
+	if conn, err := (&net.Dialer{}).DialContext(ctx, "unix", path); err == nil {
+		_ = conn.Close()
+		return fail(fmt.Errorf("%s is in use by another process", path))
+	} else if info, statErr := os.Lstat(path); statErr == nil && info.Mode().Type() == os.ModeSocket && errors.Is(err, syscall.ECONNREFUSED) {
+		if err := os.Remove(path); err != nil {
+			return fail(err)
+		}
+	}
+	ln, err := (&net.ListenConfig{}).Listen(ctx, "unix", path)
+	if err != nil {
+		return fail(err)
+	}
+	if err := os.Chmod(path, 0o600); err != nil {
+		_ = ln.Close()
+		return fail(err)
+	}
+	return ln, nil
+}
+
+// Client returns an HTTP client whose every request goes to the socket at path.
+func Client(path string) *http.Client {
+	return &http.Client{Transport: &http.Transport{
+		DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
+			return (&net.Dialer{}).DialContext(ctx, "unix", path)
+		},
+		DisableKeepAlives: true,
+	}}
+}

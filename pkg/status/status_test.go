@@ -1,0 +1,209 @@
+package status_test
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"flag"
+	"fmt"
+	"net/http"
+	"net/http/httptest"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/go-logr/logr/funcr"
+	"github.com/google/go-cmp/cmp"
+	"github.com/google/go-cmp/cmp/cmpopts"
+	"k8s.io/klog/v2"
+
+	"flanneld/pkg/status"
+)
+
+func report() status.Report {
+	now := time.Date(2026, 3, 4, 5, 6, 7, 0, time.UTC)
+	subnet, peer := netip.MustParsePrefix("10.5.1.0/24"), netip.MustParsePrefix("10.5.2.0/24")
+	return status.Report{
+		Version: "v1", PID: 7, Started: now.Add(-time.Hour), Now: now, Reasons: []string{"data path: <b>kernel</b> says no"},
+		Network:   status.Network{BackendType: "vxlan", Prefixes: []netip.Prefix{netip.MustParsePrefix("10.5.0.0/16")}, MTU: 1450, SubnetFile: "/run/flannel/subnet.env"},
+		Interface: status.Interface{Name: "eth0", Index: 2, MTU: 1500, Reason: "default route", Addresses: []status.Address{{Local: netip.MustParseAddr("192.168.77.1"), Public: netip.MustParseAddr("192.0.2.1")}}},
+		Lease:     status.Lease{Key: "10.5.1.0-24", Subnets: []netip.Prefix{subnet}, Expires: now.Add(23 * time.Hour)},
+		Datastore: status.Datastore{Kind: "etcd", Since: now.Add(-90 * time.Second), Error: "connection refused"},
+		Kernel:    status.Kernel{LastSync: now.Add(-3 * time.Second), Objects: map[string]status.Count{"route": {Wanted: 2, Present: 1}}},
+		Peers: []status.Peer{
+			{Lease: status.Lease{Key: "10.5.2.0-24", Subnets: []netip.Prefix{peer}, PublicIPs: []netip.Addr{netip.MustParseAddr("192.168.77.2")}, Type: "vxlan"}, State: status.Missing,
+				Objects: []status.Object{{Text: "route 10.5.2.0/24 via 10.5.2.0 dev flannel.1"}, {Text: "neighbour 10.5.2.0", Present: true}}},
+			{Lease: status.Lease{Key: "<script>alert(1)</script>", Type: "<script>alert(1)</script>"}, State: status.Refused, Error: "its type is <script>alert(1)</script>"},
+		},
+		Events: []status.Event{{Time: now, Text: "older"}, {Time: now, Error: true, Text: "newer <i>"}},
+	}
+}
+
+func get(t *testing.T, source status.Source, path, accept string) *httptest.ResponseRecorder {
+	t.Helper()
+	h, err := status.Handler(source)
+	if err != nil {
+		t.Fatal(err)
+	}
+	r := httptest.NewRequestWithContext(t.Context(), http.MethodGet, path, nil)
+	r.Header.Set("Accept", accept)
+	w := httptest.NewRecorder()
+	h.ServeHTTP(w, r)
+	return w
+}
+
+func TestJSONIsTheReport(t *testing.T) {
+	source := func(context.Context) (status.Report, error) { return report(), nil }
+	for _, ask := range [][2]string{{"/statusz", "application/json"}, {"/statusz.json", "*/*"}} {
+		w := get(t, source, ask[0], ask[1])
+		var got status.Report
+		if err := json.Unmarshal(w.Body.Bytes(), &got); err != nil {
+			t.Fatalf("%v: %v in\n%s", ask, err, w.Body)
+		}
+		if diff := cmp.Diff(report(), got, cmpopts.EquateComparable(netip.Addr{}, netip.Prefix{})); diff != "" {
+			t.Errorf("%v (-want +got):\n%s", ask, diff)
+		}
+	}
+}
+
+func TestPage(t *testing.T) {
+	w := get(t, func(context.Context) (status.Report, error) { return report(), nil }, "/statusz", "text/html")
+	page := w.Body.String()
+	for _, want := range []string{
+		"not ready", "data path: &lt;b&gt;kernel&lt;/b&gt; says no", "10.5.1.0/24", "runs out in 23h unless renewed", "192.168.77.1 (public 192.0.2.1)",
+		"away</span> since 1m30s ago: connection refused", "3s ago", `class="bad">1 of 2`, `title="not there">route 10.5.2.0/24 via 10.5.2.0 dev flannel.1`, "newer &lt;i&gt;",
+	} {
+		if !strings.Contains(page, want) {
+			t.Errorf("the page lacks %q", want)
+		}
+	}
+	if strings.Contains(page, "<script>alert") || strings.Contains(page, "<i>") {
+		t.Error("what others wrote is markup in the page")
+	}
+	if strings.Contains(page, "http://") || strings.Contains(page, "https://") || strings.Contains(page, "src=") {
+		t.Error("the page loads something")
+	}
+	if strings.Index(page, " newer ") > strings.Index(page, " older") {
+		t.Error("events are not newest first")
+	}
+	if w.Header().Get("Content-Security-Policy") == "" || !strings.HasPrefix(w.Header().Get("Content-Type"), "text/html") {
+		t.Errorf("headers: %v", w.Header())
+	}
+}
+
+func TestNoReport(t *testing.T) {
+	w := get(t, func(context.Context) (status.Report, error) { return status.Report{}, errors.New("stuck") }, "/statusz", "")
+	if w.Code != http.StatusServiceUnavailable || !strings.Contains(w.Body.String(), "stuck") {
+		t.Errorf("%d %s", w.Code, w.Body)
+	}
+}
+
+func TestJournal(t *testing.T) {
+	var logged []string
+	j := status.NewJournal(3)
+	log := j.Logger(funcr.New(func(prefix, args string) { logged = append(logged, prefix+" "+args) }, funcr.Options{}))
+	log.Info("one")
+	log.V(1).Info("detail")
+	log.WithName("x").WithValues("lease", "a").Info("two", "subnet", netip.MustParsePrefix("10.5.1.0/24"), "n", 3)
+	log.Error(errors.New("first\nsecond"), "three")
+	log.Info("four")
+	var got []string
+	for _, e := range j.Events() {
+		got = append(got, fmt.Sprint(e.Error, " ", e.Text))
+	}
+	want := []string{`false two lease="a" subnet="10.5.1.0/24" n=3`, `true three err="first\nsecond"`, "false four"}
+	if diff := cmp.Diff(want, got); diff != "" {
+		t.Errorf("events (-want +got):\n%s", diff)
+	}
+	if len(logged) != 4 || !strings.HasPrefix(logged[1], "x ") || !strings.Contains(logged[1], `"lease"="a"`) {
+		t.Errorf("what was logged: %q", logged)
+	}
+}
+
+// A log line names the line of code that wrote it, journal or not.
+func TestJournalKeepsTheCaller(t *testing.T) {
+	fs := flag.NewFlagSet("klog", flag.PanicOnError)
+	klog.InitFlags(fs)
+	for name, value := range map[string]string{"logtostderr": "false", "legacy_stderr_threshold_behavior": "false", "stderrthreshold": "FATAL"} {
+		if err := fs.Set(name, value); err != nil {
+			t.Fatal(err)
+		}
+	}
+	var out bytes.Buffer
+	klog.SetOutput(&out)
+	defer klog.SetOutput(os.Stderr)
+	log := status.NewJournal(1).Logger(klog.Background())
+	log.Info("hello")
+	log.WithValues("a", 1).Error(nil, "ouch")
+	klog.Flush()
+	for line := range strings.Lines(out.String()) {
+		if !strings.Contains(line, "status_test.go:") {
+			t.Errorf("the line does not name its caller: %s", line)
+		}
+	}
+	if strings.Count(out.String(), "\n") < 2 {
+		t.Errorf("logged %q", out.String())
+	}
+}
+
+func TestSocket(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "run", "flanneld.sock")
+	ln, err := status.Listen(t.Context(), path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if info, err := os.Stat(path); err != nil || info.Mode().Perm() != 0o600 {
+		t.Errorf("socket: %v, %v, want mode 0600", info.Mode(), err)
+	}
+	go http.Serve(ln, http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { fmt.Fprint(w, "hello") }))
+	r, _ := http.NewRequestWithContext(t.Context(), http.MethodGet, "http://flanneld/statusz", nil)
+	answer, err := status.Client(path).Do(r)
+	if err != nil || answer.StatusCode != http.StatusOK {
+		t.Fatalf("%v, %v", answer, err)
+	}
+	answer.Body.Close()
+	if _, err := status.Listen(t.Context(), path); err == nil || !strings.Contains(err.Error(), "in use") {
+		t.Errorf("a second daemon gets the socket: %v", err)
+	}
+}
+
+func TestSocketLeftBehindIsReplaced(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "flanneld.sock")
+	ln, err := status.Listen(t.Context(), path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	ln.(interface{ SetUnlinkOnClose(bool) }).SetUnlinkOnClose(false)
+	ln.Close()
+	if _, err := os.Stat(path); err != nil {
+		t.Fatal(err)
+	}
+	again, err := status.Listen(t.Context(), path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	again.Close()
+	if err := os.WriteFile(path, []byte("precious"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := status.Listen(t.Context(), path); err == nil {
+		t.Error("a file that is no socket was replaced")
+	}
+}
+
+func TestSocketPath(t *testing.T) {
+	for file, want := range map[string]string{
+		"/run/flannel/subnet.env":  "/run/flannel/flanneld.sock",
+		"/run/flannel/second.env":  "/run/flannel/flanneld-second.sock",
+		"/run/flannel//subnet2":    "/run/flannel/flanneld-subnet2.sock",
+		"/run/flannel2/subnet.env": "/run/flannel2/flanneld.sock",
+	} {
+		if got := status.SocketPath(file); got != want {
+			t.Errorf("SocketPath(%q) = %q, want %q", file, got, want)
+		}
+	}
+}

@@ -1,0 +1,193 @@
+package e2e
+
+import (
+	"encoding/json"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"strconv"
+	"strings"
+	"testing"
+
+	"flanneld/pkg/lab"
+	"flanneld/pkg/status"
+)
+
+// socket is the daemon's status socket as it is by default.
+const socket = "/run/flannel/flanneld.sock"
+
+// ask asks the daemon on h by its socket.
+func ask(t *testing.T, h *lab.Host, path, accept string) (code int, body string) {
+	t.Helper()
+	r, err := http.NewRequestWithContext(background(t), http.MethodGet, "http://flanneld"+path, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	r.Header.Set("Accept", accept)
+	answer, err := status.Client(h.Path(socket)).Do(r)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer answer.Body.Close()
+	text, err := io.ReadAll(answer.Body)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return answer.StatusCode, string(text)
+}
+
+func statusOf(t *testing.T, h *lab.Host) status.Report {
+	t.Helper()
+	code, body := ask(t, h, "/statusz", "application/json")
+	var r status.Report
+	if err := json.Unmarshal([]byte(body), &r); err != nil || code != http.StatusOK {
+		t.Fatalf("status: %d, %v in %s", code, err, body)
+	}
+	return r
+}
+
+// metric returns a value from the daemon's metrics; series is a name with its
+// labels.
+func metric(t *testing.T, h *lab.Host, series string) float64 {
+	t.Helper()
+	_, body := ask(t, h, "/metrics", "")
+	for line := range strings.Lines(body) {
+		if value, ok := strings.CutPrefix(line, series+" "); ok {
+			v, err := strconv.ParseFloat(strings.TrimSpace(value), 64)
+			if err != nil {
+				t.Fatal(err)
+			}
+			return v
+		}
+	}
+	t.Fatalf("no %s in\n%s", series, body)
+	return 0
+}
+
+func TestStatus(t *testing.T) {
+	for _, families := range [][]string{{"IPv4"}, {"dual"}} {
+		t.Run(families[0], func(t *testing.T) {
+			cfg := lab.Config{Hosts: 3}
+			objects := 3 // neighbour, FDB entry and route for each peer
+			if families[0] == "dual" {
+				cfg.Families, objects = dual, 6
+			}
+			l := newLab(t, cfg, `{"Type":"vxlan"}`)
+			startAll(t, l, lab.FlanneldOptions{})
+			expectConverged(t, l)
+			h := l.Hosts()[0]
+
+			eventually(t, "status", func() error {
+				r := statusOf(t, h)
+				if len(r.Peers) != 2 || !r.Ready || !r.Datastore.Connected || r.Network.BackendType != "vxlan" || r.Network.MTU == 0 ||
+					r.Interface.Name != "eth0" || len(r.Lease.Subnets) != len(l.Families()) || r.Kernel.LastSync.IsZero() {
+					return fmt.Errorf("%+v", r)
+				}
+				for _, p := range r.Peers {
+					if p.State != status.InPlace || len(p.Objects) != objects || p.Changed.IsZero() {
+						return fmt.Errorf("peer %+v, want it in place with %d objects", p, objects)
+					}
+				}
+				return nil
+			})
+			if got := metric(t, h, `flannel_peers{state="served"}`); got != 2 {
+				t.Errorf("%v peers served, want 2", got)
+			}
+			want := metric(t, h, `flannel_kernel_objects_wanted{kind="route"}`)
+			if got := metric(t, h, `flannel_kernel_objects{kind="route"}`); got != want || got < 2 {
+				t.Errorf("%v of %v routes are there", got, want)
+			}
+			before := metric(t, h, "flannel_drift_repaired_total")
+			if out, err := h.Exec(background(t), "ip", "route", "flush", "dev", "flannel.1"); err != nil {
+				t.Fatal(err, out)
+			}
+			eventually(t, "the repair is counted", func() error {
+				if now := metric(t, h, "flannel_drift_repaired_total"); now < before+2 {
+					return fmt.Errorf("%v repaired, want at least %v", now, before+2)
+				}
+				return nil
+			})
+			if _, page := ask(t, h, "/statusz", "text/html"); !strings.Contains(page, "<title>flanneld "+statusOf(t, h).Lease.Subnets[0].String()) {
+				t.Errorf("the page does not name the own subnet:\n%s", page)
+			}
+		})
+	}
+}
+
+func TestStatusSaysWhatIsWrong(t *testing.T) {
+	l := newLab(t, lab.Config{Hosts: 2}, `{"Type":"vxlan"}`)
+	startAll(t, l, lab.FlanneldOptions{Args: []string{"--readyz-datastore-grace=0s"}})
+	h := l.Hosts()[0]
+	put(t, store(t, l), subnets+"10.5.200.0-24", `{"PublicIP":"192.0.2.9","BackendType":"host-gw"}`)
+	eventually(t, "the refusal", func() error {
+		for _, p := range statusOf(t, h).Peers {
+			if p.Key == "10.5.200.0-24" && p.State == status.Refused && strings.Contains(p.Error, `"host-gw"`) {
+				return nil
+			}
+		}
+		return fmt.Errorf("not shown")
+	})
+	l.Etcd().Kill()
+	eventually(t, "the outage", func() error {
+		r := statusOf(t, h)
+		if r.Datastore.Connected || r.Ready || r.Datastore.Error == "" || len(r.Peers) != 2 {
+			return fmt.Errorf("%+v", r.Datastore)
+		}
+		return nil
+	})
+	if got := metric(t, h, "flannel_datastore_connected"); got != 0 {
+		t.Errorf("datastore connected is %v, want 0", got)
+	}
+	found := false
+	for _, e := range statusOf(t, h).Events {
+		found = found || e.Error && strings.Contains(e.Text, "lease refused")
+	}
+	if !found {
+		t.Errorf("the refusal is not among the events: %+v", statusOf(t, h).Events)
+	}
+}
+
+// Who asks from another host learns counts, not who the peers are.
+func TestStatusIsForThisHost(t *testing.T) {
+	l := newLab(t, lab.Config{Hosts: 2}, `{"Type":"vxlan"}`)
+	a, b := l.Hosts()[0], l.Hosts()[1]
+	startOne(t, a, lab.FlanneldOptions{Args: []string{"--healthz-ip=0.0.0.0", "--statusz-address=0.0.0.0:8099"}})
+	from := func(h *lab.Host, port, path, host string) int {
+		t.Helper()
+		to := "127.0.0.1"
+		if h != a {
+			to = a.Addr(v4[0]).String()
+		}
+		r, err := http.NewRequestWithContext(background(t), http.MethodGet, "http://"+net.JoinHostPort(to, port)+path, nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if host != "" {
+			r.Host = host
+		}
+		answer, err := (&http.Client{Transport: &http.Transport{DialContext: h.Dial, DisableKeepAlives: true}}).Do(r)
+		if err != nil {
+			t.Fatal(err)
+		}
+		answer.Body.Close()
+		return answer.StatusCode
+	}
+	for _, tc := range []struct {
+		from       *lab.Host
+		port, path string
+		host       string
+		want       int
+	}{
+		{a, "8081", "/statusz", "", http.StatusOK},
+		{a, "8081", "/statusz", "evil.example:8081", http.StatusNotFound},
+		{b, "8081", "/statusz", "", http.StatusNotFound},
+		{b, "8081", "/metrics", "", http.StatusOK},
+		{b, "8081", "/healthz", "", http.StatusOK},
+		{b, "8099", "/statusz", "", http.StatusOK},
+	} {
+		if got := from(tc.from, tc.port, tc.path, tc.host); got != tc.want {
+			t.Errorf("%s asks %s on port %s (Host %q): %d, want %d", tc.from.Name(), tc.path, tc.port, tc.host, got, tc.want)
+		}
+	}
+}
