@@ -15,8 +15,10 @@ func newRoot() *cobra.Command {
 		SilenceUsage:  true, // an error is one line
 		SilenceErrors: true, // which main prints
 	}
-	root.CompletionOptions.HiddenDefaultCmd = true
-	root.AddCommand(newLabCommand(), newVersionCommand())
+	root.AddCommand(
+		newConfigCommand(), newLeasesCommand(), newReserveCommand(), newUnreserveCommand(), newReservationsCommand(), newRevokeCommand(),
+		newStatusCommand(), newLabCommand(), newVersionCommand(),
+	)
 	return root
 }
 

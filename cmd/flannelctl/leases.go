@@ -1,0 +1,275 @@
+package main
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net/netip"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"flanneld/pkg/prefix"
+	"flanneld/subnet"
+	"flanneld/subnet/etcd"
+)
+
+// lease is one lease as it is printed.
+type lease struct {
+	Key         string         `json:"key"`
+	Subnets     []netip.Prefix `json:"subnets"`
+	PublicIPs   []netip.Addr   `json:"publicIPs"`
+	Type        string         `json:"type,omitempty"`
+	Reservation bool           `json:"reservation,omitempty"`
+	TTLSeconds  int            `json:"ttlSeconds,omitempty"`
+	Error       string         `json:"error,omitempty"`
+}
+
+func newLease(e etcd.Entry) lease {
+	l := lease{Key: e.Lease.Key, Type: e.Lease.BackendType, Reservation: e.Lease.Permanent, TTLSeconds: int(e.TTL.Seconds())}
+	for _, ep := range e.Lease.Endpoints {
+		l.Subnets, l.PublicIPs = append(l.Subnets, ep.Subnet), append(l.PublicIPs, ep.PublicIP)
+	}
+	if e.Err != nil {
+		l.Error = e.Err.Error()
+	}
+	return l
+}
+
+func newLeasesCommand() *cobra.Command {
+	var (
+		store storeFlags
+		out   output
+		watch bool
+	)
+	cmd := &cobra.Command{
+		Use: "leases", Short: "List the leases of all hosts", Args: cobra.NoArgs,
+		Example: "  flannelctl leases\n  flannelctl leases -w\n  flannelctl leases -o json | jq -r '.[].publicIPs[]'",
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			return withAdmin(store, func(a *etcd.Admin) error {
+				if watch {
+					return watchLeases(cmd.Context(), a, cmd.OutOrStdout())
+				}
+				return listLeases(cmd, a, out, func(etcd.Entry) bool { return true })
+			})
+		},
+	}
+	store.addTo(cmd)
+	out.addTo(cmd)
+	cmd.Flags().BoolVarP(&watch, "watch", "w", false, "print every change, a line each, until Ctrl-C")
+	cmd.MarkFlagsMutuallyExclusive("watch", "output")
+	return cmd
+}
+
+func newReservationsCommand() *cobra.Command {
+	var (
+		store storeFlags
+		out   output
+	)
+	cmd := &cobra.Command{
+		Use: "reservations", Short: "List the subnets that are reserved", Args: cobra.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			return withAdmin(store, func(a *etcd.Admin) error {
+				return listLeases(cmd, a, out, func(e etcd.Entry) bool { return e.Lease.Permanent })
+			})
+		},
+	}
+	store.addTo(cmd)
+	out.addTo(cmd)
+	return cmd
+}
+
+func listLeases(cmd *cobra.Command, a *etcd.Admin, out output, which func(etcd.Entry) bool) error {
+	entries, err := a.Entries(cmd.Context(), true)
+	if err != nil {
+		return err
+	}
+	leases := []lease{}
+	for _, e := range entries {
+		if which(e) {
+			leases = append(leases, newLease(e))
+		}
+	}
+	return out.print(cmd.OutOrStdout(), leases, func(w io.Writer) {
+		fmt.Fprintln(w, "SUBNET\tPUBLIC IP\tTYPE\tEXPIRES\tERROR")
+		for _, l := range leases {
+			fmt.Fprintf(w, "%s\t%s\t%s\t%s\t%s\n", cmp.Or(list(l.Subnets), l.Key), dash(list(l.PublicIPs)), dash(l.Type), expires(l), l.Error)
+		}
+	})
+}
+
+func expires(l lease) string {
+	if l.Reservation {
+		return "never (reserved)"
+	}
+	return (time.Duration(l.TTLSeconds) * time.Second).String()
+}
+
+// list joins values with commas.
+func list[T fmt.Stringer](values []T) string {
+	texts := make([]string, 0, len(values))
+	for _, v := range values {
+		texts = append(texts, v.String())
+	}
+	return strings.Join(texts, ",")
+}
+
+func dash(s string) string { return cmp.Or(s, "-") }
+
+// watchLeases prints all leases and then every change.
+func watchLeases(ctx context.Context, a *etcd.Admin, w io.Writer) error {
+	known := map[string]subnet.Lease{}
+	line := func(sign string, l subnet.Lease) {
+		var publics []netip.Addr
+		for _, e := range l.Endpoints {
+			publics = append(publics, e.PublicIP)
+		}
+		fmt.Fprintf(w, "%s %s %s %s %s\n", time.Now().Format(time.TimeOnly), sign, l.Key, dash(list(publics)), dash(l.BackendType))
+	}
+	err := a.Watch(ctx, func(u subnet.Update) {
+		now := map[string]subnet.Lease{}
+		for _, l := range u.Snapshot().Leases {
+			now[l.Key] = l
+			switch was, ok := known[l.Key]; {
+			case !ok:
+				line("+", l)
+			case !same(was, l):
+				line("~", l)
+			}
+		}
+		for key, l := range known {
+			if _, ok := now[key]; !ok {
+				line("-", l)
+			}
+		}
+		known = now
+	})
+	if ctx.Err() != nil {
+		return nil
+	}
+	return err
+}
+
+func same(a, b subnet.Lease) bool {
+	return a.BackendType == b.BackendType && slices.EqualFunc(a.Endpoints, b.Endpoints, func(x, y subnet.Endpoint) bool {
+		return x.Subnet == y.Subnet && x.PublicIP == y.PublicIP && string(x.Data) == string(y.Data)
+	})
+}
+
+func newReserveCommand() *cobra.Command {
+	var store storeFlags
+	cmd := &cobra.Command{
+		Use: "reserve SUBNET[,SUBNET6] PUBLIC-IP[,PUBLIC-IP6]", Short: "Reserve a subnet for one host", Args: cobra.ExactArgs(2),
+		Long: `Reserves a subnet, or one of each family, for the host with that public address.
+The reservation never expires. The host takes it when it starts; a lease that it
+has already becomes a reservation as it is. A subnet that another host has is
+refused. To take a subnet out of use, reserve it for an address that no host has.`,
+		Example: "  flannelctl reserve 10.5.7.0/24 192.0.2.12\n  flannelctl reserve 10.5.7.0/24,fd00:10:5:7::/64 192.0.2.12,2001:db8::12",
+		RunE: func(cmd *cobra.Command, args []string) error {
+			c, err := claim(args[0], args[1])
+			if err != nil {
+				return err
+			}
+			return withAdmin(store, func(a *etcd.Admin) error {
+				key, err := a.Reserve(cmd.Context(), c)
+				if err == nil {
+					_, err = fmt.Fprintf(cmd.OutOrStdout(), "%s is reserved for %s\n", key, args[1])
+				}
+				return err
+			})
+		},
+	}
+	store.addTo(cmd)
+	return cmd
+}
+
+// claim reads one subnet and one address of each family, in any order.
+func claim(subnets, addresses string) (c subnet.Claim, err error) {
+	publics := map[prefix.Family]netip.Addr{}
+	for text := range strings.SplitSeq(addresses, ",") {
+		a, err := netip.ParseAddr(text)
+		if err != nil {
+			return c, fmt.Errorf("%q is not an IP address", text)
+		}
+		publics[prefix.FamilyOf(a)] = a
+	}
+	for text := range strings.SplitSeq(subnets, ",") {
+		p, err := netip.ParsePrefix(text)
+		if err != nil || p != p.Masked() {
+			return c, fmt.Errorf("%q is not a subnet such as 10.5.7.0/24", text)
+		}
+		public, ok := publics[prefix.FamilyOf(p.Addr())]
+		if !ok {
+			return c, fmt.Errorf("%s needs a public %s address beside it", p, prefix.FamilyOf(p.Addr()))
+		}
+		c.Endpoints = append(c.Endpoints, subnet.Endpoint{Subnet: p, PublicIP: public})
+	}
+	slices.SortFunc(c.Endpoints, func(a, b subnet.Endpoint) int { return cmp.Compare(a.Family(), b.Family()) })
+	if n := len(c.Endpoints); n > 2 || n == 2 && c.Endpoints[0].Family() == c.Endpoints[1].Family() {
+		return c, errors.New("expected one subnet of each family at most")
+	}
+	return c, nil
+}
+
+func newUnreserveCommand() *cobra.Command {
+	return newDeleteCommand(true, &cobra.Command{
+		Use: "unreserve SUBNET|KEY", Short: "End a reservation",
+		Long: `Deletes a reservation. If the host that it is for runs, it takes the subnet again
+at once, as a lease that expires.`,
+		Example: "  flannelctl unreserve 10.5.7.0/24",
+	}, "is no longer reserved")
+}
+
+func newRevokeCommand() *cobra.Command {
+	return newDeleteCommand(false, &cobra.Command{
+		Use: "revoke SUBNET|KEY", Short: "Delete a lease, as of a host that is gone for good",
+		Long: `Deletes a lease, so that its subnet can be given to another host without waiting
+for its end. Other hosts drop their routes to it. If the host still runs, it takes
+the same subnet again at once: to move a running host, reserve its subnet for
+another owner after stopping it.`,
+		Example: "  flannelctl revoke 10.5.43.0/24\n  flannelctl revoke '10.5.2.0-24&fd00:8:0:93f8::-64'",
+	}, "is revoked")
+}
+
+func newDeleteCommand(reservation bool, cmd *cobra.Command, done string) *cobra.Command {
+	var store storeFlags
+	cmd.Args = cobra.ExactArgs(1)
+	cmd.RunE = func(cmd *cobra.Command, args []string) error {
+		return withAdmin(store, func(a *etcd.Admin) error {
+			key, err := find(cmd.Context(), a, args[0])
+			if err == nil {
+				err = a.Revoke(cmd.Context(), key, reservation)
+			}
+			if err == nil {
+				_, err = fmt.Fprintln(cmd.OutOrStdout(), key, done)
+			}
+			return err
+		})
+	}
+	store.addTo(cmd)
+	return cmd
+}
+
+// find returns the key of a lease that is named by key, or by one of its subnets.
+func find(ctx context.Context, a *etcd.Admin, name string) (string, error) {
+	p, err := netip.ParsePrefix(name)
+	if err != nil {
+		return name, nil //nolint:nilerr // then it is a key
+	}
+	entries, err := a.Entries(ctx, false)
+	if err != nil {
+		return "", err
+	}
+	for _, e := range entries {
+		for _, ep := range e.Lease.Endpoints {
+			if ep.Subnet == p {
+				return e.Lease.Key, nil
+			}
+		}
+	}
+	return "", fmt.Errorf("no lease has %s", p)
+}

@@ -1,0 +1,185 @@
+package main
+
+import (
+	"cmp"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"maps"
+	"net/http"
+	"net/url"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"flanneld/pkg/status"
+)
+
+// statusTimeout bounds how long a daemon may take to answer.
+const statusTimeout = 10 * time.Second
+
+// errNotReady makes the exit code tell what the output has told already.
+var errNotReady = errors.New("flanneld is not ready")
+
+func newStatusCommand() *cobra.Command {
+	var (
+		out           output
+		socket, where string
+		all           bool
+	)
+	cmd := &cobra.Command{
+		Use: "status", Short: "Show how the daemon of this host, or of another, is doing", Args: cobra.NoArgs,
+		Long: `Asks the flanneld of this host by its local socket, or another by the address
+that it was given with --statusz-address. Peers that are in place are only counted
+unless --peers is given. Exits with 1 if the daemon is not ready.`,
+		Example: "  flannelctl status\n  flannelctl status --peers\n  flannelctl status --url http://192.0.2.12:8287 -o json",
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			client, base := status.Client(socket), "http://flanneld"
+			if where != "" {
+				client, base = http.DefaultClient, where
+			}
+			r, err := fetch(cmd.Context(), client, base)
+			if err != nil {
+				return err
+			}
+			if err := out.print(cmd.OutOrStdout(), r, func(w io.Writer) { printStatus(w, r, all) }); err != nil {
+				return err
+			}
+			if !r.Ready {
+				return errNotReady
+			}
+			return nil
+		},
+	}
+	out.addTo(cmd)
+	cmd.Flags().StringVar(&socket, "socket", status.SocketPath("/run/flannel/subnet.env"), "local socket of the daemon")
+	cmd.Flags().StringVar(&where, "url", "", "address of another daemon, as http://host:port")
+	cmd.Flags().BoolVar(&all, "peers", false, "list every peer and what the kernel holds for it")
+	cmd.MarkFlagsMutuallyExclusive("socket", "url")
+	return cmd
+}
+
+func fetch(ctx context.Context, client *http.Client, base string) (r status.Report, err error) {
+	fail := func(err error) (status.Report, error) { return r, fmt.Errorf("ask flanneld for its status: %w", err) }
+	address, err := url.JoinPath(base, "statusz.json")
+	if err != nil {
+		return fail(err)
+	}
+	ctx, cancel := context.WithTimeout(ctx, statusTimeout)
+	defer cancel()
+	req, err := http.NewRequestWithContext(ctx, http.MethodGet, address, nil)
+	if err != nil {
+		return fail(err)
+	}
+	resp, err := client.Do(req)
+	if err != nil {
+		return fail(err)
+	}
+	defer resp.Body.Close()
+	if resp.StatusCode != http.StatusOK {
+		return fail(fmt.Errorf("GET %s: %s", address, resp.Status))
+	}
+	if err := json.NewDecoder(resp.Body).Decode(&r); err != nil {
+		return fail(err)
+	}
+	return r, nil
+}
+
+func printStatus(w io.Writer, r status.Report, all bool) {
+	row := func(name string, value ...any) {
+		fmt.Fprintf(w, "%s\t%s\n", name, strings.TrimSpace(fmt.Sprintln(value...)))
+	}
+	state := "ready"
+	if !r.Ready {
+		state = "not ready"
+	}
+	row("flanneld", state+", version", r.Version)
+	for _, reason := range r.Reasons {
+		row("", reason)
+	}
+	if r.RestartNeeded != "" {
+		row("restart needed", r.RestartNeeded)
+	}
+	row("subnet", dash(list(r.Lease.Subnets)))
+	row("lease", dash(r.Lease.Key), validity(r))
+	var addresses []string
+	for _, a := range r.Interface.Addresses {
+		addresses = append(addresses, a.Public.String())
+	}
+	row("interface", r.Interface.Name, strings.Join(addresses, ","), "mtu", r.Interface.MTU, "("+r.Interface.Reason+")")
+	row("backend", r.Network.BackendType+", network", list(r.Network.Prefixes)+", mtu", r.Network.MTU)
+	row("datastore", r.Datastore.Kind, connection(r.Datastore))
+	row("firewall", cmp.Or(r.Firewall.Kind, "no rules asked for"), r.Firewall.Error)
+	row("kernel", kernel(r))
+	counts := map[status.State]int{}
+	for _, p := range r.Peers {
+		counts[p.State]++
+	}
+	var parts []string
+	for _, s := range slices.Sorted(maps.Keys(counts)) {
+		parts = append(parts, fmt.Sprint(counts[s], " ", s))
+	}
+	row("peers", cmp.Or(strings.Join(parts, ", "), "none"))
+
+	header := false
+	for _, p := range r.Peers {
+		if !all && p.State == status.InPlace {
+			continue
+		}
+		if !header {
+			fmt.Fprintln(w, "\nSUBNET\tPUBLIC IP\tTYPE\tSTATE\tERROR")
+			header = true
+		}
+		fmt.Fprintf(w, "%s\t%s\t%s\t%s\t%s\n", cmp.Or(list(p.Subnets), p.Key), dash(list(p.PublicIPs)), dash(p.Type), p.State, p.Error)
+		for _, o := range p.Objects {
+			if missing := !o.Present; all || missing {
+				fmt.Fprintf(w, "  %s%s\n", o.Text, map[bool]string{true: "  MISSING"}[missing])
+			}
+		}
+	}
+}
+
+func validity(r status.Report) string {
+	switch {
+	case r.Lease.Permanent:
+		return "(permanent)"
+	case r.Lease.Expires.IsZero():
+		return ""
+	default:
+		return "until " + r.Lease.Expires.UTC().Format(time.RFC3339) + " unless renewed"
+	}
+}
+
+func connection(d status.Datastore) string {
+	s := "connected"
+	if !d.Connected {
+		s = "away"
+	}
+	if !d.Since.IsZero() {
+		s += " since " + d.Since.UTC().Format(time.RFC3339)
+	}
+	if d.Error != "" {
+		s += ": " + d.Error
+	}
+	return s
+}
+
+func kernel(r status.Report) string {
+	var parts []string
+	for _, kind := range slices.Sorted(maps.Keys(r.Kernel.Objects)) {
+		c := r.Kernel.Objects[kind]
+		parts = append(parts, fmt.Sprintf("%s %d/%d", kind, c.Present, c.Wanted))
+	}
+	s := strings.Join(parts, ", ")
+	if !r.Kernel.LastSync.IsZero() {
+		s += "; in order at " + r.Kernel.LastSync.UTC().Format(time.RFC3339)
+	}
+	if r.Kernel.Error != "" {
+		s += "; " + r.Kernel.Error
+	}
+	return strings.TrimPrefix(s, "; ")
+}

@@ -1,0 +1,33 @@
+package app
+
+import (
+	"flanneld/backend"
+	"flanneld/pkg/underlay"
+	"flanneld/subnet"
+)
+
+// usualMTU is what most external interfaces have, in bytes.
+const usualMTU = 1500
+
+// ValidateConfig says whether a daemon would take the network configuration:
+// the error is the one that it would log. A host whose interface has an unusual
+// MTU may see it otherwise. Warnings are one line each.
+func ValidateConfig(text []byte) (cfg subnet.Config, warnings []string, err error) {
+	if cfg, warnings, err = subnet.ParseConfig(text); err != nil {
+		return cfg, nil, err
+	}
+	for _, n := range cfg.Networks {
+		if _, err := n.Pool(); err != nil {
+			return cfg, nil, err
+		}
+	}
+	registry, err := backends()
+	if err != nil {
+		return cfg, nil, err
+	}
+	_, more, err := registry.New(backend.Env{Config: cfg, Underlay: underlay.Interface{Name: "any", MTU: usualMTU}})
+	if err != nil {
+		return cfg, nil, err
+	}
+	return cfg, append(warnings, more...), nil
+}

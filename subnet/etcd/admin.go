@@ -1,0 +1,231 @@
+package etcd
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net/netip"
+	"slices"
+	"time"
+
+	"go.etcd.io/etcd/api/v3/v3rpc/rpctypes"
+	clientv3 "go.etcd.io/etcd/client/v3"
+
+	"flanneld/subnet"
+)
+
+// Errors of an Admin.
+var (
+	// ErrChanged means that somebody else changed the store meanwhile.
+	ErrChanged = errors.New("changed by somebody else meanwhile")
+	// ErrNotFound means that there is no such key.
+	ErrNotFound = errors.New("no such lease")
+)
+
+// Admin is what operators do to the store. Every write is a compare-and-swap.
+// Unlike a Manager it does not wait for a store that is away.
+type Admin struct{ m *Manager }
+
+// NewAdmin returns an Admin. It does not connect. The caller must Close it.
+func NewAdmin(cfg Config) (*Admin, error) {
+	m, err := New(cfg)
+	if err != nil {
+		return nil, err
+	}
+	return &Admin{m}, nil
+}
+
+// Close ends the connection.
+func (a *Admin) Close() error { return a.m.Close() }
+
+// Entry is one key below subnets/.
+type Entry struct {
+	Lease subnet.Lease  // its Key is always set
+	Err   error         // why the rest of Lease cannot be read; nil if it can
+	TTL   time.Duration // that is left; zero for a reservation, or if not asked for
+}
+
+// once makes one request.
+func (a *Admin) once(ctx context.Context, request func(context.Context, *clientv3.Client) error) error {
+	ctx, cancel := context.WithTimeout(ctx, a.m.timing.request)
+	defer cancel()
+	c, err := a.m.client.get(ctx)
+	if err != nil {
+		return err
+	}
+	return request(ctx, c)
+}
+
+// Config returns the network configuration as it stands in the store, and its
+// revision: zero, and no text, if there is none.
+func (a *Admin) Config(ctx context.Context) (text []byte, revision int64, err error) {
+	err = a.once(ctx, func(ctx context.Context, c *clientv3.Client) error {
+		resp, err := c.Get(ctx, a.m.configKey())
+		if err == nil && len(resp.Kvs) > 0 {
+			text, revision = resp.Kvs[0].Value, resp.Kvs[0].ModRevision
+		}
+		return err
+	})
+	if err != nil {
+		return nil, 0, fmt.Errorf("read %s: %w", a.m.configKey(), err)
+	}
+	return text, revision, nil
+}
+
+// SetConfig writes the network configuration where it is still at revision. It
+// returns ErrChanged, wrapped, if it is not.
+func (a *Admin) SetConfig(ctx context.Context, text []byte, revision int64) error {
+	return a.swap(ctx, "write", a.m.configKey(), revision, clientv3.OpPut(a.m.configKey(), string(text)))
+}
+
+// swap does op if key is still at revision, zero meaning absent.
+func (a *Admin) swap(ctx context.Context, verb, key string, revision int64, op clientv3.Op) error {
+	err := a.once(ctx, func(ctx context.Context, c *clientv3.Client) error {
+		resp, err := c.Txn(ctx).If(clientv3.Compare(clientv3.ModRevision(key), "=", revision)).Then(op).Commit()
+		if err == nil && !resp.Succeeded {
+			return ErrChanged
+		}
+		return err
+	})
+	if err != nil {
+		return fmt.Errorf("%s %s: %w", verb, key, err)
+	}
+	return nil
+}
+
+// Entries returns every lease and reservation, by key. With ttl it asks how
+// much time each lease has left, which takes a request each.
+func (a *Admin) Entries(ctx context.Context, ttl bool) ([]Entry, error) {
+	var resp *clientv3.GetResponse
+	err := a.once(ctx, func(ctx context.Context, c *clientv3.Client) (err error) {
+		resp, err = c.Get(ctx, a.m.dir(), clientv3.WithPrefix())
+		return err
+	})
+	if err != nil {
+		return nil, fmt.Errorf("list %s: %w", a.m.dir(), err)
+	}
+	found := make([]Entry, 0, len(resp.Kvs))
+	for _, kv := range resp.Kvs {
+		e := a.m.entry(kv)
+		out := Entry{Lease: e.lease, Err: e.err}
+		out.Lease.Key, out.Lease.Permanent = e.key, e.leaseID == 0
+		if ttl && e.leaseID != 0 {
+			if out.TTL, err = a.left(ctx, e.leaseID); err != nil {
+				return nil, fmt.Errorf("ask how long %s is good for: %w", e.key, err)
+			}
+		}
+		found = append(found, out)
+	}
+	return found, nil
+}
+
+// left returns how long an etcd lease is good for: zero if it has run out.
+func (a *Admin) left(ctx context.Context, id clientv3.LeaseID) (ttl time.Duration, err error) {
+	err = a.once(ctx, func(ctx context.Context, c *clientv3.Client) error {
+		resp, err := c.TimeToLive(ctx, id)
+		if errors.Is(err, rpctypes.ErrLeaseNotFound) || err == nil && resp.TTL <= 0 {
+			return nil
+		}
+		if err == nil {
+			ttl = time.Duration(resp.TTL) * time.Second
+		}
+		return err
+	})
+	return ttl, err
+}
+
+// Watch calls sink with all leases, and again after every change, until ctx
+// ends. It waits for a store that is away.
+func (a *Admin) Watch(ctx context.Context, sink func(subnet.Update)) error {
+	return a.m.Watch(ctx, sink)
+}
+
+// Reserve keeps subnets, one of each family at most, for the node with the
+// public addresses in c: the key never expires. It fails if another node has
+// the key; a lease that the node has already becomes a reservation as it is.
+func (a *Admin) Reserve(ctx context.Context, c subnet.Claim) (key string, err error) {
+	var subnets []netip.Prefix
+	for _, e := range c.Endpoints {
+		subnets = append(subnets, e.Subnet)
+	}
+	key = formatKey(subnets)
+	value, err := encode(c)
+	if err != nil {
+		return "", err
+	}
+	entries, err := a.Entries(ctx, false)
+	if err != nil {
+		return "", err
+	}
+	for _, e := range entries {
+		if e.Lease.Key != key && overlaps(e.Lease, subnets) {
+			return "", fmt.Errorf("reserve %s: it overlaps %s of %s", key, e.Lease.Key, named(e.Lease))
+		}
+	}
+	have, err := a.get(ctx, key)
+	switch {
+	case errors.Is(err, ErrNotFound):
+		return key, a.swap(ctx, "reserve", a.m.dir()+key, 0, clientv3.OpPut(a.m.dir()+key, string(value)))
+	case err != nil:
+		return "", err
+	case have.err != nil || !carries(have.lease, identity(c)):
+		return "", fmt.Errorf("reserve %s: it belongs to %s", key, named(have.lease))
+	case have.leaseID == 0:
+		return key, nil
+	}
+	return key, a.swap(ctx, "reserve", a.m.dir()+key, have.modRevision, clientv3.OpPut(a.m.dir()+key, string(have.value)))
+}
+
+func overlaps(l subnet.Lease, subnets []netip.Prefix) bool {
+	return slices.ContainsFunc(l.Endpoints, func(e subnet.Endpoint) bool {
+		return slices.ContainsFunc(subnets, e.Subnet.Overlaps)
+	})
+}
+
+// named says who has a lease.
+func named(l subnet.Lease) string {
+	if a := identity(subnet.Claim{Endpoints: l.Endpoints}); a.IsValid() {
+		return a.String()
+	}
+	return "an owner that cannot be read"
+}
+
+// get returns one key below subnets/, or ErrNotFound.
+func (a *Admin) get(ctx context.Context, key string) (e entry, err error) {
+	err = a.once(ctx, func(ctx context.Context, c *clientv3.Client) error {
+		resp, err := c.Get(ctx, a.m.dir()+key)
+		switch {
+		case err != nil:
+			return err
+		case len(resp.Kvs) == 0:
+			return ErrNotFound
+		}
+		e = a.m.entry(resp.Kvs[0])
+		return nil
+	})
+	if err != nil {
+		return e, fmt.Errorf("read %s: %w", a.m.dir()+key, err)
+	}
+	return e, nil
+}
+
+// Revoke deletes a lease or, with reservation, a reservation: never the one
+// for the other. A running owner takes the subnet again.
+func (a *Admin) Revoke(ctx context.Context, key string, reservation bool) error {
+	e, err := a.get(ctx, key)
+	switch {
+	case err != nil:
+		return err
+	case reservation && e.leaseID != 0:
+		return fmt.Errorf("%s is a lease, not a reservation", key)
+	case !reservation && e.leaseID == 0:
+		return fmt.Errorf("%s is a reservation, not a lease", key)
+	}
+	return a.swap(ctx, "delete", a.m.dir()+key, e.modRevision, clientv3.OpDelete(a.m.dir()+key))
+}
+
+// ParseKey returns the subnets that a key below subnets/ names, IPv4 first.
+func ParseKey(key string) ([]netip.Prefix, error) { return parseKey(key) }
+
+// Key returns the key of subnets, IPv4 first.
+func Key(subnets []netip.Prefix) string { return formatKey(subnets) }
