@@ -17,7 +17,7 @@ func newRoot() *cobra.Command {
 	}
 	root.AddCommand(
 		newConfigCommand(), newLeasesCommand(), newReserveCommand(), newUnreserveCommand(), newReservationsCommand(), newRevokeCommand(),
-		newStatusCommand(), newLabCommand(), newVersionCommand(),
+		newStatusCommand(), newCheckCommand(), newDoctorCommand(), newLabCommand(), newVersionCommand(),
 	)
 	return root
 }

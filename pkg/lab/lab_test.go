@@ -13,6 +13,7 @@ import (
 	"github.com/vishvananda/netlink"
 
 	"flanneld/pkg/lab"
+	"flanneld/pkg/ping"
 	"flanneld/pkg/prefix"
 )
 
@@ -52,14 +53,14 @@ func TestKernelHostsReachEachOther(t *testing.T) {
 				for _, to := range l.Hosts() {
 					for _, f := range tt.families {
 						for _, size := range []int{0, 1600} {
-							_, err := from.Ping(t.Context(), to.Addr(f), lab.PingOptions{Size: size, DontFragment: true})
+							_, err := from.Ping(t.Context(), to.Addr(f), ping.Options{Size: size, DontFragment: true})
 							if err != nil {
 								t.Error(err)
 							}
 						}
-						_, err := from.Ping(t.Context(), to.Addr(f), lab.PingOptions{Size: 1601, DontFragment: true})
-						if from != to && !errors.Is(err, lab.ErrTooBig) {
-							t.Errorf("one byte more than the MTU: %v, want %v", err, lab.ErrTooBig)
+						_, err := from.Ping(t.Context(), to.Addr(f), ping.Options{Size: 1601, DontFragment: true})
+						if from != to && !errors.Is(err, ping.ErrTooBig) {
+							t.Errorf("one byte more than the MTU: %v, want %v", err, ping.ErrTooBig)
 						}
 					}
 				}
@@ -74,7 +75,7 @@ func TestKernelManyHostsReachEachOther(t *testing.T) {
 	for _, from := range l.Hosts() {
 		for _, to := range l.Hosts() {
 			for _, f := range dual {
-				if _, err := from.Ping(t.Context(), to.Addr(f), lab.PingOptions{}); err != nil {
+				if _, err := from.Ping(t.Context(), to.Addr(f), ping.Options{}); err != nil {
 					t.Fatal(err)
 				}
 			}
@@ -84,7 +85,7 @@ func TestKernelManyHostsReachEachOther(t *testing.T) {
 
 func TestKernelFamiliesAreSeparate(t *testing.T) {
 	l := newLab(t, lab.Config{Families: ipv6, Hosts: 2, Etcd: lab.EtcdOptions{Disabled: true}})
-	_, err := l.Host(1).Ping(t.Context(), l.Host(2).Addr(prefix.IPv4), lab.PingOptions{})
+	_, err := l.Host(1).Ping(t.Context(), l.Host(2).Addr(prefix.IPv4), ping.Options{})
 	if err == nil {
 		t.Error("an IPv6-only underlay carries IPv4")
 	}
@@ -247,8 +248,8 @@ func TestKernelPods(t *testing.T) {
 		}
 	}
 	for _, f := range dual {
-		for size, want := range map[int]error{1400: nil, 1401: lab.ErrTooBig} {
-			_, err := pods[0].Ping(t.Context(), pods[1].Addr(f), lab.PingOptions{Size: size, DontFragment: true})
+		for size, want := range map[int]error{1400: nil, 1401: ping.ErrTooBig} {
+			_, err := pods[0].Ping(t.Context(), pods[1].Addr(f), ping.Options{Size: size, DontFragment: true})
 			if !errors.Is(err, want) {
 				t.Errorf("%v, %d bytes: %v, want %v", f, size, err, want)
 			}

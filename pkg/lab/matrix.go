@@ -7,6 +7,7 @@ import (
 	"sync"
 	"time"
 
+	"flanneld/pkg/ping"
 	"flanneld/pkg/prefix"
 )
 
@@ -69,9 +70,9 @@ func (c *Cell) reach(ctx context.Context) error {
 		}
 	}
 	// One packet may be lost to a neighbour that is not resolved yet.
-	_, err := c.From.Ping(ctx, c.To.Addr(c.Family), PingOptions{})
+	_, err := c.From.Ping(ctx, c.To.Addr(c.Family), ping.Options{})
 	if err != nil {
-		_, err = c.From.Ping(ctx, c.To.Addr(c.Family), PingOptions{})
+		_, err = c.From.Ping(ctx, c.To.Addr(c.Family), ping.Options{})
 	}
 	if err != nil {
 		return err
@@ -91,7 +92,7 @@ func (c *Cell) reach(ctx context.Context) error {
 func (c *Cell) measure(ctx context.Context, d time.Duration) error {
 	const tries = 3
 	for range tries {
-		rtt, err := c.From.Ping(ctx, c.To.Addr(c.Family), PingOptions{})
+		rtt, err := c.From.Ping(ctx, c.To.Addr(c.Family), ping.Options{})
 		if err != nil {
 			return err
 		}

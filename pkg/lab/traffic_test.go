@@ -11,6 +11,7 @@ import (
 	"github.com/vishvananda/netlink"
 
 	"flanneld/pkg/lab"
+	"flanneld/pkg/ping"
 	"flanneld/pkg/prefix"
 )
 
@@ -28,12 +29,12 @@ func TestKernelPingSeesPathMTU(t *testing.T) {
 		t.Fatal(err)
 	}
 	for _, f := range dual {
-		_, err := l.Host(1).Ping(t.Context(), l.Host(2).Addr(f), lab.PingOptions{Size: 1400, DontFragment: true})
-		if !errors.Is(err, lab.ErrTooBig) || !strings.Contains(err.Error(), "1300") {
+		_, err := l.Host(1).Ping(t.Context(), l.Host(2).Addr(f), ping.Options{Size: 1400, DontFragment: true})
+		if !errors.Is(err, ping.ErrTooBig) || !strings.Contains(err.Error(), "1300") {
 			t.Errorf("%v: %v, want too big for 1300", f, err)
 		}
 		_, err = l.Host(1).Ping(t.Context(), netip.MustParsePrefix(map[prefix.Family]string{
-			prefix.IPv4: "192.168.77.99/32", prefix.IPv6: "fd00:77::99/128"}[f]).Addr(), lab.PingOptions{Timeout: 50 * time.Millisecond})
+			prefix.IPv4: "192.168.77.99/32", prefix.IPv6: "fd00:77::99/128"}[f]).Addr(), ping.Options{Timeout: 50 * time.Millisecond})
 		if err == nil || !strings.HasSuffix(err.Error(), "no answer") {
 			t.Errorf("%v: %v, want no answer", f, err)
 		}
@@ -119,7 +120,7 @@ func TestKernelShaping(t *testing.T) {
 		return
 	}
 	defer l.Close()
-	rtt, err := l.Host(1).Ping(t.Context(), l.Host(2).Addr(prefix.IPv4), lab.PingOptions{})
+	rtt, err := l.Host(1).Ping(t.Context(), l.Host(2).Addr(prefix.IPv4), ping.Options{})
 	if err != nil || rtt < 40*time.Millisecond {
 		t.Errorf("round trip %v, %v: want 40 ms at least", rtt, err)
 	}

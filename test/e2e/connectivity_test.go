@@ -8,6 +8,7 @@ import (
 	"testing"
 
 	"flanneld/pkg/lab"
+	"flanneld/pkg/ping"
 	"flanneld/pkg/prefix"
 )
 
@@ -37,10 +38,10 @@ func expectMTU(t *testing.T, l *lab.Lab, mtu int) {
 	pods := l.Pods()
 	from, to := pods[0], pods[len(pods)-1]
 	for _, a := range to.Addrs() {
-		if _, err := from.Ping(ctx, a, lab.PingOptions{Size: mtu, DontFragment: true}); err != nil {
+		if _, err := from.Ping(ctx, a, ping.Options{Size: mtu, DontFragment: true}); err != nil {
 			t.Errorf("packet of %d bytes to %s: %v", mtu, a, err)
 		}
-		if _, err := from.Ping(ctx, a, lab.PingOptions{Size: mtu + 1, DontFragment: true}); !errors.Is(err, lab.ErrTooBig) {
+		if _, err := from.Ping(ctx, a, ping.Options{Size: mtu + 1, DontFragment: true}); !errors.Is(err, ping.ErrTooBig) {
 			t.Errorf("packet of %d bytes to %s: %v, want it to be too big", mtu+1, a, err)
 		}
 	}

@@ -159,3 +159,51 @@ func TestFlannelctlStatus(t *testing.T) {
 	expectLog(t, d, "going on from the last known state")
 	refusedCtl(t, a, []string{"status"}, "not ready", "away")
 }
+
+func TestFlannelctlCheck(t *testing.T) {
+	for _, tc := range []struct {
+		name  string
+		rules string // of the firewall on the underlay; empty: nothing is wrong
+		want  string
+	}{
+		{"all is well", "", "ok"},
+		{"tunnel is dropped", "udp dport 8472 drop", "network"},
+		{"big packets are dropped", "meta length 1450-1600 drop", "mtu"},
+		{"peer is gone", "drop", "underlay"},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			l := newLab(t, lab.Config{Hosts: 2}, `{"Type":"vxlan"}`)
+			startAll(t, l, lab.FlanneldOptions{})
+			expectConverged(t, l)
+			a, b := l.Host(1), l.Host(2)
+			subnet := statusOf(t, b).Lease.Subnets[0].String()
+			if tc.rules == "" {
+				mustCtl(t, a, []string{"check"}, subnet, "ok")
+				mustCtl(t, a, []string{"check", "--peer", subnet, "-o", "json"}, `"ok": true`)
+				refusedCtl(t, a, []string{"check", "--peer", "192.0.2.99"}, "there is no peer to check")
+				return
+			}
+			nft(t, b.Namespace, "table netdev broken { chain in { type filter hook ingress device eth0 priority 0; "+tc.rules+" ; } ; }")
+			refusedCtl(t, a, []string{"check"}, subnet, tc.want+" ", "1 of 1 ways are broken")
+		})
+	}
+	t.Run("TCP is dropped", func(t *testing.T) {
+		l := newLab(t, lab.Config{Hosts: 2}, `{"Type":"vxlan"}`)
+		startAll(t, l, lab.FlanneldOptions{})
+		expectConverged(t, l)
+		nft(t, l.Host(2).Namespace, "table ip broken { chain in { type filter hook input priority 0 ; meta l4proto tcp drop ; } ; }")
+		refusedCtl(t, l.Host(1), []string{"check"}, "checksum ", "ChecksumOffload")
+	})
+}
+
+func TestFlannelctlDoctor(t *testing.T) {
+	l := newLab(t, lab.Config{Hosts: 1}, `{"Type":"vxlan"}`)
+	h := l.Host(1)
+	refusedCtl(t, h, []string{"doctor"}, "PROBLEM", "no flanneld answers")
+	startOne(t, h, lab.FlanneldOptions{})
+	mustCtl(t, h, []string{"doctor", "-o", "json"}, "[")
+	if out, err := h.Exec(background(t), "sysctl", "-w", "net.ipv4.ip_forward=0"); err != nil {
+		t.Fatalf("%v: %s", err, out)
+	}
+	refusedCtl(t, h, []string{"doctor"}, "IPv4 is not forwarded", "sysctl -w net.ipv4.ip_forward=1")
+}

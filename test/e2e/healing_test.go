@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"flanneld/pkg/lab"
+	"flanneld/pkg/ping"
 	"flanneld/pkg/prefix"
 )
 
@@ -195,10 +196,10 @@ func (p *patient) pings(t *testing.T) {
 			continue
 		}
 		for i, a := range pod.Addrs() {
-			if _, err := own.Ping(background(t), a, lab.PingOptions{}); err != nil {
+			if _, err := own.Ping(background(t), a, ping.Options{}); err != nil {
 				t.Errorf("%s to %s: %v", own.Name(), a, err)
 			}
-			if _, err := pod.Ping(background(t), own.Addrs()[i], lab.PingOptions{}); err != nil {
+			if _, err := pod.Ping(background(t), own.Addrs()[i], ping.Options{}); err != nil {
 				t.Errorf("%s to %s: %v", pod.Name(), own.Addrs()[i], err)
 			}
 		}

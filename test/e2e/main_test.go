@@ -13,6 +13,7 @@ import (
 	"time"
 
 	"flanneld/pkg/lab"
+	"flanneld/pkg/ping"
 	"flanneld/pkg/prefix"
 )
 
@@ -279,7 +280,7 @@ func expectConverged(t *testing.T, l *lab.Lab) {
 		for _, from := range l.Pods() {
 			for _, to := range l.Pods() {
 				for _, a := range to.Addrs() {
-					if _, err := from.Ping(background(t), a, lab.PingOptions{}); err != nil {
+					if _, err := from.Ping(background(t), a, ping.Options{}); err != nil {
 						return err
 					}
 				}

@@ -10,6 +10,7 @@ import (
 	"github.com/vishvananda/netlink"
 
 	"flanneld/pkg/lab"
+	"flanneld/pkg/ping"
 	"flanneld/pkg/prefix"
 )
 
@@ -97,11 +98,11 @@ func TestPodsWithTheMTUOfAnotherDaemon(t *testing.T) {
 			}
 		}
 	}
-	_, err := pod.Ping(ctx, far.Addr(prefix.IPv6), lab.PingOptions{Size: theirs, DontFragment: true})
-	if !errors.Is(err, lab.ErrTooBig) || !strings.Contains(err.Error(), fmt.Sprintf("a router reported an MTU of %d", ours)) {
+	_, err := pod.Ping(ctx, far.Addr(prefix.IPv6), ping.Options{Size: theirs, DontFragment: true})
+	if !errors.Is(err, ping.ErrTooBig) || !strings.Contains(err.Error(), fmt.Sprintf("a router reported an MTU of %d", ours)) {
 		t.Errorf("a packet of %d bytes: %v, want a router to say that it is too big", theirs, err)
 	}
-	if _, err := pod.Ping(ctx, far.Addr(prefix.IPv6), lab.PingOptions{Size: ours, DontFragment: true}); err != nil {
+	if _, err := pod.Ping(ctx, far.Addr(prefix.IPv6), ping.Options{Size: ours, DontFragment: true}); err != nil {
 		t.Errorf("a packet of %d bytes: %v", ours, err)
 	}
 	const least = 1e6 // bits per second

@@ -1,0 +1,186 @@
+package main
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/netip"
+	"slices"
+	"sync"
+	"syscall"
+	"time"
+
+	"github.com/spf13/cobra"
+	"golang.org/x/sync/errgroup"
+
+	"flanneld/pkg/ping"
+	"flanneld/pkg/status"
+)
+
+// Bounds of a check.
+const (
+	checkTimeout = 2 * time.Second // for each answer
+	checkAtOnce  = 32              // peers
+	smallPacket  = 84              // bytes
+)
+
+// verdict is what a check says about one family of one peer.
+type verdict struct {
+	Subnet   netip.Prefix `json:"subnet"`
+	PublicIP netip.Addr   `json:"publicIP"`
+	OK       bool         `json:"ok"`
+	RTT      float64      `json:"rttMilliseconds,omitempty"`
+	// Broken names the leg that does not work: underlay, network, mtu, checksum.
+	Broken string `json:"broken,omitempty"`
+	Advice string `json:"advice,omitempty"`
+}
+
+func newCheckCommand() *cobra.Command {
+	var (
+		out    output
+		socket string
+		only   []string
+	)
+	cmd := &cobra.Command{
+		Use: "check", Short: "Try the way from this host to every peer, and name what is broken", Args: cobra.NoArgs,
+		Long: `Sends a few packets to every peer that this host's flanneld knows: to its public
+address, through the network to the first address of its subnet, the same with
+packets of the full MTU that must not be fragmented, and a TCP connection. What
+fails first is named, with what to look at. Exits with 1 if anything does.
+
+It needs root. The first address of a subnet is the tunnel device's with vxlan;
+with host-gw it answers only if the peer's bridge has it.`,
+		Example: "  flannelctl check\n  flannelctl check --peer 192.0.2.12 -o json",
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			r, err := fetch(cmd.Context(), status.Client(socket), "http://flanneld")
+			if err != nil {
+				return err
+			}
+			return check(cmd, r, only, out)
+		},
+	}
+	out.addTo(cmd)
+	cmd.Flags().StringVar(&socket, "socket", status.SocketPath("/run/flannel/subnet.env"), "local socket of the daemon")
+	cmd.Flags().StringSliceVar(&only, "peer", nil, "check these peers alone, by public address or subnet")
+	return cmd
+}
+
+func check(cmd *cobra.Command, r status.Report, only []string, out output) error {
+	var (
+		mu       sync.Mutex
+		verdicts []verdict
+		broken   int
+	)
+	group, ctx := errgroup.WithContext(cmd.Context())
+	group.SetLimit(checkAtOnce)
+	for _, p := range r.Peers {
+		if p.State == status.Refused {
+			continue
+		}
+		for i, s := range p.Subnets {
+			if !chosen(only, s, p.PublicIPs[i]) {
+				continue
+			}
+			group.Go(func() error {
+				v := probe(ctx, s, p.PublicIPs[i], r.Network.MTU)
+				mu.Lock()
+				defer mu.Unlock()
+				verdicts = append(verdicts, v)
+				if !v.OK {
+					broken++
+				}
+				return ctx.Err()
+			})
+		}
+	}
+	if err := group.Wait(); err != nil {
+		return err
+	}
+	sortBySubnet(verdicts)
+	err := out.print(cmd.OutOrStdout(), verdicts, func(w io.Writer) {
+		fmt.Fprintln(w, "SUBNET\tPUBLIC IP\tRESULT\tRTT\tADVICE")
+		for _, v := range verdicts {
+			rtt := "-"
+			if v.RTT > 0 {
+				rtt = fmt.Sprintf("%.2f ms", v.RTT)
+			}
+			fmt.Fprintf(w, "%s\t%s\t%s\t%s\t%s\n", v.Subnet, v.PublicIP, cmp.Or(v.Broken, "ok"), rtt, v.Advice)
+		}
+	})
+	switch {
+	case err != nil:
+		return err
+	case len(verdicts) == 0:
+		return errors.New("there is no peer to check")
+	case broken > 0:
+		return fmt.Errorf("%d of %d ways are broken", broken, len(verdicts))
+	}
+	return nil
+}
+
+func chosen(only []string, s netip.Prefix, public netip.Addr) bool {
+	for _, o := range only {
+		if o == s.String() || o == public.String() {
+			return true
+		}
+	}
+	return len(only) == 0
+}
+
+// probe tries the legs of the way to a peer, from the outside in.
+func probe(ctx context.Context, s netip.Prefix, public netip.Addr, mtu int) verdict {
+	v := verdict{Subnet: s, PublicIP: public}
+	inner := s.Masked().Addr()
+	echo := func(dst netip.Addr, size int, whole bool) (time.Duration, error) {
+		var rtt time.Duration
+		var err error
+		for range 2 { // the first may have to wait for neighbours
+			rtt, err = ping.Ping(ctx, dst, ping.Options{Size: size, DontFragment: whole, Timeout: checkTimeout})
+			if err == nil {
+				break
+			}
+		}
+		return rtt, err
+	}
+	fail := func(leg string, err error, advice string) verdict {
+		v.Broken, v.Advice = leg, fmt.Sprintf("%s (%v)", advice, err)
+		return v
+	}
+	_, outerErr := echo(public, smallPacket, false)
+	rtt, err := echo(inner, smallPacket, false)
+	switch {
+	case err != nil && outerErr != nil:
+		return fail("underlay", outerErr, public.String()+" does not answer either: look at the host and the way to it")
+	case err != nil:
+		return fail("network", err, "the host answers, its end of the network does not: a firewall that drops the backend's packets (vxlan: UDP 8472), or flanneld there")
+	}
+	if _, err := echo(inner, mtu, true); err != nil {
+		return fail("mtu", err, fmt.Sprintf("small packets pass, those of %d bytes do not: the underlay carries less than its interface says, set MTU in the network configuration", mtu))
+	}
+	if err := knock(ctx, inner); err != nil {
+		return fail("checksum", err, `pings pass, TCP does not: a firewall, or a card or kernel that spoils checksums, try "ChecksumOffload": "off"`)
+	}
+	v.OK, v.RTT = true, float64(rtt)/float64(time.Millisecond)
+	return v
+}
+
+// knock opens a TCP connection that may be refused: any answer is one.
+func knock(ctx context.Context, dst netip.Addr) error {
+	ctx, cancel := context.WithTimeout(ctx, checkTimeout)
+	defer cancel()
+	conn, err := (&net.Dialer{}).DialContext(ctx, "tcp", netip.AddrPortFrom(dst, 1).String())
+	if err == nil {
+		return conn.Close()
+	}
+	if errors.Is(err, syscall.ECONNREFUSED) {
+		return nil
+	}
+	return err
+}
+
+func sortBySubnet(verdicts []verdict) {
+	slices.SortFunc(verdicts, func(a, b verdict) int { return a.Subnet.Compare(b.Subnet) })
+}

@@ -1,0 +1,295 @@
+package main
+
+import (
+	"bufio"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+
+	"github.com/spf13/cobra"
+	"golang.org/x/sys/unix"
+
+	"flanneld/pkg/prefix"
+	"flanneld/pkg/status"
+)
+
+// finding is something about this host that stands in the network's way.
+type finding struct {
+	Problem string `json:"problem"`
+	Fix     string `json:"fix"` // a command, or what to do
+	Serious bool   `json:"serious"`
+}
+
+// host is what a doctor looks at. root is where its file system is, for tests.
+type host struct {
+	root   string
+	report *status.Report // nil if no daemon answers
+}
+
+func newDoctorCommand() *cobra.Command {
+	var (
+		out    output
+		socket string
+	)
+	cmd := &cobra.Command{
+		Use: "doctor", Short: "Look for what on this host stands in the network's way, and say how to mend it", Args: cobra.NoArgs,
+		Long: `Looks at forwarding, bridge filtering, reverse-path filtering, other firewalls,
+MTUs, udev's MAC policy, ports and kernel modules. It changes nothing. Exits with
+1 if it finds something serious.`,
+		Example: "  flannelctl doctor\n  flannelctl doctor -o json",
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			h := host{root: "/"}
+			if r, err := fetch(cmd.Context(), status.Client(socket), "http://flanneld"); err == nil {
+				h.report = &r
+			}
+			findings := h.examine()
+			err := out.print(cmd.OutOrStdout(), findings, func(w io.Writer) {
+				if len(findings) == 0 {
+					fmt.Fprintln(w, "nothing found")
+				}
+				for _, f := range findings {
+					weight := "note"
+					if f.Serious {
+						weight = "PROBLEM"
+					}
+					fmt.Fprintf(w, "%s\t%s\n\tfix: %s\n", weight, f.Problem, f.Fix)
+				}
+			})
+			if err == nil && slices.ContainsFunc(findings, func(f finding) bool { return f.Serious }) {
+				err = errors.New("there are problems")
+			}
+			return err
+		},
+	}
+	out.addTo(cmd)
+	cmd.Flags().StringVar(&socket, "socket", status.SocketPath("/run/flannel/subnet.env"), "local socket of the daemon")
+	return cmd
+}
+
+// examine returns all findings, the serious ones first.
+func (h host) examine() []finding {
+	findings := []finding{}
+	for _, look := range []func() []finding{
+		h.daemon, h.forwarding, h.bridges, h.reversePath, h.firewalls, h.mtus, h.udev, h.port, h.modules,
+	} {
+		findings = append(findings, look()...)
+	}
+	slices.SortStableFunc(findings, func(a, b finding) int {
+		switch {
+		case a.Serious == b.Serious:
+			return 0
+		case a.Serious:
+			return -1
+		default:
+			return 1
+		}
+	})
+	return findings
+}
+
+// text returns the content of a file, trimmed; ok is false if there is none.
+func (h host) text(path string) (text string, ok bool) {
+	b, err := os.ReadFile(filepath.Join(h.root, path))
+	return strings.TrimSpace(string(b)), err == nil
+}
+
+func (h host) backend() string {
+	if h.report == nil {
+		return ""
+	}
+	return h.report.Network.BackendType
+}
+
+func (h host) families() map[prefix.Family]bool {
+	families := map[prefix.Family]bool{}
+	if h.report != nil {
+		for _, p := range h.report.Network.Prefixes {
+			families[prefix.FamilyOf(p.Addr())] = true
+		}
+	}
+	if len(families) == 0 {
+		families[prefix.IPv4] = true
+	}
+	return families
+}
+
+func (h host) daemon() []finding {
+	if h.report == nil {
+		return []finding{{"no flanneld answers on the local socket", "systemctl status flanneld; journalctl -u flanneld", true}}
+	}
+	var fs []finding
+	for _, r := range h.report.Reasons {
+		fs = append(fs, finding{"flanneld is not ready: " + r, "flannelctl status", true})
+	}
+	return fs
+}
+
+func (h host) forwarding() []finding {
+	var fs []finding
+	for f, key := range map[prefix.Family]string{prefix.IPv4: "net.ipv4.ip_forward", prefix.IPv6: "net.ipv6.conf.all.forwarding"} {
+		if v, ok := h.sysctl(key); h.families()[f] && ok && v == 0 {
+			fs = append(fs, finding{fmt.Sprintf("%s is not forwarded: pods reach nothing but this host", f), "sysctl -w " + key + "=1 (and a line in /etc/sysctl.d)", true})
+		}
+	}
+	return fs
+}
+
+func (h host) sysctl(key string) (int, bool) {
+	text, ok := h.text("proc/sys/" + strings.ReplaceAll(key, ".", "/"))
+	v, err := strconv.Atoi(text)
+	return v, ok && err == nil
+}
+
+func (h host) bridges() []finding {
+	var fs []finding
+	for f, key := range map[prefix.Family]string{prefix.IPv4: "net.bridge.bridge-nf-call-iptables", prefix.IPv6: "net.bridge.bridge-nf-call-ip6tables"} {
+		if !h.families()[f] {
+			continue
+		}
+		switch v, ok := h.sysctl(key); {
+		case !ok:
+			fs = append(fs, finding{"br_netfilter is not loaded: Services do not work between pods of this host where kube-proxy uses iptables", "modprobe br_netfilter (and a line in /etc/modules-load.d)", false})
+		case v == 0:
+			fs = append(fs, finding{key + " is 0: Services do not work between pods of this host where kube-proxy uses iptables", "sysctl -w " + key + "=1", false})
+		}
+	}
+	return fs
+}
+
+func (h host) reversePath() []finding {
+	if h.report == nil {
+		return nil
+	}
+	all, _ := h.sysctl("net.ipv4.conf.all.rp_filter")
+	own, _ := h.sysctl("net.ipv4.conf." + h.report.Interface.Name + ".rp_filter")
+	if max(all, own) != 1 {
+		return nil
+	}
+	return []finding{{
+		"rp_filter is strict on " + h.report.Interface.Name + ": packets of pods that come by another way than the route back are dropped, as with DirectRouting and several interfaces",
+		"sysctl -w net.ipv4.conf.all.rp_filter=2 net.ipv4.conf." + h.report.Interface.Name + ".rp_filter=2", false,
+	}}
+}
+
+func (h host) firewalls() []finding {
+	var fs []finding
+	if _, ok := h.text("run/firewalld.pid"); ok || h.exists("run/firewalld") {
+		fs = append(fs, finding{"firewalld runs: it may drop what is forwarded for pods", "firewall-cmd --permanent --zone=trusted --add-interface=flannel.1 --add-source=POD-NETWORK && firewall-cmd --reload", false})
+	}
+	if conf, _ := h.text("etc/ufw/ufw.conf"); slices.Contains(strings.Fields(conf), "ENABLED=yes") {
+		fs = append(fs, finding{"ufw is enabled: it drops what is forwarded unless told otherwise", "ufw default allow routed; ufw allow 8472/udp", false})
+	}
+	return fs
+}
+
+func (h host) exists(path string) bool {
+	_, err := os.Stat(filepath.Join(h.root, path))
+	return !errors.Is(err, fs.ErrNotExist)
+}
+
+// mtus compares what bridges of pods have with what the network carries.
+func (h host) mtus() []finding {
+	if h.report == nil || h.report.Network.MTU == 0 {
+		return nil
+	}
+	var found []finding
+	for _, name := range []string{"cni0", "docker0", "cbr0"} {
+		text, ok := h.text("sys/class/net/" + name + "/mtu")
+		mtu, err := strconv.Atoi(text)
+		if ok && err == nil && mtu > h.report.Network.MTU {
+			found = append(found, finding{
+				fmt.Sprintf("%s has MTU %d, the network carries %d: big packets are lost or slow", name, mtu, h.report.Network.MTU),
+				fmt.Sprintf("ip link set %s mtu %d, and start the pods anew", name, h.report.Network.MTU), true,
+			})
+		}
+	}
+	return found
+}
+
+// udev looks whether systemd-udevd may give tunnel devices another MAC.
+func (h host) udev() []finding {
+	if h.backend() != "vxlan" || !h.exists("usr/lib/systemd/network/99-default.link") && !h.exists("lib/systemd/network/99-default.link") {
+		return nil
+	}
+	links, _ := filepath.Glob(filepath.Join(h.root, "etc/systemd/network/*.link"))
+	for _, l := range links {
+		if text, err := os.ReadFile(l); err == nil && strings.Contains(string(text), "flannel") {
+			return nil
+		}
+	}
+	return []finding{{
+		"udev may give new vxlan devices a MAC of its own; flanneld sets it back, at the cost of a moment",
+		`printf '[Match]\nOriginalName=flannel*\n[Link]\nMACAddressPolicy=none\n' > /etc/systemd/network/50-flannel.link`, false,
+	}}
+}
+
+// port looks whether a program has the port that vxlan needs. The kernel's own
+// sockets are in the list, too, but no program's.
+func (h host) port() []finding {
+	if h.backend() != "vxlan" {
+		return nil
+	}
+	const vxlan = "2118" // 8472, in hexadecimal
+	for _, path := range []string{"proc/net/udp", "proc/net/udp6"} {
+		f, err := os.Open(filepath.Join(h.root, path))
+		if err != nil {
+			continue
+		}
+		defer f.Close()
+		for s := bufio.NewScanner(f); s.Scan(); {
+			fields := strings.Fields(s.Text())
+			if len(fields) > 9 && strings.HasSuffix(fields[1], ":"+vxlan) {
+				if pid, ok := h.owner(fields[9]); ok {
+					return []finding{{"process " + pid + " has UDP port 8472, which vxlan needs", "ss -lunp 'sport = :8472'", true}}
+				}
+			}
+		}
+	}
+	return nil
+}
+
+// owner returns the process that has the socket with that inode.
+func (h host) owner(inode string) (pid string, ok bool) {
+	fds, _ := filepath.Glob(filepath.Join(h.root, "proc/[0-9]*/fd/*"))
+	for _, fd := range fds {
+		if to, err := os.Readlink(fd); err == nil && to == "socket:["+inode+"]" {
+			return filepath.Base(filepath.Dir(filepath.Dir(fd))), true
+		}
+	}
+	return "", false
+}
+
+// modules looks whether the kernel can do what the backend needs.
+func (h host) modules() []finding {
+	module, ok := map[string]string{"vxlan": "vxlan", "wireguard": "wireguard", "ipip": "ipip"}[h.backend()]
+	if !ok || h.exists("sys/module/"+module) {
+		return nil
+	}
+	release := h.release()
+	for _, list := range []string{"modules.dep", "modules.builtin"} {
+		if text, ok := h.text("lib/modules/" + release + "/" + list); ok && strings.Contains(text, "/"+module+".ko") {
+			return nil
+		}
+	}
+	if len(h.report.Peers) > 0 && h.report.Ready {
+		return nil // it works: the kernel has it built in, without a list
+	}
+	return []finding{{
+		"kernel " + release + " has no module " + module,
+		"install the package with the kernel's further modules (Ubuntu: linux-modules-extra-" + release + ")", true,
+	}}
+}
+
+func (h host) release() string {
+	var u unix.Utsname
+	if err := unix.Uname(&u); err != nil {
+		return "unknown"
+	}
+	return unix.ByteSliceToString(u.Release[:])
+}

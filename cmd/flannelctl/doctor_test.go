@@ -1,0 +1,109 @@
+package main
+
+import (
+	"errors"
+	"maps"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"flanneld/pkg/status"
+)
+
+// healthy is the report of a daemon that has nothing to complain about.
+func healthy() *status.Report {
+	return &status.Report{
+		Ready: true, Interface: status.Interface{Name: "eth0"},
+		Network: status.Network{BackendType: "vxlan", MTU: 1450, Prefixes: []netip.Prefix{netip.MustParsePrefix("10.5.0.0/16"), netip.MustParsePrefix("fd00:10:5::/48")}},
+	}
+}
+
+// soundHost has the files of a host on which nothing is wrong.
+func soundHost() map[string]string {
+	return map[string]string{
+		"proc/sys/net/ipv4/ip_forward":                 "1\n",
+		"proc/sys/net/ipv6/conf/all/forwarding":        "1\n",
+		"proc/sys/net/bridge/bridge-nf-call-iptables":  "1\n",
+		"proc/sys/net/bridge/bridge-nf-call-ip6tables": "1\n",
+		"proc/sys/net/ipv4/conf/all/rp_filter":         "0\n",
+		"proc/sys/net/ipv4/conf/eth0/rp_filter":        "2\n",
+		"proc/net/udp":                                 "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode ref pointer drops\n",
+		"sys/module/vxlan/version":                     "",
+		"sys/class/net/cni0/mtu":                       "1450\n",
+		"usr/lib/systemd/network/99-default.link":      "[Link]\nMACAddressPolicy=persistent\n",
+		"etc/systemd/network/50-flannel.link":          "[Match]\nOriginalName=flannel*\n",
+	}
+}
+
+func TestDoctor(t *testing.T) {
+	for _, tc := range []struct {
+		name    string
+		change  map[string]string // file: content; "-" removes it
+		report  func(*status.Report)
+		want    string // in the one finding's problem; empty: nothing is found
+		fix     string
+		serious bool
+	}{
+		{name: "sound host"},
+		{name: "no forwarding", change: map[string]string{"proc/sys/net/ipv4/ip_forward": "0"}, want: "IPv4 is not forwarded", fix: "sysctl -w net.ipv4.ip_forward=1", serious: true},
+		{name: "no IPv6 forwarding", change: map[string]string{"proc/sys/net/ipv6/conf/all/forwarding": "0"}, want: "IPv6 is not forwarded", fix: "net.ipv6.conf.all.forwarding=1", serious: true},
+		{name: "bridge filter off", change: map[string]string{"proc/sys/net/bridge/bridge-nf-call-iptables": "0"}, want: "bridge-nf-call-iptables is 0", fix: "sysctl -w net.bridge"},
+		{name: "no bridge filter", change: map[string]string{"proc/sys/net/bridge/bridge-nf-call-ip6tables": "-"}, want: "br_netfilter is not loaded", fix: "modprobe br_netfilter"},
+		{name: "strict reverse path", change: map[string]string{"proc/sys/net/ipv4/conf/eth0/rp_filter": "1"}, want: "rp_filter is strict on eth0", fix: "rp_filter=2"},
+		{name: "strict, but loose for all", change: map[string]string{"proc/sys/net/ipv4/conf/eth0/rp_filter": "1", "proc/sys/net/ipv4/conf/all/rp_filter": "2"}},
+		{name: "firewalld", change: map[string]string{"run/firewalld.pid": "1"}, want: "firewalld runs", fix: "firewall-cmd"},
+		{name: "ufw", change: map[string]string{"etc/ufw/ufw.conf": "# set\nENABLED=yes\n"}, want: "ufw is enabled", fix: "ufw default allow routed"},
+		{name: "ufw off", change: map[string]string{"etc/ufw/ufw.conf": "ENABLED=no\n"}},
+		{name: "bridge MTU", change: map[string]string{"sys/class/net/cni0/mtu": "1500"}, want: "cni0 has MTU 1500, the network carries 1450", fix: "ip link set cni0 mtu 1450", serious: true},
+		{name: "udev", change: map[string]string{"etc/systemd/network/50-flannel.link": "-"}, want: "udev may give", fix: "MACAddressPolicy=none"},
+		{name: "port taken", change: map[string]string{"proc/net/udp": "head\n  1: 00000000:2118 00000000:0000 07 00000000:00000000 00:00000000 00000000     0        0 4242 2 0 0\n"}, want: "process 77 has UDP port 8472", fix: "ss -lunp", serious: true},
+		{name: "port of the kernel", change: map[string]string{"proc/net/udp": "head\n  1: 00000000:2118 00000000:0000 07 00000000:00000000 00:00000000 00000000     0        0 43 2 0 0\n"}},
+		{name: "no vxlan", change: map[string]string{"sys/module/vxlan/version": "-"}, report: func(r *status.Report) { r.Ready = false }, want: "has no module vxlan", fix: "linux-modules-extra", serious: true},
+		{name: "not ready", report: func(r *status.Report) { r.Ready, r.Reasons = false, []string{"data path: no"} }, want: "not ready: data path: no", fix: "flannelctl status", serious: true},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			files := soundHost()
+			maps.Copy(files, tc.change)
+			h := host{root: t.TempDir(), report: healthy()}
+			for path, text := range files {
+				if path = filepath.Join(h.root, path); text != "-" {
+					if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
+						t.Fatal(err)
+					}
+					if err := os.WriteFile(path, []byte(text), 0o600); err != nil {
+						t.Fatal(err)
+					}
+				}
+			}
+			fds := filepath.Join(h.root, "proc/77/fd")
+			if err := errors.Join(os.MkdirAll(fds, 0o755), os.Symlink("socket:[4242]", filepath.Join(fds, "3"))); err != nil {
+				t.Fatal(err)
+			}
+			if text := files["sys/module/vxlan/version"]; text == "-" {
+				os.RemoveAll(filepath.Join(h.root, "sys/module/vxlan"))
+			}
+			if tc.report != nil {
+				tc.report(h.report)
+			}
+			found := h.examine()
+			switch {
+			case tc.want == "" && len(found) > 0:
+				t.Errorf("found %+v, want nothing", found)
+			case tc.want == "":
+			case len(found) != 1:
+				t.Errorf("found %+v, want one thing with %q", found, tc.want)
+			case !strings.Contains(found[0].Problem, tc.want) || !strings.Contains(found[0].Fix, tc.fix) || found[0].Serious != tc.serious:
+				t.Errorf("found %+v, want %q, fix %q, serious %v", found[0], tc.want, tc.fix, tc.serious)
+			}
+		})
+	}
+}
+
+func TestDoctorWithoutADaemon(t *testing.T) {
+	found := host{root: t.TempDir()}.examine()
+	if len(found) == 0 || !found[0].Serious || !strings.Contains(found[0].Problem, "no flanneld answers") {
+		t.Errorf("found %+v, want first that there is no daemon", found)
+	}
+}

@@ -1,0 +1,166 @@
+// Package ping sends ICMP echo requests of a given size, for IPv4 and IPv6
+// alike. It needs CAP_NET_RAW.
+package ping
+
+import (
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"net"
+	"net/netip"
+	"syscall"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"flanneld/pkg/prefix"
+)
+
+// ErrTooBig means that a packet that must not be fragmented is bigger than the
+// sender's link, or than a link that a router reported.
+var ErrTooBig = errors.New("packet too big")
+
+// ErrUnreachable means that a router said so.
+var ErrUnreachable = errors.New("unreachable")
+
+// Options shape an echo request.
+type Options struct {
+	Size         int           // of the whole IP packet, in bytes; 0 means 84
+	DontFragment bool          // neither here nor on the way
+	Timeout      time.Duration // for the answer; 0 means 1 s
+	// Listen opens the socket, for a network namespace that is not the
+	// caller's; nil means here.
+	Listen func(ctx context.Context, lc *net.ListenConfig, network, address string) (net.PacketConn, error)
+}
+
+// icmpKind is what differs between the families in an echo.
+type icmpKind struct {
+	network, any        string
+	header              int // of IP, in bytes
+	request, reply      byte
+	unreachable, tooBig byte
+	level, discover     int // socket options
+}
+
+func kindOf(f prefix.Family) icmpKind {
+	if f == prefix.IPv4 {
+		return icmpKind{
+			network: "ip4:icmp", any: "0.0.0.0", header: 20,
+			request: 8, reply: 0, unreachable: 3, tooBig: 3,
+			level: unix.IPPROTO_IP, discover: unix.IP_MTU_DISCOVER,
+		}
+	}
+	return icmpKind{
+		network: "ip6:ipv6-icmp", any: "::", header: 40,
+		request: 128, reply: 129, unreachable: 1, tooBig: 2,
+		level: unix.IPPROTO_IPV6, discover: unix.IPV6_MTU_DISCOVER,
+	}
+}
+
+const icmpHeader = 8
+
+// Ping sends one echo request and returns the time to its reply.
+func Ping(ctx context.Context, dst netip.Addr, o Options) (time.Duration, error) {
+	kind := kindOf(prefix.FamilyOf(dst))
+	if o.Size == 0 {
+		o.Size = 84
+	}
+	if o.Size < kind.header+icmpHeader {
+		return 0, fmt.Errorf("a packet of %d bytes holds no echo", o.Size)
+	}
+	if o.Timeout == 0 {
+		o.Timeout = time.Second
+	}
+	ctx, cancel := context.WithTimeoutCause(ctx, o.Timeout, errors.New("no answer"))
+	defer cancel()
+	conn, err := o.listen(ctx, kind)
+	if err != nil {
+		return 0, err
+	}
+	defer conn.Close()
+	defer context.AfterFunc(ctx, func() { _ = conn.SetDeadline(time.Unix(1, 0)) })()
+
+	id := rand.Uint32()
+	sent := time.Now()
+	if _, err := conn.WriteTo(kind.echo(id, o.Size-kind.header), &net.IPAddr{IP: dst.AsSlice()}); err != nil {
+		if errors.Is(err, unix.EMSGSIZE) {
+			return 0, fmt.Errorf("%w: %d bytes", ErrTooBig, o.Size)
+		}
+		return 0, err
+	}
+	buf := make([]byte, 1<<16)
+	for {
+		size, _, err := conn.ReadFrom(buf)
+		if err != nil {
+			if ctx.Err() != nil {
+				err = context.Cause(ctx)
+			}
+			return 0, err
+		}
+		if mine, err := kind.match(buf[:size], id); mine {
+			return time.Since(sent), err
+		}
+	}
+}
+
+func (o Options) listen(ctx context.Context, kind icmpKind) (net.PacketConn, error) {
+	lc := &net.ListenConfig{Control: func(_, _ string, c syscall.RawConn) (err error) {
+		mode := unix.IP_PMTUDISC_DONT // both families count alike
+		if o.DontFragment {
+			mode = unix.IP_PMTUDISC_DO
+		}
+		cerr := c.Control(func(fd uintptr) {
+			err = unix.SetsockoptInt(int(fd), kind.level, kind.discover, mode)
+			if err == nil && o.DontFragment && kind.level == unix.IPPROTO_IPV6 {
+				err = unix.SetsockoptInt(int(fd), kind.level, unix.IPV6_DONTFRAG, 1)
+			}
+		})
+		return errors.Join(cerr, err)
+	}}
+	if o.Listen == nil {
+		return lc.ListenPacket(ctx, kind.network, kind.any)
+	}
+	return o.Listen(ctx, lc, kind.network, kind.any)
+}
+
+// echo makes an echo request of size bytes, marked with id. The kernel fills in
+// the checksum of ICMPv6.
+func (k icmpKind) echo(id uint32, size int) []byte {
+	b := make([]byte, size)
+	b[0] = k.request
+	binary.BigEndian.PutUint32(b[4:], id)
+	sum := uint32(0)
+	for i := 0; i+1 < len(b); i += 2 {
+		sum += uint32(binary.BigEndian.Uint16(b[i:]))
+	}
+	for sum>>16 != 0 {
+		sum = sum&0xffff + sum>>16
+	}
+	binary.BigEndian.PutUint16(b[2:], ^uint16(sum))
+	return b
+}
+
+// match reports whether b answers the request marked with id: with its reply,
+// or with an error that quotes it.
+func (k icmpKind) match(b []byte, id uint32) (mine bool, err error) {
+	if len(b) < icmpHeader {
+		return false, nil
+	}
+	if b[0] == k.reply {
+		return binary.BigEndian.Uint32(b[4:]) == id, nil
+	}
+	if b[0] != k.unreachable && b[0] != k.tooBig {
+		return false, nil
+	}
+	quoted := b[icmpHeader:]
+	if len(quoted) < k.header+icmpHeader || binary.BigEndian.Uint32(quoted[k.header+4:]) != id {
+		return false, nil
+	}
+	const fragmentationNeeded = 4 // the code under which IPv4 files it
+	if b[0] == k.tooBig && (k.tooBig != k.unreachable || b[1] == fragmentationNeeded) {
+		return true, fmt.Errorf("%w: a router reported an MTU of %d", ErrTooBig, binary.BigEndian.Uint16(b[6:]))
+	}
+	return true, fmt.Errorf("%w: code %d", ErrUnreachable, b[1])
+}
