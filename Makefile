@@ -18,7 +18,7 @@ GOLANGCI := bin/tools/golangci-lint
 
 .DEFAULT_GOAL := help
 .PHONY: help build demo test test-unit test-kernel test-e2e fuzz bench lint lint-go lint-mod lint-shell lint-sleep \
-	lint-unit fmt image dist deps clean FORCE
+	lint-unit lint-rules fmt image dist deps clean FORCE
 
 help: ## this list
 	@echo 'flanneld $(VERSION)'
@@ -54,7 +54,7 @@ bench: build ## what the daemon costs, beside the kernel's own limit (QUICK=1: l
 	go run ./test/bench $(if $(QUICK),-quick,-out Documentation/benchmarks -page Documentation/benchmarks.md) $(BENCHFLAGS)
 
 ## Keep it tidy
-lint: lint-go lint-mod lint-shell lint-sleep lint-unit ## all checks of code, modules, scripts and units
+lint: lint-go lint-mod lint-shell lint-sleep lint-unit lint-rules ## all checks of code, modules, scripts and units
 
 fmt: $(GOLANGCI) ## format the code
 	$(GOLANGCI) fmt ./...
@@ -82,6 +82,10 @@ lint-unit: deps
 	systemd-analyze verify --man=no "$$root/flanneld.service" && \
 	systemd-analyze security --offline=true --threshold=30 --no-pager "$$root/flanneld.service" | tail -n 1
 
+lint-rules: deps
+	promtool check rules dist/prometheus/flannel-rules.yml
+	promtool test rules dist/prometheus/flannel-rules-test.yml
+
 # The linter is built from the module that pins it, and again when the pin changes.
 $(GOLANGCI): test/tools/go.mod test/tools/go.sum
 	go -C test/tools build -o $(CURDIR)/bin/tools/ github.com/golangci/golangci-lint/v2/cmd/golangci-lint
@@ -96,7 +100,7 @@ dist: $(ARCHES:%=$(OUT)/flannel-$(VERSION)-linux-%.tar.gz) ## tarballs for all a
 $(OUT)/flannel-$(VERSION)-linux-%.tar.gz: FORCE
 	rm -rf $(OUT)/$* && mkdir -p $(OUT)/$*
 	GOOS=linux GOARCH=$* GOARM=7 $(GO_BUILD) -o $(OUT)/$*/ $(COMMANDS)
-	cp -r README.md dist/systemd dist/rt_protos.d $(OUT)/$*/
+	cp -r README.md dist/systemd dist/rt_protos.d dist/prometheus dist/grafana $(OUT)/$*/
 	cd $(OUT)/$* && tar --sort=name --mtime=@$$SOURCE_DATE_EPOCH --owner=0 --group=0 --numeric-owner \
 		--mode=u=rwX,go=rX -cf - * | gzip -9n > ../$(@F)
 	rm -rf $(OUT)/$*

@@ -5,6 +5,8 @@ import (
 	"errors"
 	"net/http"
 	"net/http/httptest"
+	"os"
+	"regexp"
 	"strings"
 	"testing"
 	"time"
@@ -73,5 +75,27 @@ func TestUnknownIsAbsent(t *testing.T) {
 	}
 	if !strings.Contains(page, "\nflannel_ready 0") || !strings.Contains(page, "\nflannel_datastore_connected 0") {
 		t.Error("ready and connected have to be there, as 0")
+	}
+}
+
+// Alert rules and the dashboard ask for nothing that is not there.
+func TestRulesAndDashboardNameWhatIsThere(t *testing.T) {
+	m := metrics.New(full)
+	m.Synced(time.Second, 0, nil)
+	page := scrape(t, m)
+	for _, file := range []string{"../../dist/prometheus/flannel-rules.yml", "../../dist/grafana/flannel.json"} {
+		text, err := os.ReadFile(file)
+		if err != nil {
+			t.Fatal(err)
+		}
+		names := regexp.MustCompile(`\bflannel_[a-z_]+`).FindAllString(string(text), -1)
+		if len(names) == 0 {
+			t.Errorf("%s names no metric", file)
+		}
+		for _, name := range names {
+			if !strings.Contains(page, "\n"+name+"{") && !strings.Contains(page, "\n"+name+" ") {
+				t.Errorf("%s asks for %s, which is not there", file, name)
+			}
+		}
 	}
 }

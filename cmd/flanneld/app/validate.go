@@ -16,10 +16,8 @@ func ValidateConfig(text []byte) (cfg subnet.Config, warnings []string, err erro
 	if cfg, warnings, err = subnet.ParseConfig(text); err != nil {
 		return cfg, nil, err
 	}
-	for _, n := range cfg.Networks {
-		if _, err := n.Pool(); err != nil {
-			return cfg, nil, err
-		}
+	if _, err := cfg.Pools(); err != nil {
+		return cfg, nil, err
 	}
 	registry, err := backends()
 	if err != nil {
