@@ -21,7 +21,8 @@ type Kernel interface {
 	Read(ctx context.Context, s Scope) (State, error)
 	// Apply carries out all of ops, in order. One that fails does not stop
 	// the others; the failures are returned. Deleting what is not there is
-	// success.
+	// success. It completes the objects in ops by what the kernel was given
+	// beside them: a Monitor need not announce own writes.
 	Apply(ctx context.Context, ops []Op) []OpError
 	// Monitor listens to changes in the scope from now on. The caller closes
 	// the monitor.

@@ -26,7 +26,6 @@ func Gather(ctx context.Context, o Options) (Facts, error) {
 	if f.Links, err = readLinks(ctx); err != nil {
 		return Facts{}, err
 	}
-	// A router may hold a million routes: they are read only if they matter.
 	if !o.asksForInterface() {
 		for _, fam := range o.Families {
 			routes, err := readDefaults(ctx, fam)
@@ -108,46 +107,7 @@ func newAddr(ip netip.Addr, flags int) Addr {
 }
 
 func readDefaults(ctx context.Context, f prefix.Family) ([]DefaultRoute, error) {
-	family := netlink.FAMILY_V4
-	if f == prefix.IPv6 {
-		family = netlink.FAMILY_V6
-	}
-	// With an empty filter the iterator passes the main table's routes only.
-	return dump(ctx, f.String()+" routes", func() ([]DefaultRoute, error) {
-		var out []DefaultRoute
-		err := netlink.RouteListFilteredIter(family, &netlink.Route{}, 0, func(r netlink.Route) bool {
-			if isDefault(r) {
-				out = append(out, DefaultRoute{Family: f, Links: routeLinks(r), Metric: r.Priority})
-			}
-			return true
-		})
-		return out, err
-	})
-}
-
-// isDefault reports whether r takes ordinary traffic to everywhere. The
-// unreachable default routes that some systems keep as a backstop do not.
-func isDefault(r netlink.Route) bool {
-	if r.Type != unix.RTN_UNICAST || r.Tos != 0 || r.Dst == nil {
-		return false
-	}
-	ones, _ := r.Dst.Mask.Size()
-	return ones == 0
-}
-
-// routeLinks returns the links of r, each once: several gateways on one link
-// are no ambiguity.
-func routeLinks(r netlink.Route) []int {
-	var links []int
-	if r.LinkIndex > 0 {
-		links = append(links, r.LinkIndex)
-	}
-	for _, hop := range r.MultiPath {
-		if !slices.Contains(links, hop.LinkIndex) {
-			links = append(links, hop.LinkIndex)
-		}
-	}
-	return links
+	return dump(ctx, f.String()+" default routes", func() ([]DefaultRoute, error) { return listDefaults(f) })
 }
 
 // readReach asks the kernel for its route to dst. That there is none is an

@@ -9,6 +9,7 @@ import (
 	"net/netip"
 	"path/filepath"
 	"reflect"
+	"runtime/debug"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -86,6 +87,9 @@ func (d *daemon) report(ctx context.Context, part string, err error) {
 		if err := d.notifier.Ready(); err != nil {
 			klog.FromContext(ctx).Error(err, "systemd was not told")
 		}
+		// The start made much that is not needed any more, and what comes makes
+		// little: without this it would stay for hours.
+		go debug.FreeOSMemory()
 	})
 }
 

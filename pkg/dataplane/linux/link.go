@@ -16,14 +16,18 @@ import (
 
 // linkIndex returns the index of the named device, 0 if there is none.
 func (k *Kernel) linkIndex(name string) (int, error) {
-	link, err := k.links.LinkByName(name)
-	if errors.As(err, &netlink.LinkNotFoundError{}) {
+	req, err := unix.NewIfreq(name)
+	if err != nil { // no device can have such a name
+		return 0, nil //nolint:nilerr // that is the answer
+	}
+	err = k.sock.control(func(fd int) error { return unix.IoctlIfreq(fd, unix.SIOCGIFINDEX, req) })
+	if errors.Is(err, unix.ENODEV) {
 		return 0, nil
 	}
 	if err != nil {
 		return 0, fmt.Errorf("look up link %s: %w", name, err)
 	}
-	return link.Attrs().Index, nil
+	return int(req.Uint32()), nil
 }
 
 func (k *Kernel) applyLink(ctx context.Context, op dataplane.Op) error {

@@ -4,6 +4,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"maps"
 	"os"
 	"slices"
 	"sync"
@@ -18,11 +19,12 @@ import (
 // monitorBuffer holds the announcements of some ten thousand changes.
 const monitorBuffer = 32 << 20
 
-// Message types and multicast groups that x/sys does not name.
+// Message types, multicast groups and values that x/sys does not name.
 const (
 	rtmNewNexthop  = 104
 	rtmDelNexthop  = 105
 	rtnlgrpNexthop = 32
+	eventFeatures  = 2 // IFLA_EVENT_FEATURES
 )
 
 // monitor implements dataplane.Monitor.
@@ -40,6 +42,9 @@ type monitor struct {
 	// names are those of the scope's devices, and of others that routes in it
 	// leave by.
 	names map[int]string
+	own   uint32 // port of the socket by which we write
+	// links are what was last heard of each device of our concern.
+	links map[int]linkDetails
 }
 
 // Monitor implements dataplane.Kernel.
@@ -57,6 +62,9 @@ func (k *Kernel) Monitor(s dataplane.Scope) (dataplane.Monitor, error) {
 		return nil, errors.Join(fmt.Errorf("subscribe to kernel changes: %w", err), m.file.Close())
 	}
 	if m.raw, err = m.file.SyscallConn(); err != nil {
+		return nil, errors.Join(fmt.Errorf("subscribe to kernel changes: %w", err), m.file.Close())
+	}
+	if m.own, err = k.sock.port(); err != nil {
 		return nil, errors.Join(fmt.Errorf("subscribe to kernel changes: %w", err), m.file.Close())
 	}
 	m.learn()
@@ -188,6 +196,9 @@ func (m *monitor) learn() {
 			m.names[index] = name
 		}
 	}
+	m.links = map[int]linkDetails{}
+	// Without a filter there is more to read, and the same to hear.
+	_ = m.raw.Control(func(fd uintptr) { _ = filter(int(fd), m.own, slices.Collect(maps.Keys(m.names))) })
 }
 
 // decode appends the events in a datagram and reports whether there was
@@ -301,7 +312,11 @@ func (m *monitor) link(deleted bool, payload []byte) bool {
 		return known
 	}
 	if known {
-		return true
+		// Most of what is announced of a link is none of our concern.
+		before, heard := m.links[index]
+		now := newLinkDetails(payload)
+		m.links[index] = now
+		return !heard || before != now || now.features
 	}
 	for a := range attributes(payload[unix.SizeofIfInfomsg:]) {
 		if a.typ == unix.IFLA_IFNAME {
@@ -310,6 +325,32 @@ func (m *monitor) link(deleted bool, payload []byte) bool {
 		}
 	}
 	return false
+}
+
+// linkDetails is what matters of a link, as a message tells it.
+type linkDetails struct {
+	up                   bool
+	name, mac, mtu, kind string // raw
+	features             bool   // offloads have changed; to what, it does not say
+}
+
+func newLinkDetails(payload []byte) linkDetails {
+	d := linkDetails{up: binary.NativeEndian.Uint32(payload[8:])&unix.IFF_UP != 0}
+	for a := range attributes(payload[unix.SizeofIfInfomsg:]) {
+		switch a.typ {
+		case unix.IFLA_IFNAME:
+			d.name = string(a.data)
+		case unix.IFLA_ADDRESS:
+			d.mac = string(a.data)
+		case unix.IFLA_MTU:
+			d.mtu = string(a.data)
+		case unix.IFLA_LINKINFO:
+			d.kind = string(a.data)
+		case unix.IFLA_EVENT:
+			d.features = len(a.data) == 4 && a.uint32() == eventFeatures
+		}
+	}
+	return d
 }
 
 // nexthop reports whether a nexthop object that went took routes along: the

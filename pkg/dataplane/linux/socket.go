@@ -78,6 +78,27 @@ func (s *socket) close() error {
 	return unix.Close(fd)
 }
 
+// control calls f with the socket's descriptor.
+func (s *socket) control(f func(fd int) error) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return f(s.fd)
+}
+
+// port is the socket's address: the kernel names it as the cause of what was
+// asked for through it.
+func (s *socket) port() (uint32, error) {
+	var port uint32
+	err := s.control(func(fd int) error {
+		sa, err := unix.Getsockname(fd)
+		if nl, ok := sa.(*unix.SockaddrNetlink); ok {
+			port = nl.Pid
+		}
+		return err
+	})
+	return port, err
+}
+
 // send transmits messages built by build, one for each i below n, and returns
 // the error of each that failed. Failures do not stop the rest.
 func (s *socket) send(ctx context.Context, n int, build func(i int, m *message)) map[int]error {

@@ -45,8 +45,8 @@ func (k *Kernel) Apply(ctx context.Context, ops []dataplane.Op) []dataplane.OpEr
 func (k *Kernel) applyRun(ctx context.Context, ops []dataplane.Op) []dataplane.OpError {
 	var failed []dataplane.OpError
 	indexes := map[string]int{"": 0}
-	ready := ops[:0:0]
-	for _, op := range ops {
+	ready, at := ops[:0:0], []int{} // and where in ops it stands
+	for i, op := range ops {
 		dev := deviceOf(op.Object)
 		if _, ok := indexes[dev]; !ok {
 			index, err := k.linkIndex(dev)
@@ -57,12 +57,15 @@ func (k *Kernel) applyRun(ctx context.Context, ops []dataplane.Op) []dataplane.O
 			indexes[dev] = index
 		}
 		if indexes[dev] != 0 || dev == "" {
-			ready = append(ready, op)
+			ready, at = append(ready, op), append(at, i)
 		} else if !op.Delete { // what lay on a device that is gone is gone, too
 			failed = append(failed, dataplane.OpError{Op: op, Err: unix.ENODEV})
 		}
 	}
 	k.provideNexthops(ctx, ready, indexes)
+	for i, op := range ready { // the caller is not told again what we have written
+		ops[at[i]] = op
+	}
 	errs := k.sock.send(ctx, len(ready), func(i int, m *message) {
 		encode(m, ready[i], indexes[deviceOf(ready[i].Object)])
 	})

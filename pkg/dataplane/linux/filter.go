@@ -1,0 +1,72 @@
+package linux
+
+import (
+	"encoding/binary"
+
+	"golang.org/x/net/bpf"
+	"golang.org/x/sys/unix"
+)
+
+// Offsets in a message: struct nlmsghdr, then struct ndmsg.
+const (
+	offsetType    = 4
+	offsetPort    = 12
+	offsetIfindex = unix.NLMSG_HDRLEN + 4
+)
+
+// maxFiltered is how many devices a filter tells apart.
+const maxFiltered = 64
+
+// filter has the kernel drop announcements that nobody here would look at, so
+// that they cost no wake-up: of routes and neighbours that we wrote ourselves by
+// the socket with that port, and of neighbours of devices that are none of ours.
+// A host with a thousand pods has those all the time. A message that the kernel
+// has made for several reasons at once has no port, and is heard.
+func filter(fd int, port uint32, devices []int) error {
+	if len(devices) > maxFiltered {
+		return nil
+	}
+	const (
+		deliver = 1 << 18
+		drop    = 0
+	)
+	// The classic filter reads big-endian numbers; these are in host order.
+	host16 := func(v uint16) uint32 {
+		return uint32(binary.BigEndian.Uint16(binary.NativeEndian.AppendUint16(nil, v)))
+	}
+	host32 := func(v uint32) uint32 {
+		return binary.BigEndian.Uint32(binary.NativeEndian.AppendUint32(nil, v))
+	}
+	// A jump says how many instructions it skips; the last two are the verdicts
+	// drop and deliver.
+	n := uint8(len(devices))
+	program := []bpf.Instruction{
+		bpf.LoadAbsolute{Off: offsetType, Size: 2},
+		bpf.JumpIf{Cond: bpf.JumpEqual, Val: host16(unix.RTM_NEWROUTE), SkipTrue: 4},
+		bpf.JumpIf{Cond: bpf.JumpEqual, Val: host16(unix.RTM_DELROUTE), SkipTrue: 3},
+		bpf.JumpIf{Cond: bpf.JumpEqual, Val: host16(unix.RTM_NEWNEIGH), SkipTrue: 5},
+		bpf.JumpIf{Cond: bpf.JumpEqual, Val: host16(unix.RTM_DELNEIGH), SkipTrue: 4},
+		bpf.RetConstant{Val: deliver},
+		// Routes.
+		bpf.LoadAbsolute{Off: offsetPort, Size: 4},
+		bpf.JumpIf{Cond: bpf.JumpEqual, Val: host32(port), SkipTrue: n + 4},
+		bpf.RetConstant{Val: deliver},
+		// Neighbours and FDB entries.
+		bpf.LoadAbsolute{Off: offsetPort, Size: 4},
+		bpf.JumpIf{Cond: bpf.JumpEqual, Val: host32(port), SkipTrue: n + 1},
+		bpf.LoadAbsolute{Off: offsetIfindex, Size: 4},
+	}
+	for i, index := range devices {
+		program = append(program, bpf.JumpIf{Cond: bpf.JumpEqual, Val: host32(uint32(index)), SkipTrue: n - uint8(i)})
+	}
+	program = append(program, bpf.RetConstant{Val: drop}, bpf.RetConstant{Val: deliver})
+	raw, err := bpf.Assemble(program)
+	if err != nil {
+		return err
+	}
+	code := make([]unix.SockFilter, len(raw))
+	for i, r := range raw {
+		code[i] = unix.SockFilter{Code: r.Op, Jt: r.Jt, Jf: r.Jf, K: r.K}
+	}
+	return unix.SetsockoptSockFprog(fd, unix.SOL_SOCKET, unix.SO_ATTACH_FILTER, &unix.SockFprog{Len: uint16(len(code)), Filter: &code[0]})
+}
