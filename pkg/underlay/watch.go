@@ -6,6 +6,7 @@ import (
 	"slices"
 	"time"
 
+	"golang.org/x/sys/unix"
 	"k8s.io/klog/v2"
 )
 
@@ -17,8 +18,8 @@ const (
 	// the chosen interface was down or gone: IPv6 addresses go with the link,
 	// and a network manager takes a while to put them back.
 	returning = 5 * time.Second
-	// A look is followed by a rest, in proportion to what it costs: a router
-	// may hold a million routes, and change some all the time.
+	// A look is followed by a rest, in proportion to the CPU that it costs: a
+	// router may hold a million routes, and change some all the time.
 	leastRest, restFactor = 100 * time.Millisecond, 20
 	// relook is how often Watch looks without having been told of a change,
 	// and relookFailed how often after a look that failed.
@@ -39,7 +40,7 @@ func Watch(ctx context.Context, o Options, now Interface, changed func(Interface
 	defer stop()
 	f := follower{now: now}
 	for ctx.Err() == nil {
-		start := time.Now()
+		start := spent()
 		facts, err := Gather(ctx, o)
 		if ctx.Err() != nil {
 			return nil
@@ -48,15 +49,26 @@ func Watch(ctx context.Context, o Options, now Interface, changed func(Interface
 		if err == nil {
 			c, err = choose(facts, o)
 		}
-		took := time.Since(start)
+		cost := spent() - start
 		moved, again := f.consider(ctx, sight{time.Now(), c.Interface, err, facts.away(f.now.Name)})
 		if moved {
 			changed(f.now)
 		}
-		sleep(ctx, max(leastRest, restFactor*took), nil)
+		sleep(ctx, max(leastRest, restFactor*cost), nil)
 		sleep(ctx, again, told)
 	}
 	return nil
+}
+
+// spent returns the CPU time that the process has used: that of a look, and
+// of what else goes on meanwhile. How long a look takes would say more about
+// others on a busy host.
+func spent() time.Duration {
+	var u unix.Rusage
+	if err := unix.Getrusage(unix.RUSAGE_SELF, &u); err != nil {
+		return 0
+	}
+	return time.Duration(u.Utime.Nano() + u.Stime.Nano())
 }
 
 // sleep returns after d, when told delivers or when ctx ends.
