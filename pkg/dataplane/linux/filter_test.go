@@ -1,0 +1,119 @@
+package linux
+
+import (
+	"net/netip"
+	"testing"
+	"time"
+
+	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
+
+	"flanneld/pkg/dataplane"
+	"flanneld/pkg/dataplane/dataplanetest"
+)
+
+// What the kernel is not to wake us for: own routes and neighbours, and the
+// neighbours of devices that are none of ours. All else is heard.
+func TestKernelFilter(t *testing.T) {
+	w := newWorld(t)
+	r := dataplanetest.NewReconciler(t, w, 0)
+	if _, err := r.Reconcile(quiet(t), dataplanetest.Base(), true); err != nil {
+		t.Fatal(err)
+	}
+	m, err := w.Monitor(dataplanetest.Scope())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer m.Close()
+	m.Drain()
+
+	var routes, neighs []dataplane.Object
+	for i := range 20 {
+		for _, o := range dataplanetest.Peer(i+3, 0) {
+			switch o.(type) {
+			case dataplane.Route:
+				routes = append(routes, o)
+			case dataplane.Neigh:
+				neighs = append(neighs, o)
+			}
+		}
+	}
+	ops := func(objects []dataplane.Object, del bool) (ops []dataplane.Op) {
+		for _, o := range objects {
+			ops = append(ops, dataplane.Op{Object: o, Delete: del})
+		}
+		return ops
+	}
+	heard := func() int {
+		events, lost := m.Drain()
+		if lost {
+			t.Error("something was lost")
+		}
+		return len(events)
+	}
+	// That a neighbour was deleted the kernel announces as nobody's doing.
+	for i, own := range [][]dataplane.Op{ops(neighs, false), ops(routes, false), ops(routes, true), ops(neighs, true)} {
+		if failed := w.Apply(quiet(t), own); len(failed) > 0 {
+			t.Fatal(failed)
+		}
+		if n := heard(); n != 0 && i < 3 {
+			t.Errorf("%d of %d own changes such as %s are heard", n, len(own), own[0])
+		}
+	}
+	for settled := false; !settled; { // a wake-up may be left of what was drained
+		select {
+		case <-m.Ready():
+			m.Drain()
+		case <-time.After(100 * time.Millisecond):
+			settled = true
+		}
+	}
+	peer, err := w.index("peer0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for i := range 50 {
+		err := w.tell(func(m *message) {
+			m.begin(unix.RTM_NEWNEIGH, unix.NLM_F_CREATE|unix.NLM_F_REPLACE, ndmsg(unix.AF_INET, peer, unix.NUD_REACHABLE, 0)...)
+			m.addr(unix.NDA_DST, netip.AddrFrom4([4]byte{10, 5, 99, byte(i)}))
+			m.attr(unix.NDA_LLADDR, []byte{2, 0, 0, 0, 0, byte(i)})
+		})
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	select {
+	case <-m.Ready():
+		t.Error("neighbours of another device wake us")
+	case <-time.After(100 * time.Millisecond):
+	}
+	for _, o := range append(neighs[:2:2], routes[:2]...) {
+		if err := w.Append(o); err != nil {
+			t.Fatal(err)
+		}
+		select {
+		case <-m.Ready():
+		case <-time.After(5 * time.Second):
+			t.Fatalf("%s, made by another program, wakes nobody", o)
+		}
+		if n := heard(); n != 1 {
+			t.Errorf("%d events for %s, made by another program, want 1", n, o)
+		}
+	}
+
+	// A device that comes later is one of ours from its first entry on.
+	if err := w.links.LinkDel(&netlink.GenericLink{LinkAttrs: netlink.LinkAttrs{Name: neighs[0].(dataplane.Neigh).Dev}}); err != nil {
+		t.Fatal(err)
+	}
+	m.Drain()
+	if _, err := r.Reconcile(quiet(t), dataplanetest.Base(), true); err != nil {
+		t.Fatal(err)
+	}
+	m.Drain()
+	if err := w.Append(neighs[0]); err != nil {
+		t.Fatal(err)
+	}
+	if n := heard(); n != 1 {
+		t.Errorf("%d events for a neighbour on the new device, want 1", n)
+	}
+}
