@@ -13,12 +13,16 @@ GO_BUILD := CGO_ENABLED=0 go build -trimpath -buildvcs=false -ldflags '$(LDFLAGS
 
 # How long each fuzz target runs.
 FUZZTIME ?= 10s
+# Heavy components that tests run are built once for a user, outside the tree.
+KUBE_VERSION := $(shell awk '$$1 == "k8s.io/kubernetes" { print $$2 }' test/components/kube-apiserver/go.mod)
+COMPONENTS := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/flanneld
+APISERVER := $(COMPONENTS)/kube-apiserver-$(KUBE_VERSION)
 STAGES := go run ./test/stages -fuzztime $(FUZZTIME)
 GOLANGCI := bin/tools/golangci-lint
 
 .DEFAULT_GOAL := help
 .PHONY: help build demo test test-unit test-kernel test-e2e fuzz bench lint lint-go lint-mod lint-shell lint-sleep \
-	lint-unit lint-rules fmt image dist deps clean FORCE
+	lint-unit lint-rules fmt image dist deps components clean FORCE
 
 help: ## this list
 	@echo 'flanneld $(VERSION)'
@@ -35,16 +39,16 @@ demo: build ## three hosts on this machine, a subnet each, every pod to every po
 	bin/flannelctl lab --hosts 3 --backend vxlan --once
 
 ## Test
-test: deps ## all stages, ending with a table of results and times
+test: deps components ## all stages, ending with a table of results and times
 	@$(STAGES)
 
-test-unit: deps ## what needs no kernel, with the race detector
+test-unit: deps components ## what needs no kernel, with the race detector
 	@$(STAGES) unit
 
 test-kernel: deps ## the TestKernel... tests, in network namespaces of their own
 	@$(STAGES) kernel
 
-test-e2e: deps ## real daemons, a real etcd and real traffic
+test-e2e: deps components ## real daemons, a real etcd and real traffic
 	@$(STAGES) build e2e
 
 fuzz: ## every fuzz target for FUZZTIME (10s)
@@ -66,6 +70,7 @@ lint-go: $(GOLANGCI)
 lint-mod:
 	go mod tidy -diff
 	go -C test/tools mod tidy -diff
+	go -C test/components/kube-apiserver mod tidy -diff
 
 lint-shell: deps
 	shellcheck .ci/run $(shell git ls-files --cached --others --exclude-standard '*.sh')
@@ -104,6 +109,18 @@ $(OUT)/flannel-$(VERSION)-linux-%.tar.gz: FORCE
 	cd $(OUT)/$* && tar --sort=name --mtime=@$$SOURCE_DATE_EPOCH --owner=0 --group=0 --numeric-owner \
 		--mode=u=rwX,go=rX -cf - * | gzip -9n > ../$(@F)
 	rm -rf $(OUT)/$*
+
+components: bin/tools/kube-apiserver ## build the Kubernetes API server that tests run: minutes, the first time
+
+bin/tools/kube-apiserver: $(APISERVER)
+	@mkdir -p bin/tools && ln -sf $(APISERVER) $@
+
+$(APISERVER):
+	@mkdir -p $(COMPONENTS)
+	@echo 'building kube-apiserver $(KUBE_VERSION), which takes minutes'
+	CGO_ENABLED=0 nice go build -C test/components/kube-apiserver -trimpath -o $@.part \
+		-ldflags '-s -w -X k8s.io/component-base/version.gitVersion=$(KUBE_VERSION) -X k8s.io/client-go/pkg/version.gitVersion=$(KUBE_VERSION)' .
+	@mv $@.part $@
 
 deps: ## install what tests and linters need, as root, if it is missing
 	@test/tools/deps.sh

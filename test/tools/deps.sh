@@ -18,6 +18,7 @@ want ip iproute2
 want nft nftables # a router that translates addresses, and one that drops
 want ethtool ethtool
 want etcd etcd-server # an older server than the one that is linked in
+want openssl openssl # keys for an API server
 want shellcheck shellcheck
 want promtool prometheus # and prometheus itself, which scrapes a daemon
 want systemd-analyze systemd
