@@ -17,7 +17,8 @@ import (
 	"flanneld/subnet"
 )
 
-// SyncerConfig is what a Syncer works with. All fields but OnSync are required.
+// SyncerConfig is what a Syncer works with. All fields but the functions are
+// required.
 type SyncerConfig struct {
 	Config  subnet.Config
 	Own     subnet.Lease
@@ -26,6 +27,9 @@ type SyncerConfig struct {
 	Resync  time.Duration
 	// OnSync is called after every pass.
 	OnSync func(Pass)
+	// OnRefused is called when a lease, by its key, is refused for a reason that
+	// it was not refused for before.
+	OnRefused func(key, reason string)
 }
 
 // Pass is the result of one pass.
@@ -255,6 +259,9 @@ func (s *Syncer) logRefused(ctx context.Context, set Set, byKernel []subnet.Refu
 		default:
 			s.refused[key] = reason
 			log.Error(nil, "lease refused", "lease", key, "reason", reason)
+			if s.OnRefused != nil {
+				s.OnRefused(key, reason)
+			}
 		}
 	}
 }

@@ -24,6 +24,9 @@ var (
 	ErrNoSubnets = errors.New("out of subnets")
 	// ErrNoConfig means that the store answers but holds no configuration.
 	ErrNoConfig = errors.New("no network configuration")
+	// ErrUnfit means that what the store gives this node does not go with the
+	// configuration, and will not until somebody changes either.
+	ErrUnfit = errors.New("subnet does not fit the configuration")
 	// ErrInvalidConfig means that the store holds a configuration that cannot be used.
 	ErrInvalidConfig = errors.New("invalid network configuration")
 )
@@ -47,7 +50,7 @@ type Lease struct {
 	Order       uint64     // age in the store (etcd create revision, node creation time): who was first
 	BackendType string     // as stored; empty for backends that store none
 	Endpoints   []Endpoint // one for each family that the lease has, IPv4 first
-	Permanent   bool       // a reservation: it never expires
+	Permanent   bool       // it never expires: a reservation, or the own lease of a Kubernetes node
 	Expires     time.Time  // own lease only
 }
 
@@ -86,7 +89,7 @@ func claimed(es []Endpoint, f prefix.Family) (Endpoint, bool) {
 
 // StoreID tells one store from another, and its states apart.
 type StoreID struct {
-	ID       string `json:"id"`       // etcd cluster id; UID of the kube-system namespace
+	ID       string `json:"id"`       // etcd cluster id; what subnet/kube makes of the Nodes' UIDs
 	Revision int64  `json:"revision"` // of the snapshot
 }
 
@@ -120,7 +123,8 @@ type Manager interface {
 	// Recall returns what this node published before: zero if nothing. own
 	// carries the node's public addresses.
 	Recall(ctx context.Context, own Claim) (Claim, error)
-	// Acquire takes or renews this node's lease.
+	// Acquire takes or renews this node's lease. It returns ErrUnfit, wrapped,
+	// when asking again is of no use.
 	Acquire(ctx context.Context, c Claim) (Lease, error)
 	// Watch blocks and calls sink, from one goroutine, with what is complete
 	// only. It survives compaction and outages. A snapshot's slices belong to

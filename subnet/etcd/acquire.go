@@ -93,7 +93,7 @@ func fits(pools []subnet.Pool, subnets []netip.Prefix) bool {
 // Acquire takes or renews the own lease. It keeps the subnet that the node had
 // whenever that is possible. See subnet.Manager.
 func (m *Manager) Acquire(ctx context.Context, c subnet.Claim) (subnet.Lease, error) {
-	defer m.health.forget(sourceLease)
+	defer m.outage.Forget(sourceLease)
 	var spare grant
 	defer func() { m.revoke(ctx, spare) }()
 	var own subnet.Lease

@@ -24,6 +24,9 @@ type storeError struct {
 func (e *storeError) Error() string { return e.text }
 func (e *storeError) Unwrap() error { return e.err }
 
+// Kind implements outage.Failure.
+func (e *storeError) Kind() string { return e.kind }
+
 var (
 	errStalled  = errors.New("the watch is silent")
 	errConflict = errors.New("another node was faster")

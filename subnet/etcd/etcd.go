@@ -7,7 +7,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"math/rand/v2"
 	"net/netip"
 	"path"
 	"sync/atomic"
@@ -16,6 +15,7 @@ import (
 	clientv3 "go.etcd.io/etcd/client/v3"
 	"k8s.io/klog/v2"
 
+	"flanneld/pkg/outage"
 	"flanneld/subnet"
 )
 
@@ -49,7 +49,7 @@ type Manager struct {
 	cfg    Config
 	timing timing
 	client *client
-	health *health
+	outage *outage.Tracker
 
 	// writing is held by whoever reads or writes the own lease: it guards own.
 	writing chan struct{}
@@ -93,7 +93,7 @@ func New(cfg Config) (*Manager, error) {
 		return nil, err
 	}
 	return &Manager{
-		cfg: cfg, timing: t, client: c, health: newHealth(cfg.OnStatus), writing: make(chan struct{}, 1),
+		cfg: cfg, timing: t, client: c, outage: outage.New("etcd", cfg.OnStatus), writing: make(chan struct{}, 1),
 	}, nil
 }
 
@@ -109,7 +109,7 @@ func (m *Manager) dir() string       { return path.Join(m.cfg.Prefix, "subnets")
 
 // Config reads the configuration. See subnet.Manager.
 func (m *Manager) Config(ctx context.Context) (subnet.Config, error) {
-	defer m.health.forget(sourceConfig)
+	defer m.outage.Forget(sourceConfig)
 	var cfg subnet.Config
 	err := m.retry(ctx, sourceConfig, func() (err error) {
 		cfg, _, err = m.config(ctx)
@@ -166,18 +166,18 @@ func (m *Manager) call(ctx context.Context, f func(context.Context, *clientv3.Cl
 
 // retry runs f until it succeeds or fails for a reason that does not pass by
 // itself.
-func (m *Manager) retry(ctx context.Context, s source, f func() error) error {
+func (m *Manager) retry(ctx context.Context, s string, f func() error) error {
 	b := m.backoff()
 	for {
 		err := f()
 		if ctx.Err() != nil {
 			return ctx.Err()
 		}
-		m.health.report(ctx, s, err)
+		m.report(ctx, s, err)
 		if !passes(err) {
 			return err
 		}
-		if err := b.wait(ctx); err != nil {
+		if err := b.Wait(ctx, 0); err != nil {
 			return err
 		}
 	}
@@ -186,27 +186,4 @@ func (m *Manager) retry(ctx context.Context, s source, f func() error) error {
 func passes(err error) bool {
 	var failure *storeError
 	return errors.As(err, &failure) || errors.Is(err, errConflict) || errors.Is(err, errRenewed)
-}
-
-// backoff grows from least to most and is spread by half.
-type backoff struct{ least, most, next time.Duration }
-
-func (m *Manager) backoff() *backoff {
-	return &backoff{least: m.timing.backoffMin, most: m.timing.backoff}
-}
-
-func (b *backoff) reset() { b.next = 0 }
-
-// wait blocks for the next interval. Its only error is that of ctx.
-func (b *backoff) wait(ctx context.Context) error {
-	b.next = min(max(b.next, b.least), b.most)
-	timer := time.NewTimer(b.next/2 + rand.N(b.next))
-	defer timer.Stop()
-	b.next *= 2
-	select {
-	case <-ctx.Done():
-		return ctx.Err()
-	case <-timer.C:
-		return nil
-	}
 }

@@ -21,9 +21,9 @@ var errLook = errors.New("own key has changed")
 // changed, and first of all after every outage, and does what is needed to
 // make it right. See subnet.Manager.
 func (m *Manager) Keep(ctx context.Context, own subnet.Lease) error {
-	defer m.health.forget(sourceLease)
+	defer m.outage.Forget(sourceLease)
 	b, restores := m.backoff(), m.backoff()
-	restores.least, restores.most = m.timing.restoreMin, m.timing.restored
+	restores.Least, restores.Most = m.timing.restoreMin, m.timing.restored
 	var lastRestore time.Time
 	for {
 		looked, restored, err := m.ensure(ctx, own)
@@ -32,14 +32,14 @@ func (m *Manager) Keep(ctx context.Context, own subnet.Lease) error {
 		case restored:
 			// Whoever changes the key again at once is not answered at once.
 			if time.Since(lastRestore) > 10*m.timing.restored {
-				restores.reset()
+				restores.Reset()
 			}
 			lastRestore = time.Now()
-			err = restores.wait(ctx)
+			err = restores.Wait(ctx, 0)
 		default:
 			err = m.await(ctx, looked, func() {
-				b.reset()
-				m.health.report(ctx, sourceLease, nil)
+				b.Reset()
+				m.report(ctx, sourceLease, nil)
 			})
 		}
 		switch {
@@ -50,8 +50,8 @@ func (m *Manager) Keep(ctx context.Context, own subnet.Lease) error {
 		case !passes(err):
 			return err
 		}
-		m.health.report(ctx, sourceLease, err)
-		if err := b.wait(ctx); err != nil {
+		m.report(ctx, sourceLease, err)
+		if err := b.Wait(ctx, 0); err != nil {
 			return err
 		}
 	}

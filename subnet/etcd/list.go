@@ -141,7 +141,7 @@ func recalled(entries []entry, ours func(entry) bool, before []netip.Prefix) *en
 
 // Recall finds the own lease by public address. See subnet.Manager.
 func (m *Manager) Recall(ctx context.Context, own subnet.Claim) (subnet.Claim, error) {
-	defer m.health.forget(sourceLease)
+	defer m.outage.Forget(sourceLease)
 	var l listing
 	err := m.retry(ctx, sourceLease, func() (err error) {
 		l, err = m.list(ctx)

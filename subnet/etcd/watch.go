@@ -32,15 +32,15 @@ type view struct {
 
 // Watch publishes the leases of other nodes. See subnet.Manager.
 func (m *Manager) Watch(ctx context.Context, sink func(subnet.Update)) error {
-	defer m.health.forget(sourceWatch)
+	defer m.outage.Forget(sourceWatch)
 	var v view
 	b := m.backoff()
 	for {
 		err := m.resume(ctx, &v, sink)
 		if err == nil {
 			err = m.follow(ctx, m.dir(), v.next, func(resp *pb.WatchResponse) error {
-				b.reset()
-				m.health.report(ctx, sourceWatch, nil)
+				b.Reset()
+				m.report(ctx, sourceWatch, nil)
 				return m.advance(ctx, &v, resp, sink)
 			})
 		}
@@ -54,9 +54,9 @@ func (m *Manager) Watch(ctx context.Context, sink func(subnet.Update)) error {
 			v.next = 0
 		}
 		if !errors.Is(err, errStalled) {
-			m.health.report(ctx, sourceWatch, err)
+			m.report(ctx, sourceWatch, err)
 		}
-		if err := b.wait(ctx); err != nil {
+		if err := b.Wait(ctx, 0); err != nil {
 			return err
 		}
 	}

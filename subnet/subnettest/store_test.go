@@ -15,7 +15,10 @@ func (b backing) SetConfig(_ *testing.T, raw string) { b.Store.SetConfig(raw) }
 func (b backing) Break(_ *testing.T, key string)     { b.Store.Break(key) }
 func (b backing) Delete(_ *testing.T, key string)    { b.Store.Delete(key) }
 
-func (b backing) Manager(_ *testing.T, previous ...netip.Prefix) subnet.Manager {
+func (b backing) Withdraw(_ *testing.T, key string) { b.Store.Delete(key) }
+func (b backing) Allocates() bool                   { return true }
+
+func (b backing) Manager(_ *testing.T, _ int, previous ...netip.Prefix) subnet.Manager {
 	return b.Store.Manager(previous...)
 }
 

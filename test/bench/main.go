@@ -38,6 +38,7 @@ type options struct {
 	busyRoutes  int
 	busyFor     time.Duration
 	churnChange int // lease changes of the endurance test
+	apiserver   string
 }
 
 func parse(args []string) (options, error) {
@@ -50,6 +51,7 @@ func parse(args []string) (options, error) {
 	f.StringVar(&o.out, "out", "dist/out/bench", "folder for results.json and the charts")
 	f.StringVar(&o.page, "page", "", "markdown file that takes the tables in")
 	f.StringVar(&o.only, "only", "", "comma-separated measures; empty means all of "+strings.Join(names(), ", "))
+	f.StringVar(&o.apiserver, "apiserver", "bin/tools/kube-apiserver", "the Kubernetes API server")
 	f.BoolVar(&o.quick, "quick", false, "fewer rounds, shorter waits: minutes less, and less to be trusted")
 	rounds := f.Int("rounds", 0, "rounds of each measure; 0 means the default")
 	peers := f.Int("n", 0, "leases of others in the large measures; 0 means 5000")
@@ -74,6 +76,10 @@ func parse(args []string) (options, error) {
 
 func main() {
 	lab.RunChild()
+	if os.Args[0] == watcherName {
+		fmt.Fprintln(os.Stderr, runWatcher(os.Args[1:]))
+		os.Exit(1)
+	}
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	err := execute(ctx, os.Args[1:], os.Stdout, os.Stderr)
 	stop()

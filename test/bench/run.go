@@ -37,6 +37,7 @@ func measures() []measure {
 		{"rest", (*runner).measureRest},
 		{"busy", (*runner).measureBusy},
 		{"growth", (*runner).measureGrowth},
+		{"kube", (*runner).measureKube},
 		{"size", (*runner).measureSize},
 	}
 }

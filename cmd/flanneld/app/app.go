@@ -83,7 +83,8 @@ func Run(ctx context.Context, opts Options) error {
 	}
 	group, members := errgroup.WithContext(ctx)
 	d := &daemon{opts: opts, registry: registry, group: group, health: newHealth(opts),
-		devices: deviceLocks{dir: opts.StateDir}, started: time.Now(), journal: status.NewJournal(journalSize)}
+		devices: deviceLocks{dir: opts.StateDir}, started: time.Now(), journal: status.NewJournal(journalSize),
+		up: make(chan struct{})}
 	log := d.journal.Logger(klog.FromContext(ctx))
 	ctx, members = klog.NewContext(ctx, log), klog.NewContext(members, log)
 	if err := d.listen(ctx, members, group); err != nil {
@@ -126,8 +127,6 @@ func (d *daemon) wait(ctx, members context.Context) error {
 // unsupported refuses what this version cannot do, rather than pretend.
 func (o Options) unsupported() error {
 	switch {
-	case o.KubeSubnetMgr:
-		return fmt.Errorf("%s: this version has no Kubernetes subnet manager; use etcd", o.Source("kube-subnet-mgr"))
 	case o.IPMasq:
 		return fmt.Errorf("%s: this version programs no masquerade rules, and %s would claim them; leave it off",
 			o.Source("ip-masq"), o.SubnetFile)

@@ -23,10 +23,8 @@ import (
 	"flanneld/pkg/metrics"
 	"flanneld/pkg/state"
 	"flanneld/pkg/status"
-	"flanneld/pkg/subnetfile"
 	"flanneld/pkg/underlay"
 	"flanneld/subnet"
-	"flanneld/subnet/etcd"
 )
 
 // The components of readiness.
@@ -48,6 +46,9 @@ type lastKnown struct {
 	Peers     subnet.LedgerState `json:"peers"`
 	Former    []former           `json:"former,omitempty"` // that may still show in the kernel
 
+	// PublicIPs are what the store says that peers send to, if not the flags.
+	PublicIPs []netip.Addr `json:"publicIPs,omitempty"`
+
 	peers func() subnet.LedgerState // has newer ones than Peers; may be nil
 }
 
@@ -65,7 +66,10 @@ type daemon struct {
 	started  time.Time
 	journal  *status.Journal
 	metrics  *metrics.Metrics
-	serving  atomic.Pointer[session] // nil until there is one
+	serving  atomic.Pointer[session]      // nil until there is one
+	up       chan struct{}                // closed when the daemon has become ready
+	public   []netip.Addr                 // that the store gives, in place of the flags
+	warn     func(reason, message string) // tells those who look at this node in the store; may be nil
 }
 
 func newHealth(o Options) *health.Status {
@@ -84,6 +88,7 @@ func (d *daemon) report(ctx context.Context, part string, err error) {
 	}
 	d.ready.Do(func() {
 		klog.FromContext(ctx).Info("flannel is ready")
+		close(d.up)
 		if err := d.notifier.Ready(); err != nil {
 			klog.FromContext(ctx).Error(err, "systemd was not told")
 		}
@@ -112,23 +117,22 @@ func (d *daemon) run(ctx context.Context) error {
 	if d.opts.IPTablesForwardRules {
 		log.Info("no forward rules are programmed: this version has none, the host's FORWARD policy must let pod traffic pass")
 	}
-	previous, err := subnetfile.Read(d.opts.SubnetFile)
-	if err != nil {
-		log.Error(err, "the previous subnet is not known")
-	}
-	for _, w := range previous.Warnings {
-		log.Error(nil, "damaged subnet file", "path", d.opts.SubnetFile, "line", w)
-	}
-	manager, err := d.manager(ctx, previous)
+	manager, err := d.manager(ctx, last)
 	if err != nil {
 		return err
 	}
 	defer func() { _ = manager.Close() }()
+	if k, ok := manager.(interface{ Warn(reason, message string) }); ok {
+		d.warn = k.Warn
+	}
 
 	resumed := d.resume(ctx, last)
-	defer resumed.stop()
+	defer func() { resumed.stop() }()
 	cfg, err := d.config(ctx, manager)
 	if err != nil {
+		return err
+	}
+	if d.public, err = publicIPs(ctx, manager); err != nil {
 		return err
 	}
 	iface, err := underlay.Wait(ctx, d.underlayOptions(cfg), d.opts.IfaceWait)
@@ -149,8 +153,9 @@ func (d *daemon) run(ctx context.Context) error {
 		return err
 	}
 	resumed.stop()
+	resumed = nil // with all that it knows
 	last.Former = d.outlived(last, be)
-	last.Config, last.Interface, last.Own = cfg, iface, own
+	last.Config, last.Interface, last.Own, last.PublicIPs = cfg, iface, own, d.public
 	sess, err := d.serve(ctx, be, last)
 	if err != nil {
 		return err
@@ -169,27 +174,6 @@ func ended(ctx context.Context, err error) error {
 		return nil
 	}
 	return err
-}
-
-func (d *daemon) manager(ctx context.Context, previous subnetfile.Previous) (*etcd.Manager, error) {
-	o := d.opts
-	var subnets []netip.Prefix
-	for _, e := range previous.Entries {
-		if e.Subnet.IsValid() {
-			subnets = append(subnets, e.Subnet)
-		}
-	}
-	return etcd.New(etcd.Config{
-		Endpoints: o.EtcdEndpoints, Prefix: o.EtcdPrefix,
-		CertFile: o.EtcdCertFile, KeyFile: o.EtcdKeyFile, CAFile: o.EtcdCAFile,
-		Username: o.EtcdUsername, Password: o.EtcdPassword.Reveal(),
-		RenewMargin: o.RenewMargin, TTL: o.LeaseTTL,
-		Previous: subnets,
-		OnStatus: func(err error) { d.report(ctx, partDatastore, err) },
-		OnLease: func(own subnet.Lease) {
-			d.record.update(func(now *lastKnown) { now.Own = own })
-		},
-	})
 }
 
 // config waits for a network configuration that can be used.
@@ -249,6 +233,9 @@ func (d *daemon) retry(ctx context.Context, what string, try func() error) error
 		if err == nil || ctx.Err() != nil {
 			return errors.Join(err, ctx.Err())
 		}
+		if errors.Is(err, subnet.ErrUnfit) {
+			return err
+		}
 		if logged != err.Error() {
 			logged = err.Error()
 			klog.FromContext(ctx).Error(err, what)
@@ -264,6 +251,13 @@ func (d *daemon) underlayOptions(cfg subnet.Config) underlay.Options {
 	o := underlay.Options{
 		Ifaces: d.opts.Iface, IfaceRegexes: d.opts.IfaceRegex, CanReach: d.opts.IfaceCanReach,
 		PublicIP: d.opts.PublicIP, PublicIPv6: d.opts.PublicIPv6,
+	}
+	for _, a := range d.public {
+		if a.Is4() {
+			o.PublicIP = a
+		} else {
+			o.PublicIPv6 = a
+		}
 	}
 	for _, n := range cfg.Networks {
 		o.Families = append(o.Families, n.Family())
@@ -293,7 +287,11 @@ func sameNode(a, b underlay.Interface) bool {
 // stateName tells daemons of one host apart: each has a network and a subnet
 // file of its own.
 func (o Options) stateName() string {
-	sum := sha256.Sum256([]byte(filepath.Clean(o.SubnetFile) + "\x00" + o.EtcdPrefix))
+	network := o.EtcdPrefix
+	if o.KubeSubnetMgr {
+		network = "Kubernetes " + o.KubeAnnotationPrefix
+	}
+	sum := sha256.Sum256([]byte(filepath.Clean(o.SubnetFile) + "\x00" + network))
 	return "flanneld-" + hex.EncodeToString(sum[:6])
 }
 

@@ -13,6 +13,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"flanneld/pkg/status"
+	"flanneld/subnet/kube"
 )
 
 // The values of --nexthop-objects.
@@ -47,6 +48,9 @@ type Options struct {
 	// KubeAPIURL and KubeconfigFile say how to reach the API server; both
 	// empty means by the service account of the pod.
 	KubeAPIURL, KubeconfigFile string
+	// NodeName is the Node of this host in Kubernetes, by NODE_NAME. Empty means
+	// that the pod knows, which POD_NAME and POD_NAMESPACE name.
+	NodeName, PodName, PodNamespace string
 	// KubeAnnotationPrefix is the prefix of the node annotations.
 	KubeAnnotationPrefix string
 	// NetConfigPath is the file with the network configuration.
@@ -187,6 +191,9 @@ func (o *Options) check() error {
 		{"kubeconfig-file", o.KubeconfigFile},
 	}
 	if o.KubeSubnetMgr {
+		if _, err := kube.AnnotationPrefix(o.KubeAnnotationPrefix); err != nil {
+			return fmt.Errorf("%s %q is invalid: %w", o.Source("kube-annotation-prefix"), o.KubeAnnotationPrefix, err)
+		}
 		files = append(files, given{"net-config-path", o.NetConfigPath})
 	}
 	for _, f := range files {

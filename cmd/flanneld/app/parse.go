@@ -49,10 +49,25 @@ func Parse(args, env []string) (Options, error) {
 		return Options{}, err
 	}
 	o.Warnings = append(o.Warnings, warnings...)
+	o.readPod(env)
 	if err := o.check(); err != nil {
 		return Options{}, err
 	}
 	return o, nil
+}
+
+// readPod takes what a pod's manifest tells of itself.
+func (o *Options) readPod(env []string) {
+	for _, e := range env {
+		switch name, value, _ := strings.Cut(e, "="); name {
+		case "NODE_NAME":
+			o.NodeName = value
+		case "POD_NAME":
+			o.PodName = value
+		case "POD_NAMESPACE":
+			o.PodNamespace = value
+		}
+	}
 }
 
 // values are the texts that were given for each flag, by its name.

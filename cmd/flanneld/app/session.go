@@ -23,6 +23,7 @@ func (d *daemon) resume(ctx context.Context, last lastKnown) *session {
 	if len(last.Own.Endpoints) == 0 || !last.Own.Permanent && time.Now().After(last.Own.Expires) {
 		return nil
 	}
+	d.public = last.PublicIPs
 	iface, err := underlay.Wait(ctx, d.underlayOptions(last.Config), 0)
 	if err != nil || !sameNode(last.Interface, iface) {
 		return nil
@@ -75,9 +76,10 @@ func (d *daemon) serve(ctx context.Context, be backend.Backend, now lastKnown) (
 	}
 	ledger := &subnet.Ledger{}
 	ledger.Restore(now.Peers)
+	now.Peers = subnet.LedgerState{}
 	past := d.newRetirement(now.Former, be)
 	var syncer *backend.Syncer
-	syncer = backend.NewSyncer(backend.SyncerConfig{
+	config := backend.SyncerConfig{
 		Config: now.Config, Own: now.Own, Network: network, Ledger: ledger, Resync: d.opts.Resync,
 		OnSync: func(p backend.Pass) {
 			d.health.Beat()
@@ -89,10 +91,14 @@ func (d *daemon) serve(ctx context.Context, be backend.Backend, now lastKnown) (
 				past.due()
 			}
 			if p.Complete {
-				d.record.update(func(now *lastKnown) { now.peers = syncer.Peers })
+				d.record.update(func(now *lastKnown) { now.Peers, now.peers = subnet.LedgerState{}, syncer.Peers })
 			}
 		},
-	})
+	}
+	if d.warn != nil {
+		config.OnRefused = func(key, reason string) { d.warn("FlannelPeerRefused", key+": "+reason) }
+	}
+	syncer = backend.NewSyncer(config)
 	file := &fileKeeper{path: d.opts.SubnetFile, file: d.subnetFile(now, network.MTU()), report: func(err error) { d.report(ctx, partSubnetFile, err) }}
 	ctx, cancel := context.WithCancel(ctx)
 	s := &session{now: now, mtu: network.MTU(), ledger: ledger, syncer: syncer, cancel: cancel, done: make(chan struct{})}
@@ -129,13 +135,6 @@ func latest[T any](ch chan T) func(T) {
 		}
 		ch <- v
 	}
-}
-
-// store is a manager whose connection can be made anew.
-type store interface {
-	subnet.Manager
-	// Reconnect gives up a connection from an address that is gone.
-	Reconnect()
 }
 
 // work keeps s up to date with the store until ctx ends. When the external

@@ -1,0 +1,90 @@
+package app
+
+import (
+	"context"
+	"net/netip"
+
+	"k8s.io/klog/v2"
+
+	"flanneld/pkg/subnetfile"
+	"flanneld/subnet"
+	"flanneld/subnet/etcd"
+	"flanneld/subnet/kube"
+)
+
+// store is a manager and its connection.
+type store interface {
+	subnet.Manager
+	// Reconnect gives up a connection from an address that is gone.
+	Reconnect()
+	// Close ends the connection.
+	Close() error
+}
+
+// manager returns the manager that the options ask for. last is what is known
+// from the run before.
+func (d *daemon) manager(ctx context.Context, last lastKnown) (store, error) {
+	if d.opts.KubeSubnetMgr {
+		return d.kubeManager(ctx, last)
+	}
+	return d.etcdManager(ctx)
+}
+
+func (d *daemon) etcdManager(ctx context.Context) (store, error) {
+	o := d.opts
+	return etcd.New(etcd.Config{
+		Endpoints: o.EtcdEndpoints, Prefix: o.EtcdPrefix,
+		CertFile: o.EtcdCertFile, KeyFile: o.EtcdKeyFile, CAFile: o.EtcdCAFile,
+		Username: o.EtcdUsername, Password: o.EtcdPassword.Reveal(),
+		RenewMargin: o.RenewMargin, TTL: o.LeaseTTL,
+		Previous: d.previous(ctx),
+		OnStatus: func(err error) { d.report(ctx, partDatastore, err) },
+		OnLease: func(own subnet.Lease) {
+			d.record.update(func(now *lastKnown) { now.Own = own })
+		},
+	})
+}
+
+// previous returns the subnets that this node had, as the subnet file says.
+func (d *daemon) previous(ctx context.Context) []netip.Prefix {
+	log := klog.FromContext(ctx)
+	previous, err := subnetfile.Read(d.opts.SubnetFile)
+	if err != nil {
+		log.Error(err, "the previous subnet is not known")
+	}
+	for _, w := range previous.Warnings {
+		log.Error(nil, "damaged subnet file", "path", d.opts.SubnetFile, "line", w)
+	}
+	var subnets []netip.Prefix
+	for _, e := range previous.Entries {
+		if e.Subnet.IsValid() {
+			subnets = append(subnets, e.Subnet)
+		}
+	}
+	return subnets
+}
+
+func (d *daemon) kubeManager(ctx context.Context, last lastKnown) (store, error) {
+	o := d.opts
+	c := kube.Config{
+		APIURL: o.KubeAPIURL, Kubeconfig: o.KubeconfigFile,
+		NodeName: o.NodeName, PodName: o.PodName, PodNamespace: o.PodNamespace,
+		NetConfig: o.NetConfigPath, AnnotationPrefix: o.KubeAnnotationPrefix,
+		Own: last.Own, Known: last.Peers,
+		OnStatus: func(err error) { d.report(ctx, partDatastore, err) },
+	}
+	if o.SetNodeNetworkUnavailable {
+		c.Ready = d.up
+	}
+	return kube.New(c)
+}
+
+// publicIPs returns the addresses that the store says peers send to.
+func publicIPs(ctx context.Context, m store) ([]netip.Addr, error) {
+	if k, ok := m.(interface {
+		PublicIPs(context.Context) ([]netip.Addr, error)
+	}); ok {
+		return k.PublicIPs(ctx)
+	}
+	return nil, nil
+}

@@ -1,0 +1,82 @@
+package kube
+
+import (
+	"context"
+	"errors"
+	"fmt"
+
+	"k8s.io/klog/v2"
+
+	"flanneld/subnet"
+)
+
+// Acquire publishes c on the own Node and returns the lease on its podCIDRs.
+// It waits for the Node, and for its podCIDRs. See subnet.Manager.
+func (m *Manager) Acquire(ctx context.Context, c subnet.Claim) (subnet.Lease, error) {
+	defer m.outage.Forget(starting)
+	waiting := false
+	for {
+		var own subnet.Lease
+		var s *self
+		err := m.retry(ctx, starting, func() (err error) {
+			if s, err = m.recent(ctx); err == nil {
+				own, err = m.acquire(ctx, s, c)
+			}
+			return err
+		})
+		if !errors.Is(err, errNoPodCIDR) {
+			return own, err
+		}
+		if !waiting {
+			waiting = true
+			klog.FromContext(ctx).Error(err, "waiting for the API to give this node its subnet")
+		}
+		err = m.await(ctx, s, func(now *self) bool { return !errors.Is(now.cidrsErr, errNoPodCIDR) })
+		if err == nil || errors.Is(err, errLook) {
+			continue
+		}
+		m.outage.Report(ctx, starting, err)
+		if err := m.backoff().Wait(ctx, pause(err)); err != nil {
+			return subnet.Lease{}, err
+		}
+	}
+}
+
+// acquire returns errNoPodCIDR, wrapped, as long as there are none.
+func (m *Manager) acquire(ctx context.Context, s *self, c subnet.Claim) (subnet.Lease, error) {
+	name := *m.name.Load()
+	cfg, err := m.Config(ctx)
+	switch {
+	case err != nil:
+		return subnet.Lease{}, err
+	case !s.exists:
+		return subnet.Lease{}, fmt.Errorf("node %s does not exist: %w", name, errNoPodCIDR)
+	case errors.Is(s.cidrsErr, errNoPodCIDR):
+		return subnet.Lease{}, fmt.Errorf("node %s: %w", name, s.cidrsErr)
+	case s.cidrsErr != nil:
+		return subnet.Lease{}, fmt.Errorf("%w: node %s: %w", subnet.ErrUnfit, name, s.cidrsErr)
+	}
+	es, err := fit(cfg, c, s.cidrs)
+	if err != nil {
+		err = fmt.Errorf("%w: node %s: %w", subnet.ErrUnfit, name, err)
+		m.events.sendNow(ctx, s.uid, "FlannelSubnetRefused", err.Error())
+		return subnet.Lease{}, err
+	}
+	m.writing.Lock()
+	defer m.writing.Unlock()
+	claim := subnet.Claim{BackendType: c.BackendType, Endpoints: es}
+	want, wrong := m.wanted(s, claim)
+	if wrong != nil {
+		m.ignored(ctx, wrong)
+	}
+	if changes := m.decoder.keys.difference(s.published(), want); len(changes) > 0 {
+		if err := m.annotate(ctx, name, changes); err != nil {
+			return subnet.Lease{}, err
+		}
+	}
+	m.own.Store(&claim)
+	m.seen.Store(s) // its revision is for Watch
+	return subnet.Lease{
+		Key: name, Order: uint64(s.created), BackendType: c.BackendType, Endpoints: es, Permanent: true,
+	}, nil
+}

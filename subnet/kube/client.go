@@ -1,0 +1,246 @@
+package kube
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"net/url"
+	"strconv"
+	"strings"
+	"time"
+
+	"k8s.io/client-go/rest"
+	"k8s.io/client-go/tools/clientcmd"
+	"k8s.io/client-go/transport"
+	"k8s.io/client-go/util/connrotation"
+)
+
+// The forms in which objects are asked for. Metadata leaves spec and status
+// out, which are most of a Node and change all the time.
+const (
+	acceptJSON     = "application/json"
+	acceptFull     = "application/vnd.kubernetes.protobuf, application/json;q=0.1"
+	acceptMetadata = "application/vnd.kubernetes.protobuf;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
+	// A list of metadata is a type of its own.
+	acceptMetadataList = "application/vnd.kubernetes.protobuf;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
+)
+
+// The types of what is sent.
+const (
+	sendPatch = "application/strategic-merge-patch+json"
+	sendJSON  = "application/json"
+)
+
+// client sends requests to the API server.
+type client struct {
+	host   string // as it is named in errors
+	base   *url.URL
+	http   *http.Client
+	dialer *connrotation.Dialer
+}
+
+// errEnded says that a watch has ended early for no fault of the server's.
+var errEnded = errors.New("watch has ended")
+
+// restConfig is how to reach the API server, from flags or from the pod's
+// service account.
+func restConfig(apiURL, kubeconfig string) (*rest.Config, error) {
+	if apiURL == "" && kubeconfig == "" {
+		cfg, err := rest.InClusterConfig()
+		if err != nil {
+			return nil, fmt.Errorf("use the pod's service account (without --kubeconfig-file and --kube-api-url): %w", err)
+		}
+		return cfg, nil
+	}
+	cfg, err := clientcmd.BuildConfigFromFlags(apiURL, kubeconfig)
+	if err != nil {
+		return nil, fmt.Errorf("use kubeconfig %q: %w", kubeconfig, err)
+	}
+	return cfg, nil
+}
+
+func newClient(cfg *rest.Config, agent string) (*client, error) {
+	cfg.UserAgent = agent
+	// To pack the list of all Nodes takes the server longer than to send it.
+	cfg.DisableCompression = true
+	dialer := connrotation.NewDialer((&net.Dialer{Timeout: dialTimeout, KeepAlive: keepAlive}).DialContext)
+	cfg.Dial = dialer.DialContext
+	if cfg.BearerTokenFile != "" {
+		// Read again when it is refused, not only every minute.
+		source := transport.NewCachedFileTokenSource(cfg.BearerTokenFile)
+		cfg.Wrap(transport.ResettableTokenSourceWrapTransport(source))
+		cfg.BearerToken, cfg.BearerTokenFile = "", ""
+	}
+	base, _, err := rest.DefaultServerUrlFor(cfg)
+	if err != nil {
+		return nil, fmt.Errorf("API server: %w", err)
+	}
+	h, err := rest.HTTPClientFor(cfg)
+	if err != nil {
+		return nil, fmt.Errorf("API server %s: %w", base.Host, err)
+	}
+	return &client{host: base.Host, base: base, http: h, dialer: dialer}, nil
+}
+
+const (
+	dialTimeout = 10 * time.Second
+	keepAlive   = 30 * time.Second
+)
+
+// renew gives up all connections.
+func (c *client) renew() { c.dialer.CloseAll() }
+
+// request is one request to the API.
+type request struct {
+	method  string // empty for GET
+	path    string // below /api/v1/
+	query   url.Values
+	accept  string
+	content string // type of body
+	body    []byte
+}
+
+// do sends a request. The caller closes the body of the response, whose status
+// is below 300.
+func (c *client) do(ctx context.Context, r request) (*http.Response, error) {
+	u := c.base.JoinPath("api", "v1", r.path)
+	u.RawQuery = r.query.Encode()
+	if r.method == "" {
+		r.method = http.MethodGet
+	}
+	req, err := http.NewRequestWithContext(ctx, r.method, u.String(), bytes.NewReader(r.body))
+	if err != nil {
+		return nil, err
+	}
+	req.Header.Set("Accept", r.accept)
+	if r.content != "" {
+		req.Header.Set("Content-Type", r.content)
+	}
+	resp, err := c.http.Do(req)
+	if err != nil {
+		return nil, c.explain(err)
+	}
+	if resp.StatusCode < 300 {
+		return resp, nil
+	}
+	defer resp.Body.Close()
+	return nil, c.refusal(resp)
+}
+
+// call sends a request that is answered at once and returns the answer.
+func (c *client) call(ctx context.Context, timeout time.Duration, r request) ([]byte, error) {
+	outer := ctx
+	ctx, cancel := context.WithTimeout(ctx, timeout)
+	defer cancel()
+	resp, err := c.do(ctx, r)
+	var body []byte
+	if err == nil {
+		defer resp.Body.Close()
+		if body, err = io.ReadAll(io.LimitReader(resp.Body, maxObject)); err != nil {
+			err = c.explain(err)
+		}
+	}
+	if outer.Err() != nil {
+		return nil, outer.Err()
+	}
+	return body, err
+}
+
+// maxObject is the largest object that is read, in bytes. etcd holds none that
+// is larger than a few MB.
+const maxObject = 16 << 20
+
+// apiError is what the API server, or the way to it, did wrong. It passes.
+type apiError struct {
+	host            string
+	kind            string
+	code            int    // of HTTP; 0 without an answer
+	reason, message string // as the server said
+	retryAfter      time.Duration
+	tooLarge        bool // the resource version is one that the server has not seen yet
+	cause           error
+}
+
+// Error implements error: one line.
+func (e *apiError) Error() string {
+	return "API server " + e.host + ": " + strings.Join(strings.Fields(e.message), " ")
+}
+
+// Unwrap implements error.
+func (e *apiError) Unwrap() error { return e.cause }
+
+// Kind implements outage.Failure.
+func (e *apiError) Kind() string { return e.kind }
+
+// hasCode reports whether err is an answer with that HTTP status.
+func hasCode(err error, code int) bool {
+	e, ok := errors.AsType[*apiError](err)
+	return ok && e.code == code
+}
+
+// pause is how long the server asked to wait before the next request.
+func pause(err error) time.Duration {
+	if e, ok := errors.AsType[*apiError](err); ok {
+		return e.retryAfter
+	}
+	return 0
+}
+
+// explain turns an error of the way to the server into one line.
+func (c *client) explain(err error) error {
+	switch {
+	case errors.Is(err, context.Canceled):
+		return err
+	case errors.Is(err, net.ErrClosed): // by renew
+		return errEnded
+	}
+	e := &apiError{host: c.host, kind: "unreachable", message: err.Error(), cause: err}
+	if u, ok := errors.AsType[*url.Error](err); ok {
+		e.message = u.Err.Error() // the URL is the same every time
+	}
+	switch {
+	case errors.Is(err, context.DeadlineExceeded):
+		e.message = "no answer in time"
+	case errors.Is(err, errWire):
+		e.kind = "malformed answer"
+	case strings.Contains(e.message, "tls: "), strings.Contains(e.message, "x509: "):
+		e.kind = "TLS"
+	}
+	return e
+}
+
+// refusal returns the error in an answer.
+func (c *client) refusal(resp *http.Response) error {
+	body, _ := io.ReadAll(io.LimitReader(resp.Body, 1<<20)) // what can be read says something
+	e := apiError{code: resp.StatusCode}
+	var status struct{ Reason, Message string }
+	if _, raw, err := unwrap(body); err == nil {
+		if s, err := decodeStatus(raw); err == nil {
+			e = s
+		}
+	} else if json.Unmarshal(body, &status) == nil {
+		e.reason, e.message = status.Reason, status.Message
+	} else {
+		e.message = shorten(string(body))
+	}
+	e.code = resp.StatusCode
+	return c.complete(e, resp.Header.Get("Retry-After"))
+}
+
+func (c *client) complete(e apiError, retryAfter string) error {
+	e.host = c.host
+	if e.message == "" {
+		e.message = http.StatusText(e.code)
+	}
+	e.message = fmt.Sprintf("%d %s", e.code, e.message)
+	e.kind = "HTTP " + strconv.Itoa(e.code)
+	if seconds, err := strconv.Atoi(retryAfter); err == nil && seconds > 0 {
+		e.retryAfter = min(time.Duration(seconds)*time.Second, time.Minute)
+	}
+	return &e
+}

@@ -1,0 +1,249 @@
+package kube
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net/netip"
+	"regexp"
+	"strings"
+
+	"flanneld/pkg/prefix"
+	"flanneld/subnet"
+)
+
+// annotation is one of the annotations that are read or written, below the
+// prefix.
+type annotation int
+
+const (
+	managed annotation = iota
+	backendType
+	backendData
+	backendV6Data
+	publicIP
+	publicIPv6
+	// The rest is read from the own Node only, and never written.
+	publicIPOverwrite
+	publicIPv6Overwrite
+	nodePublicIP
+	nodePublicIPv6
+	numAnnotations
+	numPublished = publicIPOverwrite
+)
+
+// DefaultAnnotationPrefix is what annotations begin with unless told otherwise.
+const DefaultAnnotationPrefix = "flannel.alpha.coreos.com"
+
+var prefixForm = regexp.MustCompile(`^(?:[a-z0-9_-]+\.)+[a-z0-9_-]+/(?:[a-z0-9_-]+-)?$`)
+
+// AnnotationPrefix returns what annotation keys begin with, given the flag:
+// "flannel.alpha.coreos.com" gives "flannel.alpha.coreos.com/", and "a.b/c"
+// gives "a.b/c-", as flannel does.
+func AnnotationPrefix(flag string) (string, error) {
+	p := flag
+	switch strings.Count(p, "/") {
+	case 0:
+		p += "/"
+	case 1:
+		if !strings.HasSuffix(p, "/") && !strings.HasSuffix(p, "-") {
+			p += "-"
+		}
+	default:
+		return "", errors.New("expected at most one slash")
+	}
+	if !prefixForm.MatchString(p) {
+		return "", fmt.Errorf("expected a DNS name of two parts or more, as %s, or one with /name behind it", DefaultAnnotationPrefix)
+	}
+	return p, nil
+}
+
+// keys are the full keys of the annotations.
+type keys struct {
+	prefix string
+	names  [numAnnotations]string
+	known  map[string]annotation
+}
+
+func newKeys(p string) keys {
+	k := keys{prefix: p, names: [numAnnotations]string{
+		managed: "kube-subnet-manager", backendType: "backend-type",
+		backendData: "backend-data", backendV6Data: "backend-v6-data",
+		publicIP: "public-ip", publicIPv6: "public-ipv6",
+		publicIPOverwrite: "public-ip-overwrite", publicIPv6Overwrite: "public-ipv6-overwrite",
+		nodePublicIP: "node-public-ip", nodePublicIPv6: "node-public-ipv6",
+	}, known: map[string]annotation{}}
+	for i, name := range k.names {
+		k.names[i] = p + name
+		k.known[p+name] = annotation(i)
+	}
+	return k
+}
+
+// index says which annotation has that key. It does not allocate.
+func (k *keys) index(key []byte) (a annotation, ok bool) {
+	if len(key) <= len(k.prefix) || string(key[:len(k.prefix)]) != k.prefix {
+		return 0, false
+	}
+	a, ok = k.known[string(key)]
+	return a, ok
+}
+
+// annotationsOf are the annotations that belong to one family.
+var annotationsOf = map[prefix.Family]struct{ data, public, overwrite, node annotation }{
+	prefix.IPv4: {backendData, publicIP, publicIPOverwrite, nodePublicIP},
+	prefix.IPv6: {backendV6Data, publicIPv6, publicIPv6Overwrite, nodePublicIPv6},
+}
+
+var families = []prefix.Family{prefix.IPv4, prefix.IPv6}
+
+// note is the value of one annotation, if it is there.
+type note struct {
+	text    string
+	present bool
+}
+
+// notes are the annotations that a node publishes.
+type notes [numPublished]note
+
+// encode returns the annotations for what a node publishes, as flannel writes
+// them: data as JSON text, null where there is none. Backends other than vxlan
+// have the IPv4 pair even on a node without IPv4.
+func encode(c subnet.Claim) notes {
+	var n notes
+	n[managed] = note{"true", true}
+	n[backendType] = note{c.BackendType, true}
+	for _, f := range families {
+		of := annotationsOf[f]
+		e, ok := c.Endpoint(f)
+		switch {
+		case ok:
+			n[of.data], n[of.public] = note{dataText(e.Data), true}, note{e.PublicIP.String(), true}
+		case f == prefix.IPv4 && c.BackendType != "vxlan":
+			n[of.data], n[of.public] = note{"null", true}, note{"0.0.0.0", true}
+		}
+	}
+	return n
+}
+
+func dataText(data json.RawMessage) string {
+	if len(data) == 0 {
+		return "null"
+	}
+	return string(data)
+}
+
+// maxAnnotation is the longest annotation that is read: real ones have some
+// hundred bytes.
+const maxAnnotation = 16 << 10
+
+// errNotManaged says that a Node is not flannel's, or not yet.
+var errNotManaged = errors.New("it has no annotation kube-subnet-manager")
+
+// decode returns what a node publishes, on the subnets that the API gave it.
+// Families that lack either have no endpoint.
+func (k *keys) decode(n notes, cidrs []netip.Prefix) (backend string, es []subnet.Endpoint, err error) {
+	if n[managed].text != "true" {
+		return "", nil, errNotManaged
+	}
+	for a := range n {
+		if have := len(n[a].text); have > maxAnnotation {
+			return "", nil, fmt.Errorf("annotation %s has %d bytes (at most %d are read)", k.names[a], have, maxAnnotation)
+		}
+	}
+	for _, f := range families {
+		cidr, ok := ofFamily(cidrs, f)
+		of := annotationsOf[f]
+		if !ok || !n[of.public].present {
+			continue
+		}
+		e := subnet.Endpoint{Subnet: cidr}
+		if e.PublicIP, err = parseAddr(f, n[of.public].text); err != nil {
+			return "", nil, fmt.Errorf("annotation %s: %w", k.names[of.public], err)
+		}
+		if e.Data, err = parseData(n[of.data].text); err != nil {
+			return "", nil, fmt.Errorf("annotation %s: %w", k.names[of.data], err)
+		}
+		es = append(es, e)
+	}
+	if len(es) == 0 {
+		return "", nil, fmt.Errorf("no annotation %s or %s for podCIDRs %v", k.names[publicIP], k.names[publicIPv6], cidrs)
+	}
+	return n[backendType].text, es, nil
+}
+
+func ofFamily(cidrs []netip.Prefix, f prefix.Family) (netip.Prefix, bool) {
+	for _, p := range cidrs {
+		if prefix.FamilyOf(p.Addr()) == f {
+			return p, true
+		}
+	}
+	return netip.Prefix{}, false
+}
+
+func parseAddr(f prefix.Family, text string) (netip.Addr, error) {
+	a, err := netip.ParseAddr(text)
+	if err != nil || prefix.FamilyOf(a) != f || a.Is4In6() || a.Zone() != "" {
+		return netip.Addr{}, fmt.Errorf("%q is not an %s address", shorten(text), f)
+	}
+	return a, nil
+}
+
+// parseData returns nil where there is no data.
+func parseData(text string) (json.RawMessage, error) {
+	if text == "" || text == "null" {
+		return nil, nil
+	}
+	if !json.Valid([]byte(text)) {
+		return nil, fmt.Errorf("%q is not JSON", shorten(text))
+	}
+	return json.RawMessage(text), nil
+}
+
+// errNoPodCIDR says that the API has not given the Node its subnets yet.
+var errNoPodCIDR = errors.New("no podCIDR assigned yet")
+
+// cidrs returns the podCIDRs of a full Node, IPv4 first: one for each family
+// that it has.
+func (o *object) cidrs() ([]netip.Prefix, error) {
+	texts := o.podCIDRs[:min(o.numPodCIDRs, len(o.podCIDRs))]
+	switch {
+	case o.numPodCIDRs > len(o.podCIDRs):
+		return nil, fmt.Errorf("it has %d podCIDRs, want one for each family", o.numPodCIDRs)
+	case len(texts) == 0 && len(o.podCIDR) == 0:
+		return nil, errNoPodCIDR
+	case len(texts) == 0:
+		texts = [][]byte{o.podCIDR}
+	}
+	var found [2]netip.Prefix
+	for _, text := range texts {
+		p, err := netip.ParsePrefix(string(text))
+		if err != nil || p.Addr().Is4In6() || p.Bits() == 0 {
+			return nil, fmt.Errorf("podCIDR %q is not a subnet", shorten(string(text)))
+		}
+		i := 0
+		if p.Addr().Is6() {
+			i = 1
+		}
+		if found[i].IsValid() {
+			return nil, fmt.Errorf("it has two podCIDRs of one family, %s and %s", found[i], p)
+		}
+		found[i] = p.Masked()
+	}
+	var out []netip.Prefix
+	for _, p := range found {
+		if p.IsValid() {
+			out = append(out, p)
+		}
+	}
+	return out, nil
+}
+
+// shorten keeps what was read from elsewhere fit for one line of text.
+func shorten(s string) string {
+	const most = 64
+	if len(s) <= most {
+		return s
+	}
+	return strings.ToValidUTF8(s[:most], "") + "…"
+}

@@ -1,0 +1,92 @@
+package kube
+
+import (
+	"context"
+	"encoding/json"
+	"net/url"
+	"time"
+
+	"golang.org/x/time/rate"
+	"k8s.io/klog/v2"
+)
+
+// recorder makes Events about the own Node. They are for people to look at: one
+// that cannot be made, because the role does not allow it or the server is
+// away, is dropped.
+type recorder struct {
+	m     *Manager
+	queue chan event
+	limit *rate.Limiter
+	said  map[event]time.Time // of the goroutine that sends
+}
+
+type event struct{ reason, message string }
+
+const (
+	eventNamespace = "default" // where Events about Nodes are
+	eventBurst     = 10
+	eventEvery     = time.Minute
+	eventRepeat    = time.Hour // the same one again
+	maxEvent       = 1000      // bytes of a message: the API takes 1024
+)
+
+func newRecorder(m *Manager) *recorder {
+	return &recorder{m: m, queue: make(chan event, eventBurst), limit: rate.NewLimiter(rate.Every(eventEvery), eventBurst), said: map[event]time.Time{}}
+}
+
+// Warn has an Event made about the own Node, unless the same was made within
+// the last hour or there have been many. It does not block.
+func (m *Manager) Warn(reason, message string) { m.events.send(reason, message) }
+
+func (r *recorder) send(reason, message string) {
+	select {
+	case r.queue <- event{reason, message}:
+	default: // too many already
+	}
+}
+
+// run makes Events until ctx ends.
+func (r *recorder) run(ctx context.Context) {
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case e := <-r.queue:
+			if at, ok := r.said[e]; ok && time.Since(at) < eventRepeat || !r.limit.Allow() {
+				continue
+			}
+			for old, at := range r.said {
+				if time.Since(at) >= eventRepeat {
+					delete(r.said, old)
+				}
+			}
+			if s, err := r.m.look(ctx); err == nil && s.exists {
+				r.said[e] = time.Now()
+				r.sendNow(ctx, s.uid, e.reason, e.message)
+			}
+		}
+	}
+}
+
+// sendNow makes an Event at once. It is for what ends the daemon.
+func (r *recorder) sendNow(ctx context.Context, uid, reason, message string) {
+	name := *r.m.name.Load()
+	now := time.Now().UTC().Truncate(time.Second)
+	body, err := json.Marshal(map[string]any{
+		"apiVersion": "v1", "kind": "Event",
+		"metadata":       map[string]any{"generateName": name + ".", "namespace": eventNamespace},
+		"involvedObject": map[string]any{"apiVersion": "v1", "kind": "Node", "name": name, "uid": uid},
+		"type":           "Warning", "reason": reason, "message": message[:min(len(message), maxEvent)],
+		"source":         map[string]any{"component": "flanneld", "host": name},
+		"firstTimestamp": now, "lastTimestamp": now, "count": 1,
+	})
+	if err == nil {
+		_, err = r.m.client.call(ctx, r.m.timing.request, request{
+			method: "POST", path: "namespaces/" + url.PathEscape(eventNamespace) + "/events",
+			accept: acceptMetadata, content: sendJSON, body: body,
+		})
+	}
+	if err != nil {
+		klog.FromContext(ctx).V(2).Info("no Event was made", "reason", reason, "cause", err.Error())
+	}
+}

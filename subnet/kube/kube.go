@@ -1,0 +1,195 @@
+// Package kube keeps leases in the Kubernetes API, as flannel does: a node's
+// subnets are the podCIDRs that the API has given it, and what peers need to
+// know stands in annotations of its Node.
+//
+// All Nodes change all the time, and what is needed of them nearly never does.
+// So they are listed in full once and watched without spec and status; a Node
+// that is new is asked for. podCIDRs come from the spec alone: a node could
+// write any annotation.
+package kube
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"k8s.io/klog/v2"
+
+	"flanneld/pkg/outage"
+	"flanneld/pkg/version"
+	"flanneld/subnet"
+)
+
+// Config says where the API server is and how to use it.
+type Config struct {
+	// APIURL and Kubeconfig (a path) say how to reach the API server. Both
+	// empty means by the service account of the pod.
+	APIURL, Kubeconfig string
+	// NodeName is the own Node. If it is empty the pod is asked for it, which
+	// PodName and PodNamespace name.
+	NodeName, PodName, PodNamespace string
+	// NetConfig is the path of the network configuration.
+	NetConfig string
+	// AnnotationPrefix is what AnnotationPrefix takes. Empty means the default.
+	AnnotationPrefix string
+	// Own and Known are what this node knew when it ran before. They save
+	// asking for podCIDRs, and tell another store from the one it was. May be
+	// zero.
+	Own   subnet.Lease
+	Known subnet.LedgerState
+	// Ready is closed once the node's network works. The condition
+	// NetworkUnavailable is then set to False, and kept so. Nil leaves it alone.
+	Ready <-chan struct{}
+	// OnStatus is told when the API becomes unusable, with the reason, and
+	// usable again, with nil. It must not block nor call the manager. May be nil.
+	OnStatus func(error)
+}
+
+// Manager is a subnet.Manager on the Kubernetes API. It is safe for concurrent
+// use.
+type Manager struct {
+	cfg     Config
+	timing  timing
+	client  *client
+	decoder *decoder
+	outage  *outage.Tracker
+	events  *recorder
+
+	name atomic.Pointer[string] // of the own Node, once it is known
+	// seen is what was just read of the own Node, for the one who needs it next.
+	seen atomic.Pointer[self]
+
+	// former is what Config says of it, for the first Watch; view is what Watch
+	// knew when it ended, for the next one.
+	former atomic.Pointer[former]
+	view   atomic.Pointer[view]
+
+	writing sync.Mutex // held by who writes the own Node
+	own     atomic.Pointer[subnet.Claim]
+	warned  atomic.Pointer[string] // configuration whose warnings were logged
+}
+
+var _ subnet.Manager = (*Manager)(nil)
+
+// timing holds the intervals that tests shorten.
+type timing struct {
+	request              time.Duration // deadline of a request
+	backoffMin, backoff  time.Duration
+	restoreMin, restored time.Duration // pause after the own Node had to be written again
+	fresh                time.Duration // how old what was read may be
+	spread               time.Duration // for each node, by which lists are spread
+}
+
+// The activities that talk to the API server.
+const (
+	starting = "start"
+	keeping  = "own node"
+	watching = "watch"
+)
+
+// New returns a manager. It reads the files that say how to reach the API
+// server but does not connect: an error is a mistake in cfg. The caller must
+// Close the manager.
+func New(cfg Config) (*Manager, error) {
+	if cfg.NodeName == "" && (cfg.PodName == "" || cfg.PodNamespace == "") {
+		return nil, errors.New("the node's name is not known: NODE_NAME, or POD_NAME and POD_NAMESPACE, must be set in the environment")
+	}
+	if cfg.AnnotationPrefix == "" {
+		cfg.AnnotationPrefix = DefaultAnnotationPrefix
+	}
+	p, err := AnnotationPrefix(cfg.AnnotationPrefix)
+	if err != nil {
+		return nil, fmt.Errorf("annotation prefix %q: %w", cfg.AnnotationPrefix, err)
+	}
+	rc, err := restConfig(cfg.APIURL, cfg.Kubeconfig)
+	if err != nil {
+		return nil, err
+	}
+	c, err := newClient(rc, "flanneld/"+version.Version)
+	if err != nil {
+		return nil, err
+	}
+	m := &Manager{
+		cfg: cfg, client: c, decoder: &decoder{newKeys(p)}, outage: outage.New("the Kubernetes API", cfg.OnStatus),
+		timing: timing{
+			request: 10 * time.Second, backoffMin: 100 * time.Millisecond, backoff: 5 * time.Second,
+			restoreMin: time.Second, restored: time.Minute, fresh: 2 * time.Second, spread: time.Millisecond,
+		},
+	}
+	m.former.Store(&former{cfg.Own, cfg.Known})
+	m.cfg.Known = subnet.LedgerState{}
+	m.events = newRecorder(m)
+	if cfg.NodeName != "" {
+		m.name.Store(&cfg.NodeName)
+	}
+	return m, nil
+}
+
+// Close ends the connection.
+func (m *Manager) Close() error {
+	m.client.renew()
+	return nil
+}
+
+// Reconnect has a new connection made: one from an address that this host has
+// no more would be silent for long.
+func (m *Manager) Reconnect() { m.client.renew() }
+
+// Config reads the configuration. See subnet.Manager.
+func (m *Manager) Config(ctx context.Context) (subnet.Config, error) {
+	if ctx.Err() != nil {
+		return subnet.Config{}, ctx.Err()
+	}
+	raw, err := os.ReadFile(m.cfg.NetConfig)
+	if errors.Is(err, fs.ErrNotExist) {
+		return subnet.Config{}, fmt.Errorf("%w: file %s does not exist", subnet.ErrNoConfig, m.cfg.NetConfig)
+	}
+	if err != nil {
+		return subnet.Config{}, fmt.Errorf("%w: %w", subnet.ErrNoConfig, err)
+	}
+	cfg, warnings, err := subnet.ParseConfig(raw)
+	if err != nil {
+		return subnet.Config{}, fmt.Errorf("file %s: %w", m.cfg.NetConfig, err)
+	}
+	text := string(raw)
+	if old := m.warned.Swap(&text); old == nil || *old != text {
+		for _, w := range warnings {
+			klog.FromContext(ctx).Error(nil, "network configuration", "file", m.cfg.NetConfig, "warning", w)
+		}
+	}
+	return cfg, nil
+}
+
+// retry runs f until it succeeds or fails for a reason that does not pass by
+// itself.
+func (m *Manager) retry(ctx context.Context, activity string, f func() error) error {
+	b := m.backoff()
+	for {
+		err := f()
+		if ctx.Err() != nil {
+			return ctx.Err()
+		}
+		m.outage.Report(ctx, activity, err)
+		if !passes(err) {
+			return err
+		}
+		if err := b.Wait(ctx, pause(err)); err != nil {
+			return err
+		}
+	}
+}
+
+// passes reports whether err is one of the API server, which nothing ends for.
+func passes(err error) bool {
+	_, ok := errors.AsType[*apiError](err)
+	return ok || errors.Is(err, errEnded)
+}
+
+func (m *Manager) backoff() *outage.Backoff {
+	return &outage.Backoff{Least: m.timing.backoffMin, Most: m.timing.backoff}
+}

@@ -1,0 +1,656 @@
+package kube
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net/http"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"flanneld/subnet"
+	"flanneld/subnet/subnettest"
+)
+
+const vtep = `{"VNI":1,"VtepMAC":"02:00:00:00:00:01"}`
+
+func vxlanClaim(public string) subnet.Claim {
+	return subnet.Claim{BackendType: "vxlan", Endpoints: []subnet.Endpoint{endpoint("", public, vtep)}}
+}
+
+func acquire(t *testing.T, m *Manager, c subnet.Claim) subnet.Lease {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(t.Context(), patience)
+	defer cancel()
+	l, err := m.Acquire(ctx, c)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return l
+}
+
+// keep runs Keep until the test ends, and returns what it ended with.
+func keep(t *testing.T, m *Manager, own subnet.Lease) <-chan error {
+	t.Helper()
+	ctx, cancel := context.WithCancel(context.Background())
+	done, ended := make(chan error, 1), make(chan struct{})
+	go func() {
+		defer close(ended)
+		done <- m.Keep(ctx, own)
+	}()
+	t.Cleanup(func() { cancel(); <-ended })
+	return done
+}
+
+func (f *fixture) expectNotes(t *testing.T, name string, want map[string]string) {
+	t.Helper()
+	eventually(t, "annotations of "+name, func() error {
+		have := f.node(t, name).Metadata.Annotations
+		for key, value := range want {
+			if have[anno(key)] != value {
+				return fmt.Errorf("%s is %q, want %q", key, have[anno(key)], value)
+			}
+		}
+		return nil
+	})
+}
+
+func TestAcquireWaitsForThePodCIDR(t *testing.T) {
+	f := newFixture(t, sharedServer(t))
+	f.setConfig(t, configV4)
+	m := f.manager(t, "late")
+	type result struct {
+		lease subnet.Lease
+		err   error
+	}
+	got := make(chan result, 1)
+	go func() {
+		l, err := m.Acquire(t.Context(), vxlanClaim("192.0.2.1"))
+		got <- result{l, err}
+	}()
+	still := func(what string) {
+		t.Helper()
+		select {
+		case r := <-got:
+			t.Fatalf("%s: got %+v", what, r)
+		case <-time.After(300 * time.Millisecond):
+		}
+	}
+	still("without the Node")
+	f.addNode(t, "late")
+	still("without a podCIDR")
+	if notes := f.node(t, "late").Metadata.Annotations; len(notes) > 0 {
+		t.Errorf("annotated while it waits: %v", notes)
+	}
+	f.do(t, http.MethodPatch, "/api/v1/nodes/late", map[string]any{"spec": map[string]any{"podCIDR": "10.5.9.0/24", "podCIDRs": []string{"10.5.9.0/24"}}}, "application/merge-patch+json")
+	select {
+	case r := <-got:
+		if r.err != nil || r.lease.Endpoints[0].Subnet.String() != "10.5.9.0/24" {
+			t.Errorf("got %+v", r)
+		}
+	case <-time.After(patience):
+		t.Fatal("it does not notice its podCIDR")
+	}
+}
+
+func TestPodCIDRThatDoesNotFit(t *testing.T) {
+	for name, tt := range map[string]struct {
+		config string
+		cidrs  []string
+		want   []string
+	}{
+		"outside":          {configV4, []string{"10.6.1.0/24"}, []string{"10.6.1.0/24", "10.5.0.0/16"}},
+		"around":           {configV4, []string{"10.0.0.0/8"}, []string{"10.0.0.0/8", "10.5.0.0/16"}},
+		"IPv6 outside":     {configDual, []string{"10.5.1.0/24", "fd00:10:6::/64"}, []string{"fd00:10:6::/64", "fd00:10:5::/48"}},
+		"without a family": {configDual, []string{"10.5.1.0/24"}, []string{"fd00:10:5::/48", "10.5.1.0/24"}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			f := newFixture(t, sharedServer(t))
+			f.setConfig(t, tt.config)
+			f.addNode(t, "n1", tt.cidrs...)
+			c := vxlanClaim("192.0.2.1")
+			c.Endpoints = append(c.Endpoints, endpoint("", "2001:db8::1", vtep))
+			_, err := f.manager(t, "n1").Acquire(t.Context(), c)
+			if !errors.Is(err, subnet.ErrUnfit) {
+				t.Fatalf("got %v, want ErrUnfit", err)
+			}
+			for _, text := range append(tt.want, "n1") {
+				if !strings.Contains(err.Error(), text) {
+					t.Errorf("%q does not name %s", err, text)
+				}
+			}
+			if notes := f.node(t, "n1").Metadata.Annotations; len(notes) > 0 {
+				t.Errorf("it is annotated nevertheless: %v", notes)
+			}
+			if got := f.events(t, "n1"); len(got) != 1 || !strings.Contains(got[0], tt.want[0]) {
+				t.Errorf("events are %q, want one that names %s", got, tt.want[0])
+			}
+		})
+	}
+}
+
+// events returns the Events about a Node.
+func (f *fixture) events(t *testing.T, name string) []string {
+	t.Helper()
+	var list struct {
+		Items []struct {
+			Reason, Message string
+			InvolvedObject  struct{ Kind, Name, UID string }
+		}
+	}
+	if err := json.Unmarshal(f.do(t, http.MethodGet, "/api/v1/namespaces/default/events", nil), &list); err != nil {
+		t.Fatal(err)
+	}
+	var got []string
+	for _, e := range list.Items {
+		if e.InvolvedObject.Kind == "Node" && e.InvolvedObject.Name == name && e.InvolvedObject.UID != "" {
+			got = append(got, e.Reason+": "+e.Message)
+		}
+	}
+	return got
+}
+
+// TestWithoutEvents has the role of flannel's own manifests.
+func TestWithoutEvents(t *testing.T) {
+	f := newFixture(t, sharedServer(t))
+	f.grant(t, false)
+	f.setConfig(t, configV4)
+	f.addNode(t, "n1", "10.6.1.0/24")
+	if _, err := f.manager(t, "n1").Acquire(t.Context(), vxlanClaim("192.0.2.1")); !errors.Is(err, subnet.ErrUnfit) {
+		t.Errorf("got %v, want ErrUnfit", err)
+	}
+	if got := f.events(t, "n1"); len(got) != 0 {
+		t.Errorf("events are %q", got)
+	}
+}
+
+func TestPublicIPOverwrite(t *testing.T) {
+	f := newFixture(t, sharedServer(t))
+	f.setConfig(t, configDual)
+	f.addNode(t, "n1", cidrs(1)...)
+	f.note(t, "n1", map[string]any{anno("public-ip-overwrite"): "198.51.100.1"})
+	m := f.manager(t, "n1")
+	c := vxlanClaim("192.0.2.1")
+	c.Endpoints = append(c.Endpoints, endpoint("", "2001:db8::1", vtep))
+	own := acquire(t, m, c)
+	if got := own.Endpoints[0].PublicIP.String(); got != "192.0.2.1" {
+		t.Errorf("the own lease has %s, want what was detected", got)
+	}
+	f.expectNotes(t, "n1", map[string]string{"public-ip": "198.51.100.1", "public-ipv6": "2001:db8::1"})
+	keep(t, m, own)
+	f.note(t, "n1", map[string]any{anno("public-ip-overwrite"): nil, anno("public-ipv6-overwrite"): "2001:db8::99"})
+	f.expectNotes(t, "n1", map[string]string{"public-ip": "192.0.2.1", "public-ipv6": "2001:db8::99"})
+	f.note(t, "n1", map[string]any{anno("public-ipv6-overwrite"): "nonsense", anno("public-ip"): "6.6.6.6"})
+	f.expectNotes(t, "n1", map[string]string{"public-ip": "192.0.2.1", "public-ipv6": "2001:db8::1"})
+	eventually(t, "event", func() error {
+		if got := f.events(t, "n1"); !slices.ContainsFunc(got, func(s string) bool { return strings.Contains(s, "nonsense") }) {
+			return fmt.Errorf("events are %q", got)
+		}
+		return nil
+	})
+}
+
+func TestNodePublicIP(t *testing.T) {
+	f := newFixture(t, sharedServer(t))
+	f.setConfig(t, configV4)
+	f.addNode(t, "n1", cidrs(1)...)
+	get := func() string {
+		t.Helper()
+		addrs, err := f.manager(t, "n1").PublicIPs(t.Context())
+		if err != nil {
+			t.Fatal(err)
+		}
+		return fmt.Sprint(addrs)
+	}
+	if got := get(); got != "[]" {
+		t.Errorf("without annotations: %s", got)
+	}
+	f.note(t, "n1", map[string]any{anno("node-public-ip"): "198.51.100.1", anno("node-public-ipv6"): "2001:db8::1"})
+	if got := get(); got != "[198.51.100.1 2001:db8::1]" {
+		t.Errorf("got %s", got)
+	}
+	f.note(t, "n1", map[string]any{anno("node-public-ip"): "nonsense"})
+	if got := get(); got != "[2001:db8::1]" {
+		t.Errorf("with one that is nonsense: %s", got)
+	}
+}
+
+func TestNodeNameFromThePod(t *testing.T) {
+	f := newFixture(t, sharedServer(t))
+	f.setConfig(t, configV4)
+	f.addNode(t, "n1", cidrs(1)...)
+	f.do(t, http.MethodPost, "/api/v1/namespaces/default/serviceaccounts", map[string]any{"apiVersion": "v1", "kind": "ServiceAccount", "metadata": map[string]any{"name": "pods"}})
+	f.do(t, http.MethodPost, "/api/v1/namespaces/default/pods", map[string]any{
+		"apiVersion": "v1", "kind": "Pod", "metadata": map[string]any{"name": "flannel-x"},
+		"spec": map[string]any{
+			"nodeName": "n1", "serviceAccountName": "pods", "automountServiceAccountToken": false,
+			"containers": []any{map[string]any{"name": "c", "image": "i"}},
+		},
+	})
+	m := f.manager(t, "", func(c *Config) { c.PodName, c.PodNamespace = "flannel-x", "default" })
+	if l := acquire(t, m, vxlanClaim("192.0.2.1")); l.Key != "n1" {
+		t.Errorf("got %+v, want the lease of n1", l)
+	}
+	if _, err := New(Config{Kubeconfig: f.kubeconfig(t, f.url, flannel), PodName: "x"}); err == nil || !strings.Contains(err.Error(), "NODE_NAME") {
+		t.Errorf("without a name: %v", err)
+	}
+}
+
+func TestCondition(t *testing.T) {
+	f := newFixture(t, sharedServer(t))
+	f.setConfig(t, configV4)
+	status := func() string {
+		for _, c := range f.node(t, "n1").Status.Conditions {
+			if c.Type == networkUnavailable {
+				return c.Status + " " + c.Reason + " " + c.Message
+			}
+		}
+		return ""
+	}
+	f.addNode(t, "n1", cidrs(1)...)
+	ready := make(chan struct{})
+	p := newProxy(t, f.server)
+	m := f.manager(t, "n1", func(c *Config) { c.Ready, c.Kubeconfig = ready, f.kubeconfig(t, p.URL, flannel) })
+	own := acquire(t, m, vxlanClaim("192.0.2.1"))
+	keep(t, m, own)
+	<-time.After(300 * time.Millisecond)
+	if got := status(); got != "" {
+		t.Errorf("before it is ready the condition is %s", got)
+	}
+	p.answer(func(w http.ResponseWriter, r *http.Request) bool {
+		return r.Method == http.MethodPatch && status500(w)
+	})
+	close(ready)
+	eventually(t, "tries", func() error {
+		if n := len(p.requests()); n < 6 {
+			return fmt.Errorf("%d requests", n)
+		}
+		return nil
+	})
+	p.answer(nil)
+	const want = "False FlannelIsUp Flannel is running on this node"
+	good := func() error {
+		if got := status(); got != want {
+			return fmt.Errorf("the condition is %q, want %q", got, want)
+		}
+		return nil
+	}
+	eventually(t, "condition", good)
+	f.do(t, http.MethodPatch, "/api/v1/nodes/n1/status", map[string]any{"status": map[string]any{"conditions": []any{
+		map[string]any{"type": networkUnavailable, "status": "True", "reason": "Somebody"},
+	}}}, sendPatch)
+	eventually(t, "condition that was flipped", good)
+}
+
+func status500(w http.ResponseWriter) bool { return status(http.StatusInternalServerError)(w, nil) }
+
+// TestNothingToWrite starts again on a Node that is as it should be.
+func TestNothingToWrite(t *testing.T) {
+	f := newFixture(t, sharedServer(t))
+	f.setConfig(t, configV4)
+	f.addNode(t, "n1", cidrs(1)...)
+	acquire(t, f.manager(t, "n1"), vxlanClaim("192.0.2.1"))
+	p := newProxy(t, f.server)
+	m := f.manager(t, "n1", func(c *Config) { c.Kubeconfig = f.kubeconfig(t, p.URL, flannel) })
+	if _, err := m.PublicIPs(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := m.Recall(t.Context(), subnet.Claim{}); err != nil {
+		t.Fatal(err)
+	}
+	acquire(t, m, vxlanClaim("192.0.2.1"))
+	if got := p.requests(); len(got) != 1 || !strings.HasPrefix(got[0], "GET ") {
+		t.Errorf("it asks %q, want one read of the own Node", got)
+	}
+}
+
+func TestOwnNodeThatGoesAndComesBack(t *testing.T) {
+	f := newFixture(t, sharedServer(t))
+	f.setConfig(t, configV4)
+	f.addNode(t, "n1", cidrs(1)...)
+	m := f.manager(t, "n1")
+	own := acquire(t, m, vxlanClaim("192.0.2.1"))
+	done := keep(t, m, own)
+	f.deleteNode(t, "n1")
+	<-time.After(100 * time.Millisecond)
+	f.addNode(t, "n1", cidrs(1)...)
+	f.expectNotes(t, "n1", map[string]string{"kube-subnet-manager": "true", "public-ip": "192.0.2.1", "backend-data": vtep})
+	f.deleteNode(t, "n1")
+	f.addNode(t, "n1", cidrs(2)...)
+	select {
+	case err := <-done:
+		if !errors.Is(err, subnet.ErrLeaseLost) || !strings.Contains(err.Error(), "10.5.1.0/24") || !strings.Contains(err.Error(), "10.5.2.0/24") {
+			t.Errorf("Keep returned %v, want ErrLeaseLost with both podCIDRs", err)
+		}
+	case <-time.After(patience):
+		t.Error("Keep did not notice another podCIDR")
+	}
+}
+
+// peer makes a Node as flannel leaves it.
+func (f *fixture) peer(t *testing.T, n int) {
+	t.Helper()
+	f.do(t, http.MethodPost, "/api/v1/nodes", nodeBody(nodeName(n), peerNotes(n), cidrs(n)...))
+}
+
+func peerNotes(n int) map[string]string {
+	return map[string]string{
+		anno("kube-subnet-manager"): "true", anno("backend-type"): "vxlan", anno("public-ip"): fmt.Sprintf("192.0.2.%d", n),
+		anno("backend-data"): fmt.Sprintf(`{"VNI":1,"VtepMAC":"02:00:00:00:00:%02x"}`, n),
+	}
+}
+
+// started returns a manager that has acquired the lease of node 1.
+func (f *fixture) started(t *testing.T, change ...func(*Config)) *Manager {
+	t.Helper()
+	if status, _, _ := f.try(http.MethodGet, "/api/v1/nodes/node1", nil); status == http.StatusNotFound {
+		f.addNode(t, "node1", cidrs(1)...)
+	}
+	m := f.manager(t, "node1", change...)
+	acquire(t, m, vxlanClaim("192.0.2.1"))
+	return m
+}
+
+func subnetOf(s subnet.Snapshot, key string) string {
+	for _, l := range s.Leases {
+		if l.Key == key {
+			return l.Endpoints[0].Subnet.String()
+		}
+	}
+	return ""
+}
+
+func TestWatchNewNodes(t *testing.T) {
+	f := newFixture(t, sharedServer(t))
+	f.setConfig(t, configV4)
+	f.peer(t, 2)
+	f.addNode(t, "stranger", "10.5.100.0/24")
+	w := subnettest.Watch(t, f.started(t))
+	w.Until(t, "a peer that was there", subnettest.Has("node2"))
+
+	f.peer(t, 3)
+	w.Until(t, "a peer that is new", subnettest.Has("node2", "node3"))
+
+	f.do(t, http.MethodPost, "/api/v1/nodes", nodeBody("node4", peerNotes(4)))
+	<-time.After(200 * time.Millisecond)
+	f.do(t, http.MethodPatch, "/api/v1/nodes/node4", map[string]any{"spec": map[string]any{"podCIDR": "10.5.4.0/24", "podCIDRs": []string{"10.5.4.0/24"}}}, "application/merge-patch+json")
+	w.Until(t, "a peer whose podCIDR comes late", subnettest.Has("node2", "node3", "node4"))
+
+	f.deleteNode(t, "node3")
+	f.do(t, http.MethodPost, "/api/v1/nodes", nodeBody("node3", peerNotes(3), "10.5.33.0/24"))
+	w.Until(t, "a peer that came back with another podCIDR", func(s subnet.Snapshot) bool { return subnetOf(s, "node3") == "10.5.33.0/24" })
+
+	// What a node says of itself does not make its subnet.
+	f.note(t, "node2", map[string]any{anno("podCIDR"): "10.5.0.0/16", anno("public-ip"): "192.0.2.222"})
+	snap := w.Until(t, "a peer's new address", func(s subnet.Snapshot) bool {
+		return slices.ContainsFunc(s.Leases, func(l subnet.Lease) bool { return l.Endpoints[0].PublicIP.String() == "192.0.2.222" })
+	})
+	if got := subnetOf(snap, "node2"); got != "10.5.2.0/24" {
+		t.Errorf("its subnet is %s", got)
+	}
+}
+
+func TestPeerWhoseAnnotationsGo(t *testing.T) {
+	f := newFixture(t, sharedServer(t))
+	f.setConfig(t, configV4)
+	f.peer(t, 2)
+	m := f.started(t)
+	w := subnettest.Watch(t, m)
+	w.Until(t, "the peer", subnettest.Has("node2"))
+	f.note(t, "node2", map[string]any{anno("kube-subnet-manager"): nil, anno("public-ip"): nil})
+	kept := func(s subnet.Snapshot) bool { return slices.Equal(s.Undecodable, []string{"node2"}) }
+	w.Until(t, "the peer kept", kept)
+	f.note(t, "node2", map[string]any{anno("kube-subnet-manager"): "true", anno("public-ip"): "192.0.2.2"})
+	back := w.Until(t, "the peer back", subnettest.Has("node2"))
+
+	// The same while we are down: what we knew tells that it is the same Node.
+	f.note(t, "node2", map[string]any{anno("kube-subnet-manager"): nil})
+	known := subnet.LedgerState{Store: back.Store, Peers: []subnet.Peer{{Lease: back.Leases[0]}}}
+	again := subnettest.Watch(t, f.started(t, func(c *Config) { c.Known = known }))
+	if s := again.Until(t, "a snapshot", func(subnet.Snapshot) bool { return true }); !kept(s) || s.Store.ID != back.Store.ID {
+		t.Errorf("after a restart: %+v", s)
+	}
+	// But not another Node with its name.
+	known.Peers[0].Lease.Order--
+	other := subnettest.Watch(t, f.started(t, func(c *Config) { c.Known = known }))
+	if s := other.Until(t, "a snapshot", func(subnet.Snapshot) bool { return true }); kept(s) {
+		t.Errorf("another Node is taken for the one that was: %+v", s)
+	}
+}
+
+// TestRestartIsCheap lists Nodes without spec and status where their podCIDRs
+// are known from before.
+func TestRestartIsCheap(t *testing.T) {
+	f := newFixture(t, sharedServer(t))
+	f.setConfig(t, configV4)
+	for n := 2; n <= 6; n++ {
+		f.peer(t, n)
+	}
+	m := f.started(t)
+	own := acquire(t, m, vxlanClaim("192.0.2.1"))
+	before := subnettest.Watch(t, m).Until(t, "peers", func(s subnet.Snapshot) bool { return len(s.Leases) == 5 })
+
+	f.deleteNode(t, "node2")
+	f.deleteNode(t, "node3")
+	f.do(t, http.MethodPost, "/api/v1/nodes", nodeBody("node3", peerNotes(3), "10.5.33.0/24"))
+	f.peer(t, 7)
+	known := subnet.LedgerState{Store: before.Store}
+	for _, l := range before.Leases {
+		if l.Key == "node3" {
+			l.Order-- // it came in the same second, in which Kubernetes counts
+		}
+		known.Peers = append(known.Peers, subnet.Peer{Lease: l})
+	}
+	p := newProxy(t, f.server)
+	m = f.started(t, func(c *Config) {
+		c.Known, c.Own, c.Kubeconfig = known, own, f.kubeconfig(t, p.URL, flannel)
+	})
+	p.answer(nil)
+	after := subnettest.Watch(t, m).Until(t, "a snapshot", func(subnet.Snapshot) bool { return true })
+	if !subnettest.Has("node3", "node4", "node5", "node6", "node7")(after) || subnetOf(after, "node3") != "10.5.33.0/24" || after.Store.ID != before.Store.ID {
+		t.Errorf("after the restart: %+v", after)
+	}
+	got := strings.Join(p.requests(), "\n")
+	if strings.Count(got, "/nodes/") != 2 || !strings.Contains(got, "/nodes/node3?") || !strings.Contains(got, "/nodes/node7?") {
+		t.Errorf("it asks\n%s\nwant to see the two new Nodes asked for", got)
+	}
+}
+
+func TestOutages(t *testing.T) {
+	f := newFixture(t, sharedServer(t))
+	f.setConfig(t, configV4)
+	f.peer(t, 2)
+	p := newProxy(t, f.server)
+	statuses := make(chan error, 100)
+	p.answer(status(http.StatusServiceUnavailable)) // away before the start
+	f.addNode(t, "node1", cidrs(1)...)
+	m := f.manager(t, "node1", func(c *Config) {
+		c.Kubeconfig = f.kubeconfig(t, p.URL, flannel)
+		c.OnStatus = func(err error) { statuses <- err }
+	})
+	expect := func(want string) {
+		t.Helper()
+		timeout := time.After(patience)
+		for {
+			select {
+			case err := <-statuses:
+				if strings.Contains(fmt.Sprint(err), want) {
+					return
+				}
+			case <-timeout:
+				t.Fatalf("no status %s", want)
+			}
+		}
+	}
+	acquired := make(chan error, 1)
+	go func() {
+		_, err := m.Acquire(t.Context(), vxlanClaim("192.0.2.1"))
+		acquired <- err
+	}()
+	expect("503 Service Unavailable")
+	p.answer(nil)
+	expect("nil")
+	if err := <-acquired; err != nil {
+		t.Fatal(err)
+	}
+	w := subnettest.Watch(t, m)
+	w.Until(t, "the peer", subnettest.Has("node2"))
+	for n, code := range []int{http.StatusTooManyRequests, http.StatusInternalServerError, http.StatusUnauthorized} {
+		p.answer(status(code))
+		p.CloseClientConnections()
+		expect(fmt.Sprint(code))
+		have := []string{"node2"}
+		for i := 3; i <= 3+n; i++ {
+			have = append(have, nodeName(i))
+		}
+		f.peer(t, 3+n)
+		p.answer(nil)
+		expect("nil")
+		w.Until(t, "a peer that came meanwhile", subnettest.Has(have...))
+	}
+	p.answer(func(_ http.ResponseWriter, r *http.Request) bool { // a server that hangs up
+		return func() bool { panic(http.ErrAbortHandler) }()
+	})
+	p.CloseClientConnections()
+	expect("API server")
+	p.answer(nil)
+	expect("nil")
+	f.deleteNode(t, "node2")
+	w.Until(t, "a peer gone", func(s subnet.Snapshot) bool { return subnetOf(s, "node2") == "" })
+}
+
+func TestRevisionTooOld(t *testing.T) {
+	f := newFixture(t, sharedServer(t))
+	f.setConfig(t, configV4)
+	f.peer(t, 2)
+	p := newProxy(t, f.server)
+	m := f.started(t, func(c *Config) { c.Kubeconfig = f.kubeconfig(t, p.URL, flannel) })
+	w := subnettest.Watch(t, m)
+	first := w.Until(t, "the peer", subnettest.Has("node2"))
+	p.answer(func(w http.ResponseWriter, r *http.Request) bool {
+		return r.URL.Query().Has("watch") && status(http.StatusGone)(w, r)
+	})
+	p.CloseClientConnections()
+	f.deleteNode(t, "node2")
+	f.peer(t, 3)
+	w.Until(t, "what a new list says", subnettest.Has("node3"))
+	p.answer(nil)
+	f.peer(t, 4)
+	last := w.Until(t, "what a new watch says", subnettest.Has("node3", "node4"))
+	if last.Store.ID != first.Store.ID || last.Store.Revision <= first.Store.Revision {
+		t.Errorf("the store went from %+v to %+v", first.Store, last.Store)
+	}
+}
+
+func TestTokenIsRead(t *testing.T) {
+	f := newFixture(t, sharedServer(t))
+	f.setConfig(t, configV4)
+	f.addNode(t, "node1", cidrs(1)...)
+	p := newProxy(t, f.server)
+	p.answer(func(w http.ResponseWriter, r *http.Request) bool {
+		return r.Header.Get("Authorization") != "Bearer "+flannel && status(http.StatusUnauthorized)(w, r)
+	})
+	m := f.manager(t, "node1", func(c *Config) { c.Kubeconfig = f.kubeconfig(t, p.URL, "old-token") })
+	acquired := make(chan error, 1)
+	go func() {
+		_, err := m.Acquire(t.Context(), vxlanClaim("192.0.2.1"))
+		acquired <- err
+	}()
+	eventually(t, "tries with the old token", func() error {
+		if n := len(p.requests()); n < 2 {
+			return fmt.Errorf("%d requests", n)
+		}
+		return nil
+	})
+	f.kubeconfig(t, p.URL, flannel) // rotated
+	select {
+	case err := <-acquired:
+		if err != nil {
+			t.Error(err)
+		}
+	case <-time.After(patience):
+		t.Error("the new token is not read")
+	}
+}
+
+// TestWipedServer has the same address, the same Nodes, and nothing in common
+// with the server that was.
+func TestWipedServer(t *testing.T) {
+	s := &server{dir: t.TempDir()}
+	if err := s.start(); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(s.stop)
+	f := newFixture(t, s)
+	f.setConfig(t, configV4)
+	f.peer(t, 2)
+	m := f.started(t)
+	w := subnettest.Watch(t, m)
+	before := w.Until(t, "the peer", subnettest.Has("node2"))
+
+	s.stopAPI()
+	if err := s.startAPI(); err != nil {
+		t.Fatal(err)
+	}
+	f.peer(t, 3)
+	restarted := w.Until(t, "a restarted server", subnettest.Has("node2", "node3"))
+	if restarted.Store.ID != before.Store.ID || restarted.Store.Revision <= before.Store.Revision {
+		t.Errorf("the store went from %+v to %+v", before.Store, restarted.Store)
+	}
+
+	s.wipe(t)
+	f.grant(t, true)
+	f.addNode(t, "node1", cidrs(1)...)
+	f.peer(t, 4)
+	wiped := w.Until(t, "a wiped server", subnettest.Has("node4"))
+	if wiped.Store.ID == before.Store.ID {
+		t.Errorf("the wiped store is %+v, as it was before", wiped.Store)
+	}
+}
+
+// TestThousandNodes deletes and adds a thousand.
+func TestThousandNodes(t *testing.T) {
+	f := newFixture(t, sharedServer(t))
+	f.setConfig(t, `{"Network":"10.0.0.0/8"}`)
+	m := f.started(t)
+	w := subnettest.Watch(t, m)
+	w.Until(t, "nobody", subnettest.Has())
+	const nodes = 1000
+	name := func(round, n int) string { return fmt.Sprintf("many%d-%d", round, n) }
+	parallel(t, nodes, func(n int) {
+		body := nodeBody(name(1, n), peerNotes(1), fmt.Sprintf("10.%d.%d.0/24", 100+n/256, n%256))
+		f.do(t, http.MethodPost, "/api/v1/nodes", body)
+	})
+	w.Until(t, "a thousand", func(s subnet.Snapshot) bool { return len(s.Leases) == nodes })
+	start := time.Now()
+	parallel(t, nodes, func(n int) {
+		f.deleteNode(t, name(1, n))
+		body := nodeBody(name(2, n), peerNotes(1), fmt.Sprintf("10.%d.%d.0/24", 110+n/256, n%256))
+		f.do(t, http.MethodPost, "/api/v1/nodes", body)
+	})
+	written := time.Since(start)
+	w.Until(t, "a thousand others", func(s subnet.Snapshot) bool {
+		return len(s.Leases) == nodes && !slices.ContainsFunc(s.Leases, func(l subnet.Lease) bool { return !strings.HasPrefix(l.Key, "many2-") })
+	})
+	t.Logf("written in %s, known %s later", written, time.Since(start)-written)
+}
+
+func parallel(t *testing.T, n int, f func(int)) {
+	t.Helper()
+	const workers = 8
+	done := make(chan struct{})
+	for w := range workers {
+		go func() {
+			defer func() { done <- struct{}{} }()
+			for i := w; i < n; i += workers {
+				f(i)
+			}
+		}()
+	}
+	for range workers {
+		<-done
+	}
+}

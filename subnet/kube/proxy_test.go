@@ -1,0 +1,76 @@
+package kube
+
+import (
+	"crypto/tls"
+	"net/http"
+	"net/http/httptest"
+	"net/http/httputil"
+	"net/url"
+	"sync"
+	"sync/atomic"
+	"testing"
+)
+
+// proxy stands before an API server, counts requests and answers some itself.
+type proxy struct {
+	*httptest.Server
+	mu        sync.Mutex
+	intercept func(http.ResponseWriter, *http.Request) bool
+	seen      []string // method and path with query
+	bytes     atomic.Int64
+}
+
+func newProxy(t *testing.T, s *server) *proxy {
+	t.Helper()
+	to, err := url.Parse(s.url)
+	if err != nil {
+		t.Fatal(err)
+	}
+	p := &proxy{}
+	rp := httputil.NewSingleHostReverseProxy(to)
+	rp.Transport = &http.Transport{TLSClientConfig: &tls.Config{InsecureSkipVerify: true}, ForceAttemptHTTP2: true} // loopback
+	rp.FlushInterval = -1
+	rp.ErrorHandler = func(w http.ResponseWriter, _ *http.Request, _ error) { w.WriteHeader(http.StatusBadGateway) }
+	p.Server = httptest.NewUnstartedServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		p.mu.Lock()
+		p.seen = append(p.seen, r.Method+" "+r.URL.String())
+		intercept := p.intercept
+		p.mu.Unlock()
+		if intercept == nil || !intercept(w, r) {
+			rp.ServeHTTP(w, r)
+		}
+	}))
+	p.EnableHTTP2 = true
+	p.Config.ErrorLog = nil
+	p.StartTLS()
+	t.Cleanup(func() {
+		p.CloseClientConnections()
+		rp.Transport.(*http.Transport).CloseIdleConnections()
+		p.Close()
+	})
+	return p
+}
+
+// answer has f answer requests; nil leaves them to the API server.
+func (p *proxy) answer(f func(http.ResponseWriter, *http.Request) bool) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.intercept = f
+	p.seen = nil
+}
+
+// requests returns what was asked since answer was called last.
+func (p *proxy) requests() []string {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return append([]string(nil), p.seen...)
+}
+
+// status answers everything with that status.
+func status(code int) func(http.ResponseWriter, *http.Request) bool {
+	return func(w http.ResponseWriter, _ *http.Request) bool {
+		w.Header().Set("Content-Type", "application/json")
+		w.WriteHeader(code)
+		return true
+	}
+}

@@ -1,0 +1,276 @@
+package kube
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net/netip"
+	"net/url"
+	"time"
+
+	"k8s.io/klog/v2"
+
+	"flanneld/pkg/prefix"
+	"flanneld/subnet"
+)
+
+// networkUnavailable is the type of the condition that keeps pods away from a
+// node without a network.
+const networkUnavailable = "NetworkUnavailable"
+
+// self is the own Node as it was at one moment.
+type self struct {
+	exists   bool
+	uid      string
+	created  int64
+	notes    [numAnnotations]note
+	cidrs    []netip.Prefix
+	cidrsErr error
+	network  string // status of the condition NetworkUnavailable
+	revision int64  // of the store, then
+	read     time.Time
+}
+
+func newSelf(o *object, revision int64) *self {
+	s := &self{
+		exists: true, uid: string(o.uid), created: o.created, network: string(o.network.status),
+		revision: revision, read: time.Now(),
+	}
+	for i, text := range o.notes {
+		s.notes[i] = note{string(text), text != nil}
+	}
+	s.cidrs, s.cidrsErr = o.cidrs()
+	return s
+}
+
+// published returns the annotations that are written.
+func (s *self) published() notes { return notes(s.notes[:numPublished]) }
+
+// look reads the own Node, and the revision of the store, in one small request:
+// the server asks its store for this one key.
+func (m *Manager) look(ctx context.Context) (*self, error) {
+	name, err := m.nodeName(ctx)
+	if err != nil {
+		return nil, err
+	}
+	ctx, cancel := context.WithTimeout(ctx, m.timing.request)
+	defer cancel()
+	s := &self{}
+	l, err := m.client.list(ctx, m.decoder, query{name: name}, func(o *object) error {
+		s = newSelf(o, 0)
+		return nil
+	})
+	if err != nil {
+		if errors.Is(err, context.DeadlineExceeded) {
+			err = m.client.explain(err)
+		}
+		return nil, fmt.Errorf("read node %s: %w", name, err)
+	}
+	s.revision, s.read = l.revision, time.Now()
+	m.seen.Store(s)
+	return s, nil
+}
+
+// recent returns what was just read of the own Node, once, or reads it.
+func (m *Manager) recent(ctx context.Context) (*self, error) {
+	if s := m.seen.Swap(nil); s != nil && time.Since(s.read) < m.timing.fresh {
+		return s, nil
+	}
+	return m.look(ctx)
+}
+
+// nodeName returns the name of the own Node.
+func (m *Manager) nodeName(ctx context.Context) (string, error) {
+	if name := m.name.Load(); name != nil {
+		return *name, nil
+	}
+	r := request{path: "namespaces/" + url.PathEscape(m.cfg.PodNamespace) + "/pods/" + url.PathEscape(m.cfg.PodName), accept: acceptJSON}
+	body, err := m.client.call(ctx, m.timing.request, r)
+	if err != nil {
+		return "", fmt.Errorf("ask pod %s/%s for its node: %w", m.cfg.PodNamespace, m.cfg.PodName, err)
+	}
+	var pod struct{ Spec struct{ NodeName string } }
+	if err := json.Unmarshal(body, &pod); err != nil || pod.Spec.NodeName == "" {
+		return "", m.client.explain(fmt.Errorf("%w: pod %s/%s names no node", errWire, m.cfg.PodNamespace, m.cfg.PodName))
+	}
+	m.name.Store(&pod.Spec.NodeName)
+	return pod.Spec.NodeName, nil
+}
+
+// PublicIPs returns the addresses that the annotations node-public-ip and
+// node-public-ipv6 of the own Node give, in place of the flags. It waits for
+// the API server.
+func (m *Manager) PublicIPs(ctx context.Context) ([]netip.Addr, error) {
+	defer m.outage.Forget(starting)
+	var addrs []netip.Addr
+	err := m.retry(ctx, starting, func() error {
+		s, err := m.look(ctx)
+		if err != nil {
+			return err
+		}
+		addrs = nil
+		for _, f := range families {
+			n := annotationsOf[f].node
+			if s.notes[n].text == "" {
+				continue
+			}
+			a, err := parseAddr(f, s.notes[n].text)
+			if err != nil {
+				m.ignored(ctx, fmt.Errorf("annotation %s: %w", m.decoder.keys.names[n], err))
+				continue
+			}
+			addrs = append(addrs, a)
+		}
+		return nil
+	})
+	return addrs, err
+}
+
+// ignored tells of an annotation that an administrator has to look at.
+func (m *Manager) ignored(ctx context.Context, wrong error) {
+	klog.FromContext(ctx).Error(wrong, "an annotation of this node is ignored", "node", *m.name.Load())
+	m.Warn("FlannelAnnotationIgnored", wrong.Error())
+}
+
+// Recall returns what the own Node says. See subnet.Manager.
+func (m *Manager) Recall(ctx context.Context, _ subnet.Claim) (subnet.Claim, error) {
+	defer m.outage.Forget(starting)
+	var c subnet.Claim
+	err := m.retry(ctx, starting, func() error {
+		s, err := m.recent(ctx)
+		if err != nil {
+			return err
+		}
+		m.seen.Store(s) // for Acquire
+		c = m.recalled(s)
+		return nil
+	})
+	return c, err
+}
+
+// recalled is what the own Node says, as far as it can be read.
+func (m *Manager) recalled(s *self) subnet.Claim {
+	n := s.published()
+	if n[managed].text != "true" {
+		return subnet.Claim{}
+	}
+	c := subnet.Claim{BackendType: n[backendType].text}
+	for _, f := range families {
+		cidr, ok := ofFamily(s.cidrs, f)
+		of := annotationsOf[f]
+		public, err := parseAddr(f, n[of.public].text)
+		if !ok || err != nil {
+			continue
+		}
+		e := subnet.Endpoint{Subnet: cidr, PublicIP: public}
+		if e.Data, err = parseData(n[of.data].text); err != nil {
+			e.Data = nil
+		}
+		c.Endpoints = append(c.Endpoints, e)
+	}
+	if len(c.Endpoints) == 0 {
+		return subnet.Claim{}
+	}
+	return c
+}
+
+// wanted returns the annotations that c makes on a Node that looks like s:
+// addresses that the annotations public-ip-overwrite and public-ipv6-overwrite
+// give go before detected ones. wrong says what is wrong with those.
+func (m *Manager) wanted(s *self, c subnet.Claim) (n notes, wrong error) {
+	n = encode(c)
+	for _, f := range families {
+		of := annotationsOf[f]
+		if text := s.notes[of.overwrite].text; text != "" && n[of.public].present {
+			a, err := parseAddr(f, text)
+			if err != nil {
+				wrong = errors.Join(wrong, fmt.Errorf("annotation %s: %w", m.decoder.keys.names[of.overwrite], err))
+				continue
+			}
+			n[of.public].text = a.String()
+		}
+	}
+	return n, wrong
+}
+
+// difference is what has to be patched to make have into want: nil for an
+// annotation that has to go.
+func (k *keys) difference(have, want notes) map[string]*string {
+	changes := map[string]*string{}
+	for i := range want {
+		switch {
+		case want[i].present && want[i] != have[i]:
+			changes[k.names[i]] = &want[i].text
+		case !want[i].present && have[i].present:
+			changes[k.names[i]] = nil
+		}
+	}
+	return changes
+}
+
+// patch sends a patch of the own Node's status, which may change annotations
+// as well: that is what flannel's role allows.
+func (m *Manager) patch(ctx context.Context, name string, body any) error {
+	text, err := json.Marshal(body)
+	if err != nil {
+		return err
+	}
+	_, err = m.client.call(ctx, m.timing.request, request{
+		method: "PATCH", path: "nodes/" + url.PathEscape(name) + "/status",
+		accept: acceptMetadata, content: sendPatch, body: text,
+	})
+	return err
+}
+
+// annotate writes annotations of the own Node.
+func (m *Manager) annotate(ctx context.Context, name string, changes map[string]*string) error {
+	if err := m.patch(ctx, name, map[string]any{"metadata": map[string]any{"annotations": changes}}); err != nil {
+		return fmt.Errorf("annotate node %s: %w", name, err)
+	}
+	return nil
+}
+
+// nodeCondition is a condition in the form of the API.
+type nodeCondition struct {
+	Type               string    `json:"type"`
+	Status             string    `json:"status"`
+	LastHeartbeatTime  time.Time `json:"lastHeartbeatTime"`
+	LastTransitionTime time.Time `json:"lastTransitionTime"`
+	Reason             string    `json:"reason"`
+	Message            string    `json:"message"`
+}
+
+// announce sets the condition NetworkUnavailable of the own Node to False.
+func (m *Manager) announce(ctx context.Context, name string) error {
+	now := time.Now().UTC().Truncate(time.Second)
+	c := nodeCondition{
+		Type: networkUnavailable, Status: "False", LastHeartbeatTime: now, LastTransitionTime: now,
+		Reason: "FlannelIsUp", Message: "Flannel is running on this node",
+	}
+	if err := m.patch(ctx, name, map[string]any{"status": map[string]any{"conditions": []nodeCondition{c}}}); err != nil {
+		return fmt.Errorf("set condition %s of node %s: %w", networkUnavailable, name, err)
+	}
+	return nil
+}
+
+// fit returns the endpoints of c on the own Node's podCIDRs: one for each
+// network of the configuration, inside of it.
+func fit(cfg subnet.Config, c subnet.Claim, cidrs []netip.Prefix) ([]subnet.Endpoint, error) {
+	var es []subnet.Endpoint
+	for _, n := range cfg.Networks {
+		f := n.Family()
+		cidr, ok := ofFamily(cidrs, f)
+		e, public := c.Endpoint(f)
+		switch {
+		case !ok:
+			return nil, fmt.Errorf("%s is enabled with Network %s, but this node has no %s podCIDR, only %v", f, n.Prefix, f, cidrs)
+		case !prefix.Contains(n.Prefix, cidr):
+			return nil, fmt.Errorf("podCIDR %s of this node lies outside the configured Network %s", cidr, n.Prefix)
+		case !public || !e.PublicIP.IsValid():
+			return nil, fmt.Errorf("%s is enabled but this node has no public %s address", f, f)
+		}
+		es = append(es, subnet.Endpoint{Subnet: cidr, PublicIP: e.PublicIP, Data: e.Data})
+	}
+	return es, nil
+}

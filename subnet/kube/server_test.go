@@ -1,0 +1,401 @@
+package kube
+
+import (
+	"bytes"
+	"context"
+	"crypto/tls"
+	"encoding/json"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"net/url"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+
+	"go.etcd.io/etcd/server/v3/embed"
+	"go.uber.org/zap"
+)
+
+const patience = 30 * time.Second
+
+// apiserver is the API server, which `make build-apiserver` makes.
+const apiserver = "../../bin/tools/kube-apiserver"
+
+// server is a real API server on loopback, on a real etcd.
+type server struct {
+	dir, url string
+	etcd     *embed.Etcd
+	etcdURL  url.URL
+	proc     *exec.Cmd
+	exited   chan struct{}
+	flags    []string
+}
+
+const (
+	admin   = "admin-token"
+	flannel = "flannel-token" // what the daemon may do, and no more
+)
+
+// shared is one server for all tests.
+var shared = sync.OnceValues(func() (*server, error) {
+	dir, err := os.MkdirTemp("", "apiserver-test-")
+	if err != nil {
+		return nil, err
+	}
+	running = &server{dir: dir}
+	return running, running.start()
+})
+
+// running is the shared server, if it was needed.
+var running *server
+
+func TestMain(m *testing.M) {
+	code := m.Run()
+	if running != nil {
+		running.stop()
+		os.RemoveAll(running.dir)
+	}
+	os.Exit(code)
+}
+
+func sharedServer(tb testing.TB) *server {
+	tb.Helper()
+	s, err := shared()
+	if err != nil {
+		tb.Fatal(err)
+	}
+	return s
+}
+
+func freeAddr() (string, error) {
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		return "", err
+	}
+	defer l.Close()
+	return l.Addr().String(), nil
+}
+
+// start starts etcd and API server, on the data and at the address that they
+// had.
+func (s *server) start() error {
+	if err := s.startEtcd(); err != nil {
+		return err
+	}
+	return s.startAPI()
+}
+
+func (s *server) startEtcd() error {
+	if s.etcdURL.Host == "" {
+		addr, err := freeAddr()
+		if err != nil {
+			return err
+		}
+		s.etcdURL = url.URL{Scheme: "http", Host: addr}
+	}
+	addr, err := freeAddr()
+	if err != nil {
+		return err
+	}
+	peer := url.URL{Scheme: "http", Host: addr}
+	cfg := embed.NewConfig()
+	cfg.Dir = filepath.Join(s.dir, "etcd")
+	cfg.UnsafeNoFsync = true
+	cfg.ZapLoggerBuilder = embed.NewZapLoggerBuilder(zap.NewNop())
+	cfg.ListenClientUrls, cfg.AdvertiseClientUrls = []url.URL{s.etcdURL}, []url.URL{s.etcdURL}
+	cfg.ListenPeerUrls, cfg.AdvertisePeerUrls = []url.URL{peer}, []url.URL{peer}
+	cfg.InitialCluster = cfg.InitialClusterFromName(cfg.Name)
+	if s.etcd, err = embed.StartEtcd(cfg); err != nil {
+		return err
+	}
+	<-s.etcd.Server.ReadyNotify()
+	return nil
+}
+
+func (s *server) startAPI() error {
+	if s.url == "" {
+		addr, err := freeAddr()
+		if err != nil {
+			return err
+		}
+		s.url = "https://" + addr
+	}
+	tokens := filepath.Join(s.dir, "tokens.csv")
+	text := admin + ",admin,admin,system:masters\n" + flannel + ",system:serviceaccount:kube-flannel:flannel,flannel-uid\n"
+	if err := os.WriteFile(tokens, []byte(text), 0o600); err != nil {
+		return err
+	}
+	key := filepath.Join(s.dir, "sa.key")
+	if _, err := os.Stat(key); err != nil {
+		if out, err := exec.Command("openssl", "genrsa", "-out", key, "2048").CombinedOutput(); err != nil {
+			return fmt.Errorf("make key: %w: %s", err, out)
+		}
+	}
+	_, port, _ := net.SplitHostPort(strings.TrimPrefix(s.url, "https://"))
+	log, err := os.Create(filepath.Join(s.dir, "apiserver.log"))
+	if err != nil {
+		return err
+	}
+	defer log.Close()
+	s.proc = exec.Command(apiserver, append([]string{
+		"--etcd-servers=" + s.etcdURL.String(), "--bind-address=127.0.0.1", "--advertise-address=127.0.0.1", "--secure-port=" + port,
+		"--cert-dir=" + filepath.Join(s.dir, "certs"), "--service-cluster-ip-range=10.96.0.0/16",
+		"--service-account-issuer=https://kubernetes.default.svc", "--service-account-key-file=" + key,
+		"--service-account-signing-key-file=" + key, "--authorization-mode=RBAC", "--token-auth-file=" + tokens,
+		"--endpoint-reconciler-type=none", "--shutdown-delay-duration=0s",
+	}, s.flags...)...)
+	s.proc.Stdout, s.proc.Stderr = log, log
+	s.proc.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
+	if err := s.proc.Start(); err != nil {
+		return fmt.Errorf("no API server to test with: %w", err)
+	}
+	s.exited = make(chan struct{})
+	go func(cmd *exec.Cmd, exited chan struct{}) {
+		_ = cmd.Wait()
+		close(exited)
+	}(s.proc, s.exited)
+	deadline := time.Now().Add(2 * time.Minute)
+	for {
+		status, _, err := s.try(http.MethodGet, "/readyz", nil)
+		if err == nil && status == http.StatusOK {
+			return nil
+		}
+		select {
+		case <-s.exited:
+			text, _ := os.ReadFile(log.Name())
+			return fmt.Errorf("API server ended: %s", text[max(0, len(text)-1000):])
+		case <-time.After(50 * time.Millisecond):
+		}
+		if time.Now().After(deadline) {
+			return fmt.Errorf("API server is not ready: %w", err)
+		}
+	}
+}
+
+// stopAPI kills the API server.
+func (s *server) stopAPI() {
+	if s.proc != nil {
+		_ = s.proc.Process.Kill()
+		<-s.exited
+	}
+}
+
+// stop kills the API server first, and etcd.
+func (s *server) stop() {
+	s.stopAPI()
+	if s.etcd != nil {
+		s.etcd.Close()
+	}
+}
+
+// wipe makes it a server with nothing in it, at the same address.
+func (s *server) wipe(t *testing.T) {
+	t.Helper()
+	s.stop()
+	if err := os.RemoveAll(filepath.Join(s.dir, "etcd")); err != nil {
+		t.Fatal(err)
+	}
+	if err := s.start(); err != nil {
+		t.Fatal(err)
+	}
+}
+
+var adminClient = sync.OnceValue(func() *http.Client {
+	return &http.Client{Timeout: 20 * time.Second, Transport: &http.Transport{
+		TLSClientConfig: &tls.Config{InsecureSkipVerify: true}, DisableKeepAlives: true, // a self-signed certificate on loopback
+	}}
+})
+
+func (s *server) try(method, path string, body any, contentType ...string) (int, []byte, error) {
+	var raw []byte
+	if body != nil {
+		var err error
+		if raw, err = json.Marshal(body); err != nil {
+			return 0, nil, err
+		}
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), 20*time.Second)
+	defer cancel()
+	req, err := http.NewRequestWithContext(ctx, method, s.url+path, bytes.NewReader(raw))
+	if err != nil {
+		return 0, nil, err
+	}
+	req.Header.Set("Authorization", "Bearer "+admin)
+	req.Header.Set("Content-Type", "application/json")
+	if len(contentType) > 0 {
+		req.Header.Set("Content-Type", contentType[0])
+	}
+	resp, err := adminClient().Do(req)
+	if err != nil {
+		return 0, nil, err
+	}
+	defer resp.Body.Close()
+	answer, err := io.ReadAll(resp.Body)
+	return resp.StatusCode, answer, err
+}
+
+// do is what an administrator does.
+func (s *server) do(t testing.TB, method, path string, body any, contentType ...string) []byte {
+	t.Helper()
+	status, answer, err := s.try(method, path, body, contentType...)
+	if err != nil || status >= 300 {
+		t.Fatalf("%s %s: %d, %v: %s", method, path, status, err, answer)
+	}
+	return answer
+}
+
+// node is a Node as tests see it.
+type node struct {
+	Metadata struct {
+		Name        string
+		UID         string
+		Annotations map[string]string
+	}
+	Spec   struct{ PodCIDRs []string }
+	Status struct{ Conditions []nodeCondition }
+}
+
+func (s *server) node(t testing.TB, name string) node {
+	t.Helper()
+	var n node
+	if err := json.Unmarshal(s.do(t, http.MethodGet, "/api/v1/nodes/"+name, nil), &n); err != nil {
+		t.Fatal(err)
+	}
+	return n
+}
+
+// addNode creates a Node with podCIDRs, which may be none.
+func (s *server) addNode(t testing.TB, name string, cidrs ...string) {
+	t.Helper()
+	s.do(t, http.MethodPost, "/api/v1/nodes", nodeBody(name, nil, cidrs...))
+}
+
+func nodeBody(name string, annotations map[string]string, cidrs ...string) map[string]any {
+	spec := map[string]any{}
+	if len(cidrs) > 0 {
+		spec = map[string]any{"podCIDR": cidrs[0], "podCIDRs": cidrs}
+	}
+	return map[string]any{
+		"apiVersion": "v1", "kind": "Node",
+		"metadata": map[string]any{"name": name, "annotations": annotations}, "spec": spec,
+	}
+}
+
+func (s *server) deleteNode(t testing.TB, name string) {
+	t.Helper()
+	s.do(t, http.MethodDelete, "/api/v1/nodes/"+name, nil)
+}
+
+// note changes annotations of a Node; nil removes one.
+func (s *server) note(t testing.TB, name string, annotations map[string]any) {
+	t.Helper()
+	s.do(t, http.MethodPatch, "/api/v1/nodes/"+name, map[string]any{"metadata": map[string]any{"annotations": annotations}}, "application/merge-patch+json")
+}
+
+// fixture is a server without any Nodes, and the files of managers.
+type fixture struct {
+	*server
+	dir string
+}
+
+func newFixture(t *testing.T, s *server) *fixture {
+	t.Helper()
+	f := &fixture{s, t.TempDir()}
+	s.do(t, http.MethodDelete, "/api/v1/nodes", nil)
+	s.do(t, http.MethodDelete, "/api/v1/namespaces/default/events", nil)
+	f.grant(t, true)
+	return f
+}
+
+// grant gives the daemon its role: what the manifests of flannel grant and, if
+// asked for, Events.
+func (f *fixture) grant(t *testing.T, events bool) {
+	t.Helper()
+	rules := []map[string]any{
+		{"apiGroups": []string{""}, "resources": []string{"pods"}, "verbs": []string{"get"}},
+		{"apiGroups": []string{""}, "resources": []string{"nodes"}, "verbs": []string{"get", "list", "watch"}},
+		{"apiGroups": []string{""}, "resources": []string{"nodes/status"}, "verbs": []string{"patch"}},
+	}
+	if events {
+		rules = append(rules, map[string]any{"apiGroups": []string{""}, "resources": []string{"events"}, "verbs": []string{"create"}})
+	}
+	const rbac = "/apis/rbac.authorization.k8s.io/v1/"
+	role := map[string]any{
+		"apiVersion": "rbac.authorization.k8s.io/v1", "kind": "ClusterRole", "metadata": map[string]any{"name": "flannel"}, "rules": rules,
+	}
+	binding := map[string]any{
+		"apiVersion": "rbac.authorization.k8s.io/v1", "kind": "ClusterRoleBinding", "metadata": map[string]any{"name": "flannel"},
+		"roleRef":  map[string]any{"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": "flannel"},
+		"subjects": []map[string]any{{"kind": "User", "apiGroup": "rbac.authorization.k8s.io", "name": "system:serviceaccount:kube-flannel:flannel"}},
+	}
+	for path, body := range map[string]any{"clusterroles": role, "clusterrolebindings": binding} {
+		if status, _, err := f.try(http.MethodPost, rbac+path, body); err == nil && status == http.StatusConflict {
+			f.do(t, http.MethodPut, rbac+path+"/flannel", body)
+		}
+	}
+}
+
+// kubeconfig writes one with that token file.
+func (f *fixture) kubeconfig(t *testing.T, url, token string) string {
+	t.Helper()
+	tokenFile := filepath.Join(f.dir, "token")
+	if err := os.WriteFile(tokenFile, []byte(token), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	path := filepath.Join(f.dir, "kubeconfig")
+	text := fmt.Sprintf(`{"apiVersion":"v1","kind":"Config","current-context":"c",
+"clusters":[{"name":"c","cluster":{"server":%q,"insecure-skip-tls-verify":true}}],
+"users":[{"name":"u","user":{"tokenFile":%q}}],"contexts":[{"name":"c","context":{"cluster":"c","user":"u"}}]}`, url, tokenFile)
+	if err := os.WriteFile(path, []byte(text), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	return path
+}
+
+func (f *fixture) netConf() string { return filepath.Join(f.dir, "net-conf.json") }
+
+func (f *fixture) setConfig(t *testing.T, raw string) {
+	t.Helper()
+	if err := os.WriteFile(f.netConf(), []byte(raw), 0o600); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// manager returns a manager of a node, with short pauses.
+func (f *fixture) manager(t *testing.T, name string, change ...func(*Config)) *Manager {
+	t.Helper()
+	cfg := Config{Kubeconfig: f.kubeconfig(t, f.url, flannel), NodeName: name, NetConfig: f.netConf()}
+	for _, c := range change {
+		c(&cfg)
+	}
+	m, err := New(cfg)
+	if err != nil {
+		t.Fatal(err)
+	}
+	m.timing.restoreMin, m.timing.backoffMin, m.timing.backoff = 10*time.Millisecond, 10*time.Millisecond, 200*time.Millisecond
+	t.Cleanup(func() { m.Close() })
+	return m
+}
+
+// eventually polls until check returns nil.
+func eventually(t *testing.T, what string, check func() error) {
+	t.Helper()
+	deadline := time.Now().Add(patience)
+	for {
+		err := check()
+		if err == nil {
+			return
+		}
+		if time.Now().After(deadline) {
+			t.Fatalf("%s: %v", what, err)
+		}
+		<-time.After(10 * time.Millisecond)
+	}
+}

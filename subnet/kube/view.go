@@ -1,0 +1,314 @@
+package kube
+
+import (
+	"context"
+	"errors"
+	"maps"
+	"net/netip"
+	"slices"
+
+	"k8s.io/klog/v2"
+
+	"flanneld/subnet"
+)
+
+// view is what Watch knows of all Nodes.
+type view struct {
+	keys    *keys
+	own     string            // name of the own Node
+	entries map[string]*entry // by name; nil if nothing is known
+	store   subnet.StoreID
+	// revision is up to where all events are taken in. 0: list first.
+	revision int64
+	listed   bool // by this process
+	current  bool // the last watch has ended in good order
+	same     bool // while listing: a Node is there that was there before
+}
+
+// entry is one Node.
+type entry struct {
+	name   string
+	uid    string // empty for one that is known from a former run only
+	order  uint64
+	cidrs  []netip.Prefix // of the spec; nil if they are not known
+	notes  notes
+	err    error        // why it is no lease now; errNotManaged is no trouble
+	lease  subnet.Lease // as it last was one
+	good   bool         // it was
+	asked  bool         // its podCIDRs are
+	fresh  bool         // lease has changed and is to be published
+	logged string       // trouble that was
+}
+
+// lacks reports whether the Node is to be asked for.
+func (e *entry) lacks() bool {
+	return e != nil && e.cidrs == nil && e.notes[managed].text == "true" && !e.asked
+}
+
+// former is what this node knew when it ran before.
+type former struct {
+	own   subnet.Lease
+	known subnet.LedgerState
+}
+
+// newView returns a view that knows what this node knew when it ran before.
+func (m *Manager) newView(ctx context.Context) *view {
+	v := &view{keys: &m.decoder.keys}
+	f := m.former.Swap(nil)
+	cfg, err := m.Config(ctx)
+	if f == nil || f.known.Store.ID == "" || err != nil {
+		return v
+	}
+	v.store = f.known.Store
+	v.entries = map[string]*entry{}
+	add := func(l subnet.Lease) {
+		e := &entry{name: l.Key, order: l.Order, lease: l, good: true}
+		v.entries[l.Key] = e
+		for _, n := range cfg.Networks {
+			ep, ok := l.Endpoint(n.Family())
+			if !ok { // which the Node may have by now
+				e.cidrs = nil
+				return
+			}
+			e.cidrs = append(e.cidrs, ep.Subnet)
+		}
+	}
+	for _, p := range f.known.Peers {
+		add(p.Lease)
+	}
+	if f.own.Key != "" {
+		add(f.own)
+	}
+	return v
+}
+
+func (v *view) has(name, uid string) bool {
+	e := v.entries[name]
+	return e != nil && e.uid == uid
+}
+
+// successor returns an empty view, to be filled from a list.
+func (v *view) successor() *view {
+	return &view{keys: v.keys, entries: make(map[string]*entry, len(v.entries)), listed: true}
+}
+
+// take puts an object of a list into the view. What is known of it comes from
+// old.
+func (v *view) take(o *object, full bool, old *view) {
+	e := &entry{}
+	if known := old.entries[string(o.name)]; known != nil && known.is(o) {
+		*e = *known
+		e.asked = false
+		v.same = true
+	} else {
+		e.name = string(o.name)
+	}
+	v.entries[e.name] = e
+	v.set(e, o, full)
+	e.fresh = false // the whole view will be published
+}
+
+// is reports whether o is the Node of e, not another one with its name.
+func (e *entry) is(o *object) bool {
+	if e.uid == "" {
+		return e.order == uint64(o.created)
+	}
+	return e.uid == string(o.uid)
+}
+
+// complete ends the filling from a list. The store is the one it was as long as
+// one Node is still there: uids are never used twice, and creation times hardly.
+func (v *view) complete(own string, revision int64, s *self, old *view) {
+	v.own, v.revision = own, revision
+	v.store = subnet.StoreID{ID: s.uid, Revision: revision}
+	if v.same && old.store.ID != "" {
+		v.store.ID = old.store.ID
+	} else if v.store.ID == "" {
+		v.store.ID = "without-" + v.own
+	}
+}
+
+// set brings an entry up to date with o. It does not allocate if there is
+// nothing new.
+func (v *view) set(e *entry, o *object, full bool) {
+	changed := false
+	if e.uid != string(o.uid) {
+		e.uid, e.order, changed = string(o.uid), uint64(o.created), true
+	}
+	for i := range e.notes {
+		if have := &e.notes[i]; have.present != (o.notes[i] != nil) || have.text != string(o.notes[i]) {
+			*have = note{string(o.notes[i]), o.notes[i] != nil}
+			changed = true
+		}
+	}
+	if full {
+		cidrs, err := o.cidrs()
+		v.setCIDRs(e, cidrs, err)
+		changed = true
+	}
+	if changed {
+		v.decode(e)
+	}
+}
+
+// setCIDRs takes over what the spec says.
+func (v *view) setCIDRs(e *entry, cidrs []netip.Prefix, err error) {
+	switch {
+	case err == nil:
+		e.cidrs = cidrs
+	case errors.Is(err, errNoPodCIDR):
+		e.cidrs = nil
+	default:
+		e.cidrs, e.err = []netip.Prefix{}, err // they never change
+	}
+}
+
+// decode makes a lease of an entry that has changed.
+func (v *view) decode(e *entry) {
+	if e.cidrs == nil { // it is asked for, if it is flannel's
+		e.err = errNotManaged
+		return
+	}
+	if len(e.cidrs) == 0 {
+		return
+	}
+	backendType, es, err := v.keys.decode(e.notes, e.cidrs)
+	if e.err = err; err != nil {
+		return
+	}
+	e.lease = subnet.Lease{Key: e.name, Order: e.order, BackendType: backendType, Endpoints: es}
+	e.good, e.fresh = true, true
+}
+
+// advance takes in one event of the watch. It returns the name of the Node if
+// something about it may have changed, and errRelist if the store is older than
+// it was.
+func (v *view) advance(h happened) (name string, err error) {
+	revision := parseRevision(h.o.revision)
+	if revision < v.revision {
+		if h.kind == bookmark {
+			return "", errRelist
+		}
+		return "", nil
+	}
+	v.revision = revision
+	e := v.entries[string(h.o.name)]
+	switch {
+	case h.kind == bookmark:
+		return "", nil
+	case h.kind == deleted:
+		if e == nil {
+			return "", nil
+		}
+		delete(v.entries, e.name)
+		return e.name, nil
+	case e == nil || !e.is(h.o):
+		e = &entry{name: string(h.o.name), fresh: true}
+		v.entries[e.name] = e
+		v.set(e, h.o, false)
+		return e.name, nil
+	}
+	v.set(e, h.o, false)
+	if e.fresh || e.lacks() || e.trouble() != e.logged {
+		return e.name, nil
+	}
+	return "", nil
+}
+
+// supply takes in a Node that was asked for.
+func (v *view) supply(got fetched) {
+	e := v.entries[got.name]
+	if e == nil {
+		return
+	}
+	e.asked = false
+	if got.self.exists && got.self.uid == e.uid {
+		v.setCIDRs(e, got.self.cidrs, got.self.cidrsErr)
+		v.decode(e)
+	}
+}
+
+// missing returns the names of the Nodes that are to be asked for.
+func (v *view) missing() []string {
+	var names []string
+	for name, e := range v.entries {
+		if e.lacks() {
+			names = append(names, name)
+		}
+	}
+	return names
+}
+
+// publish tells what has become of one Node, if that is news.
+func (v *view) publish(ctx context.Context, name string, sink func(subnet.Update)) {
+	if name == "" {
+		return
+	}
+	changed := map[string]*subnet.Lease{}
+	e := v.entries[name]
+	switch {
+	case e == nil:
+		changed[name] = nil
+	case logUnreadable(ctx, name, e, e), e.fresh:
+		if e.fresh && e.good {
+			lease := e.lease
+			changed[name] = &lease
+		} else if e.fresh {
+			changed[name] = nil // it may have been another Node's
+		}
+		e.fresh = false
+	default:
+		return
+	}
+	if name == v.own {
+		return
+	}
+	v.store.Revision = v.revision
+	sink(v.update(changed))
+}
+
+// update is the view as it is published.
+func (v *view) update(changed map[string]*subnet.Lease) subnet.Update {
+	return subnet.Update{Store: v.store, Changed: changed, Snapshot: v.snapshot}
+}
+
+func (v *view) snapshot() subnet.Snapshot {
+	s := subnet.Snapshot{Leases: make([]subnet.Lease, 0, len(v.entries)), Store: v.store}
+	for _, name := range slices.Sorted(maps.Keys(v.entries)) {
+		e := v.entries[name]
+		switch {
+		case name == v.own || !e.good:
+		case e.err != nil:
+			s.Undecodable = append(s.Undecodable, name)
+		default:
+			s.Leases = append(s.Leases, e.lease)
+		}
+	}
+	return s
+}
+
+// trouble is what is wrong with a Node; empty if it is in order, or not ours.
+func (e *entry) trouble() string {
+	if e == nil || e.err == nil || errors.Is(e.err, errNotManaged) && !e.good {
+		return ""
+	}
+	return e.err.Error()
+}
+
+// logUnreadable logs when a Node becomes unreadable, for another reason than
+// before, or readable again. It reports whether it did.
+func logUnreadable(ctx context.Context, name string, before, now *entry) bool {
+	if before != nil {
+		now.logged = before.logged
+	}
+	trouble := now.trouble()
+	if trouble == now.logged {
+		return false
+	}
+	if now.logged = trouble; trouble == "" {
+		klog.FromContext(ctx).Info("node can be read again", "node", name)
+	} else {
+		klog.FromContext(ctx).Error(nil, "node cannot be read, and keeps its last good state", "node", name, "reason", trouble)
+	}
+	return true
+}

@@ -1,0 +1,285 @@
+package kube
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"net/url"
+	"strconv"
+	"sync"
+	"time"
+
+	"k8s.io/klog/v2"
+
+	"flanneld/subnet"
+)
+
+// Watch publishes the leases of other nodes. See subnet.Manager.
+func (m *Manager) Watch(ctx context.Context, sink func(subnet.Update)) error {
+	defer m.outage.Forget(watching)
+	v := m.view.Swap(nil)
+	if v == nil {
+		v = m.newView(ctx)
+	}
+	// Whoever listens now has to be told of everything, which a list does.
+	v.revision, v.current = 0, false
+	defer func() { m.view.Store(v) }()
+	b := m.backoff()
+	for {
+		err := m.resume(ctx, v, sink)
+		if err == nil {
+			err = m.follow(ctx, v, sink, func() {
+				b.Reset()
+				m.outage.Report(ctx, watching, nil)
+			})
+		}
+		v.current = err == nil
+		switch {
+		case ctx.Err() != nil:
+			return ctx.Err()
+		case err == nil:
+			continue
+		case errors.Is(err, errRelist):
+			v.revision = 0
+			// All nodes have to list again at this moment, and what a list
+			// costs grows with their number.
+			err = spread(ctx, time.Duration(len(v.entries))*m.timing.spread)
+		case !errors.Is(err, errEnded):
+			m.outage.Report(ctx, watching, err)
+			err = b.Wait(ctx, pause(err))
+		default:
+			err = b.Wait(ctx, 0)
+		}
+		if err != nil {
+			return err
+		}
+	}
+}
+
+// spread waits for a random part of d.
+func spread(ctx context.Context, d time.Duration) error {
+	timer := time.NewTimer(rand.N(d + 1))
+	defer timer.Stop()
+	select {
+	case <-ctx.Done():
+		return ctx.Err()
+	case <-timer.C:
+		return nil
+	}
+}
+
+// resume brings the view up to where a watch can start: by nothing at all where
+// the last watch has ended in good order, by a look at the store where it is
+// still the same, or by a list. A server takes a watch from a revision that it
+// has never seen, and would be silent for long: so it has to be asked first.
+func (m *Manager) resume(ctx context.Context, v *view, sink func(subnet.Update)) error {
+	if v.current && v.revision != 0 {
+		return nil
+	}
+	var s *self
+	var err error
+	if v.listed {
+		s, err = m.look(ctx)
+	} else {
+		s, err = m.recent(ctx)
+	}
+	if err != nil {
+		return err
+	}
+	if v.revision != 0 && s.revision >= v.revision && s.exists && v.has(*m.name.Load(), s.uid) {
+		return nil
+	}
+	next, err := m.list(ctx, v, s)
+	if err != nil {
+		return err
+	}
+	if v.store.ID != "" && (next.store.ID != v.store.ID || next.store.Revision < v.store.Revision) {
+		klog.FromContext(ctx).Error(nil, "the Kubernetes API has not the store it had", "was", v.store, "is", next.store)
+	}
+	for name, e := range next.entries {
+		logUnreadable(ctx, name, v.entries[name], e)
+	}
+	*v = *next
+	sink(v.update(nil))
+	return nil
+}
+
+// manyMissing is how many Nodes are rather asked for by one full list.
+const manyMissing = 32
+
+// list returns the view of the store as it is now. What is known of podCIDRs
+// spares the list the greater part of every Node.
+func (m *Manager) list(ctx context.Context, v *view, s *self) (*view, error) {
+	if v.entries == nil {
+		return m.listAs(ctx, v, s, query{revision: s.revision})
+	}
+	next, err := m.listAs(ctx, v, s, query{revision: s.revision, metadata: true})
+	if err != nil {
+		return nil, err
+	}
+	missing := next.missing()
+	if len(missing) > manyMissing {
+		return m.listAs(ctx, v, s, query{revision: s.revision})
+	}
+	for _, name := range missing {
+		got := m.fetch(ctx, name, next.revision)
+		if got.err != nil {
+			return nil, got.err
+		}
+		next.supply(got)
+	}
+	return next, nil
+}
+
+func (m *Manager) listAs(ctx context.Context, v *view, s *self, q query) (*view, error) {
+	next := v.successor()
+	on := func(o *object) error {
+		next.take(o, !q.metadata, v)
+		return nil
+	}
+	l, err := m.client.list(ctx, m.decoder, q, on)
+	if e, ok := errors.AsType[*apiError](err); ok && e.tooLarge {
+		// An older server, whose cache lags behind its store: ask the store.
+		next, q.revision = v.successor(), 0
+		l, err = m.client.list(ctx, m.decoder, q, on)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("list nodes: %w", err)
+	}
+	next.complete(*m.name.Load(), l.revision, s, v)
+	return next, nil
+}
+
+// happened is one event of the watch, whose object is lent.
+type happened struct {
+	kind string
+	o    *object
+}
+
+// follow watches from where the view is until the watch ends.
+func (m *Manager) follow(ctx context.Context, v *view, sink func(subnet.Update), alive func()) error {
+	ctx, cancel := context.WithCancel(ctx)
+	events, taken, ended := make(chan happened), make(chan struct{}), make(chan error, 1)
+	f := &fetcher{m: m, got: make(chan fetched), slots: make(chan struct{}, fetchers)}
+	var wg sync.WaitGroup
+	defer func() {
+		cancel()
+		wg.Wait()
+		f.wg.Wait()
+	}()
+	wg.Go(func() {
+		ended <- m.client.watch(ctx, m.decoder, query{metadata: true, revision: v.revision}, alive, func(kind string, o *object) error {
+			select {
+			case events <- happened{kind, o}:
+			case <-ctx.Done():
+				return ctx.Err()
+			}
+			<-taken
+			return nil
+		})
+	})
+	for _, name := range v.missing() {
+		f.start(ctx, v, name)
+	}
+	for {
+		var name string
+		var err error
+		select {
+		case e := <-events:
+			name, err = v.advance(e)
+			if name != "" && v.entries[name].lacks() {
+				f.start(ctx, v, name)
+			}
+			taken <- struct{}{}
+		case got := <-f.got:
+			name = got.name
+			v.supply(got)
+		case err := <-ended:
+			return err
+		}
+		if err != nil {
+			return err
+		}
+		v.publish(ctx, name, sink)
+	}
+}
+
+// fetchers is how many Nodes are asked for at the same time.
+const fetchers = 8
+
+// fetcher asks for single Nodes in full.
+type fetcher struct {
+	m     *Manager
+	got   chan fetched
+	slots chan struct{}
+	wg    sync.WaitGroup
+}
+
+// fetched is what came of it. name and uid are those of the Node that was asked
+// for; err is why there is nothing.
+type fetched struct {
+	name string
+	self *self
+	err  error
+}
+
+// start asks for a Node of the view, unless that is under way.
+func (f *fetcher) start(ctx context.Context, v *view, name string) {
+	e := v.entries[name]
+	if e.asked {
+		return
+	}
+	e.asked = true
+	revision := v.revision
+	f.wg.Go(func() {
+		select {
+		case f.slots <- struct{}{}:
+			defer func() { <-f.slots }()
+		case <-ctx.Done():
+			return
+		}
+		b := f.m.backoff()
+		for {
+			got := f.m.fetch(ctx, name, revision)
+			if got.err == nil {
+				select {
+				case f.got <- got:
+				case <-ctx.Done():
+				}
+				return
+			}
+			f.m.outage.Report(ctx, watching, got.err)
+			if b.Wait(ctx, pause(got.err)) != nil {
+				return
+			}
+		}
+	})
+}
+
+// fetch asks for one Node, which need not exist any more.
+func (m *Manager) fetch(ctx context.Context, name string, revision int64) fetched {
+	got := fetched{name: name, self: &self{}}
+	body, err := m.client.call(ctx, m.timing.request, request{
+		path: "nodes/" + url.PathEscape(name), accept: acceptFull,
+		// From the server's cache, if that is no older than what made us ask.
+		query: url.Values{"resourceVersion": {strconv.FormatInt(revision, 10)}},
+	})
+	if hasCode(err, 404) {
+		return got
+	}
+	var raw []byte
+	if err == nil {
+		_, raw, err = unwrap(body)
+	}
+	var o object
+	if err == nil {
+		err = m.decoder.node(raw, &o)
+	}
+	if err != nil {
+		got.err = fmt.Errorf("get node %s: %w", name, err)
+		return got
+	}
+	got.self = newSelf(&o, revision)
+	return got
+}

@@ -1,0 +1,488 @@
+package main
+
+import (
+	"context"
+	"crypto/tls"
+	"encoding/binary"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"sync"
+	"time"
+
+	"github.com/vishvananda/netlink"
+
+	"flanneld/pkg/lab"
+)
+
+// What a watch may ask for: Nodes whole, or their metadata alone.
+const (
+	kubeFull     = "application/vnd.kubernetes.protobuf"
+	kubeMetadata = "application/vnd.kubernetes.protobuf;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
+)
+
+const (
+	kubeGroup   = "Kubernetes"
+	kubeOwn     = "bench-host1"
+	kubeRate    = 100 // heartbeats a second
+	kubeWatches = 10  // bare watches at a time, for what one costs
+)
+
+// measureKube: the daemon on a real API server with thousands of Nodes.
+func (r *runner) measureKube(ctx context.Context) error {
+	for _, h := range r.lab.Hosts() {
+		if err := r.clean(ctx, h); err != nil {
+			return err
+		}
+	}
+	if err := r.configure(ctx, "vxlan", 0); err != nil {
+		return err
+	}
+	s, err := r.startKube(ctx, r.apiserver)
+	if err != nil {
+		return err
+	}
+	defer func() {
+		s.close()
+		r.backend = "" // etcd holds what the API server left
+	}()
+	r.peers = makePeers(r.large)
+	own := map[string]any{
+		"apiVersion": "v1", "kind": "Node", "metadata": map[string]any{"name": kubeOwn},
+		"spec": map[string]any{"podCIDR": "10.128.0.0/24", "podCIDRs": []string{"10.128.0.0/24"}},
+	}
+	body, err := json.Marshal(own)
+	if err != nil {
+		return err
+	}
+	if err := s.fill(ctx, r.peers, body); err != nil {
+		return fmt.Errorf("make nodes: %w", err)
+	}
+	for range r.rounds {
+		if err := r.kubeStart(ctx, s); err != nil {
+			return err
+		}
+	}
+	if err := r.kubeBeats(ctx, s); err != nil {
+		return err
+	}
+	if err := r.kubeEvents(ctx, s); err != nil {
+		return err
+	}
+	if _, err := r.lab.Host(1).Daemon().Stop(ctx); err != nil {
+		return err
+	}
+	return r.kubeServerCost(ctx, s)
+}
+
+// kubeDaemon starts the daemon on host 1.
+func (r *runner) kubeDaemon(ctx context.Context, s *kubeServer) (st start, err error) {
+	config, err := s.kubeconfig()
+	if err != nil {
+		return st, err
+	}
+	network := filepath.Join(s.dir, "net-conf.json")
+	if err := os.WriteFile(network, []byte(`{"Network":"`+podNetwork+`","Backend":{"Type":"vxlan"}}`), 0o600); err != nil {
+		return st, err
+	}
+	h := r.lab.Host(1)
+	began := time.Now()
+	st.daemon, err = h.StartFlanneld(ctx, lab.FlanneldOptions{
+		Args: []string{"--kube-subnet-mgr", "--kubeconfig-file=" + config, "--net-config-path=" + network},
+		Env:  []string{"NODE_NAME=" + kubeOwn},
+	})
+	if err != nil {
+		return st, err
+	}
+	if err := h.Do(ctx, func() error { return r.observe(ctx, h, began, &st) }); err != nil {
+		return st, err
+	}
+	if st.cpu, err = processCPU(st.daemon.PID()); err != nil {
+		return st, err
+	}
+	m, err := processMemory(st.daemon.PID())
+	st.peak = m.peak
+	return st, err
+}
+
+// kubeStart: cold, and once more with the last known state.
+func (r *runner) kubeStart(ctx context.Context, s *kubeServer) error {
+	n, h := r.large, r.lab.Host(1)
+	if err := r.clean(ctx, h); err != nil {
+		return err
+	}
+	list, size, err := s.bareList(ctx)
+	if err != nil {
+		return err
+	}
+	limit, _, err := r.limit(ctx, nil, r.peers, objectsOf("vxlan"))
+	if err != nil {
+		return err
+	}
+	if err := r.clean(ctx, r.lab.Host(2)); err != nil {
+		return err
+	}
+	before, err := received(ctx, h)
+	if err != nil {
+		return err
+	}
+	st, err := r.kubeDaemon(ctx, s)
+	if err != nil {
+		return err
+	}
+	after, err := received(ctx, h)
+	if err != nil {
+		return err
+	}
+	if err := r.verify(ctx, h, n); err != nil {
+		return err
+	}
+	r.report.add(kubeGroup, "exec to subnet.env", n, "ms", ms(st.file), 300)
+	r.report.add(kubeGroup, "exec to all programmed", n, "ms", ms(st.all), 3000)
+	r.report.add(kubeGroup, "bare list, protobuf", n, "ms", ms(list))
+	r.report.add(kubeGroup, "bare list, bytes", n, "MB", mb(float64(size)))
+	r.report.add(kubeGroup, "limit: kernel objects", n, "ms", ms(limit))
+	r.report.add(kubeGroup, "exec to all programmed / (bare list + limit)", n, "×", float64(st.all)/float64(list+limit), 1.5)
+	r.report.add(kubeGroup, "received until then", n, "MB", mb(after-before))
+	r.report.add(kubeGroup, "CPU until then", n, "ms", ms(st.cpu))
+	r.report.add(kubeGroup, "peak RSS", n, "MB", mb(st.peak), 110)
+	if err := untilReady(ctx, st.daemon); err != nil {
+		return err
+	}
+	if err := pause(ctx, 3*time.Second); err != nil { // the state file
+		return err
+	}
+	if _, err := st.daemon.Stop(ctx); err != nil {
+		return err
+	}
+	if before, err = received(ctx, h); err != nil {
+		return err
+	}
+	began := time.Now()
+	if st, err = r.kubeDaemon(ctx, s); err != nil {
+		return err
+	}
+	if err := untilReady(ctx, st.daemon); err != nil {
+		return err
+	}
+	ready := time.Since(began)
+	if after, err = received(ctx, h); err != nil {
+		return err
+	}
+	r.report.add(kubeGroup, "restart: exec to ready", n, "ms", ms(ready))
+	r.report.add(kubeGroup, "restart: received until then", n, "MB", mb(after-before))
+	return nil
+}
+
+// kubeBeats: heartbeats of all Nodes, of which nothing is needed.
+func (r *runner) kubeBeats(ctx context.Context, s *kubeServer) error {
+	n, h := r.large, r.lab.Host(1)
+	d := h.Daemon()
+	if err := pause(ctx, 10*time.Second); err != nil {
+		return err
+	}
+	m, err := processMemory(d.PID())
+	if err != nil {
+		return err
+	}
+	r.report.add(kubeGroup, "RSS", n, "MB", mb(m.anonymous+m.file), 45)
+	r.report.add(kubeGroup, "RSS, anonymous", n, "MB", mb(m.anonymous))
+	count, err := r.countWrites(ctx, h)
+	if err != nil {
+		return err
+	}
+	log, err0 := len(d.Log()), error(nil)
+	cpu, err1 := processCPU(d.PID())
+	bytes, err2 := received(ctx, h)
+	server, err3 := processCPU(s.proc.Process.Pid)
+	if err := errors.Join(err0, err1, err2, err3); err != nil {
+		return err
+	}
+	beats, err := s.heartbeats(ctx, r.peers, kubeRate, r.atRest)
+	if err != nil {
+		return fmt.Errorf("heartbeats: %w", err)
+	}
+	if err := pause(ctx, time.Second); err != nil {
+		return err
+	}
+	cpu2, err1 := processCPU(d.PID())
+	bytes2, err2 := received(ctx, h)
+	server2, err3 := processCPU(s.proc.Process.Pid)
+	writes, err4 := count()
+	if err := errors.Join(err1, err2, err3, err4); err != nil {
+		return err
+	}
+	m, err = processMemory(d.PID())
+	if err != nil {
+		return err
+	}
+	per := float64(beats)
+	r.report.add(kubeGroup, "a heartbeat: CPU of the daemon", n, "ms", ms(cpu2-cpu)/per, 0.4)
+	r.report.add(kubeGroup, "a heartbeat: bytes received", n, "kB", (bytes2-bytes)/per/1000)
+	r.report.add(kubeGroup, "heartbeats made", n, "", per)
+	r.report.add(kubeGroup, "heartbeats: kernel changes", n, "", float64(writes), 0)
+	r.report.add(kubeGroup, "heartbeats: bytes logged", n, "", float64(len(d.Log())-log), 0)
+	r.report.add(kubeGroup, "heartbeats: RSS after", n, "MB", mb(m.anonymous+m.file), 45)
+	r.report.add(kubeGroup, "a heartbeat: CPU of the API server, the write included", n, "ms", ms(server2-server)/per)
+	return nil
+}
+
+// kubeEvents: one Node is added, one is removed.
+func (r *runner) kubeEvents(ctx context.Context, s *kubeServer) error {
+	n := r.large
+	p := makePeer(n)
+	heard, stop, err := r.listen(ctx, r.lab.Host(1), p)
+	if err != nil {
+		return err
+	}
+	defer stop()
+	bare, err := s.watchBare(ctx, kubeMetadata)
+	if err != nil {
+		return err
+	}
+	defer bare.stop()
+	var add, remove, watch []float64
+	for range r.eventCount {
+		for _, step := range []struct {
+			into  *[]float64
+			write func(context.Context, peer) error
+			gone  bool
+		}{{&add, s.addNode, false}, {&remove, s.removeNode, true}} {
+			if err := pause(ctx, 3*eventPause); err != nil {
+				return err
+			}
+			bare.drain()
+			written := make(chan error, 1)
+			began := time.Now()
+			go func() { written <- step.write(ctx, p) }()
+			at, err := heard(step.gone)
+			if err := errors.Join(err, <-written); err != nil {
+				return err
+			}
+			*step.into = append(*step.into, ms(at.Sub(began)))
+			if at, ok := bare.first(); ok {
+				watch = append(watch, ms(at.Sub(began)))
+			}
+		}
+	}
+	r.report.add(kubeGroup, "one node added, p50", n, "ms", quantile(add, 0.5))
+	r.report.add(kubeGroup, "one node removed, p50", n, "ms", quantile(remove, 0.5))
+	r.report.add(kubeGroup, "bare watch of metadata, p50", n, "ms", quantile(watch, 0.5))
+	r.report.add(kubeGroup, "one node added, p50 / bare watch", n, "×", quantile(add, 0.5)/quantile(watch, 0.5), 1.5)
+	r.report.add(kubeGroup, "one node removed, p50 / bare watch", n, "×", quantile(remove, 0.5)/quantile(watch, 0.5), 1.5)
+	return nil
+}
+
+// kubeServerCost: what a watch that does nothing with what it gets costs the
+// API server beyond the heartbeats themselves, and its client, with whole Nodes
+// and with their metadata.
+func (r *runner) kubeServerCost(ctx context.Context, s *kubeServer) error {
+	n, lasting := r.large, r.atRest/2
+	for range max(1, r.rounds/3) {
+		base, _, _, err := r.watchCost(ctx, s, "", lasting)
+		if err != nil {
+			return err
+		}
+		for _, k := range []struct{ name, kind string }{{"whole Nodes", kubeFull}, {"metadata", kubeMetadata}} {
+			server, client, bytes, err := r.watchCost(ctx, s, k.kind, lasting)
+			if err != nil {
+				return err
+			}
+			watch := "a bare watch of " + k.name
+			r.report.add(kubeGroup, watch+": bytes received a heartbeat", n, "kB", bytes/1000)
+			if k.kind == kubeMetadata {
+				r.relate("a heartbeat: bytes received", bytes/1000, 1.1)
+				r.relate("a heartbeat: CPU of the daemon", client, 2)
+			}
+			r.report.add(kubeGroup, watch+": CPU of the client a heartbeat", n, "ms", client)
+			r.report.add(kubeGroup, watch+": CPU of the API server for 1,000 heartbeats", n, "s", (server-base)/kubeWatches)
+		}
+	}
+	return nil
+}
+
+// relate adds the ratio of a measure to what a bare watch of metadata takes.
+func (r *runner) relate(name string, bare, target float64) {
+	if m := r.report.find(kubeGroup, name, r.large); m != nil {
+		r.report.add(kubeGroup, name+" / bare watch of metadata", r.large, "×", m.median()/bare, target)
+	}
+}
+
+// watchCost makes heartbeats while kubeWatches processes watch, or none if kind
+// is empty. CPU is in milliseconds a heartbeat.
+func (r *runner) watchCost(ctx context.Context, s *kubeServer, kind string, lasting time.Duration) (server, client, bytes float64, err error) {
+	var watchers []*exec.Cmd
+	defer func() {
+		for _, w := range watchers {
+			_ = w.Process.Kill()
+			_ = w.Wait()
+		}
+	}()
+	for range kubeWatches {
+		if kind == "" {
+			break
+		}
+		w, err := r.startWatcher(ctx, s, kind)
+		if err != nil {
+			return 0, 0, 0, err
+		}
+		watchers = append(watchers, w)
+	}
+	if err := pause(ctx, 2*time.Second); err != nil {
+		return 0, 0, 0, err
+	}
+	sum := func() (serverCPU, clientCPU time.Duration, in float64, err error) {
+		serverCPU, err = processCPU(s.proc.Process.Pid)
+		for _, w := range watchers {
+			cpu, err2 := processCPU(w.Process.Pid)
+			clientCPU, err = clientCPU+cpu, errors.Join(err, err2)
+		}
+		in, err2 := received(ctx, r.lab.Host(1))
+		return serverCPU, clientCPU, in, errors.Join(err, err2)
+	}
+	server0, client0, in0, err := sum()
+	if err != nil {
+		return 0, 0, 0, err
+	}
+	beats, err := s.heartbeats(ctx, r.peers, kubeRate, lasting)
+	if err == nil {
+		err = pause(ctx, time.Second)
+	}
+	if err != nil {
+		return 0, 0, 0, err
+	}
+	server1, client1, in1, err := sum()
+	per := float64(beats)
+	return ms(server1-server0) / per, ms(client1-client0) / per / kubeWatches, (in1 - in0) / per / kubeWatches, err
+}
+
+// watcherName is what the benchmark is called when it is to be a bare watch.
+const watcherName = "bench-watch"
+
+// startWatcher starts a process on host 1 that watches and decodes nothing.
+func (r *runner) startWatcher(ctx context.Context, s *kubeServer, kind string) (*exec.Cmd, error) {
+	self, err := os.Executable()
+	if err != nil {
+		return nil, err
+	}
+	cmd := &exec.Cmd{Path: self, Args: []string{watcherName, s.addr, kind}, Stderr: os.Stderr}
+	if err := r.lab.Host(1).Do(ctx, cmd.Start); err != nil {
+		return nil, fmt.Errorf("start a bare watch: %w", err)
+	}
+	return cmd, nil
+}
+
+// runWatcher is that process.
+func runWatcher(args []string) error {
+	if len(args) != 2 {
+		return errors.New("bench-watch: want an address and a media type")
+	}
+	s := &kubeServer{addr: args[0], client: &http.Client{Transport: &http.Transport{
+		TLSClientConfig:   &tls.Config{InsecureSkipVerify: true}, // a self-signed certificate in the lab
+		ForceAttemptHTTP2: true, DisableCompression: true,
+	}}}
+	w, err := s.watchBare(context.Background(), args[1])
+	if err != nil {
+		return err
+	}
+	w.wait()
+	return errors.New("the watch has ended")
+}
+
+// received returns how many bytes have come in at a host's interface.
+func received(ctx context.Context, h *lab.Host) (bytes float64, err error) {
+	err = h.Netlink(ctx, func(nl *netlink.Handle) error {
+		link, err := nl.LinkByName("eth0")
+		if err == nil {
+			bytes = float64(link.Attrs().Statistics.RxBytes)
+		}
+		return err
+	})
+	return bytes, err
+}
+
+// bareList reads the list of all Nodes and throws it away.
+func (s *kubeServer) bareList(ctx context.Context) (took time.Duration, size int64, err error) {
+	began := time.Now()
+	resp, err := s.request(ctx, http.MethodGet, nodesPath+"?resourceVersion=0", kubeFull, nil)
+	if err != nil {
+		return 0, 0, err
+	}
+	defer resp.Body.Close()
+	size, err = io.Copy(io.Discard, resp.Body)
+	return time.Since(began), size, err
+}
+
+// bareWatch counts what a watch brings and decodes none of it.
+type bareWatch struct {
+	at   chan time.Time // of events
+	stop func()
+	wait func()
+}
+
+func (s *kubeServer) watchBare(ctx context.Context, kind string) (*bareWatch, error) {
+	ctx, cancel := context.WithCancel(ctx)
+	one, err := s.do(ctx, http.MethodGet, nodesPath+"?limit=1", "application/json", nil)
+	var list struct {
+		Metadata struct{ ResourceVersion string }
+	}
+	if err == nil {
+		err = json.Unmarshal(one, &list)
+	}
+	var resp *http.Response
+	if err == nil {
+		resp, err = s.request(ctx, http.MethodGet, nodesPath+"?watch=true&resourceVersion="+list.Metadata.ResourceVersion, kind, nil)
+	}
+	if err != nil {
+		cancel()
+		return nil, err
+	}
+	w := &bareWatch{at: make(chan time.Time, 1000)}
+	var wg sync.WaitGroup
+	w.wait = wg.Wait
+	w.stop = func() { cancel(); wg.Wait() }
+	wg.Go(func() {
+		defer resp.Body.Close()
+		var length [4]byte
+		for {
+			if _, err := io.ReadFull(resp.Body, length[:]); err != nil {
+				return
+			}
+			n := int64(binary.BigEndian.Uint32(length[:]))
+			if _, err := io.CopyN(io.Discard, resp.Body, n); err != nil {
+				return
+			}
+			select {
+			case w.at <- time.Now():
+			default:
+			}
+		}
+	})
+	return w, nil
+}
+
+// drain forgets the events so far.
+func (w *bareWatch) drain() {
+	for {
+		select {
+		case <-w.at:
+		default:
+			return
+		}
+	}
+}
+
+// first returns when the first event came since drain.
+func (w *bareWatch) first() (at time.Time, ok bool) {
+	select {
+	case at = <-w.at:
+		return at, true
+	case <-time.After(patience):
+		return at, false
+	}
+}

@@ -1,0 +1,344 @@
+package e2e
+
+import (
+	"bytes"
+	"context"
+	"crypto/tls"
+	"encoding/json"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"net/netip"
+	"net/url"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"testing"
+	"time"
+
+	"flanneld/pkg/lab"
+	"flanneld/pkg/prefix"
+)
+
+// cluster is a lab whose store is a Kubernetes API server on the router, with
+// the lab's etcd behind it.
+type cluster struct {
+	*lab.Lab
+	t       *testing.T
+	dir     string
+	proc    *exec.Cmd
+	exited  chan struct{}
+	client  *http.Client
+	backend string
+}
+
+const (
+	adminToken   = "admin-token"
+	flannelToken = "flannel-token"
+	nodesPath    = "/api/v1/nodes"
+)
+
+// newCluster builds a cluster with a Node for every host. Daemons are not
+// started.
+func newCluster(t *testing.T, cfg lab.Config, backend string) *cluster {
+	t.Helper()
+	c := &cluster{Lab: newLab(t, cfg, ""), t: t, dir: t.TempDir(), backend: backend}
+	c.client = &http.Client{Timeout: 20 * time.Second, Transport: &http.Transport{
+		TLSClientConfig: &tls.Config{InsecureSkipVerify: true}, DisableKeepAlives: true, // a self-signed certificate
+		DialContext: func(ctx context.Context, network, _ string) (net.Conn, error) {
+			return c.Underlay().Dial(ctx, network, c.addr())
+		},
+	}}
+	network, err := lab.NetworkConfig(c.Families(), json.RawMessage(backend))
+	if err != nil {
+		t.Fatal(err)
+	}
+	c.write("net-conf.json", network)
+	c.start()
+	t.Cleanup(c.kill)
+	c.grant()
+	for i := range c.Hosts() {
+		c.addNode(i+1, nil)
+	}
+	return c
+}
+
+func (c *cluster) addr() string {
+	u, err := url.Parse(c.Host(1).EtcdEndpoint())
+	if err != nil {
+		c.t.Fatal(err)
+	}
+	return net.JoinHostPort(u.Hostname(), "6443")
+}
+
+func (c *cluster) write(name string, text []byte) string {
+	c.t.Helper()
+	path := filepath.Join(c.dir, name)
+	if err := os.WriteFile(path, text, 0o600); err != nil {
+		c.t.Fatal(err)
+	}
+	return path
+}
+
+// start starts the API server and waits until it serves.
+func (c *cluster) start() {
+	c.t.Helper()
+	tokens := c.write("tokens.csv", []byte(adminToken+",admin,admin,system:masters\n"+flannelToken+",system:serviceaccount:kube-flannel:flannel,flannel-uid\n"))
+	key := filepath.Join(c.dir, "sa.key")
+	if _, err := os.Stat(key); err != nil {
+		if out, err := exec.Command("openssl", "genrsa", "-out", key, "2048").CombinedOutput(); err != nil {
+			c.t.Fatalf("make key: %v: %s", err, out)
+		}
+	}
+	binary, err := filepath.Abs("../../bin/tools/kube-apiserver")
+	if err != nil {
+		c.t.Fatal(err)
+	}
+	host, port, _ := net.SplitHostPort(c.addr())
+	log, err := os.OpenFile(filepath.Join(c.dir, "apiserver.log"), os.O_CREATE|os.O_APPEND|os.O_WRONLY, 0o600)
+	if err != nil {
+		c.t.Fatal(err)
+	}
+	defer log.Close()
+	bind := "0.0.0.0"
+	if netip.MustParseAddr(host).Is6() {
+		bind = "::"
+	}
+	c.proc = exec.Command(binary,
+		"--etcd-servers="+c.Etcd().Endpoints()[0], "--bind-address="+bind, "--advertise-address="+host, "--secure-port="+port,
+		"--cert-dir="+filepath.Join(c.dir, "certs"), "--service-cluster-ip-range=10.96.0.0/16",
+		"--service-account-issuer=https://kubernetes.default.svc", "--service-account-key-file="+key,
+		"--service-account-signing-key-file="+key, "--authorization-mode=RBAC", "--token-auth-file="+tokens,
+		"--endpoint-reconciler-type=none", "--shutdown-delay-duration=0s",
+	)
+	if bind == "::" {
+		c.proc.Args = append(c.proc.Args, "--service-cluster-ip-range=fd00:96::/112")
+	}
+	c.proc.Stdout, c.proc.Stderr = log, log
+	c.exited = make(chan struct{})
+	if err := c.Underlay().Do(background(c.t), c.proc.Start); err != nil {
+		c.t.Fatal(err)
+	}
+	go func(cmd *exec.Cmd, exited chan struct{}) {
+		_ = cmd.Wait()
+		close(exited)
+	}(c.proc, c.exited)
+	eventually(c.t, "API server", func() error {
+		select {
+		case <-c.exited:
+			text, _ := os.ReadFile(log.Name())
+			c.t.Fatalf("API server ended: %s", text[max(0, len(text)-1000):])
+		default:
+		}
+		status, _, err := c.try(http.MethodGet, "/readyz", nil, "")
+		if err == nil && status != http.StatusOK {
+			err = fmt.Errorf("status %d", status)
+		}
+		return err
+	})
+}
+
+func (c *cluster) kill() {
+	if c.proc != nil {
+		_ = c.proc.Process.Kill()
+		<-c.exited
+	}
+}
+
+func (c *cluster) try(method, path string, body any, contentType string) (int, []byte, error) {
+	raw, err := json.Marshal(body)
+	if err != nil {
+		return 0, nil, err
+	}
+	req, err := http.NewRequestWithContext(c.t.Context(), method, "https://"+c.addr()+path, bytes.NewReader(raw))
+	if err != nil {
+		return 0, nil, err
+	}
+	req.Header.Set("Authorization", "Bearer "+adminToken)
+	if contentType == "" {
+		contentType = "application/json"
+	}
+	req.Header.Set("Content-Type", contentType)
+	resp, err := c.client.Do(req)
+	if err != nil {
+		return 0, nil, err
+	}
+	defer resp.Body.Close()
+	answer, err := io.ReadAll(resp.Body)
+	return resp.StatusCode, answer, err
+}
+
+func (c *cluster) do(method, path string, body any, contentType string) []byte {
+	c.t.Helper()
+	status, answer, err := c.try(method, path, body, contentType)
+	if err != nil || status >= 300 {
+		c.t.Fatalf("%s %s: %d, %v: %s", method, path, status, err, answer)
+	}
+	return answer
+}
+
+// grant gives the daemons the role that flannel's manifests give, and Events.
+func (c *cluster) grant() {
+	rule := func(resource string, verbs ...string) map[string]any {
+		return map[string]any{"apiGroups": []string{""}, "resources": []string{resource}, "verbs": verbs}
+	}
+	const rbac = "/apis/rbac.authorization.k8s.io/v1/"
+	c.do(http.MethodPost, rbac+"clusterroles", map[string]any{
+		"apiVersion": "rbac.authorization.k8s.io/v1", "kind": "ClusterRole", "metadata": map[string]any{"name": "flannel"},
+		"rules": []any{
+			rule("pods", "get"), rule("nodes", "get", "list", "watch"), rule("nodes/status", "patch"), rule("events", "create"),
+		},
+	}, "")
+	c.do(http.MethodPost, rbac+"clusterrolebindings", map[string]any{
+		"apiVersion": "rbac.authorization.k8s.io/v1", "kind": "ClusterRoleBinding", "metadata": map[string]any{"name": "flannel"},
+		"roleRef":  map[string]any{"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": "flannel"},
+		"subjects": []any{map[string]any{"apiGroup": "rbac.authorization.k8s.io", "kind": "User", "name": "system:serviceaccount:kube-flannel:flannel"}},
+	}, "")
+}
+
+// podCIDRs are those of Node n, in the families of the lab.
+func (c *cluster) podCIDRs(n int) []string {
+	var cidrs []string
+	if slices.Contains(c.Families(), prefix.IPv4) {
+		cidrs = append(cidrs, fmt.Sprintf("10.5.%d.0/24", n))
+	}
+	if slices.Contains(c.Families(), prefix.IPv6) {
+		cidrs = append(cidrs, fmt.Sprintf("fd00:5:0:%x::/64", n)) // lab.PodNetwork
+	}
+	if n%2 == 0 { // in either order
+		slices.Reverse(cidrs)
+	}
+	return cidrs
+}
+
+func nodeName(n int) string { return fmt.Sprintf("node%d", n) }
+
+// addNode makes Node n, with its podCIDRs.
+func (c *cluster) addNode(n int, annotations map[string]string) {
+	c.t.Helper()
+	c.addNodeWith(n, annotations, c.podCIDRs(n)...)
+}
+
+func (c *cluster) addNodeWith(n int, annotations map[string]string, cidrs ...string) {
+	c.t.Helper()
+	spec := map[string]any{}
+	if len(cidrs) > 0 {
+		spec = map[string]any{"podCIDR": cidrs[0], "podCIDRs": cidrs}
+	}
+	c.do(http.MethodPost, nodesPath, map[string]any{
+		"apiVersion": "v1", "kind": "Node", "metadata": map[string]any{"name": nodeName(n), "annotations": annotations}, "spec": spec,
+	}, "")
+}
+
+func (c *cluster) deleteNode(n int) {
+	c.t.Helper()
+	c.do(http.MethodDelete, nodesPath+"/"+nodeName(n), nil, "")
+}
+
+// annotate changes annotations of Node n, by their names below the prefix; nil
+// removes one.
+func (c *cluster) annotate(n int, annotations map[string]any) {
+	c.t.Helper()
+	full := map[string]any{}
+	for name, value := range annotations {
+		full[annotation(name)] = value
+	}
+	c.do(http.MethodPatch, nodesPath+"/"+nodeName(n), map[string]any{"metadata": map[string]any{"annotations": full}}, "application/merge-patch+json")
+}
+
+func annotation(name string) string { return "flannel.alpha.coreos.com/" + name }
+
+// kubeNode is a Node as tests see it.
+type kubeNode struct {
+	Metadata struct {
+		Name        string
+		UID         string
+		Annotations map[string]string
+	}
+	Status struct {
+		Conditions []struct{ Type, Status, Reason, Message string }
+	}
+}
+
+func (n kubeNode) note(name string) string { return n.Metadata.Annotations[annotation(name)] }
+
+func (n kubeNode) networkUnavailable() string {
+	for _, one := range n.Status.Conditions {
+		if one.Type == "NetworkUnavailable" {
+			return one.Status
+		}
+	}
+	return ""
+}
+
+func (c *cluster) node(n int) kubeNode {
+	c.t.Helper()
+	var node kubeNode
+	if err := json.Unmarshal(c.do(http.MethodGet, nodesPath+"/"+nodeName(n), nil, ""), &node); err != nil {
+		c.t.Fatal(err)
+	}
+	return node
+}
+
+// events returns the messages of the Events about Node n.
+func (c *cluster) events(n int) []string {
+	c.t.Helper()
+	var list struct {
+		Items []struct {
+			Reason, Message string
+			InvolvedObject  struct{ Name string }
+		}
+	}
+	if err := json.Unmarshal(c.do(http.MethodGet, "/api/v1/namespaces/default/events", nil, ""), &list); err != nil {
+		c.t.Fatal(err)
+	}
+	var messages []string
+	for _, e := range list.Items {
+		if e.InvolvedObject.Name == nodeName(n) {
+			messages = append(messages, e.Reason+": "+e.Message)
+		}
+	}
+	return messages
+}
+
+// options are how a daemon is started on host n.
+func (c *cluster) options(n int, args ...string) lab.FlanneldOptions {
+	c.t.Helper()
+	token := filepath.Join(c.dir, fmt.Sprintf("token%d", n))
+	if _, err := os.Stat(token); err != nil {
+		c.write(filepath.Base(token), []byte(flannelToken))
+	}
+	return lab.FlanneldOptions{
+		Args: append([]string{
+			"--kube-subnet-mgr", "--kubeconfig-file=" + c.kubeconfig(n, token), "--net-config-path=" + filepath.Join(c.dir, "net-conf.json"),
+		}, args...),
+		Env: []string{"NODE_NAME=" + nodeName(n)},
+	}
+}
+
+func (c *cluster) kubeconfig(n int, token string) string {
+	host, port, _ := net.SplitHostPort(c.addr())
+	if u, err := url.Parse(c.Host(n).EtcdEndpoint()); err == nil {
+		host = u.Hostname()
+	}
+	return c.write(fmt.Sprintf("kubeconfig%d", n), fmt.Appendf(nil, `{"apiVersion":"v1","kind":"Config","current-context":"c",
+"clusters":[{"name":"c","cluster":{"server":"https://%s","insecure-skip-tls-verify":true}}],
+"users":[{"name":"u","user":{"tokenFile":%q}}],"contexts":[{"name":"c","context":{"cluster":"c","user":"u"}}]}`,
+		net.JoinHostPort(host, port), token))
+}
+
+// startDaemons starts a daemon and a pod on every host.
+func (c *cluster) startDaemons(args ...string) {
+	c.t.Helper()
+	for n := 1; n <= len(c.Hosts()); n++ {
+		start(c.t, c.Host(n), c.options(n, args...))
+	}
+	for _, h := range c.Hosts() {
+		expectReady(c.t, h.Daemon())
+	}
+	if err := c.AddPods(background(c.t)); err != nil {
+		c.t.Fatal(err)
+	}
+}

@@ -1,0 +1,334 @@
+package e2e
+
+import (
+	"fmt"
+	"net/http"
+	"os"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"flanneld/pkg/lab"
+	"flanneld/pkg/prefix"
+)
+
+func TestKubePods(t *testing.T) {
+	for _, families := range [][]prefix.Family{v4, v6, dual} {
+		for _, backend := range []string{"vxlan", "host-gw"} {
+			t.Run(name(families)+" "+backend, func(t *testing.T) {
+				c := newCluster(t, lab.Config{Families: families}, fmt.Sprintf(`{"Type":%q}`, backend))
+				c.startDaemons()
+				expectMatrix(t, c.Lab)
+				for n := range c.Hosts() {
+					c.expectCondition(n+1, "False")
+				}
+			})
+		}
+	}
+}
+
+func (c *cluster) expectCondition(n int, want string) {
+	c.t.Helper()
+	eventually(c.t, "condition", func() error {
+		if status := c.node(n).networkUnavailable(); status != want {
+			return fmt.Errorf("%s has NetworkUnavailable %q, want %q", nodeName(n), status, want)
+		}
+		return nil
+	})
+}
+
+// Peers that tests make up are from node100 on.
+
+func (c *cluster) peerIP(n int) string { return fmt.Sprintf("192.168.77.%d", n) }
+
+func peerMAC(n int) string { return fmt.Sprintf("3a:99:44:2f:e5:%02x", n) }
+
+// peerNotes are the annotations that flannel writes, as they were recorded.
+func (c *cluster) peerNotes(n int) map[string]string {
+	return map[string]string{
+		annotation("backend-data"):                         fmt.Sprintf(`{"VNI":1,"VtepMAC":%q}`, peerMAC(n)),
+		annotation("backend-type"):                         "vxlan",
+		annotation("kube-subnet-manager"):                  "true",
+		annotation("public-ip"):                            c.peerIP(n),
+		"kubectl.kubernetes.io/last-applied-configuration": "{}\n",
+	}
+}
+
+func (c *cluster) peerEntries(n int) []string {
+	return entries(fmt.Sprintf("10.5.%d.0/24", n), c.peerIP(n), peerMAC(n))
+}
+
+func TestKubePeersComeChangeAndGo(t *testing.T) {
+	c := newCluster(t, lab.Config{Hosts: 1}, `{"Type":"vxlan"}`)
+	c.addNode(100, c.peerNotes(100))
+	c.addNode(99, nil) // of whom nothing is known
+	c.startDaemons()
+	h := c.Host(1)
+	expectKernel(t, h, c.peerEntries(100), nil)
+
+	c.addNode(101, c.peerNotes(101))
+	expectKernel(t, h, slices.Concat(c.peerEntries(100), c.peerEntries(101)), nil)
+
+	c.annotate(101, map[string]any{"public-ip": "192.168.77.222", "backend-data": fmt.Sprintf(`{"VtepMAC":%q}`, peerMAC(0xaa))})
+	expectKernel(t, h, entries("10.5.101.0/24", "192.168.77.222", peerMAC(0xaa)), c.peerEntries(101)[1:])
+
+	c.deleteNode(101)
+	expectKernel(t, h, c.peerEntries(100), []string{"10.5.101.0", peerMAC(0xaa)})
+
+	c.addNodeWith(101, c.peerNotes(101), "10.5.150.0/24")
+	expectKernel(t, h, entries("10.5.150.0/24", c.peerIP(101), peerMAC(101)), []string{"10.5.101.0"})
+
+	c.annotate(100, map[string]any{"kube-subnet-manager": nil, "public-ip": nil})
+	expectLog(t, h.Daemon(), "keeps its last good state")
+	expectKernel(t, h, c.peerEntries(100), nil)
+}
+
+func TestKubeNodesDeletedWhileDown(t *testing.T) {
+	c := newCluster(t, lab.Config{Hosts: 1}, `{"Type":"vxlan"}`)
+	c.addNode(100, c.peerNotes(100))
+	c.addNode(101, c.peerNotes(101))
+	c.startDaemons()
+	h := c.Host(1)
+	expectKernel(t, h, slices.Concat(c.peerEntries(100), c.peerEntries(101)), nil)
+	for _, withState := range []bool{true, false} {
+		if _, err := h.Daemon().Stop(background(t)); err != nil {
+			t.Fatal(err)
+		}
+		gone := 100
+		if !withState {
+			gone = 101
+			if err := os.RemoveAll(h.Path("/var/lib/flannel")); err != nil {
+				t.Fatal(err)
+			}
+		}
+		c.deleteNode(gone)
+		expectReady(t, start(t, h, c.options(1)))
+		expectKernel(t, h, nil, []string{fmt.Sprintf("10.5.%d.0", gone), peerMAC(gone)})
+	}
+}
+
+func TestKubeHostilePeers(t *testing.T) {
+	c := newCluster(t, lab.Config{Hosts: 1}, `{"Type":"vxlan"}`)
+	c.addNode(100, c.peerNotes(100))
+	c.startDaemons()
+	h := c.Host(1)
+	expectKernel(t, h, c.peerEntries(100), nil)
+	with := func(n int, key, value string) map[string]string {
+		notes := c.peerNotes(n)
+		notes[annotation(key)] = value
+		return notes
+	}
+	const mac = `{"VNI":1,"VtepMAC":%q}`
+	for n, bad := range map[int]struct {
+		notes  map[string]string
+		cidr   string
+		reason string
+	}{
+		110: {c.peerNotes(110), "10.5.1.0/24", "10.5.1.0/24"},                                                         // our subnet
+		111: {c.peerNotes(111), "10.5.100.0/24", "node100"},                                                           // another's
+		112: {c.peerNotes(112), "10.5.0.0/17", "10.5.0.0/17"},                                                         // around many
+		113: {c.peerNotes(113), "10.99.0.0/24", "10.99.0.0/24"},                                                       // outside
+		114: {with(114, "backend-data", fmt.Sprintf(mac, "01:00:5e:00:00:01")), "10.5.114.0/24", "01:00:5e:00:00:01"}, // multicast
+		115: {with(115, "backend-data", fmt.Sprintf(mac, peerMAC(100))), "10.5.115.0/24", peerMAC(100)},               // another's MAC
+		116: {with(116, "public-ip", h.Addr(4).String()), "10.5.116.0/24", h.Addr(4).String()},                        // our address
+		117: {with(117, "public-ip", "0.0.0.0"), "10.5.117.0/24", "has no public IPv4 address"},                       // nobody's
+		118: {with(118, "public-ip", "not an address"), "10.5.118.0/24", "not an address"},                            // nonsense
+		119: {with(119, "backend-data", `{"VtepMAC":`), "10.5.119.0/24", "not JSON"},                                  // cut off
+		120: {with(120, "backend-data", "null"), "10.5.120.0/24", "no backend data"},                                  // nothing
+		121: {with(121, "backend-data", strings.Repeat(" ", 100_000)+"{}"), "10.5.121.0/24", "at most"},               // too much
+		122: {with(122, "backend-type", "host-gw"), "10.5.122.0/24", `backend type is "host-gw"`},                     // of another kind
+	} {
+		c.addNodeWith(n, bad.notes, bad.cidr)
+		eventually(t, "refusal of "+nodeName(n), func() error {
+			for _, line := range linesWith(h.Daemon(), nodeName(n)) {
+				if strings.Contains(line, bad.reason) || strings.Contains(strings.ReplaceAll(line, `\`, ""), bad.reason) {
+					return nil
+				}
+			}
+			return fmt.Errorf("no line with %q in %q", bad.reason, linesWith(h.Daemon(), nodeName(n)))
+		})
+	}
+	c.addNode(101, c.peerNotes(101))
+	var lack []string
+	for n := 114; n <= 122; n++ {
+		lack = append(lack, fmt.Sprintf("10.5.%d.0", n))
+	}
+	expectKernel(t, h, slices.Concat(c.peerEntries(100), c.peerEntries(101)), append(lack, "10.99.0.0", "10.5.0.0/17 via"))
+	eventually(t, "an Event on the own Node", func() error {
+		if got := c.events(1); !slices.ContainsFunc(got, func(s string) bool { return strings.Contains(s, "FlannelPeerRefused") }) {
+			return fmt.Errorf("events are %q", got)
+		}
+		return nil
+	})
+}
+
+func TestKubeWithoutAPIServer(t *testing.T) {
+	c := newCluster(t, lab.Config{Hosts: 2}, `{"Type":"vxlan"}`)
+	c.kill()
+	for n := 1; n <= 2; n++ { // never heard of it
+		start(t, c.Host(n), c.options(n))
+		expectLog(t, c.Host(n).Daemon(), "the Kubernetes API is not usable")
+	}
+	c.start()
+	for _, h := range c.Hosts() {
+		expectReady(t, h.Daemon())
+		expectLog(t, h.Daemon(), "the Kubernetes API is usable again")
+	}
+	if err := c.AddPods(background(t)); err != nil {
+		t.Fatal(err)
+	}
+	flows := startFlows(t, c.Lab, 200)
+
+	// Gone while they run: forwarding goes on, also through a restart.
+	c.kill()
+	h := c.Host(1)
+	pause(t, 2*time.Second)
+	if _, err := h.Daemon().Stop(background(t)); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Remove(h.Path(lab.SubnetFile)); err != nil {
+		t.Fatal(err)
+	}
+	start(t, h, c.options(1))
+	expectLog(t, h.Daemon(), "going on from the last known state")
+	eventually(t, "subnet file", func() error {
+		_, err := os.Stat(h.Path(lab.SubnetFile))
+		return err
+	})
+	pause(t, 2*time.Second)
+	if status, body, err := h.Daemon().Get(background(t), "/readyz"); err == nil {
+		t.Errorf("ready without the API server: %d %s", status, body)
+	}
+	c.start()
+	expectReady(t, h.Daemon())
+	c.addNode(100, c.peerNotes(100))
+	for _, h := range c.Hosts() {
+		expectKernel(t, h, c.peerEntries(100), nil)
+		if err := h.Daemon().Ended(); err != nil {
+			t.Error(err)
+		}
+	}
+	expectNothingLost(t, flows)
+}
+
+// TestKubeWipedServer has Nodes register again one after the other, as kubelets
+// do, and loses nothing meanwhile.
+func TestKubeWipedServer(t *testing.T) {
+	c := newCluster(t, lab.Config{Hosts: 3}, `{"Type":"vxlan"}`)
+	c.startDaemons()
+	flows := startFlows(t, c.Lab, 200)
+	c.kill()
+	if err := c.Etcd().Wipe(background(t)); err != nil {
+		t.Fatal(err)
+	}
+	c.start()
+	c.grant()
+	pause(t, 2*time.Second)
+	c.addNode(1, nil)
+	expectLog(t, c.Host(1).Daemon(), "has not the store it had")
+	pause(t, time.Second)
+	c.addNode(2, nil)
+	c.addNode(3, nil)
+	for n := 1; n <= 3; n++ {
+		eventually(t, "own annotations", func() error {
+			if got := c.node(n).note("public-ip"); got != c.Host(n).Addr(4).String() {
+				return fmt.Errorf("public-ip of %s is %q", nodeName(n), got)
+			}
+			return nil
+		})
+		c.expectCondition(n, "False")
+	}
+	expectMatrix(t, c.Lab)
+	expectNothingLost(t, flows)
+}
+
+func TestKubeOwnNode(t *testing.T) {
+	c := newCluster(t, lab.Config{Hosts: 1}, `{"Type":"vxlan"}`)
+	h := c.Host(1)
+	c.deleteNode(1)
+	c.addNodeWith(1, map[string]string{annotation("public-ip-overwrite"): "198.51.100.1"})
+	d := start(t, h, c.options(1))
+	expectLog(t, d, "waiting for the API to give this node its subnet")
+	if status, _, err := d.Get(background(t), "/healthz"); err != nil || status != http.StatusOK {
+		t.Errorf("/healthz while it waits: %d, %v", status, err)
+	}
+	c.do(http.MethodPatch, nodesPath+"/node1", map[string]any{"spec": map[string]any{"podCIDR": "10.5.1.0/24", "podCIDRs": []string{"10.5.1.0/24"}}}, "application/merge-patch+json")
+	expectReady(t, d)
+	c.expectCondition(1, "False")
+	before := c.node(1)
+	if before.note("public-ip") != "198.51.100.1" || before.note("backend-type") != "vxlan" || before.note("kube-subnet-manager") != "true" {
+		t.Errorf("annotations are %v", before.Metadata.Annotations)
+	}
+	c.annotate(1, map[string]any{"public-ip": "6.6.6.6", "backend-data": nil, "kube-subnet-manager": nil})
+	eventually(t, "annotations written again", func() error {
+		if now := c.node(1); fmt.Sprint(now.Metadata.Annotations) != fmt.Sprint(before.Metadata.Annotations) {
+			return fmt.Errorf("they are %v, were %v", now.Metadata.Annotations, before.Metadata.Annotations)
+		}
+		return nil
+	})
+	// The MAC is kept by the annotation alone.
+	if _, err := d.Stop(background(t)); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := h.Exec(background(t), "ip", "link", "del", "flannel.1"); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.RemoveAll(h.Path("/var/lib/flannel")); err != nil {
+		t.Fatal(err)
+	}
+	expectReady(t, start(t, h, c.options(1)))
+	if now := c.node(1); now.note("backend-data") != before.note("backend-data") {
+		t.Errorf("backend-data is %s, was %s", now.note("backend-data"), before.note("backend-data"))
+	}
+	c.deleteNode(1)
+	c.addNodeWith(1, nil, "10.5.7.0/24")
+	expectFailure(t, h.Daemon(), "subnet lease lost", "10.5.7.0/24", "10.5.1.0/24")
+	expectReady(t, start(t, h, c.options(1)))
+	expectKernel(t, h, nil, []string{"10.5.1.0"})
+	env, err := os.ReadFile(h.Path(lab.SubnetFile))
+	if err != nil || !strings.Contains(string(env), "FLANNEL_SUBNET=10.5.7.1/24") {
+		t.Errorf("subnet file is %q, %v", env, err)
+	}
+}
+
+func TestKubeRefusals(t *testing.T) {
+	c := newCluster(t, lab.Config{Hosts: 1}, `{"Type":"vxlan"}`)
+	c.deleteNode(1)
+	c.addNodeWith(1, nil, "10.6.1.0/24")
+	expectFailure(t, start(t, c.Host(1), c.options(1)), "10.6.1.0/24", "10.5.0.0/16")
+	if notes := c.node(1).Metadata.Annotations; len(notes) > 0 {
+		t.Errorf("annotated nevertheless: %v", notes)
+	}
+	if got := c.events(1); len(got) == 0 || !strings.Contains(got[0], "10.6.1.0/24") {
+		t.Errorf("events are %q", got)
+	}
+	expectFailure(t, start(t, c.Host(1), c.options(1, "--kube-annotation-prefix=nonsense")), "--kube-annotation-prefix", "nonsense")
+	without := c.options(1)
+	without.Env = nil
+	expectFailure(t, start(t, c.Host(1), without), "NODE_NAME", "POD_NAME")
+}
+
+func TestKubeConditionIsLeftAlone(t *testing.T) {
+	c := newCluster(t, lab.Config{Hosts: 1}, `{"Type":"vxlan"}`)
+	c.startDaemons("--set-node-network-unavailable=false")
+	pause(t, time.Second)
+	c.expectCondition(1, "")
+}
+
+// TestKubeNodePublicIP publishes what the administrator says, at once and from
+// the last known state.
+func TestKubeNodePublicIP(t *testing.T) {
+	c := newCluster(t, lab.Config{Hosts: 1}, `{"Type":"vxlan"}`)
+	c.annotate(1, map[string]any{"node-public-ip": "198.51.100.7"})
+	c.startDaemons()
+	if got := c.node(1).note("public-ip"); got != "198.51.100.7" {
+		t.Errorf("public-ip is %s", got)
+	}
+	h := c.Host(1)
+	if _, err := h.Daemon().Stop(background(t)); err != nil {
+		t.Fatal(err)
+	}
+	c.kill()
+	expectLog(t, start(t, h, c.options(1)), "going on from the last known state")
+}
