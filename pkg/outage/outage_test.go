@@ -64,8 +64,8 @@ func TestBackoff(t *testing.T) {
 				t.Errorf("waited %s, want %s to %s", d, low, high)
 			}
 		}
-		for _, next := range []time.Duration{1, 2, 4, 4} {
-			wait(0, next*time.Second/2, next*3*time.Second/2)
+		for _, next := range []time.Duration{time.Second, 2 * time.Second, 4 * time.Second, 4 * time.Second} {
+			wait(0, next/2, next*3/2)
 		}
 		b.Reset()
 		wait(time.Minute, time.Minute+time.Second/2, time.Minute+3*time.Second/2)

@@ -219,7 +219,7 @@ func (c *client) refusal(resp *http.Response) error {
 	body, _ := io.ReadAll(io.LimitReader(resp.Body, 1<<20)) // what can be read says something
 	e := apiError{code: resp.StatusCode}
 	var status struct{ Reason, Message string }
-	if _, raw, err := unwrap(body); err == nil {
+	if raw, err := unwrap(body); err == nil {
 		if s, err := decodeStatus(raw); err == nil {
 			e = s
 		}

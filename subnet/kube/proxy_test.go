@@ -7,7 +7,6 @@ import (
 	"net/http/httputil"
 	"net/url"
 	"sync"
-	"sync/atomic"
 	"testing"
 )
 
@@ -17,7 +16,6 @@ type proxy struct {
 	mu        sync.Mutex
 	intercept func(http.ResponseWriter, *http.Request) bool
 	seen      []string // method and path with query
-	bytes     atomic.Int64
 }
 
 func newProxy(t *testing.T, s *server) *proxy {

@@ -324,8 +324,7 @@ func (c *client) frames(from io.Reader, d *decoder, on func(string, *object) err
 			return c.explain(err)
 		}
 		kind, err := d.frame(b, &o)
-		switch {
-		case err != nil:
+		if err != nil {
 			return c.failure(err)
 		}
 		if err := on(kind, &o); err != nil {

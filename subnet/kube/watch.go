@@ -270,7 +270,7 @@ func (m *Manager) fetch(ctx context.Context, name string, revision int64) fetche
 	}
 	var raw []byte
 	if err == nil {
-		_, raw, err = unwrap(body)
+		raw, err = unwrap(body)
 	}
 	var o object
 	if err == nil {

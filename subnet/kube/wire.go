@@ -39,7 +39,7 @@ type decoder struct {
 
 // field is one field of a message.
 type field struct {
-	number   protowire.Number
+	number   int
 	kind     protowire.Type
 	bytes    []byte // of kind BytesType
 	number64 uint64 // of kind VarintType
@@ -52,7 +52,7 @@ func next(b []byte) (f field, rest []byte, err error) {
 		return field{}, nil, errWire
 	}
 	b = b[n:]
-	f.number, f.kind = number, kind
+	f.number, f.kind = int(number), kind
 	switch kind {
 	case protowire.BytesType:
 		f.bytes, n = protowire.ConsumeBytes(b)
@@ -82,32 +82,17 @@ func each(b []byte, on func(field) error) error {
 	return nil
 }
 
-// unwrap returns the message in an object with its magic, and its kind.
-func unwrap(b []byte) (kind, raw []byte, err error) {
+// unwrap returns the message in an object with its magic.
+func unwrap(b []byte) (raw []byte, err error) {
 	b, ok := bytes.CutPrefix(b, []byte(magic))
 	if !ok {
-		return nil, nil, fmt.Errorf("%w: no object", errWire)
+		return nil, fmt.Errorf("%w: no object", errWire)
 	}
-	for len(b) > 0 {
-		f, rest, err := next(b)
-		if err != nil {
-			return nil, nil, err
-		}
-		switch f.number {
-		case 1:
-			if kind, err = stringOf(f.bytes, 2); err != nil {
-				return nil, nil, err
-			}
-		case 2:
-			raw = f.bytes
-		}
-		b = rest
-	}
-	return kind, raw, nil
+	return stringOf(b, 2)
 }
 
 // stringOf returns the last field of the message b with that number.
-func stringOf(b []byte, number protowire.Number) (s []byte, err error) {
+func stringOf(b []byte, number int) (s []byte, err error) {
 	for len(b) > 0 {
 		f, rest, err := next(b)
 		if err != nil {
@@ -304,7 +289,7 @@ func decodeFrame(b []byte) (f frame, err error) {
 		}
 		b = rest
 	}
-	_, f.raw, err = unwrap(wrapped)
+	f.raw, err = unwrap(wrapped)
 	return f, err
 }
 

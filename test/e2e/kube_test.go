@@ -332,3 +332,31 @@ func TestKubeNodePublicIP(t *testing.T) {
 	c.kill()
 	expectLog(t, start(t, h, c.options(1)), "going on from the last known state")
 }
+
+// TestKubeAddressChanges has the connection to the API server made anew: one
+// from the address that is gone would be silent for long.
+func TestKubeAddressChanges(t *testing.T) {
+	c := newCluster(t, lab.Config{Hosts: 2}, `{"Type":"vxlan"}`)
+	c.startDaemons()
+	expectMatrix(t, c.Lab)
+	h := c.Host(1)
+	began := time.Now()
+	out, err := h.Exec(background(t), "sh", "-c",
+		"ip addr del 192.168.77.1/24 dev eth0; ip addr add 192.168.77.101/24 dev eth0; ip route replace default via 192.168.77.254")
+	if err != nil {
+		t.Fatalf("%v: %s", err, out)
+	}
+	eventually(t, "annotation", func() error {
+		if got := c.node(1).note("public-ip"); got != "192.168.77.101" {
+			return fmt.Errorf("public-ip is %s", got)
+		}
+		return nil
+	})
+	t.Logf("published after %s", time.Since(began))
+	expectMatrix(t, c.Lab)
+	c.addNode(100, c.peerNotes(100))
+	expectKernel(t, h, c.peerEntries(100), nil)
+	if err := h.Daemon().Ended(); err != nil {
+		t.Error(err)
+	}
+}
