@@ -22,6 +22,7 @@ want openssl openssl # keys for an API server
 want shellcheck shellcheck
 want promtool prometheus # and prometheus itself, which scrapes a daemon
 want systemd-analyze systemd
+want buildah buildah # the image
 [ -n "$packages" ] || exit 0
 
 if ! command -v apt-get >/dev/null 2>&1; then

@@ -32,7 +32,12 @@ if [ -z "$builder" ]; then
 fi
 
 make --no-print-directory build
-cp bin/flanneld bin/flannelctl "$work/context/"
+"$(dirname "$0")/rootfs.sh" "$work/context/rootfs"
+mkdir "$work/context/bin"
+for program in flanneld flannelctl install-conf; do
+	cp "bin/$program" "$work/context/bin/"
+done
+cp dist/mk-docker-opts.sh "$work/context/bin/"
 
 epoch=${SOURCE_DATE_EPOCH:-0}
 case $builder in

@@ -1,0 +1,63 @@
+package main
+
+import (
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+)
+
+func TestInstall(t *testing.T) {
+	dir := t.TempDir()
+	src, dst := filepath.Join(dir, "src.json"), filepath.Join(dir, "net.d", "10-flannel.conflist")
+	if err := os.WriteFile(src, []byte("new"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Chmod(src, 0o640); err != nil {
+		t.Fatal(err)
+	}
+	var stderr strings.Builder
+	if code := run([]string{src, dst}, &stderr); code != 1 || !strings.Contains(stderr.String(), "net.d") {
+		t.Errorf("without a destination folder: exit code %d, %q", code, stderr.String())
+	}
+	if err := os.Mkdir(filepath.Dir(dst), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	for _, before := range []string{"", "old"} {
+		if before != "" {
+			if err := os.WriteFile(dst, []byte(before), 0o600); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if code := run([]string{src, dst}, &stderr); code != 0 {
+			t.Fatalf("exit code %d: %s", code, stderr.String())
+		}
+		text, err := os.ReadFile(dst)
+		info, _ := os.Stat(dst)
+		if err != nil || string(text) != "new" || info.Mode().Perm() != 0o640 {
+			t.Errorf("%q, %v, %v; want the source's content and mode", text, info.Mode(), err)
+		}
+	}
+	entries, err := os.ReadDir(filepath.Dir(dst))
+	if err != nil || len(entries) != 1 {
+		t.Errorf("left behind: %v, %v", entries, err)
+	}
+}
+
+func TestMistakes(t *testing.T) {
+	dir := t.TempDir()
+	for name, args := range map[string][]string{
+		"usage:":             {"one"},
+		"usage: install":     {"one", "two", "three"},
+		"no such file":       {filepath.Join(dir, "none"), filepath.Join(dir, "dst")},
+		"not a regular file": {dir, filepath.Join(dir, "dst")},
+	} {
+		var stderr strings.Builder
+		if code := run(args, &stderr); code != 1 || !strings.Contains(stderr.String(), name) || strings.Count(stderr.String(), "\n") != 1 {
+			t.Errorf("%v: exit code %d, %q; want 1 and one line with %q", args, code, stderr.String(), name)
+		}
+	}
+	if entries, _ := os.ReadDir(dir); len(entries) != 0 {
+		t.Errorf("left behind: %v", entries)
+	}
+}

@@ -1,0 +1,94 @@
+// Package dist_test tries the scripts that are shipped.
+package dist_test
+
+import (
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+)
+
+const sample = "FLANNEL_NETWORK=10.1.0.0/16\nFLANNEL_SUBNET=10.1.74.1/24\nFLANNEL_MTU=1472\nFLANNEL_IPMASQ=false\n"
+
+func TestMkDockerOpts(t *testing.T) {
+	const (
+		bip, mtu = `DOCKER_OPT_BIP="--bip=10.1.74.1/24"` + "\n", `DOCKER_OPT_MTU="--mtu=1472"` + "\n"
+		masq     = `DOCKER_OPT_IPMASQ="--ip-masq=true"` + "\n"
+		all      = ` --bip=10.1.74.1/24 --ip-masq=true --mtu=1472"` + "\n"
+	)
+	for _, shell := range []string{"dash", "bash"} {
+		for _, tc := range []struct {
+			name, file string
+			args, env  []string
+			want       string
+			fails      string // what standard error says
+		}{
+			{name: "as it is", file: sample, want: bip + masq + mtu + `DOCKER_OPTS="` + all},
+			{name: "individual", file: sample, args: []string{"-i"}, want: bip + masq + mtu},
+			{name: "combined", file: sample, args: []string{"-c"}, want: `DOCKER_OPTS="` + all},
+			{name: "both", file: sample, args: []string{"-i", "-c"}, want: bip + masq + mtu + `DOCKER_OPTS="` + all},
+			{name: "another key", file: sample, args: []string{"-c", "-k", "OPTS"}, want: `OPTS="` + all},
+			{name: "options that are there", file: sample, args: []string{"-c"}, env: []string{"DOCKER_OPTS=-D"}, want: `DOCKER_OPTS="-D ` + all},
+			{name: "options of others", file: sample, args: []string{"-i"}, env: []string{"DOCKER_OPT_DNS=--dns=192.0.2.53"}, want: bip + `DOCKER_OPT_DNS="--dns=192.0.2.53"` + "\n" + masq + mtu},
+			{name: "no masquerading", file: sample, args: []string{"-c", "-m"}, want: `DOCKER_OPTS=" --bip=10.1.74.1/24 --mtu=1472"` + "\n"},
+			{name: "flannel masquerades", file: strings.Replace(sample, "false", "true", 1), args: []string{"-i"}, want: bip + strings.Replace(masq, "true", "false", 1) + mtu},
+			{name: "no file", args: []string{"-c"}, want: `DOCKER_OPTS=""` + "\n"},
+			{name: "IPv6 beside it", file: sample + "FLANNEL_IPV6_SUBNET=fd00::1/64\n", args: []string{"-i"}, want: bip + masq + mtu},
+			{name: "damaged", file: strings.Replace(sample, "false", "perhaps", 1), fails: "FLANNEL_IPMASQ is perhaps"},
+			{name: "bad option", file: sample, args: []string{"-x"}, fails: "usage:"},
+			{name: "help", file: sample, args: []string{"-h"}, fails: "usage:"},
+			{name: "an argument", file: sample, args: []string{"x"}, fails: "usage:"},
+			{name: "bad key", file: sample, args: []string{"-k", "A;reboot"}, fails: "not the name of a variable"},
+		} {
+			t.Run(shell+"/"+tc.name, func(t *testing.T) {
+				dir := t.TempDir()
+				in, out := filepath.Join(dir, "subnet.env"), filepath.Join(dir, "docker.env")
+				if tc.file != "" {
+					if err := os.WriteFile(in, []byte(tc.file), 0o600); err != nil {
+						t.Fatal(err)
+					}
+				}
+				cmd := exec.CommandContext(t.Context(), shell, append([]string{"mk-docker-opts.sh", "-f", in, "-d", out}, tc.args...)...)
+				cmd.Env = append([]string{"PATH=" + os.Getenv("PATH")}, tc.env...)
+				var stderr strings.Builder
+				cmd.Stderr = &stderr
+				err := cmd.Run()
+				if tc.fails != "" {
+					if err == nil || !strings.Contains(stderr.String(), tc.fails) {
+						t.Errorf("%v, %q; want a failure with %q", err, stderr.String(), tc.fails)
+					}
+					return
+				}
+				got, readErr := os.ReadFile(out)
+				if err != nil || readErr != nil || stderr.Len() > 0 {
+					t.Fatalf("%v, %v: %s", err, readErr, &stderr)
+				}
+				if diff := cmp.Diff(tc.want, string(got)); diff != "" {
+					t.Errorf("(-want +got):\n%s", diff)
+				}
+			})
+		}
+	}
+}
+
+// A subnet that is routed to another host is not ours any more.
+func TestMkDockerOptsNoticesAForeignRoute(t *testing.T) {
+	dir := t.TempDir()
+	fake := filepath.Join(dir, "ip")
+	if err := os.WriteFile(fake, []byte("#!/bin/sh\necho 10.1.74.0/24 via 10.1.74.0 dev flannel.1 onlink\n"), 0o700); err != nil {
+		t.Fatal(err)
+	}
+	in, out := filepath.Join(dir, "subnet.env"), filepath.Join(dir, "docker.env")
+	if err := os.WriteFile(in, []byte(sample), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	cmd := exec.CommandContext(t.Context(), "dash", "mk-docker-opts.sh", "-f", in, "-d", out)
+	cmd.Env = []string{"PATH=" + dir + ":" + os.Getenv("PATH")}
+	text, err := cmd.CombinedOutput()
+	if err == nil || !strings.Contains(string(text), "10.1.74.0/24 is routed to another host") {
+		t.Errorf("%v: %s", err, text)
+	}
+}

@@ -1,0 +1,176 @@
+package e2e
+
+import (
+	"archive/tar"
+	"compress/gzip"
+	"encoding/json"
+	"errors"
+	"io"
+	"io/fs"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"syscall"
+	"testing"
+)
+
+// image builds the image and unpacks it, as a container runtime would.
+func image(t *testing.T) (root string, config imageConfig) {
+	t.Helper()
+	dir := t.TempDir()
+	archive := filepath.Join(dir, "image.tar")
+	build := exec.CommandContext(t.Context(), "test/tools/image.sh", archive, "flanneld:test")
+	build.Dir = "../.."
+	if out, err := build.CombinedOutput(); err != nil {
+		t.Fatalf("%v: %s", err, out)
+	}
+	oci := filepath.Join(dir, "oci")
+	extract(t, archive, oci)
+	blob := func(digest string) string { return filepath.Join(oci, "blobs", strings.ReplaceAll(digest, ":", "/")) }
+	var index, manifest struct {
+		Manifests, Layers []struct{ Digest string }
+		Config            struct{ Digest string }
+	}
+	load(t, filepath.Join(oci, "index.json"), &index)
+	load(t, blob(index.Manifests[0].Digest), &manifest)
+	load(t, blob(manifest.Config.Digest), &config)
+	root = filepath.Join(dir, "root")
+	for _, l := range manifest.Layers {
+		extract(t, blob(l.Digest), root)
+	}
+	return root, config
+}
+
+type imageConfig struct {
+	Config struct {
+		Entrypoint []string
+		Env        []string
+	}
+}
+
+func load(t *testing.T, path string, into any) {
+	t.Helper()
+	text, err := os.ReadFile(path)
+	if err == nil {
+		err = json.Unmarshal(text, into)
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+}
+
+// extract unpacks a tar archive, compressed or not.
+func extract(t *testing.T, archive, dir string) {
+	t.Helper()
+	f, err := os.Open(archive)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer f.Close()
+	var r io.Reader = f
+	if z, err := gzip.NewReader(f); err == nil {
+		r = z
+	} else if _, err := f.Seek(0, io.SeekStart); err != nil {
+		t.Fatal(err)
+	}
+	for tr := tar.NewReader(r); ; {
+		h, err := tr.Next()
+		if errors.Is(err, io.EOF) {
+			return
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		path := filepath.Join(dir, h.Name)
+		switch h.Typeflag {
+		case tar.TypeDir:
+			err = os.MkdirAll(path, 0o755)
+		case tar.TypeSymlink:
+			err = os.Symlink(h.Linkname, path)
+		case tar.TypeReg:
+			var text []byte
+			if text, err = io.ReadAll(tr); err == nil {
+				err = errors.Join(os.MkdirAll(filepath.Dir(path), 0o755), os.WriteFile(path, text, 0o600), os.Chmod(path, h.FileInfo().Mode()))
+			}
+		default:
+			t.Errorf("%s is a file of type %c", h.Name, h.Typeflag)
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+}
+
+// What existing manifests call is in the image, and works with nothing but what
+// is in it.
+func TestImage(t *testing.T) {
+	root, config := image(t)
+	if e := config.Config.Entrypoint; len(e) != 1 || e[0] != "/opt/bin/flanneld" {
+		t.Errorf("entry point %q", e)
+	}
+	env := []string{"PATH=/none"}
+	for _, v := range config.Config.Env {
+		if strings.HasPrefix(v, "PATH=") {
+			env = []string{v}
+		}
+	}
+	run := func(args ...string) string {
+		t.Helper()
+		cmd := exec.CommandContext(t.Context(), "/bin/sh", "-c", `exec "$@"`, "sh")
+		cmd.Args = append(cmd.Args, args...)
+		cmd.Env, cmd.Dir = env, "/"
+		cmd.SysProcAttr = &syscall.SysProcAttr{Chroot: root, Cloneflags: syscall.CLONE_NEWNET}
+		out, err := cmd.CombinedOutput()
+		if err != nil {
+			t.Errorf("%s: %v: %s", strings.Join(args, " "), err, out)
+		}
+		return string(out)
+	}
+	for _, path := range []string{"etc/kube-flannel", "etc/cni/net.d", "opt/cni/bin", "run/flannel"} {
+		if err := os.MkdirAll(filepath.Join(root, path), 0o755); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for path, text := range map[string]string{
+		"etc/kube-flannel/cni-conf.json": `{"name":"cbr0"}`,
+		"run/flannel/subnet.env":         "FLANNEL_SUBNET=10.1.74.1/24\nFLANNEL_MTU=1450\nFLANNEL_IPMASQ=true\n",
+	} {
+		if err := os.WriteFile(filepath.Join(root, path), []byte(text), 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	run("/opt/bin/flanneld", "--version")
+	run("flannelctl", "version")
+	run("/opt/bin/install-conf", "/etc/kube-flannel/cni-conf.json", "/etc/cni/net.d/10-flannel.conflist")
+	run("cp", "-f", "/etc/kube-flannel/cni-conf.json", "/etc/cni/net.d/20-copied.conflist")
+	for _, name := range []string{"10-flannel.conflist", "20-copied.conflist"} {
+		if text, err := os.ReadFile(filepath.Join(root, "etc/cni/net.d", name)); err != nil || string(text) != `{"name":"cbr0"}` {
+			t.Errorf("%s: %q, %v", name, text, err)
+		}
+	}
+	run("/opt/bin/mk-docker-opts.sh", "-c")
+	if text, err := os.ReadFile(filepath.Join(root, "run/docker_opts.env")); err != nil || !strings.Contains(string(text), "--bip=10.1.74.1/24") {
+		t.Errorf("docker options: %q, %v", text, err)
+	}
+	for command, want := range map[string]string{"iptables": "nf_tables", "iptables-legacy": "legacy", "ip6tables-nft": "nf_tables"} {
+		if out := run(command, "--version"); !strings.Contains(out, want) {
+			t.Errorf("%s --version is %q, want %s", command, out, want)
+		}
+	}
+	run("iptables-nft", "-t", "nat", "-A", "POSTROUTING", "-m", "mark", "--mark", "0x4000/0x4000", "-m", "comment", "--comment", "x", "-j", "MASQUERADE", "--random-fully")
+
+	err := filepath.WalkDir(root, func(path string, d fs.DirEntry, err error) error {
+		if err != nil {
+			return err
+		}
+		info, err := d.Info()
+		if err == nil && info.Mode()&(fs.ModeSetuid|fs.ModeSetgid) != 0 {
+			t.Errorf("%s is %s", path, info.Mode())
+		}
+		return err
+	})
+	if err != nil {
+		t.Error(err)
+	}
+}
