@@ -28,6 +28,8 @@ type walk struct {
 	refused  map[netip.Prefix]bool    // wanted routes that cannot be made
 	recorded map[dataplane.Route]bool // wanted at any time, without what is not ours to say
 	kept     map[dataplane.Route]bool // others' routes that nothing may touch
+	mischief Mischief                 // nil if the world can do none
+	traffic  Traffic                  // nil if the world has none
 }
 
 // Walk lets a Reconciler walk steps steps in w from a random seed, which is
@@ -58,6 +60,14 @@ func WalkFrom(t testing.TB, w World, steps int, resync time.Duration, seed uint6
 		}
 		return nil
 	}
+	if resync > 0 {
+		wk.spy.Lose = func() bool { return wk.failing && wk.chance(3) }
+	}
+	if traffic, ok := w.(Traffic); ok {
+		wk.want.Add(traffic.Remote()...)
+		wk.traffic = traffic
+	}
+	wk.mischief, _ = w.(Mischief)
 	for step := range steps {
 		wk.step()
 		if wk.chance(10) || step == steps-1 {
@@ -169,7 +179,7 @@ func (w *walk) anyLink() dataplane.Link {
 func (w *walk) meddle() {
 	i, n := 2+w.rnd.IntN(hosts), w.rnd.IntN(20)
 	dev := Scope().Devices[w.rnd.IntN(2)]
-	switch w.rnd.IntN(14) {
+	switch w.rnd.IntN(16) {
 	case 0:
 		_ = w.Remove(dataplane.Link{Name: dev})
 	case 1:
@@ -198,6 +208,14 @@ func (w *walk) meddle() {
 		r.Protocol = protoBoot
 		_ = w.Append(r)
 		w.kept[r] = true
+	case 14:
+		if w.mischief != nil && w.chance(30) {
+			w.must(w.mischief.Overflow())
+		}
+	case 15:
+		if w.mischief != nil {
+			w.must(w.mischief.DeleteNexthop(w.rnd.IntN(hosts)))
+		}
 	case 13:
 		bridge := dataplane.Link{Name: "cni0", Kind: "bridge", Up: true}
 		_ = w.Remove(bridge)
@@ -304,6 +322,11 @@ func (w *walk) converge() {
 		w.refused[r.Route.Dst] = true
 	}
 	w.compare()
+	if w.traffic != nil {
+		if err := w.traffic.Exchange(w.Context(), w.want); err != nil {
+			w.Errorf("the kernel is as it should be, but packets do not pass: %v", err)
+		}
+	}
 	if !w.has(slices.Collect(maps.Keys(w.kept))...) {
 		w.Errorf("a route of others on eth0 is gone")
 	}

@@ -31,6 +31,25 @@ type World interface {
 	AcceptRA(dev string) (string, error)
 }
 
+// Mischief is what else may happen to who listens to a World, if the World can
+// do it.
+type Mischief interface {
+	// Overflow has all listeners lose announcements.
+	Overflow() error
+	// DeleteNexthop deletes the n-th nexthop object of ours, modulo their
+	// number, and with it the routes that use it.
+	DeleteNexthop(n int) error
+}
+
+// Traffic is a World with a host behind its tunnels.
+type Traffic interface {
+	// Remote returns what reaches that host: as for a peer that nobody else is.
+	Remote() []dataplane.Object
+	// Exchange sends packets there and waits for their return, by devices as
+	// they are in state.
+	Exchange(ctx context.Context, state dataplane.State) error
+}
+
 // Spy stands in front of a kernel, notes what it is told to do, and can fail.
 // It is safe for concurrent use as far as its kernel is.
 type Spy struct {
@@ -40,6 +59,9 @@ type Spy struct {
 	Fail func(dataplane.Op) error
 	// ReadError returns the error with which a read fails. It may be nil.
 	ReadError func() error
+	// Lose says whether what was announced is dropped now, and the listener
+	// told that something was lost. It may be nil.
+	Lose func() bool
 
 	mu  sync.Mutex
 	ops []dataplane.Op
@@ -72,7 +94,31 @@ func (s *Spy) Apply(ctx context.Context, ops []dataplane.Op) []dataplane.OpError
 			rest = append(rest, op)
 		}
 	}
+	if len(failed) == 0 {
+		return s.Kernel.Apply(ctx, ops) // which completes them
+	}
 	return append(failed, s.Kernel.Apply(ctx, rest)...)
+}
+
+// Monitor implements dataplane.Kernel.
+func (s *Spy) Monitor(scope dataplane.Scope) (dataplane.Monitor, error) {
+	m, err := s.Kernel.Monitor(scope)
+	return forgetful{m, s}, err
+}
+
+// forgetful is a monitor that at times says it has lost something.
+type forgetful struct {
+	dataplane.Monitor
+	spy *Spy
+}
+
+// Drain implements dataplane.Monitor.
+func (f forgetful) Drain() ([]dataplane.Event, bool) {
+	events, lost := f.Monitor.Drain()
+	if f.spy.Lose != nil && f.spy.Lose() {
+		return nil, true
+	}
+	return events, lost
 }
 
 // Take returns the operations since the last call, in order.

@@ -42,7 +42,7 @@ func Open(o Options) (*Kernel, error) {
 		return nil, errors.Join(fmt.Errorf("open rtnetlink socket: %w", err), sock.close())
 	}
 	k := &Kernel{sock: sock, links: links}
-	k.nexthops.enabled = o.NexthopObjects
+	k.nexthops.enabled, k.nexthops.threshold = o.NexthopObjects, nexthopThreshold
 	k.nexthops.reset()
 	return k, nil
 }

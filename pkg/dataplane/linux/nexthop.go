@@ -47,7 +47,8 @@ type hop struct {
 
 // nexthops knows the nexthop objects that carry our protocol number.
 type nexthops struct {
-	enabled bool
+	enabled   bool
+	threshold int // how many routes a device has before they go through objects
 
 	mu    sync.Mutex
 	byID  map[uint32]hop
@@ -194,7 +195,7 @@ func (k *Kernel) provideNexthops(ctx context.Context, ops []dataplane.Op, indexe
 	for _, op := range ops {
 		r, ok := wanted(op)
 		h := hop{r.Gateway, indexes[r.Dev], r.OnLink}
-		if _, have := t.ids[h]; !ok || have || asked[h] || t.via[h.index] < nexthopThreshold {
+		if _, have := t.ids[h]; !ok || have || asked[h] || t.via[h.index] < t.threshold {
 			continue
 		}
 		asked[h] = true

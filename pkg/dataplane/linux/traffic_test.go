@@ -1,0 +1,264 @@
+package linux
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"net"
+	"net/netip"
+	"runtime"
+	"slices"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"flanneld/pkg/dataplane"
+	"flanneld/pkg/dataplane/dataplanetest"
+	"flanneld/pkg/prefix"
+)
+
+// trafficWorld is a world whose routes go through nexthop objects, and with a
+// host in another namespace behind its tunnels.
+type trafficWorld struct {
+	*world
+	monitors []*monitor
+	far      farEnd
+}
+
+var (
+	_ dataplanetest.Mischief = (*trafficWorld)(nil)
+	_ dataplanetest.Traffic  = (*trafficWorld)(nil)
+)
+
+// remote is the index of the host behind the tunnels.
+const remote = 200
+
+// farEnd is that host: a thread in a namespace of its own.
+type farEnd struct {
+	kernel *Kernel
+	calls  chan func()
+	conns  map[string]net.PacketConn // by device
+}
+
+// do runs f in the host's namespace.
+func (f *farEnd) do(work func() error) error {
+	done := make(chan error, 1)
+	f.calls <- func() { done <- work() }
+	return <-done
+}
+
+func newTrafficWorld(t testing.TB) *trafficWorld {
+	t.Helper()
+	w := &trafficWorld{world: newWorld(t), far: farEnd{calls: make(chan func()), conns: map[string]net.PacketConn{}}}
+	w.nexthops.threshold = 1
+	namespace := make(chan int)
+	go func() {
+		runtime.LockOSThread() // never unlocked: the namespace ends with the thread
+		fd := -1
+		if unix.Unshare(unix.CLONE_NEWNET) == nil {
+			fd, _ = unix.Open("/proc/thread-self/ns/net", unix.O_RDONLY|unix.O_CLOEXEC, 0)
+		}
+		namespace <- fd
+		for f := range w.far.calls {
+			f()
+		}
+	}()
+	t.Cleanup(func() { close(w.far.calls) })
+	fd := <-namespace
+	if fd < 0 {
+		t.Fatal("no second network namespace")
+	}
+	peer0, err := w.links.LinkByName("peer0")
+	if err == nil {
+		err = w.links.LinkSetNsFd(peer0, fd)
+	}
+	if err := errors.Join(err, unix.Close(fd), w.far.do(func() error { return w.far.setUp(t) })); err != nil {
+		t.Fatalf("make the far end: %v", err)
+	}
+	return w
+}
+
+// setUp gives the host its devices, and has it answer.
+func (f *farEnd) setUp(t testing.TB) (err error) {
+	if f.kernel, err = Open(Options{}); err != nil {
+		return err
+	}
+	t.Cleanup(func() { _ = f.kernel.Close() })
+	w := &world{Kernel: f.kernel}
+	if w.other, err = openSocket(); err != nil {
+		return err
+	}
+	t.Cleanup(func() { _ = w.other.close() })
+	err = errors.Join(w.SetUp("lo", true), w.SetUp("peer0", true), w.Append(
+		dataplane.Addr{Dev: "peer0", Prefix: netip.MustParsePrefix("192.168.77.200/24")},
+		dataplane.Addr{Dev: "peer0", Prefix: netip.MustParsePrefix("fd00:77::200/64")}))
+	if err != nil {
+		return err
+	}
+	if err := w.awaitOwn(netip.MustParseAddr("fd00:77::200")); err != nil {
+		return err
+	}
+	for i, base := range slices.SortedFunc(maps.Values(dataplanetest.Base().Links), func(a, b dataplane.Link) int { return len(a.Name) - len(b.Name) }) {
+		l := base
+		far := dataplanetest.Peer(remote, 0)[3*i : 3*i+3]
+		n, fdb := far[0].(dataplane.Neigh), far[1].(dataplane.FDB)
+		l.MAC, l.VXLAN.Local, l.VXLAN.Underlay = fdb.MAC, farAddr(l.VXLAN.Local), "peer0"
+		near := nearAddr(l.Name)
+		ops := []dataplane.Op{
+			{Object: l}, {Object: dataplane.Addr{Dev: l.Name, Prefix: prefix.Host(n.IP)}},
+			{Object: dataplane.NewRoute(prefix.Host(near), netip.Addr{}, l.Name, false)},
+		}
+		for _, e := range f.kernel.Apply(context.Background(), ops) {
+			return e
+		}
+		conn, err := net.ListenPacket("udp", netip.AddrPortFrom(n.IP, 9).String())
+		if err != nil {
+			return err
+		}
+		t.Cleanup(func() { conn.Close() })
+		f.conns[l.Name] = conn
+		go func() {
+			for buf := make([]byte, 64); ; {
+				n, from, err := conn.ReadFrom(buf)
+				if err != nil {
+					return
+				}
+				_, _ = conn.WriteTo(buf[:n], from)
+			}
+		}()
+	}
+	return nil
+}
+
+// farAddr is the far end's address in the network of a near one.
+func farAddr(near netip.Addr) netip.Addr {
+	if near.Is4() {
+		return netip.MustParseAddr("192.168.77.200")
+	}
+	return netip.MustParseAddr("fd00:77::200")
+}
+
+// nearAddr is the address of the walker's device.
+func nearAddr(dev string) netip.Addr {
+	for a := range dataplanetest.Base().Addrs {
+		if a.Dev == dev {
+			return a.Prefix.Addr()
+		}
+	}
+	return netip.Addr{}
+}
+
+// Monitor implements dataplane.Kernel.
+func (w *trafficWorld) Monitor(s dataplane.Scope) (dataplane.Monitor, error) {
+	m, err := w.world.Monitor(s)
+	if err == nil {
+		w.monitors = append(w.monitors, m.(*monitor))
+	}
+	return m, err
+}
+
+// Overflow implements dataplanetest.Mischief: the sockets get the least buffer
+// for the time of some changes by another program.
+func (w *trafficWorld) Overflow() error {
+	buffer := func(size int) (err error) {
+		for _, m := range w.monitors {
+			err = errors.Join(err, m.raw.Control(func(fd uintptr) {
+				err = errors.Join(err, unix.SetsockoptInt(int(fd), unix.SOL_SOCKET, unix.SO_RCVBUFFORCE, size))
+			}))
+		}
+		return err
+	}
+	if err := buffer(1); err != nil {
+		return err
+	}
+	dst := dataplane.NewRoute(netip.MustParsePrefix("10.99.0.0/24"), netip.MustParseAddr("192.168.77.7"), "eth0", false)
+	dst.Protocol = unix.RTPROT_STATIC
+	for range 20 {
+		if err := errors.Join(w.Append(dst), w.Remove(dst)); err != nil {
+			return err
+		}
+	}
+	return buffer(monitorBuffer)
+}
+
+// DeleteNexthop implements dataplanetest.Mischief.
+func (w *trafficWorld) DeleteNexthop(n int) error {
+	w.nexthops.mu.Lock()
+	ids := slices.Sorted(maps.Keys(w.nexthops.byID))
+	w.nexthops.mu.Unlock()
+	if len(ids) == 0 {
+		return nil
+	}
+	err := w.tell(func(m *message) {
+		m.begin(rtmDelNexthop, 0, nhmsg(unix.AF_UNSPEC, 0, 0)...)
+		m.attr32(nhaID, ids[n%len(ids)])
+	})
+	if errors.Is(err, unix.ENOENT) { // it went with its device
+		return nil
+	}
+	return err
+}
+
+// Remote implements dataplanetest.Traffic.
+func (w *trafficWorld) Remote() (objects []dataplane.Object) {
+	for _, o := range dataplanetest.Peer(remote, 0) {
+		if f, ok := o.(dataplane.FDB); ok {
+			f.Dst = farAddr(f.Dst)
+			o = f
+		}
+		objects = append(objects, o)
+	}
+	return objects
+}
+
+// Exchange implements dataplanetest.Traffic.
+func (w *trafficWorld) Exchange(ctx context.Context, s dataplane.State) error {
+	for dev, far := range w.far.conns {
+		near := nearAddr(dev)
+		underlay := dataplanetest.Base().Links[dev].VXLAN.Local
+		// The far end has learnt of our MAC from our lease.
+		err := w.far.do(func() error {
+			for _, e := range w.far.kernel.Apply(ctx, []dataplane.Op{
+				{Object: dataplane.Neigh{NeighKey: dataplane.NeighKey{Dev: dev, IP: near}, MAC: s.Links[dev].MAC}},
+				{Object: dataplane.FDB{FDBKey: dataplane.FDBKey{Dev: dev, MAC: s.Links[dev].MAC}, Dst: underlay}},
+			}) {
+				return e
+			}
+			return nil
+		})
+		if err != nil {
+			return fmt.Errorf("tell the far end: %w", err)
+		}
+		if err := echo(near, far.LocalAddr().String()); err != nil {
+			return fmt.Errorf("through %s: %w", dev, err)
+		}
+	}
+	return nil
+}
+
+// echo sends a packet and waits until one like it is back.
+func echo(near netip.Addr, far string) error {
+	to, err := net.ResolveUDPAddr("udp", far)
+	if err != nil {
+		return err
+	}
+	conn, err := net.ListenPacket("udp", netip.AddrPortFrom(near, 0).String())
+	if err != nil {
+		return err
+	}
+	defer conn.Close()
+	buf := make([]byte, 64)
+	for range 50 {
+		if _, err = conn.WriteTo([]byte("hello"), to); err != nil {
+			return err
+		}
+		_ = conn.SetReadDeadline(time.Now().Add(200 * time.Millisecond))
+		var n int
+		if n, _, err = conn.ReadFrom(buf); err == nil && string(buf[:n]) == "hello" {
+			return nil
+		}
+	}
+	return fmt.Errorf("no answer from %s: %w", far, err)
+}
