@@ -42,7 +42,8 @@ func (b *Backend) Scope() dataplane.Scope { return b.env.Scope(b.devices()...) }
 // taken from a device that is there, else random: never derived from anything
 // that cloned hosts share.
 func (b *Backend) Claim(ctx context.Context, prev subnet.Claim) (subnet.Claim, error) {
-	have, err := b.env.Kernel.Read(ctx, b.env.Scope(b.devices()...))
+	// The devices alone: a router may hold a million routes.
+	have, err := b.env.Kernel.Read(ctx, dataplane.Scope{Devices: b.devices()})
 	if err != nil {
 		return subnet.Claim{}, fmt.Errorf("read kernel state: %w", err)
 	}

@@ -277,6 +277,22 @@ func parseRoute(payload []byte) routeReply {
 	return r
 }
 
+// elsewhere reports whether a route leads out of the scope and is none of ours
+// or of another flanneld. It looks no further than it has to: nearly all routes
+// of a router are such.
+func elsewhere(payload []byte, s dataplane.Scope) bool {
+	if len(payload) < unix.SizeofRtMsg || payload[5] == dataplane.Protocol {
+		return false
+	}
+	for a := range attributes(payload[unix.SizeofRtMsg:]) {
+		if a.typ == unix.RTA_DST {
+			dst := a.addr()
+			return !dst.IsValid() || !inNetworks(s, netip.PrefixFrom(dst, int(payload[1])))
+		}
+	}
+	return true // a default route
+}
+
 func (k *Kernel) readRoutes(ctx context.Context, family uint8, s dataplane.Scope, state dataplane.State) error {
 	var found []routeReply
 	var others []uint32
@@ -285,7 +301,7 @@ func (k *Kernel) readRoutes(ctx context.Context, family uint8, s dataplane.Scope
 		body[0], body[4] = family, unix.RT_TABLE_MAIN
 		m.begin(unix.RTM_GETROUTE, 0, body...)
 	}, func() { found, others = nil, nil }, func(typ uint16, payload []byte) {
-		if typ != unix.RTM_NEWROUTE {
+		if typ != unix.RTM_NEWROUTE || elsewhere(payload, s) {
 			return
 		}
 		r := parseRoute(payload)
