@@ -21,7 +21,7 @@ STAGES := go run ./test/stages -fuzztime $(FUZZTIME)
 GOLANGCI := bin/tools/golangci-lint
 
 .DEFAULT_GOAL := help
-.PHONY: help build demo test test-unit test-kernel test-e2e fuzz bench lint lint-go lint-mod lint-shell lint-sleep \
+.PHONY: help build demo test test-unit test-kernel test-e2e test-vm fuzz bench lint lint-go lint-mod lint-shell lint-sleep \
 	lint-unit lint-rules fmt image dist deps components clean FORCE
 
 help: ## this list
@@ -50,6 +50,9 @@ test-kernel: deps ## the TestKernel... tests, in network namespaces of their own
 
 test-e2e: deps components ## real daemons, a real etcd and real traffic
 	@$(STAGES) build e2e
+
+test-vm: deps ## the TestVM... tests, on a Debian kernel in qemu
+	@$(STAGES) build vm
 
 fuzz: ## every fuzz target for FUZZTIME (10s)
 	@$(STAGES) fuzz

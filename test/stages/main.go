@@ -5,7 +5,8 @@
 //
 // Nothing here lists packages. Tests that need root and a network namespace
 // stand beside the code they test and are named TestKernel...; they make the
-// kernel stage. Fuzz targets are found by their names as well.
+// kernel stage. Tests that need a kernel with WireGuard, IPIP and whatever else this
+// machine's may lack are named TestVM...; test/vm runs them. Fuzz targets are found by their names as well.
 //
 // Under CI=true a skipped test is a failure, and so is a stage that finds no
 // tests: what cannot run there must not look as if it had passed.
@@ -39,6 +40,7 @@ func stages(fuzzTime string) []stage {
 		{name: "unit", help: "all but the other stages, with the race detector", run: unit},
 		{name: "kernel", help: "TestKernel..., with the race detector", run: kernel},
 		{name: "e2e", help: "test/e2e: real daemons and traffic", needs: "build", run: endToEnd},
+		{name: "vm", help: "TestVM..., on a Debian kernel in qemu", needs: "build", run: vm},
 		{name: "fuzz", help: "every fuzz target for a while", run: func(ctx context.Context, r *run) error {
 			return fuzz(ctx, r, fuzzTime)
 		}},

@@ -18,8 +18,12 @@ import (
 	"golang.org/x/sync/errgroup"
 )
 
+// vmBudget is how long the guest of the vm stage may run.
+const vmBudget = 8 * time.Minute
+
 const (
 	kernelTests = "^TestKernel"
+	vmTests     = "^TestVM"
 	e2eFolder   = "/test/e2e"
 )
 
@@ -41,22 +45,37 @@ func unit(ctx context.Context, r *run) error {
 			paths = append(paths, p.ImportPath)
 		}
 	}
-	return goTest(ctx, r, append([]string{"-race", "-skip", kernelTests}, paths...)...)
+	return goTest(ctx, r, append([]string{"-race", "-skip", kernelTests + "|" + vmTests}, paths...)...)
 }
 
 // kernel runs what depends on this machine, so nothing comes from the cache.
 func kernel(ctx context.Context, r *run) error {
-	found, err := find(ctx, regexp.MustCompile(`(?m)^func (TestKernel\w*)\(\w+ \*testing\.T\)`))
+	found, err := find(ctx, regexp.MustCompile(`(?m)^func (TestKernel\w*)\(\w+ \*testing\.T\)`), notEndToEnd)
 	if err != nil || len(found) == 0 {
 		return err
 	}
-	args := []string{"-race", "-count=1", "-run", kernelTests}
-	for i, f := range found {
-		if i == 0 || f.pkg != found[i-1].pkg {
-			args = append(args, f.pkg)
-		}
+	return goTest(ctx, r, append([]string{"-race", "-count=1", "-run", kernelTests}, packagesOf(found)...)...)
+}
+
+// vm runs what needs a kernel with more than this machine's may have.
+func vm(ctx context.Context, r *run) error {
+	found, err := find(ctx, regexp.MustCompile(`(?m)^func (TestVM\w*)\(\w+ \*testing\.T\)`), func(pkg) bool { return true })
+	if err != nil || len(found) == 0 {
+		return err
 	}
-	return goTest(ctx, r, args...)
+	dir, err := os.MkdirTemp("", "stages-")
+	if err != nil {
+		return err
+	}
+	defer os.RemoveAll(dir)
+	program := filepath.Join(dir, "vm") // go run would not pass on that it shall end
+	cmd := command(ctx, "go", "build", "-o", program, "./test/vm")
+	cmd.Stdout, cmd.Stderr = r.out, r.out
+	if err := cmd.Run(); err != nil {
+		return fmt.Errorf("build test/vm: %w", err)
+	}
+	args := []string{"-json", "-run", vmTests, "-timeout", vmBudget.String()}
+	return events(command(ctx, program, append(args, packagesOf(found)...)...), r)
 }
 
 // endToEnd gives one package after the other the whole machine.
@@ -65,7 +84,7 @@ func endToEnd(ctx context.Context, r *run) error {
 	if err != nil {
 		return err
 	}
-	args := []string{"-race", "-count=1", "-p=1", "-timeout=30m"}
+	args := []string{"-race", "-count=1", "-p=1", "-timeout=30m", "-skip", vmTests}
 	before := len(args)
 	for _, p := range pkgs {
 		if p.endToEnd() {
@@ -81,7 +100,7 @@ func endToEnd(ctx context.Context, r *run) error {
 // fuzz runs one target on each CPU at a time. What a target finds stands in
 // its package's testdata/fuzz afterwards and fails the unit stage from then on.
 func fuzz(ctx context.Context, r *run, each string) error {
-	targets, err := find(ctx, regexp.MustCompile(`(?m)^func (Fuzz\w*)\(\w+ \*testing\.F\)`))
+	targets, err := find(ctx, regexp.MustCompile(`(?m)^func (Fuzz\w*)\(\w+ \*testing\.F\)`), notEndToEnd)
 	if err != nil {
 		return err
 	}
@@ -98,14 +117,18 @@ func fuzz(ctx context.Context, r *run, each string) error {
 // goTest runs `go test -json args` and reports to r. A failed test is no
 // error here, it is counted.
 func goTest(ctx context.Context, r *run, args ...string) error {
-	cmd := command(ctx, "go", append([]string{"test", "-json"}, args...)...)
+	return events(command(ctx, "go", append([]string{"test", "-json"}, args...)...), r)
+}
+
+// events runs a command that writes what go test -json writes.
+func events(cmd *exec.Cmd, r *run) error {
 	cmd.Stderr = r.out
 	pipe, err := cmd.StdoutPipe()
 	if err != nil {
-		return fmt.Errorf("run go test: %w", err)
+		return fmt.Errorf("run %s tests: %w", r.stage, err)
 	}
 	if err := cmd.Start(); err != nil {
-		return fmt.Errorf("run go test: %w", err)
+		return fmt.Errorf("run %s tests: %w", r.stage, err)
 	}
 	p := parser{run: r, output: map[string][]string{}, counts: map[string]*counts{}}
 	readErr := p.read(pipe)
@@ -116,7 +139,7 @@ func goTest(ctx context.Context, r *run, args ...string) error {
 		err = nil // the failed tests say it better
 	}
 	if err != nil {
-		err = fmt.Errorf("run go test: %w", err)
+		err = fmt.Errorf("run %s tests: %w", r.stage, err)
 	}
 	return errors.Join(err, readErr)
 }
@@ -161,16 +184,29 @@ func packages(ctx context.Context) ([]pkg, error) {
 // found is a function of a test file.
 type found struct{ pkg, name string }
 
-// find returns what the first group of re matches in the test files outside
-// the end-to-end tests, package by package.
-func find(ctx context.Context, re *regexp.Regexp) ([]found, error) {
+func notEndToEnd(p pkg) bool { return !p.endToEnd() }
+
+// packagesOf returns the packages of what find has found.
+func packagesOf(all []found) []string {
+	var pkgs []string
+	for i, f := range all {
+		if i == 0 || f.pkg != all[i-1].pkg {
+			pkgs = append(pkgs, f.pkg)
+		}
+	}
+	return pkgs
+}
+
+// find returns what the first group of re matches in the test files of the
+// packages that where is true of, package by package.
+func find(ctx context.Context, re *regexp.Regexp, where func(pkg) bool) ([]found, error) {
 	pkgs, err := packages(ctx)
 	if err != nil {
 		return nil, err
 	}
 	var all []found
 	for _, p := range pkgs {
-		if p.endToEnd() {
+		if !where(p) {
 			continue
 		}
 		for _, file := range append(p.TestGoFiles, p.XTestGoFiles...) {

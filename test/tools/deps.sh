@@ -19,6 +19,11 @@ want nft nftables # a router that translates addresses, and one that drops
 want ethtool ethtool
 want etcd etcd-server # an older server than the one that is linked in
 want openssl openssl # keys for an API server
+want qemu-system-x86_64 qemu-system-x86 # a machine with another kernel, and what it is made of
+want cpio cpio
+want depmod kmod
+want wg wireguard-tools
+want tc iproute2
 want shellcheck shellcheck
 want promtool prometheus # and prometheus itself, which scrapes a daemon
 want systemd-analyze systemd

@@ -32,6 +32,9 @@ func TestKernelContract(t *testing.T) {
 	dataplanetest.Contract(t, newContractWorld)
 }
 
+// TestVMContract is the same on a kernel of another age.
+func TestVMContract(t *testing.T) { TestKernelContract(t) }
+
 func TestKernelRandomWalk(t *testing.T) {
 	dataplanetest.Walk(t, newWorld(t), 300, 0)
 }

@@ -249,7 +249,9 @@ func (m *monitor) neighbour(deleted bool, payload []byte) dataplane.Event {
 	e := dataplane.Event{Deleted: deleted || !permanent}
 	switch {
 	case payload[0] == unix.AF_BRIDGE:
-		if payload[10]&unix.NTF_SELF == 0 || !n.mac.IsUnicast() {
+		// Kernels before 6.13 announce a write twice: behind vxlan's own message comes
+		// one that tells the MAC alone.
+		if payload[10]&unix.NTF_SELF == 0 || !n.mac.IsUnicast() || !n.aged {
 			return dataplane.Event{}
 		}
 		e.Object = dataplane.FDB{FDBKey: dataplane.FDBKey{Dev: dev, MAC: n.mac}, Dst: n.dst, Override: n.override}

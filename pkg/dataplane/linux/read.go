@@ -152,6 +152,7 @@ type neighbour struct {
 	mac      dataplane.MAC
 	dst      netip.Addr
 	override bool
+	aged     bool // its age is told, as all do that know their entries
 }
 
 // dumpNeighs calls each for every permanent entry of dev in the neighbour
@@ -185,6 +186,8 @@ func parseNeighbour(payload []byte) (n neighbour, permanent bool) {
 			copy(n.mac[:], a.data)
 		case unix.NDA_PORT, unix.NDA_VNI, unix.NDA_IFINDEX:
 			n.override = true
+		case unix.NDA_CACHEINFO:
+			n.aged = true
 		}
 	}
 	return n, binary.NativeEndian.Uint16(payload[8:])&unix.NUD_PERMANENT != 0

@@ -1,0 +1,58 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"strconv"
+	"strings"
+)
+
+// guest is a machine that has not started yet.
+type guest struct {
+	options
+	kernel  kernel
+	image   string // its file system
+	console string // file for what its kernel says
+}
+
+// boot runs the guest to its end.
+func boot(ctx context.Context, g guest, r *report) error {
+	ctx, cancel := context.WithTimeoutCause(ctx, g.timeout, fmt.Errorf("the guest was not done after %s", g.timeout))
+	defer cancel()
+	cmd := command(ctx, "", "qemu-system-x86_64",
+		"-accel", "tcg,thread=multi", "-cpu", "max", "-smp", strconv.Itoa(g.cpus), "-m", strconv.Itoa(g.memory),
+		"-nodefaults", "-no-user-config", "-no-reboot", "-display", "none", "-net", "none",
+		"-kernel", g.kernel.image, "-initrd", g.image,
+		"-append", "console=ttyS0 quiet loglevel=4 panic=-1 oops=panic mitigations=off",
+		"-serial", "file:"+g.console, "-serial", "stdio")
+	cmd.Stderr = os.Stderr
+	pipe, err := cmd.StdoutPipe()
+	if err != nil {
+		return err
+	}
+	if err := cmd.Start(); err != nil {
+		return fmt.Errorf("start qemu: %w", err)
+	}
+	err = r.read(pipe)
+	if waitErr := cmd.Wait(); ctx.Err() != nil {
+		err = context.Cause(ctx)
+	} else {
+		err = errors.Join(err, waitErr)
+	}
+	if err != nil || r.failed > 0 || len(r.ended) == 0 {
+		fmt.Fprintf(os.Stderr, "the guest's console:\n%s\n", lastLines(g.console, 60))
+	}
+	return err
+}
+
+// lastLines returns the last n lines of a file; nothing if it has none.
+func lastLines(path string, n int) string {
+	text, err := os.ReadFile(path)
+	if err != nil {
+		return err.Error()
+	}
+	lines := strings.Split(strings.TrimSpace(string(text)), "\n")
+	return strings.Join(lines[max(0, len(lines)-n):], "\n")
+}

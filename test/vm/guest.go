@@ -1,0 +1,196 @@
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"strings"
+
+	"flanneld/test/vm/job"
+)
+
+// tools are what tests and the code under test run. modprobe is for the kernel.
+var tools = []string{"bridge", "cat", "ethtool", "ip", "modprobe", "nft", "sh", "sleep", "tc", "wg"}
+
+// modules are the folders of modules that may be of use.
+var modules = []string{"arch", "crypto", "drivers/net", "lib", "net"}
+
+// source is where the guest has this module, so that relative paths of tests
+// are good there, too.
+const source = "/src"
+
+// addTests compiles the tests and puts them where the guest looks for them.
+func addTests(ctx context.Context, root string, o options) ([]job.Job, error) {
+	list, err := output(ctx, "", "go", append([]string{"list", "-f", "{{.ImportPath}}\t{{.Dir}}\t{{.Module.Dir}}"}, o.packages...)...)
+	if err != nil {
+		return nil, err
+	}
+	var jobs []job.Job
+	for i, line := range strings.Split(strings.TrimSpace(list), "\n") {
+		var pkg, dir, module string
+		if _, err := fmt.Sscanf(line, "%s\t%s\t%s", &pkg, &dir, &module); err != nil {
+			return nil, fmt.Errorf("read go list: %q: %w", line, err)
+		}
+		rel, err := filepath.Rel(module, dir)
+		if err != nil {
+			return nil, err
+		}
+		j := job.Job{
+			Package: pkg, Dir: filepath.Join(source, rel), Binary: fmt.Sprintf("/tests/%d.test", i),
+			Args: []string{"-test.v=test2json", "-test.run=" + o.run, "-test.timeout=" + o.timeout.String()},
+		}
+		if err := addTest(ctx, root, dir, j); err != nil {
+			return nil, err
+		}
+		if i == 0 {
+			if err := addPrograms(root, module); err != nil {
+				return nil, err
+			}
+		}
+		jobs = append(jobs, j)
+	}
+	text, err := json.Marshal(jobs)
+	if err != nil {
+		return nil, err
+	}
+	return jobs, os.WriteFile(filepath.Join(root, job.File), text, 0o600)
+}
+
+func addTest(ctx context.Context, root, dir string, j job.Job) error {
+	if err := static(ctx, "test", "-c", "-o", filepath.Join(root, j.Binary), j.Package); err != nil {
+		return err
+	}
+	if err := os.MkdirAll(filepath.Join(root, j.Dir), 0o755); err != nil {
+		return err
+	}
+	data := filepath.Join(dir, "testdata")
+	if _, err := os.Stat(data); errors.Is(err, fs.ErrNotExist) {
+		return nil
+	}
+	return os.CopyFS(filepath.Join(root, j.Dir, "testdata"), os.DirFS(data))
+}
+
+// addPrograms adds what make build has made, where it is.
+func addPrograms(root, module string) error {
+	for _, name := range []string{"flanneld", "flannelctl"} {
+		from := filepath.Join(module, "bin", name)
+		if _, err := os.Stat(from); errors.Is(err, fs.ErrNotExist) {
+			continue // tests that need it say so
+		}
+		if err := add(root, from, filepath.Join(source, "bin", name)); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// static runs the go command for programs that need no libraries.
+func static(ctx context.Context, args ...string) error {
+	cmd := command(ctx, "", "go", args...)
+	cmd.Env = append(os.Environ(), "CGO_ENABLED=0")
+	if out, err := cmd.CombinedOutput(); err != nil {
+		return fmt.Errorf("run %s: %w:\n%s", cmd, err, out)
+	}
+	return nil
+}
+
+// addSystem adds everything but the tests.
+func addSystem(ctx context.Context, root string, k kernel) error {
+	for _, dir := range []string{"usr/bin", "usr/sbin", "usr/lib", "usr/lib64", "dev", "proc", "sys", "run", "tmp", "etc", "root", "var/lib"} {
+		if err := os.MkdirAll(filepath.Join(root, dir), 0o755); err != nil {
+			return err
+		}
+	}
+	for _, dir := range []string{"bin", "sbin", "lib", "lib64"} {
+		if err := os.Symlink("usr/"+dir, filepath.Join(root, dir)); err != nil {
+			return err
+		}
+	}
+	if err := os.WriteFile(filepath.Join(root, "etc/hosts"), []byte("127.0.0.1 localhost\n::1 localhost\n"), 0o600); err != nil {
+		return err
+	}
+	if err := static(ctx, "build", "-o", filepath.Join(root, "init"), "flanneld/test/vm/init"); err != nil {
+		return err
+	}
+	if err := static(ctx, "build", "-o", filepath.Join(root, job.Test2JSON), "cmd/test2json"); err != nil {
+		return err
+	}
+	for _, t := range tools {
+		if err := addTool(ctx, root, t); err != nil {
+			return err
+		}
+	}
+	return addModules(ctx, root, k)
+}
+
+var libraryPath = regexp.MustCompile(`/\S+`)
+
+// addTool adds a program of this machine, with its libraries.
+func addTool(ctx context.Context, root, name string) error {
+	path, err := exec.LookPath(name)
+	if err != nil {
+		return err
+	}
+	if err := add(root, path, "/usr/sbin/"+name); err != nil {
+		return err
+	}
+	libraries, err := output(ctx, "", "ldd", path)
+	if err != nil {
+		return err
+	}
+	for _, lib := range libraryPath.FindAllString(libraries, -1) {
+		if err := add(root, lib, lib); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// addModules adds the kernel's modules, and what says which needs which.
+func addModules(ctx context.Context, root string, k kernel) error {
+	to := filepath.Join(root, "usr/lib/modules", k.version)
+	for _, dir := range modules {
+		from := filepath.Join(k.modules, "kernel", dir)
+		if _, err := os.Stat(from); errors.Is(err, fs.ErrNotExist) {
+			continue
+		}
+		if err := os.CopyFS(filepath.Join(to, "kernel", dir), os.DirFS(from)); err != nil {
+			return err
+		}
+	}
+	for _, file := range []string{"modules.builtin", "modules.order"} {
+		if err := add(root, filepath.Join(k.modules, file), filepath.Join("/usr/lib/modules", k.version, file)); err != nil {
+			return err
+		}
+	}
+	_, err := output(ctx, "", "depmod", "-b", root, k.version)
+	return err
+}
+
+// add copies a file of this machine to a path in the guest, unless it is there.
+func add(root, from, to string) error {
+	to = filepath.Join(root, to)
+	if _, err := os.Stat(to); err == nil {
+		return nil
+	}
+	data, err := os.ReadFile(from)
+	if err != nil {
+		return err
+	}
+	if err := os.MkdirAll(filepath.Dir(to), 0o755); err != nil {
+		return err
+	}
+	return os.WriteFile(to, data, 0o755)
+}
+
+// pack makes the guest's first and only file system of what is below root.
+func pack(ctx context.Context, root, image string) error {
+	_, err := output(ctx, root, "sh", "-c", `find . -print0 | cpio --null -o -H newc --quiet >"$0"`, image)
+	return err
+}

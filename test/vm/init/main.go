@@ -1,0 +1,89 @@
+// Command init is the first and only program that the guest of test/vm starts: it
+// runs the tests that it is told to run, and turns the machine off.
+package main
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"os"
+	"os/exec"
+
+	"golang.org/x/sys/unix"
+
+	"flanneld/test/vm/job"
+)
+
+func main() {
+	if err := run(); err != nil {
+		fmt.Fprintln(os.Stderr, "init:", err) // the console
+	}
+	unix.Sync()
+	// The machine ends rather than starting again: qemu is told so.
+	if err := unix.Reboot(unix.LINUX_REBOOT_CMD_RESTART); err != nil {
+		fmt.Fprintln(os.Stderr, "init:", err)
+	}
+	os.Exit(1) // which panics the kernel, and that ends the machine, too
+}
+
+func run() error {
+	for _, m := range []struct{ kind, dir string }{
+		{"proc", "/proc"}, {"sysfs", "/sys"}, {"devtmpfs", "/dev"}, {"tmpfs", "/run"}, {"tmpfs", "/tmp"},
+	} {
+		if err := unix.Mount(m.kind, m.dir, m.kind, 0, ""); err != nil {
+			return fmt.Errorf("mount %s: %w", m.dir, err)
+		}
+	}
+	for key, value := range map[string]string{"PATH": "/usr/sbin:/usr/bin", "HOME": "/root", "TMPDIR": "/tmp"} {
+		if err := os.Setenv(key, value); err != nil {
+			return err
+		}
+	}
+	port, err := openPort()
+	if err != nil {
+		return err
+	}
+	defer port.Close()
+	for _, args := range [][]string{
+		{"ip", "link", "set", "lo", "up"},
+		{"modprobe", "tun"}, // nothing asks for it: its device file comes with it
+	} {
+		if out, err := exec.Command(args[0], args[1:]...).CombinedOutput(); err != nil {
+			return fmt.Errorf("run %q: %w: %s", args, err, out)
+		}
+	}
+	text, err := os.ReadFile(job.File)
+	if err != nil {
+		return err
+	}
+	var jobs []job.Job
+	if err := json.Unmarshal(text, &jobs); err != nil {
+		return fmt.Errorf("parse %s: %w", job.File, err)
+	}
+	for _, j := range jobs {
+		cmd := exec.Command(job.Test2JSON, append([]string{"-t", "-p", j.Package, j.Binary}, j.Args...)...)
+		cmd.Dir, cmd.Stdout, cmd.Stderr = j.Dir, port, os.Stderr
+		if err := cmd.Run(); err != nil && !errors.As(err, new(*exec.ExitError)) { // failed tests are in the output
+			return fmt.Errorf("run %s: %w", cmd, err)
+		}
+	}
+	return nil
+}
+
+// openPort opens the line to the machine, such that what is written there comes
+// out unchanged.
+func openPort() (*os.File, error) {
+	port, err := os.OpenFile(job.Port, os.O_RDWR|unix.O_NOCTTY, 0)
+	if err != nil {
+		return nil, err
+	}
+	t, err := unix.IoctlGetTermios(int(port.Fd()), unix.TCGETS)
+	if err != nil {
+		return nil, fmt.Errorf("get settings of %s: %w", job.Port, err)
+	}
+	t.Iflag, t.Oflag, t.Lflag = 0, 0, 0
+	if err := unix.IoctlSetTermios(int(port.Fd()), unix.TCSETS, t); err != nil {
+		return nil, fmt.Errorf("set %s raw: %w", job.Port, err)
+	}
+	return port, nil
+}

@@ -1,0 +1,93 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"regexp"
+	"runtime"
+)
+
+// metaPackage depends on the newest kernel, whatever its version.
+const metaPackage = "linux-image-cloud-amd64"
+
+// kernel is a kernel package, unpacked.
+type kernel struct {
+	image   string // vmlinuz
+	modules string // folder of kernel and modules.builtin
+	version string // as uname -r has it
+}
+
+// findKernel returns the kernel that apt thinks newest. It is kept in the user's
+// cache, under its name, so that each is fetched once.
+func findKernel(ctx context.Context) (kernel, error) {
+	if runtime.GOARCH != "amd64" {
+		return kernel{}, fmt.Errorf("the guest is amd64 and runs programs of this machine, which is %s", runtime.GOARCH)
+	}
+	cache, err := os.UserCacheDir()
+	if err != nil {
+		return kernel{}, err
+	}
+	cache = filepath.Join(cache, "flanneld", "vm")
+	k, err := fetchKernel(ctx, cache)
+	if err == nil {
+		return k, nil
+	}
+	if _, updateErr := output(ctx, "", "apt-get", "-q", "update"); updateErr != nil { // the lists are missing or old
+		return kernel{}, errors.Join(err, updateErr)
+	}
+	return fetchKernel(ctx, cache)
+}
+
+var dependsOnImage = regexp.MustCompile(`(?m)^Depends: (linux-image-(\S+)) \(= (\S+)\)`)
+
+func fetchKernel(ctx context.Context, cache string) (kernel, error) {
+	about, err := output(ctx, "", "apt-cache", "show", "--no-all-versions", metaPackage)
+	if err != nil {
+		return kernel{}, err
+	}
+	m := dependsOnImage.FindStringSubmatch(about)
+	if m == nil {
+		return kernel{}, fmt.Errorf("%s depends on no kernel:\n%s", metaPackage, about)
+	}
+	name, version, debian := m[1], m[2], m[3]
+	dir := filepath.Join(cache, name+"_"+debian)
+	k := kernel{
+		image:   filepath.Join(dir, "boot", "vmlinuz-"+version),
+		modules: filepath.Join(dir, "lib", "modules", version),
+		version: version,
+	}
+	if _, err := os.Stat(dir); err == nil {
+		return k, nil
+	}
+	if err := os.MkdirAll(cache, 0o755); err != nil {
+		return kernel{}, err
+	}
+	tmp, err := os.MkdirTemp(cache, "new-")
+	if err != nil {
+		return kernel{}, err
+	}
+	defer os.RemoveAll(tmp)
+	if _, err := output(ctx, tmp, "apt-get", "-q", "download", name+"="+debian); err != nil {
+		return kernel{}, err
+	}
+	debs, err := filepath.Glob(filepath.Join(tmp, "*.deb"))
+	if err != nil || len(debs) != 1 {
+		return kernel{}, fmt.Errorf("apt-get download %s brought %q (%w)", name, debs, err)
+	}
+	tree := filepath.Join(tmp, "tree")
+	if _, err := output(ctx, "", "dpkg-deb", "-x", debs[0], tree); err != nil {
+		return kernel{}, err
+	}
+	for _, path := range []string{tree + "/boot/vmlinuz-" + version, tree + "/lib/modules/" + version} {
+		if _, err := os.Stat(path); err != nil {
+			return kernel{}, fmt.Errorf("unpack %s: %w", name, err)
+		}
+	}
+	if err := os.Rename(tree, dir); err != nil && !errors.Is(err, os.ErrExist) { // else another run was first
+		return kernel{}, err
+	}
+	return k, nil
+}

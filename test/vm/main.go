@@ -1,0 +1,93 @@
+// Command vm runs Go tests on a kernel that this machine does not have: it boots
+// Debian's cloud kernel in qemu, which emulates all of it, so that no KVM is
+// needed. The guest's only files are the tests, compiled and static, what is in
+// bin, some tools of this machine with their libraries, and the kernel's modules,
+// which are loaded when something asks for them.
+//
+//	go run ./test/vm -run '^TestVM' ./test/e2e
+//
+// It prints what the tests print, with -json as `go test -json` does, and fails
+// if a test fails, if the guest ends early or takes too long, and if no test ran.
+package main
+
+import (
+	"context"
+	"errors"
+	"flag"
+	"fmt"
+	"io"
+	"os"
+	"os/signal"
+	"path/filepath"
+	"syscall"
+	"time"
+)
+
+type options struct {
+	run      string // which tests
+	json     bool
+	timeout  time.Duration // from the guest's start
+	memory   int           // of the guest, in MB
+	cpus     int
+	packages []string
+}
+
+func main() {
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
+	err := execute(ctx, os.Args[1:], os.Stdout)
+	stop()
+	if err != nil {
+		fmt.Fprintln(os.Stderr, "vm:", err)
+		os.Exit(1)
+	}
+}
+
+func parse(args []string) (o options, err error) {
+	flags := flag.NewFlagSet("vm", flag.ContinueOnError)
+	flags.StringVar(&o.run, "run", "^TestVM", "regular expression of the tests, as for go test")
+	flags.BoolVar(&o.json, "json", false, "print events as go test -json does")
+	flags.DurationVar(&o.timeout, "timeout", 8*time.Minute, "how long the guest may run")
+	flags.IntVar(&o.memory, "memory", 2048, "of the guest, in MB")
+	flags.IntVar(&o.cpus, "cpus", 2, "of the guest")
+	if err := flags.Parse(args); err != nil {
+		return o, err
+	}
+	if o.packages = flags.Args(); len(o.packages) == 0 {
+		return o, errors.New("no packages given")
+	}
+	return o, nil
+}
+
+func execute(ctx context.Context, args []string, out io.Writer) error {
+	o, err := parse(args)
+	if err != nil {
+		return err
+	}
+	kernel, err := findKernel(ctx)
+	if err != nil {
+		return fmt.Errorf("find kernel: %w", err)
+	}
+	dir, err := os.MkdirTemp("", "flanneld-vm-")
+	if err != nil {
+		return err
+	}
+	defer os.RemoveAll(dir)
+	root := filepath.Join(dir, "root")
+	jobs, err := addTests(ctx, root, o)
+	if err != nil {
+		return fmt.Errorf("build tests: %w", err)
+	}
+	if err := addSystem(ctx, root, kernel); err != nil {
+		return fmt.Errorf("build guest: %w", err)
+	}
+	image := filepath.Join(dir, "initrd")
+	if err := pack(ctx, root, image); err != nil {
+		return fmt.Errorf("pack guest: %w", err)
+	}
+	if err := os.RemoveAll(root); err != nil {
+		return err
+	}
+	r := newReport(out, o.json)
+	err = boot(ctx, guest{options: o, kernel: kernel, image: image, console: filepath.Join(dir, "console")}, r)
+	return errors.Join(err, r.close(jobs))
+}

@@ -1,0 +1,98 @@
+package main
+
+import (
+	"bufio"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"strings"
+
+	"flanneld/test/vm/job"
+)
+
+// report passes on what the guest says, and counts.
+type report struct {
+	out            io.Writer
+	json           bool
+	passed, failed int
+	ended          map[string]bool // packages
+}
+
+func newReport(out io.Writer, asJSON bool) *report {
+	return &report{out: out, json: asJSON, ended: map[string]bool{}}
+}
+
+// event is a line of go test -json, see `go doc test2json`.
+type event struct {
+	Action, Package, Test, Output string `json:",omitempty"`
+}
+
+// read follows r to its end.
+func (r *report) read(from io.Reader) error {
+	lines := bufio.NewReader(from)
+	for {
+		line, err := lines.ReadString('\n')
+		r.line(line)
+		if errors.Is(err, io.EOF) {
+			return nil
+		}
+		if err != nil {
+			return fmt.Errorf("read from guest: %w", err)
+		}
+	}
+}
+
+func (r *report) line(line string) {
+	var e event
+	if !strings.HasPrefix(line, "{") || json.Unmarshal([]byte(line), &e) != nil {
+		fmt.Fprint(r.out, line)
+		return
+	}
+	switch {
+	case e.Test == "" && (e.Action == "pass" || e.Action == "fail"):
+		r.ended[e.Package] = true
+		if e.Action == "fail" {
+			r.failed++
+		}
+	case e.Action == "pass":
+		r.passed++
+	case e.Action == "fail", e.Action == "skip":
+		r.failed++
+	}
+	if r.json {
+		fmt.Fprint(r.out, line)
+	} else {
+		fmt.Fprint(r.out, e.Output)
+	}
+}
+
+// close makes sure that the packages whose tests did not come to an end count as
+// failed, and says whether all is well.
+func (r *report) close(jobs []job.Job) error {
+	for _, j := range jobs {
+		if r.ended[j.Package] {
+			continue
+		}
+		for _, e := range []event{
+			{Action: "output", Package: j.Package, Output: "the guest ended before the tests did\n"},
+			{Action: "fail", Package: j.Package},
+		} {
+			text, err := json.Marshal(e)
+			if err != nil {
+				return err
+			}
+			r.line(string(text) + "\n")
+		}
+	}
+	switch {
+	case r.failed > 0:
+		return fmt.Errorf("%d tests passed, not all", r.passed)
+	case r.passed == 0:
+		return errors.New("no test ran")
+	}
+	if !r.json {
+		fmt.Fprintf(r.out, "%d tests passed\n", r.passed)
+	}
+	return nil
+}

@@ -1,0 +1,47 @@
+package main
+
+import (
+	"bytes"
+	"strings"
+	"testing"
+
+	"flanneld/test/vm/job"
+)
+
+func TestReport(t *testing.T) {
+	const (
+		pass = `{"Action":"pass","Package":"p","Test":"TestVMOne"}` + "\n"
+		fail = `{"Action":"fail","Package":"p","Test":"TestVMTwo"}` + "\n"
+		skip = `{"Action":"skip","Package":"p","Test":"TestVMTwo"}` + "\n"
+		end  = `{"Action":"pass","Package":"p"}` + "\n"
+		bad  = `{"Action":"fail","Package":"p"}` + "\n"
+	)
+	for _, tt := range []struct {
+		name, said string
+		err        string // empty: all is well
+		out        string // part of it
+	}{
+		{name: "passed", said: pass + end, out: "1 tests passed"},
+		{name: "failed", said: pass + fail + bad, err: "1 tests passed, not all"},
+		{name: "skipped", said: pass + skip + end, err: "not all"},
+		{name: "none", said: end, err: "no test ran"},
+		{name: "broken off", said: pass, err: "not all", out: "the guest ended before the tests did"},
+		{name: "silent", err: "not all", out: "the guest ended before the tests did"},
+		{name: "other lines", said: "{ not an event\n" + pass + end, out: "{ not an event"},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			var out bytes.Buffer
+			r := newReport(&out, false)
+			if err := r.read(strings.NewReader(tt.said)); err != nil {
+				t.Fatal(err)
+			}
+			err := r.close([]job.Job{{Package: "p"}})
+			if (err != nil) != (tt.err != "") || err != nil && !strings.Contains(err.Error(), tt.err) {
+				t.Errorf("got error %v, want %q", err, tt.err)
+			}
+			if !strings.Contains(out.String(), tt.out) {
+				t.Errorf("%q is missing in:\n%s", tt.out, &out)
+			}
+		})
+	}
+}
