@@ -44,7 +44,7 @@ func Retire(ctx context.Context, k Kernel, former, present Scope) (removed int, 
 	var links []Op
 	var gone []string
 	for _, name := range sortedKeys(have.Links) {
-		if l := have.Links[name]; l.Kind == "vxlan" && !present.has(l) {
+		if l := have.Links[name]; l.ours() && !present.has(l) {
 			links = append(links, Op{Delete: true, Object: l})
 			gone = append(gone, name)
 		}

@@ -37,16 +37,27 @@ func (m MAC) IsUnicast() bool { return m != MAC{} && m[0]&1 == 0 }
 
 // Link is a network device of ours.
 type Link struct {
-	Name  string
-	Kind  string // as rtnetlink names it; "vxlan" is the only one that Plan asks for
-	MAC   MAC
-	MTU   int // bytes
-	Up    bool
-	VXLAN VXLAN // zero unless Kind is "vxlan"
+	Name   string
+	Kind   string // as rtnetlink names it; of those that are not named below only deletes are possible
+	MAC    MAC    // zero on devices without Ethernet addresses
+	MTU    int    // bytes
+	Up     bool
+	VXLAN  VXLAN  // zero unless Kind is KindVXLAN
+	Tunnel Tunnel // zero unless Kind is KindIPIP or KindIP6Tnl
 	// TxChecksum is who computes the checksums of what the device sends. A
 	// read leaves it out unless Scope.TxChecksum is set.
 	TxChecksum Offload
 }
+
+// The kinds of link that can be made.
+const (
+	KindVXLAN  = "vxlan"
+	KindIPIP   = "ipip"   // IPv4 in IPv4
+	KindIP6Tnl = "ip6tnl" // IPv6 in IPv6
+)
+
+// ours reports whether l is of a kind that we make.
+func (l Link) ours() bool { return slices.Contains([]string{KindVXLAN, KindIPIP, KindIP6Tnl}, l.Kind) }
 
 // Offload says whether a device may leave work to the hardware below it.
 type Offload uint8
@@ -71,13 +82,23 @@ type VXLAN struct {
 	Foreign bool
 }
 
+// Tunnel holds the parameters of an ipip or ip6tnl device without a remote
+// address: packets go to the gateways of the routes that lead into it.
+type Tunnel struct {
+	Local netip.Addr // outer source address
+	// Foreign is set on devices that are not as ours are: with a remote address, in
+	// external (metadata) mode, in UDP, for other protocols, with an
+	// encapsulation limit.
+	Foreign bool
+}
+
 // Compatible reports whether l can become want without being replaced. Local
 // address, underlay device, learning, MTU and MAC can change in place; the
 // family of the local address, IPv4 if there is none, cannot.
 func (l Link) Compatible(want Link) bool {
 	a, b := l.VXLAN, want.VXLAN
 	return l.Kind == want.Kind && a.VNI == b.VNI && a.Port == b.Port && a.GBP == b.GBP && a.Foreign == b.Foreign &&
-		a.Local.Is6() == b.Local.Is6()
+		a.Local.Is6() == b.Local.Is6() && l.Tunnel.Foreign == want.Tunnel.Foreign
 }
 
 // Addr is an address on a device, with its prefix length; host bits are kept.

@@ -15,19 +15,18 @@ import (
 func TestEveryPodReachesEveryPod(t *testing.T) {
 	for _, backend := range []string{"vxlan", "host-gw"} {
 		for _, families := range [][]prefix.Family{v4, v6, dual} {
-			t.Run(backend+"/"+name(families), func(t *testing.T) {
-				t.Parallel()
-				l := newLab(t, lab.Config{Families: families}, fmt.Sprintf(`{"Type":%q}`, backend))
-				startAll(t, l, lab.FlanneldOptions{})
-				expectMatrix(t, l)
-				mtu := map[string]int{"vxlan/IPv4": 1450, "vxlan/IPv6": 1430, "vxlan/dual": 1430}[backend+"/"+name(families)]
-				if mtu == 0 {
-					mtu = 1500
-				}
-				expectMTU(t, l, mtu)
-			})
+			t.Run(backend+"/"+name(families), func(t *testing.T) { everyPodReachesEveryPod(t, backend, families) })
 		}
 	}
+}
+
+func everyPodReachesEveryPod(t *testing.T, backend string, families []prefix.Family) {
+	t.Parallel()
+	l := newLab(t, lab.Config{Families: families}, fmt.Sprintf(`{"Type":%q}`, backend))
+	startAll(t, l, lab.FlanneldOptions{})
+	expectMatrix(t, l)
+	overhead := map[string]int{"vxlan/IPv4": 50, "vxlan/IPv6": 70, "vxlan/dual": 70, "ipip/IPv4": 20, "ipip/IPv6": 40, "ipip/dual": 40}
+	expectMTU(t, l, 1500-overhead[backend+"/"+name(families)])
 }
 
 // expectMTU fails the test unless packets of exactly that size, and none
@@ -56,9 +55,11 @@ func TestVXLANAcrossSegments(t *testing.T) {
 
 // TestDirectRouting has two hosts on each of two segments: within one the
 // routes are plain, across they lead into the vxlan device.
-func TestDirectRouting(t *testing.T) {
+func TestDirectRouting(t *testing.T) { directRouting(t, "vxlan") }
+
+func directRouting(t *testing.T, backend string) {
 	t.Parallel()
-	l := newLab(t, lab.Config{Hosts: 4, Segments: 2, Families: dual}, `{"Type":"vxlan","DirectRouting":true}`)
+	l := newLab(t, lab.Config{Hosts: 4, Segments: 2, Families: dual}, fmt.Sprintf(`{"Type":%q,"DirectRouting":true}`, backend))
 	startAll(t, l, lab.FlanneldOptions{})
 	expectMatrix(t, l)
 	for _, from := range l.Hosts() {

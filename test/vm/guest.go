@@ -16,7 +16,7 @@ import (
 )
 
 // tools are what tests and the code under test run. modprobe is for the kernel.
-var tools = []string{"bridge", "cat", "ethtool", "ip", "modprobe", "nft", "sh", "sleep", "tc", "wg"}
+var tools = []string{"bridge", "cat", "ethtool", "grep", "ip", "modprobe", "nft", "nsenter", "sed", "sh", "sleep", "sysctl", "tc", "wg"}
 
 // modules are the folders of modules that may be of use.
 var modules = []string{"arch", "crypto", "drivers/net", "lib", "net"}

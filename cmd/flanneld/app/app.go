@@ -17,6 +17,7 @@ import (
 	"flanneld/backend"
 	"flanneld/backend/alloc"
 	"flanneld/backend/hostgw"
+	"flanneld/backend/ipip"
 	"flanneld/backend/vxlan"
 	"flanneld/pkg/status"
 	"flanneld/pkg/version"
@@ -31,6 +32,7 @@ func backends() (backend.Registry, error) {
 	return backend.NewRegistry(
 		backend.Entry{Type: alloc.Type, Factory: alloc.New},
 		backend.Entry{Type: hostgw.Type, Factory: hostgw.New},
+		backend.Entry{Type: ipip.Type, Factory: ipip.New},
 		backend.Entry{Type: vxlan.Type, Factory: vxlan.New},
 	)
 }

@@ -46,7 +46,7 @@ func (k *Kernel) applyLink(ctx context.Context, op dataplane.Op) error {
 		}
 		return err
 	case index == 0:
-		if err := k.createVXLAN(want); err != nil {
+		if err := k.createLink(want); err != nil {
 			return err
 		}
 	default:
@@ -60,12 +60,30 @@ func (k *Kernel) applyLink(ctx context.Context, op dataplane.Op) error {
 	return k.setUp(want)
 }
 
-// createVXLAN makes the device with the attributes that other flannel daemons
+// createLink makes the device with the attributes that other flannel daemons
 // send, so that each takes over what the other made.
-func (k *Kernel) createVXLAN(want dataplane.Link) error {
-	if want.Kind != "vxlan" {
+func (k *Kernel) createLink(want dataplane.Link) error {
+	var err error
+	module := want.Kind
+	switch want.Kind {
+	case dataplane.KindVXLAN:
+		err = k.createVXLAN(want)
+	case dataplane.KindIPIP:
+		err = k.createTunnel(want)
+	case dataplane.KindIP6Tnl:
+		err = k.createTunnel(want)
+		module = "ip6_tunnel"
+	default:
 		return fmt.Errorf("no way to make a link of type %q", want.Kind)
 	}
+	if errors.Is(err, unix.EOPNOTSUPP) {
+		return fmt.Errorf("%w: this kernel has no %s (load the module %s; some distributions ship it in a package linux-modules-extra)",
+			err, want.Kind, module)
+	}
+	return err
+}
+
+func (k *Kernel) createVXLAN(want dataplane.Link) error {
 	under, err := k.underlay(want.VXLAN.Underlay)
 	if err != nil {
 		return err
@@ -79,10 +97,7 @@ func (k *Kernel) createVXLAN(want dataplane.Link) error {
 		Learning:     want.VXLAN.Learning,
 		GBP:          want.VXLAN.GBP,
 	})
-	switch {
-	case errors.Is(err, unix.EOPNOTSUPP):
-		return fmt.Errorf("%w: this kernel has no vxlan (load the module vxlan; some distributions ship it in a package linux-modules-extra)", err)
-	case errors.Is(err, unix.EEXIST):
+	if errors.Is(err, unix.EEXIST) {
 		return fmt.Errorf("%w: another vxlan device has VNI %d and port %d", err, want.VXLAN.VNI, want.VXLAN.Port)
 	}
 	return err
@@ -111,6 +126,11 @@ func (k *Kernel) changeLink(ctx context.Context, want dataplane.Link, index int)
 	link := &netlink.GenericLink{LinkAttrs: netlink.LinkAttrs{Name: want.Name, Index: index}}
 	if have.VXLAN != want.VXLAN {
 		if err := k.changeVXLAN(ctx, index, have.VXLAN, want.VXLAN); err != nil {
+			return err
+		}
+	}
+	if have.Tunnel != want.Tunnel {
+		if err := k.changeTunnel(want); err != nil {
 			return err
 		}
 	}

@@ -77,7 +77,10 @@ func (k *Kernel) readLink(name string, s dataplane.Scope, state dataplane.State)
 	}
 	attrs := link.Attrs()
 	l := dataplane.Link{Name: name, Kind: link.Type(), MTU: attrs.MTU, Up: attrs.Flags&unix.IFF_UP != 0}
-	copy(l.MAC[:], attrs.HardwareAddr)
+	if len(attrs.HardwareAddr) == len(l.MAC) { // tunnels have IP addresses there
+		copy(l.MAC[:], attrs.HardwareAddr)
+	}
+	l.Tunnel = readTunnel(link)
 	if v, ok := link.(*netlink.Vxlan); ok {
 		l.VXLAN = dataplane.VXLAN{
 			VNI: v.VxlanId, Port: v.Port, Learning: v.Learning, GBP: v.GBP,

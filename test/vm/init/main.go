@@ -34,7 +34,7 @@ func run() error {
 			return fmt.Errorf("mount %s: %w", m.dir, err)
 		}
 	}
-	for key, value := range map[string]string{"PATH": "/usr/sbin:/usr/bin", "HOME": "/root", "TMPDIR": "/tmp"} {
+	for key, value := range map[string]string{"PATH": "/usr/sbin:/usr/bin", "HOME": "/root", "TMPDIR": "/tmp", "EMULATED": "1"} {
 		if err := os.Setenv(key, value); err != nil {
 			return err
 		}

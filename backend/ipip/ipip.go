@@ -1,0 +1,184 @@
+// Package ipip carries packets between hosts as the payload of IP, by the
+// kernel's own devices: IPv4 in IPv4 (ipip), and IPv6 in IPv6 (ip6tnl). Each peer
+// takes one route, whose gateway is the peer's public address.
+package ipip
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"time"
+
+	"flanneld/backend"
+	"flanneld/pkg/dataplane"
+	"flanneld/pkg/prefix"
+	"flanneld/subnet"
+)
+
+// Type is the backend's name in the configuration and in leases.
+const Type = "ipip"
+
+// config is the Backend object of the network configuration.
+type config struct {
+	DirectRouting bool
+}
+
+// Backend implements backend.Backend.
+type Backend struct {
+	env    backend.Env
+	config config
+}
+
+// New is the backend's factory.
+func New(raw json.RawMessage, env backend.Env) (backend.Backend, []string, error) {
+	b := &Backend{env: env}
+	warnings, err := subnet.DecodeBackend(raw, &b.config)
+	if err != nil {
+		return nil, nil, err
+	}
+	for _, n := range env.Config.Networks {
+		k := kinds[n.Family()]
+		if mtu := env.Underlay.MTU - k.overhead; mtu < k.minMTU {
+			return nil, nil, fmt.Errorf("%s has an MTU of %d, which leaves %d bytes inside the tunnel: %s needs %d",
+				env.Underlay.Name, env.Underlay.MTU, mtu, n.Family(), k.minMTU)
+		}
+	}
+	return b, warnings, nil
+}
+
+// kind is what differs between the families.
+type kind struct {
+	link     string
+	device   string // IPv4: the name that other flannel daemons use, too
+	overhead int    // of the outer header, bytes
+	minMTU   int    // with which a device can carry the family
+}
+
+var kinds = map[prefix.Family]kind{
+	prefix.IPv4: {link: dataplane.KindIPIP, device: "flannel.ipip", overhead: 20, minMTU: 68},
+	prefix.IPv6: {link: dataplane.KindIP6Tnl, device: "flannel-v6.ipip", overhead: 40, minMTU: 1280},
+}
+
+// Scope implements backend.Backend.
+func (b *Backend) Scope() dataplane.Scope {
+	var devices []string
+	for _, n := range b.env.Config.Networks {
+		devices = append(devices, kinds[n.Family()].device)
+	}
+	return b.env.Scope(devices...)
+}
+
+// Claim implements backend.Backend. Leases carry no data.
+func (b *Backend) Claim(_ context.Context, prev subnet.Claim) (subnet.Claim, error) {
+	return b.env.Claim(Type, prev), nil
+}
+
+// Start implements backend.Backend.
+func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network, error) {
+	base, err := b.base(own)
+	if err != nil {
+		return nil, err
+	}
+	if err := b.free(ctx); err != nil {
+		return nil, err
+	}
+	reconciler, err := b.env.Reconciler(b.Scope().Devices...)
+	if err != nil {
+		return nil, err
+	}
+	n := &network{Backend: b, Programmer: &backend.Programmer{Base: base, Desired: b.desired, Reconciler: reconciler}}
+	if b.config.DirectRouting {
+		n.Volatile = recheck
+	}
+	devices := dataplane.NewState()
+	devices.AddState(base)
+	if _, err = reconciler.Reconcile(ctx, devices, false); err != nil {
+		return nil, errors.Join(fmt.Errorf("set up ipip devices: %w", err), reconciler.Close())
+	}
+	return n, nil
+}
+
+// recheck is how often it is asked at the most which peers are on a network of
+// this host.
+const recheck = time.Second
+
+// free returns an error if a device of another type has a name of ours: a name
+// that says ipip is hardly another program's by accident, so that is not for us
+// to remove.
+func (b *Backend) free(ctx context.Context) error {
+	have, err := b.env.Kernel.Read(ctx, b.Scope())
+	if err != nil {
+		return fmt.Errorf("read kernel state: %w", err)
+	}
+	for _, n := range b.env.Config.Networks {
+		k := kinds[n.Family()]
+		if l, ok := have.Links[k.device]; ok && l.Kind != k.link {
+			return fmt.Errorf("device %s is of type %s, want %s: remove it (ip link delete %s) if nothing else needs it",
+				k.device, l.Kind, k.link, k.device)
+		}
+	}
+	return nil
+}
+
+// network implements backend.Network.
+type network struct {
+	*Backend
+	*backend.Programmer
+}
+
+// MTU implements backend.Network.
+func (n *network) MTU() int {
+	mtu := n.env.Underlay.MTU
+	for _, net := range n.env.Config.Networks {
+		mtu = min(mtu, n.env.Underlay.MTU-kinds[net.Family()].overhead)
+	}
+	return mtu
+}
+
+// Check implements backend.Network.
+func (*network) Check(subnet.Lease) ([]string, error) { return nil, nil }
+
+// base is what the kernel holds without any peers: a device for each family,
+// with the own subnet's base address.
+func (b *Backend) base(own subnet.Lease) (dataplane.State, error) {
+	want := dataplane.NewState()
+	for _, e := range own.Endpoints {
+		f := e.Family()
+		addr, ok := b.env.Underlay.Family(f)
+		if !ok {
+			return want, fmt.Errorf("own lease %s: %s is not enabled on %s", own.Key, f, b.env.Underlay.Name)
+		}
+		k := kinds[f]
+		want.Add(dataplane.Link{
+			Name: k.device, Kind: k.link, MTU: b.env.Underlay.MTU - k.overhead, Up: true,
+			Tunnel: dataplane.Tunnel{Local: addr.Local},
+		}, dataplane.Addr{Dev: k.device, Prefix: prefix.Host(e.Subnet.Addr())})
+	}
+	return want, nil
+}
+
+// desired is what the kernel holds for a peer.
+func (b *Backend) desired(ctx context.Context, l subnet.Lease) ([]dataplane.Object, error) {
+	var objects []dataplane.Object
+	for _, e := range l.Endpoints {
+		var direct string
+		if b.config.DirectRouting {
+			var err error
+			if direct, err = b.env.Kernel.OnLink(ctx, e.PublicIP); err != nil {
+				return nil, err
+			}
+		}
+		objects = append(objects, desired(e, direct))
+	}
+	return objects, nil
+}
+
+// desired is the route to one endpoint of a peer. direct names the device on
+// whose network the peer is; empty means encapsulation.
+func desired(e subnet.Endpoint, direct string) dataplane.Route {
+	if direct != "" {
+		return dataplane.NewRoute(e.Subnet, e.PublicIP, direct, false)
+	}
+	return dataplane.NewRoute(e.Subnet, e.PublicIP, kinds[e.Family()].device, true)
+}

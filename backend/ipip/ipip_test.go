@@ -1,0 +1,127 @@
+package ipip
+
+import (
+	"encoding/json"
+	"net/netip"
+	"strings"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+
+	"flanneld/backend"
+	"flanneld/pkg/dataplane"
+	"flanneld/pkg/dataplane/dataplanetest"
+	"flanneld/pkg/prefix"
+	"flanneld/pkg/underlay"
+	"flanneld/subnet"
+)
+
+var (
+	endpoint4 = subnet.Endpoint{Subnet: netip.MustParsePrefix("10.5.26.0/24"), PublicIP: netip.MustParseAddr("192.168.77.2")}
+	endpoint6 = subnet.Endpoint{Subnet: netip.MustParsePrefix("fd00:10:5:2a::/64"), PublicIP: netip.MustParseAddr("fd00:77::2")}
+)
+
+// env is a host with the given families on a link of the given MTU.
+func env(mtu int, families ...prefix.Family) backend.Env {
+	e := backend.Env{Underlay: underlay.Interface{Name: "eth0", Index: 2, MTU: mtu}}
+	for _, f := range families {
+		network, addr := "10.5.0.0/16", "192.168.77.1"
+		if f == prefix.IPv6 {
+			network, addr = "fd00:10:5::/48", "fd00:77::1"
+		}
+		a := netip.MustParseAddr(addr)
+		e.Config.Networks = append(e.Config.Networks, subnet.Network{Prefix: netip.MustParsePrefix(network)})
+		e.Underlay.Addrs = append(e.Underlay.Addrs, underlay.Address{Local: a, Public: a})
+	}
+	return e
+}
+
+func TestNew(t *testing.T) {
+	for _, tt := range []struct {
+		name     string
+		env      backend.Env
+		raw      string
+		mtu      int
+		warnings int
+		err      string
+	}{
+		{name: "IPv4", env: env(1500, prefix.IPv4), raw: `{"Type":"ipip"}`, mtu: 1480},
+		{name: "IPv6", env: env(1500, prefix.IPv6), raw: `{"Type":"ipip"}`, mtu: 1460},
+		{name: "dual", env: env(1500, prefix.IPv4, prefix.IPv6), raw: `{"type":"IPIP","directrouting":true}`, mtu: 1460},
+		{name: "unknown key", env: env(1500, prefix.IPv4), raw: `{"Port":1}`, mtu: 1480, warnings: 1},
+		{name: "no boolean", env: env(1500, prefix.IPv4), raw: `{"DirectRouting":"yes"}`, err: "DirectRouting"},
+		{name: "just enough", env: env(1320, prefix.IPv6), raw: `{}`, mtu: 1280},
+		{name: "too little", env: env(1319, prefix.IPv6), raw: `{}`, err: "eth0 has an MTU of 1319, which leaves 1279 bytes inside the tunnel: IPv6 needs 1280"},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			b, warnings, err := New(json.RawMessage(tt.raw), tt.env)
+			if tt.err != "" {
+				if err == nil || !strings.Contains(err.Error(), tt.err) {
+					t.Fatalf("error %v, want one with %q", err, tt.err)
+				}
+				return
+			}
+			if err != nil || len(warnings) != tt.warnings {
+				t.Fatalf("error %v, warnings %q, want %d", err, warnings, tt.warnings)
+			}
+			n := &network{Backend: b.(*Backend)}
+			if got := n.MTU(); got != tt.mtu {
+				t.Errorf("MTU %d, want %d", got, tt.mtu)
+			}
+		})
+	}
+}
+
+func TestDesired(t *testing.T) {
+	for _, tt := range []struct {
+		name   string
+		e      subnet.Endpoint
+		direct string
+		want   dataplane.Route
+	}{
+		{"IPv4", endpoint4, "", dataplane.NewRoute(endpoint4.Subnet, endpoint4.PublicIP, "flannel.ipip", true)},
+		{"IPv6", endpoint6, "", dataplane.NewRoute(endpoint6.Subnet, endpoint6.PublicIP, "flannel-v6.ipip", true)},
+		{"direct", endpoint4, "eth0", dataplane.NewRoute(endpoint4.Subnet, endpoint4.PublicIP, "eth0", false)},
+	} {
+		if got := desired(tt.e, tt.direct); got != tt.want {
+			t.Errorf("%s: %s (onlink %v), want %s", tt.name, got, got.OnLink, tt.want)
+		}
+	}
+}
+
+func TestBase(t *testing.T) {
+	b := &Backend{env: env(1500, prefix.IPv4, prefix.IPv6)}
+	got, err := b.base(subnet.Lease{Endpoints: []subnet.Endpoint{
+		{Subnet: netip.MustParsePrefix("10.5.1.0/24")}, {Subnet: netip.MustParsePrefix("fd00:10:5:1::/64")},
+	}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	want := dataplane.NewState()
+	want.Add(
+		dataplane.Link{Name: "flannel.ipip", Kind: "ipip", MTU: 1480, Up: true, Tunnel: dataplane.Tunnel{Local: netip.MustParseAddr("192.168.77.1")}},
+		dataplane.Link{Name: "flannel-v6.ipip", Kind: "ip6tnl", MTU: 1460, Up: true, Tunnel: dataplane.Tunnel{Local: netip.MustParseAddr("fd00:77::1")}},
+		dataplane.Addr{Dev: "flannel.ipip", Prefix: netip.MustParsePrefix("10.5.1.0/32")},
+		dataplane.Addr{Dev: "flannel-v6.ipip", Prefix: netip.MustParsePrefix("fd00:10:5:1::/128")})
+	if diff := cmp.Diff(want, got, cmp.Comparer(func(a, b netip.Addr) bool { return a == b }), cmp.Comparer(func(a, b netip.Prefix) bool { return a == b })); diff != "" {
+		t.Error(diff)
+	}
+}
+
+// TestForeignDevice has a bridge stand where the device should be.
+func TestForeignDevice(t *testing.T) {
+	k := dataplanetest.New()
+	if err := k.Append(dataplane.Link{Name: "flannel.ipip", Kind: "bridge"}); err != nil {
+		t.Fatal(err)
+	}
+	e := env(1500, prefix.IPv4)
+	e.Kernel = k
+	b, _, err := New(nil, e)
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, err = b.Start(t.Context(), subnet.Lease{Endpoints: []subnet.Endpoint{endpoint4}})
+	if err == nil || !strings.Contains(err.Error(), "flannel.ipip is of type bridge, want ipip: remove it") {
+		t.Errorf("error %v, want that the device is in the way", err)
+	}
+}

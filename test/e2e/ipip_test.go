@@ -1,0 +1,49 @@
+package e2e
+
+import (
+	"testing"
+
+	"flanneld/pkg/lab"
+	"flanneld/pkg/prefix"
+)
+
+func TestVMIPIPEveryPodReachesEveryPod(t *testing.T) {
+	for _, families := range [][]prefix.Family{v4, v6, dual} {
+		t.Run(name(families), func(t *testing.T) { everyPodReachesEveryPod(t, "ipip", families) })
+	}
+}
+
+func TestVMIPIPDirectRouting(t *testing.T) { directRouting(t, "ipip") }
+
+func TestVMIPIPRestartsUnderTraffic(t *testing.T) { restartsUnderTraffic(t, "ipip") }
+
+func TestVMIPIPHealing(t *testing.T) { newPatient(t, "ipip", dual).healsAll(t) }
+
+// TestVMIPIPForeignDevice has something else stand where the device should be.
+func TestVMIPIPForeignDevice(t *testing.T) {
+	l := newLab(t, lab.Config{Hosts: 1, Families: v4}, `{"Type":"ipip"}`)
+	h := l.Host(1)
+	run := func(args ...string) {
+		t.Helper()
+		if out, err := h.Exec(background(t), "ip", args...); err != nil {
+			t.Fatalf("%v: %s", err, out)
+		}
+	}
+	run("link", "add", "flannel.ipip", "type", "bridge")
+	expectFailure(t, start(t, h, lab.FlanneldOptions{}), "device flannel.ipip is of type bridge, want ipip: remove it (ip link delete flannel.ipip)")
+	run("link", "del", "flannel.ipip")
+
+	run("link", "add", "tunl7", "type", "ipip", "local", "192.168.77.1")
+	expectFailure(t, start(t, h, lab.FlanneldOptions{}), "tunl7 is a tunnel from 192.168.77.1 to anywhere already: remove it (ip link delete tunl7)")
+	run("link", "del", "tunl7")
+
+	// What another flannel daemon has left is adopted, a tunnel to one place replaced.
+	run("link", "add", "flannel.ipip", "type", "ipip", "local", "192.168.77.1", "remote", "192.168.77.2")
+	startOne(t, h, lab.FlanneldOptions{})
+	adopted := condition(t, h)
+	expectStop(t, h.Daemon())
+	run("link", "del", "flannel.ipip")
+	run("link", "add", "flannel.ipip", "type", "ipip", "local", "192.168.77.1", "ttl", "0", "nopmtudisc")
+	startOne(t, h, lab.FlanneldOptions{})
+	expectCondition(t, h, adopted)
+}
