@@ -24,6 +24,9 @@ type Env struct {
 	Kernel   dataplane.Kernel
 	// Resync is how often all kernel state is read again.
 	Resync time.Duration
+	// StateDir is where a backend may keep what must survive a reboot; empty means
+	// nowhere.
+	StateDir string
 }
 
 // Scope returns the scope of the networks of all enabled families, with the

@@ -49,15 +49,22 @@ type Link struct {
 	TxChecksum Offload
 }
 
-// The kinds of link that can be made.
+// The kinds of link that can be wanted.
 const (
 	KindVXLAN  = "vxlan"
 	KindIPIP   = "ipip"   // IPv4 in IPv4
 	KindIP6Tnl = "ip6tnl" // IPv6 in IPv6
+	// KindWireGuard is a device whose keys and peers are its backend's matter.
+	KindWireGuard = "wireguard"
+	// KindTUN is one whose packets go through a process. It has to be there: it is
+	// changed, and not made.
+	KindTUN = "tun"
 )
 
 // ours reports whether l is of a kind that we make.
-func (l Link) ours() bool { return slices.Contains([]string{KindVXLAN, KindIPIP, KindIP6Tnl}, l.Kind) }
+func (l Link) ours() bool {
+	return slices.Contains([]string{KindVXLAN, KindIPIP, KindIP6Tnl, KindWireGuard, KindTUN}, l.Kind)
+}
 
 // Offload says whether a device may leave work to the hardware below it.
 type Offload uint8

@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"net/netip"
+	"slices"
 	"strings"
 	"testing"
 
@@ -22,11 +23,15 @@ func TestEveryPodReachesEveryPod(t *testing.T) {
 
 func everyPodReachesEveryPod(t *testing.T, backend string, families []prefix.Family) {
 	t.Parallel()
-	l := newLab(t, lab.Config{Families: families}, fmt.Sprintf(`{"Type":%q}`, backend))
+	l := newLab(t, lab.Config{Families: families}, backendConfig(backend))
 	startAll(t, l, lab.FlanneldOptions{})
 	expectMatrix(t, l)
-	overhead := map[string]int{"vxlan/IPv4": 50, "vxlan/IPv6": 70, "vxlan/dual": 70, "ipip/IPv4": 20, "ipip/IPv6": 40, "ipip/dual": 40}
-	expectMTU(t, l, 1500-overhead[backend+"/"+name(families)])
+	overhead := map[string][2]int{"vxlan": {50, 70}, "ipip": {20, 40}, "wireguard": {60, 80}, userspace: {60, 80}}[backend]
+	if slices.Contains(families, prefix.IPv6) {
+		expectMTU(t, l, 1500-overhead[1])
+	} else {
+		expectMTU(t, l, 1500-overhead[0])
+	}
 }
 
 // expectMTU fails the test unless packets of exactly that size, and none

@@ -76,12 +76,25 @@ var damages = map[string][]damage{
 		{name: "MTU changed", do: "ip link set {dev} mtu 1300"},
 		{name: "address deleted", do: "{ip} addr del {own} dev {dev}"},
 	},
+	"wireguard": wireguardDamages,
+	userspace:   wireguardDamages,
+}
+
+var wireguardDamages = []damage{
+	{name: "route deleted", do: "{ip} route flush proto 98"},
+	{name: "device deleted", do: "ip link del {dev}"},
+	{name: "device down", do: "ip link set {dev} down"},
+	{name: "MTU changed", do: "ip link set {dev} mtu 1300"},
+	{name: "address deleted", do: "{ip} addr del {own} dev {dev}"},
 }
 
 // devices are the names of a backend's own devices.
 var devices = map[string]map[prefix.Family]string{
 	"vxlan": {prefix.IPv4: "flannel.1", prefix.IPv6: "flannel-v6.1"},
 	"ipip":  {prefix.IPv4: "flannel.ipip", prefix.IPv6: "flannel-v6.ipip"},
+
+	"wireguard": {prefix.IPv4: "flannel-wg", prefix.IPv6: "flannel-wg-v6"},
+	userspace:   {prefix.IPv4: "flannel-wg", prefix.IPv6: "flannel-wg-v6"},
 }
 
 func TestHealing(t *testing.T) {
@@ -118,7 +131,7 @@ type patient struct {
 
 func newPatient(t *testing.T, backend string, families []prefix.Family) *patient {
 	t.Helper()
-	l := newLab(t, lab.Config{Hosts: 3, Families: families}, fmt.Sprintf(`{"Type":%q}`, backend))
+	l := newLab(t, lab.Config{Hosts: 3, Families: families}, backendConfig(backend))
 	startAll(t, l, lab.FlanneldOptions{})
 	expectConverged(t, l)
 	p := &patient{lab: l, backend: backend, host: l.Host(1)}
@@ -153,11 +166,13 @@ func (p *patient) run(t *testing.T, script string) string {
 func condition(t *testing.T, h *lab.Host) []string {
 	t.Helper()
 	const script = `
-		ip -o -d link | sed 's/^[0-9]*: //; s/ promiscuity.*maxmtu [0-9]*//; s/ addrgenmode.*//; s/ permaddr [^ ]*//; s/qlen [0-9]*//' | grep ^flannel
+		ip -o -d link | sed 's/^[0-9]*: //; s/ promiscuity.*maxmtu [0-9]*//; s/ addrgenmode.*//; s/ state [A-Z]*//; s/ permaddr [^ ]*//; s/qlen [0-9]*//' | grep ^flannel
 		ip -o addr show scope global | sed 's/^[0-9]*: //' | grep flannel
 		ip route show; ip -6 route show
 		for dev in $(ip -o link | sed 's/^[0-9]*: //; s/[@:].*//' | grep ^flannel); do
 			ip neigh show dev $dev nud permanent | sed "s/^/$dev /"
+			wg show $dev allowed-ips 2>/dev/null | sed "s/^/$dev /"
+			wg show $dev endpoints 2>/dev/null | sed "s/:[0-9]*$//; s/^/$dev /"
 			bridge fdb show dev $dev | grep -v ^00:00 | grep permanent | sed "s/^/$dev /"
 		done; true`
 	out, err := h.Exec(background(t), "sh", "-c", script)

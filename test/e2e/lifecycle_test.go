@@ -238,7 +238,7 @@ func TestRestartsUnderTraffic(t *testing.T) {
 
 func restartsUnderTraffic(t *testing.T, backend string) {
 	t.Parallel()
-	l := newLab(t, lab.Config{Hosts: 2, Families: dual}, fmt.Sprintf(`{"Type":%q}`, backend))
+	l := newLab(t, lab.Config{Hosts: 2, Families: dual}, backendConfig(backend))
 	startAll(t, l, lab.FlanneldOptions{})
 	flows := startFlows(t, l, 100)
 	for i := range 5 {

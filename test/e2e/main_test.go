@@ -68,6 +68,17 @@ func background(t *testing.T) context.Context {
 	return ctx
 }
 
+// userspace is the wireguard backend without the kernel's WireGuard.
+const userspace = "wireguard in userspace"
+
+// backendConfig is the Backend of a network configuration.
+func backendConfig(backend string) string {
+	if backend == userspace {
+		return `{"Type":"wireguard","Implementation":"userspace"}`
+	}
+	return fmt.Sprintf(`{"Type":%q}`, backend)
+}
+
 // newLab builds a lab whose store has a network with the given backend.
 // Daemons are not started. When the test fails their logs are shown.
 func newLab(t *testing.T, cfg lab.Config, backend string) *lab.Lab {

@@ -19,6 +19,7 @@ import (
 	"flanneld/backend/hostgw"
 	"flanneld/backend/ipip"
 	"flanneld/backend/vxlan"
+	"flanneld/backend/wireguard"
 	"flanneld/pkg/status"
 	"flanneld/pkg/version"
 )
@@ -34,6 +35,7 @@ func backends() (backend.Registry, error) {
 		backend.Entry{Type: hostgw.Type, Factory: hostgw.New},
 		backend.Entry{Type: ipip.Type, Factory: ipip.New},
 		backend.Entry{Type: vxlan.Type, Factory: vxlan.New},
+		backend.Entry{Type: wireguard.Type, Factory: wireguard.New},
 	)
 }
 

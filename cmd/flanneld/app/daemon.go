@@ -140,7 +140,7 @@ func (d *daemon) run(ctx context.Context) error {
 		return err
 	}
 	log.Info("using interface", "name", iface.Name, "reason", iface.Reason, "mtu", iface.MTU, "addresses", describe(iface))
-	env := backend.Env{Underlay: iface, Config: cfg, Kernel: kernel, Resync: d.opts.Resync}
+	env := backend.Env{Underlay: iface, Config: cfg, Kernel: kernel, Resync: d.opts.Resync, StateDir: d.opts.StateDir}
 	be, warnings, err := d.registry.New(env)
 	if err != nil {
 		return err

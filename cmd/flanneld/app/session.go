@@ -29,7 +29,7 @@ func (d *daemon) resume(ctx context.Context, last lastKnown) *session {
 		return nil
 	}
 	last.Interface = iface
-	be, _, err := d.registry.New(backend.Env{Underlay: iface, Config: last.Config, Kernel: d.kernel, Resync: d.opts.Resync})
+	be, _, err := d.registry.New(backend.Env{Underlay: iface, Config: last.Config, Kernel: d.kernel, Resync: d.opts.Resync, StateDir: d.opts.StateDir})
 	if err != nil {
 		return nil
 	}
@@ -224,7 +224,7 @@ func logMoved(ctx context.Context, to underlay.Interface) {
 // serveOn starts a session on interface to. Own subnets and backend data stay,
 // the public addresses follow.
 func (d *daemon) serveOn(ctx context.Context, to underlay.Interface, now lastKnown) (*session, error) {
-	be, _, err := d.registry.New(backend.Env{Underlay: to, Config: now.Config, Kernel: d.kernel, Resync: d.opts.Resync})
+	be, _, err := d.registry.New(backend.Env{Underlay: to, Config: now.Config, Kernel: d.kernel, Resync: d.opts.Resync, StateDir: d.opts.StateDir})
 	if err != nil {
 		return nil, err
 	}

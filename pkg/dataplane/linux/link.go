@@ -73,6 +73,8 @@ func (k *Kernel) createLink(want dataplane.Link) error {
 	case dataplane.KindIP6Tnl:
 		err = k.createTunnel(want)
 		module = "ip6_tunnel"
+	case dataplane.KindWireGuard:
+		err = k.links.LinkAdd(&netlink.Wireguard{LinkAttrs: netlink.LinkAttrs{Name: want.Name, MTU: want.MTU}})
 	default:
 		return fmt.Errorf("no way to make a link of type %q", want.Kind)
 	}

@@ -81,6 +81,9 @@ func (k *Kernel) readLink(name string, s dataplane.Scope, state dataplane.State)
 		copy(l.MAC[:], attrs.HardwareAddr)
 	}
 	l.Tunnel = readTunnel(link)
+	if _, ok := link.(*netlink.Tuntap); ok {
+		l.Kind = dataplane.KindTUN
+	}
 	if v, ok := link.(*netlink.Vxlan); ok {
 		l.VXLAN = dataplane.VXLAN{
 			VNI: v.VxlanId, Port: v.Port, Learning: v.Learning, GBP: v.GBP,

@@ -1,0 +1,190 @@
+package wireguard
+
+import (
+	"encoding/json"
+	"fmt"
+	"os"
+	"slices"
+	"strings"
+
+	"golang.zx2c4.com/wireguard/wgctrl/wgtypes"
+
+	"flanneld/backend"
+	"flanneld/pkg/prefix"
+	"flanneld/subnet"
+)
+
+// IANA has given WireGuard no port; these are the ones that everybody uses.
+const (
+	defaultPort   = 51820
+	defaultPortV6 = 51821
+)
+
+// The values of Mode: a device for each family, or one for both whose outer
+// packets are of the named family, or of the one that suits a peer.
+const (
+	modeSeparate = "separate"
+	modeAuto     = "auto"
+	modeIPv4     = "ipv4"
+	modeIPv6     = "ipv6"
+)
+
+// The values of Implementation.
+const (
+	implAuto      = "auto"
+	implKernel    = "kernel"
+	implUserspace = "userspace"
+)
+
+// config is the Backend object of the network configuration.
+type config struct {
+	ListenPort                  int
+	ListenPortV6                int // of the IPv6 device, in mode separate only
+	MTU                         int // of the underlay, bytes; 0 means that of the external interface
+	PSK                         string
+	PSKFile                     string // in place of PSK
+	PersistentKeepaliveInterval int    // seconds; 0 means none
+	Mode                        string
+	Implementation              string
+}
+
+func parseConfig(raw json.RawMessage, env backend.Env) (config, []string, error) {
+	c := config{ListenPort: defaultPort, ListenPortV6: defaultPortV6, Mode: modeSeparate, Implementation: implAuto}
+	warnings, err := subnet.DecodeBackend(raw, &c)
+	if err != nil {
+		return c, nil, err
+	}
+	for _, n := range []struct {
+		key          string
+		have, lo, hi int
+	}{
+		{"ListenPort", c.ListenPort, 1, 65535}, {"ListenPortV6", c.ListenPortV6, 1, 65535}, {"MTU", c.MTU, 0, 65535},
+		{"PersistentKeepaliveInterval", c.PersistentKeepaliveInterval, 0, 65535},
+	} {
+		if n.have < n.lo || n.have > n.hi {
+			return c, nil, fmt.Errorf("Backend.%s is %d: want %d to %d", n.key, n.have, n.lo, n.hi)
+		}
+	}
+	c.Mode, c.Implementation = strings.ToLower(c.Mode), strings.ToLower(c.Implementation)
+	if modes := []string{modeSeparate, modeAuto, modeIPv4, modeIPv6}; !slices.Contains(modes, c.Mode) {
+		return c, nil, fmt.Errorf("Backend.Mode is %q: want one of %s", c.Mode, strings.Join(modes, ", "))
+	}
+	if impls := []string{implAuto, implKernel, implUserspace}; !slices.Contains(impls, c.Implementation) {
+		return c, nil, fmt.Errorf("Backend.Implementation is %q: want one of %s", c.Implementation, strings.Join(impls, ", "))
+	}
+	if c.PSK != "" && c.PSKFile != "" {
+		return c, nil, fmt.Errorf("Backend.PSK and Backend.PSKFile are both set: want one")
+	}
+	if c.PSK != "" {
+		if _, err := wgtypes.ParseKey(c.PSK); err != nil { // whose text would show it
+			return c, nil, fmt.Errorf("Backend.PSK is no key: want 32 bytes in base64, as wg genpsk makes them")
+		}
+	}
+	return c, warnings, c.fits(env)
+}
+
+// fits says whether the configuration goes with the families and the link.
+func (c config) fits(env backend.Env) error {
+	have := families(env)
+	if c.Mode == modeSeparate && len(have) == 2 && c.ListenPort == c.ListenPortV6 {
+		return fmt.Errorf("Backend.ListenPort and Backend.ListenPortV6 are both %d: want different ports for two devices", c.ListenPort)
+	}
+	for mode, f := range map[string]prefix.Family{modeIPv4: prefix.IPv4, modeIPv6: prefix.IPv6} {
+		if c.Mode == mode && !slices.Contains(have, f) {
+			return fmt.Errorf("Backend.Mode is %q, but the network has no %s", c.Mode, f)
+		}
+	}
+	for _, t := range c.tunnels(have) {
+		if mtu := c.deviceMTU(env.Underlay.MTU, t); mtu < t.minMTU() {
+			return fmt.Errorf("the underlay MTU (Backend.MTU %d, %s %d) leaves %d bytes inside %s: want at least %d",
+				c.MTU, env.Underlay.Name, env.Underlay.MTU, mtu, t.name, t.minMTU())
+		}
+	}
+	return nil
+}
+
+func families(env backend.Env) []prefix.Family {
+	var fs []prefix.Family
+	for _, n := range env.Config.Networks {
+		fs = append(fs, n.Family())
+	}
+	return fs
+}
+
+// psk returns the preshared key of all peers; zero if there is none.
+func (c config) psk() (wgtypes.Key, error) {
+	text := c.PSK
+	if c.PSKFile != "" {
+		raw, err := os.ReadFile(c.PSKFile)
+		if err != nil {
+			return wgtypes.Key{}, fmt.Errorf("read Backend.PSKFile: %w", err)
+		}
+		text = strings.TrimSpace(string(raw))
+	}
+	if text == "" && c.PSKFile == "" {
+		return wgtypes.Key{}, nil
+	}
+	key, err := wgtypes.ParseKey(text)
+	if err != nil { // whose text would show it
+		return key, fmt.Errorf("Backend.PSKFile %s holds no key: want 32 bytes in base64, as wg genpsk makes them", c.PSKFile)
+	}
+	return key, nil
+}
+
+// tunnel is one device.
+type tunnel struct {
+	name     string // that other flannel daemons use, too
+	port     int    // that it listens on
+	families []prefix.Family
+	outer    []prefix.Family // of what it sends
+}
+
+// tunnels are the devices for the families of a network.
+func (c config) tunnels(have []prefix.Family) []tunnel {
+	if c.Mode != modeSeparate {
+		outer := have
+		switch c.Mode {
+		case modeIPv4:
+			outer = []prefix.Family{prefix.IPv4}
+		case modeIPv6:
+			outer = []prefix.Family{prefix.IPv6}
+		}
+		return []tunnel{{name: "flannel-wg", port: c.ListenPort, families: have, outer: outer}}
+	}
+	var ts []tunnel
+	for _, f := range have {
+		t := tunnel{name: "flannel-wg", port: c.ListenPort, families: []prefix.Family{f}, outer: []prefix.Family{f}}
+		if f == prefix.IPv6 {
+			t.name, t.port = "flannel-wg-v6", c.ListenPortV6
+		}
+		ts = append(ts, t)
+	}
+	return ts
+}
+
+// overhead is what encapsulation adds to a packet, in bytes: the outer IP header
+// of the bigger family, UDP 8, WireGuard 32.
+func (t tunnel) overhead() int {
+	if slices.Contains(t.outer, prefix.IPv6) {
+		return 40 + 8 + 32
+	}
+	return 20 + 8 + 32
+}
+
+// minMTU is the smallest MTU with which the device can carry its families.
+func (t tunnel) minMTU() int {
+	if slices.Contains(t.families, prefix.IPv6) {
+		return minMTU6
+	}
+	return 68
+}
+
+// minMTU6 is what IPv6 asks of a link.
+const minMTU6 = 1280
+
+func (c config) deviceMTU(link int, t tunnel) int {
+	if c.MTU != 0 {
+		link = min(link, c.MTU)
+	}
+	return link - t.overhead()
+}

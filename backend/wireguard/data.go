@@ -1,0 +1,47 @@
+package wireguard
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+
+	"golang.zx2c4.com/wireguard/wgctrl/wgtypes"
+)
+
+// leaseData is a lease's backend data in one family, in the form that flannel
+// gives it. Older peers leave the port out: they listen on the one that all are
+// configured with.
+type leaseData struct {
+	PublicKey string
+	Port      int
+}
+
+func encodeData(key wgtypes.Key, port int) (json.RawMessage, error) {
+	raw, err := json.Marshal(leaseData{PublicKey: key.String(), Port: port})
+	if err != nil {
+		return nil, fmt.Errorf("encode backend data: %w", err)
+	}
+	return raw, nil
+}
+
+// decodeData returns key and port of a lease's backend data; port 0 means that
+// it names none.
+func decodeData(raw json.RawMessage) (key wgtypes.Key, port int, err error) {
+	if len(raw) == 0 {
+		return key, 0, errors.New("no backend data, want a PublicKey")
+	}
+	var d leaseData
+	if err := json.Unmarshal(raw, &d); err != nil {
+		return key, 0, fmt.Errorf("backend data: %w", err)
+	}
+	if d.PublicKey == "" {
+		return key, 0, errors.New("backend data without a PublicKey")
+	}
+	if key, err = wgtypes.ParseKey(d.PublicKey); err != nil || key == (wgtypes.Key{}) {
+		return key, 0, fmt.Errorf("PublicKey %.60q is no key: want 32 bytes in base64", d.PublicKey)
+	}
+	if d.Port < 0 || d.Port > 65535 {
+		return key, 0, fmt.Errorf("port %d: want 0 to 65535", d.Port)
+	}
+	return key, d.Port, nil
+}

@@ -1,0 +1,210 @@
+package wireguard
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"slices"
+	"strings"
+	"syscall"
+	"time"
+
+	"golang.zx2c4.com/wireguard/wgctrl"
+	"golang.zx2c4.com/wireguard/wgctrl/wgtypes"
+
+	"flanneld/backend"
+	"flanneld/subnet"
+)
+
+// network implements backend.Network.
+type network struct {
+	*Backend
+	*backend.Programmer
+	key     wgtypes.Key
+	client  *wgctrl.Client // nil until start
+	devices []*device
+}
+
+// device is a tunnel as it was seen and written last.
+type device struct {
+	tunnel
+	userspace *userspaceDevice // nil if it is the kernel's
+	index     int              // another one is another device, without any peers
+	peers     map[string]peer  // as they were wanted, by lease key
+	swept     bool             // others are gone
+}
+
+// Sync implements backend.Network.
+func (n *network) Sync(ctx context.Context, peers backend.Set) (backend.Outcome, error) {
+	if err := n.revive(ctx); err != nil {
+		return backend.Outcome{}, err
+	}
+	o, err := n.Programmer.Sync(ctx, peers)
+	if err != nil {
+		return o, err
+	}
+	repaired, err := n.syncPeers(peers)
+	o.Repaired += repaired
+	return o, err
+}
+
+// revive starts the devices of this process that are not there, or have ended.
+func (n *network) revive(ctx context.Context) error {
+	for _, d := range n.devices {
+		if d.userspace == nil {
+			continue
+		}
+		fresh, err := d.userspace.ensure(ctx)
+		if err != nil {
+			return fmt.Errorf("run WireGuard device %s: %w", d.name, err)
+		}
+		if fresh {
+			d.index = 0
+		}
+	}
+	return nil
+}
+
+// syncPeers gives the devices their settings and peers, and returns how many
+// of these somebody else had changed.
+func (n *network) syncPeers(set backend.Set) (repaired int, err error) {
+	psk, err := n.config.psk()
+	if err != nil {
+		return 0, err
+	}
+	for _, d := range n.devices {
+		s := settings{key: n.key, port: d.port, psk: psk, keepalive: time.Duration(n.config.PersistentKeepaliveInterval) * time.Second}
+		r, err := n.syncDevice(d, s, set)
+		if err != nil {
+			return repaired, fmt.Errorf("configure %s: %w", d.name, err)
+		}
+		repaired += r
+	}
+	return repaired, nil
+}
+
+func (n *network) syncDevice(d *device, s settings, set backend.Set) (repaired int, err error) {
+	link, err := net.InterfaceByName(d.name)
+	if err != nil {
+		return 0, err
+	}
+	whole := set.All || len(set.Changed) == 0 || link.Index != d.index || set.Complete && !d.swept
+	change := diff{settings: s, want: map[wgtypes.Key]peer{}, known: map[wgtypes.Key]peer{}, now: time.Now()}
+	next := map[string]peer{} // of the leases that may differ
+	if whole {
+		if change.have, err = n.client.Device(d.name); err != nil {
+			return 0, err
+		}
+		change.sweep = set.Complete
+		if link.Index == d.index {
+			for _, p := range d.peers {
+				change.known[p.key] = p
+			}
+		}
+		for key, l := range set.Leases {
+			n.want(d, key, l, next, change.want)
+		}
+	} else {
+		change.have, change.sweep = &wgtypes.Device{PrivateKey: s.key, ListenPort: s.port}, true
+		for _, key := range set.Changed {
+			if p, ok := d.peers[key]; ok {
+				change.known[p.key] = p
+				change.have.Peers = append(change.have.Peers, asKept(p, s))
+			}
+			if l, ok := set.Leases[key]; ok {
+				n.want(d, key, l, next, change.want)
+			}
+		}
+	}
+	cfg, changed := change.config()
+	if changed {
+		if err := n.client.ConfigureDevice(d.name, cfg); err != nil {
+			d.index = 0 // whatever is there now is looked at anew
+			return 0, explain(err, s.port)
+		}
+		d.greet(cfg)
+	}
+	if whole && link.Index == d.index && d.swept {
+		repaired = foreign(cfg, change)
+	}
+	d.record(link.Index, whole, set, next)
+	return repaired, nil
+}
+
+func (n *network) want(d *device, key string, l subnet.Lease, next map[string]peer, want map[wgtypes.Key]peer) {
+	if p, ok := n.peer(d.tunnel, l); ok {
+		next[key], want[p.key] = p, p
+	}
+}
+
+// asKept is a peer as it was written. Where it is now only the device knows.
+func asKept(p peer, s settings) wgtypes.Peer {
+	return wgtypes.Peer{
+		PublicKey: p.key, PresharedKey: s.psk, PersistentKeepaliveInterval: s.keepalive,
+		Endpoint: net.UDPAddrFromAddrPort(p.endpoint), AllowedIPs: ipNets(p.allowed),
+	}
+}
+
+// record notes what the device has now.
+func (d *device) record(index int, whole bool, set backend.Set, next map[string]peer) {
+	d.index = index
+	if whole {
+		d.peers, d.swept = next, set.Complete
+		return
+	}
+	for _, key := range set.Changed {
+		delete(d.peers, key)
+		if p, ok := next[key]; ok {
+			d.peers[key] = p
+		}
+	}
+}
+
+// foreign counts the changes that put right what somebody else has done: those to
+// peers that were wanted before as they are now.
+func foreign(c wgtypes.Config, d diff) (count int) {
+	for _, p := range c.Peers {
+		before, known := d.known[p.PublicKey]
+		now, wanted := d.want[p.PublicKey]
+		if p.Remove && !known || wanted && known && before.endpoint == now.endpoint && slices.Equal(before.allowed, now.allowed) && p.Endpoint == nil {
+			count++
+		}
+	}
+	return count
+}
+
+// explain says what an error of a device means.
+func explain(err error, port int) error {
+	// A device of this process answers with a number, of which wgctrl makes a text.
+	inUse := fmt.Sprintf("errno=-%d", int(syscall.EADDRINUSE))
+	if errors.Is(err, syscall.EADDRINUSE) || strings.HasSuffix(err.Error(), inUse) {
+		return fmt.Errorf("another program listens on UDP port %d (Backend.ListenPort, Backend.ListenPortV6): %w", port, err)
+	}
+	return err
+}
+
+// Holdings implements backend.Inspector.
+func (n *network) Holdings(key string) []backend.Holding {
+	var hs []backend.Holding
+	for _, d := range n.devices {
+		if p, ok := d.peers[key]; ok {
+			hs = append(hs, backend.Holding{Object: p.String() + " dev " + d.name, Present: true})
+		}
+	}
+	return hs
+}
+
+// Close implements backend.Network.
+func (n *network) Close() error {
+	errs := []error{n.Reconciler.Close()}
+	if n.client != nil {
+		errs = append(errs, n.client.Close())
+	}
+	for _, d := range n.devices {
+		if d.userspace != nil {
+			errs = append(errs, d.userspace.close())
+		}
+	}
+	return errors.Join(errs...)
+}

@@ -1,0 +1,223 @@
+// Package wireguard carries packets between hosts encrypted, by WireGuard: the
+// kernel's where it has it, else one in this process. The device with its address
+// and route is the reconciler's, like any other; what only WireGuard knows, the
+// peers, is compared with what is wanted here, in the same passes.
+package wireguard
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net/netip"
+	"slices"
+	"syscall"
+
+	"golang.zx2c4.com/wireguard/wgctrl"
+	"golang.zx2c4.com/wireguard/wgctrl/wgtypes"
+	"k8s.io/klog/v2"
+
+	"flanneld/backend"
+	"flanneld/pkg/dataplane"
+	"flanneld/pkg/prefix"
+	"flanneld/subnet"
+)
+
+// Type is the backend's name in the configuration and in leases.
+const Type = "wireguard"
+
+// Backend implements backend.Backend.
+type Backend struct {
+	env    backend.Env
+	config config
+}
+
+// New is the backend's factory.
+func New(raw json.RawMessage, env backend.Env) (backend.Backend, []string, error) {
+	c, warnings, err := parseConfig(raw, env)
+	if err != nil {
+		return nil, nil, err
+	}
+	return &Backend{env: env, config: c}, warnings, nil
+}
+
+func (b *Backend) tunnels() []tunnel { return b.config.tunnels(families(b.env)) }
+
+// Scope implements backend.Backend.
+func (b *Backend) Scope() dataplane.Scope {
+	var names []string
+	for _, t := range b.tunnels() {
+		names = append(names, t.name)
+	}
+	return b.env.Scope(names...)
+}
+
+// Claim implements backend.Backend. What it may make is the private key, which
+// has to be on disk before anybody learns of it.
+func (b *Backend) Claim(_ context.Context, prev subnet.Claim) (subnet.Claim, error) {
+	key, err := b.key()
+	if err != nil {
+		return subnet.Claim{}, err
+	}
+	claim := b.env.Claim(Type, prev)
+	for i, f := range families(b.env) {
+		for _, t := range b.tunnels() {
+			if !slices.Contains(t.families, f) {
+				continue
+			}
+			if claim.Endpoints[i].Data, err = encodeData(key.PublicKey(), t.port); err != nil {
+				return subnet.Claim{}, err
+			}
+		}
+	}
+	return claim, nil
+}
+
+// key returns the private key.
+func (b *Backend) key() (wgtypes.Key, error) {
+	var have wgtypes.Key
+	client, err := wgctrl.New()
+	if err != nil {
+		return have, fmt.Errorf("open WireGuard's interface: %w", err)
+	}
+	defer client.Close()
+	for _, t := range b.tunnels() {
+		if d, err := client.Device(t.name); err == nil && have == (wgtypes.Key{}) {
+			have = d.PrivateKey
+		}
+	}
+	return newKeeper(b.env.StateDir).key(have)
+}
+
+// Start implements backend.Backend.
+func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network, error) {
+	key, err := b.key()
+	if err != nil {
+		return nil, err
+	}
+	reconciler, err := b.env.Reconciler(b.Scope().Devices...)
+	if err != nil {
+		return nil, err
+	}
+	n := &network{Backend: b, key: key, Programmer: &backend.Programmer{
+		Reconciler: reconciler,
+		Desired:    func(context.Context, subnet.Lease) ([]dataplane.Object, error) { return nil, nil },
+	}}
+	for _, t := range b.tunnels() {
+		n.devices = append(n.devices, &device{tunnel: t, peers: map[string]peer{}})
+	}
+	if err := n.start(ctx, own); err != nil {
+		return nil, errors.Join(fmt.Errorf("set up WireGuard devices: %w", err), n.Close())
+	}
+	return n, nil
+}
+
+// start makes the devices: the kernel's, or if it has none, those of this process.
+func (n *network) start(ctx context.Context, own subnet.Lease) error {
+	kind, implementation := dataplane.KindWireGuard, implKernel
+	err := n.supported(ctx)
+	switch {
+	case n.config.Implementation == implUserspace, n.config.Implementation == implAuto && errors.Is(err, syscall.EOPNOTSUPP):
+		kind, implementation = dataplane.KindTUN, implUserspace
+		for _, d := range n.devices {
+			d.userspace = &userspaceDevice{name: d.name, mtu: n.config.deviceMTU(n.env.Underlay.MTU, d.tunnel)}
+		}
+		if err := n.revive(ctx); err != nil {
+			return err
+		}
+	case err != nil:
+		return err
+	}
+	if err := n.setUp(ctx, own, kind); err != nil {
+		return err
+	}
+	klog.FromContext(ctx).Info("WireGuard is in use", "implementation", implementation, "publicKey", n.key.PublicKey().String())
+	if n.client, err = wgctrl.New(); err != nil {
+		return fmt.Errorf("open WireGuard's interface: %w", err)
+	}
+	_, err = n.syncPeers(backend.Set{All: true})
+	return err
+}
+
+// probe is the name of a device that exists for a moment.
+const probe = "flannel-wg-try"
+
+// supported returns an error if the kernel has no WireGuard: EOPNOTSUPP, wrapped.
+func (n *network) supported(ctx context.Context) error {
+	have, err := n.env.Kernel.Read(ctx, n.Scope())
+	if err != nil {
+		return fmt.Errorf("read kernel state: %w", err)
+	}
+	for _, l := range have.Links {
+		if l.Kind == dataplane.KindWireGuard {
+			return nil
+		}
+	}
+	// Nothing but making a device loads the module.
+	link := dataplane.Link{Name: probe, Kind: dataplane.KindWireGuard, MTU: minMTU6}
+	for _, failed := range n.env.Kernel.Apply(ctx, []dataplane.Op{{Object: link}, {Object: link, Delete: true}}) {
+		return failed.Err
+	}
+	return nil
+}
+
+// setUp has the reconciler make devices of that kind.
+func (n *network) setUp(ctx context.Context, own subnet.Lease, kind string) error {
+	n.Base = n.base(own, kind)
+	devices := dataplane.NewState()
+	devices.AddState(n.Base)
+	_, err := n.Reconcile(ctx, devices, false)
+	return err
+}
+
+// base is what the kernel holds whatever the peers: the devices with the own
+// subnets' base addresses, and one route for each network. That route keeps
+// packets to subnets that nobody has, or that are not known yet, from leaving
+// unencrypted by another route.
+func (b *Backend) base(own subnet.Lease, kind string) dataplane.State {
+	want := dataplane.NewState()
+	for _, t := range b.tunnels() {
+		want.Add(dataplane.Link{Name: t.name, Kind: kind, MTU: b.config.deviceMTU(b.env.Underlay.MTU, t), Up: true})
+		for _, n := range b.env.Config.Networks {
+			e, ok := own.Endpoint(n.Family())
+			if !ok || !slices.Contains(t.families, n.Family()) {
+				continue
+			}
+			want.Add(dataplane.Addr{Dev: t.name, Prefix: prefix.Host(e.Subnet.Addr())},
+				dataplane.NewRoute(n.Prefix, netip.Addr{}, t.name, false))
+		}
+	}
+	return want
+}
+
+// MTU implements backend.Network.
+func (n *network) MTU() int {
+	mtu := n.env.Underlay.MTU
+	for _, t := range n.tunnels() {
+		mtu = min(mtu, n.config.deviceMTU(n.env.Underlay.MTU, t))
+	}
+	return mtu
+}
+
+// Check implements backend.Network.
+func (n *network) Check(l subnet.Lease) ([]string, error) {
+	var ids []string
+	for _, e := range l.Endpoints {
+		key, _, err := decodeData(e.Data)
+		if err != nil {
+			return nil, fmt.Errorf("%s: %w", e.Family(), err)
+		}
+		if id := "public key " + key.String(); !slices.Contains(ids, id) {
+			ids = append(ids, id)
+		}
+	}
+	if n.config.Mode != modeSeparate && len(ids) > 1 {
+		return nil, fmt.Errorf("it has two public keys, want one: Backend.Mode is %q", n.config.Mode)
+	}
+	for _, t := range n.tunnels() {
+		if _, ok := n.peer(t, l); !ok && len(t.families) > 0 && n.config.Mode != modeSeparate {
+			return nil, fmt.Errorf("it has no address that Backend.Mode %q can send to", n.config.Mode)
+		}
+	}
+	return ids, nil
+}

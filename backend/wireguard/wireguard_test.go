@@ -1,0 +1,333 @@
+package wireguard
+
+import (
+	"encoding/json"
+	"fmt"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+	"golang.zx2c4.com/wireguard/wgctrl/wgtypes"
+
+	"flanneld/backend"
+	"flanneld/pkg/prefix"
+	"flanneld/pkg/underlay"
+	"flanneld/subnet"
+)
+
+// env is a host with the given families on a link of the given MTU.
+func env(mtu int, families ...prefix.Family) backend.Env {
+	e := backend.Env{Underlay: underlay.Interface{Name: "eth0", Index: 2, MTU: mtu}}
+	for _, f := range families {
+		network, addr := "10.5.0.0/16", "192.168.77.1"
+		if f == prefix.IPv6 {
+			network, addr = "fd00:10:5::/48", "fd00:77::1"
+		}
+		a := netip.MustParseAddr(addr)
+		e.Config.Networks = append(e.Config.Networks, subnet.Network{Prefix: netip.MustParsePrefix(network)})
+		e.Underlay.Addrs = append(e.Underlay.Addrs, underlay.Address{Local: a, Public: a})
+	}
+	return e
+}
+
+func text(k wgtypes.Key) string { return k.String() }
+
+func key(n byte) (k wgtypes.Key) {
+	k[0] = n
+	return k
+}
+
+func TestConfig(t *testing.T) {
+	v4, v6, dual := env(1500, prefix.IPv4), env(1500, prefix.IPv6), env(1500, prefix.IPv4, prefix.IPv6)
+	for _, tt := range []struct {
+		name, raw string
+		env       backend.Env
+		mtu       int
+		devices   string
+		err       string
+	}{
+		{name: "defaults", raw: `{"Type":"wireguard"}`, env: v4, mtu: 1440, devices: "flannel-wg:51820"},
+		{name: "IPv6", raw: `{}`, env: v6, mtu: 1420, devices: "flannel-wg-v6:51821"},
+		{name: "dual", raw: `{}`, env: dual, mtu: 1420, devices: "flannel-wg:51820 flannel-wg-v6:51821"},
+		{name: "auto", raw: `{"Mode":"auto"}`, env: dual, mtu: 1420, devices: "flannel-wg:51820"},
+		{name: "outer IPv4", raw: `{"mode":"IPv4","listenport":7}`, env: dual, mtu: 1440, devices: "flannel-wg:7"},
+		{name: "outer IPv6", raw: `{"Mode":"ipv6"}`, env: dual, mtu: 1420, devices: "flannel-wg:51820"},
+		{name: "MTU", raw: `{"MTU":1400}`, env: v4, mtu: 1340, devices: "flannel-wg:51820"},
+		{name: "MTU above the link's", raw: `{"MTU":9000}`, env: v4, mtu: 1440, devices: "flannel-wg:51820"},
+		{name: "MTU too small", raw: `{"MTU":1359}`, env: v6, err: "leaves 1279 bytes inside flannel-wg-v6: want at least 1280"},
+		{name: "unknown mode", raw: `{"Mode":"both"}`, env: v4, err: `Backend.Mode is "both": want one of separate, auto, ipv4, ipv6`},
+		{name: "mode without network", raw: `{"Mode":"ipv6"}`, env: v4, err: `Backend.Mode is "ipv6", but the network has no IPv6`},
+		{name: "one port for two devices", raw: `{"ListenPortV6":51820}`, env: dual, err: "both 51820"},
+		{name: "port 0", raw: `{"ListenPort":0}`, env: v4, err: "Backend.ListenPort is 0: want 1 to 65535"},
+		{name: "keepalive", raw: `{"PersistentKeepaliveInterval":-1}`, env: v4, err: "Backend.PersistentKeepaliveInterval is -1"},
+		{name: "implementation", raw: `{"Implementation":"best"}`, env: v4, err: `Backend.Implementation is "best"`},
+		{name: "PSK", raw: `{"PSK":"c2VjcmV0"}`, env: v4, err: "Backend.PSK is no key: want 32 bytes in base64"},
+		{name: "two PSKs", raw: `{"PSK":"c2VjcmV0","PSKFile":"/x"}`, env: v4, err: "both set"},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			b, _, err := New(json.RawMessage(tt.raw), tt.env)
+			if tt.err != "" {
+				if err == nil || !strings.Contains(err.Error(), tt.err) || strings.Contains(err.Error(), "c2VjcmV0") {
+					t.Fatalf("error %v, want one with %q and without secrets", err, tt.err)
+				}
+				return
+			}
+			if err != nil {
+				t.Fatal(err)
+			}
+			n := &network{Backend: b.(*Backend)}
+			var devices []string
+			for _, d := range n.tunnels() {
+				devices = append(devices, fmt.Sprintf("%s:%d", d.name, d.port))
+			}
+			if got := strings.Join(devices, " "); got != tt.devices || n.MTU() != tt.mtu {
+				t.Errorf("devices %q and MTU %d, want %q and %d", got, n.MTU(), tt.devices, tt.mtu)
+			}
+		})
+	}
+}
+
+func TestPSK(t *testing.T) {
+	file := filepath.Join(t.TempDir(), "psk")
+	for content, want := range map[string]string{text(key(3)) + "\n": "", "c2VjcmV0": "holds no key", "": "holds no key"} {
+		if err := os.WriteFile(file, []byte(content), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		got, err := config{PSKFile: file}.psk()
+		switch {
+		case want == "" && (err != nil || got != key(3)):
+			t.Errorf("%q: %v, %v", content, got, err)
+		case want != "" && (err == nil || !strings.Contains(err.Error(), want) || strings.Contains(err.Error(), "c2VjcmV0")):
+			t.Errorf("%q: error %v, want one with %q and without the secret", content, err, want)
+		}
+	}
+	if _, err := (config{PSKFile: file + "x"}).psk(); err == nil {
+		t.Error("a file that is not there is no error")
+	}
+}
+
+// TestData pins the bytes that other flannel daemons write and read.
+func TestData(t *testing.T) {
+	raw, err := encodeData(key(1), 51820)
+	if err != nil || string(raw) != `{"PublicKey":"AQAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA=","Port":51820}` {
+		t.Errorf("%s, %v", raw, err)
+	}
+	for raw, want := range map[string]string{
+		`{"PublicKey":"AQAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA="}`:          "",
+		`{"publickey":"AQAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA=","port":1}`: "",
+		``:                     "no backend data",
+		`null`:                 "without a PublicKey",
+		`{}`:                   "without a PublicKey",
+		`{"PublicKey":"AQ=="}`: "is no key",
+		`{"PublicKey":"AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA="}`:              "is no key",
+		`{"PublicKey":"AQAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA=","Port":65536}`: "port 65536",
+		`{"PublicKey":7}`: "backend data",
+	} {
+		_, _, err := decodeData(json.RawMessage(raw))
+		if (err != nil) != (want != "") || err != nil && !strings.Contains(err.Error(), want) {
+			t.Errorf("%s: error %v, want %q", raw, err, want)
+		}
+	}
+}
+
+func FuzzData(f *testing.F) {
+	f.Add([]byte(`{"PublicKey":"AQAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA=","Port":51820}`))
+	f.Fuzz(func(t *testing.T, raw []byte) {
+		k, port, err := decodeData(raw)
+		if err == nil && (k == wgtypes.Key{} || port < 0 || port > 65535) {
+			t.Errorf("%q gives key %v and port %d", raw, k, port)
+		}
+	})
+}
+
+func TestKey(t *testing.T) {
+	dir := t.TempDir()
+	k := keeper{path: filepath.Join(dir, "state", "wgkey"), fallback: filepath.Join(dir, "old")}
+	first, err := k.key(wgtypes.Key{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if again, err := k.key(key(9)); err != nil || again != first {
+		t.Errorf("%v, %v: want the key that is kept", again, err)
+	}
+	info, err := os.Stat(k.path)
+	if err != nil || info.Mode().Perm() != 0o600 {
+		t.Errorf("%v, %v: want mode 0600", info, err)
+	}
+	remove := func() {
+		t.Helper()
+		if err := os.Remove(k.path); err != nil {
+			t.Fatal(err)
+		}
+	}
+	remove()
+	if adopted, err := k.key(key(9)); err != nil || adopted != key(9) {
+		t.Errorf("%v, %v: want the device's key", adopted, err)
+	}
+	remove()
+	if err := os.WriteFile(k.fallback, []byte(text(key(7))), 0o400); err != nil {
+		t.Fatal(err)
+	}
+	if old, err := k.key(wgtypes.Key{}); err != nil || old != key(7) {
+		t.Errorf("%v, %v: want the key of the daemon before", old, err)
+	}
+	if kept, err := readKey(k.path); err != nil || kept != key(7) {
+		t.Errorf("%v, %v: want that key to be kept", kept, err)
+	}
+	if err := os.WriteFile(k.path, []byte("c2VjcmV0"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := k.key(wgtypes.Key{}); err == nil || !strings.Contains(err.Error(), k.path) || strings.Contains(err.Error(), "c2VjcmV0") {
+		t.Errorf("error %v, want one that names the file and not what is in it", err)
+	}
+}
+
+// lease is a peer's; an empty address leaves its family out.
+func lease(t *testing.T, addr4, addr6 string, port4, port6 int) subnet.Lease {
+	t.Helper()
+	var l subnet.Lease
+	add := func(subnetOf, addr string, port int) {
+		if addr == "" {
+			return
+		}
+		data, err := encodeData(key(2), port)
+		if err != nil {
+			t.Fatal(err)
+		}
+		l.Endpoints = append(l.Endpoints, subnet.Endpoint{
+			Subnet: netip.MustParsePrefix(subnetOf), PublicIP: netip.MustParseAddr(addr), Data: data,
+		})
+	}
+	add("10.5.2.0/24", addr4, port4)
+	add("fd00:10:5:2::/64", addr6, port6)
+	return l
+}
+
+func TestPeer(t *testing.T) {
+	dual := env(1500, prefix.IPv4, prefix.IPv6)
+	global := env(1500, prefix.IPv4, prefix.IPv6)
+	global.Underlay.Addrs[1] = underlay.Address{Local: netip.MustParseAddr("2001:db8::1"), Public: netip.MustParseAddr("2001:db8::1")}
+	const both = " [10.5.2.0/24 fd00:10:5:2::/64]"
+	for _, tt := range []struct {
+		name  string
+		env   backend.Env
+		mode  string
+		lease subnet.Lease
+		want  []string
+	}{
+		{"separate", dual, modeSeparate, lease(t, "192.168.77.2", "fd00:77::2", 51820, 51821), []string{"192.168.77.2:51820 [10.5.2.0/24]", "[fd00:77::2]:51821 [fd00:10:5:2::/64]"}},
+		{"separate, own ports", dual, modeSeparate, lease(t, "192.168.77.2", "fd00:77::2", 7, 8), []string{"192.168.77.2:7 [10.5.2.0/24]", "[fd00:77::2]:8 [fd00:10:5:2::/64]"}},
+		{"separate, no ports", dual, modeSeparate, lease(t, "192.168.77.2", "fd00:77::2", 0, 0), []string{"192.168.77.2:51820 [10.5.2.0/24]", "[fd00:77::2]:51821 [fd00:10:5:2::/64]"}},
+		{"separate, IPv4 only", dual, modeSeparate, lease(t, "192.168.77.2", "", 51820, 0), []string{"192.168.77.2:51820 [10.5.2.0/24]", ""}},
+		{"ipv4", dual, modeIPv4, lease(t, "192.168.77.2", "fd00:77::2", 51820, 51820), []string{"192.168.77.2:51820" + both}},
+		{"ipv6", dual, modeIPv6, lease(t, "192.168.77.2", "fd00:77::2", 51820, 51820), []string{"[fd00:77::2]:51820" + both}},
+		{"ipv6, the known flannel's port", dual, modeIPv6, lease(t, "192.168.77.2", "fd00:77::2", 51820, 51821), []string{"[fd00:77::2]:51820" + both}},
+		{"ipv6, the known flannel's port alone", env(1500, prefix.IPv6), modeIPv6, lease(t, "", "fd00:77::2", 0, 51821), []string{"[fd00:77::2]:51820 [fd00:10:5:2::/64]"}},
+		{"ipv6, peer without", dual, modeIPv6, lease(t, "192.168.77.2", "", 51820, 0), []string{""}},
+		{"auto, private", dual, modeAuto, lease(t, "192.168.77.2", "fd00:77::2", 51820, 51820), []string{"192.168.77.2:51820" + both}},
+		{"auto, public IPv4", dual, modeAuto, lease(t, "203.0.113.2", "2001:db8::2", 51820, 51820), []string{"203.0.113.2:51820" + both}},
+		{"auto, peer global, own not", dual, modeAuto, lease(t, "192.168.77.2", "2001:db8::2", 51820, 51820), []string{"192.168.77.2:51820" + both}},
+		{"auto, both global", global, modeAuto, lease(t, "192.168.77.2", "2001:db8::2", 51820, 51820), []string{"[2001:db8::2]:51820" + both}},
+		{"auto, IPv4 only", global, modeAuto, lease(t, "192.168.77.2", "", 51820, 0), []string{"192.168.77.2:51820 [10.5.2.0/24]"}},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			b, _, err := New(json.RawMessage(`{"Mode":"`+tt.mode+`"}`), tt.env)
+			if err != nil {
+				t.Fatal(err)
+			}
+			var got []string
+			for _, d := range b.(*Backend).tunnels() {
+				p, ok := b.(*Backend).peer(d, tt.lease)
+				if !ok {
+					got = append(got, "")
+					continue
+				}
+				_, line, _ := strings.Cut(p.String(), " endpoint ")
+				got = append(got, strings.Replace(line, " allowed ips", "", 1))
+			}
+			if diff := cmp.Diff(tt.want, got); diff != "" {
+				t.Error(diff)
+			}
+		})
+	}
+}
+
+func TestDiff(t *testing.T) {
+	now := time.Unix(1000, 0)
+	s := settings{key: key(1), port: 51820, psk: key(5), keepalive: 25 * time.Second}
+	p := peer{key(2), netip.MustParseAddrPort("192.168.77.2:51820"), []netip.Prefix{netip.MustParsePrefix("10.5.2.0/24")}}
+	moved := p
+	moved.endpoint = netip.MustParseAddrPort("192.168.77.3:51820")
+	learnt := asKept(moved, s)
+	learnt.LastHandshakeTime = now.Add(-time.Minute)
+	dead := learnt
+	dead.LastHandshakeTime = now.Add(-time.Hour)
+	elsewhere := asKept(p, s)
+	elsewhere.AllowedIPs = ipNets([]netip.Prefix{netip.MustParsePrefix("10.5.9.0/24")})
+	otherPSK := asKept(p, settings{keepalive: s.keepalive})
+	stranger := asKept(peer{key: key(3)}, s)
+	for _, tt := range []struct {
+		name  string
+		have  []wgtypes.Peer
+		want  peer
+		known []peer
+		sweep bool
+		does  string
+	}{
+		{name: "right", have: []wgtypes.Peer{asKept(p, s)}, want: p, sweep: true},
+		{name: "missing", want: p, does: "add"},
+		{name: "surplus, kept", have: []wgtypes.Peer{asKept(p, s), stranger}, want: p},
+		{name: "surplus", have: []wgtypes.Peer{asKept(p, s), stranger}, want: p, sweep: true, does: "remove"},
+		{name: "rotated", have: []wgtypes.Peer{stranger}, want: p, sweep: true, does: "add remove"},
+		{name: "learnt", have: []wgtypes.Peer{learnt}, want: p},
+		{name: "learnt, known before", have: []wgtypes.Peer{learnt}, want: p, known: []peer{p}},
+		{name: "learnt, but dead", have: []wgtypes.Peer{dead}, want: p, does: "endpoint"},
+		{name: "lease has moved", have: []wgtypes.Peer{learnt}, want: p, known: []peer{moved}, does: "endpoint"},
+		{name: "networks", have: []wgtypes.Peer{elsewhere}, want: p, does: "allowed"},
+		{name: "PSK", have: []wgtypes.Peer{otherPSK}, want: p, does: "psk"},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			d := diff{
+				have:     &wgtypes.Device{PrivateKey: s.key, ListenPort: s.port, Peers: tt.have},
+				want:     map[wgtypes.Key]peer{tt.want.key: tt.want},
+				known:    map[wgtypes.Key]peer{},
+				settings: s, sweep: tt.sweep, now: now,
+			}
+			for _, k := range tt.known {
+				d.known[k.key] = k
+			}
+			c, changed := d.config()
+			if got := describe(c); got != tt.does || changed != (tt.does != "") {
+				t.Errorf("it does %q (changed %v), want %q", got, changed, tt.does)
+			}
+		})
+	}
+	fresh := diff{have: &wgtypes.Device{}, settings: s}
+	if c, changed := fresh.config(); !changed || *c.PrivateKey != s.key || *c.ListenPort != s.port {
+		t.Errorf("a fresh device gets %+v, want key and port", c)
+	}
+}
+
+// describe says in a word for each peer what is done to it.
+func describe(c wgtypes.Config) string {
+	var words []string
+	for _, p := range c.Peers {
+		switch {
+		case p.Remove:
+			words = append(words, "remove")
+		case !p.UpdateOnly:
+			words = append(words, "add")
+		case p.Endpoint != nil:
+			words = append(words, "endpoint")
+		case p.ReplaceAllowedIPs:
+			words = append(words, "allowed")
+		case p.PresharedKey != nil:
+			words = append(words, "psk")
+		}
+	}
+	return strings.Join(words, " ")
+}

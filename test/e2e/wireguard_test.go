@@ -1,0 +1,174 @@
+package e2e
+
+import (
+	"fmt"
+	"net"
+	"os"
+	"strings"
+	"testing"
+	"time"
+
+	"flanneld/pkg/lab"
+	"flanneld/pkg/prefix"
+)
+
+func TestVMWireGuardEveryPodReachesEveryPod(t *testing.T) {
+	for _, families := range [][]prefix.Family{v4, v6, dual} {
+		t.Run(name(families), func(t *testing.T) { everyPodReachesEveryPod(t, "wireguard", families) })
+	}
+}
+
+func TestVMWireGuardRestartsUnderTraffic(t *testing.T) { restartsUnderTraffic(t, "wireguard") }
+
+func TestVMWireGuardHealing(t *testing.T) { newPatient(t, "wireguard", dual).healsAll(t) }
+
+func TestUserspaceWireGuardEveryPodReachesEveryPod(t *testing.T) {
+	for _, families := range [][]prefix.Family{v4, v6, dual} {
+		t.Run(name(families), func(t *testing.T) { everyPodReachesEveryPod(t, userspace, families) })
+	}
+}
+
+func TestUserspaceWireGuardHealing(t *testing.T) { newPatient(t, userspace, dual).healsAll(t) }
+
+// TestUserspaceWireGuardRestarts kills daemons, and stops them, while their pods
+// talk: without them no packet is carried, but soon after.
+func TestUserspaceWireGuardRestarts(t *testing.T) {
+	t.Parallel()
+	l := newLab(t, lab.Config{Hosts: 2, Families: dual}, backendConfig(userspace))
+	startAll(t, l, lab.FlanneldOptions{})
+	flows := startFlows(t, l, 100)
+	for _, kill := range []bool{true, false} {
+		if kill {
+			l.Host(1).Daemon().Kill()
+		} else {
+			expectStop(t, l.Host(1).Daemon())
+		}
+		startOne(t, l.Host(1), lab.FlanneldOptions{})
+		pause(t, 500*time.Millisecond)
+	}
+	expectMatrix(t, l)
+	for _, f := range flows {
+		s := f.Stop()
+		t.Logf("%s: %d of %d lost, longest gap %v", f.name, len(s.Lost), s.Sent, s.Gap)
+		if s.Gap > 5*time.Second {
+			t.Errorf("%s: a gap of %v, want a pause of a second at the most", f.name, s.Gap)
+		}
+	}
+}
+
+// TestVMWireGuardMixed has one host without the kernel's WireGuard, in every mode.
+func TestVMWireGuardMixed(t *testing.T) {
+	for _, mode := range []string{"separate", "auto", "ipv4", "ipv6"} {
+		t.Run(mode, func(t *testing.T) {
+			l := newLab(t, lab.Config{Hosts: 3, Families: dual}, "")
+			for i, implementation := range []string{"kernel", "auto", "userspace"} {
+				network, err := lab.NetworkConfig(dual, fmt.Appendf(nil,
+					`{"Type":"wireguard","Mode":%q,"Implementation":%q,"PSK":"AQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQE="}`, mode, implementation))
+				if err != nil {
+					t.Fatal(err)
+				}
+				if err := l.PutNetwork(background(t), network); err != nil {
+					t.Fatal(err)
+				}
+				log := `implementation="kernel"`
+				if implementation == "userspace" {
+					log = `implementation="userspace"`
+				}
+				expectLog(t, startOne(t, l.Host(i+1), lab.FlanneldOptions{}), log)
+			}
+			if err := l.AddPods(background(t)); err != nil {
+				t.Fatal(err)
+			}
+			expectConverged(t, l)
+		})
+	}
+}
+
+// wg runs wg(8) on a host.
+func wg(t *testing.T, h *lab.Host, args ...string) string {
+	t.Helper()
+	out, err := h.Exec(background(t), "wg", args...)
+	if err != nil {
+		t.Fatalf("%v: %s", err, out)
+	}
+	return strings.TrimSpace(string(out))
+}
+
+// TestVMWireGuardKeys follows a key from its host's disk to its peers, and has it
+// change. What others do to the device is put right.
+func TestVMWireGuardKeys(t *testing.T) {
+	wireGuardKeys(t, "wireguard")
+}
+
+func TestUserspaceWireGuardKeys(t *testing.T) {
+	wireGuardKeys(t, userspace)
+}
+
+func wireGuardKeys(t *testing.T, backend string) {
+	t.Parallel()
+	l := newLab(t, lab.Config{Hosts: 2}, backendConfig(backend))
+	o := lab.FlanneldOptions{Args: []string{"--resync=1s"}}
+	startAll(t, l, o)
+	expectMatrix(t, l)
+	one, two := l.Host(1), l.Host(2)
+	file := one.Path("/var/lib/flannel/wgkey")
+	info, err := os.Stat(file)
+	if err != nil || info.Mode().Perm() != 0o600 {
+		t.Fatalf("private key file: %v, mode %v, want 0600", err, info.Mode())
+	}
+	had := wg(t, one, "show", "flannel-wg", "public-key")
+	if peers := wg(t, two, "show", "flannel-wg", "peers"); peers != had {
+		t.Errorf("peers of %s are %q, want %q", two.Name(), peers, had)
+	}
+
+	wg(t, two, "set", "flannel-wg", "peer", had, "remove")
+	wg(t, two, "set", "flannel-wg", "peer", "AQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQE=", "allowed-ips", "10.5.0.0/16")
+	eventually(t, "peers put right", func() error {
+		if peers := wg(t, two, "show", "flannel-wg", "peers"); peers != had {
+			return fmt.Errorf("peers are %q, want %q", peers, had)
+		}
+		return nil
+	})
+	expectMatrix(t, l)
+
+	expectStop(t, one.Daemon())
+	if err := os.Remove(file); err != nil {
+		t.Fatal(err)
+	}
+	if backend == "wireguard" { // whose key would be adopted
+		if out, err := one.Exec(background(t), "ip", "link", "del", "flannel-wg"); err != nil {
+			t.Fatalf("%v: %s", err, out)
+		}
+	}
+	startOne(t, one, o)
+	eventually(t, "new key", func() error {
+		now := wg(t, one, "show", "flannel-wg", "public-key")
+		if peers := wg(t, two, "show", "flannel-wg", "peers"); peers != now || now == had {
+			return fmt.Errorf("peers are %q, want %q, which is not %q", peers, now, had)
+		}
+		return nil
+	})
+	expectMatrix(t, l)
+}
+
+// TestUserspaceWireGuardPortInUse is told by name.
+func TestUserspaceWireGuardPortInUse(t *testing.T) { portInUse(t, userspace) }
+
+// TestVMWireGuardPortInUse is the same in the kernel.
+func TestVMWireGuardPortInUse(t *testing.T) { portInUse(t, "wireguard") }
+
+func portInUse(t *testing.T, backend string) {
+	t.Parallel()
+	l := newLab(t, lab.Config{Hosts: 1}, backendConfig(backend))
+	err := l.Host(1).Do(background(t), func() error {
+		c, err := new(net.ListenConfig).ListenPacket(t.Context(), "udp4", "0.0.0.0:51820")
+		if err == nil {
+			t.Cleanup(func() { c.Close() })
+		}
+		return err
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	expectFailure(t, start(t, l.Host(1), lab.FlanneldOptions{}), "another program listens on UDP port 51820")
+}
