@@ -211,11 +211,14 @@ func (n *network) Check(l subnet.Lease) ([]string, error) {
 			ids = append(ids, id)
 		}
 	}
-	if n.config.Mode != modeSeparate && len(ids) > 1 {
+	if n.config.Mode == modeSeparate {
+		return ids, nil
+	}
+	if len(ids) > 1 {
 		return nil, fmt.Errorf("it has two public keys, want one: Backend.Mode is %q", n.config.Mode)
 	}
 	for _, t := range n.tunnels() {
-		if _, ok := n.peer(t, l); !ok && len(t.families) > 0 && n.config.Mode != modeSeparate {
+		if _, ok := n.peer(t, l); !ok {
 			return nil, fmt.Errorf("it has no address that Backend.Mode %q can send to", n.config.Mode)
 		}
 	}
