@@ -19,7 +19,7 @@ import (
 )
 
 // vmBudget is how long the guest of the vm stage may run.
-const vmBudget = 8 * time.Minute
+const vmBudget = 15 * time.Minute
 
 const (
 	kernelTests = "^TestKernel"
