@@ -1,0 +1,185 @@
+package firewalltest
+
+import (
+	"net/netip"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+
+	"flanneld/pkg/firewall"
+)
+
+// Flavour is one way to hold rules, as the suite sees it.
+type Flavour struct {
+	New func() firewall.Applier
+	// List is a script that prints all rules of both families.
+	List string
+	// Damage has scripts that do what Apply has to undo, by name.
+	Damage map[string]string
+	// Foreign is a script that adds rules of other programs.
+	Foreign string
+}
+
+// Policy is what the golden texts are of.
+func Policy() firewall.Policy {
+	return firewall.Policy{
+		Networks: []firewall.Network{
+			network("10.5.0.0/16", "10.5.64.0/24"),
+			network("fd00:10:5::/48", "fd00:10:5:47::/64"),
+		},
+		Masquerade: true, Random: true, Forward: true,
+	}
+}
+
+func network(n, s string) firewall.Network {
+	return firewall.Network{Network: netip.MustParsePrefix(n), Subnet: netip.MustParsePrefix(s)}
+}
+
+// other is the policy of a second daemon on the same host.
+func other() firewall.Policy {
+	p := Policy()
+	p.Networks = []firewall.Network{network("10.6.0.0/16", "10.6.1.0/24"), network("fd00:10:6::/48", "fd00:10:6:1::/64")}
+	p.NonMasquerade = []netip.Prefix{netip.MustParsePrefix("10.5.0.0/16"), netip.MustParsePrefix("192.0.2.0/24")}
+	return p
+}
+
+// expect applies p and fails the test unless that changes something, or not.
+func expect(t *testing.T, a firewall.Applier, p firewall.Policy, changed bool) {
+	t.Helper()
+	got, err := a.Apply(t.Context(), p)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if got != changed {
+		t.Errorf("it says that it has changed something: %v, want %v", got, changed)
+	}
+}
+
+// Run runs the suite.
+func (f Flavour) Run(t *testing.T) {
+	t.Run("damage", f.damage)
+	t.Run("policies in any order", f.transitions)
+	t.Run("two daemons", f.twoDaemons)
+	t.Run("no residue", f.residue)
+}
+
+// listed is the output of List, without comments and empty tables.
+func (f Flavour) listed(t *testing.T) string {
+	t.Helper()
+	var lines []string
+	for line := range strings.Lines(Shell(t, f.List)) {
+		if !strings.HasPrefix(line, "#") {
+			lines = append(lines, line)
+		}
+	}
+	return strings.Join(lines, "")
+}
+
+func (f Flavour) same(t *testing.T, what, want string) {
+	t.Helper()
+	if diff := cmp.Diff(strings.Split(want, "\n"), strings.Split(f.listed(t), "\n")); diff != "" {
+		t.Errorf("%s (-want +got):\n%s", what, diff)
+	}
+}
+
+func (f Flavour) damage(t *testing.T) {
+	names := make([]string, 0, len(f.Damage))
+	for name := range f.Damage {
+		names = append(names, name)
+	}
+	slices.Sort(names)
+	for _, name := range names {
+		t.Run(name, func(t *testing.T) {
+			Enter(t)
+			a := f.New()
+			Shell(t, f.Foreign)
+			expect(t, a, Policy(), true)
+			want := f.listed(t)
+			expect(t, f.New(), Policy(), false)
+			Shell(t, f.Damage[name])
+			if f.listed(t) == want {
+				t.Fatal("the script does no damage")
+			}
+			expect(t, a, Policy(), true)
+			f.same(t, "after the repair", want)
+			expect(t, a, Policy(), false)
+		})
+	}
+}
+
+// transitions goes from each policy to each other: it comes to the same as
+// starting with it.
+func (f Flavour) transitions(t *testing.T) {
+	Enter(t)
+	plain, masqueradeOnly, forwardOnly, fixedPorts, exceptions, moved, single := Policy(), Policy(), Policy(), Policy(), Policy(), Policy(), Policy()
+	masqueradeOnly.Forward, forwardOnly.Masquerade, fixedPorts.Random = false, false, false
+	exceptions.NonMasquerade = []netip.Prefix{netip.MustParsePrefix("198.51.100.7/32"), netip.MustParsePrefix("172.16.0.0/12"), netip.MustParsePrefix("2001:db8::/32")}
+	moved.Networks = []firewall.Network{network("10.5.0.0/16", "10.5.7.0/24"), network("fd00:10:5::/48", "fd00:10:5:7::/64")}
+	single.Networks, single.Former = single.Networks[:1], []netip.Prefix{single.Networks[1].Network}
+	policies := []firewall.Policy{plain, masqueradeOnly, forwardOnly, fixedPorts, exceptions, moved, single}
+	a := f.New()
+	want := make([]string, len(policies))
+	for i, p := range policies {
+		expect(t, a, p, true)
+		want[i] = f.listed(t)
+		expect(t, a, Policy().Cleanup(), true)
+	}
+	for i := range policies {
+		for j := range policies {
+			if _, err := a.Apply(t.Context(), policies[i]); err != nil {
+				t.Fatal(err)
+			}
+			expect(t, f.New(), policies[j], i != j)
+			f.same(t, "after another policy", want[j])
+		}
+	}
+}
+
+// twoDaemons share the chains and leave each other's rules alone.
+func (f Flavour) twoDaemons(t *testing.T) {
+	Enter(t)
+	one, two := f.New(), f.New()
+	expect(t, two, other(), true)
+	alone := f.listed(t)
+	expect(t, one, Policy(), true)
+	expect(t, two, other(), false)
+	expect(t, one, Policy(), false)
+	both := f.listed(t)
+
+	less := Policy()
+	less.Masquerade = false
+	expect(t, one, less, true)
+	expect(t, two, other(), false)
+	expect(t, one, Policy(), true)
+	expect(t, two, other(), false)
+	f.same(t, "masquerading off and on again", both)
+
+	expect(t, one, Policy().Cleanup(), true)
+	f.same(t, "one of them is gone", alone)
+	expect(t, two, other(), false)
+	expect(t, two, other().Cleanup(), true)
+	if text := f.listed(t); strings.Contains(strings.ToLower(text), "flannel") {
+		t.Errorf("both are gone, this is left:\n%s", text)
+	}
+}
+
+// residue is none once everything is off.
+func (f Flavour) residue(t *testing.T) {
+	Enter(t)
+	a := f.New()
+	expect(t, a, Policy().Cleanup(), false)
+	Shell(t, f.Foreign)
+	want := f.listed(t)
+	expect(t, a, Policy().Cleanup(), false)
+	expect(t, a, Policy(), true)
+	off := Policy()
+	off.Masquerade, off.Forward = false, false
+	expect(t, a, off, true)
+	f.same(t, "everything is off", want)
+	expect(t, a, Policy(), true)
+	expect(t, a, Policy().Cleanup(), true)
+	f.same(t, "the network is a former one", want)
+	expect(t, a, Policy().Cleanup(), false)
+}

@@ -1,0 +1,193 @@
+// Package iptables renders and applies firewall rules by the programs iptables,
+// iptables-save and iptables-restore, in the variant that the host has.
+package iptables
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"os/exec"
+	"strings"
+	"time"
+
+	"flanneld/pkg/firewall"
+	"flanneld/pkg/prefix"
+)
+
+// lockWait is how long iptables-restore waits for the xtables lock, in
+// seconds. Then it is asked again later: never are two of them waiting.
+const lockWait = 10
+
+// runTimeout bounds one program, lock and all.
+const runTimeout = 30 * time.Second
+
+// ErrMissing means that a program is not installed.
+var ErrMissing = errors.New("program is not installed")
+
+// Variant says which of several sets of programs to use: the suffix of
+// iptables and ip6tables in their names.
+type Variant string
+
+// The variants.
+const (
+	// Default is what the host's alternatives point to.
+	Default Variant = ""
+	// Legacy talks to the kernel's own iptables.
+	Legacy Variant = "-legacy"
+	// NFT translates to nftables.
+	NFT Variant = "-nft"
+)
+
+// Present reports whether the programs of the variant are installed, for one
+// family at least.
+func (v Variant) Present() bool {
+	for _, f := range families() {
+		if _, err := exec.LookPath(v.program(f)); err == nil {
+			return true
+		}
+	}
+	return false
+}
+
+// Resolve returns Legacy or NFT, whichever v turns out to be for family f.
+func (v Variant) Resolve(ctx context.Context, f prefix.Family) (Variant, error) {
+	k, err := v.probe(ctx, f)
+	if err != nil || !k.nft {
+		return Legacy, err
+	}
+	return NFT, nil
+}
+
+func families() []prefix.Family { return []prefix.Family{prefix.IPv4, prefix.IPv6} }
+
+func (v Variant) program(f prefix.Family) string {
+	if f == prefix.IPv4 {
+		return "iptables" + string(v)
+	}
+	return "ip6tables" + string(v)
+}
+
+// Applier implements firewall.Applier. It is not safe for concurrent use.
+type Applier struct {
+	variant Variant
+	known   map[prefix.Family]kind
+}
+
+// New returns an applier that uses the programs of variant v.
+func New(v Variant) *Applier { return &Applier{variant: v, known: map[prefix.Family]kind{}} }
+
+// Apply implements firewall.Applier. Where nothing has changed it runs one
+// program for each family that p concerns.
+func (a *Applier) Apply(ctx context.Context, p firewall.Policy) (changed bool, err error) {
+	var errs []error
+	for _, f := range families() {
+		if t := p.Table(f); t.Concerns() {
+			wrote, err := a.apply(ctx, p, f)
+			changed = changed || wrote
+			errs = append(errs, err)
+		}
+	}
+	return changed, errors.Join(errs...)
+}
+
+func (a *Applier) apply(ctx context.Context, p firewall.Policy, f prefix.Family) (changed bool, err error) {
+	k, ok := a.known[f]
+	if !ok {
+		if k, err = a.variant.probe(ctx, f); err != nil {
+			return false, err
+		}
+		a.known[f] = k
+	}
+	if !k.nft && noLegacyTables(f) && len(p.Networks) == 0 {
+		return false, nil // asking would be what makes them
+	}
+	p.Random = p.Random && k.random
+	program := a.variant.program(f)
+	have, err := run(ctx, "", program+"-save")
+	if err != nil {
+		return false, fmt.Errorf("read rules: %w", err)
+	}
+	script := plan(parseSave(have), p.Table(f))
+	if script == "" {
+		return false, nil
+	}
+	args := []string{"--noflush"}
+	if k.wait {
+		args = append(args, fmt.Sprintf("--wait=%d", lockWait))
+	}
+	if _, err := run(ctx, script, program+"-restore", args...); err != nil {
+		return false, fmt.Errorf("write rules: %w", err)
+	}
+	return true, nil
+}
+
+// noLegacyTables reports whether the network namespace has no table of the
+// kernel's own iptables.
+func noLegacyTables(f prefix.Family) bool {
+	file := "/proc/thread-self/net/ip_tables_names"
+	if f == prefix.IPv6 {
+		file = "/proc/thread-self/net/ip6_tables_names"
+	}
+	names, err := os.ReadFile(file)
+	return err != nil || len(bytes.TrimSpace(names)) == 0
+}
+
+// kind is what the programs of one family can do.
+type kind struct{ nft, random, wait bool }
+
+// probe asks for the version.
+func (v Variant) probe(ctx context.Context, f prefix.Family) (kind, error) {
+	text, err := run(ctx, "", v.program(f), "--version")
+	if err != nil {
+		return kind{}, err
+	}
+	return parseVersion(text)
+}
+
+// parseVersion reads what iptables --version says, such as
+// "iptables v1.8.9 (nf_tables)". Before 1.8 there was one variant only.
+func parseVersion(text string) (kind, error) {
+	var major, minor, patch int
+	_, rest, _ := strings.Cut(text, " v")
+	if n, _ := fmt.Sscanf(rest, "%d.%d.%d", &major, &minor, &patch); n < 2 {
+		return kind{}, fmt.Errorf("version of iptables is not understood: %q", strings.TrimSpace(text))
+	}
+	since162 := major > 1 || major == 1 && (minor > 6 || minor == 6 && patch >= 2)
+	return kind{nft: strings.Contains(rest, "nf_tables"), random: since162, wait: since162}, nil
+}
+
+// run runs a program to its end and returns what it says on stdout.
+func run(ctx context.Context, stdin, name string, args ...string) (string, error) {
+	path, err := exec.LookPath(name)
+	if err != nil {
+		return "", fmt.Errorf("%s: %w", name, ErrMissing)
+	}
+	ctx, cancel := context.WithTimeout(ctx, runTimeout)
+	defer cancel()
+	cmd := exec.CommandContext(ctx, path, args...)
+	cmd.WaitDelay = time.Second
+	var stdout, stderr bytes.Buffer
+	cmd.Stdin, cmd.Stdout, cmd.Stderr = strings.NewReader(stdin), &stdout, &stderr
+	if err := cmd.Run(); err != nil {
+		if ctx.Err() != nil {
+			err = context.Cause(ctx)
+		}
+		return "", fmt.Errorf("run %s: %w%s", name, err, complaint(stderr.String()))
+	}
+	return stdout.String(), nil
+}
+
+// complaint is the part of what a program said on stderr that fits a line.
+func complaint(text string) string {
+	const most = 300
+	text = strings.Join(strings.Fields(text), " ")
+	if text == "" {
+		return ""
+	}
+	if len(text) > most {
+		text = strings.ToValidUTF8(text[:most], "") + "…"
+	}
+	return ": " + text
+}

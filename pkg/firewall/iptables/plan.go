@@ -1,0 +1,137 @@
+package iptables
+
+import (
+	"fmt"
+	"slices"
+	"strings"
+
+	"flanneld/pkg/firewall"
+)
+
+// kubeProxy begins the names of all chains of kube-proxy.
+const kubeProxy = "KUBE-"
+
+// plan returns the input of iptables-restore --noflush that leads from what is
+// there to what t says; empty if nothing has to change.
+func plan(have dump, t firewall.Table) string {
+	var script strings.Builder
+	for _, c := range firewall.Chains() {
+		p := planner{place: placeOf(c)}
+		p.have = have[p.table]
+		p.ownChain(c, t)
+		p.parentChain(c, t)
+		if len(p.lines) > 0 {
+			fmt.Fprintf(&script, "*%s\n%s\nCOMMIT\n", p.table, strings.Join(p.lines, "\n"))
+		}
+	}
+	return script.String()
+}
+
+// planner plans one of our chains and the jump to it.
+type planner struct {
+	place
+	have   map[string][]string // of the table
+	lines  []string
+	wanted bool     // the chain is
+	after  []string // what can only be done when no jump is left
+}
+
+func (p *planner) add(format string, args ...any) {
+	p.lines = append(p.lines, fmt.Sprintf(format, args...))
+}
+
+// ownChain rewrites our chain as a whole, unless it is exact. To declare a
+// chain is to flush it: that happens in the same commit as the new rules.
+func (p *planner) ownChain(c firewall.Chain, t firewall.Table) {
+	specs, exists := p.have[p.chain]
+	rules := make([]*firewall.Rule, len(specs))
+	for i, spec := range specs {
+		if r, comment, ok := parse(spec); ok && comment == p.comment {
+			rules[i] = &r
+		}
+	}
+	a := t.Arrange(c, rules)
+	p.wanted = !a.Empty()
+	if p.wanted && exists && a.Exact || !p.wanted && !exists {
+		return
+	}
+	p.add(":%s - [0:0]", p.chain)
+	for _, r := range a.Common {
+		p.add("-A %s %s", p.chain, p.render(r))
+	}
+	for _, i := range a.Others {
+		p.add("-A %s %s", p.chain, specs[i])
+	}
+	for _, r := range a.Own {
+		p.add("-A %s %s", p.chain, p.render(r))
+	}
+	if !p.wanted && !p.referenced() {
+		p.after = append(p.after, "-X "+p.chain)
+	}
+}
+
+// referenced reports whether a chain but the parent leads to ours.
+func (p *planner) referenced() bool {
+	for chain, specs := range p.have {
+		if chain != p.parent && slices.ContainsFunc(specs, p.leadsHere) {
+			return true
+		}
+	}
+	return false
+}
+
+func (p *planner) leadsHere(spec string) bool {
+	target, _ := leadsTo(spec)
+	return target == p.chain
+}
+
+// parentChain sees that the one jump to our chain stands where it should, and
+// that no rules of old versions are left beside it.
+func (p *planner) parentChain(c firewall.Chain, t firewall.Table) {
+	var rest []string // without what goes and without jumps to us
+	jumps, at, right := 0, 0, false
+	for _, spec := range p.have[p.parent] {
+		r, comment, ok := parse(spec)
+		switch {
+		case ok && t.Legacy(c, r, comment == p.comment):
+			p.add("-D %s %s", p.parent, spec)
+		case p.leadsHere(spec):
+			jumps, at, right = jumps+1, len(rest), spec == p.jump()
+		default:
+			rest = append(rest, spec)
+		}
+	}
+	lo, hi := p.room(rest)
+	inPlace := jumps == 1 && right && lo <= at && at <= hi
+	if !p.wanted || !inPlace {
+		for _, spec := range p.have[p.parent] {
+			if p.leadsHere(spec) {
+				p.add("-D %s %s", p.parent, spec)
+			}
+		}
+	}
+	switch {
+	case !p.wanted || inPlace:
+	case hi == len(rest):
+		p.add("-A %s %s", p.parent, p.jump())
+	default:
+		p.add("-I %s %d %s", p.parent, hi+1, p.jump())
+	}
+	p.lines = append(p.lines, p.after...)
+}
+
+// room returns the first and last place among the rules of the parent chain
+// at which the jump may stand: before the first one that lets nothing pass,
+// and behind kube-proxy's jumps that stand before that.
+func (p *planner) room(rest []string) (lo, hi int) {
+	hi = slices.IndexFunc(rest, func(spec string) bool { return blocks(p.have, spec) })
+	if hi < 0 {
+		hi = len(rest)
+	}
+	for i, spec := range rest[:hi] {
+		if target, _ := leadsTo(spec); strings.HasPrefix(target, kubeProxy) {
+			lo = i + 1
+		}
+	}
+	return lo, hi
+}

@@ -1,0 +1,159 @@
+package iptables
+
+import (
+	"fmt"
+	"net/netip"
+	"strings"
+
+	"flanneld/pkg/firewall"
+)
+
+// place is where the rules of a chain are, under names that other tools know.
+type place struct {
+	table, parent, chain string
+	comment              string
+}
+
+func placeOf(c firewall.Chain) place {
+	if c == firewall.Postrouting {
+		return place{"nat", "POSTROUTING", "FLANNEL-POSTRTG", "flanneld masq"}
+	}
+	return place{"filter", "FORWARD", "FLANNEL-FWD", "flanneld forward"}
+}
+
+// jump is the rule of the parent chain that leads to ours, in the form of
+// iptables-save, without "-A" and the chain.
+func (p place) jump() string {
+	return fmt.Sprintf("-m comment --comment %q -j %s", p.comment, p.chain)
+}
+
+// render writes a rule in the form of iptables-save, without "-A" and the
+// chain.
+func (p place) render(r firewall.Rule) string {
+	var b strings.Builder
+	match := func(flag string, m firewall.Match) {
+		if !m.Prefix.IsValid() {
+			return
+		}
+		if m.Not {
+			b.WriteString("! ")
+		}
+		fmt.Fprintf(&b, "%s %s ", flag, m.Prefix)
+	}
+	match("-s", r.Src)
+	match("-d", r.Dst)
+	if r.Marked {
+		fmt.Fprintf(&b, "-m mark --mark %#x/%#x ", firewall.Mark, firewall.Mark)
+	}
+	fmt.Fprintf(&b, "-m comment --comment %q -j %s", p.comment, target(r.Action))
+	return b.String()
+}
+
+func target(a firewall.Action) string {
+	switch a {
+	case firewall.Return:
+		return "RETURN"
+	case firewall.Accept:
+		return "ACCEPT"
+	case firewall.Masquerade:
+		return "MASQUERADE"
+	case firewall.MasqueradeRandom:
+		return "MASQUERADE --random-fully"
+	}
+	return ""
+}
+
+// parse reads a rule in the form of iptables-save. ok is false if it is none
+// that render writes, whatever its comment.
+func parse(spec string) (r firewall.Rule, comment string, ok bool) {
+	words, ok := split(spec)
+	next := func() (w string) {
+		if len(words) == 0 {
+			ok = false
+			return ""
+		}
+		w, words = words[0], words[1:]
+		return w
+	}
+	for ok && len(words) > 0 {
+		w, not := next(), false
+		if w == "!" {
+			w, not = next(), true
+		}
+		switch {
+		case w == "-s":
+			r.Src, ok = match(next(), not)
+		case w == "-d":
+			r.Dst, ok = match(next(), not)
+		case not:
+			ok = false
+		case w == "-m":
+			ok = parseMatch(&r, &comment, next(), next(), next())
+		case w == "-j":
+			r.Action, ok = parseTarget(next(), words)
+			words = nil
+		default:
+			ok = false
+		}
+	}
+	return r, comment, ok && r.Action != 0
+}
+
+// parseMatch takes in one of the matches that have a single option.
+func parseMatch(r *firewall.Rule, comment *string, module, option, value string) bool {
+	switch {
+	case module == "comment" && option == "--comment":
+		*comment = value
+		return true
+	case module == "mark" && option == "--mark":
+		r.Marked = true
+		return value == fmt.Sprintf("%#x/%#x", firewall.Mark, firewall.Mark)
+	}
+	return false
+}
+
+func match(s string, not bool) (firewall.Match, bool) {
+	p, err := netip.ParsePrefix(s)
+	if err != nil { // a single address may stand alone
+		a, err := netip.ParseAddr(s)
+		return firewall.Match{Prefix: netip.PrefixFrom(a, a.BitLen()), Not: not}, err == nil && a.Zone() == ""
+	}
+	return firewall.Match{Prefix: p.Masked(), Not: not}, true
+}
+
+func parseTarget(name string, options []string) (firewall.Action, bool) {
+	text := strings.Join(append([]string{name}, options...), " ")
+	for a := firewall.Return; a <= firewall.MasqueradeRandom; a++ {
+		if target(a) == text {
+			return a, true
+		}
+	}
+	return 0, false
+}
+
+// split cuts a line of iptables-save into words, which may be quoted.
+func split(line string) (words []string, ok bool) {
+	for {
+		line = strings.TrimLeft(line, " ")
+		if line == "" {
+			return words, true
+		}
+		if line[0] != '"' {
+			w, rest, _ := strings.Cut(line, " ")
+			words, line = append(words, w), rest
+			continue
+		}
+		var w strings.Builder
+		i := 1
+		for ; i < len(line) && line[i] != '"'; i++ {
+			if line[i] == '\\' && i+1 < len(line) {
+				i++
+			}
+			w.WriteByte(line[i])
+		}
+		if i >= len(line) {
+			return nil, false
+		}
+		words, line = append(words, w.String()), line[i+1:]
+	}
+}

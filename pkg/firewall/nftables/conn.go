@@ -1,0 +1,154 @@
+package nftables
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"time"
+
+	"github.com/mdlayher/netlink"
+	"golang.org/x/sys/unix"
+
+	"flanneld/pkg/prefix"
+)
+
+// answerTimeout bounds how long the kernel may take for one answer.
+const answerTimeout = 10 * time.Second
+
+// errRaced means that the ruleset changed between reading and writing.
+var errRaced = errors.New("another program changes the ruleset")
+
+// errNoKernel means that the kernel has no nftables.
+var errNoKernel = errors.New("the kernel has no nftables")
+
+// conn talks to nftables in the kernel, for one family.
+type conn struct {
+	nl     *netlink.Conn
+	family uint8 // NFPROTO_*
+}
+
+func dial(f prefix.Family) (*conn, error) {
+	nl, err := netlink.Dial(unix.NETLINK_NETFILTER, nil)
+	if err != nil {
+		return nil, fmt.Errorf("open nftables: %w", err)
+	}
+	if err := nl.SetDeadline(time.Now().Add(answerTimeout)); err != nil {
+		return nil, errors.Join(err, nl.Close())
+	}
+	return &conn{nl, protocol(f)}, nil
+}
+
+func protocol(f prefix.Family) uint8 {
+	if f == prefix.IPv4 {
+		return unix.NFPROTO_IPV4
+	}
+	return unix.NFPROTO_IPV6
+}
+
+func (c *conn) close() { _ = c.nl.Close() }
+
+// message returns one message of nftables.
+func (c *conn) message(typ uint16, flags netlink.HeaderFlags, attrs []byte) netlink.Message {
+	return netlink.Message{
+		Header: netlink.Header{
+			Type:  netlink.HeaderType(unix.NFNL_SUBSYS_NFTABLES<<8 | typ),
+			Flags: netlink.Request | flags,
+		},
+		Data: append([]byte{c.family, unix.NFNETLINK_V0, 0, 0}, attrs...),
+	}
+}
+
+// get asks for one object, or with netlink.Dump for many, and hands the
+// attributes of each to take. What is not there is no error.
+func (c *conn) get(typ uint16, flags netlink.HeaderFlags, attrs []byte, take func(*netlink.AttributeDecoder) error) error {
+	answers, err := c.nl.Execute(c.message(typ, flags, attrs))
+	switch {
+	case errors.Is(err, unix.ENOENT):
+		return nil
+	case errors.Is(err, unix.EINVAL), errors.Is(err, unix.EOPNOTSUPP), errors.Is(err, unix.EPROTONOSUPPORT):
+		return fmt.Errorf("%w: %w", errNoKernel, err)
+	case err != nil:
+		return err
+	}
+	for _, m := range answers {
+		if m.Header.Flags&netlink.DumpInterrupted != 0 {
+			return errRaced
+		}
+		if len(m.Data) < 4 || m.Header.Type == netlink.Error || m.Header.Type == netlink.Done {
+			continue
+		}
+		ad, err := decoder(m.Data[4:])
+		if err != nil {
+			return err
+		}
+		if err := errors.Join(take(ad), ad.Err()); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func decoder(b []byte) (*netlink.AttributeDecoder, error) {
+	ad, err := netlink.NewAttributeDecoder(b)
+	if err != nil {
+		return nil, err
+	}
+	ad.ByteOrder = binary.BigEndian
+	return ad, nil
+}
+
+// attributes encodes what fill adds.
+func attributes(fill func(*netlink.AttributeEncoder)) []byte {
+	ae := netlink.NewAttributeEncoder()
+	ae.ByteOrder = binary.BigEndian
+	fill(ae)
+	b, _ := ae.Encode() // fails only if a nested function does, and none can
+	return b
+}
+
+// generation returns the number of the ruleset, which every change increases.
+func (c *conn) generation() (id uint32, err error) {
+	err = c.get(unix.NFT_MSG_GETGEN, 0, nil, func(ad *netlink.AttributeDecoder) error {
+		for ad.Next() {
+			if ad.Type() == unix.NFTA_GEN_ID {
+				id = ad.Uint32()
+			}
+		}
+		return nil
+	})
+	return id, err
+}
+
+// commit carries out all of changes or none, and none if the ruleset is not of
+// the given generation any more: the error is errRaced then.
+func (c *conn) commit(generation uint32, changes []netlink.Message) error {
+	limit := func(typ netlink.HeaderType, attrs []byte) netlink.Message {
+		data := append([]byte{unix.AF_UNSPEC, unix.NFNETLINK_V0, 0, unix.NFNL_SUBSYS_NFTABLES}, attrs...)
+		return netlink.Message{Header: netlink.Header{Type: typ, Flags: netlink.Request}, Data: data}
+	}
+	batch := []netlink.Message{limit(unix.NFNL_MSG_BATCH_BEGIN, attributes(func(ae *netlink.AttributeEncoder) {
+		ae.Uint32(unix.NFNL_BATCH_GENID, generation)
+	}))}
+	for _, m := range changes {
+		m.Header.Flags |= netlink.Acknowledge
+		batch = append(batch, m)
+	}
+	if _, err := c.nl.SendMessages(append(batch, limit(unix.NFNL_MSG_BATCH_END, nil))); err != nil {
+		return err
+	}
+	for acknowledged := 0; acknowledged < len(changes); {
+		answers, err := c.nl.Receive()
+		if errors.Is(err, unix.ERESTART) {
+			return errRaced
+		}
+		if err != nil {
+			return err
+		}
+		for _, m := range answers {
+			if m.Header.Type == netlink.Error {
+				acknowledged++
+			}
+		}
+	}
+	return nil
+}

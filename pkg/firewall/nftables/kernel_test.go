@@ -1,0 +1,90 @@
+package nftables
+
+import (
+	"strings"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+
+	"flanneld/pkg/firewall"
+	"flanneld/pkg/firewall/firewalltest"
+)
+
+func families(script string) string {
+	return strings.NewReplacer("FAM", "ip", "TABLE", "ip flannel-ipv4", "NET", "10.5.0.0/16", "POD", "10.5.9.0/24").Replace(script) + "\n" +
+		strings.NewReplacer("FAM", "ip6", "TABLE", "ip6 flannel-ipv6", "NET", "fd00:10:5::/48", "POD", "fd00:10:5:9::/64").Replace(script) + "\n"
+}
+
+const list = "nft list ruleset"
+
+// listSorted lists chains by name: nft shows them in the order in which they
+// were made.
+const listSorted = `nft list tables
+for table in "ip flannel-ipv4" "ip6 flannel-ipv6" "ip kube-proxy" "ip6 kube-proxy"; do
+	for chain in forward postrtg postrouting; do
+		nft list chain $table $chain 2>/dev/null || true
+	done
+done`
+
+func TestKernelNftables(t *testing.T) {
+	damage := map[string]string{
+		"ruleset of a table flushed": `nft flush table TABLE`,
+		"table deleted":              `nft delete table TABLE`,
+		"chain flushed":              `nft flush chain TABLE postrtg`,
+		"chain deleted":              `nft delete chain TABLE forward`,
+		"foreign rule":               `nft insert rule TABLE postrtg tcp dport 80 accept`,
+		"foreign rule at the end":    `nft add rule TABLE forward FAM saddr POD accept`,
+		"duplicates":                 "nft add rule TABLE forward FAM saddr NET accept\nnft insert rule TABLE forward FAM daddr NET accept",
+		"wrong order":                `nft insert rule TABLE postrtg FAM saddr NET FAM daddr != POD masquerade`,
+		"policy":                     `nft chain TABLE forward '{ policy drop; }'`,
+		"dormant":                    `nft add table TABLE '{ flags dormant; }'`,
+		"chain of another kind":      "nft delete chain TABLE forward\nnft add chain TABLE forward '{ type filter hook input priority 7; }'",
+		"rules of the old policy":    `nft insert rule TABLE postrtg meta mark 0x00004000 return`,
+	}
+	for name, script := range damage {
+		damage[name] = families(script)
+	}
+	firewalltest.Flavour{
+		New:    func() firewall.Applier { return New() },
+		List:   listSorted,
+		Damage: damage,
+		Foreign: families(`nft add table FAM kube-proxy
+nft add chain FAM kube-proxy postrouting '{ type nat hook postrouting priority 100; }'
+nft add rule FAM kube-proxy postrouting meta mark and 0x4000 == 0x4000 masquerade`),
+	}.Run(t)
+}
+
+func TestKernelGolden(t *testing.T) {
+	firewalltest.Enter(t)
+	if _, err := New().Apply(t.Context(), firewalltest.Policy()); err != nil {
+		t.Fatal(err)
+	}
+	one := func(family, table, network, subnet, multicast string) string {
+		return strings.NewReplacer("FAM", family, "TABLE", table, "NET", network, "POD", subnet, "MCAST", multicast).Replace(`table FAM TABLE {
+	comment "rules for TABLE"
+	chain postrtg {
+		comment "chain to manage traffic masquerading by flannel"
+		type nat hook postrouting priority srcnat; policy accept;
+		meta mark & 0x00004000 == 0x00004000 return
+		FAM saddr POD FAM daddr NET return
+		FAM saddr NET FAM daddr POD return
+		FAM saddr != NET FAM daddr POD return
+		FAM saddr NET FAM daddr != MCAST masquerade fully-random
+		FAM saddr != NET FAM daddr NET masquerade fully-random
+	}
+
+	chain forward {
+		comment "chain to accept flannel traffic"
+		type filter hook forward priority filter; policy accept;
+		FAM saddr NET accept
+		FAM daddr NET accept
+	}
+}
+`)
+	}
+	want := one("ip", "flannel-ipv4", "10.5.0.0/16", "10.5.64.0/24", "224.0.0.0/4") +
+		one("ip6", "flannel-ipv6", "fd00:10:5::/48", "fd00:10:5:47::/64", "ff00::/8")
+	if diff := cmp.Diff(want, firewalltest.Shell(t, list)); diff != "" {
+		t.Errorf("(-want +got):\n%s", diff)
+	}
+}

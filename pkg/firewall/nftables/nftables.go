@@ -1,0 +1,198 @@
+// Package nftables applies firewall rules through netlink, in tables of our
+// own, and listens to what others change. It runs no program.
+package nftables
+
+import (
+	"context"
+	"errors"
+	"fmt"
+
+	"github.com/mdlayher/netlink"
+	"golang.org/x/sys/unix"
+
+	"flanneld/pkg/firewall"
+	"flanneld/pkg/prefix"
+)
+
+// attempts bounds how often a pass is made anew because another program was
+// quicker.
+const attempts = 10
+
+// Applier implements firewall.Applier.
+type Applier struct{}
+
+// New returns an applier.
+func New() *Applier { return &Applier{} }
+
+// Available returns nil if the kernel has nftables.
+func Available() error {
+	c, err := dial(prefix.IPv4)
+	if err != nil {
+		return err
+	}
+	defer c.close()
+	_, err = c.generation()
+	return err
+}
+
+// HasTable reports whether there is a table of that name, whoever made it.
+func HasTable(f prefix.Family, name string) (bool, error) {
+	c, err := dial(f)
+	if err != nil {
+		return false, err
+	}
+	defer c.close()
+	t, err := c.table(name)
+	return t.exists, err
+}
+
+// Apply implements firewall.Applier. All changes to a family are one
+// transaction.
+func (a *Applier) Apply(ctx context.Context, p firewall.Policy) (changed bool, err error) {
+	var errs []error
+	for _, f := range []prefix.Family{prefix.IPv4, prefix.IPv6} {
+		t := p.Table(f)
+		if !t.Concerns() {
+			continue
+		}
+		wrote, err := apply(ctx, t)
+		if errors.Is(err, errNoKernel) && len(p.Networks) == 0 {
+			err = nil // then there is nothing left, either
+		}
+		changed = changed || wrote
+		if err != nil {
+			errs = append(errs, fmt.Errorf("nftables table %s: %w", tableName(f), err))
+		}
+	}
+	return changed, errors.Join(errs...)
+}
+
+func apply(ctx context.Context, t firewall.Table) (changed bool, err error) {
+	for range attempts {
+		if changed, err = once(t); !errors.Is(err, errRaced) || ctx.Err() != nil {
+			return changed, err
+		}
+	}
+	return false, err
+}
+
+// once reads, plans and writes. The write holds only if nothing has changed
+// since the first read.
+func once(t firewall.Table) (changed bool, err error) {
+	c, err := dial(t.Family)
+	if err != nil {
+		return false, err
+	}
+	defer c.close()
+	generation, err := c.generation()
+	if err != nil {
+		return false, err
+	}
+	have, err := c.table(tableName(t.Family))
+	if err != nil {
+		return false, err
+	}
+	changes, err := c.plan(have, t)
+	if err != nil || len(changes) == 0 {
+		return false, err
+	}
+	return true, c.commit(generation, changes)
+}
+
+// spec is what a chain of ours is.
+type spec struct {
+	name, comment  string
+	kind           string
+	hook, priority uint32
+}
+
+func specOf(c firewall.Chain) spec {
+	if c == firewall.Postrouting {
+		return spec{"postrtg", "chain to manage traffic masquerading by flannel", "nat", unix.NF_INET_POST_ROUTING, 100}
+	}
+	return spec{"forward", "chain to accept flannel traffic", "filter", unix.NF_INET_FORWARD, 0}
+}
+
+func tableName(f prefix.Family) string {
+	if f == prefix.IPv4 {
+		return "flannel-ipv4"
+	}
+	return "flannel-ipv6"
+}
+
+func tableComment(f prefix.Family) string { return "rules for " + tableName(f) }
+
+// plan returns the changes that lead from what is there to what t says.
+func (c *conn) plan(have table, t firewall.Table) ([]netlink.Message, error) {
+	var changes []netlink.Message
+	left := have.chains
+	wanted := false
+	for _, chain := range firewall.Chains() {
+		there := have.ours[chain]
+		a := t.Arrange(chain, there.decoded)
+		switch {
+		case a.Empty() && there.exists:
+			changes = append(changes, c.delChain(t, chain)...)
+			left--
+			continue
+		case a.Empty():
+			continue
+		}
+		wanted = true
+		if a.Exact && there.exists && there.right && !have.dormant {
+			continue
+		}
+		of, err := c.planChain(t, chain, there, a)
+		if err != nil {
+			return nil, err
+		}
+		changes = append(changes, of...)
+	}
+	switch {
+	case wanted && len(changes) > 0 && (!have.exists || have.dormant):
+		changes = append([]netlink.Message{c.newTable(t)}, changes...)
+	case have.exists && !wanted && left == 0:
+		return []netlink.Message{c.delTable(t)}, nil
+	}
+	return changes, nil
+}
+
+// planChain makes one chain right. Rules of other daemons are not touched,
+// unless the chain itself has to be made anew.
+func (c *conn) planChain(t firewall.Table, chain firewall.Chain, there chainState, a firewall.Arrangement) ([]netlink.Message, error) {
+	var changes []netlink.Message
+	rebuild := there.exists && !there.right
+	if rebuild {
+		changes = append(changes, c.delChain(t, chain)...)
+	}
+	if rebuild || !there.exists {
+		changes = append(changes, c.newChain(t, chain))
+	}
+	keep := map[int]bool{}
+	for _, i := range a.Others {
+		keep[i] = true
+		if rebuild {
+			changes = append(changes, c.newRule(t, chain, there.rules[i].raw, netlink.Append))
+		}
+	}
+	for i, r := range there.rules {
+		if !keep[i] && !rebuild {
+			changes = append(changes, c.delRule(t, chain, r.handle))
+		}
+	}
+	for _, r := range a.Common { // without Append a rule goes to the head
+		raw, err := encode(t.Family, r)
+		if err != nil {
+			return nil, err
+		}
+		changes = append(changes, c.newRule(t, chain, raw, 0))
+	}
+	for _, r := range a.Own {
+		raw, err := encode(t.Family, r)
+		if err != nil {
+			return nil, err
+		}
+		changes = append(changes, c.newRule(t, chain, raw, netlink.Append))
+	}
+	return changes, nil
+}

@@ -1,0 +1,246 @@
+package nftables
+
+import (
+	"bytes"
+	"encoding/binary"
+	"math/bits"
+	"net/netip"
+
+	"github.com/google/nftables/expr"
+	"github.com/mdlayher/netlink"
+	"golang.org/x/sys/unix"
+
+	"flanneld/pkg/firewall"
+	"flanneld/pkg/prefix"
+)
+
+// header says where a family's packet header has its addresses, in bytes.
+type header struct{ src, dst, length uint32 }
+
+func headerOf(f prefix.Family) header {
+	if f == prefix.IPv4 {
+		return header{src: 12, dst: 16, length: 4}
+	}
+	return header{src: 8, dst: 24, length: 16}
+}
+
+const register = unix.NFT_REG_1
+
+// encode writes a rule as expressions, in the form of an attribute of
+// NFT_MSG_NEWRULE.
+func encode(f prefix.Family, r firewall.Rule) ([]byte, error) {
+	var exprs []expr.Any
+	if r.Marked {
+		mark := binary.NativeEndian.AppendUint32(nil, firewall.Mark)
+		exprs = append(exprs,
+			&expr.Meta{Key: expr.MetaKeyMARK, Register: register},
+			&expr.Bitwise{SourceRegister: register, DestRegister: register, Len: 4, Mask: mark, Xor: make([]byte, 4)},
+			&expr.Cmp{Op: expr.CmpOpEq, Register: register, Data: mark},
+		)
+	}
+	h := headerOf(f)
+	exprs = append(exprs, match(h.src, h.length, r.Src)...)
+	exprs = append(exprs, match(h.dst, h.length, r.Dst)...)
+	switch r.Action {
+	case firewall.Return:
+		exprs = append(exprs, &expr.Verdict{Kind: expr.VerdictReturn})
+	case firewall.Accept:
+		exprs = append(exprs, &expr.Verdict{Kind: expr.VerdictAccept})
+	case firewall.Masquerade, firewall.MasqueradeRandom:
+		exprs = append(exprs, &expr.Masq{FullyRandom: r.Action == firewall.MasqueradeRandom})
+	}
+	var list []netlink.Attribute
+	for _, e := range exprs {
+		b, err := expr.Marshal(protocol(f), e)
+		if err != nil {
+			return nil, err
+		}
+		list = append(list, netlink.Attribute{Type: unix.NLA_F_NESTED | unix.NFTA_LIST_ELEM, Data: b})
+	}
+	return netlink.MarshalAttributes(list)
+}
+
+func match(offset, length uint32, m firewall.Match) []expr.Any {
+	if !m.Prefix.IsValid() {
+		return nil
+	}
+	exprs := []expr.Any{&expr.Payload{
+		DestRegister: register, Base: expr.PayloadBaseNetworkHeader, Offset: offset, Len: length,
+	}}
+	if !m.Prefix.IsSingleIP() {
+		exprs = append(exprs, &expr.Bitwise{
+			SourceRegister: register, DestRegister: register, Len: length,
+			Mask: mask(m.Prefix.Bits(), int(length)), Xor: make([]byte, length),
+		})
+	}
+	op := expr.CmpOpEq
+	if m.Not {
+		op = expr.CmpOpNeq
+	}
+	return append(exprs, &expr.Cmp{Op: op, Register: register, Data: m.Prefix.Addr().AsSlice()})
+}
+
+// mask is a netmask of length bytes.
+func mask(ones, length int) []byte {
+	m := make([]byte, length)
+	for i := range m {
+		m[i] = byte(^(0xff >> min(max(ones-8*i, 0), 8)))
+	}
+	return m
+}
+
+// decode reads the expressions of a rule. ok is false if it is none that
+// flannel makes, in any of the forms in which nft writes them.
+func decode(f prefix.Family, raw []byte) (r firewall.Rule, ok bool) {
+	ad, err := decoder(raw)
+	if err != nil {
+		return r, false
+	}
+	d := decoding{family: f}
+	for ad.Next() {
+		var name string
+		var data []byte
+		ad.Nested(func(e *netlink.AttributeDecoder) error {
+			for e.Next() {
+				switch e.Type() {
+				case unix.NFTA_EXPR_NAME:
+					name = e.String()
+				case unix.NFTA_EXPR_DATA:
+					data = e.Bytes()
+				}
+			}
+			return nil
+		})
+		if !d.take(name, data) {
+			return r, false
+		}
+	}
+	return d.rule, ad.Err() == nil && d.rule.Action != 0 && d.payload == nil && !d.mark
+}
+
+// decoding is a rule of which the expressions so far have been read.
+type decoding struct {
+	family  prefix.Family
+	rule    firewall.Rule
+	payload *expr.Payload // in the register
+	mark    bool          // in the register
+	mask    []byte        // applied to the register; nil for none
+}
+
+// take takes in one expression. It returns false if it does not fit.
+func (d *decoding) take(name string, data []byte) bool {
+	if d.rule.Action != 0 {
+		return false // it has come to its end
+	}
+	read := func(e expr.Any) bool { return expr.Unmarshal(protocol(d.family), data, e) == nil }
+	idle := d.payload == nil && !d.mark
+	switch name {
+	case "meta":
+		var e expr.Meta
+		d.mark = idle && read(&e) && e.Key == expr.MetaKeyMARK && !e.SourceRegister
+		return d.mark
+	case "payload":
+		var e expr.Payload
+		if !idle || !read(&e) || e.Base != expr.PayloadBaseNetworkHeader {
+			return false
+		}
+		d.payload = &e
+		return true
+	case "bitwise":
+		var e expr.Bitwise
+		if idle || d.mask != nil || !read(&e) || bytes.ContainsFunc(e.Xor, func(b rune) bool { return b != 0 }) {
+			return false
+		}
+		d.mask = e.Mask
+		return true
+	case "cmp":
+		var e expr.Cmp
+		return !idle && read(&e) && d.compare(e)
+	case "immediate":
+		d.rule.Action = verdict(data)
+		return idle && d.rule.Action != 0
+	case "masq":
+		var e expr.Masq
+		if !idle || !read(&e) || e.Random || e.Persistent || e.ToPorts {
+			return false
+		}
+		d.rule.Action = firewall.Masquerade
+		if e.FullyRandom {
+			d.rule.Action = firewall.MasqueradeRandom
+		}
+		return true
+	case "counter":
+		return true // it counts, and does nothing
+	}
+	return false
+}
+
+// compare takes in the comparison of what is in the register.
+func (d *decoding) compare(e expr.Cmp) bool {
+	if d.mark {
+		mark := binary.NativeEndian.AppendUint32(nil, firewall.Mark)
+		d.rule.Marked = e.Op == expr.CmpOpEq && bytes.Equal(e.Data, mark) && bytes.Equal(d.mask, mark)
+		d.mark, d.mask = false, nil
+		return d.rule.Marked
+	}
+	h := headerOf(d.family)
+	address := make([]byte, h.length)
+	ones := 8 * int(d.payload.Len)
+	if d.payload.Len > h.length || len(e.Data) != int(d.payload.Len) {
+		return false
+	}
+	copy(address, e.Data)
+	if d.mask != nil {
+		ones = 0
+		for _, b := range d.mask {
+			ones += bits.OnesCount8(b)
+		}
+		if !bytes.Equal(d.mask, mask(ones, int(d.payload.Len))) {
+			return false
+		}
+	}
+	a, _ := netip.AddrFromSlice(address)
+	m := firewall.Match{Prefix: netip.PrefixFrom(a, ones).Masked(), Not: e.Op == expr.CmpOpNeq}
+	to := &d.rule.Src
+	if d.payload.Offset == h.dst {
+		to = &d.rule.Dst
+	}
+	ok := (e.Op == expr.CmpOpEq || m.Not) && (d.payload.Offset == h.src || d.payload.Offset == h.dst) && !to.Prefix.IsValid()
+	*to, d.payload, d.mask = m, nil, nil
+	return ok
+}
+
+// verdict reads the data of an immediate expression; 0 is any other verdict.
+func verdict(data []byte) (a firewall.Action) {
+	ad, err := decoder(data)
+	if err != nil {
+		return 0
+	}
+	code := func(ad *netlink.AttributeDecoder) error {
+		for ad.Next() {
+			if ad.Type() != unix.NFTA_VERDICT_CODE {
+				continue
+			}
+			switch int32(ad.Uint32()) {
+			case unix.NFT_RETURN:
+				a = firewall.Return
+			case 1: // NF_ACCEPT
+				a = firewall.Accept
+			}
+		}
+		return nil
+	}
+	for ad.Next() {
+		if ad.Type() == unix.NFTA_IMMEDIATE_DATA {
+			ad.Nested(func(data *netlink.AttributeDecoder) error {
+				for data.Next() {
+					if data.Type() == unix.NFTA_DATA_VERDICT {
+						data.Nested(code)
+					}
+				}
+				return nil
+			})
+		}
+	}
+	return a
+}

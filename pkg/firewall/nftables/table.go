@@ -1,0 +1,204 @@
+package nftables
+
+import (
+	"github.com/google/nftables/userdata"
+	"github.com/mdlayher/netlink"
+	"golang.org/x/sys/unix"
+
+	"flanneld/pkg/firewall"
+	"flanneld/pkg/prefix"
+)
+
+// table is a table as the kernel has it.
+type table struct {
+	exists, dormant bool
+	chains          uint32 // how many, of ours and others
+	ours            map[firewall.Chain]chainState
+}
+
+// chainState is a chain of ours as the kernel has it.
+type chainState struct {
+	exists  bool
+	right   bool // it is what it should be, but for its rules
+	rules   []ruleState
+	decoded []*firewall.Rule // of rules, nil for those of other programs
+}
+
+type ruleState struct {
+	handle uint64
+	raw    []byte // expressions
+}
+
+// policyAccept is NF_ACCEPT: what no rule decides passes.
+const policyAccept = 1
+
+// table reads the named table; of its chains, ours.
+func (c *conn) table(name string) (table, error) {
+	t := table{ours: map[firewall.Chain]chainState{}}
+	attrs := attributes(func(ae *netlink.AttributeEncoder) { ae.String(unix.NFTA_TABLE_NAME, name) })
+	err := c.get(unix.NFT_MSG_GETTABLE, 0, attrs, func(ad *netlink.AttributeDecoder) error {
+		t.exists = true
+		for ad.Next() {
+			switch ad.Type() {
+			case unix.NFTA_TABLE_FLAGS:
+				t.dormant = ad.Uint32()&unix.NFT_TABLE_F_DORMANT != 0
+			case unix.NFTA_TABLE_USE:
+				t.chains = ad.Uint32()
+			}
+		}
+		return nil
+	})
+	if err != nil || !t.exists {
+		return t, err
+	}
+	for _, chain := range firewall.Chains() {
+		if t.ours[chain], err = c.chain(name, chain); err != nil {
+			return t, err
+		}
+	}
+	return t, nil
+}
+
+func (c *conn) chain(table string, chain firewall.Chain) (chainState, error) {
+	var s chainState
+	want := specOf(chain)
+	attrs := attributes(func(ae *netlink.AttributeEncoder) {
+		ae.String(unix.NFTA_CHAIN_TABLE, table)
+		ae.String(unix.NFTA_CHAIN_NAME, want.name)
+	})
+	err := c.get(unix.NFT_MSG_GETCHAIN, 0, attrs, func(ad *netlink.AttributeDecoder) error {
+		s.exists = true
+		is, policy := spec{name: want.name, comment: want.comment}, uint32(0)
+		for ad.Next() {
+			switch ad.Type() {
+			case unix.NFTA_CHAIN_TYPE:
+				is.kind = ad.String()
+			case unix.NFTA_CHAIN_POLICY:
+				policy = ad.Uint32()
+			case unix.NFTA_CHAIN_HOOK:
+				ad.Nested(func(hook *netlink.AttributeDecoder) error {
+					for hook.Next() {
+						switch hook.Type() {
+						case unix.NFTA_HOOK_HOOKNUM:
+							is.hook = hook.Uint32()
+						case unix.NFTA_HOOK_PRIORITY:
+							is.priority = hook.Uint32()
+						}
+					}
+					return nil
+				})
+			}
+		}
+		s.right = is == want && policy == policyAccept
+		return nil
+	})
+	if err != nil || !s.exists {
+		return s, err
+	}
+	return s, c.rules(table, want.name, &s)
+}
+
+func (c *conn) rules(table, chain string, s *chainState) error {
+	attrs := attributes(func(ae *netlink.AttributeEncoder) {
+		ae.String(unix.NFTA_RULE_TABLE, table)
+		ae.String(unix.NFTA_RULE_CHAIN, chain)
+	})
+	return c.get(unix.NFT_MSG_GETRULE, netlink.Dump, attrs, func(ad *netlink.AttributeDecoder) error {
+		var r ruleState
+		for ad.Next() {
+			switch ad.Type() {
+			case unix.NFTA_RULE_HANDLE:
+				r.handle = ad.Uint64()
+			case unix.NFTA_RULE_EXPRESSIONS:
+				r.raw = ad.Bytes()
+			}
+		}
+		s.rules = append(s.rules, r)
+		var decoded *firewall.Rule
+		if rule, ok := decode(c.decodeFamily(), r.raw); ok {
+			decoded = &rule
+		}
+		s.decoded = append(s.decoded, decoded)
+		return nil
+	})
+}
+
+func (c *conn) decodeFamily() prefix.Family {
+	if c.family == unix.NFPROTO_IPV4 {
+		return prefix.IPv4
+	}
+	return prefix.IPv6
+}
+
+// The type of the comment in the user data of tables and chains.
+const commentType = userdata.Type(0)
+
+func comment(text string) []byte { return userdata.AppendString(nil, commentType, text) }
+
+// The attributes of user data, which x/sys/unix lacks: linux/netfilter/nf_tables.h.
+const (
+	nftaTableUserdata = 6
+	nftaChainUserdata = 12
+)
+
+func (c *conn) newTable(t firewall.Table) netlink.Message {
+	return c.message(unix.NFT_MSG_NEWTABLE, netlink.Create, attributes(func(ae *netlink.AttributeEncoder) {
+		ae.String(unix.NFTA_TABLE_NAME, tableName(t.Family))
+		ae.Uint32(unix.NFTA_TABLE_FLAGS, 0)
+		ae.Bytes(nftaTableUserdata, comment(tableComment(t.Family)))
+	}))
+}
+
+func (c *conn) delTable(t firewall.Table) netlink.Message {
+	return c.message(unix.NFT_MSG_DELTABLE, 0, attributes(func(ae *netlink.AttributeEncoder) {
+		ae.String(unix.NFTA_TABLE_NAME, tableName(t.Family))
+	}))
+}
+
+func (c *conn) newChain(t firewall.Table, chain firewall.Chain) netlink.Message {
+	s := specOf(chain)
+	return c.message(unix.NFT_MSG_NEWCHAIN, netlink.Create, attributes(func(ae *netlink.AttributeEncoder) {
+		ae.String(unix.NFTA_CHAIN_TABLE, tableName(t.Family))
+		ae.String(unix.NFTA_CHAIN_NAME, s.name)
+		ae.Nested(unix.NFTA_CHAIN_HOOK, func(hook *netlink.AttributeEncoder) error {
+			hook.Uint32(unix.NFTA_HOOK_HOOKNUM, s.hook)
+			hook.Uint32(unix.NFTA_HOOK_PRIORITY, s.priority)
+			return nil
+		})
+		ae.Uint32(unix.NFTA_CHAIN_POLICY, policyAccept)
+		ae.String(unix.NFTA_CHAIN_TYPE, s.kind)
+		ae.Bytes(nftaChainUserdata, comment(s.comment))
+	}))
+}
+
+// delChain deletes a chain with its rules.
+func (c *conn) delChain(t firewall.Table, chain firewall.Chain) []netlink.Message {
+	name := specOf(chain).name
+	return []netlink.Message{
+		c.message(unix.NFT_MSG_DELRULE, 0, attributes(func(ae *netlink.AttributeEncoder) {
+			ae.String(unix.NFTA_RULE_TABLE, tableName(t.Family))
+			ae.String(unix.NFTA_RULE_CHAIN, name)
+		})),
+		c.message(unix.NFT_MSG_DELCHAIN, 0, attributes(func(ae *netlink.AttributeEncoder) {
+			ae.String(unix.NFTA_CHAIN_TABLE, tableName(t.Family))
+			ae.String(unix.NFTA_CHAIN_NAME, name)
+		})),
+	}
+}
+
+// newRule adds a rule at the head of its chain, with netlink.Append at the end.
+func (c *conn) newRule(t firewall.Table, chain firewall.Chain, expressions []byte, flags netlink.HeaderFlags) netlink.Message {
+	return c.message(unix.NFT_MSG_NEWRULE, netlink.Create|flags, attributes(func(ae *netlink.AttributeEncoder) {
+		ae.String(unix.NFTA_RULE_TABLE, tableName(t.Family))
+		ae.String(unix.NFTA_RULE_CHAIN, specOf(chain).name)
+		ae.Bytes(unix.NLA_F_NESTED|unix.NFTA_RULE_EXPRESSIONS, expressions)
+	}))
+}
+
+func (c *conn) delRule(t firewall.Table, chain firewall.Chain, handle uint64) netlink.Message {
+	return c.message(unix.NFT_MSG_DELRULE, 0, attributes(func(ae *netlink.AttributeEncoder) {
+		ae.String(unix.NFTA_RULE_TABLE, tableName(t.Family))
+		ae.String(unix.NFTA_RULE_CHAIN, specOf(chain).name)
+		ae.Uint64(unix.NFTA_RULE_HANDLE, handle)
+	}))
+}

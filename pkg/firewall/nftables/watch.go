@@ -1,0 +1,126 @@
+package nftables
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"time"
+
+	"github.com/mdlayher/netlink"
+	"golang.org/x/sys/unix"
+	"k8s.io/klog/v2"
+
+	"flanneld/pkg/firewall"
+	"flanneld/pkg/prefix"
+)
+
+// A change wakes at once, further ones wait for quiet: programs that rewrite
+// rules often do it in many steps.
+const quiet = 200 * time.Millisecond
+
+// listenPause is the pause before listening is tried again.
+const listenPause = time.Second
+
+// listenBuffer is the size of the socket's receive buffer, in bytes. It
+// overflows without harm: that counts as a change.
+const listenBuffer = 1 << 20
+
+// Place is a chain of interest and its table. A change of its rules is one of
+// interest, and so is its deletion or the table's.
+type Place struct{ Table, Chain string }
+
+// OwnPlaces are the chains that Apply makes.
+func OwnPlaces() []Place {
+	var places []Place
+	for _, f := range []prefix.Family{prefix.IPv4, prefix.IPv6} {
+		for _, c := range firewall.Chains() {
+			places = append(places, Place{tableName(f), specOf(c).name})
+		}
+	}
+	return places
+}
+
+// Watch calls wake when something of interest may have changed, and each time
+// that it begins to listen, until ctx ends.
+func Watch(ctx context.Context, places []Place, wake func()) {
+	failing := false
+	for ctx.Err() == nil {
+		err := listen(ctx, places, wake)
+		if err != nil && ctx.Err() == nil && !failing {
+			klog.FromContext(ctx).Error(err, "not listening to changes of nftables, trying again")
+		}
+		failing = err != nil
+		sleep(ctx, listenPause)
+	}
+}
+
+func sleep(ctx context.Context, d time.Duration) {
+	timer := time.NewTimer(d)
+	defer timer.Stop()
+	select {
+	case <-ctx.Done():
+	case <-timer.C:
+	}
+}
+
+func listen(ctx context.Context, places []Place, wake func()) error {
+	nl, err := netlink.Dial(unix.NETLINK_NETFILTER, &netlink.Config{Groups: 1 << (unix.NFNLGRP_NFTABLES - 1)})
+	if err != nil {
+		return fmt.Errorf("listen to nftables: %w", err)
+	}
+	defer func() { _ = nl.Close() }()
+	if err := nl.SetReadBuffer(listenBuffer); err != nil {
+		return fmt.Errorf("set receive buffer: %w", err)
+	}
+	defer context.AfterFunc(ctx, func() { _ = nl.SetReadDeadline(time.Unix(1, 0)) })()
+	wake()
+	for {
+		messages, err := nl.Receive()
+		switch {
+		case ctx.Err() != nil:
+			return nil
+		case errors.Is(err, unix.ENOBUFS): // something was lost
+		case err != nil:
+			return fmt.Errorf("listen to nftables: %w", err)
+		case !slices.ContainsFunc(messages, func(m netlink.Message) bool { return concerns(m, places) }):
+			continue
+		}
+		wake()
+		sleep(ctx, quiet)
+	}
+}
+
+// concerns reports whether a message tells of a change in one of the places.
+func concerns(m netlink.Message, places []Place) bool {
+	var table, chain uint16 // attributes
+	switch uint16(m.Header.Type) & 0xff {
+	case unix.NFT_MSG_NEWTABLE, unix.NFT_MSG_DELTABLE:
+		table = unix.NFTA_TABLE_NAME
+	case unix.NFT_MSG_NEWCHAIN, unix.NFT_MSG_DELCHAIN:
+		table, chain = unix.NFTA_CHAIN_TABLE, unix.NFTA_CHAIN_NAME
+	case unix.NFT_MSG_NEWRULE, unix.NFT_MSG_DELRULE:
+		table, chain = unix.NFTA_RULE_TABLE, unix.NFTA_RULE_CHAIN
+	default:
+		return false
+	}
+	if uint16(m.Header.Type)>>8 != unix.NFNL_SUBSYS_NFTABLES || len(m.Data) < 4 {
+		return false
+	}
+	ad, err := decoder(m.Data[4:])
+	if err != nil {
+		return false
+	}
+	var is Place
+	for ad.Next() {
+		switch ad.Type() {
+		case table:
+			is.Table = ad.String()
+		case chain:
+			is.Chain = ad.String()
+		}
+	}
+	return slices.ContainsFunc(places, func(p Place) bool {
+		return p.Table == is.Table && (chain == 0 || p.Chain == is.Chain)
+	})
+}
