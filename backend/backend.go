@@ -27,6 +27,19 @@ type Env struct {
 	// StateDir is where a backend may keep what must survive a reboot; empty means
 	// nowhere.
 	StateDir string
+	// Blackhole asks for a blackhole route to the own subnet.
+	Blackhole bool
+}
+
+// Base returns what the kernel holds for the own lease whatever the backend.
+func (e Env) Base(own subnet.Lease) dataplane.State {
+	base := dataplane.NewState()
+	if e.Blackhole {
+		for _, ep := range own.Endpoints {
+			base.Add(dataplane.NewBlackhole(ep.Subnet))
+		}
+	}
+	return base
 }
 
 // Scope returns the scope of the networks of all enabled families, with the

@@ -9,10 +9,13 @@ import (
 
 // Config is the network configuration that all nodes share.
 type Config struct {
-	Networks    []Network // one for each enabled family, IPv4 first
-	NFTables    bool
-	BackendType string          // lower case; "udp" where the configuration has no Backend
-	Backend     json.RawMessage // nil where the configuration has no Backend
+	Networks []Network // one for each enabled family, IPv4 first
+	NFTables bool
+	// NonMasquerade are the destinations, besides the networks, that see the
+	// pods' own addresses; masked.
+	NonMasquerade []netip.Prefix  `json:",omitempty"`
+	BackendType   string          // lower case; "udp" where the configuration has no Backend
+	Backend       json.RawMessage // nil where the configuration has no Backend
 }
 
 // Network is the flat network of one address family.

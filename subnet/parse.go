@@ -18,6 +18,8 @@ type wireConfig struct {
 	EnableIPv6     bool
 	EnableNFTables bool
 
+	NonMasqueradeCIDRs []string
+
 	Network   json.RawMessage
 	SubnetLen uint16
 	SubnetMin json.RawMessage
@@ -59,6 +61,13 @@ func ParseConfig(raw []byte) (cfg Config, warnings []string, err error) {
 		return Config{}, nil, invalid("%w", err)
 	}
 	cfg = Config{NFTables: w.EnableNFTables, BackendType: "udp", Backend: w.Backend}
+	for _, s := range w.NonMasqueradeCIDRs {
+		p, err := netip.ParsePrefix(s)
+		if err != nil || p.Addr().Is4In6() {
+			return Config{}, nil, invalid("NonMasqueradeCIDRs: %q is not a CIDR (want for example %q)", shorten(s), example(prefix.IPv4))
+		}
+		cfg.NonMasquerade = append(cfg.NonMasquerade, p.Masked())
+	}
 	for _, n := range w.networks() {
 		network, err := n.parse()
 		if err != nil {

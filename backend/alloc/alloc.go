@@ -13,8 +13,7 @@ import (
 // Type is the backend's name in the configuration. Leases carry none.
 const Type = "alloc"
 
-// Backend implements backend.Backend and, because there is nothing to
-// program, backend.Network.
+// Backend implements backend.Backend.
 type Backend struct{ env backend.Env }
 
 // New is the backend's factory. The configuration has no keys of its own.
@@ -26,8 +25,8 @@ func New(raw json.RawMessage, env backend.Env) (backend.Backend, []string, error
 	return &Backend{env}, warnings, nil
 }
 
-// Scope implements backend.Backend: nothing in the kernel is ours.
-func (*Backend) Scope() dataplane.Scope { return dataplane.Scope{} }
+// Scope implements backend.Backend.
+func (b *Backend) Scope() dataplane.Scope { return b.env.Scope() }
 
 // Claim implements backend.Backend.
 func (b *Backend) Claim(_ context.Context, prev subnet.Claim) (subnet.Claim, error) {
@@ -35,21 +34,25 @@ func (b *Backend) Claim(_ context.Context, prev subnet.Claim) (subnet.Claim, err
 }
 
 // Start implements backend.Backend.
-func (b *Backend) Start(context.Context, subnet.Lease) (backend.Network, error) { return b, nil }
-
-// MTU implements backend.Network.
-func (b *Backend) MTU() int { return b.env.Underlay.MTU }
-
-// Check implements backend.Network.
-func (*Backend) Check(subnet.Lease) ([]string, error) { return nil, nil }
-
-// Sync implements backend.Network.
-func (*Backend) Sync(context.Context, backend.Set) (backend.Outcome, error) {
-	return backend.Outcome{}, nil
+func (b *Backend) Start(_ context.Context, own subnet.Lease) (backend.Network, error) {
+	reconciler, err := b.env.Reconciler()
+	if err != nil {
+		return nil, err
+	}
+	return &network{b, &backend.Programmer{Base: b.env.Base(own), Desired: nothing, Reconciler: reconciler}}, nil
 }
 
-// Changed implements backend.Network.
-func (*Backend) Changed() <-chan struct{} { return nil }
+// network implements backend.Network.
+type network struct {
+	*Backend
+	*backend.Programmer
+}
 
-// Close implements backend.Network.
-func (*Backend) Close() error { return nil }
+// nothing is what the kernel holds for a peer.
+func nothing(context.Context, subnet.Lease) ([]dataplane.Object, error) { return nil, nil }
+
+// MTU implements backend.Network.
+func (n *network) MTU() int { return n.env.Underlay.MTU }
+
+// Check implements backend.Network.
+func (*network) Check(subnet.Lease) ([]string, error) { return nil, nil }

@@ -42,12 +42,12 @@ func (b *Backend) Claim(_ context.Context, prev subnet.Claim) (subnet.Claim, err
 }
 
 // Start implements backend.Backend.
-func (b *Backend) Start(context.Context, subnet.Lease) (backend.Network, error) {
+func (b *Backend) Start(_ context.Context, own subnet.Lease) (backend.Network, error) {
 	reconciler, err := b.env.Reconciler()
 	if err != nil {
 		return nil, err
 	}
-	return &network{b, &backend.Programmer{Base: dataplane.NewState(), Desired: b.desired, Reconciler: reconciler}}, nil
+	return &network{b, &backend.Programmer{Base: b.env.Base(own), Desired: b.desired, Reconciler: reconciler}}, nil
 }
 
 // network implements backend.Network.

@@ -166,7 +166,7 @@ func (b *Backend) direct(ctx context.Context, e subnet.Endpoint) (string, error)
 // base is what the kernel holds without any peers: a device for each family,
 // with the own subnet's base address.
 func (b *Backend) base(own subnet.Lease) (dataplane.State, error) {
-	want := dataplane.NewState()
+	want := b.env.Base(own)
 	offload, _ := b.config.txChecksum()
 	for _, e := range own.Endpoints {
 		f := e.Family()

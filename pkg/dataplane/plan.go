@@ -199,6 +199,9 @@ func (p *planner) sweepRoutes(routes []Route) {
 // destination plans the one route that is wanted to w.Dst, given all that are
 // there.
 func (p *planner) destination(w Route, have []Route) {
+	if w.Type == Blackhole { // it is the last resort: what else leads there is left alone
+		have = slices.DeleteFunc(slices.Clone(have), func(h Route) bool { return h.Type != Blackhole })
+	}
 	for _, h := range have {
 		if h.Protocol == protoKernel {
 			p.refused = append(p.refused, Refusal{w, fmt.Sprintf("%s is directly connected to %s", w.Dst, h.Dev)})

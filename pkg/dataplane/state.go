@@ -193,6 +193,17 @@ func NewRoute(dst netip.Prefix, gateway netip.Addr, dev string, onLink bool) Rou
 	return r
 }
 
+// lastResort is the metric of blackhole routes: higher than that of any other
+// route, so that a bridge or a pod with addresses of the subnet comes first
+// whoever was there first.
+const lastResort = 1 << 30
+
+// NewBlackhole returns the route that drops what is sent to dst and that no
+// other route leads to.
+func NewBlackhole(dst netip.Prefix) Route {
+	return Route{RouteKey: RouteKey{Dst: dst, Type: Blackhole, Priority: lastResort}, Protocol: Protocol}
+}
+
 // same reports whether r forwards as want does. A route that is the same is
 // adopted whoever made it: protocol, onlink flag and the form of its next hop
 // make no difference to packets, and even a replace can fail a lookup.

@@ -90,6 +90,9 @@ type Applier interface {
 	Apply(ctx context.Context, p Policy) (changed bool, err error)
 }
 
+// Place is a chain of nftables by the name of its table and its own.
+type Place struct{ Table, Chain string }
+
 // Cleanup is the policy under which nothing is left of p.
 func (p Policy) Cleanup() Policy {
 	c := Policy{Former: slices.Clone(p.Former)}

@@ -78,9 +78,6 @@ func Main(args, env []string, stderr io.Writer) int {
 
 // Run runs the daemon until ctx ends, and returns nil then.
 func Run(ctx context.Context, opts Options) error {
-	if err := opts.unsupported(); err != nil {
-		return err
-	}
 	registry, err := backends()
 	if err != nil {
 		return err
@@ -126,16 +123,4 @@ func (d *daemon) wait(ctx, members context.Context) error {
 		return nil
 	}
 	return err
-}
-
-// unsupported refuses what this version cannot do, rather than pretend.
-func (o Options) unsupported() error {
-	switch {
-	case o.IPMasq:
-		return fmt.Errorf("%s: this version programs no masquerade rules, and %s would claim them; leave it off",
-			o.Source("ip-masq"), o.SubnetFile)
-	case o.IPBlackholeRoute:
-		return fmt.Errorf("%s: this version programs no blackhole route; leave it off", o.Source("ip-blackhole-route"))
-	}
-	return nil
 }

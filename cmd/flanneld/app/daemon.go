@@ -32,6 +32,7 @@ const (
 	partDatapath   = "data path"
 	partDatastore  = "datastore"
 	partSubnetFile = "subnet file"
+	partRules      = "traffic rules"
 )
 
 // retryPause is the pause between questions that were answered, but not in a
@@ -45,6 +46,7 @@ type lastKnown struct {
 	Own       subnet.Lease       `json:"own"`
 	Peers     subnet.LedgerState `json:"peers"`
 	Former    []former           `json:"former,omitempty"` // that may still show in the kernel
+	Rules     []netip.Prefix     `json:"rules,omitempty"`  // networks besides Config's that the firewall may still name
 
 	// PublicIPs are what the store says that peers send to, if not the flags.
 	PublicIPs []netip.Addr `json:"publicIPs,omitempty"`
@@ -63,6 +65,7 @@ type daemon struct {
 	ready    sync.Once
 	record   *record
 	devices  deviceLocks
+	flavour  flavourChoice
 	started  time.Time
 	journal  *status.Journal
 	metrics  *metrics.Metrics
@@ -74,7 +77,7 @@ type daemon struct {
 
 func newHealth(o Options) *health.Status {
 	// A pass is due in every resync period, give or take a fifth.
-	s := health.New(2*o.Resync+time.Minute, partSubnetFile, partDatapath)
+	s := health.New(2*o.Resync+time.Minute, partSubnetFile, partDatapath, partRules)
 	s.SetGrace(partDatastore, o.ReadyzDatastoreGrace)
 	return s
 }
@@ -114,10 +117,8 @@ func (d *daemon) run(ctx context.Context) error {
 	}
 	defer d.record.close()
 	defer d.devices.releaseAll()
-	if d.opts.IPTablesForwardRules {
-		log.Info("no forward rules are programmed: this version has none, the host's FORWARD policy must let pod traffic pass")
-	}
-	manager, err := d.manager(ctx, last)
+	previous := d.previous(ctx)
+	manager, err := d.manager(ctx, last, previous)
 	if err != nil {
 		return err
 	}
@@ -140,7 +141,7 @@ func (d *daemon) run(ctx context.Context) error {
 		return err
 	}
 	log.Info("using interface", "name", iface.Name, "reason", iface.Reason, "mtu", iface.MTU, "addresses", describe(iface))
-	env := backend.Env{Underlay: iface, Config: cfg, Kernel: kernel, Resync: d.opts.Resync, StateDir: d.opts.StateDir}
+	env := d.env(iface, cfg)
 	be, warnings, err := d.registry.New(env)
 	if err != nil {
 		return err
@@ -154,7 +155,7 @@ func (d *daemon) run(ctx context.Context) error {
 	}
 	resumed.stop()
 	resumed = nil // with all that it knows
-	last.Former = d.outlived(last, be)
+	last.Former, last.Rules = d.outlived(last, be), formerNetworks(last, previous, cfg)
 	last.Config, last.Interface, last.Own, last.PublicIPs = cfg, iface, own, d.public
 	sess, err := d.serve(ctx, be, last)
 	if err != nil {
@@ -166,6 +167,11 @@ func (d *daemon) run(ctx context.Context) error {
 	group.Go(func() error { return d.work(ctx, manager, sess, changed) })
 	group.Go(func() error { return ended(ctx, manager.Keep(ctx, own)) })
 	return group.Wait()
+}
+
+// env is what backends are built on.
+func (d *daemon) env(iface underlay.Interface, cfg subnet.Config) backend.Env {
+	return backend.Env{Underlay: iface, Config: cfg, Kernel: d.kernel, Resync: d.opts.Resync, StateDir: d.opts.StateDir, Blackhole: d.opts.IPBlackholeRoute}
 }
 
 // ended is nil if what ended did so because it was asked to.

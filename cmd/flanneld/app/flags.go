@@ -206,9 +206,16 @@ func trafficSettings() []setting {
 			binding: toToggle(func(o *Options) *bool { return &o.IPTablesForwardRules }),
 		}, {
 			name: "iptables-resync", arg: "SECONDS", def: "5",
-			usage: "How often the traffic rules and the blackhole route are checked: 1 or more.",
+			usage: "How often the traffic rules are checked where the kernel does not announce " +
+				"changes, which is with legacy iptables: 1 or more.",
 			binding: to(func(o *Options) *time.Duration { return &o.IPTablesResync },
 				whole(time.Second, "seconds", 1, maxSeconds)),
+		}, {
+			name: "firewall", arg: "CHOICE", def: firewallConfig,
+			usage: "What holds the traffic rules: iptables, nftables, config (as EnableNFTables of the " +
+				"network configuration says), or auto (nftables if no iptables is installed or kube-proxy uses it).",
+			binding: to(func(o *Options) *string { return &o.Firewall },
+				oneOf(firewallConfig, firewallAuto, firewallIPTables, firewallNFTables)),
 		}, {
 			name: "ip-blackhole-route", def: "false",
 			usage:   "Drop what is sent to addresses of this host's subnet that no pod has.",

@@ -27,7 +27,7 @@ type former struct {
 // scope returns what of the kernel was f's; nothing if this version cannot
 // tell.
 func (d *daemon) scope(f former) dataplane.Scope {
-	be, _, err := d.registry.New(backend.Env{Underlay: f.Interface, Config: f.Config, Kernel: d.kernel, Resync: d.opts.Resync, StateDir: d.opts.StateDir})
+	be, _, err := d.registry.New(d.env(f.Interface, f.Config))
 	if err != nil {
 		return dataplane.Scope{}
 	}

@@ -47,7 +47,7 @@ func TestOutlived(t *testing.T) {
 		"there and back":          {before: []former{vxlan1}, last: vxlan2, present: vxlan1, want: []former{vxlan2}},
 		"twice":                   {before: []former{vxlan1}, last: vxlan2, present: hostgw, want: []former{vxlan1, vxlan2}},
 		"devices now":             {last: hostgw, present: vxlan1},
-		"nothing at all now":      {last: hostgw, present: alloc, want: []former{hostgw}},
+		"no routes now":           {last: hostgw, present: alloc},
 		"nothing before":          {last: alloc, present: hostgw},
 		"a wider network":         {last: narrow, present: vxlan1},
 		"a narrower one":          {last: vxlan1, present: narrow, want: []former{vxlan1}},

@@ -22,6 +22,14 @@ const (
 	nexthopsOff  = "off"
 )
 
+// The values of --firewall.
+const (
+	firewallConfig   = "config"
+	firewallAuto     = "auto"
+	firewallIPTables = "iptables"
+	firewallNFTables = "nftables"
+)
+
 // socketOff is the value of --status-socket for none.
 const socketOff = "off"
 
@@ -77,6 +85,8 @@ type Options struct {
 	IPTablesResync time.Duration
 	// IPBlackholeRoute says to keep a blackhole route for the own subnet.
 	IPBlackholeRoute bool
+	// Firewall is "config", "auto", "iptables" or "nftables".
+	Firewall string
 	// Resync is the period in which all kernel state is read again.
 	Resync time.Duration
 

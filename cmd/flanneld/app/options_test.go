@@ -36,6 +36,7 @@ func defaults() Options {
 		IPTablesResync:            5 * time.Second,
 		Resync:                    5 * time.Minute,
 		NexthopObjects:            "auto",
+		Firewall:                  "config",
 		SubnetFile:                "/run/flannel/subnet.env",
 		StateDir:                  "/var/lib/flannel",
 		HealthzIP:                 netip.IPv4Unspecified(),
@@ -76,7 +77,7 @@ func TestEveryFlag(t *testing.T) {
 		t.Fatalf("%d compatible flags, want 31", len(compatible))
 	}
 	own := map[string]string{
-		"subnet-lease-ttl": "24h", "iface-wait": "60s", "resync": "5m", "nexthop-objects": "auto", "status-socket": "", "statusz-address": "",
+		"subnet-lease-ttl": "24h", "iface-wait": "60s", "resync": "5m", "nexthop-objects": "auto", "firewall": "config", "status-socket": "", "statusz-address": "",
 		"state-dir":              "/var/lib/flannel",
 		"readyz-datastore-grace": "5m", "log-format": "text",
 	}
@@ -131,7 +132,7 @@ func TestParseEveryValue(t *testing.T) {
 		Iface:         []string{"eth0"}, IfaceRegex: []string{"["}, IfaceCanReach: "10.0.0.1",
 		PublicIP: netip.MustParseAddr("192.0.2.1"), PublicIPv6: netip.MustParseAddr("2001:db8::1"),
 		IPMasq: true, IPMasqFullyRandomDisable: true, IPTablesResync: 10 * time.Second, IPBlackholeRoute: true,
-		Resync: time.Second, NexthopObjects: "off", SubnetFile: "a", StateDir: "b",
+		Resync: time.Second, NexthopObjects: "off", Firewall: "config", SubnetFile: "a", StateDir: "b",
 		HealthzIP: netip.IPv6Unspecified(), HealthzPort: 65535,
 		LogFormat: "text", Verbosity: 4, VModule: "a=1,b*=2,", LogBacktraceAt: "x.go:7",
 	}

@@ -29,7 +29,7 @@ func (d *daemon) resume(ctx context.Context, last lastKnown) *session {
 		return nil
 	}
 	last.Interface = iface
-	be, _, err := d.registry.New(backend.Env{Underlay: iface, Config: last.Config, Kernel: d.kernel, Resync: d.opts.Resync, StateDir: d.opts.StateDir})
+	be, _, err := d.registry.New(d.env(iface, last.Config))
 	if err != nil {
 		return nil
 	}
@@ -49,6 +49,7 @@ type session struct {
 	mtu    int       // bytes, of every path
 	ledger *subnet.Ledger
 	syncer *backend.Syncer
+	rules  *ruleKeeper
 	// unpublished is set while the store may not have now.Own as it is here.
 	unpublished bool
 	cancel      context.CancelFunc
@@ -100,11 +101,19 @@ func (d *daemon) serve(ctx context.Context, be backend.Backend, now lastKnown) (
 	}
 	syncer = backend.NewSyncer(config)
 	file := &fileKeeper{path: d.opts.SubnetFile, file: d.subnetFile(now, network.MTU()), report: func(err error) { d.report(ctx, partSubnetFile, err) }}
+	rules := d.newRuleKeeper(ctx, now)
 	ctx, cancel := context.WithCancel(ctx)
-	s := &session{now: now, mtu: network.MTU(), ledger: ledger, syncer: syncer, cancel: cancel, done: make(chan struct{})}
+	s := &session{now: now, mtu: network.MTU(), ledger: ledger, syncer: syncer, rules: rules, cancel: cancel, done: make(chan struct{})}
 	d.serving.Store(s)
 	var wg sync.WaitGroup
-	wg.Go(func() { file.run(ctx) })
+	wg.Go(func() { rules.run(ctx) })
+	wg.Go(func() {
+		select { // pods that are told of a network find its rules in place
+		case <-rules.tried:
+			file.run(ctx)
+		case <-ctx.Done():
+		}
+	})
 	wg.Go(func() { past.run(ctx) })
 	wg.Go(func() { _ = syncer.Run(ctx) })
 	go func() {
@@ -197,6 +206,9 @@ func (d *daemon) move(ctx context.Context, s *session, to underlay.Interface, ch
 	s.stop()
 	now := s.now
 	now.Peers = s.ledger.State()
+	if s.rules.cleaned.Load() {
+		now.Rules = nil
+	}
 	if last, ok := d.record.get(); ok {
 		now.Own = last.Own // renewed meanwhile
 	}
@@ -224,7 +236,7 @@ func logMoved(ctx context.Context, to underlay.Interface) {
 // serveOn starts a session on interface to. Own subnets and backend data stay,
 // the public addresses follow.
 func (d *daemon) serveOn(ctx context.Context, to underlay.Interface, now lastKnown) (*session, error) {
-	be, _, err := d.registry.New(backend.Env{Underlay: to, Config: now.Config, Kernel: d.kernel, Resync: d.opts.Resync, StateDir: d.opts.StateDir})
+	be, _, err := d.registry.New(d.env(to, now.Config))
 	if err != nil {
 		return nil, err
 	}

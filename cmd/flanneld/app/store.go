@@ -22,22 +22,28 @@ type store interface {
 }
 
 // manager returns the manager that the options ask for. last is what is known
-// from the run before.
-func (d *daemon) manager(ctx context.Context, last lastKnown) (store, error) {
+// from the run before, previous what its subnet file says.
+func (d *daemon) manager(ctx context.Context, last lastKnown, previous subnetfile.Previous) (store, error) {
 	if d.opts.KubeSubnetMgr {
 		return d.kubeManager(ctx, last)
 	}
-	return d.etcdManager(ctx)
+	return d.etcdManager(ctx, previous)
 }
 
-func (d *daemon) etcdManager(ctx context.Context) (store, error) {
+func (d *daemon) etcdManager(ctx context.Context, previous subnetfile.Previous) (store, error) {
 	o := d.opts
+	var subnets []netip.Prefix
+	for _, e := range previous.Entries {
+		if e.Subnet.IsValid() {
+			subnets = append(subnets, e.Subnet)
+		}
+	}
 	return etcd.New(etcd.Config{
 		Endpoints: o.EtcdEndpoints, Prefix: o.EtcdPrefix,
 		CertFile: o.EtcdCertFile, KeyFile: o.EtcdKeyFile, CAFile: o.EtcdCAFile,
 		Username: o.EtcdUsername, Password: o.EtcdPassword.Reveal(),
 		RenewMargin: o.RenewMargin, TTL: o.LeaseTTL,
-		Previous: d.previous(ctx),
+		Previous: subnets,
 		OnStatus: func(err error) { d.report(ctx, partDatastore, err) },
 		OnLease: func(own subnet.Lease) {
 			d.record.update(func(now *lastKnown) { now.Own = own })
@@ -45,8 +51,8 @@ func (d *daemon) etcdManager(ctx context.Context) (store, error) {
 	})
 }
 
-// previous returns the subnets that this node had, as the subnet file says.
-func (d *daemon) previous(ctx context.Context) []netip.Prefix {
+// previous returns what the subnet file says of the run before.
+func (d *daemon) previous(ctx context.Context) subnetfile.Previous {
 	log := klog.FromContext(ctx)
 	previous, err := subnetfile.Read(d.opts.SubnetFile)
 	if err != nil {
@@ -55,13 +61,7 @@ func (d *daemon) previous(ctx context.Context) []netip.Prefix {
 	for _, w := range previous.Warnings {
 		log.Error(nil, "damaged subnet file", "path", d.opts.SubnetFile, "line", w)
 	}
-	var subnets []netip.Prefix
-	for _, e := range previous.Entries {
-		if e.Subnet.IsValid() {
-			subnets = append(subnets, e.Subnet)
-		}
-	}
-	return subnets
+	return previous
 }
 
 func (d *daemon) kubeManager(ctx context.Context, last lastKnown) (store, error) {

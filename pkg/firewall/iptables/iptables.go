@@ -60,6 +60,19 @@ func (v Variant) Resolve(ctx context.Context, f prefix.Family) (Variant, error) 
 	return NFT, nil
 }
 
+// Places are the chains where a change matters to Apply, in the variant NFT.
+func Places() []firewall.Place {
+	var places []firewall.Place
+	for _, c := range firewall.Chains() {
+		p := placeOf(c)
+		places = append(places, firewall.Place{Table: p.table, Chain: p.parent}, firewall.Place{Table: p.table, Chain: p.chain})
+	}
+	return places
+}
+
+// Tables are the tables that hold our chains.
+func Tables() []string { return []string{"nat", "filter"} }
+
 func families() []prefix.Family { return []prefix.Family{prefix.IPv4, prefix.IPv6} }
 
 func (v Variant) program(f prefix.Family) string {
@@ -93,6 +106,11 @@ func (a *Applier) Apply(ctx context.Context, p firewall.Policy) (changed bool, e
 }
 
 func (a *Applier) apply(ctx context.Context, p firewall.Policy, f prefix.Family) (changed bool, err error) {
+	// To ask would be to make them.
+	nothing := func() bool { return len(p.Networks) == 0 && noLegacyTables(f) }
+	if a.variant == Legacy && nothing() {
+		return false, nil
+	}
 	k, ok := a.known[f]
 	if !ok {
 		if k, err = a.variant.probe(ctx, f); err != nil {
@@ -100,8 +118,8 @@ func (a *Applier) apply(ctx context.Context, p firewall.Policy, f prefix.Family)
 		}
 		a.known[f] = k
 	}
-	if !k.nft && noLegacyTables(f) && len(p.Networks) == 0 {
-		return false, nil // asking would be what makes them
+	if !k.nft && nothing() {
+		return false, nil
 	}
 	p.Random = p.Random && k.random
 	program := a.variant.program(f)

@@ -20,6 +20,7 @@ const list = "nft list ruleset"
 // listSorted lists chains by name: nft shows them in the order in which they
 // were made.
 const listSorted = `nft list tables
+nft list ruleset | grep flags || true
 for table in "ip flannel-ipv4" "ip6 flannel-ipv6" "ip kube-proxy" "ip6 kube-proxy"; do
 	for chain in forward postrtg postrouting; do
 		nft list chain $table $chain 2>/dev/null || true

@@ -26,24 +26,21 @@ const listenPause = time.Second
 // overflows without harm: that counts as a change.
 const listenBuffer = 1 << 20
 
-// Place is a chain of interest and its table. A change of its rules is one of
-// interest, and so is its deletion or the table's.
-type Place struct{ Table, Chain string }
-
 // OwnPlaces are the chains that Apply makes.
-func OwnPlaces() []Place {
-	var places []Place
+func OwnPlaces() []firewall.Place {
+	var places []firewall.Place
 	for _, f := range []prefix.Family{prefix.IPv4, prefix.IPv6} {
 		for _, c := range firewall.Chains() {
-			places = append(places, Place{tableName(f), specOf(c).name})
+			places = append(places, firewall.Place{Table: tableName(f), Chain: specOf(c).name})
 		}
 	}
 	return places
 }
 
-// Watch calls wake when something of interest may have changed, and each time
-// that it begins to listen, until ctx ends.
-func Watch(ctx context.Context, places []Place, wake func()) {
+// Watch calls wake when the rules of one of places may have changed, or the
+// chain or table itself, and each time that it begins to listen, until ctx
+// ends.
+func Watch(ctx context.Context, places []firewall.Place, wake func()) {
 	failing := false
 	for ctx.Err() == nil {
 		err := listen(ctx, places, wake)
@@ -64,7 +61,7 @@ func sleep(ctx context.Context, d time.Duration) {
 	}
 }
 
-func listen(ctx context.Context, places []Place, wake func()) error {
+func listen(ctx context.Context, places []firewall.Place, wake func()) error {
 	nl, err := netlink.Dial(unix.NETLINK_NETFILTER, &netlink.Config{Groups: 1 << (unix.NFNLGRP_NFTABLES - 1)})
 	if err != nil {
 		return fmt.Errorf("listen to nftables: %w", err)
@@ -92,7 +89,7 @@ func listen(ctx context.Context, places []Place, wake func()) error {
 }
 
 // concerns reports whether a message tells of a change in one of the places.
-func concerns(m netlink.Message, places []Place) bool {
+func concerns(m netlink.Message, places []firewall.Place) bool {
 	var table, chain uint16 // attributes
 	switch uint16(m.Header.Type) & 0xff {
 	case unix.NFT_MSG_NEWTABLE, unix.NFT_MSG_DELTABLE:
@@ -111,7 +108,7 @@ func concerns(m netlink.Message, places []Place) bool {
 	if err != nil {
 		return false
 	}
-	var is Place
+	var is firewall.Place
 	for ad.Next() {
 		switch ad.Type() {
 		case table:
@@ -120,7 +117,7 @@ func concerns(m netlink.Message, places []Place) bool {
 			is.Chain = ad.String()
 		}
 	}
-	return slices.ContainsFunc(places, func(p Place) bool {
+	return slices.ContainsFunc(places, func(p firewall.Place) bool {
 		return p.Table == is.Table && (chain == 0 || p.Chain == is.Chain)
 	})
 }

@@ -1,0 +1,300 @@
+package app
+
+import (
+	"context"
+	"fmt"
+	"net/netip"
+	"os"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"golang.org/x/time/rate"
+	"k8s.io/klog/v2"
+
+	"flanneld/pkg/firewall"
+	"flanneld/pkg/firewall/iptables"
+	"flanneld/pkg/firewall/nftables"
+	"flanneld/pkg/loop"
+	"flanneld/pkg/prefix"
+	"flanneld/pkg/subnetfile"
+	"flanneld/subnet"
+)
+
+// Who keeps changing our rules is answered a few times at once, and then once
+// a second, so that the fight costs little.
+const (
+	repairRate  = rate.Limit(1) // a second
+	repairBurst = 10
+)
+
+// repairLog is the least time between two lines about repairs.
+const repairLog = time.Minute
+
+// ruleKeeper holds the traffic rules of a session, and removes once what other
+// flavours and former networks have left.
+type ruleKeeper struct {
+	flavour string
+	opts    Options
+	policy  firewall.Policy
+	gone    firewall.Policy // what other flavours are held to
+	report  func(repaired bool, err error)
+	done    func() // nothing is left of former networks
+
+	applier   firewall.Applier
+	leftovers []firewall.Applier
+	tried     chan struct{} // closed after the first attempt
+	cleaned   atomic.Bool
+
+	inPlace   bool // the last pass succeeded
+	failing   bool // that is logged
+	uncleaned bool // and so is that
+	limit     *rate.Limiter
+	repaired  int // and not logged yet
+	logged    time.Time
+}
+
+func (d *daemon) newRuleKeeper(ctx context.Context, now lastKnown) *ruleKeeper {
+	k := &ruleKeeper{
+		flavour: d.flavour.of(ctx, d.opts.Firewall, now.Config),
+		opts:    d.opts,
+		policy: firewall.Policy{
+			Masquerade: d.opts.IPMasq, Random: !d.opts.IPMasqFullyRandomDisable,
+			NonMasquerade: now.Config.NonMasquerade, Forward: d.opts.IPTablesForwardRules, Former: now.Rules,
+		},
+		report: func(repaired bool, err error) {
+			d.metrics.Firewall(repaired, err)
+			d.report(ctx, partRules, err)
+		},
+		done:  func() { d.record.update(func(now *lastKnown) { now.Rules = nil }) },
+		tried: make(chan struct{}), limit: rate.NewLimiter(repairRate, repairBurst),
+	}
+	for _, n := range now.Config.Networks {
+		if e, ok := now.Own.Endpoint(n.Family()); ok {
+			k.policy.Networks = append(k.policy.Networks, firewall.Network{Network: n.Prefix, Subnet: e.Subnet})
+		}
+	}
+	k.gone = k.policy.Cleanup()
+	return k
+}
+
+// run holds the rules until ctx ends. Then they stay.
+func (k *ruleKeeper) run(ctx context.Context) {
+	var places []firewall.Place
+	period := k.opts.Resync
+	if k.flavour == firewallNFTables {
+		k.applier, k.leftovers, places = nftables.New(), iptablesLeftovers(""), nftables.OwnPlaces()
+	} else {
+		warnBridges(ctx, k.policy)
+		variant := k.variant(ctx)
+		k.applier, k.leftovers = iptables.New(iptables.Default), append(iptablesLeftovers(variant), nftables.New())
+		if variant == iptables.NFT {
+			places = iptables.Places()
+		} else {
+			period = k.opts.IPTablesResync * 5 / 4 // the loop varies it by a fifth: never more often than asked for
+		}
+	}
+	tried := sync.OnceFunc(func() { close(k.tried) })
+	l := loop.New(period, func(ctx context.Context) error {
+		defer tried()
+		return k.step(ctx)
+	})
+	var wg sync.WaitGroup
+	if places != nil {
+		wg.Go(func() { nftables.Watch(ctx, places, l.Wake) })
+	}
+	wg.Go(func() { _ = l.Run(ctx) })
+	wg.Wait()
+}
+
+// variant is NFT if changes to the rules of all families are announced.
+func (k *ruleKeeper) variant(ctx context.Context) iptables.Variant {
+	for _, n := range k.policy.Networks {
+		// A missing program is what the first attempt says, too.
+		if v, err := iptables.Default.Resolve(ctx, prefix.FamilyOf(n.Network.Addr())); err != nil || v != iptables.NFT {
+			return iptables.Legacy
+		}
+	}
+	return iptables.NFT
+}
+
+func (k *ruleKeeper) step(ctx context.Context) error {
+	changed, err := k.applier.Apply(ctx, k.policy)
+	if ctx.Err() != nil {
+		return nil
+	}
+	k.note(ctx, changed, err)
+	if err != nil || k.cleaned.Load() {
+		return err
+	}
+	k.policy.Former = nil // another daemon may have such a network from now on
+	return k.clean(ctx)
+}
+
+// note logs and reports what a pass has come to.
+func (k *ruleKeeper) note(ctx context.Context, changed bool, err error) {
+	log := klog.FromContext(ctx)
+	repaired := changed && k.inPlace
+	switch {
+	case err != nil && !k.failing:
+		log.Error(err, "traffic rules are not in place, trying again", "firewall", k.flavour)
+	case err == nil && !k.inPlace:
+		log.Info("traffic rules are in place", "firewall", k.flavour, "masquerade", k.policy.Masquerade,
+			"forward", k.policy.Forward, "written", changed)
+	}
+	k.failing, k.inPlace = err != nil, err == nil
+	if repaired {
+		k.repaired++
+	}
+	if now := time.Now(); k.repaired > 0 && now.Sub(k.logged) >= repairLog {
+		log.Info("repaired traffic rules that another program had changed", "times", k.repaired)
+		k.repaired, k.logged = 0, now
+	}
+	k.report(repaired, err)
+	if repaired {
+		_ = k.limit.Wait(ctx) // fails if ctx ends
+	}
+}
+
+// clean removes what other flavours have left. Not to succeed does not keep
+// the daemon from being ready: its own rules are in place.
+func (k *ruleKeeper) clean(ctx context.Context) error {
+	log := klog.FromContext(ctx)
+	for _, l := range k.leftovers {
+		removed, err := l.Apply(ctx, k.gone)
+		if removed {
+			log.Info("removed traffic rules that another firewall had held", "firewall in use", k.flavour)
+		}
+		if err != nil {
+			if !k.uncleaned && ctx.Err() == nil {
+				log.Error(err, "cannot see to what another firewall may have left, trying again")
+			}
+			k.uncleaned = true
+			return err
+		}
+	}
+	k.cleaned.Store(true)
+	k.done()
+	return nil
+}
+
+// iptablesLeftovers are the appliers of the variants of iptables, but for the
+// one in use.
+func iptablesLeftovers(inUse iptables.Variant) []firewall.Applier {
+	var appliers []firewall.Applier
+	variants := slices.DeleteFunc([]iptables.Variant{iptables.Legacy, iptables.NFT}, func(v iptables.Variant) bool { return !v.Present() })
+	if len(variants) == 0 && inUse == "" && iptables.Default.Present() {
+		variants = append(variants, iptables.Default)
+	}
+	for _, v := range variants {
+		switch v {
+		case inUse:
+		case iptables.NFT:
+			appliers = append(appliers, whereTables{iptables.New(v)})
+		default:
+			appliers = append(appliers, iptables.New(v))
+		}
+	}
+	return appliers
+}
+
+// whereTables applies where there is a table of iptables in nftables, so that
+// no program is run where there is none.
+type whereTables struct{ firewall.Applier }
+
+// Apply implements firewall.Applier.
+func (w whereTables) Apply(ctx context.Context, p firewall.Policy) (bool, error) {
+	for _, name := range iptables.Tables() {
+		for _, f := range []prefix.Family{prefix.IPv4, prefix.IPv6} {
+			if there, err := nftables.HasTable(f, name); err == nil && there {
+				return w.Applier.Apply(ctx, p)
+			}
+		}
+	}
+	return false, nil
+}
+
+// flavourChoice is what holds the rules, and why. What --firewall=auto has
+// chosen stays until the daemon ends.
+type flavourChoice struct {
+	mu          sync.Mutex
+	auto        string
+	why, logged string
+}
+
+func (c *flavourChoice) of(ctx context.Context, option string, cfg subnet.Config) string {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	flavour, why := option, "--firewall says so"
+	switch option {
+	case firewallAuto:
+		if c.auto == "" {
+			c.auto, c.why = automatic()
+		}
+		flavour, why = c.auto, c.why
+	case firewallConfig:
+		flavour, why = firewallIPTables, "EnableNFTables is false"
+		if cfg.NFTables {
+			flavour, why = firewallNFTables, "EnableNFTables is true"
+		}
+	}
+	if line := flavour + why; c.logged != line {
+		c.logged = line
+		klog.FromContext(ctx).Info("traffic rules are held by "+flavour, "because", why)
+	}
+	return flavour
+}
+
+// automatic looks at the host.
+func automatic() (flavour, why string) {
+	if err := nftables.Available(); err != nil {
+		return firewallIPTables, err.Error()
+	}
+	if !iptables.Default.Present() {
+		return firewallNFTables, "no iptables program is installed"
+	}
+	for _, f := range []prefix.Family{prefix.IPv4, prefix.IPv6} {
+		if there, err := nftables.HasTable(f, "kube-proxy"); err == nil && there {
+			return firewallNFTables, "kube-proxy runs in nftables mode"
+		}
+	}
+	return firewallIPTables, "iptables is installed, and kube-proxy does not run in nftables mode"
+}
+
+// warnBridges tells where bridged packets do not pass iptables.
+func warnBridges(ctx context.Context, p firewall.Policy) {
+	for _, n := range p.Networks {
+		name := "bridge-nf-call-iptables"
+		if n.Network.Addr().Is6() {
+			name = "bridge-nf-call-ip6tables"
+		}
+		if _, err := os.Stat("/proc/sys/net/bridge/" + name); err != nil {
+			klog.FromContext(ctx).Error(nil, "br_netfilter is not loaded: a pod that talks to a service which is served by a pod "+
+				"of the same host may get no answer; load the module br_netfilter", "missing", fmt.Sprintf("net.bridge.%s", name))
+		}
+	}
+}
+
+// formerNetworks are the networks besides cfg's that an earlier run has made
+// rules for, as far as the last known state and the subnet file tell.
+func formerNetworks(last lastKnown, previous subnetfile.Previous, cfg subnet.Config) []netip.Prefix {
+	former := slices.Clone(last.Rules)
+	former = append(former, networks(last.Config)...)
+	for _, f := range last.Former {
+		former = append(former, networks(f.Config)...)
+	}
+	for _, e := range previous.Entries {
+		if e.Network.IsValid() {
+			former = append(former, e.Network)
+		}
+	}
+	present := networks(cfg)
+	var unique []netip.Prefix
+	for _, n := range former {
+		if n.IsValid() && !slices.Contains(present, n) && !slices.Contains(unique, n) {
+			unique = append(unique, n)
+		}
+	}
+	return unique
+}

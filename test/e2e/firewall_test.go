@@ -1,0 +1,487 @@
+package e2e
+
+import (
+	"fmt"
+	"net"
+	"net/netip"
+	"os"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"flanneld/pkg/lab"
+	"flanneld/pkg/prefix"
+)
+
+// TestMasquerade looks at the addresses that far ends see.
+func TestMasquerade(t *testing.T) {
+	t.Parallel()
+	for _, f := range flavours() {
+		t.Run(f.name, func(t *testing.T) {
+			t.Parallel()
+			l := newLab(t, lab.Config{Hosts: 2, Families: dual, Network: masqueraded(nil)}, "")
+			startAll(t, l, lab.FlanneldOptions{Args: append(f.args, "--ip-masq"), Env: []string{newPrograms(t, f).env}})
+			makeOutside(t, l)
+			expectConverged(t, l)
+			host, pod, far := l.Host(1), l.Host(1).Pods()[0], l.Host(2).Pods()[0]
+			nft(t, host.Namespace, `table inet marker { chain mark { type filter hook prerouting priority mangle
+				ip daddr 198.51.100.201 meta mark set 0xc001
+				ip6 daddr 2001:db8:88::2 meta mark set 0xc001
+			} }`)
+			for _, family := range dual {
+				out := outsideOf(family)
+				for _, tt := range []struct {
+					what  string
+					from  *lab.Namespace
+					local netip.Addr
+					at    *lab.Namespace
+					to    netip.Addr
+					want  netip.Addr
+				}{
+					{"pod to outside", pod.Namespace, netip.Addr{}, l.Underlay(), out.any, host.Addr(family)},
+					{"pod to an exempt destination", pod.Namespace, netip.Addr{}, l.Underlay(), out.exempt, pod.Addr(family)},
+					{"marked for kube-proxy", pod.Namespace, netip.Addr{}, l.Underlay(), out.marked, pod.Addr(family)},
+					{"pod to remote pod", pod.Namespace, netip.Addr{}, far.Namespace, far.Addr(family), pod.Addr(family)},
+					{"host to own pod", host.Namespace, host.Addr(family), pod.Namespace, pod.Addr(family), host.Addr(family)},
+				} {
+					if seen := connect(t, tt.from, tt.local, tt.at, tt.to).seen(); seen != tt.want {
+						t.Errorf("%s by %s: the far end sees %s, want %s", tt.what, family, seen, tt.want)
+					}
+				}
+				seen := connect(t, host.Namespace, host.Addr(family), far.Namespace, far.Addr(family)).seen()
+				if seen == host.Addr(family) || !lab.PodNetwork(family).Contains(seen) && !strings.HasPrefix(seen.String(), "fd00:5:") {
+					t.Errorf("host to remote pod by %s: the far end sees %s, want an address of the pods' network", family, seen)
+				}
+				expectMulticast(t, l, family)
+			}
+		})
+	}
+}
+
+// expectMulticast sends to a group from an address of the pods' network.
+func expectMulticast(t *testing.T, l *lab.Lab, f prefix.Family) {
+	t.Helper()
+	ctx, host := background(t), l.Host(1)
+	group, network, dev := "224.0.0.99", "udp4", "flannel.1"
+	if f == prefix.IPv6 {
+		group, network, dev = "ff02::99", "udp6", "flannel-v6.1"
+	}
+	var conn *net.UDPConn
+	err := l.Underlay().Do(ctx, func() (err error) {
+		ifi, err := net.InterfaceByName("l2-1")
+		if err != nil {
+			return err
+		}
+		conn, err = net.ListenMulticastUDP(network, ifi, &net.UDPAddr{IP: net.ParseIP(group), Port: 9999})
+		return err
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer conn.Close()
+	source := strings.Fields(shell(t, host.Namespace, fmt.Sprintf("ip -o addr show dev %s scope global", dev)))[3]
+	from := netip.MustParsePrefix(source).Addr()
+	err = host.Do(ctx, func() error {
+		ifi, err := net.InterfaceByName("eth0")
+		if err != nil {
+			return err
+		}
+		domain, to := unix.AF_INET, unix.Sockaddr(&unix.SockaddrInet4{Port: 9999, Addr: [4]byte{224, 0, 0, 99}})
+		bind := unix.Sockaddr(&unix.SockaddrInet4{})
+		if f == prefix.IPv6 {
+			a := netip.MustParseAddr(group).As16()
+			domain, to = unix.AF_INET6, &unix.SockaddrInet6{Port: 9999, Addr: a, ZoneId: uint32(ifi.Index)}
+			bind = &unix.SockaddrInet6{Addr: from.As16()}
+		} else {
+			bind = &unix.SockaddrInet4{Addr: from.As4()}
+		}
+		fd, err := unix.Socket(domain, unix.SOCK_DGRAM, 0)
+		if err != nil {
+			return err
+		}
+		defer unix.Close(fd)
+		if f == prefix.IPv4 {
+			err = unix.SetsockoptIPMreqn(fd, unix.IPPROTO_IP, unix.IP_MULTICAST_IF, &unix.IPMreqn{Ifindex: int32(ifi.Index)})
+		} else {
+			err = unix.SetsockoptInt(fd, unix.IPPROTO_IPV6, unix.IPV6_MULTICAST_IF, ifi.Index)
+		}
+		if err != nil {
+			return err
+		}
+		if err := unix.Bind(fd, bind); err != nil {
+			return err
+		}
+		return unix.Sendto(fd, []byte("hello"), 0, to)
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := conn.SetReadDeadline(time.Now().Add(patience)); err != nil {
+		t.Fatal(err)
+	}
+	_, seen, err := conn.ReadFromUDPAddrPort(make([]byte, 16))
+	if err != nil || seen.Addr().Unmap().WithZone("") != from {
+		t.Errorf("multicast by %s: the far end sees %s (%v), want %s", f, seen, err, from)
+	}
+}
+
+// TestFirewallRepair damages rules, and has foreign rules around.
+func TestFirewallRepair(t *testing.T) {
+	t.Parallel()
+	for _, f := range flavours() {
+		t.Run(f.name, func(t *testing.T) {
+			t.Parallel()
+			l := newLab(t, lab.Config{Hosts: 1, Families: dual, Network: masqueraded(nil)}, "")
+			h := l.Host(1)
+			startOne(t, h, lab.FlanneldOptions{Args: append(f.args, "--ip-masq", "--iptables-resync=1"), Env: []string{newPrograms(t, f).env}})
+			want := sorted(shell(t, h.Namespace, f.list))
+			damage := []string{"nft flush chain ip flannel-ipv4 postrtg", "nft delete table ip6 flannel-ipv6", "nft flush ruleset",
+				"nft insert rule ip flannel-ipv4 forward tcp dport 22 drop"}
+			if f.name != "nftables" {
+				v := f.name
+				six := strings.Replace(v, "ip", "ip6", 1)
+				damage = []string{v + " -t nat -F FLANNEL-POSTRTG", six + " -t nat -D FLANNEL-POSTRTG 3", v + " -D FORWARD 1",
+					six + " -t nat -F && " + six + " -t nat -X", v + " -I FLANNEL-FWD -s 10.5.7.7 -j DROP", six + " -A FORWARD -j FLANNEL-FWD"}
+			}
+			for _, script := range damage {
+				shell(t, h.Namespace, script)
+				start := time.Now()
+				eventually(t, script, func() error {
+					if now := sorted(shell(t, h.Namespace, f.list)); now != want {
+						return fmt.Errorf("the rules are\n%s\nwant\n%s", now, want)
+					}
+					return nil
+				})
+				t.Logf("%s: right again after %v", script, time.Since(start).Round(time.Millisecond))
+			}
+			expectLog(t, h.Daemon(), "repaired traffic rules that another program had changed")
+		})
+	}
+}
+
+// sorted sorts lines: nft shows chains in the order in which they were made.
+func sorted(text string) string {
+	lines := strings.Split(strings.TrimSpace(text), "\n")
+	slices.Sort(lines)
+	return strings.Join(lines, "\n")
+}
+
+// TestFirewallRestarts keeps a connection through NAT over 20 restarts, none
+// of which writes anything.
+func TestFirewallRestarts(t *testing.T) {
+	t.Parallel()
+	for _, f := range flavours() {
+		t.Run(f.name, func(t *testing.T) {
+			t.Parallel()
+			l := newLab(t, lab.Config{Hosts: 1, Families: v4, Network: masqueraded(map[string]any{"EnableIPv6": false})}, "")
+			o := lab.FlanneldOptions{Args: append(f.args, "--ip-masq"), Env: []string{newPrograms(t, f).env}}
+			startAll(t, l, o)
+			makeOutside(t, l)
+			h := l.Host(1)
+			c := connect(t, h.Pods()[0].Namespace, netip.Addr{}, l.Underlay(), outsideOf(prefix.IPv4).any)
+			if c.seen() != h.Addr(prefix.IPv4) {
+				t.Fatalf("the far end sees %s", c.seen())
+			}
+			for i := range 20 {
+				if i%2 == 0 {
+					h.Daemon().Kill()
+				} else {
+					expectStop(t, h.Daemon())
+				}
+				startOne(t, h, o)
+				expectLog(t, h.Daemon(), "traffic rules are in place")
+				if lines := linesWith(h.Daemon(), "written=true"); len(lines) > 0 {
+					t.Fatalf("a restart has written rules: %q", lines)
+				}
+				for _, way := range []connection{c, {c.far, c.near}} {
+					if err := way.far.SetReadDeadline(time.Now().Add(patience)); err != nil {
+						t.Fatal(err)
+					}
+					if _, err := way.near.Write([]byte{1}); err != nil {
+						t.Fatal(err)
+					}
+					if _, err := way.far.Read(make([]byte, 1)); err != nil {
+						t.Fatalf("after %d restarts: %v", i+1, err)
+					}
+				}
+			}
+		})
+	}
+}
+
+// residue is everything in the host's firewall that looks like flannel's.
+func residue(t *testing.T, h *lab.Host) string {
+	t.Helper()
+	return shell(t, h.Namespace, `for v in nft legacy; do for f in ip ip6; do ${f}tables-$v-save; done; done 2>/dev/null | grep -iE 'flannel|10\.[56]\.|fd00:[56]:' || true
+		nft list ruleset 2>/dev/null | grep -E 'flannel-ipv' || true`)
+}
+
+// TestFirewallSwitch changes flavour, network and options from start to start:
+// nothing is left of the former ones.
+func TestFirewallSwitch(t *testing.T) {
+	t.Parallel()
+	l := newLab(t, lab.Config{Hosts: 1, Families: dual, Network: masqueraded(nil)}, "")
+	h, all := l.Host(1), flavours()
+	another := map[string]any{"Network": "10.6.0.0/16", "IPv6Network": "fd00:6::/48"}
+	foreign := `iptables-legacy -A INPUT -s 192.0.2.1 -j DROP; ip6tables-nft -A INPUT -s 2001:db8::1 -j DROP; nft add table ip6 foreign`
+	shell(t, h.Namespace, foreign)
+	for i, step := range []struct {
+		flavour flavour
+		args    []string
+		keys    map[string]any
+		forget  bool // the state directory is lost
+		want    string
+		not     string
+	}{
+		{flavour: all[2], want: "10.5.", not: "10.6."},
+		{flavour: all[1], want: "10.5.", not: "10.6."},
+		{flavour: all[0], want: "10.5.", not: "FLANNEL"},
+		{flavour: all[1], want: "10.5.", not: "flannel-ipv"},
+		{flavour: all[1], keys: another, want: "10.6.", not: "10.5."},
+		{flavour: all[0], want: "10.5.", not: "FLANNEL"},
+		{flavour: all[0], keys: another, want: "10.6.", not: "10.5."},
+		{flavour: all[2], keys: another, forget: true, want: "10.6.", not: "flannel-ipv"},
+		{flavour: all[2], forget: true, want: "10.5.", not: "10.6."},
+		{flavour: all[2], args: []string{"--ip-masq=false"}, want: "FLANNEL-FWD", not: "POSTRTG"},
+		{flavour: all[2], args: []string{"--ip-masq=false", "--iptables-forward-rules=false"}, not: "flannel"},
+		{flavour: all[0], args: []string{"--iptables-forward-rules=false"}, want: "flannel-ipv4"},
+		{flavour: all[0], args: []string{"--ip-masq=false", "--iptables-forward-rules=false"}, not: "flannel"},
+		{flavour: all[1], want: "fd00:5:"},
+		{flavour: all[1], keys: map[string]any{"EnableIPv6": false}, want: "10.5.", not: "fd00:5:"},
+	} {
+		if d := h.Daemon(); d != nil {
+			expectStop(t, d)
+		}
+		if step.forget {
+			if err := os.RemoveAll(h.Path("/var/lib/flannel")); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if err := l.PutNetwork(background(t), masqueraded(step.keys)); err != nil {
+			t.Fatal(err)
+		}
+		startOne(t, h, lab.FlanneldOptions{
+			Args: slices.Concat(step.flavour.args, []string{"--ip-masq"}, step.args), Env: []string{newPrograms(t, step.flavour).env},
+		})
+		eventually(t, fmt.Sprintf("step %d", i+1), func() error {
+			now := residue(t, h) + shell(t, h.Namespace, step.flavour.list)
+			if !strings.Contains(now, step.want) || step.not != "" && strings.Contains(now, step.not) {
+				return fmt.Errorf("want %q and not %q in:\n%s", step.want, step.not, now)
+			}
+			others := slices.DeleteFunc(flavours(), func(f flavour) bool { return f.name == step.flavour.name })
+			for _, f := range others {
+				if left := shell(t, h.Namespace, f.list); left != "" {
+					return fmt.Errorf("%s has:\n%s", f.name, left)
+				}
+			}
+			return nil
+		})
+	}
+	if out := shell(t, h.Namespace, `iptables-legacy-save; ip6tables-nft-save; nft list tables`); strings.Count(out, "-j DROP") != 2 || !strings.Contains(out, "foreign") {
+		t.Errorf("foreign rules are not what they were:\n%s", out)
+	}
+}
+
+// TestTwoDaemonsMasquerade runs two daemons for two networks on one host. One
+// of them is switched off and on, killed, and moved.
+func TestTwoDaemonsMasquerade(t *testing.T) {
+	t.Parallel()
+	for _, f := range flavours() {
+		t.Run(f.name, func(t *testing.T) {
+			t.Parallel()
+			l := newLab(t, lab.Config{Hosts: 1, Network: masqueraded(map[string]any{"EnableIPv6": false})}, "")
+			put(t, store(t, l), "/second/network/config", `{"Network":"10.6.0.0/16","Backend":{"Type":"vxlan","VNI":2}}`)
+			h, env := l.Host(1), []string{newPrograms(t, f).env}
+			args := append(f.args, "--ip-masq", "--iptables-resync=1")
+			startOne(t, h, lab.FlanneldOptions{Args: args, Env: env})
+			first := h.Daemon()
+			twin := lab.FlanneldOptions{Args: slices.Concat(args, second), Env: env}
+			other := start(t, h, twin)
+			expectLog(t, other, "traffic rules are in place")
+			pause(t, 2*time.Second)
+			rules := func() string { return shell(t, h.Namespace, f.list) }
+			both := rules()
+			for _, network := range []string{"10.5.0.0/16", "10.6.0.0/16"} {
+				if n := strings.Count(both, network); n < 8 {
+					t.Errorf("%s is named %d times in:\n%s", network, n, both)
+				}
+			}
+			other.Kill()
+			off := start(t, h, lab.FlanneldOptions{Args: append(slices.Clone(twin.Args), "--ip-masq=false"), Env: env})
+			expectLog(t, off, "traffic rules are in place")
+			pause(t, 2*time.Second)
+			if less := rules(); strings.Count(less, "10.6.0.0/16") != 2 || strings.Count(less, "10.5.0.0/16") != strings.Count(both, "10.5.0.0/16") {
+				t.Errorf("masquerading off for one of two:\n%s", less)
+			}
+			off.Kill()
+			expectLog(t, start(t, h, twin), "traffic rules are in place")
+			pause(t, 2*time.Second)
+			if again := rules(); sorted(again) != sorted(both) {
+				t.Errorf("on again:\n%s\nwant\n%s", again, both)
+			}
+			if lines := linesWith(first, "repaired traffic rules"); len(lines) > 0 {
+				t.Errorf("the daemons do not leave each other alone: %q", lines)
+			}
+		})
+	}
+}
+
+// TestXtablesLockHeld has another program hold the lock for 30 s.
+func TestXtablesLockHeld(t *testing.T) {
+	t.Parallel()
+	const held = 30 * time.Second
+	f := flavours()[2]
+	l := newLab(t, lab.Config{Hosts: 1, Network: masqueraded(map[string]any{"EnableIPv6": false})}, "")
+	h, programs := l.Host(1), newPrograms(t, f)
+	lock, err := os.Create(h.Path("/run/xtables.lock"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer lock.Close()
+	if err := unix.Flock(int(lock.Fd()), unix.LOCK_EX); err != nil {
+		t.Fatal(err)
+	}
+	d := start(t, h, lab.FlanneldOptions{Args: append(f.args, "--ip-masq"), Env: []string{programs.env}})
+	expectLog(t, d, "flanneld starts")
+	most, end := 0, time.Now().Add(held)
+	for time.Now().Before(end) {
+		pause(t, 100*time.Millisecond)
+		most = max(most, len(strings.Fields(shell(t, h.Namespace, fmt.Sprintf("cat /proc/%d/task/*/children", d.PID())))))
+	}
+	if most > 1 {
+		t.Errorf("%d processes at a time, want one", most)
+	}
+	if _, body, err := d.Get(background(t), "/readyz"); err == nil || !strings.Contains(body, "traffic rules") {
+		t.Errorf("it answers %q, %v", body, err)
+	}
+	if err := lock.Close(); err != nil {
+		t.Fatal(err)
+	}
+	expectReady(t, d)
+	t.Logf("%d programs were run, at most %d at a time; ready %v after the lock was free", len(programs.run(t)), most, time.Since(end).Round(time.Millisecond))
+	if n := len(programs.run(t)); n > 20 {
+		t.Errorf("%d programs were run", n)
+	}
+}
+
+// TestFirewallAtRest counts programs.
+func TestFirewallAtRest(t *testing.T) {
+	t.Parallel()
+	const watched = 20 * time.Second
+	for _, f := range flavours() {
+		t.Run(f.name, func(t *testing.T) {
+			t.Parallel()
+			l := newLab(t, lab.Config{Hosts: 1, Families: dual, Network: masqueraded(nil)}, "")
+			p := newPrograms(t, f)
+			startOne(t, l.Host(1), lab.FlanneldOptions{Args: append(f.args, "--ip-masq"), Env: []string{p.env}})
+			if f.name == "nftables" {
+				if ran := p.run(t); len(ran) != 0 {
+					t.Errorf("programs were run at the start: %q", ran)
+				}
+			}
+			pause(t, 2*time.Second)
+			before := len(p.run(t))
+			pause(t, watched)
+			most := 0
+			if f.legacy() {
+				most = 2 * int(watched/(5*time.Second))
+			}
+			if ran := p.run(t)[before:]; len(ran) > most {
+				t.Errorf("%d programs were run in %v, want %d at most: %q", len(ran), watched, most, ran)
+			}
+		})
+	}
+}
+
+// TestNoPrograms starts daemons on a host that has no iptables.
+func TestNoPrograms(t *testing.T) {
+	t.Parallel()
+	l := newLab(t, lab.Config{Hosts: 1, Network: masqueraded(map[string]any{"EnableIPv6": false, "EnableNFTables": true})}, "")
+	h, env := l.Host(1), []string{"PATH=/nowhere"}
+	startOne(t, h, lab.FlanneldOptions{Args: []string{"--ip-masq"}, Env: env})
+	expectOnce(t, h.Daemon(), `"traffic rules are held by nftables" because="EnableNFTables is true"`)
+	expectStop(t, h.Daemon())
+	startOne(t, h, lab.FlanneldOptions{Args: []string{"--ip-masq", "--firewall=auto"}, Env: env})
+	expectOnce(t, h.Daemon(), `"traffic rules are held by nftables" because="no iptables program is installed"`)
+	expectStop(t, h.Daemon())
+	d := start(t, h, lab.FlanneldOptions{Args: []string{"--ip-masq", "--firewall=iptables"}, Env: env})
+	eventually(t, "/readyz", func() error {
+		if _, body, err := d.Get(background(t), "/readyz"); err == nil || !strings.Contains(body, "iptables: program is not installed") {
+			return fmt.Errorf("it answers %q, %w", body, err)
+		}
+		return nil
+	})
+	expectStop(t, d)
+	nft(t, h.Namespace, "table ip kube-proxy { }")
+	startOne(t, h, lab.FlanneldOptions{Args: []string{"--firewall=auto"}})
+	expectOnce(t, h.Daemon(), `because="kube-proxy runs in nftables mode"`)
+	expectStop(t, h.Daemon())
+	nft(t, h.Namespace, "delete table ip kube-proxy")
+	startOne(t, h, lab.FlanneldOptions{Args: []string{"--firewall=auto"}})
+	expectOnce(t, h.Daemon(), `"traffic rules are held by iptables"`)
+}
+
+// TestHostFirewall has a host that rejects what is forwarded.
+func TestHostFirewall(t *testing.T) {
+	t.Parallel()
+	for _, f := range flavours()[1:] {
+		t.Run(f.name, func(t *testing.T) {
+			t.Parallel()
+			l := newLab(t, lab.Config{Hosts: 2, Families: dual, Network: masqueraded(nil)}, "")
+			for _, h := range l.Hosts() {
+				for _, program := range []string{f.name, strings.Replace(f.name, "ip", "ip6", 1)} {
+					shell(t, h.Namespace, fmt.Sprintf("%[1]s -N KUBE-FORWARD; %[1]s -A FORWARD -j KUBE-FORWARD; %[1]s -A FORWARD -j REJECT", program))
+				}
+			}
+			startAll(t, l, lab.FlanneldOptions{Args: f.args, Env: []string{newPrograms(t, f).env}})
+			expectMatrix(t, l)
+			out := shell(t, l.Host(1).Namespace, f.name+" -S FORWARD")
+			kube, own, reject := strings.Index(out, "KUBE-FORWARD"), strings.Index(out, "FLANNEL-FWD"), strings.Index(out, "REJECT")
+			if kube > own || own > reject {
+				t.Errorf("the order is wrong:\n%s", out)
+			}
+		})
+	}
+}
+
+// TestBlackhole has a blackhole route for the own subnet come, come back, let
+// pods be, and go.
+func TestBlackhole(t *testing.T) {
+	t.Parallel()
+	for _, backend := range []string{"vxlan", "host-gw", "alloc"} {
+		t.Run(backend, func(t *testing.T) {
+			t.Parallel()
+			l := newLab(t, lab.Config{Hosts: 1, Families: dual}, fmt.Sprintf(`{"Type":%q}`, backend))
+			h, o := l.Host(1), lab.FlanneldOptions{Args: []string{"--ip-blackhole-route"}}
+			startOne(t, h, o)
+			count := func(want int) func() error {
+				return func() error {
+					out := shell(t, h.Namespace, "ip route; ip -6 route")
+					if n := strings.Count(out, "blackhole"); n != want {
+						return fmt.Errorf("%d blackhole routes, want %d:\n%s", n, want, out)
+					}
+					return nil
+				}
+			}
+			eventually(t, "start", count(2))
+			shell(t, h.Namespace, "ip route flush type blackhole; ip -6 route flush type blackhole")
+			eventually(t, "routes deleted", count(2))
+			if err := l.AddPods(background(t)); err != nil {
+				t.Fatal(err)
+			}
+			pod := h.Pods()[0]
+			for _, a := range pod.Addrs() {
+				connect(t, h.Namespace, netip.Addr{}, pod.Namespace, a)
+			}
+			expectStop(t, h.Daemon())
+			startOne(t, h, o)
+			eventually(t, "restart", count(2))
+			expectStop(t, h.Daemon())
+			startOne(t, h, lab.FlanneldOptions{})
+			eventually(t, "switched off", count(0))
+		})
+	}
+}
