@@ -27,10 +27,13 @@ func TestMasquerade(t *testing.T) {
 			makeOutside(t, l)
 			expectConverged(t, l)
 			host, pod, far := l.Host(1), l.Host(1).Pods()[0], l.Host(2).Pods()[0]
-			nft(t, host.Namespace, `table inet marker { chain mark { type filter hook prerouting priority mangle
-				ip daddr 198.51.100.201 meta mark set 0xc001
-				ip6 daddr 2001:db8:88::2 meta mark set 0xc001
-			} }`)
+			nft(t, host.Namespace, `table inet marker {
+				chain before {
+					type filter hook prerouting priority mangle
+					ip daddr 198.51.100.201 meta mark set 0xc001
+					ip6 daddr 2001:db8:88::2 meta mark set 0xc001
+				}
+			}`)
 			for _, family := range dual {
 				out := outsideOf(family)
 				for _, tt := range []struct {

@@ -15,7 +15,8 @@ commands='' packages=''
 PATH=$PATH:/usr/sbin:/sbin
 want gcc gcc libc6-dev # the race detector
 want ip iproute2
-want nft nftables # a router that translates addresses, and one that drops
+want nft nftables # a router that translates addresses, and one that drops; and what the daemon has written
+want iptables-legacy iptables # brings both variants, for both families
 want ethtool ethtool
 want etcd etcd-server # an older server than the one that is linked in
 want openssl openssl # keys for an API server

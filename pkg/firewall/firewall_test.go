@@ -1,0 +1,115 @@
+package firewall_test
+
+import (
+	"fmt"
+	"net/netip"
+	"strings"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+
+	"flanneld/pkg/firewall"
+	"flanneld/pkg/firewall/firewalltest"
+	"flanneld/pkg/prefix"
+)
+
+// text writes a rule for people.
+func text(r firewall.Rule) string {
+	var words []string
+	if r.Marked {
+		words = append(words, "marked")
+	}
+	for i, m := range []firewall.Match{r.Src, r.Dst} {
+		if m.Prefix.IsValid() {
+			words = append(words, map[bool]string{true: "not "}[m.Not]+[]string{"from ", "to "}[i]+m.Prefix.String())
+		}
+	}
+	return strings.Join(append(words, fmt.Sprint(r.Action)), " ")
+}
+
+func TestRules(t *testing.T) {
+	plain := firewalltest.Policy()
+	plain.NonMasquerade = []netip.Prefix{
+		netip.MustParsePrefix("192.0.2.0/24"), netip.MustParsePrefix("2001:db8::/32"), netip.MustParsePrefix("192.0.2.0/24"), netip.MustParsePrefix("0.0.0.0/0"),
+	}
+	plain.Random = false
+	for f, want := range map[prefix.Family][]string{
+		prefix.IPv4: {
+			"marked 1", "from 10.5.64.0/24 to 10.5.0.0/16 1", "from 10.5.0.0/16 to 10.5.64.0/24 1", "not from 10.5.0.0/16 to 10.5.64.0/24 1",
+			"from 10.5.0.0/16 to 192.0.2.0/24 1", "from 10.5.0.0/16 1",
+			"from 10.5.0.0/16 not to 224.0.0.0/4 3", "not from 10.5.0.0/16 to 10.5.0.0/16 3",
+		},
+		prefix.IPv6: {
+			"marked 1", "from fd00:10:5:47::/64 to fd00:10:5::/48 1", "from fd00:10:5::/48 to fd00:10:5:47::/64 1", "not from fd00:10:5::/48 to fd00:10:5:47::/64 1",
+			"from fd00:10:5::/48 to 2001:db8::/32 1",
+			"from fd00:10:5::/48 not to ff00::/8 3", "not from fd00:10:5::/48 to fd00:10:5::/48 3",
+		},
+	} {
+		var got []string
+		for _, r := range plain.Table(f).Rules(firewall.Postrouting) {
+			got = append(got, text(r))
+		}
+		if diff := cmp.Diff(want, got); diff != "" {
+			t.Errorf("%s (-want +got):\n%s", f, diff)
+		}
+	}
+	none := firewall.Policy{Networks: plain.Networks}.Table(prefix.IPv4)
+	if rules := append(none.Rules(firewall.Postrouting), none.Rules(firewall.Forward)...); rules != nil || !none.Concerns() {
+		t.Errorf("with everything off: %v", rules)
+	}
+}
+
+// TestArrange has chains in which several daemons and others have rules.
+func TestArrange(t *testing.T) {
+	one := firewalltest.Policy().Table(prefix.IPv4)
+	p := firewalltest.Policy()
+	p.Networks[0] = firewall.Network{Network: netip.MustParsePrefix("10.6.0.0/16"), Subnet: netip.MustParsePrefix("10.6.1.0/24")}
+	p.NonMasquerade = []netip.Prefix{netip.MustParsePrefix("10.5.0.0/16")} // the first one's network
+	two := p.Table(prefix.IPv4)
+	of := func(t firewall.Table) (rules []*firewall.Rule) {
+		for _, r := range t.Rules(firewall.Postrouting)[1:] {
+			rules = append(rules, &r)
+		}
+		return rules
+	}
+	mark := one.Rules(firewall.Postrouting)[:1]
+	ours, theirs, head := of(one), of(two), []*firewall.Rule{&mark[0]}
+	chain := func(parts ...[]*firewall.Rule) (all []*firewall.Rule) {
+		for _, p := range parts {
+			all = append(all, p...)
+		}
+		return all
+	}
+	stranger := []*firewall.Rule{{Src: firewall.In(netip.MustParsePrefix("192.0.2.0/24")), Action: firewall.Return}}
+	for name, tt := range map[string]struct {
+		have   []*firewall.Rule
+		exact  bool
+		others int
+	}{
+		"exact":                  {chain(head, ours), true, 0},
+		"empty":                  {nil, false, 0},
+		"the other's first":      {chain(head, theirs, ours), true, len(theirs)},
+		"the other's last":       {chain(head, ours, theirs), true, len(theirs)},
+		"mixed":                  {chain(head, ours[:2], theirs, ours[2:]), true, len(theirs)},
+		"the other's alone":      {chain(head, theirs), false, len(theirs)},
+		"no mark":                {chain(ours, theirs), false, len(theirs)},
+		"mark behind":            {chain(theirs, head, ours), false, len(theirs)},
+		"mark twice":             {chain(head, head, ours), false, 0},
+		"one missing":            {chain(head, ours[1:], theirs), false, len(theirs)},
+		"duplicate":              {chain(head, ours, ours[:1]), false, 0},
+		"order":                  {chain(head, ours[1:], ours[:1]), false, 0},
+		"stranger":               {chain(head, ours, stranger), false, 0},
+		"not to be read":         {chain(head, ours, []*firewall.Rule{nil}), false, 0},
+		"rest of a broken other": {chain(head, ours, theirs[:2]), false, 0},
+	} {
+		a := one.Arrange(firewall.Postrouting, tt.have)
+		if a.Exact != tt.exact || len(a.Others) != tt.others {
+			t.Errorf("%s: exact %v with %d rules of others, want %v and %d", name, a.Exact, len(a.Others), tt.exact, tt.others)
+		}
+		for _, i := range a.Others {
+			if !strings.Contains(text(*tt.have[i]), "10.6.") {
+				t.Errorf("%s: %s is said to be another's", name, text(*tt.have[i]))
+			}
+		}
+	}
+}

@@ -1,0 +1,120 @@
+package iptables
+
+import (
+	"net/netip"
+	"strings"
+	"testing"
+
+	"flanneld/pkg/firewall"
+	"flanneld/pkg/firewall/firewalltest"
+	"flanneld/pkg/prefix"
+)
+
+// TestJump has parent chains in which the jump stands well or not.
+func TestJump(t *testing.T) {
+	const jump = `-A FORWARD -m comment --comment "flanneld forward" -j FLANNEL-FWD`
+	const chain = `:FLANNEL-FWD - [0:0]
+-A FLANNEL-FWD -s 10.5.0.0/16 -m comment --comment "flanneld forward" -j ACCEPT
+-A FLANNEL-FWD -d 10.5.0.0/16 -m comment --comment "flanneld forward" -j ACCEPT
+`
+	p := firewalltest.Policy()
+	p.Masquerade = false
+	for name, tt := range map[string]struct{ forward, want string }{
+		"empty":               {"", "-A FORWARD"},
+		"alone":               {jump, ""},
+		"at the end":          {"-A FORWARD -j KUBE-FORWARD\n-A FORWARD -p tcp -j ACCEPT", "-A FORWARD"},
+		"REJECT":              {"-A FORWARD -j KUBE-FORWARD\n-A FORWARD -j REJECT --reject-with icmp-host-prohibited", "-I FORWARD 2"},
+		"DROP with a comment": {`-A FORWARD -i eth0 -j DROP` + "\n" + `-A FORWARD -m comment --comment "the rest" -j DROP`, "-I FORWARD 2"},
+		"REJECT in a chain":   {"-A FORWARD -j ufw-forward\n-A FORWARD -j ufw-reject\n-A ufw-reject -p udp -j RETURN\n-A ufw-reject -j REJECT", "-I FORWARD 2"},
+		"returns before":      {"-A FORWARD -j ufw-reject\n-A ufw-reject -j RETURN\n-A ufw-reject -j REJECT", "-A FORWARD"},
+		"chains in a circle":  {"-A FORWARD -j A\n-A A -j B\n-A B -j A", "-A FORWARD"},
+		"in place":            {"-A FORWARD -j KUBE-FORWARD\n" + jump + "\n-A FORWARD -j REJECT", ""},
+		"others between":      {"-A FORWARD -j KUBE-FORWARD\n" + jump + "\n-A FORWARD -p tcp -j X\n-A FORWARD -j REJECT", ""},
+		"behind REJECT":       {"-A FORWARD -j REJECT\n" + jump, "-I FORWARD 1"},
+		"before kube-proxy":   {jump + "\n-A FORWARD -j KUBE-FORWARD", "-A FORWARD"},
+		"kube-proxy too late": {jump + "\n-A FORWARD -j REJECT\n-A FORWARD -j KUBE-FORWARD", ""},
+		"twice":               {jump + "\n" + jump, "-A FORWARD"},
+		"with a condition":    {"-A FORWARD -i eth0 -j FLANNEL-FWD", "-A FORWARD"},
+	} {
+		script := plan(parseSave("*filter\n"+chain+tt.forward+"\nCOMMIT\n"), p.Table(prefix.IPv4))
+		want := ""
+		if tt.want != "" {
+			want = tt.want + strings.TrimPrefix(jump, "-A FORWARD") + "\nCOMMIT\n"
+		}
+		if !strings.HasSuffix(script, want) || want == "" && script != "" {
+			t.Errorf("%s: the script is\n%s\nwant it to end with\n%s", name, script, want)
+		}
+	}
+}
+
+// TestLegacyRules leaves alone what operators may have written.
+func TestLegacyRules(t *testing.T) {
+	off, on := firewalltest.Policy(), firewalltest.Policy()
+	off.Forward, off.Masquerade = false, false
+	for spec, removed := range map[string][2]bool{ // with everything off, and on
+		"-A FORWARD -s 10.5.0.0/16 -j ACCEPT":                                            {false, true},
+		`-A FORWARD -s 10.5.0.0/16 -m comment --comment "flanneld forward" -j ACCEPT`:    {true, true},
+		"-A FORWARD -s 10.5.0.0/16 -j DROP":                                              {false, false},
+		"-A FORWARD -s 10.5.1.0/24 -j ACCEPT":                                            {false, false},
+		"-A FORWARD -s 10.5.0.0/16 -i eth0 -j ACCEPT":                                    {false, false},
+		"-A POSTROUTING -s 10.5.0.0/16 ! -d 224.0.0.0/4 -j MASQUERADE":                   {true, true},
+		"-A POSTROUTING ! -s 10.5.0.0/16 -d 10.5.9.0/24 -j RETURN":                       {true, true},
+		"-A POSTROUTING -s 10.6.0.0/16 ! -d 224.0.0.0/4 -j MASQUERADE":                   {false, false},
+		"-A POSTROUTING -s 10.5.0.0/16 -o eth0 -j MASQUERADE":                            {false, false},
+		"-A POSTROUTING -s 10.5.0.0/16 -j MASQUERADE":                                    {false, false},
+		`-A POSTROUTING -s 10.5.0.0/16 -d 192.0.2.0/24 -m comment --comment x -j RETURN`: {false, false},
+	} {
+		table := "*filter\n"
+		if strings.Contains(spec, "POSTROUTING") {
+			table = "*nat\n"
+		}
+		for i, p := range []firewall.Policy{off, on} {
+			script := plan(parseSave(table+spec+"\nCOMMIT\n"), p.Table(prefix.IPv4))
+			if got := strings.Contains(script, "-D"+strings.TrimPrefix(spec, "-A")); got != removed[i] {
+				t.Errorf("%s with everything %s: removed %v, want %v", spec, []string{"off", "on"}[i], got, removed[i])
+			}
+		}
+	}
+}
+
+func TestParseVersion(t *testing.T) {
+	for text, want := range map[string]kind{
+		"iptables v1.8.9 (nf_tables)\n": {nft: true, random: true, wait: true},
+		"ip6tables v1.8.9 (legacy)\n":   {random: true, wait: true},
+		"iptables v1.6.2\n":             {random: true, wait: true},
+		"iptables v1.6.1\n":             {},
+		"iptables v1.4.21\n":            {},
+		"iptables v2.0.0 (nf_tables)\n": {nft: true, random: true, wait: true},
+	} {
+		if got, err := parseVersion(text); err != nil || got != want {
+			t.Errorf("%q: %+v, %v, want %+v", text, got, err, want)
+		}
+	}
+	if _, err := parseVersion("busybox"); err == nil {
+		t.Error("it makes a version of busybox")
+	}
+}
+
+// FuzzParse holds parse against render, and plan against anything.
+func FuzzParse(f *testing.F) {
+	for _, c := range firewall.Chains() {
+		for _, r := range firewalltest.Policy().Table(prefix.IPv6).Rules(c) {
+			f.Add(placeOf(c).render(r))
+		}
+	}
+	f.Add(`! -s 10.5.0.0/16 -m comment --comment "say \"no\"" -j RETURN`)
+	f.Fuzz(func(t *testing.T, spec string) {
+		p := placeOf(firewall.Postrouting)
+		if r, comment, ok := parse(spec); ok && comment == p.comment {
+			again, _, ok := parse(p.render(r))
+			if !ok || again != r {
+				t.Errorf("%q is %+v, and that is written as %q", spec, r, p.render(r))
+			}
+		}
+		script := plan(parseSave("*nat\n-A POSTROUTING "+spec+"\n-A FLANNEL-POSTRTG "+spec+"\nCOMMIT\n"),
+			firewall.Policy{Former: []netip.Prefix{netip.MustParsePrefix("10.5.0.0/16")}}.Table(prefix.IPv4))
+		if strings.Count(script, "COMMIT\n") < strings.Count(script, "*nat\n") {
+			t.Errorf("%q leads to %q", spec, script)
+		}
+	})
+}

@@ -1,0 +1,51 @@
+package nftables
+
+import (
+	"testing"
+
+	"flanneld/pkg/firewall"
+	"flanneld/pkg/firewall/firewalltest"
+	"flanneld/pkg/prefix"
+)
+
+func TestEncodeAndDecode(t *testing.T) {
+	for _, f := range []prefix.Family{prefix.IPv4, prefix.IPv6} {
+		for _, c := range firewall.Chains() {
+			for _, r := range firewalltest.Policy().Table(f).Rules(c) {
+				raw, err := encode(f, r)
+				if err != nil {
+					t.Fatal(err)
+				}
+				if got, ok := decode(f, raw); !ok || got != r {
+					t.Errorf("%+v comes back as %+v, %v", r, got, ok)
+				}
+			}
+		}
+	}
+}
+
+// FuzzDecode holds decode against encode.
+func FuzzDecode(f *testing.F) {
+	for _, c := range firewall.Chains() {
+		for _, r := range firewalltest.Policy().Table(prefix.IPv4).Rules(c) {
+			raw, err := encode(prefix.IPv4, r)
+			if err != nil {
+				f.Fatal(err)
+			}
+			f.Add(raw)
+		}
+	}
+	f.Fuzz(func(t *testing.T, raw []byte) {
+		r, ok := decode(prefix.IPv4, raw)
+		if !ok {
+			return
+		}
+		again, err := encode(prefix.IPv4, r)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if got, ok := decode(prefix.IPv4, again); !ok || got != r {
+			t.Errorf("%+v comes back as %+v, %v", r, got, ok)
+		}
+	})
+}
