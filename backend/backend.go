@@ -76,7 +76,8 @@ type Backend interface {
 	Scope() dataplane.Scope
 	// Claim returns what this node publishes. prev is what it published
 	// before, zero if nothing is known: what peers have learnt, such as a
-	// VTEP MAC, stays the same where it can. Claim changes nothing.
+	// VTEP MAC, stays the same where it can. Claim changes nothing, but for
+	// what a configured command does that has to run before.
 	Claim(ctx context.Context, prev subnet.Claim) (subnet.Claim, error)
 	// Start makes the backend's devices ready for the own lease and returns
 	// the network. It removes nothing but what it replaces.

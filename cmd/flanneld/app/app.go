@@ -16,6 +16,7 @@ import (
 
 	"flanneld/backend"
 	"flanneld/backend/alloc"
+	"flanneld/backend/extension"
 	"flanneld/backend/hostgw"
 	"flanneld/backend/ipip"
 	"flanneld/backend/vxlan"
@@ -28,10 +29,12 @@ import (
 // What they leave undone the next start finds: the data path stays anyway.
 const stopTimeout = 1500 * time.Millisecond
 
-// backends is the list of all backends.
-func backends() (backend.Registry, error) {
+// backends is the list of all backends. commands is what this process has of
+// extension.
+func backends(commands *extension.Host) (backend.Registry, error) {
 	return backend.NewRegistry(
 		backend.Entry{Type: alloc.Type, Factory: alloc.New},
+		backend.Entry{Type: extension.Type, Factory: commands.New},
 		backend.Entry{Type: hostgw.Type, Factory: hostgw.New},
 		backend.Entry{Type: ipip.Type, Factory: ipip.New},
 		backend.Entry{Type: vxlan.Type, Factory: vxlan.New},
@@ -78,7 +81,10 @@ func Main(args, env []string, stderr io.Writer) int {
 
 // Run runs the daemon until ctx ends, and returns nil then.
 func Run(ctx context.Context, opts Options) error {
-	registry, err := backends()
+	commands := extension.NewHost(extension.Settings{
+		Allow: opts.AllowExtensionBackend, StateDir: opts.StateDir, Name: opts.stateName() + "-commands",
+	})
+	registry, err := backends(commands)
 	if err != nil {
 		return err
 	}
@@ -93,7 +99,11 @@ func Run(ctx context.Context, opts Options) error {
 	}
 	group.Go(func() error { return d.notifier.Watchdog(members, d.health) })
 	group.Go(func() error { return d.run(members) })
-	return d.wait(ctx, members)
+	err = d.wait(ctx, members)
+	if ctx.Err() != nil { // asked to stop
+		commands.Shutdown(context.WithoutCancel(ctx))
+	}
+	return err
 }
 
 // wait returns when the group has, or a bounded time after it was told to.

@@ -230,6 +230,11 @@ func trafficSettings() []setting {
 			usage: "Whether IPv4 routes go through nexthop objects where a device has hundreds of them: " +
 				"otherwise adding thousands is slow. ip route then shows nhid.",
 			binding: to(func(o *Options) *string { return &o.NexthopObjects }, oneOf(nexthopsAuto, nexthopsOff)),
+		}, {
+			name: allowExtension,
+			usage: "Let the backend extension run the commands of the network configuration, as root. " +
+				"Without it: with etcd yes, with the Kubernetes API no.",
+			binding: toToggle(func(o *Options) *bool { return &o.AllowExtensionBackend }),
 		},
 	}
 }

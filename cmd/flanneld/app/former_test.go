@@ -8,6 +8,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 
 	"flanneld/backend"
+	"flanneld/backend/extension"
 	"flanneld/pkg/dataplane"
 	"flanneld/pkg/state"
 	"flanneld/pkg/underlay"
@@ -15,7 +16,7 @@ import (
 )
 
 func TestOutlived(t *testing.T) {
-	registry, err := backends()
+	registry, err := backends(extension.NewHost(extension.Settings{}))
 	if err != nil {
 		t.Fatal(err)
 	}

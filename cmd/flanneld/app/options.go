@@ -30,6 +30,9 @@ const (
 	firewallNFTables = "nftables"
 )
 
+// allowExtension is the flag whose default depends on another.
+const allowExtension = "allow-extension-backend"
+
 // socketOff is the value of --status-socket for none.
 const socketOff = "off"
 
@@ -92,6 +95,10 @@ type Options struct {
 
 	// NexthopObjects is "auto" or "off".
 	NexthopObjects string
+
+	// AllowExtensionBackend says that commands of the network configuration
+	// may be run.
+	AllowExtensionBackend bool
 
 	// SubnetFile is the file that is written for the CNI plugin.
 	SubnetFile string
@@ -188,6 +195,11 @@ type given struct{ name, value string }
 
 // check holds the values against each other and the file system.
 func (o *Options) check() error {
+	if _, given := o.sources[allowExtension]; !given {
+		// Who may write to etcd is trusted with the network as a whole. In
+		// Kubernetes many may write a node's annotations or a ConfigMap.
+		o.AllowExtensionBackend = !o.KubeSubnetMgr
+	}
 	for _, pair := range [][2]given{
 		{{"etcd-username", o.EtcdUsername}, {"etcd-password", o.EtcdPassword.Reveal()}},
 		{{"etcd-keyfile", o.EtcdKeyFile}, {"etcd-certfile", o.EtcdCertFile}},

@@ -37,6 +37,7 @@ func defaults() Options {
 		Resync:                    5 * time.Minute,
 		NexthopObjects:            "auto",
 		Firewall:                  "config",
+		AllowExtensionBackend:     true,
 		SubnetFile:                "/run/flannel/subnet.env",
 		StateDir:                  "/var/lib/flannel",
 		HealthzIP:                 netip.IPv4Unspecified(),
@@ -77,7 +78,7 @@ func TestEveryFlag(t *testing.T) {
 		t.Fatalf("%d compatible flags, want 31", len(compatible))
 	}
 	own := map[string]string{
-		"subnet-lease-ttl": "24h", "iface-wait": "60s", "resync": "5m", "nexthop-objects": "auto", "firewall": "config", "status-socket": "", "statusz-address": "",
+		"subnet-lease-ttl": "24h", "iface-wait": "60s", "resync": "5m", "nexthop-objects": "auto", "firewall": "config", "allow-extension-backend": "", "status-socket": "", "statusz-address": "",
 		"state-dir":              "/var/lib/flannel",
 		"readyz-datastore-grace": "5m", "log-format": "text",
 	}

@@ -1,0 +1,105 @@
+package extension
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"regexp"
+	"slices"
+	"strings"
+	"time"
+
+	"flanneld/subnet"
+)
+
+// The keys that hold commands.
+const (
+	preStartup   = "PreStartupCommand"
+	postStartup  = "PostStartupCommand"
+	subnetAdd    = "SubnetAddCommand"
+	subnetRemove = "SubnetRemoveCommand"
+	shutdown     = "ShutdownCommand"
+)
+
+const (
+	defaultTimeout = 30   // seconds
+	maxTimeout     = 3600 // seconds
+)
+
+// wireConfig is the Backend object of the network configuration.
+type wireConfig struct {
+	PreStartupCommand, PostStartupCommand string
+	SubnetAddCommand, SubnetRemoveCommand string
+	ShutdownCommand                       string
+	Shell                                 *bool // nil: as each command needs it
+	CommandTimeout                        int   // seconds
+}
+
+// config says what to run. Commands that are not configured are zero.
+type config struct {
+	pre, post, add, remove, shutdown command
+	timeout                          time.Duration
+}
+
+func parseConfig(raw json.RawMessage) (c config, warnings []string, err error) {
+	w := wireConfig{CommandTimeout: defaultTimeout}
+	if warnings, err = subnet.DecodeBackend(raw, &w); err != nil {
+		return c, nil, err
+	}
+	if w.CommandTimeout < 1 || w.CommandTimeout > maxTimeout {
+		return c, nil, fmt.Errorf("Backend.CommandTimeout is %d: want 1 to %d seconds", w.CommandTimeout, maxTimeout)
+	}
+	c.timeout = time.Duration(w.CommandTimeout) * time.Second
+	for _, one := range []struct {
+		name, line string
+		into       *command
+	}{
+		{preStartup, w.PreStartupCommand, &c.pre},
+		{postStartup, w.PostStartupCommand, &c.post},
+		{subnetAdd, w.SubnetAddCommand, &c.add},
+		{subnetRemove, w.SubnetRemoveCommand, &c.remove},
+		{shutdown, w.ShutdownCommand, &c.shutdown},
+	} {
+		if *one.into, err = newCommand(one.name, one.line, w.Shell); err != nil {
+			return c, nil, fmt.Errorf("Backend.%s: %w", one.name, err)
+		}
+	}
+	return c, warnings, nil
+}
+
+// command is one command as configured. The zero command does nothing.
+type command struct {
+	Name  string `json:"name,omitempty"` // the key that it was configured by
+	Line  string `json:"line,omitempty"`
+	Shell bool   `json:"shell,omitempty"` // sh -c; otherwise its words are run as they are
+}
+
+func newCommand(name, line string, shell *bool) (command, error) {
+	if strings.TrimSpace(line) == "" {
+		return command{}, nil
+	}
+	if strings.ContainsRune(line, 0) {
+		return command{}, errors.New("want a command line, have one with a NUL character")
+	}
+	c := command{Name: name, Line: line, Shell: needsShell(line)}
+	if shell != nil {
+		c.Shell = *shell
+	}
+	return c, nil
+}
+
+func (c command) configured() bool { return c.Line != "" }
+
+// plain matches what means the same to a shell as to a program that only
+// splits words and puts variables in. Whatever else there is may be syntax.
+var plain = regexp.MustCompile(`^(?:[^\n\r|&;<>()\x60"'\\*?\[\]{}~#!$]|\$[A-Za-z_]\w*|\$\{[A-Za-z_]\w*\})*$`)
+
+// builtins are the first words that only a shell knows what to do with.
+var builtins = strings.Fields(`. : alias case cd command eval exec exit export for if local read readonly
+	return set shift source times trap type ulimit umask unset until wait while`)
+
+// needsShell reports whether a command line makes use of a shell.
+func needsShell(line string) bool {
+	words := strings.Fields(line)
+	return !plain.MatchString(line) || slices.Contains(builtins, words[0]) || strings.Contains(words[0], "=")
+}

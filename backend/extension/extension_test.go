@@ -1,0 +1,570 @@
+package extension
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"maps"
+	"math/rand/v2"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+
+	"flanneld/backend"
+	"flanneld/pkg/underlay"
+	"flanneld/subnet"
+)
+
+// node is a host whose commands write down what they do.
+type node struct {
+	t      *testing.T
+	dir    string
+	env    backend.Env
+	boot   string
+	config map[string]any
+	host   *Host
+	net    backend.Network
+	cancel context.CancelFunc
+	ctx    context.Context
+}
+
+func newNode(t *testing.T, config map[string]any) *node {
+	t.Helper()
+	n := &node{t: t, dir: t.TempDir(), boot: "boot1", config: config, env: backend.Env{
+		Config: subnet.Config{Networks: []subnet.Network{{Prefix: netip.MustParsePrefix("10.5.0.0/16")}}},
+		Underlay: underlay.Interface{Name: "eth0", Index: 2, MTU: 1500, Addrs: []underlay.Address{
+			{Local: netip.MustParseAddr("192.0.2.1"), Public: netip.MustParseAddr("198.51.100.1")},
+		}},
+	}}
+	t.Setenv("LOG", filepath.Join(n.dir, "log"))
+	t.Setenv("DIR", n.dir)
+	t.Cleanup(n.stop)
+	return n
+}
+
+// dual gives the node IPv6, too.
+func (n *node) dual() {
+	n.env.Config.Networks = append(n.env.Config.Networks, subnet.Network{Prefix: netip.MustParsePrefix("fd00:5::/48")})
+	n.env.Underlay.Addrs = append(n.env.Underlay.Addrs, underlay.Address{
+		Local: netip.MustParseAddr("2001:db8::1"), Public: netip.MustParseAddr("2001:db8::1"),
+	})
+}
+
+// v6 takes IPv4 away from a dual node.
+func (n *node) v6() {
+	n.dual()
+	n.env.Config.Networks, n.env.Underlay.Addrs = n.env.Config.Networks[1:], n.env.Underlay.Addrs[1:]
+}
+
+// own is the node's own lease for a claim.
+func own(c subnet.Claim) subnet.Lease {
+	l := subnet.Lease{BackendType: c.BackendType, Endpoints: slices.Clone(c.Endpoints)}
+	for i, e := range l.Endpoints {
+		l.Endpoints[i].Subnet = netip.MustParsePrefix("10.5.1.0/24")
+		if e.PublicIP.Is6() {
+			l.Endpoints[i].Subnet = netip.MustParsePrefix("fd00:5:0:1::/64")
+		}
+	}
+	return l
+}
+
+// start is what a new process does.
+func (n *node) start() (subnet.Claim, error) {
+	n.t.Helper()
+	n.host = NewHost(Settings{Allow: true, StateDir: filepath.Join(n.dir, "state"), Name: "test"})
+	n.host.book.boot = n.boot
+	return n.again()
+}
+
+// again is what a process does whose interface has changed.
+func (n *node) again() (subnet.Claim, error) {
+	n.t.Helper()
+	raw, err := json.Marshal(n.config)
+	if err != nil {
+		n.t.Fatal(err)
+	}
+	b, warnings, err := n.host.New(raw, n.env)
+	if err != nil || warnings != nil {
+		n.t.Fatal(err, warnings)
+	}
+	n.ctx, n.cancel = context.WithCancel(n.t.Context())
+	claim, err := b.Claim(n.ctx, subnet.Claim{})
+	if err != nil {
+		return claim, err
+	}
+	n.net, err = b.Start(n.ctx, own(claim))
+	return claim, err
+}
+
+func (n *node) mustStart() subnet.Claim {
+	n.t.Helper()
+	claim, err := n.start()
+	if err != nil {
+		n.t.Fatal(err)
+	}
+	return claim
+}
+
+func (n *node) stop() {
+	if n.net != nil {
+		n.cancel()
+		_ = n.net.Close()
+		n.net = nil
+	}
+}
+
+// sync gives the network the peers, and returns why any is refused, by key.
+func (n *node) sync(peers ...subnet.Lease) map[string]string {
+	n.t.Helper()
+	o, err := n.net.Sync(n.ctx, set(true, peers...))
+	if err != nil {
+		n.t.Fatal(err)
+	}
+	refused := map[string]string{}
+	for _, r := range o.Refused {
+		refused[r.Key] = r.Reason
+	}
+	if len(refused) > 0 && !o.Retry && refused[o.Refused[0].Key] != errRunning.Error() {
+		n.t.Errorf("%v is not to be tried again", refused)
+	}
+	return refused
+}
+
+func set(complete bool, peers ...subnet.Lease) backend.Set {
+	s := backend.Set{Leases: map[string]subnet.Lease{}, All: true, Complete: complete}
+	for _, p := range peers {
+		s.Leases[p.Key] = p
+	}
+	return s
+}
+
+// expect compares what the commands have written with want, and forgets it.
+func (n *node) expect(want ...string) {
+	n.t.Helper()
+	text, _ := os.ReadFile(filepath.Join(n.dir, "log"))
+	_ = os.Remove(filepath.Join(n.dir, "log"))
+	got := strings.Split(strings.TrimSpace(string(text)), "\n")
+	if len(want) == 0 {
+		want = []string{""}
+	}
+	if diff := cmp.Diff(want, got); diff != "" {
+		n.t.Errorf("commands (-want +got):\n%s", diff)
+	}
+}
+
+func peer(number int, text string) subnet.Lease {
+	l := subnet.Lease{Key: fmt.Sprintf("10.5.%d.0-24", number), BackendType: Type, Endpoints: []subnet.Endpoint{{
+		Subnet: netip.PrefixFrom(netip.AddrFrom4([4]byte{10, 5, byte(number)}), 24), PublicIP: netip.AddrFrom4([4]byte{192, 0, 2, byte(number)}),
+	}}}
+	if text != "" {
+		l.Endpoints[0].Data, _ = json.Marshal(text)
+	}
+	return l
+}
+
+// logging has every command write down what it was told.
+func logging() map[string]any {
+	return map[string]any{
+		"Type":                Type,
+		"PreStartupCommand":   `echo "pre [$(cat)]" >> $LOG; echo data`,
+		"PostStartupCommand":  `echo "post $NETWORK $SUBNET $PUBLIC_IP $IPV6NETWORK $IPV6SUBNET $PUBLIC_IPV6 [$(cat)]" >> $LOG`,
+		"SubnetAddCommand":    `echo "add $SUBNET $PUBLIC_IP [$IPV6SUBNET $PUBLIC_IPV6] [$(cat)]" >> $LOG`,
+		"SubnetRemoveCommand": `echo "remove $SUBNET $PUBLIC_IP [$IPV6SUBNET $PUBLIC_IPV6] [$(cat)]" >> $LOG`,
+		"ShutdownCommand":     `echo "shutdown $SUBNET" >> $LOG`,
+		"CommandTimeout":      20,
+	}
+}
+
+func TestWhatCommandsAreTold(t *testing.T) {
+	t.Run("IPv4", func(t *testing.T) {
+		n := newNode(t, logging())
+		claim := n.mustStart()
+		n.expect("pre []", "post 10.5.0.0/16 10.5.1.0/24 192.0.2.1  ::/0 <nil> []")
+		if claim.BackendType != Type || string(claim.Endpoints[0].Data) != `"data"` {
+			t.Errorf("claim is %+v", claim)
+		}
+		n.sync(peer(2, "two"), peer(3, ""))
+		n.expect("add 10.5.2.0/24 192.0.2.2 [ ] [two]", "add 10.5.3.0/24 192.0.2.3 [ ] []")
+		if mtu := n.net.MTU(); mtu != 1500 {
+			t.Errorf("MTU is %d", mtu)
+		}
+	})
+	t.Run("dual", func(t *testing.T) {
+		n := newNode(t, logging())
+		n.dual()
+		claim := n.mustStart()
+		n.expect("pre []", "post 10.5.0.0/16 10.5.1.0/24 192.0.2.1 fd00:5::/48 fd00:5:0:1::/64 2001:db8::1 []")
+		if string(claim.Endpoints[0].Data) != `"data"` || claim.Endpoints[1].Data != nil {
+			t.Errorf("claim is %+v", claim)
+		}
+		p := peer(2, "two")
+		p.Endpoints = append(p.Endpoints, subnet.Endpoint{Subnet: netip.MustParsePrefix("fd00:5:0:2::/64"), PublicIP: netip.MustParseAddr("2001:db8::2")})
+		n.sync(p)
+		n.sync()
+		n.expect("add 10.5.2.0/24 192.0.2.2 [fd00:5:0:2::/64 2001:db8::2] [two]", "remove 10.5.2.0/24 192.0.2.2 [fd00:5:0:2::/64 2001:db8::2] [two]")
+	})
+	t.Run("IPv6", func(t *testing.T) {
+		n := newNode(t, logging())
+		n.v6()
+		claim := n.mustStart()
+		n.expect("pre []", "post    fd00:5::/48 fd00:5:0:1::/64 2001:db8::1 []")
+		if string(claim.Endpoints[0].Data) != `"data"` {
+			t.Errorf("claim is %+v", claim)
+		}
+		n.sync(subnet.Lease{Key: "a", BackendType: Type, Endpoints: []subnet.Endpoint{{
+			Subnet: netip.MustParsePrefix("fd00:5:0:2::/64"), PublicIP: netip.MustParseAddr("2001:db8::2"), Data: json.RawMessage(`"six"`)}}})
+		n.expect("add   [fd00:5:0:2::/64 2001:db8::2] [six]")
+	})
+	t.Run("nothing configured", func(t *testing.T) {
+		n := newNode(t, map[string]any{"Type": Type})
+		if claim := n.mustStart(); claim.Endpoints[0].Data != nil {
+			t.Errorf("claim is %+v", claim)
+		}
+		if refused := n.sync(peer(2, "two")); len(refused) > 0 {
+			t.Errorf("refused: %v", refused)
+		}
+		n.sync()
+	})
+}
+
+// TestRestart starts a process again: it runs only what has changed.
+func TestRestart(t *testing.T) {
+	n := newNode(t, logging())
+	two, three := peer(2, "two"), peer(3, "three")
+	n.mustStart()
+	n.sync(two, three)
+	n.expect("pre []", "post 10.5.0.0/16 10.5.1.0/24 192.0.2.1  ::/0 <nil> []",
+		"add 10.5.2.0/24 192.0.2.2 [ ] [two]", "add 10.5.3.0/24 192.0.2.3 [ ] [three]")
+	restart := func() {
+		n.stop()
+		if claim := n.mustStart(); string(claim.Endpoints[0].Data) != `"data"` {
+			t.Errorf("claim after a restart is %+v", claim)
+		}
+	}
+
+	restart()
+	n.sync(two, three)
+	n.sync(two, three)
+	n.expect()
+
+	restart()
+	two.Endpoints[0].PublicIP = netip.MustParseAddr("192.0.2.22")
+	n.sync(two, peer(3, "drei"))
+	n.expect("remove 10.5.2.0/24 192.0.2.2 [ ] [two]", "add 10.5.2.0/24 192.0.2.22 [ ] [two]",
+		"remove 10.5.3.0/24 192.0.2.3 [ ] [three]", "add 10.5.3.0/24 192.0.2.3 [ ] [drei]")
+
+	restart() // not before the store has answered
+	if _, err := n.net.Sync(n.ctx, set(false, two)); err != nil {
+		t.Fatal(err)
+	}
+	n.expect()
+	n.sync(two)
+	n.expect("remove 10.5.3.0/24 192.0.2.3 [ ] [drei]")
+
+	n.stop() // another command: the old one is removed by what it came with
+	n.config["SubnetAddCommand"], n.config["SubnetRemoveCommand"] = `echo "new $SUBNET" >> $LOG`, `echo "gone $SUBNET" >> $LOG`
+	n.mustStart()
+	n.sync(two)
+	n.sync()
+	n.expect("remove 10.5.2.0/24 192.0.2.22 [ ] [two]", "new 10.5.2.0/24", "gone 10.5.2.0/24")
+
+	n.stop()
+	n.boot = "boot2"
+	n.mustStart()
+	n.expect("pre []", "post 10.5.0.0/16 10.5.1.0/24 192.0.2.1  ::/0 <nil> []")
+}
+
+// TestSubnetChangesHands has the subnet of one lease go to another.
+func TestSubnetChangesHands(t *testing.T) {
+	n := newNode(t, logging())
+	n.mustStart()
+	before, after := peer(2, "two"), peer(2, "zwei")
+	before.Key, after.Key = "node-z", "node-a"
+	n.sync(before)
+	n.sync(after)
+	n.expect("pre []", "post 10.5.0.0/16 10.5.1.0/24 192.0.2.1  ::/0 <nil> []", "add 10.5.2.0/24 192.0.2.2 [ ] [two]",
+		"remove 10.5.2.0/24 192.0.2.2 [ ] [two]", "add 10.5.2.0/24 192.0.2.2 [ ] [zwei]")
+}
+
+// TestInterfaceChanges moves the host to another address.
+func TestInterfaceChanges(t *testing.T) {
+	n := newNode(t, logging())
+	n.mustStart()
+	n.sync(peer(2, "two"))
+	n.stop()
+	n.expect("pre []", "post 10.5.0.0/16 10.5.1.0/24 192.0.2.1  ::/0 <nil> []", "add 10.5.2.0/24 192.0.2.2 [ ] [two]")
+	n.env.Underlay.Addrs[0].Local = netip.MustParseAddr("192.0.2.101")
+	if _, err := n.again(); err != nil {
+		t.Fatal(err)
+	}
+	n.sync(peer(2, "two"))
+	n.expect("shutdown 10.5.1.0/24", "pre []", "post 10.5.0.0/16 10.5.1.0/24 192.0.2.101  ::/0 <nil> []",
+		"remove 10.5.2.0/24 192.0.2.2 [ ] [two]", "add 10.5.2.0/24 192.0.2.2 [ ] [two]")
+}
+
+func TestShutdown(t *testing.T) {
+	n := newNode(t, logging())
+	n.mustStart()
+	n.sync(peer(2, "two"))
+	n.stop()
+	n.host.Shutdown(t.Context())
+	n.expect("pre []", "post 10.5.0.0/16 10.5.1.0/24 192.0.2.1  ::/0 <nil> []", "add 10.5.2.0/24 192.0.2.2 [ ] [two]", "shutdown 10.5.1.0/24")
+	n.host.Shutdown(t.Context())
+	n.expect()
+	n.mustStart() // what was added may or may not have gone with it
+	n.sync(peer(2, "two"))
+	n.expect("pre []", "post 10.5.0.0/16 10.5.1.0/24 192.0.2.1  ::/0 <nil> []",
+		"remove 10.5.2.0/24 192.0.2.2 [ ] [two]", "add 10.5.2.0/24 192.0.2.2 [ ] [two]")
+	n.stop()
+	NewHost(Settings{}).Shutdown(t.Context()) // of a process with another backend
+	n.expect()
+}
+
+func TestStartFails(t *testing.T) {
+	n := newNode(t, logging())
+	n.config["PostStartupCommand"] = `echo "post" >> $LOG; echo no such device; exit 3`
+	if _, err := n.start(); text(err) != "PostStartupCommand: exit status 3: no such device" {
+		t.Errorf("start: %v", err)
+	}
+	n.expect("pre []", "post", "post", "post")
+	n.config["PostStartupCommand"] = `echo "post" >> $LOG`
+	n.mustStart() // the device may be half done: from the beginning
+	n.expect("shutdown 10.5.1.0/24", "pre []", "post")
+	n.stop()
+
+	n.config["PreStartupCommand"] = `echo "pre" >> $LOG; test $(wc -l < $LOG) = 3 && echo third`
+	if claim := n.mustStart(); string(claim.Endpoints[0].Data) != `"third"` {
+		t.Errorf("claim is %+v", claim)
+	}
+	n.expect("shutdown 10.5.1.0/24", "pre", "pre", "post")
+	n.stop()
+
+	n.config["PreStartupCommand"] = `head -c 40000 /dev/zero | tr '\0' x`
+	if _, err := n.start(); text(err) != "PreStartupCommand: its output has 40000 bytes, at most 32768 can be published" {
+		t.Errorf("start: %v", err)
+	}
+}
+
+// TestAddFails has one peer fail for a while: the others are served.
+func TestAddFails(t *testing.T) {
+	n := newNode(t, map[string]any{
+		"SubnetAddCommand":    `echo "add $SUBNET" >> $LOG; test $SUBNET != 10.5.2.0/24 || test -e $DIR/ok || { echo one; echo out of luck >&2; exit 2; }`,
+		"SubnetRemoveCommand": `echo "remove $SUBNET" >> $LOG; exit 1`,
+	})
+	n.mustStart()
+	want := map[string]string{"10.5.2.0-24": "SubnetAddCommand: exit status 2: out of luck"}
+	for range 3 { // the first time it is run, then it rests
+		if diff := cmp.Diff(want, n.sync(peer(2, ""), peer(3, ""))); diff != "" {
+			t.Errorf("refused (-want +got):\n%s", diff)
+		}
+	}
+	n.expect("add 10.5.2.0/24", "add 10.5.3.0/24")
+	n.sync(peer(2, ""), peer(3, ""), peer(4, ""))
+	n.expect("add 10.5.4.0/24")
+
+	if err := os.WriteFile(filepath.Join(n.dir, "ok"), nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	deadline := time.Now().Add(time.Minute)
+	for len(n.sync(peer(2, ""), peer(3, ""), peer(4, ""))) > 0 {
+		if time.Now().After(deadline) {
+			t.Fatal("it is not run again")
+		}
+		<-time.After(20 * time.Millisecond)
+	}
+	n.expect("remove 10.5.2.0/24", "add 10.5.2.0/24")
+}
+
+// TestAddFailsAndChanges does not wait where there is something new to try.
+func TestAddFailsAndChanges(t *testing.T) {
+	n := newNode(t, map[string]any{"SubnetAddCommand": `echo "add $SUBNET" >> $LOG; grep good`})
+	n.mustStart()
+	if refused := n.sync(peer(2, "bad")); len(refused) != 1 {
+		t.Errorf("refused: %v", refused)
+	}
+	if refused := n.sync(peer(2, "good")); len(refused) != 0 {
+		t.Errorf("refused: %v", refused)
+	}
+	n.expect("add 10.5.2.0/24", "add 10.5.2.0/24")
+}
+
+func TestRemoveFails(t *testing.T) {
+	n := newNode(t, map[string]any{"SubnetRemoveCommand": `echo "remove $SUBNET" >> $LOG; test -e $DIR/ok`})
+	n.mustStart()
+	n.sync(peer(2, ""))
+	n.sync()
+	n.expect("remove 10.5.2.0/24")
+	if err := os.WriteFile(filepath.Join(n.dir, "ok"), nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	deadline := time.Now().Add(time.Minute)
+	for {
+		o, err := n.net.Sync(n.ctx, set(true))
+		if err == nil && !o.Retry {
+			break
+		}
+		if err != nil || time.Now().After(deadline) {
+			t.Fatalf("it is not run again: %v", err)
+		}
+		<-time.After(20 * time.Millisecond)
+	}
+	n.expect("remove 10.5.2.0/24")
+}
+
+// TestHangingAdd has the first of three peers hang: the others need not wait,
+// and in the end it is killed.
+func TestHangingAdd(t *testing.T) {
+	n := newNode(t, map[string]any{
+		"SubnetAddCommand": `test $SUBNET != 10.5.2.0/24 || sleep 1000; echo "add $SUBNET" >> $LOG`,
+		"CommandTimeout":   3,
+	})
+	n.mustStart()
+	begin := time.Now()
+	refused := n.sync(peer(2, ""), peer(3, ""), peer(4, ""))
+	if diff := cmp.Diff(map[string]string{"10.5.2.0-24": errRunning.Error()}, refused); diff != "" {
+		t.Errorf("after %v refused (-want +got):\n%s", time.Since(begin), diff)
+	}
+	n.expect("add 10.5.3.0/24", "add 10.5.4.0/24")
+	select {
+	case <-n.net.Changed():
+	case <-time.After(time.Minute):
+		t.Fatal("it is not killed")
+	}
+	want := map[string]string{"10.5.2.0-24": "SubnetAddCommand: " + errTimeout.Error()}
+	if diff := cmp.Diff(want, n.sync(peer(2, ""), peer(3, ""), peer(4, ""))); diff != "" {
+		t.Errorf("after %v refused (-want +got):\n%s", time.Since(begin), diff)
+	}
+}
+
+// TestStopWhileCommandsHang must not take long, and what was being added is not
+// taken for granted afterwards.
+func TestStopWhileCommandsHang(t *testing.T) {
+	n := newNode(t, map[string]any{"SubnetAddCommand": `echo "add" >> $LOG; test -e $DIR/ok || sleep 1000`, "SubnetRemoveCommand": `echo "remove" >> $LOG`})
+	n.mustStart()
+	n.sync(peer(2, ""))
+	begin := time.Now()
+	n.stop()
+	if took := time.Since(begin); took > 20*time.Second {
+		t.Errorf("it took %v to stop", took)
+	}
+	if err := os.WriteFile(filepath.Join(n.dir, "ok"), nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	n.mustStart()
+	n.sync(peer(2, ""))
+	n.expect("add", "remove", "add")
+}
+
+func TestHostileData(t *testing.T) {
+	n := newNode(t, map[string]any{"SubnetAddCommand": `cat > $DIR/seen`})
+	n.mustStart()
+	for _, hostile := range []string{
+		"$(touch $DIR/pwned)", "`touch $DIR/pwned`", "; touch $DIR/pwned #", "' ; touch $DIR/pwned '", "a\nb\n", "\x00\x01\x7f",
+		"PATH=/tmp", "-rf /", strings.Repeat("A", 200_000), "${SUBNET}",
+	} {
+		p := peer(2, hostile)
+		if _, err := n.net.Check(p); err != nil {
+			t.Errorf("Check(%.20q): %v", hostile, err)
+		}
+		if refused := n.sync(p); len(refused) > 0 {
+			t.Errorf("%.20q: %v", hostile, refused)
+		}
+		if seen, err := os.ReadFile(filepath.Join(n.dir, "seen")); err != nil || string(seen) != hostile+"\n" {
+			t.Errorf("command read %.40q, %v, want %.40q", seen, err, hostile)
+		}
+		if _, err := os.Stat(filepath.Join(n.dir, "pwned")); err == nil {
+			t.Fatalf("%q was run", hostile)
+		}
+	}
+	for _, bad := range []string{`{}`, `["a"]`, `1`, `true`, `{"VtepMAC":"x"}`} {
+		p := peer(2, "")
+		p.Endpoints[0].Data = json.RawMessage(bad)
+		if _, err := n.net.Check(p); err == nil || !strings.Contains(err.Error(), "want a JSON string") {
+			t.Errorf("Check(%s) = %v", bad, err)
+		}
+	}
+}
+
+func TestDiskThatDoesNotWork(t *testing.T) {
+	n := newNode(t, logging())
+	if err := os.WriteFile(filepath.Join(n.dir, "state"), nil, 0o600); err != nil { // where the directory should be
+		t.Fatal(err)
+	}
+	n.mustStart()
+	n.sync(peer(2, "two"))
+	n.sync(peer(2, "two"))
+	n.expect("pre []", "post 10.5.0.0/16 10.5.1.0/24 192.0.2.1  ::/0 <nil> []", "add 10.5.2.0/24 192.0.2.2 [ ] [two]")
+}
+
+// TestRandomWalk has commands that are as strict as ip(8), fail at random and
+// leave things half done; processes come and go. In the end each subnet is
+// there exactly as it should be.
+func TestRandomWalk(t *testing.T) {
+	seed := rand.Uint64()
+	t.Logf("seed %d", seed)
+	r := rand.New(rand.NewPCG(seed, 0))
+	n := newNode(t, map[string]any{
+		"PreStartupCommand":   `rm -rf $DIR/net; mkdir $DIR/net`,
+		"SubnetAddCommand":    `set -C; read data; f=$DIR/net/${SUBNET%/*}; echo "$PUBLIC_IP $data" > $f && ! test -e $DIR/broken`,
+		"SubnetRemoveCommand": `rm $DIR/net/${SUBNET%/*} && ! test -e $DIR/broken`,
+		"ShutdownCommand":     `rm -rf $DIR/net`,
+	})
+	n.mustStart()
+	broken := filepath.Join(n.dir, "broken")
+	peers := map[int]subnet.Lease{}
+	for range 60 {
+		switch r.IntN(6) {
+		case 0:
+			n.stop()
+			if r.IntN(3) == 0 {
+				n.host.Shutdown(t.Context())
+			}
+			n.mustStart()
+		case 1:
+			_ = os.WriteFile(broken, nil, 0o600)
+		default:
+			number := 2 + r.IntN(5)
+			if delete(peers, number); r.IntN(3) > 0 {
+				peers[number] = peer(number, fmt.Sprint(r.IntN(3)))
+			}
+		}
+		n.sync(slices.Collect(maps.Values(peers))...)
+		_ = os.Remove(broken)
+	}
+	deadline := time.Now().Add(time.Minute)
+	for {
+		o, err := n.net.Sync(n.ctx, set(true, slices.Collect(maps.Values(peers))...))
+		if err != nil {
+			t.Fatal(err)
+		}
+		if !o.Retry {
+			break
+		}
+		if time.Now().After(deadline) {
+			t.Fatalf("not all right in time: %+v", o)
+		}
+		<-time.After(50 * time.Millisecond)
+	}
+	want, got := map[string]string{}, map[string]string{}
+	for _, p := range peers {
+		e := p.Endpoints[0]
+		want[e.Subnet.Addr().String()] = fmt.Sprintf("%s %s\n", e.PublicIP, strings.Trim(string(e.Data), `"`))
+	}
+	files, err := os.ReadDir(filepath.Join(n.dir, "net"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, f := range files {
+		text, _ := os.ReadFile(filepath.Join(n.dir, "net", f.Name()))
+		got[f.Name()] = string(text)
+	}
+	if diff := cmp.Diff(want, got); diff != "" {
+		t.Errorf("subnets (-want +got):\n%s", diff)
+	}
+}

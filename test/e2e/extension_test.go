@@ -1,0 +1,208 @@
+package e2e
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"os"
+	"strings"
+	"testing"
+
+	"flanneld/pkg/lab"
+)
+
+// calls is where commands write down that they were run.
+const calls = "/run/calls"
+
+// extensionVXLAN has the shape of the samples that are published for flannel:
+// a device that is made anew, and commands that fail when they are run twice.
+func extensionVXLAN(t *testing.T) string {
+	t.Helper()
+	return extension(t, map[string]any{
+		"PreStartupCommand": "echo pre >> " + calls + "; export VNI=1; export IF_NAME=flannel-vxlan; ip link del $IF_NAME 2>/dev/null; " +
+			"ip link add $IF_NAME type vxlan id $VNI dstport 8472 nolearning && ip link set mtu 1450 dev $IF_NAME && cat /sys/class/net/$IF_NAME/address",
+		"PostStartupCommand": "echo post >> " + calls + "; export IF_NAME=flannel-vxlan; export SUBNET_IP=`echo $SUBNET | cut -d'/' -f 1`; " +
+			"ip addr add $SUBNET_IP/32 dev $IF_NAME && ip link set $IF_NAME up",
+		"SubnetAddCommand": "echo add $SUBNET >> " + calls + "; export SUBNET_IP=`echo $SUBNET | cut -d'/' -f 1`; export IF_NAME=flannel-vxlan; read VTEP; " +
+			"ip route add $SUBNET nexthop via $SUBNET_IP dev $IF_NAME onlink && ip neigh add $SUBNET_IP lladdr $VTEP dev $IF_NAME && " +
+			"bridge fdb add $VTEP dev $IF_NAME self dst $PUBLIC_IP",
+		"SubnetRemoveCommand": "echo remove $SUBNET >> " + calls + "; export SUBNET_IP=`echo $SUBNET | cut -d'/' -f 1`; export IF_NAME=flannel-vxlan; read VTEP; " +
+			"ip route del $SUBNET; ip neigh del $SUBNET_IP dev $IF_NAME; bridge fdb del $VTEP dev $IF_NAME self dst $PUBLIC_IP",
+	})
+}
+
+func extension(t *testing.T, commands map[string]any) string {
+	t.Helper()
+	commands["Type"] = "extension"
+	text, err := json.Marshal(commands)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return string(text)
+}
+
+// expectCalls waits until the host's commands have been run as wanted, and
+// forgets that they were.
+func expectCalls(t *testing.T, h *lab.Host, want ...string) {
+	t.Helper()
+	eventually(t, "commands on "+h.Name(), func() error {
+		text, err := os.ReadFile(h.Path(calls))
+		if err != nil && !errors.Is(err, os.ErrNotExist) {
+			return err
+		}
+		if got := strings.TrimSpace(string(text)); got != strings.Join(want, "\n") {
+			return fmt.Errorf("have been run: %q, want %q", strings.Split(got, "\n"), want)
+		}
+		return nil
+	})
+	forgetCalls(t, h)
+}
+
+func forgetCalls(t *testing.T, h *lab.Host) {
+	t.Helper()
+	if err := os.RemoveAll(h.Path(calls)); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// TestExtension leads a network of commands through restarts and changes.
+func TestExtension(t *testing.T) {
+	t.Parallel()
+	l := newLab(t, lab.Config{Hosts: 2}, extensionVXLAN(t))
+	startAll(t, l, lab.FlanneldOptions{})
+	expectMatrix(t, l)
+	h := l.Host(1)
+	other := leaseOf(t, l, l.Host(2))
+	expectCalls(t, h, "pre", "post", "add "+other.subnet())
+
+	// Packets go on through restarts, however the daemon ends.
+	flows := startFlows(t, l, 100)
+	expectStop(t, h.Daemon())
+	startOne(t, h, lab.FlanneldOptions{})
+	h.Daemon().Kill()
+	startOne(t, h, lab.FlanneldOptions{})
+	expectNothingLost(t, flows)
+	expectCalls(t, h)
+
+	c := store(t, l)
+	const made = "10.5.200.0/24"
+	key := subnets + strings.ReplaceAll(made, "/", "-")
+	value := func(ip, data string) string {
+		return fmt.Sprintf(`{"PublicIP":%q,"BackendType":"extension","BackendData":%s}`, ip, data)
+	}
+	put(t, c, key, value("192.168.77.200", `"02:00:00:00:02:00"`))
+	expectCalls(t, h, "add "+made)
+	put(t, c, key, value("192.168.77.201", `"02:00:00:00:02:01"`))
+	expectCalls(t, h, "remove "+made, "add "+made)
+	expectKernelHas(t, h, "dst 192.168.77.201", "dst 192.168.77.200")
+
+	expectStop(t, h.Daemon()) // it goes while nobody looks
+	remove(t, c, key)
+	d := startOne(t, h, lab.FlanneldOptions{})
+	expectCalls(t, h, "remove "+made)
+
+	for _, data := range []string{`"$(touch /run/pwned)"`, "\"`touch /run/pwned`\"", `"x; touch /run/pwned"`, `"x' ; touch /run/pwned '"`} {
+		put(t, c, key, value("192.168.77.200", data))
+		expectLog(t, d, "SubnetAddCommand: exit status")
+		remove(t, c, key)
+		expectLog(t, d, "lease no longer refused")
+		if _, err := os.Stat(h.Path("/run/pwned")); err == nil {
+			t.Fatalf("%s was run", data)
+		}
+	}
+	put(t, c, key, value("192.168.77.200", `{"VtepMAC":"02:00:00:00:02:00"}`))
+	expectLog(t, d, "want a JSON string")
+	if _, _, err := d.Get(t.Context(), "/readyz"); err != nil {
+		t.Errorf("a lease that cannot be used makes the host unready: %v", err)
+	}
+	expectMatrix(t, l)
+}
+
+// expectKernelHas waits until what ip(8) and bridge(8) show has one text and
+// lacks another.
+func expectKernelHas(t *testing.T, h *lab.Host, have, lack string) {
+	t.Helper()
+	expectKernel(t, h, []string{have}, []string{lack})
+}
+
+// TestExtensionRoutes routes by commands: without a shell for one family, with
+// one for both.
+func TestExtensionRoutes(t *testing.T) {
+	t.Parallel()
+	t.Run("direct", func(t *testing.T) {
+		t.Parallel()
+		l := newLab(t, lab.Config{Hosts: 3}, extension(t, map[string]any{
+			"SubnetAddCommand":    "ip route add $SUBNET via ${PUBLIC_IP}",
+			"SubnetRemoveCommand": "ip route del $SUBNET via ${PUBLIC_IP}",
+		}))
+		startAll(t, l, lab.FlanneldOptions{})
+		expectMatrix(t, l)
+		expectMTU(t, l, 1500)
+	})
+	t.Run("dual", func(t *testing.T) {
+		t.Parallel()
+		l := newLab(t, lab.Config{Hosts: 3, Families: dual}, extension(t, map[string]any{
+			"SubnetAddCommand":    `ip route add "$SUBNET" via "$PUBLIC_IP" && ip -6 route add "$IPV6SUBNET" via "$PUBLIC_IPV6"`,
+			"SubnetRemoveCommand": `ip route del "$SUBNET" via "$PUBLIC_IP" && ip -6 route del "$IPV6SUBNET" via "$PUBLIC_IPV6"`,
+		}))
+		startAll(t, l, lab.FlanneldOptions{})
+		expectMatrix(t, l)
+	})
+	t.Run("IPv6", func(t *testing.T) {
+		t.Parallel()
+		l := newLab(t, lab.Config{Hosts: 2, Families: v6}, extension(t, map[string]any{
+			"SubnetAddCommand": `ip -6 route add $IPV6SUBNET via $PUBLIC_IPV6`,
+		}))
+		startAll(t, l, lab.FlanneldOptions{})
+		expectMatrix(t, l)
+	})
+}
+
+// TestExtensionTrouble has one peer whose command fails and one whose command
+// hangs: the host is ready and serves the others.
+func TestExtensionTrouble(t *testing.T) {
+	t.Parallel()
+	l := newLab(t, lab.Config{Hosts: 2}, extension(t, map[string]any{
+		"SubnetAddCommand": `case $SUBNET in 10.5.200.*) echo no luck; exit 3;; 10.5.201.*) sleep 1000;; esac; ip route add $SUBNET via $PUBLIC_IP`,
+		"CommandTimeout":   5,
+	}))
+	c := store(t, l)
+	for _, n := range []string{"200", "201"} {
+		put(t, c, subnets+"10.5."+n+".0-24", fmt.Sprintf(`{"PublicIP":"192.168.77.%s","BackendType":"extension"}`, n))
+	}
+	startAll(t, l, lab.FlanneldOptions{})
+	expectMatrix(t, l)
+	for _, h := range l.Hosts() {
+		expectLog(t, h.Daemon(), `"SubnetAddCommand: exit status 3: no luck"`)
+		expectLog(t, h.Daemon(), "longer than CommandTimeout")
+		expectStop(t, h.Daemon())
+	}
+}
+
+// TestExtensionShutdown asks for the network to go with the daemon.
+func TestExtensionShutdown(t *testing.T) {
+	t.Parallel()
+	l := newLab(t, lab.Config{Hosts: 1}, extension(t, map[string]any{
+		"PreStartupCommand": "ip link add down-with-it type dummy",
+		"ShutdownCommand":   "ip link del down-with-it",
+	}))
+	h := l.Host(1)
+	for range 2 {
+		startOne(t, h, lab.FlanneldOptions{})
+		if out, err := h.Exec(background(t), "ip", "link", "show", "down-with-it"); err != nil {
+			t.Fatalf("%v: %s", err, out)
+		}
+		expectStop(t, h.Daemon())
+		if out, err := h.Exec(background(t), "ip", "link", "show", "down-with-it"); err == nil {
+			t.Errorf("it is still there: %s", out)
+		}
+	}
+}
+
+func TestExtensionThatCannotStart(t *testing.T) {
+	t.Parallel()
+	l := newLab(t, lab.Config{Hosts: 2}, extension(t, map[string]any{"PreStartupCommand": "echo no such device >&2; false"}))
+	expectFailure(t, start(t, l.Host(1), lab.FlanneldOptions{Args: []string{"--allow-extension-backend=false"}}),
+		"--allow-extension-backend", "as root")
+	expectFailure(t, start(t, l.Host(2), lab.FlanneldOptions{}), "PreStartupCommand: exit status 1: no such device")
+}
