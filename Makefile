@@ -8,6 +8,8 @@ export SOURCE_DATE_EPOCH := $(or $(shell git log -1 --format=%ct 2>/dev/null),0)
 ARCHES := amd64 arm64 arm ppc64le s390x riscv64
 OUT := dist/out
 COMMANDS := ./cmd/flanneld ./cmd/flannelctl ./cmd/install-conf
+# The CNI plugin is called what runtimes look for, and not as its folder.
+PLUGIN := ./cmd/flannel-cni
 LDFLAGS := -s -w -buildid= -X flanneld/pkg/version.Version=$(VERSION) -X flanneld/pkg/version.Commit=$(COMMIT)
 GO_BUILD := CGO_ENABLED=0 go build -trimpath -buildvcs=false -ldflags '$(LDFLAGS)'
 
@@ -34,6 +36,7 @@ help: ## this list
 ## See it work
 build: ## bin/flanneld, bin/flannelctl and the small programs beside them, static
 	$(GO_BUILD) -o bin/ $(COMMANDS)
+	$(GO_BUILD) -o bin/flannel $(PLUGIN)
 
 demo: build ## three hosts on this machine, a subnet each, every pod to every pod
 	bin/flannelctl lab --hosts 3 --backend vxlan --once
@@ -108,6 +111,7 @@ dist: $(ARCHES:%=$(OUT)/flannel-$(VERSION)-linux-%.tar.gz) ## tarballs for all a
 $(OUT)/flannel-$(VERSION)-linux-%.tar.gz: FORCE
 	rm -rf $(OUT)/$* && mkdir -p $(OUT)/$*
 	GOOS=linux GOARCH=$* GOARM=7 $(GO_BUILD) -o $(OUT)/$*/ $(COMMANDS)
+	GOOS=linux GOARCH=$* GOARM=7 $(GO_BUILD) -o $(OUT)/$*/flannel $(PLUGIN)
 	cp -r README.md dist/mk-docker-opts.sh dist/systemd dist/rt_protos.d dist/prometheus dist/grafana $(OUT)/$*/
 	cd $(OUT)/$* && tar --sort=name --mtime=@$$SOURCE_DATE_EPOCH --owner=0 --group=0 --numeric-owner \
 		--mode=u=rwX,go=rX -cf - * | gzip -9n > ../$(@F)

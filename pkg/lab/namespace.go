@@ -86,6 +86,12 @@ func onOwnThread(f func()) {
 // Name returns the name by which the lab calls the namespace.
 func (n *Namespace) Name() string { return n.name }
 
+// NetNS returns a path to the network namespace, for this process and others.
+// It is good while the lab is open.
+func (n *Namespace) NetNS() string {
+	return fmt.Sprintf("/proc/%d/task/%d/ns/net", os.Getpid(), n.tid)
+}
+
 // Nsenter returns the command that enters the namespace from outside, to which
 // another command may be appended. It works while the lab is open.
 func (n *Namespace) Nsenter() string {

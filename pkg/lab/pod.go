@@ -9,6 +9,7 @@ import (
 	"strings"
 
 	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
 
 	"flanneld/pkg/prefix"
 )
@@ -75,6 +76,48 @@ func (h *Host) AddPod(ctx context.Context, name string) (*Pod, error) {
 	}
 	h.pods = append(h.pods, p)
 	return p, nil
+}
+
+// AddEmptyPod adds a pod, called host1/name, that has a loopback interface and
+// no more: a CNI plugin is to make its network. See NetNS and Adopt.
+func (h *Host) AddEmptyPod(ctx context.Context, name string) (*Pod, error) {
+	n, err := newNamespace(h.Name()+"/"+name, bare)
+	if err != nil {
+		return nil, err
+	}
+	if err := n.Netlink(ctx, loUp); err != nil {
+		n.close()
+		return nil, err
+	}
+	p := &Pod{Namespace: n, host: h}
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	h.pods = append(h.pods, p)
+	return p, nil
+}
+
+// Adopt takes addresses and MTU from the pod's eth0, as somebody else has made
+// it.
+func (p *Pod) Adopt(ctx context.Context) error {
+	return p.Netlink(ctx, func(h *netlink.Handle) error {
+		eth0, err := h.LinkByName("eth0")
+		if err != nil {
+			return fmt.Errorf("find eth0 of %s: %w", p.Name(), err)
+		}
+		p.mtu, p.addrs = eth0.Attrs().MTU, nil
+		for _, family := range []int{unix.AF_INET, unix.AF_INET6} {
+			addrs, err := h.AddrList(eth0, family)
+			if err != nil {
+				return fmt.Errorf("list addresses of %s: %w", p.Name(), err)
+			}
+			for _, a := range addrs {
+				if addr, ok := netip.AddrFromSlice(a.IP); ok && !addr.IsLinkLocalUnicast() {
+					p.addrs = append(p.addrs, addr.Unmap())
+				}
+			}
+		}
+		return nil
+	})
 }
 
 func (p *Pod) connect(ctx context.Context, env subnetEnv, number int) error {

@@ -93,10 +93,23 @@ func cause(err error) error {
 	return err
 }
 
-// parse reads the dot-env format: assignments, optionally exported and quoted,
-// and comments. Of a key that is assigned twice the last value counts.
+// parse returns what is valid of a file's prefixes.
 func parse(data []byte) Previous {
 	var p Previous
+	vars := p.variables(data)
+	for _, f := range []prefix.Family{prefix.IPv4, prefix.IPv6} {
+		k := keysOf(f)
+		e := Entry{Network: p.prefix(vars, k.network, f), Subnet: p.prefix(vars, k.subnet, f)}
+		if e != (Entry{}) {
+			p.Entries = append(p.Entries, e)
+		}
+	}
+	return p
+}
+
+// variables reads the dot-env format: assignments, optionally exported and
+// quoted, and comments. Of a key that is assigned twice the last value counts.
+func (p *Previous) variables(data []byte) map[string]string {
 	vars := map[string]string{}
 	for i, line := range strings.Split(string(data), "\n") {
 		line = strings.TrimSpace(line)
@@ -110,14 +123,7 @@ func parse(data []byte) Previous {
 		}
 		vars[key] = value
 	}
-	for _, f := range []prefix.Family{prefix.IPv4, prefix.IPv6} {
-		k := keysOf(f)
-		e := Entry{Network: p.prefix(vars, k.network, f), Subnet: p.prefix(vars, k.subnet, f)}
-		if e != (Entry{}) {
-			p.Entries = append(p.Entries, e)
-		}
-	}
-	return p
+	return vars
 }
 
 // assignment splits one line into a shell variable and its unquoted value.

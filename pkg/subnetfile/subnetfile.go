@@ -52,8 +52,8 @@ func (f File) Marshal() []byte {
 		fmt.Fprintf(&b, "%s=%s\n", k.network, e.Network.Masked())
 		fmt.Fprintf(&b, "%s=%s\n", k.subnet, netip.PrefixFrom(prefix.First(e.Subnet), e.Subnet.Bits()))
 	}
-	fmt.Fprintf(&b, "FLANNEL_MTU=%d\n", f.MTU)
-	fmt.Fprintf(&b, "FLANNEL_IPMASQ=%t\n", f.IPMasq)
+	fmt.Fprintf(&b, "%s=%d\n", keyMTU, f.MTU)
+	fmt.Fprintf(&b, "%s=%t\n", keyIPMasq, f.IPMasq)
 	return b.Bytes()
 }
 

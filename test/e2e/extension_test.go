@@ -4,11 +4,13 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"net/netip"
 	"os"
 	"strings"
 	"testing"
 
 	"flanneld/pkg/lab"
+	"flanneld/pkg/prefix"
 )
 
 // calls is where commands write down that they were run.
@@ -20,7 +22,7 @@ func extensionVXLAN(t *testing.T) string {
 	t.Helper()
 	return extension(t, map[string]any{
 		"PreStartupCommand": "echo pre >> " + calls + "; export VNI=1; export IF_NAME=flannel-vxlan; ip link del $IF_NAME 2>/dev/null; " +
-			"ip link add $IF_NAME type vxlan id $VNI dstport 8472 nolearning && ip link set mtu 1450 dev $IF_NAME && cat /sys/class/net/$IF_NAME/address",
+			"ip link add $IF_NAME type vxlan id $VNI dstport 8472 nolearning && ip link set mtu 1450 dev $IF_NAME && ip link show $IF_NAME | awk '/ether/ { print $2 }'",
 		"PostStartupCommand": "echo post >> " + calls + "; export IF_NAME=flannel-vxlan; export SUBNET_IP=`echo $SUBNET | cut -d'/' -f 1`; " +
 			"ip addr add $SUBNET_IP/32 dev $IF_NAME && ip link set $IF_NAME up",
 		"SubnetAddCommand": "echo add $SUBNET >> " + calls + "; export SUBNET_IP=`echo $SUBNET | cut -d'/' -f 1`; export IF_NAME=flannel-vxlan; read VTEP; " +
@@ -72,8 +74,8 @@ func TestExtension(t *testing.T) {
 	startAll(t, l, lab.FlanneldOptions{})
 	expectMatrix(t, l)
 	h := l.Host(1)
-	other := leaseOf(t, l, l.Host(2))
-	expectCalls(t, h, "pre", "post", "add "+other.subnet())
+	other := netip.PrefixFrom(l.Host(2).Pods()[0].Addr(prefix.IPv4), 24).Masked()
+	expectCalls(t, h, "pre", "post", "add "+other.String())
 
 	// Packets go on through restarts, however the daemon ends.
 	flows := startFlows(t, l, 100)
@@ -101,11 +103,10 @@ func TestExtension(t *testing.T) {
 	d := startOne(t, h, lab.FlanneldOptions{})
 	expectCalls(t, h, "remove "+made)
 
-	for _, data := range []string{`"$(touch /run/pwned)"`, "\"`touch /run/pwned`\"", `"x; touch /run/pwned"`, `"x' ; touch /run/pwned '"`} {
-		put(t, c, key, value("192.168.77.200", data))
-		expectLog(t, d, "SubnetAddCommand: exit status")
-		remove(t, c, key)
-		expectLog(t, d, "lease no longer refused")
+	for i, data := range []string{`"$(touch /run/pwned)"`, "\"`touch /run/pwned`\"", `"x; touch /run/pwned"`, `"x' ; touch /run/pwned '"`} {
+		hostile := fmt.Sprintf("10.5.%d.0/24", 210+i)
+		put(t, c, subnets+strings.ReplaceAll(hostile, "/", "-"), value(fmt.Sprintf("192.168.77.%d", 210+i), data))
+		expectLog(t, d, fmt.Sprintf(`"lease refused" lease="10.5.%d.0-24" reason="SubnetAddCommand: exit status`, 210+i))
 		if _, err := os.Stat(h.Path("/run/pwned")); err == nil {
 			t.Fatalf("%s was run", data)
 		}
@@ -183,7 +184,7 @@ func TestExtensionTrouble(t *testing.T) {
 func TestExtensionShutdown(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 1}, extension(t, map[string]any{
-		"PreStartupCommand": "ip link add down-with-it type dummy",
+		"PreStartupCommand": "ip link add down-with-it type bridge",
 		"ShutdownCommand":   "ip link del down-with-it",
 	}))
 	h := l.Host(1)

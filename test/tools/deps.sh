@@ -29,6 +29,8 @@ want shellcheck shellcheck
 want promtool prometheus # and prometheus itself, which scrapes a daemon
 want systemd-analyze systemd
 want buildah buildah # the image
+want /usr/lib/cni/bridge containernetworking-plugins # what the CNI plugin delegates to
+want iptables iptables # for those
 [ -n "$packages" ] || exit 0
 
 if ! command -v apt-get >/dev/null 2>&1; then

@@ -1,0 +1,175 @@
+package main
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io/fs"
+	"maps"
+
+	"github.com/containernetworking/cni/pkg/types"
+
+	"flanneld/pkg/subnetfile"
+)
+
+// What the configuration need not say.
+const (
+	defaultSubnetFile = "/run/flannel/subnet.env"
+	defaultDataDir    = "/var/lib/cni/flannel"
+	defaultDelegate   = "bridge"
+	defaultIPAM       = "host-local"
+)
+
+// self is the name under which runtimes look for this plugin.
+const self = "flannel"
+
+// object is a JSON object of which only some keys are looked at.
+type object map[string]json.RawMessage
+
+// config is the plugin's configuration, as the runtime hands it over.
+type config struct {
+	CNIVersion    string          `json:"cniVersion"`
+	Name          string          `json:"name"`
+	SubnetFile    string          `json:"subnetFile"`
+	DataDir       string          `json:"dataDir"`
+	IPAM          object          `json:"ipam"`
+	Delegate      object          `json:"delegate"`
+	RuntimeConfig json.RawMessage `json:"runtimeConfig"`
+	PrevResult    json.RawMessage `json:"prevResult"`
+	// Attachments are those that GC must keep.
+	Attachments json.RawMessage `json:"cni.dev/valid-attachments"`
+}
+
+func parseConfig(stdin []byte) (config, error) {
+	c := config{SubnetFile: defaultSubnetFile, DataDir: defaultDataDir}
+	if err := json.Unmarshal(stdin, &c); err != nil {
+		return c, types.NewError(types.ErrDecodingFailure, "parse network configuration", err.Error())
+	}
+	if c.SubnetFile == "" {
+		c.SubnetFile = defaultSubnetFile
+	}
+	if c.DataDir == "" {
+		c.DataDir = defaultDataDir
+	}
+	if err := c.check(); err != nil {
+		return c, types.NewError(types.ErrInvalidNetworkConfig, "network configuration "+c.Name, err.Error())
+	}
+	return c, nil
+}
+
+func (c config) check() error {
+	for _, key := range []string{"name", "ipam"} {
+		if _, ok := c.Delegate[key]; ok {
+			return fmt.Errorf("delegate.%s is not allowed: the plugin sets it", key)
+		}
+	}
+	t, err := c.Delegate.text("type", defaultDelegate)
+	if err != nil {
+		return fmt.Errorf("delegate.%w", err)
+	}
+	if t == self {
+		return fmt.Errorf("delegate.type is %q: want another plugin", t)
+	}
+	if _, err := c.IPAM.text("type", defaultIPAM); err != nil {
+		return fmt.Errorf("ipam.%w", err)
+	}
+	return nil
+}
+
+// text returns the string under key, or def if there is none.
+func (o object) text(key, def string) (string, error) {
+	raw, ok := o[key]
+	if !ok {
+		return def, nil
+	}
+	var s string
+	if err := json.Unmarshal(raw, &s); err != nil || s == "" {
+		return "", fmt.Errorf("%s is %s: want a string", key, raw)
+	}
+	return s, nil
+}
+
+// set puts a value under key, whatever is there.
+func (o object) set(key string, value any) {
+	o[key], _ = json.Marshal(value) // strings, numbers and what was JSON before
+}
+
+// preset puts a value under key unless there is one.
+func (o object) preset(key string, value any) {
+	if _, ok := o[key]; !ok {
+		o.set(key, value)
+	}
+}
+
+// clone returns a copy that can be changed, also of nil.
+func (o object) clone() object {
+	c := object{}
+	maps.Copy(c, o)
+	return c
+}
+
+// delegation returns the configuration of the delegate on this host. What the
+// operator has set in delegate and ipam stays, but for the ranges.
+func (c config) delegation() (object, error) {
+	host, err := subnetfile.Load(c.SubnetFile)
+	if err != nil {
+		details := err.Error()
+		if errors.Is(err, fs.ErrNotExist) {
+			details += ": flanneld has not written it yet"
+		}
+		return nil, types.NewError(types.ErrTryAgainLater, "the host has no subnet", details)
+	}
+	ipam, err := c.addressManagement(host)
+	if err != nil {
+		return nil, err
+	}
+	d := c.Delegate.clone()
+	d.set("name", c.Name)
+	d.preset("type", defaultDelegate)
+	if c.CNIVersion != "" {
+		d.set("cniVersion", c.CNIVersion)
+	}
+	d.preset("mtu", host.MTU)
+	d.preset("ipMasq", !host.IPMasq) // one of the two does it
+	if t, _ := d.text("type", ""); t == defaultDelegate {
+		d.preset("isGateway", true)
+	}
+	d.set("ipam", ipam)
+	c.runtime(d)
+	return d, nil
+}
+
+// runtime puts what the runtime says about one attachment into d.
+func (c config) runtime(d object) {
+	if c.RuntimeConfig != nil {
+		d.set("runtimeConfig", c.RuntimeConfig)
+	}
+}
+
+// addressManagement gives the delegate addresses of the host's subnets, and
+// routes to the networks that they are part of.
+func (c config) addressManagement(host subnetfile.File) (object, error) {
+	ipam := c.IPAM.clone()
+	ipam.preset("type", defaultIPAM)
+	var routes []json.RawMessage
+	if raw, ok := ipam["routes"]; ok {
+		if err := json.Unmarshal(raw, &routes); err != nil {
+			return nil, types.NewError(types.ErrInvalidNetworkConfig, "network configuration "+c.Name, "ipam.routes: "+err.Error())
+		}
+	}
+	var ranges [][]object
+	for _, e := range host.Entries {
+		subnet, route := object{}, object{}
+		subnet.set("subnet", e.Subnet)
+		route.set("dst", e.Network)
+		ranges = append(ranges, []object{subnet})
+		text, err := json.Marshal(route)
+		if err != nil {
+			return nil, fmt.Errorf("encode route: %w", err)
+		}
+		routes = append(routes, text)
+	}
+	ipam.set("ranges", ranges)
+	ipam.set("routes", routes)
+	return ipam, nil
+}

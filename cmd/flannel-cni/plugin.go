@@ -1,0 +1,188 @@
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"slices"
+
+	"github.com/containernetworking/cni/pkg/invoke"
+	"github.com/containernetworking/cni/pkg/skel"
+	"github.com/containernetworking/cni/pkg/types"
+)
+
+// The functions below are the CNI commands. The process is made for one of
+// them, and the runtime kills it when that takes too long.
+
+// add attaches the container to the network.
+func add(args *skel.CmdArgs) error {
+	c, err := parseConfig(args.StdinData)
+	if err != nil {
+		return err
+	}
+	d, err := c.delegation()
+	if err != nil {
+		return err
+	}
+	// What is added is noted before, so that it can be deleted however this
+	// ends. But the note of an attachment that is there stays until this one
+	// has taken its place, which other plugins refuse.
+	a := attachment{dir: c.DataDir, container: args.ContainerID, iface: args.IfName}
+	_, err = a.load()
+	fresh := errors.Is(err, fs.ErrNotExist)
+	if fresh {
+		if err := a.save(d); err != nil {
+			return err
+		}
+	}
+	stdin, plugin, err := d.call()
+	if err != nil {
+		return err
+	}
+	result, err := invoke.DelegateAdd(context.Background(), plugin, stdin, nil)
+	if err != nil {
+		return err
+	}
+	if !fresh {
+		if err := a.save(d); err != nil {
+			return err
+		}
+	}
+	return result.Print()
+}
+
+// call returns what the delegate is called with.
+func (o object) call() (stdin []byte, plugin string, err error) {
+	if plugin, err = o.text("type", defaultDelegate); err != nil {
+		return nil, "", fmt.Errorf("delegate: %w", err)
+	}
+	if stdin, err = json.Marshal(o); err != nil {
+		return nil, "", fmt.Errorf("encode delegate: %w", err)
+	}
+	return stdin, plugin, nil
+}
+
+// del detaches the container. What is not known to be attached is detached.
+func del(args *skel.CmdArgs) error {
+	c, err := parseConfig(args.StdinData)
+	if err != nil {
+		return err
+	}
+	a := attachment{dir: c.DataDir, container: args.ContainerID, iface: args.IfName}
+	d, err := a.load()
+	switch {
+	case errors.Is(err, fs.ErrNotExist):
+		return nil
+	case errors.Is(err, errDamaged):
+		// It is added again as it would be now. If that cannot be told either,
+		// there is nothing that trying again could do.
+		fmt.Fprintln(os.Stderr, "flannel:", err)
+		if d, err = c.delegation(); err != nil {
+			return a.remove()
+		}
+	case err != nil:
+		return err
+	}
+	c.runtime(d)
+	stdin, plugin, err := d.call()
+	if err != nil {
+		return err
+	}
+	if err := invoke.DelegateDel(context.Background(), plugin, stdin, nil); err != nil {
+		return err
+	}
+	return a.remove()
+}
+
+// check asks the delegate whether the container is attached as it was.
+func check(args *skel.CmdArgs) error {
+	c, err := parseConfig(args.StdinData)
+	if err != nil {
+		return err
+	}
+	a := attachment{dir: c.DataDir, container: args.ContainerID, iface: args.IfName}
+	d, err := a.load()
+	if err != nil {
+		return types.NewError(types.ErrUnknownContainer, "the container is not known to be attached", err.Error())
+	}
+	c.runtime(d)
+	if c.PrevResult != nil {
+		d.set("prevResult", withGateways(c.PrevResult))
+	}
+	stdin, plugin, err := d.call()
+	if err != nil {
+		return err
+	}
+	return invoke.DelegateCheck(context.Background(), plugin, stdin, nil)
+}
+
+// status says whether containers can be attached.
+func status(args *skel.CmdArgs) error {
+	c, err := parseConfig(args.StdinData)
+	if err != nil {
+		return err
+	}
+	d, err := c.delegation()
+	if err != nil {
+		if e, ok := errors.AsType[*types.Error](err); ok && e.Code == types.ErrTryAgainLater {
+			return types.NewError(types.ErrPluginNotAvailable, e.Msg, e.Details)
+		}
+		return err
+	}
+	stdin, plugin, err := d.call()
+	if err != nil {
+		return err
+	}
+	return invoke.DelegateStatus(context.Background(), plugin, stdin, nil)
+}
+
+// collect has the delegate release what belongs to no attachment any more, and
+// forgets those attachments.
+func collect(args *skel.CmdArgs) error {
+	c, err := parseConfig(args.StdinData)
+	if err != nil {
+		return err
+	}
+	var keep []types.GCAttachment
+	if err := json.Unmarshal(c.Attachments, &keep); err != nil { // none at all would mean to release everything
+		return types.NewError(types.ErrInvalidNetworkConfig, "parse cni.dev/valid-attachments", err.Error())
+	}
+	d, err := c.delegation()
+	if err != nil {
+		return err
+	}
+	d.set("cni.dev/valid-attachments", keep)
+	stdin, plugin, err := d.call()
+	if err != nil {
+		return err
+	}
+	if err := invoke.DelegateGC(context.Background(), plugin, stdin, nil); err != nil {
+		return err
+	}
+	return c.forget(keep)
+}
+
+// forget removes the notes of all attachments to this network but keep.
+func (c config) forget(keep []types.GCAttachment) error {
+	all, err := attachments(c.DataDir)
+	if err != nil {
+		return err
+	}
+	for _, a := range all {
+		d, err := a.load()
+		if err != nil {
+			continue // another network's, for all that is known
+		}
+		name, _ := d.text("name", "")
+		if name != c.Name || slices.Contains(keep, types.GCAttachment{ContainerID: a.container, IfName: a.iface}) {
+			continue
+		}
+		if err := a.remove(); err != nil {
+			return err
+		}
+	}
+	return nil
+}

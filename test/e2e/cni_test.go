@@ -1,0 +1,350 @@
+package e2e
+
+import (
+	"fmt"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/containernetworking/cni/libcni"
+	current "github.com/containernetworking/cni/pkg/types/100"
+
+	"flanneld/pkg/lab"
+	"flanneld/pkg/prefix"
+)
+
+// debianPlugins is where the package containernetworking-plugins puts bridge,
+// host-local and portmap.
+const debianPlugins = "/usr/lib/cni"
+
+// Where the plugins of a host are, and what its runtime remembers.
+const (
+	ownPlugins   = "/run/cni/bin"
+	runtimeCache = "/var/lib/cni/cache"
+)
+
+// cni is a container runtime on one host.
+type cni struct {
+	t    *testing.T
+	host *lab.Host
+	list *libcni.NetworkConfigList
+}
+
+// usual is what manifests of flannel say to the delegate. As flanneld of a
+// manifest does, somebody else masquerades.
+const usual = `"delegate":{"hairpinMode":true,"isDefaultGateway":true,"ipMasq":false}`
+
+// newCNI returns a runtime with the network that manifests of flannel install;
+// keys are those of the plugin.
+func newCNI(t *testing.T, h *lab.Host, version, keys string) *cni {
+	t.Helper()
+	for _, name := range []string{"bridge", "host-local", "portmap"} {
+		if _, err := os.Stat(filepath.Join(debianPlugins, name)); err != nil {
+			t.Fatalf("no plugin to delegate to (make deps): %v", err)
+		}
+	}
+	binary, err := os.ReadFile(filepath.Join(filepath.Dir(flanneld()), "flannel"))
+	if err != nil {
+		t.Fatalf("no CNI plugin to test (make build): %v", err)
+	}
+	if err := os.MkdirAll(h.Path(ownPlugins), 0o700); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile(h.Path(ownPlugins+"/flannel"), binary, 0o700); err != nil {
+		t.Fatal(err)
+	}
+	list, err := libcni.ConfListFromBytes(fmt.Appendf(nil, `{"name":"cbr0","cniVersion":%q,"plugins":[
+		{"type":"flannel",%s},
+		{"type":"portmap","capabilities":{"portMappings":true}}]}`, version, keys))
+	if err != nil {
+		t.Fatal(err)
+	}
+	return &cni{t, h, list}
+}
+
+// do runs f as a runtime on the host does.
+func (c *cni) do(f func(runtime *libcni.CNIConfig) error) error {
+	return c.host.Do(background(c.t), func() error {
+		return f(libcni.NewCNIConfigWithCacheDir([]string{ownPlugins, debianPlugins}, runtimeCache, nil))
+	})
+}
+
+// conf is what the runtime says about a pod.
+func conf(p *lab.Pod, ports ...map[string]any) *libcni.RuntimeConf {
+	rt := &libcni.RuntimeConf{ContainerID: strings.ReplaceAll(p.Name(), "/", "-"), NetNS: p.NetNS(), IfName: "eth0"}
+	if len(ports) > 0 {
+		rt.CapabilityArgs = map[string]any{"portMappings": ports}
+	}
+	return rt
+}
+
+func (c *cni) tryAdd(rt *libcni.RuntimeConf) (result *current.Result, err error) {
+	err = c.do(func(runtime *libcni.CNIConfig) error {
+		r, err := runtime.AddNetworkList(background(c.t), c.list, rt)
+		if err == nil {
+			result, err = current.NewResultFromResult(r)
+		}
+		return err
+	})
+	return result, err
+}
+
+// add makes a pod with a network by the plugin.
+func (c *cni) add(name string, ports ...map[string]any) *lab.Pod {
+	c.t.Helper()
+	p, err := c.host.AddEmptyPod(background(c.t), name)
+	if err != nil {
+		c.t.Fatal(err)
+	}
+	result, err := c.tryAdd(conf(p, ports...))
+	if err != nil {
+		c.t.Fatalf("ADD %s: %v", p.Name(), err)
+	}
+	if err := p.Adopt(background(c.t)); err != nil {
+		c.t.Fatal(err)
+	}
+	var told []netip.Addr
+	for _, ip := range result.IPs {
+		told = append(told, netip.MustParsePrefix(ip.Address.String()).Addr())
+	}
+	if !slices.Equal(told, p.Addrs()) {
+		c.t.Errorf("%s has %v, the result says %v", p.Name(), p.Addrs(), told)
+	}
+	return p
+}
+
+func (c *cni) check(p *lab.Pod) error {
+	return c.do(func(runtime *libcni.CNIConfig) error {
+		return runtime.CheckNetworkList(background(c.t), c.list, conf(p))
+	})
+}
+
+func (c *cni) del(p *lab.Pod) {
+	c.t.Helper()
+	if err := c.do(func(runtime *libcni.CNIConfig) error {
+		return runtime.DelNetworkList(background(c.t), c.list, conf(p))
+	}); err != nil {
+		c.t.Errorf("DEL %s: %v", p.Name(), err)
+	}
+}
+
+// left is what plugins keep about pods on the host.
+func (c *cni) left() (files []string) {
+	c.t.Helper()
+	for _, dir := range []string{"/var/lib/cni/flannel", "/var/lib/cni/networks/cbr0"} {
+		all, err := os.ReadDir(c.host.Path(dir))
+		if err != nil {
+			c.t.Error(err)
+		}
+		for _, f := range all {
+			if name := f.Name(); name != "lock" && !strings.HasPrefix(name, "last_reserved_ip") {
+				files = append(files, filepath.Join(dir, name))
+			}
+		}
+	}
+	return files
+}
+
+// TestCNI attaches pods of two hosts with the real plugins, in every version
+// of the specification that these know.
+func TestCNI(t *testing.T) {
+	for _, tc := range []struct {
+		version  string
+		families []prefix.Family
+		backend  string
+		mtu      int
+	}{
+		{"0.3.1", v4, `{"Type":"vxlan"}`, 1450},
+		{"0.4.0", v6, `{"Type":"vxlan"}`, 1430},
+		{"1.0.0", dual, `{"Type":"vxlan"}`, 1430},
+		{"0.3.1", dual, `{"Type":"host-gw"}`, 1500},
+	} {
+		t.Run(tc.version+"/"+name(tc.families), func(t *testing.T) {
+			t.Parallel()
+			l := newLab(t, lab.Config{Hosts: 2, Families: tc.families}, tc.backend)
+			if err := l.StartFlanneld(background(t), lab.FlanneldOptions{}); err != nil {
+				t.Fatal(err)
+			}
+			var runtimes []*cni
+			for _, h := range l.Hosts() {
+				c := newCNI(t, h, tc.version, usual)
+				runtimes = append(runtimes, c)
+				for _, name := range []string{"a", "b"} {
+					if p := c.add(name); len(p.Addrs()) != len(tc.families) || p.MTU() != tc.mtu {
+						t.Errorf("%s has %v and an MTU of %d, want %d", p.Name(), p.Addrs(), p.MTU(), tc.mtu)
+					}
+				}
+			}
+			expectMatrix(t, l)
+			expectMTU(t, l, tc.mtu)
+			expectAttached(t, runtimes, tc.version != "0.3.1")
+		})
+	}
+}
+
+// expectAttached checks all pods, damages one and has it noticed, and detaches
+// all of them.
+func expectAttached(t *testing.T, runtimes []*cni, checks bool) {
+	t.Helper()
+	for _, c := range runtimes {
+		for i, p := range c.host.Pods() {
+			if checks {
+				if err := c.check(p); err != nil {
+					t.Errorf("CHECK %s: %v", p.Name(), err)
+				}
+				if out, err := p.Exec(background(t), "ip", "addr", "flush", "dev", "eth0"); err != nil {
+					t.Fatalf("%v: %s", err, out)
+				}
+				if err := c.check(p); err == nil {
+					t.Errorf("CHECK %s: no error although its address is gone", p.Name())
+				}
+			}
+			if i == 0 {
+				c.del(p)
+			}
+			c.del(p) // twice is as good as once
+			if out, err := p.Exec(background(t), "ip", "link", "show", "eth0"); err == nil {
+				t.Errorf("%s still has an interface: %s", p.Name(), out)
+			}
+		}
+		if files := c.left(); len(files) > 0 {
+			t.Errorf("left on %s: %v", c.host.Name(), files)
+		}
+	}
+}
+
+// TestCNIPorts has portmap behind the plugin, with what the runtime says.
+func TestCNIPorts(t *testing.T) {
+	t.Parallel()
+	l := newLab(t, lab.Config{Hosts: 2}, `{"Type":"vxlan"}`)
+	if err := l.StartFlanneld(background(t), lab.FlanneldOptions{}); err != nil {
+		t.Fatal(err)
+	}
+	c := newCNI(t, l.Host(1), "1.0.0", usual)
+	p := c.add("web", map[string]any{"hostPort": 8080, "containerPort": 80, "protocol": "tcp"})
+	listener, err := p.Listen(background(t), "tcp", netip.AddrPortFrom(p.Addr(prefix.IPv4), 80).String())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer listener.Close()
+	go func() {
+		for {
+			conn, err := listener.Accept()
+			if err != nil {
+				return
+			}
+			fmt.Fprint(conn, "hello")
+			conn.Close()
+		}
+	}()
+	conn, err := l.Host(2).Dial(background(t), "tcp", netip.AddrPortFrom(l.Host(1).Addr(prefix.IPv4), 8080).String())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer conn.Close()
+	if err := conn.SetDeadline(time.Now().Add(patience)); err != nil {
+		t.Fatal(err)
+	}
+	said := make([]byte, 5)
+	if _, err := conn.Read(said); err != nil || string(said) != "hello" {
+		t.Errorf("the pod behind the port says %q, %v", said, err)
+	}
+	listener.Close()
+}
+
+// TestCNIOverrides has another bridge, another MTU, a route more and its own
+// masquerading, as flanneld does none.
+func TestCNIOverrides(t *testing.T) {
+	t.Parallel()
+	l := newLab(t, lab.Config{Hosts: 2}, `{"Type":"vxlan"}`)
+	if err := l.StartFlanneld(background(t), lab.FlanneldOptions{}); err != nil {
+		t.Fatal(err)
+	}
+	one := newCNI(t, l.Host(1), "0.4.0",
+		`"delegate":{"bridge":"mybr","mtu":1400,"ipMasq":false,"isDefaultGateway":true},"ipam":{"routes":[{"dst":"203.0.113.0/24"}]}`)
+	p := one.add("a")
+	if p.MTU() != 1400 {
+		t.Errorf("MTU is %d", p.MTU())
+	}
+	routes, err := p.Exec(background(t), "ip", "route")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, want := range []string{"203.0.113.0/24 via ", "10.5.0.0/16 via ", "default via "} {
+		if !strings.Contains(string(routes), want) {
+			t.Errorf("no %q in:\n%s", want, routes)
+		}
+	}
+	if out, err := l.Host(1).Exec(background(t), "ip", "link", "show", "mybr"); err != nil {
+		t.Errorf("%v: %s", err, out)
+	}
+	other := newCNI(t, l.Host(2), "0.4.0", `"delegate":{"isDefaultGateway":true}`).add("b")
+	seenAs := func(from, to *lab.Pod) netip.Addr {
+		seen, err := from.Connect(background(t), to, prefix.IPv4)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return seen
+	}
+	expectConverged(t, l)
+	if seen := seenAs(p, other); seen != p.Addr(prefix.IPv4) {
+		t.Errorf("without ipMasq %v is seen as %v", p.Addr(prefix.IPv4), seen)
+	}
+	if seen := seenAs(other, p); seen == other.Addr(prefix.IPv4) {
+		t.Errorf("with ipMasq %v is seen as it is", seen)
+	}
+}
+
+// TestCNITrouble goes through what does not work.
+func TestCNITrouble(t *testing.T) {
+	t.Parallel()
+	l := newLab(t, lab.Config{Hosts: 1}, `{"Type":"alloc"}`)
+	h := l.Host(1)
+	c := newCNI(t, h, "1.0.0", usual)
+	p, err := h.AddEmptyPod(background(t), "a")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := c.tryAdd(conf(p)); err == nil || !strings.Contains(err.Error(), "/run/flannel/subnet.env: no such file or directory") {
+		t.Errorf("ADD without flanneld: %v", err)
+	}
+	c.del(p)
+	startOne(t, h, lab.FlanneldOptions{})
+	if _, err := c.tryAdd(conf(p)); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := c.tryAdd(conf(p)); err == nil {
+		t.Error("ADD of what is there: no error")
+	}
+	if err := c.check(p); err != nil {
+		t.Errorf("CHECK after the second ADD: %v", err)
+	}
+	// The plugin's notes are lost, as with a disk that was exchanged.
+	if err := os.RemoveAll(h.Path("/var/lib/cni/flannel")); err != nil {
+		t.Fatal(err)
+	}
+	if err := c.check(p); err == nil {
+		t.Error("CHECK without notes: no error")
+	}
+	c.del(p)
+
+	// The subnet has changed, and what was attached before is detached still.
+	q := c.add("q")
+	expectStop(t, h.Daemon())
+	text, err := os.ReadFile(h.Path(lab.SubnetFile))
+	if err != nil {
+		t.Fatal(err)
+	}
+	changed := strings.ReplaceAll(string(text), "FLANNEL_SUBNET=10.5.", "FLANNEL_SUBNET=10.55.")
+	if err := os.WriteFile(h.Path(lab.SubnetFile), []byte(changed), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	c.del(q)
+	if _, err := os.Stat(h.Path("/var/lib/cni/networks/cbr0/" + q.Addr(prefix.IPv4).String())); err == nil {
+		t.Errorf("%v is still reserved", q.Addr(prefix.IPv4))
+	}
+}
