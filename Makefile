@@ -77,6 +77,7 @@ lint-mod:
 	go mod tidy -diff
 	go -C test/tools mod tidy -diff
 	go -C test/components/kube-apiserver mod tidy -diff
+	go -C test/components/cni-plugins mod tidy -diff
 
 lint-shell: deps
 	shellcheck .ci/run $(shell git ls-files --cached --others --exclude-standard '*.sh')
@@ -117,7 +118,13 @@ $(OUT)/flannel-$(VERSION)-linux-%.tar.gz: FORCE
 		--mode=u=rwX,go=rX -cf - * | gzip -9n > ../$(@F)
 	rm -rf $(OUT)/$*
 
-components: bin/tools/kube-apiserver ## build the Kubernetes API server that tests run: minutes, the first time
+components: bin/tools/kube-apiserver bin/tools/cni ## build the Kubernetes API server and CNI plugins that tests run: minutes, the first time
+
+# Plugins that know CNI 1.1, which those of Debian do not.
+bin/tools/cni: test/components/cni-plugins/go.mod test/components/cni-plugins/go.sum
+	@mkdir -p $@
+	CGO_ENABLED=0 nice go build -C test/components/cni-plugins -trimpath -o $(CURDIR)/$@/ tool
+	@touch $@
 
 bin/tools/kube-apiserver: $(APISERVER)
 	@mkdir -p bin/tools && ln -sf $(APISERVER) $@

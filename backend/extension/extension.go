@@ -25,8 +25,9 @@ const (
 	// before the second time, twice that before the third.
 	setupTries = 3
 	setupPause = time.Second
-	// maxPublished bounds what a host publishes, in bytes.
-	maxPublished = 32 << 10
+	// maxPublished bounds what a host publishes, in bytes of JSON: readers of
+	// leases have bounds of their own.
+	maxPublished = 16 << 10
 )
 
 // ErrNotAllowed means that this node runs no commands of the configuration.
@@ -112,9 +113,9 @@ func (b *Backend) Claim(ctx context.Context, prev subnet.Claim) (subnet.Claim, e
 	if !b.config.pre.configured() {
 		return claim, nil
 	}
-	data, err := json.Marshal(b.host.book.setup().Output)
+	data, err := publication(b.host.book.setup().Output)
 	if err != nil {
-		return claim, fmt.Errorf("encode the output of %s: %w", preStartup, err)
+		return claim, err
 	}
 	// Other daemons look for it in one place, beside the IPv4 address if any.
 	claim.Endpoints[0].Data = data
@@ -166,13 +167,25 @@ func (b *Backend) prepare(ctx context.Context) error {
 	if s.Output, err = b.attempt(ctx, b.config.pre, input{}); err != nil {
 		return err
 	}
-	if len(s.Output) > maxPublished {
-		return fmt.Errorf("%s: its output has %d bytes, at most %d can be published", preStartup, len(s.Output), maxPublished)
+	if _, err := publication(s.Output); err != nil {
+		return err
 	}
 	s.Key = key
 	book.setSetup(s)
 	book.flush(ctx)
 	return nil
+}
+
+// publication is the output of PreStartupCommand as it stands in the lease.
+func publication(output string) (json.RawMessage, error) {
+	data, err := json.Marshal(output)
+	if err != nil {
+		return nil, fmt.Errorf("encode the output of %s: %w", preStartup, err)
+	}
+	if len(data) > maxPublished {
+		return nil, fmt.Errorf("%s: its output has %d bytes as JSON, at most %d can be published", preStartup, len(data), maxPublished)
+	}
+	return data, nil
 }
 
 // attempt runs a command of the start, a few times if need be.

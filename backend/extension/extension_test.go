@@ -346,7 +346,7 @@ func TestStartFails(t *testing.T) {
 	n.stop()
 
 	n.config["PreStartupCommand"] = `head -c 40000 /dev/zero | tr '\0' x`
-	if _, err := n.start(); text(err) != "PreStartupCommand: its output has 40000 bytes, at most 32768 can be published" {
+	if _, err := n.start(); text(err) != "PreStartupCommand: its output has 40002 bytes as JSON, at most 16384 can be published" {
 		t.Errorf("start: %v", err)
 	}
 }

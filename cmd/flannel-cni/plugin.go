@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"io/fs"
 	"os"
+	"path/filepath"
 	"slices"
 
 	"github.com/containernetworking/cni/pkg/invoke"
@@ -139,8 +140,8 @@ func status(args *skel.CmdArgs) error {
 	return invoke.DelegateStatus(context.Background(), plugin, stdin, nil)
 }
 
-// collect has the delegate release what belongs to no attachment any more, and
-// forgets those attachments.
+// collect detaches all that is attached and should not be, and has the
+// delegate do the same: it may know of more.
 func collect(args *skel.CmdArgs) error {
 	c, err := parseConfig(args.StdinData)
 	if err != nil {
@@ -150,27 +151,27 @@ func collect(args *skel.CmdArgs) error {
 	if err := json.Unmarshal(c.Attachments, &keep); err != nil { // none at all would mean to release everything
 		return types.NewError(types.ErrInvalidNetworkConfig, "parse cni.dev/valid-attachments", err.Error())
 	}
-	d, err := c.delegation()
-	if err != nil {
-		return err
+	err = c.detachAllBut(keep)
+	d, failed := c.delegation()
+	if failed != nil {
+		return errors.Join(err, failed)
 	}
 	d.set("cni.dev/valid-attachments", keep)
-	stdin, plugin, err := d.call()
-	if err != nil {
-		return err
+	stdin, plugin, failed := d.call()
+	if failed != nil {
+		return errors.Join(err, failed)
 	}
-	if err := invoke.DelegateGC(context.Background(), plugin, stdin, nil); err != nil {
-		return err
-	}
-	return c.forget(keep)
+	return errors.Join(err, invoke.DelegateGC(context.Background(), plugin, stdin, nil))
 }
 
-// forget removes the notes of all attachments to this network but keep.
-func (c config) forget(keep []types.GCAttachment) error {
+// detachAllBut deletes the attachments to this network that are not in keep.
+// One that cannot be deleted does not keep the others.
+func (c config) detachAllBut(keep []types.GCAttachment) error {
 	all, err := attachments(c.DataDir)
 	if err != nil {
 		return err
 	}
+	var failed []error
 	for _, a := range all {
 		d, err := a.load()
 		if err != nil {
@@ -180,9 +181,27 @@ func (c config) forget(keep []types.GCAttachment) error {
 		if name != c.Name || slices.Contains(keep, types.GCAttachment{ContainerID: a.container, IfName: a.iface}) {
 			continue
 		}
-		if err := a.remove(); err != nil {
-			return err
+		if err := a.detach(d); err != nil {
+			failed = append(failed, fmt.Errorf("detach %s %s: %w", a.container, a.iface, err))
 		}
 	}
-	return nil
+	return errors.Join(failed...)
+}
+
+// detach has the delegate delete an attachment whose container is gone.
+func (a attachment) detach(d object) error {
+	stdin, plugin, err := d.call()
+	if err != nil {
+		return err
+	}
+	paths := os.Getenv("CNI_PATH")
+	path, err := invoke.FindInPath(plugin, filepath.SplitList(paths))
+	if err != nil {
+		return err
+	}
+	as := &invoke.Args{Command: "DEL", ContainerID: a.container, IfName: a.iface, Path: paths}
+	if err := invoke.ExecPluginWithoutResult(context.Background(), path, stdin, as, nil); err != nil {
+		return err
+	}
+	return a.remove()
 }

@@ -12,6 +12,7 @@ import (
 	"testing"
 
 	"github.com/containernetworking/cni/libcni"
+	"github.com/containernetworking/cni/pkg/invoke"
 	"github.com/containernetworking/cni/pkg/types"
 	"github.com/google/go-cmp/cmp"
 )
@@ -26,8 +27,8 @@ func TestMain(m *testing.M) {
 	case self:
 		main()
 	case "bridge", "other":
-		if err := delegate(name, os.Stdin); err != nil {
-			fmt.Printf(`{"cniVersion":"1.0.0","code":7,"msg":%q}`, err)
+		if err := delegate(name, os.Stdin, os.Stdout); err != nil {
+			fmt.Fprintf(os.Stdout, `{"cniVersion":"1.0.0","code":7,"msg":%q}`, err)
 			os.Exit(1)
 		}
 	default:
@@ -37,10 +38,10 @@ func TestMain(m *testing.M) {
 
 // delegate writes down what it is called with, and fails if a file "fail" says
 // why.
-func delegate(name string, stdin io.Reader) error {
+func delegate(name string, stdin io.Reader, stdout io.Writer) error {
 	command := os.Getenv("CNI_COMMAND")
 	if command == "VERSION" {
-		fmt.Print(`{"cniVersion":"1.1.0","supportedVersions":["0.3.1","0.4.0","1.0.0","1.1.0"]}`)
+		fmt.Fprint(stdout, `{"cniVersion":"1.1.0","supportedVersions":["0.3.1","0.4.0","1.0.0","1.1.0"]}`)
 		return nil
 	}
 	text, err := io.ReadAll(stdin)
@@ -52,6 +53,14 @@ func delegate(name string, stdin io.Reader) error {
 		name, command, os.Getenv("CNI_CONTAINERID"), os.Getenv("CNI_IFNAME"), text), 0o600); err != nil {
 		return err
 	}
+	calls, err := os.OpenFile(filepath.Join(dir, "calls"), os.O_CREATE|os.O_APPEND|os.O_WRONLY, 0o600)
+	if err != nil {
+		return err
+	}
+	fmt.Fprintf(calls, "%s %s/%s %s\n", command, os.Getenv("CNI_CONTAINERID"), os.Getenv("CNI_IFNAME"), os.Getenv("CNI_NETNS"))
+	if err := calls.Close(); err != nil {
+		return err
+	}
 	if why, err := os.ReadFile(filepath.Join(dir, "fail")); err == nil {
 		return errors.New(string(why))
 	}
@@ -60,7 +69,7 @@ func delegate(name string, stdin io.Reader) error {
 		if err := json.Unmarshal(text, &c); err != nil {
 			return err
 		}
-		fmt.Printf(`{"cniVersion":%q,"ips":[{"version":"4","address":"10.5.7.2/24"}]}`, c.CNIVersion)
+		fmt.Fprintf(stdout, `{"cniVersion":%q,"ips":[{"version":"4","address":"10.5.7.2/24"}]}`, c.CNIVersion)
 	}
 	return nil
 }
@@ -424,6 +433,7 @@ func TestGC(t *testing.T) {
 	}
 	b.write("data/of-another-network", `{"name":"another","type":"bridge"}`)
 	b.write("data/damaged", `{`)
+	b.write("calls", "")
 	valid := []types.GCAttachment{{ContainerID: "c1", IfName: "eth0"}, {ContainerID: "c2", IfName: "net1"}}
 	// The runtime itself would first delete what it knows of: this is about
 	// what it has forgotten.
@@ -431,11 +441,36 @@ func TestGC(t *testing.T) {
 	if err := b.runtime.GCNetworkList(t.Context(), l, &libcni.GCArgs{ValidAttachments: valid}); err != nil {
 		t.Fatal(err)
 	}
+	calls, err := os.ReadFile(filepath.Join(b.dir, "calls"))
+	if err != nil || string(calls) != "DEL c2/eth0 \nDEL c3/net1 \nGC / \n" {
+		t.Errorf("delegate was called with %q, %v", calls, err)
+	}
 	line, got := b.called()
 	if line != "bridge GC /" || len(got["cni.dev/valid-attachments"].([]any)) != 2 {
 		t.Errorf("%s %v", line, got)
 	}
 	if diff := cmp.Diff([]string{"c1", "c2@net1", "damaged", "of-another-network"}, b.notes()); diff != "" {
+		t.Errorf("notes (-want +got):\n%s", diff)
+	}
+}
+
+// TestGCWithoutList must not take a list that is missing for one that is empty.
+func TestGCWithoutList(t *testing.T) {
+	b := newBed(t, v4Env)
+	l := b.list("1.1.0", "")
+	if _, err := b.runtime.AddNetworkList(t.Context(), l, container("c1", "eth0")); err != nil {
+		t.Fatal(err)
+	}
+	b.called()
+	config := fmt.Appendf(nil, `{"cniVersion":"1.1.0","name":"cbr0","type":"flannel","subnetFile":%q,"dataDir":%q}`,
+		filepath.Join(b.dir, "subnet.env"), filepath.Join(b.dir, "data"))
+	err := invoke.ExecPluginWithoutResult(t.Context(), filepath.Join(b.dir, self), config,
+		&invoke.Args{Command: "GC", Path: b.dir}, nil)
+	if err == nil || !strings.Contains(err.Error(), "cni.dev/valid-attachments") {
+		t.Errorf("GC: %v", err)
+	}
+	b.expectCalled("")
+	if diff := cmp.Diff([]string{"c1"}, b.notes()); diff != "" {
 		t.Errorf("notes (-want +got):\n%s", diff)
 	}
 }

@@ -11,15 +11,19 @@ import (
 	"time"
 
 	"github.com/containernetworking/cni/libcni"
+	"github.com/containernetworking/cni/pkg/types"
 	current "github.com/containernetworking/cni/pkg/types/100"
 
 	"flanneld/pkg/lab"
 	"flanneld/pkg/prefix"
 )
 
-// debianPlugins is where the package containernetworking-plugins puts bridge,
-// host-local and portmap.
-const debianPlugins = "/usr/lib/cni"
+// The plugins of Debian's package containernetworking-plugins, and those that
+// `make components` builds because the former do not know CNI 1.1.
+const (
+	debianPlugins = "/usr/lib/cni"
+	newPlugins    = "../../bin/tools/cni"
+)
 
 // Where the plugins of a host are, and what its runtime remembers.
 const (
@@ -42,20 +46,23 @@ const usual = `"delegate":{"hairpinMode":true,"isDefaultGateway":true,"ipMasq":f
 // keys are those of the plugin.
 func newCNI(t *testing.T, h *lab.Host, version, keys string) *cni {
 	t.Helper()
-	for _, name := range []string{"bridge", "host-local", "portmap"} {
-		if _, err := os.Stat(filepath.Join(debianPlugins, name)); err != nil {
-			t.Fatalf("no plugin to delegate to (make deps): %v", err)
-		}
-	}
-	binary, err := os.ReadFile(filepath.Join(filepath.Dir(flanneld()), "flannel"))
-	if err != nil {
-		t.Fatalf("no CNI plugin to test (make build): %v", err)
+	from := debianPlugins
+	if version == "1.1.0" {
+		from = newPlugins
 	}
 	if err := os.MkdirAll(h.Path(ownPlugins), 0o700); err != nil {
 		t.Fatal(err)
 	}
-	if err := os.WriteFile(h.Path(ownPlugins+"/flannel"), binary, 0o700); err != nil {
-		t.Fatal(err)
+	for name, dir := range map[string]string{
+		"flannel": filepath.Dir(flanneld()), "bridge": from, "host-local": from, "portmap": from,
+	} {
+		binary, err := os.ReadFile(filepath.Join(dir, name))
+		if err != nil {
+			t.Fatalf("a plugin is missing (make deps components build): %v", err)
+		}
+		if err := os.WriteFile(h.Path(filepath.Join(ownPlugins, name)), binary, 0o700); err != nil {
+			t.Fatal(err)
+		}
 	}
 	list, err := libcni.ConfListFromBytes(fmt.Appendf(nil, `{"name":"cbr0","cniVersion":%q,"plugins":[
 		{"type":"flannel",%s},
@@ -69,7 +76,7 @@ func newCNI(t *testing.T, h *lab.Host, version, keys string) *cni {
 // do runs f as a runtime on the host does.
 func (c *cni) do(f func(runtime *libcni.CNIConfig) error) error {
 	return c.host.Do(background(c.t), func() error {
-		return f(libcni.NewCNIConfigWithCacheDir([]string{ownPlugins, debianPlugins}, runtimeCache, nil))
+		return f(libcni.NewCNIConfigWithCacheDir([]string{ownPlugins}, runtimeCache, nil))
 	})
 }
 
@@ -161,7 +168,7 @@ func TestCNI(t *testing.T) {
 		{"0.3.1", v4, `{"Type":"vxlan"}`, 1450},
 		{"0.4.0", v6, `{"Type":"vxlan"}`, 1430},
 		{"1.0.0", dual, `{"Type":"vxlan"}`, 1430},
-		{"0.3.1", dual, `{"Type":"host-gw"}`, 1500},
+		{"1.1.0", dual, `{"Type":"host-gw"}`, 1500},
 	} {
 		t.Run(tc.version+"/"+name(tc.families), func(t *testing.T) {
 			t.Parallel()
@@ -214,6 +221,52 @@ func expectAttached(t *testing.T, runtimes []*cni, checks bool) {
 		if files := c.left(); len(files) > 0 {
 			t.Errorf("left on %s: %v", c.host.Name(), files)
 		}
+	}
+}
+
+// TestCNIGarbage has the runtime forget about a pod: STATUS is good, and GC
+// releases what that pod had and nothing else.
+func TestCNIGarbage(t *testing.T) {
+	t.Parallel()
+	l := newLab(t, lab.Config{Hosts: 1, Families: dual}, `{"Type":"alloc"}`)
+	h := l.Host(1)
+	c := newCNI(t, h, "1.1.0", usual)
+	ready := func() error {
+		return c.do(func(runtime *libcni.CNIConfig) error {
+			return runtime.GetStatusNetworkList(background(t), c.list)
+		})
+	}
+	if err := ready(); err == nil || !strings.Contains(err.Error(), "flanneld has not written it yet") {
+		t.Errorf("STATUS without flanneld: %v", err)
+	}
+	startOne(t, h, lab.FlanneldOptions{})
+	if err := ready(); err != nil {
+		t.Errorf("STATUS: %v", err)
+	}
+	kept, forgotten := c.add("kept"), c.add("forgotten")
+	if err := os.RemoveAll(h.Path(runtimeCache)); err != nil {
+		t.Fatal(err)
+	}
+	valid := []types.GCAttachment{{ContainerID: conf(kept).ContainerID, IfName: "eth0"}}
+	if err := c.do(func(runtime *libcni.CNIConfig) error {
+		return runtime.GCNetworkList(background(t), c.list, &libcni.GCArgs{ValidAttachments: valid})
+	}); err != nil {
+		t.Errorf("GC: %v", err)
+	}
+	left := c.left()
+	if len(left) != 3 { // a note, and an address of each family
+		t.Errorf("GC left %v", left)
+	}
+	for _, file := range left {
+		for _, a := range forgotten.Addrs() {
+			if strings.Contains(file, conf(forgotten).ContainerID) || filepath.Base(file) == a.String() {
+				t.Errorf("GC left %s", file)
+			}
+		}
+	}
+	c.del(kept)
+	if left := c.left(); len(left) > 0 {
+		t.Errorf("DEL left %v", left)
 	}
 }
 

@@ -98,6 +98,25 @@ func TestEveryFlag(t *testing.T) {
 	}
 }
 
+// TestAllowExtensionBackend has a default that depends on the store.
+func TestAllowExtensionBackend(t *testing.T) {
+	conf := "--net-config-path=" + write(t, "net-conf.json")
+	for _, tc := range []struct {
+		args []string
+		want bool
+	}{
+		{nil, true},
+		{[]string{"--allow-extension-backend=false"}, false},
+		{[]string{"--kube-subnet-mgr", conf}, false},
+		{[]string{"--kube-subnet-mgr", conf, "--allow-extension-backend"}, true},
+	} {
+		o, err := Parse(tc.args, nil)
+		if err != nil || o.AllowExtensionBackend != tc.want {
+			t.Errorf("Parse(%q) allows the extension backend: %v, %v", tc.args, o.AllowExtensionBackend, err)
+		}
+	}
+}
+
 // write makes a file and returns its path.
 func write(t *testing.T, name string) string {
 	t.Helper()
