@@ -7,6 +7,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"sync/atomic"
 	"time"
 
 	"k8s.io/klog/v2"
@@ -47,7 +48,7 @@ type Settings struct {
 type Host struct {
 	settings Settings
 	book     *book
-	timeout  time.Duration // of commands; zero until a network was started
+	timeout  atomic.Int64 // of commands, nanoseconds; zero until a network was started
 }
 
 // NewHost returns a host on which nothing has been run yet.
@@ -72,8 +73,8 @@ func (h *Host) New(raw json.RawMessage, env backend.Env) (backend.Backend, []str
 // a network. That network must have been closed. It returns at the latest
 // after CommandTimeout.
 func (h *Host) Shutdown(ctx context.Context) {
-	if h.timeout > 0 {
-		h.undo(ctx, h.timeout)
+	if timeout := h.timeout.Load(); timeout > 0 {
+		h.undo(ctx, time.Duration(timeout))
 	}
 }
 
@@ -142,7 +143,7 @@ func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 	}
 	book.setSetup(s)
 	book.flush(ctx)
-	b.host.timeout = b.config.timeout
+	b.host.timeout.Store(int64(b.config.timeout))
 	return newNetwork(b, s.Number), nil
 }
 

@@ -461,6 +461,22 @@ func TestStopWhileCommandsHang(t *testing.T) {
 	n.expect("add", "remove", "add")
 }
 
+// TestStopWhileRemoveHangs goes back to what was there before: nobody knows
+// whether it still is.
+func TestStopWhileRemoveHangs(t *testing.T) {
+	n := newNode(t, map[string]any{"SubnetAddCommand": `echo "add $(cat)" >> $LOG`, "SubnetRemoveCommand": `echo "remove $(cat)" >> $LOG; test -e $DIR/ok || sleep 1000`})
+	n.mustStart()
+	n.sync(peer(2, "one"))
+	n.sync(peer(2, "another"))
+	n.stop()
+	if err := os.WriteFile(filepath.Join(n.dir, "ok"), nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	n.mustStart()
+	n.sync(peer(2, "one"))
+	n.expect("add one", "remove one", "remove one", "add one")
+}
+
 func TestHostileData(t *testing.T) {
 	n := newNode(t, map[string]any{"SubnetAddCommand": `cat > $DIR/seen`})
 	n.mustStart()

@@ -224,7 +224,7 @@ func (n *network) do(ctx context.Context, j job) error {
 	}
 	if j.old != nil {
 		if err := n.run(ctx, log, j.old.Undo, j.old.Input); err != nil {
-			if j.want == nil {
+			if j.want == nil || ctx.Err() != nil { // killed half-way: it is still what is to be removed
 				return err
 			}
 			log.V(2).Info("not removed before it is added, maybe because it was not there", "err", err)
