@@ -1,0 +1,165 @@
+package tunnel
+
+import (
+	"errors"
+	"fmt"
+	"os"
+
+	"golang.org/x/sys/unix"
+
+	"flanneld/pkg/tunnel/packet"
+)
+
+// Device is an open TUN device: what the kernel routes to it is read from it.
+// Without Persist it vanishes when the last one who has it open closes it.
+type Device struct {
+	file *os.File
+	name string
+	// tcp and udp say which super-packets the kernel exchanges through it.
+	tcp, udp bool
+}
+
+// OpenDevice makes a TUN device, or opens a persistent one that is there. It
+// must be called on a thread in the network namespace that is meant.
+func OpenDevice(name string) (*Device, error) {
+	fd, err := unix.Open("/dev/net/tun", unix.O_RDWR|unix.O_CLOEXEC|unix.O_NONBLOCK, 0)
+	if err != nil {
+		return nil, fmt.Errorf("open /dev/net/tun: %w", err)
+	}
+	flags := uint16(unix.IFF_TUN | unix.IFF_NO_PI | unix.IFF_VNET_HDR)
+	err = attach(fd, name, flags)
+	if errors.Is(err, unix.EINVAL) { // the number of queues is fixed when a device is made
+		err = attach(fd, name, flags|unix.IFF_MULTI_QUEUE)
+	}
+	switch {
+	case errors.Is(err, unix.EBUSY):
+		err = fmt.Errorf("%w: another program has it open", err)
+	case errors.Is(err, unix.EINVAL):
+		err = fmt.Errorf("%w: there is a device of that name which is no TUN device", err)
+	}
+	if err != nil {
+		_ = unix.Close(fd)
+		return nil, fmt.Errorf("open TUN device %s: %w", name, err)
+	}
+	return newDevice(fd)
+}
+
+func attach(fd int, name string, flags uint16) error {
+	req, err := unix.NewIfreq(name)
+	if err != nil {
+		return err
+	}
+	req.SetUint16(flags)
+	return unix.IoctlIfreq(fd, unix.TUNSETIFF, req)
+}
+
+// AdoptDevice returns the device of which fd is an open descriptor, as
+// OpenDevice had one, and owns fd from now on.
+func AdoptDevice(fd int) (*Device, error) {
+	if err := unix.SetNonblock(fd, true); err != nil {
+		return nil, errors.Join(fmt.Errorf("adopt TUN device: %w", err), unix.Close(fd))
+	}
+	return newDevice(fd)
+}
+
+// newDevice wraps fd, which is attached to its device: there is no waiting for
+// one that was not at this moment.
+func newDevice(fd int) (*Device, error) {
+	d := &Device{file: os.NewFile(uintptr(fd), "/dev/net/tun")}
+	req, err := status(fd)
+	if err == nil {
+		d.name = req.Name()
+		err = d.prepare(fd, req.Uint16())
+	}
+	if err != nil {
+		return nil, errors.Join(fmt.Errorf("set up TUN device %s: %w", d.name, err), d.file.Close())
+	}
+	return d, nil
+}
+
+func (d *Device) prepare(fd int, flags uint16) error {
+	if flags&unix.IFF_TUN == 0 || flags&unix.IFF_NO_PI == 0 || flags&unix.IFF_VNET_HDR == 0 {
+		return errors.New("it was not opened by flanneld")
+	}
+	if err := unix.IoctlSetPointerInt(fd, unix.TUNSETVNETHDRSZ, packet.OffloadLen); err != nil {
+		return fmt.Errorf("set header size: %w", err)
+	}
+	return d.setOffloads(fd)
+}
+
+// setOffloads asks for all that this kernel can leave to us.
+func (d *Device) setOffloads(fd int) error {
+	const (
+		checksum = unix.TUN_F_CSUM
+		tcp      = unix.TUN_F_TSO4 | unix.TUN_F_TSO6 | unix.TUN_F_TSO_ECN
+		udp      = unix.TUN_F_USO4 | unix.TUN_F_USO6 // Linux 6.2
+	)
+	var err error
+	for _, offloads := range []int{checksum | tcp | udp, checksum | tcp, 0} {
+		if err = unix.IoctlSetInt(fd, unix.TUNSETOFFLOAD, offloads); err == nil {
+			d.tcp, d.udp = offloads&tcp != 0, offloads&udp != 0
+			return nil
+		}
+	}
+	return fmt.Errorf("set offloads: %w", err)
+}
+
+// WithoutOffloads makes the kernel exchange single, complete packets, as it
+// does where it has no offloads.
+func (d *Device) WithoutOffloads() error {
+	d.tcp, d.udp = false, false
+	return d.control(func(fd int) error { return unix.IoctlSetInt(fd, unix.TUNSETOFFLOAD, 0) })
+}
+
+// Name returns the device's name.
+func (d *Device) Name() string { return d.name }
+
+// File returns the open descriptor, which is the device's.
+func (d *Device) File() *os.File { return d.file }
+
+// Persist says whether the device stays when nobody has it open any more.
+func (d *Device) Persist(on bool) error {
+	value := 0
+	if on {
+		value = 1
+	}
+	err := d.control(func(fd int) error { return unix.IoctlSetInt(fd, unix.TUNSETPERSIST, value) })
+	if err != nil {
+		return fmt.Errorf("make TUN device %s persistent (%v): %w", d.name, on, err)
+	}
+	return nil
+}
+
+// Alive reports whether the device is still there under its name: somebody may
+// have deleted it.
+func (d *Device) Alive() bool {
+	return d.control(func(fd int) error {
+		req, err := status(fd)
+		if err == nil && req.Name() != d.name {
+			return errors.New("renamed")
+		}
+		return err
+	}) == nil
+}
+
+// Close lets go of the device.
+func (d *Device) Close() error { return d.file.Close() }
+
+// status asks for name and flags of the device that is open as fd.
+func status(fd int) (*unix.Ifreq, error) {
+	req, err := unix.NewIfreq("")
+	if err != nil {
+		return nil, err
+	}
+	return req, unix.IoctlIfreq(fd, unix.TUNGETIFF, req)
+}
+
+// control runs f with the descriptor.
+func (d *Device) control(f func(fd int) error) error {
+	raw, err := d.file.SyscallConn()
+	if err != nil {
+		return err
+	}
+	cerr := raw.Control(func(fd uintptr) { err = f(int(fd)) })
+	return errors.Join(cerr, err)
+}

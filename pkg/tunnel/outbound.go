@@ -1,0 +1,259 @@
+package tunnel
+
+import (
+	"errors"
+	"fmt"
+	"net/netip"
+
+	"golang.org/x/sys/unix"
+
+	"flanneld/pkg/tunnel/packet"
+)
+
+// outbound takes packets from the device to peers. One goroutine has it.
+type outbound struct {
+	*Tunnel
+	in    []byte // what was read
+	spare []byte // for answers and fragments
+	batch batch
+
+	// The last destination, as most packets go to the same as the one before.
+	routes *routes
+	dst    netip.Addr
+	public netip.Addr
+	known  bool
+}
+
+// batch is a send in the making: packets to one peer, one behind the other,
+// all of one size but the last, which may be shorter.
+type batch struct {
+	buf     []byte
+	n       int // bytes
+	size    int // of the first packet
+	count   int
+	full    bool // nothing may follow
+	to      netip.AddrPort
+	socket  *socket
+	control segmentSize
+}
+
+const maxPacket = 65535 // bytes of an IP packet without jumbogram option
+
+func newOutbound(t *Tunnel) *outbound {
+	return &outbound{
+		Tunnel: t, in: make([]byte, packet.OffloadLen+maxPacket), spare: make([]byte, maxPacket),
+		batch: batch{buf: make([]byte, maxPacket), control: newSegmentSize()},
+	}
+}
+
+// run reads until the device is gone or the tunnel is closed.
+func (o *outbound) run() error {
+	raw, err := o.Device.file.SyscallConn()
+	if err != nil {
+		return err
+	}
+	var failed error
+	err = raw.Read(func(fd uintptr) bool {
+		for !o.closing.Load() {
+			n, err := unix.Read(int(fd), o.in)
+			switch {
+			case err == nil:
+				o.take(o.in[:n])
+			case errors.Is(err, unix.EAGAIN): // nothing more that could go with what there is
+				o.flush()
+				return false
+			case errors.Is(err, unix.EINTR):
+			default:
+				failed = err
+				return true
+			}
+		}
+		o.flush()
+		return true
+	})
+	if failed == nil {
+		failed = err
+	}
+	return fmt.Errorf("read from TUN device %s: %w", o.Device.name, failed)
+}
+
+// take handles what one read has brought.
+func (o *outbound) take(b []byte) {
+	if len(b) < packet.OffloadLen {
+		o.Counters.drop(Malformed)
+		return
+	}
+	offload := packet.DecodeOffload(b)
+	b = b[packet.OffloadLen:]
+	h, fault := packet.Parse(b)
+	if fault != packet.Sound {
+		o.faulty(fault)
+		return
+	}
+	b = b[:h.Total]
+	s := o.sockets[index(h.IPv6)]
+	switch {
+	case s == nil:
+		o.Counters.drop(OtherFamily)
+		return
+	case !o.route(h.Dst):
+		o.complain(packet.Unreachable, b, h, 0)
+		o.Counters.drop(NoRoute)
+		return
+	case !packet.DecrementTTL(b):
+		o.complain(packet.TimeExceeded, b, h, 0)
+		o.Counters.drop(HopsExceeded)
+		return
+	}
+	to := netip.AddrPortFrom(o.public, s.local.Port())
+	if offload.Super() {
+		segments, ok := offload.Split(b, h)
+		if !ok {
+			o.Counters.drop(Malformed)
+			return
+		}
+		o.addAll(s, to, segments)
+		return
+	}
+	if !offload.Complete(b) {
+		o.Counters.drop(Malformed)
+		return
+	}
+	copy(o.room(s, to, len(b), maxDatagrams), b)
+}
+
+// route looks up the peer that has dst.
+func (o *outbound) route(dst netip.Addr) bool {
+	if now := o.Table.now.Load(); now != o.routes || dst != o.dst {
+		o.routes, o.dst = now, dst
+		o.public, o.known = now.subnets.Lookup(dst)
+	}
+	return o.known
+}
+
+// addAll adds the packets of a super-packet. If they do not fit into one send
+// they are spread evenly.
+func (o *outbound) addAll(s *socket, to netip.AddrPort, all packet.Segments) {
+	n := all.Count()
+	most := min(maxDatagrams, max(maxPayload/all.Len(0), 1))
+	sends := (n + most - 1) / most
+	most = (n + sends - 1) / sends
+	for i := range n {
+		all.Write(o.room(s, to, all.Len(i), most), i)
+	}
+}
+
+// room returns where to write a packet of n bytes to a peer. What cannot be in
+// one send with it goes out before.
+func (o *outbound) room(s *socket, to netip.AddrPort, n, most int) []byte {
+	b := &o.batch
+	if b.count > 0 && (b.full || b.to != to || n > b.size || b.n+n > maxPayload || b.count >= most) {
+		o.flush()
+	}
+	if b.count == 0 {
+		b.size, b.to, b.socket = n, to, s
+	}
+	start := b.n
+	b.n += n
+	b.count++
+	b.full = n < b.size
+	return b.buf[start:b.n]
+}
+
+// flush sends what there is.
+func (o *outbound) flush() {
+	b := &o.batch
+	if b.count == 0 {
+		return
+	}
+	if err := o.send(); err == nil {
+		o.Counters.sent.Add(uint64(b.count))
+	} else {
+		o.sendEach(err)
+	}
+	b.n, b.count, b.full = 0, 0, false
+}
+
+// errNoSegments means that the kernel takes only one datagram at a time.
+var errNoSegments = errors.New("no segmentation")
+
+func (o *outbound) send() error {
+	b := &o.batch
+	var control []byte
+	if b.count > 1 {
+		if !b.socket.segments {
+			return errNoSegments
+		}
+		b.control.set(b.size)
+		control = b.control
+	}
+	_, _, err := b.socket.conn.WriteMsgUDPAddrPort(b.buf[:b.n], control, b.to)
+	return err
+}
+
+// sendEach sends packet by packet what could not be sent at once, because of
+// err.
+func (o *outbound) sendEach(err error) {
+	b := &o.batch
+	if errors.Is(err, unix.EIO) { // the device below computes no checksums
+		b.socket.segments = false
+	}
+	for at := 0; at < b.n; at += b.size {
+		o.sendOne(b.buf[at:min(at+b.size, b.n)])
+	}
+}
+
+func (o *outbound) sendOne(p []byte) {
+	b := &o.batch
+	_, _, err := b.socket.conn.WriteMsgUDPAddrPort(p, nil, b.to)
+	switch {
+	case err == nil:
+		o.Counters.sent.Add(1)
+	case errors.Is(err, unix.EMSGSIZE):
+		o.tooBig(p)
+	default:
+		o.Counters.drop(SendFailed)
+	}
+}
+
+// tooBig deals with a packet that the way to its peer does not carry, as a
+// router would.
+func (o *outbound) tooBig(p []byte) {
+	b := &o.batch
+	h, _ := packet.Parse(p)
+	mtu, err := b.socket.mtuTo(b.to)
+	if err != nil {
+		o.Counters.drop(SendFailed)
+		return
+	}
+	whole := true
+	done := packet.Fragment(o.spare, p, h, mtu, func(f []byte) {
+		_, _, err := b.socket.conn.WriteMsgUDPAddrPort(f, nil, b.to)
+		whole = whole && err == nil
+	})
+	switch {
+	case !done:
+		o.complain(packet.TooBig, p, h, mtu)
+		o.Counters.drop(TooBig)
+	case whole:
+		o.Counters.sent.Add(1)
+	default:
+		o.Counters.drop(SendFailed)
+	}
+}
+
+// complain tells the sender of p, which came from the device, what becomes of
+// it, but not more often than routers do.
+func (o *outbound) complain(c packet.Complaint, p []byte, h packet.Header, mtu int) {
+	for _, own := range o.Own {
+		if own.Is6() != h.IPv6 || !o.replies.Allow() {
+			continue
+		}
+		reply := c.Complain(o.spare[packet.OffloadLen:], p, h, own, mtu)
+		if reply == nil {
+			return
+		}
+		clear(o.spare[:packet.OffloadLen])
+		_, _ = o.Device.file.Write(o.spare[:packet.OffloadLen+len(reply)])
+	}
+}

@@ -1,0 +1,156 @@
+package packet
+
+import (
+	"bytes"
+	"encoding/binary"
+)
+
+const (
+	maxSuper    = 65535 // bytes of a super-packet
+	maxSegments = 64    // of a UDP super-packet (UDP_MAX_SEGMENTS)
+)
+
+// Merger gathers packets that lie one behind the other in a buffer into
+// super-packets, in place. Its zero value merges nothing.
+type Merger struct {
+	// TCP and UDP say which super-packets the reader takes.
+	TCP, UDP bool
+
+	buf        []byte
+	start, end int // of what was gathered
+	count      int // of packets in it
+	headers    int // length of all its headers; 0: it cannot grow
+	transport  int // length of its IP header
+	size       int // payload bytes of each packet
+	tcp, ipv6  bool
+	full       bool // nothing may follow
+}
+
+// Begin starts a super-packet with the packet buf[start:end], of which h was
+// parsed. OffloadLen bytes before start are the merger's, too.
+func (m *Merger) Begin(buf []byte, start, end int, h Header) {
+	m.buf, m.start, m.end, m.count, m.headers, m.full = buf, start, end, 1, 0, false
+	plain := h.IPv6 || h.Len == header4
+	if !plain || h.Fragment {
+		return
+	}
+	m.tcp, m.ipv6, m.transport = h.Protocol == protoTCP, h.IPv6, h.Len
+	if !(m.tcp && m.TCP || h.Protocol == protoUDP && m.UDP) {
+		return
+	}
+	b := buf[start:end]
+	if n := transportLen(b[h.Len:], m.tcp); n != 0 && h.Len+n < len(b) && m.mergeable(b[h.Len:]) {
+		m.headers = h.Len + n
+		m.size = len(b) - m.headers
+	}
+}
+
+const (
+	flagPSH = 0x08
+	flagACK = 0x10
+)
+
+// mergeable reports whether a packet with the transport header and payload t
+// may be one of several.
+func (m *Merger) mergeable(t []byte) bool {
+	if m.tcp {
+		m.full = t[13] == flagACK|flagPSH
+		return t[13]&^flagPSH == flagACK
+	}
+	return int(binary.BigEndian.Uint16(t[4:])) == len(t) && binary.BigEndian.Uint16(t[udpChecksum:]) != 0
+}
+
+// Add takes in the packet buf[start:end] behind what was gathered, if the two
+// are parts of one stream of data and their checksums are right. Otherwise it
+// reports false, and has changed nothing.
+func (m *Merger) Add(start, end int) bool {
+	a, b := m.buf[m.start:m.end], m.buf[start:end]
+	size := len(b) - m.headers
+	switch {
+	case m.headers == 0 || m.full || size <= 0 || size > m.size || len(a)+size > maxSuper,
+		!m.tcp && m.count == maxSegments,
+		!m.continues(a, b),
+		m.count == 1 && !m.verify(a),
+		!m.verify(b):
+		return false
+	}
+	push := m.tcp && b[m.transport+13]&flagPSH != 0
+	if push {
+		a[m.transport+13] |= flagPSH
+	}
+	m.end += copy(m.buf[m.end:], b[m.headers:])
+	m.count++
+	m.full = push || size < m.size
+	return true
+}
+
+// continues reports whether b carries on where a ends, with headers that say
+// the same.
+func (m *Merger) continues(a, b []byte) bool {
+	if m.ipv6 {
+		if [4]byte(a) != [4]byte(b) || a[6] != b[6] || a[7] != b[7] || [32]byte(a[8:]) != [32]byte(b[8:]) ||
+			int(binary.BigEndian.Uint16(b[4:])) != len(b)-header6 {
+			return false
+		}
+	} else {
+		const dontFragment = 0x40
+		if a[0] != b[0] || a[1] != b[1] || [4]byte(a[6:]) != [4]byte(b[6:]) || [8]byte(a[12:]) != [8]byte(b[12:]) ||
+			int(binary.BigEndian.Uint16(b[2:])) != len(b) {
+			return false
+		}
+		if a[6]&dontFragment == 0 && binary.BigEndian.Uint16(b[4:]) != binary.BigEndian.Uint16(a[4:])+uint16(m.count) {
+			return false // whoever puts fragments together goes by the number
+		}
+	}
+	x, y := a[m.transport:], b[m.transport:]
+	if [4]byte(x) != [4]byte(y) {
+		return false
+	}
+	if !m.tcp {
+		return int(binary.BigEndian.Uint16(y[4:])) == len(y) && binary.BigEndian.Uint16(y[udpChecksum:]) != 0
+	}
+	n := m.headers - m.transport
+	return binary.BigEndian.Uint32(y[4:]) == binary.BigEndian.Uint32(x[4:])+uint32(m.count*m.size) &&
+		[4]byte(x[8:]) == [4]byte(y[8:]) && x[12] == y[12] && y[13]&^flagPSH == flagACK &&
+		[2]byte(x[14:]) == [2]byte(y[14:]) && bytes.Equal(x[18:n], y[18:n])
+}
+
+// verify checks the transport checksum of one packet. Who gets a super-packet
+// cannot: a wrong one would be put right on the way.
+func (m *Merger) verify(b []byte) bool {
+	protocol := uint8(protoUDP)
+	if m.tcp {
+		protocol = protoTCP
+	}
+	t := b[m.transport:]
+	return fold(sum(t, pseudo(b, m.ipv6, protocol, len(t)))) == 0xffff
+}
+
+// Finish returns what was gathered with its Offload header before it, good
+// until the next Begin, and how many packets that is.
+func (m *Merger) Finish() (b []byte, count int) {
+	b = m.buf[m.start-OffloadLen : m.end]
+	if m.count == 1 {
+		Offload{}.Encode(b)
+		return b, 1
+	}
+	o := Offload{
+		flags: needsChecksum, gso: gsoUDP, headerLen: uint16(m.headers), size: uint16(m.size),
+		checksumStart: uint16(m.transport), checksumOffset: udpChecksum,
+	}
+	protocol := uint8(protoUDP)
+	p := b[OffloadLen:]
+	setTotal(p, m.ipv6)
+	t := p[m.transport:]
+	if m.tcp {
+		o.gso, o.checksumOffset, protocol = gsoTCP4, tcpChecksum, protoTCP
+		if m.ipv6 {
+			o.gso = gsoTCP6
+		}
+	} else {
+		binary.BigEndian.PutUint16(t[4:], uint16(len(t)))
+	}
+	o.Encode(b)
+	binary.BigEndian.PutUint16(t[o.checksumOffset:], fold(pseudo(p, m.ipv6, protocol, len(t))))
+	return b, m.count
+}

@@ -1,0 +1,171 @@
+package packet
+
+import "encoding/binary"
+
+// OffloadLen is the length in bytes of the header that a TUN device with
+// IFF_VNET_HDR puts before every packet: struct virtio_net_hdr.
+const OffloadLen = 10
+
+// The kinds of super-packets (VIRTIO_NET_HDR_GSO_*).
+const (
+	gsoNone = 0
+	gsoTCP4 = 1
+	gsoTCP6 = 4
+	gsoUDP  = 5
+	gsoECN  = 0x80
+)
+
+const needsChecksum = 1 // VIRTIO_NET_HDR_F_NEEDS_CSUM
+
+// Offload says what is still to be done to a packet from a TUN device, or what
+// the device has to do to one.
+type Offload struct {
+	flags, gso     uint8
+	headerLen      uint16
+	size           uint16 // payload bytes of each part of a super-packet
+	checksumStart  uint16
+	checksumOffset uint16
+}
+
+// DecodeOffload reads the header at the start of b, which has OffloadLen bytes
+// or more.
+func DecodeOffload(b []byte) Offload {
+	_ = b[OffloadLen-1]
+	return Offload{
+		flags: b[0], gso: b[1] &^ gsoECN, headerLen: binary.NativeEndian.Uint16(b[2:]), size: binary.NativeEndian.Uint16(b[4:]),
+		checksumStart: binary.NativeEndian.Uint16(b[6:]), checksumOffset: binary.NativeEndian.Uint16(b[8:]),
+	}
+}
+
+// Encode writes the header to the start of b.
+func (o Offload) Encode(b []byte) {
+	_ = b[OffloadLen-1]
+	b[0], b[1] = o.flags, o.gso
+	binary.NativeEndian.PutUint16(b[2:], o.headerLen)
+	binary.NativeEndian.PutUint16(b[4:], o.size)
+	binary.NativeEndian.PutUint16(b[6:], o.checksumStart)
+	binary.NativeEndian.PutUint16(b[8:], o.checksumOffset)
+}
+
+// Super reports whether the packet stands for several.
+func (o Offload) Super() bool { return o.gso != gsoNone }
+
+// Complete writes the transport checksum that packet b still needs. It reports
+// false if there is no place for it.
+func (o Offload) Complete(b []byte) bool {
+	if o.flags&needsChecksum == 0 {
+		return true
+	}
+	start, at := int(o.checksumStart), int(o.checksumStart)+int(o.checksumOffset)
+	if start < header4 || at+2 > len(b) {
+		return false
+	}
+	// The field holds the sum of the pseudo-header already.
+	c := ^fold(sum(b[start:], 0))
+	if o.checksumOffset == udpChecksum {
+		c = nonzero(c)
+	}
+	binary.BigEndian.PutUint16(b[at:], c)
+	return true
+}
+
+// Offsets of the checksum in transport headers.
+const (
+	tcpChecksum = 16
+	udpChecksum = 6
+)
+
+const (
+	tcpHeader = 20 // without options
+	udpHeader = 8
+)
+
+// transportLen returns how long the transport header at the start of b is, or
+// 0 if b is too short for it.
+func transportLen(b []byte, tcp bool) int {
+	n := udpHeader
+	if tcp {
+		if len(b) < tcpHeader {
+			return 0
+		}
+		n = int(b[12]>>4) * 4
+		if n < tcpHeader {
+			return 0
+		}
+	}
+	if len(b) < n {
+		return 0
+	}
+	return n
+}
+
+// Segments are the packets that a super-packet stands for.
+type Segments struct {
+	packet    []byte
+	transport int // where the transport header begins
+	headers   int // length of all headers
+	size      int // payload bytes of each but the last
+	count     int
+	tcp, ipv6 bool
+}
+
+// Split returns the packets for which super-packet b stands, of which h was
+// parsed. It reports false if b is not what o says.
+func (o Offload) Split(b []byte, h Header) (Segments, bool) {
+	s := Segments{packet: b[:h.Total], transport: int(o.checksumStart), size: int(o.size), ipv6: h.IPv6}
+	switch {
+	case o.gso == gsoTCP4 && !h.IPv6, o.gso == gsoTCP6 && h.IPv6:
+		s.tcp = true
+	case o.gso != gsoUDP:
+		return s, false
+	}
+	if o.flags&needsChecksum == 0 || s.size == 0 || s.transport < h.Len || s.transport > len(s.packet) {
+		return s, false
+	}
+	n := transportLen(s.packet[s.transport:], s.tcp)
+	s.headers = s.transport + n
+	payload := len(s.packet) - s.headers
+	if n == 0 || payload <= 0 {
+		return s, false
+	}
+	s.count = (payload + s.size - 1) / s.size
+	return s, true
+}
+
+// Count returns how many packets there are: one or more.
+func (s Segments) Count() int { return s.count }
+
+// Len returns the length in bytes of the i-th packet. All but the last are as
+// long as the first.
+func (s Segments) Len(i int) int { return min(s.headers+s.size, len(s.packet)-i*s.size) }
+
+// Write writes the i-th packet to dst, which is Len(i) bytes long.
+func (s Segments) Write(dst []byte, i int) {
+	copy(dst, s.packet[:s.headers])
+	copy(dst[s.headers:], s.packet[s.headers+i*s.size:])
+	protocol, field := uint8(protoUDP), udpChecksum
+	t := dst[s.transport:]
+	if s.tcp {
+		protocol, field = protoTCP, tcpChecksum
+		binary.BigEndian.PutUint32(t[4:], binary.BigEndian.Uint32(t[4:])+uint32(i*s.size))
+		const fin, psh, cwr = 0x01, 0x08, 0x80
+		if i < s.count-1 {
+			t[13] &^= fin | psh
+		}
+		if i > 0 {
+			t[13] &^= cwr
+		}
+	} else {
+		binary.BigEndian.PutUint16(t[4:], uint16(len(t)))
+	}
+	if !s.ipv6 {
+		binary.BigEndian.PutUint16(dst[4:], binary.BigEndian.Uint16(dst[4:])+uint16(i))
+	}
+	setTotal(dst, s.ipv6)
+	t[field], t[field+1] = 0, 0
+	c := ^fold(sum(t, pseudo(dst, s.ipv6, protocol, len(t))))
+	if !s.tcp {
+		c = nonzero(c)
+	}
+	binary.BigEndian.PutUint16(t[field:], c)
+}

@@ -1,0 +1,139 @@
+package tunnel
+
+import (
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"net"
+	"net/netip"
+	"syscall"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+)
+
+const (
+	// maxDatagrams is how many datagrams of one size a send may hold
+	// (UDP_MAX_SEGMENTS of kernels before 6.9).
+	maxDatagrams = 64
+	maxPayload   = 65535 - 40 - 8 // bytes of a send, whatever the family
+	// bufferSize is what a socket may hold, in bytes: some milliseconds' worth.
+	bufferSize = 4 << 20
+)
+
+// socket carries packets in datagrams, one in each, to and from peers. It
+// sends and receives many at a time if the kernel can do that.
+type socket struct {
+	conn     *net.UDPConn
+	local    netip.AddrPort
+	overhead int  // bytes that a datagram adds to a packet
+	segments bool // UDP_SEGMENT works
+}
+
+func openSocket(ctx context.Context, local netip.AddrPort, plain bool) (*socket, error) {
+	s := &socket{local: local, overhead: Overhead(local.Addr().Is6())}
+	lc := net.ListenConfig{Control: func(_, _ string, c syscall.RawConn) (err error) {
+		cerr := c.Control(func(fd uintptr) { err = s.prepare(int(fd), plain) })
+		return errors.Join(cerr, err)
+	}}
+	network := "udp4"
+	if local.Addr().Is6() {
+		network = "udp6"
+	}
+	conn, err := lc.ListenPacket(ctx, network, local.String())
+	if err != nil {
+		return nil, fmt.Errorf("listen on UDP %s: %w", local, err)
+	}
+	s.conn = conn.(*net.UDPConn)
+	return s, nil
+}
+
+// Overhead returns how many bytes a datagram between addresses of a family
+// adds to the packet in it.
+func Overhead(ipv6 bool) int {
+	if ipv6 {
+		return 40 + 8
+	}
+	return 20 + 8
+}
+
+func (s *socket) level() (level, discover, mtu int) {
+	if s.local.Addr().Is6() {
+		return unix.IPPROTO_IPV6, unix.IPV6_MTU_DISCOVER, unix.IPV6_MTU
+	}
+	return unix.IPPROTO_IP, unix.IP_MTU_DISCOVER, unix.IP_MTU
+}
+
+// prepare sets what makes the socket fast, as far as the kernel has it, and
+// has no datagram fragmented on its way: who sends more than fits is told.
+func (s *socket) prepare(fd int, plain bool) error {
+	for _, o := range [][2]int{{unix.SO_RCVBUFFORCE, unix.SO_RCVBUF}, {unix.SO_SNDBUFFORCE, unix.SO_SNDBUF}} {
+		if unix.SetsockoptInt(fd, unix.SOL_SOCKET, o[0], bufferSize) != nil {
+			_ = unix.SetsockoptInt(fd, unix.SOL_SOCKET, o[1], bufferSize)
+		}
+	}
+	if !plain {
+		_, err := unix.GetsockoptInt(fd, unix.IPPROTO_UDP, unix.UDP_SEGMENT) // Linux 4.18
+		s.segments = err == nil
+		_ = unix.SetsockoptInt(fd, unix.IPPROTO_UDP, unix.UDP_GRO, 1) // Linux 5.0
+	}
+	level, discover, _ := s.level()
+	if err := unix.SetsockoptInt(fd, level, discover, unix.IP_PMTUDISC_DO); err != nil {
+		return fmt.Errorf("forbid fragmentation: %w", err)
+	}
+	return nil
+}
+
+// mtuTo returns the biggest packet in bytes that the way to a peer carries, as
+// far as the kernel knows.
+func (s *socket) mtuTo(to netip.AddrPort) (int, error) {
+	family, sa := unix.AF_INET, unix.Sockaddr(&unix.SockaddrInet4{Port: int(to.Port())})
+	if to.Addr().Is6() {
+		family, sa = unix.AF_INET6, &unix.SockaddrInet6{Port: int(to.Port()), Addr: to.Addr().As16()}
+	} else {
+		sa.(*unix.SockaddrInet4).Addr = to.Addr().As4()
+	}
+	fd, err := unix.Socket(family, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0)
+	if err != nil {
+		return 0, err
+	}
+	defer unix.Close(fd)
+	if err := unix.Connect(fd, sa); err != nil {
+		return 0, err
+	}
+	level, _, mtu := s.level()
+	m, err := unix.GetsockoptInt(fd, level, mtu)
+	return m - s.overhead, err
+}
+
+// segmentSize is the control message that has the kernel cut a send into
+// datagrams.
+type segmentSize []byte
+
+func newSegmentSize() segmentSize {
+	b := make([]byte, unix.CmsgSpace(2))
+	h := (*unix.Cmsghdr)(unsafe.Pointer(&b[0]))
+	h.Level, h.Type = unix.IPPROTO_UDP, unix.UDP_SEGMENT
+	h.SetLen(unix.CmsgLen(2))
+	return b
+}
+
+func (c segmentSize) set(n int) { binary.NativeEndian.PutUint16(c[unix.CmsgLen(0):], uint16(n)) }
+
+// receivedSize returns the size of the datagrams that a receive gathered, 0 if
+// oob does not tell, because it is one alone.
+func receivedSize(oob []byte) int {
+	for len(oob) >= unix.CmsgLen(0) {
+		h := (*unix.Cmsghdr)(unsafe.Pointer(&oob[0]))
+		n := int(h.Len)
+		if n < unix.CmsgLen(0) || n > len(oob) {
+			return 0
+		}
+		if h.Level == unix.IPPROTO_UDP && h.Type == unix.UDP_GRO && n >= unix.CmsgLen(4) {
+			return int(binary.NativeEndian.Uint32(oob[unix.CmsgLen(0):]))
+		}
+		oob = oob[min(len(oob), unix.CmsgSpace(n-unix.CmsgLen(0))):]
+	}
+	return 0
+}

@@ -1,0 +1,169 @@
+// Package tunnel carries IP packets between a TUN device and peers, one packet
+// in each UDP datagram and nothing else in it, as flannel's udp backend does.
+// Where the kernel has the offloads, packets cross its border by the dozen: as
+// super-packets on the side of the device, and as sends and receives of many
+// datagrams on the side of the network. Nothing of that shows on the wire.
+package tunnel
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net/netip"
+	"os"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"golang.org/x/time/rate"
+
+	"flanneld/pkg/tunnel/packet"
+)
+
+// SourceCheck says whose packets are taken from datagrams.
+type SourceCheck uint8
+
+// The source checks.
+const (
+	// CheckNetwork takes packets from the public addresses of peers, with a
+	// source in that peer's subnet or outside the networks: what enters the
+	// network at a peer may keep its source.
+	CheckNetwork SourceCheck = iota
+	// CheckStrict wants the source in that peer's subnet.
+	CheckStrict
+	// CheckOff takes everything from everybody.
+	CheckOff
+)
+
+// Config is what a tunnel works with. All fields are required, unless zero
+// means something.
+type Config struct {
+	// Device is read from and written to, and stays open when the tunnel ends.
+	// Only one tunnel at a time may have it.
+	Device *Device
+	// Local are the addresses to send from and listen on, at most one for each
+	// address family. Peers listen on the same port.
+	Local []netip.AddrPort
+	// Own are this host's addresses in the network, one for each family.
+	Own []netip.Addr
+	// Networks are the prefixes in which all peers' subnets lie.
+	Networks []netip.Prefix
+	Check    SourceCheck
+	Table    *Table
+	Counters *Counters
+	// Plain does without the offloads of sockets: for tests, and for kernels
+	// and network cards that get them wrong.
+	Plain bool
+}
+
+// Tunnel is a running tunnel.
+type Tunnel struct {
+	Config
+	sockets [2]*socket // by family: IPv4, IPv6; nil where there is none
+	replies *rate.Limiter
+	closing atomic.Bool
+	running sync.WaitGroup
+	done    chan struct{}
+	fail    sync.Once
+	err     error // set before done is closed
+}
+
+// ICMP messages about what cannot be carried are limited, as routers do.
+const (
+	replyRate  = 1000 // a second
+	replyBurst = 100
+)
+
+// Open starts a tunnel. It must be called on a thread in the network namespace
+// that is meant.
+func Open(ctx context.Context, c Config) (*Tunnel, error) {
+	t := &Tunnel{Config: c, replies: rate.NewLimiter(replyRate, replyBurst), done: make(chan struct{})}
+	for _, local := range c.Local {
+		s, err := openSocket(ctx, local, c.Plain)
+		if err != nil {
+			t.closeSockets()
+			return nil, err
+		}
+		t.sockets[index(local.Addr().Is6())] = s
+	}
+	if err := c.Device.file.SetReadDeadline(time.Time{}); err != nil {
+		t.closeSockets()
+		return nil, fmt.Errorf("read from TUN device %s: %w", c.Device.name, err)
+	}
+	t.running.Go(func() { t.end(newOutbound(t).run()) })
+	for _, s := range t.sockets {
+		if s != nil {
+			t.running.Go(func() { t.end(newInbound(t, s).run()) })
+		}
+	}
+	return t, nil
+}
+
+func index(ipv6 bool) int {
+	if ipv6 {
+		return 1
+	}
+	return 0
+}
+
+// end notes why one of the directions has ended.
+func (t *Tunnel) end(err error) {
+	t.fail.Do(func() {
+		if !t.closing.Load() {
+			t.err = err
+		}
+		close(t.done)
+	})
+}
+
+// Done is closed when the tunnel carries nothing any more, or not in both
+// directions.
+func (t *Tunnel) Done() <-chan struct{} { return t.done }
+
+// Err returns why the tunnel has ended, nil if it was closed or goes on.
+func (t *Tunnel) Err() error {
+	select {
+	case <-t.done:
+		return t.err
+	default:
+		return nil
+	}
+}
+
+// Close ends the tunnel and waits for that. What is on its way from the device
+// stays there, for the next one.
+func (t *Tunnel) Close() error {
+	t.closing.Store(true)
+	err := t.Device.file.SetReadDeadline(time.Unix(1, 0))
+	if errors.Is(err, os.ErrClosed) {
+		err = nil
+	}
+	err = errors.Join(err, t.closeSockets())
+	t.running.Wait()
+	return err
+}
+
+func (t *Tunnel) closeSockets() error {
+	var errs []error
+	for _, s := range t.sockets {
+		if s != nil {
+			errs = append(errs, s.conn.Close())
+		}
+	}
+	return errors.Join(errs...)
+}
+
+// inNetworks reports whether a lies in one of the networks.
+func (t *Tunnel) inNetworks(a netip.Addr) bool {
+	return slices.ContainsFunc(t.Networks, func(n netip.Prefix) bool { return n.Contains(a) })
+}
+
+// faulty counts a packet that cannot be read.
+func (t *Tunnel) faulty(f packet.Fault) {
+	if f == packet.BadChecksum {
+		t.Counters.drop(WrongChecksum)
+		return
+	}
+	t.Counters.drop(Malformed)
+}
