@@ -19,6 +19,15 @@ type Inspector interface {
 	Counts() map[string]dataplane.Count
 }
 
+// Carrier is a Network of a backend that has several ways to carry packets, or
+// carries them itself. Its methods may be called at any time.
+type Carrier interface {
+	// Mode names the way.
+	Mode() string
+	// Dropped returns how many packets were dropped in user space, by reason.
+	Dropped() map[string]uint64
+}
+
 // Holding is something that the kernel should hold.
 type Holding struct {
 	Object  string // as ip(8) would write it
@@ -40,6 +49,8 @@ type Inspection struct {
 	Counts   map[string]dataplane.Count // nil if the network is no Inspector
 	LastSync time.Time                  // the last that succeeded; zero if none did
 	Err      error                      // of the last sync
+	Mode     string                     // empty if the network is no Carrier
+	Dropped  map[string]uint64          // packets, by reason; nil if the network is no Carrier
 }
 
 // Inspect looks at how things are between two passes; holdings says whether
@@ -57,6 +68,9 @@ func (s *Syncer) inspect(holdings bool) Inspection {
 	inspector, _ := s.Network.(Inspector)
 	if inspector != nil {
 		in.Counts = inspector.Counts()
+	}
+	if carrier, ok := s.Network.(Carrier); ok {
+		in.Mode, in.Dropped = carrier.Mode(), carrier.Dropped()
 	}
 	for l := range s.Ledger.Leases() {
 		p := PeerReport{Lease: l, Refused: s.refused[l.Key], Changed: s.since[l.Key], Held: s.Ledger.IsHeld(l.Key)}

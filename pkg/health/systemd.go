@@ -3,9 +3,12 @@ package health
 import (
 	"context"
 	"fmt"
+	"net"
+	"os"
 	"time"
 
 	"github.com/coreos/go-systemd/v22/daemon"
+	"golang.org/x/sys/unix"
 )
 
 // Notifier tells systemd about the service, by the environment that systemd
@@ -17,6 +20,29 @@ func (Notifier) Ready() error { return notify(daemon.SdNotifyReady) }
 
 // Stopping says that the service goes down.
 func (Notifier) Stopping() error { return notify(daemon.SdNotifyStopping) }
+
+// Keep has systemd keep the open file fd for the next start of the service,
+// under the given name and in place of what it has kept under it, if the unit
+// has FileDescriptorStoreMax=. The next start finds it among the files that
+// systemd passes on.
+func (Notifier) Keep(name string, fd int) error {
+	path := os.Getenv("NOTIFY_SOCKET")
+	if path == "" {
+		return nil
+	}
+	if err := notify("FDSTOREREMOVE=1\nFDNAME=" + name); err != nil {
+		return err
+	}
+	conn, err := net.DialUnix("unixgram", nil, &net.UnixAddr{Name: path, Net: "unixgram"})
+	if err != nil {
+		return fmt.Errorf("give %s to systemd: %w", name, err)
+	}
+	defer conn.Close()
+	if _, _, err := conn.WriteMsgUnix([]byte("FDSTORE=1\nFDNAME="+name), unix.UnixRights(fd), nil); err != nil {
+		return fmt.Errorf("give %s to systemd: %w", name, err)
+	}
+	return nil
+}
 
 // Watchdog pings systemd's watchdog, if the unit asks for that, at half its
 // interval while s is alive. It blocks until ctx ends; it returns nil then,

@@ -106,8 +106,10 @@ func newEnd(t testing.TB, l *lab.Lab, i int, m mode, change ...func(*Config)) *e
 		for _, f := range change {
 			f(&c)
 		}
-		e.Tunnel, err = Open(ctx, c)
-		return err
+		if e.Tunnel, err = Open(ctx, c); err != nil {
+			return err
+		}
+		return e.Tunnel.Start()
 	})
 	if err != nil {
 		t.Fatal(err)

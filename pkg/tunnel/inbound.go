@@ -21,6 +21,9 @@ type inbound struct {
 	merger packet.Merger
 	merged bool // the merger has something
 
+	anybody bool // may send anything
+	foreign bool // sources are taken
+
 	// The last source: most packets have the same as the one before.
 	routes  *routes
 	public  netip.Addr
@@ -32,7 +35,8 @@ type inbound struct {
 func newInbound(t *Tunnel, s *socket) *inbound {
 	return &inbound{
 		Tunnel: t, socket: s, buf: make([]byte, packet.OffloadLen+maxPacket), oob: make([]byte, unix.CmsgSpace(4)),
-		merger: packet.Merger{TCP: t.Device.tcp, UDP: t.Device.udp},
+		merger:  packet.Merger{TCP: t.Device.tcp, UDP: t.Device.udp},
+		anybody: t.Check == CheckOff, foreign: t.Check != CheckStrict,
 	}
 }
 
@@ -77,7 +81,7 @@ func (i *inbound) take(n, size int, from netip.Addr) {
 
 // datagram handles one datagram, which lies in buf from at to end.
 func (i *inbound) datagram(at, end int) {
-	if !i.known && i.Check != CheckOff {
+	if !i.known && !i.anybody {
 		i.Counters.drop(UnknownPeer)
 		return
 	}
@@ -112,13 +116,13 @@ func (i *inbound) datagram(at, end int) {
 // mayCome reports whether a packet from src may be in a datagram from the
 // present sender.
 func (i *inbound) mayCome(src netip.Addr) bool {
-	if i.Check == CheckOff {
+	if i.anybody {
 		return true
 	}
 	if src != i.src {
 		i.src = src
 		public, found := i.routes.subnets.Lookup(src)
-		i.allowed = found && public == i.public || !found && i.Check == CheckNetwork && !i.inNetworks(src)
+		i.allowed = found && public == i.public || !found && i.foreign && !i.inNetworks(src)
 	}
 	return i.allowed
 }

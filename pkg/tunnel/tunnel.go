@@ -22,18 +22,18 @@ import (
 )
 
 // SourceCheck says whose packets are taken from datagrams.
-type SourceCheck uint8
+type SourceCheck string
 
 // The source checks.
 const (
-	// CheckNetwork takes packets from the public addresses of peers, with a
-	// source in that peer's subnet or outside the networks: what enters the
-	// network at a peer may keep its source.
-	CheckNetwork SourceCheck = iota
-	// CheckStrict wants the source in that peer's subnet.
-	CheckStrict
+	// CheckStrict takes packets from the public addresses of peers, with a
+	// source in that peer's subnet.
+	CheckStrict SourceCheck = "strict"
+	// CheckNetwork also takes those with a source outside the networks: what
+	// enters the network at a peer may keep its source.
+	CheckNetwork SourceCheck = "network"
 	// CheckOff takes everything from everybody.
-	CheckOff
+	CheckOff SourceCheck = "off"
 )
 
 // Config is what a tunnel works with. All fields are required, unless zero
@@ -49,7 +49,7 @@ type Config struct {
 	Own []netip.Addr
 	// Networks are the prefixes in which all peers' subnets lie.
 	Networks []netip.Prefix
-	Check    SourceCheck
+	Check    SourceCheck // empty means CheckNetwork
 	Table    *Table
 	Counters *Counters
 	// Plain does without the offloads of sockets: for tests, and for kernels
@@ -57,7 +57,7 @@ type Config struct {
 	Plain bool
 }
 
-// Tunnel is a running tunnel.
+// Tunnel is an open tunnel.
 type Tunnel struct {
 	Config
 	sockets [2]*socket // by family: IPv4, IPv6; nil where there is none
@@ -75,8 +75,8 @@ const (
 	replyBurst = 100
 )
 
-// Open starts a tunnel. It must be called on a thread in the network namespace
-// that is meant.
+// Open opens a tunnel, which carries nothing until Start. It must be called on
+// a thread in the network namespace that is meant.
 func Open(ctx context.Context, c Config) (*Tunnel, error) {
 	t := &Tunnel{Config: c, replies: rate.NewLimiter(replyRate, replyBurst), done: make(chan struct{})}
 	for _, local := range c.Local {
@@ -87,9 +87,13 @@ func Open(ctx context.Context, c Config) (*Tunnel, error) {
 		}
 		t.sockets[index(local.Addr().Is6())] = s
 	}
-	if err := c.Device.file.SetReadDeadline(time.Time{}); err != nil {
-		t.closeSockets()
-		return nil, fmt.Errorf("read from TUN device %s: %w", c.Device.name, err)
+	return t, nil
+}
+
+// Start has the tunnel carry packets. It is called once at most.
+func (t *Tunnel) Start() error {
+	if err := t.Device.file.SetReadDeadline(time.Time{}); err != nil {
+		return fmt.Errorf("read from TUN device %s: %w", t.Device.name, err)
 	}
 	t.running.Go(func() { t.end(newOutbound(t).run()) })
 	for _, s := range t.sockets {
@@ -97,7 +101,7 @@ func Open(ctx context.Context, c Config) (*Tunnel, error) {
 			t.running.Go(func() { t.end(newInbound(t, s).run()) })
 		}
 	}
-	return t, nil
+	return nil
 }
 
 func index(ipv6 bool) int {
@@ -141,6 +145,7 @@ func (t *Tunnel) Close() error {
 	}
 	err = errors.Join(err, t.closeSockets())
 	t.running.Wait()
+	t.end(nil)
 	return err
 }
 

@@ -19,9 +19,11 @@ import (
 	"flanneld/backend/extension"
 	"flanneld/backend/hostgw"
 	"flanneld/backend/ipip"
+	"flanneld/backend/udp"
 	"flanneld/backend/vxlan"
 	"flanneld/backend/wireguard"
 	"flanneld/pkg/status"
+	"flanneld/pkg/tunnel"
 	"flanneld/pkg/version"
 )
 
@@ -30,13 +32,14 @@ import (
 const stopTimeout = 1500 * time.Millisecond
 
 // backends is the list of all backends. commands is what this process has of
-// extension.
-func backends(commands *extension.Host) (backend.Registry, error) {
+// extension, carrier what it has of udp.
+func backends(commands *extension.Host, carrier *udp.Host) (backend.Registry, error) {
 	return backend.NewRegistry(
 		backend.Entry{Type: alloc.Type, Factory: alloc.New},
 		backend.Entry{Type: extension.Type, Factory: commands.New},
 		backend.Entry{Type: hostgw.Type, Factory: hostgw.New},
 		backend.Entry{Type: ipip.Type, Factory: ipip.New},
+		backend.Entry{Type: udp.Type, Factory: carrier.New},
 		backend.Entry{Type: vxlan.Type, Factory: vxlan.New},
 		backend.Entry{Type: wireguard.Type, Factory: wireguard.New},
 	)
@@ -84,7 +87,9 @@ func Run(ctx context.Context, opts Options) error {
 	commands := extension.NewHost(extension.Settings{
 		Allow: opts.AllowExtensionBackend, StateDir: opts.StateDir, Name: opts.stateName() + "-commands",
 	})
-	registry, err := backends(commands)
+	carrier := udp.NewHost(udp.Settings{Check: tunnel.SourceCheck(opts.UDPSourceCheck), Persist: opts.UDPPersist})
+	defer func() { _ = carrier.Close() }()
+	registry, err := backends(commands, carrier)
 	if err != nil {
 		return err
 	}

@@ -3,6 +3,8 @@ package app
 import (
 	"net/netip"
 	"time"
+
+	"flanneld/pkg/tunnel"
 )
 
 // setting is one flag and the option that it sets.
@@ -70,6 +72,7 @@ func topics() []topic {
 		{"Datastore Kubernetes", kubeSettings()},
 		{"External interface", interfaceSettings()},
 		{"Routes and traffic rules", trafficSettings()},
+		{"Backend udp", udpSettings()},
 		{"Files", fileSettings()},
 		{"Health", healthSettings()},
 		{"Status", statusSettings()},
@@ -235,6 +238,22 @@ func trafficSettings() []setting {
 			usage: "Let the backend extension run the commands of the network configuration, as root. " +
 				"Without it: with etcd yes, with the Kubernetes API no.",
 			binding: toToggle(func(o *Options) *bool { return &o.AllowExtensionBackend }),
+		},
+	}
+}
+
+func udpSettings() []setting {
+	return []setting{
+		{
+			name: "udp-source-check", arg: "strict|network|off", def: string(tunnel.CheckNetwork),
+			usage: "What is taken from datagrams. network: from known hosts, with a source in their subnet or " +
+				"outside the network. strict: with one in their subnet alone. off: everything.",
+			binding: to(func(o *Options) *string { return &o.UDPSourceCheck },
+				oneOf(string(tunnel.CheckStrict), string(tunnel.CheckNetwork), string(tunnel.CheckOff))),
+		}, {
+			name: "udp-persist", def: "false",
+			usage:   "Keep the device flannel0 when flanneld ends: during a restart connections of pods pause, and do not fail.",
+			binding: toToggle(func(o *Options) *bool { return &o.UDPPersist }),
 		},
 	}
 }

@@ -9,6 +9,7 @@ import (
 
 	"flanneld/backend"
 	"flanneld/backend/extension"
+	"flanneld/backend/udp"
 	"flanneld/pkg/dataplane"
 	"flanneld/pkg/state"
 	"flanneld/pkg/underlay"
@@ -16,7 +17,7 @@ import (
 )
 
 func TestOutlived(t *testing.T) {
-	registry, err := backends(extension.NewHost(extension.Settings{}))
+	registry, err := backends(extension.NewHost(extension.Settings{}), udp.NewHost(udp.Settings{}))
 	if err != nil {
 		t.Fatal(err)
 	}

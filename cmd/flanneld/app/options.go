@@ -99,6 +99,10 @@ type Options struct {
 	// AllowExtensionBackend says that commands of the network configuration
 	// may be run.
 	AllowExtensionBackend bool
+	// UDPSourceCheck is "strict", "network" or "off": a tunnel.SourceCheck.
+	UDPSourceCheck string
+	// UDPPersist keeps the TUN device of the udp backend when the daemon ends.
+	UDPPersist bool
 
 	// SubnetFile is the file that is written for the CNI plugin.
 	SubnetFile string

@@ -38,6 +38,7 @@ func defaults() Options {
 		NexthopObjects:            "auto",
 		Firewall:                  "config",
 		AllowExtensionBackend:     true,
+		UDPSourceCheck:            "network",
 		SubnetFile:                "/run/flannel/subnet.env",
 		StateDir:                  "/var/lib/flannel",
 		HealthzIP:                 netip.IPv4Unspecified(),
@@ -78,7 +79,7 @@ func TestEveryFlag(t *testing.T) {
 		t.Fatalf("%d compatible flags, want 31", len(compatible))
 	}
 	own := map[string]string{
-		"subnet-lease-ttl": "24h", "iface-wait": "60s", "resync": "5m", "nexthop-objects": "auto", "firewall": "config", "allow-extension-backend": "", "status-socket": "", "statusz-address": "",
+		"subnet-lease-ttl": "24h", "iface-wait": "60s", "resync": "5m", "nexthop-objects": "auto", "firewall": "config", "allow-extension-backend": "", "udp-source-check": "network", "udp-persist": "false", "status-socket": "", "statusz-address": "",
 		"state-dir":              "/var/lib/flannel",
 		"readyz-datastore-grace": "5m", "log-format": "text",
 	}
@@ -139,7 +140,7 @@ func TestParseEveryValue(t *testing.T) {
 		"kube-annotation-prefix": "x.y", "kubeconfig-file": kubeconfig, "net-config-path": netconf,
 		"set-node-network-unavailable": "false", "healthz-ip": "::", "healthz-port": "65535",
 		"iptables-resync": "1_0", "iptables-forward-rules": "F", "ip-blackhole-route": "TRUE",
-		"resync": "1s", "nexthop-objects": "off", "readyz-datastore-grace": "0s", "subnet-file": "a", "state-dir": "b",
+		"resync": "1s", "nexthop-objects": "off", "udp-source-check": "strict", "udp-persist": "true", "readyz-datastore-grace": "0s", "subnet-file": "a", "state-dir": "b",
 		"v": "4", "vmodule": "a=1,b*=2,", "log_backtrace_at": "x.go:7",
 	}
 	want := Options{

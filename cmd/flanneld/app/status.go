@@ -108,6 +108,7 @@ func (d *daemon) look(ctx context.Context) metrics.Look {
 		Ready: ready, Backend: now.Config.BackendType, Objects: in.Counts, LastSync: in.LastSync,
 		Connected: !since.IsZero() && away == nil, LeaseExpires: now.Own.Expires,
 		Peers: map[string]int{"served": 0, "held": 0, "refused": 0},
+		Mode:  in.Mode, Dropped: in.Dropped,
 	}
 	for _, p := range in.Peers {
 		switch {

@@ -3,6 +3,7 @@ package app
 import (
 	"flanneld/backend"
 	"flanneld/backend/extension"
+	"flanneld/backend/udp"
 	"flanneld/pkg/underlay"
 	"flanneld/subnet"
 )
@@ -20,7 +21,7 @@ func ValidateConfig(text []byte) (cfg subnet.Config, warnings []string, err erro
 	if _, err := cfg.Pools(); err != nil {
 		return cfg, nil, err
 	}
-	registry, err := backends(extension.NewHost(extension.Settings{Allow: true})) // it is for each host to say no
+	registry, err := backends(extension.NewHost(extension.Settings{Allow: true}), udp.NewHost(udp.Settings{})) // it is for each host to say no
 	if err != nil {
 		return cfg, nil, err
 	}

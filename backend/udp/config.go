@@ -1,0 +1,67 @@
+package udp
+
+import (
+	"encoding/json"
+	"fmt"
+	"strings"
+
+	"flanneld/backend"
+	"flanneld/pkg/prefix"
+	"flanneld/pkg/tunnel"
+	"flanneld/subnet"
+)
+
+const defaultPort = 8285
+
+// config is the Backend object of the network configuration.
+type config struct {
+	Port int
+	// Mode is auto (also if empty) or userspace, in either case.
+	Mode string
+}
+
+// modeUserspace has this process carry the packets.
+const modeUserspace = "userspace"
+
+func parseConfig(raw json.RawMessage, env backend.Env) (config, []string, error) {
+	c := config{Port: defaultPort}
+	warnings, err := subnet.DecodeBackend(raw, &c)
+	if err != nil {
+		return c, nil, err
+	}
+	if c.Port < 1 || c.Port > 65535 {
+		return c, nil, fmt.Errorf("Backend.Port is %d: want 1 to 65535", c.Port)
+	}
+	switch strings.ToLower(c.Mode) {
+	case "", "auto", modeUserspace:
+		c.Mode = modeUserspace
+	default:
+		return c, nil, fmt.Errorf("Backend.Mode is %q: want auto or userspace", c.Mode)
+	}
+	for _, n := range env.Config.Networks {
+		f := n.Family()
+		if mtu := mtu(env); mtu < minMTU(f) {
+			return c, nil, fmt.Errorf("%s has an MTU of %d, which leaves %d bytes inside udp: %s needs %d",
+				env.Underlay.Name, env.Underlay.MTU, mtu, f, minMTU(f))
+		}
+	}
+	return c, warnings, nil
+}
+
+// mtu is the packet size that every path carries. One device is for all
+// families, so that the longest outer header counts.
+func mtu(env backend.Env) int {
+	mtu := env.Underlay.MTU
+	for _, n := range env.Config.Networks {
+		mtu = min(mtu, env.Underlay.MTU-tunnel.Overhead(n.Family() == prefix.IPv6))
+	}
+	return mtu
+}
+
+// minMTU is the smallest MTU with which a device can carry family f.
+func minMTU(f prefix.Family) int {
+	if f == prefix.IPv6 {
+		return 1280
+	}
+	return 68
+}

@@ -1,0 +1,145 @@
+package udp
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"sync"
+
+	"github.com/coreos/go-systemd/v22/activation"
+	"golang.org/x/sys/unix"
+	"k8s.io/klog/v2"
+
+	"flanneld/backend"
+	"flanneld/pkg/health"
+	"flanneld/pkg/tunnel"
+)
+
+// Settings are what a host decides for itself.
+type Settings struct {
+	Check tunnel.SourceCheck
+	// Persist has the device stay when the process ends.
+	Persist bool
+}
+
+// Host is what this process has of the backend, whatever network it serves at
+// the moment: when the external interface changes, device and peers stay. With
+// another backend it has nothing and does nothing.
+type Host struct {
+	settings Settings
+	counters tunnel.Counters
+	peers    peers
+
+	mu     sync.Mutex
+	device *tunnel.Device
+	asked  bool // systemd, for the device of the process before
+}
+
+// NewHost returns a host without a device, which the caller closes.
+func NewHost(s Settings) *Host { return &Host{settings: s, peers: newPeers()} }
+
+// New is the backend's factory.
+func (h *Host) New(raw json.RawMessage, env backend.Env) (backend.Backend, []string, error) {
+	c, warnings, err := parseConfig(raw, env)
+	if err != nil {
+		return nil, nil, err
+	}
+	return &Backend{env: env, config: c, host: h}, warnings, nil
+}
+
+// Close lets go of the device. It vanishes, and with it what is routed to it,
+// unless it is to persist or systemd keeps it for the next start.
+func (h *Host) Close() error {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if h.device == nil {
+		return nil
+	}
+	err := h.device.Close()
+	h.device = nil
+	return err
+}
+
+// open returns the device: the one that there is, the one that systemd has kept,
+// a persistent one, or a new one.
+func (h *Host) open(ctx context.Context) (*tunnel.Device, error) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if h.device != nil {
+		if h.device.Alive() {
+			return h.device, nil
+		}
+		_ = h.device.Close()
+		h.device = nil
+	}
+	device := h.kept(ctx)
+	if device == nil {
+		var err error
+		if device, err = tunnel.OpenDevice(deviceName); err != nil {
+			return nil, explain(err)
+		}
+		if err := keep(device); err != nil {
+			klog.FromContext(ctx).Error(err, "systemd does not keep the device: it will be gone during a restart")
+		}
+	}
+	if err := device.Persist(h.settings.Persist); err != nil {
+		return nil, errors.Join(err, device.Close())
+	}
+	h.device = device
+	return device, nil
+}
+
+// kept returns the device that systemd has kept since the process before this
+// one, nil if there is none that is any good.
+func (h *Host) kept(ctx context.Context) *tunnel.Device {
+	if h.asked {
+		return nil
+	}
+	h.asked = true
+	var found *tunnel.Device
+	for _, file := range activation.FilesWithNames()[deviceName] {
+		raw, err := file.SyscallConn()
+		fd := -1
+		if err == nil {
+			cerr := raw.Control(func(old uintptr) { fd, err = unix.FcntlInt(old, unix.F_DUPFD_CLOEXEC, 0) })
+			err = errors.Join(err, cerr)
+		}
+		_ = file.Close()
+		if err != nil || found != nil {
+			continue
+		}
+		device, err := tunnel.AdoptDevice(fd)
+		switch {
+		case err != nil:
+		case device.Name() != deviceName || !device.Alive():
+			_ = device.Close()
+		default:
+			klog.FromContext(ctx).Info("going on with the device that systemd has kept", "device", deviceName)
+			found = device
+		}
+	}
+	return found
+}
+
+// keep gives the device to systemd, if it is there and the unit says so, in
+// place of one that it may still have.
+func keep(d *tunnel.Device) error {
+	raw, err := d.File().SyscallConn()
+	if err != nil {
+		return err
+	}
+	cerr := raw.Control(func(fd uintptr) { err = health.Notifier{}.Keep(deviceName, int(fd)) })
+	return errors.Join(err, cerr)
+}
+
+// explain adds what the reader can do.
+func explain(err error) error {
+	switch {
+	case errors.Is(err, unix.ENOENT), errors.Is(err, unix.ENODEV), errors.Is(err, unix.ENXIO):
+		return fmt.Errorf("%w (load the module tun, and in a container map the device in)", err)
+	case errors.Is(err, unix.EPERM), errors.Is(err, unix.EACCES):
+		return fmt.Errorf("%w (flanneld needs CAP_NET_ADMIN, and in a container or unit access to this device)", err)
+	}
+	return err
+}

@@ -1,0 +1,74 @@
+package udp
+
+import (
+	"fmt"
+	"maps"
+	"slices"
+
+	"flanneld/backend"
+	"flanneld/pkg/tunnel"
+	"flanneld/subnet"
+)
+
+// peers is whom the tunnel carries packets to and takes them from.
+type peers struct {
+	table  *tunnel.Table
+	served map[string][]tunnel.Peer // by lease key, as the table has them
+}
+
+func newPeers() peers {
+	return peers{table: tunnel.NewTable(), served: map[string][]tunnel.Peer{}}
+}
+
+// follow makes the table hold the set. It costs what has changed.
+func (p *peers) follow(set backend.Set) {
+	var removed, added []tunnel.Peer
+	visit := func(key string) {
+		lease, wanted := set.Leases[key]
+		if !wanted && !set.Complete {
+			return
+		}
+		have, want := p.served[key], peersOf(lease)
+		if slices.Equal(have, want) {
+			return
+		}
+		removed, added = append(removed, have...), append(added, want...)
+		if len(want) == 0 {
+			delete(p.served, key)
+		} else {
+			p.served[key] = want
+		}
+	}
+	if set.All {
+		for key := range set.Leases {
+			visit(key)
+		}
+		for _, key := range slices.Collect(maps.Keys(p.served)) {
+			visit(key)
+		}
+	} else {
+		for _, key := range set.Changed {
+			visit(key)
+		}
+	}
+	if len(removed)+len(added) > 0 {
+		p.table.Update(removed, added)
+	}
+}
+
+func peersOf(l subnet.Lease) []tunnel.Peer {
+	var all []tunnel.Peer
+	for _, e := range l.Endpoints {
+		all = append(all, tunnel.Peer{Subnet: e.Subnet, Public: e.PublicIP})
+	}
+	return all
+}
+
+// holdings says what is held for a lease.
+func (p *peers) holdings(key string, port int) []backend.Holding {
+	var hs []backend.Holding
+	for _, peer := range p.served[key] {
+		hs = append(hs, backend.Holding{Object: fmt.Sprintf("%s in datagrams to %s port %d", peer.Subnet, peer.Public, port), Present: true})
+	}
+	return hs
+}

@@ -1,0 +1,232 @@
+// Package udp carries packets between hosts in UDP datagrams, one packet in
+// each and nothing else in it, by this process: for hosts whose kernel has no
+// vxlan.
+package udp
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net/netip"
+	"sync"
+
+	"flanneld/backend"
+	"flanneld/pkg/dataplane"
+	"flanneld/pkg/prefix"
+	"flanneld/pkg/tunnel"
+	"flanneld/subnet"
+)
+
+// Type is the backend's name in the configuration. Leases carry none.
+const Type = "udp"
+
+// deviceName is the one that other flannel daemons take first.
+const deviceName = "flannel0"
+
+// deviceKind is what the netlink library calls a TUN device.
+const deviceKind = "tuntap"
+
+// Backend implements backend.Backend.
+type Backend struct {
+	env    backend.Env
+	config config
+	host   *Host
+}
+
+// Scope implements backend.Backend.
+func (b *Backend) Scope() dataplane.Scope { return b.env.Scope(deviceName) }
+
+// Claim implements backend.Backend. Leases have neither a type nor data.
+func (b *Backend) Claim(_ context.Context, prev subnet.Claim) (subnet.Claim, error) {
+	return b.env.Claim("", prev), nil
+}
+
+// Start implements backend.Backend. Packets wait in the device until the first
+// Sync has said whose they are.
+func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network, error) {
+	reconciler, err := b.env.Reconciler(deviceName)
+	if err != nil {
+		return nil, err
+	}
+	n := &network{
+		Backend: b, own: own, changed: make(chan struct{}, 1), stop: make(chan struct{}),
+		Programmer: &backend.Programmer{Base: b.base(own), Desired: nothing, Reconciler: reconciler},
+	}
+	n.watch(reconciler.Changed())
+	if err := n.start(ctx); err != nil {
+		return nil, errors.Join(err, n.Close())
+	}
+	return n, nil
+}
+
+// nothing is what the kernel holds for one peer: one route leads to all.
+func nothing(context.Context, subnet.Lease) ([]dataplane.Object, error) { return nil, nil }
+
+// base is what the kernel holds: the device, with the own subnets' base
+// addresses, and the networks behind it.
+func (b *Backend) base(own subnet.Lease) dataplane.State {
+	want := dataplane.NewState()
+	want.Add(dataplane.Link{Name: deviceName, Kind: deviceKind, MTU: mtu(b.env), Up: true})
+	for _, e := range own.Endpoints {
+		want.Add(dataplane.Addr{Dev: deviceName, Prefix: prefix.Host(e.Subnet.Addr())})
+	}
+	for _, n := range b.env.Config.Networks {
+		want.Add(dataplane.NewRoute(n.Prefix, netip.Addr{}, deviceName, false))
+	}
+	return want
+}
+
+// network implements backend.Network.
+type network struct {
+	*Backend
+	*backend.Programmer
+	own     subnet.Lease
+	tunnel  *tunnel.Tunnel // nil if there is none at the moment
+	started bool           // the tunnel carries packets
+	changed chan struct{}
+	stop    chan struct{}
+	running sync.WaitGroup
+}
+
+// watch has Changed deliver what changed delivers, until Close.
+func (n *network) watch(changed <-chan struct{}) {
+	n.running.Go(func() {
+		for {
+			select {
+			case <-changed:
+				n.poke()
+			case <-n.stop:
+				return
+			}
+		}
+	})
+}
+
+// poke has the loop call Sync before long.
+func (n *network) poke() {
+	select {
+	case n.changed <- struct{}{}:
+	default:
+	}
+}
+
+// start makes device and tunnel ready. The tunnel carries nothing yet.
+func (n *network) start(ctx context.Context) error {
+	if err := n.open(ctx); err != nil {
+		return err
+	}
+	devices := dataplane.NewState()
+	devices.AddState(n.Base)
+	if _, err := n.Reconcile(ctx, devices, false); err != nil {
+		return fmt.Errorf("set up %s: %w", deviceName, err)
+	}
+	return nil
+}
+
+// open opens the device and a tunnel between it and the network.
+func (n *network) open(ctx context.Context) error {
+	device, err := n.host.open(ctx)
+	if err != nil {
+		return err
+	}
+	c := tunnel.Config{
+		Device: device, Check: n.host.settings.Check, Table: n.host.peers.table, Counters: &n.host.counters,
+	}
+	for _, net := range n.env.Config.Networks {
+		c.Networks = append(c.Networks, net.Prefix)
+		if addr, ok := n.env.Underlay.Family(net.Family()); ok {
+			c.Local = append(c.Local, netip.AddrPortFrom(addr.Local, uint16(n.config.Port)))
+		}
+	}
+	for _, e := range n.own.Endpoints {
+		c.Own = append(c.Own, e.Subnet.Addr())
+	}
+	n.tunnel, err = tunnel.Open(ctx, c)
+	n.started = false
+	return err
+}
+
+// carry has the tunnel carry packets.
+func (n *network) carry() error {
+	if err := n.tunnel.Start(); err != nil {
+		return err
+	}
+	n.started = true
+	done := n.tunnel.Done()
+	n.running.Go(func() {
+		<-done
+		n.poke()
+	})
+	return nil
+}
+
+// Sync implements backend.Network.
+func (n *network) Sync(ctx context.Context, peers backend.Set) (backend.Outcome, error) {
+	n.host.peers.follow(peers)
+	if err := n.revive(ctx); err != nil {
+		return backend.Outcome{}, err
+	}
+	outcome, err := n.Programmer.Sync(ctx, peers)
+	if err == nil && !n.started {
+		err = n.carry()
+	}
+	return outcome, err
+}
+
+// revive opens a new device and tunnel if somebody has deleted the device, or
+// the tunnel has come to an end.
+func (n *network) revive(ctx context.Context) error {
+	if n.tunnel != nil && n.tunnel.Err() == nil && n.tunnel.Device.Alive() {
+		return nil
+	}
+	if err := n.closeTunnel(); err != nil {
+		return err
+	}
+	return n.open(ctx)
+}
+
+func (n *network) closeTunnel() error {
+	if n.tunnel == nil {
+		return nil
+	}
+	err := n.tunnel.Close()
+	n.tunnel, n.started = nil, false
+	return err
+}
+
+// MTU implements backend.Network.
+func (n *network) MTU() int { return mtu(n.env) }
+
+// Check implements backend.Network. What has backend data is a host of another
+// backend. What has none may be one, too: the leases of alloc look the same.
+func (*network) Check(l subnet.Lease) ([]string, error) {
+	for _, e := range l.Endpoints {
+		if len(e.Data) > 0 && string(e.Data) != "null" {
+			return nil, fmt.Errorf("it has backend data %.40q, which hosts with udp do not publish", e.Data)
+		}
+	}
+	return nil, nil
+}
+
+// Changed implements backend.Network.
+func (n *network) Changed() <-chan struct{} { return n.changed }
+
+// Holdings implements backend.Inspector.
+func (n *network) Holdings(key string) []backend.Holding {
+	return n.host.peers.holdings(key, n.config.Port)
+}
+
+// Mode implements backend.Carrier.
+func (n *network) Mode() string { return n.config.Mode }
+
+// Dropped implements backend.Carrier.
+func (n *network) Dropped() map[string]uint64 { return n.host.counters.Dropped() }
+
+// Close implements backend.Network. The device stays for the next network: it
+// is the host's.
+func (n *network) Close() error {
+	close(n.stop)
+	err := errors.Join(n.closeTunnel(), n.Programmer.Close())
+	n.running.Wait()
+	return err
+}
