@@ -1,0 +1,543 @@
+package packet
+
+import (
+	"bytes"
+	"encoding/binary"
+	"encoding/hex"
+	"fmt"
+	"math/rand/v2"
+	"net/netip"
+	"strings"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+)
+
+// reference is the Internet checksum as RFC 1071 spells it out.
+func reference(parts ...[]byte) uint16 {
+	var s uint32
+	for _, b := range parts {
+		for i := 0; i < len(b); i += 2 {
+			w := uint32(b[i]) << 8
+			if i+1 < len(b) {
+				w |= uint32(b[i+1])
+			}
+			s += w
+			s = s&0xffff + s>>16
+		}
+	}
+	return ^uint16(s)
+}
+
+// random returns n bytes that are the same in every run.
+func random(n int) []byte {
+	b := make([]byte, n)
+	r := rand.NewChaCha8([32]byte{7})
+	_, _ = r.Read(b)
+	return b
+}
+
+func TestSum(t *testing.T) {
+	data := random(2000)
+	for n := range 300 {
+		for _, at := range []int{0, 1, 3} {
+			b := data[at : at+n]
+			if got, want := ^fold(sum(b, 0)), reference(b); got != want {
+				t.Fatalf("%d bytes at %d: %#x, want %#x", n, at, got, want)
+			}
+		}
+	}
+	ones := bytes.Repeat([]byte{0xff}, 1472)
+	if got := fold(sum(ones, 0)); got != 0xffff {
+		t.Errorf("all ones: %#x", got)
+	}
+}
+
+// spec describes a packet to be built.
+type spec struct {
+	ipv6, tcp bool
+	payload   []byte
+	flags     byte // of TCP
+	seq       uint32
+	id        uint16
+	fragments bool // allowed
+	options   []byte
+}
+
+// build makes a complete packet.
+func build(s spec) []byte {
+	transport := udpHeader
+	if s.tcp {
+		transport = tcpHeader + len(s.options)
+	}
+	ip := header4
+	if s.ipv6 {
+		ip = header6
+	}
+	b := make([]byte, ip+transport+len(s.payload))
+	if s.ipv6 {
+		b[0], b[6], b[7] = 6<<4, protoUDP, 64
+		binary.BigEndian.PutUint16(b[4:], uint16(len(b)-header6))
+		copy(b[8:], netip.MustParseAddr("fd00:10:5:1::2").AsSlice())
+		copy(b[24:], netip.MustParseAddr("fd00:10:5:2::2").AsSlice())
+		if s.tcp {
+			b[6] = protoTCP
+		}
+	} else {
+		b[0], b[8], b[9] = 0x45, 64, protoUDP
+		binary.BigEndian.PutUint16(b[2:], uint16(len(b)))
+		binary.BigEndian.PutUint16(b[4:], s.id)
+		if !s.fragments {
+			b[6] = 0x40
+		}
+		copy(b[12:], []byte{10, 5, 1, 2})
+		copy(b[16:], []byte{10, 5, 2, 2})
+		if s.tcp {
+			b[9] = protoTCP
+		}
+		binary.BigEndian.PutUint16(b[10:], reference(b[:header4]))
+	}
+	t := b[ip:]
+	binary.BigEndian.PutUint16(t, 4321)
+	binary.BigEndian.PutUint16(t[2:], 80)
+	copy(t[transport:], s.payload)
+	field := udpChecksum
+	if s.tcp {
+		field = tcpChecksum
+		binary.BigEndian.PutUint32(t[4:], s.seq)
+		binary.BigEndian.PutUint32(t[8:], 99)
+		t[12], t[13] = byte(transport/4)<<4, s.flags
+		binary.BigEndian.PutUint16(t[14:], 500)
+		copy(t[tcpHeader:], s.options)
+	} else {
+		binary.BigEndian.PutUint16(t[4:], uint16(len(t)))
+	}
+	binary.BigEndian.PutUint16(t[field:], checksumOf(b, ip))
+	return b
+}
+
+// checksumOf computes the transport checksum of packet b anew.
+func checksumOf(b []byte, ip int) uint16 {
+	pseudo := []byte{0, b[9], byte((len(b) - ip) >> 8), byte(len(b) - ip)}
+	addresses := b[12:20]
+	if b[0]>>4 == 6 {
+		pseudo[1], addresses = b[6], b[8:40]
+	}
+	field := ip + udpChecksum
+	if pseudo[1] == protoTCP {
+		field = ip + tcpChecksum
+	}
+	c := bytes.Clone(b)
+	c[field], c[field+1] = 0, 0
+	sum := reference(addresses, pseudo, c[ip:])
+	if sum == 0 && pseudo[1] == protoUDP {
+		return 0xffff
+	}
+	return sum
+}
+
+// verify fails the test unless lengths and checksums of packet b are right.
+func verify(t *testing.T, b []byte) Header {
+	t.Helper()
+	h, fault := Parse(b)
+	if fault == Sound {
+		fault = CheckHeader(b, h)
+	}
+	if fault != Sound || h.Total != len(b) {
+		t.Fatalf("fault %d, says %d bytes of %d: %x", fault, h.Total, len(b), b[:min(len(b), 60)])
+	}
+	field := h.Len + udpChecksum
+	if h.Protocol == protoTCP {
+		field = h.Len + tcpChecksum
+	}
+	if got, want := binary.BigEndian.Uint16(b[field:]), checksumOf(b, h.Len); got != want {
+		t.Fatalf("transport checksum %#x, want %#x", got, want)
+	}
+	return h
+}
+
+// super turns a complete packet into one as a device gives it out.
+func super(s spec, size int) (b []byte, o Offload) {
+	b = build(s)
+	h, _ := Parse(b)
+	o = Offload{flags: needsChecksum, gso: gsoUDP, size: uint16(size), checksumStart: uint16(h.Len), checksumOffset: udpChecksum}
+	if s.tcp {
+		o.gso, o.checksumOffset = gsoTCP4, tcpChecksum
+		if s.ipv6 {
+			o.gso = gsoTCP6
+		}
+	}
+	return b, o
+}
+
+func kinds() map[string]spec {
+	options := []byte{1, 1, 8, 10, 1, 2, 3, 4, 5, 6, 7, 8}
+	return map[string]spec{
+		"TCP on IPv4": {tcp: true, flags: flagACK | flagPSH, options: options, seq: 0xfffffff0, id: 0xfffe},
+		"TCP on IPv6": {tcp: true, ipv6: true, flags: flagACK | flagPSH, options: options, seq: 5},
+		"UDP on IPv4": {id: 7, fragments: true},
+		"UDP on IPv6": {ipv6: true},
+	}
+}
+
+// TestSplitAndMerge splits super-packets, looks at every part, and merges the
+// parts to what they came from.
+func TestSplitAndMerge(t *testing.T) {
+	for name, s := range kinds() {
+		for _, size := range []int{1, 100, 101, 1420} {
+			for _, parts := range []int{1, 2, 3, 44, 64} {
+				for _, less := range []int{0, size / 2} {
+					s.payload = random(max(size*parts-less, 1))
+					if len(s.payload) > 65000 {
+						continue
+					}
+					t.Run(fmt.Sprintf("%s/%d of %d less %d", name, parts, size, less), func(t *testing.T) { splitAndMerge(t, s, size) })
+				}
+			}
+		}
+	}
+}
+
+func splitAndMerge(t *testing.T, s spec, size int) {
+	b, o := super(s, size)
+	h, _ := Parse(b)
+	segments, ok := o.Split(b, h)
+	if !ok {
+		t.Fatal("not split")
+	}
+	buf := make([]byte, OffloadLen)
+	var cuts []int
+	var payload []byte
+	for i := range segments.Count() {
+		p := make([]byte, segments.Len(i))
+		segments.Write(p, i)
+		verify(t, p)
+		if i < segments.Count()-1 && s.tcp && p[h.Len+13] != flagACK {
+			t.Errorf("part %d has flags %#x", i, p[h.Len+13])
+		}
+		payload = append(payload, p[segments.headers:]...)
+		cuts = append(cuts, len(buf))
+		buf = append(buf, p...)
+	}
+	if !bytes.Equal(payload, s.payload) {
+		t.Fatal("the parts hold other data")
+	}
+	end := len(buf)
+	m := Merger{TCP: true, UDP: true}
+	for i, at := range cuts {
+		to := end
+		if i+1 < len(cuts) {
+			to = cuts[i+1]
+		}
+		h, _ := Parse(buf[at:to])
+		if i == 0 {
+			m.Begin(buf, at, to, h)
+		} else if !m.Add(at, to) {
+			t.Fatalf("part %d was not taken in", i)
+		}
+	}
+	got, count := m.Finish()
+	if count != len(cuts) {
+		t.Errorf("%d packets merged, want %d", count, len(cuts))
+	}
+	back := DecodeOffload(got)
+	got = got[OffloadLen:]
+	if len(cuts) == 1 {
+		if back.Super() || !bytes.Equal(got, buf[OffloadLen:]) {
+			t.Error("a packet alone was changed")
+		}
+		return
+	}
+	if !back.Super() || !back.Complete(got) {
+		t.Fatal("no super-packet")
+	}
+	if diff := cmp.Diff(hex.Dump(b), hex.Dump(got)); diff != "" {
+		t.Error(diff)
+	}
+}
+
+// TestMergeRefuses changes the second of two packets in every way that keeps it
+// from being a continuation of the first.
+func TestMergeRefuses(t *testing.T) {
+	for name, tc := range map[string]struct {
+		kind   string
+		change func(first, second *spec)
+		spoil  func(first, second []byte) // after the checksums were made
+	}{
+		"gap":              {kind: "TCP on IPv4", change: func(_, b *spec) { b.seq++ }},
+		"other flags":      {kind: "TCP on IPv4", change: func(_, b *spec) { b.flags |= 1 }},
+		"first is pushed":  {kind: "TCP on IPv4", change: func(a, _ *spec) { a.flags |= flagPSH }},
+		"first has SYN":    {kind: "TCP on IPv4", change: func(a, _ *spec) { a.flags |= 2 }},
+		"other options":    {kind: "TCP on IPv4", change: func(_, b *spec) { b.options = bytes.Clone(b.options); b.options[11]++ }},
+		"bigger":           {kind: "TCP on IPv4", change: func(_, b *spec) { b.payload = append(b.payload, 1) }},
+		"empty":            {kind: "TCP on IPv4", change: func(_, b *spec) { b.payload = nil }},
+		"first is empty":   {kind: "TCP on IPv4", change: func(a, b *spec) { a.payload, b.seq = nil, a.seq }},
+		"first is wrong":   {kind: "TCP on IPv4", spoil: func(a, _ []byte) { a[60]++ }},
+		"second is wrong":  {kind: "TCP on IPv4", spoil: func(_, b []byte) { b[60]++ }},
+		"other port":       {kind: "TCP on IPv4", spoil: func(_, b []byte) { b[20]++; fix(b, 20, tcpChecksum) }},
+		"other window":     {kind: "TCP on IPv4", spoil: func(_, b []byte) { b[34]++; fix(b, 20, tcpChecksum) }},
+		"other TTL":        {kind: "TCP on IPv4", spoil: func(_, b []byte) { b[8]-- }},
+		"other TOS":        {kind: "TCP on IPv4", spoil: func(_, b []byte) { b[1] = 3 }},
+		"other source":     {kind: "TCP on IPv4", spoil: func(_, b []byte) { b[15]++; fix(b, 20, tcpChecksum) }},
+		"says to be less":  {kind: "TCP on IPv4", spoil: func(_, b []byte) { b[3]-- }},
+		"IPv6 other label": {kind: "TCP on IPv6", spoil: func(_, b []byte) { b[3] = 1 }},
+		"IPv6 other hops":  {kind: "TCP on IPv6", spoil: func(_, b []byte) { b[7]-- }},
+		"number missing":   {kind: "UDP on IPv4", change: func(_, b *spec) { b.id++ }},
+		"no checksum":      {kind: "UDP on IPv4", spoil: func(_, b []byte) { b[26], b[27] = 0, 0 }},
+		"wrong length":     {kind: "UDP on IPv4", spoil: func(_, b []byte) { b[25]--; fix(b, 20, udpChecksum) }},
+	} {
+		t.Run(name, func(t *testing.T) {
+			first := kinds()[tc.kind]
+			first.flags &^= flagPSH
+			first.payload = random(100)
+			second := first
+			second.payload = random(100)
+			second.seq += 100
+			second.id++
+			if tc.change != nil {
+				tc.change(&first, &second)
+			}
+			a, b := build(first), build(second)
+			if tc.spoil != nil {
+				tc.spoil(a, b)
+			}
+			buf := append(append(make([]byte, OffloadLen), a...), b...)
+			m := Merger{TCP: true, UDP: true}
+			h, _ := Parse(a)
+			m.Begin(buf, OffloadLen, OffloadLen+len(a), h)
+			if m.Add(OffloadLen+len(a), len(buf)) {
+				t.Fatal("merged")
+			}
+			if got, count := m.Finish(); count != 1 || !bytes.Equal(got[OffloadLen:], a) {
+				t.Error("the first was changed")
+			}
+			if !bytes.Equal(buf[len(buf)-len(b):], b) {
+				t.Error("the second was changed")
+			}
+		})
+	}
+}
+
+// fix makes the transport checksum right again.
+func fix(b []byte, ip, field int) { binary.BigEndian.PutUint16(b[ip+field:], checksumOf(b, ip)) }
+
+func TestMergerWithoutOffloads(t *testing.T) {
+	for name, s := range kinds() {
+		s.payload = random(10)
+		b := build(s)
+		buf := append(append(make([]byte, OffloadLen), b...), b...)
+		h, _ := Parse(b)
+		var m Merger
+		m.Begin(buf, OffloadLen, OffloadLen+len(b), h)
+		if m.Add(OffloadLen+len(b), len(buf)) {
+			t.Errorf("%s merged, though the device does not take it", name)
+		}
+	}
+}
+
+func TestSplitRefuses(t *testing.T) {
+	for name, change := range map[string]func(*Offload){
+		"no size":             func(o *Offload) { o.size = 0 },
+		"no checksum":         func(o *Offload) { o.flags = 0 },
+		"other family":        func(o *Offload) { o.gso = gsoTCP6 },
+		"unknown kind":        func(o *Offload) { o.gso = 3 },
+		"transport in header": func(o *Offload) { o.checksumStart = 19 },
+		"transport behind":    func(o *Offload) { o.checksumStart = 65535 },
+		"header cut off":      func(o *Offload) { o.checksumStart = 200 },
+	} {
+		s := kinds()["TCP on IPv4"]
+		s.payload = random(150)
+		b, o := super(s, 50)
+		change(&o)
+		h, _ := Parse(b)
+		if _, ok := o.Split(b, h); ok {
+			t.Errorf("%s: split", name)
+		}
+	}
+}
+
+func TestComplete(t *testing.T) {
+	for name, s := range kinds() {
+		s.payload = random(77)
+		want := build(s)
+		b := bytes.Clone(want)
+		h, _ := Parse(b)
+		_, o := super(s, 0)
+		o.gso = gsoNone
+		at := int(o.checksumStart + o.checksumOffset)
+		binary.BigEndian.PutUint16(b[at:], fold(pseudo(b, s.ipv6, h.Protocol, len(b)-h.Len)))
+		if !o.Complete(b) || !bytes.Equal(b, want) {
+			t.Errorf("%s: checksum %x, want %x", name, b[at:at+2], want[at:at+2])
+		}
+		o.checksumStart = uint16(len(b) - 1)
+		if o.Complete(b) {
+			t.Errorf("%s: a checksum outside the packet was written", name)
+		}
+	}
+}
+
+func TestDecrementTTL(t *testing.T) {
+	s := kinds()["UDP on IPv4"]
+	for id := range 1 << 16 { // every checksum there is
+		s.id = uint16(id)
+		b := build(s)
+		if !DecrementTTL(b) || b[8] != 63 || reference(b[:header4]) != 0 {
+			t.Fatalf("id %d: TTL %d, checksum over header %#x", id, b[8], reference(b[:header4]))
+		}
+	}
+	for _, ttl := range []byte{0, 1} {
+		for _, v6 := range []bool{false, true} {
+			b := build(spec{ipv6: v6})
+			at := 8
+			if v6 {
+				at = 7
+			}
+			b[at] = ttl
+			if c := bytes.Clone(b); DecrementTTL(b) || !bytes.Equal(b, c) {
+				t.Errorf("TTL %d passes, or the packet was changed", ttl)
+			}
+		}
+	}
+}
+
+func TestParse(t *testing.T) {
+	v4, v6 := build(spec{payload: random(8)}), build(spec{ipv6: true, payload: random(8)})
+	change := func(b []byte, at int, to ...byte) []byte {
+		b = bytes.Clone(b)
+		copy(b[at:], to)
+		return b
+	}
+	for name, tc := range map[string]struct {
+		b    []byte
+		want Fault
+	}{
+		"nothing":               {nil, Truncated},
+		"19 bytes":              {v4[:19], Truncated},
+		"IPv4":                  {v4, Sound},
+		"more than it says":     {append(bytes.Clone(v4), 0), Sound},
+		"less than it says":     {v4[:len(v4)-1], Truncated},
+		"version 5":             {change(v4, 0, 0x55), BadVersion},
+		"header of 16 bytes":    {change(v4, 0, 0x44), BadHeader},
+		"header beyond its end": {change(v4, 2, 0, 19), BadHeader},
+		"IPv6":                  {v6, Sound},
+		"IPv6, 39 bytes":        {v6[:39], Truncated},
+		"IPv6, cut off":         {v6[:len(v6)-1], Truncated},
+		"IPv6, mapped source":   {change(v6, 8, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xff), BadHeader},
+	} {
+		if _, got := Parse(tc.b); got != tc.want {
+			t.Errorf("%s: %d, want %d", name, got, tc.want)
+		}
+	}
+	h, _ := Parse(v4)
+	if CheckHeader(v4, h) != Sound || CheckHeader(change(v4, 1, 1), h) != BadChecksum {
+		t.Error("header checksums are not told apart")
+	}
+}
+
+// TestComplain pins the message that flannel's udp backend sends, and when none
+// may be sent.
+func TestComplain(t *testing.T) {
+	own, own6 := netip.MustParseAddr("10.5.1.0"), netip.MustParseAddr("fd00:10:5:1::")
+	p := build(spec{payload: []byte("12345678")})
+	h, _ := Parse(p)
+	got := Unreachable.Complain(make([]byte, MaxReply), p, h, own, 0)
+	want := "45000038" + "00000000" + "0801 9aba" + "0a050100" + "0a050102" + "0300 79fa" + "00000000" + hex.EncodeToString(p[:28])
+	want = strings.ReplaceAll(want, " ", "")
+	if reference(got[:20]) != 0 || reference(got[20:]) != 0 {
+		t.Errorf("wrong checksums: %x", got)
+	}
+	copy(got[10:12], []byte{0x9a, 0xba}) // looked at above
+	copy(got[22:24], []byte{0x79, 0xfa})
+	if hex.EncodeToString(got) != want {
+		t.Errorf("%x\nwant %s", got, want)
+	}
+	big := TooBig.Complain(make([]byte, MaxReply), p, h, own, 1400)
+	if big[20] != 3 || big[21] != 4 || binary.BigEndian.Uint16(big[26:]) != 1400 || reference(big[20:]) != 0 {
+		t.Errorf("too big: %x", big)
+	}
+	p6 := build(spec{ipv6: true, payload: []byte("12345678")})
+	h6, _ := Parse(p6)
+	for c, typ := range map[Complaint]byte{Unreachable: 1, TimeExceeded: 3, TooBig: 2} {
+		m := c.Complain(make([]byte, MaxReply), p6, h6, own6, 1000)
+		pseudo := []byte{0, protoICMPv6, 0, byte(len(m) - header6)}
+		if m[40] != typ || reference(m[8:40], pseudo, m[40:]) != 0 || len(m) != MaxReply || m[6] != protoICMPv6 {
+			t.Errorf("IPv6 %d: %x", c, m)
+		}
+		if c == TooBig && binary.BigEndian.Uint32(m[44:]) != 1280 {
+			t.Errorf("reports an MTU that no IPv6 link may have: %x", m[44:48])
+		}
+	}
+	for name, tc := range map[string]struct {
+		c      Complaint
+		change func(b []byte)
+	}{
+		"later fragment":      {Unreachable, func(b []byte) { b[7] = 1 }},
+		"ICMP, unreachable":   {Unreachable, func(b []byte) { b[9], b[20] = protoICMP, 8 }},
+		"ICMP error, too big": {TooBig, func(b []byte) { b[9], b[20] = protoICMP, 3 }},
+		"multicast":           {TimeExceeded, func(b []byte) { b[16] = 224 }},
+		"no sender":           {TimeExceeded, func(b []byte) { clear(b[12:16]) }},
+		"loopback":            {TimeExceeded, func(b []byte) { b[12] = 127 }},
+	} {
+		b := bytes.Clone(p)
+		tc.change(b)
+		h, _ := Parse(b)
+		if m := tc.c.Complain(make([]byte, MaxReply), b, h, own, 0); m != nil {
+			t.Errorf("%s is answered: %x", name, m)
+		}
+	}
+	echo := bytes.Clone(p)
+	echo[9], echo[20] = protoICMP, 8
+	he, _ := Parse(echo)
+	if TooBig.Complain(make([]byte, MaxReply), echo, he, own, 1400) == nil {
+		t.Error("an echo request that is too big is not answered: path MTU discovery by ping would fail")
+	}
+}
+
+func TestFragment(t *testing.T) {
+	for _, n := range []int{0, 8, 9, 1000, 5000} {
+		for _, mtu := range []int{68, 69, 576, 1400} {
+			p := build(spec{payload: random(n), fragments: true, id: 5})
+			h, _ := Parse(p)
+			var data []byte
+			var at uint16
+			more := true
+			ok := Fragment(make([]byte, mtu), p, h, mtu, func(f []byte) {
+				fh, fault := Parse(f)
+				if fault != Sound || CheckHeader(f, fh) != Sound || len(f) > mtu || fh.Total != len(f) {
+					t.Fatalf("fragment: fault %d, %d bytes", fault, len(f))
+				}
+				field := binary.BigEndian.Uint16(f[6:])
+				if field&0x1fff != at/8 {
+					t.Fatalf("offset %d, want %d", field&0x1fff, at/8)
+				}
+				more = field&0x2000 != 0
+				data = append(data, f[fh.Len:]...)
+				at += uint16(fh.Total - fh.Len)
+			})
+			if !ok || more || !bytes.Equal(data, p[h.Len:]) {
+				t.Errorf("%d bytes by %d: %v, more %v, %d bytes", n, mtu, ok, more, len(data))
+			}
+		}
+	}
+	p := build(spec{payload: random(2000)})
+	h, _ := Parse(p)
+	if Fragment(nil, p, h, 1400, nil) {
+		t.Error("a packet that must not be fragmented was")
+	}
+}
+
+func TestDropOptions(t *testing.T) {
+	for _, tc := range [][2]string{
+		{"0783040102030194", "0783040102030194"},
+		{"070301940404ff0000", "010101940404ff0000"},
+		{"01820201", "01820201"},
+		{"0001", "0001"},
+		{"44", "44"},
+	} {
+		b, _ := hex.DecodeString(tc[0])
+		dropOptions(b)
+		if got := hex.EncodeToString(b); got != tc[1] {
+			t.Errorf("%s: %s, want %s", tc[0], got, tc[1])
+		}
+	}
+}
