@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"path/filepath"
 
 	"golang.org/x/sys/unix"
 
@@ -84,7 +85,15 @@ func (d *Device) prepare(fd int, flags uint16) error {
 	if err := unix.IoctlSetPointerInt(fd, unix.TUNSETVNETHDRSZ, packet.OffloadLen); err != nil {
 		return fmt.Errorf("set header size: %w", err)
 	}
+	acceptOwn(d.name)
 	return d.setOffloads(fd)
+}
+
+// acceptOwn has the kernel take packets from the device that have a source of
+// this host: messages about what cannot be carried do. Where /proc/sys is
+// read-only they are lost.
+func acceptOwn(name string) {
+	_ = os.WriteFile(filepath.Join("/proc/sys/net/ipv4/conf", name, "accept_local"), []byte("1"), 0)
 }
 
 // setOffloads asks for all that this kernel can leave to us.

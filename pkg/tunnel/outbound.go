@@ -97,12 +97,12 @@ func (o *outbound) take(b []byte) {
 		o.Counters.drop(OtherFamily)
 		return
 	case !o.route(h.Dst):
-		o.complain(packet.Unreachable, b, h, 0)
 		o.Counters.drop(NoRoute)
+		o.complain(packet.Unreachable, b, h, 0)
 		return
 	case !packet.DecrementTTL(b):
-		o.complain(packet.TimeExceeded, b, h, 0)
 		o.Counters.drop(HopsExceeded)
+		o.complain(packet.TimeExceeded, b, h, 0)
 		return
 	}
 	to := netip.AddrPortFrom(o.public, s.local.Port())
@@ -233,8 +233,8 @@ func (o *outbound) tooBig(p []byte) {
 	})
 	switch {
 	case !done:
-		o.complain(packet.TooBig, p, h, mtu)
 		o.Counters.drop(TooBig)
+		o.complain(packet.TooBig, p, h, mtu)
 	case whole:
 		o.Counters.sent.Add(1)
 	default:

@@ -26,6 +26,7 @@ const (
 // sends and receives many at a time if the kernel can do that.
 type socket struct {
 	conn     *net.UDPConn
+	probe    int // a socket that asks the kernel for routes
 	local    netip.AddrPort
 	overhead int  // bytes that a datagram adds to a packet
 	segments bool // UDP_SEGMENT works
@@ -37,15 +38,19 @@ func openSocket(ctx context.Context, local netip.AddrPort, plain bool) (*socket,
 		cerr := c.Control(func(fd uintptr) { err = s.prepare(int(fd), plain) })
 		return errors.Join(cerr, err)
 	}}
-	network := "udp4"
+	network, family := "udp4", unix.AF_INET
 	if local.Addr().Is6() {
-		network = "udp6"
+		network, family = "udp6", unix.AF_INET6
 	}
 	conn, err := lc.ListenPacket(ctx, network, local.String())
 	if err != nil {
 		return nil, fmt.Errorf("listen on UDP %s: %w", local, err)
 	}
 	s.conn = conn.(*net.UDPConn)
+	s.probe, err = unix.Socket(family, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0)
+	if err != nil {
+		return nil, errors.Join(fmt.Errorf("open socket: %w", err), conn.Close())
+	}
 	return s, nil
 }
 
@@ -88,24 +93,25 @@ func (s *socket) prepare(fd int, plain bool) error {
 // mtuTo returns the biggest packet in bytes that the way to a peer carries, as
 // far as the kernel knows.
 func (s *socket) mtuTo(to netip.AddrPort) (int, error) {
-	family, sa := unix.AF_INET, unix.Sockaddr(&unix.SockaddrInet4{Port: int(to.Port())})
+	var sa unix.Sockaddr
 	if to.Addr().Is6() {
-		family, sa = unix.AF_INET6, &unix.SockaddrInet6{Port: int(to.Port()), Addr: to.Addr().As16()}
+		sa = &unix.SockaddrInet6{Port: int(to.Port()), Addr: to.Addr().As16()}
 	} else {
-		sa.(*unix.SockaddrInet4).Addr = to.Addr().As4()
+		sa = &unix.SockaddrInet4{Port: int(to.Port()), Addr: to.Addr().As4()}
 	}
-	fd, err := unix.Socket(family, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0)
-	if err != nil {
-		return 0, err
-	}
-	defer unix.Close(fd)
-	if err := unix.Connect(fd, sa); err != nil {
+	if err := unix.Connect(s.probe, sa); err != nil {
 		return 0, err
 	}
 	level, _, mtu := s.level()
-	m, err := unix.GetsockoptInt(fd, level, mtu)
+	m, err := unix.GetsockoptInt(s.probe, level, mtu)
 	return m - s.overhead, err
 }
+
+// close ends sending and receiving, even what goes on at the moment. release
+// follows when nobody uses the socket any more.
+func (s *socket) close() error { return s.conn.Close() }
+
+func (s *socket) release() error { return unix.Close(s.probe) }
 
 // segmentSize is the control message that has the kernel cut a send into
 // datagrams.

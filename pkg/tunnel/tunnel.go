@@ -82,8 +82,7 @@ func Open(ctx context.Context, c Config) (*Tunnel, error) {
 	for _, local := range c.Local {
 		s, err := openSocket(ctx, local, c.Plain)
 		if err != nil {
-			t.closeSockets()
-			return nil, err
+			return nil, errors.Join(err, t.each((*socket).close), t.each((*socket).release))
 		}
 		t.sockets[index(local.Addr().Is6())] = s
 	}
@@ -143,17 +142,18 @@ func (t *Tunnel) Close() error {
 	if errors.Is(err, os.ErrClosed) {
 		err = nil
 	}
-	err = errors.Join(err, t.closeSockets())
+	errs := []error{err, t.each((*socket).close)}
 	t.running.Wait()
 	t.end(nil)
-	return err
+	return errors.Join(append(errs, t.each((*socket).release))...)
 }
 
-func (t *Tunnel) closeSockets() error {
+// each calls f for every socket.
+func (t *Tunnel) each(f func(*socket) error) error {
 	var errs []error
 	for _, s := range t.sockets {
 		if s != nil {
-			errs = append(errs, s.conn.Close())
+			errs = append(errs, f(s))
 		}
 	}
 	return errors.Join(errs...)

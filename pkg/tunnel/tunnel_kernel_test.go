@@ -85,10 +85,11 @@ func transfer(t *testing.T, from, to *end, addr netip.Addr) {
 		n, err := io.Copy(h, conn)
 		got <- result{h.Sum(nil), n, err}
 	}()
-	conn, err := from.Dial(ctx, "tcp", ln.Addr().String())
-	if err != nil {
-		t.Fatal(err)
-	}
+	var conn net.Conn
+	eventually(t, "connect", func() (err error) { // an IPv6 route may be a moment late
+		conn, err = from.Dial(ctx, "tcp", ln.Addr().String())
+		return err
+	})
 	_ = conn.SetDeadline(time.Now().Add(patience))
 	data := make([]byte, size)
 	r := rand.NewChaCha8([32]byte{1})
@@ -125,5 +126,3 @@ func TestKernelMTU(t *testing.T) {
 		})
 	}
 }
-
-var _ = net.IPv4len

@@ -1,0 +1,395 @@
+package tunnel
+
+import (
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"net"
+	"net/netip"
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
+
+	"flanneld/pkg/lab"
+	"flanneld/pkg/prefix"
+)
+
+// plainPeer is a host that does what flannel's udp backend does: one bare
+// packet in each datagram, sent and received one by one.
+type plainPeer struct {
+	*net.UDPConn
+	to netip.AddrPort
+}
+
+// newPlainPeer makes one of host number i, which sends to host number to.
+func newPlainPeer(t *testing.T, l *lab.Lab, i, to int, f prefix.Family) *plainPeer {
+	t.Helper()
+	h := l.Host(i)
+	p := &plainPeer{to: netip.AddrPortFrom(l.Host(to).Addr(f), port)}
+	err := h.Do(context.Background(), func() (err error) {
+		p.UDPConn, err = net.ListenUDP("udp", net.UDPAddrFromAddrPort(netip.AddrPortFrom(h.Addr(f), port)))
+		return err
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { p.UDPConn.Close() })
+	return p
+}
+
+func (p *plainPeer) send(t *testing.T, b []byte) {
+	t.Helper()
+	if _, err := p.WriteToUDPAddrPort(b, p.to); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// receive returns the first packet that wanted likes.
+func (p *plainPeer) receive(t *testing.T, wanted func([]byte) bool) []byte {
+	t.Helper()
+	buf := make([]byte, 65535)
+	_ = p.SetReadDeadline(time.Now().Add(patience))
+	for {
+		n, err := p.Read(buf)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if wanted(buf[:n]) {
+			return buf[:n]
+		}
+	}
+}
+
+// echo is an echo request from src to dst.
+func echo(src, dst string, ttl byte) []byte {
+	b := make([]byte, 28)
+	b[0], b[8], b[9] = 0x45, ttl, 1
+	binary.BigEndian.PutUint16(b[2:], uint16(len(b)))
+	copy(b[12:], netip.MustParseAddr(src).AsSlice())
+	copy(b[16:], netip.MustParseAddr(dst).AsSlice())
+	b[20], b[25] = 8, 7
+	binary.BigEndian.PutUint16(b[10:], internetChecksum(b[:20]))
+	binary.BigEndian.PutUint16(b[22:], internetChecksum(b[20:]))
+	return b
+}
+
+func internetChecksum(b []byte) uint16 {
+	var s uint32
+	for i := 0; i+1 < len(b); i += 2 {
+		s += uint32(binary.BigEndian.Uint16(b[i:]))
+	}
+	for s>>16 != 0 {
+		s = s&0xffff + s>>16
+	}
+	return ^uint16(s)
+}
+
+func isEchoReply(b []byte) bool { return len(b) == 28 && b[9] == 1 && b[20] == 0 }
+
+// TestKernelPlainPeer has a peer that knows no offloads exchange echoes with
+// every kind of end, and looks at each packet.
+func TestKernelPlainPeer(t *testing.T) {
+	for _, m := range modes() {
+		t.Run(m.name, func(t *testing.T) {
+			l := newBed(t, 2, prefix.IPv4)
+			newEnd(t, l, 1, m)
+			p := newPlainPeer(t, l, 2, 1, prefix.IPv4)
+			p.send(t, echo("10.5.2.7", "10.5.1.0", 9))
+			b := p.receive(t, isEchoReply)
+			if internetChecksum(b[:20]) != 0 || internetChecksum(b[20:]) != 0 || b[8] != 63 {
+				t.Errorf("checksums or TTL of the reply are wrong: %x", b)
+			}
+		})
+	}
+}
+
+// drops returns the counters that are not zero, but for what the kernel says of
+// itself on a new device.
+func drops(c *Counters) map[string]uint64 {
+	all := map[string]uint64{}
+	for reason, n := range c.Dropped() {
+		if n > 0 && reason != OtherFamily.String() {
+			all[reason] = n
+		}
+	}
+	return all
+}
+
+// TestKernelSourceCheck sends one packet of each kind and looks at what becomes
+// of it.
+func TestKernelSourceCheck(t *testing.T) {
+	change := func(b []byte, at int, v byte) []byte { b[at] = v; return b }
+	good := func() []byte { return echo("10.5.2.7", "10.5.1.0", 9) }
+	malformed := map[string][]byte{
+		"empty": {}, "short": good()[:19], "cut off": good()[:27], "IPv5": change(good(), 0, 0x55), "header of 16 bytes": change(good(), 0, 0x44),
+	}
+	for check, want := range map[SourceCheck]map[string]Reason{
+		CheckNetwork: {"own": 0, "foreign": 0, "other peer's": WrongSource, "nobody's": WrongSource, "this host's": WrongSource},
+		CheckStrict:  {"own": 0, "foreign": WrongSource, "other peer's": WrongSource, "nobody's": WrongSource, "this host's": WrongSource},
+		CheckOff:     {"own": 0, "foreign": 0, "other peer's": 0, "nobody's": 0},
+		"":           {"own": 0, "foreign": 0, "other peer's": WrongSource},
+	} {
+		t.Run("check "+string(check), func(t *testing.T) {
+			l := newBed(t, 3, prefix.IPv4)
+			e := newEnd(t, l, 1, mode{}, func(c *Config) { c.Check = check })
+			p := newPlainPeer(t, l, 2, 1, prefix.IPv4)
+			expected := map[string]uint64{}
+			received := uint64(0)
+			for source, reason := range want {
+				src := map[string]string{
+					"own": "10.5.2.7", "foreign": "203.0.113.9", "other peer's": "10.5.3.7", "nobody's": "10.5.77.7", "this host's": "10.5.1.7",
+				}[source]
+				p.send(t, echo(src, "10.5.1.0", 9))
+				if reason != 0 {
+					expected[reason.String()]++
+				} else {
+					received++
+				}
+			}
+			for _, b := range malformed {
+				p.send(t, b)
+				expected[Malformed.String()]++
+			}
+			p.send(t, change(good(), 10, 0))
+			p.send(t, echo("10.5.2.7", "10.5.1.0", 1))
+			p.send(t, append([]byte{0x60}, make([]byte, 39)...)) // sound, but it is IPv6
+			expected[WrongChecksum.String()]++
+			expected[HopsExceeded.String()]++
+			unknown := newPlainPeer(t, l, 3, 1, prefix.IPv4)
+			e.table.Update(peersOf(l.Host(3), 3, l.Families()), nil)
+			unknown.send(t, good())
+			if check == CheckOff {
+				received++
+			} else {
+				expected[UnknownPeer.String()]++
+			}
+			eventually(t, "counters", func() error {
+				have := drops(e.Counters)
+				delete(have, NoRoute.String()) // replies to whom there is no way
+				if diff := cmp.Diff(expected, have); diff != "" {
+					return errors.New(diff)
+				}
+				if n := e.Counters.Received(); n != received {
+					return fmt.Errorf("%d packets came in, want %d", n, received)
+				}
+				return nil
+			})
+		})
+	}
+}
+
+// listenICMP returns a socket that hears ICMP messages on the host.
+func listenICMP(t *testing.T, h *lab.Host) net.PacketConn {
+	t.Helper()
+	var conn net.PacketConn
+	err := h.Do(context.Background(), func() (err error) {
+		conn, err = net.ListenPacket("ip4:icmp", "0.0.0.0")
+		return err
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { conn.Close() })
+	_ = conn.SetReadDeadline(time.Now().Add(patience))
+	return conn
+}
+
+// sendUDP sends a datagram from the host, with the given TTL and size.
+func sendUDP(t *testing.T, h *lab.Host, dst string, ttl, size, discover int) {
+	t.Helper()
+	err := h.Do(context.Background(), func() error {
+		fd, err := unix.Socket(unix.AF_INET, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0)
+		if err != nil {
+			return err
+		}
+		defer unix.Close(fd)
+		err = errors.Join(unix.SetsockoptInt(fd, unix.IPPROTO_IP, unix.IP_TTL, ttl),
+			unix.SetsockoptInt(fd, unix.IPPROTO_IP, unix.IP_MTU_DISCOVER, discover))
+		if err != nil {
+			return err
+		}
+		return unix.Sendto(fd, make([]byte, size-28), 0, &unix.SockaddrInet4{Port: 9, Addr: netip.MustParseAddr(dst).As4()})
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+}
+
+// TestKernelComplaints: who sends what cannot be carried is told.
+func TestKernelComplaints(t *testing.T) {
+	for name, tc := range map[string]struct {
+		dst       string
+		ttl       int
+		typ, code byte
+		reason    Reason
+	}{
+		"no route": {"10.5.99.1", 64, 3, 0, NoRoute},
+		"no hops":  {"10.5.2.1", 1, 11, 0, HopsExceeded},
+	} {
+		t.Run(name, func(t *testing.T) {
+			l := newBed(t, 2, prefix.IPv4)
+			e := newEnd(t, l, 1, mode{})
+			conn := listenICMP(t, e.Host)
+			sendUDP(t, e.Host, tc.dst, tc.ttl, 100, unix.IP_PMTUDISC_DO)
+			buf := make([]byte, 1500)
+			n, from, err := conn.ReadFrom(buf)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if buf[0] != tc.typ || buf[1] != tc.code || from.String() != "10.5.1.0" || n != 8+28 {
+				t.Errorf("type %d code %d from %s, %d bytes", buf[0], buf[1], from, n)
+			}
+			if got := drops(e.Counters)[tc.reason.String()]; got != 1 {
+				t.Errorf("counted %d times", got)
+			}
+		})
+	}
+}
+
+// TestKernelPathMTU has a narrow way to the peer: who sends big packets that must
+// not be fragmented is told how big they may be, others arrive in fragments, and
+// streams go on.
+func TestKernelPathMTU(t *testing.T) {
+	for _, m := range modes() {
+		t.Run(m.name, func(t *testing.T) {
+			l := newBed(t, 2, prefix.IPv4)
+			a, b := newEnd(t, l, 1, m), newEnd(t, l, 2, m)
+			narrow(t, a.Host, b.Host, 1300)
+			narrow(t, b.Host, a.Host, 1300)
+			conn := listenICMP(t, a.Host)
+			sendUDP(t, a.Host, "10.5.2.0", 64, 1400, unix.IP_PMTUDISC_PROBE)
+			buf := make([]byte, 1500)
+			if _, _, err := conn.ReadFrom(buf); err != nil {
+				t.Fatal(err)
+			}
+			if mtu := binary.BigEndian.Uint16(buf[6:]); buf[0] != 3 || buf[1] != 4 || mtu != 1300-28 {
+				t.Errorf("type %d code %d MTU %d", buf[0], buf[1], mtu)
+			}
+			before := b.Counters.Received()
+			sendUDP(t, a.Host, "10.5.2.0", 64, 1400, unix.IP_PMTUDISC_DONT)
+			eventually(t, "two fragments", func() error {
+				if n := b.Counters.Received() - before; n != 2 {
+					return fmt.Errorf("%d packets", n)
+				}
+				return nil
+			})
+			transfer(t, a, b, b.subnets[0].Addr())
+		})
+	}
+}
+
+// narrow gives the host a route to another with an MTU of its own.
+func narrow(t *testing.T, from, to *lab.Host, mtu int) {
+	t.Helper()
+	err := from.Netlink(context.Background(), func(h *netlink.Handle) error {
+		link, err := h.LinkByName("eth0")
+		if err != nil {
+			return err
+		}
+		return h.RouteReplace(&netlink.Route{LinkIndex: link.Attrs().Index, Dst: toIPNet(prefix.Host(to.Addr(prefix.IPv4))), MTU: mtu})
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+}
+
+// TestKernelDeviceDeleted: a tunnel whose device is deleted ends, and says why.
+func TestKernelDeviceDeleted(t *testing.T) {
+	l := newBed(t, 1, prefix.IPv4)
+	e := newEnd(t, l, 1, mode{})
+	err := e.Netlink(t.Context(), func(h *netlink.Handle) error {
+		link, err := h.LinkByName(devName)
+		if err != nil {
+			return err
+		}
+		return h.LinkDel(link)
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	select {
+	case <-e.Done():
+	case <-time.After(patience):
+		t.Fatal("the tunnel goes on")
+	}
+	if e.Err() == nil || e.device.Alive() {
+		t.Errorf("error %v, alive: %v", e.Err(), e.device.Alive())
+	}
+}
+
+// TestKernelPersistence: a device outlives its process if it is to, and is
+// adopted however many queues it was made for; otherwise it does not.
+func TestKernelPersistence(t *testing.T) {
+	l := newBed(t, 1, prefix.IPv4)
+	h := l.Host(1)
+	indexOf := func() (index int) {
+		t.Helper()
+		err := h.Netlink(t.Context(), func(nl *netlink.Handle) error {
+			link, err := nl.LinkByName(devName)
+			if errors.As(err, &netlink.LinkNotFoundError{}) {
+				return nil
+			}
+			if err == nil {
+				index = link.Attrs().Index
+			}
+			return err
+		})
+		if err != nil {
+			t.Fatal(err)
+		}
+		return index
+	}
+	open := func() *Device {
+		t.Helper()
+		var d *Device
+		if err := h.Do(t.Context(), func() (err error) { d, err = OpenDevice(devName); return err }); err != nil {
+			t.Fatal(err)
+		}
+		return d
+	}
+	d := open()
+	if err := d.Persist(true); err != nil {
+		t.Fatal(err)
+	}
+	index := indexOf()
+	if err := h.Do(t.Context(), func() error { _, err := OpenDevice(devName); return err }); !errors.Is(err, unix.EBUSY) {
+		t.Errorf("a device that is in use was opened again: %v", err)
+	}
+	d.Close()
+	d = open()
+	if indexOf() != index {
+		t.Error("it is another device")
+	}
+	if err := d.Persist(false); err != nil {
+		t.Fatal(err)
+	}
+	d.Close()
+	if indexOf() != 0 {
+		t.Error("the device is still there")
+	}
+	if out, err := h.Exec(t.Context(), "ip", "tuntap", "add", devName, "mode", "tun", "multi_queue"); err != nil {
+		t.Fatalf("%v: %s", err, out)
+	}
+	index = indexOf()
+	d = open()
+	defer d.Close()
+	if indexOf() != index {
+		t.Error("a device with several queues was not adopted")
+	}
+}
+
+// TestKernelOtherDevice: a device of that name which is none of ours is left alone.
+func TestKernelOtherDevice(t *testing.T) {
+	l := newBed(t, 1, prefix.IPv4)
+	h := l.Host(1)
+	if out, err := h.Exec(t.Context(), "ip", "link", "add", devName, "type", "bridge"); err != nil {
+		t.Fatalf("%v: %s", err, out)
+	}
+	if err := h.Do(t.Context(), func() error { _, err := OpenDevice(devName); return err }); err == nil {
+		t.Error("it was opened")
+	}
+}

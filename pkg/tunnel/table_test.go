@@ -1,0 +1,67 @@
+package tunnel
+
+import (
+	"net/netip"
+	"testing"
+)
+
+func peerNumber(i int) Peer {
+	return Peer{
+		Subnet: netip.PrefixFrom(netip.AddrFrom4([4]byte{10, byte(i >> 8), byte(i), 0}), 24),
+		Public: netip.AddrFrom4([4]byte{192, 168, byte(i >> 8), byte(i)}),
+	}
+}
+
+func TestTable(t *testing.T) {
+	for name, n := range map[string]int{"few": 10, "many": 1000} {
+		t.Run(name, func(t *testing.T) {
+			table := NewTable()
+			before := table.now.Load()
+			var all []Peer
+			for i := range n {
+				all = append(all, peerNumber(i))
+			}
+			table.Update(nil, all)
+			if table.Size() != n || before.subnets.Size() != 0 {
+				t.Errorf("%d peers, and %d in the table of before", table.Size(), before.subnets.Size())
+			}
+			moved := all[3]
+			moved.Public = netip.MustParseAddr("192.0.2.1")
+			table.Update([]Peer{all[3]}, []Peer{moved})
+			r := table.now.Load()
+			if got, ok := r.subnets.Lookup(all[3].Subnet.Addr().Next()); !ok || got != moved.Public {
+				t.Errorf("the peer is at %v", got)
+			}
+			if r.publics.Contains(all[3].Public) || !r.publics.Contains(moved.Public) {
+				t.Error("the public address has not moved")
+			}
+			all[3] = moved
+			table.Update(all, nil)
+			if table.Size() != 0 || table.now.Load().publics.Size() != 0 {
+				t.Errorf("%d peers are left", table.Size())
+			}
+		})
+	}
+}
+
+func BenchmarkTableUpdate(b *testing.B) {
+	table := NewTable()
+	var all []Peer
+	for i := range 5000 {
+		all = append(all, peerNumber(i))
+	}
+	table.Update(nil, all)
+	for i := 0; b.Loop(); i++ {
+		p := all[i%len(all)]
+		table.Update([]Peer{p}, []Peer{p})
+	}
+}
+
+func TestReasonsHaveNames(t *testing.T) {
+	c := Counters{}
+	c.drop(WrongSource)
+	all := c.Dropped()
+	if len(all) != int(reasons) || all["wrong_source"] != 1 || reasons.String() != "unknown" {
+		t.Errorf("%v", all)
+	}
+}
