@@ -14,7 +14,7 @@ import (
 )
 
 func TestEveryPodReachesEveryPod(t *testing.T) {
-	for _, backend := range []string{"vxlan", "host-gw"} {
+	for _, backend := range []string{"vxlan", "host-gw", "udp"} {
 		for _, families := range [][]prefix.Family{v4, v6, dual} {
 			t.Run(backend+"/"+name(families), func(t *testing.T) { everyPodReachesEveryPod(t, backend, families) })
 		}
@@ -26,7 +26,7 @@ func everyPodReachesEveryPod(t *testing.T, backend string, families []prefix.Fam
 	l := newLab(t, lab.Config{Families: families}, backendConfig(backend))
 	startAll(t, l, lab.FlanneldOptions{})
 	expectMatrix(t, l)
-	overhead := map[string][2]int{"vxlan": {50, 70}, "ipip": {20, 40}, "wireguard": {60, 80}, userspace: {60, 80}}[backend]
+	overhead := map[string][2]int{"vxlan": {50, 70}, "udp": {28, 48}, "ipip": {20, 40}, "wireguard": {60, 80}, userspace: {60, 80}}[backend]
 	if slices.Contains(families, prefix.IPv6) {
 		expectMTU(t, l, 1500-overhead[1])
 	} else {

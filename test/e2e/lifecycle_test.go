@@ -3,7 +3,6 @@ package e2e
 import (
 	"bytes"
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"net"
@@ -274,7 +273,6 @@ func TestRefusesToRun(t *testing.T) {
 		{args: []string{"--etcd-cafile=/missing"}, want: `--etcd-cafile "/missing" cannot be read: no such file or directory`},
 		{args: []string{"--etcd-cafile=" + file}, want: file + " holds no certificate"},
 		{args: []string{"--firewall=ufw"}, want: `--firewall "ufw" is invalid: expected config or auto or iptables or nftables`},
-		{args: []string{"--kube-subnet-mgr", "--net-config-path=" + file}, want: "--kube-subnet-mgr: this version has no Kubernetes subnet manager"},
 		{args: []string{"--iface=eth7", "--iface-wait=0s"}, want: "eth7"},
 		{want: `unknown backend type \"carrier-pigeon\": Backend.Type must be one of alloc, `},
 	} {
@@ -282,12 +280,6 @@ func TestRefusesToRun(t *testing.T) {
 			expectFailure(t, start(t, l.Host(1), lab.FlanneldOptions{Args: tt.args, Env: tt.env}), tt.want)
 		})
 	}
-	if err := l.PutNetwork(background(t), json.RawMessage(`{"Network":"10.5.0.0/16"}`)); err != nil {
-		t.Fatal(err)
-	}
-	t.Run("no backend", func(t *testing.T) {
-		expectFailure(t, start(t, l.Host(1), lab.FlanneldOptions{}), "set Backend.Type to one of alloc, ")
-	})
 	if links, err := l.Host(1).Exec(background(t), "ip", "-o", "link"); err != nil || strings.Contains(string(links), "flannel") {
 		t.Errorf("%v, links that are left behind:\n%s", err, links)
 	}

@@ -38,11 +38,11 @@ func TestStages(t *testing.T) {
 		"good/a_test.go": test("good", `func TestGood(t *testing.T) { t.Run("sub", func(*testing.T) {}) }
 func TestKernelGood(t *testing.T) {}; func TestVMGood(t *testing.T) { t.Error("on the wrong machine") }
 func FuzzGood(f *testing.F) { f.Fuzz(func(*testing.T, []byte) {}) }`),
-		"bad/a_test.go":    test("bad", `func TestBad(t *testing.T) { t.Error("reason shown") }`),
-		"later/a_test.go":  test("later", `func TestLater(t *testing.T) { t.Skip("not today") }`),
-		"broken/a_test.go": test("broken", `func TestBroken(t *testing.T) { undefinedName() }`),
-		"panics/a_test.go": test("panics", `func TestPanics(t *testing.T) { var m map[int]int; m[0] = 1 }`),
-		"test/e2e/a_test.go": test("e2e", `func TestKernelLooksSo(t *testing.T) {}; func TestVMToo(t *testing.T) { t.Error("on the wrong machine") }`),
+		"bad/a_test.go":         test("bad", `func TestBad(t *testing.T) { t.Error("reason shown") }`),
+		"later/a_test.go":       test("later", `func TestLater(t *testing.T) { t.Skip("not today") }`),
+		"broken/a_test.go":      test("broken", `func TestBroken(t *testing.T) { undefinedName() }`),
+		"panics/a_test.go":      test("panics", `func TestPanics(t *testing.T) { var m map[int]int; m[0] = 1 }`),
+		"test/e2e/a_test.go":    test("e2e", `func TestKernelLooksSo(t *testing.T) {}; func TestVMToo(t *testing.T) { t.Error("on the wrong machine") }`),
 		"test/e2ebut/b_test.go": test("e2ebut", `func TestOther(t *testing.T) {}`),
 	})
 	for _, tt := range []struct {
