@@ -3,7 +3,6 @@ package health
 import (
 	"context"
 	"fmt"
-	"net"
 	"os"
 	"time"
 
@@ -33,12 +32,12 @@ func (Notifier) Keep(name string, fd int) error {
 	if err := notify("FDSTOREREMOVE=1\nFDNAME=" + name); err != nil {
 		return err
 	}
-	conn, err := net.DialUnix("unixgram", nil, &net.UnixAddr{Name: path, Net: "unixgram"})
-	if err != nil {
-		return fmt.Errorf("give %s to systemd: %w", name, err)
+	sock, err := unix.Socket(unix.AF_UNIX, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0)
+	if err == nil {
+		defer unix.Close(sock)
+		err = unix.Sendmsg(sock, []byte("FDSTORE=1\nFDNAME="+name), unix.UnixRights(fd), &unix.SockaddrUnix{Name: path}, 0)
 	}
-	defer conn.Close()
-	if _, _, err := conn.WriteMsgUnix([]byte("FDSTORE=1\nFDNAME="+name), unix.UnixRights(fd), nil); err != nil {
+	if err != nil {
 		return fmt.Errorf("give %s to systemd: %w", name, err)
 	}
 	return nil

@@ -70,7 +70,10 @@ func (p peer) key() string {
 
 // value is the peer's lease.
 func (p peer) value(backend string) (string, error) {
-	lease := map[string]any{"PublicIP": p.ip, "PublicIPv6": nil, "BackendType": backend}
+	lease := map[string]any{"PublicIP": p.ip, "PublicIPv6": nil}
+	if backend != "udp" { // whose leases have no type
+		lease["BackendType"] = backend
+	}
 	if backend == "vxlan" {
 		lease["BackendData"] = map[string]any{
 			"VNI": 1, "VtepMAC": fmt.Sprintf("%02x:%02x:%02x:%02x:%02x:%02x", p.mac[0], p.mac[1], p.mac[2], p.mac[3], p.mac[4], p.mac[5]),

@@ -37,11 +37,15 @@ type metric struct {
 	Values []float64 `json:"values"`
 	// Target is the most that the median may be; nil: there is none.
 	Target *float64 `json:"target,omitempty"`
+	// Floor says that the target is the least instead.
+	Floor bool `json:"floor,omitempty"`
 }
 
 func (m *metric) median() float64 { return quantile(m.Values, 0.5) }
 
-func (m *metric) met() bool { return m.Target == nil || m.median() <= *m.Target }
+func (m *metric) met() bool {
+	return m.Target == nil || m.Floor && m.median() >= *m.Target || !m.Floor && m.median() <= *m.Target
+}
 
 // quantile returns the value below which the share q of values lies.
 func quantile(values []float64, q float64) float64 {
@@ -68,6 +72,13 @@ func (r *report) add(group, name string, n int, unit string, value float64, targ
 		m.Target = &target[0]
 	}
 	r.Metrics = append(r.Metrics, m)
+}
+
+// atLeast notes the value of one round of a metric that has no N and should not
+// be less than target.
+func (r *report) atLeast(group, name, unit string, value, target float64) {
+	r.add(group, name, -1, unit, value, target)
+	r.find(group, name, -1).Floor = true
 }
 
 func (r *report) find(group, name string, n int) *metric {
@@ -107,6 +118,9 @@ func (m *metric) cells() []string {
 	}
 	if m.Target != nil {
 		target, met = "≤ "+number(*m.Target), "yes"
+		if m.Floor {
+			target = "≥ " + number(*m.Target)
+		}
 		if !m.met() {
 			met = "NO"
 		}

@@ -39,6 +39,7 @@ func measures() []measure {
 		{"growth", (*runner).measureGrowth},
 		{"kube", (*runner).measureKube},
 		{"size", (*runner).measureSize},
+		{"udp", (*runner).measureUDP},
 	}
 }
 

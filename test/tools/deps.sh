@@ -25,6 +25,7 @@ want cpio cpio
 want depmod kmod
 want wg wireguard-tools
 want tc iproute2
+want iperf3 iperf3 # a benchmark's traffic
 want shellcheck shellcheck
 want promtool prometheus # and prometheus itself, which scrapes a daemon
 want systemd-analyze systemd

@@ -35,7 +35,8 @@ func (m *Merger) Begin(buf []byte, start, end int, h Header) {
 		return
 	}
 	m.tcp, m.ipv6, m.transport = h.Protocol == protoTCP, h.IPv6, h.Len
-	if !(m.tcp && m.TCP || h.Protocol == protoUDP && m.UDP) {
+	wanted := m.tcp && m.TCP || h.Protocol == protoUDP && m.UDP
+	if !wanted {
 		return
 	}
 	b := buf[start:end]

@@ -1,0 +1,119 @@
+package udp
+
+import (
+	"bytes"
+	"context"
+	"fmt"
+	"net"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"flanneld/pkg/lab"
+)
+
+// childEnv has the test binary be a daemon's next start: it opens the device and
+// prints what it got.
+const childEnv = "UDP_TEST_NEXT_START"
+
+func TestMain(m *testing.M) {
+	lab.RunChild()
+	if os.Getenv(childEnv) != "" {
+		h := NewHost(Settings{})
+		d, err := h.open(context.Background())
+		if err != nil {
+			fmt.Fprintln(os.Stderr, err)
+			os.Exit(1)
+		}
+		fmt.Fprintln(os.Stdout, d.Name(), h.asked, d.Alive())
+		_ = h.Close()
+		os.Exit(0)
+	}
+	os.Exit(m.Run())
+}
+
+// TestKernelSystemdKeepsTheDevice plays systemd: it gets the device from one
+// process, outlives it, and hands the device to the next.
+func TestKernelSystemdKeepsTheDevice(t *testing.T) {
+	if os.Geteuid() != 0 {
+		t.Fatal("this test makes a network namespace: run it as root")
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), 30*time.Second)
+	defer cancel()
+	l, err := lab.New(ctx, lab.Config{Hosts: 1, Etcd: lab.EtcdOptions{Disabled: true}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	path := filepath.Join(t.TempDir(), "notify")
+	systemd, err := net.ListenUnixgram("unixgram", &net.UnixAddr{Name: path, Net: "unixgram"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer systemd.Close()
+	t.Setenv("NOTIFY_SOCKET", path)
+	h := NewHost(Settings{})
+	if err := l.Host(1).Do(ctx, func() error { _, err := h.open(ctx); return err }); err != nil {
+		t.Fatal(err)
+	}
+	kept := receiveKept(t, systemd)
+	defer kept.Close()
+	if err := h.Close(); err != nil {
+		t.Fatal(err)
+	}
+	index := func() string {
+		out, err := l.Host(1).Exec(ctx, "sh", "-c", "ip -o link show flannel0 || true")
+		if err != nil {
+			t.Fatal(err)
+		}
+		number, _, _ := strings.Cut(string(out), ":")
+		return number
+	}
+	before := index()
+	// systemd tells the number of the process in its environment.
+	cmd := exec.CommandContext(ctx, "sh", "-c", `LISTEN_PID=$$ LISTEN_FDS=1 LISTEN_FDNAMES=flannel0 exec "$0"`, os.Args[0])
+	cmd.Env = append(os.Environ(), childEnv+"=1", "NOTIFY_SOCKET=")
+	cmd.ExtraFiles = []*os.File{kept}
+	var out bytes.Buffer
+	cmd.Stdout, cmd.Stderr = &out, &out
+	if err := l.Host(1).Do(ctx, cmd.Start); err != nil {
+		t.Fatal(err)
+	}
+	err = cmd.Wait()
+	if err != nil || !strings.Contains(out.String(), "flannel0 true true\n") || !strings.Contains(out.String(), "systemd has kept") {
+		t.Errorf("next start: %v, %s", err, &out)
+	}
+	if after := index(); after != before || after == "" {
+		t.Errorf("device %q, was %q", after, before)
+	}
+}
+
+// receiveKept returns the file that the service wants to be kept.
+func receiveKept(t *testing.T, systemd *net.UnixConn) *os.File {
+	t.Helper()
+	_ = systemd.SetReadDeadline(time.Now().Add(30 * time.Second))
+	for {
+		buf, oob := make([]byte, 1000), make([]byte, unix.CmsgSpace(4))
+		n, noob, _, _, err := systemd.ReadMsgUnix(buf, oob)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if string(buf[:n]) != "FDSTORE=1\nFDNAME=flannel0" {
+			continue
+		}
+		messages, err := unix.ParseSocketControlMessage(oob[:noob])
+		if err != nil {
+			t.Fatal(err)
+		}
+		fds, err := unix.ParseUnixRights(&messages[0])
+		if err != nil {
+			t.Fatal(err)
+		}
+		return os.NewFile(uintptr(fds[0]), "kept")
+	}
+}

@@ -1,0 +1,177 @@
+package udp
+
+import (
+	"encoding/json"
+	"net/netip"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+
+	"flanneld/backend"
+	"flanneld/pkg/prefix"
+	"flanneld/pkg/tunnel"
+	"flanneld/pkg/underlay"
+	"flanneld/subnet"
+)
+
+// env is a host with the given families on a link of the given MTU.
+func env(mtu int, families ...prefix.Family) backend.Env {
+	e := backend.Env{Underlay: underlay.Interface{Name: "eth0", Index: 2, MTU: mtu}}
+	for _, f := range families {
+		network, addr := "10.5.0.0/16", "192.168.77.1"
+		if f == prefix.IPv6 {
+			network, addr = "fd00:10:5::/48", "fd00:77::1"
+		}
+		a := netip.MustParseAddr(addr)
+		e.Config.Networks = append(e.Config.Networks, subnet.Network{Prefix: netip.MustParsePrefix(network)})
+		e.Underlay.Addrs = append(e.Underlay.Addrs, underlay.Address{Local: a, Public: a})
+	}
+	return e
+}
+
+func TestConfig(t *testing.T) {
+	v4, dual := env(1500, prefix.IPv4), env(1500, prefix.IPv4, prefix.IPv6)
+	for _, tc := range []struct {
+		name string
+		env  backend.Env
+		raw  string
+		want config
+		err  string
+	}{
+		{name: "nothing", env: v4, want: config{8285, modeUserspace}},
+		{name: "defaults", env: dual, raw: `{"Type":"udp"}`, want: config{8285, modeUserspace}},
+		{name: "auto", env: v4, raw: `{"mode":"Auto","port":1}`, want: config{1, modeUserspace}},
+		{name: "userspace", env: v4, raw: `{"Mode":"UserSpace"}`, want: config{8285, modeUserspace}},
+		{name: "kernel", env: v4, raw: `{"Mode":"kernel"}`, err: `Backend.Mode is "kernel": want auto or userspace`},
+		{name: "port 0", env: v4, raw: `{"Port":0}`, err: "Backend.Port is 0: want 1 to 65535"},
+		{name: "port too big", env: v4, raw: `{"Port":65536}`, err: "Backend.Port is 65536"},
+		{name: "port no number", env: v4, raw: `{"Port":"x"}`, err: "Port: want a whole number"},
+		{name: "too small for IPv6", env: env(1327, prefix.IPv6), raw: `{}`, err: "eth0 has an MTU of 1327, which leaves 1279 bytes inside udp: IPv6 needs 1280"},
+		{name: "just enough", env: env(1328, prefix.IPv6), raw: `{}`, want: config{8285, modeUserspace}},
+		{name: "too small for IPv4", env: env(95, prefix.IPv4), raw: `{}`, err: "IPv4 needs 68"},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			got, _, err := parseConfig(json.RawMessage(tc.raw), tc.env)
+			if tc.err != "" {
+				if err == nil || !strings.Contains(err.Error(), tc.err) {
+					t.Fatalf("error %v, want one with %q", err, tc.err)
+				}
+				return
+			}
+			if err != nil {
+				t.Fatal(err)
+			}
+			if diff := cmp.Diff(tc.want, got); diff != "" {
+				t.Error(diff)
+			}
+		})
+	}
+}
+
+func TestBase(t *testing.T) {
+	for _, tc := range []struct {
+		families []prefix.Family
+		mtu      int
+		want     []string
+	}{
+		{[]prefix.Family{prefix.IPv4}, 1472, []string{"address 10.5.7.0/32 dev flannel0", "route 10.5.0.0/16 dev flannel0"}},
+		{[]prefix.Family{prefix.IPv6}, 1452, []string{"address fd00:10:5:7::/128 dev flannel0", "route fd00:10:5::/48 dev flannel0"}},
+		{[]prefix.Family{prefix.IPv4, prefix.IPv6}, 1452, []string{
+			"address 10.5.7.0/32 dev flannel0", "address fd00:10:5:7::/128 dev flannel0",
+			"route 10.5.0.0/16 dev flannel0", "route fd00:10:5::/48 dev flannel0",
+		}},
+	} {
+		b := &Backend{env: env(1500, tc.families...)}
+		var own subnet.Lease
+		for _, f := range tc.families {
+			s := "10.5.7.0/24"
+			if f == prefix.IPv6 {
+				s = "fd00:10:5:7::/64"
+			}
+			own.Endpoints = append(own.Endpoints, subnet.Endpoint{Subnet: netip.MustParsePrefix(s)})
+		}
+		state := b.base(own)
+		var got []string
+		for a := range state.Addrs {
+			got = append(got, a.String())
+		}
+		for r := range state.AllRoutes() {
+			got = append(got, r.String())
+		}
+		slices.Sort(got)
+		if diff := cmp.Diff(tc.want, got); diff != "" {
+			t.Error(diff)
+		}
+		if l := state.Links["flannel0"]; l.MTU != tc.mtu || !l.Up || l.MTU != mtu(b.env) {
+			t.Errorf("link %+v, want MTU %d", l, tc.mtu)
+		}
+	}
+}
+
+func lease(key, s, public string) subnet.Lease {
+	return subnet.Lease{Key: key, Endpoints: []subnet.Endpoint{{Subnet: netip.MustParsePrefix(s), PublicIP: netip.MustParseAddr(public)}}}
+}
+
+func TestPeersFollow(t *testing.T) {
+	a, b := lease("a", "10.5.1.0/24", "192.168.77.1"), lease("b", "10.5.2.0/24", "192.168.77.2")
+	set := func(all, complete bool, changed []string, leases ...subnet.Lease) backend.Set {
+		s := backend.Set{Leases: map[string]subnet.Lease{}, All: all, Complete: complete, Changed: changed}
+		for _, l := range leases {
+			s.Leases[l.Key] = l
+		}
+		return s
+	}
+	moved := lease("b", "10.5.2.0/24", "192.168.77.22")
+	swapped := []subnet.Lease{lease("a", "10.5.1.0/24", "192.168.77.2"), lease("b", "10.5.2.0/24", "192.168.77.1")}
+	p := newPeers()
+	for i, step := range []struct {
+		set  backend.Set
+		want []subnet.Lease
+	}{
+		{set(true, false, nil, a, b), []subnet.Lease{a, b}},
+		{set(true, false, nil, a), []subnet.Lease{a, b}}, // not complete: nothing is known to be gone
+		{set(true, true, nil, a), []subnet.Lease{a}},
+		{set(false, true, []string{"b"}, a, b), []subnet.Lease{a, b}},
+		{set(false, true, []string{"b"}, a, moved), []subnet.Lease{a, moved}},
+		{set(false, true, []string{"b"}, a, b), []subnet.Lease{a, b}},
+		{set(false, true, []string{"a", "b"}, swapped...), swapped},
+		{set(false, true, []string{"a"}, swapped[1]), swapped[1:]},
+		{set(true, true, nil), nil},
+	} {
+		p.follow(step.set)
+		want := map[string][]tunnel.Peer{}
+		for _, l := range step.want {
+			want[l.Key] = peersOf(l)
+		}
+		if diff := cmp.Diff(want, p.served, cmp.Comparer(func(x, y tunnel.Peer) bool { return x == y })); diff != "" {
+			t.Errorf("step %d: %s", i, diff)
+		}
+		if p.table.Size() != len(step.want) {
+			t.Errorf("step %d: %d peers in the table, want %d", i, p.table.Size(), len(step.want))
+		}
+	}
+}
+
+func TestCheck(t *testing.T) {
+	for raw, ok := range map[string]bool{"": true, "null": true, `{"VNI":1}`: false, "{}": false} {
+		l := lease("a", "10.5.1.0/24", "192.168.77.1")
+		l.Endpoints[0].Data = json.RawMessage(raw)
+		if _, err := (&network{}).Check(l); (err == nil) != ok {
+			t.Errorf("data %q: %v", raw, err)
+		}
+	}
+}
+
+// TestClaim: a lease has neither a type nor data, like those of other daemons.
+func TestClaim(t *testing.T) {
+	b := &Backend{env: env(1500, prefix.IPv4)}
+	prev := subnet.Claim{BackendType: "vxlan", Endpoints: []subnet.Endpoint{{
+		Subnet: netip.MustParsePrefix("10.5.7.0/24"), PublicIP: netip.MustParseAddr("192.168.77.1"), Data: json.RawMessage(`{"VNI":1}`),
+	}}}
+	c, err := b.Claim(t.Context(), prev)
+	if err != nil || c.BackendType != "" || len(c.Endpoints) != 1 || c.Endpoints[0].Data != nil || c.Endpoints[0].Subnet != prev.Endpoints[0].Subnet {
+		t.Errorf("%+v, %v", c, err)
+	}
+}

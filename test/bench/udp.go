@@ -1,0 +1,220 @@
+package main
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net/netip"
+	"runtime"
+	"strconv"
+	"time"
+
+	"flanneld/pkg/lab"
+	"flanneld/pkg/prefix"
+)
+
+const udpGroup = "udp"
+
+// carried is what one way between two hosts carried.
+type carried struct {
+	gbps, pps  float64
+	cpuPerGbit float64 // seconds of both daemons
+	cpuPerMpkt float64
+}
+
+// way is how packets travel: by a backend, or straight over the underlay.
+type way struct {
+	name    string
+	backend string
+	peers   int
+}
+
+// measureUDP compares the udp backend with vxlan and with the bare underlay,
+// between hosts and between pods behind a bridge. Each round has a lab of its
+// own for every way; ratios are within a round.
+func (r *runner) measureUDP(ctx context.Context) error {
+	for range r.rounds {
+		round := map[string]map[string]carried{}
+		for _, w := range []way{{"vxlan", "vxlan", 0}, {"udp", "udp", 0}, {"udp, 5,000 peers", "udp", 5000}} {
+			if err := r.measureWay(ctx, w, round); err != nil {
+				return fmt.Errorf("%s: %w", w.name, err)
+			}
+		}
+		r.reportWays(round)
+	}
+	return nil
+}
+
+func (r *runner) measureWay(ctx context.Context, w way, round map[string]map[string]carried) error {
+	b, err := newBed(ctx, r.flanneld)
+	if err != nil {
+		return err
+	}
+	defer b.close()
+	if err := b.configure(ctx, w.backend, w.peers); err != nil {
+		return err
+	}
+	ready, cancel := context.WithTimeout(ctx, time.Minute)
+	defer cancel()
+	o := lab.FlanneldOptions{}
+	if err := b.lab.StartFlanneld(ready, o); err != nil {
+		return err
+	}
+	if err := b.lab.AddPods(ready); err != nil {
+		return err
+	}
+	if err := r.pingWay(ctx, b, w.name); err != nil {
+		return err
+	}
+	results := map[string]carried{}
+	round[w.name] = results
+	pods, hosts := b.lab.Pods(), b.lab.Hosts()
+	bridge := pods[1].Addrs()[0].Prev() // on its host
+	for _, m := range []struct {
+		what     string
+		from, to *lab.Namespace
+		addr     netip.Addr
+		args     []string
+	}{
+		{"TCP, 1 stream, hosts", hosts[0].Namespace, hosts[1].Namespace, bridge, nil},
+		{"TCP, 4 streams, hosts", hosts[0].Namespace, hosts[1].Namespace, bridge, []string{"-P", "4"}},
+		{"TCP, 1 stream, pods", pods[0].Namespace, pods[1].Namespace, pods[1].Addrs()[0], nil},
+		{"TCP, 4 streams, pods", pods[0].Namespace, pods[1].Namespace, pods[1].Addrs()[0], []string{"-P", "4"}},
+		{"UDP, full packets, hosts", hosts[0].Namespace, hosts[1].Namespace, bridge, []string{"-u", "-b", "0", "-l", strconv.Itoa(pods[0].MTU() - 28)}},
+		{"UDP, 200 bytes, hosts", hosts[0].Namespace, hosts[1].Namespace, bridge, []string{"-u", "-b", "0", "-l", "172"}},
+		{"raw TCP, 1 stream", hosts[0].Namespace, hosts[1].Namespace, hosts[1].Addr(prefix.IPv4), nil},
+		{"raw TCP, 4 streams", hosts[0].Namespace, hosts[1].Namespace, hosts[1].Addr(prefix.IPv4), []string{"-P", "4"}},
+	} {
+		if results[m.what], err = r.iperf(ctx, b, m.from, m.to, m.addr, m.args...); err != nil {
+			return fmt.Errorf("%s: %w", m.what, err)
+		}
+	}
+	mem, err := processMemory(hosts[0].Daemon().PID())
+	if err != nil {
+		return err
+	}
+	r.report.add(udpGroup, "anonymous RSS after that, "+w.name, -1, "MB", mb(mem.anonymous))
+	return nil
+}
+
+// pingWay takes the median of a hundred echoes between pods.
+func (r *runner) pingWay(ctx context.Context, b *bed, name string) error {
+	pods := b.lab.Pods()
+	for tries := 0; ; tries++ { // until both hosts have learnt of each other
+		_, err := pods[0].Ping(ctx, pods[1].Addrs()[0], lab.PingOptions{})
+		if err == nil {
+			break
+		}
+		if tries == 20 {
+			return err
+		}
+	}
+	var times []float64
+	for range 100 {
+		took, err := pods[0].Ping(ctx, pods[1].Addrs()[0], lab.PingOptions{})
+		if err != nil {
+			return err
+		}
+		times = append(times, float64(took)/float64(time.Microsecond))
+	}
+	r.report.add(udpGroup, "ping between pods, "+name, -1, "µs", quantile(times, 0.5))
+	return nil
+}
+
+// iperf runs iperf3 and looks at what it received and what the daemons used
+// meanwhile.
+func (r *runner) iperf(ctx context.Context, b *bed, from, to *lab.Namespace, addr netip.Addr, args ...string) (c carried, err error) {
+	if err := b.settle(ctx); err != nil {
+		return c, err
+	}
+	const most = 30 * time.Second
+	ctx, cancel := context.WithTimeout(ctx, most)
+	defer cancel()
+	served := make(chan struct{})
+	go func() {
+		defer close(served)
+		_, _ = to.Exec(ctx, "iperf3", "-s", "-1", "-B", addr.String()) // its client tells what went wrong
+	}()
+	if err := pause(ctx, 200*time.Millisecond); err != nil { // until it listens
+		return c, err
+	}
+	before, err := r.daemonCPU(b)
+	if err != nil {
+		return c, err
+	}
+	seconds := "3"
+	if r.quick {
+		seconds = "1"
+	}
+	out, err := from.Exec(ctx, "iperf3", append([]string{"-J", "-c", addr.String(), "-t", seconds}, args...)...)
+	if err != nil {
+		return c, errors.Join(err, fmt.Errorf("%.300s", out))
+	}
+	after, err := r.daemonCPU(b)
+	if err != nil {
+		return c, err
+	}
+	cancel()
+	<-served
+	var result struct {
+		End struct {
+			Received struct {
+				Bytes   float64
+				Seconds float64
+			} `json:"sum_received"`
+			Sum struct {
+				Bytes, Seconds, Packets float64
+				Lost                    float64 `json:"lost_packets"`
+			}
+		}
+	}
+	if err := json.Unmarshal(out[max(bytes.IndexByte(out, '{'), 0):], &result); err != nil {
+		return c, fmt.Errorf("read iperf3's result: %w", err)
+	}
+	got := result.End.Received
+	packets := result.End.Sum.Packets - result.End.Sum.Lost
+	if packets > 0 {
+		got.Bytes, got.Seconds = result.End.Sum.Bytes*packets/result.End.Sum.Packets, result.End.Sum.Seconds
+	}
+	used := (after - before).Seconds()
+	c.gbps, c.pps = got.Bytes*8/1e9/got.Seconds, packets/got.Seconds
+	c.cpuPerGbit, c.cpuPerMpkt = used/(got.Bytes*8/1e9), used/(packets/1e6)
+	return c, nil
+}
+
+func (r *runner) daemonCPU(b *bed) (time.Duration, error) {
+	var sum time.Duration
+	for _, h := range b.lab.Hosts() {
+		cpu, err := processCPU(h.Daemon().PID())
+		if err != nil {
+			return 0, err
+		}
+		sum += cpu
+	}
+	return sum, nil
+}
+
+// reportWays puts the results of one round beside each other.
+func (r *runner) reportWays(round map[string]map[string]carried) {
+	runtime.GC()
+	udp, vxlan, many := round["udp"], round["vxlan"], round["udp, 5,000 peers"]
+	for _, what := range []string{"TCP, 1 stream, hosts", "TCP, 4 streams, hosts", "TCP, 1 stream, pods", "TCP, 4 streams, pods"} {
+		least, raw := 0.6, "raw TCP, 1 stream"
+		if what == "TCP, 4 streams, hosts" || what == "TCP, 4 streams, pods" {
+			least, raw = 0.4, "raw TCP, 4 streams"
+		}
+		r.report.add(udpGroup, what, -1, "Gbit/s", udp[what].gbps)
+		r.report.atLeast(udpGroup, what+" / vxlan", "", udp[what].gbps/vxlan[what].gbps, least)
+		r.report.add(udpGroup, what+" / raw", -1, "", udp[what].gbps/udp[raw].gbps)
+		r.report.add(udpGroup, what+", CPU of both daemons", -1, "s/Gbit", udp[what].cpuPerGbit, 0.18)
+		r.report.add(udpGroup, what+", 5,000 peers / none", -1, "", many[what].gbps/udp[what].gbps)
+	}
+	full, small := "UDP, full packets, hosts", "UDP, 200 bytes, hosts"
+	r.report.add(udpGroup, full, -1, "Gbit/s", udp[full].gbps)
+	r.report.add(udpGroup, full+" / vxlan", -1, "", udp[full].gbps/vxlan[full].gbps)
+	r.report.atLeast(udpGroup, small, "packets/s", udp[small].pps, 300_000)
+	r.report.add(udpGroup, small+", vxlan", -1, "packets/s", vxlan[small].pps)
+	r.report.add(udpGroup, small+", CPU of both daemons", -1, "s/Mpacket", udp[small].cpuPerMpkt)
+}
