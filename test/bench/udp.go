@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"flanneld/pkg/lab"
+	"flanneld/pkg/ping"
 	"flanneld/pkg/prefix"
 )
 
@@ -103,7 +104,7 @@ func (r *runner) measureWay(ctx context.Context, w way, round map[string]map[str
 func (r *runner) pingWay(ctx context.Context, b *bed, name string) error {
 	pods := b.lab.Pods()
 	for tries := 0; ; tries++ { // until both hosts have learnt of each other
-		_, err := pods[0].Ping(ctx, pods[1].Addrs()[0], lab.PingOptions{})
+		_, err := pods[0].Ping(ctx, pods[1].Addrs()[0], ping.Options{})
 		if err == nil {
 			break
 		}
@@ -113,7 +114,7 @@ func (r *runner) pingWay(ctx context.Context, b *bed, name string) error {
 	}
 	var times []float64
 	for range 100 {
-		took, err := pods[0].Ping(ctx, pods[1].Addrs()[0], lab.PingOptions{})
+		took, err := pods[0].Ping(ctx, pods[1].Addrs()[0], ping.Options{})
 		if err != nil {
 			return err
 		}

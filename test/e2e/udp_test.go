@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"flanneld/pkg/lab"
+	"flanneld/pkg/ping"
 )
 
 // tunNumber returns the number of the TUN device, 0 if there is none.
@@ -69,8 +70,8 @@ func TestUDPPersist(t *testing.T) {
 	expectMatrix(t, l)
 	for _, end := range []func(){func() { expectStop(t, h.Daemon()) }, func() { h.Daemon().Kill() }} {
 		end()
-		_, err := l.Pods()[0].Ping(background(t), l.Pods()[1].Addrs()[0], lab.PingOptions{Timeout: 300 * time.Millisecond})
-		if err == nil || errors.Is(err, lab.ErrUnreachable) {
+		_, err := l.Pods()[0].Ping(background(t), l.Pods()[1].Addrs()[0], ping.Options{Timeout: 300 * time.Millisecond})
+		if err == nil || errors.Is(err, ping.ErrUnreachable) {
 			t.Errorf("without a daemon a ping ends with %v, want no answer", err)
 		}
 		startOne(t, h, options)
