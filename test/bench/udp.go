@@ -84,13 +84,15 @@ func (r *runner) measureWay(ctx context.Context, w way, round map[string]map[str
 		{"TCP, 1 stream, pods", pods[0].Namespace, pods[1].Namespace, pods[1].Addrs()[0], nil},
 		{"TCP, 4 streams, pods", pods[0].Namespace, pods[1].Namespace, pods[1].Addrs()[0], []string{"-P", "4"}},
 		{"UDP, full packets, hosts", hosts[0].Namespace, hosts[1].Namespace, bridge, []string{"-u", "-b", "0", "-l", strconv.Itoa(pods[0].MTU() - 28)}},
-		{"UDP, 200 bytes, hosts", hosts[0].Namespace, hosts[1].Namespace, bridge, []string{"-u", "-b", "0", "-l", "172"}},
 		{"raw TCP, 1 stream", hosts[0].Namespace, hosts[1].Namespace, hosts[1].Addr(prefix.IPv4), nil},
 		{"raw TCP, 4 streams", hosts[0].Namespace, hosts[1].Namespace, hosts[1].Addr(prefix.IPv4), []string{"-P", "4"}},
 	} {
 		if results[m.what], err = r.iperf(ctx, b, m.from, m.to, m.addr, m.args...); err != nil {
 			return fmt.Errorf("%s: %w", m.what, err)
 		}
+	}
+	if results["UDP, 200 bytes, hosts"], err = r.flood(ctx, b, hosts[0].Namespace, hosts[1].Namespace, bridge, 200); err != nil {
+		return err
 	}
 	mem, err := processMemory(hosts[0].Daemon().PID())
 	if err != nil {
