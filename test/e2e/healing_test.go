@@ -211,7 +211,10 @@ func condition(t *testing.T, h *lab.Host) []string {
 // that takes too long, and returns when it was.
 func expectCondition(t *testing.T, h *lab.Host, want []string) time.Time {
 	t.Helper()
-	deadline := time.Now().Add(healTime())
+	deadline, pause := time.Now().Add(healTime()), 10*time.Millisecond
+	if emulated() { // looking costs more than what is looked for
+		pause = 300 * time.Millisecond
+	}
 	for {
 		asked := time.Now()
 		have := condition(t, h)
@@ -222,7 +225,7 @@ func expectCondition(t *testing.T, h *lab.Host, want []string) time.Time {
 			t.Fatalf("%s is not right after %s; missing:\n  %s\nsurplus:\n  %s", h.Name(), healTime(),
 				strings.Join(minus(want, have), "\n  "), strings.Join(minus(have, want), "\n  "))
 		}
-		<-time.After(10 * time.Millisecond)
+		<-time.After(pause)
 	}
 }
 
