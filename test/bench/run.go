@@ -36,6 +36,7 @@ func measures() []measure {
 		{"restart", (*runner).measureRestart},
 		{"rest", (*runner).measureRest},
 		{"busy", (*runner).measureBusy},
+		{"firewall", (*runner).measureFirewall},
 		{"growth", (*runner).measureGrowth},
 		{"kube", (*runner).measureKube},
 		{"size", (*runner).measureSize},

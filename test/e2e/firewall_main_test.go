@@ -1,9 +1,9 @@
 package e2e
 
 import (
-	"bytes"
 	"encoding/json"
 	"fmt"
+	"maps"
 	"net"
 	"net/netip"
 	"os"
@@ -63,15 +63,15 @@ func newPrograms(t *testing.T, f flavour) programs {
 	for _, family := range []string{"iptables", "ip6tables"} {
 		for _, suffix := range []string{"", "-save", "-restore"} {
 			for _, v := range []string{"", "-nft", "-legacy"} {
-				behind := family + v + suffix
+				name := family + v + suffix
 				if v == "" {
-					behind = family + variant + suffix
+					name = family + variant + suffix
 				}
-				real, err := exec.LookPath("/usr/sbin/" + behind)
+				behind, err := exec.LookPath("/usr/sbin/" + name)
 				if err != nil {
 					t.Fatal(err)
 				}
-				script := fmt.Sprintf("#!/bin/sh\necho %s \"$@\" >>%s/log\nexec %s \"$@\"\n", behind, p.dir, real)
+				script := fmt.Sprintf("#!/bin/sh\necho %s \"$@\" >>%s/log\nexec %s \"$@\"\n", name, p.dir, behind)
 				if err := os.WriteFile(filepath.Join(p.dir, family+v+suffix), []byte(script), 0o755); err != nil { //nolint:gosec // a program
 					t.Fatal(err)
 				}
@@ -88,7 +88,7 @@ func (p programs) run(t *testing.T) []string {
 	if err != nil && !os.IsNotExist(err) {
 		t.Fatal(err)
 	}
-	return strings.Split(strings.TrimSpace(string(bytes.TrimSpace(text))), "\n")[min(1, 1-min(1, len(text))):]
+	return strings.FieldsFunc(string(text), func(r rune) bool { return r == '\n' })
 }
 
 // masqueraded is a dual-stack network with exceptions.
@@ -97,9 +97,7 @@ func masqueraded(keys map[string]any) json.RawMessage {
 		"Network": "10.5.0.0/16", "EnableIPv6": true, "IPv6Network": "fd00:5::/48", "Backend": map[string]any{"Type": "vxlan"},
 		"NonMasqueradeCIDRs": []string{"198.51.100.0/28", "2001:db8:77::/64"},
 	}
-	for k, v := range keys {
-		config[k] = v
-	}
+	maps.Copy(config, keys)
 	text, err := json.Marshal(config)
 	if err != nil {
 		panic(err)

@@ -93,7 +93,7 @@ func expectMulticast(t *testing.T, l *lab.Lab, f prefix.Family) {
 			return err
 		}
 		domain, to := unix.AF_INET, unix.Sockaddr(&unix.SockaddrInet4{Port: 9999, Addr: [4]byte{224, 0, 0, 99}})
-		bind := unix.Sockaddr(&unix.SockaddrInet4{})
+		var bind unix.Sockaddr
 		if f == prefix.IPv6 {
 			a := netip.MustParseAddr(group).As16()
 			domain, to = unix.AF_INET6, &unix.SockaddrInet6{Port: 9999, Addr: a, ZoneId: uint32(ifi.Index)}
@@ -298,7 +298,7 @@ func TestTwoDaemonsMasquerade(t *testing.T) {
 			l := newLab(t, lab.Config{Hosts: 1, Network: masqueraded(map[string]any{"EnableIPv6": false})}, "")
 			put(t, store(t, l), "/second/network/config", `{"Network":"10.6.0.0/16","Backend":{"Type":"vxlan","VNI":2}}`)
 			h, env := l.Host(1), []string{newPrograms(t, f).env}
-			args := append(f.args, "--ip-masq", "--iptables-resync=1")
+			args := slices.Concat(f.args, []string{"--ip-masq", "--iptables-resync=1"})
 			startOne(t, h, lab.FlanneldOptions{Args: args, Env: env})
 			first := h.Daemon()
 			twin := lab.FlanneldOptions{Args: slices.Concat(args, second), Env: env}

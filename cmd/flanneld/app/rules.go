@@ -87,8 +87,9 @@ func (k *ruleKeeper) run(ctx context.Context) {
 		k.applier, k.leftovers, places = nftables.New(), iptablesLeftovers(""), nftables.OwnPlaces()
 	} else {
 		warnBridges(ctx, k.policy)
-		variant := k.variant(ctx)
-		k.applier, k.leftovers = iptables.New(iptables.Default), append(iptablesLeftovers(variant), nftables.New())
+		applier := iptables.New(iptables.Default)
+		variant := k.variant(ctx, applier)
+		k.applier, k.leftovers = applier, append(iptablesLeftovers(variant), nftables.New())
 		if variant == iptables.NFT {
 			places = iptables.Places()
 		} else {
@@ -109,10 +110,10 @@ func (k *ruleKeeper) run(ctx context.Context) {
 }
 
 // variant is NFT if changes to the rules of all families are announced.
-func (k *ruleKeeper) variant(ctx context.Context) iptables.Variant {
+func (k *ruleKeeper) variant(ctx context.Context, a *iptables.Applier) iptables.Variant {
 	for _, n := range k.policy.Networks {
 		// A missing program is what the first attempt says, too.
-		if v, err := iptables.Default.Resolve(ctx, prefix.FamilyOf(n.Network.Addr())); err != nil || v != iptables.NFT {
+		if v, err := a.Variant(ctx, prefix.FamilyOf(n.Network.Addr())); err != nil || v != iptables.NFT {
 			return iptables.Legacy
 		}
 	}

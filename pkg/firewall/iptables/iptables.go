@@ -51,15 +51,6 @@ func (v Variant) Present() bool {
 	return false
 }
 
-// Resolve returns Legacy or NFT, whichever v turns out to be for family f.
-func (v Variant) Resolve(ctx context.Context, f prefix.Family) (Variant, error) {
-	k, err := v.probe(ctx, f)
-	if err != nil || !k.nft {
-		return Legacy, err
-	}
-	return NFT, nil
-}
-
 // Places are the chains where a change matters to Apply, in the variant NFT.
 func Places() []firewall.Place {
 	var places []firewall.Place
@@ -91,6 +82,28 @@ type Applier struct {
 // New returns an applier that uses the programs of variant v.
 func New(v Variant) *Applier { return &Applier{variant: v, known: map[prefix.Family]kind{}} }
 
+// Variant returns Legacy or NFT, whichever the programs turn out to be for
+// family f.
+func (a *Applier) Variant(ctx context.Context, f prefix.Family) (Variant, error) {
+	k, err := a.kind(ctx, f)
+	if err != nil || !k.nft {
+		return Legacy, err
+	}
+	return NFT, nil
+}
+
+// kind asks once.
+func (a *Applier) kind(ctx context.Context, f prefix.Family) (kind, error) {
+	if k, ok := a.known[f]; ok {
+		return k, nil
+	}
+	k, err := a.variant.probe(ctx, f)
+	if err == nil {
+		a.known[f] = k
+	}
+	return k, err
+}
+
 // Apply implements firewall.Applier. Where nothing has changed it runs one
 // program for each family that p concerns.
 func (a *Applier) Apply(ctx context.Context, p firewall.Policy) (changed bool, err error) {
@@ -111,12 +124,9 @@ func (a *Applier) apply(ctx context.Context, p firewall.Policy, f prefix.Family)
 	if a.variant == Legacy && nothing() {
 		return false, nil
 	}
-	k, ok := a.known[f]
-	if !ok {
-		if k, err = a.variant.probe(ctx, f); err != nil {
-			return false, err
-		}
-		a.known[f] = k
+	k, err := a.kind(ctx, f)
+	if err != nil {
+		return false, err
 	}
 	if !k.nft && nothing() {
 		return false, nil

@@ -212,35 +212,34 @@ func (d *decoding) compare(e expr.Cmp) bool {
 
 // verdict reads the data of an immediate expression; 0 is any other verdict.
 func verdict(data []byte) (a firewall.Action) {
-	ad, err := decoder(data)
-	if err != nil {
+	for _, nested := range []uint16{unix.NFTA_IMMEDIATE_DATA, unix.NFTA_DATA_VERDICT, unix.NFTA_VERDICT_CODE} {
+		data = attribute(data, nested)
+	}
+	if len(data) != 4 {
 		return 0
 	}
-	code := func(ad *netlink.AttributeDecoder) error {
-		for ad.Next() {
-			if ad.Type() != unix.NFTA_VERDICT_CODE {
-				continue
-			}
-			switch int32(ad.Uint32()) {
-			case unix.NFT_RETURN:
-				a = firewall.Return
-			case 1: // NF_ACCEPT
-				a = firewall.Accept
-			}
-		}
+	switch int32(binary.BigEndian.Uint32(data)) {
+	case unix.NFT_RETURN:
+		return firewall.Return
+	case nfAccept:
+		return firewall.Accept
+	}
+	return 0
+}
+
+// nfAccept is NF_ACCEPT of linux/netfilter.h.
+const nfAccept = 1
+
+// attribute returns the value of the attribute typ; nil if there is none.
+func attribute(b []byte, typ uint16) []byte {
+	ad, err := decoder(b)
+	if err != nil {
 		return nil
 	}
 	for ad.Next() {
-		if ad.Type() == unix.NFTA_IMMEDIATE_DATA {
-			ad.Nested(func(data *netlink.AttributeDecoder) error {
-				for data.Next() {
-					if data.Type() == unix.NFTA_DATA_VERDICT {
-						data.Nested(code)
-					}
-				}
-				return nil
-			})
+		if ad.Type() == typ {
+			return ad.Bytes()
 		}
 	}
-	return a
+	return nil
 }

@@ -29,9 +29,6 @@ type ruleState struct {
 	raw    []byte // expressions
 }
 
-// policyAccept is NF_ACCEPT: what no rule decides passes.
-const policyAccept = 1
-
 // table reads the named table; of its chains, ours.
 func (c *conn) table(name string) (table, error) {
 	t := table{ours: map[firewall.Chain]chainState{}}
@@ -89,7 +86,7 @@ func (c *conn) chain(table string, chain firewall.Chain) (chainState, error) {
 				})
 			}
 		}
-		s.right = is == want && policy == policyAccept
+		s.right = is == want && policy == nfAccept
 		return nil
 	})
 	if err != nil || !s.exists {
@@ -165,7 +162,7 @@ func (c *conn) newChain(t firewall.Table, chain firewall.Chain) netlink.Message 
 			hook.Uint32(unix.NFTA_HOOK_PRIORITY, s.priority)
 			return nil
 		})
-		ae.Uint32(unix.NFTA_CHAIN_POLICY, policyAccept)
+		ae.Uint32(unix.NFTA_CHAIN_POLICY, nfAccept)
 		ae.String(unix.NFTA_CHAIN_TYPE, s.kind)
 		ae.Bytes(nftaChainUserdata, comment(s.comment))
 	}))

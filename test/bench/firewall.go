@@ -1,0 +1,258 @@
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"time"
+
+	"flanneld/pkg/lab"
+	"flanneld/pkg/prefix"
+)
+
+// foreignRules is how many rules of others a busy host has, as kube-proxy
+// makes them for some thousands of services.
+const foreignRules = 20_000
+
+// firewallTriggers is how many changes of others are answered in one round.
+const firewallTriggers = 10
+
+// firewallKind is one way of holding traffic rules.
+type firewallKind struct {
+	name, variant string
+	args          []string
+	// trigger is a change of others that has to be looked at.
+	trigger string
+}
+
+func firewallKinds() []firewallKind {
+	iptables := func(variant, trigger string) firewallKind {
+		return firewallKind{"iptables-" + variant, variant, []string{"--firewall=iptables"}, trigger}
+	}
+	return []firewallKind{
+		{"nftables", "nft", []string{"--firewall=nftables"}, "nft flush chain ip flannel-ipv4 forward"},
+		iptables("nft", "iptables-nft -F FLANNEL-FWD"),
+		iptables("legacy", ""),
+	}
+}
+
+// measureFirewall: what holding masquerade and forward rules costs, for both
+// families, alone and beside many rules of others.
+func (r *runner) measureFirewall(ctx context.Context) error {
+	for _, k := range firewallKinds() {
+		for _, foreign := range []int{0, foreignRules} {
+			if err := r.firewallRound(ctx, k, foreign); err != nil {
+				return fmt.Errorf("%s: %w", k.name, err)
+			}
+		}
+	}
+	return nil
+}
+
+// firewallRound measures on a host of its own: rules stay when a daemon stops.
+func (r *runner) firewallRound(ctx context.Context, k firewallKind, foreign int) error {
+	families := []prefix.Family{prefix.IPv4, prefix.IPv6}
+	network, err := lab.NetworkConfig(families, json.RawMessage(`{"Type":"vxlan"}`))
+	if err != nil {
+		return err
+	}
+	l, err := lab.New(ctx, lab.Config{Hosts: 1, Families: families, Network: network, Flanneld: r.flanneld})
+	if err != nil {
+		return err
+	}
+	defer l.Close()
+	h := l.Host(1)
+	if err := addForeignRules(ctx, h, k.variant, foreign); err != nil {
+		return err
+	}
+	programs, err := newPrograms(k.variant)
+	if err != nil {
+		return err
+	}
+	defer programs.remove()
+	group := "Traffic rules by " + k.name
+	run, err := programs.count(ctx, h, k, r.atRest)
+	if err != nil {
+		return err
+	}
+	target := []float64{}
+	if k.name != "nftables" {
+		target = []float64{24}
+	} else {
+		target = append(target, 0)
+	}
+	r.report.add(group, "programs run in a minute, at rest", foreign, "programs", run*float64(time.Minute)/float64(r.atRest), target...)
+
+	d, err := startFirewall(ctx, h, k, programs.plain)
+	if err != nil {
+		return err
+	}
+	defer d.Kill()
+	before, err := treeCPU(d.PID())
+	if err != nil {
+		return err
+	}
+	if err := pause(ctx, r.atRest); err != nil {
+		return err
+	}
+	after, err := treeCPU(d.PID())
+	if err != nil {
+		return err
+	}
+	cpu := ms(after-before) * float64(time.Minute) / float64(r.atRest)
+	if foreign == 0 {
+		target = []float64{150}
+	} else {
+		target = nil
+	}
+	r.report.add(group, "CPU in a minute, at rest, programs included", foreign, "ms", cpu, target...)
+	if k.trigger == "" {
+		if run > 0 {
+			looks := run / float64(len(families))
+			r.report.add(group, "CPU of one look, both families", foreign, "ms", ms(after-before)/looks)
+		}
+		return nil
+	}
+	return r.firewallRepairs(ctx, group, k, foreign, d)
+}
+
+// firewallRepairs has the daemon answer changes.
+func (r *runner) firewallRepairs(ctx context.Context, group string, k firewallKind, foreign int, d *lab.Daemon) error {
+	before, err := treeCPU(d.PID())
+	if err != nil {
+		return err
+	}
+	for range firewallTriggers {
+		if out, err := r.inHost(ctx, d, k.trigger); err != nil {
+			return fmt.Errorf("%w: %s", err, out)
+		}
+		if err := pause(ctx, 2*time.Second); err != nil {
+			return err
+		}
+	}
+	after, err := treeCPU(d.PID())
+	if err != nil {
+		return err
+	}
+	r.report.add(group, "CPU of one repair, and the look behind it", foreign, "ms", ms(after-before)/firewallTriggers)
+	return nil
+}
+
+// inHost runs a command in the daemon's own namespaces.
+func (r *runner) inHost(ctx context.Context, d *lab.Daemon, script string) ([]byte, error) {
+	return exec.CommandContext(ctx, "nsenter", "-t", fmt.Sprint(d.PID()), "-n", "-m", "sh", "-ec", script).CombinedOutput()
+}
+
+func startFirewall(ctx context.Context, h *lab.Host, k firewallKind, path string) (*lab.Daemon, error) {
+	d, err := h.StartFlanneld(ctx, lab.FlanneldOptions{Args: append(k.args, "--ip-masq"), Env: []string{"PATH=" + path + ":" + os.Getenv("PATH")}})
+	if err != nil {
+		return nil, err
+	}
+	if err := d.Ready(ctx); err != nil {
+		return nil, err
+	}
+	return d, pause(ctx, 2*time.Second) // for what follows the start
+}
+
+// addForeignRules makes chains of others in both families, a hundred rules
+// each, to which nothing jumps.
+func addForeignRules(ctx context.Context, h *lab.Host, variant string, count int) error {
+	if count == 0 {
+		return nil
+	}
+	const perChain = 100
+	var rules strings.Builder
+	rules.WriteString("*nat\n")
+	for i := range count / 2 {
+		if i%perChain == 0 {
+			fmt.Fprintf(&rules, ":KUBE-SVC-%d - [0:0]\n", i/perChain)
+		}
+		fmt.Fprintf(&rules, "-A KUBE-SVC-%d -p tcp -m tcp --dport %d -m comment --comment \"default/service\" -j RETURN\n", i/perChain, 1+i%60000)
+	}
+	rules.WriteString("COMMIT\n")
+	file := h.Path("/run/foreign-rules")
+	if err := os.WriteFile(file, []byte(rules.String()), 0o600); err != nil {
+		return err
+	}
+	for _, family := range []string{"iptables", "ip6tables"} {
+		if out, err := h.Exec(ctx, "sh", "-ec", fmt.Sprintf("%s-%s-restore --noflush /run/foreign-rules", family, variant)); err != nil {
+			return fmt.Errorf("add foreign rules: %w: %s", err, out)
+		}
+	}
+	return nil
+}
+
+// firewallPrograms are folders with an iptables of one variant: the programs
+// themselves, and such that leave a line in a file first.
+type firewallPrograms struct{ dir, plain, counted, log string }
+
+func newPrograms(variant string) (firewallPrograms, error) {
+	dir, err := os.MkdirTemp("", "bench-programs")
+	p := firewallPrograms{dir, filepath.Join(dir, "plain"), filepath.Join(dir, "counted"), filepath.Join(dir, "log")}
+	errs := []error{err, os.Mkdir(p.plain, 0o700), os.Mkdir(p.counted, 0o700)}
+	for _, family := range []string{"iptables", "ip6tables"} {
+		for _, suffix := range []string{"", "-save", "-restore"} {
+			for _, v := range []string{"", "-nft", "-legacy"} {
+				behind := family + v + suffix
+				if v == "" {
+					behind = family + "-" + variant + suffix
+				}
+				path, err := exec.LookPath(behind)
+				script := fmt.Sprintf("#!/bin/sh\necho %s >>%s\nexec %s \"$@\"\n", behind, p.log, path)
+				errs = append(errs, err, os.Symlink(path, filepath.Join(p.plain, family+v+suffix)),
+					os.WriteFile(filepath.Join(p.counted, family+v+suffix), []byte(script), 0o700))
+			}
+		}
+	}
+	return p, errors.Join(errs...)
+}
+
+func (p firewallPrograms) remove() { _ = os.RemoveAll(p.dir) }
+
+// count returns how many programs a daemon runs in the time d, at rest.
+func (p firewallPrograms) count(ctx context.Context, h *lab.Host, k firewallKind, d time.Duration) (float64, error) {
+	daemon, err := startFirewall(ctx, h, k, p.counted)
+	if err != nil {
+		return 0, err
+	}
+	defer daemon.Kill()
+	lines := func() int {
+		text, err := os.ReadFile(p.log)
+		if err != nil { // nothing was run yet
+			return 0
+		}
+		return strings.Count(string(text), "\n")
+	}
+	before := lines()
+	err = pause(ctx, d)
+	return float64(lines() - before), err
+}
+
+// treeCPU is the CPU time of a process and of those that it has waited for.
+func treeCPU(pid int) (time.Duration, error) {
+	own, err := processCPU(pid)
+	if err != nil {
+		return 0, err
+	}
+	text, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
+	if err != nil {
+		return 0, err
+	}
+	_, rest, _ := strings.Cut(string(text), ") ")
+	fields := strings.Fields(rest)
+	const first, tick = 13, 10 * time.Millisecond // cutime and cstime, in hundredths of a second
+	if len(fields) < first+2 {
+		return 0, fmt.Errorf("/proc/%d/stat is not understood", pid)
+	}
+	var user, system int64
+	if _, err := fmt.Sscan(fields[first], &user); err != nil {
+		return 0, err
+	}
+	_, err = fmt.Sscan(fields[first+1], &system)
+	return own + time.Duration(user+system)*tick, err
+}
