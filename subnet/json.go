@@ -133,6 +133,8 @@ func kindName(t reflect.Type) string {
 		return fmt.Sprintf("a whole number from 0 to %d", uint64(1)<<t.Bits()-1)
 	case reflect.String:
 		return "a string"
+	case reflect.Slice:
+		return "a list of strings"
 	}
 	return t.String()
 }

@@ -47,6 +47,13 @@ func TestParseConfig(t *testing.T) {
 			want: subnet.Config{Networks: append(v4[:1:1], v6...), NFTables: true, BackendType: "udp"},
 		},
 		{
+			name: "destinations that are not masqueraded",
+			raw:  `{"Network":"10.5.0.0/16","NonMasqueradeCIDRs":["192.168.7.1/16","2001:db8::/32"]}`,
+			want: subnet.Config{Networks: v4, BackendType: "udp", NonMasquerade: []netip.Prefix{
+				netip.MustParsePrefix("192.168.0.0/16"), netip.MustParsePrefix("2001:db8::/32"),
+			}},
+		},
+		{
 			name: "IPv6 alone",
 			raw:  `{"EnableIPv4":false,"EnableIPv6":true,"IPv6Network":"fd00:10:5::/48","IPv6SubnetMin":null,"IPv6SubnetMax":null}`,
 			want: subnet.Config{Networks: v6, BackendType: "udp"},
@@ -127,6 +134,8 @@ func TestParseConfigRefuses(t *testing.T) {
 		{`{"EnableIPv4":false,"Network":"10.5.0.0/16"}`, "no address family is enabled"},
 		{`{"Network":"fd00::/48"}`, `Network: invalid IPv4 CIDR format: "fd00::/48"`},
 		{`{"Network":""}`, `Network: invalid IPv4 CIDR format: ""`},
+		{`{"Network":"10.5.0.0/16","NonMasqueradeCIDRs":["192.168.0.0"]}`, `NonMasqueradeCIDRs: "192.168.0.0" is not a CIDR (want for example "10.5.0.0/16")`},
+		{`{"Network":"10.5.0.0/16","NonMasqueradeCIDRs":"192.168.0.0/16"}`, `NonMasqueradeCIDRs: want a list of strings, have string`},
 		{`{"Network":"10.5.0.0"}`, `Network: invalid IPv4 CIDR format: "10.5.0.0" (want for example "10.5.0.0/16")`},
 		{`{"Network":null}`, "Network: want a string, have null"},
 		{`{"Network":7}`, "Network: want a string, have 7"},

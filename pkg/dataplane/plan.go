@@ -199,8 +199,10 @@ func (p *planner) sweepRoutes(routes []Route) {
 // destination plans the one route that is wanted to w.Dst, given all that are
 // there.
 func (p *planner) destination(w Route, have []Route) {
-	if w.Type == Blackhole { // it is the last resort: what else leads there is left alone
-		have = slices.DeleteFunc(slices.Clone(have), func(h Route) bool { return h.Type != Blackhole })
+	if w.Type == Blackhole { // it is the last resort: other routes are judged as if it were not wanted
+		isHole := func(h Route) bool { return h.Type == Blackhole }
+		p.sweepRoutes(slices.DeleteFunc(slices.Clone(have), isHole))
+		have = slices.DeleteFunc(slices.Clone(have), func(h Route) bool { return !isHole(h) })
 	}
 	for _, h := range have {
 		if h.Protocol == protoKernel {

@@ -35,6 +35,8 @@ func stateOf(objects ...dataplane.Object) dataplane.State {
 // the kernel, and each test has one at most.
 func TestPlan(t *testing.T) {
 	all := []dataplane.Object{link, addr, neigh, fdb, route}
+	hole := dataplane.NewBlackhole(route.Dst)
+	bridge := with(route, func(r *dataplane.Route) { r.Protocol, r.Dev, r.Gateway, r.OnLink = 2, "cni0", netip.Addr{}, false })
 	foreign := with(route, func(r *dataplane.Route) { r.Protocol, r.Dev, r.Gateway = 3, "eth0", other.Gateway })
 	for _, tc := range []struct {
 		name       string
@@ -49,6 +51,13 @@ func TestPlan(t *testing.T) {
 			"put link flannel.1", "put address 10.5.1.0/32", "put neighbour 10.5.3.0", "put FDB entry 02:03:00:00:00:00", "put route 10.5.3.0/24"}},
 		{name: "children leave first", have: all, want: []dataplane.Object{link}, ops: []string{
 			"delete route 10.5.3.0/24", "delete FDB entry 02:03:00:00:00:00", "delete neighbour 10.5.3.0", "delete address 10.5.1.0/32"}},
+		{name: "a blackhole beside a bridge", have: []dataplane.Object{bridge}, want: []dataplane.Object{hole},
+			ops: []string{"put route blackhole 10.5.3.0/24"}},
+		{name: "a blackhole that is there", have: []dataplane.Object{hole, bridge}, want: []dataplane.Object{hole}},
+		{name: "a blackhole where a peer was", have: []dataplane.Object{hole, route}, want: []dataplane.Object{hole},
+			ops: []string{"delete route 10.5.3.0/24"}},
+		{name: "a blackhole no more", have: []dataplane.Object{hole, bridge},
+			ops: []string{"delete route blackhole 10.5.3.0/24"}},
 		{name: "links are not swept", have: []dataplane.Object{link}},
 		{name: "nothing goes without sweep", have: append(all, other), want: []dataplane.Object{link}, keep: true},
 		{name: "nothing to do", have: all, want: all},

@@ -1,0 +1,103 @@
+package app
+
+import (
+	"context"
+	"errors"
+	"net/netip"
+	"slices"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"golang.org/x/time/rate"
+
+	"flanneld/pkg/firewall"
+	"flanneld/subnet"
+)
+
+func TestFormerNetworks(t *testing.T) {
+	p := netip.MustParsePrefix
+	config := func(prefixes ...string) (c subnet.Config) {
+		for _, s := range prefixes {
+			c.Networks = append(c.Networks, subnet.Network{Prefix: p(s)})
+		}
+		return c
+	}
+	last := lastKnown{
+		Config: config("10.5.0.0/16", "fd00:5::/48"), Rules: []netip.Prefix{p("10.3.0.0/16"), p("10.5.0.0/16")},
+		Former: []former{{Config: config("10.4.0.0/16", "10.6.0.0/16")}},
+	}
+	got := formerNetworks(last, config("10.6.0.0/16"))
+	want := []netip.Prefix{p("10.3.0.0/16"), p("10.5.0.0/16"), p("fd00:5::/48"), p("10.4.0.0/16")}
+	if !slices.Equal(got, want) {
+		t.Errorf("%v, want %v", got, want)
+	}
+	if got := formerNetworks(lastKnown{}, config("10.6.0.0/16")); got != nil {
+		t.Errorf("a first start: %v", got)
+	}
+}
+
+// scripted answers passes as it is told.
+type scripted struct {
+	answers []error
+	changed bool
+	seen    []firewall.Policy
+}
+
+func (s *scripted) Apply(_ context.Context, p firewall.Policy) (bool, error) {
+	s.seen = append(s.seen, p)
+	if len(s.answers) == 0 {
+		return s.changed, nil
+	}
+	err := s.answers[0]
+	s.answers = s.answers[1:]
+	return false, err
+}
+
+// TestRuleKeeper goes through failure, success and damage.
+func TestRuleKeeper(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		broken := errors.New("broken")
+		var reports []error
+		repairs, done := 0, 0
+		active, leftover := &scripted{answers: []error{broken, broken}}, &scripted{answers: []error{broken}}
+		former := []netip.Prefix{netip.MustParsePrefix("10.9.0.0/16")}
+		k := &ruleKeeper{
+			policy:  firewall.Policy{Former: former},
+			gone:    firewall.Policy{Former: former},
+			applier: active, leftovers: []firewall.Applier{leftover}, limit: rate.NewLimiter(repairRate, repairBurst),
+			report: func(repaired bool, err error) {
+				reports = append(reports, err)
+				if repaired {
+					repairs++
+				}
+			},
+			done: func() { done++ },
+		}
+		for i, fails := range []bool{true, true, true, false, false} { // twice itself, once the leftovers
+			if err := k.step(t.Context()); (err != nil) != fails {
+				t.Errorf("step %d: %v", i, err)
+			}
+		}
+		if !slices.Equal(reports, []error{broken, broken, nil, nil, nil}) || done != 1 || !k.cleaned.Load() {
+			t.Errorf("reports %v, cleaned %d times", reports, done)
+		}
+		for i, p := range active.seen {
+			if (len(p.Former) > 0) != (i < 3) {
+				t.Errorf("step %d is told of former networks %v", i, p.Former)
+			}
+		}
+		if len(leftover.seen) != 2 {
+			t.Errorf("leftovers are looked at %d times, want until it succeeds", len(leftover.seen))
+		}
+		active.changed = true
+		const fight = 100
+		start := time.Now()
+		for range fight {
+			_ = k.step(t.Context())
+		}
+		if took := time.Since(start); repairs != fight || took < (fight-repairBurst-1)*time.Second {
+			t.Errorf("%d of %d repairs within %v, want them to slow down", repairs, fight, took)
+		}
+	})
+}
