@@ -117,8 +117,8 @@ func (d *daemon) run(ctx context.Context) error {
 	}
 	defer d.record.close()
 	defer d.devices.releaseAll()
-	previous := d.previous(ctx)
-	manager, err := d.manager(ctx, last, previous)
+	last.Rules = append(last.Rules, d.fileNetworks()...)
+	manager, err := d.manager(ctx, last)
 	if err != nil {
 		return err
 	}
@@ -155,7 +155,7 @@ func (d *daemon) run(ctx context.Context) error {
 	}
 	resumed.stop()
 	resumed = nil // with all that it knows
-	last.Former, last.Rules = d.outlived(last, be), formerNetworks(last, previous, cfg)
+	last.Former, last.Rules = d.outlived(last, be), formerNetworks(last, cfg)
 	last.Config, last.Interface, last.Own, last.PublicIPs = cfg, iface, own, d.public
 	sess, err := d.serve(ctx, be, last)
 	if err != nil {

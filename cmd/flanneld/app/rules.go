@@ -277,25 +277,32 @@ func warnBridges(ctx context.Context, p firewall.Policy) {
 	}
 }
 
-// formerNetworks are the networks besides cfg's that an earlier run has made
-// rules for, as far as the last known state and the subnet file tell.
-func formerNetworks(last lastKnown, previous subnetfile.Previous, cfg subnet.Config) []netip.Prefix {
-	former := slices.Clone(last.Rules)
-	former = append(former, networks(last.Config)...)
-	for _, f := range last.Former {
-		former = append(former, networks(f.Config)...)
-	}
+// fileNetworks are the networks that the subnet file names: an earlier run, or
+// another daemon before this one, had them.
+func (d *daemon) fileNetworks() []netip.Prefix {
+	var named []netip.Prefix
+	previous, _ := subnetfile.Read(d.opts.SubnetFile) // who needs its subnets says what is wrong with it
 	for _, e := range previous.Entries {
 		if e.Network.IsValid() {
-			former = append(former, e.Network)
+			named = append(named, e.Network)
 		}
+	}
+	return named
+}
+
+// formerNetworks are the networks besides cfg's that an earlier run has made
+// rules for, as far as is known.
+func formerNetworks(last lastKnown, cfg subnet.Config) []netip.Prefix {
+	all := append(slices.Clone(last.Rules), networks(last.Config)...)
+	for _, f := range last.Former {
+		all = append(all, networks(f.Config)...)
 	}
 	present := networks(cfg)
-	var unique []netip.Prefix
-	for _, n := range former {
-		if n.IsValid() && !slices.Contains(present, n) && !slices.Contains(unique, n) {
-			unique = append(unique, n)
+	var former []netip.Prefix
+	for _, n := range all {
+		if !slices.Contains(present, n) && !slices.Contains(former, n) {
+			former = append(former, n)
 		}
 	}
-	return unique
+	return former
 }

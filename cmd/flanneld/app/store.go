@@ -22,28 +22,22 @@ type store interface {
 }
 
 // manager returns the manager that the options ask for. last is what is known
-// from the run before, previous what its subnet file says.
-func (d *daemon) manager(ctx context.Context, last lastKnown, previous subnetfile.Previous) (store, error) {
+// from the run before.
+func (d *daemon) manager(ctx context.Context, last lastKnown) (store, error) {
 	if d.opts.KubeSubnetMgr {
 		return d.kubeManager(ctx, last)
 	}
-	return d.etcdManager(ctx, previous)
+	return d.etcdManager(ctx)
 }
 
-func (d *daemon) etcdManager(ctx context.Context, previous subnetfile.Previous) (store, error) {
+func (d *daemon) etcdManager(ctx context.Context) (store, error) {
 	o := d.opts
-	var subnets []netip.Prefix
-	for _, e := range previous.Entries {
-		if e.Subnet.IsValid() {
-			subnets = append(subnets, e.Subnet)
-		}
-	}
 	return etcd.New(etcd.Config{
 		Endpoints: o.EtcdEndpoints, Prefix: o.EtcdPrefix,
 		CertFile: o.EtcdCertFile, KeyFile: o.EtcdKeyFile, CAFile: o.EtcdCAFile,
 		Username: o.EtcdUsername, Password: o.EtcdPassword.Reveal(),
 		RenewMargin: o.RenewMargin, TTL: o.LeaseTTL,
-		Previous: subnets,
+		Previous: d.previous(ctx),
 		OnStatus: func(err error) { d.report(ctx, partDatastore, err) },
 		OnLease: func(own subnet.Lease) {
 			d.record.update(func(now *lastKnown) { now.Own = own })
@@ -51,8 +45,8 @@ func (d *daemon) etcdManager(ctx context.Context, previous subnetfile.Previous) 
 	})
 }
 
-// previous returns what the subnet file says of the run before.
-func (d *daemon) previous(ctx context.Context) subnetfile.Previous {
+// previous returns the subnets that this node had, as the subnet file says.
+func (d *daemon) previous(ctx context.Context) []netip.Prefix {
 	log := klog.FromContext(ctx)
 	previous, err := subnetfile.Read(d.opts.SubnetFile)
 	if err != nil {
@@ -61,7 +55,13 @@ func (d *daemon) previous(ctx context.Context) subnetfile.Previous {
 	for _, w := range previous.Warnings {
 		log.Error(nil, "damaged subnet file", "path", d.opts.SubnetFile, "line", w)
 	}
-	return previous
+	var subnets []netip.Prefix
+	for _, e := range previous.Entries {
+		if e.Subnet.IsValid() {
+			subnets = append(subnets, e.Subnet)
+		}
+	}
+	return subnets
 }
 
 func (d *daemon) kubeManager(ctx context.Context, last lastKnown) (store, error) {
