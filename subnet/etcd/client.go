@@ -31,6 +31,9 @@ type client struct {
 
 var errClosed = errors.New("manager is closed")
 
+// window is how many bytes a server may send ahead: a list of thousands of leases.
+const window = 1 << 20
+
 func newClient(cfg Config, timeout time.Duration) (*client, error) {
 	for i, e := range cfg.Endpoints {
 		if err := checkEndpoint(e); err != nil {
@@ -59,6 +62,10 @@ func newClient(cfg Config, timeout time.Duration) (*client, error) {
 				Backoff:           grpcbackoff.Config{BaseDelay: 200 * time.Millisecond, Multiplier: 1.6, Jitter: 0.2, MaxDelay: 5 * time.Second},
 				MinConnectTimeout: timeout,
 			}),
+			// Otherwise gRPC answers every message with a ping, to find out how
+			// large a window it needs: for one small event that is most of the work.
+			grpc.WithStaticStreamWindowSize(window),
+			grpc.WithStaticConnWindowSize(window),
 			// The library waits for a connection and so hides why there is none.
 			grpc.WithChainUnaryInterceptor(failFastUnary),
 			grpc.WithChainStreamInterceptor(failFastStream),

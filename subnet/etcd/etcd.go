@@ -66,7 +66,7 @@ var _ subnet.Manager = (*Manager)(nil)
 // timing holds the intervals that tests shorten.
 type timing struct {
 	request              time.Duration // deadline of a request
-	idle, grace          time.Duration // a watch is probed after idle, and broken after grace more
+	quiet, idle, grace   time.Duration // see follow
 	backoffMin, backoff  time.Duration
 	restoreMin, restored time.Duration // pause after the own key had to be written again
 	reprieve             time.Duration // for leases that are gone after a long outage
@@ -83,7 +83,7 @@ func New(cfg Config) (*Manager, error) {
 	}
 	t := timing{
 		request: 5 * time.Second,
-		idle:    10 * time.Second, grace: 5 * time.Second,
+		quiet:   12 * time.Minute, idle: 10 * time.Second, grace: 5 * time.Second,
 		backoffMin: 100 * time.Millisecond, backoff: 5 * time.Second,
 		restoreMin: time.Second, restored: time.Minute,
 		reprieve: time.Minute,

@@ -38,11 +38,17 @@ func (m *Manager) Watch(ctx context.Context, sink func(subnet.Update)) error {
 	for {
 		err := m.resume(ctx, &v, sink)
 		if err == nil {
-			err = m.follow(ctx, m.dir(), v.next, func(resp *pb.WatchResponse) error {
-				b.Reset()
-				m.report(ctx, sourceWatch, nil)
-				return m.advance(ctx, &v, resp, sink)
+			err = m.follow(ctx, m.dir(), v.next, watcher{
+				on: func(resp *pb.WatchResponse) error {
+					b.Reset()
+					m.report(ctx, sourceWatch, nil)
+					return m.advance(ctx, &v, resp, sink)
+				},
+				waits: func() bool { return len(v.doomed) > 0 },
 			})
+			if !errors.Is(err, errStalled) { // a stream that lives is heard, however silent
+				v.heard = time.Now()
+			}
 		}
 		if ctx.Err() != nil {
 			return ctx.Err()
@@ -138,7 +144,7 @@ func (m *Manager) advance(ctx context.Context, v *view, resp *pb.WatchResponse, 
 	if storeID(resp.Header).ID != v.store.ID {
 		return errRelist
 	}
-	v.hear(time.Now(), m.margin(m.cfg.TTL), m.timing.reprieve)
+	v.heard = time.Now()
 	changed := map[string]*subnet.Lease{}
 	v.drop(changed, v.ended(ctx))
 	if !news(resp, v.next) && len(changed) == 0 {
@@ -217,27 +223,38 @@ func news(resp *pb.WatchResponse, next int64) bool {
 
 // watchRequest asks for a key, or for all keys below it if it ends in a slash.
 // It asks for one revision too many, which the caller has to skip: a server
-// answers no probe of a watch that starts in the future.
+// answers no probe of a watch that starts in the future. It asks to be told now
+// and then that there is no news, too.
 func watchRequest(key string, next int64) *pb.WatchRequest {
-	r := &pb.WatchCreateRequest{Key: []byte(key), StartRevision: next - 1}
+	r := &pb.WatchCreateRequest{Key: []byte(key), StartRevision: next - 1, ProgressNotify: true}
 	if strings.HasSuffix(key, "/") {
 		r.RangeEnd = []byte(clientv3.GetPrefixRangeEnd(key))
 	}
 	return &pb.WatchRequest{RequestUnion: &pb.WatchRequest_CreateRequest{CreateRequest: r}}
 }
 
-// follow calls on with every response of a watch until it fails. It probes a
-// quiet stream, because one that hangs looks like one with no news, and gives
-// errStalled if there is no answer. The library's own watch reconnects by
-// itself and so hides outages, and the store behind it may be another one
-// afterwards.
-func (m *Manager) follow(ctx context.Context, key string, next int64, on func(*pb.WatchResponse) error) error {
+// watcher is told what a watch says.
+type watcher struct {
+	on func(*pb.WatchResponse) error // called with every response; an error ends the watch
+	// waits reports whether something waits for the store to answer before
+	// long. nil means that it never does.
+	waits func() bool
+}
+
+// follow watches until that fails. A connection that is dead ends the watch in
+// seconds, because gRPC sends pings over it, which cost the store nothing. For a
+// store that lives and is silent there is the word that it sends every ten
+// minutes: a stream that stays quiet for longer, or for as long as idle while
+// somebody waits, is probed, and errStalled if it does not answer in grace. The
+// library's own watch reconnects by itself and so hides outages, and the store
+// behind it may be another one afterwards.
+func (m *Manager) follow(ctx context.Context, key string, next int64, w watcher) error {
 	inner, cancel := context.WithCancelCause(clientv3.WithRequireLeader(ctx))
 	defer cancel(nil)
 	watchdog := time.AfterFunc(m.timing.request, func() { cancel(errStalled) })
 	defer watchdog.Stop()
 
-	err := m.stream(inner, watchRequest(key, next), watchdog, on)
+	err := m.stream(inner, watchRequest(key, next), watchdog, w)
 	switch {
 	case ctx.Err() != nil:
 		return ctx.Err()
@@ -247,7 +264,7 @@ func (m *Manager) follow(ctx context.Context, key string, next int64, on func(*p
 	return err
 }
 
-func (m *Manager) stream(ctx context.Context, r *pb.WatchRequest, watchdog *time.Timer, on func(*pb.WatchResponse) error) error {
+func (m *Manager) stream(ctx context.Context, r *pb.WatchRequest, watchdog *time.Timer, w watcher) error {
 	conn, err := m.client.get(ctx)
 	if err != nil {
 		return explain(m.cfg.Endpoints, m.timing.request, err)
@@ -259,7 +276,7 @@ func (m *Manager) stream(ctx context.Context, r *pb.WatchRequest, watchdog *time
 	if err != nil {
 		return explain(m.cfg.Endpoints, m.timing.request, err)
 	}
-	probe := time.AfterFunc(m.timing.idle, func() {
+	probe := time.AfterFunc(m.timing.quiet, func() {
 		// An error shows in Recv.
 		_ = stream.Send(&pb.WatchRequest{RequestUnion: &pb.WatchRequest_ProgressRequest{ProgressRequest: &pb.WatchProgressRequest{}}})
 	})
@@ -274,10 +291,14 @@ func (m *Manager) stream(ctx context.Context, r *pb.WatchRequest, watchdog *time
 		case resp.Canceled:
 			return explain(m.cfg.Endpoints, m.timing.request, status.Error(codes.Unavailable, "watch was canceled: "+resp.CancelReason))
 		}
-		if err := on(resp); err != nil {
+		if err := w.on(resp); err != nil {
 			return err
 		}
-		probe.Reset(m.timing.idle)
-		watchdog.Reset(m.timing.idle + m.timing.grace)
+		quiet := m.timing.quiet
+		if w.waits != nil && w.waits() {
+			quiet = m.timing.idle
+		}
+		probe.Reset(quiet)
+		watchdog.Reset(quiet + m.timing.grace)
 	}
 }

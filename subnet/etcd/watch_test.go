@@ -227,7 +227,7 @@ func TestIdleWatchStaysUp(t *testing.T) {
 	f := newFixture(t, sharedServer(t))
 	var status statuses
 	m := f.manager(t, status.option)
-	m.timing.idle, m.timing.grace = 50*time.Millisecond, 2*time.Second
+	m.timing.quiet, m.timing.grace = 50*time.Millisecond, 2*time.Second
 	f.put(t, "subnets/10.5.1.0-24", value("192.0.2.1"))
 	w := subnettest.Watch(t, m)
 	w.Until(t, "the peer", subnettest.Has("10.5.1.0-24"))
@@ -308,4 +308,39 @@ func TestCancelWhileUnreachable(t *testing.T) {
 		}
 		cancel()
 	}
+}
+
+// TestDeadConnection has no probe notice in time that a connection is dead, only
+// the pings that cost the store nothing.
+func TestDeadConnection(t *testing.T) {
+	f := newFixture(t, newServer(t))
+	p := newProxy(t, f.server)
+	var status statuses
+	m := f.manager(t, via(p), status.option)
+	m.timing.quiet = time.Hour
+	f.put(t, "subnets/10.5.1.0-24", value("192.0.2.1"))
+	w := subnettest.Watch(t, m)
+	w.Until(t, "the peer", subnettest.Has("10.5.1.0-24"))
+	p.stall()
+	eventually(t, "status down", func() bool { _, err := status.last(); return err != nil })
+	p.cut()
+	p.open(t)
+	f.put(t, "subnets/10.5.2.0-24", value("192.0.2.2"))
+	w.Until(t, "a peer that came meanwhile", subnettest.Has("10.5.1.0-24", "10.5.2.0-24"))
+}
+
+// TestSilenceIsNoOutage has a store say nothing for longer than leases can go
+// without being renewed: what it removes then is gone at once.
+func TestSilenceIsNoOutage(t *testing.T) {
+	f := newFixture(t, sharedServer(t))
+	const margin = 50 * time.Millisecond
+	m := f.manager(t, func(c *Config) { c.RenewMargin = margin })
+	m.timing.quiet, m.timing.reprieve = time.Hour, time.Hour
+	f.put(t, "subnets/10.5.1.0-24", value("192.0.2.1"))
+	w := subnettest.Watch(t, m)
+	w.Until(t, "the peer", subnettest.Has("10.5.1.0-24"))
+	start := time.Now()
+	eventually(t, "longer than the margin", func() bool { return time.Since(start) > 2*margin })
+	f.delete(t, "subnets/10.5.1.0-24")
+	w.Until(t, "nobody", subnettest.Has())
 }
