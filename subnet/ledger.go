@@ -134,7 +134,12 @@ func (l *Ledger) Expire(now time.Time) bool {
 }
 
 // Held returns the keys of the peers that are held, in order.
-func (l *Ledger) Held() []string { return slices.Sorted(maps.Keys(l.held)) }
+func (l *Ledger) Held() []string {
+	if len(l.held) == 0 {
+		return nil
+	}
+	return slices.Sorted(maps.Keys(l.held))
+}
 
 // IsHeld reports whether the peer with that key is held.
 func (l *Ledger) IsHeld(key string) bool {
