@@ -180,9 +180,10 @@ func (s *Syncer) judge(key string) bool {
 }
 
 func (s *Syncer) judgeAll() {
-	s.unusable, s.peers = map[string]string{}, map[string]subnet.Lease{}
-	var all []subnet.Claimant
-	since, now := map[string]time.Time{}, time.Now()
+	n := s.Ledger.Len()
+	s.unusable, s.peers = map[string]string{}, make(map[string]subnet.Lease, n)
+	all := make([]subnet.Claimant, 0, n)
+	since, now := make(map[string]time.Time, n), time.Now()
 	for l := range s.Ledger.Leases() {
 		since[l.Key] = cmp.Or(s.since[l.Key], now)
 		if ids, usable := s.check(l); usable {

@@ -56,8 +56,9 @@ func (a *Arbiter) Reset(all []Claimant) {
 	for _, c := range all {
 		a.lengths.add(c.Lease)
 	}
-	a.subnets, a.publics, a.identities = newIndex(a.lengths), newIndex(a.lengths), map[string]string{}
-	a.accepted, a.contested, a.refused = map[string]Claimant{}, map[string]Claimant{}, map[string][]string{}
+	n := len(all)
+	a.subnets, a.publics, a.identities = newIndex(a.lengths, n), newIndex(a.lengths, n), make(map[string]string, n)
+	a.accepted, a.contested, a.refused = make(map[string]Claimant, n), map[string]Claimant{}, map[string][]string{}
 
 	all = slices.Clone(all)
 	slices.SortFunc(all, func(x, y Claimant) int {
@@ -148,7 +149,7 @@ func (a *Arbiter) settle(c Claimant) {
 		a.refuse(c, fmt.Sprintf("its %s is that of this node", c.Identities[i]), "")
 		return
 	}
-	var kept []Endpoint
+	kept := make([]Endpoint, 0, len(c.Lease.Endpoints))
 	judged := false
 	for _, e := range c.Lease.Endpoints {
 		n, enabled := a.cfg.Network(e.Family())
@@ -278,8 +279,8 @@ func unusable(e Endpoint) string {
 }
 
 // reserved lists what no route may ever cover.
-func reserved() []netip.Prefix {
-	return []netip.Prefix{
+func reserved() [4]netip.Prefix {
+	return [...]netip.Prefix{
 		netip.PrefixFrom(netip.AddrFrom4([4]byte{127}), 8),
 		netip.PrefixFrom(netip.AddrFrom4([4]byte{224}), 4),
 		prefix.Host(netip.IPv6Loopback()),

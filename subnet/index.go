@@ -54,9 +54,9 @@ type index struct {
 	within  map[netip.Prefix][]netip.Prefix // exact ones, by prefixes that contain them
 }
 
-// newIndex returns an index for prefixes whose length is in l.
-func newIndex(l lengths) *index {
-	return &index{l, map[netip.Prefix]holder{}, map[netip.Prefix][]netip.Prefix{}}
+// newIndex returns an index for some n prefixes whose length is in l.
+func newIndex(l lengths, n int) *index {
+	return &index{l, make(map[netip.Prefix]holder, n), map[netip.Prefix][]netip.Prefix{}}
 }
 
 func (x *index) add(p netip.Prefix, h holder) {

@@ -54,11 +54,10 @@ func (l *Ledger) State() LedgerState {
 	return state
 }
 
-// Apply takes a snapshot in and returns every known lease, by key, and the
-// keys of those that are held. Applying one snapshot again is harmless, and
+// Apply takes a snapshot in. Applying one snapshot again is harmless, and
 // needed now and then for held leases to run out. The leases are shared and
 // read-only.
-func (l *Ledger) Apply(s Snapshot, now time.Time) (leases []Lease, held []string) {
+func (l *Ledger) Apply(s Snapshot, now time.Time) {
 	same := s.Store.ID == l.store.ID && s.Store.Revision >= l.store.Revision
 	l.store = s.Store
 
@@ -91,14 +90,11 @@ func (l *Ledger) Apply(s Snapshot, now time.Time) (leases []Lease, held []string
 		}
 	}
 	l.peers, l.synced, l.held = peers, true, map[string]struct{}{}
-	for _, p := range l.State().Peers {
-		leases = append(leases, p.Lease)
+	for key, p := range peers {
 		if !p.HeldUntil.IsZero() {
-			held = append(held, p.Lease.Key)
-			l.held[p.Lease.Key] = struct{}{}
+			l.held[key] = struct{}{}
 		}
 	}
-	return leases, held
 }
 
 // Follow takes in what has changed since the last snapshot or update, at the
@@ -147,6 +143,9 @@ func (l *Ledger) IsHeld(key string) bool {
 	return held
 }
 
+// Len returns how many leases are known.
+func (l *Ledger) Len() int { return len(l.peers) }
+
 // Lease returns the lease with that key.
 func (l *Ledger) Lease(key string) (Lease, bool) {
 	p, ok := l.peers[key]
@@ -174,7 +173,7 @@ func (l *Ledger) contradictions(leases []Lease) func(Lease) bool {
 	for _, lease := range leases {
 		used.add(lease)
 	}
-	subnets, publics := newIndex(used), map[netip.Addr]netip.Prefix{}
+	subnets, publics := newIndex(used, len(leases)), map[netip.Addr]netip.Prefix{}
 	for _, lease := range leases {
 		for _, e := range lease.Endpoints {
 			if e.Subnet.IsValid() {

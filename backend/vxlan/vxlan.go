@@ -132,7 +132,7 @@ func (n *network) Check(l subnet.Lease) ([]string, error) {
 		if err != nil {
 			return nil, fmt.Errorf("%s: %w", e.Family(), err)
 		}
-		macs = append(macs, fmt.Sprintf("%s VTEP MAC %s", e.Family(), mac))
+		macs = append(macs, e.Family().String()+" VTEP MAC "+mac.String())
 	}
 	return macs, nil
 }

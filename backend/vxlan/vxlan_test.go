@@ -134,6 +134,28 @@ func TestVtepMAC(t *testing.T) {
 	}
 }
 
+// FuzzData has data read both ways.
+func FuzzData(f *testing.F) {
+	for _, s := range []string{
+		`{"VNI":1,"VtepMAC":"72:8d:4e:56:a5:33"}`, `{"VtepMAC":"72:8d:4e:56:a5:33"}`, `{"VNI":1,"VNI":2}`, `{"VNI":0,"VtepMAC":""}`, `{"vni":7}`, `{}`,
+	} {
+		f.Add([]byte(s))
+	}
+	if _, ok := decodePlain([]byte(`{"VNI":1,"VtepMAC":"72:8d:4e:56:a5:33"}`)); !ok {
+		f.Error("what flannel writes is not read the fast way")
+	}
+	f.Fuzz(func(t *testing.T, raw []byte) {
+		fast, ok := decodePlain(raw)
+		if !ok {
+			return
+		}
+		var slow leaseData
+		if err := json.Unmarshal(raw, &slow); err != nil || slow != fast {
+			t.Errorf("%q: got %+v, want %+v, %v", raw, fast, slow, err)
+		}
+	})
+}
+
 // TestEncodeData pins the bytes that other flannel daemons write and read.
 func TestEncodeData(t *testing.T) {
 	raw, err := encodeData(1, dataplane.MAC{0x72, 0x8d, 0x4e, 0x56, 0xa5, 0x33})

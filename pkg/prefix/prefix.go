@@ -2,9 +2,9 @@
 package prefix
 
 import (
-	"fmt"
 	"math/big"
 	"net/netip"
+	"strconv"
 )
 
 // Family is an IP address family. Its value is the IP version.
@@ -25,7 +25,7 @@ func FamilyOf(a netip.Addr) Family {
 }
 
 // String returns "IPv4" or "IPv6".
-func (f Family) String() string { return fmt.Sprintf("IPv%d", int(f)) }
+func (f Family) String() string { return "IPv" + strconv.Itoa(int(f)) }
 
 // Bits is the length of an address of the family: 32 or 128.
 func (f Family) Bits() int {

@@ -8,6 +8,7 @@ import (
 	"strconv"
 	"strings"
 
+	"flanneld/pkg/plainjson"
 	"flanneld/pkg/prefix"
 	"flanneld/subnet"
 )
@@ -53,18 +54,20 @@ func parseKey(key string) ([]netip.Prefix, error) {
 }
 
 func parseSubnet(f prefix.Family, text string) (netip.Prefix, error) {
-	fail := fmt.Errorf("%q is not a subnet key (want for example 10.5.1.0-24 or 10.5.1.0-24&fd00:0:0:1::-64)", shorten(text))
+	fail := func() (netip.Prefix, error) {
+		return netip.Prefix{}, fmt.Errorf("%q is not a subnet key (want for example 10.5.1.0-24 or 10.5.1.0-24&fd00:0:0:1::-64)", shorten(text))
+	}
 	addr, length, ok := strings.Cut(text, "-")
 	if !ok || strings.ToLower(addr) != addr || strings.Contains(addr, "%") {
-		return netip.Prefix{}, fail
+		return fail()
 	}
 	a, err := netip.ParseAddr(addr)
 	if err != nil || prefix.FamilyOf(a) != f || a.Is4In6() {
-		return netip.Prefix{}, fail
+		return fail()
 	}
 	bits, err := strconv.ParseUint(length, 10, 8)
 	if err != nil || bits == 0 || int(bits) >= f.Bits() {
-		return netip.Prefix{}, fail
+		return fail()
 	}
 	return netip.PrefixFrom(a, int(bits)).Masked(), nil
 }
@@ -107,13 +110,13 @@ func decode(subnets []netip.Prefix, value []byte) (backendType string, endpoints
 	if len(value) > maxValue {
 		return "", nil, fmt.Errorf("value has %d bytes (at most %d are read)", len(value), maxValue)
 	}
-	var w wireLease
-	if err := json.Unmarshal(value, &w); err != nil {
-		return "", nil, fmt.Errorf("value %q: %w", shorten(string(value)), err)
+	w, plain := decodePlain(value)
+	if !plain {
+		if w, err = decodeAny(value); err != nil {
+			return "", nil, err
+		}
 	}
-	if value = bytes.TrimSpace(value); value[0] != '{' {
-		return "", nil, fmt.Errorf("value %q is not a JSON object", shorten(string(value)))
-	}
+	endpoints = make([]subnet.Endpoint, 0, len(subnets))
 	for _, s := range subnets {
 		e := subnet.Endpoint{Subnet: s, Data: w.BackendData}
 		name, public := "PublicIP", w.PublicIP
@@ -131,6 +134,50 @@ func decode(subnets []netip.Prefix, value []byte) (backendType string, endpoints
 	return w.BackendType, endpoints, nil
 }
 
+// decodeAny reads a value in any form that JSON has.
+func decodeAny(value []byte) (w wireLease, err error) {
+	if err := json.Unmarshal(value, &w); err != nil {
+		return w, fmt.Errorf("value %q: %w", shorten(string(value)), err)
+	}
+	if value = bytes.TrimSpace(value); value[0] != '{' {
+		return w, fmt.Errorf("value %q is not a JSON object", shorten(string(value)))
+	}
+	return w, nil
+}
+
+// decodePlain reads a value in the form that flannel writes, at a fraction of
+// the cost: a start reads thousands. It comes to the same as decodeAny, or to
+// ok being false.
+func decodePlain(value []byte) (w wireLease, ok bool) {
+	ok = plainjson.Object(value, func(key, value []byte) bool {
+		into := &w.BackendData
+		switch string(key) {
+		case "PublicIP":
+			into = &w.PublicIP
+		case "PublicIPv6":
+			into = &w.PublicIPv6
+		case "BackendData":
+		case "BackendV6Data":
+			into = &w.BackendV6Data
+		case "BackendType":
+			text, ok := plainjson.Text(value)
+			if !ok || w.BackendType != "" {
+				return false
+			}
+			w.BackendType = string(text)
+			return true
+		default: // keys in another case count, too
+			return false
+		}
+		if *into != nil { // the last of several counts
+			return false
+		}
+		*into = bytes.Clone(value)
+		return true
+	})
+	return w, ok
+}
+
 // decodeAddr returns the unspecified address where there is none.
 func decodeAddr(f prefix.Family, raw json.RawMessage) (netip.Addr, error) {
 	switch {
@@ -140,7 +187,9 @@ func decodeAddr(f prefix.Family, raw json.RawMessage) (netip.Addr, error) {
 		return netip.IPv6Unspecified(), nil
 	}
 	var text string
-	if err := json.Unmarshal(raw, &text); err != nil || raw[0] != '"' {
+	if plain, ok := plainjson.Text(raw); ok {
+		text = string(plain)
+	} else if err := json.Unmarshal(raw, &text); err != nil || raw[0] != '"' {
 		return netip.Addr{}, fmt.Errorf("is %s, want an %s address", shorten(string(raw)), f)
 	}
 	a, err := netip.ParseAddr(text)

@@ -81,6 +81,35 @@ func TestValue(t *testing.T) {
 	}
 }
 
+// TestDecodePlain has what flannel writes read the fast way, and what only looks
+// like it the other.
+func TestDecodePlain(t *testing.T) {
+	for value, want := range map[string]bool{
+		`{"PublicIP":"10.99.0.2","PublicIPv6":null,"BackendType":"host-gw"}`: true,
+		`{"PublicIP":"192.168.77.1","PublicIPv6":"fd00:77::1","BackendType":"vxlan",` +
+			`"BackendData":{"VNI":1,"VtepMAC":"a6:c8:ad:df:51:5f"},"BackendV6Data":{"VNI":1,"VtepMAC":"5a:ee:70:44:d2:ea"}}`: true,
+		`{"PublicIP":"10.99.0.2","BackendType":"wireguard","BackendData":{"PublicKey":"aGVsbG8+/=="}}`: true,
+
+		`{"PublicIP":"10.99.0.2","publicip":"10.99.0.3"}`:  false,
+		`{"PublicIP":"10.99.0.2","PublicIP":"10.99.0.3"}`:  false,
+		`{"BackendType":"vxlan","BackendType":"host-gw"}`:  false,
+		`{"PublicIP":"10.99.0.2","Other":1}`:               false,
+		`{"PublicIP":"10.99.0.2","BackendType":null}`:      false,
+		`{"PublicIP": "10.99.0.2"}`:                        false,
+		`{"PublicIP":"10.99.0.2","BackendType":"v\u0078"}`: false,
+	} {
+		fast, ok := decodePlain([]byte(value))
+		if ok != want {
+			t.Errorf("%s: read the fast way: %v, want %v", value, ok, want)
+		}
+		if slow, err := decodeAny([]byte(value)); ok {
+			if diff := cmp.Diff(slow, fast); err != nil || diff != "" {
+				t.Errorf("%s: %v (-slow +fast):\n%s", value, err, diff)
+			}
+		}
+	}
+}
+
 func TestDecode(t *testing.T) {
 	v4, v6 := netip.MustParsePrefix("10.5.1.0/24"), netip.MustParsePrefix("fd00:0:0:1::/64")
 	dual := []netip.Prefix{v4, v6}
@@ -157,6 +186,12 @@ func FuzzParseValue(f *testing.F) {
 	}
 	subnets := prefixes("10.5.1.0/24", "fd00:0:0:1::/64")
 	f.Fuzz(func(t *testing.T, value []byte) {
+		if fast, ok := decodePlain(value); ok {
+			slow, err := decodeAny(value)
+			if diff := cmp.Diff(slow, fast); err != nil || diff != "" {
+				t.Errorf("%q is read in two ways: %v (-slow +fast):\n%s", value, err, diff)
+			}
+		}
 		backendType, endpoints, err := decode(subnets, value)
 		if err != nil {
 			if strings.Contains(err.Error(), "\n") {

@@ -154,15 +154,15 @@ func (m *Manager) Recall(ctx context.Context, own subnet.Claim) (subnet.Claim, e
 	who := identity(own)
 	ours := func(e entry) bool { return e.err == nil && carries(e.lease, who) }
 	found := recalled(l.entries, ours, m.previous(own))
+	if found == nil {
+		return subnet.Claim{}, nil
+	}
 	if _, pools, err := m.config(ctx); err == nil {
 		// Acquire will rather take what this node had than what another node
 		// with its address has: that one's data is none of ours.
 		if p, err := choose(pools, m.previous(own), ours, l.entries); err == nil && p.keep == nil && p.twin != "" {
-			found = nil
+			return subnet.Claim{}, nil
 		}
-	}
-	if found == nil {
-		return subnet.Claim{}, nil
 	}
 	return subnet.Claim{BackendType: found.lease.BackendType, Endpoints: found.lease.Endpoints}, nil
 }

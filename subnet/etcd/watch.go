@@ -207,12 +207,11 @@ func (v *view) snapshot(own *string) subnet.Snapshot {
 // logUndecodable logs when a lease becomes unreadable, for another reason than
 // before, or readable again.
 func logUndecodable(ctx context.Context, before, now entry) {
-	logger := klog.FromContext(ctx).WithValues("key", shorten(now.key))
 	switch {
 	case now.err == nil && before.err != nil:
-		logger.Info("lease can be read again")
+		klog.FromContext(ctx).Info("lease can be read again", "key", shorten(now.key))
 	case now.err != nil && (before.err == nil || before.err.Error() != now.err.Error()):
-		logger.Error(now.err, "lease cannot be read and keeps its last good state")
+		klog.FromContext(ctx).Error(now.err, "lease cannot be read and keeps its last good state", "key", shorten(now.key))
 	}
 }
 
