@@ -134,28 +134,31 @@ type Outcome struct {
 type Factory func(raw json.RawMessage, env Env) (b Backend, warnings []string, err error)
 
 // Registry knows the backends by type name.
-type Registry struct{ factories map[string]Factory }
+type Registry struct{ entries map[string]Entry }
 
 // Entry is one backend of a registry.
 type Entry struct {
 	Type    string // lower case
 	Factory Factory
+	// OneThread says that packets do not go through this process: whatever else
+	// there is to do takes no more than one thread.
+	OneThread bool
 }
 
 // NewRegistry returns a registry of the entries. Empty and duplicate names and
 // missing factories are errors.
 func NewRegistry(entries ...Entry) (Registry, error) {
-	r := Registry{factories: map[string]Factory{}}
+	r := Registry{entries: map[string]Entry{}}
 	for _, e := range entries {
 		switch {
 		case e.Type == "" || e.Type != strings.ToLower(e.Type):
 			return Registry{}, fmt.Errorf("backend type %q is not a lower-case name", e.Type)
 		case e.Factory == nil:
 			return Registry{}, fmt.Errorf("backend type %q has no factory", e.Type)
-		case r.factories[e.Type] != nil:
+		case r.entries[e.Type].Factory != nil:
 			return Registry{}, fmt.Errorf("backend type %q is registered twice", e.Type)
 		}
-		r.factories[e.Type] = e.Factory
+		r.entries[e.Type] = e
 	}
 	return r, nil
 }
@@ -166,10 +169,10 @@ var ErrUnknownType = errors.New("unknown backend type")
 // New builds the backend that env's configuration names.
 func (r Registry) New(env Env) (Backend, []string, error) {
 	cfg := env.Config
-	factory, ok := r.factories[cfg.BackendType]
+	entry, ok := r.entries[cfg.BackendType]
 	switch {
 	case ok:
-		return factory(cfg.Backend, env)
+		return entry.Factory(cfg.Backend, env)
 	case cfg.Backend == nil:
 		return nil, nil, fmt.Errorf("%w: the network configuration has no Backend, which means %q: set Backend.Type to one of %s",
 			ErrUnknownType, cfg.BackendType, strings.Join(r.Types(), ", "))
@@ -179,4 +182,7 @@ func (r Registry) New(env Env) (Backend, []string, error) {
 }
 
 // Types returns the names of all backends in alphabetical order.
-func (r Registry) Types() []string { return slices.Sorted(maps.Keys(r.factories)) }
+func (r Registry) Types() []string { return slices.Sorted(maps.Keys(r.entries)) }
+
+// OneThread reports whether the backend of that type does with one thread.
+func (r Registry) OneThread(backendType string) bool { return r.entries[backendType].OneThread }

@@ -35,12 +35,12 @@ const stopTimeout = 1500 * time.Millisecond
 // extension, carrier what it has of udp.
 func backends(commands *extension.Host, carrier *udp.Host) (backend.Registry, error) {
 	return backend.NewRegistry(
-		backend.Entry{Type: alloc.Type, Factory: alloc.New},
+		backend.Entry{Type: alloc.Type, Factory: alloc.New, OneThread: true},
 		backend.Entry{Type: extension.Type, Factory: commands.New},
-		backend.Entry{Type: hostgw.Type, Factory: hostgw.New},
-		backend.Entry{Type: ipip.Type, Factory: ipip.New},
+		backend.Entry{Type: hostgw.Type, Factory: hostgw.New, OneThread: true},
+		backend.Entry{Type: ipip.Type, Factory: ipip.New, OneThread: true},
 		backend.Entry{Type: udp.Type, Factory: carrier.New},
-		backend.Entry{Type: vxlan.Type, Factory: vxlan.New},
+		backend.Entry{Type: vxlan.Type, Factory: vxlan.New, OneThread: true},
 		backend.Entry{Type: wireguard.Type, Factory: wireguard.New},
 	)
 }
@@ -74,7 +74,7 @@ func Main(args, env []string, stderr io.Writer) int {
 	for _, w := range opts.Warnings {
 		log.Error(nil, w)
 	}
-	if err := Run(klog.NewContext(ctx, log), opts); err != nil {
+	if err := run(klog.NewContext(ctx, log), opts, newRuntimeFit(env)); err != nil {
 		log.Error(err, "flanneld stops")
 		return 1
 	}
@@ -83,7 +83,9 @@ func Main(args, env []string, stderr io.Writer) int {
 }
 
 // Run runs the daemon until ctx ends, and returns nil then.
-func Run(ctx context.Context, opts Options) error {
+func Run(ctx context.Context, opts Options) error { return run(ctx, opts, runtimeFit{}) }
+
+func run(ctx context.Context, opts Options, fit runtimeFit) error {
 	commands := extension.NewHost(extension.Settings{
 		Allow: opts.AllowExtensionBackend, StateDir: opts.StateDir, Name: opts.stateName() + "-commands",
 	})
@@ -96,12 +98,14 @@ func Run(ctx context.Context, opts Options) error {
 	group, members := errgroup.WithContext(ctx)
 	d := &daemon{opts: opts, registry: registry, group: group, health: newHealth(opts),
 		devices: deviceLocks{dir: opts.StateDir}, started: time.Now(), journal: status.NewJournal(journalSize),
-		up: make(chan struct{})}
+		up: make(chan struct{}), fit: fit}
 	log := d.journal.Logger(klog.FromContext(ctx))
 	ctx, members = klog.NewContext(ctx, log), klog.NewContext(members, log)
 	if err := d.listen(ctx, members, group); err != nil {
 		return err
 	}
+	fit.begin()
+	group.Go(func() error { return fit.rest(members, d.up) })
 	group.Go(func() error { return d.notifier.Watchdog(members, d.health) })
 	group.Go(func() error { return d.run(members) })
 	err = d.wait(ctx, members)

@@ -9,7 +9,6 @@ import (
 	"net/netip"
 	"path/filepath"
 	"reflect"
-	"runtime/debug"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -62,6 +61,7 @@ type daemon struct {
 	health   *health.Status
 	notifier health.Notifier
 	kernel   *linux.Kernel
+	fit      runtimeFit
 	ready    sync.Once
 	record   *record
 	devices  deviceLocks
@@ -95,9 +95,6 @@ func (d *daemon) report(ctx context.Context, part string, err error) {
 		if err := d.notifier.Ready(); err != nil {
 			klog.FromContext(ctx).Error(err, "systemd was not told")
 		}
-		// The start made much that is not needed any more, and what comes makes
-		// little: without this it would stay for hours.
-		go debug.FreeOSMemory()
 	})
 }
 

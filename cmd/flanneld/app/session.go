@@ -70,6 +70,7 @@ func (d *daemon) serve(ctx context.Context, be backend.Backend, now lastKnown) (
 	if err := d.devices.takeAll(be.Scope()); err != nil {
 		return nil, err
 	}
+	d.fit.backend(d.registry.OneThread(now.Config.BackendType))
 	d.record.set(now) // before anything is made that another configuration would have to clear away
 	network, err := be.Start(ctx, now.Own)
 	if err != nil {

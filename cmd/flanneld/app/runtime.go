@@ -1,0 +1,76 @@
+package app
+
+import (
+	"context"
+	"runtime"
+	"runtime/debug"
+	"slices"
+	"strings"
+	"time"
+)
+
+const (
+	// startGC is the collector's percentage during the start: what a start
+	// allocates is used to its end, and collecting it is a fifth of the work.
+	startGC = 400
+	// restGC is the runtime's own default.
+	restGC = 100
+	// tidyAfter leaves a start time for what comes behind it: the state file.
+	tidyAfter = time.Second
+	// longStart is when a daemon that waits for its store has to be tidy, too.
+	longStart = time.Minute
+)
+
+// runtimeFit fits the Go runtime to a daemon that works for a tenth of a second
+// and then waits for days. The zero value, for a program that embeds the daemon,
+// leaves the runtime alone, and what the environment says stays.
+type runtimeFit struct {
+	threads, memory bool // may be fitted
+}
+
+func newRuntimeFit(env []string) runtimeFit {
+	unset := func(name string) bool {
+		return !slices.ContainsFunc(env, func(v string) bool { return strings.HasPrefix(v, name+"=") })
+	}
+	return runtimeFit{threads: unset("GOMAXPROCS"), memory: unset("GOGC") && unset("GOMEMLIMIT")}
+}
+
+// begin is called before the start.
+func (f runtimeFit) begin() {
+	if f.memory {
+		debug.SetGCPercent(startGC)
+	}
+}
+
+// backend is called when the kind of backend is known. To wake a second thread
+// for each step of an event costs more than the steps, unless packets go through
+// the process.
+func (f runtimeFit) backend(oneThread bool) {
+	switch {
+	case !f.threads:
+	case oneThread:
+		runtime.GOMAXPROCS(1)
+	default:
+		runtime.SetDefaultGOMAXPROCS()
+	}
+}
+
+// rest waits until the start is over, and gives the memory back that it took.
+func (f runtimeFit) rest(ctx context.Context, started <-chan struct{}) error {
+	if !f.memory {
+		return nil
+	}
+	select {
+	case <-ctx.Done():
+		return nil
+	case <-started:
+	case <-time.After(longStart):
+	}
+	select {
+	case <-ctx.Done():
+	case <-time.After(tidyAfter):
+		debug.SetGCPercent(restGC)
+		debug.FreeOSMemory()
+	}
+	return nil
+}

@@ -1,0 +1,84 @@
+package app
+
+import (
+	"context"
+	"runtime"
+	"runtime/debug"
+	"testing"
+	"testing/synctest"
+	"time"
+)
+
+// TestRuntimeFit is not parallel: it is about the whole process.
+func TestRuntimeFit(t *testing.T) {
+	defer runtime.SetDefaultGOMAXPROCS()
+	defer debug.SetGCPercent(debug.SetGCPercent(restGC))
+	percent := func() int {
+		now := debug.SetGCPercent(restGC)
+		debug.SetGCPercent(now)
+		return now
+	}
+	for _, tc := range []struct {
+		name            string
+		fit             runtimeFit
+		threads, memory bool
+	}{
+		{"embedded", runtimeFit{}, false, false},
+		{"own process", newRuntimeFit([]string{"PATH=/bin"}), true, true},
+		{"threads by the environment", newRuntimeFit([]string{"GOMAXPROCS=2"}), false, true},
+		{"collector by the environment", newRuntimeFit([]string{"GOGC=50"}), true, false},
+		{"memory by the environment", newRuntimeFit([]string{"GOMEMLIMIT=50MiB"}), true, false},
+	} {
+		const threads = 3
+		runtime.GOMAXPROCS(threads)
+		debug.SetGCPercent(restGC)
+		tc.fit.begin()
+		tc.fit.backend(true)
+		if fitted := runtime.GOMAXPROCS(0) == 1; fitted != tc.threads {
+			t.Errorf("%s: GOMAXPROCS is %d, was %d", tc.name, runtime.GOMAXPROCS(0), threads)
+		}
+		if fitted := percent() == startGC; fitted != tc.memory {
+			t.Errorf("%s: the collector's percentage is %d during the start", tc.name, percent())
+		}
+		synctest.Test(t, func(t *testing.T) {
+			started := make(chan struct{})
+			close(started)
+			if err := tc.fit.rest(t.Context(), started); err != nil {
+				t.Error(err)
+			}
+		})
+		if percent() != restGC {
+			t.Errorf("%s: the collector's percentage is %d after the start", tc.name, percent())
+		}
+	}
+	many := newRuntimeFit(nil)
+	many.backend(true)
+	many.backend(false)
+	if runtime.GOMAXPROCS(0) != runtime.NumCPU() {
+		t.Errorf("a backend that carries packets has %d of %d CPUs", runtime.GOMAXPROCS(0), runtime.NumCPU())
+	}
+}
+
+// TestRestWithoutStart has a daemon wait for its store.
+func TestRestWithoutStart(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		ctx, cancel := context.WithCancel(t.Context())
+		ended := make(chan error, 1)
+		fit := newRuntimeFit(nil)
+		fit.begin()
+		go func() { ended <- fit.rest(ctx, nil) }()
+		<-time.After(longStart - 1) // by the bubble's clock
+		select {
+		case <-ended:
+			t.Error("it did not wait")
+		default:
+		}
+		if err := <-ended; err != nil {
+			t.Error(err)
+		}
+		if now := debug.SetGCPercent(restGC); now != restGC {
+			t.Errorf("the collector's percentage is %d", now)
+		}
+		cancel()
+	})
+}
