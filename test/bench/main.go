@@ -60,7 +60,7 @@ func parse(args []string) (options, error) {
 	}
 	if o.quick {
 		o.rounds, o.cold, o.eventCount, o.restarts = 3, []int{10, 5000}, 50, 4
-		o.eventSizes, o.atRest, o.busyFor, o.churnChange = []int{1000, 10000}, 5*time.Second, 5*time.Second, 10_000
+		o.eventSizes, o.atRest, o.busyFor = []int{1000, 10000}, 5*time.Second, 5*time.Second
 	}
 	if *rounds > 0 {
 		o.rounds = *rounds

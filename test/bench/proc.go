@@ -1,6 +1,7 @@
 package main
 
 import (
+	"context"
 	"fmt"
 	"os"
 	"path/filepath"
@@ -9,6 +10,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"flanneld/pkg/lab"
 )
 
 // processCPU returns the CPU time that a running process has used, all its
@@ -71,4 +74,46 @@ func children(pid int) (count int, err error) {
 func openFiles(pid int) (int, error) {
 	entries, err := os.ReadDir(fmt.Sprintf("/proc/%d/fd", pid))
 	return len(entries), err
+}
+
+// held is what a daemon holds at one moment, and has used until then.
+type held struct {
+	anonymous  float64 // bytes
+	files      int
+	goroutines float64
+	heapGoal   float64 // bytes: at this size the heap is collected, twice what is alive
+	cpu        time.Duration
+}
+
+func holdings(ctx context.Context, d *lab.Daemon) (h held, err error) {
+	m, err := processMemory(d.PID())
+	if err != nil {
+		return h, err
+	}
+	h.anonymous = m.anonymous
+	if h.files, err = openFiles(d.PID()); err != nil {
+		return h, err
+	}
+	if h.cpu, err = processCPU(d.PID()); err != nil {
+		return h, err
+	}
+	_, page, err := d.Get(ctx, "/metrics") // last: a request takes memory, files and goroutines
+	if err != nil {
+		return h, err
+	}
+	if h.goroutines, err = figure(page, "go_goroutines"); err != nil {
+		return h, err
+	}
+	h.heapGoal, err = figure(page, "go_memstats_next_gc_bytes")
+	return h, err
+}
+
+// figure returns the value of a Prometheus metric without labels.
+func figure(page, name string) (float64, error) {
+	for line := range strings.Lines(page) {
+		if value, ok := strings.CutPrefix(line, name+" "); ok {
+			return strconv.ParseFloat(strings.TrimSpace(value), 64)
+		}
+	}
+	return 0, fmt.Errorf("the daemon's metrics have no %s", name)
 }

@@ -535,34 +535,26 @@ func (r *runner) measureGrowth(ctx context.Context) error {
 		}
 		return pause(ctx, 3*time.Second)
 	}
-	look := func() (m memory, files int, cpu time.Duration, err error) {
-		if m, err = processMemory(s.daemon.PID()); err != nil {
-			return
-		}
-		if files, err = openFiles(s.daemon.PID()); err != nil {
-			return
-		}
-		cpu, err = processCPU(s.daemon.PID())
-		return
-	}
 	times := r.churnChange / (2 * len(some))
 	if err := change(times / 10); err != nil { // up to its working size
 		return err
 	}
-	m, files, cpu, err := look()
+	before, err := holdings(ctx, s.daemon)
 	if err != nil {
 		return err
 	}
 	if err := change(times); err != nil {
 		return err
 	}
-	m2, files2, cpu2, err := look()
+	after, err := holdings(ctx, s.daemon)
 	if err != nil {
 		return err
 	}
-	r.report.add(group, "anonymous RSS, growth", n, "MB", mb(m2.anonymous-m.anonymous), 2)
-	r.report.add(group, "open files, growth", n, "", float64(files2-files), 0)
-	r.report.add(group, "CPU a change", n, "ms", ms(cpu2-cpu)/float64(r.churnChange))
+	r.report.add(group, "size at which the heap is collected, growth", n, "MB", mb(after.heapGoal-before.heapGoal), 2)
+	r.report.add(group, "anonymous RSS, growth", n, "MB", mb(after.anonymous-before.anonymous))
+	r.report.add(group, "open files, growth", n, "", float64(after.files-before.files), 0)
+	r.report.add(group, "goroutines, growth", n, "", after.goroutines-before.goroutines, 0)
+	r.report.add(group, "CPU a change", n, "ms", ms(after.cpu-before.cpu)/float64(r.churnChange))
 	return r.verify(ctx, r.lab.Host(1), n)
 }
 

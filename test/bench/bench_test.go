@@ -1,0 +1,227 @@
+package main
+
+import (
+	"bytes"
+	"encoding/binary"
+	"encoding/xml"
+	"errors"
+	"io"
+	"math"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+	"golang.org/x/sys/unix"
+)
+
+func TestParse(t *testing.T) {
+	full, err := parse(nil)
+	if err != nil || full.quick || full.churnChange < 100_000 {
+		t.Errorf("without flags: %+v, %v", full, err)
+	}
+	quick, err := parse([]string{"-quick", "-n", "300", "-rounds", "2", "-only", "cold"})
+	if err != nil || quick.rounds != 2 || quick.large != 300 || !cmp.Equal(quick.cold, []int{300}) || quick.only != "cold" {
+		t.Errorf("got %+v, %v", quick, err)
+	}
+	if quick.atRest >= full.atRest || quick.restarts >= full.restarts {
+		t.Error("a quick run is as long as a full one")
+	}
+	for _, args := range [][]string{{"surplus"}, {"-rounds", "x"}, {"-unknown"}} {
+		if _, err := parse(args); err == nil {
+			t.Errorf("%q is accepted", args)
+		}
+	}
+}
+
+func TestQuantile(t *testing.T) {
+	for _, tc := range []struct {
+		values  []float64
+		q, want float64
+	}{
+		{[]float64{7}, 0.5, 7},
+		{[]float64{3, 1, 2}, 0.5, 2},
+		{[]float64{4, 1, 2, 3}, 0.5, 2.5},
+		{[]float64{1, 2, 3}, 0, 1},
+		{[]float64{1, 2, 3}, 1, 3},
+		{[]float64{0, 100}, 0.99, 99},
+	} {
+		if got := quantile(tc.values, tc.q); math.Abs(got-tc.want) > 1e-9 {
+			t.Errorf("quantile(%v, %v) = %v, want %v", tc.values, tc.q, got, tc.want)
+		}
+	}
+	if got := quantile(nil, 0.5); !math.IsNaN(got) {
+		t.Errorf("of nothing it is %v", got)
+	}
+}
+
+func testReport() *report {
+	r := &report{Date: time.Unix(0, 0), Commit: "abc"}
+	for _, v := range []float64{9, 1, 2} { // met, because the median counts
+		r.add("one", "fast", 10, "ms", v, 3)
+	}
+	r.add("two", "size", -1, "MB", 36, 35)
+	r.add("one", "fast", 5, "ms", 1)
+	return r
+}
+
+func TestReport(t *testing.T) {
+	r := testReport()
+	if got, want := r.verdict(), "1 of 2 targets met"; got != want {
+		t.Errorf("verdict %q, want %q", got, want)
+	}
+	if diff := cmp.Diff([]int{10, 5}, r.sizes("one", "fast")); diff != "" {
+		t.Errorf("sizes (-want +got):\n%s", diff)
+	}
+	if r.find("one", "fast", 7) != nil || r.find("one", "slow", 10) != nil {
+		t.Error("it finds what was not measured")
+	}
+	var cells [][]string
+	for _, group := range r.groups() {
+		for _, m := range group {
+			cells = append(cells, m.cells())
+		}
+	}
+	want := [][]string{
+		{"fast", "5", "1.00", "1.00 … 1.00", "1", "ms", "", ""},
+		{"fast", "10", "2.00", "1.00 … 9.00", "3", "ms", "≤ 3.00", "yes"},
+		{"size", "", "36.0", "36.0 … 36.0", "1", "MB", "≤ 35.0", "NO"},
+	}
+	if diff := cmp.Diff(want, cells); diff != "" {
+		t.Errorf("cells (-want +got):\n%s", diff)
+	}
+	for v, want := range map[float64]string{0: "0.00", 0.123: "0.12", 1.234: "1.23", 12.34: "12.3", 123.4: "123", 12345: "12345"} {
+		if got := number(v); got != want {
+			t.Errorf("number(%v) = %q, want %q", v, got, want)
+		}
+	}
+}
+
+// TestInsert has results take the place of older ones, and nothing else.
+func TestInsert(t *testing.T) {
+	page := filepath.Join(t.TempDir(), "page.md")
+	write := func(text string) {
+		t.Helper()
+		if err := os.WriteFile(page, []byte(text), 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	write("before\n" + pageBegin + "old\n" + pageEnd + "after\n")
+	if err := testReport().insert(page); err != nil {
+		t.Fatal(err)
+	}
+	text, err := os.ReadFile(page)
+	if err != nil {
+		t.Fatal(err)
+	}
+	got := string(text)
+	if !strings.HasPrefix(got, "before\n"+pageBegin) || !strings.HasSuffix(got, pageEnd+"after\n") || strings.Contains(got, "old") ||
+		!strings.Contains(got, "| fast | 10 | 2.00 |") {
+		t.Errorf("the page is now:\n%s", got)
+	}
+	write("no place\n")
+	if err := testReport().insert(page); err == nil {
+		t.Error("a page without a place for results is accepted")
+	}
+}
+
+func TestChart(t *testing.T) {
+	c := chart{title: "less < more", unit: "ms", bars: []bar{{label: "a & b", class: "ours", median: 3, low: 2, top: 1234.5}, {label: "none"}}}
+	for d := xml.NewDecoder(bytes.NewReader(c.svg())); ; {
+		if _, err := d.Token(); errors.Is(err, io.EOF) {
+			break
+		} else if err != nil {
+			t.Fatalf("%v in:\n%s", err, c.svg())
+		}
+	}
+	for _, top := range []float64{0.3, 1, 7, 99, 1000, 12345} {
+		if step, ticks := scale(top); step*float64(ticks) < top || step*float64(ticks) > 3*top {
+			t.Errorf("a scale to %v has %d steps of %v", top, ticks, step)
+		}
+	}
+}
+
+// TestPeers has no two peers share anything, and their leases be those of nodes.
+func TestPeers(t *testing.T) {
+	network, underlay := netip.MustParsePrefix(podNetwork), netip.MustParsePrefix(peerNetwork)
+	seen := map[any]bool{}
+	for _, p := range makePeers(20_000) {
+		for _, identity := range []any{p.subnet, p.ip, p.mac, p.key(), p.nexthop()} {
+			if seen[identity] {
+				t.Fatalf("peer %d shares %v", p.i, identity)
+			}
+			seen[identity] = true
+		}
+		if !network.Contains(p.subnet.Addr()) || p.subnet.Bits() != 24 || p.subnet != p.subnet.Masked() || !underlay.Contains(p.ip) || p.mac[0]&1 != 0 {
+			t.Fatalf("peer %d is not one: %+v", p.i, p)
+		}
+	}
+	p := makePeer(0)
+	value, err := p.value("vxlan")
+	if err != nil || !strings.Contains(value, `"VtepMAC":"02:be:00:00:00:01"`) || !strings.Contains(value, `"PublicIP":"`+p.ip.String()+`"`) {
+		t.Errorf("value %s, %v", value, err)
+	}
+	if value, err := p.value("host-gw"); err != nil || strings.Contains(value, "BackendData") {
+		t.Errorf("value %s, %v", value, err)
+	}
+	if got := p.gateway(objectsOf("vxlan")); got != p.subnet.Addr() {
+		t.Errorf("gateway is %s", got)
+	}
+	if got := p.gateway(objectsOf("host-gw")); got != p.ip {
+		t.Errorf("gateway is %s", got)
+	}
+}
+
+// TestConcerned has the messages that the benchmark writes itself name the object
+// that they make, of that peer on that device alone.
+func TestConcerned(t *testing.T) {
+	const device = 7
+	p, other := makePeer(3), makePeer(4)
+	for _, tc := range []struct {
+		name, want string
+		build      func(*rtnl)
+	}{
+		{"its neighbour", "neighbour", func(r *rtnl) { r.putNeigh(device, p.subnet.Addr(), p.mac) }},
+		{"its FDB entry", "FDB entry", func(r *rtnl) { r.putFDB(device, p.mac, p.ip) }},
+		{"its route", "route", func(r *rtnl) { r.putRoute(p.subnet, device, p.subnet.Addr(), 0) }},
+		{"a route of other length", "", func(r *rtnl) { r.putRoute(netip.PrefixFrom(p.subnet.Addr(), 25), device, p.ip, 0) }},
+		{"another's neighbour", "", func(r *rtnl) { r.putNeigh(device, other.subnet.Addr(), other.mac) }},
+		{"another's FDB entry", "", func(r *rtnl) { r.putFDB(device, other.mac, other.ip) }},
+		{"another's route", "", func(r *rtnl) { r.putRoute(other.subnet, device, other.subnet.Addr(), 0) }},
+		{"another device", "", func(r *rtnl) { r.putNeigh(device+1, p.subnet.Addr(), p.mac) }},
+	} {
+		var r rtnl
+		tc.build(&r)
+		message := r.out
+		typ, payload := binary.NativeEndian.Uint16(message[4:]), message[unix.NLMSG_HDRLEN:]
+		if got := p.concerned(typ, payload, device, false); got != tc.want {
+			t.Errorf("%s: got %q, want %q", tc.name, got, tc.want)
+		}
+		if got := p.concerned(typ, payload, device, true); got != "" {
+			t.Errorf("%s: made, but understood as gone: %q", tc.name, got)
+		}
+		if got := p.concerned(typ, nil, device, false); got != "" {
+			t.Errorf("%s: nothing is %q", tc.name, got)
+		}
+	}
+}
+
+func TestCalls(t *testing.T) {
+	added := calls{"Range": 5, "Put": 2, "Watch": 1}.since(calls{"Range": 3, "Put": 2})
+	if diff := cmp.Diff(calls{"Range": 2, "Watch": 1}, added); diff != "" || added.total() != 3 {
+		t.Errorf("total %v (-want +got):\n%s", added.total(), diff)
+	}
+}
+
+func TestFigure(t *testing.T) {
+	const page = "# HELP a_b x\n# TYPE a_b gauge\na_b_c 1\na_b 2.5e+06\na_b{x=\"y\"} 3\n"
+	if got, err := figure(page, "a_b"); err != nil || got != 2.5e6 {
+		t.Errorf("got %v, %v", got, err)
+	}
+	if _, err := figure(page, "a"); err == nil {
+		t.Error("a metric that is not there has a value")
+	}
+}
