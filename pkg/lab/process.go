@@ -61,6 +61,10 @@ func startProcess(ctx context.Context, n *Namespace, s processSpec) (*process, e
 	return p, nil
 }
 
+// Start starts a command inside the namespace that dies with it, or with this
+// process. The caller waits for it.
+func (n *Namespace) Start(cmd *exec.Cmd) error { return n.start(cmd) }
+
 // start starts cmd from the namespace's thread, so that it inherits the
 // namespaces and its death signal is tied to them. A process group of its own
 // keeps a terminal's Ctrl-C for the lab.

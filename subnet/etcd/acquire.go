@@ -137,7 +137,7 @@ func (m *Manager) acquire(ctx context.Context, pools []subnet.Pool, c subnet.Cla
 	}
 	who := identity(c)
 	ours := func(e entry) bool {
-		return e.err == nil && carries(e.lease, who) || e.key == m.own.key && e.modRevision == m.own.revision
+		return e.err == nil && carries(e.lease, who) || e.key == m.own.key && e.modRevision == m.own.revision || m.held(e)
 	}
 	p, err := choose(pools, m.previous(c), ours, l.entries)
 	if err != nil {

@@ -420,3 +420,35 @@ func (k keeper) lost(tb testing.TB) error {
 	}
 	return nil
 }
+
+// TestHeld has a node come back with another address, and know its lease.
+func TestHeld(t *testing.T) {
+	f := newFixture(t, sharedServer(t))
+	f.put(t, "config", configV4)
+	before := acquire(t, f.manager(t), claim("192.0.2.1"))
+
+	m := f.manager(t)
+	m.Held(before)
+	if c, err := m.Recall(t.Context(), claim("192.0.2.2")); err != nil || len(c.Endpoints) != 1 || c.Endpoints[0].Subnet != before.Endpoints[0].Subnet {
+		t.Errorf("recalled %v, %v, want what %v says", c, err, before)
+	}
+	now := acquire(t, m, claim("192.0.2.2"))
+	if now.Key != before.Key || now.Endpoints[0].PublicIP != claim("192.0.2.2").Endpoints[0].PublicIP {
+		t.Errorf("acquired %+v, want %s with the new address", now, before.Key)
+	}
+
+	// Now it belongs to the new address, which says nothing of the old one.
+	late := f.manager(t)
+	late.Held(before)
+	if l := acquire(t, late, claim("192.0.2.3")); l.Key == before.Key {
+		t.Errorf("%s was taken from another node", l.Key)
+	}
+	// And what another node has made since with that address is its own.
+	f.delete(t, "subnets/"+before.Key)
+	f.put(t, "subnets/"+before.Key, value("192.0.2.1"))
+	again := f.manager(t)
+	again.Held(before)
+	if l := acquire(t, again, claim("192.0.2.4")); l.Key == before.Key {
+		t.Errorf("%s was taken from the one that has made it anew", l.Key)
+	}
+}

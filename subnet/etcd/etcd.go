@@ -57,6 +57,7 @@ type Manager struct {
 	ownKey  atomic.Pointer[string]
 	// What Recall has listed is for Acquire, what Acquire has for Watch.
 	forAcquire, forWatch stash
+	former               atomic.Pointer[subnet.Lease] // see Held
 	// configSeen is the revision of the configuration whose warnings were logged.
 	configSeen atomic.Int64
 }
@@ -103,6 +104,18 @@ func (m *Manager) Close() error { return m.client.close() }
 // Reconnect gives up the connection, and has a new one made when it is needed:
 // one from an address that this host has no more would be silent for long.
 func (m *Manager) Reconnect() { m.client.renew() }
+
+// Held says that l was this node's own lease when it had the addresses that are
+// in it. As long as the store has it so, it is, whatever address the node has by
+// now: Acquire takes it over.
+func (m *Manager) Held(l subnet.Lease) { m.former.Store(&l) }
+
+// held reports whether e is the lease that Held was told of.
+func (m *Manager) held(e entry) bool {
+	l := m.former.Load()
+	return l != nil && e.err == nil && e.key == l.Key && uint64(e.createRevision) == l.Order &&
+		carries(e.lease, identity(subnet.Claim{Endpoints: l.Endpoints}))
+}
 
 func (m *Manager) configKey() string { return path.Join(m.cfg.Prefix, "config") }
 func (m *Manager) dir() string       { return path.Join(m.cfg.Prefix, "subnets") + "/" }

@@ -16,7 +16,6 @@ import (
 	"path/filepath"
 	"strings"
 	"sync"
-	"syscall"
 	"time"
 )
 
@@ -67,8 +66,7 @@ func (b *bed) startKube(ctx context.Context, binary string) (s *kubeServer, err 
 		"--endpoint-reconciler-type=none", "--max-requests-inflight=2000", "--max-mutating-requests-inflight=1000",
 	)
 	s.proc.Stdout, s.proc.Stderr = log, log
-	s.proc.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL} // with the namespace's thread
-	if err := b.lab.Underlay().Do(ctx, s.proc.Start); err != nil {
+	if err := b.lab.Underlay().Start(s.proc); err != nil {
 		return nil, fmt.Errorf("start API server: %w", err)
 	}
 	go func() {

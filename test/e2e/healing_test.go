@@ -616,10 +616,20 @@ func TestTwoHostsWithOnePublicAddress(t *testing.T) {
 // TestAddressChangesWhileTheStoreIsAway: the host's own side follows at once,
 // the lease and the peers as soon as the store is back.
 func TestAddressChangesWhileTheStoreIsAway(t *testing.T) {
+	for name, restarted := range map[string]bool{"running": false, "started without the store": true} {
+		t.Run(name, func(t *testing.T) { addressChangesWhileTheStoreIsAway(t, restarted) })
+	}
+}
+
+func addressChangesWhileTheStoreIsAway(t *testing.T, restarted bool) {
 	p := newPatient(t, "vxlan", v4)
 	had := leaseOf(t, p.lab, p.host)
 	before := condition(t, p.host)
 	p.lab.Etcd().Kill()
+	if restarted {
+		expectStop(t, p.host.Daemon())
+		expectLog(t, start(t, p.host, lab.FlanneldOptions{}), "going on from the last known state")
+	}
 	moved := func(prefix.Family) netip.Addr { return netip.MustParseAddr("192.168.77.101") }
 	p.run(t, "ip addr del 192.168.77.1/24 dev eth0; "+p.restore(moved))
 	var want []string

@@ -15,7 +15,6 @@ import (
 	"os/exec"
 	"path/filepath"
 	"slices"
-	"syscall"
 	"testing"
 	"time"
 
@@ -118,9 +117,8 @@ func (c *cluster) start() {
 		c.proc.Args = append(c.proc.Args, "--service-cluster-ip-range=fd00:96::/112")
 	}
 	c.proc.Stdout, c.proc.Stderr = log, log
-	c.proc.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL} // with the namespace's thread
 	c.exited = make(chan struct{})
-	if err := c.Underlay().Do(background(c.t), c.proc.Start); err != nil {
+	if err := c.Underlay().Start(c.proc); err != nil {
 		c.t.Fatal(err)
 	}
 	go func(cmd *exec.Cmd, exited chan struct{}) {

@@ -124,8 +124,8 @@ func (d *daemon) run(ctx context.Context) error {
 		d.warn = k.Warn
 	}
 
-	resumed := d.resume(ctx, last)
-	defer func() { resumed.stop() }()
+	suspend := d.resume(ctx, manager, last)
+	defer suspend()
 	cfg, err := d.config(ctx, manager)
 	if err != nil {
 		return err
@@ -146,12 +146,14 @@ func (d *daemon) run(ctx context.Context) error {
 	for _, w := range warnings {
 		log.Error(nil, "network configuration", "warning", w)
 	}
+	if now, ok := d.record.get(); ok {
+		last = now // the interface has changed meanwhile, perhaps
+	}
 	own, err := d.acquire(ctx, manager, be, env, last)
 	if err != nil {
 		return err
 	}
-	resumed.stop()
-	resumed = nil // with all that it knows
+	suspend()
 	last.Former, last.Rules = d.outlived(last, be), formerNetworks(last, cfg)
 	last.Config, last.Interface, last.Own, last.PublicIPs = cfg, iface, own, d.public
 	sess, err := d.serve(ctx, be, last)

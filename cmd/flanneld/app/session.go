@@ -16,30 +16,64 @@ import (
 	"flanneld/subnet"
 )
 
-// resume goes on from the last known state, if it is of this node and its
-// lease has not run out: pods keep their network while the store is away.
-func (d *daemon) resume(ctx context.Context, last lastKnown) *session {
+// resume goes on from the last known state until it is told to stop, if that is
+// of this node and its lease has not run out: pods keep their network while the
+// store is away. It follows the external interface as work does; what is known
+// then is in d.record.
+func (d *daemon) resume(ctx context.Context, m store, last lastKnown) (stop func()) {
 	log := klog.FromContext(ctx)
 	if len(last.Own.Endpoints) == 0 || !last.Own.Permanent && time.Now().After(last.Own.Expires) {
-		return nil
+		return func() {}
 	}
 	d.public = last.PublicIPs
-	iface, err := underlay.Wait(ctx, d.underlayOptions(last.Config), 0)
+	options := d.underlayOptions(last.Config)
+	iface, err := underlay.Wait(ctx, options, 0)
 	if err != nil || !sameNode(last.Interface, iface) {
-		return nil
+		return func() {}
 	}
 	last.Interface = iface
 	be, _, err := d.registry.New(d.env(iface, last.Config))
 	if err != nil {
-		return nil
+		return func() {}
 	}
 	s, err := d.serve(ctx, be, last)
 	if err != nil {
 		log.Error(err, "the last known state cannot be used")
-		return nil
+		return func() {}
 	}
 	log.Info("going on from the last known state until the store answers", "lease", last.Own.Key)
-	return s
+	if h, ok := m.(interface{ Held(own subnet.Lease) }); ok {
+		h.Held(last.Own)
+	}
+	ctx, cancel := context.WithCancel(ctx)
+	changed := make(chan underlay.Interface, 1)
+	var wg sync.WaitGroup
+	wg.Go(func() {
+		if err := underlay.Watch(ctx, options, iface, latest(changed)); err != nil {
+			log.Error(err, "the external interface is not followed until the store answers")
+		}
+	})
+	wg.Go(func() { _ = d.work(ctx, unanswered{m}, s, changed) }) // what can fail is the store's
+	return func() {
+		cancel()
+		wg.Wait()
+	}
+}
+
+// unanswered is a store that has not answered yet: there is nothing to be had
+// from it.
+type unanswered struct{ store }
+
+// Watch implements subnet.Manager.
+func (unanswered) Watch(ctx context.Context, _ func(subnet.Update)) error {
+	<-ctx.Done()
+	return ctx.Err()
+}
+
+// Acquire implements subnet.Manager.
+func (unanswered) Acquire(ctx context.Context, _ subnet.Claim) (subnet.Lease, error) {
+	<-ctx.Done()
+	return subnet.Lease{}, ctx.Err()
 }
 
 // session is the part of the daemon that depends on configuration, interface
@@ -56,12 +90,10 @@ type session struct {
 	done        chan struct{}
 }
 
-// stop ends the session and waits for it. It may be called on nil, and twice.
+// stop ends the session and waits for it. It may be called twice.
 func (s *session) stop() {
-	if s != nil {
-		s.cancel()
-		<-s.done
-	}
+	s.cancel()
+	<-s.done
 }
 
 // serve starts the backend's network, the lease-watch loop and the keeper of
