@@ -149,6 +149,10 @@ func TestImage(t *testing.T) {
 			t.Errorf("%s: %q, %v", name, text, err)
 		}
 	}
+	run("cp", "-f", "/flannel", "/opt/cni/bin/flannel") // as from the image of the CNI plugin
+	if info, err := os.Lstat(filepath.Join(root, "opt/cni/bin/flannel")); err != nil || !info.Mode().IsRegular() || info.Size() < 1<<20 {
+		t.Errorf("CNI plugin: %v, %v", info, err)
+	}
 	run("/opt/bin/mk-docker-opts.sh", "-c")
 	if text, err := os.ReadFile(filepath.Join(root, "run/docker_opts.env")); err != nil || !strings.Contains(string(text), "--bip=10.1.74.1/24") {
 		t.Errorf("docker options: %q, %v", text, err)

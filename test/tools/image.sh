@@ -38,6 +38,8 @@ for program in flanneld flannelctl install-conf; do
 	cp "bin/$program" "$work/context/bin/"
 done
 cp dist/mk-docker-opts.sh "$work/context/bin/"
+cp bin/flannel "$work/context/bin/"
+ln -s opt/bin/flannel "$work/context/rootfs/flannel" # where manifests copy it from
 
 epoch=${SOURCE_DATE_EPOCH:-0}
 case $builder in

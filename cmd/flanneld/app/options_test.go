@@ -153,7 +153,7 @@ func TestParseEveryValue(t *testing.T) {
 		Iface:         []string{"eth0"}, IfaceRegex: []string{"["}, IfaceCanReach: "10.0.0.1",
 		PublicIP: netip.MustParseAddr("192.0.2.1"), PublicIPv6: netip.MustParseAddr("2001:db8::1"),
 		IPMasq: true, IPMasqFullyRandomDisable: true, IPTablesResync: 10 * time.Second, IPBlackholeRoute: true,
-		Resync: time.Second, NexthopObjects: "off", Firewall: "config", SubnetFile: "a", StateDir: "b",
+		Resync: time.Second, NexthopObjects: "off", Firewall: "config", UDPSourceCheck: "strict", UDPPersist: true, SubnetFile: "a", StateDir: "b",
 		HealthzIP: netip.IPv6Unspecified(), HealthzPort: 65535,
 		LogFormat: "text", Verbosity: 4, VModule: "a=1,b*=2,", LogBacktraceAt: "x.go:7",
 	}
