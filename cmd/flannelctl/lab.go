@@ -149,7 +149,8 @@ func bringUp(ctx context.Context, l *lab.Lab) error {
 	const patience = time.Minute
 	ctx, cancel := context.WithTimeoutCause(ctx, patience, fmt.Errorf("not within %v", patience))
 	defer cancel()
-	if err := l.StartFlanneld(ctx, lab.FlanneldOptions{}); err != nil {
+	// With auto the lab works on machines without iptables, too.
+	if err := l.StartFlanneld(ctx, lab.FlanneldOptions{Args: []string{"--firewall=auto"}}); err != nil {
 		return err
 	}
 	return l.AddPods(ctx)

@@ -93,6 +93,9 @@ type Applier interface {
 // Place is a chain of nftables by the name of its table and its own.
 type Place struct{ Table, Chain string }
 
+// Wanted reports whether there should be any rules.
+func (p Policy) Wanted() bool { return len(p.Networks) > 0 && (p.Masquerade || p.Forward) }
+
 // Cleanup is the policy under which nothing is left of p.
 func (p Policy) Cleanup() Policy {
 	c := Policy{Former: slices.Clone(p.Former)}

@@ -418,6 +418,8 @@ func TestNoPrograms(t *testing.T) {
 		return nil
 	})
 	expectStop(t, d)
+	startOne(t, h, lab.FlanneldOptions{Args: []string{"--firewall=iptables", "--iptables-forward-rules=false"}, Env: env})
+	expectStop(t, h.Daemon())
 	nft(t, h.Namespace, "table ip kube-proxy { }")
 	startOne(t, h, lab.FlanneldOptions{Args: []string{"--firewall=auto"}})
 	expectOnce(t, h.Daemon(), `because="kube-proxy runs in nftables mode"`)

@@ -86,7 +86,9 @@ func (k *ruleKeeper) run(ctx context.Context) {
 	if k.flavour == firewallNFTables {
 		k.applier, k.leftovers, places = nftables.New(), iptablesLeftovers(""), nftables.OwnPlaces()
 	} else {
-		warnBridges(ctx, k.policy)
+		if k.policy.Wanted() {
+			warnBridges(ctx, k.policy)
+		}
 		applier := iptables.New(iptables.Default)
 		variant := k.variant(ctx, applier)
 		k.applier, k.leftovers = applier, append(iptablesLeftovers(variant), nftables.New())
@@ -95,6 +97,9 @@ func (k *ruleKeeper) run(ctx context.Context) {
 		} else {
 			period = k.opts.IPTablesResync * 5 / 4 // the loop varies it by a fifth: never more often than asked for
 		}
+	}
+	if !k.policy.Wanted() {
+		places, period = nil, k.opts.Resync // what is not there needs no watching
 	}
 	tried := sync.OnceFunc(func() { close(k.tried) })
 	l := loop.New(period, func(ctx context.Context) error {

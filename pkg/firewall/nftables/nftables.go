@@ -56,7 +56,7 @@ func (a *Applier) Apply(ctx context.Context, p firewall.Policy) (changed bool, e
 			continue
 		}
 		wrote, err := apply(ctx, t)
-		if errors.Is(err, errNoKernel) && len(p.Networks) == 0 {
+		if errors.Is(err, errNoKernel) && !p.Wanted() {
 			err = nil // then there is nothing left, either
 		}
 		changed = changed || wrote
