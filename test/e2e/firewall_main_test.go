@@ -123,7 +123,7 @@ func makeOutside(t *testing.T, l *lab.Lab) {
 	for _, f := range l.Families() {
 		o := outsideOf(f)
 		for _, a := range []netip.Addr{o.any, o.exempt, o.marked} {
-			shell(t, l.Underlay(), fmt.Sprintf("ip addr add %s dev lo", prefix.Host(a)))
+			shell(t, l.Underlay(), fmt.Sprintf("ip addr add %s dev lo nodad 2>/dev/null || ip addr add %[1]s dev lo", prefix.Host(a)))
 		}
 		for _, p := range l.Pods() {
 			shell(t, l.Underlay(), fmt.Sprintf("ip route replace %s via %s", prefix.Host(p.Addr(f)), p.Host().Addr(f)))

@@ -24,8 +24,8 @@ func TestMasquerade(t *testing.T) {
 			t.Parallel()
 			l := newLab(t, lab.Config{Hosts: 2, Families: dual, Network: masqueraded(nil)}, "")
 			startAll(t, l, lab.FlanneldOptions{Args: append(f.args, "--ip-masq"), Env: []string{newPrograms(t, f).env}})
+			expectConverged(t, l) // first: or packets go by the router
 			makeOutside(t, l)
-			expectConverged(t, l)
 			host, pod, far := l.Host(1), l.Host(1).Pods()[0], l.Host(2).Pods()[0]
 			nft(t, host.Namespace, `table inet marker {
 				chain before {

@@ -2,6 +2,7 @@ package app
 
 import (
 	"context"
+	"errors"
 	"sync"
 	"time"
 
@@ -15,12 +16,22 @@ import (
 // fileCheck is how often the subnet file is compared with what it should be.
 const fileCheck = 30 * time.Second
 
+// errStale stands until the subnet file of a new session is written.
+var errStale = errors.New("it is not written yet")
+
 // fileKeeper writes the subnet file, and again when it was lost or altered.
 type fileKeeper struct {
 	path    string
 	file    subnetfile.File
 	report  func(error)
 	failing bool
+}
+
+// expect reports that the file has to be written, if it has to.
+func (k *fileKeeper) expect() {
+	if !subnetfile.UpToDate(k.path, k.file) {
+		k.report(errStale)
+	}
 }
 
 func (k *fileKeeper) run(ctx context.Context) {

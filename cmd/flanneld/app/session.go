@@ -134,6 +134,7 @@ func (d *daemon) serve(ctx context.Context, be backend.Backend, now lastKnown) (
 	}
 	syncer = backend.NewSyncer(config)
 	file := &fileKeeper{path: d.opts.SubnetFile, file: d.subnetFile(now, network.MTU()), report: func(err error) { d.report(ctx, partSubnetFile, err) }}
+	file.expect() // or the session before this one would make it ready
 	rules := d.newRuleKeeper(ctx, now)
 	ctx, cancel := context.WithCancel(ctx)
 	s := &session{now: now, mtu: network.MTU(), ledger: ledger, syncer: syncer, rules: rules, cancel: cancel, done: make(chan struct{})}
