@@ -142,7 +142,7 @@ func (*network) Check(subnet.Lease) ([]string, error) { return nil, nil }
 // base is what the kernel holds without any peers: a device for each family,
 // with the own subnet's base address.
 func (b *Backend) base(own subnet.Lease) (dataplane.State, error) {
-	want := dataplane.NewState()
+	want := b.env.Base(own)
 	for _, e := range own.Endpoints {
 		f := e.Family()
 		addr, ok := b.env.Underlay.Family(f)

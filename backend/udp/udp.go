@@ -65,7 +65,7 @@ func nothing(context.Context, subnet.Lease) ([]dataplane.Object, error) { return
 // base is what the kernel holds: the device, with the own subnets' base
 // addresses, and the networks behind it.
 func (b *Backend) base(own subnet.Lease) dataplane.State {
-	want := dataplane.NewState()
+	want := b.env.Base(own)
 	want.Add(dataplane.Link{Name: deviceName, Kind: deviceKind, MTU: mtu(b.env), Up: true})
 	for _, e := range own.Endpoints {
 		want.Add(dataplane.Addr{Dev: deviceName, Prefix: prefix.Host(e.Subnet.Addr())})

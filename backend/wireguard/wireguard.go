@@ -175,7 +175,7 @@ func (n *network) setUp(ctx context.Context, own subnet.Lease, kind string) erro
 // packets to subnets that nobody has, or that are not known yet, from leaving
 // unencrypted by another route.
 func (b *Backend) base(own subnet.Lease, kind string) dataplane.State {
-	want := dataplane.NewState()
+	want := b.env.Base(own)
 	for _, t := range b.tunnels() {
 		want.Add(dataplane.Link{Name: t.name, Kind: kind, MTU: b.config.deviceMTU(b.env.Underlay.MTU, t), Up: true})
 		for _, n := range b.env.Config.Networks {
