@@ -31,6 +31,10 @@ type client struct {
 
 var errClosed = errors.New("manager is closed")
 
+// A connection that is silent for pingAfter is sent a ping, and is dead if that is
+// not answered in pingTimeout. A server allows no less than 5 s.
+const pingAfter, pingTimeout = 10 * time.Second, 5 * time.Second
+
 // window is how many bytes a server may send ahead: a list of thousands of leases.
 const window = 1 << 20
 
@@ -53,8 +57,8 @@ func newClient(cfg Config, timeout time.Duration) (*client, error) {
 		Username:             cfg.Username,
 		Password:             cfg.Password,
 		DialTimeout:          timeout,
-		DialKeepAliveTime:    10 * time.Second, // a server allows no less than 5 s
-		DialKeepAliveTimeout: 5 * time.Second,
+		DialKeepAliveTime:    pingAfter,
+		DialKeepAliveTimeout: pingTimeout,
 		MaxUnaryRetries:      3, // the caller retries; this is for a token that ran out
 		Logger:               zap.NewNop(),
 		DialOptions: []grpc.DialOption{

@@ -68,6 +68,7 @@ var _ subnet.Manager = (*Manager)(nil)
 type timing struct {
 	request              time.Duration // deadline of a request
 	quiet, idle, grace   time.Duration // see follow
+	dead                 time.Duration // what pings take to find a dead connection
 	backoffMin, backoff  time.Duration
 	restoreMin, restored time.Duration // pause after the own key had to be written again
 	reprieve             time.Duration // for leases that are gone after a long outage
@@ -85,6 +86,7 @@ func New(cfg Config) (*Manager, error) {
 	t := timing{
 		request: 5 * time.Second,
 		quiet:   12 * time.Minute, idle: 10 * time.Second, grace: 5 * time.Second,
+		dead:       pingAfter + pingTimeout,
 		backoffMin: 100 * time.Millisecond, backoff: 5 * time.Second,
 		restoreMin: time.Second, restored: time.Minute,
 		reprieve: time.Minute,

@@ -23,6 +23,14 @@ type reprieve struct {
 	doomed map[string]struct{}
 }
 
+// alive takes note that a stream was up until now: the store has been there,
+// however silent, but for as long as nobody would have noticed that it is not.
+func (r *reprieve) alive(now time.Time, unnoticed time.Duration) {
+	if latest := now.Add(-unnoticed); r.heard.Before(latest) {
+		r.heard = latest
+	}
+}
+
 // hear takes note that the store is there.
 func (r *reprieve) hear(now time.Time, margin, grace time.Duration) {
 	if !r.heard.IsZero() && now.Sub(r.heard) > margin {

@@ -46,8 +46,8 @@ func (m *Manager) Watch(ctx context.Context, sink func(subnet.Update)) error {
 				},
 				waits: func() bool { return len(v.doomed) > 0 },
 			})
-			if !errors.Is(err, errStalled) { // a stream that lives is heard, however silent
-				v.heard = time.Now()
+			if !errors.Is(err, errStalled) {
+				v.alive(time.Now(), m.timing.dead)
 			}
 		}
 		if ctx.Err() != nil {
@@ -144,7 +144,8 @@ func (m *Manager) advance(ctx context.Context, v *view, resp *pb.WatchResponse, 
 	if storeID(resp.Header).ID != v.store.ID {
 		return errRelist
 	}
-	v.heard = time.Now()
+	v.alive(time.Now(), m.timing.dead)
+	v.hear(time.Now(), m.margin(m.cfg.TTL), m.timing.reprieve)
 	changed := map[string]*subnet.Lease{}
 	v.drop(changed, v.ended(ctx))
 	if !news(resp, v.next) && len(changed) == 0 {

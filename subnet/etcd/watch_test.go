@@ -330,18 +330,34 @@ func TestDeadConnection(t *testing.T) {
 	w.Until(t, "a peer that came meanwhile", subnettest.Has("10.5.1.0-24", "10.5.2.0-24"))
 }
 
-// TestSilenceIsNoOutage has a store say nothing for longer than leases can go
-// without being renewed: what it removes then is gone at once.
-func TestSilenceIsNoOutage(t *testing.T) {
-	f := newFixture(t, sharedServer(t))
+// TestSilence has a store say nothing for longer than leases can go without being
+// renewed. What it removes then is gone at once, unless the store may have been
+// away for so long without anybody noticing.
+func TestSilence(t *testing.T) {
 	const margin = 50 * time.Millisecond
+	t.Run("noticed", func(t *testing.T) {
+		f, w := silent(t, margin, margin/2)
+		f.delete(t, "subnets/10.5.1.0-24")
+		w.Until(t, "nobody", subnettest.Has())
+	})
+	t.Run("unnoticed", func(t *testing.T) {
+		f, w := silent(t, margin, time.Hour)
+		f.delete(t, "subnets/10.5.1.0-24")
+		f.put(t, "subnets/10.5.2.0-24", value("192.0.2.2"))
+		w.Until(t, "both", subnettest.Has("10.5.1.0-24", "10.5.2.0-24"))
+	})
+}
+
+// silent watches a store with one peer that has said nothing for longer than margin.
+func silent(t *testing.T, margin, dead time.Duration) (*fixture, *subnettest.Watcher) {
+	t.Helper()
+	f := newFixture(t, sharedServer(t))
 	m := f.manager(t, func(c *Config) { c.RenewMargin = margin })
-	m.timing.quiet, m.timing.reprieve = time.Hour, time.Hour
+	m.timing.quiet, m.timing.reprieve, m.timing.dead = time.Hour, time.Hour, dead
 	f.put(t, "subnets/10.5.1.0-24", value("192.0.2.1"))
 	w := subnettest.Watch(t, m)
 	w.Until(t, "the peer", subnettest.Has("10.5.1.0-24"))
 	start := time.Now()
 	eventually(t, "longer than the margin", func() bool { return time.Since(start) > 2*margin })
-	f.delete(t, "subnets/10.5.1.0-24")
-	w.Until(t, "nobody", subnettest.Has())
+	return f, w
 }
