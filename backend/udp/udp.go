@@ -23,9 +23,6 @@ const Type = "udp"
 // deviceName is the one that other flannel daemons take first.
 const deviceName = "flannel0"
 
-// deviceKind is what the netlink library calls a TUN device.
-const deviceKind = "tuntap"
-
 // Backend implements backend.Backend.
 type Backend struct {
 	env    backend.Env
@@ -66,7 +63,7 @@ func nothing(context.Context, subnet.Lease) ([]dataplane.Object, error) { return
 // addresses, and the networks behind it.
 func (b *Backend) base(own subnet.Lease) dataplane.State {
 	want := b.env.Base(own)
-	want.Add(dataplane.Link{Name: deviceName, Kind: deviceKind, MTU: mtu(b.env), Up: true})
+	want.Add(dataplane.Link{Name: deviceName, Kind: dataplane.KindTUN, MTU: mtu(b.env), Up: true})
 	for _, e := range own.Endpoints {
 		want.Add(dataplane.Addr{Dev: deviceName, Prefix: prefix.Host(e.Subnet.Addr())})
 	}
