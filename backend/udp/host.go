@@ -13,6 +13,7 @@ import (
 
 	"flanneld/backend"
 	"flanneld/pkg/health"
+	"flanneld/pkg/oneline"
 	"flanneld/pkg/tunnel"
 )
 
@@ -84,7 +85,7 @@ func (h *Host) open(ctx context.Context) (*tunnel.Device, error) {
 		}
 	}
 	if err := device.Persist(h.settings.Persist); err != nil {
-		return nil, errors.Join(err, device.Close())
+		return nil, oneline.Join(err, device.Close())
 	}
 	h.device = device
 	return device, nil
@@ -103,7 +104,7 @@ func (h *Host) kept(ctx context.Context) *tunnel.Device {
 		fd := -1
 		if err == nil {
 			cerr := raw.Control(func(old uintptr) { fd, err = unix.FcntlInt(old, unix.F_DUPFD_CLOEXEC, 0) })
-			err = errors.Join(err, cerr)
+			err = oneline.Join(err, cerr)
 		}
 		_ = file.Close()
 		if err != nil || found != nil {
@@ -130,7 +131,7 @@ func keep(d *tunnel.Device) error {
 		return err
 	}
 	cerr := raw.Control(func(fd uintptr) { err = health.Notifier{}.Keep(deviceName, int(fd)) })
-	return errors.Join(err, cerr)
+	return oneline.Join(err, cerr)
 }
 
 // explain adds what the reader can do.

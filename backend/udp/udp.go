@@ -5,13 +5,13 @@ package udp
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"net/netip"
 	"sync"
 
 	"flanneld/backend"
 	"flanneld/pkg/dataplane"
+	"flanneld/pkg/oneline"
 	"flanneld/pkg/prefix"
 	"flanneld/pkg/tunnel"
 	"flanneld/subnet"
@@ -51,7 +51,7 @@ func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 	}
 	n.watch(reconciler.Changed())
 	if err := n.start(ctx); err != nil {
-		return nil, errors.Join(err, n.Close())
+		return nil, oneline.Join(err, n.Close())
 	}
 	return n, nil
 }
@@ -223,7 +223,7 @@ func (n *network) Dropped() map[string]uint64 { return n.host.counters.Dropped()
 // is the host's.
 func (n *network) Close() error {
 	close(n.stop)
-	err := errors.Join(n.closeTunnel(), n.Programmer.Close())
+	err := oneline.Join(n.closeTunnel(), n.Programmer.Close())
 	n.running.Wait()
 	return err
 }

@@ -7,12 +7,12 @@ import (
 	"context"
 	"crypto/rand"
 	"encoding/json"
-	"errors"
 	"fmt"
 	"time"
 
 	"flanneld/backend"
 	"flanneld/pkg/dataplane"
+	"flanneld/pkg/oneline"
 	"flanneld/pkg/prefix"
 	"flanneld/subnet"
 )
@@ -99,7 +99,7 @@ func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 	devices := dataplane.NewState()
 	devices.AddState(base)
 	if _, err = reconciler.Reconcile(ctx, devices, false); err != nil {
-		return nil, errors.Join(fmt.Errorf("set up vxlan devices: %w", err), reconciler.Close())
+		return nil, oneline.Join(fmt.Errorf("set up vxlan devices: %w", err), reconciler.Close())
 	}
 	return n, nil
 }

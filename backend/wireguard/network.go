@@ -14,6 +14,7 @@ import (
 	"golang.zx2c4.com/wireguard/wgctrl/wgtypes"
 
 	"flanneld/backend"
+	"flanneld/pkg/oneline"
 	"flanneld/subnet"
 )
 
@@ -206,5 +207,5 @@ func (n *network) Close() error {
 			errs = append(errs, d.userspace.close())
 		}
 	}
-	return errors.Join(errs...)
+	return oneline.Join(errs...)
 }

@@ -16,6 +16,8 @@ import (
 	"golang.zx2c4.com/wireguard/tun"
 	"golang.zx2c4.com/wireguard/wgctrl/wgtypes"
 	"k8s.io/klog/v2"
+
+	"flanneld/pkg/oneline"
 )
 
 // socketDir is where wg(8) and wgctrl look for devices that are not the kernel's.
@@ -52,7 +54,7 @@ func (u *userspaceDevice) ensure(ctx context.Context) (fresh bool, err error) {
 		}
 	}
 	if err := u.start(ctx); err != nil {
-		return false, errors.Join(err, u.close())
+		return false, oneline.Join(err, u.close())
 	}
 	return true, nil
 }
@@ -63,7 +65,7 @@ func (u *userspaceDevice) start(ctx context.Context) error {
 		return err
 	}
 	if err := persist(t.File()); err != nil {
-		return errors.Join(err, t.Close())
+		return oneline.Join(err, t.Close())
 	}
 	log := klog.FromContext(ctx).WithValues("device", u.name)
 	say := func(level int) func(string, ...any) {
@@ -86,7 +88,7 @@ func persist(f *os.File) error {
 	}
 	var ioctlErr error
 	err = raw.Control(func(fd uintptr) { ioctlErr = unix.IoctlSetInt(int(fd), unix.TUNSETPERSIST, 1) })
-	if err := errors.Join(err, ioctlErr); err != nil {
+	if err := oneline.Join(err, ioctlErr); err != nil {
 		return fmt.Errorf("make TUN device persistent: %w", err)
 	}
 	return nil

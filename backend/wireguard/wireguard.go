@@ -19,6 +19,7 @@ import (
 
 	"flanneld/backend"
 	"flanneld/pkg/dataplane"
+	"flanneld/pkg/oneline"
 	"flanneld/pkg/prefix"
 	"flanneld/subnet"
 )
@@ -107,7 +108,7 @@ func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 		n.devices = append(n.devices, &device{tunnel: t, peers: map[string]peer{}})
 	}
 	if err := n.start(ctx, own); err != nil {
-		return nil, errors.Join(fmt.Errorf("set up WireGuard devices: %w", err), n.Close())
+		return nil, oneline.Join(fmt.Errorf("set up WireGuard devices: %w", err), n.Close())
 	}
 	return n, nil
 }

@@ -15,6 +15,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"flanneld/pkg/oneline"
 	"flanneld/pkg/prefix"
 )
 
@@ -117,7 +118,7 @@ func (o Options) listen(ctx context.Context, kind icmpKind) (net.PacketConn, err
 				err = unix.SetsockoptInt(int(fd), kind.level, unix.IPV6_DONTFRAG, 1)
 			}
 		})
-		return errors.Join(cerr, err)
+		return oneline.Join(cerr, err)
 	}}
 	if o.Listen == nil {
 		return lc.ListenPacket(ctx, kind.network, kind.any)

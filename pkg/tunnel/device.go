@@ -8,6 +8,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"flanneld/pkg/oneline"
 	"flanneld/pkg/tunnel/packet"
 )
 
@@ -58,7 +59,7 @@ func attach(fd int, name string, flags uint16) error {
 // OpenDevice had one, and owns fd from now on.
 func AdoptDevice(fd int) (*Device, error) {
 	if err := unix.SetNonblock(fd, true); err != nil {
-		return nil, errors.Join(fmt.Errorf("adopt TUN device: %w", err), unix.Close(fd))
+		return nil, oneline.Join(fmt.Errorf("adopt TUN device: %w", err), unix.Close(fd))
 	}
 	return newDevice(fd)
 }
@@ -73,7 +74,7 @@ func newDevice(fd int) (*Device, error) {
 		err = d.prepare(fd, req.Uint16())
 	}
 	if err != nil {
-		return nil, errors.Join(fmt.Errorf("set up TUN device %s: %w", d.name, err), d.file.Close())
+		return nil, oneline.Join(fmt.Errorf("set up TUN device %s: %w", d.name, err), d.file.Close())
 	}
 	return d, nil
 }
@@ -170,5 +171,5 @@ func (d *Device) control(f func(fd int) error) error {
 		return err
 	}
 	cerr := raw.Control(func(fd uintptr) { err = f(int(fd)) })
-	return errors.Join(cerr, err)
+	return oneline.Join(cerr, err)
 }

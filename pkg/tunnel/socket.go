@@ -3,7 +3,6 @@ package tunnel
 import (
 	"context"
 	"encoding/binary"
-	"errors"
 	"fmt"
 	"net"
 	"net/netip"
@@ -11,6 +10,8 @@ import (
 	"unsafe"
 
 	"golang.org/x/sys/unix"
+
+	"flanneld/pkg/oneline"
 )
 
 const (
@@ -36,7 +37,7 @@ func openSocket(ctx context.Context, local netip.AddrPort, plain bool) (*socket,
 	s := &socket{local: local, overhead: Overhead(local.Addr().Is6())}
 	lc := net.ListenConfig{Control: func(_, _ string, c syscall.RawConn) (err error) {
 		cerr := c.Control(func(fd uintptr) { err = s.prepare(int(fd), plain) })
-		return errors.Join(cerr, err)
+		return oneline.Join(cerr, err)
 	}}
 	network, family := "udp4", unix.AF_INET
 	if local.Addr().Is6() {
@@ -49,7 +50,7 @@ func openSocket(ctx context.Context, local netip.AddrPort, plain bool) (*socket,
 	s.conn = conn.(*net.UDPConn)
 	s.probe, err = unix.Socket(family, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0)
 	if err != nil {
-		return nil, errors.Join(fmt.Errorf("open socket: %w", err), conn.Close())
+		return nil, oneline.Join(fmt.Errorf("open socket: %w", err), conn.Close())
 	}
 	return s, nil
 }

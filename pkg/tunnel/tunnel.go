@@ -18,6 +18,7 @@ import (
 
 	"golang.org/x/time/rate"
 
+	"flanneld/pkg/oneline"
 	"flanneld/pkg/tunnel/packet"
 )
 
@@ -82,7 +83,7 @@ func Open(ctx context.Context, c Config) (*Tunnel, error) {
 	for _, local := range c.Local {
 		s, err := openSocket(ctx, local, c.Plain)
 		if err != nil {
-			return nil, errors.Join(err, t.each((*socket).close), t.each((*socket).release))
+			return nil, oneline.Join(err, t.each((*socket).close), t.each((*socket).release))
 		}
 		t.sockets[index(local.Addr().Is6())] = s
 	}
@@ -145,7 +146,7 @@ func (t *Tunnel) Close() error {
 	errs := []error{err, t.each((*socket).close)}
 	t.running.Wait()
 	t.end(nil)
-	return errors.Join(append(errs, t.each((*socket).release))...)
+	return oneline.Join(append(errs, t.each((*socket).release))...)
 }
 
 // each calls f for every socket.
@@ -156,7 +157,7 @@ func (t *Tunnel) each(f func(*socket) error) error {
 			errs = append(errs, f(s))
 		}
 	}
-	return errors.Join(errs...)
+	return oneline.Join(errs...)
 }
 
 // inNetworks reports whether a lies in one of the networks.

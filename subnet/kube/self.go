@@ -11,6 +11,7 @@ import (
 
 	"k8s.io/klog/v2"
 
+	"flanneld/pkg/oneline"
 	"flanneld/pkg/prefix"
 	"flanneld/subnet"
 )
@@ -185,7 +186,7 @@ func (m *Manager) wanted(s *self, c subnet.Claim) (n notes, wrong error) {
 		if text := s.notes[of.overwrite].text; text != "" && n[of.public].present {
 			a, err := parseAddr(f, text)
 			if err != nil {
-				wrong = errors.Join(wrong, fmt.Errorf("annotation %s: %w", m.decoder.keys.names[of.overwrite], err))
+				wrong = oneline.Join(wrong, fmt.Errorf("annotation %s: %w", m.decoder.keys.names[of.overwrite], err))
 				continue
 			}
 			n[of.public].text = a.String()

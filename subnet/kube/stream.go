@@ -14,6 +14,8 @@ import (
 	"time"
 
 	"google.golang.org/protobuf/encoding/protowire"
+
+	"flanneld/pkg/oneline"
 )
 
 // errRelist says that a watch cannot go on from where it is.
@@ -89,7 +91,7 @@ func (c *client) readList(ctx context.Context, d *decoder, r request, on func(*o
 func (d *decoder) list(from io.Reader, on func(*object) error) (l listing, err error) {
 	r := &reader{Reader: bufio.NewReaderSize(from, 64<<10)}
 	if head, err := r.take(uint64(len(magic))); err != nil || string(head) != magic {
-		return l, fmt.Errorf("list: %w", errors.Join(err, errWire))
+		return l, fmt.Errorf("list: %w", oneline.Join(err, errWire))
 	}
 	var o object
 	err = r.fields(-1, func(n protowire.Number, length uint64) error {

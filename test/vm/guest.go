@@ -18,6 +18,15 @@ import (
 // tools are what tests and the code under test run. modprobe is for the kernel.
 var tools = []string{"bridge", "cat", "ethtool", "grep", "ip", "modprobe", "nft", "nsenter", "sed", "sh", "sleep", "sysctl", "tc", "wg"}
 
+// multi are the programs of iptables. The name that they are called by says what
+// they do, and all of them need what is in the folder of their library's name.
+var multi = map[string]string{"": "xtables-nft-multi", "-nft": "xtables-nft-multi", "-legacy": "xtables-legacy-multi"}
+
+const (
+	xtablesLibrary = "libxtables.so"
+	xtablesFolder  = "xtables"
+)
+
 // modules are the folders of modules that may be of use.
 var modules = []string{"arch", "crypto", "drivers/net", "lib", "net"}
 
@@ -122,34 +131,66 @@ func addSystem(ctx context.Context, root string, k kernel) error {
 		return err
 	}
 	for _, t := range tools {
-		if err := addTool(ctx, root, t); err != nil {
+		if _, err := addTool(ctx, root, t); err != nil {
 			return err
 		}
+	}
+	if err := addIPTables(ctx, root); err != nil {
+		return err
 	}
 	return addModules(ctx, root, k)
 }
 
-var libraryPath = regexp.MustCompile(`/\S+`)
-
-// addTool adds a program of this machine, with its libraries.
-func addTool(ctx context.Context, root, name string) error {
-	path, err := exec.LookPath(name)
-	if err != nil {
-		return err
-	}
-	if err := add(root, path, "/usr/sbin/"+name); err != nil {
-		return err
-	}
-	libraries, err := output(ctx, "", "ldd", path)
-	if err != nil {
-		return err
-	}
-	for _, lib := range libraryPath.FindAllString(libraries, -1) {
-		if err := add(root, lib, lib); err != nil {
+// addIPTables adds iptables in both variants, of which nft has the plain names.
+func addIPTables(ctx context.Context, root string) error {
+	extensions := ""
+	for variant, name := range multi {
+		libraries, err := addTool(ctx, root, name)
+		if err != nil {
 			return err
 		}
+		for _, lib := range libraries {
+			if strings.HasPrefix(filepath.Base(lib), xtablesLibrary) {
+				extensions = filepath.Join(filepath.Dir(lib), xtablesFolder)
+			}
+		}
+		for _, family := range []string{"iptables", "ip6tables"} {
+			for _, verb := range []string{"", "-save", "-restore"} {
+				if err := os.Symlink(name, filepath.Join(root, "usr/sbin", family+variant+verb)); err != nil {
+					return err
+				}
+			}
+		}
 	}
-	return nil
+	if extensions == "" {
+		return fmt.Errorf("iptables has no %s", xtablesLibrary)
+	}
+	return os.CopyFS(filepath.Join(root, extensions), os.DirFS(extensions))
+}
+
+var libraryPath = regexp.MustCompile(`/\S+`)
+
+// addTool adds a program of this machine and its libraries, of which it returns
+// the paths.
+func addTool(ctx context.Context, root, name string) (libraries []string, err error) {
+	path, err := exec.LookPath(name)
+	if err != nil {
+		return nil, err
+	}
+	if err := add(root, path, "/usr/sbin/"+name); err != nil {
+		return nil, err
+	}
+	out, err := output(ctx, "", "ldd", path)
+	if err != nil {
+		return nil, err
+	}
+	libraries = libraryPath.FindAllString(out, -1)
+	for _, lib := range libraries {
+		if err := add(root, lib, lib); err != nil {
+			return nil, err
+		}
+	}
+	return libraries, nil
 }
 
 // addModules adds the kernel's modules, and what says which needs which.

@@ -20,6 +20,7 @@ import (
 	"flanneld/pkg/dataplane/linux"
 	"flanneld/pkg/health"
 	"flanneld/pkg/metrics"
+	"flanneld/pkg/oneline"
 	"flanneld/pkg/state"
 	"flanneld/pkg/status"
 	"flanneld/pkg/underlay"
@@ -236,7 +237,7 @@ func (d *daemon) retry(ctx context.Context, what string, try func() error) error
 	for {
 		err := try()
 		if err == nil || ctx.Err() != nil {
-			return errors.Join(err, ctx.Err())
+			return oneline.Join(err, ctx.Err())
 		}
 		if errors.Is(err, subnet.ErrUnfit) {
 			return err

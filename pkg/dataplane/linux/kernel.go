@@ -11,6 +11,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"flanneld/pkg/dataplane"
+	"flanneld/pkg/oneline"
 )
 
 // Kernel is the kernel of the network namespace in which it was opened. Its
@@ -39,7 +40,7 @@ func Open(o Options) (*Kernel, error) {
 	}
 	links, err := netlink.NewHandle(unix.NETLINK_ROUTE)
 	if err != nil {
-		return nil, errors.Join(fmt.Errorf("open rtnetlink socket: %w", err), sock.close())
+		return nil, oneline.Join(fmt.Errorf("open rtnetlink socket: %w", err), sock.close())
 	}
 	k := &Kernel{sock: sock, links: links}
 	k.nexthops.enabled, k.nexthops.threshold = o.NexthopObjects, nexthopThreshold

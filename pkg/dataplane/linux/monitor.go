@@ -13,6 +13,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"flanneld/pkg/dataplane"
+	"flanneld/pkg/oneline"
 	"flanneld/pkg/prefix"
 )
 
@@ -59,13 +60,13 @@ func (k *Kernel) Monitor(s dataplane.Scope) (dataplane.Monitor, error) {
 		buf: make([]byte, 64<<10),
 	}
 	if err := m.subscribe(fd); err != nil {
-		return nil, errors.Join(fmt.Errorf("subscribe to kernel changes: %w", err), m.file.Close())
+		return nil, oneline.Join(fmt.Errorf("subscribe to kernel changes: %w", err), m.file.Close())
 	}
 	if m.raw, err = m.file.SyscallConn(); err != nil {
-		return nil, errors.Join(fmt.Errorf("subscribe to kernel changes: %w", err), m.file.Close())
+		return nil, oneline.Join(fmt.Errorf("subscribe to kernel changes: %w", err), m.file.Close())
 	}
 	if m.own, err = k.sock.port(); err != nil {
-		return nil, errors.Join(fmt.Errorf("subscribe to kernel changes: %w", err), m.file.Close())
+		return nil, oneline.Join(fmt.Errorf("subscribe to kernel changes: %w", err), m.file.Close())
 	}
 	m.learn()
 	m.resume <- struct{}{}

@@ -10,6 +10,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"flanneld/pkg/dataplane"
+	"flanneld/pkg/oneline"
 )
 
 // ignoreEncapLimit (IP6_TNL_F_IGN_ENCAP_LIMIT) has an ip6tnl device do without
@@ -34,7 +35,7 @@ func (k *Kernel) createTunnel(want dataplane.Link) error {
 	}
 	links, listErr := k.links.LinkList()
 	if listErr != nil {
-		return errors.Join(err, listErr)
+		return oneline.Join(err, listErr)
 	}
 	for _, l := range links {
 		if name := l.Attrs().Name; l.Type() == want.Kind && readTunnel(l).Local == want.Tunnel.Local {

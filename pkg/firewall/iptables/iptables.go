@@ -13,6 +13,7 @@ import (
 	"time"
 
 	"flanneld/pkg/firewall"
+	"flanneld/pkg/oneline"
 	"flanneld/pkg/prefix"
 )
 
@@ -115,7 +116,7 @@ func (a *Applier) Apply(ctx context.Context, p firewall.Policy) (changed bool, e
 			errs = append(errs, err)
 		}
 	}
-	return changed, errors.Join(errs...)
+	return changed, oneline.Join(errs...)
 }
 
 func (a *Applier) apply(ctx context.Context, p firewall.Policy, f prefix.Family) (changed bool, err error) {

@@ -1,6 +1,7 @@
 package iptables
 
 import (
+	"errors"
 	"net/netip"
 	"strings"
 	"testing"
@@ -117,4 +118,18 @@ func FuzzParse(f *testing.F) {
 			t.Errorf("%q leads to %q", spec, script)
 		}
 	})
+}
+
+// TestMissing says in one line which programs are not installed.
+func TestMissing(t *testing.T) {
+	t.Setenv("PATH", t.TempDir())
+	_, err := New(Default).Apply(t.Context(), firewalltest.Policy())
+	if !errors.Is(err, ErrMissing) || strings.Contains(err.Error(), "\n") {
+		t.Errorf("error %q, want a line with %q", err, ErrMissing)
+	}
+	for _, f := range families() {
+		if program := Default.program(f); !strings.Contains(err.Error(), program+":") {
+			t.Errorf("error %q, want one that names %s", err, program)
+		}
+	}
 }

@@ -9,6 +9,7 @@ import (
 	"github.com/mdlayher/netlink"
 	"golang.org/x/sys/unix"
 
+	"flanneld/pkg/oneline"
 	"flanneld/pkg/prefix"
 )
 
@@ -33,7 +34,7 @@ func dial(f prefix.Family) (*conn, error) {
 		return nil, fmt.Errorf("open nftables: %w", err)
 	}
 	if err := nl.SetDeadline(time.Now().Add(answerTimeout)); err != nil {
-		return nil, errors.Join(err, nl.Close())
+		return nil, oneline.Join(err, nl.Close())
 	}
 	return &conn{nl, protocol(f)}, nil
 }
@@ -81,7 +82,7 @@ func (c *conn) get(typ uint16, flags netlink.HeaderFlags, attrs []byte, take fun
 		if err != nil {
 			return err
 		}
-		if err := errors.Join(take(ad), ad.Err()); err != nil {
+		if err := oneline.Join(take(ad), ad.Err()); err != nil {
 			return err
 		}
 	}

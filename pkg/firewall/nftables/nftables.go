@@ -11,6 +11,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"flanneld/pkg/firewall"
+	"flanneld/pkg/oneline"
 	"flanneld/pkg/prefix"
 )
 
@@ -64,7 +65,7 @@ func (a *Applier) Apply(ctx context.Context, p firewall.Policy) (changed bool, e
 			errs = append(errs, fmt.Errorf("nftables table %s: %w", tableName(f), err))
 		}
 	}
-	return changed, errors.Join(errs...)
+	return changed, oneline.Join(errs...)
 }
 
 func apply(ctx context.Context, t firewall.Table) (changed bool, err error) {
