@@ -93,19 +93,29 @@ type VXLAN struct {
 // address: packets go to the gateways of the routes that lead into it.
 type Tunnel struct {
 	Local netip.Addr // outer source address
+	FOU   FOU
 	// Foreign is set on devices that are not as ours are: with a remote address, in
-	// external (metadata) mode, in UDP, for other protocols, with an
-	// encapsulation limit.
+	// external (metadata) mode, in another encapsulation, for other protocols,
+	// with an encapsulation limit.
 	Foreign bool
+}
+
+// FOU is the UDP header that an ipip device puts before the packet that it
+// carries ("foo over UDP"). The zero FOU means none.
+type FOU struct {
+	Source, Destination uint16 // UDP ports
+	Checksum            bool   // of the datagrams; without, theirs is zero
 }
 
 // Compatible reports whether l can become want without being replaced. Local
 // address, underlay device, learning, MTU and MAC can change in place; the
-// family of the local address, IPv4 if there is none, cannot.
+// family of the local address, IPv4 if there is none, and the UDP header of a
+// tunnel cannot.
 func (l Link) Compatible(want Link) bool {
 	a, b := l.VXLAN, want.VXLAN
 	return l.Kind == want.Kind && a.VNI == b.VNI && a.Port == b.Port && a.GBP == b.GBP && a.Foreign == b.Foreign &&
-		a.Local.Is6() == b.Local.Is6() && l.Tunnel.Foreign == want.Tunnel.Foreign
+		a.Local.Is6() == b.Local.Is6() && l.Tunnel.Foreign == want.Tunnel.Foreign &&
+		l.Tunnel.FOU == want.Tunnel.FOU
 }
 
 // Addr is an address on a device, with its prefix length; host bits are kept.

@@ -25,7 +25,30 @@ func tunnel(want dataplane.Link) netlink.Link {
 	if want.Kind == dataplane.KindIP6Tnl {
 		return &netlink.Ip6tnl{LinkAttrs: attrs, Local: local, Proto: unix.IPPROTO_IPV6, Flags: ignoreEncapLimit}
 	}
-	return &netlink.Iptun{LinkAttrs: attrs, Local: local}
+	ipip := &netlink.Iptun{LinkAttrs: attrs, Local: local}
+	if fou := want.Tunnel.FOU; fou != (dataplane.FOU{}) {
+		ipip.EncapType, ipip.EncapSport, ipip.EncapDport = encapFOU, fou.Source, fou.Destination
+		if fou.Checksum {
+			ipip.EncapFlags = encapChecksum
+		}
+	}
+	return ipip
+}
+
+// Encapsulation of a tunnel's packets: TUNNEL_ENCAP_FOU, TUNNEL_ENCAP_FLAG_CSUM.
+const (
+	encapFOU      = 1
+	encapChecksum = 1
+)
+
+// readFOU returns the UDP header that l has, and whether it is one that FOU can
+// describe.
+func readFOU(l *netlink.Iptun) (fou dataplane.FOU, ok bool) {
+	if l.EncapType == encapFOU {
+		fou = dataplane.FOU{Source: l.EncapSport, Destination: l.EncapDport, Checksum: l.EncapFlags&encapChecksum != 0}
+		return fou, l.EncapFlags&^encapChecksum == 0
+	}
+	return fou, l.EncapType == 0
 }
 
 func (k *Kernel) createTunnel(want dataplane.Link) error {
@@ -61,7 +84,9 @@ func readTunnel(link netlink.Link) dataplane.Tunnel {
 	switch l := link.(type) {
 	case *netlink.Iptun:
 		local, remote = l.Local, l.Remote
-		t.Foreign = l.FlowBased || l.EncapType != 0 || l.Proto != 0 && l.Proto != unix.IPPROTO_IPIP
+		fou, ok := readFOU(l)
+		t.FOU = fou
+		t.Foreign = l.FlowBased || !ok || l.Proto != 0 && l.Proto != unix.IPPROTO_IPIP
 	case *netlink.Ip6tnl:
 		local, remote = l.Local, l.Remote
 		t.Foreign = l.FlowBased || l.EncapType != 0 || l.Proto != unix.IPPROTO_IPV6 || l.Flags&ignoreEncapLimit == 0
