@@ -16,12 +16,16 @@ const defaultPort = 8285
 // config is the Backend object of the network configuration.
 type config struct {
 	Port int
-	// Mode is auto (also if empty) or userspace, in either case.
+	// Mode is one of those below, in either case; empty means auto.
 	Mode string
 }
 
-// modeUserspace has this process carry the packets.
-const modeUserspace = "userspace"
+// Who carries the packets.
+const (
+	modeAuto      = "auto" // the kernel if it can
+	modeUserspace = "userspace"
+	modeKernel    = "kernel"
+)
 
 func parseConfig(raw json.RawMessage, env backend.Env) (config, []string, error) {
 	c := config{Port: defaultPort}
@@ -32,11 +36,13 @@ func parseConfig(raw json.RawMessage, env backend.Env) (config, []string, error)
 	if c.Port < 1 || c.Port > 65535 {
 		return c, nil, fmt.Errorf("Backend.Port is %d: want 1 to 65535", c.Port)
 	}
-	switch strings.ToLower(c.Mode) {
-	case "", "auto", modeUserspace:
-		c.Mode = modeUserspace
+	switch mode := strings.ToLower(c.Mode); mode {
+	case "":
+		c.Mode = modeAuto
+	case modeAuto, modeUserspace, modeKernel:
+		c.Mode = mode
 	default:
-		return c, nil, fmt.Errorf("Backend.Mode is %q: want auto or userspace", c.Mode)
+		return c, nil, fmt.Errorf("Backend.Mode is %q: want auto, userspace or kernel", c.Mode)
 	}
 	for _, n := range env.Config.Networks {
 		f := n.Family()

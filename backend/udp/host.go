@@ -34,7 +34,9 @@ type Host struct {
 
 	mu     sync.Mutex
 	device *tunnel.Device
-	asked  bool // systemd, for the device of the process before
+	asked  bool      // systemd, for the device of the process before
+	kernel *receiver // of the kernel path, nil without
+	warned bool      // that nobody asks where datagrams are from
 }
 
 // NewHost returns a host without a device, which the caller closes.
@@ -46,7 +48,13 @@ func (h *Host) New(raw json.RawMessage, env backend.Env) (backend.Backend, []str
 	if err != nil {
 		return nil, nil, err
 	}
-	return &Backend{env: env, config: c, host: h}, warnings, nil
+	b := &Backend{env: env, config: c, host: h}
+	if c.Mode == modeKernel {
+		if err := b.possible(); err != nil {
+			return nil, nil, fmt.Errorf("Backend.Mode is %q: %w", c.Mode, err)
+		}
+	}
+	return b, warnings, nil
 }
 
 // Close lets go of the device. It vanishes, and with it what is routed to it,
@@ -54,12 +62,39 @@ func (h *Host) New(raw json.RawMessage, env backend.Env) (backend.Backend, []str
 func (h *Host) Close() error {
 	h.mu.Lock()
 	defer h.mu.Unlock()
+	var err error
+	if h.kernel != nil && !h.settings.Persist {
+		err = h.kernel.removeAll()
+	}
+	h.kernel = nil
+	return errors.Join(err, h.closeDevice())
+}
+
+func (h *Host) closeDevice() error {
 	if h.device == nil {
 		return nil
 	}
 	err := h.device.Close()
 	h.device = nil
 	return err
+}
+
+// enterKernel has the host's packets carried by the kernel, with datagrams
+// taken in at r, from now on.
+func (h *Host) enterKernel(r receiver) error {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	h.kernel = &r
+	return h.closeDevice()
+}
+
+// leaveKernel removes what the kernel may have for carrying packets, of this
+// process or one before.
+func (h *Host) leaveKernel(r receiver) error {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	h.kernel = nil
+	return r.removeAll()
 }
 
 // open returns the device: the one that there is, the one that systemd has kept,

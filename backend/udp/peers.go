@@ -3,6 +3,7 @@ package udp
 import (
 	"fmt"
 	"maps"
+	"net/netip"
 	"slices"
 
 	"flanneld/backend"
@@ -20,9 +21,9 @@ func newPeers() peers {
 	return peers{table: tunnel.NewTable(), served: map[string][]tunnel.Peer{}}
 }
 
-// follow makes the table hold the set. It costs what has changed.
-func (p *peers) follow(set backend.Set) {
-	var removed, added []tunnel.Peer
+// follow makes the table hold the set, and returns what has changed. It costs
+// that much.
+func (p *peers) follow(set backend.Set) (removed, added []tunnel.Peer) {
 	visit := func(key string) {
 		lease, wanted := set.Leases[key]
 		if !wanted && !set.Complete {
@@ -54,6 +55,19 @@ func (p *peers) follow(set backend.Set) {
 	if len(removed)+len(added) > 0 {
 		p.table.Update(removed, added)
 	}
+	return removed, added
+}
+
+// all returns the peers in the table.
+func (p *peers) all() []tunnel.Peer { return slices.Concat(slices.Collect(maps.Values(p.served))...) }
+
+// publics returns the public addresses of peers.
+func publics(peers []tunnel.Peer) []netip.Addr {
+	addrs := make([]netip.Addr, len(peers))
+	for i, p := range peers {
+		addrs[i] = p.Public
+	}
+	return addrs
 }
 
 func peersOf(l subnet.Lease) []tunnel.Peer {

@@ -1,13 +1,14 @@
 // Package udp carries packets between hosts in UDP datagrams, one packet in
-// each and nothing else in it, by this process: for hosts whose kernel has no
-// vxlan.
+// each and nothing else in it: for hosts whose kernel has no vxlan. Where the
+// kernel can put packets into datagrams (fou) it does, elsewhere this process.
 package udp
 
 import (
 	"context"
 	"fmt"
 	"net/netip"
-	"sync"
+
+	"k8s.io/klog/v2"
 
 	"flanneld/backend"
 	"flanneld/pkg/dataplane"
@@ -38,15 +39,38 @@ func (b *Backend) Claim(_ context.Context, prev subnet.Claim) (subnet.Claim, err
 	return b.env.Claim("", prev), nil
 }
 
-// Start implements backend.Backend. Packets wait in the device until the first
-// Sync has said whose they are.
+// Start implements backend.Backend.
 func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network, error) {
+	if b.config.Mode == modeUserspace {
+		return b.startUserspace(ctx, own)
+	}
+	if b.config.Mode == modeKernel {
+		return b.startKernel(ctx, own)
+	}
+	err := b.fit()
+	if err == nil {
+		var n backend.Network
+		if n, err = b.startKernel(ctx, own); err == nil {
+			klog.FromContext(ctx).Info("the kernel carries the packets")
+			return n, nil
+		}
+	}
+	klog.FromContext(ctx).Info("packets go through user space", "reason", err.Error())
+	return b.startUserspace(ctx, own)
+}
+
+// startUserspace starts the network that this process carries. Packets wait in
+// the device until the first Sync has said whose they are.
+func (b *Backend) startUserspace(ctx context.Context, own subnet.Lease) (backend.Network, error) {
+	if err := b.host.leaveKernel(b.receiver()); err != nil {
+		return nil, err
+	}
 	reconciler, err := b.env.Reconciler(deviceName)
 	if err != nil {
 		return nil, err
 	}
 	n := &network{
-		Backend: b, own: own, changed: make(chan struct{}, 1), stop: make(chan struct{}),
+		Backend: b, own: own, wake: newWake(),
 		Programmer: &backend.Programmer{Base: b.base(own), Desired: nothing, Reconciler: reconciler},
 	}
 	n.watch(reconciler.Changed())
@@ -77,34 +101,10 @@ func (b *Backend) base(own subnet.Lease) dataplane.State {
 type network struct {
 	*Backend
 	*backend.Programmer
+	*wake
 	own     subnet.Lease
 	tunnel  *tunnel.Tunnel // nil if there is none at the moment
 	started bool           // the tunnel carries packets
-	changed chan struct{}
-	stop    chan struct{}
-	running sync.WaitGroup
-}
-
-// watch has Changed deliver what changed delivers, until Close.
-func (n *network) watch(changed <-chan struct{}) {
-	n.running.Go(func() {
-		for {
-			select {
-			case <-changed:
-				n.poke()
-			case <-n.stop:
-				return
-			}
-		}
-	})
-}
-
-// poke has the loop call Sync before long.
-func (n *network) poke() {
-	select {
-	case n.changed <- struct{}{}:
-	default:
-	}
 }
 
 // start makes device and tunnel ready. The tunnel carries nothing yet.
@@ -191,12 +191,12 @@ func (n *network) closeTunnel() error {
 	return err
 }
 
-// MTU implements backend.Network.
-func (n *network) MTU() int { return mtu(n.env) }
+// MTU is that of the network, whoever carries the packets.
+func (b *Backend) MTU() int { return mtu(b.env) }
 
-// Check implements backend.Network. What has backend data is a host of another
+// Check is that of the network. What has backend data is a host of another
 // backend. What has none may be one, too: the leases of alloc look the same.
-func (*network) Check(l subnet.Lease) ([]string, error) {
+func (*Backend) Check(l subnet.Lease) ([]string, error) {
 	for _, e := range l.Endpoints {
 		if len(e.Data) > 0 && string(e.Data) != "null" {
 			return nil, fmt.Errorf("it has backend data %.40q, which hosts with udp do not publish", e.Data)
@@ -205,16 +205,13 @@ func (*network) Check(l subnet.Lease) ([]string, error) {
 	return nil, nil
 }
 
-// Changed implements backend.Network.
-func (n *network) Changed() <-chan struct{} { return n.changed }
-
 // Holdings implements backend.Inspector.
 func (n *network) Holdings(key string) []backend.Holding {
 	return n.host.peers.holdings(key, n.config.Port)
 }
 
 // Mode implements backend.Carrier.
-func (n *network) Mode() string { return n.config.Mode }
+func (*network) Mode() string { return modeUserspace }
 
 // Dropped implements backend.Carrier.
 func (n *network) Dropped() map[string]uint64 { return n.host.counters.Dropped() }

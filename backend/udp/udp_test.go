@@ -10,6 +10,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 
 	"flanneld/backend"
+	"flanneld/pkg/dataplane"
 	"flanneld/pkg/prefix"
 	"flanneld/pkg/tunnel"
 	"flanneld/pkg/underlay"
@@ -40,16 +41,17 @@ func TestConfig(t *testing.T) {
 		want config
 		err  string
 	}{
-		{name: "nothing", env: v4, want: config{8285, modeUserspace}},
-		{name: "defaults", env: dual, raw: `{"Type":"udp"}`, want: config{8285, modeUserspace}},
-		{name: "auto", env: v4, raw: `{"mode":"Auto","port":1}`, want: config{1, modeUserspace}},
+		{name: "nothing", env: v4, want: config{8285, modeAuto}},
+		{name: "defaults", env: dual, raw: `{"Type":"udp"}`, want: config{8285, modeAuto}},
+		{name: "auto", env: v4, raw: `{"mode":"Auto","port":1}`, want: config{1, modeAuto}},
 		{name: "userspace", env: v4, raw: `{"Mode":"UserSpace"}`, want: config{8285, modeUserspace}},
-		{name: "kernel", env: v4, raw: `{"Mode":"kernel"}`, err: `Backend.Mode is "kernel": want auto or userspace`},
+		{name: "kernel", env: v4, raw: `{"Mode":"Kernel"}`, want: config{8285, modeKernel}},
+		{name: "another mode", env: v4, raw: `{"Mode":"warp"}`, err: `Backend.Mode is "warp": want auto, userspace or kernel`},
 		{name: "port 0", env: v4, raw: `{"Port":0}`, err: "Backend.Port is 0: want 1 to 65535"},
 		{name: "port too big", env: v4, raw: `{"Port":65536}`, err: "Backend.Port is 65536"},
 		{name: "port no number", env: v4, raw: `{"Port":"x"}`, err: "Port: want a whole number"},
 		{name: "too small for IPv6", env: env(1327, prefix.IPv6), raw: `{}`, err: "eth0 has an MTU of 1327, which leaves 1279 bytes inside udp: IPv6 needs 1280"},
-		{name: "just enough", env: env(1328, prefix.IPv6), raw: `{}`, want: config{8285, modeUserspace}},
+		{name: "just enough", env: env(1328, prefix.IPv6), raw: `{}`, want: config{8285, modeAuto}},
 		{name: "too small for IPv4", env: env(95, prefix.IPv4), raw: `{}`, err: "IPv4 needs 68"},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
@@ -110,6 +112,49 @@ func TestBase(t *testing.T) {
 	}
 }
 
+// TestBaseOfTheKernelPath is what the kernel path holds: one device, and a route a peer.
+func TestBaseOfTheKernelPath(t *testing.T) {
+	b := &Backend{env: env(1500, prefix.IPv4), config: config{Port: 8285}}
+	own := lease("own", "10.5.7.0/24", "192.168.77.1")
+	state := b.kernelBase(own)
+	want := dataplane.Link{Name: "flannel0", Kind: "ipip", MTU: 1472, Up: true, Tunnel: dataplane.Tunnel{
+		Local: netip.MustParseAddr("192.168.77.1"), FOU: dataplane.FOU{Source: 8285, Destination: 8285},
+	}}
+	if l := state.Links["flannel0"]; l != want {
+		t.Errorf("link %+v, want %+v", l, want)
+	}
+	if _, ok := state.Addrs[dataplane.Addr{Dev: "flannel0", Prefix: netip.MustParsePrefix("10.5.7.0/32")}]; !ok || len(state.Addrs) != 1 {
+		t.Errorf("addresses %v", state.Addrs)
+	}
+	objects, err := routes(t.Context(), lease("peer", "10.5.2.0/24", "192.168.77.2"))
+	if err != nil || len(objects) != 1 || objects[0].String() != "route 10.5.2.0/24 via 192.168.77.2 dev flannel0" {
+		t.Errorf("%v, %v", objects, err)
+	}
+}
+
+// TestWhereTheKernelPathIs: what the kernel path cannot do it is not asked for.
+func TestWhereTheKernelPathIs(t *testing.T) {
+	v4, dual := env(1500, prefix.IPv4), env(1500, prefix.IPv4, prefix.IPv6)
+	for _, tc := range []struct {
+		env   backend.Env
+		check tunnel.SourceCheck
+		want  string
+	}{
+		{v4, tunnel.CheckNetwork, ""},
+		{v4, tunnel.CheckOff, ""},
+		{v4, tunnel.CheckStrict, `Backend.Mode is "kernel": the kernel path cannot check sources inside datagrams`},
+		{dual, tunnel.CheckNetwork, `Backend.Mode is "kernel": the kernel path is for networks with IPv4 alone`},
+	} {
+		h := NewHost(Settings{Check: tc.check})
+		for mode, want := range map[string]string{"kernel": tc.want, "auto": "", "userspace": ""} {
+			_, _, err := h.New(json.RawMessage(`{"Mode":"`+mode+`"}`), tc.env)
+			if want == "" && err != nil || want != "" && (err == nil || !strings.HasPrefix(err.Error(), want)) {
+				t.Errorf("%s, %v: error %v, want %q", mode, tc.check, err, want)
+			}
+		}
+	}
+}
+
 func lease(key, s, public string) subnet.Lease {
 	return subnet.Lease{Key: key, Endpoints: []subnet.Endpoint{{Subnet: netip.MustParsePrefix(s), PublicIP: netip.MustParseAddr(public)}}}
 }
@@ -158,7 +203,7 @@ func TestCheck(t *testing.T) {
 	for raw, ok := range map[string]bool{"": true, "null": true, `{"VNI":1}`: false, "{}": false} {
 		l := lease("a", "10.5.1.0/24", "192.168.77.1")
 		l.Endpoints[0].Data = json.RawMessage(raw)
-		if _, err := (&network{}).Check(l); (err == nil) != ok {
+		if _, err := (&Backend{}).Check(l); (err == nil) != ok {
 			t.Errorf("data %q: %v", raw, err)
 		}
 	}

@@ -55,13 +55,14 @@ func GatePlaces() []firewall.Place {
 	return []firewall.Place{{Table: gateTable, Chain: gateInput}, {Table: gateTable, Chain: gateDevice}}
 }
 
-// Shut closes the gate, if there is none in the kernel yet, to everybody.
-func (g *Gate) Shut() error {
-	exists, err := HasTable(prefix.IPv4, gateTable)
-	if err != nil || exists { // one of the process before goes on until the peers are known
-		return err
+// Shut closes the gate to everybody, unless there is one in the kernel, whose
+// peers go on until the first Update. It reports whether.
+func (g *Gate) Shut() (former bool, err error) {
+	former, err = HasTable(prefix.IPv4, gateTable)
+	if err != nil || former {
+		return former, err
 	}
-	return g.build()
+	return false, g.build()
 }
 
 // Update admits added and not removed any more; an address may have been added
@@ -157,8 +158,8 @@ func ignoreGone(err error) error {
 	return err
 }
 
-// Dropped returns how many packets the gate has dropped since NewGate, as far
-// as that is known.
+// Dropped returns how many packets were dropped, as far as is known: one of the
+// process before counts.
 func (g *Gate) Dropped() uint64 {
 	c, err := nftables.New()
 	if err != nil {

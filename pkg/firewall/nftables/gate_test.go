@@ -31,8 +31,8 @@ func admitted(t *testing.T) int {
 func TestKernelGate(t *testing.T) {
 	firewalltest.Enter(t)
 	g := NewGate("flannel0", netip.MustParseAddrPort("192.168.77.1:8285"))
-	if err := g.Shut(); err != nil {
-		t.Fatal(err)
+	if former, err := g.Shut(); former || err != nil {
+		t.Fatal(former, err)
 	}
 	all := peerAddrs(5000)
 	for _, step := range []struct {
@@ -100,8 +100,8 @@ func TestKernelGate(t *testing.T) {
 	}
 	// The next process leaves it as it is until it knows the peers.
 	next := NewGate("flannel0", netip.MustParseAddrPort("192.168.77.1:8285"))
-	if err := next.Shut(); err != nil || admitted(t) != 4 {
-		t.Errorf("%v, %d peers", err, admitted(t))
+	if former, err := next.Shut(); !former || err != nil || admitted(t) != 4 {
+		t.Errorf("%v, %v, %d peers", former, err, admitted(t))
 	}
 	if err := next.Update(nil, all[:2]); err != nil || admitted(t) != 2 {
 		t.Errorf("%v, %d peers", err, admitted(t))

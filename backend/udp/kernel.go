@@ -1,0 +1,262 @@
+package udp
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net/netip"
+	"slices"
+	"sync/atomic"
+	"time"
+
+	"k8s.io/klog/v2"
+
+	"flanneld/backend"
+	"flanneld/pkg/dataplane"
+	"flanneld/pkg/firewall/nftables"
+	"flanneld/pkg/prefix"
+	"flanneld/pkg/tunnel"
+	"flanneld/subnet"
+)
+
+// lookAfter is how often it is asked whether the FOU port is still there.
+const lookAfter = 2 * time.Second
+
+// ipv4Only reports whether the network has no IPv6.
+func (b *Backend) ipv4Only() bool {
+	return !slices.ContainsFunc(b.env.Config.Networks, func(n subnet.Network) bool { return n.Family() != prefix.IPv4 })
+}
+
+// possible returns an error if the kernel must not carry the packets, whatever
+// it can do.
+func (b *Backend) possible() error {
+	switch {
+	case !b.ipv4Only():
+		return errors.New("the kernel path is for networks with IPv4 alone")
+	case b.host.settings.Check == tunnel.CheckStrict:
+		return errors.New("the kernel path cannot check sources inside datagrams, which --udp-source-check=strict asks for")
+	}
+	return nil
+}
+
+// fit returns an error if the kernel is not to carry the packets unless told to.
+func (b *Backend) fit() error {
+	if err := b.possible(); err != nil {
+		return err
+	}
+	if err := fouMissing(); err != nil {
+		return err
+	}
+	if b.host.settings.Check == tunnel.CheckOff {
+		return nil
+	}
+	return nftables.Available()
+}
+
+// local is where datagrams from peers arrive.
+func (b *Backend) local() netip.AddrPort {
+	addr, _ := b.env.Underlay.Family(prefix.IPv4)
+	return netip.AddrPortFrom(addr.Local, uint16(b.config.Port))
+}
+
+func (b *Backend) receiver() receiver { return receiver{b.local()} }
+
+// kernelBase is what the kernel holds without any peers.
+func (b *Backend) kernelBase(own subnet.Lease) dataplane.State {
+	want := b.env.Base(own)
+	local := b.local()
+	want.Add(dataplane.Link{
+		Name: deviceName, Kind: dataplane.KindIPIP, MTU: mtu(b.env), Up: true,
+		Tunnel: dataplane.Tunnel{Local: local.Addr(), FOU: dataplane.FOU{Source: local.Port(), Destination: local.Port()}},
+	})
+	for _, e := range own.Endpoints {
+		want.Add(dataplane.Addr{Dev: deviceName, Prefix: prefix.Host(e.Subnet.Addr())})
+	}
+	return want
+}
+
+// routes are what the kernel holds for one peer.
+func routes(_ context.Context, l subnet.Lease) ([]dataplane.Object, error) {
+	var objects []dataplane.Object
+	for _, e := range l.Endpoints {
+		objects = append(objects, dataplane.NewRoute(e.Subnet, e.PublicIP, deviceName, true))
+	}
+	return objects, nil
+}
+
+// kernelNetwork is a network that the kernel carries.
+type kernelNetwork struct {
+	*Backend
+	*backend.Programmer
+	*wake
+	receiver receiver
+	gate     *nftables.Gate // nil: everybody may send
+	fresh    bool           // the gate knows no peers yet
+	former   bool           // the gate in the kernel is of the network before, and lets its peers pass
+	ajar     atomic.Bool    // the gate may not be as it was made
+	cancel   context.CancelFunc
+}
+
+// startKernel starts the network that the kernel carries.
+func (b *Backend) startKernel(ctx context.Context, own subnet.Lease) (backend.Network, error) {
+	if err := fouMissing(); err != nil {
+		return nil, err
+	}
+	if err := b.free(ctx); err != nil {
+		return nil, err
+	}
+	if err := b.host.enterKernel(b.receiver()); err != nil {
+		return nil, err
+	}
+	reconciler, err := b.env.Reconciler(deviceName)
+	if err != nil {
+		return nil, err
+	}
+	n := &kernelNetwork{
+		Backend: b, wake: newWake(), receiver: b.receiver(), cancel: func() {}, fresh: true,
+		Programmer: &backend.Programmer{Base: b.kernelBase(own), Desired: routes, Reconciler: reconciler},
+	}
+	n.watch(reconciler.Changed())
+	if err := n.start(ctx); err != nil {
+		return nil, errors.Join(err, n.Close(), b.host.leaveKernel(b.receiver()))
+	}
+	return n, nil
+}
+
+// free returns an error if a device that is none of ours has our name.
+func (b *Backend) free(ctx context.Context) error {
+	have, err := b.env.Kernel.Read(ctx, b.Scope())
+	if err != nil {
+		return fmt.Errorf("read kernel state: %w", err)
+	}
+	l, ok := have.Links[deviceName]
+	if ok && l.Kind != dataplane.KindTUN && (l.Kind != dataplane.KindIPIP || l.Tunnel.FOU == dataplane.FOU{}) {
+		return fmt.Errorf("device %s is of type %s, and not flanneld's: remove it (ip link delete %s) if nothing else needs it",
+			deviceName, l.Kind, deviceName)
+	}
+	return nil
+}
+
+// start makes port, gate and device ready. Nobody is admitted yet, or who was
+// before.
+func (n *kernelNetwork) start(ctx context.Context) error {
+	if _, err := n.receiver.ensure(); err != nil {
+		return err
+	}
+	if err := n.shut(ctx); err != nil {
+		return err
+	}
+	devices := dataplane.NewState()
+	devices.AddState(n.Base)
+	if _, err := n.Reconcile(ctx, devices, false); err != nil {
+		return fmt.Errorf("set up %s: %w", deviceName, err)
+	}
+	ctx, n.cancel = context.WithCancel(context.WithoutCancel(ctx))
+	n.running.Go(func() { n.lookAfterPort(ctx) })
+	if n.gate != nil {
+		n.running.Go(func() {
+			nftables.Watch(ctx, nftables.GatePlaces(), func() { n.ajar.Store(true); n.poke() })
+		})
+	}
+	return nil
+}
+
+// shut puts the gate before the device, unless it is not wanted, or cannot be.
+func (n *kernelNetwork) shut(ctx context.Context) error {
+	if n.host.settings.Check == tunnel.CheckOff {
+		return nftables.RemoveGate()
+	}
+	if err := nftables.Available(); err != nil {
+		n.host.warnOpen(ctx, err)
+		return nil
+	}
+	n.gate = nftables.NewGate(deviceName, n.receiver.local)
+	var err error
+	n.former, err = n.gate.Shut()
+	return err
+}
+
+// warnOpen says once what is missing.
+func (h *Host) warnOpen(ctx context.Context, err error) {
+	if !h.warned {
+		h.warned = true
+		klog.FromContext(ctx).Error(err, "whoever reaches the port of udp can send packets into the network: nothing checks where they are from")
+	}
+}
+
+// lookAfterPort wakes when the port is gone.
+func (n *kernelNetwork) lookAfterPort(ctx context.Context) {
+	ticker := time.NewTicker(lookAfter)
+	defer ticker.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-ticker.C:
+		}
+		if ok, err := n.receiver.present(); err == nil && !ok {
+			n.poke()
+		}
+	}
+}
+
+// Sync implements backend.Network.
+func (n *kernelNetwork) Sync(ctx context.Context, peers backend.Set) (backend.Outcome, error) {
+	removed, added := n.host.peers.follow(peers)
+	if n.fresh {
+		removed, added = nil, n.host.peers.all()
+	}
+	repaired, err := n.hold(publics(removed), publics(added), peers)
+	if err != nil {
+		return backend.Outcome{}, err
+	}
+	outcome, err := n.Programmer.Sync(ctx, peers)
+	outcome.Repaired += repaired
+	return outcome, err
+}
+
+// hold makes port and gate right.
+func (n *kernelNetwork) hold(removed, added []netip.Addr, peers backend.Set) (repaired int, err error) {
+	missing, err := n.receiver.ensure()
+	if missing {
+		repaired++
+	}
+	if err != nil || n.gate == nil || n.former && !peers.Complete {
+		return repaired, err
+	}
+	n.former, n.fresh = false, false
+	if err := n.gate.Update(removed, added); err != nil {
+		return repaired, err
+	}
+	if !n.ajar.Swap(false) && !peers.All {
+		return repaired, nil
+	}
+	again, err := n.gate.Check()
+	if err != nil {
+		n.ajar.Store(true)
+	}
+	if again {
+		repaired++
+	}
+	return repaired, err
+}
+
+// Mode implements backend.Carrier.
+func (*kernelNetwork) Mode() string { return modeKernel }
+
+// Dropped implements backend.Carrier.
+func (n *kernelNetwork) Dropped() map[string]uint64 {
+	if n.gate == nil {
+		return nil
+	}
+	return map[string]uint64{"unknown_peer": n.gate.Dropped()}
+}
+
+// Close implements backend.Network. What the kernel has goes on.
+func (n *kernelNetwork) Close() error {
+	n.cancel()
+	close(n.stop)
+	err := n.Programmer.Close()
+	n.running.Wait()
+	return err
+}

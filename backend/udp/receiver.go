@@ -1,0 +1,157 @@
+package udp
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"net/netip"
+	"slices"
+
+	"github.com/vishvananda/netlink"
+	"github.com/vishvananda/netlink/nl"
+	"golang.org/x/sys/unix"
+
+	"flanneld/pkg/firewall/nftables"
+)
+
+// receiver is a FOU port: the kernel takes IPv4 packets out of the datagrams
+// that arrive there. Nothing announces that one is gone.
+type receiver struct{ local netip.AddrPort }
+
+// fouMissing returns an error if the kernel has no FOU at the moment.
+func fouMissing() error {
+	_, err := netlink.FouFamilyId()
+	if errors.Is(err, unix.ENOENT) {
+		return errors.New("the kernel has no fou (load the module fou)")
+	}
+	if err != nil {
+		return fmt.Errorf("ask for fou: %w", err)
+	}
+	return nil
+}
+
+// list returns the FOU ports that have r's number and take IPv4 packets.
+func (r receiver) list() (ports []netlink.Fou, err error) {
+	all, err := netlink.FouList(unix.AF_INET)
+	if err != nil {
+		return nil, fmt.Errorf("list FOU ports: %w", err)
+	}
+	for _, f := range all {
+		if f.Port == int(r.local.Port()) && f.Protocol == unix.IPPROTO_IPIP && f.EncapType == netlink.FOU_ENCAP_DIRECT {
+			ports = append(ports, f)
+		}
+	}
+	return ports, nil
+}
+
+// address returns where f receives; kernels before 5.2 do so everywhere.
+func address(f netlink.Fou) netip.Addr {
+	if a, ok := netip.AddrFromSlice(f.Local.To4()); ok {
+		return a
+	}
+	return netip.IPv4Unspecified()
+}
+
+func (r receiver) is(f netlink.Fou) bool {
+	a := address(f)
+	return a == r.local.Addr() || a.IsUnspecified()
+}
+
+// present reports whether the kernel has r.
+func (r receiver) present() (bool, error) {
+	ports, err := r.list()
+	return slices.ContainsFunc(ports, r.is), err
+}
+
+// ensure has the kernel have r, and no other with its number: that is of an
+// address that this host had before. It reports whether r was missing.
+func (r receiver) ensure() (missing bool, err error) {
+	ports, err := r.list()
+	if err != nil {
+		return false, err
+	}
+	missing = true
+	for _, f := range ports {
+		if r.is(f) {
+			missing = false
+		} else if err := command(netlink.FOU_CMD_DEL, netip.AddrPortFrom(address(f), r.local.Port())); err != nil {
+			return false, err
+		}
+	}
+	if !missing {
+		return false, nil
+	}
+	err = command(netlink.FOU_CMD_ADD, r.local)
+	if errors.Is(err, unix.EADDRINUSE) {
+		err = fmt.Errorf("%w: another program uses the port", err)
+	}
+	return true, err
+}
+
+// command adds or deletes a FOU port. The library's own functions know none
+// with an address.
+func command(cmd uint8, at netip.AddrPort) error {
+	family, err := netlink.FouFamilyId()
+	if err != nil {
+		return fmt.Errorf("ask for fou: %w", err)
+	}
+	req := nl.NewNetlinkRequest(family, unix.NLM_F_ACK)
+	data := []byte{cmd, 1, 0, 0} // command and version
+	for _, a := range []*nl.RtAttr{
+		nl.NewRtAttr(netlink.FOU_ATTR_PORT, binary.BigEndian.AppendUint16(nil, at.Port())),
+		nl.NewRtAttr(netlink.FOU_ATTR_AF, []byte{unix.AF_INET}),
+		nl.NewRtAttr(netlink.FOU_ATTR_IPPROTO, []byte{unix.IPPROTO_IPIP}),
+		nl.NewRtAttr(netlink.FOU_ATTR_TYPE, []byte{netlink.FOU_ENCAP_DIRECT}),
+	} {
+		data = append(data, a.Serialize()...)
+	}
+	if !at.Addr().IsUnspecified() {
+		data = append(data, nl.NewRtAttr(netlink.FOU_ATTR_LOCAL_V4, at.Addr().AsSlice()).Serialize()...)
+	}
+	req.AddRawData(data)
+	if _, err := req.Execute(unix.NETLINK_GENERIC, 0); err != nil {
+		verb := "add"
+		if cmd == netlink.FOU_CMD_DEL {
+			verb = "delete"
+		}
+		return fmt.Errorf("%s FOU port %s: %w", verb, at, err)
+	}
+	return nil
+}
+
+// remove removes the FOU ports with r's number.
+func (r receiver) remove() error {
+	if fouMissing() != nil {
+		return nil // then there are none
+	}
+	ports, err := r.list()
+	errs := []error{err}
+	for _, f := range ports {
+		errs = append(errs, command(netlink.FOU_CMD_DEL, netip.AddrPortFrom(address(f), r.local.Port())))
+	}
+	return errors.Join(errs...)
+}
+
+// removeAll removes everything of the kernel path: the device, with what is
+// routed to it, the port, and the rules that say who may send to it.
+func (r receiver) removeAll() error {
+	return errors.Join(removeDevice(), r.remove(), nftables.RemoveGate())
+}
+
+// removeDevice removes the device of ours if it is the kernel path's.
+func removeDevice() error {
+	link, err := netlink.LinkByName(deviceName)
+	if errors.As(err, &netlink.LinkNotFoundError{}) {
+		return nil
+	}
+	if err != nil {
+		return fmt.Errorf("look up link %s: %w", deviceName, err)
+	}
+	if tunnel, ok := link.(*netlink.Iptun); !ok || tunnel.EncapType == 0 {
+		return nil
+	}
+	if err := netlink.LinkDel(link); err != nil && !errors.Is(err, unix.ENODEV) {
+		return fmt.Errorf("delete link %s: %w", deviceName, err)
+	}
+	return nil
+}
