@@ -72,6 +72,19 @@ var damages = map[string][]damage{
 		{name: "MTU changed", do: "ip link set flannel0 mtu 1300"},
 		{name: "address deleted", do: "{ip} addr del {own} dev flannel0"},
 	},
+	udpKernel: {
+		{name: "route deleted", do: "{ip} route del {subnet}"},
+		{name: "all routes deleted", do: "{ip} route flush proto 98"},
+		{name: "no gateway", do: "{ip} route replace {subnet} dev {dev}"},
+		{name: "device deleted", do: "ip link del {dev}"},
+		{name: "device down", do: "ip link set {dev} down"},
+		{name: "another port", do: "ip link set {dev} type ipip local 192.168.77.1 encap fou encap-sport 1 encap-dport 2"},
+		{name: "MTU changed", do: "ip link set {dev} mtu 1300"},
+		{name: "address deleted", do: "{ip} addr del {own} dev {dev}"},
+		{name: "port deleted", do: "ip fou del port 8285 local 192.168.77.1"},
+		{name: "rules deleted", do: "nft delete table ip flannel-udp"},
+		{name: "rules changed", do: "nft flush chain ip flannel-udp input; nft insert rule ip flannel-udp tunnel accept"},
+	},
 	"host-gw": {
 		{name: "route deleted", do: "{ip} route del {subnet}"},
 		{name: "all routes deleted", do: "{ip} route flush proto 98"},
@@ -104,6 +117,8 @@ var wireguardDamages = []damage{
 var devices = map[string]map[prefix.Family]string{
 	"vxlan": {prefix.IPv4: "flannel.1", prefix.IPv6: "flannel-v6.1"},
 	"ipip":  {prefix.IPv4: "flannel.ipip", prefix.IPv6: "flannel-v6.ipip"},
+
+	udpKernel: {prefix.IPv4: "flannel0"},
 
 	"wireguard": {prefix.IPv4: "flannel-wg", prefix.IPv6: "flannel-wg-v6"},
 	userspace:   {prefix.IPv4: "flannel-wg", prefix.IPv6: "flannel-wg-v6"},
@@ -184,6 +199,8 @@ func condition(t *testing.T, h *lab.Host) []string {
 		ip -o -d link | sed 's/^[0-9]*: //; s/ promiscuity.*maxmtu [0-9]*//; s/ addrgenmode.*//; s/ state [A-Z]*//; s/ permaddr [^ ]*//; s/qlen [0-9]*//' | grep ^flannel
 		ip -o addr show scope global | sed 's/^[0-9]*: //' | grep flannel
 		ip route show; ip -6 route show
+		ip fou show 2>/dev/null
+		nft list table ip flannel-udp 2>/dev/null | tr '{},' '\n\n\n' | sed 's/packets [0-9]* bytes [0-9]*//' | grep '192.168\|iifname'
 		for dev in $(ip -o link | sed 's/^[0-9]*: //; s/[@:].*//' | grep ^flannel); do
 			ip neigh show dev $dev nud permanent | sed "s/^/$dev /"
 			wg show $dev allowed-ips 2>/dev/null | sed "s/^/$dev /"

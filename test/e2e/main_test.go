@@ -76,6 +76,9 @@ func backendConfig(backend string) string {
 	if backend == userspace {
 		return `{"Type":"wireguard","Implementation":"userspace"}`
 	}
+	if backend == udpKernel {
+		return `{"Type":"udp","Mode":"kernel"}`
+	}
 	return fmt.Sprintf(`{"Type":%q}`, backend)
 }
 

@@ -1,0 +1,244 @@
+package e2e
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"net"
+	"net/netip"
+	"os/exec"
+	"strings"
+	"testing"
+	"time"
+
+	"flanneld/pkg/lab"
+	"flanneld/pkg/ping"
+	"flanneld/pkg/prefix"
+)
+
+// udpKernel is the udp backend by the kernel's own means.
+const udpKernel = "udp in the kernel"
+
+// loadFOU does what the administrator has to: nothing loads the module by itself.
+func loadFOU(t *testing.T) {
+	t.Helper()
+	if out, err := exec.CommandContext(background(t), "modprobe", "fou").CombinedOutput(); err != nil {
+		t.Fatalf("modprobe fou: %v: %s", err, out)
+	}
+}
+
+// kernelPath is what a host has of the kernel path.
+func kernelPath(t *testing.T, h *lab.Host) string {
+	t.Helper()
+	out, err := h.Exec(background(t), "sh", "-c", `
+		ip -o -d link show flannel0 2>/dev/null | grep -o 'encap fou\|tun type tun\|tun pi off'
+		ip fou show 2>/dev/null
+		nft list tables | grep flannel-udp
+		ip route show proto 98; true`)
+	if err != nil {
+		t.Fatalf("%v: %s", err, out)
+	}
+	return strings.Join(strings.Fields(string(out)), " ")
+}
+
+// packetByPacket is a peer that knows no offloads: it answers every echo request
+// that arrives at the address, as a host with the subnet 10.5.201.0/24 would.
+func packetByPacket(t *testing.T, n *lab.Namespace, at string) {
+	t.Helper()
+	var conn *net.UDPConn
+	err := n.Do(background(t), func() (err error) {
+		conn, err = net.ListenUDP("udp4", net.UDPAddrFromAddrPort(netip.MustParseAddrPort(at)))
+		return err
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = conn.Close() })
+	go func() {
+		b := make([]byte, 2000)
+		for {
+			n, from, err := conn.ReadFromUDPAddrPort(b)
+			if err != nil {
+				return
+			}
+			if n < 28 || b[0] != 0x45 || b[9] != 1 || b[20] != 8 {
+				continue
+			}
+			var src [4]byte
+			copy(src[:], b[12:16])
+			copy(b[12:16], b[16:20])
+			copy(b[16:20], src[:])
+			b[20] = 0 // echo reply
+			sum := uint32(binary.BigEndian.Uint16(b[22:])) + 0x800
+			binary.BigEndian.PutUint16(b[22:], uint16(sum+sum>>16))
+			_, _ = conn.WriteToUDPAddrPort(b[:n], from)
+		}
+	}()
+}
+
+// sendStrange sends a packet to a host from an address that no lease has: once in
+// a datagram, as peers do, and once as the payload of IP.
+func sendStrange(t *testing.T, l *lab.Lab, to netip.Addr) {
+	t.Helper()
+	const stranger = "192.168.77.199"
+	if out, err := l.Underlay().Exec(background(t), "ip", "addr", "replace", stranger+"/32", "dev", "lo"); err != nil {
+		t.Fatalf("%v: %s", err, out)
+	}
+	inner := []byte{0x45, 0, 0, 28, 0, 1, 0, 0, 64, 1, 0, 0, 10, 5, 199, 9, 10, 5, 1, 1, 8, 0, 0xf7, 0xff, 0, 0, 0, 0}
+	for network, at := range map[string]string{"udp4": fmt.Sprintf("%s:8285", to), "ip4:4": to.String()} {
+		from := stranger
+		if network == "udp4" {
+			from += ":8285"
+		}
+		err := l.Underlay().Do(background(t), func() error {
+			conn, err := (&net.ListenConfig{}).ListenPacket(background(t), network, from)
+			if err != nil {
+				return err
+			}
+			defer conn.Close()
+			var dst net.Addr = &net.IPAddr{IP: net.IP(to.AsSlice())}
+			if network == "udp4" {
+				dst = net.UDPAddrFromAddrPort(netip.MustParseAddrPort(at))
+			}
+			_, err = conn.WriteTo(inner, dst)
+			return err
+		})
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+}
+
+// TestVMUDPKernelPath has two hosts whose kernels carry the packets, one whose
+// daemon does, and a peer that does it packet by packet, in one network.
+func TestVMUDPKernelPath(t *testing.T) {
+	loadFOU(t)
+	l := newLab(t, lab.Config{Hosts: 3}, `{"Type":"udp"}`)
+	for i, h := range l.Hosts() {
+		o, log := lab.FlanneldOptions{}, "the kernel carries the packets"
+		if i == 2 {
+			o, log = lab.FlanneldOptions{Args: []string{"--udp-source-check=strict"}}, "packets go through user space"
+		}
+		expectOnce(t, startOne(t, h, o), log)
+	}
+	if err := l.AddPods(background(t)); err != nil {
+		t.Fatal(err)
+	}
+	expectMatrix(t, l)
+	expectExactMTU(t, l.Pods(), 1472, func(p *lab.Pod) []netip.Addr { return p.Addrs() })
+
+	d := l.Host(1).Daemon()
+	sendStrange(t, l, l.Host(1).Addr(prefix.IPv4))
+	eventually(t, "what strangers send is dropped and counted", func() error {
+		_, text, err := d.Get(background(t), "/metrics")
+		for _, line := range []string{`flannel_udp_dropped_packets_total{reason="unknown_peer"} 2`, `flannel_backend_info{mode="kernel",type="udp"} 1`} {
+			if err == nil && !strings.Contains(text, line+"\n") {
+				err = fmt.Errorf("no line %s", line)
+			}
+		}
+		return err
+	})
+
+	packetByPacket(t, l.Underlay(), "192.168.77.254:8285")
+	put(t, store(t, l), lab.Prefix+"/subnets/10.5.201.0-24", `{"PublicIP":"192.168.77.254"}`)
+	simple := netip.MustParseAddr("10.5.201.9")
+	eventually(t, "the peer that does it packet by packet", func() error {
+		var errs []error
+		for _, p := range l.Pods() {
+			_, err := p.Ping(background(t), simple, ping.Options{})
+			errs = append(errs, err)
+		}
+		return errors.Join(errs...)
+	})
+	expectExactMTU(t, l.Pods(), 1472, func(*lab.Pod) []netip.Addr { return []netip.Addr{simple} })
+}
+
+// expectExactMTU fails the test unless packets of exactly that size, and none
+// bigger, travel from every pod to the addresses of every other.
+func expectExactMTU(t *testing.T, pods []*lab.Pod, mtu int, addrs func(*lab.Pod) []netip.Addr) {
+	t.Helper()
+	for _, from := range pods {
+		for _, to := range pods {
+			if from == to {
+				continue
+			}
+			for _, a := range addrs(to) {
+				if _, err := from.Ping(background(t), a, ping.Options{Size: mtu, DontFragment: true, Timeout: healTime()}); err != nil {
+					t.Errorf("%s to %s, %d bytes: %v", from.Name(), a, mtu, err)
+				}
+				if _, err := from.Ping(background(t), a, ping.Options{Size: mtu + 1, DontFragment: true}); !errors.Is(err, ping.ErrTooBig) {
+					t.Errorf("%s to %s, %d bytes: %v, want it to be too big", from.Name(), a, mtu+1, err)
+				}
+			}
+		}
+	}
+}
+
+// TestVMUDPKernelHealing damages all that the kernel path consists of.
+func TestVMUDPKernelHealing(t *testing.T) {
+	loadFOU(t)
+	newPatient(t, udpKernel, v4).healsAll(t)
+}
+
+// TestVMUDPModes changes from one way to the other, after clean stops and others:
+// nothing of the other way is left.
+func TestVMUDPModes(t *testing.T) {
+	loadFOU(t)
+	l := newLab(t, lab.Config{Hosts: 2}, `{"Type":"udp"}`)
+	startAll(t, l, lab.FlanneldOptions{})
+	h, peer := l.Host(1), podSubnet(t, l.Host(2), prefix.IPv4)
+	kernel := fmt.Sprintf("encap fou port 8285 ipproto 4 local 192.168.77.1 table ip flannel-udp %s via 192.168.77.2 dev flannel0 onlink", peer)
+	process := "tun type tun tun pi off 10.5.0.0/16 dev flannel0 scope link"
+	keep, strict := []string{"--udp-persist"}, []string{"--udp-persist", "--udp-source-check=strict"}
+	stop := func() { expectStop(t, h.Daemon()) }
+	kill := func() { h.Daemon().Kill() }
+	for _, step := range []struct {
+		name       string
+		end        func()
+		left       string
+		args       []string
+		want, note string
+	}{
+		{"kernel, stopped", stop, "", []string{"--udp-source-check=strict"}, process, "user space"},
+		{"user space, stopped", stop, "", nil, kernel, "the kernel carries"},
+		{"kernel, killed", kill, kernel, strict, process, "user space"},
+		{"persistent user space, killed", kill, process, keep, kernel, "the kernel carries"},
+		{"persistent kernel, stopped", stop, kernel, keep, kernel, "the kernel carries"},
+		{"persistent kernel, stopped again", stop, kernel, strict, process, "user space"},
+		{"persistent user space, stopped", stop, process, nil, kernel, "the kernel carries"},
+		{"kernel, stopped again", stop, "", nil, kernel, "the kernel carries"},
+	} {
+		t.Run(step.name, func(t *testing.T) {
+			step.end()
+			left := strings.ReplaceAll(kernelPath(t, h), " linkdown", "")
+			if left != step.left {
+				t.Errorf("left: %q, want %q", left, step.left)
+			}
+			startOne(t, h, lab.FlanneldOptions{Args: step.args})
+			eventually(t, step.note, func() error {
+				if now := kernelPath(t, h); now != step.want {
+					return fmt.Errorf("%q, want %q", now, step.want)
+				}
+				return nil
+			})
+			expectMatrix(t, l)
+		})
+	}
+}
+
+// TestVMUDPKernelRestarts: what the kernel carries goes on while daemons end.
+func TestVMUDPKernelRestarts(t *testing.T) {
+	loadFOU(t)
+	l := newLab(t, lab.Config{Hosts: 2}, backendConfig(udpKernel))
+	o := lab.FlanneldOptions{Args: []string{"--udp-persist"}}
+	startAll(t, l, o)
+	flows := startFlows(t, l, 100)
+	for _, h := range l.Hosts() {
+		for _, end := range []func(){func() { h.Daemon().Kill() }, func() { expectStop(t, h.Daemon()) }} {
+			end()
+			pause(t, 200*time.Millisecond)
+			startOne(t, h, o)
+		}
+	}
+	expectNothingLost(t, flows)
+}
