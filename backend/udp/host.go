@@ -67,7 +67,7 @@ func (h *Host) Close() error {
 		err = h.kernel.removeAll()
 	}
 	h.kernel = nil
-	return errors.Join(err, h.closeDevice())
+	return oneline.Join(err, h.closeDevice())
 }
 
 func (h *Host) closeDevice() error {

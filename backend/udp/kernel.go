@@ -14,6 +14,7 @@ import (
 	"flanneld/backend"
 	"flanneld/pkg/dataplane"
 	"flanneld/pkg/firewall/nftables"
+	"flanneld/pkg/oneline"
 	"flanneld/pkg/prefix"
 	"flanneld/pkg/tunnel"
 	"flanneld/subnet"
@@ -61,12 +62,15 @@ func (b *Backend) local() netip.AddrPort {
 
 func (b *Backend) receiver() receiver { return receiver{b.local()} }
 
-// kernelBase is what the kernel holds without any peers.
+// kernelBase is what the kernel holds without any peers. The device may not
+// leave checksums to the hardware below: where that is none, as between virtual
+// machines of one host, packets would reach their peer without, and a peer that
+// takes them out of datagrams in user space cannot know.
 func (b *Backend) kernelBase(own subnet.Lease) dataplane.State {
 	want := b.env.Base(own)
 	local := b.local()
 	want.Add(dataplane.Link{
-		Name: deviceName, Kind: dataplane.KindIPIP, MTU: mtu(b.env), Up: true,
+		Name: deviceName, Kind: dataplane.KindIPIP, MTU: mtu(b.env), Up: true, TxChecksum: dataplane.OffloadOff,
 		Tunnel: dataplane.Tunnel{Local: local.Addr(), FOU: dataplane.FOU{Source: local.Port(), Destination: local.Port()}},
 	})
 	for _, e := range own.Endpoints {
@@ -108,7 +112,9 @@ func (b *Backend) startKernel(ctx context.Context, own subnet.Lease) (backend.Ne
 	if err := b.host.enterKernel(b.receiver()); err != nil {
 		return nil, err
 	}
-	reconciler, err := b.env.Reconciler(deviceName)
+	scope := b.Scope()
+	scope.TxChecksum = true
+	reconciler, err := dataplane.NewReconciler(dataplane.Config{Kernel: b.env.Kernel, Scope: scope, Resync: b.env.Resync})
 	if err != nil {
 		return nil, err
 	}
@@ -118,7 +124,7 @@ func (b *Backend) startKernel(ctx context.Context, own subnet.Lease) (backend.Ne
 	}
 	n.watch(reconciler.Changed())
 	if err := n.start(ctx); err != nil {
-		return nil, errors.Join(err, n.Close(), b.host.leaveKernel(b.receiver()))
+		return nil, oneline.Join(err, n.Close(), b.host.leaveKernel(b.receiver()))
 	}
 	return n, nil
 }

@@ -12,6 +12,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"flanneld/pkg/firewall/nftables"
+	"flanneld/pkg/oneline"
 )
 
 // receiver is a FOU port: the kernel takes IPv4 packets out of the datagrams
@@ -129,13 +130,13 @@ func (r receiver) remove() error {
 	for _, f := range ports {
 		errs = append(errs, command(netlink.FOU_CMD_DEL, netip.AddrPortFrom(address(f), r.local.Port())))
 	}
-	return errors.Join(errs...)
+	return oneline.Join(errs...)
 }
 
 // removeAll removes everything of the kernel path: the device, with what is
 // routed to it, the port, and the rules that say who may send to it.
 func (r receiver) removeAll() error {
-	return errors.Join(removeDevice(), r.remove(), nftables.RemoveGate())
+	return oneline.Join(removeDevice(), r.remove(), nftables.RemoveGate())
 }
 
 // removeDevice removes the device of ours if it is the kernel path's.

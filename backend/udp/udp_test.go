@@ -117,7 +117,7 @@ func TestBaseOfTheKernelPath(t *testing.T) {
 	b := &Backend{env: env(1500, prefix.IPv4), config: config{Port: 8285}}
 	own := lease("own", "10.5.7.0/24", "192.168.77.1")
 	state := b.kernelBase(own)
-	want := dataplane.Link{Name: "flannel0", Kind: "ipip", MTU: 1472, Up: true, Tunnel: dataplane.Tunnel{
+	want := dataplane.Link{Name: "flannel0", Kind: "ipip", MTU: 1472, Up: true, TxChecksum: dataplane.OffloadOff, Tunnel: dataplane.Tunnel{
 		Local: netip.MustParseAddr("192.168.77.1"), FOU: dataplane.FOU{Source: 8285, Destination: 8285},
 	}}
 	if l := state.Links["flannel0"]; l != want {

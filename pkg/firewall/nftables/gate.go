@@ -14,6 +14,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"flanneld/pkg/firewall"
+	"flanneld/pkg/oneline"
 	"flanneld/pkg/prefix"
 )
 
@@ -98,7 +99,7 @@ func (g *Gate) Update(removed, added []netip.Addr) error {
 	}
 	err := transact(func(c *nftables.Conn) error {
 		set := g.set()
-		return errors.Join(elements(in, func(e []nftables.SetElement) error { return c.SetAddElements(set, e) }),
+		return oneline.Join(elements(in, func(e []nftables.SetElement) error { return c.SetAddElements(set, e) }),
 			elements(out, func(e []nftables.SetElement) error { return c.SetDeleteElements(set, e) }))
 	})
 	if err != nil { // another program has had its hands in it
