@@ -156,3 +156,40 @@ func TestMAC(t *testing.T) {
 		}
 	}
 }
+
+// TestPlanTunnel: a tunnel moves in place, and one with another UDP header, or
+// without, is replaced with all that is on it.
+func TestPlanTunnel(t *testing.T) {
+	link := dataplane.Link{Name: "tun", Kind: dataplane.KindIPIP, Up: true, Tunnel: dataplane.Tunnel{
+		Local: netip.MustParseAddr("192.168.77.1"), FOU: dataplane.FOU{Source: 8285, Destination: 8285},
+	}}
+	addr := dataplane.Addr{Dev: "tun", Prefix: netip.MustParsePrefix("10.5.1.0/32")}
+	scope := dataplane.Scope{Devices: []string{"tun"}, Networks: []netip.Prefix{netip.MustParsePrefix("10.5.0.0/16")}}
+	replaced := []string{"delete link tun type ipip", "put link tun type ipip", "put address 10.5.1.0/32 dev tun"}
+	for name, tt := range map[string]struct {
+		spoil func(*dataplane.Tunnel)
+		want  []string
+	}{
+		"local":    {func(s *dataplane.Tunnel) { s.Local = s.Local.Next() }, []string{"put link tun type ipip"}},
+		"port":     {func(s *dataplane.Tunnel) { s.FOU.Destination++ }, replaced},
+		"source":   {func(s *dataplane.Tunnel) { s.FOU.Source = 0 }, replaced},
+		"checksum": {func(s *dataplane.Tunnel) { s.FOU.Checksum = true }, replaced},
+		"none":     {func(s *dataplane.Tunnel) { s.FOU = dataplane.FOU{} }, replaced},
+		"foreign":  {func(s *dataplane.Tunnel) { s.Foreign = true }, replaced},
+	} {
+		t.Run(name, func(t *testing.T) {
+			have, want := dataplane.NewState(), dataplane.NewState()
+			want.Add(link, addr)
+			spoilt := link
+			tt.spoil(&spoilt.Tunnel)
+			have.Add(spoilt, addr)
+			var got []string
+			for _, op := range dataplane.Plan(have, want, scope, nil, true).Ops {
+				got = append(got, op.String())
+			}
+			if diff := cmp.Diff(tt.want, got); diff != "" {
+				t.Errorf("(-want +got):\n%s", diff)
+			}
+		})
+	}
+}
