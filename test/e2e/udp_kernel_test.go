@@ -31,7 +31,7 @@ func loadFOU(t *testing.T) {
 func kernelPath(t *testing.T, h *lab.Host) string {
 	t.Helper()
 	out, err := h.Exec(background(t), "sh", "-c", `
-		ip -o -d link show flannel0 2>/dev/null | grep -o 'encap fou\|tun type tun\|tun pi off'
+		ip -o -d link show flannel0 2>/dev/null | grep -o 'encap fou\|tun type tun'
 		ip fou show 2>/dev/null
 		nft list tables | grep flannel-udp
 		ip route show proto 98; true`)
@@ -84,7 +84,7 @@ func sendStrange(t *testing.T, l *lab.Lab, to netip.Addr) {
 	if out, err := l.Underlay().Exec(background(t), "ip", "addr", "replace", stranger+"/32", "dev", "lo"); err != nil {
 		t.Fatalf("%v: %s", err, out)
 	}
-	inner := []byte{0x45, 0, 0, 28, 0, 1, 0, 0, 64, 1, 0, 0, 10, 5, 199, 9, 10, 5, 1, 1, 8, 0, 0xf7, 0xff, 0, 0, 0, 0}
+	inner := []byte{0x45, 0, 0, 28, 0, 1, 0, 0, 64, 1, 0x9e, 0xcc, 10, 5, 199, 9, 10, 5, 1, 1, 8, 0, 0xf7, 0xff, 0, 0, 0, 0}
 	for network, at := range map[string]string{"udp4": fmt.Sprintf("%s:8285", to), "ip4:4": to.String()} {
 		from := stranger
 		if network == "udp4" {
@@ -133,7 +133,7 @@ func TestVMUDPKernelPath(t *testing.T) {
 		_, text, err := d.Get(background(t), "/metrics")
 		for _, line := range []string{`flannel_udp_dropped_packets_total{reason="unknown_peer"} 2`, `flannel_backend_info{mode="kernel",type="udp"} 1`} {
 			if err == nil && !strings.Contains(text, line+"\n") {
-				err = fmt.Errorf("no line %s", line)
+				err = fmt.Errorf("no line %s in %q", line, linesOf(text, "flannel_udp"))
 			}
 		}
 		return err
@@ -188,7 +188,7 @@ func TestVMUDPModes(t *testing.T) {
 	startAll(t, l, lab.FlanneldOptions{})
 	h, peer := l.Host(1), podSubnet(t, l.Host(2), prefix.IPv4)
 	kernel := fmt.Sprintf("encap fou port 8285 ipproto 4 local 192.168.77.1 table ip flannel-udp %s via 192.168.77.2 dev flannel0 onlink", peer)
-	process := "tun type tun tun pi off 10.5.0.0/16 dev flannel0 scope link"
+	process := "tun type tun 10.5.0.0/16 dev flannel0"
 	keep, strict := []string{"--udp-persist"}, []string{"--udp-persist", "--udp-source-check=strict"}
 	stop := func() { expectStop(t, h.Daemon()) }
 	kill := func() { h.Daemon().Kill() }
@@ -241,4 +241,14 @@ func TestVMUDPKernelRestarts(t *testing.T) {
 		}
 	}
 	expectNothingLost(t, flows)
+}
+
+// linesOf returns the lines of text that begin with start.
+func linesOf(text, start string) (found []string) {
+	for line := range strings.Lines(text) {
+		if strings.HasPrefix(line, start) {
+			found = append(found, strings.TrimSpace(line))
+		}
+	}
+	return found
 }
