@@ -76,7 +76,10 @@ func backendConfig(backend string) string {
 	if backend == userspace {
 		return `{"Type":"wireguard","Implementation":"userspace"}`
 	}
-	if backend == udpKernel {
+	switch backend {
+	case "udp": // whatever the kernel has
+		return `{"Type":"udp","Mode":"userspace"}`
+	case udpKernel:
 		return `{"Type":"udp","Mode":"kernel"}`
 	}
 	return fmt.Sprintf(`{"Type":%q}`, backend)

@@ -36,11 +36,14 @@ func TestUDPWithoutABackend(t *testing.T) {
 	}
 }
 
+// TestUDPHealing damages what the user-space path consists of.
+func TestUDPHealing(t *testing.T) { newPatient(t, "udp", dual).healsAll(t) }
+
 // TestUDPStop: a clean stop leaves nothing in the way of another daemon, and so
 // does a kill; the next start makes all anew.
 func TestUDPStop(t *testing.T) {
 	t.Parallel()
-	l := newLab(t, lab.Config{Hosts: 2, Families: dual}, `{"Type":"udp"}`)
+	l := newLab(t, lab.Config{Hosts: 2, Families: dual}, backendConfig("udp"))
 	startAll(t, l, lab.FlanneldOptions{})
 	h := l.Host(1)
 	for _, end := range []func(){func() { expectStop(t, h.Daemon()) }, func() { h.Daemon().Kill() }, func() { expectStop(t, h.Daemon()) }} {
@@ -62,7 +65,7 @@ func TestUDPStop(t *testing.T) {
 // stays, and what pods send meanwhile is late or lost, but no error.
 func TestUDPPersist(t *testing.T) {
 	t.Parallel()
-	l := newLab(t, lab.Config{Hosts: 2}, `{"Type":"udp"}`)
+	l := newLab(t, lab.Config{Hosts: 2}, backendConfig("udp"))
 	options := lab.FlanneldOptions{Args: []string{"--udp-persist"}}
 	startAll(t, l, options)
 	h := l.Host(1)
@@ -92,7 +95,7 @@ func TestUDPPersist(t *testing.T) {
 // strangers is dropped and counted.
 func TestUDPPeers(t *testing.T) {
 	t.Parallel()
-	l := newLab(t, lab.Config{Hosts: 2}, `{"Type":"udp"}`)
+	l := newLab(t, lab.Config{Hosts: 2}, backendConfig("udp"))
 	startAll(t, l, lab.FlanneldOptions{})
 	c := store(t, l)
 	put(t, c, lab.Prefix+"/subnets/10.5.201.0-24", `{"PublicIP":"192.168.77.201","BackendType":"vxlan","BackendData":{"VNI":1,"VtepMAC":"02:00:00:00:00:01"}}`)
@@ -125,7 +128,7 @@ func TestUDPPeers(t *testing.T) {
 func TestUDPRefuses(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 1}, `{"Type":"udp","Mode":"warp"}`)
-	expectFailure(t, start(t, l.Host(1), lab.FlanneldOptions{}), `Backend.Mode is \"warp\": want auto or userspace`)
+	expectFailure(t, start(t, l.Host(1), lab.FlanneldOptions{}), `Backend.Mode is \"warp\": want auto, userspace or kernel`)
 	network, err := lab.NetworkConfig(v4, []byte(`{"Type":"udp"}`))
 	if err != nil {
 		t.Fatal(err)
