@@ -112,6 +112,9 @@ func printStatus(w io.Writer, r status.Report, all bool) {
 	}
 	row("interface", r.Interface.Name, strings.Join(addresses, ","), "mtu", r.Interface.MTU, "("+r.Interface.Reason+")")
 	row("backend", r.Network.BackendType+", network", list(r.Network.Prefixes)+", mtu", r.Network.MTU)
+	if p := r.Network.Pool; p != nil {
+		row("pool", fmt.Sprintf("%d free, %d leased, %d reserved", p.Free, p.Leased, p.Reserved))
+	}
 	row("datastore", r.Datastore.Kind, connection(r.Datastore))
 	row("firewall", cmp.Or(r.Firewall.Kind, "no rules asked for"), r.Firewall.Error)
 	row("kernel", kernel(r))

@@ -28,9 +28,9 @@ type Look struct {
 	Peers         map[string]int             // by state: served, held, refused
 	Objects       map[string]dataplane.Count // by kind
 	LastSync      time.Time
-	Connected     bool           // to the datastore
-	LeaseExpires  time.Time      // zero for a lease without end
-	Pool          map[string]int // subnets by state: free, leased, reserved
+	Connected     bool              // to the datastore
+	LeaseExpires  time.Time         // zero for a lease without end
+	Pool          map[string]uint64 // subnets by state: free, leased, reserved
 	RestartNeeded bool
 	Dropped       map[string]uint64 // packets dropped in user space, by reason
 }

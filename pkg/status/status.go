@@ -39,6 +39,15 @@ type Network struct {
 	Prefixes    []netip.Prefix `json:"prefixes"`
 	MTU         int            `json:"mtu"` // bytes, of every path
 	SubnetFile  string         `json:"subnetFile"`
+	Pool        *Pool          `json:"pool,omitempty"` // nil where the store hands out no subnets
+}
+
+// Pool counts the subnets of the range that hosts get theirs from: of the
+// address family that has the least left, if there are two.
+type Pool struct {
+	Free     uint64 `json:"free"`
+	Leased   uint64 `json:"leased"`
+	Reserved uint64 `json:"reserved"`
 }
 
 // Interface is the external interface, and why it was chosen.

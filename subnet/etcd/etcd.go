@@ -42,6 +42,10 @@ type Config struct {
 	// OnLease is told the own lease whenever it was acquired or renewed, with
 	// its new end. It must not block nor call the manager. May be nil.
 	OnLease func(subnet.Lease)
+	// OnConfig is told the text of the configuration whenever Watch learns that
+	// it may have changed, nil if there is none. It must not block nor call the
+	// manager. May be nil.
+	OnConfig func(text []byte)
 }
 
 // Manager is a subnet.Manager on etcd. It is safe for concurrent use.

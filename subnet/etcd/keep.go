@@ -194,7 +194,7 @@ func (m *Manager) await(ctx context.Context, looked int64, alive func()) error {
 		timer := time.AfterFunc(time.Until(m.renewal(own.grant)), func() { cancel(errLook) })
 		defer timer.Stop()
 	}
-	err = m.follow(ctx, m.dir()+own.key, looked+1, watcher{on: func(resp *pb.WatchResponse) error {
+	err = m.follow(ctx, []string{m.dir() + own.key}, looked+1, watcher{on: func(resp *pb.WatchResponse) error {
 		alive()
 		if news(resp, looked+1) {
 			return errLook

@@ -38,9 +38,10 @@ func (m *Manager) Watch(ctx context.Context, sink func(subnet.Update)) error {
 	for {
 		err := m.resume(ctx, &v, sink)
 		if err == nil {
-			err = m.follow(ctx, m.dir(), v.next, watcher{
+			err = m.follow(ctx, []string{m.dir(), m.configKey()}, v.next, watcher{
 				on: func(resp *pb.WatchResponse) error {
 					b.Reset()
+					m.takeConfig(resp)
 					m.report(ctx, sourceWatch, nil)
 					return m.advance(ctx, &v, resp, sink)
 				},
@@ -72,7 +73,7 @@ func (m *Manager) Watch(ctx context.Context, sink func(subnet.Update)) error {
 // the store is still the same by nothing at all.
 func (m *Manager) resume(ctx context.Context, v *view, sink func(subnet.Update)) error {
 	if v.next != 0 {
-		head, err := m.head(ctx)
+		head, err := m.tell(ctx)
 		if err != nil {
 			return err
 		}
@@ -83,6 +84,9 @@ func (m *Manager) resume(ctx context.Context, v *view, sink func(subnet.Update))
 	}
 	l, err := m.listOr(ctx, &m.forWatch)
 	if err != nil {
+		return err
+	}
+	if _, err := m.tell(ctx); err != nil { // after the list: what comes later is watched for
 		return err
 	}
 	if v.store.ID != "" && (l.store.ID != v.store.ID || l.store.Revision < v.store.Revision) {
@@ -124,19 +128,6 @@ func (v *view) adopt(old view) {
 	for _, e := range listed {
 		v.drop(map[string]*subnet.Lease{}, v.renewed(e, v.entries))
 	}
-}
-
-// head returns the store's identity and present revision.
-func (m *Manager) head(ctx context.Context) (subnet.StoreID, error) {
-	var id subnet.StoreID
-	err := m.call(ctx, func(ctx context.Context, c *clientv3.Client) error {
-		resp, err := c.Get(ctx, m.configKey(), clientv3.WithCountOnly())
-		if err == nil {
-			id = storeID(resp.Header)
-		}
-		return err
-	})
-	return id, err
 }
 
 // advance takes one response in and publishes the outcome.
@@ -223,10 +214,9 @@ func news(resp *pb.WatchResponse, next int64) bool {
 
 // watchRequest asks for a key, or for all keys below it if it ends in a slash.
 // It asks for one revision too many, which the caller has to skip: a server
-// answers no probe of a watch that starts in the future. It asks to be told now
-// and then that there is no news, too.
+// answers no probe of a watch that starts in the future.
 func watchRequest(key string, next int64) *pb.WatchRequest {
-	r := &pb.WatchCreateRequest{Key: []byte(key), StartRevision: next - 1, ProgressNotify: true}
+	r := &pb.WatchCreateRequest{Key: []byte(key), StartRevision: next - 1}
 	if strings.HasSuffix(key, "/") {
 		r.RangeEnd = []byte(clientv3.GetPrefixRangeEnd(key))
 	}
@@ -241,20 +231,26 @@ type watcher struct {
 	waits func() bool
 }
 
-// follow watches until that fails. A connection that is dead ends the watch in
+// follow watches keys on one stream until that fails. A connection that is dead ends the watch in
 // seconds, because gRPC sends pings over it, which cost the store nothing. For a
 // store that lives and is silent there is the word that it sends every ten
 // minutes: a stream that stays quiet for longer, or for as long as idle while
 // somebody waits, is probed, and errStalled if it does not answer in grace. The
 // library's own watch reconnects by itself and so hides outages, and the store
 // behind it may be another one afterwards.
-func (m *Manager) follow(ctx context.Context, key string, next int64, w watcher) error {
+func (m *Manager) follow(ctx context.Context, keys []string, next int64, w watcher) error {
 	inner, cancel := context.WithCancelCause(clientv3.WithRequireLeader(ctx))
 	defer cancel(nil)
 	watchdog := time.AfterFunc(m.timing.request, func() { cancel(errStalled) })
 	defer watchdog.Stop()
 
-	err := m.stream(inner, watchRequest(key, next), watchdog, w)
+	requests := make([]*pb.WatchRequest, 0, len(keys))
+	for i, key := range keys {
+		r := watchRequest(key, next)
+		r.GetCreateRequest().ProgressNotify = i == 0 // one word is enough for all
+		requests = append(requests, r)
+	}
+	err := m.stream(inner, requests, watchdog, w)
 	switch {
 	case ctx.Err() != nil:
 		return ctx.Err()
@@ -264,14 +260,16 @@ func (m *Manager) follow(ctx context.Context, key string, next int64, w watcher)
 	return err
 }
 
-func (m *Manager) stream(ctx context.Context, r *pb.WatchRequest, watchdog *time.Timer, w watcher) error {
+func (m *Manager) stream(ctx context.Context, requests []*pb.WatchRequest, watchdog *time.Timer, w watcher) error {
 	conn, err := m.client.get(ctx)
 	if err != nil {
 		return explain(m.cfg.Endpoints, m.timing.request, err)
 	}
 	stream, err := pb.NewWatchClient(conn.ActiveConnection()).Watch(ctx, callOptions()...)
-	if err == nil {
-		err = stream.Send(r)
+	for _, r := range requests {
+		if err == nil {
+			err = stream.Send(r)
+		}
 	}
 	if err != nil {
 		return explain(m.cfg.Endpoints, m.timing.request, err)

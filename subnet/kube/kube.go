@@ -83,6 +83,7 @@ type timing struct {
 	restoreMin, restored time.Duration // pause after the own Node had to be written again
 	fresh                time.Duration // how old what was read may be
 	spread               time.Duration // for each node, by which lists are spread
+	poll                 time.Duration // of the configuration file
 }
 
 // The activities that talk to the API server.
@@ -119,6 +120,7 @@ func New(cfg Config) (*Manager, error) {
 		timing: timing{
 			request: 10 * time.Second, backoffMin: 100 * time.Millisecond, backoff: 5 * time.Second,
 			restoreMin: time.Second, restored: time.Minute, fresh: 2 * time.Second, spread: time.Millisecond,
+			poll: 10 * time.Second,
 		},
 	}
 	m.former.Store(&former{cfg.Own, cfg.Known})

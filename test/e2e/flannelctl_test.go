@@ -79,6 +79,10 @@ func TestFlannelctlOnLeases(t *testing.T) {
 	mustCtl(t, a, []string{"reservations"}, "10.5.77.0/24", "never (reserved)")
 	refusedCtl(t, a, []string{"reserve", "10.5.77.0/24", "192.0.2.9"}, "belongs to "+bIP)
 	refusedCtl(t, a, []string{"reserve", own.Subnets[0].String(), "192.0.2.9"}, "belongs to "+ip)
+	mustCtl(t, a, []string{"status"}, "1 leased, 1 reserved")
+	if got := metric(t, a, `flannel_pool_subnets{state="reserved"}`); got != 1 {
+		t.Errorf("%v subnets are reserved, want 1", got)
+	}
 	startOne(t, b, lab.FlanneldOptions{})
 	if got := statusOf(t, b).Lease; got.Key != "10.5.77.0-24" || !got.Permanent {
 		t.Errorf("host 2 has %+v, want its reservation", got)

@@ -46,7 +46,8 @@ func backends(commands *extension.Host, carrier *udp.Host) (backend.Registry, er
 }
 
 // Main runs the daemon and returns its exit code: 0 after --help, --version,
-// SIGINT and SIGTERM, 1 after an error, which is one line on stderr.
+// SIGINT and SIGTERM, 1 after an error, which is one line on stderr, and 3 where
+// --exit-on-config-change has ended it.
 func Main(args, env []string, stderr io.Writer) int {
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGINT, syscall.SIGTERM)
 	defer stop()
@@ -75,6 +76,10 @@ func Main(args, env []string, stderr io.Writer) int {
 		log.Error(nil, w)
 	}
 	if err := run(klog.NewContext(ctx, log), opts, newRuntimeFit(env)); err != nil {
+		if errors.Is(err, errConfigChanged) {
+			log.Info("flanneld stops, the data path stays", "reason", err)
+			return exitConfigChanged
+		}
 		log.Error(err, "flanneld stops")
 		return 1
 	}
@@ -98,7 +103,7 @@ func run(ctx context.Context, opts Options, fit runtimeFit) error {
 	group, members := errgroup.WithContext(ctx)
 	d := &daemon{opts: opts, registry: registry, group: group, health: newHealth(opts),
 		devices: deviceLocks{dir: opts.StateDir}, started: time.Now(), journal: status.NewJournal(journalSize),
-		up: make(chan struct{}), fit: fit}
+		up: make(chan struct{}), fit: fit, config: newConfigKeeper(!opts.KubeSubnetMgr)}
 	log := d.journal.Logger(klog.FromContext(ctx))
 	ctx, members = klog.NewContext(ctx, log), klog.NewContext(members, log)
 	if err := d.listen(ctx, members, group); err != nil {

@@ -70,7 +70,8 @@ type daemon struct {
 	started  time.Time
 	journal  *status.Journal
 	metrics  *metrics.Metrics
-	serving  atomic.Pointer[session]      // nil until there is one
+	serving  atomic.Pointer[session] // nil until there is one
+	config   *configKeeper
 	up       chan struct{}                // closed when the daemon has become ready
 	public   []netip.Addr                 // that the store gives, in place of the flags
 	warn     func(reason, message string) // tells those who look at this node in the store; may be nil
@@ -127,10 +128,11 @@ func (d *daemon) run(ctx context.Context) error {
 
 	suspend := d.resume(ctx, manager, last)
 	defer suspend()
-	cfg, err := d.config(ctx, manager)
+	cfg, err := d.readConfig(ctx, manager)
 	if err != nil {
 		return err
 	}
+	d.config.used = cfg
 	if d.public, err = publicIPs(ctx, manager); err != nil {
 		return err
 	}
@@ -166,6 +168,7 @@ func (d *daemon) run(ctx context.Context) error {
 	group.Go(func() error { return underlay.Watch(ctx, d.underlayOptions(cfg), iface, latest(changed)) })
 	group.Go(func() error { return d.work(ctx, manager, sess, changed) })
 	group.Go(func() error { return ended(ctx, manager.Keep(ctx, own)) })
+	d.followConfig(ctx, group, manager)
 	return group.Wait()
 }
 
@@ -182,8 +185,8 @@ func ended(ctx context.Context, err error) error {
 	return err
 }
 
-// config waits for a network configuration that can be used.
-func (d *daemon) config(ctx context.Context, m subnet.Manager) (subnet.Config, error) {
+// readConfig waits for a network configuration that can be used.
+func (d *daemon) readConfig(ctx context.Context, m subnet.Manager) (subnet.Config, error) {
 	var cfg subnet.Config
 	err := d.retry(ctx, "waiting for the network configuration", func() (err error) {
 		cfg, err = m.Config(ctx)

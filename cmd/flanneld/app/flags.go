@@ -229,6 +229,11 @@ func trafficSettings() []setting {
 				"their changes: 1s or more.",
 			binding: to(func(o *Options) *time.Duration { return &o.Resync }, duration(time.Second)),
 		}, {
+			name: "exit-on-config-change", def: "false",
+			usage: "Exit with code 3 when the network configuration has become another one that can be read, for " +
+				"what supervises flanneld to start it again. Without it: the log and /statusz say that a restart is needed.",
+			binding: toToggle(func(o *Options) *bool { return &o.ExitOnConfigChange }),
+		}, {
 			name: "nexthop-objects", arg: "auto|off", def: nexthopsAuto,
 			usage: "Whether IPv4 routes go through nexthop objects where a device has hundreds of them: " +
 				"otherwise adding thousands is slow. ip route then shows nhid.",

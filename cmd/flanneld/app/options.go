@@ -93,6 +93,8 @@ type Options struct {
 	// Resync is the period in which all kernel state is read again.
 	Resync time.Duration
 
+	// ExitOnConfigChange ends the daemon when there is another configuration.
+	ExitOnConfigChange bool
 	// NexthopObjects is "auto" or "off".
 	NexthopObjects string
 

@@ -79,7 +79,7 @@ func TestEveryFlag(t *testing.T) {
 		t.Fatalf("%d compatible flags, want 31", len(compatible))
 	}
 	own := map[string]string{
-		"subnet-lease-ttl": "24h", "iface-wait": "60s", "resync": "5m", "nexthop-objects": "auto", "firewall": "config", "allow-extension-backend": "", "udp-source-check": "network", "udp-persist": "false", "status-socket": "", "statusz-address": "",
+		"subnet-lease-ttl": "24h", "iface-wait": "60s", "resync": "5m", "nexthop-objects": "auto", "firewall": "config", "allow-extension-backend": "", "udp-source-check": "network", "udp-persist": "false", "exit-on-config-change": "false", "status-socket": "", "statusz-address": "",
 		"state-dir":              "/var/lib/flannel",
 		"readyz-datastore-grace": "5m", "log-format": "text",
 	}

@@ -108,7 +108,10 @@ func (d *daemon) look(ctx context.Context) metrics.Look {
 		Ready: ready, Backend: now.Config.BackendType, Objects: in.Counts, LastSync: in.LastSync,
 		Connected: !since.IsZero() && away == nil, LeaseExpires: now.Own.Expires,
 		Peers: map[string]int{"served": 0, "held": 0, "refused": 0},
-		Mode:  in.Mode, Dropped: in.Dropped,
+		Mode:  in.Mode, Dropped: in.Dropped, RestartNeeded: d.config.difference() != "",
+	}
+	if use := d.poolUse(now, in); use != nil {
+		l.Pool = map[string]uint64{"free": use.Free, "leased": use.Leased, "reserved": use.Reserved}
 	}
 	for _, p := range in.Peers {
 		switch {
@@ -123,6 +126,28 @@ func (d *daemon) look(ctx context.Context) metrics.Look {
 	return l
 }
 
+// poolUse is how much of the range of subnets is in use: of the family that has
+// the least left. It is nil where the store hands out none.
+func (d *daemon) poolUse(now lastKnown, in backend.Inspection) *subnet.Use {
+	pools, err := now.Config.Pools()
+	if d.opts.KubeSubnetMgr || err != nil || len(pools) == 0 {
+		return nil
+	}
+	leases := []subnet.Lease{now.Own}
+	for _, p := range in.Peers {
+		if !p.Held { // the store would hand it out
+			leases = append(leases, p.Lease)
+		}
+	}
+	least := pools[0].Use(leases)
+	for _, p := range pools[1:] {
+		if u := p.Use(leases); u.Free < least.Free {
+			least = u
+		}
+	}
+	return &least
+}
+
 // statusReport is what a person asks for.
 func (d *daemon) statusReport(ctx context.Context) (status.Report, error) {
 	now, in := d.inspect(ctx, true)
@@ -135,11 +160,14 @@ func (d *daemon) statusReport(ctx context.Context) (status.Report, error) {
 		Lease:     statusLease(now.Own),
 		Datastore: status.Datastore{Kind: d.opts.storeKind()},
 		Kernel:    status.Kernel{LastSync: in.LastSync, Objects: map[string]status.Count{}},
-		Events:    d.journal.Events(),
+		Events:    d.journal.Events(), RestartNeeded: d.config.difference(),
 	}
 	r.Ready, r.Reasons = d.health.Ready()
 	if s := d.serving.Load(); s != nil {
 		r.Network.MTU = s.mtu
+	}
+	if use := d.poolUse(now, in); use != nil {
+		r.Network.Pool = (*status.Pool)(use)
 	}
 	for _, a := range now.Interface.Addrs {
 		r.Interface.Addresses = append(r.Interface.Addresses, status.Address{Local: a.Local, Public: a.Public})

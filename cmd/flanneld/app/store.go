@@ -42,6 +42,7 @@ func (d *daemon) etcdManager(ctx context.Context) (store, error) {
 		OnLease: func(own subnet.Lease) {
 			d.record.update(func(now *lastKnown) { now.Own = own })
 		},
+		OnConfig: func(text []byte) { d.config.told(ctx, text) },
 	})
 }
 

@@ -15,10 +15,16 @@ const usualMTU = 1500
 // the error is the one that it would log. A host whose interface has an unusual
 // MTU may see it otherwise. Warnings are one line each.
 func ValidateConfig(text []byte) (cfg subnet.Config, warnings []string, err error) {
+	return validateConfig(text, true)
+}
+
+// validateConfig is ValidateConfig; pools says whether subnets have to be handed
+// out of the networks.
+func validateConfig(text []byte, pools bool) (cfg subnet.Config, warnings []string, err error) {
 	if cfg, warnings, err = subnet.ParseConfig(text); err != nil {
 		return cfg, nil, err
 	}
-	if _, err := cfg.Pools(); err != nil {
+	if _, err := cfg.Pools(); pools && err != nil {
 		return cfg, nil, err
 	}
 	registry, err := backends(extension.NewHost(extension.Settings{Allow: true}), udp.NewHost(udp.Settings{})) // it is for each host to say no

@@ -1,0 +1,211 @@
+package app
+
+import (
+	"bytes"
+	"cmp"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"maps"
+	"net/netip"
+	"reflect"
+	"slices"
+	"strings"
+	"sync/atomic"
+
+	"golang.org/x/sync/errgroup"
+	"k8s.io/klog/v2"
+
+	"flanneld/pkg/prefix"
+	"flanneld/subnet"
+)
+
+// exitConfigChanged is the exit code after --exit-on-config-change.
+const exitConfigChanged = 3
+
+// errConfigChanged ends the daemon where that is asked for.
+var errConfigChanged = errors.New("the network configuration has changed")
+
+// configKeeper compares the network configuration as it is now with the one
+// that the daemon goes by.
+type configKeeper struct {
+	pools   bool // subnets have to be handed out of it
+	used    subnet.Config
+	needed  atomic.Pointer[string] // what has changed; nil if nothing has
+	changed chan struct{}          // closed when there is a changed one to restart with
+}
+
+func newConfigKeeper(pools bool) *configKeeper {
+	return &configKeeper{pools: pools, changed: make(chan struct{})}
+}
+
+// difference says what has changed; empty if nothing has.
+func (k *configKeeper) difference() string {
+	if s := k.needed.Load(); s != nil {
+		return *s
+	}
+	return ""
+}
+
+// told takes in the text of the configuration, nil if there is none. It must be
+// called from one goroutine at a time.
+func (k *configKeeper) told(ctx context.Context, text []byte) {
+	log := klog.FromContext(ctx)
+	now, usable := "", false
+	if text == nil {
+		now = "there is no configuration any more"
+	} else if cfg, _, err := validateConfig(text, k.pools); err != nil {
+		now = err.Error()
+	} else {
+		now, usable = strings.Join(configChanges(k.used, cfg), ", "), true
+	}
+	before := k.difference()
+	if now == before {
+		return
+	}
+	k.needed.Store(&now)
+	switch {
+	case now == "":
+		log.Info("the network configuration is again the one in use")
+	case !usable:
+		log.Error(nil, "the network configuration cannot be used any more: flanneld goes on with the one that it has, but could not start again", "reason", now)
+	default:
+		log.Info("the network configuration has changed: restart needed", "changes", now)
+		select {
+		case <-k.changed:
+		default:
+			close(k.changed)
+		}
+	}
+}
+
+// exit returns errConfigChanged once there is a changed configuration.
+func (k *configKeeper) exit(ctx context.Context) error {
+	select {
+	case <-ctx.Done():
+		return nil
+	case <-k.changed:
+		return fmt.Errorf("%w: %s", errConfigChanged, k.difference())
+	}
+}
+
+// followConfig has group look for changes of the configuration, where Watch
+// does not do so, and end if that is asked for.
+func (d *daemon) followConfig(ctx context.Context, group *errgroup.Group, m store) {
+	if w, ok := m.(interface {
+		WatchConfig(context.Context, func([]byte)) error
+	}); ok {
+		group.Go(func() error {
+			return ended(ctx, w.WatchConfig(ctx, func(text []byte) { d.config.told(ctx, text) }))
+		})
+	}
+	if d.opts.ExitOnConfigChange {
+		group.Go(func() error { return d.config.exit(ctx) })
+	}
+}
+
+// configChanges says what is different in to, if it means another thing.
+func configChanges(from, to subnet.Config) []string {
+	var changes []string
+	note := func(name string, from, to any) {
+		if !reflect.DeepEqual(from, to) {
+			changes = append(changes, fmt.Sprintf("%s %v -> %v", name, from, to))
+		}
+	}
+	for _, f := range []prefix.Family{prefix.IPv4, prefix.IPv6} {
+		a, b := networkOf(from, f), networkOf(to, f)
+		note(f.String()+" network", a.net, b.net)
+		if a.net == b.net {
+			note(f.String()+" subnets", a.pool, b.pool)
+		}
+	}
+	note("EnableNFTables", from.NFTables, to.NFTables)
+	note("NonMasqueradeCIDRs", sorted(from.NonMasquerade), sorted(to.NonMasquerade))
+	note("Backend.Type", from.BackendType, to.BackendType)
+	return append(changes, backendChanges(from.Backend, to.Backend)...)
+}
+
+type networkText struct{ net, pool string }
+
+// networkOf describes the network of one family.
+func networkOf(cfg subnet.Config, f prefix.Family) networkText {
+	n, ok := cfg.Network(f)
+	if !ok {
+		return networkText{net: "none"}
+	}
+	pool := "none to hand out"
+	if p, err := n.Pool(); err == nil {
+		pool = p.String()
+	}
+	return networkText{n.Prefix.String(), pool}
+}
+
+func sorted(ps []netip.Prefix) []netip.Prefix {
+	s := slices.Concat([]netip.Prefix{}, ps)
+	slices.SortFunc(s, func(a, b netip.Prefix) int {
+		return cmp.Or(a.Addr().Compare(b.Addr()), cmp.Compare(a.Bits(), b.Bits()))
+	})
+	return slices.Compact(s)
+}
+
+// backendChanges compares the parts that are the backend's. Text may be secret:
+// only numbers and booleans are named.
+func backendChanges(from, to json.RawMessage) []string {
+	a, b := backendKeys(from), backendKeys(to)
+	names := map[string]string{}
+	for _, keys := range []map[string]backendKey{a, b} {
+		for folded, key := range keys {
+			names[folded] = key.name
+		}
+	}
+	var changes []string
+	for _, folded := range slices.Sorted(maps.Keys(names)) {
+		old, now := a[folded], b[folded]
+		if folded == "type" || reflect.DeepEqual(old.value, now.value) {
+			continue
+		}
+		change := "Backend." + names[folded]
+		if old.public() && now.public() {
+			change += fmt.Sprintf(" %s -> %s", old, now)
+		}
+		changes = append(changes, change)
+	}
+	return changes
+}
+
+type backendKey struct {
+	name  string
+	value any
+}
+
+// backendKeys are the keys of a JSON object, which are matched without regard
+// to case.
+func backendKeys(raw json.RawMessage) map[string]backendKey {
+	var object map[string]any
+	d := json.NewDecoder(bytes.NewReader(raw))
+	d.UseNumber()
+	_ = d.Decode(&object) // it was read before: it is one, or nothing
+	keys := make(map[string]backendKey, len(object))
+	for name, value := range object {
+		if value != nil {
+			keys[strings.ToLower(name)] = backendKey{name, value}
+		}
+	}
+	return keys
+}
+
+func (k backendKey) public() bool {
+	switch k.value.(type) {
+	case nil, bool, json.Number:
+		return true
+	}
+	return false
+}
+
+func (k backendKey) String() string {
+	if k.value == nil {
+		return "default"
+	}
+	return fmt.Sprint(k.value)
+}

@@ -1,0 +1,61 @@
+package etcd
+
+import (
+	"context"
+	"slices"
+
+	pb "go.etcd.io/etcd/api/v3/etcdserverpb"
+	"go.etcd.io/etcd/api/v3/mvccpb"
+	clientv3 "go.etcd.io/etcd/client/v3"
+
+	"flanneld/subnet"
+)
+
+// tell reads the configuration and says what it is.
+func (m *Manager) tell(ctx context.Context) (subnet.StoreID, error) {
+	var id subnet.StoreID
+	err := m.call(ctx, func(ctx context.Context, c *clientv3.Client) error {
+		resp, err := c.Get(ctx, m.configKey())
+		if err != nil {
+			return err
+		}
+		id = storeID(resp.Header)
+		var text []byte
+		for _, kv := range resp.Kvs {
+			text = given(kv.Value)
+		}
+		m.onConfig(text)
+		return nil
+	})
+	return id, err
+}
+
+func (m *Manager) onConfig(text []byte) {
+	if m.cfg.OnConfig != nil {
+		m.cfg.OnConfig(text)
+	}
+}
+
+// takeConfig takes what concerns the configuration out of a response.
+func (m *Manager) takeConfig(resp *pb.WatchResponse) {
+	key := m.configKey()
+	resp.Events = slices.DeleteFunc(resp.Events, func(ev *mvccpb.Event) bool {
+		if string(ev.Kv.Key) != key {
+			return false
+		}
+		if ev.Type == mvccpb.DELETE {
+			m.onConfig(nil)
+		} else {
+			m.onConfig(given(ev.Kv.Value))
+		}
+		return true
+	})
+}
+
+// given is the value of a key that exists, which is never nil.
+func given(value []byte) []byte {
+	if value == nil {
+		return []byte{}
+	}
+	return value
+}

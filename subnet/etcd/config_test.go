@@ -1,0 +1,55 @@
+package etcd
+
+import (
+	"testing"
+	"time"
+
+	"flanneld/subnet/subnettest"
+)
+
+func TestWatchTellsOfTheConfiguration(t *testing.T) {
+	s := newServer(t)
+	f := newFixture(t, s)
+	f.put(t, "config", configV4)
+	texts := make(chan *string, 100)
+	m := f.manager(t, func(c *Config) {
+		c.OnConfig = func(text []byte) {
+			if text == nil {
+				texts <- nil
+				return
+			}
+			told := string(text)
+			texts <- &told
+		}
+	})
+	subnettest.Watch(t, m)
+	expect := func(want string) {
+		t.Helper()
+		deadline := time.After(patience)
+		for {
+			select {
+			case got := <-texts: // the same may come again
+				if got == nil && want == "none" || got != nil && *got == want {
+					return
+				}
+			case <-deadline:
+				t.Fatalf("not told of %q", want)
+			}
+		}
+	}
+	expect(configV4)
+	f.put(t, "config", "another")
+	expect("another")
+	f.put(t, "config", "")
+	expect("")
+	f.delete(t, "config")
+	expect("none")
+
+	// What changes while nobody watches is told afterwards.
+	f.put(t, "config", "before")
+	expect("before")
+	s.stop()
+	s.start(t)
+	f.put(t, "config", "after")
+	expect("after")
+}

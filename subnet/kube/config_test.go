@@ -1,0 +1,64 @@
+package kube
+
+import (
+	"context"
+	"os"
+	"path/filepath"
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+)
+
+// A ConfigMap's volume has links to files in a directory that is a link, too:
+// an update swaps that one.
+func TestWatchConfigFollowsAConfigMap(t *testing.T) {
+	dir := t.TempDir()
+	version := func(name, text string) {
+		t.Helper()
+		if err := os.Mkdir(filepath.Join(dir, name), 0o755); err != nil {
+			t.Fatal(err)
+		}
+		if err := os.WriteFile(filepath.Join(dir, name, "net-conf.json"), []byte(text), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		if err := os.Symlink(name, filepath.Join(dir, "tmp")); err != nil {
+			t.Fatal(err)
+		}
+		if err := os.Rename(filepath.Join(dir, "tmp"), filepath.Join(dir, "..data")); err != nil {
+			t.Fatal(err)
+		}
+	}
+	path := filepath.Join(dir, "net-conf.json")
+	version("1", "one")
+	if err := os.Symlink("..data/net-conf.json", path); err != nil {
+		t.Fatal(err)
+	}
+	m := &Manager{cfg: Config{NetConfig: path}, timing: timing{poll: time.Millisecond}}
+	ctx, cancel := context.WithCancel(t.Context())
+	seen, ended := make(chan []byte), make(chan error, 1)
+	go func() { ended <- m.WatchConfig(ctx, func(text []byte) { seen <- text }) }()
+	expect := func(want []byte) {
+		t.Helper()
+		select {
+		case got := <-seen:
+			if diff := cmp.Diff(want, got); diff != "" {
+				t.Error(diff)
+			}
+		case <-time.After(20 * time.Second):
+			t.Fatalf("nobody was told of %q", want)
+		}
+	}
+	expect([]byte("one"))
+	version("2", "one") // what is the same is not news
+	version("3", "two")
+	expect([]byte("two"))
+	if err := os.Remove(path); err != nil {
+		t.Fatal(err)
+	}
+	expect(nil)
+	cancel()
+	if err := <-ended; err == nil {
+		t.Error("no error at the end")
+	}
+}

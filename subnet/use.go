@@ -1,0 +1,50 @@
+package subnet
+
+import (
+	"math/big"
+	"net/netip"
+)
+
+// Use counts the subnets of a pool. What would not fit is math.MaxUint64.
+type Use struct {
+	Free     uint64 // overlap no lease
+	Leased   uint64
+	Reserved uint64 // by a lease without end
+}
+
+// Use returns how the pool is used by leases. A lease of another length takes
+// what it overlaps; a subnet that is reserved and leased is reserved.
+func (p Pool) Use(leases []Lease) Use {
+	if !p.first.IsValid() {
+		return Use{}
+	}
+	var reserved, all []netip.Prefix
+	for _, l := range leases {
+		for _, e := range l.Endpoints {
+			all = append(all, e.Subnet)
+			if l.Permanent {
+				reserved = append(reserved, e.Subnet)
+			}
+		}
+	}
+	kept, taken := p.covered(reserved), p.covered(all)
+	return Use{
+		Free: saturated(new(big.Int).Sub(p.Size(), taken)), Leased: saturated(new(big.Int).Sub(taken, kept)), Reserved: saturated(kept),
+	}
+}
+
+// covered returns how many subnets of the pool overlap one of taken.
+func (p Pool) covered(taken []netip.Prefix) *big.Int {
+	n := new(big.Int)
+	for _, s := range p.spans(taken) {
+		n.Add(n, s.size())
+	}
+	return n
+}
+
+func saturated(n *big.Int) uint64 {
+	if !n.IsUint64() {
+		return 1<<64 - 1
+	}
+	return n.Uint64()
+}

@@ -1,0 +1,117 @@
+package e2e
+
+import (
+	"fmt"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"flanneld/pkg/lab"
+)
+
+// expectRestartNeeded waits until the daemon on h says that what changed is
+// want; empty means that nothing has.
+func expectRestartNeeded(t *testing.T, h *lab.Host, want string) {
+	t.Helper()
+	eventually(t, "restart needed: "+want, func() error {
+		if got := statusOf(t, h).RestartNeeded; !strings.Contains(got, want) || (want == "") != (got == "") {
+			return fmt.Errorf("it says %q", got)
+		}
+		return nil
+	})
+	value := 1.0
+	if want == "" {
+		value = 0
+	}
+	if got := metric(t, h, "flannel_restart_needed"); got != value {
+		t.Errorf("flannel_restart_needed is %v, want %v", got, value)
+	}
+}
+
+// held is what the kernel has for peers.
+func held(t *testing.T, h *lab.Host) string {
+	t.Helper()
+	text, err := kernel(background(t), h)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return text
+}
+
+// expectExitOnChange waits for the daemon to end by itself, and for the data
+// path to be what it was.
+func expectExitOnChange(t *testing.T, h *lab.Host, d *lab.Daemon, before string) {
+	t.Helper()
+	code, err := d.Wait(background(t))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if code != 3 {
+		t.Errorf("exit code %d, want 3:\n%s", code, d.Log())
+	}
+	if after := held(t, h); after != before {
+		t.Errorf("the data path was\n%s\nand is\n%s", before, after)
+	}
+}
+
+func TestRestartNeeded(t *testing.T) {
+	t.Parallel()
+	const changed = "Backend.VNI default -> 7"
+	t.Run("etcd", func(t *testing.T) {
+		t.Parallel()
+		l := newLab(t, lab.Config{Hosts: 2, Network: network("10.5.0.0/16", "fd00:5::/48", `{"Type":"vxlan"}`), Families: dual}, "")
+		a, b := l.Host(1), l.Host(2)
+		startOne(t, a, lab.FlanneldOptions{})
+		stops := startOne(t, b, lab.FlanneldOptions{Args: []string{"--exit-on-config-change"}})
+		expectConverged(t, l)
+		put := func(config string) {
+			t.Helper()
+			if err := l.PutNetwork(background(t), []byte(config)); err != nil {
+				t.Fatal(err)
+			}
+		}
+		before := held(t, b)
+		put(`{"IPv6Network":"fd00:5::/48","Network":"10.5.0.0/16","EnableIPv6":true,"Backend":{"Type":"vxlan"}}`)
+		put(`{"EnableIPv6":`)
+		expectRestartNeeded(t, a, "invalid")
+		expectRestartNeeded(t, b, "invalid")
+		put(string(network("10.5.0.0/16", "fd00:5::/48", `{"Type":"vxlan"}`)))
+		expectRestartNeeded(t, a, "")
+		expectRestartNeeded(t, b, "")
+		put(string(network("10.5.0.0/16", "fd00:5::/48", `{"Type":"vxlan","VNI":7}`)))
+		expectRestartNeeded(t, a, changed)
+		expectExitOnChange(t, b, stops, before)
+		mustCtl(t, a, []string{"status"}, "restart needed", changed)
+		expectOnce(t, a.Daemon(), "the network configuration has changed: restart needed")
+		if _, page := ask(t, a, "/statusz", "text/html"); !strings.Contains(page, "restart needed: Backend.VNI") {
+			t.Errorf("the page does not say it:\n%s", page)
+		}
+	})
+	t.Run("Kubernetes", func(t *testing.T) {
+		t.Parallel()
+		c := newCluster(t, lab.Config{Hosts: 2}, `{"Type":"vxlan"}`)
+		a, b := c.Host(1), c.Host(2)
+		start(t, a, c.options(1))
+		stops := start(t, b, c.options(2, "--exit-on-config-change"))
+		expectReady(t, a.Daemon())
+		expectReady(t, stops)
+		eventually(t, "both know each other", func() error {
+			if n := len(statusOf(t, b).Peers); n != 1 {
+				return fmt.Errorf("%d peers", n)
+			}
+			return nil
+		})
+		before := held(t, b)
+		file := filepath.Join(c.dir, "net-conf.json")
+		text, err := os.ReadFile(file)
+		if err != nil {
+			t.Fatal(err)
+		}
+		c.write("net-conf.json", []byte(strings.Replace(string(text), `"vxlan"`, `"vxlan","VNI":7`, 1)))
+		expectRestartNeeded(t, a, changed)
+		expectExitOnChange(t, b, stops, before)
+		c.write("net-conf.json", text)
+		expectRestartNeeded(t, a, "")
+	})
+}
