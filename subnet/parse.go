@@ -14,24 +14,31 @@ import (
 // wireConfig is the configuration as stored. Addresses stay raw, because null
 // and absent mean different things.
 type wireConfig struct {
-	EnableIPv4     bool
-	EnableIPv6     bool
-	EnableNFTables bool
+	EnableIPv4     bool // the network has IPv4
+	EnableIPv6     bool // the network has IPv6
+	EnableNFTables bool // traffic rules are held in nftables instead of iptables
 
-	NonMasqueradeCIDRs []string
+	NonMasqueradeCIDRs []string // destinations, besides the network, that see the pods' own addresses
 
-	Network   json.RawMessage
-	SubnetLen uint16
-	SubnetMin json.RawMessage
-	SubnetMax json.RawMessage
+	Network   json.RawMessage // IPv4 network; required with IPv4
+	SubnetLen uint16          // prefix length of each host's IPv4 subnet; 0 is derived
+	SubnetMin json.RawMessage // first IPv4 subnet to hand out, as its base address; derived if absent
+	SubnetMax json.RawMessage // last IPv4 subnet to hand out, as its base address; derived if absent
 
-	IPv6Network   json.RawMessage
-	IPv6SubnetLen uint16
-	IPv6SubnetMin json.RawMessage
-	IPv6SubnetMax json.RawMessage
+	IPv6Network   json.RawMessage // IPv6 network; required with IPv6
+	IPv6SubnetLen uint16          // prefix length of each host's IPv6 subnet; 0 is derived
+	IPv6SubnetMin json.RawMessage // first IPv6 subnet to hand out; derived if absent
+	IPv6SubnetMax json.RawMessage // last IPv6 subnet to hand out; derived if absent
 
-	Backend json.RawMessage
+	Backend json.RawMessage // how packets travel: an object with Type and the keys of that backend; udp if absent
 }
+
+// Defaults returns the keys of the network configuration with their defaults,
+// as a struct. It is what the reference of the documentation is made from, with
+// the fields' comments.
+func Defaults() any { return defaults() }
+
+func defaults() wireConfig { return wireConfig{EnableIPv4: true} }
 
 // wireNetwork is the part of a wireConfig that belongs to one address family.
 type wireNetwork struct {
@@ -56,7 +63,7 @@ func (w wireConfig) networks() []wireNetwork {
 // subnets can be handed out of the networks is left to Pool, because not every
 // store hands them out.
 func ParseConfig(raw []byte) (cfg Config, warnings []string, err error) {
-	w := wireConfig{EnableIPv4: true}
+	w := defaults()
 	if err := decodeObject(raw, &w); err != nil {
 		return Config{}, nil, invalid("%w", err)
 	}

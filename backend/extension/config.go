@@ -28,12 +28,20 @@ const (
 
 // wireConfig is the Backend object of the network configuration.
 type wireConfig struct {
-	PreStartupCommand, PostStartupCommand string
-	SubnetAddCommand, SubnetRemoveCommand string
-	ShutdownCommand                       string
-	Shell                                 *bool // nil: as each command needs it
-	CommandTimeout                        int   // seconds
+	PreStartupCommand   string // run before the subnet is taken; its output is published
+	PostStartupCommand  string // run when the host has its subnet
+	SubnetAddCommand    string // run for the subnet of another host
+	SubnetRemoveCommand string // run when such a subnet goes
+	ShutdownCommand     string // run when flanneld is told to stop
+	Shell               *bool  // whether sh runs the commands; without it as each command needs it
+	CommandTimeout      int    // seconds after which a command is killed
 }
+
+func defaults() wireConfig { return wireConfig{CommandTimeout: defaultTimeout} }
+
+// Defaults returns the keys of Backend with their defaults, as a struct. It is
+// what the reference of the documentation is made from, with the fields' comments.
+func Defaults() any { return defaults() }
 
 // config says what to run. Commands that are not configured are zero.
 type config struct {
@@ -42,7 +50,7 @@ type config struct {
 }
 
 func parseConfig(raw json.RawMessage) (c config, warnings []string, err error) {
-	w := wireConfig{CommandTimeout: defaultTimeout}
+	w := defaults()
 	if warnings, err = subnet.DecodeBackend(raw, &w); err != nil {
 		return c, nil, err
 	}

@@ -21,8 +21,12 @@ const Type = "ipip"
 
 // config is the Backend object of the network configuration.
 type config struct {
-	DirectRouting bool
+	DirectRouting bool // peers on a network of this host are reached by plain routes
 }
+
+// Defaults returns the keys of Backend with their defaults, as a struct. It is
+// what the reference of the documentation is made from, with the fields' comments.
+func Defaults() any { return config{} }
 
 // Backend implements backend.Backend.
 type Backend struct {

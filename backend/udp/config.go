@@ -15,10 +15,15 @@ const defaultPort = 8285
 
 // config is the Backend object of the network configuration.
 type config struct {
-	Port int
-	// Mode is one of those below, in either case; empty means auto.
-	Mode string
+	Port int    // UDP port that all hosts listen on
+	Mode string // who carries the packets: flanneld, the kernel, or the kernel where it can
 }
+
+func defaults() config { return config{Port: defaultPort, Mode: modeAuto} }
+
+// Defaults returns the keys of Backend with their defaults, as a struct. It is
+// what the reference of the documentation is made from, with the fields' comments.
+func Defaults() any { return defaults() }
 
 // Who carries the packets.
 const (
@@ -28,7 +33,7 @@ const (
 )
 
 func parseConfig(raw json.RawMessage, env backend.Env) (config, []string, error) {
-	c := config{Port: defaultPort}
+	c := defaults()
 	warnings, err := subnet.DecodeBackend(raw, &c)
 	if err != nil {
 		return c, nil, err

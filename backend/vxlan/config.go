@@ -19,18 +19,26 @@ const (
 
 // config is the Backend object of the network configuration.
 type config struct {
-	VNI           int
-	Port          int
-	MTU           int // of the underlay, bytes; 0 means that of the external interface
-	GBP           bool
-	Learning      bool
-	DirectRouting bool
-	// ChecksumOffload is auto (also if empty), on or off, in either case.
+	VNI           int  // VXLAN network identifier, also the number in the device's name
+	Port          int  // UDP port that peers send to
+	MTU           int  // of the network between the hosts, bytes; 0 is that of the external interface
+	GBP           bool // group-based policy extension; the same on all hosts
+	Learning      bool // the device learns MACs from packets; not needed
+	DirectRouting bool // peers on a network of this host are reached by plain routes
+	// ChecksumOffload says who computes checksums: the hardware, this host, or as the kernel has it.
 	ChecksumOffload string
 }
 
+func defaults() config {
+	return config{VNI: defaultVNI, Port: defaultPort, ChecksumOffload: "auto"}
+}
+
+// Defaults returns the keys of Backend with their defaults, as a struct. It is
+// what the reference of the documentation is made from, with the fields' comments.
+func Defaults() any { return defaults() }
+
 func parseConfig(raw json.RawMessage, env backend.Env) (config, []string, error) {
-	c := config{VNI: defaultVNI, Port: defaultPort}
+	c := defaults()
 	// MacPrefix and Name mean something on other operating systems only.
 	warnings, err := subnet.DecodeBackend(raw, &c, "MacPrefix", "Name")
 	if err != nil {

@@ -39,22 +39,22 @@ func TestConfig(t *testing.T) {
 		want config
 		err  string
 	}{
-		{name: "defaults", env: v4, raw: `{"Type":"vxlan"}`, want: config{VNI: 1, Port: 8472}},
+		{name: "defaults", env: v4, raw: `{"Type":"vxlan"}`, want: config{VNI: 1, Port: 8472, ChecksumOffload: "auto"}},
 		{name: "no case in keys", env: v4, raw: `{"type":"VXLAN","vni":42,"port":4789,"mtu":9000,"gbp":true,"learning":true,"directrouting":true}`,
-			want: config{VNI: 42, Port: 4789, MTU: 9000, GBP: true, Learning: true, DirectRouting: true}},
+			want: config{VNI: 42, Port: 4789, MTU: 9000, GBP: true, Learning: true, DirectRouting: true, ChecksumOffload: "auto"}},
 		{name: "checksum offload", env: v4, raw: `{"ChecksumOffload":"Off"}`, want: config{VNI: 1, Port: 8472, ChecksumOffload: "Off"}},
 		{name: "checksum offload unknown", env: v4, raw: `{"ChecksumOffload":"no"}`, err: `Backend.ChecksumOffload is "no": want auto, on or off`},
 		{name: "checksum offload no text", env: v4, raw: `{"ChecksumOffload":false}`, err: "ChecksumOffload"},
-		{name: "highest VNI", env: v4, raw: `{"VNI":16777215}`, want: config{VNI: 16777215, Port: 8472}},
+		{name: "highest VNI", env: v4, raw: `{"VNI":16777215}`, want: config{VNI: 16777215, Port: 8472, ChecksumOffload: "auto"}},
 		{name: "VNI too big", env: v4, raw: `{"VNI":16777216}`, err: "Backend.VNI is 16777216: want 0 to 16777215 (24 bits)"},
 		{name: "VNI negative", env: v4, raw: `{"VNI":-1}`, err: "Backend.VNI is -1"},
 		{name: "port 0", env: v4, raw: `{"Port":0}`, err: "Backend.Port is 0: want 1 to 65535"},
 		{name: "port too big", env: v4, raw: `{"Port":65536}`, err: "Backend.Port is 65536"},
 		{name: "MTU negative", env: v4, raw: `{"MTU":-1}`, err: "Backend.MTU is -1"},
 		{name: "MTU too small for IPv4", env: v4, raw: `{"MTU":117}`, err: "leaves 67 bytes inside vxlan: IPv4 needs 68"},
-		{name: "MTU just enough for IPv4", env: v4, raw: `{"MTU":118}`, want: config{VNI: 1, Port: 8472, MTU: 118}},
+		{name: "MTU just enough for IPv4", env: v4, raw: `{"MTU":118}`, want: config{VNI: 1, Port: 8472, MTU: 118, ChecksumOffload: "auto"}},
 		{name: "MTU too small for IPv6", env: dual, raw: `{"MTU":1349}`, err: "leaves 1279 bytes inside vxlan: IPv6 needs 1280"},
-		{name: "MTU just enough for IPv6", env: dual, raw: `{"MTU":1350}`, want: config{VNI: 1, Port: 8472, MTU: 1350}},
+		{name: "MTU just enough for IPv6", env: dual, raw: `{"MTU":1350}`, want: config{VNI: 1, Port: 8472, MTU: 1350, ChecksumOffload: "auto"}},
 		{name: "link too small for IPv6", env: env(1300, prefix.IPv6), raw: `{}`, err: "eth0 1300"},
 		{name: "wrong type", env: v4, raw: `{"VNI":"one"}`, err: "VNI"},
 	} {

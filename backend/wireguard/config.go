@@ -38,18 +38,26 @@ const (
 
 // config is the Backend object of the network configuration.
 type config struct {
-	ListenPort                  int
-	ListenPortV6                int // of the IPv6 device, in mode separate only
-	MTU                         int // of the underlay, bytes; 0 means that of the external interface
-	PSK                         string
-	PSKFile                     string // in place of PSK
-	PersistentKeepaliveInterval int    // seconds; 0 means none
-	Mode                        string
-	Implementation              string
+	ListenPort                  int    // UDP port
+	ListenPortV6                int    // UDP port of the IPv6 device, in mode separate only
+	MTU                         int    // of the network between the hosts, bytes; 0 is that of the external interface
+	PSK                         string // preshared key of all peers
+	PSKFile                     string // file on each host with the preshared key, in place of PSK
+	PersistentKeepaliveInterval int    // seconds between packets that keep a NAT's mapping alive; 0 is none
+	Mode                        string // a device for each family, or one for both with outer packets of that family
+	Implementation              string // the kernel's, this process's, or the kernel's if it has one
 }
 
+func defaults() config {
+	return config{ListenPort: defaultPort, ListenPortV6: defaultPortV6, Mode: modeSeparate, Implementation: implAuto}
+}
+
+// Defaults returns the keys of Backend with their defaults, as a struct. It is
+// what the reference of the documentation is made from, with the fields' comments.
+func Defaults() any { return defaults() }
+
 func parseConfig(raw json.RawMessage, env backend.Env) (config, []string, error) {
-	c := config{ListenPort: defaultPort, ListenPortV6: defaultPortV6, Mode: modeSeparate, Implementation: implAuto}
+	c := defaults()
 	warnings, err := subnet.DecodeBackend(raw, &c)
 	if err != nil {
 		return c, nil, err

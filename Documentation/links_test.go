@@ -1,0 +1,120 @@
+package documentation_test
+
+import (
+	"io/fs"
+	"os"
+	"path/filepath"
+	"regexp"
+	"strings"
+	"testing"
+)
+
+// pages are all pages of the project, by their path from here.
+func pages(t *testing.T) map[string]string {
+	t.Helper()
+	all := map[string]string{}
+	err := filepath.WalkDir("..", func(path string, d fs.DirEntry, err error) error {
+		if err != nil {
+			return err
+		}
+		if d.IsDir() && (d.Name() == ".git" || d.Name() == "bin" || d.Name() == "out") {
+			return filepath.SkipDir
+		}
+		if filepath.Ext(path) != ".md" {
+			return nil
+		}
+		raw, err := os.ReadFile(path)
+		all[path] = string(raw)
+		return err
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if len(all) < 20 {
+		t.Fatalf("only %d pages found", len(all))
+	}
+	return all
+}
+
+var (
+	fenced  = regexp.MustCompile("(?ms)^```.*?^```$")
+	heading = regexp.MustCompile(`(?m)^#+ +(.*)$`)
+	link    = regexp.MustCompile(`\]\(([^()\s]+)\)|(?:src|srcset|href)="([^"]+)"`)
+	word    = regexp.MustCompile(`[^\p{L}\p{N}_ -]`)
+)
+
+// anchors are the ids that the headings of a page get.
+func anchors(text string) map[string]bool {
+	ids := map[string]bool{}
+	for _, h := range heading.FindAllStringSubmatch(fenced.ReplaceAllString(text, ""), -1) {
+		id := word.ReplaceAllString(strings.ToLower(h[1]), "")
+		ids[strings.ReplaceAll(id, " ", "-")] = true
+	}
+	return ids
+}
+
+func TestAnchors(t *testing.T) {
+	ids := anchors("# One `two`, three\n```\n# not this\n```\n## Route protocol 98\n### a-b_c\n")
+	for _, want := range []string{"one-two-three", "route-protocol-98", "a-b_c"} {
+		if !ids[want] {
+			t.Errorf("no %s in %v", want, ids)
+		}
+	}
+	if len(ids) != 3 {
+		t.Errorf("%v", ids)
+	}
+}
+
+// Links within the project lead to files that are there, and to headings in them.
+func TestLinks(t *testing.T) {
+	all := pages(t)
+	linked := map[string]bool{"../README.md": true}
+	for path, text := range all {
+		for _, m := range link.FindAllStringSubmatch(fenced.ReplaceAllString(text, ""), -1) {
+			target := m[1] + m[2]
+			if strings.Contains(target, "://") || strings.HasPrefix(target, "mailto:") {
+				continue
+			}
+			file, id, _ := strings.Cut(target, "#")
+			to := path
+			if file != "" {
+				to = filepath.Join(filepath.Dir(path), file)
+			}
+			linked[to] = linked[to] || to != path
+			if _, err := os.Stat(to); err != nil {
+				t.Errorf("%s: %s leads nowhere", path, target)
+			} else if id != "" && !anchors(all[to])[id] {
+				t.Errorf("%s: %s has no heading #%s", path, to, id)
+			}
+		}
+	}
+	for path := range all {
+		if !linked[path] {
+			t.Errorf("no page leads to %s", path)
+		}
+	}
+}
+
+// Pages of backends answer the same questions in the same order.
+func TestBackendPages(t *testing.T) {
+	want := []string{"Description", "Configuration", "Lease data", "Kernel objects owned", "MTU", "Metrics", "Failure modes", "Examples"}
+	for _, s := range sections {
+		if s.backend == "" {
+			continue
+		}
+		raw, err := os.ReadFile(filepath.Join("backends", s.backend+".md"))
+		if err != nil {
+			t.Error(err)
+			continue
+		}
+		at := 0
+		for _, h := range heading.FindAllStringSubmatch(fenced.ReplaceAllString(string(raw), ""), -1) {
+			if at < len(want) && h[1] == want[at] {
+				at++
+			}
+		}
+		if at < len(want) {
+			t.Errorf("backends/%s.md: no heading %q where it should be", s.backend, want[at])
+		}
+	}
+}

@@ -1,0 +1,285 @@
+// Package documentation_test keeps the pages true to the code.
+package documentation_test
+
+import (
+	"context"
+	"encoding/json"
+	"flag"
+	"fmt"
+	"go/ast"
+	"go/parser"
+	"go/token"
+	"math"
+	"net/http"
+	"net/http/httptest"
+	"os"
+	"path/filepath"
+	"reflect"
+	"regexp"
+	"slices"
+	"sort"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+
+	"flanneld/backend/alloc"
+	"flanneld/backend/extension"
+	"flanneld/backend/hostgw"
+	"flanneld/backend/ipip"
+	"flanneld/backend/udp"
+	"flanneld/backend/vxlan"
+	"flanneld/backend/wireguard"
+	"flanneld/cmd/flanneld/app"
+	"flanneld/pkg/dataplane"
+	"flanneld/pkg/metrics"
+	"flanneld/subnet"
+)
+
+var update = flag.Bool("update", false, "write the generated pages anew")
+
+const referenceHead = `# Reference
+
+This page is made from the code: ` + "`go test ./Documentation -update`" + ` writes it, and a test
+fails when it is out of date. Types and ranges are what the daemon says when it refuses
+something else. The flags are on a page of [their own](flags.md).
+
+`
+
+// section is a struct that the configuration is decoded into.
+type section struct {
+	title    string
+	folder   string // of the package that has the struct
+	defaults any
+	backend  string // empty for the network's own keys
+}
+
+var sections = []section{
+	{"Network configuration", "subnet", subnet.Defaults(), ""},
+	{"Backend vxlan", "backend/vxlan", vxlan.Defaults(), vxlan.Type},
+	{"Backend wireguard", "backend/wireguard", wireguard.Defaults(), wireguard.Type},
+	{"Backend ipip", "backend/ipip", ipip.Defaults(), ipip.Type},
+	{"Backend udp", "backend/udp", udp.Defaults(), udp.Type},
+	{"Backend extension", "backend/extension", extension.Defaults(), extension.Type},
+	{"Backend host-gw", "backend/hostgw", struct{}{}, hostgw.Type},
+	{"Backend alloc", "backend/alloc", struct{}{}, alloc.Type},
+}
+
+// TestReference writes the reference with -update, and otherwise wants it as it is.
+func TestReference(t *testing.T) {
+	var b strings.Builder
+	b.WriteString(referenceHead)
+	for _, s := range sections {
+		fmt.Fprintf(&b, "## %s\n\n", s.title)
+		s.write(t, &b)
+	}
+	writeMetrics(t, &b)
+	want := b.String()
+	if *update {
+		if err := os.WriteFile("reference.md", []byte(want), 0o644); err != nil {
+			t.Fatal(err)
+		}
+	}
+	have, err := os.ReadFile("reference.md")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if diff := cmp.Diff(want, string(have)); diff != "" {
+		t.Errorf("reference.md is out of date, run go test ./Documentation -update (-code +page):\n%s", diff)
+	}
+}
+
+// Every backend that the daemon knows has a section, and a page.
+func TestReferenceHasAllBackends(t *testing.T) {
+	_, _, err := app.ValidateConfig([]byte(`{"Network": "10.5.0.0/16", "Backend": {"Type": "?"}}`))
+	if err == nil {
+		t.Fatal("a backend ? was taken")
+	}
+	_, list, _ := strings.Cut(err.Error(), "must be one of ")
+	var known []string
+	for _, s := range sections {
+		if s.backend != "" {
+			known = append(known, s.backend)
+		}
+	}
+	slices.Sort(known)
+	if diff := cmp.Diff(strings.Split(list, ", "), known); diff != "" {
+		t.Errorf("sections (-daemon +page):\n%s", diff)
+	}
+}
+
+func (s section) write(t *testing.T, b *strings.Builder) {
+	v := reflect.ValueOf(s.defaults)
+	if v.NumField() == 0 {
+		b.WriteString("No keys but `Type`.\n\n")
+		return
+	}
+	comments := fieldComments(t, s.folder, v.Type().Name())
+	b.WriteString("| Key | Wants | Default | Meaning |\n|---|---|---|---|\n")
+	for i := range v.NumField() {
+		key := v.Type().Field(i).Name
+		if comments[key] == "" {
+			t.Errorf("%s: %s.%s has no comment", s.folder, v.Type().Name(), key)
+		}
+		fmt.Fprintf(b, "| `%s` | %s | %s | %s |\n", key, s.wants(t, key, v.Field(i)), textOf(v.Field(i)), comments[key])
+	}
+	b.WriteString("\n")
+}
+
+// textOf is a default as it would stand in the configuration.
+func textOf(v reflect.Value) string {
+	if v.Kind() != reflect.Bool && v.Kind() != reflect.Int && v.IsZero() {
+		return "none"
+	}
+	raw, err := json.Marshal(v.Interface())
+	if err != nil {
+		return err.Error()
+	}
+	return "`" + string(raw) + "`"
+}
+
+// wants asks the daemon what it takes, by what it says of what it does not.
+func (s section) wants(t *testing.T, key string, v reflect.Value) string {
+	kind := wanted(s.refusal(key, map[string]any{}))
+	if key == "Backend" {
+		return "an object"
+	}
+	if v.Kind() == reflect.Slice && strings.HasPrefix(kind, "a list") {
+		return kind
+	}
+	if kind == "" {
+		t.Errorf("%s %s: an object is taken", s.title, key)
+	}
+	if s.backend != "" && v.Kind() == reflect.Int {
+		inside := func(n int64) bool {
+			return !strings.HasPrefix(s.refusal(key, n), fmt.Sprintf("Backend.%s is %d: want", key, n))
+		}
+		lo := sort.Search(math.MaxInt32, func(n int) bool { return inside(int64(n)) || int64(n) >= v.Int() })
+		above := sort.Search(math.MaxInt32-int(v.Int()), func(n int) bool { return !inside(v.Int() + int64(n)) })
+		if inside(-1) || above == math.MaxInt32-int(v.Int()) {
+			return kind
+		}
+		return fmt.Sprintf("%d to %d", lo, v.Int()+int64(above)-1)
+	}
+	if kind == "a string" {
+		if _, more, ok := strings.Cut(s.refusal(key, "?"), "want "); ok {
+			return strings.TrimRight(strings.TrimPrefix(more, "for "), ")")
+		}
+	}
+	return kind
+}
+
+// wanted is what an error says that a value should have been.
+func wanted(refusal string) string {
+	_, after, _ := strings.Cut(refusal, ": want ")
+	before, _, _ := strings.Cut(after, ", have ")
+	return before
+}
+
+// refusal is what the daemon says about one key with one value.
+func (s section) refusal(key string, value any) string {
+	config := map[string]any{"Network": "10.5.0.0/16"}
+	switch {
+	case s.backend != "":
+		config["Backend"] = map[string]any{"Type": s.backend, key: value}
+	case strings.HasPrefix(key, "IPv6"):
+		config["IPv6Network"], config["EnableIPv6"] = "fd00:5::/48", true
+		config[key] = value
+	default:
+		config["Backend"] = map[string]any{"Type": alloc.Type}
+		config[key] = value
+	}
+	raw, err := json.Marshal(config)
+	if err != nil {
+		return err.Error()
+	}
+	if _, _, err = app.ValidateConfig(raw); err != nil {
+		return strings.TrimPrefix(err.Error(), "invalid network configuration: ")
+	}
+	return ""
+}
+
+// fieldComments are the comments of a struct's fields in the source, on one line.
+func fieldComments(t *testing.T, folder, name string) map[string]string {
+	comments := map[string]string{}
+	files, err := filepath.Glob(filepath.Join("..", folder, "*.go"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, path := range files {
+		file, err := parser.ParseFile(token.NewFileSet(), path, nil, parser.ParseComments)
+		if err != nil {
+			t.Fatal(err)
+		}
+		ast.Inspect(file, func(n ast.Node) bool {
+			spec, ok := n.(*ast.TypeSpec)
+			if !ok || spec.Name.Name != name {
+				return true
+			}
+			if s, ok := spec.Type.(*ast.StructType); ok {
+				for _, f := range s.Fields.List {
+					for _, id := range f.Names {
+						text := strings.Join(strings.Fields(f.Doc.Text()+" "+f.Comment.Text()), " ")
+						comments[id.Name] = strings.TrimPrefix(text, id.Name+" says ")
+					}
+				}
+			}
+			return false
+		})
+	}
+	return comments
+}
+
+// scrape is /metrics of a daemon that knows everything.
+func scrape(t *testing.T) string {
+	m := metrics.New(func(context.Context) metrics.Look {
+		one := map[string]int{"": 1}
+		return metrics.Look{
+			Backend: "vxlan", Peers: one, Objects: map[string]dataplane.Count{"": {}}, Pool: one,
+			LastSync: time.Unix(1, 0), LeaseExpires: time.Unix(1, 0), Dropped: map[string]uint64{"": 1},
+		}
+	})
+	w := httptest.NewRecorder()
+	m.Handler().ServeHTTP(w, httptest.NewRequestWithContext(t.Context(), http.MethodGet, "/metrics", nil))
+	return w.Body.String()
+}
+
+func writeMetrics(t *testing.T, b *strings.Builder) {
+	page := scrape(t)
+	b.WriteString("## Metrics\n\nBesides these come the usual `go_` and `process_` metrics.\n\n| Metric | Kind | Labels | Meaning, and what to do |\n|---|---|---|---|\n")
+	for _, m := range regexp.MustCompile(`(?m)^# HELP (flannel_\w+) (.*)\n# TYPE \w+ (\w+)\n\w+(?:\{(.*)\})?`).FindAllStringSubmatch(page, -1) {
+		var labels []string
+		for _, l := range regexp.MustCompile(`(\w+)="`).FindAllStringSubmatch(m[4], -1) {
+			if l[1] != "le" {
+				labels = append(labels, "`"+l[1]+"`")
+			}
+		}
+		fmt.Fprintf(b, "| `%s` | %s | %s | %s |\n", m[1], m[3], strings.Join(labels, ", "), m[2])
+	}
+}
+
+// Flags are shown as flanneld prints them.
+func TestFlags(t *testing.T) {
+	page, err := os.ReadFile("flags.md")
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, after, _ := strings.Cut(string(page), "```\n")
+	shown, _, _ := strings.Cut(after, "```\n")
+	if diff := cmp.Diff(app.Help(), shown); diff != "" {
+		t.Errorf("flags.md is not what flanneld --help prints (-help +page):\n%s", diff)
+	}
+}
+
+// What pages call a metric is one.
+func TestMetricsThatPagesName(t *testing.T) {
+	page := scrape(t)
+	for path, text := range pages(t) {
+		for _, name := range regexp.MustCompile(`\bflannel_[a-z_]+`).FindAllString(text, -1) {
+			if !strings.Contains(page, "\n"+name) {
+				t.Errorf("%s: there is no metric %s", path, name)
+			}
+		}
+	}
+}

@@ -1,0 +1,98 @@
+package main
+
+import (
+	"os"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
+
+	"flanneld/cmd/flanneld/app"
+)
+
+// Commands and flags that pages name are there.
+func TestPagesNameWhatThereIs(t *testing.T) {
+	paths, err := filepath.Glob("../../Documentation/*.md")
+	more, _ := filepath.Glob("../../Documentation/*/*.md")
+	if err != nil || len(paths) < 10 {
+		t.Fatalf("%v: %v", paths, err)
+	}
+	commands, flags := 0, 0
+	for _, path := range append(append(paths, more...), "../../README.md") {
+		raw, err := os.ReadFile(path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for line := range strings.SplitSeq(string(raw), "\n") {
+			c, f := inspect(t, path, line)
+			commands, flags = commands+c, flags+f
+		}
+	}
+	if commands < 15 || flags < 50 {
+		t.Errorf("only %d commands and %d flags found on all pages", commands, flags)
+	}
+}
+
+var (
+	invoked  = regexp.MustCompile("(?:^|[ `/$#])flannelctl ((?:[a-z]+ ?)*)([^`|]*)")
+	flagText = regexp.MustCompile(`(?:^|[ (])--([a-z][a-z0-9-]+)`)
+	alone    = regexp.MustCompile("`--([a-z][a-z0-9-]+)[^`]*`")
+	variable = regexp.MustCompile(`\b(?:FLANNELD_[A-Z0-9_]+)\b`)
+)
+
+// inspect judges one line (one of them shows a variable that is misspelt): commands of flannelctl with their flags, flags that
+// stand alone, and variables.
+func inspect(t *testing.T, path, line string) (commands, flags int) {
+	shown := strings.HasPrefix(line, "    ") || strings.Contains(line, "`")
+	if m := invoked.FindStringSubmatch(line); m != nil && shown {
+		words := strings.Fields(m[1])
+		cmd, rest, err := newRoot().Find(words)
+		if err != nil || len(words) > 0 && !cmd.HasParent() && words[0] != "completion" {
+			t.Errorf("%s: no command %q: %s", path, m[1], line)
+			return 0, 0
+		}
+		commands++
+		if cmd.HasSubCommands() && cmd.HasParent() && len(rest) > 0 {
+			t.Errorf("%s: no command %q: %s", path, m[1], line)
+		}
+		for _, f := range flagText.FindAllStringSubmatch(m[2], -1) {
+			flags++
+			if f[1] != "help" && cmd.Flags().Lookup(f[1]) == nil && cmd.InheritedFlags().Lookup(f[1]) == nil {
+				t.Errorf("%s: %s has no flag --%s", path, cmd.CommandPath(), f[1])
+			}
+		}
+		return commands, flags
+	}
+	for _, f := range alone.FindAllStringSubmatch(line, -1) {
+		flags++
+		if !known(f[1]) {
+			t.Errorf("%s: neither flanneld nor flannelctl has a flag --%s: %s", path, f[1], line)
+		}
+	}
+	for _, v := range variable.FindAllString(line, -1) {
+		if v != "FLANNELD_IFACE_REGX" && !strings.HasSuffix(v, "_") && !strings.Contains(app.Help(), v) {
+			t.Errorf("%s: there is no variable %s", path, v)
+		}
+	}
+	return commands, flags
+}
+
+// foreign are flags of other programs that pages name by themselves.
+var foreign = []string{"bip", "mtu", "ip-masq", "help", "version", "lease"}
+
+func known(name string) bool {
+	return slices.Contains(foreign, name) || strings.Contains(app.Help(), "--"+name) || hasFlag(newRoot(), name)
+}
+
+func hasFlag(cmd *cobra.Command, name string) bool {
+	found := false
+	cmd.Flags().VisitAll(func(f *pflag.Flag) { found = found || f.Name == name })
+	for _, sub := range cmd.Commands() {
+		found = found || hasFlag(sub, name)
+	}
+	return found
+}

@@ -1,0 +1,49 @@
+package dist_test
+
+import (
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"strings"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+)
+
+// What the script writes, as the drop-in calls it, is what the drop-in has
+// systemd read, and comes out as the options that dockerd gets.
+func TestDockerDropIn(t *testing.T) {
+	raw, err := os.ReadFile("systemd/docker-flannel.conf")
+	if err != nil {
+		t.Fatal(err)
+	}
+	pre := regexp.MustCompile(`(?m)^ExecStartPre=/usr/bin/env -u DOCKER_OPTS /usr/local/bin/mk-docker-opts\.sh (.*)$`).FindStringSubmatch(string(raw))
+	read := regexp.MustCompile(`(?m)^EnvironmentFile=-(.*)$`).FindStringSubmatch(string(raw))
+	if pre == nil || read == nil || !strings.Contains(pre[1], "-d "+read[1]) {
+		t.Fatalf("the drop-in reads another file than the script writes:\n%s", raw)
+	}
+	dir := t.TempDir()
+	in, out := filepath.Join(dir, "subnet.env"), filepath.Join(dir, "docker.env")
+	if err := os.WriteFile(in, []byte(sample), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	args := strings.Fields(strings.ReplaceAll(pre[1], read[1], out))
+	// systemd reads the file before every command, so the second time has the result of the first.
+	for _, before := range []string{"", "--bip=10.1.73.1/24"} {
+		cmd := exec.CommandContext(t.Context(), "/usr/bin/env", append([]string{"-u", "DOCKER_OPTS", "./mk-docker-opts.sh", "-f", in}, args...)...)
+		cmd.Env = []string{"PATH=" + os.Getenv("PATH"), "DOCKER_OPTS=" + before}
+		if text, err := cmd.CombinedOutput(); err != nil {
+			t.Fatalf("%v: %s", err, text)
+		}
+	}
+	cmd := exec.CommandContext(t.Context(), "sh", "-c", `. "$1" && printf '%s\n' $DOCKER_OPTS`, "sh", out)
+	cmd.Env = []string{}
+	got, err := cmd.Output()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if diff := cmp.Diff("--bip=10.1.74.1/24\n--ip-masq=true\n--mtu=1472\n", string(got)); diff != "" {
+		t.Errorf("what dockerd gets (-want +got):\n%s", diff)
+	}
+}
