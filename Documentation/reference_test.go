@@ -236,7 +236,7 @@ func scrape(t *testing.T) string {
 	m := metrics.New(func(context.Context) metrics.Look {
 		one := map[string]int{"": 1}
 		return metrics.Look{
-			Backend: "vxlan", Peers: one, Objects: map[string]dataplane.Count{"": {}}, Pool: one,
+			Backend: "vxlan", Peers: one, Objects: map[string]dataplane.Count{"": {}}, Pool: map[string]uint64{"": 1},
 			LastSync: time.Unix(1, 0), LeaseExpires: time.Unix(1, 0), Dropped: map[string]uint64{"": 1},
 		}
 	})
