@@ -17,14 +17,17 @@ GO_BUILD := CGO_ENABLED=0 go build -trimpath -buildvcs=false -ldflags '$(LDFLAGS
 FUZZTIME ?= 10s
 # Heavy components that tests run are built once for a user, outside the tree.
 KUBE_VERSION := $(shell awk '$$1 == "k8s.io/kubernetes" { print $$2 }' test/components/kube-apiserver/go.mod)
+HELM_VERSION := $(shell awk '$$1 == "helm.sh/helm/v3" { print $$2 }' test/components/helm/go.mod)
 COMPONENTS := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/flanneld
 APISERVER := $(COMPONENTS)/kube-apiserver-$(KUBE_VERSION)
+KUBECTL := $(COMPONENTS)/kubectl-$(KUBE_VERSION)
+HELM := $(COMPONENTS)/helm-$(HELM_VERSION)
 STAGES := go run ./test/stages -fuzztime $(FUZZTIME)
 GOLANGCI := bin/tools/golangci-lint
 
 .DEFAULT_GOAL := help
 .PHONY: help build demo test test-unit test-kernel test-e2e test-vm fuzz bench lint lint-go lint-mod lint-shell lint-sleep \
-	lint-unit lint-rules fmt image dist deps components clean FORCE
+	lint-unit lint-rules fmt image chart dist deps components clean FORCE
 
 help: ## this list
 	@echo 'flanneld $(VERSION)'
@@ -77,6 +80,7 @@ lint-mod:
 	go mod tidy -diff
 	go -C test/tools mod tidy -diff
 	go -C test/components/kube-apiserver mod tidy -diff
+	go -C test/components/helm mod tidy -diff
 	go -C test/components/cni-plugins mod tidy -diff
 
 lint-shell: deps
@@ -106,6 +110,9 @@ $(GOLANGCI): test/tools/go.mod test/tools/go.sum
 image: ## an OCI archive in dist/out, with buildah, podman or docker
 	@test/tools/image.sh $(OUT)/flanneld-$(VERSION)-linux-$$(go env GOARCH).oci.tar flanneld:$(VERSION)
 
+chart: bin/tools/helm ## the Helm chart as an archive in dist/out, for images of this version
+	bin/tools/helm package dist/kubernetes/chart --app-version $(VERSION) --destination $(OUT)
+
 dist: $(ARCHES:%=$(OUT)/flannel-$(VERSION)-linux-%.tar.gz) ## tarballs for all architectures in dist/out, reproducible
 	cd $(OUT) && sha256sum $(^F) > SHA256SUMS
 
@@ -114,11 +121,12 @@ $(OUT)/flannel-$(VERSION)-linux-%.tar.gz: FORCE
 	GOOS=linux GOARCH=$* GOARM=7 $(GO_BUILD) -o $(OUT)/$*/ $(COMMANDS)
 	GOOS=linux GOARCH=$* GOARM=7 $(GO_BUILD) -o $(OUT)/$*/flannel $(PLUGIN)
 	cp -r README.md dist/mk-docker-opts.sh dist/systemd dist/rt_protos.d dist/prometheus dist/grafana $(OUT)/$*/
+	cd dist && cp -r --parents kubernetes/base kubernetes/chart $(CURDIR)/$(OUT)/$*/
 	cd $(OUT)/$* && tar --sort=name --mtime=@$$SOURCE_DATE_EPOCH --owner=0 --group=0 --numeric-owner \
 		--mode=u=rwX,go=rX -cf - * | gzip -9n > ../$(@F)
 	rm -rf $(OUT)/$*
 
-components: bin/tools/kube-apiserver bin/tools/cni ## build the Kubernetes API server and CNI plugins that tests run: minutes, the first time
+components: bin/tools/kube-apiserver bin/tools/kubectl bin/tools/helm bin/tools/cni ## build the Kubernetes API server, tools and CNI plugins that tests run: minutes, the first time
 
 # Plugins that know CNI 1.1, which those of Debian do not.
 bin/tools/cni: test/components/cni-plugins/go.mod test/components/cni-plugins/go.sum
@@ -127,13 +135,28 @@ bin/tools/cni: test/components/cni-plugins/go.mod test/components/cni-plugins/go
 	@touch $@
 
 bin/tools/kube-apiserver: $(APISERVER)
-	@mkdir -p bin/tools && ln -sf $(APISERVER) $@
+bin/tools/kubectl: $(KUBECTL)
+bin/tools/helm: $(HELM)
+bin/tools/kube-apiserver bin/tools/kubectl bin/tools/helm:
+	@mkdir -p bin/tools && ln -sf $< $@
+
+KUBE_BUILD = CGO_ENABLED=0 nice go build -trimpath -ldflags '-s -w \
+	-X k8s.io/component-base/version.gitVersion=$(KUBE_VERSION) -X k8s.io/client-go/pkg/version.gitVersion=$(KUBE_VERSION)'
 
 $(APISERVER):
 	@mkdir -p $(COMPONENTS)
 	@echo 'building kube-apiserver $(KUBE_VERSION), which takes minutes'
-	CGO_ENABLED=0 nice go build -C test/components/kube-apiserver -trimpath -o $@.part \
-		-ldflags '-s -w -X k8s.io/component-base/version.gitVersion=$(KUBE_VERSION) -X k8s.io/client-go/pkg/version.gitVersion=$(KUBE_VERSION)' .
+	cd test/components/kube-apiserver && $(KUBE_BUILD) -o $@.part .
+	@mv $@.part $@
+
+# After the API server, with which it shares most packages.
+$(KUBECTL): | $(APISERVER)
+	cd test/components/kube-apiserver && $(KUBE_BUILD) -o $@.part k8s.io/kubernetes/cmd/kubectl
+	@mv $@.part $@
+
+$(HELM):
+	@mkdir -p $(COMPONENTS)
+	cd test/components/helm && CGO_ENABLED=0 nice go build -trimpath -ldflags '-s -w' -o $@.part helm.sh/helm/v3/cmd/helm
 	@mv $@.part $@
 
 deps: ## install what tests and linters need, as root, if it is missing

@@ -1,0 +1,43 @@
+{{- define "flannel.labels" -}}
+app: flannel
+tier: node
+{{- end }}
+
+{{- define "flannel.image" -}}
+{{ .Values.flannel.image.repository }}:{{ .Values.flannel.image.tag | default .Chart.AppVersion }}
+{{- end }}
+
+{{/* The network configuration as JSON, whatever the values hold. */}}
+{{- define "flannel.netConf" -}}
+{{- $options := dict
+  "vxlan" (dict "Port" "backendPort" "VNI" "vni" "GBP" "GBP" "DirectRouting" "directRouting" "MTU" "mtu" "MacPrefix" "macPrefix")
+  "wireguard" (dict "ListenPort" "backendPort" "ListenPortV6" "backendPortv6" "PSK" "psk" "MTU" "mtu" "Mode" "tunnelMode" "PersistentKeepaliveInterval" "keepaliveInterval")
+  "udp" (dict "Port" "backendPort")
+}}
+{{- $backend := dict "Type" .Values.flannel.backend }}
+{{- range $key, $value := dig .Values.flannel.backend dict $options }}
+{{- with index $.Values.flannel $value }}
+{{- $_ := set $backend $key . }}
+{{- end }}
+{{- end }}
+{{- $conf := dict "EnableNFTables" .Values.flannel.enableNFTables "Backend" (merge $backend .Values.flannel.backendOptions) }}
+{{- if .Values.podCidr }}
+{{- $_ := set $conf "Network" .Values.podCidr }}
+{{- else }}
+{{- $_ := set $conf "EnableIPv4" false }}
+{{- end }}
+{{- if .Values.podCidrv6 }}
+{{- $_ := set $conf "IPv6Network" .Values.podCidrv6 }}
+{{- $_ := set $conf "EnableIPv6" true }}
+{{- end }}
+{{- if not (or .Values.podCidr .Values.podCidrv6) }}
+{{- fail "podCidr and podCidrv6 are both empty: pods would have no addresses" }}
+{{- end }}
+{{- toPrettyJson $conf }}
+{{- end }}
+
+{{/* What no container of ours may do. */}}
+{{- define "flannel.confined" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+{{- end }}

@@ -1,0 +1,150 @@
+// Package kubernetes_test renders the chart and compares.
+package kubernetes_test
+
+import (
+	"encoding/json"
+	"errors"
+	"flag"
+	"io/fs"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+	"sigs.k8s.io/yaml"
+
+	"flanneld/subnet"
+)
+
+var update = flag.Bool("update", false, "write what the chart renders to the golden files and to base")
+
+// helm is what `make components` builds.
+const helm = "../../bin/tools/helm"
+
+// render returns what the chart makes of the options, without the lines in
+// which helm says where each part is from.
+func render(t *testing.T, options ...string) string {
+	t.Helper()
+	cmd := exec.CommandContext(t.Context(), helm, append([]string{"template", "flannel", "chart", "--namespace=kube-flannel"}, options...)...)
+	var stderr strings.Builder
+	cmd.Stderr = &stderr
+	out, err := cmd.Output()
+	if errors.Is(err, fs.ErrNotExist) {
+		t.Fatalf("no helm to render with (make components): %v", err)
+	}
+	if err != nil {
+		t.Fatalf("%v: %s", err, &stderr)
+	}
+	var text strings.Builder
+	for line := range strings.Lines(string(out)) {
+		if !strings.HasPrefix(line, "# Source: ") {
+			text.WriteString(line)
+		}
+	}
+	return text.String()
+}
+
+func expectGolden(t *testing.T, path, got string) {
+	t.Helper()
+	if *update {
+		if err := os.WriteFile(path, []byte(got), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		return
+	}
+	want, err := os.ReadFile(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if diff := cmp.Diff(string(want), got); diff != "" {
+		t.Errorf("%s (go test ./dist/kubernetes -update, if this is meant) (-want +got):\n%s", path, diff)
+	}
+}
+
+// object is what the tests look at in anything that is rendered.
+type object struct {
+	Kind string
+	Data map[string]string
+}
+
+func objects(t *testing.T, text string) []object {
+	t.Helper()
+	var all []object
+	for part := range strings.SplitSeq(text, "\n---\n") {
+		var o object
+		if err := yaml.Unmarshal([]byte(part), &o); err != nil {
+			t.Fatalf("%v: %s", err, part)
+		}
+		all = append(all, o)
+	}
+	return all
+}
+
+func TestChart(t *testing.T) {
+	values, err := filepath.Glob("testdata/*.values.yaml")
+	if err != nil || len(values) == 0 {
+		t.Fatalf("no values to render: %v", err)
+	}
+	for _, file := range values {
+		name := strings.TrimSuffix(filepath.Base(file), ".values.yaml")
+		t.Run(name, func(t *testing.T) {
+			got := render(t, "--values="+file)
+			expectGolden(t, filepath.Join("testdata", name+".golden.yaml"), got)
+			expectConfig(t, got)
+		})
+	}
+}
+
+// expectConfig reads the rendered configuration as the daemon and a container
+// runtime do.
+func expectConfig(t *testing.T, rendered string) {
+	t.Helper()
+	for _, o := range objects(t, rendered) {
+		if o.Kind != "ConfigMap" {
+			continue
+		}
+		_, warnings, err := subnet.ParseConfig([]byte(o.Data["net-conf.json"]))
+		if err != nil || len(warnings) > 0 {
+			t.Errorf("net-conf.json: %v, %q", err, warnings)
+		}
+		if cni := o.Data["cni-conf.json"]; !json.Valid([]byte(cni)) {
+			t.Errorf("cni-conf.json is not JSON: %s", cni)
+		}
+		return
+	}
+	t.Error("no ConfigMap")
+}
+
+// The plain manifests are the chart with its defaults. Their selector is that of
+// flannel's manifests, so that they can be applied over those.
+func TestBase(t *testing.T) {
+	expectGolden(t, "base/flannel.yaml", render(t, "--set=flannel.selectorLabels.k8s-app=flannel"))
+}
+
+func TestMistakes(t *testing.T) {
+	for name, tc := range map[string]struct{ set, want string }{
+		"no network":        {"podCidr=", "podCidr and podCidrv6 are both empty"},
+		"port":              {"flannel.backendPort=70000", "backendPort"},
+		"a port in words":   {"flannel.healthz.port=http", "healthz/port"},
+		"one argument":      {"flannel.args=--ip-masq", "args"},
+		"mode":              {"flannel.tunnelMode=both", "tunnelMode"},
+		"no selector":       {"flannel.selectorLabels=null", "selectorLabels"},
+		"plugin, no tag":    {"flannel.flannel_cni.image.repository=x", "flannel.flannel_cni.image.tag"},
+		"policies, nowhere": {"netpol.enabled=true", "netpol.image.repository"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			out, err := exec.CommandContext(t.Context(), helm, "template", "chart", "--set="+tc.set).CombinedOutput()
+			if err == nil || !strings.Contains(string(out), tc.want) {
+				t.Errorf("%v: %s; want an error with %q", err, out, tc.want)
+			}
+		})
+	}
+}
+
+func TestLint(t *testing.T) {
+	if out, err := exec.CommandContext(t.Context(), helm, "lint", "--strict", "chart").CombinedOutput(); err != nil {
+		t.Errorf("%v: %s", err, out)
+	}
+}
