@@ -111,7 +111,7 @@ func (c *cluster) start() {
 		"--cert-dir="+filepath.Join(c.dir, "certs"), "--service-cluster-ip-range=10.96.0.0/16",
 		"--service-account-issuer=https://kubernetes.default.svc", "--service-account-key-file="+key,
 		"--service-account-signing-key-file="+key, "--authorization-mode=RBAC", "--token-auth-file="+tokens,
-		"--endpoint-reconciler-type=none", "--shutdown-delay-duration=0s",
+		"--endpoint-reconciler-type=none", "--shutdown-delay-duration=0s", "--allow-privileged=true",
 	)
 	if bind == "::" {
 		c.proc.Args = append(c.proc.Args, "--service-cluster-ip-range=fd00:96::/112")
