@@ -37,7 +37,9 @@ type cluster struct {
 const (
 	adminToken   = "admin-token"
 	flannelToken = "flannel-token"
+	flannelUser  = "system:serviceaccount:kube-flannel:flannel"
 	nodesPath    = "/api/v1/nodes"
+	auditLog     = "audit.log" // what the daemons ask for
 )
 
 // newCluster builds a cluster with a Node for every host. Daemons are not
@@ -85,7 +87,9 @@ func (c *cluster) write(name string, text []byte) string {
 // start starts the API server and waits until it serves.
 func (c *cluster) start() {
 	c.t.Helper()
-	tokens := c.write("tokens.csv", []byte(adminToken+",admin,admin,system:masters\n"+flannelToken+",system:serviceaccount:kube-flannel:flannel,flannel-uid\n"))
+	tokens := c.write("tokens.csv", []byte(adminToken+",admin,admin,system:masters\n"+flannelToken+","+flannelUser+",flannel-uid\n"))
+	audit := c.write("audit.yaml", fmt.Appendf(nil, `{"apiVersion":"audit.k8s.io/v1","kind":"Policy","omitStages":["RequestReceived"],
+"rules":[{"level":"Metadata","users":[%q]},{"level":"None"}]}`, flannelUser))
 	key := filepath.Join(c.dir, "sa.key")
 	if _, err := os.Stat(key); err != nil {
 		if out, err := exec.Command("openssl", "genrsa", "-out", key, "2048").CombinedOutput(); err != nil {
@@ -112,6 +116,7 @@ func (c *cluster) start() {
 		"--service-account-issuer=https://kubernetes.default.svc", "--service-account-key-file="+key,
 		"--service-account-signing-key-file="+key, "--authorization-mode=RBAC", "--token-auth-file="+tokens,
 		"--endpoint-reconciler-type=none", "--shutdown-delay-duration=0s", "--allow-privileged=true",
+		"--audit-policy-file="+audit, "--audit-log-path="+filepath.Join(c.dir, auditLog), "--audit-log-mode=blocking",
 	)
 	if bind == "::" {
 		c.proc.Args = append(c.proc.Args, "--service-cluster-ip-range=fd00:96::/112")
@@ -194,7 +199,7 @@ func (c *cluster) grant() {
 	c.do(http.MethodPost, rbac+"clusterrolebindings", map[string]any{
 		"apiVersion": "rbac.authorization.k8s.io/v1", "kind": "ClusterRoleBinding", "metadata": map[string]any{"name": "flannel"},
 		"roleRef":  map[string]any{"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": "flannel"},
-		"subjects": []any{map[string]any{"apiGroup": "rbac.authorization.k8s.io", "kind": "User", "name": "system:serviceaccount:kube-flannel:flannel"}},
+		"subjects": []any{map[string]any{"apiGroup": "rbac.authorization.k8s.io", "kind": "User", "name": flannelUser}},
 	}, "")
 }
 

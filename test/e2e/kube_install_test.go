@@ -1,12 +1,16 @@
 package e2e
 
 import (
+	"encoding/json"
 	"fmt"
 	"net/http"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
+
+	"github.com/google/go-cmp/cmp"
 
 	"flanneld/pkg/lab"
 	"flanneld/pkg/prefix"
@@ -140,8 +144,8 @@ func TestKubeInstall(t *testing.T) {
 			}
 			expectMatrix(t, c.Lab)
 			expectMasquerade(t, c.Host(1))
-			if denied := c.denied(); len(denied) > 0 {
-				t.Errorf("asked for more than the role has: %q", denied)
+			if got := c.asked(http.StatusForbidden); len(got) > 0 {
+				t.Errorf("asked for more than the role allows: %q", got)
 			}
 		})
 	}
@@ -172,6 +176,33 @@ patches:
 	c.tool("kubectl", "apply", "-k", filepath.Join(c.dir, "overlay"))
 }
 
+// asked returns what the daemons have asked the API server for, in order and
+// each once; with a status only what was answered with that.
+func (c *cluster) asked(status int) []string {
+	c.t.Helper()
+	text, err := os.ReadFile(filepath.Join(c.dir, auditLog))
+	if err != nil {
+		c.t.Fatal(err)
+	}
+	var asked []string
+	for line := range strings.Lines(string(text)) {
+		var entry struct {
+			Verb           string
+			ObjectRef      struct{ Resource, Subresource string }
+			ResponseStatus struct{ Code int }
+		}
+		if err := json.Unmarshal([]byte(line), &entry); err != nil {
+			continue // one that is being written
+		}
+		if status == 0 || entry.ResponseStatus.Code == status {
+			resource := strings.TrimSuffix(entry.ObjectRef.Resource+"/"+entry.ObjectRef.Subresource, "/")
+			asked = append(asked, entry.Verb+" "+resource)
+		}
+	}
+	slices.Sort(asked)
+	return slices.Compact(asked)
+}
+
 // expectMasquerade wants rules on the host, of whichever kind.
 func expectMasquerade(t *testing.T, h *lab.Host) {
 	t.Helper()
@@ -184,14 +215,171 @@ func expectMasquerade(t *testing.T, h *lab.Host) {
 	})
 }
 
-// denied returns the API server's counters of requests that it has forbidden.
-func (c *cluster) denied() []string {
+// takeAway removes one verb from a role, waits until the API server refuses it,
+// and returns how to give it back.
+func (c *cluster) takeAway(role, resource, verb string) (restore func()) {
 	c.t.Helper()
-	var lines []string
-	for line := range strings.Lines(string(c.do(http.MethodGet, "/metrics", nil, ""))) {
-		if strings.HasPrefix(line, "apiserver_request_total{") && strings.Contains(line, `code="403"`) {
-			lines = append(lines, strings.TrimSpace(line))
+	type rule struct {
+		APIGroups []string `json:"apiGroups"`
+		Resources []string `json:"resources"`
+		Verbs     []string `json:"verbs"`
+	}
+	path := "/apis/rbac.authorization.k8s.io/v1/" + role
+	var have, less struct {
+		Rules []rule `json:"rules"`
+	}
+	if err := json.Unmarshal(c.do(http.MethodGet, path, nil, ""), &have); err != nil {
+		c.t.Fatal(err)
+	}
+	for _, r := range have.Rules {
+		if slices.Contains(r.Resources, resource) {
+			r.Verbs = slices.DeleteFunc(slices.Clone(r.Verbs), func(v string) bool { return v == verb })
+		}
+		if len(r.Verbs) > 0 {
+			less.Rules = append(less.Rules, r)
 		}
 	}
-	return lines
+	c.expectAllowed(verb, resource, true)
+	c.do(http.MethodPatch, path, less, "application/merge-patch+json")
+	c.expectAllowed(verb, resource, false)
+	return func() {
+		c.do(http.MethodPatch, path, have, "application/merge-patch+json")
+		c.expectAllowed(verb, resource, true)
+	}
+}
+
+// expectAllowed waits until the API server has taken in what roles say.
+func (c *cluster) expectAllowed(verb, resource string, want bool) {
+	c.t.Helper()
+	name, sub, _ := strings.Cut(resource, "/")
+	attributes := map[string]any{"verb": verb, "resource": name, "subresource": sub}
+	if name == "events" {
+		attributes["namespace"] = "default"
+	}
+	eventually(c.t, "role", func() error {
+		raw := c.do(http.MethodPost, "/apis/authorization.k8s.io/v1/subjectaccessreviews", map[string]any{
+			"apiVersion": "authorization.k8s.io/v1", "kind": "SubjectAccessReview",
+			"spec": map[string]any{"user": flannelUser, "resourceAttributes": attributes},
+		}, "")
+		var review struct{ Status struct{ Allowed bool } }
+		if err := json.Unmarshal(raw, &review); err != nil {
+			return err
+		}
+		if review.Status.Allowed != want {
+			return fmt.Errorf("%s %s allowed: %v", verb, resource, review.Status.Allowed)
+		}
+		return nil
+	})
+}
+
+// TestKubeRole takes away what the shipped roles allow, one verb after the other:
+// each is missed, and the daemon goes on when it is back, without a restart.
+func TestKubeRole(t *testing.T) {
+	t.Parallel()
+	const role = "clusterroles/flannel"
+	t.Run("all of it is used", func(t *testing.T) {
+		t.Parallel()
+		c := bare(t, lab.Config{Hosts: 1})
+		c.tool("kubectl", "apply", "-k", repository(t, "dist/kubernetes/base"))
+		c.startDaemons()
+		c.addHostile(112)
+		eventually(t, "requests", func() error {
+			want := []string{"create events", "get nodes", "list nodes", "patch nodes/status", "watch nodes"}
+			if diff := cmp.Diff(want, c.asked(0)); diff != "" {
+				return fmt.Errorf("(-want +got):\n%s", diff)
+			}
+			return nil
+		})
+	})
+	for _, tc := range []struct {
+		role, resource, verb string
+		missed               func(c *cluster) // what is not done
+		done                 func(c *cluster) // and then is
+	}{
+		{role, "nodes", "get", func(c *cluster) {
+			c.ready()
+			c.addNode(101, c.peerNotes(101))
+			expectLog(c.t, c.Host(1).Daemon(), `cannot get resource \"nodes\"`)
+			expectKernel(c.t, c.Host(1), nil, c.peerEntries(101))
+		}, func(c *cluster) { expectKernel(c.t, c.Host(1), c.peerEntries(101), nil) }},
+		{role, "nodes", "list", (*cluster).notReady, (*cluster).ready},
+		{role, "nodes", "watch", func(c *cluster) {
+			expectLog(c.t, c.Host(1).Daemon(), `cannot watch resource \"nodes\"`)
+		}, func(c *cluster) {
+			expectLog(c.t, c.Host(1).Daemon(), "is usable again")
+			c.addNode(101, c.peerNotes(101))
+			expectKernel(c.t, c.Host(1), c.peerEntries(101), nil)
+		}},
+		{role, "nodes/status", "patch", func(c *cluster) {
+			expectLog(c.t, c.Host(1).Daemon(), `cannot patch resource \"nodes/status\"`)
+			if n := c.node(1); n.note("public-ip") != "" || n.networkUnavailable() != "" {
+				c.t.Errorf("patched without being allowed to: %+v", n)
+			}
+		}, func(c *cluster) {
+			c.ready()
+			c.expectCondition(1, "False")
+		}},
+		{"namespaces/default/roles/flannel-events", "events", "create", func(c *cluster) {
+			c.ready()
+			c.addHostile(111)
+			if got := c.events(1); len(got) > 0 {
+				c.t.Errorf("made without being allowed to: %q", got)
+			}
+		}, func(c *cluster) {
+			c.addHostile(112)
+			eventually(c.t, "event", func() error {
+				if got := c.events(1); !slices.ContainsFunc(got, func(e string) bool { return strings.Contains(e, nodeName(112)) }) {
+					return fmt.Errorf("events are %q", got)
+				}
+				return nil
+			})
+		}},
+	} {
+		t.Run(tc.verb+" "+strings.ReplaceAll(tc.resource, "/", " "), func(t *testing.T) {
+			t.Parallel()
+			c := bare(t, lab.Config{Hosts: 1})
+			c.tool("kubectl", "apply", "-k", repository(t, "dist/kubernetes/base"))
+			restore := c.takeAway(tc.role, tc.resource, tc.verb)
+			d := start(t, c.Host(1), c.options(1))
+			tc.missed(c)
+			if got, want := c.asked(http.StatusForbidden), tc.verb+" "+tc.resource; !slices.Equal(got, []string{want}) {
+				t.Errorf("refused: %q, want %s alone", got, want)
+			}
+			restore()
+			tc.done(c)
+			if err := d.Ended(); err != nil {
+				t.Error(err)
+			}
+		})
+	}
+}
+
+func (c *cluster) ready() {
+	c.t.Helper()
+	expectReady(c.t, c.Host(1).Daemon())
+}
+
+// notReady waits until the API server has refused something, which is no reason
+// to exit.
+func (c *cluster) notReady() {
+	c.t.Helper()
+	d := c.Host(1).Daemon()
+	expectLog(c.t, d, "is forbidden")
+	if status, _, err := d.Get(background(c.t), "/readyz"); err == nil {
+		c.t.Errorf("ready nevertheless: %d", status)
+	}
+}
+
+// addHostile adds a Node that claims our subnet, and waits until it is refused.
+func (c *cluster) addHostile(n int) {
+	c.t.Helper()
+	c.addNodeWith(n, c.peerNotes(n), c.podCIDRs(1)...)
+	eventually(c.t, "refusal", func() error {
+		for _, line := range linesWith(c.Host(1).Daemon(), "lease refused") {
+			if strings.Contains(line, nodeName(n)) {
+				return nil
+			}
+		}
+		return fmt.Errorf("%s is not refused", nodeName(n))
+	})
 }
