@@ -103,20 +103,21 @@ func TestKubeInstall(t *testing.T) {
 	root, config := image(t)
 	for name, tc := range map[string]struct {
 		families []prefix.Family
+		shipped  bool // the manifest is ours: then the state outlives the pod
 		install  func(c *cluster)
 	}{
-		"kustomize": {v4, (*cluster).installBase},
-		"helm": {dual, func(c *cluster) {
+		"kustomize": {v4, true, (*cluster).installBase},
+		"helm": {dual, true, func(c *cluster) {
 			c.tool("helm", "install", "flannel", repository(c.t, "dist/kubernetes/chart"), "--namespace=kube-flannel", "--create-namespace",
 				"--set=podCidr="+lab.PodNetwork(prefix.IPv4).String(), "--set=podCidrv6="+lab.PodNetwork(prefix.IPv6).String(),
 				"--set=flannel.enableNFTables=true")
 		}},
-		"helm IPv6": {v6, func(c *cluster) {
+		"helm IPv6": {v6, true, func(c *cluster) {
 			c.tool("helm", "install", "flannel", repository(c.t, "dist/kubernetes/chart"), "--namespace=kube-flannel", "--create-namespace",
 				"--set=podCidr=", "--set=podCidrv6="+lab.PodNetwork(prefix.IPv6).String(), "--set=flannel.backend=host-gw")
 		}},
-		"existing": {v4, func(c *cluster) { c.tool("kubectl", "apply", "-f", c.existing("/opt/bin/install-conf")) }},
-		"existing that copies": {v4, func(c *cluster) {
+		"existing": {v4, false, func(c *cluster) { c.tool("kubectl", "apply", "-f", c.existing("/opt/bin/install-conf")) }},
+		"existing that copies": {v4, false, func(c *cluster) {
 			c.tool("kubectl", "apply", "-f", c.existing("cp", "-f"))
 		}},
 	} {
@@ -144,6 +145,15 @@ func TestKubeInstall(t *testing.T) {
 			}
 			expectMatrix(t, c.Lab)
 			expectMasquerade(t, c.Host(1))
+			for _, h := range c.Hosts() {
+				if wrong := errorLines(h.Daemon()); len(wrong) > 0 {
+					t.Errorf("%s: %q", h.Name(), wrong)
+				}
+				kept, err := filepath.Glob(h.Path("/var/lib/flannel/*.json"))
+				if err != nil || (len(kept) > 0) != tc.shipped {
+					t.Errorf("%s: state on the node is %q, %v", h.Name(), kept, err)
+				}
+			}
 			if got := c.asked(http.StatusForbidden); len(got) > 0 {
 				t.Errorf("asked for more than the role allows: %q", got)
 			}
@@ -201,6 +211,17 @@ func (c *cluster) asked(status int) []string {
 	}
 	slices.Sort(asked)
 	return slices.Compact(asked)
+}
+
+// errorLines returns the lines that the daemon wrote because something is wrong.
+func errorLines(d *lab.Daemon) []string {
+	var lines []string
+	for line := range strings.Lines(d.Log()) {
+		if strings.HasPrefix(line, "E") {
+			lines = append(lines, strings.TrimSpace(line))
+		}
+	}
+	return lines
 }
 
 // expectMasquerade wants rules on the host, of whichever kind.
