@@ -116,10 +116,8 @@ func TestKubeInstall(t *testing.T) {
 			c.tool("helm", "install", "flannel", repository(c.t, "dist/kubernetes/chart"), "--namespace=kube-flannel", "--create-namespace",
 				"--set=podCidr=", "--set=podCidrv6="+lab.PodNetwork(prefix.IPv6).String(), "--set=flannel.backend=host-gw")
 		}},
-		"existing": {v4, false, func(c *cluster) { c.tool("kubectl", "apply", "-f", c.existing("/opt/bin/install-conf")) }},
-		"existing that copies": {v4, false, func(c *cluster) {
-			c.tool("kubectl", "apply", "-f", c.existing("cp", "-f"))
-		}},
+		"existing":             {v4, false, func(c *cluster) { c.exchangeImage("/opt/bin/install-conf") }},
+		"existing that copies": {v4, false, func(c *cluster) { c.exchangeImage("cp", "-f") }},
 	} {
 		t.Run(name, func(t *testing.T) {
 			c := bare(t, lab.Config{Families: tc.families})
@@ -159,6 +157,14 @@ func TestKubeInstall(t *testing.T) {
 			}
 		})
 	}
+}
+
+// exchangeImage applies the manifest of a cluster that runs flannel, and has all
+// its containers run from one other image.
+func (c *cluster) exchangeImage(install ...string) {
+	c.t.Helper()
+	c.tool("kubectl", "apply", "-f", c.existing(install...))
+	c.tool("kubectl", "--namespace=kube-flannel", "set", "image", "daemonset/kube-flannel-ds", "*=registry.example.com/flanneld:v1")
 }
 
 // installBase applies the plain manifests with the network of the lab.

@@ -37,7 +37,7 @@ type pod struct {
 }
 
 type podContainer struct {
-	Name          string
+	Name, Image   string
 	Command, Args []string
 	Env           []struct {
 		Name, Value string
@@ -117,6 +117,11 @@ func (k *kubelet) schedule(namespace, daemonSet string, n int) pod {
 	var p pod
 	if err := json.Unmarshal(raw, &p); err != nil {
 		c.t.Fatal(err)
+	}
+	for _, one := range slices.Concat(p.Spec.InitContainers, p.Spec.Containers) {
+		if one.Image != p.Spec.Containers[0].Image {
+			c.t.Fatalf("%s is from %s, and not from the image under test", one.Name, one.Image)
+		}
 	}
 	return p
 }
