@@ -51,7 +51,7 @@ test: deps components ## all stages, ending with a table of results and times
 test-unit: deps components ## what needs no kernel, with the race detector
 	@$(STAGES) unit
 
-test-kernel: deps ## the TestKernel... tests, in network namespaces of their own
+test-kernel: deps components ## the TestKernel... tests, in network namespaces of their own
 	@$(STAGES) kernel
 
 test-e2e: deps components ## real daemons, a real etcd and real traffic

@@ -51,9 +51,9 @@ type authority struct {
 	key  *ecdsa.PrivateKey
 }
 
-// writeTLSFiles makes a new authority, with a certificate for a server at addrs
-// and, if asked to, one for clients.
-func writeTLSFiles(dir string, addrs []netip.Addr, client bool) (f TLSFiles, err error) {
+// writeTLSFiles makes a new authority, with a certificate for the named server at
+// addrs and, if asked to, one for clients.
+func writeTLSFiles(dir, server string, addrs []netip.Addr, client bool) (f TLSFiles, err error) {
 	if err := os.MkdirAll(dir, 0o755); err != nil {
 		return f, err
 	}
@@ -61,7 +61,7 @@ func writeTLSFiles(dir string, addrs []netip.Addr, client bool) (f TLSFiles, err
 	if f.CA, _, err = ca.issue("ca", nil); err != nil {
 		return f, err
 	}
-	if f.serverCert, f.serverKey, err = ca.issue("etcd", addrs); err != nil {
+	if f.serverCert, f.serverKey, err = ca.issue(server, addrs); err != nil {
 		return f, err
 	}
 	if client {

@@ -48,7 +48,7 @@ func newEtcd(n *Namespace, addrs []netip.Addr, opt EtcdOptions) (*Etcd, error) {
 		return e, nil
 	}
 	var err error
-	e.files, err = writeTLSFiles(n.Path(tlsDir), addrs, opt.ClientCerts)
+	e.files, err = writeTLSFiles(n.Path(tlsDir), "etcd", addrs, opt.ClientCerts)
 	return e, err
 }
 

@@ -14,6 +14,7 @@ import (
 	"fmt"
 	"os"
 	"slices"
+	"sync"
 	"time"
 
 	"flanneld/pkg/prefix"
@@ -103,6 +104,9 @@ type Lab struct {
 	underlay *Namespace
 	hosts    []*Host
 	etcd     *Etcd // nil if Config.Etcd says none
+
+	mu  sync.Mutex
+	api *APIServer // nil unless it was started
 }
 
 // New builds the underlay, the hosts and the store. The caller closes the lab.
@@ -174,6 +178,12 @@ func (l *Lab) Close() {
 		daemons = append(daemons, h.running()...)
 	}
 	stopAll(daemons)
+	l.mu.Lock()
+	api := l.api
+	l.mu.Unlock()
+	if api != nil {
+		api.Kill() // before its store, for which it would wait
+	}
 	if l.etcd != nil {
 		l.etcd.Kill()
 	}

@@ -199,7 +199,7 @@ func (r *runner) kubeBeats(ctx context.Context, s *kubeServer) error {
 	log, err0 := len(d.Log()), error(nil)
 	cpu, err1 := processCPU(d.PID())
 	bytes, err2 := received(ctx, h)
-	server, err3 := processCPU(s.proc.Process.Pid)
+	server, err3 := processCPU(s.api.PID())
 	if err := errors.Join(err0, err1, err2, err3); err != nil {
 		return err
 	}
@@ -212,7 +212,7 @@ func (r *runner) kubeBeats(ctx context.Context, s *kubeServer) error {
 	}
 	cpu2, err1 := processCPU(d.PID())
 	bytes2, err2 := received(ctx, h)
-	server2, err3 := processCPU(s.proc.Process.Pid)
+	server2, err3 := processCPU(s.api.PID())
 	writes, err4 := count()
 	if err := errors.Join(err1, err2, err3, err4); err != nil {
 		return err
@@ -337,7 +337,7 @@ func (r *runner) watchCost(ctx context.Context, s *kubeServer, kind string, last
 		return 0, 0, 0, err
 	}
 	sum := func() (serverCPU, clientCPU time.Duration, in float64, err error) {
-		serverCPU, err = processCPU(s.proc.Process.Pid)
+		serverCPU, err = processCPU(s.api.PID())
 		for _, w := range watchers {
 			cpu, err2 := processCPU(w.Process.Pid)
 			clientCPU, err = clientCPU+cpu, errors.Join(err, err2)

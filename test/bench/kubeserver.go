@@ -3,108 +3,58 @@ package main
 import (
 	"bytes"
 	"context"
-	"crypto/tls"
 	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
 	"net"
 	"net/http"
-	"net/url"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"strings"
 	"sync"
 	"time"
+
+	"flanneld/pkg/lab"
 )
 
 // kubeToken is the administrator's.
 const kubeToken = "bench-token"
 
-// kubeServer is a real API server on the lab's router, with the lab's etcd
-// behind it.
+// kubeServer is the lab's API server, as its clients see it.
 type kubeServer struct {
 	dir, addr string
-	proc      *exec.Cmd
-	exited    chan struct{}
+	api       *lab.APIServer // nil in the process of a bare watch
 	client    *http.Client
 }
 
-// startKube starts the API server and waits until it serves.
+// startKube starts the API server and waits until it serves. Clients are in the
+// network of host 2, and get nothing compressed.
 func (b *bed) startKube(ctx context.Context, binary string) (s *kubeServer, err error) {
-	binary, err = filepath.Abs(binary)
-	if err != nil {
+	if binary, err = filepath.Abs(binary); err != nil {
 		return nil, err
 	}
-	u, err := url.Parse(b.lab.Host(1).EtcdEndpoint())
-	if err != nil {
-		return nil, err
-	}
-	s = &kubeServer{addr: net.JoinHostPort(u.Hostname(), "6443"), exited: make(chan struct{})}
+	s = &kubeServer{}
 	if s.dir, err = os.MkdirTemp("", "bench-kube-"); err != nil {
 		return nil, err
 	}
-	key := filepath.Join(s.dir, "sa.key")
-	if out, err := exec.CommandContext(ctx, "openssl", "genrsa", "-out", key, "2048").CombinedOutput(); err != nil {
-		return nil, fmt.Errorf("make key: %w: %s", err, out)
-	}
-	tokens := filepath.Join(s.dir, "tokens.csv")
-	if err := os.WriteFile(tokens, []byte(kubeToken+",admin,admin,system:masters\n"), 0o600); err != nil {
-		return nil, err
-	}
-	log, err := os.Create(filepath.Join(s.dir, "log"))
+	s.api, err = b.lab.StartAPIServer(ctx, lab.APIServerOptions{
+		Path: binary, Tokens: []string{kubeToken + ",admin,admin,system:masters"},
+		Args: []string{"--max-requests-inflight=2000", "--max-mutating-requests-inflight=1000"},
+	})
 	if err != nil {
+		_ = os.RemoveAll(s.dir)
 		return nil, err
 	}
-	defer log.Close()
-	s.proc = exec.Command(binary,
-		"--etcd-servers="+b.lab.Etcd().Endpoints()[0], "--bind-address=0.0.0.0", "--advertise-address="+u.Hostname(), "--secure-port=6443",
-		"--cert-dir="+filepath.Join(s.dir, "certs"), "--service-cluster-ip-range=10.96.0.0/16",
-		"--service-account-issuer=https://kubernetes.default.svc", "--service-account-key-file="+key,
-		"--service-account-signing-key-file="+key, "--authorization-mode=RBAC", "--token-auth-file="+tokens,
-		"--endpoint-reconciler-type=none", "--max-requests-inflight=2000", "--max-mutating-requests-inflight=1000",
-	)
-	s.proc.Stdout, s.proc.Stderr = log, log
-	if err := b.lab.Underlay().Start(s.proc); err != nil {
-		return nil, fmt.Errorf("start API server: %w", err)
-	}
-	go func() {
-		_ = s.proc.Wait()
-		close(s.exited)
-	}()
-	s.client = &http.Client{Transport: s.transport(b)}
-	for {
-		if _, err := s.do(ctx, http.MethodGet, "/readyz", "", nil); err == nil {
-			return s, nil
-		}
-		select {
-		case <-s.exited:
-			text, _ := os.ReadFile(log.Name())
-			return nil, fmt.Errorf("API server ended: %s", text[max(0, len(text)-500):])
-		default:
-		}
-		if err := pause(ctx, 50*time.Millisecond); err != nil {
-			s.close()
-			return nil, err
-		}
-	}
-}
-
-// transport reaches the server from the network of host 2, uncompressed.
-func (s *kubeServer) transport(b *bed) *http.Transport {
-	return &http.Transport{
-		TLSClientConfig: &tls.Config{InsecureSkipVerify: true}, // a self-signed certificate in the lab
-		DialContext: func(ctx context.Context, network, _ string) (net.Conn, error) {
-			return b.lab.Host(2).Dial(ctx, network, s.addr)
-		},
-		ForceAttemptHTTP2: true, DisableCompression: true, MaxIdleConnsPerHost: 100,
-	}
+	s.addr = s.api.Addr(nil).String()
+	transport := s.api.Transport(b.lab.Host(2).Namespace)
+	transport.DisableCompression, transport.MaxIdleConnsPerHost = true, 100
+	s.client = &http.Client{Transport: transport}
+	return s, nil
 }
 
 func (s *kubeServer) close() {
-	_ = s.proc.Process.Kill()
-	<-s.exited
+	s.api.Kill()
 	_ = os.RemoveAll(s.dir)
 }
 

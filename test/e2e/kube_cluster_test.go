@@ -2,17 +2,11 @@ package e2e
 
 import (
 	"bytes"
-	"context"
-	"crypto/tls"
 	"encoding/json"
 	"fmt"
 	"io"
-	"net"
 	"net/http"
-	"net/netip"
-	"net/url"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"slices"
 	"testing"
@@ -28,8 +22,7 @@ type cluster struct {
 	*lab.Lab
 	t       *testing.T
 	dir     string
-	proc    *exec.Cmd
-	exited  chan struct{}
+	api     *lab.APIServer
 	client  *http.Client
 	backend string
 }
@@ -47,32 +40,17 @@ const (
 func newCluster(t *testing.T, cfg lab.Config, backend string) *cluster {
 	t.Helper()
 	c := &cluster{Lab: newLab(t, cfg, ""), t: t, dir: t.TempDir(), backend: backend}
-	c.client = &http.Client{Timeout: 20 * time.Second, Transport: &http.Transport{
-		TLSClientConfig: &tls.Config{InsecureSkipVerify: true}, DisableKeepAlives: true, // a self-signed certificate
-		DialContext: func(ctx context.Context, network, _ string) (net.Conn, error) {
-			return c.Underlay().Dial(ctx, network, c.addr())
-		},
-	}}
 	network, err := lab.NetworkConfig(c.Families(), json.RawMessage(backend))
 	if err != nil {
 		t.Fatal(err)
 	}
 	c.write("net-conf.json", network)
-	c.start()
-	t.Cleanup(c.kill)
+	c.startAPI()
 	c.grant()
 	for i := range c.Hosts() {
 		c.addNode(i+1, nil)
 	}
 	return c
-}
-
-func (c *cluster) addr() string {
-	u, err := url.Parse(c.Host(1).EtcdEndpoint())
-	if err != nil {
-		c.t.Fatal(err)
-	}
-	return net.JoinHostPort(u.Hostname(), "6443")
 }
 
 func (c *cluster) write(name string, text []byte) string {
@@ -84,80 +62,43 @@ func (c *cluster) write(name string, text []byte) string {
 	return path
 }
 
-// start starts the API server and waits until it serves.
-func (c *cluster) start() {
+// startAPI starts the API server, which writes down what the daemons ask for.
+func (c *cluster) startAPI() {
 	c.t.Helper()
-	tokens := c.write("tokens.csv", []byte(adminToken+",admin,admin,system:masters\n"+flannelToken+","+flannelUser+",flannel-uid\n"))
-	audit := c.write("audit.yaml", fmt.Appendf(nil, `{"apiVersion":"audit.k8s.io/v1","kind":"Policy","omitStages":["RequestReceived"],
-"rules":[{"level":"Metadata","users":[%q]},{"level":"None"}]}`, flannelUser))
-	key := filepath.Join(c.dir, "sa.key")
-	if _, err := os.Stat(key); err != nil {
-		if out, err := exec.Command("openssl", "genrsa", "-out", key, "2048").CombinedOutput(); err != nil {
-			c.t.Fatalf("make key: %v: %s", err, out)
-		}
-	}
 	binary, err := filepath.Abs("../../bin/tools/kube-apiserver")
 	if err != nil {
 		c.t.Fatal(err)
 	}
-	host, port, _ := net.SplitHostPort(c.addr())
-	log, err := os.OpenFile(filepath.Join(c.dir, "apiserver.log"), os.O_CREATE|os.O_APPEND|os.O_WRONLY, 0o600)
+	audit := c.write("audit.yaml", fmt.Appendf(nil, `{"apiVersion":"audit.k8s.io/v1","kind":"Policy","omitStages":["RequestReceived"],
+"rules":[{"level":"Metadata","users":[%q]},{"level":"None"}]}`, flannelUser))
+	c.api, err = c.StartAPIServer(background(c.t), lab.APIServerOptions{
+		Path: binary, Tokens: []string{adminToken + ",admin,admin,system:masters", flannelToken + "," + flannelUser + ",flannel-uid"},
+		Args: []string{"--audit-policy-file=" + audit, "--audit-log-path=" + filepath.Join(c.dir, auditLog), "--audit-log-mode=blocking"},
+	})
 	if err != nil {
 		c.t.Fatal(err)
 	}
-	defer log.Close()
-	bind := "0.0.0.0"
-	if netip.MustParseAddr(host).Is6() {
-		bind = "::"
-	}
-	c.proc = exec.Command(binary,
-		"--etcd-servers="+c.Etcd().Endpoints()[0], "--bind-address="+bind, "--advertise-address="+host, "--secure-port="+port,
-		"--cert-dir="+filepath.Join(c.dir, "certs"), "--service-cluster-ip-range=10.96.0.0/16",
-		"--service-account-issuer=https://kubernetes.default.svc", "--service-account-key-file="+key,
-		"--service-account-signing-key-file="+key, "--authorization-mode=RBAC", "--token-auth-file="+tokens,
-		"--endpoint-reconciler-type=none", "--shutdown-delay-duration=0s", "--allow-privileged=true",
-		"--audit-policy-file="+audit, "--audit-log-path="+filepath.Join(c.dir, auditLog), "--audit-log-mode=blocking",
-	)
-	if bind == "::" {
-		c.proc.Args = append(c.proc.Args, "--service-cluster-ip-range=fd00:96::/112")
-	}
-	c.proc.Stdout, c.proc.Stderr = log, log
-	c.exited = make(chan struct{})
-	if err := c.Underlay().Start(c.proc); err != nil {
-		c.t.Fatal(err)
-	}
-	go func(cmd *exec.Cmd, exited chan struct{}) {
-		_ = cmd.Wait()
-		close(exited)
-	}(c.proc, c.exited)
-	eventually(c.t, "API server", func() error {
-		select {
-		case <-c.exited:
-			text, _ := os.ReadFile(log.Name())
-			c.t.Fatalf("API server ended: %s", text[max(0, len(text)-1000):])
-		default:
-		}
-		status, _, err := c.try(http.MethodGet, "/readyz", nil, "")
-		if err == nil && status != http.StatusOK {
-			err = fmt.Errorf("status %d", status)
-		}
-		return err
-	})
+	transport := c.api.Transport(c.Underlay())
+	transport.DisableKeepAlives = true
+	c.client = &http.Client{Timeout: 20 * time.Second, Transport: transport}
 }
 
-func (c *cluster) kill() {
-	if c.proc != nil {
-		_ = c.proc.Process.Kill()
-		<-c.exited
+// start starts the API server again.
+func (c *cluster) start() {
+	c.t.Helper()
+	if err := c.api.Start(background(c.t)); err != nil {
+		c.t.Fatal(err)
 	}
 }
+
+func (c *cluster) kill() { c.api.Kill() }
 
 func (c *cluster) try(method, path string, body any, contentType string) (int, []byte, error) {
 	raw, err := json.Marshal(body)
 	if err != nil {
 		return 0, nil, err
 	}
-	req, err := http.NewRequestWithContext(c.t.Context(), method, "https://"+c.addr()+path, bytes.NewReader(raw))
+	req, err := http.NewRequestWithContext(c.t.Context(), method, "https://"+c.api.Addr(nil).String()+path, bytes.NewReader(raw))
 	if err != nil {
 		return 0, nil, err
 	}
@@ -324,14 +265,10 @@ func (c *cluster) options(n int, args ...string) lab.FlanneldOptions {
 }
 
 func (c *cluster) kubeconfig(n int, token string) string {
-	host, port, _ := net.SplitHostPort(c.addr())
-	if u, err := url.Parse(c.Host(n).EtcdEndpoint()); err == nil {
-		host = u.Hostname()
-	}
 	return c.write(fmt.Sprintf("kubeconfig%d", n), fmt.Appendf(nil, `{"apiVersion":"v1","kind":"Config","current-context":"c",
-"clusters":[{"name":"c","cluster":{"server":"https://%s","insecure-skip-tls-verify":true}}],
+"clusters":[{"name":"c","cluster":{"server":"https://%s","certificate-authority":%q}}],
 "users":[{"name":"u","user":{"tokenFile":%q}}],"contexts":[{"name":"c","context":{"cluster":"c","user":"u"}}]}`,
-		net.JoinHostPort(host, port), token))
+		c.api.Addr(c.Host(n)), c.api.CA(), token))
 }
 
 // startDaemons starts a daemon and a pod on every host.

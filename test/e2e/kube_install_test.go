@@ -111,6 +111,7 @@ func TestKubeInstall(t *testing.T) {
 			c.tool("helm", "install", "flannel", repository(c.t, "dist/kubernetes/chart"), "--namespace=kube-flannel", "--create-namespace",
 				"--set=podCidr="+lab.PodNetwork(prefix.IPv4).String(), "--set=podCidrv6="+lab.PodNetwork(prefix.IPv6).String(),
 				"--set=flannel.enableNFTables=true")
+			c.tool("kubectl", "label", "namespace", "kube-flannel", "pod-security.kubernetes.io/enforce=privileged")
 		}},
 		"helm IPv6": {v6, true, func(c *cluster) {
 			c.tool("helm", "install", "flannel", repository(c.t, "dist/kubernetes/chart"), "--namespace=kube-flannel", "--create-namespace",
@@ -122,11 +123,12 @@ func TestKubeInstall(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			c := bare(t, lab.Config{Families: tc.families})
 			tc.install(c)
-			k := &kubelet{c: c, image: root, env: config.Config.Env, address: c.addr()}
+			k := &kubelet{c: c, image: root, env: config.Config.Env}
 			k.publishRoot("kube-flannel")
-			for n := 1; n <= len(c.Hosts()); n++ {
-				h := c.Host(n)
-				k.run(h, k.schedule("kube-flannel", "kube-flannel-ds", n), func(done string) {
+			pods := map[*lab.Host]pod{}
+			for i, h := range c.Hosts() {
+				pods[h] = k.schedule("kube-flannel", "kube-flannel-ds", i+1)
+				k.run(h, pods[h], func(done string) {
 					_, plugin := os.Stat(h.Path(onNode("/opt/cni/bin/flannel")))
 					_, conf := os.Stat(h.Path(onNode("/etc/cni/net.d/10-flannel.conflist")))
 					if plugin != nil || (conf == nil) != (done == "install-cni") {
@@ -146,6 +148,9 @@ func TestKubeInstall(t *testing.T) {
 			for _, h := range c.Hosts() {
 				if wrong := errorLines(h.Daemon()); len(wrong) > 0 {
 					t.Errorf("%s: %q", h.Name(), wrong)
+				}
+				if out := k.exec(h, pods[h], "flannelctl", "status"); !strings.Contains(out, "2 in place") {
+					t.Errorf("%s: status is %s", h.Name(), out)
 				}
 				kept, err := filepath.Glob(h.Path("/var/lib/flannel/*.json"))
 				if err != nil || (len(kept) > 0) != tc.shipped {

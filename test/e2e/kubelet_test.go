@@ -3,7 +3,6 @@ package e2e
 import (
 	"encoding/json"
 	"fmt"
-	"net"
 	"net/http"
 	"os"
 	"path/filepath"
@@ -18,10 +17,9 @@ import (
 // network daemon needs one: every container is from one image and on the network
 // of its host; probes are left to the test.
 type kubelet struct {
-	c       *cluster
-	image   string // the image's root
-	env     []string
-	address string // of the API server
+	c     *cluster
+	image string   // the image's root
+	env   []string // of the image
 }
 
 // pod is what the kubelet reads of a Pod.
@@ -144,6 +142,23 @@ func (k *kubelet) run(h *lab.Host, p pod, afterInit func(name string)) {
 	start(t, h, lab.FlanneldOptions{Path: self, Env: []string{containerSpec + "=" + k.container(h, p, p.Spec.Containers[0])}})
 }
 
+// exec runs a command where the daemon runs, as kubectl exec has it done.
+func (k *kubelet) exec(h *lab.Host, p pod, command ...string) string {
+	t := k.c.t
+	t.Helper()
+	self, err := os.Executable()
+	if err != nil {
+		t.Fatal(err)
+	}
+	one := p.Spec.Containers[0]
+	one.Command, one.Args = command, nil
+	out, err := h.Exec(background(t), "env", containerSpec+"="+k.container(h, p, one), self)
+	if err != nil {
+		t.Fatalf("%s: %v: %s", strings.Join(command, " "), err, out)
+	}
+	return string(out)
+}
+
 // container returns the specification of one container, for becomeContainer.
 func (k *kubelet) container(h *lab.Host, p pod, one podContainer) string {
 	t := k.c.t
@@ -158,8 +173,8 @@ func (k *kubelet) container(h *lab.Host, p pod, one podContainer) string {
 		spec.Capabilities = defaultCapabilities()
 	}
 	spec.Capabilities = append(spec.Capabilities, sc.Capabilities.Add...)
-	host, port, _ := net.SplitHostPort(k.address)
-	spec.Env = append(spec.Env, "KUBERNETES_SERVICE_HOST="+host, "KUBERNETES_SERVICE_PORT="+port)
+	api := k.c.api.Addr(h)
+	spec.Env = append(spec.Env, "KUBERNETES_SERVICE_HOST="+api.Addr().String(), fmt.Sprintf("KUBERNETES_SERVICE_PORT=%d", api.Port()))
 	for _, v := range one.Env {
 		if v.ValueFrom.FieldRef.FieldPath != "" {
 			v.Value = p.field(t, v.ValueFrom.FieldRef.FieldPath)
@@ -273,7 +288,7 @@ func (k *kubelet) token(p pod) string {
 // API server's certificate is checked against where pods find it.
 func (k *kubelet) publishRoot(namespace string) {
 	k.c.t.Helper()
-	ca, err := os.ReadFile(filepath.Join(k.c.dir, "certs", "apiserver.crt"))
+	ca, err := os.ReadFile(k.c.api.CA())
 	if err != nil {
 		k.c.t.Fatal(err)
 	}

@@ -1,0 +1,209 @@
+package lab
+
+import (
+	"context"
+	"crypto/tls"
+	"errors"
+	"fmt"
+	"net"
+	"net/http"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync"
+	"syscall"
+	"time"
+)
+
+// APIServerOptions says how to run a Kubernetes API server.
+type APIServerOptions struct {
+	Path   string   // of the binary
+	Tokens []string // who may log in, as lines of its --token-auth-file: token,user,uid,"group,..."
+	Args   []string // behind the lab's own, so that they override them
+}
+
+// APIServer is a real kube-apiserver in a process of its own on the router, with
+// the lab's etcd behind it and RBAC.
+type APIServer struct {
+	lab   *Lab
+	opt   APIServerOptions
+	files TLSFiles
+	tls   *tls.Config // of clients
+
+	mu   sync.Mutex
+	proc *process // nil before the first start
+}
+
+// In the router's namespace.
+const (
+	apiServerDir  = "/run/kube-apiserver"
+	apiServerPort = 6443
+)
+
+// StartAPIServer starts an API server and waits until it serves. A lab has one at
+// a time, and must have a store.
+func (l *Lab) StartAPIServer(ctx context.Context, o APIServerOptions) (*APIServer, error) {
+	s, err := l.newAPIServer(o)
+	if err != nil {
+		return nil, fmt.Errorf("prepare API server: %w", err)
+	}
+	return s, s.Start(ctx)
+}
+
+func (l *Lab) newAPIServer(o APIServerOptions) (*APIServer, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.etcd == nil {
+		return nil, errors.New("the lab has no store")
+	}
+	if l.api != nil && l.api.running() {
+		return nil, errors.New("the lab has one that runs")
+	}
+	s := &APIServer{lab: l, opt: o}
+	dir := l.underlay.Path(apiServerDir)
+	var err error
+	if s.files, err = writeTLSFiles(dir, "apiserver", l.endpointAddrs(), false); err != nil {
+		return nil, err
+	}
+	if s.tls, err = s.files.clientConfig(); err != nil {
+		return nil, err
+	}
+	tokens := strings.Join(o.Tokens, "\n") + "\n"
+	if err := os.WriteFile(filepath.Join(dir, "tokens.csv"), []byte(tokens), 0o600); err != nil {
+		return nil, err
+	}
+	l.api = s
+	return s, nil
+}
+
+func (s *APIServer) running() bool {
+	p := s.process()
+	return p != nil && p.Ended() == nil
+}
+
+// Start starts the API server on what is in the store, and waits until it serves.
+// It must not be running.
+func (s *APIServer) Start(ctx context.Context) error {
+	p, err := startProcess(ctx, s.lab.underlay, processSpec{
+		name: "kube-apiserver", path: s.opt.Path, args: append(s.args(), s.opt.Args...), env: childEnv(nil),
+	})
+	if err != nil {
+		return fmt.Errorf("start API server: %w", err)
+	}
+	s.mu.Lock()
+	s.proc = p
+	s.mu.Unlock()
+	return s.ready(ctx, p)
+}
+
+func (s *APIServer) args() []string {
+	addr := s.lab.endpointAddrs()[0]
+	anywhere, services := netip.IPv4Unspecified(), "10.96.0.0/16"
+	if addr.Is6() {
+		anywhere, services = netip.IPv6Unspecified(), "fd00:96::/112"
+	}
+	return []string{
+		"--etcd-servers=" + s.lab.etcd.url(addr),
+		"--bind-address=" + anywhere.String(), "--advertise-address=" + addr.String(), fmt.Sprintf("--secure-port=%d", apiServerPort),
+		"--tls-cert-file=" + s.files.serverCert, "--tls-private-key-file=" + s.files.serverKey,
+		"--service-account-issuer=https://kubernetes.default.svc",
+		"--service-account-key-file=" + s.files.serverCert, "--service-account-signing-key-file=" + s.files.serverKey,
+		"--authorization-mode=RBAC", "--token-auth-file=" + apiServerDir + "/tokens.csv", "--allow-privileged=true",
+		"--service-cluster-ip-range=" + services, "--endpoint-reconciler-type=none", "--shutdown-delay-duration=0s",
+	}
+}
+
+// ready waits until the API server says so. Everybody may ask, once it has its roles.
+func (s *APIServer) ready(ctx context.Context, p *process) error {
+	client := &http.Client{Transport: s.Transport(s.lab.underlay), Timeout: 2 * time.Second}
+	defer client.CloseIdleConnections()
+	tick := time.NewTicker(50 * time.Millisecond)
+	defer tick.Stop()
+	for {
+		err := get(ctx, client, "https://"+s.Addr(nil).String()+"/readyz")
+		if err == nil {
+			return nil
+		}
+		select {
+		case <-tick.C:
+		case <-p.exited:
+			return fmt.Errorf("start API server: %w", p.ended())
+		case <-ctx.Done():
+			return fmt.Errorf("wait for API server: %w: %w%s", context.Cause(ctx), err, p.log.lastLine())
+		}
+	}
+}
+
+// get wants 200 from url.
+func get(ctx context.Context, client *http.Client, url string) error {
+	req, err := http.NewRequestWithContext(ctx, http.MethodGet, url, nil)
+	if err != nil {
+		return err
+	}
+	resp, err := client.Do(req)
+	if err != nil {
+		return err
+	}
+	defer resp.Body.Close()
+	if resp.StatusCode != http.StatusOK {
+		return errors.New(resp.Status)
+	}
+	return nil
+}
+
+// Addr returns the API server's address on h's own segment; for nil on the first.
+func (s *APIServer) Addr(h *Host) netip.AddrPort {
+	segment := 0
+	if h != nil {
+		segment = h.segment
+	}
+	return netip.AddrPortFrom(segmentAddr(s.lab.cfg.Families[0], segment, router).Addr(), apiServerPort)
+}
+
+// Transport reaches the API server from inside n, by any host name in the URL,
+// and checks its certificate. The caller closes idle connections.
+func (s *APIServer) Transport(n *Namespace) *http.Transport {
+	return &http.Transport{
+		TLSClientConfig: s.tls.Clone(),
+		DialContext: func(ctx context.Context, network, _ string) (net.Conn, error) {
+			return n.Dial(ctx, network, s.Addr(nil).String())
+		},
+		ForceAttemptHTTP2: true,
+	}
+}
+
+// CA returns the file of the authority that signed the API server's certificate.
+// Every process of the machine and of the lab finds it while the lab is open.
+func (s *APIServer) CA() string { return s.files.CA }
+
+func (s *APIServer) process() *process {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.proc
+}
+
+// PID returns the process id, in the machine's own numbering.
+func (s *APIServer) PID() int { return s.process().PID() }
+
+// Kill ends the API server with SIGKILL. What is in the store stays.
+func (s *APIServer) Kill() {
+	if p := s.process(); p != nil {
+		p.Kill()
+	}
+}
+
+// Stop freezes the API server with SIGSTOP: it accepts connections and never answers.
+func (s *APIServer) Stop() error { return s.process().Signal(syscall.SIGSTOP) }
+
+// Cont lets a frozen API server go on.
+func (s *APIServer) Cont() error { return s.process().Signal(syscall.SIGCONT) }
+
+// Restart kills the API server and starts it again.
+func (s *APIServer) Restart(ctx context.Context) error {
+	s.Kill()
+	return s.Start(ctx)
+}
+
+// Log returns what the API server's last process has written.
+func (s *APIServer) Log() string { return s.process().Log() }
