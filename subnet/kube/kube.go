@@ -91,6 +91,7 @@ const (
 	starting = "start"
 	keeping  = "own node"
 	watching = "watch"
+	getting  = "get node " // and its name
 )
 
 // New returns a manager. It reads the files that say how to reach the API

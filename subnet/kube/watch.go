@@ -239,17 +239,23 @@ func (f *fetcher) start(ctx context.Context, v *view, name string) {
 		case <-ctx.Done():
 			return
 		}
+		// An activity of its own: the watch that goes on says nothing of it.
+		activity := getting + name
+		defer f.m.outage.Forget(activity)
 		b := f.m.backoff()
-		for {
+		for failed := false; ; failed = true {
 			got := f.m.fetch(ctx, name, revision)
 			if got.err == nil {
+				if failed {
+					f.m.outage.Report(ctx, activity, nil)
+				}
 				select {
 				case f.got <- got:
 				case <-ctx.Done():
 				}
 				return
 			}
-			f.m.outage.Report(ctx, watching, got.err)
+			f.m.outage.Report(ctx, activity, got.err)
 			if b.Wait(ctx, pause(got.err)) != nil {
 				return
 			}
