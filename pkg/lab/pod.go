@@ -149,12 +149,16 @@ func (p *Pod) connect(ctx context.Context, env subnetEnv, number int) error {
 	if err != nil {
 		return err
 	}
-	return p.Netlink(ctx, func(h *netlink.Handle) error {
+	err = p.Netlink(ctx, func(h *netlink.Handle) error {
 		if err := loUp(h); err != nil {
 			return err
 		}
 		return configure(h, addrs, func(own netip.Prefix) netip.Addr { return gateways[own] })
 	})
+	if err != nil {
+		return err
+	}
+	return plugged(ctx, p.host.Namespace, port.Name, PodBridge, p.Namespace)
 }
 
 // ensureBridge makes the pods' bridge, or brings it in line with a new subnet.

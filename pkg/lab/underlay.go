@@ -8,6 +8,7 @@ import (
 	"net"
 	"net/netip"
 	"os"
+	"time"
 
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
@@ -79,7 +80,7 @@ func (l *Lab) attach(ctx context.Context, host *Host) error {
 	if err != nil {
 		return err
 	}
-	return host.Netlink(ctx, func(h *netlink.Handle) error {
+	err = host.Netlink(ctx, func(h *netlink.Handle) error {
 		var addrs []netip.Prefix
 		for _, f := range l.cfg.Families {
 			addrs = append(addrs, segmentAddr(f, host.segment, host.number))
@@ -97,6 +98,47 @@ func (l *Lab) attach(ctx context.Context, host *Host) error {
 		host.mac = eth0.Attrs().HardwareAddr
 		return nil
 	})
+	if err != nil {
+		return err
+	}
+	return plugged(ctx, l.underlay, port.Name, bridgeName(host.segment), host.Namespace)
+}
+
+// carrierTimeout bounds the wait for a new link's carrier.
+const carrierTimeout = 10 * time.Second
+
+// plugged waits until packets pass from the far end's eth0 through port to
+// bridge: where many links come and go the kernel takes a second to act on a new
+// carrier, and drops what is sent before.
+func plugged(ctx context.Context, near *Namespace, port, bridge string, far *Namespace) error {
+	ctx, cancel := context.WithTimeoutCause(ctx, carrierTimeout, errors.New("no carrier"))
+	defer cancel()
+	tick := time.NewTicker(5 * time.Millisecond)
+	defer tick.Stop()
+	for _, end := range []struct {
+		of   *Namespace
+		link string
+	}{{far, "eth0"}, {near, port}, {near, bridge}} {
+		for up := false; !up; {
+			err := end.of.Netlink(ctx, func(h *netlink.Handle) error {
+				link, err := h.LinkByName(end.link)
+				up = err == nil && link.Attrs().OperState == netlink.OperUp
+				return err
+			})
+			if err != nil {
+				return fmt.Errorf("find %s: %w", end.link, err)
+			}
+			if up {
+				break
+			}
+			select {
+			case <-tick.C:
+			case <-ctx.Done():
+				return fmt.Errorf("wait for %s: %w", end.link, context.Cause(ctx))
+			}
+		}
+	}
+	return nil
 }
 
 // maxLearned is the number of hosts up to which they resolve each other.
