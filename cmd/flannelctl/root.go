@@ -17,7 +17,7 @@ func newRoot() *cobra.Command {
 	}
 	root.AddCommand(
 		newConfigCommand(), newLeasesCommand(), newReserveCommand(), newUnreserveCommand(), newReservationsCommand(), newRevokeCommand(),
-		newStatusCommand(), newCheckCommand(), newDoctorCommand(), newLabCommand(), newVersionCommand(),
+		newStatusCommand(), newCheckCommand(), newDoctorCommand(), newCleanupCommand(), newLabCommand(), newVersionCommand(),
 	)
 	return root
 }

@@ -32,14 +32,11 @@ func (s Scope) has(o Object) bool {
 	return false
 }
 
-// Retire removes what is of scope former and not of scope present, and returns
-// how much that was: what another configuration has left behind. Present's own
-// state should be in place by then, because a device goes with all that is on
-// it.
-func Retire(ctx context.Context, k Kernel, former, present Scope) (removed int, err error) {
+// Leftovers returns what Retire would do.
+func Leftovers(ctx context.Context, k Kernel, former, present Scope) ([]Op, error) {
 	have, err := k.Read(ctx, former)
 	if err != nil {
-		return 0, fmt.Errorf("read kernel state: %w", err)
+		return nil, fmt.Errorf("read kernel state: %w", err)
 	}
 	var links []Op
 	var gone []string
@@ -52,7 +49,18 @@ func Retire(ctx context.Context, k Kernel, former, present Scope) (removed int, 
 	ops := slices.DeleteFunc(Plan(have, NewState(), former, nil, true).Ops, func(op Op) bool {
 		return present.has(op.Object) || slices.Contains(gone, deviceOf(op.Object))
 	})
-	ops = append(ops, links...)
+	return append(ops, links...), nil
+}
+
+// Retire removes what is of scope former and not of scope present, and returns
+// how much that was: what another configuration has left behind. Present's own
+// state should be in place by then, because a device goes with all that is on
+// it.
+func Retire(ctx context.Context, k Kernel, former, present Scope) (removed int, err error) {
+	ops, err := Leftovers(ctx, k, former, present)
+	if err != nil {
+		return 0, err
+	}
 	var errs []error
 	for _, e := range k.Apply(ctx, ops) {
 		errs = append(errs, e)

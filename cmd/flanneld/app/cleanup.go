@@ -1,0 +1,186 @@
+package app
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+
+	"flanneld/backend/extension"
+	"flanneld/backend/udp"
+	"flanneld/pkg/dataplane"
+	"flanneld/pkg/dataplane/linux"
+	"flanneld/pkg/firewall"
+	"flanneld/pkg/firewall/nftables"
+	"flanneld/pkg/oneline"
+	"flanneld/pkg/state"
+	"flanneld/subnet"
+)
+
+// ErrRuns means that a daemon runs whose things were to be removed.
+var ErrRuns = errors.New("flanneld runs: stop it first, and see to it that nothing starts it again")
+
+// Cleanup removes what daemons have left on this host. It goes by their state
+// files and the subnet file, and by nothing else: what it removes was theirs.
+type Cleanup struct {
+	// StateDir and SubnetFile are the daemon's. Every daemon that has had this
+	// state directory is meant, but no other subnet file than SubnetFile.
+	StateDir, SubnetFile string
+	// Yes says to remove; otherwise it is only told what would be.
+	Yes bool
+	// Out is where it is told, one line for each thing.
+	Out io.Writer
+}
+
+// Run removes everything, or as much as can be: then it returns an error, and
+// may be run again. It returns ErrRuns, wrapped, and has removed nothing, where
+// a daemon holds one of the state files.
+func (c Cleanup) Run(ctx context.Context) error {
+	names, err := c.stateFiles()
+	if err != nil {
+		return err
+	}
+	var all []lastKnown
+	for _, name := range names {
+		file, err := state.Open[lastKnown](c.StateDir, name)
+		if errors.Is(err, state.ErrInUse) {
+			return fmt.Errorf("%w (%w)", ErrRuns, err)
+		}
+		if err != nil {
+			return err
+		}
+		defer func() { _ = file.Close() }()
+		last, _, err := file.Load()
+		if err != nil {
+			return fmt.Errorf("%w: what it would name stays; remove the file to go on without", err)
+		}
+		all = append(all, last)
+	}
+	d := &daemon{opts: Options{StateDir: c.StateDir, SubnetFile: c.SubnetFile}}
+	d.registry, err = backends(extension.NewHost(extension.Settings{Allow: true}), udp.NewHost(udp.Settings{}))
+	if err != nil {
+		return err
+	}
+	// Files go last: they tell the next attempt what there is to remove.
+	if err := oneline.Join(c.kernel(ctx, d, all), c.rules(ctx, formerNetworks(traces(d, all), subnet.Config{}))); err != nil {
+		return err
+	}
+	return c.files()
+}
+
+// traces is all that daemons have had, as one state.
+func traces(d *daemon, all []lastKnown) lastKnown {
+	sum := lastKnown{Rules: d.fileNetworks()}
+	for _, last := range all {
+		sum.Rules = append(sum.Rules, last.Rules...)
+		sum.Former = append(sum.Former, last.Former...)
+		sum.Former = append(sum.Former, former{last.Config, last.Interface})
+	}
+	return sum
+}
+
+// stateFiles are the names of the state files of daemons.
+func (c Cleanup) stateFiles() ([]string, error) {
+	found, err := filepath.Glob(filepath.Join(c.StateDir, "flanneld-*.json"))
+	if err != nil {
+		return nil, fmt.Errorf("look for state files: %w", err)
+	}
+	var names []string
+	for _, path := range found {
+		if name := strings.TrimSuffix(filepath.Base(path), ".json"); !strings.HasSuffix(name, "-commands") {
+			names = append(names, name)
+		}
+	}
+	return names, nil
+}
+
+// kernel removes devices, and routes on other devices.
+func (c Cleanup) kernel(ctx context.Context, d *daemon, all []lastKnown) error {
+	kernel, err := linux.Open(linux.Options{})
+	if err != nil {
+		return err
+	}
+	defer func() { _ = kernel.Close() }()
+	sum := traces(d, all)
+	var errs []error
+	for _, f := range sum.Former {
+		ops, err := dataplane.Leftovers(ctx, kernel, d.scope(f), dataplane.Scope{})
+		errs = append(errs, err)
+		for _, op := range ops {
+			c.tell(op.Object)
+		}
+		if c.Yes {
+			_, err = dataplane.Retire(ctx, kernel, d.scope(f), dataplane.Scope{})
+			errs = append(errs, err)
+		}
+	}
+	if c.Yes && slices.ContainsFunc(sum.Former, func(f former) bool { return f.Config.BackendType == udp.Type }) {
+		errs = append(errs, nftables.RemoveGate())
+	}
+	return oneline.Join(errs...)
+}
+
+// rules removes the traffic rules of networks, whatever has held them.
+func (c Cleanup) rules(ctx context.Context, networks []netip.Prefix) error {
+	if len(networks) == 0 {
+		return nil
+	}
+	for _, n := range networks {
+		c.tell(fmt.Sprintf("traffic rules of %s, if there are any", n))
+	}
+	if !c.Yes {
+		return nil
+	}
+	var errs []error
+	for _, a := range append(iptablesLeftovers(""), nftables.New()) {
+		_, err := a.Apply(ctx, firewall.Policy{Former: networks})
+		errs = append(errs, err)
+	}
+	return oneline.Join(errs...)
+}
+
+// files removes the subnet file and what is in the state directory, which goes
+// as well if nothing else is in it.
+func (c Cleanup) files() error {
+	entries, err := os.ReadDir(c.StateDir)
+	if err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return fmt.Errorf("read state directory: %w", err)
+	}
+	paths := []string{c.SubnetFile}
+	for _, e := range entries {
+		for _, ours := range []string{"flanneld-", "device-", "wgkey"} {
+			if strings.HasPrefix(e.Name(), ours) && e.Type().IsRegular() {
+				paths = append(paths, filepath.Join(c.StateDir, e.Name()))
+			}
+		}
+	}
+	var errs []error
+	for _, path := range paths {
+		if _, err := os.Lstat(path); err != nil {
+			continue
+		}
+		c.tell("file " + path)
+		if c.Yes {
+			errs = append(errs, os.Remove(path))
+		}
+	}
+	if c.Yes {
+		_ = os.Remove(c.StateDir) // fails where something else is in it
+	}
+	return oneline.Join(errs...)
+}
+
+// tell says what is removed.
+func (c Cleanup) tell(what any) {
+	verb := "would remove"
+	if c.Yes {
+		verb = "remove"
+	}
+	fmt.Fprintln(c.Out, verb, what)
+}
