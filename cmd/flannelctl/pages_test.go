@@ -82,7 +82,7 @@ func inspect(t *testing.T, path, line string) (commands, flags int) {
 }
 
 // foreign are flags of other programs that pages name by themselves.
-var foreign = []string{"bip", "mtu", "ip-masq", "help", "version", "lease"}
+var foreign = []string{"bip", "mtu", "ip-masq", "help", "version", "lease", "cluster-cidr"}
 
 func known(name string) bool {
 	return slices.Contains(foreign, name) || strings.Contains(app.Help(), "--"+name) || hasFlag(newRoot(), name)
