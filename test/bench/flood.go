@@ -10,13 +10,19 @@ import (
 	"time"
 
 	"golang.org/x/net/ipv4"
+	"golang.org/x/sys/unix"
 
 	"flanneld/pkg/lab"
+	"flanneld/pkg/oneline"
 )
 
-// flood sends UDP packets of size bytes, IP header included, as fast as the
-// sender's kernel takes them, and returns how many arrive a second.
-func (r *runner) flood(ctx context.Context, b *bed, from, to *lab.Namespace, addr netip.Addr, size int) (c carried, err error) {
+// small is the size of the packets of a flood in bytes, IP header included.
+const small = 200
+
+// flood sends small UDP packets as fast as the sender's kernel takes them, and
+// returns how many arrive a second. The kernel gets them one by one, or
+// gathered, for it to cut (UDP_SEGMENT).
+func (r *runner) flood(ctx context.Context, b *bed, from, to *lab.Namespace, addr netip.Addr, gathered bool) (c carried, err error) {
 	if err := b.settle(ctx); err != nil {
 		return c, err
 	}
@@ -53,10 +59,9 @@ func (r *runner) flood(ctx context.Context, b *bed, from, to *lab.Namespace, add
 	if err := out.SetWriteDeadline(start.Add(d)); err != nil {
 		return c, err
 	}
-	const headers = 28
-	messages := make([]ipv4.Message, 64)
-	for i := range messages {
-		messages[i] = ipv4.Message{Buffers: [][]byte{make([]byte, size-headers)}, Addr: in.LocalAddr()}
+	messages, err := floodOf(out.(*net.UDPConn), in.LocalAddr(), gathered)
+	if err != nil {
+		return c, err
 	}
 	sender := ipv4.NewPacketConn(out)
 	for err == nil && time.Since(start) < d {
@@ -72,6 +77,27 @@ func (r *runner) flood(ctx context.Context, b *bed, from, to *lab.Namespace, add
 	}
 	c.pps, c.cpuPerMpkt = n/took, (after-before).Seconds()/(n/1e6)
 	return c, nil
+}
+
+// floodOf returns what out sends again and again.
+func floodOf(out *net.UDPConn, to net.Addr, gathered bool) ([]ipv4.Message, error) {
+	const payload, most = small - 28, 64
+	messages, size := make([]ipv4.Message, most), payload
+	if gathered {
+		messages, size = messages[:1], payload*most
+		raw, err := out.SyscallConn()
+		if err != nil {
+			return nil, err
+		}
+		cerr := raw.Control(func(fd uintptr) { err = unix.SetsockoptInt(int(fd), unix.IPPROTO_UDP, unix.UDP_SEGMENT, payload) })
+		if err := oneline.Join(cerr, err); err != nil {
+			return nil, err
+		}
+	}
+	for i := range messages {
+		messages[i] = ipv4.Message{Buffers: [][]byte{make([]byte, size)}, Addr: to}
+	}
+	return messages, nil
 }
 
 // drain counts what arrives until conn is closed.
