@@ -128,7 +128,7 @@ func gauges() map[string]gauge {
 		"pool":     describe(g, "pool_subnets", "Subnets of the configured range by state. When none is free no host can join: remove reservations, or choose a longer SubnetLen for a new network.", "state"),
 		"restart":  describe(g, "restart_needed", "1 if the network configuration has changed since the start: this daemon goes on with the old one until it is restarted."),
 		"dropped": describe(prometheus.CounterValue, "udp_dropped_packets_total",
-			"Packets that the udp backend's user-space path has dropped, by reason.", "reason"),
+			"Packets that the udp backend has dropped, by reason.", "reason"),
 	}
 }
 
