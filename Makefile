@@ -27,7 +27,7 @@ GOLANGCI := bin/tools/golangci-lint
 
 .DEFAULT_GOAL := help
 .PHONY: help build demo test test-unit test-kernel test-e2e test-vm fuzz bench lint lint-go lint-mod lint-shell lint-sleep \
-	lint-unit lint-rules fmt image chart dist deps components clean FORCE
+	lint-unit lint-rules fmt image chart dist dist-check deps components clean FORCE
 
 help: ## this list
 	@echo 'flanneld $(VERSION)'
@@ -125,6 +125,9 @@ $(OUT)/flannel-$(VERSION)-linux-%.tar.gz: FORCE
 	cd $(OUT)/$* && tar --sort=name --mtime=@$$SOURCE_DATE_EPOCH --owner=0 --group=0 --numeric-owner \
 		--mode=u=rwX,go=rX -cf - * | gzip -9n > ../$(@F)
 	rm -rf $(OUT)/$*
+
+dist-check: ## build the tarball of amd64 twice from nothing: the same bytes
+	@test/tools/reproducible.sh amd64
 
 components: bin/tools/kube-apiserver bin/tools/kubectl bin/tools/helm bin/tools/cni ## build the Kubernetes API server, tools and CNI plugins that tests run: minutes, the first time
 

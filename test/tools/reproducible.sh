@@ -1,0 +1,18 @@
+#!/bin/sh
+# Builds one architecture's tarball of the last commit twice, in two directories,
+# with nothing shared but the module cache, and wants the same bytes:
+# reproducible.sh ARCH
+set -eu
+
+arch=$1
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+for place in a elsewhere/b; do
+	git clone --quiet . "$work/$place"
+	GOCACHE=$work/cache-$(basename "$place") make --no-print-directory -s -C "$work/$place" dist ARCHES="$arch"
+	cat "$work/$place/dist/out/SHA256SUMS"
+done
+(cd "$work/a/dist/out" && sha256sum --quiet -c "$work/elsewhere/b/dist/out/SHA256SUMS") || {
+	echo "reproducible: two builds of the same commit differ" >&2
+	exit 1
+}
