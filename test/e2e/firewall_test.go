@@ -56,7 +56,8 @@ func TestMasquerade(t *testing.T) {
 				}
 				seen := connect(t, host.Namespace, host.Addr(family), far.Namespace, far.Addr(family)).seen()
 				if seen == host.Addr(family) || !lab.PodNetwork(family).Contains(seen) && !strings.HasPrefix(seen.String(), "fd00:5:") {
-					t.Errorf("host to remote pod by %s: the far end sees %s, want an address of the pods' network", family, seen)
+					t.Errorf("host to remote pod by %s: the far end sees %s, want an address of the pods' network\n%s", family, seen,
+						shell(t, host.Namespace, fmt.Sprintf("ip route get %s; ip addr; %s", far.Addr(family), f.list)))
 				}
 				expectMulticast(t, l, family)
 			}
