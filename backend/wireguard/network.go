@@ -7,6 +7,7 @@ import (
 	"net"
 	"slices"
 	"strings"
+	"sync"
 	"syscall"
 	"time"
 
@@ -22,9 +23,15 @@ import (
 type network struct {
 	*Backend
 	*backend.Programmer
-	key     wgtypes.Key
-	client  *wgctrl.Client // nil until start
-	devices []*device
+	key            wgtypes.Key
+	client         *wgctrl.Client // nil until start
+	devices        []*device
+	implementation string // kernel or userspace
+	secret         secret
+
+	changed chan struct{}
+	stop    chan struct{}
+	running sync.WaitGroup
 }
 
 // device is a tunnel as it was seen and written last.
@@ -34,6 +41,7 @@ type device struct {
 	index     int              // another one is another device, without any peers
 	peers     map[string]peer  // as they were wanted, by lease key
 	swept     bool             // others are gone
+	waiting   int              // peers that have another preshared key still
 }
 
 // Sync implements backend.Network.
@@ -45,7 +53,7 @@ func (n *network) Sync(ctx context.Context, peers backend.Set) (backend.Outcome,
 	if err != nil {
 		return o, err
 	}
-	repaired, err := n.syncPeers(peers)
+	repaired, err := n.syncPeers(ctx, peers)
 	o.Repaired += repaired
 	return o, err
 }
@@ -69,11 +77,12 @@ func (n *network) revive(ctx context.Context) error {
 
 // syncPeers gives the devices their settings and peers, and returns how many
 // of these somebody else had changed.
-func (n *network) syncPeers(set backend.Set) (repaired int, err error) {
-	psk, err := n.config.psk()
+func (n *network) syncPeers(ctx context.Context, set backend.Set) (repaired int, err error) {
+	psk, err := n.secret.read(ctx, n.config)
 	if err != nil {
 		return 0, err
 	}
+	waiting := 0
 	for _, d := range n.devices {
 		s := settings{key: n.key, port: d.port, psk: psk, keepalive: time.Duration(n.config.PersistentKeepaliveInterval) * time.Second}
 		r, err := n.syncDevice(d, s, set)
@@ -81,7 +90,9 @@ func (n *network) syncPeers(set backend.Set) (repaired int, err error) {
 			return repaired, fmt.Errorf("configure %s: %w", d.name, err)
 		}
 		repaired += r
+		waiting += d.waiting
 	}
+	n.secret.settle(ctx, waiting)
 	return repaired, nil
 }
 
@@ -106,6 +117,7 @@ func (n *network) syncDevice(d *device, s settings, set backend.Set) (repaired i
 		for key, l := range set.Leases {
 			n.want(d, key, l, next, change.want)
 		}
+		d.waiting = change.waiting()
 	} else {
 		change.have, change.sweep = &wgtypes.Device{PrivateKey: s.key, ListenPort: s.port}, true
 		for _, key := range set.Changed {
@@ -196,8 +208,18 @@ func (n *network) Holdings(key string) []backend.Holding {
 	return hs
 }
 
+// Changed implements backend.Network.
+func (n *network) Changed() <-chan struct{} { return n.changed }
+
+// Mode implements backend.Carrier.
+func (n *network) Mode() string { return n.implementation }
+
+// Dropped implements backend.Carrier: nobody counts.
+func (*network) Dropped() map[string]uint64 { return nil }
+
 // Close implements backend.Network.
 func (n *network) Close() error {
+	close(n.stop)
 	errs := []error{n.Reconciler.Close()}
 	if n.client != nil {
 		errs = append(errs, n.client.Close())
@@ -207,5 +229,6 @@ func (n *network) Close() error {
 			errs = append(errs, d.userspace.close())
 		}
 	}
+	n.running.Wait()
 	return oneline.Join(errs...)
 }

@@ -159,7 +159,7 @@ func (d diff) add(w peer) wgtypes.PeerConfig {
 // change says what turns the peer h into w.
 func (d diff) change(h wgtypes.Peer, w peer) (p wgtypes.PeerConfig, differs bool) {
 	p = wgtypes.PeerConfig{PublicKey: w.key, UpdateOnly: true}
-	if h.PresharedKey != d.psk {
+	if h.PresharedKey != d.psk && takesPSK(d.now, h.LastHandshakeTime) {
 		p.PresharedKey, differs = &d.psk, true
 	}
 	if h.PersistentKeepaliveInterval != d.keepalive {
@@ -174,6 +174,16 @@ func (d diff) change(h wgtypes.Peer, w peer) (p wgtypes.PeerConfig, differs bool
 		p.ReplaceAllowedIPs, p.AllowedIPs, differs = true, ipNets(w.allowed), true
 	}
 	return p, differs
+}
+
+// waiting counts the peers that config leaves their preshared key, for now.
+func (d diff) waiting() (count int) {
+	for _, h := range d.have.Peers {
+		if _, wanted := d.want[h.PublicKey]; wanted && h.PresharedKey != d.psk && !takesPSK(d.now, h.LastHandshakeTime) {
+			count++
+		}
+	}
+	return count
 }
 
 func endpointOf(h wgtypes.Peer) netip.AddrPort {

@@ -100,10 +100,11 @@ func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 	if err != nil {
 		return nil, err
 	}
-	n := &network{Backend: b, key: key, Programmer: &backend.Programmer{
+	n := &network{Backend: b, key: key, changed: make(chan struct{}, 1), stop: make(chan struct{}), Programmer: &backend.Programmer{
 		Reconciler: reconciler,
 		Desired:    func(context.Context, subnet.Lease) ([]dataplane.Object, error) { return nil, nil },
 	}}
+	n.watch(reconciler.Changed())
 	for _, t := range b.tunnels() {
 		n.devices = append(n.devices, &device{tunnel: t, peers: map[string]peer{}})
 	}
@@ -115,11 +116,12 @@ func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 
 // start makes the devices: the kernel's, or if it has none, those of this process.
 func (n *network) start(ctx context.Context, own subnet.Lease) error {
-	kind, implementation := dataplane.KindWireGuard, implKernel
+	kind := dataplane.KindWireGuard
+	n.implementation = implKernel
 	err := n.supported(ctx)
 	switch {
 	case n.config.Implementation == implUserspace, n.config.Implementation == implAuto && errors.Is(err, syscall.EOPNOTSUPP):
-		kind, implementation = dataplane.KindTUN, implUserspace
+		kind, n.implementation = dataplane.KindTUN, implUserspace
 		for _, d := range n.devices {
 			d.userspace = &userspaceDevice{name: d.name, mtu: n.config.deviceMTU(n.env.Underlay.MTU, d.tunnel)}
 		}
@@ -132,11 +134,11 @@ func (n *network) start(ctx context.Context, own subnet.Lease) error {
 	if err := n.setUp(ctx, own, kind); err != nil {
 		return err
 	}
-	klog.FromContext(ctx).Info("WireGuard is in use", "implementation", implementation, "publicKey", n.key.PublicKey().String())
+	klog.FromContext(ctx).Info("WireGuard is in use", "implementation", n.implementation, "publicKey", n.key.PublicKey().String())
 	if n.client, err = wgctrl.New(); err != nil {
 		return fmt.Errorf("open WireGuard's interface: %w", err)
 	}
-	_, err = n.syncPeers(backend.Set{All: true})
+	_, err = n.syncPeers(ctx, backend.Set{All: true})
 	return err
 }
 

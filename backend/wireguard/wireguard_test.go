@@ -269,6 +269,11 @@ func TestDiff(t *testing.T) {
 	elsewhere := asKept(p, s)
 	elsewhere.AllowedIPs = ipNets([]netip.Prefix{netip.MustParsePrefix("10.5.9.0/24")})
 	otherPSK := asKept(p, settings{keepalive: s.keepalive})
+	aged := func(age time.Duration) wgtypes.Peer {
+		h := otherPSK
+		h.LastHandshakeTime = now.Add(-age)
+		return h
+	}
 	stranger := asKept(peer{key: key(3)}, s)
 	for _, tt := range []struct {
 		name  string
@@ -277,6 +282,7 @@ func TestDiff(t *testing.T) {
 		known []peer
 		sweep bool
 		does  string
+		waits int
 	}{
 		{name: "right", have: []wgtypes.Peer{asKept(p, s)}, want: p, sweep: true},
 		{name: "missing", want: p, does: "add"},
@@ -289,6 +295,10 @@ func TestDiff(t *testing.T) {
 		{name: "lease has moved", have: []wgtypes.Peer{learnt}, want: p, known: []peer{moved}, does: "endpoint"},
 		{name: "networks", have: []wgtypes.Peer{elsewhere}, want: p, does: "allowed"},
 		{name: "PSK", have: []wgtypes.Peer{otherPSK}, want: p, does: "psk"},
+		{name: "PSK, young session", have: []wgtypes.Peer{aged(9 * time.Second)}, want: p, does: "psk"},
+		{name: "PSK, session", have: []wgtypes.Peer{aged(11 * time.Second)}, want: p, waits: 1},
+		{name: "PSK, session that is to be replaced", have: []wgtypes.Peer{aged(130 * time.Second)}, want: p, waits: 1},
+		{name: "PSK, old session", have: []wgtypes.Peer{aged(136 * time.Second)}, want: p, does: "psk"},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
 			d := diff{
@@ -303,6 +313,9 @@ func TestDiff(t *testing.T) {
 			c, changed := d.config()
 			if got := describe(c); got != tt.does || changed != (tt.does != "") {
 				t.Errorf("it does %q (changed %v), want %q", got, changed, tt.does)
+			}
+			if got := d.waiting(); got != tt.waits {
+				t.Errorf("%d peers wait for their preshared key, want %d", got, tt.waits)
 			}
 		})
 	}

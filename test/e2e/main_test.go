@@ -327,7 +327,13 @@ func expectMatrix(t *testing.T, l *lab.Lab) {
 // returned last if that takes too long.
 func eventually(t *testing.T, what string, check func() error) {
 	t.Helper()
-	deadline := time.Now().Add(patience)
+	within(t, patience, what, check)
+}
+
+// within is eventually for what is known to take its time.
+func within(t *testing.T, limit time.Duration, what string, check func() error) {
+	t.Helper()
+	deadline := time.Now().Add(limit)
 	for {
 		err := check()
 		if err == nil {

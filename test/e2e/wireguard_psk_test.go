@@ -1,0 +1,113 @@
+package e2e
+
+import (
+	"fmt"
+	"os"
+	"strings"
+	"testing"
+	"time"
+
+	"flanneld/pkg/lab"
+)
+
+// The preshared keys of before and after.
+const (
+	pskFile = "/run/psk"
+	oldPSK  = "AQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQE="
+	newPSK  = "AgICAgICAgICAgICAgICAgICAgICAgICAgICAgICAgI="
+)
+
+// TestUserspaceWireGuardPSKRotation gives two hosts that talk a new preshared key,
+// one half a minute after the other: nothing is lost, up to and with the first
+// session that has it on both sides.
+func TestUserspaceWireGuardPSKRotation(t *testing.T) {
+	t.Parallel()
+	l := newLab(t, lab.Config{Hosts: 2}, fmt.Sprintf(`{"Type":"wireguard","Implementation":"userspace","PSKFile":%q}`, pskFile))
+	one, two := l.Host(1), l.Host(2)
+	give := func(h *lab.Host, psk string) {
+		t.Helper()
+		if err := os.WriteFile(h.Path(pskFile), []byte(psk+"\n"), 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	const apart = 30 * time.Second
+	// A session is replaced after two minutes. Failed handshakes are repeated every
+	// five seconds.
+	const session = 4 * time.Minute
+	show := func(h *lab.Host, what string) string {
+		t.Helper()
+		_, value, _ := strings.Cut(wg(t, h, "show", "flannel-wg", what), "\t")
+		return value
+	}
+	has := func(h *lab.Host) {
+		t.Helper()
+		within(t, session, "new preshared key of "+h.Name(), func() error {
+			if show(h, "preshared-keys") != newPSK {
+				return fmt.Errorf("its peer has another")
+			}
+			return nil
+		})
+	}
+	give(one, oldPSK)
+	give(two, oldPSK)
+	startAll(t, l, lab.FlanneldOptions{})
+	flows := startFlows(t, l, 100)
+
+	give(one, newPSK)
+	expectLog(t, one.Daemon(), "the preshared key has changed")
+	has(one)
+	pause(t, apart)
+	give(two, "c2VjcmV0") // half-written, say
+	expectLog(t, two.Daemon(), "going on with the preshared key that was there before")
+	give(two, newPSK)
+	expectLog(t, two.Daemon(), "the preshared key has changed")
+	before := show(two, "latest-handshakes")
+	has(two)
+	expectLog(t, two.Daemon(), "all peers have the new preshared key")
+	within(t, session, "handshake with the new preshared key", func() error {
+		if show(two, "latest-handshakes") == before {
+			return fmt.Errorf("the last one was at %s", before)
+		}
+		return nil
+	})
+	pause(t, time.Second)
+	expectNothingLost(t, flows)
+	for _, h := range l.Hosts() {
+		if log := h.Daemon().Log(); strings.Contains(log, newPSK) || strings.Contains(log, "c2VjcmV0") {
+			t.Errorf("the log of %s has the preshared key", h.Name())
+		}
+	}
+}
+
+// TestWireGuardRefusesToRun without what it needs, in one line without secrets.
+func TestWireGuardRefusesToRun(t *testing.T) {
+	t.Parallel()
+	l := newLab(t, lab.Config{Hosts: 1}, "")
+	h := l.Host(1)
+	if err := os.WriteFile(h.Path(pskFile), []byte("c2VjcmV0"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	cases := map[string]string{
+		`"PSK":"c2VjcmV0"`:            "Backend.PSK is no key: want 32 bytes in base64",
+		`"PSKFile":"` + pskFile + `"`: "Backend.PSKFile " + pskFile + " holds no key",
+		`"PSKFile":"/run/missing"`:    "read Backend.PSKFile: open /run/missing: no such file or directory",
+		`"ListenPort":70000`:          "Backend.ListenPort is 70000: want 1 to 65535",
+	}
+	if _, err := h.Exec(background(t), "ip", "link", "add", "try", "type", "wireguard"); err != nil { // then the daemon cannot either
+		cases[`"Implementation":"kernel"`] = "this kernel has no wireguard"
+	}
+	for config, want := range cases {
+		network, err := lab.NetworkConfig(v4, []byte(`{"Type":"wireguard",`+config+`}`))
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := l.PutNetwork(background(t), network); err != nil {
+			t.Fatal(err)
+		}
+		d := start(t, h, lab.FlanneldOptions{})
+		expectFailure(t, d, want)
+		if strings.Contains(d.Log(), "c2VjcmV0") {
+			t.Errorf("%s: the secret is in the log", config)
+		}
+	}
+}
