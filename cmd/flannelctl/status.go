@@ -111,7 +111,7 @@ func printStatus(w io.Writer, r status.Report, all bool) {
 		addresses = append(addresses, a.Public.String())
 	}
 	row("interface", r.Interface.Name, strings.Join(addresses, ","), "mtu", r.Interface.MTU, "("+r.Interface.Reason+")")
-	row("backend", r.Network.BackendType+", network", list(r.Network.Prefixes)+", mtu", r.Network.MTU)
+	row("backend", strings.TrimSpace(r.Network.BackendType+" "+r.Network.Mode)+", network", list(r.Network.Prefixes)+", mtu", r.Network.MTU)
 	if p := r.Network.Pool; p != nil {
 		row("pool", fmt.Sprintf("%d free, %d leased, %d reserved", p.Free, p.Leased, p.Reserved))
 	}

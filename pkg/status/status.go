@@ -36,6 +36,7 @@ type Report struct {
 // Network is the network configuration in use.
 type Network struct {
 	BackendType string         `json:"backendType"`
+	Mode        string         `json:"mode,omitempty"` // of the backend, where it has several ways to carry packets
 	Prefixes    []netip.Prefix `json:"prefixes"`
 	MTU         int            `json:"mtu"` // bytes, of every path
 	SubnetFile  string         `json:"subnetFile"`

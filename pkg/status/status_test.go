@@ -29,7 +29,7 @@ func report() status.Report {
 	subnet, peer := netip.MustParsePrefix("10.5.1.0/24"), netip.MustParsePrefix("10.5.2.0/24")
 	return status.Report{
 		Version: "v1", PID: 7, Started: now.Add(-time.Hour), Now: now, Reasons: []string{"data path: <b>kernel</b> says no"},
-		Network:   status.Network{BackendType: "vxlan", Prefixes: []netip.Prefix{netip.MustParsePrefix("10.5.0.0/16")}, MTU: 1450, SubnetFile: "/run/flannel/subnet.env"},
+		Network:   status.Network{BackendType: "wireguard", Mode: "userspace", Prefixes: []netip.Prefix{netip.MustParsePrefix("10.5.0.0/16")}, MTU: 1450, SubnetFile: "/run/flannel/subnet.env"},
 		Interface: status.Interface{Name: "eth0", Index: 2, MTU: 1500, Reason: "default route", Addresses: []status.Address{{Local: netip.MustParseAddr("192.168.77.1"), Public: netip.MustParseAddr("192.0.2.1")}}},
 		Lease:     status.Lease{Key: "10.5.1.0-24", Subnets: []netip.Prefix{subnet}, Expires: now.Add(23 * time.Hour)},
 		Datastore: status.Datastore{Kind: "etcd", Since: now.Add(-90 * time.Second), Error: "connection refused"},
@@ -74,7 +74,7 @@ func TestPage(t *testing.T) {
 	w := get(t, func(context.Context) (status.Report, error) { return report(), nil }, "/statusz", "text/html")
 	page := w.Body.String()
 	for _, want := range []string{
-		"not ready", "data path: &lt;b&gt;kernel&lt;/b&gt; says no", "10.5.1.0/24", "runs out in 23h unless renewed", "192.168.77.1 (public 192.0.2.1)",
+		"<dd>wireguard, userspace</dd>", "not ready", "data path: &lt;b&gt;kernel&lt;/b&gt; says no", "10.5.1.0/24", "runs out in 23h unless renewed", "192.168.77.1 (public 192.0.2.1)",
 		"away</span> since 1m30s ago: connection refused", "3s ago", `class="bad">1 of 2`, `title="not there">route 10.5.2.0/24 via 10.5.2.0 dev flannel.1`, "newer &lt;i&gt;",
 	} {
 		if !strings.Contains(page, want) {

@@ -154,7 +154,7 @@ func (d *daemon) statusReport(ctx context.Context) (status.Report, error) {
 	r := status.Report{
 		Version: version.String(), PID: os.Getpid(), Started: d.started, Now: time.Now(),
 		Network: status.Network{
-			BackendType: now.Config.BackendType, Prefixes: networks(now.Config), SubnetFile: d.opts.SubnetFile,
+			BackendType: now.Config.BackendType, Mode: in.Mode, Prefixes: networks(now.Config), SubnetFile: d.opts.SubnetFile,
 		},
 		Interface: status.Interface{Name: now.Interface.Name, Index: now.Interface.Index, MTU: now.Interface.MTU, Reason: now.Interface.Reason},
 		Lease:     statusLease(now.Own),
