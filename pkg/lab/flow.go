@@ -22,8 +22,9 @@ type Flow struct {
 	members sync.WaitGroup
 
 	mu       sync.Mutex
-	answered []bool // of what was sent, by sequence number
-	last     time.Time
+	answered []bool    // of what was sent, by sequence number
+	last     time.Time // of the last answer
+	stopped  time.Time // zero while it goes on
 	gap      time.Duration
 }
 
@@ -114,7 +115,11 @@ func (f *Flow) receive() {
 func (f *Flow) Stats() FlowStats {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	s := FlowStats{Sent: len(f.answered), Gap: max(f.gap, time.Since(f.last))}
+	now := time.Now()
+	if !f.stopped.IsZero() { // nobody asked since
+		now = f.stopped
+	}
+	s := FlowStats{Sent: len(f.answered), Gap: max(f.gap, now.Sub(f.last))}
 	for seq, ok := range f.answered {
 		if ok {
 			s.Answered++
@@ -130,6 +135,9 @@ func (f *Flow) Stats() FlowStats {
 func (f *Flow) Stop() FlowStats {
 	const grace, period = 500 * time.Millisecond, 5 * time.Millisecond
 	f.stop()
+	f.mu.Lock()
+	f.stopped = time.Now()
+	f.mu.Unlock()
 	patience := time.NewTimer(grace)
 	defer patience.Stop()
 	tick := time.NewTicker(period)

@@ -32,6 +32,7 @@ type bed struct {
 	client  *clientv3.Client // through host 1's network, as the daemon's own
 	backend string
 	peers   []peer // whose leases are in etcd
+	plain   []int  // processes that carry packets in place of daemons
 }
 
 func newBed(ctx context.Context, flanneld string) (*bed, error) {
@@ -100,17 +101,22 @@ func (b *bed) configure(ctx context.Context, backend string, n int) error {
 	if _, err := b.client.Delete(ctx, etcdPrefix, clientv3.WithPrefix()); err != nil {
 		return fmt.Errorf("empty etcd: %w", err)
 	}
-	config, err := json.Marshal(map[string]any{
-		"Network": podNetwork, "SubnetLen": 24, "Backend": map[string]any{"Type": backend},
-	})
+	if err := b.putConfig(ctx, map[string]any{"Type": backend}); err != nil {
+		return err
+	}
+	b.backend, b.peers = backend, makePeers(n)
+	return b.putLeases(ctx, b.peers)
+}
+
+func (b *bed) putConfig(ctx context.Context, backend map[string]any) error {
+	config, err := json.Marshal(map[string]any{"Network": podNetwork, "SubnetLen": 24, "Backend": backend})
 	if err != nil {
 		return err
 	}
 	if _, err := b.client.Put(ctx, etcdPrefix+"/config", string(config)); err != nil {
 		return fmt.Errorf("write the network configuration: %w", err)
 	}
-	b.backend, b.peers = backend, makePeers(n)
-	return b.putLeases(ctx, b.peers)
+	return nil
 }
 
 func (b *bed) putLeases(ctx context.Context, peers []peer) error {

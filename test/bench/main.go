@@ -80,6 +80,10 @@ func main() {
 		fmt.Fprintln(os.Stderr, runWatcher(os.Args[1:]))
 		os.Exit(1)
 	}
+	if os.Args[0] == plainName {
+		fmt.Fprintln(os.Stderr, runPlain(os.Args[1:]))
+		os.Exit(1)
+	}
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	err := execute(ctx, os.Args[1:], os.Stdout, os.Stderr)
 	stop()

@@ -41,6 +41,7 @@ func measures() []measure {
 		{"kube", (*runner).measureKube},
 		{"size", (*runner).measureSize},
 		{"udp", (*runner).measureUDP},
+		{"wireguard", (*runner).measureWireGuard},
 	}
 }
 

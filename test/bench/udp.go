@@ -112,18 +112,23 @@ func (r *runner) measureWay(ctx context.Context, w way, round map[string]map[str
 	return nil
 }
 
-// pingWay takes the median of a hundred echoes between pods.
-func (r *runner) pingWay(ctx context.Context, b *bed, name string) error {
+// meet waits until both hosts have learnt of each other.
+func (b *bed) meet(ctx context.Context) error {
 	pods := b.lab.Pods()
-	for tries := 0; ; tries++ { // until both hosts have learnt of each other
+	for tries := 0; ; tries++ {
 		_, err := pods[0].Ping(ctx, pods[1].Addrs()[0], ping.Options{})
-		if err == nil {
-			break
-		}
-		if tries == 20 {
+		if err == nil || tries == 20 {
 			return err
 		}
 	}
+}
+
+// pingWay takes the median of a hundred echoes between pods.
+func (r *runner) pingWay(ctx context.Context, b *bed, name string) error {
+	if err := b.meet(ctx); err != nil {
+		return err
+	}
+	pods := b.lab.Pods()
 	var times []float64
 	for range 100 {
 		took, err := pods[0].Ping(ctx, pods[1].Addrs()[0], ping.Options{})
@@ -200,10 +205,17 @@ func (r *runner) iperf(ctx context.Context, b *bed, from, to *lab.Namespace, add
 	return c, nil
 }
 
+// daemonCPU is what the processes have used that carry packets.
 func (r *runner) daemonCPU(b *bed) (time.Duration, error) {
+	pids := b.plain
+	if pids == nil {
+		for _, h := range b.lab.Hosts() {
+			pids = append(pids, h.Daemon().PID())
+		}
+	}
 	var sum time.Duration
-	for _, h := range b.lab.Hosts() {
-		cpu, err := processCPU(h.Daemon().PID())
+	for _, pid := range pids {
+		cpu, err := processCPU(pid)
 		if err != nil {
 			return 0, err
 		}

@@ -1,0 +1,209 @@
+package main
+
+import (
+	"context"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"net/netip"
+	"os"
+	"os/exec"
+	"strings"
+	"time"
+
+	"golang.zx2c4.com/wireguard/conn"
+	"golang.zx2c4.com/wireguard/device"
+	"golang.zx2c4.com/wireguard/tun"
+	"golang.zx2c4.com/wireguard/wgctrl/wgtypes"
+
+	"flanneld/pkg/lab"
+	"flanneld/pkg/prefix"
+)
+
+const wireguardGroup = "wireguard"
+
+// wireguardConfig has the daemon carry the packets, also where the kernel could.
+func wireguardConfig() map[string]any {
+	return map[string]any{"Type": "wireguard", "Implementation": "userspace"}
+}
+
+// measureWireGuard compares the wireguard backend's path through the daemon with
+// a program that is wireguard-go and nothing else, on the same hosts. They take
+// turns, and who begins alternates.
+func (r *runner) measureWireGuard(ctx context.Context) error {
+	const tcp = "TCP, 1 stream, hosts"
+	for round := range r.rounds {
+		order := []string{"flanneld", "wireguard-go"}
+		if round%2 == 1 {
+			order[0], order[1] = order[1], order[0]
+		}
+		got := map[string]carried{}
+		for _, who := range order {
+			var err error
+			if got[who], err = r.wireguardCPU(ctx, who); err != nil {
+				return fmt.Errorf("%s: %w", who, err)
+			}
+			r.report.add(wireguardGroup, tcp+", "+who, -1, "Gbit/s", got[who].gbps)
+			r.report.add(wireguardGroup, tcp+", CPU of both processes, "+who, -1, "s/GB", got[who].cpuPerGbit*8)
+		}
+		r.report.add(wireguardGroup, tcp+", CPU, flanneld / wireguard-go", -1, "",
+			got["flanneld"].cpuPerGbit/got["wireguard-go"].cpuPerGbit, 1.1)
+		if err := r.wireguardRestart(ctx); err != nil {
+			return fmt.Errorf("restart: %w", err)
+		}
+	}
+	return nil
+}
+
+// wireguardCPU sends TCP from host 1 to host 2 through who's tunnel.
+func (r *runner) wireguardCPU(ctx context.Context, who string) (carried, error) {
+	b, err := newBed(ctx, r.flanneld)
+	if err != nil {
+		return carried{}, err
+	}
+	defer b.close()
+	to := plainAddr(2)
+	if who == "flanneld" {
+		to, err = r.startWireGuard(ctx, b)
+	} else {
+		var stop func()
+		stop, err = b.startPlain(ctx)
+		defer stop()
+	}
+	if err != nil {
+		return carried{}, err
+	}
+	hosts := b.lab.Hosts()
+	return r.iperf(ctx, b, hosts[0].Namespace, hosts[1].Namespace, to)
+}
+
+// startWireGuard starts a daemon and a pod on each host, and returns an address
+// of host 2 that leads through the tunnel.
+func (r *runner) startWireGuard(ctx context.Context, b *bed) (netip.Addr, error) {
+	if err := b.putConfig(ctx, wireguardConfig()); err != nil {
+		return netip.Addr{}, err
+	}
+	ready, cancel := context.WithTimeout(ctx, time.Minute)
+	defer cancel()
+	if err := b.lab.StartFlanneld(ready, lab.FlanneldOptions{}); err != nil {
+		return netip.Addr{}, err
+	}
+	if err := b.lab.AddPods(ready); err != nil {
+		return netip.Addr{}, err
+	}
+	return b.lab.Pods()[1].Addrs()[0].Prev(), b.meet(ctx)
+}
+
+// wireguardRestart stops and starts a daemon while its pods talk.
+func (r *runner) wireguardRestart(ctx context.Context) error {
+	b, err := newBed(ctx, r.flanneld)
+	if err != nil {
+		return err
+	}
+	defer b.close()
+	if _, err := r.startWireGuard(ctx, b); err != nil {
+		return err
+	}
+	pods, host := b.lab.Pods(), b.lab.Host(1)
+	const rate = 200 // packets a second
+	flow, err := pods[0].StartFlow(ctx, pods[1], prefix.IPv4, rate)
+	if err != nil {
+		return err
+	}
+	if err := pause(ctx, time.Second); err != nil {
+		return err
+	}
+	if _, err := host.Daemon().Stop(ctx); err != nil {
+		return err
+	}
+	if err := b.lab.StartFlanneld(ctx, lab.FlanneldOptions{}); err != nil {
+		return err
+	}
+	if err := pause(ctx, time.Second); err != nil {
+		return err
+	}
+	r.report.add(wireguardGroup, "longest time without an answer at a restart", -1, "ms", ms(flow.Stop().Gap), 1000)
+	return nil
+}
+
+// plainName is what the benchmark is called when it is to be wireguard-go and
+// nothing else.
+const plainName = "bench-wireguard"
+
+const (
+	plainDevice = "wg0"
+	plainMTU    = 1440 // as the daemon's
+	plainPort   = 51820
+)
+
+// plainAddr is a host's address in the tunnel.
+func plainAddr(host int) netip.Addr { return netip.AddrFrom4([4]byte{10, 127, 0, byte(host)}) }
+
+// startPlain starts that process on each host. stop ends them, also after an
+// error.
+func (b *bed) startPlain(ctx context.Context) (stop func(), err error) {
+	var keys [2]wgtypes.Key
+	for i := range keys {
+		if keys[i], err = wgtypes.GeneratePrivateKey(); err != nil {
+			return func() {}, err
+		}
+	}
+	var cmds []*exec.Cmd
+	stop = func() {
+		for _, cmd := range cmds {
+			_ = cmd.Process.Kill() // and what it says then is of no interest
+			_ = cmd.Wait()
+		}
+	}
+	self, err := os.Executable()
+	if err != nil {
+		return stop, err
+	}
+	for i, h := range b.lab.Hosts() {
+		other := 1 - i
+		public := keys[other].PublicKey()
+		config := fmt.Sprintf("private_key=%s\nlisten_port=%d\npublic_key=%s\nendpoint=%s\nallowed_ip=%s/32\n",
+			hex.EncodeToString(keys[i][:]), plainPort, hex.EncodeToString(public[:]),
+			netip.AddrPortFrom(b.lab.Hosts()[other].Addr(prefix.IPv4), plainPort), plainAddr(other+1))
+		cmd := &exec.Cmd{Path: self, Args: []string{plainName, config}, Stderr: os.Stderr}
+		if err := h.Do(ctx, cmd.Start); err != nil {
+			return stop, fmt.Errorf("start plain wireguard-go: %w", err)
+		}
+		cmds = append(cmds, cmd)
+		b.plain = append(b.plain, cmd.Process.Pid)
+		if err := setUpPlain(ctx, h, plainAddr(i+1)); err != nil {
+			return stop, err
+		}
+	}
+	return stop, nil
+}
+
+// setUpPlain gives the process's device, once it is there, an address.
+func setUpPlain(ctx context.Context, h *lab.Host, addr netip.Addr) error {
+	script := fmt.Sprintf("for i in $(seq 100); do ip link show %[1]s >/dev/null 2>&1 && break; sleep 0.05; done; "+
+		"ip addr add %[2]s/24 dev %[1]s && ip link set %[1]s up", plainDevice, addr)
+	if out, err := h.Exec(ctx, "sh", "-c", script); err != nil {
+		return fmt.Errorf("set up %s: %w: %s", plainDevice, err, strings.TrimSpace(string(out)))
+	}
+	return nil
+}
+
+// runPlain is that process.
+func runPlain(args []string) error {
+	if len(args) != 1 {
+		return errors.New("bench-wireguard: want a configuration")
+	}
+	t, err := tun.CreateTUN(plainDevice, plainMTU)
+	if err != nil {
+		return err
+	}
+	d := device.NewDevice(t, conn.NewDefaultBind(), device.NewLogger(device.LogLevelSilent, ""))
+	if err := d.IpcSet(args[0]); err != nil {
+		return err
+	}
+	if err := d.Up(); err != nil {
+		return err
+	}
+	<-d.Wait()
+	return errors.New("the device has gone")
+}
