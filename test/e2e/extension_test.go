@@ -6,11 +6,13 @@ import (
 	"fmt"
 	"net/netip"
 	"os"
+	"slices"
 	"strings"
 	"testing"
 
 	"flanneld/pkg/lab"
 	"flanneld/pkg/prefix"
+	"flanneld/pkg/status"
 )
 
 // calls is where commands write down that they were run.
@@ -176,6 +178,11 @@ func TestExtensionTrouble(t *testing.T) {
 	for _, h := range l.Hosts() {
 		expectLog(t, h.Daemon(), `"SubnetAddCommand: exit status 3: no luck"`)
 		expectLog(t, h.Daemon(), "longer than CommandTimeout")
+		r := statusOf(t, h)
+		i := slices.IndexFunc(r.Peers, func(p status.Peer) bool { return p.Key == "10.5.200.0-24" })
+		if i < 0 || r.Peers[i].State != status.Refused || r.Peers[i].Error != "SubnetAddCommand: exit status 3: no luck" || !r.Ready {
+			t.Errorf("status of %s is ready: %v, with peers %+v: want it ready, and the reason for 10.5.200.0-24", h.Name(), r.Ready, r.Peers)
+		}
 		expectStop(t, h.Daemon())
 	}
 }
