@@ -107,7 +107,7 @@ func TestUserspaceWireGuardKeys(t *testing.T) {
 func wireGuardKeys(t *testing.T, backend string) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 2}, backendConfig(backend))
-	o := lab.FlanneldOptions{Args: []string{"--resync=1s"}}
+	o := lab.FlanneldOptions{Args: []string{"--resync=1s", "-v=9"}}
 	startAll(t, l, o)
 	expectMatrix(t, l)
 	one, two := l.Host(1), l.Host(2)
@@ -147,6 +147,10 @@ func wireGuardKeys(t *testing.T, backend string) {
 	}
 	expectMatrix(t, l)
 	boot()
+	private, err := os.ReadFile(file)
+	if err != nil || strings.Contains(one.Daemon().Log(), strings.TrimSpace(string(private))) {
+		t.Errorf("%v: the private key is in the log, or is not kept", err)
+	}
 	if err := os.Remove(file); err != nil {
 		t.Fatal(err)
 	}
