@@ -130,10 +130,10 @@ func (f *Flow) Stats() FlowStats {
 	return s
 }
 
-// Stop ends the flow, gives the last packets half a second to come back and
-// returns what became of all.
+// Stop ends the flow, gives the last packets three seconds to come back, as they
+// may need on a machine that is emulated and busy, and returns what became of all.
 func (f *Flow) Stop() FlowStats {
-	const grace, period = 500 * time.Millisecond, 5 * time.Millisecond
+	const grace, period = 3 * time.Second, 5 * time.Millisecond
 	f.stop()
 	f.mu.Lock()
 	f.stopped = time.Now()
