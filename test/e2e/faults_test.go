@@ -87,15 +87,16 @@ func faults(t *testing.T, backend string, kept bool) {
 	l.Etcd().Kill()
 	one.Daemon().Kill()
 	expectLog(t, start(t, one, lab.FlanneldOptions{}), "going on from the last known state")
-	expectMatrix(t, l)
+	expectConverged(t, l)
 	if err := l.Etcd().Start(background(t)); err != nil {
 		t.Fatal(err)
 	}
 	expectReady(t, one.Daemon())
-	expectMatrix(t, l)
+	expectConverged(t, l)
 	if kept {
 		expectNothingLost(t, flows)
 	}
+	expectMatrix(t, l)
 }
 
 // typeOf is the type that leases of the backend have.
