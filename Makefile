@@ -81,10 +81,11 @@ lint-mod:
 	go -C test/tools mod tidy -diff
 	go -C test/components/kube-apiserver mod tidy -diff
 	go -C test/components/helm mod tidy -diff
+	go -C test/components/sbom mod tidy -diff
 	go -C test/components/cni-plugins mod tidy -diff
 
 lint-shell: deps
-	shellcheck .ci/run $(shell git ls-files --cached --others --exclude-standard '*.sh')
+	shellcheck .ci/run dist/debian/postinst dist/debian/prerm dist/debian/postrm $(shell git ls-files --cached --others --exclude-standard '*.sh')
 
 # In a synctest bubble sleeping is how time passes; elsewhere it makes tests slow and flaky.
 lint-sleep:
@@ -113,13 +114,16 @@ image: ## an OCI archive in dist/out, with buildah, podman or docker
 chart: bin/tools/helm ## the Helm chart as an archive in dist/out, for images of this version
 	bin/tools/helm package dist/kubernetes/chart --app-version $(VERSION) --destination $(OUT)
 
-dist: $(ARCHES:%=$(OUT)/flannel-$(VERSION)-linux-%.tar.gz) ## tarballs for all architectures in dist/out, reproducible
-	cd $(OUT) && sha256sum $(^F) > SHA256SUMS
+dist: $(ARCHES:%=$(OUT)/flannel-$(VERSION)-linux-%.tar.gz) ## tarballs and Debian packages for all architectures in dist/out, reproducible
+	cd $(OUT) && sha256sum $(^F) $(patsubst %.tar.gz,%.deb,$(^F)) > SHA256SUMS
 
-$(OUT)/flannel-$(VERSION)-linux-%.tar.gz: FORCE
+# The package is made beside the tarball, of the same files.
+$(OUT)/flannel-$(VERSION)-linux-%.tar.gz: FORCE bin/tools/sbom deps
 	rm -rf $(OUT)/$* && mkdir -p $(OUT)/$*
 	GOOS=linux GOARCH=$* GOARM=7 $(GO_BUILD) -o $(OUT)/$*/ $(COMMANDS)
 	GOOS=linux GOARCH=$* GOARM=7 $(GO_BUILD) -o $(OUT)/$*/flannel $(PLUGIN)
+	bin/tools/sbom $(VERSION) $(OUT)/$*/* > $(OUT)/sbom && mv $(OUT)/sbom $(OUT)/$*/sbom.cdx.json
+	dist/debian/build.sh $(OUT)/$* $* $(VERSION) $(@:.tar.gz=.deb)
 	cp -r README.md dist/mk-docker-opts.sh dist/systemd dist/rt_protos.d dist/prometheus dist/grafana $(OUT)/$*/
 	cd dist && cp -r --parents kubernetes/base kubernetes/chart $(CURDIR)/$(OUT)/$*/
 	cd $(OUT)/$* && tar --sort=name --mtime=@$$SOURCE_DATE_EPOCH --owner=0 --group=0 --numeric-owner \
@@ -128,6 +132,9 @@ $(OUT)/flannel-$(VERSION)-linux-%.tar.gz: FORCE
 
 dist-check: ## build the tarball of amd64 twice from nothing: the same bytes
 	@test/tools/reproducible.sh amd64
+
+bin/tools/sbom: test/components/sbom/go.mod test/components/sbom/main.go
+	go build -C test/components/sbom -o $(CURDIR)/$@ .
 
 components: bin/tools/kube-apiserver bin/tools/kubectl bin/tools/helm bin/tools/cni ## build the Kubernetes API server, tools and CNI plugins that tests run: minutes, the first time
 

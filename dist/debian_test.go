@@ -1,0 +1,132 @@
+package dist_test
+
+import (
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"runtime"
+	"strings"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+)
+
+// pack makes the Debian package of programs in dir.
+func pack(t *testing.T, dir, version string) string {
+	t.Helper()
+	pkg := filepath.Join(t.TempDir(), "flanneld.deb")
+	cmd := exec.CommandContext(t.Context(), "debian/build.sh", dir, runtime.GOARCH, version, pkg)
+	cmd.Env = append(os.Environ(), "SOURCE_DATE_EPOCH=1700000000")
+	if out, err := cmd.CombinedOutput(); err != nil {
+		t.Fatalf("build.sh: %v: %s", err, out)
+	}
+	return pkg
+}
+
+// stubs are programs that are quick to pack.
+func stubs(t *testing.T) string {
+	t.Helper()
+	dir := t.TempDir()
+	for _, name := range []string{"flanneld", "flannelctl", "flannel"} {
+		if err := os.WriteFile(filepath.Join(dir, name), []byte("#!/bin/sh\n"), 0o755); err != nil { //nolint:gosec // a program
+			t.Fatal(err)
+		}
+	}
+	return dir
+}
+
+func TestDebianPackageIsReproducible(t *testing.T) {
+	var packages []string
+	for range 2 {
+		raw, err := os.ReadFile(pack(t, stubs(t), "v1.2.3"))
+		if err != nil {
+			t.Fatal(err)
+		}
+		packages = append(packages, string(raw))
+	}
+	if packages[0] != packages[1] {
+		t.Error("two packages of the same programs differ")
+	}
+}
+
+// A package is installed, upgraded, removed and purged in a root of its own.
+func TestDebianPackage(t *testing.T) {
+	programs := t.TempDir()
+	build := exec.CommandContext(t.Context(), "go", "build", "-trimpath", "-ldflags=-s -w", "-o", programs+"/", "../cmd/flanneld", "../cmd/flannelctl")
+	build.Env = append(os.Environ(), "CGO_ENABLED=0")
+	if out, err := build.CombinedOutput(); err != nil {
+		t.Fatalf("go build: %v: %s", err, out)
+	}
+	plugin := exec.CommandContext(t.Context(), "go", "build", "-o", filepath.Join(programs, "flannel"), "../cmd/flannel-cni")
+	if out, err := plugin.CombinedOutput(); err != nil {
+		t.Fatalf("go build: %v: %s", err, out)
+	}
+	first, next := pack(t, programs, "v1.2.3"), pack(t, stubs(t), "0123abc")
+
+	root := t.TempDir()
+	for _, dir := range []string{"var/lib/dpkg/info", "var/lib/dpkg/updates", "var/lib/flannel"} {
+		if err := os.MkdirAll(filepath.Join(root, dir), 0o755); err != nil { //nolint:gosec // a root file system
+			t.Fatal(err)
+		}
+	}
+	dpkg := func(args ...string) string {
+		t.Helper()
+		args = append([]string{"--root=" + root, "--force-script-chrootless", "--log=/dev/null"}, args...)
+		cmd := exec.CommandContext(t.Context(), "dpkg", args...)
+		cmd.Env = []string{"PATH=" + os.Getenv("PATH") + ":/usr/sbin:/sbin", "DEBIAN_FRONTEND=noninteractive"}
+		out, err := cmd.CombinedOutput()
+		if err != nil {
+			t.Fatalf("dpkg %s: %v: %s", strings.Join(args, " "), err, out)
+		}
+		return string(out)
+	}
+	at := func(name string) string { return filepath.Join(root, name) }
+
+	dpkg("--install", next) // a commit without a tag comes before all releases
+	dpkg("--install", first)
+	if out := dpkg("--status", "flanneld"); !strings.Contains(out, "Status: install ok installed") || !strings.Contains(out, "Version: 1.2.3\n") {
+		t.Errorf("after the installation:\n%s", out)
+	}
+	for _, program := range []string{"usr/bin/flanneld", "usr/bin/flannelctl"} {
+		arg := map[string]string{"flanneld": "--version", "flannelctl": "version"}[filepath.Base(program)]
+		if out, err := exec.CommandContext(t.Context(), at(program), arg).CombinedOutput(); err != nil {
+			t.Errorf("%s: %v: %s", program, err, out)
+		}
+	}
+	unit, err := os.ReadFile(at("usr/lib/systemd/system/flanneld.service"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	start := regexp.MustCompile(`(?m)^ExecStart=(\S+)$`).FindSubmatch(unit)
+	if start == nil {
+		t.Fatalf("no ExecStart in the unit:\n%s", unit)
+	}
+	if _, err := os.Stat(at(string(start[1]))); err != nil {
+		t.Errorf("what the unit starts is not in the package: %v", err)
+	}
+	settings := at("etc/flannel/flanneld.env")
+	if info, err := os.Stat(settings); err != nil || info.Mode().Perm() != 0o600 {
+		t.Errorf("settings, which may hold a password: mode %v, %v, want 0600", info.Mode(), err)
+	}
+
+	const own = "FLANNELD_ETCD_ENDPOINTS=http://192.0.2.1:2379\n"
+	if err := os.WriteFile(settings, []byte(own), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	dpkg("--install", first)
+	dpkg("--remove", "flanneld")
+	kept, _ := os.ReadFile(settings)
+	if diff := cmp.Diff(own, string(kept)); diff != "" {
+		t.Errorf("settings after upgrade and removal (-want +got):\n%s", diff)
+	}
+	if _, err := os.Stat(at("usr/bin/flanneld")); !os.IsNotExist(err) {
+		t.Errorf("flanneld after the removal: %v", err)
+	}
+	dpkg("--purge", "flanneld")
+	for _, left := range []string{"etc/flannel", "var/lib/flannel", "usr/lib/flannel"} {
+		if _, err := os.Stat(at(left)); !os.IsNotExist(err) {
+			t.Errorf("%s after the purge: %v", left, err)
+		}
+	}
+}
