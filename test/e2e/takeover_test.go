@@ -145,7 +145,7 @@ func TestRestartsWriteNothing(t *testing.T) {
 				t.Fatalf("routes %v, %v", routes, err)
 			}
 			flows := startFlows(t, l, fast)
-			pause(t, 3*time.Second) // addresses have been tried for duplicates
+			expectAddresses(t, l)
 			e := eavesdrop(t, h)
 			for i := range 20 {
 				if i%2 == 0 {
@@ -352,6 +352,20 @@ func otherDaemons(t *testing.T, l *lab.Lab, backend string) {
 	}
 }
 
+// expectAddresses waits until the kernel has tried all addresses for duplicates:
+// it announces them once more then.
+func expectAddresses(t *testing.T, l *lab.Lab) {
+	t.Helper()
+	eventually(t, "addresses to be tried", func() error {
+		for _, h := range l.Hosts() {
+			if tentative := shell(t, h.Namespace, "ip -6 address show tentative"); tentative != "" {
+				return errors.New(tentative)
+			}
+		}
+		return nil
+	})
+}
+
 // hold is what of the data path to a node's subnets a host has, line by line.
 // The numbers of devices are part of it.
 func hold(t *testing.T, h *lab.Host, n node) []string {
@@ -421,7 +435,7 @@ func testTakeover(t *testing.T, families []prefix.Family, backend string) {
 		t.Fatal(err)
 	}
 	flows := startFlows(t, l, fast)
-	pause(t, 2*time.Second) // addresses are tried for duplicates
+	expectAddresses(t, l)
 
 	for i, h := range l.Hosts() {
 		peer := published[l.Hosts()[1-i]]
