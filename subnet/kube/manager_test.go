@@ -522,6 +522,49 @@ func TestOutages(t *testing.T) {
 	w.Until(t, "a peer gone", func(s subnet.Snapshot) bool { return subnetOf(s, "node2") == "" })
 }
 
+// One Node that cannot be asked for is an outage while it lasts, and over with it:
+// the watch, which goes on all the time, has nothing to say about that.
+func TestOneNodeCannotBeAskedFor(t *testing.T) {
+	f := newFixture(t, sharedServer(t))
+	f.setConfig(t, configV4)
+	f.peer(t, 2)
+	p := newProxy(t, f.server)
+	statuses := make(chan error, 100)
+	m := f.started(t, func(c *Config) {
+		c.Kubeconfig = f.kubeconfig(t, p.URL, flannel)
+		c.OnStatus = func(err error) { statuses <- err }
+	})
+	w := subnettest.Watch(t, m)
+	w.Until(t, "the peer", subnettest.Has("node2"))
+	for len(statuses) > 0 {
+		<-statuses
+	}
+	p.answer(func(w http.ResponseWriter, r *http.Request) bool {
+		return strings.HasSuffix(r.URL.Path, "/nodes/node3") && status(http.StatusInternalServerError)(w, r)
+	})
+	f.peer(t, 3)
+	next := func() error {
+		t.Helper()
+		select {
+		case err := <-statuses:
+			return err
+		case <-time.After(patience):
+			t.Fatal("no status")
+			return nil
+		}
+	}
+	if err := next(); err == nil || !strings.Contains(err.Error(), "500") {
+		t.Fatalf("while the Node cannot be asked for the status is %v", err)
+	}
+	f.peer(t, 4)
+	w.Until(t, "another new peer", subnettest.Has("node2", "node4"))
+	p.answer(nil)
+	w.Until(t, "the peer", subnettest.Has("node2", "node3", "node4"))
+	for err := next(); err != nil; err = next() {
+		t.Logf("still %v", err)
+	}
+}
+
 func TestRevisionTooOld(t *testing.T) {
 	f := newFixture(t, sharedServer(t))
 	f.setConfig(t, configV4)

@@ -430,6 +430,19 @@ func TestNoPrograms(t *testing.T) {
 	expectOnce(t, h.Daemon(), `"traffic rules are held by iptables"`)
 }
 
+// TestWithoutBridgeNetfilter runs where packets on bridges do not pass iptables:
+// it says once what that means, for each family, and goes on.
+func TestWithoutBridgeNetfilter(t *testing.T) {
+	t.Parallel()
+	l := newLab(t, lab.Config{Hosts: 1, Families: dual, Network: masqueraded(nil)}, "")
+	h := l.Host(1)
+	shell(t, h.Namespace, "mount -t tmpfs none /proc/sys/net")
+	startOne(t, h, lab.FlanneldOptions{Args: []string{"--firewall=iptables", "--ip-masq"}})
+	for _, missing := range []string{"net.bridge.bridge-nf-call-iptables", "net.bridge.bridge-nf-call-ip6tables"} {
+		expectOnce(t, h.Daemon(), fmt.Sprintf(`a pod that talks to a service which is served by a pod of the same host may get no answer; load the module br_netfilter" missing=%q`, missing))
+	}
+}
+
 // TestHostFirewall has a host that rejects what is forwarded.
 func TestHostFirewall(t *testing.T) {
 	t.Parallel()
