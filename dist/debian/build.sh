@@ -47,4 +47,4 @@ sed -e "s|@ARCH@|$arch|" -e "s|@VERSION@|$version|" -e "s|@SIZE@|$size|" dist/de
 
 # Whatever the tree's files have been through, in the package they are as old as the commit.
 find "$root" -exec touch --no-dereference --date="@${SOURCE_DATE_EPOCH:?}" {} +
-dpkg-deb --root-owner-group -Zxz --build "$root" "$package" >/dev/null
+dpkg-deb --root-owner-group -Zxz "-z${DEB_LEVEL:-6}" --build "$root" "$package" >/dev/null

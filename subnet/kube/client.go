@@ -98,7 +98,8 @@ func (c *client) renew() { c.dialer.CloseAll() }
 // request is one request to the API.
 type request struct {
 	method  string // empty for GET
-	path    string // below /api/v1/
+	group   string // of the API, whose version is v1; empty for the one of Nodes
+	path    string // below that
 	query   url.Values
 	accept  string
 	content string // type of body
@@ -109,6 +110,9 @@ type request struct {
 // is below 300.
 func (c *client) do(ctx context.Context, r request) (*http.Response, error) {
 	u := c.base.JoinPath("api", "v1", r.path)
+	if r.group != "" {
+		u = c.base.JoinPath("apis", r.group, "v1", r.path)
+	}
 	u.RawQuery = r.query.Encode()
 	if r.method == "" {
 		r.method = http.MethodGet

@@ -26,6 +26,7 @@ func (m *Manager) Keep(ctx context.Context, own subnet.Lease) error {
 	defer wg.Wait()
 	defer cancel()
 	wg.Go(func() { m.events.run(ctx) })
+	wg.Go(func() { m.warnPolicies(ctx) })
 	if m.own.Load() == nil {
 		m.own.Store(&subnet.Claim{BackendType: own.BackendType, Endpoints: own.Endpoints})
 	}

@@ -69,9 +69,11 @@ type Manager struct {
 	former atomic.Pointer[former]
 	view   atomic.Pointer[view]
 
-	writing sync.Mutex // held by who writes the own Node
-	own     atomic.Pointer[subnet.Claim]
-	warned  atomic.Pointer[string] // configuration whose warnings were logged
+	writing      sync.Mutex  // held by who writes the own Node
+	policiesSeen atomic.Bool // whether there are NetworkPolicies has been told
+
+	own    atomic.Pointer[subnet.Claim]
+	warned atomic.Pointer[string] // configuration whose warnings were logged
 }
 
 var _ subnet.Manager = (*Manager)(nil)

@@ -157,8 +157,12 @@ func TestKubeInstall(t *testing.T) {
 					t.Errorf("%s: state on the node is %q, %v", h.Name(), kept, err)
 				}
 			}
-			if got := c.asked(http.StatusForbidden); len(got) > 0 {
-				t.Errorf("asked for more than the role allows: %q", got)
+			refused := []string(nil)
+			if !tc.shipped { // whose role says nothing of what is only a warning
+				refused = []string{"list networkpolicies"}
+			}
+			if got := c.asked(http.StatusForbidden); !slices.Equal(got, refused) {
+				t.Errorf("asked for more than the role allows: %q, want %q", got, refused)
 			}
 		})
 	}
@@ -285,8 +289,11 @@ func (c *cluster) expectAllowed(verb, resource string, want bool) {
 	c.t.Helper()
 	name, sub, _ := strings.Cut(resource, "/")
 	attributes := map[string]any{"verb": verb, "resource": name, "subresource": sub}
-	if name == "events" {
+	switch name {
+	case "events":
 		attributes["namespace"] = "default"
+	case "networkpolicies":
+		attributes["group"] = "networking.k8s.io"
 	}
 	eventually(c.t, "role", func() error {
 		raw := c.do(http.MethodPost, "/apis/authorization.k8s.io/v1/subjectaccessreviews", map[string]any{
@@ -304,6 +311,31 @@ func (c *cluster) expectAllowed(verb, resource string, want bool) {
 	})
 }
 
+// addPolicy adds a NetworkPolicy.
+func (c *cluster) addPolicy() {
+	c.t.Helper()
+	c.do(http.MethodPost, "/apis/networking.k8s.io/v1/namespaces/default/networkpolicies", map[string]any{
+		"apiVersion": "networking.k8s.io/v1", "kind": "NetworkPolicy",
+		"metadata": map[string]any{"name": "nobody"}, "spec": map[string]any{"podSelector": map[string]any{}},
+	}, "")
+}
+
+// TestKubeNetworkPolicies has somebody believe that flanneld enforces them.
+func TestKubeNetworkPolicies(t *testing.T) {
+	t.Parallel()
+	c := bare(t, lab.Config{Hosts: 1})
+	c.tool("kubectl", "apply", "-k", repository(t, "dist/kubernetes/base"))
+	c.startDaemons()
+	expectStop(t, c.Host(1).Daemon())
+	if got := errorLines(c.Host(1).Daemon()); len(got) > 0 {
+		t.Errorf("without any it complains: %q", got)
+	}
+	c.addPolicy()
+	d := start(t, c.Host(1), c.options(1))
+	expectLog(t, d, `there are NetworkPolicies, and flanneld does not enforce them: without another program that does they have no effect" example="default/nobody"`)
+	c.ready()
+}
+
 // TestKubeRole takes away what the shipped roles allow, one verb after the other:
 // each is missed, and the daemon goes on when it is back, without a restart.
 func TestKubeRole(t *testing.T) {
@@ -316,7 +348,7 @@ func TestKubeRole(t *testing.T) {
 		c.startDaemons()
 		c.addHostile(112)
 		eventually(t, "requests", func() error {
-			want := []string{"create events", "get nodes", "list nodes", "patch nodes/status", "watch nodes"}
+			want := []string{"create events", "get nodes", "list networkpolicies", "list nodes", "patch nodes/status", "watch nodes"}
 			if diff := cmp.Diff(want, c.asked(0)); diff != "" {
 				return fmt.Errorf("(-want +got):\n%s", diff)
 			}
@@ -351,6 +383,19 @@ func TestKubeRole(t *testing.T) {
 			c.ready()
 			c.expectCondition(1, "False")
 		}},
+		{role, "networkpolicies", "list", func(c *cluster) {
+			c.addPolicy()
+			eventually(c.t, "request", func() error {
+				if got := c.asked(http.StatusForbidden); len(got) == 0 {
+					return fmt.Errorf("none was refused")
+				}
+				return nil
+			})
+			c.ready()
+			if got := errorLines(c.Host(1).Daemon()); len(got) > 0 {
+				c.t.Errorf("it complains: %q", got)
+			}
+		}, (*cluster).ready},
 		{"namespaces/default/roles/flannel-events", "events", "create", func(c *cluster) {
 			c.ready()
 			c.addHostile(111)

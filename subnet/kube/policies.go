@@ -1,0 +1,56 @@
+package kube
+
+import (
+	"context"
+	"encoding/json"
+	"net/http"
+	"net/url"
+
+	"k8s.io/klog/v2"
+)
+
+// warnPolicies says once, if there are NetworkPolicies, that flanneld does not
+// enforce them: who relies on them in vain notices nothing. That another program
+// does cannot be seen from here. A role that does not allow to look is a reason to
+// say nothing.
+func (m *Manager) warnPolicies(ctx context.Context) {
+	if m.policiesSeen.Load() {
+		return
+	}
+	b := m.backoff()
+	for {
+		name, err := m.somePolicy(ctx)
+		switch {
+		case err == nil, hasCode(err, http.StatusForbidden), hasCode(err, http.StatusNotFound):
+			m.policiesSeen.Store(true)
+			if name != "" {
+				klog.FromContext(ctx).Error(nil, "there are NetworkPolicies, and flanneld does not enforce them: "+
+					"without another program that does they have no effect", "example", name)
+			}
+			return
+		case b.Wait(ctx, pause(err)) != nil:
+			return
+		}
+	}
+}
+
+// somePolicy returns the name of one NetworkPolicy, with its namespace, empty if
+// there is none.
+func (m *Manager) somePolicy(ctx context.Context) (string, error) {
+	body, err := m.client.call(ctx, m.timing.request, request{
+		group: "networking.k8s.io", path: "networkpolicies", query: url.Values{"limit": {"1"}},
+		accept: "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1",
+	})
+	if err != nil {
+		return "", err
+	}
+	var list struct {
+		Items []struct {
+			Metadata struct{ Namespace, Name string }
+		}
+	}
+	if err := json.Unmarshal(body, &list); err != nil || len(list.Items) == 0 {
+		return "", nil //nolint:nilerr // an answer without names
+	}
+	return list.Items[0].Metadata.Namespace + "/" + list.Items[0].Metadata.Name, nil
+}
