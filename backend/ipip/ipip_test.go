@@ -9,10 +9,10 @@ import (
 	"github.com/google/go-cmp/cmp"
 
 	"flanneld/backend"
+	"flanneld/backend/backendtest"
 	"flanneld/pkg/dataplane"
 	"flanneld/pkg/dataplane/dataplanetest"
 	"flanneld/pkg/prefix"
-	"flanneld/pkg/underlay"
 	"flanneld/subnet"
 )
 
@@ -20,21 +20,6 @@ var (
 	endpoint4 = subnet.Endpoint{Subnet: netip.MustParsePrefix("10.5.26.0/24"), PublicIP: netip.MustParseAddr("192.168.77.2")}
 	endpoint6 = subnet.Endpoint{Subnet: netip.MustParsePrefix("fd00:10:5:2a::/64"), PublicIP: netip.MustParseAddr("fd00:77::2")}
 )
-
-// env is a host with the given families on a link of the given MTU.
-func env(mtu int, families ...prefix.Family) backend.Env {
-	e := backend.Env{Underlay: underlay.Interface{Name: "eth0", Index: 2, MTU: mtu}}
-	for _, f := range families {
-		network, addr := "10.5.0.0/16", "192.168.77.1"
-		if f == prefix.IPv6 {
-			network, addr = "fd00:10:5::/48", "fd00:77::1"
-		}
-		a := netip.MustParseAddr(addr)
-		e.Config.Networks = append(e.Config.Networks, subnet.Network{Prefix: netip.MustParsePrefix(network)})
-		e.Underlay.Addrs = append(e.Underlay.Addrs, underlay.Address{Local: a, Public: a})
-	}
-	return e
-}
 
 func TestNew(t *testing.T) {
 	for _, tt := range []struct {
@@ -45,13 +30,13 @@ func TestNew(t *testing.T) {
 		warnings int
 		err      string
 	}{
-		{name: "IPv4", env: env(1500, prefix.IPv4), raw: `{"Type":"ipip"}`, mtu: 1480},
-		{name: "IPv6", env: env(1500, prefix.IPv6), raw: `{"Type":"ipip"}`, mtu: 1460},
-		{name: "dual", env: env(1500, prefix.IPv4, prefix.IPv6), raw: `{"type":"IPIP","directrouting":true}`, mtu: 1460},
-		{name: "unknown key", env: env(1500, prefix.IPv4), raw: `{"Port":1}`, mtu: 1480, warnings: 1},
-		{name: "no boolean", env: env(1500, prefix.IPv4), raw: `{"DirectRouting":"yes"}`, err: "DirectRouting"},
-		{name: "just enough", env: env(1320, prefix.IPv6), raw: `{}`, mtu: 1280},
-		{name: "too little", env: env(1319, prefix.IPv6), raw: `{}`, err: "eth0 has an MTU of 1319, which leaves 1279 bytes inside the tunnel: IPv6 needs 1280"},
+		{name: "IPv4", env: backendtest.Env(1500, prefix.IPv4), raw: `{"Type":"ipip"}`, mtu: 1480},
+		{name: "IPv6", env: backendtest.Env(1500, prefix.IPv6), raw: `{"Type":"ipip"}`, mtu: 1460},
+		{name: "dual", env: backendtest.Env(1500, prefix.IPv4, prefix.IPv6), raw: `{"type":"IPIP","directrouting":true}`, mtu: 1460},
+		{name: "unknown key", env: backendtest.Env(1500, prefix.IPv4), raw: `{"Port":1}`, mtu: 1480, warnings: 1},
+		{name: "no boolean", env: backendtest.Env(1500, prefix.IPv4), raw: `{"DirectRouting":"yes"}`, err: "DirectRouting"},
+		{name: "just enough", env: backendtest.Env(1320, prefix.IPv6), raw: `{}`, mtu: 1280},
+		{name: "too little", env: backendtest.Env(1319, prefix.IPv6), raw: `{}`, err: "eth0 has an MTU of 1319, which leaves 1279 bytes inside the tunnel: IPv6 needs 1280"},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
 			b, warnings, err := New(json.RawMessage(tt.raw), tt.env)
@@ -90,7 +75,7 @@ func TestDesired(t *testing.T) {
 }
 
 func TestBase(t *testing.T) {
-	b := &Backend{env: env(1500, prefix.IPv4, prefix.IPv6)}
+	b := &Backend{env: backendtest.Env(1500, prefix.IPv4, prefix.IPv6)}
 	got, err := b.base(subnet.Lease{Endpoints: []subnet.Endpoint{
 		{Subnet: netip.MustParsePrefix("10.5.1.0/24")}, {Subnet: netip.MustParsePrefix("fd00:10:5:1::/64")},
 	}})
@@ -114,7 +99,7 @@ func TestForeignDevice(t *testing.T) {
 	if err := k.Append(dataplane.Link{Name: "flannel.ipip", Kind: "bridge"}); err != nil {
 		t.Fatal(err)
 	}
-	e := env(1500, prefix.IPv4)
+	e := backendtest.Env(1500, prefix.IPv4)
 	e.Kernel = k
 	b, _, err := New(nil, e)
 	if err != nil {

@@ -10,30 +10,15 @@ import (
 	"github.com/google/go-cmp/cmp"
 
 	"flanneld/backend"
+	"flanneld/backend/backendtest"
 	"flanneld/pkg/dataplane"
 	"flanneld/pkg/prefix"
 	"flanneld/pkg/tunnel"
-	"flanneld/pkg/underlay"
 	"flanneld/subnet"
 )
 
-// env is a host with the given families on a link of the given MTU.
-func env(mtu int, families ...prefix.Family) backend.Env {
-	e := backend.Env{Underlay: underlay.Interface{Name: "eth0", Index: 2, MTU: mtu}}
-	for _, f := range families {
-		network, addr := "10.5.0.0/16", "192.168.77.1"
-		if f == prefix.IPv6 {
-			network, addr = "fd00:10:5::/48", "fd00:77::1"
-		}
-		a := netip.MustParseAddr(addr)
-		e.Config.Networks = append(e.Config.Networks, subnet.Network{Prefix: netip.MustParsePrefix(network)})
-		e.Underlay.Addrs = append(e.Underlay.Addrs, underlay.Address{Local: a, Public: a})
-	}
-	return e
-}
-
 func TestConfig(t *testing.T) {
-	v4, dual := env(1500, prefix.IPv4), env(1500, prefix.IPv4, prefix.IPv6)
+	v4, dual := backendtest.Env(1500, prefix.IPv4), backendtest.Env(1500, prefix.IPv4, prefix.IPv6)
 	for _, tc := range []struct {
 		name string
 		env  backend.Env
@@ -50,9 +35,9 @@ func TestConfig(t *testing.T) {
 		{name: "port 0", env: v4, raw: `{"Port":0}`, err: "Backend.Port is 0: want 1 to 65535"},
 		{name: "port too big", env: v4, raw: `{"Port":65536}`, err: "Backend.Port is 65536"},
 		{name: "port no number", env: v4, raw: `{"Port":"x"}`, err: "Port: want a whole number"},
-		{name: "too small for IPv6", env: env(1327, prefix.IPv6), raw: `{}`, err: "eth0 has an MTU of 1327, which leaves 1279 bytes inside udp: IPv6 needs 1280"},
-		{name: "just enough", env: env(1328, prefix.IPv6), raw: `{}`, want: config{8285, modeAuto}},
-		{name: "too small for IPv4", env: env(95, prefix.IPv4), raw: `{}`, err: "IPv4 needs 68"},
+		{name: "too small for IPv6", env: backendtest.Env(1327, prefix.IPv6), raw: `{}`, err: "eth0 has an MTU of 1327, which leaves 1279 bytes inside udp: IPv6 needs 1280"},
+		{name: "just enough", env: backendtest.Env(1328, prefix.IPv6), raw: `{}`, want: config{8285, modeAuto}},
+		{name: "too small for IPv4", env: backendtest.Env(95, prefix.IPv4), raw: `{}`, err: "IPv4 needs 68"},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			got, _, err := parseConfig(json.RawMessage(tc.raw), tc.env)
@@ -85,7 +70,7 @@ func TestBase(t *testing.T) {
 			"route 10.5.0.0/16 dev flannel0", "route fd00:10:5::/48 dev flannel0",
 		}},
 	} {
-		b := &Backend{env: env(1500, tc.families...)}
+		b := &Backend{env: backendtest.Env(1500, tc.families...)}
 		var own subnet.Lease
 		for _, f := range tc.families {
 			s := "10.5.7.0/24"
@@ -114,7 +99,7 @@ func TestBase(t *testing.T) {
 
 // TestBaseOfTheKernelPath is what the kernel path holds: one device, and a route a peer.
 func TestBaseOfTheKernelPath(t *testing.T) {
-	b := &Backend{env: env(1500, prefix.IPv4), config: config{Port: 8285}}
+	b := &Backend{env: backendtest.Env(1500, prefix.IPv4), config: config{Port: 8285}}
 	own := lease("own", "10.5.7.0/24", "192.168.77.1")
 	state := b.kernelBase(own)
 	want := dataplane.Link{Name: "flannel0", Kind: "ipip", MTU: 1472, Up: true, TxChecksum: dataplane.OffloadOff, Tunnel: dataplane.Tunnel{
@@ -134,7 +119,7 @@ func TestBaseOfTheKernelPath(t *testing.T) {
 
 // TestWhereTheKernelPathIs: what the kernel path cannot do it is not asked for.
 func TestWhereTheKernelPathIs(t *testing.T) {
-	v4, dual := env(1500, prefix.IPv4), env(1500, prefix.IPv4, prefix.IPv6)
+	v4, dual := backendtest.Env(1500, prefix.IPv4), backendtest.Env(1500, prefix.IPv4, prefix.IPv6)
 	for _, tc := range []struct {
 		env   backend.Env
 		check tunnel.SourceCheck
@@ -211,7 +196,7 @@ func TestCheck(t *testing.T) {
 
 // TestClaim: a lease has neither a type nor data, like those of other daemons.
 func TestClaim(t *testing.T) {
-	b := &Backend{env: env(1500, prefix.IPv4)}
+	b := &Backend{env: backendtest.Env(1500, prefix.IPv4)}
 	prev := subnet.Claim{BackendType: "vxlan", Endpoints: []subnet.Endpoint{{
 		Subnet: netip.MustParsePrefix("10.5.7.0/24"), PublicIP: netip.MustParseAddr("192.168.77.1"), Data: json.RawMessage(`{"VNI":1}`),
 	}}}

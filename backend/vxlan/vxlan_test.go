@@ -9,29 +9,14 @@ import (
 	"github.com/google/go-cmp/cmp"
 
 	"flanneld/backend"
+	"flanneld/backend/backendtest"
 	"flanneld/pkg/dataplane"
 	"flanneld/pkg/prefix"
-	"flanneld/pkg/underlay"
 	"flanneld/subnet"
 )
 
-// env is a host with the given families on a link of the given MTU.
-func env(mtu int, families ...prefix.Family) backend.Env {
-	e := backend.Env{Underlay: underlay.Interface{Name: "eth0", Index: 2, MTU: mtu}}
-	for _, f := range families {
-		network, addr := "10.5.0.0/16", "192.168.77.1"
-		if f == prefix.IPv6 {
-			network, addr = "fd00:10:5::/48", "fd00:77::1"
-		}
-		a := netip.MustParseAddr(addr)
-		e.Config.Networks = append(e.Config.Networks, subnet.Network{Prefix: netip.MustParsePrefix(network)})
-		e.Underlay.Addrs = append(e.Underlay.Addrs, underlay.Address{Local: a, Public: a})
-	}
-	return e
-}
-
 func TestConfig(t *testing.T) {
-	v4, dual := env(1500, prefix.IPv4), env(1500, prefix.IPv4, prefix.IPv6)
+	v4, dual := backendtest.Env(1500, prefix.IPv4), backendtest.Env(1500, prefix.IPv4, prefix.IPv6)
 	for _, tc := range []struct {
 		name string
 		env  backend.Env
@@ -55,7 +40,7 @@ func TestConfig(t *testing.T) {
 		{name: "MTU just enough for IPv4", env: v4, raw: `{"MTU":118}`, want: config{VNI: 1, Port: 8472, MTU: 118, ChecksumOffload: "auto"}},
 		{name: "MTU too small for IPv6", env: dual, raw: `{"MTU":1349}`, err: "leaves 1279 bytes inside vxlan: IPv6 needs 1280"},
 		{name: "MTU just enough for IPv6", env: dual, raw: `{"MTU":1350}`, want: config{VNI: 1, Port: 8472, MTU: 1350, ChecksumOffload: "auto"}},
-		{name: "link too small for IPv6", env: env(1300, prefix.IPv6), raw: `{}`, err: "eth0 1300"},
+		{name: "link too small for IPv6", env: backendtest.Env(1300, prefix.IPv6), raw: `{}`, err: "eth0 1300"},
 		{name: "wrong type", env: v4, raw: `{"VNI":"one"}`, err: "VNI"},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
@@ -77,7 +62,7 @@ func TestConfig(t *testing.T) {
 }
 
 func TestUnknownKeyIsAWarning(t *testing.T) {
-	_, warnings, err := parseConfig(json.RawMessage(`{"Type":"vxlan","DirectRoutng":true,"MacPrefix":"0E-2A"}`), env(1500, prefix.IPv4))
+	_, warnings, err := parseConfig(json.RawMessage(`{"Type":"vxlan","DirectRoutng":true,"MacPrefix":"0E-2A"}`), backendtest.Env(1500, prefix.IPv4))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -99,7 +84,7 @@ func TestMTU(t *testing.T) {
 		{9000, 1400, []prefix.Family{prefix.IPv4}, 1350},
 		{9000, 0, []prefix.Family{prefix.IPv6}, 8930},
 	} {
-		n := &network{Backend: &Backend{env: env(tc.link, tc.families...), config: config{VNI: 1, MTU: tc.configured}}}
+		n := &network{Backend: &Backend{env: backendtest.Env(tc.link, tc.families...), config: config{VNI: 1, MTU: tc.configured}}}
 		if got := n.MTU(); got != tc.want {
 			t.Errorf("link %d, configured %d, %v: MTU %d, want %d", tc.link, tc.configured, tc.families, got, tc.want)
 		}

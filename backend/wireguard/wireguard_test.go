@@ -14,25 +14,11 @@ import (
 	"golang.zx2c4.com/wireguard/wgctrl/wgtypes"
 
 	"flanneld/backend"
+	"flanneld/backend/backendtest"
 	"flanneld/pkg/prefix"
 	"flanneld/pkg/underlay"
 	"flanneld/subnet"
 )
-
-// env is a host with the given families on a link of the given MTU.
-func env(mtu int, families ...prefix.Family) backend.Env {
-	e := backend.Env{Underlay: underlay.Interface{Name: "eth0", Index: 2, MTU: mtu}}
-	for _, f := range families {
-		network, addr := "10.5.0.0/16", "192.168.77.1"
-		if f == prefix.IPv6 {
-			network, addr = "fd00:10:5::/48", "fd00:77::1"
-		}
-		a := netip.MustParseAddr(addr)
-		e.Config.Networks = append(e.Config.Networks, subnet.Network{Prefix: netip.MustParsePrefix(network)})
-		e.Underlay.Addrs = append(e.Underlay.Addrs, underlay.Address{Local: a, Public: a})
-	}
-	return e
-}
 
 func text(k wgtypes.Key) string { return k.String() }
 
@@ -42,7 +28,7 @@ func key(n byte) (k wgtypes.Key) {
 }
 
 func TestConfig(t *testing.T) {
-	v4, v6, dual := env(1500, prefix.IPv4), env(1500, prefix.IPv6), env(1500, prefix.IPv4, prefix.IPv6)
+	v4, v6, dual := backendtest.Env(1500, prefix.IPv4), backendtest.Env(1500, prefix.IPv6), backendtest.Env(1500, prefix.IPv4, prefix.IPv6)
 	for _, tt := range []struct {
 		name, raw string
 		env       backend.Env
@@ -208,8 +194,8 @@ func lease(t *testing.T, addr4, addr6 string, port4, port6 int) subnet.Lease {
 }
 
 func TestPeer(t *testing.T) {
-	dual := env(1500, prefix.IPv4, prefix.IPv6)
-	global := env(1500, prefix.IPv4, prefix.IPv6)
+	dual := backendtest.Env(1500, prefix.IPv4, prefix.IPv6)
+	global := backendtest.Env(1500, prefix.IPv4, prefix.IPv6)
 	global.Underlay.Addrs[1] = underlay.Address{Local: netip.MustParseAddr("2001:db8::1"), Public: netip.MustParseAddr("2001:db8::1")}
 	const both = " [10.5.2.0/24 fd00:10:5:2::/64]"
 	for _, tt := range []struct {
@@ -226,7 +212,7 @@ func TestPeer(t *testing.T) {
 		{"ipv4", dual, modeIPv4, lease(t, "192.168.77.2", "fd00:77::2", 51820, 51820), []string{"192.168.77.2:51820" + both}},
 		{"ipv6", dual, modeIPv6, lease(t, "192.168.77.2", "fd00:77::2", 51820, 51820), []string{"[fd00:77::2]:51820" + both}},
 		{"ipv6, the known flannel's port", dual, modeIPv6, lease(t, "192.168.77.2", "fd00:77::2", 51820, 51821), []string{"[fd00:77::2]:51820" + both}},
-		{"ipv6, the known flannel's port alone", env(1500, prefix.IPv6), modeIPv6, lease(t, "", "fd00:77::2", 0, 51821), []string{"[fd00:77::2]:51820 [fd00:10:5:2::/64]"}},
+		{"ipv6, the known flannel's port alone", backendtest.Env(1500, prefix.IPv6), modeIPv6, lease(t, "", "fd00:77::2", 0, 51821), []string{"[fd00:77::2]:51820 [fd00:10:5:2::/64]"}},
 		{"ipv6, peer without", dual, modeIPv6, lease(t, "192.168.77.2", "", 51820, 0), []string{""}},
 		{"auto, private", dual, modeAuto, lease(t, "192.168.77.2", "fd00:77::2", 51820, 51820), []string{"192.168.77.2:51820" + both}},
 		{"auto, public IPv4", dual, modeAuto, lease(t, "203.0.113.2", "2001:db8::2", 51820, 51820), []string{"203.0.113.2:51820" + both}},

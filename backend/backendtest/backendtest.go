@@ -1,0 +1,26 @@
+// Package backendtest is what the tests of backends have in common.
+package backendtest
+
+import (
+	"net/netip"
+
+	"flanneld/backend"
+	"flanneld/pkg/prefix"
+	"flanneld/pkg/underlay"
+	"flanneld/subnet"
+)
+
+// Env is a host with the given families on a link of the given MTU.
+func Env(mtu int, families ...prefix.Family) backend.Env {
+	e := backend.Env{Underlay: underlay.Interface{Name: "eth0", Index: 2, MTU: mtu}}
+	for _, f := range families {
+		network, addr := "10.5.0.0/16", "192.168.77.1"
+		if f == prefix.IPv6 {
+			network, addr = "fd00:10:5::/48", "fd00:77::1"
+		}
+		a := netip.MustParseAddr(addr)
+		e.Config.Networks = append(e.Config.Networks, subnet.Network{Prefix: netip.MustParsePrefix(network)})
+		e.Underlay.Addrs = append(e.Underlay.Addrs, underlay.Address{Local: a, Public: a})
+	}
+	return e
+}
