@@ -31,6 +31,7 @@ want promtool prometheus # and prometheus itself, which scrapes a daemon
 want systemd-analyze systemd
 want buildah buildah # the image
 want dpkg-deb dpkg # the package
+want chromium chromium # the status page
 want /usr/lib/cni/bridge containernetworking-plugins # what the CNI plugin delegates to
 want iptables iptables # for those
 [ -n "$packages" ] || exit 0
