@@ -13,9 +13,11 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"flanneld/cmd/flanneld/app"
 	"flanneld/pkg/prefix"
 	"flanneld/subnet"
 	"flanneld/subnet/etcd"
+	"flanneld/subnet/kube"
 )
 
 // lease is one lease as it is printed.
@@ -30,14 +32,41 @@ type lease struct {
 }
 
 func newLease(e etcd.Entry) lease {
-	l := lease{Key: e.Lease.Key, Type: e.Lease.BackendType, Reservation: e.Lease.Permanent, TTLSeconds: int(e.TTL.Seconds())}
-	for _, ep := range e.Lease.Endpoints {
+	l := printed(e.Lease, e.Err)
+	l.Reservation, l.TTLSeconds = e.Lease.Permanent, int(e.TTL.Seconds())
+	return l
+}
+
+// printed is a lease without what only etcd knows of it.
+func printed(from subnet.Lease, err error) lease {
+	l := lease{Key: from.Key, Type: from.BackendType}
+	for _, ep := range from.Endpoints {
 		l.Subnets, l.PublicIPs = append(l.Subnets, ep.Subnet), append(l.PublicIPs, ep.PublicIP)
 	}
-	if e.Err != nil {
-		l.Error = e.Err.Error()
+	if err != nil {
+		l.Error = err.Error()
 	}
 	return l
+}
+
+// listNodes prints the leases that Nodes have.
+func listNodes(cmd *cobra.Command, o app.Options, out output) error {
+	entries, err := kube.Entries(cmd.Context(), kube.Config{
+		APIURL: o.KubeAPIURL, Kubeconfig: o.KubeconfigFile, AnnotationPrefix: o.KubeAnnotationPrefix,
+	})
+	if err != nil {
+		return err
+	}
+	leases := []lease{}
+	for _, e := range entries {
+		leases = append(leases, printed(e.Lease, e.Err))
+	}
+	return out.print(cmd.OutOrStdout(), leases, func(w io.Writer) {
+		fmt.Fprintln(w, "NODE\tSUBNET\tPUBLIC IP\tTYPE\tERROR")
+		for _, l := range leases {
+			fmt.Fprintf(w, "%s\t%s\t%s\t%s\t%s\n", l.Key, dash(list(l.Subnets)), dash(list(l.PublicIPs)), dash(l.Type), l.Error)
+		}
+	})
 }
 
 func newLeasesCommand() *cobra.Command {
@@ -48,8 +77,17 @@ func newLeasesCommand() *cobra.Command {
 	)
 	cmd := &cobra.Command{
 		Use: "leases", Short: "List the leases of all hosts", Args: cobra.NoArgs,
-		Example: "  flannelctl leases\n  flannelctl leases -w\n  flannelctl leases -o json | jq -r '.[].publicIPs[]'",
+		Long: `Lists the leases of all hosts. On Kubernetes these are the Nodes that have flannel's
+annotations.`,
+		Example: "  flannelctl leases\n  flannelctl leases -w\n  flannelctl leases -o json | jq -r '.[].publicIPs[]'\n" +
+			"  flannelctl leases --kubeconfig-file ~/.kube/config",
 		RunE: func(cmd *cobra.Command, _ []string) error {
+			if o, err := store.options(); err == nil && o.KubeSubnetMgr {
+				if watch {
+					return errors.New("--watch works on etcd: on Kubernetes use kubectl get nodes --watch")
+				}
+				return listNodes(cmd, o, out)
+			}
 			return withAdmin(store, func(a *etcd.Admin) error {
 				if watch {
 					return watchLeases(cmd.Context(), a, cmd.OutOrStdout())
@@ -58,7 +96,7 @@ func newLeasesCommand() *cobra.Command {
 			})
 		},
 	}
-	store.addTo(cmd)
+	store.addKubeTo(cmd)
 	out.addTo(cmd)
 	cmd.Flags().BoolVarP(&watch, "watch", "w", false, "print every change, a line each, until Ctrl-C")
 	cmd.MarkFlagsMutuallyExclusive("watch", "output")

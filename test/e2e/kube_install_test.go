@@ -152,6 +152,9 @@ func TestKubeInstall(t *testing.T) {
 				if out := k.exec(h, pods[h], "flannelctl", "status"); !strings.Contains(out, "2 in place") {
 					t.Errorf("%s: status is %s", h.Name(), out)
 				}
+				if out := k.exec(h, pods[h], "flannelctl", "leases", "--kube-subnet-mgr"); strings.Count(out, "\n") != 1+len(c.Hosts()) {
+					t.Errorf("%s: leases are %s", h.Name(), out)
+				}
 				kept, err := filepath.Glob(h.Path("/var/lib/flannel/*.json"))
 				if err != nil || (len(kept) > 0) != tc.shipped {
 					t.Errorf("%s: state on the node is %q, %v", h.Name(), kept, err)
