@@ -116,6 +116,9 @@ type Table struct {
 // Concerns reports whether there is anything to see to.
 func (t Table) Concerns() bool { return len(t.Own) > 0 }
 
+// Wanted reports whether there should be any rules.
+func (t Table) Wanted() bool { return len(t.rules) > 0 }
+
 // Rules returns the rules of a chain when nobody else has any in it.
 func (t Table) Rules(c Chain) []Rule {
 	if len(t.rules[c]) == 0 {

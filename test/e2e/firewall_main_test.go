@@ -10,6 +10,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"strings"
+	"syscall"
 	"testing"
 
 	"flanneld/pkg/lab"
@@ -71,14 +72,23 @@ func newPrograms(t *testing.T, f flavour) programs {
 				if err != nil {
 					t.Fatal(err)
 				}
-				script := fmt.Sprintf("#!/bin/sh\necho %s \"$@\" >>%s/log\nexec %s \"$@\"\n", name, p.dir, behind)
-				if err := os.WriteFile(filepath.Join(p.dir, family+v+suffix), []byte(script), 0o755); err != nil { //nolint:gosec // a program
-					t.Fatal(err)
-				}
+				p.write(t, family+v+suffix, fmt.Sprintf("echo %s \"$@\" >>%s/log\nexec %s \"$@\"", name, p.dir, behind))
 			}
 		}
 	}
 	return p
+}
+
+// write makes a program of a script. No other goroutine starts a process while
+// the file is open for writing: that process could not be told from one that
+// writes to it, and the program not be run.
+func (p programs) write(t *testing.T, name, script string) {
+	t.Helper()
+	syscall.ForkLock.RLock()
+	defer syscall.ForkLock.RUnlock()
+	if err := os.WriteFile(filepath.Join(p.dir, name), []byte("#!/bin/sh\n"+script+"\n"), 0o755); err != nil { //nolint:gosec // a program
+		t.Fatal(err)
+	}
 }
 
 // run returns the programs that have been run.

@@ -430,6 +430,49 @@ func TestNoPrograms(t *testing.T) {
 	expectOnce(t, h.Daemon(), `"traffic rules are held by iptables"`)
 }
 
+// TestVariants has a variant of iptables for each family, and programs that
+// cannot be run at first. What is in use is not taken for what another firewall
+// has left: neither at the start nor after a restart are there moments without
+// rules.
+func TestVariants(t *testing.T) {
+	t.Parallel()
+	all := flavours()
+	for _, tt := range []struct{ four, six string }{{"nft", "nft"}, {"nft", "legacy"}, {"legacy", "nft"}, {"legacy", "legacy"}} {
+		t.Run(tt.four+" and "+tt.six, func(t *testing.T) {
+			t.Parallel()
+			l := newLab(t, lab.Config{Hosts: 1, Families: dual, Network: masqueraded(nil)}, "")
+			h, p := l.Host(1), newPrograms(t, all[1])
+			for family, variant := range map[string]string{"iptables": tt.four, "ip6tables": tt.six} {
+				for _, suffix := range []string{"-save", "-restore"} {
+					p.write(t, family+suffix, fmt.Sprintf("exec /usr/sbin/%s-%s%s \"$@\"", family, variant, suffix))
+				}
+				p.write(t, family, fmt.Sprintf("mkdir %s/%s.asked 2>/dev/null && exit 1\nexec /usr/sbin/%[2]s-%[3]s \"$@\"", p.dir, family, variant))
+			}
+			o := lab.FlanneldOptions{Args: []string{"--firewall=iptables", "--ip-masq"}, Env: []string{p.env}}
+			startOne(t, h, o)
+			expectLog(t, h.Daemon(), "traffic rules are not in place, trying again")
+			for range 2 {
+				for family, variant := range map[string]string{"iptables": tt.four, "ip6tables": tt.six} {
+					for v, want := range map[string]int{"nft": 0, "legacy": 0, variant: 1} {
+						rules := shell(t, h.Namespace, fmt.Sprintf("%s-%s-save -t nat 2>/dev/null || true", family, v))
+						if n := strings.Count(rules, "-j FLANNEL-POSTRTG"); n != want {
+							t.Errorf("%s-%s has %d jumps, want %d:\n%s", family, v, n, want, rules)
+						}
+					}
+				}
+				expectStop(t, h.Daemon())
+				startOne(t, h, o)
+				if lines := linesWith(h.Daemon(), "written=true"); len(lines) > 0 {
+					t.Errorf("a restart has written rules: %q", lines)
+				}
+			}
+			if lines := linesWith(h.Daemon(), "removed traffic rules"); len(lines) > 0 {
+				t.Errorf("rules in use were removed: %q", lines)
+			}
+		})
+	}
+}
+
 // TestWithoutBridgeNetfilter runs where packets on bridges do not pass iptables:
 // it says once what that means, for each family, and goes on.
 func TestWithoutBridgeNetfilter(t *testing.T) {

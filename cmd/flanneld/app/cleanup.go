@@ -138,8 +138,9 @@ func (c Cleanup) rules(ctx context.Context, networks []netip.Prefix) error {
 		return nil
 	}
 	var errs []error
-	for _, a := range append(iptablesLeftovers(""), nftables.New()) {
-		_, err := a.Apply(ctx, firewall.Policy{Former: networks})
+	gone := firewall.Policy{Former: networks}
+	for _, l := range append(iptablesLeftovers(gone, nil), leftover{nftables.New(), gone}) {
+		_, err := l.applier.Apply(ctx, l.gone)
 		errs = append(errs, err)
 	}
 	return oneline.Join(errs...)

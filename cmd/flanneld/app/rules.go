@@ -3,6 +3,7 @@ package app
 import (
 	"context"
 	"fmt"
+	"maps"
 	"net/netip"
 	"os"
 	"slices"
@@ -38,12 +39,11 @@ type ruleKeeper struct {
 	flavour string
 	opts    Options
 	policy  firewall.Policy
-	gone    firewall.Policy // what other flavours are held to
 	report  func(repaired bool, err error)
 	done    func() // nothing is left of former networks
 
 	applier   firewall.Applier
-	leftovers []firewall.Applier
+	leftovers []leftover
 	tried     chan struct{} // closed after the first attempt
 	cleaned   atomic.Bool
 
@@ -75,7 +75,6 @@ func (d *daemon) newRuleKeeper(ctx context.Context, now lastKnown) *ruleKeeper {
 			k.policy.Networks = append(k.policy.Networks, firewall.Network{Network: n.Prefix, Subnet: e.Subnet})
 		}
 	}
-	k.gone = k.policy.Cleanup()
 	return k
 }
 
@@ -83,25 +82,26 @@ func (d *daemon) newRuleKeeper(ctx context.Context, now lastKnown) *ruleKeeper {
 func (k *ruleKeeper) run(ctx context.Context) {
 	var places []firewall.Place
 	period := k.opts.Resync
+	tried := sync.OnceFunc(func() { close(k.tried) })
 	if k.flavour == firewallNFTables {
-		k.applier, k.leftovers, places = nftables.New(), iptablesLeftovers(""), nftables.OwnPlaces()
+		k.applier, k.leftovers, places = nftables.New(), iptablesLeftovers(k.policy.Cleanup(), nil), nftables.OwnPlaces()
 	} else {
 		if k.policy.Wanted() {
 			warnBridges(ctx, k.policy)
 		}
 		applier := iptables.New(iptables.Default)
-		variant := k.variant(ctx, applier)
-		k.applier, k.leftovers = applier, append(iptablesLeftovers(variant), nftables.New())
-		if variant == iptables.NFT {
-			places = iptables.Places()
-		} else {
+		inUse := k.variants(ctx, applier, tried)
+		gone := k.policy.Cleanup()
+		k.applier, k.leftovers = applier, append(iptablesLeftovers(gone, inUse), leftover{nftables.New(), gone})
+		if slices.Contains(slices.Collect(maps.Values(inUse)), iptables.Legacy) {
 			period = k.opts.IPTablesResync * 5 / 4 // the loop varies it by a fifth: never more often than asked for
+		} else {
+			places = iptables.Places()
 		}
 	}
 	if !k.policy.Wanted() {
 		places, period = nil, k.opts.Resync // what is not there needs no watching
 	}
-	tried := sync.OnceFunc(func() { close(k.tried) })
 	l := loop.New(period, func(ctx context.Context) error {
 		defer tried()
 		return k.step(ctx)
@@ -114,15 +114,33 @@ func (k *ruleKeeper) run(ctx context.Context) {
 	wg.Wait()
 }
 
-// variant is NFT if changes to the rules of all families are announced.
-func (k *ruleKeeper) variant(ctx context.Context, a *iptables.Applier) iptables.Variant {
-	for _, n := range k.policy.Networks {
-		// A missing program is what the first attempt says, too.
-		if v, err := a.Variant(ctx, prefix.FamilyOf(n.Network.Addr())); err != nil || v != iptables.NFT {
-			return iptables.Legacy
-		}
+// variants finds out what the programs of the networks' families are, however
+// often it has to ask: to take one for the other would be to remove the rules in
+// use as if another had left them. Where no rules are wanted nobody asks.
+func (k *ruleKeeper) variants(ctx context.Context, a *iptables.Applier, tried func()) map[prefix.Family]iptables.Variant {
+	found := map[prefix.Family]iptables.Variant{}
+	if !k.policy.Wanted() {
+		return found
 	}
-	return iptables.NFT
+	ctx, enough := context.WithCancel(ctx)
+	defer enough()
+	_ = loop.New(k.opts.Resync, func(ctx context.Context) error {
+		for _, n := range k.policy.Networks {
+			f := prefix.FamilyOf(n.Network.Addr())
+			v, err := a.Variant(ctx, f)
+			if err != nil && ctx.Err() == nil {
+				k.note(ctx, false, err)
+				tried()
+			}
+			if err != nil {
+				return err
+			}
+			found[f] = v
+		}
+		enough()
+		return nil
+	}).Run(ctx)
+	return found
 }
 
 func (k *ruleKeeper) step(ctx context.Context) error {
@@ -168,7 +186,7 @@ func (k *ruleKeeper) note(ctx context.Context, changed bool, err error) {
 func (k *ruleKeeper) clean(ctx context.Context) error {
 	log := klog.FromContext(ctx)
 	for _, l := range k.leftovers {
-		removed, err := l.Apply(ctx, k.gone)
+		removed, err := l.applier.Apply(ctx, l.gone)
 		if removed {
 			log.Info("removed traffic rules that another firewall had held", "firewall in use", k.flavour)
 		}
@@ -185,24 +203,35 @@ func (k *ruleKeeper) clean(ctx context.Context) error {
 	return nil
 }
 
-// iptablesLeftovers are the appliers of the variants of iptables, but for the
-// one in use.
-func iptablesLeftovers(inUse iptables.Variant) []firewall.Applier {
-	var appliers []firewall.Applier
-	variants := slices.DeleteFunc([]iptables.Variant{iptables.Legacy, iptables.NFT}, func(v iptables.Variant) bool { return !v.Present() })
-	if len(variants) == 0 && inUse == "" && iptables.Default.Present() {
-		variants = append(variants, iptables.Default)
-	}
-	for _, v := range variants {
-		switch v {
-		case inUse:
-		case iptables.NFT:
-			appliers = append(appliers, whereTables{iptables.New(v)})
-		default:
-			appliers = append(appliers, iptables.New(v))
+// leftover is where rules may be left of which none should be.
+type leftover struct {
+	applier firewall.Applier
+	gone    firewall.Policy
+}
+
+// iptablesLeftovers are the variants of iptables, but for the families that
+// have one in use.
+func iptablesLeftovers(gone firewall.Policy, inUse map[prefix.Family]iptables.Variant) []leftover {
+	var all []leftover
+	for _, v := range []iptables.Variant{iptables.Legacy, iptables.NFT} {
+		if !v.Present() {
+			continue
 		}
+		l := leftover{applier: iptables.New(v)}
+		if v == iptables.NFT {
+			l.applier = whereTables{l.applier}
+		}
+		for _, n := range gone.Former {
+			if inUse[prefix.FamilyOf(n.Addr())] != v {
+				l.gone.Former = append(l.gone.Former, n)
+			}
+		}
+		all = append(all, l)
 	}
-	return appliers
+	if len(all) == 0 && len(inUse) == 0 && iptables.Default.Present() {
+		all = append(all, leftover{iptables.New(iptables.Default), gone})
+	}
+	return all
 }
 
 // whereTables applies where there is a table of iptables in nftables, so that

@@ -60,12 +60,11 @@ func TestRuleKeeper(t *testing.T) {
 		broken := errors.New("broken")
 		var reports []error
 		repairs, done := 0, 0
-		active, leftover := &scripted{answers: []error{broken, broken}}, &scripted{answers: []error{broken}}
+		active, old := &scripted{answers: []error{broken, broken}}, &scripted{answers: []error{broken}}
 		former := []netip.Prefix{netip.MustParsePrefix("10.9.0.0/16")}
 		k := &ruleKeeper{
 			policy:  firewall.Policy{Former: former},
-			gone:    firewall.Policy{Former: former},
-			applier: active, leftovers: []firewall.Applier{leftover}, limit: rate.NewLimiter(repairRate, repairBurst),
+			applier: active, leftovers: []leftover{{old, firewall.Policy{Former: former}}}, limit: rate.NewLimiter(repairRate, repairBurst),
 			report: func(repaired bool, err error) {
 				reports = append(reports, err)
 				if repaired {
@@ -87,8 +86,8 @@ func TestRuleKeeper(t *testing.T) {
 				t.Errorf("step %d is told of former networks %v", i, p.Former)
 			}
 		}
-		if len(leftover.seen) != 2 {
-			t.Errorf("leftovers are looked at %d times, want until it succeeds", len(leftover.seen))
+		if len(old.seen) != 2 {
+			t.Errorf("leftovers are looked at %d times, want until it succeeds", len(old.seen))
 		}
 		active.changed = true
 		const fight = 100

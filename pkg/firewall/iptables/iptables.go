@@ -121,12 +121,13 @@ func (a *Applier) Apply(ctx context.Context, p firewall.Policy) (changed bool, e
 
 func (a *Applier) apply(ctx context.Context, p firewall.Policy, f prefix.Family) (changed bool, err error) {
 	// To ask would be to make them.
-	nothing := func() bool { return !p.Wanted() && noLegacyTables(f) }
+	wanted := p.Table(f).Wanted()
+	nothing := func() bool { return !wanted && noLegacyTables(f) }
 	if a.variant == Legacy && nothing() {
 		return false, nil
 	}
 	k, err := a.kind(ctx, f)
-	if errors.Is(err, ErrMissing) && !p.Wanted() {
+	if errors.Is(err, ErrMissing) && !wanted {
 		return false, nil
 	}
 	if err != nil {

@@ -3,6 +3,8 @@ package iptables
 import (
 	"errors"
 	"net/netip"
+	"os"
+	"path/filepath"
 	"strings"
 	"testing"
 
@@ -131,5 +133,24 @@ func TestMissing(t *testing.T) {
 		if program := Default.program(f); !strings.Contains(err.Error(), program+":") {
 			t.Errorf("error %q, want one that names %s", err, program)
 		}
+	}
+}
+
+// TestMissingWhereNothingIsWanted has programs of one family: the other's are
+// not missed, if all there is to do is to take away what they cannot have made.
+func TestMissingWhereNothingIsWanted(t *testing.T) {
+	dir := t.TempDir()
+	t.Setenv("PATH", dir)
+	for name, script := range map[string]string{
+		"iptables": "echo 'iptables v1.8.9 (nf_tables)'", "iptables-save": ":", "iptables-restore": "while read -r _; do :; done",
+	} {
+		if err := os.WriteFile(filepath.Join(dir, name), []byte("#!/bin/sh\n"+script+"\n"), 0o755); err != nil { //nolint:gosec // a program
+			t.Fatal(err)
+		}
+	}
+	p := firewalltest.Policy()
+	p.Networks, p.Former = p.Networks[:1], []netip.Prefix{p.Networks[1].Network}
+	if changed, err := New(Default).Apply(t.Context(), p); err != nil || !changed {
+		t.Errorf("changed %v, %v", changed, err)
 	}
 }

@@ -57,7 +57,7 @@ func (a *Applier) Apply(ctx context.Context, p firewall.Policy) (changed bool, e
 			continue
 		}
 		wrote, err := apply(ctx, t)
-		if errors.Is(err, errNoKernel) && !p.Wanted() {
+		if errors.Is(err, errNoKernel) && !t.Wanted() {
 			err = nil // then there is nothing left, either
 		}
 		changed = changed || wrote
