@@ -124,6 +124,9 @@ type Outcome struct {
 	Refused []subnet.Refusal
 	// Retry is set when the cause of a refusal may pass by itself.
 	Retry bool
+	// Again is when to look again although nothing is wrong; zero means at the
+	// next occasion.
+	Again time.Duration
 	// Repaired counts what others had changed behind our back.
 	Repaired int
 }

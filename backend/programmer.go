@@ -52,7 +52,9 @@ func (p *Programmer) Sync(ctx context.Context, peers Set) (Outcome, error) {
 	}
 	report, err := p.Update(ctx, removed, added, peers.Complete)
 	o := p.outcome(report)
-	o.Retry = o.Retry || stale // it is time to ask before long
+	if stale {
+		o.Again = max(p.Volatile-time.Since(p.asked), time.Nanosecond)
+	}
 	return o, err
 }
 

@@ -130,8 +130,11 @@ func (s *Syncer) step(ctx context.Context) error {
 	if s.OnSync != nil {
 		s.OnSync(Pass{Complete: set.Complete, Err: err, Took: time.Since(begin), Repaired: outcome.Repaired})
 	}
-	if err == nil && outcome.Retry {
+	switch {
+	case err == nil && outcome.Retry:
 		return errRetry
+	case err == nil && outcome.Again > 0:
+		return loop.After(outcome.Again)
 	}
 	return err
 }

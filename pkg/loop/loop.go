@@ -4,6 +4,7 @@ package loop
 
 import (
 	"context"
+	"errors"
 	"math/rand/v2"
 	"time"
 )
@@ -28,6 +29,13 @@ type Loop struct {
 func New(resync time.Duration, step func(context.Context) error) *Loop {
 	return &Loop{resync: resync, step: step, wake: make(chan struct{}, 1), calls: make(chan func())}
 }
+
+// After is what a step returns that has to run again in that time, and has not
+// failed.
+type After time.Duration
+
+// Error implements error.
+func (a After) Error() string { return "again after " + time.Duration(a).String() }
 
 // Wake asks for a step. It never blocks and may be called from any goroutine.
 func (l *Loop) Wake() {
@@ -57,7 +65,10 @@ func (l *Loop) Run(ctx context.Context) error {
 	backoff := minBackoff
 	for ctx.Err() == nil {
 		wait := jitter(l.resync)
-		if err := l.step(ctx); err != nil {
+		err := l.step(ctx)
+		if after, ok := errors.AsType[After](err); ok {
+			wait, backoff = time.Duration(after), minBackoff
+		} else if err != nil {
 			// However often it is woken, a step that fails rests a little.
 			if !sleep(ctx, minBackoff) {
 				return nil

@@ -3,6 +3,7 @@ package loop_test
 import (
 	"context"
 	"errors"
+	"slices"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -76,6 +77,28 @@ func TestBackoff(t *testing.T) {
 			if later <= earlier {
 				t.Errorf("pause %d is %s, after one of %s", i, later, earlier)
 			}
+		}
+	})
+}
+
+func TestAfter(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		begin := time.Now()
+		var steps []time.Duration
+		l := loop.New(time.Hour, func(context.Context) error {
+			steps = append(steps, time.Since(begin))
+			if len(steps) < 4 {
+				return loop.After(700 * time.Millisecond)
+			}
+			return nil
+		})
+		ctx, cancel := context.WithCancel(t.Context())
+		go func() { _ = l.Run(ctx) }()
+		advance(10 * time.Second)
+		cancel()
+		synctest.Wait()
+		if want := []time.Duration{0, 7e8, 14e8, 21e8}; !slices.Equal(steps, want) {
+			t.Errorf("steps at %v, want %v", steps, want)
 		}
 	})
 }
