@@ -28,7 +28,7 @@ func extensionVXLAN(t *testing.T) string {
 		"PostStartupCommand": "echo post >> " + calls + "; export IF_NAME=flannel-vxlan; export SUBNET_IP=`echo $SUBNET | cut -d'/' -f 1`; " +
 			"ip addr add $SUBNET_IP/32 dev $IF_NAME && ip link set $IF_NAME up",
 		"SubnetAddCommand": "echo add $SUBNET >> " + calls + "; export SUBNET_IP=`echo $SUBNET | cut -d'/' -f 1`; export IF_NAME=flannel-vxlan; read VTEP; " +
-			"ip route add $SUBNET nexthop via $SUBNET_IP dev $IF_NAME onlink && ip neigh add $SUBNET_IP lladdr $VTEP dev $IF_NAME && " +
+			"ip route add $SUBNET nexthop via $SUBNET_IP dev $IF_NAME onlink && ip neigh replace $SUBNET_IP lladdr $VTEP dev $IF_NAME && " +
 			"bridge fdb add $VTEP dev $IF_NAME self dst $PUBLIC_IP",
 		"SubnetRemoveCommand": "echo remove $SUBNET >> " + calls + "; export SUBNET_IP=`echo $SUBNET | cut -d'/' -f 1`; export IF_NAME=flannel-vxlan; read VTEP; " +
 			"ip route del $SUBNET; ip neigh del $SUBNET_IP dev $IF_NAME; bridge fdb del $VTEP dev $IF_NAME self dst $PUBLIC_IP",

@@ -55,7 +55,12 @@ type programs struct{ dir, env string }
 
 func newPrograms(t *testing.T, f flavour) programs {
 	t.Helper()
-	p := programs{dir: t.TempDir()}
+	dir, err := os.MkdirTemp("", "programs") //nolint:usetesting // daemons may end after the test's own is removed
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = os.RemoveAll(dir) })
+	p := programs{dir: dir}
 	p.env = "PATH=" + p.dir + ":" + os.Getenv("PATH") + ":/usr/sbin:/sbin"
 	variant := strings.TrimPrefix(f.name, "iptables")
 	if f.name == "nftables" {
