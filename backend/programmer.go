@@ -16,7 +16,7 @@ import (
 type Programmer struct {
 	// Base is what the kernel holds without any peers.
 	Base dataplane.State
-	// Desired returns what the kernel holds for one peer's lease.
+	// Desired returns what the kernel holds for one peer's lease; nil for nothing.
 	Desired func(context.Context, subnet.Lease) ([]dataplane.Object, error)
 	// Volatile says that Desired depends on more than the lease: it is asked
 	// again for all peers when the kernel has announced something, but not more
@@ -92,7 +92,7 @@ func (p *Programmer) all(ctx context.Context, peers Set) (Outcome, error) {
 // desired is what the peer with that key asks for: nothing if it is gone.
 func (p *Programmer) desired(ctx context.Context, key string, peers Set) ([]dataplane.Object, error) {
 	l, ok := peers.Leases[key]
-	if !ok {
+	if !ok || p.Desired == nil {
 		return nil, nil
 	}
 	objects, err := p.Desired(ctx, l)

@@ -39,7 +39,7 @@ func (b *Backend) Start(_ context.Context, own subnet.Lease) (backend.Network, e
 	if err != nil {
 		return nil, err
 	}
-	return &network{b, &backend.Programmer{Base: b.env.Base(own), Desired: nothing, Reconciler: reconciler}}, nil
+	return &network{b, &backend.Programmer{Base: b.env.Base(own), Reconciler: reconciler}}, nil
 }
 
 // network implements backend.Network.
@@ -47,9 +47,6 @@ type network struct {
 	*Backend
 	*backend.Programmer
 }
-
-// nothing is what the kernel holds for a peer.
-func nothing(context.Context, subnet.Lease) ([]dataplane.Object, error) { return nil, nil }
 
 // MTU implements backend.Network.
 func (n *network) MTU() int { return n.env.Underlay.MTU }

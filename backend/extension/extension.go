@@ -102,7 +102,7 @@ type Backend struct {
 }
 
 // Scope implements backend.Backend: what commands make is theirs.
-func (*Backend) Scope() dataplane.Scope { return dataplane.Scope{} }
+func (b *Backend) Scope() dataplane.Scope { return b.env.Scope() }
 
 // Claim implements backend.Backend. What this host publishes is the output of
 // PreStartupCommand, so that is run here, unless it has been.
@@ -144,7 +144,11 @@ func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 	book.setSetup(s)
 	book.flush(ctx)
 	b.host.timeout.Store(int64(b.config.timeout))
-	return newNetwork(b, s.Number), nil
+	reconciler, err := b.env.Reconciler()
+	if err != nil {
+		return nil, err
+	}
+	return newNetwork(b, s.Number, &backend.Programmer{Base: b.env.Base(own), Reconciler: reconciler}), nil
 }
 
 // prepare sees to it that PreStartupCommand has been run on this host as it is.

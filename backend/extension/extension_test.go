@@ -17,6 +17,8 @@ import (
 	"github.com/google/go-cmp/cmp"
 
 	"flanneld/backend"
+	"flanneld/pkg/dataplane"
+	"flanneld/pkg/dataplane/dataplanetest"
 	"flanneld/pkg/underlay"
 	"flanneld/subnet"
 )
@@ -37,6 +39,7 @@ type node struct {
 func newNode(t *testing.T, config map[string]any) *node {
 	t.Helper()
 	n := &node{t: t, dir: t.TempDir(), boot: "boot1", config: config, env: backend.Env{
+		Kernel: dataplanetest.New(), Resync: time.Hour,
 		Config: subnet.Config{Networks: []subnet.Network{{Prefix: netip.MustParsePrefix("10.5.0.0/16")}}},
 		Underlay: underlay.Interface{Name: "eth0", Index: 2, MTU: 1500, Addrs: []underlay.Address{
 			{Local: netip.MustParseAddr("192.0.2.1"), Public: netip.MustParseAddr("198.51.100.1")},
@@ -145,9 +148,18 @@ func set(complete bool, peers ...subnet.Lease) backend.Set {
 }
 
 // expect compares what the commands have written with want, and forgets it.
+//
+// Where the machine is busy a command may take longer than Sync waits for it.
 func (n *node) expect(want ...string) {
 	n.t.Helper()
-	text, _ := os.ReadFile(filepath.Join(n.dir, "log"))
+	var text []byte
+	for end := time.Now().Add(time.Minute); ; {
+		text, _ = os.ReadFile(filepath.Join(n.dir, "log"))
+		if strings.Count(string(text), "\n") >= len(want) || time.Now().After(end) {
+			break
+		}
+		<-time.After(5 * time.Millisecond)
+	}
 	_ = os.Remove(filepath.Join(n.dir, "log"))
 	got := strings.Split(strings.TrimSpace(string(text)), "\n")
 	if len(want) == 0 {
@@ -582,5 +594,21 @@ func TestRandomWalk(t *testing.T) {
 	}
 	if diff := cmp.Diff(want, got); diff != "" {
 		t.Errorf("subnets (-want +got):\n%s", diff)
+	}
+}
+
+// TestBlackhole holds the one route that no command makes.
+func TestBlackhole(t *testing.T) {
+	n := newNode(t, map[string]any{})
+	hole := dataplane.NewBlackhole(netip.MustParsePrefix("10.5.1.0/24"))
+	for _, on := range []bool{true, false} {
+		n.env.Blackhole = on
+		n.mustStart()
+		n.sync()
+		state, err := n.env.Kernel.Read(t.Context(), n.env.Scope())
+		if there := slices.Contains(state.Routes[hole.Dst], hole); err != nil || there != on {
+			t.Errorf("with the option %v the route is there: %v, %v", on, there, err)
+		}
+		n.stop()
 	}
 }

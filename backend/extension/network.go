@@ -13,6 +13,7 @@ import (
 	"k8s.io/klog/v2"
 
 	"flanneld/backend"
+	"flanneld/pkg/oneline"
 	"flanneld/subnet"
 )
 
@@ -37,9 +38,11 @@ const removeTries = 5
 // network implements backend.Network.
 type network struct {
 	*Backend
-	setup   int // that subnets are added to
+	setup   int                 // that subnets are added to
+	held    *backend.Programmer // what the kernel holds without any command
 	changed chan struct{}
 	workers sync.WaitGroup
+	closed  chan struct{}
 
 	mu       sync.Mutex
 	running  map[string]bool    // by subnet
@@ -68,10 +71,28 @@ type job struct {
 	want   *target // nil: the subnet is to go
 }
 
-func newNetwork(b *Backend, setup int) *network {
-	return &network{
-		Backend: b, setup: setup, changed: make(chan struct{}, 1),
+func newNetwork(b *Backend, setup int, held *backend.Programmer) *network {
+	n := &network{
+		Backend: b, setup: setup, held: held, changed: make(chan struct{}, 1), closed: make(chan struct{}),
 		running: map[string]bool{}, troubles: map[string]trouble{},
+	}
+	n.workers.Go(func() {
+		for {
+			select {
+			case <-held.Changed():
+				n.wake()
+			case <-n.closed:
+				return
+			}
+		}
+	})
+	return n
+}
+
+func (n *network) wake() {
+	select {
+	case n.changed <- struct{}{}:
+	default:
 	}
 }
 
@@ -79,13 +100,14 @@ func newNetwork(b *Backend, setup int) *network {
 func (n *network) MTU() int { return n.env.Underlay.MTU }
 
 // Changed implements backend.Network. It delivers when a command has ended
-// that Sync did not wait for.
+// that Sync did not wait for, and when the kernel may have drifted.
 func (n *network) Changed() <-chan struct{} { return n.changed }
 
 // Close implements backend.Network. Sync's context must have ended.
 func (n *network) Close() error {
+	close(n.closed)
 	n.workers.Wait()
-	return nil
+	return n.held.Close()
 }
 
 // Check implements backend.Network.
@@ -110,6 +132,14 @@ func data(l subnet.Lease) (text string, err error) {
 
 // Sync implements backend.Network.
 func (n *network) Sync(ctx context.Context, peers backend.Set) (backend.Outcome, error) {
+	held, failed := n.held.Sync(ctx, peers)
+	o, err := n.command(ctx, peers)
+	o.Retry, o.Repaired = o.Retry || held.Retry, held.Repaired
+	return o, oneline.Join(failed, err)
+}
+
+// command runs the commands that lead to these peers.
+func (n *network) command(ctx context.Context, peers backend.Set) (backend.Outcome, error) {
 	want := map[string]target{}
 	for key, l := range peers.Leases {
 		text, err := data(l)
@@ -204,10 +234,7 @@ func (n *network) work(ctx context.Context, jobs []job) (left int) {
 			n.workers.Go(func() {
 				<-done
 				n.host.book.flush(ctx)
-				select {
-				case n.changed <- struct{}{}:
-				default:
-				}
+				n.wake()
 			})
 		}
 		timer.Stop()

@@ -1,6 +1,7 @@
 package e2e
 
 import (
+	"errors"
 	"fmt"
 	"net"
 	"net/netip"
@@ -340,14 +341,7 @@ func TestXtablesLockHeld(t *testing.T) {
 	f := flavours()[2]
 	l := newLab(t, lab.Config{Hosts: 1, Network: masqueraded(map[string]any{"EnableIPv6": false})}, "")
 	h, programs := l.Host(1), newPrograms(t, f)
-	lock, err := os.Create(h.Path("/run/xtables.lock"))
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer lock.Close()
-	if err := unix.Flock(int(lock.Fd()), unix.LOCK_EX); err != nil {
-		t.Fatal(err)
-	}
+	lock := holdLock(t, h)
 	d := start(t, h, lab.FlanneldOptions{Args: append(f.args, "--ip-masq"), Env: []string{programs.env}})
 	expectLog(t, d, "flanneld starts")
 	most, end := 0, time.Now().Add(held)
@@ -361,6 +355,9 @@ func TestXtablesLockHeld(t *testing.T) {
 	if _, body, err := d.Get(background(t), "/readyz"); err == nil || !strings.Contains(body, "traffic rules") {
 		t.Errorf("it answers %q, %v", body, err)
 	}
+	if _, body, err := d.Get(background(t), "/metrics"); err != nil || strings.Contains(body, "flannel_firewall_failures_total 0\n") {
+		t.Errorf("no failure is counted (%v):\n%s", err, body)
+	}
 	if err := lock.Close(); err != nil {
 		t.Fatal(err)
 	}
@@ -368,6 +365,42 @@ func TestXtablesLockHeld(t *testing.T) {
 	t.Logf("%d programs were run, at most %d at a time; ready %v after the lock was free", len(programs.run(t)), most, time.Since(end).Round(time.Millisecond))
 	if n := len(programs.run(t)); n > 20 {
 		t.Errorf("%d programs were run", n)
+	}
+}
+
+// holdLock takes the lock of iptables on a host until the file is closed.
+func holdLock(t *testing.T, h *lab.Host) *os.File {
+	t.Helper()
+	lock, err := os.Create(h.Path("/run/xtables.lock"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { lock.Close() })
+	if err := unix.Flock(int(lock.Fd()), unix.LOCK_EX); err != nil {
+		t.Fatal(err)
+	}
+	return lock
+}
+
+// TestStopWhileTheLockIsHeld does not wait for the lock, and leaves nobody
+// behind who does.
+func TestStopWhileTheLockIsHeld(t *testing.T) {
+	t.Parallel()
+	l := newLab(t, lab.Config{Hosts: 1, Network: masqueraded(map[string]any{"EnableIPv6": false})}, "")
+	h, f := l.Host(1), flavours()[2]
+	holdLock(t, h)
+	d := start(t, h, lab.FlanneldOptions{Args: append(f.args, "--ip-masq"), Env: []string{newPrograms(t, f).env}})
+	child := ""
+	eventually(t, "iptables-restore waits for the lock", func() error {
+		child = strings.TrimSpace(shell(t, h.Namespace, fmt.Sprintf("for c in $(cat /proc/%d/task/*/children); do grep -l restore /proc/$c/cmdline || true; done", d.PID())))
+		if child == "" {
+			return errors.New("it does not run")
+		}
+		return nil
+	})
+	expectStop(t, d)
+	if _, err := os.Stat(child); err == nil {
+		t.Errorf("%s is left", child)
 	}
 }
 
@@ -513,10 +546,10 @@ func TestHostFirewall(t *testing.T) {
 // pods be, and go.
 func TestBlackhole(t *testing.T) {
 	t.Parallel()
-	for _, backend := range []string{"vxlan", "host-gw", "alloc"} {
+	for _, backend := range []string{"vxlan", "host-gw", "alloc", "udp", userspace, "extension"} {
 		t.Run(backend, func(t *testing.T) {
 			t.Parallel()
-			l := newLab(t, lab.Config{Hosts: 1, Families: dual}, fmt.Sprintf(`{"Type":%q}`, backend))
+			l := newLab(t, lab.Config{Hosts: 1, Families: dual}, backendConfig(backend))
 			h, o := l.Host(1), lab.FlanneldOptions{Args: []string{"--ip-blackhole-route"}}
 			startOne(t, h, o)
 			count := func(want int) func() error {

@@ -2,7 +2,6 @@ package e2e
 
 import (
 	"bytes"
-	"context"
 	"errors"
 	"fmt"
 	"net"
@@ -25,15 +24,69 @@ import (
 const stopTime = 2 * time.Second
 
 // expectStop asks the daemon to stop and fails the test unless it does so in
-// time, with exit code 0.
+// time, with exit code 0. While it is ready to go on and others have the
+// processors, no time passes.
 func expectStop(t *testing.T, d *lab.Daemon) {
 	t.Helper()
-	ctx, cancel := context.WithTimeout(background(t), stopTime)
-	defer cancel()
-	if code, err := d.Stop(ctx); err != nil || code != 0 {
+	var code int
+	var err error
+	done := make(chan struct{})
+	before, start := queued(d.PID()), time.Now()
+	go func() {
+		defer close(done)
+		code, err = d.Stop(background(t))
+	}()
+	tick := time.NewTicker(20 * time.Millisecond)
+	defer tick.Stop()
+	late := ""
+	var waited time.Duration
+	for running := true; running; {
+		select {
+		case <-done:
+			running = false
+		case <-tick.C:
+			waited = max(waited, queued(d.PID())-before) // who has ended takes its time away
+			if late == "" && time.Since(start)-waited > stopTime {
+				late = threads(d.PID())
+			}
+		}
+	}
+	if err != nil || code != 0 {
 		t.Errorf("stopped with exit code %d, %v; its log:\n%s", code, err, d.Log())
 		d.Kill()
 	}
+	if late != "" {
+		t.Errorf("stopped after %v, and %v in the queue for a processor, want %v at most; its threads then:\n%sits log:\n%s",
+			time.Since(start), waited, stopTime, late, d.Log())
+	}
+}
+
+// queued is how long the threads of a process have waited for a processor,
+// though they were ready to go on.
+func queued(pid int) (sum time.Duration) {
+	files, _ := filepath.Glob(fmt.Sprintf("/proc/%d/task/*/schedstat", pid))
+	for _, file := range files {
+		var running, waiting int64
+		text, err := os.ReadFile(file)
+		if err != nil {
+			continue // it has ended
+		}
+		if n, _ := fmt.Sscan(string(text), &running, &waiting); n == 2 {
+			sum += time.Duration(waiting)
+		}
+	}
+	return sum
+}
+
+// threads says where in the kernel the threads of a process are.
+func threads(pid int) string {
+	var b strings.Builder
+	files, _ := filepath.Glob(fmt.Sprintf("/proc/%d/task/*/stack", pid))
+	for _, file := range files {
+		stack, err := os.ReadFile(file)
+		fmt.Fprintf(&b, "%s %v\n%s", file, err, stack)
+	}
+	return b.String()
 }
 
 // datapath is what of the wanted lines the host's kernel has, and the number
