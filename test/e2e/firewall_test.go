@@ -174,21 +174,25 @@ func sorted(text string) string {
 	return strings.Join(lines, "\n")
 }
 
-// TestFirewallRestarts keeps a connection through NAT over 20 restarts, none
-// of which writes anything.
+// TestFirewallRestarts keeps connections through NAT over 20 restarts, none of
+// which writes anything.
 func TestFirewallRestarts(t *testing.T) {
 	t.Parallel()
 	for _, f := range flavours() {
 		t.Run(f.name, func(t *testing.T) {
 			t.Parallel()
-			l := newLab(t, lab.Config{Hosts: 1, Families: v4, Network: masqueraded(map[string]any{"EnableIPv6": false})}, "")
+			l := newLab(t, lab.Config{Hosts: 1, Families: dual, Network: masqueraded(nil)}, "")
 			o := lab.FlanneldOptions{Args: append(f.args, "--ip-masq"), Env: []string{newPrograms(t, f).env}}
 			startAll(t, l, o)
 			makeOutside(t, l)
 			h := l.Host(1)
-			c := connect(t, h.Pods()[0].Namespace, netip.Addr{}, l.Underlay(), outsideOf(prefix.IPv4).any)
-			if c.seen() != h.Addr(prefix.IPv4) {
-				t.Fatalf("the far end sees %s", c.seen())
+			var ways []connection
+			for _, family := range dual {
+				c := connect(t, h.Pods()[0].Namespace, netip.Addr{}, l.Underlay(), outsideOf(family).any)
+				if c.seen() != h.Addr(family) {
+					t.Fatalf("the far end sees %s", c.seen())
+				}
+				ways = append(ways, c, connection{c.far, c.near})
 			}
 			for i := range 20 {
 				if i%2 == 0 {
@@ -201,7 +205,7 @@ func TestFirewallRestarts(t *testing.T) {
 				if lines := linesWith(h.Daemon(), "written=true"); len(lines) > 0 {
 					t.Fatalf("a restart has written rules: %q", lines)
 				}
-				for _, way := range []connection{c, {c.far, c.near}} {
+				for _, way := range ways {
 					if err := way.far.SetReadDeadline(time.Now().Add(patience)); err != nil {
 						t.Fatal(err)
 					}
