@@ -115,6 +115,10 @@ func (d *Daemon) Ready(ctx context.Context) error {
 	}
 }
 
+// askTimeout bounds one question to a daemon. It is answered in milliseconds, but
+// where the machine is busy.
+const askTimeout = 10 * time.Second
+
 // Get asks the daemon's health server for path. A status other than 200 is an
 // error; status and body are returned with it.
 func (d *Daemon) Get(ctx context.Context, path string) (status int, body string, err error) {
@@ -124,7 +128,7 @@ func (d *Daemon) Get(ctx context.Context, path string) (status int, body string,
 	if err != nil {
 		return 0, "", err
 	}
-	resp, err := (&http.Client{Transport: transport, Timeout: 2 * time.Second}).Do(req)
+	resp, err := (&http.Client{Transport: transport, Timeout: askTimeout}).Do(req)
 	if err != nil {
 		return 0, "", err
 	}

@@ -65,12 +65,16 @@ func startProcess(ctx context.Context, n *Namespace, s processSpec) (*process, e
 // process. The caller waits for it.
 func (n *Namespace) Start(cmd *exec.Cmd) error { return n.start(cmd) }
 
+// pipeDelay is how long the rest of what a process has written may take to be
+// read once it has ended: a moment, but where the machine is busy a long one.
+const pipeDelay = 10 * time.Second
+
 // start starts cmd from the namespace's thread, so that it inherits the
 // namespaces and its death signal is tied to them. A process group of its own
 // keeps a terminal's Ctrl-C for the lab.
 func (n *Namespace) start(cmd *exec.Cmd) error {
 	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL, Setpgid: true}
-	cmd.WaitDelay = time.Second
+	cmd.WaitDelay = pipeDelay
 	result := make(chan error, 1)
 	select {
 	case n.calls <- func() { result <- cmd.Start() }:

@@ -167,7 +167,7 @@ func TestExtensionTrouble(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 2}, extension(t, map[string]any{
 		"SubnetAddCommand": `case $SUBNET in 10.5.200.*) echo no luck; exit 3;; 10.5.201.*) sleep 1000;; esac; ip route add $SUBNET via $PUBLIC_IP`,
-		"CommandTimeout":   5,
+		"CommandTimeout":   20,
 	}))
 	c := store(t, l)
 	for _, n := range []string{"200", "201"} {

@@ -24,6 +24,10 @@ const lockWait = 10
 // runTimeout bounds one program, lock and all.
 const runTimeout = 30 * time.Second
 
+// pipeDelay is how long the rest of what a program has written may take to be
+// read once it has ended: a moment, but where the host is busy a long one.
+const pipeDelay = 10 * time.Second
+
 // ErrMissing means that a program is not installed.
 var ErrMissing = errors.New("program is not installed")
 
@@ -200,7 +204,7 @@ func run(ctx context.Context, stdin, name string, args ...string) (string, error
 	ctx, cancel := context.WithTimeout(ctx, runTimeout)
 	defer cancel()
 	cmd := exec.CommandContext(ctx, path, args...)
-	cmd.WaitDelay = time.Second
+	cmd.WaitDelay = pipeDelay
 	var stdout, stderr bytes.Buffer
 	cmd.Stdin, cmd.Stdout, cmd.Stderr = strings.NewReader(stdin), &stdout, &stderr
 	if err := cmd.Run(); err != nil {
