@@ -90,7 +90,6 @@ func backendConfig(backend string) string {
 // Daemons are not started. When the test fails their logs are shown.
 func newLab(t *testing.T, cfg lab.Config, backend string) *lab.Lab {
 	t.Helper()
-	t.TempDir() // the first: it is removed after the lab, of which processes may write to others
 	if cfg.Families == nil {
 		cfg.Families = v4
 	}
