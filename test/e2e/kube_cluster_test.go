@@ -25,6 +25,7 @@ type cluster struct {
 	api     *lab.APIServer
 	client  *http.Client
 	backend string
+	server  string // as a kubeconfig's cluster; empty: the API server itself
 }
 
 const (
@@ -94,6 +95,10 @@ func (c *cluster) start() {
 func (c *cluster) kill() { c.api.Kill() }
 
 func (c *cluster) try(method, path string, body any, contentType string) (int, []byte, error) {
+	return c.tryAs(adminToken, method, path, body, contentType)
+}
+
+func (c *cluster) tryAs(token, method, path string, body any, contentType string) (int, []byte, error) {
 	raw, err := json.Marshal(body)
 	if err != nil {
 		return 0, nil, err
@@ -102,7 +107,7 @@ func (c *cluster) try(method, path string, body any, contentType string) (int, [
 	if err != nil {
 		return 0, nil, err
 	}
-	req.Header.Set("Authorization", "Bearer "+adminToken)
+	req.Header.Set("Authorization", "Bearer "+token)
 	if contentType == "" {
 		contentType = "application/json"
 	}
@@ -265,10 +270,13 @@ func (c *cluster) options(n int, args ...string) lab.FlanneldOptions {
 }
 
 func (c *cluster) kubeconfig(n int, token string) string {
+	server := c.server
+	if server == "" {
+		server = fmt.Sprintf(`{"server":"https://%s","certificate-authority":%q}`, c.api.Addr(c.Host(n)), c.api.CA())
+	}
 	return c.write(fmt.Sprintf("kubeconfig%d", n), fmt.Appendf(nil, `{"apiVersion":"v1","kind":"Config","current-context":"c",
-"clusters":[{"name":"c","cluster":{"server":"https://%s","certificate-authority":%q}}],
-"users":[{"name":"u","user":{"tokenFile":%q}}],"contexts":[{"name":"c","context":{"cluster":"c","user":"u"}}]}`,
-		c.api.Addr(c.Host(n)), c.api.CA(), token))
+"clusters":[{"name":"c","cluster":%s}],
+"users":[{"name":"u","user":{"tokenFile":%q}}],"contexts":[{"name":"c","context":{"cluster":"c","user":"u"}}]}`, server, token))
 }
 
 // startDaemons starts a daemon and a pod on every host.

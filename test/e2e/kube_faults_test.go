@@ -1,0 +1,225 @@
+package e2e
+
+import (
+	"encoding/json"
+	"encoding/pem"
+	"errors"
+	"fmt"
+	"net/http"
+	"net/http/httptest"
+	"net/http/httputil"
+	"net/netip"
+	"net/url"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"flanneld/pkg/lab"
+)
+
+// front stands before a cluster's API server. It answers everything with one
+// status, if it has one.
+type front struct {
+	*httptest.Server
+	status, refused atomic.Int32
+}
+
+// putFront has the daemons of the cluster ask a front.
+func (c *cluster) putFront() *front {
+	c.t.Helper()
+	f := &front{}
+	pass := httputil.NewSingleHostReverseProxy(&url.URL{Scheme: "https", Host: c.api.Addr(nil).String()})
+	transport := c.api.Transport(c.Underlay())
+	pass.Transport, pass.FlushInterval = transport, -1
+	pass.ErrorHandler = func(w http.ResponseWriter, _ *http.Request, _ error) { w.WriteHeader(http.StatusBadGateway) }
+	f.Server = httptest.NewUnstartedServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		status := int(f.status.Load())
+		if status == 0 {
+			pass.ServeHTTP(w, r)
+			return
+		}
+		f.refused.Add(1)
+		if status == http.StatusTooManyRequests {
+			w.Header().Set("Retry-After", "1")
+		}
+		w.WriteHeader(status)
+	}))
+	l, err := c.Underlay().Listen(background(c.t), "tcp", netip.AddrPortFrom(c.api.Addr(nil).Addr(), 0).String())
+	if err != nil {
+		c.t.Fatal(err)
+	}
+	f.Listener.Close()
+	f.Listener, f.EnableHTTP2 = l, true
+	f.StartTLS()
+	c.t.Cleanup(func() {
+		f.CloseClientConnections()
+		transport.CloseIdleConnections()
+		f.Close()
+	})
+	ca := c.write("front-ca.crt", pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: f.Certificate().Raw}))
+	c.server = fmt.Sprintf(`{"server":"https://%s","certificate-authority":%q,"tls-server-name":%q}`, l.Addr(), ca, f.Certificate().DNSNames[0])
+	return f
+}
+
+// refuse answers everything with a status from now on, also to those who are
+// connected, and waits until several have been told. 0 ends that.
+func (f *front) refuse(t *testing.T, status int) {
+	t.Helper()
+	f.status.Store(int32(status))
+	if status == 0 {
+		return
+	}
+	f.refused.Store(0)
+	f.CloseClientConnections()
+	eventually(t, fmt.Sprintf("several answers %d", status), func() error {
+		if n := f.refused.Load(); n < 8 {
+			return fmt.Errorf("%d were given", n)
+		}
+		return nil
+	})
+}
+
+// TestKubeAnswers has an API server that answers nothing but errors: at the
+// start, and while Nodes come and go.
+func TestKubeAnswers(t *testing.T) {
+	t.Parallel()
+	c := newCluster(t, lab.Config{Hosts: 2}, `{"Type":"vxlan"}`)
+	f := c.putFront()
+	f.status.Store(http.StatusInternalServerError)
+	for n := 1; n <= 2; n++ {
+		expectLog(t, start(t, c.Host(n), c.options(n)), "the Kubernetes API is not usable")
+	}
+	f.refuse(t, http.StatusUnauthorized)
+	f.refuse(t, 0)
+	c.addNode(100, c.peerNotes(100))
+	for _, h := range c.Hosts() {
+		expectReady(t, h.Daemon())
+		expectKernel(t, h, c.peerEntries(100), nil)
+	}
+	if err := c.AddPods(background(t)); err != nil {
+		t.Fatal(err)
+	}
+	flows := startFlows(t, c.Lab, 200)
+	for i, status := range []int{http.StatusTooManyRequests, http.StatusInternalServerError, http.StatusUnauthorized} {
+		f.refuse(t, status)
+		gone, added := 100+i, 101+i
+		c.deleteNode(gone)
+		c.addNode(added, c.peerNotes(added))
+		pause(t, time.Second)
+		for _, h := range c.Hosts() {
+			state, err := kernel(t.Context(), h)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if !strings.Contains(state, c.peerEntries(gone)[0]) || strings.Contains(state, peerMAC(added)) {
+				t.Errorf("with an API server that answers %d %s has\n%s", status, h.Name(), state)
+			}
+		}
+		f.refuse(t, 0)
+		for _, h := range c.Hosts() {
+			expectKernel(t, h, c.peerEntries(added), []string{fmt.Sprintf("10.5.%d.0", gone), peerMAC(gone)})
+		}
+	}
+	for _, h := range c.Hosts() {
+		expectReady(t, h.Daemon())
+		if err := h.Daemon().Ended(); err != nil {
+			t.Error(err)
+		}
+	}
+	expectNothingLost(t, flows)
+}
+
+// mounts is the folder of a ServiceAccount's token on a host, which kubelet
+// changes as a whole.
+const mounts = "/run/secrets/kubernetes.io/serviceaccount"
+
+// mount gives a host the token of a ServiceAccount, by the name of the Secret
+// with which it dies.
+func (c *cluster) mount(h *lab.Host, secret string) (token string) {
+	c.t.Helper()
+	const namespace = "/api/v1/namespaces/kube-flannel/"
+	var made struct{ Metadata struct{ UID string } }
+	raw := c.do(http.MethodPost, namespace+"secrets", map[string]any{"apiVersion": "v1", "kind": "Secret", "metadata": map[string]any{"name": secret}}, "")
+	if err := json.Unmarshal(raw, &made); err != nil {
+		c.t.Fatal(err)
+	}
+	var answer struct{ Status struct{ Token string } }
+	raw = c.do(http.MethodPost, namespace+"serviceaccounts/flannel/token", map[string]any{
+		"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": map[string]any{
+			"boundObjectRef": map[string]any{"apiVersion": "v1", "kind": "Secret", "name": secret, "uid": made.Metadata.UID},
+		},
+	}, "")
+	if err := json.Unmarshal(raw, &answer); err != nil {
+		c.t.Fatal(err)
+	}
+	ca, err := os.ReadFile(c.api.CA())
+	if err != nil {
+		c.t.Fatal(err)
+	}
+	dir := h.Path(mounts)
+	err = errors.Join(os.MkdirAll(filepath.Join(dir, ".."+secret), 0o755),
+		os.WriteFile(filepath.Join(dir, ".."+secret, "token"), []byte(answer.Status.Token), 0o600),
+		os.WriteFile(filepath.Join(dir, ".."+secret, "ca.crt"), ca, 0o600),
+		os.Symlink(".."+secret, filepath.Join(dir, "..data_tmp")), os.Rename(filepath.Join(dir, "..data_tmp"), filepath.Join(dir, "..data")))
+	for _, file := range []string{"token", "ca.crt"} {
+		if _, missing := os.Lstat(filepath.Join(dir, file)); missing != nil {
+			err = errors.Join(err, os.Symlink(filepath.Join("..data", file), filepath.Join(dir, file)))
+		}
+	}
+	if err != nil {
+		c.t.Fatal(err)
+	}
+	return answer.Status.Token
+}
+
+// TestKubeTokenRotated revokes the token that a pod has mounted, and mounts
+// another only later.
+func TestKubeTokenRotated(t *testing.T) {
+	t.Parallel()
+	c := newCluster(t, lab.Config{Hosts: 2}, `{"Type":"vxlan"}`)
+	meta := func(kind, name string) map[string]any {
+		return map[string]any{"apiVersion": "v1", "kind": kind, "metadata": map[string]any{"name": name}}
+	}
+	c.do(http.MethodPost, "/api/v1/namespaces", meta("Namespace", "kube-flannel"), "")
+	c.do(http.MethodPost, "/api/v1/namespaces/kube-flannel/serviceaccounts", meta("ServiceAccount", "flannel"), "")
+	h := c.Host(1)
+	old := c.mount(h, "first")
+	api := c.api.Addr(h)
+	d := start(t, h, lab.FlanneldOptions{
+		Args: []string{"--kube-subnet-mgr", "--net-config-path=" + filepath.Join(c.dir, "net-conf.json")},
+		Env:  []string{"NODE_NAME=" + nodeName(1), "KUBERNETES_SERVICE_HOST=" + api.Addr().String(), fmt.Sprintf("KUBERNETES_SERVICE_PORT=%d", api.Port())},
+	})
+	start(t, c.Host(2), c.options(2))
+	expectReady(t, d)
+	expectReady(t, c.Host(2).Daemon())
+	if err := c.AddPods(background(t)); err != nil {
+		t.Fatal(err)
+	}
+	flows := startFlows(t, c.Lab, 200)
+
+	c.do(http.MethodDelete, "/api/v1/namespaces/kube-flannel/secrets/first", nil, "")
+	c.kill() // it would believe for a while what it has believed before
+	c.start()
+	if status, answer, err := c.tryAs(old, http.MethodGet, nodesPath, nil, ""); err != nil || status != http.StatusUnauthorized {
+		t.Fatalf("with a revoked token: %d, %v: %s", status, err, answer)
+	}
+	expectLog(t, d, "Unauthorized")
+	c.addNode(100, c.peerNotes(100))
+	expectKernel(t, c.Host(2), c.peerEntries(100), nil)
+	expectKernel(t, h, nil, []string{peerMAC(100)})
+	if lines := linesWith(d, "the Kubernetes API is usable again"); len(lines) > 0 {
+		t.Errorf("with a revoked token: %q", lines)
+	}
+
+	c.mount(h, "second")
+	expectLog(t, d, "the Kubernetes API is usable again")
+	expectKernel(t, h, c.peerEntries(100), nil)
+	expectReady(t, d)
+	if err := d.Ended(); err != nil {
+		t.Error(err)
+	}
+	expectNothingLost(t, flows)
+}
