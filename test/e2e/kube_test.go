@@ -256,6 +256,11 @@ func TestKubeOwnNode(t *testing.T) {
 	c.do(http.MethodPatch, nodesPath+"/node1", map[string]any{"spec": map[string]any{"podCIDR": "10.5.1.0/24", "podCIDRs": []string{"10.5.1.0/24"}}}, "application/merge-patch+json")
 	expectReady(t, d)
 	c.expectCondition(1, "False")
+	c.do(http.MethodPatch, nodesPath+"/node1/status", map[string]any{"status": map[string]any{"conditions": []any{
+		map[string]any{"type": "NetworkUnavailable", "status": "True", "reason": "SomebodySaysSo"},
+	}}}, "application/strategic-merge-patch+json")
+	expectLog(t, d, `type="NetworkUnavailable" status="False" was="True"`)
+	c.expectCondition(1, "False")
 	before := c.node(1)
 	if before.note("public-ip") != "198.51.100.1" || before.note("backend-type") != "vxlan" || before.note("kube-subnet-manager") != "true" {
 		t.Errorf("annotations are %v", before.Metadata.Annotations)
