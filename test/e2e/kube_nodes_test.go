@@ -172,7 +172,8 @@ func TestKubeThousandNodes(t *testing.T) {
 	const nodes = 1000
 	c := newCluster(t, lab.Config{Hosts: 1}, `{"Type":"vxlan"}`)
 	c.configure(`{"Network":"10.0.0.0/8","Backend":{"Type":"vxlan"}}`)
-	c.client.Transport.(*http.Transport).DisableKeepAlives = false
+	c.client = &http.Client{Timeout: patience, Transport: c.api.Transport(c.Underlay())} // that keeps its connection
+	t.Cleanup(c.client.CloseIdleConnections)
 	add := func(round, n int) error {
 		high, low := n/256, n%256
 		cidr := fmt.Sprintf("10.%d.%d.0/24", 100+10*round+high, low)
