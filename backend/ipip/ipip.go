@@ -111,7 +111,7 @@ const recheck = time.Second
 // that says ipip is hardly another program's by accident, so that is not for us
 // to remove.
 func (b *Backend) free(ctx context.Context) error {
-	have, err := b.env.Kernel.Read(ctx, b.Scope())
+	have, err := b.env.Kernel.Read(ctx, dataplane.Scope{Devices: b.Scope().Devices})
 	if err != nil {
 		return fmt.Errorf("read kernel state: %w", err)
 	}

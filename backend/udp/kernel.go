@@ -131,7 +131,7 @@ func (b *Backend) startKernel(ctx context.Context, own subnet.Lease) (backend.Ne
 
 // free returns an error if a device that is none of ours has our name.
 func (b *Backend) free(ctx context.Context) error {
-	have, err := b.env.Kernel.Read(ctx, b.Scope())
+	have, err := b.env.Kernel.Read(ctx, dataplane.Scope{Devices: b.Scope().Devices})
 	if err != nil {
 		return fmt.Errorf("read kernel state: %w", err)
 	}

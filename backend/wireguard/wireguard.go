@@ -147,7 +147,7 @@ const probe = "flannel-wg-try"
 
 // supported returns an error if the kernel has no WireGuard: EOPNOTSUPP, wrapped.
 func (n *network) supported(ctx context.Context) error {
-	have, err := n.env.Kernel.Read(ctx, n.Scope())
+	have, err := n.env.Kernel.Read(ctx, dataplane.Scope{Devices: n.Scope().Devices})
 	if err != nil {
 		return fmt.Errorf("read kernel state: %w", err)
 	}

@@ -17,7 +17,8 @@ type Kernel interface {
 	// Read returns all that the kernel holds on the scope's devices, and the
 	// routes of the main table, on any device, to destinations in its
 	// networks. Non-permanent, learned, group and link-local entries are left
-	// out. An interrupted or partial dump is an error, never a short answer.
+	// out. Of a scope without networks only the links are read. An interrupted
+	// or partial dump is an error, never a short answer.
 	Read(ctx context.Context, s Scope) (State, error)
 	// Apply carries out all of ops, in order. One that fails does not stop
 	// the others; the failures are returned. Deleting what is not there is
@@ -207,6 +208,9 @@ func (r *Reconciler) settle(ctx context.Context, sweep bool) (Report, error) {
 	clear(r.unreachable)
 	asked, some := NewKeys(), !r.all
 	asked.merge(r.dirty)
+	if err := r.makeLinks(ctx, &report, func(o Object) bool { return some && !asked.has(o) }); err != nil {
+		return report, err
+	}
 	for pass := range passes {
 		drifted, all, err := r.mirror.look(ctx)
 		if err != nil {
@@ -227,6 +231,29 @@ func (r *Reconciler) settle(ctx context.Context, sweep bool) (Report, error) {
 		}
 	}
 	return report, errors.New("kernel state does not settle: another program keeps changing the same entries")
+}
+
+// makeLinks makes the links that are missing before everything is read: they
+// would void what was read before them, and a host with many routes of others
+// should read those once. What cannot be made is left to the passes.
+func (r *Reconciler) makeLinks(ctx context.Context, report *Report, repair func(Object) bool) error {
+	if r.mirror.valid || len(r.want.Links) == 0 {
+		return nil
+	}
+	have, err := r.mirror.kernel.Read(ctx, Scope{Devices: r.mirror.scope.Devices})
+	if err != nil {
+		return fmt.Errorf("read kernel state: %w", err)
+	}
+	var ops []Op
+	for _, name := range sortedKeys(r.want.Links) {
+		if _, there := have.Links[name]; !there {
+			ops = append(ops, Op{Object: r.want.Links[name]})
+		}
+	}
+	if len(r.write(ctx, ops)) == 0 {
+		report.count(ops, repair)
+	}
+	return nil
 }
 
 // plan compares what may differ. Where little may, it looks at that alone, and
@@ -284,12 +311,7 @@ func (r *Reconciler) settled(report *Report, sweep bool) {
 // apply carries out ops. Routes whose gateway is out of reach are a matter of
 // that peer alone: they are noted, and are no error.
 func (r *Reconciler) apply(ctx context.Context, ops []Op) error {
-	if log := klog.FromContext(ctx).V(4); log.Enabled() {
-		for _, op := range ops {
-			log.Info("kernel change", "op", op.String())
-		}
-	}
-	failures := r.mirror.kernel.Apply(ctx, ops)
+	failures := r.write(ctx, ops)
 	if len(failures) == 0 {
 		r.mirror.wrote(ops)
 		return nil
@@ -306,6 +328,15 @@ func (r *Reconciler) apply(ctx context.Context, ops []Op) error {
 		errs = append(errs, e)
 	}
 	return opErrors(errs)
+}
+
+func (r *Reconciler) write(ctx context.Context, ops []Op) []OpError {
+	if log := klog.FromContext(ctx).V(4); log.Enabled() {
+		for _, op := range ops {
+			log.Info("kernel change", "op", op.String())
+		}
+	}
+	return r.mirror.kernel.Apply(ctx, ops)
 }
 
 // opErrors keeps the log line short when thousands of changes fail for one

@@ -27,6 +27,7 @@ func Contract(t *testing.T, newWorld func(testing.TB) World) {
 			t.Run(tc.name, func(t *testing.T) { tc.run(newFixture(t, newWorld(t), 0)) })
 		}
 	}
+	t.Run("what is there is read once", func(t *testing.T) { readOnce(newFixture(t, newWorld(t), time.Hour)) })
 	for _, tc := range driftCases() {
 		t.Run(tc.name+", by announcements alone", func(t *testing.T) { tc.run(newFixture(t, newWorld(t), time.Hour)) })
 	}
@@ -39,6 +40,7 @@ func objectCases() []contractCase {
 		{"one failure among many is named", oneFailure},
 		{"a thousand objects at once", thousands},
 		{"devices that are absent", absentDevices},
+		{"a scope without networks", linksAlone},
 		{"a context that has ended", endedContext},
 		{"on-link lookups", onLink},
 	}
@@ -53,6 +55,27 @@ func putIsRead(f *fixture) {
 		if err != nil || ra != "0" {
 			f.Errorf("accept_ra of %s is %q (%v), want 0", dev, ra, err)
 		}
+	}
+}
+
+// linksAlone spares a router with a million routes a read of those.
+func linksAlone(f *fixture) {
+	f.put(objectsOf(Peers(3))...)
+	s, err := f.Read(f.Context(), dataplane.Scope{Devices: Scope().Devices})
+	f.must(err)
+	if diff := diffStates(linksOf(Base()), s); diff != "" {
+		f.Errorf("state (-want +got):\n%s", diff)
+	}
+}
+
+// readOnce also holds where all devices have to be made, which voids what was
+// read before.
+func readOnce(f *fixture) {
+	report, err := f.reconciler.Reconcile(f.Context(), Base(), true)
+	f.must(err)
+	f.expect(Base())
+	if report.Repaired != 0 || f.spy.reads != 1 {
+		f.Errorf("%d of %d writes were repairs, after %d reads, want none after one", report.Repaired, report.Puts, f.spy.reads)
 	}
 }
 

@@ -74,6 +74,9 @@ func (k *Kernel) Read(ctx context.Context, s dataplane.Scope) (dataplane.State, 
 			link.TxChecksum = dataplane.OffloadAuto
 		}
 		state.Add(link)
+		if len(s.Networks) == 0 {
+			continue
+		}
 		for _, a := range d.addrs {
 			if within(prefix.Host(a.Addr())) {
 				state.Add(dataplane.Addr{Dev: name, Prefix: a})

@@ -63,8 +63,9 @@ type Spy struct {
 	// told that something was lost. It may be nil.
 	Lose func() bool
 
-	mu  sync.Mutex
-	ops []dataplane.Op
+	mu    sync.Mutex
+	ops   []dataplane.Op
+	reads int // but for those of links alone
 }
 
 // Read implements dataplane.Kernel.
@@ -73,6 +74,11 @@ func (s *Spy) Read(ctx context.Context, scope dataplane.Scope) (dataplane.State,
 		if err := s.ReadError(); err != nil {
 			return dataplane.State{}, err
 		}
+	}
+	if len(scope.Networks) > 0 {
+		s.mu.Lock()
+		s.reads++
+		s.mu.Unlock()
 	}
 	return s.Kernel.Read(ctx, scope)
 }

@@ -23,7 +23,7 @@ func (k *Kernel) Read(ctx context.Context, s dataplane.Scope) (dataplane.State, 
 		if err != nil {
 			return state, err
 		}
-		if index == 0 {
+		if index == 0 || len(s.Networks) == 0 {
 			continue
 		}
 		dev := device{name, index}
@@ -32,6 +32,9 @@ func (k *Kernel) Read(ctx context.Context, s dataplane.Scope) (dataplane.State, 
 				return state, err
 			}
 		}
+	}
+	if len(s.Networks) == 0 {
+		return state, nil
 	}
 	if err := k.readNexthops(ctx); err != nil {
 		return state, err
