@@ -1,11 +1,14 @@
 package wireguard
 
 import (
+	"encoding/json"
 	"errors"
 	"fmt"
 	"io/fs"
+	"maps"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 
 	"github.com/google/renameio/v2"
@@ -19,15 +22,24 @@ const keyFile = "wgkey"
 // otherwise by WIREGUARD_KEY_FILE.
 const flannelKeyFile = "/run/flannel/wgkey"
 
+// writtenFile is the name, in the state directory, of the list of private key
+// files elsewhere that were written: a JSON object with the public key by path.
+const writtenFile = "wgkey-written"
+
 // keeper keeps the private key over restarts and reboots.
 type keeper struct {
 	path     string // empty: nowhere
 	fallback string // is read where path is not there yet; may be empty
+	written  string // list of what was written at path; empty: none
 }
 
 func newKeeper(stateDir string) keeper {
 	if path, ok := os.LookupEnv("WIREGUARD_KEY_FILE"); ok && path != "" {
-		return keeper{path: path}
+		k := keeper{path: path}
+		if stateDir != "" {
+			k.written = filepath.Join(stateDir, writtenFile)
+		}
+		return k
 	}
 	if stateDir == "" {
 		return keeper{fallback: flannelKeyFile}
@@ -80,12 +92,69 @@ func (k keeper) save(key wgtypes.Key) error {
 	if k.path == "" {
 		return nil
 	}
-	dir := filepath.Dir(k.path)
-	if err := os.MkdirAll(dir, 0o700); err != nil {
-		return fmt.Errorf("keep private key: %w", err)
+	if k.written != "" {
+		_ = k.note(key) // without a note the file outlives a cleanup, which is no reason not to start
 	}
-	if err := renameio.WriteFile(k.path, []byte(key.String()), 0o600, renameio.WithTempDir(dir), renameio.IgnoreUmask()); err != nil {
+	if err := writeSecret(k.path, []byte(key.String())); err != nil {
 		return fmt.Errorf("keep private key: %w", err)
 	}
 	return nil
+}
+
+func writeSecret(path string, text []byte) error {
+	dir := filepath.Dir(path)
+	if err := os.MkdirAll(dir, 0o700); err != nil {
+		return err
+	}
+	return renameio.WriteFile(path, text, 0o600, renameio.WithTempDir(dir), renameio.IgnoreUmask())
+}
+
+// note puts it on the list that key is written at k.path.
+func (k keeper) note(key wgtypes.Key) error {
+	path, err := filepath.Abs(k.path)
+	if err != nil {
+		return err
+	}
+	list, err := readWritten(k.written)
+	if err != nil || list == nil {
+		list = map[string]string{}
+	}
+	list[path] = key.PublicKey().String()
+	text, err := json.Marshal(list)
+	if err != nil {
+		return err
+	}
+	return writeSecret(k.written, text)
+}
+
+// readWritten reads a list of private key files; nil if there is none.
+func readWritten(path string) (list map[string]string, err error) {
+	text, err := os.ReadFile(path)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil, nil
+	}
+	if err == nil {
+		err = json.Unmarshal(text, &list)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("read list of private key files %s: %w", path, err)
+	}
+	return list, nil
+}
+
+// WrittenKeys returns the paths of the private key files outside stateDir that
+// flanneld has written, as WIREGUARD_KEY_FILE told it to, and that still hold
+// the key that it wrote.
+func WrittenKeys(stateDir string) ([]string, error) {
+	list, err := readWritten(filepath.Join(stateDir, writtenFile))
+	if err != nil {
+		return nil, err
+	}
+	var paths []string
+	for _, path := range slices.Sorted(maps.Keys(list)) {
+		if key, err := readKey(path); err == nil && key.PublicKey().String() == list[path] {
+			paths = append(paths, path)
+		}
+	}
+	return paths, nil
 }

@@ -6,6 +6,7 @@ import (
 	"net/netip"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -170,6 +171,62 @@ func TestKey(t *testing.T) {
 	if _, err := k.key(wgtypes.Key{}); err == nil || !strings.Contains(err.Error(), k.path) || strings.Contains(err.Error(), "c2VjcmV0") {
 		t.Errorf("error %v, want one that names the file and not what is in it", err)
 	}
+}
+
+// TestWrittenKeys: a cleanup is told of what was written, and of nothing that
+// somebody else has put there.
+func TestWrittenKeys(t *testing.T) {
+	dir := t.TempDir()
+	state := filepath.Join(dir, "state")
+	expect := func(want ...string) {
+		t.Helper()
+		got, err := WrittenKeys(state)
+		if err != nil || !slices.Equal(got, want) {
+			t.Errorf("%v, %v, want %v", got, err, want)
+		}
+	}
+	expect()
+	given, made := filepath.Join(dir, "given"), filepath.Join(dir, "keys", "made")
+	if err := os.WriteFile(given, []byte(text(key(7))), 0o400); err != nil {
+		t.Fatal(err)
+	}
+	for _, path := range []string{given, made} {
+		t.Setenv("WIREGUARD_KEY_FILE", path)
+		if _, err := newKeeper(state).key(wgtypes.Key{}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	expect(made)
+	if raw, err := os.ReadFile(filepath.Join(state, writtenFile)); err != nil || !strings.Contains(string(raw), made) {
+		t.Fatalf("%v: %s", err, raw)
+	} else if private, _ := os.ReadFile(made); strings.Contains(string(raw), string(private)) {
+		t.Errorf("the list shows the private key: %s", raw)
+	}
+	if err := os.WriteFile(made, []byte(text(key(7))), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	expect()
+	if err := os.Remove(made); err != nil {
+		t.Fatal(err)
+	}
+	expect()
+	if _, err := newKeeper(state).key(wgtypes.Key{}); err != nil {
+		t.Fatal(err)
+	}
+	expect(made)
+	if err := os.WriteFile(filepath.Join(state, writtenFile), []byte("["), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := WrittenKeys(state); err == nil || !strings.Contains(err.Error(), writtenFile) {
+		t.Errorf("error %v, want one that names the file", err)
+	}
+	if err := os.Remove(made); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := newKeeper(state).key(wgtypes.Key{}); err != nil {
+		t.Errorf("a damaged list keeps a host from starting: %v", err)
+	}
+	expect(made)
 }
 
 // lease is a peer's; an empty address leaves its family out.

@@ -6,82 +6,106 @@ import (
 	"testing"
 
 	"flanneld/pkg/lab"
+	"flanneld/pkg/prefix"
 )
 
 // TestCleanup runs daemons, stops them and cleans up: nothing of theirs is
 // left, and what somebody else has made is.
 func TestCleanup(t *testing.T) {
 	t.Parallel()
-	for _, tc := range []struct{ name, backend, firewall string }{
-		{"vxlan", "vxlan", "iptables"}, {"vxlan with nftables", "vxlan", "nftables"},
-		{"host-gw", "host-gw", "iptables"}, {"udp", "udp", "nftables"}, {"wireguard", userspace, "iptables"},
+	for _, tc := range []cleanupCase{
+		{name: "vxlan", backend: "vxlan", firewall: "iptables"}, {name: "vxlan with nftables", backend: "vxlan", firewall: "nftables"},
+		{name: "host-gw", backend: "host-gw", firewall: "iptables"}, {name: "udp", backend: "udp", firewall: "nftables"},
+		{name: "wireguard", backend: userspace, firewall: "iptables", says: "file /var/lib/flannel/wgkey\n"},
+		{name: "wireguard with its key elsewhere", backend: userspace, firewall: "iptables", env: "WIREGUARD_KEY_FILE=/run/flannel/keys/own", says: "file /run/flannel/keys/own\n"},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			t.Parallel()
-			l := newLab(t, lab.Config{Hosts: 2, Families: dual}, backendConfig(tc.backend))
-			h := l.Host(1)
-			sh := func(script string) string {
-				t.Helper()
-				out, err := h.Exec(background(t), "sh", "-c", script)
-				if err != nil {
-					t.Fatal(err, string(out))
-				}
-				return string(out)
-			}
-			sh(`set -e
-				ip link add foreign type veth peer name foreign1
-				ip link set foreign up
-				ip link set foreign1 up
-				ip route add 10.9.0.0/24 dev foreign
-				ip route add 10.5.250.0/24 dev foreign proto static
-				iptables -A FORWARD -s 10.9.0.0/24 -j ACCEPT
-				nft add table ip foreign`)
-			for i := range l.Hosts() {
-				startOne(t, l.Host(i+1), lab.FlanneldOptions{Args: []string{"--ip-masq", "--firewall=" + tc.firewall}})
-			}
-			expectConverged(t, l)
-			foreign := h.Path("/var/lib/flannel/foreign")
-			if err := os.WriteFile(foreign, []byte("not ours"), 0o600); err != nil {
-				t.Fatal(err)
-			}
-			refusedCtl(t, h, []string{"cleanup", "--yes"}, "flanneld runs: stop it first")
-			refusedCtl(t, h, []string{"cleanup", "--yes", "--socket=/nowhere"}, "flanneld runs: stop it first", "in use")
-			expectStop(t, h.Daemon())
-
-			rules := func() string { return sh("nft --stateless list ruleset") }
-			if !strings.Contains(rules(), "10.5.0.0/16") {
-				t.Fatalf("there are no rules to remove:\n%s", rules())
-			}
-			before := rules()
-			mustCtl(t, h, []string{"cleanup"}, "would remove traffic rules of 10.5.0.0/16", "would remove file /run/flannel/subnet.env")
-			if after := rules(); after != before {
-				t.Errorf("a dry run has changed the rules from\n%s\nto\n%s", before, after)
-			}
-			if _, err := os.Stat(h.Path("/run/flannel/subnet.env")); err != nil {
-				t.Error("a dry run has removed the subnet file:", err)
-			}
-			mustCtl(t, h, []string{"cleanup", "--yes"}, "remove file /run/flannel/subnet.env")
-			all := sh("ip -o link; ip addr; ip route show table main; ip -6 route show table main; ip neigh show nud permanent; ip nexthop")
-			left := all + rules()
-			for _, text := range []string{"flannel", "proto 98", ".5.0.0/16", "fd00:5:"} {
-				if strings.Contains(strings.ToLower(left), text) {
-					t.Errorf("%q is left:\n%s", text, left)
-				}
-			}
-			for _, text := range []string{"10.9.0.0/24 dev foreign", "10.5.250.0/24 dev foreign", "ip saddr 10.9.0.0/24", "table ip foreign"} {
-				if !strings.Contains(left, text) {
-					t.Errorf("%q, which is somebody else's, is gone:\n%s", text, left)
-				}
-			}
-			files, err := os.ReadDir(h.Path("/var/lib/flannel"))
-			if err != nil || len(files) != 1 || files[0].Name() != "foreign" {
-				t.Errorf("left in the state directory: %v, %v", files, err)
-			}
-			if again := mustCtl(t, h, []string{"cleanup", "--yes"}); again != "" {
-				t.Errorf("the second time there is more:\n%s", again)
-			}
-			startOne(t, h, lab.FlanneldOptions{})
-			expectConverged(t, l)
+			cleansUp(t, dual, tc)
 		})
 	}
+}
+
+// TestVMCleanupUDPKernel does so with a daemon whose data path outlives it.
+func TestVMCleanupUDPKernel(t *testing.T) {
+	loadFOU(t)
+	cleansUp(t, v4, cleanupCase{backend: udpKernel, firewall: "nftables", args: []string{"--udp-persist"}, says: "FOU port 8285\n"})
+}
+
+// cleanupCase is a host that is cleaned up.
+type cleanupCase struct {
+	name, backend, firewall string
+	args                    []string
+	env                     string
+	says                    string // among what is removed, a whole line's end
+}
+
+func cleansUp(t *testing.T, families []prefix.Family, tc cleanupCase) {
+	t.Helper()
+	l := newLab(t, lab.Config{Hosts: 2, Families: families}, backendConfig(tc.backend))
+	h := l.Host(1)
+	sh := func(script string) string {
+		t.Helper()
+		out, err := h.Exec(background(t), "sh", "-c", script)
+		if err != nil {
+			t.Fatal(err, string(out))
+		}
+		return string(out)
+	}
+	sh(`set -e
+		ip link add foreign type veth peer name foreign1
+		ip link set foreign up
+		ip link set foreign1 up
+		ip route add 10.9.0.0/24 dev foreign
+		ip route add 10.5.250.0/24 dev foreign proto static
+		iptables -A FORWARD -s 10.9.0.0/24 -j ACCEPT
+		nft add table ip foreign`)
+	for i := range l.Hosts() {
+		startOne(t, l.Host(i+1), lab.FlanneldOptions{
+			Args: append([]string{"--ip-masq", "--firewall=" + tc.firewall}, tc.args...), Env: []string{tc.env},
+		})
+	}
+	expectConverged(t, l)
+	foreign := h.Path("/var/lib/flannel/foreign")
+	if err := os.WriteFile(foreign, []byte("not ours"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	refusedCtl(t, h, []string{"cleanup", "--yes"}, "flanneld runs: stop it first")
+	refusedCtl(t, h, []string{"cleanup", "--yes", "--socket=/nowhere"}, "flanneld runs: stop it first", "in use")
+	expectStop(t, h.Daemon())
+
+	rules := func() string { return sh("nft --stateless list ruleset") }
+	if !strings.Contains(rules(), "10.5.0.0/16") {
+		t.Fatalf("there are no rules to remove:\n%s", rules())
+	}
+	before := rules()
+	mustCtl(t, h, []string{"cleanup"}, "would remove traffic rules of 10.5.0.0/16", "would remove file /run/flannel/subnet.env", "would remove "+tc.says)
+	if after := rules(); after != before {
+		t.Errorf("a dry run has changed the rules from\n%s\nto\n%s", before, after)
+	}
+	if _, err := os.Stat(h.Path("/run/flannel/subnet.env")); err != nil {
+		t.Error("a dry run has removed the subnet file:", err)
+	}
+	mustCtl(t, h, []string{"cleanup", "--yes"}, "remove file /run/flannel/subnet.env", "remove "+tc.says)
+	all := sh("ip -o link; ip addr; ip route show table main; ip -6 route show table main; ip neigh show nud permanent; ip nexthop; ip fou show 2>/dev/null || true")
+	left := all + rules()
+	for _, text := range []string{"flannel", "proto 98", ".5.0.0/16", "fd00:5:", "ipproto 4"} {
+		if strings.Contains(strings.ToLower(left), text) {
+			t.Errorf("%q is left:\n%s", text, left)
+		}
+	}
+	for _, text := range []string{"10.9.0.0/24 dev foreign", "10.5.250.0/24 dev foreign", "ip saddr 10.9.0.0/24", "table ip foreign"} {
+		if !strings.Contains(left, text) {
+			t.Errorf("%q, which is somebody else's, is gone:\n%s", text, left)
+		}
+	}
+	files, err := os.ReadDir(h.Path("/var/lib/flannel"))
+	if err != nil || len(files) != 1 || files[0].Name() != "foreign" {
+		t.Errorf("left in the state directory: %v, %v", files, err)
+	}
+	if again := mustCtl(t, h, []string{"cleanup", "--yes"}); again != "" {
+		t.Errorf("the second time there is more:\n%s", again)
+	}
+	startOne(t, h, lab.FlanneldOptions{})
+	expectConverged(t, l)
 }

@@ -226,6 +226,33 @@ func TestVMUDPModes(t *testing.T) {
 	}
 }
 
+// TestVMUDPKernelFollowed has another configuration come after daemons that were
+// killed: the FOU port and the rules of the kernel path do not stay behind.
+func TestVMUDPKernelFollowed(t *testing.T) {
+	loadFOU(t)
+	l := newLab(t, lab.Config{Hosts: 2}, backendConfig(udpKernel))
+	startAll(t, l, lab.FlanneldOptions{})
+	routes := podSubnet(t, l.Host(2), prefix.IPv4).String() + " via "
+	for _, step := range []struct{ config, want string }{
+		{`{"Type":"udp","Mode":"kernel","Port":9285}`, "encap fou port 9285 ipproto 4 local 192.168.77.1 table ip flannel-udp " + routes},
+		{`{"Type":"host-gw"}`, routes},
+	} {
+		for _, h := range l.Hosts() {
+			h.Daemon().Kill()
+		}
+		put(t, store(t, l), lab.Prefix+"/config", `{"Network":"10.5.0.0/16","Backend":`+step.config+`}`)
+		startAll(t, l, lab.FlanneldOptions{})
+		eventually(t, "what "+step.config+" has, and nothing else", func() error {
+			now := kernelPath(t, l.Host(1))
+			if !strings.HasPrefix(now, step.want) || strings.Count(now, "via") != 1 {
+				return fmt.Errorf("%q, want %q", now, step.want)
+			}
+			return nil
+		})
+		expectMatrix(t, l)
+	}
+}
+
 // TestVMUDPKernelRestarts: what the kernel carries goes on while daemons end.
 func TestVMUDPKernelRestarts(t *testing.T) {
 	loadFOU(t)

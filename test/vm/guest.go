@@ -16,7 +16,7 @@ import (
 )
 
 // tools are what tests and the code under test run. modprobe is for the kernel.
-var tools = []string{"bridge", "cat", "ethtool", "grep", "ip", "modprobe", "nft", "nsenter", "sed", "sh", "sleep", "sysctl", "tc", "wg"}
+var tools = []string{"bridge", "cat", "env", "ethtool", "grep", "ip", "modprobe", "nft", "nsenter", "sed", "sh", "sleep", "sysctl", "tc", "wg"}
 
 // multi are the programs of iptables. The name that they are called by says what
 // they do, and all of them need what is in the folder of their library's name.

@@ -9,11 +9,12 @@ import (
 	"net/netip"
 	"os"
 	"path/filepath"
-	"slices"
 	"strings"
 
+	"flanneld/backend"
 	"flanneld/backend/extension"
 	"flanneld/backend/udp"
+	"flanneld/backend/wireguard"
 	"flanneld/pkg/dataplane"
 	"flanneld/pkg/dataplane/linux"
 	"flanneld/pkg/firewall"
@@ -109,19 +110,36 @@ func (c Cleanup) kernel(ctx context.Context, d *daemon, all []lastKnown) error {
 	defer func() { _ = kernel.Close() }()
 	sum := traces(d, all)
 	var errs []error
+	var done extent
 	for _, f := range sum.Former {
-		ops, err := dataplane.Leftovers(ctx, kernel, d.scope(f), dataplane.Scope{})
+		of := d.extent(f)
+		ops, err := dataplane.Leftovers(ctx, kernel, of.scope, dataplane.Scope{})
 		errs = append(errs, err)
 		for _, op := range ops {
 			c.tell(op.Object)
 		}
 		if c.Yes {
-			_, err = dataplane.Retire(ctx, kernel, d.scope(f), dataplane.Scope{})
+			_, err = dataplane.Retire(ctx, kernel, of.scope, dataplane.Scope{})
 			errs = append(errs, err)
 		}
+		errs = append(errs, c.remnants(done.beyond(of)))
+		done.remnants = append(done.remnants, of.remnants...)
 	}
-	if c.Yes && slices.ContainsFunc(sum.Former, func(f former) bool { return f.Config.BackendType == udp.Type }) {
-		errs = append(errs, nftables.RemoveGate())
+	return oneline.Join(errs...)
+}
+
+// remnants removes what of them is there.
+func (c Cleanup) remnants(all []backend.Remnant) error {
+	var errs []error
+	for _, r := range all {
+		present, err := r.Present()
+		if present {
+			c.tell(r)
+		}
+		if present && c.Yes {
+			err = r.Remove()
+		}
+		errs = append(errs, err)
 	}
 	return oneline.Join(errs...)
 }
@@ -146,14 +164,21 @@ func (c Cleanup) rules(ctx context.Context, networks []netip.Prefix) error {
 	return oneline.Join(errs...)
 }
 
-// files removes the subnet file and what is in the state directory, which goes
-// as well if nothing else is in it.
+// files removes the subnet file, private keys that were written elsewhere, and
+// what is in the state directory, which goes as well if nothing else is in it.
 func (c Cleanup) files() error {
 	entries, err := os.ReadDir(c.StateDir)
 	if err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return fmt.Errorf("read state directory: %w", err)
 	}
-	paths := []string{c.SubnetFile}
+	keys, err := wireguard.WrittenKeys(c.StateDir)
+	if err != nil {
+		return err
+	}
+	if err := c.remove(append(keys, c.SubnetFile)); err != nil {
+		return err
+	}
+	var paths []string
 	for _, e := range entries {
 		for _, ours := range []string{"flanneld-", "device-", "wgkey"} {
 			if strings.HasPrefix(e.Name(), ours) && e.Type().IsRegular() {
@@ -161,6 +186,15 @@ func (c Cleanup) files() error {
 			}
 		}
 	}
+	err = c.remove(paths)
+	if c.Yes {
+		_ = os.Remove(c.StateDir) // fails where something else is in it
+	}
+	return err
+}
+
+// remove removes files, where they are there.
+func (c Cleanup) remove(paths []string) error {
 	var errs []error
 	for _, path := range paths {
 		if _, err := os.Lstat(path); err != nil {
@@ -170,9 +204,6 @@ func (c Cleanup) files() error {
 		if c.Yes {
 			errs = append(errs, os.Remove(path))
 		}
-	}
-	if c.Yes {
-		_ = os.Remove(c.StateDir) // fails where something else is in it
 	}
 	return oneline.Join(errs...)
 }

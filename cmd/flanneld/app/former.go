@@ -24,21 +24,42 @@ type former struct {
 	Interface underlay.Interface `json:"interface"`
 }
 
-// scope returns what of the kernel was f's; nothing if this version cannot
+// extent is what of the kernel a configuration may have.
+type extent struct {
+	scope    dataplane.Scope
+	remnants []backend.Remnant
+}
+
+func extentOf(be backend.Backend) extent { return extent{be.Scope(), backend.Remnants(be)} }
+
+// extent returns what of the kernel was f's; nothing if this version cannot
 // tell.
-func (d *daemon) scope(f former) dataplane.Scope {
+func (d *daemon) extent(f former) extent {
 	be, _, err := d.registry.New(d.env(f.Interface, f.Config))
 	if err != nil {
-		return dataplane.Scope{}
+		return extent{}
 	}
-	return be.Scope()
+	return extentOf(be)
+}
+
+// covers reports whether nothing can be of other's without being of e.
+func (e extent) covers(other extent) bool {
+	return e.scope.Covers(other.scope) && len(e.beyond(other)) == 0
+}
+
+// beyond returns the remnants that are other's alone.
+func (e extent) beyond(other extent) []backend.Remnant {
+	return slices.DeleteFunc(slices.Clone(other.remnants), func(r backend.Remnant) bool {
+		return slices.ContainsFunc(e.remnants, func(own backend.Remnant) bool { return own.String() == r.String() })
+	})
 }
 
 // outlived returns what a node that goes on as present has left behind, given
 // what it went on from.
 func (d *daemon) outlived(last lastKnown, present backend.Backend) []former {
 	all := append(slices.Clone(last.Former), former{last.Config, last.Interface})
-	return slices.DeleteFunc(all, func(f former) bool { return present.Scope().Covers(d.scope(f)) })
+	now := extentOf(present)
+	return slices.DeleteFunc(all, func(f former) bool { return now.covers(d.extent(f)) })
 }
 
 // retirement removes what former configurations have left, once the present
@@ -46,13 +67,13 @@ func (d *daemon) outlived(last lastKnown, present backend.Backend) []former {
 type retirement struct {
 	daemon  *daemon
 	former  []former
-	present dataplane.Scope
+	present extent
 	due     func() // says that the present configuration is in place
 	start   chan struct{}
 }
 
 func (d *daemon) newRetirement(fs []former, present backend.Backend) *retirement {
-	r := &retirement{daemon: d, former: fs, present: present.Scope(), start: make(chan struct{})}
+	r := &retirement{daemon: d, former: fs, present: extentOf(present), start: make(chan struct{})}
 	r.due = sync.OnceFunc(func() { close(r.start) })
 	return r
 }
@@ -74,7 +95,7 @@ func (r *retirement) run(ctx context.Context) {
 		}
 		defer func() { _ = kernel.Close() }()
 		for _, f := range r.former {
-			if err := r.retire(ctx, kernel, r.daemon.scope(f)); err != nil {
+			if err := r.retire(ctx, kernel, r.daemon.extent(f)); err != nil {
 				return err
 			}
 		}
@@ -85,27 +106,49 @@ func (r *retirement) run(ctx context.Context) {
 	}
 }
 
-// retire removes what is left of one scope, but for devices that another
-// daemon has by now.
-func (r *retirement) retire(ctx context.Context, kernel dataplane.Kernel, former dataplane.Scope) error {
-	locks := &r.daemon.devices
-	former.Devices = slices.DeleteFunc(slices.Clone(former.Devices), func(name string) bool {
+// retire removes what is left of one configuration, but for devices that another
+// daemon has by now, and what belongs to them.
+func (r *retirement) retire(ctx context.Context, kernel dataplane.Kernel, former extent) error {
+	locks, scope := &r.daemon.devices, former.scope
+	scope.Devices = slices.DeleteFunc(slices.Clone(scope.Devices), func(name string) bool {
 		return errors.Is(locks.take(name), state.ErrInUse)
 	})
-	removed, err := dataplane.Retire(ctx, kernel, former, r.present)
+	removed, err := dataplane.Retire(ctx, kernel, scope, r.present.scope)
 	if err != nil {
 		return err
 	}
+	if len(scope.Devices) == len(former.scope.Devices) {
+		n, err := discard(r.present.beyond(former))
+		if removed += n; err != nil {
+			return err
+		}
+	}
 	if removed > 0 {
 		klog.FromContext(ctx).Info("removed what a former configuration had left", "objects", removed,
-			"devices", former.Devices, "networks", former.Networks)
+			"devices", scope.Devices, "networks", scope.Networks)
 	}
-	for _, name := range former.Devices {
-		if !slices.Contains(r.present.Devices, name) {
+	for _, name := range scope.Devices {
+		if !slices.Contains(r.present.scope.Devices, name) {
 			locks.release(name)
 		}
 	}
 	return nil
+}
+
+// discard removes those of the remnants that are there, and returns how many
+// that were.
+func discard(remnants []backend.Remnant) (removed int, err error) {
+	for _, r := range remnants {
+		present, err := r.Present()
+		if err == nil && present {
+			removed++
+			err = r.Remove()
+		}
+		if err != nil {
+			return removed, fmt.Errorf("remove %s: %w", r, err)
+		}
+	}
+	return removed, nil
 }
 
 // deviceLocks keep daemons of one host from working on one device. They are in

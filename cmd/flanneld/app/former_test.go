@@ -35,6 +35,8 @@ func TestOutlived(t *testing.T) {
 	hostgw, alloc := config(`{"Network":"10.5.0.0/16","Backend":{"Type":"host-gw"}}`), config(`{"Network":"10.5.0.0/16","Backend":{"Type":"alloc"}}`)
 	narrow, other := config(`{"Network":"10.5.0.0/20","Backend":{"Type":"vxlan"}}`), config(`{"Network":"10.6.0.0/16","Backend":{"Type":"vxlan"}}`)
 	port := config(`{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan","Port":8473}}`)
+	fou, moved := config(`{"Network":"10.5.0.0/16","Backend":{"Type":"udp"}}`), config(`{"Network":"10.5.0.0/16","Backend":{"Type":"udp","Port":9285}}`)
+	process := config(`{"Network":"10.5.0.0/16","Backend":{"Type":"udp","Mode":"userspace"}}`)
 	unknown := vxlan1
 	unknown.Config.BackendType = "carrier-pigeon"
 	for name, tc := range map[string]struct {
@@ -54,6 +56,10 @@ func TestOutlived(t *testing.T) {
 		"a wider network":         {last: narrow, present: vxlan1},
 		"a narrower one":          {last: vxlan1, present: narrow, want: []former{vxlan1}},
 		"another one":             {last: vxlan1, present: other, want: []former{vxlan1}},
+		"a FOU port":              {last: fou, present: vxlan1, want: []former{fou}},
+		"another FOU port":        {last: fou, present: moved, want: []former{fou}},
+		"no FOU port now":         {last: fou, present: process, want: []former{fou}},
+		"never a FOU port":        {last: process, present: moved},
 		"a backend of a new time": {last: unknown, present: vxlan1},
 	} {
 		t.Run(name, func(t *testing.T) {

@@ -187,13 +187,19 @@ func (g *Gate) counted(c *nftables.Conn) (n uint64, err error) {
 	return n, nil
 }
 
+// HasGate reports whether the kernel has a gate. One without nftables has none.
+func HasGate() (bool, error) {
+	exists, err := HasTable(prefix.IPv4, gateTable)
+	if errors.Is(err, errNoKernel) {
+		return false, nil
+	}
+	return exists, err
+}
+
 // RemoveGate removes what a gate has in the kernel.
 func RemoveGate() error {
-	exists, err := HasTable(prefix.IPv4, gateTable)
-	if errors.Is(err, errNoKernel) || err == nil && !exists {
-		return nil
-	}
-	if err != nil {
+	exists, err := HasGate()
+	if err != nil || !exists {
 		return err
 	}
 	err = transact(func(c *nftables.Conn) error { c.DelTable(tableOfGate()); return nil })
