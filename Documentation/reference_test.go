@@ -92,7 +92,7 @@ func TestReference(t *testing.T) {
 
 // Every backend that the daemon knows has a section, and a page.
 func TestReferenceHasAllBackends(t *testing.T) {
-	_, _, err := app.ValidateConfig([]byte(`{"Network": "10.5.0.0/16", "Backend": {"Type": "?"}}`))
+	_, _, err := app.ValidateConfig([]byte(`{"Network": "10.5.0.0/16", "Backend": {"Type": "?"}}`), true)
 	if err == nil {
 		t.Fatal("a backend ? was taken")
 	}
@@ -194,7 +194,7 @@ func (s section) refusal(key string, value any) string {
 	if err != nil {
 		return err.Error()
 	}
-	if _, _, err = app.ValidateConfig(raw); err != nil {
+	if _, _, err = app.ValidateConfig(raw, true); err != nil {
 		return strings.TrimPrefix(err.Error(), "invalid network configuration: ")
 	}
 	return ""

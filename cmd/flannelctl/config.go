@@ -20,54 +20,109 @@ import (
 )
 
 func newConfigCommand() *cobra.Command {
-	cmd := &cobra.Command{Use: "config", Short: "Show, check and change the network configuration"}
 	var store storeFlags
-	store.addTo(cmd)
-
-	get := &cobra.Command{
-		Use: "get", Short: "Print the network configuration as it stands in the store", Args: cobra.NoArgs,
-		RunE: func(cmd *cobra.Command, _ []string) error {
-			return withAdmin(store, func(a *etcd.Admin) error {
-				text, revision, err := a.Config(cmd.Context())
-				if err == nil && revision == 0 {
-					err = subnet.ErrNoConfig
-				}
-				if err == nil {
-					_, err = fmt.Fprintln(cmd.OutOrStdout(), strings.TrimSpace(string(text)))
-				}
-				return err
-			})
-		},
+	cmd := &cobra.Command{
+		Use: "config", Short: "Show, check and change the network configuration",
+		Example: "  flannelctl config get\n  flannelctl config validate net-conf.json\n  flannelctl config set net-conf.json",
 	}
-	validate := &cobra.Command{
-		Use: "validate FILE", Short: "Check a network configuration as flanneld would (- reads standard input)", Args: cobra.ExactArgs(1),
-		Example: "  flannelctl config validate net-conf.json",
-		RunE: func(cmd *cobra.Command, args []string) error {
-			_, _, err := readConfig(cmd, args[0])
+	store.addConfigTo(cmd)
+	cmd.AddCommand(newConfigGetCommand(&store), newConfigSetCommand(&store), newConfigValidateCommand(&store))
+	return cmd
+}
+
+func newConfigGetCommand(store *storeFlags) *cobra.Command {
+	return &cobra.Command{
+		Use: "get", Short: "Print the network configuration as it stands in the store", Args: cobra.NoArgs,
+		Long: `Prints the network configuration as it stands in the store. On Kubernetes that is
+what --net-config-path or --net-config-map names: without them the file that
+flanneld reads, where it is there, as in flanneld's pod, and the ConfigMap of
+flannel's manifests elsewhere.`,
+		Example: "  flannelctl config get\n  flannelctl config get > net-conf.json\n" +
+			"  flannelctl config get --kubeconfig-file ~/.kube/config",
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			text, _, err := currentConfig(cmd.Context(), store)
+			if err == nil {
+				_, err = fmt.Fprintln(cmd.OutOrStdout(), strings.TrimSpace(string(text)))
+			}
 			return err
 		},
 	}
+}
+
+func newConfigValidateCommand(store *storeFlags) *cobra.Command {
+	return &cobra.Command{
+		Use: "validate [FILE]", Short: "Check a network configuration as flanneld would", Args: cobra.MaximumNArgs(1),
+		Long: `Checks a network configuration as flanneld would: that of a file, of standard
+input (-), or, without either, the one in the store.`,
+		Example: "  flannelctl config validate net-conf.json\n  flannelctl config validate\n" +
+			"  flannelctl config validate --kubeconfig-file ~/.kube/config",
+		RunE: func(cmd *cobra.Command, args []string) (err error) {
+			var text []byte
+			kubernetes := store.onKubernetes()
+			if len(args) > 0 {
+				text, err = readFile(cmd, args[0])
+			} else {
+				text, kubernetes, err = currentConfig(cmd.Context(), store)
+			}
+			if err == nil {
+				_, err = checkConfig(cmd, text, !kubernetes)
+			}
+			return err
+		},
+	}
+}
+
+func newConfigSetCommand(store *storeFlags) *cobra.Command {
 	var yes bool
 	set := &cobra.Command{
 		Use: "set FILE", Short: "Write a network configuration that flanneld will take (- reads standard input)", Args: cobra.ExactArgs(1),
 		Long: `Checks the configuration as flanneld would, shows what differs from the one in
 the store, and writes it. It asks before a change after which leases that are in
 use no longer fit. Running daemons go on with the old configuration until they
-are restarted.`,
+are restarted. On Kubernetes the configuration is changed with kubectl.`,
 		Example: "  flannelctl config set net-conf.json\n  echo '{\"Network\":\"10.5.0.0/16\",\"Backend\":{\"Type\":\"vxlan\"}}' | flannelctl config set - --yes",
 		RunE: func(cmd *cobra.Command, args []string) error {
-			text, cfg, err := readConfig(cmd, args[0])
+			if store.onKubernetes() {
+				return errors.New("on Kubernetes the configuration is a ConfigMap: " +
+					"kubectl --namespace=kube-flannel edit configmap kube-flannel-cfg changes it")
+			}
+			text, err := readFile(cmd, args[0])
 			if err != nil {
 				return err
 			}
-			return withAdmin(store, func(a *etcd.Admin) error {
+			cfg, err := checkConfig(cmd, text, true)
+			if err != nil {
+				return err
+			}
+			return withAdmin(*store, func(a *etcd.Admin) error {
 				return setConfig(cmd, a, change{text: text, cfg: cfg, yes: yes, piped: args[0] == "-"})
 			})
 		},
 	}
 	set.Flags().BoolVarP(&yes, "yes", "y", false, "do not ask")
-	cmd.AddCommand(get, set, validate)
-	return cmd
+	return set
+}
+
+// currentConfig returns the network configuration as it stands in the store, and
+// whether that is Kubernetes.
+func currentConfig(ctx context.Context, store *storeFlags) (text []byte, kubernetes bool, err error) {
+	o, err := store.options()
+	if err != nil {
+		return nil, false, err
+	}
+	if o.KubeSubnetMgr {
+		text, err = store.netConfig(ctx, o)
+		return text, true, err
+	}
+	err = withAdmin(*store, func(a *etcd.Admin) error {
+		var revision int64
+		text, revision, err = a.Config(ctx)
+		if err == nil && revision == 0 {
+			err = subnet.ErrNoConfig
+		}
+		return err
+	})
+	return text, false, err
 }
 
 // withAdmin opens the store for f.
@@ -79,21 +134,21 @@ func withAdmin(store storeFlags, f func(*etcd.Admin) error) error {
 	return errors.Join(f(a), a.Close())
 }
 
-// readConfig reads and checks a configuration, and prints the warnings.
-func readConfig(cmd *cobra.Command, path string) (text []byte, cfg subnet.Config, err error) {
+// readFile reads a file, or standard input for "-".
+func readFile(cmd *cobra.Command, path string) ([]byte, error) {
 	if path == "-" {
-		text, err = io.ReadAll(cmd.InOrStdin())
-	} else {
-		text, err = os.ReadFile(path)
+		return io.ReadAll(cmd.InOrStdin())
 	}
-	if err != nil {
-		return nil, cfg, err
-	}
-	cfg, warnings, err := app.ValidateConfig(text)
+	return os.ReadFile(path)
+}
+
+// checkConfig checks a configuration, and prints the warnings.
+func checkConfig(cmd *cobra.Command, text []byte, pools bool) (subnet.Config, error) {
+	cfg, warnings, err := app.ValidateConfig(text, pools)
 	for _, w := range warnings {
 		fmt.Fprintln(cmd.ErrOrStderr(), "warning:", w)
 	}
-	return text, cfg, err
+	return cfg, err
 }
 
 // change is a new configuration.

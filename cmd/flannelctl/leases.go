@@ -51,9 +51,7 @@ func printed(from subnet.Lease, err error) lease {
 
 // listNodes prints the leases that Nodes have.
 func listNodes(cmd *cobra.Command, o app.Options, out output) error {
-	entries, err := kube.Entries(cmd.Context(), kube.Config{
-		APIURL: o.KubeAPIURL, Kubeconfig: o.KubeconfigFile, AnnotationPrefix: o.KubeAnnotationPrefix,
-	})
+	entries, err := kube.Entries(cmd.Context(), kubeConfig(o))
 	if err != nil {
 		return err
 	}
@@ -84,13 +82,15 @@ annotations.`,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if o, err := store.options(); err == nil && o.KubeSubnetMgr {
 				if watch {
-					return errors.New("--watch works on etcd: on Kubernetes use kubectl get nodes --watch")
+					return watchLeases(cmd.Context(), cmd.OutOrStdout(), func(ctx context.Context, sink func(subnet.Update)) error {
+						return kube.Watch(ctx, kubeConfig(o), sink)
+					})
 				}
 				return listNodes(cmd, o, out)
 			}
 			return withAdmin(store, func(a *etcd.Admin) error {
 				if watch {
-					return watchLeases(cmd.Context(), a, cmd.OutOrStdout())
+					return watchLeases(cmd.Context(), cmd.OutOrStdout(), a.Watch)
 				}
 				return listLeases(cmd, a, out, func(etcd.Entry) bool { return true })
 			})
@@ -159,7 +159,7 @@ func list[T fmt.Stringer](values []T) string {
 func dash(s string) string { return cmp.Or(s, "-") }
 
 // watchLeases prints all leases and then every change.
-func watchLeases(ctx context.Context, a *etcd.Admin, w io.Writer) error {
+func watchLeases(ctx context.Context, w io.Writer, watch func(context.Context, func(subnet.Update)) error) error {
 	known := map[string]subnet.Lease{}
 	line := func(sign string, l subnet.Lease) {
 		var publics []netip.Addr
@@ -168,7 +168,7 @@ func watchLeases(ctx context.Context, a *etcd.Admin, w io.Writer) error {
 		}
 		fmt.Fprintf(w, "%s %s %s %s %s\n", time.Now().Format(time.TimeOnly), sign, l.Key, dash(list(publics)), dash(l.BackendType))
 	}
-	err := a.Watch(ctx, func(u subnet.Update) {
+	err := watch(ctx, func(u subnet.Update) {
 		now := map[string]subnet.Lease{}
 		for _, l := range u.Snapshot().Leases {
 			now[l.Key] = l

@@ -89,7 +89,7 @@ func known(name string) bool {
 }
 
 func hasFlag(cmd *cobra.Command, name string) bool {
-	found := false
+	found := cmd.PersistentFlags().Lookup(name) != nil
 	cmd.Flags().VisitAll(func(f *pflag.Flag) { found = found || f.Name == name })
 	for _, sub := range cmd.Commands() {
 		found = found || hasFlag(sub, name)

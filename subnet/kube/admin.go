@@ -3,10 +3,14 @@ package kube
 import (
 	"cmp"
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
+	"net/url"
 	"slices"
+	"time"
 
+	"flanneld/pkg/oneline"
 	"flanneld/pkg/version"
 	"flanneld/subnet"
 )
@@ -24,11 +28,7 @@ func Entries(ctx context.Context, cfg Config) ([]Entry, error) {
 	if err != nil {
 		return nil, fmt.Errorf("annotation prefix %q: %w", cfg.AnnotationPrefix, err)
 	}
-	rc, err := restConfig(cfg.APIURL, cfg.Kubeconfig)
-	if err != nil {
-		return nil, err
-	}
-	c, err := newClient(rc, "flannelctl/"+version.Version)
+	c, err := operatorClient(cfg)
 	if err != nil {
 		return nil, err
 	}
@@ -56,3 +56,57 @@ func Entries(ctx context.Context, cfg Config) ([]Entry, error) {
 	slices.SortFunc(all, func(a, b Entry) int { return cmp.Compare(a.Lease.Key, b.Lease.Key) })
 	return all, nil
 }
+
+func operatorClient(cfg Config) (*client, error) {
+	rc, err := restConfig(cfg.APIURL, cfg.Kubeconfig)
+	if err != nil {
+		return nil, err
+	}
+	return newClient(rc, "flannelctl/"+version.Version)
+}
+
+// nobody is no Node's name: who only looks on has none of his own.
+const nobody = "-"
+
+// Watch calls sink with the leases of all Nodes that flannel manages, and again
+// after every change, until ctx ends. It waits for an API server that is away.
+// Of cfg it needs what Entries does.
+func Watch(ctx context.Context, cfg Config, sink func(subnet.Update)) error {
+	cfg.NodeName = nobody
+	m, err := New(cfg)
+	if err != nil {
+		return err
+	}
+	return oneline.Join(m.Watch(ctx, sink), m.Close())
+}
+
+// netConf is the key of a ConfigMap under which the network configuration is, as
+// the known flannel's manifests have it.
+const netConf = "net-conf.json"
+
+// NetConfig returns the network configuration in a ConfigMap as it stands there.
+// Without one it returns subnet.ErrNoConfig, wrapped.
+func NetConfig(ctx context.Context, cfg Config, namespace, name string) ([]byte, error) {
+	c, err := operatorClient(cfg)
+	if err != nil {
+		return nil, err
+	}
+	defer c.renew()
+	body, err := c.call(ctx, configMapTimeout, request{
+		path: "namespaces/" + url.PathEscape(namespace) + "/configmaps/" + url.PathEscape(name), accept: acceptJSON,
+	})
+	var found struct{ Data map[string]string }
+	if err == nil {
+		err = json.Unmarshal(body, &found)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("read ConfigMap %s/%s: %w", namespace, name, err)
+	}
+	text, ok := found.Data[netConf]
+	if !ok {
+		return nil, fmt.Errorf("%w: ConfigMap %s/%s has no %s", subnet.ErrNoConfig, namespace, name, netConf)
+	}
+	return []byte(text), nil
+}
+
+const configMapTimeout = 10 * time.Second

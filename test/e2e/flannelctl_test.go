@@ -26,6 +26,46 @@ func flannelctl(t *testing.T, h *lab.Host, args ...string) (out string, err erro
 	return string(text), err
 }
 
+// followCtl runs flannelctl until the test ends, and returns what waits until it
+// has printed a line with sign and what else is wanted behind its time.
+func followCtl(t *testing.T, h *lab.Host, args ...string) (expect func(sign string, want ...string)) {
+	t.Helper()
+	path, err := filepath.Abs("../../bin/flannelctl")
+	if err != nil {
+		t.Fatal(err)
+	}
+	out, err := os.Create(filepath.Join(t.TempDir(), "out"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer out.Close()
+	cmd := exec.Command(path, args...)
+	cmd.Env = []string{"FLANNELD_ETCD_ENDPOINTS=" + h.EtcdEndpoint()}
+	cmd.Stdout, cmd.Stderr = out, out
+	if err := h.Start(cmd); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := cmd.Process.Signal(os.Interrupt); err != nil {
+			t.Errorf("flannelctl %s has ended by itself: %v", strings.Join(args, " "), err)
+		}
+		if err := cmd.Wait(); err != nil {
+			t.Errorf("flannelctl %s, interrupted: %v", strings.Join(args, " "), err)
+		}
+	})
+	return func(sign string, want ...string) {
+		t.Helper()
+		line := strings.Join(append([]string{sign}, want...), " ")
+		eventually(t, fmt.Sprintf("flannelctl %s prints %q", strings.Join(args, " "), line), func() error {
+			text, err := os.ReadFile(out.Name())
+			if err == nil && !strings.Contains(string(text), " "+line+"\n") {
+				err = fmt.Errorf("so far:\n%s", text)
+			}
+			return err
+		})
+	}
+}
+
 // mustCtl is flannelctl where it has to succeed, and to say all of want.
 func mustCtl(t *testing.T, h *lab.Host, args []string, want ...string) string {
 	t.Helper()
@@ -73,10 +113,14 @@ func TestFlannelctlOnLeases(t *testing.T) {
 	}
 	mustCtl(t, a, []string{"leases", "-o", "yaml"}, "key: "+key)
 
+	expectLine := followCtl(t, a, "leases", "-w")
+	expectLine("+", key, ip, "vxlan")
+
 	// A subnet that is reserved for a host is the one that it gets.
 	bIP := b.Addr(v4[0]).String()
 	mustCtl(t, a, []string{"reserve", "10.5.77.0/24", bIP}, "10.5.77.0-24 is reserved for "+bIP)
 	mustCtl(t, a, []string{"reservations"}, "10.5.77.0/24", "never (reserved)")
+	expectLine("+", "10.5.77.0-24", bIP, "-")
 	refusedCtl(t, a, []string{"reserve", "10.5.77.0/24", "192.0.2.9"}, "belongs to "+bIP)
 	refusedCtl(t, a, []string{"reserve", own.Subnets[0].String(), "192.0.2.9"}, "belongs to "+ip)
 	mustCtl(t, a, []string{"status"}, "1 leased, 1 reserved")
@@ -87,6 +131,7 @@ func TestFlannelctlOnLeases(t *testing.T) {
 	if got := statusOf(t, b).Lease; got.Key != "10.5.77.0-24" || !got.Permanent {
 		t.Errorf("host 2 has %+v, want its reservation", got)
 	}
+	expectLine("~", "10.5.77.0-24", bIP, "vxlan")
 
 	// A reservation that ends becomes a lease of the host that runs.
 	refusedCtl(t, a, []string{"revoke", "10.5.77.0/24"}, "is a reservation")
@@ -101,6 +146,7 @@ func TestFlannelctlOnLeases(t *testing.T) {
 	// Revoking the lease of a host that is gone takes its routes off the others.
 	b.Daemon().Kill()
 	mustCtl(t, a, []string{"revoke", "10.5.77.0/24"}, "is revoked")
+	expectLine("-", "10.5.77.0-24", bIP, "vxlan")
 	eventually(t, "the peer goes", func() error {
 		if n := len(statusOf(t, a).Peers); n != 0 {
 			return fmt.Errorf("%d peers are left", n)
@@ -124,6 +170,7 @@ func TestFlannelctlOnConfiguration(t *testing.T) {
 		return path
 	}
 	mustCtl(t, h, []string{"config", "get"}, `"Network":"10.5.0.0/16"`)
+	mustCtl(t, h, []string{"config", "validate"})
 	refusedCtl(t, h, []string{"config", "validate", file(`{"Network":"10.5.0.0/99"}`)}, "10.5.0.0/99")
 	refusedCtl(t, h, []string{"config", "set", file(`{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan","Port":99999}}`)}, "Backend.Port is 99999")
 	mustCtl(t, h, []string{"config", "validate", file(`{"Network":"10.5.0.0/16","SubnetLn":24,"Backend":{"Type":"vxlan"}}`)}, "warning:", "SubnetLn")

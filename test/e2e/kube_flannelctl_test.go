@@ -2,11 +2,13 @@ package e2e
 
 import (
 	"fmt"
+	"net/http"
 	"path/filepath"
 	"strings"
 	"testing"
 
 	"flanneld/pkg/lab"
+	"flanneld/pkg/prefix"
 )
 
 // TestKubeFlannelctl looks at a cluster's leases, those that are none included.
@@ -30,6 +32,65 @@ func TestKubeFlannelctl(t *testing.T) {
 			t.Errorf("line %d is %q, want %q", i+1, got, want)
 		}
 	}
-	refusedCtl(t, h, []string{"leases", "-w", "--kubeconfig-file=" + config}, "kubectl get nodes --watch")
 	refusedCtl(t, h, []string{"leases", "--kubeconfig-file=/nowhere"}, `--kubeconfig-file "/nowhere" cannot be read`)
+}
+
+// TestKubeFlannelctlWatch follows the leases of a cluster, over a restart of its
+// API server.
+func TestKubeFlannelctlWatch(t *testing.T) {
+	t.Parallel()
+	c := newCluster(t, lab.Config{Hosts: 1}, `{"Type":"vxlan"}`)
+	c.startDaemons()
+	h := c.Host(1)
+	expectLine := followCtl(t, h, "leases", "--watch", "--kubeconfig-file="+filepath.Join(c.dir, "kubeconfig1"))
+	expectLine("+", nodeName(1), h.Addr(prefix.IPv4).String(), "vxlan")
+	c.addNode(101, nil) // none of flannel's
+	c.addNodeWith(102, c.peerNotes(102), "10.5.102.0/24")
+	expectLine("+", nodeName(102), c.peerIP(102), "vxlan")
+	c.annotate(102, map[string]any{"public-ip": "192.168.77.77"})
+	expectLine("~", nodeName(102), "192.168.77.77", "vxlan")
+	c.kill()
+	c.start()
+	c.addNodeWith(103, c.peerNotes(103), "10.5.103.0/24")
+	expectLine("+", nodeName(103), c.peerIP(103), "vxlan")
+	c.deleteNode(102)
+	expectLine("-", nodeName(102), "192.168.77.77", "vxlan")
+}
+
+// TestKubeFlannelctlConfig reads what the daemons read: a file, or the ConfigMap
+// that becomes one in their pods.
+func TestKubeFlannelctlConfig(t *testing.T) {
+	t.Parallel()
+	c := newCluster(t, lab.Config{Hosts: 1}, `{"Type":"vxlan"}`)
+	h := c.Host(1)
+	admin := "--kubeconfig-file=" + c.kubeconfig(1, c.write("token", []byte(adminToken)))
+	configMap := func(namespace, name, key, text string) {
+		t.Helper()
+		c.do(http.MethodPost, "/api/v1/namespaces/"+namespace+"/configmaps", map[string]any{
+			"apiVersion": "v1", "kind": "ConfigMap", "metadata": map[string]any{"name": name}, "data": map[string]string{key: text},
+		}, "")
+	}
+	refusedCtl(t, h, []string{"config", "get", admin}, "read ConfigMap kube-flannel/kube-flannel-cfg", "not found")
+	c.do(http.MethodPost, "/api/v1/namespaces", map[string]any{
+		"apiVersion": "v1", "kind": "Namespace", "metadata": map[string]any{"name": "kube-flannel"},
+	}, "")
+	// Too small to hand out subnets of, which the API does here.
+	configMap("kube-flannel", "kube-flannel-cfg", "net-conf.json", `{"Network":"10.5.1.0/30","Backend":{"Type":"vxlan"}}`)
+	mustCtl(t, h, []string{"config", "get", admin}, `{"Network":"10.5.1.0/30","Backend":{"Type":"vxlan"}}`+"\n")
+	mustCtl(t, h, []string{"config", "validate", admin})
+	configMap("default", "bad", "net-conf.json", `{"Network":"10.5.0.0/99"}`)
+	configMap("default", "empty", "cni-conf.json", `{}`)
+	refusedCtl(t, h, []string{"config", "validate", admin, "--net-config-map=default/bad"}, "10.5.0.0/99")
+	refusedCtl(t, h, []string{"config", "get", admin, "--net-config-map=default/empty"}, "ConfigMap default/empty has no net-conf.json")
+	refusedCtl(t, h, []string{"config", "get", admin, "--net-config-map=empty"}, `--net-config-map "empty" is invalid: expected NAMESPACE/NAME`)
+
+	file := filepath.Join(c.dir, "net-conf.json")
+	mustCtl(t, h, []string{"config", "get", "--net-config-path=" + file}, `"Network":"10.5.0.0/16"`)
+	mustCtl(t, h, []string{"config", "validate", "--net-config-path=" + file})
+	mustCtl(t, h, []string{"config", "validate", file, admin})
+	refusedCtl(t, h, []string{"config", "get", "--net-config-path=/nowhere"}, `--net-config-path "/nowhere" cannot be read`)
+	refusedCtl(t, h, []string{"config", "set", file, admin}, "kubectl --namespace=kube-flannel edit configmap kube-flannel-cfg")
+	// What a daemon may do is not enough: it has the file.
+	daemon := "--kubeconfig-file=" + c.kubeconfig(1, c.write("token", []byte(flannelToken)))
+	refusedCtl(t, h, []string{"config", "get", daemon}, "403", "configmaps")
 }

@@ -55,7 +55,7 @@ func (k *configKeeper) told(ctx context.Context, text []byte) {
 	now, usable := "", false
 	if text == nil {
 		now = "there is no configuration any more"
-	} else if cfg, _, err := validateConfig(text, k.pools); err != nil {
+	} else if cfg, _, err := ValidateConfig(text, k.pools); err != nil {
 		now = err.Error()
 	} else {
 		now, usable = strings.Join(configChanges(k.used, cfg), ", "), true

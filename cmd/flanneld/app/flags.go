@@ -149,7 +149,7 @@ func kubeSettings() []setting {
 			usage:   "Prefix of the annotations in which nodes publish how to reach them.",
 			binding: to(func(o *Options) *string { return &o.KubeAnnotationPrefix }, text),
 		}, {
-			name: "net-config-path", arg: "FILE", def: "/etc/kube-flannel/net-conf.json",
+			name: "net-config-path", arg: "FILE", def: DefaultNetConfigPath,
 			usage:   "The network configuration. With etcd it is in the store instead.",
 			binding: to(func(o *Options) *string { return &o.NetConfigPath }, path),
 		}, {

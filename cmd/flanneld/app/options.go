@@ -196,6 +196,10 @@ func (o Options) LogValues() []any {
 	return kv
 }
 
+// DefaultNetConfigPath is where the network configuration is on Kubernetes unless
+// told otherwise: where flannel's manifests mount its ConfigMap.
+const DefaultNetConfigPath = "/etc/kube-flannel/net-conf.json"
+
 // given is one flag that holds text, by name and value.
 type given struct{ name, value string }
 

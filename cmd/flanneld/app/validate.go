@@ -13,14 +13,10 @@ const usualMTU = 1500
 
 // ValidateConfig says whether a daemon would take the network configuration:
 // the error is the one that it would log. A host whose interface has an unusual
-// MTU may see it otherwise. Warnings are one line each.
-func ValidateConfig(text []byte) (cfg subnet.Config, warnings []string, err error) {
-	return validateConfig(text, true)
-}
-
-// validateConfig is ValidateConfig; pools says whether subnets have to be handed
-// out of the networks.
-func validateConfig(text []byte, pools bool) (cfg subnet.Config, warnings []string, err error) {
+// MTU may see it otherwise. Warnings are one line each. pools says whether
+// subnets have to be handed out of the networks, as with etcd; the Kubernetes API
+// does that itself.
+func ValidateConfig(text []byte, pools bool) (cfg subnet.Config, warnings []string, err error) {
 	if cfg, warnings, err = subnet.ParseConfig(text); err != nil {
 		return cfg, nil, err
 	}
