@@ -110,6 +110,7 @@ func newReservationsCommand() *cobra.Command {
 	)
 	cmd := &cobra.Command{
 		Use: "reservations", Short: "List the subnets that are reserved", Args: cobra.NoArgs,
+		Example: "  flannelctl reservations\n  flannelctl reservations -o json | jq -r '.[].subnets[]'",
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			return withAdmin(store, func(a *etcd.Admin) error {
 				return listLeases(cmd, a, out, func(e etcd.Entry) bool { return e.Lease.Permanent })

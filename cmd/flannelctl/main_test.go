@@ -6,6 +6,8 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/spf13/cobra"
+
 	"flanneld/pkg/lab"
 	"flanneld/pkg/version"
 )
@@ -33,10 +35,35 @@ func TestVersion(t *testing.T) {
 	}
 }
 
+// Every help has examples, which are commands and flags that there are.
 func TestHelpHasExamples(t *testing.T) {
-	got, err := run(t, "lab", "--help")
-	if err != nil || !strings.Contains(got, "flannelctl lab --once --backend host-gw --dual") {
-		t.Errorf("%v\n%s", err, got)
+	seen := 0
+	var walk func(cmd *cobra.Command)
+	walk = func(cmd *cobra.Command) {
+		for _, sub := range cmd.Commands() {
+			if sub.Name() == "help" || cmd.Name() == "completion" { // cobra's own, whose text says how
+				continue
+			}
+			walk(sub)
+			seen++
+			args := strings.Fields(sub.CommandPath() + " --help")[1:]
+			if got, err := run(t, args...); err != nil || sub.Example == "" || !strings.Contains(got, sub.Example) {
+				t.Errorf("%s: %v, no examples in\n%s", args, err, got)
+			}
+			for line := range strings.Lines(sub.Example) {
+				if line = strings.TrimSpace(line); line == "" || line[0] == '#' {
+					continue
+				}
+				if !strings.Contains(line, sub.CommandPath()) {
+					t.Errorf("%s: what is %q an example of?", sub.CommandPath(), line)
+				}
+				inspect(t, sub.CommandPath(), "    "+line)
+			}
+		}
+	}
+	walk(newRoot())
+	if seen < 16 {
+		t.Errorf("only %d commands found", seen)
 	}
 }
 

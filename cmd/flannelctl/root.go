@@ -19,14 +19,27 @@ func newRoot() *cobra.Command {
 		newConfigCommand(), newLeasesCommand(), newReserveCommand(), newUnreserveCommand(), newReservationsCommand(), newRevokeCommand(),
 		newStatusCommand(), newCheckCommand(), newDoctorCommand(), newCleanupCommand(), newLabCommand(), newVersionCommand(),
 	)
+	addCompletion(root)
 	return root
+}
+
+// addCompletion adds cobra's command for shells, which comes without examples.
+func addCompletion(root *cobra.Command) {
+	root.InitDefaultCompletionCmd()
+	for _, cmd := range root.Commands() {
+		if cmd.Name() == "completion" {
+			cmd.Example = "  flannelctl completion bash > /etc/bash_completion.d/flannelctl\n" +
+				"  source <(flannelctl completion zsh)\n  flannelctl completion fish | source"
+		}
+	}
 }
 
 func newVersionCommand() *cobra.Command {
 	return &cobra.Command{
-		Use:   "version",
-		Short: "Print version, commit and Go release",
-		Args:  cobra.NoArgs,
+		Use:     "version",
+		Short:   "Print version, commit and Go release",
+		Args:    cobra.NoArgs,
+		Example: "  flannelctl version",
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			_, err := fmt.Fprintln(cmd.OutOrStdout(), version.String())
 			return err
