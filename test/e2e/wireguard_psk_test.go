@@ -17,12 +17,17 @@ const (
 	newPSK  = "AgICAgICAgICAgICAgICAgICAgICAgICAgICAgICAgI="
 )
 
-// TestUserspaceWireGuardPSKRotation gives two hosts that talk a new preshared key,
-// one half a minute after the other: nothing is lost, up to and with the first
-// session that has it on both sides.
-func TestUserspaceWireGuardPSKRotation(t *testing.T) {
+func TestUserspaceWireGuardPSKRotation(t *testing.T) { rotatesPSK(t, "userspace") }
+
+func TestVMWireGuardPSKRotation(t *testing.T) { rotatesPSK(t, "kernel") }
+
+// rotatesPSK gives two hosts that talk a new preshared key, one half a minute
+// after the other: nothing is lost, up to and with the first session that has it
+// on both sides.
+func rotatesPSK(t *testing.T, implementation string) {
+	t.Helper()
 	t.Parallel()
-	l := newLab(t, lab.Config{Hosts: 2}, fmt.Sprintf(`{"Type":"wireguard","Implementation":"userspace","PSKFile":%q}`, pskFile))
+	l := newLab(t, lab.Config{Hosts: 2}, fmt.Sprintf(`{"Type":"wireguard","Implementation":%q,"PSKFile":%q}`, implementation, pskFile))
 	one, two := l.Host(1), l.Host(2)
 	give := func(h *lab.Host, psk string) {
 		t.Helper()
