@@ -16,6 +16,8 @@ import (
 
 func TestVMIPIPFaults(t *testing.T) { faults(t, backendConfig("ipip"), true) }
 
+func TestVMWireGuardFaults(t *testing.T) { faults(t, backendConfig("wireguard"), true) }
+
 // TestUserspaceWireGuardFaults has no packets through a daemon that is not there.
 func TestUserspaceWireGuardFaults(t *testing.T) { faults(t, backendConfig(userspace), false) }
 
