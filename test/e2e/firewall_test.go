@@ -510,6 +510,74 @@ func TestVariants(t *testing.T) {
 	}
 }
 
+// TestVariantOfOthers has the rules go where those of other programs are when the
+// daemon starts; where there are none, to the variant that iptables is.
+func TestVariantOfOthers(t *testing.T) {
+	t.Parallel()
+	l := newLab(t, lab.Config{Hosts: 1, Families: dual, Network: masqueraded(nil)}, "")
+	h, nft, legacy := l.Host(1), flavours()[1], flavours()[2]
+	in := func(f flavour, script string) string { // in both families
+		script = strings.ReplaceAll(script, "PROGRAM", f.name) + "\n"
+		return script + strings.ReplaceAll(script, "iptables", "ip6tables")
+	}
+	const (
+		kubeProxy = `PROGRAM -t nat -N KUBE-SERVICES; PROGRAM -t nat -A PREROUTING -j KUBE-SERVICES; PROGRAM -t nat -A OUTPUT -j KUBE-SERVICES`
+		noProxy   = `PROGRAM -t nat -D PREROUTING -j KUBE-SERVICES; PROGRAM -t nat -D OUTPUT -j KUBE-SERVICES; PROGRAM -t nat -X KUBE-SERVICES`
+		kubelet   = `PROGRAM -t mangle -N KUBE-IPTABLES-HINT`
+		noKubelet = `PROGRAM -t mangle -X KUBE-IPTABLES-HINT`
+	)
+	expectIn := func(what string, want flavour) {
+		t.Helper()
+		eventually(t, what, func() error {
+			for f, jumps := range map[string]int{nft.name: 0, legacy.name: 0, want.name: 2} {
+				rules := shell(t, h.Namespace, in(flavour{name: f}, "PROGRAM-save -t nat 2>/dev/null || true"))
+				if n := strings.Count(rules, "-j FLANNEL-POSTRTG"); n != jumps {
+					return fmt.Errorf("%s has %d jumps, want %d:\n%s", f, n, jumps, rules)
+				}
+			}
+			return nil
+		})
+	}
+	for _, tt := range []struct {
+		what, script string
+		standard     flavour // what iptables is
+		want         flavour
+		log          string
+	}{
+		{"nobody", "", legacy, legacy, `program="iptables" because="rules of others: 0 in each"`},
+		{"an earlier run alone", "", nft, nft, `program="iptables" because="rules of others: 0 in each"`},
+		{"kube-proxy in legacy", in(legacy, kubeProxy), nft, legacy, `program="iptables-legacy" because="rules of others: 4 there, 0 in nft"`},
+		{"kubelet in nft", in(nft, kubelet), legacy, nft, `program="iptables-nft" because="it has the chain KUBE-IPTABLES-HINT"`},
+		{"the same again", "", legacy, nft, `program="iptables-nft" because="it has the chain KUBE-IPTABLES-HINT"`},
+		{"kubelet in legacy", in(nft, noKubelet) + in(legacy, kubelet), nft, legacy, `program="iptables-legacy" because="it has the chain KUBE-IPTABLES-HINT"`},
+		{
+			"kube-proxy in nft", in(legacy, noKubelet+";"+noProxy) + in(nft, kubeProxy), legacy, nft,
+			`program="iptables-nft" because="rules of others: 4 there, 0 in legacy"`,
+		},
+	} {
+		shell(t, h.Namespace, tt.script)
+		d := startOne(t, h, lab.FlanneldOptions{Args: []string{"--firewall=iptables", "--ip-masq", "--iptables-resync=1"}, Env: []string{newPrograms(t, tt.standard).env}})
+		expectIn(tt.what, tt.want)
+		expectOnce(t, d, `"variant of iptables chosen" `+tt.log)
+		if again := tt.what == "the same again"; again != (len(linesWith(d, "written=true")) == 0) {
+			t.Errorf("%s: it has said %q", tt.what, linesWith(d, "traffic rules are in place"))
+		}
+		expectStop(t, d)
+	}
+
+	// What comes while a daemon runs is nothing to it.
+	d := startOne(t, h, lab.FlanneldOptions{Args: []string{"--firewall=iptables", "--ip-masq", "--iptables-resync=1"}, Env: []string{newPrograms(t, legacy).env}})
+	shell(t, h.Namespace, in(legacy, kubelet))
+	pause(t, 3*time.Second)
+	expectIn("kubelet in legacy, too late", nft)
+	if lines := linesWith(d, "repaired"); len(lines) > 0 {
+		t.Errorf("it has something to repair: %q", lines)
+	}
+	if out := shell(t, h.Namespace, in(nft, "PROGRAM-save -t nat")); strings.Count(out, "-j KUBE-SERVICES") != 4 {
+		t.Errorf("rules of kube-proxy are gone:\n%s", out)
+	}
+}
+
 // TestWithoutBridgeNetfilter runs where packets on bridges do not pass iptables:
 // it says once what that means, for each family, and goes on.
 func TestWithoutBridgeNetfilter(t *testing.T) {

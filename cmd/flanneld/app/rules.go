@@ -37,6 +37,7 @@ const repairLog = time.Minute
 // flavours and former networks have left.
 type ruleKeeper struct {
 	flavour string
+	choice  *flavourChoice
 	opts    Options
 	policy  firewall.Policy
 	report  func(repaired bool, err error)
@@ -58,6 +59,7 @@ type ruleKeeper struct {
 func (d *daemon) newRuleKeeper(ctx context.Context, now lastKnown) *ruleKeeper {
 	k := &ruleKeeper{
 		flavour: d.flavour.of(ctx, d.opts.Firewall, now.Config),
+		choice:  &d.flavour,
 		opts:    d.opts,
 		policy: firewall.Policy{
 			Masquerade: d.opts.IPMasq, Random: !d.opts.IPMasqFullyRandomDisable,
@@ -86,10 +88,12 @@ func (k *ruleKeeper) run(ctx context.Context) {
 	if k.flavour == firewallNFTables {
 		k.applier, k.leftovers, places = nftables.New(), iptablesLeftovers(k.policy.Cleanup(), nil), nftables.OwnPlaces()
 	} else {
+		variant := iptables.Default
 		if k.policy.Wanted() {
 			warnBridges(ctx, k.policy)
+			variant = k.choice.variant(ctx, k.policy)
 		}
-		applier := iptables.New(iptables.Default)
+		applier := iptables.New(variant)
 		inUse := k.variants(ctx, applier, tried)
 		gone := k.policy.Cleanup()
 		k.applier, k.leftovers = applier, append(iptablesLeftovers(gone, inUse), leftover{nftables.New(), gone})
@@ -250,12 +254,14 @@ func (w whereTables) Apply(ctx context.Context, p firewall.Policy) (bool, error)
 	return false, nil
 }
 
-// flavourChoice is what holds the rules, and why. What --firewall=auto has
-// chosen stays until the daemon ends.
+// flavourChoice is what holds the rules, and why. What the host has shown when
+// it was looked at stays until the daemon ends: for --firewall=auto, and for which
+// programs of iptables are run.
 type flavourChoice struct {
 	mu          sync.Mutex
 	auto        string
 	why, logged string
+	programs    *iptables.Variant // nil until they are chosen
 }
 
 func (c *flavourChoice) of(ctx context.Context, option string, cfg subnet.Config) string {
@@ -279,6 +285,28 @@ func (c *flavourChoice) of(ctx context.Context, option string, cfg subnet.Config
 		klog.FromContext(ctx).Info("traffic rules are held by "+flavour, "because", why)
 	}
 	return flavour
+}
+
+// variant returns which programs of iptables are run.
+func (c *flavourChoice) variant(ctx context.Context, p firewall.Policy) iptables.Variant {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.programs != nil {
+		return *c.programs
+	}
+	var families []prefix.Family
+	for _, n := range p.Networks {
+		families = append(families, prefix.FamilyOf(n.Network.Addr()))
+	}
+	v, why := iptables.Choose(ctx, families, nftables.HasTable)
+	if ctx.Err() != nil {
+		return v // which nobody will use
+	}
+	if why != "" {
+		klog.FromContext(ctx).Info("variant of iptables chosen", "program", v.Program(prefix.IPv4), "because", why)
+	}
+	c.programs = &v
+	return v
 }
 
 // automatic looks at the host.

@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"os"
 	"os/exec"
+	"slices"
 	"strings"
 	"time"
 
@@ -48,12 +49,12 @@ const (
 // Present reports whether the programs of the variant are installed, for one
 // family at least.
 func (v Variant) Present() bool {
-	for _, f := range families() {
-		if _, err := exec.LookPath(v.program(f)); err == nil {
-			return true
-		}
-	}
-	return false
+	return slices.ContainsFunc(families(), func(f prefix.Family) bool { return installed(v.Program(f)) })
+}
+
+func installed(program string) bool {
+	_, err := exec.LookPath(program)
+	return err == nil
 }
 
 // Places are the chains where a change matters to Apply, in the variant NFT.
@@ -71,7 +72,8 @@ func Tables() []string { return []string{"nat", "filter"} }
 
 func families() []prefix.Family { return []prefix.Family{prefix.IPv4, prefix.IPv6} }
 
-func (v Variant) program(f prefix.Family) string {
+// Program returns the name of the program for family f.
+func (v Variant) Program(f prefix.Family) string {
 	if f == prefix.IPv4 {
 		return "iptables" + string(v)
 	}
@@ -126,7 +128,7 @@ func (a *Applier) Apply(ctx context.Context, p firewall.Policy) (changed bool, e
 func (a *Applier) apply(ctx context.Context, p firewall.Policy, f prefix.Family) (changed bool, err error) {
 	// To ask would be to make them.
 	wanted := p.Table(f).Wanted()
-	nothing := func() bool { return !wanted && noLegacyTables(f) }
+	nothing := func() bool { return !wanted && len(legacyTables(f)) == 0 }
 	if a.variant == Legacy && nothing() {
 		return false, nil
 	}
@@ -141,7 +143,7 @@ func (a *Applier) apply(ctx context.Context, p firewall.Policy, f prefix.Family)
 		return false, nil
 	}
 	p.Random = p.Random && k.random
-	program := a.variant.program(f)
+	program := a.variant.Program(f)
 	have, err := run(ctx, "", program+"-save")
 	if err != nil {
 		return false, fmt.Errorf("read rules: %w", err)
@@ -160,15 +162,15 @@ func (a *Applier) apply(ctx context.Context, p firewall.Policy, f prefix.Family)
 	return true, nil
 }
 
-// noLegacyTables reports whether the network namespace has no table of the
-// kernel's own iptables.
-func noLegacyTables(f prefix.Family) bool {
+// legacyTables are the tables of the kernel's own iptables in this network
+// namespace.
+func legacyTables(f prefix.Family) []string {
 	file := "/proc/thread-self/net/ip_tables_names"
 	if f == prefix.IPv6 {
 		file = "/proc/thread-self/net/ip6_tables_names"
 	}
-	names, err := os.ReadFile(file)
-	return err != nil || len(bytes.TrimSpace(names)) == 0
+	names, _ := os.ReadFile(file) // it is there with the module
+	return strings.Fields(string(names))
 }
 
 // kind is what the programs of one family can do.
@@ -176,7 +178,7 @@ type kind struct{ nft, random, wait bool }
 
 // probe asks for the version.
 func (v Variant) probe(ctx context.Context, f prefix.Family) (kind, error) {
-	text, err := run(ctx, "", v.program(f), "--version")
+	text, err := run(ctx, "", v.Program(f), "--version")
 	if err != nil {
 		return kind{}, err
 	}

@@ -17,7 +17,7 @@ func both(v Variant, script string) string {
 	var b strings.Builder
 	for line := range strings.Lines(script) {
 		for _, f := range families() {
-			b.WriteString(strings.ReplaceAll(line, "IPT", v.program(f)))
+			b.WriteString(strings.ReplaceAll(line, "IPT", v.Program(f)))
 		}
 	}
 	return b.String()
@@ -73,8 +73,8 @@ IPT -t mangle -A PREROUTING -j MARK --set-mark 7
 func ofNetworks(v Variant, script string) string {
 	var b strings.Builder
 	for _, names := range []*strings.Replacer{
-		strings.NewReplacer("IPT", v.program(prefix.IPv4), "NET", "10.5.0.0/16", "POD", "10.5.9.0/24", "MCAST", "224.0.0.0/4"),
-		strings.NewReplacer("IPT", v.program(prefix.IPv6), "NET", "fd00:10:5::/48", "POD", "fd00:10:5:9::/64", "MCAST", "ff00::/8"),
+		strings.NewReplacer("IPT", v.Program(prefix.IPv4), "NET", "10.5.0.0/16", "POD", "10.5.9.0/24", "MCAST", "224.0.0.0/4"),
+		strings.NewReplacer("IPT", v.Program(prefix.IPv6), "NET", "fd00:10:5::/48", "POD", "fd00:10:5:9::/64", "MCAST", "ff00::/8"),
 	} {
 		b.WriteString(names.Replace(script) + "\n")
 	}
@@ -98,7 +98,7 @@ func TestKernelGolden(t *testing.T) {
 			} {
 				var got []string
 				for _, table := range []string{"filter", "nat"} {
-					for line := range strings.Lines(firewalltest.Shell(t, v.program(f)+"-save -t "+table)) {
+					for line := range strings.Lines(firewalltest.Shell(t, v.Program(f)+"-save -t "+table)) {
 						if strings.Contains(line, "flannel") || strings.Contains(line, "FLANNEL") {
 							got = append(got, strings.TrimRight(line, "\n"))
 						}

@@ -130,7 +130,7 @@ func TestMissing(t *testing.T) {
 		t.Errorf("error %q, want a line with %q", err, ErrMissing)
 	}
 	for _, f := range families() {
-		if program := Default.program(f); !strings.Contains(err.Error(), program+":") {
+		if program := Default.Program(f); !strings.Contains(err.Error(), program+":") {
 			t.Errorf("error %q, want one that names %s", err, program)
 		}
 	}
