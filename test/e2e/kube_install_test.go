@@ -126,6 +126,7 @@ func TestKubeInstall(t *testing.T) {
 			k := &kubelet{c: c, image: root, env: config.Config.Env}
 			k.publishRoot("kube-flannel")
 			pods := map[*lab.Host]pod{}
+			shell(t, c.Host(2).Namespace, "iptables-legacy -t mangle -N KUBE-IPTABLES-HINT") // as its kubelet would
 			for i, h := range c.Hosts() {
 				pods[h] = k.schedule("kube-flannel", "kube-flannel-ds", i+1)
 				k.run(h, pods[h], func(done string) {
@@ -145,6 +146,9 @@ func TestKubeInstall(t *testing.T) {
 			}
 			expectMatrix(t, c.Lab)
 			expectMasquerade(t, c.Host(1))
+			if len(linesWith(c.Host(2).Daemon(), "traffic rules are held by iptables")) > 0 {
+				expectOnce(t, c.Host(2).Daemon(), `program="iptables-legacy" because="it has the chain KUBE-IPTABLES-HINT"`)
+			}
 			for _, h := range c.Hosts() {
 				if wrong := errorLines(h.Daemon()); len(wrong) > 0 {
 					t.Errorf("%s: %q", h.Name(), wrong)
