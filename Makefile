@@ -124,8 +124,9 @@ $(OUT)/flannel-$(VERSION)-linux-%.tar.gz: FORCE bin/tools/sbom deps
 	GOOS=linux GOARCH=$* GOARM=7 $(GO_BUILD) -o $(OUT)/$*/flannel $(PLUGIN)
 	bin/tools/sbom $(VERSION) $(OUT)/$*/* > $(OUT)/sbom && mv $(OUT)/sbom $(OUT)/$*/sbom.cdx.json
 	dist/debian/build.sh $(OUT)/$* $* $(VERSION) $(@:.tar.gz=.deb)
-	cp -r README.md dist/mk-docker-opts.sh dist/systemd dist/rt_protos.d dist/prometheus dist/grafana $(OUT)/$*/
-	cd dist && cp -r --parents kubernetes/base kubernetes/chart $(CURDIR)/$(OUT)/$*/
+	cp -r README.md Documentation dist/mk-docker-opts.sh dist/systemd dist/rt_protos.d dist/prometheus dist/grafana $(OUT)/$*/
+	rm $(OUT)/$*/Documentation/*.go
+	cd dist && cp -r --parents kubernetes/base kubernetes/chart $(abspath $(OUT))/$*/
 	cd $(OUT)/$* && tar --sort=name --mtime=@$$SOURCE_DATE_EPOCH --owner=0 --group=0 --numeric-owner \
 		--mode=u=rwX,go=rX -cf - * | gzip -9n > ../$(@F)
 	rm -rf $(OUT)/$*

@@ -1,0 +1,261 @@
+package dist_test
+
+import (
+	"archive/tar"
+	"bytes"
+	"compress/gzip"
+	"crypto/sha256"
+	"debug/elf"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"maps"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"runtime"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+)
+
+const (
+	tarballVersion = "v9.8.7"
+	tarballTime    = 1700000000
+)
+
+// programs are in every tarball. All others of its files are from the tree.
+var programs = []string{"flannel", "flannelctl", "flanneld", "install-conf"}
+
+// machines are what programs for an architecture say that they are for.
+var machines = map[string]elf.Machine{
+	"amd64": elf.EM_X86_64, "arm64": elf.EM_AARCH64, "arm": elf.EM_ARM, "ppc64le": elf.EM_PPC64, "s390x": elf.EM_S390, "riscv64": elf.EM_RISCV,
+}
+
+// makeDist makes what is handed out for some architectures.
+func makeDist(t *testing.T, arches []string) (dir string) {
+	t.Helper()
+	dir = t.TempDir()
+	cmd := exec.CommandContext(t.Context(), "make", "-s", "dist", "ARCHES="+strings.Join(arches, " "), "OUT="+dir,
+		"VERSION="+tarballVersion, "COMMIT=0123abc", fmt.Sprint("SOURCE_DATE_EPOCH=", tarballTime))
+	cmd.Dir = ".."
+	for _, v := range append(os.Environ(), "DEB_LEVEL=0") {
+		if !strings.HasPrefix(v, "MAKE") && !strings.HasPrefix(v, "MFLAGS") { // of the make that runs this test
+			cmd.Env = append(cmd.Env, v)
+		}
+	}
+	if out, err := cmd.CombinedOutput(); err != nil {
+		t.Fatalf("make dist: %v: %s", err, out)
+	}
+	return dir
+}
+
+// TestTarballs opens what make dist makes: for this machine, whose programs are
+// run, and for one of 32 bits.
+func TestTarballs(t *testing.T) {
+	arches := slices.Compact([]string{runtime.GOARCH, "arm"})
+	dir := makeDist(t, arches)
+	var sums, names []string
+	for _, kind := range []string{"tar.gz", "deb"} {
+		for _, arch := range arches {
+			name := fmt.Sprintf("flannel-%s-linux-%s.%s", tarballVersion, arch, kind)
+			raw, err := os.ReadFile(filepath.Join(dir, name))
+			if err != nil {
+				t.Fatal(err)
+			}
+			names = append(names, name)
+			sums = append(sums, fmt.Sprintf("%x  %s", sha256.Sum256(raw), name))
+		}
+	}
+	got, err := os.ReadFile(filepath.Join(dir, "SHA256SUMS"))
+	if diff := cmp.Diff(strings.Join(sums, "\n")+"\n", string(got)); err != nil || diff != "" {
+		t.Errorf("%v, SHA256SUMS (-want +got):\n%s", err, diff)
+	}
+	entries, err := os.ReadDir(dir)
+	if err != nil || len(entries) != len(names)+1 {
+		t.Errorf("%v, more than %v: %v", err, names, entries)
+	}
+	for i, arch := range arches {
+		t.Run(arch, func(t *testing.T) {
+			files := unpack(t, filepath.Join(dir, names[i]))
+			sameAsTree(t, files)
+			links(t, files)
+			for _, name := range programs {
+				static(t, name, files[name], machines[arch])
+			}
+			materials(t, files["sbom.cdx.json"])
+			if arch == runtime.GOARCH {
+				runs(t, files)
+			}
+		})
+	}
+}
+
+// unpack reads a tarball, whose files must be as those of root and of one time.
+func unpack(t *testing.T, path string) map[string][]byte {
+	t.Helper()
+	f, err := os.Open(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer f.Close()
+	z, err := gzip.NewReader(f)
+	if err != nil {
+		t.Fatal(err)
+	}
+	files := map[string][]byte{}
+	for r := tar.NewReader(z); ; {
+		h, err := r.Next()
+		if errors.Is(err, io.EOF) {
+			return files
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		want := fs.FileMode(0o644)
+		if h.FileInfo().IsDir() || slices.Contains(programs, h.Name) || strings.HasSuffix(h.Name, ".sh") {
+			want = 0o755
+		}
+		if got := h.FileInfo().Mode().Perm(); got != want || h.Uid != 0 || h.Gid != 0 || h.ModTime.Unix() != tarballTime {
+			t.Errorf("%s: mode %o, want %o; owner %d:%d, of %v", h.Name, got, want, h.Uid, h.Gid, h.ModTime)
+		}
+		if h.FileInfo().IsDir() {
+			continue
+		}
+		if files[h.Name], err = io.ReadAll(r); err != nil {
+			t.Fatal(err)
+		}
+	}
+}
+
+// sameAsTree compares names and content with the tree.
+func sameAsTree(t *testing.T, files map[string][]byte) {
+	t.Helper()
+	want := map[string]string{"README.md": "../README.md", "mk-docker-opts.sh": "mk-docker-opts.sh"}
+	for _, from := range []string{"../Documentation", "systemd", "rt_protos.d", "prometheus", "grafana", "kubernetes/base", "kubernetes/chart"} {
+		err := filepath.WalkDir(from, func(path string, d fs.DirEntry, err error) error {
+			if err == nil && !d.IsDir() && filepath.Ext(path) != ".go" {
+				want[strings.TrimPrefix(path, "../")] = path
+			}
+			return err
+		})
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	names := append(slices.Collect(maps.Keys(want)), append(programs, "sbom.cdx.json")...)
+	slices.Sort(names)
+	if diff := cmp.Diff(names, slices.Sorted(maps.Keys(files))); diff != "" {
+		t.Errorf("files (-want +got):\n%s", diff)
+	}
+	for name, path := range want {
+		raw, err := os.ReadFile(path)
+		if err != nil || !bytes.Equal(raw, files[name]) {
+			t.Errorf("%s is not %s as it is in the tree: %v", name, path, err)
+		}
+	}
+}
+
+var linkText = regexp.MustCompile(`\]\(([^():#\s]+)(?:#[^()\s]*)?\)`)
+
+// links follows the links between pages, which have to end in the tarball.
+func links(t *testing.T, files map[string][]byte) {
+	t.Helper()
+	n := 0
+	for name, text := range files {
+		if filepath.Ext(name) != ".md" {
+			continue
+		}
+		for _, m := range linkText.FindAllSubmatch(text, -1) {
+			n++
+			if to := filepath.Join(filepath.Dir(name), string(m[1])); files[to] == nil {
+				t.Errorf("%s leads to %s, which is not there", name, m[1])
+			}
+		}
+	}
+	if n < 50 {
+		t.Errorf("only %d links found", n)
+	}
+}
+
+// static looks into a program: for the right machine, and it needs no library.
+func static(t *testing.T, name string, raw []byte, machine elf.Machine) {
+	t.Helper()
+	f, err := elf.NewFile(bytes.NewReader(raw))
+	if err != nil {
+		t.Fatalf("%s: %v", name, err)
+	}
+	for _, p := range f.Progs {
+		if p.Type == elf.PT_INTERP {
+			t.Errorf("%s is not static", name)
+		}
+	}
+	if f.Machine != machine {
+		t.Errorf("%s is for %v, want %v", name, f.Machine, machine)
+	}
+	tree, err := filepath.Abs("..")
+	if err != nil || bytes.Contains(raw, []byte(tree+"/")) {
+		t.Errorf("%s knows where it was built: %v", name, err)
+	}
+}
+
+// materials reads the bill of materials.
+func materials(t *testing.T, raw []byte) {
+	t.Helper()
+	var bill struct {
+		BOMFormat string
+		Metadata  struct {
+			Component struct{ Name, Version string }
+		}
+		Components []struct{ Type, Name, Version string }
+	}
+	if err := json.Unmarshal(raw, &bill); err != nil {
+		t.Fatal(err)
+	}
+	if c := bill.Metadata.Component; bill.BOMFormat != "CycloneDX" || c.Name != "flanneld" || c.Version != tarballVersion {
+		t.Errorf("a bill in %s of %+v", bill.BOMFormat, c)
+	}
+	found := map[string]bool{}
+	for _, c := range bill.Components {
+		found[c.Type+" "+c.Name] = c.Version != ""
+	}
+	want := []string{"library std", "library github.com/vishvananda/netlink", "library go.etcd.io/etcd/client/v3", "library k8s.io/client-go"}
+	for _, p := range programs {
+		want = append(want, "application "+p)
+	}
+	for _, name := range want {
+		if !found[name] {
+			t.Errorf("the bill of materials has no %s", name)
+		}
+	}
+}
+
+// runs runs the programs from an empty directory.
+func runs(t *testing.T, files map[string][]byte) {
+	t.Helper()
+	dir := t.TempDir()
+	for _, name := range programs {
+		if err := os.WriteFile(filepath.Join(dir, name), files[name], 0o755); err != nil { //nolint:gosec // a program
+			t.Fatal(err)
+		}
+	}
+	for _, tc := range []struct{ args, env, want string }{
+		{args: "flanneld --version", want: tarballVersion + " commit 0123abc go"},
+		{args: "flannelctl version", want: tarballVersion + " commit 0123abc go"},
+		{args: "flannel", env: "CNI_COMMAND=VERSION", want: `"supportedVersions"`},
+		{args: "install-conf", want: "usage"},
+	} {
+		name, args, _ := strings.Cut(tc.args, " ")
+		cmd := exec.CommandContext(t.Context(), filepath.Join(dir, name), strings.Fields(args)...)
+		cmd.Env, cmd.Dir, cmd.Stdin = []string{tc.env}, dir, strings.NewReader(`{"cniVersion":"1.0.0"}`)
+		out, err := cmd.CombinedOutput()
+		if !strings.Contains(string(out), tc.want) {
+			t.Errorf("%s: %v, %s, want %q", tc.args, err, out, tc.want)
+		}
+	}
+}
