@@ -12,6 +12,7 @@ import (
 	"math"
 	"net/http"
 	"net/http/httptest"
+	"net/netip"
 	"os"
 	"path/filepath"
 	"reflect"
@@ -162,6 +163,18 @@ func (s section) wants(t *testing.T, key string, v reflect.Value) string {
 		}
 		return fmt.Sprintf("%d to %d", lo, v.Int()+int64(above)-1)
 	}
+	if s.backend == "" && v.Kind() == reflect.Uint16 { // the length of a prefix
+		var taken []int
+		for n := 1; n <= 128; n++ {
+			if s.refusal(key, n) == "" {
+				taken = append(taken, n)
+			}
+		}
+		if network := s.network(key); len(taken) > 1 && taken[len(taken)-1]-taken[0] == len(taken)-1 && s.refusal(key, 0) == "" {
+			return fmt.Sprintf("0, or %d to %d in a /%d", taken[0], taken[len(taken)-1], network.Bits())
+		}
+		t.Errorf("%s: what is taken is no range: %v", key, taken)
+	}
 	if kind == "a string" {
 		if _, more, ok := strings.Cut(s.refusal(key, "?"), "want "); ok {
 			return strings.TrimRight(strings.TrimPrefix(more, "for "), ")")
@@ -177,14 +190,22 @@ func wanted(refusal string) string {
 	return before
 }
 
+// network is the one that a key is tried with.
+func (section) network(key string) netip.Prefix {
+	if strings.HasPrefix(key, "IPv6") {
+		return netip.MustParsePrefix("fd00:5::/48")
+	}
+	return netip.MustParsePrefix("10.5.0.0/16")
+}
+
 // refusal is what the daemon says about one key with one value.
 func (s section) refusal(key string, value any) string {
-	config := map[string]any{"Network": "10.5.0.0/16"}
+	config := map[string]any{"Network": s.network("")}
 	switch {
 	case s.backend != "":
 		config["Backend"] = map[string]any{"Type": s.backend, key: value}
 	case strings.HasPrefix(key, "IPv6"):
-		config["IPv6Network"], config["EnableIPv6"] = "fd00:5::/48", true
+		config["IPv6Network"], config["EnableIPv6"] = s.network(key), true
 		config[key] = value
 	default:
 		config["Backend"] = map[string]any{"Type": alloc.Type}
