@@ -1,0 +1,227 @@
+package e2e
+
+import (
+	"fmt"
+	"os"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strings"
+	"testing"
+
+	"flanneld/pkg/lab"
+)
+
+// machine is a host with a root file system of its own: this machine's, of which
+// nothing changes.
+type machine struct {
+	*lab.Host
+	t *testing.T
+}
+
+const (
+	machineRoot = "/run/machine/root"
+	machineTree = "/tree" // where commands run, with bin and dist of this project
+)
+
+func newMachine(t *testing.T, h *lab.Host) machine {
+	t.Helper()
+	tree, err := filepath.Abs("../..")
+	if err != nil {
+		t.Fatal(err)
+	}
+	out, err := h.Exec(background(t), "sh", "-ec", `
+		root=$1 tree=$2 from=$3
+		mkdir -p $root $root/../upper $root/../work
+		mount -t overlay machine -o lowerdir=/,upperdir=$root/../upper,workdir=$root/../work $root
+		for d in /proc /sys /dev /var/lib/flannel; do mkdir -p $d $root$d; mount --bind $d $root$d; done
+		mkdir -p $root/run/flannel /run/flannel
+		mount --bind /run/flannel $root/run/flannel
+		for d in bin dist; do mkdir -p $root$tree/$d; mount --bind $from/$d $root$tree/$d; done`, "sh", machineRoot, machineTree, tree)
+	if err != nil {
+		t.Fatalf("%v: %s", err, out)
+	}
+	return machine{h, t}
+}
+
+// run runs a command as it stands on a page.
+func (m machine) run(command string) string {
+	m.t.Helper()
+	out, err := m.Exec(background(m.t), "env", "FLANNELD_ETCD_ENDPOINTS="+m.EtcdEndpoint(),
+		"PATH="+machineTree+"/bin:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin",
+		"chroot", machineRoot, "sh", "-ec", "cd "+machineTree+"; "+command)
+	if err != nil {
+		m.t.Fatalf("%s: %v\n%s", command, err, out)
+	}
+	return string(out)
+}
+
+// file is where a file of the machine is to be found.
+func (m machine) file(name string) string { return m.Path(machineRoot + name) }
+
+func (m machine) write(name, text string) {
+	m.t.Helper()
+	err := os.MkdirAll(filepath.Dir(m.file(name)), 0o755) //nolint:gosec // as on a machine
+	if err == nil {
+		err = os.WriteFile(m.file(name), []byte(text), 0o755) //nolint:gosec // it may be a program
+	}
+	if err != nil {
+		m.t.Fatal(err)
+	}
+}
+
+var (
+	shownBlock = regexp.MustCompile(`(?m)^((?: {4,}.*\n)+)`)
+	itemStart  = regexp.MustCompile(`^(?:[0-9]+\.|-) `)
+)
+
+// pageCommands returns the commands that a page shows, in order: all lines of a
+// block, or those behind a prompt where it has some.
+func pageCommands(t *testing.T, page string) (commands []string) {
+	t.Helper()
+	raw, err := os.ReadFile("../../Documentation/" + page)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, m := range shownBlock.FindAllStringSubmatchIndex(string(raw), -1) {
+		before, block := strings.TrimRight(string(raw[:m[0]]), "\n"), string(raw[m[2]:m[3]])
+		if last := before[strings.LastIndex(before, "\n")+1:]; itemStart.MatchString(last) && raw[m[0]-2] != '\n' {
+			continue // the list goes on
+		}
+		prompt := strings.Contains(block, "    $ ")
+		for line := range strings.Lines(block) {
+			line = strings.TrimSpace(line)
+			command, shown := strings.CutPrefix(line, "$ ")
+			if shown || !prompt {
+				commands = append(commands, command)
+			}
+		}
+	}
+	return commands
+}
+
+// follow runs all commands of a page. Those that need systemd, or are none, are
+// for special, by what they begin with.
+func (m machine) follow(page string, special map[string]func(command string)) {
+	m.t.Helper()
+	used := map[string]bool{}
+	for _, command := range pageCommands(m.t, page) {
+		key := ""
+		for k := range special {
+			if strings.HasPrefix(command, k) && len(k) > len(key) {
+				key = k
+			}
+		}
+		if key == "" {
+			m.run(command)
+			continue
+		}
+		used[key] = true
+		special[key](command)
+	}
+	for k := range special {
+		if !used[k] {
+			m.t.Errorf("%s does not say %s", page, k)
+		}
+	}
+}
+
+// TestPageMigration follows the page on two hosts, one after the other, while
+// what stands for systemd starts what is in flannel's place.
+func TestPageMigration(t *testing.T) {
+	t.Parallel()
+	l := newLab(t, lab.Config{Hosts: 2}, `{"Type":"vxlan"}`)
+	const program = "/opt/bin/flanneld"
+	old, err := os.ReadFile("../../bin/flanneld")
+	if err != nil {
+		t.Fatal(err)
+	}
+	unit := func(m machine) lab.FlanneldOptions { return lab.FlanneldOptions{Path: m.file(program)} }
+	var machines []machine
+	for _, h := range l.Hosts() {
+		m := newMachine(t, h)
+		m.write(program, string(old))
+		if err := os.Chmod(m.file(program), 0o700); err != nil { //nolint:gosec // a program
+			t.Fatal(err)
+		}
+		startOne(t, h, unit(m))
+		machines = append(machines, m)
+	}
+	for _, m := range machines {
+		m.follow("migration.md", map[string]func(string){
+			"systemctl stop flannel": func(string) { expectStop(t, m.Daemon()) },
+			"systemctl start flannel": func(string) {
+				if info, err := os.Stat(m.file(program)); err != nil || info.Mode().Perm() != 0o755 {
+					t.Errorf("%s is not the new program: %v", program, err)
+				}
+				startOne(t, m.Host, unit(m))
+			},
+		})
+		m.run("curl -sS --fail http://127.0.0.1:8081/readyz")
+	}
+	expectConverged(t, l)
+}
+
+// TestPageDocker follows the page on a host whose Docker says what it was started
+// with.
+func TestPageDocker(t *testing.T) {
+	t.Parallel()
+	l := newLab(t, lab.Config{Hosts: 1}, `{"Type":"vxlan"}`)
+	startOne(t, l.Host(1), lab.FlanneldOptions{})
+	m := newMachine(t, l.Host(1))
+	const units, dropIn = "/etc/systemd/system/", "/etc/systemd/system/docker.service.d/flannel.conf"
+	m.write("/usr/sbin/dockerd", "#!/bin/sh\necho \"$@\" >/run/dockerd\n")
+	m.write("/usr/bin/dockerd", "#!/bin/sh\necho \"$@\" >/run/dockerd\n")
+	m.write("/usr/local/bin/flanneld", "#!/bin/sh\n")
+	m.write(units+"docker.service", "[Service]\nType=notify\nExecStart=/usr/sbin/dockerd -H fd:// $DOCKER_OPTS\n")
+	m.run("cp dist/systemd/flanneld.service " + units)
+	m.run("cp /run/flannel/subnet.env .")
+	bip := "--bip=" + strings.Replace(statusOf(t, l.Host(1)).Lease.Subnets[0].String(), ".0/", ".1/", 1)
+	restart := func() {
+		t.Helper()
+		m.run("systemd-analyze verify --man=no docker.service")
+		expectDocker(t, m, dropIn, bip)
+	}
+	added := []string{}
+	m.follow("docker.md", map[string]func(string){
+		"systemctl daemon-reload":  func(string) { m.run("test -x /usr/local/bin/mk-docker-opts.sh") },
+		"systemctl restart docker": func(string) { restart() },
+		"dist/mk-docker-opts.sh": func(command string) {
+			if out := m.run(command); out != "DOCKER_OPTS=\" "+bip+" --ip-masq=true --mtu=1450\"\n" {
+				t.Errorf("%s: %s", command, out)
+			}
+		},
+		"ExecStart=":         func(line string) { added = append(added, line) },
+		"10.5.49.0/24":       func(string) {}, // what the script says
+		"cat subnet.env":     func(command string) { m.run(command) },
+		"install -D -m 0644": func(command string) { m.run(command) },
+	})
+	if len(added) != 2 || added[0] != "ExecStart=" {
+		t.Fatalf("added to the drop-in: %q", added)
+	}
+	// A unit of Docker's own packages, which names no options.
+	m.write(units+"docker.service", "[Service]\nType=notify\nExecStart=/usr/bin/dockerd -H fd://\n")
+	m.run(fmt.Sprintf("printf '%%s\\n' '%s' >>%s", strings.Join(added, "\n"), dropIn))
+	restart()
+}
+
+// expectDocker starts dockerd as systemd would, and looks at what it gets.
+func expectDocker(t *testing.T, m machine, dropIn, bip string) {
+	t.Helper()
+	text := m.run("cat /etc/systemd/system/docker.service " + dropIn)
+	last := func(key string) string {
+		all := regexp.MustCompile(`(?m)^`+key+`=-?(.+)$`).FindAllStringSubmatch(text, -1)
+		if all == nil {
+			t.Fatalf("no %s in\n%s", key, text)
+		}
+		return all[len(all)-1][1]
+	}
+	m.run(last("ExecStartPre"))
+	m.run(". " + last("EnvironmentFile") + "; " + last("ExecStart"))
+	got := strings.Fields(m.run("cat /run/dockerd"))
+	for _, want := range []string{bip, "--ip-masq=true", "--mtu=1450"} {
+		if !slices.Contains(got, want) {
+			t.Errorf("dockerd gets %q, want %s among it", got, want)
+		}
+	}
+}
