@@ -3,6 +3,7 @@ package e2e
 import (
 	"fmt"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"regexp"
 	"slices"
@@ -223,5 +224,36 @@ func expectDocker(t *testing.T, m machine, dropIn, bip string) {
 		if !slices.Contains(got, want) {
 			t.Errorf("dockerd gets %q, want %s among it", got, want)
 		}
+	}
+}
+
+// TestPagesOnTheLab runs what the pages have people run in a lab, once.
+func TestPagesOnTheLab(t *testing.T) {
+	t.Parallel()
+	paths, err := filepath.Glob("../../Documentation/*.md")
+	more, _ := filepath.Glob("../../Documentation/backends/*.md")
+	if err != nil {
+		t.Fatal(err)
+	}
+	fails := map[string]bool{ // as their pages say
+		"bin/flannelctl lab --hosts 2 --once --backend alloc":          true,
+		"bin/flannelctl lab --hosts 3 --l2 2 --backend host-gw --once": true,
+	}
+	seen := map[string]bool{}
+	for _, path := range append(paths, more...) {
+		for _, command := range pageCommands(t, strings.TrimPrefix(path, "../../Documentation/")) {
+			if !strings.HasPrefix(command, "bin/flannelctl lab ") || !strings.Contains(command, "--once") || seen[command] {
+				continue
+			}
+			seen[command] = true
+			cmd := exec.CommandContext(background(t), "sh", "-c", command)
+			cmd.Dir = "../.."
+			if out, err := cmd.CombinedOutput(); (err != nil) != fails[command] {
+				t.Errorf("%s: %s: %v\n%s", path, command, err, out)
+			}
+		}
+	}
+	if len(seen) < 8 {
+		t.Errorf("only these were found: %v", seen)
 	}
 }

@@ -22,6 +22,7 @@ want etcd etcd-server # an older server than the one that is linked in
 want openssl openssl # keys for an API server
 want qemu-system-x86_64 qemu-system-x86 # a machine with another kernel, and what it is made of
 want cpio cpio
+want jq jq # in commands of the documentation
 want depmod kmod
 want wg wireguard-tools
 want tc iproute2
