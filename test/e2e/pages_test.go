@@ -1,6 +1,7 @@
 package e2e
 
 import (
+	"errors"
 	"fmt"
 	"os"
 	"os/exec"
@@ -8,6 +9,7 @@ import (
 	"regexp"
 	"slices"
 	"strings"
+	"syscall"
 	"testing"
 
 	"flanneld/pkg/lab"
@@ -17,7 +19,8 @@ import (
 // nothing changes.
 type machine struct {
 	*lab.Host
-	t *testing.T
+	t      *testing.T
+	before []string // what the shell has been told
 }
 
 const (
@@ -25,7 +28,7 @@ const (
 	machineTree = "/tree" // where commands run, with bin and dist of this project
 )
 
-func newMachine(t *testing.T, h *lab.Host) machine {
+func newMachine(t *testing.T, h *lab.Host) *machine {
 	t.Helper()
 	tree, err := filepath.Abs("../..")
 	if err != nil {
@@ -42,25 +45,35 @@ func newMachine(t *testing.T, h *lab.Host) machine {
 	if err != nil {
 		t.Fatalf("%v: %s", err, out)
 	}
-	return machine{h, t}
+	return &machine{Host: h, t: t}
 }
 
 // run runs a command as it stands on a page.
-func (m machine) run(command string) string {
+func (m *machine) run(command string) string {
 	m.t.Helper()
-	out, err := m.Exec(background(m.t), "env", "FLANNELD_ETCD_ENDPOINTS="+m.EtcdEndpoint(),
+	out, err := m.Exec(background(m.t), "env", "FLANNELD_ETCD_ENDPOINTS="+m.EtcdEndpoint(), "ETCDCTL_ENDPOINTS="+m.EtcdEndpoint(),
 		"PATH="+machineTree+"/bin:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin",
-		"chroot", machineRoot, "sh", "-ec", "cd "+machineTree+"; "+command)
+		"chroot", machineRoot, "sh", "-ec", strings.Join(append(m.before, "cd "+machineTree, command), "\n"))
 	if err != nil {
 		m.t.Fatalf("%s: %v\n%s", command, err, out)
 	}
 	return string(out)
 }
 
-// file is where a file of the machine is to be found.
-func (m machine) file(name string) string { return m.Path(machineRoot + name) }
+// typed runs a command as run does. What it sets in the shell is there for those that
+// come after it.
+func (m *machine) typed(command string) {
+	m.t.Helper()
+	m.run(command)
+	if strings.HasPrefix(command, ". ") || strings.HasPrefix(command, "export ") {
+		m.before = append(m.before, command)
+	}
+}
 
-func (m machine) write(name, text string) {
+// file is where a file of the machine is to be found.
+func (m *machine) file(name string) string { return m.Path(machineRoot + name) }
+
+func (m *machine) write(name, text string) {
 	m.t.Helper()
 	err := os.MkdirAll(filepath.Dir(m.file(name)), 0o755) //nolint:gosec // as on a machine
 	if err == nil {
@@ -71,10 +84,32 @@ func (m machine) write(name, text string) {
 	}
 }
 
-var (
-	shownBlock = regexp.MustCompile(`(?m)^((?: {4,}.*\n)+)`)
-	itemStart  = regexp.MustCompile(`^(?:[0-9]+\.|-) `)
-)
+var itemStart = regexp.MustCompile(`^(?:[0-9]+\.|-) `)
+
+// shownBlocks returns what a page shows, line by line without the indentation.
+// Empty lines are in a block, and what goes on in a list is none.
+func shownBlocks(text string) (blocks [][]string) {
+	var block []string
+	before, empty := "", 0
+	for line := range strings.Lines(text + "end\n") {
+		line = strings.TrimRight(line, "\n")
+		shown, ok := strings.CutPrefix(line, "    ")
+		switch {
+		case line == "":
+			empty++
+			continue
+		case ok && (block != nil || empty > 0 || !itemStart.MatchString(before)):
+			block = append(block, strings.TrimSpace(shown))
+		default:
+			if block != nil {
+				blocks = append(blocks, block)
+			}
+			block, before = nil, line
+		}
+		empty = 0
+	}
+	return blocks
+}
 
 // pageCommands returns the commands that a page shows, in order: all lines of a
 // block, or those behind a prompt where it has some.
@@ -84,14 +119,9 @@ func pageCommands(t *testing.T, page string) (commands []string) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	for _, m := range shownBlock.FindAllStringSubmatchIndex(string(raw), -1) {
-		before, block := strings.TrimRight(string(raw[:m[0]]), "\n"), string(raw[m[2]:m[3]])
-		if last := before[strings.LastIndex(before, "\n")+1:]; itemStart.MatchString(last) && raw[m[0]-2] != '\n' {
-			continue // the list goes on
-		}
-		prompt := strings.Contains(block, "    $ ")
-		for line := range strings.Lines(block) {
-			line = strings.TrimSpace(line)
+	for _, block := range shownBlocks(string(raw)) {
+		prompt := slices.ContainsFunc(block, func(line string) bool { return strings.HasPrefix(line, "$ ") })
+		for _, line := range block {
 			command, shown := strings.CutPrefix(line, "$ ")
 			if shown || !prompt {
 				commands = append(commands, command)
@@ -101,30 +131,107 @@ func pageCommands(t *testing.T, page string) (commands []string) {
 	return commands
 }
 
-// follow runs all commands of a page. Those that need systemd, or are none, are
-// for special, by what they begin with.
-func (m machine) follow(page string, special map[string]func(command string)) {
-	m.t.Helper()
+// follow has machines run all commands of a page, each on all of them before the
+// next. Those that need systemd, or are none, are for special, by what they begin
+// with.
+func follow(t *testing.T, page string, machines []*machine, special map[string]func(m *machine, command string)) {
+	t.Helper()
 	used := map[string]bool{}
-	for _, command := range pageCommands(m.t, page) {
+	for _, command := range pageCommands(t, page) {
 		key := ""
 		for k := range special {
 			if strings.HasPrefix(command, k) && len(k) > len(key) {
 				key = k
 			}
 		}
-		if key == "" {
-			m.run(command)
-			continue
-		}
 		used[key] = true
-		special[key](command)
+		for _, m := range machines {
+			if key == "" {
+				m.typed(command)
+			} else {
+				special[key](m, command)
+			}
+		}
 	}
 	for k := range special {
 		if !used[k] {
-			m.t.Errorf("%s does not say %s", page, k)
+			t.Errorf("%s does not say %s", page, k)
 		}
 	}
+}
+
+// TestPageGettingStarted has two hosts follow the page, from nothing to a ping
+// between their pods.
+func TestPageGettingStarted(t *testing.T) {
+	t.Parallel()
+	l := newLab(t, lab.Config{Hosts: 2}, "")
+	a, b := newMachine(t, l.Host(1)), newMachine(t, l.Host(2))
+	const settings = "/etc/flannel/flanneld.env"
+	nothing := func(*machine, string) {}
+	follow(t, "getting-started.md", []*machine{a, b}, map[string]func(*machine, string){
+		// There is an etcd, and bin.
+		"make build": nothing, "ETCD_LISTEN_CLIENT_URLS=": nothing, "ETCD_ADVERTISE_CLIENT_URLS=": nothing, "systemctl restart etcd": nothing,
+		"etcdctl put": func(m *machine, command string) {
+			if m == a {
+				m.run(command)
+			}
+		},
+		"FLANNELD_": func(m *machine, line string) {
+			m.run(fmt.Sprintf("echo '%s' >>%s", strings.ReplaceAll(line, "http://192.0.2.11:2379", m.EtcdEndpoint()), settings))
+		},
+		"systemctl daemon-reload": func(m *machine, _ string) { m.run("systemd-analyze verify --man=no flanneld.service") },
+		"systemctl enable --now flanneld": func(m *machine, _ string) {
+			m.enable("/usr/local/bin/flanneld", settings)
+			eventually(t, "flanneld is ready", func() error {
+				_, err := m.Exec(background(t), "curl", "-sSf", "http://127.0.0.1:8471/readyz")
+				return err
+			})
+		},
+		"journalctl": nothing, // there is no journal
+		"curl -s": func(m *machine, command string) {
+			if out := m.run(command); strings.TrimSpace(out) != "flanneld is ready" {
+				t.Errorf("%s: %s", command, out)
+			}
+		},
+		"ip route": func(m *machine, command string) {
+			eventually(t, "a route to the other host", func() error {
+				if out := m.run(command); !strings.Contains(out, "dev flannel.1 proto flannel onlink") {
+					return errors.New(out)
+				}
+				return nil
+			})
+		},
+		"ip netns exec pod ping -c 3 10.5.43.2": func(m *machine, command string) {
+			if m == a {
+				pod := strings.TrimSpace(b.run(`echo "${FLANNEL_SUBNET%.*}.2"`))
+				m.run(strings.Replace(command, "10.5.43.2", pod, 1))
+			}
+		},
+		"bin/flannelctl lab": nothing, // until Ctrl-C
+	})
+}
+
+// enable starts a program as its unit would, with the settings in a file.
+func (m *machine) enable(program, settings string) {
+	m.t.Helper()
+	cmd := exec.Command("chroot", machineRoot, program)
+	cmd.Env = []string{"PATH=/usr/sbin:/usr/bin:/sbin:/bin"}
+	for line := range strings.Lines(m.run("cat " + settings)) {
+		if line = strings.TrimSpace(line); line != "" && line[0] != '#' {
+			cmd.Env = append(cmd.Env, line)
+		}
+	}
+	if err := m.Start(cmd); err != nil {
+		m.t.Fatal(err)
+	}
+	m.t.Cleanup(func() {
+		if err := cmd.Process.Signal(syscall.SIGTERM); err != nil {
+			m.t.Errorf("%s: %v", program, err)
+		}
+		if err := cmd.Wait(); err != nil {
+			m.t.Errorf("%s: %v", program, err)
+		}
+	})
 }
 
 // TestPageMigration follows the page on two hosts, one after the other, while
@@ -137,8 +244,8 @@ func TestPageMigration(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	unit := func(m machine) lab.FlanneldOptions { return lab.FlanneldOptions{Path: m.file(program)} }
-	var machines []machine
+	unit := func(m *machine) lab.FlanneldOptions { return lab.FlanneldOptions{Path: m.file(program)} }
+	var machines []*machine
 	for _, h := range l.Hosts() {
 		m := newMachine(t, h)
 		m.write(program, string(old))
@@ -149,9 +256,9 @@ func TestPageMigration(t *testing.T) {
 		machines = append(machines, m)
 	}
 	for _, m := range machines {
-		m.follow("migration.md", map[string]func(string){
-			"systemctl stop flannel": func(string) { expectStop(t, m.Daemon()) },
-			"systemctl start flannel": func(string) {
+		follow(t, "migration.md", []*machine{m}, map[string]func(*machine, string){
+			"systemctl stop flannel": func(m *machine, _ string) { expectStop(t, m.Daemon()) },
+			"systemctl start flannel": func(m *machine, _ string) {
 				if info, err := os.Stat(m.file(program)); err != nil || info.Mode().Perm() != 0o755 {
 					t.Errorf("%s is not the new program: %v", program, err)
 				}
@@ -184,18 +291,16 @@ func TestPageDocker(t *testing.T) {
 		expectDocker(t, m, dropIn, bip)
 	}
 	added := []string{}
-	m.follow("docker.md", map[string]func(string){
-		"systemctl daemon-reload":  func(string) { m.run("test -x /usr/local/bin/mk-docker-opts.sh") },
-		"systemctl restart docker": func(string) { restart() },
-		"dist/mk-docker-opts.sh": func(command string) {
+	follow(t, "docker.md", []*machine{m}, map[string]func(*machine, string){
+		"systemctl daemon-reload":  func(*machine, string) { m.run("test -x /usr/local/bin/mk-docker-opts.sh") },
+		"systemctl restart docker": func(*machine, string) { restart() },
+		"dist/mk-docker-opts.sh": func(_ *machine, command string) {
 			if out := m.run(command); out != "DOCKER_OPTS=\" "+bip+" --ip-masq=true --mtu=1450\"\n" {
 				t.Errorf("%s: %s", command, out)
 			}
 		},
-		"ExecStart=":         func(line string) { added = append(added, line) },
-		"10.5.49.0/24":       func(string) {}, // what the script says
-		"cat subnet.env":     func(command string) { m.run(command) },
-		"install -D -m 0644": func(command string) { m.run(command) },
+		"ExecStart=":   func(_ *machine, line string) { added = append(added, line) },
+		"10.5.49.0/24": func(*machine, string) {}, // what the script says
 	})
 	if len(added) != 2 || added[0] != "ExecStart=" {
 		t.Fatalf("added to the drop-in: %q", added)
@@ -207,7 +312,7 @@ func TestPageDocker(t *testing.T) {
 }
 
 // expectDocker starts dockerd as systemd would, and looks at what it gets.
-func expectDocker(t *testing.T, m machine, dropIn, bip string) {
+func expectDocker(t *testing.T, m *machine, dropIn, bip string) {
 	t.Helper()
 	text := m.run("cat /etc/systemd/system/docker.service " + dropIn)
 	last := func(key string) string {
