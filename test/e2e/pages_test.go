@@ -84,7 +84,10 @@ func (m *machine) write(name, text string) {
 	}
 }
 
-var itemStart = regexp.MustCompile(`^(?:[0-9]+\.|-) `)
+var (
+	itemStart = regexp.MustCompile(`^(?:[0-9]+\.|-) `)
+	prompted  = regexp.MustCompile(`^(?:\$|# (?:flannelctl|systemctl|ip)) `)
+)
 
 // shownBlocks returns what a page shows, line by line without the indentation.
 // Empty lines are in a block, and what goes on in a list is none.
@@ -120,11 +123,12 @@ func pageCommands(t *testing.T, page string) (commands []string) {
 		t.Fatal(err)
 	}
 	for _, block := range shownBlocks(string(raw)) {
-		prompt := slices.ContainsFunc(block, func(line string) bool { return strings.HasPrefix(line, "$ ") })
+		prompt := slices.ContainsFunc(block, prompted.MatchString)
 		for _, line := range block {
-			command, shown := strings.CutPrefix(line, "$ ")
-			if shown || !prompt {
-				commands = append(commands, command)
+			if prompted.MatchString(line) {
+				commands = append(commands, line[len("$ "):])
+			} else if !prompt {
+				commands = append(commands, line)
 			}
 		}
 	}
@@ -268,6 +272,41 @@ func TestPageMigration(t *testing.T) {
 		m.run("curl -sS --fail http://127.0.0.1:8081/readyz")
 	}
 	expectConverged(t, l)
+}
+
+// TestPagesAboutAHost follows the pages that look at a host in order.
+func TestPagesAboutAHost(t *testing.T) {
+	t.Parallel()
+	l := newLab(t, lab.Config{Hosts: 2}, `{"Type":"vxlan"}`)
+	startAll(t, l, lab.FlanneldOptions{})
+	m := newMachine(t, l.Host(1))
+	shown := func(*machine, string) {} // what such a command may print
+	follow(t, "troubleshooting.md", []*machine{m}, nil)
+	follow(t, "status.md", []*machine{m}, nil)
+	follow(t, "backends/vxlan.md", []*machine{m}, map[string]func(*machine, string){
+		`{"VNI"`: shown, "E1121": shown, "bin/flannelctl lab": shown,
+		"ip route show proto flannel": func(m *machine, command string) {
+			m.run("install -D dist/rt_protos.d/flannel.conf /etc/iproute2/rt_protos.d/flannel.conf")
+			if out := m.run(command); !strings.Contains(out, "dev flannel.1 onlink") {
+				t.Errorf("%s: %s", command, out)
+			}
+		},
+	})
+	follow(t, "operations.md", []*machine{m}, map[string]func(*machine, string){
+		"FLANNEL_": shown, "I1121": shown, "E1121": shown, "…": shown,
+		"curl -si": func(m *machine, command string) { m.run(strings.Replace(command, "8471", "8081", 1)) },
+		"systemd-analyze security flanneld": func(_ *machine, command string) {
+			m.run(strings.Replace(command, "flanneld", "--offline=true dist/systemd/flanneld.service", 1) + " | grep ' 2.4 OK'")
+		},
+		"systemctl restart flanneld": func(m *machine, _ string) {
+			expectStop(t, m.Daemon())
+			startOne(t, m.Host, lab.FlanneldOptions{Path: m.file("/usr/local/bin/flanneld")})
+		},
+		"systemctl disable --now flanneld": func(m *machine, _ string) { expectStop(t, m.Daemon()) },
+	})
+	if left := m.run("ip -o link"); strings.Contains(left, "flannel") {
+		t.Errorf("left behind: %s", left)
+	}
 }
 
 // TestPageDocker follows the page on a host whose Docker says what it was started
