@@ -22,7 +22,9 @@ want etcd etcd-server # an older server than the one that is linked in
 want openssl openssl # keys for an API server
 want qemu-system-x86_64 qemu-system-x86 # a machine with another kernel, and what it is made of
 want cpio cpio
-want jq jq # in commands of the documentation
+want jq jq # the documentation has commands with this
+want curl curl # and this
+want etcdctl etcd-client # and this
 want depmod kmod
 want wg wireguard-tools
 want tc iproute2
