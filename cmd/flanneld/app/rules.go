@@ -149,7 +149,7 @@ func (k *ruleKeeper) variants(ctx context.Context, a *iptables.Applier, tried fu
 
 func (k *ruleKeeper) step(ctx context.Context) error {
 	changed, err := k.applier.Apply(ctx, k.policy)
-	if ctx.Err() != nil {
+	if ctx.Err() != nil && (err != nil || !changed) { // what was written is told
 		return nil
 	}
 	k.note(ctx, changed, err)
