@@ -84,6 +84,47 @@ func TestKubeManifests(t *testing.T) {
 	}
 }
 
+// TestPageKubernetesInstall runs what that page shows.
+func TestPageKubernetesInstall(t *testing.T) {
+	t.Parallel()
+	const page, name = "kubernetes-install.md", "registry.example.com/flanneld:v1"
+	for how, begins := range map[string]string{"kubectl": "kubectl apply -k .", "helm": "helm install"} {
+		t.Run(how, func(t *testing.T) {
+			c, dir := bare(t, lab.Config{Hosts: 1}), t.TempDir()
+			if err := os.Symlink(repository(t, "dist"), filepath.Join(dir, "dist")); err != nil {
+				t.Fatal(err)
+			}
+			overlay := pageBlock(t, page, "# kustomization.yaml")
+			if err := os.WriteFile(filepath.Join(dir, "kustomization.yaml"), []byte(overlay), 0o600); err != nil {
+				t.Fatal(err)
+			}
+			typed := func(begins string) {
+				t.Helper()
+				command := pageBlock(t, page, begins)
+				out, err := c.Host(1).Exec(background(t), "env", "HOME="+dir, "PATH="+repository(t, "bin/tools")+":/usr/bin:/bin",
+					"KUBECONFIG="+c.kubeconfig(1, c.write("admin-token", []byte(adminToken))), "sh", "-ec", "cd "+dir+"\n"+command)
+				if err != nil {
+					t.Fatalf("%s: %v: %s", command, err, out)
+				}
+			}
+			expectImages := func() {
+				t.Helper()
+				images := c.tool("kubectl", "get", "daemonset", "--namespace=kube-flannel", "kube-flannel-ds",
+					"--output=jsonpath={.spec.template.spec['containers','initContainers'][*].image}")
+				if want := strings.TrimSpace(strings.Repeat(name+" ", 3)); images != want {
+					t.Errorf("the images are %q, want %q", images, want)
+				}
+			}
+			typed(begins)
+			expectImages()
+			typed("kubectl label namespace")
+			c.tool("kubectl", "--namespace=kube-flannel", "set", "image", "daemonset/kube-flannel-ds", "*=flannel:old")
+			typed("kubectl --namespace=kube-flannel set image")
+			expectImages()
+		})
+	}
+}
+
 // existing writes the manifest of a cluster that runs flannel, with that command
 // to install the CNI configuration.
 func (c *cluster) existing(install ...string) string {

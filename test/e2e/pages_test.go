@@ -135,6 +135,21 @@ func pageCommands(t *testing.T, page string) (commands []string) {
 	return commands
 }
 
+// pageBlock returns what a page shows in one block, which begins so.
+func pageBlock(t *testing.T, page, begins string) string {
+	t.Helper()
+	raw, err := os.ReadFile("../../Documentation/" + page)
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, rest, ok := strings.Cut(string(raw), "\n\n    "+begins)
+	if !ok {
+		t.Fatalf("%s shows no %s", page, begins)
+	}
+	block, _, _ := strings.Cut(rest, "\n\n")
+	return begins + strings.ReplaceAll(block, "\n    ", "\n")
+}
+
 // follow has machines run all commands of a page, each on all of them before the
 // next. Those that need systemd, or are none, are for special, by what they begin
 // with.
