@@ -294,6 +294,7 @@ func TestPagesAboutAHost(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 2}, `{"Type":"vxlan"}`)
 	startAll(t, l, lab.FlanneldOptions{})
+	expectConverged(t, l)
 	m := newMachine(t, l.Host(1))
 	shown := func(*machine, string) {} // what such a command may print
 	follow(t, "troubleshooting.md", []*machine{m}, nil)
