@@ -7,6 +7,8 @@ import (
 	"slices"
 	"strings"
 	"time"
+
+	"k8s.io/klog/v2"
 )
 
 const (
@@ -71,6 +73,9 @@ func (f runtimeFit) rest(ctx context.Context, started <-chan struct{}) error {
 	case <-time.After(tidyAfter):
 		debug.SetGCPercent(restGC)
 		debug.FreeOSMemory()
+		if err := unmapProgram(); err != nil {
+			klog.FromContext(ctx).V(1).Info("the start's pages of the program stay in use", "err", err)
+		}
 	}
 	return nil
 }
