@@ -13,6 +13,8 @@ import (
 	"strings"
 	"time"
 
+	goiptables "github.com/coreos/go-iptables/iptables"
+
 	"flanneld/pkg/firewall"
 	"flanneld/pkg/oneline"
 	"flanneld/pkg/prefix"
@@ -176,25 +178,20 @@ func legacyTables(f prefix.Family) []string {
 // kind is what the programs of one family can do.
 type kind struct{ nft, random, wait bool }
 
-// probe asks for the version.
+// probe asks for the version. The library knows what a version can do, and keeps the
+// variant to itself. It is asked second: run ends a program that hangs, the library
+// waits for it.
 func (v Variant) probe(ctx context.Context, f prefix.Family) (kind, error) {
 	text, err := run(ctx, "", v.Program(f), "--version")
 	if err != nil {
 		return kind{}, err
 	}
-	return parseVersion(text)
-}
-
-// parseVersion reads what iptables --version says, such as
-// "iptables v1.8.9 (nf_tables)". Before 1.8 there was one variant only.
-func parseVersion(text string) (kind, error) {
-	var major, minor, patch int
-	_, rest, _ := strings.Cut(text, " v")
-	if n, _ := fmt.Sscanf(rest, "%d.%d.%d", &major, &minor, &patch); n < 2 {
-		return kind{}, fmt.Errorf("version of iptables is not understood: %q", strings.TrimSpace(text))
+	t, err := goiptables.New(goiptables.Path(v.Program(f)))
+	if err != nil {
+		return kind{}, fmt.Errorf("what %s can do: %w", v.Program(f), err)
 	}
-	since162 := major > 1 || major == 1 && (minor > 6 || minor == 6 && patch >= 2)
-	return kind{nft: strings.Contains(rest, "nf_tables"), random: since162, wait: since162}, nil
+	// iptables-restore has --wait since the version that has --random-fully, 1.6.2.
+	return kind{nft: strings.Contains(text, "(nf_tables)"), random: t.HasRandomFully(), wait: t.HasRandomFully()}, nil
 }
 
 // run runs a program to its end and returns what it says on stdout.

@@ -80,21 +80,34 @@ func TestLegacyRules(t *testing.T) {
 	}
 }
 
-func TestParseVersion(t *testing.T) {
+// TestProbe asks programs that say what those of several versions say.
+func TestProbe(t *testing.T) {
+	t.Setenv("PATH", t.TempDir())
+	const program = Variant("-of-a-test")
 	for text, want := range map[string]kind{
-		"iptables v1.8.9 (nf_tables)\n": {nft: true, random: true, wait: true},
-		"ip6tables v1.8.9 (legacy)\n":   {random: true, wait: true},
-		"iptables v1.6.2\n":             {random: true, wait: true},
-		"iptables v1.6.1\n":             {},
-		"iptables v1.4.21\n":            {},
-		"iptables v2.0.0 (nf_tables)\n": {nft: true, random: true, wait: true},
+		"iptables v1.8.9 (nf_tables)": {nft: true, random: true, wait: true},
+		"ip6tables v1.8.9 (legacy)":   {random: true, wait: true},
+		"iptables v1.6.2":             {random: true, wait: true},
+		"iptables v1.6.1":             {},
+		"iptables v1.4.21":            {},
+		"iptables v2.0.0 (nf_tables)": {nft: true, random: true, wait: true},
+		"busybox":                     {},
 	} {
-		if got, err := parseVersion(text); err != nil || got != want {
+		script := "#!/bin/sh\necho '" + text + "'\n"
+		path := filepath.Join(os.Getenv("PATH"), program.Program(prefix.IPv6))
+		if err := os.WriteFile(path, []byte(script), 0o700); err != nil { //nolint:gosec // a program
+			t.Fatal(err)
+		}
+		got, err := program.probe(t.Context(), prefix.IPv6)
+		if understood := text != "busybox"; got != want || (err == nil) != understood {
 			t.Errorf("%q: %+v, %v, want %+v", text, got, err, want)
 		}
+		if err != nil && !strings.Contains(err.Error(), "busybox") {
+			t.Errorf("%q: %v", text, err)
+		}
 	}
-	if _, err := parseVersion("busybox"); err == nil {
-		t.Error("it makes a version of busybox")
+	if _, err := program.probe(t.Context(), prefix.IPv4); !errors.Is(err, ErrMissing) {
+		t.Errorf("a program that is not there: %v", err)
 	}
 }
 
