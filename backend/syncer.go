@@ -48,12 +48,11 @@ type Syncer struct {
 	SyncerConfig
 	loop     *loop.Loop
 	arbiter  *subnet.Arbiter
-	peers    map[string]subnet.Lease // as the network was told
-	unusable map[string]string       // why a lease was not even put to the arbiter
-	kernel   map[string]string       // why the network refused a peer
-	refused  map[string]string       // all reasons, as logged
-	err      error                   // of the last pass
-	lastSync time.Time               // when a pass last succeeded
+	unusable map[string]string // why a lease was not even put to the arbiter
+	kernel   map[string]string // why the network refused a peer
+	refused  map[string]string // all reasons, as logged
+	err      error             // of the last pass
+	lastSync time.Time         // when a pass last succeeded
 	held     int
 	drift    *drift
 
@@ -156,7 +155,7 @@ func (s *Syncer) advance(ctx context.Context) Set {
 	if set.All {
 		s.judgeAll()
 	}
-	set.Leases = s.peers
+	set.Leases = s.arbiter.Accepted()
 	s.all = false
 	clear(s.changed)
 	s.logHeld(ctx, s.Ledger.Held())
@@ -167,24 +166,17 @@ func (s *Syncer) advance(ctx context.Context) Set {
 func (s *Syncer) judge(key string) bool {
 	c := subnet.Claimant{Lease: subnet.Lease{Key: key}}
 	delete(s.unusable, key)
-	delete(s.peers, key)
 	if l, ok := s.Ledger.Lease(key); ok {
 		if ids, usable := s.check(l); usable {
 			c = subnet.Claimant{Lease: l, Identities: ids}
 		}
 	}
-	if !s.arbiter.Change(c) {
-		return false
-	}
-	if l, ok := s.arbiter.Accepted(key); ok {
-		s.peers[key] = l
-	}
-	return true
+	return s.arbiter.Change(c)
 }
 
 func (s *Syncer) judgeAll() {
 	n := s.Ledger.Len()
-	s.unusable, s.peers = map[string]string{}, make(map[string]subnet.Lease, n)
+	s.unusable = map[string]string{}
 	all := make([]subnet.Claimant, 0, n)
 	since, now := make(map[string]time.Time, n), time.Now()
 	for l := range s.Ledger.Leases() {
@@ -195,9 +187,6 @@ func (s *Syncer) judgeAll() {
 	}
 	s.since = since
 	s.arbiter.Reset(all)
-	for l := range s.arbiter.AllAccepted() {
-		s.peers[l.Key] = l
-	}
 }
 
 // check looks at a lease by itself.

@@ -61,7 +61,7 @@ func TestChangeComesToTheSame(t *testing.T) {
 
 func accepted(a *subnet.Arbiter) []string {
 	var s []string
-	for l := range a.AllAccepted() {
+	for _, l := range a.Accepted() {
 		s = append(s, fmt.Sprint(l))
 	}
 	slices.Sort(s)

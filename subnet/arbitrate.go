@@ -3,7 +3,6 @@ package subnet
 import (
 	"cmp"
 	"fmt"
-	"iter"
 	"maps"
 	"net/netip"
 	"slices"
@@ -38,7 +37,8 @@ type Arbiter struct {
 	subnets    *index
 	publics    *index            // public addresses, as prefixes of full length
 	identities map[string]string // key of who has it
-	accepted   map[string]Claimant
+	accepted   map[string]Lease
+	carried    map[string][]string // identities of accepted ones, by key
 	contested  map[string]Claimant // refused because of another lease
 	refused    map[string][]string // reasons
 }
@@ -50,7 +50,7 @@ func NewArbiter(cfg Config, own Claimant) *Arbiter {
 	return a
 }
 
-// Reset judges all claimants anew. Accepted leases share their data.
+// Reset judges all claimants anew.
 func (a *Arbiter) Reset(all []Claimant) {
 	a.lengths = lengths{}
 	for _, c := range all {
@@ -58,7 +58,8 @@ func (a *Arbiter) Reset(all []Claimant) {
 	}
 	n := len(all)
 	a.subnets, a.publics, a.identities = newIndex(a.lengths, n), newIndex(a.lengths, n), make(map[string]string, n)
-	a.accepted, a.contested, a.refused = make(map[string]Claimant, n), map[string]Claimant{}, map[string][]string{}
+	a.accepted, a.carried = make(map[string]Lease, n), map[string][]string{}
+	a.contested, a.refused = map[string]Claimant{}, map[string][]string{}
 
 	all = slices.Clone(all)
 	slices.SortFunc(all, func(x, y Claimant) int {
@@ -75,10 +76,10 @@ func (a *Arbiter) Reset(all []Claimant) {
 // Reset then.
 func (a *Arbiter) Change(c Claimant) bool {
 	key := c.Lease.Key
-	old, had := a.accepted[key]
+	lease, had := a.accepted[key]
+	old := Claimant{lease, a.carried[key]}
 	if had {
 		a.release(old)
-		delete(a.accepted, key)
 	}
 	delete(a.contested, key)
 	delete(a.refused, key)
@@ -110,22 +111,10 @@ func touch(x, y Claimant) bool {
 	return slices.ContainsFunc(x.Identities, func(id string) bool { return slices.Contains(y.Identities, id) })
 }
 
-// Accepted returns the lease with the endpoints that may be programmed.
-func (a *Arbiter) Accepted(key string) (l Lease, ok bool) {
-	c, ok := a.accepted[key]
-	return c.Lease, ok
-}
-
-// AllAccepted iterates over all leases that may be programmed.
-func (a *Arbiter) AllAccepted() iter.Seq[Lease] {
-	return func(yield func(Lease) bool) {
-		for _, c := range a.accepted {
-			if !yield(c.Lease) {
-				return
-			}
-		}
-	}
-}
+// Accepted returns the leases that may be programmed, by key, each with the
+// endpoints that may be. It is read-only, follows Change, and shares its data with
+// what was claimed.
+func (a *Arbiter) Accepted() map[string]Lease { return a.accepted }
 
 // Refused returns why the lease, or a family of it, may not be programmed;
 // nil if nothing is wrong with it.
@@ -144,7 +133,6 @@ func (a *Arbiter) AllRefused() []Refusal {
 
 // settle accepts or refuses c, given all that is claimed so far.
 func (a *Arbiter) settle(c Claimant) {
-	key := c.Lease.Key
 	if i := slices.IndexFunc(c.Identities, func(id string) bool { return slices.Contains(a.own.Identities, id) }); i >= 0 {
 		a.refuse(c, fmt.Sprintf("its %s is that of this node", c.Identities[i]), "")
 		return
@@ -175,9 +163,10 @@ func (a *Arbiter) settle(c Claimant) {
 			return
 		}
 	}
-	c.Lease.Endpoints = kept
-	a.accepted[key] = c
-	a.claim(key, c)
+	if len(kept) < len(c.Lease.Endpoints) {
+		c.Lease.Endpoints = kept
+	}
+	a.claim(c)
 }
 
 // refuse notes a reason, and that it would pass if the lease called by went.
@@ -188,7 +177,12 @@ func (a *Arbiter) refuse(c Claimant, reason, by string) {
 	}
 }
 
-func (a *Arbiter) claim(key string, c Claimant) {
+func (a *Arbiter) claim(c Claimant) {
+	key := c.Lease.Key
+	a.accepted[key] = c.Lease
+	if len(c.Identities) > 0 {
+		a.carried[key] = c.Identities
+	}
 	for _, e := range c.Lease.Endpoints {
 		if e.Subnet.IsValid() {
 			a.subnets.add(e.Subnet, holder{e.Subnet, key})
@@ -203,6 +197,8 @@ func (a *Arbiter) claim(key string, c Claimant) {
 }
 
 func (a *Arbiter) release(c Claimant) {
+	delete(a.accepted, c.Lease.Key)
+	delete(a.carried, c.Lease.Key)
 	for _, e := range c.Lease.Endpoints {
 		a.subnets.remove(e.Subnet)
 		a.publics.remove(prefix.Host(e.PublicIP))

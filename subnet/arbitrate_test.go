@@ -3,6 +3,7 @@ package subnet_test
 import (
 	gocmp "cmp"
 	"fmt"
+	"maps"
 	"net/netip"
 	"slices"
 	"testing"
@@ -42,7 +43,7 @@ func arbitrate(cfg subnet.Config, own subnet.Lease, leases []subnet.Lease) ([]su
 	}
 	a := subnet.NewArbiter(cfg, subnet.Claimant{Lease: own})
 	a.Reset(all)
-	accepted := slices.SortedFunc(a.AllAccepted(), func(x, y subnet.Lease) int {
+	accepted := slices.SortedFunc(maps.Values(a.Accepted()), func(x, y subnet.Lease) int {
 		return gocmp.Or(gocmp.Compare(x.Order, y.Order), gocmp.Compare(x.Key, y.Key))
 	})
 	return accepted, a.AllRefused()

@@ -17,9 +17,9 @@ import (
 // zero Ledger knows nobody. It is not safe for concurrent use.
 type Ledger struct {
 	store  StoreID
-	peers  map[string]Peer
-	synced bool // with a snapshot, since it was restored
-	held   map[string]struct{}
+	peers  map[string]Lease
+	synced bool                 // with a snapshot, since it was restored: nobody goes before
+	held   map[string]time.Time // peers that the store does not have, and until when
 }
 
 // Peer is what a Ledger knows of one other node.
@@ -36,10 +36,13 @@ type LedgerState struct {
 
 // Restore replaces what the ledger knows by state.
 func (l *Ledger) Restore(state LedgerState) {
-	l.store, l.synced, l.held = state.Store, false, nil
-	l.peers = make(map[string]Peer, len(state.Peers))
+	l.store, l.synced, l.held = state.Store, false, map[string]time.Time{}
+	l.peers = make(map[string]Lease, len(state.Peers))
 	for _, p := range state.Peers {
-		l.peers[p.Lease.Key] = p
+		l.peers[p.Lease.Key] = p.Lease
+		if !p.HeldUntil.IsZero() {
+			l.held[p.Lease.Key] = p.HeldUntil
+		}
 	}
 }
 
@@ -47,8 +50,8 @@ func (l *Ledger) Restore(state LedgerState) {
 // read-only.
 func (l *Ledger) State() LedgerState {
 	state := LedgerState{Store: l.store, Peers: make([]Peer, 0, len(l.peers))}
-	for _, p := range l.peers {
-		state.Peers = append(state.Peers, p)
+	for key, lease := range l.peers {
+		state.Peers = append(state.Peers, Peer{lease, l.held[key]})
 	}
 	slices.SortFunc(state.Peers, func(a, b Peer) int { return cmp.Compare(a.Lease.Key, b.Lease.Key) })
 	return state
@@ -61,40 +64,33 @@ func (l *Ledger) Apply(s Snapshot, now time.Time) {
 	same := s.Store.ID == l.store.ID && s.Store.Revision >= l.store.Revision
 	l.store = s.Store
 
-	peers := make(map[string]Peer, len(s.Leases))
+	peers, held := make(map[string]Lease, len(s.Leases)), map[string]time.Time{}
 	for _, lease := range s.Leases {
-		peers[lease.Key] = Peer{Lease: lease}
+		peers[lease.Key] = lease
 	}
 	for _, key := range s.Undecodable {
-		if p, known := l.peers[key]; known {
-			peers[key] = Peer{Lease: p.Lease}
+		if lease, known := l.peers[key]; known {
+			peers[key] = lease
 		}
 	}
 	contradicted := sync.OnceValue(func() func(Lease) bool { return l.contradictions(s.Leases) })
-	for key, p := range l.peers {
+	for key, lease := range l.peers {
 		if _, current := peers[key]; current {
 			continue
 		}
-		if p.HeldUntil.IsZero() {
-			if same {
-				continue
-			}
-			p.HeldUntil = now.Add(TTL)
+		until, before := l.held[key]
+		if !before && same {
+			continue
 		}
 		// The clock may have been set back since.
-		if latest := now.Add(TTL); p.HeldUntil.After(latest) {
-			p.HeldUntil = latest
+		if latest := now.Add(TTL); !before || until.After(latest) {
+			until = latest
 		}
-		if now.Before(p.HeldUntil) && !contradicted()(p.Lease) {
-			peers[key] = p
-		}
-	}
-	l.peers, l.synced, l.held = peers, true, map[string]struct{}{}
-	for key, p := range peers {
-		if !p.HeldUntil.IsZero() {
-			l.held[key] = struct{}{}
+		if now.Before(until) && !contradicted()(lease) {
+			peers[key], held[key] = lease, until
 		}
 	}
+	l.peers, l.synced, l.held = peers, true, held
 }
 
 // Follow takes in what has changed since the last snapshot or update, at the
@@ -109,7 +105,7 @@ func (l *Ledger) Follow(u Update) bool {
 		if lease == nil {
 			delete(l.peers, key)
 		} else {
-			l.peers[key] = Peer{Lease: *lease}
+			l.peers[key] = *lease
 		}
 	}
 	return true
@@ -118,9 +114,12 @@ func (l *Ledger) Follow(u Update) bool {
 // Expire lets go of peers that were held long enough, and reports whether
 // there were any.
 func (l *Ledger) Expire(now time.Time) bool {
+	if !l.synced {
+		return false
+	}
 	var gone bool
-	for key := range l.held {
-		if !now.Before(l.peers[key].HeldUntil) {
+	for key, until := range l.held {
+		if !now.Before(until) {
 			delete(l.peers, key)
 			delete(l.held, key)
 			gone = true
@@ -131,7 +130,7 @@ func (l *Ledger) Expire(now time.Time) bool {
 
 // Held returns the keys of the peers that are held, in order.
 func (l *Ledger) Held() []string {
-	if len(l.held) == 0 {
+	if !l.synced || len(l.held) == 0 {
 		return nil
 	}
 	return slices.Sorted(maps.Keys(l.held))
@@ -140,7 +139,7 @@ func (l *Ledger) Held() []string {
 // IsHeld reports whether the peer with that key is held.
 func (l *Ledger) IsHeld(key string) bool {
 	_, held := l.held[key]
-	return held
+	return held && l.synced
 }
 
 // Len returns how many leases are known.
@@ -148,15 +147,15 @@ func (l *Ledger) Len() int { return len(l.peers) }
 
 // Lease returns the lease with that key.
 func (l *Ledger) Lease(key string) (Lease, bool) {
-	p, ok := l.peers[key]
-	return p.Lease, ok
+	lease, ok := l.peers[key]
+	return lease, ok
 }
 
 // Leases iterates over all known leases.
 func (l *Ledger) Leases() iter.Seq[Lease] {
 	return func(yield func(Lease) bool) {
-		for _, p := range l.peers {
-			if !yield(p.Lease) {
+		for _, lease := range l.peers {
+			if !yield(lease) {
 				return
 			}
 		}
@@ -167,8 +166,8 @@ func (l *Ledger) Leases() iter.Seq[Lease] {
 // lease that is asked about, or has its public IP with another subnet.
 func (l *Ledger) contradictions(leases []Lease) func(Lease) bool {
 	var used lengths
-	for _, p := range l.peers {
-		used.add(p.Lease)
+	for _, lease := range l.peers {
+		used.add(lease)
 	}
 	for _, lease := range leases {
 		used.add(lease)

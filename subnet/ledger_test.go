@@ -154,6 +154,9 @@ func TestLedgerWalk(t *testing.T) {
 			now = now.Add(time.Duration(rnd.IntN(12)) * time.Hour)
 			if rnd.IntN(4) == 0 {
 				ledger = reload(t, ledger)
+				if ledger.Expire(now.Add(2*subnet.TTL)) || len(ledger.Held()) > 0 {
+					t.Fatalf("seed %d step %d: the ledger tells held ones apart before the store has answered", seed, step)
+				}
 			}
 			before := ledger.State()
 			leases, held := apply(ledger, s, now)

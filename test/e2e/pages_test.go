@@ -253,6 +253,79 @@ func (m *machine) enable(program, settings string) {
 	})
 }
 
+// TestPageEtcd follows the page on hosts of two labs: the store of the first learns of
+// users, that of the second wants client certificates.
+func TestPageEtcd(t *testing.T) {
+	t.Parallel()
+	const program, settings, reserved = "/usr/local/bin/flanneld", "/etc/flannel/flanneld.env", "10.5.77.0-24"
+	open := newLab(t, lab.Config{Hosts: 3}, `{"Type":"vxlan"}`)
+	closed := newLab(t, lab.Config{Hosts: 1, Etcd: lab.EtcdOptions{TLS: true, ClientCerts: true}}, `{"Type":"vxlan"}`)
+	for _, h := range open.Hosts()[:2] {
+		startOne(t, h, lab.FlanneldOptions{})
+	}
+	own := statusOf(t, open.Host(1)).Lease.Key
+	first, late, guarded := newMachine(t, open.Host(1)), newMachine(t, open.Host(3)), newMachine(t, closed.Host(1))
+	for _, m := range []*machine{late, guarded} {
+		m.run("install -D -m 0755 bin/flanneld " + program + " && install -D -m 0600 /dev/null " + settings)
+	}
+	set := func(m *machine, line string) { m.run("echo '" + line + "' >>" + settings) }
+	key, secrets := own, map[string]string{
+		"/etc/flannel/etcd-ca.pem": closed.Etcd().TLSFiles().CA, "/etc/flannel/etcd.pem": closed.Etcd().TLSFiles().ClientCert,
+		"/etc/flannel/etcd-key.pem": closed.Etcd().TLSFiles().ClientKey,
+	}
+	seen := func(*machine, string) {}
+	guardedBy := func(_ *machine, line string) {
+		_, path, _ := strings.Cut(line, "=")
+		raw, err := os.ReadFile(secrets[path])
+		if err != nil {
+			t.Fatal(err)
+		}
+		guarded.write(path, string(raw))
+		guarded.run("chown root: " + path + " && chmod 0600 " + path)
+		set(guarded, line)
+	}
+	follow(t, "etcd.md", []*machine{first}, map[string]func(*machine, string){
+		"I1121": seen, "E1121": seen,
+		"etcdctl get": func(m *machine, command string) {
+			out := m.run(strings.Replace(command, "10.5.43.0-24", own, 1))
+			if !strings.Contains(out, own+"\n{") || !strings.Contains(out, `"BackendType":"vxlan"`) {
+				t.Errorf("%s: %s", command, out)
+			}
+		},
+		"etcdctl lease timetolive": func(m *machine, command string) {
+			id := strings.Fields(m.run("etcdctl lease list | grep -v found"))[0]
+			if out := m.run(strings.Replace(command, "694da1fc3657d90c", id, 1)); !strings.Contains(out, "granted with TTL(86400s)") || !strings.Contains(out, lab.Prefix+"/subnets/10.5.") {
+				t.Errorf("%s: %s", command, out)
+			}
+		},
+		"etcdctl put": func(m *machine, command string) {
+			m.run(strings.Replace(command, "192.0.2.12", late.Addr(v4[0]).String(), 1))
+			key = reserved
+		},
+		"FLANNELD_ETCD_ENDPOINTS=": func(_ *machine, line string) {
+			set(guarded, strings.Replace(line, "https://192.0.2.11:2379", closed.Host(1).EtcdEndpoint(), 1))
+		},
+		"FLANNELD_ETCD_CAFILE=": guardedBy, "FLANNELD_ETCD_CERTFILE=": guardedBy, "FLANNELD_ETCD_KEYFILE=": guardedBy,
+		"FLANNELD_ETCD_USERNAME=": func(_ *machine, line string) { set(late, line) },
+		"FLANNELD_ETCD_PASSWORD=": func(_ *machine, line string) { set(late, line) },
+	})
+	if out, err := first.Exec(background(t), "etcdctl", "--endpoints", first.EtcdEndpoint(), "get", "--prefix", lab.Prefix); err == nil {
+		t.Errorf("who has no name reads the store: %s", out)
+	}
+	set(late, "FLANNELD_ETCD_ENDPOINTS="+late.EtcdEndpoint())
+	for _, m := range []*machine{late, guarded} {
+		set(m, "FLANNELD_HEALTHZ_PORT=8471")
+		m.enable(program, settings)
+		eventually(t, "flanneld is ready", func() error {
+			_, err := m.Exec(background(t), "curl", "-sSf", "http://127.0.0.1:8471/readyz")
+			return err
+		})
+	}
+	if out := late.run("cat /run/flannel/subnet.env"); !strings.Contains(out, "FLANNEL_SUBNET=10.5.77.1/24") {
+		t.Errorf("not the subnet that was reserved as %s: %s", key, out)
+	}
+}
+
 // TestPageMigration follows the page on two hosts, one after the other, while
 // what stands for systemd starts what is in flannel's place.
 func TestPageMigration(t *testing.T) {
