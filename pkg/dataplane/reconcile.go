@@ -88,7 +88,7 @@ type Config struct {
 // concurrent use, but for Changed.
 type Reconciler struct {
 	mirror   mirror
-	recorded map[Route]struct{} // in canonical form
+	recorded map[Route]struct{} // on other devices than ours, in canonical form
 	former   []Route            // recorded, and not wanted any more
 
 	want  State
@@ -138,6 +138,13 @@ func (r *Reconciler) Changed() <-chan struct{} {
 // are ours to remove once they are not wanted any more.
 func (r *Reconciler) Record(s State) {
 	for route := range s.AllRoutes() {
+		r.record(route)
+	}
+}
+
+// record leaves out what is ours by its device.
+func (r *Reconciler) record(route Route) {
+	if !r.mirror.scope.device(route.Dev) {
 		r.recorded[route.canonical()] = struct{}{}
 	}
 }
@@ -185,7 +192,7 @@ func (r *Reconciler) Update(ctx context.Context, removed, added []Object, sweep 
 	}
 	for _, o := range added {
 		if route, ok := o.(Route); ok {
-			r.recorded[route.canonical()] = struct{}{}
+			r.record(route)
 		}
 	}
 	r.want.Remove(removed...)
