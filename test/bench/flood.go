@@ -7,9 +7,10 @@ import (
 	"net/netip"
 	"os"
 	"sync/atomic"
+	"syscall"
 	"time"
+	"unsafe"
 
-	"golang.org/x/net/ipv4"
 	"golang.org/x/sys/unix"
 
 	"flanneld/pkg/lab"
@@ -26,27 +27,31 @@ func (r *runner) flood(ctx context.Context, b *bed, from, to *lab.Namespace, add
 	if err := b.settle(ctx); err != nil {
 		return c, err
 	}
-	listen := func(n *lab.Namespace, address string) (conn net.PacketConn, err error) {
-		err = n.Do(ctx, func() (err error) {
-			conn, err = new(net.ListenConfig).ListenPacket(ctx, "udp4", address)
-			return err
-		})
-		return conn, err
-	}
-	in, err := listen(to, netip.AddrPortFrom(addr, 0).String())
+	var in, out *net.UDPConn
+	err = to.Do(ctx, func() (err error) {
+		in, err = net.ListenUDP("udp4", net.UDPAddrFromAddrPort(netip.AddrPortFrom(addr, 0)))
+		return err
+	})
 	if err != nil {
 		return c, err
 	}
 	defer in.Close()
-	out, err := listen(from, ":0")
+	_ = in.SetReadBuffer(4 << 20)
+	err = from.Do(ctx, func() (err error) {
+		out, err = net.DialUDP("udp4", nil, in.LocalAddr().(*net.UDPAddr))
+		return err
+	})
 	if err != nil {
 		return c, err
 	}
 	defer out.Close()
-	_ = in.(*net.UDPConn).SetReadBuffer(4 << 20)
 
 	var received atomic.Int64
-	go drain(ipv4.NewPacketConn(in), &received)
+	arriving, err := in.SyscallConn()
+	if err != nil {
+		return c, err
+	}
+	go drain(arriving, &received)
 	d := 3 * time.Second
 	if r.quick {
 		d = time.Second
@@ -59,13 +64,16 @@ func (r *runner) flood(ctx context.Context, b *bed, from, to *lab.Namespace, add
 	if err := out.SetWriteDeadline(start.Add(d)); err != nil {
 		return c, err
 	}
-	messages, err := floodOf(out.(*net.UDPConn), in.LocalAddr(), gathered)
+	leaving, err := out.SyscallConn()
 	if err != nil {
 		return c, err
 	}
-	sender := ipv4.NewPacketConn(out)
+	load, err := floodOf(leaving, gathered)
+	if err != nil {
+		return c, err
+	}
 	for err == nil && time.Since(start) < d {
-		_, err = sender.WriteBatch(messages, 0)
+		_, err = load.send(leaving)
 	}
 	if err != nil && !errors.Is(err, os.ErrDeadlineExceeded) {
 		return c, err
@@ -79,38 +87,69 @@ func (r *runner) flood(ctx context.Context, b *bed, from, to *lab.Namespace, add
 	return c, nil
 }
 
-// floodOf returns what out sends again and again.
-func floodOf(out *net.UDPConn, to net.Addr, gathered bool) ([]ipv4.Message, error) {
+// floodOf returns what is sent again and again.
+func floodOf(out syscall.RawConn, gathered bool) (*packets, error) {
 	const payload, most = small - 28, 64
-	messages, size := make([]ipv4.Message, most), payload
-	if gathered {
-		messages, size = messages[:1], payload*most
-		raw, err := out.SyscallConn()
-		if err != nil {
-			return nil, err
-		}
-		cerr := raw.Control(func(fd uintptr) { err = unix.SetsockoptInt(int(fd), unix.IPPROTO_UDP, unix.UDP_SEGMENT, payload) })
-		if err := oneline.Join(cerr, err); err != nil {
-			return nil, err
-		}
+	if !gathered {
+		return newPackets(most, payload), nil
 	}
-	for i := range messages {
-		messages[i] = ipv4.Message{Buffers: [][]byte{make([]byte, size)}, Addr: to}
-	}
-	return messages, nil
+	var err error
+	cerr := out.Control(func(fd uintptr) { err = unix.SetsockoptInt(int(fd), unix.IPPROTO_UDP, unix.UDP_SEGMENT, payload) })
+	return newPackets(1, payload*most), oneline.Join(cerr, err)
 }
 
-// drain counts what arrives until conn is closed.
-func drain(conn *ipv4.PacketConn, received *atomic.Int64) {
-	messages := make([]ipv4.Message, 64)
-	for i := range messages {
-		messages[i].Buffers = [][]byte{make([]byte, 2048)}
-	}
+// drain counts what arrives until in is closed.
+func drain(in syscall.RawConn, received *atomic.Int64) {
+	room := newPackets(64, 2048)
 	for {
-		n, err := conn.ReadBatch(messages, 0)
+		n, err := room.receive(in)
 		if err != nil {
 			return
 		}
 		received.Add(int64(n))
 	}
+}
+
+// packets are buffers that one system call hands over. golang.org/x/net has the same,
+// and looks at each packet's address: on a machine that sends, carries and receives
+// with the same CPUs that is what would be measured.
+type packets struct{ headers []mmsghdr }
+
+// mmsghdr is as in sendmmsg(2).
+type mmsghdr struct {
+	unix.Msghdr
+	_ uint32 // how much it was
+}
+
+func newPackets(count, size int) *packets {
+	p := &packets{make([]mmsghdr, count)}
+	for i := range p.headers {
+		part := &unix.Iovec{Base: &make([]byte, size)[0]}
+		part.SetLen(size)
+		p.headers[i].Iov = part
+		p.headers[i].SetIovlen(1)
+	}
+	return p
+}
+
+func (p *packets) send(to syscall.RawConn) (n int, err error) {
+	return p.call(to.Write, unix.SYS_SENDMMSG)
+}
+
+func (p *packets) receive(from syscall.RawConn) (n int, err error) {
+	return p.call(from.Read, unix.SYS_RECVMMSG)
+}
+
+// call waits with run until the kernel takes or has one of p at least.
+func (p *packets) call(run func(func(fd uintptr) bool) error, number uintptr) (n int, err error) {
+	var done uintptr
+	var errno syscall.Errno
+	err = run(func(fd uintptr) bool {
+		done, _, errno = unix.Syscall6(number, fd, uintptr(unsafe.Pointer(&p.headers[0])), uintptr(len(p.headers)), unix.MSG_DONTWAIT, 0, 0)
+		return errno != unix.EAGAIN
+	})
+	if err == nil && errno != 0 {
+		err = os.NewSyscallError("move packets", errno)
+	}
+	return int(done), err
 }

@@ -101,6 +101,10 @@ func (b *bed) countWrites(ctx context.Context, host *lab.Host) (count func() (in
 		for {
 			err := r.receive(func(typ uint16, _ uint32, payload []byte) error {
 				switch typ {
+				case unix.RTM_NEWLINK, unix.RTM_DELLINK: // a bridge tells of its ports when it likes
+					if payload[0] != unix.AF_BRIDGE {
+						n++
+					}
 				case unix.RTM_NEWNEIGH, unix.RTM_DELNEIGH: // pods and other hosts are resolved all the time
 					if int(binary.NativeEndian.Uint32(payload[4:])) == device {
 						n++

@@ -43,8 +43,19 @@ type metric struct {
 
 func (m *metric) median() float64 { return quantile(m.Values, 0.5) }
 
+// met reports whether the median is on the right side of the target. Where there may
+// be none of something, no round may have any.
 func (m *metric) met() bool {
-	return m.Target == nil || m.Floor && m.median() >= *m.Target || !m.Floor && m.median() <= *m.Target
+	switch {
+	case m.Target == nil:
+		return true
+	case m.Floor:
+		return m.median() >= *m.Target
+	case *m.Target == 0:
+		return slices.Max(m.Values) == 0
+	default:
+		return m.median() <= *m.Target
+	}
 }
 
 // quantile returns the value below which the share q of values lies.

@@ -9,6 +9,7 @@ import (
 	"net/netip"
 	"path/filepath"
 	"reflect"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -321,6 +322,10 @@ func (d *daemon) loadState(ctx context.Context) (lastKnown, error) {
 	last, _, err := file.Load()
 	if err != nil {
 		log.Error(err, "going on without the last known state")
+	}
+	for i := range last.Peers.Peers { // the decoder leaves room for four
+		l := &last.Peers.Peers[i].Lease
+		l.Endpoints = slices.Clone(l.Endpoints)
 	}
 	return last, nil
 }

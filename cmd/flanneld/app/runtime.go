@@ -72,6 +72,7 @@ func (f runtimeFit) rest(ctx context.Context, started <-chan struct{}) error {
 	case <-ctx.Done():
 	case <-time.After(tidyAfter):
 		debug.SetGCPercent(restGC)
+		runtime.GC() // what pools hold outlives one collection
 		debug.FreeOSMemory()
 		if err := unmapProgram(); err != nil {
 			klog.FromContext(ctx).V(1).Info("the start's pages of the program stay in use", "err", err)
