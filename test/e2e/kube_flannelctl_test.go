@@ -3,6 +3,7 @@ package e2e
 import (
 	"fmt"
 	"net/http"
+	"os"
 	"path/filepath"
 	"strings"
 	"testing"
@@ -90,7 +91,40 @@ func TestKubeFlannelctlConfig(t *testing.T) {
 	mustCtl(t, h, []string{"config", "validate", file, admin})
 	refusedCtl(t, h, []string{"config", "get", "--net-config-path=/nowhere"}, `--net-config-path "/nowhere" cannot be read`)
 	refusedCtl(t, h, []string{"config", "set", file, admin}, "kubectl --namespace=kube-flannel edit configmap kube-flannel-cfg")
+	c.followEdit(h)
+
 	// What a daemon may do is not enough: it has the file.
 	daemon := "--kubeconfig-file=" + c.kubeconfig(1, c.write("token", []byte(flannelToken)))
 	refusedCtl(t, h, []string{"config", "get", daemon}, "403", "configmaps")
+}
+
+// followEdit does what the page says in place of config set, with an editor that needs
+// nobody.
+func (c *cluster) followEdit(h *lab.Host) {
+	c.t.Helper()
+	const after = `{"Network":"10.5.1.0/29","Backend":{"Type":"vxlan"}}`
+	c.write("net-conf.json", []byte(after))
+	editor := c.write("editor", []byte("#!/bin/sh\nsed -i 's|10.5.1.0/30|10.5.1.0/29|' \"$1\"\n"))
+	if err := os.Chmod(editor, 0o700); err != nil { //nolint:gosec // a program
+		c.t.Fatal(err)
+	}
+	config := c.kubeconfig(1, c.write("admin-token", []byte(adminToken)))
+	var ran []string
+	for _, command := range pageCommands(c.t, "flannelctl.md") {
+		check := strings.HasPrefix(command, "flannelctl config validate --kubeconfig-file") && strings.HasSuffix(command, " net-conf.json")
+		if !check && !strings.HasPrefix(command, "kubectl ") {
+			continue
+		}
+		ran = append(ran, command)
+		out, err := h.Exec(background(c.t), "env", "HOME="+c.dir, "KUBECONFIG="+config, "KUBE_EDITOR="+editor,
+			"PATH="+repository(c.t, "bin")+":"+repository(c.t, "bin/tools")+":"+os.Getenv("PATH"),
+			"sh", "-ec", "cd "+c.dir+"\n"+strings.Replace(command, "~/.kube/config", config, 1))
+		if err != nil {
+			c.t.Fatalf("%s: %v: %s", command, err, out)
+		}
+	}
+	if len(ran) != 2 {
+		c.t.Fatalf("the page says %q", ran)
+	}
+	mustCtl(c.t, h, []string{"config", "get", "--kubeconfig-file=" + config}, after+"\n")
 }
