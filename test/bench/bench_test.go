@@ -30,7 +30,7 @@ func TestParse(t *testing.T) {
 	if quick.atRest >= full.atRest || quick.restarts >= full.restarts {
 		t.Error("a quick run is as long as a full one")
 	}
-	for _, args := range [][]string{{"surplus"}, {"-rounds", "x"}, {"-unknown"}} {
+	for _, args := range [][]string{{"surplus"}, {"-rounds", "x"}, {"-unknown"}, {"-only", "cold", "-page", "page.md"}} {
 		if _, err := parse(args); err == nil {
 			t.Errorf("%q is accepted", args)
 		}
@@ -64,13 +64,16 @@ func testReport() *report {
 		r.add("one", "fast", 10, "ms", v, 3)
 	}
 	r.add("two", "size", -1, "MB", 36, 35)
+	for _, v := range []float64{0, 0, 1} { // not met: there may be none
+		r.add("two", "lost", -1, "", v, 0)
+	}
 	r.add("one", "fast", 5, "ms", 1)
 	return r
 }
 
 func TestReport(t *testing.T) {
 	r := testReport()
-	if got, want := r.verdict(), "1 of 2 targets met"; got != want {
+	if got, want := r.verdict(), "1 of 3 targets met"; got != want {
 		t.Errorf("verdict %q, want %q", got, want)
 	}
 	if diff := cmp.Diff([]int{10, 5}, r.sizes("one", "fast")); diff != "" {
@@ -89,6 +92,7 @@ func TestReport(t *testing.T) {
 		{"fast", "5", "1.00", "1.00 … 1.00", "1", "ms", "", ""},
 		{"fast", "10", "2.00", "1.00 … 9.00", "3", "ms", "≤ 3.00", "yes"},
 		{"size", "", "36.0", "36.0 … 36.0", "1", "MB", "≤ 35.0", "NO"},
+		{"lost", "", "0.00", "0.00 … 1.00", "3", "", "≤ 0.00", "NO"},
 	}
 	if diff := cmp.Diff(want, cells); diff != "" {
 		t.Errorf("cells (-want +got):\n%s", diff)

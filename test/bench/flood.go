@@ -72,8 +72,11 @@ func (r *runner) flood(ctx context.Context, b *bed, from, to *lab.Namespace, add
 	if err != nil {
 		return c, err
 	}
+	sent := 0
 	for err == nil && time.Since(start) < d {
-		_, err = load.send(leaving)
+		var n int
+		n, err = load.send(leaving)
+		sent += n
 	}
 	if err != nil && !errors.Is(err, os.ErrDeadlineExceeded) {
 		return c, err
@@ -83,7 +86,7 @@ func (r *runner) flood(ctx context.Context, b *bed, from, to *lab.Namespace, add
 	if err != nil {
 		return c, err
 	}
-	c.pps, c.cpuPerMpkt = n/took, (after-before).Seconds()/(n/1e6)
+	c.pps, c.sent, c.cpuPerMpkt = n/took, float64(sent)/took, (after-before).Seconds()/(n/1e6)
 	return c, nil
 }
 

@@ -71,6 +71,9 @@ func parse(args []string) (options, error) {
 	if f.NArg() > 0 {
 		return o, fmt.Errorf("unexpected argument %q", f.Arg(0))
 	}
+	if o.page != "" && o.only != "" {
+		return o, errors.New("-page takes the tables of all measures in: it does not go with -only")
+	}
 	return o, nil
 }
 
