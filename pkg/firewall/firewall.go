@@ -86,7 +86,8 @@ type Policy struct {
 type Applier interface {
 	// Apply makes the kernel hold what p says: all of it, and of what names
 	// p's networks or former ones nothing else. It writes only what differs,
-	// and reports whether it wrote.
+	// and reports whether it wrote; with an error because ctx has ended,
+	// whether it may have.
 	Apply(ctx context.Context, p Policy) (changed bool, err error)
 }
 

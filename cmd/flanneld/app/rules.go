@@ -149,6 +149,9 @@ func (k *ruleKeeper) variants(ctx context.Context, a *iptables.Applier, tried fu
 
 func (k *ruleKeeper) step(ctx context.Context) error {
 	changed, err := k.applier.Apply(ctx, k.policy)
+	if ctx.Err() != nil && err != nil && changed {
+		k.choice.untold.Store(true)
+	}
 	if ctx.Err() != nil && (err != nil || !changed) { // what was written is told
 		return nil
 	}
@@ -168,8 +171,9 @@ func (k *ruleKeeper) note(ctx context.Context, changed bool, err error) {
 	case err != nil && !k.failing:
 		log.Error(err, "traffic rules are not in place, trying again", "firewall", k.flavour)
 	case err == nil && !k.inPlace:
+		before := k.choice.untold.Swap(false)
 		log.Info("traffic rules are in place", "firewall", k.flavour, "masquerade", k.policy.Masquerade,
-			"forward", k.policy.Forward, "written", changed)
+			"forward", k.policy.Forward, "written", changed || before)
 	}
 	k.failing, k.inPlace = err != nil, err == nil
 	if repaired {
@@ -191,7 +195,7 @@ func (k *ruleKeeper) clean(ctx context.Context) error {
 	log := klog.FromContext(ctx)
 	for _, l := range k.leftovers {
 		removed, err := l.applier.Apply(ctx, l.gone)
-		if removed {
+		if removed && (err == nil || ctx.Err() == nil) {
 			log.Info("removed traffic rules that another firewall had held", "firewall in use", k.flavour)
 		}
 		if err != nil {
@@ -262,6 +266,10 @@ type flavourChoice struct {
 	auto        string
 	why, logged string
 	programs    *iptables.Variant // nil until they are chosen
+
+	// untold says that a session was ended while it wrote rules: the one after it
+	// finds what came of that, and tells.
+	untold atomic.Bool
 }
 
 func (c *flavourChoice) of(ctx context.Context, option string, cfg subnet.Config) string {

@@ -1,15 +1,20 @@
 package app
 
 import (
+	"bytes"
 	"context"
 	"errors"
+	"fmt"
 	"net/netip"
 	"slices"
+	"strings"
 	"testing"
 	"testing/synctest"
 	"time"
 
 	"golang.org/x/time/rate"
+	"k8s.io/klog/v2"
+	"k8s.io/klog/v2/textlogger"
 
 	"flanneld/pkg/firewall"
 	"flanneld/subnet"
@@ -63,6 +68,7 @@ func TestRuleKeeper(t *testing.T) {
 		active, old := &scripted{answers: []error{broken, broken}}, &scripted{answers: []error{broken}}
 		former := []netip.Prefix{netip.MustParsePrefix("10.9.0.0/16")}
 		k := &ruleKeeper{
+			choice:  &flavourChoice{},
 			policy:  firewall.Policy{Former: former},
 			applier: active, leftovers: []leftover{{old, firewall.Policy{Former: former}}}, limit: rate.NewLimiter(repairRate, repairBurst),
 			report: func(repaired bool, err error) {
@@ -99,4 +105,43 @@ func TestRuleKeeper(t *testing.T) {
 			t.Errorf("%d of %d repairs within %v, want them to slow down", repairs, fight, took)
 		}
 	})
+}
+
+// interrupted ends the session while the rules are being written.
+type interrupted struct {
+	end     context.CancelFunc
+	changed bool
+}
+
+func (e interrupted) Apply(ctx context.Context, _ firewall.Policy) (bool, error) {
+	e.end()
+	return e.changed, ctx.Err()
+}
+
+// TestRulesOfAnEndedSession has a session find what the one before it wrote and could
+// not tell.
+func TestRulesOfAnEndedSession(t *testing.T) {
+	for _, wrote := range []bool{true, false} {
+		var log bytes.Buffer
+		ctx := klog.NewContext(t.Context(), textlogger.NewLogger(textlogger.NewConfig(textlogger.Output(&log))))
+		choice := &flavourChoice{}
+		session := func(ctx context.Context, a firewall.Applier) {
+			k := &ruleKeeper{choice: choice, applier: a, limit: rate.NewLimiter(repairRate, repairBurst), report: func(bool, error) {}, done: func() {}}
+			if err := k.step(ctx); err != nil {
+				t.Error(err)
+			}
+		}
+		first, end := context.WithCancel(ctx)
+		session(first, interrupted{end, wrote})
+		if log.Len() > 0 {
+			t.Errorf("the session that ended says %s", log.String())
+		}
+		for _, tells := range []bool{wrote, false} { // once
+			log.Reset()
+			session(ctx, &scripted{})
+			if want := fmt.Sprintf("written=%v", tells); !strings.Contains(log.String(), want) {
+				t.Errorf("want %s: %s", want, log.String())
+			}
+		}
+	}
 }

@@ -159,7 +159,7 @@ func (a *Applier) apply(ctx context.Context, p firewall.Policy, f prefix.Family)
 		args = append(args, fmt.Sprintf("--wait=%d", lockWait))
 	}
 	if _, err := run(ctx, script, program+"-restore", args...); err != nil {
-		return false, fmt.Errorf("write rules: %w", err)
+		return ctx.Err() != nil, fmt.Errorf("write rules: %w", err)
 	}
 	return true, nil
 }

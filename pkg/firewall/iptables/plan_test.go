@@ -1,10 +1,12 @@
 package iptables
 
 import (
+	"context"
 	"errors"
 	"net/netip"
 	"os"
 	"path/filepath"
+	"runtime"
 	"strings"
 	"testing"
 
@@ -165,5 +167,40 @@ func TestMissingWhereNothingIsWanted(t *testing.T) {
 	p.Networks, p.Former = p.Networks[:1], []netip.Prefix{p.Networks[1].Network}
 	if changed, err := New(Default).Apply(t.Context(), p); err != nil || !changed {
 		t.Errorf("changed %v, %v", changed, err)
+	}
+}
+
+// TestInterrupted ends iptables-restore after it has done its work: what came of it is
+// not known.
+func TestInterrupted(t *testing.T) {
+	dir := t.TempDir()
+	t.Setenv("PATH", dir+":"+os.Getenv("PATH"))
+	const variant = Variant("-of-a-test")
+	for name, script := range map[string]string{
+		"": "echo iptables v1.8.9 '(nf_tables)'", "-save": "true", "-restore": "touch " + dir + "/written; exec sleep 60",
+	} {
+		path := filepath.Join(dir, variant.Program(prefix.IPv4)+name)
+		if err := os.WriteFile(path, []byte("#!/bin/sh\n"+script+"\n"), 0o700); err != nil { //nolint:gosec // a program
+			t.Fatal(err)
+		}
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	go func() {
+		for {
+			if _, err := os.Stat(dir + "/written"); err == nil || t.Context().Err() != nil {
+				cancel()
+				return
+			}
+			runtime.Gosched()
+		}
+	}()
+	p := firewalltest.Policy()
+	p.Networks = p.Networks[:1]
+	changed, err := New(variant).Apply(ctx, p)
+	if !changed || !errors.Is(err, context.Canceled) {
+		t.Errorf("changed %v, %v", changed, err)
+	}
+	if changed, err := New(variant).Apply(ctx, p); changed || err == nil {
+		t.Errorf("where nothing was begun: changed %v, %v", changed, err)
 	}
 }
