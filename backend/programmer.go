@@ -69,24 +69,34 @@ func (p *Programmer) Holdings(key string) []Holding {
 
 // all asks for everything anew.
 func (p *Programmer) all(ctx context.Context, peers Set) (Outcome, error) {
-	p.objects, p.keys, p.asked = nil, map[netip.Prefix]string{}, time.Now()
+	p.objects, p.keys, p.asked = nil, make(map[netip.Prefix]string, len(peers.Leases)), time.Now()
 	objects := make(map[string][]dataplane.Object, len(peers.Leases))
-	want := dataplane.NewState()
-	want.AddState(p.Base)
 	for key := range peers.Leases {
 		of, err := p.desired(ctx, key, peers)
 		if err != nil {
 			return Outcome{}, err
 		}
 		objects[key] = of
-		want.Add(of...)
 	}
 	p.objects = objects
 	for key, of := range objects {
 		p.remember(key, of)
 	}
+	want := dataplane.StateOf(p.everything)
+	want.AddState(p.Base)
 	report, err := p.Reconcile(ctx, want, peers.Complete)
 	return p.outcome(report), err
+}
+
+// everything iterates over what all peers ask for.
+func (p *Programmer) everything(yield func(dataplane.Object) bool) {
+	for _, of := range p.objects {
+		for _, o := range of {
+			if !yield(o) {
+				return
+			}
+		}
+	}
 }
 
 // desired is what the peer with that key asks for: nothing if it is gone.

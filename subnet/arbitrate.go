@@ -53,20 +53,24 @@ func NewArbiter(cfg Config, own Claimant) *Arbiter {
 // Reset judges all claimants anew.
 func (a *Arbiter) Reset(all []Claimant) {
 	a.lengths = lengths{}
+	n, marked := len(all), 0
 	for _, c := range all {
 		a.lengths.add(c.Lease)
+		marked += len(c.Identities)
 	}
-	n := len(all)
-	a.subnets, a.publics, a.identities = newIndex(a.lengths, n), newIndex(a.lengths, n), make(map[string]string, n)
-	a.accepted, a.carried = make(map[string]Lease, n), map[string][]string{}
+	a.subnets, a.publics, a.identities = newIndex(a.lengths, n), newIndex(a.lengths, n), make(map[string]string, marked)
+	a.accepted, a.carried = make(map[string]Lease, n), make(map[string][]string, min(n, marked))
 	a.contested, a.refused = map[string]Claimant{}, map[string][]string{}
 
-	all = slices.Clone(all)
-	slices.SortFunc(all, func(x, y Claimant) int {
+	first := make([]*Claimant, n)
+	for i := range all {
+		first[i] = &all[i]
+	}
+	slices.SortFunc(first, func(x, y *Claimant) int {
 		return cmp.Or(cmp.Compare(x.Lease.Order, y.Lease.Order), cmp.Compare(x.Lease.Key, y.Lease.Key))
 	})
-	for _, c := range all {
-		a.settle(c)
+	for _, c := range first {
+		a.settle(*c)
 	}
 }
 

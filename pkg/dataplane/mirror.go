@@ -29,7 +29,6 @@ func (m *mirror) void() { m.valid = false }
 // look brings the mirror up to date. It returns the keys of what others have
 // changed or, with all set, that everything may have.
 func (m *mirror) look(ctx context.Context) (changed Keys, all bool, err error) {
-	changed = NewKeys()
 	if m.monitor != nil {
 		events, lost := m.monitor.Drain()
 		if lost {
@@ -106,6 +105,7 @@ func (m *mirror) hearRoute(r Route, e Event) bool {
 
 // wrote takes in changes that the kernel has acknowledged.
 func (m *mirror) wrote(ops []Op) {
+	m.reserve(puts(ops))
 	for _, op := range ops {
 		switch o := op.Object.(type) {
 		case Link: // takes things along, or resets them

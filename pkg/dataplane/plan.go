@@ -3,6 +3,7 @@ package dataplane
 import (
 	"cmp"
 	"fmt"
+	"iter"
 	"net/netip"
 	"slices"
 
@@ -40,6 +41,17 @@ func (o Op) String() string {
 		return "delete " + o.Object.String()
 	}
 	return "put " + o.Object.String()
+}
+
+// puts iterates over what ops create or replace.
+func puts(ops []Op) iter.Seq[Object] {
+	return func(yield func(Object) bool) {
+		for _, op := range ops {
+			if !op.Delete && !yield(op.Object) {
+				return
+			}
+		}
+	}
 }
 
 // Refusal is a wanted route that must not be made.

@@ -104,7 +104,7 @@ type Reconciler struct {
 func NewReconciler(c Config) (*Reconciler, error) {
 	r := &Reconciler{
 		mirror:   mirror{kernel: c.Kernel, scope: c.Scope, resync: c.Resync},
-		recorded: map[Route]struct{}{}, want: NewState(), dirty: NewKeys(), all: true,
+		recorded: map[Route]struct{}{}, want: NewState(), all: true,
 		refused: map[netip.Prefix]Refusal{}, unreachable: map[netip.Prefix]Refusal{},
 	}
 	if c.Resync > 0 {
@@ -209,11 +209,12 @@ func (r *Reconciler) settle(ctx context.Context, sweep bool) (Report, error) {
 		r.all = true
 	}
 	for dst, refusal := range r.unreachable { // let us see again
-		r.dirty.dsts[dst] = struct{}{}
+		addKey(&r.dirty.dsts, dst)
 		delete(r.refused, refusal.Route.Dst)
 	}
 	clear(r.unreachable)
-	asked, some := NewKeys(), !r.all
+	var asked Keys
+	some := !r.all
 	asked.merge(r.dirty)
 	if err := r.makeLinks(ctx, &report, func(o Object) bool { return some && !asked.has(o) }); err != nil {
 		return report, err
@@ -306,7 +307,7 @@ func (r *Reconciler) settled(report *Report, sweep bool) {
 		}
 		r.former = nil
 	}
-	r.dirty, r.all, r.swept = NewKeys(), false, sweep
+	r.dirty, r.all, r.swept = Keys{}, false, sweep
 	for _, refusals := range []map[netip.Prefix]Refusal{r.refused, r.unreachable} {
 		for _, refusal := range refusals {
 			report.Refused = append(report.Refused, refusal)

@@ -250,6 +250,47 @@ func NewState() State {
 	}
 }
 
+// StateOf returns the state of objects, which it goes over twice.
+func StateOf(objects iter.Seq[Object]) State {
+	s := NewState()
+	s.reserve(objects)
+	for o := range objects {
+		o.addTo(s)
+	}
+	return s
+}
+
+// Reserve makes room for as many more objects at once.
+func (s *State) Reserve(neighs, fdb, routes int) {
+	s.Neighs, s.FDB, s.Routes = roomFor(s.Neighs, neighs), roomFor(s.FDB, fdb), roomFor(s.Routes, routes)
+}
+
+// reserve makes room for objects, as if none of them were there.
+func (s *State) reserve(objects iter.Seq[Object]) {
+	var neighs, fdb, routes int
+	for o := range objects {
+		switch o.(type) {
+		case Neigh:
+			neighs++
+		case FDB:
+			fdb++
+		case Route:
+			routes++
+		}
+	}
+	s.Reserve(neighs, fdb, routes)
+}
+
+// roomFor returns m with room for n more, where that is worth its copy.
+func roomFor[K comparable, V any](m map[K]V, n int) map[K]V {
+	if m != nil && n <= len(m) {
+		return m
+	}
+	larger := make(map[K]V, len(m)+n)
+	maps.Copy(larger, m)
+	return larger
+}
+
 // Add puts objects into the state. One with the key of another replaces it;
 // a route replaces none but its equal.
 func (s State) Add(objects ...Object) {
@@ -265,7 +306,14 @@ func (s State) AddState(other State) {
 	maps.Copy(s.Neighs, other.Neighs)
 	maps.Copy(s.FDB, other.FDB)
 	for r := range other.AllRoutes() {
-		s.Add(r)
+		s.AddRoute(r)
+	}
+}
+
+// AddRoute is Add for one route.
+func (s State) AddRoute(r Route) {
+	if !s.HasRoute(r) {
+		s.Routes[r.Dst] = append(s.Routes[r.Dst], r)
 	}
 }
 
@@ -357,7 +405,8 @@ func kind(o Object) string {
 // HasRoute reports whether the state holds exactly r.
 func (s State) HasRoute(r Route) bool { return slices.Contains(s.Routes[r.Dst], r) }
 
-// Keys names places in a state: what is there, in one state or another.
+// Keys names places in a state: what is there, in one state or another. The
+// zero Keys names none.
 type Keys struct {
 	links  map[string]struct{}
 	addrs  map[Addr]struct{}
@@ -366,35 +415,43 @@ type Keys struct {
 	dsts   map[netip.Prefix]struct{}
 }
 
-// NewKeys returns no keys.
-func NewKeys() Keys {
-	return Keys{map[string]struct{}{}, map[Addr]struct{}{}, map[NeighKey]struct{}{}, map[FDBKey]struct{}{}, map[netip.Prefix]struct{}{}}
-}
-
 // Add adds the keys of objects; of a route, its destination.
-func (k Keys) Add(objects ...Object) {
+func (k *Keys) Add(objects ...Object) {
 	for _, o := range objects {
 		switch o := o.(type) {
 		case Link:
-			k.links[o.Name] = struct{}{}
+			addKey(&k.links, o.Name)
 		case Addr:
-			k.addrs[o] = struct{}{}
+			addKey(&k.addrs, o)
 		case Neigh:
-			k.neighs[o.NeighKey] = struct{}{}
+			addKey(&k.neighs, o.NeighKey)
 		case FDB:
-			k.fdb[o.FDBKey] = struct{}{}
+			addKey(&k.fdb, o.FDBKey)
 		case Route:
-			k.dsts[o.Dst] = struct{}{}
+			addKey(&k.dsts, o.Dst)
 		}
 	}
 }
 
-func (k Keys) merge(other Keys) {
-	maps.Copy(k.links, other.links)
-	maps.Copy(k.addrs, other.addrs)
-	maps.Copy(k.neighs, other.neighs)
-	maps.Copy(k.fdb, other.fdb)
-	maps.Copy(k.dsts, other.dsts)
+func addKey[K comparable](set *map[K]struct{}, k K) {
+	if *set == nil {
+		*set = map[K]struct{}{}
+	}
+	(*set)[k] = struct{}{}
+}
+
+func (k *Keys) merge(other Keys) {
+	addKeys(&k.links, other.links)
+	addKeys(&k.addrs, other.addrs)
+	addKeys(&k.neighs, other.neighs)
+	addKeys(&k.fdb, other.fdb)
+	addKeys(&k.dsts, other.dsts)
+}
+
+func addKeys[K comparable](set *map[K]struct{}, other map[K]struct{}) {
+	for k := range other {
+		addKey(set, k)
+	}
 }
 
 // has reports whether o's key is one of k.
@@ -424,6 +481,9 @@ func (s State) Only(k Keys) State {
 }
 
 func only[K comparable, V any](m map[K]V, keys map[K]struct{}) map[K]V {
+	if len(keys) == 0 {
+		return nil
+	}
 	part := make(map[K]V, len(keys))
 	for k := range keys {
 		if v, ok := m[k]; ok {
@@ -444,11 +504,7 @@ func (l Link) addTo(s State)  { s.Links[l.Name] = l }
 func (a Addr) addTo(s State)  { s.Addrs[a] = struct{}{} }
 func (n Neigh) addTo(s State) { s.Neighs[n.NeighKey] = n }
 func (f FDB) addTo(s State)   { s.FDB[f.FDBKey] = f }
-func (r Route) addTo(s State) {
-	if !s.HasRoute(r) {
-		s.Routes[r.Dst] = append(s.Routes[r.Dst], r)
-	}
-}
+func (r Route) addTo(s State) { s.AddRoute(r) }
 
 func (l Link) removeFrom(s State)  { delete(s.Links, l.Name) }
 func (a Addr) removeFrom(s State)  { delete(s.Addrs, a) }

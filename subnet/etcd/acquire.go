@@ -36,7 +36,7 @@ type plan struct {
 func choose(pools []subnet.Pool, wanted []netip.Prefix, ours func(entry) bool, entries []entry) (plan, error) {
 	var p plan
 	var mine []*entry
-	var taken []netip.Prefix
+	taken := make([]netip.Prefix, 0, len(entries))
 	for i, e := range entries {
 		switch {
 		case !ours(e):

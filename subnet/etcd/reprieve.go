@@ -54,7 +54,7 @@ func (r *reprieve) spares(key string) bool {
 
 // renewed takes note that a key is there, and returns those that cannot count
 // beside it: of the same subnet, or of the same node.
-func (r *reprieve) renewed(now entry, entries map[string]entry) (gone []string) {
+func (r *reprieve) renewed(now *entry, entries map[string]*entry) (gone []string) {
 	delete(r.doomed, now.key)
 	for key := range r.doomed {
 		e := entries[key]

@@ -13,12 +13,12 @@ import (
 
 func TestReprieve(t *testing.T) {
 	const margin, grace = time.Hour, time.Minute
-	lease := func(key, s, public string) entry {
+	lease := func(key, s, public string) *entry {
 		p := netip.MustParsePrefix(s)
-		return entry{key: key, subnets: []netip.Prefix{p}, lease: subnet.Lease{Key: key, Endpoints: []subnet.Endpoint{{Subnet: p, PublicIP: netip.MustParseAddr(public)}}}}
+		return &entry{key: key, subnets: []netip.Prefix{p}, lease: subnet.Lease{Key: key, Endpoints: []subnet.Endpoint{{Subnet: p, PublicIP: netip.MustParseAddr(public)}}}}
 	}
-	entries := map[string]entry{}
-	for _, e := range []entry{lease("a", "10.5.1.0/24", "192.0.2.1"), lease("b", "10.5.2.0/24", "192.0.2.2"), lease("c", "10.5.3.0/24", "192.0.2.3")} {
+	entries := map[string]*entry{}
+	for _, e := range []*entry{lease("a", "10.5.1.0/24", "192.0.2.1"), lease("b", "10.5.2.0/24", "192.0.2.2"), lease("c", "10.5.3.0/24", "192.0.2.3")} {
 		entries[e.key] = e
 	}
 	now := time.Now()

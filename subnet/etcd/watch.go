@@ -24,7 +24,7 @@ var errRelist = errors.New("watch cannot be resumed")
 
 // view is what Watch knows of the store.
 type view struct {
-	entries map[string]entry // by key, without values
+	entries map[string]*entry // by key, without values
 	store   subnet.StoreID
 	next    int64 // revision to watch from; 0: list first
 	reprieve
@@ -86,23 +86,22 @@ func (m *Manager) resume(ctx context.Context, v *view, sink func(subnet.Update))
 	if err != nil {
 		return err
 	}
-	if _, err := m.tell(ctx); err != nil { // after the list: what comes later is watched for
-		return err
-	}
 	if v.store.ID != "" && (l.store.ID != v.store.ID || l.store.Revision < v.store.Revision) {
 		klog.FromContext(ctx).Error(nil, "etcd is not the store it was", "was", v.store, "is", l.store)
 	}
 	v.hear(time.Now(), m.margin(m.cfg.TTL), m.timing.reprieve)
 	old := *v
-	*v = view{make(map[string]entry, len(l.entries)), l.store, l.store.Revision + 1, old.reprieve}
-	for _, e := range l.entries {
+	*v = view{make(map[string]*entry, len(l.entries)), l.store, l.store.Revision + 1, old.reprieve}
+	for i := range l.entries {
+		e := &l.entries[i]
 		e.value = nil
 		v.entries[e.key] = e
 		logUndecodable(ctx, old.entries[e.key], e)
 	}
 	v.adopt(old)
 	sink(v.update(m.ownKey.Load(), nil))
-	return nil
+	_, err = m.tell(ctx) // after the list: what comes later is watched for
+	return err
 }
 
 // drop takes the leases with these keys out of the view.
@@ -155,9 +154,9 @@ func (m *Manager) advance(ctx context.Context, v *view, resp *pb.WatchResponse, 
 				v.drop(changed, []string{e.key})
 			}
 		default:
-			v.drop(changed, v.renewed(e, v.entries))
-			logUndecodable(ctx, v.entries[e.key], e)
-			v.entries[e.key] = e
+			v.drop(changed, v.renewed(&e, v.entries))
+			logUndecodable(ctx, v.entries[e.key], &e)
+			v.entries[e.key] = &e
 			if e.err == nil {
 				changed[e.key] = &e.lease
 			}
@@ -197,12 +196,16 @@ func (v *view) snapshot(own *string) subnet.Snapshot {
 }
 
 // logUndecodable logs when a lease becomes unreadable, for another reason than
-// before, or readable again.
-func logUndecodable(ctx context.Context, before, now entry) {
+// before, or readable again. before is nil if there was none.
+func logUndecodable(ctx context.Context, before, now *entry) {
+	was := ""
+	if before != nil && before.err != nil {
+		was = before.err.Error()
+	}
 	switch {
-	case now.err == nil && before.err != nil:
+	case now.err == nil && was != "":
 		klog.FromContext(ctx).Info("lease can be read again", "key", shorten(now.key))
-	case now.err != nil && (before.err == nil || before.err.Error() != now.err.Error()):
+	case now.err != nil && now.err.Error() != was:
 		klog.FromContext(ctx).Error(now.err, "lease cannot be read and keeps its last good state", "key", shorten(now.key))
 	}
 }

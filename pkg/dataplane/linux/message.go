@@ -51,10 +51,19 @@ func (m *message) attr(typ uint16, data []byte) {
 }
 
 func (m *message) attr32(typ uint16, v uint32) {
-	m.attr(typ, binary.NativeEndian.AppendUint32(nil, v))
+	var b [4]byte
+	binary.NativeEndian.PutUint32(b[:], v)
+	m.attr(typ, b[:])
 }
 
-func (m *message) addr(typ uint16, a netip.Addr) { m.attr(typ, a.AsSlice()) }
+func (m *message) addr(typ uint16, a netip.Addr) {
+	b := a.As16()
+	if a.Is4() {
+		m.attr(typ, b[12:])
+		return
+	}
+	m.attr(typ, b[:])
+}
 
 // nest puts what fill adds into an attribute of its own.
 func (m *message) nest(typ uint16, fill func()) {

@@ -111,16 +111,8 @@ func (m *monitor) watch() {
 			return
 		case <-m.resume:
 		}
-		first := true
-		err := m.raw.Read(func(uintptr) bool {
-			// The first call comes before the runtime has looked at the socket.
-			if first {
-				first = false
-				return m.pending()
-			}
-			return true
-		})
-		if err != nil { // closed
+		// What has come may have been drained before this goroutine had its turn.
+		if err := m.raw.Read(func(uintptr) bool { return m.pending() }); err != nil { // closed
 			return
 		}
 		select {

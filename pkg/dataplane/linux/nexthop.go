@@ -18,8 +18,9 @@ import (
 // A route names its next hop by device and gateway, or by the id of a nexthop
 // object. The kernel looks for an equal next hop among all of a device each
 // time a plain IPv4 route is added, so thousands of them through one device
-// take quadratic time; through objects they take linear time. Few routes are
-// plain, because then ip(8) shows what everybody's scripts expect.
+// take quadratic time; through objects they take linear time. Few are plain, or
+// come one by one: ip(8) shows them as everybody's scripts expect, and one alone is
+// less work that way.
 // https://docs.kernel.org/networking/nexthop-group-resilient.html has the
 // terms, include/uapi/linux/nexthop.h the format.
 const (
@@ -38,43 +39,72 @@ const (
 	nexthopRetries = 16
 )
 
-// hop is what a nexthop object stands for.
+// hop is what a nexthop object stands for. There are thousands: without a pointer
+// in them the collector does not look at them.
 type hop struct {
-	gateway netip.Addr
-	index   int // of the device
-	onLink  bool
+	via    [16]byte // the gateway, an IPv4 one as IPv6 has it; zero: none
+	index  int      // of the device
+	onLink bool
+}
+
+func newHop(gateway netip.Addr, index int, onLink bool) hop {
+	return hop{gateway.As16(), index, onLink}
+}
+
+// gateway is invalid if there is none.
+func (h hop) gateway() netip.Addr {
+	if h.via == [16]byte{} {
+		return netip.Addr{}
+	}
+	return netip.AddrFrom16(h.via).Unmap()
+}
+
+// object is a nexthop object.
+type object struct {
+	hop
+	users int // routes through it
 }
 
 // nexthops knows the nexthop objects that carry our protocol number.
 type nexthops struct {
 	enabled   bool
-	threshold int // how many routes a device has before they go through objects
+	threshold int // a device has fewer plain routes
 
 	mu    sync.Mutex
-	byID  map[uint32]hop
+	byID  map[uint32]object
 	ids   map[hop]uint32
-	users map[uint32]int // routes through an object
-	idle  []uint32       // without any
-	via   map[int]int    // IPv4 routes with a gateway, by device
+	idle  []uint32    // without users
+	plain map[int]int // IPv4 routes with a gateway and without an object, by device
 	next  uint32
 }
 
 func (t *nexthops) reset() {
-	t.byID, t.ids, t.users, t.via, t.idle = map[uint32]hop{}, map[hop]uint32{}, map[uint32]int{}, map[int]int{}, nil
+	t.byID, t.ids, t.plain, t.idle = map[uint32]object{}, map[hop]uint32{}, map[int]int{}, nil
 }
 
 func (t *nexthops) add(id uint32, h hop) {
-	t.byID[id] = h
+	t.byID[id] = object{hop: h}
 	t.ids[h] = id
 	t.next = max(t.next, id+1)
 }
 
+// use takes note of n more routes through an object, and returns how many
+// there are: none if the object is not ours.
+func (t *nexthops) use(id uint32, n int) int {
+	o, ours := t.byID[id]
+	if !ours {
+		return 0
+	}
+	o.users += n
+	t.byID[id] = o
+	return o.users
+}
+
 func (t *nexthops) remove(id uint32) {
-	if h, ok := t.byID[id]; ok {
+	if o, ok := t.byID[id]; ok {
 		delete(t.byID, id)
-		delete(t.users, id)
-		if t.ids[h] == id {
-			delete(t.ids, h)
+		if t.ids[o.hop] == id {
+			delete(t.ids, o.hop)
 		}
 	}
 }
@@ -110,19 +140,19 @@ func (k *Kernel) readNexthops(ctx context.Context) error {
 		if typ != rtmNewNexthop || len(payload) < sizeofNhmsg || payload[2] != dataplane.Protocol {
 			return
 		}
-		h := hop{onLink: binary.NativeEndian.Uint32(payload[4:])&unix.RTNH_F_ONLINK != 0}
-		var id uint32
+		var id, index uint32
+		var gateway netip.Addr
 		for a := range attributes(payload[sizeofNhmsg:]) {
 			switch a.typ {
 			case nhaID:
 				id = a.uint32()
 			case nhaOIF:
-				h.index = int(a.uint32())
+				index = a.uint32()
 			case nhaGateway:
-				h.gateway = a.addr()
+				gateway = a.addr()
 			}
 		}
-		t.add(id, h)
+		t.add(id, newHop(gateway, int(index), binary.NativeEndian.Uint32(payload[4:])&unix.RTNH_F_ONLINK != 0))
 	})
 	if errors.Is(err, unix.EOPNOTSUPP) {
 		t.enabled = false
@@ -139,14 +169,13 @@ func (k *Kernel) readNexthops(ctx context.Context) error {
 func (t *nexthops) used(r *routeReply) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	if id := r.route.NexthopID; id != 0 {
-		t.users[id]++
-		if h, ours := t.byID[id]; ours && !r.route.Gateway.IsValid() {
-			r.route.Gateway, r.oif, r.route.OnLink = h.gateway, h.index, h.onLink
+	if id := r.route.NexthopID; id == 0 {
+		if r.route.Gateway.Is4() {
+			t.plain[r.oif]++
 		}
-	}
-	if r.route.Gateway.Is4() {
-		t.via[r.oif]++
+	} else if t.use(id, 1) > 0 && !r.route.Gateway.IsValid() {
+		o := t.byID[id]
+		r.route.Gateway, r.oif, r.route.OnLink = o.gateway(), o.index, o.onLink
 	}
 }
 
@@ -155,7 +184,7 @@ func (t *nexthops) usedByOthers(ids []uint32) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	for _, id := range ids {
-		t.users[id]++
+		t.use(id, 1)
 	}
 }
 
@@ -163,8 +192,8 @@ func (t *nexthops) usedByOthers(ids []uint32) {
 func (t *nexthops) orphaned() {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	for id := range t.byID {
-		if t.users[id] == 0 {
+	for id, o := range t.byID {
+		if o.users == 0 {
 			t.idle = append(t.idle, id)
 		}
 	}
@@ -176,8 +205,9 @@ func wanted(op dataplane.Op) (dataplane.Route, bool) {
 	return r, ok && !op.Delete && r.Gateway.IsValid() && prefix.FamilyOf(r.Dst.Addr()) == prefix.IPv4
 }
 
-// provide makes the objects for the routes that ops put, where a device has
-// many, and sets their ids in ops. Where that fails the routes stay plain.
+// provideNexthops makes the objects for the routes that ops put, where a device
+// would have too many plain ones, and sets their ids in ops. Where that fails
+// the routes stay plain.
 func (k *Kernel) provideNexthops(ctx context.Context, ops []dataplane.Op, indexes map[string]int) {
 	t := &k.nexthops
 	t.mu.Lock()
@@ -185,33 +215,60 @@ func (k *Kernel) provideNexthops(ctx context.Context, ops []dataplane.Op, indexe
 	if !t.enabled {
 		return
 	}
+	puts := map[int]int{} // by device
 	for _, op := range ops {
 		if r, ok := wanted(op); ok {
-			t.via[indexes[r.Dev]]++
+			puts[indexes[r.Dev]]++
 		}
 	}
-	var missing []hop
-	asked := map[hop]bool{}
+	for index, n := range puts {
+		t.plain[index] += n
+		if t.plain[index] >= t.threshold {
+			k.provideFor(ctx, index, n, ops, indexes)
+		}
+	}
+}
+
+// provideFor does it for the n routes through one device. t.mu is held.
+func (k *Kernel) provideFor(ctx context.Context, index, n int, ops []dataplane.Op, indexes map[string]int) {
+	t := &k.nexthops
+	if len(t.byID) == 0 { // room for all of them at once
+		t.byID, t.ids = make(map[uint32]object, n), make(map[hop]uint32, n)
+	}
+	missing := make([]hop, 0, n)
 	for _, op := range ops {
 		r, ok := wanted(op)
-		h := hop{r.Gateway, indexes[r.Dev], r.OnLink}
-		if _, have := t.ids[h]; !ok || have || asked[h] || t.via[h.index] < t.threshold {
+		if !ok || indexes[r.Dev] != index {
 			continue
 		}
-		asked[h] = true
-		missing = append(missing, h)
+		h := newHop(r.Gateway, index, r.OnLink)
+		if _, asked := t.ids[h]; !asked {
+			t.ids[h] = 0
+			missing = append(missing, h)
+		}
 	}
+	again := missing
 	for range nexthopRetries {
-		if len(missing) == 0 || !t.enabled {
+		if len(again) == 0 || !t.enabled {
 			break
 		}
-		missing = k.createNexthops(ctx, missing)
+		again = k.createNexthops(ctx, again)
 	}
 	for i, op := range ops {
-		if r, ok := wanted(op); ok {
-			r.NexthopID = t.ids[hop{r.Gateway, indexes[r.Dev], r.OnLink}]
-			t.users[r.NexthopID]++
+		r, ok := wanted(op)
+		if !ok || indexes[r.Dev] != index {
+			continue
+		}
+		if id := t.ids[newHop(r.Gateway, index, r.OnLink)]; id != 0 {
+			t.use(id, 1)
+			t.plain[index]--
+			r.NexthopID = id
 			ops[i].Object = r
+		}
+	}
+	for _, h := range missing {
+		if t.ids[h] == 0 {
+			delete(t.ids, h)
 		}
 	}
 }
@@ -236,7 +293,7 @@ func (k *Kernel) createNexthops(ctx context.Context, hops []hop) (again []hop) {
 		m.begin(rtmNewNexthop, unix.NLM_F_CREATE|unix.NLM_F_EXCL, nhmsg(unix.AF_INET, dataplane.Protocol, flags)...)
 		m.attr32(nhaID, ids[i])
 		m.attr32(nhaOIF, uint32(hops[i].index))
-		m.addr(nhaGateway, hops[i].gateway)
+		m.addr(nhaGateway, hops[i].gateway())
 	})
 	for i, h := range hops {
 		switch err := failed[i]; {
@@ -263,17 +320,14 @@ func (k *Kernel) releaseNexthops(ctx context.Context, done []dataplane.Op, index
 		if !ok || !op.Delete {
 			continue
 		}
-		if r.Gateway.Is4() {
-			t.via[indexes[r.Dev]]--
-		}
-		if _, ours := t.byID[r.NexthopID]; ours {
-			if t.users[r.NexthopID]--; t.users[r.NexthopID] <= 0 {
-				t.idle = append(t.idle, r.NexthopID)
-			}
+		if _, ours := t.byID[r.NexthopID]; ours && t.use(r.NexthopID, -1) <= 0 {
+			t.idle = append(t.idle, r.NexthopID)
+		} else if r.NexthopID == 0 && r.Gateway.Is4() {
+			t.plain[indexes[r.Dev]]--
 		}
 	}
 	// An idle object may have been taken into use again.
-	ids := slices.DeleteFunc(t.idle, func(id uint32) bool { return t.users[id] > 0 })
+	ids := slices.DeleteFunc(t.idle, func(id uint32) bool { return t.use(id, 0) > 0 })
 	t.idle = nil
 	k.deleteNexthops(ctx, ids)
 }

@@ -27,8 +27,8 @@ func (k *Kernel) Read(ctx context.Context, s dataplane.Scope) (dataplane.State, 
 			continue
 		}
 		dev := device{name, index}
-		for _, read := range []func(context.Context, device, dataplane.Scope, dataplane.State) error{k.readAddrs, k.readNeighs, k.readFDB} {
-			if err := read(ctx, dev, s, state); err != nil {
+		for _, read := range []func(context.Context, device, dataplane.Scope, *dataplane.State) error{k.readAddrs, k.readNeighs, k.readFDB} {
+			if err := read(ctx, dev, s, &state); err != nil {
 				return state, err
 			}
 		}
@@ -40,7 +40,7 @@ func (k *Kernel) Read(ctx context.Context, s dataplane.Scope) (dataplane.State, 
 		return state, err
 	}
 	for _, f := range families(s) {
-		if err := k.readRoutes(ctx, f, s, state); err != nil {
+		if err := k.readRoutes(ctx, f, s, &state); err != nil {
 			return state, err
 		}
 	}
@@ -112,7 +112,7 @@ func (k *Kernel) readLink(name string, s dataplane.Scope, state dataplane.State)
 	return attrs.Index, nil
 }
 
-func (k *Kernel) readAddrs(ctx context.Context, dev device, s dataplane.Scope, state dataplane.State) error {
+func (k *Kernel) readAddrs(ctx context.Context, dev device, s dataplane.Scope, state *dataplane.State) error {
 	for _, f := range families(s) {
 		var found []dataplane.Addr
 		err := k.sock.dump(ctx, func(m *message) {
@@ -202,7 +202,7 @@ func parseNeighbour(payload []byte) (n neighbour, permanent bool) {
 	return n, binary.NativeEndian.Uint16(payload[8:])&unix.NUD_PERMANENT != 0
 }
 
-func (k *Kernel) readNeighs(ctx context.Context, dev device, s dataplane.Scope, state dataplane.State) error {
+func (k *Kernel) readNeighs(ctx context.Context, dev device, s dataplane.Scope, state *dataplane.State) error {
 	for _, f := range families(s) {
 		var found []dataplane.Neigh
 		err := k.dumpNeighs(ctx, f, dev, func() { found = nil }, func(n neighbour) {
@@ -213,14 +213,15 @@ func (k *Kernel) readNeighs(ctx context.Context, dev device, s dataplane.Scope, 
 		if err != nil {
 			return fmt.Errorf("dump neighbours of %s: %w", dev.name, err)
 		}
+		state.Reserve(len(found), 0, 0)
 		for _, n := range found {
-			state.Add(n)
+			state.Neighs[n.NeighKey] = n
 		}
 	}
 	return nil
 }
 
-func (k *Kernel) readFDB(ctx context.Context, dev device, _ dataplane.Scope, state dataplane.State) error {
+func (k *Kernel) readFDB(ctx context.Context, dev device, _ dataplane.Scope, state *dataplane.State) error {
 	var found []dataplane.FDB
 	err := k.dumpNeighs(ctx, unix.AF_BRIDGE, dev, func() { found = nil }, func(n neighbour) {
 		if n.mac.IsUnicast() {
@@ -230,8 +231,9 @@ func (k *Kernel) readFDB(ctx context.Context, dev device, _ dataplane.Scope, sta
 	if err != nil {
 		return fmt.Errorf("dump FDB of %s: %w", dev.name, err)
 	}
+	state.Reserve(0, len(found), 0)
 	for _, f := range found {
-		state.Add(f)
+		state.FDB[f.FDBKey] = f
 	}
 	return nil
 }
@@ -305,7 +307,7 @@ func elsewhere(payload []byte, s dataplane.Scope) bool {
 	return true // a default route
 }
 
-func (k *Kernel) readRoutes(ctx context.Context, family uint8, s dataplane.Scope, state dataplane.State) error {
+func (k *Kernel) readRoutes(ctx context.Context, family uint8, s dataplane.Scope, state *dataplane.State) error {
 	var found []routeReply
 	var others []uint32
 	err := k.sock.dump(ctx, func(m *message) {
@@ -331,6 +333,7 @@ func (k *Kernel) readRoutes(ctx context.Context, family uint8, s dataplane.Scope
 		return fmt.Errorf("dump routes: %w", err)
 	}
 	k.nexthops.usedByOthers(others)
+	state.Reserve(0, 0, len(found))
 	names := map[int]string{0: ""}
 	for _, r := range found {
 		k.nexthops.used(&r)
@@ -345,7 +348,7 @@ func (k *Kernel) readRoutes(ctx context.Context, family uint8, s dataplane.Scope
 		if r.route.Type != dataplane.Unicast {
 			r.route.Dev = "" // IPv6 says "dev lo" for a blackhole, IPv4 nothing
 		}
-		state.Add(r.route)
+		state.AddRoute(r.route)
 	}
 	return nil
 }

@@ -34,7 +34,8 @@ type socket struct {
 	mu  sync.Mutex
 	fd  int
 	seq uint32
-	buf []byte
+	buf []byte // of what is received
+	out []byte // of what is sent
 }
 
 func openSocket() (*socket, error) {
@@ -130,7 +131,7 @@ func failAll(failed map[int]error, from, to int, err error) {
 // own, by which the kernel names it in an error; only the last asks for an
 // acknowledgement.
 func (s *socket) sendChunk(start, end int, build func(i int, m *message), failed map[int]error) error {
-	var m message
+	m := message{buf: s.out[:0]}
 	first := s.seq + 1
 	for i := start; i < end; i++ {
 		s.seq++
@@ -140,6 +141,7 @@ func (s *socket) sendChunk(start, end int, build func(i int, m *message), failed
 		}
 		m.finish(s.seq)
 	}
+	s.out = m.buf
 	if err := s.write(m.buf); err != nil {
 		return err
 	}

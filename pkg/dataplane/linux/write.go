@@ -45,7 +45,7 @@ func (k *Kernel) Apply(ctx context.Context, ops []dataplane.Op) []dataplane.OpEr
 func (k *Kernel) applyRun(ctx context.Context, ops []dataplane.Op) []dataplane.OpError {
 	var failed []dataplane.OpError
 	indexes := map[string]int{"": 0}
-	ready, at := ops[:0:0], []int{} // and where in ops it stands
+	ready, at := make([]dataplane.Op, 0, len(ops)), make([]int, 0, len(ops)) // and where in ops it stands
 	for i, op := range ops {
 		dev := deviceOf(op.Object)
 		if _, ok := indexes[dev]; !ok {
@@ -70,7 +70,7 @@ func (k *Kernel) applyRun(ctx context.Context, ops []dataplane.Op) []dataplane.O
 		encode(m, ready[i], indexes[deviceOf(ready[i].Object)])
 	})
 	k.detour(ctx, ready, indexes, errs)
-	done := ready[:0:0]
+	done := ready[:0]
 	for i, op := range ready {
 		if err := errs[i]; err != nil && !harmless(op, err) {
 			failed = append(failed, dataplane.OpError{Op: op, Err: err})
