@@ -94,6 +94,10 @@ func (p Pool) Contains(s netip.Prefix) bool {
 		!s.Addr().Less(p.first.Addr()) && !p.last.Addr().Less(s.Addr())
 }
 
+// guesses is how often Pick tries its luck, which is good unless the pool is nearly
+// full, before it goes through what is taken in order.
+const guesses = 4
+
 // Pick returns a subnet that overlaps none of taken, every free one being as
 // likely as any other; ok is false if none is free. taken may hold prefixes of
 // any length and family, in any order. The time it takes depends on how many
@@ -101,6 +105,11 @@ func (p Pool) Contains(s netip.Prefix) bool {
 func (p Pool) Pick(taken []netip.Prefix, rnd *rand.Rand) (s netip.Prefix, ok bool) {
 	if !p.first.IsValid() {
 		return netip.Prefix{}, false
+	}
+	for range guesses {
+		if s, ok := p.at(below(p.Size(), rnd)); ok && !slices.ContainsFunc(taken, s.Overlaps) {
+			return s, true
+		}
 	}
 	spans := p.spans(taken)
 	free := p.Size()
@@ -118,7 +127,12 @@ func (p Pool) Pick(taken []netip.Prefix, rnd *rand.Rand) (s netip.Prefix, ok boo
 		}
 		n.Add(n, t.size())
 	}
-	a, ok := prefix.Add(p.first.Addr(), n.Lsh(n, p.hostBits()))
+	return p.at(n)
+}
+
+// at returns the pool's n-th subnet.
+func (p Pool) at(n *big.Int) (s netip.Prefix, ok bool) {
+	a, ok := prefix.Add(p.first.Addr(), new(big.Int).Lsh(n, p.hostBits()))
 	return netip.PrefixFrom(a, p.first.Bits()), ok
 }
 

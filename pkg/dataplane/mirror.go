@@ -26,6 +26,21 @@ type mirror struct {
 // void has the next look read.
 func (m *mirror) void() { m.valid = false }
 
+// bulk is from how many own writes on it is less work to read everything than to
+// hear of each.
+const bulk = 1000
+
+// mute has the kernel announce nothing while ops are carried out, if they are most
+// of what there will be. It reports whether it did: the next look reads then.
+func (m *mirror) mute(ops []Op) bool {
+	if m.monitor == nil || len(ops) < bulk || len(ops) < len(m.Neighs)+len(m.FDB)+len(m.Routes) {
+		return false
+	}
+	m.monitor.Mute()
+	m.void()
+	return true
+}
+
 // look brings the mirror up to date. It returns the keys of what others have
 // changed or, with all set, that everything may have.
 func (m *mirror) look(ctx context.Context) (changed Keys, all bool, err error) {

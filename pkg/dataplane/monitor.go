@@ -20,6 +20,8 @@ type Monitor interface {
 	// told as an event, such as a link that went down and took its routes
 	// along: what is known of the kernel is void then.
 	Drain() (events []Event, lost bool)
+	// Mute has nothing announced until the next Drain, which says that it is lost.
+	Mute()
 	// Close ends the monitor.
 	Close() error
 }

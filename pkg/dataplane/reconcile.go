@@ -319,9 +319,12 @@ func (r *Reconciler) settled(report *Report, sweep bool) {
 // apply carries out ops. Routes whose gateway is out of reach are a matter of
 // that peer alone: they are noted, and are no error.
 func (r *Reconciler) apply(ctx context.Context, ops []Op) error {
+	muted := r.mirror.mute(ops)
 	failures := r.write(ctx, ops)
 	if len(failures) == 0 {
-		r.mirror.wrote(ops)
+		if !muted {
+			r.mirror.wrote(ops)
+		}
 		return nil
 	}
 	// What exactly a failure has left behind is for the next look to find out.

@@ -14,7 +14,7 @@ import (
 const (
 	// startGC is the collector's percentage during the start: what a start
 	// allocates is used to its end, and collecting it is a fifth of the work.
-	startGC = 400
+	startGC = 800
 	// restGC is the runtime's own default.
 	restGC = 100
 	// tidyAfter leaves a start time for what comes behind it: the state file.

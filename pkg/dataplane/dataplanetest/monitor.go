@@ -16,6 +16,7 @@ type monitor struct {
 	scope  dataplane.Scope
 	ready  chan struct{}
 	seen   dataplane.State
+	muted  bool
 }
 
 // Monitor implements dataplane.Kernel.
@@ -41,6 +42,9 @@ func (k *Kernel) announce() {
 // Ready implements dataplane.Monitor.
 func (m *monitor) Ready() <-chan struct{} { return m.ready }
 
+// Mute implements dataplane.Monitor.
+func (m *monitor) Mute() { m.muted = true }
+
 // Close implements dataplane.Monitor.
 func (m *monitor) Close() error {
 	m.kernel.mu.Lock()
@@ -58,6 +62,10 @@ func (m *monitor) Drain() (events []dataplane.Event, lost bool) {
 	}
 	before := m.seen
 	m.seen = now
+	if m.muted {
+		m.muted = false
+		return nil, true
+	}
 	if !maps.Equal(before.Links, now.Links) {
 		return nil, true
 	}

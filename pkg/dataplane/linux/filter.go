@@ -19,9 +19,10 @@ const maxFiltered = 64
 
 // filter has the kernel drop announcements that nobody here would look at, so
 // that they cost no wake-up: of routes and neighbours that we wrote ourselves by
-// the socket with that port, and of neighbours of devices that are none of ours.
-// A host with a thousand pods has those all the time. A message that the kernel
-// has made for several reasons at once has no port, and is heard.
+// the socket with that port, of neighbours of devices that are none of ours, and of
+// nexthop objects that come. A host with a thousand pods has those all the time. A
+// message that the kernel has made for several reasons at once has no port, and is
+// heard.
 func filter(fd int, port uint32, devices []int) error {
 	if len(devices) > maxFiltered {
 		return nil
@@ -42,10 +43,11 @@ func filter(fd int, port uint32, devices []int) error {
 	n := uint8(len(devices))
 	program := []bpf.Instruction{
 		bpf.LoadAbsolute{Off: offsetType, Size: 2},
-		bpf.JumpIf{Cond: bpf.JumpEqual, Val: host16(unix.RTM_NEWROUTE), SkipTrue: 4},
-		bpf.JumpIf{Cond: bpf.JumpEqual, Val: host16(unix.RTM_DELROUTE), SkipTrue: 3},
-		bpf.JumpIf{Cond: bpf.JumpEqual, Val: host16(unix.RTM_NEWNEIGH), SkipTrue: 5},
-		bpf.JumpIf{Cond: bpf.JumpEqual, Val: host16(unix.RTM_DELNEIGH), SkipTrue: 4},
+		bpf.JumpIf{Cond: bpf.JumpEqual, Val: host16(unix.RTM_NEWROUTE), SkipTrue: 5},
+		bpf.JumpIf{Cond: bpf.JumpEqual, Val: host16(unix.RTM_DELROUTE), SkipTrue: 4},
+		bpf.JumpIf{Cond: bpf.JumpEqual, Val: host16(unix.RTM_NEWNEIGH), SkipTrue: 6},
+		bpf.JumpIf{Cond: bpf.JumpEqual, Val: host16(unix.RTM_DELNEIGH), SkipTrue: 5},
+		bpf.JumpIf{Cond: bpf.JumpEqual, Val: host16(rtmNewNexthop), SkipTrue: n + 7},
 		bpf.RetConstant{Val: deliver},
 		// Routes.
 		bpf.LoadAbsolute{Off: offsetPort, Size: 4},

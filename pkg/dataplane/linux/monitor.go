@@ -36,6 +36,7 @@ type monitor struct {
 	raw    syscall.RawConn
 	ready  chan struct{}
 	resume chan struct{} // a token lets the watcher wait for the next announcement
+	muted  bool
 	done   chan struct{}
 	wg     sync.WaitGroup
 	buf    []byte
@@ -81,6 +82,11 @@ func (m *monitor) subscribe(fd int) error {
 	if err := unix.Bind(fd, &unix.SockaddrNetlink{Family: unix.AF_NETLINK}); err != nil {
 		return err
 	}
+	return m.join(fd, unix.NETLINK_ADD_MEMBERSHIP)
+}
+
+// join adds or drops the multicast groups that the scope needs.
+func (m *monitor) join(fd, option int) error {
 	groups := []int{unix.RTNLGRP_LINK}
 	if len(m.scope.Devices) > 0 {
 		groups = append(groups, unix.RTNLGRP_NEIGH)
@@ -93,12 +99,12 @@ func (m *monitor) subscribe(fd int) error {
 		}
 	}
 	for _, g := range groups {
-		if err := unix.SetsockoptInt(fd, unix.SOL_NETLINK, unix.NETLINK_ADD_MEMBERSHIP, g); err != nil {
+		if err := unix.SetsockoptInt(fd, unix.SOL_NETLINK, option, g); err != nil {
 			return err
 		}
 	}
 	// Kernels before 5.3 have no nexthop objects, and no group for them.
-	_ = unix.SetsockoptInt(fd, unix.SOL_NETLINK, unix.NETLINK_ADD_MEMBERSHIP, rtnlgrpNexthop)
+	_ = unix.SetsockoptInt(fd, unix.SOL_NETLINK, option, rtnlgrpNexthop)
 	return nil
 }
 
@@ -143,6 +149,21 @@ func (m *monitor) Close() error {
 	return err
 }
 
+// Mute implements dataplane.Monitor.
+func (m *monitor) Mute() {
+	m.muted = true
+	_ = m.raw.Control(func(fd uintptr) { _ = m.join(int(fd), unix.NETLINK_DROP_MEMBERSHIP) })
+}
+
+// listen ends what Mute has begun.
+func (m *monitor) listen() (err error) {
+	if ctlErr := m.raw.Control(func(fd uintptr) { err = m.join(int(fd), unix.NETLINK_ADD_MEMBERSHIP) }); ctlErr != nil {
+		return ctlErr
+	}
+	m.muted = err != nil
+	return err
+}
+
 // Drain implements dataplane.Monitor.
 func (m *monitor) Drain() (events []dataplane.Event, lost bool) {
 	defer func() {
@@ -151,6 +172,12 @@ func (m *monitor) Drain() (events []dataplane.Event, lost bool) {
 		default:
 		}
 	}()
+	if m.muted {
+		lost = true
+		if m.listen() != nil { // it is tried again
+			return nil, lost
+		}
+	}
 	for {
 		n, err := m.read()
 		switch {

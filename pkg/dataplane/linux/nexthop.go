@@ -79,7 +79,8 @@ type nexthops struct {
 }
 
 func (t *nexthops) reset() {
-	t.byID, t.ids, t.plain, t.idle = map[uint32]object{}, map[hop]uint32{}, map[int]int{}, nil
+	n := len(t.byID) // as many are likely to be there again
+	t.byID, t.ids, t.plain, t.idle = make(map[uint32]object, n), make(map[hop]uint32, n), map[int]int{}, nil
 }
 
 func (t *nexthops) add(id uint32, h hop) {
