@@ -33,7 +33,7 @@ const bulk = 1000
 // mute has the kernel announce nothing while ops are carried out, if they are most
 // of what there will be. It reports whether it did: the next look reads then.
 func (m *mirror) mute(ops []Op) bool {
-	if m.monitor == nil || len(ops) < bulk || len(ops) < len(m.Neighs)+len(m.FDB)+len(m.Routes) {
+	if m.monitor == nil || len(ops) < bulk || len(ops) < m.size() {
 		return false
 	}
 	m.monitor.Mute()

@@ -78,6 +78,7 @@ type Changes struct {
 // stands in the way of want.
 func Plan(have, want State, s Scope, recorded map[Route]struct{}, sweep bool) Changes {
 	p := planner{have: have, want: want, scope: s, recorded: recorded, sweep: sweep}
+	p.puts = make([]Op, 0, max(0, want.size()-have.size()))
 	p.links()
 	p.addrs()
 	planMap(&p, p.have.Neighs, p.want.Neighs, func(n Neigh) string { return n.Dev })

@@ -402,6 +402,11 @@ func kind(o Object) string {
 	}
 }
 
+// size is about how many objects there are.
+func (s State) size() int {
+	return len(s.Addrs) + len(s.Neighs) + len(s.FDB) + len(s.Routes)
+}
+
 // HasRoute reports whether the state holds exactly r.
 func (s State) HasRoute(r Route) bool { return slices.Contains(s.Routes[r.Dst], r) }
 

@@ -28,6 +28,7 @@ func Contract(t *testing.T, newWorld func(testing.TB) World) {
 		}
 	}
 	t.Run("what is there is read once", func(t *testing.T) { readOnce(newFixture(t, newWorld(t), time.Hour)) })
+	t.Run("what others change during a bulk of writes, and after it", func(t *testing.T) { disturbedBulk(newFixture(t, newWorld(t), time.Hour)) })
 	for _, tc := range driftCases() {
 		t.Run(tc.name+", by announcements alone", func(t *testing.T) { tc.run(newFixture(t, newWorld(t), time.Hour)) })
 	}
@@ -77,6 +78,48 @@ func readOnce(f *fixture) {
 	if report.Repaired != 0 || f.spy.reads != 1 {
 		f.Errorf("%d of %d writes were repairs, after %d reads, want none after one", report.Repaired, report.Puts, f.spy.reads)
 	}
+}
+
+// disturbedBulk has another program spoil something while so much is written that
+// the announcements are not listened to.
+func disturbedBulk(f *fixture) {
+	report := func(r dataplane.Report, err error) dataplane.Report {
+		f.must(err)
+		return r
+	}
+	report(f.reconciler.Reconcile(f.Context(), Peers(1), true))
+	once := false
+	f.spy.Fail = func(dataplane.Op) error {
+		if !once {
+			once = true
+			f.must(f.Remove(Peer(2, 0)...))
+		}
+		return nil
+	}
+	report(f.reconciler.Reconcile(f.Context(), Peers(300), true))
+	f.expect(Peers(300))
+	if !once {
+		f.Fatal("nothing was spoilt")
+	}
+	for settled := false; !settled; { // what is left of the bulk
+		select {
+		case <-f.reconciler.Changed():
+			report(f.reconciler.Update(f.Context(), nil, nil, true))
+		case <-time.After(100 * time.Millisecond):
+			settled = true
+		}
+	}
+	f.spy.reads = 0
+	f.must(f.Remove(Peer(3, 0)...))
+	select {
+	case <-f.reconciler.Changed():
+	case <-time.After(5 * time.Second):
+		f.Fatal("what another program changes after a bulk of writes is not heard")
+	}
+	if r := report(f.reconciler.Update(f.Context(), nil, nil, true)); r.Repaired == 0 || f.spy.reads != 0 {
+		f.Errorf("%d repairs after %d reads, want some after none", r.Repaired, f.spy.reads)
+	}
+	f.expect(Peers(300))
 }
 
 func repeated(f *fixture) {
