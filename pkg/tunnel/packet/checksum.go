@@ -10,26 +10,35 @@ import (
 // last byte counts as if a zero followed, so only the last part of what is
 // summed may be odd.
 func sum(b []byte, partial uint64) uint64 {
-	var carry uint64
-	s := partial
-	for len(b) >= 64 {
-		s, carry = bits.Add64(s, binary.LittleEndian.Uint64(b), carry)
-		s, carry = bits.Add64(s, binary.LittleEndian.Uint64(b[8:]), carry)
-		s, carry = bits.Add64(s, binary.LittleEndian.Uint64(b[16:]), carry)
-		s, carry = bits.Add64(s, binary.LittleEndian.Uint64(b[24:]), carry)
-		s, carry = bits.Add64(s, binary.LittleEndian.Uint64(b[32:]), carry)
-		s, carry = bits.Add64(s, binary.LittleEndian.Uint64(b[40:]), carry)
-		s, carry = bits.Add64(s, binary.LittleEndian.Uint64(b[48:]), carry)
-		s, carry = bits.Add64(s, binary.LittleEndian.Uint64(b[56:]), carry)
-		b = b[64:]
+	// One chain of additions waits for the carry of each. The processor has room for two.
+	s, t := partial, uint64(0)
+	for ; len(b) >= 128; b = b[128:] {
+		s, t = addBlock(s, (*[64]byte)(b)), addBlock(t, (*[64]byte)(b[64:]))
 	}
-	for len(b) >= 8 {
+	if len(b) >= 64 {
+		s, b = addBlock(s, (*[64]byte)(b)), b[64:]
+	}
+	s, carry := bits.Add64(s, t, 0)
+	for ; len(b) >= 8; b = b[8:] {
 		s, carry = bits.Add64(s, binary.LittleEndian.Uint64(b), carry)
-		b = b[8:]
 	}
 	var rest [8]byte
 	copy(rest[:], b)
 	s, carry = bits.Add64(s, binary.LittleEndian.Uint64(rest[:]), carry)
+	s, carry = bits.Add64(s, 0, carry)
+	return s + carry
+}
+
+// addBlock adds the words of b to s.
+func addBlock(s uint64, b *[64]byte) uint64 {
+	s, carry := bits.Add64(s, binary.LittleEndian.Uint64(b[0:]), 0)
+	s, carry = bits.Add64(s, binary.LittleEndian.Uint64(b[8:]), carry)
+	s, carry = bits.Add64(s, binary.LittleEndian.Uint64(b[16:]), carry)
+	s, carry = bits.Add64(s, binary.LittleEndian.Uint64(b[24:]), carry)
+	s, carry = bits.Add64(s, binary.LittleEndian.Uint64(b[32:]), carry)
+	s, carry = bits.Add64(s, binary.LittleEndian.Uint64(b[40:]), carry)
+	s, carry = bits.Add64(s, binary.LittleEndian.Uint64(b[48:]), carry)
+	s, carry = bits.Add64(s, binary.LittleEndian.Uint64(b[56:]), carry)
 	s, carry = bits.Add64(s, 0, carry)
 	return s + carry
 }
