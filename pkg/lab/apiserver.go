@@ -194,7 +194,7 @@ func (s *APIServer) Kill() {
 }
 
 // Stop freezes the API server with SIGSTOP: it accepts connections and never answers.
-func (s *APIServer) Stop() error { return s.process().Signal(syscall.SIGSTOP) }
+func (s *APIServer) Stop() error { return s.process().freeze() }
 
 // Cont lets a frozen API server go on.
 func (s *APIServer) Cont() error { return s.process().Signal(syscall.SIGCONT) }

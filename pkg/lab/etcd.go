@@ -158,7 +158,7 @@ func (e *Etcd) Kill() {
 }
 
 // Stop freezes the store with SIGSTOP: it accepts connections and never answers.
-func (e *Etcd) Stop() error { return e.process().Signal(syscall.SIGSTOP) }
+func (e *Etcd) Stop() error { return e.process().freeze() }
 
 // Cont lets a frozen store go on.
 func (e *Etcd) Cont() error { return e.process().Signal(syscall.SIGCONT) }

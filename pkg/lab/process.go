@@ -118,6 +118,20 @@ func (p *process) PID() int { return p.cmd.Process.Pid }
 // Signal sends sig. It returns os.ErrProcessDone once the process has ended.
 func (p *process) Signal(sig os.Signal) error { return p.cmd.Process.Signal(sig) }
 
+// freeze stops the process with SIGSTOP and waits until it stands: the signal is one
+// thread's to see, and on a busy machine the others go on until that has had its turn.
+func (p *process) freeze() error {
+	if err := p.Signal(unix.SIGSTOP); err != nil {
+		return err
+	}
+	for {
+		err := unix.Waitid(unix.P_PID, p.PID(), nil, unix.WSTOPPED|unix.WNOWAIT, nil)
+		if !errors.Is(err, unix.EINTR) {
+			return os.NewSyscallError("waitid", err)
+		}
+	}
+}
+
 // Kill ends the process with SIGKILL and waits until it is gone.
 func (p *process) Kill() {
 	if err := p.cmd.Process.Kill(); err == nil || errors.Is(err, os.ErrProcessDone) {

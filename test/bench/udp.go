@@ -244,6 +244,7 @@ func (r *runner) reportWays(round map[string]map[string]carried) {
 	r.report.add(udpGroup, full, -1, "Gbit/s", udp[full].gbps)
 	r.report.add(udpGroup, full+" / vxlan", -1, "", udp[full].gbps/vxlan[full].gbps)
 	r.report.atLeast(udpGroup, small, "packets/s", udp[small].pps, 300_000)
+	r.report.add(udpGroup, small+" / raw", -1, "", udp[small].pps/udp["raw UDP, 200 bytes"].pps)
 	r.report.add(udpGroup, small+", sent", -1, "packets/s", udp[small].sent)
 	r.report.add(udpGroup, small+", CPU of both daemons", -1, "s/Mpacket", udp[small].cpuPerMpkt)
 	r.report.add(udpGroup, small+", 5,000 peers / none", -1, "", many[small].pps/udp[small].pps)

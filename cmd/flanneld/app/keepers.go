@@ -61,8 +61,8 @@ func (k *fileKeeper) step(ctx context.Context) error {
 // the background comes a pause, so long that writing takes no notable part of
 // the time however large the file is.
 const (
-	savePause = 5 * time.Second
-	saveShare = 1000
+	savePause = 2 * time.Second
+	saveShare = 500
 )
 
 // record is the last known state, in memory and on disk. A nil record does
