@@ -60,7 +60,7 @@ func newCNI(t *testing.T, h *lab.Host, version, keys string) *cni {
 		if err != nil {
 			t.Fatalf("a plugin is missing (make deps components build): %v", err)
 		}
-		if err := os.WriteFile(h.Path(filepath.Join(ownPlugins, name)), binary, 0o700); err != nil {
+		if err := writeProgram(h.Path(filepath.Join(ownPlugins, name)), binary, 0o700); err != nil {
 			t.Fatal(err)
 		}
 	}

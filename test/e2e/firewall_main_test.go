@@ -10,7 +10,6 @@ import (
 	"os/exec"
 	"path/filepath"
 	"strings"
-	"syscall"
 	"testing"
 
 	"flanneld/pkg/lab"
@@ -84,14 +83,10 @@ func newPrograms(t *testing.T, f flavour) programs {
 	return p
 }
 
-// write makes a program of a script. No other goroutine starts a process while
-// the file is open for writing: that process could not be told from one that
-// writes to it, and the program not be run.
+// write makes a program of a script.
 func (p programs) write(t *testing.T, name, script string) {
 	t.Helper()
-	syscall.ForkLock.RLock()
-	defer syscall.ForkLock.RUnlock()
-	if err := os.WriteFile(filepath.Join(p.dir, name), []byte("#!/bin/sh\n"+script+"\n"), 0o755); err != nil { //nolint:gosec // a program
+	if err := writeProgram(filepath.Join(p.dir, name), []byte("#!/bin/sh\n"+script+"\n"), 0o755); err != nil {
 		t.Fatal(err)
 	}
 }

@@ -91,7 +91,7 @@ func extract(t *testing.T, archive, dir string) {
 		case tar.TypeReg:
 			var text []byte
 			if text, err = io.ReadAll(tr); err == nil {
-				err = errors.Join(os.MkdirAll(filepath.Dir(path), 0o755), os.WriteFile(path, text, 0o600), os.Chmod(path, h.FileInfo().Mode()))
+				err = errors.Join(os.MkdirAll(filepath.Dir(path), 0o755), writeProgram(path, text, 0o600), os.Chmod(path, h.FileInfo().Mode()))
 			}
 		default:
 			t.Errorf("%s is a file of type %c", h.Name, h.Typeflag)

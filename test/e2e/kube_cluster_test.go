@@ -57,7 +57,7 @@ func newCluster(t *testing.T, cfg lab.Config, backend string) *cluster {
 func (c *cluster) write(name string, text []byte) string {
 	c.t.Helper()
 	path := filepath.Join(c.dir, name)
-	if err := os.WriteFile(path, text, 0o600); err != nil {
+	if err := writeProgram(path, text, 0o600); err != nil {
 		c.t.Fatal(err)
 	}
 	return path

@@ -9,6 +9,7 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"syscall"
 	"testing"
 	"time"
 
@@ -41,6 +42,15 @@ func flanneld() string {
 		return ""
 	}
 	return path
+}
+
+// writeProgram writes a file that may be run. No other test starts a process while it
+// is open for writing: that process would have it open as well, for a moment in which
+// nothing can run it.
+func writeProgram(path string, text []byte, mode os.FileMode) error {
+	syscall.ForkLock.RLock()
+	defer syscall.ForkLock.RUnlock()
+	return os.WriteFile(path, text, mode)
 }
 
 // The address families of a lab.

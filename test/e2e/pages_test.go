@@ -77,7 +77,7 @@ func (m *machine) write(name, text string) {
 	m.t.Helper()
 	err := os.MkdirAll(filepath.Dir(m.file(name)), 0o755) //nolint:gosec // as on a machine
 	if err == nil {
-		err = os.WriteFile(m.file(name), []byte(text), 0o755) //nolint:gosec // it may be a program
+		err = writeProgram(m.file(name), []byte(text), 0o755)
 	}
 	if err != nil {
 		m.t.Fatal(err)
