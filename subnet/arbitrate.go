@@ -33,7 +33,6 @@ type Arbiter struct {
 	cfg Config
 	own Claimant
 
-	lengths    lengths
 	subnets    *index
 	publics    *index            // public addresses, as prefixes of full length
 	identities map[string]string // key of who has it
@@ -52,13 +51,11 @@ func NewArbiter(cfg Config, own Claimant) *Arbiter {
 
 // Reset judges all claimants anew.
 func (a *Arbiter) Reset(all []Claimant) {
-	a.lengths = lengths{}
 	n, marked := len(all), 0
 	for _, c := range all {
-		a.lengths.add(c.Lease)
 		marked += len(c.Identities)
 	}
-	a.subnets, a.publics, a.identities = newIndex(a.lengths, n), newIndex(a.lengths, n), make(map[string]string, marked)
+	a.subnets, a.publics, a.identities = new(index), new(index), make(map[string]string, marked)
 	a.accepted, a.carried = make(map[string]Lease, n), make(map[string][]string, min(n, marked))
 	a.contested, a.refused = map[string]Claimant{}, map[string][]string{}
 
@@ -91,9 +88,6 @@ func (a *Arbiter) Change(c Claimant) bool {
 		if had && touch(old, other) || touch(c, other) {
 			return false
 		}
-	}
-	if !a.lengths.has(c.Lease) {
-		return false
 	}
 	if len(c.Lease.Endpoints) > 0 {
 		a.settle(c)
@@ -141,8 +135,8 @@ func (a *Arbiter) settle(c Claimant) {
 		a.refuse(c, fmt.Sprintf("its %s is that of this node", c.Identities[i]), "")
 		return
 	}
-	kept := make([]Endpoint, 0, len(c.Lease.Endpoints))
-	judged := false
+	var room [2]Endpoint // one for each family
+	kept, judged := room[:0], false
 	for _, e := range c.Lease.Endpoints {
 		n, enabled := a.cfg.Network(e.Family())
 		if !enabled {
@@ -168,7 +162,7 @@ func (a *Arbiter) settle(c Claimant) {
 		}
 	}
 	if len(kept) < len(c.Lease.Endpoints) {
-		c.Lease.Endpoints = kept
+		c.Lease.Endpoints = slices.Clone(kept)
 	}
 	a.claim(c)
 }

@@ -73,7 +73,7 @@ func (l *Ledger) Apply(s Snapshot, now time.Time) {
 			peers[key] = lease
 		}
 	}
-	contradicted := sync.OnceValue(func() func(Lease) bool { return l.contradictions(s.Leases) })
+	contradicted := sync.OnceValue(func() func(Lease) bool { return contradictions(s.Leases) })
 	for key, lease := range l.peers {
 		if _, current := peers[key]; current {
 			continue
@@ -164,15 +164,9 @@ func (l *Ledger) Leases() iter.Seq[Lease] {
 
 // contradictions returns whether one of leases takes the subnet of the known
 // lease that is asked about, or has its public IP with another subnet.
-func (l *Ledger) contradictions(leases []Lease) func(Lease) bool {
-	var used lengths
-	for _, lease := range l.peers {
-		used.add(lease)
-	}
-	for _, lease := range leases {
-		used.add(lease)
-	}
-	subnets, publics := newIndex(used, len(leases)), map[netip.Addr]netip.Prefix{}
+func contradictions(leases []Lease) func(Lease) bool {
+	var subnets index
+	publics := map[netip.Addr]netip.Prefix{}
 	for _, lease := range leases {
 		for _, e := range lease.Endpoints {
 			if e.Subnet.IsValid() {
