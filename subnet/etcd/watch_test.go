@@ -352,11 +352,21 @@ func TestSilence(t *testing.T) {
 func silent(t *testing.T, margin, dead time.Duration) (*fixture, *subnettest.Watcher) {
 	t.Helper()
 	f := newFixture(t, sharedServer(t))
-	m := f.manager(t, func(c *Config) { c.RenewMargin = margin })
+	told := make(chan string, 10)
+	m := f.manager(t, func(c *Config) {
+		c.RenewMargin = margin
+		c.OnConfig = func(text []byte) { told <- string(text) }
+	})
 	m.timing.quiet, m.timing.reprieve, m.timing.dead = time.Hour, time.Hour, dead
 	f.put(t, "subnets/10.5.1.0-24", value("192.0.2.1"))
 	w := subnettest.Watch(t, m)
 	w.Until(t, "the peer", subnettest.Has("10.5.1.0-24"))
+	// Until both watches have told of something they may have more to say of their start.
+	f.put(t, "config", configV4)
+	for <-told != configV4 {
+	}
+	f.put(t, "subnets/10.5.1.0-24", value("192.0.2.1"))
+	w.Until(t, "the peer again", subnettest.Has("10.5.1.0-24"))
 	start := time.Now()
 	eventually(t, "longer than the margin", func() bool { return time.Since(start) > 2*margin })
 	return f, w
