@@ -21,6 +21,11 @@ type mirror struct {
 	State
 	valid bool
 	until time.Time // it is read again then, whatever it says
+	// fresh says that nobody has used the devices yet: the next read leaves out
+	// routes of others, of which a host may have many. The mirror is partial then:
+	// it does not tell which of them a put would meet. For the first puts that will
+	// do, and no longer.
+	fresh, partial bool
 }
 
 // void has the next look read.
@@ -59,9 +64,12 @@ func (m *mirror) look(ctx context.Context) (changed Keys, all bool, err error) {
 		}
 	}
 	m.void()
-	if m.State, err = m.kernel.Read(ctx, m.scope); err != nil {
+	scope := m.scope
+	scope.Connected, m.fresh = m.fresh, false
+	if m.State, err = m.kernel.Read(ctx, scope); err != nil {
 		return changed, true, fmt.Errorf("read kernel state: %w", err)
 	}
+	m.partial = scope.Connected
 	m.valid = m.monitor != nil
 	// Spread over hosts, and over the devices of a host.
 	m.until = time.Now().Add(time.Duration(float64(m.resync) * (0.8 + 0.4*rand.Float64())))

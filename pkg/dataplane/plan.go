@@ -21,6 +21,9 @@ type Scope struct {
 	Networks []netip.Prefix
 	// TxChecksum has Link.TxChecksum of the devices read.
 	TxChecksum bool
+	// Connected has the routing table left alone, which may hold a million routes:
+	// instead there is a route for every network that an address of the host is in.
+	Connected bool
 }
 
 func (s Scope) device(name string) bool { return slices.Contains(s.Devices, name) }
@@ -32,13 +35,19 @@ func (s Scope) network(p netip.Prefix) bool {
 // Op is one change.
 type Op struct {
 	Delete bool // otherwise the object is created, or replaces what has its key
-	Object Object
+	// Exclusive has a route fail with EEXIST where there is one with its destination,
+	// metric and TOS.
+	Exclusive bool
+	Object    Object
 }
 
 // String describes the change.
 func (o Op) String() string {
-	if o.Delete {
+	switch {
+	case o.Delete:
 		return "delete " + o.Object.String()
+	case o.Exclusive:
+		return "add " + o.Object.String()
 	}
 	return "put " + o.Object.String()
 }

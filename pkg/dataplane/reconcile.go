@@ -17,8 +17,9 @@ type Kernel interface {
 	// Read returns all that the kernel holds on the scope's devices, and the
 	// routes of the main table, on any device, to destinations in its
 	// networks. Non-permanent, learned, group and link-local entries are left
-	// out. Of a scope without networks only the links are read. An interrupted
-	// or partial dump is an error, never a short answer.
+	// out. Of a scope without networks only the links are read, and of one with
+	// Connected no routing table. An interrupted or partial dump is an error, never
+	// a short answer.
 	Read(ctx context.Context, s Scope) (State, error)
 	// Apply carries out all of ops, in order. One that fails does not stop
 	// the others; the failures are returned. Deleting what is not there is
@@ -57,11 +58,15 @@ type Report struct {
 	Unreachable bool
 }
 
-func (r *Report) count(ops []Op, repair func(Object) bool) {
+// count takes in ops, but for exclusive ones that have met a route.
+func (r *Report) count(ops []Op, met Keys, repair func(Object) bool) {
 	for _, op := range ops {
-		if op.Delete {
+		switch {
+		case op.Exclusive && met.has(op.Object):
+			continue
+		case op.Delete:
 			r.Deletes++
-		} else {
+		default:
 			r.Puts++
 		}
 		if repair(op.Object) {
@@ -72,8 +77,8 @@ func (r *Report) count(ops []Op, repair func(Object) bool) {
 
 // passes bounds how often one Reconcile looks again: the last pass finds
 // nothing to do. Duplicates of a route take two passes, a link that came up
-// and lost its IPv6 addresses on the way three.
-const passes = 5
+// and lost its IPv6 addresses on the way three, and fresh devices one more.
+const passes = 6
 
 // Config is what a Reconciler works with.
 type Config struct {
@@ -219,22 +224,29 @@ func (r *Reconciler) settle(ctx context.Context, sweep bool) (Report, error) {
 	if err := r.makeLinks(ctx, &report, func(o Object) bool { return some && !asked.has(o) }); err != nil {
 		return report, err
 	}
-	for pass := range passes {
+	told := false
+	for range passes {
 		drifted, all, err := r.mirror.look(ctx)
 		if err != nil {
 			return report, err
 		}
 		r.all = r.all || all
 		changes := r.plan(drifted, sweep)
-		if pass == 0 {
+		if !told {
 			logTaken(ctx, changes.Taken)
+			told = !r.mirror.partial
 		}
 		if len(changes.Ops) == 0 {
+			if r.mirror.partial && (sweep || r.want.leads()) { // what else there is has to be known now
+				r.mirror.void()
+				continue
+			}
 			r.settled(&report, sweep)
 			return report, nil
 		}
-		report.count(changes.Ops, func(o Object) bool { return drifted.has(o) || some && !asked.has(o) })
-		if err := r.apply(ctx, changes.Ops); err != nil {
+		met, err := r.apply(ctx, changes.Ops)
+		report.count(changes.Ops, met, func(o Object) bool { return drifted.has(o) || some && !asked.has(o) })
+		if err != nil {
 			return report, err
 		}
 	}
@@ -242,8 +254,9 @@ func (r *Reconciler) settle(ctx context.Context, sweep bool) (Report, error) {
 }
 
 // makeLinks makes the links that are missing before everything is read: they
-// would void what was read before them, and a host with many routes of others
-// should read those once. What cannot be made is left to the passes.
+// would void what was read before them, and as long as they are all fresh nobody
+// has to wait until the many routes of others are read that a host may have. What
+// cannot be made is left to the passes.
 func (r *Reconciler) makeLinks(ctx context.Context, report *Report, repair func(Object) bool) error {
 	if r.mirror.valid || len(r.want.Links) == 0 {
 		return nil
@@ -259,7 +272,8 @@ func (r *Reconciler) makeLinks(ctx context.Context, report *Report, repair func(
 		}
 	}
 	if len(r.write(ctx, ops)) == 0 {
-		report.count(ops, repair)
+		report.count(ops, Keys{}, repair)
+		r.mirror.fresh = len(ops) == len(r.mirror.scope.Devices)
 	}
 	return nil
 }
@@ -317,28 +331,39 @@ func (r *Reconciler) settled(report *Report, sweep bool) {
 }
 
 // apply carries out ops. Routes whose gateway is out of reach are a matter of
-// that peer alone: they are noted, and are no error.
-func (r *Reconciler) apply(ctx context.Context, ops []Op) error {
+// that peer alone: they are noted, and are no error. Nor is it one that something
+// not yet known was there first: met says where.
+func (r *Reconciler) apply(ctx context.Context, ops []Op) (met Keys, err error) {
+	if r.mirror.partial {
+		for i, op := range ops {
+			_, route := op.Object.(Route)
+			ops[i].Exclusive = route && !op.Delete
+		}
+	}
 	muted := r.mirror.mute(ops)
 	failures := r.write(ctx, ops)
 	if len(failures) == 0 {
 		if !muted {
 			r.mirror.wrote(ops)
 		}
-		return nil
+		return met, nil
 	}
 	// What exactly a failure has left behind is for the next look to find out.
 	r.mirror.void()
 	var errs []error
 	for _, e := range failures {
 		route, ok := e.Op.Object.(Route)
+		if e.Op.Exclusive && errors.Is(e.Err, syscall.EEXIST) {
+			met.Add(route)
+			continue
+		}
 		if ok && !e.Op.Delete && (errors.Is(e.Err, syscall.ENETUNREACH) || errors.Is(e.Err, syscall.EHOSTUNREACH)) {
 			r.unreachable[route.Dst] = Refusal{route, fmt.Sprintf("gateway %s is not on a network of %s", route.Gateway, route.Dev)}
 			continue
 		}
 		errs = append(errs, e)
 	}
-	return opErrors(errs)
+	return met, opErrors(errs)
 }
 
 func (r *Reconciler) write(ctx context.Context, ops []Op) []OpError {

@@ -338,6 +338,16 @@ func (s State) AllRoutes() iter.Seq[Route] {
 	}
 }
 
+// leads reports whether packets are sent anywhere by a route in the state.
+func (s State) leads() bool {
+	for r := range s.AllRoutes() {
+		if r.Dev != "" {
+			return true
+		}
+	}
+	return false
+}
+
 // all iterates over everything in the state.
 func (s State) all() iter.Seq[Object] {
 	return func(yield func(Object) bool) {

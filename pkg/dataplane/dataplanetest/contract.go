@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"net/netip"
+	"slices"
 	"syscall"
 	"testing"
 	"time"
@@ -22,14 +23,14 @@ type contractCase struct {
 // dataplane.Kernel says, and that a Reconciler on them does what it says.
 func Contract(t *testing.T, newWorld func(testing.TB) World) {
 	t.Helper()
-	for _, cases := range [][]contractCase{objectCases(), linkCases(), routeCases(), driftCases(), retireCases()} {
+	for _, cases := range [][]contractCase{objectCases(), linkCases(), routeCases(), freshCases(), driftCases(), retireCases()} {
 		for _, tc := range cases {
 			t.Run(tc.name, func(t *testing.T) { tc.run(newFixture(t, newWorld(t), 0)) })
 		}
 	}
 	t.Run("what is there is read once", func(t *testing.T) { readOnce(newFixture(t, newWorld(t), time.Hour)) })
 	t.Run("what others change during a bulk of writes, and after it", func(t *testing.T) { disturbedBulk(newFixture(t, newWorld(t), time.Hour)) })
-	for _, tc := range driftCases() {
+	for _, tc := range append(driftCases(), freshCases()...) {
 		t.Run(tc.name+", by announcements alone", func(t *testing.T) { tc.run(newFixture(t, newWorld(t), time.Hour)) })
 	}
 }
@@ -42,6 +43,7 @@ func objectCases() []contractCase {
 		{"a thousand objects at once", thousands},
 		{"devices that are absent", absentDevices},
 		{"a scope without networks", linksAlone},
+		{"a scope of connected networks", connectedAlone},
 		{"a context that has ended", endedContext},
 		{"on-link lookups", onLink},
 	}
@@ -69,15 +71,50 @@ func linksAlone(f *fixture) {
 	}
 }
 
-// readOnce also holds where all devices have to be made, which voids what was
-// read before.
-func readOnce(f *fixture) {
-	report, err := f.reconciler.Reconcile(f.Context(), Base(), true)
+// connectedAlone spares it the same where its devices are fresh.
+func connectedAlone(f *fixture) {
+	f.put(objectsOf(Peers(3))...)
+	f.must(f.Append(bridge()...))
+	of6 := netip.PrefixFrom(subnet6(3).Addr().Next(), 64)
+	f.must(f.Append(dataplane.Addr{Dev: "cni0", Prefix: of6}))
+	scope := Scope()
+	scope.Connected = true
+	s, err := f.Read(f.Context(), scope)
 	f.must(err)
-	f.expect(Base())
-	if report.Repaired != 0 || f.spy.reads != 1 {
-		f.Errorf("%d of %d writes were repairs, after %d reads, want none after one", report.Repaired, report.Puts, f.spy.reads)
+	var routes []dataplane.Route
+	for r := range s.AllRoutes() {
+		if !r.Dst.IsSingleIP() { // as those of the devices
+			routes = append(routes, r)
+		}
 	}
+	slices.SortFunc(routes, func(a, b dataplane.Route) int { return a.Priority - b.Priority })
+	want := []dataplane.Route{
+		{RouteKey: dataplane.RouteKey{Dst: subnet4(3), Type: dataplane.Unicast}, Dev: "cni0", Protocol: protoKernel},
+		{RouteKey: dataplane.RouteKey{Dst: subnet6(3), Type: dataplane.Unicast, Priority: 256}, Dev: "cni0", Protocol: protoKernel},
+	}
+	if !slices.Equal(routes, want) {
+		f.Errorf("routes %v, want those of cni0 alone: %v", routes, want)
+	}
+	if len(s.FDB) != 6 || len(s.Neighs) != 6 || len(s.Addrs) != 2 {
+		f.Errorf("%d FDB entries, %d neighbours and %d addresses, want all of them", len(s.FDB), len(s.Neighs), len(s.Addrs))
+	}
+}
+
+// readOnce also holds where all devices have to be made, which voids what was
+// read before. Nobody waits for a read of the routes of others then.
+func readOnce(f *fixture) {
+	reconcile := func(want dataplane.State, sweep bool, brief, reads int) {
+		report, err := f.reconciler.Reconcile(f.Context(), want, sweep)
+		f.must(err)
+		f.expect(want)
+		if report.Repaired != 0 || f.spy.brief != brief || f.spy.reads != reads {
+			f.Errorf("%d of %d writes were repairs, after %d brief reads and %d of all, want none after %d and %d",
+				report.Repaired, report.Puts, f.spy.brief, f.spy.reads, brief, reads)
+		}
+	}
+	reconcile(Base(), false, 1, 0)
+	reconcile(Peers(1), true, 1, 1)
+	reconcile(Peers(2), true, 1, 1)
 }
 
 // disturbedBulk has another program spoil something while so much is written that

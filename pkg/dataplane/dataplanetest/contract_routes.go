@@ -1,7 +1,9 @@
 package dataplanetest
 
 import (
+	"errors"
 	"net/netip"
+	"slices"
 	"strings"
 	"syscall"
 
@@ -21,6 +23,22 @@ func routeCases() []contractCase {
 		{"a gateway out of reach", unreachable},
 		{"routes through nexthop objects", nexthopObjects},
 		{"a blackhole", blackhole},
+		{"an exclusive put", exclusivePut},
+	}
+}
+
+func freshCases() []contractCase {
+	return []contractCase{
+		{"what fresh devices meet", freshDevices},
+		{"what stands beside the routes of fresh devices", freshTwins},
+	}
+}
+
+// bridge is a bridge of pods in the subnet of host 3.
+func bridge() []dataplane.Object {
+	return []dataplane.Object{
+		dataplane.Link{Name: "cni0", Kind: "bridge", Up: true},
+		dataplane.Addr{Dev: "cni0", Prefix: netip.MustParsePrefix("10.5.3.1/24")},
 	}
 }
 
@@ -28,8 +46,7 @@ func routeCases() []contractCase {
 func connectedNetwork(f *fixture) {
 	want := Peers(5)
 	f.reconcile(want, true)
-	bridge := dataplane.Link{Name: "cni0", Kind: "bridge", Up: true}
-	f.must(f.Append(bridge, dataplane.Addr{Dev: "cni0", Prefix: netip.MustParsePrefix("10.5.3.1/24")}))
+	f.must(f.Append(bridge()...))
 	report := f.reconcile(want, true)
 	if len(report.Refused) != 1 || report.Refused[0].Route.Dst != subnet4(3) || !strings.Contains(report.Refused[0].Reason, "cni0") {
 		f.Errorf("refused %v, want the route to %s for cni0", report.Refused, subnet4(3))
@@ -43,7 +60,7 @@ func connectedNetwork(f *fixture) {
 	if len(left) != 1 || left[0].Protocol != protoKernel {
 		f.Errorf("routes %v, want the connected one alone", left)
 	}
-	f.must(f.Remove(bridge))
+	f.must(f.Remove(bridge()[0]))
 	if report := f.reconcile(want, true); len(report.Refused) > 0 {
 		f.Errorf("refused %v, want nothing", report.Refused)
 	}
@@ -265,4 +282,73 @@ func blackhole(f *fixture) {
 	f.expect(state(Base(), objects(want)...))
 	f.reconcile(Base(), true)
 	f.expect(Base())
+}
+
+// exclusivePut makes a route and replaces none.
+func exclusivePut(f *fixture) {
+	f.reconcile(Base(), true)
+	var theirs []dataplane.Route
+	for _, r := range via(3, 9) {
+		r.Protocol = protoStatic
+		theirs = append(theirs, r)
+	}
+	f.must(f.Append(objects(theirs)...))
+	for i, ours := range [][]dataplane.Route{via(3, 7), via(4, 7)} {
+		for _, r := range ours {
+			failed := f.Apply(f.Context(), []dataplane.Op{{Exclusive: true, Object: r}})
+			if i == 0 && (len(failed) != 1 || !errors.Is(failed[0], syscall.EEXIST)) {
+				f.Errorf("%s: failures %v, want that it exists", r, failed)
+			} else if i == 1 && len(failed) > 0 {
+				f.Errorf("%s: failures %v, want none", r, failed)
+			}
+		}
+	}
+	f.expect(state(Base(), append(objects(theirs), objects(via(4, 7))...)...))
+}
+
+// beside returns routes of others to the subnets of host 5: behind ours of IPv4,
+// before ours of IPv6.
+func beside() []dataplane.Object {
+	var twins []dataplane.Object
+	for _, r := range via(5, 9) {
+		r.Protocol, r.Priority = protoStatic, 100
+		twins = append(twins, r)
+	}
+	return twins
+}
+
+// freshDevices: the first routes through them are made while those of others are
+// not known.
+func freshDevices(f *fixture) {
+	f.must(f.Append(bridge()...))
+	f.must(f.Append(beside()...))
+	for _, r := range via(4, 9) {
+		r.Protocol = protoStatic
+		f.must(f.Append(r))
+	}
+	want := Peers(5)
+	report := f.reconcile(state(want), true)
+	if len(report.Refused) != 1 || report.Refused[0].Route.Dst != subnet4(3) {
+		f.Errorf("refused %v, want the route to %s", report.Refused, subnet4(3))
+	}
+	delete(want.Routes, subnet4(3))
+	f.expect(want)
+	if made := 2*2 + 5*6 - 1; report.Puts != made || report.Repaired != 0 {
+		f.Errorf("%d puts, of them %d repairs; want %d, none of them a repair", report.Puts, report.Repaired, made)
+	}
+	ops := f.spy.Take()
+	first := slices.IndexFunc(ops, func(op dataplane.Op) bool {
+		r, ok := op.Object.(dataplane.Route)
+		return ok && r.Dst == subnet4(4)
+	})
+	if first < 0 || !ops[first].Exclusive {
+		f.Error("a route of others was replaced before it was known")
+	}
+}
+
+// freshTwins: nothing tells of them but a read, which does not wait for a sweep.
+func freshTwins(f *fixture) {
+	f.must(f.Append(beside()...))
+	f.reconcile(Peers(5), false)
+	f.expect(Peers(5))
 }

@@ -94,7 +94,7 @@ func (k *Kernel) Read(ctx context.Context, s dataplane.Scope) (dataplane.State, 
 		}
 	}
 	for _, r := range k.routes.shown() {
-		if within(r.Dst) {
+		if within(r.Dst) && (!s.Connected || r.Protocol == protoKernel) {
 			state.Add(r)
 		}
 	}
@@ -113,6 +113,8 @@ func (k *Kernel) Apply(ctx context.Context, ops []dataplane.Op) []dataplane.OpEr
 		case err != nil:
 		case op.Delete:
 			k.remove(op.Object)
+		case op.Exclusive && k.taken(op.Object):
+			err = syscall.EEXIST
 		default:
 			err = k.put(op.Object)
 		}
@@ -243,6 +245,12 @@ func (k *Kernel) putRoute(r dataplane.Route) error {
 	}
 	k.routes.replace(r)
 	return nil
+}
+
+// taken reports whether a put of o would meet a route.
+func (k *Kernel) taken(o dataplane.Object) bool {
+	r, ok := o.(dataplane.Route)
+	return ok && slices.ContainsFunc(k.routes, func(have dataplane.Route) bool { return twin(have, r) })
 }
 
 // usable reports whether packets can take r.

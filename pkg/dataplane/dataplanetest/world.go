@@ -65,7 +65,8 @@ type Spy struct {
 
 	mu    sync.Mutex
 	ops   []dataplane.Op
-	reads int // but for those of links alone
+	reads int // of all there is
+	brief int // of all but the routes of others
 }
 
 // Read implements dataplane.Kernel.
@@ -75,11 +76,15 @@ func (s *Spy) Read(ctx context.Context, scope dataplane.Scope) (dataplane.State,
 			return dataplane.State{}, err
 		}
 	}
-	if len(scope.Networks) > 0 {
-		s.mu.Lock()
+	s.mu.Lock()
+	switch {
+	case len(scope.Networks) == 0: // links alone
+	case scope.Connected:
+		s.brief++
+	default:
 		s.reads++
-		s.mu.Unlock()
 	}
+	s.mu.Unlock()
 	return s.Kernel.Read(ctx, scope)
 }
 

@@ -39,12 +39,16 @@ func (k *Kernel) Read(ctx context.Context, s dataplane.Scope) (dataplane.State, 
 	if err := k.readNexthops(ctx); err != nil {
 		return state, err
 	}
+	readRoutes := k.readRoutes
+	if s.Connected {
+		readRoutes = k.readConnected
+	}
 	for _, f := range families(s) {
-		if err := k.readRoutes(ctx, f, s, &state); err != nil {
+		if err := readRoutes(ctx, f, s, &state); err != nil {
 			return state, err
 		}
 	}
-	if slices.Contains(families(s), unix.AF_INET) { // else nobody has looked who uses them
+	if slices.Contains(families(s), unix.AF_INET) && !s.Connected { // else nobody has looked who uses them
 		k.nexthops.orphaned()
 	}
 	return state, nil
@@ -114,29 +118,67 @@ func (k *Kernel) readLink(name string, s dataplane.Scope, state dataplane.State)
 
 func (k *Kernel) readAddrs(ctx context.Context, dev device, s dataplane.Scope, state *dataplane.State) error {
 	for _, f := range families(s) {
-		var found []dataplane.Addr
-		err := k.sock.dump(ctx, func(m *message) {
-			body := make([]byte, unix.SizeofIfAddrmsg)
-			body[0] = f
-			binary.NativeEndian.PutUint32(body[4:], uint32(dev.index))
-			m.begin(unix.RTM_GETADDR, 0, body...)
-		}, func() { found = nil }, func(typ uint16, payload []byte) {
-			if typ != unix.RTM_NEWADDR || len(payload) < unix.SizeofIfAddrmsg {
-				return
-			}
-			p := parseAddress(payload)
-			if index := binary.NativeEndian.Uint32(payload[4:]); index == uint32(dev.index) && inNetworks(s, prefix.Host(p.Addr())) {
-				found = append(found, dataplane.Addr{Dev: dev.name, Prefix: p})
-			}
-		})
+		found, err := k.dumpAddrs(ctx, f, dev.index)
 		if err != nil {
 			return fmt.Errorf("dump addresses of %s: %w", dev.name, err)
 		}
 		for _, a := range found {
-			state.Add(a)
+			if a.index == dev.index && inNetworks(s, prefix.Host(a.prefix.Addr())) {
+				state.Add(dataplane.Addr{Dev: dev.name, Prefix: a.prefix})
+			}
 		}
 	}
 	return nil
+}
+
+// connectedMetric is what IPv6 routes have that the kernel makes for addresses
+// (IP6_RT_PRIO_ADDRCONF).
+const connectedMetric = 256
+
+// readConnected adds routes as those that the kernel makes for addresses, without
+// a look at its routes.
+func (k *Kernel) readConnected(ctx context.Context, family uint8, s dataplane.Scope, state *dataplane.State) error {
+	found, err := k.dumpAddrs(ctx, family, 0)
+	if err != nil {
+		return fmt.Errorf("dump addresses: %w", err)
+	}
+	for _, a := range found {
+		dst := a.prefix.Masked()
+		if !inNetworks(s, dst) {
+			continue
+		}
+		dev, err := k.linkName(a.index)
+		if err != nil {
+			return err
+		}
+		r := dataplane.NewRoute(dst, netip.Addr{}, dev, false)
+		r.Protocol = unix.RTPROT_KERNEL
+		if r.Dst.Addr().Is6() {
+			r.Priority = connectedMetric
+		}
+		state.AddRoute(r)
+	}
+	return nil
+}
+
+type address struct {
+	prefix netip.Prefix // host bits are kept
+	index  int          // of the device
+}
+
+// dumpAddrs returns the addresses of a device, or of all with index 0.
+func (k *Kernel) dumpAddrs(ctx context.Context, family uint8, index int) (found []address, err error) {
+	err = k.sock.dump(ctx, func(m *message) {
+		body := make([]byte, unix.SizeofIfAddrmsg)
+		body[0] = family
+		binary.NativeEndian.PutUint32(body[4:], uint32(index))
+		m.begin(unix.RTM_GETADDR, 0, body...)
+	}, func() { found = nil }, func(typ uint16, payload []byte) {
+		if typ == unix.RTM_NEWADDR && len(payload) >= unix.SizeofIfAddrmsg {
+			found = append(found, address{parseAddress(payload), int(binary.NativeEndian.Uint32(payload[4:]))})
+		}
+	})
+	return found, err
 }
 
 // parseAddress returns the address in a message, with its prefix length.

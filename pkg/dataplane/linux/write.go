@@ -121,7 +121,7 @@ func (k *Kernel) detour(ctx context.Context, ops []dataplane.Op, indexes map[str
 // harmless reports whether err says that op is already true.
 func harmless(op dataplane.Op, err error) bool {
 	if !op.Delete {
-		return errors.Is(err, unix.EEXIST)
+		return errors.Is(err, unix.EEXIST) && !op.Exclusive
 	}
 	for _, gone := range []error{unix.ESRCH, unix.ENOENT, unix.EADDRNOTAVAIL, unix.ENODEV} {
 		if errors.Is(err, gone) {
@@ -171,6 +171,9 @@ func encode(m *message, op dataplane.Op, index int) {
 			m.addr(unix.NDA_DST, o.Dst)
 		}
 	case dataplane.Route:
+		if op.Exclusive {
+			flags = unix.NLM_F_CREATE | unix.NLM_F_EXCL
+		}
 		encodeRoute(m, verb(unix.RTM_NEWROUTE, unix.RTM_DELROUTE), flags, o, index)
 	}
 }
