@@ -81,7 +81,7 @@ type held struct {
 	anonymous  float64 // bytes
 	files      int
 	goroutines float64
-	heapGoal   float64 // bytes: at this size the heap is collected, twice what is alive
+	heapGoal   float64 // bytes: at this size the heap is collected, 1.5 times what is alive
 	cpu        time.Duration
 }
 

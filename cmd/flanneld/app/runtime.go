@@ -15,8 +15,9 @@ const (
 	// startGC is the collector's percentage during the start: what a start
 	// allocates is used to its end, and collecting it is a fifth of the work.
 	startGC = 800
-	// restGC is the runtime's own default.
-	restGC = 100
+	// restGC has the collector run earlier than by default: at rest there is little
+	// to collect, and all that lies about until it runs is memory.
+	restGC = 50
 	// tidyAfter leaves a start time for what comes behind it: the state file.
 	tidyAfter = time.Second
 	// longStart is when a daemon that waits for its store has to be tidy, too.
