@@ -3,7 +3,6 @@ package tunnel
 import (
 	"errors"
 	"fmt"
-	"net"
 	"net/netip"
 
 	"golang.org/x/sys/unix"
@@ -16,10 +15,12 @@ import (
 type inbound struct {
 	*Tunnel
 	socket *socket
-	buf    []byte // room for an offload header, and then what was received
-	oob    []byte
-	merger packet.Merger
-	merged bool // the merger has something
+	// buf has room for an offload header and then what was received: something to
+	// be added to, and what may be added.
+	buf      []byte
+	receiver *receiver
+	merger   packet.Merger
+	merged   bool // the merger has something
 
 	anybody bool // may send anything
 	foreign bool // sources are taken
@@ -34,7 +35,7 @@ type inbound struct {
 
 func newInbound(t *Tunnel, s *socket) *inbound {
 	return &inbound{
-		Tunnel: t, socket: s, buf: make([]byte, packet.OffloadLen+maxPacket), oob: make([]byte, unix.CmsgSpace(4)),
+		Tunnel: t, socket: s, buf: make([]byte, packet.OffloadLen+2*maxPacket), receiver: newReceiver(),
 		merger:  packet.Merger{TCP: t.Device.tcp, UDP: t.Device.udp},
 		anybody: t.Check == CheckOff, foreign: t.Check != CheckStrict,
 	}
@@ -45,24 +46,55 @@ const enough = 100
 
 // run receives until the tunnel is closed.
 func (i *inbound) run() error {
-	failed := 0
-	for {
-		n, noob, _, from, err := i.socket.conn.ReadMsgUDPAddrPort(i.buf[packet.OffloadLen:], i.oob)
-		switch {
-		case err == nil:
-			failed = 0
-			i.take(n, receivedSize(i.oob[:noob]), from.Addr())
-		case errors.Is(err, net.ErrClosed) || failed == enough:
-			return fmt.Errorf("receive on UDP %s: %w", i.socket.local, err)
-		default: // what an earlier datagram brought about, most likely
-			failed++
-		}
+	raw, err := i.socket.conn.SyscallConn()
+	if err != nil {
+		return err
 	}
+	var failed error
+	failures := 0
+	err = raw.Read(func(fd uintptr) bool {
+		for !i.closing.Load() {
+			at := i.next()
+			n, size, from, err := i.receiver.receive(fd, i.buf[at:at+maxPacket])
+			switch {
+			case err == nil:
+				failures = 0
+				i.take(at, n, size, from)
+			case errors.Is(err, unix.EAGAIN): // nothing more that could go with what there is
+				i.write()
+				return false
+			case errors.Is(err, unix.EINTR):
+			case failures == enough:
+				failed = err
+				return true
+			default: // what an earlier datagram brought about, most likely
+				failures++
+			}
+		}
+		i.write()
+		return true
+	})
+	if failed == nil {
+		failed = err
+	}
+	return fmt.Errorf("receive on UDP %s: %w", i.socket.local, failed)
 }
 
-// take handles what one receive has brought: n bytes, cut into datagrams of
-// size bytes, or one datagram if that is 0.
-func (i *inbound) take(n, size int, from netip.Addr) {
+// next returns where in buf to receive: behind what the merger has if more may
+// be added to that, as the rest of a super-packet that its sender had to cut.
+func (i *inbound) next() int {
+	if i.merged {
+		if end, grows := i.merger.End(); grows && end+maxPacket <= len(i.buf) {
+			return end
+		}
+		i.write()
+	}
+	return packet.OffloadLen
+}
+
+// take handles what one receive has brought to buf: n bytes from at on, cut into
+// datagrams of size bytes, or one datagram if that is 0.
+func (i *inbound) take(at, n, size int, from netip.Addr) {
 	now := i.Table.now.Load()
 	if now != i.routes || from != i.public {
 		i.routes, i.public, i.src = now, from, netip.Addr{}
@@ -71,12 +103,11 @@ func (i *inbound) take(n, size int, from netip.Addr) {
 	if size == 0 {
 		size = max(n, 1)
 	}
-	at, end := packet.OffloadLen, packet.OffloadLen+n
+	end := at + n
 	for ; at+size < end; at += size {
 		i.datagram(at, at+size)
 	}
 	i.datagram(at, end)
-	i.write()
 }
 
 // datagram handles one datagram, which lies in buf from at to end.

@@ -119,7 +119,7 @@ func (o *outbound) take(b []byte) {
 		o.Counters.drop(Malformed)
 		return
 	}
-	copy(o.room(s, to, len(b), maxDatagrams), b)
+	copy(o.room(s, to, len(b)), b)
 }
 
 // route looks up the peer that has dst.
@@ -131,23 +131,18 @@ func (o *outbound) route(dst netip.Addr) bool {
 	return o.known
 }
 
-// addAll adds the packets of a super-packet. If they do not fit into one send
-// they are spread evenly.
+// addAll adds the packets of a super-packet.
 func (o *outbound) addAll(s *socket, to netip.AddrPort, all packet.Segments) {
-	n := all.Count()
-	most := min(maxDatagrams, max(maxPayload/all.Len(0), 1))
-	sends := (n + most - 1) / most
-	most = (n + sends - 1) / sends
-	for i := range n {
-		all.Write(o.room(s, to, all.Len(i), most), i)
+	for i := range all.Count() {
+		all.Write(o.room(s, to, all.Len(i)), i)
 	}
 }
 
 // room returns where to write a packet of n bytes to a peer. What cannot be in
 // one send with it goes out before.
-func (o *outbound) room(s *socket, to netip.AddrPort, n, most int) []byte {
+func (o *outbound) room(s *socket, to netip.AddrPort, n int) []byte {
 	b := &o.batch
-	if b.count > 0 && (b.full || b.to != to || n > b.size || b.n+n > maxPayload || b.count >= most) {
+	if b.count > 0 && (b.full || b.to != to || n > b.size || b.n+n > maxPayload || b.count == maxDatagrams) {
 		o.flush()
 	}
 	if b.count == 0 {

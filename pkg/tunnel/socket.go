@@ -128,6 +128,40 @@ func newSegmentSize() segmentSize {
 
 func (c segmentSize) set(n int) { binary.NativeEndian.PutUint16(c[unix.CmsgLen(0):], uint16(n)) }
 
+// receiver receives without allocating anything.
+type receiver struct {
+	header unix.Msghdr
+	part   unix.Iovec
+	from   unix.RawSockaddrInet6 // or what is in its place for IPv4, which is shorter
+	oob    []byte
+}
+
+func newReceiver() *receiver {
+	r := &receiver{oob: make([]byte, unix.CmsgSpace(4))}
+	r.header.Name, r.header.Iov, r.header.Control = (*byte)(unsafe.Pointer(&r.from)), &r.part, &r.oob[0]
+	r.header.SetIovlen(1)
+	return r
+}
+
+// receive returns what one receive on fd brings to b: n bytes from a peer, cut into
+// datagrams of size bytes, or one datagram if that is 0.
+func (r *receiver) receive(fd uintptr, b []byte) (n, size int, from netip.Addr, err error) {
+	r.part.Base = &b[0]
+	r.part.SetLen(len(b))
+	r.header.Namelen = unix.SizeofSockaddrInet6
+	r.header.SetControllen(len(r.oob))
+	got, _, errno := unix.Syscall(unix.SYS_RECVMSG, fd, uintptr(unsafe.Pointer(&r.header)), 0)
+	if errno != 0 {
+		return 0, 0, netip.Addr{}, errno
+	}
+	if r.from.Family == unix.AF_INET6 {
+		from = netip.AddrFrom16(r.from.Addr)
+	} else {
+		from = netip.AddrFrom4((*unix.RawSockaddrInet4)(unsafe.Pointer(&r.from)).Addr)
+	}
+	return int(got), receivedSize(r.oob[:r.header.Controllen]), from, nil
+}
+
 // receivedSize returns the size of the datagrams that a receive gathered, 0 if
 // oob does not tell, because it is one alone.
 func receivedSize(oob []byte) int {

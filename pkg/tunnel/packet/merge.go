@@ -85,6 +85,10 @@ func (m *Merger) Add(start, end int) bool {
 	return true
 }
 
+// End returns where in the buffer what was gathered ends, and whether more may be
+// added to it.
+func (m *Merger) End() (end int, grows bool) { return m.end, m.headers != 0 && !m.full }
+
 // continues reports whether b carries on where a ends, with headers that say
 // the same.
 func (m *Merger) continues(a, b []byte) bool {

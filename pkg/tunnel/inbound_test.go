@@ -1,0 +1,143 @@
+package tunnel
+
+import (
+	"bytes"
+	"encoding/binary"
+	"net/netip"
+	"os"
+	"testing"
+
+	"golang.org/x/sys/unix"
+
+	"flanneld/pkg/tunnel/packet"
+)
+
+const tcpHeaders = 20 + 20
+
+// tcpFrame is what a device makes of data from port on of a stream over TCP, for
+// packets of size bytes of it each: one super-packet, and its header.
+func tcpFrame(port uint16, sequence uint32, flags byte, data []byte, size int) []byte {
+	b := make([]byte, packet.OffloadLen+tcpHeaders, packet.OffloadLen+tcpHeaders+len(data))
+	const needsChecksum, gsoTCP4 = 1, 1
+	b[0], b[1] = needsChecksum, gsoTCP4
+	for at, v := range map[int]int{2: tcpHeaders, 4: size, 6: 20, 8: 16} {
+		binary.NativeEndian.PutUint16(b[at:], uint16(v))
+	}
+	b = append(b, data...)
+	p := b[packet.OffloadLen:]
+	p[0], p[6], p[8], p[9] = 0x45, 0x40, 64, unix.IPPROTO_TCP
+	binary.BigEndian.PutUint16(p[2:], uint16(len(p)))
+	binary.BigEndian.PutUint16(p[4:], uint16(int(sequence)/size))
+	copy(p[12:], netip.MustParseAddr("10.5.2.7").AsSlice())
+	copy(p[16:], netip.MustParseAddr("10.5.1.7").AsSlice())
+	t := p[20:]
+	binary.BigEndian.PutUint16(t, port)
+	binary.BigEndian.PutUint32(t[4:], sequence)
+	t[12], t[13] = 5<<4, flags
+	return b
+}
+
+// packetsOf returns the packets for which a frame of the device stands.
+func packetsOf(t *testing.T, frame []byte) [][]byte {
+	t.Helper()
+	b := frame[packet.OffloadLen:]
+	h, fault := packet.Parse(b)
+	o := packet.DecodeOffload(frame)
+	if fault != packet.Sound || !o.Super() {
+		return [][]byte{bytes.Clone(b)}
+	}
+	segments, ok := o.Split(b, h)
+	if !ok {
+		t.Fatal("no super-packet")
+	}
+	var all [][]byte
+	for i := range segments.Count() {
+		p := make([]byte, segments.Len(i))
+		segments.Write(p, i)
+		all = append(all, p)
+	}
+	return all
+}
+
+// TestGathering: what comes in several receives, because no more fits into one,
+// reaches the device together if it is one stream, and unchanged in any case.
+func TestGathering(t *testing.T) {
+	const (
+		size          = 1420
+		ack, psh, fin = 0x10, 0x18, 0x11
+	)
+	data := bytes.Repeat([]byte("what a stream carries "), 3000)
+	whole := packetsOf(t, tcpFrame(1, 0, ack, data[:45*size], size))
+	next := packetsOf(t, tcpFrame(1, 45*size, ack, data[:45*size], size))
+	ended := packetsOf(t, tcpFrame(1, 0, psh, data[:30*size], size))
+	after := packetsOf(t, tcpFrame(1, 30*size, ack, data[:10*size], size))
+	short := packetsOf(t, tcpFrame(1, 0, ack, data[:30*size+1], size))
+	other := packetsOf(t, tcpFrame(2, 0, ack, data[:40*size], size))
+	last := packetsOf(t, tcpFrame(1, 0, fin, data[:size], size))
+	for name, tc := range map[string]struct {
+		receives [][][]byte
+		frames   []int // packets in each
+	}{
+		"one receive":             {[][][]byte{whole[:44]}, []int{44}},
+		"a packet behind":         {[][][]byte{whole[:44], whole[44:]}, []int{45}},
+		"two halves":              {[][][]byte{whole[:23], whole[23:]}, []int{45}},
+		"one by one":              {[][][]byte{whole[:1], whole[1:2], whole[2:3]}, []int{3}},
+		"more than a frame holds": {[][][]byte{whole[:44], append(whole[44:45:45], next[:43]...), next[43:]}, []int{46, 42, 2}},
+		"pushed":                  {[][][]byte{ended, after}, []int{30, 10}},
+		"a short one at the end":  {[][][]byte{short, whole[31:]}, []int{31, 14}},
+		"another stream":          {[][][]byte{whole[:30], other[:30], whole[30:40]}, []int{30, 30, 10}},
+		"another within":          {[][][]byte{append(whole[:10:10], other[:30]...), other[30:]}, []int{10, 40}},
+		"far behind":              {[][][]byte{append(whole[:30:30], other[:10]...), other[10:30], other[30:], whole[:1]}, []int{30, 30, 10, 1}},
+		"nothing to add to":       {[][][]byte{last, after}, []int{1, 10}},
+	} {
+		t.Run(name, func(t *testing.T) { gather(t, tc.receives, tc.frames) })
+	}
+}
+
+func gather(t *testing.T, receives [][][]byte, frames []int) {
+	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_SEQPACKET|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	here, there := os.NewFile(uintptr(fds[0]), "device"), fds[1]
+	defer here.Close()
+	defer unix.Close(there)
+	peer := Peer{Subnet: netip.MustParsePrefix("10.5.2.0/24"), Public: netip.MustParseAddr("192.0.2.2")}
+	table := NewTable()
+	table.Update(nil, []Peer{peer})
+	i := newInbound(
+		&Tunnel{Config: Config{Device: &Device{file: here, tcp: true, udp: true}, Networks: networks, Table: table, Counters: &Counters{}}},
+		&socket{local: netip.MustParseAddrPort("192.0.2.1:8285")},
+	)
+	var sent [][]byte
+	for _, datagrams := range receives {
+		at := i.next()
+		n := copy(i.buf[at:at+maxPacket], bytes.Join(datagrams, nil))
+		i.take(at, n, len(datagrams[0]), peer.Public)
+		sent = append(sent, datagrams...)
+	}
+	i.write()
+
+	frame := make([]byte, packet.OffloadLen+maxPacket)
+	for number, count := range frames {
+		n, err := unix.Read(there, frame)
+		if err != nil {
+			t.Fatalf("read frame %d: %v", number, err)
+		}
+		got := packetsOf(t, frame[:n])
+		if len(got) != count {
+			t.Fatalf("frame %d has %d packets, want %d", number, len(got), count)
+		}
+		for _, p := range got {
+			want := bytes.Clone(sent[0])
+			packet.DecrementTTL(want)
+			if !bytes.Equal(p, want) {
+				t.Fatalf("frame %d has packet\n%x, want\n%x", number, p, want)
+			}
+			sent = sent[1:]
+		}
+	}
+	if len(sent) > 0 {
+		t.Errorf("%d packets got lost", len(sent))
+	}
+}

@@ -1,0 +1,86 @@
+package tunnel
+
+import (
+	"bytes"
+	"net"
+	"net/netip"
+	"slices"
+	"testing"
+	"time"
+)
+
+// TestSends: sends are filled, whatever super-packets their packets came from.
+func TestSends(t *testing.T) {
+	const (
+		size = 1420
+		ack  = 0x10
+		most = maxPayload / (tcpHeaders + size)
+	)
+	data := bytes.Repeat([]byte("what a stream carries "), 3000)
+	frame := func(n int) []byte { return tcpFrame(1, 0, ack, data[:n], size) }
+	for name, tc := range map[string]struct {
+		frames [][]byte
+		sends  []int // packets in each
+	}{
+		"one":                     {[][]byte{frame(10 * size)}, []int{10}},
+		"several":                 {[][]byte{frame(10 * size), frame(3 * size)}, []int{13}},
+		"more than a send holds":  {[][]byte{frame(45 * size)}, []int{most, 45 - most}},
+		"the rest and what comes": {[][]byte{frame(45 * size), frame(45 * size)}, []int{most, most, 90 - 2*most}},
+		"a short one":             {[][]byte{frame(2*size + 1), frame(3 * size)}, []int{3, 3}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			if got := sends(t, tc.frames); !slices.Equal(got, tc.sends) {
+				t.Errorf("sends of %v packets, want %v", got, tc.sends)
+			}
+		})
+	}
+}
+
+// sends returns how many packets each send has that frames bring about.
+func sends(t *testing.T, frames [][]byte) (counts []int) {
+	t.Helper()
+	here := netip.MustParseAddr("127.0.0.1")
+	var sockets []*socket
+	for range 2 {
+		s, err := openSocket(t.Context(), netip.AddrPortFrom(here, 0), false)
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() { _, _ = s.close(), s.release() })
+		sockets = append(sockets, s)
+	}
+	out, in := sockets[0], sockets[1]
+	out.local = in.conn.LocalAddr().(*net.UDPAddr).AddrPort() // peers have the same port
+	table := NewTable()
+	table.Update(nil, []Peer{{Subnet: netip.MustParsePrefix("10.5.1.0/24"), Public: here}})
+	o := newOutbound(&Tunnel{Config: Config{Table: table, Counters: &Counters{}}, sockets: [2]*socket{out}})
+	for _, f := range frames {
+		o.take(bytes.Clone(f))
+	}
+	o.flush()
+	raw, err := in.conn.SyscallConn()
+	if err != nil {
+		t.Fatal(err)
+	}
+	_ = in.conn.SetReadDeadline(time.Now().Add(patience))
+	buf, r := make([]byte, maxPacket), newReceiver()
+	for total := uint64(0); total < o.Counters.Sent(); {
+		err := raw.Read(func(fd uintptr) bool {
+			n, size, _, err := r.receive(fd, buf)
+			if err != nil {
+				return false
+			}
+			count := 1
+			if size > 0 {
+				count = (n + size - 1) / size
+			}
+			counts = append(counts, count)
+			total += uint64(count)
+			return true
+		})
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	return counts
+}
