@@ -68,7 +68,7 @@ func (r *runner) flood(ctx context.Context, b *bed, from, to *lab.Namespace, add
 	if err != nil {
 		return c, err
 	}
-	load, err := floodOf(leaving, gathered)
+	load, each, err := floodOf(leaving, gathered)
 	if err != nil {
 		return c, err
 	}
@@ -76,7 +76,7 @@ func (r *runner) flood(ctx context.Context, b *bed, from, to *lab.Namespace, add
 	for err == nil && time.Since(start) < d {
 		var n int
 		n, err = load.send(leaving)
-		sent += n
+		sent += n * each
 	}
 	if err != nil && !errors.Is(err, os.ErrDeadlineExceeded) {
 		return c, err
@@ -90,15 +90,15 @@ func (r *runner) flood(ctx context.Context, b *bed, from, to *lab.Namespace, add
 	return c, nil
 }
 
-// floodOf returns what is sent again and again.
-func floodOf(out syscall.RawConn, gathered bool) (*packets, error) {
+// floodOf returns what is sent again and again, and how many packets each part of it
+// stands for.
+func floodOf(out syscall.RawConn, gathered bool) (load *packets, each int, err error) {
 	const payload, most = small - 28, 64
 	if !gathered {
-		return newPackets(most, payload), nil
+		return newPackets(most, payload), 1, nil
 	}
-	var err error
 	cerr := out.Control(func(fd uintptr) { err = unix.SetsockoptInt(int(fd), unix.IPPROTO_UDP, unix.UDP_SEGMENT, payload) })
-	return newPackets(1, payload*most), oneline.Join(cerr, err)
+	return newPackets(1, payload*most), most, oneline.Join(cerr, err)
 }
 
 // drain counts what arrives until in is closed.

@@ -83,8 +83,8 @@ func main() {
 		fmt.Fprintln(os.Stderr, runWatcher(os.Args[1:]))
 		os.Exit(1)
 	}
-	if os.Args[0] == plainName {
-		fmt.Fprintln(os.Stderr, runPlain(os.Args[1:]))
+	if is, err := runPlain(os.Args[0], os.Args[1:]); is {
+		fmt.Fprintln(os.Stderr, err)
 		os.Exit(1)
 	}
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)

@@ -18,6 +18,11 @@ import (
 
 const udpGroup = "udp"
 
+const (
+	smallPackets    = "UDP, 200 bytes, hosts"
+	gatheredPackets = "UDP, 200 bytes, gathered by the sender, hosts"
+)
+
 // carried is what one way between two hosts carried.
 type carried struct {
 	gbps, pps  float64
@@ -44,6 +49,11 @@ func (r *runner) measureUDP(ctx context.Context) error {
 				return fmt.Errorf("%s: %w", w.name, err)
 			}
 		}
+		single, err := r.measureSingle(ctx)
+		if err != nil {
+			return fmt.Errorf("packet by packet: %w", err)
+		}
+		round["packet by packet"] = single
 		r.reportWays(round)
 	}
 	return nil
@@ -97,8 +107,8 @@ func (r *runner) measureWay(ctx context.Context, w way, round map[string]map[str
 		addr     netip.Addr
 		gathered bool
 	}{
-		{"UDP, 200 bytes, hosts", bridge, false},
-		{"UDP, 200 bytes, gathered by the sender, hosts", bridge, true},
+		{smallPackets, bridge, false},
+		{gatheredPackets, bridge, true},
 		{"raw UDP, 200 bytes", hosts[1].Addr(prefix.IPv4), false},
 	} {
 		if results[m.what], err = r.flood(ctx, b, hosts[0].Namespace, hosts[1].Namespace, m.addr, m.gathered); err != nil {
@@ -111,6 +121,27 @@ func (r *runner) measureWay(ctx context.Context, w way, round map[string]map[str
 	}
 	r.report.add(udpGroup, "anonymous RSS after that, "+w.name, -1, "MB", mb(mem.anonymous))
 	return nil
+}
+
+// measureSingle floods the tunnel of a program that carries packet by packet.
+func (r *runner) measureSingle(ctx context.Context) (map[string]carried, error) {
+	b, err := newBed(ctx, r.flanneld)
+	if err != nil {
+		return nil, err
+	}
+	defer b.close()
+	stop, err := b.startPlain(ctx, plainUDP, b.udpPair())
+	defer stop()
+	if err != nil {
+		return nil, err
+	}
+	hosts, results := b.lab.Hosts(), map[string]carried{}
+	for what, gathered := range map[string]bool{smallPackets: false, gatheredPackets: true} {
+		if results[what], err = r.flood(ctx, b, hosts[0].Namespace, hosts[1].Namespace, plainAddr(2), gathered); err != nil {
+			return nil, err
+		}
+	}
+	return results, nil
 }
 
 // meet waits until both hosts have learnt of each other.
@@ -228,7 +259,7 @@ func (r *runner) daemonCPU(b *bed) (time.Duration, error) {
 // reportWays puts the results of one round beside each other.
 func (r *runner) reportWays(round map[string]map[string]carried) {
 	runtime.GC()
-	udp, vxlan, many := round["udp"], round["vxlan"], round["udp, 5,000 peers"]
+	udp, vxlan, many, single := round["udp"], round["vxlan"], round["udp, 5,000 peers"], round["packet by packet"]
 	for _, what := range []string{"TCP, 1 stream, hosts", "TCP, 4 streams, hosts", "TCP, 1 stream, pods", "TCP, 4 streams, pods"} {
 		least, raw := 0.6, "raw TCP, 1 stream"
 		if what == "TCP, 4 streams, hosts" || what == "TCP, 4 streams, pods" {
@@ -240,18 +271,20 @@ func (r *runner) reportWays(round map[string]map[string]carried) {
 		r.report.add(udpGroup, what+", CPU of both daemons", -1, "s/Gbit", udp[what].cpuPerGbit, 0.18)
 		r.report.add(udpGroup, what+", 5,000 peers / none", -1, "", many[what].gbps/udp[what].gbps)
 	}
-	full, small := "UDP, full packets, hosts", "UDP, 200 bytes, hosts"
+	full := "UDP, full packets, hosts"
 	r.report.add(udpGroup, full, -1, "Gbit/s", udp[full].gbps)
 	r.report.add(udpGroup, full+" / vxlan", -1, "", udp[full].gbps/vxlan[full].gbps)
-	r.report.atLeast(udpGroup, small, "packets/s", udp[small].pps, 300_000)
-	r.report.add(udpGroup, small+" / raw", -1, "", udp[small].pps/udp["raw UDP, 200 bytes"].pps)
-	r.report.add(udpGroup, small+", sent", -1, "packets/s", udp[small].sent)
-	r.report.add(udpGroup, small+", CPU of both daemons", -1, "s/Mpacket", udp[small].cpuPerMpkt)
-	r.report.add(udpGroup, small+", 5,000 peers / none", -1, "", many[small].pps/udp[small].pps)
-	r.report.add(udpGroup, small+", vxlan", -1, "packets/s", vxlan[small].pps)
+	r.report.atLeast(udpGroup, smallPackets, "packets/s", udp[smallPackets].pps, 300_000)
+	r.report.add(udpGroup, smallPackets+" / raw", -1, "", udp[smallPackets].pps/udp["raw UDP, 200 bytes"].pps)
+	r.report.add(udpGroup, smallPackets+", 5,000 peers / none", -1, "", many[smallPackets].pps/udp[smallPackets].pps)
 	r.report.add(udpGroup, "raw UDP, 200 bytes", -1, "packets/s", udp["raw UDP, 200 bytes"].pps)
-	gathered := "UDP, 200 bytes, gathered by the sender, hosts"
-	r.report.add(udpGroup, gathered, -1, "packets/s", udp[gathered].pps)
-	r.report.add(udpGroup, gathered+", vxlan", -1, "packets/s", vxlan[gathered].pps)
-	r.report.add(udpGroup, gathered+", CPU of both daemons", -1, "s/Mpacket", udp[gathered].cpuPerMpkt)
+	r.report.atLeast(udpGroup, gatheredPackets, "packets/s", udp[gatheredPackets].pps, 300_000)
+	for _, what := range []string{smallPackets, gatheredPackets} {
+		r.report.add(udpGroup, what+", sent", -1, "packets/s", udp[what].sent)
+		r.report.add(udpGroup, what+", vxlan", -1, "packets/s", vxlan[what].pps)
+		r.report.add(udpGroup, what+", packet by packet", -1, "packets/s", single[what].pps)
+		r.report.add(udpGroup, what+", CPU of both daemons", -1, "s/Mpacket", udp[what].cpuPerMpkt)
+		r.report.add(udpGroup, what+", CPU, packet by packet", -1, "s/Mpacket", single[what].cpuPerMpkt)
+		r.report.atLeast(udpGroup, what+", for a CPU second, udp / packet by packet", "", single[what].cpuPerMpkt/udp[what].cpuPerMpkt, 4)
+	}
 }

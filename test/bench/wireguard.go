@@ -6,9 +6,6 @@ import (
 	"errors"
 	"fmt"
 	"net/netip"
-	"os"
-	"os/exec"
-	"strings"
 	"time"
 
 	"golang.zx2c4.com/wireguard/conn"
@@ -66,9 +63,12 @@ func (r *runner) wireguardCPU(ctx context.Context, who string) (carried, error) 
 	if who == "flanneld" {
 		to, err = r.startWireGuard(ctx, b)
 	} else {
-		var stop func()
-		stop, err = b.startPlain(ctx)
-		defer stop()
+		var configs []string
+		if configs, err = b.wireguardPair(); err == nil {
+			var stop func()
+			stop, err = b.startPlain(ctx, plainWireGuard, configs)
+			defer stop()
+		}
 	}
 	if err != nil {
 		return carried{}, err
@@ -126,79 +126,32 @@ func (r *runner) wireguardRestart(ctx context.Context) error {
 	return nil
 }
 
-// plainName is what the benchmark is called when it is to be wireguard-go and
-// nothing else.
-const plainName = "bench-wireguard"
-
-const (
-	plainDevice = "wg0"
-	plainMTU    = 1440 // as the daemon's
-	plainPort   = 51820
-)
-
-// plainAddr is a host's address in the tunnel.
-func plainAddr(host int) netip.Addr { return netip.AddrFrom4([4]byte{10, 127, 0, byte(host)}) }
-
-// startPlain starts that process on each host. stop ends them, also after an
-// error.
-func (b *bed) startPlain(ctx context.Context) (stop func(), err error) {
+// wireguardPair returns configurations with which two hosts reach each other.
+func (b *bed) wireguardPair() (configs []string, err error) {
 	var keys [2]wgtypes.Key
 	for i := range keys {
 		if keys[i], err = wgtypes.GeneratePrivateKey(); err != nil {
-			return func() {}, err
+			return nil, err
 		}
 	}
-	var cmds []*exec.Cmd
-	stop = func() {
-		for _, cmd := range cmds {
-			_ = cmd.Process.Kill() // and what it says then is of no interest
-			_ = cmd.Wait()
-		}
-	}
-	self, err := os.Executable()
-	if err != nil {
-		return stop, err
-	}
-	for i, h := range b.lab.Hosts() {
+	for i := range keys {
 		other := 1 - i
 		public := keys[other].PublicKey()
-		config := fmt.Sprintf("private_key=%s\nlisten_port=%d\npublic_key=%s\nendpoint=%s\nallowed_ip=%s/32\n",
+		configs = append(configs, fmt.Sprintf("private_key=%s\nlisten_port=%d\npublic_key=%s\nendpoint=%s\nallowed_ip=%s/32\n",
 			hex.EncodeToString(keys[i][:]), plainPort, hex.EncodeToString(public[:]),
-			netip.AddrPortFrom(b.lab.Hosts()[other].Addr(prefix.IPv4), plainPort), plainAddr(other+1))
-		cmd := &exec.Cmd{Path: self, Args: []string{plainName, config}, Stderr: os.Stderr}
-		if err := h.Do(ctx, cmd.Start); err != nil {
-			return stop, fmt.Errorf("start plain wireguard-go: %w", err)
-		}
-		cmds = append(cmds, cmd)
-		b.plain = append(b.plain, cmd.Process.Pid)
-		if err := setUpPlain(ctx, h, plainAddr(i+1)); err != nil {
-			return stop, err
-		}
+			netip.AddrPortFrom(b.lab.Hosts()[other].Addr(prefix.IPv4), plainPort), plainAddr(other+1)))
 	}
-	return stop, nil
+	return configs, nil
 }
 
-// setUpPlain gives the process's device, once it is there, an address.
-func setUpPlain(ctx context.Context, h *lab.Host, addr netip.Addr) error {
-	script := fmt.Sprintf("for i in $(seq 100); do ip link show %[1]s >/dev/null 2>&1 && break; sleep 0.05; done; "+
-		"ip addr add %[2]s/24 dev %[1]s && ip link set %[1]s up", plainDevice, addr)
-	if out, err := h.Exec(ctx, "sh", "-c", script); err != nil {
-		return fmt.Errorf("set up %s: %w: %s", plainDevice, err, strings.TrimSpace(string(out)))
-	}
-	return nil
-}
-
-// runPlain is that process.
-func runPlain(args []string) error {
-	if len(args) != 1 {
-		return errors.New("bench-wireguard: want a configuration")
-	}
+// runWireGuard is wireguard-go, its TUN device and its sockets, and nothing else.
+func runWireGuard(config string) error {
 	t, err := tun.CreateTUN(plainDevice, plainMTU)
 	if err != nil {
 		return err
 	}
 	d := device.NewDevice(t, conn.NewDefaultBind(), device.NewLogger(device.LogLevelSilent, ""))
-	if err := d.IpcSet(args[0]); err != nil {
+	if err := d.IpcSet(config); err != nil {
 		return err
 	}
 	if err := d.Up(); err != nil {

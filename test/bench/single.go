@@ -1,0 +1,88 @@
+package main
+
+import (
+	"errors"
+	"fmt"
+	"net"
+	"net/netip"
+	"os"
+	"strings"
+
+	"golang.org/x/sys/unix"
+
+	"flanneld/pkg/prefix"
+)
+
+// udpPair returns configurations with which two hosts reach each other.
+func (b *bed) udpPair() (configs []string) {
+	hosts := b.lab.Hosts()
+	for i, h := range hosts {
+		configs = append(configs, fmt.Sprintf("%s %s", h.Addr(prefix.IPv4), hosts[1-i].Addr(prefix.IPv4)))
+	}
+	return configs
+}
+
+// runUDP carries packets between a TUN device and the datagrams of one peer packet by
+// packet, as the program does that flannel's udp backend is: it polls, and then reads
+// and writes until there is nothing more to read.
+func runUDP(config string) error {
+	own, peer, _ := strings.Cut(config, " ")
+	local, err := netip.ParseAddr(own)
+	if err != nil {
+		return err
+	}
+	remote, err := netip.ParseAddr(peer)
+	if err != nil {
+		return err
+	}
+	conn, err := net.DialUDP("udp4", net.UDPAddrFromAddrPort(netip.AddrPortFrom(local, plainPort)),
+		net.UDPAddrFromAddrPort(netip.AddrPortFrom(remote, plainPort)))
+	if err != nil {
+		return err
+	}
+	file, err := conn.File()
+	if err != nil {
+		return err
+	}
+	socket := int(file.Fd())
+	if err := unix.SetNonblock(socket, true); err != nil {
+		return err
+	}
+	device, err := openPlainDevice()
+	if err != nil {
+		return err
+	}
+	ready := []unix.PollFd{{Fd: int32(device), Events: unix.POLLIN}, {Fd: int32(socket), Events: unix.POLLIN}}
+	buf := make([]byte, 2048)
+	for {
+		if _, err := unix.Poll(ready, -1); err != nil && !errors.Is(err, unix.EINTR) {
+			return os.NewSyscallError("poll", err)
+		}
+		for more := true; more; {
+			more = move(buf, device, socket)
+			more = move(buf, socket, device) || more
+		}
+	}
+}
+
+// move takes one packet on. It reports false if there was none.
+func move(buf []byte, from, to int) bool {
+	n, err := unix.Read(from, buf)
+	if err != nil {
+		return errors.Is(err, unix.ECONNREFUSED) // the peer is not there yet
+	}
+	_, _ = unix.Write(to, buf[:n])
+	return true
+}
+
+func openPlainDevice() (fd int, err error) {
+	if fd, err = unix.Open("/dev/net/tun", unix.O_RDWR|unix.O_CLOEXEC|unix.O_NONBLOCK, 0); err != nil {
+		return 0, err
+	}
+	request, err := unix.NewIfreq(plainDevice)
+	if err != nil {
+		return 0, err
+	}
+	request.SetUint16(unix.IFF_TUN | unix.IFF_NO_PI)
+	return fd, unix.IoctlIfreq(fd, unix.TUNSETIFF, request)
+}
