@@ -25,6 +25,7 @@ want cpio cpio
 want jq jq # the documentation has commands with this
 want curl curl # and this
 want etcdctl etcd-client # and this
+want ping iputils-ping # and this
 want depmod kmod
 want wg wireguard-tools
 want tc iproute2
