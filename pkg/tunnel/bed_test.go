@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"net"
 	"net/netip"
+	"sync"
 	"testing"
 	"time"
 
@@ -43,6 +44,7 @@ type end struct {
 	device  *Device
 	table   *Table
 	subnets []netip.Prefix
+	stop    func() error // closes the tunnel, once
 }
 
 var networks = []netip.Prefix{netip.MustParsePrefix("10.5.0.0/16"), netip.MustParsePrefix("fd00:10:5::/48")}
@@ -114,8 +116,9 @@ func newEnd(t testing.TB, l *lab.Lab, i int, m mode, change ...func(*Config)) *e
 	if err != nil {
 		t.Fatal(err)
 	}
+	e.stop = sync.OnceValue(e.Tunnel.Close)
 	t.Cleanup(func() {
-		if err := e.Tunnel.Close(); err != nil {
+		if err := e.stop(); err != nil {
 			t.Error(err)
 		}
 		if err := e.device.Close(); err != nil {

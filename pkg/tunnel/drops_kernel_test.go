@@ -1,12 +1,14 @@
 package tunnel
 
 import (
+	"bytes"
 	"context"
 	"encoding/binary"
 	"errors"
 	"fmt"
 	"net"
 	"net/netip"
+	"sync"
 	"testing"
 	"time"
 
@@ -391,5 +393,48 @@ func TestKernelOtherDevice(t *testing.T) {
 	}
 	if err := h.Do(t.Context(), func() error { _, err := OpenDevice(devName); return err }); err == nil {
 		t.Error("it was opened")
+	}
+}
+
+// TestKernelCloseUnderLoad: what keeps coming does not keep a tunnel open.
+func TestKernelCloseUnderLoad(t *testing.T) {
+	l := newBed(t, 2, prefix.IPv4)
+	e := newEnd(t, l, 1, mode{})
+	p := newPlainPeer(t, l, 2, 1, prefix.IPv4)
+	request := echo("10.5.2.7", "10.5.1.0", 9)
+	const many = 64
+	load, gathered := bytes.Repeat(request, many), newSegmentSize()
+	gathered.set(len(request))
+	var sending sync.WaitGroup
+	stop := make(chan struct{})
+	for range 2 {
+		sending.Go(func() {
+			for {
+				select {
+				case <-stop:
+					return
+				default: // a host that listens no more says so
+					_, _, _ = p.WriteMsgUDPAddrPort(load, gathered, p.to)
+				}
+			}
+		})
+	}
+	defer sending.Wait()
+	defer close(stop)
+	eventually(t, "load", func() error {
+		if got := e.Counters.Received(); got < 100*many {
+			return fmt.Errorf("%d packets came in", got)
+		}
+		return nil
+	})
+	closed := make(chan error, 1)
+	go func() { closed <- e.stop() }()
+	select {
+	case err := <-closed:
+		if err != nil {
+			t.Error(err)
+		}
+	case <-time.After(patience):
+		t.Error("the tunnel is still open")
 	}
 }

@@ -65,6 +65,7 @@ func (i *inbound) run() error {
 				return false
 			case errors.Is(err, unix.EINTR):
 			case failures == enough:
+				i.write()
 				failed = err
 				return true
 			default: // what an earlier datagram brought about, most likely
@@ -103,18 +104,21 @@ func (i *inbound) take(at, n, size int, from netip.Addr) {
 	if size == 0 {
 		size = max(n, 1)
 	}
-	end := at + n
+	end, taken := at+n, false
 	for ; at+size < end; at += size {
-		i.datagram(at, at+size)
+		taken = i.datagram(at, at+size) || taken
 	}
-	i.datagram(at, end)
+	if taken = i.datagram(at, end) || taken; !taken {
+		i.write() // what is dropped holds up nothing
+	}
 }
 
-// datagram handles one datagram, which lies in buf from at to end.
-func (i *inbound) datagram(at, end int) {
+// datagram handles one datagram, which lies in buf from at to end. It reports whether
+// that goes to the device.
+func (i *inbound) datagram(at, end int) bool {
 	if !i.known && !i.anybody {
 		i.Counters.drop(UnknownPeer)
-		return
+		return false
 	}
 	b := i.buf[at:end]
 	h, fault := packet.Parse(b)
@@ -124,24 +128,25 @@ func (i *inbound) datagram(at, end int) {
 	switch {
 	case fault != packet.Sound:
 		i.faulty(fault)
-		return
+		return false
 	case h.IPv6 != i.socket.local.Addr().Is6():
 		i.Counters.drop(OtherFamily)
-		return
+		return false
 	case !i.mayCome(h.Src):
 		i.Counters.drop(WrongSource)
-		return
+		return false
 	case !packet.DecrementTTL(b):
 		i.Counters.drop(HopsExceeded)
-		return
+		return false
 	}
 	end = at + h.Total
 	if i.merged && i.merger.Add(at, end) {
-		return
+		return true
 	}
 	i.write()
 	i.merger.Begin(i.buf, at, end, h)
 	i.merged = true
+	return true
 }
 
 // mayCome reports whether a packet from src may be in a datagram from the

@@ -74,6 +74,7 @@ func TestGathering(t *testing.T) {
 	short := packetsOf(t, tcpFrame(1, 0, ack, data[:30*size+1], size))
 	other := packetsOf(t, tcpFrame(2, 0, ack, data[:40*size], size))
 	last := packetsOf(t, tcpFrame(1, 0, fin, data[:size], size))
+	beyond := packetsOf(t, tcpFrame(1, size, ack, data[:10*size], size))
 	for name, tc := range map[string]struct {
 		receives [][][]byte
 		frames   []int // packets in each
@@ -88,7 +89,8 @@ func TestGathering(t *testing.T) {
 		"another stream":          {[][][]byte{whole[:30], other[:30], whole[30:40]}, []int{30, 30, 10}},
 		"another within":          {[][][]byte{append(whole[:10:10], other[:30]...), other[30:]}, []int{10, 40}},
 		"far behind":              {[][][]byte{append(whole[:30:30], other[:10]...), other[10:30], other[30:], whole[:1]}, []int{30, 30, 10, 1}},
-		"nothing to add to":       {[][][]byte{last, after}, []int{1, 10}},
+		"nothing to add to":       {[][][]byte{last, beyond}, []int{1, 10}},
+		"something dropped":       {[][][]byte{whole[:10], nil, whole[10:20]}, []int{10, 10}},
 	} {
 		t.Run(name, func(t *testing.T) { gather(t, tc.receives, tc.frames) })
 	}
@@ -111,12 +113,18 @@ func gather(t *testing.T, receives [][][]byte, frames []int) {
 	)
 	var sent [][]byte
 	for _, datagrams := range receives {
-		at := i.next()
+		at, size := i.next(), 0
+		for _, d := range datagrams[:min(len(datagrams), 1)] {
+			size = len(d)
+		}
 		n := copy(i.buf[at:at+maxPacket], bytes.Join(datagrams, nil))
-		i.take(at, n, len(datagrams[0]), peer.Public)
+		i.take(at, n, size, peer.Public) // nothing at all is no packet
 		sent = append(sent, datagrams...)
 	}
 	i.write()
+	if got := i.Counters.Received(); got != uint64(len(sent)) {
+		t.Errorf("%d packets received, want %d", got, len(sent))
+	}
 
 	frame := make([]byte, packet.OffloadLen+maxPacket)
 	for number, count := range frames {
@@ -137,7 +145,7 @@ func gather(t *testing.T, receives [][][]byte, frames []int) {
 			sent = sent[1:]
 		}
 	}
-	if len(sent) > 0 {
-		t.Errorf("%d packets got lost", len(sent))
+	if n, err := unix.Read(there, frame); err == nil || len(sent) > 0 {
+		t.Errorf("%d packets got lost, and %d bytes are too much", len(sent), max(n, 0))
 	}
 }

@@ -79,47 +79,55 @@ func (o *outbound) run() error {
 
 // take handles what one read has brought.
 func (o *outbound) take(b []byte) {
+	if !o.add(b) {
+		o.flush() // what is dropped holds up nothing
+	}
+}
+
+// add reports whether it has added what one read has brought to the batch.
+func (o *outbound) add(b []byte) bool {
 	if len(b) < packet.OffloadLen {
 		o.Counters.drop(Malformed)
-		return
+		return false
 	}
 	offload := packet.DecodeOffload(b)
 	b = b[packet.OffloadLen:]
 	h, fault := packet.Parse(b)
 	if fault != packet.Sound {
 		o.faulty(fault)
-		return
+		return false
 	}
 	b = b[:h.Total]
 	s := o.sockets[index(h.IPv6)]
 	switch {
 	case s == nil:
 		o.Counters.drop(OtherFamily)
-		return
+		return false
 	case !o.route(h.Dst):
 		o.Counters.drop(NoRoute)
 		o.complain(packet.Unreachable, b, h, 0)
-		return
+		return false
 	case !packet.DecrementTTL(b):
 		o.Counters.drop(HopsExceeded)
 		o.complain(packet.TimeExceeded, b, h, 0)
-		return
+		return false
 	}
 	to := netip.AddrPortFrom(o.public, s.local.Port())
 	if offload.Super() {
 		segments, ok := offload.Split(b, h)
 		if !ok {
 			o.Counters.drop(Malformed)
-			return
+			return false
 		}
 		o.addAll(s, to, segments)
-		return
+		return true
 	}
 	if !offload.Complete(b) {
 		o.Counters.drop(Malformed)
-		return
+		return false
 	}
 	copy(o.room(s, to, len(b)), b)
+	return true
 }
 
 // route looks up the peer that has dst.

@@ -7,6 +7,8 @@ import (
 	"slices"
 	"testing"
 	"time"
+
+	"flanneld/pkg/tunnel/packet"
 )
 
 // TestSends: sends are filled, whatever super-packets their packets came from.
@@ -18,6 +20,8 @@ func TestSends(t *testing.T) {
 	)
 	data := bytes.Repeat([]byte("what a stream carries "), 3000)
 	frame := func(n int) []byte { return tcpFrame(1, 0, ack, data[:n], size) }
+	expired := frame(size)
+	expired[packet.OffloadLen+8] = 1 // hops
 	for name, tc := range map[string]struct {
 		frames [][]byte
 		sends  []int // packets in each
@@ -26,6 +30,7 @@ func TestSends(t *testing.T) {
 		"several":                 {[][]byte{frame(10 * size), frame(3 * size)}, []int{13}},
 		"more than a send holds":  {[][]byte{frame(45 * size)}, []int{most, 45 - most}},
 		"the rest and what comes": {[][]byte{frame(45 * size), frame(45 * size)}, []int{most, most, 90 - 2*most}},
+		"something dropped":       {[][]byte{frame(10 * size), expired, frame(3 * size)}, []int{10, 3}},
 		"a short one":             {[][]byte{frame(2*size + 1), frame(3 * size)}, []int{3, 3}},
 	} {
 		t.Run(name, func(t *testing.T) {

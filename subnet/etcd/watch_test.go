@@ -362,9 +362,23 @@ func silent(t *testing.T, margin, dead time.Duration) (*fixture, *subnettest.Wat
 	w := subnettest.Watch(t, m)
 	w.Until(t, "the peer", subnettest.Has("10.5.1.0-24"))
 	// Until both watches have told of something they may have more to say of their start.
-	f.put(t, "config", configV4)
-	for <-told != configV4 {
+	config := func(want string) {
+		t.Helper()
+		timeout := time.After(patience)
+		for {
+			select {
+			case got := <-told:
+				if got == want {
+					return
+				}
+			case <-timeout:
+				t.Fatalf("not told of configuration %q", want)
+			}
+		}
 	}
+	config("") // read once when the watch begins
+	f.put(t, "config", configV4)
+	config(configV4)
 	f.put(t, "subnets/10.5.1.0-24", value("192.0.2.1"))
 	w.Until(t, "the peer again", subnettest.Has("10.5.1.0-24"))
 	start := time.Now()
