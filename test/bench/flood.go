@@ -82,6 +82,9 @@ func (r *runner) flood(ctx context.Context, b *bed, from, to *lab.Namespace, add
 		return c, err
 	}
 	took, n := time.Since(start).Seconds(), float64(received.Load())
+	if n == 0 {
+		return c, errors.New("no packet arrived")
+	}
 	after, err := r.daemonCPU(b)
 	if err != nil {
 		return c, err

@@ -20,7 +20,7 @@ const (
 
 const (
 	plainDevice = "plain0"
-	plainMTU    = 1440 // fits both
+	plainMTU    = 1440 // with the overhead of either it fits the underlay
 	plainPort   = 51820
 )
 
@@ -71,7 +71,7 @@ func (b *bed) startPlain(ctx context.Context, name string, configs []string) (st
 // setUpPlain gives the program's device, once it is there, an address.
 func setUpPlain(ctx context.Context, h *lab.Host, addr netip.Addr) error {
 	script := fmt.Sprintf("for i in $(seq 100); do ip link show %[1]s >/dev/null 2>&1 && break; sleep 0.05; done; "+
-		"ip addr add %[2]s/24 dev %[1]s && ip link set %[1]s up", plainDevice, addr)
+		"ip addr add %[2]s/24 dev %[1]s && ip link set %[1]s mtu %[3]d up", plainDevice, addr, plainMTU)
 	if out, err := h.Exec(ctx, "sh", "-c", script); err != nil {
 		return fmt.Errorf("set up %s: %w: %s", plainDevice, err, strings.TrimSpace(string(out)))
 	}

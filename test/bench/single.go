@@ -3,7 +3,6 @@ package main
 import (
 	"errors"
 	"fmt"
-	"net"
 	"net/netip"
 	"os"
 	"strings"
@@ -24,7 +23,8 @@ func (b *bed) udpPair() (configs []string) {
 
 // runUDP carries packets between a TUN device and the datagrams of one peer packet by
 // packet, as the program does that flannel's udp backend is: it polls, and then reads
-// and writes until there is nothing more to read.
+// and writes until there is nothing more to read. Its buffers are the kernel's defaults,
+// too.
 func runUDP(config string) error {
 	own, peer, _ := strings.Cut(config, " ")
 	local, err := netip.ParseAddr(own)
@@ -35,18 +35,15 @@ func runUDP(config string) error {
 	if err != nil {
 		return err
 	}
-	conn, err := net.DialUDP("udp4", net.UDPAddrFromAddrPort(netip.AddrPortFrom(local, plainPort)),
-		net.UDPAddrFromAddrPort(netip.AddrPortFrom(remote, plainPort)))
+	socket, err := unix.Socket(unix.AF_INET, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK, 0)
 	if err != nil {
-		return err
+		return os.NewSyscallError("socket", err)
 	}
-	file, err := conn.File()
-	if err != nil {
-		return err
+	if err := unix.Bind(socket, &unix.SockaddrInet4{Port: plainPort, Addr: local.As4()}); err != nil {
+		return os.NewSyscallError("bind", err)
 	}
-	socket := int(file.Fd())
-	if err := unix.SetNonblock(socket, true); err != nil {
-		return err
+	if err := unix.Connect(socket, &unix.SockaddrInet4{Port: plainPort, Addr: remote.As4()}); err != nil {
+		return os.NewSyscallError("connect", err)
 	}
 	device, err := openPlainDevice()
 	if err != nil {

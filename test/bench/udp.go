@@ -136,8 +136,9 @@ func (r *runner) measureSingle(ctx context.Context) (map[string]carried, error) 
 		return nil, err
 	}
 	hosts, results := b.lab.Hosts(), map[string]carried{}
-	for what, gathered := range map[string]bool{smallPackets: false, gatheredPackets: true} {
-		if results[what], err = r.flood(ctx, b, hosts[0].Namespace, hosts[1].Namespace, plainAddr(2), gathered); err != nil {
+	for _, what := range []string{smallPackets, gatheredPackets} {
+		results[what], err = r.flood(ctx, b, hosts[0].Namespace, hosts[1].Namespace, plainAddr(2), what == gatheredPackets)
+		if err != nil {
 			return nil, err
 		}
 	}
