@@ -63,7 +63,7 @@ test-vm: deps ## the TestVM... tests, on a Debian kernel in qemu
 fuzz: ## every fuzz target for FUZZTIME (10s)
 	@$(STAGES) fuzz
 
-bench: build ## what the daemon costs, beside the kernel's own limit (an hour; QUICK=1: less, in minutes)
+bench: build deps components ## what the daemon costs, beside the kernel's own limit (an hour; QUICK=1: less, in minutes)
 	go run ./test/bench $(if $(QUICK),-quick,-out Documentation/benchmarks -page Documentation/benchmarks.md) $(BENCHFLAGS)
 
 ## Keep it tidy

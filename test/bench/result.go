@@ -52,7 +52,7 @@ func (m *metric) met() bool {
 	case m.Floor:
 		return m.median() >= *m.Target
 	case *m.Target == 0:
-		return slices.Max(m.Values) == 0
+		return slices.Max(m.Values) <= 0 // what has become less has not grown
 	default:
 		return m.median() <= *m.Target
 	}
