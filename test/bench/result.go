@@ -85,13 +85,6 @@ func (r *report) add(group, name string, n int, unit string, value float64, targ
 	r.Metrics = append(r.Metrics, m)
 }
 
-// atLeast notes the value of one round of a metric that has no N and should not
-// be less than target.
-func (r *report) atLeast(group, name, unit string, value, target float64) {
-	r.add(group, name, -1, unit, value, target)
-	r.find(group, name, -1).Floor = true
-}
-
 func (r *report) find(group, name string, n int) *metric {
 	i := slices.IndexFunc(r.Metrics, func(m *metric) bool { return m.Group == group && m.Name == name && m.N == n })
 	if i < 0 {
