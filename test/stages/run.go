@@ -44,7 +44,6 @@ type run struct {
 	out     io.Writer
 	err     error // what went wrong beside failed tests
 
-	mu sync.Mutex // guards what follows: fuzz targets report at the same time
 	counts
 	failures []string // names of failed tests and packages, in order
 	skips    []string
@@ -117,8 +116,6 @@ func (p *parser) read(r io.Reader) error {
 }
 
 func (p *parser) line(line string) {
-	p.run.mu.Lock()
-	defer p.run.mu.Unlock()
 	var e event
 	if !strings.HasPrefix(line, "{") || json.Unmarshal([]byte(line), &e) != nil {
 		fmt.Fprint(p.run.out, line)

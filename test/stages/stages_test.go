@@ -5,6 +5,7 @@ import (
 	"errors"
 	"os"
 	"path/filepath"
+	"strconv"
 	"strings"
 	"testing"
 
@@ -82,6 +83,62 @@ func FuzzGood(f *testing.F) { f.Fuzz(func(*testing.T, []byte) {}) }`),
 			}
 			if t.Failed() {
 				t.Log(out.String())
+			}
+		})
+	}
+}
+
+// A fuzzer whose time is over is run once more. No other failure is, nor one
+// that is there again.
+func TestFuzzTimeIsOver(t *testing.T) {
+	const over, finding = "    context deadline exceeded", "    a_test.go:1: context deadline exceeded"
+	for _, tt := range []struct {
+		name   string
+		said   string // by the first run, and if there are more by all others
+		always bool
+		runs   int
+		counts string
+	}{
+		{"time", over, false, 2, "1 passed, 0 failed, 0 skipped"},
+		{"time twice", over, true, 2, "0 passed, 1 failed, 0 skipped"},
+		{"a finding", finding, false, 1, "0 passed, 1 failed, 0 skipped"},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			runs := filepath.Join(t.TempDir(), "runs")
+			module(t, map[string]string{"a_test.go": `package sample
+
+import (
+	"fmt"
+	"os"
+	"slices"
+	"testing"
+)
+
+func TestMain(m *testing.M) {
+	if slices.Contains(os.Args, "-test.fuzzworker") {
+		m.Run()
+		return
+	}
+	before, _ := os.ReadFile(` + strconv.Quote(runs) + `)
+	os.WriteFile(` + strconv.Quote(runs) + `, append(before, '.'), 0o600)
+	if ` + strconv.FormatBool(tt.always) + ` || len(before) == 0 {
+		fmt.Print("=== RUN   FuzzIt\n--- FAIL: FuzzIt (0.01s)\n" + ` + strconv.Quote(tt.said) + ` + "\nFAIL\n")
+		os.Exit(1)
+	}
+	m.Run()
+}
+
+func FuzzIt(f *testing.F) { f.Fuzz(func(*testing.T, []byte) {}) }
+`})
+			var out bytes.Buffer
+			if _, err := execute(t.Context(), []string{"-fuzztime", "1x", "fuzz"}, &out); err != nil {
+				t.Fatal(err)
+			}
+			if !strings.HasSuffix(out.String(), "\n"+tt.counts+"\n") {
+				t.Errorf("want %s:\n%s", tt.counts, &out)
+			}
+			if did, err := os.ReadFile(runs); err != nil || len(did) != tt.runs {
+				t.Errorf("it was run %d times (%v), want %d", len(did), err, tt.runs)
 			}
 		})
 	}
