@@ -82,9 +82,9 @@ func (n *network) syncPeers(ctx context.Context, set backend.Set) (repaired int,
 	if err != nil {
 		return 0, err
 	}
-	waiting := 0
+	waiting, rotating := 0, n.secret.waiting.Load()
 	for _, d := range n.devices {
-		s := settings{key: n.key, port: d.port, psk: psk, keepalive: time.Duration(n.config.PersistentKeepaliveInterval) * time.Second}
+		s := settings{key: n.key, port: d.port, psk: psk, rotating: rotating, keepalive: time.Duration(n.config.PersistentKeepaliveInterval) * time.Second}
 		r, err := n.syncDevice(d, s, set)
 		if err != nil {
 			return repaired, fmt.Errorf("configure %s: %w", d.name, err)
@@ -180,7 +180,9 @@ func foreign(c wgtypes.Config, d diff) (count int) {
 	for _, p := range c.Peers {
 		before, known := d.known[p.PublicKey]
 		now, wanted := d.want[p.PublicKey]
-		if p.Remove && !known || wanted && known && before.endpoint == now.endpoint && slices.Equal(before.allowed, now.allowed) && p.Endpoint == nil {
+		same := wanted && known && before.endpoint == now.endpoint && slices.Equal(before.allowed, now.allowed) && p.Endpoint == nil
+		rotated := d.rotating && p.PresharedKey != nil
+		if p.Remove && !known || same && !rotated {
 			count++
 		}
 	}

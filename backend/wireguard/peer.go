@@ -89,6 +89,7 @@ type settings struct {
 	key       wgtypes.Key
 	port      int
 	psk       wgtypes.Key
+	rotating  bool // peers may have the preshared key before this one
 	keepalive time.Duration
 }
 

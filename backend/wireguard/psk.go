@@ -38,7 +38,7 @@ type secret struct {
 	key     wgtypes.Key
 	known   bool
 	failing bool        // that is logged
-	waiting atomic.Bool // not all peers have it yet
+	waiting atomic.Bool // it has changed, and not all peers have it yet
 }
 
 // read returns the preshared key. Where it cannot be read any more the one
@@ -57,6 +57,7 @@ func (s *secret) read(ctx context.Context, c config) (wgtypes.Key, error) {
 	}
 	if s.known && key != s.key {
 		log.Info("the preshared key has changed: peers get it at their next handshakes", "file", c.PSKFile)
+		s.waiting.Store(true)
 	}
 	s.key, s.known = key, true
 	return key, nil

@@ -35,6 +35,7 @@ func rotatesPSK(t *testing.T, implementation string) {
 			t.Fatal(err)
 		}
 	}
+	const allHaveIt = "all peers have the new preshared key"
 	const apart = 30 * time.Second
 	// A session is replaced after two minutes. Failed handshakes are repeated every
 	// five seconds.
@@ -61,6 +62,7 @@ func rotatesPSK(t *testing.T, implementation string) {
 	give(one, newPSK)
 	expectLog(t, one.Daemon(), "the preshared key has changed")
 	has(one)
+	expectLog(t, one.Daemon(), allHaveIt)
 	pause(t, apart)
 	give(two, "c2VjcmV0") // half-written, say
 	expectLog(t, two.Daemon(), "going on with the preshared key that was there before")
@@ -68,7 +70,7 @@ func rotatesPSK(t *testing.T, implementation string) {
 	expectLog(t, two.Daemon(), "the preshared key has changed")
 	before := show(two, "latest-handshakes")
 	has(two)
-	expectLog(t, two.Daemon(), "all peers have the new preshared key")
+	expectLog(t, two.Daemon(), allHaveIt)
 	within(t, session, "handshake with the new preshared key", func() error {
 		if show(two, "latest-handshakes") == before {
 			return fmt.Errorf("the last one was at %s", before)
@@ -80,6 +82,9 @@ func rotatesPSK(t *testing.T, implementation string) {
 	for _, h := range l.Hosts() {
 		if log := h.Daemon().Log(); strings.Contains(log, newPSK) || strings.Contains(log, "c2VjcmV0") {
 			t.Errorf("the log of %s has the preshared key", h.Name())
+		}
+		if strings.Contains(h.Daemon().Log(), "another program") {
+			t.Errorf("%s takes its own change of the preshared key for somebody else's", h.Name())
 		}
 	}
 }
