@@ -136,7 +136,7 @@ func (n *network) syncDevice(d *device, s settings, set backend.Set) (repaired i
 			d.index = 0 // whatever is there now is looked at anew
 			return 0, explain(err, s.port)
 		}
-		d.greet(cfg)
+		d.greet(n.key.PublicKey(), cfg, !set.Complete)
 	}
 	if whole && link.Index == d.index && d.swept {
 		repaired = foreign(cfg, change)

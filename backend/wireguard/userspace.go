@@ -1,6 +1,7 @@
 package wireguard
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
@@ -33,7 +34,7 @@ type userspaceDevice struct {
 	dev     *wgdevice.Device // nil if it does not run
 	socket  net.Listener
 	members sync.WaitGroup // which serve the socket
-	greeted time.Time      // when it started a handshake with all peers
+	greeted time.Time      // when it last starts a handshake of itself
 }
 
 // handshakePause is the least time between two handshakes that one peer starts
@@ -122,17 +123,47 @@ func (u *userspaceDevice) serve() {
 }
 
 // greet starts a handshake with each of the peers that have just been given to a
-// device in this process: they may have a session with the one before it.
-func (d *device) greet(c wgtypes.Config) {
-	if d.userspace == nil {
+// device in this process: they may have a session with the one before it. Two hosts
+// that get to know each other may do so in the same instant, and handshakes that
+// cross fail, with nothing sent for 5 s. So the host with the greater key, own, leaves
+// the first turn to the other one, unless they are old: known from before the start.
+func (d *device) greet(own wgtypes.Key, c wgtypes.Config, old bool) {
+	u := d.userspace
+	if u == nil {
 		return
 	}
-	d.userspace.greeted = time.Now()
+	var later []*wgdevice.Peer
 	for _, p := range c.Peers {
-		if peer := d.userspace.dev.LookupPeer(wgdevice.NoisePublicKey(p.PublicKey)); peer != nil && !p.UpdateOnly {
+		peer := u.dev.LookupPeer(wgdevice.NoisePublicKey(p.PublicKey))
+		switch {
+		case peer == nil || p.UpdateOnly:
+		case !old && bytes.Compare(own[:], p.PublicKey[:]) > 0:
+			later = append(later, peer)
+		default:
 			_ = peer.SendHandshakeInitiation(false) // a failed one is tried again with the next packet
 		}
 	}
+	u.greeted = time.Now()
+	if len(later) > 0 {
+		u.greeted = u.greeted.Add(handshakePause)
+		u.greetLater(later)
+	}
+}
+
+// greetLater greets those that have not done so themselves by then: after an answer
+// to a handshake WireGuard does not send one of its own.
+func (u *userspaceDevice) greetLater(peers []*wgdevice.Peer) {
+	closed := u.dev.Wait()
+	u.members.Go(func() {
+		select {
+		case <-closed:
+			return
+		case <-time.After(handshakePause):
+		}
+		for _, p := range peers {
+			_ = p.SendHandshakeInitiation(false)
+		}
+	})
 }
 
 // close ends the device. The TUN device stays.
