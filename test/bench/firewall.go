@@ -156,7 +156,7 @@ func startFirewall(ctx context.Context, h *lab.Host, k firewallKind, path string
 	if err := d.Ready(ctx); err != nil {
 		return nil, err
 	}
-	return d, pause(ctx, 2*time.Second) // for what follows the start
+	return d, pause(ctx, afterStart)
 }
 
 // addForeignRules makes chains of others in both families, a hundred rules

@@ -268,9 +268,9 @@ func (r *runner) burst(ctx context.Context, d *lab.Daemon, all []peer) (began, a
 	return began, arrived, done, now - before, r.verify(ctx, r.lab.Host(1), len(all))
 }
 
-// afterStart is when the daemon is done with its start: a second after it is ready
-// it gives back what that took, and then it writes its state.
-const afterStart = 4 * time.Second
+// afterStart is when the daemon is done with its start: two seconds after it is
+// ready it writes its state, and two later it gives back what all that took.
+const afterStart = 6 * time.Second
 
 // measureEvents: one lease comes, one lease goes, with the daemon at rest.
 func (r *runner) measureEvents(ctx context.Context) error {
@@ -385,7 +385,7 @@ func (r *runner) measureRest(ctx context.Context) error {
 		if err != nil {
 			return err
 		}
-		if err := pause(ctx, 5*time.Second); err != nil {
+		if err := pause(ctx, afterStart); err != nil {
 			return err
 		}
 		cpu, asked, err := r.idle(ctx, s.daemon, r.atRest)
@@ -416,7 +416,7 @@ func (r *runner) measureRest(ctx context.Context) error {
 		if s, err = r.fresh(ctx, "--resync="+tick.String()); err != nil {
 			return err
 		}
-		if err := pause(ctx, tick); err != nil {
+		if err := pause(ctx, afterStart); err != nil {
 			return err
 		}
 		ticking, _, err := r.idle(ctx, s.daemon, ticks*tick)
