@@ -82,9 +82,9 @@ func (n *network) syncPeers(ctx context.Context, set backend.Set) (repaired int,
 	if err != nil {
 		return 0, err
 	}
-	waiting, rotating := 0, n.secret.waiting.Load()
+	waiting := 0
 	for _, d := range n.devices {
-		s := settings{key: n.key, port: d.port, psk: psk, rotating: rotating, keepalive: time.Duration(n.config.PersistentKeepaliveInterval) * time.Second}
+		s := settings{key: n.key, port: d.port, psk: psk, rotating: n.secret.rotating, keepalive: time.Duration(n.config.PersistentKeepaliveInterval) * time.Second}
 		r, err := n.syncDevice(d, s, set)
 		if err != nil {
 			return repaired, fmt.Errorf("configure %s: %w", d.name, err)
@@ -92,7 +92,7 @@ func (n *network) syncPeers(ctx context.Context, set backend.Set) (repaired int,
 		repaired += r
 		waiting += d.waiting
 	}
-	n.secret.settle(ctx, waiting)
+	n.secret.settle(ctx, waiting, set.Complete)
 	return repaired, nil
 }
 
@@ -101,7 +101,7 @@ func (n *network) syncDevice(d *device, s settings, set backend.Set) (repaired i
 	if err != nil {
 		return 0, err
 	}
-	whole := set.All || len(set.Changed) == 0 || link.Index != d.index || set.Complete && !d.swept
+	whole := set.All || len(set.Changed) == 0 || s.rotating || link.Index != d.index || set.Complete && !d.swept
 	change := diff{settings: s, want: map[wgtypes.Key]peer{}, known: map[wgtypes.Key]peer{}, now: time.Now()}
 	next := map[string]peer{} // of the leases that may differ
 	if whole {
@@ -136,7 +136,9 @@ func (n *network) syncDevice(d *device, s settings, set backend.Set) (repaired i
 			d.index = 0 // whatever is there now is looked at anew
 			return 0, explain(err, s.port)
 		}
-		d.greet(n.key.PublicKey(), cfg, !set.Complete)
+		if d.userspace != nil {
+			d.userspace.greeter.greet(n.key.PublicKey(), cfg.Peers)
+		}
 	}
 	if whole && link.Index == d.index && d.swept {
 		repaired = foreign(cfg, change)

@@ -35,10 +35,11 @@ func takesPSK(now, handshake time.Time) bool {
 
 // secret is the preshared key in use.
 type secret struct {
-	key     wgtypes.Key
-	known   bool
-	failing bool        // that is logged
-	waiting atomic.Bool // it has changed, and not all peers have it yet
+	key      wgtypes.Key
+	known    bool
+	failing  bool        // that is logged
+	rotating bool        // it is new here, so what peers have in its place was ours
+	waiting  atomic.Bool // not all peers have it yet
 }
 
 // read returns the preshared key. Where it cannot be read any more the one
@@ -59,15 +60,21 @@ func (s *secret) read(ctx context.Context, c config) (wgtypes.Key, error) {
 		log.Info("the preshared key has changed: peers get it at their next handshakes", "file", c.PSKFile)
 		s.waiting.Store(true)
 	}
+	s.rotating = s.rotating || !s.known || key != s.key
 	s.key, s.known = key, true
 	return key, nil
 }
 
-// settle notes whether peers wait for the key.
-func (s *secret) settle(ctx context.Context, waiting int) {
-	if was := s.waiting.Swap(waiting > 0); was && waiting == 0 {
+// settle notes how many peers wait for the key, and whether these were all there are.
+func (s *secret) settle(ctx context.Context, waiting int, all bool) {
+	was := s.waiting.Swap(waiting > 0)
+	if waiting > 0 || !s.rotating {
+		return
+	}
+	if was {
 		klog.FromContext(ctx).Info("all peers have the new preshared key")
 	}
+	s.rotating = !all
 }
 
 // watch has Changed deliver what kernel delivers, and when the preshared key is

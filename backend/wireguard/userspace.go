@@ -1,7 +1,6 @@
 package wireguard
 
 import (
-	"bytes"
 	"context"
 	"errors"
 	"fmt"
@@ -9,13 +8,11 @@ import (
 	"os"
 	"path/filepath"
 	"sync"
-	"time"
 
 	"golang.org/x/sys/unix"
 	"golang.zx2c4.com/wireguard/conn"
 	wgdevice "golang.zx2c4.com/wireguard/device"
 	"golang.zx2c4.com/wireguard/tun"
-	"golang.zx2c4.com/wireguard/wgctrl/wgtypes"
 	"k8s.io/klog/v2"
 
 	"flanneld/pkg/oneline"
@@ -34,13 +31,8 @@ type userspaceDevice struct {
 	dev     *wgdevice.Device // nil if it does not run
 	socket  net.Listener
 	members sync.WaitGroup // which serve the socket
-	greeted time.Time      // when it last starts a handshake of itself
+	greeter *greeter
 }
-
-// handshakePause is the least time between two handshakes that one peer starts
-// with another: WireGuard drops what comes faster than every 20 ms, and then
-// nothing is sent for 5 s.
-const handshakePause = 60 * time.Millisecond
 
 // ensure starts the device unless it runs. fresh says that it did.
 func (u *userspaceDevice) ensure(ctx context.Context) (fresh bool, err error) {
@@ -74,6 +66,7 @@ func (u *userspaceDevice) start(ctx context.Context) error {
 	}
 	// Its errors are those of single packets and handshakes.
 	u.dev = wgdevice.NewDevice(t, conn.NewStdNetBind(), &wgdevice.Logger{Verbosef: say(6), Errorf: say(4)})
+	u.greeter = newGreeter(u.dev)
 	if u.socket, err = listen(ctx, u.name); err != nil {
 		return err
 	}
@@ -122,63 +115,18 @@ func (u *userspaceDevice) serve() {
 	}
 }
 
-// greet starts a handshake with each of the peers that have just been given to a
-// device in this process: they may have a session with the one before it. Two hosts
-// that get to know each other may do so in the same instant, and handshakes that
-// cross fail, with nothing sent for 5 s. So the host with the greater key, own, leaves
-// the first turn to the other one, unless they are old: known from before the start.
-func (d *device) greet(own wgtypes.Key, c wgtypes.Config, old bool) {
-	u := d.userspace
-	if u == nil {
-		return
-	}
-	var later []*wgdevice.Peer
-	for _, p := range c.Peers {
-		peer := u.dev.LookupPeer(wgdevice.NoisePublicKey(p.PublicKey))
-		switch {
-		case peer == nil || p.UpdateOnly:
-		case !old && bytes.Compare(own[:], p.PublicKey[:]) > 0:
-			later = append(later, peer)
-		default:
-			_ = peer.SendHandshakeInitiation(false) // a failed one is tried again with the next packet
-		}
-	}
-	u.greeted = time.Now()
-	if len(later) > 0 {
-		u.greeted = u.greeted.Add(handshakePause)
-		u.greetLater(later)
-	}
-}
-
-// greetLater greets those that have not done so themselves by then: after an answer
-// to a handshake WireGuard does not send one of its own.
-func (u *userspaceDevice) greetLater(peers []*wgdevice.Peer) {
-	closed := u.dev.Wait()
-	u.members.Go(func() {
-		select {
-		case <-closed:
-			return
-		case <-time.After(handshakePause):
-		}
-		for _, p := range peers {
-			_ = p.SendHandshakeInitiation(false)
-		}
-	})
-}
-
 // close ends the device. The TUN device stays.
 func (u *userspaceDevice) close() error {
 	var err error
 	if u.socket != nil {
 		err = u.socket.Close()
 	}
-	// The next one, in this process or another, starts with the same.
-	<-time.After(time.Until(u.greeted.Add(handshakePause)))
 	if u.dev != nil {
+		u.greeter.close()
 		u.dev.Close()
 	}
 	u.members.Wait()
-	u.dev, u.socket = nil, nil
+	u.dev, u.socket, u.greeter = nil, nil, nil
 	if errors.Is(err, net.ErrClosed) {
 		return nil
 	}

@@ -1,0 +1,79 @@
+package wireguard
+
+import (
+	"bytes"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"golang.zx2c4.com/wireguard/wgctrl/wgtypes"
+	"k8s.io/klog/v2"
+	"k8s.io/klog/v2/textlogger"
+)
+
+// TestSecret takes a preshared key through its life: only from a change, or a start,
+// until all peers have it is another one that a peer has one of ours.
+func TestSecret(t *testing.T) {
+	var log bytes.Buffer
+	ctx := klog.NewContext(t.Context(), textlogger.NewLogger(textlogger.NewConfig(textlogger.Output(&log))))
+	c := config{PSKFile: filepath.Join(t.TempDir(), "psk")}
+	var s secret
+	for _, step := range []struct {
+		name     string
+		key      wgtypes.Key
+		waiting  int  // after the pass
+		all      bool // peers are known
+		rotating bool // in the pass
+		says     string
+	}{
+		{"start, store away", key(1), 0, false, true, ""},
+		{"start", key(1), 0, true, true, ""},
+		{"at rest", key(1), 0, true, false, ""},
+		{"another program changes it for a peer", key(1), 1, true, false, ""},
+		{"that is put right", key(1), 0, true, false, ""},
+		{"change", key(2), 2, true, true, "has changed"},
+		{"one has it", key(2), 1, true, true, ""},
+		{"all have it", key(2), 0, true, true, "all peers have"},
+		{"at rest again", key(2), 0, true, false, ""},
+		{"change that all take at once", key(3), 0, true, true, "all peers have"},
+		{"at rest for good", key(3), 0, true, false, ""},
+	} {
+		log.Reset()
+		if err := os.WriteFile(c.PSKFile, []byte(text(step.key)), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		if k, err := s.read(ctx, c); err != nil || k != step.key {
+			t.Fatalf("%s: read %v, error %v", step.name, k, err)
+		}
+		if s.rotating != step.rotating {
+			t.Errorf("%s: rotating is %v", step.name, s.rotating)
+		}
+		s.settle(ctx, step.waiting, step.all)
+		if said := log.String(); !strings.Contains(said, step.says) || step.says == "" && said != "" {
+			t.Errorf("%s: it says %q, want %q", step.name, said, step.says)
+		}
+	}
+}
+
+// TestForeign tells the own change of the preshared key from another program's.
+func TestForeign(t *testing.T) {
+	psk, p := key(5), peer{key: key(2)}
+	peers := map[wgtypes.Key]peer{p.key: p}
+	for _, tt := range []struct {
+		name     string
+		change   wgtypes.PeerConfig
+		rotating bool
+		count    int
+	}{
+		{"preshared key", wgtypes.PeerConfig{PublicKey: p.key, UpdateOnly: true, PresharedKey: &psk}, false, 1},
+		{"new preshared key", wgtypes.PeerConfig{PublicKey: p.key, UpdateOnly: true, PresharedKey: &psk}, true, 0},
+		{"allowed IPs", wgtypes.PeerConfig{PublicKey: p.key, UpdateOnly: true, ReplaceAllowedIPs: true}, true, 1},
+		{"stranger", wgtypes.PeerConfig{PublicKey: key(3), Remove: true}, true, 1},
+	} {
+		d := diff{want: peers, known: peers, settings: settings{rotating: tt.rotating}}
+		if got := foreign(wgtypes.Config{Peers: []wgtypes.PeerConfig{tt.change}}, d); got != tt.count {
+			t.Errorf("%s: %d changes are another program's, want %d", tt.name, got, tt.count)
+		}
+	}
+}
