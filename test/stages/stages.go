@@ -124,16 +124,17 @@ func fuzz(ctx context.Context, r *run, each string) error {
 }
 
 // timeIsOver is what a fuzzer of Go before 1.27 may say, and call a failure, when
-// its time is over (https://go.dev/issue/75804). Of a finding it says more.
+// its time is over (https://go.dev/issue/75804). Of a finding it says more, or has
+// said that it is about to make the input smaller.
 var timeIsOver = regexp.MustCompile(`(?m)^--- FAIL: Fuzz\w+ \([\d.]+s\)\n    context deadline exceeded\nFAIL$`)
 
 // fuzzTarget runs one target, and once more if it was its time alone that failed.
 func fuzzTarget(ctx context.Context, out io.Writer, t found, each string) (*run, error) {
 	for again := false; ; again = true {
 		var said bytes.Buffer
-		r := &run{stage: "fuzz", out: io.MultiWriter(out, &said)}
+		r := &run{stage: "fuzz", out: &lockedWriter{w: io.MultiWriter(out, &said)}}
 		err := goTest(ctx, r, "-run=^$", "-fuzz=^"+t.name+"$", "-fuzztime="+each, "-parallel=1", t.pkg)
-		if again || !timeIsOver.Match(said.Bytes()) {
+		if again || !timeIsOver.Match(said.Bytes()) || bytes.Contains(said.Bytes(), []byte("failing input file")) {
 			return r, err
 		}
 		fmt.Fprintf(out, "      %s runs once more: that its time is over is no failure, see go.dev/issue/75804\n", t.name)

@@ -101,6 +101,7 @@ func TestFuzzTimeIsOver(t *testing.T) {
 	}{
 		{"time", over, false, 2, "1 passed, 0 failed, 0 skipped"},
 		{"time twice", over, true, 2, "0 passed, 1 failed, 0 skipped"},
+		{"a finding that is made smaller", "fuzz: minimizing 41-byte failing input file\n" + over, false, 1, "0 passed, 1 failed, 0 skipped"},
 		{"a finding", finding, false, 1, "0 passed, 1 failed, 0 skipped"},
 	} {
 		t.Run(tt.name, func(t *testing.T) {

@@ -18,8 +18,8 @@ const (
 	// restGC has the collector run earlier than by default: at rest there is little
 	// to collect, and all that lies about until it runs is memory.
 	restGC = 50
-	// tidyAfter leaves a start time for what comes behind it: the state file, with all
-	// peers, may be written savePause after the first.
+	// tidyAfter leaves a start time for what comes behind it: the state file with all
+	// peers is written savePause after the one without, unless the disk is slow.
 	tidyAfter = 2 * savePause
 	// longStart is when a daemon that waits for its store has to be tidy, too.
 	longStart = time.Minute
