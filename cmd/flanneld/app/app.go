@@ -110,7 +110,7 @@ func run(ctx context.Context, opts Options, fit runtimeFit) error {
 		return err
 	}
 	fit.begin()
-	group.Go(func() error { return fit.rest(members, d.up) })
+	group.Go(func() error { return fit.rest(members, d.up, d.written) })
 	group.Go(func() error { return d.notifier.Watchdog(members, d.health) })
 	group.Go(func() error { return d.run(members) })
 	err = d.wait(ctx, members)

@@ -142,6 +142,18 @@ func (r *record) step(ctx context.Context) error {
 	return err
 }
 
+// written reports whether the file has all that is known.
+func (r *record) written() bool {
+	if r == nil {
+		return true
+	}
+	r.writing.Lock()
+	defer r.writing.Unlock()
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return !r.changed
+}
+
 // flush writes what has changed.
 func (r *record) flush() (wrote bool, err error) {
 	r.writing.Lock()

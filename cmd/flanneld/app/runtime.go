@@ -18,10 +18,10 @@ const (
 	// restGC has the collector run earlier than by default: at rest there is little
 	// to collect, and all that lies about until it runs is memory.
 	restGC = 50
-	// tidyAfter leaves a start time for what comes behind it: the state file with all
-	// peers is written savePause after the one without, unless the disk is slow.
-	tidyAfter = 2 * savePause
-	// longStart is when a daemon that waits for its store has to be tidy, too.
+	// tidyAfter leaves a start time for what comes behind it.
+	tidyAfter = savePause
+	// longStart is when a daemon that waits for its store, or has always something to
+	// write, has to be tidy, too.
 	longStart = time.Minute
 )
 
@@ -59,8 +59,9 @@ func (f runtimeFit) backend(oneThread bool) {
 	}
 }
 
-// rest waits until the start is over, and gives the memory back that it took.
-func (f runtimeFit) rest(ctx context.Context, started <-chan struct{}) error {
+// rest waits until the start is over and the state is written, of which a large
+// one takes memory as well, and gives back what all that took.
+func (f runtimeFit) rest(ctx context.Context, started <-chan struct{}, written func() bool) error {
 	if !f.memory {
 		return nil
 	}
@@ -70,15 +71,21 @@ func (f runtimeFit) rest(ctx context.Context, started <-chan struct{}) error {
 	case <-started:
 	case <-time.After(longStart):
 	}
-	select {
-	case <-ctx.Done():
-	case <-time.After(tidyAfter):
-		debug.SetGCPercent(restGC)
-		runtime.GC() // what pools hold outlives one collection
-		debug.FreeOSMemory()
-		if err := unmapProgram(); err != nil {
-			klog.FromContext(ctx).V(1).Info("the start's pages of the program stay in use", "err", err)
+	for late := time.Now().Add(longStart); ; {
+		select {
+		case <-ctx.Done():
+			return nil
+		case <-time.After(tidyAfter):
 		}
+		if written() || !time.Now().Before(late) {
+			break
+		}
+	}
+	debug.SetGCPercent(restGC)
+	runtime.GC() // what pools hold outlives one collection
+	debug.FreeOSMemory()
+	if err := unmapProgram(); err != nil {
+		klog.FromContext(ctx).V(1).Info("the start's pages of the program stay in use", "err", err)
 	}
 	return nil
 }

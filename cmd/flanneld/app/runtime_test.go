@@ -44,7 +44,7 @@ func TestRuntimeFit(t *testing.T) {
 		synctest.Test(t, func(t *testing.T) {
 			started := make(chan struct{})
 			close(started)
-			if err := tc.fit.rest(t.Context(), started); err != nil {
+			if err := tc.fit.rest(t.Context(), started, func() bool { return true }); err != nil {
 				t.Error(err)
 			}
 		})
@@ -71,7 +71,7 @@ func TestRestWithoutStart(t *testing.T) {
 		ended := make(chan error, 1)
 		fit := newRuntimeFit(nil)
 		fit.begin()
-		go func() { ended <- fit.rest(ctx, nil) }()
+		go func() { ended <- fit.rest(ctx, nil, func() bool { return true }) }()
 		<-time.After(longStart - 1) // by the bubble's clock
 		select {
 		case <-ended:
@@ -86,4 +86,26 @@ func TestRestWithoutStart(t *testing.T) {
 		}
 		cancel()
 	})
+}
+
+// TestRestAfterTheState has a start whose state is written late, or never.
+func TestRestAfterTheState(t *testing.T) {
+	defer debug.SetGCPercent(debug.SetGCPercent(startGC))
+	for _, tt := range []struct{ written, least, most time.Duration }{
+		{0, tidyAfter, tidyAfter},
+		{3 * tidyAfter / 2, 2 * tidyAfter, 2 * tidyAfter},
+		{time.Hour, longStart, longStart + tidyAfter},
+	} {
+		synctest.Test(t, func(t *testing.T) {
+			started, begin := make(chan struct{}), time.Now()
+			close(started)
+			written := func() bool { return time.Since(begin) >= tt.written }
+			if err := newRuntimeFit(nil).rest(t.Context(), started, written); err != nil {
+				t.Error(err)
+			}
+			if took := time.Since(begin); took < tt.least || took > tt.most {
+				t.Errorf("state written after %v: memory given back after %v, want %v to %v", tt.written, took, tt.least, tt.most)
+			}
+		})
+	}
 }
