@@ -71,17 +71,15 @@ func (f runtimeFit) rest(ctx context.Context, started <-chan struct{}, written f
 	case <-started:
 	case <-time.After(longStart):
 	}
-	for late := time.Now().Add(longStart); ; {
+	late := time.Now().Add(longStart)
+	for over := false; !over; over = written() || !time.Now().Before(late) {
 		select {
 		case <-ctx.Done():
 			return nil
 		case <-time.After(tidyAfter):
-		}
-		if written() || !time.Now().Before(late) {
-			break
+			debug.SetGCPercent(restGC)
 		}
 	}
-	debug.SetGCPercent(restGC)
 	runtime.GC() // what pools hold outlives one collection
 	debug.FreeOSMemory()
 	if err := unmapProgram(); err != nil {

@@ -99,7 +99,12 @@ func TestRestAfterTheState(t *testing.T) {
 		synctest.Test(t, func(t *testing.T) {
 			started, begin := make(chan struct{}), time.Now()
 			close(started)
-			written := func() bool { return time.Since(begin) >= tt.written }
+			written := func() bool {
+				if now := debug.SetGCPercent(restGC); now != restGC {
+					t.Errorf("the collector's percentage is %d while the state is not written", now)
+				}
+				return time.Since(begin) >= tt.written
+			}
 			if err := newRuntimeFit(nil).rest(t.Context(), started, written); err != nil {
 				t.Error(err)
 			}
