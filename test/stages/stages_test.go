@@ -91,18 +91,20 @@ func FuzzGood(f *testing.F) { f.Fuzz(func(*testing.T, []byte) {}) }`),
 // A fuzzer whose time is over is run once more. No other failure is, nor one
 // that is there again.
 func TestFuzzTimeIsOver(t *testing.T) {
+	const minimizing = "fuzz: minimizing 41-byte failing input file\n"
 	const over, finding = "    context deadline exceeded", "    a_test.go:1: context deadline exceeded"
 	for _, tt := range []struct {
 		name   string
-		said   string // by the first run, and if there are more by all others
+		before string // what the first run says, and with always all others, in front of the failure
+		said   string // and as the failure
 		always bool
 		runs   int
 		counts string
 	}{
-		{"time", over, false, 2, "1 passed, 0 failed, 0 skipped"},
-		{"time twice", over, true, 2, "0 passed, 1 failed, 0 skipped"},
-		{"a finding that is made smaller", "fuzz: minimizing 41-byte failing input file\n" + over, false, 1, "0 passed, 1 failed, 0 skipped"},
-		{"a finding", finding, false, 1, "0 passed, 1 failed, 0 skipped"},
+		{"time", "", over, false, 2, "1 passed, 0 failed, 0 skipped"},
+		{"time twice", "", over, true, 2, "0 passed, 1 failed, 0 skipped"},
+		{"a finding that is made smaller", minimizing, over, false, 1, "0 passed, 1 failed, 0 skipped"},
+		{"a finding", "", finding, false, 1, "0 passed, 1 failed, 0 skipped"},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
 			runs := filepath.Join(t.TempDir(), "runs")
@@ -123,7 +125,7 @@ func TestMain(m *testing.M) {
 	before, _ := os.ReadFile(` + strconv.Quote(runs) + `)
 	os.WriteFile(` + strconv.Quote(runs) + `, append(before, '.'), 0o600)
 	if ` + strconv.FormatBool(tt.always) + ` || len(before) == 0 {
-		fmt.Print("=== RUN   FuzzIt\n--- FAIL: FuzzIt (0.01s)\n" + ` + strconv.Quote(tt.said) + ` + "\nFAIL\n")
+		fmt.Print("=== RUN   FuzzIt\n" + ` + strconv.Quote(tt.before) + ` + "--- FAIL: FuzzIt (0.01s)\n" + ` + strconv.Quote(tt.said) + ` + "\nFAIL\n")
 		os.Exit(1)
 	}
 	m.Run()
