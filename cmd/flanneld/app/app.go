@@ -88,9 +88,9 @@ func Main(args, env []string, stderr io.Writer) int {
 }
 
 // Run runs the daemon until ctx ends, and returns nil then.
-func Run(ctx context.Context, opts Options) error { return run(ctx, opts, runtimeFit{}) }
+func Run(ctx context.Context, opts Options) error { return run(ctx, opts, &runtimeFit{}) }
 
-func run(ctx context.Context, opts Options, fit runtimeFit) error {
+func run(ctx context.Context, opts Options, fit *runtimeFit) error {
 	commands := extension.NewHost(extension.Settings{
 		Allow: opts.AllowExtensionBackend, StateDir: opts.StateDir, Name: opts.stateName() + "-commands",
 	})

@@ -63,7 +63,7 @@ type daemon struct {
 	health   *health.Status
 	notifier health.Notifier
 	kernel   *linux.Kernel
-	fit      runtimeFit
+	fit      *runtimeFit
 	ready    sync.Once
 	record   *record
 	devices  deviceLocks

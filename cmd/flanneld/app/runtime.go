@@ -6,6 +6,7 @@ import (
 	"runtime/debug"
 	"slices"
 	"strings"
+	"sync"
 	"time"
 
 	"k8s.io/klog/v2"
@@ -30,41 +31,64 @@ const (
 // leaves the runtime alone, and what the environment says stays.
 type runtimeFit struct {
 	threads, memory bool // may be fitted
+
+	mu        sync.Mutex
+	resting   bool
+	oneThread bool // is enough for the backend
+	fitted    bool // to one thread
 }
 
-func newRuntimeFit(env []string) runtimeFit {
+func newRuntimeFit(env []string) *runtimeFit {
 	unset := func(name string) bool {
 		return !slices.ContainsFunc(env, func(v string) bool { return strings.HasPrefix(v, name+"=") })
 	}
-	return runtimeFit{threads: unset("GOMAXPROCS"), memory: unset("GOGC") && unset("GOMEMLIMIT")}
+	return &runtimeFit{threads: unset("GOMAXPROCS"), memory: unset("GOGC") && unset("GOMEMLIMIT")}
 }
 
 // begin is called before the start.
-func (f runtimeFit) begin() {
+func (f *runtimeFit) begin() {
 	if f.memory {
 		debug.SetGCPercent(startGC)
 	}
 }
 
-// backend is called when the kind of backend is known. To wake a second thread
-// for each step of an event costs more than the steps, unless packets go through
-// the process.
-func (f runtimeFit) backend(oneThread bool) {
-	switch {
-	case !f.threads:
-	case oneThread:
+// backend is called when the kind of backend is known.
+func (f *runtimeFit) backend(oneThread bool) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.oneThread = oneThread
+	f.fitThreads()
+}
+
+// fitThreads is called with f.mu held. At rest it costs more to wake a second
+// thread for each step of an event than the steps do, unless packets go through
+// the process. A start uses all it can get.
+func (f *runtimeFit) fitThreads() {
+	switch one := f.resting && f.oneThread; {
+	case !f.threads || one == f.fitted:
+	case one:
 		runtime.GOMAXPROCS(1)
+		f.fitted = true
 	default:
 		runtime.SetDefaultGOMAXPROCS()
+		f.fitted = false
+	}
+}
+
+// settle is called when the start is over.
+func (f *runtimeFit) settle() {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.resting = true
+	f.fitThreads()
+	if f.memory {
+		debug.SetGCPercent(restGC)
 	}
 }
 
 // rest waits until the start is over and the state is written, of which a large
 // one takes memory as well, and gives back what all that took.
-func (f runtimeFit) rest(ctx context.Context, started <-chan struct{}, written func() bool) error {
-	if !f.memory {
-		return nil
-	}
+func (f *runtimeFit) rest(ctx context.Context, started <-chan struct{}, written func() bool) error {
 	select {
 	case <-ctx.Done():
 		return nil
@@ -77,8 +101,11 @@ func (f runtimeFit) rest(ctx context.Context, started <-chan struct{}, written f
 		case <-ctx.Done():
 			return nil
 		case <-time.After(tidyAfter):
-			debug.SetGCPercent(restGC)
+			f.settle()
 		}
+	}
+	if !f.memory {
+		return nil
 	}
 	runtime.GC() // what pools hold outlives one collection
 	debug.FreeOSMemory()

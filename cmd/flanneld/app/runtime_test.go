@@ -21,10 +21,10 @@ func TestRuntimeFit(t *testing.T) {
 	}
 	for _, tc := range []struct {
 		name            string
-		fit             runtimeFit
+		fit             *runtimeFit
 		threads, memory bool
 	}{
-		{"embedded", runtimeFit{}, false, false},
+		{"embedded", &runtimeFit{}, false, false},
 		{"own process", newRuntimeFit([]string{"PATH=/bin"}), true, true},
 		{"threads by the environment", newRuntimeFit([]string{"GOMAXPROCS=2"}), false, true},
 		{"collector by the environment", newRuntimeFit([]string{"GOGC=50"}), true, false},
@@ -35,8 +35,8 @@ func TestRuntimeFit(t *testing.T) {
 		debug.SetGCPercent(given)
 		tc.fit.begin()
 		tc.fit.backend(true)
-		if fitted := runtime.GOMAXPROCS(0) == 1; fitted != tc.threads {
-			t.Errorf("%s: GOMAXPROCS is %d, was %d", tc.name, runtime.GOMAXPROCS(0), threads)
+		if now := runtime.GOMAXPROCS(0); now != threads {
+			t.Errorf("%s: GOMAXPROCS is %d during the start, was %d", tc.name, now, threads)
 		}
 		if fitted := percent() == startGC; fitted != tc.memory {
 			t.Errorf("%s: the collector's percentage is %d during the start", tc.name, percent())
@@ -48,6 +48,9 @@ func TestRuntimeFit(t *testing.T) {
 				t.Error(err)
 			}
 		})
+		if fitted := runtime.GOMAXPROCS(0) == 1; fitted != tc.threads {
+			t.Errorf("%s: GOMAXPROCS is %d after the start, was %d", tc.name, runtime.GOMAXPROCS(0), threads)
+		}
 		want := given
 		if tc.memory {
 			want = restGC
@@ -56,11 +59,20 @@ func TestRuntimeFit(t *testing.T) {
 			t.Errorf("%s: the collector's percentage is %d after the start, want %d", tc.name, percent(), want)
 		}
 	}
-	many := newRuntimeFit(nil)
-	many.backend(true)
-	many.backend(false)
-	if runtime.GOMAXPROCS(0) != runtime.NumCPU() {
-		t.Errorf("a backend that carries packets has %d of %d CPUs", runtime.GOMAXPROCS(0), runtime.NumCPU())
+	// A backend that carries packets has all CPUs, and takes and leaves the place
+	// of one that does not.
+	fit := newRuntimeFit(nil)
+	fit.backend(true)
+	fit.settle()
+	for _, oneThread := range []bool{true, false, true} {
+		fit.backend(oneThread)
+		want := runtime.NumCPU()
+		if oneThread {
+			want = 1
+		}
+		if now := runtime.GOMAXPROCS(0); now != want {
+			t.Errorf("GOMAXPROCS is %d, want %d", now, want)
+		}
 	}
 }
 
@@ -69,7 +81,7 @@ func TestRestWithoutStart(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		ctx, cancel := context.WithCancel(t.Context())
 		ended := make(chan error, 1)
-		fit := newRuntimeFit(nil)
+		fit := &runtimeFit{memory: true}
 		fit.begin()
 		go func() { ended <- fit.rest(ctx, nil, func() bool { return true }) }()
 		<-time.After(longStart - 1) // by the bubble's clock
@@ -105,7 +117,7 @@ func TestRestAfterTheState(t *testing.T) {
 				}
 				return time.Since(begin) >= tt.written
 			}
-			if err := newRuntimeFit(nil).rest(t.Context(), started, written); err != nil {
+			if err := (&runtimeFit{memory: true}).rest(t.Context(), started, written); err != nil {
 				t.Error(err)
 			}
 			if took := time.Since(begin); took < tt.least || took > tt.most {
