@@ -25,6 +25,15 @@ func encodeData(vni int, mac dataplane.MAC) (json.RawMessage, error) {
 	return raw, nil
 }
 
+func decodeData(raw json.RawMessage) (leaseData, error) {
+	if d, plain := decodePlain(raw); plain {
+		return d, nil
+	}
+	var d leaseData
+	err := json.Unmarshal(raw, &d)
+	return d, err
+}
+
 // decodePlain reads data in the form that flannel writes, at a fraction of what
 // encoding/json takes for the same. ok is false for any other form.
 func decodePlain(raw json.RawMessage) (d leaseData, ok bool) {
@@ -55,12 +64,9 @@ func vtepMAC(raw json.RawMessage) (dataplane.MAC, error) {
 	if len(raw) == 0 {
 		return dataplane.MAC{}, errors.New("no backend data, want a VtepMAC")
 	}
-	d, plain := decodePlain(raw)
-	if !plain {
-		d = leaseData{}
-		if err := json.Unmarshal(raw, &d); err != nil {
-			return dataplane.MAC{}, fmt.Errorf("backend data: %w", err)
-		}
+	d, err := decodeData(raw)
+	if err != nil {
+		return dataplane.MAC{}, fmt.Errorf("backend data: %w", err)
 	}
 	if d.VtepMAC == "" {
 		return dataplane.MAC{}, errors.New("backend data without a VtepMAC")

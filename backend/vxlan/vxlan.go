@@ -24,6 +24,7 @@ const Type = "vxlan"
 type Backend struct {
 	env    backend.Env
 	config config
+	device map[prefix.Family]string // names
 }
 
 // New is the backend's factory.
@@ -32,7 +33,11 @@ func New(raw json.RawMessage, env backend.Env) (backend.Backend, []string, error
 	if err != nil {
 		return nil, nil, err
 	}
-	return &Backend{env: env, config: c}, warnings, nil
+	b := &Backend{env: env, config: c, device: map[prefix.Family]string{}}
+	for _, n := range env.Config.Networks {
+		b.device[n.Family()] = c.deviceName(n.Family())
+	}
+	return b, warnings, nil
 }
 
 // Scope implements backend.Backend.
@@ -53,7 +58,7 @@ func (b *Backend) Claim(ctx context.Context, prev subnet.Claim) (subnet.Claim, e
 		before, _ := prev.Endpoint(n.Family())
 		if recalled, err := vtepMAC(before.Data); err == nil {
 			mac = recalled
-		} else if dev, ok := have.Links[b.config.deviceName(n.Family())]; ok && dev.Kind == "vxlan" && dev.MAC.IsUnicast() {
+		} else if dev, ok := have.Links[b.device[n.Family()]]; ok && dev.Kind == "vxlan" && dev.MAC.IsUnicast() {
 			mac = dev.MAC
 		}
 		if claim.Endpoints[i].Data, err = encodeData(b.config.VNI, mac); err != nil {
@@ -74,7 +79,7 @@ func randomMAC() dataplane.MAC {
 func (b *Backend) devices() []string {
 	var names []string
 	for _, n := range b.env.Config.Networks {
-		names = append(names, b.config.deviceName(n.Family()))
+		names = append(names, b.device[n.Family()])
 	}
 	return names
 }
@@ -139,17 +144,15 @@ func (n *network) Check(l subnet.Lease) ([]string, error) {
 
 // desired is what the kernel holds for a peer.
 func (b *Backend) desired(ctx context.Context, l subnet.Lease) ([]dataplane.Object, error) {
-	var objects []dataplane.Object
+	objects := make([]dataplane.Object, 0, objectsOfPeer*len(l.Endpoints))
 	for _, e := range l.Endpoints {
 		direct, err := b.direct(ctx, e)
 		if err != nil {
 			return nil, err
 		}
-		of, err := b.config.desired(e, direct)
-		if err != nil {
+		if objects, err = desired(objects, e, b.device[e.Family()], direct); err != nil {
 			return nil, err
 		}
-		objects = append(objects, of...)
 	}
 	return objects, nil
 }
@@ -178,7 +181,7 @@ func (b *Backend) base(own subnet.Lease) (dataplane.State, error) {
 		if !ok {
 			return want, fmt.Errorf("own lease %s: %s is not enabled on %s", own.Key, f, b.env.Underlay.Name)
 		}
-		name := b.config.deviceName(f)
+		name := b.device[f]
 		want.Add(dataplane.Link{
 			Name: name, Kind: "vxlan", MAC: mac, MTU: b.config.deviceMTU(b.env.Underlay.MTU, f), Up: true,
 			VXLAN: dataplane.VXLAN{
@@ -191,20 +194,23 @@ func (b *Backend) base(own subnet.Lease) (dataplane.State, error) {
 	return want, nil
 }
 
-// desired is what the kernel holds for one endpoint of a peer. direct names
-// the device on whose network the peer is; empty means encapsulation.
-func (c config) desired(e subnet.Endpoint, direct string) ([]dataplane.Object, error) {
+// objectsOfPeer is how many objects a peer has in one family.
+const objectsOfPeer = 3
+
+// desired appends what the kernel holds for one endpoint of a peer. direct names
+// the device on whose network the peer is; empty means encapsulation by device.
+func desired(objects []dataplane.Object, e subnet.Endpoint, device, direct string) ([]dataplane.Object, error) {
 	if direct != "" {
-		return []dataplane.Object{dataplane.NewRoute(e.Subnet, e.PublicIP, direct, false)}, nil
+		return append(objects, dataplane.NewRoute(e.Subnet, e.PublicIP, direct, false)), nil
 	}
 	mac, err := vtepMAC(e.Data)
 	if err != nil {
 		return nil, err
 	}
-	dev, vtep := c.deviceName(e.Family()), e.Subnet.Addr()
-	return []dataplane.Object{
-		dataplane.Neigh{NeighKey: dataplane.NeighKey{Dev: dev, IP: vtep}, MAC: mac},
-		dataplane.FDB{FDBKey: dataplane.FDBKey{Dev: dev, MAC: mac}, Dst: e.PublicIP},
-		dataplane.NewRoute(e.Subnet, vtep, dev, true),
-	}, nil
+	vtep := e.Subnet.Addr()
+	return append(objects,
+		dataplane.Neigh{NeighKey: dataplane.NeighKey{Dev: device, IP: vtep}, MAC: mac},
+		dataplane.FDB{FDBKey: dataplane.FDBKey{Dev: device, MAC: mac}, Dst: e.PublicIP},
+		dataplane.NewRoute(e.Subnet, vtep, device, true),
+	), nil
 }

@@ -182,7 +182,7 @@ func TestDesired(t *testing.T) {
 		},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
-			objects, err := config{VNI: 7}.desired(tc.e, tc.direct)
+			objects, err := desired(nil, tc.e, config{VNI: 7}.deviceName(tc.e.Family()), tc.direct)
 			if err != nil {
 				t.Fatal(err)
 			}

@@ -94,7 +94,8 @@ func Plan(have, want State, s Scope, recorded map[Route]struct{}, sweep bool) Ch
 	planMap(&p, p.have.FDB, p.want.FDB, func(f FDB) string { return f.Dev })
 	p.routes()
 	slices.Reverse(p.deletes)
-	return Changes{Ops: slices.Concat(p.first, p.puts, p.deletes), Taken: p.taken, Refused: p.refused}
+	ops := append(slices.Insert(p.puts, 0, p.first...), p.deletes...) // there may be thousands of puts
+	return Changes{Ops: ops, Taken: p.taken, Refused: p.refused}
 }
 
 type planner struct {

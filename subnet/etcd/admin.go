@@ -98,11 +98,11 @@ func (a *Admin) swap(ctx context.Context, verb, key string, revision int64, op c
 func (a *Admin) Entries(ctx context.Context, ttl bool) ([]Entry, error) {
 	var resp *clientv3.GetResponse
 	err := a.once(ctx, func(ctx context.Context, c *clientv3.Client) (err error) {
-		resp, err = c.Get(ctx, a.m.dir(), clientv3.WithPrefix())
+		resp, err = c.Get(ctx, a.m.dir, clientv3.WithPrefix())
 		return err
 	})
 	if err != nil {
-		return nil, fmt.Errorf("list %s: %w", a.m.dir(), err)
+		return nil, fmt.Errorf("list %s: %w", a.m.dir, err)
 	}
 	found := make([]Entry, 0, len(resp.Kvs))
 	for _, kv := range resp.Kvs {
@@ -165,7 +165,7 @@ func (a *Admin) Reserve(ctx context.Context, c subnet.Claim) (key string, err er
 	have, err := a.get(ctx, key)
 	switch {
 	case errors.Is(err, ErrNotFound):
-		return key, a.swap(ctx, "reserve", a.m.dir()+key, 0, clientv3.OpPut(a.m.dir()+key, string(value)))
+		return key, a.swap(ctx, "reserve", a.m.dir+key, 0, clientv3.OpPut(a.m.dir+key, string(value)))
 	case err != nil:
 		return "", err
 	case have.err != nil || !carries(have.lease, identity(c)):
@@ -173,7 +173,7 @@ func (a *Admin) Reserve(ctx context.Context, c subnet.Claim) (key string, err er
 	case have.leaseID == 0:
 		return key, nil
 	}
-	return key, a.swap(ctx, "reserve", a.m.dir()+key, have.modRevision, clientv3.OpPut(a.m.dir()+key, string(have.value)))
+	return key, a.swap(ctx, "reserve", a.m.dir+key, have.modRevision, clientv3.OpPut(a.m.dir+key, string(have.value)))
 }
 
 func overlaps(l subnet.Lease, subnets []netip.Prefix) bool {
@@ -193,7 +193,7 @@ func named(l subnet.Lease) string {
 // get returns one key below subnets/, or ErrNotFound.
 func (a *Admin) get(ctx context.Context, key string) (e entry, err error) {
 	err = a.once(ctx, func(ctx context.Context, c *clientv3.Client) error {
-		resp, err := c.Get(ctx, a.m.dir()+key)
+		resp, err := c.Get(ctx, a.m.dir+key)
 		switch {
 		case err != nil:
 			return err
@@ -204,7 +204,7 @@ func (a *Admin) get(ctx context.Context, key string) (e entry, err error) {
 		return nil
 	})
 	if err != nil {
-		return e, fmt.Errorf("read %s: %w", a.m.dir()+key, err)
+		return e, fmt.Errorf("read %s: %w", a.m.dir+key, err)
 	}
 	return e, nil
 }
@@ -221,7 +221,7 @@ func (a *Admin) Revoke(ctx context.Context, key string, reservation bool) error 
 	case !reservation && e.leaseID == 0:
 		return fmt.Errorf("%s is a reservation, not a lease", key)
 	}
-	return a.swap(ctx, "delete", a.m.dir()+key, e.modRevision, clientv3.OpDelete(a.m.dir()+key))
+	return a.swap(ctx, "delete", a.m.dir+key, e.modRevision, clientv3.OpDelete(a.m.dir+key))
 }
 
 // ParseKey returns the subnets that a key below subnets/ names, IPv4 first.

@@ -126,6 +126,7 @@ func decode(subnets []netip.Prefix, value []byte) (backendType string, endpoints
 		if string(e.Data) == "null" {
 			e.Data = nil
 		}
+		e.Data = bytes.Clone(e.Data) // value is larger, and goes
 		if e.PublicIP, err = decodeAddr(e.Family(), public); err != nil {
 			return "", nil, fmt.Errorf("%s %w", name, err)
 		}
@@ -147,7 +148,7 @@ func decodeAny(value []byte) (w wireLease, err error) {
 
 // decodePlain reads a value in the form that flannel writes, at a fraction of
 // the cost: a start reads thousands. It comes to the same as decodeAny, or to
-// ok being false.
+// ok being false. What is raw in it is part of value.
 func decodePlain(value []byte) (w wireLease, ok bool) {
 	ok = plainjson.Object(value, func(key, value []byte) bool {
 		into := &w.BackendData
@@ -172,7 +173,7 @@ func decodePlain(value []byte) (w wireLease, ok bool) {
 		if *into != nil { // the last of several counts
 			return false
 		}
-		*into = bytes.Clone(value)
+		*into = value
 		return true
 	})
 	return w, ok
@@ -186,10 +187,8 @@ func decodeAddr(f prefix.Family, raw json.RawMessage) (netip.Addr, error) {
 	case f == prefix.IPv6 && (raw == nil || string(raw) == "null"):
 		return netip.IPv6Unspecified(), nil
 	}
-	var text string
-	if plain, ok := plainjson.Text(raw); ok {
-		text = string(plain)
-	} else if err := json.Unmarshal(raw, &text); err != nil || raw[0] != '"' {
+	text, ok := decodeText(raw)
+	if !ok {
 		return netip.Addr{}, fmt.Errorf("is %s, want an %s address", shorten(string(raw)), f)
 	}
 	a, err := netip.ParseAddr(text)
@@ -197,6 +196,15 @@ func decodeAddr(f prefix.Family, raw json.RawMessage) (netip.Addr, error) {
 		return netip.Addr{}, fmt.Errorf("%q is not an %s address", shorten(text), f)
 	}
 	return a, nil
+}
+
+func decodeText(raw json.RawMessage) (text string, ok bool) {
+	if plain, ok := plainjson.Text(raw); ok {
+		return string(plain), true
+	}
+	var s string
+	err := json.Unmarshal(raw, &s)
+	return s, err == nil && raw[0] == '"'
 }
 
 // shorten keeps what was read from the store fit for one line of text.

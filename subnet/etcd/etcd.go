@@ -51,6 +51,7 @@ type Config struct {
 // Manager is a subnet.Manager on etcd. It is safe for concurrent use.
 type Manager struct {
 	cfg    Config
+	dir    string // what the keys of leases begin with
 	timing timing
 	client *client
 	outage *outage.Tracker
@@ -100,7 +101,7 @@ func New(cfg Config) (*Manager, error) {
 		return nil, err
 	}
 	return &Manager{
-		cfg: cfg, timing: t, client: c, outage: outage.New("etcd", cfg.OnStatus), writing: make(chan struct{}, 1),
+		cfg: cfg, dir: path.Join(cfg.Prefix, "subnets") + "/", timing: t, client: c, outage: outage.New("etcd", cfg.OnStatus), writing: make(chan struct{}, 1),
 	}, nil
 }
 
@@ -124,7 +125,6 @@ func (m *Manager) held(e entry) bool {
 }
 
 func (m *Manager) configKey() string { return path.Join(m.cfg.Prefix, "config") }
-func (m *Manager) dir() string       { return path.Join(m.cfg.Prefix, "subnets") + "/" }
 
 // Config reads the configuration. See subnet.Manager.
 func (m *Manager) Config(ctx context.Context) (subnet.Config, error) {

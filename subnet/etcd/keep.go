@@ -164,7 +164,7 @@ func (m *Manager) retake(ctx context.Context, own ownLease, spare *grant) error 
 // not exist.
 func (m *Manager) read(ctx context.Context, key string) (found *entry, revision int64, err error) {
 	err = m.call(ctx, func(ctx context.Context, c *clientv3.Client) error {
-		resp, err := c.Get(ctx, m.dir()+key)
+		resp, err := c.Get(ctx, m.dir+key)
 		if err != nil {
 			return err
 		}
@@ -194,7 +194,7 @@ func (m *Manager) await(ctx context.Context, looked int64, alive func()) error {
 		timer := time.AfterFunc(time.Until(m.renewal(own.grant)), func() { cancel(errLook) })
 		defer timer.Stop()
 	}
-	err = m.follow(ctx, []string{m.dir() + own.key}, looked+1, watcher{on: func(resp *pb.WatchResponse) error {
+	err = m.follow(ctx, []string{m.dir + own.key}, looked+1, watcher{on: func(resp *pb.WatchResponse) error {
 		alive()
 		if news(resp, looked+1) {
 			return errLook

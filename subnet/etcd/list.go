@@ -1,11 +1,11 @@
 package etcd
 
 import (
+	"bytes"
 	"context"
 	"fmt"
 	"net/netip"
 	"slices"
-	"strings"
 	"sync/atomic"
 	"time"
 
@@ -30,7 +30,7 @@ type entry struct {
 
 func (m *Manager) entry(kv *mvccpb.KeyValue) entry {
 	e := entry{
-		key:            strings.TrimPrefix(string(kv.Key), m.dir()),
+		key:            string(bytes.TrimPrefix(kv.Key, []byte(m.dir))),
 		value:          kv.Value,
 		createRevision: kv.CreateRevision,
 		modRevision:    kv.ModRevision,
@@ -53,7 +53,7 @@ type listing struct {
 func (m *Manager) list(ctx context.Context) (listing, error) {
 	var resp *clientv3.GetResponse
 	err := m.call(ctx, func(ctx context.Context, c *clientv3.Client) (err error) {
-		resp, err = c.Get(ctx, m.dir(), clientv3.WithPrefix())
+		resp, err = c.Get(ctx, m.dir, clientv3.WithPrefix())
 		return err
 	})
 	if err != nil {

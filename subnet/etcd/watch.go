@@ -38,7 +38,7 @@ func (m *Manager) Watch(ctx context.Context, sink func(subnet.Update)) error {
 	for {
 		err := m.resume(ctx, &v, sink)
 		if err == nil {
-			err = m.follow(ctx, []string{m.dir(), m.configKey()}, v.next, watcher{
+			err = m.follow(ctx, []string{m.dir, m.configKey()}, v.next, watcher{
 				on: func(resp *pb.WatchResponse) error {
 					b.Reset()
 					m.takeConfig(resp)

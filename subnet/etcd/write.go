@@ -68,12 +68,12 @@ func (m *Manager) renew(ctx context.Context, id clientv3.LeaseID) (g grant, err 
 // deletes stale keys that have not changed either, all or nothing. It returns
 // the new revision, or errConflict.
 func (m *Manager) write(ctx context.Context, own ownLease, revision int64, stale []entry) (int64, error) {
-	key := m.dir() + own.key
+	key := m.dir + own.key
 	conditions := []clientv3.Cmp{clientv3.Compare(clientv3.ModRevision(key), "=", revision)}
 	ops := []clientv3.Op{clientv3.OpPut(key, string(own.value), clientv3.WithLease(own.grant.id))}
 	for _, e := range stale {
-		conditions = append(conditions, clientv3.Compare(clientv3.ModRevision(m.dir()+e.key), "=", e.modRevision))
-		ops = append(ops, clientv3.OpDelete(m.dir()+e.key))
+		conditions = append(conditions, clientv3.Compare(clientv3.ModRevision(m.dir+e.key), "=", e.modRevision))
+		ops = append(ops, clientv3.OpDelete(m.dir+e.key))
 	}
 	var resp *clientv3.TxnResponse
 	err := m.call(ctx, func(ctx context.Context, c *clientv3.Client) (err error) {
@@ -92,7 +92,7 @@ func (m *Manager) write(ctx context.Context, own ownLease, revision int64, stale
 // remove deletes the key if it is still as found.
 func (m *Manager) remove(ctx context.Context, e entry) error {
 	return m.call(ctx, func(ctx context.Context, c *clientv3.Client) error {
-		key := m.dir() + e.key
+		key := m.dir + e.key
 		_, err := c.Txn(ctx).If(clientv3.Compare(clientv3.ModRevision(key), "=", e.modRevision)).Then(clientv3.OpDelete(key)).Commit()
 		return err
 	})

@@ -117,16 +117,17 @@ func familyOf(a netip.Addr) uint8 {
 
 // rtmsg is struct rtmsg.
 func rtmsg(dst netip.Prefix, tos, table, protocol, scope, typ uint8, flags uint32) []byte {
-	b := []byte{familyOf(dst.Addr()), uint8(dst.Bits()), 0, tos, table, protocol, scope, typ}
-	return binary.NativeEndian.AppendUint32(b, flags)
+	b := []byte{familyOf(dst.Addr()), uint8(dst.Bits()), 0, tos, table, protocol, scope, typ, 0, 0, 0, 0}
+	binary.NativeEndian.PutUint32(b[8:], flags)
+	return b
 }
 
 // ndmsg is struct ndmsg.
 func ndmsg(family uint8, ifindex int, state uint16, flags uint8) []byte {
-	b := []byte{family, 0, 0, 0}
-	b = binary.NativeEndian.AppendUint32(b, uint32(ifindex))
-	b = binary.NativeEndian.AppendUint16(b, state)
-	return append(b, flags, 0)
+	b := []byte{family, 0, 0, 0, 0, 0, 0, 0, 0, 0, flags, 0}
+	binary.NativeEndian.PutUint32(b[4:], uint32(ifindex))
+	binary.NativeEndian.PutUint16(b[8:], state)
+	return b
 }
 
 // ifinfomsg is struct ifinfomsg.

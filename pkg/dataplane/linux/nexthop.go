@@ -347,5 +347,7 @@ func (k *Kernel) deleteNexthops(ctx context.Context, ids []uint32) {
 
 // nhmsg is struct nhmsg.
 func nhmsg(family, protocol uint8, flags uint32) []byte {
-	return binary.NativeEndian.AppendUint32([]byte{family, 0, protocol, 0}, flags)
+	b := []byte{family, 0, protocol, 0, 0, 0, 0, 0}
+	binary.NativeEndian.PutUint32(b[4:], flags)
+	return b
 }
