@@ -312,8 +312,8 @@ func (s State) AddState(other State) {
 
 // AddRoute is Add for one route.
 func (s State) AddRoute(r Route) {
-	if !s.HasRoute(r) {
-		s.Routes[r.Dst] = append(s.Routes[r.Dst], r)
+	if routes := s.Routes[r.Dst]; !slices.Contains(routes, r) {
+		s.Routes[r.Dst] = append(routes, r)
 	}
 }
 
