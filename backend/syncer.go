@@ -35,6 +35,7 @@ type SyncerConfig struct {
 // Pass is the result of one pass.
 type Pass struct {
 	Complete bool // the store had answered
+	News     bool // what Peers returns may differ from what it was at the pass before
 	Err      error
 	Took     time.Duration
 	Repaired int // what others had changed behind our back
@@ -61,6 +62,7 @@ type Syncer struct {
 	changed  map[string]struct{}
 	all      bool
 	complete bool // a snapshot was applied
+	news     bool // see Pass
 }
 
 // NewSyncer returns a syncer. Until the first snapshot it serves the peers
@@ -81,7 +83,7 @@ func (s *Syncer) Publish(u subnet.Update) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	defer s.loop.Wake()
-	s.complete = true
+	s.complete, s.news = true, true
 	if s.Ledger.Follow(u) {
 		now := time.Now()
 		for key, lease := range u.Changed {
@@ -118,7 +120,7 @@ func (s *Syncer) Run(ctx context.Context) error {
 // returns only says that it should run again soon.
 func (s *Syncer) step(ctx context.Context) error {
 	begin := time.Now()
-	set := s.advance(ctx)
+	set, news := s.advance(ctx)
 	outcome, err := s.Network.Sync(ctx, set)
 	if ctx.Err() != nil {
 		return nil
@@ -127,7 +129,7 @@ func (s *Syncer) step(ctx context.Context) error {
 	s.logRefused(ctx, set, outcome.Refused)
 	s.logResult(ctx, err)
 	if s.OnSync != nil {
-		s.OnSync(Pass{Complete: set.Complete, Err: err, Took: time.Since(begin), Repaired: outcome.Repaired})
+		s.OnSync(Pass{Complete: set.Complete, News: news, Err: err, Took: time.Since(begin), Repaired: outcome.Repaired})
 	}
 	switch {
 	case err == nil && outcome.Retry:
@@ -140,14 +142,16 @@ func (s *Syncer) step(ctx context.Context) error {
 
 var errRetry = errors.New("refused for a cause that may pass")
 
-// advance takes in what was published, and returns the peers that can be
-// served: leases of another backend, with data that cannot be used, or in
-// conflict with one that was there first are refused; the rest are not
+// advance takes in what was published, if there is news, and returns the peers
+// that can be served: leases of another backend, with data that cannot be used, or
+// in conflict with one that was there first are refused; the rest are not
 // affected.
-func (s *Syncer) advance(ctx context.Context) Set {
+func (s *Syncer) advance(ctx context.Context) (set Set, news bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	set := Set{All: s.all || s.Ledger.Expire(time.Now()), Complete: s.complete}
+	expired := s.Ledger.Expire(time.Now())
+	set = Set{All: s.all || expired, Complete: s.complete}
+	news = s.news || expired
 	for key := range s.changed {
 		set.All = set.All || !s.judge(key)
 		set.Changed = append(set.Changed, key)
@@ -156,10 +160,10 @@ func (s *Syncer) advance(ctx context.Context) Set {
 		s.judgeAll()
 	}
 	set.Leases = s.arbiter.Accepted()
-	s.all = false
+	s.all, s.news = false, false
 	clear(s.changed)
 	s.logHeld(ctx, s.Ledger.Held())
-	return set
+	return set, news
 }
 
 // judge looks at one lease, and reports whether that was enough.

@@ -10,6 +10,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -112,13 +113,19 @@ func change(revision int64, leases []subnet.Lease, gone ...string) subnet.Update
 // state on disk remembers.
 func run(t *testing.T, n *network, known ...subnet.Lease) (*backend.Syncer, func() string) {
 	t.Helper()
+	return runHeard(t, n, nil, known...)
+}
+
+// runHeard is run with somebody who is told of every pass.
+func runHeard(t *testing.T, n *network, heard func(backend.Pass), known ...subnet.Lease) (*backend.Syncer, func() string) {
+	t.Helper()
 	ledger := &subnet.Ledger{}
 	if known != nil {
 		ledger.Apply(snapshot(1, known...), time.Now())
 	}
 	s := backend.NewSyncer(backend.SyncerConfig{
 		Config: subnet.Config{Networks: []subnet.Network{{Prefix: netip.MustParsePrefix("10.5.0.0/16")}}},
-		Own:    lease(1, "one"), Network: n, Ledger: ledger, Resync: time.Hour,
+		Own:    lease(1, "one"), Network: n, Ledger: ledger, Resync: time.Hour, OnSync: heard,
 	})
 	logger := ktesting.NewLogger(t, ktesting.NewConfig(ktesting.BufferLogs(true)))
 	ctx, cancel := context.WithCancel(klog.NewContext(t.Context(), logger))
@@ -218,6 +225,40 @@ func TestAChangeIsTakenByItself(t *testing.T) {
 		for text, want := range map[string]int{"its MAC three is that of host3": 1, "lease no longer refused": 1} {
 			if got := strings.Count(log(), text); got != want {
 				t.Errorf("%q logged %d times, want %d:\n%s", text, got, want, log())
+			}
+		}
+	})
+}
+
+// TestNews has passes with and without something to be kept on disk.
+func TestNews(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		var passes, news atomic.Int32
+		s, _ := runHeard(t, &network{}, func(p backend.Pass) {
+			passes.Add(1)
+			if p.News {
+				news.Add(1)
+			}
+		}, lease(2, "two"))
+		for _, step := range []struct {
+			what string
+			do   func()
+			news int32
+		}{
+			{"a look at the kernel", func() { advance(2 * time.Hour) }, 0},
+			{"a snapshot", func() { s.Publish(whole(snapshot(2, lease(2, "two"), lease(3, "three")))) }, 1},
+			{"a look at the kernel", func() { advance(2 * time.Hour) }, 0},
+			{"a change", func() { s.Publish(change(3, nil, "host3")) }, 1},
+			{"another revision", func() { s.Publish(change(4, nil)) }, 1},
+			{"an empty store", func() {
+				s.Publish(whole(subnet.Snapshot{Store: subnet.StoreID{ID: "another", Revision: 1}}))
+			}, 1},
+			{"the end of who is held", func() { advance(subnet.TTL + 2*time.Hour) }, 1},
+		} {
+			step.do()
+			synctest.Wait()
+			if n, of := news.Swap(0), passes.Swap(0); of == 0 || n != step.news {
+				t.Errorf("%s: news at %d of %d passes, want %d", step.what, n, of, step.news)
 			}
 		}
 	})

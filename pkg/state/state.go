@@ -111,5 +111,12 @@ func (f *File[T]) Save(s T) error {
 	return nil
 }
 
+// Missing reports whether there is no file: it was never saved, or somebody has
+// removed it.
+func (f *File[T]) Missing() bool {
+	_, err := os.Lstat(f.path)
+	return errors.Is(err, fs.ErrNotExist)
+}
+
 // Close lets other processes have the file.
 func (f *File[T]) Close() error { return f.lock.Close() }

@@ -354,6 +354,48 @@ func TestFullDisk(t *testing.T) {
 	expectMatrix(t, l)
 }
 
+// TestStateFile: what is known of the peers is on disk, is written when there is
+// news and not at each look at the kernel, and is there again when somebody has
+// removed it.
+func TestStateFile(t *testing.T) {
+	t.Parallel()
+	l := newLab(t, lab.Config{Hosts: 2}, `{"Type":"vxlan"}`)
+	startAll(t, l, lab.FlanneldOptions{Args: []string{"--resync=1s"}})
+	h := l.Host(1)
+	peer := leaseOf(t, l, l.Host(2)).subnet()
+	var written os.FileInfo
+	expectWritten := func(what string) {
+		t.Helper()
+		eventually(t, what, func() error {
+			names, err := filepath.Glob(h.Path("/var/lib/flannel/flanneld-*.json"))
+			if err != nil || len(names) != 1 {
+				return fmt.Errorf("state files %q, %v", names, err)
+			}
+			text, err := os.ReadFile(names[0])
+			if err == nil && !strings.Contains(string(text), peer) {
+				err = fmt.Errorf("no %s in %s", peer, text)
+			}
+			if err == nil {
+				written, err = os.Stat(names[0])
+			}
+			return err
+		})
+	}
+	expectWritten("a state file with the peer")
+	pause(t, 3*time.Second) // what came right after that is written two seconds later
+	expectWritten("a state file with the peer")
+	before := written
+	pause(t, 4*time.Second)
+	expectWritten("a state file with the peer")
+	if !os.SameFile(before, written) || before.ModTime() != written.ModTime() {
+		t.Errorf("written again without any news, at %s and %s", before.ModTime(), written.ModTime())
+	}
+	if err := os.Remove(filepath.Join(h.Path("/var/lib/flannel"), written.Name())); err != nil {
+		t.Fatal(err)
+	}
+	expectWritten("a state file in place of the one that was removed")
+}
+
 // TestReadOnlyStateDirectory: the daemon says so once and depends on the store.
 func TestReadOnlyStateDirectory(t *testing.T) {
 	t.Parallel()

@@ -124,6 +124,13 @@ func (r *record) update(change func(now *lastKnown)) {
 	}
 }
 
+// restore has the file written again if somebody has removed it.
+func (r *record) restore() {
+	if r != nil && r.file.Missing() {
+		r.update(func(*lastKnown) {})
+	}
+}
+
 func (r *record) run(ctx context.Context) error { return r.loop.Run(ctx) }
 
 func (r *record) step(ctx context.Context) error {

@@ -124,8 +124,11 @@ func (d *daemon) serve(ctx context.Context, be backend.Backend, now lastKnown) (
 			if p.Complete && p.Err == nil {
 				past.due()
 			}
-			if p.Complete {
+			switch {
+			case p.Complete && p.News:
 				d.record.update(func(now *lastKnown) { now.Peers, now.peers = subnet.LedgerState{}, syncer.Peers })
+			case p.Complete:
+				d.record.restore()
 			}
 		},
 	}
