@@ -368,8 +368,11 @@ func TestStateFile(t *testing.T) {
 		t.Helper()
 		eventually(t, what, func() error {
 			names, err := filepath.Glob(h.Path("/var/lib/flannel/flanneld-*.json"))
-			if err != nil || len(names) != 1 {
-				return fmt.Errorf("state files %q, %v", names, err)
+			if err != nil {
+				return err
+			}
+			if len(names) != 1 {
+				return fmt.Errorf("state files %q, want one", names)
 			}
 			text, err := os.ReadFile(names[0])
 			if err == nil && !strings.Contains(string(text), peer) {
