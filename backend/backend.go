@@ -144,7 +144,7 @@ type Entry struct {
 	Type    string // lower case
 	Factory Factory
 	// OneThread says that packets do not go through this process: whatever else
-	// there is to do takes no more than one thread.
+	// there is to do takes no more than one thread once the start is over.
 	OneThread bool
 }
 

@@ -35,7 +35,7 @@ type SyncerConfig struct {
 // Pass is the result of one pass.
 type Pass struct {
 	Complete bool // the store had answered
-	News     bool // what Peers returns may differ from what it was at the pass before
+	News     bool // complete, and what Peers returns may differ from what it was at the pass before
 	Err      error
 	Took     time.Duration
 	Repaired int // what others had changed behind our back
@@ -142,9 +142,9 @@ func (s *Syncer) step(ctx context.Context) error {
 
 var errRetry = errors.New("refused for a cause that may pass")
 
-// advance takes in what was published, if there is news, and returns the peers
-// that can be served: leases of another backend, with data that cannot be used, or
-// in conflict with one that was there first are refused; the rest are not
+// advance takes in what was published, and returns the peers that can be served,
+// and whether there was news: leases of another backend, with data that cannot be
+// used, or in conflict with one that was there first are refused; the rest are not
 // affected.
 func (s *Syncer) advance(ctx context.Context) (set Set, news bool) {
 	s.mu.Lock()

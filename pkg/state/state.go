@@ -21,10 +21,12 @@ const version = 1
 // ErrInUse means that another process has the file.
 var ErrInUse = errors.New("in use by another process")
 
-// File is a state file. While it is open no other process can open it.
+// File is a state file. While it is open no other process can open it. It is not
+// safe for concurrent use.
 type File[T any] struct {
-	path string
-	lock *os.File
+	path  string
+	lock  *os.File
+	saved os.FileInfo // of the last Save; nil if there was none
 }
 
 type envelope[T any] struct {
@@ -108,14 +110,15 @@ func (f *File[T]) Save(s T) error {
 	if err := renameio.WriteFile(f.path, raw, 0o600, renameio.WithTempDir(filepath.Dir(f.path)), renameio.IgnoreUmask()); err != nil {
 		return fmt.Errorf("write state: %w", err)
 	}
+	f.saved, _ = os.Lstat(f.path)
 	return nil
 }
 
-// Missing reports whether there is no file: it was never saved, or somebody has
-// removed it.
-func (f *File[T]) Missing() bool {
-	_, err := os.Lstat(f.path)
-	return errors.Is(err, fs.ErrNotExist)
+// Intact reports whether the file is the one that Save wrote last: somebody may have
+// removed, replaced or altered it since.
+func (f *File[T]) Intact() bool {
+	now, err := os.Lstat(f.path)
+	return err == nil && f.saved != nil && os.SameFile(now, f.saved) && now.Size() == f.saved.Size() && now.ModTime().Equal(f.saved.ModTime())
 }
 
 // Close lets other processes have the file.

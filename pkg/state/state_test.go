@@ -50,6 +50,46 @@ func TestRoundTrip(t *testing.T) {
 	}
 }
 
+func TestIntact(t *testing.T) {
+	for _, tc := range []struct {
+		name string
+		do   func(path string) error
+	}{
+		{"removed", os.Remove},
+		{"cut", func(path string) error { return os.Truncate(path, 5) }},
+		{"written to", func(path string) error { return os.WriteFile(path, []byte("{}"), 0o600) }},
+		{"replaced by a copy", func(path string) error {
+			text, err := os.ReadFile(path)
+			if err == nil {
+				err = os.WriteFile(path+".copy", text, 0o600)
+			}
+			return errors.Join(err, os.Rename(path+".copy", path))
+		}},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			dir := t.TempDir()
+			f := open(t, dir)
+			if f.Intact() {
+				t.Error("intact before it was saved")
+			}
+			for range 2 {
+				if err := f.Save(content{"10.5.1.0/24"}); err != nil {
+					t.Fatal(err)
+				}
+				if !f.Intact() {
+					t.Error("not intact right after it was saved")
+				}
+				if err := tc.do(filepath.Join(dir, "node.json")); err != nil {
+					t.Fatal(err)
+				}
+				if f.Intact() {
+					t.Error("still intact")
+				}
+			}
+		})
+	}
+}
+
 func TestSecondProcess(t *testing.T) {
 	dir := t.TempDir()
 	open(t, dir)

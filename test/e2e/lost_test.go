@@ -356,13 +356,14 @@ func TestFullDisk(t *testing.T) {
 
 // TestStateFile: what is known of the peers is on disk, is written when there is
 // news and not at each look at the kernel, and is there again when somebody has
-// removed it.
+// removed or altered it.
 func TestStateFile(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 2}, `{"Type":"vxlan"}`)
 	startAll(t, l, lab.FlanneldOptions{Args: []string{"--resync=1s"}})
 	h := l.Host(1)
-	peer := leaseOf(t, l, l.Host(2)).subnet()
+	known := leaseOf(t, l, l.Host(2)).Key
+	var file string
 	var written os.FileInfo
 	expectWritten := func(what string) {
 		t.Helper()
@@ -374,29 +375,43 @@ func TestStateFile(t *testing.T) {
 			if len(names) != 1 {
 				return fmt.Errorf("state files %q, want one", names)
 			}
-			text, err := os.ReadFile(names[0])
-			if err == nil && !strings.Contains(string(text), peer) {
-				err = fmt.Errorf("no %s in %s", peer, text)
+			file = names[0]
+			text, err := os.ReadFile(file)
+			if err == nil && !strings.Contains(string(text), known) {
+				err = fmt.Errorf("no %s in %s", known, text)
 			}
 			if err == nil {
-				written, err = os.Stat(names[0])
+				written, err = os.Stat(file)
 			}
 			return err
 		})
 	}
-	expectWritten("a state file with the peer")
-	pause(t, 3*time.Second) // what came right after that is written two seconds later
-	expectWritten("a state file with the peer")
-	before := written
-	pause(t, 4*time.Second)
-	expectWritten("a state file with the peer")
-	if !os.SameFile(before, written) || before.ModTime() != written.ModTime() {
-		t.Errorf("written again without any news, at %s and %s", before.ModTime(), written.ModTime())
+	expectQuiet := func() {
+		t.Helper()
+		expectWritten("a state file with the peer")
+		for range 2 { // what came right behind that is written yet
+			before := written
+			pause(t, 4*time.Second)
+			expectWritten("a state file with the peer")
+			if os.SameFile(before, written) {
+				return
+			}
+		}
+		t.Errorf("written again and again without any news, the last time at %s", written.ModTime())
 	}
-	if err := os.Remove(filepath.Join(h.Path("/var/lib/flannel"), written.Name())); err != nil {
+	expectQuiet()
+	if err := os.Remove(file); err != nil {
 		t.Fatal(err)
 	}
 	expectWritten("a state file in place of the one that was removed")
+	if err := os.Truncate(file, 100); err != nil {
+		t.Fatal(err)
+	}
+	expectWritten("a state file in place of the one that was cut")
+	known = "10.5.200.0-24"
+	put(t, store(t, l), subnets+known, peer("192.168.77.200", "02:00:00:00:00:aa"))
+	expectWritten("a new peer in the state file")
+	expectQuiet()
 }
 
 // TestReadOnlyStateDirectory: the daemon says so once and depends on the store.

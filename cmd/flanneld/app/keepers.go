@@ -124,10 +124,10 @@ func (r *record) update(change func(now *lastKnown)) {
 	}
 }
 
-// restore has the file written again if somebody has removed it.
-func (r *record) restore() {
-	if r != nil && r.file.Missing() {
-		r.update(func(*lastKnown) {})
+// check has the file written again if somebody has removed or altered it.
+func (r *record) check() {
+	if r != nil {
+		r.loop.Wake()
 	}
 }
 
@@ -161,15 +161,16 @@ func (r *record) written() bool {
 	return !r.changed
 }
 
-// flush writes what has changed.
+// flush writes what has changed, or is not in the file any more.
 func (r *record) flush() (wrote bool, err error) {
 	r.writing.Lock()
 	defer r.writing.Unlock()
+	intact := r.file.Intact()
 	r.mu.Lock()
-	now, changed := r.now, r.changed
+	now, due := r.now, r.changed || r.known && !intact
 	r.changed = false
 	r.mu.Unlock()
-	if !changed {
+	if !due {
 		return false, nil
 	}
 	if now.peers != nil {

@@ -125,10 +125,10 @@ func (d *daemon) serve(ctx context.Context, be backend.Backend, now lastKnown) (
 				past.due()
 			}
 			switch {
-			case p.Complete && p.News:
+			case p.News:
 				d.record.update(func(now *lastKnown) { now.Peers, now.peers = subnet.LedgerState{}, syncer.Peers })
 			case p.Complete:
-				d.record.restore()
+				d.record.check()
 			}
 		},
 	}
