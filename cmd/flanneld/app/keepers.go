@@ -71,6 +71,7 @@ type record struct {
 	file    *state.File[lastKnown]
 	loop    *loop.Loop
 	failing bool
+	wrote   bool // something in the background
 
 	mu      sync.Mutex
 	now     lastKnown
@@ -143,10 +144,21 @@ func (r *record) step(ctx context.Context) error {
 	if wrote {
 		select {
 		case <-ctx.Done():
-		case <-time.After(max(savePause, saveShare*time.Since(start))):
+		case <-time.After(r.pause(time.Since(start))):
 		}
 	}
 	return err
+}
+
+// pause returns how long nothing is written after a write that took so long. The
+// first one is in the middle of a start: what is missing follows soon, because the
+// start is not over without it.
+func (r *record) pause(took time.Duration) time.Duration {
+	if !r.wrote {
+		r.wrote = true
+		return savePause
+	}
+	return max(savePause, saveShare*took)
 }
 
 // written reports whether the file has all that is known.
