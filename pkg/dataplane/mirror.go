@@ -107,7 +107,7 @@ func hear[K, V comparable](have map[K]V, key K, value V, deleted bool) bool {
 
 func (m *mirror) hearRoute(r Route, e Event) bool {
 	i := slices.IndexFunc(m.Routes[r.Dst], func(have Route) bool {
-		return have.canonical() == r.canonical() && have.Protocol == r.Protocol
+		return have.canonical() == r.canonical() && have.Protocol == r.Protocol && have.NexthopID == r.NexthopID
 	})
 	switch {
 	case e.Deleted && i >= 0:
@@ -148,22 +148,30 @@ func (m *mirror) wrote(ops []Op) {
 func (m *mirror) wroteRoute(r Route, deleted bool) {
 	if deleted {
 		m.Remove(r)
-		if r.Multipath { // whose next hops are not named: the kernel chose one
+		// A next hop without a gateway names any, and several are not named at all.
+		if r.Multipath || r.Dev != "" && !r.Gateway.IsValid() && len(m.alike(r)) > 0 { // the kernel chose one
 			m.void()
 		}
 		return
 	}
-	var replaced []Route
-	for _, have := range m.Routes[r.Dst] {
-		if have.RouteKey == r.RouteKey {
-			replaced = append(replaced, have)
-		}
-	}
-	if len(replaced) > 1 { // the kernel chose one
+	alike := m.alike(r)
+	if len(alike) > 1 { // the kernel chose one
 		m.void()
 	}
-	for _, old := range replaced {
+	for _, old := range alike {
 		m.Remove(old)
 	}
 	m.Add(r)
+}
+
+// alike returns the routes that a put of r may replace: a route of another type
+// can be one.
+func (m *mirror) alike(r Route) []Route {
+	var found []Route
+	for _, have := range m.Routes[r.Dst] {
+		if have.Priority == r.Priority && have.TOS == r.TOS {
+			found = append(found, have)
+		}
+	}
+	return found
 }

@@ -88,7 +88,34 @@ func driftCases() []contractCase {
 		// Not for IPv6: the kernel refuses a gateway that others lead to.
 		f.must(f.Append(peer[dataplane.Route](3, 0)[0]))
 	})
-	return cases
+	add("an IPv6 route gone, and two of others with its metric, one of another type", func(f *fixture) {
+		// The put replaces one of them, and which is the kernel's choice.
+		own, other := peer[dataplane.Route](3, 0)[1], via(3, 9)[1]
+		f.must(f.Remove(own))
+		hole := dataplane.Route{RouteKey: other.RouteKey, Protocol: protoStatic}
+		hole.Type = dataplane.Blackhole
+		other.NexthopID, other.Protocol = 47, protoStatic
+		f.must(f.Append(hole, other))
+	})
+	add("two IPv4 twins by one device, one of them without a gateway", func(f *fixture) {
+		// To delete that one deletes the first by the device, whatever its gateway.
+		r := via(3, 9)[0]
+		r.Protocol = protoStatic
+		f.must(f.Append(r))
+		r.Gateway = netip.Addr{}
+		f.must(f.Append(r))
+	})
+	return append(cases, contractCase{"a twin that differs by its nexthop object alone", func(f *fixture) {
+		want := state(Base(), Peer(3, 0)...)
+		f.reconcile(want, true)
+		for i, r := range peer[dataplane.Route](3, 0) {
+			r.NexthopID = uint32(47 + i)
+			f.must(f.Append(r))
+		}
+		f.reconcile(want, true)
+		f.reconcile(Base(), true)
+		f.expect(Base())
+	}})
 }
 
 func peer[T dataplane.Object](i, variant int) []T {
