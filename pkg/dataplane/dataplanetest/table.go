@@ -24,8 +24,10 @@ func (t *table) insert(r dataplane.Route) {
 
 // append adds r beside its like.
 func (t *table) append(r dataplane.Route) error {
-	if slices.ContainsFunc(*t, func(have dataplane.Route) bool { return twin(have, r) && sameHop(have, r) }) {
-		return syscall.EEXIST
+	if slices.ContainsFunc(*t, func(have dataplane.Route) bool {
+		return twin(have, r) && sameHop(have, r) || r.NexthopID != 0 && have.NexthopID == r.NexthopID && (have.Gateway != r.Gateway || have.Dev != r.Dev)
+	}) {
+		return syscall.EEXIST // one nexthop object is one next hop
 	}
 	t.insert(r)
 	return nil
