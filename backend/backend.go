@@ -91,7 +91,7 @@ type Network interface {
 	MTU() int
 	// Check says whether a lease's backend data can be used, and which
 	// identities it claims that no other lease may have: VTEP MACs, public
-	// keys. It is pure.
+	// keys. It is pure, and safe for concurrent use.
 	Check(l subnet.Lease) (identities []string, err error)
 	// Sync makes the kernel carry packets to exactly these peers. It may be
 	// called any number of times. Peers that cannot be served are returned

@@ -1,13 +1,16 @@
 package backend
 
 import (
+	"cmp"
 	"context"
 	"fmt"
+	"maps"
 	"net/netip"
 	"slices"
 	"time"
 
 	"flanneld/pkg/dataplane"
+	"flanneld/pkg/parallel"
 	"flanneld/subnet"
 )
 
@@ -17,6 +20,7 @@ type Programmer struct {
 	// Base is what the kernel holds without any peers.
 	Base dataplane.State
 	// Desired returns what the kernel holds for one peer's lease; nil for nothing.
+	// It is safe for concurrent use.
 	Desired func(context.Context, subnet.Lease) ([]dataplane.Object, error)
 	// Volatile says that Desired depends on more than the lease: it is asked
 	// again for all peers when the kernel has announced something, but not more
@@ -26,7 +30,7 @@ type Programmer struct {
 	*dataplane.Reconciler
 
 	objects map[string][]dataplane.Object // by lease key; nil: all have to be asked for
-	keys    map[netip.Prefix]string       // lease keys by destination
+	keys    map[netip.Prefix]string       // lease keys by destination; nil until one is looked for
 	asked   time.Time                     // for all of them
 }
 
@@ -69,18 +73,16 @@ func (p *Programmer) Holdings(key string) []Holding {
 
 // all asks for everything anew.
 func (p *Programmer) all(ctx context.Context, peers Set) (Outcome, error) {
-	p.objects, p.keys, p.asked = nil, make(map[netip.Prefix]string, len(peers.Leases)), time.Now()
-	objects := make(map[string][]dataplane.Object, len(peers.Leases))
-	for key := range peers.Leases {
-		of, err := p.desired(ctx, key, peers)
-		if err != nil {
-			return Outcome{}, err
-		}
-		objects[key] = of
+	p.objects, p.keys, p.asked = nil, nil, time.Now()
+	keys := slices.Collect(maps.Keys(peers.Leases))
+	objects, errs := make([][]dataplane.Object, len(keys)), make([]error, len(keys))
+	parallel.For(len(keys), func(i int) { objects[i], errs[i] = p.desired(ctx, keys[i], peers) })
+	if err := cmp.Or(errs...); err != nil {
+		return Outcome{}, err
 	}
-	p.objects = objects
-	for key, of := range objects {
-		p.remember(key, of)
+	p.objects = make(map[string][]dataplane.Object, len(keys))
+	for i, key := range keys {
+		p.remember(key, objects[i])
 	}
 	want := dataplane.StateOf(p.everything)
 	want.AddState(p.Base)
@@ -117,11 +119,28 @@ func (p *Programmer) remember(key string, objects []dataplane.Object) {
 		return
 	}
 	p.objects[key] = objects
+	if p.keys != nil {
+		p.index(key, objects)
+	}
+}
+
+func (p *Programmer) index(key string, objects []dataplane.Object) {
 	for _, o := range objects {
 		if r, ok := o.(dataplane.Route); ok {
 			p.keys[r.Dst] = key
 		}
 	}
+}
+
+// key is that of the lease that asks for a route to dst.
+func (p *Programmer) key(dst netip.Prefix) string {
+	if p.keys == nil {
+		p.keys = make(map[netip.Prefix]string, len(p.objects))
+		for key, objects := range p.objects {
+			p.index(key, objects)
+		}
+	}
+	return p.keys[dst]
 }
 
 func (p *Programmer) forget(key string) {
@@ -137,7 +156,7 @@ func (p *Programmer) forget(key string) {
 func (p *Programmer) outcome(r dataplane.Report) Outcome {
 	o := Outcome{Repaired: r.Repaired, Retry: r.Unreachable}
 	for _, refusal := range r.Refused {
-		o.Refused = append(o.Refused, subnet.Refusal{Key: p.keys[refusal.Route.Dst], Reason: refusal.Reason})
+		o.Refused = append(o.Refused, subnet.Refusal{Key: p.key(refusal.Route.Dst), Reason: refusal.Reason})
 	}
 	return o
 }

@@ -1,7 +1,6 @@
 package backend
 
 import (
-	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -14,6 +13,7 @@ import (
 	"k8s.io/klog/v2"
 
 	"flanneld/pkg/loop"
+	"flanneld/pkg/parallel"
 	"flanneld/subnet"
 )
 
@@ -57,8 +57,7 @@ type Syncer struct {
 	held     int
 	drift    *drift
 
-	mu       sync.Mutex           // guards Ledger as well
-	since    map[string]time.Time // leases are as they are
+	mu       sync.Mutex // guards Ledger as well
 	changed  map[string]struct{}
 	all      bool
 	complete bool // a snapshot was applied
@@ -71,7 +70,7 @@ func NewSyncer(c SyncerConfig) *Syncer {
 	own := subnet.Claimant{Lease: c.Own}
 	own.Identities, _ = c.Network.Check(c.Own) // one that fails this has been refused long before
 	s := &Syncer{
-		SyncerConfig: c, arbiter: subnet.NewArbiter(c.Config, own), all: true, changed: map[string]struct{}{}, since: map[string]time.Time{},
+		SyncerConfig: c, arbiter: subnet.NewArbiter(c.Config, own), all: true, changed: map[string]struct{}{},
 		refused: map[string]string{}, kernel: map[string]string{}, drift: newDrift(),
 	}
 	s.loop = loop.New(c.Resync, s.step)
@@ -84,14 +83,9 @@ func (s *Syncer) Publish(u subnet.Update) {
 	defer s.mu.Unlock()
 	defer s.loop.Wake()
 	s.complete, s.news = true, true
-	if s.Ledger.Follow(u) {
-		now := time.Now()
-		for key, lease := range u.Changed {
+	if s.Ledger.Follow(u, time.Now()) {
+		for key := range u.Changed {
 			s.changed[key] = struct{}{}
-			s.since[key] = now
-			if lease == nil {
-				delete(s.since, key)
-			}
 		}
 		return
 	}
@@ -171,7 +165,9 @@ func (s *Syncer) judge(key string) bool {
 	c := subnet.Claimant{Lease: subnet.Lease{Key: key}}
 	delete(s.unusable, key)
 	if l, ok := s.Ledger.Lease(key); ok {
-		if ids, usable := s.check(l); usable {
+		if ids, why := s.check(l); why != "" {
+			s.unusable[key] = why
+		} else {
 			c = subnet.Claimant{Lease: l, Identities: ids}
 		}
 	}
@@ -180,31 +176,34 @@ func (s *Syncer) judge(key string) bool {
 
 func (s *Syncer) judgeAll() {
 	n := s.Ledger.Len()
-	s.unusable = map[string]string{}
 	all := make([]subnet.Claimant, 0, n)
-	since, now := make(map[string]time.Time, n), time.Now()
 	for l := range s.Ledger.Leases() {
-		since[l.Key] = cmp.Or(s.since[l.Key], now)
-		if ids, usable := s.check(l); usable {
-			all = append(all, subnet.Claimant{Lease: l, Identities: ids})
+		all = append(all, subnet.Claimant{Lease: l})
+	}
+	why := make([]string, n)
+	parallel.For(n, func(i int) { all[i].Identities, why[i] = s.check(all[i].Lease) })
+	s.unusable = map[string]string{}
+	usable := all[:0]
+	for i, c := range all {
+		if why[i] != "" {
+			s.unusable[c.Lease.Key] = why[i]
+		} else {
+			usable = append(usable, c)
 		}
 	}
-	s.since = since
-	s.arbiter.Reset(all)
+	s.arbiter.Reset(usable)
 }
 
-// check looks at a lease by itself.
-func (s *Syncer) check(l subnet.Lease) (identities []string, usable bool) {
+// check looks at a lease by itself, and says why it cannot be used, if so.
+func (s *Syncer) check(l subnet.Lease) (identities []string, unusable string) {
 	if l.BackendType != s.Own.BackendType {
-		s.unusable[l.Key] = fmt.Sprintf("its backend type is %q, ours %q", l.BackendType, s.Own.BackendType)
-		return nil, false
+		return nil, fmt.Sprintf("its backend type is %q, ours %q", l.BackendType, s.Own.BackendType)
 	}
 	identities, err := s.Network.Check(l)
 	if err != nil {
-		s.unusable[l.Key] = err.Error()
-		return nil, false
+		return nil, err.Error()
 	}
-	return identities, true
+	return identities, ""
 }
 
 func (s *Syncer) logHeld(ctx context.Context, held []string) {

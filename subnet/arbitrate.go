@@ -51,6 +51,17 @@ func NewArbiter(cfg Config, own Claimant) *Arbiter {
 
 // Reset judges all claimants anew.
 func (a *Arbiter) Reset(all []Claimant) {
+	a.settleAll(all)
+	if len(a.contested) == 0 { // nobody is in anybody's way, and so the order makes no difference
+		return
+	}
+	a.settleAll(slices.SortedFunc(slices.Values(all), func(x, y Claimant) int {
+		return cmp.Or(cmp.Compare(x.Lease.Order, y.Lease.Order), cmp.Compare(x.Lease.Key, y.Lease.Key))
+	}))
+}
+
+// settleAll forgets what was and settles all, in their order.
+func (a *Arbiter) settleAll(all []Claimant) {
 	n, marked := len(all), 0
 	for _, c := range all {
 		marked += len(c.Identities)
@@ -58,16 +69,8 @@ func (a *Arbiter) Reset(all []Claimant) {
 	a.subnets, a.publics, a.identities = new(index), new(index), make(map[string]string, marked)
 	a.accepted, a.carried = make(map[string]Lease, n), make(map[string][]string, min(n, marked))
 	a.contested, a.refused = map[string]Claimant{}, map[string][]string{}
-
-	first := make([]*Claimant, n)
-	for i := range all {
-		first[i] = &all[i]
-	}
-	slices.SortFunc(first, func(x, y *Claimant) int {
-		return cmp.Or(cmp.Compare(x.Lease.Order, y.Lease.Order), cmp.Compare(x.Lease.Key, y.Lease.Key))
-	})
-	for _, c := range first {
-		a.settle(*c)
+	for _, c := range all {
+		a.settle(c)
 	}
 }
 

@@ -17,9 +17,15 @@ import (
 // zero Ledger knows nobody. It is not safe for concurrent use.
 type Ledger struct {
 	store  StoreID
-	peers  map[string]Lease
+	peers  map[string]known
 	synced bool                 // with a snapshot, since it was restored: nobody goes before
 	held   map[string]time.Time // peers that the store does not have, and until when
+}
+
+// known is a lease and when it came, or was last followed in a change.
+type known struct {
+	Lease
+	since time.Time
 }
 
 // Peer is what a Ledger knows of one other node.
@@ -35,11 +41,11 @@ type LedgerState struct {
 }
 
 // Restore replaces what the ledger knows by state.
-func (l *Ledger) Restore(state LedgerState) {
+func (l *Ledger) Restore(state LedgerState, now time.Time) {
 	l.store, l.synced, l.held = state.Store, false, map[string]time.Time{}
-	l.peers = make(map[string]Lease, len(state.Peers))
+	l.peers = make(map[string]known, len(state.Peers))
 	for _, p := range state.Peers {
-		l.peers[p.Lease.Key] = p.Lease
+		l.peers[p.Lease.Key] = known{p.Lease, now}
 		if !p.HeldUntil.IsZero() {
 			l.held[p.Lease.Key] = p.HeldUntil
 		}
@@ -50,8 +56,8 @@ func (l *Ledger) Restore(state LedgerState) {
 // read-only.
 func (l *Ledger) State() LedgerState {
 	state := LedgerState{Store: l.store, Peers: make([]Peer, 0, len(l.peers))}
-	for key, lease := range l.peers {
-		state.Peers = append(state.Peers, Peer{lease, l.held[key]})
+	for key, peer := range l.peers {
+		state.Peers = append(state.Peers, Peer{peer.Lease, l.held[key]})
 	}
 	slices.SortFunc(state.Peers, func(a, b Peer) int { return cmp.Compare(a.Lease.Key, b.Lease.Key) })
 	return state
@@ -64,17 +70,17 @@ func (l *Ledger) Apply(s Snapshot, now time.Time) {
 	same := s.Store.ID == l.store.ID && s.Store.Revision >= l.store.Revision
 	l.store = s.Store
 
-	peers, held := make(map[string]Lease, len(s.Leases)), map[string]time.Time{}
+	peers, held := make(map[string]known, len(s.Leases)), map[string]time.Time{}
 	for _, lease := range s.Leases {
-		peers[lease.Key] = lease
+		peers[lease.Key] = known{lease, cmp.Or(l.peers[lease.Key].since, now)}
 	}
 	for _, key := range s.Undecodable {
-		if lease, known := l.peers[key]; known {
-			peers[key] = lease
+		if peer, there := l.peers[key]; there {
+			peers[key] = peer
 		}
 	}
 	contradicted := sync.OnceValue(func() func(Lease) bool { return contradictions(s.Leases) })
-	for key, lease := range l.peers {
+	for key, peer := range l.peers {
 		if _, current := peers[key]; current {
 			continue
 		}
@@ -86,8 +92,8 @@ func (l *Ledger) Apply(s Snapshot, now time.Time) {
 		if latest := now.Add(TTL); !before || until.After(latest) {
 			until = latest
 		}
-		if now.Before(until) && !contradicted()(lease) {
-			peers[key], held[key] = lease, until
+		if now.Before(until) && !contradicted()(peer.Lease) {
+			peers[key], held[key] = peer, until
 		}
 	}
 	l.peers, l.synced, l.held = peers, true, held
@@ -96,7 +102,7 @@ func (l *Ledger) Apply(s Snapshot, now time.Time) {
 // Follow takes in what has changed since the last snapshot or update, at the
 // cost of just that. It reports false, and does nothing, where that is not
 // enough to go by: the whole snapshot has to be applied then.
-func (l *Ledger) Follow(u Update) bool {
+func (l *Ledger) Follow(u Update, now time.Time) bool {
 	if !l.synced || u.Changed == nil || len(l.held) > 0 || u.Store.ID != l.store.ID || u.Store.Revision < l.store.Revision {
 		return false
 	}
@@ -105,7 +111,7 @@ func (l *Ledger) Follow(u Update) bool {
 		if lease == nil {
 			delete(l.peers, key)
 		} else {
-			l.peers[key] = *lease
+			l.peers[key] = known{*lease, now}
 		}
 	}
 	return true
@@ -147,15 +153,19 @@ func (l *Ledger) Len() int { return len(l.peers) }
 
 // Lease returns the lease with that key.
 func (l *Ledger) Lease(key string) (Lease, bool) {
-	lease, ok := l.peers[key]
-	return lease, ok
+	peer, ok := l.peers[key]
+	return peer.Lease, ok
 }
+
+// Since returns when the lease with that key came, or was last followed in a
+// change; zero if it is not known.
+func (l *Ledger) Since(key string) time.Time { return l.peers[key].since }
 
 // Leases iterates over all known leases.
 func (l *Ledger) Leases() iter.Seq[Lease] {
 	return func(yield func(Lease) bool) {
-		for _, lease := range l.peers {
-			if !yield(lease) {
+		for _, peer := range l.peers {
+			if !yield(peer.Lease) {
 				return
 			}
 		}
@@ -167,7 +177,8 @@ func (l *Ledger) Leases() iter.Seq[Lease] {
 func contradictions(leases []Lease) func(Lease) bool {
 	var subnets index
 	publics := map[netip.Addr]netip.Prefix{}
-	for _, lease := range leases {
+	// In order, so that the last word does not depend on who has listed them.
+	for _, lease := range slices.SortedFunc(slices.Values(leases), func(a, b Lease) int { return cmp.Compare(a.Key, b.Key) }) {
 		for _, e := range lease.Endpoints {
 			if e.Subnet.IsValid() {
 				subnets.add(e.Subnet, holder{e.Subnet, lease.Key})

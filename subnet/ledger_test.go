@@ -137,7 +137,7 @@ func reload(t *testing.T, l *subnet.Ledger) *subnet.Ledger {
 		t.Errorf("state changed on disk (-before +after):\n%s", diff)
 	}
 	again := new(subnet.Ledger)
-	again.Restore(state)
+	again.Restore(state, time.Now())
 	return again
 }
 
@@ -256,7 +256,7 @@ func TestLedgerFollows(t *testing.T) {
 				s.Leases = append(s.Leases, l)
 			}
 			told.Expire(now)
-			if told.Follow(u) {
+			if told.Follow(u, now) {
 				followed++
 			} else {
 				told.Apply(s, now)

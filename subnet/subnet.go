@@ -95,8 +95,8 @@ type StoreID struct {
 
 // Snapshot is everything that a store holds about other nodes at one moment.
 type Snapshot struct {
-	Leases      []Lease  // complete, own lease left out
-	Undecodable []string // keys that are there but cannot be read: they keep their last good state until the key goes
+	Leases      []Lease  // complete but for the own one, in no particular order
+	Undecodable []string // keys that are there but cannot be read, in no particular order: they keep their last good state until the key goes
 	Store       StoreID
 }
 

@@ -171,7 +171,9 @@ func watchLeases(ctx context.Context, w io.Writer, watch func(context.Context, f
 	}
 	err := watch(ctx, func(u subnet.Update) {
 		now := map[string]subnet.Lease{}
-		for _, l := range u.Snapshot().Leases {
+		leases := u.Snapshot().Leases
+		slices.SortFunc(leases, func(a, b subnet.Lease) int { return cmp.Compare(a.Key, b.Key) })
+		for _, l := range leases {
 			now[l.Key] = l
 			switch was, ok := known[l.Key]; {
 			case !ok:

@@ -13,6 +13,7 @@ import (
 	"go.etcd.io/etcd/api/v3/mvccpb"
 	clientv3 "go.etcd.io/etcd/client/v3"
 
+	"flanneld/pkg/parallel"
 	"flanneld/pkg/prefix"
 	"flanneld/subnet"
 )
@@ -59,10 +60,8 @@ func (m *Manager) list(ctx context.Context) (listing, error) {
 	if err != nil {
 		return listing{}, fmt.Errorf("list leases: %w", err)
 	}
-	l := listing{make([]entry, 0, len(resp.Kvs)), storeID(resp.Header)}
-	for _, kv := range resp.Kvs {
-		l.entries = append(l.entries, m.entry(kv))
-	}
+	l := listing{make([]entry, len(resp.Kvs)), storeID(resp.Header)}
+	parallel.For(len(resp.Kvs), func(i int) { l.entries[i] = m.entry(resp.Kvs[i]) })
 	return l, nil
 }
 

@@ -182,8 +182,7 @@ func (v *view) update(own *string, changed map[string]*subnet.Lease) subnet.Upda
 
 func (v *view) snapshot(own *string) subnet.Snapshot {
 	s := subnet.Snapshot{Leases: make([]subnet.Lease, 0, len(v.entries)), Store: v.store}
-	for _, key := range slices.Sorted(maps.Keys(v.entries)) {
-		e := v.entries[key]
+	for key, e := range v.entries {
 		switch {
 		case own != nil && key == *own:
 		case e.err != nil:

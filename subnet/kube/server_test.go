@@ -181,7 +181,7 @@ func (s *server) startAPI() error {
 
 // stopAPI kills the API server.
 func (s *server) stopAPI() {
-	if s.proc != nil {
+	if s.proc != nil && s.proc.Process != nil {
 		_ = s.proc.Process.Kill()
 		<-s.exited
 	}

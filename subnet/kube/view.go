@@ -3,9 +3,7 @@ package kube
 import (
 	"context"
 	"errors"
-	"maps"
 	"net/netip"
-	"slices"
 
 	"k8s.io/klog/v2"
 
@@ -274,8 +272,7 @@ func (v *view) update(changed map[string]*subnet.Lease) subnet.Update {
 
 func (v *view) snapshot() subnet.Snapshot {
 	s := subnet.Snapshot{Leases: make([]subnet.Lease, 0, len(v.entries)), Store: v.store}
-	for _, name := range slices.Sorted(maps.Keys(v.entries)) {
-		e := v.entries[name]
+	for name, e := range v.entries {
 		switch {
 		case name == v.own || !e.good:
 		case e.err != nil:

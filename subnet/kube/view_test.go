@@ -28,7 +28,7 @@ type walker struct {
 }
 
 func (w *walker) sink(u subnet.Update) {
-	if !w.hinted.Follow(u) {
+	if !w.hinted.Follow(u, time.Now()) {
 		w.hinted.Apply(u.Snapshot(), time.Now())
 	}
 	w.whole.Apply(u.Snapshot(), time.Now())

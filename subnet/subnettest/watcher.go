@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"slices"
+	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -37,6 +38,8 @@ func Watch(t *testing.T, m subnet.Manager) *Watcher {
 
 func (w *Watcher) add(u subnet.Update) {
 	s := u.Snapshot()
+	slices.SortFunc(s.Leases, func(a, b subnet.Lease) int { return strings.Compare(a.Key, b.Key) })
+	slices.Sort(s.Undecodable)
 	w.mu.Lock()
 	w.all = append(w.all, s)
 	w.mu.Unlock()

@@ -109,7 +109,7 @@ func (d *daemon) serve(ctx context.Context, be backend.Backend, now lastKnown) (
 		return nil, fmt.Errorf("start backend: %w", err)
 	}
 	ledger := &subnet.Ledger{}
-	ledger.Restore(now.Peers)
+	ledger.Restore(now.Peers, time.Now())
 	now.Peers = subnet.LedgerState{}
 	past := d.newRetirement(now.Former, be)
 	var syncer *backend.Syncer

@@ -40,7 +40,7 @@ const (
 )
 
 // hop is what a nexthop object stands for. There are thousands: without a pointer
-// in them the collector does not look at them.
+// in them the collector does not look into them.
 type hop struct {
 	via    [16]byte // the gateway, an IPv4 one as IPv6 has it; zero: none
 	index  int      // of the device
@@ -62,7 +62,8 @@ func (h hop) gateway() netip.Addr {
 // object is a nexthop object.
 type object struct {
 	hop
-	users int // routes through it
+	id    uint32 // 0: yet to be made
+	users int    // routes through it
 }
 
 // nexthops knows the nexthop objects that carry our protocol number.
@@ -71,8 +72,8 @@ type nexthops struct {
 	threshold int // a device has fewer plain routes
 
 	mu    sync.Mutex
-	byID  map[uint32]object
-	ids   map[hop]uint32
+	byID  map[uint32]*object
+	byHop map[hop]*object
 	idle  []uint32    // without users
 	plain map[int]int // IPv4 routes with a gateway and without an object, by device
 	next  uint32
@@ -80,13 +81,12 @@ type nexthops struct {
 
 func (t *nexthops) reset() {
 	n := len(t.byID) // as many are likely to be there again
-	t.byID, t.ids, t.plain, t.idle = make(map[uint32]object, n), make(map[hop]uint32, n), map[int]int{}, nil
+	t.byID, t.byHop, t.plain, t.idle = make(map[uint32]*object, n), make(map[hop]*object, n), map[int]int{}, nil
 }
 
-func (t *nexthops) add(id uint32, h hop) {
-	t.byID[id] = object{hop: h}
-	t.ids[h] = id
-	t.next = max(t.next, id+1)
+func (t *nexthops) add(o *object) {
+	t.byID[o.id], t.byHop[o.hop] = o, o
+	t.next = max(t.next, o.id+1)
 }
 
 // use takes note of n more routes through an object, and returns how many
@@ -97,15 +97,14 @@ func (t *nexthops) use(id uint32, n int) int {
 		return 0
 	}
 	o.users += n
-	t.byID[id] = o
 	return o.users
 }
 
 func (t *nexthops) remove(id uint32) {
 	if o, ok := t.byID[id]; ok {
 		delete(t.byID, id)
-		if t.ids[o.hop] == id {
-			delete(t.ids, o.hop)
+		if t.byHop[o.hop] == o {
+			delete(t.byHop, o.hop)
 		}
 	}
 }
@@ -153,7 +152,8 @@ func (k *Kernel) readNexthops(ctx context.Context) error {
 				gateway = a.addr()
 			}
 		}
-		t.add(id, newHop(gateway, int(index), binary.NativeEndian.Uint32(payload[4:])&unix.RTNH_F_ONLINK != 0))
+		onLink := binary.NativeEndian.Uint32(payload[4:])&unix.RTNH_F_ONLINK != 0
+		t.add(&object{hop: newHop(gateway, int(index), onLink), id: id})
 	})
 	if errors.Is(err, unix.EOPNOTSUPP) {
 		t.enabled = false
@@ -234,19 +234,26 @@ func (k *Kernel) provideNexthops(ctx context.Context, ops []dataplane.Op, indexe
 func (k *Kernel) provideFor(ctx context.Context, index, n int, ops []dataplane.Op, indexes map[string]int) {
 	t := &k.nexthops
 	if len(t.byID) == 0 { // room for all of them at once
-		t.byID, t.ids = make(map[uint32]object, n), make(map[hop]uint32, n)
+		t.byID, t.byHop = make(map[uint32]*object, n), make(map[hop]*object, n)
 	}
-	missing := make([]hop, 0, n)
-	for _, op := range ops {
+	type route struct {
+		op  int
+		via *object
+	}
+	routes, missing := make([]route, 0, n), make([]*object, 0, n)
+	for i, op := range ops {
 		r, ok := wanted(op)
 		if !ok || indexes[r.Dev] != index {
 			continue
 		}
 		h := newHop(r.Gateway, index, r.OnLink)
-		if _, asked := t.ids[h]; !asked {
-			t.ids[h] = 0
-			missing = append(missing, h)
+		via := t.byHop[h]
+		if via == nil {
+			via = &object{hop: h}
+			t.byHop[h] = via
+			missing = append(missing, via)
 		}
+		routes = append(routes, route{i, via})
 	}
 	again := missing
 	for range nexthopRetries {
@@ -255,53 +262,52 @@ func (k *Kernel) provideFor(ctx context.Context, index, n int, ops []dataplane.O
 		}
 		again = k.createNexthops(ctx, again)
 	}
-	for i, op := range ops {
-		r, ok := wanted(op)
-		if !ok || indexes[r.Dev] != index {
+	for _, of := range routes {
+		if of.via.id == 0 {
 			continue
 		}
-		if id := t.ids[newHop(r.Gateway, index, r.OnLink)]; id != 0 {
-			t.use(id, 1)
-			t.plain[index]--
-			r.NexthopID = id
-			ops[i].Object = r
-		}
+		of.via.users++
+		t.plain[index]--
+		r := ops[of.op].Object.(dataplane.Route)
+		r.NexthopID = of.via.id
+		ops[of.op].Object = r
 	}
-	for _, h := range missing {
-		if t.ids[h] == 0 {
-			delete(t.ids, h)
+	for _, o := range missing {
+		if o.id == 0 {
+			delete(t.byHop, o.hop)
 		}
 	}
 }
 
-// createNexthops makes one object each and returns those whose id another
-// program has.
-func (k *Kernel) createNexthops(ctx context.Context, hops []hop) (again []hop) {
+// createNexthops makes these objects and returns those whose id another program
+// has.
+func (k *Kernel) createNexthops(ctx context.Context, missing []*object) (again []*object) {
 	t := &k.nexthops
-	ids := make([]uint32, len(hops))
-	for i := range hops {
+	ids := make([]uint32, len(missing))
+	for i := range missing {
 		if t.next < nexthopFirst || t.next > nexthopLast {
 			t.next = nexthopFirst
 		}
 		ids[i] = t.next
 		t.next++
 	}
-	failed := k.sock.send(ctx, len(hops), func(i int, m *message) {
+	failed := k.sock.send(ctx, len(missing), func(i int, m *message) {
 		var flags uint32
-		if hops[i].onLink {
+		if missing[i].onLink {
 			flags = unix.RTNH_F_ONLINK
 		}
 		m.begin(rtmNewNexthop, unix.NLM_F_CREATE|unix.NLM_F_EXCL, nhmsg(unix.AF_INET, dataplane.Protocol, flags)...)
 		m.attr32(nhaID, ids[i])
-		m.attr32(nhaOIF, uint32(hops[i].index))
-		m.addr(nhaGateway, hops[i].gateway())
+		m.attr32(nhaOIF, uint32(missing[i].index))
+		m.addr(nhaGateway, missing[i].gateway())
 	})
-	for i, h := range hops {
+	for i, o := range missing {
 		switch err := failed[i]; {
 		case err == nil:
-			t.add(ids[i], h)
+			o.id = ids[i]
+			t.add(o)
 		case errors.Is(err, unix.EEXIST):
-			again = append(again, h)
+			again = append(again, o)
 		case errors.Is(err, unix.EOPNOTSUPP):
 			t.enabled = false
 		}
