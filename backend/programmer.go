@@ -7,6 +7,7 @@ import (
 	"maps"
 	"net/netip"
 	"slices"
+	"sync/atomic"
 	"time"
 
 	"flanneld/pkg/dataplane"
@@ -76,7 +77,15 @@ func (p *Programmer) all(ctx context.Context, peers Set) (Outcome, error) {
 	p.objects, p.keys, p.asked = nil, nil, time.Now()
 	keys := slices.Collect(maps.Keys(peers.Leases))
 	objects, errs := make([][]dataplane.Object, len(keys)), make([]error, len(keys))
-	parallel.For(len(keys), func(i int) { objects[i], errs[i] = p.desired(ctx, keys[i], peers) })
+	var failed atomic.Bool // one is enough
+	parallel.For(len(keys), func(i int) {
+		if !failed.Load() {
+			objects[i], errs[i] = p.desired(ctx, keys[i], peers)
+			if errs[i] != nil {
+				failed.Store(true)
+			}
+		}
+	})
 	if err := cmp.Or(errs...); err != nil {
 		return Outcome{}, err
 	}

@@ -1,16 +1,20 @@
 package vxlan
 
 import (
+	"context"
 	"encoding/json"
+	"fmt"
 	"net/netip"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/google/go-cmp/cmp"
 
 	"flanneld/backend"
 	"flanneld/backend/backendtest"
 	"flanneld/pkg/dataplane"
+	"flanneld/pkg/dataplane/dataplanetest"
 	"flanneld/pkg/prefix"
 	"flanneld/subnet"
 )
@@ -197,5 +201,60 @@ func TestDesired(t *testing.T) {
 				t.Error(diff)
 			}
 		})
+	}
+}
+
+// TestThousandsOfPeers are enough to be worked out on several CPUs, which the race
+// detector watches.
+func TestThousandsOfPeers(t *testing.T) {
+	env := backendtest.Env(1500, prefix.IPv4)
+	env.Kernel, env.Config.BackendType, env.Resync = dataplanetest.New(), Type, time.Hour
+	be, _, err := New(nil, env)
+	if err != nil {
+		t.Fatal(err)
+	}
+	peer := func(i int, data string) subnet.Lease {
+		s := netip.PrefixFrom(netip.AddrFrom4([4]byte{10, 5, byte(i >> 4), byte(i << 4)}), 28)
+		public := netip.AddrFrom4([4]byte{192, 168, 80 + byte(i>>8), byte(i)})
+		return subnet.Lease{Key: s.String(), BackendType: Type, Endpoints: []subnet.Endpoint{{Subnet: s, PublicIP: public, Data: json.RawMessage(data)}}}
+	}
+	own := peer(0, `{"VtepMAC":"02:00:00:00:00:01"}`)
+	n, err := be.Start(t.Context(), own)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer n.Close()
+	const good, bad = 3000, 10
+	var leases []subnet.Lease
+	for i := 1; i <= good; i++ {
+		leases = append(leases, peer(i, fmt.Sprintf(`{"VtepMAC":"02:00:00:01:%02x:%02x"}`, i>>8, i&0xff)))
+	}
+	for i := good + 1; i <= good+bad; i++ {
+		leases = append(leases, peer(i, `{"VtepMAC":"none"}`))
+	}
+	synced := make(chan backend.Pass, 10)
+	s := backend.NewSyncer(backend.SyncerConfig{
+		Config: env.Config, Own: own, Network: n, Ledger: &subnet.Ledger{}, Resync: time.Hour,
+		OnSync: func(p backend.Pass) { synced <- p },
+	})
+	s.Publish(subnet.Update{Snapshot: func() subnet.Snapshot { return subnet.Snapshot{Leases: leases} }})
+	ctx, cancel := context.WithCancel(t.Context())
+	done := make(chan error)
+	go func() { done <- s.Run(ctx) }()
+	p := <-synced
+	in, err := s.Inspect(t.Context(), false)
+	cancel()
+	if err := <-done; err != nil {
+		t.Error(err)
+	}
+	refused := 0
+	for _, r := range in.Peers {
+		if r.Refused != "" {
+			refused++
+		}
+	}
+	all := dataplane.Count{Wanted: good, Present: good}
+	if p.Err != nil || err != nil || refused != bad || in.Counts["route"] != all || in.Counts["neighbour"] != all || in.Counts["fdb"] != all {
+		t.Errorf("%d refused, %v in the kernel (%v, %v); want %d refused and %d of each", refused, in.Counts, p.Err, err, bad, good)
 	}
 }

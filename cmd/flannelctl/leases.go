@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"maps"
 	"net/netip"
 	"slices"
 	"strings"
@@ -182,9 +183,9 @@ func watchLeases(ctx context.Context, w io.Writer, watch func(context.Context, f
 				line("~", l)
 			}
 		}
-		for key, l := range known {
+		for _, key := range slices.Sorted(maps.Keys(known)) {
 			if _, ok := now[key]; !ok {
-				line("-", l)
+				line("-", known[key])
 			}
 		}
 		known = now

@@ -148,8 +148,10 @@ func (m *mirror) wrote(ops []Op) {
 func (m *mirror) wroteRoute(r Route, deleted bool) {
 	if deleted {
 		m.Remove(r)
-		// A next hop without a gateway names any, and several are not named at all.
-		if r.Multipath || r.Dev != "" && !r.Gateway.IsValid() && len(m.alike(r)) > 0 { // the kernel chose one
+		// A delete does not say all that tells a route from others: an IPv6 one fits
+		// any through a nexthop object, an IPv4 one without a gateway any by its
+		// device, and one with several next hops does not name them.
+		if r.Multipath || len(m.alike(r)) > 0 { // the kernel chose one
 			m.void()
 		}
 		return
@@ -164,8 +166,8 @@ func (m *mirror) wroteRoute(r Route, deleted bool) {
 	m.Add(r)
 }
 
-// alike returns the routes that a put of r may replace: a route of another type
-// can be one.
+// alike returns the routes that a put of r may replace, or a delete hit: a route of
+// another type can be one.
 func (m *mirror) alike(r Route) []Route {
 	var found []Route
 	for _, have := range m.Routes[r.Dst] {

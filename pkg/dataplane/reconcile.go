@@ -76,8 +76,9 @@ func (r *Report) count(ops []Op, met Keys, repair func(Object) bool) {
 }
 
 // passes bounds how often one Reconcile looks again: the last pass finds
-// nothing to do. Duplicates of a route take two passes, a link that came up
-// and lost its IPv6 addresses on the way three, and fresh devices one more.
+// nothing to do. Duplicates of a route take two passes, or four if a delete hits the
+// one that is to stay, a link that came up and lost its IPv6 addresses on the way
+// three, and fresh devices one more.
 const passes = 6
 
 // Config is what a Reconciler works with.

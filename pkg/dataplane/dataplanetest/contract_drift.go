@@ -105,6 +105,38 @@ func driftCases() []contractCase {
 		r.Gateway = netip.Addr{}
 		f.must(f.Append(r))
 	})
+	add("an IPv6 route with two twins, one through a nexthop object, one a blackhole", func(f *fixture) {
+		// To delete the blackhole deletes the other.
+		other := via(3, 9)[1]
+		other.NexthopID, other.Protocol = 47, protoStatic
+		hole := dataplane.Route{RouteKey: other.RouteKey, Protocol: protoStatic}
+		hole.Type = dataplane.Blackhole
+		f.must(f.Append(other, hole))
+	})
+	cases = append(cases, contractCase{"an IPv6 route without a gateway, and a blackhole behind it", func(f *fixture) {
+		own := dataplane.NewRoute(subnet6(3), netip.Addr{}, dev6, false)
+		want := state(Base(), own)
+		f.reconcile(want, true)
+		hole := dataplane.Route{RouteKey: own.RouteKey, Protocol: own.Protocol}
+		hole.Type = dataplane.Blackhole
+		f.must(f.Append(hole)) // to delete it deletes the other
+		f.reconcile(want, true)
+		f.expect(want)
+	}}, contractCase{"an IPv6 route of others, through a nexthop object, that was adopted, and a twin of it", func(f *fixture) {
+		want := state(Base(), Peer(3, 0)...)
+		f.reconcile(want, true)
+		own, twin := peer[dataplane.Route](3, 0)[1], via(3, 9)[1]
+		f.must(f.Remove(own))
+		theirs := own
+		theirs.NexthopID, theirs.Protocol, twin.Protocol = 47, protoStatic, protoStatic
+		f.must(f.Append(theirs))
+		f.reconcile(want, true)
+		f.must(f.Append(twin)) // to delete it deletes theirs
+		f.reconcile(want, true)
+		if have := f.read().Routes[own.Dst]; len(have) != 1 || bare(have[0]) != bare(own) {
+			f.Errorf("the routes to %s are %v, want one that forwards as %s", own.Dst, have, own)
+		}
+	}})
 	return append(cases, contractCase{"a twin that differs by its nexthop object alone", func(f *fixture) {
 		want := state(Base(), Peer(3, 0)...)
 		f.reconcile(want, true)

@@ -83,7 +83,8 @@ func (t *table) replace(r dataplane.Route) {
 }
 
 // remove removes the first route that r describes. IPv6 routes are told apart
-// by metric and next hop, IPv4 routes by TOS and type, too.
+// by metric and next hop, which one through a nexthop object does not have;
+// IPv4 routes by TOS and type, too.
 func (t *table) remove(r dataplane.Route) {
 	match := func(have dataplane.Route) bool {
 		switch {
@@ -93,6 +94,8 @@ func (t *table) remove(r dataplane.Route) {
 			return false
 		case r.NexthopID != 0:
 			return have.NexthopID == r.NexthopID
+		case have.NexthopID != 0 && r.Dst.Addr().Is6():
+			return true
 		case r.Multipath:
 			return have.NexthopID == 0
 		}
