@@ -90,12 +90,10 @@ func driftCases() []contractCase {
 	})
 	add("an IPv6 route gone, and two of others with its metric, one of another type", func(f *fixture) {
 		// The put replaces one of them, and which is the kernel's choice.
-		own, other := peer[dataplane.Route](3, 0)[1], via(3, 9)[1]
-		f.must(f.Remove(own))
-		hole := dataplane.Route{RouteKey: other.RouteKey, Protocol: protoStatic}
-		hole.Type = dataplane.Blackhole
+		other := via(3, 9)[1]
 		other.NexthopID, other.Protocol = 47, protoStatic
-		f.must(f.Append(hole, other))
+		f.must(f.Remove(peer[dataplane.Route](3, 0)[1]))
+		f.must(f.Append(holeLike(other), other))
 	})
 	add("two IPv4 twins by one device, one of them without a gateway", func(f *fixture) {
 		// To delete that one deletes the first by the device, whatever its gateway.
@@ -109,45 +107,62 @@ func driftCases() []contractCase {
 		// To delete the blackhole deletes the other.
 		other := via(3, 9)[1]
 		other.NexthopID, other.Protocol = 47, protoStatic
-		hole := dataplane.Route{RouteKey: other.RouteKey, Protocol: protoStatic}
-		hole.Type = dataplane.Blackhole
-		f.must(f.Append(other, hole))
+		f.must(f.Append(other, holeLike(other)))
 	})
-	cases = append(cases, contractCase{"an IPv6 route without a gateway, and a blackhole behind it", func(f *fixture) {
-		own := dataplane.NewRoute(subnet6(3), netip.Addr{}, dev6, false)
-		want := state(Base(), own)
-		f.reconcile(want, true)
-		hole := dataplane.Route{RouteKey: own.RouteKey, Protocol: own.Protocol}
-		hole.Type = dataplane.Blackhole
-		f.must(f.Append(hole)) // to delete it deletes the other
-		f.reconcile(want, true)
-		f.expect(want)
-	}}, contractCase{"an IPv6 route of others, through a nexthop object, that was adopted, and a twin of it", func(f *fixture) {
-		want := state(Base(), Peer(3, 0)...)
-		f.reconcile(want, true)
-		own, twin := peer[dataplane.Route](3, 0)[1], via(3, 9)[1]
-		f.must(f.Remove(own))
-		theirs := own
-		theirs.NexthopID, theirs.Protocol, twin.Protocol = 47, protoStatic, protoStatic
-		f.must(f.Append(theirs))
-		f.reconcile(want, true)
-		f.must(f.Append(twin)) // to delete it deletes theirs
-		f.reconcile(want, true)
-		if have := f.read().Routes[own.Dst]; len(have) != 1 || bare(have[0]) != bare(own) {
-			f.Errorf("the routes to %s are %v, want one that forwards as %s", own.Dst, have, own)
-		}
-	}})
-	return append(cases, contractCase{"a twin that differs by its nexthop object alone", func(f *fixture) {
-		want := state(Base(), Peer(3, 0)...)
-		f.reconcile(want, true)
-		for i, r := range peer[dataplane.Route](3, 0) {
-			r.NexthopID = uint32(47 + i)
-			f.must(f.Append(r))
-		}
-		f.reconcile(want, true)
-		f.reconcile(Base(), true)
-		f.expect(Base())
-	}})
+	return cases
+}
+
+// twinCases are of routes that a delete may hit in place of their twins.
+func twinCases() []contractCase {
+	return []contractCase{
+		{"an IPv6 route without a gateway, and a blackhole behind it", holeBehind},
+		{"an adopted IPv6 route through a nexthop object, and a twin", adoptedTwin},
+		{"a twin that differs by its nexthop object alone", nexthopTwin},
+	}
+}
+
+// holeLike returns the blackhole that r would be.
+func holeLike(r dataplane.Route) dataplane.Route {
+	hole := dataplane.Route{RouteKey: r.RouteKey, Protocol: r.Protocol}
+	hole.Type = dataplane.Blackhole
+	return hole
+}
+
+func holeBehind(f *fixture) {
+	own := dataplane.NewRoute(subnet6(3), netip.Addr{}, dev6, false)
+	want := state(Base(), own)
+	f.reconcile(want, true)
+	f.must(f.Append(holeLike(own))) // to delete it deletes the other
+	f.reconcile(want, true)
+	f.expect(want)
+}
+
+func adoptedTwin(f *fixture) {
+	want := state(Base(), Peer(3, 0)...)
+	f.reconcile(want, true)
+	own, twin := peer[dataplane.Route](3, 0)[1], via(3, 9)[1]
+	f.must(f.Remove(own))
+	theirs := own
+	theirs.NexthopID, theirs.Protocol, twin.Protocol = 47, protoStatic, protoStatic
+	f.must(f.Append(theirs))
+	f.reconcile(want, true)
+	f.must(f.Append(twin)) // to delete it deletes theirs
+	f.reconcile(want, true)
+	if have := f.read().Routes[own.Dst]; len(have) != 1 || bare(have[0]) != bare(own) {
+		f.Errorf("the routes to %s are %v, want one that forwards as %s", own.Dst, have, own)
+	}
+}
+
+func nexthopTwin(f *fixture) {
+	want := state(Base(), Peer(3, 0)...)
+	f.reconcile(want, true)
+	for i, r := range peer[dataplane.Route](3, 0) {
+		r.NexthopID = uint32(47 + i)
+		f.must(f.Append(r))
+	}
+	f.reconcile(want, true)
+	f.reconcile(Base(), true)
+	f.expect(Base())
 }
 
 func peer[T dataplane.Object](i, variant int) []T {
