@@ -130,8 +130,8 @@ func (k *Kernel) readNexthops(ctx context.Context) error {
 	t := &k.nexthops
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	t.reset()
 	if !t.enabled {
+		t.reset()
 		return nil
 	}
 	err := k.sock.dump(ctx, func(m *message) {
