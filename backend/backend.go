@@ -105,9 +105,9 @@ type Network interface {
 
 // Set is the full set of peers, and as a hint what has changed in it.
 type Set struct {
-	// Leases have passed all checks. The map is read-only, and good until Sync
-	// returns.
-	Leases map[string]subnet.Lease
+	// Leases have passed all checks. They are read-only, and so is the map, which is
+	// good until Sync returns.
+	Leases map[string]*subnet.Lease
 	// Changed has the keys of the leases that differ from the set before,
 	// whatever became of that Sync. With All set any may, and so the hint may
 	// always be ignored.

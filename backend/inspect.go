@@ -73,7 +73,7 @@ func (s *Syncer) inspect(holdings bool) Inspection {
 		in.Mode, in.Dropped = carrier.Mode(), carrier.Dropped()
 	}
 	for l := range s.Ledger.Leases() {
-		p := PeerReport{Lease: l, Refused: s.refused[l.Key], Changed: s.Ledger.Since(l.Key), Held: s.Ledger.IsHeld(l.Key)}
+		p := PeerReport{Lease: *l, Refused: s.refused[l.Key], Changed: s.Ledger.Since(l.Key), Held: s.Ledger.IsHeld(l.Key)}
 		if holdings && inspector != nil {
 			p.Holdings = inspector.Holdings(l.Key)
 		}

@@ -15,6 +15,7 @@ import (
 	"flanneld/pkg/dataplane"
 	"flanneld/pkg/dataplane/dataplanetest"
 	"flanneld/subnet"
+	"flanneld/subnet/subnettest"
 )
 
 func TestInspect(t *testing.T) {
@@ -28,7 +29,7 @@ func TestInspect(t *testing.T) {
 		advance(time.Minute)
 		s.Publish(change(3, []subnet.Lease{lease(3, "drei")}, "host4"))
 		advance(time.Minute)
-		s.Publish(whole(subnet.Snapshot{Leases: []subnet.Lease{lease(3, "drei")}, Store: subnet.StoreID{ID: "another", Revision: 1}}))
+		s.Publish(whole(subnet.Snapshot{Leases: subnettest.Pointers(lease(3, "drei")), Store: subnet.StoreID{ID: "another", Revision: 1}}))
 		synctest.Wait()
 
 		in, err := s.Inspect(t.Context(), true)
@@ -42,7 +43,7 @@ func TestInspect(t *testing.T) {
 		if diff := cmp.Diff(want, in, cmpopts.EquateComparable(netip.Prefix{}, netip.Addr{})); err != nil || diff != "" {
 			t.Errorf("%v (-want +got):\n%s", err, diff)
 		}
-		s.Publish(whole(subnet.Snapshot{Leases: []subnet.Lease{alien}, Store: subnet.StoreID{ID: "another", Revision: 2}}))
+		s.Publish(whole(subnet.Snapshot{Leases: subnettest.Pointers(alien), Store: subnet.StoreID{ID: "another", Revision: 2}}))
 		synctest.Wait()
 		in, _ = s.Inspect(t.Context(), true)
 		if n := len(in.Peers); n != 2 || in.Peers[1].Refused != `its backend type is "other", ours "test"` {
@@ -86,7 +87,7 @@ func TestProgrammerSaysWhatTheKernelHolds(t *testing.T) {
 		return []dataplane.Object{neigh(l)}, nil
 	}}
 	peer := lease(2, "two")
-	if _, err := p.Sync(t.Context(), backend.Set{Leases: map[string]subnet.Lease{"host2": peer}, All: true, Complete: true}); err != nil {
+	if _, err := p.Sync(t.Context(), backend.Set{Leases: map[string]*subnet.Lease{"host2": &peer}, All: true, Complete: true}); err != nil {
 		t.Fatal(err)
 	}
 	want := []backend.Holding{{Object: "neighbour 10.5.2.0 lladdr 02:09:00:00:00:00 dev flannel.1", Present: true}}

@@ -116,7 +116,7 @@ func (p *Programmer) desired(ctx context.Context, key string, peers Set) ([]data
 	if !ok || p.Desired == nil {
 		return nil, nil
 	}
-	objects, err := p.Desired(ctx, l)
+	objects, err := p.Desired(ctx, *l)
 	if err != nil {
 		return nil, fmt.Errorf("lease %s: %w", key, err)
 	}

@@ -67,7 +67,7 @@ type Syncer struct {
 // NewSyncer returns a syncer. Until the first snapshot it serves the peers
 // that the ledger remembers, and removes nothing.
 func NewSyncer(c SyncerConfig) *Syncer {
-	own := subnet.Claimant{Lease: c.Own}
+	own := subnet.Claimant{Lease: &c.Own}
 	own.Identities, _ = c.Network.Check(c.Own) // one that fails this has been refused long before
 	s := &Syncer{
 		SyncerConfig: c, arbiter: subnet.NewArbiter(c.Config, own), all: true, changed: map[string]struct{}{},
@@ -162,10 +162,10 @@ func (s *Syncer) advance(ctx context.Context) (set Set, news bool) {
 
 // judge looks at one lease, and reports whether that was enough.
 func (s *Syncer) judge(key string) bool {
-	c := subnet.Claimant{Lease: subnet.Lease{Key: key}}
+	c := subnet.Claimant{Lease: &subnet.Lease{Key: key}}
 	delete(s.unusable, key)
-	if l, ok := s.Ledger.Lease(key); ok {
-		if ids, why := s.check(l); why != "" {
+	if l := s.Ledger.Lease(key); l != nil {
+		if ids, why := s.check(*l); why != "" {
 			s.unusable[key] = why
 		} else {
 			c = subnet.Claimant{Lease: l, Identities: ids}
@@ -181,7 +181,7 @@ func (s *Syncer) judgeAll() {
 		all = append(all, subnet.Claimant{Lease: l})
 	}
 	why := make([]string, n)
-	parallel.For(n, func(i int) { all[i].Identities, why[i] = s.check(all[i].Lease) })
+	parallel.For(n, func(i int) { all[i].Identities, why[i] = s.check(*all[i].Lease) })
 	s.unusable = map[string]string{}
 	usable := all[:0]
 	for i, c := range all {

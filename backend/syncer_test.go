@@ -21,6 +21,7 @@ import (
 
 	"flanneld/backend"
 	"flanneld/subnet"
+	"flanneld/subnet/subnettest"
 )
 
 // network records what it is asked to do. A lease's data is its identity.
@@ -89,7 +90,7 @@ func lease(i int, id string) subnet.Lease {
 }
 
 func snapshot(revision int64, leases ...subnet.Lease) subnet.Snapshot {
-	return subnet.Snapshot{Leases: leases, Store: subnet.StoreID{ID: "a", Revision: revision}}
+	return subnet.Snapshot{Leases: subnettest.Pointers(leases...), Store: subnet.StoreID{ID: "a", Revision: revision}}
 }
 
 // whole tells of a snapshot without a hint of what has changed.

@@ -19,7 +19,8 @@ func TestChangeComesToTheSame(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	own := subnet.Claimant{Lease: lease("own", 5, "10.5.1.0/24", "192.0.2.1", "fd00:10:5:1::/64", "2001:db8::1"), Identities: []string{"MAC 1"}}
+	ours := lease("own", 5, "10.5.1.0/24", "192.0.2.1", "fd00:10:5:1::/64", "2001:db8::1")
+	own := subnet.Claimant{Lease: &ours, Identities: []string{"MAC 1"}}
 	local := 0
 	for seed := range uint64(300) {
 		rnd := rand.New(rand.NewPCG(seed, 3))
@@ -27,7 +28,7 @@ func TestChangeComesToTheSame(t *testing.T) {
 		a := subnet.NewArbiter(cfg, own)
 		for step := range 60 {
 			key := fmt.Sprintf("k%02d", rnd.IntN(12))
-			c := subnet.Claimant{Lease: subnet.Lease{Key: key}}
+			c := subnet.Claimant{Lease: &subnet.Lease{Key: key}}
 			if rnd.IntN(3) > 0 {
 				c = randomClaimant(rnd, key)
 			}
@@ -62,7 +63,7 @@ func TestChangeComesToTheSame(t *testing.T) {
 func accepted(a *subnet.Arbiter) []string {
 	var s []string
 	for _, l := range a.Accepted() {
-		s = append(s, fmt.Sprint(l))
+		s = append(s, fmt.Sprint(*l))
 	}
 	slices.Sort(s)
 	return s
@@ -80,8 +81,9 @@ func randomClaimant(rnd *rand.Rand, key string) subnet.Claimant {
 	if rnd.IntN(3) == 0 {
 		ends = ends[:2]
 	}
+	l := lease(key, uint64(rnd.IntN(10)), ends...)
 	return subnet.Claimant{
-		Lease:      lease(key, uint64(rnd.IntN(10)), ends...),
+		Lease:      &l,
 		Identities: []string{fmt.Sprintf("MAC %d", rnd.IntN(40))},
 	}
 }

@@ -19,7 +19,7 @@ type Refusal struct {
 // Claimant is a lease, and the identities that go with it: VTEP MACs, public
 // keys, what else only one node may have.
 type Claimant struct {
-	Lease      Lease
+	Lease      *Lease   // read-only
 	Identities []string // as they are to be shown
 }
 
@@ -33,10 +33,9 @@ type Arbiter struct {
 	cfg Config
 	own Claimant
 
-	subnets    *index
-	publics    *index            // public addresses, as prefixes of full length
+	claimed    *index            // subnets, and public addresses as prefixes of full length; no two overlap
 	identities map[string]string // key of who has it
-	accepted   map[string]Lease
+	accepted   map[string]*Lease
 	carried    map[string][]string // identities of accepted ones, by key
 	contested  map[string]Claimant // refused because of another lease
 	refused    map[string][]string // reasons
@@ -66,8 +65,8 @@ func (a *Arbiter) settleAll(all []Claimant) {
 	for _, c := range all {
 		marked += len(c.Identities)
 	}
-	a.subnets, a.publics, a.identities = new(index), new(index), make(map[string]string, marked)
-	a.accepted, a.carried = make(map[string]Lease, n), make(map[string][]string, min(n, marked))
+	a.claimed, a.identities = new(index), make(map[string]string, marked)
+	a.accepted, a.carried = make(map[string]*Lease, n), make(map[string][]string, min(n, marked))
 	a.contested, a.refused = map[string]Claimant{}, map[string][]string{}
 	for _, c := range all {
 		a.settle(c)
@@ -115,7 +114,7 @@ func touch(x, y Claimant) bool {
 // Accepted returns the leases that may be programmed, by key, each with the
 // endpoints that may be. It is read-only, follows Change, and shares its data with
 // what was claimed.
-func (a *Arbiter) Accepted() map[string]Lease { return a.accepted }
+func (a *Arbiter) Accepted() map[string]*Lease { return a.accepted }
 
 // Refused returns why the lease, or a family of it, may not be programmed;
 // nil if nothing is wrong with it.
@@ -165,7 +164,9 @@ func (a *Arbiter) settle(c Claimant) {
 		}
 	}
 	if len(kept) < len(c.Lease.Endpoints) {
-		c.Lease.Endpoints = slices.Clone(kept)
+		less := *c.Lease
+		less.Endpoints = slices.Clone(kept)
+		c.Lease = &less
 	}
 	a.claim(c)
 }
@@ -185,12 +186,8 @@ func (a *Arbiter) claim(c Claimant) {
 		a.carried[key] = c.Identities
 	}
 	for _, e := range c.Lease.Endpoints {
-		if e.Subnet.IsValid() {
-			a.subnets.add(e.Subnet, holder{e.Subnet, key})
-		}
-		if e.PublicIP.IsValid() {
-			a.publics.add(prefix.Host(e.PublicIP), holder{e.Subnet, key})
-		}
+		a.claimed.add(e.Subnet, holder{lease: c.Lease, family: e.Family()})
+		a.claimed.add(prefix.Host(e.PublicIP), holder{lease: c.Lease, family: e.Family(), public: true})
 	}
 	for _, id := range c.Identities {
 		a.identities[id] = key
@@ -201,8 +198,8 @@ func (a *Arbiter) release(c Claimant) {
 	delete(a.accepted, c.Lease.Key)
 	delete(a.carried, c.Lease.Key)
 	for _, e := range c.Lease.Endpoints {
-		a.subnets.remove(e.Subnet)
-		a.publics.remove(prefix.Host(e.PublicIP))
+		a.claimed.remove(e.Subnet)
+		a.claimed.remove(prefix.Host(e.PublicIP))
 	}
 	for _, id := range c.Identities {
 		delete(a.identities, id)
@@ -227,17 +224,17 @@ func (a *Arbiter) judge(n Network, e Endpoint) (reason, by string) {
 	if why := a.judgeByOwn(e); why != "" {
 		return why, ""
 	}
-	if h, found := a.publics.find(prefix.Host(public)); found {
-		return fmt.Sprintf("%s has public IP %s, as has %s, which was there first", s, public, h), h.key
+	switch h, found := a.claimed.find(prefix.Host(public)); {
+	case found && h.public:
+		return fmt.Sprintf("%s has public IP %s, as has %s, which was there first", s, public, h), h.lease.Key
+	case found:
+		return fmt.Sprintf("%s has public IP %s, which lies in %s, which was there first", s, public, h), h.lease.Key
 	}
-	if h, found := a.subnets.find(s); found {
-		return fmt.Sprintf("%s overlaps %s, which was there first", s, h), h.key
-	}
-	if h, found := a.publics.find(s); found {
-		return fmt.Sprintf("%s contains the public IP of %s, which was there first", s, h), h.key
-	}
-	if h, found := a.subnets.find(prefix.Host(public)); found {
-		return fmt.Sprintf("%s has public IP %s, which lies in %s, which was there first", s, public, h), h.key
+	switch h, found := a.claimed.find(s); {
+	case found && h.public:
+		return fmt.Sprintf("%s contains the public IP of %s, which was there first", s, h), h.lease.Key
+	case found:
+		return fmt.Sprintf("%s overlaps %s, which was there first", s, h), h.lease.Key
 	}
 	return "", ""
 }

@@ -3,7 +3,6 @@ package subnet_test
 import (
 	gocmp "cmp"
 	"fmt"
-	"maps"
 	"net/netip"
 	"slices"
 	"testing"
@@ -12,6 +11,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 
 	"flanneld/subnet"
+	"flanneld/subnet/subnettest"
 )
 
 // lease makes a lease from pairs of subnet and public IP.
@@ -38,12 +38,16 @@ func keys(leases []subnet.Lease) []string {
 // arbitrate has an Arbiter judge leases that claim no identities.
 func arbitrate(cfg subnet.Config, own subnet.Lease, leases []subnet.Lease) ([]subnet.Lease, []subnet.Refusal) {
 	var all []subnet.Claimant
-	for _, l := range leases {
+	for _, l := range subnettest.Pointers(leases...) {
 		all = append(all, subnet.Claimant{Lease: l})
 	}
-	a := subnet.NewArbiter(cfg, subnet.Claimant{Lease: own})
+	a := subnet.NewArbiter(cfg, subnet.Claimant{Lease: &own})
 	a.Reset(all)
-	accepted := slices.SortedFunc(maps.Values(a.Accepted()), func(x, y subnet.Lease) int {
+	var accepted []subnet.Lease
+	for _, l := range a.Accepted() {
+		accepted = append(accepted, *l)
+	}
+	slices.SortFunc(accepted, func(x, y subnet.Lease) int {
 		return gocmp.Or(gocmp.Compare(x.Order, y.Order), gocmp.Compare(x.Key, y.Key))
 	})
 	return accepted, a.AllRefused()

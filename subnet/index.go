@@ -5,15 +5,21 @@ import (
 	"net/netip"
 
 	"github.com/gaissmai/bart"
+
+	"flanneld/pkg/prefix"
 )
 
 // holder is who has a prefix.
 type holder struct {
-	subnet netip.Prefix
-	key    string // of the lease
+	lease  *Lease
+	family prefix.Family
+	public bool // as its public address; otherwise as its subnet
 }
 
-func (h holder) String() string { return fmt.Sprintf("%s of %s", h.subnet, h.key) }
+func (h holder) String() string {
+	e, _ := h.lease.Endpoint(h.family)
+	return fmt.Sprintf("%s of %s", e.Subnet, h.lease.Key)
+}
 
 // index finds overlapping prefixes. The zero index has none.
 type index struct{ table bart.Table[holder] }

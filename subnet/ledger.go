@@ -24,7 +24,7 @@ type Ledger struct {
 
 // known is a lease and when it came, or was last followed in a change.
 type known struct {
-	Lease
+	*Lease
 	since time.Time
 }
 
@@ -44,8 +44,9 @@ type LedgerState struct {
 func (l *Ledger) Restore(state LedgerState, now time.Time) {
 	l.store, l.synced, l.held = state.Store, false, map[string]time.Time{}
 	l.peers = make(map[string]known, len(state.Peers))
-	for _, p := range state.Peers {
-		l.peers[p.Lease.Key] = known{p.Lease, now}
+	for i := range state.Peers {
+		p := &state.Peers[i]
+		l.peers[p.Lease.Key] = known{&p.Lease, now}
 		if !p.HeldUntil.IsZero() {
 			l.held[p.Lease.Key] = p.HeldUntil
 		}
@@ -57,7 +58,7 @@ func (l *Ledger) Restore(state LedgerState, now time.Time) {
 func (l *Ledger) State() LedgerState {
 	state := LedgerState{Store: l.store, Peers: make([]Peer, 0, len(l.peers))}
 	for key, peer := range l.peers {
-		state.Peers = append(state.Peers, Peer{peer.Lease, l.held[key]})
+		state.Peers = append(state.Peers, Peer{*peer.Lease, l.held[key]})
 	}
 	slices.SortFunc(state.Peers, func(a, b Peer) int { return cmp.Compare(a.Lease.Key, b.Lease.Key) })
 	return state
@@ -79,7 +80,7 @@ func (l *Ledger) Apply(s Snapshot, now time.Time) {
 			peers[key] = peer
 		}
 	}
-	contradicted := sync.OnceValue(func() func(Lease) bool { return contradictions(s.Leases) })
+	contradicted := sync.OnceValue(func() func(*Lease) bool { return contradictions(s.Leases) })
 	for key, peer := range l.peers {
 		if _, current := peers[key]; current {
 			continue
@@ -111,7 +112,7 @@ func (l *Ledger) Follow(u Update, now time.Time) bool {
 		if lease == nil {
 			delete(l.peers, key)
 		} else {
-			l.peers[key] = known{*lease, now}
+			l.peers[key] = known{lease, now}
 		}
 	}
 	return true
@@ -151,19 +152,17 @@ func (l *Ledger) IsHeld(key string) bool {
 // Len returns how many leases are known.
 func (l *Ledger) Len() int { return len(l.peers) }
 
-// Lease returns the lease with that key.
-func (l *Ledger) Lease(key string) (Lease, bool) {
-	peer, ok := l.peers[key]
-	return peer.Lease, ok
-}
+// Lease returns the lease with that key, which is shared and read-only; nil if it
+// is not known.
+func (l *Ledger) Lease(key string) *Lease { return l.peers[key].Lease }
 
 // Since returns when the lease with that key came, or was last followed in a
 // change; zero if it is not known.
 func (l *Ledger) Since(key string) time.Time { return l.peers[key].since }
 
-// Leases iterates over all known leases.
-func (l *Ledger) Leases() iter.Seq[Lease] {
-	return func(yield func(Lease) bool) {
+// Leases iterates over all known leases, which are shared and read-only.
+func (l *Ledger) Leases() iter.Seq[*Lease] {
+	return func(yield func(*Lease) bool) {
 		for _, peer := range l.peers {
 			if !yield(peer.Lease) {
 				return
@@ -174,21 +173,21 @@ func (l *Ledger) Leases() iter.Seq[Lease] {
 
 // contradictions returns whether one of leases takes the subnet of the known
 // lease that is asked about, or has its public IP with another subnet.
-func contradictions(leases []Lease) func(Lease) bool {
+func contradictions(leases []*Lease) func(*Lease) bool {
 	var subnets index
 	publics := map[netip.Addr]netip.Prefix{}
 	// In order, so that the last word does not depend on who has listed them.
-	for _, lease := range slices.SortedFunc(slices.Values(leases), func(a, b Lease) int { return cmp.Compare(a.Key, b.Key) }) {
+	for _, lease := range slices.SortedFunc(slices.Values(leases), func(a, b *Lease) int { return cmp.Compare(a.Key, b.Key) }) {
 		for _, e := range lease.Endpoints {
 			if e.Subnet.IsValid() {
-				subnets.add(e.Subnet, holder{e.Subnet, lease.Key})
+				subnets.add(e.Subnet, holder{lease: lease, family: e.Family()})
 			}
 			if e.PublicIP.IsValid() && !e.PublicIP.IsUnspecified() {
 				publics[e.PublicIP] = e.Subnet
 			}
 		}
 	}
-	return func(known Lease) bool {
+	return func(known *Lease) bool {
 		return slices.ContainsFunc(known.Endpoints, func(e Endpoint) bool {
 			_, overlaps := subnets.find(e.Subnet)
 			other, moved := publics[e.PublicIP]

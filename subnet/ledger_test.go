@@ -11,6 +11,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 
 	"flanneld/subnet"
+	"flanneld/subnet/subnettest"
 )
 
 // apply has the ledger take s in, and returns all that it knows then.
@@ -23,7 +24,7 @@ func apply(l *subnet.Ledger, s subnet.Snapshot, now time.Time) (leases []subnet.
 }
 
 func snapshot(store string, revision int64, leases ...subnet.Lease) subnet.Snapshot {
-	return subnet.Snapshot{Leases: leases, Store: subnet.StoreID{ID: store, Revision: revision}}
+	return subnet.Snapshot{Leases: subnettest.Pointers(leases...), Store: subnet.StoreID{ID: store, Revision: revision}}
 }
 
 func undecodable(s subnet.Snapshot, keys ...string) subnet.Snapshot {
@@ -176,7 +177,7 @@ func TestLedgerWalk(t *testing.T) {
 				kept := slices.Contains(have, p.Lease.Key)
 				if slices.Contains(s.Undecodable, p.Lease.Key) {
 					check(kept, "undecodable %s went", p.Lease.Key)
-				} else if !slices.Contains(keys(s.Leases), p.Lease.Key) {
+				} else if !slices.ContainsFunc(s.Leases, func(l *subnet.Lease) bool { return l.Key == p.Lease.Key }) {
 					check(kept == (!gone && !expired && !contradicts(s.Leases, p.Lease)), "%s: kept %v", p.Lease.Key, kept)
 				}
 			}
@@ -187,7 +188,7 @@ func TestLedgerWalk(t *testing.T) {
 	}
 }
 
-func contradicts(leases []subnet.Lease, known subnet.Lease) bool {
+func contradicts(leases []*subnet.Lease, known subnet.Lease) bool {
 	for _, l := range leases {
 		for _, e := range l.Endpoints {
 			for _, k := range known.Endpoints {
@@ -216,8 +217,8 @@ func randomSnapshot(rnd *rand.Rand, last subnet.Snapshot) subnet.Snapshot {
 			s.Undecodable = append(s.Undecodable, key)
 		case 1, 2:
 			bits := 24 - rnd.IntN(2)
-			s.Leases = append(s.Leases, lease(key, uint64(i),
-				fmt.Sprintf("10.5.%d.0/%d", rnd.IntN(6)*2, bits), fmt.Sprintf("192.0.2.%d", i+rnd.IntN(2))))
+			l := lease(key, uint64(i), fmt.Sprintf("10.5.%d.0/%d", rnd.IntN(6)*2, bits), fmt.Sprintf("192.0.2.%d", i+rnd.IntN(2)))
+			s.Leases = append(s.Leases, &l)
 		}
 	}
 	return s
@@ -253,7 +254,7 @@ func TestLedgerFollows(t *testing.T) {
 			u.Store = store
 			s := subnet.Snapshot{Store: store}
 			for _, l := range all {
-				s.Leases = append(s.Leases, l)
+				s.Leases = append(s.Leases, &l)
 			}
 			told.Expire(now)
 			if told.Follow(u, now) {

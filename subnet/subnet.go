@@ -95,7 +95,7 @@ type StoreID struct {
 
 // Snapshot is everything that a store holds about other nodes at one moment.
 type Snapshot struct {
-	Leases      []Lease  // complete but for the own one, in no particular order
+	Leases      []*Lease // complete but for the own one, in no particular order; shared and read-only
 	Undecodable []string // keys that are there but cannot be read, in no particular order: they keep their last good state until the key goes
 	Store       StoreID
 }

@@ -140,9 +140,9 @@ func (n *node) sync(peers ...subnet.Lease) map[string]string {
 }
 
 func set(complete bool, peers ...subnet.Lease) backend.Set {
-	s := backend.Set{Leases: map[string]subnet.Lease{}, All: true, Complete: complete}
+	s := backend.Set{Leases: map[string]*subnet.Lease{}, All: true, Complete: complete}
 	for _, p := range peers {
-		s.Leases[p.Key] = p
+		s.Leases[p.Key] = &p
 	}
 	return s
 }

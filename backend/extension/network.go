@@ -142,11 +142,11 @@ func (n *network) Sync(ctx context.Context, peers backend.Set) (backend.Outcome,
 func (n *network) command(ctx context.Context, peers backend.Set) (backend.Outcome, error) {
 	want := map[string]target{}
 	for key, l := range peers.Leases {
-		text, err := data(l)
+		text, err := data(*l)
 		if err != nil {
 			return backend.Outcome{}, fmt.Errorf("lease %s: %w", key, err)
 		}
-		in := input{Env: peerVariables(l), Stdin: text}
+		in := input{Env: peerVariables(*l), Stdin: text}
 		want[l.Endpoints[0].Subnet.String()] = target{lease: key, hash: hash(n.setup, n.config.add, in), input: in}
 	}
 	jobs := n.due(want, peers.Complete)

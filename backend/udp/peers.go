@@ -25,8 +25,8 @@ func newPeers() peers {
 // that much.
 func (p *peers) follow(set backend.Set) (removed, added []tunnel.Peer) {
 	visit := func(key string) {
-		lease, wanted := set.Leases[key]
-		if !wanted && !set.Complete {
+		lease := set.Leases[key]
+		if lease == nil && !set.Complete {
 			return
 		}
 		have, want := p.served[key], peersOf(lease)
@@ -70,7 +70,11 @@ func publics(peers []tunnel.Peer) []netip.Addr {
 	return addrs
 }
 
-func peersOf(l subnet.Lease) []tunnel.Peer {
+// peersOf returns one peer for each family that l has; none if l is nil.
+func peersOf(l *subnet.Lease) []tunnel.Peer {
+	if l == nil {
+		return nil
+	}
 	var all []tunnel.Peer
 	for _, e := range l.Endpoints {
 		all = append(all, tunnel.Peer{Subnet: e.Subnet, Public: e.PublicIP})

@@ -147,9 +147,9 @@ func lease(key, s, public string) subnet.Lease {
 func TestPeersFollow(t *testing.T) {
 	a, b := lease("a", "10.5.1.0/24", "192.168.77.1"), lease("b", "10.5.2.0/24", "192.168.77.2")
 	set := func(all, complete bool, changed []string, leases ...subnet.Lease) backend.Set {
-		s := backend.Set{Leases: map[string]subnet.Lease{}, All: all, Complete: complete, Changed: changed}
+		s := backend.Set{Leases: map[string]*subnet.Lease{}, All: all, Complete: complete, Changed: changed}
 		for _, l := range leases {
-			s.Leases[l.Key] = l
+			s.Leases[l.Key] = &l
 		}
 		return s
 	}
@@ -173,7 +173,7 @@ func TestPeersFollow(t *testing.T) {
 		p.follow(step.set)
 		want := map[string][]tunnel.Peer{}
 		for _, l := range step.want {
-			want[l.Key] = peersOf(l)
+			want[l.Key] = peersOf(&l)
 		}
 		if diff := cmp.Diff(want, p.served, cmp.Comparer(func(x, y tunnel.Peer) bool { return x == y })); diff != "" {
 			t.Errorf("step %d: %s", i, diff)

@@ -17,6 +17,7 @@ import (
 	"flanneld/pkg/dataplane/dataplanetest"
 	"flanneld/pkg/prefix"
 	"flanneld/subnet"
+	"flanneld/subnet/subnettest"
 )
 
 func TestConfig(t *testing.T) {
@@ -237,7 +238,7 @@ func TestThousandsOfPeers(t *testing.T) {
 		Config: env.Config, Own: own, Network: n, Ledger: &subnet.Ledger{}, Resync: time.Hour,
 		OnSync: func(p backend.Pass) { synced <- p },
 	})
-	s.Publish(subnet.Update{Snapshot: func() subnet.Snapshot { return subnet.Snapshot{Leases: leases} }})
+	s.Publish(subnet.Update{Snapshot: func() subnet.Snapshot { return subnet.Snapshot{Leases: subnettest.Pointers(leases...)} }})
 	ctx, cancel := context.WithCancel(t.Context())
 	done := make(chan error)
 	go func() { done <- s.Run(ctx) }()

@@ -115,7 +115,7 @@ func (n *network) syncDevice(d *device, s settings, set backend.Set) (repaired i
 			}
 		}
 		for key, l := range set.Leases {
-			n.want(d, key, l, next, change.want)
+			n.want(d, key, *l, next, change.want)
 		}
 		d.waiting = change.waiting()
 	} else {
@@ -126,7 +126,7 @@ func (n *network) syncDevice(d *device, s settings, set backend.Set) (repaired i
 				change.have.Peers = append(change.have.Peers, asKept(p, s))
 			}
 			if l, ok := set.Leases[key]; ok {
-				n.want(d, key, l, next, change.want)
+				n.want(d, key, *l, next, change.want)
 			}
 		}
 	}

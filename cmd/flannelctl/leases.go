@@ -162,8 +162,8 @@ func dash(s string) string { return cmp.Or(s, "-") }
 
 // watchLeases prints all leases and then every change.
 func watchLeases(ctx context.Context, w io.Writer, watch func(context.Context, func(subnet.Update)) error) error {
-	known := map[string]subnet.Lease{}
-	line := func(sign string, l subnet.Lease) {
+	known := map[string]*subnet.Lease{}
+	line := func(sign string, l *subnet.Lease) {
 		var publics []netip.Addr
 		for _, e := range l.Endpoints {
 			publics = append(publics, e.PublicIP)
@@ -171,9 +171,9 @@ func watchLeases(ctx context.Context, w io.Writer, watch func(context.Context, f
 		fmt.Fprintf(w, "%s %s %s %s %s\n", time.Now().Format(time.TimeOnly), sign, l.Key, dash(list(publics)), dash(l.BackendType))
 	}
 	err := watch(ctx, func(u subnet.Update) {
-		now := map[string]subnet.Lease{}
+		now := map[string]*subnet.Lease{}
 		leases := u.Snapshot().Leases
-		slices.SortFunc(leases, func(a, b subnet.Lease) int { return cmp.Compare(a.Key, b.Key) })
+		slices.SortFunc(leases, func(a, b *subnet.Lease) int { return cmp.Compare(a.Key, b.Key) })
 		for _, l := range leases {
 			now[l.Key] = l
 			switch was, ok := known[l.Key]; {
@@ -196,7 +196,7 @@ func watchLeases(ctx context.Context, w io.Writer, watch func(context.Context, f
 	return err
 }
 
-func same(a, b subnet.Lease) bool {
+func same(a, b *subnet.Lease) bool {
 	return a.BackendType == b.BackendType && slices.EqualFunc(a.Endpoints, b.Endpoints, func(x, y subnet.Endpoint) bool {
 		return x.Subnet == y.Subnet && x.PublicIP == y.PublicIP && string(x.Data) == string(y.Data)
 	})

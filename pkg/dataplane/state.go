@@ -12,6 +12,7 @@ import (
 	"net"
 	"net/netip"
 	"slices"
+	"sync"
 
 	"flanneld/pkg/prefix"
 )
@@ -250,13 +251,22 @@ func NewState() State {
 	}
 }
 
-// StateOf returns the state of objects, which it goes over twice.
+// StateOf returns the state of objects, which it goes over several times, and from
+// two goroutines at once: there may be thousands.
 func StateOf(objects iter.Seq[Object]) State {
 	s := NewState()
 	s.reserve(objects)
-	for o := range objects {
-		o.addTo(s)
+	add := func(routes bool) {
+		for o := range objects {
+			if _, ok := o.(Route); ok == routes {
+				o.addTo(s)
+			}
+		}
 	}
+	var wg sync.WaitGroup
+	wg.Go(func() { add(true) }) // half the work, and a map that nothing else goes into
+	add(false)
+	wg.Wait()
 	return s
 }
 

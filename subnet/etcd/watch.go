@@ -181,14 +181,14 @@ func (v *view) update(own *string, changed map[string]*subnet.Lease) subnet.Upda
 }
 
 func (v *view) snapshot(own *string) subnet.Snapshot {
-	s := subnet.Snapshot{Leases: make([]subnet.Lease, 0, len(v.entries)), Store: v.store}
+	s := subnet.Snapshot{Leases: make([]*subnet.Lease, 0, len(v.entries)), Store: v.store}
 	for key, e := range v.entries {
 		switch {
 		case own != nil && key == *own:
 		case e.err != nil:
 			s.Undecodable = append(s.Undecodable, key)
 		default:
-			s.Leases = append(s.Leases, e.lease)
+			s.Leases = append(s.Leases, &e.lease)
 		}
 	}
 	return s

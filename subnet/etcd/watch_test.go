@@ -96,7 +96,7 @@ func TestGarbage(t *testing.T) {
 	}
 	w.Until(t, "the good and the bad", all)
 	for _, s := range w.All() {
-		if !slices.ContainsFunc(s.Leases, func(l subnet.Lease) bool { return l.Key == "10.5.7.0-24" }) {
+		if !slices.ContainsFunc(s.Leases, func(l *subnet.Lease) bool { return l.Key == "10.5.7.0-24" }) {
 			t.Errorf("a snapshot lacks a good peer: %+v", s)
 		}
 	}

@@ -45,8 +45,8 @@ func Entries(ctx context.Context, cfg Config) ([]Entry, error) {
 	var all []Entry
 	for _, e := range v.entries {
 		switch {
-		case e.good:
-			all = append(all, Entry{Lease: e.lease})
+		case e.lease != nil:
+			all = append(all, Entry{Lease: *e.lease})
 		case e.notes[managed].text == "true" && e.cidrs == nil:
 			all = append(all, Entry{subnet.Lease{Key: e.name}, errNoPodCIDR})
 		case !errors.Is(e.err, errNotManaged):

@@ -386,7 +386,7 @@ func TestWatchNewNodes(t *testing.T) {
 	// What a node says of itself does not make its subnet.
 	f.note(t, "node2", map[string]any{anno("podCIDR"): "10.5.0.0/16", anno("public-ip"): "192.0.2.222"})
 	snap := w.Until(t, "a peer's new address", func(s subnet.Snapshot) bool {
-		return slices.ContainsFunc(s.Leases, func(l subnet.Lease) bool { return l.Endpoints[0].PublicIP.String() == "192.0.2.222" })
+		return slices.ContainsFunc(s.Leases, func(l *subnet.Lease) bool { return l.Endpoints[0].PublicIP.String() == "192.0.2.222" })
 	})
 	if got := subnetOf(snap, "node2"); got != "10.5.2.0/24" {
 		t.Errorf("its subnet is %s", got)
@@ -408,7 +408,7 @@ func TestPeerWhoseAnnotationsGo(t *testing.T) {
 
 	// The same while we are down: what we knew tells that it is the same Node.
 	f.note(t, "node2", map[string]any{anno("kube-subnet-manager"): nil})
-	known := subnet.LedgerState{Store: back.Store, Peers: []subnet.Peer{{Lease: back.Leases[0]}}}
+	known := subnet.LedgerState{Store: back.Store, Peers: []subnet.Peer{{Lease: *back.Leases[0]}}}
 	again := subnettest.Watch(t, f.started(t, func(c *Config) { c.Known = known }))
 	if s := again.Until(t, "a snapshot", func(subnet.Snapshot) bool { return true }); !kept(s) || s.Store.ID != back.Store.ID {
 		t.Errorf("after a restart: %+v", s)
@@ -438,7 +438,8 @@ func TestRestartIsCheap(t *testing.T) {
 	f.do(t, http.MethodPost, "/api/v1/nodes", nodeBody("node3", peerNotes(3), "10.5.33.0/24"))
 	f.peer(t, 7)
 	known := subnet.LedgerState{Store: before.Store}
-	for _, l := range before.Leases {
+	for _, lease := range before.Leases {
+		l := *lease
 		if l.Key == "node3" {
 			l.Order-- // it came in the same second, in which Kubernetes counts
 		}
@@ -676,7 +677,7 @@ func TestThousandNodes(t *testing.T) {
 	})
 	written := time.Since(start)
 	w.Until(t, "a thousand others", func(s subnet.Snapshot) bool {
-		return len(s.Leases) == nodes && !slices.ContainsFunc(s.Leases, func(l subnet.Lease) bool { return !strings.HasPrefix(l.Key, "many2-") })
+		return len(s.Leases) == nodes && !slices.ContainsFunc(s.Leases, func(l *subnet.Lease) bool { return !strings.HasPrefix(l.Key, "many2-") })
 	})
 	t.Logf("written in %s, known %s later", written, time.Since(start)-written)
 }

@@ -30,12 +30,11 @@ type entry struct {
 	order  uint64
 	cidrs  []netip.Prefix // of the spec; nil if they are not known
 	notes  notes
-	err    error        // why it is no lease now; errNotManaged is no trouble
-	lease  subnet.Lease // as it last was one
-	good   bool         // it was
-	asked  bool         // its podCIDRs are
-	fresh  bool         // lease has changed and is to be published
-	logged string       // trouble that was
+	err    error         // why it is no lease now; errNotManaged is no trouble
+	lease  *subnet.Lease // as it last was one, nil if it never was; read-only
+	asked  bool          // its podCIDRs are
+	fresh  bool          // lease has changed and is to be published
+	logged string        // trouble that was
 }
 
 // lacks reports whether the Node is to be asked for.
@@ -60,7 +59,7 @@ func (m *Manager) newView(ctx context.Context) *view {
 	v.store = f.known.Store
 	v.entries = map[string]*entry{}
 	add := func(l subnet.Lease) {
-		e := &entry{name: l.Key, order: l.Order, lease: l, good: true}
+		e := &entry{name: l.Key, order: l.Order, lease: &l}
 		v.entries[l.Key] = e
 		for _, n := range cfg.Networks {
 			ep, ok := l.Endpoint(n.Family())
@@ -174,8 +173,8 @@ func (v *view) decode(e *entry) {
 	if e.err = err; err != nil {
 		return
 	}
-	e.lease = subnet.Lease{Key: e.name, Order: e.order, BackendType: backendType, Endpoints: es}
-	e.good, e.fresh = true, true
+	e.lease = &subnet.Lease{Key: e.name, Order: e.order, BackendType: backendType, Endpoints: es}
+	e.fresh = true
 }
 
 // advance takes in one event of the watch. It returns the name of the Node if
@@ -248,11 +247,8 @@ func (v *view) publish(ctx context.Context, name string, sink func(subnet.Update
 	case e == nil:
 		changed[name] = nil
 	case logUnreadable(ctx, name, e, e), e.fresh:
-		if e.fresh && e.good {
-			lease := e.lease
-			changed[name] = &lease
-		} else if e.fresh {
-			changed[name] = nil // it may have been another Node's
+		if e.fresh {
+			changed[name] = e.lease // if it has none, it may have been another Node's
 		}
 		e.fresh = false
 	default:
@@ -271,10 +267,10 @@ func (v *view) update(changed map[string]*subnet.Lease) subnet.Update {
 }
 
 func (v *view) snapshot() subnet.Snapshot {
-	s := subnet.Snapshot{Leases: make([]subnet.Lease, 0, len(v.entries)), Store: v.store}
+	s := subnet.Snapshot{Leases: make([]*subnet.Lease, 0, len(v.entries)), Store: v.store}
 	for name, e := range v.entries {
 		switch {
-		case name == v.own || !e.good:
+		case name == v.own || e.lease == nil:
 		case e.err != nil:
 			s.Undecodable = append(s.Undecodable, name)
 		default:
@@ -286,7 +282,7 @@ func (v *view) snapshot() subnet.Snapshot {
 
 // trouble is what is wrong with a Node; empty if it is in order, or not ours.
 func (e *entry) trouble() string {
-	if e == nil || e.err == nil || errors.Is(e.err, errNotManaged) && !e.good {
+	if e == nil || e.err == nil || errors.Is(e.err, errNotManaged) && e.lease == nil {
 		return ""
 	}
 	return e.err.Error()

@@ -79,7 +79,7 @@ func (s *Store) Wipe() {
 }
 
 // Leases returns all leases that can be read, by key.
-func (s *Store) Leases() []subnet.Lease { return s.snapshot("").Leases }
+func (s *Store) Leases() []*subnet.Lease { return s.snapshot("").Leases }
 
 func (s *Store) snapshot(own string) subnet.Snapshot {
 	s.mu.Lock()
@@ -91,11 +91,11 @@ func (s *Store) snapshot(own string) subnet.Snapshot {
 		case r.broken:
 			snap.Undecodable = append(snap.Undecodable, key)
 		default:
-			snap.Leases = append(snap.Leases, r.lease)
+			snap.Leases = append(snap.Leases, &r.lease)
 		}
 	}
 	slices.Sort(snap.Undecodable)
-	slices.SortFunc(snap.Leases, func(a, b subnet.Lease) int { return strings.Compare(a.Key, b.Key) })
+	slices.SortFunc(snap.Leases, func(a, b *subnet.Lease) int { return strings.Compare(a.Key, b.Key) })
 	return snap
 }
 
@@ -133,7 +133,7 @@ func (m *Manager) Config(ctx context.Context) (subnet.Config, error) {
 // Recall finds the own lease by public address. See subnet.Manager.
 func (m *Manager) Recall(ctx context.Context, own subnet.Claim) (subnet.Claim, error) {
 	for _, l := range m.store.Leases() {
-		if carries(l, own) {
+		if carries(*l, own) {
 			return subnet.Claim{BackendType: l.BackendType, Endpoints: l.Endpoints}, ctx.Err()
 		}
 	}
@@ -268,4 +268,13 @@ func (m *Manager) ensure(own subnet.Lease) error {
 		return fmt.Errorf("%w: %s now belongs to %s", subnet.ErrLeaseLost, own.Key, found.lease.Endpoints[0].PublicIP)
 	}
 	return nil
+}
+
+// Pointers returns pointers to leases, as snapshots have them.
+func Pointers(leases ...subnet.Lease) []*subnet.Lease {
+	all := make([]*subnet.Lease, len(leases))
+	for i := range leases {
+		all[i] = &leases[i]
+	}
+	return all
 }

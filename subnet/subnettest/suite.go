@@ -230,7 +230,7 @@ func testWatch(t *testing.T, b Backing) {
 		t.Fatal(err)
 	}
 	w.Until(t, "the peer's new data", func(s subnet.Snapshot) bool {
-		return slices.ContainsFunc(s.Leases, func(l subnet.Lease) bool {
+		return slices.ContainsFunc(s.Leases, func(l *subnet.Lease) bool {
 			return l.Key == peer.Key && string(l.Endpoints[0].Data) == string(moved.Endpoints[0].Data)
 		})
 	})

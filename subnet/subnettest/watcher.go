@@ -38,7 +38,7 @@ func Watch(t *testing.T, m subnet.Manager) *Watcher {
 
 func (w *Watcher) add(u subnet.Update) {
 	s := u.Snapshot()
-	slices.SortFunc(s.Leases, func(a, b subnet.Lease) int { return strings.Compare(a.Key, b.Key) })
+	slices.SortFunc(s.Leases, func(a, b *subnet.Lease) int { return strings.Compare(a.Key, b.Key) })
 	slices.Sort(s.Undecodable)
 	w.mu.Lock()
 	w.all = append(w.all, s)

@@ -14,7 +14,7 @@ import (
 func routeMessage(t testing.TB, op dataplane.Op, index int) []byte {
 	t.Helper()
 	var m message
-	encode(&m, op, index)
+	encode(&m, &op, index)
 	m.finish(7)
 	if len(m.buf)%4 != 0 || int(binary.NativeEndian.Uint32(m.buf)) != len(m.buf) {
 		t.Fatalf("message of %d bytes says it has %d", len(m.buf), binary.NativeEndian.Uint32(m.buf))

@@ -201,7 +201,7 @@ func (t *nexthops) orphaned() {
 }
 
 // wanted reports whether a route belongs on a nexthop object.
-func wanted(op dataplane.Op) (dataplane.Route, bool) {
+func wanted(op *dataplane.Op) (dataplane.Route, bool) {
 	r, ok := op.Object.(dataplane.Route)
 	return r, ok && !op.Delete && r.Gateway.IsValid() && prefix.FamilyOf(r.Dst.Addr()) == prefix.IPv4
 }
@@ -209,7 +209,7 @@ func wanted(op dataplane.Op) (dataplane.Route, bool) {
 // provideNexthops makes the objects for the routes that ops put, where a device
 // would have too many plain ones, and sets their ids in ops. Where that fails
 // the routes stay plain.
-func (k *Kernel) provideNexthops(ctx context.Context, ops []dataplane.Op, indexes map[string]int) {
+func (k *Kernel) provideNexthops(ctx context.Context, ops []*dataplane.Op, indexes map[string]int) {
 	t := &k.nexthops
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -231,17 +231,17 @@ func (k *Kernel) provideNexthops(ctx context.Context, ops []dataplane.Op, indexe
 }
 
 // provideFor does it for the n routes through one device. t.mu is held.
-func (k *Kernel) provideFor(ctx context.Context, index, n int, ops []dataplane.Op, indexes map[string]int) {
+func (k *Kernel) provideFor(ctx context.Context, index, n int, ops []*dataplane.Op, indexes map[string]int) {
 	t := &k.nexthops
 	if len(t.byID) == 0 { // room for all of them at once
 		t.byID, t.byHop = make(map[uint32]*object, n), make(map[hop]*object, n)
 	}
 	type route struct {
-		op  int
+		op  *dataplane.Op
 		via *object
 	}
 	routes, missing := make([]route, 0, n), make([]*object, 0, n)
-	for i, op := range ops {
+	for _, op := range ops {
 		r, ok := wanted(op)
 		if !ok || indexes[r.Dev] != index {
 			continue
@@ -253,7 +253,7 @@ func (k *Kernel) provideFor(ctx context.Context, index, n int, ops []dataplane.O
 			t.byHop[h] = via
 			missing = append(missing, via)
 		}
-		routes = append(routes, route{i, via})
+		routes = append(routes, route{op, via})
 	}
 	again := missing
 	for range nexthopRetries {
@@ -268,9 +268,9 @@ func (k *Kernel) provideFor(ctx context.Context, index, n int, ops []dataplane.O
 		}
 		of.via.users++
 		t.plain[index]--
-		r := ops[of.op].Object.(dataplane.Route)
+		r := of.op.Object.(dataplane.Route)
 		r.NexthopID = of.via.id
-		ops[of.op].Object = r
+		of.op.Object = r
 	}
 	for _, o := range missing {
 		if o.id == 0 {
@@ -318,7 +318,7 @@ func (k *Kernel) createNexthops(ctx context.Context, missing []*object) (again [
 // releaseNexthops deletes the objects of routes that were deleted, and those
 // that are left over. The routes must be gone: deleting an object takes its
 // routes along, without a word and slowly.
-func (k *Kernel) releaseNexthops(ctx context.Context, done []dataplane.Op, indexes map[string]int) {
+func (k *Kernel) releaseNexthops(ctx context.Context, done []*dataplane.Op, indexes map[string]int) {
 	t := &k.nexthops
 	t.mu.Lock()
 	defer t.mu.Unlock()

@@ -16,7 +16,7 @@ import (
 func neighMessage(i, index int) func(*message) {
 	ip := netip.AddrFrom4([4]byte{10, 5, byte(i >> 8), byte(i)})
 	return func(m *message) {
-		encode(m, dataplane.Op{Object: dataplane.Neigh{NeighKey: dataplane.NeighKey{IP: ip}, MAC: dataplane.MAC{2}}}, index)
+		encode(m, &dataplane.Op{Object: dataplane.Neigh{NeighKey: dataplane.NeighKey{IP: ip}, MAC: dataplane.MAC{2}}}, index)
 	}
 }
 

@@ -297,7 +297,7 @@ func (w *world) nexthop(r dataplane.Route, index int) error {
 func (w *world) Remove(objects ...dataplane.Object) error {
 	for _, o := range objects {
 		err := w.removeOne(o)
-		if err != nil && !harmless(dataplane.Op{Delete: true}, err) {
+		if err != nil && !harmless(&dataplane.Op{Delete: true}, err) {
 			return fmt.Errorf("remove %s: %w", o, err)
 		}
 	}
@@ -319,7 +319,7 @@ func (w *world) removeOne(o dataplane.Object) error {
 			return err
 		}
 	}
-	return w.tell(func(m *message) { encode(m, dataplane.Op{Delete: true, Object: o}, index) })
+	return w.tell(func(m *message) { encode(m, &dataplane.Op{Delete: true, Object: o}, index) })
 }
 
 func (w *world) SetUp(dev string, up bool) error {

@@ -45,27 +45,25 @@ func (k *Kernel) Apply(ctx context.Context, ops []dataplane.Op) []dataplane.OpEr
 func (k *Kernel) applyRun(ctx context.Context, ops []dataplane.Op) []dataplane.OpError {
 	var failed []dataplane.OpError
 	indexes := map[string]int{"": 0}
-	ready, at := make([]dataplane.Op, 0, len(ops)), make([]int, 0, len(ops)) // and where in ops it stands
-	for i, op := range ops {
+	ready := make([]*dataplane.Op, 0, len(ops))
+	for i := range ops {
+		op := &ops[i]
 		dev := deviceOf(op.Object)
 		if _, ok := indexes[dev]; !ok {
 			index, err := k.linkIndex(dev)
 			if err != nil {
-				failed = append(failed, dataplane.OpError{Op: op, Err: err})
+				failed = append(failed, dataplane.OpError{Op: *op, Err: err})
 				continue
 			}
 			indexes[dev] = index
 		}
 		if indexes[dev] != 0 || dev == "" {
-			ready, at = append(ready, op), append(at, i)
+			ready = append(ready, op)
 		} else if !op.Delete { // what lay on a device that is gone is gone, too
-			failed = append(failed, dataplane.OpError{Op: op, Err: unix.ENODEV})
+			failed = append(failed, dataplane.OpError{Op: *op, Err: unix.ENODEV})
 		}
 	}
 	k.provideNexthops(ctx, ready, indexes)
-	for i, op := range ready { // the caller is not told again what we have written
-		ops[at[i]] = op
-	}
 	errs := k.sock.send(ctx, len(ready), func(i int, m *message) {
 		encode(m, ready[i], indexes[deviceOf(ready[i].Object)])
 	})
@@ -73,7 +71,7 @@ func (k *Kernel) applyRun(ctx context.Context, ops []dataplane.Op) []dataplane.O
 	done := ready[:0]
 	for i, op := range ready {
 		if err := errs[i]; err != nil && !harmless(op, err) {
-			failed = append(failed, dataplane.OpError{Op: op, Err: err})
+			failed = append(failed, dataplane.OpError{Op: *op, Err: err})
 			continue
 		}
 		done = append(done, op)
@@ -89,7 +87,7 @@ const hostMetric = 1
 // route, often the very one to be replaced, leads to their gateway through
 // another device: an onlink flag does not help against that, but a passing
 // route to the gateway alone does.
-func (k *Kernel) detour(ctx context.Context, ops []dataplane.Op, indexes map[string]int, errs map[int]error) {
+func (k *Kernel) detour(ctx context.Context, ops []*dataplane.Op, indexes map[string]int, errs map[int]error) {
 	var again []int
 	for i, op := range ops {
 		r, ok := op.Object.(dataplane.Route)
@@ -119,7 +117,7 @@ func (k *Kernel) detour(ctx context.Context, ops []dataplane.Op, indexes map[str
 }
 
 // harmless reports whether err says that op is already true.
-func harmless(op dataplane.Op, err error) bool {
+func harmless(op *dataplane.Op, err error) bool {
 	if !op.Delete {
 		return errors.Is(err, unix.EEXIST) && !op.Exclusive
 	}
@@ -146,7 +144,7 @@ func deviceOf(o dataplane.Object) string {
 }
 
 // encode appends the message for op to m.
-func encode(m *message, op dataplane.Op, index int) {
+func encode(m *message, op *dataplane.Op, index int) {
 	flags := uint16(unix.NLM_F_CREATE | unix.NLM_F_REPLACE)
 	verb := func(put, del uint16) uint16 {
 		if op.Delete {
