@@ -251,22 +251,30 @@ func NewState() State {
 	}
 }
 
-// StateOf returns the state of objects, which it goes over several times, and from
-// two goroutines at once: there may be thousands.
+// StateOf returns the state of objects, which it goes over from two goroutines at
+// once, and more than once: there may be thousands.
 func StateOf(objects iter.Seq[Object]) State {
-	s := NewState()
-	s.reserve(objects)
-	add := func(routes bool) {
-		for o := range objects {
-			if _, ok := o.(Route); ok == routes {
-				o.addTo(s)
+	part := func(routes bool) State {
+		s := NewState()
+		of := func(yield func(Object) bool) {
+			for o := range objects {
+				if _, is := o.(Route); is == routes && !yield(o) {
+					return
+				}
 			}
 		}
+		s.reserve(of)
+		for o := range of {
+			o.addTo(s)
+		}
+		return s
 	}
+	var routes State
 	var wg sync.WaitGroup
-	wg.Go(func() { add(true) }) // half the work, and a map that nothing else goes into
-	add(false)
+	wg.Go(func() { routes = part(true) }) // half the work
+	s := part(false)
 	wg.Wait()
+	s.Routes = routes.Routes
 	return s
 }
 

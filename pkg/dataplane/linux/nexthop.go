@@ -305,7 +305,7 @@ func (k *Kernel) createNexthops(ctx context.Context, missing []*object) (again [
 		switch err := failed[i]; {
 		case err == nil:
 			o.id = ids[i]
-			t.add(o)
+			t.byID[o.id] = o
 		case errors.Is(err, unix.EEXIST):
 			again = append(again, o)
 		case errors.Is(err, unix.EOPNOTSUPP):
