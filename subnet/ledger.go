@@ -28,6 +28,13 @@ type known struct {
 	since time.Time
 }
 
+// alone returns k with a copy of its lease. The lease as it came keeps all others
+// in memory that were listed with it.
+func (k known) alone() known {
+	l := *k.Lease
+	return known{&l, k.since}
+}
+
 // Peer is what a Ledger knows of one other node.
 type Peer struct {
 	Lease     Lease     `json:"lease"`
@@ -40,7 +47,8 @@ type LedgerState struct {
 	Peers []Peer  `json:"peers"` // by key
 }
 
-// Restore replaces what the ledger knows by state.
+// Restore replaces what the ledger knows by state, which is shared and read-only from
+// then on.
 func (l *Ledger) Restore(state LedgerState, now time.Time) {
 	l.store, l.synced, l.held = state.Store, false, map[string]time.Time{}
 	l.peers = make(map[string]known, len(state.Peers))
@@ -77,7 +85,7 @@ func (l *Ledger) Apply(s Snapshot, now time.Time) {
 	}
 	for _, key := range s.Undecodable {
 		if peer, there := l.peers[key]; there {
-			peers[key] = peer
+			peers[key] = peer.alone()
 		}
 	}
 	contradicted := sync.OnceValue(func() func(*Lease) bool { return contradictions(s.Leases) })
@@ -94,7 +102,7 @@ func (l *Ledger) Apply(s Snapshot, now time.Time) {
 			until = latest
 		}
 		if now.Before(until) && !contradicted()(peer.Lease) {
-			peers[key], held[key] = peer, until
+			peers[key], held[key] = peer.alone(), until
 		}
 	}
 	l.peers, l.synced, l.held = peers, true, held
@@ -180,7 +188,7 @@ func contradictions(leases []*Lease) func(*Lease) bool {
 	for _, lease := range slices.SortedFunc(slices.Values(leases), func(a, b *Lease) int { return cmp.Compare(a.Key, b.Key) }) {
 		for _, e := range lease.Endpoints {
 			if e.Subnet.IsValid() {
-				subnets.add(e.Subnet, holder{lease: lease, family: e.Family()})
+				subnets.add(e.Subnet, holder{})
 			}
 			if e.PublicIP.IsValid() && !e.PublicIP.IsUnspecified() {
 				publics[e.PublicIP] = e.Subnet

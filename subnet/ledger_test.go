@@ -4,9 +4,11 @@ import (
 	"encoding/json"
 	"fmt"
 	"math/rand/v2"
+	"runtime"
 	"slices"
 	"testing"
 	"time"
+	"weak"
 
 	"github.com/google/go-cmp/cmp"
 
@@ -273,5 +275,47 @@ func TestLedgerFollows(t *testing.T) {
 	}
 	if followed < 200*60/10 {
 		t.Errorf("only %d of %d changes were followed", followed, 200*60)
+	}
+}
+
+// TestLedgerLetsGoOfListings has one lease of a listing outlive it: broken in the
+// store, held because the store is another, and as it came from disk. The listing
+// must not stay in memory for that.
+func TestLedgerLetsGoOfListings(t *testing.T) {
+	now := time.Unix(1700000000, 0)
+	listed := func() []subnet.Lease {
+		return []subnet.Lease{lease("a", 1, "10.5.1.0/24", "192.0.2.1"), lease("b", 2, "10.5.2.0/24", "192.0.2.2")}
+	}
+	for _, tc := range []struct {
+		name string
+		next subnet.Snapshot
+	}{
+		{"unreadable", undecodable(snapshot("s", 2), "a")},
+		{"held", snapshot("t", 2)},
+	} {
+		for _, restored := range []bool{false, true} {
+			ledger := new(subnet.Ledger)
+			var first weak.Pointer[subnet.Lease]
+			if restored {
+				state := subnet.LedgerState{Store: subnet.StoreID{ID: "s", Revision: 1}}
+				for _, l := range listed() {
+					state.Peers = append(state.Peers, subnet.Peer{Lease: l})
+				}
+				first = weak.Make(&state.Peers[0].Lease)
+				ledger.Restore(state, now)
+			} else {
+				s := snapshot("s", 1, listed()...)
+				first = weak.Make(s.Leases[0])
+				ledger.Apply(s, now)
+			}
+			ledger.Apply(tc.next, now)
+			runtime.GC()
+			if first.Value() != nil {
+				t.Errorf("%s, restored %v: what the lease was listed with is still there", tc.name, restored)
+			}
+			if ledger.Lease("a") == nil {
+				t.Errorf("%s, restored %v: the lease is gone", tc.name, restored)
+			}
+		}
 	}
 }

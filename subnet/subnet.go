@@ -105,8 +105,8 @@ type Snapshot struct {
 type Update struct {
 	Store StoreID
 	// Changed has the leases that differ from the update before, nil for one
-	// that is gone. A nil map means that there is no telling. Going by
-	// Snapshot alone comes to the same.
+	// that is gone; the leases are shared and read-only. A nil map means that there
+	// is no telling. Going by Snapshot alone comes to the same.
 	Changed map[string]*Lease
 	// Snapshot returns the complete set. It may be called until sink returns,
 	// and costs as much as there are leases.

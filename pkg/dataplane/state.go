@@ -251,8 +251,9 @@ func NewState() State {
 	}
 }
 
-// StateOf returns the state of objects, which it goes over from two goroutines at
-// once, and more than once: there may be thousands.
+// StateOf returns the state of objects. There may be thousands: routes have a
+// goroutine of their own, which makes room for them as well. So objects must bear
+// to be gone over by two at once, and more than once.
 func StateOf(objects iter.Seq[Object]) State {
 	part := func(routes bool) State {
 		s := NewState()
@@ -271,7 +272,7 @@ func StateOf(objects iter.Seq[Object]) State {
 	}
 	var routes State
 	var wg sync.WaitGroup
-	wg.Go(func() { routes = part(true) }) // half the work
+	wg.Go(func() { routes = part(true) })
 	s := part(false)
 	wg.Wait()
 	s.Routes = routes.Routes

@@ -270,7 +270,8 @@ func (m *Manager) ensure(own subnet.Lease) error {
 	return nil
 }
 
-// Pointers returns pointers to leases, as snapshots have them.
+// Pointers returns pointers to leases, as snapshots have them: to the very ones that
+// it is given.
 func Pointers(leases ...subnet.Lease) []*subnet.Lease {
 	all := make([]*subnet.Lease, len(leases))
 	for i := range leases {

@@ -279,8 +279,8 @@ func (k *Kernel) provideFor(ctx context.Context, index, n int, ops []*dataplane.
 	}
 }
 
-// createNexthops makes these objects and returns those whose id another program
-// has.
+// createNexthops makes these objects, which are known by hop already, and returns
+// those whose id another program has.
 func (k *Kernel) createNexthops(ctx context.Context, missing []*object) (again []*object) {
 	t := &k.nexthops
 	ids := make([]uint32, len(missing))
