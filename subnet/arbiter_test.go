@@ -2,6 +2,7 @@ package subnet_test
 
 import (
 	"fmt"
+	"maps"
 	"math/rand/v2"
 	"slices"
 	"testing"
@@ -85,5 +86,37 @@ func randomClaimant(rnd *rand.Rand, key string) subnet.Claimant {
 	return subnet.Claimant{
 		Lease:      &l,
 		Identities: []string{fmt.Sprintf("MAC %d", rnd.IntN(40))},
+	}
+}
+
+// TestChangeCostsOneLease has leases come, change, go and come again that are in
+// nobody's way: none of that is a reason to look at all of them again.
+func TestChangeCostsOneLease(t *testing.T) {
+	cfg, _, err := subnet.ParseConfig([]byte(`{"Network":"10.5.0.0/16"}`))
+	if err != nil {
+		t.Fatal(err)
+	}
+	a := subnet.NewArbiter(cfg, subnet.Claimant{Lease: &subnet.Lease{Key: "own"}})
+	for i, step := range []struct{ key, subnet, public, mac string }{
+		{"a", "10.5.1.0/24", "192.0.2.1", "MAC 1"},
+		{"b", "10.5.2.0/24", "192.0.2.2", "MAC 2"},
+		{"a", "10.5.1.0/24", "192.0.2.1", "MAC 3"}, // another MAC
+		{"a", "10.5.1.0/24", "192.0.2.3", "MAC 3"}, // another address
+		{"a", "10.5.3.0/24", "192.0.2.3", "MAC 3"}, // another subnet
+		{"c", "10.5.1.0/24", "192.0.2.1", "MAC 1"}, // all that a had
+		{"c", "", "", ""},
+		{"d", "10.5.1.0/24", "192.0.2.1", "MAC 1"}, // all that c had
+	} {
+		c := subnet.Claimant{Lease: &subnet.Lease{Key: step.key}}
+		if step.subnet != "" {
+			l := lease(step.key, uint64(i), step.subnet, step.public)
+			c = subnet.Claimant{Lease: &l, Identities: []string{step.mac}}
+		}
+		if !a.Change(c) {
+			t.Fatalf("step %d: %+v is not for itself to say: %v", i, step, a.AllRefused())
+		}
+	}
+	if have := slices.Sorted(maps.Keys(a.Accepted())); !slices.Equal(have, []string{"a", "b", "d"}) {
+		t.Errorf("accepted are %v", have)
 	}
 }
