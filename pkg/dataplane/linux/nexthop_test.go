@@ -86,6 +86,40 @@ func TestKernelNexthopThreshold(t *testing.T) {
 	}
 }
 
+// TestKernelNexthopsGoWithRoutes deletes routes through objects that this process
+// has made, and has not read since.
+func TestKernelNexthopsGoWithRoutes(t *testing.T) {
+	w := newWorld(t)
+	w.nexthops.threshold = 1
+	r := dataplanetest.NewReconciler(t, w, time.Hour)
+	if _, err := r.Reconcile(quiet(t), dataplanetest.Base(), true); err != nil {
+		t.Fatal(err)
+	}
+	var puts, deletes []dataplane.Op
+	for i := range 5 {
+		for _, o := range dataplanetest.Peer(3+i, 0) {
+			if route, ok := o.(dataplane.Route); ok && route.Dst.Addr().Is4() {
+				puts = append(puts, dataplane.Op{Object: route})
+			}
+		}
+	}
+	if failed := w.Apply(quiet(t), puts); len(failed) > 0 {
+		t.Fatal(failed)
+	}
+	if n := w.hops(t); n != (hops{through: 5, objects: 5}) {
+		t.Fatalf("%+v, want 5 routes through as many objects", n)
+	}
+	for _, op := range puts[:3] {
+		deletes = append(deletes, dataplane.Op{Delete: true, Object: op.Object})
+	}
+	if failed := w.Apply(quiet(t), deletes); len(failed) > 0 {
+		t.Fatal(failed)
+	}
+	if n := w.hops(t); n != (hops{through: 2, objects: 2}) {
+		t.Errorf("%+v, want 2 routes through as many objects", n)
+	}
+}
+
 // nexthopObject makes one as another program with the given protocol would.
 func (w *world) nexthopObject(id uint32, protocol uint8, gateway string, index int) error {
 	return w.tell(func(m *message) {
