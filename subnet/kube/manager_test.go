@@ -5,9 +5,12 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"maps"
 	"net/http"
+	"net/http/httptest"
 	"slices"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -564,6 +567,68 @@ func TestOneNodeCannotBeAskedFor(t *testing.T) {
 	for err := next(); err != nil; err = next() {
 		t.Logf("still %v", err)
 	}
+}
+
+// A Node whose answer went down with the watch is asked for again by the next one.
+func TestWatchEndsWhileANodeIsAskedFor(t *testing.T) {
+	f := newFixture(t, sharedServer(t))
+	f.setConfig(t, configV4)
+	p := newProxy(t, f.server)
+	m := f.started(t, func(c *Config) { c.Kubeconfig = f.kubeconfig(t, p.URL, flannel) })
+	w := subnettest.Watch(t, m)
+	w.Until(t, "nobody", subnettest.Has())
+	asked := make(chan struct{}, 1)
+	p.answer(func(_ http.ResponseWriter, r *http.Request) bool {
+		if !strings.HasSuffix(r.URL.Path, "/nodes/node3") {
+			return false
+		}
+		select {
+		case asked <- struct{}{}:
+			<-r.Context().Done()
+			return true
+		default:
+			return false
+		}
+	})
+	f.peer(t, 3)
+	<-asked
+	p.CloseClientConnections()
+	w.Until(t, "the peer", subnettest.Has("node3"))
+}
+
+// The answer may be older than what has become of the Node meanwhile.
+func TestPodCIDRComesWhileANodeIsAskedFor(t *testing.T) {
+	f := newFixture(t, sharedServer(t))
+	f.setConfig(t, configV4)
+	p := newProxy(t, f.server)
+	m := f.started(t, func(c *Config) { c.Kubeconfig = f.kubeconfig(t, p.URL, flannel) })
+	w := subnettest.Watch(t, m)
+	w.Until(t, "nobody", subnettest.Has())
+	asked, release := make(chan struct{}), make(chan struct{})
+	var once sync.Once
+	p.answer(func(rw http.ResponseWriter, r *http.Request) bool {
+		first := false
+		if strings.HasSuffix(r.URL.Path, "/nodes/node3") {
+			once.Do(func() { first = true })
+		}
+		if !first {
+			return false
+		}
+		early := httptest.NewRecorder()
+		p.pass(early, r)
+		close(asked)
+		<-release
+		maps.Copy(rw.Header(), early.Header())
+		_, _ = rw.Write(early.Body.Bytes())
+		return true
+	})
+	f.do(t, http.MethodPost, "/api/v1/nodes", nodeBody("node3", peerNotes(3)))
+	<-asked
+	f.do(t, http.MethodPatch, "/api/v1/nodes/node3", map[string]any{"spec": map[string]any{"podCIDR": cidrs(3)[0], "podCIDRs": cidrs(3)}}, "application/merge-patch+json")
+	f.peer(t, 4)
+	w.Until(t, "a peer that came after the podCIDR", subnettest.Has("node4"))
+	close(release)
+	w.Until(t, "both", subnettest.Has("node3", "node4"))
 }
 
 func TestRevisionTooOld(t *testing.T) {

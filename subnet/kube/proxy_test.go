@@ -13,6 +13,7 @@ import (
 // proxy stands before an API server, counts requests and answers some itself.
 type proxy struct {
 	*httptest.Server
+	pass      func(http.ResponseWriter, *http.Request) // leaves a request to the API server
 	mu        sync.Mutex
 	intercept func(http.ResponseWriter, *http.Request) bool
 	seen      []string // method and path with query
@@ -24,18 +25,18 @@ func newProxy(t *testing.T, s *server) *proxy {
 	if err != nil {
 		t.Fatal(err)
 	}
-	p := &proxy{}
 	rp := httputil.NewSingleHostReverseProxy(to)
 	rp.Transport = &http.Transport{TLSClientConfig: &tls.Config{InsecureSkipVerify: true}, ForceAttemptHTTP2: true} // loopback
 	rp.FlushInterval = -1
 	rp.ErrorHandler = func(w http.ResponseWriter, _ *http.Request, _ error) { w.WriteHeader(http.StatusBadGateway) }
+	p := &proxy{pass: rp.ServeHTTP}
 	p.Server = httptest.NewUnstartedServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		p.mu.Lock()
 		p.seen = append(p.seen, r.Method+" "+r.URL.String())
 		intercept := p.intercept
 		p.mu.Unlock()
 		if intercept == nil || !intercept(w, r) {
-			rp.ServeHTTP(w, r)
+			p.pass(w, r)
 		}
 	}))
 	p.EnableHTTP2 = true

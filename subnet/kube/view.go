@@ -32,14 +32,13 @@ type entry struct {
 	notes  notes
 	err    error         // why it is no lease now; errNotManaged is no trouble
 	lease  *subnet.Lease // as it last was one, nil if it never was; read-only
-	asked  bool          // its podCIDRs are
 	fresh  bool          // lease has changed and is to be published
 	logged string        // trouble that was
 }
 
 // lacks reports whether the Node is to be asked for.
 func (e *entry) lacks() bool {
-	return e != nil && e.cidrs == nil && e.notes[managed].text == "true" && !e.asked
+	return e != nil && e.cidrs == nil && e.notes[managed].text == "true"
 }
 
 // former is what this node knew when it ran before.
@@ -95,7 +94,6 @@ func (v *view) take(o *object, full bool, old *view) {
 	e := &entry{}
 	if known := old.entries[string(o.name)]; known != nil && known.is(o) {
 		*e = *known
-		e.asked = false
 		v.same = true
 	} else {
 		e.name = string(o.name)
@@ -215,11 +213,7 @@ func (v *view) advance(h happened) (name string, err error) {
 // supply takes in a Node that was asked for.
 func (v *view) supply(got fetched) {
 	e := v.entries[got.name]
-	if e == nil {
-		return
-	}
-	e.asked = false
-	if got.self.exists && got.self.uid == e.uid {
+	if e != nil && got.self.exists && got.self.uid == e.uid {
 		v.setCIDRs(e, got.self.cidrs, got.self.cidrsErr)
 		v.decode(e)
 	}

@@ -61,7 +61,6 @@ func (w *walker) answer() {
 			}
 			got.self = newSelf(&o, 0)
 		}
-		w.v.entries[name].asked = true
 		w.v.supply(got)
 		w.v.publish(w.t.Context(), name, w.sink)
 	}

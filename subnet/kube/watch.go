@@ -161,7 +161,7 @@ type happened struct {
 func (m *Manager) follow(ctx context.Context, v *view, sink func(subnet.Update), alive func()) error {
 	ctx, cancel := context.WithCancel(ctx)
 	events, taken, ended := make(chan happened), make(chan struct{}), make(chan error, 1)
-	f := &fetcher{m: m, got: make(chan fetched), slots: make(chan struct{}, fetchers)}
+	f := &fetcher{m: m, asked: map[string]bool{}, got: make(chan fetched), slots: make(chan struct{}, fetchers)}
 	var wg sync.WaitGroup
 	defer func() {
 		cancel()
@@ -180,7 +180,7 @@ func (m *Manager) follow(ctx context.Context, v *view, sink func(subnet.Update),
 		})
 	})
 	for _, name := range v.missing() {
-		f.start(ctx, v, name)
+		f.start(ctx, name, v.revision)
 	}
 	for {
 		var name string
@@ -189,12 +189,16 @@ func (m *Manager) follow(ctx context.Context, v *view, sink func(subnet.Update),
 		case e := <-events:
 			name, err = v.advance(e)
 			if name != "" && v.entries[name].lacks() {
-				f.start(ctx, v, name)
+				f.start(ctx, name, v.revision)
 			}
 			taken <- struct{}{}
 		case got := <-f.got:
 			name = got.name
-			v.supply(got)
+			again := f.asked[name]
+			delete(f.asked, name)
+			if v.supply(got); again && v.entries[name].lacks() {
+				f.start(ctx, name, v.revision)
+			}
 		case err := <-ended:
 			return err
 		}
@@ -208,9 +212,12 @@ func (m *Manager) follow(ctx context.Context, v *view, sink func(subnet.Update),
 // fetchers is how many Nodes are asked for at the same time.
 const fetchers = 8
 
-// fetcher asks for single Nodes in full.
+// fetcher asks for single Nodes in full. It ends with the watch that made it.
 type fetcher struct {
-	m     *Manager
+	m *Manager
+	// asked has the Nodes that are being asked for: true if one has changed since,
+	// so that the answer may be older than what made it worth asking.
+	asked map[string]bool
 	got   chan fetched
 	slots chan struct{}
 	wg    sync.WaitGroup
@@ -224,14 +231,13 @@ type fetched struct {
 	err  error
 }
 
-// start asks for a Node of the view, unless that is under way.
-func (f *fetcher) start(ctx context.Context, v *view, name string) {
-	e := v.entries[name]
-	if e.asked {
+// start asks for a Node as it was at revision or later, unless that is under way.
+func (f *fetcher) start(ctx context.Context, name string, revision int64) {
+	if _, under := f.asked[name]; under {
+		f.asked[name] = true
 		return
 	}
-	e.asked = true
-	revision := v.revision
+	f.asked[name] = false
 	f.wg.Go(func() {
 		select {
 		case f.slots <- struct{}{}:
