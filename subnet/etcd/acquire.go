@@ -137,7 +137,7 @@ func (m *Manager) acquire(ctx context.Context, pools []subnet.Pool, c subnet.Cla
 	}
 	who := identity(c)
 	ours := func(e entry) bool {
-		return e.err == nil && carries(e.lease, who) || e.key == m.own.key && e.modRevision == m.own.revision || m.held(e)
+		return e.err == nil && carries(e.lease, who) || m.wrote(e) || m.held(e)
 	}
 	p, err := choose(pools, m.previous(c), ours, l.entries)
 	if err != nil {
@@ -234,7 +234,9 @@ func (m *Manager) settle(ctx context.Context, e entry, own ownLease, spare *gran
 		if err != nil && !errors.Is(err, errNoGrant) {
 			return err
 		}
-		if err != nil || g.ttl < m.cfg.TTL {
+		// The store may give more than it is asked for: what this daemon was given is
+		// all that there is to be had.
+		if err != nil || g.ttl < m.cfg.TTL || g.ttl > m.cfg.TTL && e.leaseID != m.own.grant.id {
 			if err := m.provide(ctx, spare); err != nil {
 				return err
 			}
@@ -254,6 +256,12 @@ func (m *Manager) settle(ctx context.Context, e entry, own ownLease, spare *gran
 	}
 	m.remember(ctx, own, e)
 	return nil
+}
+
+// wrote reports whether e is what this manager has written, and nobody since. The
+// revision alone does not tell: they begin anew in a store that was emptied.
+func (m *Manager) wrote(e entry) bool {
+	return e.key == m.own.key && e.modRevision == m.own.revision && e.createRevision == m.own.create && e.leaseID == m.own.grant.id
 }
 
 // remember takes over what was written. The etcd leases of what it replaces

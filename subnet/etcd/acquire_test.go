@@ -211,17 +211,35 @@ func TestEtcdLeasesDoNotGrow(t *testing.T) {
 	}
 }
 
-func TestShortEtcdLeaseIsReplaced(t *testing.T) {
-	f := newFixture(t, sharedServer(t))
-	f.put(t, "config", configV4)
-	before := f.etcdLeases(t)
-	f.put(t, "subnets/10.5.9.0-24", value("192.0.2.1"), f.grant(t, 60))
-	l := acquire(t, f.manager(t), claim("192.0.2.1"))
-	if l.Key != "10.5.9.0-24" || time.Until(l.Expires) < 23*time.Hour {
-		t.Errorf("got %+v, want the key for a day", l)
+// A start with another time to live has the lease live as long.
+func TestEtcdLeaseOfAnotherTTLIsReplaced(t *testing.T) {
+	for name, had := range map[string]time.Duration{"shorter": time.Minute, "longer": 48 * time.Hour} {
+		t.Run(name, func(t *testing.T) {
+			f := newFixture(t, sharedServer(t))
+			f.put(t, "config", configV4)
+			before := f.etcdLeases(t)
+			f.put(t, "subnets/10.5.9.0-24", value("192.0.2.1"), f.grant(t, int64(had.Seconds())))
+			l := acquire(t, f.manager(t), claim("192.0.2.1"))
+			if left := time.Until(l.Expires); l.Key != "10.5.9.0-24" || left < 23*time.Hour || left > 24*time.Hour {
+				t.Errorf("got %+v, want the key for a day", l)
+			}
+			if after := f.etcdLeases(t); after != before+1 {
+				t.Errorf("%d etcd leases, want 1", after-before)
+			}
+		})
 	}
-	if after := f.etcdLeases(t); after != before+1 {
-		t.Errorf("%d etcd leases, want 1", after-before)
+}
+
+// A store that gives more than it is asked for is not asked again and again.
+func TestLeastTTLOfTheStore(t *testing.T) {
+	f := newFixture(t, newServer(t, func(s *server) { s.election = 2000 }))
+	f.put(t, "config", configV4)
+	m := f.manager(t, func(c *Config) { c.TTL = time.Second })
+	l := acquire(t, m, claim("192.0.2.1"))
+	_, had, _ := f.get(t, "subnets/"+l.Key)
+	l = acquire(t, m, claim("192.0.2.1"))
+	if _, now, _ := f.get(t, "subnets/"+l.Key); now != had {
+		t.Errorf("the etcd lease went from %x to %x", had, now)
 	}
 }
 

@@ -85,7 +85,7 @@ func (m *Manager) ensure(ctx context.Context, l subnet.Lease) (looked int64, res
 		return looked, true, nil
 	case m.right(*found, own):
 		return looked, false, nil
-	case found.modRevision != m.own.revision && !carries(found.lease, identity(own.claim)) && owner(*found).IsValid():
+	case !m.wrote(*found) && !carries(found.lease, identity(own.claim)) && owner(*found).IsValid():
 		return 0, false, lost(own.key, *found)
 	}
 	if err := m.settle(ctx, *found, own, &spare); err != nil {
@@ -111,8 +111,7 @@ func (m *Manager) ownOr(l subnet.Lease) (ownLease, error) {
 
 // right reports whether the key as found needs nothing, not even a renewal.
 func (m *Manager) right(found entry, own ownLease) bool {
-	return found.modRevision == m.own.revision && found.leaseID == own.grant.id &&
-		(own.grant.id == 0 || time.Now().Before(m.renewal(own.grant)))
+	return m.wrote(found) && (own.grant.id == 0 || time.Now().Before(m.renewal(own.grant)))
 }
 
 // renewal returns when g is to be kept alive.

@@ -133,6 +133,32 @@ func TestOwnKeyTakenOver(t *testing.T) {
 	}
 }
 
+// Revisions begin anew in a store that was emptied: another node's lease may have the
+// one that ours had.
+func TestOwnKeyTakenOverAtTheSameRevision(t *testing.T) {
+	f := newFixture(t, newServer(t))
+	f.put(t, "config", configV4)
+	p := newProxy(t, f.server)
+	m := f.manager(t, via(p))
+	l := acquire(t, m, claim("192.0.2.1"))
+	_, _, had := f.get(t, "subnets/"+l.Key)
+	k := keeping(t, m, l)
+	p.cut()
+	f.wipe(t)
+	for f.put(t, "config", configV4) < had-1 { //nolint:revive // it counts up
+	}
+	if now := f.put(t, "subnets/"+l.Key, value("192.0.2.9"), f.grant(t, 60)); now != had {
+		t.Fatalf("it stands at revision %d, want %d", now, had)
+	}
+	p.open(t)
+	if err := k.lost(t); !strings.Contains(err.Error(), "now belongs to 192.0.2.9") {
+		t.Errorf("error is %v", err)
+	}
+	if v, _, _ := f.get(t, "subnets/"+l.Key); v != value("192.0.2.9") {
+		t.Errorf("the new owner's value is %s", v)
+	}
+}
+
 // TestAwayPastTTL has the lease run out while the store cannot be reached.
 func TestAwayPastTTL(t *testing.T) {
 	for _, taken := range []bool{false, true} {

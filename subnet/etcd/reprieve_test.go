@@ -1,6 +1,7 @@
 package etcd
 
 import (
+	"maps"
 	"net/netip"
 	"slices"
 	"testing"
@@ -59,4 +60,16 @@ func TestReprieve(t *testing.T) {
 	gone("at its end", later(1), "b")
 	gone("once more", later(1))
 	spared(false, "a")
+}
+
+// A list that comes after the reprieve has the last word, on those who had one as well.
+func TestListAfterTheReprieve(t *testing.T) {
+	now := time.Now()
+	over := reprieve{heard: now, until: now, doomed: map[string]struct{}{"a": {}}}
+	old := view{entries: map[string]*entry{"a": {key: "a"}}, reprieve: over}
+	v := view{entries: map[string]*entry{"b": {key: "b"}}, reprieve: over}
+	v.adopt(old)
+	if keys := slices.Collect(maps.Keys(v.entries)); !slices.Equal(keys, []string{"b"}) || len(v.doomed) > 0 {
+		t.Errorf("there are %v, of these doomed %v", keys, v.doomed)
+	}
 }

@@ -1,6 +1,7 @@
 package etcd
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"net"
@@ -23,10 +24,12 @@ const patience = 20 * time.Second
 
 // server is a real etcd on loopback.
 type server struct {
-	dir  string
-	url  string
-	tls  embed.Config // only its ClientTLSInfo counts
-	etcd *embed.Etcd
+	dir      string
+	url      string
+	peer     string       // address for members: with it an emptied etcd has the cluster id that it had
+	tls      embed.Config // only its ClientTLSInfo counts
+	election uint         // ms; zero means 500. An etcd lease lives for no less than 1.5 times that
+	etcd     *embed.Etcd
 }
 
 // newServer starts an etcd that ends with the test.
@@ -57,11 +60,14 @@ func (s *server) start(tb testing.TB) {
 	if err != nil {
 		tb.Fatal(err)
 	}
-	peer := url.URL{Scheme: "http", Host: freeAddr(tb)}
+	if s.peer == "" {
+		s.peer = freeAddr(tb)
+	}
+	peer := url.URL{Scheme: "http", Host: s.peer}
 	cfg := embed.NewConfig()
 	cfg.Dir = s.dir
 	cfg.UnsafeNoFsync = true
-	cfg.TickMs, cfg.ElectionMs = 50, 500
+	cfg.TickMs, cfg.ElectionMs = 50, cmp.Or(s.election, 500)
 	cfg.BcryptCost = 4
 	cfg.ZapLoggerBuilder = embed.NewZapLoggerBuilder(zap.NewNop())
 	cfg.ListenClientUrls, cfg.AdvertiseClientUrls = []url.URL{*client}, []url.URL{*client}

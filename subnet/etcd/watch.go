@@ -113,9 +113,10 @@ func (v *view) drop(changed map[string]*subnet.Lease, keys []string) {
 }
 
 // adopt takes from the view of the same store before an outage the leases that
-// have a reprieve.
+// have a reprieve. What another store lacks is for whoever listens to hold.
 func (v *view) adopt(old view) {
 	if old.store.ID != v.store.ID || old.store.Revision > v.store.Revision {
+		v.doomed = nil
 		return
 	}
 	listed := slices.Collect(maps.Values(v.entries))
@@ -124,6 +125,7 @@ func (v *view) adopt(old view) {
 			v.entries[key] = e
 		}
 	}
+	maps.DeleteFunc(v.doomed, func(key string, _ struct{}) bool { return v.entries[key] == nil })
 	for _, e := range listed {
 		v.drop(map[string]*subnet.Lease{}, v.renewed(e, v.entries))
 	}

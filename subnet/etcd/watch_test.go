@@ -263,6 +263,32 @@ func TestStoreWiped(t *testing.T) {
 	w.Until(t, "what the new store gets", subnettest.Has("10.5.2.0-24"))
 }
 
+// Leases that have a reprieve, because the store was away for long, are no part of
+// the one that comes in its place.
+func TestStoreWipedDuringAReprieve(t *testing.T) {
+	const margin = 50 * time.Millisecond
+	f := newFixture(t, newServer(t))
+	for n := range 20 {
+		f.put(t, "subnets/10.5.1.0-24", value(fmt.Sprintf("192.0.2.%d", n+1)))
+	}
+	p := newProxy(t, f.server)
+	m := f.manager(t, via(p), func(c *Config) { c.RenewMargin = margin })
+	m.timing.reprieve, m.timing.dead = time.Hour, time.Millisecond
+	w := subnettest.Watch(t, m)
+	w.Until(t, "the peer", subnettest.Has("10.5.1.0-24"))
+	p.cut()
+	cut := time.Now()
+	f.delete(t, "subnets/10.5.1.0-24")
+	f.put(t, "subnets/10.5.2.0-24", value("192.0.2.102"))
+	eventually(t, "longer than the margin", func() bool { return time.Since(cut) > 2*margin })
+	p.open(t)
+	w.Until(t, "who is spared", subnettest.Has("10.5.1.0-24", "10.5.2.0-24"))
+	f.wipe(t)
+	w.Until(t, "nobody", subnettest.Has())
+	f.put(t, "subnets/10.5.7.0-24", value("192.0.2.107"))
+	w.Until(t, "what the new store gets", subnettest.Has("10.5.7.0-24"))
+}
+
 func TestStoreRestarted(t *testing.T) {
 	f := newFixture(t, newServer(t))
 	f.put(t, "subnets/10.5.1.0-24", value("192.0.2.1"))
