@@ -123,9 +123,10 @@ type Manager interface {
 	// Recall returns what this node published before: zero if nothing. own
 	// carries the node's public addresses.
 	Recall(ctx context.Context, own Claim) (Claim, error)
-	// Acquire takes or renews this node's lease. It returns ErrUnfit, wrapped,
-	// when asking again is of no use.
-	Acquire(ctx context.Context, c Claim) (Lease, error)
+	// Acquire takes or renews this node's lease. cfg is what the node goes by,
+	// whatever the store says by now. It returns ErrUnfit, wrapped, when asking
+	// again is of no use.
+	Acquire(ctx context.Context, cfg Config, c Claim) (Lease, error)
 	// Watch blocks and calls sink, from one goroutine, with what is complete
 	// only. It survives compaction and outages. A snapshot's slices belong to
 	// the receiver, the leases in them are shared and read-only.

@@ -92,19 +92,19 @@ func fits(pools []subnet.Pool, subnets []netip.Prefix) bool {
 
 // Acquire takes or renews the own lease. It keeps the subnet that the node had
 // whenever that is possible. See subnet.Manager.
-func (m *Manager) Acquire(ctx context.Context, c subnet.Claim) (subnet.Lease, error) {
+func (m *Manager) Acquire(ctx context.Context, cfg subnet.Config, c subnet.Claim) (subnet.Lease, error) {
 	defer m.outage.Forget(sourceLease)
+	pools, err := cfg.Pools()
+	if err == nil {
+		err = check(cfg, c)
+	}
+	if err != nil {
+		return subnet.Lease{}, fmt.Errorf("acquire lease: %w", err)
+	}
 	var spare grant
 	defer func() { m.revoke(ctx, spare) }()
 	var own subnet.Lease
-	err := m.retry(ctx, sourceLease, func() error {
-		cfg, pools, err := m.config(ctx)
-		if err != nil {
-			return err
-		}
-		if err := check(cfg, c); err != nil {
-			return err
-		}
+	err = m.retry(ctx, sourceLease, func() error {
 		unlock, err := m.lock(ctx)
 		if err != nil {
 			return err
@@ -124,7 +124,7 @@ func check(cfg subnet.Config, c subnet.Claim) error {
 	for _, n := range cfg.Networks {
 		f := prefix.FamilyOf(n.Prefix.Addr())
 		if e, ok := c.Endpoint(f); !ok || !e.PublicIP.IsValid() {
-			return fmt.Errorf("acquire lease: %s is enabled but this node has no public %s address", f, f)
+			return fmt.Errorf("%s is enabled but this node has no public %s address", f, f)
 		}
 	}
 	return nil

@@ -321,10 +321,14 @@ func TestCancelWhileUnreachable(t *testing.T) {
 	p.stall()
 	m := f.manager(t, via(p))
 	l := subnet.Lease{Key: "10.5.1.0-24", Endpoints: claim("192.0.2.1").Endpoints}
+	cfg, _, err := subnet.ParseConfig([]byte(configV4))
+	if err != nil {
+		t.Fatal(err)
+	}
 	for name, call := range map[string]func(context.Context) error{
 		"Config":  func(ctx context.Context) error { _, err := m.Config(ctx); return err },
 		"Recall":  func(ctx context.Context) error { _, err := m.Recall(ctx, claim("192.0.2.1")); return err },
-		"Acquire": func(ctx context.Context) error { _, err := m.Acquire(ctx, claim("192.0.2.1")); return err },
+		"Acquire": func(ctx context.Context) error { _, err := m.Acquire(ctx, cfg, claim("192.0.2.1")); return err },
 		"Keep":    func(ctx context.Context) error { return m.Keep(ctx, l) },
 		"Watch":   func(ctx context.Context) error { return m.Watch(ctx, func(subnet.Update) {}) },
 	} {

@@ -7,6 +7,7 @@ import (
 	"testing"
 
 	"flanneld/subnet"
+	"flanneld/subnet/subnettest"
 )
 
 // TestDualStackNodesShareNoSubnet has as many nodes as there are IPv4 subnets
@@ -26,7 +27,7 @@ func TestDualStackNodesShareNoSubnet(t *testing.T) {
 			var l subnet.Lease
 			var err error
 			for l.Key == "" && t.Context().Err() == nil { // one that will yield may hold the last free subnet
-				l, err = m.Acquire(t.Context(), claim(fmt.Sprintf("192.0.2.%d", n+1), fmt.Sprintf("2001:db8::%d", n+1)))
+				l, err = subnettest.Acquire(t.Context(), m, claim(fmt.Sprintf("192.0.2.%d", n+1), fmt.Sprintf("2001:db8::%d", n+1)))
 			}
 			if err != nil {
 				t.Errorf("node %d: %v", n, err)

@@ -12,7 +12,7 @@ import (
 
 // Acquire publishes c on the own Node and returns the lease on its podCIDRs.
 // It waits for the Node, and for its podCIDRs. See subnet.Manager.
-func (m *Manager) Acquire(ctx context.Context, c subnet.Claim) (subnet.Lease, error) {
+func (m *Manager) Acquire(ctx context.Context, cfg subnet.Config, c subnet.Claim) (subnet.Lease, error) {
 	defer m.outage.Forget(starting)
 	waiting := false
 	for {
@@ -20,7 +20,7 @@ func (m *Manager) Acquire(ctx context.Context, c subnet.Claim) (subnet.Lease, er
 		var s *self
 		err := m.retry(ctx, starting, func() (err error) {
 			if s, err = m.recent(ctx); err == nil {
-				own, err = m.acquire(ctx, s, c)
+				own, err = m.acquire(ctx, s, cfg, c)
 			}
 			return err
 		})
@@ -43,12 +43,9 @@ func (m *Manager) Acquire(ctx context.Context, c subnet.Claim) (subnet.Lease, er
 }
 
 // acquire returns errNoPodCIDR, wrapped, as long as there are none.
-func (m *Manager) acquire(ctx context.Context, s *self, c subnet.Claim) (subnet.Lease, error) {
+func (m *Manager) acquire(ctx context.Context, s *self, cfg subnet.Config, c subnet.Claim) (subnet.Lease, error) {
 	name := *m.name.Load()
-	cfg, err := m.Config(ctx)
 	switch {
-	case err != nil:
-		return subnet.Lease{}, err
 	case !s.exists:
 		return subnet.Lease{}, fmt.Errorf("node %s does not exist: %w", name, errNoPodCIDR)
 	case errors.Is(s.cidrsErr, errNoPodCIDR):

@@ -28,7 +28,7 @@ func acquire(t *testing.T, m *Manager, c subnet.Claim) subnet.Lease {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), patience)
 	defer cancel()
-	l, err := m.Acquire(ctx, c)
+	l, err := subnettest.Acquire(ctx, m, c)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -71,7 +71,7 @@ func TestAcquireWaitsForThePodCIDR(t *testing.T) {
 	}
 	got := make(chan result, 1)
 	go func() {
-		l, err := m.Acquire(t.Context(), vxlanClaim("192.0.2.1"))
+		l, err := subnettest.Acquire(t.Context(), m, vxlanClaim("192.0.2.1"))
 		got <- result{l, err}
 	}()
 	still := func(what string) {
@@ -116,7 +116,7 @@ func TestPodCIDRThatDoesNotFit(t *testing.T) {
 			f.addNode(t, "n1", tt.cidrs...)
 			c := vxlanClaim("192.0.2.1")
 			c.Endpoints = append(c.Endpoints, endpoint("", "2001:db8::1", vtep))
-			_, err := f.manager(t, "n1").Acquire(t.Context(), c)
+			_, err := subnettest.Acquire(t.Context(), f.manager(t, "n1"), c)
 			if !errors.Is(err, subnet.ErrUnfit) {
 				t.Fatalf("got %v, want ErrUnfit", err)
 			}
@@ -162,7 +162,7 @@ func TestWithoutEvents(t *testing.T) {
 	f.grant(t, false)
 	f.setConfig(t, configV4)
 	f.addNode(t, "n1", "10.6.1.0/24")
-	if _, err := f.manager(t, "n1").Acquire(t.Context(), vxlanClaim("192.0.2.1")); !errors.Is(err, subnet.ErrUnfit) {
+	if _, err := subnettest.Acquire(t.Context(), f.manager(t, "n1"), vxlanClaim("192.0.2.1")); !errors.Is(err, subnet.ErrUnfit) {
 		t.Errorf("got %v, want ErrUnfit", err)
 	}
 	if got := f.events(t, "n1"); len(got) != 0 {
@@ -491,7 +491,7 @@ func TestOutages(t *testing.T) {
 	}
 	acquired := make(chan error, 1)
 	go func() {
-		_, err := m.Acquire(t.Context(), vxlanClaim("192.0.2.1"))
+		_, err := subnettest.Acquire(t.Context(), m, vxlanClaim("192.0.2.1"))
 		acquired <- err
 	}()
 	expect("503 Service Unavailable")
@@ -665,7 +665,7 @@ func TestTokenIsRead(t *testing.T) {
 	m := f.manager(t, "node1", func(c *Config) { c.Kubeconfig = f.kubeconfig(t, p.URL, "old-token") })
 	acquired := make(chan error, 1)
 	go func() {
-		_, err := m.Acquire(t.Context(), vxlanClaim("192.0.2.1"))
+		_, err := subnettest.Acquire(t.Context(), m, vxlanClaim("192.0.2.1"))
 		acquired <- err
 	}()
 	eventually(t, "tries with the old token", func() error {

@@ -148,22 +148,21 @@ func carries(l subnet.Lease, c subnet.Claim) bool {
 }
 
 // Acquire takes or renews the own lease. See subnet.Manager.
-func (m *Manager) Acquire(ctx context.Context, c subnet.Claim) (subnet.Lease, error) {
-	cfg, err := m.Config(ctx)
-	if err != nil {
-		return subnet.Lease{}, err
+func (m *Manager) Acquire(ctx context.Context, cfg subnet.Config, c subnet.Claim) (subnet.Lease, error) {
+	if ctx.Err() != nil {
+		return subnet.Lease{}, ctx.Err()
 	}
 	pools, err := cfg.Pools()
 	if err != nil {
 		return subnet.Lease{}, err
 	}
 	var own subnet.Lease
+	m.mu.Lock()
+	defer m.mu.Unlock()
 	m.store.change(func() { own, err = m.acquire(pools, c) })
 	if err != nil {
 		return subnet.Lease{}, err
 	}
-	m.mu.Lock()
-	defer m.mu.Unlock()
 	m.own = own.Key
 	return own, nil
 }
@@ -176,7 +175,7 @@ func (m *Manager) acquire(pools []subnet.Pool, c subnet.Claim) (subnet.Lease, er
 	wanted = append(wanted, m.previous...)
 	for key, r := range m.store.records {
 		subnets := subnetsOf(r.lease)
-		if r.broken || !carries(r.lease, c) {
+		if r.broken || !carries(r.lease, c) && key != m.own {
 			taken = append(taken, subnets...)
 			continue
 		}

@@ -50,6 +50,7 @@ func Run(t *testing.T, newBacking func(t *testing.T) Backing) {
 			t.Run(name, func(t *testing.T) { testAcquire(t, newBacking(t), config) })
 		}
 	})
+	t.Run("acquire by another configuration than the store's", func(t *testing.T) { testAcquireByOwnConfig(t, newBacking(t)) })
 	t.Run("watch", func(t *testing.T) { testWatch(t, newBacking(t)) })
 	t.Run("keep", func(t *testing.T) { testKeep(t, newBacking(t)) })
 	t.Run("cancel", func(t *testing.T) { testCancel(t, newBacking(t)) })
@@ -72,6 +73,15 @@ func claim(config string, n int) subnet.Claim {
 		c.Endpoints = append(c.Endpoints, subnet.Endpoint{PublicIP: a, Data: data})
 	}
 	return c
+}
+
+// Acquire has m take or renew its lease by the configuration in the store.
+func Acquire(ctx context.Context, m subnet.Manager, c subnet.Claim) (subnet.Lease, error) {
+	cfg, err := m.Config(ctx)
+	if err != nil {
+		return subnet.Lease{}, err
+	}
+	return m.Acquire(ctx, cfg, c)
 }
 
 func testConfig(t *testing.T, b Backing) {
@@ -99,7 +109,7 @@ func testAcquire(t *testing.T, b Backing, config string) {
 		m := b.Manager(t, n)
 		wg.Go(func() {
 			var err error
-			if leases[n], err = m.Acquire(t.Context(), claim(config, n)); err != nil {
+			if leases[n], err = Acquire(t.Context(), m, claim(config, n)); err != nil {
 				t.Errorf("node %d: %v", n, err)
 			}
 		})
@@ -127,9 +137,35 @@ func testAcquire(t *testing.T, b Backing, config string) {
 	if none, err := b.Manager(t, 99).Recall(t.Context(), claim(config, 99)); err != nil || len(none.Endpoints) > 0 {
 		t.Errorf("a node that was never there recalls %v, %v", none, err)
 	}
-	l, err := again.Acquire(t.Context(), claim(config, 3))
+	l, err := Acquire(t.Context(), again, claim(config, 3))
 	if err != nil || l.Key != leases[3].Key || l.Order != leases[3].Order {
 		t.Errorf("after a restart the lease is %+v, %v, want %+v", l, err, leases[3])
+	}
+}
+
+// testAcquireByOwnConfig gives a node that runs another address, while the store has
+// another configuration, or none: it keeps its subnet.
+func testAcquireByOwnConfig(t *testing.T, b Backing) {
+	b.SetConfig(t, configV4)
+	m := b.Manager(t, 1)
+	cfg, err := m.Config(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	own, err := m.Acquire(t.Context(), cfg, claim(configV4, 1))
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, now := range []string{`{"Network":"10.6.0.0/16"}`, configDual, ""} {
+		b.SetConfig(t, now)
+		c := claim(configV4, 1)
+		c.Endpoints[0].Subnet = own.Endpoints[0].Subnet
+		c.Endpoints[0].PublicIP = own.Endpoints[0].PublicIP.Next()
+		next, err := m.Acquire(t.Context(), cfg, c)
+		if err != nil || next.Key != own.Key || next.Endpoints[0].PublicIP != c.Endpoints[0].PublicIP {
+			t.Fatalf("with configuration %q in the store the lease is %+v, %v, want %s for %s", now, next, err, own.Key, c.Endpoints[0].PublicIP)
+		}
+		own = next
 	}
 }
 
@@ -164,17 +200,17 @@ func sameEndpoints(a, b []subnet.Endpoint) bool {
 func testPrevious(t *testing.T, b Backing) {
 	b.SetConfig(t, configV4)
 	want := netip.MustParsePrefix("10.5.77.0/24")
-	first, err := b.Manager(t, 1, want).Acquire(t.Context(), claim(configV4, 1))
+	first, err := Acquire(t.Context(), b.Manager(t, 1, want), claim(configV4, 1))
 	if err != nil || first.Endpoints[0].Subnet != want {
 		t.Fatalf("got %v, %v, want the previous subnet", first, err)
 	}
-	second, err := b.Manager(t, 2, want).Acquire(t.Context(), claim(configV4, 2))
+	second, err := Acquire(t.Context(), b.Manager(t, 2, want), claim(configV4, 2))
 	if err != nil || second.Endpoints[0].Subnet == want {
 		t.Errorf("got %v, %v, want another subnet than the one that is taken", second, err)
 	}
 	c := claim(configV4, 3)
 	c.Endpoints[0].Subnet = netip.MustParsePrefix("10.5.78.0/24")
-	third, err := b.Manager(t, 3).Acquire(t.Context(), c)
+	third, err := Acquire(t.Context(), b.Manager(t, 3), c)
 	if err != nil || third.Endpoints[0].Subnet != c.Endpoints[0].Subnet {
 		t.Errorf("got %v, %v, want the subnet that is claimed", third, err)
 	}
@@ -185,16 +221,16 @@ func testNoSubnets(t *testing.T, b Backing) {
 	var last subnet.Lease
 	for n := 1; n <= 3; n++ {
 		var err error
-		if last, err = b.Manager(t, n).Acquire(t.Context(), claim(configV4, n)); err != nil {
+		if last, err = Acquire(t.Context(), b.Manager(t, n), claim(configV4, n)); err != nil {
 			t.Fatal(err)
 		}
 	}
 	m := b.Manager(t, 4)
-	if l, err := m.Acquire(t.Context(), claim(configV4, 4)); !errors.Is(err, subnet.ErrNoSubnets) {
+	if l, err := Acquire(t.Context(), m, claim(configV4, 4)); !errors.Is(err, subnet.ErrNoSubnets) {
 		t.Fatalf("got %v, %v, want ErrNoSubnets", l, err)
 	}
 	b.Delete(t, last.Key)
-	if l, err := m.Acquire(t.Context(), claim(configV4, 4)); err != nil || l.Key != last.Key {
+	if l, err := Acquire(t.Context(), m, claim(configV4, 4)); err != nil || l.Key != last.Key {
 		t.Errorf("got %v, %v, want the only subnet that is free: %v", l, err, last)
 	}
 }
@@ -202,11 +238,11 @@ func testNoSubnets(t *testing.T, b Backing) {
 func testWatch(t *testing.T, b Backing) {
 	b.SetConfig(t, configV4)
 	m := b.Manager(t, 1)
-	own, err := m.Acquire(t.Context(), claim(configV4, 1))
+	own, err := Acquire(t.Context(), m, claim(configV4, 1))
 	if err != nil {
 		t.Fatal(err)
 	}
-	peer, err := b.Manager(t, 2).Acquire(t.Context(), claim(configV4, 2))
+	peer, err := Acquire(t.Context(), b.Manager(t, 2), claim(configV4, 2))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -218,7 +254,7 @@ func testWatch(t *testing.T, b Backing) {
 	if snap.Store.ID == "" || snap.Store.Revision <= 0 {
 		t.Errorf("snapshot comes from %+v", snap.Store)
 	}
-	other, err := b.Manager(t, 3).Acquire(t.Context(), claim(configV4, 3))
+	other, err := Acquire(t.Context(), b.Manager(t, 3), claim(configV4, 3))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -226,7 +262,7 @@ func testWatch(t *testing.T, b Backing) {
 
 	moved := claim(configV4, 2)
 	moved.Endpoints[0].Data = json.RawMessage(`{"VNI":1,"VtepMAC":"02:00:00:00:00:ff"}`)
-	if _, err := b.Manager(t, 2).Acquire(t.Context(), moved); err != nil {
+	if _, err := Acquire(t.Context(), b.Manager(t, 2), moved); err != nil {
 		t.Fatal(err)
 	}
 	w.Until(t, "the peer's new data", func(s subnet.Snapshot) bool {
@@ -254,7 +290,7 @@ func testWatch(t *testing.T, b Backing) {
 func testKeep(t *testing.T, b Backing) {
 	b.SetConfig(t, configV4)
 	m, onlooker := b.Manager(t, 1), b.Manager(t, 9)
-	own, err := m.Acquire(t.Context(), claim(configV4, 1))
+	own, err := Acquire(t.Context(), m, claim(configV4, 1))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -290,7 +326,7 @@ func testKeep(t *testing.T, b Backing) {
 func testCancel(t *testing.T, b Backing) {
 	b.SetConfig(t, configV4)
 	m := b.Manager(t, 1)
-	own, err := m.Acquire(t.Context(), claim(configV4, 1))
+	own, err := Acquire(t.Context(), m, claim(configV4, 1))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -317,10 +353,14 @@ func testCancel(t *testing.T, b Backing) {
 			t.Error("a method goes on after its context has ended")
 		}
 	}
+	cfg, _, err := subnet.ParseConfig([]byte(configV4))
+	if err != nil {
+		t.Fatal(err)
+	}
 	for name, call := range map[string]func() error{
 		"Config":  func() error { _, err := m.Config(ctx); return err },
 		"Recall":  func() error { _, err := m.Recall(ctx, claim(configV4, 1)); return err },
-		"Acquire": func() error { _, err := m.Acquire(ctx, claim(configV4, 1)); return err },
+		"Acquire": func() error { _, err := m.Acquire(ctx, cfg, claim(configV4, 1)); return err },
 	} {
 		if err := call(); !errors.Is(err, context.Canceled) {
 			t.Errorf("%s: error is %v, want that of the context", name, err)

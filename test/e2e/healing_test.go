@@ -2,6 +2,7 @@ package e2e
 
 import (
 	"context"
+	"encoding/json"
 	"fmt"
 	"net/netip"
 	"os"
@@ -647,8 +648,7 @@ func addressChangesWhileTheStoreIsAway(t *testing.T, restarted bool) {
 		expectStop(t, p.host.Daemon())
 		expectLog(t, start(t, p.host, lab.FlanneldOptions{}), "going on from the last known state")
 	}
-	moved := func(prefix.Family) netip.Addr { return netip.MustParseAddr("192.168.77.101") }
-	p.run(t, "ip addr del 192.168.77.1/24 dev eth0; "+p.restore(moved))
+	p.moves(t)
 	var want []string
 	for _, line := range before {
 		want = append(want, replaceWord(line, "192.168.77.1", "192.168.77.101"))
@@ -658,13 +658,50 @@ func addressChangesWhileTheStoreIsAway(t *testing.T, restarted bool) {
 	if err := p.lab.Etcd().Start(background(t)); err != nil {
 		t.Fatal(err)
 	}
+	p.hasMoved(t, had)
+}
+
+// moves gives the host another IPv4 address.
+func (p *patient) moves(t *testing.T) {
+	t.Helper()
+	p.run(t, "ip addr del 192.168.77.1/24 dev eth0; "+p.restore(func(prefix.Family) netip.Addr { return netip.MustParseAddr("192.168.77.101") }))
+}
+
+// hasMoved waits until all pods reach each other, and looks at the lease that the host
+// had before it has moved.
+func (p *patient) hasMoved(t *testing.T, had lease) {
+	t.Helper()
 	expectMatrix(t, p.lab)
 	for _, now := range leases(t, p.lab) {
-		if now.Key == had.Key && (now.PublicIP != moved(prefix.IPv4).String() || now.BackendData != had.BackendData) {
+		if now.Key == had.Key && (now.PublicIP != "192.168.77.101" || now.BackendData != had.BackendData) {
 			t.Errorf("lease is %v, was %v: want it with the new address", now, had)
 		}
 	}
 	if n := len(leases(t, p.lab)); n != 3 {
 		t.Errorf("%d leases, want 3", n)
+	}
+}
+
+// TestAddressChangesAfterTheConfiguration: a daemon goes on with the configuration
+// that it has, also when it publishes its new address.
+func TestAddressChangesAfterTheConfiguration(t *testing.T) {
+	for name, tc := range map[string]struct{ config, told string }{
+		"another network": {`{"Network":"10.6.0.0/16","Backend":{"Type":"vxlan"}}`, "restart needed"},
+		"another family":  {`{"Network":"10.5.0.0/16","EnableIPv6":true,"IPv6Network":"fd00:5::/48","Backend":{"Type":"vxlan"}}`, "restart needed"},
+		"none":            {"", "there is no configuration any more"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			p := newPatient(t, "vxlan", v4)
+			had := leaseOf(t, p.lab, p.host)
+			if tc.config == "" {
+				remove(t, store(t, p.lab), "/coreos.com/network/config")
+			} else if err := p.lab.PutNetwork(background(t), json.RawMessage(tc.config)); err != nil {
+				t.Fatal(err)
+			}
+			expectLog(t, p.host.Daemon(), tc.told)
+			p.moves(t)
+			p.hasMoved(t, had)
+		})
 	}
 }

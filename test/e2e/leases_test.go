@@ -197,6 +197,31 @@ func TestPoolThatIsTooSmall(t *testing.T) {
 	})
 }
 
+// TestNetworkIsWidenedWhileHostsWait: they go by the configuration that has a subnet
+// for them.
+func TestNetworkIsWidenedWhileHostsWait(t *testing.T) {
+	l := newLab(t, lab.Config{Hosts: 2, Network: json.RawMessage(`{"Network":"10.5.0.0/22","SubnetLen":24,"Backend":{"Type":"vxlan"}}`)}, "")
+	for n := 1; n <= 3; n++ {
+		put(t, store(t, l), subnets+fmt.Sprintf("10.5.%d.0-24", n), peer(fmt.Sprintf("192.168.77.%d", 200+n), fmt.Sprintf("02:00:00:00:01:%02x", n)))
+	}
+	for _, h := range l.Hosts() {
+		expectLog(t, start(t, h, lab.FlanneldOptions{}), "out of subnets")
+	}
+	if err := l.PutNetwork(background(t), json.RawMessage(`{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan","VNI":7}}`)); err != nil {
+		t.Fatal(err)
+	}
+	for _, h := range l.Hosts() {
+		expectReady(t, h.Daemon())
+		if env := readSubnetFile(t, h); !strings.Contains(env, "FLANNEL_NETWORK=10.5.0.0/16\n") {
+			t.Errorf("%s has subnet.env\n%s", h.Name(), env)
+		}
+	}
+	if err := l.AddPods(background(t)); err != nil {
+		t.Fatal(err)
+	}
+	expectMatrix(t, l)
+}
+
 func TestRestartKeepsTheSubnet(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 2}, `{"Type":"vxlan"}`)

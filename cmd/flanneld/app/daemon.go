@@ -10,6 +10,7 @@ import (
 	"path/filepath"
 	"reflect"
 	"slices"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -114,7 +115,6 @@ func (d *daemon) written() bool {
 
 // run starts the daemon's work, member by member, and then keeps the lease.
 func (d *daemon) run(ctx context.Context) error {
-	log := klog.FromContext(ctx)
 	kernel, err := linux.Open(linux.Options{NexthopObjects: d.opts.NexthopObjects == nexthopsAuto})
 	if err != nil {
 		return err
@@ -140,23 +140,52 @@ func (d *daemon) run(ctx context.Context) error {
 
 	suspend := d.resume(ctx, manager, last)
 	defer suspend()
-	cfg, err := d.readConfig(ctx, manager)
+	be, now, err := d.prepare(ctx, manager, last)
+	for errors.Is(err, errConfigChanged) {
+		be, now, err = d.prepare(ctx, manager, last)
+	}
 	if err != nil {
 		return err
 	}
-	d.config.used = cfg
-	if d.public, err = publicIPs(ctx, manager); err != nil {
+	suspend()
+	sess, err := d.serve(ctx, be, now)
+	if err != nil {
 		return err
+	}
+	group, ctx := errgroup.WithContext(ctx)
+	changed := make(chan underlay.Interface, 1)
+	group.Go(func() error {
+		return underlay.Watch(ctx, d.underlayOptions(now.Config), now.Interface, latest(changed))
+	})
+	group.Go(func() error { return d.work(ctx, manager, sess, changed) })
+	group.Go(func() error { return ended(ctx, manager.Keep(ctx, now.Own)) })
+	d.followConfig(ctx, group, manager)
+	return group.Wait()
+}
+
+// prepare gets all that a session needs, and waits for it: the configuration, the
+// interface, a backend and the own lease. last is what the daemon knew when it ran
+// before. It returns errConfigChanged, wrapped, if the configuration that it waits
+// for a subnet of is not the one in the store any more.
+func (d *daemon) prepare(ctx context.Context, m store, last lastKnown) (backend.Backend, lastKnown, error) {
+	log := klog.FromContext(ctx)
+	cfg, err := d.readConfig(ctx, m)
+	if err != nil {
+		return nil, last, err
+	}
+	d.config.used = cfg
+	if d.public, err = publicIPs(ctx, m); err != nil {
+		return nil, last, err
 	}
 	iface, err := underlay.Wait(ctx, d.underlayOptions(cfg), d.opts.IfaceWait)
 	if err != nil {
-		return err
+		return nil, last, err
 	}
 	log.Info("using interface", "name", iface.Name, "reason", iface.Reason, "mtu", iface.MTU, "addresses", describe(iface))
 	env := d.env(iface, cfg)
 	be, warnings, err := d.registry.New(env)
 	if err != nil {
-		return err
+		return nil, last, err
 	}
 	for _, w := range warnings {
 		log.Error(nil, "network configuration", "warning", w)
@@ -164,24 +193,13 @@ func (d *daemon) run(ctx context.Context) error {
 	if now, ok := d.record.get(); ok {
 		last = now // the interface has changed meanwhile, perhaps
 	}
-	own, err := d.acquire(ctx, manager, be, env, last)
+	own, err := d.acquire(ctx, m, be, env, last)
 	if err != nil {
-		return err
+		return nil, last, err
 	}
-	suspend()
 	last.Former, last.Rules = d.outlived(last, be), formerNetworks(last, cfg)
 	last.Config, last.Interface, last.Own, last.PublicIPs = cfg, iface, own, d.public
-	sess, err := d.serve(ctx, be, last)
-	if err != nil {
-		return err
-	}
-	group, ctx := errgroup.WithContext(ctx)
-	changed := make(chan underlay.Interface, 1)
-	group.Go(func() error { return underlay.Watch(ctx, d.underlayOptions(cfg), iface, latest(changed)) })
-	group.Go(func() error { return d.work(ctx, manager, sess, changed) })
-	group.Go(func() error { return ended(ctx, manager.Keep(ctx, own)) })
-	d.followConfig(ctx, group, manager)
-	return group.Wait()
+	return be, last, nil
 }
 
 // env is what backends are built on.
@@ -219,7 +237,8 @@ func networks(cfg subnet.Config) []netip.Prefix {
 	return ps
 }
 
-// acquire takes the own lease; it waits for a subnet to become free.
+// acquire takes the own lease; it waits for a subnet to become free, as long as the
+// configuration is the one of env: else it returns errConfigChanged, wrapped.
 func (d *daemon) acquire(ctx context.Context, m subnet.Manager, be backend.Backend, env backend.Env, last lastKnown) (subnet.Lease, error) {
 	log := klog.FromContext(ctx)
 	var own subnet.Lease
@@ -235,7 +254,14 @@ func (d *daemon) acquire(ctx context.Context, m subnet.Manager, be backend.Backe
 		return own, err
 	}
 	err = d.retry(ctx, "waiting for a subnet", func() (err error) {
-		own, err = m.Acquire(ctx, claim)
+		if own, err = m.Acquire(ctx, env.Config, claim); err == nil || ctx.Err() != nil {
+			return err
+		}
+		if now, e := m.Config(ctx); e == nil {
+			if changes := configChanges(env.Config, now); len(changes) > 0 {
+				return fmt.Errorf("%w: %s", errConfigChanged, strings.Join(changes, ", "))
+			}
+		}
 		return err
 	})
 	if err != nil {
@@ -254,7 +280,7 @@ func (d *daemon) retry(ctx context.Context, what string, try func() error) error
 		if err == nil || ctx.Err() != nil {
 			return oneline.Join(err, ctx.Err())
 		}
-		if errors.Is(err, subnet.ErrUnfit) {
+		if errors.Is(err, subnet.ErrUnfit) || errors.Is(err, errConfigChanged) {
 			return err
 		}
 		if logged != err.Error() {

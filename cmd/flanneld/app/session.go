@@ -71,7 +71,7 @@ func (unanswered) Watch(ctx context.Context, _ func(subnet.Update)) error {
 }
 
 // Acquire implements subnet.Manager.
-func (unanswered) Acquire(ctx context.Context, _ subnet.Claim) (subnet.Lease, error) {
+func (unanswered) Acquire(ctx context.Context, _ subnet.Config, _ subnet.Claim) (subnet.Lease, error) {
 	<-ctx.Done()
 	return subnet.Lease{}, ctx.Err()
 }
@@ -209,7 +209,7 @@ func (d *daemon) attend(ctx context.Context, m subnet.Manager, s *session, chang
 	defer cancel()
 	group.Go(func() error { return ended(ctx, m.Watch(ctx, s.syncer.Publish)) })
 	if s.unpublished {
-		group.Go(func() error { return ended(ctx, d.publish(ctx, m, s.now.Own)) })
+		group.Go(func() error { return ended(ctx, d.publish(ctx, m, s.now.Config, s.now.Own)) })
 	}
 	select {
 	case <-ctx.Done():
@@ -221,10 +221,10 @@ func (d *daemon) attend(ctx context.Context, m subnet.Manager, s *session, chang
 
 // publish has the store hold the own lease as it is here, under the key that
 // it has there.
-func (d *daemon) publish(ctx context.Context, m subnet.Manager, own subnet.Lease) error {
+func (d *daemon) publish(ctx context.Context, m subnet.Manager, cfg subnet.Config, own subnet.Lease) error {
 	var published subnet.Lease
 	err := d.retry(ctx, "the own lease is not published with its new address", func() (err error) {
-		published, err = m.Acquire(ctx, subnet.Claim{BackendType: own.BackendType, Endpoints: own.Endpoints})
+		published, err = m.Acquire(ctx, cfg, subnet.Claim{BackendType: own.BackendType, Endpoints: own.Endpoints})
 		return err
 	})
 	if err != nil {
