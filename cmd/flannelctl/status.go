@@ -116,7 +116,7 @@ func printStatus(w io.Writer, r status.Report, all bool) {
 		row("pool", fmt.Sprintf("%d free, %d leased, %d reserved", p.Free, p.Leased, p.Reserved))
 	}
 	row("datastore", r.Datastore.Kind, connection(r.Datastore))
-	row("firewall", cmp.Or(r.Firewall.Kind, "no rules asked for"), r.Firewall.Error)
+	row("firewall", firewall(r.Firewall))
 	row("kernel", kernel(r))
 	counts := map[status.State]int{}
 	for _, p := range r.Peers {
@@ -169,6 +169,17 @@ func connection(d status.Datastore) string {
 		s += ": " + d.Error
 	}
 	return s
+}
+
+func firewall(f status.Firewall) string {
+	switch {
+	case f.Error == "":
+		return cmp.Or(f.Kind, "no rules asked for")
+	case f.Kind == "":
+		return f.Error
+	default:
+		return f.Kind + ": " + f.Error
+	}
 }
 
 func kernel(r status.Report) string {

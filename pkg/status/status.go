@@ -86,8 +86,8 @@ type Datastore struct {
 
 // Firewall is the state of masquerade and forward rules.
 type Firewall struct {
-	Kind  string `json:"kind"` // iptables or nftables; empty: no rules asked for
-	Error string `json:"error,omitempty"`
+	Kind  string `json:"kind"`            // iptables or nftables; empty: not chosen yet or, without an Error, no rules asked for
+	Error string `json:"error,omitempty"` // why the rules are not in place
 }
 
 // Kernel is what the data path holds in the kernel.

@@ -95,6 +95,20 @@ func TestPage(t *testing.T) {
 	}
 }
 
+func TestPageOfTheFirewall(t *testing.T) {
+	for want, f := range map[string]status.Firewall{
+		"<dd>no rules asked for</dd>": {},
+		"<dd>nftables</dd>":           {Kind: "nftables"},
+		`<dd>iptables: <span class="bad">no &lt;lock&gt;</span></dd>`: {Kind: "iptables", Error: "no <lock>"},
+		`<dd><span class="bad">not up yet</span></dd>`:                {Error: "not up yet"},
+	} {
+		w := get(t, func(context.Context) (status.Report, error) { return status.Report{Firewall: f}, nil }, "/statusz", "text/html")
+		if !strings.Contains(w.Body.String(), "<dt>Firewall</dt>"+want) {
+			t.Errorf("%+v: the page lacks %q", f, want)
+		}
+	}
+}
+
 func TestNoReport(t *testing.T) {
 	w := get(t, func(context.Context) (status.Report, error) { return status.Report{}, errors.New("stuck") }, "/statusz", "")
 	if w.Code != http.StatusServiceUnavailable || !strings.Contains(w.Body.String(), "stuck") {

@@ -142,6 +142,9 @@ func TestFirewallRepair(t *testing.T) {
 			l := newLab(t, lab.Config{Hosts: 1, Families: dual, Network: masqueraded(nil)}, "")
 			h := l.Host(1)
 			startOne(t, h, lab.FlanneldOptions{Args: append(f.args, "--ip-masq", "--iptables-resync=1"), Env: []string{newPrograms(t, f).env}})
+			if got := statusOf(t, h).Firewall; !strings.HasPrefix(f.name, got.Kind) || got.Kind == "" || got.Error != "" {
+				t.Errorf("the status has %+v", got)
+			}
 			want := sorted(shell(t, h.Namespace, f.list))
 			damage := []string{"nft flush chain ip flannel-ipv4 postrtg", "nft delete table ip6 flannel-ipv6", "nft flush ruleset",
 				"nft insert rule ip flannel-ipv4 forward tcp dport 22 drop"}
@@ -361,6 +364,9 @@ func TestXtablesLockHeld(t *testing.T) {
 	}
 	if _, body, err := d.Get(background(t), "/metrics"); err != nil || strings.Contains(body, "flannel_firewall_failures_total 0\n") {
 		t.Errorf("no failure is counted (%v):\n%s", err, body)
+	}
+	if got := statusOf(t, h).Firewall; got.Kind != "iptables" || got.Error == "" {
+		t.Errorf("the status has %+v", got)
 	}
 	if err := lock.Close(); err != nil {
 		t.Fatal(err)

@@ -159,6 +159,7 @@ func (d *daemon) statusReport(ctx context.Context) (status.Report, error) {
 		Interface: status.Interface{Name: now.Interface.Name, Index: now.Interface.Index, MTU: now.Interface.MTU, Reason: now.Interface.Reason},
 		Lease:     statusLease(now.Own),
 		Datastore: status.Datastore{Kind: d.opts.storeKind()},
+		Firewall:  d.statusFirewall(),
 		Kernel:    status.Kernel{LastSync: in.LastSync, Objects: map[string]status.Count{}},
 		Events:    d.journal.Events(), RestartNeeded: d.config.difference(),
 	}
@@ -182,6 +183,18 @@ func (d *daemon) statusReport(ctx context.Context) (status.Report, error) {
 		r.Peers = append(r.Peers, statusPeer(p))
 	}
 	return r, nil
+}
+
+func (d *daemon) statusFirewall() (f status.Firewall) {
+	if !d.opts.IPMasq && !d.opts.IPTablesForwardRules {
+		return f
+	}
+	if s := d.serving.Load(); s != nil {
+		f.Kind = s.rules.flavour
+	}
+	_, err := d.health.Part(partRules)
+	f.Error = oneLine(err)
+	return f
 }
 
 func statusLease(l subnet.Lease) status.Lease {
