@@ -51,14 +51,14 @@ func toToggle(field func(*Options) *bool) binding {
 	return b
 }
 
-// toList binds a field that every text adds to.
+// toList binds a field that every text adds to. An empty one counts as not
+// given: manifests write --iface=$(IFACE).
 func toList(field func(*Options) *[]string) binding {
 	return binding{
 		set: func(o *Options, text string) error {
-			if text == "" {
-				return errEmpty
+			if text != "" {
+				*field(o) = append(*field(o), text)
 			}
-			*field(o) = append(*field(o), text)
 			return nil
 		},
 		get: func(o Options) any { return *field(&o) },
@@ -285,7 +285,7 @@ func healthSettings() []setting {
 			binding: to(func(o *Options) *netip.Addr { return &o.HealthzIP }, address),
 		}, {
 			name: "healthz-port", arg: "PORT", def: "0",
-			usage:   "Port that answers them. 0 answers none.",
+			usage:   "Port that answers them. 0 or a negative number answers none.",
 			binding: to(func(o *Options) *uint16 { return &o.HealthzPort }, port),
 		}, {
 			name: "readyz-datastore-grace", arg: "DURATION", def: "5m",

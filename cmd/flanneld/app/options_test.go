@@ -218,12 +218,22 @@ func TestParse(t *testing.T) {
 		"the variable of a list is one element": {
 			nil, []string{"FLANNELD_IFACE=a,b"}, with(func(o *Options) { o.Iface = []string{"a,b"} }),
 		},
+		"empty elements of lists are not given": {
+			[]string{"--iface=", "--iface=a", "--iface", "", "--iface-regex="}, nil, with(func(o *Options) { o.Iface = []string{"a"} }),
+		},
+		"empty variables of lists are not given": {
+			nil, []string{"FLANNELD_IFACE=", "FLANNELD_IFACE_REGEX="}, defaults(),
+		},
+		"an empty element beats the variable": {
+			[]string{"--iface="}, []string{"FLANNELD_IFACE=b"}, defaults(),
+		},
 		"flags replace the variable of a list": {
 			[]string{"--iface=a"}, []string{"FLANNELD_IFACE=b"}, with(func(o *Options) { o.Iface = []string{"a"} }),
 		},
 		"empty text where none is the default": {
 			[]string{"--public-ip=", "--public-ipv6", "", "--etcd-cafile=", "--kube-api-url=", "--vmodule="}, nil, defaults(),
 		},
+		"a negative port for probes is none": {[]string{"--healthz-port=1", "--healthz-port=-1"}, nil, defaults()},
 		"empty address for probes is every address": {
 			[]string{"--healthz-ip="}, nil, with(func(o *Options) { o.HealthzIP = netip.Addr{} }),
 		},

@@ -39,8 +39,6 @@ func (s Secret) MarshalText() ([]byte, error) { return []byte(s.String()), nil }
 // LogValue returns the placeholder.
 func (s Secret) LogValue() slog.Value { return slog.StringValue(s.String()) }
 
-var errEmpty = errors.New("expected a value")
-
 // The functions below turn the text of a flag into its value. Their errors
 // say what was expected: the caller names the flag and the text.
 
@@ -91,7 +89,11 @@ func duration(lo time.Duration) func(string) (time.Duration, error) {
 	}
 }
 
+// port takes a negative number for 0, as flannel does.
 func port(s string) (uint16, error) {
+	if n, err := strconv.ParseInt(s, 0, 64); err == nil && n < 0 {
+		return 0, nil
+	}
 	n, err := integer(s, 0, 1<<16-1, "a port")
 	return uint16(n), err
 }
