@@ -2,6 +2,8 @@ package app
 
 import (
 	"errors"
+	"os"
+	"strings"
 	"testing"
 
 	"flanneld/pkg/status"
@@ -28,4 +30,17 @@ func TestStatusFirewall(t *testing.T) {
 	expect(status.Firewall{Kind: firewallNFTables, Error: "first; second"})
 	d.opts = Options{}
 	expect(status.Firewall{})
+}
+
+// TestReasonsAreDocumented has the operations page name all that /readyz names.
+func TestReasonsAreDocumented(t *testing.T) {
+	page, err := os.ReadFile("../../../Documentation/operations.md")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, part := range []string{partDatapath, partDatastore, partSubnetFile, partRules} {
+		if !strings.Contains(string(page), "\n| `"+part+":` | ") {
+			t.Errorf("the page lacks %q", part)
+		}
+	}
 }
