@@ -1,6 +1,7 @@
 package vxlan
 
 import (
+	"cmp"
 	"encoding/json"
 	"fmt"
 	"strings"
@@ -20,7 +21,7 @@ const (
 // config is the Backend object of the network configuration.
 type config struct {
 	VNI           int  // VXLAN network identifier, also the number in the device's name
-	Port          int  // UDP port that peers send to
+	Port          int  // UDP port that peers send to; 0 is the kernel's 8472
 	MTU           int  // of the network between the hosts, bytes; 0 is that of the external interface
 	GBP           bool // group-based policy extension; the same on all hosts
 	Learning      bool // the device learns MACs from packets; not needed
@@ -47,9 +48,10 @@ func parseConfig(raw json.RawMessage, env backend.Env) (config, []string, error)
 	if c.VNI < 0 || c.VNI > maxVNI {
 		return c, nil, fmt.Errorf("Backend.VNI is %d: want 0 to %d (24 bits)", c.VNI, maxVNI)
 	}
-	if c.Port < 1 || c.Port > 65535 {
-		return c, nil, fmt.Errorf("Backend.Port is %d: want 1 to 65535", c.Port)
+	if c.Port < 0 || c.Port > 65535 {
+		return c, nil, fmt.Errorf("Backend.Port is %d: want 0 (%d) to 65535", c.Port, defaultPort)
 	}
+	c.Port = cmp.Or(c.Port, defaultPort)
 	if c.MTU < 0 || c.MTU > 65535 {
 		return c, nil, fmt.Errorf("Backend.MTU is %d: want 0 (that of the external interface) to 65535", c.MTU)
 	}
