@@ -209,7 +209,8 @@ func newReserveCommand() *cobra.Command {
 		Long: `Reserves a subnet, or one of each family, for the host with that public address.
 The reservation never expires. The host takes it when it starts; a lease that it
 has already becomes a reservation as it is. A subnet that another host has is
-refused. To take a subnet out of use, reserve it for an address that no host has.`,
+refused, and so is one that no host can get by the network configuration, if there
+is one. To take a subnet out of use, reserve it for an address that no host has.`,
 		Example: "  flannelctl reserve 10.5.7.0/24 192.0.2.12\n  flannelctl reserve 10.5.7.0/24,fd00:10:5:7::/64 192.0.2.12,2001:db8::12",
 		RunE: func(cmd *cobra.Command, args []string) error {
 			c, err := claim(args[0], args[1])
@@ -217,6 +218,9 @@ refused. To take a subnet out of use, reserve it for an address that no host has
 				return err
 			}
 			return withAdmin(store, func(a *etcd.Admin) error {
+				if err := attainable(cmd.Context(), a, c); err != nil {
+					return fmt.Errorf("reserve %s: %w", args[0], err)
+				}
 				key, err := a.Reserve(cmd.Context(), c)
 				if err == nil {
 					_, err = fmt.Fprintf(cmd.OutOrStdout(), "%s is reserved for %s\n", key, args[1])
@@ -227,6 +231,26 @@ refused. To take a subnet out of use, reserve it for an address that no host has
 	}
 	store.addTo(cmd)
 	return cmd
+}
+
+// attainable refuses what no host would get, and every start would delete: without
+// a configuration nobody knows.
+func attainable(ctx context.Context, a *etcd.Admin, c subnet.Claim) error {
+	text, revision, err := a.Config(ctx)
+	if err != nil || revision == 0 {
+		return err
+	}
+	cfg, _, err := subnet.ParseConfig(text)
+	if err == nil {
+		_, err = cfg.Pools()
+	}
+	if err != nil {
+		return err
+	}
+	if why := misfit(subnet.Lease{Endpoints: c.Endpoints}, cfg); why != "" {
+		return errors.New(why)
+	}
+	return nil
 }
 
 // claim reads one subnet and one address of each family, in any order.

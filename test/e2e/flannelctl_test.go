@@ -157,6 +157,34 @@ func TestFlannelctlOnLeases(t *testing.T) {
 	refusedCtl(t, a, []string{"leases", "--etcd-endpoints", "http://127.0.0.1:1"}, "connection refused")
 }
 
+// A reservation that no host can get is not made.
+func TestFlannelctlReservesWhatHostsCanGet(t *testing.T) {
+	l := newLab(t, lab.Config{Hosts: 1, Families: dual, Network: json.RawMessage(
+		`{"Network":"10.5.0.0/16","SubnetMax":"10.5.9.0","EnableIPv6":true,"IPv6Network":"fd00:5::/48","Backend":{"Type":"vxlan"}}`)}, "")
+	h, etcd := l.Host(1), store(t, l)
+	const ips, six = "192.0.2.9,2001:db8::9", ",fd00:5:0:7::/64"
+	for _, tc := range []struct{ subnets, ips, want string }{
+		{"10.9.7.0/24" + six, ips, "10.9.7.0/24 is not one of the subnets from 10.5.1.0/24 to 10.5.9.0/24"},
+		{"10.5.10.0/24" + six, ips, "10.5.10.0/24 is not one of the subnets from"},
+		{"10.5.0.0/24" + six, ips, "10.5.0.0/24 is not one of the subnets from"},
+		{"10.5.7.0/25" + six, ips, "10.5.7.0/25 is not one of the subnets from"},
+		{"10.5.7.0/24,fd00:6::/64", ips, "fd00:6::/64 is not one of the subnets from"},
+		{"10.5.7.0/24", "192.0.2.9", "it has no IPv6 subnet"},
+	} {
+		refusedCtl(t, h, []string{"reserve", tc.subnets, tc.ips}, "flannelctl: reserve "+tc.subnets+": "+tc.want)
+	}
+	const config = lab.Prefix + "/config"
+	put(t, etcd, config, `{"Network":"10.5.0.0/16","SubnetMin":"10.6.0.0"}`)
+	refusedCtl(t, h, []string{"reserve", "10.5.7.0/24", "192.0.2.9"}, "SubnetMin is not in the range of the Network")
+	if out := mustCtl(t, h, []string{"reservations"}); strings.Contains(out, "10.") {
+		t.Errorf("what was refused is reserved:\n%s", out)
+	}
+	put(t, etcd, config, `{"Network":"10.5.0.0/16"}`)
+	mustCtl(t, h, []string{"reserve", "10.5.7.0/24", "192.0.2.9"}, "10.5.7.0-24 is reserved")
+	remove(t, etcd, config)
+	mustCtl(t, h, []string{"reserve", "10.9.7.0/25", "192.0.2.8"}, "10.9.7.0-25 is reserved")
+}
+
 func TestFlannelctlOnConfiguration(t *testing.T) {
 	l := newLab(t, lab.Config{Hosts: 1}, `{"Type":"vxlan"}`)
 	h := l.Host(1)
