@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"net"
 	"net/netip"
+	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -296,6 +297,32 @@ func narrow(t *testing.T, from, to *lab.Host, mtu int) {
 	})
 	if err != nil {
 		t.Fatal(err)
+	}
+}
+
+// TestKernelPathMTUBySource has a narrow way to the peer that only datagrams take:
+// the host routes by source address, and they leave from its second one.
+func TestKernelPathMTUBySource(t *testing.T) {
+	for version, second := range map[string]string{"-4": "192.168.77.201", "-6": "fd00:77::201"} {
+		public := netip.MustParseAddr(second)
+		f := prefix.FamilyOf(public)
+		t.Run(f.String(), func(t *testing.T) {
+			l := newBed(t, 2, f)
+			h, far := l.Host(1), l.Host(2).Addr(f)
+			for _, command := range []string{
+				"addr add " + prefix.Host(public).String() + " dev eth0 nodad preferred_lft 0", // by itself the host takes the first
+				"rule add from " + second + " lookup 100",
+				"route add " + far.String() + " dev eth0 mtu 1400 table 100",
+			} {
+				if out, err := h.Exec(t.Context(), "ip", append([]string{version}, strings.Fields(command)...)...); err != nil {
+					t.Fatalf("ip %s: %v: %s", command, err, out)
+				}
+			}
+			a := newEnd(t, l, 1, mode{}, func(c *Config) { c.Local = []netip.AddrPort{netip.AddrPortFrom(public, port)} })
+			b := newEnd(t, l, 2, mode{})
+			b.table.Update(peersOf(h, 1, l.Families()), []Peer{{Subnet: subnetOf(1, f), Public: public}})
+			transfer(t, a, b, b.subnets[0].Addr())
+		})
 	}
 }
 

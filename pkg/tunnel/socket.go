@@ -27,7 +27,7 @@ const (
 // sends and receives many at a time if the kernel can do that.
 type socket struct {
 	conn     *net.UDPConn
-	probe    int // a socket that asks the kernel for routes
+	probe    int // a socket that asks the kernel for the routes that conn's datagrams take
 	local    netip.AddrPort
 	overhead int  // bytes that a datagram adds to a packet
 	segments bool // UDP_SEGMENT works
@@ -52,7 +52,18 @@ func openSocket(ctx context.Context, local netip.AddrPort, plain bool) (*socket,
 	if err != nil {
 		return nil, oneline.Join(fmt.Errorf("open socket: %w", err), conn.Close())
 	}
+	// Routes may depend on the source address.
+	if err := unix.Bind(s.probe, sockaddr(netip.AddrPortFrom(local.Addr(), 0))); err != nil {
+		return nil, oneline.Join(fmt.Errorf("bind socket to %s: %w", local.Addr(), err), s.close(), s.release())
+	}
 	return s, nil
+}
+
+func sockaddr(a netip.AddrPort) unix.Sockaddr {
+	if a.Addr().Is6() {
+		return &unix.SockaddrInet6{Port: int(a.Port()), Addr: a.Addr().As16()}
+	}
+	return &unix.SockaddrInet4{Port: int(a.Port()), Addr: a.Addr().As4()}
 }
 
 // Overhead returns how many bytes a datagram between addresses of a family
@@ -94,13 +105,7 @@ func (s *socket) prepare(fd int, plain bool) error {
 // mtuTo returns the biggest packet in bytes that the way to a peer carries, as
 // far as the kernel knows.
 func (s *socket) mtuTo(to netip.AddrPort) (int, error) {
-	var sa unix.Sockaddr
-	if to.Addr().Is6() {
-		sa = &unix.SockaddrInet6{Port: int(to.Port()), Addr: to.Addr().As16()}
-	} else {
-		sa = &unix.SockaddrInet4{Port: int(to.Port()), Addr: to.Addr().As4()}
-	}
-	if err := unix.Connect(s.probe, sa); err != nil {
+	if err := unix.Connect(s.probe, sockaddr(to)); err != nil {
 		return 0, err
 	}
 	level, _, mtu := s.level()
