@@ -18,6 +18,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"flanneld/pkg/lab"
+	"flanneld/pkg/ping"
 	"flanneld/pkg/prefix"
 )
 
@@ -261,8 +262,8 @@ func TestKernelPathMTU(t *testing.T) {
 		t.Run(m.name, func(t *testing.T) {
 			l := newBed(t, 2, prefix.IPv4)
 			a, b := newEnd(t, l, 1, m), newEnd(t, l, 2, m)
-			narrow(t, a.Host, b.Host, 1300)
-			narrow(t, b.Host, a.Host, 1300)
+			narrow(t, a.Host, b.Host, prefix.IPv4, 1300)
+			narrow(t, b.Host, a.Host, prefix.IPv4, 1300)
 			conn := listenICMP(t, a.Host)
 			sendUDP(t, a.Host, "10.5.2.0", 64, 1400, unix.IP_PMTUDISC_PROBE)
 			buf := make([]byte, 1500)
@@ -285,15 +286,34 @@ func TestKernelPathMTU(t *testing.T) {
 	}
 }
 
+// TestKernelPathMTUIPv6 has a narrow way to the peer: who sends big packets, whole
+// or as fragments, is told how big they may be.
+func TestKernelPathMTUIPv6(t *testing.T) {
+	for _, m := range modes() {
+		t.Run(m.name, func(t *testing.T) {
+			l := newBed(t, 2, prefix.IPv6)
+			a, b := newEnd(t, l, 1, m), newEnd(t, l, 2, m)
+			narrow(t, a.Host, b.Host, prefix.IPv6, 1400)
+			narrow(t, b.Host, a.Host, prefix.IPv6, 1400)
+			dst := b.subnets[0].Addr()
+			eventually(t, "ping in fragments", func() error {
+				_, err := a.Ping(t.Context(), dst, ping.Options{Size: 3000, Timeout: 300 * time.Millisecond})
+				return err
+			})
+			transfer(t, a, b, dst)
+		})
+	}
+}
+
 // narrow gives the host a route to another with an MTU of its own.
-func narrow(t *testing.T, from, to *lab.Host, mtu int) {
+func narrow(t *testing.T, from, to *lab.Host, f prefix.Family, mtu int) {
 	t.Helper()
 	err := from.Netlink(context.Background(), func(h *netlink.Handle) error {
 		link, err := h.LinkByName("eth0")
 		if err != nil {
 			return err
 		}
-		return h.RouteReplace(&netlink.Route{LinkIndex: link.Attrs().Index, Dst: toIPNet(prefix.Host(to.Addr(prefix.IPv4))), MTU: mtu})
+		return h.RouteReplace(&netlink.Route{LinkIndex: link.Attrs().Index, Dst: toIPNet(prefix.Host(to.Addr(f))), MTU: mtu})
 	})
 	if err != nil {
 		t.Fatal(err)

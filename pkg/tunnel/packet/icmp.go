@@ -16,11 +16,13 @@ const (
 )
 
 // MaxReply is the length in bytes that no answer of Complain exceeds.
-const MaxReply = header6 + icmpHeader + header6 + quoted
+const MaxReply = MinMTU6
+
+// MinMTU6 is the size in bytes of packets that every IPv6 link carries.
+const MinMTU6 = 1280
 
 const (
 	icmpHeader = 8
-	quoted     = 8 // bytes of the packet behind its IP header
 	maxHeader4 = 60
 	// replyTTL is low: the sender is on this host. The C part of flannel's udp
 	// backend has the same.
@@ -39,7 +41,7 @@ func (c Complaint) Complain(dst, b []byte, h Header, src netip.Addr, mtu int) []
 		return nil
 	}
 	f := formOf(h.IPv6)
-	quote := b[:min(h.Total, h.Len+quoted)]
+	quote := b[:min(h.Total, h.Len+f.quoted)]
 	dst = dst[:f.header+icmpHeader+len(quote)]
 	clear(dst)
 	dst[0], dst[f.ttl], dst[f.ttl+f.protocolAt] = f.first, replyTTL, f.protocol
@@ -69,18 +71,22 @@ type form struct {
 	protocol        byte
 	codes           [3][2]byte // type and code of each complaint
 	minMTU          int        // that may be reported
+	// quoted is how many bytes of the packet follow its IP header at most. IPv6 fills
+	// the message (RFC 4443): ports may be behind extension headers.
+	quoted int
 }
 
 func formOf(ipv6 bool) form {
 	if ipv6 {
 		return form{
 			header: header6, first: 6 << 4, ttl: 7, protocolAt: -1, addresses: 8, protocol: protoICMPv6,
-			codes: [3][2]byte{Unreachable: {1, 0}, TimeExceeded: {3, 0}, TooBig: {2, 0}}, minMTU: 1280,
+			codes: [3][2]byte{Unreachable: {1, 0}, TimeExceeded: {3, 0}, TooBig: {2, 0}}, minMTU: MinMTU6,
+			quoted: MinMTU6 - header6 - icmpHeader - header6,
 		}
 	}
 	return form{
 		header: header4, first: 4<<4 | header4/4, ttl: 8, protocolAt: 1, addresses: 12, protocol: protoICMP,
-		codes: [3][2]byte{Unreachable: {3, 0}, TimeExceeded: {11, 0}, TooBig: {3, 4}}, minMTU: 68,
+		codes: [3][2]byte{Unreachable: {3, 0}, TimeExceeded: {11, 0}, TooBig: {3, 4}}, minMTU: 68, quoted: 8,
 	}
 }
 

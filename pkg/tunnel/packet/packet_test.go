@@ -455,16 +455,21 @@ func TestComplain(t *testing.T) {
 	if big[20] != 3 || big[21] != 4 || binary.BigEndian.Uint16(big[26:]) != 1400 || reference(big[20:]) != 0 {
 		t.Errorf("too big: %x", big)
 	}
-	p6 := build(spec{ipv6: true, payload: []byte("12345678")})
-	h6, _ := Parse(p6)
-	for c, typ := range map[Complaint]byte{Unreachable: 1, TimeExceeded: 3, TooBig: 2} {
-		m := c.Complain(make([]byte, MaxReply), p6, h6, own6, 1000)
-		pseudo := []byte{0, protoICMPv6, 0, byte(len(m) - header6)}
-		if m[40] != typ || reference(m[8:40], pseudo, m[40:]) != 0 || len(m) != MaxReply || m[6] != protoICMPv6 {
-			t.Errorf("IPv6 %d: %x", c, m)
-		}
-		if c == TooBig && binary.BigEndian.Uint32(m[44:]) != 1280 {
-			t.Errorf("reports an MTU that no IPv6 link may have: %x", m[44:48])
+	for _, n := range []int{8, 2000} {
+		p6 := build(spec{ipv6: true, payload: random(n)})
+		h6, _ := Parse(p6)
+		for c, typ := range map[Complaint]byte{Unreachable: 1, TimeExceeded: 3, TooBig: 2} {
+			m := c.Complain(make([]byte, MaxReply), p6, h6, own6, 1000)
+			pseudo := binary.BigEndian.AppendUint16([]byte{0, protoICMPv6}, uint16(len(m)-header6))
+			if m[40] != typ || reference(m[8:40], pseudo, m[40:]) != 0 || m[6] != protoICMPv6 {
+				t.Errorf("IPv6 %d: %x", c, m)
+			}
+			if want := p6[:min(len(p6), 1280-48)]; !bytes.Equal(m[48:], want) {
+				t.Errorf("IPv6 %d: %d bytes are quoted of %d, want %d", c, len(m)-48, len(p6), len(want))
+			}
+			if c == TooBig && binary.BigEndian.Uint32(m[44:]) != 1280 {
+				t.Errorf("reports an MTU that no IPv6 link may have: %x", m[44:48])
+			}
 		}
 	}
 	for name, tc := range map[string]struct {
