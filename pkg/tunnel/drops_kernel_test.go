@@ -20,6 +20,7 @@ import (
 	"flanneld/pkg/lab"
 	"flanneld/pkg/ping"
 	"flanneld/pkg/prefix"
+	"flanneld/pkg/tunnel/packet"
 )
 
 // plainPeer is a host that does what flannel's udp backend does: one bare
@@ -287,21 +288,31 @@ func TestKernelPathMTU(t *testing.T) {
 }
 
 // TestKernelPathMTUIPv6 has a narrow way to the peer: who sends big packets, whole
-// or as fragments, is told how big they may be.
+// or as fragments, is told how big they may be. So it is where the way is as narrow as
+// IPv6 has them, and a datagram with what every link carries does not fit.
 func TestKernelPathMTUIPv6(t *testing.T) {
 	for _, m := range modes() {
-		t.Run(m.name, func(t *testing.T) {
-			l := newBed(t, 2, prefix.IPv6)
-			a, b := newEnd(t, l, 1, m), newEnd(t, l, 2, m)
-			narrow(t, a.Host, b.Host, prefix.IPv6, 1400)
-			narrow(t, b.Host, a.Host, prefix.IPv6, 1400)
-			dst := b.subnets[0].Addr()
-			eventually(t, "ping in fragments", func() error {
-				_, err := a.Ping(t.Context(), dst, ping.Options{Size: 3000, Timeout: 300 * time.Millisecond})
-				return err
+		for _, mtu := range []int{1400, 1280} {
+			t.Run(fmt.Sprintf("%s/%d", m.name, mtu), func(t *testing.T) {
+				l := newBed(t, 2, prefix.IPv6)
+				a, b := newEnd(t, l, 1, m), newEnd(t, l, 2, m)
+				narrow(t, a.Host, b.Host, prefix.IPv6, mtu)
+				narrow(t, b.Host, a.Host, prefix.IPv6, mtu)
+				dst := b.subnets[0].Addr()
+				eventually(t, "ping in fragments", func() error {
+					_, err := a.Ping(t.Context(), dst, ping.Options{Size: 3000, Timeout: 300 * time.Millisecond})
+					return err
+				})
+				most := max(mtu-Overhead(true), packet.MinMTU6)
+				if _, err := a.Ping(t.Context(), dst, ping.Options{Size: most, DontFragment: true, Timeout: patience}); err != nil {
+					t.Errorf("%d bytes: %v", most, err)
+				}
+				if _, err := a.Ping(t.Context(), dst, ping.Options{Size: most + 1, DontFragment: true}); !errors.Is(err, ping.ErrTooBig) {
+					t.Errorf("%d bytes: %v", most+1, err)
+				}
+				transfer(t, a, b, dst)
 			})
-			transfer(t, a, b, dst)
-		})
+		}
 	}
 }
 

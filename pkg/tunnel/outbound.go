@@ -208,7 +208,11 @@ func (o *outbound) sendEach(err error) {
 
 func (o *outbound) sendOne(p []byte) {
 	b := &o.batch
-	_, _, err := b.socket.conn.WriteMsgUDPAddrPort(p, nil, b.to)
+	var control []byte
+	if b.to.Addr().Is6() && len(p) <= packet.MinMTU6 { // who sends that cannot be told to send less: RFC 2473, 7.1
+		control = mayFragment
+	}
+	_, _, err := b.socket.conn.WriteMsgUDPAddrPort(p, control, b.to)
 	switch {
 	case err == nil:
 		o.Counters.sent.Add(1)

@@ -39,16 +39,13 @@ func openSocket(ctx context.Context, local netip.AddrPort, plain bool) (*socket,
 		cerr := c.Control(func(fd uintptr) { err = s.prepare(int(fd), plain) })
 		return oneline.Join(cerr, err)
 	}}
-	network, family := "udp4", unix.AF_INET
-	if local.Addr().Is6() {
-		network, family = "udp6", unix.AF_INET6
-	}
-	conn, err := lc.ListenPacket(ctx, network, local.String())
+	f := s.family()
+	conn, err := lc.ListenPacket(ctx, f.network, local.String())
 	if err != nil {
 		return nil, fmt.Errorf("listen on UDP %s: %w", local, err)
 	}
 	s.conn = conn.(*net.UDPConn)
-	s.probe, err = unix.Socket(family, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0)
+	s.probe, err = unix.Socket(f.domain, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0)
 	if err != nil {
 		return nil, oneline.Join(fmt.Errorf("open socket: %w", err), conn.Close())
 	}
@@ -75,15 +72,24 @@ func Overhead(ipv6 bool) int {
 	return 20 + 8
 }
 
-func (s *socket) level() (level, discover, mtu int) {
-	if s.local.Addr().Is6() {
-		return unix.IPPROTO_IPV6, unix.IPV6_MTU_DISCOVER, unix.IPV6_MTU
-	}
-	return unix.IPPROTO_IP, unix.IP_MTU_DISCOVER, unix.IP_MTU
+// family is what differs between the families in a socket.
+type family struct {
+	network    string
+	domain     int
+	level, mtu int    // of options, and the one that tells the MTU of a route
+	whole      [2]int // the option that forbids fragmentation, and its value
 }
 
-// prepare sets what makes the socket fast, as far as the kernel has it, and
-// has no datagram fragmented on its way: who sends more than fits is told.
+func (s *socket) family() family {
+	if s.local.Addr().Is6() {
+		// Unlike IPV6_MTU_DISCOVER this one may be another for a single datagram.
+		return family{"udp6", unix.AF_INET6, unix.IPPROTO_IPV6, unix.IPV6_MTU, [2]int{unix.IPV6_DONTFRAG, 1}}
+	}
+	return family{"udp4", unix.AF_INET, unix.IPPROTO_IP, unix.IP_MTU, [2]int{unix.IP_MTU_DISCOVER, unix.IP_PMTUDISC_DO}}
+}
+
+// prepare sets what makes the socket fast, as far as the kernel has it, and has no
+// datagram fragmented on its way, unless asked to: who sends more than fits is told.
 func (s *socket) prepare(fd int, plain bool) error {
 	for _, o := range [][2]int{{unix.SO_RCVBUFFORCE, unix.SO_RCVBUF}, {unix.SO_SNDBUFFORCE, unix.SO_SNDBUF}} {
 		if unix.SetsockoptInt(fd, unix.SOL_SOCKET, o[0], bufferSize) != nil {
@@ -95,8 +101,8 @@ func (s *socket) prepare(fd int, plain bool) error {
 		s.segments = err == nil
 		_ = unix.SetsockoptInt(fd, unix.IPPROTO_UDP, unix.UDP_GRO, 1) // Linux 5.0
 	}
-	level, discover, _ := s.level()
-	if err := unix.SetsockoptInt(fd, level, discover, unix.IP_PMTUDISC_DO); err != nil {
+	f := s.family()
+	if err := unix.SetsockoptInt(fd, f.level, f.whole[0], f.whole[1]); err != nil {
 		return fmt.Errorf("forbid fragmentation: %w", err)
 	}
 	return nil
@@ -108,9 +114,9 @@ func (s *socket) mtuTo(to netip.AddrPort) (int, error) {
 	if err := unix.Connect(s.probe, sockaddr(to)); err != nil {
 		return 0, err
 	}
-	level, _, mtu := s.level()
-	m, err := unix.GetsockoptInt(s.probe, level, mtu)
-	return m - s.overhead, err
+	f := s.family()
+	mtu, err := unix.GetsockoptInt(s.probe, f.level, f.mtu)
+	return mtu - s.overhead, err
 }
 
 // close ends sending and receiving, even what goes on at the moment. release
@@ -119,17 +125,23 @@ func (s *socket) close() error { return s.conn.Close() }
 
 func (s *socket) release() error { return unix.Close(s.probe) }
 
+// newControl returns a control message with size bytes, which are zero.
+func newControl(level, typ int32, size int) []byte {
+	b := make([]byte, unix.CmsgSpace(size))
+	h := (*unix.Cmsghdr)(unsafe.Pointer(&b[0]))
+	h.Level, h.Type = level, typ
+	h.SetLen(unix.CmsgLen(size))
+	return b
+}
+
+// mayFragment is the control message that lets an IPv6 datagram be fragmented.
+var mayFragment = newControl(unix.IPPROTO_IPV6, unix.IPV6_DONTFRAG, 4)
+
 // segmentSize is the control message that has the kernel cut a send into
 // datagrams.
 type segmentSize []byte
 
-func newSegmentSize() segmentSize {
-	b := make([]byte, unix.CmsgSpace(2))
-	h := (*unix.Cmsghdr)(unsafe.Pointer(&b[0]))
-	h.Level, h.Type = unix.IPPROTO_UDP, unix.UDP_SEGMENT
-	h.SetLen(unix.CmsgLen(2))
-	return b
-}
+func newSegmentSize() segmentSize { return newControl(unix.IPPROTO_UDP, unix.UDP_SEGMENT, 2) }
 
 func (c segmentSize) set(n int) { binary.NativeEndian.PutUint16(c[unix.CmsgLen(0):], uint16(n)) }
 
