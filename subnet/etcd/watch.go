@@ -3,6 +3,7 @@ package etcd
 import (
 	"context"
 	"errors"
+	"fmt"
 	"maps"
 	"slices"
 	"strings"
@@ -10,6 +11,7 @@ import (
 
 	pb "go.etcd.io/etcd/api/v3/etcdserverpb"
 	"go.etcd.io/etcd/api/v3/mvccpb"
+	"go.etcd.io/etcd/api/v3/v3rpc/rpctypes"
 	clientv3 "go.etcd.io/etcd/client/v3"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
@@ -25,8 +27,10 @@ var errRelist = errors.New("watch cannot be resumed")
 // view is what Watch knows of the store.
 type view struct {
 	entries map[string]*entry // by key, without values
-	store   subnet.StoreID
-	next    int64 // revision to watch from; 0: list first
+	store   subnet.StoreID    // as it is published
+	cluster string            // id of the cluster, which a store that was restored may still have
+	pasts   int               // how many other histories that cluster had before
+	next    int64             // revision to watch from; 0: list first
 	reprieve
 }
 
@@ -72,26 +76,24 @@ func (m *Manager) Watch(ctx context.Context, sink func(subnet.Update)) error {
 // resume brings the view up to where a watch can start: by a full list, or if
 // the store is still the same by nothing at all.
 func (m *Manager) resume(ctx context.Context, v *view, sink func(subnet.Update)) error {
-	if v.next != 0 {
-		head, err := m.tell(ctx)
-		if err != nil {
-			return err
-		}
-		if head.ID == v.store.ID && head.Revision >= v.store.Revision {
-			v.hear(time.Now(), m.margin(m.cfg.TTL), m.timing.reprieve)
-			return nil
-		}
+	is, err := m.compare(ctx, v)
+	if err != nil {
+		return err
+	}
+	if is == same {
+		v.hear(time.Now(), m.margin(m.cfg.TTL), m.timing.reprieve)
+		return nil
 	}
 	l, err := m.listOr(ctx, &m.forWatch)
 	if err != nil {
 		return err
 	}
-	if v.store.ID != "" && (l.store.ID != v.store.ID || l.store.Revision < v.store.Revision) {
-		klog.FromContext(ctx).Error(nil, "etcd is not the store it was", "was", v.store, "is", l.store)
-	}
 	v.hear(time.Now(), m.margin(m.cfg.TTL), m.timing.reprieve)
 	old := *v
-	*v = view{make(map[string]*entry, len(l.entries)), l.store, l.store.Revision + 1, old.reprieve}
+	*v = newView(l.store, old, is)
+	if old.store.ID != "" && !v.follows(old) {
+		klog.FromContext(ctx).Error(nil, "etcd is not the store it was", "was", old.store, "is", v.store)
+	}
 	for i := range l.entries {
 		e := &l.entries[i]
 		e.value = nil
@@ -102,6 +104,91 @@ func (m *Manager) resume(ctx context.Context, v *view, sink func(subnet.Update))
 	sink(v.update(m.ownKey.Load(), nil))
 	_, err = m.tell(ctx) // after the list: what comes later is watched for
 	return err
+}
+
+// newView returns an empty view of a store that comes after the one of old.
+func newView(store subnet.StoreID, old view, is likeness) view {
+	v := view{entries: make(map[string]*entry, len(old.entries)), store: store, cluster: store.ID, next: store.Revision + 1, reprieve: old.reprieve}
+	if v.cluster == old.cluster {
+		v.pasts = old.pasts
+	}
+	if is == another {
+		v.pasts++
+	}
+	if v.pasts > 0 {
+		v.store.ID = fmt.Sprintf("%s-%d", v.cluster, v.pasts)
+	}
+	return v
+}
+
+// likeness is what is known of a store beside the one that was listed.
+type likeness int
+
+const (
+	unknown likeness = iota // a list will show
+	same
+	another // with the same id, and at the same revision
+)
+
+// compare holds the store against the view.
+func (m *Manager) compare(ctx context.Context, v *view) (likeness, error) {
+	if v.next == 0 {
+		return unknown, nil
+	}
+	head, err := m.tell(ctx)
+	if err != nil || head.ID != v.cluster || head.Revision < v.store.Revision {
+		return unknown, err
+	}
+	return m.comparePast(ctx, v)
+}
+
+// comparePast asks the store how it was when the view was made. One that was restored
+// from a backup, or emptied, and used since may have the same id and have come to the
+// same revision, with other leases.
+func (m *Manager) comparePast(ctx context.Context, v *view) (likeness, error) {
+	var leases int64
+	var newest *entry
+	for key, e := range v.entries {
+		if _, gone := v.doomed[key]; gone {
+			continue
+		}
+		leases++
+		if newest == nil || e.modRevision > newest.modRevision {
+			newest = e
+		}
+	}
+	at := clientv3.WithRev(v.next - 1)
+	ops := []clientv3.Op{clientv3.OpGet(m.dir, clientv3.WithPrefix(), clientv3.WithCountOnly(), at)}
+	if newest != nil {
+		ops = append(ops, clientv3.OpGet(m.dir+newest.key, clientv3.WithKeysOnly(), at))
+	}
+	is := another
+	err := m.call(ctx, func(ctx context.Context, c *clientv3.Client) error {
+		resp, err := c.Txn(ctx).Then(ops...).Commit()
+		if errors.Is(err, rpctypes.ErrCompacted) { // and cannot be watched from there either
+			is = unknown
+			return nil
+		}
+		if err != nil {
+			return err
+		}
+		if resp.Responses[0].GetResponseRange().Count != leases {
+			return nil
+		}
+		for _, r := range resp.Responses[1:] {
+			if kvs := r.GetResponseRange().Kvs; len(kvs) != 1 || kvs[0].ModRevision != newest.modRevision {
+				return nil
+			}
+		}
+		is = same
+		return nil
+	})
+	return is, err
+}
+
+// follows reports whether v is of the store of old, and not of an earlier time.
+func (v *view) follows(old view) bool {
+	return v.store.ID == old.store.ID && v.store.Revision >= old.store.Revision
 }
 
 // drop takes the leases with these keys out of the view.
@@ -115,7 +202,7 @@ func (v *view) drop(changed map[string]*subnet.Lease, keys []string) {
 // adopt takes from the view of the same store before an outage the leases that
 // have a reprieve. What another store lacks is for whoever listens to hold.
 func (v *view) adopt(old view) {
-	if old.store.ID != v.store.ID || old.store.Revision > v.store.Revision {
+	if !v.follows(old) {
 		v.doomed = nil
 		return
 	}
@@ -133,7 +220,7 @@ func (v *view) adopt(old view) {
 
 // advance takes one response in and publishes the outcome.
 func (m *Manager) advance(ctx context.Context, v *view, resp *pb.WatchResponse, sink func(subnet.Update)) error {
-	if storeID(resp.Header).ID != v.store.ID {
+	if storeID(resp.Header).ID != v.cluster {
 		return errRelist
 	}
 	v.alive(time.Now(), m.timing.dead)

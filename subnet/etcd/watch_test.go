@@ -263,6 +263,56 @@ func TestStoreWiped(t *testing.T) {
 	w.Until(t, "what the new store gets", subnettest.Has("10.5.2.0-24"))
 }
 
+// A store that was emptied, or restored from a backup, while nobody could see it may
+// have come to the revision that it had.
+func TestStoreWipedAndUsedOutOfSight(t *testing.T) {
+	for name, tc := range map[string]struct{ had, has []string }{
+		"another lease":            {[]string{"10.5.1.0-24"}, []string{"10.5.2.0-24"}},
+		"the lease taken again":    {[]string{"10.5.1.0-24", "10.5.2.0-24"}, []string{"10.5.2.0-24", "10.5.1.0-24"}},
+		"one that came after that": {[]string{"10.5.1.0-24"}, []string{"10.5.1.0-24", "10.5.2.0-24"}},
+		"none any more":            {[]string{"10.5.1.0-24"}, nil},
+		"one where there was none": {nil, []string{"10.5.1.0-24"}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			f := newFixture(t, newServer(t))
+			put := func(keys []string) {
+				for _, key := range keys {
+					f.put(t, "subnets/"+key, value("192.0.2."+strings.Split(key, ".")[2]))
+				}
+			}
+			put(tc.had)
+			for range 3 {
+				f.put(t, "other", "")
+			}
+			p := newProxy(t, f.server)
+			w := subnettest.Watch(t, f.manager(t, via(p)))
+			before := w.Until(t, "the peers", subnettest.Has(tc.had...))
+			p.cut()
+			f.wipe(t)
+			put(tc.has)
+			for f.put(t, "other", "") <= before.Store.Revision {
+			}
+			p.open(t)
+			has := slices.Sorted(slices.Values(tc.has))
+			after := w.Until(t, "what the new store has", func(s subnet.Snapshot) bool {
+				return s.Store.ID != before.Store.ID && subnettest.Has(has...)(s)
+			})
+			var ledger subnet.Ledger
+			ledger.Apply(before, time.Now())
+			ledger.Apply(after, time.Now())
+			for _, key := range tc.had {
+				if ledger.Lease(key) == nil {
+					t.Errorf("%s is a peer no more", key)
+				}
+			}
+			f.put(t, "subnets/10.5.3.0-24", value("192.0.2.103"))
+			w.Until(t, "a peer that comes later", func(s subnet.Snapshot) bool {
+				return s.Store.ID == after.Store.ID && subnettest.Has(append(has, "10.5.3.0-24")...)(s)
+			})
+		})
+	}
+}
+
 // Leases that have a reprieve, because the store was away for long, are no part of
 // the one that comes in its place.
 func TestStoreWipedDuringAReprieve(t *testing.T) {
