@@ -92,11 +92,21 @@ func mask(ones, length int) []byte {
 // decode reads the expressions of a rule. ok is false if it is none that
 // flannel makes, in any of the forms in which nft writes them.
 func decode(f prefix.Family, raw []byte) (r firewall.Rule, ok bool) {
+	d, fits := decoding{family: f}, true
+	err := eachExpression(raw, func(name string, data []byte) bool {
+		fits = d.take(name, data)
+		return fits
+	})
+	return d.rule, err == nil && fits && d.rule.Action != 0 && d.payload == nil && !d.mark
+}
+
+// eachExpression hands the expressions of a rule to take, until it returns
+// false.
+func eachExpression(raw []byte, take func(name string, data []byte) bool) error {
 	ad, err := decoder(raw)
 	if err != nil {
-		return r, false
+		return err
 	}
-	d := decoding{family: f}
 	for ad.Next() {
 		var name string
 		var data []byte
@@ -111,11 +121,11 @@ func decode(f prefix.Family, raw []byte) (r firewall.Rule, ok bool) {
 			}
 			return nil
 		})
-		if !d.take(name, data) {
-			return r, false
+		if !take(name, data) {
+			return nil
 		}
 	}
-	return d.rule, ad.Err() == nil && d.rule.Action != 0 && d.payload == nil && !d.mark
+	return ad.Err()
 }
 
 // decoding is a rule of which the expressions so far have been read.
@@ -227,8 +237,11 @@ func verdict(data []byte) (a firewall.Action) {
 	return 0
 }
 
-// nfAccept is NF_ACCEPT of linux/netfilter.h.
-const nfAccept = 1
+// The verdicts of linux/netfilter.h.
+const (
+	nfDrop   = 0
+	nfAccept = 1
+)
 
 // attribute returns the value of the attribute typ; nil if there is none.
 func attribute(b []byte, typ uint16) []byte {

@@ -96,6 +96,18 @@ func (c *conn) chain(table string, chain firewall.Chain) (chainState, error) {
 }
 
 func (c *conn) rules(table, chain string, s *chainState) error {
+	return c.eachRule(table, chain, func(r ruleState) {
+		s.rules = append(s.rules, r)
+		var decoded *firewall.Rule
+		if rule, ok := decode(c.decodeFamily(), r.raw); ok {
+			decoded = &rule
+		}
+		s.decoded = append(s.decoded, decoded)
+	})
+}
+
+// eachRule hands the rules of a chain to take, in their order.
+func (c *conn) eachRule(table, chain string, take func(ruleState)) error {
 	attrs := attributes(func(ae *netlink.AttributeEncoder) {
 		ae.String(unix.NFTA_RULE_TABLE, table)
 		ae.String(unix.NFTA_RULE_CHAIN, chain)
@@ -110,12 +122,7 @@ func (c *conn) rules(table, chain string, s *chainState) error {
 				r.raw = ad.Bytes()
 			}
 		}
-		s.rules = append(s.rules, r)
-		var decoded *firewall.Rule
-		if rule, ok := decode(c.decodeFamily(), r.raw); ok {
-			decoded = &rule
-		}
-		s.decoded = append(s.decoded, decoded)
+		take(r)
 		return nil
 	})
 }

@@ -1,0 +1,98 @@
+package nftables
+
+import (
+	"encoding/binary"
+	"errors"
+	"strings"
+
+	"github.com/mdlayher/netlink"
+	"golang.org/x/sys/unix"
+
+	"flanneld/pkg/prefix"
+)
+
+// Lead is where a rule sends packets: a chain, or a target in the words of
+// iptables. Always is set if the rule has no condition, so far as can be told.
+type Lead struct {
+	Target string
+	Always bool
+}
+
+// Leads returns where the rules of a chain lead, whoever made it, one for each
+// rule. It sees those that iptables hides or prints without their conditions.
+func Leads(f prefix.Family, table, chain string) (leads []Lead, exists bool, err error) {
+	c, err := dial(f)
+	if err != nil {
+		return nil, false, err
+	}
+	defer c.close()
+	for range attempts {
+		if leads, exists, err = c.leads(table, chain); !errors.Is(err, errRaced) {
+			break
+		}
+	}
+	return leads, exists, err
+}
+
+func (c *conn) leads(table, chain string) (leads []Lead, exists bool, err error) {
+	attrs := attributes(func(ae *netlink.AttributeEncoder) {
+		ae.String(unix.NFTA_CHAIN_TABLE, table)
+		ae.String(unix.NFTA_CHAIN_NAME, chain)
+	})
+	err = c.get(unix.NFT_MSG_GETCHAIN, 0, attrs, func(*netlink.AttributeDecoder) error {
+		exists = true
+		return nil
+	})
+	if err != nil || !exists {
+		return nil, false, err
+	}
+	err = c.eachRule(table, chain, func(r ruleState) { leads = append(leads, lead(r.raw)) })
+	return leads, true, err
+}
+
+// lead reads the expressions of a rule. What it does not know is a condition.
+func lead(raw []byte) Lead {
+	l := Lead{Always: true}
+	err := eachExpression(raw, func(name string, data []byte) bool {
+		switch name {
+		case "counter", "log":
+		case "match": // of iptables
+			l.Always = l.Always && text(attribute(data, unix.NFTA_MATCH_NAME)) == "comment"
+		case "target":
+			l.Target = text(attribute(data, unix.NFTA_TARGET_NAME))
+		case "reject":
+			l.Target = "REJECT"
+		case "immediate":
+			target, ok := verdictTarget(data)
+			l.Target, l.Always = target, l.Always && ok
+		default:
+			l.Always = false
+		}
+		return true
+	})
+	l.Always = l.Always && err == nil
+	return l
+}
+
+// verdictTarget reads the data of an immediate expression.
+func verdictTarget(data []byte) (target string, ok bool) {
+	v := attribute(attribute(data, unix.NFTA_IMMEDIATE_DATA), unix.NFTA_DATA_VERDICT)
+	code := attribute(v, unix.NFTA_VERDICT_CODE)
+	if len(code) != 4 {
+		return "", false // it loads a register
+	}
+	switch int32(binary.BigEndian.Uint32(code)) {
+	case nfDrop:
+		return "DROP", true
+	case nfAccept:
+		return "ACCEPT", true
+	case unix.NFT_RETURN:
+		return "RETURN", true
+	case unix.NFT_JUMP, unix.NFT_GOTO:
+		return text(attribute(v, unix.NFTA_VERDICT_CHAIN)), true
+	}
+	return "", false
+}
+
+// text is the value of an attribute that is a string.
+func text(b []byte) string { return strings.TrimRight(string(b), "\x00") }
