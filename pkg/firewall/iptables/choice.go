@@ -130,9 +130,9 @@ func foreign(d dump) (n int) {
 		return slices.ContainsFunc(firewall.Chains(), func(c firewall.Chain) bool { return placeOf(c).chain == chain })
 	}
 	for _, chains := range d {
-		for chain, specs := range chains {
-			for _, spec := range specs {
-				if target, _ := leadsTo(spec); !ours(chain) && !ours(target) {
+		for chain, rules := range chains {
+			for _, r := range rules {
+				if !ours(chain) && !ours(r.target) {
 					n++
 				}
 			}

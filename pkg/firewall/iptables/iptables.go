@@ -16,6 +16,7 @@ import (
 	goiptables "github.com/coreos/go-iptables/iptables"
 
 	"flanneld/pkg/firewall"
+	"flanneld/pkg/firewall/nftables"
 	"flanneld/pkg/oneline"
 	"flanneld/pkg/prefix"
 )
@@ -86,10 +87,13 @@ func (v Variant) Program(f prefix.Family) string {
 type Applier struct {
 	variant Variant
 	known   map[prefix.Family]kind
+	leads   leadsFunc
 }
 
 // New returns an applier that uses the programs of variant v.
-func New(v Variant) *Applier { return &Applier{variant: v, known: map[prefix.Family]kind{}} }
+func New(v Variant) *Applier {
+	return &Applier{variant: v, known: map[prefix.Family]kind{}, leads: nftables.Leads}
+}
 
 // Variant returns Legacy or NFT, whichever the programs turn out to be for
 // family f.
@@ -146,11 +150,11 @@ func (a *Applier) apply(ctx context.Context, p firewall.Policy, f prefix.Family)
 	}
 	p.Random = p.Random && k.random
 	program := a.variant.Program(f)
-	have, err := run(ctx, "", program+"-save")
+	have, err := a.read(ctx, f, k)
 	if err != nil {
 		return false, fmt.Errorf("read rules: %w", err)
 	}
-	script := plan(parseSave(have), p.Table(f))
+	script := plan(have, p.Table(f))
 	if script == "" {
 		return false, nil
 	}
@@ -162,6 +166,19 @@ func (a *Applier) apply(ctx context.Context, p firewall.Policy, f prefix.Family)
 		return ctx.Err() != nil, fmt.Errorf("write rules: %w", err)
 	}
 	return true, nil
+}
+
+// read returns what is there.
+func (a *Applier) read(ctx context.Context, f prefix.Family, k kind) (dump, error) {
+	text, err := run(ctx, "", a.variant.Program(f)+"-save")
+	if err != nil {
+		return nil, err
+	}
+	have := parseSave(text)
+	if k.nft {
+		err = a.reveal(f, have)
+	}
+	return have, err
 }
 
 // legacyTables are the tables of the kernel's own iptables in this network

@@ -30,7 +30,7 @@ func plan(have dump, t firewall.Table) string {
 // planner plans one of our chains and the jump to it.
 type planner struct {
 	place
-	have   map[string][]string // of the table
+	have   chains // of the table
 	lines  []string
 	wanted bool     // the chain is
 	after  []string // what can only be done when no jump is left
@@ -43,10 +43,10 @@ func (p *planner) add(format string, args ...any) {
 // ownChain rewrites our chain as a whole, unless it is exact. To declare a
 // chain is to flush it: that happens in the same commit as the new rules.
 func (p *planner) ownChain(c firewall.Chain, t firewall.Table) {
-	specs, exists := p.have[p.chain]
-	rules := make([]*firewall.Rule, len(specs))
-	for i, spec := range specs {
-		if r, comment, ok := parse(spec); ok && comment == p.comment {
+	have, exists := p.have[p.chain]
+	rules := make([]*firewall.Rule, len(have))
+	for i, h := range have {
+		if r, comment, ok := parse(h.spec); ok && comment == p.comment {
 			rules[i] = &r
 		}
 	}
@@ -60,7 +60,7 @@ func (p *planner) ownChain(c firewall.Chain, t firewall.Table) {
 		p.add("-A %s %s", p.chain, p.render(r))
 	}
 	for _, i := range a.Others {
-		p.add("-A %s %s", p.chain, specs[i])
+		p.add("-A %s %s", p.chain, have[i].spec)
 	}
 	for _, r := range a.Own {
 		p.add("-A %s %s", p.chain, p.render(r))
@@ -72,41 +72,38 @@ func (p *planner) ownChain(c firewall.Chain, t firewall.Table) {
 
 // referenced reports whether a chain but the parent leads to ours.
 func (p *planner) referenced() bool {
-	for chain, specs := range p.have {
-		if chain != p.parent && slices.ContainsFunc(specs, p.leadsHere) {
+	for chain, rules := range p.have {
+		if chain != p.parent && slices.ContainsFunc(rules, p.leadsHere) {
 			return true
 		}
 	}
 	return false
 }
 
-func (p *planner) leadsHere(spec string) bool {
-	target, _ := leadsTo(spec)
-	return target == p.chain
-}
+func (p *planner) leadsHere(r rule) bool { return r.target == p.chain }
 
 // parentChain sees that the one jump to our chain stands where it should, and
 // that no rules of old versions are left beside it.
 func (p *planner) parentChain(c firewall.Chain, t firewall.Table) {
-	var rest []string // without what goes and without jumps to us
+	var rest []rule // without what goes and without jumps to us
 	jumps, at, right := 0, 0, false
-	for _, spec := range p.have[p.parent] {
-		r, comment, ok := parse(spec)
+	for _, h := range p.have[p.parent] {
+		r, comment, ok := parse(h.spec)
 		switch {
 		case ok && t.Legacy(c, r, comment == p.comment):
-			p.add("-D %s %s", p.parent, spec)
-		case p.leadsHere(spec):
-			jumps, at, right = jumps+1, len(rest), spec == p.jump()
+			p.add("-D %s %s", p.parent, h.spec)
+		case p.leadsHere(h):
+			jumps, at, right = jumps+1, len(rest), h.spec == p.jump() && h.always
 		default:
-			rest = append(rest, spec)
+			rest = append(rest, h)
 		}
 	}
 	lo, hi := p.room(rest)
 	inPlace := jumps == 1 && right && lo <= at && at <= hi
 	if !p.wanted || !inPlace {
-		for _, spec := range p.have[p.parent] {
-			if p.leadsHere(spec) {
-				p.add("-D %s %s", p.parent, spec)
+		for _, h := range p.have[p.parent] {
+			if p.leadsHere(h) {
+				p.add("-D %s %s", p.parent, h.spec)
 			}
 		}
 	}
@@ -123,13 +120,13 @@ func (p *planner) parentChain(c firewall.Chain, t firewall.Table) {
 // room returns the first and last place among the rules of the parent chain
 // at which the jump may stand: before the first one that lets nothing pass,
 // and behind kube-proxy's jumps that stand before that.
-func (p *planner) room(rest []string) (lo, hi int) {
-	hi = slices.IndexFunc(rest, func(spec string) bool { return blocks(p.have, spec) })
+func (p *planner) room(rest []rule) (lo, hi int) {
+	hi = slices.IndexFunc(rest, p.have.blocks)
 	if hi < 0 {
 		hi = len(rest)
 	}
-	for i, spec := range rest[:hi] {
-		if target, _ := leadsTo(spec); strings.HasPrefix(target, kubeProxy) {
+	for i, r := range rest[:hi] {
+		if strings.HasPrefix(r.target, kubeProxy) {
 			lo = i + 1
 		}
 	}

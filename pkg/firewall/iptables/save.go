@@ -5,20 +5,28 @@ import (
 	"strings"
 )
 
-// dump is what iptables-save says: the rules of each chain of each table, in
-// its form, without "-A" and the chain.
-type dump map[string]map[string][]string
+// dump has the rules of each chain of each table.
+type dump map[string]chains
+
+type chains map[string][]rule
+
+// rule is a rule that somebody has made.
+type rule struct {
+	spec   string // as iptables-save says it, without "-A" and the chain; empty if it does not
+	target string // the chain or target that it jumps or goes to
+	always bool   // with every packet
+}
 
 // parseSave reads the output of iptables-save. Lines that mean nothing here
 // are skipped.
 func parseSave(text string) dump {
 	d := dump{}
-	var table map[string][]string
+	var table chains
 	for line := range strings.Lines(text) {
 		line = strings.TrimRight(line, "\r\n")
 		switch {
 		case strings.HasPrefix(line, "*"):
-			table = map[string][]string{}
+			table = chains{}
 			d[line[1:]] = table
 		case table == nil:
 		case strings.HasPrefix(line, ":"):
@@ -26,7 +34,8 @@ func parseSave(text string) dump {
 			table[name] = slices.Clip(table[name])
 		case strings.HasPrefix(line, "-A "):
 			name, spec, _ := strings.Cut(line[len("-A "):], " ")
-			table[name] = append(table[name], spec)
+			target, always := leadsTo(spec)
+			table[name] = append(table[name], rule{spec, target, always})
 		}
 	}
 	return d
@@ -55,27 +64,24 @@ func leadsTo(spec string) (target string, always bool) {
 
 // blocks reports whether no packet gets past the rule: it rejects or drops
 // all, or goes through a chain that does.
-func blocks(table map[string][]string, spec string) bool {
-	return blocksAll(table, spec, map[string]bool{})
-}
+func (c chains) blocks(r rule) bool { return c.blocksAll(r, map[string]bool{}) }
 
-func blocksAll(table map[string][]string, spec string, seen map[string]bool) bool {
-	target, always := leadsTo(spec)
-	if !always {
+func (c chains) blocksAll(r rule, seen map[string]bool) bool {
+	if !r.always {
 		return false
 	}
-	if target == "DROP" || target == "REJECT" {
+	if r.target == "DROP" || r.target == "REJECT" {
 		return true
 	}
-	if seen[target] {
+	if seen[r.target] {
 		return false
 	}
-	seen[target] = true
-	for _, inner := range table[target] {
-		if to, always := leadsTo(inner); always && (to == "RETURN" || to == "ACCEPT") {
+	seen[r.target] = true
+	for _, inner := range c[r.target] {
+		if inner.always && (inner.target == "RETURN" || inner.target == "ACCEPT") {
 			return false
 		}
-		if blocksAll(table, inner, seen) {
+		if c.blocksAll(inner, seen) {
 			return true
 		}
 	}

@@ -1,0 +1,115 @@
+package iptables
+
+import (
+	"fmt"
+	"strings"
+	"testing"
+
+	"flanneld/pkg/firewall"
+	"flanneld/pkg/firewall/firewalltest"
+	"flanneld/pkg/firewall/nftables"
+	"flanneld/pkg/prefix"
+)
+
+// noChains is what a kernel without tables says.
+func noChains(prefix.Family, string, string) ([]nftables.Lead, bool, error) { return nil, false, nil }
+
+// TestSurvey compares what is listed with what the kernel has.
+func TestSurvey(t *testing.T) {
+	const jump = `-m comment --comment "flanneld forward" -j FLANNEL-FWD`
+	ours, conditional := nftables.Lead{Target: "FLANNEL-FWD", Always: true}, nftables.Lead{Target: "FLANNEL-FWD"}
+	drop, set := nftables.Lead{Target: "DROP", Always: true}, nftables.Lead{Target: "DROP"}
+	for name, tt := range map[string]struct {
+		listed string
+		kernel map[string][]nftables.Lead
+		want   string // the last line but COMMIT; empty for no change
+	}{
+		"as listed":              {"-A FORWARD " + jump + "\n-A FORWARD -j DROP", map[string][]nftables.Lead{"FORWARD": {ours, drop}}, ""},
+		"a condition not listed": {"-A FORWARD -j DROP\n-A FORWARD " + jump, map[string][]nftables.Lead{"FORWARD": {set, ours}}, ""},
+		"no such condition":      {"-A FORWARD -j DROP\n-A FORWARD " + jump, map[string][]nftables.Lead{"FORWARD": {drop, ours}}, "-I FORWARD 1 " + jump},
+		"one in a chain": {
+			"-A FORWARD -j X\n-A FORWARD " + jump + "\n-A X -j DROP", map[string][]nftables.Lead{"FORWARD": {{Target: "X", Always: true}, ours}, "X": {set}}, "",
+		},
+		"none in the chain": {
+			"-A FORWARD -j X\n-A FORWARD " + jump + "\n-A X -j DROP", map[string][]nftables.Lead{"FORWARD": {{Target: "X", Always: true}, ours}, "X": {drop}}, "-I FORWARD 1 " + jump,
+		},
+		"chains in a circle": {
+			"-A FORWARD " + jump, map[string][]nftables.Lead{"FORWARD": {{Target: "X", Always: true}, ours}, "X": {{Target: "X", Always: true}}}, "",
+		},
+		"not listed":           {"", map[string][]nftables.Lead{"FORWARD": {set, ours, set}}, ""},
+		"not listed, twice":    {"", map[string][]nftables.Lead{"FORWARD": {set, ours, ours}}, "-A FORWARD " + jump},
+		"not listed, too late": {"", map[string][]nftables.Lead{"FORWARD": {set, drop, ours}}, "-I FORWARD 2 " + jump},
+		"jump on a condition":  {"", map[string][]nftables.Lead{"FORWARD": {conditional}}, "-A FORWARD " + jump},
+		"changed in our own":   {"-A FORWARD " + jump, map[string][]nftables.Lead{"FORWARD": {ours}, "FLANNEL-FWD": {set}}, ""},
+		// What is removed is named by its words, so these must not be another's.
+		"changed meanwhile": {
+			"-A FORWARD -s 192.0.2.1 -j ACCEPT\n-A FORWARD " + jump + "\n-A FORWARD -p udp -j ACCEPT",
+			map[string][]nftables.Lead{"FORWARD": {ours, {Target: "ACCEPT"}, ours}}, "-A FORWARD " + jump,
+		},
+	} {
+		p := placeOf(firewall.Forward)
+		d := parseSave("*filter\n:FLANNEL-FWD - [0:0]\n" + `-A FLANNEL-FWD -s 10.5.0.0/16 -m comment --comment "flanneld forward" -j ACCEPT
+-A FLANNEL-FWD -d 10.5.0.0/16 -m comment --comment "flanneld forward" -j ACCEPT
+` + tt.listed + "\nCOMMIT\n")
+		kernel := func(_ prefix.Family, _, chain string) ([]nftables.Lead, bool, error) {
+			leads, exists := tt.kernel[chain]
+			return leads, exists, nil
+		}
+		s := survey{place: p, leads: kernel, have: d[p.table], seen: map[string]bool{}}
+		if err := s.look(p.parent); err != nil {
+			t.Fatal(err)
+		}
+		policy := firewalltest.Policy()
+		policy.Masquerade = false
+		script := plan(d, policy.Table(prefix.IPv4))
+		if tt.want == "" && script != "" || !strings.HasSuffix(script, "\n"+tt.want+"\nCOMMIT\n") && tt.want != "" {
+			t.Errorf("%s: the script is\n%s\nwant it to end with %q", name, script, tt.want)
+		}
+		for line := range strings.Lines(script) {
+			if strings.HasPrefix(line, "-D") && line != "-D FORWARD "+jump+"\n" {
+				t.Errorf("%s: %s is not ours", name, line)
+			}
+		}
+	}
+}
+
+// host has chains of iptables with a rule of somebody else's.
+func host(t *testing.T) {
+	t.Helper()
+	firewalltest.Enter(t)
+	firewalltest.Shell(t, both(NFT, "IPT -A FORWARD -p tcp --dport 25 -j DROP\nIPT -t nat -A POSTROUTING -p tcp --dport 25 -j ACCEPT\n"))
+}
+
+// TestKernelBlocking has rules that iptables-save prints as "-j DROP", and some that
+// are.
+func TestKernelBlocking(t *testing.T) {
+	p := firewalltest.Policy()
+	p.Networks = p.Networks[:1]
+	for r, blocks := range map[string]bool{
+		"ip daddr @blocklist drop": false, "ip saddr { 192.0.2.1, 192.0.2.2 } drop": false, "iifname { a, b } drop": false,
+		"meta l4proto { tcp, udp } drop": false, "jump some": false,
+		"drop": true, "counter drop": true, "goto every": true,
+	} {
+		t.Run(r, func(t *testing.T) {
+			host(t)
+			firewalltest.Shell(t, fmt.Sprintf(`iptables-nft -N some
+				iptables-nft -N every
+				iptables-nft -A every -m comment --comment x -j REJECT
+				nft 'add set ip filter blocklist { type ipv4_addr; }'
+				nft 'insert rule ip filter some iifname { a, b } drop'
+				nft 'insert rule ip filter FORWARD %s'`, r))
+			a := New(NFT)
+			for pass := range 2 {
+				if changed, err := a.Apply(t.Context(), p); err != nil || changed != (pass == 0) {
+					t.Errorf("pass %d: changed %v, %v", pass, changed, err)
+				}
+			}
+			chain := firewalltest.Shell(t, "nft --stateless list chain ip filter FORWARD")
+			_, rules, _ := strings.Cut(chain, "policy accept;\n")
+			first, _, _ := strings.Cut(rules, "\n")
+			if got := strings.Contains(first, "jump FLANNEL-FWD"); got != blocks || !strings.Contains(rules, "jump FLANNEL-FWD") {
+				t.Errorf("the jump stands before it: %v, want %v:\n%s", got, blocks, chain)
+			}
+		})
+	}
+}
