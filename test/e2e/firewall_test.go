@@ -170,6 +170,80 @@ func TestFirewallRepair(t *testing.T) {
 	}
 }
 
+// TestTablesWithRulesOfNFT has rules made with nft where iptables has ours, so that
+// iptables-save says nothing of the tables: the jumps are there once, and where they
+// cannot be put right nothing is written.
+func TestTablesWithRulesOfNFT(t *testing.T) {
+	t.Parallel()
+	f := flavours()[1]
+	l := newLab(t, lab.Config{Hosts: 1, Network: masqueraded(map[string]any{"EnableIPv6": false, "Backend": map[string]any{"Type": "host-gw"}})}, "")
+	h, programs := l.Host(1), newPrograms(t, f)
+	list := func() string {
+		return shell(t, h.Namespace, "nft --stateless list table ip filter; nft --stateless list table ip nat")
+	}
+	expectOnceEach := func(what string) {
+		t.Helper()
+		for _, chain := range []string{"FLANNEL-FWD", "FLANNEL-POSTRTG"} {
+			if n := strings.Count(list(), "jump "+chain); n != 1 {
+				t.Errorf("%s: %d jumps to %s:\n%s", what, n, chain, list())
+			}
+		}
+	}
+	expectNoWrites := func() {
+		t.Helper()
+		ran := func() int { return strings.Count(strings.Join(programs.run(t), "\n"), "-restore") }
+		pause(t, time.Second) // what the last change has woken
+		before := ran()
+		pause(t, 3*time.Second)
+		if n := ran() - before; n > 0 {
+			t.Errorf("iptables-restore was run %d times", n)
+		}
+	}
+	shell(t, h.Namespace, `iptables-nft -A FORWARD -p tcp --dport 25 -j DROP
+		iptables-nft -t nat -A POSTROUTING -p tcp --dport 25 -j ACCEPT
+		nft 'insert rule ip filter FORWARD ct state { new, established } accept'
+		nft 'insert rule ip nat POSTROUTING ct state { established, related } accept'`)
+	o := lab.FlanneldOptions{Args: append(f.args, "--ip-masq"), Env: []string{programs.env}}
+	d := startOne(t, h, o)
+	expectNoWrites()
+	expectOnceEach("at the start")
+	shell(t, h.Namespace, "iptables-nft -F FLANNEL-FWD; iptables-nft -t nat -F POSTROUTING")
+	eventually(t, "rules are deleted", func() error {
+		if now := list(); !strings.Contains(now, "saddr 10.5.0.0/16") || !strings.Contains(now, "jump FLANNEL-POSTRTG") {
+			return fmt.Errorf("there is\n%s", now)
+		}
+		return nil
+	})
+	expectNoWrites()
+	expectOnceEach("repaired")
+
+	shell(t, h.Namespace, `nft 'insert rule ip filter FORWARD fib saddr type local accept'
+		iptables-nft -A FORWARD -m comment --comment "flanneld forward" -j FLANNEL-FWD`)
+	eventually(t, "/readyz", func() error {
+		if _, body, err := d.Get(background(t), "/readyz"); err == nil || !strings.Contains(body, "cannot read table filter") {
+			return fmt.Errorf("it answers %q, %w", body, err)
+		}
+		return nil
+	})
+	expectLog(t, d, "cannot read table filter")
+	before := list()
+	pause(t, 3*time.Second)
+	if after := list(); after != before {
+		t.Errorf("it has changed\n%s\nto\n%s", before, after)
+	}
+	expectStop(t, d)
+	refusedCtl(t, h, []string{"cleanup", "--yes"}, "cannot read table filter", "EnableNFTables")
+
+	shell(t, h.Namespace, "nft flush chain ip filter FORWARD; nft 'add rule ip filter FORWARD ct state { new, established } accept'")
+	startOne(t, h, o)
+	expectOnceEach("without the rule")
+	expectStop(t, h.Daemon())
+	mustCtl(t, h, []string{"cleanup", "--yes"})
+	if left := list(); strings.Contains(left, "FLANNEL") || strings.Count(left, "ct state") != 1 {
+		t.Errorf("cleaned up it is\n%s", left)
+	}
+}
+
 // sorted sorts lines: nft shows chains in the order in which they were made.
 func sorted(text string) string {
 	lines := strings.Split(strings.TrimSpace(text), "\n")

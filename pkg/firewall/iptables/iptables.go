@@ -150,7 +150,7 @@ func (a *Applier) apply(ctx context.Context, p firewall.Policy, f prefix.Family)
 	}
 	p.Random = p.Random && k.random
 	program := a.variant.Program(f)
-	have, err := a.read(ctx, f, k)
+	have, hidden, err := a.read(ctx, f, k)
 	if err != nil {
 		return false, fmt.Errorf("read rules: %w", err)
 	}
@@ -163,22 +163,22 @@ func (a *Applier) apply(ctx context.Context, p firewall.Policy, f prefix.Family)
 		args = append(args, fmt.Sprintf("--wait=%d", lockWait))
 	}
 	if _, err := run(ctx, script, program+"-restore", args...); err != nil {
-		return ctx.Err() != nil, fmt.Errorf("write rules: %w", err)
+		return ctx.Err() != nil, fmt.Errorf("write rules: %w", a.refused(f, hidden, err))
 	}
 	return true, nil
 }
 
-// read returns what is there.
-func (a *Applier) read(ctx context.Context, f prefix.Family, k kind) (dump, error) {
+// read returns what is there, and which tables iptables-save hides.
+func (a *Applier) read(ctx context.Context, f prefix.Family, k kind) (have dump, hidden []string, err error) {
 	text, err := run(ctx, "", a.variant.Program(f)+"-save")
 	if err != nil {
-		return nil, err
+		return nil, nil, err
 	}
-	have := parseSave(text)
+	have = parseSave(text)
 	if k.nft {
-		err = a.reveal(f, have)
+		hidden, err = a.reveal(ctx, f, have)
 	}
-	return have, err
+	return have, hidden, err
 }
 
 // legacyTables are the tables of the kernel's own iptables in this network

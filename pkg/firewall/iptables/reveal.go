@@ -1,7 +1,10 @@
 package iptables
 
 import (
+	"context"
+	"fmt"
 	"slices"
+	"strings"
 
 	"flanneld/pkg/firewall"
 	"flanneld/pkg/firewall/nftables"
@@ -11,20 +14,58 @@ import (
 // leadsFunc asks nftables where the rules of a chain lead.
 type leadsFunc func(f prefix.Family, table, chain string) (leads []nftables.Lead, exists bool, err error)
 
-// reveal puts right what iptables-save says of the chains concerned: rules that
-// others have made with nft it prints without some of their conditions.
-func (a *Applier) reveal(f prefix.Family, d dump) error {
+// reveal puts right what iptables-save says of the chains concerned. Where others
+// have made rules with nft it prints some without their conditions, and says
+// nothing of a table that has one which it does not understand. reveal returns
+// such tables.
+func (a *Applier) reveal(ctx context.Context, f prefix.Family, d dump) (hidden []string, err error) {
 	for _, c := range firewall.Chains() {
 		p := placeOf(c)
 		if d[p.table] == nil {
-			continue
+			text, err := a.list(ctx, f, p)
+			if err != nil {
+				return nil, a.refused(f, []string{p.table}, err)
+			}
+			if text != "" {
+				hidden = append(hidden, p.table)
+			}
+			d[p.table] = parseSave("*" + p.table + "\n" + text)[p.table]
 		}
 		s := survey{place: p, leads: a.leads, family: f, have: d[p.table], seen: map[string]bool{}}
 		if err := s.look(p.parent); err != nil {
-			return err
+			return nil, err
 		}
 	}
-	return nil
+	return hidden, nil
+}
+
+// list returns the rules of our chain and its parent in the form of iptables-save,
+// one chain at a time. The parent's may be missing.
+func (a *Applier) list(ctx context.Context, f prefix.Family, p place) (text string, err error) {
+	for _, chain := range []string{p.chain, p.parent} {
+		_, exists, err := a.leads(f, p.table, chain)
+		if err != nil {
+			return "", err
+		}
+		if !exists {
+			continue
+		}
+		rules, err := run(ctx, "", a.variant.Program(f), "-t", p.table, "-S", chain)
+		if err != nil && chain == p.chain {
+			return "", err
+		}
+		text += rules + "\n"
+	}
+	return text, nil
+}
+
+// refused is err, about tables that iptables-save hides.
+func (a *Applier) refused(f prefix.Family, hidden []string, err error) error {
+	if len(hidden) == 0 {
+		return err
+	}
+	return fmt.Errorf("%s cannot read table %s: move the rules that were made with nft to a table of their own, or set EnableNFTables: %w",
+		a.variant.Program(f), strings.Join(hidden, ", table "), err)
 }
 
 // survey sees where rules really lead.

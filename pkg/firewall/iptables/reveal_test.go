@@ -73,11 +73,128 @@ func TestSurvey(t *testing.T) {
 	}
 }
 
+// native puts rules at the heads of chains with nft, in both families.
+func native(t *testing.T, rules ...string) {
+	t.Helper()
+	for _, r := range rules {
+		firewalltest.Shell(t, fmt.Sprintf("nft 'insert rule ip %s'\nnft 'insert rule ip6 %[1]s'", r))
+	}
+}
+
 // host has chains of iptables with a rule of somebody else's.
 func host(t *testing.T) {
 	t.Helper()
 	firewalltest.Enter(t)
 	firewalltest.Shell(t, both(NFT, "IPT -A FORWARD -p tcp --dport 25 -j DROP\nIPT -t nat -A POSTROUTING -p tcp --dport 25 -j ACCEPT\n"))
+}
+
+// listed is what nft says of our chains and their parents.
+func listed(t *testing.T) string {
+	t.Helper()
+	var b strings.Builder
+	for _, f := range []string{"ip", "ip6"} {
+		for _, p := range Places() {
+			b.WriteString(firewalltest.Shell(t, fmt.Sprintf("nft --stateless list chain %s %s %s 2>/dev/null || true", f, p.Table, p.Chain)))
+		}
+	}
+	return b.String()
+}
+
+// expectJumps wants one jump to each of our chains in both families.
+func expectJumps(t *testing.T) {
+	t.Helper()
+	text := listed(t)
+	for _, c := range firewall.Chains() {
+		if n := strings.Count(text, "jump "+placeOf(c).chain); n != 2 {
+			t.Errorf("%d jumps to %s, want one for each family:\n%s", n, placeOf(c).chain, text)
+		}
+	}
+}
+
+// expectRefused wants an error that says which table cannot be read, and what to do.
+func expectRefused(t *testing.T, a *Applier, p firewall.Policy) {
+	t.Helper()
+	before := listed(t)
+	changed, err := a.Apply(t.Context(), p)
+	if changed || err == nil || !strings.Contains(err.Error(), "table filter") || !strings.Contains(err.Error(), "EnableNFTables") {
+		t.Errorf("changed %v, %v, want an error that names the table filter", changed, err)
+	}
+	if after := listed(t); after != before {
+		t.Errorf("it has changed\n%s\nto\n%s", before, after)
+	}
+}
+
+const surplus = `for i in 1 2 3; do IPT -A FORWARD -m comment --comment "flanneld forward" -j FLANNEL-FWD; done` + "\n"
+
+// TestKernelHidden has tables of which iptables-save says nothing because of one
+// rule: there the rules are as elsewhere.
+func TestKernelHidden(t *testing.T) {
+	for _, r := range []string{
+		"ct state { new, established } accept", "log prefix \"x\" accept", "quota over 10 bytes accept", "fib saddr type local accept",
+	} {
+		t.Run(r, func(t *testing.T) {
+			host(t)
+			native(t, "filter FORWARD "+r, "nat POSTROUTING "+r)
+			if text := firewalltest.Shell(t, both(NFT, "IPT-save\n")); strings.Contains(text, "*") {
+				t.Fatalf("the tables are not hidden:\n%s", text)
+			}
+			before, a := listed(t), New(NFT)
+			for pass := range 3 {
+				if changed, err := a.Apply(t.Context(), firewalltest.Policy()); err != nil || changed != (pass == 0) {
+					t.Errorf("pass %d: changed %v, %v", pass, changed, err)
+				}
+				expectJumps(t)
+			}
+			want := listed(t)
+			damage := []string{"IPT -F FLANNEL-FWD\n", "IPT -t nat -D FLANNEL-POSTRTG 2\n", "IPT -I FLANNEL-FWD -p udp -j DROP\n"}
+			if strings.HasPrefix(r, "fib") { // there iptables finds no jump to remove
+				defer func() {
+					expectRefused(t, a, firewalltest.Policy().Cleanup())
+					firewalltest.Shell(t, both(NFT, surplus))
+					expectRefused(t, a, firewalltest.Policy())
+				}()
+			} else {
+				damage = append(damage, surplus, "IPT -D FORWARD -m comment --comment \"flanneld forward\" -j FLANNEL-FWD\n")
+			}
+			for _, script := range damage {
+				firewalltest.Shell(t, both(NFT, script))
+				if listed(t) == want {
+					t.Fatalf("%s does no damage", script)
+				}
+				if changed, err := a.Apply(t.Context(), firewalltest.Policy()); err != nil || !changed {
+					t.Errorf("%s: changed %v, %v", script, changed, err)
+				}
+				if after := listed(t); after != want {
+					t.Errorf("%s: it has come to\n%s\nwant\n%s", script, after, want)
+				}
+			}
+			if strings.HasPrefix(r, "fib") {
+				return
+			}
+			firewalltest.Shell(t, both(NFT, "IPT -F FLANNEL-FWD\n"))
+			for _, changes := range []bool{true, false} {
+				if changed, err := a.Apply(t.Context(), firewalltest.Policy().Cleanup()); err != nil || changed != changes {
+					t.Errorf("cleaned up: changed %v, %v", changed, err)
+				}
+			}
+			if after := listed(t); after != before {
+				t.Errorf("cleaned up it is\n%s\nwant\n%s", after, before)
+			}
+		})
+	}
+}
+
+// TestKernelHiddenChain has such a rule in our own chain: what else is in it
+// cannot be told.
+func TestKernelHiddenChain(t *testing.T) {
+	host(t)
+	a := New(NFT)
+	if _, err := a.Apply(t.Context(), firewalltest.Policy()); err != nil {
+		t.Fatal(err)
+	}
+	native(t, "filter FLANNEL-FWD ct state { new } drop")
+	expectRefused(t, a, firewalltest.Policy())
+	expectRefused(t, a, firewalltest.Policy().Cleanup())
 }
 
 // TestKernelBlocking has rules that iptables-save prints as "-j DROP", and some that
@@ -88,7 +205,7 @@ func TestKernelBlocking(t *testing.T) {
 	for r, blocks := range map[string]bool{
 		"ip daddr @blocklist drop": false, "ip saddr { 192.0.2.1, 192.0.2.2 } drop": false, "iifname { a, b } drop": false,
 		"meta l4proto { tcp, udp } drop": false, "jump some": false,
-		"drop": true, "counter drop": true, "goto every": true,
+		"drop": true, "counter drop": true, "log prefix \"x\" drop": true, "reject": true, "goto every": true,
 	} {
 		t.Run(r, func(t *testing.T) {
 			host(t)

@@ -17,8 +17,8 @@ type rule struct {
 	always bool   // with every packet
 }
 
-// parseSave reads the output of iptables-save. Lines that mean nothing here
-// are skipped.
+// parseSave reads the output of iptables-save, or of iptables -S behind the name
+// of its table. Lines that mean nothing here are skipped.
 func parseSave(text string) dump {
 	d := dump{}
 	var table chains
@@ -29,8 +29,8 @@ func parseSave(text string) dump {
 			table = chains{}
 			d[line[1:]] = table
 		case table == nil:
-		case strings.HasPrefix(line, ":"):
-			name, _, _ := strings.Cut(line[1:], " ")
+		case strings.HasPrefix(line, ":"), strings.HasPrefix(line, "-N "):
+			name, _, _ := strings.Cut(strings.TrimPrefix(line[1:], "N "), " ")
 			table[name] = slices.Clip(table[name])
 		case strings.HasPrefix(line, "-A "):
 			name, spec, _ := strings.Cut(line[len("-A "):], " ")
