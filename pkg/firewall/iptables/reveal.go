@@ -30,6 +30,8 @@ func (a *Applier) reveal(ctx context.Context, f prefix.Family, d dump) (hidden [
 				hidden = append(hidden, p.table)
 			}
 			d[p.table] = parseSave("*" + p.table + "\n" + text)[p.table]
+		} else if have := d[p.table]; !slices.ContainsFunc(have[p.parent], have.blocks) {
+			continue // there is nothing to go ahead of
 		}
 		s := survey{place: p, leads: a.leads, family: f, have: d[p.table], seen: map[string]bool{}}
 		if err := s.look(p.parent); err != nil {
