@@ -116,8 +116,8 @@ func addSystem(ctx context.Context, root string, k kernel) error {
 			return err
 		}
 	}
-	for _, dir := range []string{"bin", "sbin", "lib", "lib64"} {
-		if err := os.Symlink("usr/"+dir, filepath.Join(root, dir)); err != nil {
+	for dir, to := range map[string]string{"bin": "usr/bin", "sbin": "usr/sbin", "lib": "usr/lib", "lib64": "usr/lib64", "var/run": "../run"} {
+		if err := os.Symlink(to, filepath.Join(root, dir)); err != nil {
 			return err
 		}
 	}
