@@ -55,6 +55,9 @@ func (n *network) Sync(ctx context.Context, peers backend.Set) (backend.Outcome,
 	}
 	repaired, err := n.syncPeers(ctx, peers)
 	o.Repaired += repaired
+	if n.secret.waiting {
+		o.Again = pskCheck
+	}
 	return o, err
 }
 

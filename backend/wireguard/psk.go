@@ -4,7 +4,6 @@ import (
 	"bytes"
 	"context"
 	"os"
-	"sync/atomic"
 	"time"
 
 	"golang.zx2c4.com/wireguard/wgctrl/wgtypes"
@@ -37,9 +36,9 @@ func takesPSK(now, handshake time.Time) bool {
 type secret struct {
 	key      wgtypes.Key
 	known    bool
-	failing  bool        // that is logged
-	rotating bool        // it is new here, so what peers have in its place was ours
-	waiting  atomic.Bool // not all peers have it yet
+	failing  bool // that is logged
+	rotating bool // it is new here, so what peers have in its place was ours
+	waiting  bool // not all peers have it yet
 }
 
 // read returns the preshared key. Where it cannot be read any more the one
@@ -58,7 +57,7 @@ func (s *secret) read(ctx context.Context, c config) (wgtypes.Key, error) {
 	}
 	if s.known && key != s.key {
 		log.Info("the preshared key has changed: peers get it at their next handshakes", "file", c.PSKFile)
-		s.waiting.Store(true)
+		s.waiting = true
 	}
 	s.rotating = s.rotating || !s.known || key != s.key
 	s.key, s.known = key, true
@@ -67,8 +66,9 @@ func (s *secret) read(ctx context.Context, c config) (wgtypes.Key, error) {
 
 // settle notes how many peers wait for the key, and whether these were all there are.
 func (s *secret) settle(ctx context.Context, waiting int, all bool) {
-	was := s.waiting.Swap(waiting > 0)
-	if waiting > 0 || !s.rotating {
+	was := s.waiting
+	s.waiting = waiting > 0
+	if s.waiting || !s.rotating {
 		return
 	}
 	if was {
@@ -77,8 +77,8 @@ func (s *secret) settle(ctx context.Context, waiting int, all bool) {
 	s.rotating = !all
 }
 
-// watch has Changed deliver what kernel delivers, and when the preshared key is
-// to be seen to, until Close.
+// watch has Changed deliver what kernel delivers, and when the file of the
+// preshared key has changed, until Close.
 func (n *network) watch(kernel <-chan struct{}) {
 	n.running.Go(func() {
 		var tick <-chan time.Time
@@ -95,7 +95,7 @@ func (n *network) watch(kernel <-chan struct{}) {
 			case <-kernel:
 			case <-tick:
 				now, _ := os.ReadFile(n.config.PSKFile)
-				if !n.secret.waiting.Load() && bytes.Equal(now, seen) {
+				if bytes.Equal(now, seen) {
 					continue
 				}
 				seen = now

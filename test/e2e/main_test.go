@@ -129,6 +129,18 @@ func newLab(t *testing.T, cfg lab.Config, backend string) *lab.Lab {
 	return l
 }
 
+// putNetwork changes the lab's network to one with the given backend.
+func putNetwork(t *testing.T, l *lab.Lab, families []prefix.Family, backend string) {
+	t.Helper()
+	network, err := lab.NetworkConfig(families, json.RawMessage(backend))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := l.PutNetwork(background(t), network); err != nil {
+		t.Fatal(err)
+	}
+}
+
 // below200 keeps hosts from getting the IPv4 subnets from 10.5.200.0/24 on:
 // tests have those for peers that they make up.
 func below200(t *testing.T, network json.RawMessage) json.RawMessage {
