@@ -29,9 +29,10 @@ type userspaceDevice struct {
 	mtu  int
 
 	dev     *wgdevice.Device // nil if it does not run
-	socket  net.Listener
-	members sync.WaitGroup // which serve the socket
 	greeter *greeter
+	socket  net.Listener
+	hangUp  context.CancelFunc // on the socket's clients
+	members sync.WaitGroup     // which serve them
 }
 
 // ensure starts the device unless it runs. fresh says that it did.
@@ -70,7 +71,7 @@ func (u *userspaceDevice) start(ctx context.Context) error {
 	if u.socket, err = listen(ctx, u.name); err != nil {
 		return err
 	}
-	u.members.Go(u.serve)
+	u.serve(ctx)
 	return u.dev.Up()
 }
 
@@ -102,17 +103,27 @@ func listen(ctx context.Context, name string) (net.Listener, error) {
 	if err != nil {
 		return nil, err
 	}
-	return l, os.Chmod(path, 0o600)
+	if err := os.Chmod(path, 0o600); err != nil {
+		return nil, oneline.Join(err, l.Close())
+	}
+	return l, nil
 }
 
-func (u *userspaceDevice) serve() {
-	for {
-		c, err := u.socket.Accept()
-		if err != nil {
-			return
+// serve lets clients ask and set what the device has, until close.
+func (u *userspaceDevice) serve(ctx context.Context) {
+	ctx, u.hangUp = context.WithCancel(context.WithoutCancel(ctx))
+	u.members.Go(func() {
+		for {
+			c, err := u.socket.Accept()
+			if err != nil {
+				return
+			}
+			u.members.Go(func() {
+				defer context.AfterFunc(ctx, func() { _ = c.Close() })()
+				u.dev.IpcHandle(c)
+			})
 		}
-		u.members.Go(func() { u.dev.IpcHandle(c) })
-	}
+	})
 }
 
 // close ends the device. The TUN device stays.
@@ -120,6 +131,7 @@ func (u *userspaceDevice) close() error {
 	var err error
 	if u.socket != nil {
 		err = u.socket.Close()
+		u.hangUp() // one that is in the middle of a request has the device locked
 	}
 	if u.dev != nil {
 		u.greeter.close()

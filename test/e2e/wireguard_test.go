@@ -84,6 +84,30 @@ func TestVMWireGuardMixed(t *testing.T) {
 	}
 }
 
+// TestUserspaceWireGuardIdleClient has programs hold the device's socket open and say
+// nothing: the daemon follows its host to another address all the same, and stops.
+func TestUserspaceWireGuardIdleClient(t *testing.T) {
+	t.Parallel()
+	l := newLab(t, lab.Config{Hosts: 2}, backendConfig(userspace))
+	startAll(t, l, lab.FlanneldOptions{})
+	expectMatrix(t, l)
+	h := l.Host(1)
+	idle := func() {
+		t.Helper()
+		c, err := net.Dial("unix", h.Path("/run/wireguard/flannel-wg.sock"))
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() { _ = c.Close() })
+	}
+	idle()
+	shell(t, h.Namespace, "ip addr flush dev eth0 scope global; ip addr add 192.168.77.77/24 dev eth0; ip route add default via 192.168.77.254")
+	expectLog(t, h.Daemon(), "own lease is up to date")
+	expectMatrix(t, l)
+	idle()
+	expectStop(t, h.Daemon())
+}
+
 // wg runs wg(8) on a host.
 func wg(t *testing.T, h *lab.Host, args ...string) string {
 	t.Helper()
