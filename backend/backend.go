@@ -57,6 +57,23 @@ func (e Env) Reconciler(devices ...string) (*dataplane.Reconciler, error) {
 	return dataplane.NewReconciler(dataplane.Config{Kernel: e.Kernel, Scope: e.Scope(devices...), Resync: e.Resync})
 }
 
+// Links returns those of our devices that the kernel has. It reads nothing else: a
+// router may hold a million routes.
+func (e Env) Links(ctx context.Context, devices ...string) (map[string]dataplane.Link, error) {
+	have, err := e.Kernel.Read(ctx, dataplane.Scope{Devices: devices})
+	if err != nil {
+		return nil, fmt.Errorf("read kernel state: %w", err)
+	}
+	return have.Links, nil
+}
+
+// InTheWay is the error of a device that has a name of ours and is not what we
+// want there, nor what we have left: it is not for us to remove.
+func InTheWay(l dataplane.Link, want string) error {
+	return fmt.Errorf("device %s is of type %s, want %s: remove it (ip link delete %s) if nothing else needs it",
+		l.Name, l.Kind, want, l.Name)
+}
+
 // Claim returns a claim with the public address of every enabled family and
 // the subnets of prev, and no backend data.
 func (e Env) Claim(backendType string, prev subnet.Claim) subnet.Claim {

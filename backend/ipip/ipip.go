@@ -111,15 +111,14 @@ const recheck = time.Second
 // that says ipip is hardly another program's by accident, so that is not for us
 // to remove.
 func (b *Backend) free(ctx context.Context) error {
-	have, err := b.env.Kernel.Read(ctx, dataplane.Scope{Devices: b.Scope().Devices})
+	links, err := b.env.Links(ctx, b.Scope().Devices...)
 	if err != nil {
-		return fmt.Errorf("read kernel state: %w", err)
+		return err
 	}
 	for _, n := range b.env.Config.Networks {
 		k := kinds[n.Family()]
-		if l, ok := have.Links[k.device]; ok && l.Kind != k.link {
-			return fmt.Errorf("device %s is of type %s, want %s: remove it (ip link delete %s) if nothing else needs it",
-				k.device, l.Kind, k.link, k.device)
+		if l, ok := links[k.device]; ok && l.Kind != k.link {
+			return backend.InTheWay(l, k.link)
 		}
 	}
 	return nil

@@ -131,14 +131,13 @@ func (b *Backend) startKernel(ctx context.Context, own subnet.Lease) (backend.Ne
 
 // free returns an error if a device that is none of ours has our name.
 func (b *Backend) free(ctx context.Context) error {
-	have, err := b.env.Kernel.Read(ctx, dataplane.Scope{Devices: b.Scope().Devices})
+	links, err := b.env.Links(ctx, deviceName)
 	if err != nil {
-		return fmt.Errorf("read kernel state: %w", err)
+		return err
 	}
-	l, ok := have.Links[deviceName]
+	l, ok := links[deviceName]
 	if ok && l.Kind != dataplane.KindTUN && (l.Kind != dataplane.KindIPIP || l.Tunnel.FOU == dataplane.FOU{}) {
-		return fmt.Errorf("device %s is of type %s, and not flanneld's: remove it (ip link delete %s) if nothing else needs it",
-			deviceName, l.Kind, deviceName)
+		return backend.InTheWay(l, dataplane.KindTUN+", or "+dataplane.KindIPIP+" with FOU")
 	}
 	return nil
 }

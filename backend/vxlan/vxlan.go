@@ -47,10 +47,9 @@ func (b *Backend) Scope() dataplane.Scope { return b.env.Scope(b.devices()...) }
 // taken from a device that is there, else random: never derived from anything
 // that cloned hosts share.
 func (b *Backend) Claim(ctx context.Context, prev subnet.Claim) (subnet.Claim, error) {
-	// The devices alone: a router may hold a million routes.
-	have, err := b.env.Kernel.Read(ctx, dataplane.Scope{Devices: b.devices()})
+	links, err := b.env.Links(ctx, b.devices()...)
 	if err != nil {
-		return subnet.Claim{}, fmt.Errorf("read kernel state: %w", err)
+		return subnet.Claim{}, err
 	}
 	claim := b.env.Claim(Type, prev)
 	for i, n := range b.env.Config.Networks {
@@ -58,7 +57,7 @@ func (b *Backend) Claim(ctx context.Context, prev subnet.Claim) (subnet.Claim, e
 		before, _ := prev.Endpoint(n.Family())
 		if recalled, err := vtepMAC(before.Data); err == nil {
 			mac = recalled
-		} else if dev, ok := have.Links[b.device[n.Family()]]; ok && dev.Kind == "vxlan" && dev.MAC.IsUnicast() {
+		} else if dev, ok := links[b.device[n.Family()]]; ok && dev.Kind == "vxlan" && dev.MAC.IsUnicast() {
 			mac = dev.MAC
 		}
 		if claim.Endpoints[i].Data, err = encodeData(b.config.VNI, mac); err != nil {

@@ -116,12 +116,19 @@ func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 
 // start makes the devices: the kernel's, or if it has none, those of this process.
 func (n *network) start(ctx context.Context, own subnet.Lease) error {
+	links, err := n.env.Links(ctx, n.Scope().Devices...)
+	if err != nil {
+		return err
+	}
 	kind := dataplane.KindWireGuard
 	n.implementation = implKernel
-	err := n.supported(ctx)
+	err = n.supported(ctx, links)
 	switch {
 	case n.config.Implementation == implUserspace, n.config.Implementation == implAuto && errors.Is(err, syscall.EOPNOTSUPP):
 		kind, n.implementation = dataplane.KindTUN, implUserspace
+		if err := n.makeRoom(ctx, links); err != nil {
+			return err
+		}
 		for _, d := range n.devices {
 			d.userspace = &userspaceDevice{name: d.name, mtu: n.config.deviceMTU(n.env.Underlay.MTU, d.tunnel)}
 		}
@@ -146,12 +153,9 @@ func (n *network) start(ctx context.Context, own subnet.Lease) error {
 const probe = "flannel-wg-try"
 
 // supported returns an error if the kernel has no WireGuard: EOPNOTSUPP, wrapped.
-func (n *network) supported(ctx context.Context) error {
-	have, err := n.env.Kernel.Read(ctx, dataplane.Scope{Devices: n.Scope().Devices})
-	if err != nil {
-		return fmt.Errorf("read kernel state: %w", err)
-	}
-	for _, l := range have.Links {
+// links are the devices that are there already.
+func (n *network) supported(ctx context.Context, links map[string]dataplane.Link) error {
+	for _, l := range links {
 		if l.Kind == dataplane.KindWireGuard {
 			return nil
 		}
@@ -160,6 +164,25 @@ func (n *network) supported(ctx context.Context) error {
 	link := dataplane.Link{Name: probe, Kind: dataplane.KindWireGuard, MTU: minMTU6}
 	for _, failed := range n.env.Kernel.Apply(ctx, []dataplane.Op{{Object: link}, {Object: link, Delete: true}}) {
 		return failed.Err
+	}
+	return nil
+}
+
+// makeRoom removes the kernel's WireGuard devices, so that TUN devices can have
+// their names: another Implementation has left them.
+func (n *network) makeRoom(ctx context.Context, links map[string]dataplane.Link) error {
+	var ops []dataplane.Op
+	for _, l := range links {
+		switch l.Kind {
+		case dataplane.KindTUN:
+		case dataplane.KindWireGuard:
+			ops = append(ops, dataplane.Op{Object: l, Delete: true})
+		default:
+			return backend.InTheWay(l, dataplane.KindTUN)
+		}
+	}
+	for _, failed := range n.env.Kernel.Apply(ctx, ops) {
+		return failed
 	}
 	return nil
 }

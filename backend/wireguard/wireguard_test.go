@@ -16,6 +16,8 @@ import (
 
 	"flanneld/backend"
 	"flanneld/backend/backendtest"
+	"flanneld/pkg/dataplane"
+	"flanneld/pkg/dataplane/dataplanetest"
 	"flanneld/pkg/prefix"
 	"flanneld/pkg/underlay"
 	"flanneld/subnet"
@@ -227,6 +229,48 @@ func TestWrittenKeys(t *testing.T) {
 		t.Errorf("a damaged list keeps a host from starting: %v", err)
 	}
 	expect(made)
+}
+
+// TestMakeRoom has things stand where TUN devices should be: the kernel's WireGuard
+// device goes, but not what may be another program's, nor anything else then.
+func TestMakeRoom(t *testing.T) {
+	for _, tt := range []struct{ four, six, left, err string }{
+		{},
+		{four: "tun", six: "wireguard", left: "tun"},
+		{four: "wireguard", six: "wireguard"},
+		{four: "wireguard", six: "bridge", left: "wireguard bridge", err: "device flannel-wg-v6 is of type bridge, want tun: remove it (ip link delete flannel-wg-v6)"},
+	} {
+		t.Run(tt.four+" "+tt.six, func(t *testing.T) {
+			k := dataplanetest.New()
+			for name, kind := range map[string]string{"flannel-wg": tt.four, "flannel-wg-v6": tt.six} {
+				if kind == "" {
+					continue
+				}
+				if err := k.Append(dataplane.Link{Name: name, Kind: kind}); err != nil {
+					t.Fatal(err)
+				}
+			}
+			env := backendtest.Env(1500, prefix.IPv4, prefix.IPv6)
+			env.Kernel = k
+			links := func() map[string]dataplane.Link {
+				links, err := env.Links(t.Context(), "flannel-wg", "flannel-wg-v6")
+				if err != nil {
+					t.Fatal(err)
+				}
+				return links
+			}
+			n := &network{Backend: &Backend{env: env}}
+			err := n.makeRoom(t.Context(), links())
+			if (err != nil) != (tt.err != "") || err != nil && !strings.Contains(err.Error(), tt.err) {
+				t.Errorf("error %v, want %q", err, tt.err)
+			}
+			left := links()
+			got := strings.TrimSpace(left["flannel-wg"].Kind + " " + left["flannel-wg-v6"].Kind)
+			if got != tt.left {
+				t.Errorf("%q is left, want %q", got, tt.left)
+			}
+		})
+	}
 }
 
 // lease is a peer's; an empty address leaves its family out.

@@ -62,14 +62,7 @@ func TestVMWireGuardMixed(t *testing.T) {
 		t.Run(mode, func(t *testing.T) {
 			l := newLab(t, lab.Config{Hosts: 3, Families: dual}, "")
 			for i, implementation := range []string{"kernel", "auto", "userspace"} {
-				network, err := lab.NetworkConfig(dual, fmt.Appendf(nil,
-					`{"Type":"wireguard","Mode":%q,"Implementation":%q,"PSK":"AQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQE="}`, mode, implementation))
-				if err != nil {
-					t.Fatal(err)
-				}
-				if err := l.PutNetwork(background(t), network); err != nil {
-					t.Fatal(err)
-				}
+				putNetwork(t, l, dual, fmt.Sprintf(`{"Type":"wireguard","Mode":%q,"Implementation":%q,"PSK":%q}`, mode, implementation, oldPSK))
 				log := `implementation="kernel"`
 				if implementation == "userspace" {
 					log = `implementation="userspace"`
@@ -81,6 +74,26 @@ func TestVMWireGuardMixed(t *testing.T) {
 			}
 			expectConverged(t, l)
 		})
+	}
+}
+
+// TestVMWireGuardImplementations changes from one implementation to the other, after
+// clean stops and others: the device of the one before is not in the way.
+func TestVMWireGuardImplementations(t *testing.T) {
+	t.Parallel()
+	l := newLab(t, lab.Config{Hosts: 2, Families: dual}, backendConfig(userspace))
+	startAll(t, l, lab.FlanneldOptions{})
+	h := l.Host(1)
+	for i, backend := range []string{"wireguard", userspace, "wireguard", userspace} {
+		if i < 2 {
+			expectStop(t, h.Daemon())
+		} else {
+			h.Daemon().Kill()
+		}
+		putNetwork(t, l, dual, backendConfig(backend))
+		startOne(t, h, lab.FlanneldOptions{})
+		expectImplementation(t, h, backend)
+		expectMatrix(t, l)
 	}
 }
 
@@ -106,6 +119,17 @@ func TestUserspaceWireGuardIdleClient(t *testing.T) {
 	expectMatrix(t, l)
 	idle()
 	expectStop(t, h.Daemon())
+}
+
+// TestUserspaceWireGuardForeignDevice has something else stand where the device should be.
+func TestUserspaceWireGuardForeignDevice(t *testing.T) {
+	t.Parallel()
+	l := newLab(t, lab.Config{Hosts: 1}, backendConfig(userspace))
+	h := l.Host(1)
+	if out, err := h.Exec(background(t), "ip", "link", "add", "flannel-wg", "type", "bridge"); err != nil {
+		t.Fatalf("%v: %s", err, out)
+	}
+	expectFailure(t, start(t, h, lab.FlanneldOptions{}), "device flannel-wg is of type bridge, want tun: remove it (ip link delete flannel-wg)")
 }
 
 // wg runs wg(8) on a host.
