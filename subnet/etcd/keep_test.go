@@ -145,7 +145,7 @@ func TestOwnKeyTakenOverAtTheSameRevision(t *testing.T) {
 	k := keeping(t, m, l)
 	p.cut()
 	f.wipe(t)
-	for f.put(t, "config", configV4) < had-1 { //nolint:revive // it counts up
+	for f.put(t, "config", configV4) < had-1 {
 	}
 	if now := f.put(t, "subnets/"+l.Key, value("192.0.2.9"), f.grant(t, 60)); now != had {
 		t.Fatalf("it stands at revision %d, want %d", now, had)
