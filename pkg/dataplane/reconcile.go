@@ -331,7 +331,22 @@ func (r *Reconciler) settled(report *Report, sweep bool) {
 	report.Unreachable = len(r.unreachable) > 0
 }
 
-// apply carries out ops. Routes whose gateway is out of reach are a matter of
+// refusal says that a route was not made because of its gateway: it is out of reach, or
+// no other host, such as an address of our own or the broadcast address of a network.
+// Where there is a nexthop object that may be what is wrong instead.
+func (e OpError) refusal() (f Refusal, ok bool) {
+	route, ok := e.Op.Object.(Route)
+	switch {
+	case !ok, e.Op.Delete, !route.Gateway.IsValid(), route.NexthopID != 0:
+	case errors.Is(e.Err, syscall.ENETUNREACH), errors.Is(e.Err, syscall.EHOSTUNREACH):
+		return Refusal{route, fmt.Sprintf("gateway %s is not on a network of %s", route.Gateway, route.Dev)}, true
+	case errors.Is(e.Err, syscall.EINVAL):
+		return Refusal{route, fmt.Sprintf("gateway %s on %s: %v", route.Gateway, route.Dev, e.Err)}, true
+	}
+	return Refusal{}, false
+}
+
+// apply carries out ops. Routes that are refused for their gateway are a matter of
 // that peer alone: they are noted, and are no error. Nor is it one that something
 // not yet known was there first: met says where.
 func (r *Reconciler) apply(ctx context.Context, ops []Op) (met Keys, err error) {
@@ -353,16 +368,13 @@ func (r *Reconciler) apply(ctx context.Context, ops []Op) (met Keys, err error) 
 	r.mirror.void()
 	var errs []error
 	for _, e := range failures {
-		route, ok := e.Op.Object.(Route)
 		if e.Op.Exclusive && errors.Is(e.Err, syscall.EEXIST) {
-			met.Add(route)
-			continue
+			met.Add(e.Op.Object)
+		} else if refusal, ok := e.refusal(); ok {
+			r.unreachable[refusal.Route.Dst] = refusal
+		} else {
+			errs = append(errs, e)
 		}
-		if ok && !e.Op.Delete && (errors.Is(e.Err, syscall.ENETUNREACH) || errors.Is(e.Err, syscall.EHOSTUNREACH)) {
-			r.unreachable[route.Dst] = Refusal{route, fmt.Sprintf("gateway %s is not on a network of %s", route.Gateway, route.Dev)}
-			continue
-		}
-		errs = append(errs, e)
 	}
 	return met, opErrors(errs)
 }

@@ -3,12 +3,14 @@ package e2e
 import (
 	"encoding/json"
 	"fmt"
+	"net/netip"
 	"strings"
 	"testing"
 
 	"golang.org/x/sync/errgroup"
 
 	"flanneld/pkg/lab"
+	"flanneld/pkg/prefix"
 )
 
 // network is a dual-stack network configuration.
@@ -130,6 +132,41 @@ func restartWith(t *testing.T, l *lab.Lab, config json.RawMessage, kill bool) {
 
 // ownProtocol marks flanneld's routes.
 const ownProtocol = 98
+
+// TestConfigurationChangeAndLostSubnet: the device of the old VNI holds the address of
+// the gateway to a peer, which has our subnet by now. It goes, and the peer is reached.
+func TestConfigurationChangeAndLostSubnet(t *testing.T) {
+	t.Parallel()
+	for _, families := range [][]prefix.Family{v4, v6} {
+		t.Run(name(families), func(t *testing.T) {
+			t.Parallel()
+			const old, next = `{"Type":"vxlan"}`, `{"Type":"vxlan","VNI":7}`
+			l := newLab(t, lab.Config{Hosts: 1, Families: families}, old)
+			h, f, c := l.Host(1), families[0], store(t, l)
+			expectStop(t, startOne(t, h, lab.FlanneldOptions{}))
+			own := nodes(t, l)[0]
+			remove(t, c, subnets+own.key)
+			other := newNode(t, families, "vxlan", 210, func(f prefix.Family) netip.Addr { return netip.MustParseAddr(routerOf(f)) })
+			other.key = own.key
+			other.publish(t, c)
+			const config = lab.Prefix + "/config"
+			got, err := c.Get(background(t), config)
+			if err != nil {
+				t.Fatal(err)
+			}
+			put(t, c, config, strings.Replace(string(got.Kvs[0].Value), old, next, 1))
+			startOne(t, h, lab.FlanneldOptions{})
+			eventually(t, "the former device goes and the peer is reached", func() error {
+				all := everything(t, h)
+				route := fmt.Sprintf("%s via %s dev %s7", own.subnets[f], own.subnets[f].Addr(), strings.TrimSuffix(device(f), "1"))
+				if strings.Contains(all, device(f)+":") || !strings.Contains(all, route) {
+					return fmt.Errorf("want no %s, and %q in:\n%s", device(f), route, all)
+				}
+				return nil
+			})
+		})
+	}
+}
 
 // TestConfigurationChangeInterrupted kills the daemon at various moments after
 // the change: the old configuration is not forgotten before it is cleared away.

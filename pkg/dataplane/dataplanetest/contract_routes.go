@@ -8,6 +8,7 @@ import (
 	"syscall"
 
 	"flanneld/pkg/dataplane"
+	"flanneld/pkg/prefix"
 )
 
 func routeCases() []contractCase {
@@ -21,6 +22,7 @@ func routeCases() []contractCase {
 		{"what no peer explains is swept", sweep},
 		{"routes on shared devices", sharedDevices},
 		{"a gateway out of reach", unreachable},
+		{"a gateway that is no other host", nobody},
 		{"routes through nexthop objects", nexthopObjects},
 		{"a blackhole", blackhole},
 		{"an exclusive put", exclusivePut},
@@ -246,6 +248,34 @@ func unreachable(f *fixture) {
 	if report := f.reconcile(want, true); len(report.Refused) > 0 || report.Unreachable {
 		f.Errorf("refused %v, unreachable %t; want nothing", report.Refused, report.Unreachable)
 	}
+}
+
+// nobody: an address of our own, on whatever device, or that of all hosts is no peer's.
+func nobody(f *fixture) {
+	var held []dataplane.Object
+	for _, p := range []netip.Prefix{subnet4(4), subnet6(4)} { // as on the device of a former VNI
+		held = append(held, dataplane.Addr{Dev: "eth0", Prefix: prefix.Host(p.Addr())})
+	}
+	f.must(f.Append(held...))
+	want := state(Base(), objects(via(3, 9))...)
+	bad := append(peer[dataplane.Route](4, 0),
+		dataplane.NewRoute(subnet4(5), netip.MustParseAddr("192.168.77.255"), "eth0", false),
+		dataplane.NewRoute(subnet6(5), netip.MustParseAddr("fd00:77::1"), "eth0", false))
+	report := f.reconcile(state(want, objects(bad)...), true)
+	if len(report.Refused) != len(bad) || !report.Unreachable {
+		f.Errorf("refused %v, unreachable %t; want all of %v", report.Refused, report.Unreachable, bad)
+	}
+	for _, r := range report.Refused {
+		if !strings.Contains(r.Reason, syscall.EINVAL.Error()) {
+			f.Errorf("refused for %q, want the kernel's reason", r.Reason)
+		}
+	}
+	f.must(f.Remove(held...))
+	report = f.reconcile(state(want, objects(bad)...), true)
+	if len(report.Refused) != 2 {
+		f.Errorf("refused %v, want the last two of %v", report.Refused, bad)
+	}
+	f.expect(state(want, objects(bad[:2])...))
 }
 
 // nexthopObjects: the form of a next hop makes no difference, and can be

@@ -2,6 +2,7 @@ package dataplanetest
 
 import (
 	"context"
+	"encoding/binary"
 	"errors"
 	"fmt"
 	"net/netip"
@@ -271,10 +272,34 @@ func (k *Kernel) usable(r dataplane.Route) error {
 	if !d.Up {
 		return syscall.ENETDOWN
 	}
-	if slices.ContainsFunc(d.addrs, func(a netip.Prefix) bool { return a.Addr() == r.Gateway }) {
+	if k.nobody(r) {
 		return syscall.EINVAL
 	}
 	return nil
+}
+
+// nobody reports whether the gateway of r is no other host: it is the broadcast address
+// of a network or an address of our own, on any device. IPv4 lets those pass, unless
+// onlink keeps it from looking for a route to them.
+func (k *Kernel) nobody(r dataplane.Route) bool {
+	for _, d := range k.devices {
+		for _, a := range d.addrs {
+			if a.Addr() == r.Gateway && (r.OnLink || r.Gateway.Is6()) || broadcast(a) == r.Gateway {
+				return r.Gateway.IsValid()
+			}
+		}
+	}
+	return false
+}
+
+// broadcast returns that address of an IPv4 network, if it has one.
+func broadcast(p netip.Prefix) netip.Addr {
+	if p.Addr().Is6() || p.Bits() > 30 {
+		return netip.Addr{}
+	}
+	a := p.Addr().As4()
+	binary.BigEndian.PutUint32(a[:], binary.BigEndian.Uint32(a[:])|(1<<(32-p.Bits())-1))
+	return netip.AddrFrom4(a)
 }
 
 // remove removes o if it is there.

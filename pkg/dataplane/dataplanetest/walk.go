@@ -154,9 +154,11 @@ func (w *walk) changeWant() {
 		w.want.Add(Peer(i, variant)[3*variant : 3*variant+3]...) // one family
 	case n < 7:
 		w.want.Add(objects(via(i, 10+variant))...)
-	case n < 8: // out of reach
-		w.want.Add(dataplane.NewRoute(subnet4(i), netip.MustParseAddr("192.0.2.1"), "eth0", false),
-			dataplane.NewRoute(subnet6(i), netip.MustParseAddr("2001:db8::1"), "eth0", false))
+	case n < 8: // out of reach, or no other host
+		gateways := [][]string{{"192.0.2.1", "2001:db8::1"}, {"192.168.77.255", "fd00:77::1"}}[variant]
+		for f, subnet := range []netip.Prefix{subnet4(i), subnet6(i)} {
+			w.want.Add(dataplane.NewRoute(subnet, netip.MustParseAddr(gateways[f]), "eth0", false))
+		}
 	case n < 9:
 		w.want.Add(w.anyLink())
 	}
