@@ -3,6 +3,7 @@ package e2e
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"net/netip"
 	"os"
@@ -507,6 +508,36 @@ func TestDirectRouteFollowsTheUnderlay(t *testing.T) {
 			}
 		})
 	}
+}
+
+// TestDirectRouteByAnotherInterface has the link of a second interface go down and come
+// up, and a bridge go that a peer was refused for: the kernel tells of no route.
+func TestDirectRouteByAnotherInterface(t *testing.T) {
+	t.Parallel()
+	l := newLab(t, lab.Config{Hosts: 1}, `{"Type":"vxlan","DirectRouting":true}`)
+	p := &patient{lab: l, host: l.Host(1)}
+	p.run(t, `ip link add eth1 type veth peer name far; ip link set far up; ip link set eth1 up; ip addr add 192.0.2.1/24 dev eth1
+		ip link add old type bridge; ip link set old up; ip addr add 10.5.211.1/24 dev old`)
+	for n, at := range []string{"192.0.2.9", routerOf(prefix.IPv4)} {
+		newNode(t, v4, "vxlan", 210+n, func(prefix.Family) netip.Addr { return netip.MustParseAddr(at) }).publish(t, store(t, l))
+	}
+	startOne(t, p.host, lab.FlanneldOptions{})
+	expect := func(route string) {
+		t.Helper()
+		soon(t, route, func() error {
+			if routes := p.run(t, "ip route"); !strings.Contains(routes, route) {
+				return errors.New("the routes are\n" + routes)
+			}
+			return nil
+		})
+	}
+	for range 3 {
+		expect("10.5.210.0/24 via 192.0.2.9 dev eth1")
+		p.run(t, `printf 'link set eth1 down\nlink set eth1 up\n' | ip -batch -`)
+	}
+	expect("10.5.210.0/24 via 192.0.2.9 dev eth1")
+	p.run(t, "ip link del old")
+	expect("10.5.211.0/24 via " + routerOf(prefix.IPv4) + " dev eth0")
 }
 
 // TestHealingTouchesNothingElse listens to the kernel while entries are put

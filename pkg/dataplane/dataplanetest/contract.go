@@ -23,14 +23,14 @@ type contractCase struct {
 // dataplane.Kernel says, and that a Reconciler on them does what it says.
 func Contract(t *testing.T, newWorld func(testing.TB) World) {
 	t.Helper()
-	for _, cases := range [][]contractCase{objectCases(), linkCases(), routeCases(), freshCases(), driftCases(), twinCases(), retireCases()} {
+	for _, cases := range [][]contractCase{objectCases(), linkCases(), routeCases(), freshCases(), exitCases(), driftCases(), twinCases(), retireCases()} {
 		for _, tc := range cases {
 			t.Run(tc.name, func(t *testing.T) { tc.run(newFixture(t, newWorld(t), 0)) })
 		}
 	}
 	t.Run("what is there is read once", func(t *testing.T) { readOnce(newFixture(t, newWorld(t), time.Hour)) })
 	t.Run("what others change during a bulk of writes, and after it", func(t *testing.T) { disturbedBulk(newFixture(t, newWorld(t), time.Hour)) })
-	for _, tc := range slices.Concat(driftCases(), twinCases(), freshCases()) {
+	for _, tc := range slices.Concat(driftCases(), twinCases(), freshCases(), exitCases()) {
 		t.Run(tc.name+", by announcements alone", func(t *testing.T) { tc.run(newFixture(t, newWorld(t), time.Hour)) })
 	}
 }

@@ -36,6 +36,61 @@ func freshCases() []contractCase {
 	}
 }
 
+// exitCases are of devices of others that routes leave by.
+func exitCases() []contractCase {
+	nic := bridge()[:1]
+	at := dataplane.Addr{Dev: "cni0", Prefix: netip.MustParsePrefix("192.168.88.1/24")}
+	return []contractCase{
+		{"the bridge goes that a peer was refused for", bridgeGoes},
+		{"another interface goes down and comes up", func(f *fixture) {
+			secondInterface(f, nic[0], at, func() {
+				f.must(f.SetUp("cni0", false))
+				f.must(f.SetUp("cni0", true))
+			})
+		}},
+		{"another interface is made anew", func(f *fixture) {
+			secondInterface(f, nic[0], at, func() {
+				f.must(f.Remove(nic...))
+				f.must(f.Append(nic[0], at))
+			})
+		}},
+		{"another interface loses its address for a moment", func(f *fixture) {
+			secondInterface(f, nic[0], at, func() {
+				f.must(f.Remove(at))
+				f.must(f.Append(at))
+			})
+		}},
+	}
+}
+
+// bridgeGoes: with its device a connected network goes without a word.
+func bridgeGoes(f *fixture) {
+	f.must(f.Append(bridge()...))
+	f.restart()
+	if report := f.reconcile(Peers(5), true); len(report.Refused) != 1 {
+		f.Errorf("refused %v, want the route to %s", report.Refused, subnet4(3))
+	}
+	f.must(f.Remove(bridge()[0]))
+	if report := f.reconcile(Peers(5), true); len(report.Refused) > 0 {
+		f.Errorf("refused %v, want nothing", report.Refused)
+	}
+	f.expect(Peers(5))
+}
+
+// secondInterface has a peer that is reached directly through it, and spoils that for
+// a moment. It does so twice: what is known of the device may go with the first time.
+func secondInterface(f *fixture, nic, at dataplane.Object, spoil func()) {
+	f.reconcile(Base(), true)
+	f.must(f.Append(nic, at))
+	want := state(Base(), dataplane.NewRoute(subnet4(3), netip.MustParseAddr("192.168.88.9"), "cni0", false))
+	f.reconcile(want, true)
+	for range 2 {
+		spoil()
+		f.reconcile(want, true)
+		f.expect(want)
+	}
+}
+
 // bridge is a bridge of pods in the subnet of host 3.
 func bridge() []dataplane.Object {
 	return []dataplane.Object{

@@ -113,13 +113,17 @@ type fixture struct {
 	testing.TB
 	World
 	spy        *Spy
+	resync     time.Duration
 	reconciler *dataplane.Reconciler
 }
 
 func newFixture(t testing.TB, w World, resync time.Duration) *fixture {
 	spy := &Spy{Kernel: w}
-	return &fixture{TB: t, World: w, spy: spy, reconciler: NewReconciler(t, spy, resync)}
+	return &fixture{TB: t, World: w, spy: spy, resync: resync, reconciler: NewReconciler(t, spy, resync)}
 }
+
+// restart has a reconciler that has heard nothing yet.
+func (f *fixture) restart() { f.reconciler = NewReconciler(f.TB, f.spy, f.resync) }
 
 // Context returns a context whose logger is silent.
 func (f *fixture) Context() context.Context {

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"net/netip"
+	"sync"
 
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
@@ -21,6 +22,7 @@ type Kernel struct {
 	sock     *socket
 	links    *netlink.Handle
 	nexthops nexthops
+	exits    exits
 }
 
 var _ dataplane.Kernel = (*Kernel)(nil)
@@ -72,6 +74,23 @@ func (k *Kernel) OnLink(_ context.Context, dst netip.Addr) (string, error) {
 		return "", nil
 	}
 	return k.linkName(r.oif)
+}
+
+// exits are the indexes of devices that routes in a scope leave by, as far as we have
+// read, heard of or made these. When such a device goes down, IPv4 routes go without a
+// word. Those to one address alone are a pod's: it does no harm not to know that they
+// are gone, and pods come and go.
+type exits struct{ sync.Map }
+
+func (e *exits) add(r routeReply) {
+	if r.oif != 0 && r.route.Dst.Addr().Is4() && !r.route.Dst.IsSingleIP() {
+		e.Store(r.oif, nil)
+	}
+}
+
+func (e *exits) has(index int) bool {
+	_, ok := e.Load(index)
+	return ok
 }
 
 // linkName returns the name of the device with the given index; "" if it is

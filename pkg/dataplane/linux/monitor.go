@@ -41,11 +41,10 @@ type monitor struct {
 	wg     sync.WaitGroup
 	buf    []byte
 
-	// names are those of the scope's devices, and of others that routes in it
-	// leave by.
-	names map[int]string
-	own   uint32 // port of the socket by which we write
-	// links are what was last heard of each device of our concern.
+	names  map[int]string // of the scope's devices
+	others map[int]string // of devices that other routes leave by
+	own    uint32         // port of the socket by which we write
+	// links are what was last heard of each of the scope's devices.
 	links map[int]linkDetails
 }
 
@@ -216,7 +215,7 @@ func (m *monitor) learn() {
 			m.names[index] = name
 		}
 	}
-	m.links = map[int]linkDetails{}
+	m.others, m.links = map[int]string{}, map[int]linkDetails{}
 	// Without a filter there is more to read, and the same to hear.
 	_ = m.raw.Control(func(fd uintptr) { _ = filter(int(fd), m.own, slices.Collect(maps.Keys(m.names))) })
 }
@@ -287,15 +286,23 @@ func (m *monitor) route(deleted bool, flags uint16, payload []byte) (e dataplane
 		return dataplane.Event{}, false
 	}
 	if r.route.Type == dataplane.Unicast && !r.route.Multipath {
-		name, known := m.names[r.oif]
-		if !known {
-			name, _ = m.kernel.linkName(r.oif)
-			m.names[r.oif] = name
-		}
-		r.route.Dev = name
+		r.route.Dev = m.name(r.oif)
+		m.kernel.exits.add(r)
 	}
 	// Of several next hops IPv6 announces now one, now all.
 	return dataplane.Event{Object: r.route, Deleted: deleted, Replaced: flags&unix.NLM_F_REPLACE != 0 && !deleted}, r.route.Multipath
+}
+
+// name returns the name of a device that a route leaves by.
+func (m *monitor) name(index int) string {
+	for _, known := range []map[int]string{m.names, m.others} {
+		if name, ok := known[index]; ok {
+			return name
+		}
+	}
+	name, _ := m.kernel.linkName(index)
+	m.others[index] = name
+	return name
 }
 
 // address returns the event of an address. With an IPv4 address go the routes
@@ -305,11 +312,9 @@ func (m *monitor) address(deleted bool, payload []byte) (e dataplane.Event, lost
 	if len(payload) < unix.SizeofIfAddrmsg {
 		return dataplane.Event{}, false
 	}
-	dev, ours := m.names[int(binary.NativeEndian.Uint32(payload[4:]))]
-	if !ours {
-		return dataplane.Event{}, false
-	}
-	lost = deleted && payload[0] == unix.AF_INET
+	index := int(binary.NativeEndian.Uint32(payload[4:]))
+	dev, ours := m.names[index]
+	lost = deleted && payload[0] == unix.AF_INET && (ours || m.kernel.exits.has(index))
 	p := parseAddress(payload)
 	if !slices.Contains(m.scope.Devices, dev) || !p.IsValid() || !inNetworks(m.scope, prefix.Host(p.Addr())) {
 		return dataplane.Event{}, lost
@@ -318,8 +323,8 @@ func (m *monitor) address(deleted bool, payload []byte) (e dataplane.Event, lost
 }
 
 // link reports whether what happened to a link voids what is known: it does
-// for devices of our own, whose every detail counts, and for those that our
-// routes leave by.
+// for devices of our own, whose every detail counts, for those that our
+// routes leave by, and for others that routes leave by if it takes these along.
 func (m *monitor) link(deleted bool, payload []byte) bool {
 	if len(payload) < unix.SizeofIfInfomsg {
 		return false
@@ -329,6 +334,7 @@ func (m *monitor) link(deleted bool, payload []byte) bool {
 	}
 	index := int(int32(binary.NativeEndian.Uint32(payload[4:])))
 	_, known := m.names[index]
+	delete(m.others, index) // its name may be another one now
 	if deleted {
 		delete(m.names, index)
 		return known
@@ -339,6 +345,10 @@ func (m *monitor) link(deleted bool, payload []byte) bool {
 		now := newLinkDetails(payload)
 		m.links[index] = now
 		return !heard || before != now || now.features
+	}
+	if !up(payload) && m.kernel.exits.has(index) { // also before it is deleted
+		m.kernel.exits.Delete(index) // the next read tells whether there are routes again
+		return true
 	}
 	for a := range attributes(payload[unix.SizeofIfInfomsg:]) {
 		if a.typ == unix.IFLA_IFNAME {
@@ -356,8 +366,11 @@ type linkDetails struct {
 	features             bool   // offloads have changed; to what, it does not say
 }
 
+// up reports whether the link of a message of at least a struct ifinfomsg is up.
+func up(payload []byte) bool { return binary.NativeEndian.Uint32(payload[8:])&unix.IFF_UP != 0 }
+
 func newLinkDetails(payload []byte) linkDetails {
-	d := linkDetails{up: binary.NativeEndian.Uint32(payload[8:])&unix.IFF_UP != 0}
+	d := linkDetails{up: up(payload)}
 	for a := range attributes(payload[unix.SizeofIfInfomsg:]) {
 		switch a.typ {
 		case unix.IFLA_IFNAME:

@@ -379,6 +379,7 @@ func (k *Kernel) readRoutes(ctx context.Context, family uint8, s dataplane.Scope
 	names := map[int]string{0: ""}
 	for _, r := range found {
 		k.nexthops.used(&r)
+		k.exits.add(r)
 		name, ok := names[r.oif]
 		if !ok {
 			if name, err = k.linkName(r.oif); err != nil {

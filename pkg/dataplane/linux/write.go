@@ -56,6 +56,7 @@ func (k *Kernel) applyRun(ctx context.Context, ops []dataplane.Op) []dataplane.O
 				continue
 			}
 			indexes[dev] = index
+			k.exits.Store(index, nil)
 		}
 		if indexes[dev] != 0 || dev == "" {
 			ready = append(ready, op)

@@ -1,0 +1,67 @@
+package linux
+
+import (
+	"net/netip"
+	"testing"
+	"time"
+
+	"flanneld/pkg/dataplane"
+	"flanneld/pkg/dataplane/dataplanetest"
+)
+
+// TestKernelBusyBridge: pods come and go without a read of all the kernel has, though
+// there are routes to them in our networks.
+func TestKernelBusyBridge(t *testing.T) {
+	w := newWorld(t)
+	r := dataplanetest.NewReconciler(t, w, 0)
+	if _, err := r.Reconcile(quiet(t), dataplanetest.Base(), true); err != nil {
+		t.Fatal(err)
+	}
+	m, err := w.Monitor(dataplanetest.Scope())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer m.Close()
+	bridge, pod := dataplane.Link{Name: "cni0", Kind: "bridge", Up: true}, dataplane.Link{Name: "pod0", Kind: "bridge", Up: true}
+	toPod := dataplane.NewRoute(netip.MustParsePrefix("10.5.1.7/32"), netip.Addr{}, "pod0", false)
+	toPod.Protocol = 3
+	err = w.Append(bridge, dataplane.Addr{Dev: "cni0", Prefix: netip.MustParsePrefix("10.5.1.1/24")}, pod, toPod)
+	if err != nil {
+		t.Fatal(err)
+	}
+	cni0, err := w.links.LinkByName("cni0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	heard := func(what string, want bool, change func() error) {
+		t.Helper()
+		m.Drain()
+		if err := change(); err != nil {
+			t.Fatal(err)
+		}
+		select {
+		case <-m.Ready():
+		case <-time.After(5 * time.Second):
+			t.Fatalf("%s: nothing is heard", what)
+		}
+		if _, lost := m.Drain(); lost != want {
+			t.Errorf("%s: lost %t, want %t", what, lost, want)
+		}
+	}
+	for _, how := range []string{"heard of", "read"} {
+		heard(how+": a pod goes", false, func() error { return w.Remove(pod) })
+		heard(how+": a bridge changes", false, func() error { return w.links.LinkSetMTU(cni0, 1400) })
+		heard(how+": a bridge changes", false, func() error { return w.links.LinkSetMTU(cni0, 1450) })
+		heard(how+": a bridge goes down", true, func() error { return w.SetUp("cni0", false) })
+		heard(how+": a bridge that is down", false, func() error { return w.links.LinkSetMTU(cni0, 1300) })
+		if err := w.SetUp("cni0", true); err != nil {
+			t.Fatal(err)
+		}
+		if err := w.Append(pod, toPod); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := w.Read(quiet(t), dataplanetest.Scope()); err != nil {
+			t.Fatal(err)
+		}
+	}
+}
