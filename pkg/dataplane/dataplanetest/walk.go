@@ -217,6 +217,7 @@ func (w *walk) meddle() {
 	case 15:
 		if w.mischief != nil {
 			w.must(w.mischief.DeleteNexthop(w.rnd.IntN(hosts)))
+			_ = w.mischief.ReplaceNexthop(w.rnd.IntN(2 * hosts))
 		}
 	case 13:
 		bridge := dataplane.Link{Name: "cni0", Kind: "bridge", Up: true}

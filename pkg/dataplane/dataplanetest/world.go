@@ -39,6 +39,8 @@ type Mischief interface {
 	// DeleteNexthop deletes the n-th nexthop object of ours, modulo their
 	// number, and with it the routes that use it.
 	DeleteNexthop(n int) error
+	// ReplaceNexthop has it lead elsewhere instead.
+	ReplaceNexthop(n int) error
 }
 
 // Traffic is a World with a host behind its tunnels.

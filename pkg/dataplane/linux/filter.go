@@ -18,11 +18,10 @@ const (
 const maxFiltered = 64
 
 // filter has the kernel drop announcements that nobody here would look at, so
-// that they cost no wake-up: of routes and neighbours that we wrote ourselves by
-// the socket with that port, of neighbours of devices that are none of ours, and of
-// nexthop objects that come. A host with a thousand pods has those all the time. A
-// message that the kernel has made for several reasons at once has no port, and is
-// heard.
+// that they cost no wake-up: of routes, nexthop objects and neighbours that we wrote
+// ourselves by the socket with that port, and of neighbours of devices that are none of
+// ours. A host with a thousand pods has those all the time. A message that the kernel
+// has made for several reasons at once has no port, and is heard.
 func filter(fd int, port uint32, devices []int) error {
 	if len(devices) > maxFiltered {
 		return nil
@@ -43,13 +42,14 @@ func filter(fd int, port uint32, devices []int) error {
 	n := uint8(len(devices))
 	program := []bpf.Instruction{
 		bpf.LoadAbsolute{Off: offsetType, Size: 2},
-		bpf.JumpIf{Cond: bpf.JumpEqual, Val: host16(unix.RTM_NEWROUTE), SkipTrue: 5},
-		bpf.JumpIf{Cond: bpf.JumpEqual, Val: host16(unix.RTM_DELROUTE), SkipTrue: 4},
-		bpf.JumpIf{Cond: bpf.JumpEqual, Val: host16(unix.RTM_NEWNEIGH), SkipTrue: 6},
-		bpf.JumpIf{Cond: bpf.JumpEqual, Val: host16(unix.RTM_DELNEIGH), SkipTrue: 5},
-		bpf.JumpIf{Cond: bpf.JumpEqual, Val: host16(rtmNewNexthop), SkipTrue: n + 7},
+		bpf.JumpIf{Cond: bpf.JumpEqual, Val: host16(unix.RTM_NEWROUTE), SkipTrue: 6},
+		bpf.JumpIf{Cond: bpf.JumpEqual, Val: host16(unix.RTM_DELROUTE), SkipTrue: 5},
+		bpf.JumpIf{Cond: bpf.JumpEqual, Val: host16(rtmNewNexthop), SkipTrue: 4},
+		bpf.JumpIf{Cond: bpf.JumpEqual, Val: host16(rtmDelNexthop), SkipTrue: 3},
+		bpf.JumpIf{Cond: bpf.JumpEqual, Val: host16(unix.RTM_NEWNEIGH), SkipTrue: 5},
+		bpf.JumpIf{Cond: bpf.JumpEqual, Val: host16(unix.RTM_DELNEIGH), SkipTrue: 4},
 		bpf.RetConstant{Val: deliver},
-		// Routes.
+		// Routes and nexthop objects.
 		bpf.LoadAbsolute{Off: offsetPort, Size: 4},
 		bpf.JumpIf{Cond: bpf.JumpEqual, Val: host32(port), SkipTrue: n + 4},
 		bpf.RetConstant{Val: deliver},

@@ -45,6 +45,13 @@ func TestKernelRandomWalkByHearing(t *testing.T) {
 	dataplanetest.Walk(t, newTrafficWorld(t), 1000, time.Hour)
 }
 
+// The same where the kernel shows of a route through a nexthop object its id alone.
+func TestKernelRandomWalkByNexthopID(t *testing.T) {
+	w := newTrafficWorld(t)
+	w.nexthopCompat(t, false)
+	dataplanetest.Walk(t, w, 1000, time.Hour)
+}
+
 // listen returns a function that drains what was announced to groups since the
 // last call.
 func listen(t *testing.T, groups ...int) func(each func(typ uint16, payload []byte)) {

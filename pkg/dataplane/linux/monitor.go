@@ -252,6 +252,8 @@ func (m *monitor) message(typ, flags uint16, payload []byte) (e dataplane.Event,
 		return dataplane.Event{}, m.link(typ == unix.RTM_DELLINK, payload)
 	case rtmDelNexthop:
 		return dataplane.Event{}, m.nexthop(payload)
+	case rtmNewNexthop: // ours are made exclusively
+		return dataplane.Event{}, flags&unix.NLM_F_REPLACE != 0 && m.nexthop(payload)
 	}
 	return dataplane.Event{}, false
 }
@@ -285,6 +287,7 @@ func (m *monitor) route(deleted bool, flags uint16, payload []byte) (e dataplane
 	if !r.concerns(m.scope) {
 		return dataplane.Event{}, false
 	}
+	m.kernel.nexthops.complete(&r)
 	if r.route.Type == dataplane.Unicast && !r.route.Multipath {
 		r.route.Dev = m.name(r.oif)
 		m.kernel.exits.add(r)
@@ -388,8 +391,8 @@ func newLinkDetails(payload []byte) linkDetails {
 	return d
 }
 
-// nexthop reports whether a nexthop object that went took routes along: the
-// kernel does not announce those.
+// nexthop reports whether a nexthop object that went took routes along, or changed
+// them: the kernel does not announce those.
 func (m *monitor) nexthop(payload []byte) bool {
 	return len(payload) >= sizeofNhmsg && !m.kernel.nexthops.forgot(payload[sizeofNhmsg:])
 }

@@ -109,8 +109,8 @@ func (t *nexthops) remove(id uint32) {
 	}
 }
 
-// forgot takes note of a deleted object; attrs are those of the message. It
-// reports whether the object meant nothing to us: not ours, or deleted by us.
+// forgot takes note of an object that was deleted or replaced; attrs are those of the
+// message. It reports whether the object meant nothing to us: not ours, or deleted by us.
 func (t *nexthops) forgot(attrs []byte) bool {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -165,17 +165,24 @@ func (k *Kernel) readNexthops(ctx context.Context) error {
 	return nil
 }
 
-// used takes note of a route that was read, and completes it where the kernel
-// shows the object's id alone.
+// used takes note of a route that was read, and completes it.
 func (t *nexthops) used(r *routeReply) {
+	t.complete(r)
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	if id := r.route.NexthopID; id == 0 {
-		if r.route.Gateway.Is4() {
-			t.plain[r.oif]++
-		}
-	} else if t.use(id, 1) > 0 && !r.route.Gateway.IsValid() {
-		o := t.byID[id]
+	if id := r.route.NexthopID; id != 0 {
+		t.use(id, 1)
+	} else if r.route.Gateway.Is4() {
+		t.plain[r.oif]++
+	}
+}
+
+// complete adds to a route through an object of ours what the kernel leaves out where it
+// shows the id alone, as with net.ipv4.nexthop_compat_mode=0.
+func (t *nexthops) complete(r *routeReply) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if o, ours := t.byID[r.route.NexthopID]; ours && r.oif == 0 {
 		r.route.Gateway, r.oif, r.route.OnLink = o.gateway(), o.index, o.onLink
 	}
 }

@@ -3,6 +3,7 @@ package linux
 import (
 	"fmt"
 	"net/netip"
+	"os"
 	"testing"
 	"time"
 
@@ -117,6 +118,62 @@ func TestKernelNexthopsGoWithRoutes(t *testing.T) {
 	}
 	if n := w.hops(t); n != (hops{through: 2, objects: 2}) {
 		t.Errorf("%+v, want 2 routes through as many objects", n)
+	}
+}
+
+// nexthopCompat says whether the kernel shows of a route through a nexthop object
+// more than its id.
+func (w *world) nexthopCompat(t *testing.T, on bool) {
+	t.Helper()
+	if err := os.WriteFile("/proc/sys/net/ipv4/nexthop_compat_mode", []byte{'0' + boolByte(on)}, 0); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// TestKernelNexthopDrift deletes and replaces routes through nexthop objects, and the
+// objects.
+func TestKernelNexthopDrift(t *testing.T) {
+	for _, compat := range []bool{true, false} {
+		t.Run(fmt.Sprintf("compat mode %t", compat), func(t *testing.T) {
+			w := newTrafficWorld(t)
+			w.nexthopCompat(t, compat)
+			reads := 0
+			spy := &dataplanetest.Spy{Kernel: w, ReadError: func() error { reads++; return nil }}
+			r := dataplanetest.NewReconciler(t, spy, time.Hour)
+			want := dataplanetest.Peers(5)
+			if _, err := r.Reconcile(quiet(t), want, true); err != nil {
+				t.Fatal(err)
+			}
+			gone := dataplane.NewRoute(netip.MustParsePrefix("10.5.3.0/24"), netip.Addr{}, "", false)
+			for _, spoil := range []struct {
+				name    string
+				reads   int
+				objects int
+				do      func() error
+			}{
+				{"a route goes", 0, 5, func() error { return w.Remove(gone) }},
+				{"an object goes", 1, 5, func() error { return w.DeleteNexthop(2) }},
+				// The object goes with the first write after the next read.
+				{"an object leads elsewhere", 1, 6, func() error { return w.ReplaceNexthop(2) }},
+			} {
+				reads = 0
+				if err := spoil.do(); err != nil {
+					t.Fatal(spoil.name, err)
+				}
+				select {
+				case <-r.Changed():
+				case <-time.After(5 * time.Second):
+					t.Fatalf("%s: nothing is heard", spoil.name)
+				}
+				if _, err := r.Update(quiet(t), nil, nil, true); err != nil {
+					t.Fatal(spoil.name, err)
+				}
+				if reads != spoil.reads {
+					t.Errorf("%s: %d reads, want %d", spoil.name, reads, spoil.reads)
+				}
+				w.expectSettled(t, spoil.name, want, hops{through: 5, objects: spoil.objects})
+			}
+		})
 	}
 }
 

@@ -185,16 +185,35 @@ func (w *trafficWorld) Overflow() error {
 
 // DeleteNexthop implements dataplanetest.Mischief.
 func (w *trafficWorld) DeleteNexthop(n int) error {
+	return w.spoilNexthop(n, func(m *message, o object) {
+		m.begin(rtmDelNexthop, 0, nhmsg(unix.AF_UNSPEC, 0, 0)...)
+		m.attr32(nhaID, o.id)
+	})
+}
+
+// ReplaceNexthop implements dataplanetest.Mischief.
+func (w *trafficWorld) ReplaceNexthop(n int) error {
+	return w.spoilNexthop(n, func(m *message, o object) {
+		m.begin(rtmNewNexthop, unix.NLM_F_REPLACE, nhmsg(unix.AF_INET, dataplane.Protocol, unix.RTNH_F_ONLINK)...)
+		m.attr32(nhaID, o.id)
+		m.attr32(nhaOIF, uint32(o.index))
+		m.addr(nhaGateway, netip.MustParseAddr("172.30.0.9"))
+	})
+}
+
+// spoilNexthop sends a message about the n-th nexthop object of ours.
+func (w *trafficWorld) spoilNexthop(n int, build func(*message, object)) error {
 	w.nexthops.mu.Lock()
 	ids := slices.Sorted(maps.Keys(w.nexthops.byID))
+	var o object
+	if len(ids) > 0 {
+		o = *w.nexthops.byID[ids[n%len(ids)]]
+	}
 	w.nexthops.mu.Unlock()
-	if len(ids) == 0 {
+	if o.id == 0 {
 		return nil
 	}
-	err := w.tell(func(m *message) {
-		m.begin(rtmDelNexthop, 0, nhmsg(unix.AF_UNSPEC, 0, 0)...)
-		m.attr32(nhaID, ids[n%len(ids)])
-	})
+	err := w.tell(func(m *message) { build(m, o) })
 	if errors.Is(err, unix.ENOENT) { // it went with its device
 		return nil
 	}
