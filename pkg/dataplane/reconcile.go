@@ -296,7 +296,13 @@ func (r *Reconciler) plan(drifted Keys, sweep bool) Changes {
 	for _, refusal := range changes.Refused {
 		r.refused[refusal.Route.Dst] = refusal
 	}
-	changes.Ops = slices.DeleteFunc(changes.Ops, func(op Op) bool {
+	changes.Ops = r.reachable(changes.Ops)
+	return changes
+}
+
+// reachable removes from ops the routes that are known to be refused.
+func (r *Reconciler) reachable(ops []Op) []Op {
+	return slices.DeleteFunc(ops, func(op Op) bool {
 		route, ok := op.Object.(Route)
 		if !ok || op.Delete {
 			return false
@@ -304,7 +310,6 @@ func (r *Reconciler) plan(drifted Keys, sweep bool) Changes {
 		_, known := r.unreachable[route.Dst]
 		return known
 	})
-	return changes
 }
 
 // settled ends a Reconcile that has left nothing to do.
@@ -358,23 +363,26 @@ func (r *Reconciler) apply(ctx context.Context, ops []Op) (met Keys, err error) 
 	}
 	muted := r.mirror.mute(ops)
 	failures := r.write(ctx, ops)
-	if len(failures) == 0 {
-		if !muted {
-			r.mirror.wrote(ops)
-		}
-		return met, nil
-	}
-	// What exactly a failure has left behind is for the next look to find out.
-	r.mirror.void()
+	refused := 0
 	var errs []error
 	for _, e := range failures {
 		if e.Op.Exclusive && errors.Is(e.Err, syscall.EEXIST) {
 			met.Add(e.Op.Object)
 		} else if refusal, ok := e.refusal(); ok {
+			refused++
 			r.unreachable[refusal.Route.Dst] = refusal
 		} else {
 			errs = append(errs, e)
 		}
+	}
+	switch {
+	case muted:
+	case refused < len(failures): // what exactly that has left behind is for the next look to find out
+		r.mirror.void()
+	case refused > 0:
+		r.mirror.wrote(r.reachable(slices.Clone(ops)))
+	default:
+		r.mirror.wrote(ops)
 	}
 	return met, opErrors(errs)
 }

@@ -3,6 +3,7 @@ package dataplane_test
 import (
 	"context"
 	"errors"
+	"net/netip"
 	"syscall"
 	"testing"
 
@@ -58,6 +59,45 @@ func TestReconcileDoesNotSettle(t *testing.T) {
 	r := dataplanetest.NewReconciler(t, deaf{dataplanetest.New()}, 0)
 	if _, err := r.Reconcile(quiet(t), dataplanetest.Base(), true); err == nil {
 		t.Error("no error, want one")
+	}
+}
+
+// TestRefusal: a put of a route may fail for its gateway, which is a matter of one peer.
+func TestRefusal(t *testing.T) {
+	through := other
+	through.NexthopID = 7
+	plain := other
+	plain.Gateway = netip.Addr{}
+	for _, tc := range []struct {
+		name    string
+		route   dataplane.Route
+		delete  bool
+		err     error
+		refused bool
+	}{
+		{"network unreachable", other, false, syscall.ENETUNREACH, true},
+		{"host unreachable", other, false, syscall.EHOSTUNREACH, true},
+		{"invalid", other, false, syscall.EINVAL, true},
+		{"link down", other, false, syscall.ENETDOWN, false},
+		{"a nexthop object that may be gone", through, false, syscall.EINVAL, false},
+		{"no gateway", plain, false, syscall.EINVAL, false},
+		{"a delete", other, true, syscall.EINVAL, false},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			k := dataplanetest.New()
+			want := stateOf(tc.route)
+			if tc.delete {
+				want = stateOf()
+				if err := k.Append(tc.route); err != nil {
+					t.Fatal(err)
+				}
+			}
+			r := dataplanetest.NewReconciler(t, &dataplanetest.Spy{Kernel: k, Fail: func(dataplane.Op) error { return tc.err }}, 0)
+			report, err := r.Reconcile(quiet(t), want, true)
+			if refused := err == nil && report.Unreachable && len(report.Refused) == 1; refused != tc.refused || !refused && !errors.Is(err, tc.err) {
+				t.Errorf("refused %v, error %v; want refused: %t", report.Refused, err, tc.refused)
+			}
+		})
 	}
 }
 

@@ -29,6 +29,7 @@ func Contract(t *testing.T, newWorld func(testing.TB) World) {
 		}
 	}
 	t.Run("what is there is read once", func(t *testing.T) { readOnce(newFixture(t, newWorld(t), time.Hour)) })
+	t.Run("what is refused costs no read", func(t *testing.T) { refusedAgain(newFixture(t, newWorld(t), time.Hour)) })
 	t.Run("what others change during a bulk of writes, and after it", func(t *testing.T) { disturbedBulk(newFixture(t, newWorld(t), time.Hour)) })
 	for _, tc := range slices.Concat(driftCases(), twinCases(), freshCases(), exitCases()) {
 		t.Run(tc.name+", by announcements alone", func(t *testing.T) { tc.run(newFixture(t, newWorld(t), time.Hour)) })
@@ -115,6 +116,40 @@ func readOnce(f *fixture) {
 	reconcile(Base(), false, 1, 0)
 	reconcile(Peers(1), true, 1, 1)
 	reconcile(Peers(2), true, 1, 1)
+}
+
+// refusedAgain has routes refused in each pass, alone and beside others that are made.
+func refusedAgain(f *fixture) {
+	f.reconcile(Peers(3), true)
+	f.spy.reads = 0
+	bad := []dataplane.Object{
+		dataplane.NewRoute(subnet4(8), netip.MustParseAddr("192.0.2.1"), "eth0", false),
+		dataplane.NewRoute(subnet6(8), netip.MustParseAddr("2001:db8::1"), "eth0", false),
+		dataplane.NewRoute(subnet4(9), netip.MustParseAddr("192.168.77.255"), "eth0", false),
+		dataplane.NewRoute(subnet6(9), netip.MustParseAddr("fd00:77::1"), "eth0", false),
+	}
+	for i, added := range [][]dataplane.Object{append(bad, Peer(5, 0)...), nil, Peer(6, 0), nil} {
+		var removed []dataplane.Object
+		if i == 2 {
+			removed = Peer(2, 0)
+		}
+		report, err := f.reconciler.Update(f.Context(), removed, added, true)
+		f.must(err)
+		if len(report.Refused) != len(bad) || report.Repaired != 0 {
+			f.Errorf("step %d: refused %v with %d repairs, want all of %v and none", i, report.Refused, report.Repaired, bad)
+		}
+		for _, o := range bad {
+			if f.reconciler.Holds(o) {
+				f.Errorf("step %d: %s is taken for made", i, o)
+			}
+		}
+	}
+	if f.spy.reads != 0 {
+		f.Errorf("%d reads, want none", f.spy.reads)
+	}
+	want := Peers(2)
+	want.Remove(Peer(2, 0)...)
+	f.expect(state(want, slices.Concat(Peer(4, 0), Peer(5, 0), Peer(6, 0))...))
 }
 
 // disturbedBulk has another program spoil something while so much is written that

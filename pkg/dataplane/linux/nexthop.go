@@ -286,6 +286,16 @@ func (k *Kernel) provideFor(ctx context.Context, index, n int, ops []*dataplane.
 	}
 }
 
+// notMade takes note that the put of a plain route has failed. One through an object is
+// for the next read to count, as that failure is for the Reconciler to look into.
+func (t *nexthops) notMade(op *dataplane.Op, indexes map[string]int) {
+	if r, ok := wanted(op); ok && r.NexthopID == 0 {
+		t.mu.Lock()
+		defer t.mu.Unlock()
+		t.plain[indexes[r.Dev]]--
+	}
+}
+
 // createNexthops makes these objects, which are known by hop already, and returns
 // those whose id another program has.
 func (k *Kernel) createNexthops(ctx context.Context, missing []*object) (again []*object) {

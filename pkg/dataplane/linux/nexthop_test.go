@@ -121,6 +121,30 @@ func TestKernelNexthopsGoWithRoutes(t *testing.T) {
 	}
 }
 
+// TestKernelNexthopRefused: what is refused again and again does not count as a route.
+func TestKernelNexthopRefused(t *testing.T) {
+	w := newWorld(t)
+	w.nexthops.threshold = 5
+	r := dataplanetest.NewReconciler(t, w, time.Hour)
+	want := dataplanetest.Base()
+	want.Add(dataplane.NewRoute(netip.MustParsePrefix("10.5.9.0/24"), netip.MustParseAddr("192.0.2.1"), "eth0", false))
+	if _, err := r.Reconcile(quiet(t), want, true); err != nil {
+		t.Fatal(err)
+	}
+	for range 10 {
+		if report, err := r.Update(quiet(t), nil, nil, true); err != nil || len(report.Refused) != 1 {
+			t.Fatalf("refused %v (%v), want one route", report.Refused, err)
+		}
+	}
+	good := dataplane.NewRoute(netip.MustParsePrefix("10.5.8.0/24"), netip.MustParseAddr("192.168.77.8"), "eth0", false)
+	if _, err := r.Update(quiet(t), nil, []dataplane.Object{good}, true); err != nil {
+		t.Fatal(err)
+	}
+	if n := w.hops(t); n != (hops{plain: 1}) {
+		t.Errorf("%+v, want one plain route", n)
+	}
+}
+
 // nexthopCompat says whether the kernel shows of a route through a nexthop object
 // more than its id.
 func (w *world) nexthopCompat(t *testing.T, on bool) {

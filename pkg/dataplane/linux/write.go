@@ -73,6 +73,7 @@ func (k *Kernel) applyRun(ctx context.Context, ops []dataplane.Op) []dataplane.O
 	for i, op := range ready {
 		if err := errs[i]; err != nil && !harmless(op, err) {
 			failed = append(failed, dataplane.OpError{Op: *op, Err: err})
+			k.nexthops.notMade(op, indexes)
 			continue
 		}
 		done = append(done, op)
