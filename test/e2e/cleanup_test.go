@@ -1,6 +1,8 @@
 package e2e
 
 import (
+	"encoding/json"
+	"fmt"
 	"os"
 	"strings"
 	"testing"
@@ -23,6 +25,40 @@ func TestCleanup(t *testing.T) {
 			t.Parallel()
 			cleansUp(t, dual, tc)
 		})
+	}
+}
+
+// TestCleanupNexthopObjects cleans up after a daemon with so many peers that routes go
+// through nexthop objects.
+func TestCleanupNexthopObjects(t *testing.T) {
+	t.Parallel()
+	l := newLab(t, lab.Config{Hosts: 1, Network: json.RawMessage(`{"Network":"10.0.0.0/8","SubnetLen":24,"SubnetMax":"10.1.0.0","Backend":{"Type":"host-gw"}}`)}, "")
+	h, c := l.Host(1), store(t, l)
+	sh := func(script string) string {
+		t.Helper()
+		out, err := h.Exec(background(t), "sh", "-ec", script)
+		if err != nil {
+			t.Fatal(err, string(out))
+		}
+		return string(out)
+	}
+	sh("ip route add 172.20.0.0/16 dev eth0; ip nexthop add id 7 dev eth0 proto static")
+	for n := range 300 {
+		high, low := n/200, n%200+1
+		put(t, c, fmt.Sprintf("%s10.%d.%d.0-24", subnets, 9+high, low), fmt.Sprintf(`{"PublicIP":"172.20.%d.%d","BackendType":"host-gw"}`, high, low))
+	}
+	startOne(t, h, lab.FlanneldOptions{})
+	if objects := strings.Count(sh("ip nexthop"), "proto 98"); objects == 0 {
+		t.Fatal("there are no nexthop objects to remove")
+	}
+	expectStop(t, h.Daemon())
+	mustCtl(t, h, []string{"cleanup", "--yes"}, "remove route 10.10.100.0/24 via 172.20.1.100 dev eth0")
+	left := sh("ip route; ip nexthop")
+	if n := strings.Count(left, "proto 98"); n > 0 {
+		t.Errorf("%d routes and nexthop objects are left", n)
+	}
+	if !strings.Contains(left, "id 7 dev eth0") {
+		t.Errorf("the nexthop object of another program is gone:\n%s", left)
 	}
 }
 

@@ -103,7 +103,7 @@ func (c Cleanup) stateFiles() ([]string, error) {
 
 // kernel removes devices, and routes on other devices.
 func (c Cleanup) kernel(ctx context.Context, d *daemon, all []lastKnown) error {
-	kernel, err := linux.Open(linux.Options{})
+	kernel, err := linux.Open(linux.Options{NexthopObjects: true})
 	if err != nil {
 		return err
 	}

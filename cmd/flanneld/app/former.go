@@ -88,7 +88,9 @@ func (r *retirement) run(ctx context.Context) {
 	case <-r.start:
 	}
 	err := r.daemon.retry(ctx, "what the former configuration has left cannot be removed yet", func() error {
-		// One of its own, because the other keeps books on what it reads.
+		// One of its own, because the other keeps books on what it reads. Nexthop objects
+		// are left to that one: it may be about to use them, and removes what it finds
+		// unused at its next read.
 		kernel, err := linux.Open(linux.Options{})
 		if err != nil {
 			return err
