@@ -16,6 +16,7 @@ const (
 	defaultVNI  = 1
 	defaultPort = 8472 // the Linux kernel's default, older than the IANA port 4789
 	maxVNI      = 1<<24 - 1
+	maxName     = 15 // characters, of a device (IFNAMSIZ and its closing zero)
 )
 
 // config is the Backend object of the network configuration.
@@ -60,6 +61,9 @@ func parseConfig(raw json.RawMessage, env backend.Env) (config, []string, error)
 	}
 	for _, n := range env.Config.Networks {
 		f := n.Family()
+		if name := c.deviceName(f); len(name) > maxName {
+			return c, nil, fmt.Errorf("Backend.VNI is %d: the device for %s would be %s, and a name has at most %d characters", c.VNI, f, name, maxName)
+		}
 		if mtu := c.deviceMTU(env.Underlay.MTU, f); mtu < minMTU(f) {
 			return c, nil, fmt.Errorf("the underlay MTU %d (Backend.MTU %d, %s %d) leaves %d bytes inside vxlan: %s needs %d",
 				mtu+overhead(f), c.MTU, env.Underlay.Name, env.Underlay.MTU, mtu, f, minMTU(f))
