@@ -279,8 +279,8 @@ func (k *Kernel) usable(r dataplane.Route) error {
 }
 
 // nobody reports whether the gateway of r is no other host: it is the broadcast address
-// of a network or an address of our own, on any device. IPv4 lets those pass, unless
-// onlink keeps it from looking for a route to them.
+// of a network or an address of our own, on any device. IPv4 lets an own one pass, unless
+// onlink keeps it from looking for a route there.
 func (k *Kernel) nobody(r dataplane.Route) bool {
 	for _, d := range k.devices {
 		for _, a := range d.addrs {
