@@ -76,7 +76,7 @@ func (l *Ledger) State() LedgerState {
 // needed now and then for held leases to run out. The leases are shared and
 // read-only.
 func (l *Ledger) Apply(s Snapshot, now time.Time) {
-	same := s.Store.ID == l.store.ID && s.Store.Revision >= l.store.Revision
+	same := !s.Another && s.Store.ID == l.store.ID && s.Store.Revision >= l.store.Revision
 	l.store = s.Store
 
 	peers, held := make(map[string]known, len(s.Leases)), map[string]time.Time{}

@@ -98,6 +98,7 @@ type Snapshot struct {
 	Leases      []*Lease // complete but for the own one, in no particular order; shared and read-only
 	Undecodable []string // keys that are there but cannot be read, in no particular order: they keep their last good state until the key goes
 	Store       StoreID
+	Another     bool // the store is not the one of the snapshot before, though its ID and Revision do not tell
 }
 
 // Update tells what a store holds about other nodes at one moment: all of it,

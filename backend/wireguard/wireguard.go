@@ -10,6 +10,7 @@ import (
 	"errors"
 	"fmt"
 	"net/netip"
+	"os"
 	"slices"
 	"syscall"
 
@@ -180,6 +181,17 @@ func (n *network) makeRoom(ctx context.Context, links map[string]dataplane.Link)
 		default:
 			return backend.InTheWay(l, dataplane.KindTUN)
 		}
+	}
+	if len(ops) == 0 {
+		return nil
+	}
+	// They carry traffic: it is not to end for devices that cannot be had.
+	tun, err := os.OpenFile("/dev/net/tun", os.O_RDWR, 0)
+	if err != nil {
+		return fmt.Errorf("try to open what makes TUN devices: %w", err)
+	}
+	if err := tun.Close(); err != nil {
+		return err
 	}
 	for _, failed := range n.env.Kernel.Apply(ctx, ops) {
 		return failed

@@ -7,6 +7,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"math"
 	"net/netip"
 	"path"
 	"sync/atomic"
@@ -34,7 +35,7 @@ type Config struct {
 	RenewMargin time.Duration
 	// Previous holds the subnets that this node had, of any family: wanted again.
 	Previous []netip.Prefix
-	// TTL is the lease's time to live, in whole seconds. Zero means subnet.TTL.
+	// TTL is the lease's time to live, rounded up to seconds. Zero means subnet.TTL.
 	TTL time.Duration
 	// OnStatus is told when the store becomes unusable, with the reason, and
 	// usable again, with nil. It must not block nor call the manager. May be nil.
@@ -88,6 +89,7 @@ func New(cfg Config) (*Manager, error) {
 	if cfg.TTL <= 0 {
 		cfg.TTL = subnet.TTL
 	}
+	cfg.TTL = time.Duration(math.Ceil(cfg.TTL.Seconds())) * time.Second
 	t := timing{
 		request: 5 * time.Second,
 		quiet:   12 * time.Minute, idle: 10 * time.Second, grace: 5 * time.Second,

@@ -3,7 +3,6 @@ package etcd
 import (
 	"context"
 	"errors"
-	"fmt"
 	"maps"
 	"slices"
 	"strings"
@@ -27,10 +26,10 @@ var errRelist = errors.New("watch cannot be resumed")
 // view is what Watch knows of the store.
 type view struct {
 	entries map[string]*entry // by key, without values
-	store   subnet.StoreID    // as it is published
-	cluster string            // id of the cluster, which a store that was restored may still have
-	pasts   int               // how many other histories that cluster had before
-	next    int64             // revision to watch from; 0: list first
+	store   subnet.StoreID
+	next    int64 // revision to watch from; 0: there was no list yet
+	stale   bool  // list before the next watch
+	another bool  // the store is not the one of the view before, though it has its id
 	reprieve
 }
 
@@ -62,7 +61,7 @@ func (m *Manager) Watch(ctx context.Context, sink func(subnet.Update)) error {
 			return err
 		}
 		if errors.Is(err, errRelist) {
-			v.next = 0
+			v.stale = true
 		}
 		if !errors.Is(err, errStalled) {
 			m.report(ctx, sourceWatch, err)
@@ -84,13 +83,20 @@ func (m *Manager) resume(ctx context.Context, v *view, sink func(subnet.Update))
 		v.hear(time.Now(), m.margin(m.cfg.TTL), m.timing.reprieve)
 		return nil
 	}
-	l, err := m.listOr(ctx, &m.forWatch)
+	list := m.list
+	if v.next == 0 { // Acquire may just have made one
+		list = func(ctx context.Context) (listing, error) { return m.listOr(ctx, &m.forWatch) }
+	}
+	l, err := list(ctx)
 	if err != nil {
 		return err
 	}
 	v.hear(time.Now(), m.margin(m.cfg.TTL), m.timing.reprieve)
 	old := *v
-	*v = newView(l.store, old, is)
+	*v = view{
+		entries: make(map[string]*entry, len(l.entries)), store: l.store, next: l.store.Revision + 1,
+		another: is == another || !old.explains(l), reprieve: old.reprieve,
+	}
 	if old.store.ID != "" && !v.follows(old) {
 		klog.FromContext(ctx).Error(nil, "etcd is not the store it was", "was", old.store, "is", v.store)
 	}
@@ -102,23 +108,9 @@ func (m *Manager) resume(ctx context.Context, v *view, sink func(subnet.Update))
 	}
 	v.adopt(old)
 	sink(v.update(m.ownKey.Load(), nil))
+	v.another = false    // from now on it is the one that it was
 	_, err = m.tell(ctx) // after the list: what comes later is watched for
 	return err
-}
-
-// newView returns an empty view of a store that comes after the one of old.
-func newView(store subnet.StoreID, old view, is likeness) view {
-	v := view{entries: make(map[string]*entry, len(old.entries)), store: store, cluster: store.ID, next: store.Revision + 1, reprieve: old.reprieve}
-	if v.cluster == old.cluster {
-		v.pasts = old.pasts
-	}
-	if is == another {
-		v.pasts++
-	}
-	if v.pasts > 0 {
-		v.store.ID = fmt.Sprintf("%s-%d", v.cluster, v.pasts)
-	}
-	return v
 }
 
 // likeness is what is known of a store beside the one that was listed.
@@ -132,11 +124,11 @@ const (
 
 // compare holds the store against the view.
 func (m *Manager) compare(ctx context.Context, v *view) (likeness, error) {
-	if v.next == 0 {
+	if v.next == 0 || v.stale {
 		return unknown, nil
 	}
 	head, err := m.tell(ctx)
-	if err != nil || head.ID != v.cluster || head.Revision < v.store.Revision {
+	if err != nil || head.ID != v.store.ID || head.Revision < v.store.Revision {
 		return unknown, err
 	}
 	return m.comparePast(ctx, v)
@@ -176,7 +168,7 @@ func (m *Manager) comparePast(ctx context.Context, v *view) (likeness, error) {
 			return nil
 		}
 		for _, r := range resp.Responses[1:] {
-			if kvs := r.GetResponseRange().Kvs; len(kvs) != 1 || kvs[0].ModRevision != newest.modRevision {
+			if kvs := r.GetResponseRange().Kvs; len(kvs) != 1 || !newest.is(kvs[0].ModRevision, clientv3.LeaseID(kvs[0].Lease)) {
 				return nil
 			}
 		}
@@ -186,9 +178,24 @@ func (m *Manager) comparePast(ctx context.Context, v *view) (likeness, error) {
 	return is, err
 }
 
+// is reports whether e was written at that revision, and with that etcd lease: its id
+// is not given twice, as revisions are in a store that was emptied.
+func (e *entry) is(modRevision int64, lease clientv3.LeaseID) bool {
+	return e.modRevision == modRevision && e.leaseID == lease
+}
+
+// explains reports whether l may be what has become of the store of the view: what it
+// has from before the view's time has to be in the view.
+func (v *view) explains(l listing) bool {
+	return !slices.ContainsFunc(l.entries, func(e entry) bool {
+		known := v.entries[e.key]
+		return e.modRevision < v.next && (known == nil || !known.is(e.modRevision, e.leaseID))
+	})
+}
+
 // follows reports whether v is of the store of old, and not of an earlier time.
 func (v *view) follows(old view) bool {
-	return v.store.ID == old.store.ID && v.store.Revision >= old.store.Revision
+	return !v.another && v.store.ID == old.store.ID && v.store.Revision >= old.store.Revision
 }
 
 // drop takes the leases with these keys out of the view.
@@ -220,7 +227,7 @@ func (v *view) adopt(old view) {
 
 // advance takes one response in and publishes the outcome.
 func (m *Manager) advance(ctx context.Context, v *view, resp *pb.WatchResponse, sink func(subnet.Update)) error {
-	if storeID(resp.Header).ID != v.cluster {
+	if storeID(resp.Header).ID != v.store.ID {
 		return errRelist
 	}
 	v.alive(time.Now(), m.timing.dead)
@@ -270,7 +277,7 @@ func (v *view) update(own *string, changed map[string]*subnet.Lease) subnet.Upda
 }
 
 func (v *view) snapshot(own *string) subnet.Snapshot {
-	s := subnet.Snapshot{Leases: make([]*subnet.Lease, 0, len(v.entries)), Store: v.store}
+	s := subnet.Snapshot{Leases: make([]*subnet.Lease, 0, len(v.entries)), Store: v.store, Another: v.another}
 	for key, e := range v.entries {
 		switch {
 		case own != nil && key == *own:

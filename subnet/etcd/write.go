@@ -3,7 +3,6 @@ package etcd
 import (
 	"context"
 	"errors"
-	"math"
 	"time"
 
 	"go.etcd.io/etcd/api/v3/v3rpc/rpctypes"
@@ -31,7 +30,7 @@ func (m *Manager) provide(ctx context.Context, spare *grant) error {
 	}
 	return m.call(ctx, func(ctx context.Context, c *clientv3.Client) error {
 		start := time.Now()
-		resp, err := c.Grant(ctx, int64(math.Ceil(m.cfg.TTL.Seconds())))
+		resp, err := c.Grant(ctx, int64(m.cfg.TTL.Seconds()))
 		if err != nil {
 			return err
 		}
