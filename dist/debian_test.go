@@ -126,3 +126,26 @@ func TestDebianPackage(t *testing.T) {
 		}
 	}
 }
+
+// An upgrade asks for a restart and does not wait until the daemon is ready: the store
+// may be away, and the package manager has the whole host locked.
+func TestUpgradeDoesNotWait(t *testing.T) {
+	dir := t.TempDir()
+	stub := "#!/bin/sh\necho \"$@\" >> " + filepath.Join(dir, "calls") + "\n"
+	if err := os.WriteFile(filepath.Join(dir, "systemctl"), []byte(stub), 0o755); err != nil { //nolint:gosec // a program
+		t.Fatal(err)
+	}
+	cmd := exec.CommandContext(t.Context(), "unshare", "--mount", "sh", "-ec",
+		"mount -t tmpfs run /run && mkdir -p /run/systemd/system && debian/postinst configure 1.0")
+	cmd.Env = []string{"PATH=" + dir + ":" + os.Getenv("PATH")}
+	if out, err := cmd.CombinedOutput(); err != nil {
+		t.Fatalf("%v: %s", err, out)
+	}
+	calls, err := os.ReadFile(filepath.Join(dir, "calls"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if diff := cmp.Diff("daemon-reload\n--no-block try-restart flanneld.service\n", string(calls)); diff != "" {
+		t.Errorf("what systemctl is told (-want +got):\n%s", diff)
+	}
+}

@@ -18,6 +18,9 @@ func TestDockerDropIn(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+	if with := regexp.MustCompile(`(?m)^(Requires|Requisite|BindsTo|PartOf)=.*$`).Find(raw); with != nil {
+		t.Errorf("%s has Docker end when flanneld is restarted", with)
+	}
 	pre := regexp.MustCompile(`(?m)^ExecStartPre=/usr/bin/env -u DOCKER_OPTS /usr/local/bin/mk-docker-opts\.sh (.*)$`).FindStringSubmatch(string(raw))
 	read := regexp.MustCompile(`(?m)^EnvironmentFile=-(.*)$`).FindStringSubmatch(string(raw))
 	if pre == nil || read == nil || !strings.Contains(pre[1], "-d "+read[1]) {
