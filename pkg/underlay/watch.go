@@ -101,7 +101,8 @@ type follower struct {
 	now     Interface
 	next    Interface // what differs from now; zero if nothing does
 	since   time.Time // when next was first seen
-	away    time.Time // when the interface of now was last seen to carry nothing
+	gone    time.Time // since when the interface of now carries nothing; zero if it does
+	away    time.Time // when it was last seen to
 	missing bool
 }
 
@@ -109,6 +110,12 @@ type follower struct {
 // look again at the latest.
 func (f *follower) consider(ctx context.Context, s sight) (moved bool, again time.Duration) {
 	log := klog.FromContext(ctx)
+	switch {
+	case !s.away:
+		f.gone = time.Time{}
+	case f.gone.IsZero():
+		f.gone = s.at
+	}
 	if s.away {
 		f.away = s.at
 	}
@@ -135,12 +142,16 @@ func (f *follower) consider(ctx context.Context, s sight) (moved bool, again tim
 	}
 	due := f.since.Add(settle)
 	if f.next.Name != f.now.Name || !slices.Equal(f.next.Addrs, f.now.Addrs) {
-		due = later(due, f.away.Add(returning))
+		from := f.away // it is back, but not all of it, perhaps
+		if s.away {
+			from = f.gone
+		}
+		due = later(due, from.Add(returning))
 	}
 	if s.at.Before(due) {
 		return false, due.Sub(s.at)
 	}
-	f.now, f.next, f.away = f.next, Interface{}, time.Time{}
+	f.now, f.next, f.gone, f.away = f.next, Interface{}, time.Time{}, time.Time{}
 	return true, relook
 }
 

@@ -53,6 +53,14 @@ func TestFollower(t *testing.T) {
 		"another interface while the chosen one is down": {
 			{choice: backup, away: true}, {after: settle, choice: backup, away: true}, {after: returning, choice: now},
 		},
+		"another interface while the chosen one stays away": {
+			{choice: backup, away: true}, {after: settle, choice: backup, away: true},
+			{after: returning - settle - 1, choice: backup, away: true}, {after: 1, choice: backup, away: true, moved: true},
+		},
+		"another interface after the chosen one went again": {
+			{choice: backup, away: true}, {after: returning - 1, choice: now}, {after: 1, choice: backup, away: true},
+			{after: returning - 1, choice: backup, away: true}, {after: 1, choice: backup, away: true, moved: true},
+		},
 		"another interface after it was down": {
 			{err: none, away: true}, {after: time.Second, choice: backup}, {after: returning - time.Second - 1, choice: backup},
 			{after: 1, choice: backup, moved: true},
