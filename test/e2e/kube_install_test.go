@@ -2,6 +2,7 @@ package e2e
 
 import (
 	"encoding/json"
+	"errors"
 	"fmt"
 	"net/http"
 	"os"
@@ -169,6 +170,11 @@ func TestKubeInstall(t *testing.T) {
 			pods := map[*lab.Host]pod{}
 			shell(t, c.Host(2).Namespace, "iptables-legacy -t mangle -N KUBE-IPTABLES-HINT") // as its kubelet would
 			for i, h := range c.Hosts() {
+				for _, folder := range []string{"/opt/cni/bin", "/etc/cni/net.d"} { // some clusters give them to a user of their own
+					if err := errors.Join(os.MkdirAll(h.Path(onNode(folder)), 0o755), os.Chown(h.Path(onNode(folder)), 997+i, 0)); err != nil {
+						t.Fatal(err)
+					}
+				}
 				pods[h] = k.schedule("kube-flannel", "kube-flannel-ds", i+1)
 				k.run(h, pods[h], func(done string) {
 					_, plugin := os.Stat(h.Path(onNode("/opt/cni/bin/flannel")))
