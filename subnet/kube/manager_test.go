@@ -569,14 +569,21 @@ func TestOneNodeCannotBeAskedFor(t *testing.T) {
 	}
 }
 
-// A Node whose answer went down with the watch is asked for again by the next one.
-func TestWatchEndsWhileANodeIsAskedFor(t *testing.T) {
+// watchedThroughProxy returns an API without peers and its watcher, behind a proxy.
+func watchedThroughProxy(t *testing.T) (*fixture, *proxy, *subnettest.Watcher) {
+	t.Helper()
 	f := newFixture(t, sharedServer(t))
 	f.setConfig(t, configV4)
 	p := newProxy(t, f.server)
 	m := f.started(t, func(c *Config) { c.Kubeconfig = f.kubeconfig(t, p.URL, flannel) })
 	w := subnettest.Watch(t, m)
 	w.Until(t, "nobody", subnettest.Has())
+	return f, p, w
+}
+
+// A Node whose answer went down with the watch is asked for again by the next one.
+func TestWatchEndsWhileANodeIsAskedFor(t *testing.T) {
+	f, p, w := watchedThroughProxy(t)
 	asked := make(chan struct{}, 1)
 	p.answer(func(_ http.ResponseWriter, r *http.Request) bool {
 		if !strings.HasSuffix(r.URL.Path, "/nodes/node3") {
@@ -598,12 +605,7 @@ func TestWatchEndsWhileANodeIsAskedFor(t *testing.T) {
 
 // The answer may be older than what has become of the Node meanwhile.
 func TestPodCIDRComesWhileANodeIsAskedFor(t *testing.T) {
-	f := newFixture(t, sharedServer(t))
-	f.setConfig(t, configV4)
-	p := newProxy(t, f.server)
-	m := f.started(t, func(c *Config) { c.Kubeconfig = f.kubeconfig(t, p.URL, flannel) })
-	w := subnettest.Watch(t, m)
-	w.Until(t, "nobody", subnettest.Has())
+	f, p, w := watchedThroughProxy(t)
 	asked, release := make(chan struct{}), make(chan struct{})
 	var once sync.Once
 	p.answer(func(rw http.ResponseWriter, r *http.Request) bool {
