@@ -4,6 +4,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"slices"
 	"time"
 
 	"github.com/mdlayher/netlink"
@@ -15,6 +16,10 @@ import (
 
 // answerTimeout bounds how long the kernel may take for one answer.
 const answerTimeout = 10 * time.Second
+
+// batchBuffer is how much one transaction may come to, in bytes: some hundred
+// bytes for each rule. The kernel's default is enough for some hundred rules.
+const batchBuffer = 16 << 20
 
 // errRaced means that the ruleset changed between reading and writing.
 var errRaced = errors.New("another program changes the ruleset")
@@ -33,7 +38,7 @@ func dial(f prefix.Family) (*conn, error) {
 	if err != nil {
 		return nil, fmt.Errorf("open nftables: %w", err)
 	}
-	if err := nl.SetDeadline(time.Now().Add(answerTimeout)); err != nil {
+	if err := oneline.Join(nl.SetDeadline(time.Now().Add(answerTimeout)), nl.SetWriteBuffer(batchBuffer)); err != nil {
 		return nil, oneline.Join(err, nl.Close())
 	}
 	return &conn{nl, protocol(f)}, nil
@@ -121,35 +126,28 @@ func (c *conn) generation() (id uint32, err error) {
 }
 
 // commit carries out all of changes or none, and none if the ruleset is not of
-// the given generation any more: the error is errRaced then.
+// the given generation any more: the error is errRaced then. Only the last change
+// asks to be acknowledged, which comes behind the errors of all: the
+// acknowledgements of many would not fit the receive buffer.
 func (c *conn) commit(generation uint32, changes []netlink.Message) error {
 	limit := func(typ netlink.HeaderType, attrs []byte) netlink.Message {
 		data := append([]byte{unix.AF_UNSPEC, unix.NFNETLINK_V0, 0, unix.NFNL_SUBSYS_NFTABLES}, attrs...)
 		return netlink.Message{Header: netlink.Header{Type: typ, Flags: netlink.Request}, Data: data}
 	}
-	batch := []netlink.Message{limit(unix.NFNL_MSG_BATCH_BEGIN, attributes(func(ae *netlink.AttributeEncoder) {
+	begin := limit(unix.NFNL_MSG_BATCH_BEGIN, attributes(func(ae *netlink.AttributeEncoder) {
 		ae.Uint32(unix.NFNL_BATCH_GENID, generation)
-	}))}
-	for _, m := range changes {
-		m.Header.Flags |= netlink.Acknowledge
-		batch = append(batch, m)
-	}
-	if _, err := c.nl.SendMessages(append(batch, limit(unix.NFNL_MSG_BATCH_END, nil))); err != nil {
+	}))
+	changes[len(changes)-1].Header.Flags |= netlink.Acknowledge
+	if _, err := c.nl.SendMessages(slices.Concat([]netlink.Message{begin}, changes, []netlink.Message{limit(unix.NFNL_MSG_BATCH_END, nil)})); err != nil {
 		return err
 	}
-	for acknowledged := 0; acknowledged < len(changes); {
+	for {
 		answers, err := c.nl.Receive()
 		if errors.Is(err, unix.ERESTART) {
 			return errRaced
 		}
-		if err != nil {
+		if err != nil || slices.ContainsFunc(answers, func(m netlink.Message) bool { return m.Header.Type == netlink.Error }) {
 			return err
 		}
-		for _, m := range answers {
-			if m.Header.Type == netlink.Error {
-				acknowledged++
-			}
-		}
 	}
-	return nil
 }

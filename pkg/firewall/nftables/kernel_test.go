@@ -1,6 +1,8 @@
 package nftables
 
 import (
+	"net/netip"
+	"strconv"
 	"strings"
 	"testing"
 
@@ -87,5 +89,25 @@ func TestKernelGolden(t *testing.T) {
 		one("ip6", "flannel-ipv6", "fd00:10:5::/48", "fd00:10:5:47::/64", "ff00::/8")
 	if diff := cmp.Diff(want, firewalltest.Shell(t, list)); diff != "" {
 		t.Errorf("(-want +got):\n%s", diff)
+	}
+}
+
+// TestKernelManyRules has more rules than fit the buffers that a socket begins with.
+func TestKernelManyRules(t *testing.T) {
+	for _, n := range []int{300, 1000} {
+		t.Run(strconv.Itoa(n), func(t *testing.T) {
+			firewalltest.Enter(t)
+			p := firewalltest.Policy()
+			for i := range n {
+				p.NonMasquerade = append(p.NonMasquerade, netip.PrefixFrom(netip.AddrFrom4([4]byte{172, byte(i >> 8), byte(i), 0}), 24))
+			}
+			for _, step := range []firewall.Policy{p, firewalltest.Policy()} {
+				for _, changes := range []bool{true, false} {
+					if changed, err := New().Apply(t.Context(), step); changed != changes || err != nil {
+						t.Errorf("with %d exceptions: changed %v, %v", len(step.NonMasquerade), changed, err)
+					}
+				}
+			}
+		})
 	}
 }
