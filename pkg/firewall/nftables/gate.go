@@ -11,6 +11,7 @@ import (
 	"github.com/google/nftables"
 	"github.com/google/nftables/binaryutil"
 	"github.com/google/nftables/expr"
+	"github.com/mdlayher/netlink"
 	"golang.org/x/sys/unix"
 
 	"flanneld/pkg/firewall"
@@ -225,7 +226,7 @@ func (g *Gate) build() error {
 
 // transact carries out what fill adds: all of it or nothing.
 func transact(fill func(*nftables.Conn) error) error {
-	c, err := nftables.New()
+	c, err := nftables.New(nftables.WithSockOptions(func(nl *netlink.Conn) error { return nl.SetWriteBuffer(batchBuffer) }))
 	if err != nil {
 		return fmt.Errorf("open nftables: %w", err)
 	}

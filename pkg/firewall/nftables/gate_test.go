@@ -172,3 +172,18 @@ func receiveUDP(t *testing.T, conn *net.UDPConn) string {
 	}
 	return from.Addr().String()
 }
+
+// TestKernelGateOfManyPeers has as many as a /8 of /24 subnets can have, all at once.
+func TestKernelGateOfManyPeers(t *testing.T) {
+	firewalltest.Enter(t)
+	g := NewGate("flannel0", netip.MustParseAddrPort("192.168.77.1:8285"))
+	if err := g.Update(nil, peerAddrs(65000)); err != nil {
+		t.Fatal(err)
+	}
+	firewalltest.Shell(t, "nft delete table ip flannel-udp")
+	for _, repairs := range []bool{true, false} {
+		if repaired, err := g.Check(); repaired != repairs || err != nil {
+			t.Errorf("repaired %v, %v", repaired, err)
+		}
+	}
+}
