@@ -41,6 +41,9 @@ func TestKernelNftables(t *testing.T) {
 		"wrong order":                `nft insert rule TABLE postrtg FAM saddr NET FAM daddr != POD masquerade`,
 		"policy":                     `nft chain TABLE forward '{ policy drop; }'`,
 		"dormant":                    `nft add table TABLE '{ flags dormant; }'`,
+		"dormant, chain deleted":     "nft add table TABLE '{ flags dormant; }'\nnft delete chain TABLE forward",
+		"dormant, of another kind":   "nft add table TABLE '{ flags dormant; }'\nnft chain TABLE forward '{ policy drop; }'",
+		"dormant and empty":          "nft delete table TABLE\nnft add table TABLE '{ flags dormant; }'",
 		"chain of another kind":      "nft delete chain TABLE forward\nnft add chain TABLE forward '{ type filter hook input priority 7; }'",
 		"rules of the old policy":    `nft insert rule TABLE postrtg meta mark 0x00004000 return`,
 	}

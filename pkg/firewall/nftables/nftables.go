@@ -78,7 +78,8 @@ func apply(ctx context.Context, t firewall.Table) (changed bool, err error) {
 }
 
 // once reads, plans and writes. The write holds only if nothing has changed
-// since the first read.
+// since the first read. A dormant table is woken when its chains are right: in
+// one transaction the kernel does not take both.
 func once(t firewall.Table) (changed bool, err error) {
 	c, err := dial(t.Family)
 	if err != nil {
@@ -97,7 +98,11 @@ func once(t firewall.Table) (changed bool, err error) {
 	if err != nil || len(changes) == 0 {
 		return false, err
 	}
-	return true, c.commit(generation, changes)
+	err = c.commit(generation, changes)
+	if err == nil && have.dormant {
+		_, err = once(t) // what is next
+	}
+	return true, err
 }
 
 // spec is what a chain of ours is.
@@ -140,7 +145,7 @@ func (c *conn) plan(have table, t firewall.Table) ([]netlink.Message, error) {
 			continue
 		}
 		wanted = true
-		if a.Exact && there.exists && there.right && !have.dormant {
+		if a.Exact && there.exists && there.right {
 			continue
 		}
 		of, err := c.planChain(t, chain, there, a)
@@ -150,8 +155,10 @@ func (c *conn) plan(have table, t firewall.Table) ([]netlink.Message, error) {
 		changes = append(changes, of...)
 	}
 	switch {
-	case wanted && len(changes) > 0 && (!have.exists || have.dormant):
+	case wanted && !have.exists:
 		changes = append([]netlink.Message{c.newTable(t)}, changes...)
+	case wanted && have.dormant && len(changes) == 0:
+		return []netlink.Message{c.newTable(t)}, nil
 	case have.exists && !wanted && left == 0:
 		return []netlink.Message{c.delTable(t)}, nil
 	}
