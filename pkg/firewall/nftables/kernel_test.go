@@ -1,15 +1,20 @@
 package nftables
 
 import (
+	"errors"
 	"net/netip"
 	"strconv"
 	"strings"
 	"testing"
 
 	"github.com/google/go-cmp/cmp"
+	"github.com/mdlayher/netlink"
+	"golang.org/x/sys/unix"
 
 	"flanneld/pkg/firewall"
 	"flanneld/pkg/firewall/firewalltest"
+	"flanneld/pkg/oneline"
+	"flanneld/pkg/prefix"
 )
 
 func families(script string) string {
@@ -112,5 +117,30 @@ func TestKernelManyRules(t *testing.T) {
 				}
 			}
 		})
+	}
+}
+
+// TestKernelRefused has a table that the kernel keeps for another program: nothing is
+// said to be written.
+func TestKernelRefused(t *testing.T) {
+	firewalltest.Enter(t)
+	owner, err := dial(prefix.IPv4)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer owner.close()
+	const owned = 2 // NFT_TABLE_F_OWNER, which x/sys/unix lacks
+	table := owner.message(unix.NFT_MSG_NEWTABLE, netlink.Create, attributes(func(ae *netlink.AttributeEncoder) {
+		ae.String(unix.NFTA_TABLE_NAME, tableName(prefix.IPv4))
+		ae.Uint32(unix.NFTA_TABLE_FLAGS, owned)
+	}))
+	generation, err := owner.generation()
+	if err := oneline.Join(err, owner.commit(generation, []netlink.Message{table})); err != nil {
+		t.Fatal(err)
+	}
+	p := firewalltest.Policy()
+	p.Networks = p.Networks[:1]
+	if changed, err := New().Apply(t.Context(), p); changed || !errors.Is(err, unix.EPERM) {
+		t.Errorf("changed %v, %v, want nothing but %v", changed, err, unix.EPERM)
 	}
 }

@@ -102,7 +102,7 @@ func once(t firewall.Table) (changed bool, err error) {
 	if err == nil && have.dormant {
 		_, err = once(t) // what is next
 	}
-	return true, err
+	return err == nil, err
 }
 
 // spec is what a chain of ours is.
