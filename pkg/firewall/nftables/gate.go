@@ -124,8 +124,8 @@ func (g *Gate) Check() (repaired bool, err error) {
 // right reports whether the kernel has the gate. A rule is never changed: one
 // with the same handle is the same.
 func (g *Gate) right() (bool, error) {
-	exists, err := HasTable(prefix.IPv4, gateTable)
-	if err != nil || !exists {
+	t, err := read(prefix.IPv4, gateTable)
+	if err != nil || !t.exists || t.dormant {
 		return false, err
 	}
 	c, err := nftables.New()
@@ -145,11 +145,13 @@ func (g *Gate) right() (bool, error) {
 			return false, nil
 		}
 	}
-	chain, err := c.ListChain(tableOfGate(), gateInput)
-	if err != nil {
-		return false, ignoreGone(err)
+	for _, name := range []string{gateInput, gateDevice} {
+		chain, err := c.ListChain(tableOfGate(), name)
+		if err != nil || chain.Hooknum == nil || chain.Policy == nil || *chain.Policy != nftables.ChainPolicyAccept {
+			return false, ignoreGone(err)
+		}
 	}
-	return chain.Hooknum != nil && chain.Policy != nil && *chain.Policy == nftables.ChainPolicyAccept, nil
+	return true, nil
 }
 
 // ignoreGone is err unless it says that something is not there.

@@ -38,13 +38,17 @@ func Available() error {
 
 // HasTable reports whether there is a table of that name, whoever made it.
 func HasTable(f prefix.Family, name string) (bool, error) {
+	t, err := read(f, name)
+	return t.exists, err
+}
+
+func read(f prefix.Family, name string) (table, error) {
 	c, err := dial(f)
 	if err != nil {
-		return false, err
+		return table{}, err
 	}
 	defer c.close()
-	t, err := c.table(name)
-	return t.exists, err
+	return c.table(name)
 }
 
 // Apply implements firewall.Applier. All changes to a family are one
