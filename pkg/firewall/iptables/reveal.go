@@ -30,8 +30,8 @@ func (a *Applier) reveal(ctx context.Context, f prefix.Family, d dump) (hidden [
 				hidden = append(hidden, p.table)
 			}
 			d[p.table] = parseSave("*" + p.table + "\n" + text)[p.table]
-		} else if have := d[p.table]; !slices.ContainsFunc(have[p.parent], have.blocks) {
-			continue // there is nothing to go ahead of
+		} else if have := d[p.table]; !slices.ContainsFunc(have[p.parent], func(r rule) bool { return have.blocks(r) || likeOurs(r) }) {
+			continue // there is nothing to go ahead of, or to take for an old one of ours
 		}
 		s := survey{place: p, leads: a.leads, family: f, have: d[p.table], seen: map[string]bool{}}
 		if err := s.look(p.parent); err != nil {
@@ -39,6 +39,11 @@ func (a *Applier) reveal(ctx context.Context, f prefix.Family, d dump) (hidden [
 		}
 	}
 	return hidden, nil
+}
+
+func likeOurs(r rule) bool {
+	_, _, ok := parse(r.spec)
+	return ok
 }
 
 // list returns the rules of our chain and its parent in the form of iptables-save,
@@ -97,7 +102,7 @@ func (s survey) look(chain string) error {
 	for i, l := range leads {
 		r := rule{target: l.Target, always: l.Always}
 		switch {
-		case same:
+		case same && (!l.Hidden || r.target == s.chain):
 			r.spec = listed[i].spec
 		case r.target == s.chain:
 			r.spec = s.jump()

@@ -230,3 +230,33 @@ func TestKernelBlocking(t *testing.T) {
 		})
 	}
 }
+
+// TestKernelConditionOfLegacy has rules of an operator that iptables-save prints as
+// those of flannel before v0.20, without a condition that they have.
+func TestKernelConditionOfLegacy(t *testing.T) {
+	host(t)
+	rules := []string{
+		"filter FORWARD ip saddr 10.5.0.0/16 ip daddr { 192.0.2.1, 192.0.2.2 } accept",
+		`nat POSTROUTING oifname { "eth0", "eth1" } ip saddr 10.5.0.0/16 ip daddr 10.5.9.0/24 return`,
+	}
+	for _, r := range rules {
+		firewalltest.Shell(t, "nft 'insert rule ip "+r+"'")
+	}
+	if text := firewalltest.Shell(t, "iptables-nft-save"); strings.Contains(text, "192.0.2.1") {
+		t.Fatalf("the condition is shown:\n%s", text)
+	}
+	a := New(NFT)
+	for _, p := range []firewall.Policy{firewalltest.Policy(), firewalltest.Policy().Cleanup()} {
+		for _, changes := range []bool{true, false} {
+			if changed, err := a.Apply(t.Context(), p); err != nil || changed != changes {
+				t.Errorf("changed %v, %v", changed, err)
+			}
+		}
+		for _, r := range rules {
+			words := strings.Fields(r)
+			if left := firewalltest.Shell(t, "nft list chain ip "+words[0]+" "+words[1]); !strings.Contains(left, strings.Join(words[2:], " ")) {
+				t.Errorf("the operator's %q is gone:\n%s", r, left)
+			}
+		}
+	}
+}

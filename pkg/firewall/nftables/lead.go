@@ -12,10 +12,11 @@ import (
 )
 
 // Lead is where a rule sends packets: a chain, or a target in the words of
-// iptables. Always is set if the rule has no condition, so far as can be told.
+// iptables. Always is set if the rule has no condition, so far as can be told,
+// and Hidden if it has one that iptables does not print.
 type Lead struct {
-	Target string
-	Always bool
+	Target         string
+	Always, Hidden bool
 }
 
 // Leads returns where the rules of a chain lead, whoever made it, one for each
@@ -65,6 +66,8 @@ func lead(raw []byte) Lead {
 		case "immediate":
 			target, ok := verdictTarget(data)
 			l.Target, l.Always = target, l.Always && ok
+		case "lookup": // in a set
+			l.Always, l.Hidden = false, true
 		default:
 			l.Always = false
 		}
