@@ -94,9 +94,10 @@ func (k *ruleKeeper) run(ctx context.Context) {
 			variant = k.choice.variant(ctx, k.policy)
 		}
 		applier := iptables.New(variant)
+		k.applier = applier
 		inUse := k.variants(ctx, applier, tried)
 		gone := k.policy.Cleanup()
-		k.applier, k.leftovers = applier, append(iptablesLeftovers(gone, inUse), leftover{nftables.New(), gone})
+		k.leftovers = append(iptablesLeftovers(gone, inUse), leftover{nftables.New(), gone})
 		if slices.Contains(slices.Collect(maps.Values(inUse)), iptables.Legacy) {
 			period = k.opts.IPTablesResync * 5 / 4 // the loop varies it by a fifth: never more often than asked for
 		} else {
@@ -132,11 +133,9 @@ func (k *ruleKeeper) variants(ctx context.Context, a *iptables.Applier, tried fu
 		for _, n := range k.policy.Networks {
 			f := prefix.FamilyOf(n.Network.Addr())
 			v, err := a.Variant(ctx, f)
-			if err != nil && ctx.Err() == nil {
-				k.note(ctx, false, err)
-				tried()
-			}
 			if err != nil {
+				_ = k.pass(ctx) // says the same, and does what can be done for the other family
+				tried()
 				return err
 			}
 			found[f] = v
@@ -148,6 +147,15 @@ func (k *ruleKeeper) variants(ctx context.Context, a *iptables.Applier, tried fu
 }
 
 func (k *ruleKeeper) step(ctx context.Context) error {
+	if err := k.pass(ctx); err != nil || k.cleaned.Load() || ctx.Err() != nil {
+		return err
+	}
+	k.policy.Former = nil // another daemon may have such a network from now on
+	return k.clean(ctx)
+}
+
+// pass applies the policy, and tells what came of it. That ctx has ended is no error.
+func (k *ruleKeeper) pass(ctx context.Context) error {
 	changed, err := k.applier.Apply(ctx, k.policy)
 	if ctx.Err() != nil && err != nil && changed {
 		k.choice.untold.Store(true)
@@ -156,11 +164,7 @@ func (k *ruleKeeper) step(ctx context.Context) error {
 		return nil
 	}
 	k.note(ctx, changed, err)
-	if err != nil || k.cleaned.Load() {
-		return err
-	}
-	k.policy.Former = nil // another daemon may have such a network from now on
-	return k.clean(ctx)
+	return err
 }
 
 // note logs and reports what a pass has come to.

@@ -6,6 +6,8 @@ import (
 	"errors"
 	"fmt"
 	"net/netip"
+	"os"
+	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
@@ -17,6 +19,8 @@ import (
 	"k8s.io/klog/v2/textlogger"
 
 	"flanneld/pkg/firewall"
+	"flanneld/pkg/firewall/firewalltest"
+	"flanneld/pkg/firewall/iptables"
 	"flanneld/subnet"
 )
 
@@ -143,5 +147,35 @@ func TestRulesOfAnEndedSession(t *testing.T) {
 				t.Errorf("want %s: %s", want, log.String())
 			}
 		}
+	}
+}
+
+// TestRulesOfTheOtherFamily has no program for IPv6: the rules of IPv4 do not wait for it.
+func TestRulesOfTheOtherFamily(t *testing.T) {
+	dir := t.TempDir()
+	t.Setenv("PATH", dir)
+	for name, script := range map[string]string{
+		"": "echo 'iptables v1.8.9 (legacy)'", "-save": ":", "-restore": `while read -r line; do echo "$line"; done >` + dir + "/written",
+	} {
+		if err := os.WriteFile(filepath.Join(dir, "iptables"+name), []byte("#!/bin/sh\n"+script+"\n"), 0o755); err != nil { //nolint:gosec // a program
+			t.Fatal(err)
+		}
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	defer cancel()
+	k := &ruleKeeper{
+		choice: &flavourChoice{}, policy: firewalltest.Policy(), opts: Options{Resync: time.Minute},
+		tried: make(chan struct{}), limit: rate.NewLimiter(repairRate, repairBurst),
+		report: func(_ bool, err error) {
+			if !errors.Is(err, iptables.ErrMissing) || !strings.Contains(err.Error(), "ip6tables") {
+				t.Errorf("error %v, want one that names ip6tables", err)
+			}
+			cancel()
+		},
+	}
+	k.run(ctx)
+	written, err := os.ReadFile(filepath.Join(dir, "written"))
+	if !strings.Contains(string(written), "-A POSTROUTING") || !strings.Contains(string(written), "-A FORWARD") {
+		t.Errorf("written for IPv4: %q, %v", written, err)
 	}
 }
