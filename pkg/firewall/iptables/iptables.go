@@ -152,23 +152,24 @@ func (a *Applier) apply(ctx context.Context, p firewall.Policy, f prefix.Family)
 	program := a.variant.Program(f)
 	have, hidden, err := a.read(ctx, f, k)
 	if err != nil {
-		return false, fmt.Errorf("read rules: %w", err)
+		err = fmt.Errorf("read rules: %w", err)
 	}
 	script := plan(have, p.Table(f))
-	if script == "" {
-		return false, nil
+	if have == nil || script == "" {
+		return false, err
 	}
 	args := []string{"--noflush"}
 	if k.wait {
 		args = append(args, fmt.Sprintf("--wait=%d", lockWait))
 	}
-	if _, err := run(ctx, script, program+"-restore", args...); err != nil {
-		return ctx.Err() != nil, fmt.Errorf("write rules: %w", a.refused(f, hidden, err))
+	if _, failed := run(ctx, script, program+"-restore", args...); failed != nil {
+		return ctx.Err() != nil, oneline.Join(err, fmt.Errorf("write rules: %w", a.refused(f, hidden, failed)))
 	}
-	return true, nil
+	return true, err
 }
 
-// read returns what is there, and which tables iptables-save hides.
+// read returns what is there, and which tables iptables-save hides. With an error
+// have is nil, or those of its tables are that cannot be read.
 func (a *Applier) read(ctx context.Context, f prefix.Family, k kind) (have dump, hidden []string, err error) {
 	text, err := run(ctx, "", a.variant.Program(f)+"-save")
 	if err != nil {

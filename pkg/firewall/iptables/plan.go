@@ -17,6 +17,9 @@ func plan(have dump, t firewall.Table) string {
 	var script strings.Builder
 	for _, c := range firewall.Chains() {
 		p := planner{place: placeOf(c)}
+		if table, known := have[p.table]; known && table == nil {
+			continue // it cannot be read
+		}
 		p.have = have[p.table]
 		p.ownChain(c, t)
 		p.parentChain(c, t)

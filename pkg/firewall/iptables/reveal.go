@@ -8,6 +8,7 @@ import (
 
 	"flanneld/pkg/firewall"
 	"flanneld/pkg/firewall/nftables"
+	"flanneld/pkg/oneline"
 	"flanneld/pkg/prefix"
 )
 
@@ -17,14 +18,17 @@ type leadsFunc func(f prefix.Family, table, chain string) (leads []nftables.Lead
 // reveal puts right what iptables-save says of the chains concerned. Where others
 // have made rules with nft it prints some without their conditions, and says
 // nothing of a table that has one which it does not understand. reveal returns
-// such tables.
+// such tables. Those of which err is about are nil in d.
 func (a *Applier) reveal(ctx context.Context, f prefix.Family, d dump) (hidden []string, err error) {
+	var errs []error
 	for _, c := range firewall.Chains() {
 		p := placeOf(c)
 		if d[p.table] == nil {
 			text, err := a.list(ctx, f, p)
 			if err != nil {
-				return nil, a.refused(f, []string{p.table}, err)
+				d[p.table] = nil
+				errs = append(errs, a.refused(f, []string{p.table}, err))
+				continue
 			}
 			if text != "" {
 				hidden = append(hidden, p.table)
@@ -35,10 +39,11 @@ func (a *Applier) reveal(ctx context.Context, f prefix.Family, d dump) (hidden [
 		}
 		s := survey{place: p, leads: a.leads, family: f, have: d[p.table], seen: map[string]bool{}}
 		if err := s.look(p.parent); err != nil {
-			return nil, err
+			d[p.table] = nil
+			errs = append(errs, err)
 		}
 	}
-	return hidden, nil
+	return hidden, oneline.Join(errs...)
 }
 
 func likeOurs(r rule) bool {

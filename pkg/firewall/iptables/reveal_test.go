@@ -194,6 +194,15 @@ func TestKernelHiddenChain(t *testing.T) {
 	}
 	native(t, "filter FLANNEL-FWD ct state { new } drop")
 	expectRefused(t, a, firewalltest.Policy())
+	want := listed(t)
+	firewalltest.Shell(t, both(NFT, "IPT -t nat -F FLANNEL-POSTRTG\n")) // the other table is as ever
+	if changed, err := a.Apply(t.Context(), firewalltest.Policy()); !changed || err == nil || listed(t) != want {
+		t.Errorf("changed %v, %v, to\n%s\nwant\n%s", changed, err, listed(t), want)
+	}
+	expectRefused(t, a, firewalltest.Policy())
+	if changed, err := a.Apply(t.Context(), firewalltest.Policy().Cleanup()); !changed || err == nil || strings.Contains(listed(t), "POSTRTG") {
+		t.Errorf("cleaned up: changed %v, %v, to\n%s", changed, err, listed(t))
+	}
 	expectRefused(t, a, firewalltest.Policy().Cleanup())
 }
 
