@@ -7,6 +7,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"os"
 	"os/exec"
 	"slices"
@@ -171,15 +172,31 @@ func (a *Applier) apply(ctx context.Context, p firewall.Policy, f prefix.Family)
 // read returns what is there, and which tables iptables-save hides. With an error
 // have is nil, or those of its tables are that cannot be read.
 func (a *Applier) read(ctx context.Context, f prefix.Family, k kind) (have dump, hidden []string, err error) {
-	text, err := run(ctx, "", a.variant.Program(f)+"-save")
-	if err != nil {
-		return nil, nil, err
-	}
-	have = parseSave(text)
-	if k.nft {
+	have, err = a.save(ctx, f, k)
+	if err == nil && k.nft {
 		hidden, err = a.reveal(ctx, f, have)
 	}
 	return have, hidden, err
+}
+
+// save returns what iptables-save says. Over one rule of nft it may give up all
+// tables: then it is asked for each, and the rest is left to reveal.
+func (a *Applier) save(ctx context.Context, f prefix.Family, k kind) (dump, error) {
+	program := a.variant.Program(f) + "-save"
+	text, err := run(ctx, "", program)
+	if _, failed := errors.AsType[*exec.ExitError](err); failed && k.nft {
+		d := dump{}
+		for _, table := range Tables() {
+			if text, err := run(ctx, "", program, "-t", table); err == nil {
+				maps.Copy(d, parseSave(text))
+			}
+		}
+		return d, nil
+	}
+	if err != nil {
+		return nil, err
+	}
+	return parseSave(text), nil
 }
 
 // legacyTables are the tables of the kernel's own iptables in this network
