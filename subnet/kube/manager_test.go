@@ -8,11 +8,14 @@ import (
 	"maps"
 	"net/http"
 	"net/http/httptest"
+	"net/url"
 	"slices"
 	"strings"
 	"sync"
 	"testing"
 	"time"
+
+	"github.com/google/go-cmp/cmp"
 
 	"flanneld/subnet"
 	"flanneld/subnet/subnettest"
@@ -457,9 +460,20 @@ func TestRestartIsCheap(t *testing.T) {
 	if !subnettest.Has("node3", "node4", "node5", "node6", "node7")(after) || subnetOf(after, "node3") != "10.5.33.0/24" || after.Store.ID != before.Store.ID {
 		t.Errorf("after the restart: %+v", after)
 	}
-	got := strings.Join(p.requests(), "\n")
-	if strings.Count(got, "/nodes/") != 2 || !strings.Contains(got, "/nodes/node3?") || !strings.Contains(got, "/nodes/node7?") {
-		t.Errorf("it asks\n%s\nwant to see the two new Nodes asked for", got)
+	asked := map[string]bool{}
+	for _, text := range p.requests() {
+		_, uri, _ := strings.Cut(text, " ")
+		u, err := url.Parse(uri)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if one := u.Query().Get("fieldSelector"); one != "" {
+			asked[strings.TrimPrefix(one, "metadata.name=")] = true
+		}
+	}
+	delete(asked, "node1") // the own one, if that was read too long ago
+	if diff := cmp.Diff(map[string]bool{"node3": true, "node7": true}, asked); diff != "" {
+		t.Errorf("which Nodes it asks for: the two new ones (-want +got):\n%s", diff)
 	}
 }
 
@@ -544,7 +558,7 @@ func TestOneNodeCannotBeAskedFor(t *testing.T) {
 		<-statuses
 	}
 	p.answer(func(w http.ResponseWriter, r *http.Request) bool {
-		return strings.HasSuffix(r.URL.Path, "/nodes/node3") && status(http.StatusInternalServerError)(w, r)
+		return asksFor(r, "node3") && status(http.StatusInternalServerError)(w, r)
 	})
 	f.peer(t, 3)
 	next := func() error {
@@ -581,12 +595,17 @@ func watchedThroughProxy(t *testing.T) (*fixture, *proxy, *subnettest.Watcher) {
 	return f, p, w
 }
 
+// asksFor reports whether r asks for the Node of that name alone.
+func asksFor(r *http.Request, name string) bool {
+	return r.URL.Query().Get("fieldSelector") == "metadata.name="+name
+}
+
 // A Node whose answer went down with the watch is asked for again by the next one.
 func TestWatchEndsWhileANodeIsAskedFor(t *testing.T) {
 	f, p, w := watchedThroughProxy(t)
 	asked := make(chan struct{}, 1)
 	p.answer(func(_ http.ResponseWriter, r *http.Request) bool {
-		if !strings.HasSuffix(r.URL.Path, "/nodes/node3") {
+		if !asksFor(r, "node3") {
 			return false
 		}
 		select {
@@ -610,7 +629,7 @@ func TestPodCIDRComesWhileANodeIsAskedFor(t *testing.T) {
 	var once sync.Once
 	p.answer(func(rw http.ResponseWriter, r *http.Request) bool {
 		first := false
-		if strings.HasSuffix(r.URL.Path, "/nodes/node3") {
+		if asksFor(r, "node3") {
 			once.Do(func() { first = true })
 		}
 		if !first {

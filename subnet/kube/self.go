@@ -20,7 +20,7 @@ import (
 // node without a network.
 const networkUnavailable = "NetworkUnavailable"
 
-// self is the own Node as it was at one moment.
+// self is a Node, usually the own one, as it was at one moment.
 type self struct {
 	exists   bool
 	uid      string
@@ -48,17 +48,14 @@ func newSelf(o *object, revision int64) *self {
 // published returns the annotations that are written.
 func (s *self) published() notes { return notes(s.notes[:numPublished]) }
 
-// look reads the own Node, and the revision of the store, in one small request:
-// the server asks its store for this one key.
-func (m *Manager) look(ctx context.Context) (*self, error) {
-	name, err := m.nodeName(ctx)
-	if err != nil {
-		return nil, err
-	}
+// read asks for one Node as it is at revision or later: a list, which every role
+// of flannel's allows, where the early ones have no get. To the server it is as
+// cheap. What is returned says whether there is such a Node.
+func (m *Manager) read(ctx context.Context, name string, revision int64) (*self, error) {
 	ctx, cancel := context.WithTimeout(ctx, m.timing.request)
 	defer cancel()
 	s := &self{}
-	l, err := m.client.list(ctx, m.decoder, query{name: name}, func(o *object) error {
+	l, err := m.client.list(ctx, m.decoder, query{name: name, revision: revision}, func(o *object) error {
 		s = newSelf(o, 0)
 		return nil
 	})
@@ -69,8 +66,21 @@ func (m *Manager) look(ctx context.Context) (*self, error) {
 		return nil, fmt.Errorf("read node %s: %w", name, err)
 	}
 	s.revision, s.read = l.revision, time.Now()
-	m.seen.Store(s)
 	return s, nil
+}
+
+// look reads the own Node, and the revision of the store, in one small request:
+// the server asks its store for this one key.
+func (m *Manager) look(ctx context.Context) (*self, error) {
+	name, err := m.nodeName(ctx)
+	if err != nil {
+		return nil, err
+	}
+	s, err := m.read(ctx, name, 0)
+	if err == nil {
+		m.seen.Store(s)
+	}
+	return s, err
 }
 
 // recent returns what was just read of the own Node, once, or reads it.

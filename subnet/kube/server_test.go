@@ -314,13 +314,13 @@ func newFixture(t *testing.T, s *server) *fixture {
 	return f
 }
 
-// grant gives the daemon its role: what the manifests of flannel grant and, if
-// asked for, Events.
+// grant gives the daemon its role: what the first manifests of flannel grant, less
+// than later ones do, and, if asked for, Events.
 func (f *fixture) grant(t *testing.T, events bool) {
 	t.Helper()
 	rules := []map[string]any{
 		{"apiGroups": []string{""}, "resources": []string{"pods"}, "verbs": []string{"get"}},
-		{"apiGroups": []string{""}, "resources": []string{"nodes"}, "verbs": []string{"get", "list", "watch"}},
+		{"apiGroups": []string{""}, "resources": []string{"nodes"}, "verbs": []string{"list", "watch"}},
 		{"apiGroups": []string{""}, "resources": []string{"nodes/status"}, "verbs": []string{"patch"}},
 	}
 	if events {

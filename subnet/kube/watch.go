@@ -5,8 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"math/rand/v2"
-	"net/url"
-	"strconv"
 	"sync"
 	"time"
 
@@ -123,11 +121,11 @@ func (m *Manager) list(ctx context.Context, v *view, s *self) (*view, error) {
 		return m.listAs(ctx, v, s, query{revision: s.revision})
 	}
 	for _, name := range missing {
-		got := m.fetch(ctx, name, next.revision)
-		if got.err != nil {
-			return nil, got.err
+		got, err := m.read(ctx, name, next.revision)
+		if err != nil {
+			return nil, err
 		}
-		next.supply(got)
+		next.supply(fetched{name, got})
 	}
 	return next, nil
 }
@@ -223,12 +221,10 @@ type fetcher struct {
 	wg    sync.WaitGroup
 }
 
-// fetched is what came of it. name and uid are those of the Node that was asked
-// for; err is why there is nothing.
+// fetched is what came of it: the name is that of the Node that was asked for.
 type fetched struct {
 	name string
 	self *self
-	err  error
 }
 
 // start asks for a Node as it was at revision or later, unless that is under way.
@@ -250,48 +246,22 @@ func (f *fetcher) start(ctx context.Context, name string, revision int64) {
 		defer f.m.outage.Forget(activity)
 		b := f.m.backoff()
 		for failed := false; ; failed = true {
-			got := f.m.fetch(ctx, name, revision)
-			if got.err == nil {
+			// From the server's cache, if that is no older than what made us ask.
+			got, err := f.m.read(ctx, name, revision)
+			if err == nil {
 				if failed {
 					f.m.outage.Report(ctx, activity, nil)
 				}
 				select {
-				case f.got <- got:
+				case f.got <- fetched{name, got}:
 				case <-ctx.Done():
 				}
 				return
 			}
-			f.m.outage.Report(ctx, activity, got.err)
-			if b.Wait(ctx, pause(got.err)) != nil {
+			f.m.outage.Report(ctx, activity, err)
+			if b.Wait(ctx, pause(err)) != nil {
 				return
 			}
 		}
 	})
-}
-
-// fetch asks for one Node, which need not exist any more.
-func (m *Manager) fetch(ctx context.Context, name string, revision int64) fetched {
-	got := fetched{name: name, self: &self{}}
-	body, err := m.client.call(ctx, m.timing.request, request{
-		path: "nodes/" + url.PathEscape(name), accept: acceptFull,
-		// From the server's cache, if that is no older than what made us ask.
-		query: url.Values{"resourceVersion": {strconv.FormatInt(revision, 10)}},
-	})
-	if hasCode(err, 404) {
-		return got
-	}
-	var raw []byte
-	if err == nil {
-		raw, err = unwrap(body)
-	}
-	var o object
-	if err == nil {
-		err = m.decoder.node(raw, &o)
-	}
-	if err != nil {
-		got.err = fmt.Errorf("get node %s: %w", name, err)
-		return got
-	}
-	got.self = newSelf(&o, revision)
-	return got
 }

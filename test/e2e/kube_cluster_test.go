@@ -130,7 +130,7 @@ func (c *cluster) do(method, path string, body any, contentType string) []byte {
 	return answer
 }
 
-// grant gives the daemons the role that flannel's manifests give, and Events.
+// grant gives the daemons the role that flannel's first manifests give, and Events.
 func (c *cluster) grant() {
 	rule := func(resource string, verbs ...string) map[string]any {
 		return map[string]any{"apiGroups": []string{""}, "resources": []string{resource}, "verbs": verbs}
@@ -139,7 +139,7 @@ func (c *cluster) grant() {
 	c.do(http.MethodPost, rbac+"clusterroles", map[string]any{
 		"apiVersion": "rbac.authorization.k8s.io/v1", "kind": "ClusterRole", "metadata": map[string]any{"name": "flannel"},
 		"rules": []any{
-			rule("pods", "get"), rule("nodes", "get", "list", "watch"), rule("nodes/status", "patch"), rule("events", "create"),
+			rule("pods", "get"), rule("nodes", "list", "watch"), rule("nodes/status", "patch"), rule("events", "create"),
 		},
 	}, "")
 	c.do(http.MethodPost, rbac+"clusterrolebindings", map[string]any{

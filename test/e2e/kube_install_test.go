@@ -402,7 +402,7 @@ func TestKubeRole(t *testing.T) {
 		c.startDaemons()
 		c.addHostile(112)
 		eventually(t, "requests", func() error {
-			want := []string{"create events", "get nodes", "list networkpolicies", "list nodes", "patch nodes/status", "watch nodes"}
+			want := []string{"create events", "list networkpolicies", "list nodes", "patch nodes/status", "watch nodes"}
 			if diff := cmp.Diff(want, c.asked(0)); diff != "" {
 				return fmt.Errorf("(-want +got):\n%s", diff)
 			}
@@ -414,12 +414,6 @@ func TestKubeRole(t *testing.T) {
 		missed               func(c *cluster) // what is not done
 		done                 func(c *cluster) // and then is
 	}{
-		{role, "nodes", "get", func(c *cluster) {
-			c.ready()
-			c.addNode(101, c.peerNotes(101))
-			expectLog(c.t, c.Host(1).Daemon(), `cannot get resource \"nodes\"`)
-			expectKernel(c.t, c.Host(1), nil, c.peerEntries(101))
-		}, func(c *cluster) { expectKernel(c.t, c.Host(1), c.peerEntries(101), nil) }},
 		{role, "nodes", "list", (*cluster).notReady, (*cluster).ready},
 		{role, "nodes", "watch", func(c *cluster) {
 			expectLog(c.t, c.Host(1).Daemon(), `cannot watch resource \"nodes\"`)
