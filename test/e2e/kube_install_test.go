@@ -68,20 +68,38 @@ func TestKubeManifests(t *testing.T) {
 			t.Errorf("%s: %s", filepath.Base(file), out)
 		}
 	}
+}
 
-	// What is shipped is applied over what there is.
-	c.tool("kubectl", "apply", strict, "-f", c.existing("/opt/bin/install-conf"))
-	out := c.tool("kubectl", "apply", strict, "-k", repository(t, "dist/kubernetes/base"))
-	for _, want := range []string{"daemonset.apps/kube-flannel-ds configured", "role.rbac.authorization.k8s.io/flannel-events created"} {
-		if !strings.Contains(out, want) {
-			t.Errorf("no %q in %s", want, out)
-		}
-	}
-	for _, where := range []string{"default", "kube-flannel"} {
-		got := c.tool("kubectl", "get", "role", "--namespace="+where, "--output=name")
-		if (got != "") != (where == "default") {
-			t.Errorf("roles in %s: %q", where, got)
-		}
+// TestKubeManifestsOverExisting applies what is shipped over what there is, which
+// was made in either way: what is in place of it then is not a mixture.
+func TestKubeManifestsOverExisting(t *testing.T) {
+	t.Parallel()
+	base := repository(t, "dist/kubernetes/base")
+	for name, tc := range map[string]struct{ made, applied []string }{
+		"applied": {[]string{"apply"}, []string{"apply", "-k", base}},
+		"created": {[]string{"create"}, []string{"apply", "--server-side", "--force-conflicts", "-k", base}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			c := bare(t, lab.Config{Hosts: 1})
+			c.tool("kubectl", append(tc.made, "-f", c.existing("cp", "-f"))...)
+			c.tool("kubectl", append(tc.applied, "--validate=strict")...)
+			got := c.tool("kubectl", "get", "daemonset", "--namespace=kube-flannel", "kube-flannel-ds",
+				`--output=jsonpath={range .spec.template.spec['initContainers','containers'][*]}{.command}{.args}{"\n"}{end}`)
+			const want = `["/opt/bin/install-conf"]["/flannel","/opt/cni/bin/flannel"]
+["/opt/bin/install-conf"]["/etc/kube-flannel/cni-conf.json","/etc/cni/net.d/10-flannel.conflist"]
+["/opt/bin/flanneld"]["--ip-masq","--kube-subnet-mgr","--healthz-port=8081"]
+`
+			if diff := cmp.Diff(want, got); diff != "" {
+				t.Errorf("what the containers run (-want +got):\n%s", diff)
+			}
+			for _, where := range []string{"default", "kube-flannel"} {
+				got := c.tool("kubectl", "get", "role", "--namespace="+where, "--output=name")
+				if (got != "") != (where == "default") {
+					t.Errorf("roles in %s: %q", where, got)
+				}
+			}
+		})
 	}
 }
 
