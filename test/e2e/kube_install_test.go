@@ -137,10 +137,45 @@ func TestPageKubernetesInstall(t *testing.T) {
 			typed(begins)
 			expectImages()
 			typed("kubectl label namespace")
+			expectReconfigured(t, c, how == "helm", func() { // by itself or by hand
+				if how == "helm" {
+					c.tool("helm", "upgrade", "flannel", filepath.Join(dir, "dist/kubernetes/chart"), "--namespace=kube-flannel",
+						"--reuse-values", "--set=flannel.backend=host-gw")
+					return
+				}
+				changed := strings.Replace(overlay, `"vxlan"`, `"host-gw"`, 1)
+				if err := os.WriteFile(filepath.Join(dir, "kustomization.yaml"), []byte(changed), 0o600); err != nil {
+					t.Fatal(err)
+				}
+				typed(begins)
+			})
+			expectReconfigured(t, c, true, func() { typed("kubectl --namespace=kube-flannel rollout restart") })
+			if how == "helm" {
+				typed("helm upgrade")
+				expectImages()
+			}
 			c.tool("kubectl", "--namespace=kube-flannel", "set", "image", "daemonset/kube-flannel-ds", "*=flannel:old")
 			typed("kubectl --namespace=kube-flannel set image")
 			expectImages()
 		})
+	}
+}
+
+// expectReconfigured wants host-gw in the ConfigMap after change, and the pods to be
+// replaced, or not.
+func expectReconfigured(t *testing.T, c *cluster, replaced bool, change func()) {
+	t.Helper()
+	get := func(what, path string) string {
+		t.Helper()
+		return c.tool("kubectl", "get", "--namespace=kube-flannel", what, "--output=jsonpath={"+path+"}")
+	}
+	before := get("daemonset/kube-flannel-ds", ".spec.template")
+	change()
+	if conf := get("configmap/kube-flannel-cfg", `.data.net-conf\.json`); !strings.Contains(conf, `"host-gw"`) {
+		t.Errorf("the configuration is %s", conf)
+	}
+	if after := get("daemonset/kube-flannel-ds", ".spec.template"); (after != before) != replaced {
+		t.Errorf("pods are replaced: %v, want %v", after != before, replaced)
 	}
 }
 
