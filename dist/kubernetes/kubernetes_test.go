@@ -129,6 +129,8 @@ func TestMistakes(t *testing.T) {
 		"port":              {"flannel.backendPort=70000", "backendPort"},
 		"a port in words":   {"flannel.healthz.port=http", "healthz/port"},
 		"one argument":      {"flannel.args=--ip-masq", "args"},
+		"VNI":               {"flannel.vni=10000000", "vni"},
+		"VNI with IPv6":     {"flannel.vni=10000,podCidrv6=fd00:10:5::/48", "vni"},
 		"mode":              {"flannel.tunnelMode=both", "tunnelMode"},
 		"no selector":       {"flannel.selectorLabels=null", "selectorLabels"},
 		"plugin, no tag":    {"flannel.flannel_cni.image.repository=x", "flannel.flannel_cni.image.tag"},
