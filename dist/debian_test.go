@@ -1,6 +1,7 @@
 package dist_test
 
 import (
+	"errors"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -34,6 +35,27 @@ func stubs(t *testing.T) string {
 		}
 	}
 	return dir
+}
+
+// pluginsOfOld is what Debian 11 and Ubuntu 22.04 call their package of CNI plugins,
+// which had one for flannel as well.
+func pluginsOfOld(t *testing.T) string {
+	t.Helper()
+	dir := t.TempDir()
+	for name, text := range map[string]string{
+		"DEBIAN/control":      "Package: containernetworking-plugins\nVersion: 0.9.1+ds1-1\nArchitecture: all\nMaintainer: nobody\nDescription: plugins\n",
+		"usr/lib/cni/flannel": "", "usr/lib/cni/bridge": "",
+	} {
+		path := filepath.Join(dir, name)
+		if err := errors.Join(os.MkdirAll(filepath.Dir(path), 0o755), os.WriteFile(path, []byte(text), 0o600)); err != nil { //nolint:gosec // a root file system
+			t.Fatal(err)
+		}
+	}
+	pkg := filepath.Join(t.TempDir(), "plugins.deb")
+	if out, err := exec.CommandContext(t.Context(), "dpkg-deb", "--build", dir, pkg).CombinedOutput(); err != nil {
+		t.Fatalf("dpkg-deb: %v: %s", err, out)
+	}
+	return pkg
 }
 
 func TestDebianPackageIsReproducible(t *testing.T) {
@@ -82,6 +104,7 @@ func TestDebianPackage(t *testing.T) {
 	}
 	at := func(name string) string { return filepath.Join(root, name) }
 
+	dpkg("--install", pluginsOfOld(t))
 	dpkg("--install", next) // a commit without a tag comes before all releases
 	dpkg("--install", first)
 	if out := dpkg("--status", "flanneld"); !strings.Contains(out, "Status: install ok installed") || !strings.Contains(out, "Version: 1.2.3\n") {
@@ -89,6 +112,9 @@ func TestDebianPackage(t *testing.T) {
 	}
 	if out, err := exec.CommandContext(t.Context(), at("usr/bin/flanneld"), "--version").CombinedOutput(); err != nil {
 		t.Errorf("flanneld --version: %v: %s", err, out)
+	}
+	if out := dpkg("--search", "/usr/lib/cni/flannel"); !strings.HasPrefix(out, "flanneld:") {
+		t.Errorf("whose the CNI plugin is: %s", out)
 	}
 	unit, err := os.ReadFile(at("usr/lib/systemd/system/flanneld.service"))
 	if err != nil {

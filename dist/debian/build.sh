@@ -42,6 +42,8 @@ put 755 dist/debian/postinst DEBIAN/postinst
 put 755 dist/debian/prerm DEBIAN/prerm
 put 755 dist/debian/postrm DEBIAN/postrm
 (cd "$root" && find etc -type f | sort | sed 's|^|/|') >"$root/DEBIAN/conffiles"
+# Replaces, without Breaks: of older packages of CNI plugins only flannel is in the way,
+# and what it delegates to is needed.
 sed -e "s|@ARCH@|$arch|" -e "s|@VERSION@|$version|" -e "s|@SIZE@|$size|" dist/debian/control.in >"$root/DEBIAN/control"
 (cd "$root" && find usr -type f | sort | xargs md5sum) >"$root/DEBIAN/md5sums"
 
