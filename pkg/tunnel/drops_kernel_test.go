@@ -164,9 +164,23 @@ func TestKernelSourceCheck(t *testing.T) {
 			p.send(t, append([]byte{0x60}, make([]byte, 39)...)) // sound, but it is IPv6
 			expected[WrongChecksum.String()]++
 			expected[HopsExceeded.String()]++
-			unknown := newPlainPeer(t, l, 3, 1, prefix.IPv4)
+			other := newPlainPeer(t, l, 3, 1, prefix.IPv4)
+			other.send(t, echo("10.5.3.7", "10.5.1.0", 9))
+			received++
+			p.send(t, echo("10.5.3.7", "10.5.1.0", 9)) // right behind, from whom it may not come
+			if reason := want["other peer's"]; reason != 0 {
+				expected[reason.String()]++
+			} else {
+				received++
+			}
+			eventually(t, "packets of two peers", func() error {
+				if n := e.Counters.Received(); n != received {
+					return fmt.Errorf("%d packets came in, want %d", n, received)
+				}
+				return nil
+			})
 			e.table.Update(peersOf(l.Host(3), 3, l.Families()), nil)
-			unknown.send(t, good())
+			other.send(t, good())
 			if check == CheckOff {
 				received++
 			} else {
