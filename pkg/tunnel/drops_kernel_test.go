@@ -173,6 +173,8 @@ func TestKernelSourceCheck(t *testing.T) {
 			} else {
 				received++
 			}
+			other.send(t, echo("10.5.3.7", "10.5.1.0", 9)) // is the last before it is no peer any more
+			received++
 			eventually(t, "packets of two peers", func() error {
 				if n := e.Counters.Received(); n != received {
 					return fmt.Errorf("%d packets came in, want %d", n, received)

@@ -89,3 +89,26 @@ func sends(t *testing.T, frames [][]byte) (counts []int) {
 	}
 	return counts
 }
+
+// TestFlowFollowsItsPeer: what goes to one address all the time follows the peer
+// that has it, wherever that moves.
+func TestFlowFollowsItsPeer(t *testing.T) {
+	table, peer := NewTable(), peerNumber(7)
+	o := newOutbound(&Tunnel{Config: Config{Table: table}})
+	pod := peer.Subnet.Addr().Next()
+	expect := func(when string, want netip.Addr) {
+		t.Helper()
+		if known := o.route(pod); known != want.IsValid() || known && o.public != want {
+			t.Errorf("%s: sent to %v (known: %v), want %v", when, o.public, known, want)
+		}
+	}
+	moved := peer
+	moved.Public = netip.MustParseAddr("192.0.2.1")
+	expect("before it comes", netip.Addr{})
+	table.Update(nil, []Peer{peer})
+	expect("once it is there", peer.Public)
+	table.Update([]Peer{peer}, []Peer{moved})
+	expect("moved", moved.Public)
+	table.Update([]Peer{moved}, nil)
+	expect("gone", netip.Addr{})
+}
