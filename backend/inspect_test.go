@@ -100,4 +100,14 @@ func TestProgrammerSaysWhatTheKernelHolds(t *testing.T) {
 	if p.Holdings("host3") != nil {
 		t.Error("a peer that is not there holds something")
 	}
+
+	// It goes and comes back as it was, each told as a change alone.
+	for _, leases := range []map[string]*subnet.Lease{{}, {"host2": &peer}} {
+		if _, err := p.Sync(t.Context(), backend.Set{Leases: leases, Changed: []string{"host2"}, Complete: true}); err != nil {
+			t.Fatal(err)
+		}
+		if got := p.Counts()["neighbour"]; got.Present != len(leases) || len(p.Holdings("host2")) != len(leases) {
+			t.Errorf("%+v and %v, want what %d peers ask for", got, p.Holdings("host2"), len(leases))
+		}
+	}
 }

@@ -292,6 +292,38 @@ func TestRefusalForACauseThatMayPassIsRetried(t *testing.T) {
 	})
 }
 
+// TestRefusalOfTheKernelEnds: what the network no longer refuses is served, and no
+// trace of the refusal is left in what is told of the peer.
+func TestRefusalOfTheKernelEnds(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := &network{outcome: backend.Outcome{Refused: []subnet.Refusal{{Key: "host2", Reason: "directly connected"}}}}
+		s, log := run(t, n)
+		refused := func() string {
+			t.Helper()
+			in, err := s.Inspect(t.Context(), false)
+			if err != nil || len(in.Peers) != 1 {
+				t.Fatalf("%+v, %v", in, err)
+			}
+			return in.Peers[0].Refused
+		}
+		s.Publish(whole(snapshot(2, lease(2, "two"))))
+		synctest.Wait()
+		if got := refused(); got != "directly connected" {
+			t.Errorf("refused for %q", got)
+		}
+		n.mu.Lock()
+		n.outcome = backend.Outcome{}
+		n.mu.Unlock()
+		advance(2 * time.Hour) // a look at the kernel: no lease has changed
+		if got := refused(); got != "" {
+			t.Errorf("still refused for %q", got)
+		}
+		if got := strings.Count(log(), "lease no longer refused"); got != 1 {
+			t.Errorf("the end is logged %d times, want once:\n%s", got, log())
+		}
+	})
+}
+
 func TestPeersOfAForgetfulStoreAreKept(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n := &network{}

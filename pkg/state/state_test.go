@@ -109,6 +109,9 @@ func TestLock(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+	if info, err := os.Stat(dir); err != nil || info.Mode().Perm() != 0o700 {
+		t.Errorf("%s: mode %v, error %v, want 0700", dir, info.Mode(), err)
+	}
 	if _, err := state.Lock(dir, "device"); !errors.Is(err, state.ErrInUse) {
 		t.Errorf("second Lock: %v, want ErrInUse", err)
 	}
