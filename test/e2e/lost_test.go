@@ -217,6 +217,49 @@ func TestOwnLeaseGoes(t *testing.T) {
 // nothing else to do; the real time is logged.
 const rebootTime = time.Second
 
+// TestLastKnownLeaseRunsOut has a host start without its store: it goes on from
+// the last known state while its lease runs, as it was renewed last, and not
+// once that has run out.
+func TestLastKnownLeaseRunsOut(t *testing.T) {
+	t.Parallel()
+	const ttl, goesOn = 15 * time.Second, "going on from the last known state"
+	l := newLab(t, lab.Config{Hosts: 1}, `{"Type":"vxlan"}`)
+	h, o := l.Host(1), lab.FlanneldOptions{Args: []string{"--subnet-lease-ttl=" + ttl.String()}}
+	d := startOne(t, h, o)
+	file := readSubnetFile(t, h)
+	first := statusOf(t, h).Lease.Expires
+	var last time.Time
+	eventually(t, "renewal", func() error {
+		if last = statusOf(t, h).Lease.Expires; last.Before(first.Add(ttl)) {
+			return fmt.Errorf("the lease runs until %v, at first until %v", last, first)
+		}
+		return nil
+	})
+	expectStop(t, d)
+	l.Etcd().Kill()
+	d = start(t, h, o)
+	expectLog(t, d, goesOn)
+	expectStop(t, d)
+
+	pause(t, time.Until(last)+ttl/3) // it may have been renewed since
+	if err := os.Remove(h.Path(lab.SubnetFile)); err != nil {
+		t.Fatal(err)
+	}
+	d = start(t, h, o)
+	expectLog(t, d, "is not usable") // as it finds when it is through with the last known state
+	pause(t, time.Second)
+	if _, err := os.Stat(h.Path(lab.SubnetFile)); err == nil || len(linesWith(d, goesOn)) > 0 {
+		t.Errorf("it goes on with a lease that has run out: %q, %v", linesWith(d, goesOn), err)
+	}
+	if err := l.Etcd().Start(background(t)); err != nil {
+		t.Fatal(err)
+	}
+	expectReady(t, d)
+	if now := readSubnetFile(t, h); now != file {
+		t.Errorf("subnet file %q, was %q", now, file)
+	}
+}
+
 // TestRebootWhileTheStoreIsAway: the host comes up with an empty kernel, an
 // empty /run and its disk.
 func TestRebootWhileTheStoreIsAway(t *testing.T) {
