@@ -44,7 +44,8 @@ type monitor struct {
 	names  map[int]string // of the scope's devices
 	others map[int]string // of devices that other routes leave by
 	own    uint32         // port of the socket by which we write
-	// links are what was last heard of each of the scope's devices.
+	// links are what was last heard of each of the scope's devices. They outlive what
+	// voids the mirror: it is read anew behind what was heard.
 	links map[int]linkDetails
 }
 
@@ -57,7 +58,7 @@ func (k *Kernel) Monitor(s dataplane.Scope) (dataplane.Monitor, error) {
 	m := &monitor{
 		kernel: k, scope: s, file: os.NewFile(uintptr(fd), "rtnetlink"),
 		ready: make(chan struct{}, 1), resume: make(chan struct{}, 1), done: make(chan struct{}),
-		buf: make([]byte, 64<<10),
+		buf: make([]byte, 64<<10), links: map[int]linkDetails{},
 	}
 	if err := m.subscribe(fd); err != nil {
 		return nil, oneline.Join(fmt.Errorf("subscribe to kernel changes: %w", err), m.file.Close())
@@ -173,6 +174,7 @@ func (m *monitor) Drain() (events []dataplane.Event, lost bool) {
 	}()
 	if m.muted {
 		lost = true
+		clear(m.links)
 		if m.listen() != nil { // it is tried again
 			return nil, lost
 		}
@@ -188,6 +190,7 @@ func (m *monitor) Drain() (events []dataplane.Event, lost bool) {
 		case errors.Is(err, unix.EINTR):
 		case errors.Is(err, unix.ENOBUFS): // the socket has overflowed
 			lost = true
+			clear(m.links)
 		case err != nil:
 			return nil, true
 		default:
@@ -215,7 +218,7 @@ func (m *monitor) learn() {
 			m.names[index] = name
 		}
 	}
-	m.others, m.links = map[int]string{}, map[int]linkDetails{}
+	m.others = map[int]string{}
 	// Without a filter there is more to read, and the same to hear.
 	_ = m.raw.Control(func(fd uintptr) { _ = filter(int(fd), m.own, slices.Collect(maps.Keys(m.names))) })
 }
@@ -340,6 +343,7 @@ func (m *monitor) link(deleted bool, payload []byte) bool {
 	delete(m.others, index) // its name may be another one now
 	if deleted {
 		delete(m.names, index)
+		delete(m.links, index)
 		return known
 	}
 	if known {

@@ -1,6 +1,8 @@
 package linux
 
 import (
+	"fmt"
+	"net"
 	"net/netip"
 	"testing"
 	"time"
@@ -35,18 +37,7 @@ func TestKernelBusyBridge(t *testing.T) {
 	}
 	heard := func(what string, want bool, change func() error) {
 		t.Helper()
-		m.Drain()
-		if err := change(); err != nil {
-			t.Fatal(err)
-		}
-		select {
-		case <-m.Ready():
-		case <-time.After(5 * time.Second):
-			t.Fatalf("%s: nothing is heard", what)
-		}
-		if _, lost := m.Drain(); lost != want {
-			t.Errorf("%s: lost %t, want %t", what, lost, want)
-		}
+		expectHeard(t, m, what, want, change)
 	}
 	for _, how := range []string{"heard of", "read"} {
 		heard(how+": a pod goes", false, func() error { return w.Remove(pod) })
@@ -63,5 +54,70 @@ func TestKernelBusyBridge(t *testing.T) {
 		if _, err := w.Read(quiet(t), dataplanetest.Scope()); err != nil {
 			t.Fatal(err)
 		}
+	}
+}
+
+// expectHeard makes a change and looks whether it voids what is known.
+func expectHeard(t *testing.T, m dataplane.Monitor, what string, want bool, change func() error) {
+	t.Helper()
+	m.Drain()
+	if err := change(); err != nil {
+		t.Fatalf("%s: %v", what, err)
+	}
+	select {
+	case <-m.Ready():
+	case <-time.After(5 * time.Second):
+		t.Fatalf("%s: nothing is heard", what)
+	}
+	if _, lost := m.Drain(); lost != want {
+		t.Errorf("%s: lost %t, want %t", what, lost, want)
+	}
+}
+
+// TestKernelLinkDetails: of a device of ours what matters is heard, and what does not
+// makes nobody read all the kernel has, a million routes perhaps.
+func TestKernelLinkDetails(t *testing.T) {
+	w := newWorld(t)
+	r := dataplanetest.NewReconciler(t, w, 0)
+	if _, err := r.Reconcile(quiet(t), dataplanetest.Base(), true); err != nil {
+		t.Fatal(err)
+	}
+	scope := dataplanetest.Scope()
+	m, err := w.Monitor(scope)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer m.Close()
+	dev := scope.Devices[0]
+	link, err := w.links.LinkByName(dev)
+	if err != nil {
+		t.Fatal(err)
+	}
+	changes := []struct {
+		what string
+		up   bool // the device is: of one that is down the kernel does not say all
+		do   func() error
+	}{
+		{"MTU", true, func() error { return w.links.LinkSetMTU(link, 1300) }},
+		{"MAC", true, func() error { return w.links.LinkSetHardwareAddr(link, net.HardwareAddr{2, 0, 0, 0, 0, 77}) }},
+		{"vxlan", true, func() error {
+			have := dataplane.VXLAN{Underlay: "eth0"}
+			want := have
+			want.Learning = true
+			return w.changeVXLAN(quiet(t), link.Attrs().Index, have, want)
+		}},
+		{"down", true, func() error { return w.SetUp(dev, false) }},
+		{"name", false, func() error { return w.links.LinkSetName(link, "other") }},
+		{"name again", false, func() error { return w.links.LinkSetName(link, dev) }},
+		{"up", false, func() error { return w.SetUp(dev, true) }},
+	}
+	alias := 0
+	other := func() error { alias++; return w.links.LinkSetAlias(link, fmt.Sprintf("alias %d", alias)) }
+	expectHeard(t, m, "the first that is heard", true, other)
+	for _, c := range changes {
+		if c.up {
+			expectHeard(t, m, "another alias in front of "+c.what, false, other)
+		}
+		expectHeard(t, m, c.what, true, c.do)
 	}
 }
