@@ -2,11 +2,15 @@ package app
 
 import (
 	"errors"
+	"fmt"
+	"net/netip"
 	"os"
 	"strings"
 	"testing"
 
+	"flanneld/backend"
 	"flanneld/pkg/status"
+	"flanneld/subnet"
 )
 
 // TestStatusFirewall goes from the start of a daemon to rules in place, and has
@@ -42,5 +46,38 @@ func TestReasonsAreDocumented(t *testing.T) {
 		if !strings.Contains(string(page), "\n| `"+part+":` | ") {
 			t.Errorf("the page lacks %q", part)
 		}
+	}
+}
+
+// TestPoolUse: the own lease takes a subnet, a peer that the store has forgotten takes
+// none, and the family counts that has the least left.
+func TestPoolUse(t *testing.T) {
+	const four, six = `"Network":"10.5.0.0/16","SubnetLen":24`, `"EnableIPv6":true,"IPv6Network":"fd00:5::/60","IPv6SubnetLen":64`
+	lease := func(n int, permanent bool) subnet.Lease {
+		return subnet.Lease{Permanent: permanent, Endpoints: []subnet.Endpoint{
+			{Subnet: netip.MustParsePrefix(fmt.Sprintf("10.5.%d.0/24", n))},
+			{Subnet: netip.MustParsePrefix(fmt.Sprintf("fd00:5:0:%x::/64", n))},
+		}}
+	}
+	in := backend.Inspection{Peers: []backend.PeerReport{{Lease: lease(2, false)}, {Lease: lease(3, true)}, {Lease: lease(4, false), Held: true}}}
+	total := func(u *subnet.Use) uint64 { return u.Free + u.Leased + u.Reserved }
+	for name, tc := range map[string]struct {
+		config string
+		most   uint64 // subnets, at least so many
+		least  uint64
+	}{
+		"IPv4":               {`{` + four + `}`, 256, 200},
+		"dual, IPv6 is less": {`{` + four + `,` + six + `}`, 16, 10},
+	} {
+		t.Run(name, func(t *testing.T) {
+			cfg, _, err := subnet.ParseConfig([]byte(tc.config))
+			if err != nil {
+				t.Fatal(err)
+			}
+			use := new(daemon).poolUse(lastKnown{Config: cfg, Own: lease(1, false)}, in)
+			if use == nil || use.Leased != 2 || use.Reserved != 1 || total(use) > tc.most || total(use) < tc.least {
+				t.Errorf("%+v, want 2 leased, 1 reserved, of %d to %d", use, tc.least, tc.most)
+			}
+		})
 	}
 }
