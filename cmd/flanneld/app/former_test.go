@@ -10,7 +10,9 @@ import (
 	"flanneld/backend"
 	"flanneld/backend/extension"
 	"flanneld/backend/udp"
+	"flanneld/backend/vxlan"
 	"flanneld/pkg/dataplane"
+	"flanneld/pkg/dataplane/dataplanetest"
 	"flanneld/pkg/state"
 	"flanneld/pkg/underlay"
 	"flanneld/subnet"
@@ -106,6 +108,55 @@ func TestDeviceLocks(t *testing.T) {
 	if err := none.takeAll(scope); err != nil {
 		t.Errorf("without a state directory: %v", err)
 	}
+}
+
+// remnant is one that is there until it is removed.
+type remnant struct{ removed bool }
+
+func (*remnant) String() string           { return "a remnant" }
+func (r *remnant) Present() (bool, error) { return !r.removed, nil }
+func (r *remnant) Remove() error          { r.removed = true; return nil }
+
+// TestRetireLeavesOthersDevices: a device of the former configuration stays while
+// another daemon has it, and what belongs to it.
+func TestRetireLeavesOthersDevices(t *testing.T) {
+	const dev = "flannel.7"
+	kernel, left := dataplanetest.New(), &remnant{}
+	scope := dataplane.Scope{Devices: []string{dev}, Networks: []netip.Prefix{netip.MustParsePrefix("10.5.0.0/16")}}
+	link := dataplane.Link{Name: dev, Kind: "vxlan", MTU: 1450, Up: true, MAC: dataplane.MAC{2, 1},
+		VXLAN: dataplane.VXLAN{VNI: 7, Port: 8472, Local: netip.MustParseAddr("192.168.77.1"), Underlay: "eth0"}}
+	if failed := kernel.Apply(t.Context(), []dataplane.Op{{Object: link}}); len(failed) > 0 {
+		t.Fatal(failed)
+	}
+	d := &daemon{devices: deviceLocks{dir: t.TempDir()}}
+	other := deviceLocks{dir: d.devices.dir}
+	r := d.newRetirement(nil, &vxlan.Backend{})
+	retire := func() (there bool) {
+		t.Helper()
+		if err := r.retire(t.Context(), kernel, extent{scope, []backend.Remnant{left}}); err != nil {
+			t.Fatal(err)
+		}
+		have, err := kernel.Read(t.Context(), scope)
+		if err != nil {
+			t.Fatal(err)
+		}
+		_, there = have.Links[dev]
+		return there
+	}
+	if err := other.takeAll(scope); err != nil {
+		t.Fatal(err)
+	}
+	if !retire() || left.removed {
+		t.Errorf("another daemon's device or what belongs to it was removed (%v)", left.removed)
+	}
+	other.releaseAll()
+	if retire() || !left.removed {
+		t.Error("nobody has the device, and it or what belongs to it stays")
+	}
+	if err := other.takeAll(scope); err != nil {
+		t.Errorf("a device that is gone: %v", err)
+	}
+	other.releaseAll()
 }
 
 func envOf(f former) backend.Env { return backend.Env{Underlay: f.Interface, Config: f.Config} }
