@@ -139,6 +139,13 @@ func (r *runner) firewallRepairs(ctx context.Context, group string, k firewallKi
 	if err != nil {
 		return err
 	}
+	_, page, err := d.Get(ctx, "/metrics")
+	if err != nil {
+		return err
+	}
+	if n, err := figure(page, "flannel_firewall_repairs_total"); err != nil || n != firewallTriggers {
+		return errors.Join(fmt.Errorf("%g of %d changes were repaired", n, firewallTriggers), err)
+	}
 	r.report.add(group, "CPU of one repair, and the look behind it", foreign, "ms", ms(after-before)/firewallTriggers)
 	return nil
 }
