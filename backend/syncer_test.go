@@ -231,6 +231,34 @@ func TestAChangeIsTakenByItself(t *testing.T) {
 	})
 }
 
+// TestRefusalByAChange: a lease that turns bad, and good again, is told of though
+// nobody looks at all of them.
+func TestRefusalByAChange(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := &network{}
+		s, log := run(t, n)
+		s.Publish(whole(snapshot(2, lease(2, "two"), lease(3, "three"))))
+		expectSyncs(t, n, "", "*host2 host3")
+		bad := lease(3, "")
+		bad.Endpoints[0].Data = nil
+		s.Publish(change(3, []subnet.Lease{bad}))
+		expectSyncs(t, n, "", "*host2 host3", "*host2")
+		if in, err := s.Inspect(t.Context(), false); err != nil || len(in.Peers) != 2 || in.Peers[1].Refused != "no identity" {
+			t.Errorf("%+v, %v: want that host3 has no identity", in.Peers, err)
+		}
+		s.Publish(change(4, []subnet.Lease{lease(3, "three")}))
+		expectSyncs(t, n, "", "*host2 host3", "*host2", "*host2 host3")
+		if in, err := s.Inspect(t.Context(), false); err != nil || len(in.Peers) != 2 || in.Peers[1].Refused != "" {
+			t.Errorf("%+v, %v: want that host3 is served again", in.Peers, err)
+		}
+		for text, want := range map[string]int{`reason="no identity"`: 1, "lease no longer refused": 1} {
+			if got := strings.Count(log(), text); got != want {
+				t.Errorf("%q logged %d times, want %d:\n%s", text, got, want, log())
+			}
+		}
+	})
+}
+
 // TestNews has passes with and without something to be kept on disk.
 func TestNews(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {

@@ -130,6 +130,18 @@ func TestVtepMAC(t *testing.T) {
 	}
 }
 
+// TestRandomMAC: half of what is random is a group's address, which peers refuse.
+func TestRandomMAC(t *testing.T) {
+	seen := map[dataplane.MAC]bool{}
+	for range 100 {
+		mac := randomMAC()
+		if !mac.IsUnicast() || mac[0]&2 == 0 || seen[mac] {
+			t.Errorf("%s (seen: %v), want a local address of one host that is new", mac, seen[mac])
+		}
+		seen[mac] = true
+	}
+}
+
 // FuzzData has data read both ways.
 func FuzzData(f *testing.F) {
 	for _, s := range []string{
