@@ -4,6 +4,8 @@ import (
 	"encoding/json"
 	"fmt"
 	"net/netip"
+	"os"
+	"path/filepath"
 	"strings"
 	"testing"
 
@@ -75,9 +77,27 @@ func TestConfigurationChange(t *testing.T) {
 					}
 					return nil
 				})
+				expectNothingFormer(t, h)
 			}
 		})
 	}
+}
+
+// expectNothingFormer waits until the state file of a host names nothing more that is
+// to be removed: the next start would do it again, whoever has that by then.
+func expectNothingFormer(t *testing.T, h *lab.Host) {
+	t.Helper()
+	eventually(t, "state file of "+h.Name(), func() error {
+		names, err := filepath.Glob(h.Path("/var/lib/flannel/flanneld-*.json"))
+		if err != nil || len(names) != 1 {
+			return fmt.Errorf("state files %q, %w", names, err)
+		}
+		text, err := os.ReadFile(names[0])
+		if err == nil && (strings.Contains(string(text), `"former":`) || strings.Contains(string(text), `"rules":`)) {
+			err = fmt.Errorf("it has what was to be removed: %s", text)
+		}
+		return err
+	})
 }
 
 // restartWith stops all daemons, or kills them, and starts them with another

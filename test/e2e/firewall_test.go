@@ -166,6 +166,12 @@ func TestFirewallRepair(t *testing.T) {
 				t.Logf("%s: right again after %v", script, time.Since(start).Round(time.Millisecond))
 			}
 			expectLog(t, h.Daemon(), "repaired traffic rules that another program had changed")
+			eventually(t, "count of repairs", func() error {
+				if n := metric(t, h, "flannel_firewall_repairs_total"); n < float64(len(damage)) {
+					return fmt.Errorf("%g, after %d damages", n, len(damage))
+				}
+				return nil
+			})
 		})
 	}
 }
