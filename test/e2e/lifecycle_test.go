@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"net"
+	"net/http"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -191,6 +192,29 @@ func TestWatchdog(t *testing.T) {
 		t.Errorf("the supervisor hears %v, want one READY=1 and a WATCHDOG=1 in every %v", heard, interval)
 	}
 	expectStop(t, d)
+}
+
+// TestMainLoopStandsStill has a supervisor that hears nothing, not even that the
+// daemon is ready: the main loop waits for it, and /healthz tells whoever restarts
+// daemons that hang.
+func TestMainLoopStandsStill(t *testing.T) {
+	t.Parallel()
+	l := newLab(t, lab.Config{Hosts: 1}, `{"Type":"vxlan"}`)
+	deaf := supervise(t, l.Host(1), "notify")
+	const most = time.Minute + 2*time.Second // without a round, with that resync
+	begin := time.Now()
+	d := start(t, l.Host(1), lab.FlanneldOptions{Args: []string{"--resync=1s"}, Env: deaf.env("WATCHDOG_USEC=2000")})
+	within(t, most+patience, "/healthz", func() error {
+		status, body, _ := d.Get(background(t), "/healthz")
+		if status != http.StatusServiceUnavailable || !strings.Contains(body, "main loop stands still") {
+			return fmt.Errorf("%d %q", status, body)
+		}
+		return nil
+	})
+	if took := time.Since(begin); took < most {
+		t.Errorf("said after %v", took)
+	}
+	d.Kill()
 }
 
 // TestSecondSignalKills has a supervisor that hears nothing: its queue fills
