@@ -135,6 +135,9 @@ func (m *Manager) acquire(ctx context.Context, pools []subnet.Pool, c subnet.Cla
 	if err != nil {
 		return err
 	}
+	for _, e := range l.entries {
+		m.recognize(ctx, e)
+	}
 	who := identity(c)
 	ours := func(e entry) bool {
 		return e.err == nil && carries(e.lease, who) || m.wrote(e) || m.held(e)
@@ -264,6 +267,22 @@ func (m *Manager) wrote(e entry) bool {
 	return e.key == m.own.key && e.modRevision == m.own.revision && e.createRevision == m.own.create && e.leaseID == m.own.grant.id
 }
 
+// recognize takes e over if it is what this manager has written without an answer. That
+// of another node has another etcd lease or, if it is a reservation, another value.
+func (m *Manager) recognize(ctx context.Context, e entry) {
+	found := ownLease{key: e.key, value: e.value, grant: grant{id: e.leaseID}}
+	if i := slices.IndexFunc(m.unanswered, found.sameAs); i >= 0 {
+		own := m.unanswered[i]
+		own.create, own.revision = e.createRevision, e.modRevision
+		m.remember(ctx, own)
+	}
+}
+
+// sameAs reports whether a key has the same after writing either.
+func (o ownLease) sameAs(other ownLease) bool {
+	return o.key == other.key && o.grant.id == other.grant.id && string(o.value) == string(other.value)
+}
+
 // remember takes over what was written. The etcd leases of what it replaces
 // are revoked.
 func (m *Manager) remember(ctx context.Context, own ownLease, replaced ...entry) {
@@ -271,7 +290,7 @@ func (m *Manager) remember(ctx context.Context, own ownLease, replaced ...entry)
 	for _, e := range replaced {
 		unused = append(unused, e.leaseID)
 	}
-	m.own = own
+	m.own, m.unanswered = own, nil
 	m.ownKey.Store(&own.key)
 	if m.cfg.OnLease != nil {
 		m.cfg.OnLease(own.lease())

@@ -9,10 +9,12 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
 	"github.com/google/go-cmp/cmp"
+	clientv3 "go.etcd.io/etcd/client/v3"
 
 	"flanneld/subnet"
 	"flanneld/subnet/subnettest"
@@ -285,6 +287,110 @@ func TestAddressChangesWhileRunning(t *testing.T) {
 		return third.Key == first.Key && v == value("192.0.2.3")
 	})
 	keep.running(t)
+}
+
+// TestAnswerLost has the store do what it is asked to, and nobody hear of it: what stands
+// there then is ours, and nobody else's.
+func TestAnswerLost(t *testing.T) {
+	const before, lost, after = "192.0.2.1", "192.0.2.22", "192.0.2.3"
+	for name, tc := range map[string]struct {
+		reserved, gone bool
+		next           string // address that is published after all
+	}{
+		"of a lease, tried again":              {next: lost},
+		"of a lease, with another address":     {next: after},
+		"of a lease, with the one before":      {next: before},
+		"of one that had run out":              {next: after, gone: true},
+		"of a reservation, tried again":        {next: lost, reserved: true},
+		"of a reservation, with another again": {next: after, reserved: true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			f := newFixture(t, sharedServer(t))
+			f.put(t, "config", configV4)
+			leases := f.etcdLeases(t)
+			if tc.reserved {
+				f.put(t, "subnets/10.5.9.0-24", value(before))
+			}
+			p := newProxy(t, f.server)
+			var told atomic.Value
+			m := f.manager(t, via(p), func(c *Config) {
+				c.OnLease = func(l subnet.Lease) { told.Store(l.Endpoints[0].PublicIP.String()) }
+			})
+			l := acquire(t, m, claim(before))
+			if tc.gone {
+				_, lease, _ := f.get(t, "subnets/"+l.Key)
+				if _, err := f.kv.Revoke(t.Context(), clientv3.LeaseID(lease)); err != nil {
+					t.Fatal(err)
+				}
+			}
+			loseAnswer(t, f, p, m, l.Key, claim(lost))
+			k := keeping(t, m, l)
+			p.cut()
+			p.open(t)
+			eventually(t, "what stands there to be known", func() bool {
+				k.running(t)
+				return told.Load() == lost
+			})
+			if now := acquire(t, m, claim(tc.next)); now.Key != l.Key || now.Permanent != tc.reserved {
+				t.Errorf("got %+v, want %s", now, l.Key)
+			}
+			if v, _, _ := f.get(t, "subnets/"+l.Key); v != value(tc.next) {
+				t.Errorf("the key has %s", v)
+			}
+			k.running(t)
+			want := 1
+			if tc.reserved {
+				want = 0
+			}
+			eventually(t, "no etcd lease left", func() bool { return f.etcdLeases(t)-leases == want })
+		})
+	}
+}
+
+// What another node writes is its own, even if it is to the letter what was not answered.
+func TestAnswerLostAndTakenOver(t *testing.T) {
+	for _, by := range []string{"192.0.2.9", "192.0.2.22"} {
+		t.Run(by, func(t *testing.T) {
+			f := newFixture(t, sharedServer(t))
+			f.put(t, "config", configV4)
+			p := newProxy(t, f.server)
+			m := f.manager(t, via(p))
+			l := acquire(t, m, claim("192.0.2.1"))
+			loseAnswer(t, f, p, m, l.Key, claim("192.0.2.22"))
+			p.cut()
+			f.put(t, "subnets/"+l.Key, value(by), f.grant(t, 60))
+			p.open(t)
+			if err := keeping(t, m, l).lost(t); !strings.HasSuffix(err.Error(), "now belongs to "+by) {
+				t.Errorf("error is %v", err)
+			}
+		})
+	}
+}
+
+// loseAnswer has c written to key, and m give up before it learns so.
+func loseAnswer(t *testing.T, f *fixture, p *proxy, m *Manager, key string, c subnet.Claim) {
+	t.Helper()
+	ctx, cancel := contextWithCancel(t)
+	given := make(chan error, 1)
+	subnets, err := parseKey(key)
+	if err != nil {
+		t.Fatal(err)
+	}
+	c.Endpoints[0].Subnet = subnets[0]
+	written := value(c.Endpoints[0].PublicIP.String())
+	p.swallowAnswer(written)
+	go func() {
+		_, err := subnettest.Acquire(ctx, m, c)
+		given <- err
+	}()
+	eventually(t, "it to be written", func() bool {
+		v, _, _ := f.get(t, "subnets/"+key)
+		return v == written
+	})
+	cancel()
+	if err := <-given; !errors.Is(err, context.Canceled) {
+		t.Fatalf("it was answered: %v", err)
+	}
 }
 
 func TestChoose(t *testing.T) {

@@ -57,10 +57,11 @@ type Manager struct {
 	client *client
 	outage *outage.Tracker
 
-	// writing is held by whoever reads or writes the own lease: it guards own.
-	writing chan struct{}
-	own     ownLease
-	ownKey  atomic.Pointer[string]
+	// writing is held by whoever reads or writes the own lease: it guards own and unanswered.
+	writing    chan struct{}
+	own        ownLease
+	unanswered []ownLease // that were written since: the store may have one of them, or still get it
+	ownKey     atomic.Pointer[string]
 	// What Recall has listed is for Acquire, what Acquire has for Watch.
 	forAcquire, forWatch stash
 	former               atomic.Pointer[subnet.Lease] // see Held

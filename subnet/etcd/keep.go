@@ -65,13 +65,16 @@ func (m *Manager) ensure(ctx context.Context, l subnet.Lease) (looked int64, res
 		return 0, false, err
 	}
 	defer unlock()
+	found, looked, err := m.read(ctx, l.Key)
+	if err != nil {
+		return 0, false, fmt.Errorf("read own lease: %w", err)
+	}
+	if found != nil {
+		m.recognize(ctx, *found)
+	}
 	own, err := m.ownOr(l)
 	if err != nil {
 		return 0, false, err
-	}
-	found, looked, err := m.read(ctx, own.key)
-	if err != nil {
-		return 0, false, fmt.Errorf("read own lease: %w", err)
 	}
 	var spare grant
 	defer func() { m.revoke(ctx, spare) }()

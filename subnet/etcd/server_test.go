@@ -1,6 +1,7 @@
 package etcd
 
 import (
+	"bytes"
 	"cmp"
 	"context"
 	"fmt"
@@ -266,6 +267,7 @@ type proxy struct {
 	listener net.Listener
 	conns    []net.Conn
 	hang     chan struct{} // while open nothing is forwarded
+	last     []byte        // what has it is the last to be forwarded
 	wg       sync.WaitGroup
 }
 
@@ -323,6 +325,7 @@ func (p *proxy) serve(c net.Conn) {
 				if hang != nil {
 					<-hang
 				}
+				p.stallAfter(buf[:n])
 				if _, werr := d[1].Write(buf[:n]); werr != nil || err != nil {
 					return
 				}
@@ -338,18 +341,33 @@ func (p *proxy) stall() {
 	p.hang = make(chan struct{})
 }
 
+// swallowAnswer stalls as soon as text has been seen, which goes through yet.
+func (p *proxy) swallowAnswer(text string) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.last = []byte(text)
+}
+
+func (p *proxy) stallAfter(data []byte) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.last != nil && bytes.Contains(data, p.last) {
+		p.last, p.hang = nil, make(chan struct{})
+	}
+}
+
 // cut closes everything and refuses connections.
 func (p *proxy) cut() {
 	p.mu.Lock()
 	if p.listener != nil {
 		p.listener.Close()
 	}
-	if p.hang != nil {
-		close(p.hang)
-		p.hang = nil
-	}
 	for _, c := range p.conns {
 		c.Close()
+	}
+	if p.hang != nil { // after the connections: what was held up is lost
+		close(p.hang)
+		p.hang = nil
 	}
 	p.conns, p.listener = nil, nil
 	p.mu.Unlock()

@@ -3,6 +3,7 @@ package etcd
 import (
 	"context"
 	"errors"
+	"slices"
 	"time"
 
 	"go.etcd.io/etcd/api/v3/v3rpc/rpctypes"
@@ -81,6 +82,9 @@ func (m *Manager) write(ctx context.Context, own ownLease, revision int64, stale
 	})
 	switch {
 	case err != nil:
+		if !slices.ContainsFunc(m.unanswered, own.sameAs) {
+			m.unanswered = append(m.unanswered, own)
+		}
 		return 0, err
 	case !resp.Succeeded:
 		return 0, errConflict
