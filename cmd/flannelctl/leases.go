@@ -207,8 +207,9 @@ func newReserveCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use: "reserve SUBNET[,SUBNET6] PUBLIC-IP[,PUBLIC-IP6]", Short: "Reserve a subnet for one host", Args: cobra.ExactArgs(2),
 		Long: `Reserves a subnet, or one of each family, for the host with that public address.
-The reservation never expires. The host takes it when it starts; a lease that it
-has already becomes a reservation as it is. A subnet that another host has is
+The reservation never expires. The host takes it when flanneld starts, in place of
+a lease of another subnet, whose pods have to be made anew then; a lease of the
+same subnet becomes a reservation as it is. A subnet that another host has is
 refused, and so is one that no host can get by the network configuration, if there
 is one. To take a subnet out of use, reserve it for an address that no host has.`,
 		Example: "  flannelctl reserve 10.5.7.0/24 192.0.2.12\n  flannelctl reserve 10.5.7.0/24,fd00:10:5:7::/64 192.0.2.12,2001:db8::12",

@@ -28,12 +28,13 @@ type ownLease struct {
 type plan struct {
 	keep    *entry         // the own lease to go on with
 	subnets []netip.Prefix // otherwise what to take
-	stale   []entry        // own leases that the configuration or an older lease rules out: they go with the taking
+	stale   []entry        // own leases that go in the same transaction
 	twin    string         // key of another lease that carries the own address
 }
 
-// choose is pure. wanted is what the node had before, best first.
-func choose(pools []subnet.Pool, wanted []netip.Prefix, ours func(entry) bool, entries []entry) (plan, error) {
+// choose is pure. wanted is what the node had before, best first; running, whether it
+// has it now: then no reservation moves it.
+func choose(pools []subnet.Pool, wanted []netip.Prefix, running bool, ours func(entry) bool, entries []entry) (plan, error) {
 	var p plan
 	var mine []*entry
 	taken := make([]netip.Prefix, 0, len(entries))
@@ -48,6 +49,19 @@ func choose(pools []subnet.Pool, wanted []netip.Prefix, ours func(entry) bool, e
 		}
 		taken = append(taken, e.subnets...)
 	}
+	// The operator's word goes before what the node had, and the older of two leases with
+	// one address is the one that peers take.
+	var replaced []entry
+	leased := func(e *entry) bool { return e.leaseID != 0 }
+	reserved := !running && slices.ContainsFunc(mine, func(e *entry) bool { return !leased(e) })
+	if reserved {
+		for _, e := range mine {
+			if leased(e) {
+				replaced = append(replaced, *e)
+			}
+		}
+		mine = slices.DeleteFunc(mine, leased)
+	}
 	if len(mine) > 0 {
 		p.keep = mine[0]
 		_, free := pools[0].Free(wanted, taken)
@@ -55,13 +69,13 @@ func choose(pools []subnet.Pool, wanted []netip.Prefix, ours func(entry) bool, e
 		switch {
 		case had >= 0:
 			p.keep = mine[had]
-		case free:
+		case free && !reserved:
 			// Pods run in that subnet, whatever else carries our address.
 			p.keep, p.twin = nil, mine[0].key
 		}
 	}
 	if p.keep != nil {
-		p.stale = nil
+		p.stale = replaced
 		if other := slices.IndexFunc(mine, func(e *entry) bool { return e != p.keep }); other >= 0 {
 			p.twin = mine[other].key
 		}
@@ -142,7 +156,7 @@ func (m *Manager) acquire(ctx context.Context, pools []subnet.Pool, c subnet.Cla
 	ours := func(e entry) bool {
 		return e.err == nil && carries(e.lease, who) || m.wrote(e) || m.held(e)
 	}
-	p, err := choose(pools, m.previous(c), ours, l.entries)
+	p, err := choose(pools, m.previous(c), m.running(), ours, l.entries)
 	if err != nil {
 		return err
 	}
@@ -154,7 +168,7 @@ func (m *Manager) acquire(ctx context.Context, pools []subnet.Pool, c subnet.Cla
 		if err != nil {
 			return err
 		}
-		if err := m.settle(ctx, *p.keep, own, spare); err != nil {
+		if err := m.settle(ctx, *p.keep, own, p.stale, spare); err != nil {
 			return err
 		}
 		m.forWatch.put(l)
@@ -229,8 +243,9 @@ func (m *Manager) yield(ctx context.Context, own ownLease) error {
 
 // settle makes the key that was found as e what own says, with as little
 // writing as possible: none if only the etcd lease needs to be kept alive. A
-// key without an etcd lease is a reservation and stays one.
-func (m *Manager) settle(ctx context.Context, e entry, own ownLease, spare *grant) error {
+// key without an etcd lease is a reservation and stays one. stale keys go in the same
+// transaction.
+func (m *Manager) settle(ctx context.Context, e entry, own ownLease, stale []entry, spare *grant) error {
 	own.create, own.revision, own.grant = e.createRevision, e.modRevision, grant{}
 	if e.leaseID != 0 {
 		g, err := m.renew(ctx, e.leaseID)
@@ -247,8 +262,8 @@ func (m *Manager) settle(ctx context.Context, e entry, own ownLease, spare *gran
 		}
 		own.grant = g
 	}
-	if own.grant.id != e.leaseID || string(own.value) != string(e.value) {
-		revision, err := m.write(ctx, own, e.modRevision, nil)
+	if own.grant.id != e.leaseID || string(own.value) != string(e.value) || len(stale) > 0 {
+		revision, err := m.write(ctx, own, e.modRevision, stale)
 		if err != nil {
 			return unspoiled(spare, err)
 		}
@@ -257,7 +272,7 @@ func (m *Manager) settle(ctx context.Context, e entry, own ownLease, spare *gran
 	if own.grant.id == spare.id {
 		*spare = grant{}
 	}
-	m.remember(ctx, own, e)
+	m.remember(ctx, own, append(stale, e)...)
 	return nil
 }
 
@@ -282,6 +297,9 @@ func (m *Manager) recognize(ctx context.Context, e entry) {
 func (o ownLease) sameAs(other ownLease) bool {
 	return o.key == other.key && o.grant.id == other.grant.id && string(o.value) == string(other.value)
 }
+
+// running reports whether this manager has a lease.
+func (m *Manager) running() bool { return m.ownKey.Load() != nil }
 
 // remember takes over what was written. The etcd leases of what it replaces
 // are revoked.

@@ -197,6 +197,52 @@ func TestReservation(t *testing.T) {
 	}
 }
 
+// A host that has run before gets the subnet that was reserved for it since when it
+// starts, not sooner, and has one lease then.
+func TestReservationOfAHostThatRan(t *testing.T) {
+	for name, gone := range map[string]bool{"its lease is there yet": false, "its lease has run out": true} {
+		t.Run(name, func(t *testing.T) {
+			f := newFixture(t, sharedServer(t))
+			f.put(t, "config", configV4)
+			before := f.etcdLeases(t)
+			had := acquire(t, f.manager(t, previous("10.5.5.0/24")), claim("192.0.2.1"))
+			if _, err := f.admin(t).Reserve(t.Context(), reserve("192.0.2.1", "10.5.9.0/24")); err != nil {
+				t.Fatal(err)
+			}
+			if gone {
+				_, lease, _ := f.get(t, "subnets/"+had.Key)
+				if _, err := f.kv.Revoke(t.Context(), clientv3.LeaseID(lease)); err != nil {
+					t.Fatal(err)
+				}
+			}
+			w := subnettest.Watch(t, f.manager(t))
+			w.Until(t, "the reservation", func(s subnet.Snapshot) bool { return len(s.Leases) > 0 })
+
+			m := f.manager(t, previous("10.5.5.0/24"))
+			recalled, err := m.Recall(t.Context(), claim("192.0.2.1"))
+			if err != nil {
+				t.Fatal(err)
+			}
+			recalled.BackendType = "host-gw"
+			l := acquire(t, m, recalled)
+			if l.Key != "10.5.9.0-24" || !l.Permanent {
+				t.Errorf("got %+v, want the reservation", l)
+			}
+			inUse := func(s subnet.Snapshot) bool {
+				return slices.ContainsFunc(s.Leases, func(l *subnet.Lease) bool { return l.Permanent && l.BackendType != "" })
+			}
+			w.Until(t, "it in use", inUse)
+			for _, s := range w.All() {
+				if inUse(s) && len(s.Leases) != 1 {
+					t.Errorf("others see two leases of one address in use: %v", s.Leases)
+				}
+			}
+			keeping(t, m, l)
+			eventually(t, "no etcd lease left", func() bool { return f.etcdLeases(t) == before })
+		})
+	}
+}
+
 func TestEtcdLeasesDoNotGrow(t *testing.T) {
 	f := newFixture(t, sharedServer(t))
 	f.put(t, "config", configV4)
@@ -412,11 +458,15 @@ func TestChoose(t *testing.T) {
 			Key: key, Endpoints: []subnet.Endpoint{{Subnet: subnets[0], PublicIP: netip.MustParseAddr(ip)}},
 		}}
 	}
-	a, b := node("10.5.1.0-24", "192.0.2.1"), node("10.5.2.0-24", "192.0.2.1")
-	other, outside := node("10.5.3.0-24", "192.0.2.3"), node("10.6.3.0-24", "192.0.2.1")
+	leased := func(e entry) entry { e.leaseID = 1; return e }
+	a, b := leased(node("10.5.1.0-24", "192.0.2.1")), leased(node("10.5.2.0-24", "192.0.2.1"))
+	other, outside := leased(node("10.5.3.0-24", "192.0.2.3")), leased(node("10.6.3.0-24", "192.0.2.1"))
+	reserved, second := node("10.5.7.0-24", "192.0.2.1"), node("10.5.8.0-24", "192.0.2.1")
+	misplaced := node("10.6.7.0-24", "192.0.2.1")
 	for _, tc := range []struct {
 		name    string
 		wanted  []netip.Prefix
+		running bool
 		entries []entry
 		keep    string
 		take    []netip.Prefix // nil: anything
@@ -432,9 +482,17 @@ func TestChoose(t *testing.T) {
 		{name: "what we had, nothing in the store", wanted: prefixes("10.5.1.0/25", "10.5.9.0/24"), take: prefixes("10.5.9.0/24")},
 		{name: "ours, but ruled out", entries: []entry{outside, other}, stale: 1},
 		{name: "ours, one ruled out and one not", entries: []entry{outside, b}, keep: b.key},
+		{name: "a reservation beats the lease that we had", wanted: a.subnets, entries: []entry{a, other, reserved}, keep: reserved.key, stale: 1},
+		{name: "and the one that has run out", wanted: a.subnets, entries: []entry{other, reserved}, keep: reserved.key},
+		{name: "and any other of ours", entries: []entry{a, b, reserved}, keep: reserved.key, stale: 2},
+		{name: "but nothing while we run", wanted: a.subnets, running: true, entries: []entry{a, reserved}, keep: a.key, twin: reserved.key},
+		{name: "nor what we ran with", wanted: a.subnets, running: true, entries: []entry{reserved}, take: a.subnets, twin: reserved.key},
+		{name: "of two the one that we had", wanted: second.subnets, entries: []entry{reserved, second}, keep: second.key, twin: reserved.key},
+		{name: "or else the first", wanted: a.subnets, entries: []entry{a, reserved, second}, keep: reserved.key, stale: 1, twin: second.key},
+		{name: "one that is none of the pool's", wanted: a.subnets, entries: []entry{a, misplaced}, keep: a.key},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
-			p, err := choose(pools, tc.wanted, func(e entry) bool { return carries(e.lease, mine) }, tc.entries)
+			p, err := choose(pools, tc.wanted, tc.running, func(e entry) bool { return carries(e.lease, mine) }, tc.entries)
 			if err != nil {
 				t.Fatal(err)
 			}

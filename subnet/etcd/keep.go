@@ -91,7 +91,7 @@ func (m *Manager) ensure(ctx context.Context, l subnet.Lease) (looked int64, res
 	case !m.wrote(*found) && !carries(found.lease, identity(own.claim)) && owner(*found).IsValid():
 		return 0, false, lost(own.key, *found)
 	}
-	if err := m.settle(ctx, *found, own, &spare); err != nil {
+	if err := m.settle(ctx, *found, own, nil, &spare); err != nil {
 		return 0, false, fmt.Errorf("renew own lease: %w", err)
 	}
 	if string(found.value) == string(own.value) {

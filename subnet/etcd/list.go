@@ -159,7 +159,7 @@ func (m *Manager) Recall(ctx context.Context, own subnet.Claim) (subnet.Claim, e
 	if _, pools, err := m.config(ctx); err == nil {
 		// Acquire will rather take what this node had than what another node
 		// with its address has: that one's data is none of ours.
-		if p, err := choose(pools, m.previous(own), ours, l.entries); err == nil && p.keep == nil && p.twin != "" {
+		if p, err := choose(pools, m.previous(own), m.running(), ours, l.entries); err == nil && p.keep == nil && p.twin != "" {
 			return subnet.Claim{}, nil
 		}
 	}

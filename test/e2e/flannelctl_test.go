@@ -157,6 +157,33 @@ func TestFlannelctlOnLeases(t *testing.T) {
 	refusedCtl(t, a, []string{"leases", "--etcd-endpoints", "http://127.0.0.1:1"}, "connection refused")
 }
 
+// A host that runs keeps its subnet whatever is reserved for it, and moves when it starts
+// again.
+func TestFlannelctlMovesAHost(t *testing.T) {
+	t.Parallel()
+	l := newLab(t, lab.Config{Hosts: 2}, `{"Type":"vxlan"}`)
+	startOne(t, l.Host(1), lab.FlanneldOptions{})
+	startOne(t, l.Host(2), lab.FlanneldOptions{})
+	h := l.Host(2)
+	had, ip := statusOf(t, h).Lease.Key, h.Addr(v4[0]).String()
+	mustCtl(t, h, []string{"reserve", "10.5.77.0/24", ip}, "10.5.77.0-24 is reserved for "+ip)
+	if now := statusOf(t, h).Lease.Key; now != had {
+		t.Errorf("while it runs it moves from %s to %s", had, now)
+	}
+	expectStop(t, h.Daemon())
+	startOne(t, h, lab.FlanneldOptions{})
+	if now := statusOf(t, h).Lease; now.Key != "10.5.77.0-24" || !now.Permanent {
+		t.Errorf("it has %+v, want its reservation", now)
+	}
+	if out := mustCtl(t, h, []string{"leases"}); strings.Contains(out, strings.Replace(had, "-", "/", 1)) {
+		t.Errorf("its former lease is left:\n%s", out)
+	}
+	if err := l.AddPods(background(t)); err != nil {
+		t.Fatal(err)
+	}
+	expectMatrix(t, l)
+}
+
 // A reservation that no host can get is not made.
 func TestFlannelctlReservesWhatHostsCanGet(t *testing.T) {
 	l := newLab(t, lab.Config{Hosts: 1, Families: dual, Network: json.RawMessage(
