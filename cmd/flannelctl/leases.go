@@ -160,27 +160,40 @@ func list[T fmt.Stringer](values []T) string {
 
 func dash(s string) string { return cmp.Or(s, "-") }
 
+// watched is a lease as watchLeases has seen it.
+type watched struct {
+	*subnet.Lease
+	unreadable bool // then the Lease has a Key alone
+}
+
 // watchLeases prints all leases and then every change.
 func watchLeases(ctx context.Context, w io.Writer, watch func(context.Context, func(subnet.Update)) error) error {
-	known := map[string]*subnet.Lease{}
-	line := func(sign string, l *subnet.Lease) {
-		var publics []netip.Addr
-		for _, e := range l.Endpoints {
-			publics = append(publics, e.PublicIP)
+	known := map[string]watched{}
+	line := func(sign string, l watched) {
+		what := dash(list(printed(*l.Lease, nil).PublicIPs)) + " " + dash(l.BackendType)
+		if sign == "!" {
+			what = "cannot be read"
 		}
-		fmt.Fprintf(w, "%s %s %s %s %s\n", time.Now().Format(time.TimeOnly), sign, l.Key, dash(list(publics)), dash(l.BackendType))
+		fmt.Fprintln(w, time.Now().Format(time.TimeOnly), sign, l.Key, what)
 	}
 	err := watch(ctx, func(u subnet.Update) {
-		now := map[string]*subnet.Lease{}
-		leases := u.Snapshot().Leases
-		slices.SortFunc(leases, func(a, b *subnet.Lease) int { return cmp.Compare(a.Key, b.Key) })
-		for _, l := range leases {
-			now[l.Key] = l
-			switch was, ok := known[l.Key]; {
-			case !ok:
-				line("+", l)
-			case !same(was, l):
+		s, now := u.Snapshot(), map[string]watched{}
+		for _, l := range s.Leases {
+			now[l.Key] = watched{Lease: l}
+		}
+		for _, key := range s.Undecodable {
+			now[key] = watched{&subnet.Lease{Key: key}, true}
+		}
+		for _, key := range slices.Sorted(maps.Keys(now)) {
+			l := now[key]
+			switch was, ok := known[key]; {
+			case ok && same(was.Lease, l.Lease):
+			case l.unreadable:
+				line("!", l)
+			case ok:
 				line("~", l)
+			default:
+				line("+", l)
 			}
 		}
 		for _, key := range slices.Sorted(maps.Keys(known)) {

@@ -147,6 +147,10 @@ func TestFlannelctlOnLeases(t *testing.T) {
 	b.Daemon().Kill()
 	mustCtl(t, a, []string{"revoke", "10.5.77.0/24"}, "is revoked")
 	expectLine("-", "10.5.77.0-24", bIP, "vxlan")
+	put(t, store(t, l), subnets+"10.5.78.0-24", "rubbish")
+	expectLine("!", "10.5.78.0-24", "cannot be read")
+	remove(t, store(t, l), subnets+"10.5.78.0-24")
+	expectLine("-", "10.5.78.0-24", "- -")
 	eventually(t, "the peer goes", func() error {
 		if n := len(statusOf(t, a).Peers); n != 0 {
 			return fmt.Errorf("%d peers are left", n)

@@ -1,0 +1,57 @@
+package main
+
+import (
+	"bytes"
+	"context"
+	"net/netip"
+	"strings"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+
+	"flanneld/subnet"
+)
+
+// TestWatchedLeases: a lease that cannot be read any more is there yet.
+func TestWatchedLeases(t *testing.T) {
+	lease := func(key, ip string) *subnet.Lease {
+		return &subnet.Lease{Key: key, BackendType: "vxlan", Endpoints: []subnet.Endpoint{{PublicIP: netip.MustParseAddr(ip)}}}
+	}
+	a, b := lease("a", "192.0.2.1"), lease("b", "192.0.2.2")
+	for _, tc := range []struct {
+		name  string
+		steps []subnet.Snapshot
+		want  []string
+	}{
+		{"come, change and go", []subnet.Snapshot{
+			{Leases: []*subnet.Lease{b, a}}, {Leases: []*subnet.Lease{a, b}}, {Leases: []*subnet.Lease{lease("a", "192.0.2.9"), b}}, {Leases: []*subnet.Lease{b}},
+		}, []string{"+ a 192.0.2.1 vxlan", "+ b 192.0.2.2 vxlan", "~ a 192.0.2.9 vxlan", "- a 192.0.2.9 vxlan"}},
+		{"mangled, and mended", []subnet.Snapshot{
+			{Leases: []*subnet.Lease{a}}, {Undecodable: []string{"a"}}, {Undecodable: []string{"a"}}, {Leases: []*subnet.Lease{a}},
+		}, []string{"+ a 192.0.2.1 vxlan", "! a cannot be read", "~ a 192.0.2.1 vxlan"}},
+		{"mangled from the beginning, and gone", []subnet.Snapshot{
+			{Leases: []*subnet.Lease{b}, Undecodable: []string{"c", "a"}}, {Leases: []*subnet.Lease{b}, Undecodable: []string{"a"}}, {},
+		}, []string{"! a cannot be read", "+ b 192.0.2.2 vxlan", "! c cannot be read", "- c - -", "- a - -", "- b 192.0.2.2 vxlan"}},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			var out bytes.Buffer
+			err := watchLeases(t.Context(), &out, func(_ context.Context, sink func(subnet.Update)) error {
+				for _, s := range tc.steps {
+					sink(subnet.Update{Snapshot: func() subnet.Snapshot { return s }})
+				}
+				return nil
+			})
+			if err != nil {
+				t.Fatal(err)
+			}
+			var got []string
+			for line := range strings.Lines(out.String()) {
+				_, line, _ = strings.Cut(strings.TrimSpace(line), " ") // the time
+				got = append(got, line)
+			}
+			if diff := cmp.Diff(tc.want, got); diff != "" {
+				t.Errorf("lines differ (-want +got):\n%s", diff)
+			}
+		})
+	}
+}
