@@ -457,7 +457,8 @@ func TestStateFile(t *testing.T) {
 	expectQuiet()
 }
 
-// TestReadOnlyStateDirectory: the daemon says so once and depends on the store.
+// TestReadOnlyStateDirectory: the daemon says so once and depends on the store. What
+// is renewed it knows nonetheless.
 func TestReadOnlyStateDirectory(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 2}, `{"Type":"vxlan"}`)
@@ -467,10 +468,18 @@ func TestReadOnlyStateDirectory(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	startAll(t, l, lab.FlanneldOptions{})
+	startAll(t, l, lab.FlanneldOptions{Args: []string{"--subnet-lease-ttl=15s"}})
 	d := l.Host(1).Daemon()
 	expectOnce(t, d, "read-only file system")
 	expectOnce(t, d, "going on without a state directory")
+	const expiry = "flannel_lease_expiry_timestamp_seconds"
+	first, firstExpiry := statusOf(t, l.Host(1)).Lease.Expires, metric(t, l.Host(1), expiry)
+	eventually(t, "the lease is renewed", func() error {
+		if now := statusOf(t, l.Host(1)).Lease.Expires; !now.After(first) || metric(t, l.Host(1), expiry) <= firstExpiry {
+			return fmt.Errorf("it still ends at %s", now)
+		}
+		return nil
+	})
 	flows := startFlows(t, l, 100)
 	d.Kill()
 	startOne(t, l.Host(1), lab.FlanneldOptions{})

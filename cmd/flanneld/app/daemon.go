@@ -350,11 +350,11 @@ func (d *daemon) loadState(ctx context.Context) (lastKnown, error) {
 	if errors.Is(err, state.ErrInUse) {
 		return lastKnown{}, fmt.Errorf("another flanneld runs with subnet file %s: %w", d.opts.SubnetFile, err)
 	}
+	d.record = newRecord(file)
 	if err != nil {
 		log.Error(err, "going on without a state directory: a restart will depend on the store")
 		return lastKnown{}, nil
 	}
-	d.record = newRecord(file)
 	d.group.Go(func() error { return d.record.run(ctx) })
 	last, _, err := file.Load()
 	if err != nil {

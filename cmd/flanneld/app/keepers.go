@@ -65,10 +65,9 @@ const (
 	saveShare = 500
 )
 
-// record is the last known state, in memory and on disk. A nil record does
-// nothing.
+// record is the last known state, in memory and on disk.
 type record struct {
-	file    *state.File[lastKnown]
+	file    *state.File[lastKnown] // nil: nowhere on disk
 	loop    *loop.Loop
 	failing bool
 	wrote   bool // something in the background
@@ -88,9 +87,6 @@ func newRecord(file *state.File[lastKnown]) *record {
 
 // set replaces the state and writes it before anybody depends on it.
 func (r *record) set(now lastKnown) {
-	if r == nil {
-		return
-	}
 	r.mu.Lock()
 	r.now, r.known, r.changed = now, true, true
 	r.mu.Unlock()
@@ -102,9 +98,6 @@ func (r *record) set(now lastKnown) {
 // get returns the state, as far as it was told; ok is false if there is none
 // yet.
 func (r *record) get() (now lastKnown, ok bool) {
-	if r == nil {
-		return lastKnown{}, false
-	}
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	return r.now, r.known
@@ -113,9 +106,6 @@ func (r *record) get() (now lastKnown, ok bool) {
 // update changes the state, once there is one, and has it written before
 // long. What the state refers to must not change any more.
 func (r *record) update(change func(now *lastKnown)) {
-	if r == nil {
-		return
-	}
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if r.known {
@@ -126,11 +116,7 @@ func (r *record) update(change func(now *lastKnown)) {
 }
 
 // check has the file written again if somebody has removed or altered it.
-func (r *record) check() {
-	if r != nil {
-		r.loop.Wake()
-	}
-}
+func (r *record) check() { r.loop.Wake() }
 
 func (r *record) run(ctx context.Context) error { return r.loop.Run(ctx) }
 
@@ -163,20 +149,20 @@ func (r *record) pause(took time.Duration) time.Duration {
 
 // written reports whether the file has all that is known.
 func (r *record) written() bool {
-	if r == nil {
-		return true
-	}
 	r.writing.Lock()
 	defer r.writing.Unlock()
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	return !r.changed
+	return !r.changed || r.file == nil
 }
 
 // flush writes what has changed, or is not in the file any more.
 func (r *record) flush() (wrote bool, err error) {
 	r.writing.Lock()
 	defer r.writing.Unlock()
+	if r.file == nil {
+		return false, nil
+	}
 	intact := r.file.Intact()
 	r.mu.Lock()
 	now, due := r.now, r.changed || r.known && !intact
@@ -199,9 +185,8 @@ func (r *record) flush() (wrote bool, err error) {
 
 // close writes what has changed and lets the file go.
 func (r *record) close() {
-	if r == nil {
-		return
-	}
 	_, _ = r.flush()
-	_ = r.file.Close()
+	if r.file != nil {
+		_ = r.file.Close()
+	}
 }

@@ -19,3 +19,24 @@ func TestSavePause(t *testing.T) {
 		}
 	}
 }
+
+// TestRecordWithoutFile: what is known is known, if only as long as the daemon runs.
+func TestRecordWithoutFile(t *testing.T) {
+	r := newRecord(nil)
+	defer r.close()
+	renew := func(end time.Time) { r.update(func(now *lastKnown) { now.Own.Expires = end }) }
+	start := time.Now()
+	renew(start)
+	if now, ok := r.get(); ok {
+		t.Errorf("before it is told anything it knows %v", now)
+	}
+	r.set(lastKnown{})
+	r.check()
+	renew(start.Add(time.Hour))
+	if now, ok := r.get(); !ok || !now.Own.Expires.Equal(start.Add(time.Hour)) {
+		t.Errorf("the lease ends at %s, want the new end %s", now.Own.Expires, start.Add(time.Hour))
+	}
+	if !r.written() {
+		t.Error("there is something to wait for")
+	}
+}

@@ -89,9 +89,8 @@ func (d *daemon) inspect(ctx context.Context, holdings bool) (lastKnown, backend
 		return lastKnown{}, backend.Inspection{}
 	}
 	now := s.now
-	if last, ok := d.record.get(); ok {
-		now.Own = last.Own // renewed since
-	}
+	last, _ := d.record.get()
+	now.Own = last.Own // renewed since
 	in, err := s.syncer.Inspect(ctx, holdings)
 	if err != nil {
 		in.Err = err
