@@ -8,6 +8,7 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
+	"time"
 
 	"golang.org/x/sync/errgroup"
 
@@ -186,6 +187,31 @@ func TestConfigurationChangeAndLostSubnet(t *testing.T) {
 			})
 		})
 	}
+}
+
+// TestFormerDeviceIsForgotten: once the device of the former VNI is removed its name is
+// the operator's, also when the external interface changes.
+func TestFormerDeviceIsForgotten(t *testing.T) {
+	t.Parallel()
+	l := newLab(t, lab.Config{Hosts: 1}, `{"Type":"vxlan"}`)
+	h := l.Host(1)
+	expectStop(t, startOne(t, h, lab.FlanneldOptions{}))
+	putNetwork(t, l, v4, `{"Type":"vxlan","VNI":7}`)
+	d := startOne(t, h, lab.FlanneldOptions{})
+	expectLog(t, d, "removed what a former configuration had left")
+	for _, mtu := range []string{"1400", "1450"} {
+		out, err := h.Exec(background(t), "sh", "-ec",
+			"ip link show flannel.1 || ip link add flannel.1 type vxlan id 99 dstport 4789; ip link set eth0 mtu "+mtu)
+		if err != nil {
+			t.Fatalf("%v: %s", err, out)
+		}
+		expectLog(t, d, `"the external interface has changed" name="eth0" index=2 mtu=`+mtu)
+		pause(t, time.Second)
+	}
+	if all := everything(t, h); !strings.Contains(all, "flannel.1:") {
+		t.Errorf("the operator's device is gone:\n%s", all)
+	}
+	expectOnce(t, d, "removed what a former configuration had left")
 }
 
 // TestConfigurationChangeInterrupted kills the daemon at various moments after

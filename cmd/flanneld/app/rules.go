@@ -46,11 +46,11 @@ type ruleKeeper struct {
 	applier   firewall.Applier
 	leftovers []leftover
 	tried     chan struct{} // closed after the first attempt
-	cleaned   atomic.Bool
 
 	inPlace   bool // the last pass succeeded
 	failing   bool // that is logged
 	uncleaned bool // and so is that
+	cleaned   bool
 	limit     *rate.Limiter
 	repaired  int // and not logged yet
 	logged    time.Time
@@ -147,7 +147,7 @@ func (k *ruleKeeper) variants(ctx context.Context, a *iptables.Applier, tried fu
 }
 
 func (k *ruleKeeper) step(ctx context.Context) error {
-	if err := k.pass(ctx); err != nil || k.cleaned.Load() || ctx.Err() != nil {
+	if err := k.pass(ctx); err != nil || k.cleaned || ctx.Err() != nil {
 		return err
 	}
 	k.policy.Former = nil // another daemon may have such a network from now on
@@ -210,7 +210,7 @@ func (k *ruleKeeper) clean(ctx context.Context) error {
 			return err
 		}
 	}
-	k.cleaned.Store(true)
+	k.cleaned = true
 	k.done()
 	return nil
 }

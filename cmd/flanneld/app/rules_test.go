@@ -88,7 +88,7 @@ func TestRuleKeeper(t *testing.T) {
 				t.Errorf("step %d: %v", i, err)
 			}
 		}
-		if !slices.Equal(reports, []error{broken, broken, nil, nil, nil}) || done != 1 || !k.cleaned.Load() {
+		if !slices.Equal(reports, []error{broken, broken, nil, nil, nil}) || done != 1 || !k.cleaned {
 			t.Errorf("reports %v, cleaned %d times", reports, done)
 		}
 		for i, p := range active.seen {

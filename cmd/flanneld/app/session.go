@@ -79,7 +79,7 @@ func (unanswered) Acquire(ctx context.Context, _ subnet.Config, _ subnet.Claim) 
 // session is the part of the daemon that depends on configuration, interface
 // and lease.
 type session struct {
-	now    lastKnown // without the peers, which the ledger has
+	now    lastKnown // as it began, without the peers, which the ledger has
 	mtu    int       // bytes, of every path
 	ledger *subnet.Ledger
 	syncer *backend.Syncer
@@ -241,14 +241,7 @@ func (d *daemon) publish(ctx context.Context, m subnet.Manager, cfg subnet.Confi
 // that has changed. The kernel stays as it is in between.
 func (d *daemon) move(ctx context.Context, s *session, to underlay.Interface, changed <-chan underlay.Interface) (next *session, err error) {
 	s.stop()
-	now := s.now
-	now.Peers = s.ledger.State()
-	if s.rules.cleaned.Load() {
-		now.Rules = nil
-	}
-	if last, ok := d.record.get(); ok {
-		now.Own = last.Own // renewed meanwhile
-	}
+	peers := s.ledger.State()
 	logMoved(ctx, to)
 	err = d.retry(ctx, "the changed external interface cannot be used yet", func() (err error) {
 		select {
@@ -256,7 +249,7 @@ func (d *daemon) move(ctx context.Context, s *session, to underlay.Interface, ch
 			logMoved(ctx, to)
 		default:
 		}
-		next, err = d.serveOn(ctx, to, now)
+		next, err = d.serveOn(ctx, to, peers)
 		if err != nil {
 			d.health.Beat()
 			d.report(ctx, partDatapath, err)
@@ -272,7 +265,9 @@ func logMoved(ctx context.Context, to underlay.Interface) {
 
 // serveOn starts a session on interface to. Own subnets and backend data stay,
 // the public addresses follow.
-func (d *daemon) serveOn(ctx context.Context, to underlay.Interface, now lastKnown) (*session, error) {
+func (d *daemon) serveOn(ctx context.Context, to underlay.Interface, peers subnet.LedgerState) (*session, error) {
+	now, _ := d.record.get() // renewed, and cleared of what was former, since the session before began
+	now.Peers, now.peers = peers, nil
 	be, _, err := d.registry.New(d.env(to, now.Config))
 	if err != nil {
 		return nil, err
