@@ -271,13 +271,16 @@ func (d *daemon) acquire(ctx context.Context, m subnet.Manager, be backend.Backe
 	return own, nil
 }
 
-// retry repeats try until it succeeds or ctx ends. What keeps it from
-// succeeding is logged once.
+// retry repeats try until it succeeds or ctx ends; a success is one even then. What
+// keeps it from succeeding is logged once.
 func (d *daemon) retry(ctx context.Context, what string, try func() error) error {
 	logged := ""
 	for {
 		err := try()
-		if err == nil || ctx.Err() != nil {
+		if err == nil {
+			return nil
+		}
+		if ctx.Err() != nil {
 			return oneline.Join(err, ctx.Err())
 		}
 		if errors.Is(err, subnet.ErrUnfit) || errors.Is(err, errConfigChanged) {

@@ -1,0 +1,109 @@
+package app
+
+import (
+	"context"
+	"encoding/json"
+	"net/netip"
+	"path/filepath"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"flanneld/backend"
+	"flanneld/pkg/dataplane"
+	"flanneld/pkg/underlay"
+	"flanneld/subnet"
+)
+
+// link is an external interface with that MTU and address.
+func link(mtu int, addr string) underlay.Interface {
+	a := netip.MustParseAddr(addr)
+	return underlay.Interface{Name: "eth0", Index: 2, MTU: mtu, Addrs: []underlay.Address{{Local: a, Public: a}}}
+}
+
+// starter is a backend whose Start is scripted, and the network that it starts.
+type starter struct {
+	env   backend.Env
+	start func(backend.Env) error
+	close func()
+}
+
+func (starter) Scope() dataplane.Scope { return dataplane.Scope{} }
+
+func (starter) Claim(_ context.Context, prev subnet.Claim) (subnet.Claim, error) { return prev, nil }
+
+func (s starter) Start(context.Context, subnet.Lease) (backend.Network, error) {
+	return s, s.start(s.env)
+}
+
+func (starter) MTU() int { return 1450 }
+
+func (starter) Check(subnet.Lease) ([]string, error) { return nil, nil }
+
+func (starter) Sync(context.Context, backend.Set) (backend.Outcome, error) {
+	return backend.Outcome{}, nil
+}
+
+func (starter) Changed() <-chan struct{} { return nil }
+
+func (s starter) Close() error {
+	s.close()
+	return nil
+}
+
+// silent is a store that does not answer, and counts reconnections.
+type silent struct {
+	unanswered
+	reconnections int
+}
+
+func (s *silent) Reconnect() { s.reconnections++ }
+
+// working is a daemon that has a session on interface from.
+func working(t *testing.T, be starter, from underlay.Interface) (*daemon, *session) {
+	t.Helper()
+	registry, err := backend.NewRegistry(backend.Entry{
+		Type: "scripted",
+		Factory: func(_ json.RawMessage, env backend.Env) (backend.Backend, []string, error) {
+			be := be
+			be.env = env
+			return be, nil, nil
+		},
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	o := Options{Resync: time.Minute, Firewall: firewallIPTables, SubnetFile: filepath.Join(t.TempDir(), "subnet.env")}
+	d := &daemon{opts: o, registry: registry, health: newHealth(o), fit: &runtimeFit{}, record: newRecord(nil), up: make(chan struct{})}
+	now := lastKnown{Config: subnet.Config{BackendType: "scripted"}, Interface: from}
+	d.record.set(now)
+	done := make(chan struct{})
+	close(done)
+	return d, &session{now: now, ledger: &subnet.Ledger{}, cancel: func() {}, done: done}
+}
+
+// TestStopWhileMoving stops the daemon while a session on another interface starts,
+// which succeeds all the same: the session has ended when the work has.
+func TestStopWhileMoving(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		ctx, cancel := context.WithCancel(t.Context())
+		closing, closed := false, make(chan struct{})
+		be := starter{
+			start: func(backend.Env) error { cancel(); return nil },
+			close: func() { closing = true; <-closed },
+		}
+		d, s := working(t, be, link(1500, "192.0.2.1"))
+		changed := make(chan underlay.Interface, 1)
+		changed <- link(1400, "192.0.2.1")
+		ended := make(chan error, 1)
+		go func() { ended <- d.work(ctx, &silent{}, s, changed) }()
+		synctest.Wait()
+		if !closing || len(ended) > 0 {
+			t.Errorf("the network is being closed: %v, the work has ended: %v", closing, len(ended) > 0)
+		}
+		close(closed)
+		if err := <-ended; err != nil {
+			t.Error(err)
+		}
+	})
+}
