@@ -192,10 +192,7 @@ func (d *daemon) work(ctx context.Context, m store, s *session, changed <-chan u
 			s.stop()
 			return err
 		}
-		if !slices.Equal(to.Addrs, s.now.Interface.Addrs) {
-			m.Reconnect()
-		}
-		if s, err = d.move(ctx, s, to, changed); err != nil {
+		if s, err = d.move(ctx, m, s, to, changed); err != nil {
 			return ended(ctx, err)
 		}
 	}
@@ -239,14 +236,15 @@ func (d *daemon) publish(ctx context.Context, m subnet.Manager, cfg subnet.Confi
 
 // move ends s and returns a session on another external interface, or on one
 // that has changed. The kernel stays as it is in between.
-func (d *daemon) move(ctx context.Context, s *session, to underlay.Interface, changed <-chan underlay.Interface) (next *session, err error) {
+func (d *daemon) move(ctx context.Context, m store, s *session, to underlay.Interface, changed <-chan underlay.Interface) (next *session, err error) {
+	follow(ctx, m, s.now.Interface, to)
 	s.stop()
 	peers := s.ledger.State()
-	logMoved(ctx, to)
 	err = d.retry(ctx, "the changed external interface cannot be used yet", func() (err error) {
 		select {
-		case to = <-changed:
-			logMoved(ctx, to)
+		case newer := <-changed:
+			follow(ctx, m, to, newer)
+			to = newer
 		default:
 		}
 		next, err = d.serveOn(ctx, to, peers)
@@ -259,7 +257,12 @@ func (d *daemon) move(ctx context.Context, s *session, to underlay.Interface, ch
 	return next, err
 }
 
-func logMoved(ctx context.Context, to underlay.Interface) {
+// follow is for what does not wait for a session: what is sent from an address that
+// is gone gets no answer.
+func follow(ctx context.Context, m store, from, to underlay.Interface) {
+	if !slices.Equal(to.Addrs, from.Addrs) {
+		m.Reconnect()
+	}
 	klog.FromContext(ctx).Info("the external interface has changed", "name", to.Name, "index", to.Index, "mtu", to.MTU, "addresses", describe(to))
 }
 

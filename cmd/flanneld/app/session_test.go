@@ -3,8 +3,10 @@ package app
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"net/netip"
 	"path/filepath"
+	"slices"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -104,6 +106,34 @@ func TestStopWhileMoving(t *testing.T) {
 		close(closed)
 		if err := <-ended; err != nil {
 			t.Error(err)
+		}
+	})
+}
+
+// TestMoveTwice has the address change while the daemon cannot follow an earlier change:
+// then the store is asked from the new address.
+func TestMoveTwice(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		ctx, cancel := context.WithCancel(t.Context())
+		changed, store := make(chan underlay.Interface, 1), &silent{}
+		var tried []int
+		be := starter{close: func() {}, start: func(env backend.Env) error {
+			tried = append(tried, env.Underlay.MTU)
+			switch len(tried) {
+			case 1:
+				changed <- link(1300, "192.0.2.9")
+			case 3:
+				cancel()
+			}
+			return errors.New("not yet")
+		}}
+		d, s := working(t, be, link(1500, "192.0.2.1"))
+		changed <- link(1400, "192.0.2.1")
+		if err := d.work(ctx, store, s, changed); err != nil {
+			t.Error(err)
+		}
+		if want := []int{1400, 1300, 1300}; !slices.Equal(tried, want) || store.reconnections != 1 {
+			t.Errorf("tried on MTUs %v and reconnected %d times, want %v and once", tried, store.reconnections, want)
 		}
 	})
 }
