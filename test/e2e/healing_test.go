@@ -692,6 +692,25 @@ func addressChangesWhileTheStoreIsAway(t *testing.T, restarted bool) {
 	p.hasMoved(t, had)
 }
 
+// TestReadyAgainWhileTheStoreIsAway: the address changes while another device has the
+// VNI. Once that is gone the daemon is ready, as it was, and needs no store for that.
+func TestReadyAgainWhileTheStoreIsAway(t *testing.T) {
+	p := newPatient(t, "vxlan", v4)
+	d := p.host.Daemon()
+	p.lab.Etcd().Kill()
+	p.run(t, "ip link set flannel.1 name other")
+	p.moves(t)
+	expectLog(t, d, "the changed external interface cannot be used yet")
+	if status, body, _ := d.Get(background(t), "/readyz"); status != 503 || !strings.Contains(body, "data path:") {
+		t.Errorf("/readyz says %d %q, want 503 for the data path", status, body)
+	}
+	p.run(t, "ip link del other")
+	expectReady(t, d)
+	if !strings.Contains(everything(t, p.host), "local 192.168.77.101") {
+		t.Errorf("it is ready without a device:\n%s", everything(t, p.host))
+	}
+}
+
 // moves gives the host another IPv4 address.
 func (p *patient) moves(t *testing.T) {
 	t.Helper()

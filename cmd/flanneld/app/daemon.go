@@ -102,16 +102,19 @@ func (d *daemon) report(ctx context.Context, part string, err error) {
 	})
 }
 
-// written reports whether the state file has all that is known, or there is no need
-// to wait for it: before the daemon was ready.
-func (d *daemon) written() bool {
+// wasReady reports whether the daemon has become ready, whatever it is now.
+func (d *daemon) wasReady() bool {
 	select {
 	case <-d.up:
-		return d.record.written()
-	default:
 		return true
+	default:
+		return false
 	}
 }
+
+// written reports whether the state file has all that is known, or there is no need
+// to wait for it: before the daemon was ready.
+func (d *daemon) written() bool { return !d.wasReady() || d.record.written() }
 
 // run starts the daemon's work, member by member, and then keeps the lease.
 func (d *daemon) run(ctx context.Context) error {

@@ -118,7 +118,8 @@ func (d *daemon) serve(ctx context.Context, be backend.Backend, now lastKnown) (
 		OnSync: func(p backend.Pass) {
 			d.health.Beat()
 			d.metrics.Synced(p.Took, p.Repaired, p.Err)
-			if p.Complete || p.Err != nil {
+			// What the first session had of the store the ones behind it go on with.
+			if p.Complete || p.Err != nil || d.wasReady() {
 				d.report(ctx, partDatapath, p.Err)
 			}
 			if p.Complete && p.Err == nil {
