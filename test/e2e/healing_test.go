@@ -665,27 +665,35 @@ func TestTwoHostsWithOnePublicAddress(t *testing.T) {
 // TestAddressChangesWhileTheStoreIsAway: the host's own side follows at once,
 // the lease and the peers as soon as the store is back.
 func TestAddressChangesWhileTheStoreIsAway(t *testing.T) {
-	for name, restarted := range map[string]bool{"running": false, "started without the store": true} {
-		t.Run(name, func(t *testing.T) { addressChangesWhileTheStoreIsAway(t, restarted) })
+	for name, restarts := range map[string]struct{ before, after bool }{
+		"running": {}, "started without the store": {before: true}, "started again before it is published": {after: true},
+	} {
+		t.Run(name, func(t *testing.T) { addressChangesWhileTheStoreIsAway(t, restarts.before, restarts.after) })
 	}
 }
 
-func addressChangesWhileTheStoreIsAway(t *testing.T, restarted bool) {
+func addressChangesWhileTheStoreIsAway(t *testing.T, before, after bool) {
 	p := newPatient(t, "vxlan", v4)
 	had := leaseOf(t, p.lab, p.host)
-	before := condition(t, p.host)
-	p.lab.Etcd().Kill()
-	if restarted {
+	was := condition(t, p.host)
+	restart := func() {
 		expectStop(t, p.host.Daemon())
 		expectLog(t, start(t, p.host, lab.FlanneldOptions{}), "going on from the last known state")
 	}
+	p.lab.Etcd().Kill()
+	if before {
+		restart()
+	}
 	p.moves(t)
 	var want []string
-	for _, line := range before {
+	for _, line := range was {
 		want = append(want, replaceWord(line, "192.168.77.1", "192.168.77.101"))
 	}
 	slices.Sort(want)
 	expectCondition(t, p.host, want)
+	if after {
+		restart()
+	}
 	if err := p.lab.Etcd().Start(background(t)); err != nil {
 		t.Fatal(err)
 	}

@@ -46,6 +46,7 @@ type lastKnown struct {
 	Config    subnet.Config      `json:"config"`
 	Interface underlay.Interface `json:"interface"`
 	Own       subnet.Lease       `json:"own"`
+	Stored    *subnet.Lease      `json:"stored,omitempty"` // Own as it was published; nil: as it is
 	Peers     subnet.LedgerState `json:"peers"`
 	Former    []former           `json:"former,omitempty"` // that may still show in the kernel
 	Rules     []netip.Prefix     `json:"rules,omitempty"`  // networks besides Config's that the firewall may still name
@@ -201,7 +202,7 @@ func (d *daemon) prepare(ctx context.Context, m store, last lastKnown) (backend.
 		return nil, last, err
 	}
 	last.Former, last.Rules = d.outlived(last, be), formerNetworks(last, cfg)
-	last.Config, last.Interface, last.Own, last.PublicIPs = cfg, iface, own, d.public
+	last.Config, last.Interface, last.Own, last.Stored, last.PublicIPs = cfg, iface, own, nil, d.public
 	return be, last, nil
 }
 

@@ -1,6 +1,7 @@
 package app
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"slices"
@@ -43,7 +44,7 @@ func (d *daemon) resume(ctx context.Context, m store, last lastKnown) (stop func
 	}
 	log.Info("going on from the last known state until the store answers", "lease", last.Own.Key)
 	if h, ok := m.(interface{ Held(own subnet.Lease) }); ok {
-		h.Held(last.Own)
+		h.Held(*cmp.Or(last.Stored, &last.Own))
 	}
 	ctx, cancel := context.WithCancel(ctx)
 	changed := make(chan underlay.Interface, 1)
@@ -231,6 +232,7 @@ func (d *daemon) publish(ctx context.Context, m subnet.Manager, cfg subnet.Confi
 	if published.Key != own.Key {
 		return fmt.Errorf("%w: %s is not to be had with the new address, but %s", subnet.ErrLeaseLost, own.Key, published.Key)
 	}
+	d.record.update(func(now *lastKnown) { now.Stored = nil })
 	klog.FromContext(ctx).Info("own lease is up to date", "lease", own.Key)
 	return nil
 }
@@ -279,6 +281,9 @@ func (d *daemon) serveOn(ctx context.Context, to underlay.Interface, peers subne
 	claim, err := be.Claim(ctx, subnet.Claim{BackendType: now.Own.BackendType, Endpoints: now.Own.Endpoints})
 	if err != nil {
 		return nil, err
+	}
+	if stored := now.Own; now.Stored == nil {
+		now.Stored = &stored
 	}
 	now.Interface, now.Own.Endpoints = to, claim.Endpoints
 	s, err := d.serve(ctx, be, now)
