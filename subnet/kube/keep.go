@@ -190,11 +190,12 @@ func subnets(c subnet.Claim) []netip.Prefix {
 }
 
 // await watches the own Node from s on. It returns errLook once changed says
-// so of it, or once the network is ready, and nil when the watch has ended.
+// so of it, or once the network is ready if it was not when s was read, and nil
+// when the watch has ended.
 func (m *Manager) await(ctx context.Context, s *self, changed func(now *self) bool) error {
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
-	if m.cfg.Ready != nil && !m.ready() {
+	if m.cfg.Ready != nil && !s.ready {
 		go func() {
 			select {
 			case <-m.cfg.Ready:

@@ -291,6 +291,42 @@ func TestCondition(t *testing.T) {
 	eventually(t, "condition that was flipped", good)
 }
 
+// The return of the API may be all that the node's network has waited for.
+func TestReadyAsTheAPIReturns(t *testing.T) {
+	f := newFixture(t, sharedServer(t))
+	f.setConfig(t, configV4)
+	f.addNode(t, "n1", cidrs(1)...)
+	p := newProxy(t, f.server)
+	ready, away := make(chan struct{}), make(chan struct{})
+	goAway, becomeReady := sync.OnceFunc(func() { close(away) }), sync.OnceFunc(func() { close(ready) })
+	m := f.manager(t, "n1", func(c *Config) {
+		c.Ready, c.Kubeconfig = ready, f.kubeconfig(t, p.URL, flannel)
+		c.OnStatus = func(err error) {
+			if err != nil {
+				goAway()
+				return
+			}
+			select {
+			case <-away:
+				becomeReady()
+			default:
+			}
+		}
+	})
+	own := acquire(t, m, vxlanClaim("192.0.2.1"))
+	p.answer(status(http.StatusServiceUnavailable))
+	keep(t, m, own)
+	<-away
+	p.answer(nil)
+	eventually(t, "condition", func() error {
+		conditions := f.node(t, "n1").Status.Conditions
+		if len(conditions) != 1 || conditions[0].Status != "False" {
+			return fmt.Errorf("it has %v", conditions)
+		}
+		return nil
+	})
+}
+
 func status500(w http.ResponseWriter) bool { return status(http.StatusInternalServerError)(w, nil) }
 
 // TestNothingToWrite starts again on a Node that is as it should be.

@@ -31,6 +31,7 @@ type self struct {
 	network  string // status of the condition NetworkUnavailable
 	revision int64  // of the store, then
 	read     time.Time
+	ready    bool // the network was, then
 }
 
 func newSelf(o *object, revision int64) *self {
@@ -65,7 +66,7 @@ func (m *Manager) read(ctx context.Context, name string, revision int64) (*self,
 		}
 		return nil, fmt.Errorf("read node %s: %w", name, err)
 	}
-	s.revision, s.read = l.revision, time.Now()
+	s.revision, s.read, s.ready = l.revision, time.Now(), m.ready()
 	return s, nil
 }
 
