@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"context"
 	"fmt"
+	"net/netip"
 	"slices"
 	"sync"
 	"time"
@@ -218,8 +219,8 @@ func (d *daemon) attend(ctx context.Context, m subnet.Manager, s *session, chang
 	return to, group.Wait()
 }
 
-// publish has the store hold the own lease as it is here, under the key that
-// it has there.
+// publish has the store hold the own lease as it is here, under the key and on
+// the subnets that it has there: a key may outlive its subnets.
 func (d *daemon) publish(ctx context.Context, m subnet.Manager, cfg subnet.Config, own subnet.Lease) error {
 	var published subnet.Lease
 	err := d.retry(ctx, "the own lease is not published with its new address", func() (err error) {
@@ -229,12 +230,21 @@ func (d *daemon) publish(ctx context.Context, m subnet.Manager, cfg subnet.Confi
 	if err != nil {
 		return err
 	}
-	if published.Key != own.Key {
-		return fmt.Errorf("%w: %s is not to be had with the new address, but %s", subnet.ErrLeaseLost, own.Key, published.Key)
+	had, has := subnetsOf(own), subnetsOf(published)
+	if published.Key != own.Key || !slices.Equal(has, had) {
+		return fmt.Errorf("%w: %s with %v is not to be had with the new address, but %s with %v", subnet.ErrLeaseLost, own.Key, had, published.Key, has)
 	}
 	d.record.update(func(now *lastKnown) { now.Stored = nil })
 	klog.FromContext(ctx).Info("own lease is up to date", "lease", own.Key)
 	return nil
+}
+
+func subnetsOf(l subnet.Lease) []netip.Prefix {
+	var ps []netip.Prefix
+	for _, e := range l.Endpoints {
+		ps = append(ps, e.Subnet)
+	}
+	return ps
 }
 
 // move ends s and returns a session on another external interface, or on one

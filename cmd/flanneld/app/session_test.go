@@ -7,6 +7,7 @@ import (
 	"net/netip"
 	"path/filepath"
 	"slices"
+	"strings"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -136,4 +137,21 @@ func TestMoveTwice(t *testing.T) {
 			t.Errorf("tried on MTUs %v and reconnected %d times, want %v and once", tried, store.reconnections, want)
 		}
 	})
+}
+
+// otherSubnet is a manager that has another subnet for this node, under the key
+// that it had.
+type otherSubnet struct{ subnet.Manager }
+
+func (otherSubnet) Acquire(_ context.Context, _ subnet.Config, c subnet.Claim) (subnet.Lease, error) {
+	return subnet.Lease{Key: "node1", Endpoints: []subnet.Endpoint{{Subnet: netip.MustParsePrefix("10.5.2.0/24"), PublicIP: c.Endpoints[0].PublicIP}}}, nil
+}
+
+// In Kubernetes a lease has the key of its node, whatever its subnet.
+func TestPublishOnAnotherSubnet(t *testing.T) {
+	own := subnet.Lease{Key: "node1", Endpoints: []subnet.Endpoint{{Subnet: netip.MustParsePrefix("10.5.1.0/24"), PublicIP: netip.MustParseAddr("192.0.2.1")}}}
+	err := (&daemon{}).publish(t.Context(), otherSubnet{}, subnet.Config{}, own)
+	if !errors.Is(err, subnet.ErrLeaseLost) || !strings.Contains(err.Error(), "10.5.1.0/24") || !strings.Contains(err.Error(), "10.5.2.0/24") {
+		t.Errorf("got %v, want ErrLeaseLost with both subnets", err)
+	}
 }
