@@ -63,9 +63,7 @@ func (m *Manager) acquire(ctx context.Context, s *self, cfg subnet.Config, c sub
 	defer m.writing.Unlock()
 	claim := subnet.Claim{BackendType: c.BackendType, Endpoints: es}
 	want, wrong := m.wanted(s, claim)
-	if wrong != nil {
-		m.ignored(ctx, wrong)
-	}
+	m.complain(ctx, wrong)
 	if changes := m.decoder.keys.difference(s.published(), want); len(changes) > 0 {
 		if err := m.annotate(ctx, name, changes); err != nil {
 			return subnet.Lease{}, err

@@ -64,7 +64,6 @@ func (m *Manager) Keep(ctx context.Context, own subnet.Lease) error {
 type keeper struct {
 	*Manager
 	missing bool
-	wrong   string
 }
 
 // round looks at the own Node, makes it right, and then waits until it is not.
@@ -91,7 +90,7 @@ type todo struct {
 	annotate map[string]*string
 	announce bool
 	lost     bool
-	wrong    error // annotation that is ignored
+	wrong    error // annotations that are ignored
 }
 
 // todo returns nil if there is nothing to do.
@@ -105,7 +104,7 @@ func (m *Manager) todo(s *self) *todo {
 		annotate: m.decoder.keys.difference(s.published(), want), lost: lost(own, s),
 		announce: m.ready() && s.network != "False", wrong: wrong,
 	}
-	if len(t.annotate) == 0 && !t.announce && !t.lost {
+	if len(t.annotate) == 0 && !t.announce && !t.lost && textOf(wrong) == *m.ignores.Load() {
 		return nil
 	}
 	return t
@@ -169,16 +168,20 @@ func (k *keeper) ensure(ctx context.Context, s *self) (restored bool, err error)
 	return restored, nil
 }
 
-// complain says once what is wrong with the annotations of an administrator.
-func (k *keeper) complain(ctx context.Context, wrong error) {
-	text := ""
-	if wrong != nil {
-		text = wrong.Error()
+// complain says what is wrong with the annotations of an administrator, unless that
+// is what it said last.
+func (m *Manager) complain(ctx context.Context, wrong error) {
+	text := textOf(wrong)
+	if before := m.ignores.Swap(&text); *before != text && wrong != nil {
+		m.ignored(ctx, wrong)
 	}
-	if text != k.wrong && wrong != nil {
-		k.ignored(ctx, wrong)
+}
+
+func textOf(err error) string {
+	if err == nil {
+		return ""
 	}
-	k.wrong = text
+	return err.Error()
 }
 
 func subnets(c subnet.Claim) []netip.Prefix {

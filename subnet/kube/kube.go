@@ -72,8 +72,9 @@ type Manager struct {
 	writing      sync.Mutex  // held by who writes the own Node
 	policiesSeen atomic.Bool // whether there are NetworkPolicies has been told
 
-	own    atomic.Pointer[subnet.Claim]
-	warned atomic.Pointer[string] // configuration whose warnings were logged
+	own     atomic.Pointer[subnet.Claim]
+	warned  atomic.Pointer[string] // configuration whose warnings were logged
+	ignores atomic.Pointer[string] // what was said last of own annotations that are ignored
 }
 
 var _ subnet.Manager = (*Manager)(nil)
@@ -129,6 +130,7 @@ func New(cfg Config) (*Manager, error) {
 	m.former.Store(&former{cfg.Own, cfg.Known})
 	m.cfg.Known = subnet.LedgerState{}
 	m.events = newRecorder(m)
+	m.ignores.Store(new(string))
 	if cfg.NodeName != "" {
 		m.name.Store(&cfg.NodeName)
 	}

@@ -16,6 +16,8 @@ import (
 	"time"
 
 	"github.com/google/go-cmp/cmp"
+	"k8s.io/klog/v2"
+	"k8s.io/klog/v2/ktesting"
 
 	"flanneld/subnet"
 	"flanneld/subnet/subnettest"
@@ -191,12 +193,46 @@ func TestPublicIPOverwrite(t *testing.T) {
 	f.expectNotes(t, "n1", map[string]string{"public-ip": "192.0.2.1", "public-ipv6": "2001:db8::99"})
 	f.note(t, "n1", map[string]any{anno("public-ipv6-overwrite"): "nonsense", anno("public-ip"): "6.6.6.6"})
 	f.expectNotes(t, "n1", map[string]string{"public-ip": "192.0.2.1", "public-ipv6": "2001:db8::1"})
+	f.expectEvent(t, "n1", "nonsense")
+}
+
+func (f *fixture) expectEvent(t *testing.T, name, text string) {
+	t.Helper()
 	eventually(t, "event", func() error {
-		if got := f.events(t, "n1"); !slices.ContainsFunc(got, func(s string) bool { return strings.Contains(s, "nonsense") }) {
+		if got := f.events(t, name); !slices.ContainsFunc(got, func(s string) bool { return strings.Contains(s, text) }) {
 			return fmt.Errorf("events are %q", got)
 		}
 		return nil
 	})
+}
+
+// An administrator who writes nonsense is told, whether there is anything else to
+// do or not, and once.
+func TestOverwriteThatIsIgnored(t *testing.T) {
+	f := newFixture(t, sharedServer(t))
+	f.setConfig(t, configV4)
+	f.addNode(t, "n1", cidrs(1)...)
+	f.note(t, "n1", map[string]any{anno("public-ip-overwrite"): "nonsense"})
+	p := newProxy(t, f.server)
+	m := f.manager(t, "n1", func(c *Config) { c.Kubeconfig = f.kubeconfig(t, p.URL, flannel) })
+	p.answer(func(w http.ResponseWriter, r *http.Request) bool {
+		return r.Method == http.MethodPatch && (len(p.requests()) < 10 && status500(w))
+	})
+	logger := ktesting.NewLogger(t, ktesting.NewConfig(ktesting.BufferLogs(true)))
+	own, err := subnettest.Acquire(klog.NewContext(t.Context(), logger), m, vxlanClaim("192.0.2.1"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	log := logger.GetSink().(ktesting.Underlier).GetBuffer().String()
+	if n := strings.Count(log, "is ignored"); n != 1 {
+		t.Errorf("%d lines say that it is ignored, want 1:\n%s", n, log)
+	}
+	keep(t, m, own)
+	f.expectEvent(t, "n1", "nonsense")
+	f.note(t, "n1", map[string]any{anno("public-ip-overwrite"): nil})
+	f.note(t, "n1", map[string]any{anno("public-ip-overwrite"): "rubbish"})
+	f.expectEvent(t, "n1", "rubbish")
+	f.expectNotes(t, "n1", map[string]string{"public-ip": "192.0.2.1"})
 }
 
 func TestNodePublicIP(t *testing.T) {
