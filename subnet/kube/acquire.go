@@ -15,6 +15,7 @@ import (
 func (m *Manager) Acquire(ctx context.Context, cfg subnet.Config, c subnet.Claim) (subnet.Lease, error) {
 	defer m.outage.Forget(starting)
 	waiting := false
+	b := m.backoff()
 	for {
 		var own subnet.Lease
 		var s *self
@@ -36,7 +37,7 @@ func (m *Manager) Acquire(ctx context.Context, cfg subnet.Config, c subnet.Claim
 			continue
 		}
 		m.outage.Report(ctx, starting, err)
-		if err := m.backoff().Wait(ctx, pause(err)); err != nil {
+		if err := b.Wait(ctx, pause(err)); err != nil {
 			return subnet.Lease{}, err
 		}
 	}

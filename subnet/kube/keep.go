@@ -36,7 +36,9 @@ func (m *Manager) Keep(ctx context.Context, own subnet.Lease) error {
 	restores.Least, restores.Most = m.timing.restoreMin, m.timing.restored
 	var last time.Time
 	for {
-		restored, err := k.round(ctx, b.Reset)
+		var begun time.Time
+		restored, err := k.round(ctx, func() { begun = time.Now() })
+		m.lasted(b, begun)
 		if err == nil && restored {
 			// Whoever changes the Node again at once is not answered at once.
 			if time.Since(last) > 10*m.timing.restored {
@@ -66,9 +68,9 @@ type keeper struct {
 	missing bool
 }
 
-// round looks at the own Node, makes it right, and then waits until it is not.
-// restored means that somebody else had changed it.
-func (k *keeper) round(ctx context.Context, alive func()) (restored bool, err error) {
+// round looks at the own Node, makes it right, and then waits until it is not,
+// which waits is told. restored means that somebody else had changed it.
+func (k *keeper) round(ctx context.Context, waits func()) (restored bool, err error) {
 	s, err := k.look(ctx)
 	if err != nil {
 		return false, err
@@ -78,10 +80,10 @@ func (k *keeper) round(ctx context.Context, alive func()) (restored bool, err er
 		return false, err
 	}
 	k.outage.Report(ctx, keeping, nil)
-	alive()
 	if restored {
 		return true, nil
 	}
+	waits()
 	return false, k.await(ctx, s, func(now *self) bool { return k.todo(now) != nil })
 }
 

@@ -747,6 +747,46 @@ func TestRevisionTooOld(t *testing.T) {
 	}
 }
 
+// A server that takes every watch and ends it at once is not asked without end.
+func TestWatchesThatDoNotLast(t *testing.T) {
+	for name, answer := range map[string]func(http.ResponseWriter, *http.Request) bool{
+		"ended":   status(http.StatusOK),
+		"too old": status(http.StatusGone),
+		"fails": func(w http.ResponseWriter, _ *http.Request) bool {
+			_, _ = w.Write([]byte("\x00\x00\x00\x04junk"))
+			return true
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			f := newFixture(t, sharedServer(t))
+			f.setConfig(t, configV4)
+			f.addNode(t, "node1", cidrs(1)...)
+			p := newProxy(t, f.server)
+			p.answer(func(w http.ResponseWriter, r *http.Request) bool { return r.URL.Query().Has("watch") && answer(w, r) })
+			through := func(c *Config) { c.Kubeconfig = f.kubeconfig(t, p.URL, flannel) }
+			m := f.manager(t, "node1", through)
+			own := acquire(t, m, vxlanClaim("192.0.2.1"))
+			subnettest.Watch(t, m)
+			keep(t, m, own)
+			ctx, cancel := context.WithCancel(t.Context())
+			defer cancel()
+			late := make(chan struct{})
+			go func() {
+				defer close(late)
+				_, _ = subnettest.Acquire(ctx, f.manager(t, "late", through), vxlanClaim("192.0.2.2"))
+			}()
+			<-time.After(3 * time.Second)
+			cancel()
+			<-late
+			watches := strings.Count(strings.Join(p.requests(), "\n"), "watch=true")
+			// Three wait for 10, 20, 40 ms and so on, and from then on for 200 ms, give or take half.
+			if watches < 6 || watches > 120 {
+				t.Errorf("%d watches in 3 s, want some 60", watches)
+			}
+		})
+	}
+}
+
 func TestTokenIsRead(t *testing.T) {
 	f := newFixture(t, sharedServer(t))
 	f.setConfig(t, configV4)

@@ -10,6 +10,7 @@ import (
 
 	"k8s.io/klog/v2"
 
+	"flanneld/pkg/outage"
 	"flanneld/subnet"
 )
 
@@ -25,13 +26,15 @@ func (m *Manager) Watch(ctx context.Context, sink func(subnet.Update)) error {
 	defer func() { m.view.Store(v) }()
 	b := m.backoff()
 	for {
+		var begun time.Time
 		err := m.resume(ctx, v, sink)
 		if err == nil {
 			err = m.follow(ctx, v, sink, func() {
-				b.Reset()
+				begun = time.Now()
 				m.outage.Report(ctx, watching, nil)
 			})
 		}
+		m.lasted(b, begun)
 		v.current = err == nil
 		switch {
 		case ctx.Err() != nil:
@@ -42,7 +45,7 @@ func (m *Manager) Watch(ctx context.Context, sink func(subnet.Update)) error {
 			v.revision = 0
 			// All nodes have to list again at this moment, and what a list
 			// costs grows with their number.
-			err = spread(ctx, time.Duration(len(v.entries))*m.timing.spread)
+			err = b.Wait(ctx, rand.N(time.Duration(len(v.entries))*m.timing.spread+1))
 		case !errors.Is(err, errEnded):
 			m.outage.Report(ctx, watching, err)
 			err = b.Wait(ctx, pause(err))
@@ -55,15 +58,11 @@ func (m *Manager) Watch(ctx context.Context, sink func(subnet.Update)) error {
 	}
 }
 
-// spread waits for a random part of d.
-func spread(ctx context.Context, d time.Duration) error {
-	timer := time.NewTimer(rand.N(d + 1))
-	defer timer.Stop()
-	select {
-	case <-ctx.Done():
-		return ctx.Err()
-	case <-timer.C:
-		return nil
+// lasted resets b after a watch that has lasted since it was begun. One that a
+// server takes only to end it is as good as one that it refuses.
+func (m *Manager) lasted(b *outage.Backoff, begun time.Time) {
+	if !begun.IsZero() && time.Since(begun) > m.timing.backoff {
+		b.Reset()
 	}
 }
 
