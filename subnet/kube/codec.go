@@ -189,6 +189,16 @@ func parseAddr(f prefix.Family, text string) (netip.Addr, error) {
 	return a, nil
 }
 
+// parsePublic parses an address that an administrator gives this node: peers refuse
+// one that no host has.
+func parsePublic(f prefix.Family, text string) (netip.Addr, error) {
+	a, err := parseAddr(f, text)
+	if err == nil && (a.IsUnspecified() || a.IsLoopback() || a.IsMulticast() || a == netip.AddrFrom4([4]byte{255, 255, 255, 255})) {
+		err = fmt.Errorf("%q is not an %s address that peers can reach", text, f)
+	}
+	return a, err
+}
+
 // parseData returns nil where there is no data.
 func parseData(text string) (json.RawMessage, error) {
 	if text == "" || text == "null" {

@@ -232,6 +232,8 @@ func TestOverwriteThatIsIgnored(t *testing.T) {
 	f.note(t, "n1", map[string]any{anno("public-ip-overwrite"): nil})
 	f.note(t, "n1", map[string]any{anno("public-ip-overwrite"): "rubbish"})
 	f.expectEvent(t, "n1", "rubbish")
+	f.note(t, "n1", map[string]any{anno("public-ip-overwrite"): "0.0.0.0"})
+	f.expectEvent(t, "n1", "0.0.0.0")
 	f.expectNotes(t, "n1", map[string]string{"public-ip": "192.0.2.1"})
 }
 
@@ -257,6 +259,10 @@ func TestNodePublicIP(t *testing.T) {
 	f.note(t, "n1", map[string]any{anno("node-public-ip"): "nonsense"})
 	if got := get(); got != "[2001:db8::1]" {
 		t.Errorf("with one that is nonsense: %s", got)
+	}
+	f.note(t, "n1", map[string]any{anno("node-public-ip"): "0.0.0.0", anno("node-public-ipv6"): "ff02::1"})
+	if got := get(); got != "[]" {
+		t.Errorf("with addresses that no host has: %s", got)
 	}
 }
 
