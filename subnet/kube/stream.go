@@ -285,12 +285,14 @@ const (
 func (c *client) begin(ctx context.Context, r request) (*http.Response, error) {
 	ctx, cancel := context.WithCancelCause(ctx)
 	late := time.AfterFunc(beginTime, func() { cancel(context.DeadlineExceeded) })
-	defer late.Stop()
 	resp, err := c.do(ctx, r)
-	if err != nil {
-		if errors.Is(context.Cause(ctx), context.DeadlineExceeded) {
-			err = c.explain(context.DeadlineExceeded)
+	if !late.Stop() { // an answer that has come nevertheless has no body
+		if err == nil {
+			_ = resp.Body.Close()
 		}
+		err = c.explain(context.DeadlineExceeded)
+	}
+	if err != nil {
 		cancel(nil)
 		return nil, err
 	}
