@@ -68,7 +68,7 @@ func newClient(cfg *rest.Config, agent string) (*client, error) {
 	cfg.UserAgent = agent
 	// To pack the list of all Nodes takes the server longer than to send it.
 	cfg.DisableCompression = true
-	dialer := connrotation.NewDialer((&net.Dialer{Timeout: dialTimeout, KeepAlive: keepAlive}).DialContext)
+	dialer := connrotation.NewDialer(newDialer().DialContext)
 	cfg.Dial = dialer.DialContext
 	if cfg.BearerTokenFile != "" {
 		// Read again when it is refused, not only every minute.
@@ -87,10 +87,15 @@ func newClient(cfg *rest.Config, agent string) (*client, error) {
 	return &client{host: base.Host, base: base, http: h, dialer: dialer}, nil
 }
 
-const (
-	dialTimeout = 10 * time.Second
-	keepAlive   = 30 * time.Second
-)
+// newDialer returns what makes connections. One that leads nowhere any more is given
+// up after 45 seconds, which is what HTTP/2 has, by itself: over HTTP/1.1, to an
+// http:// URL or through a proxy, a watch depends on the kernel's keep-alive.
+func newDialer() *net.Dialer {
+	return &net.Dialer{
+		Timeout:         10 * time.Second,
+		KeepAliveConfig: net.KeepAliveConfig{Enable: true, Idle: 30 * time.Second, Interval: 5 * time.Second, Count: 3},
+	}
+}
 
 // renew gives up all connections.
 func (c *client) renew() { c.dialer.CloseAll() }

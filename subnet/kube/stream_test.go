@@ -2,8 +2,10 @@ package kube
 
 import (
 	"io"
+	"net"
 	"net/http"
 	"net/url"
+	"syscall"
 	"testing"
 	"testing/iotest"
 	"testing/synctest"
@@ -27,4 +29,38 @@ func TestWatchTakenAtTheLastMoment(t *testing.T) {
 			t.Errorf("got %v, want an error that passes", err)
 		}
 	})
+}
+
+// A connection that leads nowhere any more says nothing: how long a watch waits for
+// it is the kernel's affair, unless HTTP/2 asks.
+func TestDeadConnectionIsGivenUp(t *testing.T) {
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	conn, err := newDialer().DialContext(t.Context(), "tcp", l.Addr().String())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer conn.Close()
+	raw, err := conn.(*net.TCPConn).SyscallConn()
+	if err != nil {
+		t.Fatal(err)
+	}
+	err = raw.Control(func(fd uintptr) {
+		get := func(option int) int {
+			n, err := syscall.GetsockoptInt(int(fd), syscall.IPPROTO_TCP, option)
+			if err != nil {
+				t.Fatal(err)
+			}
+			return n
+		}
+		if after := get(syscall.TCP_KEEPIDLE) + get(syscall.TCP_KEEPINTVL)*get(syscall.TCP_KEEPCNT); after > 45 {
+			t.Errorf("it is given up after %d s, want 45", after)
+		}
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
 }
