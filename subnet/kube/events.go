@@ -2,8 +2,11 @@ package kube
 
 import (
 	"context"
+	"crypto/sha256"
+	"encoding/hex"
 	"encoding/json"
 	"net/url"
+	"strings"
 	"time"
 
 	"golang.org/x/time/rate"
@@ -68,13 +71,14 @@ func (r *recorder) run(ctx context.Context) {
 	}
 }
 
-// sendNow makes an Event at once. It is for what ends the daemon.
+// sendNow makes an Event at once. It is for what ends the daemon. One that a former
+// run made has the same name, and is enough for as long as the server keeps it.
 func (r *recorder) sendNow(ctx context.Context, uid, reason, message string) {
 	name := *r.m.name.Load()
 	now := time.Now().UTC().Truncate(time.Second)
 	body, err := json.Marshal(map[string]any{
 		"apiVersion": "v1", "kind": "Event",
-		"metadata":       map[string]any{"generateName": name + ".", "namespace": eventNamespace},
+		"metadata":       map[string]any{"name": name + "." + digest(uid, reason, message), "namespace": eventNamespace},
 		"involvedObject": map[string]any{"apiVersion": "v1", "kind": "Node", "name": name, "uid": uid},
 		"type":           "Warning", "reason": reason, "message": message[:min(len(message), maxEvent)],
 		"source":         map[string]any{"component": "flanneld", "host": name},
@@ -89,4 +93,10 @@ func (r *recorder) sendNow(ctx context.Context, uid, reason, message string) {
 	if err != nil {
 		klog.FromContext(ctx).V(2).Info("no Event was made", "reason", reason, "cause", err.Error())
 	}
+}
+
+// digest tells texts apart.
+func digest(texts ...string) string {
+	sum := sha256.Sum256([]byte(strings.Join(texts, "\x00")))
+	return hex.EncodeToString(sum[:8])
 }

@@ -161,6 +161,27 @@ func (f *fixture) events(t *testing.T, name string) []string {
 	return got
 }
 
+// A daemon that starts in vain again and again, every few seconds, makes one Event.
+func TestEventsOfManyStarts(t *testing.T) {
+	f := newFixture(t, sharedServer(t))
+	f.setConfig(t, configV4)
+	f.addNode(t, "n1", "10.6.1.0/24")
+	for range 3 {
+		if _, err := subnettest.Acquire(t.Context(), f.manager(t, "n1"), vxlanClaim("192.0.2.1")); !errors.Is(err, subnet.ErrUnfit) {
+			t.Errorf("got %v, want ErrUnfit", err)
+		}
+	}
+	if got := f.events(t, "n1"); len(got) != 1 {
+		t.Errorf("events are %q, want one", got)
+	}
+	f.deleteNode(t, "n1")
+	f.addNode(t, "n1", "10.6.1.0/24")
+	_, _ = subnettest.Acquire(t.Context(), f.manager(t, "n1"), vxlanClaim("192.0.2.1"))
+	if got := f.events(t, "n1"); len(got) != 2 {
+		t.Errorf("after the Node was made again events are %q, want one more", got)
+	}
+}
+
 // TestWithoutEvents has the role of flannel's own manifests.
 func TestWithoutEvents(t *testing.T) {
 	f := newFixture(t, sharedServer(t))
