@@ -305,37 +305,25 @@ func (s selector) byDefault() (Link, error) {
 // defaultLink finds the interface of the default route of family f. Of several
 // it takes the one with the lowest metric, since that is the one the kernel
 // uses; flannel takes the first of the dump, which the kernel sorts by metric.
-// A multipath route over several links decides nothing.
+// Of a multipath route, which flannel refuses, it takes the first link that
+// can be used.
 func (s selector) defaultLink(f prefix.Family) (Link, error) {
 	var best *DefaultRoute
-	problem := fmt.Errorf("no %s default route in the main table", f)
 	for i, r := range s.facts.Defaults {
-		switch {
-		case r.Family != f:
-		case len(r.Links) != 1:
-			problem = fmt.Errorf("could not determine interface: the %s default route leaves by %s; name one with --iface",
-				f, s.linkNames(r.Links))
-		case best == nil || r.Metric < best.Metric:
+		if r.Family == f && (best == nil || r.Metric < best.Metric) {
 			best = &s.facts.Defaults[i]
 		}
 	}
 	if best == nil {
-		return Link{}, problem
+		return Link{}, fmt.Errorf("no %s default route in the main table", f)
+	}
+	if len(best.Links) == 0 {
+		return Link{}, fmt.Errorf("could not determine the interface of the %s default route, name it with --iface", f)
+	}
+	for _, index := range best.Links {
+		if l, err := s.facts.link(index); err == nil && l.Up && l.Running && len(l.usable(f)) > 0 {
+			return l, nil
+		}
 	}
 	return s.facts.link(best.Links[0])
-}
-
-func (s selector) linkNames(indexes []int) string {
-	if len(indexes) == 0 {
-		return "an unknown link"
-	}
-	names := make([]string, len(indexes))
-	for i, index := range indexes {
-		l, err := s.facts.link(index)
-		if err != nil {
-			l.Name = fmt.Sprint(index)
-		}
-		names[i] = l.Name
-	}
-	return strings.Join(names, " and ")
 }
