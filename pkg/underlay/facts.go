@@ -38,6 +38,10 @@ type Addr struct {
 	// Permanent addresses have no lifetime: configured, not from DHCP or a
 	// router advertisement.
 	Permanent bool
+	// Single addresses have no network and no peer on their link: /32 or /128.
+	// The permanent ones beside others are virtual, as keepalived makes them;
+	// clouds may give a host no other.
+	Single bool
 	// Temporary is an IPv6 privacy address or an IPv4 secondary address: the
 	// kernel has one flag for the two.
 	Temporary bool
@@ -98,9 +102,11 @@ func (l Link) addr(ip netip.Addr) (Addr, bool) {
 }
 
 // usable returns the addresses of family f that may be chosen without having
-// been named, best first: global before link-local, then permanent, then not
-// temporary, then kernel order, as flannel does.
-func (l Link) usable(f prefix.Family) []netip.Addr {
+// been named, best first: global before link-local, then what inUse has, then
+// permanent, then not temporary, then kernel order. That is flannel's order,
+// but for what is in use, and for virtual addresses: a failover takes them
+// away, and so any other global one is better.
+func (l Link) usable(f prefix.Family, inUse Interface) []netip.Addr {
 	var as []Addr
 	for _, a := range l.Addrs {
 		if prefix.FamilyOf(a.IP) == f && !a.Deprecated && !a.Tentative &&
@@ -108,7 +114,7 @@ func (l Link) usable(f prefix.Family) []netip.Addr {
 			as = append(as, a)
 		}
 	}
-	slices.SortStableFunc(as, func(a, b Addr) int { return a.rank() - b.rank() })
+	slices.SortStableFunc(as, func(a, b Addr) int { return a.rank(inUse) - b.rank(inUse) })
 	ips := make([]netip.Addr, len(as))
 	for i, a := range as {
 		ips[i] = a.IP
@@ -116,9 +122,15 @@ func (l Link) usable(f prefix.Family) []netip.Addr {
 	return ips
 }
 
-func (a Addr) rank() int {
+func (a Addr) rank(inUse Interface) int {
 	r := 0
 	if a.IP.IsLinkLocalUnicast() {
+		r += 16
+	}
+	if !inUse.uses(a.IP) {
+		r += 8
+	}
+	if a.Permanent && a.Single {
 		r += 4
 	}
 	if !a.Permanent {
@@ -133,8 +145,8 @@ func (a Addr) rank() int {
 // own returns the best usable address of family f. A link-local address is
 // not taken while a global one waits for duplicate address detection: that is
 // the state for a second or two after every boot.
-func (l Link) own(f prefix.Family) (netip.Addr, error) {
-	ips := l.usable(f)
+func (l Link) own(f prefix.Family, inUse Interface) (netip.Addr, error) {
+	ips := l.usable(f, inUse)
 	if len(ips) > 0 && !ips[0].IsLinkLocalUnicast() {
 		return ips[0], nil
 	}

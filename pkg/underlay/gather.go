@@ -75,7 +75,7 @@ func readLinks(ctx context.Context) ([]Link, error) {
 			continue
 		}
 		if ip, ok := netip.AddrFromSlice(a.IP); ok {
-			of[a.LinkIndex] = append(of[a.LinkIndex], newAddr(ip, a.Flags))
+			of[a.LinkIndex] = append(of[a.LinkIndex], newAddr(ip, a))
 		}
 	}
 	out := make([]Link, len(links))
@@ -94,9 +94,12 @@ func readLinks(ctx context.Context) ([]Link, error) {
 	return out, nil
 }
 
-func newAddr(ip netip.Addr, flags int) Addr {
+func newAddr(ip netip.Addr, a netlink.Addr) Addr {
+	flags := a.Flags
+	ones, _ := a.Mask.Size()
 	return Addr{
 		IP:         ip,
+		Single:     ones == ip.BitLen() && a.Peer == nil,
 		Permanent:  flags&unix.IFA_F_PERMANENT != 0,
 		Temporary:  flags&unix.IFA_F_TEMPORARY != 0,
 		Deprecated: flags&unix.IFA_F_DEPRECATED != 0,

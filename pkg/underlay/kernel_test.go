@@ -96,10 +96,17 @@ func (k kernel) addLink(name string, up bool) {
 
 func (k kernel) addAddr(name, cidr string, flags int) {
 	k.Helper()
-	a, err := netlink.ParseAddr(cidr)
-	k.must(err)
+	a := address(cidr)
 	a.Flags = flags
 	k.must(k.h.AddrAdd(k.link(name), a))
+}
+
+func address(cidr string) *netlink.Addr {
+	a, err := netlink.ParseAddr(cidr)
+	if err != nil {
+		panic(err)
+	}
+	return a
 }
 
 func (k kernel) addRoute(r netlink.Route) {
@@ -125,6 +132,11 @@ func TestKernelGather(t *testing.T) {
 	k.addAddr("d1", "10.1.0.3/24", 0)
 	k.addAddr("d1", "fd01::2/64", unix.IFA_F_NODAD)
 	k.addAddr("d2", "10.2.0.2/24", 0)
+	k.addAddr("d2", "10.2.9.9/32", 0)
+	k.addAddr("d2", "fd02::9/128", unix.IFA_F_NODAD)
+	withPeer := address("10.2.8.8/32")
+	withPeer.Peer = mask("10.2.8.1/32")
+	k.must(k.h.AddrAdd(k.link("d2"), withPeer))
 	// Without a carrier IPv6 addresses stay tentative.
 	k.addLink("d4", false)
 	k.setUp("d4")
@@ -164,10 +176,11 @@ func TestKernelGather(t *testing.T) {
 		byName[l.Name] = l
 	}
 	perm := func(s string) Addr { return Addr{IP: ip(s), Permanent: true} }
+	single := func(s string) Addr { return Addr{IP: ip(s), Permanent: true, Single: true} }
 	want := map[string]Link{
-		"lo": {Name: "lo", MTU: 65536, Up: true, Running: true, Addrs: []Addr{perm("127.0.0.1"), perm("::1")}},
+		"lo": {Name: "lo", MTU: 65536, Up: true, Running: true, Addrs: []Addr{perm("127.0.0.1"), single("::1")}},
 		"d1": {Name: "d1", MTU: 1400, Up: true, Running: true, Addrs: []Addr{perm("10.1.0.2"), {IP: ip("10.1.0.3"), Permanent: true, Temporary: true}, perm("fd01::2")}},
-		"d2": {Name: "d2", MTU: 1400, Up: true, Running: true, Addrs: []Addr{perm("10.2.0.2")}},
+		"d2": {Name: "d2", MTU: 1400, Up: true, Running: true, Addrs: []Addr{perm("10.2.0.2"), single("10.2.9.9"), perm("10.2.8.8"), single("fd02::9")}},
 		"d3": {Name: "d3", MTU: 1400},
 		"d4": {Name: "d4", MTU: 1400, Up: true, Addrs: []Addr{{IP: ip("fd03::2"), Permanent: true, Tentative: true}}},
 	}
@@ -233,7 +246,7 @@ func TestKernelAddrFlags(t *testing.T) {
 		unix.IFA_F_TENTATIVE | unix.IFA_F_OPTIMISTIC: {IP: a},
 		unix.IFA_F_TENTATIVE | unix.IFA_F_DADFAILED:  {IP: a, Tentative: true, Duplicate: true},
 	} {
-		if got := newAddr(a, flags); got != want {
+		if got := newAddr(a, netlink.Addr{IPNet: mask("fd00::1/64"), Flags: flags}); got != want {
 			t.Errorf("flags %#x: got %+v, want %+v", flags, got, want)
 		}
 	}

@@ -24,6 +24,9 @@ type Options struct {
 	PublicIP, PublicIPv6 netip.Addr
 	// Families are the enabled address families, IPv4 first; never empty.
 	Families []prefix.Family
+	// InUse is the choice so far, if there is one. Its addresses are not given
+	// up for others of the interface that would have been chosen before them.
+	InUse Interface
 }
 
 func (o Options) check() error {

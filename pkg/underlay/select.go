@@ -119,7 +119,7 @@ func (s selector) address(w found, f prefix.Family) (a Address, settled bool, er
 	}
 	settled = a.Local.IsValid()
 	if !settled {
-		a.Local, err = w.link.own(f)
+		a.Local, err = w.link.own(f, s.opts.InUse)
 	} else {
 		err = s.ready(a.Local)
 	}
@@ -238,7 +238,7 @@ func (s selector) byRegex(expr string) (found, error) {
 		var hits []netip.Addr
 		var texts []string
 		for _, f := range s.opts.Families {
-			ips := l.usable(f)
+			ips := l.usable(f, s.opts.InUse)
 			if i := slices.IndexFunc(ips, func(ip netip.Addr) bool { return re.MatchString(ip.String()) }); i >= 0 {
 				hits, texts = append(hits, ips[i]), append(texts, ips[i].String())
 			}
@@ -267,22 +267,31 @@ func (s selector) byReach(value string) (found, error) {
 	if err != nil {
 		return found{}, errors.New("want an IP address")
 	}
+	var w found
+	source := ip
 	if on := s.facts.carriers(ip); len(on) > 0 {
-		return found{link: on[0], addrs: []netip.Addr{ip}, note: " is assigned here"}, nil
+		w = found{link: on[0], note: " is assigned here"}
+	} else {
+		r := s.facts.Reach
+		if r.Failure != "" {
+			return found{}, errors.New(r.Failure)
+		}
+		if w.link, err = s.facts.link(r.Link); err != nil {
+			return found{}, err
+		}
+		source = r.Source
 	}
-	r := s.facts.Reach
-	if r.Failure != "" {
-		return found{}, errors.New(r.Failure)
-	}
-	l, err := s.facts.link(r.Link)
-	if err != nil {
-		return found{}, err
-	}
-	w := found{link: l}
-	if r.Source.IsValid() {
-		w.addrs = []netip.Addr{r.Source}
+	if source.IsValid() && !s.keeps(w.link, prefix.FamilyOf(source)) {
+		w.addrs = []netip.Addr{source}
 	}
 	return w, nil
+}
+
+// keeps reports whether the best address of l is the one in use: the source
+// that the kernel names may be a virtual one that has just come.
+func (s selector) keeps(l Link, f prefix.Family) bool {
+	ips := l.usable(f, s.opts.InUse)
+	return len(ips) > 0 && s.opts.InUse.uses(ips[0]) && !ips[0].IsLinkLocalUnicast()
 }
 
 // byDefault finds the interface of the default routes of all families.
@@ -321,7 +330,7 @@ func (s selector) defaultLink(f prefix.Family) (Link, error) {
 		return Link{}, fmt.Errorf("could not determine the interface of the %s default route, name it with --iface", f)
 	}
 	for _, index := range best.Links {
-		if l, err := s.facts.link(index); err == nil && l.Up && l.Running && len(l.usable(f)) > 0 {
+		if l, err := s.facts.link(index); err == nil && l.Up && l.Running && len(l.usable(f, s.opts.InUse)) > 0 {
 			return l, nil
 		}
 	}

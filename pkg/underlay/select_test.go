@@ -33,6 +33,8 @@ func link(index int, name string, addrs ...string) Link {
 				a.Permanent = false
 			case "temporary", "secondary":
 				a.Temporary = true
+			case "single":
+				a.Single = true
 			case "deprecated":
 				a.Deprecated = true
 			case "tentative":
@@ -287,6 +289,74 @@ func TestSelect(t *testing.T) {
 			}
 			if got.MTU != 1500 || tt.facts.Links[got.Index-1].Name != got.Name {
 				t.Errorf("got index %d, MTU %d for %s", got.Index, got.MTU, got.Name)
+			}
+		})
+	}
+}
+
+// TestSelectVirtualAddress: what may move to another host is not taken, unless
+// it is all that there is.
+func TestSelectVirtualAddress(t *testing.T) {
+	for name, tt := range map[string]struct {
+		addrs []string
+		want  string
+	}{
+		"beside DHCP":                     {[]string{"10.1.0.2 dynamic", "10.1.0.10 single"}, "10.1.0.2"},
+		"beside a single one of DHCP":     {[]string{"10.1.0.10 single", "10.1.0.2 dynamic single"}, "10.1.0.2"},
+		"newest of IPv6":                  {[]string{"fd01::10 single", "fd01::2"}, "fd01::2"},
+		"beside a router's advertisement": {[]string{"fd01::10 single", "fd01::2 dynamic"}, "fd01::2"},
+		"alone":                           {[]string{"10.1.0.2 single"}, "10.1.0.2"},
+		"beside another":                  {[]string{"10.1.0.2 single", "10.1.0.10 single"}, "10.1.0.2"},
+		"beside link-local":               {[]string{"fe80::2", "fd01::2 single"}, "fd01::2"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			f := Facts{Links: []Link{link(1, "eth0", tt.addrs...)}}
+			o := Options{Families: []prefix.Family{prefix.FamilyOf(ip(tt.want))}, Ifaces: []string{"eth0"}}
+			if got, err := Select(f, o); err != nil || got.Addrs[0].Local != ip(tt.want) {
+				t.Errorf("got %s, error %v; want %s", show(got), err, tt.want)
+			}
+		})
+	}
+}
+
+// TestSelectKeepsWhatIsInUse: an address that would be chosen before does not
+// take the place of the one in use, unless an option names it.
+func TestSelectKeepsWhatIsInUse(t *testing.T) {
+	for name, tt := range map[string]struct {
+		inUse string
+		addrs []string // of d1
+		opts  Options
+		reach string
+		want  string
+	}{
+		"a better one":                {"10.1.0.2", []string{"10.1.0.2 dynamic", "10.1.0.10"}, Options{Ifaces: []string{"d1"}}, "", "10.1.0.2"},
+		"a newer one":                 {"fd01::2", []string{"fd01::10", "fd01::2"}, Options{Ifaces: []string{"d1"}}, "", "fd01::2"},
+		"by the default route":        {"10.1.0.2", []string{"10.1.0.10", "10.1.0.2"}, Options{}, "", "10.1.0.2"},
+		"virtual itself":              {"10.1.0.10", []string{"10.1.0.2", "10.1.0.10 single"}, Options{}, "", "10.1.0.10"},
+		"deprecated":                  {"10.1.0.2", []string{"10.1.0.2 deprecated", "10.1.0.10"}, Options{}, "", "10.1.0.10"},
+		"tentative":                   {"fd01::2", []string{"fd01::2 tentative", "fd01::10"}, Options{}, "", "fd01::10"},
+		"gone":                        {"10.1.0.2", []string{"10.1.0.10"}, Options{}, "", "10.1.0.10"},
+		"link-local":                  {"fe80::2", []string{"fe80::2", "fd01::10"}, Options{}, "", "fd01::10"},
+		"link-local beside another":   {"fe80::2", []string{"fe80::1", "fe80::2"}, Options{}, "", "fe80::2"},
+		"another is named":            {"10.1.0.2", []string{"10.1.0.2", "10.1.0.10"}, Options{Ifaces: []string{"10.1.0.10"}}, "", "10.1.0.10"},
+		"another is public":           {"10.1.0.2", []string{"10.1.0.2", "10.1.0.10"}, Options{PublicIP: ip("10.1.0.10")}, "", "10.1.0.10"},
+		"both match":                  {"10.1.0.2", []string{"10.1.0.10", "10.1.0.2"}, Options{IfaceRegexes: []string{`^10\.1\.`}}, "", "10.1.0.2"},
+		"only another matches":        {"10.1.0.2", []string{"10.1.0.2", "10.1.0.10"}, Options{IfaceRegexes: []string{`\.10$`}}, "", "10.1.0.10"},
+		"another source":              {"fd01::2", []string{"fd01::10", "fd01::2"}, Options{CanReach: "fd99::1"}, "fd01::10", "fd01::2"},
+		"another source, in use gone": {"fd01::2", []string{"fd01::9", "fd01::10"}, Options{CanReach: "fd99::1"}, "fd01::10", "fd01::10"},
+		"link-local, another source":  {"fe80::2", []string{"fe80::2"}, Options{CanReach: "fd99::1"}, "fd01::10", "fd01::10"},
+		"the target has come":         {"10.1.0.2", []string{"10.1.0.2", "10.1.0.10"}, Options{CanReach: "10.1.0.10"}, "", "10.1.0.2"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			family := prefix.FamilyOf(ip(tt.want))
+			f := Facts{Links: []Link{link(1, "d1", tt.addrs...)}, Defaults: []DefaultRoute{via(family, 0, 1)}}
+			if tt.reach != "" {
+				f.Reach = Reach{Link: 1, Source: ip(tt.reach)}
+			}
+			o := tt.opts
+			o.Families, o.InUse = []prefix.Family{family}, onD1(1, 1500, tt.inUse)
+			if got, err := Select(f, o); err != nil || got.Addrs[0].Local != ip(tt.want) {
+				t.Errorf("got %s, error %v; want %s", show(got), err, tt.want)
 			}
 		})
 	}

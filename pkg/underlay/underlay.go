@@ -4,6 +4,7 @@ package underlay
 
 import (
 	"net/netip"
+	"slices"
 
 	"flanneld/pkg/prefix"
 )
@@ -25,6 +26,11 @@ type Address struct {
 	Local netip.Addr
 	// Public is what peers send to. It differs from Local behind 1:1 NAT.
 	Public netip.Addr
+}
+
+// uses reports whether local is the address of a family.
+func (i Interface) uses(local netip.Addr) bool {
+	return slices.ContainsFunc(i.Addrs, func(a Address) bool { return a.Local == local })
 }
 
 // Family returns the address of family f; ok is false if it is not enabled.

@@ -29,7 +29,8 @@ const (
 // Watch chooses the external interface anew, as Wait does, whenever links,
 // addresses or routes change in the network namespace of the calling thread.
 // It calls changed when the choice has another name, index, MTU or address
-// than now, and goes on from there. While there is nothing to choose, or a
+// than now, and goes on from there. An address in use stays, as long as it can
+// be used, where options do not name another. While there is nothing to choose, or a
 // family has lost its address, the last choice stands. It blocks until ctx
 // ends, and returns nil then; changed must not block.
 func Watch(ctx context.Context, o Options, now Interface, changed func(Interface)) error {
@@ -40,6 +41,7 @@ func Watch(ctx context.Context, o Options, now Interface, changed func(Interface
 	defer stop()
 	f := follower{now: now}
 	for ctx.Err() == nil {
+		o.InUse = f.now
 		start := spent()
 		facts, err := Gather(ctx, o)
 		if ctx.Err() != nil {

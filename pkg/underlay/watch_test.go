@@ -172,6 +172,65 @@ func TestKernelWatch(t *testing.T) {
 	}
 }
 
+// TestKernelWatchStays gives the interface addresses that would be chosen before
+// those in use: they are taken only when those in use cannot be any more.
+func TestKernelWatchStays(t *testing.T) {
+	for name, tt := range map[string]struct {
+		opts  Options
+		leave func(k kernel, inUse ...string)
+	}{
+		"until removed": {Options{Families: dual, Ifaces: []string{"d1"}}, func(k kernel, inUse ...string) {
+			for _, a := range inUse {
+				k.must(k.h.AddrDel(k.link("d1"), address(a)))
+			}
+		}},
+		"until deprecated": {Options{Families: dual, IfaceRegexes: []string{`^10\.|^fd01:`}}, func(k kernel, inUse ...string) {
+			for _, a := range inUse {
+				old := address(a)
+				old.ValidLft = 3600
+				k.must(k.h.AddrReplace(k.link("d1"), old))
+			}
+		}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			k := newKernel(t)
+			k.addLink("d1", true)
+			lease := address("10.1.0.2/24")
+			lease.ValidLft, lease.PreferedLft = 3600, 3600
+			k.must(k.h.AddrAdd(k.link("d1"), lease))
+			k.addAddr("d1", "fd01::2/64", unix.IFA_F_NODAD)
+			first, err := Wait(t.Context(), tt.opts, 0)
+			if err != nil {
+				t.Fatal(err)
+			}
+			heard := make(chan Interface, 1)
+			ctx, cancel := context.WithCancel(t.Context())
+			go func() {
+				defer cancel()
+				expect := func(what string, want Interface) {
+					select {
+					case got := <-heard:
+						if !same(got, want) {
+							t.Errorf("%s: told of %+v, want %+v", what, got, want)
+						}
+					case <-time.After(prompt):
+						t.Errorf("%s: not told", what)
+					}
+				}
+				k.addAddr("d1", "10.2.0.10/24", 0)
+				k.addAddr("d1", "fd01::100/64", unix.IFA_F_NODAD)
+				k.must(k.h.LinkSetMTU(k.link("d1"), 1300))
+				expect("other addresses and another MTU", onD1(first.Index, 1300, "10.1.0.2", "fd01::2"))
+				tt.leave(k, "10.1.0.2/24", "fd01::2/64")
+				expect("only other addresses", onD1(first.Index, 1300, "10.2.0.10", "fd01::100"))
+			}()
+			if err := Watch(ctx, tt.opts, first, func(i Interface) { heard <- i }); err != nil {
+				t.Error(err)
+			}
+		})
+	}
+}
+
 // TestKernelOnlyDefaultRoutesWake makes many routes of which none matters.
 func TestKernelOnlyDefaultRoutesWake(t *testing.T) {
 	k := newKernel(t)

@@ -719,6 +719,44 @@ func TestReadyAgainWhileTheStoreIsAway(t *testing.T) {
 	}
 }
 
+// TestOtherAddressesCome: the host stays at its public address when its
+// interface gets one that a daemon would have chosen before it.
+func TestOtherAddressesCome(t *testing.T) {
+	others := func(t *testing.T, p *patient) {
+		t.Helper()
+		p.run(t, `ip addr change 192.168.77.1/24 dev eth0 valid_lft 3600 preferred_lft 3600
+			ip addr add 10.9.0.1/24 dev eth0; ip addr add fd00:77::201/64 dev eth0 nodad`)
+	}
+	expectSame := func(t *testing.T, p *patient, had []lease) {
+		t.Helper()
+		expectMatrix(t, p.lab)
+		if now := leases(t, p.lab); !slices.Equal(now, had) {
+			t.Errorf("leases are\n%v, were\n%v", now, had)
+		}
+	}
+	t.Run("running", func(t *testing.T) {
+		p := newPatient(t, "vxlan", dual)
+		had := leases(t, p.lab)
+		others(t, p)
+		p.followsMTU(t) // and so has seen them
+		expectSame(t, p, had)
+	})
+	t.Run("started without the store", func(t *testing.T) {
+		p := newPatient(t, "vxlan", dual)
+		had := leases(t, p.lab)
+		p.lab.Etcd().Kill()
+		expectStop(t, p.host.Daemon())
+		d := start(t, p.host, lab.FlanneldOptions{})
+		expectLog(t, d, "going on from the last known state")
+		others(t, p)
+		if err := p.lab.Etcd().Start(background(t)); err != nil {
+			t.Fatal(err)
+		}
+		expectLog(t, d, "subnet lease acquired")
+		expectSame(t, p, had)
+	})
+}
+
 // moves gives the host another IPv4 address.
 func (p *patient) moves(t *testing.T) {
 	t.Helper()

@@ -301,10 +301,14 @@ func (d *daemon) retry(ctx context.Context, what string, try func() error) error
 	}
 }
 
+// underlayOptions are those that cfg and the flags make, with what this
+// run of the daemon uses already.
 func (d *daemon) underlayOptions(cfg subnet.Config) underlay.Options {
+	now, _ := d.record.get()
 	o := underlay.Options{
 		Ifaces: d.opts.Iface, IfaceRegexes: d.opts.IfaceRegex, CanReach: d.opts.IfaceCanReach,
 		PublicIP: d.opts.PublicIP, PublicIPv6: d.opts.PublicIPv6,
+		InUse: now.Interface,
 	}
 	for _, a := range d.public {
 		if a.Is4() {
