@@ -24,6 +24,10 @@ type Options struct {
 	PublicIP, PublicIPv6 netip.Addr
 	// Families are the enabled address families, IPv4 first; never empty.
 	Families []prefix.Family
+	// Pods are the subnets of the pods here, if they are known. What has an
+	// address of them is not the way to peers, unless Ifaces or a public address
+	// say so.
+	Pods []netip.Prefix
 	// InUse is the choice so far, if there is one. Its addresses are not given
 	// up for others of the interface that would have been chosen before them.
 	InUse Interface

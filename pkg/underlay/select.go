@@ -234,7 +234,8 @@ func (s selector) byRegex(expr string) (found, error) {
 	if err != nil {
 		return found{}, err
 	}
-	for _, l := range s.facts.Links {
+	links := slices.DeleteFunc(slices.Clone(s.facts.Links), s.inner)
+	for _, l := range links {
 		var hits []netip.Addr
 		var texts []string
 		for _, f := range s.opts.Families {
@@ -247,7 +248,7 @@ func (s selector) byRegex(expr string) (found, error) {
 			return found{link: l, addrs: hits, note: ": address " + strings.Join(texts, " and ")}, nil
 		}
 	}
-	for _, l := range s.facts.Links {
+	for _, l := range links {
 		if re.MatchString(l.Name) {
 			return found{link: l, note: ": name " + l.Name}, nil
 		}
@@ -256,6 +257,17 @@ func (s selector) byRegex(expr string) (found, error) {
 		return found{}, errors.New("no interface matches with both an IPv4 and an IPv6 address, nor by name")
 	}
 	return found{}, fmt.Errorf("no %s address and no interface name matches", s.opts.Families[0])
+}
+
+// ownDevice matches the names that backends give their devices.
+var ownDevice = regexp.MustCompile(`^flannel(\d+|(-v6)?\.(\d+|ipip)|-wg(-.*)?)$`)
+
+// inner reports whether l leads to pods, and not to other hosts: a device of
+// our own or the bridge of the pods, as they are there after a restart.
+func (s selector) inner(l Link) bool {
+	return ownDevice.MatchString(l.Name) || slices.ContainsFunc(l.Addrs, func(a Addr) bool {
+		return slices.ContainsFunc(s.opts.Pods, func(p netip.Prefix) bool { return p.Contains(a.IP) })
+	})
 }
 
 // byReach takes the interface and the source address of the route to an
@@ -280,6 +292,9 @@ func (s selector) byReach(value string) (found, error) {
 			return found{}, err
 		}
 		source = r.Source
+	}
+	if s.inner(w.link) {
+		return found{}, fmt.Errorf("%s leads to pods", w.link.Name)
 	}
 	if source.IsValid() && !s.keeps(w.link, prefix.FamilyOf(source)) {
 		w.addrs = []netip.Addr{source}

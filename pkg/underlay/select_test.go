@@ -362,6 +362,50 @@ func TestSelectKeepsWhatIsInUse(t *testing.T) {
 	}
 }
 
+// TestSelectPassesOverOurOwn: what is there after a restart is the network of
+// the pods here, and not the way to the peers.
+func TestSelectPassesOverOurOwn(t *testing.T) {
+	facts := Facts{Links: []Link{
+		link(1, "br-pods", "10.244.3.1", "fe80::1"),
+		link(2, "eth0", "10.0.0.2", "fe80::2"),
+	}}
+	for i, name := range []string{"flannel.1", "flannel-v6.4096", "flannel.ipip", "flannel-v6.ipip", "flannel0", "flannel-wg", "flannel-wg-v6", "flannel.9"} {
+		facts.Links = append(facts.Links, link(3+i, name, fmt.Sprintf("10.244.%d.0", 3+i), "fe80::1"))
+	}
+	last := len(facts.Links) + 1
+	facts.Links = append(facts.Links, link(last, "flannel-net", "10.0.1.2", "fe80::3"))
+	to := func(index int, source string) Reach { return Reach{Link: index, Source: ip(source)} }
+	for name, tt := range map[string]struct {
+		opts  Options
+		reach Reach
+		want  string // a part of the error if there is none
+	}{
+		"any address":        {Options{Families: v4, IfaceRegexes: []string{`.*`}}, Reach{}, "eth0 10.0.0.2 | "},
+		"any in dual":        {Options{Families: dual, IfaceRegexes: []string{`.*`}}, Reach{}, "eth0 10.0.0.2 fe80::2 | "},
+		"address":            {Options{Families: v4, IfaceRegexes: []string{`^10\.244\.`}}, Reach{}, "no IPv4 address and no interface name matches"},
+		"name":               {Options{Families: v4, IfaceRegexes: []string{`pods|flannel`}}, Reach{}, "flannel-net 10.0.1.2 | "},
+		"named":              {Options{Families: v4, Ifaces: []string{"flannel.1"}}, Reach{}, "flannel.1 10.244.3.0 | "},
+		"address named":      {Options{Families: v4, Ifaces: []string{"10.244.3.1"}}, Reach{}, "br-pods 10.244.3.1 | "},
+		"reach a peer's pod": {Options{Families: v4, CanReach: "10.244.9.1"}, to(3, "10.244.3.0"), "flannel.1 leads to pods"},
+		"reach a pod here":   {Options{Families: v4, CanReach: "10.244.3.9"}, to(1, "10.244.3.1"), "br-pods leads to pods"},
+		"reach our bridge":   {Options{Families: v4, CanReach: "10.244.3.1"}, to(1, "10.244.3.1"), "br-pods leads to pods"},
+		"reach a host":       {Options{Families: v4, CanReach: "10.0.0.9"}, to(2, "10.0.0.2"), "eth0 10.0.0.2 | "},
+	} {
+		t.Run(name, func(t *testing.T) {
+			facts, o := facts, tt.opts
+			facts.Reach, o.Pods = tt.reach, []netip.Prefix{netip.MustParsePrefix("10.244.3.0/24"), netip.MustParsePrefix("fd00:3::/64")}
+			i, err := Select(facts, o)
+			got := show(i)
+			if err != nil {
+				got = err.Error()
+			}
+			if !strings.Contains(got, tt.want) {
+				t.Errorf("got %s, want %s", got, tt.want)
+			}
+		})
+	}
+}
+
 func TestSelectRefusesNonsense(t *testing.T) {
 	for _, tt := range []struct {
 		opts Options

@@ -159,7 +159,7 @@ func (d *daemon) run(ctx context.Context) error {
 	group, ctx := errgroup.WithContext(ctx)
 	changed := make(chan underlay.Interface, 1)
 	group.Go(func() error {
-		return underlay.Watch(ctx, d.underlayOptions(now.Config), now.Interface, latest(changed))
+		return underlay.Watch(ctx, d.underlayOptions(now.Config, now.Own), now.Interface, latest(changed))
 	})
 	group.Go(func() error { return d.work(ctx, manager, sess, changed) })
 	group.Go(func() error { return ended(ctx, manager.Keep(ctx, now.Own)) })
@@ -181,7 +181,7 @@ func (d *daemon) prepare(ctx context.Context, m store, last lastKnown) (backend.
 	if d.public, err = publicIPs(ctx, m); err != nil {
 		return nil, last, err
 	}
-	iface, err := underlay.Wait(ctx, d.underlayOptions(cfg), d.opts.IfaceWait)
+	iface, err := underlay.Wait(ctx, d.underlayOptions(cfg, last.Own), d.opts.IfaceWait)
 	if err != nil {
 		return nil, last, err
 	}
@@ -301,14 +301,17 @@ func (d *daemon) retry(ctx context.Context, what string, try func() error) error
 	}
 }
 
-// underlayOptions are those that cfg and the flags make, with what this
-// run of the daemon uses already.
-func (d *daemon) underlayOptions(cfg subnet.Config) underlay.Options {
+// underlayOptions are those that cfg and the flags make, with what is known of
+// the own lease and what this run of the daemon uses already.
+func (d *daemon) underlayOptions(cfg subnet.Config, own subnet.Lease) underlay.Options {
 	now, _ := d.record.get()
 	o := underlay.Options{
 		Ifaces: d.opts.Iface, IfaceRegexes: d.opts.IfaceRegex, CanReach: d.opts.IfaceCanReach,
 		PublicIP: d.opts.PublicIP, PublicIPv6: d.opts.PublicIPv6,
 		InUse: now.Interface,
+	}
+	for _, e := range own.Endpoints {
+		o.Pods = append(o.Pods, e.Subnet)
 	}
 	for _, a := range d.public {
 		if a.Is4() {
