@@ -330,7 +330,7 @@ func (s selector) byDefault() (Link, error) {
 // it takes the one with the lowest metric, since that is the one the kernel
 // uses; flannel takes the first of the dump, which the kernel sorts by metric.
 // Of a multipath route, which flannel refuses, it takes the first link that
-// can be used.
+// can be used, and stays at it.
 func (s selector) defaultLink(f prefix.Family) (Link, error) {
 	var best *DefaultRoute
 	for i, r := range s.facts.Defaults {
@@ -344,10 +344,14 @@ func (s selector) defaultLink(f prefix.Family) (Link, error) {
 	if len(best.Links) == 0 {
 		return Link{}, fmt.Errorf("could not determine the interface of the %s default route, name it with --iface", f)
 	}
+	var usable []Link
 	for _, index := range best.Links {
 		if l, err := s.facts.link(index); err == nil && l.Up && l.Running && len(l.usable(f, s.opts.InUse)) > 0 {
-			return l, nil
+			usable = append(usable, l)
 		}
 	}
-	return s.facts.link(best.Links[0])
+	if len(usable) == 0 {
+		return s.facts.link(best.Links[0])
+	}
+	return usable[max(0, slices.IndexFunc(usable, func(l Link) bool { return l.Name == s.opts.InUse.Name }))], nil
 }

@@ -362,6 +362,18 @@ func TestSelectKeepsWhatIsInUse(t *testing.T) {
 	}
 }
 
+// TestSelectStaysOnALink of a default route that has several: one that comes back
+// is not taken again.
+func TestSelectStaysOnALink(t *testing.T) {
+	facts := Facts{Links: []Link{link(1, "d1", "10.1.0.2"), link(2, "d2", "10.2.0.2")}, Defaults: []DefaultRoute{via(prefix.IPv4, 0, 1, 2)}}
+	for inUse, want := range map[string]string{"": "d1", "d1": "d1", "d2": "d2", "d3": "d1"} {
+		got, err := Select(facts, Options{Families: v4, InUse: Interface{Name: inUse}})
+		if err != nil || got.Name != want {
+			t.Errorf("with %q in use: got %s, error %v; want %s", inUse, show(got), err, want)
+		}
+	}
+}
+
 // TestSelectPassesOverOurOwn: what is there after a restart is the network of
 // the pods here, and not the way to the peers.
 func TestSelectPassesOverOurOwn(t *testing.T) {
