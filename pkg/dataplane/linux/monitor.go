@@ -172,9 +172,9 @@ func (m *monitor) Drain() (events []dataplane.Event, lost bool) {
 		default:
 		}
 	}()
+	missed := m.muted
 	if m.muted {
 		lost = true
-		clear(m.links)
 		if m.listen() != nil { // it is tried again
 			return nil, lost
 		}
@@ -183,14 +183,16 @@ func (m *monitor) Drain() (events []dataplane.Event, lost bool) {
 		n, err := m.read()
 		switch {
 		case errors.Is(err, unix.EAGAIN):
+			if missed { // what was heard may be older than what was not
+				clear(m.links)
+			}
 			if lost {
 				m.learn()
 			}
 			return events, lost
 		case errors.Is(err, unix.EINTR):
 		case errors.Is(err, unix.ENOBUFS): // the socket has overflowed
-			lost = true
-			clear(m.links)
+			lost, missed = true, true
 		case err != nil:
 			return nil, true
 		default:
@@ -339,7 +341,7 @@ func (m *monitor) link(deleted bool, payload []byte) bool {
 		return false
 	}
 	index := int(int32(binary.NativeEndian.Uint32(payload[4:])))
-	_, known := m.names[index]
+	name, known := m.names[index]
 	delete(m.others, index) // its name may be another one now
 	if deleted {
 		delete(m.names, index)
@@ -349,9 +351,12 @@ func (m *monitor) link(deleted bool, payload []byte) bool {
 	if known {
 		// Most of what is announced of a link is none of our concern.
 		before, heard := m.links[index]
-		now := newLinkDetails(payload)
+		now, features := newLinkDetails(payload)
+		if !slices.Contains(m.scope.Devices, name) {
+			now.kind = "" // a bridge has timers there, which differ each time
+		}
 		m.links[index] = now
-		return !heard || before != now || now.features
+		return !heard || before != now || features
 	}
 	if !up(payload) && m.kernel.exits.has(index) { // also before it is deleted
 		m.kernel.exits.Delete(index) // the next read tells whether there are routes again
@@ -359,7 +364,7 @@ func (m *monitor) link(deleted bool, payload []byte) bool {
 	}
 	for a := range attributes(payload[unix.SizeofIfInfomsg:]) {
 		if a.typ == unix.IFLA_IFNAME {
-			name := unix.ByteSliceToString(a.data)
+			name = unix.ByteSliceToString(a.data)
 			return slices.Contains(m.scope.Devices, name) || slices.Contains(m.scope.Shared, name)
 		}
 	}
@@ -370,14 +375,15 @@ func (m *monitor) link(deleted bool, payload []byte) bool {
 type linkDetails struct {
 	up                   bool
 	name, mac, mtu, kind string // raw
-	features             bool   // offloads have changed; to what, it does not say
 }
 
 // up reports whether the link of a message of at least a struct ifinfomsg is up.
 func up(payload []byte) bool { return binary.NativeEndian.Uint32(payload[8:])&unix.IFF_UP != 0 }
 
-func newLinkDetails(payload []byte) linkDetails {
-	d := linkDetails{up: up(payload)}
+// newLinkDetails returns features if offloads have changed; to what, a message does
+// not say.
+func newLinkDetails(payload []byte) (d linkDetails, features bool) {
+	d.up = up(payload)
 	for a := range attributes(payload[unix.SizeofIfInfomsg:]) {
 		switch a.typ {
 		case unix.IFLA_IFNAME:
@@ -389,10 +395,10 @@ func newLinkDetails(payload []byte) linkDetails {
 		case unix.IFLA_LINKINFO:
 			d.kind = string(a.data)
 		case unix.IFLA_EVENT:
-			d.features = len(a.data) == 4 && a.uint32() == eventFeatures
+			features = len(a.data) == 4 && a.uint32() == eventFeatures
 		}
 	}
-	return d
+	return d, features
 }
 
 // nexthop reports whether a nexthop object that went took routes along, or changed

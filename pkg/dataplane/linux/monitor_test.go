@@ -120,4 +120,14 @@ func TestKernelLinkDetails(t *testing.T) {
 		}
 		expectHeard(t, m, c.what, true, c.do)
 	}
+
+	// What was not heard may have undone what was.
+	if err := w.SetUp(dev, false); err != nil {
+		t.Fatal(err)
+	}
+	m.Mute()
+	if err := w.SetUp(dev, true); err != nil {
+		t.Fatal(err)
+	}
+	expectHeard(t, m, "down once more", true, func() error { return w.SetUp(dev, false) })
 }
