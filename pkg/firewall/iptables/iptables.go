@@ -155,8 +155,11 @@ func (a *Applier) apply(ctx context.Context, p firewall.Policy, f prefix.Family)
 	if err != nil {
 		err = fmt.Errorf("read rules: %w", err)
 	}
+	if have == nil {
+		return false, err
+	}
 	script := plan(have, p.Table(f))
-	if have == nil || script == "" {
+	if script == "" {
 		return false, err
 	}
 	args := []string{"--noflush"}

@@ -38,7 +38,7 @@ func dial(f prefix.Family) (*conn, error) {
 	if err != nil {
 		return nil, fmt.Errorf("open nftables: %w", err)
 	}
-	if err := oneline.Join(nl.SetDeadline(time.Now().Add(answerTimeout)), nl.SetWriteBuffer(batchBuffer)); err != nil {
+	if err := oneline.Join(nl.SetDeadline(time.Now().Add(answerTimeout)), nl.SetWriteBuffer(batchBuffer), nl.SetReadBuffer(batchBuffer)); err != nil {
 		return nil, oneline.Join(err, nl.Close())
 	}
 	return &conn{nl, protocol(f)}, nil

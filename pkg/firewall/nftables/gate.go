@@ -60,9 +60,12 @@ func GatePlaces() []firewall.Place {
 // Shut closes the gate to everybody, unless there is one in the kernel, whose
 // peers go on until the first Update. It reports whether.
 func (g *Gate) Shut() (former bool, err error) {
-	former, err = HasTable(prefix.IPv4, gateTable)
-	if err != nil || former {
-		return former, err
+	t, err := read(prefix.IPv4, gateTable)
+	if err != nil {
+		return false, err
+	}
+	if t.exists && !t.dormant {
+		return true, nil
 	}
 	return false, g.build()
 }

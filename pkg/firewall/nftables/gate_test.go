@@ -107,6 +107,12 @@ func TestKernelGate(t *testing.T) {
 	if err := next.Update(nil, all[:2]); err != nil || admitted(t) != 2 {
 		t.Errorf("%v, %d peers", err, admitted(t))
 	}
+	// One that lets everybody in is none.
+	firewalltest.Shell(t, "nft add table ip flannel-udp '{ flags dormant; }'")
+	last := NewGate("flannel0", netip.MustParseAddrPort("192.168.77.1:8285"))
+	if former, err := last.Shut(); former || err != nil || admitted(t) != 0 {
+		t.Errorf("%v, %v, %d peers", former, err, admitted(t))
+	}
 	for range 2 {
 		if err := RemoveGate(); err != nil {
 			t.Fatal(err)

@@ -140,7 +140,13 @@ func TestKernelRefused(t *testing.T) {
 	}
 	p := firewalltest.Policy()
 	p.Networks = p.Networks[:1]
-	if changed, err := New().Apply(t.Context(), p); changed || !errors.Is(err, unix.EPERM) {
-		t.Errorf("changed %v, %v, want nothing but %v", changed, err, unix.EPERM)
+	many := p
+	for i := range 1000 {
+		many.NonMasquerade = append(many.NonMasquerade, netip.PrefixFrom(netip.AddrFrom4([4]byte{172, byte(i >> 8), byte(i), 0}), 24))
+	}
+	for _, p := range []firewall.Policy{p, many} {
+		if changed, err := New().Apply(t.Context(), p); changed || !errors.Is(err, unix.EPERM) {
+			t.Errorf("changed %v, %v, want nothing but %v", changed, err, unix.EPERM)
+		}
 	}
 }

@@ -74,39 +74,40 @@ func (a *Applier) Apply(ctx context.Context, p firewall.Policy) (changed bool, e
 
 func apply(ctx context.Context, t firewall.Table) (changed bool, err error) {
 	for range attempts {
-		if changed, err = once(t); !errors.Is(err, errRaced) || ctx.Err() != nil {
+		wrote, more, err := once(t)
+		changed = changed || wrote
+		if err != nil && !errors.Is(err, errRaced) || err == nil && !more || ctx.Err() != nil {
 			return changed, err
 		}
 	}
-	return false, err
+	return changed, errRaced
 }
 
 // once reads, plans and writes. The write holds only if nothing has changed
 // since the first read. A dormant table is woken when its chains are right: in
-// one transaction the kernel does not take both.
-func once(t firewall.Table) (changed bool, err error) {
+// one transaction the kernel does not take both, so there is more to do then.
+func once(t firewall.Table) (changed, more bool, err error) {
 	c, err := dial(t.Family)
 	if err != nil {
-		return false, err
+		return false, false, err
 	}
 	defer c.close()
 	generation, err := c.generation()
 	if err != nil {
-		return false, err
+		return false, false, err
 	}
 	have, err := c.table(tableName(t.Family))
 	if err != nil {
-		return false, err
+		return false, false, err
 	}
 	changes, err := c.plan(have, t)
 	if err != nil || len(changes) == 0 {
-		return false, err
+		return false, false, err
 	}
-	err = c.commit(generation, changes)
-	if err == nil && have.dormant {
-		_, err = once(t) // what is next
+	if err := c.commit(generation, changes); err != nil {
+		return false, false, err
 	}
-	return err == nil, err
+	return true, have.dormant, nil
 }
 
 // spec is what a chain of ours is.
