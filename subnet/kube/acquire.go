@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"time"
 
 	"k8s.io/klog/v2"
 
@@ -32,10 +33,12 @@ func (m *Manager) Acquire(ctx context.Context, cfg subnet.Config, c subnet.Claim
 			waiting = true
 			klog.FromContext(ctx).Error(err, "waiting for the API to give this node its subnet")
 		}
-		err = m.await(ctx, s, func(now *self) bool { return !errors.Is(now.cidrsErr, errNoPodCIDR) })
+		var begun time.Time
+		err = m.await(ctx, s, func() { begun = time.Now() }, func(now *self) bool { return !errors.Is(now.cidrsErr, errNoPodCIDR) })
 		if err == nil || errors.Is(err, errLook) {
 			continue
 		}
+		m.lasted(b, begun)
 		m.outage.Report(ctx, starting, err)
 		if err := b.Wait(ctx, pause(err)); err != nil {
 			return subnet.Lease{}, err

@@ -29,8 +29,9 @@ const (
 	eventNamespace = "default" // where Events about Nodes are
 	eventBurst     = 10
 	eventEvery     = time.Minute
-	eventRepeat    = time.Hour // the same one again
-	maxEvent       = 1000      // bytes of a message: the API takes 1024
+	eventRepeat    = 2 * time.Hour // the same one again: the server keeps it for an hour
+	maxEventName   = 236           // bytes in front of the digest: the API takes 253
+	maxEvent       = 1000          // bytes of a message: the API takes 1024
 )
 
 func newRecorder(m *Manager) *recorder {
@@ -71,14 +72,15 @@ func (r *recorder) run(ctx context.Context) {
 	}
 }
 
-// sendNow makes an Event at once. It is for what ends the daemon. One that a former
-// run made has the same name, and is enough for as long as the server keeps it.
+// sendNow makes an Event at once. One that a former run made has the same name, and
+// is enough for as long as the server keeps it.
 func (r *recorder) sendNow(ctx context.Context, uid, reason, message string) {
 	name := *r.m.name.Load()
+	event := name[:min(len(name), maxEventName)] + "." + digest(uid, reason, message)
 	now := time.Now().UTC().Truncate(time.Second)
 	body, err := json.Marshal(map[string]any{
 		"apiVersion": "v1", "kind": "Event",
-		"metadata":       map[string]any{"name": name + "." + digest(uid, reason, message), "namespace": eventNamespace},
+		"metadata":       map[string]any{"name": event, "namespace": eventNamespace},
 		"involvedObject": map[string]any{"apiVersion": "v1", "kind": "Node", "name": name, "uid": uid},
 		"type":           "Warning", "reason": reason, "message": message[:min(len(message), maxEvent)],
 		"source":         map[string]any{"component": "flanneld", "host": name},

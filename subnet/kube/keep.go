@@ -68,9 +68,10 @@ type keeper struct {
 	missing bool
 }
 
-// round looks at the own Node, makes it right, and then waits until it is not,
-// which waits is told. restored means that somebody else had changed it.
-func (k *keeper) round(ctx context.Context, waits func()) (restored bool, err error) {
+// round looks at the own Node, makes it right, and then watches it until it is not.
+// alive is called when the server has taken the watch. restored means that somebody
+// else had changed the Node.
+func (k *keeper) round(ctx context.Context, alive func()) (restored bool, err error) {
 	s, err := k.look(ctx)
 	if err != nil {
 		return false, err
@@ -83,8 +84,7 @@ func (k *keeper) round(ctx context.Context, waits func()) (restored bool, err er
 	if restored {
 		return true, nil
 	}
-	waits()
-	return false, k.await(ctx, s, func(now *self) bool { return k.todo(now) != nil })
+	return false, k.await(ctx, s, alive, func(now *self) bool { return k.todo(now) != nil })
 }
 
 // todo is what has to be done about the own Node.
@@ -197,7 +197,7 @@ func subnets(c subnet.Claim) []netip.Prefix {
 // await watches the own Node from s on. It returns errLook once changed says
 // so of it, or once the network is ready if it was not when s was read, and nil
 // when the watch has ended.
-func (m *Manager) await(ctx context.Context, s *self, changed func(now *self) bool) error {
+func (m *Manager) await(ctx context.Context, s *self, alive func(), changed func(now *self) bool) error {
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
 	if m.cfg.Ready != nil && !s.ready {
@@ -209,7 +209,7 @@ func (m *Manager) await(ctx context.Context, s *self, changed func(now *self) bo
 			}
 		}()
 	}
-	err := m.client.watch(ctx, m.decoder, query{name: *m.name.Load(), revision: s.revision}, func() {}, func(kind string, o *object) error {
+	err := m.client.watch(ctx, m.decoder, query{name: *m.name.Load(), revision: s.revision}, alive, func(kind string, o *object) error {
 		switch kind {
 		case bookmark:
 			return nil
