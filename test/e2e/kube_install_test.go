@@ -153,6 +153,9 @@ func TestPageKubernetesInstall(t *testing.T) {
 			if how == "helm" {
 				typed("helm upgrade")
 				expectImages()
+				if conf := c.tool("kubectl", "get", "--namespace=kube-flannel", "configmap/kube-flannel-cfg", "--output=yaml"); !strings.Contains(conf, "host-gw") {
+					t.Errorf("after the upgrade the configuration is %s", conf)
+				}
 			}
 			c.tool("kubectl", "--namespace=kube-flannel", "set", "image", "daemonset/kube-flannel-ds", "*=flannel:old")
 			typed("kubectl --namespace=kube-flannel set image")
@@ -467,7 +470,11 @@ func TestKubeRole(t *testing.T) {
 		missed               func(c *cluster) // what is not done
 		done                 func(c *cluster) // and then is
 	}{
-		{role, "nodes", "list", (*cluster).notReady, (*cluster).ready},
+		{role, "nodes", "list", (*cluster).notReady, func(c *cluster) {
+			c.ready()
+			c.addNode(101, c.peerNotes(101))
+			expectKernel(c.t, c.Host(1), c.peerEntries(101), nil)
+		}},
 		{role, "nodes", "watch", func(c *cluster) {
 			expectLog(c.t, c.Host(1).Daemon(), `cannot watch resource \"nodes\"`)
 		}, func(c *cluster) {
