@@ -130,14 +130,17 @@ func (a Addr) rank(inUse Interface) int {
 	if !inUse.uses(a.IP) {
 		r += 8
 	}
-	if a.Permanent && a.Single {
+	switch {
+	case a.Permanent && a.Single:
+		r += 5
+	case !a.Permanent:
 		r += 4
 	}
-	if !a.Permanent {
-		r += 2
-	}
-	if a.Temporary {
+	switch {
+	case a.Temporary && a.Permanent: // IPv4's secondary
 		r++
+	case a.Temporary:
+		r += 2
 	}
 	return r
 }

@@ -234,7 +234,23 @@ func (s selector) byRegex(expr string) (found, error) {
 	if err != nil {
 		return found{}, err
 	}
-	links := slices.DeleteFunc(slices.Clone(s.facts.Links), s.inner)
+	links := s.inUseFirst(slices.DeleteFunc(slices.Clone(s.facts.Links), s.inner))
+	if len(links) > 0 && links[0].Name == s.opts.InUse.Name {
+		if w, ok := s.matches(re, links[:1]); ok {
+			return w, nil
+		}
+	}
+	if w, ok := s.matches(re, links); ok {
+		return w, nil
+	}
+	if len(s.opts.Families) > 1 {
+		return found{}, errors.New("no interface matches with both an IPv4 and an IPv6 address, nor by name")
+	}
+	return found{}, fmt.Errorf("no %s address and no interface name matches", s.opts.Families[0])
+}
+
+// matches returns the first of links that matches by its addresses, or else by its name.
+func (s selector) matches(re *regexp.Regexp, links []Link) (w found, ok bool) {
 	for _, l := range links {
 		var hits []netip.Addr
 		var texts []string
@@ -245,18 +261,15 @@ func (s selector) byRegex(expr string) (found, error) {
 			}
 		}
 		if len(hits) == len(s.opts.Families) {
-			return found{link: l, addrs: hits, note: ": address " + strings.Join(texts, " and ")}, nil
+			return found{link: l, addrs: hits, note: ": address " + strings.Join(texts, " and ")}, true
 		}
 	}
 	for _, l := range links {
 		if re.MatchString(l.Name) {
-			return found{link: l, note: ": name " + l.Name}, nil
+			return found{link: l, note: ": name " + l.Name}, true
 		}
 	}
-	if len(s.opts.Families) > 1 {
-		return found{}, errors.New("no interface matches with both an IPv4 and an IPv6 address, nor by name")
-	}
-	return found{}, fmt.Errorf("no %s address and no interface name matches", s.opts.Families[0])
+	return found{}, false
 }
 
 // ownDevice matches the names that backends give their devices.
@@ -311,47 +324,91 @@ func (s selector) keeps(l Link, f prefix.Family) bool {
 
 // byDefault finds the interface of the default routes of all families.
 func (s selector) byDefault() (Link, error) {
-	var first Link
+	var common []Link
 	for i, f := range s.opts.Families {
-		l, err := s.defaultLink(f)
+		links, err := s.defaultLinks(f)
 		if err != nil {
 			return Link{}, err
 		}
-		if i > 0 && l.Index != first.Index {
-			return Link{}, fmt.Errorf("%s leaves by %s, but %s by %s: want one interface for both, name it with --iface",
-				s.opts.Families[0], first.Name, f, l.Name)
+		if i > 0 {
+			both := slices.DeleteFunc(slices.Clone(links), func(l Link) bool {
+				return !slices.ContainsFunc(common, func(c Link) bool { return c.Index == l.Index })
+			})
+			if len(both) == 0 {
+				return Link{}, fmt.Errorf("%s leaves by %s, but %s by %s: want one interface for both, name it with --iface",
+					s.opts.Families[0], linkNames(common), f, linkNames(links))
+			}
+			links = both
 		}
-		first = l
+		common = links
 	}
-	return first, nil
+	return s.best(common), nil
 }
 
-// defaultLink finds the interface of the default route of family f. Of several
+func linkNames(links []Link) string {
+	names := make([]string, len(links))
+	for i, l := range links {
+		names[i] = l.Name
+	}
+	return strings.Join(names, " and ")
+}
+
+// defaultLinks finds the interfaces of the default route of family f. Of several
 // it takes the one with the lowest metric, since that is the one the kernel
 // uses; flannel takes the first of the dump, which the kernel sorts by metric.
-// Of a multipath route, which flannel refuses, it takes the first link that
-// can be used, and stays at it.
-func (s selector) defaultLink(f prefix.Family) (Link, error) {
-	var best *DefaultRoute
+// flannel refuses a multipath route.
+func (s selector) defaultLinks(f prefix.Family) (links []Link, err error) {
+	var route *DefaultRoute
 	for i, r := range s.facts.Defaults {
-		if r.Family == f && (best == nil || r.Metric < best.Metric) {
-			best = &s.facts.Defaults[i]
+		if r.Family == f && (route == nil || r.Metric < route.Metric) {
+			route = &s.facts.Defaults[i]
 		}
 	}
-	if best == nil {
-		return Link{}, fmt.Errorf("no %s default route in the main table", f)
+	if route == nil {
+		return nil, fmt.Errorf("no %s default route in the main table", f)
 	}
-	if len(best.Links) == 0 {
-		return Link{}, fmt.Errorf("could not determine the interface of the %s default route, name it with --iface", f)
+	if len(route.Links) == 0 {
+		return nil, fmt.Errorf("could not determine the interface of the %s default route, name it with --iface", f)
 	}
-	var usable []Link
-	for _, index := range best.Links {
-		if l, err := s.facts.link(index); err == nil && l.Up && l.Running && len(l.usable(f, s.opts.InUse)) > 0 {
-			usable = append(usable, l)
+	for _, index := range route.Links {
+		l, e := s.facts.link(index)
+		if e != nil {
+			err = e
+			continue
 		}
+		links = append(links, l)
 	}
-	if len(usable) == 0 {
-		return s.facts.link(best.Links[0])
+	if len(links) == 0 {
+		return nil, err
 	}
-	return usable[max(0, slices.IndexFunc(usable, func(l Link) bool { return l.Name == s.opts.InUse.Name }))], nil
+	return links, nil
+}
+
+// best returns the first of links that carries packets of all families from global
+// addresses, or at least from some; among equal ones that which is in use.
+func (s selector) best(links []Link) Link {
+	const global, linkLocal, nothing = 0, 1, 2
+	grade := func(l Link) int {
+		worst := global
+		for _, f := range s.opts.Families {
+			ips := l.usable(f, s.opts.InUse)
+			switch {
+			case len(ips) == 0 || !l.Up || !l.Running:
+				return nothing
+			case ips[0].IsLinkLocalUnicast():
+				worst = linkLocal
+			}
+		}
+		return worst
+	}
+	return slices.MinFunc(s.inUseFirst(links), func(a, b Link) int { return grade(a) - grade(b) })
+}
+
+// inUseFirst puts the link that is in use in front of others, if it carries packets.
+func (s selector) inUseFirst(links []Link) []Link {
+	i := slices.IndexFunc(links, func(l Link) bool { return l.Name == s.opts.InUse.Name && l.Up && l.Running })
+	if i < 0 {
+		return links
+	}
+	return slices.Concat(links[i:i+1], links[:i], links[i+1:])
 }

@@ -308,6 +308,7 @@ func TestSelectVirtualAddress(t *testing.T) {
 		"alone":                           {[]string{"10.1.0.2 single"}, "10.1.0.2"},
 		"beside another":                  {[]string{"10.1.0.2 single", "10.1.0.10 single"}, "10.1.0.2"},
 		"beside link-local":               {[]string{"fe80::2", "fd01::2 single"}, "fd01::2"},
+		"beside a privacy address":        {[]string{"fd01::3 dynamic temporary", "fd01::2 single"}, "fd01::2"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			f := Facts{Links: []Link{link(1, "eth0", tt.addrs...)}}
@@ -362,14 +363,47 @@ func TestSelectKeepsWhatIsInUse(t *testing.T) {
 	}
 }
 
-// TestSelectStaysOnALink of a default route that has several: one that comes back
-// is not taken again.
+// TestSelectStaysOnALink where several are as good: one that comes back is not
+// taken again.
 func TestSelectStaysOnALink(t *testing.T) {
-	facts := Facts{Links: []Link{link(1, "d1", "10.1.0.2"), link(2, "d2", "10.2.0.2")}, Defaults: []DefaultRoute{via(prefix.IPv4, 0, 1, 2)}}
-	for inUse, want := range map[string]string{"": "d1", "d1": "d1", "d2": "d2", "d3": "d1"} {
-		got, err := Select(facts, Options{Families: v4, InUse: Interface{Name: inUse}})
-		if err != nil || got.Name != want {
-			t.Errorf("with %q in use: got %s, error %v; want %s", inUse, show(got), err, want)
+	facts := Facts{Links: []Link{link(1, "d1", "10.1.0.2"), link(2, "d2", "10.1.0.3")}, Defaults: []DefaultRoute{via(prefix.IPv4, 0, 1, 2)}}
+	for option, o := range map[string]Options{
+		"default route": {}, "address": {IfaceRegexes: []string{`^10\.1\.`}}, "name": {IfaceRegexes: []string{"^d"}},
+	} {
+		for inUse, want := range map[string]string{"": "d1", "d1": "d1", "d2": "d2", "d3": "d1"} {
+			o.Families, o.InUse = v4, Interface{Name: inUse}
+			if got, err := Select(facts, o); err != nil || got.Name != want {
+				t.Errorf("by %s, with %q in use: got %s, error %v; want %s", option, inUse, show(got), err, want)
+			}
+		}
+	}
+	facts.Links[1].Running = false
+	if got, err := Select(facts, Options{Families: v4, InUse: Interface{Name: "d2"}}); err != nil || got.Name != "d1" {
+		t.Errorf("without carrier: got %s, error %v; want d1", show(got), err)
+	}
+}
+
+// TestSelectOfSeveralDefaults takes the first link that has what all families need.
+func TestSelectOfSeveralDefaults(t *testing.T) {
+	for name, tt := range map[string]struct {
+		d1, d2   []string
+		families []prefix.Family
+		want     string
+	}{
+		"both":               {[]string{"10.1.0.2", "fd01::2"}, []string{"10.2.0.2", "fd02::2"}, dual, "d1"},
+		"link-local":         {[]string{"fe80::1"}, []string{"fd02::2"}, v6, "d2"},
+		"link-local alone":   {nil, []string{"fe80::2"}, v6, "d2"},
+		"one family":         {[]string{"10.1.0.2"}, []string{"10.2.0.2", "fd02::2"}, dual, "d2"},
+		"one family is poor": {[]string{"10.1.0.2", "fe80::1"}, []string{"10.2.0.2", "fd02::2"}, dual, "d2"},
+	} {
+		for _, inUse := range []string{"", "d1"} {
+			facts := Facts{
+				Links:    []Link{link(1, "d1", tt.d1...), link(2, "d2", tt.d2...)},
+				Defaults: []DefaultRoute{via(prefix.IPv4, 0, 1, 2), via(prefix.IPv6, 0, 1, 2)},
+			}
+			if got, err := Select(facts, Options{Families: tt.families, InUse: Interface{Name: inUse}}); err != nil || got.Name != tt.want {
+				t.Errorf("%s, with %q in use: got %s, error %v; want %s", name, inUse, show(got), err, tt.want)
+			}
 		}
 	}
 }

@@ -49,8 +49,8 @@ func choose(pools []subnet.Pool, wanted []netip.Prefix, running bool, ours func(
 		}
 		taken = append(taken, e.subnets...)
 	}
-	// The operator's word goes before what the node had, and the older of two leases with
-	// one address is the one that peers take.
+	// A reservation goes before what the node had. The leases go with its taking: of two
+	// with one address peers would take the older.
 	var replaced []entry
 	leased := func(e *entry) bool { return e.leaseID != 0 }
 	reserved := !running && slices.ContainsFunc(mine, func(e *entry) bool { return !leased(e) })
@@ -170,6 +170,9 @@ func (m *Manager) acquire(ctx context.Context, pools []subnet.Pool, c subnet.Cla
 		}
 		if err := m.settle(ctx, *p.keep, own, p.stale, spare); err != nil {
 			return err
+		}
+		for _, e := range p.stale {
+			klog.FromContext(ctx).Info("a lease with the public address of this node has gone for a reservation", "lease", e.key, "reservation", own.key)
 		}
 		m.forWatch.put(l)
 		return nil

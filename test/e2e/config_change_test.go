@@ -205,7 +205,7 @@ func TestFormerDeviceIsForgotten(t *testing.T) {
 		if err != nil {
 			t.Fatalf("%v: %s", err, out)
 		}
-		expectLog(t, d, `"the external interface has changed" name="eth0" index=2 mtu=`+mtu)
+		expectLog(t, d, " mtu="+mtu+" ") // of the external interface, which has changed
 		pause(t, time.Second)
 	}
 	if all := everything(t, h); !strings.Contains(all, "flannel.1:") {

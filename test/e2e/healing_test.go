@@ -741,6 +741,14 @@ func TestOtherAddressesCome(t *testing.T) {
 		p.followsMTU(t) // and so has seen them
 		expectSame(t, p, had)
 	})
+	t.Run("started again", func(t *testing.T) {
+		p := newPatient(t, "vxlan", dual)
+		had := leases(t, p.lab)
+		others(t, p)
+		expectStop(t, p.host.Daemon())
+		startOne(t, p.host, lab.FlanneldOptions{})
+		expectSame(t, p, had)
+	})
 	t.Run("started without the store", func(t *testing.T) {
 		p := newPatient(t, "vxlan", dual)
 		had := leases(t, p.lab)

@@ -159,7 +159,7 @@ func (d *daemon) run(ctx context.Context) error {
 	group, ctx := errgroup.WithContext(ctx)
 	changed := make(chan underlay.Interface, 1)
 	group.Go(func() error {
-		return underlay.Watch(ctx, d.underlayOptions(now.Config, now.Own), now.Interface, latest(changed))
+		return underlay.Watch(ctx, d.underlayOptions(now.Config, now), now.Interface, latest(changed))
 	})
 	group.Go(func() error { return d.work(ctx, manager, sess, changed) })
 	group.Go(func() error { return ended(ctx, manager.Keep(ctx, now.Own)) })
@@ -181,7 +181,7 @@ func (d *daemon) prepare(ctx context.Context, m store, last lastKnown) (backend.
 	if d.public, err = publicIPs(ctx, m); err != nil {
 		return nil, last, err
 	}
-	iface, err := underlay.Wait(ctx, d.underlayOptions(cfg, last.Own), d.opts.IfaceWait)
+	iface, err := underlay.Wait(ctx, d.underlayOptions(cfg, last), d.opts.IfaceWait)
 	if err != nil {
 		return nil, last, err
 	}
@@ -196,6 +196,9 @@ func (d *daemon) prepare(ctx context.Context, m store, last lastKnown) (backend.
 	}
 	if now, ok := d.record.get(); ok {
 		last = now // the interface has changed meanwhile, perhaps
+		if now.peers != nil {
+			last.Peers, last.peers = now.peers(), nil
+		}
 	}
 	own, err := d.acquire(ctx, m, be, env, last)
 	if err != nil {
@@ -301,17 +304,22 @@ func (d *daemon) retry(ctx context.Context, what string, try func() error) error
 	}
 }
 
-// underlayOptions are those that cfg and the flags make, with what is known of
-// the own lease and what this run of the daemon uses already.
-func (d *daemon) underlayOptions(cfg subnet.Config, own subnet.Lease) underlay.Options {
-	now, _ := d.record.get()
+// underlayOptions are those that cfg and the flags make, with what this run of the
+// daemon, or else the last one, has used.
+func (d *daemon) underlayOptions(cfg subnet.Config, last lastKnown) underlay.Options {
+	if now, ok := d.record.get(); ok {
+		last = now
+	}
 	o := underlay.Options{
 		Ifaces: d.opts.Iface, IfaceRegexes: d.opts.IfaceRegex, CanReach: d.opts.IfaceCanReach,
 		PublicIP: d.opts.PublicIP, PublicIPv6: d.opts.PublicIPv6,
-		InUse: now.Interface,
+		InUse: last.Interface,
 	}
-	for _, e := range own.Endpoints {
-		o.Pods = append(o.Pods, e.Subnet)
+	for _, n := range cfg.Networks {
+		// A subnet of a network that was given up may be the hosts' own.
+		if e, ok := last.Own.Endpoint(n.Family()); ok && n.Prefix.Contains(e.Subnet.Addr()) {
+			o.Pods = append(o.Pods, e.Subnet)
+		}
 	}
 	for _, a := range d.public {
 		if a.Is4() {

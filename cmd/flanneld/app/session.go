@@ -28,7 +28,7 @@ func (d *daemon) resume(ctx context.Context, m store, last lastKnown) (stop func
 		return func() {}
 	}
 	d.public = last.PublicIPs
-	options := d.underlayOptions(last.Config, last.Own)
+	options := d.underlayOptions(last.Config, last)
 	iface, err := underlay.Wait(ctx, options, 0)
 	if err != nil || !sameNode(last.Interface, iface) {
 		return func() {}
