@@ -35,10 +35,10 @@ func (m *Manager) Acquire(ctx context.Context, cfg subnet.Config, c subnet.Claim
 		}
 		var begun time.Time
 		err = m.await(ctx, s, func() { begun = time.Now() }, func(now *self) bool { return !errors.Is(now.cidrsErr, errNoPodCIDR) })
+		m.lasted(b, begun)
 		if err == nil || errors.Is(err, errLook) {
 			continue
 		}
-		m.lasted(b, begun)
 		m.outage.Report(ctx, starting, err)
 		if err := b.Wait(ctx, pause(err)); err != nil {
 			return subnet.Lease{}, err

@@ -89,7 +89,8 @@ func newClient(cfg *rest.Config, agent string) (*client, error) {
 
 // newDialer returns what makes connections. One that leads nowhere any more is given
 // up after 45 seconds, which is what HTTP/2 has, by itself: over HTTP/1.1, to an
-// http:// URL or through a proxy, a watch depends on the kernel's keep-alive.
+// http:// URL or through a proxy that speaks nothing else, a watch depends on the
+// kernel's keep-alive, which reaches as far as the proxy.
 func newDialer() *net.Dialer {
 	return &net.Dialer{
 		Timeout:         10 * time.Second,

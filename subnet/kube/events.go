@@ -76,7 +76,7 @@ func (r *recorder) run(ctx context.Context) {
 // is enough for as long as the server keeps it.
 func (r *recorder) sendNow(ctx context.Context, uid, reason, message string) {
 	name := *r.m.name.Load()
-	event := name[:min(len(name), maxEventName)] + "." + digest(uid, reason, message)
+	event := strings.TrimRight(name[:min(len(name), maxEventName)], ".-") + "." + digest(uid, reason, message)
 	now := time.Now().UTC().Truncate(time.Second)
 	body, err := json.Marshal(map[string]any{
 		"apiVersion": "v1", "kind": "Event",
