@@ -28,7 +28,7 @@ type ownLease struct {
 type plan struct {
 	keep    *entry         // the own lease to go on with
 	subnets []netip.Prefix // otherwise what to take
-	stale   []entry        // own leases that go in the same transaction
+	stale   []entry        // own leases that go with the taking: ruled out, or replaced by a reservation
 	twin    string         // key of another lease that carries the own address
 }
 
