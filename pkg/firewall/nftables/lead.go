@@ -3,8 +3,10 @@ package nftables
 import (
 	"encoding/binary"
 	"errors"
+	"slices"
 	"strings"
 
+	"github.com/google/nftables/expr"
 	"github.com/mdlayher/netlink"
 	"golang.org/x/sys/unix"
 
@@ -13,7 +15,7 @@ import (
 
 // Lead is where a rule sends packets: a chain, or a target in the words of
 // iptables. Always is set if the rule has no condition, so far as can be told,
-// and Hidden if it has one that iptables does not print.
+// and Hidden if it has one that iptables may not print.
 type Lead struct {
 	Target         string
 	Always, Hidden bool
@@ -28,14 +30,14 @@ func Leads(f prefix.Family, table, chain string) (leads []Lead, exists bool, err
 	}
 	defer c.close()
 	for range attempts {
-		if leads, exists, err = c.leads(table, chain); !errors.Is(err, errRaced) {
+		if leads, exists, err = c.leads(f, table, chain); !errors.Is(err, errRaced) {
 			break
 		}
 	}
 	return leads, exists, err
 }
 
-func (c *conn) leads(table, chain string) (leads []Lead, exists bool, err error) {
+func (c *conn) leads(f prefix.Family, table, chain string) (leads []Lead, exists bool, err error) {
 	attrs := attributes(func(ae *netlink.AttributeEncoder) {
 		ae.String(unix.NFTA_CHAIN_TABLE, table)
 		ae.String(unix.NFTA_CHAIN_NAME, chain)
@@ -47,12 +49,12 @@ func (c *conn) leads(table, chain string) (leads []Lead, exists bool, err error)
 	if err != nil || !exists {
 		return nil, false, err
 	}
-	err = c.eachRule(table, chain, func(r ruleState) { leads = append(leads, lead(r.raw)) })
+	err = c.eachRule(table, chain, func(r ruleState) { leads = append(leads, lead(f, r.raw)) })
 	return leads, true, err
 }
 
 // lead reads the expressions of a rule. What it does not know is a condition.
-func lead(raw []byte) Lead {
+func lead(f prefix.Family, raw []byte) Lead {
 	l := Lead{Always: true}
 	err := eachExpression(raw, func(name string, data []byte) bool {
 		switch name {
@@ -66,15 +68,33 @@ func lead(raw []byte) Lead {
 		case "immediate":
 			target, ok := verdictTarget(data)
 			l.Target, l.Always = target, l.Always && ok
-		case "lookup": // in a set
-			l.Always, l.Hidden = false, true
 		default:
-			l.Always = false
+			l.Always, l.Hidden = false, l.Hidden || !printed(f, name, data)
 		}
 		return true
 	})
 	l.Always = l.Always && err == nil
 	return l
+}
+
+// printed reports whether every iptables shows what the expression does. Up to
+// 1.8.7 it leaves out what it has no option for, and says nothing of it.
+func printed(f prefix.Family, name string, data []byte) bool {
+	switch name {
+	case "cmp", "bitwise", "masq":
+		return true // of what has been loaded
+	case "meta":
+		var e expr.Meta
+		return expr.Unmarshal(protocol(f), data, &e) == nil && slices.Contains([]expr.MetaKey{
+			expr.MetaKeyIIF, expr.MetaKeyOIF, expr.MetaKeyIIFNAME, expr.MetaKeyOIFNAME, expr.MetaKeyL4PROTO, expr.MetaKeyMARK,
+		}, e.Key)
+	case "payload":
+		var e expr.Payload
+		h := headerOf(f)
+		return expr.Unmarshal(protocol(f), data, &e) == nil && e.Base == expr.PayloadBaseNetworkHeader &&
+			slices.Contains([]uint32{h.src, h.dst, h.protocol}, e.Offset)
+	}
+	return false
 }
 
 // verdictTarget reads the data of an immediate expression.

@@ -76,8 +76,11 @@ func apply(ctx context.Context, t firewall.Table) (changed bool, err error) {
 	for range attempts {
 		wrote, more, err := once(t)
 		changed = changed || wrote
-		if err != nil && !errors.Is(err, errRaced) || err == nil && !more || ctx.Err() != nil {
+		switch {
+		case err == nil && !more, err != nil && !errors.Is(err, errRaced):
 			return changed, err
+		case ctx.Err() != nil:
+			return changed, context.Cause(ctx)
 		}
 	}
 	return changed, errRaced

@@ -14,14 +14,15 @@ import (
 	"flanneld/pkg/prefix"
 )
 
-// header says where a family's packet header has its addresses, in bytes.
-type header struct{ src, dst, length uint32 }
+// header says where a family's packet header has its addresses and the protocol,
+// and how long an address is, in bytes.
+type header struct{ src, dst, protocol, length uint32 }
 
 func headerOf(f prefix.Family) header {
 	if f == prefix.IPv4 {
-		return header{src: 12, dst: 16, length: 4}
+		return header{src: 12, dst: 16, protocol: 9, length: 4}
 	}
-	return header{src: 8, dst: 24, length: 16}
+	return header{src: 8, dst: 24, protocol: 6, length: 16}
 }
 
 const register = unix.NFT_REG_1
