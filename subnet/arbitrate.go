@@ -264,12 +264,19 @@ func unusable(e Endpoint) string {
 		return fmt.Sprintf("%s has no public %s address", s, e.Family())
 	case !ofFamily(e.Family(), public):
 		return fmt.Sprintf("%s has public IP %s, which is not an %s address", s, public, e.Family())
-	case public.IsMulticast() || public.IsLoopback() || public == netip.AddrFrom4([4]byte{255, 255, 255, 255}):
+	case !IsHost(public):
 		return fmt.Sprintf("%s has public IP %s, which is not the address of a host", s, public)
 	case s.Contains(public):
 		return fmt.Sprintf("%s contains its own public IP %s", s, public)
 	}
 	return ""
+}
+
+// IsHost reports whether a can be the address of one host, so that peers can send to
+// it.
+func IsHost(a netip.Addr) bool {
+	broadcast := netip.AddrFrom4([4]byte{255, 255, 255, 255})
+	return a.IsValid() && !a.IsUnspecified() && !a.IsMulticast() && !a.IsLoopback() && a != broadcast
 }
 
 // reserved lists what no route may ever cover.

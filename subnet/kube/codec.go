@@ -189,14 +189,19 @@ func parseAddr(f prefix.Family, text string) (netip.Addr, error) {
 	return a, nil
 }
 
-// parsePublic parses an address that an administrator gives this node: peers refuse
-// one that no host has.
-func parsePublic(f prefix.Family, text string) (netip.Addr, error) {
+// parsePublic parses an address that an administrator gives this node, which has
+// the subnet own or none yet: peers refuse one that no host has, or that a pod may.
+func parsePublic(f prefix.Family, own netip.Prefix, text string) (netip.Addr, error) {
 	a, err := parseAddr(f, text)
-	if err == nil && (a.IsUnspecified() || a.IsLoopback() || a.IsMulticast() || a == netip.AddrFrom4([4]byte{255, 255, 255, 255})) {
-		err = fmt.Errorf("%q is not an %s address that peers can reach", text, f)
+	switch {
+	case err != nil:
+		return a, err
+	case !subnet.IsHost(a):
+		return a, fmt.Errorf("%q is not an %s address that peers can reach", text, f)
+	case own.Contains(a):
+		return a, fmt.Errorf("%q lies in the node's own subnet %s", text, own)
 	}
-	return a, err
+	return a, nil
 }
 
 // parseData returns nil where there is no data.

@@ -250,11 +250,10 @@ func TestOverwriteThatIsIgnored(t *testing.T) {
 	}
 	keep(t, m, own)
 	f.expectEvent(t, "n1", "nonsense")
-	f.note(t, "n1", map[string]any{anno("public-ip-overwrite"): nil})
-	f.note(t, "n1", map[string]any{anno("public-ip-overwrite"): "rubbish"})
-	f.expectEvent(t, "n1", "rubbish")
-	f.note(t, "n1", map[string]any{anno("public-ip-overwrite"): "0.0.0.0"})
-	f.expectEvent(t, "n1", "0.0.0.0")
+	for _, text := range []string{"rubbish", "0.0.0.0", "10.5.1.7"} { // the last is a pod's
+		f.note(t, "n1", map[string]any{anno("public-ip-overwrite"): text})
+		f.expectEvent(t, "n1", text)
+	}
 	f.expectNotes(t, "n1", map[string]string{"public-ip": "192.0.2.1"})
 }
 

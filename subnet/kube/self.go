@@ -127,7 +127,8 @@ func (m *Manager) PublicIPs(ctx context.Context) ([]netip.Addr, error) {
 			if s.notes[n].text == "" {
 				continue
 			}
-			a, err := parsePublic(f, s.notes[n].text)
+			own, _ := ofFamily(s.cidrs, f)
+			a, err := parsePublic(f, own, s.notes[n].text)
 			if err != nil {
 				m.ignored(ctx, fmt.Errorf("annotation %s: %w", m.decoder.keys.names[n], err))
 				continue
@@ -195,7 +196,8 @@ func (m *Manager) wanted(s *self, c subnet.Claim) (n notes, wrong error) {
 	for _, f := range families {
 		of := annotationsOf[f]
 		if text := s.notes[of.overwrite].text; text != "" && n[of.public].present {
-			a, err := parsePublic(f, text)
+			own, _ := ofFamily(s.cidrs, f)
+			a, err := parsePublic(f, own, text)
 			if err != nil {
 				wrong = oneline.Join(wrong, fmt.Errorf("annotation %s: %w", m.decoder.keys.names[of.overwrite], err))
 				continue

@@ -194,6 +194,7 @@ func (m *monitor) Drain() (events []dataplane.Event, lost bool) {
 		case errors.Is(err, unix.ENOBUFS): // the socket has overflowed
 			lost, missed = true, true
 		case err != nil:
+			m.muted = true // whatever comes next, something was missed
 			return nil, true
 		default:
 			if m.decode(m.buf[:n], &events) {
