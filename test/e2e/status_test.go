@@ -129,9 +129,7 @@ func TestStatusSaysWhatIsWrong(t *testing.T) {
 		return fmt.Errorf("not shown")
 	})
 	// Another device has the VNI: there is no making ours again.
-	if out, err := h.Exec(background(t), "sh", "-c", "until ip link set flannel.1 down && ip link set flannel.1 name other; do :; done"); err != nil {
-		t.Fatalf("%v: %s", err, out)
-	}
+	takeVNI(t, h)
 	eventually(t, "the device in the way", func() error {
 		r, failures := statusOf(t, h), metric(t, h, "flannel_sync_failures_total")
 		if r.Ready || !strings.Contains(strings.Join(r.Reasons, "\n"), "another vxlan device has VNI 1") || r.Kernel.Error == "" || failures == 0 {
