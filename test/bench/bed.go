@@ -109,7 +109,7 @@ func (b *bed) configure(ctx context.Context, backend string, n int) error {
 }
 
 func (b *bed) putConfig(ctx context.Context, backend map[string]any) error {
-	config, err := json.Marshal(map[string]any{"Network": podNetwork, "SubnetLen": 24, "Backend": backend})
+	config, err := json.Marshal(map[string]any{"Network": podNetwork, "SubnetLen": 24, "SubnetMin": ownSubnets, "Backend": backend})
 	if err != nil {
 		return err
 	}

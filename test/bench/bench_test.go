@@ -6,6 +6,7 @@ import (
 	"encoding/xml"
 	"errors"
 	"io"
+	"io/fs"
 	"math"
 	"net/netip"
 	"os"
@@ -76,6 +77,10 @@ func TestReport(t *testing.T) {
 	if got, want := r.verdict(), "1 of 3 targets met"; got != want {
 		t.Errorf("verdict %q, want %q", got, want)
 	}
+	r.Notes = []string{"The measure slow is incomplete"}
+	if got, want := r.verdict(), "1 of 3 targets met; 1 measure is incomplete"; got != want {
+		t.Errorf("verdict %q, want %q", got, want)
+	}
 	if diff := cmp.Diff([]int{10, 5}, r.sizes("one", "fast")); diff != "" {
 		t.Errorf("sizes (-want +got):\n%s", diff)
 	}
@@ -101,6 +106,24 @@ func TestReport(t *testing.T) {
 		if got := number(v); got != want {
 			t.Errorf("number(%v) = %q, want %q", v, got, want)
 		}
+	}
+}
+
+// TestSave: charts for which there is nothing in this run do not stay beside its results.
+func TestSave(t *testing.T) {
+	dir := t.TempDir()
+	old := filepath.Join(dir, "old.svg")
+	if err := os.WriteFile(old, nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if err := testReport().save(options{out: dir}); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := os.Stat(old); !errors.Is(err, fs.ErrNotExist) {
+		t.Errorf("the old chart: %v", err)
+	}
+	if _, err := os.Stat(filepath.Join(dir, "results.json")); err != nil {
+		t.Error(err)
 	}
 }
 
@@ -151,7 +174,7 @@ func TestChart(t *testing.T) {
 // TestPeers has no two peers share anything, and their leases be those of nodes.
 func TestPeers(t *testing.T) {
 	network, underlay := netip.MustParsePrefix(podNetwork), netip.MustParsePrefix(peerNetwork)
-	seen := map[any]bool{}
+	seen, own := map[any]bool{}, netip.MustParseAddr(ownSubnets)
 	for _, p := range makePeers(20_000) {
 		for _, identity := range []any{p.subnet, p.ip, p.mac, p.key(), p.nexthop()} {
 			if seen[identity] {
@@ -159,7 +182,7 @@ func TestPeers(t *testing.T) {
 			}
 			seen[identity] = true
 		}
-		if !network.Contains(p.subnet.Addr()) || p.subnet.Bits() != 24 || p.subnet != p.subnet.Masked() || !underlay.Contains(p.ip) || p.mac[0]&1 != 0 {
+		if !network.Contains(p.subnet.Addr()) || !network.Contains(own) || own.Compare(p.subnet.Addr()) <= 0 || p.subnet.Bits() != 24 || p.subnet != p.subnet.Masked() || !underlay.Contains(p.ip) || p.mac[0]&1 != 0 {
 			t.Fatalf("peer %d is not one: %+v", p.i, p)
 		}
 	}

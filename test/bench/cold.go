@@ -40,16 +40,21 @@ func (b *bed) begin(ctx context.Context, args ...string) (s start, err error) {
 	if s.daemon, err = h.StartFlanneld(ctx, lab.FlanneldOptions{Args: args}); err != nil {
 		return s, err
 	}
-	err = h.Do(ctx, func() error { return b.observe(ctx, h, began, &s) })
+	return s, b.follow(ctx, h, began, &s)
+}
+
+// follow observes the start of s.daemon on h, and what it takes.
+func (b *bed) follow(ctx context.Context, h *lab.Host, began time.Time, s *start) error {
+	err := h.Do(ctx, func() error { return b.observe(ctx, h, began, s) })
 	if err != nil {
-		return s, err
+		return err
 	}
 	if s.cpu, err = processCPU(s.daemon.PID()); err != nil {
-		return s, err
+		return err
 	}
 	m, err := processMemory(s.daemon.PID())
 	s.peak = m.peak
-	return s, err
+	return err
 }
 
 // observe looks for subnet.env and, route by route, for a sample of the peers,

@@ -29,6 +29,8 @@ type latencies struct{ add, remove, watch []float64 }
 // it takes the time of a bare etcd watch, for a write of equal size that the
 // daemon does not see.
 func (b *bed) events(ctx context.Context, count int) (l latencies, err error) {
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel() // of the watch: each one more costs those that come after
 	p := makePeer(len(b.peers))
 	value, err := p.value(b.backend)
 	if err != nil {

@@ -250,27 +250,3 @@ func (p firewallPrograms) count(ctx context.Context, h *lab.Host, k firewallKind
 	err = pause(ctx, d)
 	return float64(lines() - before), err
 }
-
-// treeCPU is the CPU time of a process and of those that it has waited for.
-func treeCPU(pid int) (time.Duration, error) {
-	own, err := processCPU(pid)
-	if err != nil {
-		return 0, err
-	}
-	text, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
-	if err != nil {
-		return 0, err
-	}
-	_, rest, _ := strings.Cut(string(text), ") ")
-	fields := strings.Fields(rest)
-	const first, tick = 13, 10 * time.Millisecond // cutime and cstime, in hundredths of a second
-	if len(fields) < first+2 {
-		return 0, fmt.Errorf("/proc/%d/stat is not understood", pid)
-	}
-	var user, system int64
-	if _, err := fmt.Sscan(fields[first], &user); err != nil {
-		return 0, err
-	}
-	_, err = fmt.Sscan(fields[first+1], &system)
-	return own + time.Duration(user+system)*tick, err
-}

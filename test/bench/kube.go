@@ -99,15 +99,7 @@ func (r *runner) kubeDaemon(ctx context.Context, s *kubeServer) (st start, err e
 	if err != nil {
 		return st, err
 	}
-	if err := h.Do(ctx, func() error { return r.observe(ctx, h, began, &st) }); err != nil {
-		return st, err
-	}
-	if st.cpu, err = processCPU(st.daemon.PID()); err != nil {
-		return st, err
-	}
-	m, err := processMemory(st.daemon.PID())
-	st.peak = m.peak
-	return st, err
+	return st, r.follow(ctx, h, began, &st)
 }
 
 // kubeStart: cold, and once more with the last known state.
@@ -196,11 +188,11 @@ func (r *runner) kubeBeats(ctx context.Context, s *kubeServer) error {
 	if err != nil {
 		return err
 	}
-	log, err0 := len(d.Log()), error(nil)
+	log := len(d.Log())
 	cpu, err1 := processCPU(d.PID())
 	bytes, err2 := received(ctx, h)
 	server, err3 := processCPU(s.api.PID())
-	if err := errors.Join(err0, err1, err2, err3); err != nil {
+	if err := errors.Join(err1, err2, err3); err != nil {
 		return err
 	}
 	beats, err := s.heartbeats(ctx, r.peers, kubeRate, r.atRest)
@@ -372,7 +364,7 @@ func (r *runner) startWatcher(ctx context.Context, s *kubeServer, kind string) (
 		return nil, err
 	}
 	cmd := &exec.Cmd{Path: self, Args: []string{watcherName, s.addr, kind}, Stderr: os.Stderr}
-	if err := r.lab.Host(1).Do(ctx, cmd.Start); err != nil {
+	if err := r.lab.Host(1).Start(cmd); err != nil {
 		return nil, fmt.Errorf("start a bare watch: %w", err)
 	}
 	return cmd, nil

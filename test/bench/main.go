@@ -126,13 +126,25 @@ func execute(ctx context.Context, args []string, out, progress io.Writer) error 
 	if err := r.table(out); err != nil {
 		return err
 	}
-	return errors.Join(incomplete, r.save(o))
+	if incomplete != nil { // what is kept is that of the last run to the end
+		return incomplete
+	}
+	return r.save(o)
 }
 
-// save writes the report in the forms in which it is kept.
+// save writes the report in the forms in which it is kept, in place of the last one.
 func (r *report) save(o options) error {
 	if err := os.MkdirAll(o.out, 0o755); err != nil {
 		return err
+	}
+	old, err := filepath.Glob(filepath.Join(o.out, "*.svg"))
+	if err != nil {
+		return err
+	}
+	for _, chart := range old {
+		if err := os.Remove(chart); err != nil {
+			return err
+		}
 	}
 	var text bytes.Buffer
 	if err := r.json(&text); err != nil {

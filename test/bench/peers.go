@@ -10,6 +10,10 @@ import (
 // The pods of the benchmark's network live here: 32,768 subnets of /24.
 const podNetwork = "10.128.0.0/9"
 
+// From here on are the subnets of the daemons themselves; below are those of peers,
+// also of such that come later.
+const ownSubnets = "10.240.0.0"
+
 // Where peers say that they are: nobody answers there.
 const peerNetwork = "172.16.0.0/12"
 

@@ -56,7 +56,7 @@ func (b *bed) startPlain(ctx context.Context, name string, configs []string) (st
 	}
 	for i, h := range b.lab.Hosts() {
 		cmd := &exec.Cmd{Path: self, Args: []string{name, configs[i]}, Stderr: os.Stderr}
-		if err := h.Do(ctx, cmd.Start); err != nil {
+		if err := h.Start(cmd); err != nil {
 			return stop, fmt.Errorf("start %s: %w", name, err)
 		}
 		cmds = append(cmds, cmd)

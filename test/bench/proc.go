@@ -25,6 +25,30 @@ func processCPU(pid int) (time.Duration, error) {
 	return time.Duration(ts.Nano()), nil
 }
 
+// treeCPU is the CPU time of a process and of those that it has waited for.
+func treeCPU(pid int) (time.Duration, error) {
+	own, err := processCPU(pid)
+	if err != nil {
+		return 0, err
+	}
+	text, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
+	if err != nil {
+		return 0, err
+	}
+	_, rest, _ := strings.Cut(string(text), ") ")
+	fields := strings.Fields(rest)
+	const first, tick = 13, 10 * time.Millisecond // cutime and cstime, in hundredths of a second
+	if len(fields) < first+2 {
+		return 0, fmt.Errorf("/proc/%d/stat is not understood", pid)
+	}
+	var user, system int64
+	if _, err := fmt.Sscan(fields[first], &user); err != nil {
+		return 0, err
+	}
+	_, err = fmt.Sscan(fields[first+1], &system)
+	return own + time.Duration(user+system)*tick, err
+}
+
 // memory is what a process has in RAM, in bytes.
 type memory struct {
 	peak, anonymous, file float64
@@ -53,8 +77,8 @@ func processMemory(pid int) (m memory, err error) {
 	return m, nil
 }
 
-// children counts the child processes of a process, and those that it has had
-// and waited for as far as they used CPU time.
+// children counts the child processes that a process has now. Those that have ended
+// are in its treeCPU.
 func children(pid int) (count int, err error) {
 	files, err := filepath.Glob(fmt.Sprintf("/proc/%d/task/*/children", pid))
 	if err != nil {

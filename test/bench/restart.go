@@ -31,6 +31,10 @@ func (b *bed) restart(ctx context.Context, from, to *lab.Pod, kill bool) (s rest
 	if err != nil {
 		return s, err
 	}
+	defer func() {
+		stats := flow.Stop()
+		s.lost, s.sent = len(stats.Lost), stats.Sent
+	}()
 	count, err := b.countWrites(ctx, h)
 	if err != nil {
 		return s, err
@@ -52,12 +56,8 @@ func (b *bed) restart(ctx context.Context, from, to *lab.Pod, kill bool) (s rest
 	if err := pause(ctx, 500*time.Millisecond); err != nil { // for what comes late
 		return s, err
 	}
-	if s.writes, err = count(); err != nil {
-		return s, err
-	}
-	stats := flow.Stop()
-	s.lost, s.sent = len(stats.Lost), stats.Sent
-	return s, nil
+	s.writes, err = count()
+	return s, err
 }
 
 func untilReady(ctx context.Context, d *lab.Daemon) error {

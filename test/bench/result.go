@@ -25,7 +25,7 @@ type report struct {
 	// 0.1 the machine was not quiet.
 	OthersCPU float64   `json:"othersCPU"`
 	Metrics   []*metric `json:"metrics"`
-	Notes     []string  `json:"notes,omitempty"`
+	Notes     []string  `json:"-"` // of measures that are incomplete: such a run is not kept
 }
 
 // metric is one measure, taken once a round.
@@ -191,7 +191,14 @@ func (r *report) verdict() string {
 			missed++
 		}
 	}
-	return fmt.Sprintf("%d of %d targets met", targets-missed, targets)
+	verdict := fmt.Sprintf("%d of %d targets met", targets-missed, targets)
+	switch n := len(r.Notes); {
+	case n == 1:
+		verdict += "; 1 measure is incomplete"
+	case n > 1:
+		verdict += fmt.Sprintf("; %d measures are incomplete", n)
+	}
+	return verdict
 }
 
 // markdown writes the report for Documentation.
@@ -202,9 +209,6 @@ func (r *report) markdown(out io.Writer) {
 		for _, m := range group {
 			fmt.Fprintf(out, "| %s |\n", strings.Join(m.cells(), " | "))
 		}
-	}
-	for _, note := range r.Notes {
-		fmt.Fprintf(out, "\n%s\n", note)
 	}
 }
 

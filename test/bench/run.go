@@ -53,6 +53,9 @@ func names() []string {
 	return names
 }
 
+// measureLimit is how long one measure may take: several times what any takes.
+const measureLimit = time.Hour
+
 func (r *runner) all(ctx context.Context, progress io.Writer) error {
 	chosen := names()
 	if r.only != "" {
@@ -70,7 +73,9 @@ func (r *runner) all(ctx context.Context, progress io.Writer) error {
 		}
 		start := time.Now()
 		fmt.Fprintf(progress, "%s ... ", m.name)
-		err := m.run(r, ctx)
+		limited, cancel := context.WithTimeoutCause(ctx, measureLimit, fmt.Errorf("it has not come to an end in %s", measureLimit))
+		err := m.run(r, limited)
+		cancel()
 		fmt.Fprintf(progress, "%.0f s\n", time.Since(start).Seconds())
 		if ctx.Err() != nil {
 			return context.Cause(ctx)
@@ -230,6 +235,8 @@ func (r *runner) measureBurst(ctx context.Context) error {
 }
 
 func (r *runner) burst(ctx context.Context, d *lab.Daemon, all []peer) (began, arrived, done time.Time, cpu time.Duration, err error) {
+	ctx, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
 	fresh := all[len(r.peers):]
 	watch := r.client.Watch(ctx, etcdPrefix+"/subnets/", clientv3.WithPrefix())
 	before, err := processCPU(d.PID())
@@ -244,11 +251,17 @@ func (r *runner) burst(ctx context.Context, d *lab.Daemon, all []peer) (began, a
 		observed <- r.lab.Host(1).Do(ctx, func() error { return r.observe(ctx, r.lab.Host(1), began, &s) })
 	}()
 	written := make(chan error, 1)
-	go func() { written <- r.putLeases(ctx, fresh) }()
+	go func() {
+		err := r.putLeases(ctx, fresh)
+		if err != nil {
+			cancel(err) // there is nothing more to wait for
+		}
+		written <- err
+	}()
 	for n := 0; n < len(fresh); {
 		resp, ok := <-watch
 		if !ok || resp.Err() != nil {
-			err = fmt.Errorf("etcd watch ended: %w", resp.Err())
+			err = fmt.Errorf("etcd watch ended: %w", errors.Join(resp.Err(), context.Cause(ctx)))
 			return
 		}
 		n += len(resp.Events)
@@ -428,20 +441,20 @@ func (r *runner) measureRest(ctx context.Context) error {
 	return nil
 }
 
-// idle returns what the daemon uses, and asks of etcd, while nothing happens.
+// idle returns what the daemon and programs that it runs use, and asks of etcd, while nothing happens.
 func (r *runner) idle(ctx context.Context, d *lab.Daemon, during time.Duration) (time.Duration, calls, error) {
 	requests, err := r.requests(ctx)
 	if err != nil {
 		return 0, nil, err
 	}
-	before, err := processCPU(d.PID())
+	before, err := treeCPU(d.PID())
 	if err != nil {
 		return 0, nil, err
 	}
 	if err := pause(ctx, during); err != nil {
 		return 0, nil, err
 	}
-	after, err := processCPU(d.PID())
+	after, err := treeCPU(d.PID())
 	if err != nil {
 		return 0, nil, err
 	}

@@ -279,6 +279,7 @@ func (r *runner) reportWays(round map[string]map[string]carried) {
 	r.report.add(udpGroup, smallPackets+" / raw", -1, "", udp[smallPackets].pps/udp["raw UDP, 200 bytes"].pps)
 	r.report.add(udpGroup, smallPackets+", 5,000 peers / none", -1, "", many[smallPackets].pps/udp[smallPackets].pps)
 	r.report.add(udpGroup, "raw UDP, 200 bytes", -1, "packets/s", udp["raw UDP, 200 bytes"].pps)
+	r.report.add(udpGroup, "raw UDP, 200 bytes, sent", -1, "packets/s", udp["raw UDP, 200 bytes"].sent)
 	r.atLeast(gatheredPackets, "packets/s", udp[gatheredPackets].pps, 300_000)
 	for _, what := range []string{smallPackets, gatheredPackets} {
 		r.report.add(udpGroup, what+", sent", -1, "packets/s", udp[what].sent)
