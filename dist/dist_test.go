@@ -76,19 +76,32 @@ func TestMkDockerOpts(t *testing.T) {
 
 // A subnet that is routed to another host is not ours any more.
 func TestMkDockerOptsNoticesAForeignRoute(t *testing.T) {
-	dir := t.TempDir()
-	fake := filepath.Join(dir, "ip")
-	if err := os.WriteFile(fake, []byte("#!/bin/sh\necho 10.1.74.0/24 via 10.1.74.0 dev flannel.1 onlink\n"), 0o700); err != nil {
-		t.Fatal(err)
-	}
-	in, out := filepath.Join(dir, "subnet.env"), filepath.Join(dir, "docker.env")
-	if err := os.WriteFile(in, []byte(sample), 0o600); err != nil {
-		t.Fatal(err)
-	}
-	cmd := exec.CommandContext(t.Context(), "dash", "mk-docker-opts.sh", "-f", in, "-d", out)
-	cmd.Env = []string{"PATH=" + dir + ":" + os.Getenv("PATH")}
-	text, err := cmd.CombinedOutput()
-	if err == nil || !strings.Contains(string(text), "10.1.74.0/24 is routed to another host") {
-		t.Errorf("%v: %s", err, text)
+	for name, tc := range map[string]struct {
+		route   string // as ip -o says
+		foreign bool
+	}{
+		"of flanneld":           {"10.1.74.0/24 via 10.1.74.0 dev flannel.1 onlink", true},
+		"by a next hop object":  {"10.1.74.0/24 nhid 7 via 192.0.2.2 dev eth0 proto bgp", true},
+		"by several next hops":  {`10.1.74.0/24 proto bgp \	nexthop via 192.0.2.2 dev eth0 weight 1 \	nexthop via 192.0.2.3 dev eth0 weight 1`, true},
+		"own":                   {"10.1.74.0/24 dev docker0 proto kernel scope link src 10.1.74.1", false},
+		"own, of an odd device": {"10.1.74.0/24 dev octavia proto kernel scope link src 10.1.74.1", false},
+		"of another subnet":     {"110.1.74.0/24 via 110.1.74.0 dev flannel.1 onlink", false},
+	} {
+		t.Run(name, func(t *testing.T) {
+			dir := t.TempDir()
+			if err := os.WriteFile(filepath.Join(dir, "ip"), []byte("#!/bin/sh\n[ $1 = -o ] && cat <<'EOF'\n"+tc.route+"\nEOF\n"), 0o700); err != nil {
+				t.Fatal(err)
+			}
+			in, out := filepath.Join(dir, "subnet.env"), filepath.Join(dir, "docker.env")
+			if err := os.WriteFile(in, []byte(sample), 0o600); err != nil {
+				t.Fatal(err)
+			}
+			cmd := exec.CommandContext(t.Context(), "dash", "mk-docker-opts.sh", "-f", in, "-d", out)
+			cmd.Env = []string{"PATH=" + dir + ":" + os.Getenv("PATH")}
+			text, err := cmd.CombinedOutput()
+			if said := strings.Contains(string(text), "10.1.74.0/24 is routed to another host"); said != tc.foreign || (err != nil) != tc.foreign {
+				t.Errorf("%v: %q", err, text)
+			}
+		})
 	}
 }

@@ -87,7 +87,9 @@ done
 if [ -n "${FLANNEL_SUBNET:-}" ] && command -v ip >/dev/null 2>&1; then
 	address=${FLANNEL_SUBNET%/*}
 	base=${address%.*}.$((${address##*.} - 1))/${FLANNEL_SUBNET#*/}
-	if ip route show | grep -qF "$base via "; then
+	# -o has all next hops of a route on its line, and there the id of a next
+	# hop object can come before "via".
+	if ip -o route show | grep -q "^$base \(.* \)*via "; then
 		echo "$0: $base is routed to another host" >&2
 		exit 1
 	fi
