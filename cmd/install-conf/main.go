@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"io"
 	"os"
+	"path/filepath"
 
 	"github.com/google/renameio/v2"
 )
@@ -41,7 +42,9 @@ func install(src, dst string) (err error) {
 	if !info.Mode().IsRegular() {
 		return fmt.Errorf("%s is not a regular file", src)
 	}
-	out, err := renameio.NewPendingFile(dst, renameio.WithPermissions(info.Mode().Perm()), renameio.IgnoreUmask())
+	// What is moved out of a shared /tmp would keep the security label of there.
+	out, err := renameio.NewPendingFile(dst, renameio.WithTempDir(filepath.Dir(dst)),
+		renameio.WithPermissions(info.Mode().Perm()), renameio.IgnoreUmask())
 	if err != nil {
 		return err
 	}

@@ -5,6 +5,7 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
+	"time"
 )
 
 func TestInstall(t *testing.T) {
@@ -41,6 +42,31 @@ func TestInstall(t *testing.T) {
 	entries, err := os.ReadDir(filepath.Dir(dst))
 	if err != nil || len(entries) != 1 {
 		t.Errorf("left behind: %v, %v", entries, err)
+	}
+}
+
+// TestInstallBeside has the copy made where it goes, though TMPDIR is on the
+// same file system.
+func TestInstallBeside(t *testing.T) {
+	dir := t.TempDir()
+	src, dst, tmp := filepath.Join(dir, "src.json"), filepath.Join(dir, "10-flannel.conflist"), filepath.Join(dir, "tmp")
+	if err := os.WriteFile(src, []byte("new"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Mkdir(tmp, 0o700); err != nil {
+		t.Fatal(err)
+	}
+	before := time.Unix(1, 0)
+	if err := os.Chtimes(tmp, before, before); err != nil {
+		t.Fatal(err)
+	}
+	t.Setenv("TMPDIR", tmp)
+	var stderr strings.Builder
+	if code := run([]string{src, dst}, &stderr); code != 0 {
+		t.Fatalf("exit code %d: %s", code, stderr.String())
+	}
+	if info, err := os.Stat(tmp); err != nil || !info.ModTime().Equal(before) {
+		t.Errorf("there was a file in TMPDIR: %v, %v", info.ModTime(), err)
 	}
 }
 
