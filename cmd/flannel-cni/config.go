@@ -51,12 +51,11 @@ func parseConfig(stdin []byte) (config, error) {
 	if c.DataDir == "" {
 		c.DataDir = defaultDataDir
 	}
-	if err := c.check(); err != nil {
-		return c, types.NewError(types.ErrInvalidNetworkConfig, "network configuration "+c.Name, err.Error())
-	}
 	return c, nil
 }
 
+// check finds what nothing can be attached with. It does not keep what is
+// attached from being deleted: the note of that has a configuration of its own.
 func (c config) check() error {
 	for _, key := range []string{"name", "ipam"} {
 		if _, ok := c.Delegate[key]; ok {
@@ -111,6 +110,9 @@ func (o object) clone() object {
 // delegation returns the configuration of the delegate on this host. What the
 // operator has set in delegate and ipam stays, but for the ranges.
 func (c config) delegation() (object, error) {
+	if err := c.check(); err != nil {
+		return nil, types.NewError(types.ErrInvalidNetworkConfig, "network configuration "+c.Name, err.Error())
+	}
 	host, err := subnetfile.Load(c.SubnetFile)
 	if err != nil {
 		details := err.Error()

@@ -322,6 +322,45 @@ func TestDelegateFails(t *testing.T) {
 	}
 }
 
+// TestDelDespiteConfig has a pod deleted and checked, and others collected,
+// with a configuration that none could be added with.
+func TestDelDespiteConfig(t *testing.T) {
+	for name, keys := range map[string]string{
+		"name in delegate": `"delegate":{"name":"x"}`,
+		"ipam in delegate": `"delegate":{"ipam":{}}`,
+		"itself":           `"delegate":{"type":"flannel"}`,
+		"type of ipam":     `"ipam":{"type":""}`,
+	} {
+		t.Run(name, func(t *testing.T) {
+			b := newBed(t, v4Env)
+			for _, id := range []string{"c1", "c2"} {
+				if _, err := b.runtime.AddNetworkList(t.Context(), b.list("1.1.0", ""), container(id, "eth0")); err != nil {
+					t.Fatal(err)
+				}
+			}
+			b.called()
+			l, rt := b.list("1.1.0", keys), container("c1", "eth0")
+			if err := b.runtime.CheckNetworkList(t.Context(), l, rt); err != nil {
+				t.Error(err)
+			}
+			b.expectCalled("bridge CHECK c1/eth0")
+			if err := b.runtime.DelNetworkList(t.Context(), l, rt); err != nil {
+				t.Error(err)
+			}
+			b.expectCalled("bridge DEL c1/eth0")
+			b.runtime = libcni.NewCNIConfigWithCacheDir([]string{b.dir}, filepath.Join(b.dir, "another-cache"), nil)
+			err := b.runtime.GCNetworkList(t.Context(), l, &libcni.GCArgs{ValidAttachments: []types.GCAttachment{}})
+			if err == nil || !strings.Contains(err.Error(), "network configuration cbr0") {
+				t.Errorf("GC: %v, want the delegate not to be asked", err)
+			}
+			b.expectCalled("bridge DEL c2/eth0")
+			if notes := b.notes(); len(notes) > 0 {
+				t.Errorf("left behind: %v", notes)
+			}
+		})
+	}
+}
+
 // TestAddTwice fails the second time: the first attachment is still known.
 func TestAddTwice(t *testing.T) {
 	b := newBed(t, v4Env)
