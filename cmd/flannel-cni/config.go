@@ -128,9 +128,6 @@ func (c config) delegation() (object, error) {
 	d := c.Delegate.clone()
 	d.set("name", c.Name)
 	d.preset("type", defaultDelegate)
-	if c.CNIVersion != "" {
-		d.set("cniVersion", c.CNIVersion)
-	}
 	d.preset("mtu", host.MTU)
 	d.preset("ipMasq", !host.IPMasq) // one of the two does it
 	if t, _ := d.text("type", ""); t == defaultDelegate {
@@ -141,8 +138,13 @@ func (c config) delegation() (object, error) {
 	return d, nil
 }
 
-// runtime puts what the runtime says about one attachment into d.
+// runtime puts what the runtime says in this call into d. The version can be
+// another than that of the call before: it is that of the previous result, and
+// the plugins may have been exchanged for others with it.
 func (c config) runtime(d object) {
+	if c.CNIVersion != "" {
+		d.set("cniVersion", c.CNIVersion)
+	}
 	if c.RuntimeConfig != nil {
 		d.set("runtimeConfig", c.RuntimeConfig)
 	}

@@ -269,6 +269,28 @@ func TestRuntimeConfig(t *testing.T) {
 	}
 }
 
+// TestAnotherVersion checks and deletes in other versions of CNI than that in
+// which the container was added.
+func TestAnotherVersion(t *testing.T) {
+	b := newBed(t, v4Env)
+	rt := container("c1", "eth0")
+	if _, err := b.runtime.AddNetworkList(t.Context(), b.list("0.3.1", ""), rt); err != nil {
+		t.Fatal(err)
+	}
+	b.called()
+	expect := func(command, version string, err error) {
+		t.Helper()
+		if err != nil {
+			t.Error(err)
+		}
+		if line, got := b.called(); line != "bridge "+command+" c1/eth0" || got["cniVersion"] != version {
+			t.Errorf("delegate was called with %q and version %v, want %s", line, got["cniVersion"], version)
+		}
+	}
+	expect("CHECK", "1.0.0", b.runtime.CheckNetworkList(t.Context(), b.list("1.0.0", ""), rt))
+	expect("DEL", "0.4.0", b.runtime.DelNetworkList(t.Context(), b.list("0.4.0", ""), rt))
+}
+
 func TestErrors(t *testing.T) {
 	for _, tc := range []struct {
 		name, env, keys string

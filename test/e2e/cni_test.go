@@ -386,7 +386,14 @@ func TestCNITrouble(t *testing.T) {
 	c.del(p)
 
 	// The subnet has changed, and what was attached before is detached still.
+	// It was added before the configuration came to another version.
+	raised := *c.list
+	c.list.CNIVersion = "0.3.1"
 	q := c.add("q")
+	c.list = &raised
+	if err := c.check(q); err != nil {
+		t.Errorf("CHECK in %s of what was added in 0.3.1: %v", raised.CNIVersion, err)
+	}
 	expectStop(t, h.Daemon())
 	text, err := os.ReadFile(h.Path(lab.SubnetFile))
 	if err != nil {
