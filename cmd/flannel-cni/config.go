@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io/fs"
 	"maps"
+	"net/netip"
 
 	"github.com/containernetworking/cni/pkg/types"
 
@@ -121,6 +122,25 @@ func (c config) delegation() (object, error) {
 		}
 		return nil, types.NewError(types.ErrTryAgainLater, "the host has no subnet", details)
 	}
+	return c.delegationOn(host)
+}
+
+// release returns what the delegate deletes an attachment with whose note is
+// lost. After a boot that can be before flanneld has written the subnet file.
+// host-local releases all that the container has, of whatever range, but wants
+// to be told of one: that of documentation will do.
+func (c config) release() (object, error) {
+	host, err := subnetfile.Load(c.SubnetFile)
+	if err != nil {
+		none := netip.MustParsePrefix("192.0.2.0/24")
+		host = subnetfile.File{Entries: []subnetfile.Entry{{Network: none, Subnet: none}}}
+	}
+	return c.delegationOn(host)
+}
+
+// delegationOn returns the configuration of the delegate on a host with these
+// subnets.
+func (c config) delegationOn(host subnetfile.File) (object, error) {
 	ipam, err := c.addressManagement(host)
 	if err != nil {
 		return nil, err

@@ -78,11 +78,9 @@ func del(args *skel.CmdArgs) error {
 	case errors.Is(err, fs.ErrNotExist):
 		return nil
 	case errors.Is(err, errDamaged):
-		// It is added again as it would be now. If that cannot be told either,
-		// there is nothing that trying again could do.
 		fmt.Fprintln(os.Stderr, "flannel:", err)
-		if d, err = c.delegation(); err != nil {
-			return a.remove()
+		if d, err = c.release(); err != nil {
+			return err
 		}
 	case err != nil:
 		return err

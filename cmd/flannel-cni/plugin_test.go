@@ -423,10 +423,11 @@ func TestDelOfWhatFlannelsPluginAdded(t *testing.T) {
 }
 
 func TestDelOfDamagedNote(t *testing.T) {
-	for name, tc := range map[string]struct{ env, text, want string }{
-		"empty":                 {v4Env, "", "bridge DEL c1/eth0"},
-		"null":                  {v4Env, "null", "bridge DEL c1/eth0"},
-		"without a subnet file": {"", `{"type":`, ""},
+	for name, tc := range map[string]struct{ env, keys, text, ranges string }{
+		"empty":                 {v4Env, "", "", "[[map[subnet:10.5.7.0/24]]]"},
+		"null":                  {v4Env, "", "null", "[[map[subnet:10.5.7.0/24]]]"},
+		"without a subnet file": {"", "", `{"type":`, "[[map[subnet:192.0.2.0/24]]]"}, // anything will do
+		"mistaken by now":       {v4Env, `"delegate":{"name":"x","ipam":{}}`, "", "[[map[subnet:10.5.7.0/24]]]"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			b := newBed(t, tc.env)
@@ -434,10 +435,14 @@ func TestDelOfDamagedNote(t *testing.T) {
 				t.Fatal(err)
 			}
 			b.write("data/c1", tc.text)
-			if err := b.runtime.DelNetworkList(t.Context(), b.list("0.3.1", ""), container("c1", "eth0")); err != nil {
+			if err := b.runtime.DelNetworkList(t.Context(), b.list("0.3.1", tc.keys), container("c1", "eth0")); err != nil {
 				t.Error(err)
 			}
-			b.expectCalled(tc.want)
+			line, got := b.called()
+			ipam, _ := got["ipam"].(map[string]any)
+			if line != "bridge DEL c1/eth0" || got["name"] != "cbr0" || ipam["type"] != "host-local" || fmt.Sprint(ipam["ranges"]) != tc.ranges {
+				t.Errorf("delegate was called with %q and %v, want the ranges %s", line, got, tc.ranges)
+			}
 			if notes := b.notes(); len(notes) > 0 {
 				t.Errorf("left behind: %v", notes)
 			}

@@ -408,3 +408,29 @@ func TestCNITrouble(t *testing.T) {
 		t.Errorf("%v is still reserved", q.Addr(prefix.IPv4))
 	}
 }
+
+// TestCNIPowerLoss has a pod's note lost in its content, and the pod deleted
+// before flanneld is there again: its addresses are free.
+func TestCNIPowerLoss(t *testing.T) {
+	for _, version := range []string{"1.0.0", "1.1.0"} { // different plugins, too
+		t.Run(version, func(t *testing.T) {
+			t.Parallel()
+			l := newLab(t, lab.Config{Hosts: 1, Families: dual}, `{"Type":"alloc"}`)
+			h := l.Host(1)
+			startOne(t, h, lab.FlanneldOptions{})
+			c := newCNI(t, h, version, usual)
+			p := c.add("a")
+			expectStop(t, h.Daemon())
+			if err := os.Remove(h.Path(lab.SubnetFile)); err != nil {
+				t.Fatal(err)
+			}
+			if err := os.Truncate(h.Path("/var/lib/cni/flannel/"+conf(p).ContainerID), 0); err != nil {
+				t.Fatal(err)
+			}
+			c.del(p)
+			if left := c.left(); len(left) > 0 {
+				t.Errorf("DEL left %v", left)
+			}
+		})
+	}
+}
