@@ -7,8 +7,10 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 
+	"github.com/containernetworking/cni/pkg/types"
 	"github.com/google/renameio/v2"
 )
 
@@ -24,7 +26,8 @@ var errDamaged = errors.New("damaged")
 type attachment struct{ dir, container, iface string }
 
 // path is the name that flannel's plugin uses, so that either can delete what
-// the other has added. That one knows one interface for each container.
+// the other has added. That one has one note for each container, of whatever
+// interface it added last.
 func (a attachment) path() string {
 	name := a.container
 	if a.iface != firstInterface {
@@ -50,6 +53,34 @@ func attachments(dir string) ([]attachment, error) {
 		}
 	}
 	return all, nil
+}
+
+// kept reports whether a is among the attachments that must stay. The note of
+// the first interface may be flannel's of any that has none of its own.
+func (a attachment) kept(keep []types.GCAttachment, all []attachment) bool {
+	return slices.ContainsFunc(keep, func(k types.GCAttachment) bool {
+		if k.ContainerID != a.container {
+			return false
+		}
+		own := attachment{dir: a.dir, container: k.ContainerID, iface: k.IfName}
+		return own == a || a.iface == firstInterface && !slices.Contains(all, own)
+	})
+}
+
+// loadAny is load for what flannel's plugin may have added to network: where a
+// has no note it returns the container's. If that is of another interface the
+// delegate finds nothing of a to delete. It is not to be removed with a, as the
+// other interface needs it.
+func (a attachment) loadAny(network string) (object, error) {
+	d, err := a.load()
+	if !errors.Is(err, fs.ErrNotExist) || a.iface == firstInterface {
+		return d, err
+	}
+	shared, errShared := attachment{dir: a.dir, container: a.container, iface: firstInterface}.load()
+	if name, _ := shared.text("name", ""); errShared == nil && name != network {
+		return nil, err
+	}
+	return shared, errShared
 }
 
 // load returns fs.ErrNotExist, wrapped, if there is no note, and errDamaged if

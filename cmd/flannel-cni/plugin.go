@@ -8,7 +8,6 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
-	"slices"
 
 	"github.com/containernetworking/cni/pkg/invoke"
 	"github.com/containernetworking/cni/pkg/skel"
@@ -73,7 +72,7 @@ func del(args *skel.CmdArgs) error {
 		return err
 	}
 	a := attachment{dir: c.DataDir, container: args.ContainerID, iface: args.IfName}
-	d, err := a.load()
+	d, err := a.loadAny(c.Name)
 	switch {
 	case errors.Is(err, fs.ErrNotExist):
 		return nil
@@ -103,7 +102,7 @@ func check(args *skel.CmdArgs) error {
 		return err
 	}
 	a := attachment{dir: c.DataDir, container: args.ContainerID, iface: args.IfName}
-	d, err := a.load()
+	d, err := a.loadAny(c.Name)
 	if err != nil {
 		return types.NewError(types.ErrUnknownContainer, "the container is not known to be attached", err.Error())
 	}
@@ -176,7 +175,7 @@ func (c config) detachAllBut(keep []types.GCAttachment) error {
 			continue // another network's, for all that is known
 		}
 		name, _ := d.text("name", "")
-		if name != c.Name || slices.Contains(keep, types.GCAttachment{ContainerID: a.container, IfName: a.iface}) {
+		if name != c.Name || a.kept(keep, all) {
 			continue
 		}
 		if err := a.detach(d); err != nil {

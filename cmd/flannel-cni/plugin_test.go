@@ -406,15 +406,72 @@ func TestAddTwice(t *testing.T) {
 	}
 }
 
+// flannelsNote is what flannel's plugin leaves in a file with the name of the
+// container, for any interface.
+const flannelsNote = `{"cniVersion":"0.3.1","hairpinMode":true,"ipMasq":false,"ipam":{"ranges":[[{"subnet":"10.5.3.0/24"}]],` +
+	`"routes":[{"dst":"10.5.0.0/16"}],"type":"host-local"},"isDefaultGateway":true,"isGateway":true,"mtu":1450,"name":"cbr0","type":"bridge"}`
+
 func TestDelOfWhatFlannelsPluginAdded(t *testing.T) {
+	for name, tc := range map[string]struct {
+		note   string
+		ifaces []string // in the order in which they are deleted
+		calls  string
+		left   []string
+	}{
+		"the usual":          {flannelsNote, []string{"eth0"}, "DEL c1/eth0", nil},
+		"another interface":  {flannelsNote, []string{"net1"}, "DEL c1/net1", []string{"c1"}},
+		"one note for two":   {flannelsNote, []string{"net1", "eth0"}, "DEL c1/net1 DEL c1/eth0", nil},
+		"damaged":            {"", []string{"net1"}, "DEL c1/net1", []string{"c1"}},
+		"of another network": {strings.Replace(flannelsNote, "cbr0", "other", 1), []string{"net1"}, "", []string{"c1"}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			b := newBed(t, "")
+			if err := os.Mkdir(filepath.Join(b.dir, "data"), 0o700); err != nil {
+				t.Fatal(err)
+			}
+			b.write("data/c1", tc.note)
+			for _, iface := range tc.ifaces {
+				if err := b.runtime.DelNetworkList(t.Context(), b.list("0.3.1", ""), container("c1", iface)); err != nil {
+					t.Error(err)
+				}
+			}
+			calls, _ := os.ReadFile(filepath.Join(b.dir, "calls"))
+			if got := strings.ReplaceAll(string(calls), " /run/netns/not-there\n", " "); strings.TrimSpace(got) != tc.calls {
+				t.Errorf("delegate was called with %q, want %q", got, tc.calls)
+			}
+			if diff := cmp.Diff(tc.left, b.notes()); diff != "" {
+				t.Errorf("notes (-want +got):\n%s", diff)
+			}
+		})
+	}
+}
+
+func TestCheckOfWhatFlannelsPluginAdded(t *testing.T) {
 	b := newBed(t, "")
 	if err := os.Mkdir(filepath.Join(b.dir, "data"), 0o700); err != nil {
 		t.Fatal(err)
 	}
-	b.write("data/c1", `{"cniVersion":"0.3.1","hairpinMode":true,"ipMasq":false,"ipam":{"ranges":[[{"subnet":"10.5.3.0/24"}]],`+
-		`"routes":[{"dst":"10.5.0.0/16"}],"type":"host-local"},"isDefaultGateway":true,"isGateway":true,"mtu":1450,"name":"cbr0","type":"bridge"}`)
-	if err := b.runtime.DelNetworkList(t.Context(), b.list("0.3.1", ""), container("c1", "eth0")); err != nil {
+	b.write("data/c1", flannelsNote)
+	if err := b.runtime.CheckNetworkList(t.Context(), b.list("0.4.0", ""), container("c1", "net1")); err != nil {
 		t.Error(err)
+	}
+	b.expectCalled("bridge CHECK c1/net1")
+}
+
+// TestDelOfWhatWasNotAdded must not take the note of another interface.
+func TestDelOfWhatWasNotAdded(t *testing.T) {
+	b := newBed(t, v4Env)
+	l := b.list("0.4.0", "")
+	if _, err := b.runtime.AddNetworkList(t.Context(), l, container("c1", "eth0")); err != nil {
+		t.Fatal(err)
+	}
+	for _, iface := range []string{"net1", "net1", "eth0"} {
+		if diff := cmp.Diff([]string{"c1"}, b.notes()); diff != "" {
+			t.Errorf("notes before DEL of %s (-want +got):\n%s", iface, diff)
+		}
+		if err := b.runtime.DelNetworkList(t.Context(), l, container("c1", iface)); err != nil {
+			t.Error(err)
+		}
 	}
 	b.expectCalled("bridge DEL c1/eth0")
 	if notes := b.notes(); len(notes) > 0 {
@@ -499,8 +556,10 @@ func TestGC(t *testing.T) {
 	}
 	b.write("data/of-another-network", `{"name":"another","type":"bridge"}`)
 	b.write("data/damaged", `{`)
+	b.write("data/flannels", flannelsNote)
+	b.write("data/flannels-gone", flannelsNote)
 	b.write("calls", "")
-	valid := []types.GCAttachment{{ContainerID: "c1", IfName: "eth0"}, {ContainerID: "c2", IfName: "net1"}}
+	valid := []types.GCAttachment{{ContainerID: "c1", IfName: "eth0"}, {ContainerID: "c2", IfName: "net1"}, {ContainerID: "flannels", IfName: "net1"}}
 	// The runtime itself would first delete what it knows of: this is about
 	// what it has forgotten.
 	b.runtime = libcni.NewCNIConfigWithCacheDir([]string{b.dir}, filepath.Join(b.dir, "another-cache"), nil)
@@ -508,14 +567,14 @@ func TestGC(t *testing.T) {
 		t.Fatal(err)
 	}
 	calls, err := os.ReadFile(filepath.Join(b.dir, "calls"))
-	if err != nil || string(calls) != "DEL c2/eth0 \nDEL c3/net1 \nGC / \n" {
+	if err != nil || string(calls) != "DEL c2/eth0 \nDEL c3/net1 \nDEL flannels-gone/eth0 \nGC / \n" {
 		t.Errorf("delegate was called with %q, %v", calls, err)
 	}
 	line, got := b.called()
-	if line != "bridge GC /" || len(got["cni.dev/valid-attachments"].([]any)) != 2 {
+	if line != "bridge GC /" || len(got["cni.dev/valid-attachments"].([]any)) != 3 {
 		t.Errorf("%s %v", line, got)
 	}
-	if diff := cmp.Diff([]string{"c1", "c2@net1", "damaged", "of-another-network"}, b.notes()); diff != "" {
+	if diff := cmp.Diff([]string{"c1", "c2@net1", "damaged", "flannels", "of-another-network"}, b.notes()); diff != "" {
 		t.Errorf("notes (-want +got):\n%s", diff)
 	}
 }

@@ -409,6 +409,41 @@ func TestCNITrouble(t *testing.T) {
 	}
 }
 
+// TestCNIExchanged has a pod with two interfaces that flannel's plugin added
+// deleted: that one's note is of the last.
+func TestCNIExchanged(t *testing.T) {
+	t.Parallel()
+	l := newLab(t, lab.Config{Hosts: 1}, `{"Type":"alloc"}`)
+	h := l.Host(1)
+	startOne(t, h, lab.FlanneldOptions{})
+	c := newCNI(t, h, "1.0.0", `"delegate":{"ipMasq":false}`)
+	p := c.add("a")
+	second := conf(p)
+	second.IfName = "net1"
+	if _, err := c.tryAdd(second); err != nil {
+		t.Fatal(err)
+	}
+	note := h.Path("/var/lib/cni/flannel/" + second.ContainerID)
+	if err := os.Rename(note+"@net1", note); err != nil {
+		t.Fatal(err)
+	}
+	if err := c.do(func(runtime *libcni.CNIConfig) error {
+		return runtime.DelNetworkList(background(t), c.list, second)
+	}); err != nil {
+		t.Errorf("DEL of net1: %v", err)
+	}
+	if left := c.left(); len(left) != 2 { // the note, and the address of eth0
+		t.Errorf("DEL of net1 left %v", left)
+	}
+	if err := c.check(p); err != nil {
+		t.Errorf("CHECK of eth0 after DEL of net1: %v", err)
+	}
+	c.del(p)
+	if left := c.left(); len(left) > 0 {
+		t.Errorf("left: %v", left)
+	}
+}
+
 // TestCNIPowerLoss has a pod's note lost in its content, and the pod deleted
 // before flanneld is there again: its addresses are free.
 func TestCNIPowerLoss(t *testing.T) {
