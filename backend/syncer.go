@@ -120,7 +120,7 @@ func (s *Syncer) step(ctx context.Context) error {
 		return nil
 	}
 	s.drift.note(ctx, outcome.Repaired)
-	s.logRefused(ctx, set, outcome.Refused)
+	s.logRefused(ctx, set, outcome.Refused, err != nil)
 	s.logResult(ctx, err)
 	if s.OnSync != nil {
 		s.OnSync(Pass{Complete: set.Complete, News: news, Err: err, Took: time.Since(begin), Repaired: outcome.Repaired})
@@ -219,8 +219,9 @@ func (s *Syncer) logHeld(ctx context.Context, held []string) {
 }
 
 // logRefused logs refusals that are new or have another reason, and those
-// that have ended. Only what may have changed is looked at.
-func (s *Syncer) logRefused(ctx context.Context, set Set, byKernel []subnet.Refusal) {
+// that have ended. Only what may have changed is looked at. A pass that failed may
+// not have come to all peers: what it does not say of one is as it was.
+func (s *Syncer) logRefused(ctx context.Context, set Set, byKernel []subnet.Refusal, failed bool) {
 	keys := map[string]struct{}{}
 	add := func(reasons map[string]string) {
 		for key := range reasons {
@@ -232,7 +233,7 @@ func (s *Syncer) logRefused(ctx context.Context, set Set, byKernel []subnet.Refu
 		add(s.refused)
 		add(s.unusable)
 	}
-	s.kernel = map[string]string{}
+	maps.DeleteFunc(s.kernel, func(key, _ string) bool { return !failed || set.Leases[key] == nil })
 	for _, r := range byKernel {
 		s.kernel[r.Key] = r.Reason
 		keys[r.Key] = struct{}{}

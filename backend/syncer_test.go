@@ -340,6 +340,20 @@ func TestRefusalOfTheKernelEnds(t *testing.T) {
 			t.Errorf("refused for %q", got)
 		}
 		n.mu.Lock()
+		n.fail = 1
+		n.mu.Unlock()
+		s.Publish(change(3, nil)) // the pass fails, and the one after it refuses the peer as before
+		synctest.Wait()
+		if got := refused(); got != "directly connected" {
+			t.Errorf("after a pass that failed: refused for %q", got)
+		}
+		advance(time.Minute)
+		for text, want := range map[string]int{"lease refused": 1, "lease no longer refused": 0} {
+			if got := strings.Count(log(), text); got != want {
+				t.Errorf("%q logged %d times, want %d:\n%s", text, got, want, log())
+			}
+		}
+		n.mu.Lock()
 		n.outcome = backend.Outcome{}
 		n.mu.Unlock()
 		advance(2 * time.Hour) // a look at the kernel: no lease has changed
