@@ -10,11 +10,20 @@ import (
 	"sync"
 	"time"
 
+	"golang.org/x/time/rate"
 	"k8s.io/klog/v2"
 
 	"flanneld/pkg/loop"
 	"flanneld/pkg/parallel"
 	"flanneld/subnet"
+)
+
+// While the data path is not in order another error than the one before is logged
+// at once. Errors that never read alike, as when many changes fail in any order,
+// are logged once in errorEvery.
+const (
+	errorEvery = time.Minute
+	errorBurst = 5
 )
 
 // SyncerConfig is what a Syncer works with. All fields but the functions are
@@ -53,6 +62,8 @@ type Syncer struct {
 	kernel   map[string]string // why the network refused a peer
 	refused  map[string]string // all reasons, as logged
 	err      error             // of the last pass
+	logged   string            // the error that was logged last
+	limit    *rate.Limiter     // of errors that are logged without a success between them
 	lastSync time.Time         // when a pass last succeeded
 	held     int
 	drift    *drift
@@ -72,6 +83,7 @@ func NewSyncer(c SyncerConfig) *Syncer {
 	s := &Syncer{
 		SyncerConfig: c, arbiter: subnet.NewArbiter(c.Config, own), all: true, changed: map[string]struct{}{},
 		refused: map[string]string{}, kernel: map[string]string{}, drift: newDrift(),
+		limit: rate.NewLimiter(rate.Every(errorEvery), errorBurst),
 	}
 	s.loop = loop.New(c.Resync, s.step)
 	return s
@@ -280,8 +292,9 @@ func (s *Syncer) reason(key string) string {
 func (s *Syncer) logResult(ctx context.Context, err error) {
 	log := klog.FromContext(ctx)
 	switch {
-	case err != nil && s.err == nil:
+	case err != nil && (s.err == nil || err.Error() != s.logged && s.limit.Allow()):
 		log.Error(err, "data path not in order, trying again")
+		s.logged = err.Error()
 	case err == nil && s.err != nil:
 		log.Info("data path in order again")
 	}

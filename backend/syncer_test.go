@@ -26,7 +26,8 @@ import (
 
 // network records what it is asked to do. A lease's data is its identity.
 type network struct {
-	fail    int // how many Syncs fail first
+	fail    int     // how many Syncs fail first
+	errs    []error // of those that fail first; the others say that the kernel says no
 	outcome backend.Outcome
 
 	mu   sync.Mutex
@@ -72,9 +73,19 @@ func (n *network) Sync(_ context.Context, peers backend.Set) (backend.Outcome, e
 	n.sets, n.last = append(n.sets, s), peers
 	if n.fail > 0 {
 		n.fail--
-		return backend.Outcome{}, errors.New("kernel says no")
+		return backend.Outcome{}, n.err()
 	}
 	return n.outcome, nil
+}
+
+// err is what the next Sync that fails returns.
+func (n *network) err() error {
+	if len(n.errs) == 0 {
+		return errors.New("kernel says no")
+	}
+	err := n.errs[0]
+	n.errs = n.errs[1:]
+	return err
 }
 
 // lease is that of host i, with the given identity.
@@ -295,16 +306,36 @@ func TestNews(t *testing.T) {
 
 func TestFailureIsRetriedAndLoggedOnce(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		n := &network{fail: 4}
+		n := &network{fail: 4, errs: []error{errors.New("interrupted")}}
 		_, log := run(t, n)
 		advance(30 * time.Second)
 		if len(n.syncs()) != 5 {
 			t.Errorf("%d syncs, want 4 failures and a success", len(n.syncs()))
 		}
-		for text, want := range map[string]int{"kernel says no": 1, "in order again": 1} {
+		for text, want := range map[string]int{"interrupted": 1, "kernel says no": 1, "in order again": 1} {
 			if got := strings.Count(log(), text); got != want {
 				t.Errorf("%q logged %d times, want %d:\n%s", text, got, want, log())
 			}
+		}
+	})
+}
+
+// TestErrorsThatDifferEachTime: they do not fill the log, and do not keep it at the
+// first of them either.
+func TestErrorsThatDifferEachTime(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := &network{}
+		for i := range 1000 {
+			n.errs = append(n.errs, fmt.Errorf("attempt %d", i))
+		}
+		n.fail = len(n.errs)
+		s, log := run(t, n)
+		for i := range 600 { // something new every second makes a pass each
+			s.Publish(whole(snapshot(int64(i))))
+			advance(time.Second)
+		}
+		if lines := strings.Count(log(), "trying again"); lines < 10 || lines > 20 {
+			t.Errorf("%d errors logged of %d in ten minutes, want about one a minute:\n%s", lines, len(n.syncs()), log())
 		}
 	})
 }
