@@ -24,7 +24,7 @@ type network struct {
 	*Backend
 	*backend.Programmer
 	key            wgtypes.Key
-	client         *wgctrl.Client // nil until start
+	control        control // nil until start
 	devices        []*device
 	implementation string // kernel or userspace
 	secret         secret
@@ -32,6 +32,27 @@ type network struct {
 	changed chan struct{}
 	stop    chan struct{}
 	running sync.WaitGroup
+}
+
+// control is how devices are looked at and written.
+type control interface {
+	// Index returns the number of a device.
+	Index(device string) (int, error)
+	Device(name string) (*wgtypes.Device, error)
+	ConfigureDevice(name string, c wgtypes.Config) error
+	Close() error
+}
+
+// hostControl is that of this host.
+type hostControl struct{ *wgctrl.Client }
+
+// Index implements control.
+func (hostControl) Index(device string) (int, error) {
+	link, err := net.InterfaceByName(device)
+	if err != nil {
+		return 0, err
+	}
+	return link.Index, nil
 }
 
 // device is a tunnel as it was seen and written last.
@@ -44,21 +65,19 @@ type device struct {
 	waiting   int              // peers that have another preshared key still
 }
 
-// Sync implements backend.Network.
+// Sync implements backend.Network. What cannot be made of one device, or of its
+// address and route, keeps no peer of the other from its place.
 func (n *network) Sync(ctx context.Context, peers backend.Set) (backend.Outcome, error) {
 	if err := n.revive(ctx); err != nil {
 		return backend.Outcome{}, err
 	}
-	o, err := n.Programmer.Sync(ctx, peers)
-	if err != nil {
-		return o, err
-	}
+	o, failed := n.Programmer.Sync(ctx, peers)
 	repaired, err := n.syncPeers(ctx, peers)
 	o.Repaired += repaired
 	if n.secret.waiting {
 		o.Again = pskCheck
 	}
-	return o, err
+	return o, oneline.Join(failed, err)
 }
 
 // revive starts the devices of this process that are not there, or have ended.
@@ -86,33 +105,37 @@ func (n *network) syncPeers(ctx context.Context, set backend.Set) (repaired int,
 		return 0, err
 	}
 	waiting := 0
+	var errs []error
 	for _, d := range n.devices {
 		s := settings{key: n.key, port: d.port, psk: psk, rotating: n.secret.rotating, keepalive: time.Duration(n.config.PersistentKeepaliveInterval) * time.Second}
 		r, err := n.syncDevice(d, s, set)
 		if err != nil {
-			return repaired, fmt.Errorf("configure %s: %w", d.name, err)
+			errs = append(errs, fmt.Errorf("configure %s: %w", d.name, err))
 		}
 		repaired += r
 		waiting += d.waiting
+	}
+	if err := oneline.Join(errs...); err != nil {
+		return repaired, err
 	}
 	n.secret.settle(ctx, waiting, set.Complete)
 	return repaired, nil
 }
 
 func (n *network) syncDevice(d *device, s settings, set backend.Set) (repaired int, err error) {
-	link, err := net.InterfaceByName(d.name)
+	index, err := n.control.Index(d.name)
 	if err != nil {
 		return 0, err
 	}
-	whole := set.All || len(set.Changed) == 0 || s.rotating || link.Index != d.index || set.Complete && !d.swept
+	whole := set.All || len(set.Changed) == 0 || s.rotating || index != d.index || set.Complete && !d.swept
 	change := diff{settings: s, want: map[wgtypes.Key]peer{}, known: map[wgtypes.Key]peer{}, now: time.Now()}
 	next := map[string]peer{} // of the leases that may differ
 	if whole {
-		if change.have, err = n.client.Device(d.name); err != nil {
+		if change.have, err = n.control.Device(d.name); err != nil {
 			return 0, err
 		}
 		change.sweep = set.Complete
-		if link.Index == d.index {
+		if index == d.index {
 			for _, p := range d.peers {
 				change.known[p.key] = p
 			}
@@ -135,7 +158,7 @@ func (n *network) syncDevice(d *device, s settings, set backend.Set) (repaired i
 	}
 	cfg, changed := change.config()
 	if changed {
-		if err := n.client.ConfigureDevice(d.name, cfg); err != nil {
+		if err := n.control.ConfigureDevice(d.name, cfg); err != nil {
 			d.index = 0 // whatever is there now is looked at anew
 			return 0, explain(err, s.port)
 		}
@@ -143,10 +166,10 @@ func (n *network) syncDevice(d *device, s settings, set backend.Set) (repaired i
 			d.userspace.greeter.greet(n.key.PublicKey(), cfg.Peers)
 		}
 	}
-	if whole && link.Index == d.index && d.swept {
+	if whole && index == d.index && d.swept {
 		repaired = foreign(cfg, change)
 	}
-	d.record(link.Index, whole, set, next)
+	d.record(index, whole, set, next)
 	return repaired, nil
 }
 
@@ -228,8 +251,8 @@ func (*network) Dropped() map[string]uint64 { return nil }
 func (n *network) Close() error {
 	close(n.stop)
 	errs := []error{n.Reconciler.Close()}
-	if n.client != nil {
-		errs = append(errs, n.client.Close())
+	if n.control != nil {
+		errs = append(errs, n.control.Close())
 	}
 	for _, d := range n.devices {
 		if d.userspace != nil {

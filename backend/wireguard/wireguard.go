@@ -143,9 +143,11 @@ func (n *network) start(ctx context.Context, own subnet.Lease) error {
 		return err
 	}
 	klog.FromContext(ctx).Info("WireGuard is in use", "implementation", n.implementation, "publicKey", n.key.PublicKey().String())
-	if n.client, err = wgctrl.New(); err != nil {
+	client, err := wgctrl.New()
+	if err != nil {
 		return fmt.Errorf("open WireGuard's interface: %w", err)
 	}
+	n.control = hostControl{client}
 	_, err = n.syncPeers(ctx, backend.Set{All: true})
 	return err
 }

@@ -1,0 +1,173 @@
+package wireguard
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net/netip"
+	"slices"
+	"syscall"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+	"golang.zx2c4.com/wireguard/wgctrl/wgtypes"
+
+	"flanneld/backend"
+	"flanneld/backend/backendtest"
+	"flanneld/pkg/dataplane"
+	"flanneld/pkg/dataplane/dataplanetest"
+	"flanneld/pkg/prefix"
+	"flanneld/subnet"
+)
+
+// fakeControl has devices in memory, with the kernel's rules.
+type fakeControl struct {
+	peers map[string]map[wgtypes.Key]wgtypes.Peer // by device
+	fail  string                                  // the device that cannot be written
+}
+
+func (*fakeControl) Index(string) (int, error) { return 7, nil }
+func (*fakeControl) Close() error              { return nil }
+
+func (f *fakeControl) Device(name string) (*wgtypes.Device, error) {
+	d := &wgtypes.Device{Name: name} // its own settings are never right, and so always written
+	for _, p := range f.peers[name] {
+		d.Peers = append(d.Peers, p)
+	}
+	return d, nil
+}
+
+func (f *fakeControl) ConfigureDevice(name string, c wgtypes.Config) error {
+	if name == f.fail {
+		return syscall.ENOBUFS
+	}
+	for _, p := range c.Peers {
+		have, there := f.peers[name][p.PublicKey]
+		switch {
+		case p.Remove:
+			delete(f.peers[name], p.PublicKey)
+			continue
+		case p.UpdateOnly && !there:
+			continue
+		}
+		have.PublicKey = p.PublicKey
+		if p.Endpoint != nil {
+			have.Endpoint = p.Endpoint
+		}
+		if p.PersistentKeepaliveInterval != nil {
+			have.PersistentKeepaliveInterval = *p.PersistentKeepaliveInterval
+		}
+		if p.ReplaceAllowedIPs {
+			have.AllowedIPs = nil
+		}
+		have.AllowedIPs = append(have.AllowedIPs, p.AllowedIPs...)
+		if f.peers[name] == nil {
+			f.peers[name] = map[wgtypes.Key]wgtypes.Peer{}
+		}
+		f.peers[name][p.PublicKey] = have
+	}
+	return nil
+}
+
+// expect has the device have these peers, each by its endpoint and networks.
+func (f *fakeControl) expect(t *testing.T, device string, want ...string) {
+	t.Helper()
+	var got []string
+	for _, p := range f.peers[device] {
+		line := endpointOf(p).String()
+		for _, n := range p.AllowedIPs {
+			line += " " + n.String()
+		}
+		got = append(got, line)
+	}
+	slices.Sort(got)
+	if diff := cmp.Diff(want, got); diff != "" {
+		t.Errorf("peers of %s (-want +got):\n%s", device, diff)
+	}
+}
+
+// host is the lease of host i with an address that ends in at.
+func host(t *testing.T, i byte, at int) *subnet.Lease {
+	t.Helper()
+	l := &subnet.Lease{Key: fmt.Sprintf("host%d", i), BackendType: Type}
+	for _, e := range [][2]string{{"10.5.%d.0/24", "192.168.77.%d"}, {"fd00:10:5:%d::/64", "fd00:77::%d"}} {
+		data, err := encodeData(key(i), 51820)
+		if err != nil {
+			t.Fatal(err)
+		}
+		l.Endpoints = append(l.Endpoints, subnet.Endpoint{
+			Subnet: netip.MustParsePrefix(fmt.Sprintf(e[0], i)), PublicIP: netip.MustParseAddr(fmt.Sprintf(e[1], at)), Data: data,
+		})
+	}
+	return l
+}
+
+// start returns the network of host 1, in dual stack with a device for each family.
+func start(t *testing.T) (*network, *dataplanetest.Spy, *fakeControl) {
+	t.Helper()
+	k := dataplanetest.New()
+	spy := &dataplanetest.Spy{Kernel: k}
+	env := backendtest.Env(1500, prefix.IPv4, prefix.IPv6)
+	env.Kernel = spy
+	b, _, err := New(json.RawMessage(`{}`), env)
+	if err != nil {
+		t.Fatal(err)
+	}
+	rec, err := env.Reconciler(b.Scope().Devices...)
+	if err != nil {
+		t.Fatal(err)
+	}
+	c := &fakeControl{peers: map[string]map[wgtypes.Key]wgtypes.Peer{}}
+	n := &network{Backend: b.(*Backend), key: key(1), control: c, stop: make(chan struct{}), Programmer: &backend.Programmer{Reconciler: rec}}
+	n.Base = n.base(*host(t, 1, 1), dataplane.KindWireGuard)
+	for _, l := range n.Base.Links { // are there already
+		if err := k.Append(l); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for _, d := range n.tunnels() {
+		n.devices = append(n.devices, &device{tunnel: d, peers: map[string]peer{}})
+	}
+	t.Cleanup(func() {
+		if err := n.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+	return n, spy, c
+}
+
+// set is what the store says of these leases, of which those with the keys in
+// changed have; without, all may have.
+func set(changed []string, leases ...*subnet.Lease) backend.Set {
+	s := backend.Set{Leases: map[string]*subnet.Lease{}, Changed: changed, All: changed == nil, Complete: true}
+	for _, l := range leases {
+		s.Leases[l.Key] = l
+	}
+	return s
+}
+
+// TestOneFamilyFails: the peers of the other have nothing to do with it.
+func TestOneFamilyFails(t *testing.T) {
+	const four, six = "192.168.77.2:51820 10.5.2.0/24", "[fd00:77::2]:51820 fd00:10:5:2::/64"
+	t.Run("IPv6 is switched off", func(t *testing.T) {
+		n, spy, c := start(t)
+		spy.Fail = func(op dataplane.Op) error {
+			if a, ok := op.Object.(dataplane.Addr); ok && a.Prefix.Addr().Is6() {
+				return syscall.EACCES
+			}
+			return nil
+		}
+		if _, err := n.Sync(t.Context(), set(nil, host(t, 2, 2))); !errors.Is(err, syscall.EACCES) {
+			t.Errorf("error %v, want that of the address", err)
+		}
+		c.expect(t, "flannel-wg", four)
+	})
+	t.Run("the first device cannot be written", func(t *testing.T) {
+		n, _, c := start(t)
+		c.fail = "flannel-wg"
+		if _, err := n.Sync(t.Context(), set(nil, host(t, 2, 2))); !errors.Is(err, syscall.ENOBUFS) {
+			t.Errorf("error %v, want that of the device", err)
+		}
+		c.expect(t, "flannel-wg-v6", six)
+	})
+}
