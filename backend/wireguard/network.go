@@ -28,6 +28,7 @@ type network struct {
 	devices        []*device
 	implementation string // kernel or userspace
 	secret         secret
+	failed         bool // the last pass: nobody tells again of its changes
 
 	changed chan struct{}
 	stop    chan struct{}
@@ -67,7 +68,8 @@ type device struct {
 
 // Sync implements backend.Network. What cannot be made of one device, or of its
 // address and route, keeps no peer of the other from its place.
-func (n *network) Sync(ctx context.Context, peers backend.Set) (backend.Outcome, error) {
+func (n *network) Sync(ctx context.Context, peers backend.Set) (o backend.Outcome, err error) {
+	defer func() { n.failed = err != nil }()
 	if err := n.revive(ctx); err != nil {
 		return backend.Outcome{}, err
 	}
@@ -127,7 +129,7 @@ func (n *network) syncDevice(d *device, s settings, set backend.Set) (repaired i
 	if err != nil {
 		return 0, err
 	}
-	whole := set.All || len(set.Changed) == 0 || s.rotating || index != d.index || set.Complete && !d.swept
+	whole := set.All || n.failed || len(set.Changed) == 0 || s.rotating || index != d.index || set.Complete && !d.swept
 	change := diff{settings: s, want: map[wgtypes.Key]peer{}, known: map[wgtypes.Key]peer{}, now: time.Now()}
 	next := map[string]peer{} // of the leases that may differ
 	if whole {
@@ -159,7 +161,6 @@ func (n *network) syncDevice(d *device, s settings, set backend.Set) (repaired i
 	cfg, changed := change.config()
 	if changed {
 		if err := n.control.ConfigureDevice(d.name, cfg); err != nil {
-			d.index = 0 // whatever is there now is looked at anew
 			return 0, explain(err, s.port)
 		}
 		if d.userspace != nil {

@@ -8,6 +8,7 @@ import (
 	"slices"
 	"syscall"
 	"testing"
+	"time"
 
 	"github.com/google/go-cmp/cmp"
 	"golang.zx2c4.com/wireguard/wgctrl/wgtypes"
@@ -67,6 +68,13 @@ func (f *fakeControl) ConfigureDevice(name string, c wgtypes.Config) error {
 		f.peers[name][p.PublicKey] = have
 	}
 	return nil
+}
+
+// handshake begins a session with a peer.
+func (f *fakeControl) handshake(device string, of wgtypes.Key) {
+	p := f.peers[device][of]
+	p.LastHandshakeTime = time.Now()
+	f.peers[device][of] = p
 }
 
 // expect has the device have these peers, each by its endpoint and networks.
@@ -170,4 +178,31 @@ func TestOneFamilyFails(t *testing.T) {
 		}
 		c.expect(t, "flannel-wg-v6", six)
 	})
+}
+
+// TestChangesOfAFailedPass: whoever they are about, the next pass makes up for them.
+func TestChangesOfAFailedPass(t *testing.T) {
+	n, _, c := start(t)
+	sync := func(fail bool, s backend.Set) {
+		t.Helper()
+		c.fail = ""
+		if fail {
+			c.fail = "flannel-wg"
+		}
+		if _, err := n.Sync(t.Context(), s); (err != nil) != fail {
+			t.Fatalf("error %v, want one: %v", err, fail)
+		}
+	}
+	two, three, four := host(t, 2, 2), host(t, 3, 3), host(t, 4, 4)
+	sync(false, set(nil, two))
+	sync(true, set([]string{"host3"}, two, three))
+	sync(false, set([]string{"host4"}, two, three, four))
+	c.expect(t, "flannel-wg", "192.168.77.2:51820 10.5.2.0/24", "192.168.77.3:51820 10.5.3.0/24", "192.168.77.4:51820 10.5.4.0/24")
+
+	// A peer in the middle of a session gets the address that its lease has moved to.
+	c.handshake("flannel-wg", key(2))
+	two = host(t, 2, 9)
+	sync(true, set([]string{"host2"}, two, three, four))
+	sync(false, set([]string{"host3", "host4"}, two))
+	c.expect(t, "flannel-wg", "192.168.77.9:51820 10.5.2.0/24")
 }
