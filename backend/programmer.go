@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"flanneld/pkg/dataplane"
+	"flanneld/pkg/oneline"
 	"flanneld/pkg/parallel"
 	"flanneld/subnet"
 )
@@ -35,6 +36,15 @@ type Programmer struct {
 	asked   time.Time                     // for all of them
 }
 
+// SetUp makes the kernel hold Base, and removes nothing but what is in its way.
+func (p *Programmer) SetUp(ctx context.Context) error {
+	base := dataplane.NewState()
+	base.AddState(p.Base)
+	report, err := p.Reconcile(ctx, base, false)
+	_, refused := p.outcome(report)
+	return oneline.Join(err, refused)
+}
+
 // Sync implements Network. It costs what has changed in the set, unless
 // everything may have.
 func (p *Programmer) Sync(ctx context.Context, peers Set) (Outcome, error) {
@@ -56,11 +66,11 @@ func (p *Programmer) Sync(ctx context.Context, peers Set) (Outcome, error) {
 		added = append(added, without(want, have)...)
 	}
 	report, err := p.Update(ctx, removed, added, peers.Complete)
-	o := p.outcome(report)
+	o, refused := p.outcome(report)
 	if stale {
 		o.Again = max(p.Volatile-time.Since(p.asked), time.Nanosecond)
 	}
-	return o, err
+	return o, oneline.Join(err, refused)
 }
 
 // Holdings implements Inspector.
@@ -96,7 +106,8 @@ func (p *Programmer) all(ctx context.Context, peers Set) (Outcome, error) {
 	want := dataplane.StateOf(p.everything)
 	want.AddState(p.Base)
 	report, err := p.Reconcile(ctx, want, peers.Complete)
-	return p.outcome(report), err
+	o, refused := p.outcome(report)
+	return o, oneline.Join(err, refused)
 }
 
 // everything iterates over what all peers ask for.
@@ -161,13 +172,21 @@ func (p *Programmer) forget(key string) {
 	delete(p.objects, key)
 }
 
-// outcome says in terms of leases what a report says in terms of routes.
-func (p *Programmer) outcome(r dataplane.Report) Outcome {
+// outcome says in terms of leases what a report says in terms of routes. Those of
+// Base are no peer's: packets to all of them may leave by what is in the way.
+func (p *Programmer) outcome(r dataplane.Report) (Outcome, error) {
 	o := Outcome{Repaired: r.Repaired, Retry: r.Unreachable}
+	var errs []error
 	for _, refusal := range r.Refused {
-		o.Refused = append(o.Refused, subnet.Refusal{Key: p.key(refusal.Route.Dst), Reason: refusal.Reason})
+		route := refusal.Route
+		switch {
+		case len(p.Base.Routes[route.Dst]) == 0:
+			o.Refused = append(o.Refused, subnet.Refusal{Key: p.key(route.Dst), Reason: refusal.Reason})
+		case refusal.Dev != route.Dev: // else an address on our own device has made the route
+			errs = append(errs, fmt.Errorf("put %s: %s", route, refusal.Reason))
+		}
 	}
-	return o
+	return o, oneline.Join(errs...)
 }
 
 // without returns those of a that are not in b. Both are short.

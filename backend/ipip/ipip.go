@@ -95,9 +95,7 @@ func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 	if b.config.DirectRouting {
 		n.Volatile = recheck
 	}
-	devices := dataplane.NewState()
-	devices.AddState(base)
-	if _, err = reconciler.Reconcile(ctx, devices, false); err != nil {
+	if err := n.SetUp(ctx); err != nil {
 		return nil, oneline.Join(fmt.Errorf("set up ipip devices: %w", err), reconciler.Close())
 	}
 	return n, nil

@@ -151,9 +151,7 @@ func (n *kernelNetwork) start(ctx context.Context) error {
 	if err := n.shut(ctx); err != nil {
 		return err
 	}
-	devices := dataplane.NewState()
-	devices.AddState(n.Base)
-	if _, err := n.Reconcile(ctx, devices, false); err != nil {
+	if err := n.SetUp(ctx); err != nil {
 		return fmt.Errorf("set up %s: %w", deviceName, err)
 	}
 	ctx, n.cancel = context.WithCancel(context.WithoutCancel(ctx))

@@ -112,9 +112,7 @@ func (n *network) start(ctx context.Context) error {
 	if err := n.open(ctx); err != nil {
 		return err
 	}
-	devices := dataplane.NewState()
-	devices.AddState(n.Base)
-	if _, err := n.Reconcile(ctx, devices, false); err != nil {
+	if err := n.SetUp(ctx); err != nil {
 		return fmt.Errorf("set up %s: %w", deviceName, err)
 	}
 	return nil

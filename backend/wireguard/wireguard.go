@@ -139,7 +139,8 @@ func (n *network) start(ctx context.Context, own subnet.Lease) error {
 	case err != nil:
 		return err
 	}
-	if err := n.setUp(ctx, own, kind); err != nil {
+	n.Base = n.base(own, kind)
+	if err := n.SetUp(ctx); err != nil {
 		return err
 	}
 	klog.FromContext(ctx).Info("WireGuard is in use", "implementation", n.implementation, "publicKey", n.key.PublicKey().String())
@@ -199,15 +200,6 @@ func (n *network) makeRoom(ctx context.Context, links map[string]dataplane.Link)
 		return failed
 	}
 	return nil
-}
-
-// setUp has the reconciler make devices of that kind.
-func (n *network) setUp(ctx context.Context, own subnet.Lease, kind string) error {
-	n.Base = n.base(own, kind)
-	devices := dataplane.NewState()
-	devices.AddState(n.Base)
-	_, err := n.Reconcile(ctx, devices, false)
-	return err
 }
 
 // base is what the kernel holds whatever the peers: the devices with the own

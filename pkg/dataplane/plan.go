@@ -67,6 +67,7 @@ func puts(ops []Op) iter.Seq[Object] {
 type Refusal struct {
 	Route  Route
 	Reason string
+	Dev    string // that is directly connected, if that is the reason
 }
 
 // Changes is what separates two states.
@@ -229,7 +230,7 @@ func (p *planner) destination(w Route, have []Route) {
 	}
 	for _, h := range have {
 		if h.Protocol == protoKernel {
-			p.refused = append(p.refused, Refusal{w, fmt.Sprintf("%s is directly connected to %s", w.Dst, h.Dev)})
+			p.refused = append(p.refused, Refusal{Route: w, Reason: fmt.Sprintf("%s is directly connected to %s", w.Dst, h.Dev), Dev: h.Dev})
 			p.sweepRoutes(have)
 			return
 		}

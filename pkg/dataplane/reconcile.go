@@ -344,9 +344,9 @@ func (e OpError) refusal() (f Refusal, ok bool) {
 	switch {
 	case !ok, e.Op.Delete, !route.Gateway.IsValid(), route.NexthopID != 0:
 	case errors.Is(e.Err, syscall.ENETUNREACH), errors.Is(e.Err, syscall.EHOSTUNREACH):
-		return Refusal{route, fmt.Sprintf("gateway %s is not on a network of %s", route.Gateway, route.Dev)}, true
+		return Refusal{Route: route, Reason: fmt.Sprintf("gateway %s is not on a network of %s", route.Gateway, route.Dev)}, true
 	case errors.Is(e.Err, syscall.EINVAL):
-		return Refusal{route, fmt.Sprintf("gateway %s on %s: %v", route.Gateway, route.Dev, e.Err)}, true
+		return Refusal{Route: route, Reason: fmt.Sprintf("gateway %s on %s: %v", route.Gateway, route.Dev, e.Err)}, true
 	}
 	return Refusal{}, false
 }
