@@ -147,7 +147,7 @@ func (n *network) syncDevice(d *device, s settings, set backend.Set) (repaired i
 		}
 		d.waiting = change.waiting()
 	} else {
-		change.have, change.sweep = &wgtypes.Device{PrivateKey: s.key, ListenPort: s.port}, true
+		change.have, change.sweep, change.remembered = &wgtypes.Device{PrivateKey: s.key, ListenPort: s.port}, true, true
 		for _, key := range set.Changed {
 			if p, ok := d.peers[key]; ok {
 				change.known[p.key] = p

@@ -206,3 +206,16 @@ func TestChangesOfAFailedPass(t *testing.T) {
 	sync(false, set([]string{"host3", "host4"}, two))
 	c.expect(t, "flannel-wg", "192.168.77.9:51820 10.5.2.0/24")
 }
+
+// TestPeerRemovedByHand: what a lease's new address is written to may not be there
+// any more.
+func TestPeerRemovedByHand(t *testing.T) {
+	n, _, c := start(t)
+	for _, s := range []backend.Set{set(nil, host(t, 2, 2)), set([]string{"host2"}, host(t, 2, 9))} {
+		delete(c.peers["flannel-wg"], key(2))
+		if _, err := n.Sync(t.Context(), s); err != nil {
+			t.Fatal(err)
+		}
+	}
+	c.expect(t, "flannel-wg", "192.168.77.9:51820 10.5.2.0/24")
+}

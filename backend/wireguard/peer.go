@@ -101,14 +101,16 @@ const sessionLife = 180 * time.Second
 // wanted. An endpoint that differs is what the device has learnt of a peer that
 // moves, or is behind NAT, and stays while it works: it is written only if known,
 // the peers as they were wanted before, has another, or if there is no session.
-// With sweep peers go that are not wanted.
+// With sweep peers go that are not wanted. What is remembered nobody has asked the
+// device for: a peer may be gone from it.
 type diff struct {
 	have  *wgtypes.Device
 	want  map[wgtypes.Key]peer
 	known map[wgtypes.Key]peer
 	settings
-	sweep bool
-	now   time.Time
+	sweep      bool
+	remembered bool
+	now        time.Time
 }
 
 // config returns the changes; none if changed is false.
@@ -173,6 +175,9 @@ func (d diff) change(h wgtypes.Peer, w peer) (p wgtypes.PeerConfig, differs bool
 	}
 	if !sameNetworks(h.AllowedIPs, w.allowed) {
 		p.ReplaceAllowedIPs, p.AllowedIPs, differs = true, ipNets(w.allowed), true
+	}
+	if moved && d.remembered { // of one that has not only the device knows where it is
+		return d.add(w), true
 	}
 	return p, differs
 }

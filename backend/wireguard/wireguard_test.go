@@ -368,6 +368,7 @@ func TestDiff(t *testing.T) {
 		want  peer
 		known []peer
 		sweep bool
+		blind bool // have is what is remembered
 		does  string
 		waits int
 	}{
@@ -380,6 +381,8 @@ func TestDiff(t *testing.T) {
 		{name: "learnt, known before", have: []wgtypes.Peer{learnt}, want: p, known: []peer{p}},
 		{name: "learnt, but dead", have: []wgtypes.Peer{dead}, want: p, does: "endpoint"},
 		{name: "lease has moved", have: []wgtypes.Peer{learnt}, want: p, known: []peer{moved}, does: "endpoint"},
+		{name: "lease has moved, and the peer may be gone", have: []wgtypes.Peer{asKept(moved, s)}, want: p, known: []peer{moved}, blind: true, does: "add"},
+		{name: "networks, of a peer that may be gone", have: []wgtypes.Peer{elsewhere}, want: p, known: []peer{p}, blind: true, does: "allowed"},
 		{name: "networks", have: []wgtypes.Peer{elsewhere}, want: p, does: "allowed"},
 		{name: "PSK", have: []wgtypes.Peer{otherPSK}, want: p, does: "psk"},
 		{name: "PSK, young session", have: []wgtypes.Peer{aged(9 * time.Second)}, want: p, does: "psk"},
@@ -392,7 +395,7 @@ func TestDiff(t *testing.T) {
 				have:     &wgtypes.Device{PrivateKey: s.key, ListenPort: s.port, Peers: tt.have},
 				want:     map[wgtypes.Key]peer{tt.want.key: tt.want},
 				known:    map[wgtypes.Key]peer{},
-				settings: s, sweep: tt.sweep, now: now,
+				settings: s, sweep: tt.sweep, remembered: tt.blind, now: now,
 			}
 			for _, k := range tt.known {
 				d.known[k.key] = k
