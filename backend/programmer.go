@@ -22,7 +22,7 @@ type Programmer struct {
 	// Base is what the kernel holds without any peers.
 	Base dataplane.State
 	// Desired returns what the kernel holds for one peer's lease; nil for nothing.
-	// It is safe for concurrent use.
+	// It is safe for concurrent use. It is nil itself if that is so for all peers.
 	Desired func(context.Context, subnet.Lease) ([]dataplane.Object, error)
 	// Volatile says that Desired depends on more than the lease: it is asked
 	// again for all peers when the kernel has announced something, but not more

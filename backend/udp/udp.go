@@ -71,7 +71,7 @@ func (b *Backend) startUserspace(ctx context.Context, own subnet.Lease) (backend
 	}
 	n := &network{
 		Backend: b, own: own, wake: newWake(),
-		Programmer: &backend.Programmer{Base: b.base(own), Desired: nothing, Reconciler: reconciler},
+		Programmer: &backend.Programmer{Base: b.base(own), Reconciler: reconciler},
 	}
 	n.watch(reconciler.Changed())
 	if err := n.start(ctx); err != nil {
@@ -79,9 +79,6 @@ func (b *Backend) startUserspace(ctx context.Context, own subnet.Lease) (backend
 	}
 	return n, nil
 }
-
-// nothing is what the kernel holds for one peer: one route leads to all.
-func nothing(context.Context, subnet.Lease) ([]dataplane.Object, error) { return nil, nil }
 
 // base is what the kernel holds: the device, with the own subnets' base
 // addresses, and the networks behind it.

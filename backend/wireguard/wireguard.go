@@ -101,10 +101,10 @@ func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 	if err != nil {
 		return nil, err
 	}
-	n := &network{Backend: b, key: key, changed: make(chan struct{}, 1), stop: make(chan struct{}), Programmer: &backend.Programmer{
-		Reconciler: reconciler,
-		Desired:    func(context.Context, subnet.Lease) ([]dataplane.Object, error) { return nil, nil },
-	}}
+	n := &network{
+		Backend: b, key: key, changed: make(chan struct{}, 1), stop: make(chan struct{}),
+		Programmer: &backend.Programmer{Reconciler: reconciler},
+	}
 	n.watch(reconciler.Changed())
 	for _, t := range b.tunnels() {
 		n.devices = append(n.devices, &device{tunnel: t, peers: map[string]peer{}})
