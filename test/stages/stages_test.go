@@ -88,6 +88,42 @@ func FuzzGood(f *testing.F) { f.Fuzz(func(*testing.T, []byte) {}) }`),
 	}
 }
 
+// What a program reads that a test runs is none of Go's business: a result that
+// Go keeps says nothing about it.
+func TestUnitRunsAgain(t *testing.T) {
+	module(t, map[string]string{
+		"a_test.go": `package sample
+
+import (
+	"os/exec"
+	"testing"
+)
+
+func TestScript(t *testing.T) {
+	if out, err := exec.Command("sh", "script").CombinedOutput(); err != nil {
+		t.Errorf("%v: %s", err, out)
+	}
+}
+`,
+		"script": ". ./part\n",
+	})
+	for _, tt := range []struct{ part, counts string }{
+		{"exit 0\n", "1 passed, 0 failed, 0 skipped"},
+		{"exit 1\n", "0 passed, 1 failed, 0 skipped"},
+	} {
+		if err := os.WriteFile("part", []byte(tt.part), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		var out bytes.Buffer
+		if _, err := execute(t.Context(), []string{"unit"}, &out); err != nil {
+			t.Fatal(err)
+		}
+		if !strings.HasSuffix(out.String(), "\n"+tt.counts+"\n") {
+			t.Errorf("with %q want %s:\n%s", tt.part, tt.counts, &out)
+		}
+	}
+}
+
 // A fuzzer whose time is over is run once more. No other failure is, nor one
 // that is there again.
 func TestFuzzTimeIsOver(t *testing.T) {
