@@ -22,7 +22,8 @@ COMPONENTS := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/flanneld
 APISERVER := $(COMPONENTS)/kube-apiserver-$(KUBE_VERSION)
 KUBECTL := $(COMPONENTS)/kubectl-$(KUBE_VERSION)
 HELM := $(COMPONENTS)/helm-$(HELM_VERSION)
-STAGES := go run ./test/stages -fuzztime $(FUZZTIME)
+# Not go run: it would not pass on that it shall end.
+STAGES := bin/tools/stages -fuzztime $(FUZZTIME)
 GOLANGCI := bin/tools/golangci-lint
 
 .DEFAULT_GOAL := help
@@ -45,26 +46,30 @@ demo: build ## three hosts on this machine, a subnet each, every pod to every po
 	bin/flannelctl lab --hosts 3 --backend vxlan --once
 
 ## Test
-test: deps components ## all stages, ending with a table of results and times
+test: deps components bin/tools/stages ## all stages, ending with a table of results and times
 	@$(STAGES)
 
-test-unit: deps components ## what needs no kernel, with the race detector
+test-unit: deps components bin/tools/stages ## what needs no kernel, with the race detector
 	@$(STAGES) unit
 
-test-kernel: deps components ## the TestKernel... tests, in network namespaces of their own
+test-kernel: deps components bin/tools/stages ## the TestKernel... tests, in network namespaces of their own
 	@$(STAGES) kernel
 
-test-e2e: deps components ## real daemons, a real etcd and real traffic
+test-e2e: deps components bin/tools/stages ## real daemons, a real etcd and real traffic
 	@$(STAGES) build e2e
 
-test-vm: deps ## the TestVM... tests, on a Debian kernel in qemu
+test-vm: deps bin/tools/stages ## the TestVM... tests, on a Debian kernel in qemu
 	@$(STAGES) build vm
 
-fuzz: ## every fuzz target for FUZZTIME (10s)
+fuzz: bin/tools/stages ## every fuzz target for FUZZTIME (10s)
 	@$(STAGES) fuzz
 
 bench: build deps components ## what the daemon costs, beside the kernel's own limit (an hour; QUICK=1: less, in minutes)
-	go run ./test/bench $(if $(QUICK),-quick,-out Documentation/benchmarks -page Documentation/benchmarks.md) $(BENCHFLAGS)
+	go build -o bin/tools/bench ./test/bench
+	bin/tools/bench $(if $(QUICK),-quick,-out Documentation/benchmarks -page Documentation/benchmarks.md) $(BENCHFLAGS)
+
+bin/tools/stages: FORCE
+	@go build -o $@ ./test/stages
 
 ## Keep it tidy
 lint: lint-go lint-mod lint-shell lint-sleep lint-unit lint-rules ## all checks of code, modules, scripts and units

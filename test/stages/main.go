@@ -48,7 +48,7 @@ func stages(fuzzTime string) []stage {
 }
 
 func main() {
-	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
+	ctx, stop := signal.NotifyContext(context.Background(), endings()...)
 	ok, err := execute(ctx, os.Args[1:], os.Stdout)
 	stop()
 	if err != nil {
@@ -57,6 +57,16 @@ func main() {
 	if err != nil || !ok {
 		os.Exit(1)
 	}
+}
+
+// endings are the signals that end the run. That its terminal is gone is one, as what
+// it starts does not hear of that; nohup says otherwise.
+func endings() []os.Signal {
+	signals := []os.Signal{os.Interrupt, syscall.SIGTERM}
+	if !signal.Ignored(syscall.SIGHUP) {
+		signals = append(signals, syscall.SIGHUP)
+	}
+	return signals
 }
 
 // execute runs the stages that args name; ok says that all of them passed.

@@ -30,9 +30,7 @@ const (
 
 func build(ctx context.Context, r *run) error {
 	r.noTests = true
-	cmd := command(ctx, "make", "--no-print-directory", "build")
-	cmd.Stdout, cmd.Stderr = r.out, r.out
-	return cmd.Run()
+	return show(command(ctx, "make", "--no-print-directory", "build"), r)
 }
 
 // unit takes no results from the cache: it knows the files that tests open, but not
@@ -72,9 +70,7 @@ func vm(ctx context.Context, r *run) error {
 	}
 	defer os.RemoveAll(dir)
 	program := filepath.Join(dir, "vm") // go run would not pass on that it shall end
-	cmd := command(ctx, "go", "build", "-o", program, "./test/vm")
-	cmd.Stdout, cmd.Stderr = r.out, r.out
-	if err := cmd.Run(); err != nil {
+	if err := show(command(ctx, "go", "build", "-o", program, "./test/vm"), r); err != nil {
 		return fmt.Errorf("build test/vm: %w", err)
 	}
 	args := []string{"-json", "-run", vmTests, "-timeout", vmBudget.String()}
@@ -161,7 +157,7 @@ func events(cmd *exec.Cmd, r *run) error {
 	}
 	p := parser{run: r, output: map[string][]string{}, counts: map[string]*counts{}}
 	readErr := p.read(pipe)
-	err = cmd.Wait()
+	err = wait(cmd)
 	if err != nil && r.failed > 0 {
 		err = nil // the failed tests say it better
 	}
@@ -171,12 +167,30 @@ func events(cmd *exec.Cmd, r *run) error {
 	return errors.Join(err, readErr)
 }
 
-// command returns a command that is asked to end when ctx does.
+// command returns a command in a process group of its own, all of which is asked to
+// end when ctx does: go does not pass that on to the tests that it runs.
 func command(ctx context.Context, name string, args ...string) *exec.Cmd {
 	cmd := exec.CommandContext(ctx, name, args...)
-	cmd.Cancel = func() error { return cmd.Process.Signal(syscall.SIGINT) }
+	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGKILL}
+	cmd.Cancel = func() error { return syscall.Kill(-cmd.Process.Pid, syscall.SIGINT) }
 	cmd.WaitDelay = 20 * time.Second
 	return cmd
+}
+
+// wait waits for a command, and ends what is left of its group.
+func wait(cmd *exec.Cmd) error {
+	err := cmd.Wait()
+	_ = syscall.Kill(-cmd.Process.Pid, syscall.SIGKILL) // as a rule nothing is
+	return err
+}
+
+// show runs a command that writes to where r does.
+func show(cmd *exec.Cmd, r *run) error {
+	cmd.Stdout, cmd.Stderr = r.out, r.out
+	if err := cmd.Start(); err != nil {
+		return err
+	}
+	return wait(cmd)
 }
 
 // pkg is what is needed of `go list -json`.

@@ -2,12 +2,16 @@ package main
 
 import (
 	"bytes"
+	"context"
 	"errors"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"strconv"
 	"strings"
+	"syscall"
 	"testing"
+	"time"
 
 	"github.com/google/go-cmp/cmp"
 )
@@ -120,6 +124,74 @@ func TestScript(t *testing.T) {
 		}
 		if !strings.HasSuffix(out.String(), "\n"+tt.counts+"\n") {
 			t.Errorf("with %q want %s:\n%s", tt.part, tt.counts, &out)
+		}
+	}
+}
+
+// Tests do not outlive a run that is ended.
+func TestEnded(t *testing.T) {
+	program := filepath.Join(t.TempDir(), "stages")
+	if out, err := exec.CommandContext(t.Context(), "go", "build", "-o", program, ".").CombinedOutput(); err != nil {
+		t.Fatalf("%v: %s", err, out)
+	}
+	for _, sig := range []syscall.Signal{syscall.SIGTERM, syscall.SIGINT, syscall.SIGHUP} {
+		t.Run(sig.String(), func(t *testing.T) {
+			module(t, map[string]string{"a_test.go": `package sample
+
+import (
+	"fmt"
+	"os"
+	"testing"
+)
+
+func TestForever(t *testing.T) {
+	os.WriteFile("pid", fmt.Appendln(nil, os.Getpid()), 0o600)
+	<-t.Context().Done()
+}
+`})
+			var out bytes.Buffer
+			cmd := exec.CommandContext(t.Context(), program, "unit")
+			cmd.Stdout, cmd.Stderr = &out, &out
+			if err := cmd.Start(); err != nil {
+				t.Fatal(err)
+			}
+			var pid int
+			poll(t, "the test to start", func() bool {
+				text, err := os.ReadFile("pid")
+				if err != nil || !strings.HasSuffix(string(text), "\n") {
+					return false
+				}
+				pid, err = strconv.Atoi(strings.TrimSpace(string(text)))
+				return err == nil
+			})
+			if err := cmd.Process.Signal(sig); err != nil {
+				t.Fatal(err)
+			}
+			if err := cmd.Wait(); err == nil {
+				t.Error("stages passed, want them to fail")
+			}
+			if err := syscall.Kill(pid, 0); !errors.Is(err, syscall.ESRCH) {
+				t.Errorf("the test is still there (%v)", err)
+				_ = syscall.Kill(pid, syscall.SIGKILL)
+			}
+			if want := "unit: interrupted\n"; !strings.Contains(out.String(), want) {
+				t.Errorf("%q is missing in:\n%s", want, &out)
+			}
+		})
+	}
+}
+
+func poll(t *testing.T, what string, ok func() bool) {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+	defer cancel()
+	tick := time.NewTicker(10 * time.Millisecond)
+	defer tick.Stop()
+	for !ok() {
+		select {
+		case <-tick.C:
+		case <-ctx.Done():
+			t.Fatalf("waited a minute for %s", what)
 		}
 	}
 }
