@@ -127,7 +127,7 @@ $(OUT)/flannel-$(VERSION)-linux-%.tar.gz: FORCE bin/tools/sbom deps
 	rm -rf $(OUT)/$* && mkdir -p $(OUT)/$*
 	GOOS=linux GOARCH=$* GOARM=7 $(GO_BUILD) -o $(OUT)/$*/ $(COMMANDS)
 	GOOS=linux GOARCH=$* GOARM=7 $(GO_BUILD) -o $(OUT)/$*/flannel $(PLUGIN)
-	bin/tools/sbom $(VERSION) $(OUT)/$*/* > $(OUT)/sbom && mv $(OUT)/sbom $(OUT)/$*/sbom.cdx.json
+	bin/tools/sbom $(VERSION) $(OUT)/$*/* > $(OUT)/$*.sbom && mv $(OUT)/$*.sbom $(OUT)/$*/sbom.cdx.json
 	dist/debian/build.sh $(OUT)/$* $* $(VERSION) $(@:.tar.gz=.deb)
 	cp -r README.md Documentation dist/mk-docker-opts.sh dist/systemd dist/rt_protos.d dist/prometheus dist/grafana $(OUT)/$*/
 	rm $(OUT)/$*/Documentation/*.go
