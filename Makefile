@@ -150,9 +150,10 @@ bin/tools/cni: test/components/cni-plugins/go.mod test/components/cni-plugins/go
 	CGO_ENABLED=0 nice go build -C test/components/cni-plugins -trimpath -o $(CURDIR)/$@/ tool
 	@touch $@
 
-bin/tools/kube-apiserver: $(APISERVER)
-bin/tools/kubectl: $(KUBECTL)
-bin/tools/helm: $(HELM)
+# Each time: a version that was built earlier is not newer than the link.
+bin/tools/kube-apiserver: $(APISERVER) FORCE
+bin/tools/kubectl: $(KUBECTL) FORCE
+bin/tools/helm: $(HELM) FORCE
 bin/tools/kube-apiserver bin/tools/kubectl bin/tools/helm:
 	@mkdir -p bin/tools && ln -sf $< $@
 
