@@ -3,7 +3,9 @@ package lab_test
 import (
 	"context"
 	"errors"
+	"fmt"
 	"net/netip"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -102,26 +104,88 @@ func TestKernelShaping(t *testing.T) {
 	cfg := lab.Config{Families: dual, Hosts: 2, Rate: 1_250_000, Etcd: lab.EtcdOptions{Disabled: true}}
 	l := newLab(t, cfg)
 	handMade(t, l, 1500)
+	expectTenMegabits(t, l)
+
+	// A kernel without netem is told from others; TestVMShaping has one with it.
+	cfg.Latency = 20 * time.Millisecond
+	l, err := lab.New(t.Context(), cfg)
+	if err == nil {
+		l.Close()
+	} else if want := "no netem queueing discipline"; !strings.Contains(err.Error(), want) {
+		t.Errorf("got %v, want %s", err, want)
+	}
+}
+
+// Links that are late and lossy, alone and with a rate on top.
+func TestVMShaping(t *testing.T) {
+	config := lab.Config{Families: dual, Hosts: 2, Etcd: lab.EtcdOptions{Disabled: true}}
+	t.Run("latency and rate", func(t *testing.T) {
+		cfg := config
+		cfg.Latency, cfg.Rate = 50*time.Millisecond, 1_250_000
+		l := newLab(t, cfg)
+		handMade(t, l, 1500)
+		for _, f := range dual {
+			// The machine adds to it, and resolving the neighbour doubles it, but not each time.
+			if rtt := quickest(t, l, f); rtt < 100*time.Millisecond || rtt > 190*time.Millisecond {
+				t.Errorf("%v: a round trip of %v, want 50 ms each way", f, rtt)
+			}
+		}
+		expectTenMegabits(t, l)
+	})
+	t.Run("loss", func(t *testing.T) {
+		cfg := config
+		cfg.Loss = 20
+		l := newLab(t, cfg)
+		handMade(t, l, 1500)
+		for _, f := range dual {
+			sent, lost := lostOf(t, l, f, 1000)
+			if share := float64(lost) / float64(sent); share < 0.28 || share > 0.44 {
+				t.Errorf("%v: %d of %d packets were lost both ways together, want 36%% for 20%% each way", f, lost, sent)
+			}
+		}
+	})
+}
+
+// expectTenMegabits sends through links of that rate.
+func expectTenMegabits(t *testing.T, l *lab.Lab) {
+	t.Helper()
 	pods := l.Pods()
-	bps, err := pods[0].Throughput(t.Context(), pods[1], prefix.IPv6, time.Second)
+	bps, err := pods[0].Throughput(t.Context(), pods[1], prefix.IPv6, 3*time.Second) // to begin takes a part of the first
 	if err != nil {
 		t.Fatal(err)
 	}
 	if bps < 5e6 || bps > 15e6 {
 		t.Errorf("%.1f Mbit/s through 10 Mbit/s", bps/1e6)
 	}
+}
 
-	cfg.Latency = 20 * time.Millisecond
-	l, err = lab.New(t.Context(), cfg)
-	if err != nil {
-		if want := "no netem queueing discipline"; !strings.Contains(err.Error(), want) {
-			t.Errorf("got %v, want %s", err, want)
+// quickest returns the shortest of five round trips between the first two hosts.
+func quickest(t *testing.T, l *lab.Lab, f prefix.Family) time.Duration {
+	t.Helper()
+	var rtts []time.Duration
+	for range 5 {
+		rtt, err := l.Host(1).Ping(t.Context(), l.Host(2).Addr(f), ping.Options{})
+		if err != nil {
+			t.Fatalf("%v: %v", f, err)
 		}
-		return
+		rtts = append(rtts, rtt)
 	}
-	defer l.Close()
-	rtt, err := l.Host(1).Ping(t.Context(), l.Host(2).Addr(prefix.IPv4), ping.Options{})
-	if err != nil || rtt < 40*time.Millisecond {
-		t.Errorf("round trip %v, %v: want 40 ms at least", rtt, err)
+	return slices.Min(rtts)
+}
+
+// lostOf sends at least n packets from pod to pod, once they find each other, and
+// returns how many were sent and how many did not come back.
+func lostOf(t *testing.T, l *lab.Lab, f prefix.Family, n int) (sent, lost int) {
+	t.Helper()
+	pods := l.Pods()
+	flow, err := pods[0].StartFlow(t.Context(), pods[1], f, 500)
+	if err != nil {
+		t.Fatal(err)
 	}
+	waitUntil(t, "first answers", func() bool { return flow.Stats().Answered >= 10 })
+	before := flow.Stats().Sent
+	waitUntil(t, fmt.Sprintf("%d packets", n), func() bool { return flow.Stats().Sent >= before+n })
+	s := flow.Stop()
+	first, _ := slices.BinarySearch(s.Lost, before)
+	return s.Sent - before, len(s.Lost) - first
 }
