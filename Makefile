@@ -56,10 +56,10 @@ test-kernel: deps components bin/tools/stages ## the TestKernel... tests, in net
 	@$(STAGES) kernel
 
 test-e2e: deps components bin/tools/stages ## real daemons, a real etcd and real traffic
-	@$(STAGES) build e2e
+	@$(STAGES) e2e
 
 test-vm: deps bin/tools/stages ## the TestVM... tests, on a Debian kernel in qemu
-	@$(STAGES) build vm
+	@$(STAGES) vm
 
 fuzz: bin/tools/stages ## every fuzz target for FUZZTIME (10s)
 	@$(STAGES) fuzz

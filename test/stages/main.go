@@ -1,7 +1,8 @@
 // Command stages runs the tests in stages, one after the other, and ends with
 // a table of what came out and how long it took. A stage that fails does not
 // keep the later ones from running; one that needs it is left out and counts
-// as failed. Without arguments all stages run, otherwise the named ones.
+// as failed. Without arguments all stages run, otherwise the named ones and what
+// they need.
 //
 // Nothing here lists packages. Tests that need root and a network namespace
 // stand beside the code they test and are named TestKernel...; they make the
@@ -103,23 +104,46 @@ func execute(ctx context.Context, args []string, out io.Writer) (ok bool, err er
 	return summary(out, results), nil
 }
 
+// choose returns the named stages, each once and after the one that it needs.
 func choose(all []stage, names []string) ([]stage, error) {
 	if len(names) == 0 {
 		return all, nil
 	}
 	var chosen []stage
 	for _, name := range names {
-		i := slices.IndexFunc(all, func(s stage) bool { return s.name == name })
-		if i < 0 {
-			var known []string
-			for _, s := range all {
-				known = append(known, s.name)
-			}
-			return nil, fmt.Errorf("unknown stage %q: want %s", name, strings.Join(known, ", "))
+		s, err := named(all, name)
+		if err != nil {
+			return nil, err
 		}
-		chosen = append(chosen, all[i])
+		if s.needs != "" {
+			needed, err := named(all, s.needs)
+			if err != nil {
+				return nil, err
+			}
+			chosen = with(chosen, needed)
+		}
+		chosen = with(chosen, s)
 	}
 	return chosen, nil
+}
+
+func named(all []stage, name string) (stage, error) {
+	var known []string
+	for _, s := range all {
+		if s.name == name {
+			return s, nil
+		}
+		known = append(known, s.name)
+	}
+	return stage{}, fmt.Errorf("unknown stage %q: want %s", name, strings.Join(known, ", "))
+}
+
+// with adds a stage, unless it is there.
+func with(chosen []stage, s stage) []stage {
+	if slices.ContainsFunc(chosen, func(c stage) bool { return c.name == s.name }) {
+		return chosen
+	}
+	return append(chosen, s)
 }
 
 // summary writes the table and, last and alone on its line, the totals.

@@ -40,6 +40,7 @@ func test(pkg, body string) string {
 
 func TestStages(t *testing.T) {
 	module(t, map[string]string{
+		"Makefile": "build:\n",
 		"good/a_test.go": test("good", `func TestGood(t *testing.T) { t.Run("sub", func(*testing.T) {}) }
 func TestKernelGood(t *testing.T) {}; func TestVMGood(t *testing.T) { t.Error("on the wrong machine") }
 func FuzzGood(f *testing.F) { f.Fuzz(func(*testing.T, []byte) {}) }`),
@@ -287,30 +288,49 @@ func TestChoose(t *testing.T) {
 	if _, err := choose(stages(""), []string{"unti"}); err == nil || !strings.Contains(err.Error(), `"unti"`) {
 		t.Errorf("got error %v, want one that names the unknown stage", err)
 	}
-	got, err := choose(stages(""), []string{"fuzz", "unit"})
-	if err != nil {
-		t.Fatal(err)
-	}
-	if diff := cmp.Diff([]string{"fuzz", "unit"}, []string{got[0].name, got[1].name}); diff != "" {
-		t.Error(diff)
+	for _, tt := range []struct{ names, want []string }{
+		{[]string{"fuzz", "unit"}, []string{"fuzz", "unit"}},
+		{[]string{"unit", "e2e", "vm"}, []string{"unit", "build", "e2e", "vm"}},
+		{[]string{"e2e", "build"}, []string{"build", "e2e"}},
+	} {
+		chosen, err := choose(stages(""), tt.names)
+		if err != nil {
+			t.Fatal(err)
+		}
+		var got []string
+		for _, s := range chosen {
+			got = append(got, s.name)
+		}
+		if diff := cmp.Diff(tt.want, got); diff != "" {
+			t.Errorf("%q (-want +got):\n%s", tt.names, diff)
+		}
 	}
 }
 
-// A stage that needs another one is left out if that one fails; the others run.
+// A stage that needs another one is left out if that one fails; the others run. What
+// it needs runs before it, named or not.
 func TestNeeds(t *testing.T) {
 	module(t, map[string]string{
 		"Makefile":           "build:\n\t@echo no compiler; false\n",
 		"a_test.go":          test("sample", `func TestGood(t *testing.T) {}`),
 		"test/e2e/a_test.go": test("e2e", `func TestEndToEnd(t *testing.T) {}`),
 	})
-	var out bytes.Buffer
-	ok, err := execute(t.Context(), []string{"build", "unit", "e2e"}, &out)
-	if err != nil || ok {
-		t.Errorf("got ok %v, error %v, want neither", ok, err)
-	}
-	for _, want := range []string{"no compiler", "e2e: not run: build did not pass", "\n1 passed, 0 failed, 0 skipped\n"} {
-		if !strings.Contains(out.String(), want) {
-			t.Errorf("%q is missing in:\n%s", want, out.String())
+	for _, tt := range []struct {
+		stages []string
+		counts string
+	}{
+		{[]string{"build", "unit", "e2e"}, "1 passed, 0 failed, 0 skipped"},
+		{[]string{"e2e"}, "0 passed, 0 failed, 0 skipped"}, // nor what an earlier build has left
+	} {
+		var out bytes.Buffer
+		ok, err := execute(t.Context(), tt.stages, &out)
+		if err != nil || ok {
+			t.Errorf("%q: got ok %v, error %v, want neither", tt.stages, ok, err)
+		}
+		for _, want := range []string{"no compiler", "e2e: not run: build did not pass", "\n" + tt.counts + "\n"} {
+			if !strings.Contains(out.String(), want) {
+				t.Errorf("%q: %q is missing in:\n%s", tt.stages, want, &out)
+			}
 		}
 	}
 }
