@@ -203,43 +203,40 @@ func (n *kernelNetwork) lookAfterPort(ctx context.Context) {
 	}
 }
 
-// Sync implements backend.Network.
+// Sync implements backend.Network. What fails keeps nothing else from being done: the
+// changes of a set are told once.
 func (n *kernelNetwork) Sync(ctx context.Context, peers backend.Set) (backend.Outcome, error) {
 	removed, added := n.host.peers.follow(peers)
 	if n.fresh {
 		removed, added = nil, n.host.peers.all()
 	}
-	repaired, err := n.hold(publics(removed), publics(added), peers)
-	if err != nil {
-		return backend.Outcome{}, err
-	}
+	missing, portErr := n.receiver.ensure()
+	again, gateErr := n.admit(publics(removed), publics(added), peers)
 	outcome, err := n.Programmer.Sync(ctx, peers)
-	outcome.Repaired += repaired
-	return outcome, err
+	if missing && portErr == nil {
+		outcome.Repaired++
+	}
+	if again && gateErr == nil {
+		outcome.Repaired++
+	}
+	return outcome, oneline.Join(portErr, gateErr, err)
 }
 
-// hold makes port and gate right.
-func (n *kernelNetwork) hold(removed, added []netip.Addr, peers backend.Set) (repaired int, err error) {
-	missing, err := n.receiver.ensure()
-	if missing {
-		repaired++
-	}
-	if err != nil || n.gate == nil || n.former && !peers.Complete {
-		return repaired, err
+// admit makes the gate right, and reports whether it was not.
+func (n *kernelNetwork) admit(removed, added []netip.Addr, peers backend.Set) (repaired bool, err error) {
+	if n.gate == nil || n.former && !peers.Complete {
+		return false, nil
 	}
 	n.former, n.fresh = false, false
 	if err := n.gate.Update(removed, added); err != nil {
-		return repaired, err
+		return false, err
 	}
 	if !n.ajar.Swap(false) && !peers.All {
-		return repaired, nil
+		return false, nil
 	}
-	again, err := n.gate.Check()
+	repaired, err = n.gate.Check()
 	if err != nil {
 		n.ajar.Store(true)
-	}
-	if again {
-		repaired++
 	}
 	return repaired, err
 }

@@ -7,6 +7,8 @@ import (
 	"net"
 	"net/netip"
 	"os/exec"
+	"regexp"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -178,6 +180,69 @@ func expectExactMTU(t *testing.T, pods []*lab.Pod, mtu int, addrs func(*lab.Pod)
 func TestVMUDPKernelHealing(t *testing.T) {
 	loadFOU(t)
 	newPatient(t, udpKernel, v4).healsAll(t)
+}
+
+// TestVMUDPKernelPortTaken has another program take the port while hosts come and
+// go. They are followed all the same, and the port is taken back when it is free.
+func TestVMUDPKernelPortTaken(t *testing.T) {
+	loadFOU(t)
+	l := newLab(t, lab.Config{Hosts: 2}, backendConfig(udpKernel))
+	startAll(t, l, lab.FlanneldOptions{})
+	h, c := l.Host(1), store(t, l)
+	const leaves, joins = lab.Prefix + "/subnets/10.5.201.0-24", lab.Prefix + "/subnets/10.5.202.0-24"
+	put(t, c, leaves, `{"PublicIP":"192.168.77.201"}`)
+	expectPeers(t, h, "192.168.77.2", "192.168.77.201")
+	program := takePort(t, h, "192.168.77.1:8285")
+	expectLog(t, h.Daemon(), "another program uses the port")
+	put(t, c, joins, `{"PublicIP":"192.168.77.202"}`)
+	remove(t, c, leaves)
+	expectPeers(t, h, "192.168.77.2", "192.168.77.202")
+	if err := program.Close(); err != nil {
+		t.Fatal(err)
+	}
+	eventually(t, "the port", func() error {
+		if now := kernelPath(t, h); !strings.Contains(now, "port 8285 ipproto 4 local 192.168.77.1") {
+			return errors.New(now)
+		}
+		return nil
+	})
+	expectPeers(t, h, "192.168.77.2", "192.168.77.202")
+	expectMatrix(t, l)
+}
+
+// expectPeers waits until a host whose kernel carries the packets admits those
+// peers, and has routes to them.
+func expectPeers(t *testing.T, h *lab.Host, want ...string) {
+	t.Helper()
+	address := regexp.MustCompile(`192\.168\.77\.\d+`)
+	for _, command := range []string{"nft list set ip flannel-udp peers", "ip route show proto 98 dev flannel0"} {
+		eventually(t, fmt.Sprintf("%q in %q", want, command), func() error {
+			out, err := h.Exec(background(t), "sh", "-c", command)
+			have := address.FindAllString(string(out), -1)
+			if slices.Sort(have); err == nil && !slices.Equal(have, want) {
+				err = fmt.Errorf("%q", have)
+			}
+			return err
+		})
+	}
+}
+
+// takePort has another program have the FOU port's address and port.
+func takePort(t *testing.T, h *lab.Host, at string) (conn net.PacketConn) {
+	t.Helper()
+	where := netip.MustParseAddrPort(at)
+	eventually(t, "the port taken", func() error { // the daemon may be faster
+		out, err := h.Exec(background(t), "ip", "fou", "del", "port", fmt.Sprint(where.Port()), "local", where.Addr().String())
+		if err != nil {
+			return fmt.Errorf("%w: %s", err, out)
+		}
+		return h.Do(background(t), func() (err error) {
+			conn, err = (&net.ListenConfig{}).ListenPacket(background(t), "udp4", at)
+			return err
+		})
+	})
+	t.Cleanup(func() { _ = conn.Close() })
+	return conn
 }
 
 // TestVMUDPModes changes from one way to the other, after clean stops and others:
