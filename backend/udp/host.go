@@ -97,33 +97,46 @@ func (h *Host) leaveKernel(r receiver) error {
 	return r.removeAll()
 }
 
-// open returns the device: the one that there is, the one that systemd has kept,
-// a persistent one, or a new one.
+// open returns the device, ready to carry packets.
 func (h *Host) open(ctx context.Context) (*tunnel.Device, error) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	if h.device != nil {
-		if h.device.Alive() {
-			return h.device, nil
-		}
-		_ = h.device.Close()
-		h.device = nil
+	added, err := h.attach(ctx)
+	if err != nil {
+		return nil, err
 	}
-	device := h.kept(ctx)
-	if device == nil {
-		var err error
-		if device, err = tunnel.OpenDevice(deviceName); err != nil {
-			return nil, explain(err)
-		}
-		if err := keep(device); err != nil {
+	if added {
+		if err := keep(h.device); err != nil {
 			klog.FromContext(ctx).Error(err, "systemd does not keep the device: it will be gone during a restart")
 		}
 	}
-	if err := device.Persist(h.settings.Persist); err != nil {
-		return nil, oneline.Join(err, device.Close())
+	if err := h.device.Persist(h.settings.Persist); err != nil {
+		return nil, oneline.Join(err, h.closeDevice())
 	}
-	h.device = device
-	return device, nil
+	return h.device, nil
+}
+
+// claim returns an error unless the TUN device of our name is this process's, or
+// nobody's any more.
+func (h *Host) claim(ctx context.Context) error {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	_, err := h.attach(ctx)
+	return err
+}
+
+// attach has h hold the device: the one that there is, the one that systemd has
+// kept, a persistent one, or a new one. It reports whether systemd knows nothing of it.
+func (h *Host) attach(ctx context.Context) (added bool, err error) {
+	if h.device != nil && h.device.Alive() {
+		return false, nil
+	}
+	_ = h.closeDevice()
+	if h.device = h.kept(ctx); h.device != nil {
+		return false, nil
+	}
+	h.device, err = tunnel.OpenDevice(deviceName)
+	return err == nil, explain(err)
 }
 
 // kept returns the device that systemd has kept since the process before this

@@ -129,17 +129,21 @@ func (b *Backend) startKernel(ctx context.Context, own subnet.Lease) (backend.Ne
 	return n, nil
 }
 
-// free returns an error if a device that is none of ours has our name.
+// free returns an error if a device that is none of ours has our name: one of
+// another kind, or a TUN device that another program has open.
 func (b *Backend) free(ctx context.Context) error {
 	links, err := b.env.Links(ctx, deviceName)
 	if err != nil {
 		return err
 	}
 	l, ok := links[deviceName]
-	if ok && l.Kind != dataplane.KindTUN && (l.Kind != dataplane.KindIPIP || l.Tunnel.FOU == dataplane.FOU{}) {
-		return backend.InTheWay(l, dataplane.KindTUN+", or "+dataplane.KindIPIP+" with FOU")
+	switch {
+	case !ok || l.Kind == dataplane.KindIPIP && l.Tunnel.FOU != dataplane.FOU{}:
+		return nil
+	case l.Kind == dataplane.KindTUN:
+		return b.host.claim(ctx)
 	}
-	return nil
+	return backend.InTheWay(l, dataplane.KindTUN+", or "+dataplane.KindIPIP+" with FOU")
 }
 
 // start makes port, gate and device ready. Nobody is admitted yet, or who was

@@ -16,6 +16,7 @@ import (
 	"flanneld/pkg/lab"
 	"flanneld/pkg/ping"
 	"flanneld/pkg/prefix"
+	"flanneld/pkg/tunnel"
 )
 
 // udpKernel is the udp backend by the kernel's own means.
@@ -243,6 +244,38 @@ func takePort(t *testing.T, h *lab.Host, at string) (conn net.PacketConn) {
 	})
 	t.Cleanup(func() { _ = conn.Close() })
 	return conn
+}
+
+// TestVMUDPKernelOthersDevice has another program hold a TUN device of our name: that
+// is in the way, whoever is to carry the packets, and stays. One that nobody holds any
+// more gives way.
+func TestVMUDPKernelOthersDevice(t *testing.T) {
+	loadFOU(t)
+	for _, mode := range []string{"kernel", "auto"} {
+		t.Run(mode, func(t *testing.T) {
+			l := newLab(t, lab.Config{Hosts: 1}, `{"Type":"udp","Mode":"`+mode+`"}`)
+			h := l.Host(1)
+			var held *tunnel.Device
+			if err := h.Do(background(t), func() (err error) { held, err = tunnel.OpenDevice("flannel0"); return err }); err != nil {
+				t.Fatal(err)
+			}
+			defer func() { _ = held.Close() }()
+			expectFailure(t, start(t, h, lab.FlanneldOptions{}), "flannel0", "another program has it open")
+			if !held.Alive() {
+				t.Error("the device is gone")
+			}
+			if err := held.Persist(true); err != nil {
+				t.Fatal(err)
+			}
+			if err := held.Close(); err != nil {
+				t.Fatal(err)
+			}
+			startOne(t, h, lab.FlanneldOptions{})
+			if now := kernelPath(t, h); !strings.HasPrefix(now, "encap fou") {
+				t.Errorf("%q, want the kernel to carry the packets", now)
+			}
+		})
+	}
 }
 
 // TestVMUDPModes changes from one way to the other, after clean stops and others:
