@@ -37,6 +37,7 @@ type Host struct {
 	asked  bool      // systemd, for the device of the process before
 	kernel *receiver // of the kernel path, nil without
 	warned bool      // that nobody asks where datagrams are from
+	deaf   bool      // that the kernel takes no messages from the device: it was said
 }
 
 // NewHost returns a host without a device, which the caller closes.
@@ -112,6 +113,10 @@ func (h *Host) open(ctx context.Context) (*tunnel.Device, error) {
 	}
 	if err := h.device.Persist(h.settings.Persist); err != nil {
 		return nil, oneline.Join(err, h.closeDevice())
+	}
+	if err := h.device.AcceptOwn(); err != nil && !h.deaf {
+		h.deaf = true
+		klog.FromContext(ctx).Error(err, "nobody is told on IPv4 what becomes of packets that cannot be carried: connections over paths with a smaller MTU may hang")
 	}
 	return h.device, nil
 }

@@ -99,6 +99,9 @@ func newEnd(t testing.TB, l *lab.Lab, i int, m mode, change ...func(*Config)) *e
 		if e.device, err = OpenDevice(devName); err != nil {
 			return err
 		}
+		if err = e.device.AcceptOwn(); err != nil {
+			return err
+		}
 		if m.plainDevice {
 			if err = e.device.WithoutOffloads(); err != nil {
 				return err

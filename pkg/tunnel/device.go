@@ -86,15 +86,24 @@ func (d *Device) prepare(fd int, flags uint16) error {
 	if err := unix.IoctlSetPointerInt(fd, unix.TUNSETVNETHDRSZ, packet.OffloadLen); err != nil {
 		return fmt.Errorf("set header size: %w", err)
 	}
-	acceptOwn(d.name)
 	return d.setOffloads(fd)
 }
 
-// acceptOwn has the kernel take packets from the device that have a source of
-// this host: messages about what cannot be carried do. Where /proc/sys is
-// read-only they are lost.
-func acceptOwn(name string) {
-	_ = os.WriteFile(filepath.Join("/proc/sys/net/ipv4/conf", name, "accept_local"), []byte("1"), 0)
+// AcceptOwn has the kernel take IPv4 packets from the device that have a source of
+// this host: messages about what cannot be carried do. It must be called on a thread
+// in the device's network namespace.
+func (d *Device) AcceptOwn() error {
+	const sysctls = "/proc/sys/net/ipv4/conf"
+	err := os.WriteFile(filepath.Join(sysctls, d.name, "accept_local"), []byte("1"), 0)
+	if err == nil {
+		return nil
+	}
+	for _, scope := range []string{d.name, "all"} { // the kernel does if either says so
+		if value, rerr := os.ReadFile(filepath.Join(sysctls, scope, "accept_local")); rerr == nil && string(value) == "1\n" {
+			return nil
+		}
+	}
+	return fmt.Errorf("have %s accept packets from addresses of this host: %w", d.name, err)
 }
 
 // setOffloads asks for all that this kernel can leave to us.
