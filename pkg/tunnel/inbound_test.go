@@ -96,14 +96,20 @@ func TestGathering(t *testing.T) {
 	}
 }
 
-func gather(t *testing.T, receives [][][]byte, frames []int) {
+// pair returns what is in place of a device, and its other end, which never waits.
+func pair(t *testing.T) (device *os.File, there int) {
+	t.Helper()
 	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_SEQPACKET|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK, 0)
 	if err != nil {
 		t.Fatal(err)
 	}
-	here, there := os.NewFile(uintptr(fds[0]), "device"), fds[1]
-	defer here.Close()
-	defer unix.Close(there)
+	device = os.NewFile(uintptr(fds[0]), "device")
+	t.Cleanup(func() { _, _ = device.Close(), unix.Close(fds[1]) })
+	return device, fds[1]
+}
+
+func gather(t *testing.T, receives [][][]byte, frames []int) {
+	here, there := pair(t)
 	peer := Peer{Subnet: netip.MustParsePrefix("10.5.2.0/24"), Public: netip.MustParseAddr("192.0.2.2")}
 	table := NewTable()
 	table.Update(nil, []Peer{peer})

@@ -250,10 +250,15 @@ func (o *outbound) tooBig(p []byte) {
 }
 
 // complain tells the sender of p, which came from the device, what becomes of
-// it, but not more often than routers do.
+// it, but not more often than routers do. Who sends where nobody is keeps nobody else
+// from being told what size fits.
 func (o *outbound) complain(c packet.Complaint, p []byte, h packet.Header, mtu int) {
+	limit := o.replies
+	if c == packet.TooBig {
+		limit = o.sizes
+	}
 	for _, own := range o.Own {
-		if own.Is6() != h.IPv6 || !o.replies.Allow() {
+		if own.Is6() != h.IPv6 || !limit.Allow() {
 			continue
 		}
 		reply := c.Complain(o.spare[packet.OffloadLen:], p, h, own, mtu)

@@ -8,6 +8,8 @@ import (
 	"testing"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"flanneld/pkg/tunnel/packet"
 )
 
@@ -111,4 +113,33 @@ func TestFlowFollowsItsPeer(t *testing.T) {
 	expect("moved", moved.Public)
 	table.Update([]Peer{moved}, nil)
 	expect("gone", netip.Addr{})
+}
+
+// TestScannerSilencesNobody: however much goes to nobody, who sends what is too big is
+// told.
+func TestScannerSilencesNobody(t *testing.T) {
+	here, there := pair(t)
+	o := newOutbound(&Tunnel{
+		Config:  Config{Device: &Device{file: here}, Table: NewTable(), Counters: &Counters{}, Own: []netip.Addr{netip.MustParseAddr("10.5.1.0")}},
+		replies: newLimiter(), sizes: newLimiter(),
+	})
+	frame := tcpFrame(1, 0, 0x10, []byte("data"), 4)
+	for o.replies.Allow() { // until no more is told
+		o.take(bytes.Clone(frame))
+	}
+	b := frame[packet.OffloadLen:]
+	h, _ := packet.Parse(b)
+	o.complain(packet.TooBig, b, h, 1400)
+	var last []byte
+	for {
+		reply := make([]byte, 100)
+		n, err := unix.Read(there, reply)
+		if err != nil {
+			break
+		}
+		last = reply[packet.OffloadLen:n]
+	}
+	if len(last) < 22 || last[20] != 3 || last[21] != 4 {
+		t.Errorf("the last message is %x, want fragmentation needed", last)
+	}
 }

@@ -61,8 +61,9 @@ type Config struct {
 // Tunnel is an open tunnel.
 type Tunnel struct {
 	Config
-	sockets [2]*socket // by family: IPv4, IPv6; nil where there is none
-	replies *rate.Limiter
+	sockets [2]*socket    // by family: IPv4, IPv6; nil where there is none
+	replies *rate.Limiter // of other messages about what cannot be carried
+	sizes   *rate.Limiter // of messages that say what size fits, which connections wait for
 	closing atomic.Bool
 	running sync.WaitGroup
 	done    chan struct{}
@@ -76,10 +77,12 @@ const (
 	replyBurst = 100
 )
 
+func newLimiter() *rate.Limiter { return rate.NewLimiter(replyRate, replyBurst) }
+
 // Open opens a tunnel, which carries nothing until Start. It must be called on
 // a thread in the network namespace that is meant.
 func Open(ctx context.Context, c Config) (*Tunnel, error) {
-	t := &Tunnel{Config: c, replies: rate.NewLimiter(replyRate, replyBurst), done: make(chan struct{})}
+	t := &Tunnel{Config: c, replies: newLimiter(), sizes: newLimiter(), done: make(chan struct{})}
 	for _, local := range c.Local {
 		s, err := openSocket(ctx, local, c.Plain)
 		if err != nil {
