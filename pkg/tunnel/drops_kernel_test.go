@@ -290,14 +290,7 @@ func TestKernelPathMTU(t *testing.T) {
 			if mtu := binary.BigEndian.Uint16(buf[6:]); buf[0] != 3 || buf[1] != 4 || mtu != 1300-28 {
 				t.Errorf("type %d code %d MTU %d", buf[0], buf[1], mtu)
 			}
-			before := b.Counters.Received()
-			sendUDP(t, a.Host, "10.5.2.0", 64, 1400, unix.IP_PMTUDISC_DONT)
-			eventually(t, "two fragments", func() error {
-				if n := b.Counters.Received() - before; n != 2 {
-					return fmt.Errorf("%d packets", n)
-				}
-				return nil
-			})
+			fragmented(t, a, b, 2)
 			transfer(t, a, b, b.subnets[0].Addr())
 		})
 	}
@@ -348,29 +341,49 @@ func narrow(t *testing.T, from, to *lab.Host, f prefix.Family, mtu int) {
 }
 
 // TestKernelPathMTUBySource has a narrow way to the peer that only datagrams take:
-// the host routes by source address, and they leave from its second one.
+// the host routes by source address, and they leave from its second one, or by their
+// port.
 func TestKernelPathMTUBySource(t *testing.T) {
 	for version, second := range map[string]string{"-4": "192.168.77.201", "-6": "fd00:77::201"} {
 		public := netip.MustParseAddr(second)
 		f := prefix.FamilyOf(public)
-		t.Run(f.String(), func(t *testing.T) {
-			l := newBed(t, 2, f)
-			h, far := l.Host(1), l.Host(2).Addr(f)
-			for _, command := range []string{
-				"addr add " + prefix.Host(public).String() + " dev eth0 nodad preferred_lft 0", // by itself the host takes the first
-				"rule add from " + second + " lookup 100",
-				"route add " + far.String() + " dev eth0 mtu 1400 table 100",
-			} {
-				if out, err := h.Exec(t.Context(), "ip", append([]string{version}, strings.Fields(command)...)...); err != nil {
-					t.Fatalf("ip %s: %v: %s", command, err, out)
+		for _, rule := range []string{"from " + second, "ipproto udp sport 8285"} {
+			t.Run(f.String()+"/"+rule, func(t *testing.T) {
+				l := newBed(t, 2, f)
+				h, far := l.Host(1), l.Host(2).Addr(f)
+				for _, command := range []string{
+					"addr add " + prefix.Host(public).String() + " dev eth0 nodad preferred_lft 0", // by itself the host takes the first
+					"rule add " + rule + " lookup 100",
+					"route add " + far.String() + " dev eth0 mtu 1400 table 100",
+				} {
+					if out, err := h.Exec(t.Context(), "ip", append([]string{version}, strings.Fields(command)...)...); err != nil {
+						t.Fatalf("ip %s: %v: %s", command, err, out)
+					}
 				}
-			}
-			a := newEnd(t, l, 1, mode{}, func(c *Config) { c.Local = []netip.AddrPort{netip.AddrPortFrom(public, port)} })
-			b := newEnd(t, l, 2, mode{})
-			b.table.Update(peersOf(h, 1, l.Families()), []Peer{{Subnet: subnetOf(1, f), Public: public}})
-			transfer(t, a, b, b.subnets[0].Addr())
-		})
+				a := newEnd(t, l, 1, mode{}, func(c *Config) { c.Local = []netip.AddrPort{netip.AddrPortFrom(public, port)} })
+				b := newEnd(t, l, 2, mode{})
+				b.table.Update(peersOf(h, 1, l.Families()), []Peer{{Subnet: subnetOf(1, f), Public: public}})
+				if f == prefix.IPv4 {
+					fragmented(t, a, b, 2)
+				}
+				transfer(t, a, b, b.subnets[0].Addr())
+			})
+		}
 	}
+}
+
+// fragmented sends a packet with the device's MTU that may be fragmented, and waits
+// until that many packets have arrived.
+func fragmented(t *testing.T, a, b *end, want uint64) {
+	t.Helper()
+	before := b.Counters.Received()
+	sendUDP(t, a.Host, b.subnets[0].Addr().String(), 64, mtuFor([]prefix.Family{prefix.IPv4}), unix.IP_PMTUDISC_DONT)
+	eventually(t, "fragments", func() error {
+		if n := b.Counters.Received() - before; n != want {
+			return fmt.Errorf("%d packets, want %d", n, want)
+		}
+		return nil
+	})
 }
 
 // TestKernelDeviceDeleted: a tunnel whose device is deleted ends, and says why.

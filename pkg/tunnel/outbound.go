@@ -233,20 +233,35 @@ func (o *outbound) tooBig(p []byte) {
 		o.Counters.drop(SendFailed)
 		return
 	}
-	whole := true
-	done := packet.Fragment(o.spare, p, h, mtu, func(f []byte) {
-		_, _, err := b.socket.conn.WriteMsgUDPAddrPort(f, nil, b.to)
-		whole = whole && err == nil
-	})
+	if mtu >= len(p) { // a rule by port, which the question does not have, as "ip rule add sport"
+		mtu = b.socket.below(len(p))
+	}
+	done, err := o.sendFragments(p, h, mtu)
+	for done && errors.Is(err, unix.EMSGSIZE) {
+		mtu = b.socket.below(mtu)
+		done, err = o.sendFragments(p, h, mtu)
+	}
 	switch {
 	case !done:
 		o.Counters.drop(TooBig)
 		o.complain(packet.TooBig, p, h, mtu)
-	case whole:
+	case err == nil:
 		o.Counters.sent.Add(1)
 	default:
 		o.Counters.drop(SendFailed)
 	}
+}
+
+// sendFragments sends p in fragments of at most mtu bytes. It reports false if that
+// cannot be.
+func (o *outbound) sendFragments(p []byte, h packet.Header, mtu int) (done bool, err error) {
+	b := &o.batch
+	done = packet.Fragment(o.spare, p, h, mtu, func(f []byte) {
+		if err == nil {
+			_, _, err = b.socket.conn.WriteMsgUDPAddrPort(f, nil, b.to)
+		}
+	})
+	return done, err
 }
 
 // complain tells the sender of p, which came from the device, what becomes of

@@ -119,6 +119,19 @@ func (s *socket) mtuTo(to netip.AddrPort) (int, error) {
 	return mtu - s.overhead, err
 }
 
+// below returns the biggest packet in bytes, below size, that a link of a usual kind
+// carries: for ways about which the kernel does not tell. Who goes down so comes to
+// what fits in a few steps.
+func (s *socket) below(size int) int {
+	// RFC 1191, 7.1, and what is the least on IPv6.
+	for _, mtu := range [...]int{32000, 17914, 8166, 4352, 2002, 1492, 1280, 1006, 508, 296, 68} {
+		if packet := mtu - s.overhead; packet < size {
+			return packet
+		}
+	}
+	return 0
+}
+
 // close ends sending and receiving, even what goes on at the moment. release
 // follows when nobody uses the socket any more.
 func (s *socket) close() error { return s.conn.Close() }
