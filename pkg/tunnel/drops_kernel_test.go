@@ -71,14 +71,29 @@ func (p *plainPeer) receive(t *testing.T, wanted func([]byte) bool) []byte {
 
 // echo is an echo request from src to dst.
 func echo(src, dst string, ttl byte) []byte {
+	from, to := netip.MustParseAddr(src), netip.MustParseAddr(dst)
+	if from.Is6() {
+		return echo6(from, to, ttl)
+	}
 	b := make([]byte, 28)
-	b[0], b[8], b[9] = 0x45, ttl, 1
+	b[0], b[8], b[9] = 0x45, ttl, unix.IPPROTO_ICMP
 	binary.BigEndian.PutUint16(b[2:], uint16(len(b)))
-	copy(b[12:], netip.MustParseAddr(src).AsSlice())
-	copy(b[16:], netip.MustParseAddr(dst).AsSlice())
+	copy(b[12:], from.AsSlice())
+	copy(b[16:], to.AsSlice())
 	b[20], b[25] = 8, 7
 	binary.BigEndian.PutUint16(b[10:], internetChecksum(b[:20]))
 	binary.BigEndian.PutUint16(b[22:], internetChecksum(b[20:]))
+	return b
+}
+
+func echo6(from, to netip.Addr, hops byte) []byte {
+	b := make([]byte, 48)
+	b[0], b[5], b[6], b[7] = 0x60, 8, unix.IPPROTO_ICMPV6, hops
+	copy(b[8:], from.AsSlice())
+	copy(b[24:], to.AsSlice())
+	b[40], b[45] = 128, 7
+	pseudo := append(bytes.Clone(b[8:40]), 0, 0, 0, 8, 0, 0, 0, unix.IPPROTO_ICMPV6)
+	binary.BigEndian.PutUint16(b[42:], internetChecksum(append(pseudo, b[40:]...)))
 	return b
 }
 
@@ -124,83 +139,111 @@ func drops(c *Counters) map[string]uint64 {
 	return all
 }
 
+// sources are where packets may be from that host 2 sends to host 1.
+func sources(f prefix.Family, host1 *lab.Host) map[string]string {
+	of := func(i int) string { return subnetOf(i, f).Addr().Next().String() }
+	foreign := "203.0.113.9"
+	if f == prefix.IPv6 {
+		foreign = "2001:db8::9"
+	}
+	return map[string]string{
+		"own": of(2), "foreign": foreign, "other peer's": of(3), "nobody's": of(77), "this host's": of(1),
+		"this host's public": host1.Addr(f).String(),
+	}
+}
+
+type damage struct {
+	b    []byte
+	want Reason
+}
+
+// damaged is a sound packet made unsound in every way, and what is said of that.
+func damaged(good []byte) map[string]damage {
+	change := func(at int, to ...byte) []byte {
+		b := bytes.Clone(good)
+		copy(b[at:], to)
+		return b
+	}
+	all := map[string]damage{
+		"empty": {nil, Malformed}, "short": {good[:19], Malformed}, "cut off": {good[:len(good)-1], Malformed}, "IPv5": {change(0, 0x55), Malformed},
+	}
+	if good[0]>>4 == 6 {
+		all["39 bytes"] = damage{good[:39], Malformed}
+		return all
+	}
+	all["header of 16 bytes"] = damage{change(0, 0x44), Malformed}
+	all["wrong checksum"] = damage{change(10, 0), WrongChecksum}
+	return all
+}
+
 // TestKernelSourceCheck sends one packet of each kind and looks at what becomes
 // of it.
 func TestKernelSourceCheck(t *testing.T) {
-	change := func(b []byte, at int, v byte) []byte { b[at] = v; return b }
-	good := func() []byte { return echo("10.5.2.7", "10.5.1.0", 9) }
-	malformed := map[string][]byte{
-		"empty": {}, "short": good()[:19], "cut off": good()[:27], "IPv5": change(good(), 0, 0x55), "header of 16 bytes": change(good(), 0, 0x44),
-	}
 	for check, want := range map[SourceCheck]map[string]Reason{
-		CheckNetwork: {"own": 0, "foreign": 0, "other peer's": WrongSource, "nobody's": WrongSource, "this host's": WrongSource},
-		CheckStrict:  {"own": 0, "foreign": WrongSource, "other peer's": WrongSource, "nobody's": WrongSource, "this host's": WrongSource},
+		CheckNetwork: {"own": 0, "foreign": 0, "other peer's": WrongSource, "nobody's": WrongSource, "this host's": WrongSource, "this host's public": WrongSource},
+		CheckStrict:  {"own": 0, "foreign": WrongSource, "other peer's": WrongSource, "nobody's": WrongSource, "this host's": WrongSource, "this host's public": WrongSource},
 		CheckOff:     {"own": 0, "foreign": 0, "other peer's": 0, "nobody's": 0},
-		"":           {"own": 0, "foreign": 0, "other peer's": WrongSource},
+		"":           {"own": 0, "foreign": 0, "other peer's": WrongSource, "this host's public": WrongSource},
 	} {
-		t.Run("check "+string(check), func(t *testing.T) {
-			l := newBed(t, 3, prefix.IPv4)
-			e := newEnd(t, l, 1, mode{}, func(c *Config) { c.Check = check })
-			p := newPlainPeer(t, l, 2, 1, prefix.IPv4)
-			expected := map[string]uint64{}
-			received := uint64(0)
-			for source, reason := range want {
-				src := map[string]string{
-					"own": "10.5.2.7", "foreign": "203.0.113.9", "other peer's": "10.5.3.7", "nobody's": "10.5.77.7", "this host's": "10.5.1.7",
-				}[source]
-				p.send(t, echo(src, "10.5.1.0", 9))
-				if reason != 0 {
-					expected[reason.String()]++
-				} else {
-					received++
-				}
-			}
-			for _, b := range malformed {
-				p.send(t, b)
-				expected[Malformed.String()]++
-			}
-			p.send(t, change(good(), 10, 0))
-			p.send(t, echo("10.5.2.7", "10.5.1.0", 1))
-			p.send(t, append([]byte{0x60}, make([]byte, 39)...)) // sound, but it is IPv6
-			expected[WrongChecksum.String()]++
-			expected[HopsExceeded.String()]++
-			other := newPlainPeer(t, l, 3, 1, prefix.IPv4)
-			other.send(t, echo("10.5.3.7", "10.5.1.0", 9))
-			received++
-			p.send(t, echo("10.5.3.7", "10.5.1.0", 9)) // right behind, from whom it may not come
-			if reason := want["other peer's"]; reason != 0 {
-				expected[reason.String()]++
-			} else {
-				received++
-			}
-			other.send(t, echo("10.5.3.7", "10.5.1.0", 9)) // is the last before it is no peer any more
-			received++
-			eventually(t, "packets of two peers", func() error {
-				if n := e.Counters.Received(); n != received {
-					return fmt.Errorf("%d packets came in, want %d", n, received)
-				}
-				return nil
-			})
-			e.table.Update(peersOf(l.Host(3), 3, l.Families()), nil)
-			other.send(t, good())
-			if check == CheckOff {
-				received++
-			} else {
-				expected[UnknownPeer.String()]++
-			}
-			eventually(t, "counters", func() error {
-				have := drops(e.Counters)
-				delete(have, NoRoute.String()) // replies to whom there is no way
-				if diff := cmp.Diff(expected, have); diff != "" {
-					return errors.New(diff)
-				}
-				if n := e.Counters.Received(); n != received {
-					return fmt.Errorf("%d packets came in, want %d", n, received)
-				}
-				return nil
-			})
-		})
+		for _, f := range []prefix.Family{prefix.IPv4, prefix.IPv6} {
+			t.Run(fmt.Sprintf("check %s/%s", check, f), func(t *testing.T) { sourceCheck(t, check, f, want) })
+		}
 	}
+}
+
+func sourceCheck(t *testing.T, check SourceCheck, f prefix.Family, want map[string]Reason) {
+	l := newBed(t, 3, f)
+	e := newEnd(t, l, 1, mode{}, func(c *Config) { c.Check = check })
+	p, other := newPlainPeer(t, l, 2, 1, f), newPlainPeer(t, l, 3, 1, f)
+	from, dst := sources(f, l.Host(1)), subnetOf(1, f).Addr().String()
+	expected := map[string]uint64{}
+	received := uint64(0)
+	send := func(by *plainPeer, b []byte, reason Reason) {
+		by.send(t, b)
+		if reason != 0 {
+			expected[reason.String()]++
+		} else {
+			received++
+		}
+	}
+	for source, reason := range want {
+		send(p, echo(from[source], dst, 9), reason)
+	}
+	good := echo(from["own"], dst, 9)
+	for _, d := range damaged(good) {
+		send(p, d.b, d.want)
+	}
+	send(p, echo(from["own"], dst, 1), HopsExceeded)
+	p.send(t, map[prefix.Family][]byte{ // sound, but of the other family
+		prefix.IPv4: echo("fd00:10:5:2::7", "fd00:10:5:1::", 9), prefix.IPv6: echo("10.5.2.7", "10.5.1.0", 9),
+	}[f])
+	theirs := echo(from["other peer's"], dst, 9)
+	send(other, theirs, 0)
+	send(p, theirs, want["other peer's"]) // right behind, from whom it may not come
+	send(other, theirs, 0)                // is the last before it is no peer any more
+	eventually(t, "packets of two peers", func() error {
+		if n := e.Counters.Received(); n != received {
+			return fmt.Errorf("%d packets came in, want %d", n, received)
+		}
+		return nil
+	})
+	e.table.Update(peersOf(l.Host(3), 3, l.Families()), nil)
+	if check == CheckOff {
+		send(other, good, 0)
+	} else {
+		send(other, good, UnknownPeer)
+	}
+	eventually(t, "counters", func() error {
+		have := drops(e.Counters)
+		delete(have, NoRoute.String()) // replies to whom there is no way
+		if diff := cmp.Diff(expected, have); diff != "" {
+			return errors.New(diff)
+		}
+		if n := e.Counters.Received(); n != received {
+			return fmt.Errorf("%d packets came in, want %d", n, received)
+		}
+		return nil
+	})
 }
 
 // listenICMP returns a socket that hears ICMP messages on the host.

@@ -150,7 +150,8 @@ func (i *inbound) datagram(at, end int) bool {
 }
 
 // mayCome reports whether a packet from src may be in a datagram from the
-// present sender.
+// present sender. The address that datagrams arrive at is nobody else's: the device takes
+// packets from this host's own.
 func (i *inbound) mayCome(src netip.Addr) bool {
 	if i.anybody {
 		return true
@@ -158,7 +159,7 @@ func (i *inbound) mayCome(src netip.Addr) bool {
 	if src != i.src {
 		i.src = src
 		public, found := i.routes.subnets.Lookup(src)
-		i.allowed = found && public == i.public || !found && i.foreign && !i.inNetworks(src)
+		i.allowed = found && public == i.public || !found && i.foreign && src != i.socket.local.Addr() && !i.inNetworks(src)
 	}
 	return i.allowed
 }
