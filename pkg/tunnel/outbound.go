@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"net/netip"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -16,6 +17,10 @@ type outbound struct {
 	in    []byte // what was read
 	spare []byte // for answers and fragments
 	batch batch
+	// single are peers that lately took only one datagram at a time, and until when
+	// that is believed.
+	single map[netip.Addr]time.Time
+	told   bool // that there is one
 
 	// The last destination, as most packets go to the same as the one before.
 	routes *routes
@@ -42,7 +47,7 @@ const maxPacket = 65535 // bytes of an IP packet without jumbogram option
 func newOutbound(t *Tunnel) *outbound {
 	return &outbound{
 		Tunnel: t, in: make([]byte, packet.OffloadLen+maxPacket), spare: make([]byte, maxPacket),
-		batch: batch{buf: make([]byte, maxPacket), control: newSegmentSize()},
+		batch: batch{buf: make([]byte, maxPacket), control: newSegmentSize()}, single: map[netip.Addr]time.Time{},
 	}
 }
 
@@ -177,6 +182,9 @@ func (o *outbound) flush() {
 	b.n, b.count, b.full = 0, 0, false
 }
 
+// believed is how long a peer gets datagrams one by one before it is tried again.
+const believed = 10 * time.Second
+
 // errNoSegments means that the kernel takes only one datagram at a time.
 var errNoSegments = errors.New("no segmentation")
 
@@ -184,7 +192,7 @@ func (o *outbound) send() error {
 	b := &o.batch
 	var control []byte
 	if b.count > 1 {
-		if !b.socket.segments {
+		if !b.socket.segments || o.isSingle(b.to.Addr()) {
 			return errNoSegments
 		}
 		b.control.set(b.size)
@@ -194,12 +202,28 @@ func (o *outbound) send() error {
 	return err
 }
 
+func (o *outbound) isSingle(public netip.Addr) bool {
+	until, ok := o.single[public]
+	if !ok {
+		return false
+	}
+	if time.Now().Before(until) {
+		return true
+	}
+	delete(o.single, public)
+	return false
+}
+
 // sendEach sends packet by packet what could not be sent at once, because of
 // err.
 func (o *outbound) sendEach(err error) {
 	b := &o.batch
-	if errors.Is(err, unix.EIO) { // the device below computes no checksums
-		b.socket.segments = false
+	if errors.Is(err, unix.EIO) { // IPsec, or a device that computes no checksums: on the way to this peer
+		o.single[b.to.Addr()] = time.Now().Add(believed)
+		if !o.told {
+			o.told = true
+			o.log.Info("the way to a peer takes datagrams only one by one (IPsec, or a network card that computes no checksums)", "peer", b.to.Addr())
+		}
 	}
 	for at := 0; at < b.n; at += b.size {
 		o.sendOne(b.buf[at:min(at+b.size, b.n)])

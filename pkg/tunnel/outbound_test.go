@@ -44,45 +44,61 @@ func TestSends(t *testing.T) {
 }
 
 // sends returns how many packets each send has that frames bring about.
-func sends(t *testing.T, frames [][]byte) (counts []int) {
+func sends(t *testing.T, frames [][]byte) []int {
 	t.Helper()
-	here := netip.MustParseAddr("127.0.0.1")
-	var sockets []*socket
-	for range 2 {
-		s, err := openSocket(t.Context(), netip.AddrPortFrom(here, 0), false)
-		if err != nil {
-			t.Fatal(err)
-		}
-		t.Cleanup(func() { _, _ = s.close(), s.release() })
-		sockets = append(sockets, s)
-	}
-	out, in := sockets[0], sockets[1]
-	out.local = in.conn.LocalAddr().(*net.UDPAddr).AddrPort() // peers have the same port
-	table := NewTable()
-	table.Update(nil, []Peer{{Subnet: netip.MustParsePrefix("10.5.1.0/24"), Public: here}})
-	o := newOutbound(&Tunnel{Config: Config{Table: table, Counters: &Counters{}}, sockets: [2]*socket{out}})
+	o, in := newSender(t, netip.MustParsePrefix("10.5.1.0/24"))
 	for _, f := range frames {
 		o.take(bytes.Clone(f))
 	}
 	o.flush()
+	return received(t, in[0], o.Counters.Sent())
+}
+
+// newSender returns a sender on the loopback device, and a peer for each subnet.
+func newSender(t *testing.T, subnets ...netip.Prefix) (o *outbound, peers []*socket) {
+	t.Helper()
+	open := func(at netip.AddrPort) *socket {
+		s, err := openSocket(t.Context(), at, false)
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() { _, _ = s.close(), s.release() })
+		return s
+	}
+	public := netip.MustParseAddr("127.0.0.1")
+	out := open(netip.AddrPortFrom(public, 0))
+	table, port := NewTable(), uint16(0)
+	for _, subnet := range subnets {
+		public = public.Next()
+		peers = append(peers, open(netip.AddrPortFrom(public, port)))
+		port = peers[0].conn.LocalAddr().(*net.UDPAddr).AddrPort().Port() // all have the same
+		table.Update(nil, []Peer{{Subnet: subnet, Public: public}})
+	}
+	out.local = netip.AddrPortFrom(out.local.Addr(), port)
+	return newOutbound(&Tunnel{Config: Config{Table: table, Counters: &Counters{}}, sockets: [2]*socket{out}}), peers
+}
+
+// received returns how many packets each send had with which as many as total came in.
+func received(t *testing.T, in *socket, total uint64) (counts []int) {
+	t.Helper()
 	raw, err := in.conn.SyscallConn()
 	if err != nil {
 		t.Fatal(err)
 	}
 	_ = in.conn.SetReadDeadline(time.Now().Add(patience))
 	buf, r := make([]byte, maxPacket), newReceiver()
-	for total := uint64(0); total < o.Counters.Sent(); {
+	for n := uint64(0); n < total; {
 		err := raw.Read(func(fd uintptr) bool {
-			n, size, _, err := r.receive(fd, buf)
+			size, each, _, err := r.receive(fd, buf)
 			if err != nil {
 				return false
 			}
 			count := 1
-			if size > 0 {
-				count = (n + size - 1) / size
+			if each > 0 {
+				count = (size + each - 1) / each
 			}
 			counts = append(counts, count)
-			total += uint64(count)
+			n += uint64(count)
 			return true
 		})
 		if err != nil {
@@ -90,6 +106,38 @@ func sends(t *testing.T, frames [][]byte) (counts []int) {
 		}
 	}
 	return counts
+}
+
+// TestOneByOne: a peer to which the kernel takes only one datagram at a time gets them
+// so, for a while, and others as before.
+func TestOneByOne(t *testing.T) {
+	const size, ack = 1420, 0x10
+	frame := func(to string) []byte {
+		b := tcpFrame(1, 0, ack, make([]byte, 5*size), size)
+		copy(b[packet.OffloadLen+16:], netip.MustParseAddr(to).AsSlice())
+		return b
+	}
+	o, peers := newSender(t, netip.MustParsePrefix("10.5.1.0/24"), netip.MustParsePrefix("10.5.2.0/24"))
+	o.take(frame("10.5.1.7"))
+	o.sendEach(unix.EIO)
+	o.batch.n, o.batch.count = 0, 0
+	single, many := []int{1, 1, 1, 1, 1}, []int{5}
+	expect := func(when string, peer int, want []int) {
+		t.Helper()
+		if got := received(t, peers[peer], 5); !slices.Equal(got, want) {
+			t.Errorf("%s: sends of %v packets, want %v", when, got, want)
+		}
+	}
+	expect("at once", 0, single)
+	for peer, want := range [][]int{single, many} {
+		o.take(frame([]string{"10.5.1.7", "10.5.2.7"}[peer]))
+		o.flush()
+		expect("afterwards", peer, want)
+	}
+	o.single[peers[0].local.Addr()] = time.Now()
+	o.take(frame("10.5.1.7"))
+	o.flush()
+	expect("some time later", 0, many)
 }
 
 // TestFlowFollowsItsPeer: what goes to one address all the time follows the peer

@@ -17,6 +17,7 @@ import (
 	"time"
 
 	"golang.org/x/time/rate"
+	"k8s.io/klog/v2"
 
 	"flanneld/pkg/oneline"
 	"flanneld/pkg/tunnel/packet"
@@ -64,6 +65,7 @@ type Tunnel struct {
 	sockets [2]*socket    // by family: IPv4, IPv6; nil where there is none
 	replies *rate.Limiter // of other messages about what cannot be carried
 	sizes   *rate.Limiter // of messages that say what size fits, which connections wait for
+	log     klog.Logger
 	closing atomic.Bool
 	running sync.WaitGroup
 	done    chan struct{}
@@ -82,7 +84,7 @@ func newLimiter() *rate.Limiter { return rate.NewLimiter(replyRate, replyBurst) 
 // Open opens a tunnel, which carries nothing until Start. It must be called on
 // a thread in the network namespace that is meant.
 func Open(ctx context.Context, c Config) (*Tunnel, error) {
-	t := &Tunnel{Config: c, replies: newLimiter(), sizes: newLimiter(), done: make(chan struct{})}
+	t := &Tunnel{Config: c, replies: newLimiter(), sizes: newLimiter(), log: klog.FromContext(ctx), done: make(chan struct{})}
 	for _, local := range c.Local {
 		s, err := openSocket(ctx, local, c.Plain)
 		if err != nil {
