@@ -34,6 +34,9 @@ type Backend struct {
 // Scope implements backend.Backend.
 func (b *Backend) Scope() dataplane.Scope { return b.env.Scope(deviceName) }
 
+// Ports implements backend.Listener.
+func (b *Backend) Ports() []int { return []int{b.config.Port} }
+
 // Claim implements backend.Backend. Leases have neither a type nor data.
 func (b *Backend) Claim(_ context.Context, prev subnet.Claim) (subnet.Claim, error) {
 	return b.env.Claim("", prev), nil

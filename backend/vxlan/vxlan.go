@@ -43,6 +43,9 @@ func New(raw json.RawMessage, env backend.Env) (backend.Backend, []string, error
 // Scope implements backend.Backend.
 func (b *Backend) Scope() dataplane.Scope { return b.env.Scope(b.devices()...) }
 
+// Ports implements backend.Listener.
+func (b *Backend) Ports() []int { return []int{b.config.Port} }
+
 // Claim implements backend.Backend. A VTEP MAC is recalled from prev, else
 // taken from a device that is there, else random: never derived from anything
 // that cloned hosts share.

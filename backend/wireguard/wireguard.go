@@ -54,6 +54,15 @@ func (b *Backend) Scope() dataplane.Scope {
 	return b.env.Scope(names...)
 }
 
+// Ports implements backend.Listener.
+func (b *Backend) Ports() []int {
+	var ports []int
+	for _, t := range b.tunnels() {
+		ports = append(ports, t.port)
+	}
+	return ports
+}
+
 // Claim implements backend.Backend. What it may make is the private key, which
 // has to be on disk before anybody learns of it.
 func (b *Backend) Claim(_ context.Context, prev subnet.Claim) (subnet.Claim, error) {

@@ -70,8 +70,8 @@ func TestConfig(t *testing.T) {
 			}
 			n := &network{Backend: b.(*Backend)}
 			var devices []string
-			for _, d := range n.tunnels() {
-				devices = append(devices, fmt.Sprintf("%s:%d", d.name, d.port))
+			for i, name := range n.Scope().Devices {
+				devices = append(devices, fmt.Sprintf("%s:%d", name, n.Ports()[i]))
 			}
 			if got := strings.Join(devices, " "); got != tt.devices || n.MTU() != tt.mtu {
 				t.Errorf("devices %q and MTU %d, want %q and %d", got, n.MTU(), tt.devices, tt.mtu)

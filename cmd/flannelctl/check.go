@@ -9,6 +9,7 @@ import (
 	"net"
 	"net/netip"
 	"slices"
+	"strings"
 	"sync"
 	"syscall"
 	"time"
@@ -17,6 +18,7 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"flanneld/pkg/ping"
+	"flanneld/pkg/prefix"
 	"flanneld/pkg/status"
 )
 
@@ -34,8 +36,16 @@ type verdict struct {
 	OK       bool         `json:"ok"`
 	RTT      float64      `json:"rttMilliseconds,omitempty"`
 	// Broken names the leg that does not work: underlay, network, mtu, checksum.
+	// Empty although not OK: nobody was there to try it with.
 	Broken string `json:"broken,omitempty"`
 	Advice string `json:"advice,omitempty"`
+}
+
+func (v verdict) result() string {
+	if v.OK {
+		return "ok"
+	}
+	return cmp.Or(v.Broken, "unknown")
 }
 
 func newCheckCommand() *cobra.Command {
@@ -47,12 +57,13 @@ func newCheckCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use: "check", Short: "Try the way from this host to every peer, and name what is broken", Args: cobra.NoArgs,
 		Long: `Sends a few packets to every peer that this host's flanneld knows: to its public
-address, through the network to the first address of its subnet, the same with
-packets of the full MTU that must not be fragmented, and a TCP connection. What
-fails first is named, with what to look at. Exits with 1 if anything does.
+address, through the network to its end of it, the same with packets of the full
+MTU that must not be fragmented, and a TCP connection. What fails first is named,
+with what to look at. Exits with 1 if anything does.
 
-It needs root. The first address of a subnet is the tunnel device's with vxlan;
-with host-gw it answers only if the peer's bridge has it.`,
+It needs root. The end of the network is the tunnel device's address (10.5.7.0 of
+10.5.7.0/24); with host-gw, alloc and extension, which have no device, it is the
+pods' bridge (10.5.7.1), as long as there is one.`,
 		Example: "  flannelctl check\n  flannelctl check --peer 192.0.2.12 -o json",
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			r, err := fetch(cmd.Context(), status.Client(socket), "http://flanneld")
@@ -85,11 +96,11 @@ func check(cmd *cobra.Command, r status.Report, only []string, out output) error
 				continue
 			}
 			group.Go(func() error {
-				v := probe(ctx, s, p.PublicIPs[i], r.Network.MTU)
+				v := probe(ctx, s, p.PublicIPs[i], r.Network)
 				mu.Lock()
 				defer mu.Unlock()
 				verdicts = append(verdicts, v)
-				if !v.OK {
+				if v.Broken != "" {
 					broken++
 				}
 				return ctx.Err()
@@ -107,7 +118,7 @@ func check(cmd *cobra.Command, r status.Report, only []string, out output) error
 			if v.RTT > 0 {
 				rtt = fmt.Sprintf("%.2f ms", v.RTT)
 			}
-			fmt.Fprintf(w, "%s\t%s\t%s\t%s\t%s\n", v.Subnet, v.PublicIP, cmp.Or(v.Broken, "ok"), rtt, v.Advice)
+			fmt.Fprintf(w, "%s\t%s\t%s\t%s\t%s\n", v.Subnet, v.PublicIP, v.result(), rtt, v.Advice)
 		}
 	})
 	switch {
@@ -131,9 +142,9 @@ func chosen(only []string, s netip.Prefix, public netip.Addr) bool {
 }
 
 // probe tries the legs of the way to a peer, from the outside in.
-func probe(ctx context.Context, s netip.Prefix, public netip.Addr, mtu int) verdict {
+func probe(ctx context.Context, s netip.Prefix, public netip.Addr, n status.Network) verdict {
 	v := verdict{Subnet: s, PublicIP: public}
-	inner := s.Masked().Addr()
+	inner := end(n, s)
 	echo := func(dst netip.Addr, size int, whole bool) (time.Duration, error) {
 		var rtt time.Duration
 		var err error
@@ -154,17 +165,36 @@ func probe(ctx context.Context, s netip.Prefix, public netip.Addr, mtu int) verd
 	switch {
 	case err != nil && outerErr != nil:
 		return fail("underlay", outerErr, public.String()+" does not answer either: look at the host and the way to it")
+	case err != nil && len(n.Devices) == 0:
+		return fail("", err, fmt.Sprintf("the host answers, %s does not: no pods have a bridge there yet, or a firewall drops what is for them", inner))
 	case err != nil:
-		return fail("network", err, "the host answers, its end of the network does not: a firewall that drops the backend's packets (vxlan: UDP 8472), or flanneld there")
+		return fail("network", err, fmt.Sprintf("the host answers, its end of the network does not: a firewall that drops the backend's packets (%s), or flanneld there", carried(n)))
 	}
-	if _, err := echo(inner, mtu, true); err != nil {
-		return fail("mtu", err, fmt.Sprintf("small packets pass, those of %d bytes do not: the underlay carries less than its interface says, set MTU in the network configuration", mtu))
+	if _, err := echo(inner, n.MTU, true); err != nil {
+		return fail("mtu", err, fmt.Sprintf("small packets pass, those of %d bytes do not: the underlay carries less than its interface says: set the interface's MTU, or with vxlan and wireguard Backend.MTU", n.MTU))
 	}
 	if err := knock(ctx, inner); err != nil {
-		return fail("checksum", err, `pings pass, TCP does not: a firewall, or a card or kernel that spoils checksums, try "ChecksumOffload": "off"`)
+		return fail("checksum", err, `pings pass, TCP does not: a firewall, or a card or kernel that spoils checksums: with vxlan try "ChecksumOffload": "off"`)
 	}
 	v.OK, v.RTT = true, float64(rtt)/float64(time.Millisecond)
 	return v
+}
+
+// end returns the address that a subnet's host has in the network: its tunnel
+// device's or, with a backend without one, that of the bridge that pods are on.
+func end(n status.Network, s netip.Prefix) netip.Addr {
+	if len(n.Devices) == 0 {
+		return prefix.First(s)
+	}
+	return s.Masked().Addr()
+}
+
+// carried says what a firewall has to let through.
+func carried(n status.Network) string {
+	if len(n.Ports) == 0 {
+		return n.BackendType
+	}
+	return n.BackendType + ": UDP " + strings.Trim(fmt.Sprint(n.Ports), "[]")
 }
 
 // knock opens a TCP connection that may be refused: any answer is one.

@@ -38,7 +38,9 @@ type Network struct {
 	BackendType string         `json:"backendType"`
 	Mode        string         `json:"mode,omitempty"` // of the backend, where it has several ways to carry packets
 	Prefixes    []netip.Prefix `json:"prefixes"`
-	MTU         int            `json:"mtu"` // bytes, of every path
+	MTU         int            `json:"mtu"`               // bytes, of every path
+	Devices     []string       `json:"devices,omitempty"` // of the backend; host-gw, alloc and extension have none
+	Ports       []int          `json:"ports,omitempty"`   // UDP, that peers send to
 	SubnetFile  string         `json:"subnetFile"`
 	Pool        *Pool          `json:"pool,omitempty"` // nil where the store hands out no subnets
 }

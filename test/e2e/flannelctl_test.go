@@ -297,6 +297,42 @@ func TestFlannelctlCheck(t *testing.T) {
 			refusedCtl(t, a, []string{"check"}, subnet, tc.want+" ", "1 of 1 ways are broken")
 		})
 	}
+	t.Run("host-gw", func(t *testing.T) {
+		l := newLab(t, lab.Config{Hosts: 2, Families: dual}, `{"Type":"host-gw"}`)
+		a, b := l.Host(1), l.Host(2)
+		startOne(t, a, lab.FlanneldOptions{})
+		startOne(t, b, lab.FlanneldOptions{})
+		eventually(t, "they know each other", func() error {
+			if r := statusOf(t, a); len(r.Peers) != 1 || r.Peers[0].State != status.InPlace {
+				return fmt.Errorf("%+v", r.Peers)
+			}
+			return nil
+		})
+		subnets := statusOf(t, b).Lease.Subnets
+		first := subnets[0].Addr().Next().String()
+		if out := mustCtl(t, a, []string{"check"}, subnets[0].String(), "unknown ", "the host answers, "+first+" does not: no pods have a bridge there yet"); strings.Contains(out, "UDP") {
+			t.Errorf("there is no tunnel:\n%s", out)
+		}
+		mustCtl(t, a, []string{"check", "-o", "json"}, `"ok": false`)
+		if err := l.AddPods(background(t)); err != nil {
+			t.Fatal(err)
+		}
+		expectConverged(t, l)
+		if out := mustCtl(t, a, []string{"check"}, subnets[0].String(), subnets[1].String()); strings.Count(out, " ok ") != len(subnets) {
+			t.Errorf("with pods it says\n%s", out)
+		}
+		nft(t, b.Namespace, "table netdev broken { chain in { type filter hook ingress device eth0 priority 0; meta length 1450-1600 drop ; } ; }")
+		refusedCtl(t, a, []string{"check"}, "mtu ", "those of 1500 bytes do not", "2 of 2 ways are broken")
+		nft(t, b.Namespace, "add rule netdev broken in drop")
+		refusedCtl(t, a, []string{"check"}, "underlay ", "2 of 2 ways are broken")
+	})
+	t.Run("a tunnel with another port is dropped", func(t *testing.T) {
+		l := newLab(t, lab.Config{Hosts: 2}, `{"Type":"vxlan","Port":4789}`)
+		startAll(t, l, lab.FlanneldOptions{})
+		expectConverged(t, l)
+		nft(t, l.Host(2).Namespace, "table netdev broken { chain in { type filter hook ingress device eth0 priority 0; udp dport 4789 drop ; } ; }")
+		refusedCtl(t, l.Host(1), []string{"check"}, "network ", "(vxlan: UDP 4789)")
+	})
 	t.Run("TCP is dropped", func(t *testing.T) {
 		l := newLab(t, lab.Config{Hosts: 2}, `{"Type":"vxlan"}`)
 		startAll(t, l, lab.FlanneldOptions{})

@@ -83,6 +83,7 @@ func (unanswered) Acquire(ctx context.Context, _ subnet.Config, _ subnet.Claim) 
 type session struct {
 	now    lastKnown // as it began, without the peers, which the ledger has
 	mtu    int       // bytes, of every path
+	be     backend.Backend
 	ledger *subnet.Ledger
 	syncer *backend.Syncer
 	rules  *ruleKeeper
@@ -143,7 +144,7 @@ func (d *daemon) serve(ctx context.Context, be backend.Backend, now lastKnown) (
 	file.expect() // or the session before this one would make it ready
 	rules := d.newRuleKeeper(ctx, now)
 	ctx, cancel := context.WithCancel(ctx)
-	s := &session{now: now, mtu: network.MTU(), ledger: ledger, syncer: syncer, rules: rules, cancel: cancel, done: make(chan struct{})}
+	s := &session{now: now, mtu: network.MTU(), be: be, ledger: ledger, syncer: syncer, rules: rules, cancel: cancel, done: make(chan struct{})}
 	d.serving.Store(s)
 	var wg sync.WaitGroup
 	wg.Go(func() { rules.run(ctx) })

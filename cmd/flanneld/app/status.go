@@ -164,7 +164,7 @@ func (d *daemon) statusReport(ctx context.Context) (status.Report, error) {
 	}
 	r.Ready, r.Reasons = d.health.Ready()
 	if s := d.serving.Load(); s != nil {
-		r.Network.MTU = s.mtu
+		r.Network.MTU, r.Network.Devices, r.Network.Ports = s.mtu, s.be.Scope().Devices, backend.Ports(s.be)
 	}
 	if use := d.poolUse(now, in); use != nil {
 		r.Network.Pool = (*status.Pool)(use)
