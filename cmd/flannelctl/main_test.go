@@ -72,6 +72,8 @@ func TestArgumentsAreRefused(t *testing.T) {
 		"nonsense":                             `unknown command "nonsense"`,
 		"version x":                            `unknown command "x"`,
 		"lab x":                                `unknown command "x"`,
+		"config sett x":                        `unknown command "sett"`,
+		"completion x":                         `unknown command "x"`,
 		"lab --bogus":                          "unknown flag: --bogus",
 		"lab --hosts many":                     `invalid argument "many" for "--hosts"`,
 		"lab --ipv6 --dual":                    "--ipv6 and --dual are both given",

@@ -20,7 +20,20 @@ func newRoot() *cobra.Command {
 		newStatusCommand(), newCheckCommand(), newDoctorCommand(), newCleanupCommand(), newLabCommand(), newVersionCommand(),
 	)
 	addCompletion(root)
+	for _, cmd := range root.Commands() {
+		refuseUnknown(cmd)
+	}
 	return root
+}
+
+// refuseUnknown makes an unknown command below cmd an error: cobra does so below
+// the root alone, and shows help elsewhere as if that had been asked for.
+func refuseUnknown(cmd *cobra.Command) {
+	if !cmd.HasSubCommands() || cmd.Runnable() {
+		return
+	}
+	cmd.Args = cobra.NoArgs
+	cmd.RunE = func(cmd *cobra.Command, _ []string) error { return cmd.Help() }
 }
 
 // addCompletion adds cobra's command for shells, which comes without examples.
