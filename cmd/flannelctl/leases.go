@@ -224,7 +224,8 @@ The reservation never expires. The host takes it when flanneld starts, in place 
 a lease of another subnet, whose pods have to be made anew then; a lease of the
 same subnet becomes a reservation as it is. A subnet that another host has is
 refused, and so is one that no host can get by the network configuration, if there
-is one. To take a subnet out of use, reserve it for an address that no host has.`,
+is one. A host can have one reservation: unreserve it before another. To take
+subnets out of use, reserve each for an address of its own that no host has.`,
 		Example: "  flannelctl reserve 10.5.7.0/24 192.0.2.12\n  flannelctl reserve 10.5.7.0/24,fd00:10:5:7::/64 192.0.2.12,2001:db8::12",
 		RunE: func(cmd *cobra.Command, args []string) error {
 			c, err := claim(args[0], args[1])
@@ -275,6 +276,9 @@ func claim(subnets, addresses string) (c subnet.Claim, err error) {
 		if err != nil {
 			return c, fmt.Errorf("%q is not an IP address", text)
 		}
+		if other, ok := publics[prefix.FamilyOf(a)]; ok {
+			return c, fmt.Errorf("%s and %s: expected one public address of each family at most", other, a)
+		}
 		publics[prefix.FamilyOf(a)] = a
 	}
 	for text := range strings.SplitSeq(subnets, ",") {
@@ -291,6 +295,11 @@ func claim(subnets, addresses string) (c subnet.Claim, err error) {
 	slices.SortFunc(c.Endpoints, func(a, b subnet.Endpoint) int { return cmp.Compare(a.Family(), b.Family()) })
 	if n := len(c.Endpoints); n > 2 || n == 2 && c.Endpoints[0].Family() == c.Endpoints[1].Family() {
 		return c, errors.New("expected one subnet of each family at most")
+	}
+	for f, a := range publics {
+		if _, ok := c.Endpoint(f); !ok {
+			return c, fmt.Errorf("%s needs an %s subnet beside it", a, f)
+		}
 	}
 	return c, nil
 }

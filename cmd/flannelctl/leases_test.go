@@ -12,6 +12,34 @@ import (
 	"flanneld/subnet"
 )
 
+// TestClaim: what is reserved is all that was given.
+func TestClaim(t *testing.T) {
+	const four, six = "10.5.7.0/24", "fd00:5:0:7::/64"
+	for _, tc := range []struct{ subnets, addresses, want string }{
+		{four, "192.0.2.1", "10.5.7.0/24 192.0.2.1"},
+		{six + "," + four, "192.0.2.1,2001:db8::1", "10.5.7.0/24 192.0.2.1 fd00:5:0:7::/64 2001:db8::1"},
+		{four, "192.0.2.1,192.0.2.2", "192.0.2.1 and 192.0.2.2: expected one public address of each family at most"},
+		{four, "192.0.2.1,2001:db8::1", "2001:db8::1 needs an IPv6 subnet beside it"},
+		{six, "2001:db8::1,192.0.2.1", "192.0.2.1 needs an IPv4 subnet beside it"},
+		{four + "," + six, "192.0.2.1", "fd00:5:0:7::/64 needs a public IPv6 address beside it"},
+		{four + ",10.5.8.0/24", "192.0.2.1", "expected one subnet of each family at most"},
+		{four, "host1", `"host1" is not an IP address`},
+		{"10.5.7.1/24", "192.0.2.1", `"10.5.7.1/24" is not a subnet such as 10.5.7.0/24`},
+	} {
+		c, err := claim(tc.subnets, tc.addresses)
+		var got []string
+		for _, e := range c.Endpoints {
+			got = append(got, e.Subnet.String(), e.PublicIP.String())
+		}
+		if err != nil {
+			got = []string{err.Error()}
+		}
+		if got := strings.Join(got, " "); got != tc.want {
+			t.Errorf("%s for %s: %s; want %s", tc.subnets, tc.addresses, got, tc.want)
+		}
+	}
+}
+
 // TestWatchedLeases: a lease that cannot be read any more is there yet.
 func TestWatchedLeases(t *testing.T) {
 	lease := func(key, ip string) *subnet.Lease {

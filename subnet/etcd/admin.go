@@ -8,6 +8,7 @@ import (
 	"slices"
 	"time"
 
+	"go.etcd.io/etcd/api/v3/mvccpb"
 	"go.etcd.io/etcd/api/v3/v3rpc/rpctypes"
 	clientv3 "go.etcd.io/etcd/client/v3"
 
@@ -142,7 +143,8 @@ func (a *Admin) Watch(ctx context.Context, sink func(subnet.Update)) error {
 
 // Reserve keeps subnets, one of each family at most, for the node with the
 // public addresses in c: the key never expires. It fails if another node has
-// the key; a lease that the node has already becomes a reservation as it is.
+// the key, or the node another reservation, which is the one that it would go
+// by; a lease that the node has already becomes a reservation as it is.
 func (a *Admin) Reserve(ctx context.Context, c subnet.Claim) (key string, err error) {
 	var subnets []netip.Prefix
 	for _, e := range c.Endpoints {
@@ -153,13 +155,20 @@ func (a *Admin) Reserve(ctx context.Context, c subnet.Claim) (key string, err er
 	if err != nil {
 		return "", err
 	}
+	if e := a.m.entry(&mvccpb.KeyValue{Key: []byte(a.m.dir + key), Value: value}); e.err != nil {
+		return "", fmt.Errorf("reserve %s: nobody could read it: %w", key, e.err)
+	}
 	entries, err := a.Entries(ctx, false)
 	if err != nil {
 		return "", err
 	}
 	for _, e := range entries {
-		if e.Lease.Key != key && overlaps(e.Lease, subnets) {
+		switch {
+		case e.Lease.Key == key:
+		case overlaps(e.Lease, subnets):
 			return "", fmt.Errorf("reserve %s: it overlaps %s of %s", key, e.Lease.Key, named(e.Lease))
+		case e.Lease.Permanent && carries(e.Lease, identity(c)):
+			return "", fmt.Errorf("reserve %s: %s has the reservation %s, which has to end first", key, identity(c), e.Lease.Key)
 		}
 	}
 	have, err := a.get(ctx, key)

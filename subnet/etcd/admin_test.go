@@ -82,6 +82,13 @@ func TestAdminReserve(t *testing.T) {
 		{"another's lease", reserve("192.0.2.8", "10.5.1.0/24"), "belongs to 192.0.2.1"},
 		{"part of another's", reserve("192.0.2.8", "10.5.1.128/25"), "overlaps 10.5.1.0-24 of 192.0.2.1"},
 		{"the owner's lease", reserve("192.0.2.1", "10.5.1.0/24"), ""},
+		{"a second one", reserve("192.0.2.9", "10.5.8.0/24"), "10.5.8.0-24: 192.0.2.9 has the reservation 10.5.9.0-24, which has to end first"},
+		{"beside what the owner's lease became", reserve("192.0.2.1", "10.5.8.0/24"), "has the reservation 10.5.1.0-24"},
+		{"an address with a zone", reserve("fe80::1%eth0", "fd00:5:0:7::/64"), `PublicIPv6 "fe80::1%eth0" is not an IPv6 address`},
+		{"IPv4 in IPv6", reserve("::ffff:192.0.2.3", "fd00:5:0:7::/64"), `PublicIPv6 "::ffff:192.0.2.3" is not an IPv6 address`},
+		{"a subnet of IPv4 in IPv6", reserve("2001:db8::3", "::ffff:10.5.7.0/120"), `"::ffff:10.5.7.0-120" is not a subnet key`},
+		{"a single address", reserve("192.0.2.3", "10.5.7.1/32"), `"10.5.7.1-32" is not a subnet key`},
+		{"IPv6", reserve("2001:db8::3", "fd00:5:0:7::/64"), ""},
 	} {
 		_, err := a.Reserve(t.Context(), tc.claim)
 		if (err == nil) != (tc.want == "") || err != nil && !strings.Contains(err.Error(), tc.want) {
