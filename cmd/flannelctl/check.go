@@ -197,7 +197,8 @@ func carried(n status.Network) string {
 	return n.BackendType + ": UDP " + strings.Trim(fmt.Sprint(n.Ports), "[]")
 }
 
-// knock opens a TCP connection that may be refused: any answer is one.
+// knock opens a TCP connection that may be refused, by the host or by a firewall:
+// any answer is one, and only silence none.
 func knock(ctx context.Context, dst netip.Addr) error {
 	ctx, cancel := context.WithTimeout(ctx, checkTimeout)
 	defer cancel()
@@ -205,8 +206,10 @@ func knock(ctx context.Context, dst netip.Addr) error {
 	if err == nil {
 		return conn.Close()
 	}
-	if errors.Is(err, syscall.ECONNREFUSED) {
-		return nil
+	for _, answer := range []error{syscall.ECONNREFUSED, syscall.EHOSTUNREACH, syscall.ENETUNREACH, syscall.EACCES} {
+		if errors.Is(err, answer) {
+			return nil
+		}
 	}
 	return err
 }

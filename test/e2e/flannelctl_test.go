@@ -333,12 +333,20 @@ func TestFlannelctlCheck(t *testing.T) {
 		nft(t, l.Host(2).Namespace, "table netdev broken { chain in { type filter hook ingress device eth0 priority 0; udp dport 4789 drop ; } ; }")
 		refusedCtl(t, l.Host(1), []string{"check"}, "network ", "(vxlan: UDP 4789)")
 	})
-	t.Run("TCP is dropped", func(t *testing.T) {
-		l := newLab(t, lab.Config{Hosts: 2}, `{"Type":"vxlan"}`)
+	t.Run("TCP is rejected, then dropped", func(t *testing.T) {
+		l := newLab(t, lab.Config{Hosts: 2, Families: dual}, `{"Type":"vxlan"}`)
 		startAll(t, l, lab.FlanneldOptions{})
 		expectConverged(t, l)
-		nft(t, l.Host(2).Namespace, "table ip broken { chain in { type filter hook input priority 0 ; meta l4proto tcp drop ; } ; }")
-		refusedCtl(t, l.Host(1), []string{"check"}, "checksum ", "ChecksumOffload")
+		b := l.Host(2).Namespace
+		for _, code := range []string{"admin-prohibited", "no-route", "host-unreachable", "port-unreachable"} {
+			nft(t, b, "table inet broken { chain in { type filter hook input priority 0 ; meta l4proto tcp reject with icmpx type "+code+" ; } ; }")
+			if out := mustCtl(t, l.Host(1), []string{"check"}); strings.Count(out, " ok ") != len(dual) {
+				t.Errorf("where TCP is rejected (%s):\n%s", code, out)
+			}
+			nft(t, b, "delete table inet broken")
+		}
+		nft(t, b, "table inet broken { chain in { type filter hook input priority 0 ; meta l4proto tcp drop ; } ; }")
+		refusedCtl(t, l.Host(1), []string{"check"}, "checksum ", "ChecksumOffload", "2 of 2 ways are broken")
 	})
 }
 
