@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io"
 	"io/fs"
+	"net/url"
 	"os"
 	"path/filepath"
 	"slices"
@@ -30,6 +31,7 @@ type finding struct {
 type host struct {
 	root   string
 	report *status.Report // nil if no daemon answers
+	away   error          // why none does
 }
 
 func newDoctorCommand() *cobra.Command {
@@ -47,6 +49,8 @@ MTUs, udev's MAC policy, ports and kernel modules. It changes nothing. Exits wit
 			h := host{root: "/"}
 			if r, err := fetch(cmd.Context(), status.Client(socket), "http://flanneld"); err == nil {
 				h.report = &r
+			} else {
+				h.away = err
 			}
 			findings := h.examine()
 			err := out.print(cmd.OutOrStdout(), findings, func(w io.Writer) {
@@ -80,6 +84,7 @@ func (h host) examine() []finding {
 	} {
 		findings = append(findings, look()...)
 	}
+	findings = slices.Compact(findings) // families may share one
 	slices.SortStableFunc(findings, func(a, b finding) int {
 		switch {
 		case a.Serious == b.Serious:
@@ -120,14 +125,25 @@ func (h host) families() map[prefix.Family]bool {
 }
 
 func (h host) daemon() []finding {
-	if h.report == nil {
-		return []finding{{"no flanneld answers on the local socket", "systemctl status flanneld; journalctl -u flanneld", true}}
+	switch {
+	case errors.Is(h.away, fs.ErrPermission):
+		return []finding{{"the local socket is root's: " + cause(h.away), "sudo flannelctl doctor", true}}
+	case h.report == nil:
+		return []finding{{"no flanneld answers on the local socket: " + cause(h.away), "systemctl status flanneld; journalctl -u flanneld", true}}
 	}
 	var fs []finding
 	for _, r := range h.report.Reasons {
 		fs = append(fs, finding{"flanneld is not ready: " + r, "flannelctl status", true})
 	}
 	return fs
+}
+
+// cause is what a request failed for, without the request.
+func cause(err error) string {
+	if e := (*url.Error)(nil); errors.As(err, &e) {
+		err = e.Err
+	}
+	return err.Error()
 }
 
 func (h host) forwarding() []finding {
@@ -180,12 +196,41 @@ func (h host) reversePath() []finding {
 func (h host) firewalls() []finding {
 	var fs []finding
 	if _, ok := h.text("run/firewalld.pid"); ok || h.exists("run/firewalld") {
-		fs = append(fs, finding{"firewalld runs: it may drop what is forwarded for pods", "firewall-cmd --permanent --zone=trusted --add-interface=flannel.1 --add-source=POD-NETWORK && firewall-cmd --reload", false})
+		fs = append(fs, finding{"firewalld runs: it may drop what is for the network and its pods", h.firewalldFix(), false})
 	}
 	if conf, _ := h.text("etc/ufw/ufw.conf"); slices.Contains(strings.Fields(conf), "ENABLED=yes") {
-		fs = append(fs, finding{"ufw is enabled: it drops what is forwarded unless told otherwise", "ufw default allow routed; ufw allow 8472/udp", false})
+		fix := "ufw default allow routed"
+		for _, port := range h.ports() {
+			fix += fmt.Sprintf("; ufw allow %d/udp", port)
+		}
+		fs = append(fs, finding{"ufw is enabled: it drops what is forwarded unless told otherwise", fix, false})
 	}
 	return fs
+}
+
+// firewalldFix has firewalld trust the pods, whatever device they come by, and
+// the backend's packets.
+func (h host) firewalldFix() string {
+	sources := []string{"POD-NETWORK"}
+	if h.report != nil && len(h.report.Network.Prefixes) > 0 {
+		sources = strings.Split(list(h.report.Network.Prefixes), ",")
+	}
+	var fix strings.Builder
+	for _, s := range sources {
+		fix.WriteString("firewall-cmd --permanent --zone=trusted --add-source=" + s + " && ")
+	}
+	for _, port := range h.ports() {
+		fmt.Fprintf(&fix, "firewall-cmd --permanent --add-port=%d/udp && ", port)
+	}
+	return fix.String() + "firewall-cmd --reload"
+}
+
+// ports are the UDP ports that peers send to, as far as they are known.
+func (h host) ports() []int {
+	if h.report == nil {
+		return nil
+	}
+	return h.report.Network.Ports
 }
 
 func (h host) exists(path string) bool {
@@ -235,7 +280,17 @@ func (h host) port() []finding {
 	if h.backend() != "vxlan" {
 		return nil
 	}
-	const vxlan = "2118" // 8472, in hexadecimal
+	for _, port := range h.ports() {
+		if pid, ok := h.holder(port); ok {
+			return []finding{{fmt.Sprintf("process %s has UDP port %d, which vxlan needs", pid, port), fmt.Sprintf("ss -lunp 'sport = :%d'", port), true}}
+		}
+	}
+	return nil
+}
+
+// holder returns the process that has a socket on a UDP port.
+func (h host) holder(port int) (pid string, ok bool) {
+	local := fmt.Sprintf(":%04X", port)
 	for _, path := range []string{"proc/net/udp", "proc/net/udp6"} {
 		f, err := os.Open(filepath.Join(h.root, path))
 		if err != nil {
@@ -244,14 +299,14 @@ func (h host) port() []finding {
 		defer f.Close()
 		for s := bufio.NewScanner(f); s.Scan(); {
 			fields := strings.Fields(s.Text())
-			if len(fields) > 9 && strings.HasSuffix(fields[1], ":"+vxlan) {
+			if len(fields) > 9 && strings.HasSuffix(fields[1], local) {
 				if pid, ok := h.owner(fields[9]); ok {
-					return []finding{{"process " + pid + " has UDP port 8472, which vxlan needs", "ss -lunp 'sport = :8472'", true}}
+					return pid, true
 				}
 			}
 		}
 	}
-	return nil
+	return "", false
 }
 
 // owner returns the process that has the socket with that inode.

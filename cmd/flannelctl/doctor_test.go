@@ -2,11 +2,15 @@ package main
 
 import (
 	"errors"
+	"fmt"
 	"maps"
+	"net"
 	"net/netip"
+	"net/url"
 	"os"
 	"path/filepath"
 	"strings"
+	"syscall"
 	"testing"
 
 	"flanneld/pkg/status"
@@ -16,7 +20,7 @@ import (
 func healthy() *status.Report {
 	return &status.Report{
 		Ready: true, Interface: status.Interface{Name: "eth0"},
-		Network: status.Network{BackendType: "vxlan", MTU: 1450, Prefixes: []netip.Prefix{netip.MustParsePrefix("10.5.0.0/16"), netip.MustParsePrefix("fd00:10:5::/48")}},
+		Network: status.Network{BackendType: "vxlan", MTU: 1450, Ports: []int{8472}, Prefixes: []netip.Prefix{netip.MustParsePrefix("10.5.0.0/16"), netip.MustParsePrefix("fd00:10:5::/48")}},
 	}
 }
 
@@ -37,7 +41,15 @@ func soundHost() map[string]string {
 	}
 }
 
+// udpSocket is a list of UDP sockets that has one, on a port in hexadecimal.
+func udpSocket(port, inode string) string {
+	return "head\n  1: 00000000:" + port + " 00000000:0000 07 00000000:00000000 00:00000000 00000000     0        0 " + inode + " 2 0 0\n"
+}
+
 func TestDoctor(t *testing.T) {
+	on4789 := func(r *status.Report) { r.Network.Ports = []int{4789} }
+	hostGW := func(r *status.Report) { r.Network.BackendType, r.Network.Ports = "host-gw", nil }
+	wireguard := func(r *status.Report) { r.Network.BackendType, r.Network.Ports = "wireguard", []int{51820, 51821} }
 	for _, tc := range []struct {
 		name    string
 		change  map[string]string // file: content; "-" removes it
@@ -51,15 +63,20 @@ func TestDoctor(t *testing.T) {
 		{name: "no IPv6 forwarding", change: map[string]string{"proc/sys/net/ipv6/conf/all/forwarding": "0"}, want: "IPv6 is not forwarded", fix: "net.ipv6.conf.all.forwarding=1", serious: true},
 		{name: "bridge filter off", change: map[string]string{"proc/sys/net/bridge/bridge-nf-call-iptables": "0"}, want: "bridge-nf-call-iptables is 0", fix: "sysctl -w net.bridge"},
 		{name: "no bridge filter", change: map[string]string{"proc/sys/net/bridge/bridge-nf-call-ip6tables": "-"}, want: "br_netfilter is not loaded", fix: "modprobe br_netfilter"},
+		{name: "no bridge filter for both", change: map[string]string{"proc/sys/net/bridge/bridge-nf-call-iptables": "-", "proc/sys/net/bridge/bridge-nf-call-ip6tables": "-"}, want: "br_netfilter is not loaded"},
 		{name: "strict reverse path", change: map[string]string{"proc/sys/net/ipv4/conf/eth0/rp_filter": "1"}, want: "rp_filter is strict on eth0", fix: "rp_filter=2"},
 		{name: "strict, but loose for all", change: map[string]string{"proc/sys/net/ipv4/conf/eth0/rp_filter": "1", "proc/sys/net/ipv4/conf/all/rp_filter": "2"}},
-		{name: "firewalld", change: map[string]string{"run/firewalld.pid": "1"}, want: "firewalld runs", fix: "firewall-cmd"},
-		{name: "ufw", change: map[string]string{"etc/ufw/ufw.conf": "# set\nENABLED=yes\n"}, want: "ufw is enabled", fix: "ufw default allow routed"},
+		{name: "firewalld", change: map[string]string{"run/firewalld.pid": "1"}, want: "firewalld runs", fix: "--add-source=fd00:10:5::/48 && firewall-cmd --permanent --add-port=8472/udp && firewall-cmd --reload"},
+		{name: "firewalld with host-gw", change: map[string]string{"run/firewalld.pid": "1"}, report: hostGW, want: "firewalld runs", fix: "--add-source=10.5.0.0/16 && firewall-cmd --permanent --zone=trusted --add-source=fd00:10:5::/48 && firewall-cmd --reload"},
+		{name: "ufw", change: map[string]string{"etc/ufw/ufw.conf": "# set\nENABLED=yes\n"}, want: "ufw is enabled", fix: "ufw default allow routed; ufw allow 8472/udp"},
+		{name: "ufw with wireguard", change: map[string]string{"etc/ufw/ufw.conf": "ENABLED=yes\n", "sys/module/wireguard/version": ""}, report: wireguard, want: "ufw is enabled", fix: "; ufw allow 51820/udp; ufw allow 51821/udp"},
 		{name: "ufw off", change: map[string]string{"etc/ufw/ufw.conf": "ENABLED=no\n"}},
 		{name: "bridge MTU", change: map[string]string{"sys/class/net/cni0/mtu": "1500"}, want: "cni0 has MTU 1500, the network carries 1450", fix: "ip link set cni0 mtu 1450", serious: true},
 		{name: "udev", change: map[string]string{"etc/systemd/network/50-flannel.link": "-"}, want: "udev may give", fix: "MACAddressPolicy=none"},
-		{name: "port taken", change: map[string]string{"proc/net/udp": "head\n  1: 00000000:2118 00000000:0000 07 00000000:00000000 00:00000000 00000000     0        0 4242 2 0 0\n"}, want: "process 77 has UDP port 8472", fix: "ss -lunp", serious: true},
-		{name: "port of the kernel", change: map[string]string{"proc/net/udp": "head\n  1: 00000000:2118 00000000:0000 07 00000000:00000000 00:00000000 00000000     0        0 43 2 0 0\n"}},
+		{name: "port taken", change: map[string]string{"proc/net/udp": udpSocket("2118", "4242")}, want: "process 77 has UDP port 8472", fix: "ss -lunp", serious: true},
+		{name: "port of the kernel", change: map[string]string{"proc/net/udp": udpSocket("2118", "43")}},
+		{name: "another port taken", change: map[string]string{"proc/net/udp": udpSocket("12B5", "4242")}, report: on4789, want: "process 77 has UDP port 4789", fix: "ss -lunp 'sport = :4789'", serious: true},
+		{name: "the usual port taken, and not needed", change: map[string]string{"proc/net/udp": udpSocket("2118", "4242")}, report: on4789},
 		{name: "no vxlan", change: map[string]string{"sys/module/vxlan/version": "-"}, report: func(r *status.Report) { r.Ready = false }, want: "has no module vxlan", fix: "linux-modules-extra", serious: true},
 		{name: "not ready", report: func(r *status.Report) { r.Ready, r.Reasons = false, []string{"data path: no"} }, want: "not ready: data path: no", fix: "flannelctl status", serious: true},
 	} {
@@ -102,8 +119,17 @@ func TestDoctor(t *testing.T) {
 }
 
 func TestDoctorWithoutADaemon(t *testing.T) {
-	found := host{root: t.TempDir()}.examine()
-	if len(found) == 0 || !found[0].Serious || !strings.Contains(found[0].Problem, "no flanneld answers") {
-		t.Errorf("found %+v, want first that there is no daemon", found)
+	for _, tc := range []struct {
+		err          error
+		problem, fix string
+	}{
+		{syscall.ENOENT, "no flanneld answers on the local socket: dial unix /x: no such file or directory", "systemctl status flanneld"},
+		{syscall.EACCES, "the local socket is root's: dial unix /x: permission denied", "sudo flannelctl doctor"},
+	} {
+		away := fmt.Errorf("ask flanneld: %w", &url.Error{Op: "Get", URL: "http://flanneld/statusz.json", Err: &net.OpError{Op: "dial", Net: "unix /x", Err: tc.err}})
+		found := host{root: t.TempDir(), away: away}.examine()
+		if len(found) == 0 || !found[0].Serious || found[0].Problem != tc.problem || !strings.HasPrefix(found[0].Fix, tc.fix) {
+			t.Errorf("found %+v, want first %q, fix %q", found, tc.problem, tc.fix)
+		}
 	}
 }

@@ -353,7 +353,7 @@ func TestFlannelctlCheck(t *testing.T) {
 func TestFlannelctlDoctor(t *testing.T) {
 	l := newLab(t, lab.Config{Hosts: 1}, `{"Type":"vxlan"}`)
 	h := l.Host(1)
-	refusedCtl(t, h, []string{"doctor"}, "PROBLEM", "no flanneld answers")
+	refusedCtl(t, h, []string{"doctor"}, "PROBLEM", "no flanneld answers", "no such file")
 	startOne(t, h, lab.FlanneldOptions{})
 	mustCtl(t, h, []string{"doctor", "-o", "json"}, "[")
 	if out, err := h.Exec(background(t), "sysctl", "-w", "net.ipv4.ip_forward=0"); err != nil {
