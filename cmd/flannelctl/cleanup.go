@@ -16,8 +16,9 @@ func newCleanupCommand() *cobra.Command {
 		Use: "cleanup", Short: "Remove what flanneld has left on this host", Args: cobra.NoArgs,
 		Long: `Removes devices, routes, traffic rules, the state directory's files and the subnet
 file, going by the state files: what is somebody else's stays. Without --yes it
-only says what it would remove. It refuses while flanneld runs. The lease stays in
-the store: flannelctl revoke deletes it.`,
+only says what it would remove. It refuses while flanneld runs. Without state files
+devices and routes stay, and it says so. The lease stays in the store: flannelctl
+revoke deletes it.`,
 		Example: "  flannelctl cleanup\n  flannelctl cleanup --yes",
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if socket == "" {

@@ -122,6 +122,8 @@ func cleansUp(t *testing.T, families []prefix.Family, tc cleanupCase) {
 	if _, err := os.Stat(h.Path("/run/flannel/subnet.env")); err != nil {
 		t.Error("a dry run has removed the subnet file:", err)
 	}
+	const unknown = "there are no state files in %s: devices and routes that flanneld has left are not known, and stay"
+	refusedCtl(t, h, []string{"cleanup", "--state-dir=/var/lib/flanel"}, "would remove file /run/flannel/subnet.env", "flannelctl: "+fmt.Sprintf(unknown, "/var/lib/flanel"))
 	mustCtl(t, h, []string{"cleanup", "--yes"}, "remove file /run/flannel/subnet.env", "remove "+tc.says)
 	all := sh("ip -o link; ip addr; ip route show table main; ip -6 route show table main; ip neigh show nud permanent; ip nexthop; ip fou show 2>/dev/null || true")
 	left := all + rules()
@@ -139,7 +141,7 @@ func cleansUp(t *testing.T, families []prefix.Family, tc cleanupCase) {
 	if err != nil || len(files) != 1 || files[0].Name() != "foreign" {
 		t.Errorf("left in the state directory: %v, %v", files, err)
 	}
-	if again := mustCtl(t, h, []string{"cleanup", "--yes"}); again != "" {
+	if again := mustCtl(t, h, []string{"cleanup", "--yes"}); again != fmt.Sprintf(unknown, "/var/lib/flannel")+"\n" {
 		t.Errorf("the second time there is more:\n%s", again)
 	}
 	startOne(t, h, lab.FlanneldOptions{})

@@ -72,7 +72,22 @@ func (c Cleanup) Run(ctx context.Context) error {
 	if err := oneline.Join(c.kernel(ctx, d, all), c.rules(ctx, formerNetworks(traces(d, all), subnet.Config{}))); err != nil {
 		return err
 	}
-	return c.files()
+	var blind error
+	if len(names) == 0 {
+		blind = c.blind()
+	}
+	return oneline.Join(c.files(), blind)
+}
+
+// blind tells that without state files there is nothing to know devices and
+// routes by. It is an error where the subnet file shows that a daemon was here.
+func (c Cleanup) blind() error {
+	unknown := fmt.Errorf("there are no state files in %s: devices and routes that flanneld has left are not known, and stay", c.StateDir)
+	if _, err := os.Lstat(c.SubnetFile); err == nil {
+		return unknown
+	}
+	fmt.Fprintln(c.Out, unknown)
+	return nil
 }
 
 // traces is all that daemons have had, as one state.
