@@ -82,7 +82,7 @@ pods' bridge (10.5.7.1), as long as there is one.`,
 func check(cmd *cobra.Command, r status.Report, only []string, out output) error {
 	var (
 		mu       sync.Mutex
-		verdicts []verdict
+		verdicts = []verdict{} // none is [] in JSON
 		broken   int
 	)
 	group, ctx := errgroup.WithContext(cmd.Context())

@@ -40,7 +40,7 @@ func newLease(e etcd.Entry) lease {
 
 // printed is a lease without what only etcd knows of it.
 func printed(from subnet.Lease, err error) lease {
-	l := lease{Key: from.Key, Type: from.BackendType}
+	l := lease{Key: from.Key, Type: from.BackendType, Subnets: []netip.Prefix{}, PublicIPs: []netip.Addr{}}
 	for _, ep := range from.Endpoints {
 		l.Subnets, l.PublicIPs = append(l.Subnets, ep.Subnet), append(l.PublicIPs, ep.PublicIP)
 	}

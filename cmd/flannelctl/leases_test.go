@@ -3,13 +3,17 @@ package main
 import (
 	"bytes"
 	"context"
+	"encoding/json"
+	"errors"
 	"net/netip"
 	"strings"
 	"testing"
 
 	"github.com/google/go-cmp/cmp"
 
+	"flanneld/pkg/status"
 	"flanneld/subnet"
+	"flanneld/subnet/etcd"
 )
 
 // TestClaim: what is reserved is all that was given.
@@ -37,6 +41,21 @@ func TestClaim(t *testing.T) {
 		if got := strings.Join(got, " "); got != tc.want {
 			t.Errorf("%s for %s: %s; want %s", tc.subnets, tc.addresses, got, tc.want)
 		}
+	}
+}
+
+// A list without anything in it is [] in JSON: jq stumbles over null.
+func TestEmptyLists(t *testing.T) {
+	text, err := json.Marshal(newLease(etcd.Entry{Lease: subnet.Lease{Key: "10.5.7.0-24"}, Err: errors.New("rubbish")}))
+	if want := `{"key":"10.5.7.0-24","subnets":[],"publicIPs":[],"error":"rubbish"}`; err != nil || string(text) != want {
+		t.Errorf("an unreadable lease: %s, %v; want %s", text, err, want)
+	}
+	var out bytes.Buffer
+	cmd := newCheckCommand()
+	cmd.SetOut(&out)
+	cmd.SetContext(t.Context())
+	if err := check(cmd, status.Report{}, nil, "json"); err == nil || out.String() != "[]\n" {
+		t.Errorf("without a peer check prints %s, %v; want [] and an error", &out, err)
 	}
 }
 

@@ -25,7 +25,7 @@ func NewJournal(size int) *Journal { return &Journal{events: make([]Event, 0, si
 func (j *Journal) Events() []Event {
 	j.mu.Lock()
 	defer j.mu.Unlock()
-	return append(append([]Event(nil), j.events[j.next:]...), j.events[:j.next]...)
+	return append(append([]Event{}, j.events[j.next:]...), j.events[:j.next]...)
 }
 
 func (j *Journal) add(e Event) {

@@ -237,7 +237,7 @@ func (d *daemon) readConfig(ctx context.Context, m subnet.Manager) (subnet.Confi
 }
 
 func networks(cfg subnet.Config) []netip.Prefix {
-	var ps []netip.Prefix
+	ps := []netip.Prefix{}
 	for _, n := range cfg.Networks {
 		ps = append(ps, n.Prefix)
 	}

@@ -147,7 +147,8 @@ func (d *daemon) poolUse(now lastKnown, in backend.Inspection) *subnet.Use {
 	return &least
 }
 
-// statusReport is what a person asks for.
+// statusReport is what a person asks for. Lists are never nil: who reads the JSON
+// may go through them.
 func (d *daemon) statusReport(ctx context.Context) (status.Report, error) {
 	now, in := d.inspect(ctx, true)
 	r := status.Report{
@@ -155,11 +156,12 @@ func (d *daemon) statusReport(ctx context.Context) (status.Report, error) {
 		Network: status.Network{
 			BackendType: now.Config.BackendType, Mode: in.Mode, Prefixes: networks(now.Config), SubnetFile: d.opts.SubnetFile,
 		},
-		Interface: status.Interface{Name: now.Interface.Name, Index: now.Interface.Index, MTU: now.Interface.MTU, Reason: now.Interface.Reason},
+		Interface: status.Interface{Name: now.Interface.Name, Index: now.Interface.Index, MTU: now.Interface.MTU, Reason: now.Interface.Reason, Addresses: []status.Address{}},
 		Lease:     statusLease(now.Own),
 		Datastore: status.Datastore{Kind: d.opts.storeKind()},
 		Firewall:  d.statusFirewall(),
 		Kernel:    status.Kernel{LastSync: in.LastSync, Objects: map[string]status.Count{}},
+		Peers:     []status.Peer{},
 		Events:    d.journal.Events(), RestartNeeded: d.config.difference(),
 	}
 	r.Ready, r.Reasons = d.health.Ready()
@@ -197,7 +199,10 @@ func (d *daemon) statusFirewall() (f status.Firewall) {
 }
 
 func statusLease(l subnet.Lease) status.Lease {
-	s := status.Lease{Key: l.Key, Type: l.BackendType, Permanent: l.Permanent, Expires: l.Expires}
+	s := status.Lease{
+		Key: l.Key, Type: l.BackendType, Permanent: l.Permanent, Expires: l.Expires,
+		Subnets: []netip.Prefix{}, PublicIPs: []netip.Addr{},
+	}
 	for _, e := range l.Endpoints {
 		s.Subnets = append(s.Subnets, e.Subnet)
 		s.PublicIPs = append(s.PublicIPs, e.PublicIP)

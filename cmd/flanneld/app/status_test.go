@@ -1,6 +1,7 @@
 package app
 
 import (
+	"encoding/json"
 	"errors"
 	"fmt"
 	"net/netip"
@@ -34,6 +35,19 @@ func TestStatusFirewall(t *testing.T) {
 	expect(status.Firewall{Kind: firewallNFTables, Error: "first; second"})
 	d.opts = Options{}
 	expect(status.Firewall{})
+}
+
+// A list without anything in it is [] from the start of a daemon on: jq stumbles over null.
+func TestStatusWithoutAnything(t *testing.T) {
+	d := &daemon{health: newHealth(Options{}), journal: status.NewJournal(1), config: newConfigKeeper(false)}
+	r, err := d.statusReport(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	text, err := json.Marshal(r)
+	if err != nil || strings.Contains(string(text), "null") || !strings.Contains(string(text), `"peers":[]`) {
+		t.Errorf("%v: %s", err, text)
+	}
 }
 
 // TestReasonsAreDocumented has the operations page name all that /readyz names.
