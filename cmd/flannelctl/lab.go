@@ -136,13 +136,13 @@ func (o *labOptions) run(ctx context.Context, out, progress io.Writer) error {
 	}
 	l, err := lab.New(ctx, o.cfg)
 	if err != nil {
-		return unlessStopped(ctx, err)
+		return o.unlessStopped(ctx, err)
 	}
 	defer l.Close()
 	if err := bringUp(ctx, l); err != nil {
-		return unlessStopped(ctx, err)
+		return o.unlessStopped(ctx, err)
 	}
-	return unlessStopped(ctx, o.watch(ctx, l, out))
+	return o.unlessStopped(ctx, o.watch(ctx, l, out))
 }
 
 func bringUp(ctx context.Context, l *lab.Lab) error {
@@ -156,12 +156,17 @@ func bringUp(ctx context.Context, l *lab.Lab) error {
 	return l.AddPods(ctx)
 }
 
-// unlessStopped drops what failed because the user ended the lab.
-func unlessStopped(ctx context.Context, err error) error {
-	if ctx.Err() != nil {
+// unlessStopped drops what failed because the user ended the lab: that is how one
+// ends. With once it ended before it was shown what was asked for.
+func (o *labOptions) unlessStopped(ctx context.Context, err error) error {
+	switch {
+	case ctx.Err() == nil || err == nil:
+		return err
+	case o.once:
+		return fmt.Errorf("interrupted: %w", err)
+	default:
 		return nil
 	}
-	return err
 }
 
 // watch shows the lab's state until ctx ends, or once. A terminal is redrawn;

@@ -2,6 +2,7 @@ package main
 
 import (
 	"bytes"
+	"context"
 	"os"
 	"strings"
 	"testing"
@@ -92,6 +93,27 @@ func TestArgumentsAreRefused(t *testing.T) {
 			t.Errorf("%s: got %v, want one line with %s", args, err, want)
 		}
 	}
+}
+
+// A lab that is interrupted has ended as it should, unless it was to say something.
+func TestInterruptedLab(t *testing.T) {
+	for once, want := range map[string]string{"--once": "interrupted: ", "--once=false": ""} {
+		ctx, cancel := context.WithCancel(t.Context())
+		root := newRoot()
+		root.SetArgs([]string{"lab", once, "--hosts", "1", "--flanneld", "/bin/true"})
+		root.SetErr(writer(func([]byte) { cancel() })) // at the first step
+		err := root.ExecuteContext(ctx)
+		if want == "" && err != nil || want != "" && (err == nil || !strings.HasPrefix(err.Error(), want)) {
+			t.Errorf("%s: %v, want %q", once, err, want)
+		}
+	}
+}
+
+type writer func([]byte)
+
+func (w writer) Write(b []byte) (int, error) {
+	w(b)
+	return len(b), nil
 }
 
 // A flanneld that does not come up is named, with how it ended.
