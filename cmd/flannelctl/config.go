@@ -228,9 +228,23 @@ func misfit(l subnet.Lease, cfg subnet.Config) string {
 	return ""
 }
 
-// difference lists the keys that differ between two JSON objects, by path.
+// leaf is a value that is no object.
+type leaf struct {
+	text   string
+	hidden bool // it may be secret
+}
+
+func (l leaf) String() string {
+	if l.hidden {
+		return "[redacted]"
+	}
+	return l.text
+}
+
+// difference lists the keys that differ between two network configurations, by
+// path.
 func difference(old, text []byte) []string {
-	before, after := map[string]string{}, map[string]string{}
+	before, after := map[string]leaf{}, map[string]leaf{}
 	flatten(old, before)
 	flatten(text, after)
 	var lines []string
@@ -251,13 +265,13 @@ func difference(old, text []byte) []string {
 	return lines
 }
 
-// flatten puts the leaves of a JSON value into m, by path. What is not JSON is
-// one leaf.
-func flatten(text []byte, m map[string]string) {
+// flatten puts the leaves of a network configuration into m, by path. What is not
+// JSON is one leaf.
+func flatten(text []byte, m map[string]leaf) {
 	var v any
 	if err := json.Unmarshal(text, &v); err != nil {
 		if len(text) > 0 {
-			m["(not JSON)"] = string(text)
+			m["(not JSON)"] = leaf{string(text), true}
 		}
 		return
 	}
@@ -269,8 +283,9 @@ func flatten(text []byte, m map[string]string) {
 			}
 			return
 		}
-		leaf, _ := json.Marshal(v) // of what was just read
-		m[path] = string(leaf)
+		text, _ := json.Marshal(v)                               // of what was just read
+		key, below, _ := strings.Cut(strings.ToLower(path), ".") // flanneld ignores case
+		m[path] = leaf{string(text), key == "backend" && below != "type" && !app.Public(v)}
 	}
 	walk("", v)
 }

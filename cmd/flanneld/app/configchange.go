@@ -149,8 +149,8 @@ func sorted(ps []netip.Prefix) []netip.Prefix {
 	return slices.Compact(s)
 }
 
-// backendChanges compares the parts that are the backend's. Text may be secret:
-// only numbers and booleans are named.
+// backendChanges compares the parts that are the backend's, and names the values
+// that are Public.
 func backendChanges(from, to json.RawMessage) []string {
 	a, b := backendKeys(from), backendKeys(to)
 	names := map[string]string{}
@@ -195,9 +195,13 @@ func backendKeys(raw json.RawMessage) map[string]backendKey {
 	return keys
 }
 
-func (k backendKey) public() bool {
-	switch k.value.(type) {
-	case nil, bool, json.Number:
+func (k backendKey) public() bool { return Public(k.value) }
+
+// Public reports whether a value of the Backend object, but for its Type, may be
+// shown. Text may be secret.
+func Public(value any) bool {
+	switch value.(type) {
+	case nil, bool, float64, json.Number:
 		return true
 	}
 	return false
