@@ -137,7 +137,7 @@ func withAdmin(store storeFlags, f func(*etcd.Admin) error) error {
 // readFile reads a file, or standard input for "-".
 func readFile(cmd *cobra.Command, path string) ([]byte, error) {
 	if path == "-" {
-		return io.ReadAll(cmd.InOrStdin())
+		return input(cmd.Context(), func() ([]byte, error) { return io.ReadAll(cmd.InOrStdin()) })
 	}
 	return os.ReadFile(path)
 }
@@ -184,8 +184,7 @@ func setConfig(cmd *cobra.Command, a *etcd.Admin, c change) error {
 			return fmt.Errorf("%d leases would no longer fit: add --yes if that is meant", len(stranded))
 		}
 		fmt.Fprintf(out, "%d leases no longer fit. Write it nevertheless? [y/N] ", len(stranded))
-		answer, _ := bufio.NewReader(cmd.InOrStdin()).ReadString('\n')
-		if a := strings.ToLower(strings.TrimSpace(answer)); a != "y" && a != "yes" {
+		if !confirmed(cmd.Context(), cmd.InOrStdin()) {
 			return errors.New("nothing was written")
 		}
 	}
@@ -194,6 +193,31 @@ func setConfig(cmd *cobra.Command, a *etcd.Admin, c change) error {
 	}
 	_, err = fmt.Fprintln(out, "written; running daemons take it when they are restarted")
 	return err
+}
+
+// confirmed waits for an answer, which is no if ctx ends first.
+func confirmed(ctx context.Context, in io.Reader) bool {
+	line, _ := input(ctx, func() ([]byte, error) { return bufio.NewReader(in).ReadBytes('\n') })
+	answer := strings.ToLower(strings.TrimSpace(string(line)))
+	return answer == "y" || answer == "yes"
+}
+
+// input returns what read does, or an error once ctx ends: a terminal that is read
+// from cannot be interrupted, and is left alone with the process.
+func input(ctx context.Context, read func() ([]byte, error)) ([]byte, error) {
+	done := make(chan struct{})
+	var got []byte
+	var failed error
+	go func() {
+		defer close(done)
+		got, failed = read()
+	}()
+	select {
+	case <-done:
+		return got, failed
+	case <-ctx.Done():
+		return nil, fmt.Errorf("read standard input: %w", ctx.Err())
+	}
 }
 
 // strandedBy says which leases do not fit cfg, a line each.

@@ -1,6 +1,9 @@
 package main
 
 import (
+	"context"
+	"errors"
+	"io"
 	"strings"
 	"testing"
 
@@ -24,6 +27,31 @@ func TestDifference(t *testing.T) {
 	} {
 		if diff := cmp.Diff(tc.want, strings.Join(difference([]byte(tc.old), []byte(tc.text)), "; ")); diff != "" {
 			t.Errorf("%s (-want +got):\n%s", tc.name, diff)
+		}
+	}
+}
+
+// Who is asked for something and presses Ctrl-C has answered.
+func TestInterruptedInput(t *testing.T) {
+	in, silent := io.Pipe()
+	defer silent.Close()
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	if confirmed(ctx, in) {
+		t.Error("an interrupt is taken for yes")
+	}
+	root := newRoot()
+	root.SetArgs([]string{"config", "validate", "-"})
+	root.SetIn(in)
+	if err := root.ExecuteContext(ctx); !errors.Is(err, context.Canceled) {
+		t.Errorf("with an interrupt for a configuration: %v", err)
+	}
+}
+
+func TestConfirmed(t *testing.T) {
+	for answer, want := range map[string]bool{"y\n": true, "Yes\n": true, "n\n": false, "\n": false, "": false, "yesterday\n": false} {
+		if got := confirmed(t.Context(), strings.NewReader(answer)); got != want {
+			t.Errorf("%q: %v, want %v", answer, got, want)
 		}
 	}
 }
