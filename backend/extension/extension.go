@@ -7,6 +7,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"slices"
 	"sync/atomic"
 	"time"
 
@@ -108,6 +109,10 @@ func (b *Backend) Scope() dataplane.Scope { return b.env.Scope() }
 // PreStartupCommand, so that is run here, unless it has been.
 func (b *Backend) Claim(ctx context.Context, prev subnet.Claim) (subnet.Claim, error) {
 	claim := b.env.Claim(Type, prev)
+	b.host.book.load(ctx)
+	if b.outdated(prev) {
+		b.host.book.distrust()
+	}
 	if err := b.prepare(ctx); err != nil {
 		return claim, err
 	}
@@ -121,6 +126,22 @@ func (b *Backend) Claim(ctx context.Context, prev subnet.Claim) (subnet.Claim, e
 	// Other daemons look for it in one place, beside the IPv4 address if any.
 	claim.Endpoints[0].Data = data
 	return claim, nil
+}
+
+// outdated reports whether what was run on this host since the boot is not what it
+// has now, given what it published last: another backend has taken its place, or
+// it was for another subnet.
+func (b *Backend) outdated(prev subnet.Claim) bool {
+	if prev.BackendType != "" && prev.BackendType != Type {
+		return true
+	}
+	told := b.host.book.setup().Input.Env // empty until the host has had a subnet
+	for _, e := range prev.Endpoints {
+		if e.Subnet.IsValid() && len(told) > 0 && !slices.Contains(told, namesOf(e.Family()).subnet+"="+e.Subnet.String()) {
+			return true
+		}
+	}
+	return false
 }
 
 // Start implements backend.Backend.

@@ -30,6 +30,8 @@ type node struct {
 	env    backend.Env
 	boot   string
 	config map[string]any
+	prev   subnet.Claim // what is known to have been published
+	subnet string       // IPv4, of the own lease
 	host   *Host
 	net    backend.Network
 	cancel context.CancelFunc
@@ -38,7 +40,7 @@ type node struct {
 
 func newNode(t *testing.T, config map[string]any) *node {
 	t.Helper()
-	n := &node{t: t, dir: t.TempDir(), boot: "boot1", config: config, env: backend.Env{
+	n := &node{t: t, dir: t.TempDir(), boot: "boot1", subnet: "10.5.1.0/24", config: config, env: backend.Env{
 		Kernel: dataplanetest.New(), Resync: time.Hour,
 		Config: subnet.Config{Networks: []subnet.Network{{Prefix: netip.MustParsePrefix("10.5.0.0/16")}}},
 		Underlay: underlay.Interface{Name: "eth0", Index: 2, MTU: 1500, Addrs: []underlay.Address{
@@ -66,10 +68,10 @@ func (n *node) v6() {
 }
 
 // own is the node's own lease for a claim.
-func own(c subnet.Claim) subnet.Lease {
+func (n *node) own(c subnet.Claim) subnet.Lease {
 	l := subnet.Lease{BackendType: c.BackendType, Endpoints: slices.Clone(c.Endpoints)}
 	for i, e := range l.Endpoints {
-		l.Endpoints[i].Subnet = netip.MustParsePrefix("10.5.1.0/24")
+		l.Endpoints[i].Subnet = netip.MustParsePrefix(n.subnet)
 		if e.PublicIP.Is6() {
 			l.Endpoints[i].Subnet = netip.MustParsePrefix("fd00:5:0:1::/64")
 		}
@@ -97,11 +99,11 @@ func (n *node) again() (subnet.Claim, error) {
 		n.t.Fatal(err, warnings)
 	}
 	n.ctx, n.cancel = context.WithCancel(n.t.Context())
-	claim, err := b.Claim(n.ctx, subnet.Claim{})
+	claim, err := b.Claim(n.ctx, n.prev)
 	if err != nil {
 		return claim, err
 	}
-	n.net, err = b.Start(n.ctx, own(claim))
+	n.net, err = b.Start(n.ctx, n.own(claim))
 	return claim, err
 }
 
@@ -290,6 +292,50 @@ func TestRestart(t *testing.T) {
 	n.boot = "boot2"
 	n.mustStart()
 	n.expect("pre []", "post 10.5.0.0/16 10.5.1.0/24 192.0.2.1  ::/0 <nil> []")
+}
+
+// TestAnotherBackendMeanwhile takes nothing for granted that was run before it.
+func TestAnotherBackendMeanwhile(t *testing.T) {
+	n := newNode(t, logging())
+	const post = "post 10.5.0.0/16 10.5.1.0/24 192.0.2.1  ::/0 <nil> []"
+	n.mustStart()
+	n.sync(peer(2, "two"))
+	n.expect("pre []", post, "add 10.5.2.0/24 192.0.2.2 [ ] [two]")
+	n.stop()
+
+	n.prev = subnet.Claim{BackendType: "vxlan"}
+	n.mustStart()
+	n.sync(peer(2, "two"))
+	n.expect("shutdown 10.5.1.0/24", "pre []", post, "remove 10.5.2.0/24 192.0.2.2 [ ] [two]", "add 10.5.2.0/24 192.0.2.2 [ ] [two]")
+	n.stop()
+
+	n.prev = subnet.Claim{BackendType: Type}
+	n.mustStart()
+	n.sync(peer(2, "two"))
+	n.expect()
+}
+
+// TestAnotherSubnet begins from the beginning once the new subnet is known.
+func TestAnotherSubnet(t *testing.T) {
+	n := newNode(t, logging())
+	n.dual()
+	lease := n.own(n.mustStart())
+	n.sync(peer(2, "two"))
+	n.expect("pre []", "post 10.5.0.0/16 10.5.1.0/24 192.0.2.1 fd00:5::/48 fd00:5:0:1::/64 2001:db8::1 []", "add 10.5.2.0/24 192.0.2.2 [ ] [two]")
+	n.stop()
+
+	n.prev = subnet.Claim{BackendType: Type, Endpoints: lease.Endpoints}
+	n.mustStart()
+	n.sync(peer(2, "two"))
+	n.expect()
+	n.stop()
+
+	n.subnet = "10.5.9.0/24"
+	n.prev.Endpoints = n.own(n.prev).Endpoints
+	n.mustStart()
+	n.sync(peer(2, "two"))
+	n.expect("shutdown 10.5.1.0/24", "pre []", "post 10.5.0.0/16 10.5.9.0/24 192.0.2.1 fd00:5::/48 fd00:5:0:1::/64 2001:db8::1 []",
+		"remove 10.5.2.0/24 192.0.2.2 [ ] [two]", "add 10.5.2.0/24 192.0.2.2 [ ] [two]")
 }
 
 // TestSubnetChangesHands has the subnet of one lease go to another.

@@ -142,6 +142,14 @@ func (b *book) closeDown() {
 	}
 }
 
+// distrust has the next start begin from the beginning: ShutdownCommand is still
+// to be run.
+func (b *book) distrust() {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.now.Setup.Key, b.changed = "", true
+}
+
 // flush writes what has changed. A disk that does not work costs the next
 // start a second run of the commands, and is logged once.
 func (b *book) flush(ctx context.Context) {
