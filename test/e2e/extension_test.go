@@ -121,6 +121,47 @@ func TestExtension(t *testing.T) {
 	expectMatrix(t, l)
 }
 
+// TestExtensionLostSubnet: another host has taken the subnet of one that was down,
+// whose device still has its address. The host gets another subnet, and reaches it.
+func TestExtensionLostSubnet(t *testing.T) {
+	t.Parallel()
+	l := newLab(t, lab.Config{Hosts: 1}, extensionVXLAN(t))
+	h, c := l.Host(1), store(t, l)
+	expectStop(t, startOne(t, h, lab.FlanneldOptions{}))
+	expectCalls(t, h, "pre", "post")
+	old, _ := published(t, l, h)
+	remove(t, c, subnets+old)
+	put(t, c, subnets+old, `{"PublicIP":"192.168.77.200","BackendType":"extension","BackendData":"02:00:00:00:02:00"}`)
+	startOne(t, h, lab.FlanneldOptions{})
+	other := strings.ReplaceAll(old, "-", "/")
+	expectCalls(t, h, "pre", "post", "add "+other)
+	expectKernel(t, h, []string{other + " via "}, nil)
+	link, err := h.Exec(background(t), "ip", "link", "show", "flannel-vxlan")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if key, mac := published(t, l, h); key == old || mac == "" || !strings.Contains(string(link), mac) {
+		t.Errorf("lease %s has MAC %q, and the host %s", key, mac, link)
+	}
+}
+
+// published returns the key of a host's lease, and what its PreStartupCommand wrote.
+func published(t *testing.T, l *lab.Lab, h *lab.Host) (key, data string) {
+	t.Helper()
+	all, err := l.Leases(background(t))
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, one := range all {
+		var value struct{ PublicIP, BackendData string }
+		if json.Unmarshal([]byte(one.Value), &value) == nil && value.PublicIP == h.Addr(4).String() {
+			return one.Key, value.BackendData
+		}
+	}
+	t.Fatalf("no lease of %s among %v", h.Name(), all)
+	return "", ""
+}
+
 // expectKernelHas waits until what ip(8) and bridge(8) show has one text and
 // lacks another.
 func expectKernelHas(t *testing.T, h *lab.Host, have, lack string) {

@@ -1,6 +1,7 @@
 package app
 
 import (
+	"bytes"
 	"context"
 	"crypto/sha256"
 	"encoding/hex"
@@ -260,22 +261,46 @@ func (d *daemon) acquire(ctx context.Context, m subnet.Manager, be backend.Backe
 	if err != nil {
 		return own, err
 	}
+	if own, err = d.waitForSubnet(ctx, m, env.Config, claim); err != nil {
+		return own, err
+	}
+	if !sameSubnets(claim.Endpoints, own.Endpoints) { // which what is published may depend on
+		again, err := be.Claim(ctx, subnet.Claim{BackendType: own.BackendType, Endpoints: own.Endpoints})
+		if err != nil {
+			return own, err
+		}
+		if !sameData(claim.Endpoints, again.Endpoints) {
+			if own, err = d.waitForSubnet(ctx, m, env.Config, again); err != nil {
+				return own, err
+			}
+		}
+	}
+	log.Info("subnet lease acquired", "lease", own.Key, "permanent", own.Permanent)
+	return own, nil
+}
+
+func sameSubnets(a, b []subnet.Endpoint) bool {
+	return slices.EqualFunc(a, b, func(a, b subnet.Endpoint) bool { return a.Subnet == b.Subnet })
+}
+
+func sameData(a, b []subnet.Endpoint) bool {
+	return slices.EqualFunc(a, b, func(a, b subnet.Endpoint) bool { return bytes.Equal(a.Data, b.Data) })
+}
+
+// waitForSubnet acquires a lease for claim, as acquire does.
+func (d *daemon) waitForSubnet(ctx context.Context, m subnet.Manager, cfg subnet.Config, claim subnet.Claim) (own subnet.Lease, err error) {
 	err = d.retry(ctx, "waiting for a subnet", func() (err error) {
-		if own, err = m.Acquire(ctx, env.Config, claim); err == nil || ctx.Err() != nil {
+		if own, err = m.Acquire(ctx, cfg, claim); err == nil || ctx.Err() != nil {
 			return err
 		}
 		if now, e := m.Config(ctx); e == nil {
-			if changes := configChanges(env.Config, now); len(changes) > 0 {
+			if changes := configChanges(cfg, now); len(changes) > 0 {
 				return fmt.Errorf("%w: %s", errConfigChanged, strings.Join(changes, ", "))
 			}
 		}
 		return err
 	})
-	if err != nil {
-		return own, err
-	}
-	log.Info("subnet lease acquired", "lease", own.Key, "permanent", own.Permanent)
-	return own, nil
+	return own, err
 }
 
 // retry repeats try until it succeeds or ctx ends; a success is one even then. What
