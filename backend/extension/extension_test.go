@@ -135,7 +135,7 @@ func (n *node) sync(peers ...subnet.Lease) map[string]string {
 	for _, r := range o.Refused {
 		refused[r.Key] = r.Reason
 	}
-	if len(refused) > 0 && !o.Retry && refused[o.Refused[0].Key] != errRunning.Error() {
+	if len(refused) > 0 && o.Again == 0 && refused[o.Refused[0].Key] != errRunning.Error() {
 		n.t.Errorf("%v is not to be tried again", refused)
 	}
 	return refused
@@ -439,6 +439,32 @@ func TestAddFails(t *testing.T) {
 	n.expect("remove 10.5.2.0/24", "add 10.5.2.0/24")
 }
 
+// TestPausesOfTwo: how long one peer has failed is nothing to another.
+func TestPausesOfTwo(t *testing.T) {
+	n := newNode(t, map[string]any{"SubnetAddCommand": "false"})
+	n.mustStart()
+	n.sync(peer(2, ""))
+	old := n.net.(*network)
+	old.mu.Lock()
+	trouble := old.troubles["10.5.2.0/24"]
+	trouble.tries, trouble.next = 9, time.Now().Add(maxPause)
+	old.troubles["10.5.2.0/24"] = trouble
+	old.mu.Unlock()
+
+	for _, tc := range []struct {
+		peers    []subnet.Lease
+		from, to time.Duration
+	}{
+		{[]subnet.Lease{peer(2, "")}, maxPause - time.Minute, maxPause},
+		{[]subnet.Lease{peer(2, ""), peer(3, "")}, 0, minPause},
+	} {
+		o, err := n.net.Sync(n.ctx, set(true, tc.peers...))
+		if err != nil || o.Retry || o.Again <= tc.from || o.Again > tc.to {
+			t.Errorf("%d peers: %+v, %v; want it again after %s to %s", len(tc.peers), o, err, tc.from, tc.to)
+		}
+	}
+}
+
 // TestAddFailsAndChanges does not wait where there is something new to try.
 func TestAddFailsAndChanges(t *testing.T) {
 	n := newNode(t, map[string]any{"SubnetAddCommand": `echo "add $SUBNET" >> $LOG; grep good`})
@@ -464,7 +490,7 @@ func TestRemoveFails(t *testing.T) {
 	deadline := time.Now().Add(time.Minute)
 	for {
 		o, err := n.net.Sync(n.ctx, set(true))
-		if err == nil && !o.Retry {
+		if err == nil && o.Again == 0 {
 			break
 		}
 		if err != nil || time.Now().After(deadline) {
@@ -617,7 +643,7 @@ func TestRandomWalk(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if !o.Retry {
+		if o.Again == 0 {
 			break
 		}
 		if time.Now().After(deadline) {

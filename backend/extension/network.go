@@ -134,7 +134,7 @@ func data(l subnet.Lease) (text string, err error) {
 func (n *network) Sync(ctx context.Context, peers backend.Set) (backend.Outcome, error) {
 	held, failed := n.held.Sync(ctx, peers)
 	o, err := n.command(ctx, peers)
-	o.Retry, o.Repaired = o.Retry || held.Retry, held.Repaired
+	o.Retry, o.Repaired = held.Retry, held.Repaired
 	return o, oneline.Join(failed, err)
 }
 
@@ -319,13 +319,32 @@ func (n *network) finish(ctx context.Context, j job, err error) {
 	}
 }
 
+// again is how long it is until the first of the failed commands is due, at least
+// minPause if it is already; zero if none has failed.
+func (n *network) again() (after time.Duration) {
+	now := time.Now()
+	for s, t := range n.troubles {
+		if n.running[s] { // wakes the loop when it has ended
+			continue
+		}
+		wait := t.next.Sub(now)
+		if wait <= 0 { // it may be waiting for the store's answer
+			wait = minPause
+		}
+		if after == 0 || wait < after {
+			after = wait
+		}
+	}
+	return after
+}
+
 var errRunning = errors.New("its command has not ended yet")
 
 // outcome says which peers are not served.
 func (n *network) outcome(want map[string]target) backend.Outcome {
 	n.mu.Lock()
 	defer n.mu.Unlock()
-	o := backend.Outcome{Retry: len(n.troubles) > 0}
+	o := backend.Outcome{Again: n.again()}
 	for s, t := range want {
 		reason := n.troubles[s].err
 		if n.running[s] && reason == nil {
