@@ -127,6 +127,11 @@ func TestDebianPackage(t *testing.T) {
 	if _, err := os.Stat(at(string(start[1]))); err != nil {
 		t.Errorf("what the unit starts is not in the package: %v", err)
 	}
+	for _, name := range dropIns(t) {
+		if _, err := os.Stat(at("usr/share/doc/flanneld/examples/" + filepath.Base(name))); err != nil {
+			t.Errorf("a drop-in is not in the package: %v", err)
+		}
+	}
 	settings := at("etc/flannel/flanneld.env")
 	if info, err := os.Stat(settings); err != nil || info.Mode().Perm() != 0o600 {
 		t.Errorf("settings, which may hold a password: mode %v, %v, want 0600", info.Mode(), err)

@@ -5,6 +5,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"regexp"
 	"strings"
 	"testing"
 
@@ -71,6 +72,49 @@ func TestMkDockerOpts(t *testing.T) {
 				}
 			})
 		}
+	}
+}
+
+func dropIns(t *testing.T) []string {
+	t.Helper()
+	names, err := filepath.Glob("systemd/flanneld-*.conf")
+	if err != nil || len(names) == 0 {
+		t.Fatalf("no drop-ins: %v", err)
+	}
+	return names
+}
+
+// Each drop-in goes with the unit, and gives the one device that it is for.
+func TestDropIns(t *testing.T) {
+	unit, err := os.ReadFile("systemd/flanneld.service")
+	if err != nil {
+		t.Fatal(err)
+	}
+	unit = regexp.MustCompile(`(?m)^ExecStart=\S+`).ReplaceAll(unit, []byte("ExecStart=/bin/true"))
+	for _, name := range dropIns(t) {
+		t.Run(name, func(t *testing.T) {
+			raw, err := os.ReadFile(name)
+			if err != nil {
+				t.Fatal(err)
+			}
+			for _, line := range []string{"PrivateDevices=no", "DevicePolicy=closed", "DeviceAllow=/dev/net/tun rw"} {
+				if !strings.Contains(string(raw), "\n"+line+"\n") {
+					t.Errorf("it lacks %s", line)
+				}
+			}
+			service := filepath.Join(t.TempDir(), "flanneld.service")
+			if err := os.Mkdir(service+".d", 0o700); err != nil {
+				t.Fatal(err)
+			}
+			for path, text := range map[string][]byte{service: unit, filepath.Join(service+".d", filepath.Base(name)): raw} {
+				if err := os.WriteFile(path, text, 0o600); err != nil {
+					t.Fatal(err)
+				}
+			}
+			if out, err := exec.CommandContext(t.Context(), "systemd-analyze", "verify", "--man=no", service).CombinedOutput(); err != nil || len(out) > 0 {
+				t.Errorf("systemd-analyze: %v: %s", err, out)
+			}
+		})
 	}
 }
 

@@ -21,6 +21,24 @@ import (
 // socketDir is where wg(8) and wgctrl look for devices that are not the kernel's.
 const socketDir = "/var/run/wireguard"
 
+// tunDevice is what makes TUN devices.
+const tunDevice = "/dev/net/tun"
+
+// lacking adds to err, which says what this process cannot use, how it can.
+func lacking(err error) error {
+	return fmt.Errorf("WireGuard without the kernel's: %w: it needs %s and %s to write to: "+
+		"with systemd install flanneld-wireguard.conf, in Kubernetes set flannel.privileged", err, tunDevice, socketDir)
+}
+
+// usable returns an error if this process has no access to a device file.
+func usable(path string) error {
+	f, err := os.OpenFile(path, os.O_RDWR, 0)
+	if err != nil {
+		return lacking(err)
+	}
+	return f.Close()
+}
+
 // userspaceDevice is a WireGuard device in this process, on a TUN device that
 // stays when the process ends, with its addresses and routes. It is configured
 // like any other, by a socket that wg(8) finds, too.
@@ -54,6 +72,9 @@ func (u *userspaceDevice) ensure(ctx context.Context) (fresh bool, err error) {
 }
 
 func (u *userspaceDevice) start(ctx context.Context) error {
+	if err := usable(tunDevice); err != nil {
+		return err
+	}
 	t, err := tun.CreateTUN(u.name, u.mtu)
 	if err != nil {
 		return err
@@ -68,7 +89,7 @@ func (u *userspaceDevice) start(ctx context.Context) error {
 	// Its errors are those of single packets and handshakes.
 	u.dev = wgdevice.NewDevice(t, conn.NewStdNetBind(), &wgdevice.Logger{Verbosef: say(6), Errorf: say(4)})
 	u.greeter = newGreeter(u.dev)
-	if u.socket, err = listen(ctx, u.name); err != nil {
+	if u.socket, err = listen(ctx, socketDir, u.name); err != nil {
 		return err
 	}
 	u.serve(ctx)
@@ -91,17 +112,17 @@ func persist(f *os.File) error {
 
 // listen takes the socket over from a process that has ended. That no other
 // daemon has the device is known by its lock.
-func listen(ctx context.Context, name string) (net.Listener, error) {
-	if err := os.MkdirAll(socketDir, 0o700); err != nil {
-		return nil, err
+func listen(ctx context.Context, dir, name string) (net.Listener, error) {
+	if err := os.MkdirAll(dir, 0o700); err != nil {
+		return nil, lacking(err)
 	}
-	path := filepath.Join(socketDir, name+".sock")
+	path := filepath.Join(dir, name+".sock")
 	if err := os.Remove(path); err != nil && !errors.Is(err, os.ErrNotExist) {
-		return nil, err
+		return nil, lacking(err)
 	}
 	l, err := new(net.ListenConfig).Listen(ctx, "unix", path)
 	if err != nil {
-		return nil, err
+		return nil, lacking(err)
 	}
 	if err := os.Chmod(path, 0o600); err != nil {
 		return nil, oneline.Join(err, l.Close())

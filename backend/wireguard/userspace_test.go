@@ -3,7 +3,9 @@ package wireguard
 import (
 	"io"
 	"net"
+	"os"
 	"path/filepath"
+	"strings"
 	"testing"
 	"time"
 
@@ -11,6 +13,29 @@ import (
 	wgdevice "golang.zx2c4.com/wireguard/device"
 	"golang.zx2c4.com/wireguard/tun/tuntest"
 )
+
+// TestLacking names what a host can do that lets flanneld run, but no more.
+func TestLacking(t *testing.T) {
+	file := filepath.Join(t.TempDir(), "file")
+	if err := os.WriteFile(file, nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if err := usable(file); err != nil {
+		t.Errorf("a device that is there: %v", err)
+	}
+	_, noFolder := listen(t.Context(), file, "flannel-wg")
+	for what, err := range map[string]error{"no such file": usable(file + "-tun"), "not a directory": noFolder} {
+		if err == nil {
+			t.Errorf("no error for %q", what)
+			continue
+		}
+		for _, part := range []string{what, file, tunDevice, socketDir, "flanneld-wireguard.conf", "flannel.privileged"} {
+			if !strings.Contains(err.Error(), part) {
+				t.Errorf("no %q in %q", part, err)
+			}
+		}
+	}
+}
 
 // TestIdleClients has programs hold the device's socket open, before a request and in
 // the middle of one: the device ends all the same, and so do they.

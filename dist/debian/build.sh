@@ -30,6 +30,7 @@ put 755 dist/mk-docker-opts.sh usr/lib/flannel/mk-docker-opts.sh
 put 600 dist/systemd/flanneld.env etc/flannel/flanneld.env
 put 644 dist/rt_protos.d/flannel.conf etc/iproute2/rt_protos.d/flannel.conf
 put 644 dist/systemd/flanneld-udp.conf usr/share/doc/flanneld/examples/flanneld-udp.conf
+put 644 dist/systemd/flanneld-wireguard.conf usr/share/doc/flanneld/examples/flanneld-wireguard.conf
 put 644 dist/debian/completion usr/share/bash-completion/completions/flannelctl
 [ ! -e "$programs/sbom.cdx.json" ] || put 644 "$programs/sbom.cdx.json" usr/share/doc/flanneld/sbom.cdx.json
 mkdir -p "$root/usr/lib/systemd/system"
