@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"net"
 	"os"
+	"path/filepath"
 	"strings"
 	"testing"
 	"time"
@@ -130,6 +131,40 @@ func TestUserspaceWireGuardForeignDevice(t *testing.T) {
 		t.Fatalf("%v: %s", err, out)
 	}
 	expectFailure(t, start(t, h, lab.FlanneldOptions{}), "device flannel-wg is of type bridge, want tun: remove it (ip link delete flannel-wg)")
+}
+
+// TestUserspaceWireGuardClonedDisk has two hosts with one private key, and then the
+// younger one do as the page on troubleshooting says.
+func TestUserspaceWireGuardClonedDisk(t *testing.T) {
+	t.Parallel()
+	l := newLab(t, lab.Config{Hosts: 2}, backendConfig(userspace))
+	one, two := l.Host(1), l.Host(2)
+	startOne(t, one, lab.FlanneldOptions{})
+	const file = "/var/lib/flannel/wgkey"
+	key, err := os.ReadFile(one.Path(file))
+	if err == nil {
+		err = os.MkdirAll(filepath.Dir(two.Path(file)), 0o700)
+	}
+	if err == nil {
+		err = os.WriteFile(two.Path(file), key, 0o600)
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	startOne(t, two, lab.FlanneldOptions{})
+	shared := wg(t, one, "show", "flannel-wg", "public-key")
+	for _, h := range l.Hosts() {
+		expectLog(t, h.Daemon(), fmt.Sprintf(`reason="its public key %s is that of this node"`, shared))
+	}
+	expectStop(t, two.Daemon())
+	if out, err := two.Exec(background(t), "sh", "-ec", "ip link delete flannel-wg; rm "+file); err != nil {
+		t.Fatalf("%v: %s", err, out)
+	}
+	startOne(t, two, lab.FlanneldOptions{})
+	if err := l.AddPods(background(t)); err != nil {
+		t.Fatal(err)
+	}
+	expectMatrix(t, l)
 }
 
 // wg runs wg(8) on a host.
