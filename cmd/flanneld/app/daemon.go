@@ -264,7 +264,7 @@ func (d *daemon) acquire(ctx context.Context, m subnet.Manager, be backend.Backe
 	if own, err = d.waitForSubnet(ctx, m, env.Config, claim); err != nil {
 		return own, err
 	}
-	if !sameSubnets(claim.Endpoints, own.Endpoints) { // which what is published may depend on
+	if lost(claim.Endpoints, own.Endpoints) { // what is published may depend on the subnet
 		again, err := be.Claim(ctx, subnet.Claim{BackendType: own.BackendType, Endpoints: own.Endpoints})
 		if err != nil {
 			return own, err
@@ -279,8 +279,11 @@ func (d *daemon) acquire(ctx context.Context, m subnet.Manager, be backend.Backe
 	return own, nil
 }
 
-func sameSubnets(a, b []subnet.Endpoint) bool {
-	return slices.EqualFunc(a, b, func(a, b subnet.Endpoint) bool { return a.Subnet == b.Subnet })
+// lost reports whether a host had a subnet before that it has not now.
+func lost(before, now []subnet.Endpoint) bool {
+	return slices.ContainsFunc(before, func(b subnet.Endpoint) bool {
+		return b.Subnet.IsValid() && !slices.ContainsFunc(now, func(n subnet.Endpoint) bool { return n.Subnet == b.Subnet })
+	})
 }
 
 func sameData(a, b []subnet.Endpoint) bool {
