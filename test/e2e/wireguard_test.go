@@ -167,6 +167,29 @@ func TestUserspaceWireGuardClonedDisk(t *testing.T) {
 	expectMatrix(t, l)
 }
 
+// TestUserspaceWireGuardNetworkInTheWay has another device take the packets to all
+// pods, which would leave by it in clear: a host where they do is not ready.
+func TestUserspaceWireGuardNetworkInTheWay(t *testing.T) {
+	t.Parallel()
+	l := newLab(t, lab.Config{Hosts: 1}, backendConfig(userspace))
+	h := l.Host(1)
+	const why = "put route 10.5.0.0/16 dev flannel-wg: 10.5.0.0/16 is directly connected to br0"
+	shell(t, h.Namespace, "ip link add br0 up type bridge; ip addr add 10.5.255.254/16 dev br0")
+	expectFailure(t, start(t, h, lab.FlanneldOptions{}), why)
+	shell(t, h.Namespace, "ip addr del 10.5.255.254/16 dev br0")
+	startOne(t, h, lab.FlanneldOptions{})
+	d := h.Daemon()
+	shell(t, h.Namespace, "ip addr add 10.5.255.254/16 dev br0")
+	eventually(t, "/readyz", func() error {
+		if _, body, err := d.Get(background(t), "/readyz"); err == nil || !strings.Contains(body, why) {
+			return fmt.Errorf("it answers %q, %w", body, err)
+		}
+		return nil
+	})
+	shell(t, h.Namespace, "ip addr del 10.5.255.254/16 dev br0")
+	expectReady(t, d)
+}
+
 // wg runs wg(8) on a host.
 func wg(t *testing.T, h *lab.Host, args ...string) string {
 	t.Helper()
