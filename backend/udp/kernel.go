@@ -96,6 +96,7 @@ type kernelNetwork struct {
 	receiver receiver
 	gate     *nftables.Gate // nil: everybody may send
 	fresh    bool           // the gate knows no peers yet
+	behind   bool           // routes are, which wait for the gate
 	former   bool           // the gate in the kernel is of the network before, and lets its peers pass
 	ajar     atomic.Bool    // the gate may not be as it was made
 	cancel   context.CancelFunc
@@ -207,8 +208,8 @@ func (n *kernelNetwork) lookAfterPort(ctx context.Context) {
 	}
 }
 
-// Sync implements backend.Network. What fails keeps nothing else from being done: the
-// changes of a set are told once.
+// Sync implements backend.Network. The changes of a set are told once: what fails
+// keeps nothing else from following them, but that no device is made before its gate.
 func (n *kernelNetwork) Sync(ctx context.Context, peers backend.Set) (backend.Outcome, error) {
 	removed, added := n.host.peers.follow(peers)
 	if n.fresh {
@@ -216,14 +217,20 @@ func (n *kernelNetwork) Sync(ctx context.Context, peers backend.Set) (backend.Ou
 	}
 	missing, portErr := n.receiver.ensure()
 	again, gateErr := n.admit(publics(removed), publics(added), peers)
+	if gateErr != nil {
+		n.behind = true
+		return backend.Outcome{}, oneline.Join(portErr, gateErr)
+	}
+	peers.All = peers.All || n.behind
+	n.behind = false
 	outcome, err := n.Programmer.Sync(ctx, peers)
 	if missing && portErr == nil {
 		outcome.Repaired++
 	}
-	if again && gateErr == nil {
+	if again {
 		outcome.Repaired++
 	}
-	return outcome, oneline.Join(portErr, gateErr, err)
+	return outcome, oneline.Join(portErr, err)
 }
 
 // admit makes the gate right, and reports whether it was not.
