@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"net/netip"
+	"os"
 	"slices"
 	"strings"
 	"testing"
@@ -154,7 +155,11 @@ func expectTenMegabits(t *testing.T, l *lab.Lab) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if bps < 5e6 || bps > 15e6 {
+	least := 5e6
+	if os.Getenv("EMULATED") != "" { // a busy machine emulates TCP more slowly than this
+		least = 2e6
+	}
+	if bps < least || bps > 15e6 {
 		t.Errorf("%.1f Mbit/s through 10 Mbit/s", bps/1e6)
 	}
 }
