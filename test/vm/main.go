@@ -46,7 +46,7 @@ func parse(args []string) (o options, err error) {
 	flags := flag.NewFlagSet("vm", flag.ContinueOnError)
 	flags.StringVar(&o.run, "run", "^TestVM", "regular expression of the tests, as for go test")
 	flags.BoolVar(&o.json, "json", false, "print events as go test -json does")
-	flags.DurationVar(&o.timeout, "timeout", 15*time.Minute, "how long the guest may run")
+	flags.DurationVar(&o.timeout, "timeout", 15*time.Minute, "how long the guest may run, of which its tests have nine tenths")
 	flags.IntVar(&o.memory, "memory", 2048, "of the guest, in MB")
 	flags.IntVar(&o.cpus, "cpus", 2, "of the guest")
 	if err := flags.Parse(args); err != nil {

@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"os"
 	"os/exec"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -61,7 +62,12 @@ func run() error {
 		return fmt.Errorf("parse %s: %w", job.File, err)
 	}
 	for _, j := range jobs {
-		cmd := exec.Command(job.Test2JSON, append([]string{"-t", "-p", j.Package, j.Binary}, j.Args...)...)
+		var uptime unix.Timespec
+		if err := unix.ClockGettime(unix.CLOCK_BOOTTIME, &uptime); err != nil {
+			return fmt.Errorf("read uptime: %w", err)
+		}
+		args := j.Command(time.Duration(uptime.Nano()))
+		cmd := exec.Command(args[0], args[1:]...)
 		cmd.Dir, cmd.Stdout, cmd.Stderr = j.Dir, port, os.Stderr
 		if err := cmd.Run(); err != nil && !errors.As(err, new(*exec.ExitError)) { // failed tests are in the output
 			return fmt.Errorf("run %s: %w", cmd, err)
