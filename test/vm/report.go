@@ -75,7 +75,7 @@ func (r *report) close(jobs []job.Job) error {
 			continue
 		}
 		for _, e := range []event{
-			{Action: "output", Package: j.Package, Output: "the guest ended before the tests did\n"},
+			{Action: "output", Package: j.Package, Output: "the tests did not come to their end\n"},
 			{Action: "fail", Package: j.Package},
 		} {
 			text, err := json.Marshal(e)

@@ -25,8 +25,8 @@ func TestReport(t *testing.T) {
 		{name: "failed", said: pass + fail + bad, err: "1 tests passed, not all"},
 		{name: "skipped", said: pass + skip + end, err: "not all"},
 		{name: "none", said: end, err: "no test ran"},
-		{name: "broken off", said: pass, err: "not all", out: "the guest ended before the tests did"},
-		{name: "silent", err: "not all", out: "the guest ended before the tests did"},
+		{name: "broken off", said: pass, err: "not all", out: "the tests did not come to their end"},
+		{name: "silent", err: "not all", out: "the tests did not come to their end"},
 		{name: "other lines", said: "{ not an event\n" + pass + end, out: "{ not an event"},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
