@@ -34,6 +34,8 @@ func tcpFrame(port uint16, sequence uint32, flags byte, data []byte, size int) [
 	binary.BigEndian.PutUint16(t, port)
 	binary.BigEndian.PutUint32(t[4:], sequence)
 	t[12], t[13] = 5<<4, flags
+	pseudo := append(bytes.Clone(p[12:20]), 0, unix.IPPROTO_TCP, byte(len(t)>>8), byte(len(t)))
+	binary.BigEndian.PutUint16(t[16:], ^internetChecksum(pseudo))
 	return b
 }
 

@@ -143,10 +143,10 @@ func (s Segments) Len(i int) int { return min(s.headers+s.size, len(s.packet)-i*
 func (s Segments) Write(dst []byte, i int) {
 	copy(dst, s.packet[:s.headers])
 	copy(dst[s.headers:], s.packet[s.headers+i*s.size:])
-	protocol, field := uint8(protoUDP), udpChecksum
+	field := udpChecksum
 	t := dst[s.transport:]
 	if s.tcp {
-		protocol, field = protoTCP, tcpChecksum
+		field = tcpChecksum
 		binary.BigEndian.PutUint32(t[4:], binary.BigEndian.Uint32(t[4:])+uint32(i*s.size))
 		const fin, psh, cwr = 0x01, 0x08, 0x80
 		if i < s.count-1 {
@@ -162,8 +162,11 @@ func (s Segments) Write(dst []byte, i int) {
 		binary.BigEndian.PutUint16(dst[4:], binary.BigEndian.Uint16(dst[4:])+uint16(i))
 	}
 	setTotal(dst, s.ipv6)
+	// The field holds the sum of the pseudo-header for all. Only the length differs, and
+	// where a routing header names the last destination it is there alone.
+	partial := swap(binary.BigEndian.Uint16(t[field:])) + swap(^uint16(len(s.packet)-s.transport)) + swap(uint16(len(t)))
 	t[field], t[field+1] = 0, 0
-	c := ^fold(sum(t, pseudo(dst, s.ipv6, protocol, len(t))))
+	c := ^fold(sum(t, partial))
 	if !s.tcp {
 		c = nonzero(c)
 	}

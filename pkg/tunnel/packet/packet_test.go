@@ -62,6 +62,12 @@ type spec struct {
 	id        uint16
 	fragments bool // allowed
 	options   []byte
+	ipOptions []byte
+	// extension is the first IPv6 extension header, whose own first byte build sets. It
+	// is of the given type.
+	extension []byte
+	typ       byte
+	apart     bool // never merged
 }
 
 // build makes a complete packet.
@@ -70,21 +76,25 @@ func build(s spec) []byte {
 	if s.tcp {
 		transport = tcpHeader + len(s.options)
 	}
-	ip := header4
+	ip, protocol := header4+len(s.ipOptions), byte(protoUDP)
 	if s.ipv6 {
-		ip = header6
+		ip = header6 + len(s.extension)
+	}
+	if s.tcp {
+		protocol = protoTCP
 	}
 	b := make([]byte, ip+transport+len(s.payload))
 	if s.ipv6 {
-		b[0], b[6], b[7] = 6<<4, protoUDP, 64
+		b[0], b[6], b[7] = 6<<4, protocol, 64
 		binary.BigEndian.PutUint16(b[4:], uint16(len(b)-header6))
 		copy(b[8:], netip.MustParseAddr("fd00:10:5:1::2").AsSlice())
 		copy(b[24:], netip.MustParseAddr("fd00:10:5:2::2").AsSlice())
-		if s.tcp {
-			b[6] = protoTCP
+		if len(s.extension) > 0 {
+			copy(b[header6:], s.extension)
+			b[6], b[header6] = s.typ, protocol
 		}
 	} else {
-		b[0], b[8], b[9] = 0x45, 64, protoUDP
+		b[0], b[8], b[9] = 4<<4|byte(ip/4), 64, protocol
 		binary.BigEndian.PutUint16(b[2:], uint16(len(b)))
 		binary.BigEndian.PutUint16(b[4:], s.id)
 		if !s.fragments {
@@ -92,10 +102,8 @@ func build(s spec) []byte {
 		}
 		copy(b[12:], []byte{10, 5, 1, 2})
 		copy(b[16:], []byte{10, 5, 2, 2})
-		if s.tcp {
-			b[9] = protoTCP
-		}
-		binary.BigEndian.PutUint16(b[10:], reference(b[:header4]))
+		copy(b[header4:], s.ipOptions)
+		binary.BigEndian.PutUint16(b[10:], reference(b[:ip]))
 	}
 	t := b[ip:]
 	binary.BigEndian.PutUint16(t, 4321)
@@ -112,25 +120,44 @@ func build(s spec) []byte {
 	} else {
 		binary.BigEndian.PutUint16(t[4:], uint16(len(t)))
 	}
-	binary.BigEndian.PutUint16(t[field:], checksumOf(b, ip))
+	binary.BigEndian.PutUint16(t[field:], checksumOf(b))
 	return b
 }
 
-// checksumOf computes the transport checksum of packet b anew.
-func checksumOf(b []byte, ip int) uint16 {
-	pseudo := []byte{0, b[9], byte((len(b) - ip) >> 8), byte(len(b) - ip)}
-	addresses := b[12:20]
+const (
+	hopByHop      = 0
+	routing       = 43
+	routingHeader = 24 // bytes, with one address
+)
+
+// transportOf returns where in packet b the transport header begins, where its
+// checksum is, and the pseudo-header (RFC 8200, 8.1: of the last destination).
+func transportOf(b []byte) (at, field int, pseudo []byte) {
+	at, protocol, addresses := int(b[0]&0xf)*4, b[9], bytes.Clone(b[12:20])
 	if b[0]>>4 == 6 {
-		pseudo[1], addresses = b[6], b[8:40]
+		at, protocol, addresses = header6, b[6], bytes.Clone(b[8:40])
+		if protocol == hopByHop || protocol == routing {
+			at = header6 + int(b[header6+1]+1)*8
+			if protocol == routing {
+				copy(addresses[16:], b[header6+8:header6+routingHeader])
+			}
+			protocol = b[header6]
+		}
 	}
-	field := ip + udpChecksum
-	if pseudo[1] == protoTCP {
-		field = ip + tcpChecksum
+	field = at + udpChecksum
+	if protocol == protoTCP {
+		field = at + tcpChecksum
 	}
+	return at, field, append(addresses, 0, protocol, byte((len(b)-at)>>8), byte(len(b)-at))
+}
+
+// checksumOf computes the transport checksum of packet b anew.
+func checksumOf(b []byte) uint16 {
+	at, field, pseudo := transportOf(b)
 	c := bytes.Clone(b)
 	c[field], c[field+1] = 0, 0
-	sum := reference(addresses, pseudo, c[ip:])
-	if sum == 0 && pseudo[1] == protoUDP {
+	sum := reference(pseudo, c[at:])
+	if sum == 0 && field == at+udpChecksum {
 		return 0xffff
 	}
 	return sum
@@ -146,11 +173,8 @@ func verify(t *testing.T, b []byte) Header {
 	if fault != Sound || h.Total != len(b) {
 		t.Fatalf("fault %d, says %d bytes of %d: %x", fault, h.Total, len(b), b[:min(len(b), 60)])
 	}
-	field := h.Len + udpChecksum
-	if h.Protocol == protoTCP {
-		field = h.Len + tcpChecksum
-	}
-	if got, want := binary.BigEndian.Uint16(b[field:]), checksumOf(b, h.Len); got != want {
+	_, field, _ := transportOf(b)
+	if got, want := binary.BigEndian.Uint16(b[field:]), checksumOf(b); got != want {
 		t.Fatalf("transport checksum %#x, want %#x", got, want)
 	}
 	return h
@@ -159,10 +183,11 @@ func verify(t *testing.T, b []byte) Header {
 // super turns a complete packet into one as a device gives it out.
 func super(s spec, size int) (b []byte, o Offload) {
 	b = build(s)
-	h, _ := Parse(b)
-	o = Offload{flags: needsChecksum, gso: gsoUDP, size: uint16(size), checksumStart: uint16(h.Len), checksumOffset: udpChecksum}
+	at, field, pseudo := transportOf(b)
+	binary.BigEndian.PutUint16(b[field:], ^reference(pseudo))
+	o = Offload{flags: needsChecksum, gso: gsoUDP, size: uint16(size), checksumStart: uint16(at), checksumOffset: uint16(field - at)}
 	if s.tcp {
-		o.gso, o.checksumOffset = gsoTCP4, tcpChecksum
+		o.gso = gsoTCP4
 		if s.ipv6 {
 			o.gso = gsoTCP6
 		}
@@ -172,11 +197,19 @@ func super(s spec, size int) (b []byte, o Offload) {
 
 func kinds() map[string]spec {
 	options := []byte{1, 1, 8, 10, 1, 2, 3, 4, 5, 6, 7, 8}
+	last := netip.MustParseAddr("fd00:10:5:3::3")
+	via := append([]byte{0, routingHeader/8 - 1, 2, 1, 0, 0, 0, 0}, last.AsSlice()...)
 	return map[string]spec{
 		"TCP on IPv4": {tcp: true, flags: flagACK | flagPSH, options: options, seq: 0xfffffff0, id: 0xfffe},
 		"TCP on IPv6": {tcp: true, ipv6: true, flags: flagACK | flagPSH, options: options, seq: 5},
 		"UDP on IPv4": {id: 7, fragments: true},
 		"UDP on IPv6": {ipv6: true},
+
+		"TCP behind IP options":       {tcp: true, flags: flagACK, ipOptions: []byte{0x94, 4, 0, 0}, apart: true},
+		"UDP behind IP options":       {ipOptions: []byte{0x94, 4, 0, 0}, apart: true},
+		"TCP behind a routing header": {tcp: true, flags: flagACK, ipv6: true, typ: routing, extension: via, apart: true},
+		"UDP behind a routing header": {ipv6: true, typ: routing, extension: via, apart: true},
+		"TCP behind hop-by-hop":       {tcp: true, flags: flagACK, ipv6: true, typ: hopByHop, extension: []byte{0, 0, 5, 2, 0, 0, 1, 0}, apart: true},
 	}
 }
 
@@ -212,8 +245,8 @@ func splitAndMerge(t *testing.T, s spec, size int) {
 		p := make([]byte, segments.Len(i))
 		segments.Write(p, i)
 		verify(t, p)
-		if i < segments.Count()-1 && s.tcp && p[h.Len+13] != flagACK {
-			t.Errorf("part %d has flags %#x", i, p[h.Len+13])
+		if i < segments.Count()-1 && s.tcp && p[segments.transport+13] != flagACK {
+			t.Errorf("part %d has flags %#x", i, p[segments.transport+13])
 		}
 		payload = append(payload, p[segments.headers:]...)
 		cuts = append(cuts, len(buf))
@@ -230,11 +263,17 @@ func splitAndMerge(t *testing.T, s spec, size int) {
 			to = cuts[i+1]
 		}
 		h, _ := Parse(buf[at:to])
-		if i == 0 {
+		if i == 0 || s.apart {
 			m.Begin(buf, at, to, h)
 		} else if !m.Add(at, to) {
 			t.Fatalf("part %d was not taken in", i)
 		}
+		if s.apart && i > 0 && m.Add(cuts[i-1], at) {
+			t.Fatal("merged")
+		}
+	}
+	if s.apart {
+		return
 	}
 	got, count := m.Finish()
 	if count != len(cuts) {
@@ -251,7 +290,7 @@ func splitAndMerge(t *testing.T, s spec, size int) {
 	if !back.Super() || !back.Complete(got) {
 		t.Fatal("no super-packet")
 	}
-	if diff := cmp.Diff(hex.Dump(b), hex.Dump(got)); diff != "" {
+	if diff := cmp.Diff(hex.Dump(build(s)), hex.Dump(got)); diff != "" {
 		t.Error(diff)
 	}
 }
@@ -319,7 +358,7 @@ func TestMergeRefuses(t *testing.T) {
 }
 
 // fix makes the transport checksum right again.
-func fix(b []byte, ip, field int) { binary.BigEndian.PutUint16(b[ip+field:], checksumOf(b, ip)) }
+func fix(b []byte, ip, field int) { binary.BigEndian.PutUint16(b[ip+field:], checksumOf(b)) }
 
 func TestMergerWithoutOffloads(t *testing.T) {
 	for name, s := range kinds() {
@@ -360,12 +399,9 @@ func TestComplete(t *testing.T) {
 	for name, s := range kinds() {
 		s.payload = random(77)
 		want := build(s)
-		b := bytes.Clone(want)
-		h, _ := Parse(b)
-		_, o := super(s, 0)
+		b, o := super(s, 0)
 		o.gso = gsoNone
 		at := int(o.checksumStart + o.checksumOffset)
-		binary.BigEndian.PutUint16(b[at:], fold(pseudo(b, s.ipv6, h.Protocol, len(b)-h.Len)))
 		if !o.Complete(b) || !bytes.Equal(b, want) {
 			t.Errorf("%s: checksum %x, want %x", name, b[at:at+2], want[at:at+2])
 		}
