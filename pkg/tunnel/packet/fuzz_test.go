@@ -94,14 +94,14 @@ func FuzzDatagrams(f *testing.F) {
 		}
 		buf := append(make([]byte, OffloadLen), data...)
 		m := Merger{TCP: true, UDP: true}
-		pending := 0
+		var pending [][]byte // what went in
 		finish := func() {
-			if pending == 0 {
+			if len(pending) == 0 {
 				return
 			}
 			b, n := m.Finish()
-			if n != pending {
-				t.Fatalf("%d packets, want %d", n, pending)
+			if n != len(pending) {
+				t.Fatalf("%d packets, want %d", n, len(pending))
 			}
 			o := DecodeOffload(b)
 			p := b[OffloadLen:]
@@ -114,24 +114,62 @@ func FuzzDatagrams(f *testing.F) {
 				if !ok || segments.Count() != n {
 					t.Fatalf("%d packets come back as %d", n, segments.Count())
 				}
+				for i, want := range pending {
+					expectPart(t, segments, i, want)
+				}
+			} else if !bytes.Equal(p, pending[0]) {
+				t.Fatalf("a packet alone comes back as\n%x, was\n%x", p, pending[0])
 			}
-			pending = 0
+			pending = nil
 		}
 		for at := OffloadLen; at < len(buf); at += size {
 			end := min(at+size, len(buf))
 			h, fault := Parse(buf[at:end])
-			if fault != Sound {
+			if fault != Sound || CheckHeader(buf[at:end], h) != Sound {
 				continue
 			}
 			end = at + h.Total
-			if pending > 0 && m.Add(at, end) {
-				pending++
+			one := bytes.Clone(buf[at:end])
+			if len(pending) > 0 && m.Add(at, end) {
+				pending = append(pending, one)
 				continue
 			}
 			finish()
 			m.Begin(buf, at, end, h)
-			pending = 1
+			pending = [][]byte{one}
 		}
 		finish()
 	})
+}
+
+// normal returns packet b with a transport header at the given place, without
+// that in which a packet may differ that comes back: the number of one that must not
+// be fragmented, and which zero a checksum has.
+func normal(b []byte, transport int, tcp bool) []byte {
+	b = bytes.Clone(b)
+	if b[0]>>4 == 4 {
+		const dontFragment = 0x40
+		if b[6]&dontFragment != 0 {
+			clear(b[4:6])
+		}
+		clear(b[10:12])
+	}
+	field := b[transport+udpChecksum:]
+	if tcp {
+		field = b[transport+tcpChecksum:]
+	}
+	if field[0] == 0xff && field[1] == 0xff {
+		clear(field[:2])
+	}
+	return b
+}
+
+// expectPart fails the test unless part i of a super-packet is the packet that went in.
+func expectPart(t *testing.T, segments Segments, i int, want []byte) {
+	t.Helper()
+	got := make([]byte, segments.Len(i))
+	segments.Write(got, i)
+	if s := segments; !bytes.Equal(normal(got, s.transport, s.tcp), normal(want, s.transport, s.tcp)) {
+		t.Fatalf("part %d comes back as\n%x, was\n%x", i, got, want)
+	}
 }
