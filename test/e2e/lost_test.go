@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"math/rand/v2"
+	"net/netip"
 	"os"
 	"path/filepath"
 	"slices"
@@ -16,6 +17,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"flanneld/pkg/lab"
+	"flanneld/pkg/prefix"
 )
 
 func millis(n int) time.Duration { return time.Duration(n) * time.Millisecond }
@@ -311,6 +313,38 @@ func TestRebootWhileTheStoreIsAway(t *testing.T) {
 			expectMatrix(t, l)
 		})
 	}
+}
+
+// TestRebootBeforeTheAddresses: the host comes up while the store is away, and its
+// interface gets its addresses once the daemon runs, one after the other.
+func TestRebootBeforeTheAddresses(t *testing.T) {
+	t.Parallel()
+	p := newPatient(t, "vxlan", dual)
+	h := p.host
+	file, before := readSubnetFile(t, h), everythingOfOurs(t, h)
+	pause(t, 3*time.Second) // the state on disk is not older than that
+	expectStop(t, h.Daemon())
+	p.lab.Etcd().Kill()
+	p.run(t, "ip link del flannel.1; ip link del flannel-v6.1; rm -r /run/flannel; ip addr flush dev eth0")
+
+	d := start(t, h, lab.FlanneldOptions{})
+	expectLog(t, d, `"the last known state cannot be used yet" err="no external interface: default route: no IPv4 default route`)
+	expectLog(t, d, "etcd is not usable")
+	p.run(t, p.restore(func(f prefix.Family) netip.Addr { return h.Addr(f) }))
+	eventually(t, "subnet file and kernel", func() error {
+		if text, err := os.ReadFile(h.Path(lab.SubnetFile)); err != nil || string(text) != file {
+			return fmt.Errorf("subnet file %q (%v), want %q", text, err, file)
+		}
+		if now := everythingOfOurs(t, h); now != before {
+			return fmt.Errorf("it is\n%swas\n%s", now, before)
+		}
+		return nil
+	})
+	expectMatrix(t, p.lab)
+	if err := p.lab.Etcd().Start(background(t)); err != nil {
+		t.Fatal(err)
+	}
+	expectReady(t, d)
 }
 
 // everythingOfOurs is what the host's kernel holds on vxlan devices, in an

@@ -20,46 +20,80 @@ import (
 
 // resume goes on from the last known state until it is told to stop, if that is
 // of this node and its lease has not run out: pods keep their network while the
-// store is away. It follows the external interface as work does; what is known
-// then is in d.record.
+// store is away. What is not there at the first try, as addresses at boot, it waits
+// for. It follows the external interface as work does; what is known then is in
+// d.record.
 func (d *daemon) resume(ctx context.Context, m store, last lastKnown) (stop func()) {
-	log := klog.FromContext(ctx)
 	if len(last.Own.Endpoints) == 0 || !last.Own.Permanent && time.Now().After(last.Own.Expires) {
 		return func() {}
 	}
 	d.public = last.PublicIPs
 	options := d.underlayOptions(last.Config, last)
-	iface, err := underlay.Wait(ctx, options, 0)
-	if err != nil || !sameNode(last.Interface, iface) {
-		return func() {}
-	}
-	last.Interface = iface
-	be, _, err := d.registry.New(d.env(iface, last.Config))
-	if err != nil {
-		return func() {}
-	}
-	s, err := d.serve(ctx, be, last)
-	if err != nil {
-		log.Error(err, "the last known state cannot be used")
-		return func() {}
-	}
-	log.Info("going on from the last known state until the store answers", "lease", last.Own.Key)
-	if h, ok := m.(interface{ Held(own subnet.Lease) }); ok {
-		h.Held(*cmp.Or(last.Stored, &last.Own))
-	}
 	ctx, cancel := context.WithCancel(ctx)
-	changed := make(chan underlay.Interface, 1)
+	tried := make(chan struct{})
 	var wg sync.WaitGroup
 	wg.Go(func() {
-		if err := underlay.Watch(ctx, options, iface, latest(changed)); err != nil {
-			log.Error(err, "the external interface is not followed until the store answers")
+		s, err := d.recall(ctx, last, options, sync.OnceFunc(func() { close(tried) }))
+		if err != nil { // it was told to stop, or the lease has run out
+			return
 		}
+		klog.FromContext(ctx).Info("going on from the last known state until the store answers", "lease", last.Own.Key)
+		if h, ok := m.(interface{ Held(own subnet.Lease) }); ok {
+			h.Held(*cmp.Or(last.Stored, &last.Own))
+		}
+		d.carryOn(ctx, m, s, options)
 	})
-	wg.Go(func() { _ = d.work(ctx, unanswered{m}, s, changed) }) // what can fail is the store's
+	<-tried
 	return func() {
 		cancel()
 		wg.Wait()
 	}
+}
+
+// recall starts a session on what is known, as soon as that can be while the lease
+// runs. It calls tried after each try.
+func (d *daemon) recall(ctx context.Context, last lastKnown, options underlay.Options, tried func()) (s *session, err error) {
+	waiting, cancel := ctx, context.CancelFunc(func() {})
+	if !last.Own.Permanent {
+		waiting, cancel = context.WithDeadline(ctx, last.Own.Expires)
+	}
+	defer cancel()
+	err = d.retry(waiting, "the last known state cannot be used yet", func() (err error) {
+		defer tried()
+		s, err = d.serveLast(ctx, last, options)
+		return err
+	})
+	return s, err
+}
+
+// serveLast starts a session on what is known, if that is of this node.
+func (d *daemon) serveLast(ctx context.Context, last lastKnown, options underlay.Options) (*session, error) {
+	iface, err := underlay.Wait(ctx, options, 0)
+	if err != nil {
+		return nil, err
+	}
+	if !sameNode(last.Interface, iface) {
+		return nil, fmt.Errorf("it is of a node with %v, this one has %v", describe(last.Interface), describe(iface))
+	}
+	last.Interface = iface
+	be, _, err := d.registry.New(d.env(iface, last.Config))
+	if err != nil {
+		return nil, err
+	}
+	return d.serve(ctx, be, last)
+}
+
+// carryOn works on s, without the store, until ctx ends.
+func (d *daemon) carryOn(ctx context.Context, m store, s *session, options underlay.Options) {
+	changed := make(chan underlay.Interface, 1)
+	var wg sync.WaitGroup
+	wg.Go(func() {
+		if err := underlay.Watch(ctx, options, s.now.Interface, latest(changed)); err != nil {
+			klog.FromContext(ctx).Error(err, "the external interface is not followed until the store answers")
+		}
+	})
+	wg.Go(func() { _ = d.work(ctx, unanswered{m}, s, changed) }) // what can fail is the store's
+	wg.Wait()
 }
 
 // unanswered is a store that has not answered yet: there is nothing to be had
