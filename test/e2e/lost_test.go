@@ -347,6 +347,49 @@ func TestRebootBeforeTheAddresses(t *testing.T) {
 	expectReady(t, d)
 }
 
+// TestClonedDisk starts a host with the disk of one of another store: it gives nothing
+// on whom that one knew.
+func TestClonedDisk(t *testing.T) {
+	t.Parallel()
+	network, err := lab.NetworkConfig(v4, json.RawMessage(`{"Type":"vxlan"}`))
+	if err != nil {
+		t.Fatal(err)
+	}
+	l := newLab(t, lab.Config{Network: network}, "")
+	original, clone := l.Host(1), l.Host(3)
+	for _, h := range l.Hosts()[:2] {
+		startOne(t, h, lab.FlanneldOptions{})
+	}
+	eventually(t, "the peer", func() error {
+		if n := len(statusOf(t, original).Peers); n != 1 {
+			return fmt.Errorf("%d peers, want 1", n)
+		}
+		return nil
+	})
+	pause(t, 3*time.Second) // the state on disk is not older than that
+	for _, h := range l.Hosts()[:2] {
+		expectStop(t, h.Daemon())
+	}
+	const disk = "/var/lib/flannel"
+	if err := os.RemoveAll(clone.Path(disk)); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.CopyFS(clone.Path(disk), os.DirFS(original.Path(disk))); err != nil {
+		t.Fatal(err)
+	}
+	if err := l.Etcd().Wipe(background(t)); err != nil {
+		t.Fatal(err)
+	}
+	if err := l.PutNetwork(background(t), network); err != nil {
+		t.Fatal(err)
+	}
+	d := startOne(t, clone, lab.FlanneldOptions{})
+	if r := statusOf(t, clone); len(r.Peers) != 0 {
+		t.Errorf("peers are %+v, want none", r.Peers)
+	}
+	expectOnce(t, d, `"the last known state cannot be used yet" err="it is of a node with [192.168.77.1], this one has [192.168.77.3]"`)
+}
+
 // everythingOfOurs is what the host's kernel holds on vxlan devices, in an
 // order that does not change.
 func everythingOfOurs(t *testing.T, h *lab.Host) string {

@@ -200,6 +200,8 @@ func (d *daemon) prepare(ctx context.Context, m store, last lastKnown) (backend.
 		if now.peers != nil {
 			last.Peers, last.peers = now.peers(), nil
 		}
+	} else if otherNode(last.Interface, iface) {
+		last.Peers = subnet.LedgerState{}
 	}
 	own, err := d.acquire(ctx, m, be, env, last)
 	if err != nil {
@@ -379,6 +381,12 @@ func describe(i underlay.Interface) []string {
 // node that now has b: cloned hosts share their disk, but not their address.
 func sameNode(a, b underlay.Interface) bool {
 	return len(a.Addrs) > 0 && reflect.DeepEqual(a.Addrs, b.Addrs)
+}
+
+// otherNode reports whether the state that goes with interface a is of another node
+// than the one that now has b: they have no address in common.
+func otherNode(a, b underlay.Interface) bool {
+	return !slices.ContainsFunc(a.Addrs, func(one underlay.Address) bool { return slices.Contains(b.Addrs, one) })
 }
 
 // stateName tells daemons of one host apart: each has a network and a subnet

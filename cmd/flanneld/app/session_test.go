@@ -155,3 +155,28 @@ func TestPublishOnAnotherSubnet(t *testing.T) {
 		t.Errorf("got %v, want ErrLeaseLost with both subnets", err)
 	}
 }
+
+// A host that was given another family, or has lost the address of one, is still itself.
+func TestOtherNode(t *testing.T) {
+	four, six := link(1500, "192.0.2.1"), link(1500, "2001:db8::1")
+	dual := four
+	dual.Addrs = slices.Concat(four.Addrs, six.Addrs)
+	moved := link(1500, "192.0.2.2")
+	behind := link(1500, "192.0.2.1")
+	behind.Addrs[0].Public = netip.MustParseAddr("203.0.113.7")
+	for name, tc := range map[string]struct {
+		a, b underlay.Interface
+		want bool
+	}{
+		"same":                   {four, four, false},
+		"another family as well": {four, dual, false},
+		"one family less":        {dual, six, false},
+		"another address":        {four, moved, true},
+		"another public address": {four, behind, true},
+		"not known":              {underlay.Interface{}, four, true},
+	} {
+		if got := otherNode(tc.a, tc.b); got != tc.want {
+			t.Errorf("%s: %v, want %v", name, got, tc.want)
+		}
+	}
+}
