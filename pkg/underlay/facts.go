@@ -101,6 +101,12 @@ func (l Link) addr(ip netip.Addr) (Addr, bool) {
 	return l.Addrs[i], true
 }
 
+// sends reports whether packets can be sent from address ip on l.
+func (l Link) sends(ip netip.Addr) bool {
+	a, ok := l.addr(ip)
+	return ok && !a.Tentative && !a.Duplicate && l.Up && l.Running
+}
+
 // usable returns the addresses of family f that may be chosen without having
 // been named, best first: global before link-local, then what inUse has, then
 // permanent, then not temporary, then kernel order. That is flannel's order,

@@ -31,9 +31,11 @@ const (
 // It calls changed when the choice has another name, index, MTU or address
 // than now, and goes on from there. An address in use stays, as long as it can
 // be used, where options do not name another. While there is nothing to choose, or a
-// family has lost its address, the last choice stands. It blocks until ctx
-// ends, and returns nil then; changed must not block.
-func Watch(ctx context.Context, o Options, now Interface, changed func(Interface)) error {
+// family has lost its address, the last choice stands. With every look it tells
+// usable what keeps packets from leaving by the choice as it stands: nil if nothing
+// does. It blocks until ctx ends, and returns nil then; changed and usable must not
+// block.
+func Watch(ctx context.Context, o Options, now Interface, changed func(Interface), usable func(error)) error {
 	told, stop, err := subscribe(o)
 	if err != nil {
 		return err
@@ -55,6 +57,9 @@ func Watch(ctx context.Context, o Options, now Interface, changed func(Interface
 		moved, again := f.consider(ctx, sight{time.Now(), c.Interface, err, facts.away(f.now.Name)})
 		if moved {
 			changed(f.now)
+		}
+		if len(facts.Links) > 0 { // or the look has failed
+			usable(facts.lacks(f.now))
 		}
 		sleep(ctx, max(leastRest, restFactor*cost), nil)
 		sleep(ctx, again, told)
@@ -88,6 +93,21 @@ func sleep(ctx context.Context, d time.Duration, told <-chan struct{}) {
 // or without a carrier.
 func (f Facts) away(name string) bool {
 	return !slices.ContainsFunc(f.Links, func(l Link) bool { return l.Name == name && l.Up && l.Running })
+}
+
+// lacks says what keeps packets from leaving from the addresses of i; nil if nothing
+// does.
+func (f Facts) lacks(i Interface) error {
+	for _, a := range i.Addrs {
+		switch {
+		case slices.ContainsFunc(f.Links, func(l Link) bool { return l.sends(a.Local) }):
+		case f.away(i.Name):
+			return fmt.Errorf("%s is not there, down, or without a carrier", i.Name)
+		default:
+			return fmt.Errorf("%s has not its address %s", i.Name, a.Local)
+		}
+	}
+	return nil
 }
 
 // sight is one look.

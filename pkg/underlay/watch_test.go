@@ -11,6 +11,8 @@ import (
 
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
+
+	"flanneld/pkg/prefix"
 )
 
 func onD1(index, mtu int, addrs ...string) Interface {
@@ -167,7 +169,7 @@ func TestKernelWatch(t *testing.T) {
 			}
 		}
 	}()
-	if err := Watch(ctx, o, first, func(i Interface) { heard <- i }); err != nil {
+	if err := Watch(ctx, o, first, func(i Interface) { heard <- i }, func(error) {}); err != nil {
 		t.Error(err)
 	}
 }
@@ -224,7 +226,7 @@ func TestKernelWatchStays(t *testing.T) {
 				tt.leave(k, "10.1.0.2/24", "fd01::2/64")
 				expect("only other addresses", onD1(first.Index, 1300, "10.2.0.10", "fd01::100"))
 			}()
-			if err := Watch(ctx, tt.opts, first, func(i Interface) { heard <- i }); err != nil {
+			if err := Watch(ctx, tt.opts, first, func(i Interface) { heard <- i }, func(error) {}); err != nil {
 				t.Error(err)
 			}
 		})
@@ -265,5 +267,80 @@ func TestKernelOnlyDefaultRoutesWake(t *testing.T) {
 		}
 		for !quiet() { // what else comes with it
 		}
+	}
+}
+
+func TestFactsLack(t *testing.T) {
+	now := onD1(1, 1500, "10.1.0.2", "fd01::2")
+	d1 := func(change func(*Link)) Facts {
+		l := Link{Name: "d1", Index: 1, MTU: 1500, Up: true, Running: true, Addrs: []Addr{{IP: ip("10.1.0.2")}, {IP: ip("fd01::2")}}}
+		change(&l)
+		return Facts{Links: []Link{{Name: "lo", Index: 2, Up: true, Running: true}, l}}
+	}
+	onLo := d1(func(l *Link) { l.Addrs = l.Addrs[1:] })
+	onLo.Links[0].Addrs = []Addr{{IP: ip("10.1.0.2")}}
+	for name, tt := range map[string]struct {
+		facts Facts
+		want  string // empty: nothing
+	}{
+		"nothing":               {d1(func(*Link) {}), ""},
+		"a deprecated address":  {d1(func(l *Link) { l.Addrs[0].Deprecated = true }), ""},
+		"an address on another": {onLo, ""},
+		"no IPv4 address":       {d1(func(l *Link) { l.Addrs = l.Addrs[1:] }), "d1 has not its address 10.1.0.2"},
+		"no IPv6 address":       {d1(func(l *Link) { l.Addrs = l.Addrs[:1] }), "d1 has not its address fd01::2"},
+		"a tentative address":   {d1(func(l *Link) { l.Addrs[1].Tentative = true }), "d1 has not its address fd01::2"},
+		"no carrier":            {d1(func(l *Link) { l.Running = false }), "d1 is not there, down, or without a carrier"},
+		"down":                  {d1(func(l *Link) { l.Up = false }), "d1 is not there, down, or without a carrier"},
+		"gone":                  {Facts{Links: d1(func(*Link) {}).Links[:1]}, "d1 is not there, down, or without a carrier"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			got := ""
+			if err := tt.facts.lacks(now); err != nil {
+				got = err.Error()
+			}
+			if got != tt.want {
+				t.Errorf("%q, want %q", got, tt.want)
+			}
+		})
+	}
+}
+
+// TestKernelWatchTellsWhatIsUsable takes the address of the chosen interface away, and
+// gives it back: there is nothing else to choose.
+func TestKernelWatchTellsWhatIsUsable(t *testing.T) {
+	k := newKernel(t)
+	k.addLink("d1", true)
+	k.addAddr("d1", "10.1.0.2/24", 0)
+	o := Options{Families: []prefix.Family{prefix.IPv4}, Ifaces: []string{"d1"}}
+	first, err := Wait(t.Context(), o, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	told := make(chan error, 100)
+	ctx, cancel := context.WithCancel(t.Context())
+	go func() {
+		defer cancel()
+		expect := func(want string) {
+			deadline := time.After(prompt)
+			for {
+				select {
+				case err := <-told:
+					if err == nil && want == "" || err != nil && err.Error() == want {
+						return
+					}
+				case <-deadline:
+					t.Errorf("not told %q", want)
+					return
+				}
+			}
+		}
+		expect("")
+		k.must(k.h.AddrDel(k.link("d1"), address("10.1.0.2/24")))
+		expect("d1 has not its address 10.1.0.2")
+		k.addAddr("d1", "10.1.0.2/24", 0)
+		expect("")
+	}()
+	if err := Watch(ctx, o, first, func(i Interface) { t.Errorf("told of %+v", i) }, func(err error) { told <- err }); err != nil {
+		t.Error(err)
 	}
 }

@@ -728,6 +728,24 @@ func takeVNI(t *testing.T, h *lab.Host) {
 	}
 }
 
+// TestInterfaceWithoutAddress: while the external interface has no address, no packet
+// leaves, and the host is not ready.
+func TestInterfaceWithoutAddress(t *testing.T) {
+	t.Parallel()
+	p := newPatient(t, "host-gw", v4)
+	d := p.host.Daemon()
+	p.run(t, "ip addr flush dev eth0")
+	eventually(t, "not ready", func() error {
+		if status, body, err := d.Get(background(t), "/readyz"); status != 503 || body != "flanneld is not ready yet\nexternal interface: eth0 has not its address 192.168.77.1" {
+			return fmt.Errorf("/readyz says %d %q (%v)", status, body, err)
+		}
+		return nil
+	})
+	p.run(t, p.restore(func(f prefix.Family) netip.Addr { return p.host.Addr(f) }))
+	expectReady(t, d)
+	expectMatrix(t, p.lab)
+}
+
 // TestOtherAddressesCome: the host stays at its public address when its
 // interface gets one that a daemon would have chosen before it.
 func TestOtherAddressesCome(t *testing.T) {

@@ -36,7 +36,13 @@ const (
 	partDatastore  = "datastore"
 	partSubnetFile = "subnet file"
 	partRules      = "traffic rules"
+	partInterface  = "external interface"
 )
+
+// interfaceGrace is how long packets may be unable to leave by the external interface
+// before that counts: a link that goes down and up, or a DHCP client that starts
+// anew, takes an address away and puts it back. Another interface is taken sooner.
+const interfaceGrace = 10 * time.Second
 
 // retryPause is the pause between questions that were answered, but not in a
 // way that helps: no configuration yet, no free subnet.
@@ -85,6 +91,7 @@ func newHealth(o Options) *health.Status {
 	// A pass is due in every resync period, give or take a fifth.
 	s := health.New(2*o.Resync+time.Minute, partSubnetFile, partDatapath, partRules)
 	s.SetGrace(partDatastore, o.ReadyzDatastoreGrace)
+	s.SetGrace(partInterface, interfaceGrace)
 	return s
 }
 
@@ -160,7 +167,7 @@ func (d *daemon) run(ctx context.Context) error {
 	group, ctx := errgroup.WithContext(ctx)
 	changed := make(chan underlay.Interface, 1)
 	group.Go(func() error {
-		return underlay.Watch(ctx, d.underlayOptions(now.Config, now), now.Interface, latest(changed))
+		return d.watchInterface(ctx, d.underlayOptions(now.Config, now), now.Interface, changed)
 	})
 	group.Go(func() error { return d.work(ctx, manager, sess, changed) })
 	group.Go(func() error { return ended(ctx, manager.Keep(ctx, now.Own)) })
@@ -210,6 +217,13 @@ func (d *daemon) prepare(ctx context.Context, m store, last lastKnown) (backend.
 	last.Former, last.Rules = d.outlived(last, be), formerNetworks(last, cfg)
 	last.Config, last.Interface, last.Own, last.Stored, last.PublicIPs = cfg, iface, own, nil, d.public
 	return be, last, nil
+}
+
+// watchInterface follows the external interface until ctx ends: changed takes the
+// latest.
+func (d *daemon) watchInterface(ctx context.Context, o underlay.Options, now underlay.Interface, changed chan underlay.Interface) error {
+	usable := func(err error) { d.report(ctx, partInterface, err) }
+	return underlay.Watch(ctx, o, now, latest(changed), usable)
 }
 
 // env is what backends are built on.

@@ -88,7 +88,7 @@ func (d *daemon) carryOn(ctx context.Context, m store, s *session, options under
 	changed := make(chan underlay.Interface, 1)
 	var wg sync.WaitGroup
 	wg.Go(func() {
-		if err := underlay.Watch(ctx, options, s.now.Interface, latest(changed)); err != nil {
+		if err := d.watchInterface(ctx, options, s.now.Interface, changed); err != nil {
 			klog.FromContext(ctx).Error(err, "the external interface is not followed until the store answers")
 		}
 	})
