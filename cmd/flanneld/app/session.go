@@ -7,6 +7,7 @@ import (
 	"net/netip"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"golang.org/x/sync/errgroup"
@@ -112,6 +113,9 @@ func (unanswered) Acquire(ctx context.Context, _ subnet.Config, _ subnet.Claim) 
 	return subnet.Lease{}, ctx.Err()
 }
 
+// lastLook bounds how long a session is looked at that is about to end.
+const lastLook = 200 * time.Millisecond
+
 // session is the part of the daemon that depends on configuration, interface
 // and lease.
 type session struct {
@@ -123,6 +127,7 @@ type session struct {
 	rules  *ruleKeeper
 	// unpublished is set while the store may not have now.Own as it is here.
 	unpublished bool
+	left        atomic.Pointer[backend.Inspection] // how things were when a move ended it; nil before
 	cancel      context.CancelFunc
 	done        chan struct{}
 }
@@ -131,6 +136,24 @@ type session struct {
 func (s *session) stop() {
 	s.cancel()
 	<-s.done
+}
+
+// inspect looks at how things are, or at how the session has left them: the kernel
+// stays as it is.
+func (s *session) inspect(ctx context.Context, holdings bool) (backend.Inspection, error) {
+	if in := s.left.Load(); in != nil {
+		return *in, nil
+	}
+	return s.syncer.Inspect(ctx, holdings)
+}
+
+// leave ends the session, and keeps a last look at it.
+func (s *session) leave(ctx context.Context) {
+	ctx, cancel := context.WithTimeout(ctx, lastLook)
+	defer cancel()
+	in, _ := s.inspect(ctx, true)
+	s.left.Store(&in)
+	s.stop()
 }
 
 // serve starts the backend's network, the lease-watch loop and the keeper of
@@ -286,7 +309,7 @@ func subnetsOf(l subnet.Lease) []netip.Prefix {
 // that has changed. The kernel stays as it is in between.
 func (d *daemon) move(ctx context.Context, m store, s *session, to underlay.Interface, changed <-chan underlay.Interface) (next *session, err error) {
 	follow(ctx, m, s.now.Interface, to)
-	s.stop()
+	s.leave(ctx)
 	peers := s.ledger.State()
 	err = d.retry(ctx, "the changed external interface cannot be used yet", func() (err error) {
 		select {

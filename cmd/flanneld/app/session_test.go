@@ -80,9 +80,16 @@ func working(t *testing.T, be starter, from underlay.Interface) (*daemon, *sessi
 	d := &daemon{opts: o, registry: registry, health: newHealth(o), fit: &runtimeFit{}, record: newRecord(nil), up: make(chan struct{})}
 	now := lastKnown{Config: subnet.Config{BackendType: "scripted"}, Interface: from}
 	d.record.set(now)
-	done := make(chan struct{})
-	close(done)
-	return d, &session{now: now, ledger: &subnet.Ledger{}, cancel: func() {}, done: done}
+	ledger, done := &subnet.Ledger{}, make(chan struct{})
+	syncer := backend.NewSyncer(backend.SyncerConfig{Config: now.Config, Network: be, Ledger: ledger, Resync: o.Resync})
+	ctx, cancel := context.WithCancel(t.Context())
+	go func() {
+		defer close(done)
+		_ = syncer.Run(ctx)
+	}()
+	s := &session{now: now, ledger: ledger, syncer: syncer, cancel: cancel, done: done}
+	d.serving.Store(s)
+	return d, s
 }
 
 // TestStopWhileMoving stops the daemon while a session on another interface starts,
@@ -135,6 +142,35 @@ func TestMoveTwice(t *testing.T) {
 		}
 		if want := []int{1400, 1300, 1300}; !slices.Equal(tried, want) || store.reconnections != 1 {
 			t.Errorf("tried on MTUs %v and reconnected %d times, want %v and once", tried, store.reconnections, want)
+		}
+	})
+}
+
+// TestStatusWhileMoving looks at a daemon whose interface has changed to one that
+// cannot be used: what the session before it has left is still in the kernel.
+func TestStatusWhileMoving(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		ctx, cancel := context.WithCancel(t.Context())
+		be := starter{start: func(backend.Env) error { return errors.New("MTU 1300 is too small") }, close: func() {}}
+		d, s := working(t, be, link(1500, "192.0.2.1"))
+		s.syncer.Publish(subnet.Update{Snapshot: func() subnet.Snapshot {
+			return subnet.Snapshot{Leases: []*subnet.Lease{{Key: "10.5.2.0-24"}}}
+		}})
+		synctest.Wait()
+
+		changed := make(chan underlay.Interface, 1)
+		changed <- link(1300, "192.0.2.1")
+		ended := make(chan error, 1)
+		go func() { ended <- d.work(ctx, &silent{}, s, changed) }()
+		synctest.Wait()
+		begin := time.Now()
+		_, in := d.inspect(ctx, true)
+		if took := time.Since(begin); took != 0 || len(in.Peers) != 1 || in.LastSync.IsZero() || in.Err == nil || !strings.Contains(in.Err.Error(), "MTU 1300") {
+			t.Errorf("after %v: %+v, want the peer, and why there is no session", took, in)
+		}
+		cancel()
+		if err := <-ended; err != nil {
+			t.Error(err)
 		}
 	})
 }

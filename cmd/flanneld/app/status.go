@@ -91,7 +91,10 @@ func (d *daemon) inspect(ctx context.Context, holdings bool) (lastKnown, backend
 	now := s.now
 	last, _ := d.record.get()
 	now.Own = last.Own // renewed since
-	in, err := s.syncer.Inspect(ctx, holdings)
+	in, err := s.inspect(ctx, holdings)
+	if s.left.Load() != nil { // what keeps the next session from serving
+		_, err = d.health.Part(partDatapath)
+	}
 	if err != nil {
 		in.Err = err
 	}
