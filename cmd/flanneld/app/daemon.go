@@ -111,6 +111,23 @@ func (d *daemon) report(ctx context.Context, part string, err error) {
 	})
 }
 
+// reportStore notes that the store has gone or come. Gone it may be for the grace, but
+// no longer than half of what is left of the lease then: it must not run out unseen.
+func (d *daemon) reportStore(ctx context.Context, err error) {
+	if _, before := d.health.Part(partDatastore); err != nil && before == nil {
+		d.health.SetGrace(partDatastore, d.storeGrace())
+	}
+	d.report(ctx, partDatastore, err)
+}
+
+func (d *daemon) storeGrace() time.Duration {
+	now, _ := d.record.get()
+	if now.Own.Expires.IsZero() { // no lease yet, or one for good
+		return d.opts.ReadyzDatastoreGrace
+	}
+	return min(d.opts.ReadyzDatastoreGrace, time.Until(now.Own.Expires)/2)
+}
+
 // wasReady reports whether the daemon has become ready, whatever it is now.
 func (d *daemon) wasReady() bool {
 	select {

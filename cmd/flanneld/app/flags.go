@@ -289,7 +289,7 @@ func healthSettings() []setting {
 			binding: to(func(o *Options) *uint16 { return &o.HealthzPort }, port),
 		}, {
 			name: "readyz-datastore-grace", arg: "DURATION", def: "5m",
-			usage:   "How long the datastore may be away before /readyz says so. Traffic flows meanwhile.",
+			usage:   "How long the datastore may be away before /readyz says so; half of what is left of the lease, if that is less. Traffic flows meanwhile.",
 			binding: to(func(o *Options) *time.Duration { return &o.ReadyzDatastoreGrace }, duration(0)),
 		},
 	}

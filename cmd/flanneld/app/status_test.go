@@ -8,6 +8,8 @@ import (
 	"os"
 	"strings"
 	"testing"
+	"testing/synctest"
+	"time"
 
 	"flanneld/backend"
 	"flanneld/pkg/status"
@@ -92,6 +94,46 @@ func TestPoolUse(t *testing.T) {
 			if use == nil || use.Leased != 2 || use.Reserved != 1 || total(use) > tc.most || total(use) < tc.least {
 				t.Errorf("%+v, want 2 leased, 1 reserved, of %d to %d", use, tc.least, tc.most)
 			}
+		})
+	}
+}
+
+// TestStoreGrace takes the store away for as long as the lease lasts: the host is not
+// ready any more when half of that is over, or the grace.
+func TestStoreGrace(t *testing.T) {
+	const grace = 5 * time.Minute
+	for name, tc := range map[string]struct{ left, want time.Duration }{
+		"a lease for a day":    {24 * time.Hour, grace},
+		"a lease for a minute": {time.Minute, 30 * time.Second},
+		"a lease for good":     {0, grace},
+		"a lease that is over": {-time.Minute, 0},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				o := Options{ReadyzDatastoreGrace: grace, Resync: time.Minute}
+				d := &daemon{opts: o, health: newHealth(o), record: newRecord(nil), up: make(chan struct{})}
+				for _, part := range []string{partDatapath, partSubnetFile, partRules} {
+					d.health.Set(part, nil)
+				}
+				d.reportStore(t.Context(), nil)
+				own := subnet.Lease{}
+				if tc.left != 0 {
+					own.Expires = time.Now().Add(tc.left)
+				}
+				d.record.set(lastKnown{Own: own})
+				for range 2 { // once for each activity that finds it gone
+					d.reportStore(t.Context(), errors.New("away"))
+					time.Sleep(tc.want / 4)
+				}
+				time.Sleep(tc.want/2 - 1)
+				if ready, why := d.health.Ready(); !ready && tc.want > 0 {
+					t.Errorf("not ready too soon: %q", why)
+				}
+				time.Sleep(1)
+				if ready, _ := d.health.Ready(); ready {
+					t.Errorf("ready after %v", tc.want)
+				}
+			})
 		})
 	}
 }

@@ -38,7 +38,7 @@ func (d *daemon) etcdManager(ctx context.Context) (store, error) {
 		Username: o.EtcdUsername, Password: o.EtcdPassword.Reveal(),
 		RenewMargin: o.RenewMargin, TTL: o.LeaseTTL,
 		Previous: d.previous(ctx),
-		OnStatus: func(err error) { d.report(ctx, partDatastore, err) },
+		OnStatus: func(err error) { d.reportStore(ctx, err) },
 		OnLease: func(own subnet.Lease) {
 			d.record.update(func(now *lastKnown) { now.Own = own })
 		},
@@ -72,7 +72,7 @@ func (d *daemon) kubeManager(ctx context.Context, last lastKnown) (store, error)
 		NodeName: o.NodeName, PodName: o.PodName, PodNamespace: o.PodNamespace,
 		NetConfig: o.NetConfigPath, AnnotationPrefix: o.KubeAnnotationPrefix,
 		Own: last.Own, Known: last.Peers,
-		OnStatus: func(err error) { d.report(ctx, partDatastore, err) },
+		OnStatus: func(err error) { d.reportStore(ctx, err) },
 	}
 	if o.SetNodeNetworkUnavailable {
 		c.Ready = d.up
