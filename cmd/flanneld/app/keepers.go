@@ -59,10 +59,12 @@ func (k *fileKeeper) step(ctx context.Context) error {
 
 // The state file is a help for the next start, not a journal: after a write in
 // the background comes a pause, so long that writing takes no notable part of
-// the time however large the file is.
+// the time however large the file is. A disk that has stood still for once makes
+// it no longer than a minute.
 const (
-	savePause = 2 * time.Second
-	saveShare = 500
+	savePause    = 2 * time.Second
+	savePauseMax = time.Minute
+	saveShare    = 500
 )
 
 // record is the last known state, in memory and on disk.
@@ -144,7 +146,7 @@ func (r *record) pause(took time.Duration) time.Duration {
 		r.wrote = true
 		return savePause
 	}
-	return max(savePause, saveShare*took)
+	return min(max(savePause, saveShare*took), savePauseMax)
 }
 
 // written reports whether the file has all that is known.

@@ -13,6 +13,7 @@ func TestSavePause(t *testing.T) {
 		{40 * time.Millisecond, 20 * time.Second},
 		{time.Millisecond, savePause},
 		{40 * time.Millisecond, 20 * time.Second},
+		{10 * time.Second, savePauseMax}, // the disk stood still
 	} {
 		if got := r.pause(tc.took); got != tc.want {
 			t.Errorf("write %d took %s: pause of %s, want %s", i+1, tc.took, got, tc.want)
