@@ -12,12 +12,13 @@ import (
 	"time"
 )
 
-// Bounds on what a client can hold on to.
+// Bounds on what a client can hold on to. A stop is not to wait for one that has
+// connected and asks nothing.
 const (
 	requestTimeout  = 5 * time.Second
 	idleTimeout     = 2 * time.Minute
 	maxHeader       = 8 << 10 // bytes
-	shutdownTimeout = 3 * time.Second
+	shutdownTimeout = time.Second
 )
 
 // Handler answers /healthz and /readyz, with any method, from s. Any other

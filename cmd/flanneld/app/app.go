@@ -27,7 +27,8 @@ import (
 	"flanneld/pkg/version"
 )
 
-// stopTimeout bounds how long the members of the group may take to return.
+// stopTimeout bounds how long the members of the group may take to return, which have
+// shorter bounds of their own.
 // What they leave undone the next start finds: the data path stays anyway.
 const stopTimeout = 1500 * time.Millisecond
 

@@ -49,6 +49,11 @@ func TestRunEndsWithoutAStore(t *testing.T) {
 	}
 	_ = resp.Body.Close()
 	http.DefaultClient.CloseIdleConnections()
+	idle, err := net.Dial("tcp", "127.0.0.1:"+strconv.Itoa(port)) // and asks nothing
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = idle.Close() }()
 	if resp.StatusCode != http.StatusServiceUnavailable {
 		t.Errorf("/readyz: %s, want 503", resp.Status)
 	}
@@ -59,6 +64,9 @@ func TestRunEndsWithoutAStore(t *testing.T) {
 	}
 	if took := time.Since(start); took > 2*time.Second {
 		t.Errorf("stopping took %s", took)
+	}
+	if strings.Contains(log(), "not everything has ended") {
+		t.Errorf("it leaves something undone:\n%s", log())
 	}
 }
 
