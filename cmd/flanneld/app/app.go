@@ -101,13 +101,17 @@ func run(ctx context.Context, opts Options, fit *runtimeFit) error {
 	if err != nil {
 		return err
 	}
-	group, members := errgroup.WithContext(ctx)
+	work, cancel := context.WithCancel(ctx) // ctx itself ends when the daemon is asked to stop
+	defer cancel()
+	group, members := errgroup.WithContext(work)
 	d := &daemon{opts: opts, registry: registry, group: group, health: newHealth(opts),
 		devices: deviceLocks{dir: opts.StateDir}, started: time.Now(), journal: status.NewJournal(journalSize),
 		up: make(chan struct{}), fit: fit, config: newConfigKeeper(!opts.KubeSubnetMgr)}
 	log := d.journal.Logger(klog.FromContext(ctx))
 	ctx, members = klog.NewContext(ctx, log), klog.NewContext(members, log)
 	if err := d.listen(ctx, members, group); err != nil {
+		cancel()
+		_ = group.Wait() // for what listens already
 		return err
 	}
 	fit.begin()

@@ -70,6 +70,33 @@ func TestRunEndsWithoutAStore(t *testing.T) {
 	}
 }
 
+// TestRunWithoutItsPort starts the daemon where somebody has its health port, once and
+// again, as a program that embeds it may: nothing is left of either.
+func TestRunWithoutItsPort(t *testing.T) {
+	defer goleak.VerifyNone(t)
+	taken, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = taken.Close() }()
+	opts, err := Parse([]string{
+		"--healthz-ip=127.0.0.1", "--healthz-port=" + strconv.Itoa(taken.Addr().(*net.TCPAddr).Port),
+		"--state-dir=" + t.TempDir(), "--subnet-file=" + filepath.Join(t.TempDir(), "subnet.env"),
+	}, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	logger := ktesting.NewLogger(t, ktesting.NewConfig(ktesting.BufferLogs(true)))
+	for range 2 {
+		if err := Run(klog.NewContext(t.Context(), logger), opts); err == nil || !strings.Contains(err.Error(), "address already in use") {
+			t.Errorf("Run: %v, want what is wrong with the port", err)
+		}
+	}
+	if log := logger.GetSink().(ktesting.Underlier).GetBuffer().String(); strings.Contains(log, "status socket") {
+		t.Errorf("the first has kept the status socket:\n%s", log)
+	}
+}
+
 func freePort(t *testing.T) int {
 	t.Helper()
 	l, err := net.Listen("tcp", "127.0.0.1:0")
