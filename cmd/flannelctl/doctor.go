@@ -199,11 +199,11 @@ func (h host) firewalls() []finding {
 		fs = append(fs, finding{"firewalld runs: it may drop what is for the network and its pods", h.firewalldFix(), false})
 	}
 	if conf, _ := h.text("etc/ufw/ufw.conf"); slices.Contains(strings.Fields(conf), "ENABLED=yes") {
-		fix := "ufw default allow routed"
+		fix := []string{"ufw default allow routed"}
 		for _, port := range h.ports() {
-			fix += fmt.Sprintf("; ufw allow %d/udp", port)
+			fix = append(fix, fmt.Sprintf("ufw allow %d/udp", port))
 		}
-		fs = append(fs, finding{"ufw is enabled: it drops what is forwarded unless told otherwise", fix, false})
+		fs = append(fs, finding{"ufw is enabled: it drops what is forwarded unless told otherwise", strings.Join(fix, "; "), false})
 	}
 	return fs
 }
@@ -215,14 +215,14 @@ func (h host) firewalldFix() string {
 	if h.report != nil && len(h.report.Network.Prefixes) > 0 {
 		sources = strings.Split(list(h.report.Network.Prefixes), ",")
 	}
-	var fix strings.Builder
+	var fix []string
 	for _, s := range sources {
-		fix.WriteString("firewall-cmd --permanent --zone=trusted --add-source=" + s + " && ")
+		fix = append(fix, "firewall-cmd --permanent --zone=trusted --add-source="+s)
 	}
 	for _, port := range h.ports() {
-		fmt.Fprintf(&fix, "firewall-cmd --permanent --add-port=%d/udp && ", port)
+		fix = append(fix, fmt.Sprintf("firewall-cmd --permanent --add-port=%d/udp", port))
 	}
-	return fix.String() + "firewall-cmd --reload"
+	return strings.Join(append(fix, "firewall-cmd --reload"), " && ")
 }
 
 // ports are the UDP ports that peers send to, as far as they are known.
