@@ -45,7 +45,7 @@ func Open(o Options) (*Kernel, error) {
 		return nil, oneline.Join(fmt.Errorf("open rtnetlink socket: %w", err), sock.close())
 	}
 	k := &Kernel{sock: sock, links: links}
-	k.nexthops.enabled, k.nexthops.threshold = o.NexthopObjects, nexthopThreshold
+	k.nexthops.enabled, k.nexthops.threshold, k.nexthops.linger = o.NexthopObjects, nexthopThreshold, nexthopLinger
 	k.nexthops.reset()
 	return k, nil
 }

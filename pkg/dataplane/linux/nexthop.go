@@ -8,6 +8,7 @@ import (
 	"net/netip"
 	"slices"
 	"sync"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -37,6 +38,8 @@ const (
 	rtmGetNexthop  = 106
 	sizeofNhmsg    = 8
 	nexthopRetries = 16
+
+	nexthopLinger = time.Minute
 )
 
 // hop is what a nexthop object stands for. There are thousands: without a pointer
@@ -62,21 +65,26 @@ func (h hop) gateway() netip.Addr {
 // object is a nexthop object.
 type object struct {
 	hop
-	id    uint32 // 0: yet to be made
-	users int    // routes through it
+	id     uint32 // 0: yet to be made
+	others bool   // routes of another flanneld lead through it
+	users  int    // routes through it, also those
 }
 
-// nexthops knows the nexthop objects that carry our protocol number.
+// nexthops knows the nexthop objects that carry our protocol number. Another flanneld
+// on this host has such as well: it cannot know who uses what it has made. So we use
+// only what we have made, or what routes of ours alone lead through.
 type nexthops struct {
 	enabled   bool
-	threshold int // a device has fewer plain routes
+	threshold int           // a device has fewer plain routes
+	linger    time.Duration // an object without users may be about to get some
 
-	mu    sync.Mutex
-	byID  map[uint32]*object
-	byHop map[hop]*object
-	idle  []uint32    // without users
-	plain map[int]int // IPv4 routes with a gateway and without an object, by device
-	next  uint32
+	mu     sync.Mutex
+	byID   map[uint32]*object
+	byHop  map[hop]*object      // those for us to use
+	unused map[uint32]time.Time // without users in all reads since then
+	idle   []uint32             // to be deleted
+	plain  map[int]int          // IPv4 routes with a gateway and without an object, by device
+	next   uint32
 }
 
 func (t *nexthops) reset() {
@@ -85,19 +93,18 @@ func (t *nexthops) reset() {
 }
 
 func (t *nexthops) add(o *object) {
-	t.byID[o.id], t.byHop[o.hop] = o, o
+	t.byID[o.id] = o
 	t.next = max(t.next, o.id+1)
 }
 
-// use takes note of n more routes through an object, and returns how many
-// there are: none if the object is not ours.
-func (t *nexthops) use(id uint32, n int) int {
-	o, ours := t.byID[id]
-	if !ours {
-		return 0
+// use takes note of n more routes through an object, and returns it; nil if it does
+// not carry our protocol number.
+func (t *nexthops) use(id uint32, n int) *object {
+	o := t.byID[id]
+	if o != nil {
+		o.users += n
 	}
-	o.users += n
-	return o.users
+	return o
 }
 
 func (t *nexthops) remove(id uint32) {
@@ -171,7 +178,9 @@ func (t *nexthops) used(r *routeReply) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if id := r.route.NexthopID; id != 0 {
-		t.use(id, 1)
+		if o := t.use(id, 1); o != nil && !o.others {
+			t.byHop[o.hop] = o
+		}
 	} else if r.route.Gateway.Is4() {
 		t.plain[r.oif]++
 	}
@@ -187,21 +196,34 @@ func (t *nexthops) complete(r *routeReply) {
 	}
 }
 
-// usedByOthers takes note of the objects of routes that are not of our concern.
+// usedByOthers takes note of the objects of routes that are not of our concern, before
+// those of routes that are.
 func (t *nexthops) usedByOthers(ids []uint32) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	for _, id := range ids {
-		t.use(id, 1)
+		if o := t.use(id, 1); o != nil {
+			o.others = true
+		}
 	}
 }
 
-// orphaned takes note of our objects that no route uses, after a read.
+// orphaned takes note of the objects that no route uses, after a read. Who makes objects
+// makes routes through them next: one that was unused for some time is left over.
 func (t *nexthops) orphaned() {
 	t.mu.Lock()
 	defer t.mu.Unlock()
+	now, before := time.Now(), t.unused
+	t.unused = map[uint32]time.Time{}
 	for id, o := range t.byID {
-		if o.users == 0 {
+		if o.users > 0 {
+			continue
+		}
+		since, known := before[id]
+		if !known {
+			since = now
+		}
+		if t.unused[id] = since; now.Sub(since) >= t.linger {
 			t.idle = append(t.idle, id)
 		}
 	}
@@ -344,14 +366,17 @@ func (k *Kernel) releaseNexthops(ctx context.Context, done []*dataplane.Op, inde
 		if !ok || !op.Delete {
 			continue
 		}
-		if _, ours := t.byID[r.NexthopID]; ours && t.use(r.NexthopID, -1) <= 0 {
+		if o := t.use(r.NexthopID, -1); o != nil && o.users <= 0 {
 			t.idle = append(t.idle, r.NexthopID)
 		} else if r.NexthopID == 0 && r.Gateway.Is4() {
 			t.plain[indexes[r.Dev]]--
 		}
 	}
-	// An idle object may have been taken into use again.
-	ids := slices.DeleteFunc(t.idle, func(id uint32) bool { return t.use(id, 0) > 0 })
+	// An idle object may have gone, or have been taken into use again.
+	ids := slices.DeleteFunc(t.idle, func(id uint32) bool {
+		o := t.byID[id]
+		return o == nil || o.users > 0
+	})
 	t.idle = nil
 	k.deleteNexthops(ctx, ids)
 }

@@ -177,7 +177,7 @@ func TestKernelNexthopDrift(t *testing.T) {
 			}{
 				{"a route goes", 0, 5, func() error { return w.Remove(gone) }},
 				{"an object goes", 1, 5, func() error { return w.DeleteNexthop(2) }},
-				// The object goes with the first write after the next read.
+				// The object goes with a write after it was unused for some time.
 				{"an object leads elsewhere", 1, 6, func() error { return w.ReplaceNexthop(2) }},
 			} {
 				reads = 0
@@ -222,6 +222,7 @@ func (w *world) deleteNexthop(id uint32) error {
 // over from a run that died, and objects deleted behind our back.
 func TestKernelNexthopsOfOthers(t *testing.T) {
 	w := newWorld(t)
+	w.nexthops.linger = 0
 	r := dataplanetest.NewReconciler(t, w, time.Hour)
 	if _, err := r.Reconcile(quiet(t), dataplanetest.Base(), true); err != nil {
 		t.Fatal(err)
@@ -284,4 +285,35 @@ func TestKernelWithoutNexthopObjects(t *testing.T) {
 		t.Fatal(err)
 	}
 	w.expectSettled(t, "400 peers", dataplanetest.Peers(400), hops{plain: 400})
+}
+
+// TestKernelNexthopLeftOver: what a run has left that died between an object and its
+// route goes, once it was unused long enough to be nobody's who is about to use it.
+func TestKernelNexthopLeftOver(t *testing.T) {
+	w := newWorld(t)
+	w.nexthops.threshold = 1
+	n := underlayNetwork{w.Kernel, 30}
+	eth0, err := w.index("eth0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	const left = nexthopFirst + 1<<19
+	if err := w.nexthopObject(left, dataplane.Protocol, "192.168.77.99", eth0); err != nil {
+		t.Fatal(err)
+	}
+	for i, age := range []time.Duration{0, nexthopLinger / 2, nexthopLinger} {
+		for id := range w.nexthops.unused {
+			w.nexthops.unused[id] = time.Now().Add(-age)
+		}
+		if _, err := n.Read(quiet(t), n.scope()); err != nil {
+			t.Fatal(err)
+		}
+		n.apply(t, puts(n.routes(i))...)
+		if _, err := n.Read(quiet(t), n.scope()); err != nil {
+			t.Fatal(err)
+		}
+		if _, there := w.nexthops.byID[left]; there != (age < nexthopLinger) {
+			t.Errorf("unused for %s: there %t", age, there)
+		}
+	}
 }

@@ -3,21 +3,30 @@ package linux
 import (
 	"net/netip"
 	"testing"
+	"time"
 
 	"flanneld/pkg/dataplane"
 	"flanneld/pkg/dataplane/dataplanetest"
 )
+
+// daemon returns the kernel of w as one more daemon has it.
+func (w *world) daemon(t *testing.T) *Kernel {
+	t.Helper()
+	k, err := Open(Options{NexthopObjects: true})
+	if err != nil {
+		t.Fatal(err)
+	}
+	k.nexthops.threshold = w.nexthops.threshold
+	t.Cleanup(func() { _ = k.Close() })
+	return k
+}
 
 // TestKernelTwoNetworks: two daemons on one host, each with more peers than
 // plain routes are used for, leave the other's nexthop objects alone.
 func TestKernelTwoNetworks(t *testing.T) {
 	const peers = nexthopThreshold + 20
 	w := newWorld(t)
-	second, err := Open(Options{NexthopObjects: true})
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { _ = second.Close() })
+	second := w.daemon(t)
 	scope := dataplane.Scope{Networks: []netip.Prefix{netip.MustParsePrefix("172.30.0.0/15")}, Shared: []string{"eth0"}}
 	want := dataplane.NewState()
 	for i := range peers {
@@ -50,4 +59,122 @@ func TestKernelTwoNetworks(t *testing.T) {
 			t.Fatalf("with %d peers here the other network has %d routes, %d of them on nexthop objects; want %d and some", n, len(have.Routes), through, peers)
 		}
 	}
+}
+
+// underlayNetwork is a network of which all peers are on eth0, as with host-gw. Peers of
+// one index have the same address in all such networks.
+type underlayNetwork struct {
+	*Kernel
+	second byte // 172.second.0.0/16
+}
+
+func (n underlayNetwork) scope() dataplane.Scope {
+	return dataplane.Scope{
+		Networks: []netip.Prefix{netip.PrefixFrom(netip.AddrFrom4([4]byte{172, n.second}), 16)},
+		Shared:   []string{"eth0"},
+	}
+}
+
+// routes returns those of some peers.
+func (n underlayNetwork) routes(peers ...int) (routes []dataplane.Object) {
+	for _, i := range peers {
+		dst := netip.PrefixFrom(netip.AddrFrom4([4]byte{172, n.second, byte(i), 0}), 24)
+		routes = append(routes, dataplane.NewRoute(dst, netip.AddrFrom4([4]byte{192, 168, 77, 2 + byte(i)}), "eth0", false))
+	}
+	return routes
+}
+
+func (n underlayNetwork) reconciler(t *testing.T) *dataplane.Reconciler {
+	t.Helper()
+	r, err := dataplane.NewReconciler(dataplane.Config{Kernel: n, Scope: n.scope(), Resync: time.Hour})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = r.Close() })
+	return r
+}
+
+func (n underlayNetwork) apply(t *testing.T, ops ...dataplane.Op) {
+	t.Helper()
+	if failed := n.Apply(quiet(t), ops); len(failed) > 0 {
+		t.Fatal(failed[0])
+	}
+}
+
+// expect fails the test unless the kernel, as a daemon that starts sees it, has routes
+// to that many peers, all through nexthop objects.
+func (n underlayNetwork) expect(t *testing.T, w *world, what string, peers int) {
+	t.Helper()
+	have, err := w.daemon(t).Read(quiet(t), n.scope())
+	if err != nil {
+		t.Fatal(err)
+	}
+	for r := range have.AllRoutes() {
+		if r.NexthopID == 0 {
+			t.Errorf("%s: %s does not lead through a nexthop object", what, r)
+		}
+	}
+	if len(have.Routes) != peers {
+		t.Errorf("%s: %s has routes to %d peers, want %d", what, n.scope().Networks[0], len(have.Routes), peers)
+	}
+}
+
+func puts(objects []dataplane.Object) (ops []dataplane.Op) {
+	for _, o := range objects {
+		ops = append(ops, dataplane.Op{Object: o})
+	}
+	return ops
+}
+
+// TestKernelTwoNetworksOfOneUnderlay: the same hosts are peers of two networks. Whoever
+// comes second does not lead routes through what the first may delete at any time.
+func TestKernelTwoNetworksOfOneUnderlay(t *testing.T) {
+	w := newWorld(t)
+	w.nexthops.threshold = 1
+	first, second := underlayNetwork{w.Kernel, 30}, underlayNetwork{w.daemon(t), 31}
+	both := map[*underlayNetwork]*dataplane.Reconciler{}
+	for _, n := range []*underlayNetwork{&first, &second} {
+		both[n] = n.reconciler(t)
+		want := dataplane.NewState()
+		want.Add(n.routes(0, 1, 2, 3, 4)...)
+		if _, err := both[n].Reconcile(quiet(t), want, true); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if _, err := both[&first].Update(quiet(t), first.routes(0, 1), nil, true); err != nil {
+		t.Fatal(err)
+	}
+	first.expect(t, w, "two peers have left", 3)
+	second.expect(t, w, "two peers have left the other", 5)
+}
+
+// TestKernelTwoNetworksAtOnce: one daemon reads, and writes, when the other has made
+// nexthop objects and is about to make the routes.
+func TestKernelTwoNetworksAtOnce(t *testing.T) {
+	w := newWorld(t)
+	w.nexthops.threshold = 1
+	first, second := underlayNetwork{w.Kernel, 30}, underlayNetwork{w.daemon(t), 31}
+	first.apply(t, puts(first.routes(0))...)
+	eth0, err := w.index("eth0")
+	if err != nil {
+		t.Fatal(err)
+	}
+
+	made := puts(second.routes(1, 2, 3, 4, 5))
+	var ops []*dataplane.Op
+	for i := range made {
+		ops = append(ops, &made[i])
+	}
+	second.provideNexthops(quiet(t), ops, map[string]int{"eth0": eth0})
+	for range 2 { // in quick succession, as behind a bulk of writes
+		if _, err := first.Read(quiet(t), first.scope()); err != nil {
+			t.Fatal(err)
+		}
+		first.apply(t, puts(first.routes(1))...)
+	}
+	second.apply(t, made...)
+	second.expect(t, w, "the other has written", 5)
+	second.apply(t, dataplane.Op{Object: made[0].Object, Delete: true}, dataplane.Op{Object: made[1].Object, Delete: true})
+	second.expect(t, w, "two peers have left", 3)
+	first.expect(t, w, "two peers have left the other", 2)
 }
