@@ -2,7 +2,6 @@ package backend
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"maps"
 	"slices"
@@ -67,6 +66,7 @@ type Syncer struct {
 	lastSync time.Time         // when a pass last succeeded
 	held     int
 	drift    *drift
+	retry    loop.Backoff // of what was refused for a cause that may pass
 
 	mu       sync.Mutex // guards Ledger as well
 	changed  map[string]struct{}
@@ -137,16 +137,26 @@ func (s *Syncer) step(ctx context.Context) error {
 	if s.OnSync != nil {
 		s.OnSync(Pass{Complete: set.Complete, News: news, Err: err, Took: time.Since(begin), Repaired: outcome.Repaired})
 	}
-	switch {
-	case err == nil && outcome.Retry:
-		return errRetry
-	case err == nil && outcome.Again > 0:
-		return loop.After(outcome.Again)
+	if err != nil {
+		return err
 	}
-	return err
+	return s.again(outcome)
 }
 
-var errRetry = errors.New("refused for a cause that may pass")
+// again says when to look again after a pass that has not failed. A peer that may be
+// refused for good has a backoff of its own: the loop's is for the failures of all.
+func (s *Syncer) again(o Outcome) error {
+	after := o.Again
+	if !o.Retry {
+		s.retry.Reset()
+	} else if pause := s.retry.Next(); after == 0 || pause < after {
+		after = pause
+	}
+	if after == 0 {
+		return nil
+	}
+	return loop.After(after)
+}
 
 // advance takes in what was published, and returns the peers that can be served,
 // and whether there was news: leases of another backend, with data that cannot be

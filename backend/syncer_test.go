@@ -351,6 +351,45 @@ func TestRefusalForACauseThatMayPassIsRetried(t *testing.T) {
 	})
 }
 
+// TestRefusalDelaysNothingElse: one peer is out of reach for long. A failure for another
+// reason is then tried again as soon as ever, and so is what was to be looked at again.
+func TestRefusalDelaysNothingElse(t *testing.T) {
+	refused := backend.Outcome{Retry: true, Refused: []subnet.Refusal{{Key: "host2", Reason: "out of reach"}}}
+	again := refused
+	again.Again = time.Second
+	for _, tc := range []struct {
+		name    string
+		fail    int
+		outcome backend.Outcome
+		within  time.Duration
+	}{
+		{"a failure", 1, refused, 250 * time.Millisecond},
+		{"another look is due", 0, again, time.Second},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				n := &network{outcome: refused}
+				s, _ := run(t, n)
+				s.Publish(whole(snapshot(2, lease(2, "two"))))
+				advance(10 * time.Minute)
+				if got := len(n.syncs()); got > 40 {
+					t.Errorf("%d syncs in ten minutes", got)
+				}
+				n.mu.Lock()
+				n.fail, n.outcome = tc.fail, tc.outcome
+				n.mu.Unlock()
+				s.Publish(change(3, []subnet.Lease{lease(3, "three")}))
+				synctest.Wait()
+				before := len(n.syncs())
+				advance(tc.within)
+				if got := len(n.syncs()) - before; got != 1 {
+					t.Errorf("%d syncs within %s, want one", got, tc.within)
+				}
+			})
+		})
+	}
+}
+
 // TestRefusalOfTheKernelEnds: what the network no longer refuses is served, and no
 // trace of the refusal is left in what is told of the peer.
 func TestRefusalOfTheKernelEnds(t *testing.T) {

@@ -15,6 +15,18 @@ const (
 	maxBackoff = 30 * time.Second
 )
 
+// Backoff is the pause between tries, which gets longer with each.
+type Backoff struct{ pause time.Duration }
+
+// Next returns the pause before the next try.
+func (b *Backoff) Next() time.Duration {
+	b.pause = min(max(2*b.pause, minBackoff), maxBackoff)
+	return jitter(b.pause)
+}
+
+// Reset has the next pause be a short one.
+func (b *Backoff) Reset() { b.pause = 0 }
+
 // Loop calls a step whenever it is woken, and at least once in every resync
 // period. Wakes while the step runs are one wake: the step looks at what is,
 // not at what happened.
@@ -62,20 +74,21 @@ func (l *Loop) Do(ctx context.Context, f func()) error {
 // Run blocks until ctx ends, and returns nil then. A step that fails is
 // repeated, after a pause; reporting the failure is the step's own business.
 func (l *Loop) Run(ctx context.Context) error {
-	backoff := minBackoff
+	var backoff Backoff
 	for ctx.Err() == nil {
 		wait := jitter(l.resync)
 		err := l.step(ctx)
 		if after, ok := errors.AsType[After](err); ok {
-			wait, backoff = time.Duration(after), minBackoff
+			wait = min(wait, time.Duration(after))
+			backoff.Reset()
 		} else if err != nil {
 			// However often it is woken, a step that fails rests a little.
 			if !sleep(ctx, minBackoff) {
 				return nil
 			}
-			wait, backoff = jitter(backoff), min(2*backoff, maxBackoff)
+			wait = backoff.Next()
 		} else {
-			backoff = minBackoff
+			backoff.Reset()
 		}
 		l.rest(ctx, wait)
 	}

@@ -103,6 +103,25 @@ func TestAfter(t *testing.T) {
 	})
 }
 
+// TestAfterIsNoLaterThanResync: a step that asks for another has its tick nevertheless.
+func TestAfterIsNoLaterThanResync(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		steps := 0
+		l := loop.New(time.Second, func(context.Context) error {
+			steps++
+			return loop.After(time.Hour)
+		})
+		ctx, cancel := context.WithCancel(t.Context())
+		go func() { _ = l.Run(ctx) }()
+		advance(12 * time.Second)
+		cancel()
+		synctest.Wait()
+		if steps < 10 {
+			t.Errorf("%d steps in 12s with a resync of 1s", steps)
+		}
+	})
+}
+
 func TestFailingStepIsNotABusyLoop(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		l, steps := start(t, time.Hour, 1<<30)
