@@ -34,6 +34,7 @@ type Programmer struct {
 	objects map[string][]dataplane.Object // by lease key; nil: all have to be asked for
 	keys    map[netip.Prefix]string       // lease keys by destination; nil until one is looked for
 	asked   time.Time                     // for all of them
+	stale   bool                          // the answers may be others by now
 }
 
 // SetUp makes the kernel hold Base, and removes nothing but what is in its way.
@@ -48,8 +49,8 @@ func (p *Programmer) SetUp(ctx context.Context) error {
 // Sync implements Network. It costs what has changed in the set, unless
 // everything may have.
 func (p *Programmer) Sync(ctx context.Context, peers Set) (Outcome, error) {
-	stale := p.Volatile > 0 && len(peers.Changed) == 0
-	if peers.All || p.objects == nil || stale && time.Since(p.asked) >= p.Volatile {
+	p.stale = p.stale || p.Volatile > 0 && len(peers.Changed) == 0
+	if peers.All || p.objects == nil || p.stale && time.Since(p.asked) >= p.Volatile {
 		return p.all(ctx, peers)
 	}
 	var removed, added []dataplane.Object
@@ -67,7 +68,8 @@ func (p *Programmer) Sync(ctx context.Context, peers Set) (Outcome, error) {
 	}
 	report, err := p.Update(ctx, removed, added, peers.Complete)
 	o, refused := p.outcome(report)
-	if stale {
+	p.stale = p.stale || p.Volatile > 0 && report.Rerouted // a changed lease may have come with it
+	if p.stale {
 		o.Again = max(p.Volatile-time.Since(p.asked), time.Nanosecond)
 	}
 	return o, oneline.Join(err, refused)
@@ -84,7 +86,7 @@ func (p *Programmer) Holdings(key string) []Holding {
 
 // all asks for everything anew.
 func (p *Programmer) all(ctx context.Context, peers Set) (Outcome, error) {
-	p.objects, p.keys, p.asked = nil, nil, time.Now()
+	p.objects, p.keys, p.asked, p.stale = nil, nil, time.Now(), false
 	keys := slices.Collect(maps.Keys(peers.Leases))
 	objects, errs := make([][]dataplane.Object, len(keys)), make([]error, len(keys))
 	var failed atomic.Bool // one is enough

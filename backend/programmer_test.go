@@ -1,14 +1,17 @@
 package backend_test
 
 import (
+	"context"
 	"net/netip"
 	"strings"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"flanneld/backend"
 	"flanneld/pkg/dataplane"
 	"flanneld/pkg/dataplane/dataplanetest"
+	"flanneld/subnet"
 )
 
 // TestRouteOfAllPeersIsInTheWay has the network of all peers directly connected to a
@@ -70,4 +73,60 @@ func TestRouteOfAllPeersIsInTheWay(t *testing.T) {
 			}
 		})
 	}
+}
+
+// TestVolatileIsAskedAgain: the way to peers changes, and a pass hears of that which has a
+// changed lease to look at. All are asked for soon after, whatever comes between, and
+// once. A changed lease alone has nobody else asked for.
+func TestVolatileIsAskedAgain(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		kernel := dataplanetest.New()
+		scope := dataplane.Scope{Networks: []netip.Prefix{netip.MustParsePrefix("10.5.0.0/16")}, Shared: []string{"eth0"}}
+		rec, err := dataplane.NewReconciler(dataplane.Config{Kernel: kernel, Scope: scope, Resync: time.Hour})
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer rec.Close()
+		asked := 0
+		p := &backend.Programmer{Base: dataplane.NewState(), Reconciler: rec, Volatile: time.Second,
+			Desired: func(_ context.Context, l subnet.Lease) ([]dataplane.Object, error) {
+				asked++
+				e := l.Endpoints[0]
+				return []dataplane.Object{dataplane.NewRoute(e.Subnet, e.PublicIP, "eth0", false)}, nil
+			}}
+		leases := map[string]*subnet.Lease{}
+		for i := range 5 {
+			l := lease(2+i, "")
+			leases[l.Key] = &l
+		}
+		reroute := func() {
+			t.Helper()
+			way := dataplane.NewRoute(netip.MustParsePrefix("192.0.2.0/24"), netip.MustParseAddr("192.168.77.9"), "eth0", false)
+			if err := kernel.Append(way); err != nil {
+				t.Fatal(err)
+			}
+		}
+		for _, step := range []struct {
+			name  string
+			do    func()
+			set   backend.Set
+			asked int
+			again bool
+		}{
+			{"at first", func() {}, backend.Set{All: true}, 5, false},
+			{"a lease", func() {}, backend.Set{Changed: []string{"host2"}}, 1, false},
+			{"a lease and another way", reroute, backend.Set{Changed: []string{"host3"}}, 1, true},
+			{"a lease", func() {}, backend.Set{Changed: []string{"host4"}}, 1, true},
+			{"a lease, when it is time", func() { advance(time.Second) }, backend.Set{Changed: []string{"host4"}}, 5, false},
+			{"a lease", func() { advance(time.Second) }, backend.Set{Changed: []string{"host4"}}, 1, false},
+		} {
+			asked = 0
+			step.do()
+			step.set.Leases, step.set.Complete = leases, true
+			o, err := p.Sync(t.Context(), step.set)
+			if err != nil || asked != step.asked || o.Again > 0 != step.again || o.Again > time.Second {
+				t.Errorf("%s: %d were asked for, again after %s (%v); want %d, again %t", step.name, asked, o.Again, err, step.asked, step.again)
+			}
+		}
+	})
 }

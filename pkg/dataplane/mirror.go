@@ -26,6 +26,7 @@ type mirror struct {
 	// it does not tell which of them a put would meet. For the first puts that will
 	// do, and no longer.
 	fresh, partial bool
+	rerouted       bool // see Monitor; for who asks to clear
 }
 
 // void has the next look read.
@@ -50,7 +51,8 @@ func (m *mirror) mute(ops []Op) bool {
 // changed or, with all set, that everything may have.
 func (m *mirror) look(ctx context.Context) (changed Keys, all bool, err error) {
 	if m.monitor != nil {
-		events, lost := m.monitor.Drain()
+		events, rerouted, lost := m.monitor.Drain()
+		m.rerouted = m.rerouted || rerouted
 		if lost {
 			m.void()
 		}

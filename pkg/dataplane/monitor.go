@@ -18,8 +18,10 @@ type Monitor interface {
 	// Drain returns what was announced since the last time, in order. lost
 	// means that this is not all, or that something happened which cannot be
 	// told as an event, such as a link that went down and took its routes
-	// along: what is known of the kernel is void then.
-	Drain() (events []Event, lost bool)
+	// along: what is known of the kernel is void then. rerouted means that others have
+	// changed routes, addresses or links, in the scope or not: OnLink may say something
+	// else now.
+	Drain() (events []Event, rerouted, lost bool)
 	// Mute has nothing announced until the next Drain, which says that it is lost.
 	Mute()
 	// Close ends the monitor.

@@ -56,6 +56,9 @@ type Report struct {
 	Refused []Refusal
 	// Unreachable is set when the cause of a refusal may pass by itself.
 	Unreachable bool
+	// Rerouted is set when the kernel has announced something by which OnLink may
+	// say something else now.
+	Rerouted bool
 }
 
 // count takes in ops, but for exclusive ones that have met a route.
@@ -334,6 +337,7 @@ func (r *Reconciler) settled(report *Report, sweep bool) {
 		}
 	}
 	report.Unreachable = len(r.unreachable) > 0
+	report.Rerouted, r.mirror.rerouted = r.mirror.rerouted, false
 }
 
 // refusal says that a route was not made because of its gateway: it is out of reach, or

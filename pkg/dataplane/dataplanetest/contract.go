@@ -47,6 +47,7 @@ func objectCases() []contractCase {
 		{"a scope of connected networks", connectedAlone},
 		{"a context that has ended", endedContext},
 		{"on-link lookups", onLink},
+		{"what on-link lookups depend on is announced", rerouted},
 	}
 }
 
@@ -58,6 +59,33 @@ func putIsRead(f *fixture) {
 		ra, err := f.AcceptRA(dev)
 		if err != nil || ra != "0" {
 			f.Errorf("accept_ra of %s is %q (%v), want 0", dev, ra, err)
+		}
+	}
+}
+
+// rerouted has changes outside of the scope told, and own writes not.
+func rerouted(f *fixture) {
+	f.put(objectsOf(Base())...)
+	m, err := f.Monitor(Scope())
+	f.must(err)
+	defer m.Close()
+	toPeer := dataplane.NewRoute(netip.MustParsePrefix("198.51.100.7/32"), netip.MustParseAddr("192.168.77.9"), "eth0", false)
+	for _, step := range []struct {
+		name string
+		do   func() error
+		want bool
+	}{
+		{"own writes", func() error { f.put(Peer(3, 0)...); return nil }, false},
+		{"a route", func() error { return f.Append(toPeer) }, true},
+		{"nothing", func() error { return nil }, false},
+		{"no route any more", func() error { return f.Remove(toPeer) }, true},
+		{"a neighbour", func() error { return f.Learn(peer[dataplane.Neigh](4, 0)[0]) }, false},
+		{"a link", func() error { return f.SetUp("eth0", false) }, true},
+	} {
+		m.Drain()
+		f.must(step.do())
+		if _, got, _ := m.Drain(); got != step.want {
+			f.Errorf("%s: rerouted %t, want %t", step.name, got, step.want)
 		}
 	}
 }

@@ -12,7 +12,7 @@ import (
 func (k *Kernel) Append(objects ...dataplane.Object) error {
 	k.mu.Lock()
 	defer k.mu.Unlock()
-	defer k.announce()
+	defer k.disturbed()
 	for _, o := range objects {
 		if err := k.append(o); err != nil {
 			return err
@@ -62,7 +62,7 @@ func (k *Kernel) appendRoute(r dataplane.Route) error {
 func (k *Kernel) Remove(objects ...dataplane.Object) error {
 	k.mu.Lock()
 	defer k.mu.Unlock()
-	defer k.announce()
+	defer k.disturbed()
 	for _, o := range objects {
 		k.remove(o)
 	}
@@ -73,7 +73,7 @@ func (k *Kernel) Remove(objects ...dataplane.Object) error {
 func (k *Kernel) SetUp(dev string, up bool) error {
 	k.mu.Lock()
 	defer k.mu.Unlock()
-	defer k.announce()
+	defer k.disturbed()
 	d, ok := k.devices[dev]
 	switch {
 	case !ok:

@@ -21,6 +21,7 @@ type Kernel struct {
 	routes  table
 
 	monitors []*monitor
+	foreign  int // how often another program has changed something
 }
 
 // device is a link with what goes when it goes, but for routes.

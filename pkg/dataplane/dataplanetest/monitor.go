@@ -12,11 +12,12 @@ import (
 // last. The real one tells every step in between as well, which comes to the
 // same.
 type monitor struct {
-	kernel *Kernel
-	scope  dataplane.Scope
-	ready  chan struct{}
-	seen   dataplane.State
-	muted  bool
+	kernel  *Kernel
+	scope   dataplane.Scope
+	ready   chan struct{}
+	seen    dataplane.State
+	foreign int // of the kernel, at that time
+	muted   bool
 }
 
 // Monitor implements dataplane.Kernel.
@@ -27,6 +28,12 @@ func (k *Kernel) Monitor(s dataplane.Scope) (dataplane.Monitor, error) {
 	defer k.mu.Unlock()
 	k.monitors = append(k.monitors, m)
 	return m, nil
+}
+
+// disturbed tells the monitors of what another program has done. k.mu is held.
+func (k *Kernel) disturbed() {
+	k.foreign++
+	k.announce()
 }
 
 // announce tells the monitors. k.mu is held.
@@ -55,19 +62,23 @@ func (m *monitor) Close() error {
 
 // Drain implements dataplane.Monitor. Links and routes that others replaced
 // are not told as events, as they are not by the real one.
-func (m *monitor) Drain() (events []dataplane.Event, lost bool) {
+func (m *monitor) Drain() (events []dataplane.Event, rerouted, lost bool) {
+	m.kernel.mu.Lock()
+	foreign := m.kernel.foreign
+	m.kernel.mu.Unlock()
 	now, err := m.kernel.Read(context.Background(), m.scope)
 	if err != nil {
-		return nil, true
+		return nil, true, true
 	}
 	before := m.seen
 	m.seen = now
+	rerouted, m.foreign = foreign != m.foreign, foreign
 	if m.muted {
 		m.muted = false
-		return nil, true
+		return nil, true, true
 	}
 	if !maps.Equal(before.Links, now.Links) {
-		return nil, true
+		return nil, true, true
 	}
 	for _, o := range objectsOf(before) {
 		if !holds(now, o) {
@@ -82,7 +93,7 @@ func (m *monitor) Drain() (events []dataplane.Event, lost bool) {
 			events = append(events, dataplane.Event{Object: o})
 		}
 	}
-	return events, lost
+	return events, rerouted, lost
 }
 
 // holds reports whether s has exactly o.

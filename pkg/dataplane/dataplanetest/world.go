@@ -126,12 +126,12 @@ type forgetful struct {
 }
 
 // Drain implements dataplane.Monitor.
-func (f forgetful) Drain() ([]dataplane.Event, bool) {
-	events, lost := f.Monitor.Drain()
+func (f forgetful) Drain() ([]dataplane.Event, bool, bool) {
+	events, rerouted, lost := f.Monitor.Drain()
 	if f.spy.Lose != nil && f.spy.Lose() {
-		return nil, true
+		return nil, true, true
 	}
-	return events, lost
+	return events, rerouted, lost
 }
 
 // Take returns the operations since the last call, in order.

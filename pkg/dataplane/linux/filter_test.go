@@ -45,7 +45,7 @@ func TestKernelFilter(t *testing.T) {
 		return ops
 	}
 	heard := func() int {
-		events, lost := m.Drain()
+		events, _, lost := m.Drain()
 		if lost {
 			t.Error("something was lost")
 		}

@@ -165,7 +165,7 @@ func (m *monitor) listen() (err error) {
 }
 
 // Drain implements dataplane.Monitor.
-func (m *monitor) Drain() (events []dataplane.Event, lost bool) {
+func (m *monitor) Drain() (events []dataplane.Event, rerouted, lost bool) {
 	defer func() {
 		select {
 		case m.resume <- struct{}{}:
@@ -176,7 +176,7 @@ func (m *monitor) Drain() (events []dataplane.Event, lost bool) {
 	if m.muted {
 		lost = true
 		if m.listen() != nil { // it is tried again
-			return nil, lost
+			return nil, lost, lost
 		}
 	}
 	for {
@@ -189,17 +189,16 @@ func (m *monitor) Drain() (events []dataplane.Event, lost bool) {
 			if lost {
 				m.learn()
 			}
-			return events, lost
+			return events, rerouted || lost, lost
 		case errors.Is(err, unix.EINTR):
 		case errors.Is(err, unix.ENOBUFS): // the socket has overflowed
 			lost, missed = true, true
 		case err != nil:
 			m.muted = true // whatever comes next, something was missed
-			return nil, true
+			return nil, true, true
 		default:
-			if m.decode(m.buf[:n], &events) {
-				lost = true
-			}
+			moved, void := m.decode(m.buf[:n], &events)
+			rerouted, lost = rerouted || moved, lost || void
 		}
 	}
 }
@@ -227,22 +226,23 @@ func (m *monitor) learn() {
 }
 
 // decode appends the events in a datagram and reports whether there was
-// something in it that is none.
-func (m *monitor) decode(b []byte, events *[]dataplane.Event) (lost bool) {
+// something in it that is none. Own routes are not delivered, others may reroute.
+func (m *monitor) decode(b []byte, events *[]dataplane.Event) (rerouted, lost bool) {
 	for len(b) >= unix.NLMSG_HDRLEN {
 		n := int(binary.NativeEndian.Uint32(b))
 		if n < unix.NLMSG_HDRLEN || n > len(b) {
-			return true
+			return true, true
 		}
 		typ, flags := binary.NativeEndian.Uint16(b[4:]), binary.NativeEndian.Uint16(b[6:])
 		event, void := m.message(typ, flags, b[unix.NLMSG_HDRLEN:n])
 		lost = lost || void
+		rerouted = rerouted || typ != unix.RTM_NEWNEIGH && typ != unix.RTM_DELNEIGH
 		if event.Object != nil {
 			*events = append(*events, event)
 		}
 		b = b[min(align(n), len(b)):]
 	}
-	return lost
+	return rerouted, lost
 }
 
 // message returns the event that a message tells, if it is of our concern.

@@ -69,7 +69,7 @@ func expectHeard(t *testing.T, m dataplane.Monitor, what string, want bool, chan
 	case <-time.After(5 * time.Second):
 		t.Fatalf("%s: nothing is heard", what)
 	}
-	if _, lost := m.Drain(); lost != want {
+	if _, _, lost := m.Drain(); lost != want {
 		t.Errorf("%s: lost %t, want %t", what, lost, want)
 	}
 }
