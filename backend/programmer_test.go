@@ -8,6 +8,8 @@ import (
 	"testing/synctest"
 	"time"
 
+	"k8s.io/klog/v2"
+
 	"flanneld/backend"
 	"flanneld/pkg/dataplane"
 	"flanneld/pkg/dataplane/dataplanetest"
@@ -81,19 +83,12 @@ func TestRouteOfAllPeersIsInTheWay(t *testing.T) {
 func TestVolatileIsAskedAgain(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		kernel := dataplanetest.New()
-		scope := dataplane.Scope{Networks: []netip.Prefix{netip.MustParsePrefix("10.5.0.0/16")}, Shared: []string{"eth0"}}
-		rec, err := dataplane.NewReconciler(dataplane.Config{Kernel: kernel, Scope: scope, Resync: time.Hour})
-		if err != nil {
-			t.Fatal(err)
+		p := programmer(t, kernel, time.Hour)
+		asked, desired := 0, p.Desired
+		p.Volatile, p.Desired = time.Second, func(ctx context.Context, l subnet.Lease) ([]dataplane.Object, error) {
+			asked++
+			return desired(ctx, l)
 		}
-		defer rec.Close()
-		asked := 0
-		p := &backend.Programmer{Base: dataplane.NewState(), Reconciler: rec, Volatile: time.Second,
-			Desired: func(_ context.Context, l subnet.Lease) ([]dataplane.Object, error) {
-				asked++
-				e := l.Endpoints[0]
-				return []dataplane.Object{dataplane.NewRoute(e.Subnet, e.PublicIP, "eth0", false)}, nil
-			}}
 		leases := map[string]*subnet.Lease{}
 		for i := range 5 {
 			l := lease(2+i, "")
@@ -129,4 +124,65 @@ func TestVolatileIsAskedAgain(t *testing.T) {
 			}
 		}
 	})
+}
+
+// TestResyncReads: while nothing is announced the kernel is read as often as --resync
+// says, give or take a fifth.
+func TestResyncReads(t *testing.T) {
+	const resync = 5 * time.Minute
+	synctest.Test(t, func(t *testing.T) {
+		var reads []time.Time
+		spy := &dataplanetest.Spy{Kernel: dataplanetest.New(), ReadError: func() error {
+			reads = append(reads, time.Now())
+			return nil
+		}}
+		p := programmer(t, spy, resync)
+		s := backend.NewSyncer(backend.SyncerConfig{
+			Config: subnet.Config{Networks: []subnet.Network{{Prefix: netip.MustParsePrefix("10.5.0.0/16")}}},
+			Own:    lease(1, "one"), Network: programmed{&network{}, p}, Ledger: &subnet.Ledger{}, Resync: resync,
+		})
+		ctx, cancel := context.WithCancel(klog.NewContext(t.Context(), klog.Logger{}))
+		done := make(chan error)
+		go func() { done <- s.Run(ctx) }()
+		advance(200 * resync)
+		cancel()
+		if err := <-done; err != nil {
+			t.Errorf("Run: %v", err)
+		}
+		if n := len(reads); n < 160 || n > 255 {
+			t.Errorf("%d reads in 200 periods", n)
+		}
+		for i, at := range reads[1:] {
+			if gap := at.Sub(reads[i]); gap < resync*4/5 || gap > resync*6/5 {
+				t.Fatalf("gap %d between reads is %s with a resync of %s", i, gap, resync)
+			}
+		}
+	})
+}
+
+// programmed is a network in front of a kernel.
+type programmed struct {
+	*network
+	*backend.Programmer
+}
+
+func (p programmed) Sync(ctx context.Context, peers backend.Set) (backend.Outcome, error) {
+	return p.Programmer.Sync(ctx, peers)
+}
+func (p programmed) Changed() <-chan struct{} { return p.Programmer.Changed() }
+func (p programmed) Close() error             { return p.Programmer.Close() }
+
+// programmer returns one of plain routes by eth0.
+func programmer(t *testing.T, k dataplane.Kernel, resync time.Duration) *backend.Programmer {
+	t.Helper()
+	scope := dataplane.Scope{Networks: []netip.Prefix{netip.MustParsePrefix("10.5.0.0/16")}, Shared: []string{"eth0"}}
+	rec, err := dataplane.NewReconciler(dataplane.Config{Kernel: k, Scope: scope, Resync: resync})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = rec.Close() })
+	return &backend.Programmer{Base: dataplane.NewState(), Reconciler: rec, Desired: func(_ context.Context, l subnet.Lease) ([]dataplane.Object, error) {
+		e := l.Endpoints[0]
+		return []dataplane.Object{dataplane.NewRoute(e.Subnet, e.PublicIP, "eth0", false)}, nil
+	}}
 }

@@ -3,7 +3,6 @@ package dataplane
 import (
 	"context"
 	"fmt"
-	"math/rand/v2"
 	"slices"
 	"time"
 )
@@ -20,7 +19,7 @@ type mirror struct {
 
 	State
 	valid bool
-	until time.Time // it is read again then, whatever it says
+	until time.Time // the first look from then on reads, whatever it says
 	// fresh says that nobody has used the devices yet: the next read leaves out
 	// routes of others, of which a host may have many. The mirror is partial then:
 	// it does not tell which of them a put would meet. For the first puts that will
@@ -73,8 +72,7 @@ func (m *mirror) look(ctx context.Context) (changed Keys, all bool, err error) {
 	}
 	m.partial = scope.Connected
 	m.valid = m.monitor != nil
-	// Spread over hosts, and over the devices of a host.
-	m.until = time.Now().Add(time.Duration(float64(m.resync) * (0.8 + 0.4*rand.Float64())))
+	m.until = time.Now().Add(m.resync * 4 / 5) // the soonest that who ticks around resync looks
 	return changed, true, nil
 }
 

@@ -88,8 +88,9 @@ const passes = 6
 type Config struct {
 	Kernel Kernel
 	Scope  Scope
-	// Resync is how old what is known of the kernel may get before it is read
-	// again, give or take a fifth. Zero means that every pass reads.
+	// Resync is how often everything is looked at, give or take a fifth: what is known
+	// of the kernel is read again with the first look after four fifths of it. Zero
+	// means that every pass reads.
 	Resync time.Duration
 }
 
