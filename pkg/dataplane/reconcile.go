@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"net/netip"
 	"slices"
 	"syscall"
@@ -108,6 +109,7 @@ type Reconciler struct {
 
 	refused     map[netip.Prefix]Refusal
 	unreachable map[netip.Prefix]Refusal
+	told        map[taken]time.Time // when a line was logged last
 }
 
 // NewReconciler returns a Reconciler, which the caller closes.
@@ -115,7 +117,7 @@ func NewReconciler(c Config) (*Reconciler, error) {
 	r := &Reconciler{
 		mirror:   mirror{kernel: c.Kernel, scope: c.Scope, resync: c.Resync},
 		recorded: map[Route]struct{}{}, want: NewState(), all: true,
-		refused: map[netip.Prefix]Refusal{}, unreachable: map[netip.Prefix]Refusal{},
+		refused: map[netip.Prefix]Refusal{}, unreachable: map[netip.Prefix]Refusal{}, told: map[taken]time.Time{},
 	}
 	if c.Resync > 0 {
 		monitor, err := c.Kernel.Monitor(c.Scope)
@@ -229,7 +231,6 @@ func (r *Reconciler) settle(ctx context.Context, sweep bool) (Report, error) {
 	if err := r.makeLinks(ctx, &report, func(o Object) bool { return some && !asked.has(o) }); err != nil {
 		return report, err
 	}
-	told := false
 	for range passes {
 		drifted, all, err := r.mirror.look(ctx)
 		if err != nil {
@@ -237,10 +238,7 @@ func (r *Reconciler) settle(ctx context.Context, sweep bool) (Report, error) {
 		}
 		r.all = r.all || all
 		changes := r.plan(drifted, sweep)
-		if !told {
-			logTaken(ctx, changes.Taken)
-			told = !r.mirror.partial
-		}
+		r.logTaken(ctx, changes.Taken)
 		if len(changes.Ops) == 0 {
 			if r.mirror.partial && (sweep || r.want.leads()) { // what else there is has to be known now
 				r.mirror.void()
@@ -423,8 +421,28 @@ func oneLine(errs []error) error {
 	return joined
 }
 
-func logTaken(ctx context.Context, taken []Route) {
-	for _, t := range taken {
-		klog.FromContext(ctx).Info("taking over a route that another program made", "route", t.String(), "protocol", t.Protocol)
+// takenLog is the least time between two lines about routes that the same program makes
+// to the same destination.
+const takenLog = time.Minute
+
+// taken is what a line about a route of another program is about.
+type taken struct {
+	dst      netip.Prefix
+	protocol uint8
+}
+
+// logTaken logs what is taken over, the first time at once and in a fight once a minute.
+func (r *Reconciler) logTaken(ctx context.Context, routes []Route) {
+	if len(routes) == 0 {
+		return
+	}
+	now := time.Now()
+	maps.DeleteFunc(r.told, func(_ taken, at time.Time) bool { return now.Sub(at) >= takenLog })
+	for _, route := range routes {
+		of := taken{route.Dst, route.Protocol}
+		if _, told := r.told[of]; !told {
+			r.told[of] = now
+			klog.FromContext(ctx).Info("taking over a route that another program made", "route", route.String(), "protocol", route.Protocol)
+		}
 	}
 }

@@ -1,14 +1,19 @@
 package dataplane_test
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"net/netip"
+	"strings"
 	"syscall"
 	"testing"
+	"testing/synctest"
+	"time"
 
 	"go.uber.org/goleak"
 	"k8s.io/klog/v2"
+	"k8s.io/klog/v2/textlogger"
 
 	"flanneld/pkg/dataplane"
 	"flanneld/pkg/dataplane/dataplanetest"
@@ -140,6 +145,35 @@ func TestAdopted(t *testing.T) {
 	if _, err := r.Reconcile(quiet(t), stateOf(), true); err != nil || !there() {
 		t.Errorf("there %t (%v), want that the new one is theirs again", there(), err)
 	}
+}
+
+// TestTakenIsLoggedOnceAMinute: another program makes its routes again and again.
+func TestTakenIsLoggedOnceAMinute(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		var log bytes.Buffer
+		ctx := klog.NewContext(t.Context(), textlogger.NewLogger(textlogger.NewConfig(textlogger.Output(&log))))
+		k := dataplanetest.New()
+		r := dataplanetest.NewReconciler(t, k, 0)
+		fight := func(passes int, protocol uint8) {
+			t.Helper()
+			theirs := with(other, func(r *dataplane.Route) { r.Priority, r.Protocol = 5, protocol })
+			for range passes {
+				if err := k.Append(theirs); err != nil {
+					t.Fatal(err)
+				}
+				if _, err := r.Reconcile(ctx, stateOf(other), true); err != nil {
+					t.Fatal(err)
+				}
+				time.Sleep(time.Second)
+			}
+		}
+		fight(100, 42) // at 0 and 60 s
+		fight(10, 43)
+		fight(1, 42)
+		if got := strings.Count(log.String(), "taking over"); got != 3 {
+			t.Errorf("%d lines, want two about the first program and one about the second:\n%s", got, &log)
+		}
+	})
 }
 
 func TestReport(t *testing.T) {
