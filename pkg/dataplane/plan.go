@@ -28,7 +28,8 @@ type Scope struct {
 
 func (s Scope) device(name string) bool { return slices.Contains(s.Devices, name) }
 
-func (s Scope) network(p netip.Prefix) bool {
+// InNetworks reports whether p lies in a network of s.
+func (s Scope) InNetworks(p netip.Prefix) bool {
 	return slices.ContainsFunc(s.Networks, func(n netip.Prefix) bool { return prefix.Contains(n, p) })
 }
 
@@ -142,7 +143,7 @@ func (p *planner) addrs() {
 	for a := range p.have.Addrs {
 		_, wanted := p.want.Addrs[a]
 		switch {
-		case wanted, p.absent(a.Dev), !p.scope.device(a.Dev), !p.scope.network(prefix.Host(a.Prefix.Addr())):
+		case wanted, p.absent(a.Dev), !p.scope.device(a.Dev), !p.scope.InNetworks(prefix.Host(a.Prefix.Addr())):
 		case p.inTheWay(a):
 			p.first = append(p.first, Op{Delete: true, Object: a})
 		case p.sweep:
@@ -256,7 +257,7 @@ func (p *planner) destination(w Route, have []Route) {
 
 // owns reports whether r is ours to delete.
 func (p *planner) owns(r Route) bool {
-	if r.Protocol == protoKernel || !p.scope.network(r.Dst) {
+	if r.Protocol == protoKernel || !p.scope.InNetworks(r.Dst) {
 		return false
 	}
 	if r.Protocol == Protocol || p.scope.device(r.Dev) {

@@ -12,7 +12,7 @@ import (
 // Covers reports whether nothing can be of other's without being of s.
 func (s Scope) Covers(other Scope) bool {
 	return !slices.ContainsFunc(other.Devices, func(name string) bool { return !s.device(name) }) &&
-		!slices.ContainsFunc(other.Networks, func(n netip.Prefix) bool { return !s.network(n) })
+		!slices.ContainsFunc(other.Networks, func(n netip.Prefix) bool { return !s.InNetworks(n) })
 }
 
 // has reports whether o is for a reconciler of scope s to judge.
@@ -21,13 +21,13 @@ func (s Scope) has(o Object) bool {
 	case Link:
 		return s.device(o.Name)
 	case Addr:
-		return s.device(o.Dev) && s.network(prefix.Host(o.Prefix.Addr()))
+		return s.device(o.Dev) && s.InNetworks(prefix.Host(o.Prefix.Addr()))
 	case Neigh:
-		return s.device(o.Dev) && s.network(prefix.Host(o.IP))
+		return s.device(o.Dev) && s.InNetworks(prefix.Host(o.IP))
 	case FDB:
 		return s.device(o.Dev)
 	case Route:
-		return s.network(o.Dst)
+		return s.InNetworks(o.Dst)
 	}
 	return false
 }
@@ -47,7 +47,7 @@ func Leftovers(ctx context.Context, k Kernel, former, present Scope) ([]Op, erro
 		}
 	}
 	ops := slices.DeleteFunc(Plan(have, NewState(), former, nil, true).Ops, func(op Op) bool {
-		return present.has(op.Object) || slices.Contains(gone, deviceOf(op.Object))
+		return present.has(op.Object) || slices.Contains(gone, DeviceOf(op.Object))
 	})
 	return append(ops, links...), nil
 }
@@ -68,8 +68,8 @@ func Retire(ctx context.Context, k Kernel, former, present Scope) (removed int, 
 	return len(ops) - len(errs), opErrors(errs)
 }
 
-// deviceOf returns the device that o lies on; empty if it lies on none.
-func deviceOf(o Object) string {
+// DeviceOf returns the device that o lies on; empty if it lies on none.
+func DeviceOf(o Object) string {
 	switch o := o.(type) {
 	case Addr:
 		return o.Dev

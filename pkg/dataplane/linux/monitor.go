@@ -282,7 +282,7 @@ func (m *monitor) neighbour(deleted bool, payload []byte) dataplane.Event {
 			return dataplane.Event{}
 		}
 		e.Object = dataplane.FDB{FDBKey: dataplane.FDBKey{Dev: dev, MAC: n.mac}, Dst: n.dst, Override: n.override}
-	case n.dst.IsValid() && inNetworks(m.scope, prefix.Host(n.dst)):
+	case n.dst.IsValid() && m.scope.InNetworks(prefix.Host(n.dst)):
 		e.Object = dataplane.Neigh{NeighKey: dataplane.NeighKey{Dev: dev, IP: n.dst}, MAC: n.mac}
 	}
 	return e
@@ -325,7 +325,7 @@ func (m *monitor) address(deleted bool, payload []byte) (e dataplane.Event, lost
 	dev, ours := m.names[index]
 	lost = deleted && payload[0] == unix.AF_INET && (ours || m.kernel.exits.has(index))
 	p := parseAddress(payload)
-	if !slices.Contains(m.scope.Devices, dev) || !p.IsValid() || !inNetworks(m.scope, prefix.Host(p.Addr())) {
+	if !slices.Contains(m.scope.Devices, dev) || !p.IsValid() || !m.scope.InNetworks(prefix.Host(p.Addr())) {
 		return dataplane.Event{}, lost
 	}
 	return dataplane.Event{Object: dataplane.Addr{Dev: dev, Prefix: p}, Deleted: deleted}, lost

@@ -69,10 +69,6 @@ func families(s dataplane.Scope) []uint8 {
 	return fs
 }
 
-func inNetworks(s dataplane.Scope, p netip.Prefix) bool {
-	return slices.ContainsFunc(s.Networks, func(n netip.Prefix) bool { return prefix.Contains(n, p) })
-}
-
 // readLink adds the named link to state and returns its index, 0 if there is none.
 func (k *Kernel) readLink(name string, s dataplane.Scope, state dataplane.State) (int, error) {
 	link, err := k.links.LinkByName(name)
@@ -123,7 +119,7 @@ func (k *Kernel) readAddrs(ctx context.Context, dev device, s dataplane.Scope, s
 			return fmt.Errorf("dump addresses of %s: %w", dev.name, err)
 		}
 		for _, a := range found {
-			if a.index == dev.index && inNetworks(s, prefix.Host(a.prefix.Addr())) {
+			if a.index == dev.index && s.InNetworks(prefix.Host(a.prefix.Addr())) {
 				state.Add(dataplane.Addr{Dev: dev.name, Prefix: a.prefix})
 			}
 		}
@@ -144,7 +140,7 @@ func (k *Kernel) readConnected(ctx context.Context, family uint8, s dataplane.Sc
 	}
 	for _, a := range found {
 		dst := a.prefix.Masked()
-		if !inNetworks(s, dst) {
+		if !s.InNetworks(dst) {
 			continue
 		}
 		dev, err := k.linkName(a.index)
@@ -207,7 +203,7 @@ type neighbour struct {
 }
 
 // dumpNeighs calls each for every permanent entry of dev in the neighbour
-// table of family: unix.AF_BRIDGE is the FDB. flags are required of an entry.
+// table of family: unix.AF_BRIDGE is the FDB, of which it takes the device's own.
 func (k *Kernel) dumpNeighs(ctx context.Context, family uint8, dev device, reset func(), each func(neighbour)) error {
 	var wanted uint8
 	if family == unix.AF_BRIDGE {
@@ -248,7 +244,7 @@ func (k *Kernel) readNeighs(ctx context.Context, dev device, s dataplane.Scope, 
 	for _, f := range families(s) {
 		var found []dataplane.Neigh
 		err := k.dumpNeighs(ctx, f, dev, func() { found = nil }, func(n neighbour) {
-			if n.dst.IsValid() && inNetworks(s, prefix.Host(n.dst)) {
+			if n.dst.IsValid() && s.InNetworks(prefix.Host(n.dst)) {
 				found = append(found, dataplane.Neigh{NeighKey: dataplane.NeighKey{Dev: dev.name, IP: n.dst}, MAC: n.mac})
 			}
 		})
@@ -297,7 +293,7 @@ type routeReply struct {
 
 // concerns reports whether the route is one that a state of scope s shows.
 func (r routeReply) concerns(s dataplane.Scope) bool {
-	return r.table == unix.RT_TABLE_MAIN && !r.fromSource && !r.cloned && r.route.Dst.IsValid() && inNetworks(s, r.route.Dst)
+	return r.table == unix.RT_TABLE_MAIN && !r.fromSource && !r.cloned && r.route.Dst.IsValid() && s.InNetworks(r.route.Dst)
 }
 
 func parseRoute(payload []byte) routeReply {
@@ -343,7 +339,7 @@ func elsewhere(payload []byte, s dataplane.Scope) bool {
 	for a := range attributes(payload[unix.SizeofRtMsg:]) {
 		if a.typ == unix.RTA_DST {
 			dst := a.addr()
-			return !dst.IsValid() || !inNetworks(s, netip.PrefixFrom(dst, int(payload[1])))
+			return !dst.IsValid() || !s.InNetworks(netip.PrefixFrom(dst, int(payload[1])))
 		}
 	}
 	return true // a default route

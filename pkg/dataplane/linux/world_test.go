@@ -127,7 +127,7 @@ func (w *world) append(o dataplane.Object) error {
 	if r, ok := o.(dataplane.Route); ok {
 		return w.appendRoute(r)
 	}
-	index, err := w.index(deviceOf(o))
+	index, err := w.index(dataplane.DeviceOf(o))
 	if err != nil {
 		return err
 	}
@@ -313,7 +313,7 @@ func (w *world) removeOne(o dataplane.Object) error {
 		return w.tell(func(m *message) { m.begin(unix.RTM_DELLINK, 0, ifinfomsg(index)...) })
 	}
 	index := 0
-	if dev := deviceOf(o); dev != "" {
+	if dev := dataplane.DeviceOf(o); dev != "" {
 		var err error
 		if index, err = w.index(dev); err != nil {
 			return err

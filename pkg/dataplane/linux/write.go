@@ -48,7 +48,7 @@ func (k *Kernel) applyRun(ctx context.Context, ops []dataplane.Op) []dataplane.O
 	ready := make([]*dataplane.Op, 0, len(ops))
 	for i := range ops {
 		op := &ops[i]
-		dev := deviceOf(op.Object)
+		dev := dataplane.DeviceOf(op.Object)
 		if _, ok := indexes[dev]; !ok {
 			index, err := k.linkIndex(dev)
 			if err != nil {
@@ -66,7 +66,7 @@ func (k *Kernel) applyRun(ctx context.Context, ops []dataplane.Op) []dataplane.O
 	}
 	k.provideNexthops(ctx, ready, indexes)
 	errs := k.sock.send(ctx, len(ready), func(i int, m *message) {
-		encode(m, ready[i], indexes[deviceOf(ready[i].Object)])
+		encode(m, ready[i], indexes[dataplane.DeviceOf(ready[i].Object)])
 	})
 	k.detour(ctx, ready, indexes, errs)
 	done := ready[:0]
@@ -129,20 +129,6 @@ func harmless(op *dataplane.Op, err error) bool {
 		}
 	}
 	return false
-}
-
-func deviceOf(o dataplane.Object) string {
-	switch o := o.(type) {
-	case dataplane.Addr:
-		return o.Dev
-	case dataplane.Neigh:
-		return o.Dev
-	case dataplane.FDB:
-		return o.Dev
-	case dataplane.Route:
-		return o.Dev
-	}
-	return ""
 }
 
 // encode appends the message for op to m.
