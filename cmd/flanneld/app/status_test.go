@@ -129,7 +129,7 @@ func TestStoreGrace(t *testing.T) {
 				if ready, why := d.health.Ready(); !ready && tc.want > 0 {
 					t.Errorf("not ready too soon: %q", why)
 				}
-				time.Sleep(1)
+				time.Sleep(time.Nanosecond)
 				if ready, _ := d.health.Ready(); ready {
 					t.Errorf("ready after %v", tc.want)
 				}
