@@ -320,7 +320,7 @@ func (r *runner) watchCost(ctx context.Context, s *kubeServer, kind string, last
 		if kind == "" {
 			break
 		}
-		w, err := r.startWatcher(ctx, s, kind)
+		w, err := r.startWatcher(s, kind)
 		if err != nil {
 			return 0, 0, 0, err
 		}
@@ -358,7 +358,7 @@ func (r *runner) watchCost(ctx context.Context, s *kubeServer, kind string, last
 const watcherName = "bench-watch"
 
 // startWatcher starts a process on host 1 that watches and decodes nothing.
-func (r *runner) startWatcher(ctx context.Context, s *kubeServer, kind string) (*exec.Cmd, error) {
+func (r *runner) startWatcher(s *kubeServer, kind string) (*exec.Cmd, error) {
 	self, err := os.Executable()
 	if err != nil {
 		return nil, err
