@@ -110,9 +110,6 @@ func (b *Backend) startKernel(ctx context.Context, own subnet.Lease) (backend.Ne
 	if err := b.free(ctx); err != nil {
 		return nil, err
 	}
-	if err := b.host.enterKernel(b.receiver()); err != nil {
-		return nil, err
-	}
 	scope := b.Scope()
 	scope.TxChecksum = true
 	reconciler, err := dataplane.NewReconciler(dataplane.Config{Kernel: b.env.Kernel, Scope: scope, Resync: b.env.Resync})
@@ -124,7 +121,11 @@ func (b *Backend) startKernel(ctx context.Context, own subnet.Lease) (backend.Ne
 		Programmer: &backend.Programmer{Base: b.kernelBase(own), Desired: routes, Reconciler: reconciler},
 	}
 	n.watch(reconciler.Changed())
-	if err := n.start(ctx); err != nil {
+	err = n.start(ctx)
+	if err == nil { // only now: user space may have to go on with the device that systemd has kept
+		err = b.host.enterKernel(b.receiver())
+	}
+	if err != nil {
 		return nil, oneline.Join(err, n.Close(), b.host.leaveKernel(b.receiver()))
 	}
 	return n, nil
