@@ -104,7 +104,7 @@ func (f Facts) lacks(i Interface) error {
 		case f.away(i.Name):
 			return fmt.Errorf("%s is not there, down, or without a carrier", i.Name)
 		default:
-			return fmt.Errorf("%s has not its address %s", i.Name, a.Local)
+			return fmt.Errorf("%s cannot send from its address %s", i.Name, a.Local)
 		}
 	}
 	return nil

@@ -286,9 +286,9 @@ func TestFactsLack(t *testing.T) {
 		"nothing":               {d1(func(*Link) {}), ""},
 		"a deprecated address":  {d1(func(l *Link) { l.Addrs[0].Deprecated = true }), ""},
 		"an address on another": {onLo, ""},
-		"no IPv4 address":       {d1(func(l *Link) { l.Addrs = l.Addrs[1:] }), "d1 has not its address 10.1.0.2"},
-		"no IPv6 address":       {d1(func(l *Link) { l.Addrs = l.Addrs[:1] }), "d1 has not its address fd01::2"},
-		"a tentative address":   {d1(func(l *Link) { l.Addrs[1].Tentative = true }), "d1 has not its address fd01::2"},
+		"no IPv4 address":       {d1(func(l *Link) { l.Addrs = l.Addrs[1:] }), "d1 cannot send from its address 10.1.0.2"},
+		"no IPv6 address":       {d1(func(l *Link) { l.Addrs = l.Addrs[:1] }), "d1 cannot send from its address fd01::2"},
+		"a tentative address":   {d1(func(l *Link) { l.Addrs[1].Tentative = true }), "d1 cannot send from its address fd01::2"},
 		"no carrier":            {d1(func(l *Link) { l.Running = false }), "d1 is not there, down, or without a carrier"},
 		"down":                  {d1(func(l *Link) { l.Up = false }), "d1 is not there, down, or without a carrier"},
 		"gone":                  {Facts{Links: d1(func(*Link) {}).Links[:1]}, "d1 is not there, down, or without a carrier"},
@@ -336,7 +336,7 @@ func TestKernelWatchTellsWhatIsUsable(t *testing.T) {
 		}
 		expect("")
 		k.must(k.h.AddrDel(k.link("d1"), address("10.1.0.2/24")))
-		expect("d1 has not its address 10.1.0.2")
+		expect("d1 cannot send from its address 10.1.0.2")
 		k.addAddr("d1", "10.1.0.2/24", 0)
 		expect("")
 	}()

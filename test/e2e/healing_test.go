@@ -736,7 +736,7 @@ func TestInterfaceWithoutAddress(t *testing.T) {
 	d := p.host.Daemon()
 	p.run(t, "ip addr flush dev eth0")
 	eventually(t, "not ready", func() error {
-		if status, body, _ := d.Get(background(t), "/readyz"); status != 503 || body != "flanneld is not ready yet\nexternal interface: eth0 has not its address 192.168.77.1" {
+		if status, body, _ := d.Get(background(t), "/readyz"); status != 503 || body != "flanneld is not ready yet\nexternal interface: eth0 cannot send from its address 192.168.77.1" {
 			return fmt.Errorf("/readyz says %d %q", status, body)
 		}
 		return nil

@@ -322,7 +322,6 @@ func TestRebootBeforeTheAddresses(t *testing.T) {
 	p := newPatient(t, "vxlan", dual)
 	h := p.host
 	file, before := readSubnetFile(t, h), everythingOfOurs(t, h)
-	pause(t, 3*time.Second) // the state on disk is not older than that
 	expectStop(t, h.Daemon())
 	p.lab.Etcd().Kill()
 	p.run(t, "ip link del flannel.1; ip link del flannel-v6.1; rm -r /run/flannel; ip addr flush dev eth0")
@@ -366,7 +365,6 @@ func TestClonedDisk(t *testing.T) {
 		}
 		return nil
 	})
-	pause(t, 3*time.Second) // the state on disk is not older than that
 	for _, h := range l.Hosts()[:2] {
 		expectStop(t, h.Daemon())
 	}

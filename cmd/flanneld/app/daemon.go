@@ -73,6 +73,7 @@ type daemon struct {
 	notifier health.Notifier
 	kernel   *linux.Kernel
 	fit      *runtimeFit
+	resumed  resumption
 	ready    sync.Once
 	record   *record
 	devices  deviceLocks
@@ -167,8 +168,8 @@ func (d *daemon) run(ctx context.Context) error {
 		d.warn = k.Warn
 	}
 
-	suspend := d.resume(ctx, manager, last)
-	defer suspend()
+	d.resumed = d.resume(ctx, manager, last)
+	defer d.resumed.stop()
 	be, now, err := d.prepare(ctx, manager, last)
 	for errors.Is(err, errConfigChanged) {
 		be, now, err = d.prepare(ctx, manager, last)
@@ -176,7 +177,7 @@ func (d *daemon) run(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	suspend()
+	d.resumed.stop()
 	sess, err := d.serve(ctx, be, now)
 	if err != nil {
 		return err
@@ -210,6 +211,7 @@ func (d *daemon) prepare(ctx context.Context, m store, last lastKnown) (backend.
 	if err != nil {
 		return nil, last, err
 	}
+	d.resumed.settle() // or two would start what a backend runs
 	log.Info("using interface", "name", iface.Name, "reason", iface.Reason, "mtu", iface.MTU, "addresses", describe(iface))
 	env := d.env(iface, cfg)
 	be, warnings, err := d.registry.New(env)

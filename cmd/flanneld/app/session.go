@@ -19,23 +19,31 @@ import (
 	"flanneld/subnet"
 )
 
+// resumption is what goes on from the last known state.
+type resumption struct {
+	settle func() // has nothing begin any more; what is about to has begun then
+	stop   func()
+}
+
 // resume goes on from the last known state until it is told to stop, if that is
 // of this node and its lease has not run out: pods keep their network while the
 // store is away. What is not there at the first try, as addresses at boot, it waits
 // for. It follows the external interface as work does; what is known then is in
 // d.record.
-func (d *daemon) resume(ctx context.Context, m store, last lastKnown) (stop func()) {
+func (d *daemon) resume(ctx context.Context, m store, last lastKnown) resumption {
 	if len(last.Own.Endpoints) == 0 || !last.Own.Permanent && time.Now().After(last.Own.Expires) {
-		return func() {}
+		return resumption{settle: func() {}, stop: func() {}}
 	}
 	d.public = last.PublicIPs
 	options := d.underlayOptions(last.Config, last)
 	ctx, cancel := context.WithCancel(ctx)
-	tried := make(chan struct{})
+	waiting, giveUp := context.WithCancel(ctx)
+	tried, settled := make(chan struct{}), make(chan struct{})
 	var wg sync.WaitGroup
 	wg.Go(func() {
-		s, err := d.recall(ctx, last, options, sync.OnceFunc(func() { close(tried) }))
-		if err != nil { // it was told to stop, or the lease has run out
+		s, err := d.recall(ctx, waiting, last, options, sync.OnceFunc(func() { close(tried) }))
+		close(settled)
+		if err != nil { // it was told to give up, or the lease has run out
 			return
 		}
 		klog.FromContext(ctx).Info("going on from the last known state until the store answers", "lease", last.Own.Key)
@@ -45,20 +53,26 @@ func (d *daemon) resume(ctx context.Context, m store, last lastKnown) (stop func
 		d.carryOn(ctx, m, s, options)
 	})
 	<-tried
-	return func() {
-		cancel()
-		wg.Wait()
+	return resumption{
+		settle: func() {
+			giveUp()
+			<-settled
+		},
+		stop: func() {
+			cancel()
+			wg.Wait()
+		},
 	}
 }
 
-// recall starts a session on what is known, as soon as that can be while the lease
-// runs. It calls tried after each try.
-func (d *daemon) recall(ctx context.Context, last lastKnown, options underlay.Options, tried func()) (s *session, err error) {
-	waiting, cancel := ctx, context.CancelFunc(func() {})
+// recall starts a session on what is known, for as long as ctx lasts, as soon as that
+// can be: until waiting ends, and while the lease runs. It calls tried after each try.
+func (d *daemon) recall(ctx, waiting context.Context, last lastKnown, options underlay.Options, tried func()) (s *session, err error) {
 	if !last.Own.Permanent {
-		waiting, cancel = context.WithDeadline(ctx, last.Own.Expires)
+		var cancel context.CancelFunc
+		waiting, cancel = context.WithDeadline(waiting, last.Own.Expires)
+		defer cancel()
 	}
-	defer cancel()
 	err = d.retry(waiting, "the last known state cannot be used yet", func() (err error) {
 		defer tried()
 		s, err = d.serveLast(ctx, last, options)
@@ -144,7 +158,11 @@ func (s *session) inspect(ctx context.Context, holdings bool) (backend.Inspectio
 	if in := s.left.Load(); in != nil {
 		return *in, nil
 	}
-	return s.syncer.Inspect(ctx, holdings)
+	in, err := s.syncer.Inspect(ctx, holdings)
+	if left := s.left.Load(); err != nil && left != nil { // it has ended meanwhile
+		return *left, nil
+	}
+	return in, err
 }
 
 // leave ends the session, and keeps a last look at it.
