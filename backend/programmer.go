@@ -109,6 +109,9 @@ func (p *Programmer) all(ctx context.Context, peers Set) (Outcome, error) {
 	want.AddState(p.Base)
 	report, err := p.Reconcile(ctx, want, peers.Complete)
 	o, refused := p.outcome(report)
+	if p.stale = p.Volatile > 0 && report.Rerouted; p.stale { // perhaps after they were asked
+		o.Again = p.Volatile
+	}
 	return o, oneline.Join(err, refused)
 }
 
