@@ -132,7 +132,7 @@ func (b *Backend) Claim(ctx context.Context, prev subnet.Claim) (subnet.Claim, e
 // has now, given what it published last: another backend has taken its place, or
 // it was for another subnet.
 func (b *Backend) outdated(prev subnet.Claim) bool {
-	if prev.BackendType != "" && prev.BackendType != Type {
+	if prev.BackendType != Type && len(prev.Endpoints) > 0 { // some publish no type
 		return true
 	}
 	told := b.host.book.setup().Input.Env // empty until the host has had a subnet

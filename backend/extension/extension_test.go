@@ -298,18 +298,20 @@ func TestRestart(t *testing.T) {
 func TestAnotherBackendMeanwhile(t *testing.T) {
 	n := newNode(t, logging())
 	const post = "post 10.5.0.0/16 10.5.1.0/24 192.0.2.1  ::/0 <nil> []"
-	n.mustStart()
+	lease := n.own(n.mustStart())
 	n.sync(peer(2, "two"))
 	n.expect("pre []", post, "add 10.5.2.0/24 192.0.2.2 [ ] [two]")
 	n.stop()
 
-	n.prev = subnet.Claim{BackendType: "vxlan"}
-	n.mustStart()
-	n.sync(peer(2, "two"))
-	n.expect("shutdown 10.5.1.0/24", "pre []", post, "remove 10.5.2.0/24 192.0.2.2 [ ] [two]", "add 10.5.2.0/24 192.0.2.2 [ ] [two]")
-	n.stop()
+	for _, other := range []string{"vxlan", ""} { // udp and alloc publish no type
+		n.prev = subnet.Claim{BackendType: other, Endpoints: lease.Endpoints}
+		n.mustStart()
+		n.sync(peer(2, "two"))
+		n.expect("shutdown 10.5.1.0/24", "pre []", post, "remove 10.5.2.0/24 192.0.2.2 [ ] [two]", "add 10.5.2.0/24 192.0.2.2 [ ] [two]")
+		n.stop()
+	}
 
-	n.prev = subnet.Claim{BackendType: Type}
+	n.prev = subnet.Claim{BackendType: Type, Endpoints: lease.Endpoints}
 	n.mustStart()
 	n.sync(peer(2, "two"))
 	n.expect()
