@@ -26,8 +26,8 @@ const tunDevice = "/dev/net/tun"
 
 // lacking adds to err, which says what this process cannot use, how it can.
 func lacking(err error) error {
-	return fmt.Errorf("WireGuard without the kernel's: %w: it needs %s and %s to write to: "+
-		"with systemd install flanneld-wireguard.conf, in Kubernetes set flannel.privileged", err, tunDevice, socketDir)
+	return fmt.Errorf("run WireGuard in user space: %w (it needs access to %s, and to write in %s: "+
+		"with systemd install flanneld-wireguard.conf, in Kubernetes set flannel.privileged)", err, tunDevice, socketDir)
 }
 
 // usable returns an error if this process has no access to a device file.

@@ -262,7 +262,9 @@ func (o *outbound) tooBig(p []byte) {
 	}
 	done, err := o.sendFragments(p, h, mtu)
 	for done && errors.Is(err, unix.EMSGSIZE) {
-		mtu = b.socket.below(mtu)
+		if mtu = b.socket.below(mtu); mtu == 0 {
+			break // nothing passes
+		}
 		done, err = o.sendFragments(p, h, mtu)
 	}
 	switch {

@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+	"golang.org/x/time/rate"
 
 	"flanneld/pkg/tunnel/packet"
 )
@@ -169,7 +170,7 @@ func TestScannerSilencesNobody(t *testing.T) {
 	here, there := pair(t)
 	o := newOutbound(&Tunnel{
 		Config:  Config{Device: &Device{file: here}, Table: NewTable(), Counters: &Counters{}, Own: []netip.Addr{netip.MustParseAddr("10.5.1.0")}},
-		replies: newLimiter(), sizes: newLimiter(),
+		replies: rate.NewLimiter(0, replyBurst), sizes: newLimiter(),
 	})
 	frame := tcpFrame(1, 0, 0x10, []byte("data"), 4)
 	for o.replies.Allow() { // until no more is told

@@ -108,6 +108,7 @@ func (t *nexthops) use(id uint32, n int) *object {
 }
 
 func (t *nexthops) remove(id uint32) {
+	delete(t.unused, id) // it may be another's next time
 	if o, ok := t.byID[id]; ok {
 		delete(t.byID, id)
 		if t.byHop[o.hop] == o {
