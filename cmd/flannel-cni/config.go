@@ -135,6 +135,8 @@ func (c config) release() (object, error) {
 		none := netip.MustParsePrefix("192.0.2.0/24")
 		host = subnetfile.File{Entries: []subnetfile.Entry{{Network: none, Subnet: none}}}
 	}
+	c.IPAM = c.IPAM.clone()
+	delete(c.IPAM, "routes") // there is nothing to route, whatever they say
 	return c.delegationOn(host)
 }
 

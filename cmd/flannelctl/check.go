@@ -166,7 +166,7 @@ func probe(ctx context.Context, s netip.Prefix, public netip.Addr, n status.Netw
 	case err != nil && outerErr != nil:
 		return fail("underlay", outerErr, public.String()+" does not answer either: look at the host and the way to it")
 	case err != nil && len(n.Devices) == 0:
-		return fail("", err, fmt.Sprintf("the host answers, %s does not: no pods have a bridge there yet, or a firewall drops what is for them", inner))
+		return fail("", err, fmt.Sprintf("the host answers, %s does not: no pods have a bridge there yet, a firewall drops what is for them, or a router or cloud between takes no packets of pods (source/destination check)", inner))
 	case err != nil:
 		return fail("network", err, fmt.Sprintf("the host answers, its end of the network does not: a firewall that drops the backend's packets (%s), or flanneld there", carried(n)))
 	}

@@ -137,13 +137,15 @@ func (r *report) save(o options) error {
 	if err := os.MkdirAll(o.out, 0o755); err != nil {
 		return err
 	}
-	old, err := filepath.Glob(filepath.Join(o.out, "*.svg"))
-	if err != nil {
-		return err
-	}
-	for _, chart := range old {
-		if err := os.Remove(chart); err != nil {
+	if o.only == "" { // the last run may have had charts that this one has not
+		old, err := filepath.Glob(filepath.Join(o.out, "*.svg"))
+		if err != nil {
 			return err
+		}
+		for _, chart := range old {
+			if err := os.Remove(chart); err != nil {
+				return err
+			}
 		}
 	}
 	var text bytes.Buffer

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"os"
 	"os/exec"
+	"os/signal"
 	"path/filepath"
 	"strconv"
 	"strings"
@@ -150,8 +151,13 @@ func TestForever(t *testing.T) {
 	<-t.Context().Done()
 }
 `})
+			heeded := make(chan os.Signal, 1)
+			signal.Notify(heeded, sig) // or the program would ignore it where nohup runs the tests
+			defer signal.Stop(heeded)
+			ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+			defer cancel()
 			var out bytes.Buffer
-			cmd := exec.CommandContext(t.Context(), program, "unit")
+			cmd := exec.CommandContext(ctx, program, "unit")
 			cmd.Stdout, cmd.Stderr = &out, &out
 			if err := cmd.Start(); err != nil {
 				t.Fatal(err)
