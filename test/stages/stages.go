@@ -20,7 +20,7 @@ import (
 )
 
 // vmBudget is how long the guest of the vm stage may run.
-const vmBudget = 15 * time.Minute
+const vmBudget = 25 * time.Minute
 
 const (
 	kernelTests = "^TestKernel"
