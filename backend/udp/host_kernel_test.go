@@ -40,19 +40,26 @@ func TestMain(m *testing.M) {
 	os.Exit(m.Run())
 }
 
-// TestKernelSystemdKeepsTheDevice plays systemd: it gets the device from one
-// process, outlives it, and hands the device to the next.
-func TestKernelSystemdKeepsTheDevice(t *testing.T) {
+// oneHost makes a host in a network namespace. ctx bounds the test.
+func oneHost(t *testing.T) (ctx context.Context, l *lab.Lab) {
+	t.Helper()
 	if os.Geteuid() != 0 {
 		t.Fatal("this test makes a network namespace: run it as root")
 	}
 	ctx, cancel := context.WithTimeout(t.Context(), 30*time.Second)
-	defer cancel()
+	t.Cleanup(cancel)
 	l, err := lab.New(ctx, lab.Config{Hosts: 1, Etcd: lab.EtcdOptions{Disabled: true}})
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer l.Close()
+	t.Cleanup(func() { l.Close() })
+	return ctx, l
+}
+
+// TestKernelSystemdKeepsTheDevice plays systemd: it gets the device from one
+// process, outlives it, and hands the device to the next.
+func TestKernelSystemdKeepsTheDevice(t *testing.T) {
+	ctx, l := oneHost(t)
 	path := filepath.Join(t.TempDir(), "notify")
 	systemd, err := net.ListenUnixgram("unixgram", &net.UnixAddr{Name: path, Net: "unixgram"})
 	if err != nil {
@@ -99,16 +106,7 @@ func TestKernelSystemdKeepsTheDevice(t *testing.T) {
 // TestKernelMessagesLost has a host without the right to change sysctls, as in many a
 // container: it says once that messages about packets are lost, unless they are not.
 func TestKernelMessagesLost(t *testing.T) {
-	if os.Geteuid() != 0 {
-		t.Fatal("this test makes a network namespace: run it as root")
-	}
-	ctx, cancel := context.WithTimeout(t.Context(), 30*time.Second)
-	defer cancel()
-	l, err := lab.New(ctx, lab.Config{Hosts: 1, Etcd: lab.EtcdOptions{Disabled: true}})
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer l.Close()
+	ctx, l := oneHost(t)
 	const readOnly = "mount --bind /proc/sys /proc/sys && mount -o remount,bind,ro /proc/sys && "
 	for _, tc := range []struct {
 		name, before string
