@@ -160,8 +160,8 @@ type Registry struct{ entries map[string]Entry }
 type Entry struct {
 	Type    string // lower case
 	Factory Factory
-	// OneThread says that packets do not go through this process: whatever else
-	// there is to do takes no more than one thread once the start is over.
+	// OneThread says that one thread does what there is to do once the start is over:
+	// packets do not go through this process, or are best off with one.
 	OneThread bool
 }
 

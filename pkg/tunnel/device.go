@@ -5,6 +5,8 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"syscall"
+	"unsafe"
 
 	"golang.org/x/sys/unix"
 
@@ -16,6 +18,7 @@ import (
 // Without Persist it vanishes when the last one who has it open closes it.
 type Device struct {
 	file *os.File
+	raw  syscall.RawConn // of file
 	name string
 	// tcp and udp say which super-packets the kernel exchanges through it.
 	tcp, udp bool
@@ -68,10 +71,9 @@ func AdoptDevice(fd int) (*Device, error) {
 // one that was not at this moment.
 func newDevice(fd int) (*Device, error) {
 	d := &Device{file: os.NewFile(uintptr(fd), "/dev/net/tun")}
-	req, err := status(fd)
-	if err == nil {
-		d.name = req.Name()
-		err = d.prepare(fd, req.Uint16())
+	var err error
+	if d.raw, err = d.file.SyscallConn(); err == nil {
+		err = d.prepare(fd)
 	}
 	if err != nil {
 		return nil, oneline.Join(fmt.Errorf("set up TUN device %s: %w", d.name, err), d.file.Close())
@@ -79,7 +81,13 @@ func newDevice(fd int) (*Device, error) {
 	return d, nil
 }
 
-func (d *Device) prepare(fd int, flags uint16) error {
+func (d *Device) prepare(fd int) error {
+	req, err := status(fd)
+	if err != nil {
+		return err
+	}
+	d.name = req.Name()
+	flags := req.Uint16()
 	if flags&unix.IFF_TUN == 0 || flags&unix.IFF_NO_PI == 0 || flags&unix.IFF_VNET_HDR == 0 {
 		return errors.New("it was not opened by flanneld")
 	}
@@ -175,10 +183,27 @@ func status(fd int) (*unix.Ifreq, error) {
 
 // control runs f with the descriptor.
 func (d *Device) control(f func(fd int) error) error {
-	raw, err := d.file.SyscallConn()
-	if err != nil {
-		return err
-	}
-	cerr := raw.Control(func(fd uintptr) { err = f(int(fd)) })
+	var err error
+	cerr := d.raw.Control(func(fd uintptr) { err = f(int(fd)) })
 	return oneline.Join(cerr, err)
+}
+
+// deviceWriter writes packets, each with its offload header, to a device.
+type deviceWriter struct {
+	*outlet
+	b []byte
+}
+
+func newDeviceWriter(d *Device) *deviceWriter {
+	w := &deviceWriter{}
+	w.outlet = newOutlet(d.raw, func(fd uintptr) unix.Errno {
+		_, _, errno := unix.RawSyscall(unix.SYS_WRITE, fd, uintptr(unsafe.Pointer(unsafe.SliceData(w.b))), uintptr(len(w.b)))
+		return errno
+	})
+	return w
+}
+
+func (w *deviceWriter) packet(b []byte) error {
+	w.b = b
+	return w.write()
 }

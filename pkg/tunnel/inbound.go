@@ -19,6 +19,7 @@ type inbound struct {
 	// be added to, and what may be added.
 	buf      []byte
 	receiver *receiver
+	device   *deviceWriter
 	merger   packet.Merger
 	merged   bool // the merger has something
 
@@ -35,7 +36,7 @@ type inbound struct {
 
 func newInbound(t *Tunnel, s *socket) *inbound {
 	return &inbound{
-		Tunnel: t, socket: s, buf: make([]byte, packet.OffloadLen+2*maxPacket), receiver: newReceiver(),
+		Tunnel: t, socket: s, buf: make([]byte, packet.OffloadLen+2*maxPacket), receiver: newReceiver(), device: newDeviceWriter(t.Device),
 		merger:  packet.Merger{TCP: t.Device.tcp, UDP: t.Device.udp},
 		anybody: t.Check == CheckOff, foreign: t.Check != CheckStrict,
 	}
@@ -46,13 +47,9 @@ const enough = 100
 
 // run receives until the tunnel is closed.
 func (i *inbound) run() error {
-	raw, err := i.socket.conn.SyscallConn()
-	if err != nil {
-		return err
-	}
 	var failed error
 	failures := 0
-	err = raw.Read(func(fd uintptr) bool {
+	err := i.socket.raw.Read(func(fd uintptr) bool {
 		for !i.closing.Load() {
 			at := i.next()
 			n, size, from, err := i.receiver.receive(fd, i.buf[at:at+maxPacket])
@@ -171,7 +168,7 @@ func (i *inbound) write() {
 	}
 	i.merged = false
 	b, count := i.merger.Finish()
-	if _, err := i.Device.file.Write(b); err != nil {
+	if err := i.device.packet(b); err != nil {
 		i.Counters.dropped[DeviceFailed].Add(uint64(count))
 		return
 	}

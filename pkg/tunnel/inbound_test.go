@@ -99,14 +99,17 @@ func TestGathering(t *testing.T) {
 }
 
 // pair returns what is in place of a device, and its other end, which never waits.
-func pair(t *testing.T) (device *os.File, there int) {
+func pair(t *testing.T) (device *Device, there int) {
 	t.Helper()
 	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_SEQPACKET|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK, 0)
 	if err != nil {
 		t.Fatal(err)
 	}
-	device = os.NewFile(uintptr(fds[0]), "device")
+	device = &Device{file: os.NewFile(uintptr(fds[0]), "device"), tcp: true, udp: true}
 	t.Cleanup(func() { _, _ = device.Close(), unix.Close(fds[1]) })
+	if device.raw, err = device.file.SyscallConn(); err != nil {
+		t.Fatal(err)
+	}
 	return device, fds[1]
 }
 
@@ -116,7 +119,7 @@ func gather(t *testing.T, receives [][][]byte, frames []int) {
 	table := NewTable()
 	table.Update(nil, []Peer{peer})
 	i := newInbound(
-		&Tunnel{Config: Config{Device: &Device{file: here, tcp: true, udp: true}, Networks: networks, Table: table, Counters: &Counters{}}},
+		&Tunnel{Config: Config{Device: here, Networks: networks, Table: table, Counters: &Counters{}}},
 		&socket{local: netip.MustParseAddrPort("192.0.2.1:8285")},
 	)
 	var sent [][]byte

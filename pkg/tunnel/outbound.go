@@ -53,14 +53,10 @@ func newOutbound(t *Tunnel) *outbound {
 
 // run reads until the device is gone or the tunnel is closed.
 func (o *outbound) run() error {
-	raw, err := o.Device.file.SyscallConn()
-	if err != nil {
-		return err
-	}
 	var failed error
-	err = raw.Read(func(fd uintptr) bool {
+	err := o.Device.raw.Read(func(fd uintptr) bool {
 		for !o.closing.Load() {
-			n, err := unix.Read(int(fd), o.in)
+			n, err := read(fd, o.in)
 			switch {
 			case err == nil:
 				o.take(o.in[:n])
@@ -198,7 +194,7 @@ func (o *outbound) send() error {
 		b.control.set(b.size)
 		control = b.control
 	}
-	_, _, err := b.socket.conn.WriteMsgUDPAddrPort(b.buf[:b.n], control, b.to)
+	err := b.socket.sender.send(b.buf[:b.n], control, b.to)
 	return err
 }
 
@@ -236,7 +232,7 @@ func (o *outbound) sendOne(p []byte) {
 	if b.to.Addr().Is6() && len(p) <= packet.MinMTU6 { // who sends that cannot be told to send less: RFC 2473, 7.1
 		control = mayFragment
 	}
-	_, _, err := b.socket.conn.WriteMsgUDPAddrPort(p, control, b.to)
+	err := b.socket.sender.send(p, control, b.to)
 	switch {
 	case err == nil:
 		o.Counters.sent.Add(1)
@@ -284,7 +280,7 @@ func (o *outbound) sendFragments(p []byte, h packet.Header, mtu int) (done bool,
 	b := &o.batch
 	done = packet.Fragment(o.spare, p, h, mtu, func(f []byte) {
 		if err == nil {
-			_, _, err = b.socket.conn.WriteMsgUDPAddrPort(f, nil, b.to)
+			err = b.socket.sender.send(f, nil, b.to)
 		}
 	})
 	return done, err

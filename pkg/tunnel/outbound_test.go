@@ -47,7 +47,7 @@ func TestSends(t *testing.T) {
 // sends returns how many packets each send has that frames bring about.
 func sends(t *testing.T, frames [][]byte) []int {
 	t.Helper()
-	o, in := newSender(t, netip.MustParsePrefix("10.5.1.0/24"))
+	o, in := newLoopback(t, netip.MustParsePrefix("10.5.1.0/24"))
 	for _, f := range frames {
 		o.take(bytes.Clone(f))
 	}
@@ -55,8 +55,8 @@ func sends(t *testing.T, frames [][]byte) []int {
 	return received(t, in[0], o.Counters.Sent())
 }
 
-// newSender returns a sender on the loopback device, and a peer for each subnet.
-func newSender(t *testing.T, subnets ...netip.Prefix) (o *outbound, peers []*socket) {
+// newLoopback returns what sends on the loopback device, and a peer for each subnet.
+func newLoopback(t *testing.T, subnets ...netip.Prefix) (o *outbound, peers []*socket) {
 	t.Helper()
 	open := func(at netip.AddrPort) *socket {
 		s, err := openSocket(t.Context(), at, false)
@@ -118,7 +118,7 @@ func TestOneByOne(t *testing.T) {
 		copy(b[packet.OffloadLen+16:], netip.MustParseAddr(to).AsSlice())
 		return b
 	}
-	o, peers := newSender(t, netip.MustParsePrefix("10.5.1.0/24"), netip.MustParsePrefix("10.5.2.0/24"))
+	o, peers := newLoopback(t, netip.MustParsePrefix("10.5.1.0/24"), netip.MustParsePrefix("10.5.2.0/24"))
 	o.take(frame("10.5.1.7"))
 	o.sendEach(unix.EIO)
 	o.batch.n, o.batch.count = 0, 0
@@ -169,7 +169,7 @@ func TestFlowFollowsItsPeer(t *testing.T) {
 func TestScannerSilencesNobody(t *testing.T) {
 	here, there := pair(t)
 	o := newOutbound(&Tunnel{
-		Config:  Config{Device: &Device{file: here}, Table: NewTable(), Counters: &Counters{}, Own: []netip.Addr{netip.MustParseAddr("10.5.1.0")}},
+		Config:  Config{Device: here, Table: NewTable(), Counters: &Counters{}, Own: []netip.Addr{netip.MustParseAddr("10.5.1.0")}},
 		replies: rate.NewLimiter(0, replyBurst), sizes: newLimiter(),
 	})
 	frame := tcpFrame(1, 0, 0x10, []byte("data"), 4)

@@ -27,6 +27,8 @@ const (
 // sends and receives many at a time if the kernel can do that.
 type socket struct {
 	conn     *net.UDPConn
+	raw      syscall.RawConn // of conn
+	sender   *sender
 	probe    int // a socket that asks the kernel for the routes that conn's datagrams take
 	local    netip.AddrPort
 	overhead int  // bytes that a datagram adds to a packet
@@ -45,6 +47,10 @@ func openSocket(ctx context.Context, local netip.AddrPort, plain bool) (*socket,
 		return nil, fmt.Errorf("listen on UDP %s: %w", local, err)
 	}
 	s.conn = conn.(*net.UDPConn)
+	if s.raw, err = s.conn.SyscallConn(); err != nil {
+		return nil, oneline.Join(err, conn.Close())
+	}
+	s.sender = newSender(s.raw)
 	s.probe, err = unix.Socket(f.domain, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0)
 	if err != nil {
 		return nil, oneline.Join(fmt.Errorf("open socket: %w", err), conn.Close())
@@ -180,7 +186,7 @@ func (r *receiver) receive(fd uintptr, b []byte) (n, size int, from netip.Addr, 
 	r.part.SetLen(len(b))
 	r.header.Namelen = unix.SizeofSockaddrInet6
 	r.header.SetControllen(len(r.oob))
-	got, _, errno := unix.Syscall(unix.SYS_RECVMSG, fd, uintptr(unsafe.Pointer(&r.header)), 0)
+	got, _, errno := unix.RawSyscall(unix.SYS_RECVMSG, fd, uintptr(unsafe.Pointer(&r.header)), 0)
 	if errno != 0 {
 		return 0, 0, netip.Addr{}, errno
 	}
@@ -190,6 +196,44 @@ func (r *receiver) receive(fd uintptr, b []byte) (n, size int, from netip.Addr, 
 		from = netip.AddrFrom4((*unix.RawSockaddrInet4)(unsafe.Pointer(&r.from)).Addr)
 	}
 	return int(got), receivedSize(r.oob[:r.header.Controllen]), from, nil
+}
+
+// sender sends without allocating anything. One goroutine has it.
+type sender struct {
+	*outlet
+	header unix.Msghdr
+	part   unix.Iovec
+	to     unix.RawSockaddrInet6 // or what is in its place for IPv4, which is shorter
+}
+
+func newSender(conn syscall.RawConn) *sender {
+	s := &sender{}
+	s.header.Name, s.header.Iov = (*byte)(unsafe.Pointer(&s.to)), &s.part
+	s.header.SetIovlen(1)
+	s.outlet = newOutlet(conn, func(fd uintptr) unix.Errno {
+		_, _, errno := unix.RawSyscall(unix.SYS_SENDMSG, fd, uintptr(unsafe.Pointer(&s.header)), 0)
+		return errno
+	})
+	return s
+}
+
+// send sends b, which control says more about, to a peer.
+func (s *sender) send(b, control []byte, to netip.AddrPort) error {
+	s.part.Base = unsafe.SliceData(b)
+	s.part.SetLen(len(b))
+	s.header.Control = unsafe.SliceData(control)
+	s.header.SetControllen(len(control))
+	var port *uint16
+	if to.Addr().Is6() {
+		s.to = unix.RawSockaddrInet6{Family: unix.AF_INET6, Addr: to.Addr().As16()}
+		s.header.Namelen, port = unix.SizeofSockaddrInet6, &s.to.Port
+	} else {
+		v4 := (*unix.RawSockaddrInet4)(unsafe.Pointer(&s.to))
+		*v4 = unix.RawSockaddrInet4{Family: unix.AF_INET, Addr: to.Addr().As4()}
+		s.header.Namelen, port = unix.SizeofSockaddrInet4, &v4.Port
+	}
+	binary.BigEndian.PutUint16((*[2]byte)(unsafe.Pointer(port))[:], to.Port())
+	return s.write()
 }
 
 // receivedSize returns the size of the datagrams that a receive gathered, 0 if

@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"io"
 	"os/signal"
+	"runtime"
 	"syscall"
 	"time"
 
@@ -32,6 +33,10 @@ import (
 // What they leave undone the next start finds: the data path stays anyway.
 const stopTimeout = 1500 * time.Millisecond
 
+// fewCPUs is how many leave none for a second thread that carries packets: the pods
+// whose packets they are have the other.
+const fewCPUs = 2
+
 // backends is the list of all backends. commands is what this process has of
 // extension, carrier what it has of udp.
 func backends(commands *extension.Host, carrier *udp.Host) (backend.Registry, error) {
@@ -40,7 +45,7 @@ func backends(commands *extension.Host, carrier *udp.Host) (backend.Registry, er
 		backend.Entry{Type: extension.Type, Factory: commands.New},
 		backend.Entry{Type: hostgw.Type, Factory: hostgw.New, OneThread: true},
 		backend.Entry{Type: ipip.Type, Factory: ipip.New, OneThread: true},
-		backend.Entry{Type: udp.Type, Factory: carrier.New},
+		backend.Entry{Type: udp.Type, Factory: carrier.New, OneThread: runtime.GOMAXPROCS(0) <= fewCPUs},
 		backend.Entry{Type: vxlan.Type, Factory: vxlan.New, OneThread: true},
 		backend.Entry{Type: wireguard.Type, Factory: wireguard.New},
 	)

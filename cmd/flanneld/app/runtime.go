@@ -62,7 +62,7 @@ func (f *runtimeFit) backend(oneThread bool) {
 
 // fitThreads is called with f.mu held. At rest it costs more to wake a second
 // thread for each step of an event than the steps do, unless packets go through
-// the process. A start uses all it can get.
+// the process and there are CPUs for more. A start uses all it can get.
 func (f *runtimeFit) fitThreads() {
 	switch one := f.resting && f.oneThread; {
 	case !f.threads || one == f.fitted:

@@ -10,35 +10,36 @@ import (
 // last byte counts as if a zero followed, so only the last part of what is
 // summed may be odd.
 func sum(b []byte, partial uint64) uint64 {
-	// One chain of additions waits for the carry of each. The processor has room for two.
-	s, t := partial, uint64(0)
-	for ; len(b) >= 128; b = b[128:] {
-		s, t = addBlock(s, (*[64]byte)(b)), addBlock(t, (*[64]byte)(b[64:]))
+	s, carry, carries := partial, uint64(0), uint64(0)
+	for ; len(b) >= 64; b = b[64:] {
+		w := (*[64]byte)(b)
+		s, carry = bits.Add64(s, binary.LittleEndian.Uint64(w[0:]), 0)
+		s, carry = bits.Add64(s, binary.LittleEndian.Uint64(w[8:]), carry)
+		s, carry = bits.Add64(s, binary.LittleEndian.Uint64(w[16:]), carry)
+		s, carry = bits.Add64(s, binary.LittleEndian.Uint64(w[24:]), carry)
+		s, carry = bits.Add64(s, binary.LittleEndian.Uint64(w[32:]), carry)
+		s, carry = bits.Add64(s, binary.LittleEndian.Uint64(w[40:]), carry)
+		s, carry = bits.Add64(s, binary.LittleEndian.Uint64(w[48:]), carry)
+		s, carry = bits.Add64(s, binary.LittleEndian.Uint64(w[56:]), carry)
+		carries += carry // so that no block waits for the one before
 	}
-	if len(b) >= 64 {
-		s, b = addBlock(s, (*[64]byte)(b)), b[64:]
-	}
-	s, carry := bits.Add64(s, t, 0)
+	s, carry = bits.Add64(s, carries, 0)
 	for ; len(b) >= 8; b = b[8:] {
 		s, carry = bits.Add64(s, binary.LittleEndian.Uint64(b), carry)
 	}
-	var rest [8]byte
-	copy(rest[:], b)
-	s, carry = bits.Add64(s, binary.LittleEndian.Uint64(rest[:]), carry)
-	s, carry = bits.Add64(s, 0, carry)
-	return s + carry
-}
-
-// addBlock adds the words of b to s.
-func addBlock(s uint64, b *[64]byte) uint64 {
-	s, carry := bits.Add64(s, binary.LittleEndian.Uint64(b[0:]), 0)
-	s, carry = bits.Add64(s, binary.LittleEndian.Uint64(b[8:]), carry)
-	s, carry = bits.Add64(s, binary.LittleEndian.Uint64(b[16:]), carry)
-	s, carry = bits.Add64(s, binary.LittleEndian.Uint64(b[24:]), carry)
-	s, carry = bits.Add64(s, binary.LittleEndian.Uint64(b[32:]), carry)
-	s, carry = bits.Add64(s, binary.LittleEndian.Uint64(b[40:]), carry)
-	s, carry = bits.Add64(s, binary.LittleEndian.Uint64(b[48:]), carry)
-	s, carry = bits.Add64(s, binary.LittleEndian.Uint64(b[56:]), carry)
+	var rest uint64
+	if len(b) >= 4 {
+		rest, b = uint64(binary.LittleEndian.Uint32(b))<<32, b[4:]
+	}
+	switch len(b) {
+	case 3:
+		rest += uint64(b[2])<<16 | uint64(binary.LittleEndian.Uint16(b))
+	case 2:
+		rest += uint64(binary.LittleEndian.Uint16(b))
+	case 1:
+		rest += uint64(b[0])
+	}
+	s, carry = bits.Add64(s, rest, carry)
 	s, carry = bits.Add64(s, 0, carry)
 	return s + carry
 }

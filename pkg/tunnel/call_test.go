@@ -1,0 +1,88 @@
+package tunnel
+
+import (
+	"encoding/binary"
+	"errors"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+// TestWriteWithoutRoom: what there is no room for waits until there is, in its order,
+// or until the device is closed.
+func TestWriteWithoutRoom(t *testing.T) {
+	device, there := pair(t)
+	const n = 5000
+	wrote := make(chan error, 1)
+	b := make([]byte, 1000)
+	w := newDeviceWriter(device)
+	go func() {
+		for i := range uint32(n) {
+			binary.BigEndian.PutUint32(b, i)
+			if err := w.packet(b); err != nil {
+				wrote <- err
+				return
+			}
+		}
+		wrote <- nil
+	}()
+	got := make([]byte, 2000)
+	late := time.Now().Add(10 * time.Second)
+	for i := uint32(0); i < n; {
+		size, err := unix.Read(there, got)
+		switch {
+		case errors.Is(err, unix.EAGAIN) && time.Now().Before(late):
+			_, _ = unix.Poll([]unix.PollFd{{Fd: int32(there), Events: unix.POLLIN}}, 100)
+			continue
+		case err != nil || size != len(b) || binary.BigEndian.Uint32(got) != i:
+			t.Fatalf("packet %d: %d bytes (%v), number %d", i, size, err, binary.BigEndian.Uint32(got))
+		}
+		i++
+	}
+	if err := <-wrote; err != nil {
+		t.Fatal(err)
+	}
+
+	full := make(chan struct{})
+	go func() {
+		for {
+			if err := w.packet(b); err != nil {
+				close(full)
+				return
+			}
+		}
+	}()
+	for free := 1; free > 0; { // until the buffer is full
+		err := device.control(func(fd int) (err error) {
+			free, err = unix.Poll([]unix.PollFd{{Fd: int32(fd), Events: unix.POLLOUT}}, 0)
+			return err
+		})
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := device.Close(); err != nil {
+		t.Fatal(err)
+	}
+	select {
+	case <-full:
+	case <-time.After(10 * time.Second):
+		t.Error("a write waits for a device that is closed")
+	}
+}
+
+// TestWriteError: an error of the kernel is told, and the next write is not hurt by it.
+func TestWriteError(t *testing.T) {
+	device, there := pair(t)
+	w := newDeviceWriter(device)
+	if err := w.packet(make([]byte, 1<<24)); !errors.Is(err, unix.EMSGSIZE) {
+		t.Errorf("16 MB at once: %v", err)
+	}
+	if err := w.packet([]byte("hello")); err != nil {
+		t.Error(err)
+	}
+	if n, err := unix.Read(there, make([]byte, 10)); n != 5 {
+		t.Errorf("%d bytes arrived (%v)", n, err)
+	}
+}
