@@ -7,9 +7,9 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// No descriptor of a tunnel blocks, so the runtime is not told of what is called on
-// them. It would have another thread see to each call that lasts, which costs more CPU
-// time than copying the packets.
+// No descriptor of a tunnel blocks, so its system calls are made without telling the
+// runtime, which would have another thread watch over each: that takes more CPU time
+// than to copy the packets.
 
 // read reads from fd to b.
 func read(fd uintptr, b []byte) (int, error) {
