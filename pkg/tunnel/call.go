@@ -9,7 +9,7 @@ import (
 
 // No descriptor of a tunnel blocks, so its system calls are made without telling the
 // runtime, which would have another thread watch over each: that takes more CPU time
-// than to copy the packets.
+// than to copy the packets. What follows from that for others is up to lane.
 
 // read reads from fd to b.
 func read(fd uintptr, b []byte) (int, error) {

@@ -44,29 +44,30 @@ func TestWriteWithoutRoom(t *testing.T) {
 		t.Fatal(err)
 	}
 
-	full := make(chan struct{})
-	go func() {
-		for {
-			if err := w.packet(b); err != nil {
-				close(full)
-				return
-			}
+	err := device.control(func(fd int) (err error) { // until the buffer is full
+		for err == nil {
+			_, err = unix.Write(fd, b)
 		}
-	}()
-	for free := 1; free > 0; { // until the buffer is full
-		err := device.control(func(fd int) (err error) {
-			free, err = unix.Poll([]unix.PollFd{{Fd: int32(fd), Events: unix.POLLOUT}}, 0)
-			return err
-		})
-		if err != nil {
-			t.Fatal(err)
-		}
+		return err
+	})
+	if !errors.Is(err, unix.EAGAIN) {
+		t.Fatal(err)
 	}
+	tried, full := make(chan struct{}), make(chan error, 1)
+	o := newOutlet(device.raw, func(uintptr) unix.Errno {
+		close(tried)
+		return unix.EAGAIN
+	})
+	go func() { full <- o.write() }()
+	<-tried
 	if err := device.Close(); err != nil {
 		t.Fatal(err)
 	}
 	select {
-	case <-full:
+	case err := <-full:
+		if err == nil {
+			t.Error("a write to a device that is closed succeeds")
+		}
 	case <-time.After(10 * time.Second):
 		t.Error("a write waits for a device that is closed")
 	}

@@ -2,7 +2,6 @@ package tunnel
 
 import (
 	"errors"
-	"fmt"
 	"net/netip"
 
 	"golang.org/x/sys/unix"
@@ -11,7 +10,7 @@ import (
 )
 
 // inbound takes packets from the datagrams of one socket to the device. One
-// goroutine has it.
+// goroutine at a time has it.
 type inbound struct {
 	*Tunnel
 	socket *socket
@@ -22,6 +21,7 @@ type inbound struct {
 	device   *deviceWriter
 	merger   packet.Merger
 	merged   bool // the merger has something
+	failures int  // of receives, in a row
 
 	anybody bool // may send anything
 	foreign bool // sources are taken
@@ -45,37 +45,20 @@ func newInbound(t *Tunnel, s *socket) *inbound {
 // enough is how many receives may fail in a row before the socket is given up.
 const enough = 100
 
-// run receives until the tunnel is closed.
-func (i *inbound) run() error {
-	var failed error
-	failures := 0
-	err := i.socket.raw.Read(func(fd uintptr) bool {
-		for !i.closing.Load() {
-			at := i.next()
-			n, size, from, err := i.receiver.receive(fd, i.buf[at:at+maxPacket])
-			switch {
-			case err == nil:
-				failures = 0
-				i.take(at, n, size, from)
-			case errors.Is(err, unix.EAGAIN): // nothing more that could go with what there is
-				i.write()
-				return false
-			case errors.Is(err, unix.EINTR):
-			case failures == enough:
-				i.write()
-				failed = err
-				return true
-			default: // what an earlier datagram brought about, most likely
-				failures++
-			}
-		}
-		i.write()
-		return true
-	})
-	if failed == nil {
-		failed = err
+// read implements carrier.
+func (i *inbound) read(fd uintptr) error {
+	at := i.next()
+	n, size, from, err := i.receiver.receive(fd, i.buf[at:at+maxPacket])
+	switch {
+	case err == nil:
+		i.failures = 0
+		i.take(at, n, size, from)
+	case errors.Is(err, unix.EAGAIN), errors.Is(err, unix.EINTR), i.failures == enough:
+		return err
+	default: // what an earlier datagram brought about, most likely
+		i.failures++
 	}
-	return fmt.Errorf("receive on UDP %s: %w", i.socket.local, failed)
+	return nil
 }
 
 // next returns where in buf to receive: behind what the merger has if more may
@@ -85,7 +68,7 @@ func (i *inbound) next() int {
 		if end, grows := i.merger.End(); grows && end+maxPacket <= len(i.buf) {
 			return end
 		}
-		i.write()
+		i.flush()
 	}
 	return packet.OffloadLen
 }
@@ -106,7 +89,7 @@ func (i *inbound) take(at, n, size int, from netip.Addr) {
 		taken = i.datagram(at, at+size) || taken
 	}
 	if taken = i.datagram(at, end) || taken; !taken {
-		i.write() // what is dropped holds up nothing
+		i.flush() // what is dropped holds up nothing
 	}
 }
 
@@ -140,7 +123,7 @@ func (i *inbound) datagram(at, end int) bool {
 	if i.merged && i.merger.Add(at, end) {
 		return true
 	}
-	i.write()
+	i.flush()
 	i.merger.Begin(i.buf, at, end, h)
 	i.merged = true
 	return true
@@ -161,8 +144,8 @@ func (i *inbound) mayCome(src netip.Addr) bool {
 	return i.allowed
 }
 
-// write hands what was gathered to the device.
-func (i *inbound) write() {
+// flush implements carrier: it hands what was gathered to the device.
+func (i *inbound) flush() {
 	if !i.merged {
 		return
 	}

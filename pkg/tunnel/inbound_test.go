@@ -132,7 +132,7 @@ func gather(t *testing.T, receives [][][]byte, frames []int) {
 		i.take(at, n, size, peer.Public) // nothing at all is no packet
 		sent = append(sent, datagrams...)
 	}
-	i.write()
+	i.flush()
 	if got := i.Counters.Received(); got != uint64(len(sent)) {
 		t.Errorf("%d packets received, want %d", got, len(sent))
 	}

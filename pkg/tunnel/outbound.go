@@ -2,7 +2,6 @@ package tunnel
 
 import (
 	"errors"
-	"fmt"
 	"net/netip"
 	"time"
 
@@ -11,12 +10,13 @@ import (
 	"flanneld/pkg/tunnel/packet"
 )
 
-// outbound takes packets from the device to peers. One goroutine has it.
+// outbound takes packets from the device to peers. One goroutine at a time has it.
 type outbound struct {
 	*Tunnel
-	in    []byte // what was read
-	spare []byte // for answers and fragments
-	batch batch
+	in     []byte // what was read
+	spare  []byte // for answers and fragments
+	device *deviceWriter
+	batch  batch
 	// single are peers that lately took only one datagram at a time, and until when
 	// that is believed.
 	single map[netip.Addr]time.Time
@@ -47,35 +47,17 @@ const maxPacket = 65535 // bytes of an IP packet without jumbogram option
 func newOutbound(t *Tunnel) *outbound {
 	return &outbound{
 		Tunnel: t, in: make([]byte, packet.OffloadLen+maxPacket), spare: make([]byte, maxPacket),
-		batch: batch{buf: make([]byte, maxPacket), control: newSegmentSize()}, single: map[netip.Addr]time.Time{},
+		device: newDeviceWriter(t.Device), batch: batch{buf: make([]byte, maxPacket), control: newSegmentSize()}, single: map[netip.Addr]time.Time{},
 	}
 }
 
-// run reads until the device is gone or the tunnel is closed.
-func (o *outbound) run() error {
-	var failed error
-	err := o.Device.raw.Read(func(fd uintptr) bool {
-		for !o.closing.Load() {
-			n, err := read(fd, o.in)
-			switch {
-			case err == nil:
-				o.take(o.in[:n])
-			case errors.Is(err, unix.EAGAIN): // nothing more that could go with what there is
-				o.flush()
-				return false
-			case errors.Is(err, unix.EINTR):
-			default:
-				failed = err
-				return true
-			}
-		}
-		o.flush()
-		return true
-	})
-	if failed == nil {
-		failed = err
+// read implements carrier.
+func (o *outbound) read(fd uintptr) error {
+	n, err := read(fd, o.in)
+	if err == nil {
+		o.take(o.in[:n])
 	}
-	return fmt.Errorf("read from TUN device %s: %w", o.Device.name, failed)
+	return err
 }
 
 // take handles what one read has brought.
@@ -164,7 +146,7 @@ func (o *outbound) room(s *socket, to netip.AddrPort, n int) []byte {
 	return b.buf[start:b.n]
 }
 
-// flush sends what there is.
+// flush implements carrier: it sends what there is.
 func (o *outbound) flush() {
 	b := &o.batch
 	if b.count == 0 {
@@ -194,8 +176,7 @@ func (o *outbound) send() error {
 		b.control.set(b.size)
 		control = b.control
 	}
-	err := b.socket.sender.send(b.buf[:b.n], control, b.to)
-	return err
+	return b.socket.sender.send(b.buf[:b.n], control, b.to)
 }
 
 func (o *outbound) isSingle(public netip.Addr) bool {
@@ -303,6 +284,6 @@ func (o *outbound) complain(c packet.Complaint, p []byte, h packet.Header, mtu i
 			return
 		}
 		clear(o.spare[:packet.OffloadLen])
-		_, _ = o.Device.file.Write(o.spare[:packet.OffloadLen+len(reply)])
+		_ = o.device.packet(o.spare[:packet.OffloadLen+len(reply)])
 	}
 }

@@ -76,7 +76,8 @@ func newLoopback(t *testing.T, subnets ...netip.Prefix) (o *outbound, peers []*s
 		table.Update(nil, []Peer{{Subnet: subnet, Public: public}})
 	}
 	out.local = netip.AddrPortFrom(out.local.Addr(), port)
-	return newOutbound(&Tunnel{Config: Config{Table: table, Counters: &Counters{}}, sockets: [2]*socket{out}}), peers
+	device, _ := pair(t)
+	return newOutbound(&Tunnel{Config: Config{Device: device, Table: table, Counters: &Counters{}}, sockets: [2]*socket{out}}), peers
 }
 
 // received returns how many packets each send had with which as many as total came in.
@@ -145,7 +146,8 @@ func TestOneByOne(t *testing.T) {
 // that has it, wherever that moves.
 func TestFlowFollowsItsPeer(t *testing.T) {
 	table, peer := NewTable(), peerNumber(7)
-	o := newOutbound(&Tunnel{Config: Config{Table: table}})
+	device, _ := pair(t)
+	o := newOutbound(&Tunnel{Config: Config{Device: device, Table: table}})
 	pod := peer.Subnet.Addr().Next()
 	expect := func(when string, want netip.Addr) {
 		t.Helper()

@@ -100,11 +100,15 @@ func (t *Tunnel) Start() error {
 	if err := t.Device.file.SetReadDeadline(time.Time{}); err != nil {
 		return fmt.Errorf("read from TUN device %s: %w", t.Device.name, err)
 	}
-	t.running.Go(func() { t.end(newOutbound(t).run()) })
+	lanes := []*lane{newLane(newOutbound(t), t.Device.raw, "read from TUN device "+t.Device.name)}
 	for _, s := range t.sockets {
 		if s != nil {
-			t.running.Go(func() { t.end(newInbound(t, s).run()) })
+			lanes = append(lanes, newLane(newInbound(t, s), s.raw, "receive on UDP "+s.local.String()))
 		}
+	}
+	join(lanes)
+	for _, l := range lanes {
+		t.running.Go(func() { t.end(l.run(&t.closing)) })
 	}
 	return nil
 }

@@ -45,7 +45,7 @@ func backends(commands *extension.Host, carrier *udp.Host) (backend.Registry, er
 		backend.Entry{Type: extension.Type, Factory: commands.New},
 		backend.Entry{Type: hostgw.Type, Factory: hostgw.New, OneThread: true},
 		backend.Entry{Type: ipip.Type, Factory: ipip.New, OneThread: true},
-		backend.Entry{Type: udp.Type, Factory: carrier.New, OneThread: runtime.GOMAXPROCS(0) <= fewCPUs},
+		backend.Entry{Type: udp.Type, Factory: carrier.New, OneThread: runtime.NumCPU() <= fewCPUs},
 		backend.Entry{Type: vxlan.Type, Factory: vxlan.New, OneThread: true},
 		backend.Entry{Type: wireguard.Type, Factory: wireguard.New},
 	)
