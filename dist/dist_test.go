@@ -118,6 +118,19 @@ func TestDropIns(t *testing.T) {
 	}
 }
 
+// The sandbox keeps iptables-legacy from loading its modules, and without rules flanneld
+// is never ready: the unit loads them, with rights that the daemon has not.
+func TestUnitLoadsModules(t *testing.T) {
+	unit, err := os.ReadFile("systemd/flanneld.service")
+	if err != nil {
+		t.Fatal(err)
+	}
+	load := regexp.MustCompile(`(?m)^ExecStartPre=-\+/sbin/modprobe -qab (.*)$`).FindSubmatch(unit)
+	if load == nil || string(load[1]) != "ip_tables ip6_tables" {
+		t.Errorf("modules that the unit loads, with full rights, and goes on without: %q", load)
+	}
+}
+
 // A subnet that is routed to another host is not ours any more.
 func TestMkDockerOptsNoticesAForeignRoute(t *testing.T) {
 	for name, tc := range map[string]struct {
