@@ -5,11 +5,34 @@ import (
 	"os/exec"
 	"path/filepath"
 	"regexp"
+	"slices"
 	"strings"
 	"testing"
 
 	"github.com/google/go-cmp/cmp"
 )
+
+const dockerDropIn = "/etc/systemd/system/docker.service.d/flannel.conf"
+
+// Where pages say how flanneld is removed they name the drop-in: Docker does not start
+// when one is there without the other.
+func TestPagesRemoveTheDropIn(t *testing.T) {
+	for page, about := range map[string]string{
+		"operations.md": "systemctl disable --now flanneld",
+		"packages.md":   "operations.md#removal",
+		"docker.md":     "operations.md#removal",
+	} {
+		raw, err := os.ReadFile("../Documentation/" + page)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if !slices.ContainsFunc(strings.Split(string(raw), "\n\n"), func(paragraph string) bool {
+			return strings.Contains(paragraph, about) && strings.Contains(paragraph, dockerDropIn)
+		}) {
+			t.Errorf("%s does not name %s beside %s", page, dockerDropIn, about)
+		}
+	}
+}
 
 // What the script writes, as the drop-in calls it, is what the drop-in has
 // systemd read, and comes out as the options that dockerd gets.

@@ -28,6 +28,8 @@ const (
 	machineTree = "/tree" // where commands run, with bin and dist of this project
 )
 
+const dockerDropIn = "/etc/systemd/system/docker.service.d/flannel.conf"
+
 func newMachine(t *testing.T, h *lab.Host) *machine {
 	t.Helper()
 	tree, err := filepath.Abs("../..")
@@ -381,8 +383,10 @@ func TestPagesAboutAHost(t *testing.T) {
 			}
 		},
 	})
+	m.run("install -D -m 0644 dist/systemd/docker-flannel.conf " + dockerDropIn)
+	gone := func(m *machine, _ string) { m.run("test ! -e " + dockerDropIn) }
 	follow(t, "operations.md", []*machine{m}, map[string]func(*machine, string){
-		"FLANNEL_": shown, "I1121": shown, "E1121": shown, "…": shown,
+		"systemctl daemon-reload": gone, "FLANNEL_": shown, "I1121": shown, "E1121": shown, "…": shown,
 		"curl -si": func(m *machine, command string) { m.run(strings.Replace(command, "8471", "8081", 1)) },
 		"systemd-analyze security flanneld": func(_ *machine, command string) {
 			m.run(strings.Replace(command, "flanneld", "--offline=true dist/systemd/flanneld.service", 1) + " | grep ' 2.4 OK'")
@@ -391,7 +395,10 @@ func TestPagesAboutAHost(t *testing.T) {
 			expectStop(t, m.Daemon())
 			startOne(t, m.Host, lab.FlanneldOptions{Path: m.file("/usr/local/bin/flanneld")})
 		},
-		"systemctl disable --now flanneld": func(m *machine, _ string) { expectStop(t, m.Daemon()) },
+		"systemctl disable --now flanneld": func(m *machine, command string) {
+			gone(m, command)
+			expectStop(t, m.Daemon())
+		},
 	})
 	if left := m.run("ip -o link"); strings.Contains(left, "flannel") {
 		t.Errorf("left behind: %s", left)
@@ -405,7 +412,7 @@ func TestPageDocker(t *testing.T) {
 	l := newLab(t, lab.Config{Hosts: 1}, `{"Type":"vxlan"}`)
 	startOne(t, l.Host(1), lab.FlanneldOptions{})
 	m := newMachine(t, l.Host(1))
-	const units, dropIn = "/etc/systemd/system/", "/etc/systemd/system/docker.service.d/flannel.conf"
+	const units = "/etc/systemd/system/"
 	m.write("/usr/sbin/dockerd", "#!/bin/sh\necho \"$@\" >/run/dockerd\n")
 	m.write("/usr/bin/dockerd", "#!/bin/sh\necho \"$@\" >/run/dockerd\n")
 	m.write("/usr/local/bin/flanneld", "#!/bin/sh\n")
@@ -416,7 +423,7 @@ func TestPageDocker(t *testing.T) {
 	restart := func() {
 		t.Helper()
 		m.run("systemd-analyze verify --man=no docker.service")
-		expectDocker(t, m, dropIn, bip)
+		expectDocker(t, m, bip)
 	}
 	added := []string{}
 	follow(t, "docker.md", []*machine{m}, map[string]func(*machine, string){
@@ -435,14 +442,14 @@ func TestPageDocker(t *testing.T) {
 	}
 	// A unit of Docker's own packages, which names no options.
 	m.write(units+"docker.service", "[Service]\nType=notify\nExecStart=/usr/bin/dockerd -H fd://\n")
-	m.run(fmt.Sprintf("printf '%%s\\n' '%s' >>%s", strings.Join(added, "\n"), dropIn))
+	m.run(fmt.Sprintf("printf '%%s\\n' '%s' >>%s", strings.Join(added, "\n"), dockerDropIn))
 	restart()
 }
 
 // expectDocker starts dockerd as systemd would, and looks at what it gets.
-func expectDocker(t *testing.T, m *machine, dropIn, bip string) {
+func expectDocker(t *testing.T, m *machine, bip string) {
 	t.Helper()
-	text := m.run("cat /etc/systemd/system/docker.service " + dropIn)
+	text := m.run("cat /etc/systemd/system/docker.service " + dockerDropIn)
 	last := func(key string) string {
 		all := regexp.MustCompile(`(?m)^`+key+`=-?(.+)$`).FindAllStringSubmatch(text, -1)
 		if all == nil {
