@@ -102,7 +102,9 @@ lint-unit: deps
 	@root=$$(mktemp -d) && trap 'rm -rf "$$root"' EXIT && \
 	sed 's|^ExecStart=[^ ]*|ExecStart=/bin/true|' dist/systemd/flanneld.service > "$$root/flanneld.service" && \
 	systemd-analyze verify --man=no "$$root/flanneld.service" && \
-	systemd-analyze security --offline=true --threshold=30 --no-pager "$$root/flanneld.service" | tail -n 1
+	{ systemd-analyze security --offline=true --threshold=30 --no-pager "$$root/flanneld.service" > "$$root/security" || \
+	{ cat "$$root/security"; exit 1; }; } && \
+	tail -n 1 "$$root/security"
 
 lint-rules: deps
 	promtool check rules dist/prometheus/flannel-rules.yml
