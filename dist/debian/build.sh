@@ -38,7 +38,8 @@ mkdir -p "$root/usr/lib/systemd/system"
 sed 's|^ExecStart=/usr/local/bin/|ExecStart=/usr/bin/|' dist/systemd/flanneld.service >"$root/usr/lib/systemd/system/flanneld.service"
 sed 's|/usr/local/bin/mk-docker-opts|/usr/lib/flannel/mk-docker-opts|' dist/systemd/docker-flannel.conf >"$root/usr/share/doc/flanneld/examples/docker-flannel.conf"
 
-size=$(du -sk --apparent-size "$root" | cut -f1)
+# As dpkg-gencontrol counts: how large a directory is depends on the file system.
+size=$(find "$root" -printf '%y %s\n' | awk '{ kib += $1 == "f" ? int(($2 + 1023) / 1024) : 1 } END { print kib }')
 put 755 dist/debian/postinst DEBIAN/postinst
 put 755 dist/debian/prerm DEBIAN/prerm
 put 755 dist/debian/postrm DEBIAN/postrm
