@@ -74,6 +74,24 @@ func TestDebianPackageIsReproducible(t *testing.T) {
 	}
 }
 
+// What is tried out before a release is older than it for dpkg, too.
+func TestDebianVersions(t *testing.T) {
+	programs, before := stubs(t), ""
+	for _, version := range []string{
+		"0123abc", "v1.0.0-alpha.2", "v1.0.0-beta1", "v1.0.0-rc1", "v1.0.0-rc1-5-g0123abc", "v1.0.0-rc2", "v1.0.0", "v1.0.0-5-g0123abc", "v1.0.1",
+	} {
+		out, err := exec.CommandContext(t.Context(), "dpkg-deb", "--field", pack(t, programs, version), "Version").Output()
+		if err != nil {
+			t.Fatal(err)
+		}
+		has := strings.TrimSpace(string(out))
+		if err := exec.CommandContext(t.Context(), "dpkg", "--compare-versions", before, "lt", has).Run(); err != nil {
+			t.Errorf("%s becomes %s, which is not after %s: %v", version, has, before, err)
+		}
+		before = has
+	}
+}
+
 // A package is installed, upgraded, removed and purged in a root of its own.
 func TestDebianPackage(t *testing.T) {
 	programs := stubs(t)

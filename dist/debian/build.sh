@@ -11,7 +11,7 @@ arm) arch=armhf ;;
 ppc64le) arch=ppc64el ;;
 *) arch=$goarch ;;
 esac
-version=${version#v}
+version=$(echo "${version#v}" | sed -E 's/-(alpha|beta|rc)/~\1/') # what comes before the release
 case $version in # a commit without a tag comes before all releases
 [0-9]*.*) ;;
 *) version=0~$version ;;
