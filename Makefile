@@ -148,9 +148,9 @@ components: bin/tools/kube-apiserver bin/tools/kubectl bin/tools/helm bin/tools/
 
 # Plugins that know CNI 1.1, which those of Debian do not.
 bin/tools/cni: test/components/cni-plugins/go.mod test/components/cni-plugins/go.sum
-	@mkdir -p $@
-	CGO_ENABLED=0 nice go build -C test/components/cni-plugins -trimpath -o $(CURDIR)/$@/ tool
-	@touch $@
+	@rm -rf $@.part && mkdir -p $@.part
+	CGO_ENABLED=0 nice go build -C test/components/cni-plugins -trimpath -o $(CURDIR)/$@.part/ tool
+	@rm -rf $@ && mv $@.part $@
 
 # Each time: a version that was built earlier is not newer than the link.
 bin/tools/kube-apiserver: $(APISERVER) FORCE
