@@ -178,6 +178,34 @@ func TestDebianPackage(t *testing.T) {
 	}
 }
 
+// What an administrator has put there may go against the package. It stays, and is named.
+func TestPackageNamesWhatIsInItsWay(t *testing.T) {
+	const unit = "/etc/systemd/system/flanneld.service"
+	for _, tc := range []struct{ script, file, wants string }{
+		{"postinst configure", unit, unit},
+		{"postinst configure 1.0", unit, unit},
+		{"postinst configure", dockerDropIn, ""},
+		{"prerm remove", dockerDropIn, dockerDropIn},
+		{"prerm upgrade 1.0", dockerDropIn, ""},
+		{"prerm remove", unit, ""},
+	} {
+		t.Run(tc.script+" with "+filepath.Base(tc.file), func(t *testing.T) {
+			root := t.TempDir()
+			path := filepath.Join(root, tc.file)
+			if err := errors.Join(os.MkdirAll(filepath.Dir(path), 0o700), os.WriteFile(path, nil, 0o600)); err != nil {
+				t.Fatal(err)
+			}
+			script, args, _ := strings.Cut(tc.script, " ")
+			cmd := exec.CommandContext(t.Context(), "debian/"+script, strings.Fields(args)...)
+			cmd.Env = append(os.Environ(), "DPKG_ROOT="+root)
+			out, err := cmd.CombinedOutput()
+			if err != nil || !strings.Contains(string(out), tc.wants) || (len(out) > 0) != (tc.wants != "") {
+				t.Errorf("%v: %q, want a line about %q", err, out, tc.wants)
+			}
+		})
+	}
+}
+
 // An upgrade asks for a restart and does not wait until the daemon is ready: the store
 // may be away, and the package manager has the whole host locked.
 func TestUpgradeDoesNotWait(t *testing.T) {
