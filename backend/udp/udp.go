@@ -162,8 +162,8 @@ func (n *network) Sync(ctx context.Context, peers backend.Set) (backend.Outcome,
 		return backend.Outcome{}, err
 	}
 	outcome, err := n.Programmer.Sync(ctx, peers)
-	if err == nil && !n.started {
-		err = n.carry()
+	if !n.started { // what one family lacks is nothing to the other
+		err = oneline.Join(err, n.carry())
 	}
 	return outcome, err
 }

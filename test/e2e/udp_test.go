@@ -10,6 +10,7 @@ import (
 
 	"flanneld/pkg/lab"
 	"flanneld/pkg/ping"
+	"flanneld/pkg/prefix"
 )
 
 // tunNumber returns the number of the TUN device, 0 if there is none.
@@ -58,6 +59,34 @@ func TestUDPStop(t *testing.T) {
 		})
 		startOne(t, h, lab.FlanneldOptions{})
 	}
+	expectMatrix(t, l)
+}
+
+// TestUDPNetworkInTheWay has another device take the packets of one family: those of
+// the other are carried, also when all has to be made anew.
+func TestUDPNetworkInTheWay(t *testing.T) {
+	t.Parallel()
+	l := newLab(t, lab.Config{Hosts: 2, Families: dual}, backendConfig("udp"))
+	startAll(t, l, lab.FlanneldOptions{})
+	expectMatrix(t, l)
+	h := l.Host(1)
+	network := lab.PodNetwork(prefix.IPv6)
+	at := netip.PrefixFrom(network.Addr().Next(), network.Bits()).String() + " dev br0"
+	shell(t, h.Namespace, "ip link add br0 up type bridge; ip addr add "+at+" nodad")
+	eventually(t, "/readyz", func() error {
+		if _, body, err := h.Daemon().Get(background(t), "/readyz"); err == nil || !strings.Contains(body, "directly connected to br0") {
+			return fmt.Errorf("it answers %q, %w", body, err)
+		}
+		return nil
+	})
+	shell(t, h.Namespace, "ip link del flannel0")
+	pods := l.Pods()
+	eventually(t, "IPv4", func() error {
+		_, err := pods[0].Ping(background(t), pods[1].Addrs()[0], ping.Options{})
+		return err
+	})
+	shell(t, h.Namespace, "ip addr del "+at)
+	expectReady(t, h.Daemon())
 	expectMatrix(t, l)
 }
 
