@@ -128,6 +128,7 @@ func TestMistakes(t *testing.T) {
 		"no network":        {"podCidr=", "podCidr and podCidrv6 are both empty"},
 		"port":              {"flannel.backendPort=70000", "backendPort"},
 		"a port in words":   {"flannel.healthz.port=http", "healthz/port"},
+		"probe host":        {"flannel.healthz.probeHost=1", "healthz/probeHost"},
 		"one argument":      {"flannel.args=--ip-masq", "args"},
 		"VNI":               {"flannel.vni=10000000", "vni"},
 		"VNI with IPv6":     {"flannel.vni=10000,podCidrv6=fd00:10:5::/48", "vni"},
