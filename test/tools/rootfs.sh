@@ -8,7 +8,8 @@ root=$1
 packages='busybox-static iptables libc6 libip4tc2 libip6tc2 libmnl0 libnftnl11 libxtables12'
 
 command -v apt-get >/dev/null 2>&1 || {
-	echo "image: without apt-get the image has no iptables: use nftables (EnableNFTables), or add iptables to it" >&2
+	echo "image: without apt-get the image has no iptables, no sh and no cp:" \
+		"use nftables (EnableNFTables) and the manifests of this repository, or add them to it" >&2
 	mkdir -p "$root"
 	exit 0
 }
@@ -18,25 +19,30 @@ mkdir -p "$root"
 cd "$work"
 # shellcheck disable=SC2086 # a list of names
 apt-get -qq -o APT::Sandbox::User=root download $packages
+# Some releases have these folders below usr, some beside it: here they are the same.
+for folder in bin sbin lib lib64; do
+	mkdir -p "$work/all/usr/$folder"
+	ln -s "usr/$folder" "$work/all/$folder"
+done
 for deb in *.deb; do
-	dpkg -x "$deb" "$work/all"
+	dpkg-deb --fsys-tarfile "$deb" | tar -x --keep-directory-symlink -C "$work/all"
 done
 
 # Of the C library only what the programs load, of the extensions only those of
 # iptables; nothing to read.
 cd "$work/all"
-triplet=$(basename "$(find . -path '*-linux-*/libxtables.so.*' | head -n 1 | xargs dirname)")
-mkdir -p "$root/usr/sbin" "$root/usr/lib/$triplet/xtables" "$root/bin" "$root/lib/$triplet" "$root/run" "$root/tmp" "$root/etc"
+libs=$(dirname usr/lib/*-linux-*/libxtables.so.12)
+mkdir -p "$root/usr/sbin" "$root/$libs/xtables" "$root/bin" "$root/run" "$root/tmp" "$root/etc"
 cp -a usr/sbin/xtables-*-multi "$root/usr/sbin/"
-cp -a usr/lib/"$triplet"/xtables/lib[ix][pt]*.so "$root/usr/lib/$triplet/xtables/"
+cp -a "$libs"/xtables/lib[ix][pt]*.so "$root/$libs/xtables/"
 for lib in libc.so.6 libxtables.so.12 libmnl.so.0 libnftnl.so.11 libip4tc.so.2 libip6tc.so.2; do
-	file=$(find . -name "$lib" | head -n 1)
-	cp -L "$file" "$root/lib/$triplet/$lib"
+	cp -L "$libs/$lib" "$root/$libs/"
 done
-loader=$(find . -name 'ld-linux*.so.*' -o -name 'ld64.so.*' | head -n 1)
-mkdir -p "$root/$(dirname "$loader")"
-cp -L "$loader" "$root/$loader"
-[ ! -d lib64 ] || { mkdir -p "$root/lib64" && cp -L "$loader" "$root/lib64/"; }
+# Programs name their loader by a path that is a link, in some packages an absolute
+# one, which here would lead out of them. The file itself is beside the C library.
+loader=$(head -c 4096 usr/sbin/xtables-nft-multi | LC_ALL=C grep -ao '/lib[0-9a-z]*/ld[0-9a-z_-]*\.so\.[0-9]')
+mkdir -p "$root$(dirname "$loader")"
+cp -L "$libs/$(basename "$loader")" "$root$loader"
 
 for family in iptables ip6tables; do
 	for verb in '' -save -restore; do
