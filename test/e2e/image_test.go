@@ -3,6 +3,7 @@ package e2e
 import (
 	"archive/tar"
 	"compress/gzip"
+	"crypto/x509"
 	"encoding/json"
 	"errors"
 	"io"
@@ -163,6 +164,11 @@ func TestImage(t *testing.T) {
 		}
 	}
 	run("iptables-nft", "-t", "nat", "-A", "POSTROUTING", "-m", "mark", "--mark", "0x4000/0x4000", "-m", "comment", "--comment", "x", "-j", "MASQUERADE", "--random-fully")
+
+	roots := x509.NewCertPool()
+	if text, err := os.ReadFile(filepath.Join(root, "etc/ssl/certs/ca-certificates.crt")); err != nil || !roots.AppendCertsFromPEM(text) {
+		t.Errorf("no certificate of an authority to check servers against: %v", err)
+	}
 
 	err := filepath.WalkDir(root, func(path string, d fs.DirEntry, err error) error {
 		if err != nil {

@@ -1,14 +1,14 @@
 #!/bin/sh
 # Unpacks into DIR what the image needs besides our own programs, from Debian's
-# packages: iptables in both variants, and a busybox because manifests call cp
-# and sh: rootfs.sh DIR
+# packages: iptables in both variants, a busybox because manifests call cp and
+# sh, and the certificates that servers are checked against: rootfs.sh DIR
 set -eu
 
 root=$1
-packages='busybox-static iptables libc6 libip4tc2 libip6tc2 libmnl0 libnftnl11 libxtables12'
+packages='busybox-static ca-certificates iptables libc6 libip4tc2 libip6tc2 libmnl0 libnftnl11 libxtables12'
 
 command -v apt-get >/dev/null 2>&1 || {
-	echo "image: without apt-get the image has no iptables, no sh and no cp:" \
+	echo "image: without apt-get the image has no iptables, no sh, no cp and no CA certificates:" \
 		"use nftables (EnableNFTables) and the manifests of this repository, or add them to it" >&2
 	mkdir -p "$root"
 	exit 0
@@ -32,7 +32,7 @@ done
 # iptables; nothing to read.
 cd "$work/all"
 libs=$(dirname usr/lib/*-linux-*/libxtables.so.12)
-mkdir -p "$root/usr/sbin" "$root/$libs/xtables" "$root/bin" "$root/run" "$root/tmp" "$root/etc"
+mkdir -p "$root/usr/sbin" "$root/$libs/xtables" "$root/bin" "$root/run" "$root/tmp" "$root/etc/ssl/certs"
 cp -a usr/sbin/xtables-*-multi "$root/usr/sbin/"
 cp -a "$libs"/xtables/lib[ix][pt]*.so "$root/$libs/xtables/"
 for lib in libc.so.6 libxtables.so.12 libmnl.so.0 libnftnl.so.11 libip4tc.so.2 libip6tc.so.2; do
@@ -55,3 +55,5 @@ cp bin/busybox "$root/bin/"
 for applet in cat cp ls mkdir mv rm sh ip ping sed grep sort; do
 	ln -s busybox "$root/bin/$applet"
 done
+# As the package does when it is installed.
+cat usr/share/ca-certificates/mozilla/*.crt >"$root/etc/ssl/certs/ca-certificates.crt"
