@@ -6,6 +6,7 @@ import (
 	"crypto/x509"
 	"encoding/json"
 	"errors"
+	"fmt"
 	"io"
 	"io/fs"
 	"os"
@@ -182,5 +183,42 @@ func TestImage(t *testing.T) {
 	})
 	if err != nil {
 		t.Error(err)
+	}
+}
+
+// A Docker that cannot write an archive is not taken for a builder.
+func TestImageBuilderWritesArchives(t *testing.T) {
+	t.Parallel()
+	for name, tc := range map[string]struct {
+		driver, status string
+		usable         bool
+	}{
+		"own builder":                 {"docker", "[[Backing Filesystem extfs]]", false},
+		"own builder with containerd": {"docker", "[[driver-type io.containerd.snapshotter.v1]]", true},
+		"another builder":             {"docker-container", "[[Backing Filesystem extfs]]", true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			path := t.TempDir() // of what builds there is only this, and of make nothing
+			for _, command := range []string{"sh", "basename", "dirname", "grep", "mkdir", "mktemp", "rm"} {
+				found, err := exec.LookPath(command)
+				if err != nil {
+					t.Fatal(err)
+				}
+				if err := os.Symlink(found, filepath.Join(path, command)); err != nil {
+					t.Fatal(err)
+				}
+			}
+			docker := fmt.Sprintf("#!/bin/sh\ncase $1 in\nbuildx) echo 'Driver:        %s' ;;\ninfo) echo '%s' ;;\nesac\n", tc.driver, tc.status)
+			if err := writeProgram(filepath.Join(path, "docker"), []byte(docker), 0o700); err != nil {
+				t.Fatal(err)
+			}
+			build := exec.CommandContext(t.Context(), "../../test/tools/image.sh", filepath.Join(t.TempDir(), "image.tar"), "flanneld:test")
+			build.Env = []string{"PATH=" + path}
+			out, err := build.CombinedOutput()
+			if refused := strings.Contains(string(out), "image: no builder found"); err == nil || refused == tc.usable {
+				t.Errorf("usable: %v, want %v (%v: %s)", !refused, tc.usable, err, out)
+			}
+		})
 	}
 }

@@ -12,9 +12,15 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 mkdir "$work/context" "$work/root" "$work/run"
 
+# Docker's own builder writes no archives, unless containerd keeps the images.
+archives() {
+	! docker buildx inspect | grep -q '^Driver: *docker$' ||
+		docker info --format '{{.DriverStatus}}' | grep -q containerd
+}
+
 usable() {
 	case $1 in
-	docker) docker buildx version && docker info ;; # neither comes with the client alone
+	docker) docker buildx version && docker info && archives ;; # the first two do not come with the client alone
 	*) command -v "$1" ;;
 	esac >/dev/null 2>&1
 }
@@ -27,7 +33,7 @@ for b in buildah podman docker; do
 	fi
 done
 if [ -z "$builder" ]; then
-	echo "image: no builder found: install buildah (apt-get install buildah), or podman, or start docker with buildx" >&2
+	echo "image: no builder found: install buildah (apt-get install buildah), or podman, or start docker with buildx and a builder that writes archives (docker buildx create --use)" >&2
 	exit 1
 fi
 
