@@ -71,19 +71,27 @@ func TestKubeManifests(t *testing.T) {
 }
 
 // TestKubeManifestsOverExisting applies what is shipped over what there is, which
-// was made in either way: what is in place of it then is not a mixture.
+// was made in either way: what is in place of it then is not a mixture. What there
+// was, applied in the same way, brings back all of it.
 func TestKubeManifestsOverExisting(t *testing.T) {
 	t.Parallel()
 	base := repository(t, "dist/kubernetes/base")
 	for name, tc := range map[string]struct{ made, applied []string }{
-		"applied": {[]string{"apply"}, []string{"apply", "-k", base}},
-		"created": {[]string{"create"}, []string{"apply", "--server-side", "--force-conflicts", "-k", base}},
+		"applied": {[]string{"apply"}, []string{"apply"}},
+		"created": {[]string{"create"}, []string{"apply", "--server-side", "--force-conflicts"}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			c := bare(t, lab.Config{Hosts: 1})
-			c.tool("kubectl", append(tc.made, "-f", c.existing("cp", "-f"))...)
-			c.tool("kubectl", append(tc.applied, "--validate=strict")...)
+			old := c.existing("cp", "-f")
+			c.tool("kubectl", append(tc.made, "-f", old)...)
+			what := func() string {
+				t.Helper()
+				return c.tool("kubectl", "get", "clusterrole", "flannel", "--output=jsonpath={.rules}") +
+					c.tool("kubectl", "get", "daemonset", "--namespace=kube-flannel", "kube-flannel-ds", "--output=jsonpath={.spec.template.spec}")
+			}
+			before := what()
+			c.tool("kubectl", append(slices.Clone(tc.applied), "--validate=strict", "-k", base)...)
 			got := c.tool("kubectl", "get", "daemonset", "--namespace=kube-flannel", "kube-flannel-ds",
 				`--output=jsonpath={range .spec.template.spec['initContainers','containers'][*]}{.command}{.args}{"\n"}{end}`)
 			const want = `["/opt/bin/install-conf"]["/flannel","/opt/cni/bin/flannel"]
@@ -98,6 +106,10 @@ func TestKubeManifestsOverExisting(t *testing.T) {
 				if (got != "") != (where == "default") {
 					t.Errorf("roles in %s: %q", where, got)
 				}
+			}
+			c.tool("kubectl", append(tc.applied, "-f", old)...)
+			if diff := cmp.Diff(before, what()); diff != "" {
+				t.Errorf("role and pods, after going back (-before +after):\n%s", diff)
 			}
 		})
 	}
