@@ -115,13 +115,25 @@ func TestKubeManifestsOverExisting(t *testing.T) {
 	}
 }
 
-// TestPageKubernetesInstall runs what that page shows.
+// typed runs a block of a page, as an administrator does.
+func (c *cluster) typed(page, begins string) {
+	c.t.Helper()
+	command := pageBlock(c.t, page, begins)
+	out, err := c.Host(1).Exec(background(c.t), "env", "HOME="+c.dir, "PATH="+repository(c.t, "bin/tools")+":/usr/bin:/bin",
+		"KUBECONFIG="+c.kubeconfig(1, c.write("admin-token", []byte(adminToken))), "sh", "-ec", "cd "+c.dir+"\n"+command)
+	if err != nil {
+		c.t.Fatalf("%s: %v: %s", command, err, out)
+	}
+}
+
+// TestPageKubernetesInstall runs what that page shows, but for what takes it out.
 func TestPageKubernetesInstall(t *testing.T) {
 	t.Parallel()
 	const page, name = "kubernetes-install.md", "registry.example.com/flanneld:v1"
 	for how, begins := range map[string]string{"kubectl": "kubectl apply -k .", "helm": "helm install"} {
 		t.Run(how, func(t *testing.T) {
-			c, dir := bare(t, lab.Config{Hosts: 1}), t.TempDir()
+			c := bare(t, lab.Config{Hosts: 1})
+			dir := c.dir
 			if err := os.Symlink(repository(t, "dist"), filepath.Join(dir, "dist")); err != nil {
 				t.Fatal(err)
 			}
@@ -131,12 +143,7 @@ func TestPageKubernetesInstall(t *testing.T) {
 			}
 			typed := func(begins string) {
 				t.Helper()
-				command := pageBlock(t, page, begins)
-				out, err := c.Host(1).Exec(background(t), "env", "HOME="+dir, "PATH="+repository(t, "bin/tools")+":/usr/bin:/bin",
-					"KUBECONFIG="+c.kubeconfig(1, c.write("admin-token", []byte(adminToken))), "sh", "-ec", "cd "+dir+"\n"+command)
-				if err != nil {
-					t.Fatalf("%s: %v: %s", command, err, out)
-				}
+				c.typed(page, begins)
 			}
 			expectImages := func() {
 				t.Helper()
@@ -286,7 +293,47 @@ func TestKubeInstall(t *testing.T) {
 			if got := c.asked(http.StatusForbidden); !slices.Equal(got, refused) {
 				t.Errorf("asked for more than the role allows: %q, want %q", got, refused)
 			}
+			if tc.shipped {
+				expectTakenOut(t, k)
+			}
 		})
+	}
+}
+
+// expectTakenOut follows the page to take everything off the nodes again.
+func expectTakenOut(t *testing.T, k *kubelet) {
+	t.Helper()
+	const page, namespace = "kubernetes-install.md", "flannel-cleanup"
+	c := k.c
+	for _, h := range c.Hosts() {
+		expectStop(t, h.Daemon())
+	}
+	c.tool("kubectl", "label", "nodes", "--all", "kubernetes.io/os=linux")
+	c.typed(page, "kubectl create namespace "+namespace)
+	c.tool("kubectl", "create", "serviceaccount", "default", "--namespace="+namespace) // as its controller does
+	k.publishRoot(namespace)
+	c.typed(page, "for node in")
+	var pods struct{ Items []pod }
+	if err := json.Unmarshal(c.do(http.MethodGet, "/api/v1/namespaces/"+namespace+"/pods", nil, ""), &pods); err != nil {
+		t.Fatal(err)
+	}
+	for i, h := range c.Hosts() {
+		n := slices.IndexFunc(pods.Items, func(p pod) bool { return p.Spec.NodeName == nodeName(i+1) })
+		if n < 0 {
+			t.Fatalf("no pod for %s", nodeName(i+1))
+		}
+		k.exec(h, pods.Items[n], pods.Items[n].Spec.Containers[0].Command...)
+		left := shell(t, h.Namespace, `ip -o link | grep flannel || :
+ip route show proto 98; ip -6 route show proto 98
+{ iptables-save; ip6tables-save; iptables-legacy-save; ip6tables-legacy-save; nft list ruleset; } 2>&1 | grep -i flannel || :
+ls /run/flannel/*.env /var/lib/flannel/* /run/node/etc/cni/net.d/* 2>/dev/null || :`)
+		if left != "" {
+			t.Errorf("left on %s:\n%s", h.Name(), left)
+		}
+	}
+	c.typed(page, "kubectl annotate nodes")
+	if notes := c.tool("kubectl", "get", "nodes", "--output=jsonpath={.items[*].metadata.annotations}"); strings.Contains(notes, annotation("")) {
+		t.Errorf("annotations are left: %s", notes)
 	}
 }
 

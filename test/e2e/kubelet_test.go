@@ -186,6 +186,12 @@ func (k *kubelet) container(h *lab.Host, p pod, one podContainer) string {
 		if i < 0 {
 			t.Fatalf("%s mounts %s, which is no volume", one.Name, m.Name)
 		}
+		if v := p.Spec.Volumes[i].HostPath; v != nil && v.Path == "/" { // no more of it than what hosts of the lab have to themselves
+			for _, folder := range []string{"/run/flannel", "/var/lib/flannel", "/etc/cni/net.d"} {
+				spec.Mounts = append(spec.Mounts, bind{From: onNode(folder), To: m.MountPath + folder})
+			}
+			continue
+		}
 		from := k.volume(h, p, p.Spec.Volumes[i])
 		spec.Mounts = append(spec.Mounts, bind{From: from, To: m.MountPath, ReadOnly: m.ReadOnly})
 	}
