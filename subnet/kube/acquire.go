@@ -39,7 +39,7 @@ func (m *Manager) Acquire(ctx context.Context, cfg subnet.Config, c subnet.Claim
 		if err == nil || errors.Is(err, errLook) {
 			continue
 		}
-		m.outage.Report(ctx, starting, err)
+		m.report(ctx, starting, err)
 		if err := b.Wait(ctx, pause(err)); err != nil {
 			return subnet.Lease{}, err
 		}

@@ -55,7 +55,7 @@ func (m *Manager) Keep(ctx context.Context, own subnet.Lease) error {
 		case !passes(err) && !errors.Is(err, errRelist):
 			return err
 		}
-		m.outage.Report(ctx, keeping, err)
+		m.report(ctx, keeping, err)
 		if err := b.Wait(ctx, pause(err)); err != nil {
 			return err
 		}
@@ -80,7 +80,7 @@ func (k *keeper) round(ctx context.Context, alive func()) (restored bool, err er
 	if err != nil {
 		return false, err
 	}
-	k.outage.Report(ctx, keeping, nil)
+	k.report(ctx, keeping, nil)
 	if restored {
 		return true, nil
 	}

@@ -172,6 +172,14 @@ func (m *Manager) Config(ctx context.Context) (subnet.Config, error) {
 	return cfg, nil
 }
 
+// report takes the outcome of an activity in. A connection that was given up on
+// purpose says nothing, and a watch that has ended early neither.
+func (m *Manager) report(ctx context.Context, activity string, err error) {
+	if !errors.Is(err, errEnded) {
+		m.outage.Report(ctx, activity, err)
+	}
+}
+
 // retry runs f until it succeeds or fails for a reason that does not pass by
 // itself.
 func (m *Manager) retry(ctx context.Context, activity string, f func() error) error {
@@ -181,7 +189,7 @@ func (m *Manager) retry(ctx context.Context, activity string, f func() error) er
 		if ctx.Err() != nil {
 			return ctx.Err()
 		}
-		m.outage.Report(ctx, activity, err)
+		m.report(ctx, activity, err)
 		if !passes(err) {
 			return err
 		}

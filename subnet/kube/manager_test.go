@@ -19,6 +19,7 @@ import (
 	"k8s.io/klog/v2"
 	"k8s.io/klog/v2/ktesting"
 
+	"flanneld/pkg/outage"
 	"flanneld/subnet"
 	"flanneld/subnet/subnettest"
 )
@@ -636,6 +637,72 @@ func TestOutages(t *testing.T) {
 	expect("nil")
 	f.deleteNode(t, "node2")
 	w.Until(t, "a peer gone", func(s subnet.Snapshot) bool { return subnetOf(s, "node2") == "" })
+}
+
+// A connection that is given up on purpose, because the host's address has changed, says
+// nothing of the server: one that takes requests and never answers stays away.
+func TestReconnectIsNoAnswer(t *testing.T) {
+	for name, talk := range map[string]func(*testing.T, *Manager, subnet.Lease){
+		"start": func(t *testing.T, m *Manager, _ subnet.Lease) {
+			ctx, cancel := context.WithCancel(context.Background())
+			ended := make(chan struct{})
+			go func() {
+				defer close(ended)
+				_, _ = m.PublicIPs(ctx)
+			}()
+			t.Cleanup(func() { cancel(); <-ended })
+		},
+		"own node": func(t *testing.T, m *Manager, own subnet.Lease) { keep(t, m, own) },
+	} {
+		t.Run(name, func(t *testing.T) {
+			f := newFixture(t, sharedServer(t))
+			f.setConfig(t, configV4)
+			f.addNode(t, "n1", cidrs(1)...)
+			p := newProxy(t, f.server)
+			statuses, asked := make(chan error, 100), make(chan struct{}, 100)
+			m := f.manager(t, "n1", func(c *Config) { c.Kubeconfig = f.kubeconfig(t, p.URL, flannel) })
+			own := acquire(t, m, vxlanClaim("192.0.2.1"))
+			m.outage = outage.New("the Kubernetes API", func(err error) { statuses <- err })
+			m.timing.request = time.Second
+			p.answer(func(_ http.ResponseWriter, r *http.Request) bool {
+				if asksFor(r, "n1") {
+					asked <- struct{}{}
+				}
+				<-r.Context().Done()
+				return true
+			})
+			next := func() {
+				t.Helper()
+				select {
+				case <-asked:
+				case <-time.After(patience):
+					t.Fatal("it asks no more")
+				}
+			}
+			talk(t, m, own)
+			next()
+			next()
+			if err := <-statuses; err == nil || !strings.Contains(err.Error(), "no answer in time") {
+				t.Fatalf("of a server that is silent the status is %v", err)
+			}
+			m.Reconnect()
+			next() // what came of the request before is told by now
+			select {
+			case err := <-statuses:
+				t.Errorf("of the new connection the status is %v", err)
+			default:
+			}
+			p.answer(nil)
+			select {
+			case err := <-statuses:
+				if err != nil {
+					t.Errorf("of a server that answers the status is %v", err)
+				}
+			case <-time.After(patience):
+				t.Error("no status of a server that answers")
+			}
+		})
+	}
 }
 
 // One Node that cannot be asked for is an outage while it lasts, and over with it:

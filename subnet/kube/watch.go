@@ -31,7 +31,7 @@ func (m *Manager) Watch(ctx context.Context, sink func(subnet.Update)) error {
 		if err == nil {
 			err = m.follow(ctx, v, sink, func() {
 				begun = time.Now()
-				m.outage.Report(ctx, watching, nil)
+				m.report(ctx, watching, nil)
 			})
 		}
 		m.lasted(b, begun)
@@ -46,11 +46,9 @@ func (m *Manager) Watch(ctx context.Context, sink func(subnet.Update)) error {
 			// All nodes have to list again at this moment, and what a list
 			// costs grows with their number.
 			err = b.Wait(ctx, rand.N(time.Duration(len(v.entries))*m.timing.spread+1))
-		case !errors.Is(err, errEnded):
-			m.outage.Report(ctx, watching, err)
-			err = b.Wait(ctx, pause(err))
 		default:
-			err = b.Wait(ctx, 0)
+			m.report(ctx, watching, err)
+			err = b.Wait(ctx, pause(err))
 		}
 		if err != nil {
 			return err
@@ -249,7 +247,7 @@ func (f *fetcher) start(ctx context.Context, name string, revision int64) {
 			got, err := f.m.read(ctx, name, revision)
 			if err == nil {
 				if failed {
-					f.m.outage.Report(ctx, activity, nil)
+					f.m.report(ctx, activity, nil)
 				}
 				select {
 				case f.got <- fetched{name, got}:
@@ -257,7 +255,7 @@ func (f *fetcher) start(ctx context.Context, name string, revision int64) {
 				}
 				return
 			}
-			f.m.outage.Report(ctx, activity, err)
+			f.m.report(ctx, activity, err)
 			if b.Wait(ctx, pause(err)) != nil {
 				return
 			}
