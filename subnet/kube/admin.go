@@ -18,7 +18,7 @@ import (
 // Entry is one Node as an operator looks at it.
 type Entry struct {
 	Lease subnet.Lease
-	Err   error // why it is no lease; the Lease has a Key alone then
+	Err   error // why it is no lease, which has a Key alone then, or none of one family
 }
 
 // Entries lists the leases of all Nodes that flannel manages, by name of the Node.
@@ -46,7 +46,7 @@ func Entries(ctx context.Context, cfg Config) ([]Entry, error) {
 	for _, e := range v.entries {
 		switch {
 		case e.lease != nil:
-			all = append(all, Entry{Lease: *e.lease})
+			all = append(all, Entry{*e.lease, e.partly})
 		case e.notes[managed].text == "true" && e.cidrs == nil:
 			all = append(all, Entry{subnet.Lease{Key: e.name}, errNoPodCIDR})
 		case !errors.Is(e.err, errNotManaged):

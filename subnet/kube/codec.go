@@ -8,6 +8,7 @@ import (
 	"regexp"
 	"strings"
 
+	"flanneld/pkg/oneline"
 	"flanneld/pkg/prefix"
 	"flanneld/subnet"
 )
@@ -141,35 +142,77 @@ const maxAnnotation = 16 << 10
 var errNotManaged = errors.New("it has no annotation kube-subnet-manager")
 
 // decode returns what a node publishes, on the subnets that the API gave it.
-// Families that lack either have no endpoint.
-func (k *keys) decode(n notes, cidrs []netip.Prefix) (backend string, es []subnet.Endpoint, err error) {
+// Families that lack either have no endpoint. One that cannot be read has that of last,
+// the lease as it was, unless its backend or subnet was another: err says why, as it
+// does where no family can be read, and there are no endpoints.
+func (k *keys) decode(n notes, cidrs []netip.Prefix, last *subnet.Lease) (backend string, es []subnet.Endpoint, err error) {
 	if n[managed].text != "true" {
 		return "", nil, errNotManaged
 	}
-	for a := range n {
-		if have := len(n[a].text); have > maxAnnotation {
-			return "", nil, fmt.Errorf("annotation %s has %d bytes (at most %d are read)", k.names[a], have, maxAnnotation)
-		}
+	if backend, err = k.text(n, backendType); err != nil {
+		return "", nil, err
 	}
+	readable := false
 	for _, f := range families {
 		cidr, ok := ofFamily(cidrs, f)
-		of := annotationsOf[f]
-		if !ok || !n[of.public].present {
+		if !ok || !n[annotationsOf[f].public].present {
 			continue
 		}
-		e := subnet.Endpoint{Subnet: cidr}
-		if e.PublicIP, err = parseAddr(f, n[of.public].text); err != nil {
-			return "", nil, fmt.Errorf("annotation %s: %w", k.names[of.public], err)
+		e, wrong := k.endpoint(n, f, cidr)
+		if wrong == nil {
+			readable = true
+		} else {
+			err = oneline.Join(err, wrong)
+			e, ok = lastGood(last, backend, f, cidr)
 		}
-		if e.Data, err = parseData(n[of.data].text); err != nil {
-			return "", nil, fmt.Errorf("annotation %s: %w", k.names[of.data], err)
+		if ok {
+			es = append(es, e)
 		}
-		es = append(es, e)
 	}
-	if len(es) == 0 {
-		return "", nil, fmt.Errorf("no annotation %s or %s for podCIDRs %v", k.names[publicIP], k.names[publicIPv6], cidrs)
+	switch {
+	case readable:
+		return backend, es, err
+	case err == nil:
+		err = fmt.Errorf("no annotation %s or %s for podCIDRs %v", k.names[publicIP], k.names[publicIPv6], cidrs)
 	}
-	return n[backendType].text, es, nil
+	return "", nil, err
+}
+
+// endpoint decodes one family.
+func (k *keys) endpoint(n notes, f prefix.Family, cidr netip.Prefix) (subnet.Endpoint, error) {
+	e, of := subnet.Endpoint{Subnet: cidr}, annotationsOf[f]
+	text, err := k.text(n, of.public)
+	if err != nil {
+		return e, err
+	}
+	if e.PublicIP, err = parseAddr(f, text); err != nil {
+		return e, fmt.Errorf("annotation %s: %w", k.names[of.public], err)
+	}
+	if text, err = k.text(n, of.data); err != nil {
+		return e, err
+	}
+	if e.Data, err = parseData(text); err != nil {
+		return e, fmt.Errorf("annotation %s: %w", k.names[of.data], err)
+	}
+	return e, nil
+}
+
+// text returns an annotation, unless it is too long to be read.
+func (k *keys) text(n notes, a annotation) (string, error) {
+	if have := len(n[a].text); have > maxAnnotation {
+		return "", fmt.Errorf("annotation %s has %d bytes (at most %d are read)", k.names[a], have, maxAnnotation)
+	}
+	return n[a].text, nil
+}
+
+// lastGood returns the endpoint of last that goes on where the Node's own cannot be
+// read.
+func lastGood(last *subnet.Lease, backend string, f prefix.Family, cidr netip.Prefix) (subnet.Endpoint, bool) {
+	if last == nil || last.BackendType != backend {
+		return subnet.Endpoint{}, false
+	}
+	e, ok := last.Endpoint(f)
+	return e, ok && e.Subnet == cidr
 }
 
 func ofFamily(cidrs []netip.Prefix, f prefix.Family) (netip.Prefix, bool) {

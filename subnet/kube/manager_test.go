@@ -526,6 +526,46 @@ func TestPeerWhoseAnnotationsGo(t *testing.T) {
 	}
 }
 
+// A family that is mangled keeps its last good state, and the other one is followed.
+func TestPeerWithOneFamilyMangled(t *testing.T) {
+	f := newFixture(t, sharedServer(t))
+	f.setConfig(t, configDual)
+	f.peer(t, 2)
+	f.peer(t, 3)
+	f.note(t, "node2", map[string]any{anno("public-ipv6"): "2001:db8::2"})
+	f.note(t, "node3", map[string]any{anno("public-ipv6"): "nonsense"})
+	w := subnettest.Watch(t, f.manager(t, "node1"))
+	publics := func(key, want string) func(subnet.Snapshot) bool {
+		return func(s subnet.Snapshot) bool {
+			var got []string
+			for _, l := range s.Leases {
+				for _, e := range l.Endpoints {
+					if l.Key == key {
+						got = append(got, e.PublicIP.String())
+					}
+				}
+			}
+			return strings.Join(got, " ") == want && len(s.Undecodable) == 0
+		}
+	}
+	w.Until(t, "what can be read", func(s subnet.Snapshot) bool {
+		return publics("node2", "192.0.2.2 2001:db8::2")(s) && publics("node3", "192.0.2.3")(s)
+	})
+	f.note(t, "node2", map[string]any{anno("public-ipv6"): "nonsense", anno("public-ip"): "192.0.2.222"})
+	w.Until(t, "the address of the one, and the other as it was", publics("node2", "192.0.2.222 2001:db8::2"))
+	f.note(t, "node2", map[string]any{anno("public-ipv6"): "2001:db8::22"})
+	w.Until(t, "both again", publics("node2", "192.0.2.222 2001:db8::22"))
+	all, err := Entries(t.Context(), Config{Kubeconfig: f.kubeconfig(t, f.url, flannel)})
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, e := range all {
+		if said := strings.Contains(fmt.Sprint(e.Err), "public-ipv6"); said != (e.Lease.Key == "node3") || len(e.Lease.Endpoints) == 0 {
+			t.Errorf("an operator sees %+v", e)
+		}
+	}
+}
+
 // TestRestartIsCheap lists Nodes without spec and status where their podCIDRs
 // are known from before.
 func TestRestartIsCheap(t *testing.T) {

@@ -1,6 +1,7 @@
 package kube
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"net/netip"
@@ -31,6 +32,7 @@ type entry struct {
 	cidrs  []netip.Prefix // of the spec; nil if they are not known
 	notes  notes
 	err    error         // why it is no lease now; errNotManaged is no trouble
+	partly error         // why a family of the lease is not as the Node has it now
 	lease  *subnet.Lease // as it last was one, nil if it never was; read-only
 	fresh  bool          // lease has changed and is to be published
 	logged string        // trouble that was
@@ -160,6 +162,7 @@ func (v *view) setCIDRs(e *entry, cidrs []netip.Prefix, err error) {
 
 // decode makes a lease of an entry that has changed.
 func (v *view) decode(e *entry) {
+	e.partly = nil
 	if e.cidrs == nil { // it is asked for, if it is flannel's
 		e.err = errNotManaged
 		return
@@ -167,10 +170,12 @@ func (v *view) decode(e *entry) {
 	if len(e.cidrs) == 0 {
 		return
 	}
-	backendType, es, err := v.keys.decode(e.notes, e.cidrs)
-	if e.err = err; err != nil {
+	backendType, es, err := v.keys.decode(e.notes, e.cidrs, e.lease)
+	if len(es) == 0 {
+		e.err = err
 		return
 	}
+	e.err, e.partly = nil, err
 	e.lease = &subnet.Lease{Key: e.name, Order: e.order, BackendType: backendType, Endpoints: es}
 	e.fresh = true
 }
@@ -276,10 +281,10 @@ func (v *view) snapshot() subnet.Snapshot {
 
 // trouble is what is wrong with a Node; empty if it is in order, or not ours.
 func (e *entry) trouble() string {
-	if e == nil || e.err == nil || errors.Is(e.err, errNotManaged) && e.lease == nil {
+	if e == nil || errors.Is(e.err, errNotManaged) && e.lease == nil {
 		return ""
 	}
-	return e.err.Error()
+	return textOf(cmp.Or(e.err, e.partly))
 }
 
 // logUnreadable logs when a Node becomes unreadable, for another reason than
@@ -292,9 +297,13 @@ func logUnreadable(ctx context.Context, name string, before, now *entry) bool {
 	if trouble == now.logged {
 		return false
 	}
-	if now.logged = trouble; trouble == "" {
+	now.logged = trouble
+	switch {
+	case trouble == "":
 		klog.FromContext(ctx).Info("node can be read again", "node", name)
-	} else {
+	case now.err == nil:
+		klog.FromContext(ctx).Error(nil, "node can be read in part only, and the rest keeps its last good state", "node", name, "reason", trouble)
+	default:
 		klog.FromContext(ctx).Error(nil, "node cannot be read, and keeps its last good state", "node", name, "reason", trouble)
 	}
 	return true

@@ -4,12 +4,16 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"net/netip"
+	"slices"
 	"strconv"
+	"strings"
 	"testing"
 	"time"
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/google/go-cmp/cmp/cmpopts"
+	"k8s.io/klog/v2"
+	"k8s.io/klog/v2/ktesting"
 
 	"flanneld/subnet"
 )
@@ -83,11 +87,11 @@ func (w *walker) step() {
 		delete(w.nodes, name)
 		w.tell(deleted, n)
 	case w.rnd.IntN(3) == 0 && len(n.cidrs) == 0:
-		n.cidrs = []string{fmt.Sprintf("10.5.%d.0/24", w.uids%256)}
+		n.cidrs = []string{fmt.Sprintf("10.5.%d.0/24", w.uids%256), fmt.Sprintf("fd00:5:0:%x::/64", w.uids)}[:1+w.rnd.IntN(2)]
 		w.tell(modified, n)
 	default:
-		key := pick("kube-subnet-manager", "public-ip", "backend-data", "backend-type", "other")
-		if value := pick("true", "192.0.2.1", "192.0.2.2", "{}", "{", ""); value == "" {
+		key := pick("kube-subnet-manager", "public-ip", "public-ipv6", "backend-data", "backend-type", "other")
+		if value := pick("true", "192.0.2.1", "192.0.2.2", "2001:db8::1", "{}", "{", ""); value == "" {
 			delete(n.annotations, anno(key))
 		} else {
 			n.annotations[anno(key)] = value
@@ -117,7 +121,7 @@ func TestHintsComeToTheSame(t *testing.T) {
 	w.answer()
 	for _, p := range w.whole.State().Peers {
 		n := w.nodes[p.Lease.Key]
-		if n == nil || p.Lease.Key == "n0" || p.Lease.Order != n.created || p.Lease.Endpoints[0].Subnet.String() != n.cidrs[0] {
+		if n == nil || p.Lease.Key == "n0" || p.Lease.Order != n.created || !slices.Contains(n.cidrs, p.Lease.Endpoints[0].Subnet.String()) {
 			t.Errorf("peer %+v of node %+v", p.Lease, n)
 		}
 	}
@@ -127,5 +131,46 @@ func TestHintsComeToTheSame(t *testing.T) {
 		if good && w.whole.Lease(name) == nil {
 			t.Errorf("no peer for node %+v", n)
 		}
+	}
+}
+
+// One line tells of a family that cannot be read, however often its Node changes, and
+// one that it can be again.
+func TestMangledFamilyIsLoggedOnce(t *testing.T) {
+	logger := ktesting.NewLogger(t, ktesting.NewConfig(ktesting.BufferLogs(true)))
+	ctx := klog.NewContext(t.Context(), logger)
+	d := testDecoder()
+	v := &view{keys: &d.keys, own: "n0", entries: map[string]*entry{}}
+	n := &wireNode{name: "n1", uid: "1", cidrs: []string{"10.5.1.0/24", "fd00:5::/64"}, annotations: map[string]string{
+		anno("kube-subnet-manager"): "true", anno("public-ip"): "192.0.2.1", anno("public-ipv6"): "nonsense",
+	}}
+	tell := func(kind, key, value string) {
+		t.Helper()
+		v.revision++
+		n.revision, n.annotations[anno(key)] = strconv.FormatInt(v.revision, 10), value
+		var o object
+		kind, err := d.frame(wireFrame(kind, n.partial()), &o)
+		if err != nil {
+			t.Fatal(err)
+		}
+		name, err := v.advance(happened{kind, &o})
+		if err != nil {
+			t.Fatal(err)
+		}
+		v.publish(ctx, name, func(subnet.Update) {})
+	}
+	tell(added, "other", "")
+	var o object
+	if err := d.node(n.full(), &o); err != nil {
+		t.Fatal(err)
+	}
+	v.supply(fetched{"n1", newSelf(&o, 0)})
+	v.publish(ctx, "n1", func(subnet.Update) {})
+	tell(modified, "other", "x")
+	tell(modified, "public-ip", "192.0.2.2")
+	tell(modified, "public-ipv6", "2001:db8::1")
+	log := logger.GetSink().(ktesting.Underlier).GetBuffer().String()
+	if in, out := strings.Count(log, "public-ipv6"), strings.Count(log, "can be read again"); in != 1 || out != 1 {
+		t.Errorf("%d lines name the annotation and %d say that it is good again, want one each:\n%s", in, out, log)
 	}
 }
