@@ -39,7 +39,7 @@ func newRecorder(m *Manager) *recorder {
 }
 
 // Warn has an Event made about the own Node, unless the same was made within
-// the last hour or there have been many. It does not block.
+// eventRepeat or there have been many. It does not block.
 func (m *Manager) Warn(reason, message string) { m.events.send(reason, message) }
 
 func (r *recorder) send(reason, message string) {
