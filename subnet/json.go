@@ -44,7 +44,7 @@ func UnknownKeys(raw json.RawMessage, known ...string) []string {
 }
 
 func unknownKey(key string, known []string) string {
-	key = shorten(key)
+	key = Shorten(key)
 	if len(known) == 0 {
 		return fmt.Sprintf("unknown key %q is ignored", key)
 	}
@@ -103,7 +103,7 @@ func decodeObject(raw []byte, into any) error {
 		return explain(err)
 	}
 	if raw[0] != '{' {
-		return fmt.Errorf("want a JSON object, have %s", shorten(string(raw)))
+		return fmt.Errorf("want a JSON object, have %s", Shorten(string(raw)))
 	}
 	return nil
 }
@@ -118,7 +118,7 @@ func explain(err error) error {
 	case errors.As(err, &kind) && kind.Field == "":
 		return fmt.Errorf("want a JSON object, have a JSON %s", kind.Value)
 	case errors.As(err, &kind):
-		return fmt.Errorf("%s: want %s, have %s", kind.Field, kindName(kind.Type), shorten(kind.Value))
+		return fmt.Errorf("%s: want %s, have %s", kind.Field, kindName(kind.Type), Shorten(kind.Value))
 	}
 	return err
 }
@@ -141,7 +141,7 @@ func kindName(t reflect.Type) string {
 
 func decodeString(key string, raw json.RawMessage, into *string) error {
 	if raw[0] != '"' {
-		return fmt.Errorf("%s: want a string, have %s", key, shorten(string(raw)))
+		return fmt.Errorf("%s: want a string, have %s", key, Shorten(string(raw)))
 	}
 	if err := json.Unmarshal(raw, into); err != nil {
 		return fmt.Errorf("%s: %w", key, explain(err))
@@ -149,8 +149,8 @@ func decodeString(key string, raw json.RawMessage, into *string) error {
 	return nil
 }
 
-// shorten keeps what was read from elsewhere fit for one line of text.
-func shorten(s string) string {
+// Shorten keeps what was read from elsewhere fit for one line of text.
+func Shorten(s string) string {
 	const most = 64
 	if len(s) <= most {
 		return s

@@ -71,7 +71,7 @@ func ParseConfig(raw []byte) (cfg Config, warnings []string, err error) {
 	for _, s := range w.NonMasqueradeCIDRs {
 		p, err := netip.ParsePrefix(s)
 		if err != nil || p.Addr().Is4In6() {
-			return Config{}, nil, invalid("NonMasqueradeCIDRs: %q is not a CIDR (want for example %q)", shorten(s), example(prefix.IPv4))
+			return Config{}, nil, invalid("NonMasqueradeCIDRs: %q is not a CIDR (want for example %q)", Shorten(s), example(prefix.IPv4))
 		}
 		cfg.NonMasquerade = append(cfg.NonMasquerade, p.Masked())
 	}
@@ -146,7 +146,7 @@ func parseNetwork(f prefix.Family, raw json.RawMessage) (netip.Prefix, error) {
 	p, err := netip.ParsePrefix(s)
 	if err != nil || !ofFamily(f, p.Addr()) {
 		return netip.Prefix{}, fmt.Errorf("%s: invalid %s CIDR format: %q (want for example %q)",
-			key, f, shorten(s), example(f))
+			key, f, Shorten(s), example(f))
 	}
 	if p.Bits() == 0 {
 		return netip.Prefix{}, nil
@@ -162,7 +162,7 @@ func parseAddr(f prefix.Family, key string, raw json.RawMessage) (netip.Addr, er
 	}
 	a, err := netip.ParseAddr(s)
 	if err != nil || !ofFamily(f, a) || a.Zone() != "" {
-		return netip.Addr{}, fmt.Errorf("%s: %q is not an %s address", key, shorten(s), f)
+		return netip.Addr{}, fmt.Errorf("%s: %q is not an %s address", key, Shorten(s), f)
 	}
 	if a.IsUnspecified() {
 		return netip.Addr{}, nil

@@ -55,7 +55,7 @@ func parseKey(key string) ([]netip.Prefix, error) {
 
 func parseSubnet(f prefix.Family, text string) (netip.Prefix, error) {
 	fail := func() (netip.Prefix, error) {
-		return netip.Prefix{}, fmt.Errorf("%q is not a subnet key (want for example 10.5.1.0-24 or 10.5.1.0-24&fd00:0:0:1::-64)", shorten(text))
+		return netip.Prefix{}, fmt.Errorf("%q is not a subnet key (want for example 10.5.1.0-24 or 10.5.1.0-24&fd00:0:0:1::-64)", subnet.Shorten(text))
 	}
 	addr, length, ok := strings.Cut(text, "-")
 	if !ok || strings.ToLower(addr) != addr || strings.Contains(addr, "%") {
@@ -138,10 +138,10 @@ func decode(subnets []netip.Prefix, value []byte) (backendType string, endpoints
 // decodeAny reads a value in any form that JSON has.
 func decodeAny(value []byte) (w wireLease, err error) {
 	if err := json.Unmarshal(value, &w); err != nil {
-		return w, fmt.Errorf("value %q: %w", shorten(string(value)), err)
+		return w, fmt.Errorf("value %q: %w", subnet.Shorten(string(value)), err)
 	}
 	if value = bytes.TrimSpace(value); value[0] != '{' {
-		return w, fmt.Errorf("value %q is not a JSON object", shorten(string(value)))
+		return w, fmt.Errorf("value %q is not a JSON object", subnet.Shorten(string(value)))
 	}
 	return w, nil
 }
@@ -189,11 +189,11 @@ func decodeAddr(f prefix.Family, raw json.RawMessage) (netip.Addr, error) {
 	}
 	text, ok := decodeText(raw)
 	if !ok {
-		return netip.Addr{}, fmt.Errorf("is %s, want an %s address", shorten(string(raw)), f)
+		return netip.Addr{}, fmt.Errorf("is %s, want an %s address", subnet.Shorten(string(raw)), f)
 	}
 	a, err := netip.ParseAddr(text)
 	if err != nil || prefix.FamilyOf(a) != f || a.Is4In6() || a.Zone() != "" {
-		return netip.Addr{}, fmt.Errorf("%q is not an %s address", shorten(text), f)
+		return netip.Addr{}, fmt.Errorf("%q is not an %s address", subnet.Shorten(text), f)
 	}
 	return a, nil
 }
@@ -207,13 +207,4 @@ func decodeText(raw json.RawMessage) (string, bool) {
 	var s string
 	err := json.Unmarshal(raw, &s)
 	return s, err == nil && raw[0] == '"'
-}
-
-// shorten keeps what was read from the store fit for one line of text.
-func shorten(s string) string {
-	const most = 64
-	if len(s) <= most {
-		return s
-	}
-	return strings.ToValidUTF8(s[:most], "") + "…"
 }

@@ -135,7 +135,7 @@ func lost(key string, by entry) error {
 		who = a.String()
 	}
 	if by.key != key {
-		who += ", as part of " + shorten(by.key)
+		who += ", as part of " + subnet.Shorten(by.key)
 	}
 	return fmt.Errorf("%w: %s now belongs to %s", subnet.ErrLeaseLost, key, who)
 }

@@ -299,9 +299,9 @@ func logUndecodable(ctx context.Context, before, now *entry) {
 	}
 	switch {
 	case now.err == nil && was != "":
-		klog.FromContext(ctx).Info("lease can be read again", "key", shorten(now.key))
+		klog.FromContext(ctx).Info("lease can be read again", "key", subnet.Shorten(now.key))
 	case now.err != nil && now.err.Error() != was:
-		klog.FromContext(ctx).Error(now.err, "lease cannot be read and keeps its last good state", "key", shorten(now.key))
+		klog.FromContext(ctx).Error(now.err, "lease cannot be read and keeps its last good state", "key", subnet.Shorten(now.key))
 	}
 }
 

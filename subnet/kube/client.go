@@ -18,6 +18,8 @@ import (
 	"k8s.io/client-go/tools/clientcmd"
 	"k8s.io/client-go/transport"
 	"k8s.io/client-go/util/connrotation"
+
+	"flanneld/subnet"
 )
 
 // The forms in which objects are asked for. Metadata leaves spec and status
@@ -236,7 +238,7 @@ func (c *client) refusal(resp *http.Response) error {
 	} else if json.Unmarshal(body, &status) == nil {
 		e.reason, e.message = status.Reason, status.Message
 	} else {
-		e.message = shorten(string(body))
+		e.message = subnet.Shorten(string(body))
 	}
 	e.code = resp.StatusCode
 	return c.complete(e, resp.Header.Get("Retry-After"))

@@ -227,7 +227,7 @@ func ofFamily(cidrs []netip.Prefix, f prefix.Family) (netip.Prefix, bool) {
 func parseAddr(f prefix.Family, text string) (netip.Addr, error) {
 	a, err := netip.ParseAddr(text)
 	if err != nil || prefix.FamilyOf(a) != f || a.Is4In6() || a.Zone() != "" {
-		return netip.Addr{}, fmt.Errorf("%q is not an %s address", shorten(text), f)
+		return netip.Addr{}, fmt.Errorf("%q is not an %s address", subnet.Shorten(text), f)
 	}
 	return a, nil
 }
@@ -253,7 +253,7 @@ func parseData(text string) (json.RawMessage, error) {
 		return nil, nil
 	}
 	if !json.Valid([]byte(text)) {
-		return nil, fmt.Errorf("%q is not JSON", shorten(text))
+		return nil, fmt.Errorf("%q is not JSON", subnet.Shorten(text))
 	}
 	return json.RawMessage(text), nil
 }
@@ -277,7 +277,7 @@ func (o *object) cidrs() ([]netip.Prefix, error) {
 	for _, text := range texts {
 		p, err := netip.ParsePrefix(string(text))
 		if err != nil || p.Addr().Is4In6() || p.Bits() == 0 {
-			return nil, fmt.Errorf("podCIDR %q is not a subnet", shorten(string(text)))
+			return nil, fmt.Errorf("podCIDR %q is not a subnet", subnet.Shorten(string(text)))
 		}
 		i := 0
 		if p.Addr().Is6() {
@@ -295,13 +295,4 @@ func (o *object) cidrs() ([]netip.Prefix, error) {
 		}
 	}
 	return out, nil
-}
-
-// shorten keeps what was read from elsewhere fit for one line of text.
-func shorten(s string) string {
-	const most = 64
-	if len(s) <= most {
-		return s
-	}
-	return strings.ToValidUTF8(s[:most], "") + "…"
 }

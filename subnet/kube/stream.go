@@ -16,6 +16,7 @@ import (
 	"google.golang.org/protobuf/encoding/protowire"
 
 	"flanneld/pkg/oneline"
+	"flanneld/subnet"
 )
 
 // errRelist says that a watch cannot go on from where it is.
@@ -366,7 +367,7 @@ func (d *decoder) frame(b []byte, o *object) (kind string, err error) {
 		}
 		return "", &e
 	default:
-		err = fmt.Errorf("%w: a watch event of type %q", errWire, shorten(string(f.kind)))
+		err = fmt.Errorf("%w: a watch event of type %q", errWire, subnet.Shorten(string(f.kind)))
 	}
 	return kind, err
 }
