@@ -128,7 +128,7 @@ func (n wireNetwork) parse() (Network, error) {
 		if a.raw == nil || n.nullableRange && isNull(a.raw) {
 			continue
 		}
-		if *a.into, err = parseAddr(n.family, keyName(n.family, a.name), a.raw); err != nil {
+		if *a.into, err = decodeAddr(n.family, keyName(n.family, a.name), a.raw); err != nil {
 			return Network{}, err
 		}
 	}
@@ -154,18 +154,27 @@ func parseNetwork(f prefix.Family, raw json.RawMessage) (netip.Prefix, error) {
 	return p.Masked(), nil
 }
 
-// parseAddr returns the zero address for 0.0.0.0 and ::, which count as not given.
-func parseAddr(f prefix.Family, key string, raw json.RawMessage) (netip.Addr, error) {
+// decodeAddr returns the zero address for 0.0.0.0 and ::, which count as not given.
+func decodeAddr(f prefix.Family, key string, raw json.RawMessage) (netip.Addr, error) {
 	var s string
 	if err := decodeString(key, raw, &s); err != nil {
 		return netip.Addr{}, err
 	}
-	a, err := netip.ParseAddr(s)
-	if err != nil || !ofFamily(f, a) || a.Zone() != "" {
-		return netip.Addr{}, fmt.Errorf("%s: %q is not an %s address", key, Shorten(s), f)
+	a, err := ParseAddr(f, s)
+	if err != nil {
+		return netip.Addr{}, fmt.Errorf("%s: %w", key, err)
 	}
 	if a.IsUnspecified() {
 		return netip.Addr{}, nil
+	}
+	return a, nil
+}
+
+// ParseAddr parses an address of family f, which has no zone.
+func ParseAddr(f prefix.Family, text string) (netip.Addr, error) {
+	a, err := netip.ParseAddr(text)
+	if err != nil || !ofFamily(f, a) || a.Zone() != "" {
+		return netip.Addr{}, fmt.Errorf("%q is not an %s address", Shorten(text), f)
 	}
 	return a, nil
 }

@@ -191,11 +191,7 @@ func decodeAddr(f prefix.Family, raw json.RawMessage) (netip.Addr, error) {
 	if !ok {
 		return netip.Addr{}, fmt.Errorf("is %s, want an %s address", subnet.Shorten(string(raw)), f)
 	}
-	a, err := netip.ParseAddr(text)
-	if err != nil || prefix.FamilyOf(a) != f || a.Is4In6() || a.Zone() != "" {
-		return netip.Addr{}, fmt.Errorf("%q is not an %s address", subnet.Shorten(text), f)
-	}
-	return a, nil
+	return subnet.ParseAddr(f, text)
 }
 
 // decodeText returns the string that raw is. What encoding/json fills in has a

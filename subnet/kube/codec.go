@@ -185,7 +185,7 @@ func (k *keys) endpoint(n notes, f prefix.Family, cidr netip.Prefix) (subnet.End
 	if err != nil {
 		return e, err
 	}
-	if e.PublicIP, err = parseAddr(f, text); err != nil {
+	if e.PublicIP, err = subnet.ParseAddr(f, text); err != nil {
 		return e, fmt.Errorf("annotation %s: %w", k.names[of.public], err)
 	}
 	if text, err = k.text(n, of.data); err != nil {
@@ -224,18 +224,10 @@ func ofFamily(cidrs []netip.Prefix, f prefix.Family) (netip.Prefix, bool) {
 	return netip.Prefix{}, false
 }
 
-func parseAddr(f prefix.Family, text string) (netip.Addr, error) {
-	a, err := netip.ParseAddr(text)
-	if err != nil || prefix.FamilyOf(a) != f || a.Is4In6() || a.Zone() != "" {
-		return netip.Addr{}, fmt.Errorf("%q is not an %s address", subnet.Shorten(text), f)
-	}
-	return a, nil
-}
-
 // parsePublic parses an address that an administrator gives this node, which has
 // the subnet own or none yet: peers refuse one that no host has, or that a pod may.
 func parsePublic(f prefix.Family, own netip.Prefix, text string) (netip.Addr, error) {
-	a, err := parseAddr(f, text)
+	a, err := subnet.ParseAddr(f, text)
 	switch {
 	case err != nil:
 		return a, err

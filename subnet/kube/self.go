@@ -172,7 +172,7 @@ func (m *Manager) recalled(s *self) subnet.Claim {
 	for _, f := range families {
 		cidr, ok := ofFamily(s.cidrs, f)
 		of := annotationsOf[f]
-		public, err := parseAddr(f, n[of.public].text)
+		public, err := subnet.ParseAddr(f, n[of.public].text)
 		if !ok || err != nil {
 			continue
 		}
