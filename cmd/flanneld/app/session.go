@@ -21,7 +21,7 @@ import (
 
 // resumption is what goes on from the last known state.
 type resumption struct {
-	settle func() // has nothing begin any more; what is about to has begun then
+	settle func() // has nothing begin any more; what is about to has begun then, and the store knows
 	stop   func()
 }
 
@@ -42,14 +42,14 @@ func (d *daemon) resume(ctx context.Context, m store, last lastKnown) resumption
 	var wg sync.WaitGroup
 	wg.Go(func() {
 		s, err := d.recall(ctx, waiting, last, options, sync.OnceFunc(func() { close(tried) }))
+		if h, ok := m.(interface{ Held(own subnet.Lease) }); ok && err == nil {
+			h.Held(*cmp.Or(last.Stored, &last.Own)) // the start proper, which goes on now, depends on it
+		}
 		close(settled)
 		if err != nil { // it was told to give up, or the lease has run out
 			return
 		}
 		klog.FromContext(ctx).Info("going on from the last known state until the store answers", "lease", last.Own.Key)
-		if h, ok := m.(interface{ Held(own subnet.Lease) }); ok {
-			h.Held(*cmp.Or(last.Stored, &last.Own))
-		}
 		d.carryOn(ctx, m, s, options)
 	})
 	<-tried

@@ -175,6 +175,69 @@ func TestStatusWhileMoving(t *testing.T) {
 	})
 }
 
+// slow is a store that takes its time to be told of the own lease.
+type slow struct {
+	silent
+	told chan struct{}
+}
+
+func (s *slow) Held(subnet.Lease) { <-s.told }
+
+// TestSettle has the start proper come while a session on the last known state is about
+// to begin: it waits until that has begun and the store knows of it, and no other begins.
+func TestSettle(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		ctx, cancel := context.WithCancel(t.Context())
+		defer cancel()
+		begun, proceed, tries := make(chan struct{}), make(chan struct{}), 0
+		d, s := working(t, starter{close: func() {}, start: func(backend.Env) error {
+			if tries++; tries == 1 {
+				return errors.New("not yet")
+			}
+			close(begun)
+			<-proceed
+			cancel() // nothing of the session is to be done to this host
+			return nil
+		}}, link(1500, "192.0.2.1"))
+		s.stop()
+		d.opts.Iface = []string{"127.0.0.1"}
+		last := lastKnown{
+			Config: subnet.Config{BackendType: "scripted", Networks: []subnet.Network{{Prefix: netip.MustParsePrefix("10.5.0.0/16")}}},
+			Own:    subnet.Lease{Endpoints: make([]subnet.Endpoint, 1), Permanent: true},
+		}
+		var err error
+		if last.Interface, err = underlay.Wait(ctx, d.underlayOptions(last.Config, last), 0); err != nil {
+			t.Fatal(err)
+		}
+		store := &slow{told: make(chan struct{})}
+		r := d.resume(ctx, store, last)
+		<-begun
+		settled := make(chan struct{})
+		go func() {
+			defer close(settled)
+			r.settle()
+		}()
+		expectWait := func(until string) {
+			t.Helper()
+			synctest.Wait()
+			select {
+			case <-settled:
+				t.Errorf("it does not wait until %s", until)
+			default:
+			}
+		}
+		expectWait("the session has begun")
+		close(proceed)
+		expectWait("the store is told")
+		close(store.told)
+		<-settled
+		r.stop()
+		if tries != 2 {
+			t.Errorf("%d tries, want 2", tries)
+		}
+	})
+}
+
 // otherSubnet is a manager that has another subnet for this node, under the key
 // that it had.
 type otherSubnet struct{ subnet.Manager }
