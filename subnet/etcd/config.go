@@ -12,7 +12,7 @@ import (
 )
 
 // tell reads the configuration and says what it is.
-func (m *Manager) tell(ctx context.Context) (subnet.StoreID, error) {
+func (m *Manager) tell(ctx context.Context, v *view) (subnet.StoreID, error) {
 	var id subnet.StoreID
 	err := m.call(ctx, func(ctx context.Context, c *clientv3.Client) error {
 		resp, err := c.Get(ctx, m.configKey())
@@ -20,6 +20,7 @@ func (m *Manager) tell(ctx context.Context) (subnet.StoreID, error) {
 			return err
 		}
 		id = storeID(resp.Header)
+		v.told = id.Revision
 		var text []byte
 		for _, kv := range resp.Kvs {
 			text = given(kv.Value)
@@ -36,18 +37,23 @@ func (m *Manager) onConfig(text []byte) {
 	}
 }
 
-// takeConfig takes what concerns the configuration out of a response.
-func (m *Manager) takeConfig(resp *pb.WatchResponse) {
+// takeConfig takes what concerns the configuration out of a response. A watch begins
+// behind the last lease: what the configuration has been since then is no news.
+func (m *Manager) takeConfig(v *view, resp *pb.WatchResponse) {
 	key := m.configKey()
 	resp.Events = slices.DeleteFunc(resp.Events, func(ev *mvccpb.Event) bool {
 		if string(ev.Kv.Key) != key {
 			return false
 		}
-		if ev.Type == mvccpb.DELETE {
+		switch {
+		case ev.Kv.ModRevision <= v.told:
+			return true
+		case ev.Type == mvccpb.DELETE:
 			m.onConfig(nil)
-		} else {
+		default:
 			m.onConfig(given(ev.Kv.Value))
 		}
+		v.told = ev.Kv.ModRevision
 		return true
 	})
 }

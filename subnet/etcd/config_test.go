@@ -23,13 +23,22 @@ func TestWatchTellsOfTheConfiguration(t *testing.T) {
 		}
 	})
 	subnettest.Watch(t, m)
+	last := ""
 	expect := func(want string) {
 		t.Helper()
 		deadline := time.After(patience)
 		for {
 			select {
-			case got := <-texts: // the same may come again
-				if got == nil && want == "none" || got != nil && *got == want {
+			case text := <-texts:
+				got := "none"
+				if text != nil {
+					got = *text
+				}
+				if got != want && got != last { // the same may come again
+					t.Errorf("told of %q between %q and %q", got, last, want)
+				}
+				if got == want {
+					last = want
 					return
 				}
 			case <-deadline:
@@ -45,11 +54,13 @@ func TestWatchTellsOfTheConfiguration(t *testing.T) {
 	f.delete(t, "config")
 	expect("none")
 
-	// What changes while nobody watches is told afterwards.
+	// What changes while nobody watches is told afterwards, and nothing that was before.
 	f.put(t, "config", "before")
 	expect("before")
 	s.stop()
 	s.start(t)
 	f.put(t, "config", "after")
 	expect("after")
+	f.put(t, "config", "later")
+	expect("later")
 }

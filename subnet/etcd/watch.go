@@ -28,6 +28,7 @@ type view struct {
 	entries map[string]*entry // by key, without values
 	store   subnet.StoreID
 	next    int64 // revision to watch from; 0: there was no list yet
+	told    int64 // revision up to which the configuration is known
 	stale   bool  // list before the next watch
 	another bool  // the store is not the one of the view before, though it has its id
 	reprieve
@@ -44,7 +45,7 @@ func (m *Manager) Watch(ctx context.Context, sink func(subnet.Update)) error {
 			err = m.follow(ctx, []string{m.dir, m.configKey()}, v.next, watcher{
 				on: func(resp *pb.WatchResponse) error {
 					b.Reset()
-					m.takeConfig(resp)
+					m.takeConfig(&v, resp)
 					m.report(ctx, sourceWatch, nil)
 					return m.advance(ctx, &v, resp, sink)
 				},
@@ -108,8 +109,8 @@ func (m *Manager) resume(ctx context.Context, v *view, sink func(subnet.Update))
 	}
 	v.adopt(old)
 	sink(v.update(m.ownKey.Load(), nil))
-	v.another = false    // from now on it is the one that it was
-	_, err = m.tell(ctx) // after the list: what comes later is watched for
+	v.another = false       // from now on it is the one that it was
+	_, err = m.tell(ctx, v) // after the list: what comes later is watched for
 	return err
 }
 
@@ -127,7 +128,7 @@ func (m *Manager) compare(ctx context.Context, v *view) (likeness, error) {
 	if v.next == 0 || v.stale {
 		return unknown, nil
 	}
-	head, err := m.tell(ctx)
+	head, err := m.tell(ctx, v)
 	if err != nil || head.ID != v.store.ID || head.Revision < v.store.Revision {
 		return unknown, err
 	}
