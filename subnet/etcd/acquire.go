@@ -28,7 +28,7 @@ type ownLease struct {
 type plan struct {
 	keep    *entry         // the own lease to go on with
 	subnets []netip.Prefix // otherwise what to take
-	stale   []entry        // own leases that go with the taking: ruled out, or replaced by a reservation
+	stale   []entry        // own leases that go with the taking: ruled out, or replaced
 	twin    string         // key of another lease that carries the own address
 }
 
@@ -75,7 +75,10 @@ func choose(pools []subnet.Pool, wanted []netip.Prefix, running bool, ours func(
 		}
 	}
 	if p.keep != nil {
-		p.stale = replaced
+		// Peers may accept one that is ruled out, which is older, and not the one that is kept.
+		// A reservation is the operator's: it stays where nothing comes in its place.
+		p.stale = slices.DeleteFunc(p.stale, func(e entry) bool { return running || !leased(&e) })
+		p.stale = append(p.stale, replaced...)
 		if other := slices.IndexFunc(mine, func(e *entry) bool { return e != p.keep }); other >= 0 {
 			p.twin = mine[other].key
 		}
@@ -172,7 +175,7 @@ func (m *Manager) acquire(ctx context.Context, pools []subnet.Pool, c subnet.Cla
 			return err
 		}
 		for _, e := range p.stale {
-			klog.FromContext(ctx).Info("a lease with the public address of this node has gone for a reservation", "lease", e.key, "reservation", own.key)
+			klog.FromContext(ctx).Info("another lease with the public address of this node was deleted", "lease", e.key, "kept", own.key)
 		}
 		m.forWatch.put(l)
 		return nil
