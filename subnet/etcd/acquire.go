@@ -203,12 +203,15 @@ func claimOn(key string, subnets []netip.Prefix, c subnet.Claim) (ownLease, erro
 	return own, err
 }
 
-// create takes a subnet that nobody has. stale keys go in the same transaction.
+// create takes a subnet that nobody has. stale keys go in the same transaction: where one
+// is a reservation of what is taken, the new one is, too.
 func (m *Manager) create(ctx context.Context, own ownLease, stale []entry, spare *grant) error {
-	if err := m.provide(ctx, spare); err != nil {
-		return err
+	if !slices.ContainsFunc(stale, own.reservedBy) {
+		if err := m.provide(ctx, spare); err != nil {
+			return err
+		}
+		own.grant = *spare
 	}
-	own.grant = *spare
 	revision, err := m.write(ctx, own, 0, stale)
 	if err != nil {
 		return unspoiled(spare, err)
@@ -217,9 +220,28 @@ func (m *Manager) create(ctx context.Context, own ownLease, stale []entry, spare
 	if err := m.yield(ctx, own); err != nil {
 		return err
 	}
-	*spare = grant{}
+	if own.grant.id == spare.id {
+		*spare = grant{}
+	}
+	for _, e := range stale {
+		if e.leaseID == 0 {
+			klog.FromContext(ctx).Info("a reservation for this node could not be used as it is and was deleted", "reservation", e.key, "taken", own.key)
+		}
+	}
 	m.remember(ctx, own, stale...)
 	return nil
+}
+
+// reservedBy reports whether e is a reservation of the same subnets, but for those of a
+// family that only one of the two has: IPv6 was enabled since, or disabled.
+func (o ownLease) reservedBy(e entry) bool {
+	same := 0
+	for _, own := range o.claim.Endpoints {
+		if slices.Contains(e.subnets, own.Subnet) {
+			same++
+		}
+	}
+	return e.leaseID == 0 && same > 0 && same == min(len(e.subnets), len(o.claim.Endpoints))
 }
 
 // yield gives up what was just created, with errConflict, if another node has

@@ -317,6 +317,40 @@ func TestConfigurationChanges(t *testing.T) {
 	}
 }
 
+// A reservation stays one when the other family comes and goes, and goes itself, with a
+// word, when it is of another network.
+func TestConfigurationChangesUnderAReservation(t *testing.T) {
+	f := newFixture(t, sharedServer(t))
+	before := f.etcdLeases(t)
+	f.put(t, "subnets/10.5.77.0-24", value("192.0.2.1"))
+	ctx, book := logged(t.Context())
+	for i, tc := range []struct {
+		config, key string
+		reserved    bool
+	}{
+		{configV4, "10.5.77.0-24", true},
+		{configDual, "10.5.77.0-24&fd00:10:5:", true},
+		{configV4, "10.5.77.0-24", true},
+		{`{"Network":"10.6.0.0/16"}`, "10.6.", false},
+	} {
+		f.put(t, "config", tc.config)
+		l, err := subnettest.Acquire(ctx, f.manager(t), claim("192.0.2.1", "2001:db8::1"))
+		if err != nil {
+			t.Fatal(err)
+		}
+		if _, lease, _ := f.get(t, "subnets/"+l.Key); !strings.HasPrefix(l.Key, tc.key) || l.Permanent != tc.reserved || (lease == 0) != tc.reserved {
+			t.Errorf("configuration %d: got %+v on etcd lease %x, want %s…, reserved %v", i, l, lease, tc.key, tc.reserved)
+		}
+	}
+	if n := f.etcdLeases(t) - before; n != 1 {
+		t.Errorf("%d etcd leases, want 1", n)
+	}
+	lines := book.lines()
+	if len(lines) != 3 || !strings.Contains(lines[2], `"reservation"="10.5.77.0-24" "taken"="10.6.`) {
+		t.Errorf("deleted reservations that were logged: %q, want 3", lines)
+	}
+}
+
 func TestAddressChangesWhileRunning(t *testing.T) {
 	f := newFixture(t, sharedServer(t))
 	f.put(t, "config", configV4)
