@@ -54,6 +54,7 @@ type Manager struct {
 	cfg    Config
 	dir    string // what the keys of leases begin with
 	timing timing
+	wall   func() time.Time // without the monotonic clock
 	client *client
 	outage *outage.Tracker
 
@@ -104,9 +105,11 @@ func New(cfg Config) (*Manager, error) {
 		return nil, err
 	}
 	return &Manager{
-		cfg: cfg, dir: path.Join(cfg.Prefix, "subnets") + "/", timing: t, client: c, outage: outage.New("etcd", cfg.OnStatus), writing: make(chan struct{}, 1),
+		cfg: cfg, dir: path.Join(cfg.Prefix, "subnets") + "/", timing: t, wall: wall, client: c, outage: outage.New("etcd", cfg.OnStatus), writing: make(chan struct{}, 1),
 	}, nil
 }
+
+func wall() time.Time { return time.Now().Round(0) }
 
 // Close ends the connection. Methods that are still running fail.
 func (m *Manager) Close() error { return m.client.close() }

@@ -114,11 +114,19 @@ func (m *Manager) ownOr(l subnet.Lease) (ownLease, error) {
 
 // right reports whether the key as found needs nothing, not even a renewal.
 func (m *Manager) right(found entry, own ownLease) bool {
-	return m.wrote(found) && (own.grant.id == 0 || time.Now().Before(m.renewal(own.grant)))
+	return m.wrote(found) && (own.grant.id == 0 || m.untilRenewal(own.grant) > 0)
 }
 
 // renewal returns when g is to be kept alive.
 func (m *Manager) renewal(g grant) time.Time { return g.expires.Add(-m.margin(g.ttl)) }
+
+// untilRenewal returns how long g can wait to be kept alive: by the monotonic clock, which
+// stands still while the host is suspended, or by the wall clock, which may be set back,
+// whichever says less.
+func (m *Manager) untilRenewal(g grant) time.Duration {
+	at := m.renewal(g)
+	return min(time.Until(at), at.Sub(m.wall()))
+}
 
 // margin is how long before its end a lease is renewed, and so how long the
 // store may be away without any lease running out.
@@ -193,12 +201,13 @@ func (m *Manager) await(ctx context.Context, looked int64, alive func()) error {
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
 	if own.grant.id != 0 {
-		timer := time.AfterFunc(time.Until(m.renewal(own.grant)), func() { cancel(errLook) })
+		timer := time.AfterFunc(m.untilRenewal(own.grant), func() { cancel(errLook) })
 		defer timer.Stop()
 	}
 	err = m.follow(ctx, []string{m.dir + own.key}, looked+1, watcher{on: func(resp *pb.WatchResponse) error {
 		alive()
-		if news(resp, looked+1) {
+		// The timer is late by as long as the host was suspended.
+		if news(resp, looked+1) || own.grant.id != 0 && m.untilRenewal(own.grant) <= 0 {
 			return errLook
 		}
 		return nil

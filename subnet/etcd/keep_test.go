@@ -1,8 +1,11 @@
 package etcd
 
 import (
+	"context"
+	"errors"
 	"fmt"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -54,6 +57,53 @@ func TestRenewalTime(t *testing.T) {
 		if got := m.renewal(newGrant(1, start, tc.ttl)).Sub(start); got != tc.want {
 			t.Errorf("margin %s of %s: renews after %s, want %s", tc.margin, tc.ttl, got, tc.want)
 		}
+	}
+}
+
+// A host that was suspended renews its lease by the wall clock: the other one, by which
+// timers go, stood still.
+func TestRenewalAfterSuspend(t *testing.T) {
+	f := newFixture(t, sharedServer(t))
+	f.put(t, "config", configV4)
+	var slept atomic.Int64
+	told := make(chan subnet.Lease, 100)
+	m := f.manager(t, func(c *Config) {
+		c.OnLease = func(l subnet.Lease) {
+			slept.Store(0)
+			told <- l
+		}
+	})
+	m.wall = func() time.Time { return wall().Add(time.Duration(slept.Load())) }
+	l := acquire(t, m, claim("192.0.2.1"))
+	<-told
+	_, _, revision := f.get(t, "subnets/"+l.Key)
+	ctx, cancel := context.WithTimeout(t.Context(), patience)
+	defer cancel()
+	err := m.await(ctx, revision, func() { slept.Store(int64(23*time.Hour + 30*time.Minute)) })
+	if !errors.Is(err, errLook) {
+		t.Errorf("a watch of the key that was up meanwhile ended with %v", err)
+	}
+	k := keeping(t, m, l)
+	select {
+	case renewed := <-told:
+		if !renewed.Expires.After(l.Expires) {
+			t.Errorf("expires %s, before %s", renewed.Expires, l.Expires)
+		}
+	case <-time.After(patience):
+		t.Error("not renewed")
+	}
+	k.running(t)
+}
+
+// A wall clock that is set back has nothing renewed later.
+func TestRenewalWithTheClockSetBack(t *testing.T) {
+	m, err := New(Config{Endpoints: []string{"http://127.0.0.1:1"}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	m.wall = func() time.Time { return wall().Add(-5 * time.Hour) }
+	if left := m.untilRenewal(newGrant(1, time.Now(), 24*time.Hour)); left > 23*time.Hour {
+		t.Errorf("renews after %s", left)
 	}
 }
 
