@@ -25,8 +25,14 @@ func (m *Manager) Keep(ctx context.Context, own subnet.Lease) error {
 	b, restores := m.backoff(), m.backoff()
 	restores.Least, restores.Most = m.timing.restoreMin, m.timing.restored
 	var lastRestore time.Time
+	var spare grant // for all tries until one succeeds
+	defer func() { m.revoke(ctx, spare) }()
 	for {
-		looked, restored, err := m.ensure(ctx, own)
+		looked, restored, err := m.ensure(ctx, own, &spare)
+		if err == nil { // what is left was not needed after all
+			m.revoke(ctx, spare)
+			spare = grant{}
+		}
 		switch {
 		case err != nil:
 		case restored:
@@ -59,7 +65,7 @@ func (m *Manager) Keep(ctx context.Context, own subnet.Lease) error {
 
 // ensure looks at the own key and makes it right. looked is the revision at
 // which it was; restored means that the key had to be written.
-func (m *Manager) ensure(ctx context.Context, l subnet.Lease) (looked int64, restored bool, err error) {
+func (m *Manager) ensure(ctx context.Context, l subnet.Lease, spare *grant) (looked int64, restored bool, err error) {
 	unlock, err := m.lock(ctx)
 	if err != nil {
 		return 0, false, err
@@ -76,12 +82,10 @@ func (m *Manager) ensure(ctx context.Context, l subnet.Lease) (looked int64, res
 	if err != nil {
 		return 0, false, err
 	}
-	var spare grant
-	defer func() { m.revoke(ctx, spare) }()
 	logger := klog.FromContext(ctx).WithValues("key", own.key)
 	switch {
 	case found == nil:
-		if err := m.retake(ctx, own, &spare); err != nil {
+		if err := m.retake(ctx, own, spare); err != nil {
 			return 0, false, err
 		}
 		logger.Info("own lease was gone, taken again")
@@ -91,7 +95,7 @@ func (m *Manager) ensure(ctx context.Context, l subnet.Lease) (looked int64, res
 	case !m.wrote(*found) && !carries(found.lease, identity(own.claim)) && owner(*found).IsValid():
 		return 0, false, lost(own.key, *found)
 	}
-	if err := m.settle(ctx, *found, own, nil, &spare); err != nil {
+	if err := m.settle(ctx, *found, own, nil, spare); err != nil {
 		return 0, false, fmt.Errorf("renew own lease: %w", err)
 	}
 	if string(found.value) == string(own.value) {

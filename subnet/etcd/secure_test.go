@@ -13,6 +13,7 @@ import (
 	"net"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -231,6 +232,73 @@ func TestPassword(t *testing.T) {
 			t.Error(err)
 		}
 	})
+}
+
+// A node that may not write tries again with what it has: the store is not asked for
+// another etcd lease with every try.
+func TestMayOnlyRead(t *testing.T) {
+	f := newFixture(t, newServer(t))
+	f.put(t, "config", configV4)
+	enableAuth(t, f)
+	root := f.root(t)
+	all, end := f.prefix+"/", clientv3.GetPrefixRangeEnd(f.prefix+"/")
+	allow := func(p clientv3.PermissionType) {
+		t.Helper()
+		if _, err := root.RoleGrantPermission(t.Context(), "flannel", all, end, p); err != nil {
+			t.Fatal(err)
+		}
+	}
+	var status statuses
+	m := f.manager(t, func(c *Config) { c.Username, c.Password = "flannel", "secret" }, status.option)
+	l := acquire(t, m, claim("192.0.2.1"))
+	k := keeping(t, m, l)
+	had := etcdLeaseIDs(t, root)
+	allow(clientv3.PermissionType(clientv3.PermRead))
+	if _, err := root.Delete(t.Context(), all+"subnets/"+l.Key); err != nil {
+		t.Fatal(err)
+	}
+	eventually(t, "the complaint", func() bool {
+		_, err := status.last()
+		return err != nil && strings.Contains(err.Error(), "permission denied")
+	})
+	var spare clientv3.LeaseID
+	eventually(t, "an etcd lease for the key", func() bool {
+		for _, id := range etcdLeaseIDs(t, root) {
+			if !slices.Contains(had, id) {
+				spare = id
+			}
+		}
+		return spare != 0
+	})
+	unlock, err := m.lock(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	if len(m.unanswered) > 0 {
+		t.Errorf("%d writes that were refused count as unanswered", len(m.unanswered))
+	}
+	unlock()
+	allow(clientv3.PermissionType(clientv3.PermReadWrite))
+	eventually(t, "the key on that etcd lease and no other left", func() bool {
+		resp, err := root.Get(t.Context(), all+"subnets/"+l.Key)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return len(resp.Kvs) == 1 && clientv3.LeaseID(resp.Kvs[0].Lease) == spare && len(etcdLeaseIDs(t, root)) == 1
+	})
+	k.running(t)
+}
+
+func etcdLeaseIDs(tb testing.TB, c *clientv3.Client) (ids []clientv3.LeaseID) {
+	tb.Helper()
+	resp, err := c.Leases(tb.Context())
+	if err != nil {
+		tb.Fatal(err)
+	}
+	for _, l := range resp.Leases {
+		ids = append(ids, l.ID)
+	}
+	return ids
 }
 
 // enableAuth lets user flannel write below the prefix, and user nobody nowhere.

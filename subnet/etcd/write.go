@@ -81,6 +81,8 @@ func (m *Manager) write(ctx context.Context, own ownLease, revision int64, stale
 		return err
 	})
 	switch {
+	case errors.Is(err, rpctypes.ErrPermissionDenied): // that is an answer
+		return 0, err
 	case err != nil:
 		if !slices.ContainsFunc(m.unanswered, own.sameAs) {
 			m.unanswered = append(m.unanswered, own)
