@@ -310,11 +310,16 @@ func (m *Manager) wrote(e entry) bool {
 	return e.key == m.own.key && e.modRevision == m.own.revision && e.createRevision == m.own.create && e.leaseID == m.own.grant.id
 }
 
-// recognize takes e over if it is what this manager has written without an answer. That
-// of another node has another etcd lease or, if it is a reservation, another value.
-func (m *Manager) recognize(ctx context.Context, e entry) {
+// attempt returns which of the unanswered writes e is, or -1. That of another node has
+// another etcd lease or, if it is a reservation, another value.
+func (m *Manager) attempt(e entry) int {
 	found := ownLease{key: e.key, value: e.value, grant: grant{id: e.leaseID}}
-	if i := slices.IndexFunc(m.unanswered, found.sameAs); i >= 0 {
+	return slices.IndexFunc(m.unanswered, found.sameAs)
+}
+
+// recognize takes e over if it is what this manager has written without an answer.
+func (m *Manager) recognize(ctx context.Context, e entry) {
+	if i := m.attempt(e); i >= 0 {
 		own := m.unanswered[i]
 		own.create, own.revision = e.createRevision, e.modRevision
 		m.remember(ctx, own)

@@ -76,6 +76,9 @@ func (m *Manager) ensure(ctx context.Context, l subnet.Lease, spare *grant) (loo
 		return 0, false, fmt.Errorf("read own lease: %w", err)
 	}
 	if found != nil {
+		if err := m.judge(ctx, *found); err != nil {
+			return 0, false, err
+		}
 		m.recognize(ctx, *found)
 	}
 	own, err := m.ownOr(l)
@@ -103,6 +106,19 @@ func (m *Manager) ensure(ctx context.Context, l subnet.Lease, spare *grant) (loo
 	}
 	logger.Info("own lease was changed, written again")
 	return looked, true, nil
+}
+
+// judge has the own key yield, if it has to, where a retake has made it and did not come to that.
+func (m *Manager) judge(ctx context.Context, found entry) error {
+	if found.key != m.own.key || found.createRevision == m.own.create || found.leaseID == 0 {
+		return nil
+	}
+	made := m.own
+	made.revision = found.modRevision
+	if !carries(found.lease, identity(made.claim)) && m.attempt(found) < 0 {
+		return nil // another node's
+	}
+	return m.yield(ctx, made)
 }
 
 // ownOr returns what this manager acquired or, if that is not l, makes do with l.

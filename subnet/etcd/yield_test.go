@@ -3,6 +3,7 @@ package etcd
 import (
 	"fmt"
 	"net/netip"
+	"strings"
 	"sync"
 	"testing"
 
@@ -52,5 +53,33 @@ func TestDualStackNodesShareNoSubnet(t *testing.T) {
 	}
 	if n := f.etcdLeases(t) - leases; n != nodes {
 		t.Errorf("%d etcd leases for %d nodes", n, nodes)
+	}
+}
+
+// A lease that was taken again, with nobody left to see whether another node was first,
+// is judged when it is found.
+func TestRetakenLeaseIsJudgedLater(t *testing.T) {
+	f := newFixture(t, sharedServer(t))
+	f.put(t, "config", configDual)
+	p := newProxy(t, f.server)
+	m := f.manager(t, via(p))
+	l := acquire(t, m, claim("192.0.2.1", "2001:db8::1"))
+	own, _, _ := f.get(t, "subnets/"+l.Key)
+	k := keeping(t, m, l)
+	p.cut()
+	f.delete(t, "subnets/"+l.Key)
+	v4, v6, _ := strings.Cut(l.Key, "&")
+	rival := "10.5.200.0-24&" + v6
+	if v4 == "10.5.200.0-24" {
+		rival = "10.5.201.0-24&" + v6
+	}
+	f.put(t, "subnets/"+rival, value("192.0.2.9"), f.grant(t, 60))
+	f.put(t, "subnets/"+l.Key, own, f.grant(t, 60))
+	p.open(t)
+	if err := k.lost(t); !strings.HasSuffix(err.Error(), "now belongs to 192.0.2.9, as part of "+rival) {
+		t.Errorf("error is %v", err)
+	}
+	if v, _, _ := f.get(t, "subnets/"+l.Key); v != "" {
+		t.Errorf("the own key has %s yet", v)
 	}
 }
