@@ -21,7 +21,7 @@ func read(fd uintptr, b []byte) (int, error) {
 }
 
 // outlet makes calls of one kind that write to a descriptor, without allocating
-// anything. One goroutine has it.
+// anything. One goroutine at a time has it.
 type outlet struct {
 	conn    syscall.RawConn
 	call    func(fd uintptr) unix.Errno

@@ -3,6 +3,7 @@ package tunnel
 import (
 	"encoding/binary"
 	"errors"
+	"sync"
 	"testing"
 	"time"
 
@@ -54,8 +55,9 @@ func TestWriteWithoutRoom(t *testing.T) {
 		t.Fatal(err)
 	}
 	tried, full := make(chan struct{}), make(chan error, 1)
+	try := sync.OnceFunc(func() { close(tried) })
 	o := newOutlet(device.raw, func(uintptr) unix.Errno {
-		close(tried)
+		try()
 		return unix.EAGAIN
 	})
 	go func() { full <- o.write() }()

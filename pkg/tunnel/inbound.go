@@ -61,6 +61,9 @@ func (i *inbound) read(fd uintptr) error {
 	return nil
 }
 
+// ready implements carrier: the device never makes anybody wait.
+func (*inbound) ready() bool { return true }
+
 // next returns where in buf to receive: behind what the merger has if more may
 // be added to that, as the rest of a super-packet that its sender had to cut.
 func (i *inbound) next() int {

@@ -20,6 +20,8 @@ type carrier interface {
 	read(fd uintptr) error
 	// flush hands on what reads have gathered.
 	flush()
+	// ready reports whether what a read brings can be handed on without waiting.
+	ready() bool
 }
 
 // lane has a carrier at work while there is something to read.
@@ -30,17 +32,18 @@ type carrier interface {
 // who gives way sees to both.
 type lane struct {
 	carrier
-	doing  string // for errors
-	conn   syscall.RawConn
-	others []*lane
+	doing   string // for errors
+	conn    syscall.RawConn
+	closing *atomic.Bool
+	others  []*lane
 
 	mu     sync.Mutex // held while the carrier is at work
 	assist func(fd uintptr)
 }
 
-func newLane(c carrier, conn syscall.RawConn, doing string) *lane {
-	l := &lane{carrier: c, conn: conn, doing: doing}
-	l.assist = func(fd uintptr) { _, _ = l.turn(fd) } // an error comes again when l itself is at it
+func newLane(c carrier, conn syscall.RawConn, closing *atomic.Bool, doing string) *lane {
+	l := &lane{carrier: c, conn: conn, closing: closing, doing: doing}
+	l.assist = func(fd uintptr) { _, _ = l.turn(fd, l.ready) } // an error comes again when l itself is at it
 	return l
 }
 
@@ -52,23 +55,20 @@ func join(lanes []*lane) {
 }
 
 // run carries until closing is set and the descriptor says so, or it fails.
-func (l *lane) run(closing *atomic.Bool) error {
+func (l *lane) run() error {
 	var failed error
+	whatever := func() bool { return true }
 	err := l.conn.Read(func(fd uintptr) bool {
-		for !closing.Load() {
+		for {
 			l.mu.Lock()
-			more, err := l.turn(fd)
+			var more bool
+			more, failed = l.turn(fd, whatever)
 			l.mu.Unlock()
-			if err != nil {
-				failed = err
-				return true
-			}
 			if !more {
-				return false
+				return failed != nil || l.closing.Load()
 			}
-			l.giveWay(closing)
+			l.giveWay()
 		}
-		return true
 	})
 	if failed == nil {
 		failed = err
@@ -76,11 +76,14 @@ func (l *lane) run(closing *atomic.Bool) error {
 	return fmt.Errorf("%s: %w", l.doing, failed)
 }
 
-// turn makes a burst of reads. It reports whether there may be more. The caller has
-// locked mu.
-func (l *lane) turn(fd uintptr) (more bool, err error) {
+// turn makes a burst of reads, as long as goOn says so. It reports whether there may be
+// more to read. The caller has locked mu.
+func (l *lane) turn(fd uintptr, goOn func() bool) (more bool, err error) {
 	defer l.flush()
 	for range burst {
+		if l.closing.Load() || !goOn() {
+			return false, nil
+		}
 		switch err := l.read(fd); {
 		case err == nil, errors.Is(err, unix.EINTR):
 		case errors.Is(err, unix.EAGAIN):
@@ -93,11 +96,12 @@ func (l *lane) turn(fd uintptr) (more bool, err error) {
 }
 
 // giveWay has the other lanes take turns, unless they are at it, and the runtime's
-// watchdog awake: it looks after whoever else wants to run.
-func (l *lane) giveWay(closing *atomic.Bool) {
+// watchdog awake: it looks after whoever else wants to run. Nobody waits here for what
+// another lane lacks.
+func (l *lane) giveWay() {
 	_, _, _ = unix.Syscall(unix.SYS_GETPID, 0, 0, 0) // wakes it, as every call does that it is told of
 	for _, o := range l.others {
-		if !closing.Load() && o.mu.TryLock() {
+		if o.mu.TryLock() {
 			_ = o.conn.Control(o.assist)
 			o.mu.Unlock()
 		}

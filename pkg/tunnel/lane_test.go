@@ -18,6 +18,8 @@ func (r readings) read(fd uintptr) error { return r(fd) }
 
 func (readings) flush() {}
 
+func (readings) ready() bool { return true }
+
 // TestLanesGiveWay has one lane so busy that it never waits: what comes on the other is
 // carried before long, whether or not there is a thread for that.
 func TestLanesGiveWay(t *testing.T) {
@@ -35,18 +37,54 @@ func TestLanesGiveWay(t *testing.T) {
 			closing.Store(true)
 		}
 		return nil
-	}), here.raw, "flood")
+	}), here.raw, &closing, "flood")
 	quiet := newLane(readings(func(fd uintptr) error {
 		_, err := read(fd, make([]byte, 10))
 		carried = carried || err == nil
 		return err
-	}), there.raw, "count")
+	}), there.raw, &closing, "count")
 	join([]*lane{busy, quiet})
 	ended := make(chan error, 1)
-	go func() { ended <- busy.run(&closing) }()
+	go func() { ended <- busy.run() }()
 	<-ended
 	if !carried {
 		t.Errorf("one lane has read %d times, the other not once", count)
+	}
+}
+
+// unready is a carrier whose way out is full.
+type unready struct{ readings }
+
+func (unready) ready() bool { return false }
+
+// TestLanesDoNotWaitForOthers: a lane takes no turn of one that would have to wait, and
+// none reads any more when the tunnel is to be closed.
+func TestLanesDoNotWaitForOthers(t *testing.T) {
+	there, sender := pair(t)
+	here, _ := pair(t)
+	if _, err := unix.Write(sender, []byte("hello")); err != nil {
+		t.Fatal(err)
+	}
+	var closing atomic.Bool
+	const last = 3*burst + 5
+	count, others := 0, 0
+	busy := newLane(readings(func(uintptr) error {
+		if count++; count == last {
+			closing.Store(true)
+		}
+		if count > last {
+			return unix.EBADFD
+		}
+		return nil
+	}), here.raw, &closing, "flood")
+	full := newLane(unready{func(uintptr) error { others++; return unix.EAGAIN }}, there.raw, &closing, "wait")
+	join([]*lane{busy, full})
+	if err := here.file.SetReadDeadline(time.Now().Add(10 * time.Second)); err != nil {
+		t.Fatal(err)
+	}
+	_ = busy.run()
+	if count != last || others != 0 {
+		t.Errorf("%d reads, want %d; %d of a lane that would have to wait", count, last, others)
 	}
 }
 
@@ -70,12 +108,17 @@ func TestLanesLetOthersRun(t *testing.T) {
 			closing.Store(true)
 		}
 		return nil
-	}), here.raw, "flood")
+	}), here.raw, &closing, "flood")
 	ended := make(chan error, 1)
-	go func() { ended <- busy.run(&closing) }()
+	go func() { ended <- busy.run() }()
 	// A process of its own: whatever this one did would wake the runtime's watchdog.
 	cmd := exec.CommandContext(t.Context(), "sh", "-c", "sleep 0.3; printf go")
-	out := os.NewFile(uintptr(there), "there")
+	own, err := unix.FcntlInt(uintptr(there), unix.F_DUPFD_CLOEXEC, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	out := os.NewFile(uintptr(own), "there")
+	defer out.Close()
 	cmd.Stdout = out
 	if err := cmd.Start(); err != nil {
 		t.Fatal(err)
@@ -90,5 +133,4 @@ func TestLanesLetOthersRun(t *testing.T) {
 	if took > time.Second {
 		t.Errorf("nobody else got to run for %s", took)
 	}
-	runtime.KeepAlive(out)
 }

@@ -60,6 +60,16 @@ func (o *outbound) read(fd uintptr) error {
 	return err
 }
 
+// ready implements carrier: what one read brings has room in each socket.
+func (o *outbound) ready() bool {
+	for _, s := range o.sockets {
+		if s != nil && !s.hasRoom() {
+			return false
+		}
+	}
+	return true
+}
+
 // take handles what one read has brought.
 func (o *outbound) take(b []byte) {
 	if !o.add(b) {

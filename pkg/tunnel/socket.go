@@ -29,7 +29,9 @@ type socket struct {
 	conn     *net.UDPConn
 	raw      syscall.RawConn // of conn
 	sender   *sender
-	probe    int // a socket that asks the kernel for the routes that conn's datagrams take
+	room     []unix.PollFd    // what was asked last about room in conn
+	look     func(fd uintptr) // asks
+	probe    int              // a socket that asks the kernel for the routes that conn's datagrams take
 	local    netip.AddrPort
 	overhead int  // bytes that a datagram adds to a packet
 	segments bool // UDP_SEGMENT works
@@ -50,7 +52,11 @@ func openSocket(ctx context.Context, local netip.AddrPort, plain bool) (*socket,
 	if s.raw, err = s.conn.SyscallConn(); err != nil {
 		return nil, oneline.Join(err, conn.Close())
 	}
-	s.sender = newSender(s.raw)
+	s.sender, s.room = newSender(s.raw), make([]unix.PollFd, 1)
+	s.look = func(fd uintptr) {
+		s.room[0] = unix.PollFd{Fd: int32(fd), Events: unix.POLLOUT}
+		_, _ = unix.Poll(s.room, 0)
+	}
 	s.probe, err = unix.Socket(f.domain, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0)
 	if err != nil {
 		return nil, oneline.Join(fmt.Errorf("open socket: %w", err), conn.Close())
@@ -112,6 +118,14 @@ func (s *socket) prepare(fd int, plain bool) error {
 		return fmt.Errorf("forbid fragmentation: %w", err)
 	}
 	return nil
+}
+
+// hasRoom reports whether half of what may wait in the socket to be sent, or more, is
+// free: that is enough for several sends. Whoever sends may ask.
+func (s *socket) hasRoom() bool {
+	s.room[0].Revents = 0
+	_ = s.raw.Control(s.look)
+	return s.room[0].Revents&unix.POLLOUT != 0
 }
 
 // mtuTo returns the biggest packet in bytes that the way to a peer carries, as
@@ -198,7 +212,7 @@ func (r *receiver) receive(fd uintptr, b []byte) (n, size int, from netip.Addr, 
 	return int(got), receivedSize(r.oob[:r.header.Controllen]), from, nil
 }
 
-// sender sends without allocating anything. One goroutine has it.
+// sender sends without allocating anything. One goroutine at a time has it.
 type sender struct {
 	*outlet
 	header unix.Msghdr

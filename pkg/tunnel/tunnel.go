@@ -100,15 +100,15 @@ func (t *Tunnel) Start() error {
 	if err := t.Device.file.SetReadDeadline(time.Time{}); err != nil {
 		return fmt.Errorf("read from TUN device %s: %w", t.Device.name, err)
 	}
-	lanes := []*lane{newLane(newOutbound(t), t.Device.raw, "read from TUN device "+t.Device.name)}
+	lanes := []*lane{newLane(newOutbound(t), t.Device.raw, &t.closing, "read from TUN device "+t.Device.name)}
 	for _, s := range t.sockets {
 		if s != nil {
-			lanes = append(lanes, newLane(newInbound(t, s), s.raw, "receive on UDP "+s.local.String()))
+			lanes = append(lanes, newLane(newInbound(t, s), s.raw, &t.closing, "receive on UDP "+s.local.String()))
 		}
 	}
 	join(lanes)
 	for _, l := range lanes {
-		t.running.Go(func() { t.end(l.run(&t.closing)) })
+		t.running.Go(func() { t.end(l.run()) })
 	}
 	return nil
 }

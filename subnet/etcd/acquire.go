@@ -84,11 +84,16 @@ func choose(pools []subnet.Pool, wanted []netip.Prefix, running bool, ours func(
 		}
 		return p, nil
 	}
+	var before, after []netip.Prefix // a reservation may be ruled out for its families alone
 	for _, e := range p.stale {
-		wanted = append(wanted, e.subnets...)
+		if running || leased(&e) {
+			after = append(after, e.subnets...)
+		} else {
+			before = append(before, e.subnets...)
+		}
 	}
 	var err error
-	p.subnets, err = subnet.Allocate(pools, wanted, taken, nil)
+	p.subnets, err = subnet.Allocate(pools, slices.Concat(before, wanted, after), taken, nil)
 	return p, err
 }
 
@@ -175,7 +180,7 @@ func (m *Manager) acquire(ctx context.Context, pools []subnet.Pool, c subnet.Cla
 			return err
 		}
 		for _, e := range p.stale {
-			klog.FromContext(ctx).Info("another lease with the public address of this node was deleted", "lease", e.key, "kept", own.key)
+			klog.FromContext(ctx).Info("another lease of this node was deleted", "lease", e.key, "kept", own.key)
 		}
 		m.forWatch.put(l)
 		return nil

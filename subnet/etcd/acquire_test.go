@@ -497,6 +497,7 @@ func TestChoose(t *testing.T) {
 	other, outside := leased(node("10.5.3.0-24", "192.0.2.3")), leased(node("10.6.3.0-24", "192.0.2.1"))
 	reserved, second := node("10.5.7.0-24", "192.0.2.1"), node("10.5.8.0-24", "192.0.2.1")
 	misplaced := node("10.6.7.0-24", "192.0.2.1")
+	dualLeased, dualReserved := leased(node("10.5.1.0-24&fd00:0:0:1::-64", "192.0.2.1")), node("10.5.7.0-24&fd00:0:0:7::-64", "192.0.2.1")
 	for _, tc := range []struct {
 		name    string
 		wanted  []netip.Prefix
@@ -526,6 +527,8 @@ func TestChoose(t *testing.T) {
 		{name: "of two the one that we had", wanted: second.subnets, entries: []entry{reserved, second}, keep: second.key, twin: reserved.key},
 		{name: "or else the first", wanted: a.subnets, entries: []entry{a, reserved, second}, keep: reserved.key, stale: 1, twin: second.key},
 		{name: "one that is none of the pool's", wanted: a.subnets, entries: []entry{a, misplaced}, keep: a.key},
+		{name: "one of two families, of which one is left", wanted: a.subnets, entries: []entry{dualLeased, dualReserved}, take: reserved.subnets, stale: 2},
+		{name: "but not what we run with", wanted: a.subnets, running: true, entries: []entry{dualLeased, dualReserved}, take: a.subnets, stale: 2},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			p, err := choose(pools, tc.wanted, tc.running, func(e entry) bool { return carries(e.lease, mine) }, tc.entries)

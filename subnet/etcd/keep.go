@@ -108,7 +108,8 @@ func (m *Manager) ensure(ctx context.Context, l subnet.Lease, spare *grant) (loo
 	return looked, true, nil
 }
 
-// judge has the own key yield, if it has to, where a retake has made it and did not come to that.
+// judge has the own key yield if another node was first, where a retake wrote it but ended
+// before that was looked at.
 func (m *Manager) judge(ctx context.Context, found entry) error {
 	if found.key != m.own.key || found.createRevision == m.own.create || found.leaseID == 0 {
 		return nil

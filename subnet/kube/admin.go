@@ -18,7 +18,7 @@ import (
 // Entry is one Node as an operator looks at it.
 type Entry struct {
 	Lease subnet.Lease
-	Err   error // why it is no lease, which has a Key alone then, or none of one family
+	Err   error // why it is no lease (which then has a Key alone), or why it lacks a family
 }
 
 // Entries lists the leases of all Nodes that flannel manages, by name of the Node.

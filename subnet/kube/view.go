@@ -302,7 +302,7 @@ func logUnreadable(ctx context.Context, name string, before, now *entry) bool {
 	case trouble == "":
 		klog.FromContext(ctx).Info("node can be read again", "node", name)
 	case now.err == nil:
-		klog.FromContext(ctx).Error(nil, "node can be read in part only, and the rest keeps its last good state", "node", name, "reason", trouble)
+		klog.FromContext(ctx).Error(nil, "node can be read in part only; the rest keeps its last good state, if it has one", "node", name, "reason", trouble)
 	default:
 		klog.FromContext(ctx).Error(nil, "node cannot be read, and keeps its last good state", "node", name, "reason", trouble)
 	}

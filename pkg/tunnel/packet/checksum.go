@@ -21,7 +21,7 @@ func sum(b []byte, partial uint64) uint64 {
 		s, carry = bits.Add64(s, binary.LittleEndian.Uint64(w[40:]), carry)
 		s, carry = bits.Add64(s, binary.LittleEndian.Uint64(w[48:]), carry)
 		s, carry = bits.Add64(s, binary.LittleEndian.Uint64(w[56:]), carry)
-		carries += carry // so that no block waits for the one before
+		carries += carry // which the next block need not wait for
 	}
 	s, carry = bits.Add64(s, carries, 0)
 	for ; len(b) >= 8; b = b[8:] {
