@@ -32,6 +32,15 @@ func healTime() time.Duration {
 // there.
 func emulated() bool { return os.Getenv("EMULATED") != "" }
 
+// untilNextLook is how long tests that wait for something let pass before they look
+// again. Where all is emulated, looking costs more than what is looked for.
+func untilNextLook() time.Duration {
+	if emulated() {
+		return 300 * time.Millisecond
+	}
+	return 20 * time.Millisecond
+}
+
 // damage is something that befalls the first host of a lab. do is a shell
 // script, in which variables in braces stand for what concerns one address
 // family; a script without them is run once, however many families there are.
@@ -193,33 +202,50 @@ func (p *patient) run(t *testing.T, script string) string {
 	return string(out)
 }
 
-// condition is all that concerns flannel in the host's kernel, but for the
-// numbers of devices and what is not permanent.
+// looks are the commands that show what concerns flannel in a host's kernel, which of
+// their lines do, and what of those makes no difference: the numbers of devices, who
+// made a route, and what changes by itself.
+var looks = []struct {
+	command      string
+	not          string // begins the lines that do not
+	has, trifles *regexp.Regexp
+}{
+	{"ip -o -d link", "", regexp.MustCompile(`^\d+: flannel`), regexp.MustCompile(`^\d+: | promiscuity.*maxmtu \d+| addrgenmode.*| state [A-Z]+| permaddr \S+|qlen \d+`)},
+	{"ip -o addr show scope global", "", regexp.MustCompile(`flannel`), regexp.MustCompile(`^\d+: `)},
+	{"ip route show; ip -6 route show", "fe80", everyLine, regexp.MustCompile(` proto .*| metric 1024 pref medium$`)},
+	{"ip fou show 2>/dev/null", "", everyLine, nothing},
+	{`nft list table ip flannel-udp 2>/dev/null | sed 's/[{},]/\n/g'`, "", regexp.MustCompile(`192\.168|iifname`), regexp.MustCompile(`packets \d+ bytes \d+`)},
+	{"ip neigh show nud permanent", "", regexp.MustCompile(` dev flannel`), nothing},
+	// Peers have nine columns. The port of one behind NAT, and the last four, change with traffic.
+	{"wg show all dump 2>/dev/null", "", regexp.MustCompile(`^(?:\S+\t){8}`), regexp.MustCompile(`:\d+\t|(?:\t\S+){4}$`)},
+	{"bridge fdb show", "00:00", regexp.MustCompile(` dev flannel.* permanent`), nothing},
+}
+
+var everyLine, nothing = regexp.MustCompile(`.`), regexp.MustCompile(`^$`)
+
+// condition is all that concerns flannel in the host's kernel. It costs few programs,
+// because starting one is what takes longest where all of it is emulated.
 func condition(t *testing.T, h *lab.Host) []string {
 	t.Helper()
-	const script = `
-		ip -o -d link | sed 's/^[0-9]*: //; s/ promiscuity.*maxmtu [0-9]*//; s/ addrgenmode.*//; s/ state [A-Z]*//; s/ permaddr [^ ]*//; s/qlen [0-9]*//' | grep ^flannel
-		ip -o addr show scope global | sed 's/^[0-9]*: //' | grep flannel
-		ip route show; ip -6 route show
-		ip fou show 2>/dev/null
-		nft list table ip flannel-udp 2>/dev/null | tr '{},' '\n\n\n' | sed 's/packets [0-9]* bytes [0-9]*//' | grep '192.168\|iifname'
-		for dev in $(ip -o link | sed 's/^[0-9]*: //; s/[@:].*//' | grep ^flannel); do
-			ip neigh show dev $dev nud permanent | sed "s/^/$dev /"
-			wg show $dev allowed-ips 2>/dev/null | sed "s/^/$dev /"
-			wg show $dev endpoints 2>/dev/null | sed "s/:[0-9]*$//; s/^/$dev /"
-			bridge fdb show dev $dev | grep -v ^00:00 | grep permanent | sed "s/^/$dev /"
-		done; true`
-	out, err := h.Exec(background(t), "sh", "-c", script)
+	const next = "--"
+	var script strings.Builder
+	for _, look := range looks {
+		fmt.Fprintf(&script, "%s\necho %s\n", look.command, next)
+	}
+	out, err := h.Exec(background(t), "sh", "-c", script.String())
 	if err != nil {
 		t.Fatalf("%v\n%s", err, out)
 	}
 	var lines []string
+	at := 0
 	for line := range strings.Lines(string(out)) {
-		// Who made a route, and what else the kernel tells of it, makes no difference.
-		line, _, _ = strings.Cut(strings.TrimSpace(line), " proto ")
-		line = strings.TrimSuffix(line, " metric 1024 pref medium")
-		if line != "" && !strings.HasPrefix(line, "fe80") {
-			lines = append(lines, strings.Join(strings.Fields(line), " "))
+		line = strings.TrimSpace(line)
+		look := looks[at]
+		switch {
+		case line == next:
+			at++
+		case look.has.MatchString(line) && (look.not == "" || !strings.HasPrefix(line, look.not)):
+			lines = append(lines, strings.Join(strings.Fields(look.trifles.ReplaceAllString(line, " ")), " "))
 		}
 	}
 	slices.Sort(lines)
@@ -230,10 +256,7 @@ func condition(t *testing.T, h *lab.Host) []string {
 // that takes too long, and returns when it was.
 func expectCondition(t *testing.T, h *lab.Host, want []string) time.Time {
 	t.Helper()
-	deadline, pause := time.Now().Add(healTime()), 10*time.Millisecond
-	if emulated() { // looking costs more than what is looked for
-		pause = 300 * time.Millisecond
-	}
+	deadline := time.Now().Add(healTime())
 	for {
 		asked := time.Now()
 		have := condition(t, h)
@@ -244,7 +267,7 @@ func expectCondition(t *testing.T, h *lab.Host, want []string) time.Time {
 			t.Fatalf("%s is not right after %s; missing:\n  %s\nsurplus:\n  %s", h.Name(), healTime(),
 				strings.Join(minus(want, have), "\n  "), strings.Join(minus(have, want), "\n  "))
 		}
-		<-time.After(pause)
+		<-time.After(untilNextLook())
 	}
 }
 

@@ -364,6 +364,6 @@ func within(t *testing.T, limit time.Duration, what string, check func() error) 
 		if time.Now().After(deadline) {
 			t.Fatalf("%s: %v", what, err)
 		}
-		<-time.After(20 * time.Millisecond)
+		<-time.After(untilNextLook())
 	}
 }

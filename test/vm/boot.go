@@ -25,7 +25,7 @@ func boot(ctx context.Context, g guest, r *report) error {
 		"-accel", "tcg,thread=multi", "-cpu", "max", "-smp", strconv.Itoa(g.cpus), "-m", strconv.Itoa(g.memory),
 		"-nodefaults", "-no-user-config", "-no-reboot", "-display", "none", "-net", "none",
 		"-kernel", g.kernel.image, "-initrd", g.image,
-		"-append", "console=ttyS0 quiet loglevel=4 panic=-1 oops=panic mitigations=off",
+		"-append", "console=ttyS0 quiet loglevel=4 panic=-1 oops=panic mitigations=off clocksource=tsc tsc=reliable",
 		"-serial", "file:"+g.console, "-serial", "stdio")
 	cmd.Stderr = os.Stderr
 	pipe, err := cmd.StdoutPipe()
