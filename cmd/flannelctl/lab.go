@@ -57,7 +57,7 @@ nothing is left behind, however the lab ends.`,
 	f := cmd.Flags()
 	f.SortFlags = false
 	f.IntVar(&o.cfg.Hosts, "hosts", 3, "number of hosts")
-	f.StringVar(&o.backend, "backend", "vxlan", "backend type: vxlan, host-gw or alloc")
+	f.StringVar(&o.backend, "backend", "vxlan", "backend type: vxlan, host-gw, wireguard, ipip, udp, alloc or extension")
 	f.StringVar(&o.backendConfig, "backend-config", "{}", "further keys of Backend, as a JSON object")
 	f.BoolVar(&o.ipv6, "ipv6", false, "IPv6 alone, on the underlay and for the pods")
 	f.BoolVar(&o.dual, "dual", false, "IPv4 and IPv6")
