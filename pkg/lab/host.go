@@ -66,11 +66,16 @@ func (h *Host) Daemon() *Daemon {
 	return h.daemons[len(h.daemons)-1]
 }
 
-// running returns the daemons that have not ended.
-func (h *Host) running() []*Daemon {
+// Daemons returns every flanneld that was started, the first one first.
+func (h *Host) Daemons() []*Daemon {
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	return slices.DeleteFunc(slices.Clone(h.daemons), func(d *Daemon) bool { return d.Ended() != nil })
+	return slices.Clone(h.daemons)
+}
+
+// running returns the daemons that have not ended.
+func (h *Host) running() []*Daemon {
+	return slices.DeleteFunc(h.Daemons(), func(d *Daemon) bool { return d.Ended() != nil })
 }
 
 // Route is a route of a host's main table.

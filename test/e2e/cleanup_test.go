@@ -101,7 +101,7 @@ func cleansUp(t *testing.T, families []prefix.Family, tc cleanupCase) {
 			Args: append([]string{"--ip-masq", "--firewall=" + tc.firewall}, tc.args...), Env: []string{tc.env},
 		})
 	}
-	expectConverged(t, l)
+	expectAcquainted(t, l)
 	foreign := h.Path("/var/lib/flannel/foreign")
 	if err := os.WriteFile(foreign, []byte("not ours"), 0o600); err != nil {
 		t.Fatal(err)
@@ -145,5 +145,5 @@ func cleansUp(t *testing.T, families []prefix.Family, tc cleanupCase) {
 		t.Errorf("the second time there is more:\n%s", again)
 	}
 	startOne(t, h, lab.FlanneldOptions{})
-	expectConverged(t, l)
+	expectAcquainted(t, l)
 }

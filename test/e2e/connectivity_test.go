@@ -38,16 +38,25 @@ func everyPodReachesEveryPod(t *testing.T, backend string, families []prefix.Fam
 // bigger, travel between all pods of different hosts.
 func expectMTU(t *testing.T, l *lab.Lab, mtu int) {
 	t.Helper()
-	ctx := background(t)
-	pods := l.Pods()
-	from, to := pods[0], pods[len(pods)-1]
-	for _, a := range to.Addrs() {
-		if _, err := from.Ping(ctx, a, ping.Options{Size: mtu, DontFragment: true}); err != nil {
-			t.Errorf("packet of %d bytes to %s: %v", mtu, a, err)
+	for _, from := range l.Pods() {
+		for _, to := range l.Pods() {
+			if from.Host() == to.Host() {
+				continue
+			}
+			for _, a := range to.Addrs() {
+				expectMTUTo(t, from, a, mtu)
+			}
 		}
-		if _, err := from.Ping(ctx, a, ping.Options{Size: mtu + 1, DontFragment: true}); !errors.Is(err, ping.ErrTooBig) {
-			t.Errorf("packet of %d bytes to %s: %v, want it to be too big", mtu+1, a, err)
-		}
+	}
+}
+
+func expectMTUTo(t *testing.T, from *lab.Pod, to netip.Addr, mtu int) {
+	t.Helper()
+	if _, err := from.Ping(background(t), to, ping.Options{Size: mtu, DontFragment: true, Timeout: healTime()}); err != nil {
+		t.Errorf("%s to %s, %d bytes: %v", from.Name(), to, mtu, err)
+	}
+	if _, err := from.Ping(background(t), to, ping.Options{Size: mtu + 1, DontFragment: true}); !errors.Is(err, ping.ErrTooBig) {
+		t.Errorf("%s to %s, %d bytes: %v, want it to be too big", from.Name(), to, mtu+1, err)
 	}
 }
 

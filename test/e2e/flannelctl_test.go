@@ -10,6 +10,7 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
+	"time"
 
 	"flanneld/pkg/lab"
 	"flanneld/pkg/status"
@@ -27,7 +28,8 @@ func flannelctl(t *testing.T, h *lab.Host, args ...string) (out string, err erro
 }
 
 // followCtl runs flannelctl until the test ends, and returns what waits until it
-// has printed a line with sign and what else is wanted behind its time.
+// has printed a line with sign and what else is wanted behind its time, and behind the
+// line that it was called for before.
 func followCtl(t *testing.T, h *lab.Host, args ...string) (expect func(sign string, want ...string)) {
 	t.Helper()
 	path, err := filepath.Abs("../../bin/flannelctl")
@@ -53,15 +55,21 @@ func followCtl(t *testing.T, h *lab.Host, args ...string) (expect func(sign stri
 			t.Errorf("flannelctl %s, interrupted: %v", strings.Join(args, " "), err)
 		}
 	})
+	seen := 0
 	return func(sign string, want ...string) {
 		t.Helper()
-		line := strings.Join(append([]string{sign}, want...), " ")
+		line := " " + strings.Join(append([]string{sign}, want...), " ") + "\n"
 		eventually(t, fmt.Sprintf("flannelctl %s prints %q", strings.Join(args, " "), line), func() error {
 			text, err := os.ReadFile(out.Name())
-			if err == nil && !strings.Contains(string(text), " "+line+"\n") {
-				err = fmt.Errorf("so far:\n%s", text)
+			if err != nil {
+				return err
 			}
-			return err
+			at := strings.Index(string(text[seen:]), line)
+			if at < 0 {
+				return fmt.Errorf("so far:\n%s\nof which is new:\n%s", text, text[seen:])
+			}
+			seen += at + len(line)
+			return nil
 		})
 	}
 }
@@ -171,6 +179,7 @@ func TestFlannelctlMovesAHost(t *testing.T) {
 	h := l.Host(2)
 	had, ip := statusOf(t, h).Lease.Key, h.Addr(v4[0]).String()
 	mustCtl(t, h, []string{"reserve", "10.5.77.0/24", ip}, "10.5.77.0-24 is reserved for "+ip)
+	pause(t, 2*time.Second) // a daemon that its watch moved would be elsewhere by then
 	if now := statusOf(t, h).Lease.Key; now != had {
 		t.Errorf("while it runs it moves from %s to %s", had, now)
 	}
@@ -355,7 +364,15 @@ func TestFlannelctlDoctor(t *testing.T) {
 	h := l.Host(1)
 	refusedCtl(t, h, []string{"doctor"}, "PROBLEM", "no flanneld answers", "no such file")
 	startOne(t, h, lab.FlanneldOptions{})
-	mustCtl(t, h, []string{"doctor", "-o", "json"}, "[")
+	var findings []struct{ Problem, Fix string }
+	if out := mustCtl(t, h, []string{"doctor", "-o", "json"}); json.Unmarshal([]byte(out), &findings) != nil {
+		t.Errorf("no JSON: %s", out)
+	}
+	for _, f := range findings {
+		if f.Problem == "" || f.Fix == "" {
+			t.Errorf("finding %+v, want a problem and what mends it", f)
+		}
+	}
 	if out, err := h.Exec(background(t), "sysctl", "-w", "net.ipv4.ip_forward=0"); err != nil {
 		t.Fatalf("%v: %s", err, out)
 	}

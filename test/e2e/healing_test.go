@@ -94,7 +94,8 @@ var damages = map[string][]damage{
 		{name: "address deleted", do: "{ip} addr del {own} dev {dev}"},
 		{name: "port deleted", do: "ip fou del port 8285 local 192.168.77.1"},
 		{name: "rules deleted", do: "nft delete table ip flannel-udp"},
-		{name: "rules changed", do: "nft flush chain ip flannel-udp input; nft insert rule ip flannel-udp tunnel accept"},
+		{name: "rules flushed", do: "nft flush chain ip flannel-udp input"},
+		{name: "rule before ours", do: "nft insert rule ip flannel-udp tunnel accept"},
 	},
 	"host-gw": {
 		{name: "route deleted", do: "{ip} route del {subnet}"},
@@ -214,7 +215,7 @@ var looks = []struct {
 	{"ip -o addr show scope global", "", regexp.MustCompile(`flannel`), regexp.MustCompile(`^\d+: `)},
 	{"ip route show; ip -6 route show", "fe80", everyLine, regexp.MustCompile(` proto .*| metric 1024 pref medium$`)},
 	{"ip fou show 2>/dev/null", "", everyLine, nothing},
-	{`nft list table ip flannel-udp 2>/dev/null | sed 's/[{},]/\n/g'`, "", regexp.MustCompile(`192\.168|iifname`), regexp.MustCompile(`packets \d+ bytes \d+`)},
+	{`nft list table ip flannel-udp 2>/dev/null | sed 's/[{},]/\n/g'`, "", regexp.MustCompile(`192\.168|iifname|^accept`), regexp.MustCompile(`packets \d+ bytes \d+`)},
 	{"ip neigh show nud permanent", "", regexp.MustCompile(` dev flannel`), nothing},
 	// Peers have nine columns. The port of one behind NAT, and the last four, change with traffic.
 	{"wg show all dump 2>/dev/null", "", regexp.MustCompile(`^(?:\S+\t){8}`), regexp.MustCompile(`:\d+\t|(?:\t\S+){4}$`)},

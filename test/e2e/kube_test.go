@@ -154,7 +154,7 @@ func TestKubeHostilePeers(t *testing.T) {
 	for n := 114; n <= 122; n++ {
 		lack = append(lack, fmt.Sprintf("10.5.%d.0", n))
 	}
-	expectKernel(t, h, slices.Concat(c.peerEntries(100), c.peerEntries(101)), append(lack, "10.99.0.0", "10.5.0.0/17 via"))
+	expectKernel(t, h, slices.Concat(c.peerEntries(100), c.peerEntries(101)), append(lack, "10.99.0.0", "10.5.0.0/17 via", "10.5.1.0/24 via", peerMAC(110), peerMAC(111), peerMAC(113)))
 	eventually(t, "an Event on the own Node", func() error {
 		if got := c.events(1); !slices.ContainsFunc(got, func(s string) bool { return strings.Contains(s, "FlannelPeerRefused") }) {
 			return fmt.Errorf("events are %q", got)

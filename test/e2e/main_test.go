@@ -16,6 +16,7 @@ import (
 	"flanneld/pkg/lab"
 	"flanneld/pkg/ping"
 	"flanneld/pkg/prefix"
+	"flanneld/pkg/status"
 )
 
 // patience bounds every wait of a test: far more than anything takes.
@@ -117,6 +118,13 @@ func newLab(t *testing.T, cfg lab.Config, backend string) *lab.Lab {
 	}
 	t.Cleanup(l.Close)
 	t.Cleanup(func() {
+		for _, h := range l.Hosts() { // the kernel goes on without a daemon
+			for _, d := range h.Daemons() {
+				if log := d.Log(); strings.Contains(log, "panic: ") || strings.Contains(log, "fatal error: ") {
+					t.Errorf("a flanneld of %s has crashed:\n%s", h.Name(), log)
+				}
+			}
+		}
 		if !t.Failed() {
 			return
 		}
@@ -316,6 +324,9 @@ func nft(t *testing.T, n *lab.Namespace, rules string) {
 // be shortly after both are ready: until every pod gets an answer from every other.
 func expectConverged(t *testing.T, l *lab.Lab) {
 	t.Helper()
+	if len(l.Pods()) < 2 {
+		t.Fatal("no pods to try")
+	}
 	eventually(t, "all pods", func() error {
 		for _, from := range l.Pods() {
 			for _, to := range l.Pods() {
@@ -330,15 +341,31 @@ func expectConverged(t *testing.T, l *lab.Lab) {
 	})
 }
 
+// expectAcquainted is expectConverged for hosts that have no pods: it waits until every
+// daemon has programmed what leads to every other host.
+func expectAcquainted(t *testing.T, l *lab.Lab) {
+	t.Helper()
+	for _, h := range l.Hosts() {
+		eventually(t, "the peers of "+h.Name(), func() error {
+			peers := statusOf(t, h).Peers
+			for _, p := range peers {
+				if p.State != status.InPlace {
+					return fmt.Errorf("%s is %s", p.Subnets, p.State)
+				}
+			}
+			if want := len(l.Hosts()) - 1; len(peers) != want {
+				return fmt.Errorf("there are %d, want %d", len(peers), want)
+			}
+			return nil
+		})
+	}
+}
+
 // expectMatrix fails the test unless every pod reaches every other.
 func expectMatrix(t *testing.T, l *lab.Lab) {
 	t.Helper()
 	expectConverged(t, l)
-	cells := l.Matrix(background(t), l.Families(), 0)
-	if len(cells) == 0 {
-		t.Fatal("no pods to try")
-	}
-	for _, c := range cells {
+	for _, c := range l.Matrix(background(t), l.Families(), 0) {
 		if c.Err != nil {
 			t.Errorf("%s to %s by %s: %v", c.From.Name(), c.To.Name(), c.Family, c.Err)
 		}

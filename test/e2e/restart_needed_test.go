@@ -64,7 +64,7 @@ func TestRestartNeeded(t *testing.T) {
 		a, b := l.Host(1), l.Host(2)
 		startOne(t, a, lab.FlanneldOptions{})
 		stops := startOne(t, b, lab.FlanneldOptions{Args: []string{"--exit-on-config-change"}})
-		expectConverged(t, l)
+		expectAcquainted(t, l)
 		put := func(config string) {
 			t.Helper()
 			if err := l.PutNetwork(background(t), []byte(config)); err != nil {

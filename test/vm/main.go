@@ -7,7 +7,8 @@
 //	go run ./test/vm -run '^TestVM' ./test/e2e
 //
 // It prints what the tests print, with -json as `go test -json` does, and fails
-// if a test fails, if the guest ends early or takes too long, and if no test ran.
+// if a test fails, if the guest ends early or takes too long, and if no test of a
+// package ran.
 package main
 
 import (

@@ -13,14 +13,15 @@ import (
 
 // report passes on what the guest says, and counts.
 type report struct {
-	out            io.Writer
-	json           bool
-	passed, failed int
-	ended          map[string]bool // packages
+	out    io.Writer
+	json   bool
+	passed map[string]int // by package
+	failed int
+	ended  map[string]bool // packages
 }
 
 func newReport(out io.Writer, asJSON bool) *report {
-	return &report{out: out, json: asJSON, ended: map[string]bool{}}
+	return &report{out: out, json: asJSON, passed: map[string]int{}, ended: map[string]bool{}}
 }
 
 // event is a line of go test -json, see `go doc test2json`.
@@ -56,7 +57,7 @@ func (r *report) line(line string) {
 			r.failed++
 		}
 	case e.Action == "pass":
-		r.passed++
+		r.passed[e.Package]++
 	case e.Action == "fail", e.Action == "skip":
 		r.failed++
 	}
@@ -85,14 +86,20 @@ func (r *report) close(jobs []job.Job) error {
 			r.line(string(text) + "\n")
 		}
 	}
-	switch {
-	case r.failed > 0:
-		return fmt.Errorf("%d tests passed, not all", r.passed)
-	case r.passed == 0:
-		return errors.New("no test ran")
+	total := 0
+	for _, n := range r.passed {
+		total += n
+	}
+	if r.failed > 0 {
+		return fmt.Errorf("%d tests passed, not all", total)
+	}
+	for _, j := range jobs {
+		if r.passed[j.Package] == 0 {
+			return fmt.Errorf("no test ran in %s", j.Package)
+		}
 	}
 	if !r.json {
-		fmt.Fprintf(r.out, "%d tests passed\n", r.passed)
+		fmt.Fprintf(r.out, "%d tests passed\n", total)
 	}
 	return nil
 }

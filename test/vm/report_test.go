@@ -18,13 +18,15 @@ func TestReport(t *testing.T) {
 	)
 	for _, tt := range []struct {
 		name, said string
-		err        string // empty: all is well
-		out        string // part of it
+		err        string   // empty: all is well
+		packages   []string // p unless given
+		out        string   // part of it
 	}{
 		{name: "passed", said: pass + end, out: "1 tests passed"},
 		{name: "failed", said: pass + fail + bad, err: "1 tests passed, not all"},
 		{name: "skipped", said: pass + skip + end, err: "not all"},
-		{name: "none", said: end, err: "no test ran"},
+		{name: "none", said: end, err: "no test ran in p"},
+		{name: "none in one", said: pass + end + `{"Action":"pass","Package":"q"}` + "\n", packages: []string{"p", "q"}, err: "no test ran in q"},
 		{name: "broken off", said: pass, err: "not all", out: "the tests did not come to their end"},
 		{name: "silent", err: "not all", out: "the tests did not come to their end"},
 		{name: "other lines", said: "{ not an event\n" + pass + end, out: "{ not an event"},
@@ -35,7 +37,14 @@ func TestReport(t *testing.T) {
 			if err := r.read(strings.NewReader(tt.said)); err != nil {
 				t.Fatal(err)
 			}
-			err := r.close([]job.Job{{Package: "p"}})
+			if tt.packages == nil {
+				tt.packages = []string{"p"}
+			}
+			var jobs []job.Job
+			for _, p := range tt.packages {
+				jobs = append(jobs, job.Job{Package: p})
+			}
+			err := r.close(jobs)
 			if (err != nil) != (tt.err != "") || err != nil && !strings.Contains(err.Error(), tt.err) {
 				t.Errorf("got error %v, want %q", err, tt.err)
 			}

@@ -84,7 +84,7 @@ func TestKernelGate(t *testing.T) {
 	healthy("at first")
 	for _, script := range []string{
 		"nft delete table ip flannel-udp", "nft flush chain ip flannel-udp input", "nft flush set ip flannel-udp peers",
-		"nft insert rule ip flannel-udp input accept", "nft add element ip flannel-udp peers '{ 10.9.9.9 }'",
+		"nft insert rule ip flannel-udp input accept", "nft insert rule ip flannel-udp tunnel accept", "nft add element ip flannel-udp peers '{ 10.9.9.9 }'",
 		"nft chain ip flannel-udp input '{ policy drop; }'", "nft chain ip flannel-udp tunnel '{ policy drop; }'",
 		"nft add table ip flannel-udp '{ flags dormant; }'", "nft flush ruleset",
 	} {
