@@ -19,6 +19,8 @@ import (
 	"go.uber.org/zap"
 	"google.golang.org/grpc"
 	grpcbackoff "google.golang.org/grpc/backoff"
+
+	"flanneld/subnet/subnettest"
 )
 
 const patience = 20 * time.Second
@@ -47,12 +49,11 @@ func newServer(tb testing.TB, options ...func(*server)) *server {
 
 func freeAddr(tb testing.TB) string {
 	tb.Helper()
-	l, err := net.Listen("tcp", "127.0.0.1:0")
+	addr, err := subnettest.FreeAddr()
 	if err != nil {
 		tb.Fatal(err)
 	}
-	defer l.Close()
-	return l.Addr().String()
+	return addr
 }
 
 func (s *server) start(tb testing.TB) {

@@ -21,6 +21,8 @@ import (
 
 	"go.etcd.io/etcd/server/v3/embed"
 	"go.uber.org/zap"
+
+	"flanneld/subnet/subnettest"
 )
 
 const patience = 30 * time.Second
@@ -74,15 +76,6 @@ func sharedServer(tb testing.TB) *server {
 	return s
 }
 
-func freeAddr() (string, error) {
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		return "", err
-	}
-	defer l.Close()
-	return l.Addr().String(), nil
-}
-
 // start starts etcd and API server, on the data and at the address that they
 // had.
 func (s *server) start() error {
@@ -94,13 +87,13 @@ func (s *server) start() error {
 
 func (s *server) startEtcd() error {
 	if s.etcdURL.Host == "" {
-		addr, err := freeAddr()
+		addr, err := subnettest.FreeAddr()
 		if err != nil {
 			return err
 		}
 		s.etcdURL = url.URL{Scheme: "http", Host: addr}
 	}
-	addr, err := freeAddr()
+	addr, err := subnettest.FreeAddr()
 	if err != nil {
 		return err
 	}
@@ -121,7 +114,7 @@ func (s *server) startEtcd() error {
 
 func (s *server) startAPI() error {
 	if s.url == "" {
-		addr, err := freeAddr()
+		addr, err := subnettest.FreeAddr()
 		if err != nil {
 			return err
 		}

@@ -13,15 +13,21 @@ import (
 	"go.uber.org/goleak"
 	"k8s.io/klog/v2"
 	"k8s.io/klog/v2/ktesting"
+
+	"flanneld/subnet/subnettest"
 )
 
 // TestRunEndsWithoutAStore starts the daemon where no store is, waits until it
 // has said so, and stops it. It does not get as far as changing the kernel.
 func TestRunEndsWithoutAStore(t *testing.T) {
 	defer goleak.VerifyNone(t)
-	port := freePort(t)
+	addr, err := subnettest.FreeAddr()
+	if err != nil {
+		t.Fatal(err)
+	}
+	host, port, _ := net.SplitHostPort(addr)
 	opts, err := Parse([]string{
-		"--etcd-endpoints=http://127.0.0.1:1", "--healthz-ip=127.0.0.1", "--healthz-port=" + strconv.Itoa(port),
+		"--etcd-endpoints=http://127.0.0.1:1", "--healthz-ip=" + host, "--healthz-port=" + port,
 		"--state-dir=" + t.TempDir(), "--subnet-file=" + filepath.Join(t.TempDir(), "subnet.env"),
 	}, nil)
 	if err != nil {
@@ -43,13 +49,13 @@ func TestRunEndsWithoutAStore(t *testing.T) {
 		case <-time.After(10 * time.Millisecond):
 		}
 	}
-	resp, err := http.Get("http://127.0.0.1:" + strconv.Itoa(port) + "/readyz")
+	resp, err := http.Get("http://" + addr + "/readyz")
 	if err != nil {
 		t.Fatal(err)
 	}
 	_ = resp.Body.Close()
 	http.DefaultClient.CloseIdleConnections()
-	idle, err := net.Dial("tcp", "127.0.0.1:"+strconv.Itoa(port)) // and asks nothing
+	idle, err := net.Dial("tcp", addr) // and asks nothing
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -95,14 +101,4 @@ func TestRunWithoutItsPort(t *testing.T) {
 	if log := logger.GetSink().(ktesting.Underlier).GetBuffer().String(); strings.Contains(log, "status socket") {
 		t.Errorf("the first has kept the status socket:\n%s", log)
 	}
-}
-
-func freePort(t *testing.T) int {
-	t.Helper()
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer func() { _ = l.Close() }()
-	return l.Addr().(*net.TCPAddr).Port
 }
