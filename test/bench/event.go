@@ -41,7 +41,7 @@ func (b *bed) events(ctx context.Context, count int) (l latencies, err error) {
 		return l, err
 	}
 	defer stop()
-	bare := b.client.Watch(ctx, "/bare/", clientv3.WithPrefix())
+	bare := b.client.Watch(ctx, barePrefix, clientv3.WithPrefix())
 	if err := pause(ctx, 100*time.Millisecond); err != nil {
 		return l, err
 	}
@@ -61,9 +61,9 @@ func (b *bed) events(ctx context.Context, count int) (l latencies, err error) {
 		wait  func() (time.Time, error)
 	}{
 		{&l.add, func() error { return b.put(ctx, p.key(), value) }, func() (time.Time, error) { return heard(false) }},
-		{&l.watch, func() error { return b.put(ctx, "/bare/"+p.subnet.String(), value) }, func() (time.Time, error) { return waitWatch(bare) }},
+		{&l.watch, func() error { return b.put(ctx, barePrefix+p.subnet.String(), value) }, func() (time.Time, error) { return waitWatch(bare) }},
 		{&l.remove, func() error { return b.remove(ctx, p.key()) }, func() (time.Time, error) { return heard(true) }},
-		{&l.watch, func() error { return b.remove(ctx, "/bare/"+p.subnet.String()) }, func() (time.Time, error) { return waitWatch(bare) }},
+		{&l.watch, func() error { return b.remove(ctx, barePrefix+p.subnet.String()) }, func() (time.Time, error) { return waitWatch(bare) }},
 	}
 	for range count {
 		for _, s := range steps {

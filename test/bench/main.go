@@ -83,9 +83,11 @@ func main() {
 		fmt.Fprintln(os.Stderr, runWatcher(os.Args[1:]))
 		os.Exit(1)
 	}
-	if is, err := runPlain(os.Args[0], os.Args[1:]); is {
+	if is, err := runPlain(os.Args[0], os.Args[1:]); err != nil {
 		fmt.Fprintln(os.Stderr, err)
 		os.Exit(1)
+	} else if is {
+		return
 	}
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	err := execute(ctx, os.Args[1:], os.Stdout, os.Stderr)

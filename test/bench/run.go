@@ -147,6 +147,10 @@ func (r *runner) coldRound(ctx context.Context, backend string, n int) error {
 	if err := r.clean(ctx, r.lab.Host(2)); err != nil {
 		return err
 	}
+	list, err := r.bareList(ctx)
+	if err != nil {
+		return err
+	}
 	before, err := r.requests(ctx)
 	if err != nil {
 		return err
@@ -175,7 +179,9 @@ func (r *runner) coldRound(ctx context.Context, backend string, n int) error {
 	r.report.add(group, "exec to all programmed", n, "ms", ms(s.all))
 	r.report.add(group, "limit: pipelined, nexthop objects", n, "ms", ms(limit))
 	r.report.add(group, "limit: pipelined, plain routes", n, "ms", ms(plain))
+	r.report.add(group, "exec to all leases read, by a bare client", n, "ms", ms(list))
 	r.report.add(group, "exec to all programmed / limit", n, "×", float64(s.all)/float64(limit), ratio...)
+	r.report.add(group, "exec to all programmed / bare client and limit, added", n, "×", float64(s.all)/float64(list+limit))
 	r.report.add(group, "CPU until then", n, "ms", ms(s.cpu), cpu...)
 	r.report.add(group, "limit: CPU", n, "ms", ms(limitCPU))
 	r.report.add(group, "peak RSS", n, "MB", mb(s.peak))
@@ -315,13 +321,17 @@ func (r *runner) measureEvents(ctx context.Context) error {
 			if err != nil {
 				return err
 			}
-			r.reportEvents(group, n, l, (after-before)/time.Duration(2*r.eventCount))
+			bare, err := r.bareEvents(ctx, r.eventCount)
+			if err != nil {
+				return err
+			}
+			r.reportEvents(group, n, l, (after-before)/time.Duration(2*r.eventCount), bare)
 		}
 	}
 	return nil
 }
 
-func (r *runner) reportEvents(group string, n int, l latencies, cpu time.Duration) {
+func (r *runner) reportEvents(group string, n int, l latencies, cpu, bareCPU time.Duration) {
 	p50, p99 := quantile(l.watch, 0.5), quantile(l.watch, 0.99)
 	for _, e := range []struct {
 		name   string
@@ -335,6 +345,8 @@ func (r *runner) reportEvents(group string, n int, l latencies, cpu time.Duratio
 	r.report.add(group, "bare etcd watch, p50", n, "ms", p50)
 	r.report.add(group, "bare etcd watch, p99", n, "ms", p99)
 	r.report.add(group, "CPU an event", n, "ms", ms(cpu), 0.3)
+	r.report.add(group, "bare etcd watch, CPU an event", n, "ms", ms(bareCPU))
+	r.report.add(group, "CPU an event / bare watch", n, "×", float64(cpu)/float64(bareCPU))
 }
 
 // measureRestart: with everything in place, under traffic.

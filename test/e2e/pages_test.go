@@ -12,6 +12,8 @@ import (
 	"syscall"
 	"testing"
 
+	"github.com/google/go-cmp/cmp"
+
 	"flanneld/pkg/lab"
 )
 
@@ -26,6 +28,7 @@ type machine struct {
 const (
 	machineRoot = "/run/machine/root"
 	machineTree = "/tree" // where commands run, with bin and dist of this project
+	machineLog  = "/var/log/flanneld"
 )
 
 const dockerDropIn = "/etc/systemd/system/docker.service.d/flannel.conf"
@@ -185,6 +188,21 @@ func follow(t *testing.T, page string, machines []*machine, special map[string]f
 	}
 }
 
+var message = regexp.MustCompile(`\] ("[^"]+")`)
+
+// said is what a daemon's log says up to where it is ready, without the values, sorted:
+// some of it is said at one time.
+func said(log string) (messages []string) {
+	for _, m := range message.FindAllStringSubmatch(log, -1) {
+		messages = append(messages, m[1])
+		if m[1] == `"flannel is ready"` {
+			break
+		}
+	}
+	slices.Sort(messages)
+	return messages
+}
+
 // TestPageGettingStarted has two hosts follow the page, from nothing to a ping
 // between their pods.
 func TestPageGettingStarted(t *testing.T) {
@@ -212,7 +230,15 @@ func TestPageGettingStarted(t *testing.T) {
 				return err
 			})
 		},
-		"journalctl": nothing, // there is no journal
+		"journalctl": func(m *machine, command string) { // there is no journal
+			log, err := os.ReadFile(m.file(machineLog))
+			if err != nil {
+				t.Fatal(err)
+			}
+			if diff := cmp.Diff(said(pageBlock(t, "getting-started.md", "$ "+command)), said(string(log))); m == b && diff != "" {
+				t.Errorf("the page's log (-) says other things than the daemon's (+):\n%s\n%s", diff, log)
+			}
+		},
 		"curl -s": func(m *machine, command string) {
 			if out := m.run(command); strings.TrimSpace(out) != "flanneld is ready" {
 				t.Errorf("%s: %s", command, out)
@@ -236,7 +262,8 @@ func TestPageGettingStarted(t *testing.T) {
 	})
 }
 
-// enable starts a program as its unit would, with the settings in a file.
+// enable starts a program as its unit would, with the settings in a file. What it says
+// is in machineLog.
 func (m *machine) enable(program, settings string) {
 	m.t.Helper()
 	cmd := exec.Command("chroot", machineRoot, program)
@@ -246,6 +273,13 @@ func (m *machine) enable(program, settings string) {
 			cmd.Env = append(cmd.Env, line)
 		}
 	}
+	m.write(machineLog, "")
+	log, err := os.OpenFile(m.file(machineLog), os.O_WRONLY|os.O_APPEND, 0)
+	if err != nil {
+		m.t.Fatal(err)
+	}
+	defer func() { _ = log.Close() }()
+	cmd.Stderr = log
 	if err := m.Start(cmd); err != nil {
 		m.t.Fatal(err)
 	}

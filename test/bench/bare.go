@@ -1,0 +1,124 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"os/exec"
+	"time"
+
+	clientv3 "go.etcd.io/etcd/client/v3"
+)
+
+// barePrefix is where what is written only a bare watch sees.
+const barePrefix = "/bare/"
+
+// bareList returns the time from exec until a process that does nothing else has all
+// leases from etcd.
+func (b *bed) bareList(ctx context.Context) (time.Duration, error) {
+	began := time.Now()
+	_, stop, err := b.startBare(plainList)
+	took := time.Since(began)
+	if err != nil {
+		return 0, fmt.Errorf("bare list: %w", err)
+	}
+	stop()
+	return took, ctx.Err()
+}
+
+// bareEvents makes as many events as events does, and returns the CPU time that a process
+// which watches them, and does nothing else, takes for one.
+func (b *bed) bareEvents(ctx context.Context, count int) (time.Duration, error) {
+	p := makePeer(len(b.peers))
+	value, err := p.value(b.backend)
+	if err != nil {
+		return 0, err
+	}
+	watcher, stop, err := b.startBare(plainWatch)
+	if err != nil {
+		return 0, fmt.Errorf("bare watch: %w", err)
+	}
+	defer stop()
+	before, err := processCPU(watcher)
+	if err != nil {
+		return 0, err
+	}
+	key := barePrefix + p.subnet.String()
+	for range count {
+		for _, write := range []func() error{
+			func() error { return b.put(ctx, key, value) },
+			func() error { return b.remove(ctx, key) },
+		} {
+			if err := errors.Join(write(), pause(ctx, eventPause)); err != nil {
+				return 0, err
+			}
+		}
+	}
+	after, err := processCPU(watcher)
+	return (after - before) / time.Duration(2*count), err
+}
+
+// startBare starts such a process on host 1, and waits until it says that it is there.
+func (b *bed) startBare(name string) (pid int, stop func(), err error) {
+	self, err := os.Executable()
+	if err != nil {
+		return 0, nil, err
+	}
+	host := b.lab.Host(1)
+	cmd := &exec.Cmd{Path: self, Args: []string{name, host.EtcdEndpoint()}, Stderr: os.Stderr}
+	says, err := cmd.StdoutPipe()
+	if err != nil {
+		return 0, nil, err
+	}
+	if err := host.Start(cmd); err != nil {
+		return 0, nil, err
+	}
+	stop = func() {
+		_ = cmd.Process.Kill() // and what it says then is of no interest
+		_ = cmd.Wait()
+	}
+	if _, err := says.Read(make([]byte, 1)); err != nil {
+		stop()
+		return 0, nil, fmt.Errorf("%s has ended: %w", name, err)
+	}
+	return cmd.Process.Pid, stop, nil
+}
+
+func sayThere() error {
+	_, err := os.Stdout.Write([]byte{'.'})
+	return err
+}
+
+// runList lists the leases.
+func runList(endpoint string) error {
+	client, err := clientv3.New(clientv3.Config{Endpoints: []string{endpoint}})
+	if err != nil {
+		return err
+	}
+	defer client.Close()
+	if _, err := client.Get(context.Background(), etcdPrefix+"/subnets/", clientv3.WithPrefix()); err != nil {
+		return err
+	}
+	return sayThere()
+}
+
+// runWatch watches, until it is ended.
+func runWatch(endpoint string) error {
+	client, err := clientv3.New(clientv3.Config{Endpoints: []string{endpoint}})
+	if err != nil {
+		return err
+	}
+	defer client.Close()
+	for resp := range client.Watch(context.Background(), barePrefix, clientv3.WithPrefix(), clientv3.WithCreatedNotify()) {
+		if err := resp.Err(); err != nil {
+			return err
+		}
+		if resp.Created {
+			if err := sayThere(); err != nil {
+				return err
+			}
+		}
+	}
+	return errors.New("the watch has ended")
+}
