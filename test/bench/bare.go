@@ -9,6 +9,7 @@ import (
 	"time"
 
 	clientv3 "go.etcd.io/etcd/client/v3"
+	"google.golang.org/grpc"
 )
 
 // barePrefix is where what is written only a bare watch sees.
@@ -18,7 +19,7 @@ const barePrefix = "/bare/"
 // leases from etcd.
 func (b *bed) bareList(ctx context.Context) (time.Duration, error) {
 	began := time.Now()
-	_, stop, err := b.startBare(plainList)
+	_, stop, err := b.startBare(plainList, b.lab.Host(1).EtcdEndpoint())
 	took := time.Since(began)
 	if err != nil {
 		return 0, fmt.Errorf("bare list: %w", err)
@@ -35,7 +36,7 @@ func (b *bed) bareEvents(ctx context.Context, count int) (time.Duration, error) 
 	if err != nil {
 		return 0, err
 	}
-	watcher, stop, err := b.startBare(plainWatch)
+	watcher, stop, err := b.startBare(plainWatch, b.lab.Host(1).EtcdEndpoint())
 	if err != nil {
 		return 0, fmt.Errorf("bare watch: %w", err)
 	}
@@ -59,19 +60,19 @@ func (b *bed) bareEvents(ctx context.Context, count int) (time.Duration, error) 
 	return (after - before) / time.Duration(2*count), err
 }
 
-// startBare starts such a process on host 1, and waits until it says that it is there.
-func (b *bed) startBare(name string) (pid int, stop func(), err error) {
+// startBare starts a process on host 1 that asks a store and does nothing else, and waits
+// until it says that it has what it wants.
+func (b *bed) startBare(name, config string) (pid int, stop func(), err error) {
 	self, err := os.Executable()
 	if err != nil {
 		return 0, nil, err
 	}
-	host := b.lab.Host(1)
-	cmd := &exec.Cmd{Path: self, Args: []string{name, host.EtcdEndpoint()}, Stderr: os.Stderr}
+	cmd := &exec.Cmd{Path: self, Args: []string{name, config}, Stderr: os.Stderr}
 	says, err := cmd.StdoutPipe()
 	if err != nil {
 		return 0, nil, err
 	}
-	if err := host.Start(cmd); err != nil {
+	if err := b.lab.Host(1).Start(cmd); err != nil {
 		return 0, nil, err
 	}
 	stop = func() {
@@ -90,9 +91,18 @@ func sayThere() error {
 	return err
 }
 
+// bareClient sends no ping after each message, by which gRPC finds out how large a window
+// it needs: for a small event that is most of the work.
+func bareClient(endpoint string) (*clientv3.Client, error) {
+	const window = 1 << 20
+	return clientv3.New(clientv3.Config{Endpoints: []string{endpoint}, DialOptions: []grpc.DialOption{
+		grpc.WithStaticStreamWindowSize(window), grpc.WithStaticConnWindowSize(window),
+	}})
+}
+
 // runList lists the leases.
 func runList(endpoint string) error {
-	client, err := clientv3.New(clientv3.Config{Endpoints: []string{endpoint}})
+	client, err := bareClient(endpoint)
 	if err != nil {
 		return err
 	}
@@ -105,7 +115,7 @@ func runList(endpoint string) error {
 
 // runWatch watches, until it is ended.
 func runWatch(endpoint string) error {
-	client, err := clientv3.New(clientv3.Config{Endpoints: []string{endpoint}})
+	client, err := bareClient(endpoint)
 	if err != nil {
 		return err
 	}

@@ -10,8 +10,8 @@ import (
 	"io"
 	"net/http"
 	"os"
-	"os/exec"
 	"path/filepath"
+	"strings"
 	"sync"
 	"time"
 
@@ -309,22 +309,17 @@ func (r *runner) relate(name string, bare, target float64) {
 // watchCost makes heartbeats while kubeWatches processes watch, or none if kind
 // is empty. CPU is in milliseconds a heartbeat.
 func (r *runner) watchCost(ctx context.Context, s *kubeServer, kind string, lasting time.Duration) (server, client, bytes float64, err error) {
-	var watchers []*exec.Cmd
-	defer func() {
-		for _, w := range watchers {
-			_ = w.Process.Kill()
-			_ = w.Wait()
-		}
-	}()
+	var watchers []int // process IDs
 	for range kubeWatches {
 		if kind == "" {
 			break
 		}
-		w, err := r.startWatcher(s, kind)
+		pid, stop, err := r.startBare(plainKubeWatch, s.addr+" "+kind)
 		if err != nil {
-			return 0, 0, 0, err
+			return 0, 0, 0, fmt.Errorf("bare watch: %w", err)
 		}
-		watchers = append(watchers, w)
+		defer stop()
+		watchers = append(watchers, pid)
 	}
 	if err := pause(ctx, 2*time.Second); err != nil {
 		return 0, 0, 0, err
@@ -332,7 +327,7 @@ func (r *runner) watchCost(ctx context.Context, s *kubeServer, kind string, last
 	sum := func() (serverCPU, clientCPU time.Duration, in float64, err error) {
 		serverCPU, err = processCPU(s.api.PID())
 		for _, w := range watchers {
-			cpu, err2 := processCPU(w.Process.Pid)
+			cpu, err2 := processCPU(w)
 			clientCPU, err = clientCPU+cpu, errors.Join(err, err2)
 		}
 		in, err2 := received(ctx, r.lab.Host(1))
@@ -354,33 +349,19 @@ func (r *runner) watchCost(ctx context.Context, s *kubeServer, kind string, last
 	return ms(server1-server0) / per, ms(client1-client0) / per / kubeWatches, (in1 - in0) / per / kubeWatches, err
 }
 
-// watcherName is what the benchmark is called when it is to be a bare watch.
-const watcherName = "bench-watch"
-
-// startWatcher starts a process on host 1 that watches and decodes nothing.
-func (r *runner) startWatcher(s *kubeServer, kind string) (*exec.Cmd, error) {
-	self, err := os.Executable()
-	if err != nil {
-		return nil, err
-	}
-	cmd := &exec.Cmd{Path: self, Args: []string{watcherName, s.addr, kind}, Stderr: os.Stderr}
-	if err := r.lab.Host(1).Start(cmd); err != nil {
-		return nil, fmt.Errorf("start a bare watch: %w", err)
-	}
-	return cmd, nil
-}
-
-// runWatcher is that process.
-func runWatcher(args []string) error {
-	if len(args) != 2 {
-		return errors.New("bench-watch: want an address and a media type")
-	}
-	s := &kubeServer{addr: args[0], client: &http.Client{Transport: &http.Transport{
+// runKubeWatch watches the nodes of the API server at the address in config, as the media
+// type behind it, and decodes nothing.
+func runKubeWatch(config string) error {
+	addr, kind, _ := strings.Cut(config, " ")
+	s := &kubeServer{addr: addr, client: &http.Client{Transport: &http.Transport{
 		TLSClientConfig:   &tls.Config{InsecureSkipVerify: true}, // a self-signed certificate in the lab
 		ForceAttemptHTTP2: true, DisableCompression: true,
 	}}}
-	w, err := s.watchBare(context.Background(), args[1])
+	w, err := s.watchBare(context.Background(), kind)
 	if err != nil {
+		return err
+	}
+	if err := sayThere(); err != nil {
 		return err
 	}
 	w.wait()

@@ -79,10 +79,6 @@ func parse(args []string) (options, error) {
 
 func main() {
 	lab.RunChild()
-	if os.Args[0] == watcherName {
-		fmt.Fprintln(os.Stderr, runWatcher(os.Args[1:]))
-		os.Exit(1)
-	}
 	if is, err := runPlain(os.Args[0], os.Args[1:]); err != nil {
 		fmt.Fprintln(os.Stderr, err)
 		os.Exit(1)

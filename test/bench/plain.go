@@ -12,12 +12,13 @@ import (
 )
 
 // What the benchmark is called when it is to be a program that carries packets, or asks
-// etcd, and does nothing else, in place of a daemon.
+// a store, and does nothing else, in place of a daemon.
 const (
 	plainWireGuard = "bench-wireguard"
 	plainUDP       = "bench-udp"
 	plainList      = "bench-etcd-list"
 	plainWatch     = "bench-etcd-watch"
+	plainKubeWatch = "bench-kube-watch"
 )
 
 const (
@@ -31,7 +32,10 @@ func plainAddr(host int) netip.Addr { return netip.AddrFrom4([4]byte{10, 127, 0,
 
 // runPlain is such a program, if name is that of one.
 func runPlain(name string, args []string) (is bool, err error) {
-	run, is := map[string]func(string) error{plainWireGuard: runWireGuard, plainUDP: runUDP, plainList: runList, plainWatch: runWatch}[name]
+	run, is := map[string]func(string) error{
+		plainWireGuard: runWireGuard, plainUDP: runUDP,
+		plainList: runList, plainWatch: runWatch, plainKubeWatch: runKubeWatch,
+	}[name]
 	switch {
 	case !is:
 		return false, nil
