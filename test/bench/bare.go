@@ -19,13 +19,13 @@ const barePrefix = "/bare/"
 // leases from etcd.
 func (b *bed) bareList(ctx context.Context) (time.Duration, error) {
 	began := time.Now()
-	_, stop, err := b.startBare(plainList, b.lab.Host(1).EtcdEndpoint())
+	_, stop, err := b.startBare(ctx, plainList, b.lab.Host(1).EtcdEndpoint())
 	took := time.Since(began)
 	if err != nil {
 		return 0, fmt.Errorf("bare list: %w", err)
 	}
 	stop()
-	return took, ctx.Err()
+	return took, nil
 }
 
 // bareEvents makes as many events as events does, and returns the CPU time that a process
@@ -36,7 +36,7 @@ func (b *bed) bareEvents(ctx context.Context, count int) (time.Duration, error) 
 	if err != nil {
 		return 0, err
 	}
-	watcher, stop, err := b.startBare(plainWatch, b.lab.Host(1).EtcdEndpoint())
+	watcher, stop, err := b.startBare(ctx, plainWatch, b.lab.Host(1).EtcdEndpoint())
 	if err != nil {
 		return 0, fmt.Errorf("bare watch: %w", err)
 	}
@@ -62,7 +62,7 @@ func (b *bed) bareEvents(ctx context.Context, count int) (time.Duration, error) 
 
 // startBare starts a process on host 1 that asks a store and does nothing else, and waits
 // until it says that it has what it wants.
-func (b *bed) startBare(name, config string) (pid int, stop func(), err error) {
+func (b *bed) startBare(ctx context.Context, name, config string) (pid int, stop func(), err error) {
 	self, err := os.Executable()
 	if err != nil {
 		return 0, nil, err
@@ -79,6 +79,7 @@ func (b *bed) startBare(name, config string) (pid int, stop func(), err error) {
 		_ = cmd.Process.Kill() // and what it says then is of no interest
 		_ = cmd.Wait()
 	}
+	defer context.AfterFunc(ctx, func() { _ = cmd.Process.Kill() })() // it may wait for ever
 	if _, err := says.Read(make([]byte, 1)); err != nil {
 		stop()
 		return 0, nil, fmt.Errorf("%s has ended: %w", name, err)

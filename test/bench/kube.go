@@ -314,7 +314,7 @@ func (r *runner) watchCost(ctx context.Context, s *kubeServer, kind string, last
 		if kind == "" {
 			break
 		}
-		pid, stop, err := r.startBare(plainKubeWatch, s.addr+" "+kind)
+		pid, stop, err := r.startBare(ctx, plainKubeWatch, s.addr+" "+kind)
 		if err != nil {
 			return 0, 0, 0, fmt.Errorf("bare watch: %w", err)
 		}
