@@ -46,12 +46,13 @@ func (b *bed) bareEvents(ctx context.Context, count int) (time.Duration, error) 
 		return 0, err
 	}
 	key := barePrefix + p.subnet.String()
+	const every = 2 * eventPause // as there, where every other event is the bare watch's
 	for range count {
 		for _, write := range []func() error{
 			func() error { return b.put(ctx, key, value) },
 			func() error { return b.remove(ctx, key) },
 		} {
-			if err := errors.Join(write(), pause(ctx, eventPause)); err != nil {
+			if err := errors.Join(write(), pause(ctx, every)); err != nil {
 				return 0, err
 			}
 		}
