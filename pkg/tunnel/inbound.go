@@ -81,6 +81,7 @@ func (i *inbound) next() int {
 func (i *inbound) take(at, n, size int, from netip.Addr) {
 	now := i.Table.now.Load()
 	if now != i.routes || from != i.public {
+		i.flush() // what was gathered is of one sender: whatever carries it on may come
 		i.routes, i.public, i.src = now, from, netip.Addr{}
 		_, i.known = now.publics.Lookup(from)
 	}
@@ -103,6 +104,9 @@ func (i *inbound) datagram(at, end int) bool {
 		i.Counters.drop(UnknownPeer)
 		return false
 	}
+	if i.merged && i.merger.Add(at, end) {
+		return true
+	}
 	b := i.buf[at:end]
 	h, fault := packet.Parse(b)
 	if fault == packet.Sound {
@@ -118,16 +122,12 @@ func (i *inbound) datagram(at, end int) bool {
 	case !i.mayCome(h.Src):
 		i.Counters.drop(WrongSource)
 		return false
-	case !packet.DecrementTTL(b):
+	case h.TTL <= 1:
 		i.Counters.drop(HopsExceeded)
 		return false
 	}
-	end = at + h.Total
-	if i.merged && i.merger.Add(at, end) {
-		return true
-	}
 	i.flush()
-	i.merger.Begin(i.buf, at, end, h)
+	i.merger.Begin(i.buf, at, at+h.Total, h)
 	i.merged = true
 	return true
 }
@@ -154,6 +154,7 @@ func (i *inbound) flush() {
 	}
 	i.merged = false
 	b, count := i.merger.Finish()
+	packet.DecrementTTL(b[packet.OffloadLen:])
 	if err := i.device.packet(b); err != nil {
 		i.Counters.dropped[DeviceFailed].Add(uint64(count))
 		return

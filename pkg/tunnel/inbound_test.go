@@ -113,23 +113,69 @@ func pair(t *testing.T) (device *Device, there int) {
 	return device, fds[1]
 }
 
-func gather(t *testing.T, receives [][][]byte, frames []int) {
+// streamer is the peer that has what tcpFrame is from.
+var streamer = Peer{Subnet: netip.MustParsePrefix("10.5.2.0/24"), Public: netip.MustParseAddr("192.0.2.2")}
+
+// newGatherer returns an inbound that knows streamer and another peer, and where it
+// writes to.
+func newGatherer(t *testing.T) (i *inbound, there int) {
 	here, there := pair(t)
-	peer := Peer{Subnet: netip.MustParsePrefix("10.5.2.0/24"), Public: netip.MustParseAddr("192.0.2.2")}
 	table := NewTable()
-	table.Update(nil, []Peer{peer})
-	i := newInbound(
+	table.Update(nil, []Peer{streamer, {Subnet: netip.MustParsePrefix("10.5.3.0/24"), Public: netip.MustParseAddr("192.0.2.3")}})
+	return newInbound(
 		&Tunnel{Config: Config{Device: here, Networks: networks, Table: table, Counters: &Counters{}}},
 		&socket{local: netip.MustParseAddrPort("192.0.2.1:8285")},
-	)
+	), there
+}
+
+// receive hands datagrams from a sender to i, nothing at all as well, which is no packet.
+func receive(i *inbound, from netip.Addr, datagrams [][]byte) {
+	at, size := i.next(), 0
+	for _, d := range datagrams[:min(len(datagrams), 1)] {
+		size = len(d)
+	}
+	n := copy(i.buf[at:at+maxPacket], bytes.Join(datagrams, nil))
+	i.take(at, n, size, from)
+}
+
+// TestGatheringChecks: what carries on a stream is looked at again when another sends it,
+// or when the peers are others.
+func TestGatheringChecks(t *testing.T) {
+	const size = 1000
+	packets := packetsOf(t, tcpFrame(1, 0, 0x10, make([]byte, 20*size), size))
+	for name, tc := range map[string]struct {
+		from   string
+		peers  []Peer // afterwards; nil: the same
+		reason Reason
+	}{
+		"another peer":   {from: "192.0.2.3", reason: WrongSource},
+		"nobody's":       {from: "192.0.2.4", reason: UnknownPeer},
+		"peer gone":      {from: "192.0.2.2", peers: []Peer{{Subnet: streamer.Subnet, Public: netip.MustParseAddr("192.0.2.9")}}, reason: UnknownPeer},
+		"subnet changed": {from: "192.0.2.2", peers: []Peer{{Subnet: netip.MustParsePrefix("10.5.7.0/24"), Public: streamer.Public}}, reason: WrongSource},
+	} {
+		t.Run(name, func(t *testing.T) {
+			i, _ := newGatherer(t)
+			receive(i, streamer.Public, packets[:10])
+			if tc.peers != nil {
+				i.Table.Update([]Peer{streamer}, tc.peers)
+			}
+			receive(i, netip.MustParseAddr(tc.from), packets[10:])
+			i.flush()
+			if got := i.Counters.Received(); got != 10 {
+				t.Errorf("%d packets received, want 10", got)
+			}
+			if got := i.Counters.Dropped()[tc.reason.String()]; got != 10 {
+				t.Errorf("%d packets dropped as %v, want 10", got, tc.reason)
+			}
+		})
+	}
+}
+
+func gather(t *testing.T, receives [][][]byte, frames []int) {
+	i, there := newGatherer(t)
 	var sent [][]byte
 	for _, datagrams := range receives {
-		at, size := i.next(), 0
-		for _, d := range datagrams[:min(len(datagrams), 1)] {
-			size = len(d)
-		}
-		n := copy(i.buf[at:at+maxPacket], bytes.Join(datagrams, nil))
-		i.take(at, n, size, peer.Public) // nothing at all is no packet
+		receive(i, streamer.Public, datagrams)
 		sent = append(sent, datagrams...)
 	}
 	i.flush()

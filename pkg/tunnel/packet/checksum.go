@@ -44,11 +44,24 @@ func sum(b []byte, partial uint64) uint64 {
 	return s + carry
 }
 
+// headerSum is the sum of an IPv4 header, most of which have no options.
+func headerSum(b []byte) uint64 {
+	w := (*[header4]byte)(b)
+	s := uint64(binary.LittleEndian.Uint32(w[0:])) + uint64(binary.LittleEndian.Uint32(w[4:])) +
+		uint64(binary.LittleEndian.Uint32(w[8:])) + uint64(binary.LittleEndian.Uint32(w[12:])) +
+		uint64(binary.LittleEndian.Uint32(w[16:]))
+	if len(b) == header4 {
+		return s
+	}
+	return sum(b[header4:], s)
+}
+
 // fold returns what sum came to, as a number to be written in network order.
 func fold(s uint64) uint16 {
-	for s>>16 != 0 {
-		s = s&0xffff + s>>16
-	}
+	s = s&0xffffffff + s>>32
+	s = s&0xffffffff + s>>32
+	s = s&0xffff + s>>16
+	s = s&0xffff + s>>16
 	return bits.ReverseBytes16(uint16(s))
 }
 

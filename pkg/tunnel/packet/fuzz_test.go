@@ -124,19 +124,21 @@ func FuzzDatagrams(f *testing.F) {
 		}
 		for at := OffloadLen; at < len(buf); at += size {
 			end := min(at+size, len(buf))
-			h, fault := Parse(buf[at:end])
-			if fault != Sound || CheckHeader(buf[at:end], h) != Sound {
-				continue
-			}
-			end = at + h.Total
 			one := bytes.Clone(buf[at:end])
-			if len(pending) > 0 && m.Add(at, end) {
+			h, fault := Parse(one)
+			if len(pending) > 0 && m.Add(at, end) { // which nobody looked at before
+				if fault != Sound || CheckHeader(one, h) != Sound || h.Total != len(one) {
+					t.Fatalf("taken in, fault %d:\n%x", fault, one)
+				}
 				pending = append(pending, one)
 				continue
 			}
+			if fault != Sound || CheckHeader(one, h) != Sound {
+				continue
+			}
 			finish()
-			m.Begin(buf, at, end, h)
-			pending = [][]byte{one}
+			m.Begin(buf, at, at+h.Total, h)
+			pending = [][]byte{one[:h.Total]}
 		}
 		finish()
 	})

@@ -100,7 +100,7 @@ func parse6(b []byte) (Header, Fault) {
 // CheckHeader verifies the header checksum of packet b, of which h was parsed.
 // IPv6 has none.
 func CheckHeader(b []byte, h Header) Fault {
-	if !h.IPv6 && fold(sum(b[:h.Len], 0)) != 0xffff {
+	if !h.IPv6 && fold(headerSum(b[:h.Len])) != 0xffff {
 		return BadChecksum
 	}
 	return Sound
@@ -142,15 +142,15 @@ func setTotal(b []byte, ipv6 bool) {
 
 func setHeaderChecksum(b []byte) {
 	b[10], b[11] = 0, 0
-	binary.BigEndian.PutUint16(b[10:], ^fold(sum(b[:int(b[0]&0xf)*4], 0)))
+	binary.BigEndian.PutUint16(b[10:], ^fold(headerSum(b[:int(b[0]&0xf)*4])))
 }
 
 // pseudo starts the checksum of a transport header: addresses, protocol and
 // length, in bytes.
 func pseudo(ip []byte, ipv6 bool, protocol uint8, length int) uint64 {
-	addresses := ip[12:20]
+	rest := swap(uint16(protocol)) + swap(uint16(length))
 	if ipv6 {
-		addresses = ip[8:40]
+		return sum(ip[8:40], rest)
 	}
-	return sum(addresses, swap(uint16(protocol))+swap(uint16(length)))
+	return uint64(binary.LittleEndian.Uint32(ip[12:])) + uint64(binary.LittleEndian.Uint32(ip[16:])) + rest
 }

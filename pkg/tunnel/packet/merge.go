@@ -61,9 +61,10 @@ func (m *Merger) mergeable(t []byte) bool {
 	return int(binary.BigEndian.Uint16(t[4:])) == len(t) && binary.BigEndian.Uint16(t[udpChecksum:]) != 0
 }
 
-// Add takes in the packet buf[start:end] behind what was gathered, if the two
-// are parts of one stream of data and their checksums are right. Otherwise it
-// reports false, and has changed nothing.
+// Add takes in the bytes buf[start:end] behind what was gathered, if they are a packet
+// that carries on the same stream of data, and all checksums are right. Nobody need have
+// looked at them before: what is taken in differs in nothing that decides where a packet
+// may come from, or go. Otherwise it reports false, and has changed nothing.
 func (m *Merger) Add(start, end int) bool {
 	a, b := m.buf[m.start:m.end], m.buf[start:end]
 	size := len(b) - m.headers
@@ -71,6 +72,7 @@ func (m *Merger) Add(start, end int) bool {
 	case m.headers == 0 || m.full || size <= 0 || size > m.size || len(a)+size > maxSuper,
 		!m.tcp && m.count == maxSegments,
 		!m.continues(a, b),
+		!m.ipv6 && fold(headerSum(b[:header4])) != 0xffff,
 		m.count == 1 && !m.verify(a),
 		!m.verify(b):
 		return false

@@ -107,6 +107,9 @@ type Segments struct {
 	size      int // payload bytes of each but the last
 	count     int
 	tcp, ipv6 bool
+	// What the headers add to the checksums of each packet, without the fields in
+	// which packets differ.
+	ipSum, transportSum uint64
 }
 
 // Split returns the packets for which super-packet b stands, of which h was
@@ -129,7 +132,32 @@ func (o Offload) Split(b []byte, h Header) (Segments, bool) {
 		return s, false
 	}
 	s.count = (payload + s.size - 1) / s.size
+	s.addHeaders(h.Len)
 	return s, true
+}
+
+// addHeaders adds up the headers, of which the IP header is n bytes long.
+func (s *Segments) addHeaders(n int) {
+	ip, t := s.packet[:n], s.packet[s.transport:s.headers]
+	if !s.ipv6 {
+		s.ipSum = swap(fold(headerSum(ip))) + without(ip, 2, 4, 10) // length, number and checksum
+	}
+	// The field of the checksum holds the sum of the pseudo-header for all. Only the length
+	// differs, and where a routing header names the last destination it is there alone.
+	s.transportSum = swap(fold(sum(t, swap(^uint16(len(s.packet)-s.transport)))))
+	if s.tcp {
+		s.transportSum += without(t, 4, 6, 12) // sequence number, flags
+	} else {
+		s.transportSum += without(t, 4) // length
+	}
+}
+
+// without is what takes fields out of a sum that has them: their complements.
+func without(b []byte, fields ...int) (s uint64) {
+	for _, at := range fields {
+		s += swap(^binary.BigEndian.Uint16(b[at:]))
+	}
+	return s
 }
 
 // Count returns how many packets there are: one or more.
@@ -142,33 +170,35 @@ func (s Segments) Len(i int) int { return min(s.headers+s.size, len(s.packet)-i*
 // Write writes the i-th packet to dst, which is Len(i) bytes long.
 func (s Segments) Write(dst []byte, i int) {
 	copy(dst, s.packet[:s.headers])
-	copy(dst[s.headers:], s.packet[s.headers+i*s.size:])
-	field := udpChecksum
-	t := dst[s.transport:]
-	if s.tcp {
-		field = tcpChecksum
-		binary.BigEndian.PutUint32(t[4:], binary.BigEndian.Uint32(t[4:])+uint32(i*s.size))
-		const fin, psh, cwr = 0x01, 0x08, 0x80
-		if i < s.count-1 {
-			t[13] &^= fin | psh
-		}
-		if i > 0 {
-			t[13] &^= cwr
-		}
+	payload := s.packet[s.headers+i*s.size:][:len(dst)-s.headers]
+	copy(dst[s.headers:], payload)
+	if s.ipv6 {
+		binary.BigEndian.PutUint16(dst[4:], uint16(len(dst)-header6))
 	} else {
-		binary.BigEndian.PutUint16(t[4:], uint16(len(t)))
+		total, number := uint16(len(dst)), binary.BigEndian.Uint16(s.packet[4:])+uint16(i)
+		binary.BigEndian.PutUint16(dst[2:], total)
+		binary.BigEndian.PutUint16(dst[4:], number)
+		binary.BigEndian.PutUint16(dst[10:], ^fold(s.ipSum+swap(total)+swap(number)))
 	}
-	if !s.ipv6 {
-		binary.BigEndian.PutUint16(dst[4:], binary.BigEndian.Uint16(dst[4:])+uint16(i))
-	}
-	setTotal(dst, s.ipv6)
-	// The field holds the sum of the pseudo-header for all. Only the length differs, and
-	// where a routing header names the last destination it is there alone.
-	partial := swap(binary.BigEndian.Uint16(t[field:])) + swap(^uint16(len(s.packet)-s.transport)) + swap(uint16(len(t)))
-	t[field], t[field+1] = 0, 0
-	c := ^fold(sum(t, partial))
+	t := dst[s.transport:]
+	c := s.transportSum + swap(uint16(len(t)))
 	if !s.tcp {
-		c = nonzero(c)
+		binary.BigEndian.PutUint16(t[4:], uint16(len(t)))
+		c = sum(payload, c+swap(uint16(len(t))))
+		binary.BigEndian.PutUint16(t[udpChecksum:], nonzero(^fold(c)))
+		return
 	}
-	binary.BigEndian.PutUint16(t[field:], c)
+	sequence := binary.BigEndian.Uint32(s.packet[s.transport+4:]) + uint32(i*s.size)
+	flags := binary.BigEndian.Uint16(s.packet[s.transport+12:]) // and the length of the header
+	const fin, psh, cwr = 0x01, 0x08, 0x80
+	if i < s.count-1 {
+		flags &^= fin | psh
+	}
+	if i > 0 {
+		flags &^= cwr
+	}
+	binary.BigEndian.PutUint32(t[4:], sequence)
+	binary.BigEndian.PutUint16(t[12:], flags)
+	c = sum(payload, c+swap(uint16(sequence>>16))+swap(uint16(sequence))+swap(flags))
+	binary.BigEndian.PutUint16(t[tcpChecksum:], ^fold(c))
 }
