@@ -5,6 +5,7 @@ import (
 	"encoding/binary"
 	"net/netip"
 	"os"
+	"slices"
 	"testing"
 
 	"golang.org/x/sys/unix"
@@ -17,24 +18,36 @@ const tcpHeaders = 20 + 20
 // tcpFrame is what a device makes of data from port on of a stream over TCP, for
 // packets of size bytes of it each: one super-packet, and its header.
 func tcpFrame(port uint16, sequence uint32, flags byte, data []byte, size int) []byte {
-	b := make([]byte, packet.OffloadLen+tcpHeaders, packet.OffloadLen+tcpHeaders+len(data))
-	const needsChecksum, gsoTCP4 = 1, 1
-	b[0], b[1] = needsChecksum, gsoTCP4
-	for at, v := range map[int]int{2: tcpHeaders, 4: size, 6: 20, 8: 16} {
+	return tcpFrameOf("10.5.2.7", "10.5.1.7", port, sequence, flags, data, size)
+}
+
+// tcpFrameOf is a tcpFrame of a stream between two addresses.
+func tcpFrameOf(from, to string, port uint16, sequence uint32, flags byte, data []byte, size int) []byte {
+	addresses := append(netip.MustParseAddr(from).AsSlice(), netip.MustParseAddr(to).AsSlice()...)
+	const needsChecksum, gsoTCP4, gsoTCP6 = 1, 1, 4
+	ip, gso := make([]byte, 20), byte(gsoTCP4)
+	if len(addresses) == 8 {
+		ip[0], ip[6], ip[8], ip[9] = 0x45, 0x40, 64, unix.IPPROTO_TCP
+		binary.BigEndian.PutUint16(ip[2:], uint16(tcpHeaders+len(data)))
+		binary.BigEndian.PutUint16(ip[4:], uint16(int(sequence)/size))
+		copy(ip[12:], addresses)
+	} else {
+		gso = gsoTCP6
+		ip = append(ip[:8], addresses...)
+		ip[0], ip[6], ip[7] = 0x60, unix.IPPROTO_TCP, 64
+		binary.BigEndian.PutUint16(ip[4:], uint16(20+len(data)))
+	}
+	b := make([]byte, packet.OffloadLen)
+	b[0], b[1] = needsChecksum, gso
+	for at, v := range map[int]int{2: len(ip) + 20, 4: size, 6: len(ip), 8: 16} {
 		binary.NativeEndian.PutUint16(b[at:], uint16(v))
 	}
-	b = append(b, data...)
-	p := b[packet.OffloadLen:]
-	p[0], p[6], p[8], p[9] = 0x45, 0x40, 64, unix.IPPROTO_TCP
-	binary.BigEndian.PutUint16(p[2:], uint16(len(p)))
-	binary.BigEndian.PutUint16(p[4:], uint16(int(sequence)/size))
-	copy(p[12:], netip.MustParseAddr("10.5.2.7").AsSlice())
-	copy(p[16:], netip.MustParseAddr("10.5.1.7").AsSlice())
-	t := p[20:]
+	b = slices.Concat(b, ip, make([]byte, 20), data)
+	t := b[packet.OffloadLen+len(ip):]
 	binary.BigEndian.PutUint16(t, port)
 	binary.BigEndian.PutUint32(t[4:], sequence)
 	t[12], t[13] = 5<<4, flags
-	pseudo := append(bytes.Clone(p[12:20]), 0, unix.IPPROTO_TCP, byte(len(t)>>8), byte(len(t)))
+	pseudo := append(addresses, 0, unix.IPPROTO_TCP, byte(len(t)>>8), byte(len(t)))
 	binary.BigEndian.PutUint16(t[16:], ^internetChecksum(pseudo))
 	return b
 }
@@ -113,15 +126,18 @@ func pair(t *testing.T) (device *Device, there int) {
 	return device, fds[1]
 }
 
-// streamer is the peer that has what tcpFrame is from.
-var streamer = Peer{Subnet: netip.MustParsePrefix("10.5.2.0/24"), Public: netip.MustParseAddr("192.0.2.2")}
+var (
+	// streamer is the peer that has what tcpFrame is from.
+	streamer  = Peer{Subnet: netip.MustParsePrefix("10.5.2.0/24"), Public: netip.MustParseAddr("192.0.2.2")}
+	otherPeer = Peer{Subnet: netip.MustParsePrefix("10.5.3.0/24"), Public: netip.MustParseAddr("192.0.2.3")}
+)
 
-// newGatherer returns an inbound that knows streamer and another peer, and where it
+// newGatherer returns an inbound that knows streamer and otherPeer, and where it
 // writes to.
 func newGatherer(t *testing.T) (i *inbound, there int) {
 	here, there := pair(t)
 	table := NewTable()
-	table.Update(nil, []Peer{streamer, {Subnet: netip.MustParsePrefix("10.5.3.0/24"), Public: netip.MustParseAddr("192.0.2.3")}})
+	table.Update(nil, []Peer{streamer, otherPeer})
 	return newInbound(
 		&Tunnel{Config: Config{Device: here, Networks: networks, Table: table, Counters: &Counters{}}},
 		&socket{local: netip.MustParseAddrPort("192.0.2.1:8285")},
@@ -136,6 +152,75 @@ func receive(i *inbound, from netip.Addr, datagrams [][]byte) {
 	}
 	n := copy(i.buf[at:at+maxPacket], bytes.Join(datagrams, nil))
 	i.take(at, n, size, from)
+}
+
+// expectFrame reads a frame that has the packets want, each with a hop less.
+func expectFrame(t *testing.T, there int, want [][]byte) {
+	t.Helper()
+	frame := make([]byte, packet.OffloadLen+maxPacket)
+	n, err := unix.Read(there, frame)
+	if err != nil {
+		t.Fatalf("read frame: %v", err)
+	}
+	got := packetsOf(t, frame[:n])
+	if len(got) != len(want) {
+		t.Fatalf("the frame has %d packets, want %d", len(got), len(want))
+	}
+	for i := range got {
+		w := bytes.Clone(want[i])
+		packet.DecrementTTL(w)
+		if !bytes.Equal(got[i], w) {
+			t.Fatalf("packet %d is\n%x, want\n%x", i, got[i], w)
+		}
+	}
+}
+
+// TestGatheringOfTwoPeers: what the other sends begins anew, in the room behind.
+func TestGatheringOfTwoPeers(t *testing.T) {
+	const size, ack = 1000, 0x10
+	data := bytes.Repeat([]byte("0123456789"), 2000)
+	one := packetsOf(t, tcpFrame(1, 0, ack, data, size))
+	other := packetsOf(t, tcpFrameOf("10.5.3.7", "10.5.1.7", 1, 0, ack, data, size))
+	i, there := newGatherer(t)
+	receive(i, streamer.Public, one[:10])
+	receive(i, otherPeer.Public, other[:5])
+	receive(i, otherPeer.Public, other[5:20])
+	receive(i, streamer.Public, one[10:])
+	i.flush()
+	for _, want := range [][][]byte{one[:10], other, one[10:]} {
+		expectFrame(t, there, want)
+	}
+}
+
+// TestGatheringIPv6: a hop is taken off all that was gathered.
+func TestGatheringIPv6(t *testing.T) {
+	const size, ack = 1000, 0x10
+	packets := packetsOf(t, tcpFrameOf("fd00:10:5:2::7", "fd00:10:5:1::7", 1, 0, ack, bytes.Repeat([]byte("0123456789"), 2000), size))
+	peer := Peer{Subnet: netip.MustParsePrefix("fd00:10:5:2::/64"), Public: netip.MustParseAddr("2001:db8::2")}
+	i, there := newGatherer(t)
+	i.socket.local = netip.MustParseAddrPort("[2001:db8::1]:8285")
+	i.Table.Update(nil, []Peer{peer})
+	receive(i, peer.Public, packets)
+	i.flush()
+	expectFrame(t, there, packets)
+}
+
+// TestGatheringLastHop: a packet that carries on a stream but has come to its last hop is
+// dropped, and what was gathered is not.
+func TestGatheringLastHop(t *testing.T) {
+	const size, ack = 1000, 0x10
+	packets := packetsOf(t, tcpFrame(1, 0, ack, bytes.Repeat([]byte("0123456789"), 2000), size))
+	for packets[10][8] > 1 {
+		packet.DecrementTTL(packets[10])
+	}
+	i, there := newGatherer(t)
+	receive(i, streamer.Public, packets)
+	i.flush()
+	expectFrame(t, there, packets[:10])
+	expectFrame(t, there, packets[11:])
+	if got := i.Counters.Dropped()[HopsExceeded.String()]; got != 1 {
+		t.Errorf("%d packets dropped as %v, want 1", got, HopsExceeded)
+	}
 }
 
 // TestGatheringChecks: what carries on a stream is looked at again when another sends it,
@@ -183,26 +268,11 @@ func gather(t *testing.T, receives [][][]byte, frames []int) {
 		t.Errorf("%d packets received, want %d", got, len(sent))
 	}
 
-	frame := make([]byte, packet.OffloadLen+maxPacket)
-	for number, count := range frames {
-		n, err := unix.Read(there, frame)
-		if err != nil {
-			t.Fatalf("read frame %d: %v", number, err)
-		}
-		got := packetsOf(t, frame[:n])
-		if len(got) != count {
-			t.Fatalf("frame %d has %d packets, want %d", number, len(got), count)
-		}
-		for _, p := range got {
-			want := bytes.Clone(sent[0])
-			packet.DecrementTTL(want)
-			if !bytes.Equal(p, want) {
-				t.Fatalf("frame %d has packet\n%x, want\n%x", number, p, want)
-			}
-			sent = sent[1:]
-		}
+	for _, count := range frames {
+		expectFrame(t, there, sent[:count])
+		sent = sent[count:]
 	}
-	if n, err := unix.Read(there, frame); err == nil || len(sent) > 0 {
+	if n, err := unix.Read(there, make([]byte, 1)); err == nil || len(sent) > 0 {
 		t.Errorf("%d packets got lost, and %d bytes are too much", len(sent), max(n, 0))
 	}
 }

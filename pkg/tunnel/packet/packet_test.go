@@ -231,6 +231,36 @@ func TestSplitAndMerge(t *testing.T) {
 	}
 }
 
+// TestSplitZeroChecksum: a datagram whose checksum comes out as zero says so in the other
+// way, as zero means that there is none.
+func TestSplitZeroChecksum(t *testing.T) {
+	for _, name := range []string{"UDP on IPv4", "UDP on IPv6"} {
+		s := kinds()[name]
+		s.payload = random(300)
+		part := func() []byte {
+			b, o := super(s, 100)
+			h, _ := Parse(b)
+			segments, ok := o.Split(b, h)
+			if !ok {
+				t.Fatal("not split")
+			}
+			p := make([]byte, segments.Len(1))
+			segments.Write(p, 1)
+			verify(t, p)
+			return p
+		}
+		p := part()
+		at, field, _ := transportOf(p)
+		// What is missing to a sum of all ones is what the checksum says.
+		sum := uint32(binary.BigEndian.Uint16(s.payload[100:])) + uint32(binary.BigEndian.Uint16(p[field:]))
+		binary.BigEndian.PutUint16(s.payload[100:], uint16(sum+sum>>16))
+		p = part()
+		if got := binary.BigEndian.Uint16(p[field:]); got != 0xffff {
+			t.Errorf("%s: checksum %#x of the datagram at %d, want 0xffff", name, got, at)
+		}
+	}
+}
+
 func splitAndMerge(t *testing.T, s spec, size int) {
 	b, o := super(s, size)
 	h, _ := Parse(b)
