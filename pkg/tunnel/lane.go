@@ -30,6 +30,10 @@ type carrier interface {
 // lane that never has to wait for one that computes. It would not look at the other
 // lanes' descriptors before that has had its time, and not at all if it was idle before:
 // who gives way sees to both.
+//
+// With nothing left to read a lane waits at once. To yield the CPU and look once more
+// would save it a tenth of its time, as more has come then, but on a host whose CPUs are
+// busy that is milliseconds later, for every packet: who waits is woken before others.
 type lane struct {
 	carrier
 	doing   string // for errors
