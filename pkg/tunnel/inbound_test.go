@@ -47,7 +47,7 @@ func tcpFrameOf(from, to string, port uint16, sequence uint32, flags byte, data 
 	binary.BigEndian.PutUint16(t, port)
 	binary.BigEndian.PutUint32(t[4:], sequence)
 	t[12], t[13] = 5<<4, flags
-	pseudo := append(addresses, 0, unix.IPPROTO_TCP, byte(len(t)>>8), byte(len(t)))
+	pseudo := slices.Concat(addresses, []byte{0, unix.IPPROTO_TCP, byte(len(t) >> 8), byte(len(t))})
 	binary.BigEndian.PutUint16(t[16:], ^internetChecksum(pseudo))
 	return b
 }
