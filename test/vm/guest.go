@@ -54,7 +54,8 @@ func addTests(ctx context.Context, root string, o options) ([]job.Job, error) {
 		}
 		j := job.Job{
 			Package: pkg, Dir: filepath.Join(source, rel), Binary: fmt.Sprintf("/tests/%d.test", i),
-			Args: []string{"-test.v=test2json", "-test.run=" + o.run, "-test.parallel=" + strconv.Itoa(o.cpus+1)}, // which wait most of the time
+			// Most of its time a parallel test waits for a timer: one more than there are CPUs.
+			Args: []string{"-test.v=test2json", "-test.run=" + o.run, "-test.parallel=" + strconv.Itoa(o.cpus+1)},
 			End:  testsEnd(o.timeout),
 		}
 		if err := addTest(ctx, root, dir, j); err != nil {
