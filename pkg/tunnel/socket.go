@@ -19,8 +19,10 @@ const (
 	// (UDP_MAX_SEGMENTS of kernels before 6.9).
 	maxDatagrams = 64
 	maxPayload   = 65535 - 40 - 8 // bytes of a send, whatever the family
-	// bufferSize is what a socket may hold, in bytes: some milliseconds' worth.
-	bufferSize = 4 << 20
+	// What a socket may hold, in bytes. A host whose CPUs are busy comes to what it has
+	// received milliseconds later, and what has no room until then is lost, a super-packet
+	// at a time; what waits to be sent only adds to delay.
+	receiveBuffer, sendBuffer = 8 << 20, 4 << 20
 )
 
 // socket carries packets in datagrams, one in each, to and from peers. It
@@ -103,9 +105,11 @@ func (s *socket) family() family {
 // prepare sets what makes the socket fast, as far as the kernel has it, and has no
 // datagram fragmented on its way, unless asked to: who sends more than fits is told.
 func (s *socket) prepare(fd int, plain bool) error {
-	for _, o := range [][2]int{{unix.SO_RCVBUFFORCE, unix.SO_RCVBUF}, {unix.SO_SNDBUFFORCE, unix.SO_SNDBUF}} {
-		if unix.SetsockoptInt(fd, unix.SOL_SOCKET, o[0], bufferSize) != nil {
-			_ = unix.SetsockoptInt(fd, unix.SOL_SOCKET, o[1], bufferSize)
+	for _, o := range []struct{ force, ask, size int }{
+		{unix.SO_RCVBUFFORCE, unix.SO_RCVBUF, receiveBuffer}, {unix.SO_SNDBUFFORCE, unix.SO_SNDBUF, sendBuffer},
+	} {
+		if unix.SetsockoptInt(fd, unix.SOL_SOCKET, o.force, o.size) != nil {
+			_ = unix.SetsockoptInt(fd, unix.SOL_SOCKET, o.ask, o.size)
 		}
 	}
 	if !plain {
