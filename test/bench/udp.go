@@ -7,8 +7,10 @@ import (
 	"errors"
 	"fmt"
 	"net/netip"
+	"os"
 	"runtime"
 	"strconv"
+	"strings"
 	"time"
 
 	"flanneld/pkg/lab"
@@ -38,14 +40,49 @@ type way struct {
 	peers   int
 }
 
+// flow is traffic that iperf3 makes.
+type flow struct {
+	what     string
+	from, to *lab.Namespace
+	addr     netip.Addr
+	args     []string
+}
+
+// congestion is a way in which TCP looks for the rate that the network carries.
+type congestion struct {
+	suffix string // of measures
+	args   []string
+}
+
+// congestions are this machine's, and the one that Linux comes with if that is another:
+// it has the time of daemons to itself, where BBR has timers whose work is done in, and
+// counted as, the time of whatever process runs.
+func congestions() ([]congestion, error) {
+	const linux = "cubic"
+	own, err := os.ReadFile("/proc/sys/net/ipv4/tcp_congestion_control")
+	all := []congestion{{}}
+	if strings.TrimSpace(string(own)) != linux {
+		all = append(all, congestion{", " + linux, []string{"-C", linux}})
+	}
+	return all, err
+}
+
 // measureUDP compares the udp backend with vxlan and with the bare underlay,
 // between hosts and between pods behind a bridge. Each round has a lab of its
 // own for every way; ratios are within a round.
 func (r *runner) measureUDP(ctx context.Context) error {
+	both, err := congestions()
+	if err != nil {
+		return err
+	}
 	for range r.rounds {
 		round := map[string]map[string]carried{}
 		for _, w := range []way{{"vxlan", "vxlan", 0}, {"udp", "udp", 0}, {"udp, 5,000 peers", "udp", 5000}} {
-			if err := r.measureWay(ctx, w, round); err != nil {
+			some := both
+			if w.peers > 0 {
+				some = both[:1]
+			}
+			if err := r.measureWay(ctx, w, some, round); err != nil {
 				return fmt.Errorf("%s: %w", w.name, err)
 			}
 		}
@@ -54,12 +91,12 @@ func (r *runner) measureUDP(ctx context.Context) error {
 			return fmt.Errorf("packet by packet: %w", err)
 		}
 		round["packet by packet"] = single
-		r.reportWays(round)
+		r.reportWays(both, round)
 	}
 	return nil
 }
 
-func (r *runner) measureWay(ctx context.Context, w way, round map[string]map[string]carried) error {
+func (r *runner) measureWay(ctx context.Context, w way, both []congestion, round map[string]map[string]carried) error {
 	b, err := newBed(ctx, r.flanneld)
 	if err != nil {
 		return err
@@ -84,22 +121,21 @@ func (r *runner) measureWay(ctx context.Context, w way, round map[string]map[str
 	round[w.name] = results
 	pods, hosts := b.lab.Pods(), b.lab.Hosts()
 	bridge := pods[1].Addrs()[0].Prev() // on its host
-	for _, m := range []struct {
-		what     string
-		from, to *lab.Namespace
-		addr     netip.Addr
-		args     []string
-	}{
-		{"TCP, 1 stream, hosts", hosts[0].Namespace, hosts[1].Namespace, bridge, nil},
-		{"TCP, 4 streams, hosts", hosts[0].Namespace, hosts[1].Namespace, bridge, []string{"-P", "4"}},
-		{"TCP, 1 stream, pods", pods[0].Namespace, pods[1].Namespace, pods[1].Addrs()[0], nil},
-		{"TCP, 4 streams, pods", pods[0].Namespace, pods[1].Namespace, pods[1].Addrs()[0], []string{"-P", "4"}},
-		{"UDP, full packets, hosts", hosts[0].Namespace, hosts[1].Namespace, bridge, []string{"-u", "-b", "0", "-l", strconv.Itoa(pods[0].MTU() - 28)}},
-		{"raw TCP, 1 stream", hosts[0].Namespace, hosts[1].Namespace, hosts[1].Addr(prefix.IPv4), nil},
-		{"raw TCP, 4 streams", hosts[0].Namespace, hosts[1].Namespace, hosts[1].Addr(prefix.IPv4), []string{"-P", "4"}},
-	} {
-		if results[m.what], err = r.iperf(ctx, b, m.from, m.to, m.addr, m.args...); err != nil {
-			return fmt.Errorf("%s: %w", m.what, err)
+	under := hosts[1].Addr(prefix.IPv4)
+	flows := []flow{{"UDP, full packets, hosts", hosts[0].Namespace, hosts[1].Namespace, bridge, []string{"-u", "-b", "0", "-l", strconv.Itoa(pods[0].MTU() - 28)}}}
+	for _, c := range both {
+		for _, n := range []string{"1 stream", "4 streams"} {
+			args := append([]string{"-P", n[:1]}, c.args...)
+			flows = append(flows,
+				flow{"TCP, " + n + ", hosts" + c.suffix, hosts[0].Namespace, hosts[1].Namespace, bridge, args},
+				flow{"TCP, " + n + ", pods" + c.suffix, pods[0].Namespace, pods[1].Namespace, pods[1].Addrs()[0], args},
+				flow{"raw TCP, " + n + c.suffix, hosts[0].Namespace, hosts[1].Namespace, under, args},
+			)
+		}
+	}
+	for _, f := range flows {
+		if results[f.what], err = r.iperf(ctx, b, f.from, f.to, f.addr, f.args...); err != nil {
+			return fmt.Errorf("%s: %w", f.what, err)
 		}
 	}
 	for _, m := range []struct {
@@ -109,7 +145,7 @@ func (r *runner) measureWay(ctx context.Context, w way, round map[string]map[str
 	}{
 		{smallPackets, bridge, false},
 		{gatheredPackets, bridge, true},
-		{"raw UDP, 200 bytes", hosts[1].Addr(prefix.IPv4), false},
+		{"raw UDP, 200 bytes", under, false},
 	} {
 		if results[m.what], err = r.flood(ctx, b, hosts[0].Namespace, hosts[1].Namespace, m.addr, m.gathered); err != nil {
 			return fmt.Errorf("%s: %w", m.what, err)
@@ -258,19 +294,29 @@ func (r *runner) daemonCPU(b *bed) (time.Duration, error) {
 }
 
 // reportWays puts the results of one round beside each other.
-func (r *runner) reportWays(round map[string]map[string]carried) {
+func (r *runner) reportWays(both []congestion, round map[string]map[string]carried) {
 	runtime.GC()
 	udp, vxlan, many, single := round["udp"], round["vxlan"], round["udp, 5,000 peers"], round["packet by packet"]
-	for _, what := range []string{"TCP, 1 stream, hosts", "TCP, 4 streams, hosts", "TCP, 1 stream, pods", "TCP, 4 streams, pods"} {
-		least, raw := 0.6, "raw TCP, 1 stream"
-		if what == "TCP, 4 streams, hosts" || what == "TCP, 4 streams, pods" {
-			least, raw = 0.4, "raw TCP, 4 streams"
+	for _, c := range both {
+		for _, way := range []string{"1 stream, hosts", "4 streams, hosts", "1 stream, pods", "4 streams, pods"} {
+			n, _, _ := strings.Cut(way, ",")
+			what, raw := "TCP, "+way+c.suffix, "raw TCP, "+n+c.suffix
+			r.report.add(udpGroup, what, -1, "Gbit/s", udp[what].gbps)
+			r.report.add(udpGroup, what+" / raw", -1, "", udp[what].gbps/udp[raw].gbps)
+			ofVXLAN, cpu := udp[what].gbps/vxlan[what].gbps, what+", CPU of both daemons"
+			if c.suffix != "" {
+				r.report.add(udpGroup, what+" / vxlan", -1, "", ofVXLAN)
+				r.report.add(udpGroup, cpu, -1, "s/Gbit", udp[what].cpuPerGbit)
+				continue
+			}
+			least := 0.6
+			if n == "4 streams" {
+				least = 0.4
+			}
+			r.atLeast(what+" / vxlan", "", ofVXLAN, least)
+			r.report.add(udpGroup, cpu, -1, "s/Gbit", udp[what].cpuPerGbit, 0.18)
+			r.report.add(udpGroup, what+", 5,000 peers / none", -1, "", many[what].gbps/udp[what].gbps)
 		}
-		r.report.add(udpGroup, what, -1, "Gbit/s", udp[what].gbps)
-		r.atLeast(what+" / vxlan", "", udp[what].gbps/vxlan[what].gbps, least)
-		r.report.add(udpGroup, what+" / raw", -1, "", udp[what].gbps/udp[raw].gbps)
-		r.report.add(udpGroup, what+", CPU of both daemons", -1, "s/Gbit", udp[what].cpuPerGbit, 0.18)
-		r.report.add(udpGroup, what+", 5,000 peers / none", -1, "", many[what].gbps/udp[what].gbps)
 	}
 	full := "UDP, full packets, hosts"
 	r.report.add(udpGroup, full, -1, "Gbit/s", udp[full].gbps)
