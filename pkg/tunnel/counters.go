@@ -18,6 +18,7 @@ const (
 	UnknownPeer                 // inbound: the datagram comes from no peer's public address
 	WrongSource                 // inbound: the source is not one that this peer may send from
 	DeviceFailed                // inbound: the device did not take the packet
+	SocketFull                  // inbound: the socket had no room; what came in together counts once
 	reasons
 )
 
@@ -25,7 +26,7 @@ const (
 func (r Reason) String() string {
 	names := [reasons]string{
 		"no_route", "too_big", "send_failed", "hops_exceeded", "other_family",
-		"malformed", "wrong_checksum", "unknown_peer", "wrong_source", "device_failed",
+		"malformed", "wrong_checksum", "unknown_peer", "wrong_source", "device_failed", "socket_full",
 	}
 	if r < reasons {
 		return names[r]

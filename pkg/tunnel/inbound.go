@@ -20,8 +20,9 @@ type inbound struct {
 	receiver *receiver
 	device   *deviceWriter
 	merger   packet.Merger
-	merged   bool // the merger has something
-	failures int  // of receives, in a row
+	merged   bool   // the merger has something
+	failures int    // of receives, in a row
+	lost     uint32 // of what the receiver says is lost, what is counted
 
 	anybody bool // may send anything
 	foreign bool // sources are taken
@@ -52,6 +53,10 @@ func (i *inbound) read(fd uintptr) error {
 	switch {
 	case err == nil:
 		i.failures = 0
+		if lost := i.receiver.lost; lost != i.lost {
+			i.Counters.dropped[SocketFull].Add(uint64(lost - i.lost))
+			i.lost = lost
+		}
 		i.take(at, n, size, from)
 	case errors.Is(err, unix.EAGAIN), errors.Is(err, unix.EINTR), i.failures == enough:
 		return err

@@ -117,6 +117,7 @@ func (s *socket) prepare(fd int, plain bool) error {
 		s.segments = err == nil
 		_ = unix.SetsockoptInt(fd, unix.IPPROTO_UDP, unix.UDP_GRO, 1) // Linux 5.0
 	}
+	_ = unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_RXQ_OVFL, 1)
 	f := s.family()
 	if err := unix.SetsockoptInt(fd, f.level, f.whole[0], f.whole[1]); err != nil {
 		return fmt.Errorf("forbid fragmentation: %w", err)
@@ -188,10 +189,11 @@ type receiver struct {
 	part   unix.Iovec
 	from   unix.RawSockaddrInet6 // or what is in its place for IPv4, which is shorter
 	oob    []byte
+	lost   uint32 // receives that the socket had no room for so far
 }
 
 func newReceiver() *receiver {
-	r := &receiver{oob: make([]byte, unix.CmsgSpace(4))}
+	r := &receiver{oob: make([]byte, 2*unix.CmsgSpace(4))}
 	r.header.Name, r.header.Iov, r.header.Control = (*byte)(unsafe.Pointer(&r.from)), &r.part, &r.oob[0]
 	r.header.SetIovlen(1)
 	return r
@@ -213,7 +215,7 @@ func (r *receiver) receive(fd uintptr, b []byte) (n, size int, from netip.Addr, 
 	} else {
 		from = netip.AddrFrom4((*unix.RawSockaddrInet4)(unsafe.Pointer(&r.from)).Addr)
 	}
-	return int(got), receivedSize(r.oob[:r.header.Controllen]), from, nil
+	return int(got), r.told(r.oob[:r.header.Controllen]), from, nil
 }
 
 // sender sends without allocating anything. One goroutine at a time has it.
@@ -254,19 +256,25 @@ func (s *sender) send(b, control []byte, to netip.AddrPort) error {
 	return s.write()
 }
 
-// receivedSize returns the size of the datagrams that a receive gathered, 0 if
-// oob does not tell, because it is one alone.
-func receivedSize(oob []byte) int {
+// told takes in what the kernel says of a receive. It returns the size of the datagrams
+// that this gathered, 0 if it is one alone.
+func (r *receiver) told(oob []byte) (size int) {
 	for len(oob) >= unix.CmsgLen(0) {
 		h := (*unix.Cmsghdr)(unsafe.Pointer(&oob[0]))
 		n := int(h.Len)
 		if n < unix.CmsgLen(0) || n > len(oob) {
-			return 0
+			break
 		}
-		if h.Level == unix.IPPROTO_UDP && h.Type == unix.UDP_GRO && n >= unix.CmsgLen(4) {
-			return int(binary.NativeEndian.Uint32(oob[unix.CmsgLen(0):]))
+		if n >= unix.CmsgLen(4) {
+			v := binary.NativeEndian.Uint32(oob[unix.CmsgLen(0):])
+			switch {
+			case h.Level == unix.IPPROTO_UDP && h.Type == unix.UDP_GRO:
+				size = int(v)
+			case h.Level == unix.SOL_SOCKET && h.Type == unix.SO_RXQ_OVFL:
+				r.lost = v
+			}
 		}
 		oob = oob[min(len(oob), unix.CmsgSpace(n-unix.CmsgLen(0))):]
 	}
-	return 0
+	return size
 }
