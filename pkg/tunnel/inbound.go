@@ -20,9 +20,8 @@ type inbound struct {
 	receiver *receiver
 	device   *deviceWriter
 	merger   packet.Merger
-	merged   bool   // the merger has something
-	failures int    // of receives, in a row
-	lost     uint32 // of what the receiver says is lost, what is counted
+	merged   bool // the merger has something
+	failures int  // of receives, in a row
 
 	anybody bool // may send anything
 	foreign bool // sources are taken
@@ -48,14 +47,13 @@ const enough = 100
 
 // read implements carrier.
 func (i *inbound) read(fd uintptr) error {
-	at := i.next()
+	at, before := i.next(), i.receiver.lost
 	n, size, from, err := i.receiver.receive(fd, i.buf[at:at+maxPacket])
 	switch {
 	case err == nil:
 		i.failures = 0
-		if lost := i.receiver.lost; lost != i.lost {
-			i.Counters.dropped[SocketFull].Add(uint64(lost - i.lost))
-			i.lost = lost
+		if lost := i.receiver.lost - before; lost > 0 {
+			i.Counters.dropped[SocketFull].Add(uint64(lost))
 		}
 		i.take(at, n, size, from)
 	case errors.Is(err, unix.EAGAIN), errors.Is(err, unix.EINTR), i.failures == enough:

@@ -78,11 +78,11 @@ func (r *runner) measureUDP(ctx context.Context) error {
 	for range r.rounds {
 		round := map[string]map[string]carried{}
 		for _, w := range []way{{"vxlan", "vxlan", 0}, {"udp", "udp", 0}, {"udp, 5,000 peers", "udp", 5000}} {
-			some := both
+			with := both
 			if w.peers > 0 {
-				some = both[:1]
+				with = both[:1]
 			}
-			if err := r.measureWay(ctx, w, some, round); err != nil {
+			if err := r.measureWay(ctx, w, with, round); err != nil {
 				return fmt.Errorf("%s: %w", w.name, err)
 			}
 		}
@@ -96,7 +96,7 @@ func (r *runner) measureUDP(ctx context.Context) error {
 	return nil
 }
 
-func (r *runner) measureWay(ctx context.Context, w way, both []congestion, round map[string]map[string]carried) error {
+func (r *runner) measureWay(ctx context.Context, w way, with []congestion, round map[string]map[string]carried) error {
 	b, err := newBed(ctx, r.flanneld)
 	if err != nil {
 		return err
@@ -123,7 +123,7 @@ func (r *runner) measureWay(ctx context.Context, w way, both []congestion, round
 	bridge := pods[1].Addrs()[0].Prev() // on its host
 	under := hosts[1].Addr(prefix.IPv4)
 	flows := []flow{{"UDP, full packets, hosts", hosts[0].Namespace, hosts[1].Namespace, bridge, []string{"-u", "-b", "0", "-l", strconv.Itoa(pods[0].MTU() - 28)}}}
-	for _, c := range both {
+	for _, c := range with {
 		for _, n := range []string{"1 stream", "4 streams"} {
 			args := append([]string{"-P", n[:1]}, c.args...)
 			flows = append(flows,
