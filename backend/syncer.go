@@ -133,6 +133,9 @@ func (s *Syncer) step(ctx context.Context) error {
 	}
 	s.drift.note(ctx, outcome.Repaired)
 	s.logRefused(ctx, set, outcome.Refused, err != nil)
+	if set.Complete { // until then the leases are those of the run before, which has logged it
+		s.logShared(ctx)
+	}
 	s.logResult(ctx, err)
 	if s.OnSync != nil {
 		s.OnSync(Pass{Complete: set.Complete, News: news, Err: err, Took: time.Since(begin), Repaired: outcome.Repaired})
@@ -282,6 +285,19 @@ func (s *Syncer) logRefused(ctx context.Context, set Set, byKernel []subnet.Refu
 				s.OnRefused(key, reason)
 			}
 		}
+	}
+}
+
+// logShared logs once when leases come to share a public address, and once when no
+// two have it any more. All of them are served, but one of them may be a leftover.
+func (s *Syncer) logShared(ctx context.Context) {
+	log := klog.FromContext(ctx)
+	for _, shared := range s.arbiter.SharingNews() {
+		if len(shared.Keys) == 0 {
+			log.Info("leases no longer share a public address", "publicIP", shared.PublicIP)
+			continue
+		}
+		log.Error(nil, "leases share a public address", "publicIP", shared.PublicIP, "leases", shared.Keys[:2], "count", len(shared.Keys))
 	}
 }
 

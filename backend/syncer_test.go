@@ -219,6 +219,49 @@ func TestRefusals(t *testing.T) {
 	}
 }
 
+// TestSharedAddressIsLoggedOnce: leases with one public address are all served. The log
+// names two of them once, when that begins, and says when it has ended.
+func TestSharedAddressIsLoggedOnce(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := &network{}
+		s, log := run(t, n)
+		at2 := func(host int, identity string) subnet.Lease {
+			l := lease(host, identity)
+			l.Endpoints[0].PublicIP = lease(2, "").Endpoints[0].PublicIP
+			return l
+		}
+		expect := func(begun, ended int, syncs ...string) {
+			t.Helper()
+			expectSyncs(t, n, syncs...)
+			for text, want := range map[string]int{
+				`leases share a public address publicIP="192.168.77.2" leases=["host2","host3"] count=2`: begun,
+				`leases no longer share a public address publicIP="192.168.77.2"`:                        ended,
+				"refused": 0,
+			} {
+				if got := strings.Count(log(), text); got != want {
+					t.Errorf("%d lines with %q, want %d:\n%s", got, text, want, log())
+				}
+			}
+		}
+		syncs := []string{""}
+		publish := func(u subnet.Update, served string) {
+			s.Publish(u)
+			syncs = append(syncs, "*"+served)
+		}
+		publish(whole(snapshot(2, lease(2, "two"), at2(3, "three"))), "host2 host3")
+		expect(1, 0, syncs...)
+		publish(change(3, []subnet.Lease{at2(4, "four")}), "host2 host3 host4")
+		expect(1, 0, syncs...)
+		if diff := cmp.Diff([]string{"host4"}, n.hint()); diff != "" {
+			t.Errorf("hint (-want +got):\n%s", diff)
+		}
+		publish(change(4, nil, "host4", "host2"), "host3")
+		expect(1, 1, syncs...)
+		publish(change(5, []subnet.Lease{lease(2, "two")}), "host2 host3")
+		expect(2, 1, syncs...)
+	})
+}
+
 func TestAChangeIsTakenByItself(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n := &network{}

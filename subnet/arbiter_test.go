@@ -26,7 +26,7 @@ func TestChangeComesToTheSame(t *testing.T) {
 	for seed := range uint64(300) {
 		rnd := rand.New(rand.NewPCG(seed, 3))
 		all := map[string]subnet.Claimant{}
-		a := subnet.NewArbiter(cfg, own)
+		a, shared := subnet.NewArbiter(cfg, own), map[string]string{}
 		for step := range 60 {
 			key := fmt.Sprintf("k%02d", rnd.IntN(12))
 			c := subnet.Claimant{Lease: &subnet.Lease{Key: key}}
@@ -54,10 +54,32 @@ func TestChangeComesToTheSame(t *testing.T) {
 			if diff := cmp.Diff(fresh.AllRefused(), a.AllRefused()); diff != "" {
 				t.Fatalf("seed %d step %d: refused (-anew +by change):\n%s", seed, step, diff)
 			}
+			if rnd.IntN(3) > 0 {
+				follow(t, shared, a.SharingNews())
+				anew := map[string]string{}
+				follow(t, anew, fresh.SharingNews())
+				if diff := cmp.Diff(slices.Sorted(maps.Keys(anew)), slices.Sorted(maps.Keys(shared))); diff != "" {
+					t.Fatalf("seed %d step %d: shared addresses (-anew +by change):\n%s", seed, step, diff)
+				}
+			}
 		}
 	}
 	if local < 300*60/4 {
 		t.Errorf("only %d of %d changes were judged by themselves", local, 300*60)
+	}
+}
+
+// follow takes news in, which must be news.
+func follow(t *testing.T, shared map[string]string, news []subnet.Shared) {
+	t.Helper()
+	for _, s := range news {
+		a, keys := s.PublicIP.String(), fmt.Sprint(s.Keys)
+		if _, had := shared[a]; had == (len(s.Keys) > 0) || len(s.Keys) == 1 {
+			t.Fatalf("news of %s is %s, after %v", a, keys, shared)
+		}
+		if delete(shared, a); len(s.Keys) > 0 {
+			shared[a] = keys
+		}
 	}
 }
 
@@ -106,6 +128,12 @@ func TestChangeCostsOneLease(t *testing.T) {
 		{"c", "10.5.1.0/24", "192.0.2.1", "MAC 1"}, // all that a had
 		{"c", "", "", ""},
 		{"d", "10.5.1.0/24", "192.0.2.1", "MAC 1"}, // all that c had
+		{"e", "10.5.5.0/24", "192.0.2.1", "MAC 5"}, // the address of another
+		{"e", "10.5.5.0/24", "192.0.2.2", "MAC 5"}, // and of yet another
+		{"f", "10.5.6.0/24", "192.0.2.2", "MAC 6"}, // of two
+		{"b", "", "", ""},
+		{"b", "10.5.2.0/24", "192.0.2.2", "MAC 2"},
+		{"f", "", "", ""},
 	} {
 		c := subnet.Claimant{Lease: &subnet.Lease{Key: step.key}}
 		if step.subnet != "" {
@@ -116,7 +144,7 @@ func TestChangeCostsOneLease(t *testing.T) {
 			t.Fatalf("step %d: %+v is not for itself to say: %v", i, step, a.AllRefused())
 		}
 	}
-	if have := slices.Sorted(maps.Keys(a.Accepted())); !slices.Equal(have, []string{"a", "b", "d"}) {
+	if have := slices.Sorted(maps.Keys(a.Accepted())); !slices.Equal(have, []string{"a", "b", "d", "e"}) {
 		t.Errorf("accepted are %v", have)
 	}
 }

@@ -28,12 +28,14 @@ type Claimant struct {
 // alike: own first, then the one first in the store, then by key. Families are
 // judged one by one: a lease can be accepted with one and refused with the
 // other. Endpoints of families that the configuration does not enable are
-// dropped without a word.
+// dropped without a word. Several leases may have one public address: packets to
+// each of them arrive, and which host is there now is not to be told from here.
 type Arbiter struct {
 	cfg Config
 	own Claimant
 
 	claimed    *index            // subnets, and public addresses as prefixes of full length; no two overlap
+	sharing    sharing           // of public addresses, by accepted leases
 	identities map[string]string // key of who has it
 	accepted   map[string]*Lease
 	carried    map[string][]string // identities of accepted ones, by key
@@ -43,7 +45,7 @@ type Arbiter struct {
 
 // NewArbiter returns an arbiter that knows no leases but the own one.
 func NewArbiter(cfg Config, own Claimant) *Arbiter {
-	a := &Arbiter{cfg: cfg, own: own}
+	a := &Arbiter{cfg: cfg, own: own, sharing: newSharing()}
 	a.Reset(nil)
 	return a
 }
@@ -54,9 +56,12 @@ func (a *Arbiter) Reset(all []Claimant) {
 	if len(a.contested) == 0 { // nobody is in anybody's way, and so the order makes no difference
 		return
 	}
-	a.settleAll(slices.SortedFunc(slices.Values(all), func(x, y Claimant) int {
-		return cmp.Or(cmp.Compare(x.Lease.Order, y.Lease.Order), cmp.Compare(x.Lease.Key, y.Lease.Key))
-	}))
+	a.settleAll(slices.SortedFunc(slices.Values(all), func(x, y Claimant) int { return compareAge(x.Lease, y.Lease) }))
+}
+
+// compareAge orders leases: first the one that was first in the store.
+func compareAge(x, y *Lease) int {
+	return cmp.Or(cmp.Compare(x.Order, y.Order), cmp.Compare(x.Key, y.Key))
 }
 
 // settleAll forgets what was and settles all, in their order.
@@ -66,6 +71,7 @@ func (a *Arbiter) settleAll(all []Claimant) {
 		marked += len(c.Identities)
 	}
 	a.claimed, a.identities = new(index), make(map[string]string, marked)
+	a.sharing.reset()
 	a.accepted, a.carried = make(map[string]*Lease, n), make(map[string][]string, min(n, marked))
 	a.contested, a.refused = map[string]Claimant{}, map[string][]string{}
 	for _, c := range all {
@@ -102,8 +108,7 @@ func (a *Arbiter) Change(c Claimant) bool {
 func touch(x, y Claimant) bool {
 	for _, e := range x.Lease.Endpoints {
 		for _, f := range y.Lease.Endpoints {
-			public, other := prefix.Host(e.PublicIP), prefix.Host(f.PublicIP)
-			if e.Subnet.Overlaps(f.Subnet) || e.Subnet.Overlaps(other) || public.Overlaps(f.Subnet) || public == other {
+			if e.Subnet.Overlaps(f.Subnet) || e.Subnet.Contains(f.PublicIP) || f.Subnet.Contains(e.PublicIP) {
 				return true
 			}
 		}
@@ -115,6 +120,11 @@ func touch(x, y Claimant) bool {
 // endpoints that may be. It is read-only, follows Change, and shares its data with
 // what was claimed.
 func (a *Arbiter) Accepted() map[string]*Lease { return a.accepted }
+
+// SharingNews returns the public addresses that several accepted leases have come
+// to share, or have ceased to, since it was last called. It costs as much as there
+// are.
+func (a *Arbiter) SharingNews() []Shared { return a.sharing.news() }
 
 // Refused returns why the lease, or a family of it, may not be programmed;
 // nil if nothing is wrong with it.
@@ -187,7 +197,11 @@ func (a *Arbiter) claim(c Claimant) {
 	}
 	for _, e := range c.Lease.Endpoints {
 		a.claimed.add(e.Subnet, holder{lease: c.Lease, family: e.Family()})
-		a.claimed.add(prefix.Host(e.PublicIP), holder{lease: c.Lease, family: e.Family(), public: true})
+		host := holder{lease: c.Lease, family: e.Family(), public: true}
+		if other, taken := a.claimed.get(prefix.Host(e.PublicIP)); taken {
+			host.lease = a.sharing.join(e.PublicIP, other.lease, c.Lease)
+		}
+		a.claimed.add(prefix.Host(e.PublicIP), host)
 	}
 	for _, id := range c.Identities {
 		a.identities[id] = key
@@ -199,7 +213,11 @@ func (a *Arbiter) release(c Claimant) {
 	delete(a.carried, c.Lease.Key)
 	for _, e := range c.Lease.Endpoints {
 		a.claimed.remove(e.Subnet)
-		a.claimed.remove(prefix.Host(e.PublicIP))
+		if left := a.sharing.leave(e.PublicIP, c.Lease); left != nil {
+			a.claimed.add(prefix.Host(e.PublicIP), holder{lease: left, family: e.Family(), public: true})
+		} else {
+			a.claimed.remove(prefix.Host(e.PublicIP))
+		}
 	}
 	for _, id := range c.Identities {
 		delete(a.identities, id)
@@ -224,10 +242,7 @@ func (a *Arbiter) judge(n Network, e Endpoint) (reason, by string) {
 	if why := a.judgeByOwn(e); why != "" {
 		return why, ""
 	}
-	switch h, found := a.claimed.find(prefix.Host(public)); {
-	case found && h.public:
-		return fmt.Sprintf("%s has public IP %s, as has %s, which was there first", s, public, h), h.lease.Key
-	case found:
+	if h, found := a.claimed.find(prefix.Host(public)); found && !h.public {
 		return fmt.Sprintf("%s has public IP %s, which lies in %s, which was there first", s, public, h), h.lease.Key
 	}
 	switch h, found := a.claimed.find(s); {

@@ -163,12 +163,20 @@ func TestArbitrate(t *testing.T) {
 			refused: []subnet.Refusal{{"bad", "10.5.0.0/20 overlaps our own 10.5.1.0/24"}},
 		},
 		{
-			name: "one public IP with two subnets", config: v4, own: own,
-			leases: []subnet.Lease{good, lease("clone", 20, "10.5.3.0/24", "192.0.2.2")},
-			want:   []string{"good"},
-			refused: []subnet.Refusal{
-				{"clone", "10.5.3.0/24 has public IP 192.0.2.2, as has 10.5.2.0/24 of good, which was there first"},
+			name: "one public IP with several subnets", config: dual, own: own,
+			leases: []subnet.Lease{
+				good, lease("next", 20, "10.5.3.0/24", "192.0.2.2", "fd00:10:5:3::/64", "2001:db8::2"),
+				lease("third", 30, "10.5.4.0/24", "192.0.2.2", "fd00:10:5:4::/64", "2001:db8::2"),
 			},
+			want: []string{"good", "next", "third"},
+		},
+		{
+			name: "a public IP that several have must not be swallowed", config: `{"Network":"10.0.0.0/8"}`, own: own,
+			leases: []subnet.Lease{
+				lease("b", 5, "10.5.2.0/24", "10.96.0.2"), lease("a", 5, "10.5.3.0/24", "10.96.0.2"), lease("c", 6, "10.96.0.0/24", "192.0.2.9"),
+			},
+			want:    []string{"a", "b"},
+			refused: []subnet.Refusal{{"c", "10.96.0.0/24 contains the public IP of 10.5.3.0/24 of a, which was there first"}},
 		},
 		{
 			name: "dual stack: each family for itself", config: dual,

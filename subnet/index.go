@@ -13,7 +13,7 @@ import (
 type holder struct {
 	lease  *Lease
 	family prefix.Family
-	public bool // as its public address; otherwise as its subnet
+	public bool // as its public address, perhaps with others, of which lease is the oldest; otherwise as its subnet
 }
 
 func (h holder) String() string {
@@ -26,6 +26,9 @@ type index struct{ table bart.Table[holder] }
 
 func (x *index) add(p netip.Prefix, h holder) { x.table.Insert(p, h) }
 func (x *index) remove(p netip.Prefix)        { x.table.Delete(p) }
+
+// get returns the holder of exactly p.
+func (x *index) get(p netip.Prefix) (h holder, found bool) { return x.table.Get(p) }
 
 // find returns the holder of a prefix that overlaps p; of several that lie in
 // p, the lowest.

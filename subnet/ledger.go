@@ -88,7 +88,7 @@ func (l *Ledger) Apply(s Snapshot, now time.Time) {
 			peers[key] = peer.alone()
 		}
 	}
-	contradicted := sync.OnceValue(func() func(*Lease) bool { return contradictions(s.Leases) })
+	contradicted := sync.OnceValue(func() func(*Lease) bool { return contradictions(s.Leases, l.peers) })
 	for key, peer := range l.peers {
 		if _, current := peers[key]; current {
 			continue
@@ -179,27 +179,38 @@ func (l *Ledger) Leases() iter.Seq[*Lease] {
 	}
 }
 
-// contradictions returns whether one of leases takes the subnet of the known
-// lease that is asked about, or has its public IP with another subnet.
-func contradictions(leases []*Lease) func(*Lease) bool {
+// contradictions returns whether one of leases takes the subnet of the known lease
+// that is asked about, or shows that its node has another subnet now: it has the
+// node's public IP with a subnet that did not go with it before. A lease that did,
+// by peers, is of another node with the same public IP.
+func contradictions(leases []*Lease, peers map[string]known) func(*Lease) bool {
+	type home struct {
+		public netip.Addr
+		subnet netip.Prefix
+	}
+	before := map[home]struct{}{}
+	for _, peer := range peers {
+		for _, e := range peer.Endpoints {
+			before[home{e.PublicIP, e.Subnet}] = struct{}{}
+		}
+	}
 	var subnets index
-	publics := map[netip.Addr]netip.Prefix{}
-	// In order, so that the last word does not depend on who has listed them.
-	for _, lease := range slices.SortedFunc(slices.Values(leases), func(a, b *Lease) int { return cmp.Compare(a.Key, b.Key) }) {
+	moved := map[netip.Addr]struct{}{}
+	for _, lease := range leases {
 		for _, e := range lease.Endpoints {
 			if e.Subnet.IsValid() {
 				subnets.add(e.Subnet, holder{})
 			}
-			if e.PublicIP.IsValid() && !e.PublicIP.IsUnspecified() {
-				publics[e.PublicIP] = e.Subnet
+			if _, there := before[home{e.PublicIP, e.Subnet}]; !there && e.PublicIP.IsValid() && !e.PublicIP.IsUnspecified() {
+				moved[e.PublicIP] = struct{}{}
 			}
 		}
 	}
 	return func(known *Lease) bool {
 		return slices.ContainsFunc(known.Endpoints, func(e Endpoint) bool {
 			_, overlaps := subnets.find(e.Subnet)
-			other, moved := publics[e.PublicIP]
-			return overlaps || moved && other != e.Subnet
+			_, gone := moved[e.PublicIP]
+			return overlaps || gone
 		})
 	}
 }

@@ -7,10 +7,10 @@ import (
 	"strconv"
 )
 
-// FreeAddr returns an address on loopback, as host:port, that nothing listens
-// on. A server that is stopped and started again finds it free: the port is
-// below those that Linux gives to connections and to listeners that ask for
-// any (net.ipv4.ip_local_port_range).
+// FreeAddr returns a loopback address, as host:port, on which no program listens. A
+// server can be stopped and started again on it: the port is below the range from which
+// Linux assigns ports to connections and to listeners on port 0
+// (net.ipv4.ip_local_port_range), so it stays free in between.
 func FreeAddr() (string, error) {
 	const first, last = 10000, 32767
 	var err error

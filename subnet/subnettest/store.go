@@ -1,5 +1,5 @@
-// Package subnettest has a store in memory whose managers behave as real ones
-// do, and the suite that says what that is: every subnet.Manager passes it.
+// Package subnettest contains a store in memory, with managers that behave like the real
+// ones, and the conformance suite that every subnet.Manager must pass.
 package subnettest
 
 import (
@@ -45,11 +45,11 @@ func (s *Store) change(f func()) {
 	s.changed = make(chan struct{})
 }
 
-// SetConfig replaces the configuration. Empty means none.
+// SetConfig replaces the configuration. An empty string means no configuration.
 func (s *Store) SetConfig(raw string) { s.change(func() { s.config = raw }) }
 
-// Put writes a lease, as another node or an operator would. An Order of zero
-// means now.
+// Put writes a lease, as another node or an operator would. If its Order is zero, the
+// store sets it from the current revision.
 func (s *Store) Put(l subnet.Lease) { s.change(func() { s.put(l) }) }
 
 func (s *Store) put(l subnet.Lease) {
@@ -61,7 +61,7 @@ func (s *Store) put(l subnet.Lease) {
 	s.records[l.Key] = record{lease: l}
 }
 
-// Break makes a lease unreadable.
+// Break makes a lease undecodable.
 func (s *Store) Break(key string) {
 	s.change(func() { s.records[key] = record{s.records[key].lease, true} })
 }
@@ -69,7 +69,8 @@ func (s *Store) Break(key string) {
 // Delete removes a lease.
 func (s *Store) Delete(key string) { s.change(func() { delete(s.records, key) }) }
 
-// Wipe makes the store another one, with the same configuration and no leases.
+// Wipe replaces the store by another one, with a new identity, the same configuration and
+// no leases.
 func (s *Store) Wipe() {
 	s.change(func() {
 		s.id++
@@ -78,7 +79,7 @@ func (s *Store) Wipe() {
 	})
 }
 
-// Leases returns all leases that can be read, by key.
+// Leases returns all decodable leases, sorted by key.
 func (s *Store) Leases() []*subnet.Lease { return s.snapshot("").Leases }
 
 func (s *Store) snapshot(own string) subnet.Snapshot {
@@ -99,13 +100,13 @@ func (s *Store) snapshot(own string) subnet.Snapshot {
 	return snap
 }
 
-// Manager returns a manager for one node. previous holds the subnets that the
-// node had before.
+// Manager returns a manager for one node. previous are the subnets that the node had
+// before.
 func (s *Store) Manager(previous ...netip.Prefix) *Manager {
 	return &Manager{store: s, previous: previous}
 }
 
-// Manager is a subnet.Manager on a Store.
+// Manager is a subnet.Manager that uses a Store.
 type Manager struct {
 	store    *Store
 	previous []netip.Prefix
@@ -130,7 +131,7 @@ func (m *Manager) Config(ctx context.Context) (subnet.Config, error) {
 	return cfg, err
 }
 
-// Recall finds the own lease by public address. See subnet.Manager.
+// Recall finds the node's own lease by its public address. See subnet.Manager.
 func (m *Manager) Recall(ctx context.Context, own subnet.Claim) (subnet.Claim, error) {
 	for _, l := range m.store.Leases() {
 		if carries(*l, own) {
@@ -140,14 +141,14 @@ func (m *Manager) Recall(ctx context.Context, own subnet.Claim) (subnet.Claim, e
 	return subnet.Claim{}, ctx.Err()
 }
 
-// carries reports whether l has the first public address of c.
+// carries reports whether l contains the first public address of c.
 func carries(l subnet.Lease, c subnet.Claim) bool {
 	return len(c.Endpoints) > 0 && slices.ContainsFunc(l.Endpoints, func(e subnet.Endpoint) bool {
 		return e.PublicIP == c.Endpoints[0].PublicIP
 	})
 }
 
-// Acquire takes or renews the own lease. See subnet.Manager.
+// Acquire takes or renews the node's own lease. See subnet.Manager.
 func (m *Manager) Acquire(ctx context.Context, cfg subnet.Config, c subnet.Claim) (subnet.Lease, error) {
 	if ctx.Err() != nil {
 		return subnet.Lease{}, ctx.Err()
@@ -217,7 +218,7 @@ func leaseOn(subnets []netip.Prefix, c subnet.Claim) subnet.Lease {
 	return l
 }
 
-// Watch publishes the leases of others at every change. See subnet.Manager.
+// Watch publishes the leases of other nodes after every change. See subnet.Manager.
 func (m *Manager) Watch(ctx context.Context, sink func(subnet.Update)) error {
 	for {
 		changed := m.store.next()
@@ -241,7 +242,7 @@ func (s *Store) next() <-chan struct{} {
 	return s.changed
 }
 
-// Keep takes the own lease again when it is gone. See subnet.Manager.
+// Keep acquires the node's own lease again if it is gone. See subnet.Manager.
 func (m *Manager) Keep(ctx context.Context, own subnet.Lease) error {
 	for {
 		changed := m.store.next()
@@ -269,8 +270,8 @@ func (m *Manager) ensure(own subnet.Lease) error {
 	return nil
 }
 
-// Pointers returns pointers to leases, as snapshots have them: to the very ones that
-// it is given.
+// Pointers returns pointers to the given leases, without copying them, in the form that
+// snapshots use.
 func Pointers(leases ...subnet.Lease) []*subnet.Lease {
 	all := make([]*subnet.Lease, len(leases))
 	for i := range leases {

@@ -8,7 +8,7 @@ import (
 	"flanneld/subnet/subnettest"
 )
 
-// backing puts a Store to the suite.
+// backing adapts a Store to the suite.
 type backing struct{ *subnettest.Store }
 
 func (b backing) SetConfig(_ *testing.T, raw string) { b.Store.SetConfig(raw) }

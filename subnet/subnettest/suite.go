@@ -14,23 +14,24 @@ import (
 	"flanneld/subnet"
 )
 
-// Backing is what the suite needs from the store behind the managers.
+// Backing gives the suite access to the store behind the managers.
 type Backing interface {
-	// SetConfig replaces the configuration. Empty means none.
+	// SetConfig replaces the configuration. An empty string means no configuration.
 	SetConfig(t *testing.T, raw string)
-	// Manager returns a new manager, as a daemon that starts on that node, which
-	// had the previous subnets. The backing closes it when the test ends.
+	// Manager returns a new manager, like that of a daemon that starts on the given node.
+	// previous are the subnets that the node had before. The backing closes the manager
+	// when the test ends.
 	Manager(t *testing.T, node int, previous ...netip.Prefix) subnet.Manager
-	// Take gives own's key to another node.
+	// Take gives the key of own to another node, whose public address is by.
 	Take(t *testing.T, own subnet.Lease, by netip.Addr)
-	// Break makes a lease unreadable.
+	// Break makes a lease undecodable.
 	Break(t *testing.T, key string)
-	// Delete removes a lease together with the node.
+	// Delete removes a lease together with its node.
 	Delete(t *testing.T, key string)
-	// Withdraw removes what a node that is still there has published.
+	// Withdraw removes the lease of a node that still exists.
 	Withdraw(t *testing.T, key string)
-	// Allocates reports whether managers choose subnets, and leases expire. They
-	// do not where somebody else gives every node its subnet.
+	// Allocates reports whether managers choose subnets and leases expire. They do not if
+	// another system assigns the subnets, as Kubernetes does.
 	Allocates() bool
 }
 
@@ -41,8 +42,8 @@ const (
 	patience   = 20 * time.Second
 )
 
-// Run holds managers to the contract of subnet.Manager. It calls newBacking
-// for each test.
+// Run checks that managers fulfil the contract of subnet.Manager. It calls newBacking for
+// each test.
 func Run(t *testing.T, newBacking func(t *testing.T) Backing) {
 	t.Run("config", func(t *testing.T) { testConfig(t, newBacking(t)) })
 	t.Run("acquire", func(t *testing.T) {
@@ -61,7 +62,7 @@ func Run(t *testing.T, newBacking func(t *testing.T) Backing) {
 	t.Run("no subnets left", func(t *testing.T) { testNoSubnets(t, newBacking(t)) })
 }
 
-// claim is what node n publishes; it has a public address in each family of config.
+// claim returns the claim of node n. It has a public address in each family of config.
 func claim(config string, n int) subnet.Claim {
 	c := subnet.Claim{BackendType: "vxlan"}
 	data := json.RawMessage(fmt.Sprintf(`{"VNI":1,"VtepMAC":"02:00:00:00:00:%02x"}`, n))
@@ -75,7 +76,7 @@ func claim(config string, n int) subnet.Claim {
 	return c
 }
 
-// Acquire has m take or renew its lease by the configuration in the store.
+// Acquire makes m take or renew its lease with the configuration in the store.
 func Acquire(ctx context.Context, m subnet.Manager, c subnet.Claim) (subnet.Lease, error) {
 	cfg, err := m.Config(ctx)
 	if err != nil {
@@ -143,8 +144,8 @@ func testAcquire(t *testing.T, b Backing, config string) {
 	}
 }
 
-// testAcquireByOwnConfig gives a node that runs another address, while the store has
-// another configuration, or none: it keeps its subnet.
+// testAcquireByOwnConfig changes the address of a running node while the store contains
+// another configuration, or none: the node keeps its subnet.
 func testAcquireByOwnConfig(t *testing.T, b Backing) {
 	b.SetConfig(t, configV4)
 	m := b.Manager(t, 1)
@@ -299,7 +300,8 @@ func testKeep(t *testing.T, b Backing) {
 	done := make(chan error, 1)
 	go func() { done <- m.Keep(t.Context(), own) }()
 
-	// Snapshots may skip states in between, revisions tell.
+	// A snapshot may skip intermediate states, so the revision shows that the lease was
+	// gone.
 	restored := func(s subnet.Snapshot) bool {
 		return s.Store.Revision >= before.Store.Revision+2 && len(s.Leases) == 1 && s.Leases[0].Key == own.Key &&
 			sameEndpoints(s.Leases[0].Endpoints, own.Endpoints)

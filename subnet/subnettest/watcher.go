@@ -12,12 +12,12 @@ import (
 	"flanneld/subnet"
 )
 
-// Watcher collects what a manager publishes.
+// Watcher collects the snapshots that a manager publishes.
 type Watcher struct {
 	mu   sync.Mutex
 	all  []subnet.Snapshot
-	seen int           // how many Until has passed
-	wake chan struct{} // holds one when there is something new
+	seen int           // number of snapshots that Until has examined
+	wake chan struct{} // readable when there are new snapshots
 }
 
 // Watch runs m.Watch until the test ends.
@@ -49,15 +49,15 @@ func (w *Watcher) add(u subnet.Update) {
 	}
 }
 
-// All returns every snapshot so far.
+// All returns all snapshots so far.
 func (w *Watcher) All() []subnet.Snapshot {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	return slices.Clone(w.all)
 }
 
-// Until waits for a snapshot that is ok, among those that no earlier Until has
-// passed, and returns it. It ends the test if none comes.
+// Until waits for a snapshot for which ok returns true, and returns it. It skips the
+// snapshots that earlier calls have examined. It ends the test on a timeout.
 func (w *Watcher) Until(t *testing.T, what string, ok func(subnet.Snapshot) bool) subnet.Snapshot {
 	t.Helper()
 	timeout := time.After(patience)
@@ -76,7 +76,8 @@ func (w *Watcher) Until(t *testing.T, what string, ok func(subnet.Snapshot) bool
 	}
 }
 
-// Has returns whether a snapshot has exactly the leases with keys.
+// Has returns a function that reports whether a snapshot has exactly the leases with the
+// given keys.
 func Has(keys ...string) func(subnet.Snapshot) bool {
 	slices.Sort(keys)
 	return func(s subnet.Snapshot) bool {
