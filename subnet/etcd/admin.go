@@ -46,21 +46,10 @@ type Entry struct {
 	TTL   time.Duration // that is left; zero for a reservation, or if not asked for
 }
 
-// once makes one request.
-func (a *Admin) once(ctx context.Context, request func(context.Context, *clientv3.Client) error) error {
-	ctx, cancel := context.WithTimeout(ctx, a.m.timing.request)
-	defer cancel()
-	c, err := a.m.client.get(ctx)
-	if err != nil {
-		return err
-	}
-	return request(ctx, c)
-}
-
 // Config returns the network configuration as it stands in the store, and its
 // revision: zero, and no text, if there is none.
 func (a *Admin) Config(ctx context.Context) (text []byte, revision int64, err error) {
-	err = a.once(ctx, func(ctx context.Context, c *clientv3.Client) error {
+	err = a.m.client.do(ctx, a.m.timing.request, func(ctx context.Context, c *clientv3.Client) error {
 		resp, err := c.Get(ctx, a.m.configKey())
 		if err == nil && len(resp.Kvs) > 0 {
 			text, revision = resp.Kvs[0].Value, resp.Kvs[0].ModRevision
@@ -81,7 +70,7 @@ func (a *Admin) SetConfig(ctx context.Context, text []byte, revision int64) erro
 
 // swap does op if key is still at revision, zero meaning absent.
 func (a *Admin) swap(ctx context.Context, verb, key string, revision int64, op clientv3.Op) error {
-	err := a.once(ctx, func(ctx context.Context, c *clientv3.Client) error {
+	err := a.m.client.do(ctx, a.m.timing.request, func(ctx context.Context, c *clientv3.Client) error {
 		resp, err := c.Txn(ctx).If(clientv3.Compare(clientv3.ModRevision(key), "=", revision)).Then(op).Commit()
 		if err == nil && !resp.Succeeded {
 			return ErrChanged
@@ -97,17 +86,12 @@ func (a *Admin) swap(ctx context.Context, verb, key string, revision int64, op c
 // Entries returns every lease and reservation, by key. With ttl it asks how
 // much time each lease has left, which takes a request each.
 func (a *Admin) Entries(ctx context.Context, ttl bool) ([]Entry, error) {
-	var resp *clientv3.GetResponse
-	err := a.once(ctx, func(ctx context.Context, c *clientv3.Client) (err error) {
-		resp, err = c.Get(ctx, a.m.dir, clientv3.WithPrefix())
-		return err
-	})
+	l, err := a.m.list(ctx)
 	if err != nil {
-		return nil, fmt.Errorf("list %s: %w", a.m.dir, err)
+		return nil, err
 	}
-	found := make([]Entry, 0, len(resp.Kvs))
-	for _, kv := range resp.Kvs {
-		e := a.m.entry(kv)
+	found := make([]Entry, 0, len(l.entries))
+	for _, e := range l.entries {
 		out := Entry{Lease: e.lease, Err: e.err}
 		out.Lease.Key, out.Lease.Permanent = e.key, e.leaseID == 0
 		if ttl && e.leaseID != 0 {
@@ -122,7 +106,7 @@ func (a *Admin) Entries(ctx context.Context, ttl bool) ([]Entry, error) {
 
 // left returns how long an etcd lease is good for: zero if it has run out.
 func (a *Admin) left(ctx context.Context, id clientv3.LeaseID) (ttl time.Duration, err error) {
-	err = a.once(ctx, func(ctx context.Context, c *clientv3.Client) error {
+	err = a.m.client.do(ctx, a.m.timing.request, func(ctx context.Context, c *clientv3.Client) error {
 		resp, err := c.TimeToLive(ctx, id)
 		if errors.Is(err, rpctypes.ErrLeaseNotFound) || err == nil && resp.TTL <= 0 {
 			return nil
@@ -201,7 +185,7 @@ func named(l subnet.Lease) string {
 
 // get returns one key below subnets/, or ErrNotFound.
 func (a *Admin) get(ctx context.Context, key string) (e entry, err error) {
-	err = a.once(ctx, func(ctx context.Context, c *clientv3.Client) error {
+	err = a.m.client.do(ctx, a.m.timing.request, func(ctx context.Context, c *clientv3.Client) error {
 		resp, err := c.Get(ctx, a.m.dir+key)
 		switch {
 		case err != nil:

@@ -1,15 +1,20 @@
 package etcd
 
 import (
+	"cmp"
 	"context"
 	"crypto/tls"
 	"crypto/x509"
 	"errors"
 	"fmt"
 	"math"
+	"math/rand/v2"
 	"net/url"
 	"os"
+	"slices"
 	"strings"
+	"sync"
+	"sync/atomic"
 	"time"
 
 	pb "go.etcd.io/etcd/api/v3/etcdserverpb"
@@ -18,15 +23,33 @@ import (
 	"go.uber.org/zap"
 	"google.golang.org/grpc"
 	grpcbackoff "google.golang.org/grpc/backoff"
+	"google.golang.org/grpc/codes"
+
+	"flanneld/pkg/outage"
 )
 
-// client connects when it is first needed: with a user name the library logs
-// in while it is made, and nothing may block before that.
+// client owns the connection: which endpoint it leads to, the login that its requests
+// carry, and when either is given up. It connects when it is first needed.
 type client struct {
-	cfg  clientv3.Config
-	sem  chan struct{} // guards what follows
-	conn *clientv3.Client
-	done bool
+	cfg    clientv3.Config
+	timing *timing
+	login  *login // nil without a user name
+
+	ctx context.Context //nolint:containedctx // ends with close, and with it connections and a login in progress
+	end context.CancelFunc
+
+	hosts atomic.Int64 // how many there are, as far as is known
+
+	mu        sync.Mutex
+	endpoints []string // in the order in which the next connection tries them
+	conn      *connection
+	done      bool
+}
+
+// connection leads to one member: the first in the order of endpoints that accepts it.
+type connection struct {
+	*clientv3.Client
+	answered atomic.Int64 // when a request was answered last, in nanoseconds since the epoch
 }
 
 var errClosed = errors.New("manager is closed")
@@ -38,7 +61,7 @@ const pingAfter, pingTimeout = 10 * time.Second, 5 * time.Second
 // window is how many bytes a server may send ahead: a list of thousands of leases.
 const window = 1 << 20
 
-func newClient(cfg Config, timeout time.Duration) (*client, error) {
+func newClient(cfg Config, t *timing) (*client, error) {
 	for i, e := range cfg.Endpoints {
 		if err := checkEndpoint(e); err != nil {
 			return nil, fmt.Errorf("etcd endpoint %d: %w", i+1, err)
@@ -51,20 +74,21 @@ func newClient(cfg Config, timeout time.Duration) (*client, error) {
 	if err != nil {
 		return nil, err
 	}
-	return &client{sem: make(chan struct{}, 1), cfg: clientv3.Config{
-		Endpoints:            cfg.Endpoints,
+	c := &client{timing: t, endpoints: oneScheme(cfg.Endpoints)}
+	// Hosts spread over the members.
+	rand.Shuffle(len(c.endpoints), func(i, j int) { c.endpoints[i], c.endpoints[j] = c.endpoints[j], c.endpoints[i] })
+	c.ctx, c.end = context.WithCancel(context.Background())
+	c.cfg = clientv3.Config{
+		Context:              c.ctx,
 		TLS:                  tlsConfig,
-		Username:             cfg.Username,
-		Password:             cfg.Password,
-		DialTimeout:          timeout,
 		DialKeepAliveTime:    pingAfter,
 		DialKeepAliveTimeout: pingTimeout,
-		MaxUnaryRetries:      3, // the caller retries; this is for a token that ran out
+		MaxUnaryRetries:      1, // the caller retries
 		Logger:               zap.NewNop(),
 		DialOptions: []grpc.DialOption{
 			grpc.WithConnectParams(grpc.ConnectParams{
 				Backoff:           grpcbackoff.Config{BaseDelay: 200 * time.Millisecond, Multiplier: 1.6, Jitter: 0.2, MaxDelay: 5 * time.Second},
-				MinConnectTimeout: timeout,
+				MinConnectTimeout: t.request,
 			}),
 			// Otherwise gRPC answers every message with a ping, to find out how
 			// large a window it needs: for one small event that is most of the work.
@@ -73,8 +97,22 @@ func newClient(cfg Config, timeout time.Duration) (*client, error) {
 			// The library waits for a connection and so hides why there is none.
 			grpc.WithChainUnaryInterceptor(failFastUnary),
 			grpc.WithChainStreamInterceptor(failFastStream),
+			// The library's policy is round robin. It sends requests in turn to all members
+			// that accept connections, also to one that is cut off from the others. gRPC's own
+			// uses one member, and does not wait long for one that does not answer.
+			grpc.WithDisableServiceConfig(),
 		},
-	}}, nil
+	}
+	// Not by the library, which logs in for every stream, and sends the token that was
+	// refused along with the request for another one.
+	if cfg.Username != "" && cfg.Password != "" {
+		c.login = &login{
+			name: cfg.Username, password: cfg.Password, authenticate: c.authenticate, turn: c.turn,
+			retry: &outage.Backoff{Least: 2 * time.Second, Most: 4 * time.Minute},
+		}
+		c.cfg.DialOptions = append(c.cfg.DialOptions, grpc.WithPerRPCCredentials(c.login))
+	}
+	return c, nil
 }
 
 func failFastUnary(ctx context.Context, method string, req, reply any, cc *grpc.ClientConn, invoke grpc.UnaryInvoker, opts ...grpc.CallOption) error {
@@ -100,6 +138,21 @@ func checkEndpoint(endpoint string) error {
 		return fmt.Errorf("%q is not a URL such as http://127.0.0.1:2379", endpoint)
 	}
 	return nil
+}
+
+// oneScheme gives all endpoints the scheme of the first, which says whether TLS is used.
+func oneScheme(endpoints []string) []string {
+	scheme, _, isURL := strings.Cut(endpoints[0], "://")
+	same := slices.Clone(endpoints)
+	for i, e := range same {
+		if other, host, ok := strings.Cut(e, "://"); !ok || !strings.HasPrefix(other, "unix") {
+			same[i] = cmp.Or(host, e)
+			if isURL && !strings.HasPrefix(scheme, "unix") {
+				same[i] = scheme + "://" + same[i]
+			}
+		}
+	}
+	return same
 }
 
 // tls returns nil if no file is given. The client certificate is read anew for
@@ -138,62 +191,168 @@ func (c Config) tls() (*tls.Config, error) {
 	return cfg, nil
 }
 
-// get returns the connected client and makes it if there is none.
-func (c *client) get(ctx context.Context) (*clientv3.Client, error) {
-	select {
-	case c.sem <- struct{}{}:
-	case <-ctx.Done():
-		return nil, ctx.Err()
-	}
-	defer func() { <-c.sem }()
+// connect returns the connection, and makes it if there is none. It does not block: gRPC
+// connects with the first request.
+func (c *client) connect() (*connection, error) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
 	if c.done {
 		return nil, errClosed
 	}
-	if c.conn != nil {
-		return c.conn, nil
+	if c.conn == nil {
+		cfg := c.cfg
+		cfg.Endpoints = slices.Clone(c.endpoints)
+		made, err := clientv3.New(cfg)
+		if err != nil {
+			return nil, err
+		}
+		c.conn = &connection{Client: made}
 	}
-	// The library's context lives as long as the client; ctx may only end the making.
-	life, cancel := context.WithCancel(context.WithoutCancel(ctx))
-	stop := context.AfterFunc(ctx, cancel)
-	cfg := c.cfg
-	cfg.Context = life
-	conn, err := clientv3.New(cfg)
-	if err != nil {
-		cancel()
-		return nil, err
-	}
-	if !stop() {
-		cancel()
-		_ = conn.Close() // it was not used
-		return nil, ctx.Err()
-	}
-	c.conn = conn
-	return conn, nil
+	return c.conn, nil
 }
 
-// renew has the next get make a new client. Whatever still uses the old one
-// fails as if its connection were broken.
+// turn waits for a random time, the longer the more hosts there are: what all of them do at
+// the same event takes the server some time for each.
+func (c *client) turn(ctx context.Context) error {
+	timer := time.NewTimer(rand.N(time.Duration(c.hosts.Load())*c.timing.spread + 1))
+	defer timer.Stop()
+	select {
+	case <-ctx.Done():
+		return ctx.Err()
+	case <-timer.C:
+		return nil
+	}
+}
+
+// judge takes in how a request that was made on conn at that time ended, and gives the
+// connection up if its member is of no use now: the next one begins with another endpoint.
+// ctx is the caller's.
+func (c *client) judge(ctx context.Context, conn *connection, made time.Time, err error) {
+	switch code := codeOf(err); {
+	case ctx.Err() != nil:
+	case isAnswer(code):
+		conn.answered.Store(time.Now().UnixNano())
+	case code == codes.DeadlineExceeded && conn.answered.Load() > made.UnixNano():
+		// It is slow, as with a full list on a slow link: to begin anew would not help.
+	default:
+		c.fail(conn)
+	}
+}
+
+// isAnswer reports whether a request that ended so was answered by a member that works.
+func isAnswer(code codes.Code) bool {
+	switch code {
+	case codes.Unavailable, codes.DeadlineExceeded, codes.Canceled, codes.Internal, codes.DataLoss, codes.Unknown:
+		return false
+	default:
+		return true
+	}
+}
+
+// fail gives conn up, if it is still in use, and puts the first endpoint last. That is the
+// one that failed, unless it did not accept the connection in the first place.
+func (c *client) fail(conn *connection) {
+	c.mu.Lock()
+	inUse := c.conn == conn && !c.done
+	if inUse {
+		c.conn = nil
+		c.endpoints = append(c.endpoints[1:], c.endpoints[0])
+	}
+	c.mu.Unlock()
+	if inUse {
+		_ = conn.Close() // an error would be about what is given up anyway
+	}
+}
+
+// get returns the connection when there is a login for its requests. token is what they
+// will carry.
+func (c *client) get(ctx context.Context) (conn *connection, token string, err error) {
+	if c.login != nil {
+		ctx, cancel := context.WithTimeout(ctx, c.timing.request)
+		defer cancel()
+		if token, err = c.login.get(ctx, c.ctx); err != nil {
+			return nil, "", err
+		}
+	}
+	conn, err = c.connect()
+	return conn, token, err
+}
+
+// authenticate asks for a token. It is empty where etcd wants none.
+func (c *client) authenticate() (token string, err error) {
+	conn, err := c.connect()
+	if err != nil {
+		return "", err
+	}
+	ctx, cancel := context.WithTimeout(clientv3.WithRequireLeader(c.ctx), c.timing.login)
+	defer cancel()
+	made := time.Now()
+	resp, err := conn.Authenticate(ctx, c.login.name, c.login.password)
+	c.judge(c.ctx, conn, made, err)
+	switch {
+	case errors.Is(err, rpctypes.ErrAuthNotEnabled):
+		return "", nil
+	case err != nil:
+		return "", err
+	}
+	return resp.Token, nil
+}
+
+// do makes one request within deadline. If etcd refuses the login, which it forgets when it
+// is restarted and when the login was not used for some minutes, do logs in and tries once
+// more.
+func (c *client) do(ctx context.Context, deadline time.Duration, request func(context.Context, *clientv3.Client) error) error {
+	token, err := c.try(ctx, deadline, request)
+	if c.login == nil || !c.login.judge(token, err) {
+		return err
+	}
+	token, err = c.try(ctx, deadline, request)
+	c.login.judge(token, err)
+	return err
+}
+
+func (c *client) try(ctx context.Context, deadline time.Duration, request func(context.Context, *clientv3.Client) error) (token string, err error) {
+	conn, token, err := c.get(ctx)
+	if err != nil {
+		return token, err
+	}
+	// A member that has no leader says so at once.
+	inner, cancel := context.WithTimeout(clientv3.WithRequireLeader(ctx), deadline)
+	defer cancel()
+	made := time.Now()
+	err = request(inner, conn.Client)
+	c.judge(ctx, conn, made, err)
+	return token, err
+}
+
+// renew makes the next request use a new connection. Requests on the old one fail as if
+// it had broken.
 func (c *client) renew() {
-	c.sem <- struct{}{}
+	c.mu.Lock()
 	old := c.conn
 	if !c.done {
 		c.conn = nil
 	}
 	done := c.done
-	<-c.sem
+	c.mu.Unlock()
 	if old != nil && !done {
 		_ = old.Close() // an error would be about what is given up anyway
 	}
 }
 
 func (c *client) close() error {
-	c.sem <- struct{}{}
-	defer func() { <-c.sem }()
-	c.done = true
-	if c.conn == nil {
+	c.mu.Lock()
+	conn := c.conn
+	c.conn, c.done = nil, true
+	c.mu.Unlock()
+	c.end()
+	if c.login != nil {
+		c.login.wait()
+	}
+	if conn == nil {
 		return nil
 	}
-	if err := c.conn.Close(); err != nil && !errors.Is(err, context.Canceled) {
+	if err := conn.Close(); err != nil && !errors.Is(err, context.Canceled) {
 		return fmt.Errorf("close etcd client: %w", err)
 	}
 	return nil

@@ -4,8 +4,10 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"net"
 	"net/url"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -16,8 +18,9 @@ import (
 	"flanneld/subnet/subnettest"
 )
 
-// newCluster starts an etcd of three members that ends with the test.
-func newCluster(t *testing.T) []*server {
+// newCluster starts an etcd of three members that ends with the test. The leader counts as
+// lost when it was silent for so long.
+func newCluster(t *testing.T, election time.Duration) []*server {
 	t.Helper()
 	var members []*server
 	var initial []string
@@ -33,7 +36,7 @@ func newCluster(t *testing.T) []*server {
 		cfg.Name = fmt.Sprintf("m%d", i)
 		cfg.Dir = filepath.Join(t.TempDir(), cfg.Name)
 		cfg.UnsafeNoFsync = true
-		cfg.TickMs, cfg.ElectionMs = 100, 1000
+		cfg.TickMs, cfg.ElectionMs = 100, uint(election.Milliseconds())
 		cfg.ZapLoggerBuilder = embed.NewZapLoggerBuilder(zap.NewNop())
 		cfg.ListenClientUrls, cfg.AdvertiseClientUrls = []url.URL{*client}, []url.URL{*client}
 		cfg.ListenPeerUrls, cfg.AdvertisePeerUrls = []url.URL{peer}, []url.URL{peer}
@@ -62,7 +65,7 @@ func newCluster(t *testing.T) []*server {
 // TestLeaderLoss takes the leader of three away: what is written under the next
 // one arrives, and the own lease stays.
 func TestLeaderLoss(t *testing.T) {
-	members := newCluster(t)
+	members := newCluster(t, time.Second)
 	leader := members[0]
 	for _, s := range members {
 		if s.etcd.Server.Leader() == s.etcd.Server.MemberID() {
@@ -104,5 +107,97 @@ func TestLeaderLoss(t *testing.T) {
 	r, err := f.kv.Get(t.Context(), f.prefix+"/subnets/"+own.Key)
 	if err != nil || len(r.Kvs) != 1 {
 		t.Errorf("own lease after the leader is gone: %v, %v", r, err)
+	}
+}
+
+func urlsOf(members []*server) (urls []string) {
+	for _, s := range members {
+		urls = append(urls, s.url)
+	}
+	return urls
+}
+
+// watchMany starts managers that watch a cluster and have seen what is in it.
+func watchMany(t *testing.T, f *fixture, members []*server, options ...func(*Manager)) []*subnettest.Watcher {
+	t.Helper()
+	watchers := make([]*subnettest.Watcher, 0, 12)
+	for range cap(watchers) {
+		m := f.manager(t, func(c *Config) { c.Endpoints = urlsOf(members) })
+		for _, o := range options {
+			o(m)
+		}
+		w := subnettest.Watch(t, m)
+		w.Until(t, "nobody", subnettest.Has())
+		watchers = append(watchers, w)
+	}
+	return watchers
+}
+
+// TestMemberCutOff separates one of three members from the others, which go on without it.
+// Hosts that were connected to it change over.
+func TestMemberCutOff(t *testing.T) {
+	members := newCluster(t, time.Second)
+	cut := members[0]
+	f := newFixture(t, members[1])
+	watchers := watchMany(t, f, members)
+	for _, s := range members[1:] {
+		cut.etcd.Server.CutPeer(s.etcd.Server.MemberID())
+	}
+	eventually(t, "a write that the other two accept", func() bool {
+		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
+		defer cancel()
+		_, err := f.kv.Put(ctx, f.prefix+"/subnets/10.5.200.0-24", value("192.0.2.200"))
+		return err == nil
+	})
+	for i, w := range watchers {
+		w.Until(t, fmt.Sprintf("that write, by host %d of %d", i+1, len(watchers)), subnettest.Has("10.5.200.0-24"))
+	}
+}
+
+// TestMemberHangs makes the disk of one of three members hang, so that it commits nothing
+// while it goes on to say that there is nothing new. Hosts that were connected to it change
+// over. The leader is spared: the others would wait for another one.
+func TestMemberHangs(t *testing.T) {
+	members := newCluster(t, 5*time.Second) // on a busy machine the next leader may be the one that hangs
+	slices.SortFunc(members, func(a, b *server) int {
+		leads := func(s *server) int {
+			if s.etcd.Server.Leader() == s.etcd.Server.MemberID() {
+				return 1
+			}
+			return 0
+		}
+		return leads(a) - leads(b)
+	})
+	f := newFixture(t, members[1])
+	watchers := watchMany(t, f, members, func(m *Manager) { m.timing.check = time.Second })
+	disk := members[0].etcd.Server.Backend().BatchTx()
+	disk.LockOutsideApply()
+	t.Cleanup(disk.Unlock)
+	f.put(t, "subnets/10.5.200.0-24", value("192.0.2.200"))
+	for i, w := range watchers {
+		w.Until(t, fmt.Sprintf("that write, by host %d of %d", i+1, len(watchers)), subnettest.Has("10.5.200.0-24"))
+	}
+}
+
+// TestMemberDoesNotAnswer has one endpoint accept connections and say nothing, as when its
+// process was stopped, and one refuse them: neither makes a host wait.
+func TestMemberDoesNotAnswer(t *testing.T) {
+	f := newFixture(t, sharedServer(t))
+	f.put(t, "config", configV4)
+	silent, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer silent.Close()
+	var status statuses
+	m := f.manager(t, status.option)
+	m.client.endpoints = []string{"http://" + silent.Addr().String(), "http://" + freeAddr(t), f.url}
+	if _, err := m.Config(t.Context()); err != nil {
+		t.Error(err)
+	}
+	for _, err := range status.list() {
+		if err != nil {
+			t.Error(err)
+		}
 	}
 }

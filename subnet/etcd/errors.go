@@ -29,6 +29,7 @@ func (e *storeError) Kind() string { return e.kind }
 
 var (
 	errStalled  = errors.New("the watch is silent")
+	errBehind   = errors.New("the watch is behind the store")
 	errConflict = errors.New("another node was faster")
 	errRenewed  = errors.New("the connection was given up for a new one")
 )
@@ -46,6 +47,8 @@ func explain(endpoints []string, waited time.Duration, err error) error {
 	code := codes.Unavailable
 	var e rpctypes.EtcdError
 	switch {
+	case errors.Is(err, errLoggingIn):
+		cause = err.Error()
 	case errors.Is(err, context.DeadlineExceeded), status.Code(err) == codes.DeadlineExceeded:
 	case errors.Is(err, io.EOF):
 		cause = "connection closed"
@@ -63,6 +66,26 @@ func explain(endpoints []string, waited time.Duration, err error) error {
 	}
 	cause = strings.Join(strings.Fields(cause), " ")
 	return &storeError{kind, fmt.Sprintf("etcd %s: %s", strings.Join(endpoints, ","), cause), err}
+}
+
+// codeOf returns the gRPC code of what the client library returns. Other errors are about
+// what etcd has answered.
+func codeOf(err error) codes.Code {
+	var e rpctypes.EtcdError
+	switch {
+	case errors.As(rpctypes.Error(err), &e):
+		return e.Code()
+	case errors.Is(err, context.DeadlineExceeded):
+		return codes.DeadlineExceeded
+	case errors.Is(err, context.Canceled):
+		return codes.Canceled
+	case errors.Is(err, io.EOF):
+		return codes.Unavailable
+	}
+	if s, ok := status.FromError(err); ok {
+		return s.Code()
+	}
+	return codes.OK
 }
 
 // dialCause takes gRPC's wrapping off the cause of a failed connection.

@@ -74,8 +74,11 @@ var _ subnet.Manager = (*Manager)(nil)
 
 // timing holds the intervals that tests shorten.
 type timing struct {
-	request              time.Duration // deadline of a request
+	request, page        time.Duration // deadline of a request, and of one for a page of a list
+	login                time.Duration // deadline of a login: the server may have to do those of all hosts
+	spread               time.Duration // for each host, by which they spread what all of them do at the same event
 	quiet, idle, grace   time.Duration // see follow
+	check                time.Duration // see verify
 	dead                 time.Duration // what pings take to find a dead connection
 	backoffMin, backoff  time.Duration
 	restoreMin, restored time.Duration // pause after the own key had to be written again
@@ -92,21 +95,22 @@ func New(cfg Config) (*Manager, error) {
 		cfg.TTL = subnet.TTL
 	}
 	cfg.TTL = time.Duration(math.Ceil(cfg.TTL.Seconds())) * time.Second
-	t := timing{
-		request: 5 * time.Second,
-		quiet:   12 * time.Minute, idle: 10 * time.Second, grace: 5 * time.Second,
+	m := &Manager{cfg: cfg, dir: path.Join(cfg.Prefix, "subnets") + "/", wall: wall, outage: outage.New("etcd", cfg.OnStatus), writing: make(chan struct{}, 1)}
+	m.timing = timing{
+		request: 5 * time.Second, page: 20 * time.Second, login: 4 * time.Minute, spread: 10 * time.Millisecond,
+		quiet: 12 * time.Minute, idle: 10 * time.Second, grace: 5 * time.Second,
+		// Give or take a fifth it is less than the five minutes that a login lives unused.
+		check:      4 * time.Minute,
 		dead:       pingAfter + pingTimeout,
 		backoffMin: 100 * time.Millisecond, backoff: 5 * time.Second,
 		restoreMin: time.Second, restored: time.Minute,
 		reprieve: time.Minute,
 	}
-	c, err := newClient(cfg, t.request)
-	if err != nil {
+	var err error
+	if m.client, err = newClient(cfg, &m.timing); err != nil {
 		return nil, err
 	}
-	return &Manager{
-		cfg: cfg, dir: path.Join(cfg.Prefix, "subnets") + "/", timing: t, wall: wall, client: c, outage: outage.New("etcd", cfg.OnStatus), writing: make(chan struct{}, 1),
-	}, nil
+	return m, nil
 }
 
 func wall() time.Time { return time.Now().Round(0) }
@@ -174,19 +178,17 @@ func (m *Manager) config(ctx context.Context) (subnet.Config, []subnet.Pool, err
 	return cfg, pools, nil
 }
 
-// call runs one request with a deadline and explains its error.
+// call makes one request with the usual deadline and explains its error.
 func (m *Manager) call(ctx context.Context, f func(context.Context, *clientv3.Client) error) error {
-	outer := ctx
-	ctx, cancel := context.WithTimeout(ctx, m.timing.request)
-	defer cancel()
-	c, err := m.client.get(ctx)
-	if err == nil {
-		err = f(ctx, c)
+	return m.callWithin(ctx, m.timing.request, f)
+}
+
+func (m *Manager) callWithin(ctx context.Context, deadline time.Duration, f func(context.Context, *clientv3.Client) error) error {
+	err := m.client.do(ctx, deadline, f)
+	if ctx.Err() != nil {
+		return ctx.Err()
 	}
-	if outer.Err() != nil {
-		return outer.Err()
-	}
-	return explain(m.cfg.Endpoints, m.timing.request, err)
+	return explain(m.cfg.Endpoints, deadline, err)
 }
 
 // retry runs f until it succeeds or fails for a reason that does not pass by

@@ -139,7 +139,10 @@ func (m *Manager) right(found entry, own ownLease) bool {
 }
 
 // renewal returns when g is to be kept alive.
-func (m *Manager) renewal(g grant) time.Time { return g.expires.Add(-m.margin(g.ttl)) }
+func (m *Manager) renewal(g grant) time.Time {
+	margin := m.margin(g.ttl)
+	return g.expires.Add(-margin - time.Duration(g.early*float64(g.ttl-margin)))
+}
 
 // untilRenewal returns how long g can wait to be kept alive: by the monotonic clock, which
 // stands still while the host is suspended, or by the wall clock, which may be set back,
@@ -225,7 +228,7 @@ func (m *Manager) await(ctx context.Context, looked int64, alive func()) error {
 		timer := time.AfterFunc(m.untilRenewal(own.grant), func() { cancel(errLook) })
 		defer timer.Stop()
 	}
-	err = m.follow(ctx, []string{m.dir + own.key}, looked+1, watcher{on: func(resp *pb.WatchResponse) error {
+	err = m.follow(ctx, []string{m.dir + own.key}, looked+1, watcher{on: func(resp *pb.WatchResponse, _ int64) error {
 		alive()
 		// The timer is late by as long as the host was suspended.
 		if news(resp, looked+1) || own.grant.id != 0 && m.untilRenewal(own.grant) <= 0 {

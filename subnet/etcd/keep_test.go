@@ -54,8 +54,17 @@ func TestRenewalTime(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if got := m.renewal(newGrant(1, start, tc.ttl)).Sub(start); got != tc.want {
-			t.Errorf("margin %s of %s: renews after %s, want %s", tc.margin, tc.ttl, got, tc.want)
+		// Hosts that got their leases together do not renew them together.
+		times := map[time.Duration]bool{}
+		for range 10 {
+			got := m.renewal(newGrant(1, start, tc.ttl)).Sub(start)
+			times[got] = true
+			if got > tc.want || got < tc.want*9/10 {
+				t.Errorf("margin %s of %s: renews after %s, want up to a tenth less than %s", tc.margin, tc.ttl, got, tc.want)
+			}
+		}
+		if len(times) < 5 {
+			t.Errorf("margin %s of %s: ten renewals at %d times", tc.margin, tc.ttl, len(times))
 		}
 	}
 }
@@ -144,7 +153,8 @@ func TestOwnValueChanged(t *testing.T) {
 		v, lease, _ := f.get(t, "subnets/"+l.Key)
 		return v == value("192.0.2.1") && lease == 0
 	})
-	eventually(t, "no etcd lease left", func() bool { return f.etcdLeases(t) == before })
+	// Those of other tests run out meanwhile.
+	eventually(t, "no etcd lease left", func() bool { return f.etcdLeases(t) <= before })
 	f.delete(t, "subnets/"+l.Key)
 	eventually(t, "the key back with an etcd lease", func() bool {
 		v, lease, _ := f.get(t, "subnets/"+l.Key)

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"net/netip"
 	"slices"
+	"sync"
 	"sync/atomic"
 	"time"
 
@@ -51,18 +52,44 @@ type listing struct {
 	store   subnet.StoreID
 }
 
+// pageSize is how many leases are asked for at once, of some 350 bytes each. It is what
+// etcd keeps in memory for each host that lists, and what has to arrive within the deadline.
+const pageSize = 1000
+
+// list reads all leases at one revision, by pages: a list of thousands takes a slow link,
+// or many hosts on one, longer than any deadline by which a server that hangs is to be
+// found. Pages behind the first need not be agreed on by the members again: the one that
+// answered the first has their revision.
 func (m *Manager) list(ctx context.Context) (listing, error) {
-	var resp *clientv3.GetResponse
-	err := m.call(ctx, func(ctx context.Context, c *clientv3.Client) (err error) {
-		resp, err = c.Get(ctx, m.dir, clientv3.WithPrefix())
-		return err
-	})
-	if err != nil {
-		return listing{}, fmt.Errorf("list leases: %w", err)
+	var l listing
+	var decoding sync.WaitGroup
+	defer decoding.Wait()
+	options := []clientv3.OpOption{clientv3.WithRange(clientv3.GetPrefixRangeEnd(m.dir)), clientv3.WithLimit(pageSize)}
+	for from := m.dir; ; {
+		var page *clientv3.GetResponse
+		err := m.callWithin(ctx, m.timing.page, func(ctx context.Context, c *clientv3.Client) (err error) {
+			page, err = c.Get(ctx, from, options...)
+			return err
+		})
+		if err != nil {
+			return listing{}, fmt.Errorf("list leases: %w", err)
+		}
+		if l.entries == nil {
+			l = listing{make([]entry, 0, page.Count), storeID(page.Header)}
+			options = append(options, clientv3.WithRev(page.Header.Revision), clientv3.WithSerializable())
+		}
+		first := len(l.entries)
+		l.entries = append(l.entries, make([]entry, len(page.Kvs))...)
+		entries := l.entries[first:]
+		decoding.Go(func() {
+			parallel.For(len(entries), func(i int) { entries[i] = m.entry(page.Kvs[i]) })
+		})
+		if !page.More || len(page.Kvs) == 0 {
+			decoding.Wait()
+			return l, nil
+		}
+		from = string(page.Kvs[len(page.Kvs)-1].Key) + "\x00"
 	}
-	l := listing{make([]entry, len(resp.Kvs)), storeID(resp.Header)}
-	parallel.For(len(resp.Kvs), func(i int) { l.entries[i] = m.entry(resp.Kvs[i]) })
-	return l, nil
 }
 
 // stash holds a listing that was just made for the one who needs the next: at

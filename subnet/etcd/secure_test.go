@@ -234,6 +234,36 @@ func TestPassword(t *testing.T) {
 	})
 }
 
+// TestCertificateIsTheLogin has etcd take the common name of the client certificate for the
+// user, so that hosts need no password, and no login.
+func TestCertificateIsTheLogin(t *testing.T) {
+	a := newAuthority(t)
+	for _, name := range []string{"server", "root", "flannel"} {
+		a.issue(t, name, a.cert)
+	}
+	s := newServer(t, a.serve(true))
+	cert := func(name string) func(*Config) {
+		return func(c *Config) {
+			c.CAFile, c.CertFile, c.KeyFile = a.file("ca.pem"), a.file(name+".pem"), a.file(name+".key")
+		}
+	}
+	f := &fixture{server: s, prefix: "/x"}
+	root, err := f.manager(t, cert("root")).client.connect()
+	if err != nil {
+		t.Fatal(err)
+	}
+	f.kv = root.Client
+	f.put(t, "config", configV4)
+	enableAuth(t, f)
+	m := f.manager(t, cert("flannel"))
+	own := acquire(t, m, claim("192.0.2.1"))
+	k := keeping(t, m, own)
+	w := subnettest.Watch(t, m)
+	f.put(t, "subnets/10.77.0.0-24", value("192.0.2.2"))
+	w.Until(t, "the peer", subnettest.Has("10.77.0.0-24"))
+	k.running(t)
+}
+
 // A node that may not write tries again with what it has: the store is not asked for
 // another etcd lease with every try.
 func TestMayOnlyRead(t *testing.T) {

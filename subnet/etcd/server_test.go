@@ -32,7 +32,11 @@ type server struct {
 	peer     string       // address for members: with it an emptied etcd has the cluster id that it had
 	tls      embed.Config // only its ClientTLSInfo counts
 	election uint         // ms; zero means 500. An etcd lease lives for no less than 1.5 times that
+	program  string       // runs as a process; empty means the etcd that is linked in
+	tokenTTL uint         // seconds that a login lives for without being used; zero means 300
+	bcrypt   uint         // cost of a password; zero means the least
 	etcd     *embed.Etcd
+	process  *process
 }
 
 // newServer starts an etcd that ends with the test.
@@ -66,11 +70,15 @@ func (s *server) start(tb testing.TB) {
 		s.peer = freeAddr(tb)
 	}
 	peer := url.URL{Scheme: "http", Host: s.peer}
+	if s.program != "" {
+		s.process = startProcess(tb, s)
+		return
+	}
 	cfg := embed.NewConfig()
 	cfg.Dir = s.dir
 	cfg.UnsafeNoFsync = true
 	cfg.TickMs, cfg.ElectionMs = 50, cmp.Or(s.election, 500)
-	cfg.BcryptCost = 4
+	cfg.BcryptCost, cfg.AuthTokenTTL = cmp.Or(s.bcrypt, 4), cmp.Or(s.tokenTTL, 300)
 	cfg.ZapLoggerBuilder = embed.NewZapLoggerBuilder(zap.NewNop())
 	cfg.ListenClientUrls, cfg.AdvertiseClientUrls = []url.URL{*client}, []url.URL{*client}
 	cfg.ListenPeerUrls, cfg.AdvertisePeerUrls = []url.URL{peer}, []url.URL{peer}
@@ -91,6 +99,10 @@ func (s *server) stop() {
 	if s.etcd != nil {
 		s.etcd.Close()
 		s.etcd = nil
+	}
+	if s.process != nil {
+		s.process.stop()
+		s.process = nil
 	}
 }
 
@@ -231,9 +243,12 @@ func (f *fixture) manager(tb testing.TB, options ...func(*Config)) *Manager {
 		tb.Fatal(err)
 	}
 	m.timing = timing{
-		request: 3 * time.Second, quiet: 300 * time.Millisecond, idle: 300 * time.Millisecond, grace: time.Second,
+		request: 3 * time.Second, page: 3 * time.Second, login: patience, check: time.Hour, quiet: 300 * time.Millisecond, idle: 300 * time.Millisecond, grace: time.Second,
 		backoffMin: 10 * time.Millisecond, backoff: 200 * time.Millisecond,
 		restoreMin: 10 * time.Millisecond, restored: 100 * time.Millisecond,
+	}
+	if m.client.login != nil {
+		m.client.login.retry = m.backoff()
 	}
 	tb.Cleanup(func() {
 		if err := m.Close(); err != nil {
@@ -269,6 +284,8 @@ type proxy struct {
 	conns    []net.Conn
 	hang     chan struct{} // while open nothing is forwarded
 	last     []byte        // what has it is the last to be forwarded
+	rate     int           // bytes in a second to managers, all together; zero: no limit
+	busy     time.Time     // until when what was sent at this rate takes
 	wg       sync.WaitGroup
 }
 
@@ -327,12 +344,29 @@ func (p *proxy) serve(c net.Conn) {
 					<-hang
 				}
 				p.stallAfter(buf[:n])
+				if d[1] == c {
+					<-time.After(p.takes(n))
+				}
 				if _, werr := d[1].Write(buf[:n]); werr != nil || err != nil {
 					return
 				}
 			}
 		})
 	}
+}
+
+// takes returns how long n bytes take, behind what others have sent.
+func (p *proxy) takes(n int) time.Duration {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.rate == 0 {
+		return 0
+	}
+	if now := time.Now(); p.busy.Before(now) {
+		p.busy = now
+	}
+	p.busy = p.busy.Add(time.Duration(n) * time.Second / time.Duration(p.rate))
+	return time.Until(p.busy)
 }
 
 // stall keeps connections open and forwards nothing.

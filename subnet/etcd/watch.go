@@ -5,15 +5,12 @@ import (
 	"errors"
 	"maps"
 	"slices"
-	"strings"
 	"time"
 
 	pb "go.etcd.io/etcd/api/v3/etcdserverpb"
 	"go.etcd.io/etcd/api/v3/mvccpb"
 	"go.etcd.io/etcd/api/v3/v3rpc/rpctypes"
 	clientv3 "go.etcd.io/etcd/client/v3"
-	"google.golang.org/grpc/codes"
-	"google.golang.org/grpc/status"
 	"k8s.io/klog/v2"
 
 	"flanneld/subnet"
@@ -43,13 +40,14 @@ func (m *Manager) Watch(ctx context.Context, sink func(subnet.Update)) error {
 		err := m.resume(ctx, &v, sink)
 		if err == nil {
 			err = m.follow(ctx, []string{m.dir, m.configKey()}, v.next, watcher{
-				on: func(resp *pb.WatchResponse) error {
+				on: func(resp *pb.WatchResponse, settled int64) error {
 					b.Reset()
 					m.takeConfig(&v, resp)
 					m.report(ctx, sourceWatch, nil)
-					return m.advance(ctx, &v, resp, sink)
+					return m.advance(ctx, &v, resp, settled, sink)
 				},
-				waits: func() bool { return len(v.doomed) > 0 },
+				waits:  func() bool { return len(v.doomed) > 0 },
+				checks: true,
 			})
 			if !errors.Is(err, errStalled) {
 				v.alive(time.Now(), m.timing.dead)
@@ -87,6 +85,8 @@ func (m *Manager) resume(ctx context.Context, v *view, sink func(subnet.Update))
 	list := m.list
 	if v.next == 0 { // Acquire may just have made one
 		list = func(ctx context.Context) (listing, error) { return m.listOr(ctx, &m.forWatch) }
+	} else if err := m.client.turn(ctx); err != nil { // most often others have to list as well
+		return err
 	}
 	l, err := list(ctx)
 	if err != nil {
@@ -96,7 +96,8 @@ func (m *Manager) resume(ctx context.Context, v *view, sink func(subnet.Update))
 	old := *v
 	*v = view{
 		entries: make(map[string]*entry, len(l.entries)), store: l.store, next: l.store.Revision + 1,
-		another: is == another || !old.explains(l), reprieve: old.reprieve,
+		another:  is == another || l.store.ID == old.store.ID && l.store.Revision < old.store.Revision || !old.explains(l),
+		reprieve: old.reprieve,
 	}
 	if old.store.ID != "" && !v.follows(old) {
 		klog.FromContext(ctx).Error(nil, "etcd is not the store it was", "was", old.store, "is", v.store)
@@ -108,6 +109,7 @@ func (m *Manager) resume(ctx context.Context, v *view, sink func(subnet.Update))
 		logUndecodable(ctx, old.entries[e.key], e)
 	}
 	v.adopt(old)
+	m.client.hosts.Store(int64(len(v.entries)))
 	sink(v.update(m.ownKey.Load(), nil))
 	v.another = false       // from now on it is the one that it was
 	_, err = m.tell(ctx, v) // after the list: what comes later is watched for
@@ -153,7 +155,8 @@ func (m *Manager) comparePast(ctx context.Context, v *view) (likeness, error) {
 	at := clientv3.WithRev(v.next - 1)
 	ops := []clientv3.Op{clientv3.OpGet(m.dir, clientv3.WithPrefix(), clientv3.WithCountOnly(), at)}
 	if newest != nil {
-		ops = append(ops, clientv3.OpGet(m.dir+newest.key, clientv3.WithKeysOnly(), at))
+		// Not without its value: etcd 3.7 leaves the etcd lease out then.
+		ops = append(ops, clientv3.OpGet(m.dir+newest.key, at))
 	}
 	is := another
 	err := m.call(ctx, func(ctx context.Context, c *clientv3.Client) error {
@@ -226,13 +229,15 @@ func (v *view) adopt(old view) {
 	}
 }
 
-// advance takes one response in and publishes the outcome.
-func (m *Manager) advance(ctx context.Context, v *view, resp *pb.WatchResponse, sink func(subnet.Update)) error {
+// advance takes one response in and publishes the outcome. A view without news advances
+// with what is settled: otherwise it would soon be of a revision that was compacted.
+func (m *Manager) advance(ctx context.Context, v *view, resp *pb.WatchResponse, settled int64, sink func(subnet.Update)) error {
 	if storeID(resp.Header).ID != v.store.ID {
 		return errRelist
 	}
 	v.alive(time.Now(), m.timing.dead)
 	v.hear(time.Now(), m.margin(m.cfg.TTL), m.timing.reprieve)
+	v.next, v.store.Revision = max(v.next, settled+1), max(v.store.Revision, settled)
 	changed := map[string]*subnet.Lease{}
 	v.drop(changed, v.ended(ctx))
 	if !news(resp, v.next) && len(changed) == 0 {
@@ -261,6 +266,7 @@ func (m *Manager) advance(ctx context.Context, v *view, resp *pb.WatchResponse, 
 		v.next = max(v.next, ev.Kv.ModRevision+1)
 	}
 	v.store.Revision = max(v.store.Revision, resp.Header.Revision)
+	m.client.hosts.Store(int64(len(v.entries)))
 	sink(v.update(m.ownKey.Load(), changed))
 	return nil
 }
@@ -309,93 +315,4 @@ func logUndecodable(ctx context.Context, before, now *entry) {
 // news reports whether resp has events from revision next on.
 func news(resp *pb.WatchResponse, next int64) bool {
 	return slices.ContainsFunc(resp.Events, func(ev *mvccpb.Event) bool { return ev.Kv.ModRevision >= next })
-}
-
-// watchRequest asks for a key, or for all keys below it if it ends in a slash.
-// It asks for one revision too many, which the caller has to skip: a server
-// answers no probe of a watch that starts in the future.
-func watchRequest(key string, next int64) *pb.WatchRequest {
-	r := &pb.WatchCreateRequest{Key: []byte(key), StartRevision: next - 1}
-	if strings.HasSuffix(key, "/") {
-		r.RangeEnd = []byte(clientv3.GetPrefixRangeEnd(key))
-	}
-	return &pb.WatchRequest{RequestUnion: &pb.WatchRequest_CreateRequest{CreateRequest: r}}
-}
-
-// watcher is told what a watch says.
-type watcher struct {
-	on func(*pb.WatchResponse) error // called with every response; an error ends the watch
-	// waits reports whether something waits for the store to answer before
-	// long. nil means that it never does.
-	waits func() bool
-}
-
-// follow watches keys on one stream until that fails. A connection that is dead ends the watch in
-// seconds, because gRPC sends pings over it, which cost the store nothing. For a
-// store that lives and is silent there is the word that it sends every ten
-// minutes: a stream that stays quiet for longer, or for as long as idle while
-// somebody waits, is probed, and errStalled if it does not answer in grace. The
-// library's own watch reconnects by itself and so hides outages, and the store
-// behind it may be another one afterwards.
-func (m *Manager) follow(ctx context.Context, keys []string, next int64, w watcher) error {
-	inner, cancel := context.WithCancelCause(clientv3.WithRequireLeader(ctx))
-	defer cancel(nil)
-	watchdog := time.AfterFunc(m.timing.request, func() { cancel(errStalled) })
-	defer watchdog.Stop()
-
-	requests := make([]*pb.WatchRequest, 0, len(keys))
-	for i, key := range keys {
-		r := watchRequest(key, next)
-		r.GetCreateRequest().ProgressNotify = i == 0 // one word is enough for all
-		requests = append(requests, r)
-	}
-	err := m.stream(inner, requests, watchdog, w)
-	switch {
-	case ctx.Err() != nil:
-		return ctx.Err()
-	case errors.Is(context.Cause(inner), errStalled):
-		return errStalled
-	}
-	return err
-}
-
-func (m *Manager) stream(ctx context.Context, requests []*pb.WatchRequest, watchdog *time.Timer, w watcher) error {
-	conn, err := m.client.get(ctx)
-	if err != nil {
-		return explain(m.cfg.Endpoints, m.timing.request, err)
-	}
-	stream, err := pb.NewWatchClient(conn.ActiveConnection()).Watch(ctx, callOptions()...)
-	for _, r := range requests {
-		if err == nil {
-			err = stream.Send(r)
-		}
-	}
-	if err != nil {
-		return explain(m.cfg.Endpoints, m.timing.request, err)
-	}
-	probe := time.AfterFunc(m.timing.quiet, func() {
-		// An error shows in Recv.
-		_ = stream.Send(&pb.WatchRequest{RequestUnion: &pb.WatchRequest_ProgressRequest{ProgressRequest: &pb.WatchProgressRequest{}}})
-	})
-	defer probe.Stop()
-	for {
-		resp, err := stream.Recv()
-		switch {
-		case err != nil:
-			return explain(m.cfg.Endpoints, m.timing.request, err)
-		case resp.CompactRevision != 0:
-			return errRelist
-		case resp.Canceled:
-			return explain(m.cfg.Endpoints, m.timing.request, status.Error(codes.Unavailable, "watch was canceled: "+resp.CancelReason))
-		}
-		if err := w.on(resp); err != nil {
-			return err
-		}
-		quiet := m.timing.quiet
-		if w.waits != nil && w.waits() {
-			quiet = m.timing.idle
-		}
-		probe.Reset(quiet)
-		watchdog.Reset(quiet + m.timing.grace)
-	}
 }

@@ -4,9 +4,11 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -174,8 +176,8 @@ func TestOutages(t *testing.T) {
 				f.put(t, "config", configV4)
 				p := newProxy(t, f.server)
 				var status statuses
-				f.put(t, "subnets/10.5.1.0-24", value("192.0.2.1"))
-				f.put(t, "subnets/10.5.2.0-24", value("192.0.2.2"))
+				f.put(t, "subnets/10.5.1.0-24", value("192.0.2.1"), f.grant(t, 60))
+				f.put(t, "subnets/10.5.2.0-24", value("192.0.2.2"), f.grant(t, 60))
 				w := subnettest.Watch(t, f.manager(t, via(p), status.option))
 				w.Until(t, "two peers", subnettest.Has("10.5.1.0-24", "10.5.2.0-24"))
 				eventually(t, "status up", func() bool { known, err := status.last(); return known && err == nil })
@@ -350,7 +352,7 @@ func TestStoreWipedDuringAReprieve(t *testing.T) {
 
 func TestStoreRestarted(t *testing.T) {
 	f := newFixture(t, newServer(t))
-	f.put(t, "subnets/10.5.1.0-24", value("192.0.2.1"))
+	f.put(t, "subnets/10.5.1.0-24", value("192.0.2.1"), f.grant(t, 60))
 	w := subnettest.Watch(t, f.manager(t))
 	w.Until(t, "the peer", subnettest.Has("10.5.1.0-24"))
 	f.stop()
@@ -358,8 +360,8 @@ func TestStoreRestarted(t *testing.T) {
 	f.put(t, "subnets/10.5.2.0-24", value("192.0.2.2"))
 	w.Until(t, "a new peer", subnettest.Has("10.5.1.0-24", "10.5.2.0-24"))
 	for _, s := range w.All() {
-		if len(s.Leases) == 0 {
-			t.Errorf("a snapshot lacks the peer: %+v", s)
+		if len(s.Leases) == 0 || s.Another {
+			t.Errorf("a snapshot lacks the peer, or is said to be of another store: %+v", s)
 		}
 	}
 }
@@ -473,4 +475,65 @@ func silent(t *testing.T, margin, dead time.Duration) (*fixture, *subnettest.Wat
 	start := time.Now()
 	eventually(t, "longer than the margin", func() bool { return time.Since(start) > 2*margin })
 	return f, w
+}
+
+// TestQuietViewIsNotCompacted lets others use an etcd and compact it while no lease
+// changes: a host whose connection breaks then needs no full list. The view advances when
+// the etcd says how far it is. One that answers ahead of what it has to tell, as 3.4.23
+// does, is not believed.
+func TestQuietViewIsNotCompacted(t *testing.T) {
+	programs := releases(t)
+	for _, release := range slices.Sorted(maps.Keys(programs)) {
+		t.Run(release, func(t *testing.T) {
+			f := newFixture(t, newServer(t, func(s *server) { s.program = programs[release] }))
+			f.put(t, "subnets/10.5.1.0-24", value("192.0.2.1"), f.grant(t, 60))
+			p := newProxy(t, f.server)
+			m := f.manager(t, via(p))
+			m.timing.quiet = 50 * time.Millisecond
+			var lists atomic.Int64
+			told := make(chan int, 100)
+			ctx, cancel := contextWithCancel(t)
+			done := make(chan error)
+			go func() {
+				done <- m.Watch(ctx, func(u subnet.Update) {
+					if u.Changed == nil {
+						lists.Add(1)
+					}
+					told <- len(u.Snapshot().Leases)
+				})
+			}()
+			until := func(leases int) {
+				t.Helper()
+				eventually(t, fmt.Sprintf("%d leases", leases), func() bool {
+					select {
+					case n := <-told:
+						return n == leases
+					default:
+						return false
+					}
+				})
+			}
+			until(1)
+			head := int64(0)
+			for range 5 {
+				head = f.put(t, "other", "")
+			}
+			start := time.Now()
+			eventually(t, "time for many probes", func() bool { return time.Since(start) > 20*m.timing.quiet })
+			p.cut()
+			compact(t, f, head)
+			f.put(t, "subnets/10.5.2.0-24", value("192.0.2.2"), f.grant(t, 60))
+			p.open(t)
+			until(2)
+			want := int64(1)
+			if release == "3.4" {
+				want = 2
+			}
+			if n := lists.Load(); n != want {
+				t.Errorf("%d full lists, want %d", n, want)
+			}
+			cancel()
+			<-done
+		})
+	}
 }

@@ -3,6 +3,7 @@ package etcd
 import (
 	"context"
 	"errors"
+	"math/rand/v2"
 	"slices"
 	"time"
 
@@ -15,13 +16,16 @@ type grant struct {
 	id      clientv3.LeaseID
 	ttl     time.Duration
 	expires time.Time
+	early   float64 // the part of the time until its renewal by which that comes earlier: at most a tenth
 }
 
 // errNoGrant says that an etcd lease has run out or never was.
 var errNoGrant = errors.New("etcd lease is gone")
 
+// newGrant returns a grant that was given at start. Hosts that got theirs together renew
+// them at different times.
 func newGrant(id clientv3.LeaseID, start time.Time, ttl time.Duration) grant {
-	return grant{id, ttl, start.Add(ttl)}
+	return grant{id, ttl, start.Add(ttl), rand.Float64() / 10}
 }
 
 // provide makes sure that spare is an etcd lease.

@@ -1,0 +1,77 @@
+package etcd
+
+import (
+	"fmt"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	clientv3 "go.etcd.io/etcd/client/v3"
+
+	"flanneld/subnet"
+	"flanneld/subnet/subnettest"
+)
+
+// fill makes leases of the usual size.
+func (f *fixture) fill(tb testing.TB, leases int) {
+	tb.Helper()
+	for first := 0; first < leases; first += 100 {
+		var ops []clientv3.Op
+		for n := first; n < min(first+100, leases); n++ {
+			ops = append(ops, clientv3.OpPut(fmt.Sprintf("%s/subnets/10.%d.%d.0-24", f.prefix, n/256, n%256),
+				strings.TrimSuffix(value(fmt.Sprintf("192.0.%d.%d", n/256, n%256)), "}")+strings.Repeat(" ", 250)+"}"))
+		}
+		if _, err := f.kv.Txn(tb.Context()).Then(ops...).Commit(); err != nil {
+			tb.Fatal(err)
+		}
+	}
+}
+
+// TestListByPages lists more than one page holds: all leases, once each, by key, at one
+// revision.
+func TestListByPages(t *testing.T) {
+	f := newFixture(t, sharedServer(t))
+	m := f.manager(t)
+	for _, leases := range []int{0, 1, pageSize - 1, pageSize, pageSize + 1, 2*pageSize + 1} {
+		f.fill(t, leases)
+		l, err := m.list(t.Context())
+		if err != nil {
+			t.Fatal(err)
+		}
+		if len(l.entries) != leases {
+			t.Errorf("%d leases are listed, want %d", len(l.entries), leases)
+		}
+		if !slices.IsSortedFunc(l.entries, func(a, b entry) int { return strings.Compare(a.key, b.key) }) {
+			t.Errorf("%d leases are listed in another order than that of their keys", leases)
+		}
+		for _, e := range l.entries {
+			if e.err != nil || len(e.subnets) != 1 || e.modRevision > l.store.Revision {
+				t.Fatalf("listed at revision %d: %+v", l.store.Revision, e)
+			}
+		}
+	}
+}
+
+// TestSlowLink has several hosts list at once over one link, on which that takes longer than
+// a request may.
+func TestSlowLink(t *testing.T) {
+	const leases, hosts, deadline = 5 * pageSize, 2, 6 * time.Second
+	f := newFixture(t, newServer(t))
+	f.fill(t, leases)
+	p := newProxy(t, f.server)
+	p.rate = 400_000
+	start := time.Now()
+	var watchers []*subnettest.Watcher
+	for range hosts {
+		m := f.manager(t, via(p))
+		m.timing.request, m.timing.page = deadline, deadline
+		watchers = append(watchers, subnettest.Watch(t, m))
+	}
+	for _, w := range watchers {
+		w.Until(t, "all leases", func(s subnet.Snapshot) bool { return len(s.Leases) == leases })
+	}
+	if d := time.Since(start); d < deadline {
+		t.Errorf("the lists took %s: the link is no slow one", d)
+	}
+}

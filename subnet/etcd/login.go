@@ -1,0 +1,145 @@
+package etcd
+
+import (
+	"context"
+	"errors"
+	"sync"
+
+	pb "go.etcd.io/etcd/api/v3/etcdserverpb"
+	"go.etcd.io/etcd/api/v3/v3rpc/rpctypes"
+	"google.golang.org/grpc/credentials"
+
+	"flanneld/pkg/outage"
+)
+
+// login exchanges the user name and the password for a token, which it adds to every
+// request. The token outlives connections: any member knows it until that member is
+// restarted or the token was not used for --auth-token-ttl.
+//
+// A login takes the server tens of milliseconds of CPU time, which it spends even if the
+// client has given up. After a restart of etcd all hosts need one, and thousands at once
+// would keep the server from anything else. So there is one login at a time, it goes on
+// when the request that needs it has timed out, it waits for its turn if another one was
+// valid before, and after failures the pauses grow to minutes.
+type login struct {
+	name, password string
+	authenticate   func() (token string, err error)
+	turn           func(context.Context) error // waits as long as hosts that need a login at once should
+	retry          *outage.Backoff             // used by one login at a time
+
+	mu      sync.Mutex
+	token   string        // what requests carry; empty if etcd wants none
+	valid   bool          // false: the next request needs a login
+	worked  bool          // a request that carried the token was answered
+	before  bool          // there was a login before
+	err     error         // why there is no valid token
+	running chan struct{} // closed when the login in progress ends; nil if there is none
+}
+
+// errLoggingIn is the error of a request that was given up before the login had ended.
+var errLoggingIn = errors.New("the login is still in progress")
+
+// get returns the token. If there is none it waits for a login, and starts one, which may
+// go on until life ends, if none is in progress.
+func (l *login) get(ctx, life context.Context) (token string, err error) {
+	valid, token, running := l.start(life)
+	if valid {
+		return token, nil
+	}
+	select {
+	case <-running:
+	case <-ctx.Done():
+	}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	switch {
+	case l.valid:
+		return l.token, nil
+	case l.err != nil:
+		return "", l.err
+	}
+	return "", errLoggingIn
+}
+
+func (l *login) start(life context.Context) (valid bool, token string, running chan struct{}) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if !l.valid && l.running == nil {
+		l.running = make(chan struct{})
+		wait := func(context.Context) error { return nil }
+		switch {
+		case l.worked:
+			l.retry.Reset()
+			wait = l.turn
+		case l.before: // it failed, or was good for nothing
+			wait = func(ctx context.Context) error { return l.retry.Wait(ctx, 0) }
+		}
+		l.before, l.worked = true, false
+		go l.run(life, wait)
+	}
+	return l.valid, l.token, l.running
+}
+
+func (l *login) run(life context.Context, wait func(context.Context) error) {
+	var token string
+	err := wait(life)
+	if err == nil {
+		token, err = l.authenticate()
+	}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.token, l.valid, l.err = token, err == nil, err
+	close(l.running)
+	l.running = nil
+}
+
+// judge takes in how a request ended that carried token, and reports whether it was
+// refused for that: the next one needs a login, unless there was one meanwhile.
+func (l *login) judge(token string, err error) bool {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	switch {
+	case refused(err):
+		if l.token == token {
+			l.valid = false
+		}
+		return true
+	case err == nil:
+		l.worked = true
+	}
+	return false
+}
+
+// wait blocks until no login is in progress.
+func (l *login) wait() {
+	l.mu.Lock()
+	running := l.running
+	l.mu.Unlock()
+	if running != nil {
+		<-running
+	}
+}
+
+// refused reports whether err says that etcd does not accept the token, or any more. The
+// request was not executed then.
+func refused(err error) bool {
+	err = rpctypes.Error(err)
+	return errors.Is(err, rpctypes.ErrInvalidAuthToken) || errors.Is(err, rpctypes.ErrAuthOldRevision) || errors.Is(err, rpctypes.ErrUserEmpty)
+}
+
+// GetRequestMetadata implements credentials.PerRPCCredentials. A login carries no token:
+// etcd 3.4 refuses it if that token has run out.
+func (l *login) GetRequestMetadata(ctx context.Context, _ ...string) (map[string]string, error) {
+	if info, ok := credentials.RequestInfoFromContext(ctx); ok && info.Method == pb.Auth_Authenticate_FullMethodName {
+		return nil, nil //nolint:nilnil // no metadata is valid
+	}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.token == "" {
+		return nil, nil //nolint:nilnil // no metadata is valid
+	}
+	return map[string]string{rpctypes.TokenFieldNameGRPC: l.token}, nil
+}
+
+// RequireTransportSecurity implements credentials.PerRPCCredentials.
+func (*login) RequireTransportSecurity() bool { return false }

@@ -1,0 +1,156 @@
+package etcd
+
+import (
+	"bufio"
+	"fmt"
+	"maps"
+	"net/http"
+	"slices"
+	"strconv"
+	"strings"
+	"testing"
+	"time"
+
+	clientv3 "go.etcd.io/etcd/client/v3"
+
+	"flanneld/subnet"
+	"flanneld/subnet/subnettest"
+)
+
+// TestTokenRunsOut renews leases with logins that have run out since they were last
+// used, and that etcd has forgotten with a restart.
+func TestTokenRunsOut(t *testing.T) {
+	programs := releases(t)
+	for _, release := range slices.Sorted(maps.Keys(programs)) {
+		t.Run(release, func(t *testing.T) {
+			t.Parallel()
+			testTokenRunsOut(t, programs[release])
+		})
+	}
+}
+
+func testTokenRunsOut(t *testing.T, program string) {
+	const leaseTTL = 15 * time.Second // renewed after five, when the login has run out
+	f := newFixture(t, newServer(t, func(s *server) { s.program, s.tokenTTL = program, 1 }))
+	f.put(t, "config", configV4)
+	enableAuth(t, f)
+	renewed := make(chan subnet.Lease, 100)
+	m := f.manager(t, ttl(leaseTTL), func(c *Config) {
+		c.Username, c.Password = "flannel", "secret"
+		c.OnLease = func(l subnet.Lease) { renewed <- l }
+	})
+	// No request but those of renewals keeps the login alive.
+	m.timing.quiet, m.timing.idle = time.Hour, time.Hour
+	own := acquire(t, m, claim("192.0.2.1"))
+	<-renewed
+	k := keeping(t, m, own)
+	w := subnettest.Watch(t, m)
+	w.Until(t, "nobody", subnettest.Has())
+	key := f.prefix + "/subnets/" + own.Key
+	lease := func() clientv3.LeaseID {
+		t.Helper()
+		resp, err := f.root(t).Get(t.Context(), key)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if len(resp.Kvs) != 1 {
+			t.Fatal("the own lease is gone")
+		}
+		return clientv3.LeaseID(resp.Kvs[0].Lease)
+	}
+	had := lease()
+	renewal := func(why string) {
+		t.Helper()
+		select {
+		case <-renewed:
+		case <-time.After(leaseTTL):
+			t.Fatalf("no renewal %s", why)
+		}
+	}
+	renewal("after the login has run out")
+	renewal("after the login has run out again")
+	f.stop()
+	f.start(t)
+	for len(renewed) > 0 {
+		<-renewed
+	}
+	renewal("after a restart")
+	if now := lease(); now != had {
+		t.Errorf("the key is on etcd lease %x, was on %x", now, had)
+	}
+	for n := range 2 {
+		peer := fmt.Sprintf("10.5.%d.0-24", 200+n)
+		if peer == own.Key {
+			continue
+		}
+		if _, err := f.root(t).Put(t.Context(), f.prefix+"/subnets/"+peer, value(fmt.Sprintf("192.0.2.%d", 200+n))); err != nil {
+			t.Fatal(err)
+		}
+		w.Until(t, "a peer after the restart", func(s subnet.Snapshot) bool { return len(s.Leases) == n+1 })
+	}
+	k.running(t)
+}
+
+// TestLoginsAfterRestart restarts an etcd, which forgets the logins of all hosts by that.
+// Each host logs in once.
+func TestLoginsAfterRestart(t *testing.T) {
+	const hosts = 40
+	s := newServer(t, func(s *server) { s.program, s.bcrypt = releases(t)["3.5"], 8 })
+	f := newFixture(t, s)
+	f.put(t, "config", configV4)
+	enableAuth(t, f)
+	root := func(key, value string) {
+		t.Helper()
+		if _, err := f.root(t).Put(t.Context(), f.prefix+"/subnets/"+key, value); err != nil {
+			t.Fatal(err)
+		}
+	}
+	var watchers []*subnettest.Watcher
+	var keepers []keeper
+	for n := range hosts {
+		m := f.manager(t, func(c *Config) { c.Username, c.Password = "flannel", "secret" })
+		m.timing.spread = 10 * time.Millisecond
+		own := acquire(t, m, claim(fmt.Sprintf("192.0.2.%d", n+1)))
+		keepers = append(keepers, keeping(t, m, own))
+		w := subnettest.Watch(t, m)
+		w.Until(t, "the others", func(s subnet.Snapshot) bool { return len(s.Leases) == n })
+		watchers = append(watchers, w)
+	}
+	f.stop()
+	f.start(t)
+	root("10.77.0.0-24", value("192.0.2.200"))
+	for i, w := range watchers {
+		w.Until(t, fmt.Sprintf("a peer after the restart, by host %d", i+1), func(s subnet.Snapshot) bool { return len(s.Leases) == hosts })
+		keepers[i].running(t)
+	}
+	if n := logins(t, s); n > hosts+1 {
+		t.Errorf("%d logins of %d hosts, and one of the test", n, hosts)
+	}
+}
+
+// logins returns how many an etcd was asked for since its start.
+func logins(tb testing.TB, s *server) (n int) {
+	tb.Helper()
+	req, err := http.NewRequestWithContext(tb.Context(), http.MethodGet, s.url+"/metrics", http.NoBody)
+	if err != nil {
+		tb.Fatal(err)
+	}
+	resp, err := http.DefaultClient.Do(req)
+	if err != nil {
+		tb.Fatal(err)
+	}
+	defer resp.Body.Close()
+	lines := bufio.NewScanner(resp.Body)
+	for lines.Scan() {
+		if strings.HasPrefix(lines.Text(), `grpc_server_started_total{grpc_method="Authenticate"`) {
+			fields := strings.Fields(lines.Text())
+			if n, err = strconv.Atoi(fields[len(fields)-1]); err != nil {
+				tb.Fatal(err)
+			}
+		}
+	}
+	if err := lines.Err(); err != nil {
+		tb.Fatal(err)
+	}
+	return n
+}

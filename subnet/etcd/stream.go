@@ -1,0 +1,237 @@
+package etcd
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	pb "go.etcd.io/etcd/api/v3/etcdserverpb"
+	clientv3 "go.etcd.io/etcd/client/v3"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+)
+
+// watcher is told what a watch says.
+type watcher struct {
+	// on is called with every response; an error ends the watch. Everything up to the
+	// revision settled has been told for the first key, if it is not zero.
+	on func(resp *pb.WatchResponse, settled int64) error
+	// waits reports whether something waits for the store to answer before
+	// long. nil means that it never does.
+	waits func() bool
+	// checks turns verify on. One watch of a connection is enough.
+	checks bool
+}
+
+// stream is one call of Watch.
+type stream struct {
+	pb.Watch_WatchClient
+	sending sync.Mutex    // gRPC allows one sender at a time
+	reached atomic.Int64  // the highest revision that was named on the stream
+	told    chan struct{} // has an element if reached has grown
+	hasty   bool          // the server answers probes at once, ahead of what it has to tell
+}
+
+// follow watches keys on one stream until that fails. A connection that is dead ends the
+// watch in seconds, because gRPC sends pings over it, which cost the store nothing. A
+// server that lives and is silent is found by the progress notifications that it sends
+// every ten minutes: a stream that stays quiet for longer, or for as long as idle while
+// something waits, is probed, and errStalled if it does not answer in grace. A server
+// that does send notifications and is behind the store is found by verify. The library's
+// own watch reconnects by itself and so hides outages, and the store behind it may be
+// another one afterwards.
+func (m *Manager) follow(ctx context.Context, keys []string, next int64, w watcher) error {
+	conn, _, err := m.client.get(ctx)
+	if err != nil {
+		return explain(m.cfg.Endpoints, m.timing.request, err)
+	}
+	inner, cancel := context.WithCancelCause(clientv3.WithRequireLeader(ctx))
+	defer cancel(nil)
+	watchdog := time.AfterFunc(m.timing.request, func() { cancel(errStalled) })
+	defer watchdog.Stop()
+	s, err := open(inner, conn, keys, next)
+	if err == nil {
+		var checks sync.WaitGroup
+		if w.checks {
+			checks.Go(func() { cancel(m.verify(inner, s)) })
+		}
+		err = m.receive(s, watchdog, w)
+		defer checks.Wait()
+	}
+	cause := context.Cause(inner)
+	cancel(nil)
+	switch {
+	case ctx.Err() != nil:
+		return ctx.Err()
+	case errors.Is(cause, errStalled), errors.Is(cause, errBehind):
+		m.client.fail(conn)
+		return cause
+	case cause != nil:
+		return cause
+	}
+	if broken, ok := errors.AsType[*brokenError](err); ok {
+		m.client.judge(ctx, conn, time.Now(), broken.error)
+		return explain(m.cfg.Endpoints, m.timing.request, broken.error)
+	}
+	return err
+}
+
+// brokenError is what ended a stream, as gRPC has returned it.
+type brokenError struct{ error }
+
+// open begins to watch keys, or what is below them if they end in a slash.
+func open(ctx context.Context, conn *connection, keys []string, next int64) (*stream, error) {
+	watch, err := pb.NewWatchClient(conn.ActiveConnection()).Watch(ctx, callOptions()...)
+	if err != nil {
+		return nil, &brokenError{err}
+	}
+	s := &stream{Watch_WatchClient: watch, told: make(chan struct{}, 1)}
+	s.probe() // see hasty
+	for i, key := range keys {
+		r := watchRequest(key, next)
+		r.GetCreateRequest().ProgressNotify = i == 0 // one word is enough for all
+		if err := s.send(r); err != nil {
+			return nil, &brokenError{err}
+		}
+	}
+	return s, nil
+}
+
+// watchRequest asks for a key, or for all keys below it if it ends in a slash.
+// It asks for one revision too many, which the caller has to skip: a server
+// answers no probe of a watch that starts in the future.
+func watchRequest(key string, next int64) *pb.WatchRequest {
+	r := &pb.WatchCreateRequest{Key: []byte(key), StartRevision: next - 1}
+	if strings.HasSuffix(key, "/") {
+		r.RangeEnd = []byte(clientv3.GetPrefixRangeEnd(key))
+	}
+	return &pb.WatchRequest{RequestUnion: &pb.WatchRequest_CreateRequest{CreateRequest: r}}
+}
+
+func (s *stream) send(r *pb.WatchRequest) error {
+	s.sending.Lock()
+	defer s.sending.Unlock()
+	return s.Send(r)
+}
+
+// probe asks how far the server has come. An error shows in Recv.
+func (s *stream) probe() {
+	_ = s.send(&pb.WatchRequest{RequestUnion: &pb.WatchRequest_ProgressRequest{ProgressRequest: &pb.WatchProgressRequest{}}})
+}
+
+// receive takes in responses until the stream ends.
+func (m *Manager) receive(s *stream, watchdog *time.Timer, w watcher) error {
+	probe := time.AfterFunc(m.timing.quiet, s.probe)
+	defer probe.Stop()
+	for created := false; ; {
+		resp, err := s.Recv()
+		switch {
+		case err != nil:
+			return &brokenError{err}
+		case resp.CompactRevision != 0:
+			return errRelist
+		case resp.Canceled:
+			return explain(m.cfg.Endpoints, m.timing.request, status.Error(codes.Unavailable, "watch was canceled: "+resp.CancelReason))
+		}
+		created = created || resp.Created
+		if !created {
+			// Before 3.4.25 and 3.5.8 etcd answers a probe whatever there is to tell, even
+			// on a stream without a watch. Later ones wait until the watches have caught up.
+			s.hasty = true
+			continue
+		}
+		s.reach(resp.Header.Revision)
+		if err := w.on(resp, s.settled(resp)); err != nil {
+			return err
+		}
+		quiet := m.timing.quiet
+		if w.waits != nil && w.waits() {
+			quiet = m.timing.idle
+		}
+		probe.Reset(quiet)
+		watchdog.Reset(quiet + m.timing.grace)
+	}
+}
+
+// settled returns the revision up to which the server has told everything, of the first key
+// at least, which is the one that it sends notifications for. It is zero if resp does not say.
+func (s *stream) settled(resp *pb.WatchResponse) int64 {
+	if resp.Created || len(resp.Events) > 0 || resp.WatchId == clientv3.InvalidWatchID && s.hasty {
+		return 0
+	}
+	return resp.Header.Revision
+}
+
+// reach takes note of a revision that the server has named.
+func (s *stream) reach(revision int64) {
+	if revision <= s.reached.Load() {
+		return
+	}
+	s.reached.Store(revision)
+	select {
+	case s.told <- struct{}{}:
+	default:
+	}
+}
+
+// verify asks for the store's revision every few minutes, and returns an error when it gets
+// none or the stream does not come to it in grace. A member whose disk hangs answers pings
+// and sends progress notifications, of the revision at which it is stuck, but it cannot
+// answer a linearizable read: for that it has to have applied what the others have agreed on.
+// Behind a proxy the stream may end at another member than the read.
+func (m *Manager) verify(ctx context.Context, s *stream) error {
+	for {
+		timer := time.NewTimer(m.timing.check*4/5 + rand.N(m.timing.check*2/5))
+		select {
+		case <-ctx.Done():
+			timer.Stop()
+			return nil
+		case <-timer.C:
+		}
+		head, err := m.head(ctx)
+		switch {
+		case errors.Is(err, errLoggingIn):
+			continue
+		case err != nil:
+			return err
+		}
+		s.probe()
+		if err := m.arrive(ctx, s, head); err != nil {
+			return err
+		}
+	}
+}
+
+// head returns the revision of the store.
+func (m *Manager) head(ctx context.Context) (revision int64, err error) {
+	err = m.call(ctx, func(ctx context.Context, c *clientv3.Client) error {
+		resp, err := c.Get(ctx, m.configKey(), clientv3.WithCountOnly())
+		if err == nil {
+			revision = resp.Header.Revision
+		}
+		return err
+	})
+	return revision, err
+}
+
+// arrive waits until the stream has come to a revision.
+func (m *Manager) arrive(ctx context.Context, s *stream, revision int64) error {
+	timer := time.NewTimer(m.timing.grace)
+	defer timer.Stop()
+	for s.reached.Load() < revision {
+		select {
+		case <-ctx.Done():
+			return nil
+		case <-s.told:
+		case <-timer.C:
+			return &storeError{"behind", fmt.Sprintf("etcd %s: the watch is at revision %d, the store was at %d %s ago",
+				strings.Join(m.cfg.Endpoints, ","), s.reached.Load(), revision, m.timing.grace), errBehind}
+		}
+	}
+	return nil
+}

@@ -1,0 +1,57 @@
+package etcd
+
+import (
+	"errors"
+	"reflect"
+	"testing"
+	"testing/synctest"
+	"time"
+)
+
+// A stream that does not come to the revision that the store had is behind it.
+func TestArrive(t *testing.T) {
+	for name, tc := range map[string]struct {
+		revision, reaches int64 // half way through the grace, from 3
+		want              error
+	}{
+		"it was there already": {3, 3, nil},
+		"it comes there":       {5, 5, nil},
+		"it stays behind":      {5, 4, errBehind},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				m := &Manager{timing: timing{grace: time.Second}}
+				s := &stream{told: make(chan struct{}, 1)}
+				s.reach(3)
+				time.AfterFunc(time.Second/2, func() { s.reach(tc.reaches) })
+				start := time.Now()
+				err := m.arrive(t.Context(), s, tc.revision)
+				if !errors.Is(err, tc.want) || tc.want == nil && err != nil {
+					t.Errorf("error is %v, want %v", err, tc.want)
+				}
+				if d := time.Since(start); d > time.Second {
+					t.Errorf("it took %s", d)
+				}
+			})
+		})
+	}
+}
+
+// Tests shorten the intervals, so none of them shows that one is missing.
+func TestIntervals(t *testing.T) {
+	m, err := New(Config{Endpoints: []string{"http://127.0.0.1:1"}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer m.Close()
+	intervals := reflect.ValueOf(m.timing)
+	for i := range intervals.NumField() {
+		if intervals.Field(i).Int() <= 0 {
+			t.Errorf("%s is zero", intervals.Type().Field(i).Name)
+		}
+	}
+	// Otherwise every check costs a login.
+	if longest := m.timing.check * 6 / 5; longest >= 5*time.Minute {
+		t.Errorf("a check may come after %s, when the login has run out", longest)
+	}
+}
