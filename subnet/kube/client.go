@@ -174,7 +174,7 @@ type apiError struct {
 	code            int    // of HTTP; 0 without an answer
 	reason, message string // as the server said
 	retryAfter      time.Duration
-	tooLarge        bool // the resource version is one that the server has not seen yet
+	tooLarge        bool // the server has not seen the resource version that was asked for
 	cause           error
 }
 
@@ -193,6 +193,13 @@ func (e *apiError) Kind() string { return e.kind }
 func hasCode(err error, code int) bool {
 	e, ok := errors.AsType[*apiError](err)
 	return ok && e.code == code
+}
+
+// isTooLarge reports whether err is the answer of a server that has not seen the
+// resource version that was asked for.
+func isTooLarge(err error) bool {
+	e, ok := errors.AsType[*apiError](err)
+	return ok && e.tooLarge
 }
 
 // pause is how long the server asked to wait before the next request.
@@ -230,18 +237,40 @@ func (c *client) explain(err error) error {
 func (c *client) refusal(resp *http.Response) error {
 	body, _ := io.ReadAll(io.LimitReader(resp.Body, 1<<20)) // what can be read says something
 	e := apiError{code: resp.StatusCode}
-	var status struct{ Reason, Message string }
 	if raw, err := unwrap(body); err == nil {
 		if s, err := decodeStatus(raw); err == nil {
 			e = s
 		}
-	} else if json.Unmarshal(body, &status) == nil {
-		e.reason, e.message = status.Reason, status.Message
-	} else {
+	} else if err := e.readJSON(body); err != nil {
 		e.message = subnet.Shorten(string(body))
 	}
 	e.code = resp.StatusCode
 	return c.complete(e, resp.Header.Get("Retry-After"))
+}
+
+// readJSON fills e from a Status in JSON. An API server sends that instead of
+// protobuf if the request asks for metadata only: an error has no such form.
+func (e *apiError) readJSON(body []byte) error {
+	var status struct {
+		Reason, Message string
+		Details         struct{ Causes []struct{ Reason string } }
+	}
+	if err := json.Unmarshal(body, &status); err != nil {
+		return err
+	}
+	e.reason, e.message = status.Reason, status.Message
+	for _, cause := range status.Details.Causes {
+		e.takeCause(cause.Reason)
+	}
+	return nil
+}
+
+// tooLargeMessage is what API servers say before 1.18.6, which name no cause.
+const tooLargeMessage = "Too large resource version"
+
+// takeCause takes in one of the causes that a Status names.
+func (e *apiError) takeCause(cause string) {
+	e.tooLarge = e.tooLarge || cause == "ResourceVersionTooLarge"
 }
 
 func (c *client) complete(e apiError, retryAfter string) error {
@@ -249,6 +278,7 @@ func (c *client) complete(e apiError, retryAfter string) error {
 	if e.message == "" {
 		e.message = http.StatusText(e.code)
 	}
+	e.tooLarge = e.tooLarge || strings.Contains(e.message, tooLargeMessage)
 	e.message = fmt.Sprintf("%d %s", e.code, e.message)
 	e.kind = "HTTP " + strconv.Itoa(e.code)
 	if seconds, err := strconv.Atoi(retryAfter); err == nil && seconds > 0 {

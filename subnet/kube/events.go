@@ -5,6 +5,7 @@ import (
 	"crypto/sha256"
 	"encoding/hex"
 	"encoding/json"
+	"math/rand/v2"
 	"net/url"
 	"strings"
 	"time"
@@ -56,19 +57,43 @@ func (r *recorder) run(ctx context.Context) {
 		case <-ctx.Done():
 			return
 		case e := <-r.queue:
-			if at, ok := r.said[e]; ok && time.Since(at) < eventRepeat || !r.limit.Allow() {
-				continue
+			if r.pause(ctx) != nil {
+				return
 			}
-			for old, at := range r.said {
-				if time.Since(at) >= eventRepeat {
-					delete(r.said, old)
-				}
-			}
-			if s, err := r.m.look(ctx); err == nil && s.exists {
-				r.said[e] = time.Now()
-				r.sendNow(ctx, s.uid, e.reason, e.message)
+			r.make(ctx, e)
+			for range len(r.queue) {
+				r.make(ctx, <-r.queue)
 			}
 		}
+	}
+}
+
+// pause waits before Events are made. One bad peer makes all nodes refuse it at the
+// same moment: their Events reach the API server one after the other.
+func (r *recorder) pause(ctx context.Context) error {
+	timer := time.NewTimer(rand.N(time.Duration(r.m.nodes.Load())*r.m.timing.event + 1))
+	defer timer.Stop()
+	select {
+	case <-ctx.Done():
+		return ctx.Err()
+	case <-timer.C:
+		return nil
+	}
+}
+
+// make makes an Event unless the same one was made lately, or there are too many.
+func (r *recorder) make(ctx context.Context, e event) {
+	if at, ok := r.said[e]; ok && time.Since(at) < eventRepeat || !r.limit.Allow() {
+		return
+	}
+	for old, at := range r.said {
+		if time.Since(at) >= eventRepeat {
+			delete(r.said, old)
+		}
+	}
+	if uid := *r.m.uid.Load(); uid != "" {
+		r.said[e] = time.Now()
+		r.sendNow(ctx, uid, e.reason, e.message)
 	}
 }
 

@@ -60,7 +60,9 @@ type Manager struct {
 	outage  *outage.Tracker
 	events  *recorder
 
-	name atomic.Pointer[string] // of the own Node, once it is known
+	name  atomic.Pointer[string] // of the own Node, once it is known
+	uid   atomic.Pointer[string] // of the own Node as it was read last; empty if there was none
+	nodes atomic.Int64           // how many Nodes the last list had
 	// seen is what was just read of the own Node, for the one who needs it next.
 	seen atomic.Pointer[self]
 
@@ -86,6 +88,10 @@ type timing struct {
 	restoreMin, restored time.Duration // pause after the own Node had to be written again
 	fresh                time.Duration // how old what was read may be
 	spread               time.Duration // for each node, by which lists are spread
+	ask                  time.Duration // for each node, between requests for new ones
+	silence              time.Duration // after which a watch is looked into, at least
+	late                 time.Duration // how long what the store has may be on its way into a watch
+	event                time.Duration // for each node, over which the same Event of all is spread
 	poll                 time.Duration // of the configuration file
 }
 
@@ -124,13 +130,15 @@ func New(cfg Config) (*Manager, error) {
 		timing: timing{
 			request: 10 * time.Second, backoffMin: 100 * time.Millisecond, backoff: 5 * time.Second,
 			restoreMin: time.Second, restored: time.Minute, fresh: 2 * time.Second, spread: time.Millisecond,
-			poll: 10 * time.Second,
+			ask: 100 * time.Microsecond, silence: 2 * time.Minute, late: 10 * time.Second,
+			event: 10 * time.Millisecond, poll: 10 * time.Second,
 		},
 	}
 	m.former.Store(&former{cfg.Own, cfg.Known})
 	m.cfg.Known = subnet.LedgerState{}
 	m.events = newRecorder(m)
 	m.ignores.Store(new(string))
+	m.uid.Store(new(string))
 	if cfg.NodeName != "" {
 		m.name.Store(&cfg.NodeName)
 	}

@@ -628,20 +628,7 @@ func TestOutages(t *testing.T) {
 		c.Kubeconfig = f.kubeconfig(t, p.URL, flannel)
 		c.OnStatus = func(err error) { statuses <- err }
 	})
-	expect := func(want string) {
-		t.Helper()
-		timeout := time.After(patience)
-		for {
-			select {
-			case err := <-statuses:
-				if strings.Contains(fmt.Sprint(err), want) {
-					return
-				}
-			case <-timeout:
-				t.Fatalf("no status %s", want)
-			}
-		}
-	}
+	expect := func(want string) { t.Helper(); expectStatus(t, statuses, want) }
 	acquired := make(chan error, 1)
 	go func() {
 		_, err := subnettest.Acquire(t.Context(), m, vxlanClaim("192.0.2.1"))

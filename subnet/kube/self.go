@@ -29,6 +29,7 @@ type self struct {
 	cidrs    []netip.Prefix
 	cidrsErr error
 	network  string // status of the condition NetworkUnavailable
+	version  int64  // the revision of the store that changed it last
 	revision int64  // of the store, then
 	read     time.Time
 	ready    bool // the network was, then
@@ -37,7 +38,7 @@ type self struct {
 func newSelf(o *object, revision int64) *self {
 	s := &self{
 		exists: true, uid: string(o.uid), created: o.created, network: string(o.network.status),
-		revision: revision, read: time.Now(),
+		version: parseRevision(o.revision), revision: revision, read: time.Now(),
 	}
 	for i, text := range o.notes {
 		s.notes[i] = note{string(text), text != nil}
@@ -53,21 +54,27 @@ func (s *self) published() notes { return notes(s.notes[:numPublished]) }
 // of flannel's allows, where the early ones have no get. To the server it is as
 // cheap. What is returned says whether there is such a Node.
 func (m *Manager) read(ctx context.Context, name string, revision int64) (*self, error) {
-	ctx, cancel := context.WithTimeout(ctx, m.timing.request)
-	defer cancel()
 	s := &self{}
-	l, err := m.client.list(ctx, m.decoder, query{name: name, revision: revision}, func(o *object) error {
-		s = newSelf(o, 0)
-		return nil
-	})
+	l, err := m.readSome(ctx, query{name: name, revision: revision}, func(_ string, got *self) { s = got })
 	if err != nil {
-		if errors.Is(err, context.DeadlineExceeded) {
-			err = m.client.explain(err)
-		}
 		return nil, fmt.Errorf("read node %s: %w", name, err)
 	}
 	s.revision, s.read, s.ready = l.revision, time.Now(), m.ready()
 	return s, nil
+}
+
+// readSome asks for the few Nodes that q names.
+func (m *Manager) readSome(ctx context.Context, q query, on func(name string, s *self)) (listing, error) {
+	ctx, cancel := context.WithTimeout(ctx, m.timing.request)
+	defer cancel()
+	l, err := m.client.list(ctx, m.decoder, q, func(o *object) error {
+		on(string(o.name), newSelf(o, 0))
+		return nil
+	})
+	if errors.Is(err, context.DeadlineExceeded) {
+		err = m.client.explain(err)
+	}
+	return l, err
 }
 
 // look reads the own Node, and the revision of the store, in one small request:
@@ -80,6 +87,7 @@ func (m *Manager) look(ctx context.Context) (*self, error) {
 	s, err := m.read(ctx, name, 0)
 	if err == nil {
 		m.seen.Store(s)
+		m.uid.Store(&s.uid)
 	}
 	return s, err
 }

@@ -5,6 +5,7 @@ import (
 	"context"
 	"crypto/tls"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"net"
@@ -33,11 +34,67 @@ const apiserver = "../../bin/tools/kube-apiserver"
 // server is a real API server on loopback, on a real etcd.
 type server struct {
 	dir, url string
+	program  string // etcd's; empty: the etcd that is linked in
 	etcd     *embed.Etcd
+	etcdProc *program
 	etcdURL  url.URL
-	proc     *exec.Cmd
-	exited   chan struct{}
+	proc     *program
 	flags    []string
+}
+
+// program is a process of its own.
+type program struct {
+	*exec.Cmd
+	log    string // path
+	exited chan struct{}
+}
+
+// run starts a program that logs into dir. It dies with the test.
+func run(dir, path string, args ...string) (*program, error) {
+	log, err := os.Create(filepath.Join(dir, filepath.Base(path)+".log"))
+	if err != nil {
+		return nil, err
+	}
+	defer log.Close()
+	p := &program{exec.Command(path, args...), log.Name(), make(chan struct{})}
+	p.Stdout, p.Stderr = log, log
+	p.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
+	if err := p.Start(); err != nil {
+		return nil, fmt.Errorf("%s to test with: %w", filepath.Base(path), err)
+	}
+	go func() {
+		_ = p.Wait()
+		close(p.exited)
+	}()
+	return p, nil
+}
+
+// kill ends the program. It may be nil.
+func (p *program) kill() {
+	if p != nil {
+		_ = p.Process.Kill()
+		<-p.exited
+	}
+}
+
+// await polls until up returns nil.
+func (p *program) await(up func() error) error {
+	deadline := time.Now().Add(2 * time.Minute)
+	for {
+		err := up()
+		if err == nil {
+			return nil
+		}
+		select {
+		case <-p.exited:
+			text, _ := os.ReadFile(p.log)
+			return fmt.Errorf("%s ended: %s", p.Path, text[max(0, len(text)-1000):])
+		case <-time.After(50 * time.Millisecond):
+		}
+		if time.Now().After(deadline) {
+			return fmt.Errorf("%s is not ready: %w", p.Path, err)
+		}
+	}
 }
 
 const (
@@ -98,6 +155,9 @@ func (s *server) startEtcd() error {
 		return err
 	}
 	peer := url.URL{Scheme: "http", Host: addr}
+	if s.program != "" {
+		return s.startProgram(peer)
+	}
 	cfg := embed.NewConfig()
 	cfg.Dir = filepath.Join(s.dir, "etcd")
 	cfg.UnsafeNoFsync = true
@@ -110,6 +170,29 @@ func (s *server) startEtcd() error {
 	}
 	<-s.etcd.Server.ReadyNotify()
 	return nil
+}
+
+// startProgram starts an etcd of another version.
+func (s *server) startProgram(peer url.URL) (err error) {
+	s.etcdProc, err = run(
+		s.dir, s.program, "--data-dir="+filepath.Join(s.dir, "etcd"),
+		"--listen-client-urls="+s.etcdURL.String(), "--advertise-client-urls="+s.etcdURL.String(),
+		"--listen-peer-urls="+peer.String(), "--initial-advertise-peer-urls="+peer.String(), "--initial-cluster=default="+peer.String(),
+	)
+	if err != nil {
+		return err
+	}
+	return s.etcdProc.await(func() error {
+		resp, err := adminClient().Get(s.etcdURL.String() + "/health")
+		if err != nil {
+			return err
+		}
+		defer resp.Body.Close()
+		if resp.StatusCode != http.StatusOK {
+			return errors.New(resp.Status)
+		}
+		return nil
+	})
 }
 
 func (s *server) startAPI() error {
@@ -132,57 +215,35 @@ func (s *server) startAPI() error {
 		}
 	}
 	_, port, _ := net.SplitHostPort(strings.TrimPrefix(s.url, "https://"))
-	log, err := os.Create(filepath.Join(s.dir, "apiserver.log"))
-	if err != nil {
-		return err
-	}
-	defer log.Close()
-	s.proc = exec.Command(apiserver, append([]string{
+	proc, err := run(s.dir, apiserver, append([]string{
 		"--etcd-servers=" + s.etcdURL.String(), "--bind-address=127.0.0.1", "--advertise-address=127.0.0.1", "--secure-port=" + port,
 		"--cert-dir=" + filepath.Join(s.dir, "certs"), "--service-cluster-ip-range=10.96.0.0/16",
 		"--service-account-issuer=https://kubernetes.default.svc", "--service-account-key-file=" + key,
 		"--service-account-signing-key-file=" + key, "--authorization-mode=RBAC", "--token-auth-file=" + tokens,
 		"--endpoint-reconciler-type=none", "--shutdown-delay-duration=0s",
 	}, s.flags...)...)
-	s.proc.Stdout, s.proc.Stderr = log, log
-	s.proc.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
-	if err := s.proc.Start(); err != nil {
-		return fmt.Errorf("no API server to test with: %w", err)
+	if err != nil {
+		return err
 	}
-	s.exited = make(chan struct{})
-	go func(cmd *exec.Cmd, exited chan struct{}) {
-		_ = cmd.Wait()
-		close(exited)
-	}(s.proc, s.exited)
-	deadline := time.Now().Add(2 * time.Minute)
-	for {
+	s.proc = proc
+	return proc.await(func() error {
 		status, _, err := s.try(http.MethodGet, "/readyz", nil)
-		if err == nil && status == http.StatusOK {
-			return nil
+		if err == nil && status != http.StatusOK {
+			err = errors.New(http.StatusText(status))
 		}
-		select {
-		case <-s.exited:
-			text, _ := os.ReadFile(log.Name())
-			return fmt.Errorf("API server ended: %s", text[max(0, len(text)-1000):])
-		case <-time.After(50 * time.Millisecond):
-		}
-		if time.Now().After(deadline) {
-			return fmt.Errorf("API server is not ready: %w", err)
-		}
-	}
+		return err
+	})
 }
 
 // stopAPI kills the API server.
 func (s *server) stopAPI() {
-	if s.proc != nil && s.proc.Process != nil {
-		_ = s.proc.Process.Kill()
-		<-s.exited
-	}
+	s.proc.kill()
 }
 
 // stop kills the API server first, and etcd.
 func (s *server) stop() {
 	s.stopAPI()
+	s.etcdProc.kill()
 	if s.etcd != nil {
 		s.etcd.Close()
 	}
@@ -277,9 +338,13 @@ func nodeBody(name string, annotations map[string]string, cidrs ...string) map[s
 	}
 	return map[string]any{
 		"apiVersion": "v1", "kind": "Node",
-		"metadata": map[string]any{"name": name, "annotations": annotations}, "spec": spec,
+		"metadata": map[string]any{"name": name, "annotations": annotations, "labels": map[string]string{hostLabel: hostOf(name)}},
+		"spec":     spec,
 	}
 }
+
+// hostOf is the host name of a Node, which need not be the Node's name.
+func hostOf(node string) string { return "host-of-" + node }
 
 func (s *server) deleteNode(t testing.TB, name string) {
 	t.Helper()
@@ -390,5 +455,21 @@ func eventually(t *testing.T, what string, check func() error) {
 			t.Fatalf("%s: %v", what, err)
 		}
 		<-time.After(10 * time.Millisecond)
+	}
+}
+
+// expectStatus waits for a status of the API that has want in it.
+func expectStatus(t *testing.T, statuses <-chan error, want string) {
+	t.Helper()
+	timeout := time.After(patience)
+	for {
+		select {
+		case err := <-statuses:
+			if strings.Contains(fmt.Sprint(err), want) {
+				return
+			}
+		case <-timeout:
+			t.Fatalf("no status %s", want)
+		}
 	}
 }

@@ -11,9 +11,11 @@ import (
 	"net/http"
 	"net/url"
 	"strconv"
+	"strings"
 	"time"
 
 	"google.golang.org/protobuf/encoding/protowire"
+	"k8s.io/klog/v2"
 
 	"flanneld/pkg/oneline"
 	"flanneld/subnet"
@@ -23,19 +25,33 @@ import (
 var errRelist = errors.New("watch cannot be resumed")
 
 // listing is what a list says besides the objects.
-type listing struct{ revision int64 }
+type listing struct {
+	revision int64
+	behind   bool // the server's cache had not reached what was asked for
+}
 
 // query says which Nodes, and from which revision on.
 type query struct {
-	metadata bool   // without spec and status
-	name     string // of one Node; empty for all
-	revision int64  // not older than that; 0: the present one, which the server asks its store for
+	metadata bool     // without spec and status
+	name     string   // of one Node; empty for all
+	hosts    []string // values of the label hostLabel; nil for all
+	revision int64    // not older than that; 0: the present one, which the server asks its store for
 }
+
+// hostLabel is a label that every kubelet gives its Node, with a value of its own.
+// Field selectors cannot name several Nodes, label selectors can.
+const hostLabel = "kubernetes.io/hostname"
+
+// selects reports whether q is about single Nodes.
+func (q query) selects() bool { return q.name != "" || q.hosts != nil }
 
 func (q query) values() url.Values {
 	v := url.Values{}
 	if q.name != "" {
 		v.Set("fieldSelector", "metadata.name="+q.name)
+	}
+	if q.hosts != nil {
+		v.Set("labelSelector", hostLabel+" in ("+strings.Join(q.hosts, ",")+")")
 	}
 	if q.revision > 0 {
 		v.Set("resourceVersion", strconv.FormatInt(q.revision, 10))
@@ -45,7 +61,29 @@ func (q query) values() url.Values {
 
 // list calls on for every Node, one after the other as they arrive: an object
 // is good until on returns. If it fails on may have been called.
+//
+// A server answers from its cache, and refuses a revision that the cache has not
+// reached within 3 s. The cache of one that has just started, or that is slow, or
+// whose etcd sends no progress (3.4 does not on request), may be far behind. Then
+// list asks for the present state, which the server reads from its store. A list of
+// whatever state the cache has would be wrong: it may be older than what is known.
 func (c *client) list(ctx context.Context, d *decoder, q query, on func(*object) error) (listing, error) {
+	l, err := c.listOnce(ctx, d, q, on)
+	if q.revision == 0 || !isTooLarge(err) {
+		return l, err
+	}
+	level := 0
+	if q.selects() {
+		level = 1 // one Node of many
+	}
+	klog.FromContext(ctx).V(level).Info("the API server's cache is behind, its store is asked", "answer", err.Error())
+	q.revision = 0
+	l, err = c.listOnce(ctx, d, q, on)
+	l.behind = true
+	return l, err
+}
+
+func (c *client) listOnce(ctx context.Context, d *decoder, q query, on func(*object) error) (listing, error) {
 	outer := ctx
 	ctx, stop := context.WithCancel(ctx)
 	defer stop()

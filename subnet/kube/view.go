@@ -21,21 +21,26 @@ type view struct {
 	revision int64
 	listed   bool // by this process
 	current  bool // the last watch has ended in good order
+	blind    bool // the last watch was, and the one since has said nothing yet
+	behind   bool // the server's cache was, and the watch has said nothing yet
 	same     bool // while listing: a Node is there that was there before
 }
 
 // entry is one Node.
 type entry struct {
-	name   string
-	uid    string // empty for one that is known from a former run only
-	order  uint64
-	cidrs  []netip.Prefix // of the spec; nil if they are not known
-	notes  notes
-	err    error         // why it is no lease now; errNotManaged is no trouble
-	partly error         // why a family of the lease is not as the Node has it now
-	lease  *subnet.Lease // as it last was one, nil if it never was; read-only
-	fresh  bool          // lease has changed and is to be published
-	logged string        // trouble that was
+	name string
+	uid  string // empty for one that is known from a former run only
+	// version is the revision of the store that changed it last.
+	version int64
+	host    string // the label hostLabel, while podCIDRs are to be asked for
+	order   uint64
+	cidrs   []netip.Prefix // of the spec; nil if they are not known
+	notes   notes
+	err     error         // why it is no lease now; errNotManaged is no trouble
+	partly  error         // why a family of the lease is not as the Node has it now
+	lease   *subnet.Lease // as it last was one, nil if it never was; read-only
+	fresh   bool          // lease has changed and is to be published
+	logged  string        // trouble that was
 }
 
 // lacks reports whether the Node is to be asked for.
@@ -80,6 +85,23 @@ func (m *Manager) newView(ctx context.Context) *view {
 	return v
 }
 
+// required is the revision that a list must have reached: that of everything known,
+// and of the own Node. Anything later comes by the watch. The present revision of the
+// store would be too much: changes of anything but Nodes raise it, which the server's
+// cache of Nodes may not hear of for minutes. 0 means the present state: the store is
+// older than it was, or another one, and the server may still have its former state
+// in the cache; or the server is known to be behind.
+func (v *view) required(s *self) int64 {
+	known := max(v.store.Revision, s.version)
+	switch {
+	case known > s.revision, v.blind:
+		return 0
+	case known == 0:
+		return s.revision
+	}
+	return known
+}
+
 func (v *view) has(name, uid string) bool {
 	e := v.entries[name]
 	return e != nil && e.uid == uid
@@ -87,7 +109,7 @@ func (v *view) has(name, uid string) bool {
 
 // successor returns an empty view, to be filled from a list.
 func (v *view) successor() *view {
-	return &view{keys: v.keys, entries: make(map[string]*entry, len(v.entries)), listed: true}
+	return &view{keys: v.keys, entries: make(map[string]*entry, len(v.entries)), listed: true, blind: v.blind}
 }
 
 // take puts an object of a list into the view. What is known of it comes from
@@ -115,9 +137,9 @@ func (e *entry) is(o *object) bool {
 
 // complete ends the filling from a list. The store is the one it was as long as
 // one Node is still there: uids are never used twice, and creation times hardly.
-func (v *view) complete(own string, revision int64, s *self, old *view) {
-	v.own, v.revision = own, revision
-	v.store = subnet.StoreID{ID: s.uid, Revision: revision}
+func (v *view) complete(own string, l listing, s *self, old *view) {
+	v.own, v.revision, v.behind = own, l.revision, l.behind || v.blind
+	v.store = subnet.StoreID{ID: s.uid, Revision: l.revision}
 	if v.same && old.store.ID != "" {
 		v.store.ID = old.store.ID
 	} else if v.store.ID == "" {
@@ -129,6 +151,7 @@ func (v *view) complete(own string, revision int64, s *self, old *view) {
 // nothing new.
 func (v *view) set(e *entry, o *object, full bool) {
 	changed := false
+	e.version = parseRevision(o.revision)
 	if e.uid != string(o.uid) {
 		e.uid, e.order, changed = string(o.uid), uint64(o.created), true
 	}
@@ -145,6 +168,12 @@ func (v *view) set(e *entry, o *object, full bool) {
 	}
 	if changed {
 		v.decode(e)
+	}
+	switch lacks := e.lacks(); {
+	case lacks && e.host != string(o.host):
+		e.host = string(o.host)
+	case !lacks:
+		e.host = ""
 	}
 }
 
@@ -191,7 +220,7 @@ func (v *view) advance(h happened) (name string, err error) {
 		}
 		return "", nil
 	}
-	v.revision = revision
+	v.revision, v.behind = revision, false
 	e := v.entries[string(h.o.name)]
 	switch {
 	case h.kind == bookmark:
@@ -215,12 +244,19 @@ func (v *view) advance(h happened) (name string, err error) {
 	return "", nil
 }
 
-// supply takes in a Node that was asked for.
+// supply takes in Nodes that were asked for.
 func (v *view) supply(got fetched) {
-	e := v.entries[got.name]
-	if e != nil && got.self.exists && got.self.uid == e.uid {
-		v.setCIDRs(e, got.self.cidrs, got.self.cidrsErr)
-		v.decode(e)
+	for _, name := range got.names {
+		e, s := v.entries[name], got.found[name]
+		switch {
+		case e == nil:
+		case s != nil && s.uid == e.uid:
+			v.setCIDRs(e, s.cidrs, s.cidrsErr)
+			v.decode(e)
+			e.host = ""
+		case got.missed(name):
+			e.host = ""
+		}
 	}
 }
 

@@ -57,13 +57,13 @@ func (w *walker) tell(kind string, n *wireNode) {
 // answer supplies what the view lacks, or not yet.
 func (w *walker) answer() {
 	for _, name := range w.v.missing() {
-		got := fetched{name: name, self: &self{}}
+		got := fetched{asking{names: []string{name}}, map[string]*self{}}
 		if n := w.nodes[name]; n != nil {
 			var o object
 			if err := w.d.node(n.full(), &o); err != nil {
 				w.t.Fatal(err)
 			}
-			got.self = newSelf(&o, 0)
+			got.found[name] = newSelf(&o, 0)
 		}
 		w.v.supply(got)
 		w.v.publish(w.t.Context(), name, w.sink)
@@ -164,7 +164,7 @@ func TestMangledFamilyIsLoggedOnce(t *testing.T) {
 	if err := d.node(n.full(), &o); err != nil {
 		t.Fatal(err)
 	}
-	v.supply(fetched{"n1", newSelf(&o, 0)})
+	v.supply(fetched{asking{names: []string{"n1"}}, map[string]*self{"n1": newSelf(&o, 0)}})
 	v.publish(ctx, "n1", func(subnet.Update) {})
 	tell(modified, "other", "x")
 	tell(modified, "public-ip", "192.0.2.2")

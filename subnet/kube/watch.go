@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"math/rand/v2"
-	"sync"
 	"time"
 
 	"k8s.io/klog/v2"
@@ -22,7 +21,7 @@ func (m *Manager) Watch(ctx context.Context, sink func(subnet.Update)) error {
 		v = m.newView(ctx)
 	}
 	// Whoever listens now has to be told of everything, which a list does.
-	v.revision, v.current = 0, false
+	v.revision, v.current, v.blind = 0, false, false
 	defer func() { m.view.Store(v) }()
 	b := m.backoff()
 	for {
@@ -31,7 +30,9 @@ func (m *Manager) Watch(ctx context.Context, sink func(subnet.Update)) error {
 		if err == nil {
 			err = m.follow(ctx, v, sink, func() {
 				begun = time.Now()
-				m.report(ctx, watching, nil)
+				if !v.blind {
+					m.report(ctx, watching, nil)
+				}
 			})
 		}
 		m.lasted(b, begun)
@@ -41,8 +42,14 @@ func (m *Manager) Watch(ctx context.Context, sink func(subnet.Update)) error {
 			return ctx.Err()
 		case err == nil:
 			continue
-		case errors.Is(err, errRelist):
+		case errors.Is(err, errRelist), errors.Is(err, errStale):
 			v.revision = 0
+			if errors.Is(err, errStale) {
+				// A new connection may lead to another server.
+				v.blind = true
+				m.report(ctx, watching, err)
+				m.client.renew()
+			}
 			// All nodes have to list again at this moment, and what a list
 			// costs grows with their number.
 			err = b.Wait(ctx, rand.N(time.Duration(len(v.entries))*m.timing.spread+1))
@@ -100,31 +107,32 @@ func (m *Manager) resume(ctx context.Context, v *view, sink func(subnet.Update))
 	return nil
 }
 
-// manyMissing is how many Nodes are rather asked for by one full list.
-const manyMissing = 32
+// manyRequests is in place of how many requests for Nodes there is one full list.
+const manyRequests = 32
 
 // list returns the view of the store as it is now. What is known of podCIDRs
 // spares the list the greater part of every Node.
 func (m *Manager) list(ctx context.Context, v *view, s *self) (*view, error) {
+	required := v.required(s)
 	if v.entries == nil {
-		return m.listAs(ctx, v, s, query{revision: s.revision})
+		return m.listAs(ctx, v, s, query{revision: required})
 	}
-	next, err := m.listAs(ctx, v, s, query{revision: s.revision, metadata: true})
+	next, err := m.listAs(ctx, v, s, query{revision: required, metadata: true})
 	if err != nil {
 		return nil, err
 	}
-	missing := next.missing()
-	if len(missing) > manyMissing {
-		return m.listAs(ctx, v, s, query{revision: s.revision})
-	}
-	for _, name := range missing {
-		got, err := m.read(ctx, name, next.revision)
-		if err != nil {
-			return nil, err
+	requests := next.requests(next.missing())
+	if len(requests) > manyRequests {
+		if next.behind {
+			required = 0
 		}
-		next.supply(fetched{name, got})
+		return m.listAs(ctx, v, s, query{revision: required})
 	}
-	return next, nil
+	answers, err := m.askAll(ctx, requests)
+	for _, got := range answers {
+		next.supply(got)
+	}
+	return next, err
 }
 
 func (m *Manager) listAs(ctx context.Context, v *view, s *self, q query) (*view, error) {
@@ -134,15 +142,11 @@ func (m *Manager) listAs(ctx context.Context, v *view, s *self, q query) (*view,
 		return nil
 	}
 	l, err := m.client.list(ctx, m.decoder, q, on)
-	if e, ok := errors.AsType[*apiError](err); ok && e.tooLarge {
-		// An older server, whose cache lags behind its store: ask the store.
-		next, q.revision = v.successor(), 0
-		l, err = m.client.list(ctx, m.decoder, q, on)
-	}
 	if err != nil {
 		return nil, fmt.Errorf("list nodes: %w", err)
 	}
-	next.complete(*m.name.Load(), l.revision, s, v)
+	next.complete(*m.name.Load(), l, s, v)
+	m.nodes.Store(int64(len(next.entries)))
 	return next, nil
 }
 
@@ -156,14 +160,15 @@ type happened struct {
 func (m *Manager) follow(ctx context.Context, v *view, sink func(subnet.Update), alive func()) error {
 	ctx, cancel := context.WithCancel(ctx)
 	events, taken, ended := make(chan happened), make(chan struct{}), make(chan error, 1)
-	f := &fetcher{m: m, asked: map[string]bool{}, got: make(chan fetched), slots: make(chan struct{}, fetchers)}
-	var wg sync.WaitGroup
+	f := newFetcher(m, v)
+	defer f.due.Stop()
+	p := newProbe(m, v)
+	defer p.due.Stop()
 	defer func() {
 		cancel()
-		wg.Wait()
 		f.wg.Wait()
 	}()
-	wg.Go(func() {
+	f.wg.Go(func() {
 		ended <- m.client.watch(ctx, m.decoder, query{metadata: true, revision: v.revision}, alive, func(kind string, o *object) error {
 			select {
 			case events <- happened{kind, o}:
@@ -175,90 +180,36 @@ func (m *Manager) follow(ctx context.Context, v *view, sink func(subnet.Update),
 		})
 	})
 	for _, name := range v.missing() {
-		f.start(ctx, name, v.revision)
+		f.want(name)
 	}
 	for {
-		var name string
-		var err error
 		select {
 		case e := <-events:
-			name, err = v.advance(e)
-			if name != "" && v.entries[name].lacks() {
-				f.start(ctx, name, v.revision)
-			}
+			name, err := v.advance(e)
 			taken <- struct{}{}
-		case got := <-f.got:
-			name = got.name
-			again := f.asked[name]
-			delete(f.asked, name)
-			if v.supply(got); again && v.entries[name].lacks() {
-				f.start(ctx, name, v.revision)
+			if err != nil {
+				return err
 			}
+			if name != "" && v.entries[name].lacks() {
+				f.want(name)
+			}
+			p.heard(ctx)
+			v.publish(ctx, name, sink)
+		case <-f.due.C:
+			f.flush(ctx)
+		case got := <-f.got:
+			f.take(got)
+			for _, name := range got.names {
+				v.publish(ctx, name, sink)
+			}
+		case <-p.due.C:
+			if err := p.fire(ctx, &f.wg); err != nil {
+				return err
+			}
+		case s := <-p.got:
+			p.take(s)
 		case err := <-ended:
 			return err
 		}
-		if err != nil {
-			return err
-		}
-		v.publish(ctx, name, sink)
 	}
-}
-
-// fetchers is how many Nodes are asked for at the same time.
-const fetchers = 8
-
-// fetcher asks for single Nodes in full. It ends with the watch that made it.
-type fetcher struct {
-	m *Manager
-	// asked has the Nodes that are being asked for: true if one has changed since,
-	// so that the answer may be older than what made it worth asking.
-	asked map[string]bool
-	got   chan fetched
-	slots chan struct{}
-	wg    sync.WaitGroup
-}
-
-// fetched is what came of it: the name is that of the Node that was asked for.
-type fetched struct {
-	name string
-	self *self
-}
-
-// start asks for a Node as it was at revision or later, unless that is under way.
-func (f *fetcher) start(ctx context.Context, name string, revision int64) {
-	if _, under := f.asked[name]; under {
-		f.asked[name] = true
-		return
-	}
-	f.asked[name] = false
-	f.wg.Go(func() {
-		select {
-		case f.slots <- struct{}{}:
-			defer func() { <-f.slots }()
-		case <-ctx.Done():
-			return
-		}
-		// An activity of its own: the watch that goes on says nothing of it.
-		activity := getting + name
-		defer f.m.outage.Forget(activity)
-		b := f.m.backoff()
-		for failed := false; ; failed = true {
-			// From the server's cache, if that is no older than what made us ask.
-			got, err := f.m.read(ctx, name, revision)
-			if err == nil {
-				if failed {
-					f.m.report(ctx, activity, nil)
-				}
-				select {
-				case f.got <- fetched{name, got}:
-				case <-ctx.Done():
-				}
-				return
-			}
-			f.m.report(ctx, activity, err)
-			if b.Wait(ctx, pause(err)) != nil {
-				return
-			}
-		}
-	})
 }

@@ -23,6 +23,7 @@ type object struct {
 	name, uid, revision []byte
 	created             int64                  // seconds since 1970
 	notes               [numAnnotations][]byte // nil for one that is absent
+	host                []byte                 // the label hostLabel
 	podCIDR             []byte
 	podCIDRs            [2][]byte
 	numPodCIDRs         int // more than two are not kept
@@ -148,6 +149,8 @@ func (d *decoder) metadata(b []byte, o *object) error {
 			o.revision = f.bytes
 		case 8:
 			o.created, err = seconds(f.bytes)
+		case 11:
+			err = o.label(f.bytes)
 		case 12:
 			err = d.annotation(f.bytes, o)
 		}
@@ -174,12 +177,31 @@ func seconds(b []byte) (s int64, err error) {
 }
 
 func (d *decoder) annotation(b []byte, o *object) error {
-	var key []byte
-	value := []byte{}
+	key, value, err := pair(b)
+	if err != nil {
+		return err
+	}
+	if i, ok := d.keys.index(key); ok {
+		o.notes[i] = value
+	}
+	return nil
+}
+
+func (o *object) label(b []byte) error {
+	key, value, err := pair(b)
+	if err == nil && string(key) == hostLabel {
+		o.host = value
+	}
+	return err
+}
+
+// pair returns key and value of one entry of a map.
+func pair(b []byte) (key, value []byte, err error) {
+	value = []byte{}
 	for len(b) > 0 {
 		f, rest, err := next(b)
 		if err != nil {
-			return err
+			return nil, nil, err
 		}
 		switch f.number {
 		case 1:
@@ -189,10 +211,7 @@ func (d *decoder) annotation(b []byte, o *object) error {
 		}
 		b = rest
 	}
-	if i, ok := d.keys.index(key); ok {
-		o.notes[i] = value
-	}
-	return nil
+	return key, value, nil
 }
 
 func (o *object) spec(b []byte) error {
@@ -307,7 +326,7 @@ func decodeStatus(b []byte) (e apiError, err error) {
 					return nil
 				}
 				cause, err := stringOf(f.bytes, 1)
-				e.tooLarge = e.tooLarge || string(cause) == "ResourceVersionTooLarge"
+				e.takeCause(string(cause))
 				return err
 			})
 		case 6:

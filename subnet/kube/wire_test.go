@@ -34,12 +34,14 @@ type wireNode struct {
 	annotations         map[string]string
 	cidrs               []string
 	unavailable         string
+	host                string
 	ballast             int // bytes of managed fields
 }
 
 func (n wireNode) metadata() []byte {
 	meta := message(text(1, n.name), text(2, ""), text(3, ""), text(5, n.uid), text(6, n.revision), number(7, 3),
-		bytesField(8, message(number(1, n.created), number(2, 0))), bytesField(11, message(text(1, "label"), text(2, "x"))))
+		bytesField(8, message(number(1, n.created), number(2, 0))), bytesField(11, message(text(1, "label"), text(2, "x"))),
+		bytesField(11, message(text(1, hostLabel), text(2, n.host))))
 	for key, value := range n.annotations {
 		meta = append(meta, bytesField(12, message(text(1, key), text(2, value)))...)
 	}

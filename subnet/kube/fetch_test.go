@@ -1,0 +1,255 @@
+package kube
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"net/url"
+	"slices"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"flanneld/pkg/outage"
+	"flanneld/subnet"
+	"flanneld/subnet/subnettest"
+)
+
+// Nodes that come together are asked for together, by their label: also one whose label
+// has changed, or that has none.
+func TestManyNewNodes(t *testing.T) {
+	f := newFixture(t, sharedServer(t))
+	f.setConfig(t, `{"Network":"10.0.0.0/8"}`)
+	p := newProxy(t, f.server)
+	m := f.started(t, func(c *Config) { c.Kubeconfig = f.kubeconfig(t, p.URL, flannel) })
+	m.timing.ask = 20 * time.Millisecond
+	w := subnettest.Watch(t, m)
+	w.Until(t, "nobody", subnettest.Has())
+	p.answer(nil)
+	const nodes = 200
+	parallel(t, nodes, func(n int) {
+		body := nodeBody(fmt.Sprintf("many%d", n), peerNotes(n), fmt.Sprintf("10.99.%d.0/24", n))
+		switch labels := body["metadata"].(map[string]any); n {
+		case 7:
+			delete(labels, "labels")
+		case 8:
+			labels["labels"] = map[string]string{hostLabel: ""}
+		}
+		f.do(t, http.MethodPost, "/api/v1/nodes", body)
+	})
+	w.Until(t, "all", func(s subnet.Snapshot) bool { return len(s.Leases) == nodes })
+	one, several := 0, 0
+	for _, text := range p.requests() {
+		switch {
+		case strings.Contains(text, "labelSelector="):
+			several++
+		case strings.Contains(text, "fieldSelector=") && !strings.Contains(text, "watch="):
+			one++
+		}
+	}
+	if several == 0 || one+several > nodes/4 {
+		t.Errorf("%d requests for one Node and %d for several, of %d Nodes", one, several, nodes)
+	}
+}
+
+// Nodes whose label is no longer what an event said are asked for by name.
+func TestLabelHasChanged(t *testing.T) {
+	d := testDecoder()
+	v := &view{keys: &d.keys, own: "n0", entries: map[string]*entry{}}
+	var names []string
+	for n := range 2*together + 1 {
+		node := &wireNode{name: fmt.Sprintf("n%d", n), uid: "u", revision: fmt.Sprint(n + 1), host: fmt.Sprintf("h%d", n), annotations: map[string]string{anno("kube-subnet-manager"): "true"}}
+		var o object
+		if _, err := d.frame(wireFrame(added, node.partial()), &o); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := v.advance(happened{added, &o}); err != nil {
+			t.Fatal(err)
+		}
+		names = append(names, node.name)
+	}
+	requests := v.requests(names)
+	if len(requests) != 3 || len(requests[0].hosts) != together || requests[0].revision != together || len(requests[2].hosts) != 1 {
+		t.Fatalf("%d requests: %+v", len(requests), requests)
+	}
+	if got := requests[2].values().Get("labelSelector"); got != hostLabel+" in (h200)" {
+		t.Errorf("the selector is %q", got)
+	}
+	v.supply(fetched{requests[0], map[string]*self{}})
+	again := v.requests(names[:together])
+	if len(again) != together || again[3].name != "n3" || again[3].revision != 4 || again[3].hosts != nil {
+		t.Errorf("%d requests after that: %+v", len(again), again)
+	}
+}
+
+// counted answers requests and remembers when they came.
+type counted struct {
+	mu     sync.Mutex
+	at     []time.Time
+	answer func(*http.Request) *http.Response
+}
+
+func (c *counted) RoundTrip(r *http.Request) (*http.Response, error) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.at = append(c.at, time.Now())
+	return c.answer(r), nil
+}
+
+// times returns when requests came since it was called last.
+func (c *counted) times() []time.Time {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	at := c.at
+	c.at = nil
+	slices.SortFunc(at, time.Time.Compare)
+	return at
+}
+
+// emulated returns a manager of a Node in a cluster of so many, whose requests go to c.
+func emulated(name string, nodes int, c *counted) *Manager {
+	m := &Manager{
+		client: &client{base: &url.URL{Scheme: "https", Host: "api"}, http: &http.Client{Transport: c}},
+		outage: outage.New("the API", nil), decoder: testDecoder(),
+		timing: timing{request: time.Second, backoffMin: 100 * time.Millisecond, backoff: 5 * time.Second, ask: 100 * time.Microsecond, event: 10 * time.Millisecond},
+	}
+	m.name.Store(&name)
+	m.uid.Store(&name)
+	m.nodes.Store(int64(nodes))
+	m.events = newRecorder(m)
+	return m
+}
+
+// One bad peer makes all nodes refuse it in the same moment. Their Events come to the
+// API server one after the other.
+func TestEventsOfAllNodesAreSpread(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := &counted{answer: func(*http.Request) *http.Response {
+			return &http.Response{StatusCode: http.StatusCreated, Body: http.NoBody}
+		}}
+		const nodes = 2000
+		var wg sync.WaitGroup
+		start := time.Now()
+		for n := range nodes {
+			m := emulated(fmt.Sprintf("n%d", n), nodes, c)
+			wg.Go(func() { m.events.run(t.Context()) })
+			m.Warn("FlannelPeerRefused", "bad")
+		}
+		time.Sleep(time.Minute)
+		synctest.Wait()
+		times := c.times()
+		if len(times) != nodes {
+			t.Fatalf("%d requests for %d Events", len(times), nodes)
+		}
+		for i, at := range times[:nodes-nodes/10] {
+			if took := times[i+nodes/10].Sub(at); took < time.Second {
+				t.Fatalf("%d Events within %s, %s from the start", nodes/10, took, at.Sub(start))
+			}
+		}
+	})
+}
+
+// Daemons that a server has refused together do not come back together, and one that
+// has asked for a Node does not ask for each of the next ones.
+func TestRequestsForNodesAreSpread(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		var free atomic.Bool
+		c := &counted{answer: func(*http.Request) *http.Response {
+			if !free.Load() {
+				return &http.Response{StatusCode: http.StatusTooManyRequests, Header: http.Header{"Retry-After": {"1"}}, Body: io.NopCloser(strings.NewReader("busy"))}
+			}
+			return &http.Response{StatusCode: http.StatusOK, Body: io.NopCloser(strings.NewReader(string(wireList("5"))))}
+		}}
+		const nodes, daemons = 10000, 200
+		d := testDecoder()
+		v := &view{keys: &d.keys, own: "n0", entries: make(map[string]*entry, nodes)} // of all, who only read it
+		for n := range nodes {
+			v.entries[fmt.Sprint(n)] = &entry{name: fmt.Sprint(n)}
+		}
+		v.entries["1"].notes[managed] = note{"true", true}
+		for range daemons {
+			f := newFetcher(emulated("n0", nodes, c), v)
+			go func() {
+				defer f.wg.Wait()
+				f.want("1")
+				for {
+					select {
+					case <-f.due.C:
+						f.flush(t.Context())
+					case got := <-f.got:
+						f.take(got)
+					case <-t.Context().Done():
+						return
+					}
+				}
+			}()
+		}
+		within := func(what string, from time.Duration) {
+			t.Helper()
+			time.Sleep(time.Second)
+			synctest.Wait()
+			at := c.times()
+			if len(at) != daemons {
+				t.Fatalf("%s: %d requests by %d daemons", what, len(at), daemons)
+			}
+			if spread := at[len(at)-1].Sub(at[0]); spread < from {
+				t.Errorf("%s: all within %s, want %s", what, spread, from)
+			}
+		}
+		within("for one Node", 300*time.Millisecond)
+		free.Store(true)
+		time.Sleep(2 * time.Second)
+		within("after a refusal", 800*time.Millisecond)
+	})
+}
+
+// What a server that is behind says is an outage until its watch says something.
+func TestProbe(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := &counted{answer: func(*http.Request) *http.Response {
+			own := (&wireNode{name: "n0", uid: "u", revision: "7"}).full()
+			return &http.Response{StatusCode: http.StatusOK, Body: io.NopCloser(strings.NewReader(string(wireList("9", own))))}
+		}}
+		m := emulated("n0", 1, c)
+		m.timing.silence, m.timing.late = 2*time.Minute, 10*time.Second
+		v := &view{own: "n0", revision: 7}
+		p := newProbe(m, v)
+		var wg sync.WaitGroup
+		next := func() error {
+			t.Helper()
+			select {
+			case <-p.due.C:
+				return p.fire(t.Context(), &wg)
+			case s := <-p.got:
+				p.take(s)
+			}
+			return nil
+		}
+		// Silence of a store in which nothing has happened.
+		for range 6 {
+			if err := next(); err != nil {
+				t.Fatal(err)
+			}
+		}
+		v.revision = 6
+		v.blind = true
+		for err := next(); ; err = next() {
+			if errors.Is(err, errStale) {
+				break
+			}
+			if err != nil {
+				t.Fatal(err)
+			}
+		}
+		m.report(t.Context(), watching, m.client.stale(6, 7))
+		v.revision = 7
+		p.heard(t.Context())
+		if v.blind {
+			t.Error("it is taken for blind after it has caught up")
+		}
+	})
+}

@@ -1,0 +1,451 @@
+package kube
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"log"
+	"net"
+	"net/http"
+	"net/http/httptest"
+	"net/http/httputil"
+	"net/url"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"k8s.io/klog/v2"
+	"k8s.io/klog/v2/ktesting"
+
+	"flanneld/subnet"
+	"flanneld/subnet/subnettest"
+)
+
+// withoutProgress is an etcd that tells an API server of progress every ten minutes
+// only: the server's caches are behind most of the time.
+const withoutProgress = "etcd 3.4"
+
+// etcds are the stores that API servers are tested on, by version: 3.4 is Debian's.
+var etcds = map[string]string{
+	withoutProgress: "/usr/bin/etcd", "etcd 3.5": "../../bin/tools/etcd-3.5", "etcd 3.6": "../../bin/tools/etcd-3.6", "newest etcd": "",
+}
+
+// TestEveryEtcd has an API server on each of them.
+func TestEveryEtcd(t *testing.T) {
+	for name, program := range etcds {
+		t.Run(name, func(t *testing.T) {
+			s := &server{dir: t.TempDir(), program: program}
+			t.Cleanup(s.stop)
+			if err := s.start(); err != nil {
+				t.Fatal(err)
+			}
+			for name, test := range map[string]func(*fixture, *testing.T){
+				"revision ahead of the cache": (*fixture).testAheadOfCache,
+				"restart ahead of the cache":  (*fixture).testRestartAheadOfCache,
+				"restored store":              (*fixture).testRestoredStore,
+			} {
+				t.Run(name, func(t *testing.T) {
+					f := newFixture(t, s)
+					f.setConfig(t, configV4)
+					test(f, t)
+				})
+			}
+		})
+	}
+}
+
+// ahead brings the store to a revision that the API server's cache of Nodes has not
+// reached, and returns it: nothing is changed but ConfigMaps.
+func (f *fixture) ahead(t *testing.T) int64 {
+	t.Helper()
+	var made struct {
+		Metadata struct{ ResourceVersion string }
+	}
+	for n := range 3 {
+		body := f.do(t, http.MethodPost, "/api/v1/namespaces/default/configmaps", map[string]any{
+			"apiVersion": "v1", "kind": "ConfigMap", "metadata": map[string]any{"generateName": fmt.Sprintf("ahead%d-", n)},
+		})
+		if err := json.Unmarshal(body, &made); err != nil {
+			t.Fatal(err)
+		}
+	}
+	return parseRevision([]byte(made.Metadata.ResourceVersion))
+}
+
+// A revision that the server's cache has not reached comes from the store at once,
+// whatever form the server gives its refusal.
+func (f *fixture) testAheadOfCache(t *testing.T) {
+	f.peer(t, 2)
+	m := f.started(t)
+	// Kept, so that the cache is not filled anew by each request.
+	subnettest.Watch(t, m).Until(t, "the peer", subnettest.Has("node2"))
+	f.deleteNode(t, "node2")
+	f.peer(t, 3)
+	for name, q := range map[string]query{
+		"full": {}, "metadata": {metadata: true}, "one Node": {name: "node3"}, "several Nodes": {hosts: []string{hostOf("node3")}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			logger := ktesting.NewLogger(t, ktesting.NewConfig(ktesting.BufferLogs(true), ktesting.Verbosity(1)))
+			q.revision = f.ahead(t)
+			var names []string
+			l, err := m.client.list(klog.NewContext(t.Context(), logger), m.decoder, q, func(o *object) error {
+				names = append(names, string(o.name))
+				return nil
+			})
+			if err != nil || l.revision < q.revision {
+				t.Fatalf("the list is at %d of %d, %v", l.revision, q.revision, err)
+			}
+			if got := strings.Join(names, " "); !strings.Contains(got, "node3") || strings.Contains(got, "node2") {
+				t.Errorf("it has %q", got)
+			}
+			log := logger.GetSink().(ktesting.Underlier).GetBuffer().String()
+			want := 0
+			if f.program == etcds[withoutProgress] {
+				want = 1
+			}
+			if n := strings.Count(log, "cache is behind"); n != want {
+				t.Errorf("%d lines say that the cache is behind, want %d:\n%s", n, want, log)
+			}
+		})
+	}
+}
+
+// A Node that was deleted while this node was down is gone after a restart, and the API
+// is not taken for unusable, though the last known state is of a revision that the API
+// server's cache has not reached.
+func (f *fixture) testRestartAheadOfCache(t *testing.T) {
+	f.peer(t, 2)
+	f.peer(t, 3)
+	m := f.started(t)
+	own := acquire(t, m, vxlanClaim("192.0.2.1"))
+	before := subnettest.Watch(t, m).Until(t, "peers", subnettest.Has("node2", "node3"))
+	f.stopAPI()
+	if err := f.startAPI(); err != nil {
+		t.Fatal(err)
+	}
+	f.deleteNode(t, "node2")
+	known := subnet.LedgerState{Store: before.Store}
+	for _, l := range before.Leases {
+		known.Peers = append(known.Peers, subnet.Peer{Lease: *l})
+	}
+	for what, revision := range map[string]int64{"as it was": before.Store.Revision, "ahead": f.ahead(t)} {
+		known.Store.Revision = revision
+		m = f.started(t, func(c *Config) {
+			c.Known, c.Own = known, own
+			c.OnStatus = func(err error) {
+				if err != nil {
+					t.Errorf("%s: the status is %v", what, err)
+				}
+			}
+		})
+		after := subnettest.Watch(t, m).Until(t, what, subnettest.Has("node3"))
+		if after.Store.ID != before.Store.ID || after.Store.Revision < revision {
+			t.Errorf("%s: the store went from %+v to %+v", what, known.Store, after.Store)
+		}
+	}
+}
+
+// A store that was restored from a backup has lower revisions for ever. Its state is
+// read nevertheless, and told from the one before.
+func (f *fixture) testRestoredStore(t *testing.T) {
+	f.peer(t, 2)
+	m := f.started(t)
+	own := acquire(t, m, vxlanClaim("192.0.2.1"))
+	before := subnettest.Watch(t, m).Until(t, "the peer", subnettest.Has("node2"))
+	known := subnet.LedgerState{Store: before.Store, Peers: []subnet.Peer{{Lease: *before.Leases[0]}}}
+	known.Store.Revision += 1 << 40
+	m = f.started(t, func(c *Config) {
+		c.Known, c.Own = known, own
+		c.OnStatus = func(err error) {
+			if err != nil {
+				t.Errorf("the status is %v", err)
+			}
+		}
+	})
+	w := subnettest.Watch(t, m)
+	after := w.Until(t, "the peer", subnettest.Has("node2"))
+	if after.Store.Revision >= known.Store.Revision || after.Store.ID != before.Store.ID {
+		t.Errorf("the store went from %+v to %+v", known.Store, after.Store)
+	}
+	f.peer(t, 3)
+	w.Until(t, "a peer that has come since", subnettest.Has("node2", "node3"))
+}
+
+// slowStore stands before an etcd and holds back what it tells watchers.
+type slowStore struct {
+	*httptest.Server
+	mu   sync.Mutex
+	open chan struct{} // closed while nothing is held back
+}
+
+func newSlowStore(t *testing.T, etcd *url.URL) *slowStore {
+	t.Helper()
+	s := &slowStore{open: make(chan struct{})}
+	close(s.open)
+	var up, down http.Protocols // of gRPC, and of a request for etcd's health
+	up.SetUnencryptedHTTP2(true)
+	down.SetUnencryptedHTTP2(true)
+	down.SetHTTP1(true)
+	rp := httputil.NewSingleHostReverseProxy(etcd)
+	rp.Transport, rp.FlushInterval = &http.Transport{Protocols: &up}, -1
+	rp.ModifyResponse = func(r *http.Response) error {
+		if r.Request.URL.Path == "/etcdserverpb.Watch/Watch" {
+			r.Body = &heldBack{r.Body, s}
+		}
+		return nil
+	}
+	rp.ErrorLog = log.New(io.Discard, "", 0)
+	rp.ErrorHandler = func(w http.ResponseWriter, _ *http.Request, _ error) { panic(http.ErrAbortHandler) }
+	s.Server = httptest.NewUnstartedServer(rp)
+	s.Config.Protocols = &down
+	s.Start()
+	t.Cleanup(func() {
+		s.freeze(false)
+		s.CloseClientConnections()
+		rp.Transport.(*http.Transport).CloseIdleConnections()
+		s.Close()
+	})
+	return s
+}
+
+// freeze has watchers hear nothing from now on, or all that they have missed.
+func (s *slowStore) freeze(on bool) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	select {
+	case <-s.open:
+		if on {
+			s.open = make(chan struct{})
+		}
+	default:
+		if !on {
+			close(s.open)
+		}
+	}
+}
+
+type heldBack struct {
+	io.ReadCloser
+	of *slowStore
+}
+
+func (h *heldBack) Read(b []byte) (int, error) {
+	n, err := h.ReadCloser.Read(b)
+	h.of.mu.Lock()
+	open := h.of.open
+	h.of.mu.Unlock()
+	<-open
+	return n, err
+}
+
+// balancer forwards TCP connections to one of several API servers.
+type balancer struct {
+	net.Listener
+	to    atomic.Pointer[string]
+	mu    sync.Mutex
+	conns map[net.Conn]bool
+}
+
+func newBalancer(t *testing.T) *balancer {
+	t.Helper()
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	b := &balancer{Listener: l, conns: map[net.Conn]bool{}}
+	var wg sync.WaitGroup
+	wg.Go(func() {
+		for {
+			conn, err := l.Accept()
+			if err != nil {
+				return
+			}
+			wg.Go(func() { b.forward(conn) })
+		}
+	})
+	t.Cleanup(func() {
+		l.Close()
+		b.cut()
+		wg.Wait()
+	})
+	return b
+}
+
+func (b *balancer) forward(from net.Conn) {
+	defer from.Close()
+	to, err := net.Dial("tcp", *b.to.Load())
+	if err != nil {
+		return
+	}
+	b.keep(from, to)
+	go func() {
+		_, _ = io.Copy(to, from)
+		to.Close()
+	}()
+	_, _ = io.Copy(from, to)
+}
+
+func (b *balancer) keep(conns ...net.Conn) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	for _, c := range conns {
+		b.conns[c] = true
+	}
+}
+
+// cut ends all connections.
+func (b *balancer) cut() {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	for c := range b.conns {
+		c.Close()
+	}
+	clear(b.conns)
+}
+
+// use sends connections to an API server from now on, and ends those that there are.
+func (b *balancer) use(s *server) {
+	addr := strings.TrimPrefix(s.url, "https://")
+	b.to.Store(&addr)
+	b.cut()
+}
+
+// TestAPIServersBehindABalancer has two API servers over one etcd: one is up to date, the
+// other one hears nothing from etcd for a time, and is started again later.
+func TestAPIServersBehindABalancer(t *testing.T) {
+	a := &server{dir: t.TempDir()}
+	t.Cleanup(a.stop)
+	if err := a.start(); err != nil {
+		t.Fatal(err)
+	}
+	f := newFixture(t, a)
+	f.setConfig(t, configV4)
+	slow := newSlowStore(t, &a.etcdURL)
+	to, err := url.Parse(slow.URL)
+	if err != nil {
+		t.Fatal(err)
+	}
+	b := &server{dir: t.TempDir(), etcdURL: *to}
+	t.Cleanup(b.stopAPI)
+	if err := b.startAPI(); err != nil {
+		t.Fatal(err)
+	}
+	lb := newBalancer(t)
+	lb.use(a)
+
+	f.peer(t, 2)
+	f.peer(t, 3)
+	statuses := make(chan error, 1000)
+	m := f.started(t, func(c *Config) {
+		c.Kubeconfig = f.kubeconfig(t, "https://"+lb.Addr().String(), flannel)
+		c.OnStatus = func(err error) { statuses <- err }
+	})
+	m.timing.silence, m.timing.late = 500*time.Millisecond, 500*time.Millisecond
+	own := acquire(t, m, vxlanClaim("192.0.2.1"))
+	keep(t, m, own)
+	w := subnettest.Watch(t, m)
+	first := w.Until(t, "peers", subnettest.Has("node2", "node3"))
+	same := func(what string, have ...string) {
+		t.Helper()
+		var s subnet.Snapshot
+		// A server that is behind lets each question wait for 3 s.
+		eventually(t, what, func() error {
+			all := w.All()
+			if s = all[len(all)-1]; !subnettest.Has(have...)(s) {
+				return fmt.Errorf("the last of %d snapshots is %+v", len(all), s)
+			}
+			return nil
+		})
+		if s.Store.ID != first.Store.ID || s.Store.Revision < first.Store.Revision {
+			t.Errorf("%s: the store went from %+v to %+v", what, first.Store, s.Store)
+		}
+		first = s
+	}
+	heartbeat := func(n int) {
+		f.note(t, "node1", map[string]any{"heartbeat": fmt.Sprint(n)})
+	}
+
+	slow.freeze(true)
+	lb.use(b)
+	// A's connections are gone: what comes now is heard of by B, or not at all.
+	f.deleteNode(t, "node2")
+	f.peer(t, 4)
+	heartbeat(1)
+	same("through a server that hears nothing", "node3", "node4")
+	expectStatus(t, statuses, "behind")
+	lb.use(a)
+	f.peer(t, 5)
+	same("through the other one", "node3", "node4", "node5")
+	expectStatus(t, statuses, "nil")
+
+	// B starts anew, and has nothing in its cache when it is asked.
+	b.stopAPI()
+	slow.freeze(false)
+	lb.use(b)
+	f.deleteNode(t, "node3")
+	if err := b.startAPI(); err != nil {
+		t.Fatal(err)
+	}
+	same("through a server that has just started", "node4", "node5")
+	heartbeat(2)
+	f.peer(t, 6)
+	same("through it", "node4", "node5", "node6")
+	for range 5 {
+		lb.use(a)
+		lb.use(b)
+	}
+	f.peer(t, 7)
+	same("in the end", "node4", "node5", "node6", "node7")
+}
+
+// A server before 1.18.6 names no cause, and any server answers a request for metadata
+// in JSON.
+func TestTooLargeIsRecognised(t *testing.T) {
+	details := func(causes ...string) []byte {
+		var all [][]byte
+		for _, c := range causes {
+			all = append(all, bytesField(4, message(text(1, c))))
+		}
+		return bytesField(5, message(all...))
+	}
+	status := func(said string, details []byte) []byte {
+		raw := message(text(3, said), text(4, "Timeout"), details, number(6, 504))
+		return append([]byte(magic), message(bytesField(2, raw))...)
+	}
+	for name, tt := range map[string]struct {
+		body []byte
+		want bool
+	}{
+		"protobuf":             {status("Timeout: x", details("ResourceVersionTooLarge")), true},
+		"protobuf, no cause":   {status("Timeout: Too large resource version: 148, current: 125", nil), true},
+		"protobuf, another":    {status("Timeout: x", details("Other")), false},
+		"JSON":                 {[]byte(`{"reason":"Timeout","message":"x","details":{"causes":[{"reason":"ResourceVersionTooLarge"}]},"code":504}`), true},
+		"JSON, no cause":       {[]byte(`{"reason":"Timeout","message":"Timeout: Too large resource version: 148, current: 125","code":504}`), true},
+		"JSON, another":        {[]byte(`{"reason":"Timeout","message":"x","details":{"causes":[{"reason":"Other"}]},"code":504}`), false},
+		"a proxy on the way":   {[]byte("<html>504 Gateway Time-out</html>"), false},
+		"nothing":              {nil, false},
+		"JSON, no such detail": {[]byte(`{"message":"x","details":null,"code":504}`), false},
+	} {
+		t.Run(name, func(t *testing.T) {
+			s := httptest.NewTLSServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+				w.Header().Set("Retry-After", "1")
+				w.WriteHeader(http.StatusGatewayTimeout)
+				_, _ = w.Write(tt.body)
+			}))
+			defer s.Close()
+			base, err := url.Parse(s.URL)
+			if err != nil {
+				t.Fatal(err)
+			}
+			c := &client{base: base, http: s.Client()}
+			_, err = c.do(t.Context(), request{})
+			e, ok := errors.AsType[*apiError](err)
+			if !ok || e.code != 504 || isTooLarge(err) != tt.want || e.retryAfter != time.Second {
+				t.Errorf("got %+v, want one that is too large: %v", err, tt.want)
+			}
+		})
+	}
+}
