@@ -79,6 +79,9 @@ func (m *mirror) look(ctx context.Context) (changed Keys, all bool, err error) {
 // hear takes an announcement in and reports whether it was news: own writes
 // come back as well.
 func (m *mirror) hear(e Event) bool {
+	if e.Nexthop != 0 {
+		return m.hearNexthop(e.Nexthop)
+	}
 	switch o := e.Object.(type) {
 	case Route:
 		return m.hearRoute(o, e)
@@ -103,6 +106,18 @@ func hear[K, V comparable](have map[K]V, key K, value V, deleted bool) bool {
 	}
 	have[key] = value
 	return true
+}
+
+// hearNexthop voids the mirror if a route in it uses a nexthop object that has gone or leads
+// elsewhere, whoever made the object.
+func (m *mirror) hearNexthop(id uint32) bool {
+	for r := range m.AllRoutes() {
+		if r.NexthopID == id {
+			m.void()
+			return false
+		}
+	}
+	return false
 }
 
 func (m *mirror) hearRoute(r Route, e Event) bool {

@@ -7,6 +7,9 @@ type Event struct {
 	// Replaced is set when a route took the place of another, which the
 	// kernel does not name.
 	Replaced bool
+	// Nexthop is the id of a nexthop object that has gone or leads elsewhere now, and
+	// Object nil then. The kernel may say nothing of the routes that use it.
+	Nexthop uint32
 }
 
 // Monitor listens to what the kernel announces. It hears of everything that

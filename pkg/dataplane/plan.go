@@ -17,7 +17,8 @@ type Scope struct {
 	Devices []string
 	// Shared are the names of other devices that our routes leave by.
 	Shared []string
-	// Networks bound everything: a route or address outside is never ours.
+	// Networks bound everything: an address outside is never ours, nor is a route, but
+	// for a detour.
 	Networks []netip.Prefix
 	// TxChecksum has Link.TxChecksum of the devices read.
 	TxChecksum bool
@@ -32,6 +33,14 @@ func (s Scope) device(name string) bool { return slices.Contains(s.Devices, name
 func (s Scope) InNetworks(p netip.Prefix) bool {
 	return slices.ContainsFunc(s.Networks, func(n netip.Prefix) bool { return prefix.Contains(n, p) })
 }
+
+// Shows reports whether a state of s has r: to a destination in the networks, or a detour on a
+// device of s, wherever it leads.
+func (s Scope) Shows(r Route) bool { return s.InNetworks(r.Dst) || s.isDetour(r) }
+
+// isDetour reports whether r is a detour that was left behind. Nothing but the reconciler of
+// s makes routes with our protocol number on these devices.
+func (s Scope) isDetour(r Route) bool { return r.IsDetour() && s.device(r.Dev) }
 
 // Op is one change.
 type Op struct {
@@ -212,10 +221,11 @@ func (p *planner) standing(routes []Route) []Route {
 	return slices.DeleteFunc(slices.Clone(routes), func(r Route) bool { return r.Dev != "" && p.absent(r.Dev) })
 }
 
-// sweepRoutes deletes those of routes that are ours.
+// sweepRoutes deletes those of routes that are ours. A detour goes without a sweep: it leads
+// the packets to a host into the tunnel to that host.
 func (p *planner) sweepRoutes(routes []Route) {
 	for _, r := range routes {
-		if p.sweep && p.owns(r) {
+		if p.sweep && p.owns(r) || p.scope.isDetour(r) {
 			p.del(r)
 		}
 	}
@@ -257,7 +267,7 @@ func (p *planner) destination(w Route, have []Route) {
 
 // owns reports whether r is ours to delete.
 func (p *planner) owns(r Route) bool {
-	if r.Protocol == protoKernel || !p.scope.InNetworks(r.Dst) {
+	if r.Protocol == protoKernel || !p.scope.Shows(r) {
 		return false
 	}
 	if r.Protocol == Protocol || p.scope.device(r.Dev) {

@@ -15,9 +15,8 @@ import (
 
 // Kernel is the seam to the operating system.
 type Kernel interface {
-	// Read returns all that the kernel holds on the scope's devices, and the
-	// routes of the main table, on any device, to destinations in its
-	// networks. Non-permanent, learned, group and link-local entries are left
+	// Read returns all that the kernel holds on the scope's devices, and of the
+	// routes of the main table, on any device, those that the scope shows. Non-permanent, learned, group and link-local entries are left
 	// out. Of a scope without networks only the links are read, and of one with
 	// Connected no routing table. An interrupted or partial dump is an error, never
 	// a short answer.
@@ -30,8 +29,10 @@ type Kernel interface {
 	// Monitor listens to changes in the scope from now on. The caller closes
 	// the monitor.
 	Monitor(s Scope) (Monitor, error)
-	// OnLink returns the device through which dst is reached without a
-	// gateway, or "" if there is a gateway or no route.
+	// OnLink returns the device on whose own network dst is; "" if it is behind a
+	// gateway or unknown. A network on a device is what a route without a gateway
+	// leads to, unless it is a default route (IsNetwork) or the device resolves no
+	// addresses to neighbours, as those of VPNs.
 	OnLink(ctx context.Context, dst netip.Addr) (dev string, err error)
 }
 

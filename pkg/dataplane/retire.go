@@ -27,7 +27,7 @@ func (s Scope) has(o Object) bool {
 	case FDB:
 		return s.device(o.Dev)
 	case Route:
-		return s.InNetworks(o.Dst)
+		return s.Shows(o)
 	}
 	return false
 }

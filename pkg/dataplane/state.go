@@ -204,6 +204,20 @@ func NewRoute(dst netip.Prefix, gateway netip.Addr, dev string, onLink bool) Rou
 	return r
 }
 
+// detourMetric is that of detours. Nothing else uses it on our devices.
+const detourMetric = 1
+
+// NewDetour returns a route to a gateway alone through dev. A Kernel that needs one to make
+// another route removes it in the same step, so one that is found was left behind.
+func NewDetour(gateway netip.Addr, dev string) Route {
+	r := NewRoute(prefix.Host(gateway), netip.Addr{}, dev, false)
+	r.Priority = detourMetric
+	return r
+}
+
+// IsDetour reports whether r is as NewDetour makes it, for any device.
+func (r Route) IsDetour() bool { return r == NewDetour(r.Dst.Addr(), r.Dev) }
+
 // lastResort is the metric of blackhole routes: higher than that of any other
 // route, so that a bridge or a pod with addresses of the subnet comes first
 // whoever was there first.
@@ -228,6 +242,13 @@ func (r Route) canonical() Route {
 	r.Protocol, r.OnLink, r.NexthopID = 0, false, 0
 	return r
 }
+
+// leastNetwork is the shortest prefix that a network on a link can have: that of 10.0.0.0/8.
+const leastNetwork = 8
+
+// IsNetwork reports whether dst may be a network on a link. Shorter prefixes are those of the
+// default route, whole or in parts: VPNs and routed hosts have it without a gateway.
+func IsNetwork(dst netip.Prefix) bool { return dst.Bits() >= leastNetwork }
 
 // State is what a kernel holds, or should hold, of our concern. Devices are
 // named, never numbered.

@@ -47,6 +47,8 @@ func objectCases() []contractCase {
 		{"a scope of connected networks", connectedAlone},
 		{"a context that has ended", endedContext},
 		{"on-link lookups", onLink},
+		{"on-link lookups behind a default route without a gateway", defaultIsNoNetwork},
+		{"on-link lookups on a link without neighbours", withoutNeighbours},
 		{"what on-link lookups depend on is announced", rerouted},
 	}
 }
@@ -321,9 +323,55 @@ func onLink(f *fixture) {
 		"2001:db9::1": "", "2001:db9:1::1": "", "2001:db9:2::1": "",
 		"192.168.77.1": "", "fd00:77::1": "", // own
 	} {
-		dev, err := f.OnLink(f.Context(), netip.MustParseAddr(dst))
-		if err != nil || dev != want {
-			f.Errorf("OnLink(%s) = %q, %v; want %q", dst, dev, err, want)
+		f.expectOnLink(dst, want)
+	}
+}
+
+func (f *fixture) expectOnLink(dst, want string) {
+	f.Helper()
+	dev, err := f.OnLink(f.Context(), netip.MustParseAddr(dst))
+	if err != nil || dev != want {
+		f.Errorf("OnLink(%s) = %q, %v; want %q", dst, dev, err, want)
+	}
+}
+
+// defaultIsNoNetwork: all hosts of the world are behind a default route, also one without
+// a gateway and one in parts.
+func defaultIsNoNetwork(f *fixture) {
+	for _, dsts := range [][]string{
+		{"0.0.0.0/0", "::/0"}, {"0.0.0.0/1", "::/1"}, {"128.0.0.0/1", "8000::/1"}, {"192.0.0.0/3", "2000::/3"}, {"192.0.0.0/7", "2000::/7"},
+	} {
+		for _, dst := range dsts {
+			f.must(f.Append(unicast(dst, "eth0")))
 		}
+		f.expectOnLink("192.0.2.1", "")
+		f.expectOnLink("2001:db8::1", "")
+	}
+	f.expectOnLink("192.168.77.2", "eth0")
+	f.expectOnLink("fd00:77::2", "eth0")
+	for _, dst := range []string{"192.0.0.0/8", "2000::/8"} {
+		f.must(f.Append(unicast(dst, "eth0")))
+	}
+	f.expectOnLink("192.0.2.1", "eth0")
+	f.expectOnLink("2001:db8::1", "eth0")
+}
+
+// unicast returns a route of another program without a gateway.
+func unicast(dst, dev string) dataplane.Route {
+	r := dataplane.NewRoute(netip.MustParsePrefix(dst), netip.Addr{}, dev, false)
+	r.Protocol = protoStatic
+	return r
+}
+
+// withoutNeighbours tests a link that leads to one place with any gateway, such as that of a
+// VPN. No peer is on-link there.
+func withoutNeighbours(f *fixture) {
+	f.must(f.Append(dataplane.Link{Name: nic, Kind: "veth", Up: true}))
+	f.must(f.Append(nicAddrs()...))
+	for _, arp := range []bool{true, false, true} {
+		f.must(f.SetARP(nic, arp))
+		want := map[bool]string{true: nic}[arp]
+		f.expectOnLink("192.168.88.2", want)
+		f.expectOnLink("fd00:88::2", want)
 	}
 }

@@ -24,6 +24,7 @@ func routeCases() []contractCase {
 		{"a gateway out of reach", unreachable},
 		{"a gateway that is no other host", nobody},
 		{"routes through nexthop objects", nexthopObjects},
+		{"detours that were left behind", detoursLeft},
 		{"a blackhole", blackhole},
 		{"an exclusive put", exclusivePut},
 	}
@@ -36,30 +37,56 @@ func freshCases() []contractCase {
 	}
 }
 
-// exitCases are of devices of others that routes leave by.
+// exitCases are of devices that routes leave by, and are not ours.
 func exitCases() []contractCase {
-	nic := bridge()[:1]
-	at := dataplane.Addr{Dev: "cni0", Prefix: netip.MustParsePrefix("192.168.88.1/24")}
+	nic := dataplane.Link{Name: nic, Kind: "veth", Up: true}
 	return []contractCase{
 		{"the bridge goes that a peer was refused for", bridgeGoes},
 		{"another interface goes down and comes up", func(f *fixture) {
-			secondInterface(f, nic[0], at, func() {
-				f.must(f.SetUp("cni0", false))
-				f.must(f.SetUp("cni0", true))
+			secondInterface(f, func() {
+				f.must(f.SetUp(nic.Name, false))
+				f.must(f.SetUp(nic.Name, true))
+				f.must(f.Append(nicAddrs()[1])) // IPv6 addresses go with the link
 			})
 		}},
 		{"another interface is made anew", func(f *fixture) {
-			secondInterface(f, nic[0], at, func() {
-				f.must(f.Remove(nic...))
-				f.must(f.Append(nic[0], at))
+			secondInterface(f, func() {
+				f.must(f.Remove(nic))
+				f.must(f.Append(nic))
+				f.must(f.Append(nicAddrs()...))
 			})
 		}},
-		{"another interface loses its address for a moment", func(f *fixture) {
-			secondInterface(f, nic[0], at, func() {
-				f.must(f.Remove(at))
-				f.must(f.Append(at))
+		{"another interface loses its addresses for a moment", func(f *fixture) {
+			secondInterface(f, func() {
+				f.must(f.Remove(nicAddrs()...))
+				f.must(f.Append(nicAddrs()...))
 			})
 		}},
+		{"another interface loses its carrier", func(f *fixture) {
+			secondInterface(f, func() { f.must(f.SetCarrier(nic.Name, false)) },
+				func() { f.must(f.SetCarrier(nic.Name, true)) })
+		}},
+		{"the interface of many routes loses its carrier", manyWithoutCarrier},
+		{"the nexthop object of another program goes", foreignNexthopGoes},
+	}
+}
+
+// nic is a second interface.
+const nic = "eth1"
+
+func nicAddrs() []dataplane.Object {
+	return []dataplane.Object{
+		dataplane.Addr{Dev: nic, Prefix: netip.MustParsePrefix("192.168.88.1/24")},
+		dataplane.Addr{Dev: nic, Prefix: netip.MustParsePrefix("fd00:88::1/64")},
+	}
+}
+
+// viaNIC returns routes of both families to the subnets of host i through host n of
+// nic's networks.
+func viaNIC(i, n int) []dataplane.Route {
+	return []dataplane.Route{
+		dataplane.NewRoute(subnet4(i), netip.AddrFrom4([4]byte{192, 168, 88, byte(n)}), nic, false),
+		dataplane.NewRoute(subnet6(i), netip.AddrFrom16([16]byte{0xfd, 0, 0, 0x88, 15: byte(n)}), nic, false),
 	}
 }
 
@@ -77,17 +104,115 @@ func bridgeGoes(f *fixture) {
 	f.expect(Peers(5))
 }
 
-// secondInterface has a peer that is reached directly through it, and spoils that for
-// a moment. It does so twice: what is known of the device may go with the first time.
-func secondInterface(f *fixture, nic, at dataplane.Object, spoil func()) {
+// secondInterface has peers that are reached directly through it, in either family: one by
+// plain routes, and one by adopted routes through nexthop objects of another program. It
+// spoils that, in steps, and does so twice: what is known of the device may go with the
+// first time.
+func secondInterface(f *fixture, spoil ...func()) {
 	f.reconcile(Base(), true)
-	f.must(f.Append(nic, at))
-	want := state(Base(), dataplane.NewRoute(subnet4(3), netip.MustParseAddr("192.168.88.9"), "cni0", false))
-	f.reconcile(want, true)
+	f.must(f.Append(dataplane.Link{Name: nic, Kind: "veth", Up: true}))
+	f.must(f.Append(nicAddrs()...))
+	want := state(Base(), objects(append(viaNIC(3, 9), viaNIC(4, 10)...))...)
 	for range 2 {
-		spoil()
+		f.adopt(viaNIC(4, 10), want)
+		for _, step := range spoil {
+			step()
+			f.reconcile(want, true)
+			f.expectForwarded(want)
+		}
+	}
+}
+
+// adopt has another program make routes that are wanted, each through a nexthop object, in
+// the place of what is there.
+func (f *fixture) adopt(routes []dataplane.Route, want dataplane.State) {
+	f.Helper()
+	for i, r := range routes {
+		id := adoptedNexthop + uint32(i)
+		f.must(f.RemoveNexthop(id))
+		f.must(f.Remove(r))
+		r.NexthopID, r.Protocol = id, protoStatic
+		f.must(f.Append(r))
+	}
+	f.spy.Take()
+	f.reconcile(want, true)
+	for _, op := range f.spy.Take() {
+		if r, ok := op.Object.(dataplane.Route); ok && r.Dst == routes[0].Dst {
+			f.Errorf("%s, want that the route of another program is adopted", op)
+		}
+	}
+}
+
+// adoptedNexthop is the id of the first nexthop object that adopt makes.
+const adoptedNexthop = 47
+
+// manyWithoutCarrier: without its carrier an interface keeps plain routes, and loses those
+// that go through nexthop objects, of which it has some because it has so many routes.
+func manyWithoutCarrier(f *fixture) {
+	want := Base()
+	for i := range 300 {
+		want.Add(objects(via(2+i, 2+i%200))...)
+	}
+	f.reconcile(want, true)
+	for range 3 {
+		for _, on := range []bool{false, true} {
+			f.must(f.SetCarrier("eth0", on))
+			f.reconcile(want, true)
+			f.expectForwarded(want)
+		}
+		f.reconcile(Base(), true)
+		f.reconcile(want, true)
+	}
+}
+
+// foreignNexthopGoes: with it go the routes that use it, adopted ones as well.
+func foreignNexthopGoes(f *fixture) {
+	want := state(Base(), Peer(3, 0)...)
+	for range 2 {
+		f.reconcile(Base(), true)
+		f.adopt(peer[dataplane.Route](3, 0), want)
+		for i := range peer[dataplane.Route](3, 0) {
+			f.must(f.RemoveNexthop(adoptedNexthop + uint32(i)))
+		}
 		f.reconcile(want, true)
 		f.expect(want)
+	}
+}
+
+// detoursLeft: a detour is told by all of protocol, device, metric and destination. It leads
+// astray what is sent to the host that it is for, so it goes without a sweep.
+func detoursLeft(f *fixture) {
+	want := state(Base(), Peer(3, 0)...)
+	f.reconcile(want, true)
+	var left, others []dataplane.Route
+	for i, dev := range []string{dev4, dev6} {
+		ip := []string{"198.18.0.3", "2001:db8::3"}[i]
+		detour := dataplane.NewDetour(netip.MustParseAddr(ip), dev)
+		left = append(left, detour)
+		for n, differ := range []func(*dataplane.Route){
+			func(r *dataplane.Route) { r.Protocol = protoStatic },
+			func(r *dataplane.Route) { r.Dev = "eth0" },
+			func(r *dataplane.Route) { r.Priority = 7 },
+			func(r *dataplane.Route) { r.Gateway, r.OnLink = peer[dataplane.Neigh](3, 0)[i].IP, true },
+			func(r *dataplane.Route) { r.Dst = netip.PrefixFrom(r.Dst.Addr(), r.Dst.Bits()-1).Masked() },
+		} {
+			r := detour
+			r.Dst = prefix.Host([]netip.Addr{
+				netip.AddrFrom4([4]byte{198, 18, 1, byte(4 * n)}),
+				netip.AddrFrom16([16]byte{0x20, 1, 0xd, 0xb8, 1, 15: byte(4 * n)}),
+			}[i])
+			differ(&r)
+			others = append(others, r)
+		}
+	}
+	f.must(f.Append(objects(append(left, others...))...))
+	f.reconcile(want, false)
+	f.expect(want)
+	if f.has(left[0]) || f.has(left[1]) {
+		f.Errorf("the routes are %v, want none of %v among them", f.readAll().Routes, left)
+	}
+	if !f.has(others...) {
+		f.Errorf("the routes are %v, want all of %v among them", f.readAll().Routes, others)
 	}
 }
 

@@ -216,6 +216,14 @@ func (f *fixture) reconcile(want dataplane.State, sweep bool) dataplane.Report {
 	return report
 }
 
+// expectForwarded compares the kernel with want, but for what makes no difference to packets.
+func (f *fixture) expectForwarded(want dataplane.State) {
+	f.Helper()
+	if ops := dataplane.Plan(f.read(), want, Scope(), nil, true).Ops; len(ops) > 0 {
+		f.Fatalf("%d changes are left, the first is %s", len(ops), ops[0])
+	}
+}
+
 // has reports whether the kernel holds all of the routes just as they are.
 func (f *fixture) has(routes ...dataplane.Route) bool {
 	f.Helper()

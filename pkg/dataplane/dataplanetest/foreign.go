@@ -3,6 +3,7 @@ package dataplanetest
 import (
 	"errors"
 	"net/netip"
+	"slices"
 	"syscall"
 
 	"flanneld/pkg/dataplane"
@@ -41,6 +42,9 @@ func (k *Kernel) append(o dataplane.Object) error {
 }
 
 func (k *Kernel) appendRoute(r dataplane.Route) error {
+	if d, ok := k.devices[r.Dev]; ok && r.NexthopID != 0 && !d.carrier {
+		return syscall.ENETDOWN
+	}
 	if r.Multipath && r.Dst.Addr().Is6() {
 		r.Multipath = false
 		r.Dev = "eth0"
@@ -83,6 +87,47 @@ func (k *Kernel) SetUp(dev string, up bool) error {
 	case !up && d.Up:
 		k.down(d)
 	}
+	return nil
+}
+
+// SetCarrier implements World. The loss of a carrier takes along, without a word, what
+// goes through nexthop objects. Other routes stay.
+func (k *Kernel) SetCarrier(dev string, on bool) error {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	defer k.disturbed()
+	d, ok := k.devices[dev]
+	if !ok {
+		return syscall.ENODEV
+	}
+	d.carrier = on
+	if !on {
+		k.routes = slices.DeleteFunc(k.routes, func(r dataplane.Route) bool { return r.Dev == dev && r.NexthopID != 0 })
+		k.silent++
+	}
+	return nil
+}
+
+// SetARP implements World.
+func (k *Kernel) SetARP(dev string, on bool) error {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	defer k.disturbed()
+	d, ok := k.devices[dev]
+	if !ok {
+		return syscall.ENODEV
+	}
+	d.noARP = !on
+	return nil
+}
+
+// RemoveNexthop implements World.
+func (k *Kernel) RemoveNexthop(id uint32) error {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	defer k.disturbed()
+	k.routes = slices.DeleteFunc(k.routes, func(r dataplane.Route) bool { return r.NexthopID == id })
+	k.nexthopsGone = append(k.nexthopsGone, id)
 	return nil
 }
 

@@ -22,12 +22,18 @@ type Kernel struct {
 
 	monitors []*monitor
 	foreign  int // how often another program has changed something
+	silent   int // how often routes have gone, or may have, without an announcement
+	// nexthopsGone are the ids of nexthop objects that were removed, in order: those
+	// are announced, and the IPv4 routes that went with them are not.
+	nexthopsGone []uint32
 }
 
 // device is a link with what goes when it goes, but for routes.
 type device struct {
 	dataplane.Link
 	acceptRA string
+	carrier  bool
+	noARP    bool
 	addrs    []netip.Prefix
 	neighs   map[netip.Addr]neigh
 	fdb      map[dataplane.MAC]dataplane.FDB
@@ -50,7 +56,7 @@ func New() *Kernel {
 }
 
 func (k *Kernel) newDevice(l dataplane.Link) *device {
-	d := &device{Link: l, acceptRA: "1", neighs: map[netip.Addr]neigh{}, fdb: map[dataplane.MAC]dataplane.FDB{}}
+	d := &device{Link: l, acceptRA: "1", carrier: true, neighs: map[netip.Addr]neigh{}, fdb: map[dataplane.MAC]dataplane.FDB{}}
 	k.devices[l.Name] = d
 	return d
 }
@@ -96,7 +102,7 @@ func (k *Kernel) Read(ctx context.Context, s dataplane.Scope) (dataplane.State, 
 		}
 	}
 	for _, r := range k.routes.shown() {
-		if within(r.Dst) && (!s.Connected || r.Protocol == protoKernel) {
+		if s.Shows(r) && (!s.Connected || r.Protocol == protoKernel) {
 			state.Add(r)
 		}
 	}
@@ -142,7 +148,7 @@ func (k *Kernel) OnLink(_ context.Context, dst netip.Addr) (string, error) {
 			best = r
 		}
 	}
-	if best.Type != dataplane.Unicast || best.Gateway.IsValid() || best.Multipath {
+	if best.Type != dataplane.Unicast || best.Gateway.IsValid() || best.Multipath || !dataplane.IsNetwork(best.Dst) || k.devices[best.Dev].noARP {
 		return "", nil
 	}
 	return best.Dev, nil
@@ -327,6 +333,7 @@ func (k *Kernel) remove(o dataplane.Object) {
 func (k *Kernel) removeLink(name string) {
 	delete(k.devices, name)
 	k.routes.removeDev(name)
+	k.silent++
 	for _, d := range k.devices {
 		if d.Kind == "vxlan" && d.VXLAN.Underlay == name {
 			k.removeLink(d.Name)
@@ -340,6 +347,7 @@ func (k *Kernel) removeAddr(a dataplane.Addr) {
 		return
 	}
 	d.addrs = slices.DeleteFunc(d.addrs, func(p netip.Prefix) bool { return p == a.Prefix })
+	k.silent++
 	if !slices.ContainsFunc(d.addrs, func(p netip.Prefix) bool { return p.Masked() == a.Prefix.Masked() }) {
 		k.routes.remove(connected(d.Name, a.Prefix))
 	}
@@ -372,6 +380,7 @@ func (k *Kernel) up(d *device) {
 func (k *Kernel) down(d *device) {
 	d.Up = false
 	k.routes.removeDev(d.Name)
+	k.silent++
 	clear(d.neighs)
 	d.addrs = slices.DeleteFunc(d.addrs, func(p netip.Prefix) bool { return p.Addr().Is6() })
 }

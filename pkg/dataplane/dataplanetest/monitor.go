@@ -16,7 +16,9 @@ type monitor struct {
 	scope   dataplane.Scope
 	ready   chan struct{}
 	seen    dataplane.State
-	foreign int // of the kernel, at that time
+	foreign int // these of the kernel, at that time
+	silent  int
+	gone    int // how many nexthop objects
 	muted   bool
 }
 
@@ -64,7 +66,7 @@ func (m *monitor) Close() error {
 // are not told as events, as they are not by the real one.
 func (m *monitor) Drain() (events []dataplane.Event, rerouted, lost bool) {
 	m.kernel.mu.Lock()
-	foreign := m.kernel.foreign
+	foreign, silent, gone := m.kernel.foreign, m.kernel.silent, m.kernel.nexthopsGone[m.gone:]
 	m.kernel.mu.Unlock()
 	now, err := m.kernel.Read(context.Background(), m.scope)
 	if err != nil {
@@ -73,6 +75,8 @@ func (m *monitor) Drain() (events []dataplane.Event, rerouted, lost bool) {
 	before := m.seen
 	m.seen = now
 	rerouted, m.foreign = foreign != m.foreign, foreign
+	m.gone += len(gone)
+	lost, m.silent = silent != m.silent, silent
 	if m.muted {
 		m.muted = false
 		return nil, true, true
@@ -80,8 +84,12 @@ func (m *monitor) Drain() (events []dataplane.Event, rerouted, lost bool) {
 	if !maps.Equal(before.Links, now.Links) {
 		return nil, true, true
 	}
+	for _, id := range gone {
+		events = append(events, dataplane.Event{Nexthop: id})
+	}
 	for _, o := range objectsOf(before) {
-		if !holds(now, o) {
+		r, ok := o.(dataplane.Route)
+		if unannounced := ok && r.Dst.Addr().Is4() && slices.Contains(gone, r.NexthopID); !unannounced && !holds(now, o) {
 			events = append(events, dataplane.Event{Object: o, Deleted: true})
 		}
 	}

@@ -63,6 +63,8 @@ func WalkFrom(t testing.TB, w World, steps int, resync time.Duration, seed uint6
 	if resync > 0 {
 		wk.spy.Lose = func() bool { return wk.failing && wk.chance(3) }
 	}
+	wk.must(wk.Append(dataplane.Link{Name: nic, Kind: "veth", Up: true}))
+	wk.must(wk.Append(nicAddrs()...))
 	if traffic, ok := w.(Traffic); ok {
 		wk.want.Add(traffic.Remote()...)
 		wk.traffic = traffic
@@ -153,7 +155,7 @@ func (w *walk) changeWant() {
 	case n < 6:
 		w.want.Add(Peer(i, variant)[3*variant : 3*variant+3]...) // one family
 	case n < 7:
-		w.want.Add(objects(via(i, 10+variant))...)
+		w.want.Add(objects(w.anyVia(i, 10+variant))...)
 	case n < 8: // out of reach, or no other host
 		gateways := [][]string{{"192.0.2.1", "2001:db8::1"}, {"192.168.77.255", "fd00:77::1"}}[variant]
 		for f, subnet := range []netip.Prefix{subnet4(i), subnet6(i)} {
@@ -162,6 +164,14 @@ func (w *walk) changeWant() {
 	case n < 9:
 		w.want.Add(w.anyLink())
 	}
+}
+
+// anyVia returns routes by either interface.
+func (w *walk) anyVia(i, n int) []dataplane.Route {
+	if w.chance(50) {
+		return viaNIC(i, n)
+	}
+	return via(i, n)
 }
 
 // anyLink returns one of the devices with parameters that were drawn anew;
@@ -181,7 +191,7 @@ func (w *walk) anyLink() dataplane.Link {
 func (w *walk) meddle() {
 	i, n := 2+w.rnd.IntN(hosts), w.rnd.IntN(20)
 	dev := Scope().Devices[w.rnd.IntN(2)]
-	switch w.rnd.IntN(16) {
+	switch w.rnd.IntN(20) {
 	case 0:
 		_ = w.Remove(dataplane.Link{Name: dev})
 	case 1:
@@ -210,6 +220,14 @@ func (w *walk) meddle() {
 		r.Protocol = protoBoot
 		_ = w.Append(r)
 		w.kept[r] = true
+	case 16:
+		w.must(w.SetCarrier([]string{"eth0", nic}[n%2], w.chance(50)))
+	case 17:
+		w.flap(n)
+	case 18:
+		w.through()
+	case 19:
+		_ = w.Append(dataplane.NewDetour(peer[dataplane.FDB](i, n%3)[n%2].Dst, Scope().Devices[n%2]))
 	case 14:
 		if w.mischief != nil && w.chance(30) {
 			w.must(w.mischief.Overflow())
@@ -228,11 +246,43 @@ func (w *walk) meddle() {
 	}
 }
 
+// flap has the second interface lose what it has, and get it back.
+func (w *walk) flap(n int) {
+	if n%2 == 0 {
+		w.must(w.SetUp(nic, false))
+		w.must(w.SetUp(nic, true))
+	} else {
+		w.must(w.Remove(nicAddrs()...))
+		w.must(w.Append(nicAddrs()[0]))
+	}
+	w.must(w.Append(nicAddrs()[1])) // which goes with the link
+}
+
+// through has another program remove nexthop objects of its own, and put wanted routes through
+// such in the place of ours.
+func (w *walk) through() {
+	for i := range hosts {
+		for f, dst := range []netip.Prefix{subnet4(2 + i), subnet6(2 + i)} {
+			id := uint32(200 + 2*i + f)
+			if w.chance(50) {
+				w.must(w.RemoveNexthop(id))
+			}
+			for _, r := range w.want.Routes[dst] {
+				if w.chance(50) {
+					_ = w.Remove(r)
+					r.NexthopID, r.Protocol = id, protoStatic
+					_ = w.Append(r)
+				}
+			}
+		}
+	}
+}
+
 // twin adds a route of another program to a destination of ours.
 func (w *walk) twin(i, n int) {
 	ways := twins()
 	names := slices.Sorted(maps.Keys(ways))
-	r := via(i, 10+n)[n%2]
+	r := w.anyVia(i, 10+n)[n%2]
 	if n%5 == 0 {
 		r = peer[dataplane.Route](i, 0)[n%2]
 	}
@@ -272,6 +322,9 @@ func (w *walk) mayDelete(o dataplane.Object) bool {
 		_, wanted := w.want.FDB[o.FDBKey]
 		return !wanted && w.sweep && ours(o.Dev)
 	case dataplane.Route:
+		if o.IsDetour() && ours(o.Dev) {
+			return true
+		}
 		if o.Protocol == protoKernel || !w.inNetworks(o.Dst) {
 			return false
 		}
@@ -326,6 +379,11 @@ func (w *walk) converge() {
 	}
 	w.compare()
 	if w.traffic != nil {
+		w.must(w.SetCarrier("eth0", true))
+		if _, err := w.tell(true); err != nil {
+			w.Fatalf("the carrier is back, but Reconcile: %v", err)
+		}
+		w.check()
 		if err := w.traffic.Exchange(w.Context(), w.want); err != nil {
 			w.Errorf("the kernel is as it should be, but packets do not pass: %v", err)
 		}

@@ -17,14 +17,22 @@ type World interface {
 	dataplane.Kernel
 	// Append makes objects as another program would, beside what is there: a
 	// route becomes a duplicate or an ECMP sibling of its like. Links may be
-	// of type vxlan or bridge. A route with Multipath set gets next hops .8
-	// and .9 of eth0's networks; one with a NexthopID goes through a nexthop
-	// object, which is made.
+	// of type vxlan, bridge or veth; one of type veth is called eth and a digit.
+	// A route with Multipath set gets next hops .8 and .9 of eth0's networks; one
+	// with a NexthopID goes through a nexthop object, which is made.
 	Append(objects ...dataplane.Object) error
 	// Remove removes objects as another program would.
 	Remove(objects ...dataplane.Object) error
 	// SetUp sets a device up or down.
 	SetUp(dev string, up bool) error
+	// SetCarrier gives a device of type veth that is up its carrier or takes it
+	// away, and returns when the kernel has acted on that.
+	SetCarrier(dev string, on bool) error
+	// SetARP says whether a device resolves addresses to neighbours.
+	SetARP(dev string, on bool) error
+	// RemoveNexthop deletes the nexthop object with that id, of another program,
+	// and with it the routes that use it. It is no error if there is none.
+	RemoveNexthop(id uint32) error
 	// Learn makes a neighbour entry that is not permanent.
 	Learn(n dataplane.Neigh) error
 	// AcceptRA returns the sysctl of that name of a device.

@@ -3,6 +3,7 @@ package linux
 
 import (
 	"context"
+	"encoding/binary"
 	"errors"
 	"fmt"
 	"net/netip"
@@ -13,6 +14,7 @@ import (
 
 	"flanneld/pkg/dataplane"
 	"flanneld/pkg/oneline"
+	"flanneld/pkg/prefix"
 )
 
 // Kernel is the kernel of the network namespace in which it was opened. Its
@@ -22,7 +24,7 @@ type Kernel struct {
 	sock     *socket
 	links    *netlink.Handle
 	nexthops nexthops
-	exits    exits
+	supports supports
 }
 
 var _ dataplane.Kernel = (*Kernel)(nil)
@@ -59,8 +61,8 @@ func (k *Kernel) Close() error {
 // OnLink implements dataplane.Kernel.
 func (k *Kernel) OnLink(_ context.Context, dst netip.Addr) (string, error) {
 	r := routeReply{}
-	err := k.sock.ask(func(m *message) {
-		m.begin(unix.RTM_GETROUTE, 0, rtmsg(netip.PrefixFrom(dst, dst.BitLen()), 0, 0, 0, 0, 0, 0)...)
+	err := k.sock.ask(func(m *message) { // for the route as it stands in the table
+		m.begin(unix.RTM_GETROUTE, 0, rtmsg(prefix.Host(dst), 0, 0, 0, 0, 0, rtmFibMatch)...)
 		m.addr(unix.RTA_DST, dst)
 	}, func(_ uint16, payload []byte) { r = parseRoute(payload) })
 	switch {
@@ -70,57 +72,96 @@ func (k *Kernel) OnLink(_ context.Context, dst netip.Addr) (string, error) {
 	case err != nil:
 		return "", fmt.Errorf("look up route to %s: %w", dst, err)
 	}
-	if r.route.Type != dataplane.Unicast || r.route.Gateway.IsValid() || r.route.Multipath || r.oif == 0 {
+	if r.route.Type != dataplane.Unicast || r.route.Gateway.IsValid() || r.route.Multipath || !dataplane.IsNetwork(r.route.Dst) {
 		return "", nil
 	}
-	return k.linkName(r.oif)
+	l, err := k.link(r.oif)
+	if !l.resolves() {
+		return "", err
+	}
+	return l.name, err
 }
 
-// exits are the indexes of devices that routes in a scope leave by, as far as we have
-// read, heard of or made these. When such a device goes down, IPv4 routes go without a
-// word. Those to one address alone are a pod's: it does no harm not to know that they
-// are gone, and pods come and go.
-type exits struct{ sync.Map }
+// rtmFibMatch is RTM_F_FIB_MATCH, which x/sys does not name.
+const rtmFibMatch = 0x2000
 
-func (e *exits) add(r routeReply) {
-	if r.oif != 0 && r.route.Dst.Addr().Is4() && !r.route.Dst.IsSingleIP() {
-		e.Store(r.oif, nil)
+// supports are what routes in a scope need, as far as we have read, heard of or made these:
+// when it goes, they may go without an announcement. It is the index of the device that a
+// route leaves by, or the source address of its packets, on whatever device that is. A
+// route to one address is a pod's: its loss does no harm, and pods come and go. Nothing is
+// ever taken out: the hosts' devices and addresses are few, and what is in vain costs a read.
+type supports struct{ sync.Map }
+
+func (s *supports) add(r routeReply) {
+	if r.route.Dst.IsSingleIP() {
+		return
+	}
+	if r.oif != 0 {
+		s.Store(r.oif, nil)
+	}
+	if r.source.IsValid() {
+		s.Store(r.source, nil)
 	}
 }
 
-func (e *exits) has(index int) bool {
-	_, ok := e.Load(index)
+func (s *supports) hasDevice(index int) bool {
+	_, ok := s.Load(index)
 	return ok
+}
+
+func (s *supports) hasSource(a netip.Addr) bool {
+	_, ok := s.Load(a)
+	return ok
+}
+
+// link is what identifies a device, and its flags (IFF_*).
+type link struct {
+	name  string
+	flags uint32
+}
+
+// resolves reports whether the gateway of a route decides which host on l gets a packet.
+func (l link) resolves() bool {
+	return l.flags&(unix.IFF_NOARP|unix.IFF_POINTOPOINT|unix.IFF_LOOPBACK) == 0
 }
 
 // linkName returns the name of the device with the given index; "" if it is
 // gone, or index is 0.
 func (k *Kernel) linkName(index int) (string, error) {
+	l, err := k.link(index)
+	return l.name, err
+}
+
+// link returns the device with the given index; the zero link if it is gone, or index is 0.
+func (k *Kernel) link(index int) (l link, err error) {
 	if index == 0 {
-		return "", nil
+		return link{}, nil
 	}
-	var name string
-	err := k.sock.ask(func(m *message) {
+	err = k.sock.ask(func(m *message) {
 		m.begin(unix.RTM_GETLINK, 0, ifinfomsg(index)...)
 		m.attr32(unix.IFLA_EXT_MASK, rtextFilterSkipStats)
 	}, func(_ uint16, payload []byte) {
 		if len(payload) < unix.SizeofIfInfomsg {
 			return
 		}
+		l.flags = linkFlags(payload)
 		for a := range attributes(payload[unix.SizeofIfInfomsg:]) {
 			if a.typ == unix.IFLA_IFNAME {
-				name = unix.ByteSliceToString(a.data)
+				l.name = unix.ByteSliceToString(a.data)
 			}
 		}
 	})
 	if errors.Is(err, unix.ENODEV) {
-		return "", nil
+		return link{}, nil
 	}
 	if err != nil {
-		return "", fmt.Errorf("look up link %d: %w", index, err)
+		return link{}, fmt.Errorf("look up link %d: %w", index, err)
 	}
-	return name, nil
+	return l, nil
 }
+
+// linkFlags returns the flags in a message with at least a struct ifinfomsg.
+func linkFlags(payload []byte) uint32 { return binary.NativeEndian.Uint32(payload[8:]) }
 
 // rtextFilterSkipStats leaves counters out of link messages (RTEXT_FILTER_SKIP_STATS).
 const rtextFilterSkipStats = 1 << 3

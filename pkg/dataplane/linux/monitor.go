@@ -44,8 +44,9 @@ type monitor struct {
 	names  map[int]string // of the scope's devices
 	others map[int]string // of devices that other routes leave by
 	own    uint32         // port of the socket by which we write
-	// links are what was last heard of each of the scope's devices. They outlive what
-	// voids the mirror: it is read anew behind what was heard.
+	// links are what was last heard of each of the scope's devices, and of others that
+	// routes leave by. They outlive what voids the mirror: it is read anew behind what
+	// was heard.
 	links map[int]linkDetails
 }
 
@@ -237,7 +238,7 @@ func (m *monitor) decode(b []byte, events *[]dataplane.Event) (rerouted, lost bo
 		event, void := m.message(typ, flags, b[unix.NLMSG_HDRLEN:n])
 		lost = lost || void
 		rerouted = rerouted || typ != unix.RTM_NEWNEIGH && typ != unix.RTM_DELNEIGH
-		if event.Object != nil {
+		if event != (dataplane.Event{}) {
 			*events = append(*events, event)
 		}
 		b = b[min(align(n), len(b)):]
@@ -257,9 +258,11 @@ func (m *monitor) message(typ, flags uint16, payload []byte) (e dataplane.Event,
 	case unix.RTM_NEWLINK, unix.RTM_DELLINK:
 		return dataplane.Event{}, m.link(typ == unix.RTM_DELLINK, payload)
 	case rtmDelNexthop:
-		return dataplane.Event{}, m.nexthop(payload)
-	case rtmNewNexthop: // ours are made exclusively
-		return dataplane.Event{}, flags&unix.NLM_F_REPLACE != 0 && m.nexthop(payload)
+		return m.nexthop(payload), false
+	case rtmNewNexthop:
+		if flags&unix.NLM_F_REPLACE != 0 { // ours are made exclusively
+			return m.nexthop(payload), false
+		}
 	}
 	return dataplane.Event{}, false
 }
@@ -290,13 +293,16 @@ func (m *monitor) neighbour(deleted bool, payload []byte) dataplane.Event {
 
 func (m *monitor) route(deleted bool, flags uint16, payload []byte) (e dataplane.Event, lost bool) {
 	r := parseRoute(payload)
-	if !r.concerns(m.scope) {
+	if !r.mayConcern(m.scope) {
 		return dataplane.Event{}, false
 	}
 	m.kernel.nexthops.complete(&r)
 	if r.route.Type == dataplane.Unicast && !r.route.Multipath {
 		r.route.Dev = m.name(r.oif)
-		m.kernel.exits.add(r)
+		m.kernel.supports.add(r)
+	}
+	if !m.scope.Shows(r.route) {
+		return dataplane.Event{}, false
 	}
 	// Of several next hops IPv6 announces now one, now all.
 	return dataplane.Event{Object: r.route, Deleted: deleted, Replaced: flags&unix.NLM_F_REPLACE != 0 && !deleted}, r.route.Multipath
@@ -315,16 +321,17 @@ func (m *monitor) name(index int) string {
 }
 
 // address returns the event of an address. With an IPv4 address go the routes
-// that need it, with the last one all that is on the link, and the kernel does
-// not say so.
+// that need it, also those by other devices whose source it is, and with the last
+// one all that is on the link. The kernel does not say so. It may keep quiet about
+// IPv6 routes that go when IPv6 is switched off on a device, too.
 func (m *monitor) address(deleted bool, payload []byte) (e dataplane.Event, lost bool) {
 	if len(payload) < unix.SizeofIfAddrmsg {
 		return dataplane.Event{}, false
 	}
 	index := int(binary.NativeEndian.Uint32(payload[4:]))
 	dev, ours := m.names[index]
-	lost = deleted && payload[0] == unix.AF_INET && (ours || m.kernel.exits.has(index))
 	p := parseAddress(payload)
+	lost = deleted && (ours || m.kernel.supports.hasDevice(index) || m.kernel.supports.hasSource(p.Addr()))
 	if !slices.Contains(m.scope.Devices, dev) || !p.IsValid() || !m.scope.InNetworks(prefix.Host(p.Addr())) {
 		return dataplane.Event{}, lost
 	}
@@ -349,46 +356,49 @@ func (m *monitor) link(deleted bool, payload []byte) bool {
 		delete(m.links, index)
 		return known
 	}
-	if known {
-		// Most of what is announced of a link is none of our concern.
-		before, heard := m.links[index]
-		now, features := newLinkDetails(payload)
-		if !slices.Contains(m.scope.Devices, name) {
-			now.kind = "" // a bridge has timers there, which differ each time
-		}
-		m.links[index] = now
-		return !heard || before != now || features
-	}
-	if !up(payload) && m.kernel.exits.has(index) { // also before it is deleted
-		m.kernel.exits.Delete(index) // the next read tells whether there are routes again
+	// Most of what is announced of a link does not matter.
+	before, heard := m.links[index]
+	now, features := newLinkDetails(payload)
+	switch {
+	case !known && (slices.Contains(m.scope.Devices, now.name) || slices.Contains(m.scope.Shared, now.name)):
 		return true
-	}
-	for a := range attributes(payload[unix.SizeofIfInfomsg:]) {
-		if a.typ == unix.IFLA_IFNAME {
-			name = unix.ByteSliceToString(a.data)
-			return slices.Contains(m.scope.Devices, name) || slices.Contains(m.scope.Shared, name)
+	case !known && !heard && !m.kernel.supports.hasDevice(index):
+		return false
+	case !known:
+		now, features = linkDetails{flags: now.flags}, false
+		if !heard { // it was up, or else that would have been heard
+			before.flags = live
 		}
+	case !slices.Contains(m.scope.Devices, name):
+		now.kind = "" // a bridge has timers there, which differ each time
 	}
-	return false
+	m.links[index] = now
+	return before != now || features || now.unsteady()
 }
 
 // linkDetails is what matters of a link, as a message tells it.
 type linkDetails struct {
-	up                   bool
-	name, mac, mtu, kind string // raw
+	flags                uint32 // those of live
+	name, mac, mtu, kind string // raw, but for the name
 }
 
-// up reports whether the link of a message of at least a struct ifinfomsg is up.
-func up(payload []byte) bool { return binary.NativeEndian.Uint32(payload[8:])&unix.IFF_UP != 0 }
+// live are the flags of a link that is up and has a carrier. Without a carrier the kernel
+// deletes nexthop objects, and IPv4 routes through them, and does not say so.
+const live = unix.IFF_UP | unix.IFF_RUNNING | unix.IFF_LOWER_UP
+
+// unsteady reports whether a link is up and without a carrier. The kernel acts on that by a
+// worker, up to a second later, and announces the link behind that. What is announced in
+// between looks the same.
+func (d linkDetails) unsteady() bool { return d.flags&unix.IFF_UP != 0 && d.flags != live }
 
 // newLinkDetails returns features if offloads have changed; to what, a message does
 // not say.
 func newLinkDetails(payload []byte) (d linkDetails, features bool) {
-	d.up = up(payload)
+	d.flags = linkFlags(payload) & live
 	for a := range attributes(payload[unix.SizeofIfInfomsg:]) {
 		switch a.typ {
 		case unix.IFLA_IFNAME:
-			d.name = string(a.data)
+			d.name = unix.ByteSliceToString(a.data)
 		case unix.IFLA_ADDRESS:
 			d.mac = string(a.data)
 		case unix.IFLA_MTU:
@@ -402,8 +412,16 @@ func newLinkDetails(payload []byte) (d linkDetails, features bool) {
 	return d, features
 }
 
-// nexthop reports whether a nexthop object that went took routes along, or changed
-// them: the kernel does not announce those.
-func (m *monitor) nexthop(payload []byte) bool {
-	return len(payload) >= sizeofNhmsg && !m.kernel.nexthops.forgot(payload[sizeofNhmsg:])
+// nexthop returns the event of a nexthop object that has gone or leads elsewhere.
+func (m *monitor) nexthop(payload []byte) (e dataplane.Event) {
+	if len(payload) < sizeofNhmsg {
+		return dataplane.Event{}
+	}
+	for a := range attributes(payload[sizeofNhmsg:]) {
+		if a.typ == nhaID {
+			e.Nexthop = a.uint32()
+		}
+	}
+	m.kernel.nexthops.forget(e.Nexthop)
+	return e
 }

@@ -1,6 +1,7 @@
 package linux
 
 import (
+	"errors"
 	"fmt"
 	"net"
 	"net/netip"
@@ -24,6 +25,8 @@ func TestKernelBusyBridge(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer m.Close()
+	// A bridge without ports has no carrier.
+	port := dataplane.Link{Name: "eth1", Kind: "veth", Up: true}
 	bridge, pod := dataplane.Link{Name: "cni0", Kind: "bridge", Up: true}, dataplane.Link{Name: "pod0", Kind: "bridge", Up: true}
 	toPod := dataplane.NewRoute(netip.MustParsePrefix("10.5.1.7/32"), netip.Addr{}, "pod0", false)
 	toPod.Protocol = 3
@@ -33,6 +36,16 @@ func TestKernelBusyBridge(t *testing.T) {
 	}
 	cni0, err := w.links.LinkByName("cni0")
 	if err != nil {
+		t.Fatal(err)
+	}
+	if err := w.Append(port); err != nil {
+		t.Fatal(err)
+	}
+	eth1, err := w.links.LinkByName("eth1")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := errors.Join(w.links.LinkSetMaster(eth1, cni0), w.awaitCarrier("cni0", true)); err != nil {
 		t.Fatal(err)
 	}
 	heard := func(what string, want bool, change func() error) {
@@ -45,8 +58,13 @@ func TestKernelBusyBridge(t *testing.T) {
 		heard(how+": a bridge changes", false, func() error { return w.links.LinkSetMTU(cni0, 1450) })
 		heard(how+": a bridge goes down", true, func() error { return w.SetUp("cni0", false) })
 		heard(how+": a bridge that is down", false, func() error { return w.links.LinkSetMTU(cni0, 1300) })
-		if err := w.SetUp("cni0", true); err != nil {
+		if err := errors.Join(w.SetUp("cni0", true), w.awaitCarrier("cni0", true)); err != nil {
 			t.Fatal(err)
+		}
+		for _, on := range []bool{false, true} {
+			heard(fmt.Sprintf("%s: a bridge has a carrier: %t", how, on), true, func() error {
+				return errors.Join(w.SetCarrier("eth1", on), w.awaitCarrier("cni0", on))
+			})
 		}
 		if err := w.Append(pod, toPod); err != nil {
 			t.Fatal(err)

@@ -117,19 +117,11 @@ func (t *nexthops) remove(id uint32) {
 	}
 }
 
-// forgot takes note of an object that was deleted or replaced; attrs are those of the
-// message. It reports whether the object meant nothing to us: not ours, or deleted by us.
-func (t *nexthops) forgot(attrs []byte) bool {
+// forget takes note of an object that another program has deleted or replaced.
+func (t *nexthops) forget(id uint32) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	for a := range attributes(attrs) {
-		if a.typ == nhaID {
-			_, ours := t.byID[a.uint32()]
-			t.remove(a.uint32())
-			return !ours
-		}
-	}
-	return true
+	t.remove(id)
 }
 
 // readNexthops learns which nexthop objects there are. Read calls it before it

@@ -284,6 +284,8 @@ type routeReply struct {
 	route dataplane.Route
 	oif   int
 	table uint32
+	// source is the address that packets of this host get, if the route says so.
+	source netip.Addr
 	// fromSource is set on IPv6 routes for packets from some sources alone.
 	// They take nothing from a route without that, and stand beside it.
 	fromSource bool
@@ -291,9 +293,11 @@ type routeReply struct {
 	cloned bool
 }
 
-// concerns reports whether the route is one that a state of scope s shows.
-func (r routeReply) concerns(s dataplane.Scope) bool {
-	return r.table == unix.RT_TABLE_MAIN && !r.fromSource && !r.cloned && r.route.Dst.IsValid() && s.InNetworks(r.route.Dst)
+// mayConcern reports whether the route is one that a state of scope s shows, as far as that
+// can be told without the name of the device.
+func (r routeReply) mayConcern(s dataplane.Scope) bool {
+	return r.table == unix.RT_TABLE_MAIN && !r.fromSource && !r.cloned && r.route.Dst.IsValid() &&
+		(s.InNetworks(r.route.Dst) || r.route.IsDetour())
 }
 
 func parseRoute(payload []byte) routeReply {
@@ -313,6 +317,8 @@ func parseRoute(payload []byte) routeReply {
 			r.route.Gateway = a.addr()
 		case unix.RTA_OIF:
 			r.oif = int(a.uint32())
+		case unix.RTA_PREFSRC:
+			r.source = a.addr()
 		case unix.RTA_PRIORITY:
 			r.route.Priority = int(a.uint32())
 		case unix.RTA_TABLE:
@@ -358,7 +364,7 @@ func (k *Kernel) readRoutes(ctx context.Context, family uint8, s dataplane.Scope
 		}
 		r := parseRoute(payload)
 		switch {
-		case r.concerns(s):
+		case r.mayConcern(s):
 			found = append(found, r)
 		case r.route.NexthopID != 0: // perhaps of another flanneld on this host
 			others = append(others, r.route.NexthopID)
@@ -375,7 +381,7 @@ func (k *Kernel) readRoutes(ctx context.Context, family uint8, s dataplane.Scope
 	names := map[int]string{0: ""}
 	for _, r := range found {
 		k.nexthops.used(&r)
-		k.exits.add(r)
+		k.supports.add(r)
 		name, ok := names[r.oif]
 		if !ok {
 			if name, err = k.linkName(r.oif); err != nil {
@@ -387,7 +393,9 @@ func (k *Kernel) readRoutes(ctx context.Context, family uint8, s dataplane.Scope
 		if r.route.Type != dataplane.Unicast {
 			r.route.Dev = "" // IPv6 says "dev lo" for a blackhole, IPv4 nothing
 		}
-		state.AddRoute(r.route)
+		if s.Shows(r.route) {
+			state.AddRoute(r.route)
+		}
 	}
 	return nil
 }

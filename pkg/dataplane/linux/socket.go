@@ -103,11 +103,18 @@ func (s *socket) port() (uint32, error) {
 // send transmits messages built by build, one for each i below n, and returns
 // the error of each that failed. Failures do not stop the rest.
 func (s *socket) send(ctx context.Context, n int, build func(i int, m *message)) map[int]error {
+	return s.sendGroups(ctx, n, 1, build)
+}
+
+// sendGroups is send for n groups of messages, each of that size. The kernel carries out a
+// group as a whole, or nothing of it.
+func (s *socket) sendGroups(ctx context.Context, n, size int, build func(i int, m *message)) map[int]error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	failed := map[int]error{}
-	for start := 0; start < n; start += chunk {
-		end := min(start+chunk, n)
+	n, whole := n*size, chunk-chunk%size
+	for start := 0; start < n; start += whole {
+		end := min(start+whole, n)
 		if err := ctx.Err(); err != nil {
 			failAll(failed, start, n, err)
 			return failed

@@ -38,6 +38,7 @@ const remote = 200
 // farEnd is that host: a thread in a namespace of its own.
 type farEnd struct {
 	kernel *Kernel
+	world  *world
 	calls  chan func()
 	conns  map[string]net.PacketConn // by device
 }
@@ -87,17 +88,16 @@ func (f *farEnd) setUp(t testing.TB) (err error) {
 	}
 	t.Cleanup(func() { _ = f.kernel.Close() })
 	w := &world{Kernel: f.kernel}
+	f.world = w
 	if w.other, err = openSocket(); err != nil {
 		return err
 	}
 	t.Cleanup(func() { _ = w.other.close() })
-	err = errors.Join(w.SetUp("lo", true), w.SetUp("peer0", true), w.Append(
-		dataplane.Addr{Dev: "peer0", Prefix: netip.MustParsePrefix("192.168.77.200/24")},
-		dataplane.Addr{Dev: "peer0", Prefix: netip.MustParsePrefix("fd00:77::200/64")}))
+	err = errors.Join(w.SetUp("lo", true), w.Append(dataplane.Addr{Dev: "peer0", Prefix: netip.MustParsePrefix("192.168.77.200/24")}))
 	if err != nil {
 		return err
 	}
-	if err := w.awaitOwn(netip.MustParseAddr("fd00:77::200")); err != nil {
+	if err := f.setCarrier(true); err != nil {
 		return err
 	}
 	for i, base := range slices.SortedFunc(maps.Values(dataplanetest.Base().Links), func(a, b dataplane.Link) int { return len(a.Name) - len(b.Name) }) {
@@ -130,6 +130,31 @@ func (f *farEnd) setUp(t testing.TB) (err error) {
 		}()
 	}
 	return nil
+}
+
+// setCarrier has the device of the walker's side in its namespace up or down. With its link
+// goes the IPv6 address.
+func (f *farEnd) setCarrier(on bool) error {
+	if err := f.world.SetUp("peer0", on); err != nil || !on {
+		return err
+	}
+	own := netip.MustParseAddr("fd00:77::200")
+	err := f.world.Append(dataplane.Addr{Dev: "peer0", Prefix: netip.PrefixFrom(own, 64)})
+	if err != nil && !errors.Is(err, unix.EEXIST) {
+		return err
+	}
+	return f.world.awaitOwn(own)
+}
+
+// SetCarrier implements dataplanetest.World.
+func (w *trafficWorld) SetCarrier(dev string, on bool) error {
+	if dev != "eth0" {
+		return w.world.SetCarrier(dev, on)
+	}
+	if err := w.far.do(func() error { return w.far.setCarrier(on) }); err != nil {
+		return err
+	}
+	return w.awaitCarrier(dev, on)
 }
 
 // farAddr is the far end's address in the network of a near one.

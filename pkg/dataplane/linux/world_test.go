@@ -81,18 +81,29 @@ func (w *world) underlay() error {
 // awaitOwn waits until lookups know that an address is our own: IPv6 learns
 // that from a worker.
 func (w *world) awaitOwn(a netip.Addr) error {
+	return await(func(ctx context.Context) (string, error) {
+		dev, err := w.OnLink(ctx, a)
+		if dev != "" {
+			return fmt.Sprintf("%s is still reached through %s", a, dev), err
+		}
+		return "", err
+	})
+}
+
+// await calls missing until it says that nothing is missing.
+func await(missing func(context.Context) (string, error)) error {
 	ctx, cancel := context.WithTimeout(context.Background(), 5*time.Second)
 	defer cancel()
 	tick := time.NewTicker(time.Millisecond)
 	defer tick.Stop()
 	for {
-		dev, err := w.OnLink(ctx, a)
-		if err != nil || dev == "" {
+		what, err := missing(ctx)
+		if err != nil || what == "" {
 			return err
 		}
 		select {
 		case <-ctx.Done():
-			return fmt.Errorf("%s is still reached through %s: %w", a, dev, ctx.Err())
+			return fmt.Errorf("%s: %w", what, ctx.Err())
 		case <-tick.C:
 		}
 	}
@@ -183,16 +194,33 @@ func (w *world) appendLink(l dataplane.Link) error {
 		m.attr32(unix.IFLA_TXQLEN, 0)
 		m.nest(unix.IFLA_LINKINFO, func() {
 			m.attr(unix.IFLA_INFO_KIND, []byte(l.Kind+"\x00"))
-			if l.Kind == "vxlan" {
+			switch l.Kind {
+			case "vxlan":
 				m.nest(unix.IFLA_INFO_DATA, func() { vxlanData(m, l.VXLAN, under) })
+			case "veth":
+				m.nest(unix.IFLA_INFO_DATA, func() {
+					m.nest(vethInfoPeer, func() {
+						m.buf = append(m.buf, ifinfomsg(0)...)
+						m.attr(unix.IFLA_IFNAME, []byte(peerOf(l.Name)+"\x00"))
+					})
+				})
 			}
 		})
 	})
+	if err == nil && l.Kind == "veth" {
+		err = w.SetUp(peerOf(l.Name), true)
+	}
 	if err != nil || !l.Up {
 		return err
 	}
 	return w.SetUp(l.Name, true)
 }
+
+// vethInfoPeer is VETH_INFO_PEER, which x/sys does not name.
+const vethInfoPeer = 1
+
+// peerOf names the other end of a veth pair.
+func peerOf(dev string) string { return "peer" + strings.TrimPrefix(dev, "eth") }
 
 func vxlanData(m *message, v dataplane.VXLAN, under int) {
 	flag := func(typ uint16, on bool) { m.attr(typ, []byte{boolByte(on)}) }
@@ -322,19 +350,58 @@ func (w *world) removeOne(o dataplane.Object) error {
 	return w.tell(func(m *message) { encode(m, &dataplane.Op{Delete: true, Object: o}, index) })
 }
 
-func (w *world) SetUp(dev string, up bool) error {
+func (w *world) SetUp(dev string, up bool) error { return w.setFlag(dev, unix.IFF_UP, up) }
+
+func (w *world) SetARP(dev string, on bool) error { return w.setFlag(dev, unix.IFF_NOARP, !on) }
+
+func (w *world) setFlag(dev string, flag uint32, on bool) error {
 	index, err := w.index(dev)
 	if err != nil {
 		return err
 	}
 	return w.tell(func(m *message) {
 		body := ifinfomsg(index)
-		if up {
-			binary.NativeEndian.PutUint32(body[8:], unix.IFF_UP)
+		if on {
+			binary.NativeEndian.PutUint32(body[8:], flag)
 		}
-		binary.NativeEndian.PutUint32(body[12:], unix.IFF_UP)
+		binary.NativeEndian.PutUint32(body[12:], flag)
 		m.begin(unix.RTM_NEWLINK, 0, body...)
 	})
+}
+
+func (w *world) SetCarrier(dev string, on bool) error {
+	if err := w.SetUp(peerOf(dev), on); err != nil {
+		return err
+	}
+	return w.awaitCarrier(dev, on)
+}
+
+// awaitCarrier waits until a device that is up has a carrier, or none, and the kernel
+// has acted on that: a worker does so, and says that the device is running in the same
+// step.
+func (w *world) awaitCarrier(dev string, on bool) error {
+	index, err := w.index(dev)
+	if err != nil {
+		return err
+	}
+	return await(func(context.Context) (string, error) {
+		var flags uint32
+		err := w.other.ask(func(m *message) { m.begin(unix.RTM_GETLINK, 0, ifinfomsg(index)...) },
+			func(_ uint16, payload []byte) { flags = binary.NativeEndian.Uint32(payload[8:]) })
+		if flags&unix.IFF_UP == 0 || flags&unix.IFF_RUNNING != 0 == on {
+			return "", err
+		}
+		return fmt.Sprintf("%s has the flags %#x, carrier wanted: %t", dev, flags, on), err
+	})
+}
+
+// RemoveNexthop implements dataplanetest.World.
+func (w *world) RemoveNexthop(id uint32) error {
+	err := w.deleteNexthop(id)
+	if errors.Is(err, unix.ENOENT) {
+		return nil
+	}
+	return err
 }
 
 func (w *world) Learn(n dataplane.Neigh) error {

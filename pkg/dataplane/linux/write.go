@@ -8,7 +8,6 @@ import (
 	"golang.org/x/sys/unix"
 
 	"flanneld/pkg/dataplane"
-	"flanneld/pkg/prefix"
 )
 
 // Apply implements dataplane.Kernel. Links are handled one by one; runs of
@@ -56,7 +55,7 @@ func (k *Kernel) applyRun(ctx context.Context, ops []dataplane.Op) []dataplane.O
 				continue
 			}
 			indexes[dev] = index
-			k.exits.Store(index, nil)
+			k.supports.Store(index, nil)
 		}
 		if indexes[dev] != 0 || dev == "" {
 			ready = append(ready, op)
@@ -82,13 +81,11 @@ func (k *Kernel) applyRun(ctx context.Context, ops []dataplane.Op) []dataplane.O
 	return failed
 }
 
-// hostMetric is the metric of the passing routes of detour.
-const hostMetric = 1
-
 // detour tries again the IPv6 routes that the kernel refused because another
 // route, often the very one to be replaced, leads to their gateway through
 // another device: an onlink flag does not help against that, but a passing
-// route to the gateway alone does.
+// route to the gateway alone does. The three steps for a route are in one
+// datagram, so that nothing comes between them, not even the end of ctx.
 func (k *Kernel) detour(ctx context.Context, ops []*dataplane.Op, indexes map[string]int, errs map[int]error) {
 	var again []int
 	for i, op := range ops {
@@ -98,12 +95,11 @@ func (k *Kernel) detour(ctx context.Context, ops []*dataplane.Op, indexes map[st
 		}
 	}
 	const steps = 3
-	failed := k.sock.send(ctx, steps*len(again), func(i int, m *message) {
+	failed := k.sock.sendGroups(ctx, len(again), steps, func(i int, m *message) {
 		op := ops[again[i/steps]]
 		r := op.Object.(dataplane.Route)
 		index := indexes[r.Dev]
-		host := dataplane.NewRoute(prefix.Host(r.Gateway), netip.Addr{}, r.Dev, false)
-		host.Priority = hostMetric
+		host := dataplane.NewDetour(r.Gateway, r.Dev)
 		switch i % steps {
 		case 0:
 			encodeRoute(m, unix.RTM_NEWROUTE, unix.NLM_F_CREATE|unix.NLM_F_EXCL, host, index)

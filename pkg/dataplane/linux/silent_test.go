@@ -1,0 +1,165 @@
+package linux
+
+import (
+	"context"
+	"net/netip"
+	"os"
+	"slices"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"flanneld/pkg/dataplane"
+	"flanneld/pkg/dataplane/dataplanetest"
+)
+
+// secondInterface returns a world with the device eth1 and, by hearing alone, a reconciler
+// that wants some routes. spoil does things to the world, and checks after each that the
+// routes are there.
+func secondInterface(t *testing.T, routes ...dataplane.Object) (w *world, spoil func(what string, steps ...func() error)) {
+	t.Helper()
+	w = newWorld(t)
+	err := w.Append(dataplane.Link{Name: "eth1", Kind: "veth", Up: true},
+		dataplane.Addr{Dev: "eth1", Prefix: netip.MustParsePrefix("192.168.88.1/24")},
+		dataplane.Addr{Dev: "eth1", Prefix: netip.MustParsePrefix("fd00:88::1/64")})
+	if err != nil {
+		t.Fatal(err)
+	}
+	want := dataplanetest.Base()
+	want.Add(routes...)
+	var r *dataplane.Reconciler
+	for _, k := range []*Kernel{w.Kernel, w.daemon(t)} { // the second finds the routes there
+		r = dataplanetest.NewReconciler(t, k, time.Hour)
+		if _, err := r.Reconcile(quiet(t), want, true); err != nil {
+			t.Fatal(err)
+		}
+	}
+	return w, func(what string, steps ...func() error) {
+		t.Helper()
+		for _, step := range slices.Concat(steps, steps) { // what is known may go with the first time
+			if err := step(); err != nil {
+				t.Fatalf("%s: %v", what, err)
+			}
+			if _, err := r.Update(quiet(t), nil, nil, true); err != nil {
+				t.Fatalf("%s: %v", what, err)
+			}
+			have, err := w.Read(quiet(t), dataplanetest.Scope())
+			if err != nil {
+				t.Fatal(err)
+			}
+			if ops := dataplane.Plan(have, want, dataplanetest.Scope(), nil, true).Ops; len(ops) > 0 {
+				t.Errorf("%s: %d changes are left, the first %s", what, len(ops), ops[0])
+			}
+		}
+	}
+}
+
+// TestKernelQuietIPv6: the kernel can be told to delete IPv6 routes as quietly as IPv4 ones.
+func TestKernelQuietIPv6(t *testing.T) {
+	w, spoil := secondInterface(t, dataplane.NewRoute(netip.MustParsePrefix("fd00:10:5:3::/64"), netip.MustParseAddr("fd00:88::9"), "eth1", false))
+	set := func(name, value string) {
+		t.Helper()
+		if err := os.WriteFile("/proc/sys/net/ipv6/"+name, []byte(value), 0); err != nil {
+			t.Fatal(err)
+		}
+	}
+	set("route/skip_notify_on_dev_down", "1")
+	restore := func() error {
+		return w.Append(dataplane.Addr{Dev: "eth1", Prefix: netip.MustParsePrefix("fd00:88::1/64")})
+	}
+	spoil("the interface goes down", func() error {
+		if err := w.SetUp("eth1", false); err != nil {
+			return err
+		}
+		if err := w.SetUp("eth1", true); err != nil {
+			return err
+		}
+		return restore()
+	})
+	spoil("IPv6 is switched off", func() error {
+		set("conf/eth1/disable_ipv6", "1")
+		set("conf/eth1/disable_ipv6", "0")
+		return restore()
+	})
+}
+
+// TestKernelSourceAddressGoes: with an address go the routes that have it as their source,
+// by any device. Older kernels do not announce that.
+func TestKernelSourceAddressGoes(t *testing.T) {
+	route := dataplane.NewRoute(netip.MustParsePrefix("10.5.3.0/24"), netip.MustParseAddr("192.168.77.9"), "eth0", false)
+	source := dataplane.Addr{Dev: "lo", Prefix: netip.MustParsePrefix("192.0.2.7/32")}
+	w, spoil := secondInterface(t, route)
+	eth0, err := w.index("eth0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	theirs := route
+	theirs.Protocol = unix.RTPROT_STATIC
+	spoil("the source address", func() error {
+		if err := w.Append(source); err != nil {
+			return err
+		}
+		return w.tell(func(m *message) {
+			encodeRoute(m, unix.RTM_NEWROUTE, unix.NLM_F_CREATE|unix.NLM_F_REPLACE, theirs, eth0)
+			m.addr(unix.RTA_PREFSRC, source.Prefix.Addr())
+		})
+	}, func() error { return w.Remove(source) })
+}
+
+// TestVMSourceAddressGoes is the same on a kernel of another age.
+func TestVMSourceAddressGoes(t *testing.T) { TestKernelSourceAddressGoes(t) }
+
+// countdown is a context that ends when it has been asked a number of times.
+type countdown struct {
+	context.Context
+	left int
+}
+
+func (c *countdown) Err() error {
+	if c.left--; c.left < 0 {
+		return context.Canceled
+	}
+	return nil
+}
+
+// TestKernelDetourCutOff: at no point does the end of a context leave a detour behind.
+func TestKernelDetourCutOff(t *testing.T) {
+	const peers = 150
+	w := newWorld(t)
+	direct, tunnel := dataplanetest.Base(), dataplanetest.Peers(peers)
+	for r := range tunnel.AllRoutes() {
+		if r.Dst.Addr().Is6() {
+			direct.Add(dataplane.NewRoute(r.Dst, netip.MustParseAddr("fd00:77::9"), "eth0", false))
+		}
+	}
+	everywhere := dataplane.Scope{Devices: dataplanetest.Scope().Devices, Networks: []netip.Prefix{netip.MustParsePrefix("::/0")}}
+	for left := 0; ; left++ {
+		if _, err := dataplanetest.NewReconciler(t, w, 0).Reconcile(quiet(t), direct, true); err != nil {
+			t.Fatal(err)
+		}
+		var ops []dataplane.Op
+		for r := range tunnel.AllRoutes() {
+			if r.Dst.Addr().Is6() {
+				ops = append(ops, dataplane.Op{Object: r})
+			}
+		}
+		failed := w.Apply(&countdown{quiet(t), left}, ops)
+		have, err := w.Read(quiet(t), everywhere)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for r := range have.AllRoutes() {
+			if r.IsDetour() {
+				t.Errorf("after %d questions to the context: %s is left", left, r)
+			}
+		}
+		if len(failed) == 0 {
+			t.Logf("%d questions to the context", left)
+			return
+		}
+		if t.Failed() || left > peers {
+			t.Fatalf("%d failures, the first %v", len(failed), failed[0])
+		}
+	}
+}
