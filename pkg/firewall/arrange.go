@@ -71,6 +71,8 @@ func neighbours(c Chain, have []*Rule) []netip.Prefix {
 			networks = append(networks, n)
 		case c == Forward && *r == Rule{Src: In(n), Action: Accept} && contains(have, Rule{Dst: In(n), Action: Accept}):
 			networks = append(networks, n)
+		case (c == GuardForward || c == GuardInput) && r.Action == Drop && r.Payload != (Payload{}) && r.Dst.Not:
+			networks = append(networks, r.Dst.Prefix)
 		}
 	}
 	return networks
@@ -87,6 +89,9 @@ func contains(have []*Rule, r Rule) bool {
 func (t Table) Legacy(c Chain, r Rule, commented bool) bool {
 	n := owner(r, t.Own)
 	if !n.IsValid() || r.Marked {
+		return false
+	}
+	if c == GuardForward || c == GuardInput {
 		return false
 	}
 	if c == Forward {

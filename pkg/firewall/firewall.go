@@ -21,10 +21,14 @@ const (
 	Postrouting Chain = iota
 	// Forward accepts what is forwarded.
 	Forward
+	// GuardForward drops what pods send to the tunnels of other hosts.
+	GuardForward
+	// GuardInput drops what pods send to the tunnel of this host.
+	GuardInput
 )
 
 // Chains returns all chains.
-func Chains() []Chain { return []Chain{Postrouting, Forward} }
+func Chains() []Chain { return []Chain{Postrouting, Forward, GuardForward, GuardInput} }
 
 // Action is what a rule does with a packet.
 type Action uint8
@@ -33,6 +37,7 @@ type Action uint8
 const (
 	Return Action = iota + 1
 	Accept
+	Drop
 	Masquerade
 	// MasqueradeRandom picks source ports at random.
 	MasqueradeRandom
@@ -58,15 +63,32 @@ func In(p netip.Prefix) Match {
 
 func notIn(p netip.Prefix) Match { return Match{Prefix: p.Masked(), Not: true} }
 
+// Payload is a condition on what a packet carries. The zero Payload holds for all.
+type Payload struct {
+	Protocol uint8  // of IP; UDP has the number UDP
+	Port     uint16 // destination port of UDP; 0 is any
+}
+
+// UDP is the number of that protocol.
+const UDP = 17
+
 // Rule is one rule of a chain.
 type Rule struct {
 	Marked   bool // only packets with Mark
 	Src, Dst Match
+	Payload  Payload
 	Action   Action
 }
 
 // Network is the flat network of one family and this host's part of it.
-type Network struct{ Network, Subnet netip.Prefix }
+type Network struct {
+	Network, Subnet netip.Prefix
+	// Tunnel is what carries packets of the network between hosts, if hosts accept it
+	// without proof of who has sent it.
+	Tunnel Payload
+	// HostsInside is set if hosts send to each other at addresses inside of the network.
+	HostsInside bool
+}
 
 // Policy is what the rules should come to.
 type Policy struct {
@@ -78,6 +100,9 @@ type Policy struct {
 	NonMasquerade      []netip.Prefix
 	// Forward accepts what is forwarded from and to the networks.
 	Forward bool
+	// Guard drops what pods send to the tunnels of hosts: such packets would pass for
+	// those of the pod's host. Without Masquerade and Forward there are no rules at all.
+	Guard bool
 	// Former are networks of which no rule may be left.
 	Former []netip.Prefix
 }
@@ -150,6 +175,10 @@ func (p Policy) Table(f prefix.Family) Table {
 		if p.Forward {
 			t.rules[Forward] = []Rule{{Src: In(n.Network), Action: Accept}, {Dst: In(n.Network), Action: Accept}}
 		}
+		if p.Guard && p.Wanted() && n.Tunnel != (Payload{}) {
+			t.rules[GuardForward] = n.guard()
+			t.rules[GuardInput] = append(n.guard(), Rule{Src: In(n.Network), Dst: In(n.Subnet), Payload: n.Tunnel, Action: Drop})
+		}
 	}
 	for _, n := range p.Former {
 		if prefix.FamilyOf(n.Addr()) == f && !slices.Contains(t.Own, n.Masked()) {
@@ -184,6 +213,18 @@ func (p Policy) postrouting(n Network) []Rule {
 		Rule{Src: network, Dst: notIn(multicast(f)), Action: masquerade},
 		Rule{Src: notIn(n.Network), Dst: network, Action: masquerade},
 	)
+}
+
+// guard drops tunnel packets from this host's pods to hosts. Pods may have tunnels between
+// each other, unless hosts cannot be told from them. Each host drops in addition what any pod
+// sends to its own addresses in its subnet. No rule drops what is from a host: that may
+// have an address in the network, but not in a subnet.
+func (n Network) guard() []Rule {
+	rules := []Rule{{Src: In(n.Subnet), Dst: notIn(n.Network), Payload: n.Tunnel, Action: Drop}}
+	if n.HostsInside {
+		rules = append(rules, Rule{Src: In(n.Subnet), Dst: In(n.Network), Payload: n.Tunnel, Action: Drop})
+	}
+	return rules
 }
 
 // common are the rules at the head of a chain that are nobody's alone.

@@ -24,6 +24,9 @@ func text(r firewall.Rule) string {
 			words = append(words, map[bool]string{true: "not "}[m.Not]+[]string{"from ", "to "}[i]+m.Prefix.String())
 		}
 	}
+	if r.Payload != (firewall.Payload{}) {
+		words = append(words, fmt.Sprintf("protocol %d port %d", r.Payload.Protocol, r.Payload.Port))
+	}
 	return strings.Join(append(words, fmt.Sprint(r.Action)), " ")
 }
 
@@ -37,12 +40,12 @@ func TestRules(t *testing.T) {
 		prefix.IPv4: {
 			"marked 1", "from 10.5.64.0/24 to 10.5.0.0/16 1", "from 10.5.0.0/16 to 10.5.64.0/24 1", "not from 10.5.0.0/16 to 10.5.64.0/24 1",
 			"from 10.5.0.0/16 to 192.0.2.0/24 1", "from 10.5.0.0/16 1",
-			"from 10.5.0.0/16 not to 224.0.0.0/4 3", "not from 10.5.0.0/16 to 10.5.0.0/16 3",
+			"from 10.5.0.0/16 not to 224.0.0.0/4 4", "not from 10.5.0.0/16 to 10.5.0.0/16 4",
 		},
 		prefix.IPv6: {
 			"marked 1", "from fd00:10:5:47::/64 to fd00:10:5::/48 1", "from fd00:10:5::/48 to fd00:10:5:47::/64 1", "not from fd00:10:5::/48 to fd00:10:5:47::/64 1",
 			"from fd00:10:5::/48 to 2001:db8::/32 1",
-			"from fd00:10:5::/48 not to ff00::/8 3", "not from fd00:10:5::/48 to fd00:10:5::/48 3",
+			"from fd00:10:5::/48 not to ff00::/8 4", "not from fd00:10:5::/48 to fd00:10:5::/48 4",
 		},
 	} {
 		var got []string
@@ -56,6 +59,51 @@ func TestRules(t *testing.T) {
 	none := firewall.Policy{Networks: plain.Networks}.Table(prefix.IPv4)
 	if rules := append(none.Rules(firewall.Postrouting), none.Rules(firewall.Forward)...); rules != nil || !none.Concerns() {
 		t.Errorf("with everything off: %v", rules)
+	}
+}
+
+// TestGuard: pods are kept from the tunnels of hosts, unless there is none, or no other rules
+// are wanted.
+func TestGuard(t *testing.T) {
+	guarded := firewalltest.Guarded()
+	guarded.Networks[1].Tunnel = firewall.Payload{Protocol: 41}
+	untunnelled, off, unguarded := firewalltest.Policy(), guarded, guarded
+	untunnelled.Guard = true
+	off.Masquerade, off.Forward = false, false
+	unguarded.Guard = false
+	inside := firewalltest.Guarded()
+	inside.Networks[0].HostsInside = true
+	for name, tc := range map[string]struct {
+		policy firewall.Policy
+		family prefix.Family
+		want   []string
+	}{
+		"UDP": {guarded, prefix.IPv4, []string{
+			"from 10.5.64.0/24 not to 10.5.0.0/16 protocol 17 port 8472 3",
+			"from 10.5.64.0/24 not to 10.5.0.0/16 protocol 17 port 8472 3", "from 10.5.0.0/16 to 10.5.64.0/24 protocol 17 port 8472 3",
+		}},
+		"hosts inside": {inside, prefix.IPv4, []string{
+			"from 10.5.64.0/24 not to 10.5.0.0/16 protocol 17 port 8472 3", "from 10.5.64.0/24 to 10.5.0.0/16 protocol 17 port 8472 3",
+			"from 10.5.64.0/24 not to 10.5.0.0/16 protocol 17 port 8472 3", "from 10.5.64.0/24 to 10.5.0.0/16 protocol 17 port 8472 3",
+			"from 10.5.0.0/16 to 10.5.64.0/24 protocol 17 port 8472 3",
+		}},
+		"IPv6 in IPv6": {guarded, prefix.IPv6, []string{
+			"from fd00:10:5:47::/64 not to fd00:10:5::/48 protocol 41 port 0 3",
+			"from fd00:10:5:47::/64 not to fd00:10:5::/48 protocol 41 port 0 3", "from fd00:10:5::/48 to fd00:10:5:47::/64 protocol 41 port 0 3",
+		}},
+		"no tunnel":      {policy: untunnelled, family: prefix.IPv4},
+		"no other rules": {policy: off, family: prefix.IPv4},
+		"no guard":       {policy: unguarded, family: prefix.IPv4},
+	} {
+		var got []string
+		for _, c := range []firewall.Chain{firewall.GuardForward, firewall.GuardInput} {
+			for _, r := range tc.policy.Table(tc.family).Rules(c) {
+				got = append(got, text(r))
+			}
+		}
+		if diff := cmp.Diff(tc.want, got); diff != "" {
+			t.Errorf("%s (-want +got):\n%s", name, diff)
+		}
 	}
 }
 

@@ -33,6 +33,21 @@ func Policy() firewall.Policy {
 	}
 }
 
+// tunnel is what the guards of the suite keep pods from.
+func tunnel() firewall.Payload { return firewall.Payload{Protocol: firewall.UDP, Port: 8472} }
+
+// Guarded is Policy with a guard.
+func Guarded() firewall.Policy { return guard(Policy(), tunnel(), tunnel()) }
+
+// guard returns p with a guard for the tunnels of its networks.
+func guard(p firewall.Policy, tunnels ...firewall.Payload) firewall.Policy {
+	p.Guard, p.Networks = true, slices.Clone(p.Networks)
+	for i := range p.Networks {
+		p.Networks[i].Tunnel = tunnels[i]
+	}
+	return p
+}
+
 func network(n, s string) firewall.Network {
 	return firewall.Network{Network: netip.MustParsePrefix(n), Subnet: netip.MustParsePrefix(s)}
 }
@@ -42,7 +57,7 @@ func other() firewall.Policy {
 	p := Policy()
 	p.Networks = []firewall.Network{network("10.6.0.0/16", "10.6.1.0/24"), network("fd00:10:6::/48", "fd00:10:6:1::/64")}
 	p.NonMasquerade = []netip.Prefix{netip.MustParsePrefix("10.5.0.0/16"), netip.MustParsePrefix("192.0.2.0/24")}
-	return p
+	return guard(p, tunnel(), tunnel())
 }
 
 // expect applies p and fails the test unless that changes something, or not.
@@ -65,7 +80,7 @@ func (f Flavour) Run(t *testing.T) {
 	t.Run("no residue", f.residue)
 }
 
-// listed is the output of List, without comments and empty tables.
+// listed is the output of List without comments.
 func (f Flavour) listed(t *testing.T) string {
 	t.Helper()
 	var lines []string
@@ -95,16 +110,16 @@ func (f Flavour) damage(t *testing.T) {
 			Enter(t)
 			a := f.New()
 			Shell(t, f.Foreign)
-			expect(t, a, Policy(), true)
+			expect(t, a, Guarded(), true)
 			want := f.listed(t)
-			expect(t, f.New(), Policy(), false)
+			expect(t, f.New(), Guarded(), false)
 			Shell(t, f.Damage[name])
 			if f.listed(t) == want {
 				t.Fatal("the script does no damage")
 			}
-			expect(t, a, Policy(), true)
+			expect(t, a, Guarded(), true)
 			f.same(t, "after the repair", want)
-			expect(t, a, Policy(), false)
+			expect(t, a, Guarded(), false)
 		})
 	}
 }
@@ -118,8 +133,14 @@ func (f Flavour) transitions(t *testing.T) {
 	exceptions.NonMasquerade = []netip.Prefix{netip.MustParsePrefix("198.51.100.7/32"), netip.MustParsePrefix("172.16.0.0/12"), netip.MustParsePrefix("2001:db8::/32")}
 	moved.Networks = []firewall.Network{network("10.5.0.0/16", "10.5.7.0/24"), network("fd00:10:5::/48", "fd00:10:5:7::/64")}
 	single.Networks, single.Former = single.Networks[:1], []netip.Prefix{single.Networks[1].Network}
-	policies := []firewall.Policy{plain, masqueradeOnly, forwardOnly, fixedPorts, exceptions, moved, single}
+	protocols := guard(Policy(), firewall.Payload{Protocol: 4}, firewall.Payload{Protocol: 41})
+	protocols.Masquerade, protocols.Networks[0].HostsInside = false, true
+	policies := []firewall.Policy{plain, masqueradeOnly, forwardOnly, fixedPorts, exceptions, moved, single, Guarded(), protocols}
 	a := f.New()
+	// A table of iptables remains when it is empty, and tables are listed in the order in
+	// which they were created. So all of them exist before the first listing.
+	expect(t, a, Guarded(), true)
+	expect(t, a, Guarded().Cleanup(), true)
 	want := make([]string, len(policies))
 	for i, p := range policies {
 		expect(t, a, p, true)
@@ -143,20 +164,20 @@ func (f Flavour) twoDaemons(t *testing.T) {
 	one, two := f.New(), f.New()
 	expect(t, two, other(), true)
 	alone := f.listed(t)
-	expect(t, one, Policy(), true)
+	expect(t, one, Guarded(), true)
 	expect(t, two, other(), false)
-	expect(t, one, Policy(), false)
+	expect(t, one, Guarded(), false)
 	both := f.listed(t)
 
-	less := Policy()
+	less := Guarded()
 	less.Masquerade = false
 	expect(t, one, less, true)
 	expect(t, two, other(), false)
-	expect(t, one, Policy(), true)
+	expect(t, one, Guarded(), true)
 	expect(t, two, other(), false)
 	f.same(t, "masquerading off and on again", both)
 
-	expect(t, one, Policy().Cleanup(), true)
+	expect(t, one, Guarded().Cleanup(), true)
 	f.same(t, "one of them is gone", alone)
 	expect(t, two, other(), false)
 	expect(t, two, other().Cleanup(), true)
@@ -169,17 +190,17 @@ func (f Flavour) twoDaemons(t *testing.T) {
 func (f Flavour) residue(t *testing.T) {
 	Enter(t)
 	a := f.New()
-	expect(t, a, Policy().Cleanup(), false)
+	expect(t, a, Guarded().Cleanup(), false)
 	Shell(t, f.Foreign)
 	want := f.listed(t)
-	expect(t, a, Policy().Cleanup(), false)
-	expect(t, a, Policy(), true)
-	off := Policy()
+	expect(t, a, Guarded().Cleanup(), false)
+	expect(t, a, Guarded(), true)
+	off := Guarded()
 	off.Masquerade, off.Forward = false, false
 	expect(t, a, off, true)
 	f.same(t, "everything is off", want)
-	expect(t, a, Policy(), true)
-	expect(t, a, Policy().Cleanup(), true)
+	expect(t, a, Guarded(), true)
+	expect(t, a, Guarded().Cleanup(), true)
 	f.same(t, "the network is a former one", want)
-	expect(t, a, Policy().Cleanup(), false)
+	expect(t, a, Guarded().Cleanup(), false)
 }

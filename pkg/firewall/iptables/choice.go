@@ -86,7 +86,7 @@ func (c chooser) choose(ctx context.Context) (v Variant, because string, err err
 		}
 	}
 	for _, v := range []Variant{NFT, Legacy} {
-		err := c.each(ctx, v, append(Tables(), hintTable, "raw"), nil, func(d dump) { rules[v] += foreign(d) })
+		err := c.each(ctx, v, append(Tables(), "raw"), nil, func(d dump) { rules[v] += foreign(d) })
 		if err != nil {
 			return Default, "", err
 		}

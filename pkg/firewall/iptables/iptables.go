@@ -72,7 +72,7 @@ func Places() []firewall.Place {
 }
 
 // Tables are the tables that hold our chains.
-func Tables() []string { return []string{"nat", "filter"} }
+func Tables() []string { return []string{"nat", "filter", "mangle"} }
 
 func families() []prefix.Family { return []prefix.Family{prefix.IPv4, prefix.IPv6} }
 

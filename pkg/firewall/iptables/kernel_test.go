@@ -36,7 +36,15 @@ func flavour(v Variant) firewalltest.Flavour {
 		"jump duplicated":    `IPT -t nat -I POSTROUTING -m comment --comment "flanneld masq" -j FLANNEL-POSTRTG`,
 		"jump without mark":  `IPT -I FORWARD -j FLANNEL-FWD`,
 		"jump before kube":   "IPT -D FORWARD -m comment --comment \"flanneld forward\" -j FLANNEL-FWD\nIPT -I FORWARD -m comment --comment \"flanneld forward\" -j FLANNEL-FWD",
-		"jump behind REJECT": "IPT -D FORWARD -m comment --comment \"flanneld forward\" -j FLANNEL-FWD\nIPT -A FORWARD -m comment --comment \"flanneld forward\" -j FLANNEL-FWD",
+		"guard flushed":      `IPT -t mangle -F FLANNEL-GUARD-FWD`,
+		"guard deleted": `IPT -t mangle -D INPUT -m comment --comment "flanneld guard" -j FLANNEL-GUARD-IN
+IPT -t mangle -F FLANNEL-GUARD-IN
+IPT -t mangle -X FLANNEL-GUARD-IN`,
+		"guard of another port": `IPT -t mangle -A FLANNEL-GUARD-IN -s NET -p udp -m udp --dport 8473 -m comment --comment "flanneld guard" -j DROP`,
+		"guard behind ACCEPT":   `IPT -t mangle -I FLANNEL-GUARD-FWD -p udp -j ACCEPT`,
+		"guard's jump deleted":  `IPT -t mangle -D FORWARD -m comment --comment "flanneld guard" -j FLANNEL-GUARD-FWD`,
+		"guard's jump doubled":  `IPT -t mangle -I FORWARD -m comment --comment "flanneld guard" -j FLANNEL-GUARD-FWD`,
+		"jump behind REJECT":    "IPT -D FORWARD -m comment --comment \"flanneld forward\" -j FLANNEL-FWD\nIPT -A FORWARD -m comment --comment \"flanneld forward\" -j FLANNEL-FWD",
 		"rules in wrong order": `IPT -D FLANNEL-FWD 1
 IPT -A FLANNEL-FWD -s NET -m comment --comment "flanneld forward" -j ACCEPT`,
 		"chain deleted": `IPT -D FORWARD -m comment --comment "flanneld forward" -j FLANNEL-FWD
@@ -89,7 +97,7 @@ func TestKernelGolden(t *testing.T) {
 	for _, v := range []Variant{NFT, Legacy} {
 		t.Run(string(v), func(t *testing.T) {
 			firewalltest.Enter(t)
-			if _, err := New(v).Apply(t.Context(), firewalltest.Policy()); err != nil {
+			if _, err := New(v).Apply(t.Context(), firewalltest.Guarded()); err != nil {
 				t.Fatal(err)
 			}
 			for f, want := range map[prefix.Family]string{
@@ -97,7 +105,7 @@ func TestKernelGolden(t *testing.T) {
 				prefix.IPv6: golden("fd00:10:5::/48", "fd00:10:5:47::/64", "ff00::/8"),
 			} {
 				var got []string
-				for _, table := range []string{"filter", "nat"} {
+				for _, table := range []string{"filter", "nat", "mangle"} {
 					for line := range strings.Lines(firewalltest.Shell(t, v.Program(f)+"-save -t "+table)) {
 						if strings.Contains(line, "flannel") || strings.Contains(line, "FLANNEL") {
 							got = append(got, strings.TrimRight(line, "\n"))
@@ -124,5 +132,12 @@ func golden(network, subnet, multicast string) string {
 -A FLANNEL-POSTRTG -s NET -d POD -m comment --comment "flanneld masq" -j RETURN
 -A FLANNEL-POSTRTG ! -s NET -d POD -m comment --comment "flanneld masq" -j RETURN
 -A FLANNEL-POSTRTG -s NET ! -d MCAST -m comment --comment "flanneld masq" -j MASQUERADE --random-fully
--A FLANNEL-POSTRTG ! -s NET -d NET -m comment --comment "flanneld masq" -j MASQUERADE --random-fully`)
+-A FLANNEL-POSTRTG ! -s NET -d NET -m comment --comment "flanneld masq" -j MASQUERADE --random-fully
+:FLANNEL-GUARD-FWD - [0:0]
+:FLANNEL-GUARD-IN - [0:0]
+-A INPUT -m comment --comment "flanneld guard" -j FLANNEL-GUARD-IN
+-A FORWARD -m comment --comment "flanneld guard" -j FLANNEL-GUARD-FWD
+-A FLANNEL-GUARD-FWD -s POD ! -d NET -p udp -m udp --dport 8472 -m comment --comment "flanneld guard" -j DROP
+-A FLANNEL-GUARD-IN -s POD ! -d NET -p udp -m udp --dport 8472 -m comment --comment "flanneld guard" -j DROP
+-A FLANNEL-GUARD-IN -s NET -d POD -p udp -m udp --dport 8472 -m comment --comment "flanneld guard" -j DROP`)
 }

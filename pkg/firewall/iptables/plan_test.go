@@ -116,7 +116,7 @@ func TestProbe(t *testing.T) {
 // FuzzParse holds parse against render, and plan against anything.
 func FuzzParse(f *testing.F) {
 	for _, c := range firewall.Chains() {
-		for _, r := range firewalltest.Policy().Table(prefix.IPv6).Rules(c) {
+		for _, r := range firewalltest.Guarded().Table(prefix.IPv6).Rules(c) {
 			f.Add(placeOf(c).render(r))
 		}
 	}

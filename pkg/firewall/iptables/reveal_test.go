@@ -100,11 +100,14 @@ func listed(t *testing.T) string {
 	return b.String()
 }
 
-// expectJumps wants one jump to each of our chains in both families.
+// expectJumps wants one jump to each chain that firewalltest.Policy fills, in both families.
 func expectJumps(t *testing.T) {
 	t.Helper()
-	text := listed(t)
+	text, table := listed(t), firewalltest.Policy().Table(prefix.IPv4)
 	for _, c := range firewall.Chains() {
+		if len(table.Rules(c)) == 0 {
+			continue
+		}
 		if n := strings.Count(text, "jump "+placeOf(c).chain); n != 2 {
 			t.Errorf("%d jumps to %s, want one for each family:\n%s", n, placeOf(c).chain, text)
 		}

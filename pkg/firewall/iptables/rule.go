@@ -3,6 +3,7 @@ package iptables
 import (
 	"fmt"
 	"net/netip"
+	"strconv"
 	"strings"
 
 	"flanneld/pkg/firewall"
@@ -14,11 +15,19 @@ type place struct {
 	comment              string
 }
 
+// placeOf returns the place of a chain. The guard is in the table mangle, because a rule of
+// another program that accepts a packet in the table filter ends that table for it.
 func placeOf(c firewall.Chain) place {
-	if c == firewall.Postrouting {
+	switch c {
+	case firewall.Postrouting:
 		return place{"nat", "POSTROUTING", "FLANNEL-POSTRTG", "flanneld masq"}
+	case firewall.GuardForward:
+		return place{"mangle", "FORWARD", "FLANNEL-GUARD-FWD", "flanneld guard"}
+	case firewall.GuardInput:
+		return place{"mangle", "INPUT", "FLANNEL-GUARD-IN", "flanneld guard"}
+	default:
+		return place{"filter", "FORWARD", "FLANNEL-FWD", "flanneld forward"}
 	}
-	return place{"filter", "FORWARD", "FLANNEL-FWD", "flanneld forward"}
 }
 
 // jump is the rule of the parent chain that leads to ours, in the form of
@@ -42,6 +51,12 @@ func (p place) render(r firewall.Rule) string {
 	}
 	match("-s", r.Src)
 	match("-d", r.Dst)
+	if r.Payload.Protocol != 0 {
+		fmt.Fprintf(&b, "-p %s ", protocolName(r.Payload.Protocol))
+	}
+	if r.Payload.Port != 0 {
+		fmt.Fprintf(&b, "-m udp --dport %d ", r.Payload.Port)
+	}
 	if r.Marked {
 		fmt.Fprintf(&b, "-m mark --mark %#x/%#x ", firewall.Mark, firewall.Mark)
 	}
@@ -55,6 +70,8 @@ func target(a firewall.Action) string {
 		return "RETURN"
 	case firewall.Accept:
 		return "ACCEPT"
+	case firewall.Drop:
+		return "DROP"
 	case firewall.Masquerade:
 		return "MASQUERADE"
 	case firewall.MasqueradeRandom:
@@ -87,6 +104,8 @@ func parse(spec string) (r firewall.Rule, comment string, ok bool) {
 			r.Dst, ok = match(next(), not)
 		case not:
 			ok = false
+		case w == "-p":
+			r.Payload.Protocol, ok = parseProtocol(next())
 		case w == "-m":
 			ok = parseMatch(&r, &comment, next(), next(), next())
 		case w == "-j":
@@ -99,6 +118,31 @@ func parse(spec string) (r firewall.Rule, comment string, ok bool) {
 	return r, comment, ok && r.Action != 0
 }
 
+// protocolNames are names of protocols by which iptables-save may call them. The first of a
+// protocol is the one to write.
+var protocolNames = []struct {
+	name   string
+	number uint8
+}{{"udp", firewall.UDP}, {"4", 4}, {"ipencap", 4}, {"ipv4", 4}, {"ipip", 4}, {"41", 41}, {"ipv6", 41}, {"17", firewall.UDP}}
+
+func protocolName(number uint8) string {
+	for _, p := range protocolNames {
+		if p.number == number {
+			return p.name
+		}
+	}
+	return fmt.Sprint(number)
+}
+
+func parseProtocol(name string) (number uint8, ok bool) {
+	for _, p := range protocolNames {
+		if p.name == name {
+			return p.number, true
+		}
+	}
+	return 0, false
+}
+
 // parseMatch takes in one of the matches that have a single option.
 func parseMatch(r *firewall.Rule, comment *string, module, option, value string) bool {
 	switch {
@@ -108,6 +152,10 @@ func parseMatch(r *firewall.Rule, comment *string, module, option, value string)
 	case module == "mark" && option == "--mark":
 		r.Marked = true
 		return value == fmt.Sprintf("%#x/%#x", firewall.Mark, firewall.Mark)
+	case module == "udp" && option == "--dport":
+		port, err := strconv.ParseUint(value, 10, 16)
+		r.Payload.Port = uint16(port)
+		return err == nil
 	}
 	return false
 }

@@ -6,11 +6,12 @@ import (
 	"maps"
 	"net/netip"
 	"slices"
-	"sync/atomic"
+	"sync"
 
 	"github.com/google/nftables"
 	"github.com/google/nftables/binaryutil"
 	"github.com/google/nftables/expr"
+	"github.com/google/nftables/userdata"
 	"github.com/mdlayher/netlink"
 	"golang.org/x/sys/unix"
 
@@ -20,14 +21,18 @@ import (
 )
 
 // Gate keeps from a tunnel device of the kernel what does not come from a known
-// peer: the kernel itself does not ask where a datagram is from. It is a table
-// of its own, IPv4 alone. Its methods but Dropped are not safe for concurrent use.
+// peer: the kernel itself does not ask where a datagram is from. In any case it drops
+// packets with addresses that no host on a network has. It is a table of its own, IPv4
+// alone. Its methods but Dropped are not safe for concurrent use.
 type Gate struct {
-	device string
-	local  netip.AddrPort // where datagrams for the device arrive
-	peers  map[netip.Addr]int
-	rules  map[string][]uint64 // handles by chain, as they were made; nil: they have to be made
-	lost   atomic.Uint64       // what tables that are gone have counted
+	device  string
+	local   netip.AddrPort // where datagrams for the device arrive
+	anybody bool           // may send, not only peers
+	peers   map[netip.Addr]int
+	rules   map[string][]uint64 // handles by chain, as they were made; nil: they have to be made
+
+	mu   sync.Mutex
+	lost map[string]uint64 // what tables that are gone have counted, by reason
 }
 
 // gateTable is the name of the table.
@@ -46,10 +51,25 @@ const (
 // network.
 const voucher = 0x666c75 // "flu"
 
-// NewGate returns a gate before device for what arrives at local, with nobody
+// The reasons for which a gate drops packets, as the comments of its rules have them.
+const (
+	unknownPeer      = "unknown_peer"
+	wrongPort        = "wrong_port"
+	wrongSource      = "wrong_source"
+	wrongDestination = "wrong_destination"
+)
+
+// NewGate returns a gate before device for what arrives at local, with no peer
 // admitted and nothing in the kernel yet.
 func NewGate(device string, local netip.AddrPort) *Gate {
-	return &Gate{device: device, local: local, peers: map[netip.Addr]int{}}
+	return &Gate{device: device, local: local, peers: map[netip.Addr]int{}, lost: map[string]uint64{}}
+}
+
+// NewOpenGate returns a gate that lets everybody send.
+func NewOpenGate(device string, local netip.AddrPort) *Gate {
+	g := NewGate(device, local)
+	g.anybody = true
+	return g
 }
 
 // GatePlaces are the chains of a gate.
@@ -58,8 +78,11 @@ func GatePlaces() []firewall.Place {
 }
 
 // Shut closes the gate to everybody, unless there is one in the kernel, whose
-// peers go on until the first Update. It reports whether.
+// peers go on until the first Update. It reports whether. An open gate is made as it is.
 func (g *Gate) Shut() (former bool, err error) {
+	if g.anybody {
+		return false, g.build()
+	}
 	t, err := read(prefix.IPv4, gateTable)
 	if err != nil {
 		return false, err
@@ -73,6 +96,9 @@ func (g *Gate) Shut() (former bool, err error) {
 // Update admits added and not removed any more; an address may have been added
 // more than once. The change is one transaction.
 func (g *Gate) Update(removed, added []netip.Addr) error {
+	if g.anybody {
+		removed, added = nil, nil
+	}
 	before := map[netip.Addr]bool{}
 	count := func(addrs []netip.Addr, by int) {
 		for _, a := range addrs {
@@ -165,32 +191,41 @@ func ignoreGone(err error) error {
 	return err
 }
 
-// Dropped returns how many packets were dropped, as far as is known: one of the
-// process before counts.
-func (g *Gate) Dropped() uint64 {
-	c, err := nftables.New()
-	if err != nil {
-		return g.lost.Load()
+// Dropped returns how many packets were dropped for each reason, as far as is known: those
+// that a gate of the process before dropped count.
+func (g *Gate) Dropped() map[string]uint64 {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	all := map[string]uint64{unknownPeer: 0, wrongPort: 0, wrongSource: 0, wrongDestination: 0}
+	if c, err := nftables.New(); err == nil {
+		_ = counted(c, all)
 	}
-	n, _ := g.counted(c)
-	return g.lost.Load() + n
+	for reason, n := range g.lost {
+		all[reason] += n
+	}
+	return all
 }
 
-func (g *Gate) counted(c *nftables.Conn) (n uint64, err error) {
+// counted adds what the gate in the kernel has dropped to counts.
+func counted(c *nftables.Conn, counts map[string]uint64) error {
 	for _, chain := range []string{gateInput, gateDevice} {
 		rules, err := c.GetRules(tableOfGate(), &nftables.Chain{Name: chain, Table: tableOfGate()})
 		if err != nil {
-			return n, err
+			return err
 		}
 		for _, r := range rules {
+			reason, ok := userdata.GetString(r.UserData, userdata.TypeComment)
+			if !ok {
+				reason = unknownPeer // of a version that had no other
+			}
 			for _, e := range r.Exprs {
 				if counter, ok := e.(*expr.Counter); ok {
-					n += counter.Packets
+					counts[reason] += counter.Packets
 				}
 			}
 		}
 	}
-	return n, nil
+	return nil
 }
 
 // HasGate reports whether the kernel has a gate. One without nftables has none.
@@ -219,14 +254,25 @@ func (g *Gate) build() error {
 	if err != nil {
 		return fmt.Errorf("open nftables: %w", err)
 	}
-	if n, err := g.counted(c); err == nil {
-		g.lost.Add(n)
-	}
+	g.keepCounts(c)
 	if err := transact(g.write); err != nil {
 		return err
 	}
 	g.rules, err = g.handles(c)
 	return err
+}
+
+// keepCounts notes what the gate in the kernel has dropped, before it is replaced.
+func (g *Gate) keepCounts(c *nftables.Conn) {
+	counts := map[string]uint64{}
+	if counted(c, counts) != nil {
+		return
+	}
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	for reason, n := range counts {
+		g.lost[reason] += n
+	}
 }
 
 // transact carries out what fill adds: all of it or nothing.
@@ -294,28 +340,105 @@ func (g *Gate) write(c *nftables.Conn) error {
 	if err := elements(addrs, func(e []nftables.SetElement) error { return c.SetAddElements(set, e) }); err != nil {
 		return err
 	}
-	chain := func(name string, hook *nftables.ChainHook, rules ...[]expr.Any) {
+	chain := func(name string, hook *nftables.ChainHook, rules []gateRule) {
 		ch := c.AddChain(&nftables.Chain{
 			Name: name, Table: t, Type: nftables.ChainTypeFilter, Hooknum: hook, Priority: nftables.ChainPriorityMangle,
 		})
 		for _, r := range rules {
-			c.AddRule(&nftables.Rule{Table: t, Chain: ch, Exprs: r})
+			c.AddRule(r.in(t, ch))
 		}
 	}
+	chain(gateInput, nftables.ChainHookInput, g.input(set))
+	nowhere := &nftables.Set{Table: t, Anonymous: true, Constant: true, Interval: true, KeyType: nftables.TypeIPAddr}
+	if err := c.AddSet(nowhere, ofNoHost()); err != nil {
+		return err
+	}
+	nobody := &nftables.Set{Table: t, Anonymous: true, Constant: true, Interval: true, KeyType: nftables.TypeIPAddr}
+	if err := c.AddSet(nobody, ofNoHost()); err != nil {
+		return err
+	}
+	chain(gateDevice, nftables.ChainHookPrerouting, g.tunnel(nobody, nowhere))
+	return nil
+}
+
+// gateRule is a rule of a gate. If it drops packets it has the reason for that.
+type gateRule struct {
+	match  []expr.Any
+	drops  string
+	action []expr.Any
+}
+
+// in returns the rule as it is in a chain.
+func (r gateRule) in(t *nftables.Table, c *nftables.Chain) *nftables.Rule {
+	if r.drops == "" {
+		return &nftables.Rule{Table: t, Chain: c, Exprs: slices.Concat(r.match, r.action)}
+	}
+	return &nftables.Rule{
+		Table: t, Chain: c, Exprs: slices.Concat(r.match, []expr.Any{&expr.Counter{}, &expr.Verdict{Kind: expr.VerdictDrop}}),
+		UserData: userdata.AppendString(nil, userdata.TypeComment, r.drops),
+	}
+}
+
+// input are the rules for datagrams: they must come from a peer, and from the port that
+// peers send from. A pod on a peer's host that sends from another port shares only the
+// address, by masquerading.
+func (g *Gate) input(peers *nftables.Set) []gateRule {
+	if g.anybody {
+		return nil
+	}
 	datagram := g.datagram()
-	chain(gateInput, nftables.ChainHookInput,
-		slices.Concat(datagram, notFrom(set), drop()),
-		slices.Concat(datagram, []expr.Any{
+	return []gateRule{
+		{match: slices.Concat(datagram, address(headerOf(prefix.IPv4).src), []expr.Any{
+			&expr.Lookup{SourceRegister: 1, SetName: peers.Name, SetID: peers.ID, Invert: true},
+		}), drops: unknownPeer},
+		{match: slices.Concat(datagram, []expr.Any{
+			&expr.Payload{DestRegister: 1, Base: expr.PayloadBaseTransportHeader, Offset: 0, Len: 2},
+			&expr.Cmp{Op: expr.CmpOpNeq, Register: 1, Data: binaryutil.BigEndian.PutUint16(g.local.Port())},
+		}), drops: wrongPort},
+		{match: datagram, action: []expr.Any{
 			&expr.Immediate{Register: 1, Data: binaryutil.NativeEndian.PutUint32(voucher)},
 			&expr.Meta{Key: expr.MetaKeyPRIORITY, SourceRegister: true, Register: 1},
-		}))
-	chain(gateDevice, nftables.ChainHookPrerouting, slices.Concat([]expr.Any{
+		}},
+	}
+}
+
+// tunnel are the rules for packets that come out of the device.
+func (g *Gate) tunnel(nobody, nowhere *nftables.Set) []gateRule {
+	device := []expr.Any{
 		&expr.Meta{Key: expr.MetaKeyIIFNAME, Register: 1},
 		equal(append([]byte(g.device), make([]byte, unix.IFNAMSIZ-len(g.device))...)),
+	}
+	in := func(offset uint32, set *nftables.Set) []expr.Any {
+		return slices.Concat(device, address(offset), []expr.Any{&expr.Lookup{SourceRegister: 1, SetName: set.Name, SetID: set.ID}})
+	}
+	rules := []gateRule{
+		{match: in(headerOf(prefix.IPv4).src, nobody), drops: wrongSource},
+		{match: in(headerOf(prefix.IPv4).dst, nowhere), drops: wrongDestination},
+	}
+	if g.anybody {
+		return rules
+	}
+	vouched := gateRule{match: slices.Concat(device, []expr.Any{
 		&expr.Meta{Key: expr.MetaKeyPRIORITY, Register: 1},
 		&expr.Cmp{Op: expr.CmpOpNeq, Register: 1, Data: binaryutil.NativeEndian.PutUint32(voucher)},
-	}, drop()))
-	return nil
+	}), drops: unknownPeer}
+	return append([]gateRule{vouched}, rules...)
+}
+
+// ofNoHost are the addresses that no single host on a network has: unspecified, loopback,
+// multicast and broadcast.
+func ofNoHost() []nftables.SetElement {
+	return []nftables.SetElement{
+		{Key: []byte{0, 0, 0, 0}}, {Key: []byte{0, 0, 0, 1}, IntervalEnd: true},
+		{Key: []byte{127, 0, 0, 0}}, {Key: []byte{128, 0, 0, 0}, IntervalEnd: true},
+		{Key: []byte{224, 0, 0, 0}}, {Key: []byte{240, 0, 0, 0}, IntervalEnd: true},
+		{Key: []byte{255, 255, 255, 255}},
+	}
+}
+
+// address reads an address of the IPv4 header.
+func address(offset uint32) []expr.Any {
+	return []expr.Any{&expr.Payload{DestRegister: 1, Base: expr.PayloadBaseNetworkHeader, Offset: offset, Len: 4}}
 }
 
 // datagram matches what arrives at the tunnel's port.
@@ -330,14 +453,3 @@ func (g *Gate) datagram() []expr.Any {
 }
 
 func equal(data []byte) expr.Any { return &expr.Cmp{Op: expr.CmpOpEq, Register: 1, Data: data} }
-
-func notFrom(set *nftables.Set) []expr.Any {
-	return []expr.Any{
-		&expr.Payload{DestRegister: 1, Base: expr.PayloadBaseNetworkHeader, Offset: headerOf(prefix.IPv4).src, Len: 4},
-		&expr.Lookup{SourceRegister: 1, SetName: set.Name, SetID: set.ID, Invert: true},
-	}
-}
-
-func drop() []expr.Any {
-	return []expr.Any{&expr.Counter{}, &expr.Verdict{Kind: expr.VerdictDrop}}
-}

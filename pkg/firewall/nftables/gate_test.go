@@ -1,13 +1,16 @@
 package nftables
 
 import (
+	"encoding/binary"
 	"net"
 	"net/netip"
+	"slices"
 	"strings"
 	"testing"
 	"time"
 
 	"github.com/google/go-cmp/cmp"
+	"golang.org/x/sys/unix"
 
 	"flanneld/pkg/firewall/firewalltest"
 )
@@ -65,13 +68,16 @@ func TestKernelGate(t *testing.T) {
 
 	chain input {
 		type filter hook input priority -150; policy accept;
-		udp dport 8285 ip daddr 192.168.77.1 ip saddr != @peers counter packets 0 bytes 0 drop
+		udp dport 8285 ip daddr 192.168.77.1 ip saddr != @peers counter packets 0 bytes 0 drop comment "unknown_peer"
+		udp dport 8285 ip daddr 192.168.77.1 udp sport != 8285 counter packets 0 bytes 0 drop comment "wrong_port"
 		udp dport 8285 ip daddr 192.168.77.1 meta priority set 66:6c75
 	}
 
 	chain tunnel {
 		type filter hook prerouting priority -150; policy accept;
-		iifname "flannel0" meta priority != 66:6c75 counter packets 0 bytes 0 drop
+		iifname "flannel0" meta priority != 66:6c75 counter packets 0 bytes 0 drop comment "unknown_peer"
+		iifname "flannel0" ip saddr { 0.0.0.0, 127.0.0.0/8, 224.0.0.0/4, 255.255.255.255 } counter packets 0 bytes 0 drop comment "wrong_source"
+		iifname "flannel0" ip daddr { 0.0.0.0, 127.0.0.0/8, 224.0.0.0/4, 255.255.255.255 } counter packets 0 bytes 0 drop comment "wrong_destination"
 	}
 }
 `
@@ -133,23 +139,103 @@ func TestKernelGateCounts(t *testing.T) {
 		t.Fatal(err)
 	}
 	conn := listenUDP(t, "127.0.0.1:8285")
-	for _, from := range []string{"127.0.0.3", "127.0.0.2", "127.0.0.3"} {
+	for _, from := range []string{"127.0.0.3:8285", "127.0.0.2:8286", "127.0.0.2:8285", "127.0.0.3:1024"} {
 		sendUDP(t, from, "127.0.0.1:8285")
 	}
-	if from := receiveUDP(t, conn); from != "127.0.0.2" {
+	if from := receiveUDP(t, conn); from != "127.0.0.2:8285" {
 		t.Errorf("a datagram from %s arrives", from)
 	}
-	if n := g.Dropped(); n != 2 {
-		t.Errorf("%d are dropped, want 2", n)
+	expect := func(unknownPeers uint64) {
+		t.Helper()
+		want := map[string]uint64{"unknown_peer": unknownPeers, "wrong_port": 1, "wrong_source": 0, "wrong_destination": 0}
+		if diff := cmp.Diff(want, g.Dropped()); diff != "" {
+			t.Errorf("dropped (-want +got):\n%s", diff)
+		}
 	}
+	expect(2)
 	firewalltest.Shell(t, "nft flush chain ip flannel-udp tunnel")
 	if repaired, err := g.Check(); !repaired || err != nil {
 		t.Error(repaired, err)
 	}
-	sendUDP(t, "127.0.0.3", "127.0.0.1:8285")
-	if n := g.Dropped(); n != 3 {
-		t.Errorf("%d are dropped, want 3", n)
+	sendUDP(t, "127.0.0.3:8285", "127.0.0.1:8285")
+	expect(3)
+}
+
+// TestKernelOpenGate lets everybody send, but not from or to addresses of no host. The
+// device is that of a pair, as this kernel may have no ipip.
+func TestKernelOpenGate(t *testing.T) {
+	firewalltest.Enter(t)
+	firewalltest.Shell(t, `ip link set lo up
+		ip link add flannel0 up type veth peer name far
+		ip addr add 10.5.1.0/32 dev flannel0
+		sysctl -qw net.ipv4.conf.all.route_localnet=1 net.ipv4.conf.all.rp_filter=0 net.ipv4.conf.flannel0.rp_filter=0 net.ipv4.conf.flannel0.accept_local=1
+		ip route add 10.5.2.0/24 dev flannel0
+		ip link set far up`)
+	g := NewOpenGate("flannel0", netip.MustParseAddrPort("192.168.77.1:8285"))
+	if former, err := g.Shut(); former || err != nil {
+		t.Fatal(former, err)
 	}
+	if err := g.Update(nil, peerAddrs(3)); err != nil || admitted(t) != 0 {
+		t.Errorf("%v, %d peers in a set that nothing looks at", err, admitted(t))
+	}
+	conn := listenUDP(t, "0.0.0.0:9999")
+	for _, a := range [][2]string{
+		{"10.5.2.7", "127.0.0.1"}, {"127.0.0.1", "127.0.0.1"}, {"127.0.0.1", "10.5.1.0"}, {"10.5.2.7", "224.0.0.1"},
+		{"10.5.2.7", "255.255.255.255"}, {"0.0.0.0", "255.255.255.255"}, {"10.5.2.7", "10.5.1.0"},
+	} {
+		sendFrame(t, "far", "flannel0", netip.MustParseAddr(a[0]), netip.MustParseAddr(a[1]), 9999)
+	}
+	if from := receiveUDP(t, conn); from != "10.5.2.7:9999" {
+		t.Errorf("a datagram from %s arrives", from)
+	}
+	want := map[string]uint64{"unknown_peer": 0, "wrong_port": 0, "wrong_source": 3, "wrong_destination": 3}
+	if diff := cmp.Diff(want, g.Dropped()); diff != "" {
+		t.Errorf("dropped (-want +got):\n%s", diff)
+	}
+	firewalltest.Shell(t, "nft flush chain ip flannel-udp tunnel")
+	for _, repairs := range []bool{true, false} {
+		if repaired, err := g.Check(); repaired != repairs || err != nil {
+			t.Errorf("repaired %v, %v", repaired, err)
+		}
+	}
+}
+
+// sendFrame sends a UDP datagram over Ethernet from a device to its peer.
+func sendFrame(t *testing.T, device, peer string, from, to netip.Addr, port uint16) {
+	t.Helper()
+	out, err := net.InterfaceByName(device)
+	if err != nil {
+		t.Fatal(err)
+	}
+	in, err := net.InterfaceByName(peer)
+	if err != nil {
+		t.Fatal(err)
+	}
+	ip := slices.Concat([]byte{0x45, 0, 0, 29, 0, 0, 0, 0, 9, unix.IPPROTO_UDP, 0, 0}, from.AsSlice(), to.AsSlice())
+	binary.BigEndian.PutUint16(ip[10:], headerChecksum(ip))
+	udp := []byte{0, 0, 0, 0, 0, 9, 0, 0, 'x'}
+	binary.BigEndian.PutUint16(udp, port)
+	binary.BigEndian.PutUint16(udp[2:], port)
+	fd, err := unix.Socket(unix.AF_PACKET, unix.SOCK_RAW, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer unix.Close(fd)
+	frame := slices.Concat(in.HardwareAddr, out.HardwareAddr, []byte{8, 0}, ip, udp)
+	if err := unix.Sendto(fd, frame, 0, &unix.SockaddrLinklayer{Ifindex: out.Index, Halen: 6}); err != nil {
+		t.Fatal(err)
+	}
+}
+
+func headerChecksum(b []byte) uint16 {
+	var s uint32
+	for i := 0; i < len(b); i += 2 {
+		s += uint32(binary.BigEndian.Uint16(b[i:]))
+	}
+	for s>>16 != 0 {
+		s = s&0xffff + s>>16
+	}
+	return ^uint16(s)
 }
 
 func listenUDP(t *testing.T, at string) *net.UDPConn {
@@ -164,7 +250,8 @@ func listenUDP(t *testing.T, at string) *net.UDPConn {
 
 func sendUDP(t *testing.T, from, to string) {
 	t.Helper()
-	conn := listenUDP(t, from+":0")
+	conn := listenUDP(t, from)
+	defer conn.Close()
 	if _, err := conn.WriteToUDPAddrPort([]byte("x"), netip.MustParseAddrPort(to)); err != nil {
 		t.Fatal(err)
 	}
@@ -177,7 +264,7 @@ func receiveUDP(t *testing.T, conn *net.UDPConn) string {
 	if err != nil {
 		t.Fatal(err)
 	}
-	return from.Addr().String()
+	return from.String()
 }
 
 // TestKernelGateOfManyPeers has as many as a /8 of /24 subnets can have, all at once.

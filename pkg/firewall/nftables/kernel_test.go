@@ -29,7 +29,7 @@ const list = "nft list ruleset"
 const listSorted = `nft list tables
 nft list ruleset | grep flags || true
 for table in "ip flannel-ipv4" "ip6 flannel-ipv6" "ip kube-proxy" "ip6 kube-proxy"; do
-	for chain in forward postrtg postrouting; do
+	for chain in forward postrtg guard-forward guard-input postrouting; do
 		nft list chain $table $chain 2>/dev/null || true
 	done
 done`
@@ -50,6 +50,10 @@ func TestKernelNftables(t *testing.T) {
 		"dormant, of another kind":   "nft add table TABLE '{ flags dormant; }'\nnft chain TABLE forward '{ policy drop; }'",
 		"dormant and empty":          "nft delete table TABLE\nnft add table TABLE '{ flags dormant; }'",
 		"chain of another kind":      "nft delete chain TABLE forward\nnft add chain TABLE forward '{ type filter hook input priority 7; }'",
+		"guard deleted":              "nft delete chain TABLE guard-forward\nnft flush chain TABLE guard-input",
+		"guard of another port":      `nft insert rule TABLE guard-input FAM saddr NET udp dport 8473 drop`,
+		"guard with an exception":    `nft insert rule TABLE guard-forward FAM saddr POD accept`,
+		"guard of another kind":      `nft chain TABLE guard-input '{ policy drop; }'`,
 		"rules of the old policy":    `nft insert rule TABLE postrtg meta mark 0x00004000 return`,
 	}
 	for name, script := range damage {
@@ -67,7 +71,7 @@ nft add rule FAM kube-proxy postrouting meta mark and 0x4000 == 0x4000 masquerad
 
 func TestKernelGolden(t *testing.T) {
 	firewalltest.Enter(t)
-	if _, err := New().Apply(t.Context(), firewalltest.Policy()); err != nil {
+	if _, err := New().Apply(t.Context(), firewalltest.Guarded()); err != nil {
 		t.Fatal(err)
 	}
 	one := func(family, table, network, subnet, multicast string) string {
@@ -89,6 +93,19 @@ func TestKernelGolden(t *testing.T) {
 		type filter hook forward priority filter; policy accept;
 		FAM saddr NET accept
 		FAM daddr NET accept
+	}
+
+	chain guard-forward {
+		comment "chain to keep pods from the tunnels of other hosts"
+		type filter hook forward priority mangle; policy accept;
+		FAM saddr POD FAM daddr != NET udp dport 8472 drop
+	}
+
+	chain guard-input {
+		comment "chain to keep pods from the tunnel of this host"
+		type filter hook input priority mangle; policy accept;
+		FAM saddr POD FAM daddr != NET udp dport 8472 drop
+		FAM saddr NET FAM daddr POD udp dport 8472 drop
 	}
 }
 `)

@@ -121,10 +121,17 @@ type spec struct {
 }
 
 func specOf(c firewall.Chain) spec {
-	if c == firewall.Postrouting {
-		return spec{"postrtg", "chain to manage traffic masquerading by flannel", "nat", unix.NF_INET_POST_ROUTING, 100}
+	const srcnat, filter, mangle = 100, 0, 1<<32 - 150
+	switch c {
+	case firewall.Postrouting:
+		return spec{"postrtg", "chain to manage traffic masquerading by flannel", "nat", unix.NF_INET_POST_ROUTING, srcnat}
+	case firewall.GuardForward:
+		return spec{"guard-forward", "chain to keep pods from the tunnels of other hosts", "filter", unix.NF_INET_FORWARD, mangle}
+	case firewall.GuardInput:
+		return spec{"guard-input", "chain to keep pods from the tunnel of this host", "filter", unix.NF_INET_LOCAL_IN, mangle}
+	default:
+		return spec{"forward", "chain to accept flannel traffic", "filter", unix.NF_INET_FORWARD, filter}
 	}
-	return spec{"forward", "chain to accept flannel traffic", "filter", unix.NF_INET_FORWARD, 0}
 }
 
 func tableName(f prefix.Family) string {

@@ -42,11 +42,14 @@ func encode(f prefix.Family, r firewall.Rule) ([]byte, error) {
 	h := headerOf(f)
 	exprs = append(exprs, match(h.src, h.length, r.Src)...)
 	exprs = append(exprs, match(h.dst, h.length, r.Dst)...)
+	exprs = append(exprs, carries(r.Payload)...)
 	switch r.Action {
 	case firewall.Return:
 		exprs = append(exprs, &expr.Verdict{Kind: expr.VerdictReturn})
 	case firewall.Accept:
 		exprs = append(exprs, &expr.Verdict{Kind: expr.VerdictAccept})
+	case firewall.Drop:
+		exprs = append(exprs, &expr.Verdict{Kind: expr.VerdictDrop})
 	case firewall.Masquerade, firewall.MasqueradeRandom:
 		exprs = append(exprs, &expr.Masq{FullyRandom: r.Action == firewall.MasqueradeRandom})
 	}
@@ -81,6 +84,22 @@ func match(offset, length uint32, m firewall.Match) []expr.Any {
 	return append(exprs, &expr.Cmp{Op: op, Register: register, Data: m.Prefix.Addr().AsSlice()})
 }
 
+// Where the header of UDP has the destination port, and how long that is, in bytes.
+const portOffset, portLength = 2, 2
+
+func carries(p firewall.Payload) []expr.Any {
+	var exprs []expr.Any
+	if p.Protocol != 0 {
+		exprs = append(exprs, &expr.Meta{Key: expr.MetaKeyL4PROTO, Register: register},
+			&expr.Cmp{Op: expr.CmpOpEq, Register: register, Data: []byte{p.Protocol}})
+	}
+	if p.Port != 0 {
+		exprs = append(exprs, &expr.Payload{DestRegister: register, Base: expr.PayloadBaseTransportHeader, Offset: portOffset, Len: portLength},
+			&expr.Cmp{Op: expr.CmpOpEq, Register: register, Data: binary.BigEndian.AppendUint16(nil, p.Port)})
+	}
+	return exprs
+}
+
 // mask is a netmask of length bytes.
 func mask(ones, length int) []byte {
 	m := make([]byte, length)
@@ -98,7 +117,7 @@ func decode(f prefix.Family, raw []byte) (r firewall.Rule, ok bool) {
 		fits = d.take(name, data)
 		return fits
 	})
-	return d.rule, err == nil && fits && d.rule.Action != 0 && d.payload == nil && !d.mark
+	return d.rule, err == nil && fits && d.rule.Action != 0 && d.idle()
 }
 
 // eachExpression hands the expressions of a rule to take, until it returns
@@ -131,12 +150,16 @@ func eachExpression(raw []byte, take func(name string, data []byte) bool) error 
 
 // decoding is a rule of which the expressions so far have been read.
 type decoding struct {
-	family  prefix.Family
-	rule    firewall.Rule
-	payload *expr.Payload // in the register
-	mark    bool          // in the register
-	mask    []byte        // applied to the register; nil for none
+	family   prefix.Family
+	rule     firewall.Rule
+	payload  *expr.Payload // in the register
+	mark     bool          // in the register
+	protocol bool          // in the register
+	mask     []byte        // applied to the register; nil for none
 }
+
+// idle reports whether the register holds nothing that is to be compared.
+func (d *decoding) idle() bool { return d.payload == nil && !d.mark && !d.protocol }
 
 // take takes in one expression. It returns false if it does not fit.
 func (d *decoding) take(name string, data []byte) bool {
@@ -144,19 +167,19 @@ func (d *decoding) take(name string, data []byte) bool {
 		return false // it has come to its end
 	}
 	read := func(e expr.Any) bool { return expr.Unmarshal(protocol(d.family), data, e) == nil }
-	idle := d.payload == nil && !d.mark
+	idle := d.idle()
 	switch name {
 	case "meta":
 		var e expr.Meta
-		d.mark = idle && read(&e) && e.Key == expr.MetaKeyMARK && !e.SourceRegister
-		return d.mark
-	case "payload":
-		var e expr.Payload
-		if !idle || !read(&e) || e.Base != expr.PayloadBaseNetworkHeader {
+		if !idle || !read(&e) || e.SourceRegister {
 			return false
 		}
+		d.mark, d.protocol = e.Key == expr.MetaKeyMARK, e.Key == expr.MetaKeyL4PROTO
+		return d.mark || d.protocol
+	case "payload":
+		var e expr.Payload
 		d.payload = &e
-		return true
+		return idle && read(&e) && (e.Base == expr.PayloadBaseNetworkHeader || d.readsPort(e))
 	case "bitwise":
 		var e expr.Bitwise
 		if idle || d.mask != nil || !read(&e) || bytes.ContainsFunc(e.Xor, func(b rune) bool { return b != 0 }) {
@@ -194,6 +217,21 @@ func (d *decoding) compare(e expr.Cmp) bool {
 		d.mark, d.mask = false, nil
 		return d.rule.Marked
 	}
+	equal := e.Op == expr.CmpOpEq && d.mask == nil
+	if d.protocol {
+		ok := equal && len(e.Data) == 1 && d.rule.Payload == firewall.Payload{}
+		if ok {
+			d.rule.Payload.Protocol, d.protocol = e.Data[0], false
+		}
+		return ok
+	}
+	if d.readsPort(*d.payload) {
+		ok := equal && len(e.Data) == portLength && d.rule.Payload.Port == 0
+		if ok {
+			d.rule.Payload.Port, d.payload = binary.BigEndian.Uint16(e.Data), nil
+		}
+		return ok
+	}
 	h := headerOf(d.family)
 	address := make([]byte, h.length)
 	ones := 8 * int(d.payload.Len)
@@ -221,6 +259,11 @@ func (d *decoding) compare(e expr.Cmp) bool {
 	return ok
 }
 
+// readsPort reports whether e reads the destination port of UDP.
+func (d *decoding) readsPort(e expr.Payload) bool {
+	return e.Base == expr.PayloadBaseTransportHeader && e.Offset == portOffset && e.Len == portLength && d.rule.Payload.Protocol == firewall.UDP
+}
+
 // verdict reads the data of an immediate expression; 0 is any other verdict.
 func verdict(data []byte) (a firewall.Action) {
 	for _, nested := range []uint16{unix.NFTA_IMMEDIATE_DATA, unix.NFTA_DATA_VERDICT, unix.NFTA_VERDICT_CODE} {
@@ -234,6 +277,8 @@ func verdict(data []byte) (a firewall.Action) {
 		return firewall.Return
 	case nfAccept:
 		return firewall.Accept
+	case nfDrop:
+		return firewall.Drop
 	}
 	return 0
 }

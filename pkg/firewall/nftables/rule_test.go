@@ -11,7 +11,7 @@ import (
 func TestEncodeAndDecode(t *testing.T) {
 	for _, f := range []prefix.Family{prefix.IPv4, prefix.IPv6} {
 		for _, c := range firewall.Chains() {
-			for _, r := range firewalltest.Policy().Table(f).Rules(c) {
+			for _, r := range firewalltest.Guarded().Table(f).Rules(c) {
 				raw, err := encode(f, r)
 				if err != nil {
 					t.Fatal(err)
@@ -27,7 +27,7 @@ func TestEncodeAndDecode(t *testing.T) {
 // FuzzDecode holds decode against encode.
 func FuzzDecode(f *testing.F) {
 	for _, c := range firewall.Chains() {
-		for _, r := range firewalltest.Policy().Table(prefix.IPv4).Rules(c) {
+		for _, r := range firewalltest.Guarded().Table(prefix.IPv4).Rules(c) {
 			raw, err := encode(prefix.IPv4, r)
 			if err != nil {
 				f.Fatal(err)

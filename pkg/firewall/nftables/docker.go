@@ -1,0 +1,100 @@
+package nftables
+
+import (
+	"errors"
+	"net/netip"
+	"slices"
+
+	"github.com/google/nftables/expr"
+
+	"flanneld/pkg/firewall"
+	"flanneld/pkg/prefix"
+)
+
+// The names of Docker's table, of its chain in front of everything else, and of its chain
+// for what is forwarded to a bridge, without the bridge's name.
+const (
+	dockerTable   = "docker-bridges"
+	dockerRaw     = "raw-PREROUTING"
+	dockerForward = "filter-forward-in__"
+)
+
+// Docker returns which rules of a Docker that uses nftables keep the other hosts of the
+// network from the containers behind b.
+func Docker(b firewall.DockerBridge) (cut firewall.DockerCut, err error) {
+	f := prefix.FamilyOf(b.Subnet.Addr())
+	c, err := dial(f)
+	if err != nil {
+		return cut, err
+	}
+	defer c.close()
+	for range attempts {
+		if cut, err = c.docker(f, b); !errors.Is(err, errRaced) {
+			break
+		}
+	}
+	return cut, err
+}
+
+func (c *conn) docker(f prefix.Family, b firewall.DockerBridge) (cut firewall.DockerCut, err error) {
+	raw, err := c.dockerRules(f, dockerRaw)
+	if err != nil {
+		return cut, err
+	}
+	cut.Direct = slices.ContainsFunc(raw, func(r dockerRule) bool {
+		return r.Target == "DROP" && r.dst.IsValid() && b.Subnet.Contains(r.dst) && !r.trusts
+	})
+	forward, err := c.dockerRules(f, dockerForward+b.Name)
+	if err != nil {
+		return cut, err
+	}
+	accepted := slices.ContainsFunc(forward, func(r dockerRule) bool { return r.Target == "ACCEPT" && (r.Always || r.mark) })
+	dropped := slices.ContainsFunc(forward, func(r dockerRule) bool { return r.Target == "DROP" && r.Always })
+	cut.Forward = dropped && !accepted
+	return cut, nil
+}
+
+func (c *conn) dockerRules(f prefix.Family, chain string) (rules []dockerRule, err error) {
+	_, exists, err := c.leads(f, dockerTable, chain)
+	if err != nil || !exists {
+		return nil, err
+	}
+	err = c.eachRule(dockerTable, chain, func(r ruleState) { rules = append(rules, readDockerRule(f, r.raw)) })
+	return rules, err
+}
+
+// dockerRule is what matters of one of Docker's rules.
+type dockerRule struct {
+	Lead
+	dst    netip.Addr // the zero address: any, or several
+	mark   bool       // it is about packets with a mark
+	trusts bool       // it leaves several interfaces out
+}
+
+func readDockerRule(f prefix.Family, raw []byte) dockerRule {
+	r := dockerRule{Lead: lead(f, raw)}
+	destination := false // is in the register
+	_ = eachExpression(raw, func(name string, data []byte) bool {
+		switch name {
+		case "meta":
+			var e expr.Meta
+			if expr.Unmarshal(protocol(f), data, &e) == nil && e.Key == expr.MetaKeyMARK {
+				r.mark = true
+			}
+		case "lookup":
+			r.trusts = true
+		case "payload":
+			var e expr.Payload
+			destination = expr.Unmarshal(protocol(f), data, &e) == nil && e.Base == expr.PayloadBaseNetworkHeader &&
+				e.Offset == headerOf(f).dst && e.Len == headerOf(f).length
+		case "cmp":
+			var e expr.Cmp
+			if destination && expr.Unmarshal(protocol(f), data, &e) == nil && e.Op == expr.CmpOpEq {
+				r.dst, _ = netip.AddrFromSlice(e.Data)
+			}
+			destination = false
+		}
+		return true
+	})
+	return r
+}
