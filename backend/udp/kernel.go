@@ -48,9 +48,6 @@ func (b *Backend) fit() error {
 	if err := fouMissing(); err != nil {
 		return err
 	}
-	if b.host.settings.Check == tunnel.CheckOff {
-		return nil
-	}
 	return nftables.Available()
 }
 
@@ -94,7 +91,7 @@ type kernelNetwork struct {
 	*backend.Programmer
 	*wake
 	receiver receiver
-	gate     *nftables.Gate // nil: everybody may send
+	gate     *nftables.Gate // nil: the kernel has no nftables, and nothing is checked
 	fresh    bool           // the gate knows no peers yet
 	behind   bool           // routes are, which wait for the gate
 	former   bool           // the gate in the kernel is of the network before, and lets its peers pass
@@ -170,16 +167,16 @@ func (n *kernelNetwork) start(ctx context.Context) error {
 	return nil
 }
 
-// shut puts the gate before the device, unless it is not wanted, or cannot be.
+// shut puts the gate before the device, unless the kernel cannot have it.
 func (n *kernelNetwork) shut(ctx context.Context) error {
-	if n.host.settings.Check == tunnel.CheckOff {
-		return nftables.RemoveGate()
-	}
 	if err := nftables.Available(); err != nil {
 		n.host.warnOpen(ctx, err)
 		return nil
 	}
 	n.gate = nftables.NewGate(deviceName, n.receiver.local)
+	if n.host.settings.Check == tunnel.CheckOff {
+		n.gate = nftables.NewOpenGate(deviceName, n.receiver.local)
+	}
 	var err error
 	n.former, err = n.gate.Shut()
 	return err
@@ -189,7 +186,7 @@ func (n *kernelNetwork) shut(ctx context.Context) error {
 func (h *Host) warnOpen(ctx context.Context, err error) {
 	if !h.warned {
 		h.warned = true
-		klog.FromContext(ctx).Error(err, "whoever reaches the port of udp can send packets into the network: nothing checks where they are from")
+		klog.FromContext(ctx).Error(err, "everybody who reaches the port of udp can send packets into the network, also to loopback addresses: nothing checks them")
 	}
 }
 
@@ -261,7 +258,7 @@ func (n *kernelNetwork) Dropped() map[string]uint64 {
 	if n.gate == nil {
 		return nil
 	}
-	return map[string]uint64{"unknown_peer": n.gate.Dropped()}
+	return n.gate.Dropped()
 }
 
 // Close implements backend.Network. What the kernel has goes on.

@@ -12,6 +12,7 @@ import (
 
 	"flanneld/backend"
 	"flanneld/pkg/dataplane"
+	"flanneld/pkg/firewall"
 	"flanneld/pkg/oneline"
 	"flanneld/pkg/prefix"
 	"flanneld/pkg/tunnel"
@@ -36,6 +37,11 @@ func (b *Backend) Scope() dataplane.Scope { return b.env.Scope(deviceName) }
 
 // Ports implements backend.Listener.
 func (b *Backend) Ports() []int { return []int{b.config.Port} }
+
+// Tunnel implements backend.Tunneler.
+func (b *Backend) Tunnel(prefix.Family) firewall.Payload {
+	return firewall.Payload{Protocol: firewall.UDP, Port: uint16(b.config.Port)}
+}
 
 // Claim implements backend.Backend. Leases have neither a type nor data.
 func (b *Backend) Claim(_ context.Context, prev subnet.Claim) (subnet.Claim, error) {

@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"net"
 	"net/netip"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -244,6 +245,99 @@ func sourceCheck(t *testing.T, check SourceCheck, f prefix.Family, want map[stri
 		}
 		return nil
 	})
+}
+
+// datagram is an IP packet with a UDP datagram in it.
+func datagram(src, dst string, port uint16, payload string) []byte {
+	if len(payload)%2 != 0 {
+		payload += " "
+	}
+	from, to := netip.MustParseAddr(src).AsSlice(), netip.MustParseAddr(dst).AsSlice()
+	udp := make([]byte, 8, 8+len(payload))
+	binary.BigEndian.PutUint16(udp, port)
+	binary.BigEndian.PutUint16(udp[2:], port)
+	binary.BigEndian.PutUint16(udp[4:], uint16(8+len(payload)))
+	udp = append(udp, payload...)
+	pseudo := slices.Concat(from, to, []byte{0, unix.IPPROTO_UDP}, udp[4:6], udp)
+	binary.BigEndian.PutUint16(udp[6:], internetChecksum(pseudo))
+	ip := make([]byte, 8, 40)
+	if len(from) == 16 {
+		ip[0], ip[6], ip[7] = 0x60, unix.IPPROTO_UDP, 9
+		binary.BigEndian.PutUint16(ip[4:], uint16(len(udp)))
+		return slices.Concat(ip, from, to, udp)
+	}
+	ip = slices.Concat(ip, []byte{9, unix.IPPROTO_UDP, 0, 0}, from, to)
+	ip[0] = 0x45
+	binary.BigEndian.PutUint16(ip[2:], uint16(len(ip)+len(udp)))
+	binary.BigEndian.PutUint16(ip[10:], internetChecksum(ip))
+	return append(ip, udp...)
+}
+
+// TestKernelLoopbackServices: a peer does not reach services that listen on a loopback
+// address, even if the host routes such addresses as kube-proxy asks it to, and does not
+// broadcast on the host.
+func TestKernelLoopbackServices(t *testing.T) {
+	for _, f := range []prefix.Family{prefix.IPv4, prefix.IPv6} {
+		for _, check := range []SourceCheck{CheckNetwork, CheckStrict, CheckOff} {
+			t.Run(fmt.Sprintf("%s/%s", f, check), func(t *testing.T) { loopbackServices(t, f, check) })
+		}
+	}
+}
+
+func loopbackServices(t *testing.T, f prefix.Family, check SourceCheck) {
+	const service = 9999
+	l := newBed(t, 2, f)
+	e := newEnd(t, l, 1, mode{}, func(c *Config) { c.Check = check })
+	if out, err := e.Exec(t.Context(), "sysctl", "-w", "net.ipv4.conf.all.route_localnet=1", "net.ipv4.conf.all.rp_filter=0", "net.ipv4.conf."+devName+".rp_filter=0"); err != nil {
+		t.Fatalf("%v: %s", err, out)
+	}
+	var in *net.UDPConn
+	err := e.Do(t.Context(), func() (err error) {
+		in, err = net.ListenUDP("udp", &net.UDPAddr{Port: service})
+		return err
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer in.Close()
+	from, to, none := "10.5.2.7", "10.5.1.0", []string{"127.0.0.1", "127.7.7.7", "224.0.0.1", "255.255.255.255", "0.0.0.0"}
+	if f == prefix.IPv6 {
+		from, to, none = "fd00:10:5:2::7", "fd00:10:5:1::", []string{"::1", "ff02::1", "::"}
+	}
+	p := newPlainPeer(t, l, 2, 1, f)
+	eventually(t, "packets of the peer", func() error { // an address may be a moment late
+		p.send(t, datagram(from, to, service, "ready"))
+		_ = in.SetReadDeadline(time.Now().Add(50 * time.Millisecond))
+		_, err := in.Read(make([]byte, 100))
+		return err
+	})
+	want := drops(e.Counters)
+	for _, a := range none {
+		p.send(t, datagram(from, a, service, "to "+a))
+		p.send(t, datagram(a, to, service, "from "+a))
+		p.send(t, datagram(a, a, service, "from and to "+a))
+	}
+	want["wrong_destination"], want["wrong_source"] = uint64(len(none)), uint64(2*len(none))
+	p.send(t, datagram(from, to, service, "last"))
+	buf := make([]byte, 100)
+	for {
+		_ = in.SetReadDeadline(time.Now().Add(patience))
+		n, err := in.Read(buf)
+		if err != nil {
+			t.Fatal(err)
+		}
+		switch got := strings.TrimSpace(string(buf[:n])); got {
+		case "ready":
+			continue
+		case "last":
+			if diff := cmp.Diff(want, drops(e.Counters)); diff != "" {
+				t.Errorf("dropped (-want +got):\n%s", diff)
+			}
+			return
+		default:
+			t.Errorf("the service gets what was sent %s", got)
+		}
+	}
 }
 
 // listenICMP returns a socket that hears ICMP messages on the host.

@@ -26,12 +26,13 @@ type inbound struct {
 	anybody bool // may send anything
 	foreign bool // sources are taken
 
-	// The last source: most packets have the same as the one before.
+	// The last sender and source: most packets have the same as the one before.
 	routes  *routes
-	public  netip.Addr
-	known   bool // public is a peer's
-	src     netip.Addr
-	allowed bool // src may come from there
+	from    netip.AddrPort
+	refused bool       // nothing is taken from there
+	reason  Reason     // why
+	src     netip.Addr // invalid if no packet from there was looked at
+	allowed bool       // src may come from there
 }
 
 func newInbound(t *Tunnel, s *socket) *inbound {
@@ -81,12 +82,11 @@ func (i *inbound) next() int {
 
 // take handles what one receive has brought to buf: n bytes from at on, cut into
 // datagrams of size bytes, or one datagram if that is 0.
-func (i *inbound) take(at, n, size int, from netip.Addr) {
-	now := i.Table.now.Load()
-	if now != i.routes || from != i.public {
+func (i *inbound) take(at, n, size int, from netip.AddrPort) {
+	if now := i.Table.now.Load(); now != i.routes || from != i.from {
 		i.flush() // what was gathered is of one sender: whatever carries it on may come
-		i.routes, i.public, i.src = now, from, netip.Addr{}
-		_, i.known = now.publics.Lookup(from)
+		i.routes, i.from, i.src = now, from, netip.Addr{}
+		i.reason, i.refused = i.refuses(from)
 	}
 	if size == 0 {
 		size = max(n, 1)
@@ -100,11 +100,24 @@ func (i *inbound) take(at, n, size int, from netip.Addr) {
 	}
 }
 
+// refuses reports whether datagrams from there are dropped, and why. Peers send from the
+// port that they listen on. A pod on a peer's host that sends from another port shares only
+// the address, by masquerading.
+func (i *inbound) refuses(from netip.AddrPort) (Reason, bool) {
+	if i.anybody {
+		return 0, false
+	}
+	if _, known := i.routes.publics.Lookup(from.Addr()); !known {
+		return UnknownPeer, true
+	}
+	return WrongPort, from.Port() != i.socket.local.Port()
+}
+
 // datagram handles one datagram, which lies in buf from at to end. It reports whether
 // that goes to the device.
 func (i *inbound) datagram(at, end int) bool {
-	if !i.known && !i.anybody {
-		i.Counters.drop(UnknownPeer)
+	if i.refused {
+		i.Counters.drop(i.reason)
 		return false
 	}
 	if i.merged && i.merger.Add(at, end) {
@@ -125,6 +138,9 @@ func (i *inbound) datagram(at, end int) bool {
 	case !i.mayCome(h.Src):
 		i.Counters.drop(WrongSource)
 		return false
+	case !packet.Forwardable(h.Dst):
+		i.Counters.drop(WrongDestination)
+		return false
 	case h.TTL <= 1:
 		i.Counters.drop(HopsExceeded)
 		return false
@@ -135,19 +151,22 @@ func (i *inbound) datagram(at, end int) bool {
 	return true
 }
 
-// mayCome reports whether a packet from src may be in a datagram from the
-// present sender. The address that datagrams arrive at is nobody else's: the device takes
-// packets from this host's own.
+// mayCome reports whether a packet from src may be in a datagram from the present sender.
 func (i *inbound) mayCome(src netip.Addr) bool {
-	if i.anybody {
-		return true
-	}
 	if src != i.src {
-		i.src = src
-		public, found := i.routes.subnets.Lookup(src)
-		i.allowed = found && public == i.public || !found && i.foreign && src != i.socket.local.Addr() && !i.inNetworks(src)
+		i.src, i.allowed = src, packet.Forwardable(src) && (i.anybody || i.belongs(src))
 	}
 	return i.allowed
+}
+
+// belongs reports whether the present sender may send packets from src. It may not use the
+// address that datagrams arrive at: the device accepts packets from this host's own addresses.
+func (i *inbound) belongs(src netip.Addr) bool {
+	public, found := i.routes.subnets.Lookup(src)
+	if found {
+		return public == i.from.Addr()
+	}
+	return i.foreign && src != i.socket.local.Addr() && !i.inNetworks(src)
 }
 
 // flush implements carrier: it hands what was gathered to the device.

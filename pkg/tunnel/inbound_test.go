@@ -2,7 +2,10 @@ package tunnel
 
 import (
 	"bytes"
+	"cmp"
 	"encoding/binary"
+	"fmt"
+	"maps"
 	"net/netip"
 	"os"
 	"slices"
@@ -144,8 +147,12 @@ func newGatherer(t *testing.T) (i *inbound, there int) {
 	), there
 }
 
-// receive hands datagrams from a sender to i, nothing at all as well, which is no packet.
+// receive hands datagrams from a host's port to i, nothing at all as well, which is no packet.
 func receive(i *inbound, from netip.Addr, datagrams [][]byte) {
+	receiveFrom(i, netip.AddrPortFrom(from, port), datagrams)
+}
+
+func receiveFrom(i *inbound, from netip.AddrPort, datagrams [][]byte) {
 	at, size := i.next(), 0
 	for _, d := range datagrams[:min(len(datagrams), 1)] {
 		size = len(d)
@@ -230,10 +237,12 @@ func TestGatheringChecks(t *testing.T) {
 	packets := packetsOf(t, tcpFrame(1, 0, 0x10, make([]byte, 20*size), size))
 	for name, tc := range map[string]struct {
 		from   string
+		port   uint16 // 0: the peers'
 		peers  []Peer // afterwards; nil: the same
 		reason Reason
 	}{
 		"another peer":   {from: "192.0.2.3", reason: WrongSource},
+		"another port":   {from: "192.0.2.2", port: port + 1, reason: WrongPort},
 		"nobody's":       {from: "192.0.2.4", reason: UnknownPeer},
 		"peer gone":      {from: "192.0.2.2", peers: []Peer{{Subnet: streamer.Subnet, Public: netip.MustParseAddr("192.0.2.9")}}, reason: UnknownPeer},
 		"subnet changed": {from: "192.0.2.2", peers: []Peer{{Subnet: netip.MustParsePrefix("10.5.7.0/24"), Public: streamer.Public}}, reason: WrongSource},
@@ -244,7 +253,7 @@ func TestGatheringChecks(t *testing.T) {
 			if tc.peers != nil {
 				i.Table.Update([]Peer{streamer}, tc.peers)
 			}
-			receive(i, netip.MustParseAddr(tc.from), packets[10:])
+			receiveFrom(i, netip.AddrPortFrom(netip.MustParseAddr(tc.from), cmp.Or(tc.port, port)), packets[10:])
 			i.flush()
 			if got := i.Counters.Received(); got != 10 {
 				t.Errorf("%d packets received, want 10", got)
@@ -253,6 +262,77 @@ func TestGatheringChecks(t *testing.T) {
 				t.Errorf("%d packets dropped as %v, want 10", got, tc.reason)
 			}
 		})
+	}
+}
+
+// TestSenders: strangers and other ports of a peer's address are refused, unless nothing is
+// checked.
+func TestSenders(t *testing.T) {
+	packets := packetsOf(t, tcpFrame(1, 0, 0x10, make([]byte, 100), 100))
+	for _, check := range []SourceCheck{CheckNetwork, CheckStrict, CheckOff} {
+		for from, want := range map[string]string{
+			"192.0.2.2:8285": "", "192.0.2.2:8286": "wrong_port", "192.0.2.2:1024": "wrong_port", "192.0.2.9:8285": "unknown_peer",
+		} {
+			i, _ := newGatherer(t)
+			i.anybody, i.foreign = check == CheckOff, check != CheckStrict
+			receiveFrom(i, netip.MustParseAddrPort(from), packets)
+			i.flush()
+			if check == CheckOff {
+				want = ""
+			}
+			expectDropped(t, i, string(check)+" from "+from, want)
+		}
+	}
+}
+
+// TestAddressesOfNoHost: packets with addresses that no single host on the network has are
+// dropped, whatever is checked.
+func TestAddressesOfNoHost(t *testing.T) {
+	type family struct {
+		from, to string
+		none     []string // addresses that no host has
+	}
+	families := []family{
+		{"10.5.2.7", "10.5.1.7", []string{"127.0.0.1", "127.255.255.254", "0.0.0.0", "224.0.0.1", "239.1.2.3", "255.255.255.255"}},
+		{"fd00:10:5:2::7", "fd00:10:5:1::7", []string{"::1", "::", "ff02::1", "ff0e::7", "::ffff:127.0.0.1", "::ffff:10.5.1.7"}},
+	}
+	send := func(t *testing.T, check SourceCheck, from, to string) *inbound {
+		i, _ := newGatherer(t)
+		i.anybody, i.foreign = check == CheckOff, check != CheckStrict
+		if netip.MustParseAddr(from).Is6() {
+			i.socket.local = netip.MustParseAddrPort("[2001:db8::1]:8285")
+			i.Table.Update(nil, []Peer{{Subnet: netip.MustParsePrefix("fd00:10:5:2::/64"), Public: streamer.Public}})
+		}
+		receive(i, streamer.Public, packetsOf(t, tcpFrameOf(from, to, 1, 0, 0x10, make([]byte, 100), 100)))
+		i.flush()
+		return i
+	}
+	for _, check := range []SourceCheck{CheckNetwork, CheckStrict, CheckOff} {
+		for _, f := range families {
+			name := string(check) + " from %s to %s"
+			expectDropped(t, send(t, check, f.from, f.to), fmt.Sprintf(name, f.from, f.to), "")
+			for _, none := range f.none {
+				source, destination := WrongSource.String(), WrongDestination.String()
+				if netip.MustParseAddr(none).Is4In6() {
+					source, destination = Malformed.String(), Malformed.String()
+				}
+				expectDropped(t, send(t, check, none, f.to), fmt.Sprintf(name, none, f.to), source)
+				expectDropped(t, send(t, check, f.from, none), fmt.Sprintf(name, f.from, none), destination)
+			}
+		}
+	}
+}
+
+// expectDropped fails the test unless the one packet that i was given was dropped for that
+// reason, or not at all if that is empty.
+func expectDropped(t *testing.T, i *inbound, what, reason string) {
+	t.Helper()
+	want := map[string]uint64{reason: 1}
+	if reason == "" {
+		want = map[string]uint64{}
+	}
+	if got := drops(i.Counters); !maps.Equal(got, want) || i.Counters.Received() != uint64(1-len(want)) {
+		t.Errorf("%s: %v dropped, %d received, want %v dropped", what, got, i.Counters.Received(), want)
 	}
 }
 

@@ -100,6 +100,9 @@ func (o *outbound) add(b []byte) bool {
 		o.Counters.drop(NoRoute)
 		o.complain(packet.Unreachable, b, h, 0)
 		return false
+	case !packet.Forwardable(h.Src): // with route_localnet the kernel forwards loopback sources
+		o.Counters.drop(WrongSource)
+		return false
 	case !packet.DecrementTTL(b):
 		o.Counters.drop(HopsExceeded)
 		o.complain(packet.TimeExceeded, b, h, 0)

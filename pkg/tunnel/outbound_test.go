@@ -25,6 +25,8 @@ func TestSends(t *testing.T) {
 	frame := func(n int) []byte { return tcpFrame(1, 0, ack, data[:n], size) }
 	expired := frame(size)
 	expired[packet.OffloadLen+8] = 1 // hops
+	loopback := frame(size)
+	copy(loopback[packet.OffloadLen+12:], []byte{127, 0, 0, 1})
 	for name, tc := range map[string]struct {
 		frames [][]byte
 		sends  []int // packets in each
@@ -34,6 +36,7 @@ func TestSends(t *testing.T) {
 		"more than a send holds":  {[][]byte{frame(45 * size)}, []int{most, 45 - most}},
 		"the rest and what comes": {[][]byte{frame(45 * size), frame(45 * size)}, []int{most, most, 90 - 2*most}},
 		"something dropped":       {[][]byte{frame(10 * size), expired, frame(3 * size)}, []int{10, 3}},
+		"from loopback":           {[][]byte{frame(10 * size), loopback, frame(3 * size)}, []int{10, 3}},
 		"a short one":             {[][]byte{frame(2*size + 1), frame(3 * size)}, []int{3, 3}},
 	} {
 		t.Run(name, func(t *testing.T) {

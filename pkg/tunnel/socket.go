@@ -199,23 +199,23 @@ func newReceiver() *receiver {
 	return r
 }
 
-// receive returns what one receive on fd brings to b: n bytes from a peer, cut into
-// datagrams of size bytes, or one datagram if that is 0.
-func (r *receiver) receive(fd uintptr, b []byte) (n, size int, from netip.Addr, err error) {
+// receive returns what one receive on fd brings to b: n bytes from an address and port,
+// cut into datagrams of size bytes, or one datagram if that is 0.
+func (r *receiver) receive(fd uintptr, b []byte) (n, size int, from netip.AddrPort, err error) {
 	r.part.Base = &b[0]
 	r.part.SetLen(len(b))
 	r.header.Namelen = unix.SizeofSockaddrInet6
 	r.header.SetControllen(len(r.oob))
 	got, _, errno := unix.RawSyscall(unix.SYS_RECVMSG, fd, uintptr(unsafe.Pointer(&r.header)), 0)
 	if errno != 0 {
-		return 0, 0, netip.Addr{}, errno
+		return 0, 0, netip.AddrPort{}, errno
 	}
-	if r.from.Family == unix.AF_INET6 {
-		from = netip.AddrFrom16(r.from.Addr)
-	} else {
-		from = netip.AddrFrom4((*unix.RawSockaddrInet4)(unsafe.Pointer(&r.from)).Addr)
+	addr := netip.AddrFrom16(r.from.Addr)
+	if r.from.Family == unix.AF_INET {
+		addr = netip.AddrFrom4((*unix.RawSockaddrInet4)(unsafe.Pointer(&r.from)).Addr)
 	}
-	return int(got), r.told(r.oob[:r.header.Controllen]), from, nil
+	port := (*[2]byte)(unsafe.Pointer(&r.from.Port)) // both families have it at the same place
+	return int(got), r.told(r.oob[:r.header.Controllen]), netip.AddrPortFrom(addr, binary.BigEndian.Uint16(port[:])), nil
 }
 
 // sender sends without allocating anything. One goroutine at a time has it.

@@ -13,7 +13,7 @@ import (
 // Peer is a host behind which a subnet is.
 type Peer struct {
 	Subnet netip.Prefix
-	Public netip.Addr // where datagrams to it go, and come from; no two peers have the same
+	Public netip.Addr // where datagrams to it go, and come from; several peers may have the same
 }
 
 // Table says which peer has an address. It may be changed while tunnels use it.
@@ -25,13 +25,19 @@ type Table struct {
 // routes are not changed once a Table has them.
 type routes struct {
 	subnets *bart.Table[netip.Addr] // public addresses by subnet
-	publics *bart.Table[struct{}]   // as prefixes of full length
+	publics *bart.Table[int]        // how many peers have a public address, which is a prefix of full length
+}
+
+// at returns how many peers have a public address.
+func (r routes) at(public netip.Addr) int {
+	n, _ := r.publics.Get(prefix.Host(public))
+	return n
 }
 
 // NewTable returns a table without peers.
 func NewTable() *Table {
 	t := &Table{}
-	t.now.Store(&routes{new(bart.Table[netip.Addr]), new(bart.Table[struct{}])})
+	t.now.Store(&routes{new(bart.Table[netip.Addr]), new(bart.Table[int])})
 	return t
 }
 
@@ -48,22 +54,30 @@ func (t *Table) Update(removed, added []Peer) {
 		r = routes{r.subnets.Clone(), r.publics.Clone()}
 		for _, p := range removed {
 			r.subnets.Delete(p.Subnet)
-			r.publics.Delete(prefix.Host(p.Public))
+			if host, left := prefix.Host(p.Public), r.at(p.Public)-1; left > 0 {
+				r.publics.Insert(host, left)
+			} else {
+				r.publics.Delete(host)
+			}
 		}
 		for _, p := range added {
 			r.subnets.Insert(p.Subnet, p.Public)
-			r.publics.Insert(prefix.Host(p.Public), struct{}{})
+			r.publics.Insert(prefix.Host(p.Public), r.at(p.Public)+1)
 		}
 		t.now.Store(&r)
 		return
 	}
 	for _, p := range removed {
 		r.subnets = r.subnets.DeletePersist(p.Subnet)
-		r.publics = r.publics.DeletePersist(prefix.Host(p.Public))
+		if host, left := prefix.Host(p.Public), r.at(p.Public)-1; left > 0 {
+			r.publics = r.publics.InsertPersist(host, left)
+		} else {
+			r.publics = r.publics.DeletePersist(host)
+		}
 	}
 	for _, p := range added {
 		r.subnets = r.subnets.InsertPersist(p.Subnet, p.Public)
-		r.publics = r.publics.InsertPersist(prefix.Host(p.Public), struct{}{})
+		r.publics = r.publics.InsertPersist(prefix.Host(p.Public), r.at(p.Public)+1)
 	}
 	t.now.Store(&r)
 }

@@ -44,6 +44,38 @@ func TestTable(t *testing.T) {
 	}
 }
 
+// TestTableWithOneAddressForAll has an address known as long as one peer has it.
+func TestTableWithOneAddressForAll(t *testing.T) {
+	for name, n := range map[string]int{"few": 10, "many": 1000} {
+		t.Run(name, func(t *testing.T) {
+			table := NewTable()
+			public := netip.MustParseAddr("192.0.2.1")
+			var all []Peer
+			for i := range n {
+				all = append(all, Peer{Subnet: peerNumber(i).Subnet, Public: public})
+			}
+			half := all[:n/2]
+			for _, step := range []struct {
+				name           string
+				removed, added []Peer
+				size           int
+			}{
+				{"half of them", nil, half, len(half)},
+				{"the others in their place", half, all[n/2:], n - len(half)},
+				{"all", nil, half, n},
+				{"one goes", all[:1], nil, n - 1},
+				{"one is left", all[1 : n-1], nil, 1},
+				{"none is left", all[n-1:], nil, 0},
+			} {
+				table.Update(step.removed, step.added)
+				if r := table.now.Load(); table.Size() != step.size || r.publics.Contains(public) != (step.size > 0) {
+					t.Errorf("%s: %d peers, want %d; the address is known: %v", step.name, table.Size(), step.size, r.publics.Contains(public))
+				}
+			}
+		})
+	}
+}
+
 func BenchmarkTableUpdate(b *testing.B) {
 	table := NewTable()
 	var all []Peer

@@ -34,7 +34,7 @@ const (
 // message comes from src; mtu goes with TooBig. It is nil where none may be
 // sent.
 func (c Complaint) Complain(dst, b []byte, h Header, src netip.Addr, mtu int) []byte {
-	if h.Later || h.Len >= maxHeader4 || h.Dst.IsMulticast() || !answerable(h.Src) || src.Is6() != h.IPv6 {
+	if h.Later || h.Len >= maxHeader4 || h.Dst.IsMulticast() || !Forwardable(h.Src) || src.Is6() != h.IPv6 {
 		return nil
 	}
 	if icmp := h.Protocol == protoICMP || h.Protocol == protoICMPv6; icmp && (c == Unreachable || h.Total <= h.Len || isError(b[h.Len], h.IPv6)) {
@@ -88,10 +88,6 @@ func formOf(ipv6 bool) form {
 		header: header4, first: 4<<4 | header4/4, ttl: 8, protocolAt: 1, addresses: 12, protocol: protoICMP,
 		codes: [3][2]byte{Unreachable: {3, 0}, TimeExceeded: {11, 0}, TooBig: {3, 4}}, minMTU: 68, quoted: 8,
 	}
-}
-
-func answerable(a netip.Addr) bool {
-	return !a.IsUnspecified() && !a.IsMulticast() && !a.IsLoopback() && a != netip.AddrFrom4([4]byte{255, 255, 255, 255})
 }
 
 // isError reports whether an ICMP type is of a message that none may be sent about.

@@ -47,6 +47,13 @@ type Header struct {
 	Fragment, Later bool
 }
 
+// Forwardable reports whether a can be the source or the destination of a packet that
+// goes from one host to another. Unspecified, loopback, multicast and broadcast addresses
+// cannot.
+func Forwardable(a netip.Addr) bool {
+	return !a.IsUnspecified() && !a.IsMulticast() && !a.IsLoopback() && a != netip.AddrFrom4([4]byte{255, 255, 255, 255})
+}
+
 // Parse reads the header of packet b, which may be followed by other bytes.
 // The checksum of an IPv4 header is left to CheckHeader.
 func Parse(b []byte) (Header, Fault) {
