@@ -1,4 +1,4 @@
-// Package alloc takes a subnet for the host and leaves the routing to others.
+// Package alloc takes a subnet for the host and leaves routing to the network around it.
 package alloc
 
 import (
@@ -10,7 +10,7 @@ import (
 	"flanneld/subnet"
 )
 
-// Type is the backend's name in the configuration. Leases carry none.
+// Type is the backend's name in the configuration. Its leases contain no type.
 const Type = "alloc"
 
 // Backend implements backend.Backend.

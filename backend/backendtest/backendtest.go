@@ -1,4 +1,4 @@
-// Package backendtest is what the tests of backends have in common.
+// Package backendtest contains helpers for the tests of backends.
 package backendtest
 
 import (
@@ -10,7 +10,8 @@ import (
 	"flanneld/subnet"
 )
 
-// Env is a host with the given families on a link of the given MTU.
+// Env returns the environment of a backend on a host that has the given families and a
+// link with the given MTU.
 func Env(mtu int, families ...prefix.Family) backend.Env {
 	e := backend.Env{Underlay: underlay.Interface{Name: "eth0", Index: 2, MTU: mtu}}
 	for _, f := range families {

@@ -1,5 +1,5 @@
-// Package hostgw routes packets to peers directly, without encapsulation. All
-// hosts must be on one layer-2 network.
+// Package hostgw routes packets to peers directly, without encapsulation. All hosts must
+// be on the same layer-2 network.
 package hostgw
 
 import (
@@ -59,10 +59,10 @@ type network struct {
 // MTU implements backend.Network.
 func (n *network) MTU() int { return n.env.Underlay.MTU }
 
-// Check implements backend.Network. Leases carry no data.
+// Check implements backend.Network. Leases contain no backend data.
 func (*network) Check(subnet.Lease) ([]string, error) { return nil, nil }
 
-// desired is what the kernel holds for a peer.
+// desired returns the routes to a peer.
 func (b *Backend) desired(_ context.Context, l subnet.Lease) ([]dataplane.Object, error) {
 	var objects []dataplane.Object
 	for _, e := range l.Endpoints {
@@ -71,7 +71,7 @@ func (b *Backend) desired(_ context.Context, l subnet.Lease) ([]dataplane.Object
 	return objects, nil
 }
 
-// desired is the route to one endpoint of a peer.
+// desired returns the route to one endpoint of a peer.
 func desired(e subnet.Endpoint, dev string) dataplane.Route {
 	return dataplane.NewRoute(e.Subnet, e.PublicIP, dev, false)
 }

@@ -1,6 +1,6 @@
-// Package ipip carries packets between hosts as the payload of IP, by the
-// kernel's own devices: IPv4 in IPv4 (ipip), and IPv6 in IPv6 (ip6tnl). Each peer
-// takes one route, whose gateway is the peer's public address.
+// Package ipip encapsulates packets in IP, with the kernel's own tunnel devices: IPv4 in
+// IPv4 (ipip) and IPv6 in IPv6 (ip6tnl). A peer needs one route per family, whose gateway
+// is the peer's public address.
 package ipip
 
 import (
@@ -11,6 +11,7 @@ import (
 
 	"flanneld/backend"
 	"flanneld/pkg/dataplane"
+	"flanneld/pkg/firewall"
 	"flanneld/pkg/oneline"
 	"flanneld/pkg/prefix"
 	"flanneld/subnet"
@@ -21,11 +22,11 @@ const Type = "ipip"
 
 // config is the Backend object of the network configuration.
 type config struct {
-	DirectRouting bool // peers on a network of this host are reached by plain routes
+	DirectRouting bool // use plain routes to peers on a network of this host
 }
 
-// Defaults returns the keys of Backend with their defaults, as a struct. It is
-// what the reference of the documentation is made from, with the fields' comments.
+// Defaults returns the keys of Backend with their defaults, as a struct. The reference
+// page is generated from it and from the comments of its fields.
 func Defaults() any { return config{} }
 
 // Backend implements backend.Backend.
@@ -51,17 +52,18 @@ func New(raw json.RawMessage, env backend.Env) (backend.Backend, []string, error
 	return b, warnings, nil
 }
 
-// kind is what differs between the families.
+// kind holds what differs between the address families.
 type kind struct {
 	link     string
-	device   string // IPv4: the name that other flannel daemons use, too
-	overhead int    // of the outer header, bytes
-	minMTU   int    // with which a device can carry the family
+	device   string // for IPv4 the name that other flannel daemons use, too
+	protocol uint8  // IP protocol number of packets that carry the family
+	overhead int    // of the outer header, in bytes
+	minMTU   int    // least MTU of a device that carries the family
 }
 
 var kinds = map[prefix.Family]kind{
-	prefix.IPv4: {link: dataplane.KindIPIP, device: "flannel.ipip", overhead: 20, minMTU: 68},
-	prefix.IPv6: {link: dataplane.KindIP6Tnl, device: "flannel-v6.ipip", overhead: 40, minMTU: 1280},
+	prefix.IPv4: {link: dataplane.KindIPIP, device: "flannel.ipip", protocol: 4, overhead: 20, minMTU: 68},
+	prefix.IPv6: {link: dataplane.KindIP6Tnl, device: "flannel-v6.ipip", protocol: 41, overhead: 40, minMTU: 1280},
 }
 
 // Scope implements backend.Backend.
@@ -73,7 +75,12 @@ func (b *Backend) Scope() dataplane.Scope {
 	return b.env.Scope(devices...)
 }
 
-// Claim implements backend.Backend. Leases carry no data.
+// Tunnel implements backend.Tunneler.
+func (b *Backend) Tunnel(f prefix.Family) firewall.Payload {
+	return firewall.Payload{Protocol: kinds[f].protocol}
+}
+
+// Claim implements backend.Backend. Leases contain no backend data.
 func (b *Backend) Claim(_ context.Context, prev subnet.Claim) (subnet.Claim, error) {
 	return b.env.Claim(Type, prev), nil
 }
@@ -101,13 +108,12 @@ func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 	return n, nil
 }
 
-// recheck is how often it is asked at the most which peers are on a network of
-// this host.
+// recheck is the least time between two checks of which peers are on a network of this
+// host.
 const recheck = time.Second
 
-// free returns an error if a device of another type has a name of ours: a name
-// that says ipip is hardly another program's by accident, so that is not for us
-// to remove.
+// free returns an error if a device of another type has the name of one of ours. Such a
+// name is no accident, so flanneld does not delete the device.
 func (b *Backend) free(ctx context.Context) error {
 	links, err := b.env.Links(ctx, b.Scope().Devices...)
 	if err != nil {
@@ -140,8 +146,8 @@ func (n *network) MTU() int {
 // Check implements backend.Network.
 func (*network) Check(subnet.Lease) ([]string, error) { return nil, nil }
 
-// base is what the kernel holds without any peers: a device for each family,
-// with the own subnet's base address.
+// base returns the objects that do not depend on peers: a device for each family with the
+// base address of this host's subnet.
 func (b *Backend) base(own subnet.Lease) (dataplane.State, error) {
 	want := b.env.Base(own)
 	for _, e := range own.Endpoints {
@@ -159,7 +165,7 @@ func (b *Backend) base(own subnet.Lease) (dataplane.State, error) {
 	return want, nil
 }
 
-// desired is what the kernel holds for a peer.
+// desired returns the routes to a peer.
 func (b *Backend) desired(ctx context.Context, l subnet.Lease) ([]dataplane.Object, error) {
 	var objects []dataplane.Object
 	for _, e := range l.Endpoints {
@@ -175,8 +181,8 @@ func (b *Backend) desired(ctx context.Context, l subnet.Lease) ([]dataplane.Obje
 	return objects, nil
 }
 
-// desired is the route to one endpoint of a peer. direct names the device on
-// whose network the peer is; empty means encapsulation.
+// desired returns the route to one endpoint of a peer. direct is the device of the
+// network that the peer is on; it is empty for encapsulation.
 func desired(e subnet.Endpoint, direct string) dataplane.Route {
 	if direct != "" {
 		return dataplane.NewRoute(e.Subnet, e.PublicIP, direct, false)

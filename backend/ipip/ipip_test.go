@@ -93,7 +93,7 @@ func TestBase(t *testing.T) {
 	}
 }
 
-// TestForeignDevice has a bridge stand where the device should be.
+// TestForeignDevice: a bridge has the name of the device.
 func TestForeignDevice(t *testing.T) {
 	k := dataplanetest.New()
 	if err := k.Append(dataplane.Link{Name: "flannel.ipip", Kind: "bridge"}); err != nil {

@@ -12,6 +12,7 @@ import (
 
 	"flanneld/backend"
 	"flanneld/pkg/dataplane"
+	"flanneld/pkg/firewall"
 	"flanneld/pkg/oneline"
 	"flanneld/pkg/prefix"
 	"flanneld/subnet"
@@ -45,6 +46,11 @@ func (b *Backend) Scope() dataplane.Scope { return b.env.Scope(b.devices()...) }
 
 // Ports implements backend.Listener.
 func (b *Backend) Ports() []int { return []int{b.config.Port} }
+
+// Tunnel implements backend.Tunneler.
+func (b *Backend) Tunnel(prefix.Family) firewall.Payload {
+	return firewall.Payload{Protocol: firewall.UDP, Port: uint16(b.config.Port)}
+}
 
 // Claim implements backend.Backend. A VTEP MAC is recalled from prev, else
 // taken from a device that is there, else random: never derived from anything
