@@ -29,6 +29,7 @@ type network struct {
 	implementation string // kernel or userspace
 	secret         secret
 	failed         bool // the last pass: nobody tells again of its changes
+	now            func() instant
 
 	changed chan struct{}
 	stop    chan struct{}
@@ -64,6 +65,8 @@ type device struct {
 	peers     map[string]peer  // as they were wanted, by lease key
 	swept     bool             // others are gone
 	waiting   int              // peers that have another preshared key still
+
+	handshakes handshakes
 }
 
 // Sync implements backend.Network. What cannot be made of one device, or of its
@@ -130,13 +133,13 @@ func (n *network) syncDevice(d *device, s settings, set backend.Set) (repaired i
 		return 0, err
 	}
 	whole := set.All || n.failed || len(set.Changed) == 0 || s.rotating || index != d.index || set.Complete && !d.swept
-	change := diff{settings: s, want: map[wgtypes.Key]peer{}, known: map[wgtypes.Key]peer{}, now: time.Now()}
+	change := diff{settings: s, want: map[wgtypes.Key]peer{}, known: map[wgtypes.Key]peer{}}
 	next := map[string]peer{} // of the leases that may differ
 	if whole {
 		if change.have, err = n.control.Device(d.name); err != nil {
 			return 0, err
 		}
-		change.sweep = set.Complete
+		change.sweep, change.ages = set.Complete, d.handshakes.look(n.now(), change.have.Peers)
 		if index == d.index {
 			for _, p := range d.peers {
 				change.known[p.key] = p

@@ -126,7 +126,7 @@ func start(t *testing.T) (*network, *dataplanetest.Spy, *fakeControl) {
 		t.Fatal(err)
 	}
 	c := &fakeControl{peers: map[string]map[wgtypes.Key]wgtypes.Peer{}}
-	n := &network{Backend: b.(*Backend), key: key(1), control: c, stop: make(chan struct{}), Programmer: &backend.Programmer{Reconciler: rec}}
+	n := &network{Backend: b.(*Backend), key: key(1), control: c, now: currentInstant, stop: make(chan struct{}), Programmer: &backend.Programmer{Reconciler: rec}}
 	n.Base = n.base(*host(t, 1, 1), dataplane.KindWireGuard)
 	for _, l := range n.Base.Links { // are there already
 		if err := k.Append(l); err != nil {

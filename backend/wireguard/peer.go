@@ -108,9 +108,9 @@ type diff struct {
 	want  map[wgtypes.Key]peer
 	known map[wgtypes.Key]peer
 	settings
+	ages       map[wgtypes.Key]time.Duration // of the last handshakes, where have was asked for
 	sweep      bool
 	remembered bool
-	now        time.Time
 }
 
 // config returns the changes; none if changed is false.
@@ -162,7 +162,7 @@ func (d diff) add(w peer) wgtypes.PeerConfig {
 // change says what turns the peer h into w.
 func (d diff) change(h wgtypes.Peer, w peer) (p wgtypes.PeerConfig, differs bool) {
 	p = wgtypes.PeerConfig{PublicKey: w.key, UpdateOnly: true}
-	if h.PresharedKey != d.psk && takesPSK(d.now, h.LastHandshakeTime) {
+	if h.PresharedKey != d.psk && takesPSK(d.ages[h.PublicKey]) {
 		p.PresharedKey, differs = &d.psk, true
 	}
 	if h.PersistentKeepaliveInterval != d.keepalive {
@@ -170,7 +170,7 @@ func (d diff) change(h wgtypes.Peer, w peer) (p wgtypes.PeerConfig, differs bool
 	}
 	before, known := d.known[w.key]
 	moved := known && before.endpoint != w.endpoint
-	if endpointOf(h) != w.endpoint && (moved || d.now.Sub(h.LastHandshakeTime) > sessionLife) {
+	if endpointOf(h) != w.endpoint && (moved || d.ages[h.PublicKey] > sessionLife) {
 		p.Endpoint, differs = net.UDPAddrFromAddrPort(w.endpoint), true
 	}
 	if !sameNetworks(h.AllowedIPs, w.allowed) {
@@ -185,7 +185,7 @@ func (d diff) change(h wgtypes.Peer, w peer) (p wgtypes.PeerConfig, differs bool
 // waiting counts the peers that config leaves their preshared key, for now.
 func (d diff) waiting() (count int) {
 	for _, h := range d.have.Peers {
-		if _, wanted := d.want[h.PublicKey]; wanted && h.PresharedKey != d.psk && !takesPSK(d.now, h.LastHandshakeTime) {
+		if _, wanted := d.want[h.PublicKey]; wanted && h.PresharedKey != d.psk && !takesPSK(d.ages[h.PublicKey]) {
 			count++
 		}
 	}

@@ -26,9 +26,9 @@ const (
 // peers are looked at that wait for a new one. It is less than youngSession.
 const pskCheck = 3 * time.Second
 
-// takesPSK says whether this is the moment to give a new preshared key to a peer.
-func takesPSK(now, handshake time.Time) bool {
-	age := now.Sub(handshake)
+// takesPSK says whether this is the moment to give a new preshared key to a peer, with which
+// the last handshake is that old.
+func takesPSK(age time.Duration) bool {
 	return age < youngSession || age > oldSession
 }
 

@@ -111,7 +111,7 @@ func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 		return nil, err
 	}
 	n := &network{
-		Backend: b, key: key, changed: make(chan struct{}, 1), stop: make(chan struct{}),
+		Backend: b, key: key, now: currentInstant, changed: make(chan struct{}, 1), stop: make(chan struct{}),
 		Programmer: &backend.Programmer{Reconciler: reconciler},
 	}
 	n.watch(reconciler.Changed())

@@ -344,7 +344,7 @@ func TestPeer(t *testing.T) {
 }
 
 func TestDiff(t *testing.T) {
-	now := time.Unix(1000, 0)
+	now := time.Unix(1_000_000, 0)
 	s := settings{key: key(1), port: 51820, psk: key(5), keepalive: 25 * time.Second}
 	p := peer{key(2), netip.MustParseAddrPort("192.168.77.2:51820"), []netip.Prefix{netip.MustParsePrefix("10.5.2.0/24")}}
 	moved := p
@@ -395,7 +395,7 @@ func TestDiff(t *testing.T) {
 				have:     &wgtypes.Device{PrivateKey: s.key, ListenPort: s.port, Peers: tt.have},
 				want:     map[wgtypes.Key]peer{tt.want.key: tt.want},
 				known:    map[wgtypes.Key]peer{},
-				settings: s, sweep: tt.sweep, remembered: tt.blind, now: now,
+				settings: s, sweep: tt.sweep, remembered: tt.blind, ages: new(handshakes).look(instant{wall: now}, tt.have),
 			}
 			for _, k := range tt.known {
 				d.known[k.key] = k
