@@ -15,29 +15,30 @@ import (
 )
 
 const (
-	// maxOutput bounds what is kept of a command's output, in bytes.
+	// maxOutput limits how much of a command's output is kept, in bytes.
 	maxOutput = 64 << 10
-	// maxLines bounds what is logged of it.
+	// maxLines limits how many lines of it are logged.
 	maxLines = 100
-	// linger is how long the output of a command that has ended stays open for
-	// what it left in the background.
+	// linger is how long the output of a finished command stays open for processes that
+	// it left in the background.
 	linger = time.Second
 )
 
-// kept are variables of the daemon's environment that are its own business.
+// kept lists variables of the daemon's environment that commands do not get: they are
+// secrets, or belong to the daemon's own systemd unit.
 var kept = []string{"FLANNELD_ETCD_PASSWORD=", "NOTIFY_SOCKET=", "WATCHDOG_USEC=", "WATCHDOG_PID="}
 
-// input is what a command is given.
+// input is what a command gets.
 type input struct {
-	Env   []string `json:"env,omitempty"`   // "NAME=value", on top of the daemon's
+	Env   []string `json:"env,omitempty"`   // "NAME=value", added to the daemon's environment
 	Stdin string   `json:"stdin,omitempty"` // without the newline at its end
 }
 
-// errTimeout is why a command is killed that takes too long.
-var errTimeout = errors.New("killed, together with all that it started: it took longer than CommandTimeout")
+// errTimeout is the reason when a command is killed because it takes too long.
+var errTimeout = errors.New("killed together with all its children: it took longer than CommandTimeout")
 
-// run runs the command and returns what it wrote to standard output and error,
-// trimmed. The process group is killed after the timeout, and when ctx ends.
+// run runs the command and returns its standard output and error, trimmed. It kills the
+// command's process group after the timeout or when ctx ends.
 func (c command) run(ctx context.Context, in input, timeout time.Duration) (output string, err error) {
 	if !c.configured() {
 		return "", nil
@@ -58,7 +59,7 @@ func (c command) run(ctx context.Context, in input, timeout time.Duration) (outp
 	cmd.Cancel = func() error { return syscall.Kill(-cmd.Process.Pid, syscall.SIGKILL) }
 	cmd.WaitDelay = linger
 	err = cmd.Run()
-	if errors.Is(err, exec.ErrWaitDelay) { // it has left something in the background
+	if errors.Is(err, exec.ErrWaitDelay) { // the command has left a process in the background
 		err = nil
 	}
 	if err != nil && ctx.Err() != nil {
@@ -71,7 +72,8 @@ func (c command) run(ctx context.Context, in input, timeout time.Duration) (outp
 	return output, nil
 }
 
-// failure says in one line what became of the command.
+// failure returns an error of one line about the command: the cause and the last line of
+// its output.
 func (c command) failure(err error, output string) error {
 	last := output[strings.LastIndexByte(output, '\n')+1:]
 	if last = shorten(strings.TrimSpace(last)); last != "" {
@@ -80,8 +82,8 @@ func (c command) failure(err error, output string) error {
 	return fmt.Errorf("%s: %w", c.Name, err)
 }
 
-// words splits the line at blanks, and then puts in the variables: what they
-// hold is never split, and is no syntax.
+// words splits the line at white space and then replaces variables by their values. A
+// value is therefore never split or interpreted as shell syntax.
 func (c command) words(env []string) []string {
 	value := map[string]string{}
 	for _, v := range env {
@@ -95,7 +97,8 @@ func (c command) words(env []string) []string {
 	return words
 }
 
-// environment is the daemon's environment with extra on top.
+// environment returns the daemon's environment, without its private variables, followed
+// by extra.
 func environment(extra []string) []string {
 	var env []string
 	for _, v := range os.Environ() {
@@ -110,10 +113,10 @@ func environment(extra []string) []string {
 	return append(env, extra...)
 }
 
-// buffer keeps the beginning of what is written to it.
+// buffer keeps the first maxOutput bytes that are written to it.
 type buffer struct{ b bytes.Buffer }
 
-// Write implements io.Writer. It takes everything.
+// Write implements io.Writer. It never fails, so that the command does not block.
 func (b *buffer) Write(p []byte) (int, error) {
 	b.b.Write(p[:min(len(p), maxOutput-b.b.Len())])
 	return len(p), nil
@@ -123,7 +126,7 @@ func (b *buffer) text() string {
 	return strings.TrimSpace(strings.ToValidUTF8(b.b.String(), "\uFFFD"))
 }
 
-// logOutput logs what a command wrote, line by line.
+// logOutput logs the output of a command, line by line.
 func logOutput(log klog.Logger, c command, output string) {
 	if output == "" {
 		return
@@ -131,14 +134,14 @@ func logOutput(log klog.Logger, c command, output string) {
 	lines := strings.Split(output, "\n")
 	for i, line := range lines {
 		if i == maxLines {
-			log.Info("command output goes on", "command", c.Name, "lines", len(lines)-maxLines)
+			log.Info("command output truncated", "command", c.Name, "lines", len(lines)-maxLines)
 			return
 		}
 		log.Info("command output", "command", c.Name, "line", shorten(strings.TrimRight(line, "\r")))
 	}
 }
 
-// shorten keeps text fit for a part of one line.
+// shorten cuts s to a length that fits into a log line.
 func shorten(s string) string {
 	const most = 300 // bytes
 	if len(s) <= most {

@@ -45,7 +45,7 @@ func TestNeedsShell(t *testing.T) {
 	}
 }
 
-// made returns a command as the configuration makes it.
+// made returns the command that the configuration makes of line and shell.
 func made(t *testing.T, line string, shell *bool) command {
 	t.Helper()
 	c, err := newCommand(subnetAdd, line, shell)
@@ -78,7 +78,7 @@ func TestRun(t *testing.T) {
 		{name: "no stdin is a newline", line: `od -An -c`, want: `\n`},
 		{name: "stdin is not expanded", line: `cat`, stdin: "$SUBNET `id` $(id)", want: "$SUBNET `id` $(id)"},
 		{name: "both outputs, trimmed", line: `echo; echo out1; echo err1 >&2; echo`, want: "out1\nerr1"},
-		{name: "stdin that nobody reads", line: `true`, stdin: strings.Repeat("x", 1<<20)},
+		{name: "stdin that the command does not read", line: `true`, stdin: strings.Repeat("x", 1<<20)},
 		{name: "much stdin", line: `wc -c`, stdin: strings.Repeat("x", 1<<20), want: "1048577"},
 		{name: "not UTF-8", line: `printf 'a\377b'`, want: "a\uFFFDb"},
 		{name: "background", line: `sleep 5 & echo started`, want: "started"},
@@ -120,7 +120,7 @@ func TestOutputIsBounded(t *testing.T) {
 	}
 }
 
-// TestTimeoutKillsTheGroup has a command hang in a child of its shell.
+// TestTimeoutKillsTheGroup runs a command that hangs in a child of its shell.
 func TestTimeoutKillsTheGroup(t *testing.T) {
 	pipe := filepath.Join(t.TempDir(), "pids")
 	line := `sleep 1000 & echo $! > ` + pipe + `; echo waiting; wait`

@@ -12,7 +12,7 @@ import (
 	"flanneld/subnet"
 )
 
-// The keys that hold commands.
+// The configuration keys of the commands.
 const (
 	preStartup   = "PreStartupCommand"
 	postStartup  = "PostStartupCommand"
@@ -28,22 +28,22 @@ const (
 
 // wireConfig is the Backend object of the network configuration.
 type wireConfig struct {
-	PreStartupCommand   string // run before the subnet is taken; its output is published
-	PostStartupCommand  string // run when the host has its subnet
-	SubnetAddCommand    string // run for the subnet of another host
-	SubnetRemoveCommand string // run when such a subnet goes
-	ShutdownCommand     string // run when flanneld is told to stop
-	Shell               *bool  // whether sh runs the commands; without it as each command needs it
+	PreStartupCommand   string // runs before the host takes its subnet; its output is published in the lease
+	PostStartupCommand  string // runs when the host has its subnet
+	SubnetAddCommand    string // runs for the subnet of each other host
+	SubnetRemoveCommand string // runs when the subnet of another host is gone
+	ShutdownCommand     string // runs when flanneld is stopped
+	Shell               *bool  // whether sh runs the commands; if unset, only those that use shell syntax
 	CommandTimeout      int    // seconds after which a command is killed
 }
 
 func defaults() wireConfig { return wireConfig{CommandTimeout: defaultTimeout} }
 
-// Defaults returns the keys of Backend with their defaults, as a struct. It is
-// what the reference of the documentation is made from, with the fields' comments.
+// Defaults returns the keys of Backend with their defaults, as a struct. The reference
+// page is generated from it and from the comments of its fields.
 func Defaults() any { return defaults() }
 
-// config says what to run. Commands that are not configured are zero.
+// config holds the commands to run. A command that is not configured is zero.
 type config struct {
 	pre, post, add, remove, shutdown command
 	timeout                          time.Duration
@@ -75,11 +75,11 @@ func parseConfig(raw json.RawMessage) (c config, warnings []string, err error) {
 	return c, warnings, nil
 }
 
-// command is one command as configured. The zero command does nothing.
+// command is a configured command. The zero command does nothing.
 type command struct {
-	Name  string `json:"name,omitempty"` // the key that it was configured by
+	Name  string `json:"name,omitempty"` // the configuration key
 	Line  string `json:"line,omitempty"`
-	Shell bool   `json:"shell,omitempty"` // sh -c; otherwise its words are run as they are
+	Shell bool   `json:"shell,omitempty"` // run by sh -c; otherwise executed directly, without a shell
 }
 
 func newCommand(name, line string, shell *bool) (command, error) {
@@ -98,15 +98,15 @@ func newCommand(name, line string, shell *bool) (command, error) {
 
 func (c command) configured() bool { return c.Line != "" }
 
-// plain matches what means the same to a shell as to a program that only
-// splits words and puts variables in. Whatever else there is may be syntax.
+// plain matches command lines that mean the same to a shell as to a program that only
+// splits words and replaces variables. Any other character may be shell syntax.
 var plain = regexp.MustCompile(`^(?:[^\n\r|&;<>()\x60"'\\*?\[\]{}~#!$]|\$[A-Za-z_]\w*|\$\{[A-Za-z_]\w*\})*$`)
 
-// builtins are the first words that only a shell knows what to do with.
+// builtins are first words that only a shell can execute.
 var builtins = strings.Fields(`. : alias case cd command eval exec exit export for if local read readonly
 	return set shift source times trap type ulimit umask unset until wait while`)
 
-// needsShell reports whether a command line makes use of a shell.
+// needsShell reports whether a command line uses shell features.
 func needsShell(line string) bool {
 	words := strings.Fields(line)
 	return !plain.MatchString(line) || slices.Contains(builtins, words[0]) || strings.Contains(words[0], "=")

@@ -1,5 +1,4 @@
-// Package extension leaves the data path to commands of the network
-// configuration.
+// Package extension runs commands from the network configuration as the data path.
 package extension
 
 import (
@@ -23,45 +22,45 @@ import (
 const Type = "extension"
 
 const (
-	// setupTries is how often a command of the start is tried, with setupPause
-	// before the second time, twice that before the third.
+	// setupTries is how often a command at the start is tried. The pause is setupPause
+	// before the second try and twice that before the third.
 	setupTries = 3
 	setupPause = time.Second
-	// maxPublished bounds what a host publishes, in bytes of JSON: readers of
-	// leases have bounds of their own.
+	// maxPublished limits the size of the data in the lease, in bytes of JSON, because
+	// readers of leases have limits too.
 	maxPublished = 16 << 10
 )
 
-// ErrNotAllowed means that this node runs no commands of the configuration.
-var ErrNotAllowed = errors.New("this host runs no commands of the network configuration")
+// ErrNotAllowed means that this host does not run commands from the configuration.
+var ErrNotAllowed = errors.New("this host does not run commands from the network configuration")
 
-// Settings are what the node has to say, as opposed to the configuration that
-// all nodes share.
+// Settings are the options of this host, in contrast to the configuration that all hosts
+// share.
 type Settings struct {
-	// Allow says that commands may be run. They are run as root.
+	// Allow permits commands. They run as root.
 	Allow bool
-	// StateDir and Name are the directory and name of the file that remembers
-	// what was run.
+	// StateDir and Name are the directory and the name of the file that records which
+	// commands have run.
 	StateDir, Name string
 }
 
-// Host is what this process has of the backend.
+// Host is the state of the backend in this process. It outlives the networks.
 type Host struct {
 	settings Settings
-	book     *book
-	timeout  atomic.Int64 // of commands, nanoseconds; zero until a network was started
+	record   *recordFile
+	timeout  atomic.Int64 // of commands, in nanoseconds; zero before the first network is started
 }
 
-// NewHost returns a host on which nothing has been run yet.
+// NewHost returns the Host of a process that has not run any command yet.
 func NewHost(s Settings) *Host {
-	return &Host{settings: s, book: &book{dir: s.StateDir, name: s.Name, boot: bootID()}}
+	return &Host{settings: s, record: &recordFile{dir: s.StateDir, name: s.Name, boot: bootID()}}
 }
 
 // New is the backend's factory.
 func (h *Host) New(raw json.RawMessage, env backend.Env) (backend.Backend, []string, error) {
 	if !h.settings.Allow {
-		return nil, nil, fmt.Errorf("Backend.Type is %q: %w: whoever writes it could run anything as root; "+
-			"if that is as it should be start flanneld with --allow-extension-backend", Type, ErrNotAllowed)
+		return nil, nil, fmt.Errorf("Backend.Type is %q: %w: a user who can write it can run any command as root; "+
+			"to permit that, start flanneld with --allow-extension-backend", Type, ErrNotAllowed)
 	}
 	c, warnings, err := parseConfig(raw)
 	if err != nil {
@@ -70,9 +69,9 @@ func (h *Host) New(raw json.RawMessage, env backend.Env) (backend.Backend, []str
 	return &Backend{env: env, config: c, host: h}, warnings, nil
 }
 
-// Shutdown runs ShutdownCommand, if there is one and this process has started
-// a network. That network must have been closed. It returns at the latest
-// after CommandTimeout.
+// Shutdown runs ShutdownCommand if it is configured and this process has started a
+// network. The network must be closed before. Shutdown returns after CommandTimeout at
+// the latest.
 func (h *Host) Shutdown(ctx context.Context) {
 	if timeout := h.timeout.Load(); timeout > 0 {
 		h.undo(ctx, time.Duration(timeout))
@@ -81,17 +80,17 @@ func (h *Host) Shutdown(ctx context.Context) {
 
 // undo runs the recorded ShutdownCommand.
 func (h *Host) undo(ctx context.Context, timeout time.Duration) {
-	s := h.book.setup()
+	s := h.record.setup()
 	if !s.Undo.configured() {
 		return
 	}
 	log := klog.FromContext(ctx)
-	h.book.closeDown()
-	h.book.flush(ctx)
+	h.record.closeDown()
+	h.record.flush(ctx)
 	output, err := s.Undo.run(ctx, s.Input, timeout)
 	logOutput(log, s.Undo, output)
 	if err != nil {
-		log.Error(err, "not everything may have been taken down")
+		log.Error(err, "shutdown command failed, its objects may still exist")
 	}
 }
 
@@ -102,16 +101,17 @@ type Backend struct {
 	host   *Host
 }
 
-// Scope implements backend.Backend: what commands make is theirs.
+// Scope implements backend.Backend. It contains no devices: those that commands create
+// belong to the commands.
 func (b *Backend) Scope() dataplane.Scope { return b.env.Scope() }
 
-// Claim implements backend.Backend. What this host publishes is the output of
-// PreStartupCommand, so that is run here, unless it has been.
+// Claim implements backend.Backend. The host publishes the output of PreStartupCommand,
+// so Claim runs that command unless it has already run.
 func (b *Backend) Claim(ctx context.Context, prev subnet.Claim) (subnet.Claim, error) {
 	claim := b.env.Claim(Type, prev)
-	b.host.book.load(ctx)
+	b.host.record.load(ctx)
 	if b.outdated(prev) {
-		b.host.book.distrust()
+		b.host.record.distrust()
 	}
 	if err := b.prepare(ctx); err != nil {
 		return claim, err
@@ -119,25 +119,25 @@ func (b *Backend) Claim(ctx context.Context, prev subnet.Claim) (subnet.Claim, e
 	if !b.config.pre.configured() {
 		return claim, nil
 	}
-	data, err := publication(b.host.book.setup().Output)
+	data, err := publication(b.host.record.setup().Output)
 	if err != nil {
 		return claim, err
 	}
-	// Other daemons look for it in one place, beside the IPv4 address if any.
+	// Other daemons expect the data in one place, with the IPv4 address if there is one.
 	claim.Endpoints[0].Data = data
 	return claim, nil
 }
 
-// outdated reports whether what was run on this host since the boot is not what it
-// has now, given what it published last: another backend has taken its place, or
-// it was for another subnet.
+// outdated reports whether the commands that have run since the boot no longer match this
+// host, judged by its last published claim: another backend was used since, or the subnet
+// is another one.
 func (b *Backend) outdated(prev subnet.Claim) bool {
-	if prev.BackendType != Type && len(prev.Endpoints) > 0 { // some publish no type
+	if prev.BackendType != Type && len(prev.Endpoints) > 0 { // some backends publish no type
 		return true
 	}
-	told := b.host.book.setup().Input.Env // empty until the host has had a subnet
+	previous := b.host.record.setup().Input.Env // empty before the host has its first subnet
 	for _, e := range prev.Endpoints {
-		if e.Subnet.IsValid() && len(told) > 0 && !slices.Contains(told, namesOf(e.Family()).subnet+"="+e.Subnet.String()) {
+		if e.Subnet.IsValid() && len(previous) > 0 && !slices.Contains(previous, namesOf(e.Family()).subnet+"="+e.Subnet.String()) {
 			return true
 		}
 	}
@@ -149,21 +149,21 @@ func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 	if err := b.prepare(ctx); err != nil {
 		return nil, err
 	}
-	book := b.host.book
-	s := book.setup()
+	rec := b.host.record
+	s := rec.setup()
 	s.Undo, s.Input = b.config.shutdown, input{Env: b.ownVariables(own)}
 	if post := hash(s.Number, b.config.post, s.Input); s.Post != post {
 		again := s
-		again.Key = "" // where this fails the next attempt starts from the beginning
-		book.setSetup(again)
-		book.flush(ctx)
+		again.Key = "" // if the command fails, the next attempt starts from the beginning
+		rec.setSetup(again)
+		rec.flush(ctx)
 		if _, err := b.attempt(ctx, b.config.post, s.Input); err != nil {
 			return nil, err
 		}
 		s.Post = post
 	}
-	book.setSetup(s)
-	book.flush(ctx)
+	rec.setSetup(s)
+	rec.flush(ctx)
 	b.host.timeout.Store(int64(b.config.timeout))
 	reconciler, err := b.env.Reconciler()
 	if err != nil {
@@ -172,23 +172,23 @@ func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 	return newNetwork(b, s.Number, &backend.Programmer{Base: b.env.Base(own), Reconciler: reconciler}), nil
 }
 
-// prepare sees to it that PreStartupCommand has been run on this host as it is.
-// A host whose external interface is another starts from the beginning.
+// prepare runs PreStartupCommand unless it has run for this command and external
+// interface. If the interface has changed, everything starts from the beginning.
 func (b *Backend) prepare(ctx context.Context) error {
-	book, iface := b.host.book, b.env.Underlay
-	book.load(ctx)
+	rec, iface := b.host.record, b.env.Underlay
+	rec.load(ctx)
 	var addrs []string
 	for _, a := range iface.Addrs {
 		addrs = append(addrs, a.Local.String())
 	}
 	key := hash(b.config.pre, iface.Name, iface.Index, addrs)
-	if book.setup().Key == key {
+	if rec.setup().Key == key {
 		return nil
 	}
 	b.host.undo(ctx, b.config.timeout)
-	s := setup{Number: book.setup().Number + 1}
-	book.setSetup(s) // without a key: it is not known to be done
-	book.flush(ctx)
+	s := setup{Number: rec.setup().Number + 1}
+	rec.setSetup(s) // without a key until the command has succeeded
+	rec.flush(ctx)
 	var err error
 	if s.Output, err = b.attempt(ctx, b.config.pre, input{}); err != nil {
 		return err
@@ -197,12 +197,13 @@ func (b *Backend) prepare(ctx context.Context) error {
 		return err
 	}
 	s.Key = key
-	book.setSetup(s)
-	book.flush(ctx)
+	rec.setSetup(s)
+	rec.flush(ctx)
 	return nil
 }
 
-// publication is the output of PreStartupCommand as it stands in the lease.
+// publication returns the output of PreStartupCommand in the form in which the lease
+// contains it.
 func publication(output string) (json.RawMessage, error) {
 	data, err := json.Marshal(output)
 	if err != nil {
@@ -214,7 +215,7 @@ func publication(output string) (json.RawMessage, error) {
 	return data, nil
 }
 
-// attempt runs a command of the start, a few times if need be.
+// attempt runs a command of the start, up to setupTries times.
 func (b *Backend) attempt(ctx context.Context, c command, in input) (output string, err error) {
 	log := klog.FromContext(ctx)
 	for try := 1; ; try++ {
@@ -231,14 +232,14 @@ func (b *Backend) attempt(ctx context.Context, c command, in input) (output stri
 	}
 }
 
-// Variables that a host without IPv6 hands to PostStartupCommand: scripts that
-// were written for flannel know them.
+// Values of PostStartupCommand's variables on a host without IPv6. Scripts written for
+// flannel expect them.
 const (
 	noSubnet  = "::/0"
 	noAddress = "<nil>"
 )
 
-// ownVariables are what PostStartupCommand and ShutdownCommand are told.
+// ownVariables returns the variables for PostStartupCommand and ShutdownCommand.
 func (b *Backend) ownVariables(own subnet.Lease) []string {
 	values := map[string]string{"IPV6SUBNET": noSubnet, "PUBLIC_IPV6": noAddress}
 	for _, e := range own.Endpoints {
@@ -261,8 +262,8 @@ func (b *Backend) ownVariables(own subnet.Lease) []string {
 	return env
 }
 
-// peerVariables are what the commands for a subnet are told. Nothing in them
-// is other than an address or a prefix, whatever the lease says.
+// peerVariables returns the variables for the commands of a peer's subnet. They contain
+// only addresses and prefixes, even if the lease is hostile.
 func peerVariables(l subnet.Lease) []string {
 	values := map[string]string{}
 	for _, e := range l.Endpoints {
@@ -277,7 +278,7 @@ func peerVariables(l subnet.Lease) []string {
 	return env
 }
 
-// names are the names of one family's variables.
+// names holds the names of one family's variables.
 type names struct{ network, subnet, address string }
 
 func namesOf(f prefix.Family) names {

@@ -23,15 +23,15 @@ import (
 	"flanneld/subnet"
 )
 
-// node is a host whose commands write down what they do.
+// node is a host whose commands log their calls.
 type node struct {
 	t      *testing.T
 	dir    string
 	env    backend.Env
 	boot   string
 	config map[string]any
-	prev   subnet.Claim // what is known to have been published
-	subnet string       // IPv4, of the own lease
+	prev   subnet.Claim // the last published claim
+	subnet string       // the IPv4 subnet of its own lease
 	host   *Host
 	net    backend.Network
 	cancel context.CancelFunc
@@ -53,7 +53,7 @@ func newNode(t *testing.T, config map[string]any) *node {
 	return n
 }
 
-// dual gives the node IPv6, too.
+// dual enables IPv6 on the node, too.
 func (n *node) dual() {
 	n.env.Config.Networks = append(n.env.Config.Networks, subnet.Network{Prefix: netip.MustParsePrefix("fd00:5::/48")})
 	n.env.Underlay.Addrs = append(n.env.Underlay.Addrs, underlay.Address{
@@ -61,13 +61,13 @@ func (n *node) dual() {
 	})
 }
 
-// v6 takes IPv4 away from a dual node.
+// v6 leaves only IPv6 on the node.
 func (n *node) v6() {
 	n.dual()
 	n.env.Config.Networks, n.env.Underlay.Addrs = n.env.Config.Networks[1:], n.env.Underlay.Addrs[1:]
 }
 
-// own is the node's own lease for a claim.
+// own returns the node's own lease for a claim.
 func (n *node) own(c subnet.Claim) subnet.Lease {
 	l := subnet.Lease{BackendType: c.BackendType, Endpoints: slices.Clone(c.Endpoints)}
 	for i, e := range l.Endpoints {
@@ -79,15 +79,15 @@ func (n *node) own(c subnet.Claim) subnet.Lease {
 	return l
 }
 
-// start is what a new process does.
+// start acts like a new process.
 func (n *node) start() (subnet.Claim, error) {
 	n.t.Helper()
 	n.host = NewHost(Settings{Allow: true, StateDir: filepath.Join(n.dir, "state"), Name: "test"})
-	n.host.book.boot = n.boot
+	n.host.record.boot = n.boot
 	return n.again()
 }
 
-// again is what a process does whose interface has changed.
+// again acts like a process whose interface has changed.
 func (n *node) again() (subnet.Claim, error) {
 	n.t.Helper()
 	raw, err := json.Marshal(n.config)
@@ -124,7 +124,8 @@ func (n *node) stop() {
 	}
 }
 
-// sync gives the network the peers, and returns why any is refused, by key.
+// sync passes the peers to the network. It returns the reasons of refused peers, by lease
+// key.
 func (n *node) sync(peers ...subnet.Lease) map[string]string {
 	n.t.Helper()
 	o, err := n.net.Sync(n.ctx, set(true, peers...))
@@ -136,7 +137,7 @@ func (n *node) sync(peers ...subnet.Lease) map[string]string {
 		refused[r.Key] = r.Reason
 	}
 	if len(refused) > 0 && o.Again == 0 && refused[o.Refused[0].Key] != errRunning.Error() {
-		n.t.Errorf("%v is not to be tried again", refused)
+		n.t.Errorf("no retry is scheduled for %v", refused)
 	}
 	return refused
 }
@@ -149,9 +150,9 @@ func set(complete bool, peers ...subnet.Lease) backend.Set {
 	return s
 }
 
-// expect compares what the commands have written with want, and forgets it.
+// expect compares the calls that the commands logged with want, and clears the log.
 //
-// Where the machine is busy a command may take longer than Sync waits for it.
+// On a busy machine a command may take longer than Sync waits for it.
 func (n *node) expect(want ...string) {
 	n.t.Helper()
 	var text []byte
@@ -182,7 +183,7 @@ func peer(number int, text string) subnet.Lease {
 	return l
 }
 
-// logging has every command write down what it was told.
+// logging returns a configuration in which every command logs its variables and input.
 func logging() map[string]any {
 	return map[string]any{
 		"Type":                Type,
@@ -195,7 +196,7 @@ func logging() map[string]any {
 	}
 }
 
-func TestWhatCommandsAreTold(t *testing.T) {
+func TestVariablesOfCommands(t *testing.T) {
 	t.Run("IPv4", func(t *testing.T) {
 		n := newNode(t, logging())
 		claim := n.mustStart()
@@ -247,7 +248,7 @@ func TestWhatCommandsAreTold(t *testing.T) {
 	})
 }
 
-// TestRestart starts a process again: it runs only what has changed.
+// TestRestart starts the process again: it runs only commands that have changed.
 func TestRestart(t *testing.T) {
 	n := newNode(t, logging())
 	two, three := peer(2, "two"), peer(3, "three")
@@ -273,7 +274,7 @@ func TestRestart(t *testing.T) {
 	n.expect("remove 10.5.2.0/24 192.0.2.2 [ ] [two]", "add 10.5.2.0/24 192.0.2.22 [ ] [two]",
 		"remove 10.5.3.0/24 192.0.2.3 [ ] [three]", "add 10.5.3.0/24 192.0.2.3 [ ] [drei]")
 
-	restart() // not before the store has answered
+	restart() // peers are removed only after the store has answered
 	if _, err := n.net.Sync(n.ctx, set(false, two)); err != nil {
 		t.Fatal(err)
 	}
@@ -281,7 +282,7 @@ func TestRestart(t *testing.T) {
 	n.sync(two)
 	n.expect("remove 10.5.3.0/24 192.0.2.3 [ ] [drei]")
 
-	n.stop() // another command: the old one is removed by what it came with
+	n.stop() // the command has changed: the recorded remove command is used
 	n.config["SubnetAddCommand"], n.config["SubnetRemoveCommand"] = `echo "new $SUBNET" >> $LOG`, `echo "gone $SUBNET" >> $LOG`
 	n.mustStart()
 	n.sync(two)
@@ -294,7 +295,7 @@ func TestRestart(t *testing.T) {
 	n.expect("pre []", "post 10.5.0.0/16 10.5.1.0/24 192.0.2.1  ::/0 <nil> []")
 }
 
-// TestAnotherBackendMeanwhile takes nothing for granted that was run before it.
+// TestAnotherBackendMeanwhile: after another backend was used, all commands run again.
 func TestAnotherBackendMeanwhile(t *testing.T) {
 	n := newNode(t, logging())
 	const post = "post 10.5.0.0/16 10.5.1.0/24 192.0.2.1  ::/0 <nil> []"
@@ -317,7 +318,7 @@ func TestAnotherBackendMeanwhile(t *testing.T) {
 	n.expect()
 }
 
-// TestAnotherSubnet begins from the beginning once the new subnet is known.
+// TestAnotherSubnet: once the new subnet is known, all commands run again.
 func TestAnotherSubnet(t *testing.T) {
 	n := newNode(t, logging())
 	n.dual()
@@ -340,7 +341,7 @@ func TestAnotherSubnet(t *testing.T) {
 		"remove 10.5.2.0/24 192.0.2.2 [ ] [two]", "add 10.5.2.0/24 192.0.2.2 [ ] [two]")
 }
 
-// TestSubnetChangesHands has the subnet of one lease go to another.
+// TestSubnetChangesHands: the subnet of one lease passes to another lease.
 func TestSubnetChangesHands(t *testing.T) {
 	n := newNode(t, logging())
 	n.mustStart()
@@ -352,7 +353,7 @@ func TestSubnetChangesHands(t *testing.T) {
 		"remove 10.5.2.0/24 192.0.2.2 [ ] [two]", "add 10.5.2.0/24 192.0.2.2 [ ] [zwei]")
 }
 
-// TestInterfaceChanges moves the host to another address.
+// TestInterfaceChanges: the host gets another address.
 func TestInterfaceChanges(t *testing.T) {
 	n := newNode(t, logging())
 	n.mustStart()
@@ -377,7 +378,7 @@ func TestShutdown(t *testing.T) {
 	n.expect("pre []", "post 10.5.0.0/16 10.5.1.0/24 192.0.2.1  ::/0 <nil> []", "add 10.5.2.0/24 192.0.2.2 [ ] [two]", "shutdown 10.5.1.0/24")
 	n.host.Shutdown(t.Context())
 	n.expect()
-	n.mustStart() // what was added may or may not have gone with it
+	n.mustStart() // the shutdown may or may not have removed the subnets
 	n.sync(peer(2, "two"))
 	n.expect("pre []", "post 10.5.0.0/16 10.5.1.0/24 192.0.2.1  ::/0 <nil> []",
 		"remove 10.5.2.0/24 192.0.2.2 [ ] [two]", "add 10.5.2.0/24 192.0.2.2 [ ] [two]")
@@ -394,7 +395,7 @@ func TestStartFails(t *testing.T) {
 	}
 	n.expect("pre []", "post", "post", "post")
 	n.config["PostStartupCommand"] = `echo "post" >> $LOG`
-	n.mustStart() // the device may be half done: from the beginning
+	n.mustStart() // from the beginning, because the device may be incomplete
 	n.expect("shutdown 10.5.1.0/24", "pre []", "post")
 	n.stop()
 
@@ -411,7 +412,7 @@ func TestStartFails(t *testing.T) {
 	}
 }
 
-// TestAddFails has one peer fail for a while: the others are served.
+// TestAddFails: the command of one peer fails for a while, and the others are served.
 func TestAddFails(t *testing.T) {
 	n := newNode(t, map[string]any{
 		"SubnetAddCommand":    `echo "add $SUBNET" >> $LOG; test $SUBNET != 10.5.2.0/24 || test -e $DIR/ok || { echo one; echo out of luck >&2; exit 2; }`,
@@ -419,7 +420,7 @@ func TestAddFails(t *testing.T) {
 	})
 	n.mustStart()
 	want := map[string]string{"10.5.2.0-24": "SubnetAddCommand: exit status 2: out of luck"}
-	for range 3 { // the first time it is run, then it rests
+	for range 3 { // the command runs once, then pauses
 		if diff := cmp.Diff(want, n.sync(peer(2, ""), peer(3, ""))); diff != "" {
 			t.Errorf("refused (-want +got):\n%s", diff)
 		}
@@ -434,23 +435,23 @@ func TestAddFails(t *testing.T) {
 	deadline := time.Now().Add(time.Minute)
 	for len(n.sync(peer(2, ""), peer(3, ""), peer(4, ""))) > 0 {
 		if time.Now().After(deadline) {
-			t.Fatal("it is not run again")
+			t.Fatal("the command does not run again")
 		}
 		<-time.After(20 * time.Millisecond)
 	}
 	n.expect("remove 10.5.2.0/24", "add 10.5.2.0/24")
 }
 
-// TestPausesOfTwo: how long one peer has failed is nothing to another.
-func TestPausesOfTwo(t *testing.T) {
+// TestPausesAreIndependent: the pause of one peer does not depend on the failures of another.
+func TestPausesAreIndependent(t *testing.T) {
 	n := newNode(t, map[string]any{"SubnetAddCommand": "false"})
 	n.mustStart()
 	n.sync(peer(2, ""))
 	old := n.net.(*network)
 	old.mu.Lock()
-	trouble := old.troubles["10.5.2.0/24"]
-	trouble.tries, trouble.next = 9, time.Now().Add(maxPause)
-	old.troubles["10.5.2.0/24"] = trouble
+	last := old.failures["10.5.2.0/24"]
+	last.tries, last.next = 9, time.Now().Add(maxPause)
+	old.failures["10.5.2.0/24"] = last
 	old.mu.Unlock()
 
 	for _, tc := range []struct {
@@ -467,7 +468,7 @@ func TestPausesOfTwo(t *testing.T) {
 	}
 }
 
-// TestAddFailsAndChanges does not wait where there is something new to try.
+// TestAddFailsAndChanges: a change of the peer ends the pause.
 func TestAddFailsAndChanges(t *testing.T) {
 	n := newNode(t, map[string]any{"SubnetAddCommand": `echo "add $SUBNET" >> $LOG; grep good`})
 	n.mustStart()
@@ -496,15 +497,15 @@ func TestRemoveFails(t *testing.T) {
 			break
 		}
 		if err != nil || time.Now().After(deadline) {
-			t.Fatalf("it is not run again: %v", err)
+			t.Fatalf("the command does not run again: %v", err)
 		}
 		<-time.After(20 * time.Millisecond)
 	}
 	n.expect("remove 10.5.2.0/24")
 }
 
-// TestHangingAdd has the first of three peers hang: the others need not wait,
-// and in the end it is killed.
+// TestHangingAdd: the command of the first of three peers hangs. The others do not wait
+// for it, and it is killed in the end.
 func TestHangingAdd(t *testing.T) {
 	n := newNode(t, map[string]any{
 		"SubnetAddCommand": `test $SUBNET != 10.5.2.0/24 || sleep 1000; echo "add $SUBNET" >> $LOG`,
@@ -520,7 +521,7 @@ func TestHangingAdd(t *testing.T) {
 	select {
 	case <-n.net.Changed():
 	case <-time.After(time.Minute):
-		t.Fatal("it is not killed")
+		t.Fatal("the command is not killed")
 	}
 	want := map[string]string{"10.5.2.0-24": "SubnetAddCommand: " + errTimeout.Error()}
 	if diff := cmp.Diff(want, n.sync(peer(2, ""), peer(3, ""), peer(4, ""))); diff != "" {
@@ -528,8 +529,8 @@ func TestHangingAdd(t *testing.T) {
 	}
 }
 
-// TestStopWhileCommandsHang must not take long, and what was being added is not
-// taken for granted afterwards.
+// TestStopWhileCommandsHang: the stop does not take long, and subnets that were being
+// added count as unknown.
 func TestStopWhileCommandsHang(t *testing.T) {
 	n := newNode(t, map[string]any{"SubnetAddCommand": `echo "add" >> $LOG; test -e $DIR/ok || sleep 1000`, "SubnetRemoveCommand": `echo "remove" >> $LOG`})
 	n.mustStart()
@@ -537,7 +538,7 @@ func TestStopWhileCommandsHang(t *testing.T) {
 	begin := time.Now()
 	n.stop()
 	if took := time.Since(begin); took > 20*time.Second {
-		t.Errorf("it took %v to stop", took)
+		t.Errorf("the stop took %v", took)
 	}
 	if err := os.WriteFile(filepath.Join(n.dir, "ok"), nil, 0o600); err != nil {
 		t.Fatal(err)
@@ -547,8 +548,8 @@ func TestStopWhileCommandsHang(t *testing.T) {
 	n.expect("add", "remove", "add")
 }
 
-// TestStopWhileRemoveHangs goes back to what was there before: nobody knows
-// whether it still is.
+// TestStopWhileRemoveHangs: the subnet is added again, because the removal may have
+// succeeded in part.
 func TestStopWhileRemoveHangs(t *testing.T) {
 	n := newNode(t, map[string]any{"SubnetAddCommand": `echo "add $(cat)" >> $LOG`, "SubnetRemoveCommand": `echo "remove $(cat)" >> $LOG; test -e $DIR/ok || sleep 1000`})
 	n.mustStart()
@@ -593,9 +594,9 @@ func TestHostileData(t *testing.T) {
 	}
 }
 
-func TestDiskThatDoesNotWork(t *testing.T) {
+func TestBrokenDisk(t *testing.T) {
 	n := newNode(t, logging())
-	if err := os.WriteFile(filepath.Join(n.dir, "state"), nil, 0o600); err != nil { // where the directory should be
+	if err := os.WriteFile(filepath.Join(n.dir, "state"), nil, 0o600); err != nil { // a file in place of the directory
 		t.Fatal(err)
 	}
 	n.mustStart()
@@ -604,9 +605,8 @@ func TestDiskThatDoesNotWork(t *testing.T) {
 	n.expect("pre []", "post 10.5.0.0/16 10.5.1.0/24 192.0.2.1  ::/0 <nil> []", "add 10.5.2.0/24 192.0.2.2 [ ] [two]")
 }
 
-// TestRandomWalk has commands that are as strict as ip(8), fail at random and
-// leave things half done; processes come and go. In the end each subnet is
-// there exactly as it should be.
+// TestRandomWalk: the commands are as strict as ip(8), fail at random and leave things
+// incomplete, and processes start and stop. In the end every subnet is as wanted.
 func TestRandomWalk(t *testing.T) {
 	seed := rand.Uint64()
 	t.Logf("seed %d", seed)
@@ -649,7 +649,7 @@ func TestRandomWalk(t *testing.T) {
 			break
 		}
 		if time.Now().After(deadline) {
-			t.Fatalf("not all right in time: %+v", o)
+			t.Fatalf("not as wanted in time: %+v", o)
 		}
 		<-time.After(50 * time.Millisecond)
 	}
@@ -671,7 +671,7 @@ func TestRandomWalk(t *testing.T) {
 	}
 }
 
-// TestBlackhole holds the one route that no command makes.
+// TestBlackhole checks the one route that flanneld adds without a command.
 func TestBlackhole(t *testing.T) {
 	n := newNode(t, map[string]any{})
 	hole := dataplane.NewBlackhole(netip.MustParsePrefix("10.5.1.0/24"))

@@ -17,69 +17,68 @@ import (
 	"flanneld/subnet"
 )
 
-// Commands run one after the other, as scripts expect. One that takes longer
-// than patience goes on beside those that follow, until CommandTimeout.
+// Commands run one after another, because scripts rely on that. A command that takes
+// longer than patience continues in parallel to the following ones, until CommandTimeout.
 const patience = time.Second
 
-// passTime is how long one Sync starts commands. What is left is for the next.
+// passTime limits how long one Sync starts commands. The rest waits for the next Sync.
 const passTime = time.Minute
 
-// The pause before a failed command runs again doubles from minPause to
-// maxPause.
+// The pause before a failed command runs again doubles from minPause to maxPause.
 const (
 	minPause = time.Second
 	maxPause = 5 * time.Minute
 )
 
-// removeTries is how often SubnetRemoveCommand is run: mostly it fails because
-// there is nothing left to remove.
+// removeTries limits how often SubnetRemoveCommand runs for a subnet: it usually fails
+// because there is nothing left to remove.
 const removeTries = 5
 
 // network implements backend.Network.
 type network struct {
 	*Backend
-	setup   int                 // that subnets are added to
-	held    *backend.Programmer // what the kernel holds without any command
+	setup   int                 // number of the setup that subnets are added to
+	kernel  *backend.Programmer // for kernel objects that do not depend on commands
 	changed chan struct{}
 	workers sync.WaitGroup
 	closed  chan struct{}
 
 	mu       sync.Mutex
 	running  map[string]bool    // by subnet
-	troubles map[string]trouble // by subnet
+	failures map[string]failure // by subnet
 }
 
-// trouble is what became of the last command for a subnet.
-type trouble struct {
-	hash  string // of what was to be; empty: the subnet was to go
+// failure is the failure of the last command for a subnet.
+type failure struct {
+	hash  string // of the wanted state; empty if the subnet was to be removed
 	err   error
 	tries int
-	next  time.Time // when to try again
+	next  time.Time // time of the next try
 }
 
-// target is a subnet that should be there.
+// target is the wanted state of a subnet.
 type target struct {
-	lease string // its key
-	hash  string // of what it is added by
+	lease string // key of the lease
+	hash  string // of the command and input that add the subnet
 	input input
 }
 
-// job is to replace what was added for a subnet by what should be.
+// job replaces the present state of a subnet by the wanted one.
 type job struct {
 	subnet string
-	old    *entry  // nil: nothing was added
-	want   *target // nil: the subnet is to go
+	old    *entry  // nil: not added yet
+	want   *target // nil: to be removed
 }
 
-func newNetwork(b *Backend, setup int, held *backend.Programmer) *network {
+func newNetwork(b *Backend, setup int, kernel *backend.Programmer) *network {
 	n := &network{
-		Backend: b, setup: setup, held: held, changed: make(chan struct{}, 1), closed: make(chan struct{}),
-		running: map[string]bool{}, troubles: map[string]trouble{},
+		Backend: b, setup: setup, kernel: kernel, changed: make(chan struct{}, 1), closed: make(chan struct{}),
+		running: map[string]bool{}, failures: map[string]failure{},
 	}
 	n.workers.Go(func() {
 		for {
 			select {
-			case <-held.Changed():
+			case <-kernel.Changed():
 				n.wake()
 			case <-n.closed:
 				return
@@ -99,15 +98,15 @@ func (n *network) wake() {
 // MTU implements backend.Network.
 func (n *network) MTU() int { return n.env.Underlay.MTU }
 
-// Changed implements backend.Network. It delivers when a command has ended
-// that Sync did not wait for, and when the kernel may have drifted.
+// Changed implements backend.Network. It delivers when a command has ended that Sync did
+// not wait for, and when the kernel may have changed.
 func (n *network) Changed() <-chan struct{} { return n.changed }
 
-// Close implements backend.Network. Sync's context must have ended.
+// Close implements backend.Network. The context of Sync must have ended.
 func (n *network) Close() error {
 	close(n.closed)
 	n.workers.Wait()
-	return n.held.Close()
+	return n.kernel.Close()
 }
 
 // Check implements backend.Network.
@@ -116,14 +115,15 @@ func (*network) Check(l subnet.Lease) ([]string, error) {
 	return nil, err
 }
 
-// data is what a peer has published: one text, wherever it stands.
+// data returns the text that a peer has published. It is the same for both families and
+// is in the first endpoint that has data.
 func data(l subnet.Lease) (text string, err error) {
 	for _, e := range l.Endpoints {
 		if e.Data == nil {
 			continue
 		}
 		if e.Data[0] != '"' || json.Unmarshal(e.Data, &text) != nil {
-			return "", fmt.Errorf("its backend data is %.40q, want a JSON string", e.Data)
+			return "", fmt.Errorf("backend data is %.40q, want a JSON string", e.Data)
 		}
 		return text, nil
 	}
@@ -132,13 +132,13 @@ func data(l subnet.Lease) (text string, err error) {
 
 // Sync implements backend.Network.
 func (n *network) Sync(ctx context.Context, peers backend.Set) (backend.Outcome, error) {
-	held, failed := n.held.Sync(ctx, peers)
+	kernel, failed := n.kernel.Sync(ctx, peers)
 	o, err := n.command(ctx, peers)
-	o.Retry, o.Repaired = held.Retry, held.Repaired
+	o.Retry, o.Repaired = kernel.Retry, kernel.Repaired
 	return o, oneline.Join(failed, err)
 }
 
-// command runs the commands that lead to these peers.
+// command runs the commands that lead from the present state to these peers.
 func (n *network) command(ctx context.Context, peers backend.Set) (backend.Outcome, error) {
 	want := map[string]target{}
 	for key, l := range peers.Leases {
@@ -153,27 +153,27 @@ func (n *network) command(ctx context.Context, peers backend.Set) (backend.Outco
 	for _, j := range jobs {
 		n.begin(j)
 	}
-	n.host.book.flush(ctx)
+	n.host.record.flush(ctx)
 	left := n.work(ctx, jobs)
-	n.host.book.flush(ctx)
+	n.host.record.flush(ctx)
 	if left > 0 && ctx.Err() == nil {
-		return n.outcome(want), fmt.Errorf("commands are slow: %d of %d subnets have to wait", left, len(jobs))
+		return n.outcome(want), fmt.Errorf("commands are slow: %d of %d subnets are waiting", left, len(jobs))
 	}
 	return n.outcome(want), nil
 }
 
-// due returns what is to be done now: first what goes, then what comes, then
-// what has failed before.
+// due returns the jobs to do now: first removals, then additions and changes, then those
+// that failed before.
 func (n *network) due(want map[string]target, complete bool) []job {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	var gone, fresh, again []job
-	have, now := n.host.book.entries(), time.Now()
+	have, now := n.host.record.entries(), time.Now()
 	add := func(to *[]job, j job) {
 		if e, ok := have[j.subnet]; ok {
 			j.old = &e
 		}
-		switch t, failed := n.troubles[j.subnet]; {
+		switch t, failed := n.failures[j.subnet]; {
 		case n.running[j.subnet]:
 		case !failed || j.want == nil && t.hash != "" || j.want != nil && t.hash != j.want.hash:
 			*to = append(*to, j)
@@ -195,15 +195,16 @@ func (n *network) due(want map[string]target, complete bool) []job {
 	return slices.Concat(gone, fresh, again)
 }
 
-// begin notes that from now on nothing is sure about a subnet.
+// begin records that the state of a subnet is unknown from now on, until the job has
+// succeeded.
 func (n *network) begin(j job) {
 	switch {
 	case j.old != nil:
 		e := *j.old
 		e.Sure = false
-		n.host.book.setEntry(j.subnet, e)
+		n.host.record.setEntry(j.subnet, e)
 	case j.want != nil:
-		n.host.book.setEntry(j.subnet, n.entry(j.want))
+		n.host.record.setEntry(j.subnet, n.entry(j.want))
 	}
 }
 
@@ -211,8 +212,8 @@ func (n *network) entry(t *target) entry {
 	return entry{Hash: t.hash, Undo: n.config.remove, Input: t.input}
 }
 
-// work does the jobs, and returns how many it did not get to. It does not wait
-// for commands that take long.
+// work does the jobs and returns how many are left when the time is up. It does not wait
+// for commands that take longer than patience.
 func (n *network) work(ctx context.Context, jobs []job) (left int) {
 	end := time.Now().Add(passTime)
 	for i, j := range jobs {
@@ -233,7 +234,7 @@ func (n *network) work(ctx context.Context, jobs []job) (left int) {
 		case <-timer.C:
 			n.workers.Go(func() {
 				<-done
-				n.host.book.flush(ctx)
+				n.host.record.flush(ctx)
 				n.wake()
 			})
 		}
@@ -242,32 +243,33 @@ func (n *network) work(ctx context.Context, jobs []job) (left int) {
 	return 0
 }
 
-// do runs the commands of a job: remove what was added, add what should be. A
-// second add of the same would fail with most commands, as with ip(8).
+// do runs the commands of a job: it removes what was added before and adds what is
+// wanted. It removes even if the same is added again, because most commands, like ip(8),
+// fail to add a thing twice.
 func (n *network) do(ctx context.Context, j job) error {
 	log := klog.LoggerWithValues(klog.FromContext(ctx), "subnet", j.subnet)
-	if n.failed(j.subnet) { // it is known what they say
+	if n.failed(j.subnet) { // the first failure has been logged
 		log = log.V(4)
 	}
 	if j.old != nil {
 		if err := n.run(ctx, log, j.old.Undo, j.old.Input); err != nil {
-			if j.want == nil || ctx.Err() != nil { // killed half-way: it is still what is to be removed
+			if j.want == nil || ctx.Err() != nil { // if the command was killed half-way, the removal must be repeated
 				return err
 			}
-			log.V(2).Info("not removed before it is added, maybe because it was not there", "err", err)
+			log.V(2).Info("remove before add failed, the subnet may not have been there", "err", err)
 		}
 	}
 	if j.want == nil {
-		n.host.book.removeEntry(j.subnet)
+		n.host.record.removeEntry(j.subnet)
 		return nil
 	}
 	e := n.entry(j.want)
-	n.host.book.setEntry(j.subnet, e)
+	n.host.record.setEntry(j.subnet, e)
 	if err := n.run(ctx, log, n.config.add, j.want.input); err != nil {
 		return err
 	}
 	e.Sure = true
-	n.host.book.setEntry(j.subnet, e)
+	n.host.record.setEntry(j.subnet, e)
 	return nil
 }
 
@@ -283,52 +285,52 @@ func (n *network) run(ctx context.Context, log klog.Logger, c command, in input)
 func (n *network) failed(subnet string) bool {
 	n.mu.Lock()
 	defer n.mu.Unlock()
-	_, failed := n.troubles[subnet]
+	_, failed := n.failures[subnet]
 	return failed
 }
 
-// finish takes in what became of a job.
+// finish records the result of a job.
 func (n *network) finish(ctx context.Context, j job, err error) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	delete(n.running, j.subnet)
 	if err == nil || ctx.Err() != nil {
-		delete(n.troubles, j.subnet)
+		delete(n.failures, j.subnet)
 		return
 	}
-	t := trouble{err: err, tries: 1}
+	t := failure{err: err, tries: 1}
 	if j.want != nil {
 		t.hash = j.want.hash
 	}
-	if before, failed := n.troubles[j.subnet]; failed && before.hash == t.hash {
+	if before, failed := n.failures[j.subnet]; failed && before.hash == t.hash {
 		t.tries += before.tries
 	}
 	t.next = time.Now().Add(min(minPause<<min(t.tries-1, 16), maxPause))
-	n.troubles[j.subnet] = t
+	n.failures[j.subnet] = t
 	if j.want != nil {
-		return // the reason is returned with the lease
+		return // the reason is reported with the refused lease
 	}
 	log := klog.FromContext(ctx)
 	switch t.tries {
 	case removeTries:
-		delete(n.troubles, j.subnet)
-		n.host.book.removeEntry(j.subnet)
-		log.Error(err, "subnet may not be removed in full, giving up", "subnet", j.subnet, "tries", t.tries)
+		delete(n.failures, j.subnet)
+		n.host.record.removeEntry(j.subnet)
+		log.Error(err, "subnet not removed, giving up", "subnet", j.subnet, "tries", t.tries)
 	case 1:
 		log.Error(err, "subnet not removed, trying again", "subnet", j.subnet)
 	}
 }
 
-// again is how long it is until the first of the failed commands is due, at least
-// minPause if it is already; zero if none has failed.
+// again returns the time until the first failed command is due, at least minPause. It
+// returns zero if none has failed.
 func (n *network) again() (after time.Duration) {
 	now := time.Now()
-	for s, t := range n.troubles {
-		if n.running[s] { // wakes the loop when it has ended
+	for s, t := range n.failures {
+		if n.running[s] { // its end wakes the loop
 			continue
 		}
 		wait := t.next.Sub(now)
-		if wait <= 0 { // it may be waiting for the store's answer
+		if wait <= 0 { // a command that is due may be waiting for the first answer of the store
 			wait = minPause
 		}
 		if after == 0 || wait < after {
@@ -338,15 +340,15 @@ func (n *network) again() (after time.Duration) {
 	return after
 }
 
-var errRunning = errors.New("its command has not ended yet")
+var errRunning = errors.New("the command is still running")
 
-// outcome says which peers are not served.
+// outcome returns which peers are not served, and when to try again.
 func (n *network) outcome(want map[string]target) backend.Outcome {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	o := backend.Outcome{Again: n.again()}
 	for s, t := range want {
-		reason := n.troubles[s].err
+		reason := n.failures[s].err
 		if n.running[s] && reason == nil {
 			reason = errRunning
 		}

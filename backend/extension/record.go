@@ -15,47 +15,48 @@ import (
 	"flanneld/pkg/state"
 )
 
-// bootIDFile changes with every boot, and so tells what was run before.
+// bootIDFile changes with every boot. It tells whether recorded commands ran since the
+// boot.
 const bootIDFile = "/proc/sys/kernel/random/boot_id"
 
-// record is what was run since the boot and is still in force.
+// record describes the commands that ran since the boot and whose effect still lasts.
 type record struct {
 	Boot  string `json:"boot"`
 	Setup setup  `json:"setup"`
-	// Subnets has what was added, by the subnet of its first address family:
-	// that, and not the lease, is what commands work on.
+	// Subnets has the added subnets. The key is the subnet of the first address family
+	// and not the lease, because commands act on subnets.
 	Subnets map[string]entry `json:"subnets"`
 }
 
-// setup is what the commands at the start have done.
+// setup describes the commands at the start that have run.
 type setup struct {
-	Number int     `json:"number"`         // of this setup: subnets are added to one
-	Key    string  `json:"key"`            // what it was made for; empty: there is none
+	Number int     `json:"number"`         // counts the setups; a subnet belongs to one of them
+	Key    string  `json:"key"`            // hash of the command and interface that it was made for; empty: not done
 	Output string  `json:"output"`         // of PreStartupCommand
-	Post   string  `json:"post,omitempty"` // what PostStartupCommand was run for; empty: it was not
+	Post   string  `json:"post,omitempty"` // hash of the input of PostStartupCommand; empty: not run
 	Undo   command `json:"undo"`
 	Input  input   `json:"input"` // for Undo
 }
 
-// entry is one subnet that was added.
+// entry is a subnet that was added.
 type entry struct {
-	Hash string `json:"hash"` // of what it was added by
-	// Sure is false from before the first command until the last one has
-	// succeeded: any part may be there or not.
+	Hash string `json:"hash"` // of the command and input that added it
+	// Sure is true once all commands have succeeded. Otherwise any part of their effect
+	// may exist.
 	Sure  bool    `json:"sure"`
 	Undo  command `json:"undo"`
 	Input input   `json:"input"` // for Undo
 }
 
-// hash tells what was run from what should be.
+// hash identifies a command with its input, to compare what has run with what is wanted.
 func hash(of ...any) string {
-	text, _ := json.Marshal(of) // strings and numbers
+	text, _ := json.Marshal(of) // the values are strings and numbers, which always encode
 	sum := sha256.Sum256(text)
 	return hex.EncodeToString(sum[:12])
 }
 
-// book keeps the record, in memory and on disk.
-type book struct {
+// recordFile keeps the record in memory and on disk.
+type recordFile struct {
 	dir, name, boot string
 
 	mu      sync.Mutex
@@ -68,13 +69,13 @@ type book struct {
 func bootID() string {
 	text, err := os.ReadFile(bootIDFile)
 	if err != nil {
-		return "" // nothing is taken for granted then
+		return "" // without an id, nothing counts as done
 	}
 	return strings.TrimSpace(string(text))
 }
 
-// load reads what an earlier process has run since the boot, the first time.
-func (b *book) load(ctx context.Context) {
+// load reads, at its first call, the record that an earlier process wrote since the boot.
+func (b *recordFile) load(ctx context.Context) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	if b.loaded {
@@ -91,7 +92,7 @@ func (b *book) load(ctx context.Context) {
 		_ = file.Close()
 	}
 	if err != nil {
-		klog.FromContext(ctx).Error(err, "it is not known what earlier commands have done")
+		klog.FromContext(ctx).Error(err, "cannot read which commands have run, running them again")
 	}
 	b.now.Boot = b.boot
 	if b.now.Subnets == nil {
@@ -99,40 +100,41 @@ func (b *book) load(ctx context.Context) {
 	}
 }
 
-func (b *book) setup() setup {
+func (b *recordFile) setup() setup {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	return b.now.Setup
 }
 
-func (b *book) setSetup(s setup) {
+func (b *recordFile) setSetup(s setup) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	b.now.Setup, b.changed = s, true
 }
 
-// entries returns a copy of what was added.
-func (b *book) entries() map[string]entry {
+// entries returns a copy of the added subnets.
+func (b *recordFile) entries() map[string]entry {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	return maps.Clone(b.now.Subnets)
 }
 
-func (b *book) setEntry(subnet string, e entry) {
+func (b *recordFile) setEntry(subnet string, e entry) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	b.now.Subnets[subnet], b.changed = e, true
 }
 
-func (b *book) removeEntry(subnet string) {
+func (b *recordFile) removeEntry(subnet string) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	delete(b.now.Subnets, subnet)
 	b.changed = true
 }
 
-// closeDown notes that the setup has been undone.
-func (b *book) closeDown() {
+// closeDown records that the setup was undone. Subnets that were added may or may not
+// exist after that, so they count as unknown.
+func (b *recordFile) closeDown() {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	b.now.Setup, b.changed = setup{Number: b.now.Setup.Number}, true
@@ -142,17 +144,17 @@ func (b *book) closeDown() {
 	}
 }
 
-// distrust has the next start begin from the beginning: ShutdownCommand is still
-// to be run.
-func (b *book) distrust() {
+// distrust makes the next start begin from the beginning. It keeps ShutdownCommand, which
+// must still run.
+func (b *recordFile) distrust() {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	b.now.Setup.Key, b.changed = "", true
 }
 
-// flush writes what has changed. A disk that does not work costs the next
-// start a second run of the commands, and is logged once.
-func (b *book) flush(ctx context.Context) {
+// flush writes the record if it has changed. If that fails, the next start runs the
+// commands a second time; the failure is logged once.
+func (b *recordFile) flush(ctx context.Context) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	if !b.changed {
@@ -164,7 +166,7 @@ func (b *book) flush(ctx context.Context) {
 		_ = file.Close()
 	}
 	if err != nil && !b.failing {
-		klog.FromContext(ctx).Error(err, "what has been run is not remembered: the next start will run it again")
+		klog.FromContext(ctx).Error(err, "cannot record which commands have run, the next start will run them again")
 	}
 	b.failing, b.changed = err != nil, err != nil
 }
