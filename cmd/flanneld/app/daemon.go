@@ -37,6 +37,7 @@ const (
 	partSubnetFile = "subnet file"
 	partRules      = "traffic rules"
 	partInterface  = "external interface"
+	partSubnet     = "subnet"
 )
 
 // interfaceGrace is how long packets may be unable to leave by the external interface
@@ -62,6 +63,10 @@ type lastKnown struct {
 	PublicIPs []netip.Addr `json:"publicIPs,omitempty"`
 
 	peers func() subnet.LedgerState // has newer ones than Peers; may be nil
+
+	// recalled means that Config is what an earlier run used, and that the store has
+	// not given this run a configuration yet.
+	recalled bool
 }
 
 // daemon is one run of flanneld.
@@ -168,6 +173,12 @@ func (d *daemon) run(ctx context.Context) error {
 		d.warn = k.Warn
 	}
 
+	d.flavour.background = func(f func(context.Context)) {
+		d.group.Go(func() error {
+			f(ctx)
+			return nil
+		})
+	}
 	d.resumed = d.resume(ctx, manager, last)
 	defer d.resumed.stop()
 	be, now, err := d.prepare(ctx, manager, last)
@@ -235,6 +246,7 @@ func (d *daemon) prepare(ctx context.Context, m store, last lastKnown) (backend.
 	}
 	last.Former, last.Rules = d.outlived(last, be), formerNetworks(last, cfg)
 	last.Config, last.Interface, last.Own, last.Stored, last.PublicIPs = cfg, iface, own, nil, d.public
+	last.recalled = false
 	return be, last, nil
 }
 
@@ -284,6 +296,10 @@ func networks(cfg subnet.Config) []netip.Prefix {
 // configuration is the one of env: else it returns errConfigChanged, wrapped.
 func (d *daemon) acquire(ctx context.Context, m subnet.Manager, be backend.Backend, env backend.Env, last lastKnown) (subnet.Lease, error) {
 	log := klog.FromContext(ctx)
+	if misfit := d.misfit(env.Config); misfit != nil {
+		log.Error(misfit, "the subnet of the last known state cannot stay")
+		d.report(ctx, partSubnet, misfit)
+	}
 	var own subnet.Lease
 	prev, err := m.Recall(ctx, env.Claim("", subnet.Claim{}))
 	if err != nil {
@@ -327,10 +343,19 @@ func sameData(a, b []subnet.Endpoint) bool {
 
 // waitForSubnet acquires a lease for claim, as acquire does.
 func (d *daemon) waitForSubnet(ctx context.Context, m subnet.Manager, cfg subnet.Config, claim subnet.Claim) (own subnet.Lease, err error) {
+	var left error
 	err = d.retry(ctx, "waiting for a subnet", func() (err error) {
-		if own, err = m.Acquire(ctx, cfg, claim); err == nil || ctx.Err() != nil {
+		if own, err = m.Acquire(ctx, cfg, claim); ctx.Err() != nil {
 			return err
 		}
+		if errors.Is(err, subnet.ErrNoSubnets) && left == nil {
+			left = d.leaveLast(ctx, cfg)
+		}
+		if err == nil {
+			d.report(ctx, partSubnet, nil)
+			return nil
+		}
+		d.report(ctx, partSubnet, oneline.Join(left, err))
 		if now, e := m.Config(ctx); e == nil {
 			if changes := configChanges(cfg, now); len(changes) > 0 {
 				return fmt.Errorf("%w: %s", errConfigChanged, strings.Join(changes, ", "))

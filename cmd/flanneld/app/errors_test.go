@@ -1,6 +1,7 @@
 package app
 
 import (
+	"fmt"
 	"path/filepath"
 	"strings"
 	"testing"
@@ -57,7 +58,7 @@ func TestParseErrors(t *testing.T) {
 		{args: []string{"--public-ipv6=ff02::1"}, want: `--public-ipv6 "ff02::1" is invalid: expected an IPv6 address that peers can reach`},
 		{args: []string{"--public-ipv6=fe80::1%eth0"}, want: `--public-ipv6 "fe80::1%eth0" is invalid: expected an IPv6 address that peers can reach`},
 		{env: []string{"FLANNELD_IFACE_CAN_REACH=example.org"}, want: `FLANNELD_IFACE_CAN_REACH "example.org" is invalid: expected an IP address`},
-		{args: []string{"--subnet-file="}, want: `--subnet-file "" is invalid: expected a path`},
+		{args: []string{"--subnet-file="}, want: `--subnet-file "" is invalid: expected the path of a file`},
 		{args: []string{"--resync=0"}, want: `--resync "0" is invalid: expected a duration such as 90s or 5m, at least 1s`},
 		{args: []string{"--resync=300"}, want: `--resync "300" is invalid: expected a duration such as 90s or 5m, at least 1s`},
 		{args: []string{"--iface-wait=-1s"}, want: `--iface-wait "-1s" is invalid: expected a duration such as 90s or 5m, at least 0s`},
@@ -115,6 +116,89 @@ func TestParseErrors(t *testing.T) {
 				t.Errorf("got  %q\nwant %q", err, tt.want)
 			}
 		})
+	}
+}
+
+// TestEveryFlagRefusesNonsense gives each flag, and each variable, texts that can never
+// be right. Each is refused by one line that names the flag, the text and what was
+// expected, before the daemon does anything.
+func TestEveryFlagRefusesNonsense(t *testing.T) {
+	file, dir := write(t, "file"), t.TempDir()
+	long := strings.Repeat("x", 200)
+	switches := []string{"yes", "2", "on", "tru"}
+	addresses := []string{"x", "10.0.0", "10.0.0.256", "10.0.0.1/24", "fe80::1%eth0", "224.0.0.1", "ff02::1", "255.255.255.255"}
+	files := []string{dir, file + "/x", dir + "/missing"}
+	durations := []string{"x", "5", "-1s", "5 m", "1d", "876001h", "2562047h"}
+	nonsense := map[string][]string{
+		"etcd-endpoints": {
+			"etcd", "etcd:", ":2379", "etcd:x", "etcd:70000", "10.0.0.256:2379", "http://10.0.0.1.2:2379", "a..b:1", "a b:1", long + ":1", "unix://",
+			"tcp://a:1", "http:/a:1", "a:1;b:1", "http://[fd00::g]:1", "a:1,", "http://a:1?x", "etcd%:1",
+		},
+		"etcd-prefix":   nil, // any text is a key
+		"etcd-cafile":   files,
+		"etcd-certfile": files, "etcd-keyfile": files,
+		"etcd-username": nil, "etcd-password": nil, // any text; both or neither
+		"subnet-lease-ttl": append(durations, "0s", "4s"), "subnet-lease-renew-margin": {"x", "0", "1440", "1h", "1.5"},
+		"kube-subnet-mgr": switches, "kubeconfig-file": files,
+		"kube-api-url": {
+			"ftp://x", "https://", "https://:6443", "https://a:0", "https://a:70000", "https://a:x", "https://10.0.0.256", "10.0.0.256:6443", "https://a b", "/x", "a..b",
+		},
+		"kube-annotation-prefix": {"x", "a.b/c/d", "a b.c", "/x", "Ä.b"}, "net-config-path": {"", "/etc/"}, "set-node-network-unavailable": switches,
+		"iface": {
+			"eth0/1", "eth0:1", "eth 0", " eth0", "eth0\n", "a-name-that-is-too-long", "..", ".", "10.0.0.0/24", "0.0.0.0", "::", "224.0.0.1", "ff02::1", "fd00::g",
+		},
+		"iface-regex": {"[", "(", "*", "eth(?=0)", "a{1,0}", `\`, "(?P<n", "a**"}, "iface-can-reach": append(addresses, "0.0.0.0", "127.0.0.1", "::1"),
+		"iface-wait": durations, "public-ip": append(addresses, "::1", "127.0.0.1", "0.0.0.0"), "public-ipv6": append(addresses, "10.0.0.1", "::1", "::"),
+		"ip-masq": switches, "ip-masq-fully-random-disable": switches, "iptables-forward-rules": switches,
+		"guard-tunnel":    switches,
+		"iptables-resync": {"x", "0", "-1", "5s", "1.5", "2147483648"}, "firewall": {"", "ufw", "IPTABLES"}, "ip-blackhole-route": switches,
+		"resync": append(durations, "0s", "999ms"), "exit-on-config-change": switches, "nexthop-objects": {"", "on", "Auto"}, "allow-extension-backend": switches,
+		"udp-source-check": {"", "loose", "on"}, "udp-persist": switches,
+		"subnet-file": {"", dir, dir + "/"}, "state-dir": {"", file},
+		"healthz-ip": {"x", "localhost", "10.0.0.0/8", "224.0.0.1", "255.255.255.255", "ff02::1"}, "healthz-port": {"x", "65536", "80/tcp", "1.5"},
+		"readyz-datastore-grace": durations, "status-socket": {dir, dir + "/", "/run/" + long},
+		"statusz-address": {"x", ":8287", "localhost:8287", "127.0.0.1", "127.0.0.1:0", "127.0.0.1:70000", "224.0.0.1:80", "[ff02::1]:80"},
+		"log-format":      {"", "xml", "JSON"}, "v": {"x", "-1", "1.5", "2147483648"}, "vmodule": {"a", "=1", "a=x", "a=-1", "[=1", "a[=1", "a=1;b=2"},
+		"log_backtrace_at": {"x", "x.go", "x.go:0", "x.go:x", ":7", "x:7"}, "version": switches,
+	}
+	for _, s := range settings() {
+		texts, known := nonsense[s.name]
+		if !known {
+			t.Errorf("--%s: no text is named here that can never be right", s.name)
+		}
+		for _, text := range texts {
+			args := []string{"--" + s.name + "=" + text}
+			if s.name == "net-config-path" {
+				args = append(args, "--kube-subnet-mgr")
+			}
+			expectRefusal(t, "--"+s.name, text, args, nil)
+			if text != "" && s.name != "version" { // it is no setting
+				variable := envName(s.name)
+				expectRefusal(t, variable, text, args[1:], []string{variable + "=" + text})
+			}
+		}
+		delete(nonsense, s.name)
+	}
+	for name := range nonsense {
+		t.Errorf("there is no flag --%s", name)
+	}
+}
+
+func expectRefusal(t *testing.T, source, text string, args, env []string) {
+	t.Helper()
+	_, err := Parse(args, env)
+	switch {
+	case err == nil:
+		t.Errorf("%s takes %q", source, text)
+	case strings.ContainsAny(err.Error(), "\r\n"):
+		t.Errorf("%s with %q: %q is not one line", source, text, err)
+	case !strings.HasPrefix(err.Error(), source+" ") || !strings.Contains(err.Error(), fmt.Sprintf("%q", text)):
+		// Of a pair of flags the other is named as well.
+		if !strings.HasSuffix(err.Error(), "expected both or neither") {
+			t.Errorf("%s with %q: %q, want the flag and the text", source, text, err)
+		}
+	case !strings.Contains(err.Error(), "expected") && !strings.Contains(err.Error(), "cannot be read"):
+		t.Errorf("%s with %q: %q, want what was expected", source, text, err)
 	}
 }
 

@@ -51,14 +51,18 @@ func toToggle(field func(*Options) *bool) binding {
 	return b
 }
 
-// toList binds a field that every text adds to. An empty one counts as not
-// given: manifests write --iface=$(IFACE).
-func toList(field func(*Options) *[]string) binding {
+// toList binds a field that every text adds to, by the check of one. An empty text
+// counts as not given: manifests write --iface=$(IFACE).
+func toList(field func(*Options) *[]string, check func(string) error) binding {
 	return binding{
 		set: func(o *Options, text string) error {
-			if text != "" {
-				*field(o) = append(*field(o), text)
+			if text == "" {
+				return nil
 			}
+			if err := check(text); err != nil {
+				return err
+			}
+			*field(o) = append(*field(o), text)
 			return nil
 		},
 		get: func(o Options) any { return *field(&o) },
@@ -147,11 +151,11 @@ func kubeSettings() []setting {
 		}, {
 			name: "kube-annotation-prefix", arg: "PREFIX", def: "flannel.alpha.coreos.com",
 			usage:   "Prefix of the annotations in which nodes publish how to reach them.",
-			binding: to(func(o *Options) *string { return &o.KubeAnnotationPrefix }, text),
+			binding: to(func(o *Options) *string { return &o.KubeAnnotationPrefix }, annotationPrefix),
 		}, {
 			name: "net-config-path", arg: "FILE", def: DefaultNetConfigPath,
 			usage:   "The network configuration. With etcd it is in the store instead.",
-			binding: to(func(o *Options) *string { return &o.NetConfigPath }, path),
+			binding: to(func(o *Options) *string { return &o.NetConfigPath }, filePath),
 		}, {
 			name: "set-node-network-unavailable", def: "true",
 			usage:   "Set the condition NetworkUnavailable of the node to False once its network is up.",
@@ -166,16 +170,16 @@ func interfaceSettings() []setting {
 			name: "iface", arg: "NAME|IP",
 			usage: "Interface that peers send to, by name or address. May be repeated: the first that is there. " +
 				"The variable holds one. Without any such flag: the interface of the default route.",
-			binding: toList(func(o *Options) *[]string { return &o.Iface }),
+			binding: toList(func(o *Options) *[]string { return &o.Iface }, iface),
 		}, {
 			name: "iface-regex", arg: "REGEX",
 			usage: "The first interface of which an address, or else the name, matches. " +
 				"May be repeated; tried after --iface. The variable holds one.",
-			binding: toList(func(o *Options) *[]string { return &o.IfaceRegex }),
+			binding: toList(func(o *Options) *[]string { return &o.IfaceRegex }, regex),
 		}, {
 			name: "iface-can-reach", arg: "IP",
 			usage:   "The interface through which the kernel reaches this address. Tried after --iface-regex.",
-			binding: to(func(o *Options) *string { return &o.IfaceCanReach }, addressText),
+			binding: to(func(o *Options) *string { return &o.IfaceCanReach }, destination),
 		}, {
 			name: "iface-wait", arg: "DURATION", def: "60s",
 			usage:   "How long to wait at the start for the interface and its address. 0s does not wait.",
@@ -207,6 +211,11 @@ func trafficSettings() []setting {
 			name: "iptables-forward-rules", def: "true",
 			usage:   "Accept what is forwarded from and to the network. Applies to nftables as well.",
 			binding: toToggle(func(o *Options) *bool { return &o.IPTablesForwardRules }),
+		}, {
+			name: "guard-tunnel", def: "true",
+			usage: "Drop what pods send to the tunnel ports of hosts, with udp, vxlan and ipip. " +
+				"Not where --ip-masq and --iptables-forward-rules are both off.",
+			binding: toToggle(func(o *Options) *bool { return &o.GuardTunnel }),
 		}, {
 			name: "iptables-resync", arg: "SECONDS", def: "5",
 			usage: "How often the traffic rules are checked where the kernel does not announce " +
@@ -268,7 +277,7 @@ func fileSettings() []setting {
 		{
 			name: "subnet-file", arg: "FILE", def: "/run/flannel/subnet.env",
 			usage:   "File that tells the CNI plugin the subnet and MTU of this host.",
-			binding: to(func(o *Options) *string { return &o.SubnetFile }, path),
+			binding: to(func(o *Options) *string { return &o.SubnetFile }, filePath),
 		}, {
 			name: "state-dir", arg: "DIRECTORY", def: "/var/lib/flannel",
 			usage:   "Last known state: it brings the network back while the datastore is away.",
@@ -282,7 +291,7 @@ func healthSettings() []setting {
 		{
 			name: "healthz-ip", arg: "IP", def: "0.0.0.0",
 			usage:   "Address that answers probes at /healthz and /readyz, and scrapes at /metrics.",
-			binding: to(func(o *Options) *netip.Addr { return &o.HealthzIP }, address),
+			binding: to(func(o *Options) *netip.Addr { return &o.HealthzIP }, listenAddress),
 		}, {
 			name: "healthz-port", arg: "PORT", def: "0",
 			usage:   "Port that answers them. 0 or a negative number answers none.",
@@ -301,7 +310,7 @@ func statusSettings() []setting {
 			name: "status-socket", arg: "FILE|off",
 			usage: "Local socket for flannelctl status, metrics and the status page, for root alone. " +
 				"Without it: flanneld.sock beside the subnet file.",
-			binding: to(func(o *Options) *string { return &o.StatusSocket }, text),
+			binding: to(func(o *Options) *string { return &o.StatusSocket }, socketText),
 		}, {
 			name: "statusz-address", arg: "IP:PORT",
 			usage: "Where the status page /statusz and its JSON are shown to other hosts, to anybody. " +

@@ -13,7 +13,6 @@ import (
 	"golang.org/x/sys/unix"
 
 	"flanneld/pkg/status"
-	"flanneld/subnet/kube"
 )
 
 // The values of --nexthop-objects.
@@ -69,8 +68,7 @@ type Options struct {
 	// SetNodeNetworkUnavailable says to clear that condition of the node.
 	SetNodeNetworkUnavailable bool
 
-	// Iface and IfaceRegex are what to look for, in order. A regular
-	// expression need not be valid: it is then an entry that matches nothing.
+	// Iface and IfaceRegex are what to look for, in order.
 	Iface, IfaceRegex []string
 	// IfaceCanReach is the IP address to reach; empty if not given.
 	IfaceCanReach string
@@ -84,6 +82,8 @@ type Options struct {
 	IPMasq, IPMasqFullyRandomDisable bool
 	// IPTablesForwardRules says to accept what is forwarded for the network.
 	IPTablesForwardRules bool
+	// GuardTunnel says to drop what pods send to the tunnels of hosts.
+	GuardTunnel bool
 	// IPTablesResync is the period in which the rules are looked at again.
 	IPTablesResync time.Duration
 	// IPBlackholeRoute says to keep a blackhole route for the own subnet.
@@ -223,15 +223,20 @@ func (o *Options) check() error {
 		{"kubeconfig-file", o.KubeconfigFile},
 	}
 	if o.KubeSubnetMgr {
-		if _, err := kube.AnnotationPrefix(o.KubeAnnotationPrefix); err != nil {
-			return fmt.Errorf("%s %q is invalid: %w", o.Source("kube-annotation-prefix"), o.KubeAnnotationPrefix, err)
-		}
 		files = append(files, given{"net-config-path", o.NetConfigPath})
 	}
 	for _, f := range files {
 		if err := o.readable(f); err != nil {
 			return err
 		}
+	}
+	for _, f := range []given{{"subnet-file", o.SubnetFile}, {"status-socket", o.StatusSocket}} {
+		if info, err := os.Stat(f.value); err == nil && info.IsDir() {
+			return fmt.Errorf("%s %q is a directory: expected a file", o.Source(f.name), f.value)
+		}
+	}
+	if info, err := os.Stat(o.StateDir); err == nil && !info.IsDir() {
+		return fmt.Errorf("%s %q is a file: expected a directory", o.Source("state-dir"), o.StateDir)
 	}
 	if o.LogFormat == logJSON && o.LogBacktraceAt != "" {
 		return fmt.Errorf("%s works with text logs only: expected %s text",

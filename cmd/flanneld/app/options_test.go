@@ -33,6 +33,7 @@ func defaults() Options {
 		SetNodeNetworkUnavailable: true,
 		IfaceWait:                 time.Minute,
 		IPTablesForwardRules:      true,
+		GuardTunnel:               true,
 		IPTablesResync:            5 * time.Second,
 		Resync:                    5 * time.Minute,
 		NexthopObjects:            "auto",
@@ -80,7 +81,7 @@ func TestEveryFlag(t *testing.T) {
 	}
 	own := map[string]string{
 		"subnet-lease-ttl": "24h", "iface-wait": "60s", "resync": "5m", "nexthop-objects": "auto", "firewall": "config", "allow-extension-backend": "", "udp-source-check": "network", "udp-persist": "false", "exit-on-config-change": "false", "status-socket": "", "statusz-address": "",
-		"state-dir":              "/var/lib/flannel",
+		"state-dir": "/var/lib/flannel", "guard-tunnel": "true",
 		"readyz-datastore-grace": "5m", "log-format": "text",
 	}
 	want := map[string]string{}
@@ -134,12 +135,12 @@ func TestParseEveryValue(t *testing.T) {
 	given := map[string]string{
 		"etcd-endpoints": " https://[fd00::1]:2379/ , HTTPS://etcd:2379", "etcd-prefix": "net/a",
 		"etcd-keyfile": key, "etcd-certfile": cert, "etcd-cafile": ca, "etcd-username": "root", "etcd-password": "pw",
-		"iface": "eth0", "iface-regex": "[", "iface-can-reach": "10.0.0.1", "iface-wait": "0s",
+		"iface": "eth0", "iface-regex": "^e[tn]", "iface-can-reach": "10.0.0.1", "iface-wait": "0s",
 		"public-ip": "::ffff:192.0.2.1", "public-ipv6": "2001:db8::1", "subnet-lease-renew-margin": "0x59f",
 		"ip-masq": "T", "ip-masq-fully-random-disable": "1", "kube-subnet-mgr": "true", "kube-api-url": "api:6443",
 		"kube-annotation-prefix": "x.y", "kubeconfig-file": kubeconfig, "net-config-path": netconf,
 		"set-node-network-unavailable": "false", "healthz-ip": "::", "healthz-port": "65535",
-		"iptables-resync": "1_0", "iptables-forward-rules": "F", "ip-blackhole-route": "TRUE",
+		"iptables-resync": "1_0", "iptables-forward-rules": "F", "guard-tunnel": "false", "ip-blackhole-route": "TRUE",
 		"resync": "1s", "nexthop-objects": "off", "udp-source-check": "strict", "udp-persist": "true", "readyz-datastore-grace": "0s", "subnet-file": "a", "state-dir": "b",
 		"v": "4", "vmodule": "a=1,b*=2,", "log_backtrace_at": "x.go:7",
 	}
@@ -150,7 +151,7 @@ func TestParseEveryValue(t *testing.T) {
 		LeaseTTL:      24 * time.Hour,
 		KubeSubnetMgr: true, KubeAPIURL: "api:6443", KubeAnnotationPrefix: "x.y", KubeconfigFile: kubeconfig,
 		NetConfigPath: netconf,
-		Iface:         []string{"eth0"}, IfaceRegex: []string{"["}, IfaceCanReach: "10.0.0.1",
+		Iface:         []string{"eth0"}, IfaceRegex: []string{"^e[tn]"}, IfaceCanReach: "10.0.0.1",
 		PublicIP: netip.MustParseAddr("192.0.2.1"), PublicIPv6: netip.MustParseAddr("2001:db8::1"),
 		IPMasq: true, IPMasqFullyRandomDisable: true, IPTablesResync: 10 * time.Second, IPBlackholeRoute: true,
 		Resync: time.Second, NexthopObjects: "off", Firewall: "config", UDPSourceCheck: "strict", UDPPersist: true, SubnetFile: "a", StateDir: "b",

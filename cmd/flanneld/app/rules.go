@@ -2,11 +2,12 @@ package app
 
 import (
 	"context"
-	"fmt"
 	"maps"
 	"net/netip"
 	"os"
+	"path/filepath"
 	"slices"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -14,6 +15,7 @@ import (
 	"golang.org/x/time/rate"
 	"k8s.io/klog/v2"
 
+	"flanneld/backend"
 	"flanneld/pkg/firewall"
 	"flanneld/pkg/firewall/iptables"
 	"flanneld/pkg/firewall/nftables"
@@ -56,14 +58,14 @@ type ruleKeeper struct {
 	logged    time.Time
 }
 
-func (d *daemon) newRuleKeeper(ctx context.Context, now lastKnown) *ruleKeeper {
+func (d *daemon) newRuleKeeper(ctx context.Context, be backend.Backend, now lastKnown) *ruleKeeper {
 	k := &ruleKeeper{
-		flavour: d.flavour.of(ctx, d.opts.Firewall, now.Config),
+		flavour: d.flavour.of(ctx, d.opts.Firewall, now),
 		choice:  &d.flavour,
 		opts:    d.opts,
 		policy: firewall.Policy{
 			Masquerade: d.opts.IPMasq, Random: !d.opts.IPMasqFullyRandomDisable,
-			NonMasquerade: now.Config.NonMasquerade, Forward: d.opts.IPTablesForwardRules, Former: now.Rules,
+			NonMasquerade: now.Config.NonMasquerade, Forward: d.opts.IPTablesForwardRules, Guard: d.opts.GuardTunnel, Former: now.Rules,
 		},
 		report: func(repaired bool, err error) {
 			d.metrics.Firewall(repaired, err)
@@ -74,7 +76,9 @@ func (d *daemon) newRuleKeeper(ctx context.Context, now lastKnown) *ruleKeeper {
 	}
 	for _, n := range now.Config.Networks {
 		if e, ok := now.Own.Endpoint(n.Family()); ok {
-			k.policy.Networks = append(k.policy.Networks, firewall.Network{Network: n.Prefix, Subnet: e.Subnet})
+			k.policy.Networks = append(k.policy.Networks, firewall.Network{
+				Network: n.Prefix, Subnet: e.Subnet, Tunnel: backend.Tunnel(be, n.Family()), HostsInside: n.Prefix.Contains(e.PublicIP),
+			})
 		}
 	}
 	return k
@@ -85,15 +89,18 @@ func (k *ruleKeeper) run(ctx context.Context) {
 	var places []firewall.Place
 	period := k.opts.Resync
 	tried := sync.OnceFunc(func() { close(k.tried) })
+	if k.policy.Wanted() {
+		k.choice.warnBridges(ctx, bridgeSettings, k.policy)
+	}
 	if k.flavour == firewallNFTables {
 		k.applier, k.leftovers, places = nftables.New(), iptablesLeftovers(k.policy.Cleanup(), nil), nftables.OwnPlaces()
 	} else {
-		variant := iptables.Default
+		applier := iptables.New(iptables.Default)
 		if k.policy.Wanted() {
-			warnBridges(ctx, k.policy)
-			variant = k.choice.variant(ctx, k.policy)
+			if applier = k.choice.programs(ctx, k.policy); applier == nil {
+				return
+			}
 		}
-		applier := iptables.New(variant)
 		k.applier = applier
 		inUse := k.variants(ctx, applier, tried)
 		gone := k.policy.Cleanup()
@@ -266,20 +273,27 @@ func (w whereTables) Apply(ctx context.Context, p firewall.Policy) (bool, error)
 // it was looked at stays until the daemon ends: for --firewall=auto, and for which
 // programs of iptables are run.
 type flavourChoice struct {
+	// background runs f beside all sessions, until the daemon ends.
+	background func(f func(context.Context))
+
 	mu          sync.Mutex
 	auto        string
 	why, logged string
-	programs    *iptables.Variant // nil until they are chosen
+	unfiltered  []string          // settings of bridges that were warned about
+	looked      chan struct{}     // closed once found is set; nil before the first look
+	found       *iptables.Applier // with the programs that are run, of which it knows what they can do
 
 	// untold says that a session was ended while it wrote rules: the one after it
 	// finds what came of that, and tells.
 	untold atomic.Bool
 }
 
-func (c *flavourChoice) of(ctx context.Context, option string, cfg subnet.Config) string {
+// of returns the flavour for a session that begins with now. It logs the flavour when
+// it differs from that of the session before.
+func (c *flavourChoice) of(ctx context.Context, option string, now lastKnown) string {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	flavour, why := option, "--firewall says so"
+	flavour, why, source := option, "--firewall says so", ""
 	switch option {
 	case firewallAuto:
 		if c.auto == "" {
@@ -288,37 +302,58 @@ func (c *flavourChoice) of(ctx context.Context, option string, cfg subnet.Config
 		flavour, why = c.auto, c.why
 	case firewallConfig:
 		flavour, why = firewallIPTables, "EnableNFTables is false"
-		if cfg.NFTables {
+		if now.Config.NFTables {
 			flavour, why = firewallNFTables, "EnableNFTables is true"
+		}
+		if now.recalled {
+			source = " in the last known configuration"
 		}
 	}
 	if line := flavour + why; c.logged != line {
 		c.logged = line
-		klog.FromContext(ctx).Info("traffic rules are held by "+flavour, "because", why)
+		klog.FromContext(ctx).Info("traffic rules are held by "+flavour, "because", why+source)
 	}
 	return flavour
 }
 
-// variant returns which programs of iptables are run.
-func (c *flavourChoice) variant(ctx context.Context, p firewall.Policy) iptables.Variant {
+// programs returns what runs the programs of iptables; nil if ctx ends before it is
+// known which. The host is looked at once: a session that ends meanwhile, as the one on
+// the last known state does when the store has answered, leaves the look to the next.
+// On a busy host the programs that this takes are most of a start.
+func (c *flavourChoice) programs(ctx context.Context, p firewall.Policy) *iptables.Applier {
 	c.mu.Lock()
-	defer c.mu.Unlock()
-	if c.programs != nil {
-		return *c.programs
+	if c.looked == nil {
+		looked := make(chan struct{})
+		c.looked = looked
+		c.background(func(ctx context.Context) {
+			defer close(looked)
+			c.found = lookForIPTables(ctx, p)
+		})
 	}
+	looked := c.looked
+	c.mu.Unlock()
+	select {
+	case <-looked:
+		return c.found
+	case <-ctx.Done():
+		return nil
+	}
+}
+
+func lookForIPTables(ctx context.Context, p firewall.Policy) *iptables.Applier {
 	var families []prefix.Family
 	for _, n := range p.Networks {
 		families = append(families, prefix.FamilyOf(n.Network.Addr()))
 	}
 	v, why := iptables.Choose(ctx, families, nftables.HasTable)
-	if ctx.Err() != nil {
-		return v // which nobody will use
-	}
-	if why != "" {
+	if ctx.Err() == nil && why != "" {
 		klog.FromContext(ctx).Info("variant of iptables chosen", "program", v.Program(prefix.IPv4), "because", why)
 	}
-	c.programs = &v
-	return v
+	a := iptables.New(v)
+	for _, f := range families {
+		_, _ = a.Variant(ctx, f) // an error is the session's to report, which asks again
+	}
+	return a
 }
 
 // automatic looks at the host.
@@ -337,17 +372,29 @@ func automatic() (flavour, why string) {
 	return firewallIPTables, "iptables is installed, and kube-proxy does not run in nftables mode"
 }
 
-// warnBridges tells where bridged packets do not pass iptables.
-func warnBridges(ctx context.Context, p firewall.Policy) {
+// bridgeSettings is where the kernel says whether bridged packets pass netfilter.
+const bridgeSettings = "/proc/sys/net/bridge"
+
+// warnBridges logs, once for each family, that packets between pods on one bridge bypass
+// netfilter. Then answers keep the address of the pod that serves a Service. That holds in
+// each mode of kube-proxy, because iptables and nftables undo their translation only where
+// netfilter sees the answer.
+func (c *flavourChoice) warnBridges(ctx context.Context, settings string, p firewall.Policy) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
 	for _, n := range p.Networks {
 		name := "bridge-nf-call-iptables"
 		if n.Network.Addr().Is6() {
 			name = "bridge-nf-call-ip6tables"
 		}
-		if _, err := os.Stat("/proc/sys/net/bridge/" + name); err != nil {
-			klog.FromContext(ctx).Error(nil, "br_netfilter is not loaded: a pod that talks to a service which is served by a pod "+
-				"of the same host may get no answer; load the module br_netfilter", "missing", fmt.Sprintf("net.bridge.%s", name))
+		value, err := os.ReadFile(filepath.Join(settings, name))
+		problem := map[bool]string{true: "br_netfilter is not loaded", false: "br_netfilter is switched off"}[err != nil]
+		if err == nil && strings.TrimSpace(string(value)) != "0" || slices.Contains(c.unfiltered, name) {
+			continue
 		}
+		c.unfiltered = append(c.unfiltered, name)
+		klog.FromContext(ctx).Error(nil, problem+": a pod that talks to a service which is served by a pod "+
+			"of the same host may get no answer; load the module br_netfilter and set this to 1", "sysctl", "net.bridge."+name)
 	}
 }
 

@@ -8,12 +8,14 @@ import (
 	"net/netip"
 	"os"
 	"path/filepath"
+	"regexp"
 	"slices"
 	"strings"
 	"testing"
 	"testing/synctest"
 	"time"
 
+	"golang.org/x/sys/unix"
 	"golang.org/x/time/rate"
 	"k8s.io/klog/v2"
 	"k8s.io/klog/v2/textlogger"
@@ -21,6 +23,7 @@ import (
 	"flanneld/pkg/firewall"
 	"flanneld/pkg/firewall/firewalltest"
 	"flanneld/pkg/firewall/iptables"
+	"flanneld/pkg/prefix"
 	"flanneld/subnet"
 )
 
@@ -43,6 +46,74 @@ func TestFormerNetworks(t *testing.T) {
 	}
 	if got := formerNetworks(lastKnown{}, config("10.6.0.0/16")); got != nil {
 		t.Errorf("a first start: %v", got)
+	}
+}
+
+// TestFlavourIsLogged starts sessions one after the other: from the last known state, and
+// with what the store says.
+func TestFlavourIsLogged(t *testing.T) {
+	session := func(nftables, recalled bool) lastKnown {
+		return lastKnown{Config: subnet.Config{NFTables: nftables}, recalled: recalled}
+	}
+	for name, tt := range map[string]struct {
+		option   string
+		sessions []lastKnown
+		want     []string
+	}{
+		"first start": {firewallConfig, []lastKnown{session(false, false)}, []string{`held by iptables" because="EnableNFTables is false"`}},
+		"restart": {firewallConfig, []lastKnown{session(true, true), session(true, false)}, []string{
+			`held by nftables" because="EnableNFTables is true in the last known configuration"`,
+		}},
+		"restart after a change": {firewallConfig, []lastKnown{session(false, true), session(true, false)}, []string{
+			`held by iptables" because="EnableNFTables is false in the last known configuration"`,
+			`held by nftables" because="EnableNFTables is true"`,
+		}},
+		"restart with a flag": {firewallIPTables, []lastKnown{session(false, true), session(true, false)}, []string{`held by iptables" because="--firewall says so"`}},
+	} {
+		var log bytes.Buffer
+		ctx := klog.NewContext(t.Context(), textlogger.NewLogger(textlogger.NewConfig(textlogger.Output(&log))))
+		choice := &flavourChoice{}
+		for _, now := range tt.sessions {
+			choice.of(ctx, tt.option, now)
+		}
+		lines := strings.Split(strings.TrimSpace(log.String()), "\n")
+		if !slices.EqualFunc(lines, tt.want, strings.HasSuffix) {
+			t.Errorf("%s: the log has %q, want %q", name, lines, tt.want)
+		}
+	}
+}
+
+// TestBridgesAreWarnedAbout has one family of which bridged packets pass netfilter, and one of
+// which they do not. Sessions after the first say nothing.
+func TestBridgesAreWarnedAbout(t *testing.T) {
+	for name, tt := range map[string]struct {
+		files map[string]string
+		want  []string
+	}{
+		"both pass":     {files: map[string]string{"bridge-nf-call-iptables": "1\n", "bridge-nf-call-ip6tables": "1\n"}},
+		"IPv6 does not": {files: map[string]string{"bridge-nf-call-iptables": "1\n", "bridge-nf-call-ip6tables": "0\n"}, want: []string{`switched off.*sysctl="net.bridge.bridge-nf-call-ip6tables"`}},
+		"no module":     {want: []string{`not loaded.*sysctl="net.bridge.bridge-nf-call-iptables"`, `not loaded.*sysctl="net.bridge.bridge-nf-call-ip6tables"`}},
+	} {
+		var log bytes.Buffer
+		ctx := klog.NewContext(t.Context(), textlogger.NewLogger(textlogger.NewConfig(textlogger.Output(&log))))
+		dir := t.TempDir()
+		for file, text := range tt.files {
+			if err := os.WriteFile(filepath.Join(dir, file), []byte(text), 0o600); err != nil {
+				t.Fatal(err)
+			}
+		}
+		choice := &flavourChoice{}
+		for range 2 {
+			choice.warnBridges(ctx, dir, firewalltest.Policy())
+		}
+		lines := strings.Split(strings.TrimSpace(log.String()), "\n")
+		if log.Len() == 0 {
+			lines = nil
+		}
+		match := func(line, want string) bool { return regexp.MustCompile(want).MatchString(line) }
+		if !slices.EqualFunc(lines, tt.want, match) {
+			t.Errorf("%s: the log has %q, want %q", name, lines, tt.want)
+		}
 	}
 }
 
@@ -164,7 +235,7 @@ func TestRulesOfTheOtherFamily(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 	defer cancel()
 	k := &ruleKeeper{
-		choice: &flavourChoice{}, policy: firewalltest.Policy(), opts: Options{Resync: time.Minute},
+		choice: beside(ctx), policy: firewalltest.Policy(), opts: Options{Resync: time.Minute},
 		tried: make(chan struct{}), limit: rate.NewLimiter(repairRate, repairBurst),
 		report: func(_ bool, err error) {
 			if !errors.Is(err, iptables.ErrMissing) || !strings.Contains(err.Error(), "ip6tables") {
@@ -177,5 +248,63 @@ func TestRulesOfTheOtherFamily(t *testing.T) {
 	written, err := os.ReadFile(filepath.Join(dir, "written"))
 	if !strings.Contains(string(written), "-A POSTROUTING") || !strings.Contains(string(written), "-A FORWARD") {
 		t.Errorf("written for IPv4: %q, %v", written, err)
+	}
+}
+
+// beside is a choice that looks at the host until ctx ends.
+func beside(ctx context.Context) *flavourChoice {
+	return &flavourChoice{background: func(f func(context.Context)) { go f(ctx) }}
+}
+
+// TestHostIsLookedAtOnce ends a session while it looks at the programs of iptables: the
+// next one has what the look came to, and runs none of them again.
+func TestHostIsLookedAtOnce(t *testing.T) {
+	dir := t.TempDir()
+	t.Setenv("PATH", dir)
+	const script = "#!/bin/sh\necho x >>%[1]s/asked\nread -r go <%[1]s/fifo\necho 'iptables v1.8.9 (legacy)'\n"
+	if err := os.WriteFile(filepath.Join(dir, "iptables"), fmt.Appendf(nil, script, dir), 0o755); err != nil { //nolint:gosec // a program
+		t.Fatal(err)
+	}
+	fifo := filepath.Join(dir, "fifo")
+	if err := unix.Mkfifo(fifo, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	policy := firewalltest.Policy()
+	policy.Networks = policy.Networks[:1]
+	choice := beside(t.Context())
+	first, end := context.WithCancel(t.Context())
+	ended := make(chan *iptables.Applier)
+	go func() { ended <- choice.programs(first, policy) }()
+	running, err := os.OpenFile(fifo, os.O_WRONLY, 0) // returns once the program runs
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer running.Close()
+	keep, err := os.OpenFile(fifo, os.O_RDWR, 0) // keeps unread data in the pipe
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer keep.Close()
+	end()
+	if a := <-ended; a != nil {
+		t.Error("the session that ended has got programs")
+	}
+	if _, err := keep.WriteString(strings.Repeat("go\n", 20)); err != nil {
+		t.Fatal(err)
+	}
+	a := choice.programs(t.Context(), policy)
+	asked := func() string {
+		text, err := os.ReadFile(filepath.Join(dir, "asked"))
+		if err != nil {
+			t.Fatal(err)
+		}
+		return string(text)
+	}
+	before := asked()
+	if v, err := a.Variant(t.Context(), prefix.IPv4); err != nil || v != iptables.Legacy {
+		t.Errorf("the programs are %q, %v, want legacy", v, err)
+	}
+	if choice.programs(t.Context(), policy) != a || asked() != before {
+		t.Errorf("programs have been run again: %q, then %q", before, asked())
 	}
 }

@@ -3,8 +3,11 @@ package app
 import (
 	"cmp"
 	"context"
+	"errors"
 	"fmt"
+	"io/fs"
 	"net/netip"
+	"os"
 	"slices"
 	"sync"
 	"sync/atomic"
@@ -90,7 +93,7 @@ func (d *daemon) serveLast(ctx context.Context, last lastKnown, options underlay
 	if !sameNode(last.Interface, iface) {
 		return nil, fmt.Errorf("it is of a node with %v, this one has %v", describe(last.Interface), describe(iface))
 	}
-	last.Interface = iface
+	last.Interface, last.recalled = iface, true
 	be, _, err := d.registry.New(d.env(iface, last.Config))
 	if err != nil {
 		return nil, err
@@ -126,6 +129,50 @@ func (unanswered) Acquire(ctx context.Context, _ subnet.Config, _ subnet.Claim) 
 	<-ctx.Done()
 	return subnet.Lease{}, ctx.Err()
 }
+
+// misfit says which subnet of the last known state, if that is served, is not one that
+// cfg gives to hosts. With Kubernetes the API gives them.
+func (d *daemon) misfit(cfg subnet.Config) error {
+	s := d.serving.Load()
+	pools, err := cfg.Pools()
+	if s == nil || err != nil || d.opts.KubeSubnetMgr {
+		return nil
+	}
+	for _, e := range s.now.Own.Endpoints {
+		if !slices.ContainsFunc(pools, func(p subnet.Pool) bool { return p.Contains(e.Subnet) }) {
+			return fmt.Errorf("%s is not of the present configuration, which has %s", e.Subnet, pools)
+		}
+	}
+	return nil
+}
+
+// leaveLast ends the session on the last known state, if there is one, and takes the
+// subnet file away: the store has answered, and has no subnet for this node. Without
+// the file no pod gets an address of what was served. The kernel stays as it is until
+// there is another subnet. leaveLast says what was left and why.
+func (d *daemon) leaveLast(ctx context.Context, cfg subnet.Config) error {
+	s := d.serving.Load()
+	if s == nil {
+		return nil
+	}
+	why := d.misfit(cfg)
+	if why == nil {
+		why = fmt.Errorf("%v is not this node's any more", subnetsOf(s.now.Own))
+	}
+	d.resumed.stop()
+	d.serving.Store(nil)
+	d.health.Pause()
+	d.report(ctx, partSubnetFile, errNoSubnet)
+	log := klog.FromContext(ctx)
+	if err := os.Remove(d.opts.SubnetFile); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		log.Error(err, "the subnet file still has the subnet that was left")
+	}
+	log.Error(why, "the subnet of the last known state was left", "subnets", subnetsOf(s.now.Own))
+	return why
+}
+
+// errNoSubnet stands while there is no subnet to write a file of.
+var errNoSubnet = errors.New("this node has no subnet")
 
 // lastLook bounds how long a session is looked at that is about to end.
 const lastLook = 200 * time.Millisecond
@@ -217,7 +264,7 @@ func (d *daemon) serve(ctx context.Context, be backend.Backend, now lastKnown) (
 	syncer = backend.NewSyncer(config)
 	file := &fileKeeper{path: d.opts.SubnetFile, file: d.subnetFile(now, network.MTU()), report: func(err error) { d.report(ctx, partSubnetFile, err) }}
 	file.expect() // or the session before this one would make it ready
-	rules := d.newRuleKeeper(ctx, now)
+	rules := d.newRuleKeeper(ctx, be, now)
 	ctx, cancel := context.WithCancel(ctx)
 	s := &session{now: now, mtu: network.MTU(), be: be, ledger: ledger, syncer: syncer, rules: rules, cancel: cancel, done: make(chan struct{})}
 	d.serving.Store(s)

@@ -7,10 +7,18 @@ import (
 	"net"
 	"net/netip"
 	"net/url"
+	"path/filepath"
+	"regexp"
+	"regexp/syntax"
 	"slices"
 	"strconv"
 	"strings"
 	"time"
+
+	"golang.org/x/sys/unix"
+
+	"flanneld/subnet"
+	"flanneld/subnet/kube"
 )
 
 // redacted stands for a secret wherever one is formatted.
@@ -53,6 +61,56 @@ func path(s string) (string, error) {
 	return s, nil
 }
 
+// filePath parses the path of a file.
+func filePath(s string) (string, error) {
+	if s == "" || strings.HasSuffix(s, "/") {
+		return "", errors.New("expected the path of a file")
+	}
+	return s, nil
+}
+
+// socketText parses the path of a local socket, or what stands for none.
+func socketText(s string) (string, error) {
+	const longest = len(unix.RawSockaddrUnix{}.Path) - 1
+	if s == "" || s == socketOff {
+		return s, nil
+	}
+	if strings.HasSuffix(s, "/") || len(s) > longest {
+		return "", fmt.Errorf("expected %s or the path of a socket, which has %d characters at most", socketOff, longest)
+	}
+	return s, nil
+}
+
+// iface checks what an interface is looked for by. The kernel takes no other names.
+func iface(s string) error {
+	if a, err := netip.ParseAddr(s); err == nil {
+		if a.IsUnspecified() || a.IsMulticast() {
+			return errors.New("expected an address that an interface can have")
+		}
+		return nil
+	}
+	space := func(r rune) bool { return r <= ' ' || r == 0x7f || r == 0xa0 || r == '/' || r == ':' }
+	if s == "." || s == ".." || len(s) >= unix.IFNAMSIZ || strings.ContainsFunc(s, space) {
+		return fmt.Errorf("expected an IP address or the name of an interface, which has %d characters at most", unix.IFNAMSIZ-1)
+	}
+	return nil
+}
+
+// regex checks a regular expression.
+func regex(s string) error {
+	_, err := regexp.Compile(s)
+	if e, ok := errors.AsType[*syntax.Error](err); ok {
+		return fmt.Errorf("expected a regular expression: %s", e.Code)
+	}
+	return err
+}
+
+// annotationPrefix checks a prefix of annotations.
+func annotationPrefix(s string) (string, error) {
+	_, err := kube.AnnotationPrefix(s)
+	return s, err
+}
+
 func boolean(s string) (bool, error) {
 	b, err := strconv.ParseBool(s)
 	if err != nil {
@@ -78,12 +136,19 @@ func whole(unit time.Duration, name string, lo, hi int64) func(string) (time.Dur
 	}
 }
 
+// century is a duration that is as good as any longer one, and far from what overflows
+// when it is added to a time, or is more than a store takes.
+const century = 100 * 365 * 24 * time.Hour
+
 // duration returns the parser of a duration of at least lo.
 func duration(lo time.Duration) func(string) (time.Duration, error) {
 	return func(s string) (time.Duration, error) {
 		d, err := time.ParseDuration(s)
-		if err != nil || d < lo {
+		switch {
+		case err != nil || d < lo:
 			return 0, fmt.Errorf("expected a duration such as 90s or 5m, at least %s", lo)
+		case d > century:
+			return 0, fmt.Errorf("expected a duration such as 90s or 5m, at most %.0fh", century.Hours())
 		}
 		return d, nil
 	}
@@ -124,10 +189,28 @@ func address(s string) (netip.Addr, error) {
 	return a.Unmap(), nil
 }
 
-// addressText checks the text of an IP address.
-func addressText(s string) (string, error) {
-	_, err := address(s)
+// destination checks the text of an address that packets can be sent to.
+func destination(s string) (string, error) {
+	a, err := address(s)
+	if err == nil && s != "" && !subnet.IsHost(a) {
+		return "", errors.New("expected the IP address of another host")
+	}
 	return s, err
+}
+
+// listenAddress parses an address that this host can have. Empty text is the zero
+// address.
+func listenAddress(s string) (netip.Addr, error) {
+	a, err := address(s)
+	if err == nil && s != "" && !listens(a) {
+		return a, errors.New("expected an IP address of this host")
+	}
+	return a, err
+}
+
+// listens reports whether a program can listen at a.
+func listens(a netip.Addr) bool {
+	return subnet.IsHost(a) || a.IsLoopback() || a.IsUnspecified()
 }
 
 // unicast returns the parser of an address that peers can send to. Empty text
@@ -139,7 +222,7 @@ func unicast(v4 bool) func(string) (netip.Addr, error) {
 	}
 	return func(s string) (netip.Addr, error) {
 		a, err := address(s)
-		if s != "" && (err != nil || a.Is4() != v4 || a.IsUnspecified() || a.IsMulticast()) {
+		if s != "" && (err != nil || a.Is4() != v4 || !subnet.IsHost(a)) {
 			return netip.Addr{}, errors.New(want)
 		}
 		return a, nil
@@ -184,16 +267,37 @@ func endpoint(e string) error {
 		}
 		host = u.Host
 	case "unix", "unixs":
+		if _, at, _ := strings.Cut(e, "://"); at == "" {
+			return errors.New("expected unix:// with the path of a socket")
+		}
 		return nil
 	}
 	name, number, err := net.SplitHostPort(host)
-	if err != nil || name == "" || strings.ContainsAny(name, "/@ ") {
-		return malformed
-	}
-	if n, err := strconv.ParseUint(number, 10, 16); err != nil || n == 0 {
+	if err != nil || !isHost(name) || !isPort(number) {
 		return malformed
 	}
 	return nil
+}
+
+func isPort(s string) bool {
+	n, err := strconv.ParseUint(s, 10, 16)
+	return err == nil && n > 0
+}
+
+// isHost reports whether s can be an address or a name in the DNS. A name does not end
+// with a number: that is an address with a mistake in it.
+func isHost(s string) bool {
+	if _, err := netip.ParseAddr(s); err == nil {
+		return true
+	}
+	labels := strings.Split(strings.TrimSuffix(s, "."), ".")
+	for _, l := range labels {
+		if l == "" || len(l) > 63 || strings.ContainsFunc(l, func(r rune) bool { return r <= ' ' || strings.ContainsRune("/@:%?#[]\\\"", r) }) {
+			return false
+		}
+	}
+	_, err := strconv.ParseUint(labels[len(labels)-1], 10, 64)
+	return err != nil && len(s) <= 254
 }
 
 // scheme is the part of an endpoint before "://"; empty if it has none.
@@ -227,6 +331,9 @@ func apiURL(s string) (string, error) {
 	if u.User != nil {
 		return "", errors.New("expected no user and password in a URL, but --kubeconfig-file")
 	}
+	if !isHost(u.Hostname()) || u.Port() != "" && !isPort(u.Port()) {
+		return "", errors.New("expected a URL such as https://host:port")
+	}
 	return s, nil
 }
 
@@ -235,7 +342,7 @@ func hostPort(s string) (string, error) {
 	if s == "" {
 		return "", nil
 	}
-	if a, err := netip.ParseAddrPort(s); err != nil || a.Port() == 0 {
+	if a, err := netip.ParseAddrPort(s); err != nil || a.Port() == 0 || !listens(a.Addr()) {
 		return "", errors.New("expected IP:port, such as 127.0.0.1:8287 or [::]:8287")
 	}
 	return s, nil
@@ -245,7 +352,8 @@ func hostPort(s string) (string, error) {
 func vmodule(s string) (string, error) {
 	for item := range strings.SplitSeq(s, ",") {
 		pattern, level, _ := strings.Cut(item, "=")
-		if n, err := strconv.Atoi(level); item != "" && (pattern == "" || err != nil || n < 0) {
+		_, bad := filepath.Match(pattern, "")
+		if n, err := strconv.Atoi(level); item != "" && (pattern == "" || bad != nil || err != nil || n < 0) {
 			return "", errors.New("expected pattern=level, comma separated")
 		}
 	}
