@@ -66,11 +66,15 @@ It needs root. The end of the network is the tunnel device's address (10.5.7.0 o
 pods' bridge (10.5.7.1), as long as there is one.`,
 		Example: "  flannelctl check\n  flannelctl check --peer 192.0.2.12 -o json",
 		RunE: func(cmd *cobra.Command, _ []string) error {
+			peers, err := parsePeers(only)
+			if err != nil {
+				return err
+			}
 			r, err := fetch(cmd.Context(), status.Client(socket), "http://flanneld")
 			if err != nil {
 				return err
 			}
-			return check(cmd, r, only, out)
+			return check(cmd, r, peers, out)
 		},
 	}
 	out.addTo(cmd)
@@ -79,7 +83,23 @@ pods' bridge (10.5.7.1), as long as there is one.`,
 	return cmd
 }
 
-func check(cmd *cobra.Command, r status.Report, only []string, out output) error {
+// parsePeers parses the values of --peer. An address is a prefix of full length.
+func parsePeers(texts []string) ([]netip.Prefix, error) {
+	var peers []netip.Prefix
+	for _, text := range texts {
+		p, err := netip.ParsePrefix(text)
+		if a, e := netip.ParseAddr(text); e == nil && a.Zone() == "" {
+			p, err = prefix.Host(a.Unmap()), nil
+		}
+		if err != nil {
+			return nil, fmt.Errorf("--peer %q is invalid: expected the public address or the subnet of a peer", text)
+		}
+		peers = append(peers, p.Masked())
+	}
+	return peers, nil
+}
+
+func check(cmd *cobra.Command, r status.Report, only []netip.Prefix, out output) error {
 	var (
 		mu       sync.Mutex
 		verdicts = []verdict{} // none is [] in JSON
@@ -132,13 +152,8 @@ func check(cmd *cobra.Command, r status.Report, only []string, out output) error
 	return nil
 }
 
-func chosen(only []string, s netip.Prefix, public netip.Addr) bool {
-	for _, o := range only {
-		if o == s.String() || o == public.String() {
-			return true
-		}
-	}
-	return len(only) == 0
+func chosen(only []netip.Prefix, s netip.Prefix, public netip.Addr) bool {
+	return len(only) == 0 || slices.Contains(only, s.Masked()) || slices.Contains(only, prefix.Host(public))
 }
 
 // probe tries the legs of the way to a peer, from the outside in.

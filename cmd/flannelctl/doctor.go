@@ -2,6 +2,7 @@ package main
 
 import (
 	"bufio"
+	"context"
 	"errors"
 	"fmt"
 	"io"
@@ -32,6 +33,7 @@ type host struct {
 	root   string
 	report *status.Report // nil if no daemon answers
 	away   error          // why none does
+	docker dockerFunc
 }
 
 func newDoctorCommand() *cobra.Command {
@@ -42,17 +44,17 @@ func newDoctorCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use: "doctor", Short: "Look for what on this host stands in the network's way, and say how to mend it", Args: cobra.NoArgs,
 		Long: `Looks at forwarding, bridge filtering, reverse-path filtering, other firewalls,
-MTUs, udev's MAC policy, ports and kernel modules. It changes nothing. Exits with
+Docker's rules, MTUs, udev's MAC policy, ports and kernel modules. It changes nothing. Exits with
 1 if it finds something serious.`,
 		Example: "  flannelctl doctor\n  flannelctl doctor -o json",
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			h := host{root: "/"}
+			h := host{root: "/", docker: dockerCuts}
 			if r, err := fetch(cmd.Context(), status.Client(socket), "http://flanneld"); err == nil {
 				h.report = &r
 			} else {
 				h.away = err
 			}
-			findings := h.examine()
+			findings := h.examine(cmd.Context())
 			err := out.print(cmd.OutOrStdout(), findings, func(w io.Writer) {
 				if len(findings) == 0 {
 					fmt.Fprintln(w, "nothing found")
@@ -77,10 +79,10 @@ MTUs, udev's MAC policy, ports and kernel modules. It changes nothing. Exits wit
 }
 
 // examine returns all findings, the serious ones first.
-func (h host) examine() []finding {
+func (h host) examine(ctx context.Context) []finding {
 	findings := []finding{}
 	for _, look := range []func() []finding{
-		h.daemon, h.forwarding, h.bridges, h.reversePath, h.firewalls, h.mtus, h.udev, h.port, h.modules,
+		h.daemon, h.forwarding, h.bridges, h.reversePath, h.firewalls, func() []finding { return h.dockers(ctx) }, h.mtus, h.udev, h.port, h.modules,
 	} {
 		findings = append(findings, look()...)
 	}
@@ -170,13 +172,19 @@ func (h host) bridges() []finding {
 		}
 		switch v, ok := h.sysctl(key); {
 		case !ok:
-			fs = append(fs, finding{"br_netfilter is not loaded: Services do not work between pods of this host where kube-proxy uses iptables", "modprobe br_netfilter (and a line in /etc/modules-load.d)", false})
+			fs = append(fs, finding{"br_netfilter is not loaded: " + withoutBridgeFilter, "modprobe br_netfilter (and a line in /etc/modules-load.d)", h.kubernetes()})
 		case v == 0:
-			fs = append(fs, finding{key + " is 0: Services do not work between pods of this host where kube-proxy uses iptables", "sysctl -w " + key + "=1", false})
+			fs = append(fs, finding{key + " is 0: " + withoutBridgeFilter, "sysctl -w " + key + "=1 (and a line in /etc/sysctl.d)", h.kubernetes()})
 		}
 	}
 	return fs
 }
+
+// withoutBridgeFilter holds for kube-proxy in every mode: answers that stay on the bridge
+// do not get the address of the Service back.
+const withoutBridgeFilter = "a pod gets no answer from a Service that a pod on the same bridge serves, and NetworkPolicies do not apply between them"
+
+func (h host) kubernetes() bool { return h.report != nil && h.report.Datastore.Kind == "kubernetes" }
 
 func (h host) reversePath() []finding {
 	if h.report == nil {

@@ -20,6 +20,7 @@ import (
 func healthy() *status.Report {
 	return &status.Report{
 		Ready: true, Interface: status.Interface{Name: "eth0"},
+		Lease:   status.Lease{Subnets: []netip.Prefix{netip.MustParsePrefix("10.5.49.0/24"), netip.MustParsePrefix("fd00:10:5:49::/64")}},
 		Network: status.Network{BackendType: "vxlan", MTU: 1450, Ports: []int{8472}, Prefixes: []netip.Prefix{netip.MustParsePrefix("10.5.0.0/16"), netip.MustParsePrefix("fd00:10:5::/48")}},
 	}
 }
@@ -41,6 +42,23 @@ func soundHost() map[string]string {
 	}
 }
 
+// newHost is a host with these files. The content "-" stands for a file that is not there.
+func newHost(t *testing.T, files map[string]string) host {
+	t.Helper()
+	h := host{root: t.TempDir(), report: healthy()}
+	for path, text := range files {
+		if path = filepath.Join(h.root, path); text != "-" {
+			if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
+				t.Fatal(err)
+			}
+			if err := os.WriteFile(path, []byte(text), 0o600); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+	return h
+}
+
 // udpSocket is a list of UDP sockets that has one, on a port in hexadecimal.
 func udpSocket(port, inode string) string {
 	return "head\n  1: 00000000:" + port + " 00000000:0000 07 00000000:00000000 00:00000000 00000000     0        0 " + inode + " 2 0 0\n"
@@ -48,6 +66,7 @@ func udpSocket(port, inode string) string {
 
 func TestDoctor(t *testing.T) {
 	on4789 := func(r *status.Report) { r.Network.Ports = []int{4789} }
+	kubernetes := func(r *status.Report) { r.Datastore.Kind = "kubernetes" }
 	hostGW := func(r *status.Report) { r.Network.BackendType, r.Network.Ports = "host-gw", nil }
 	wireguard := func(r *status.Report) { r.Network.BackendType, r.Network.Ports = "wireguard", []int{51820, 51821} }
 	for _, tc := range []struct {
@@ -62,6 +81,8 @@ func TestDoctor(t *testing.T) {
 		{name: "no forwarding", change: map[string]string{"proc/sys/net/ipv4/ip_forward": "0"}, want: "IPv4 is not forwarded", fix: "sysctl -w net.ipv4.ip_forward=1", serious: true},
 		{name: "no IPv6 forwarding", change: map[string]string{"proc/sys/net/ipv6/conf/all/forwarding": "0"}, want: "IPv6 is not forwarded", fix: "net.ipv6.conf.all.forwarding=1", serious: true},
 		{name: "bridge filter off", change: map[string]string{"proc/sys/net/bridge/bridge-nf-call-iptables": "0"}, want: "bridge-nf-call-iptables is 0", fix: "sysctl -w net.bridge"},
+		{name: "bridge filter off on Kubernetes", change: map[string]string{"proc/sys/net/bridge/bridge-nf-call-iptables": "0"}, report: kubernetes, want: "bridge-nf-call-iptables is 0", fix: "sysctl -w net.bridge", serious: true},
+		{name: "no bridge filter on Kubernetes", change: map[string]string{"proc/sys/net/bridge/bridge-nf-call-iptables": "-"}, report: kubernetes, want: "br_netfilter is not loaded", fix: "modprobe br_netfilter", serious: true},
 		{name: "no bridge filter", change: map[string]string{"proc/sys/net/bridge/bridge-nf-call-ip6tables": "-"}, want: "br_netfilter is not loaded", fix: "modprobe br_netfilter"},
 		{name: "no bridge filter for both", change: map[string]string{"proc/sys/net/bridge/bridge-nf-call-iptables": "-", "proc/sys/net/bridge/bridge-nf-call-ip6tables": "-"}, want: "br_netfilter is not loaded"},
 		{name: "strict reverse path", change: map[string]string{"proc/sys/net/ipv4/conf/eth0/rp_filter": "1"}, want: "rp_filter is strict on eth0", fix: "rp_filter=2"},
@@ -83,17 +104,7 @@ func TestDoctor(t *testing.T) {
 		t.Run(tc.name, func(t *testing.T) {
 			files := soundHost()
 			maps.Copy(files, tc.change)
-			h := host{root: t.TempDir(), report: healthy()}
-			for path, text := range files {
-				if path = filepath.Join(h.root, path); text != "-" {
-					if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
-						t.Fatal(err)
-					}
-					if err := os.WriteFile(path, []byte(text), 0o600); err != nil {
-						t.Fatal(err)
-					}
-				}
-			}
+			h := newHost(t, files)
 			fds := filepath.Join(h.root, "proc/77/fd")
 			if err := errors.Join(os.MkdirAll(fds, 0o755), os.Symlink("socket:[4242]", filepath.Join(fds, "3"))); err != nil {
 				t.Fatal(err)
@@ -104,7 +115,7 @@ func TestDoctor(t *testing.T) {
 			if tc.report != nil {
 				tc.report(h.report)
 			}
-			found := h.examine()
+			found := h.examine(t.Context())
 			switch {
 			case tc.want == "" && len(found) > 0:
 				t.Errorf("found %+v, want nothing", found)
@@ -127,7 +138,7 @@ func TestDoctorWithoutADaemon(t *testing.T) {
 		{syscall.EACCES, "the local socket is root's: dial unix /x: permission denied", "sudo flannelctl doctor"},
 	} {
 		away := fmt.Errorf("ask flanneld: %w", &url.Error{Op: "Get", URL: "http://flanneld/statusz.json", Err: &net.OpError{Op: "dial", Net: "unix /x", Err: tc.err}})
-		found := host{root: t.TempDir(), away: away}.examine()
+		found := host{root: t.TempDir(), away: away}.examine(t.Context())
 		if len(found) == 0 || !found[0].Serious || found[0].Problem != tc.problem || !strings.HasPrefix(found[0].Fix, tc.fix) {
 			t.Errorf("found %+v, want first %q, fix %q", found, tc.problem, tc.fix)
 		}

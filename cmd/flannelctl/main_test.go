@@ -3,6 +3,7 @@ package main
 import (
 	"bytes"
 	"context"
+	"net/netip"
 	"os"
 	"strings"
 	"testing"
@@ -121,5 +122,45 @@ func TestFlanneldThatFails(t *testing.T) {
 	_, err := run(t, "lab", "--once", "--hosts", "1", "--flanneld", "/bin/false")
 	if err == nil || !strings.Contains(err.Error(), "host1 flanneld: exit status 1") {
 		t.Errorf("got %v, want the host and the exit status", err)
+	}
+}
+
+// TestFlagsRefuseNonsense gives flags texts that can never be right: each is named, and
+// nothing else is done before.
+func TestFlagsRefuseNonsense(t *testing.T) {
+	for _, tc := range []struct{ args, want string }{
+		{"check --peer=x", `--peer "x" is invalid: expected the public address or the subnet of a peer`},
+		{"check --peer=192.0.2.11,10.5.1.0/33", `--peer "10.5.1.0/33" is invalid: expected the public address or the subnet of a peer`},
+		{"status --url=x", `--url "x" is invalid: expected a URL such as http://host:port`},
+		{"status --url=http://", `--url "http://" is invalid: expected a URL such as http://host:port`},
+		{"leases --etcd-endpoints=etcd", `--etcd-endpoints "etcd" is invalid: endpoint 1: expected host:port, or http:// or https:// with host:port`},
+		{"config get --net-config-map=x", `--net-config-map "x" is invalid: expected NAMESPACE/NAME, such as kube-flannel/kube-flannel-cfg`},
+		{"lab --interval=0s", "--interval: 0s is not positive"},
+		{"status -o xml", `invalid argument "xml"`},
+	} {
+		if _, err := run(t, strings.Fields(tc.args)...); err == nil || !strings.Contains(err.Error(), tc.want) || strings.Contains(err.Error(), "\n") {
+			t.Errorf("%s: %v, want %q", tc.args, err, tc.want)
+		}
+	}
+}
+
+func TestChosenPeers(t *testing.T) {
+	for _, tc := range []struct {
+		only []string
+		want bool
+	}{
+		{nil, true},
+		{[]string{"192.0.2.11"}, true},
+		{[]string{"10.5.1.0/24"}, true},
+		{[]string{"10.5.1.7/24"}, true},
+		{[]string{"192.0.2.12", "10.5.2.0/24"}, false},
+	} {
+		only, err := parsePeers(tc.only)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if got := chosen(only, netip.MustParsePrefix("10.5.1.0/24"), netip.MustParseAddr("192.0.2.11")); got != tc.want {
+			t.Errorf("--peer %v: chosen %v, want %v", tc.only, got, tc.want)
+		}
 	}
 }

@@ -40,6 +40,9 @@ unless --peers is given. Exits with 1 if the daemon is not ready.`,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			client, base := status.Client(socket), "http://flanneld"
 			if where != "" {
+				if u, err := url.Parse(where); err != nil || u.Scheme != "http" && u.Scheme != "https" || u.Hostname() == "" {
+					return fmt.Errorf("--url %q is invalid: expected a URL such as http://host:port", where)
+				}
 				client, base = http.DefaultClient, where
 			}
 			r, err := fetch(cmd.Context(), client, base)
