@@ -14,29 +14,29 @@ import (
 	"github.com/google/renameio/v2"
 )
 
-// firstInterface is what runtimes call a container's interface unless it has
-// several.
+// firstInterface is the name that runtimes give the first interface of a container.
 const firstInterface = "eth0"
 
-// errDamaged means that a note cannot be read.
+// errDamaged means that a note exists but cannot be parsed.
 var errDamaged = errors.New("damaged")
 
-// attachment is the note of what a container was attached with: the
-// delegate's configuration, in a file of the plugin's data directory.
+// attachment identifies one interface of a container. A file in the plugin's data
+// directory, its note, contains the delegate's configuration with which the interface was
+// added.
 type attachment struct{ dir, container, iface string }
 
-// path is the name that flannel's plugin uses, so that either can delete what
-// the other has added. That one has one note for each container, of whatever
-// interface it added last.
+// path returns the path of the note. For the first interface it is the path that
+// flannel's plugin uses, so that each plugin can delete what the other has added.
+// flannel's plugin has one note per container: that of the interface it added last.
 func (a attachment) path() string {
 	name := a.container
 	if a.iface != firstInterface {
-		name += "@" + a.iface // neither has one
+		name += "@" + a.iface // neither a container id nor an interface name contains "@"
 	}
 	return filepath.Join(a.dir, name)
 }
 
-// attachments returns all that there are notes of.
+// attachments returns all attachments that have a note.
 func attachments(dir string) ([]attachment, error) {
 	files, err := os.ReadDir(dir)
 	if err != nil && !errors.Is(err, fs.ErrNotExist) {
@@ -48,15 +48,16 @@ func attachments(dir string) ([]attachment, error) {
 		if !several {
 			iface = firstInterface
 		}
-		if f.Type().IsRegular() && !strings.HasPrefix(container, ".") { // that would be a temporary file
+		if f.Type().IsRegular() && !strings.HasPrefix(container, ".") { // a leading dot marks a temporary file
 			all = append(all, attachment{dir: dir, container: container, iface: iface})
 		}
 	}
 	return all, nil
 }
 
-// kept reports whether a is among the attachments that must stay. The note of
-// the first interface may be flannel's of any that has none of its own.
+// kept reports whether a is among the attachments that must stay. The note of the first
+// interface may have been written by flannel's plugin for any interface that has no note
+// of its own.
 func (a attachment) kept(keep []types.GCAttachment, all []attachment) bool {
 	return slices.ContainsFunc(keep, func(k types.GCAttachment) bool {
 		if k.ContainerID != a.container {
@@ -67,10 +68,10 @@ func (a attachment) kept(keep []types.GCAttachment, all []attachment) bool {
 	})
 }
 
-// loadAny is load for what flannel's plugin may have added to network: where a
-// has no note it returns the container's. If that is of another interface the
-// delegate finds nothing of a to delete. It is not to be removed with a, as the
-// other interface needs it.
+// loadAny is like load, and also finds attachments that flannel's plugin has added to
+// network: if a has no note, it returns that of the container's first interface. If that
+// note is for another interface, the delegate finds nothing of a to delete. The caller
+// must not remove that note together with a, because the other interface needs it.
 func (a attachment) loadAny(network string) (object, error) {
 	d, err := a.load()
 	if !errors.Is(err, fs.ErrNotExist) || a.iface == firstInterface {
@@ -83,8 +84,8 @@ func (a attachment) loadAny(network string) (object, error) {
 	return shared, errShared
 }
 
-// load returns fs.ErrNotExist, wrapped, if there is no note, and errDamaged if
-// there is one that says nothing.
+// load returns the delegate's configuration from the note. The error is fs.ErrNotExist,
+// wrapped, if there is no note, and errDamaged if it cannot be parsed.
 func (a attachment) load() (object, error) {
 	text, err := os.ReadFile(a.path())
 	if err != nil {

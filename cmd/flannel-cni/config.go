@@ -13,7 +13,7 @@ import (
 	"flanneld/pkg/subnetfile"
 )
 
-// What the configuration need not say.
+// Defaults of the configuration.
 const (
 	defaultSubnetFile = "/run/flannel/subnet.env"
 	defaultDataDir    = "/var/lib/cni/flannel"
@@ -21,13 +21,13 @@ const (
 	defaultIPAM       = "host-local"
 )
 
-// self is the name under which runtimes look for this plugin.
+// self is the name by which runtimes find this plugin.
 const self = "flannel"
 
-// object is a JSON object of which only some keys are looked at.
+// object is a JSON object of which the plugin interprets only some keys.
 type object map[string]json.RawMessage
 
-// config is the plugin's configuration, as the runtime hands it over.
+// config is the plugin's configuration, as the runtime passes it.
 type config struct {
 	CNIVersion    string          `json:"cniVersion"`
 	Name          string          `json:"name"`
@@ -37,7 +37,7 @@ type config struct {
 	Delegate      object          `json:"delegate"`
 	RuntimeConfig json.RawMessage `json:"runtimeConfig"`
 	PrevResult    json.RawMessage `json:"prevResult"`
-	// Attachments are those that GC must keep.
+	// Attachments lists the attachments that GC must keep.
 	Attachments json.RawMessage `json:"cni.dev/valid-attachments"`
 }
 
@@ -55,8 +55,8 @@ func parseConfig(stdin []byte) (config, error) {
 	return c, nil
 }
 
-// check finds what nothing can be attached with. It does not keep what is
-// attached from being deleted: the note of that has a configuration of its own.
+// check returns an error if the configuration cannot be used to attach a container.
+// Deleting does not call it: the note contains the configuration for that.
 func (c config) check() error {
 	for _, key := range []string{"name", "ipam"} {
 		if _, ok := c.Delegate[key]; ok {
@@ -76,7 +76,7 @@ func (c config) check() error {
 	return nil
 }
 
-// text returns the string under key, or def if there is none.
+// text returns the string under key, or def if there is no such key.
 func (o object) text(key, def string) (string, error) {
 	raw, ok := o[key]
 	if !ok {
@@ -89,27 +89,27 @@ func (o object) text(key, def string) (string, error) {
 	return s, nil
 }
 
-// set puts a value under key, whatever is there.
+// set sets key to value.
 func (o object) set(key string, value any) {
-	o[key], _ = json.Marshal(value) // strings, numbers and what was JSON before
+	o[key], _ = json.Marshal(value) // cannot fail: values are strings, numbers and raw JSON
 }
 
-// preset puts a value under key unless there is one.
+// preset sets key to value unless the object has the key.
 func (o object) preset(key string, value any) {
 	if _, ok := o[key]; !ok {
 		o.set(key, value)
 	}
 }
 
-// clone returns a copy that can be changed, also of nil.
+// clone returns a copy that can be changed. The copy of nil is an empty object.
 func (o object) clone() object {
 	c := object{}
 	maps.Copy(c, o)
 	return c
 }
 
-// delegation returns the configuration of the delegate on this host. What the
-// operator has set in delegate and ipam stays, but for the ranges.
+// delegation returns the configuration of the delegate on this host. It keeps the
+// operator's settings in delegate and ipam, except for the ranges.
 func (c config) delegation() (object, error) {
 	if err := c.check(); err != nil {
 		return nil, types.NewError(types.ErrInvalidNetworkConfig, "network configuration "+c.Name, err.Error())
@@ -125,10 +125,10 @@ func (c config) delegation() (object, error) {
 	return c.delegationOn(host)
 }
 
-// release returns what the delegate deletes an attachment with whose note is
-// lost. After a boot that can be before flanneld has written the subnet file.
-// host-local releases all that the container has, of whatever range, but wants
-// to be told of one: that of documentation will do.
+// release returns a configuration with which the delegate deletes an attachment whose
+// note is damaged. After a boot this may happen before flanneld has written the subnet
+// file. host-local releases all addresses of a container, of any range, but requires one
+// range, so release then uses a range reserved for documentation.
 func (c config) release() (object, error) {
 	host, err := subnetfile.Load(c.SubnetFile)
 	if err != nil {
@@ -136,11 +136,11 @@ func (c config) release() (object, error) {
 		host = subnetfile.File{Entries: []subnetfile.Entry{{Network: none, Subnet: none}}}
 	}
 	c.IPAM = c.IPAM.clone()
-	delete(c.IPAM, "routes") // there is nothing to route, whatever they say
+	delete(c.IPAM, "routes") // deleting needs no routes, so bad ones must not make it fail
 	return c.delegationOn(host)
 }
 
-// delegationOn returns the configuration of the delegate on a host with these
+// delegationOn returns the configuration of the delegate on a host with the given
 // subnets.
 func (c config) delegationOn(host subnetfile.File) (object, error) {
 	ipam, err := c.addressManagement(host)
@@ -151,7 +151,7 @@ func (c config) delegationOn(host subnetfile.File) (object, error) {
 	d.set("name", c.Name)
 	d.preset("type", defaultDelegate)
 	d.preset("mtu", host.MTU)
-	d.preset("ipMasq", !host.IPMasq) // one of the two does it
+	d.preset("ipMasq", !host.IPMasq) // either flanneld or the delegate masquerades
 	if t, _ := d.text("type", ""); t == defaultDelegate {
 		d.preset("isGateway", true)
 	}
@@ -160,9 +160,9 @@ func (c config) delegationOn(host subnetfile.File) (object, error) {
 	return d, nil
 }
 
-// runtime puts what the runtime says in this call into d. The version can be
-// another than that of the call before: it is that of the previous result, and
-// the plugins may have been exchanged for others with it.
+// runtime sets in d the values that the runtime passes with each call. The version may
+// differ from that of the call that added the container, if the runtime or the plugins
+// were upgraded in between.
 func (c config) runtime(d object) {
 	if c.CNIVersion != "" {
 		d.set("cniVersion", c.CNIVersion)
@@ -172,8 +172,8 @@ func (c config) runtime(d object) {
 	}
 }
 
-// addressManagement gives the delegate addresses of the host's subnets, and
-// routes to the networks that they are part of.
+// addressManagement returns the ipam object: the delegate gets addresses from the host's
+// subnets, and routes to the networks that contain these.
 func (c config) addressManagement(host subnetfile.File) (object, error) {
 	ipam := c.IPAM.clone()
 	ipam.preset("type", defaultIPAM)

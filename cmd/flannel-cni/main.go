@@ -1,6 +1,5 @@
-// Flannel-cni is the CNI plugin "flannel": it makes the configuration of
-// another plugin, usually bridge, from the host's subnet file and leaves the
-// rest to that.
+// Flannel-cni is the CNI plugin "flannel". It generates the configuration of another
+// plugin, usually bridge, from the host's subnet file, and calls that plugin.
 package main
 
 import (

@@ -14,8 +14,8 @@ import (
 	"github.com/containernetworking/cni/pkg/types"
 )
 
-// The functions below are the CNI commands. The process is made for one of
-// them, and the runtime kills it when that takes too long.
+// The functions below implement the CNI commands. Each process runs one of them, and the
+// runtime kills it if it takes too long. So none of them needs a context.
 
 // add attaches the container to the network.
 func add(args *skel.CmdArgs) error {
@@ -27,9 +27,9 @@ func add(args *skel.CmdArgs) error {
 	if err != nil {
 		return err
 	}
-	// What is added is noted before, so that it can be deleted however this
-	// ends. But the note of an attachment that is there stays until this one
-	// has taken its place, which other plugins refuse.
+	// The note is written before the delegate runs, so that the attachment can be deleted
+	// however this call ends. If the attachment exists already, its note is replaced only
+	// after the delegate has accepted the second one, which most plugins refuse.
 	a := attachment{dir: c.DataDir, container: args.ContainerID, iface: args.IfName}
 	_, err = a.load()
 	fresh := errors.Is(err, fs.ErrNotExist)
@@ -54,7 +54,7 @@ func add(args *skel.CmdArgs) error {
 	return result.Print()
 }
 
-// call returns what the delegate is called with.
+// call returns the standard input and the name of the delegate.
 func (o object) call() (stdin []byte, plugin string, err error) {
 	if plugin, err = o.text("type", defaultDelegate); err != nil {
 		return nil, "", fmt.Errorf("delegate: %w", err)
@@ -65,7 +65,7 @@ func (o object) call() (stdin []byte, plugin string, err error) {
 	return stdin, plugin, nil
 }
 
-// del detaches the container. What is not known to be attached is detached.
+// del detaches the container. It succeeds if the container is not attached.
 func del(args *skel.CmdArgs) error {
 	c, err := parseConfig(args.StdinData)
 	if err != nil {
@@ -95,7 +95,7 @@ func del(args *skel.CmdArgs) error {
 	return a.remove()
 }
 
-// check asks the delegate whether the container is attached as it was.
+// check asks the delegate whether the attachment is still intact.
 func check(args *skel.CmdArgs) error {
 	c, err := parseConfig(args.StdinData)
 	if err != nil {
@@ -117,7 +117,7 @@ func check(args *skel.CmdArgs) error {
 	return invoke.DelegateCheck(context.Background(), plugin, stdin, nil)
 }
 
-// status says whether containers can be attached.
+// status reports whether containers can be attached.
 func status(args *skel.CmdArgs) error {
 	c, err := parseConfig(args.StdinData)
 	if err != nil {
@@ -137,15 +137,15 @@ func status(args *skel.CmdArgs) error {
 	return invoke.DelegateStatus(context.Background(), plugin, stdin, nil)
 }
 
-// collect detaches all that is attached and should not be, and has the
-// delegate do the same: it may know of more.
+// collect detaches all attachments that the runtime no longer lists. It then calls GC of
+// the delegate, which may know further ones.
 func collect(args *skel.CmdArgs) error {
 	c, err := parseConfig(args.StdinData)
 	if err != nil {
 		return err
 	}
 	var keep []types.GCAttachment
-	if err := json.Unmarshal(c.Attachments, &keep); err != nil { // none at all would mean to release everything
+	if err := json.Unmarshal(c.Attachments, &keep); err != nil { // an empty list would mean to detach everything
 		return types.NewError(types.ErrInvalidNetworkConfig, "parse cni.dev/valid-attachments", err.Error())
 	}
 	err = c.detachAllBut(keep)
@@ -161,8 +161,8 @@ func collect(args *skel.CmdArgs) error {
 	return errors.Join(err, invoke.DelegateGC(context.Background(), plugin, stdin, nil))
 }
 
-// detachAllBut deletes the attachments to this network that are not in keep.
-// One that cannot be deleted does not keep the others.
+// detachAllBut deletes the attachments to this network that are not in keep. If one
+// cannot be deleted, it continues with the others.
 func (c config) detachAllBut(keep []types.GCAttachment) error {
 	all, err := attachments(c.DataDir)
 	if err != nil {
@@ -172,7 +172,7 @@ func (c config) detachAllBut(keep []types.GCAttachment) error {
 	for _, a := range all {
 		d, err := a.load()
 		if err != nil {
-			continue // another network's, for all that is known
+			continue // without a readable note, it may belong to another network
 		}
 		name, _ := d.text("name", "")
 		if name != c.Name || a.kept(keep, all) {
@@ -185,7 +185,7 @@ func (c config) detachAllBut(keep []types.GCAttachment) error {
 	return errors.Join(failed...)
 }
 
-// detach has the delegate delete an attachment whose container is gone.
+// detach calls the delegate to delete an attachment whose container is gone.
 func (a attachment) detach(d object) error {
 	stdin, plugin, err := d.call()
 	if err != nil {

@@ -17,11 +17,11 @@ import (
 	"github.com/google/go-cmp/cmp"
 )
 
-// recordVar names the directory in which the delegate writes down its calls.
+// recordVar names the directory in which the delegate records its calls.
 const recordVar = "FLANNEL_TEST_RECORD"
 
-// TestMain makes this binary the plugin and its delegates, too, by the name
-// that it is run under.
+// TestMain makes this binary also act as the plugin and as its delegates, depending on
+// the name by which it is run.
 func TestMain(m *testing.M) {
 	switch name := filepath.Base(os.Args[0]); name {
 	case self:
@@ -36,8 +36,8 @@ func TestMain(m *testing.M) {
 	}
 }
 
-// delegate writes down what it is called with, and fails if a file "fail" says
-// why.
+// delegate records its call. If a file "fail" exists, the call fails with the content of
+// that file.
 func delegate(name string, stdin io.Reader, stdout io.Writer) error {
 	command := os.Getenv("CNI_COMMAND")
 	if command == "VERSION" {
@@ -74,7 +74,7 @@ func delegate(name string, stdin io.Reader, stdout io.Writer) error {
 	return nil
 }
 
-// bed is a host with the plugin, its delegates and a runtime.
+// bed is a host with the plugin, its delegates and a container runtime.
 type bed struct {
 	t       *testing.T
 	dir     string
@@ -111,7 +111,7 @@ func newBed(t *testing.T, env string) *bed {
 		b.write("subnet.env", env)
 	}
 	t.Setenv(recordVar, b.dir)
-	t.Setenv("GORACE", "atexit_sleep_ms=0") // each process would rest for a second
+	t.Setenv("GORACE", "atexit_sleep_ms=0") // without it, each process would wait for a second at its exit
 	b.runtime = libcni.NewCNIConfigWithCacheDir([]string{b.dir}, filepath.Join(b.dir, "cache"), nil)
 	return b
 }
@@ -123,7 +123,7 @@ func (b *bed) write(name, text string) {
 	}
 }
 
-// list is a network of the plugin, with further keys.
+// list returns a network configuration of the plugin, with additional keys.
 func (b *bed) list(version, keys string) *libcni.NetworkConfigList {
 	b.t.Helper()
 	if keys != "" {
@@ -142,8 +142,8 @@ func container(id, iface string) *libcni.RuntimeConf {
 	return &libcni.RuntimeConf{ContainerID: id, IfName: iface, NetNS: "/run/netns/not-there"}
 }
 
-// called returns the last call of a delegate and forgets it: the command line,
-// and its configuration.
+// called returns the command line and the configuration of a delegate's last call, and
+// removes its record.
 func (b *bed) called() (line string, config map[string]any) {
 	b.t.Helper()
 	text, err := os.ReadFile(filepath.Join(b.dir, "call"))
@@ -167,7 +167,7 @@ func (b *bed) expectCalled(want string) {
 	}
 }
 
-// notes are the names of the files in the data directory.
+// notes returns the names of the files in the data directory.
 func (b *bed) notes() (names []string) {
 	files, _ := os.ReadDir(filepath.Join(b.dir, "data"))
 	for _, f := range files {
@@ -183,7 +183,7 @@ func TestDelegation(t *testing.T) {
 		want                     string
 	}{
 		{
-			"nothing said", v4Env, "0.3.1", "", "bridge",
+			"defaults", v4Env, "0.3.1", "", "bridge",
 			`{"name":"cbr0","cniVersion":"0.3.1","type":"bridge","mtu":1450,"ipMasq":true,"isGateway":true,
 			 "ipam":{"type":"host-local","ranges":[[{"subnet":"10.5.7.0/24"}]],"routes":[{"dst":"10.5.0.0/16"}]}}`,
 		}, {
@@ -227,7 +227,7 @@ func TestDelegation(t *testing.T) {
 				t.Errorf("%s (-want +got):\n%s", line, diff)
 			}
 
-			b.write("subnet.env", "damaged") // what was added is deleted as it was
+			b.write("subnet.env", "damaged") // the delegate must be called with the recorded configuration
 			if tc.version != "0.3.1" {
 				if err := b.runtime.CheckNetworkList(t.Context(), l, rt); err != nil {
 					t.Error(err)
@@ -269,8 +269,8 @@ func TestRuntimeConfig(t *testing.T) {
 	}
 }
 
-// TestAnotherVersion checks and deletes in other versions of CNI than that in
-// which the container was added.
+// TestAnotherVersion checks and deletes with other CNI versions than the one with which
+// the container was added.
 func TestAnotherVersion(t *testing.T) {
 	b := newBed(t, v4Env)
 	rt := container("c1", "eth0")
@@ -298,7 +298,7 @@ func TestErrors(t *testing.T) {
 		want            string
 	}{
 		{"no subnet file", "", "", types.ErrTryAgainLater, "subnet.env: no such file or directory: flanneld has not written it yet"},
-		{"empty subnet file", "\n", "", types.ErrTryAgainLater, "it names no subnet"},
+		{"empty subnet file", "\n", "", types.ErrTryAgainLater, "no subnet in it"},
 		{"no MTU", "FLANNEL_NETWORK=10.5.0.0/16\nFLANNEL_SUBNET=10.5.7.1/24\n", "", types.ErrTryAgainLater, `FLANNEL_MTU is ""`},
 		{"name in delegate", v4Env, `"delegate":{"name":"x"}`, types.ErrInvalidNetworkConfig, "delegate.name is not allowed"},
 		{"ipam in delegate", v4Env, `"delegate":{"ipam":{}}`, types.ErrInvalidNetworkConfig, "delegate.ipam is not allowed"},
@@ -336,7 +336,7 @@ func TestDelegateFails(t *testing.T) {
 	if err := os.Remove(filepath.Join(b.dir, "fail")); err != nil {
 		t.Fatal(err)
 	}
-	for _, want := range []string{"bridge DEL c1/eth0", ""} { // the second time there is nothing to do
+	for _, want := range []string{"bridge DEL c1/eth0", ""} { // the second call has nothing to do
 		if err := b.runtime.DelNetworkList(t.Context(), l, rt); err != nil {
 			t.Error(err)
 		}
@@ -344,8 +344,8 @@ func TestDelegateFails(t *testing.T) {
 	}
 }
 
-// TestDelDespiteConfig has a pod deleted and checked, and others collected,
-// with a configuration that none could be added with.
+// TestDelDespiteConfig deletes and checks a pod, and collects others, with a
+// configuration that is invalid for adding pods.
 func TestDelDespiteConfig(t *testing.T) {
 	for name, keys := range map[string]string{
 		"name in delegate": `"delegate":{"name":"x"}`,
@@ -373,7 +373,7 @@ func TestDelDespiteConfig(t *testing.T) {
 			b.runtime = libcni.NewCNIConfigWithCacheDir([]string{b.dir}, filepath.Join(b.dir, "another-cache"), nil)
 			err := b.runtime.GCNetworkList(t.Context(), l, &libcni.GCArgs{ValidAttachments: []types.GCAttachment{}})
 			if err == nil || !strings.Contains(err.Error(), "network configuration cbr0") {
-				t.Errorf("GC: %v, want the delegate not to be asked", err)
+				t.Errorf("GC: %v, want no call of the delegate", err)
 			}
 			b.expectCalled("bridge DEL c2/eth0")
 			if notes := b.notes(); len(notes) > 0 {
@@ -383,7 +383,7 @@ func TestDelDespiteConfig(t *testing.T) {
 	}
 }
 
-// TestAddTwice fails the second time: the first attachment is still known.
+// TestAddTwice: the second call fails, and the note of the first attachment remains.
 func TestAddTwice(t *testing.T) {
 	b := newBed(t, v4Env)
 	l, rt := b.list("1.0.0", ""), container("c1", "eth0")
@@ -406,15 +406,15 @@ func TestAddTwice(t *testing.T) {
 	}
 }
 
-// flannelsNote is what flannel's plugin leaves in a file with the name of the
-// container, for any interface.
+// flannelsNote is the note of flannel's plugin. It has the name of the container, for any
+// interface.
 const flannelsNote = `{"cniVersion":"0.3.1","hairpinMode":true,"ipMasq":false,"ipam":{"ranges":[[{"subnet":"10.5.3.0/24"}]],` +
 	`"routes":[{"dst":"10.5.0.0/16"}],"type":"host-local"},"isDefaultGateway":true,"isGateway":true,"mtu":1450,"name":"cbr0","type":"bridge"}`
 
-func TestDelOfWhatFlannelsPluginAdded(t *testing.T) {
+func TestDelAfterFlannelsPlugin(t *testing.T) {
 	for name, tc := range map[string]struct {
 		note   string
-		ifaces []string // in the order in which they are deleted
+		ifaces []string // in the order of deletion
 		calls  string
 		left   []string
 	}{
@@ -446,7 +446,7 @@ func TestDelOfWhatFlannelsPluginAdded(t *testing.T) {
 	}
 }
 
-func TestCheckOfWhatFlannelsPluginAdded(t *testing.T) {
+func TestCheckAfterFlannelsPlugin(t *testing.T) {
 	b := newBed(t, "")
 	if err := os.Mkdir(filepath.Join(b.dir, "data"), 0o700); err != nil {
 		t.Fatal(err)
@@ -458,8 +458,9 @@ func TestCheckOfWhatFlannelsPluginAdded(t *testing.T) {
 	b.expectCalled("bridge CHECK c1/net1")
 }
 
-// TestDelOfWhatWasNotAdded must not take the note of another interface.
-func TestDelOfWhatWasNotAdded(t *testing.T) {
+// TestDelOfUnknownInterface: deleting an unknown interface must not remove the note of
+// another interface.
+func TestDelOfUnknownInterface(t *testing.T) {
 	b := newBed(t, v4Env)
 	l := b.list("0.4.0", "")
 	if _, err := b.runtime.AddNetworkList(t.Context(), l, container("c1", "eth0")); err != nil {
@@ -483,7 +484,7 @@ func TestDelOfDamagedNote(t *testing.T) {
 	for name, tc := range map[string]struct{ env, keys, text, ranges string }{
 		"empty":                 {v4Env, "", "", "[[map[subnet:10.5.7.0/24]]]"},
 		"null":                  {v4Env, "", "null", "[[map[subnet:10.5.7.0/24]]]"},
-		"without a subnet file": {"", "", `{"type":`, "[[map[subnet:192.0.2.0/24]]]"}, // anything will do
+		"without a subnet file": {"", "", `{"type":`, "[[map[subnet:192.0.2.0/24]]]"}, // any range will do
 		"mistaken by now":       {v4Env, `"delegate":{"name":"x","ipam":{}}`, "", "[[map[subnet:10.5.7.0/24]]]"},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -560,8 +561,8 @@ func TestGC(t *testing.T) {
 	b.write("data/flannels-gone", flannelsNote)
 	b.write("calls", "")
 	valid := []types.GCAttachment{{ContainerID: "c1", IfName: "eth0"}, {ContainerID: "c2", IfName: "net1"}, {ContainerID: "flannels", IfName: "net1"}}
-	// The runtime itself would first delete what it knows of: this is about
-	// what it has forgotten.
+	// With its usual cache the runtime would first delete the attachments that it knows.
+	// The test is about attachments that the runtime has forgotten.
 	b.runtime = libcni.NewCNIConfigWithCacheDir([]string{b.dir}, filepath.Join(b.dir, "another-cache"), nil)
 	if err := b.runtime.GCNetworkList(t.Context(), l, &libcni.GCArgs{ValidAttachments: valid}); err != nil {
 		t.Fatal(err)
@@ -579,7 +580,7 @@ func TestGC(t *testing.T) {
 	}
 }
 
-// TestGCWithoutList must not take a list that is missing for one that is empty.
+// TestGCWithoutList: a missing list must not be treated like an empty one.
 func TestGCWithoutList(t *testing.T) {
 	b := newBed(t, v4Env)
 	l := b.list("1.1.0", "")

@@ -7,10 +7,9 @@ import (
 	"flanneld/pkg/prefix"
 )
 
-// withGateways returns a result in which each route names its gateway, where
-// it is that of the address of its family. Releases of bridge up to 1.1 look
-// for a route without one otherwise, and do not find it. What is no result as
-// expected is returned as it is.
+// withGateways adds to each route of a result that has none the gateway of the address of
+// its family. The plugin bridge up to 1.1 otherwise looks for a route without gateway,
+// and does not find it. An unexpected result is returned unchanged.
 func withGateways(result json.RawMessage) json.RawMessage {
 	var top object
 	var ips []struct{ Gateway netip.Addr }

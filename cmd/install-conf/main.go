@@ -1,6 +1,6 @@
-// Install-conf copies a file in one step: whoever reads the destination sees the
-// old content or the new, never a part. Manifests call it to install the CNI
-// configuration, which a container runtime reads the moment it appears.
+// Install-conf copies a file atomically: a reader of the destination sees either the old
+// or the new content. Manifests use it to install the CNI configuration, which a
+// container runtime reads as soon as it appears.
 package main
 
 import (
@@ -28,7 +28,7 @@ func run(args []string, stderr io.Writer) int {
 	return 0
 }
 
-// install replaces dst by a copy of src with the same mode.
+// install replaces dst with a copy of src that has the same mode.
 func install(src, dst string) (err error) {
 	in, err := os.Open(src)
 	if err != nil {
@@ -42,13 +42,14 @@ func install(src, dst string) (err error) {
 	if !info.Mode().IsRegular() {
 		return fmt.Errorf("%s is not a regular file", src)
 	}
-	// What is moved out of a shared /tmp would keep the security label of there.
+	// The temporary file is beside dst: a file moved from a shared /tmp would keep the
+	// security label of that directory.
 	out, err := renameio.NewPendingFile(dst, renameio.WithTempDir(filepath.Dir(dst)),
 		renameio.WithPermissions(info.Mode().Perm()), renameio.IgnoreUmask())
 	if err != nil {
 		return err
 	}
-	defer func() { _ = out.Cleanup() }() // does nothing once it has its name
+	defer func() { _ = out.Cleanup() }() // has no effect after the rename
 	if _, err := io.Copy(out, in); err != nil {
 		return fmt.Errorf("copy %s: %w", src, err)
 	}

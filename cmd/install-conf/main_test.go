@@ -45,8 +45,8 @@ func TestInstall(t *testing.T) {
 	}
 }
 
-// TestInstallBeside has the copy made where it goes, though TMPDIR is on the
-// same file system.
+// TestInstallBeside checks that the temporary file is beside the destination, even if
+// TMPDIR is on the same file system.
 func TestInstallBeside(t *testing.T) {
 	dir := t.TempDir()
 	src, dst, tmp := filepath.Join(dir, "src.json"), filepath.Join(dir, "10-flannel.conflist"), filepath.Join(dir, "tmp")
