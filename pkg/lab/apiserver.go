@@ -1,6 +1,7 @@
 package lab
 
 import (
+	"cmp"
 	"context"
 	"crypto/tls"
 	"errors"
@@ -10,21 +11,26 @@ import (
 	"net/netip"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"sync"
 	"syscall"
 	"time"
 )
 
-// APIServerOptions says how to run a Kubernetes API server.
+// APIServerOptions configures a Kubernetes API server.
 type APIServerOptions struct {
 	Path   string   // of the binary
-	Tokens []string // who may log in, as lines of its --token-auth-file: token,user,uid,"group,..."
-	Args   []string // behind the lab's own, so that they override them
+	Tokens []string // contents of its --token-auth-file, one user a line: token,user,uid,"group,..."
+	Args   []string // added after the lab's own arguments, so that they override them
+	Etcd   string   // URL of the store, as the router reaches it; empty: the lab's etcd
+
+	// ServiceAddrs are the addresses of its Service. Its certificate is valid for them too.
+	ServiceAddrs []netip.Addr
 }
 
-// APIServer is a real kube-apiserver in a process of its own on the router, with
-// the lab's etcd behind it and RBAC.
+// APIServer is a real kube-apiserver with RBAC. It is a separate process in the router's
+// namespace and stores its objects in the lab's etcd.
 type APIServer struct {
 	lab   *Lab
 	opt   APIServerOptions
@@ -35,14 +41,14 @@ type APIServer struct {
 	proc *process // nil before the first start
 }
 
-// In the router's namespace.
+// Path and port in the router's namespace.
 const (
 	apiServerDir  = "/run/kube-apiserver"
 	apiServerPort = 6443
 )
 
-// StartAPIServer starts an API server and waits until it serves. A lab has one at
-// a time, and must have a store.
+// StartAPIServer starts an API server and waits until it answers. The lab must have a
+// store and must not run another API server.
 func (l *Lab) StartAPIServer(ctx context.Context, o APIServerOptions) (*APIServer, error) {
 	s, err := l.newAPIServer(o)
 	if err != nil {
@@ -58,12 +64,12 @@ func (l *Lab) newAPIServer(o APIServerOptions) (*APIServer, error) {
 		return nil, errors.New("the lab has no store")
 	}
 	if l.api != nil && l.api.running() {
-		return nil, errors.New("the lab has one that runs")
+		return nil, errors.New("the lab already runs one")
 	}
 	s := &APIServer{lab: l, opt: o}
 	dir := l.underlay.Path(apiServerDir)
 	var err error
-	if s.files, err = writeTLSFiles(dir, "apiserver", l.endpointAddrs(), false); err != nil {
+	if s.files, err = writeTLSFiles(dir, "apiserver", slices.Concat(l.endpointAddrs(), o.ServiceAddrs), false); err != nil {
 		return nil, err
 	}
 	if s.tls, err = s.files.clientConfig(); err != nil {
@@ -82,7 +88,7 @@ func (s *APIServer) running() bool {
 	return p != nil && p.Ended() == nil
 }
 
-// Start starts the API server on what is in the store, and waits until it serves.
+// Start starts the API server with the data that is in etcd, and waits until it answers.
 // It must not be running.
 func (s *APIServer) Start(ctx context.Context) error {
 	p, err := startProcess(ctx, s.lab.underlay, processSpec{
@@ -104,7 +110,7 @@ func (s *APIServer) args() []string {
 		anywhere, services = netip.IPv6Unspecified(), "fd00:96::/112"
 	}
 	return []string{
-		"--etcd-servers=" + s.lab.etcd.url(addr),
+		"--etcd-servers=" + cmp.Or(s.opt.Etcd, s.lab.etcd.url(addr)),
 		"--bind-address=" + anywhere.String(), "--advertise-address=" + addr.String(), fmt.Sprintf("--secure-port=%d", apiServerPort),
 		"--tls-cert-file=" + s.files.serverCert, "--tls-private-key-file=" + s.files.serverKey,
 		"--service-account-issuer=https://kubernetes.default.svc",
@@ -114,7 +120,8 @@ func (s *APIServer) args() []string {
 	}
 }
 
-// ready waits until the API server says so. Everybody may ask, once it has its roles.
+// ready waits until /readyz answers 200. Anonymous requests are allowed there once the
+// API server has created its roles.
 func (s *APIServer) ready(ctx context.Context, p *process) error {
 	client := &http.Client{Transport: s.Transport(s.lab.underlay), Timeout: 2 * time.Second}
 	defer client.CloseIdleConnections()
@@ -135,7 +142,7 @@ func (s *APIServer) ready(ctx context.Context, p *process) error {
 	}
 }
 
-// get wants 200 from url.
+// get returns an error unless url answers 200.
 func get(ctx context.Context, client *http.Client, url string) error {
 	req, err := http.NewRequestWithContext(ctx, http.MethodGet, url, nil)
 	if err != nil {
@@ -152,7 +159,8 @@ func get(ctx context.Context, client *http.Client, url string) error {
 	return nil
 }
 
-// Addr returns the API server's address on h's own segment; for nil on the first.
+// Addr returns the API server's address on the segment of h, or on the first segment if h
+// is nil.
 func (s *APIServer) Addr(h *Host) netip.AddrPort {
 	segment := 0
 	if h != nil {
@@ -161,8 +169,8 @@ func (s *APIServer) Addr(h *Host) netip.AddrPort {
 	return netip.AddrPortFrom(segmentAddr(s.lab.cfg.Families[0], segment, router).Addr(), apiServerPort)
 }
 
-// Transport reaches the API server from inside n, by any host name in the URL,
-// and checks its certificate. The caller closes idle connections.
+// Transport connects to the API server from inside n, with any host in the URL, and
+// checks its certificate. The caller closes idle connections.
 func (s *APIServer) Transport(n *Namespace) *http.Transport {
 	return &http.Transport{
 		TLSClientConfig: s.tls.Clone(),
@@ -173,9 +181,14 @@ func (s *APIServer) Transport(n *Namespace) *http.Transport {
 	}
 }
 
-// CA returns the file of the authority that signed the API server's certificate.
-// Every process of the machine and of the lab finds it while the lab is open.
+// CA returns the file with the certificate of the authority that signed the API server's
+// certificate. Every process of the machine and of the lab can read it while the lab is
+// open.
 func (s *APIServer) CA() string { return s.files.CA }
+
+// SigningKey returns the file with the key that signs tokens of service accounts. The
+// controllers need it. The same processes can read it as CA.
+func (s *APIServer) SigningKey() string { return s.files.serverKey }
 
 func (s *APIServer) process() *process {
 	s.mu.Lock()
@@ -183,20 +196,21 @@ func (s *APIServer) process() *process {
 	return s.proc
 }
 
-// PID returns the process id, in the machine's own numbering.
+// PID returns the process id, as the machine numbers it.
 func (s *APIServer) PID() int { return s.process().PID() }
 
-// Kill ends the API server with SIGKILL. What is in the store stays.
+// Kill ends the API server with SIGKILL. Its data stays in etcd.
 func (s *APIServer) Kill() {
 	if p := s.process(); p != nil {
 		p.Kill()
 	}
 }
 
-// Stop freezes the API server with SIGSTOP: it accepts connections and never answers.
+// Stop freezes the API server with SIGSTOP: it still accepts connections but never
+// answers.
 func (s *APIServer) Stop() error { return s.process().freeze() }
 
-// Cont lets a frozen API server go on.
+// Cont resumes a frozen API server.
 func (s *APIServer) Cont() error { return s.process().Signal(syscall.SIGCONT) }
 
 // Restart kills the API server and starts it again.
@@ -205,5 +219,5 @@ func (s *APIServer) Restart(ctx context.Context) error {
 	return s.Start(ctx)
 }
 
-// Log returns what the API server's last process has written.
+// Log returns the output of the API server's last process.
 func (s *APIServer) Log() string { return s.process().Log() }

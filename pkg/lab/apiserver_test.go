@@ -29,7 +29,7 @@ func apiServer(t *testing.T, l *lab.Lab) *lab.APIServer {
 	return s
 }
 
-// ask sends a request from inside h by the address on its segment.
+// ask sends a request from inside h to the API server's address on its segment.
 func ask(ctx context.Context, s *lab.APIServer, h *lab.Host, token, method, path, body string) (int, string, error) {
 	transport := s.Transport(h.Namespace)
 	defer transport.CloseIdleConnections()
@@ -79,7 +79,7 @@ func TestKernelAPIServer(t *testing.T) {
 	}
 	expect(l.Host(1), "root", http.MethodGet, nodes, "", http.StatusOK)
 
-	if _, err := l.StartAPIServer(t.Context(), lab.APIServerOptions{}); err == nil || !strings.Contains(err.Error(), "has one that runs") {
+	if _, err := l.StartAPIServer(t.Context(), lab.APIServerOptions{}); err == nil || !strings.Contains(err.Error(), "already runs one") {
 		t.Errorf("a second one: %v", err)
 	}
 	restart, cancel := context.WithTimeout(t.Context(), time.Minute)
@@ -94,7 +94,7 @@ func TestKernelAPIServer(t *testing.T) {
 	}
 }
 
-func TestKernelAPIServerThatCannotStart(t *testing.T) {
+func TestKernelAPIServerFailsToStart(t *testing.T) {
 	l := newLab(t, lab.Config{Hosts: 1})
 	for why, o := range map[string]lab.APIServerOptions{
 		"no such file": {Path: "/none"},

@@ -16,16 +16,16 @@ import (
 	"time"
 )
 
-// TLSFiles are PEM files that every process of the machine and of the lab
-// finds by these paths, while the lab is open.
+// TLSFiles are the paths of PEM files. They are valid in every process of the machine and
+// of the lab while the lab is open.
 type TLSFiles struct {
-	CA                    string // that signed the store's certificate
-	ClientCert, ClientKey string // empty unless the store asks for them
+	CA                    string // of the authority that signed the store's certificate
+	ClientCert, ClientKey string // empty unless the store requires client certificates
 
 	serverCert, serverKey string
 }
 
-// clientConfig is how the lab's own clients use the files.
+// clientConfig returns the TLS configuration for the lab's own clients.
 func (f TLSFiles) clientConfig() (*tls.Config, error) {
 	ca, err := os.ReadFile(f.CA)
 	if err != nil {
@@ -51,8 +51,8 @@ type authority struct {
 	key  *ecdsa.PrivateKey
 }
 
-// writeTLSFiles makes a new authority, with a certificate for the named server at
-// addrs and, if asked to, one for clients.
+// writeTLSFiles creates a new authority, a certificate for the named server at addrs and,
+// if client is true, a certificate for clients.
 func writeTLSFiles(dir, server string, addrs []netip.Addr, client bool) (f TLSFiles, err error) {
 	if err := os.MkdirAll(dir, 0o755); err != nil {
 		return f, err
@@ -70,7 +70,8 @@ func writeTLSFiles(dir, server string, addrs []netip.Addr, client bool) (f TLSFi
 	return f, err
 }
 
-// issue writes a certificate for name. The first one is the authority's own.
+// issue writes a certificate and key for name. The first call creates the authority's own
+// certificate.
 func (a *authority) issue(name string, addrs []netip.Addr) (certFile, keyFile string, err error) {
 	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
 	if err != nil {

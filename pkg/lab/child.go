@@ -10,20 +10,20 @@ import (
 	"go.etcd.io/etcd/server/v3/storage/wal"
 )
 
-// etcdChild is what a binary that uses this package is called when it is to be
-// the store.
+// etcdChild is the value of os.Args[0] that makes a binary with this package run the
+// store.
 const etcdChild = "flannel-lab-etcd"
 
-// etcdConfig is the store's first argument.
+// etcdConfig is the configuration that the store's process gets as its first argument.
 type etcdConfig struct {
 	Dir                             string
 	URLs                            []string
 	CertFile, KeyFile, ClientCAFile string `json:",omitempty"`
 }
 
-// RunChild must be the first thing in main, or in TestMain, of every binary
-// that builds labs: the store is that binary again, under another name. In it
-// RunChild does not return.
+// RunChild must be the first call in main, or in TestMain, of every binary that builds
+// labs. The store runs as a child process of the same binary under another name; in that
+// process RunChild runs the store and does not return.
 func RunChild() {
 	if os.Args[0] != etcdChild {
 		return
@@ -47,11 +47,11 @@ func serveEtcd(args []string) error {
 	cfg.Dir = c.Dir
 	cfg.LogLevel, cfg.LogOutputs = "error", []string{"stderr"}
 	cfg.UnsafeNoFsync = true
-	wal.SegmentSizeBytes = 4 << 20 // preallocated, and that in memory here
-	// A single member that need not wait for others: quick to start, and good
-	// for short leases, whose minimum follows from the election timeout.
+	wal.SegmentSizeBytes = 4 << 20 // preallocated, which takes memory because the directory is on tmpfs
+	// A single member waits for no other member: a short election timeout makes it start
+	// quickly, and allows short leases, whose minimum etcd derives from it.
 	cfg.TickMs, cfg.ElectionMs = 20, 200
-	cfg.BcryptCost = 4 // the least: a login takes no second, even with the race detector
+	cfg.BcryptCost = 4 // the minimum, so that a login takes less than a second even with the race detector
 
 	cfg.ListenClientUrls = nil
 	for _, text := range c.URLs {
@@ -66,7 +66,7 @@ func serveEtcd(args []string) error {
 	cfg.ClientTLSInfo.TrustedCAFile = c.ClientCAFile
 	cfg.ClientTLSInfo.ClientCertAuth = c.ClientCAFile != ""
 
-	if c.CertFile != "" { // etcd finds out only after it says that it is ready
+	if c.CertFile != "" { // etcd reports bad files only after it has reported that it is ready
 		if _, err := cfg.ClientTLSInfo.ServerConfig(); err != nil {
 			return fmt.Errorf("load TLS files: %w", err)
 		}

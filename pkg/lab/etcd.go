@@ -21,12 +21,13 @@ import (
 type EtcdOptions struct {
 	Disabled bool // no store at all
 
-	// TLS makes the store speak TLS, with ClientCerts also ask for the clients'
-	// certificates. Clients of the lab and its daemons are told what they need.
+	// TLS makes the store use TLS; ClientCerts makes it also require client certificates.
+	// The lab configures its own clients and daemons accordingly.
 	TLS, ClientCerts bool
 }
 
-// Etcd is a store of one member, in a process of its own on the router.
+// Etcd is a store with a single member. It is a separate process in the router's
+// namespace.
 type Etcd struct {
 	n     *Namespace
 	addrs []netip.Addr
@@ -36,7 +37,7 @@ type Etcd struct {
 	proc *process // nil before the first start
 }
 
-// In the router's namespace.
+// Paths in the router's namespace.
 const (
 	etcdDir = "/var/lib/etcd"
 	tlsDir  = "/run/etcd-tls"
@@ -52,11 +53,11 @@ func newEtcd(n *Namespace, addrs []netip.Addr, opt EtcdOptions) (*Etcd, error) {
 	return e, err
 }
 
-// TLSFiles returns the files that a client needs; zero without TLS.
+// TLSFiles returns the files that a client needs. They are empty without TLS.
 func (e *Etcd) TLSFiles() TLSFiles { return e.files }
 
-// Start starts the store on the data that is there, and waits until it serves.
-// It must not be running.
+// Start starts the store with its existing data, and waits until it answers. It must not
+// be running.
 func (e *Etcd) Start(ctx context.Context) error {
 	cfg := etcdConfig{Dir: etcdDir, URLs: e.Endpoints(), CertFile: e.files.serverCert, KeyFile: e.files.serverKey}
 	if e.files.ClientCert != "" {
@@ -98,7 +99,7 @@ func (e *Etcd) Start(ctx context.Context) error {
 	return nil
 }
 
-// Endpoints returns the store's URLs, one for each router address.
+// Endpoints returns the URLs of the store, one for each address of the router.
 func (e *Etcd) Endpoints() []string {
 	urls := make([]string, len(e.addrs))
 	for i, a := range e.addrs {
@@ -115,8 +116,8 @@ func (e *Etcd) url(a netip.Addr) string {
 	return scheme + netip.AddrPortFrom(a, 2379).String()
 }
 
-// Client returns a client that talks to the store from outside the lab; change
-// may alter its configuration first. The caller closes it.
+// Client returns a client for use outside the lab's namespaces. change may modify its
+// configuration. The caller closes the client.
 func (e *Etcd) Client(ctx context.Context, change ...func(*clientv3.Config)) (*clientv3.Client, error) {
 	cfg := clientv3.Config{
 		Endpoints: e.Endpoints(),
@@ -157,10 +158,10 @@ func (e *Etcd) Kill() {
 	}
 }
 
-// Stop freezes the store with SIGSTOP: it accepts connections and never answers.
+// Stop freezes the store with SIGSTOP: it still accepts connections but never answers.
 func (e *Etcd) Stop() error { return e.process().freeze() }
 
-// Cont lets a frozen store go on.
+// Cont resumes a frozen store.
 func (e *Etcd) Cont() error { return e.process().Signal(syscall.SIGCONT) }
 
 // Restart kills the store and starts it again on the same data.
@@ -169,8 +170,8 @@ func (e *Etcd) Restart(ctx context.Context) error {
 	return e.Start(ctx)
 }
 
-// Wipe kills the store, deletes its data and starts it anew: another store at
-// the same address.
+// Wipe kills the store, deletes its data and starts it again. The result is a different
+// store at the same address.
 func (e *Etcd) Wipe(ctx context.Context) error {
 	e.Kill()
 	if err := os.RemoveAll(e.Dir()); err != nil {
@@ -179,8 +180,8 @@ func (e *Etcd) Wipe(ctx context.Context) error {
 	return e.Start(ctx)
 }
 
-// Dir returns where the store's data is found from outside the lab.
+// Dir returns the path of the store's data outside the lab.
 func (e *Etcd) Dir() string { return e.n.Path(etcdDir) }
 
-// Log returns what the store's last process has written.
+// Log returns the output of the store's last process.
 func (e *Etcd) Log() string { return e.process().Log() }

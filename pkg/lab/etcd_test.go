@@ -133,7 +133,7 @@ func TestKernelEtcdTLS(t *testing.T) {
 	}
 }
 
-func TestKernelEtcdThatCannotStart(t *testing.T) {
+func TestKernelEtcdFailsToStart(t *testing.T) {
 	l := newLab(t, lab.Config{Hosts: 1})
 	l.Etcd().Kill()
 	if err := os.RemoveAll(l.Etcd().Dir()); err != nil {

@@ -15,11 +15,11 @@ import (
 
 const healthPort = "8081" // of flanneld, on the host's loopback
 
-// FlanneldOptions says how to run flanneld on a host.
+// FlanneldOptions configures flanneld on a host.
 type FlanneldOptions struct {
 	Path string   // of the binary; empty means Config.Flanneld
-	Args []string // behind the lab's own, so that they override them
-	Env  []string // on top of a nearly empty environment
+	Args []string // added after the lab's own arguments, so that they override them
+	Env  []string // added to an environment that is otherwise nearly empty
 }
 
 // Daemon is one flanneld process.
@@ -28,8 +28,9 @@ type Daemon struct {
 	host *Host
 }
 
-// StartFlanneld starts flanneld on the host. It is told where the store is and
-// to serve its health on the host's loopback; the rest is default, or o's.
+// StartFlanneld starts flanneld on the host. It passes the address of the store and makes
+// the health server listen on the host's loopback. Everything else is flanneld's default
+// unless o changes it.
 func (h *Host) StartFlanneld(ctx context.Context, o FlanneldOptions) (*Daemon, error) {
 	if o.Path == "" {
 		o.Path = h.lab.cfg.Flanneld
@@ -52,7 +53,7 @@ func (h *Host) StartFlanneld(ctx context.Context, o FlanneldOptions) (*Daemon, e
 	return d, nil
 }
 
-// storeArgs tell the daemon how to reach the store.
+// storeArgs returns the flags that connect the daemon to the store.
 func (h *Host) storeArgs() []string {
 	if h.lab.etcd == nil {
 		return nil
@@ -68,8 +69,8 @@ func (h *Host) storeArgs() []string {
 	return args
 }
 
-// EtcdEndpoint returns the store's URL on the host's own segment; empty if
-// there is no store.
+// EtcdEndpoint returns the URL of the store on the host's own segment. It is empty
+// without a store.
 func (h *Host) EtcdEndpoint() string {
 	e := h.lab.etcd
 	if e == nil {
@@ -78,8 +79,8 @@ func (h *Host) EtcdEndpoint() string {
 	return e.url(segmentAddr(h.lab.cfg.Families[0], h.segment, router).Addr())
 }
 
-// childEnv is the environment of child processes: what running them takes, and
-// what the Go runtime listens to.
+// childEnv returns the environment of child processes: the few variables that are needed
+// to run them and that the Go runtime reads, followed by extra.
 func childEnv(extra []string) []string {
 	var env []string
 	for _, key := range []string{"PATH", "GOCOVERDIR", "GORACE", "GOTRACEBACK"} {
@@ -90,8 +91,8 @@ func childEnv(extra []string) []string {
 	return append(env, extra...)
 }
 
-// Ready waits until the daemon says that it is ready and its host has a subnet
-// file. It fails when the daemon ends before that.
+// Ready waits until the daemon reports that it is ready and the subnet file exists. It
+// fails if the daemon exits before that.
 func (d *Daemon) Ready(ctx context.Context) error {
 	const period = 20 * time.Millisecond
 	tick := time.NewTicker(period)
@@ -115,12 +116,12 @@ func (d *Daemon) Ready(ctx context.Context) error {
 	}
 }
 
-// askTimeout bounds one question to a daemon. It is answered in milliseconds, but
-// where the machine is busy.
+// askTimeout limits one request to a daemon. An answer takes milliseconds, but longer on
+// a busy machine.
 const askTimeout = 10 * time.Second
 
-// Get asks the daemon's health server for path. A status other than 200 is an
-// error; status and body are returned with it.
+// Get requests path from the daemon's health server. A status other than 200 is an error,
+// which Get returns together with the status and the body.
 func (d *Daemon) Get(ctx context.Context, path string) (status int, body string, err error) {
 	transport := &http.Transport{DialContext: d.host.Dial, DisableKeepAlives: true}
 	url := "http://127.0.0.1:" + healthPort + path
@@ -140,7 +141,7 @@ func (d *Daemon) Get(ctx context.Context, path string) (status int, body string,
 	return resp.StatusCode, string(text), err
 }
 
-// Stop asks the daemon to stop, with SIGTERM, and returns its exit code.
+// Stop sends SIGTERM to the daemon, waits for its end and returns its exit code.
 func (d *Daemon) Stop(ctx context.Context) (code int, err error) {
 	if err := d.Signal(unix.SIGTERM); err != nil && !errors.Is(err, os.ErrProcessDone) {
 		return 0, err

@@ -13,8 +13,8 @@ import (
 	"flanneld/pkg/prefix"
 )
 
-// Flow is a steady stream of small UDP packets from one pod to another, which
-// sends each one back.
+// Flow is a steady stream of small UDP packets from one pod to another. The receiver
+// sends each packet back.
 type Flow struct {
 	near    net.Conn
 	far     *net.UDPConn
@@ -22,21 +22,20 @@ type Flow struct {
 	members sync.WaitGroup
 
 	mu       sync.Mutex
-	answered []bool    // of what was sent, by sequence number
-	last     time.Time // of the last answer
-	stopped  time.Time // zero while it goes on
+	answered []bool    // whether each sent packet has come back, by sequence number
+	last     time.Time // when the last packet came back
+	stopped  time.Time // zero while the flow runs
 	gap      time.Duration
 }
 
-// FlowStats says what became of a flow's packets.
+// FlowStats counts the packets of a flow.
 type FlowStats struct {
 	Sent, Answered int
 	Lost           []int         // sequence numbers, counted from 0
-	Gap            time.Duration // the longest time without an answer
+	Gap            time.Duration // the longest time in which no packet came back
 }
 
-// StartFlow sends rate packets per second to the other pod until the flow is
-// stopped.
+// StartFlow sends rate packets per second to the other pod until Stop.
 func (p *Pod) StartFlow(ctx context.Context, to *Pod, f prefix.Family, rate int) (*Flow, error) {
 	if rate < 1 {
 		return nil, fmt.Errorf("start flow: %d packets per second", rate)
@@ -68,7 +67,7 @@ func (f *Flow) send(ctx context.Context, period time.Duration) {
 		f.mu.Lock()
 		f.answered = append(f.answered, false)
 		f.mu.Unlock()
-		// What cannot be sent is lost, and counted by the missing answer.
+		// A packet that cannot be sent counts as lost, because it does not come back.
 		_, _ = f.near.Write(binary.BigEndian.AppendUint64(nil, seq))
 		select {
 		case <-tick.C:
@@ -86,7 +85,7 @@ func (f *Flow) reflect() {
 			return
 		}
 		if err == nil {
-			_, _ = f.far.WriteToUDPAddrPort(buf[:n], from) // else lost, as above
+			_, _ = f.far.WriteToUDPAddrPort(buf[:n], from) // a failed write counts as a lost packet
 		}
 	}
 }
@@ -98,7 +97,7 @@ func (f *Flow) receive() {
 		if errors.Is(err, net.ErrClosed) {
 			return
 		}
-		if err != nil || n != 8 { // an ICMP error of a lost packet
+		if err != nil || n != 8 { // err is an ICMP error about a lost packet
 			continue
 		}
 		f.mu.Lock()
@@ -111,12 +110,12 @@ func (f *Flow) receive() {
 	}
 }
 
-// Stats says how the flow does so far. Packets on their way count as lost.
+// Stats returns the counts so far. Packets in transit count as lost.
 func (f *Flow) Stats() FlowStats {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	now := time.Now()
-	if !f.stopped.IsZero() { // nobody asked since
+	if !f.stopped.IsZero() { // the gap ends when the flow was stopped
 		now = f.stopped
 	}
 	s := FlowStats{Sent: len(f.answered), Gap: max(f.gap, now.Sub(f.last))}
@@ -130,8 +129,8 @@ func (f *Flow) Stats() FlowStats {
 	return s
 }
 
-// Stop ends the flow, gives the last packets three seconds to come back, as they
-// may need on a machine that is emulated and busy, and returns what became of all.
+// Stop ends the flow and returns its counts. It first waits up to three seconds for the
+// last packets: on an emulated or busy machine they may take that long.
 func (f *Flow) Stop() FlowStats {
 	const grace, period = 3 * time.Second, 5 * time.Millisecond
 	f.stop()

@@ -27,7 +27,7 @@ type Host struct {
 	pods    []*Pod
 }
 
-// newHost returns the host also when it could not be finished, for Close.
+// newHost returns the host even if it fails, so that Close can remove what exists.
 func (l *Lab) newHost(ctx context.Context, number int) (*Host, error) {
 	n, err := newNamespace(fmt.Sprintf("host%d", number), machine)
 	if err != nil {
@@ -40,8 +40,8 @@ func (l *Lab) newHost(ctx context.Context, number int) (*Host, error) {
 	return h, l.attach(ctx, h)
 }
 
-// Addr returns the host's underlay address of family f. It is on eth0 if the
-// lab has that family.
+// Addr returns the host's underlay address of family f. eth0 has it only if the lab uses
+// that family.
 func (h *Host) Addr(f prefix.Family) netip.Addr {
 	return segmentAddr(f, h.segment, h.number).Addr()
 }
@@ -49,14 +49,14 @@ func (h *Host) Addr(f prefix.Family) netip.Addr {
 // Segment returns the number of the host's L2 segment, counted from 0.
 func (h *Host) Segment() int { return h.segment }
 
-// Pods returns the host's pods in order. The slice is the caller's.
+// Pods returns the host's pods in the order of their creation. The caller owns the slice.
 func (h *Host) Pods() []*Pod {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	return slices.Clone(h.pods)
 }
 
-// Daemon returns the flanneld that was started last; nil if there was none.
+// Daemon returns the flanneld that was started last, or nil.
 func (h *Host) Daemon() *Daemon {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -66,14 +66,14 @@ func (h *Host) Daemon() *Daemon {
 	return h.daemons[len(h.daemons)-1]
 }
 
-// Daemons returns every flanneld that was started, the first one first.
+// Daemons returns all flannelds that were started, the oldest first.
 func (h *Host) Daemons() []*Daemon {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	return slices.Clone(h.daemons)
 }
 
-// running returns the daemons that have not ended.
+// running returns the daemons that have not exited.
 func (h *Host) running() []*Daemon {
 	return slices.DeleteFunc(h.Daemons(), func(d *Daemon) bool { return d.Ended() != nil })
 }
@@ -83,11 +83,11 @@ type Route struct {
 	Dst      netip.Prefix // ::/0 or 0.0.0.0/0 for a default route
 	Via      netip.Addr   // zero if there is no gateway
 	Dev      string       // empty if there is none, as with blackhole routes
-	OnLink   bool         // the gateway is taken to be on the link
-	Protocol int          // who made it, as in /etc/iproute2/rt_protos
+	OnLink   bool         // the gateway counts as directly reachable
+	Protocol int          // of the program that created it, as in /etc/iproute2/rt_protos
 }
 
-// String writes the route as ip(8) does.
+// String returns the route in the syntax of ip(8).
 func (r Route) String() string {
 	var b strings.Builder
 	fmt.Fprint(&b, r.Dst)
@@ -103,8 +103,8 @@ func (r Route) String() string {
 	return b.String()
 }
 
-// Routes returns the routes of the main table, IPv4 first, without the
-// kernel's own for link-local and multicast addresses.
+// Routes returns the routes of the main table, IPv4 first. It omits those that the kernel
+// creates for link-local and multicast addresses.
 func (h *Host) Routes(ctx context.Context) (routes []Route, err error) {
 	err = h.Netlink(ctx, func(nl *netlink.Handle) error {
 		links, err := nl.LinkList()

@@ -1,10 +1,10 @@
-// Package lab builds hosts out of network namespaces: an underlay of one or
-// several L2 segments, an etcd, real flanneld processes and pods behind them.
+// Package lab builds hosts out of network namespaces: an underlay of one or several L2
+// segments, an etcd, real flanneld processes, and pods behind them.
 //
-// Nothing of it has a name outside. The namespaces are anonymous and held by
-// the process alone, files live on tmpfs mounts that only those namespaces
-// see, and every child process dies with the thread that started it. So a lab
-// is gone once its process is, whichever way it ended, and labs do not meet.
+// A lab leaves nothing behind. Its namespaces have no name and exist only while the
+// process holds them. Its files are on tmpfs mounts that only those namespaces see. Every
+// child process dies with the thread that started it. So a lab disappears with its
+// process, however that ends, and several labs do not affect each other.
 package lab
 
 import (
@@ -20,36 +20,37 @@ import (
 	"flanneld/pkg/prefix"
 )
 
-// Prefix is the etcd prefix below which a lab keeps its network, flanneld's default.
+// Prefix is the etcd prefix of a lab's network. It is flanneld's default.
 const Prefix = "/coreos.com/network"
 
 const (
-	maxHosts    = 200 // host numbers are the last byte of an address, the router's is 254
+	maxHosts    = 200 // the last byte of a host's address is its number; the router uses 254
 	maxSegments = 100
-	minMTU      = 1280 // what IPv6 asks of a link
+	minMTU      = 1280 // the least MTU of a link with IPv6
 	maxMTU      = 65535
 )
 
-// Config says what a lab is made of.
+// Config describes a lab.
 type Config struct {
 	Hosts    int             // 0 means 3
-	Segments int             // L2 segments, which the hosts take in turn; 0 means 1
+	Segments int             // L2 segments, over which the hosts are distributed in turn; 0 means 1
 	Families []prefix.Family // of the underlay; nil means IPv4
 	MTU      int             // of the underlay; 0 means 1500
 
-	// Loss (in percent) and Latency (one way) need the kernel's netem, Rate
-	// (bytes per second towards each host) its tbf; zero means none.
+	// Loss (in percent) and Latency (one way) need netem in the kernel. Rate (bytes per
+	// second towards each host) needs tbf. Zero means no limit.
 	Loss    float64
 	Latency time.Duration
 	Rate    uint64
 
-	// Flanneld is the binary that hosts run unless told otherwise.
+	// Flanneld is the path of the binary that hosts run unless FlanneldOptions names
+	// another.
 	Flanneld string
-	// Network is the network configuration that the store starts with; nil
-	// leaves the store empty.
+	// Network is the network configuration in the store at the start. With nil the store
+	// is empty.
 	Network json.RawMessage
 	Etcd    EtcdOptions
-	// Progress, if not nil, is told what has just been done.
+	// Progress, if not nil, is called after each step of the set-up.
 	Progress func(step string)
 }
 
@@ -98,18 +99,18 @@ func (c *Config) validate() error {
 	return nil
 }
 
-// Lab is a running lab. Its methods may be called from any goroutine.
+// Lab is a running lab. It is safe for concurrent use.
 type Lab struct {
 	cfg      Config
 	underlay *Namespace
 	hosts    []*Host
-	etcd     *Etcd // nil if Config.Etcd says none
+	etcd     *Etcd // nil if Config.Etcd.Disabled
 
 	mu  sync.Mutex
-	api *APIServer // nil unless it was started
+	api *APIServer // nil until StartAPIServer
 }
 
-// New builds the underlay, the hosts and the store. The caller closes the lab.
+// New builds the underlay, the hosts and the store. The caller must call Close.
 func New(ctx context.Context, cfg Config) (*Lab, error) {
 	cfg.setDefaults()
 	if err := cfg.validate(); err != nil {
@@ -171,7 +172,7 @@ func count(n int, what string) string {
 	return fmt.Sprintf("%d %ss", n, what)
 }
 
-// Close ends every process of the lab and takes it apart.
+// Close ends all processes of the lab and removes its namespaces.
 func (l *Lab) Close() {
 	var daemons []*Daemon
 	for _, h := range l.hosts {
@@ -182,7 +183,7 @@ func (l *Lab) Close() {
 	api := l.api
 	l.mu.Unlock()
 	if api != nil {
-		api.Kill() // before its store, for which it would wait
+		api.Kill() // before etcd: the API server would wait for it
 	}
 	if l.etcd != nil {
 		l.etcd.Kill()
@@ -198,10 +199,10 @@ func (l *Lab) Close() {
 	}
 }
 
-// Hosts returns the hosts in order. The slice is the caller's.
+// Hosts returns the hosts in order. The caller owns the slice.
 func (l *Lab) Hosts() []*Host { return slices.Clone(l.hosts) }
 
-// Host returns host i, counted from 1.
+// Host returns host number i, counted from 1.
 func (l *Lab) Host(i int) *Host { return l.hosts[i-1] }
 
 // Pods returns the pods of all hosts in order.
@@ -213,18 +214,18 @@ func (l *Lab) Pods() []*Pod {
 	return pods
 }
 
-// Etcd returns the store; nil if the lab was built without.
+// Etcd returns the store, or nil if the lab has none.
 func (l *Lab) Etcd() *Etcd { return l.etcd }
 
-// Underlay returns the namespace of the router, where the segments' bridges
-// and etcd are.
+// Underlay returns the router's namespace, which also contains the bridges of the
+// segments and etcd.
 func (l *Lab) Underlay() *Namespace { return l.underlay }
 
-// Families returns the address families of the underlay, as configured.
+// Families returns the configured address families of the underlay.
 func (l *Lab) Families() []prefix.Family { return slices.Clone(l.cfg.Families) }
 
-// StartFlanneld starts flanneld on every host, with the same options, and
-// waits until all of them are ready.
+// StartFlanneld starts flanneld with the same options on every host and waits until all
+// of them are ready.
 func (l *Lab) StartFlanneld(ctx context.Context, o FlanneldOptions) error {
 	for _, h := range l.hosts {
 		if _, err := h.StartFlanneld(ctx, o); err != nil {

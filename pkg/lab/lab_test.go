@@ -69,7 +69,7 @@ func TestKernelHostsReachEachOther(t *testing.T) {
 	}
 }
 
-// More neighbours than the kernel's limit for all namespaces together.
+// The hosts together have more neighbours than the kernel's limit for all namespaces.
 func TestKernelManyHostsReachEachOther(t *testing.T) {
 	l := newLab(t, lab.Config{Hosts: 40, Families: dual, Etcd: lab.EtcdOptions{Disabled: true}})
 	for _, from := range l.Hosts() {
@@ -178,7 +178,7 @@ func TestConfigIsRefused(t *testing.T) {
 	}
 }
 
-// handMade gives every host a subnet file and routes to the others' subnets, as
+// handMade gives every host a subnet file, routes to the subnets of the others, as
 // flanneld with host-gw would, and a pod.
 func handMade(t *testing.T, l *lab.Lab, mtu int) {
 	t.Helper()
@@ -276,7 +276,7 @@ func TestKernelPods(t *testing.T) {
 	}
 }
 
-func TestKernelMatrixMissesAddresses(t *testing.T) {
+func TestKernelMatrixWithoutAddresses(t *testing.T) {
 	l := newLab(t, lab.Config{Hosts: 2, Etcd: lab.EtcdOptions{Disabled: true}})
 	for i, h := range l.Hosts() {
 		writeSubnetEnv(t, h, fmt.Sprintf("FLANNEL_SUBNET=%s\nFLANNEL_MTU=1500\n", podSubnet(prefix.IPv4, i)))

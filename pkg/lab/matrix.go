@@ -11,19 +11,19 @@ import (
 	"flanneld/pkg/prefix"
 )
 
-// Cell is what one pod reaches of another in one address family.
+// Cell is the connectivity from one pod to another in one address family.
 type Cell struct {
 	From, To      *Pod
 	Family        prefix.Family
 	RTT           time.Duration
 	BitsPerSecond float64
-	Err           error // why it is not reachable, or not as it should be; nil if all is well
+	Err           error // why From does not reach To, or not as it should; nil if all is well
 }
 
-// Matrix tries every pod to every other in each of the families: a ping, a TCP
-// connection that must arrive from the pod's own address, and the throughput.
-// It spends about budget on the latter. A pod without an address of a family
-// reaches nobody in it.
+// Matrix tests every pod against every other in each of the families: a ping, a TCP
+// connection that must arrive from the address of the sending pod, and the throughput.
+// The throughput tests together take about budget. A pod without an address of a family
+// reaches no other pod in that family.
 func (l *Lab) Matrix(ctx context.Context, families []prefix.Family, budget time.Duration) []Cell {
 	const shortest, longest = 2 * time.Millisecond, 100 * time.Millisecond
 	var cells []*Cell
@@ -40,7 +40,7 @@ func (l *Lab) Matrix(ctx context.Context, families []prefix.Family, budget time.
 	reachAll(ctx, cells)
 	out := make([]Cell, len(cells))
 	for i, c := range cells {
-		if c.Err == nil { // one at a time: they share the processors
+		if c.Err == nil { // one at a time, because the measurements share the processors
 			c.Err = c.measure(ctx, min(max(budget/time.Duration(len(cells)), shortest), longest))
 		}
 		out[i] = *c
@@ -48,8 +48,8 @@ func (l *Lab) Matrix(ctx context.Context, families []prefix.Family, budget time.
 	return out
 }
 
-// reachAll finds out side by side who reaches whom, so that many timeouts take
-// hardly longer than one.
+// reachAll tests all cells in parallel, so that many timeouts take little longer than
+// one.
 func reachAll(ctx context.Context, cells []*Cell) {
 	var wg sync.WaitGroup
 	slots := make(chan struct{}, 256)
@@ -69,7 +69,7 @@ func (c *Cell) reach(ctx context.Context) error {
 			return fmt.Errorf("%s has no %v address", p.name, c.Family)
 		}
 	}
-	// One packet may be lost to a neighbour that is not resolved yet.
+	// The first packet may be lost while the neighbour's address is being resolved.
 	_, err := c.From.Ping(ctx, c.To.Addr(c.Family), ping.Options{})
 	if err != nil {
 		_, err = c.From.Ping(ctx, c.To.Addr(c.Family), ping.Options{})
@@ -102,7 +102,7 @@ func (c *Cell) measure(ctx context.Context, d time.Duration) error {
 	}
 	var err error
 	c.BitsPerSecond, err = c.From.Throughput(ctx, c.To, c.Family, d)
-	if errors.Is(err, errNothingArrived) { // a lost packet is sent again only after 200 ms
+	if errors.Is(err, errNothingArrived) { // TCP resends a lost packet only after 200 ms
 		c.BitsPerSecond, err = c.From.Throughput(ctx, c.To, c.Family, 2*time.Second)
 	}
 	return err

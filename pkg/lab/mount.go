@@ -8,7 +8,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// bare enters a network namespace and nothing else.
+// bare moves the calling thread into a new network namespace.
 func bare(n *Namespace) (err error) {
 	if err := unix.Unshare(unix.CLONE_NEWNET); err != nil {
 		return fmt.Errorf("unshare network: %w", err)
@@ -17,8 +17,8 @@ func bare(n *Namespace) (err error) {
 	return err
 }
 
-// machine enters a network and a mount namespace, with /run and /var/lib that
-// are empty, private and gone with the namespace.
+// machine moves the calling thread into new network and mount namespaces. /run and
+// /var/lib are empty tmpfs mounts there, which disappear with the namespace.
 func machine(n *Namespace) error {
 	if err := unix.Unshare(unix.CLONE_FS | unix.CLONE_NEWNS); err != nil {
 		return fmt.Errorf("unshare mounts: %w", err)
@@ -42,22 +42,22 @@ func machine(n *Namespace) error {
 	return bare(n)
 }
 
-// shareMachineID gives every host the same machine-id, as hosts that were
-// cloned from one image have: nothing may be derived from it.
+// shareMachineID gives every host the same machine-id, like hosts cloned from one image.
+// A test thereby fails if flanneld derives an identity from it.
 func shareMachineID() error {
 	const id, target, file = "1ab1ab1ab1ab1ab1ab1ab1ab1ab1ab1a\n", "/etc/machine-id", "/run/machine-id"
 	if err := os.WriteFile(file, []byte(id), 0o444); err != nil {
 		return err
 	}
 	err := unix.Mount(file, target, "", unix.MS_BIND, "")
-	if err != nil && !errors.Is(err, unix.ENOENT) { // a machine without one: then the hosts share that
+	if err != nil && !errors.Is(err, unix.ENOENT) { // if the machine has no machine-id, the hosts have none either
 		return fmt.Errorf("mount %s: %w", target, err)
 	}
 	return os.Remove(file)
 }
 
-// Path returns where a file of the namespace is found from outside it, in this
-// process and others. It is good while the lab is open.
+// Path returns the path outside the namespace of a file inside it. The path is valid in
+// all processes while the lab is open.
 func (n *Namespace) Path(file string) string {
 	if n.mnt == nil {
 		return file

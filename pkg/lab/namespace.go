@@ -13,19 +13,19 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Namespace is an anonymous network namespace, for hosts together with a
-// mount namespace. It lives as long as its thread, which is also the parent of
-// the processes in it: a child's death signal comes when that thread ends.
+// Namespace is an anonymous network namespace, for hosts together with a mount namespace.
+// A thread keeps it alive. The same thread is the parent of all processes in the
+// namespace, so that they get their death signal when it ends.
 type Namespace struct {
 	name     string
-	net, mnt *os.File // mnt is nil where files are shared with the machine
+	net, mnt *os.File // mnt is nil if the namespace uses the machine's mounts
 	tid      int
 	calls    chan func()
 	stop     chan struct{}
 	close    func() // idempotent
 }
 
-// enterFunc puts the calling thread into fresh namespaces and prepares them.
+// enterFunc moves the calling thread into new namespaces and prepares them.
 type enterFunc func(*Namespace) error
 
 func newNamespace(name string, enter enterFunc) (*Namespace, error) {
@@ -64,9 +64,9 @@ func newNamespace(name string, enter enterFunc) (*Namespace, error) {
 	return n, nil
 }
 
-// onOwnThread runs f on a thread that ends with the calling goroutine, which
-// must return at once. Never on the main thread: that one cannot end, and
-// /proc takes its namespaces for those of the process.
+// onOwnThread runs f on a thread that ends with the calling goroutine, which must return
+// right after. f never runs on the main thread: that thread cannot end, and /proc/PID
+// shows its namespaces as those of the process.
 func onOwnThread(f func()) {
 	runtime.LockOSThread()
 	if unix.Gettid() != unix.Getpid() {
@@ -83,17 +83,17 @@ func onOwnThread(f func()) {
 	<-elsewhere
 }
 
-// Name returns the name by which the lab calls the namespace.
+// Name returns the name of the namespace in the lab.
 func (n *Namespace) Name() string { return n.name }
 
-// NetNS returns a path to the network namespace, for this process and others.
-// It is good while the lab is open.
+// NetNS returns a path to the network namespace. It is valid in all processes while the
+// lab is open.
 func (n *Namespace) NetNS() string {
 	return fmt.Sprintf("/proc/%d/task/%d/ns/net", os.Getpid(), n.tid)
 }
 
-// Nsenter returns the command that enters the namespace from outside, to which
-// another command may be appended. It works while the lab is open.
+// Nsenter returns a command line that enters the namespace from outside and runs the
+// command appended to it. It works while the lab is open.
 func (n *Namespace) Nsenter() string {
 	if n.mnt == nil {
 		return fmt.Sprintf("nsenter -t %d -n", n.tid)
@@ -101,9 +101,9 @@ func (n *Namespace) Nsenter() string {
 	return fmt.Sprintf("nsenter -t %d -n -m", n.tid)
 }
 
-// Do runs f inside the namespace, on a thread of its own, and returns what f
-// returns. Sockets that f opens stay in the namespace and may be used
-// anywhere. f may block and may call Do again.
+// Do runs f inside the namespace, on a separate thread, and returns its result. Sockets
+// that f opens belong to the namespace and may be used from any goroutine. f may block
+// and may call Do.
 func (n *Namespace) Do(ctx context.Context, f func() error) error {
 	if err := ctx.Err(); err != nil {
 		return err
@@ -131,7 +131,7 @@ func (n *Namespace) join() error {
 	return unix.Setns(int(n.net.Fd()), unix.CLONE_NEWNET)
 }
 
-// Netlink runs f inside the namespace with a handle of its own.
+// Netlink runs f inside the namespace with a new netlink handle.
 func (n *Namespace) Netlink(ctx context.Context, f func(*netlink.Handle) error) error {
 	return n.Do(ctx, func() error {
 		h, err := netlink.NewHandle(unix.NETLINK_ROUTE)
@@ -143,7 +143,8 @@ func (n *Namespace) Netlink(ctx context.Context, f func(*netlink.Handle) error) 
 	})
 }
 
-// Dial connects from inside the namespace. address must be numeric.
+// Dial connects from inside the namespace. address must be numeric because name
+// resolution would use the machine's files.
 func (n *Namespace) Dial(ctx context.Context, network, address string) (conn net.Conn, err error) {
 	err = n.Do(ctx, func() (err error) {
 		conn, err = new(net.Dialer).DialContext(ctx, network, address)
@@ -152,7 +153,7 @@ func (n *Namespace) Dial(ctx context.Context, network, address string) (conn net
 	return conn, err
 }
 
-// Listen listens inside the namespace. address must be numeric.
+// Listen listens inside the namespace. address must be numeric, as for Dial.
 func (n *Namespace) Listen(ctx context.Context, network, address string) (l net.Listener, err error) {
 	err = n.Do(ctx, func() (err error) {
 		l, err = new(net.ListenConfig).Listen(ctx, network, address)
@@ -161,11 +162,11 @@ func (n *Namespace) Listen(ctx context.Context, network, address string) (l net.
 	return l, err
 }
 
-// Exec runs a command inside the namespace and returns its standard output and
-// error. It is killed when ctx ends, and with the namespace.
+// Exec runs a command inside the namespace and returns its standard output and error. The
+// command is killed when ctx ends or the namespace is closed.
 func (n *Namespace) Exec(ctx context.Context, name string, args ...string) ([]byte, error) {
 	cmd := exec.CommandContext(ctx, name, args...)
-	cmd.Cancel = func() error { return unix.Kill(-cmd.Process.Pid, unix.SIGKILL) } // its children, too
+	cmd.Cancel = func() error { return unix.Kill(-cmd.Process.Pid, unix.SIGKILL) } // and its children
 	out := newLog()
 	cmd.Stdout, cmd.Stderr = out, out
 	if err := n.start(cmd); err != nil {

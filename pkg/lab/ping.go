@@ -10,8 +10,7 @@ import (
 	"flanneld/pkg/ping"
 )
 
-// Ping sends one echo request from the namespace and returns the time to its
-// reply.
+// Ping sends one echo request from the namespace and returns the round-trip time.
 func (n *Namespace) Ping(ctx context.Context, dst netip.Addr, o ping.Options) (time.Duration, error) {
 	o.Listen = func(ctx context.Context, lc *net.ListenConfig, network, address string) (conn net.PacketConn, err error) {
 		err = n.Do(ctx, func() (err error) {

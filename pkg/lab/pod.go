@@ -14,14 +14,14 @@ import (
 	"flanneld/pkg/prefix"
 )
 
-// SubnetFile is where a host's daemon writes its subnet by default.
+// SubnetFile is the path at which a host's daemon writes its subnet by default.
 const SubnetFile = "/run/flannel/subnet.env"
 
-// PodBridge is the bridge on each host that its pods are behind.
+// PodBridge is the name of the bridge on each host that connects its pods.
 const PodBridge = "cni0"
 
-// Pod is a namespace behind the bridge of its host, with addresses and MTU
-// from the host's subnet.env.
+// Pod is a namespace connected to the bridge of its host. Its addresses and MTU come from
+// the host's subnet.env.
 type Pod struct {
 	*Namespace
 	host  *Host
@@ -38,7 +38,7 @@ func (p *Pod) Addrs() []netip.Addr { return p.addrs }
 // MTU returns the MTU of the pod's interface, in bytes.
 func (p *Pod) MTU() int { return p.mtu }
 
-// Addr returns the pod's address of family f; zero if it has none.
+// Addr returns the pod's address of family f, or zero if it has none.
 func (p *Pod) Addr(f prefix.Family) netip.Addr {
 	for _, a := range p.addrs {
 		if prefix.FamilyOf(a) == f {
@@ -48,8 +48,8 @@ func (p *Pod) Addr(f prefix.Family) netip.Addr {
 	return netip.Addr{}
 }
 
-// AddPod adds a pod, called host1/name; an empty name means pod1, pod2 and so
-// on. The first one makes the bridge.
+// AddPod adds a pod called host1/name, or host1/pod1, host1/pod2 and so on if name is
+// empty. The first call on a host creates the bridge.
 func (h *Host) AddPod(ctx context.Context, name string) (*Pod, error) {
 	text, err := os.ReadFile(h.Path(SubnetFile))
 	if err != nil {
@@ -78,8 +78,8 @@ func (h *Host) AddPod(ctx context.Context, name string) (*Pod, error) {
 	return p, nil
 }
 
-// AddEmptyPod adds a pod, called host1/name, that has a loopback interface and
-// no more: a CNI plugin is to make its network. See NetNS and Adopt.
+// AddEmptyPod adds a pod called host1/name that has only a loopback interface, for a CNI
+// plugin to connect. See NetNS and Adopt.
 func (h *Host) AddEmptyPod(ctx context.Context, name string) (*Pod, error) {
 	n, err := newNamespace(h.Name()+"/"+name, bare)
 	if err != nil {
@@ -96,8 +96,8 @@ func (h *Host) AddEmptyPod(ctx context.Context, name string) (*Pod, error) {
 	return p, nil
 }
 
-// Adopt takes addresses and MTU from the pod's eth0, as somebody else has made
-// it.
+// Adopt reads addresses and MTU of a pod whose eth0 another program, such as a CNI
+// plugin, has created.
 func (p *Pod) Adopt(ctx context.Context) error {
 	return p.Netlink(ctx, func(h *netlink.Handle) error {
 		eth0, err := h.LinkByName("eth0")
@@ -161,7 +161,7 @@ func (p *Pod) connect(ctx context.Context, env subnetEnv, number int) error {
 	return plugged(ctx, p.host.Namespace, port.Name, PodBridge, p.Namespace)
 }
 
-// ensureBridge makes the pods' bridge, or brings it in line with a new subnet.
+// ensureBridge creates the bridge of the pods, or adapts it to a new subnet.
 func ensureBridge(h *netlink.Handle, env subnetEnv) error {
 	br, err := h.LinkByName(PodBridge)
 	if err != nil {
@@ -181,7 +181,7 @@ func ensureBridge(h *netlink.Handle, env subnetEnv) error {
 	return setUp(h, br)
 }
 
-// subnetEnv is what pods need to know from subnet.env.
+// subnetEnv is the part of subnet.env that pods use.
 type subnetEnv struct {
 	bridges []netip.Prefix // the bridge's addresses, IPv4 first
 	mtu     int
@@ -207,7 +207,7 @@ func parseSubnetEnv(text string) (env subnetEnv, err error) {
 	if len(env.bridges) == 0 {
 		return env, fmt.Errorf("%s names no subnet", SubnetFile)
 	}
-	const minMTU = 68 // what IPv4 asks of a link
+	const minMTU = 68 // the least MTU of a link with IPv4
 	env.mtu, err = strconv.Atoi(values["FLANNEL_MTU"])
 	if err != nil || env.mtu < minMTU || env.mtu > maxMTU {
 		return env, fmt.Errorf("FLANNEL_MTU in %s: want %d to %d, got %q", SubnetFile, minMTU, maxMTU, values["FLANNEL_MTU"])

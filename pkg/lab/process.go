@@ -16,23 +16,23 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// process is a child that runs inside a namespace.
+// process is a child process inside a namespace.
 type process struct {
 	name   string
 	cmd    *exec.Cmd
 	log    *log
-	exited chan struct{} // closed once it is reaped
+	exited chan struct{} // closed when the process has exited and been reaped
 }
 
 type processSpec struct {
-	name string // what it calls itself, argument 0
-	path string // of the binary, as this process sees it
+	name string // argument 0 of the process
+	path string // of the binary, outside the namespace
 	args []string
 	env  []string
-	out  io.Writer // standard output; nil means to the log
+	out  io.Writer // standard output; nil means the log
 }
 
-// startProcess starts a child that dies with n, or with this process.
+// startProcess starts a child process that dies with n or with this process.
 func startProcess(ctx context.Context, n *Namespace, s processSpec) (*process, error) {
 	path, release, err := n.program(ctx, s.path)
 	if err != nil {
@@ -56,22 +56,22 @@ func startProcess(ctx context.Context, n *Namespace, s processSpec) (*process, e
 	}
 	go func() {
 		defer close(p.exited)
-		_ = p.cmd.Wait() // how it ended is kept in ProcessState
+		_ = p.cmd.Wait() // ProcessState keeps the result
 	}()
 	return p, nil
 }
 
-// Start starts a command inside the namespace that dies with it, or with this
-// process. The caller waits for it.
+// Start starts a command inside the namespace. The command dies with the namespace or
+// with this process. The caller waits for it.
 func (n *Namespace) Start(cmd *exec.Cmd) error { return n.start(cmd) }
 
-// pipeDelay is how long the rest of what a process has written may take to be
-// read once it has ended: a moment, but where the machine is busy a long one.
+// pipeDelay limits how long the remaining output of a process is read after its exit.
+// That takes a moment, but long on a busy machine.
 const pipeDelay = 10 * time.Second
 
-// start starts cmd from the namespace's thread, so that it inherits the
-// namespaces and its death signal is tied to them. A process group of its own
-// keeps a terminal's Ctrl-C for the lab.
+// start starts cmd from the namespace's thread, so that it inherits the namespaces and
+// its death signal is tied to that thread. cmd gets a process group of its own, so that
+// Ctrl-C in a terminal reaches only the lab's own process.
 func (n *Namespace) start(cmd *exec.Cmd) error {
 	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL, Setpgid: true}
 	cmd.WaitDelay = pipeDelay
@@ -84,9 +84,9 @@ func (n *Namespace) start(cmd *exec.Cmd) error {
 	}
 }
 
-// program returns a path by which a process in n can run the binary at path,
-// which the namespace's own /run and /var/lib may hide. release is called once
-// it runs.
+// program returns a path through which a process in n can run the binary at path, even if
+// the namespace's own /run or /var/lib hides it. The caller calls release when the
+// process runs.
 func (n *Namespace) program(ctx context.Context, path string) (runnable string, release func(), err error) {
 	f, err := os.Open(path)
 	if err != nil {
@@ -112,14 +112,14 @@ func (n *Namespace) program(ctx context.Context, path string) (runnable string, 
 	return runnable, release, nil
 }
 
-// PID returns the process id, in the machine's own numbering.
+// PID returns the process id, as the machine numbers it.
 func (p *process) PID() int { return p.cmd.Process.Pid }
 
-// Signal sends sig. It returns os.ErrProcessDone once the process has ended.
+// Signal sends sig. It returns os.ErrProcessDone if the process has ended.
 func (p *process) Signal(sig os.Signal) error { return p.cmd.Process.Signal(sig) }
 
-// freeze stops the process with SIGSTOP and waits until it stands: the signal is one
-// thread's to see, and on a busy machine the others go on until that has had its turn.
+// freeze stops the process with SIGSTOP and waits until it is stopped. SIGSTOP is handled
+// by one thread; on a busy machine the other threads continue until that thread runs.
 func (p *process) freeze() error {
 	if err := p.Signal(unix.SIGSTOP); err != nil {
 		return err
@@ -132,7 +132,7 @@ func (p *process) freeze() error {
 	}
 }
 
-// Kill ends the process with SIGKILL and waits until it is gone.
+// Kill ends the process with SIGKILL and waits until it has exited.
 func (p *process) Kill() {
 	if err := p.cmd.Process.Kill(); err == nil || errors.Is(err, os.ErrProcessDone) {
 		<-p.exited
@@ -142,8 +142,8 @@ func (p *process) Kill() {
 // Exited is closed once the process has ended.
 func (p *process) Exited() <-chan struct{} { return p.exited }
 
-// Wait waits until the process ends and returns its exit code, -1 if a signal
-// ended it.
+// Wait waits until the process ends and returns its exit code, or -1 if a signal ended
+// it.
 func (p *process) Wait(ctx context.Context) (code int, err error) {
 	select {
 	case <-p.exited:
@@ -153,11 +153,11 @@ func (p *process) Wait(ctx context.Context) (code int, err error) {
 	}
 }
 
-// Log returns what the process has written so far.
+// Log returns the output of the process so far.
 func (p *process) Log() string { return string(p.log.bytes()) }
 
-// WaitLog waits until the log holds text. It fails when the process ends
-// without having written it.
+// WaitLog waits until the log contains text. It fails if the process exits without having
+// written it.
 func (p *process) WaitLog(ctx context.Context, text string) error {
 	for {
 		have, more := p.log.read()
@@ -182,8 +182,8 @@ func (p *process) WaitLog(ctx context.Context, text string) error {
 	}
 }
 
-// Ended says how the process ended, with the last line that it wrote; nil
-// while it runs.
+// Ended returns nil while the process runs. Afterwards it returns an error with the exit
+// status and the last line of output.
 func (p *process) Ended() error {
 	select {
 	case <-p.exited:
@@ -197,11 +197,11 @@ func (p *process) ended() error {
 	return fmt.Errorf("%s: %v%s", p.name, p.cmd.ProcessState, p.log.lastLine())
 }
 
-// stopAll asks the daemons to stop and kills those that do not.
+// stopAll asks the daemons to stop and kills those that do not stop in time.
 func stopAll(daemons []*Daemon) {
 	const patience = 2 * time.Second
 	for _, d := range daemons {
-		_ = d.Signal(unix.SIGTERM) // one that is gone already is fine
+		_ = d.Signal(unix.SIGTERM) // a daemon may already have exited
 	}
 	late := time.NewTimer(patience)
 	defer late.Stop()
@@ -209,13 +209,13 @@ func stopAll(daemons []*Daemon) {
 		select {
 		case <-d.exited:
 		case <-late.C:
-			late.Reset(0) // nor wait for the others
+			late.Reset(0) // the time is up for the remaining daemons too
 			d.Kill()
 		}
 	}
 }
 
-// log collects what a process writes and tells who waits for it.
+// log collects the output of a process and wakes goroutines that wait for more.
 type log struct {
 	mu   sync.Mutex
 	buf  bytes.Buffer
@@ -244,8 +244,8 @@ func (l *log) bytes() []byte {
 	return bytes.Clone(l.buf.Bytes())
 }
 
-// lastLine returns the last line that was written, in the form in which it
-// follows an error; empty if there is none.
+// lastLine returns the last line of output, preceded by ": " to append it to an error. It
+// is empty if there is no output.
 func (l *log) lastLine() string {
 	text := strings.TrimSpace(string(l.bytes()))
 	if text == "" {

@@ -15,11 +15,11 @@ import (
 	"flanneld/pkg/lab"
 )
 
-// childEnv says what this test binary is to be instead of a test.
+// childEnv selects what this test binary does instead of running tests.
 const childEnv = "LAB_TEST_CHILD"
 
-// runTestChild is the process whose end the tests watch: it builds a lab, says
-// so and ends the way that it was told to.
+// runTestChild is the process that tests watch: it builds a lab, reports that and then
+// ends as the environment tells it.
 func runTestChild() {
 	how := os.Getenv(childEnv)
 	if how == "" {
@@ -50,8 +50,8 @@ func runTestChild() {
 	os.Exit(0)
 }
 
-// traces returns the processes below root, itself included, and the network
-// namespaces that their threads are in.
+// traces returns the processes below root, including root, and the network namespaces of
+// their threads.
 func traces(t *testing.T, root int) (namespaces map[string]bool, processes []int) {
 	t.Helper()
 	namespaces = map[string]bool{}
@@ -90,7 +90,7 @@ func descends(pid, root int) bool {
 	return false
 }
 
-func TestKernelNothingIsLeft(t *testing.T) {
+func TestKernelLabLeavesNothing(t *testing.T) {
 	for _, how := range []string{"close", "panic", "SIGKILL"} {
 		t.Run(how, func(t *testing.T) {
 			tmp := t.TempDir()
@@ -134,7 +134,7 @@ func TestKernelNothingIsLeft(t *testing.T) {
 				}
 				return true
 			})
-			// A namespace without processes can only be held by a mount.
+			// Only a mount can keep a namespace without processes alive.
 			mounts, err := os.ReadFile("/proc/self/mountinfo")
 			if err != nil {
 				t.Fatal(err)
@@ -197,7 +197,7 @@ func TestKernelDaemon(t *testing.T) {
 		t.Error(err)
 	}
 	if err := d.WaitLog(t.Context(), "never"); err == nil {
-		t.Error("waited for what an ended daemon never wrote")
+		t.Error("WaitLog succeeded for text that an ended daemon never wrote")
 	}
 
 	d = start(`echo "no such flag" >&2; exit 1`)
@@ -212,7 +212,7 @@ func TestKernelDaemon(t *testing.T) {
 	}
 }
 
-// A binary below /run is run although the host has a /run of its own.
+// A binary below /run can be run although the host has its own /run.
 func TestKernelDaemonBelowRun(t *testing.T) {
 	l := newLab(t, lab.Config{Hosts: 2, Etcd: lab.EtcdOptions{Disabled: true}})
 	echo, err := os.ReadFile("/bin/echo")

@@ -13,7 +13,7 @@ import (
 	"flanneld/pkg/prefix"
 )
 
-// PodNetwork is the network that NetworkConfig gives to the pods of family f.
+// PodNetwork returns the pod network of family f that NetworkConfig configures.
 func PodNetwork(f prefix.Family) netip.Prefix {
 	if f == prefix.IPv4 {
 		return netip.PrefixFrom(netip.AddrFrom4([4]byte{10, 5}), 16)
@@ -21,8 +21,8 @@ func PodNetwork(f prefix.Family) netip.Prefix {
 	return netip.PrefixFrom(netip.AddrFrom16([16]byte{0: 0xfd, 3: 5}), 48)
 }
 
-// NetworkConfig writes the network configuration for pods of the families. A
-// nil backend leaves it out.
+// NetworkConfig returns the network configuration for pods of the given families. It has
+// no Backend key if backend is nil.
 func NetworkConfig(families []prefix.Family, backend json.RawMessage) (json.RawMessage, error) {
 	cfg := map[string]any{"EnableIPv4": false}
 	for _, f := range families {
@@ -55,14 +55,14 @@ func (l *Lab) PutNetwork(ctx context.Context, config json.RawMessage) error {
 	return nil
 }
 
-// Lease is a subnet lease as the store holds it.
+// Lease is a subnet lease in the store.
 type Lease struct {
-	Key   string        // below subnets/
+	Key   string        // without the prefix up to subnets/
 	Value string        // JSON
-	TTL   time.Duration // what is left of it; 0 means that it does not expire
+	TTL   time.Duration // the remaining time; 0 means that the lease does not expire
 }
 
-// Leases returns the leases in the store, in the order of their keys.
+// Leases returns the leases in the store, ordered by key.
 func (l *Lab) Leases(ctx context.Context) ([]Lease, error) {
 	c, err := l.etcd.Client(ctx)
 	if err != nil {

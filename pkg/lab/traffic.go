@@ -14,7 +14,7 @@ import (
 	"flanneld/pkg/prefix"
 )
 
-// pair is a TCP connection between two pods, seen from both ends.
+// pair is both ends of a TCP connection between two pods.
 type pair struct{ near, far net.Conn }
 
 func (c pair) Close() {
@@ -22,16 +22,15 @@ func (c pair) Close() {
 	c.far.Close()
 }
 
-// connectTo connects p to a listener on to's address of family f. The
-// connection breaks when ctx ends.
+// connectTo opens a connection from p to to, at its address of family f. Opening is
+// aborted when ctx ends.
 func (p *Pod) connectTo(ctx context.Context, to *Pod, f prefix.Family) (c pair, err error) {
 	l, err := to.Listen(ctx, "tcp", netip.AddrPortFrom(to.Addr(f), 0).String())
 	if err != nil {
 		return c, err
 	}
 	defer l.Close()
-	// Both ends are closed on failure: the group's context ends on the first
-	// error, which also ends the accept.
+	// On the first failure gctx ends, which closes the listener and so also ends Accept.
 	g, gctx := errgroup.WithContext(ctx)
 	defer context.AfterFunc(gctx, func() { l.Close() })()
 	g.Go(func() (err error) {
@@ -53,7 +52,8 @@ func (p *Pod) connectTo(ctx context.Context, to *Pod, f prefix.Family) (c pair, 
 	return c, nil
 }
 
-// cause prefers why ctx ended over what broke because of it.
+// cause returns the reason why ctx ended, if it has, in place of err, which is then only
+// a consequence.
 func cause(ctx context.Context, err error) error {
 	if ctx.Err() != nil {
 		return context.Cause(ctx)
@@ -61,8 +61,8 @@ func cause(ctx context.Context, err error) error {
 	return err
 }
 
-// Connect opens a TCP connection to the other pod, passes data both ways and
-// returns the address that the other pod saw it come from.
+// Connect opens a TCP connection to the other pod, sends data in both directions and
+// returns the source address that the other pod saw.
 func (p *Pod) Connect(ctx context.Context, to *Pod, f prefix.Family) (seen netip.Addr, err error) {
 	defer func() {
 		if err != nil {
@@ -89,8 +89,8 @@ func (p *Pod) Connect(ctx context.Context, to *Pod, f prefix.Family) (seen netip
 
 var errNothingArrived = errors.New("nothing arrived")
 
-// Throughput sends over TCP to the other pod for the time d and returns how
-// many bits per second arrived.
+// Throughput sends data over TCP to the other pod for the time d and returns the received
+// bits per second.
 func (p *Pod) Throughput(ctx context.Context, to *Pod, f prefix.Family, d time.Duration) (bps float64, err error) {
 	bps, err = p.throughput(ctx, to, f, d)
 	if err != nil {
@@ -133,7 +133,7 @@ func (p *Pod) throughput(ctx context.Context, to *Pod, f prefix.Family, d time.D
 	return float64(received) * 8 / time.Since(start).Seconds(), nil
 }
 
-// timeIsUp turns the deadline that ends a measurement into success.
+// timeIsUp returns nil for the timeout that ends a measurement, and otherwise err.
 func timeIsUp(err error) error {
 	if ne := net.Error(nil); errors.As(err, &ne) && ne.Timeout() {
 		return nil

@@ -18,7 +18,7 @@ import (
 	"flanneld/pkg/prefix"
 )
 
-// A smaller link on the way is reported to a pod that must not fragment.
+// A pod that must not fragment gets a report of a smaller MTU on the path.
 func TestKernelPingSeesPathMTU(t *testing.T) {
 	l := newLab(t, lab.Config{Families: dual, Hosts: 2, Segments: 2, Etcd: lab.EtcdOptions{Disabled: true}})
 	err := l.Underlay().Netlink(t.Context(), func(nl *netlink.Handle) error {
@@ -53,7 +53,7 @@ func TestKernelFlowCountsLoss(t *testing.T) {
 		t.Fatal(err)
 	}
 	waitUntil(t, "100 packets", func() bool { return flow.Stats().Answered >= 100 })
-	if lost := flow.Stats().Lost; len(lost) > 2 { // two may be on their way
+	if lost := flow.Stats().Lost; len(lost) > 2 { // two may be in transit
 		t.Errorf("lost %v on a quiet link", lost)
 	}
 	setEth0 := func(up bool) {
@@ -107,7 +107,7 @@ func TestKernelShaping(t *testing.T) {
 	handMade(t, l, 1500)
 	expectTenMegabits(t, l)
 
-	// A kernel without netem is told from others; TestVMShaping has one with it.
+	// The error names a kernel without netem; TestVMShaping runs on a kernel with it.
 	cfg.Latency = 20 * time.Millisecond
 	l, err := lab.New(t.Context(), cfg)
 	if err == nil {
@@ -117,7 +117,7 @@ func TestKernelShaping(t *testing.T) {
 	}
 }
 
-// Links that are late and lossy, alone and with a rate on top.
+// Links with latency and loss, with and without a rate limit.
 func TestVMShaping(t *testing.T) {
 	config := lab.Config{Families: dual, Hosts: 2, Etcd: lab.EtcdOptions{Disabled: true}}
 	t.Run("latency and rate", func(t *testing.T) {
@@ -126,7 +126,8 @@ func TestVMShaping(t *testing.T) {
 		l := newLab(t, cfg)
 		handMade(t, l, 1500)
 		for _, f := range dual {
-			// The machine adds to it, and resolving the neighbour doubles it, but not each time.
+			// The machine adds delay, and resolving the neighbour doubles it, but not in
+			// all five.
 			if rtt := quickest(t, l, f); rtt < 100*time.Millisecond || rtt > 190*time.Millisecond {
 				t.Errorf("%v: a round trip of %v, want 50 ms each way", f, rtt)
 			}
@@ -147,16 +148,16 @@ func TestVMShaping(t *testing.T) {
 	})
 }
 
-// expectTenMegabits sends through links of that rate.
+// expectTenMegabits checks the throughput of links with that rate.
 func expectTenMegabits(t *testing.T, l *lab.Lab) {
 	t.Helper()
 	pods := l.Pods()
-	bps, err := pods[0].Throughput(t.Context(), pods[1], prefix.IPv6, 3*time.Second) // to begin takes a part of the first
+	bps, err := pods[0].Throughput(t.Context(), pods[1], prefix.IPv6, 3*time.Second) // long, because a connection needs part of the first second to start
 	if err != nil {
 		t.Fatal(err)
 	}
 	least := 5e6
-	if os.Getenv("EMULATED") != "" { // a busy machine emulates TCP more slowly than this
+	if os.Getenv("EMULATED") != "" { // a busy machine emulates TCP more slowly than the limit
 		least = 2e6
 	}
 	if bps < least || bps > 15e6 {
@@ -178,8 +179,8 @@ func quickest(t *testing.T, l *lab.Lab, f prefix.Family) time.Duration {
 	return slices.Min(rtts)
 }
 
-// lostOf sends at least n packets from pod to pod, once they find each other, and
-// returns how many were sent and how many did not come back.
+// lostOf sends at least n packets between two pods after the first answer, and returns
+// how many were sent and how many did not come back.
 func lostOf(t *testing.T, l *lab.Lab, f prefix.Family, n int) (sent, lost int) {
 	t.Helper()
 	pods := l.Pods()

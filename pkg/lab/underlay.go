@@ -18,7 +18,7 @@ import (
 
 const router = 254 // the router's host number on every segment
 
-// segmentAddr is the address of a host number on a segment.
+// segmentAddr returns the address of a host number on a segment.
 func segmentAddr(f prefix.Family, segment, host int) netip.Prefix {
 	if f == prefix.IPv4 {
 		return netip.PrefixFrom(netip.AddrFrom4([4]byte{192, 168, byte(77 + segment), byte(host)}), 24)
@@ -26,7 +26,11 @@ func segmentAddr(f prefix.Family, segment, host int) netip.Prefix {
 	return netip.PrefixFrom(netip.AddrFrom16([16]byte{0: 0xfd, 3: 0x77, 5: byte(segment), 15: byte(host)}), 64)
 }
 
-// endpointAddrs are the router's addresses, by which every host reaches it.
+// RouterAddr returns the router's address of family f on the first segment. It exists if
+// the lab has that family.
+func (l *Lab) RouterAddr(f prefix.Family) netip.Addr { return segmentAddr(f, 0, router).Addr() }
+
+// endpointAddrs returns the addresses of the router. Every host can reach all of them.
 func (l *Lab) endpointAddrs() []netip.Addr {
 	var addrs []netip.Addr
 	for s := range l.cfg.Segments {
@@ -37,8 +41,8 @@ func (l *Lab) endpointAddrs() []netip.Addr {
 	return addrs
 }
 
-// buildSegments makes a bridge for each segment. The bridges' own addresses
-// make the namespace the router between them.
+// buildSegments creates a bridge for each segment. The bridges have addresses, so that
+// the namespace routes between the segments.
 func (l *Lab) buildSegments(ctx context.Context) error {
 	if err := l.underlay.boot(ctx); err != nil {
 		return err
@@ -64,7 +68,8 @@ func (l *Lab) buildSegments(ctx context.Context) error {
 
 func bridgeName(segment int) string { return fmt.Sprintf("l2-%d", segment+1) }
 
-// attach gives host its eth0: the other end is a port of its segment's bridge.
+// attach creates eth0 of the host. The other end of the veth pair is a port of the
+// segment's bridge.
 func (l *Lab) attach(ctx context.Context, host *Host) error {
 	port := &netlink.Veth{
 		LinkAttrs:     attrs(host.Name(), l.cfg.MTU),
@@ -104,12 +109,12 @@ func (l *Lab) attach(ctx context.Context, host *Host) error {
 	return plugged(ctx, l.underlay, port.Name, bridgeName(host.segment), host.Namespace)
 }
 
-// carrierTimeout bounds the wait for a new link's carrier.
+// carrierTimeout limits the wait for the carrier of a new link.
 const carrierTimeout = 10 * time.Second
 
-// plugged waits until packets pass from the far end's eth0 through port to
-// bridge: where many links come and go the kernel takes a second to act on a new
-// carrier, and drops what is sent before.
+// plugged waits until packets pass from eth0 at the far end through port to bridge. If
+// many links are created and removed, the kernel takes a second to notice a new carrier
+// and drops packets until then.
 func plugged(ctx context.Context, near *Namespace, port, bridge string, far *Namespace) error {
 	ctx, cancel := context.WithTimeoutCause(ctx, carrierTimeout, errors.New("no carrier"))
 	defer cancel()
@@ -141,13 +146,13 @@ func plugged(ctx context.Context, near *Namespace, port, bridge string, far *Nam
 	return nil
 }
 
-// maxLearned is the number of hosts up to which they resolve each other.
+// maxLearned is the largest number of hosts that resolve each other's addresses by ARP
+// and neighbour discovery.
 const maxLearned = 20
 
-// pinNeighbours gives the hosts of a big lab permanent entries for each other.
-// The kernel counts the resolved neighbours of all namespaces against one
-// limit, 1024 unless the machine says otherwise, and a mesh of 32 hosts is
-// beyond that.
+// pinNeighbours gives the hosts of a large lab permanent neighbour entries for each
+// other. The kernel limits the resolved neighbours of all namespaces together, to 1024 by
+// default, and a full mesh of 32 hosts exceeds that.
 func (l *Lab) pinNeighbours(ctx context.Context) error {
 	if len(l.hosts) <= maxLearned {
 		return nil
@@ -181,7 +186,7 @@ func (l *Lab) pinNeighbours(ctx context.Context) error {
 	return nil
 }
 
-// plug adds a veth pair and makes its near end a port of bridge.
+// plug creates a veth pair and makes its near end a port of bridge.
 func plug(h *netlink.Handle, port *netlink.Veth, bridge string) error {
 	if err := h.LinkAdd(port); err != nil {
 		return fmt.Errorf("add veth %s: %w", port.Name, err)
@@ -196,8 +201,8 @@ func plug(h *netlink.Handle, port *netlink.Veth, bridge string) error {
 	return setUp(h, port)
 }
 
-// configure sets up eth0: its addresses, and through each one's gateway a
-// default route.
+// configure sets the addresses of eth0 and adds a default route through the gateway of
+// each.
 func configure(h *netlink.Handle, addrs []netip.Prefix, gateway func(netip.Prefix) netip.Addr) error {
 	eth0, err := h.LinkByName("eth0")
 	if err != nil {
@@ -221,7 +226,7 @@ func configure(h *netlink.Handle, addrs []netip.Prefix, gateway func(netip.Prefi
 	return nil
 }
 
-// boot brings lo up and makes the namespace forward.
+// boot brings lo up and enables forwarding in the namespace.
 func (n *Namespace) boot(ctx context.Context) error {
 	return n.Netlink(ctx, func(h *netlink.Handle) error {
 		for _, file := range []string{"ipv4/ip_forward", "ipv6/conf/all/forwarding"} {
@@ -241,9 +246,9 @@ func loUp(h *netlink.Handle) error {
 	return setUp(h, lo)
 }
 
-// setUp sets up a link of the namespace that the calling thread is in, with a
-// link-local address that is usable at once: without one an IPv6 router finds
-// no neighbours.
+// setUp brings up a link of the calling thread's namespace. It disables duplicate address
+// detection so that the link-local address is usable at once: an IPv6 router needs it to
+// resolve neighbours.
 func setUp(h *netlink.Handle, link netlink.Link) error {
 	name := link.Attrs().Name
 	if err := os.WriteFile("/proc/sys/net/ipv6/conf/"+name+"/accept_dad", []byte("0"), 0); err != nil {
@@ -264,7 +269,7 @@ func attrs(name string, mtu int) netlink.LinkAttrs {
 func addAddr(h *netlink.Handle, link netlink.Link, p netip.Prefix) error {
 	a := &netlink.Addr{IPNet: ipNet(p)}
 	if p.Addr().Is6() {
-		a.Flags = unix.IFA_F_NODAD // usable at once
+		a.Flags = unix.IFA_F_NODAD // without duplicate address detection, so usable at once
 	}
 	if err := h.AddrReplace(link, a); err != nil {
 		return fmt.Errorf("add address %s to %s: %w", p, link.Attrs().Name, err)
@@ -272,12 +277,12 @@ func addAddr(h *netlink.Handle, link netlink.Link, p netip.Prefix) error {
 	return nil
 }
 
-// ipNet keeps p's host bits, which an address has and a route has not.
+// ipNet converts p and keeps its host bits, because p is an address and not a route.
 func ipNet(p netip.Prefix) *net.IPNet {
 	return &net.IPNet{IP: p.Addr().AsSlice(), Mask: net.CIDRMask(p.Bits(), p.Addr().BitLen())}
 }
 
-// shape limits what goes through port towards its host.
+// shape applies loss, latency and rate to the packets that go through port to its host.
 func (l *Lab) shape(h *netlink.Handle, port netlink.Link) error {
 	at := netlink.QdiscAttrs{
 		LinkIndex: port.Attrs().Index,
@@ -298,7 +303,7 @@ func (l *Lab) shape(h *netlink.Handle, port netlink.Link) error {
 	if l.cfg.Rate == 0 {
 		return nil
 	}
-	burst := max(l.cfg.Rate/100, math.MaxUint16+1) // a segmentation-offloaded packet must fit
+	burst := max(l.cfg.Rate/100, math.MaxUint16+1) // large enough for a packet with segmentation offload
 	tbf := &netlink.Tbf{
 		QdiscAttrs: at,
 		Rate:       l.cfg.Rate,
