@@ -12,8 +12,8 @@ import (
 	"time"
 )
 
-// Bounds on what a client can hold on to. A stop is not to wait for one that has
-// connected and asks nothing.
+// Limits on what a client can hold. shutdownTimeout is short so that a stop does not wait
+// for a client that has connected and sends no request.
 const (
 	requestTimeout  = 5 * time.Second
 	idleTimeout     = 2 * time.Minute
@@ -21,8 +21,7 @@ const (
 	shutdownTimeout = time.Second
 )
 
-// Handler answers /healthz and /readyz, with any method, from s. Any other
-// path is not found.
+// Handler answers /healthz and /readyz from s, with any method. Every other path is 404.
 func Handler(s *Status) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		switch r.URL.Path {
@@ -44,12 +43,12 @@ func Handler(s *Status) http.Handler {
 	})
 }
 
-// respond writes the state, which probes compare, on the first line and the
-// reasons for it below.
+// respond writes the state on the first line, which probes compare, and the reasons below
+// it.
 func respond(w http.ResponseWriter, code int, state string, reasons ...string) {
 	w.Header().Set("Content-Type", "text/plain; charset=utf-8")
 	w.WriteHeader(code)
-	// A client that went away is not worth a word.
+	// A failed write means that the client has gone.
 	_, _ = io.WriteString(w, strings.Join(append([]string{state}, reasons...), "\n"))
 }
 
@@ -62,8 +61,8 @@ func Listen(ctx context.Context, addr string) (net.Listener, error) {
 	return ln, nil
 }
 
-// Serve answers on ln with h until ctx ends, then lets open requests finish
-// for a bounded time and returns nil. It closes ln.
+// Serve answers requests on ln with h until ctx ends. It then gives open requests a
+// limited time to finish and returns nil. It closes ln.
 func Serve(ctx context.Context, ln net.Listener, h http.Handler) error {
 	srv := &http.Server{
 		Handler:           h,
@@ -72,7 +71,7 @@ func Serve(ctx context.Context, ln net.Listener, h http.Handler) error {
 		WriteTimeout:      requestTimeout,
 		IdleTimeout:       idleTimeout,
 		MaxHeaderBytes:    maxHeader,
-		// What clients do wrong is not this daemon's to log.
+		// Errors that clients cause do not belong in the daemon's log.
 		ErrorLog: log.New(io.Discard, "", 0),
 	}
 	stopped := make(chan struct{})

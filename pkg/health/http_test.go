@@ -73,7 +73,7 @@ func TestHandlerStuck(t *testing.T) {
 	})
 }
 
-// start serves h on loopback. stop ends that and returns what Serve returned.
+// start serves h on loopback. stop ends the server and returns the result of Serve.
 func start(t *testing.T, h http.Handler) (url string, stop func() error) {
 	t.Helper()
 	ln, err := Listen(t.Context(), "127.0.0.1:0")

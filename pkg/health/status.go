@@ -1,5 +1,5 @@
-// Package health tells probes and systemd how the daemon is: whether its main
-// loop is alive, and whether it is ready or which parts of it are not.
+// Package health reports the daemon's health to probes and to systemd: whether its main
+// loop is alive, whether it is ready, and which components are not.
 package health
 
 import (
@@ -13,8 +13,7 @@ import (
 
 var errPending = errors.New("not up yet")
 
-// Status is the daemon's health as its parts report it. It is safe for
-// concurrent use.
+// Status collects the health that each component reports. It is safe for concurrent use.
 type Status struct {
 	maxAge time.Duration
 
@@ -23,24 +22,24 @@ type Status struct {
 	beat  time.Time // zero before the first
 }
 
-// part is one component. Components are few: a list keeps the order in which
-// reasons are shown.
+// part is one component. There are few, and a list keeps the order in which reasons are
+// shown.
 type part struct {
 	name   string
 	err    error
 	since  time.Time     // when err became non-nil; zero before the first report
-	grace  time.Duration // how long err may stand before it counts
-	turned time.Time     // when it was last reported to have turned bad or good
+	grace  time.Duration // how long err may last before the daemon is not ready
+	turned time.Time     // when it last changed between good and bad
 }
 
-// counts reports whether the part keeps the daemon from being ready.
+// counts reports whether the part makes the daemon not ready.
 func (p *part) counts(now time.Time) bool {
 	return p.err != nil && (p.since.IsZero() || now.Sub(p.since) >= p.grace)
 }
 
-// New returns the status of a daemon that is ready once every one of the
-// required components was reported good. maxAge is how old the last Beat may
-// get before the main loop counts as stuck; zero means any age.
+// New returns the status of a daemon that becomes ready once all required components have
+// reported that they are good. If the last Beat is older than maxAge, the main loop
+// counts as stuck. With maxAge 0 it never does.
 func New(maxAge time.Duration, required ...string) *Status {
 	s := &Status{maxAge: maxAge}
 	for _, name := range required {
@@ -49,8 +48,8 @@ func New(maxAge time.Duration, required ...string) *Status {
 	return s
 }
 
-// Set reports the state of a component: nil means good. A component that was
-// not required at the start may be reported as well.
+// Set reports the state of a component; nil means good. Components that are not required
+// may report as well.
 func (s *Status) Set(component string, err error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -64,18 +63,19 @@ func (s *Status) Set(component string, err error) {
 	p.err = err
 }
 
-// SetGrace says how long a component may be bad, counted from the first bad
-// report after a good one, before the daemon is not ready. Zero, which every
-// component starts with, means not at all. A required component that was
-// never reported counts at once whatever its grace.
+// SetGrace sets how long a component may be bad before the daemon is not ready, counted
+// from the first bad report after a good one. The default is zero: a bad component counts
+// at once. The grace does not apply to a required component that has not reported yet: it
+// counts at once.
 func (s *Status) SetGrace(component string, grace time.Duration) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.part(component).grace = grace
 }
 
-// Part returns what was last reported of a component, and since when it has
-// been good or bad: zero if it was never reported.
+// Part returns the last error that a component reported, nil if it is good, and the time
+// since which it has been good or bad. The time is zero if the component has never
+// reported.
 func (s *Status) Part(component string) (since time.Time, err error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -87,7 +87,7 @@ func (s *Status) Part(component string) (since time.Time, err error) {
 	return time.Time{}, nil
 }
 
-// part finds or adds a component. s.mu is held.
+// part returns the component called name and adds it if it is new. The caller holds s.mu.
 func (s *Status) part(name string) *part {
 	i := slices.IndexFunc(s.parts, func(p *part) bool { return p.name == name })
 	if i < 0 {
@@ -97,8 +97,8 @@ func (s *Status) part(name string) *part {
 	return s.parts[i]
 }
 
-// Ready reports whether nothing is known to be broken and, if something is,
-// the reasons: one line each, the required components first.
+// Ready reports whether all components are good. If not, it returns the reasons, one line
+// each, required components first.
 func (s *Status) Ready() (ready bool, reasons []string) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -111,15 +111,22 @@ func (s *Status) Ready() (ready bool, reasons []string) {
 	return len(reasons) == 0, reasons
 }
 
-// Beat reports that the main loop goes round.
+// Beat reports that the main loop has completed a round.
 func (s *Status) Beat() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.beat = time.Now()
 }
 
-// Alive returns nil while the main loop goes round, and before its first
-// Beat, when the daemon still starts.
+// Pause reports that there is no main loop until the next Beat.
+func (s *Status) Pause() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.beat = time.Time{}
+}
+
+// Alive returns nil while the main loop completes rounds. It also returns nil before the
+// first Beat, while the daemon is starting, and after a Pause.
 func (s *Status) Alive() error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -133,7 +140,7 @@ func (s *Status) Alive() error {
 	return nil
 }
 
-// OneLine joins the lines of an error, as joined errors have them.
+// OneLine returns the text of an error with "; " in place of line breaks.
 func OneLine(err error) string {
 	return strings.Join(strings.FieldsFunc(err.Error(), func(r rune) bool { return r == '\n' || r == '\r' }), "; ")
 }

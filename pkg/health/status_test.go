@@ -50,7 +50,7 @@ func TestGrace(t *testing.T) {
 		s.Set("datastore", gone)
 		checkReady(t, s)
 		time.Sleep(grace - 1)
-		s.Set("datastore", gone) // a repeated report does not begin anew
+		s.Set("datastore", gone) // a repeated report does not restart the grace period
 		checkReady(t, s)
 		time.Sleep(time.Nanosecond)
 		checkReady(t, s, "datastore: unreachable")
@@ -98,6 +98,16 @@ func TestAlive(t *testing.T) {
 		s.Beat()
 		if err := s.Alive(); err != nil {
 			t.Errorf("after another beat: %v", err)
+		}
+		s.Pause()
+		time.Sleep(time.Hour)
+		if err := s.Alive(); err != nil {
+			t.Errorf("during a pause: %v", err)
+		}
+		s.Beat()
+		time.Sleep(2 * time.Minute)
+		if err := s.Alive(); err == nil {
+			t.Error("a beat does not end a pause")
 		}
 	})
 }

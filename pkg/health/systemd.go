@@ -10,20 +10,20 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Notifier tells systemd about the service, by the environment that systemd
-// gave it. Without that environment it does nothing.
+// Notifier sends notifications to systemd, through the environment variables that systemd
+// set. Without these variables it does nothing.
 type Notifier struct{}
 
-// Ready says that the service is up.
+// Ready reports that the service has started.
 func (Notifier) Ready() error { return notify(daemon.SdNotifyReady) }
 
-// Stopping says that the service goes down.
+// Stopping reports that the service is stopping.
 func (Notifier) Stopping() error { return notify(daemon.SdNotifyStopping) }
 
-// Keep has systemd keep the open file fd for the next start of the service,
-// under the given name and in place of what it has kept under it, if the unit
-// has FileDescriptorStoreMax=. The next start finds it among the files that
-// systemd passes on.
+// Keep asks systemd to keep the open file fd until the next start of the service, under
+// the given name. It replaces the file that systemd keeps under that name. The next start
+// finds the file among those that systemd passes to it. The unit must set
+// FileDescriptorStoreMax=.
 func (Notifier) Keep(name string, fd int) error {
 	path := os.Getenv("NOTIFY_SOCKET")
 	if path == "" {
@@ -43,10 +43,9 @@ func (Notifier) Keep(name string, fd int) error {
 	return nil
 }
 
-// Watchdog pings systemd's watchdog, if the unit asks for that, at half its
-// interval while s is alive. It blocks until ctx ends; it returns nil then,
-// and at once if the unit does not ask. A failed ping does not end it: if
-// pings keep failing systemd restarts the service.
+// Watchdog pings systemd's watchdog at half its interval while s is alive, until ctx
+// ends. It returns nil at that point, or at once if the unit sets no watchdog. It ignores
+// a failed ping: if pings keep failing, systemd restarts the service.
 func (Notifier) Watchdog(ctx context.Context, s *Status) error {
 	interval, err := daemon.SdWatchdogEnabled(false)
 	if err != nil {

@@ -11,7 +11,7 @@ import (
 	"time"
 )
 
-// listenNotify plays systemd: it returns the messages that arrive.
+// listenNotify acts as systemd: it returns the messages that arrive.
 func listenNotify(t *testing.T) (next func(wait time.Duration) (string, error)) {
 	t.Helper()
 	path := filepath.Join(t.TempDir(), "notify")
@@ -73,7 +73,7 @@ func TestWatchdog(t *testing.T) {
 	t.Setenv("WATCHDOG_USEC", strconv.FormatInt(interval.Microseconds(), 10))
 	t.Setenv("WATCHDOG_PID", strconv.Itoa(os.Getpid()))
 
-	s := New(time.Nanosecond) // any beat is too old at once
+	s := New(time.Nanosecond) // every beat is too old at once
 	ctx, cancel := context.WithCancel(t.Context())
 	done := make(chan error, 1)
 	go func() { done <- Notifier{}.Watchdog(ctx, s) }()
@@ -84,7 +84,7 @@ func TestWatchdog(t *testing.T) {
 		}
 	}
 	s.Beat()
-	_, _ = next(interval) // a ping may have been on its way
+	_, _ = next(interval) // a ping may already be on its way
 	if got, err := next(2 * interval); !errors.Is(err, os.ErrDeadlineExceeded) {
 		t.Errorf("systemd got %q (%v) from a stuck daemon, want silence", got, err)
 	}

@@ -1,5 +1,6 @@
-// Package loop runs a level-triggered step: on demand, at a slow tick, and
-// again after failure.
+// Package loop calls a function whenever it is woken, regularly at a slow interval, and
+// again after it fails. The function reads the current state each time, so a lost or
+// repeated wake does no harm.
 package loop
 
 import (
@@ -15,7 +16,8 @@ const (
 	maxBackoff = 30 * time.Second
 )
 
-// Backoff is the pause between tries, which gets longer with each.
+// Backoff returns pauses between tries. Each pause is about twice as long as the one
+// before.
 type Backoff struct{ pause time.Duration }
 
 // Next returns the pause before the next try.
@@ -24,12 +26,12 @@ func (b *Backoff) Next() time.Duration {
 	return jitter(b.pause)
 }
 
-// Reset has the next pause be a short one.
+// Reset makes the next pause the shortest one again.
 func (b *Backoff) Reset() { b.pause = 0 }
 
-// Loop calls a step whenever it is woken, and at least once in every resync
-// period. Wakes while the step runs are one wake: the step looks at what is,
-// not at what happened.
+// Loop calls a step function each time it is woken, and at least once per resync period.
+// Several wakes during one step lead to a single further step: the step reads the current
+// state, so it does not need one call per event.
 type Loop struct {
 	resync time.Duration
 	step   func(context.Context) error
@@ -42,8 +44,8 @@ func New(resync time.Duration, step func(context.Context) error) *Loop {
 	return &Loop{resync: resync, step: step, wake: make(chan struct{}, 1), calls: make(chan func())}
 }
 
-// After is what a step returns that has to run again in that time, and has not
-// failed.
+// After is the error that a successful step returns when it must run again after the
+// given time.
 type After time.Duration
 
 // Error implements error.
@@ -57,9 +59,9 @@ func (l *Loop) Wake() {
 	}
 }
 
-// Do runs f on the loop's goroutine, between steps, and returns when it has
-// run. Where the loop does not get to it before ctx ends, or has ended itself,
-// f does not run and the error is ctx's.
+// Do runs f on the goroutine of the loop, between two steps, and returns after f. If ctx
+// ends before the loop can run f, or the loop has ended, f does not run and Do returns
+// the error of ctx.
 func (l *Loop) Do(ctx context.Context, f func()) error {
 	done := make(chan struct{})
 	select {
@@ -71,8 +73,8 @@ func (l *Loop) Do(ctx context.Context, f func()) error {
 	}
 }
 
-// Run blocks until ctx ends, and returns nil then. A step that fails is
-// repeated, after a pause; reporting the failure is the step's own business.
+// Run blocks until ctx ends, then returns nil. It repeats a failed step after a pause. It
+// does not log the failure: the step does that.
 func (l *Loop) Run(ctx context.Context) error {
 	var backoff Backoff
 	for ctx.Err() == nil {
@@ -82,7 +84,7 @@ func (l *Loop) Run(ctx context.Context) error {
 			wait = min(wait, time.Duration(after))
 			backoff.Reset()
 		} else if err != nil {
-			// However often it is woken, a step that fails rests a little.
+			// Frequent wakes must not turn a failing step into a busy loop.
 			if !sleep(ctx, minBackoff) {
 				return nil
 			}
@@ -95,7 +97,7 @@ func (l *Loop) Run(ctx context.Context) error {
 	return nil
 }
 
-// rest returns when it is time for a step.
+// rest blocks until the next step is due.
 func (l *Loop) rest(ctx context.Context, wait time.Duration) {
 	timer := time.NewTimer(wait)
 	defer timer.Stop()
@@ -113,7 +115,8 @@ func (l *Loop) rest(ctx context.Context, wait time.Duration) {
 	}
 }
 
-// jitter spreads d by 20 % either way, so that hosts do not move in step.
+// jitter changes d by up to 20 % in either direction, so that hosts do not act at the
+// same moment.
 func jitter(d time.Duration) time.Duration {
 	return time.Duration(float64(d) * (0.8 + 0.4*rand.Float64()))
 }

@@ -11,8 +11,8 @@ import (
 	"flanneld/pkg/loop"
 )
 
-// start runs a loop in the bubble and returns it with the times of its steps,
-// relative to the start. fails says how many steps fail at first.
+// start runs a loop in the synctest bubble. It returns the loop and the times of its
+// steps, relative to the start. The first fails steps fail.
 func start(t *testing.T, resync time.Duration, fails int) (*loop.Loop, *[]time.Duration) {
 	t.Helper()
 	begin := time.Now()
@@ -37,7 +37,7 @@ func start(t *testing.T, resync time.Duration, fails int) (*loop.Loop, *[]time.D
 	return l, &steps
 }
 
-// advance lets d of the bubble's time pass, and everything that follows from it.
+// advance moves the bubble's clock forward by d and waits until all goroutines are idle.
 func advance(d time.Duration) {
 	<-time.After(d)
 	synctest.Wait()
@@ -103,7 +103,8 @@ func TestAfter(t *testing.T) {
 	})
 }
 
-// TestAfterIsNoLaterThanResync: a step that asks for another has its tick nevertheless.
+// TestAfterIsNoLaterThanResync: a step that asks for a later repetition still runs at
+// each resync.
 func TestAfterIsNoLaterThanResync(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		steps := 0
@@ -138,12 +139,12 @@ func TestFailingStepIsNotABusyLoop(t *testing.T) {
 func TestDoRunsBetweenSteps(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		l, steps := start(t, time.Hour, 0)
-		before := len(*steps) // read on the loop's goroutine below, written there too
+		before := len(*steps) // read here and written by the loop, but never at the same time
 		var seen int
 		if err := l.Do(t.Context(), func() { seen = len(*steps) }); err != nil || seen != before {
-			t.Errorf("Do: %v, %d steps, want %d: asking is no reason for a step", err, seen, before)
+			t.Errorf("Do: %v, %d steps, want %d: Do must not cause a step", err, seen, before)
 		}
-		advance(61 * time.Minute) // shorter than the longest resync, and not put off by Do
+		advance(61 * time.Minute) // shorter than the longest resync period, and Do must not delay it
 		advance(12 * time.Minute)
 		if n := len(*steps); n != before+1 {
 			t.Errorf("%d steps in an hour, want one more than %d", n, before)

@@ -1,5 +1,5 @@
-// Package metrics shows the daemon's figures to Prometheus. Counters are fed
-// where things happen; everything that can be looked up is, when asked.
+// Package metrics exports the daemon's metrics to Prometheus. Counters are incremented
+// when an event happens. All other values are read at each scrape.
 package metrics
 
 import (
@@ -16,26 +16,26 @@ import (
 	"flanneld/pkg/version"
 )
 
-// lookTimeout bounds how long a scrape waits for the daemon's loop.
+// lookTimeout limits how long a scrape waits for the daemon's main loop.
 const lookTimeout = 2 * time.Second
 
-// Look is what is looked up when somebody asks. Zero times are left out, and
-// so are nil maps.
+// Look holds the values that are read at each scrape. A zero time or a nil map means
+// unknown: its metrics are absent.
 type Look struct {
 	Ready         bool
 	Backend       string                     // type
-	Mode          string                     // of the backend, where it has several
+	Mode          string                     // of the backend, if it has several
 	Peers         map[string]int             // by state: served, held, refused
 	Objects       map[string]dataplane.Count // by kind
 	LastSync      time.Time
 	Connected     bool              // to the datastore
-	LeaseExpires  time.Time         // zero for a lease without end
+	LeaseExpires  time.Time         // zero for a lease that does not expire
 	Pool          map[string]uint64 // subnets by state: free, leased, reserved
 	RestartNeeded bool
 	Dropped       map[string]uint64 // packets dropped in user space, by reason
 }
 
-// Metrics are the figures of one daemon, with a registry of their own.
+// Metrics holds the metrics of one daemon, in a registry of its own.
 type Metrics struct {
 	registry *prometheus.Registry
 
@@ -46,8 +46,8 @@ type Metrics struct {
 	firewallFailures prometheus.Counter
 }
 
-// New returns metrics that ask look for what can be looked up. look may return
-// early, with what it has, when its context ends.
+// New returns metrics that call look at each scrape. When its context ends, look may
+// return what it has so far.
 func New(look func(context.Context) Look) *Metrics {
 	counter := func(name, help string) prometheus.Counter {
 		return prometheus.NewCounter(prometheus.CounterOpts{Namespace: "flannel", Name: name, Help: help})
@@ -56,13 +56,13 @@ func New(look func(context.Context) Look) *Metrics {
 		registry: prometheus.NewRegistry(),
 		duration: prometheus.NewHistogram(prometheus.HistogramOpts{
 			Namespace: "flannel", Name: "sync_duration_seconds",
-			Help:    "How long it took to make the kernel hold what the leases say. If it grows while the number of peers does not, look at what else changes routes on this host.",
+			Help:    "Time to make the kernel match the leases. If it grows while the number of peers does not, find out what else changes routes on this host.",
 			Buckets: []float64{.0005, .001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10},
 		}),
-		failures: counter("sync_failures_total", "Passes over the kernel that failed and are repeated. If it keeps growing, /readyz and the log name the object and the reason."),
-		repaired: counter("drift_repaired_total", "Kernel objects that another program had changed or removed, and that were put right. If it keeps growing, find that program: ip monitor, or the log with --v=4, tells the objects."),
+		failures: counter("sync_failures_total", "Attempts to update the kernel that failed and are repeated. If it keeps growing, /readyz and the log name the object and the reason."),
+		repaired: counter("drift_repaired_total", "Kernel objects that another program changed or removed, and that flanneld restored. If it keeps growing, find that program: ip monitor, or the log with --v=4, names the objects."),
 		firewallRepairs: counter("firewall_repairs_total",
-			"Times that masquerade or forward rules had to be put right. If it keeps growing, another program rewrites them."),
+			"Times that flanneld restored masquerade or forward rules. If it keeps growing, another program rewrites them."),
 		firewallFailures: counter("firewall_failures_total", "Attempts to program masquerade or forward rules that failed and are repeated. The log and /readyz give the reason."),
 	}
 	m.registry.MustRegister(
@@ -73,12 +73,12 @@ func New(look func(context.Context) Look) *Metrics {
 	return m
 }
 
-// Handler answers scrapes.
+// Handler serves scrapes.
 func (m *Metrics) Handler() http.Handler {
 	return promhttp.HandlerFor(m.registry, promhttp.HandlerOpts{Registry: m.registry})
 }
 
-// Synced counts one pass over the kernel.
+// Synced records one pass of the reconciler.
 func (m *Metrics) Synced(took time.Duration, repaired int, err error) {
 	m.duration.Observe(took.Seconds())
 	m.repaired.Add(float64(repaired))
@@ -87,8 +87,8 @@ func (m *Metrics) Synced(took time.Duration, repaired int, err error) {
 	}
 }
 
-// Firewall counts what one pass over the rules did: whether it had to put
-// something right that was right before, and whether it failed.
+// Firewall records one pass over the traffic rules: whether it restored rules that were
+// in place before, and whether it failed.
 func (m *Metrics) Firewall(repaired bool, err error) {
 	if repaired {
 		m.firewallRepairs.Inc()
@@ -98,7 +98,7 @@ func (m *Metrics) Firewall(repaired bool, err error) {
 	}
 }
 
-// lookup turns a Look into metrics.
+// lookup is the collector that turns a Look into metrics.
 type lookup struct{ look func(context.Context) Look }
 
 // gauge describes one value of a Look.
@@ -111,24 +111,24 @@ func describe(kind prometheus.ValueType, name, help string, labels ...string) ga
 	return gauge{prometheus.NewDesc("flannel_"+name, help, labels, nil), kind}
 }
 
-// gauges are all values of a Look, by name. There is no global: descriptions
-// are made when they are asked for, which is seldom.
+// gauges returns the descriptions of all values of a Look, by name. It builds them at
+// each call, which is rare, so that no package variable is needed.
 func gauges() map[string]gauge {
 	g := prometheus.GaugeValue
 	return map[string]gauge{
 		"build":    describe(g, "build_info", "Always 1; the labels say which flanneld this is.", "version", "goversion"),
-		"backend":  describe(g, "backend_info", "Always 1; the labels say how packets are carried.", "type", "mode"),
+		"backend":  describe(g, "backend_info", "Always 1; the labels give the backend and how it carries packets.", "type", "mode"),
 		"ready":    describe(g, "ready", "1 while /readyz answers 200. If it is 0, its body gives the reasons."),
-		"peers":    describe(g, "peers", "Other hosts by how this one serves them. Held ones are served though the store has forgotten them; for refused ones the log gives the reason.", "state"),
-		"objects":  describe(g, "kernel_objects", "Kernel objects that are wanted and there, by kind. Fewer than flannel_kernel_objects_wanted for long: see the log.", "kind"),
-		"wanted":   describe(g, "kernel_objects_wanted", "Kernel objects that should be there, by kind.", "kind"),
-		"lastSync": describe(g, "last_sync_timestamp_seconds", "When the kernel was last in order. If it is long ago, /readyz and the log say why."),
-		"store":    describe(g, "datastore_connected", "1 while etcd or the Kubernetes API answers. While it is 0 traffic goes on, but changes do not arrive."),
-		"lease":    describe(g, "lease_expiry_timestamp_seconds", "When the own lease runs out unless it is renewed. Absent for leases without end. If it comes near, the store does not take renewals."),
-		"pool":     describe(g, "pool_subnets", "Subnets of the configured range by state. When none is free no host can join: remove reservations, or choose a longer SubnetLen for a new network.", "state"),
-		"restart":  describe(g, "restart_needed", "1 if the network configuration has changed since the start, or cannot be used any more: this daemon goes on with the old one until it is restarted. Try the new one before."),
+		"peers":    describe(g, "peers", "Other hosts by how this host serves them. Held ones are still served although the store no longer contains them; the log gives the reason for refused ones.", "state"),
+		"objects":  describe(g, "kernel_objects", "Kernel objects that are wanted and present, by kind. If it stays below flannel_kernel_objects_wanted, see the log.", "kind"),
+		"wanted":   describe(g, "kernel_objects_wanted", "Kernel objects that should be present, by kind.", "kind"),
+		"lastSync": describe(g, "last_sync_timestamp_seconds", "When the kernel last matched the leases. If that is long ago, /readyz and the log give the reason."),
+		"store":    describe(g, "datastore_connected", "1 while etcd or the Kubernetes API answers. While it is 0, traffic continues, but changes of leases do not arrive."),
+		"lease":    describe(g, "lease_expiry_timestamp_seconds", "When this host's lease expires unless it is renewed. Absent for leases that do not expire. If it comes near, the store does not accept renewals."),
+		"pool":     describe(g, "pool_subnets", "Subnets of the configured range by state. If none is free, no host can join: remove reservations, or choose a longer SubnetLen for a new network.", "state"),
+		"restart":  describe(g, "restart_needed", "1 if the network configuration has changed since the start, or has become invalid: flanneld keeps the old one until it is restarted. Check the new one before you restart."),
 		"dropped": describe(prometheus.CounterValue, "udp_dropped_packets_total",
-			"Packets that the udp backend has dropped, by reason.", "reason"),
+			"Packets that the udp backend dropped, by reason.", "reason"),
 	}
 }
 
@@ -145,7 +145,7 @@ func (l *lookup) Collect(ch chan<- prometheus.Metric) {
 	defer cancel()
 	look, all := l.look(ctx), gauges()
 	set := func(name string, value float64, labels ...string) {
-		//nolint:promlinter // it cannot see where the description comes from; the names are linted by a test
+		//nolint:promlinter // promlinter does not find the description; a test lints the names
 		ch <- prometheus.MustNewConstMetric(all[name].Desc, all[name].kind, value, labels...)
 	}
 	at := func(name string, t time.Time) {

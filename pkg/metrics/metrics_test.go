@@ -64,22 +64,22 @@ func TestMetrics(t *testing.T) {
 	}
 }
 
-// What is not known is absent, not zero: a lease without end would look as if
-// it had run out in 1970.
+// Unknown values are absent instead of zero: a lease that does not expire would otherwise
+// look as if it had expired in 1970.
 func TestUnknownIsAbsent(t *testing.T) {
 	page := scrape(t, metrics.New(func(context.Context) metrics.Look { return metrics.Look{} }))
 	for _, name := range []string{"flannel_lease_expiry", "flannel_last_sync_timestamp", "flannel_pool", "flannel_udp", "flannel_backend_info", "flannel_peers"} {
 		if strings.Contains(page, name) {
-			t.Errorf("%s is there though nothing is known of it", name)
+			t.Errorf("%s is present although its value is unknown", name)
 		}
 	}
 	if !strings.Contains(page, "\nflannel_ready 0") || !strings.Contains(page, "\nflannel_datastore_connected 0") {
-		t.Error("ready and connected have to be there, as 0")
+		t.Error("ready and connected must be present, as 0")
 	}
 }
 
-// Alert rules and the dashboard ask for nothing that is not there.
-func TestRulesAndDashboardNameWhatIsThere(t *testing.T) {
+// Alert rules and the dashboard use only metrics that exist.
+func TestRulesAndDashboardUseExistingMetrics(t *testing.T) {
 	m := metrics.New(full)
 	m.Synced(time.Second, 0, nil)
 	page := scrape(t, m)
@@ -94,7 +94,7 @@ func TestRulesAndDashboardNameWhatIsThere(t *testing.T) {
 		}
 		for _, name := range names {
 			if !strings.Contains(page, "\n"+name+"{") && !strings.Contains(page, "\n"+name+" ") {
-				t.Errorf("%s asks for %s, which is not there", file, name)
+				t.Errorf("%s uses %s, which does not exist", file, name)
 			}
 		}
 	}

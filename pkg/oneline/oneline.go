@@ -1,14 +1,15 @@
-// Package oneline joins errors such that the log keeps to one line for each event.
+// Package oneline joins several errors into one whose text has no line breaks, so that
+// each log entry is one line.
 package oneline
 
 import "strings"
 
-// joined reads like its parts, one after the other.
+// joined is an error whose text is the texts of its parts, separated by "; ".
 type joined struct{ parts []error }
 
-// Join returns an error that wraps those of errs that are not nil, as
-// errors.Join does, but with "; " between their texts in place of line breaks.
-// It returns nil if all are, and the error itself if it is the only one.
+// Join returns an error that wraps all non-nil errs, like errors.Join, but separates
+// their texts with "; " instead of line breaks. It returns nil if all are nil, and the
+// error itself if only one is not nil.
 func Join(errs ...error) error {
 	var some []error
 	for _, err := range errs {
@@ -34,5 +35,5 @@ func (j *joined) Error() string {
 	return strings.Join(texts, "; ")
 }
 
-// Unwrap is for errors.Is and errors.As.
+// Unwrap makes the parts visible to errors.Is and errors.As.
 func (j *joined) Unwrap() []error { return j.parts }

@@ -10,21 +10,21 @@ import (
 func TestJoin(t *testing.T) {
 	one := errors.New("one")
 	if err := Join(nil, nil); err != nil {
-		t.Errorf("of nothing comes %v", err)
+		t.Errorf("Join(nil, nil) = %v, want nil", err)
 	}
 	if err := Join(nil, one, nil); !errors.Is(err, one) || err.Error() != "one" {
-		t.Errorf("of one error comes %v", err)
+		t.Errorf("Join of one error = %v, want that error", err)
 	}
 	err := Join(one, nil, io.EOF, Join(fs.ErrExist, fs.ErrClosed))
 	if got, want := err.Error(), "one; EOF; file already exists; file already closed"; got != want {
-		t.Errorf("it reads %q, want %q", got, want)
+		t.Errorf("text %q, want %q", got, want)
 	}
 	for _, part := range []error{one, io.EOF, fs.ErrExist, fs.ErrClosed} {
 		if !errors.Is(err, part) {
-			t.Errorf("%v is not found in it", part)
+			t.Errorf("%v is not found by errors.Is", part)
 		}
 	}
 	if errors.Is(err, fs.ErrInvalid) {
-		t.Error("what is not in it is found")
+		t.Error("errors.Is finds an error that was not joined")
 	}
 }

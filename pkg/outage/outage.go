@@ -1,5 +1,5 @@
-// Package outage tells a remote service that is away from one that is there,
-// for those who talk to it and retry.
+// Package outage tracks whether a remote service can be reached, for code that calls it
+// and retries.
 package outage
 
 import (
@@ -13,16 +13,17 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// Failure is an error of the service, or of the way to it. Other errors come
-// from a service that answers.
+// Failure is an error of the service or of the connection to it. Any other error comes
+// from a service that answers, and so does not count as an outage.
 type Failure interface {
 	error
-	// Kind is a word or two. Another kind is worth another line in the log.
+	// Kind names the failure in one or two words. During an outage the tracker logs each
+	// kind once.
 	Kind() string
 }
 
-// Tracker follows several activities that use one service, which is there if
-// none of them fails. It logs and reports changes only. It is safe for
+// Tracker follows several activities that use one service. The service counts as usable
+// while none of them fails. Tracker logs and reports only changes. It is safe for
 // concurrent use.
 type Tracker struct {
 	name     string
@@ -30,13 +31,13 @@ type Tracker struct {
 
 	mu      sync.Mutex
 	failing map[string]bool
-	known   bool     // onStatus was called
-	kinds   []string // of the errors logged since the service was usable last
+	known   bool     // whether onStatus was called before
+	kinds   []string // kinds of the errors logged since the service was last usable
 }
 
-// New returns a tracker for the service called name. onStatus is told when it
-// becomes unusable, with the reason, and usable again, with nil; it may be nil,
-// and must not call the tracker.
+// New returns a tracker for the service called name. The tracker calls onStatus with the
+// reason when the service becomes unusable, and with nil when it is usable again.
+// onStatus may be nil. It must not call the tracker.
 func New(name string, onStatus func(error)) *Tracker {
 	if onStatus == nil {
 		onStatus = func(error) {}
@@ -44,8 +45,8 @@ func New(name string, onStatus func(error)) *Tracker {
 	return &Tracker{name: name, onStatus: onStatus, failing: map[string]bool{}}
 }
 
-// Report takes the outcome of an activity in. What came of the end of ctx is
-// no outcome.
+// Report records the outcome of an activity. It ignores the outcome if ctx has ended,
+// because the end of ctx may be the cause of the error.
 func (t *Tracker) Report(ctx context.Context, activity string, err error) {
 	if ctx.Err() != nil {
 		return
@@ -55,7 +56,7 @@ func (t *Tracker) Report(ctx context.Context, activity string, err error) {
 	log := klog.FromContext(ctx)
 	if failure, ok := errors.AsType[Failure](err); ok {
 		t.failing[activity] = true
-		if !slices.Contains(t.kinds, failure.Kind()) { // they may alternate
+		if !slices.Contains(t.kinds, failure.Kind()) { // kinds may alternate
 			t.kinds = append(t.kinds, failure.Kind())
 			log.Error(err, t.name+" is not usable, retrying")
 			t.tell(err)
@@ -74,7 +75,7 @@ func (t *Tracker) Report(ctx context.Context, activity string, err error) {
 	}
 }
 
-// Forget drops an activity that has ended.
+// Forget removes an activity that has ended, so that its last failure no longer counts.
 func (t *Tracker) Forget(activity string) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -86,18 +87,19 @@ func (t *Tracker) tell(err error) {
 	t.onStatus(err)
 }
 
-// Backoff is a pause that doubles from Least to Most each time, spread by half.
+// Backoff waits between tries. The pause doubles from Least to Most; each one varies by
+// up to half, so that hosts do not retry at the same moment.
 type Backoff struct {
 	Least, Most time.Duration
 
 	next time.Duration
 }
 
-// Reset makes the next pause the least again.
+// Reset makes the next pause the shortest one again.
 func (b *Backoff) Reset() { b.next = 0 }
 
-// Wait blocks for the next pause, and no less than atLeast. Its only error is
-// that of ctx.
+// Wait blocks for the next pause, and at least for atLeast. It returns the error of ctx
+// if ctx ends first.
 func (b *Backoff) Wait(ctx context.Context, atLeast time.Duration) error {
 	b.next = min(max(b.next, b.Least), b.Most)
 	timer := time.NewTimer(atLeast + b.next/2 + rand.N(b.next))

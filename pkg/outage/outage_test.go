@@ -44,10 +44,10 @@ func TestTracker(t *testing.T) {
 	}
 	log := logger.GetSink().(ktesting.Underlier).GetBuffer().String()
 	if n := strings.Count(log, "store is not usable"); n != 3 {
-		t.Errorf("%d lines when it goes, want 3:\n%s", n, log)
+		t.Errorf("%d lines about the outage, want 3:\n%s", n, log)
 	}
 	if n := strings.Count(log, "store is usable again"); n != 2 {
-		t.Errorf("%d lines when it returns, want 2:\n%s", n, log)
+		t.Errorf("%d lines about its end, want 2:\n%s", n, log)
 	}
 }
 

@@ -1,4 +1,4 @@
-// Package parallel spreads a loop over CPUs.
+// Package parallel runs a loop on several CPUs.
 package parallel
 
 import (
@@ -6,12 +6,12 @@ import (
 	"sync"
 )
 
-// least is how many rounds are worth the wait for another CPU to wake up.
+// least is the number of iterations per goroutine below which waking another CPU costs more
+// than it saves.
 const least = 500
 
-// For calls f with each of 0 to n-1, in any order and on as many CPUs as the
-// program may use, and returns when all calls have. f is cheap, and safe for
-// concurrent use.
+// For calls f(0) to f(n-1), in any order and on as many CPUs as the program may use. It
+// returns when all calls have returned. f must be cheap and safe for concurrent use.
 func For(n int, f func(i int)) {
 	parts := max(1, min(runtime.GOMAXPROCS(0), n/least))
 	part := func(k int) {

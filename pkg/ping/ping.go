@@ -1,5 +1,5 @@
-// Package ping sends ICMP echo requests of a given size, for IPv4 and IPv6
-// alike. It needs CAP_NET_RAW.
+// Package ping sends ICMP echo requests of a given size, over IPv4 and IPv6. It needs
+// CAP_NET_RAW.
 package ping
 
 import (
@@ -19,24 +19,24 @@ import (
 	"flanneld/pkg/prefix"
 )
 
-// ErrTooBig means that a packet that must not be fragmented is bigger than the
-// sender's link, or than a link that a router reported.
+// ErrTooBig means that a packet with "don't fragment" set exceeds the MTU of the sender's
+// link, or the MTU that a router reported.
 var ErrTooBig = errors.New("packet too big")
 
-// ErrUnreachable means that a router said so.
+// ErrUnreachable means that a router reported the destination as unreachable.
 var ErrUnreachable = errors.New("unreachable")
 
 // Options shape an echo request.
 type Options struct {
 	Size         int           // of the whole IP packet, in bytes; 0 means 84
-	DontFragment bool          // neither here nor on the way
-	Timeout      time.Duration // for the answer; 0 means 1 s
-	// Listen opens the socket, for a network namespace that is not the
-	// caller's; nil means here.
+	DontFragment bool          // forbid fragmentation by this host and by routers
+	Timeout      time.Duration // for the reply; 0 means 1 s
+	// Listen opens the socket. A caller sets it to send from another network namespace;
+	// nil means the current one.
 	Listen func(ctx context.Context, lc *net.ListenConfig, network, address string) (net.PacketConn, error)
 }
 
-// icmpKind is what differs between the families in an echo.
+// icmpKind holds the ICMP constants that differ between IPv4 and IPv6.
 type icmpKind struct {
 	network, any        string
 	header              int // of IP, in bytes
@@ -69,7 +69,7 @@ func Ping(ctx context.Context, dst netip.Addr, o Options) (time.Duration, error)
 		o.Size = 84
 	}
 	if o.Size < kind.header+icmpHeader {
-		return 0, fmt.Errorf("a packet of %d bytes holds no echo", o.Size)
+		return 0, fmt.Errorf("a packet of %d bytes is too small for an echo request", o.Size)
 	}
 	if o.Timeout == 0 {
 		o.Timeout = time.Second
@@ -108,7 +108,7 @@ func Ping(ctx context.Context, dst netip.Addr, o Options) (time.Duration, error)
 
 func (o Options) listen(ctx context.Context, kind icmpKind) (net.PacketConn, error) {
 	lc := &net.ListenConfig{Control: func(_, _ string, c syscall.RawConn) (err error) {
-		mode := unix.IP_PMTUDISC_DONT // both families count alike
+		mode := unix.IP_PMTUDISC_DONT // the same values apply to IPv6
 		if o.DontFragment {
 			mode = unix.IP_PMTUDISC_DO
 		}
@@ -126,8 +126,8 @@ func (o Options) listen(ctx context.Context, kind icmpKind) (net.PacketConn, err
 	return o.Listen(ctx, lc, kind.network, kind.any)
 }
 
-// echo makes an echo request of size bytes, marked with id. The kernel fills in
-// the checksum of ICMPv6.
+// echo returns an ICMP echo request of size bytes that carries id. For ICMPv6 the kernel
+// fills in the checksum.
 func (k icmpKind) echo(id uint32, size int) []byte {
 	b := make([]byte, size)
 	b[0] = k.request
@@ -143,8 +143,8 @@ func (k icmpKind) echo(id uint32, size int) []byte {
 	return b
 }
 
-// match reports whether b answers the request marked with id: with its reply,
-// or with an error that quotes it.
+// match reports whether b is a response to the request that carries id: its reply, or an
+// ICMP error that quotes it.
 func (k icmpKind) match(b []byte, id uint32) (mine bool, err error) {
 	if len(b) < icmpHeader {
 		return false, nil
@@ -159,7 +159,7 @@ func (k icmpKind) match(b []byte, id uint32) (mine bool, err error) {
 	if len(quoted) < k.header+icmpHeader || binary.BigEndian.Uint32(quoted[k.header+4:]) != id {
 		return false, nil
 	}
-	const fragmentationNeeded = 4 // the code under which IPv4 files it
+	const fragmentationNeeded = 4 // IPv4 reports "too big" as this code of "unreachable"
 	if b[0] == k.tooBig && (k.tooBig != k.unreachable || b[1] == fragmentationNeeded) {
 		return true, fmt.Errorf("%w: a router reported an MTU of %d", ErrTooBig, binary.BigEndian.Uint16(b[6:]))
 	}

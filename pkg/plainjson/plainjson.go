@@ -1,22 +1,23 @@
-// Package plainjson takes JSON objects apart that are as plain as those that
-// machines write: no space, no escapes, ASCII only, whole numbers. It is several
-// times faster than encoding/json and refuses everything else, which is for
-// encoding/json to read then: what both accept means the same to both.
+// Package plainjson parses JSON objects in the compact form that programs write: no white
+// space, no escapes, ASCII only, whole numbers. It is several times faster than
+// encoding/json. It refuses any other form, and the caller then uses encoding/json. If
+// plainjson accepts an object, encoding/json accepts it too and reads the same values.
 package plainjson
 
 // maxDepth bounds how deep objects are nested.
 const maxDepth = 4
 
-// Object calls field for each field of the object raw, in order, with its key
-// without quotes and its value as it stands there. It reports false, perhaps
-// after some calls, if raw is not plain or field returns false. The slices are
-// parts of raw.
+// Object calls field for each field of the object raw, in order, with the key (without
+// quotes) and the value (as written). It returns false if raw is not in compact form or
+// if field returns false; field may have been called before that. Both slices point into
+// raw.
 func Object(raw []byte, field func(key, value []byte) bool) bool {
 	n := object(raw, maxDepth, field)
 	return n > 0 && n == len(raw)
 }
 
-// Text returns what is between the quotes of a string that Object has passed on.
+// Text returns the content of a string value that Object passed to field, without its
+// quotes.
 func Text(value []byte) (text []byte, ok bool) {
 	if n := quoted(value); n == 0 || n != len(value) {
 		return nil, false
@@ -31,8 +32,8 @@ func IsNumber(value []byte) bool {
 	return n > 0 && n == len(value)
 }
 
-// object returns the length of the object that b begins with; 0 if there is no
-// plain one.
+// object returns the length of the object at the start of b. It returns 0 if b does not
+// start with an object in compact form.
 func object(b []byte, depth int, field func(key, value []byte) bool) int {
 	if depth == 0 || len(b) < 2 || b[0] != '{' {
 		return 0
@@ -62,7 +63,7 @@ func object(b []byte, depth int, field func(key, value []byte) bool) int {
 	}
 }
 
-// value returns the length of the value that b begins with.
+// value returns the length of the value at the start of b, or 0 if there is none.
 func value(b []byte, depth int) int {
 	if len(b) == 0 {
 		return 0
@@ -81,7 +82,8 @@ func value(b []byte, depth int) int {
 	return number(b)
 }
 
-// quoted returns the length of the string that b begins with, with its quotes.
+// quoted returns the length of the string at the start of b, including its quotes, or 0
+// if there is none.
 func quoted(b []byte) int {
 	if len(b) == 0 || b[0] != '"' {
 		return 0
@@ -97,7 +99,7 @@ func quoted(b []byte) int {
 	return 0
 }
 
-// number returns the length of the number that b begins with.
+// number returns the length of the number at the start of b, or 0 if there is none.
 func number(b []byte) int {
 	n := 0
 	for n < len(b) && b[n] >= '0' && b[n] <= '9' {

@@ -9,7 +9,7 @@ import (
 	"flanneld/pkg/plainjson"
 )
 
-// fields returns what Object passes on; nil if it refuses.
+// fields returns the fields that Object finds in raw, or nil if Object refuses it.
 func fields(raw string) map[string]string {
 	got := map[string]string{}
 	ok := plainjson.Object([]byte(raw), func(key, value []byte) bool {
@@ -65,7 +65,7 @@ func TestObject(t *testing.T) {
 		}
 	}
 	if plainjson.Object([]byte(`{"a":1,"b":2}`), func(key, _ []byte) bool { return string(key) != "b" }) {
-		t.Error("a field that is refused makes no difference")
+		t.Error("Object returned true although field returned false")
 	}
 }
 
@@ -87,7 +87,8 @@ func TestValues(t *testing.T) {
 	}
 }
 
-// FuzzObject has encoding/json read whatever Object accepts, and find the same.
+// FuzzObject checks that encoding/json accepts every object that Object accepts, and
+// reads the same values.
 func FuzzObject(f *testing.F) {
 	for _, s := range []string{`{}`, `{"a":"b","c":null,"d":{"e":12}}`, `{"a":1,"a":2}`, `{"a":01}`, `{"a":"\n"}`} {
 		f.Add(s)
@@ -99,7 +100,7 @@ func FuzzObject(f *testing.F) {
 		}
 		var want map[string]json.RawMessage
 		if err := json.Unmarshal([]byte(raw), &want); err != nil {
-			t.Fatalf("%q is accepted: %v", raw, err)
+			t.Fatalf("Object accepts %q, encoding/json does not: %v", raw, err)
 		}
 		if len(got) != len(want) {
 			t.Errorf("%q: got %v, want %v", raw, got, want)
@@ -114,7 +115,7 @@ func FuzzObject(f *testing.F) {
 			}
 			var number int
 			if plainjson.IsNumber([]byte(got[key])) && json.Unmarshal(value, &number) != nil {
-				t.Errorf("%q: %q is no number: %s", raw, key, value)
+				t.Errorf("%q: %q is not a number: %s", raw, key, value)
 			}
 		}
 	})

@@ -43,11 +43,11 @@ func (f Family) Bits() int {
 	return 128
 }
 
-// Host returns the prefix that holds a alone: /32 or /128.
+// Host returns the prefix that contains only a: a /32 or a /128.
 func Host(a netip.Addr) netip.Prefix { return netip.PrefixFrom(a, a.BitLen()) }
 
-// First returns the first address after the base of p, the one that a bridge
-// in subnet p carries. A prefix of a single address returns that address.
+// First returns the first address after the base of p, which is the address of a bridge
+// in subnet p. For a prefix of a single address it returns that address.
 func First(p netip.Prefix) netip.Addr {
 	if p.IsSingleIP() {
 		return p.Addr()
@@ -70,8 +70,8 @@ func Contains(outer, inner netip.Prefix) bool {
 	return outer.Bits() <= inner.Bits() && outer.Contains(inner.Addr())
 }
 
-// Add returns the address n above a. ok is false where that leaves the
-// address space of a's family.
+// Add returns the address n above a. ok is false if the result is outside the address
+// space of a's family.
 func Add(a netip.Addr, n *big.Int) (sum netip.Addr, ok bool) {
 	v := new(big.Int).SetBytes(a.AsSlice())
 	v.Add(v, n)
@@ -83,8 +83,8 @@ func Add(a netip.Addr, n *big.Int) (sum netip.Addr, ok bool) {
 	return sum, ok
 }
 
-// Distance returns how far b lies above a; negative if below. Both must be
-// of one family.
+// Distance returns b - a, which is negative if b is below a. Both must belong to the same
+// family.
 func Distance(a, b netip.Addr) *big.Int {
 	x := new(big.Int).SetBytes(a.AsSlice())
 	y := new(big.Int).SetBytes(b.AsSlice())

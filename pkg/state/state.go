@@ -1,5 +1,5 @@
-// Package state keeps a daemon's last known state on disk, so that a restart
-// or a reboot can go on from it before any store has answered.
+// Package state stores a daemon's last known state on disk. After a restart or a reboot
+// the daemon continues from it before any store has answered.
 package state
 
 import (
@@ -15,18 +15,18 @@ import (
 	"github.com/google/renameio/v2"
 )
 
-// version is of the file's form. A file of another version is as good as none.
+// version is the version of the file format. Load refuses a file of another version.
 const version = 1
 
-// ErrInUse means that another process has the file.
+// ErrInUse means that another process holds the lock.
 var ErrInUse = errors.New("in use by another process")
 
-// File is a state file. While it is open no other process can open it. It is not
-// safe for concurrent use.
+// File is a state file. No other process can open it until Close. It is not safe for
+// concurrent use.
 type File[T any] struct {
 	path  string
 	lock  *os.File
-	saved os.FileInfo // of the last Save; nil if there was none
+	saved os.FileInfo // of the last Save; nil before the first
 }
 
 type envelope[T any] struct {
@@ -34,8 +34,8 @@ type envelope[T any] struct {
 	State   T   `json:"state"`
 }
 
-// Open creates dir (0700) where it is missing and locks the state file called
-// name in it. It returns ErrInUse, wrapped, if another process has it open.
+// Open creates dir with mode 0700 if it does not exist, and locks the state file called
+// name in it. It returns ErrInUse, wrapped, if another process has opened the file.
 func Open[T any](dir, name string) (*File[T], error) {
 	if err := os.MkdirAll(dir, 0o700); err != nil {
 		return nil, fmt.Errorf("create state directory: %w", err)
@@ -48,9 +48,9 @@ func Open[T any](dir, name string) (*File[T], error) {
 	return &File[T]{path: path, lock: lock}, nil
 }
 
-// Lock creates dir (0700) where it is missing and takes the lock called name in
-// it, until it is closed or the process ends. It returns ErrInUse, wrapped, if
-// another process, or another lock of this one, has it.
+// Lock creates dir with mode 0700 if it does not exist, and takes the lock called name in
+// it. The lock is held until Close or the end of the process. Lock returns ErrInUse,
+// wrapped, if another process or another lock of this process holds it.
 func Lock(dir, name string) (io.Closer, error) {
 	if err := os.MkdirAll(dir, 0o700); err != nil {
 		return nil, fmt.Errorf("create state directory: %w", err)
@@ -79,9 +79,8 @@ func takeLock(dir, name string) (*os.File, error) {
 	return lock, nil
 }
 
-// Load returns the state that was saved last. ok is false if there is none,
-// or none that this version can use; then err says why, unless there is
-// simply no file.
+// Load returns the last saved state. ok is false if there is no state, or none that this
+// version can read. err gives the reason, and is nil if there is no file.
 func (f *File[T]) Load() (last T, ok bool, err error) {
 	var none T
 	raw, err := os.ReadFile(f.path)
@@ -101,7 +100,8 @@ func (f *File[T]) Load() (last T, ok bool, err error) {
 	return e.State, true, nil
 }
 
-// Save replaces the file, so that a crash leaves the old or the new state.
+// Save replaces the file atomically: after a crash it contains either the old or the new
+// state.
 func (f *File[T]) Save(s T) error {
 	raw, err := json.Marshal(envelope[T]{version, s})
 	if err != nil {
@@ -114,12 +114,12 @@ func (f *File[T]) Save(s T) error {
 	return nil
 }
 
-// Intact reports whether the file is the one that Save wrote last: somebody may have
-// removed, replaced or altered it since.
+// Intact reports whether the file is still the one that the last Save wrote: not removed,
+// replaced or changed by another program.
 func (f *File[T]) Intact() bool {
 	now, err := os.Lstat(f.path)
 	return err == nil && f.saved != nil && os.SameFile(now, f.saved) && now.Size() == f.saved.Size() && now.ModTime().Equal(f.saved.ModTime())
 }
 
-// Close lets other processes have the file.
+// Close releases the lock, so that another process can open the file.
 func (f *File[T]) Close() error { return f.lock.Close() }

@@ -26,7 +26,7 @@ func TestRoundTrip(t *testing.T) {
 	dir := filepath.Join(t.TempDir(), "flannel")
 	f := open(t, dir)
 	if _, ok, err := f.Load(); ok || err != nil {
-		t.Fatalf("Load of nothing: %v, %v", ok, err)
+		t.Fatalf("Load without a file: %v, %v", ok, err)
 	}
 	for _, s := range []string{"10.5.1.0/24", "10.5.2.0/24"} {
 		if err := f.Save(content{s}); err != nil {

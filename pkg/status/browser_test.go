@@ -19,8 +19,8 @@ import (
 	"flanneld/pkg/status"
 )
 
-// driver looks at the page as a person does: it reads, filters, chooses and
-// sorts, on a wide screen and on a phone.
+// driver uses the page like an operator: it reads, filters, selects and sorts, on a wide
+// screen and on a phone.
 const driver = `<!doctype html><iframe id="page" width="1200" height="800"></iframe><pre id="seen"></pre><script>
 "use strict";
 const frame = document.getElementById("page"), seen = {};
@@ -50,7 +50,7 @@ frame.onload = () => {
 frame.src = "/statusz";
 </script>`
 
-// TestBrowser has a browser open the page of a host with 5,000 peers.
+// TestBrowser opens the page of a host with 5,000 peers in a browser.
 func TestBrowser(t *testing.T) {
 	r := report()
 	r.Peers = nil
@@ -119,12 +119,13 @@ func TestBrowser(t *testing.T) {
 	defer mu.Unlock()
 	for _, path := range asked {
 		if path != "/" && path != "/statusz" && path != "/favicon.ico" {
-			t.Errorf("the page asks for %s", path)
+			t.Errorf("the page requests %s", path)
 		}
 	}
 }
 
-// framed lets the driver have the page in a frame, which nobody else may.
+// framed removes the header that forbids frames, so that the driver can open the page in
+// one.
 type framed struct{ http.ResponseWriter }
 
 func (f framed) WriteHeader(code int) {

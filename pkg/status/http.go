@@ -19,8 +19,8 @@ type Source func(context.Context) (Report, error)
 //go:embed page.html
 var pageText string
 
-// Handler answers with what source reports: as JSON where that is asked for
-// (Accept, or the path ends in .json), else as a page.
+// Handler serves the report of source. It answers with JSON if the request accepts it or
+// its path ends in .json, otherwise with the page.
 func Handler(source Source) (http.Handler, error) {
 	page, err := template.New("status").Funcs(template.FuncMap{
 		"join": join, "ago": ago, "kinds": kinds, "missing": missing,
@@ -42,7 +42,7 @@ func Handler(source Source) (http.Handler, error) {
 			encoder.SetIndent("", "  ")
 			err = encoder.Encode(report)
 		} else {
-			// What the page needs is in it: it loads nothing and sends nothing.
+			// The page contains all that it needs: it loads nothing and sends nothing.
 			w.Header().Set("Content-Security-Policy", "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'")
 			err = page.Execute(&body, view{report})
 		}
@@ -53,14 +53,14 @@ func Handler(source Source) (http.Handler, error) {
 		w.Header().Set("Content-Type", contentType)
 		w.Header().Set("Cache-Control", "no-store")
 		w.Header().Set("X-Content-Type-Options", "nosniff")
-		_, _ = body.WriteTo(w) // a client that went away is not worth a word
+		_, _ = body.WriteTo(w) // a failed write means that the client has gone
 	}), nil
 }
 
-// view is a report as the page shows it.
+// view is the report with the methods that the page calls.
 type view struct{ Report }
 
-// Columns returns the heads of the table of peers.
+// Columns returns the column titles of the table of peers.
 func (view) Columns() []string {
 	return []string{"Subnet", "Public IP", "Type", "State", "Kernel", "Changed", "Error"}
 }
@@ -72,13 +72,13 @@ func (v view) Newest() []Event {
 	return newest
 }
 
-// join lists prefixes or addresses with a comma between them.
+// join returns a list of prefixes or addresses separated by commas.
 func join(values any) string {
 	return strings.ReplaceAll(strings.Trim(fmt.Sprint(values), "[]"), " ", ", ")
 }
 
-// ago is how long before now t was, as coarse as a person would say it; a time
-// to come says "in".
+// ago describes how long before now t was, in rough units. It says "in" for a time in the
+// future.
 func ago(now, t time.Time) string {
 	if t.IsZero() {
 		return "never"
@@ -105,8 +105,8 @@ func coarse(d time.Duration) string {
 	}
 }
 
-// kinds is the order in which kernel objects are shown.
+// kinds returns the kinds of kernel objects in the order in which the page shows them.
 func kinds() []string { return []string{"link", "address", "neighbour", "fdb", "route"} }
 
-// missing reports whether an object that is wanted is not there.
+// missing reports whether some wanted objects are absent.
 func missing(c Count) bool { return c.Present < c.Wanted }

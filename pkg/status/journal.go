@@ -10,18 +10,18 @@ import (
 	"github.com/go-logr/logr"
 )
 
-// Journal keeps the latest log messages, without those of raised verbosity. It
-// is safe for concurrent use.
+// Journal keeps the most recent log messages, except those with raised verbosity. It is
+// safe for concurrent use.
 type Journal struct {
 	mu     sync.Mutex
-	events []Event // a ring once it is full
+	events []Event // used as a ring once it is full
 	next   int
 }
 
 // NewJournal returns a journal of the latest size messages.
 func NewJournal(size int) *Journal { return &Journal{events: make([]Event, 0, size)} }
 
-// Events returns what is kept, oldest first.
+// Events returns the kept messages, oldest first.
 func (j *Journal) Events() []Event {
 	j.mu.Lock()
 	defer j.mu.Unlock()
@@ -39,13 +39,14 @@ func (j *Journal) add(e Event) {
 	j.next = (j.next + 1) % len(j.events)
 }
 
-// Logger returns one that writes to j what it writes to to.
+// Logger returns a logger that writes to j and to the logger to.
 func (j *Journal) Logger(to logr.Logger) logr.Logger {
 	return to.WithSink(&tee{LogSink: to.GetSink(), journal: j})
 }
 
-// tee is a sink that also writes to the journal. The depth that it adds to the
-// call stack is taken off again by Init and WithCallDepth of what is below.
+// tee is a log sink that writes to the journal and to another sink. It adds a frame to
+// the call stack; Init and WithCallDepth of the other sink subtract that frame, so that
+// log lines still name the caller.
 type tee struct {
 	logr.LogSink
 	journal *Journal
@@ -81,7 +82,7 @@ func (t *tee) Error(err error, msg string, kv ...any) {
 	t.below().Error(err, msg, kv...)
 }
 
-// below is the sink below, told that one more frame is between it and the caller.
+// below returns the other sink, adjusted for the frame that tee adds to the call stack.
 func (t *tee) below() logr.LogSink {
 	if d, ok := t.LogSink.(logr.CallDepthLogSink); ok {
 		return d.WithCallDepth(1)
@@ -89,7 +90,7 @@ func (t *tee) below() logr.LogSink {
 	return t.LogSink
 }
 
-// text renders a message as klog does, on one line.
+// text formats a message like klog, on one line.
 func text(msg string, err error, values ...[]any) string {
 	var b strings.Builder
 	b.WriteString(msg)

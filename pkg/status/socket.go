@@ -12,8 +12,9 @@ import (
 	"syscall"
 )
 
-// SocketPath is where the daemon with that subnet file has its socket: beside
-// the file, and named after it so that two daemons do not meet.
+// SocketPath returns the path of the socket of the daemon that writes the given subnet
+// file. The socket is beside that file and its name is derived from it, so that two
+// daemons do not use the same socket.
 func SocketPath(subnetFile string) string {
 	dir, base := filepath.Split(filepath.Clean(subnetFile))
 	if base == "subnet.env" {
@@ -22,8 +23,9 @@ func SocketPath(subnetFile string) string {
 	return dir + "flanneld-" + strings.TrimSuffix(base, ".env") + ".sock"
 }
 
-// Listen opens the local socket at path, for root alone (0600). One that a
-// daemon left behind is replaced, one that a daemon answers on is an error.
+// Listen opens a local socket at path that only root can use (0600). It replaces a socket
+// that a former daemon left behind. If a process answers on the socket, Listen returns an
+// error.
 func Listen(ctx context.Context, path string) (net.Listener, error) {
 	fail := func(err error) (net.Listener, error) { return nil, fmt.Errorf("open status socket: %w", err) }
 	if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
@@ -48,7 +50,7 @@ func Listen(ctx context.Context, path string) (net.Listener, error) {
 	return ln, nil
 }
 
-// Client returns an HTTP client whose every request goes to the socket at path.
+// Client returns an HTTP client that sends every request to the socket at path.
 func Client(path string) *http.Client {
 	return &http.Client{Transport: &http.Transport{
 		DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {

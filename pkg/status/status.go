@@ -1,6 +1,5 @@
-// Package status is what a daemon tells about itself to a person: the report,
-// its JSON and its page, the journal of recent events, and the local socket
-// that serves them.
+// Package status describes a running daemon to an operator: the report, its JSON and its
+// web page, the journal of recent events, and the local socket that serves them.
 package status
 
 import (
@@ -8,19 +7,19 @@ import (
 	"time"
 )
 
-// Report is one look at a daemon. Its JSON is an interface: names stay, new
-// ones may come. A zero time means never.
+// Report describes a daemon at one moment. Its JSON is a stable interface: fields may be
+// added, but are not renamed or removed. A zero time means never.
 type Report struct {
 	Version string    `json:"version"`
 	PID     int       `json:"pid"`
 	Started time.Time `json:"started"`
 	Now     time.Time `json:"now"`
 
-	// Ready says what /readyz says, and Reasons why not, one line each.
+	// Ready is the answer of /readyz. Reasons says why it is false, one line each.
 	Ready   bool     `json:"ready"`
 	Reasons []string `json:"reasons,omitempty"`
-	// RestartNeeded says what about the configuration has changed since the
-	// start; empty if nothing has.
+	// RestartNeeded describes how the configuration in the store differs from the one in
+	// use. It is empty if there is no difference. A restart applies the difference.
 	RestartNeeded string `json:"restartNeeded,omitempty"`
 
 	Network   Network   `json:"network"`
@@ -36,17 +35,17 @@ type Report struct {
 // Network is the network configuration in use.
 type Network struct {
 	BackendType string         `json:"backendType"`
-	Mode        string         `json:"mode,omitempty"` // of the backend, where it has several ways to carry packets
+	Mode        string         `json:"mode,omitempty"` // of the backend, if it can carry packets in several ways
 	Prefixes    []netip.Prefix `json:"prefixes"`
-	MTU         int            `json:"mtu"`               // bytes, of every path
-	Devices     []string       `json:"devices,omitempty"` // of the backend; host-gw, alloc and extension have none
-	Ports       []int          `json:"ports,omitempty"`   // UDP, that peers send to
+	MTU         int            `json:"mtu"`               // bytes, the same for every path
+	Devices     []string       `json:"devices,omitempty"` // that the backend created; none for host-gw, alloc and extension
+	Ports       []int          `json:"ports,omitempty"`   // UDP ports that peers send to
 	SubnetFile  string         `json:"subnetFile"`
-	Pool        *Pool          `json:"pool,omitempty"` // nil where the store hands out no subnets
+	Pool        *Pool          `json:"pool,omitempty"` // nil if the store does not assign subnets
 }
 
-// Pool counts the subnets of the range that hosts get theirs from: of the
-// address family that has the least left, if there are two.
+// Pool counts the subnets of the configured range. With two address families it is the
+// family that has fewer free subnets.
 type Pool struct {
 	Free     uint64 `json:"free"`
 	Leased   uint64 `json:"leased"`
@@ -62,78 +61,79 @@ type Interface struct {
 	Addresses []Address `json:"addresses"`
 }
 
-// Address is an address of the interface and the one that peers send to.
+// Address is an address of the interface, and the address that peers send to.
 type Address struct {
 	Local  netip.Addr `json:"local"`
 	Public netip.Addr `json:"public"`
 }
 
-// Lease is the own lease, or a peer's.
+// Lease is this host's lease, or a peer's.
 type Lease struct {
 	Key       string         `json:"key"`
 	Subnets   []netip.Prefix `json:"subnets"`
 	PublicIPs []netip.Addr   `json:"publicIPs"`
 	Type      string         `json:"type,omitempty"`
-	Permanent bool           `json:"permanent,omitempty"` // a reservation, or a node's own podCIDR
-	Expires   time.Time      `json:"expires,omitzero"`    // own lease only
+	Permanent bool           `json:"permanent,omitempty"` // a reservation, or the podCIDR of the node
+	Expires   time.Time      `json:"expires,omitzero"`    // of this host's lease; empty for peers
 }
 
-// Datastore is the store that leases are agreed in.
+// Datastore is the store that holds the leases.
 type Datastore struct {
 	Kind      string    `json:"kind"` // etcd or kubernetes
 	Connected bool      `json:"connected"`
-	Since     time.Time `json:"since,omitzero"` // of Connected as it is
+	Since     time.Time `json:"since,omitzero"` // when Connected last changed
 	Error     string    `json:"error,omitempty"`
 }
 
 // Firewall is the state of masquerade and forward rules.
 type Firewall struct {
-	Kind  string `json:"kind"`            // iptables or nftables; empty: not chosen yet or, without an Error, no rules asked for
+	Kind  string `json:"kind"`            // iptables or nftables; empty if not chosen yet or, without an Error, if no rules are configured
 	Error string `json:"error,omitempty"` // why the rules are not in place
 }
 
-// Kernel is what the data path holds in the kernel.
+// Kernel is the state of the kernel objects of the data path.
 type Kernel struct {
-	LastSync time.Time `json:"lastSync,omitzero"` // the last that succeeded
+	LastSync time.Time `json:"lastSync,omitzero"` // the last pass that succeeded
 	Error    string    `json:"error,omitempty"`
-	// Objects counts what is wanted and what is there, by kind: link, address,
+	// Objects counts the wanted and the present objects by kind: link, address,
 	// neighbour, fdb, route.
 	Objects map[string]Count `json:"objects,omitempty"`
 }
 
-// Count is a number of kernel objects.
+// Count is how many kernel objects of a kind are wanted and how many of these are
+// present.
 type Count struct {
 	Wanted  int `json:"wanted"`
 	Present int `json:"present"`
 }
 
-// State says how a peer is served.
+// State says whether and how this host serves a peer.
 type State string
 
 // The states of a peer.
 const (
 	InPlace State = "in place"
-	Missing State = "missing" // not everything is in the kernel
-	Held    State = "held"    // served, though the store has forgotten it
+	Missing State = "missing" // some of its objects are not in the kernel
+	Held    State = "held"    // still served although the store no longer contains it
 	Refused State = "refused"
 )
 
-// Peer is another node as this one sees it.
+// Peer is another node as this host sees it.
 type Peer struct {
 	Lease
 	State   State     `json:"state"`
 	Error   string    `json:"error,omitempty"`
-	Changed time.Time `json:"changed,omitzero"`  // since when the lease is as it is
-	Objects []Object  `json:"objects,omitempty"` // what the kernel should hold for it
+	Changed time.Time `json:"changed,omitzero"`  // when the lease last changed
+	Objects []Object  `json:"objects,omitempty"` // that the kernel should contain for this peer
 }
 
-// Object is a kernel object, written as ip(8) would.
+// Object is a kernel object, in the syntax of ip(8).
 type Object struct {
 	Text    string `json:"text"`
 	Present bool   `json:"present"`
 }
 
-// Event is something that happened, as the log has it.
+// Event is one entry of the log.
 type Event struct {
 	Time  time.Time `json:"time"`
 	Error bool      `json:"error,omitempty"`

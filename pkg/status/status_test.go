@@ -74,18 +74,18 @@ func TestPage(t *testing.T) {
 	w := get(t, func(context.Context) (status.Report, error) { return report(), nil }, "/statusz", "text/html")
 	page := w.Body.String()
 	for _, want := range []string{
-		"<dd>wireguard, userspace</dd>", "not ready", "data path: &lt;b&gt;kernel&lt;/b&gt; says no", "10.5.1.0/24", "runs out in 23h unless renewed", "192.168.77.1 (public 192.0.2.1)",
-		"away</span> since 1m30s ago: connection refused", "3s ago", `class="bad">1 of 2`, `title="not there">route 10.5.2.0/24 via 10.5.2.0 dev flannel.1`, "newer &lt;i&gt;",
+		"<dd>wireguard, userspace</dd>", "not ready", "data path: &lt;b&gt;kernel&lt;/b&gt; says no", "10.5.1.0/24", "expires in 23h unless renewed", "192.168.77.1 (public 192.0.2.1)",
+		"away</span> since 1m30s ago: connection refused", "3s ago", `class="bad">1 of 2`, `title="missing">route 10.5.2.0/24 via 10.5.2.0 dev flannel.1`, "newer &lt;i&gt;",
 	} {
 		if !strings.Contains(page, want) {
 			t.Errorf("the page lacks %q", want)
 		}
 	}
 	if strings.Contains(page, "<script>alert") || strings.Contains(page, "<i>") {
-		t.Error("what others wrote is markup in the page")
+		t.Error("text from peers is interpreted as markup")
 	}
 	if strings.Contains(page, "http://") || strings.Contains(page, "https://") || strings.Contains(page, "src=") {
-		t.Error("the page loads something")
+		t.Error("the page loads external resources")
 	}
 	if strings.Index(page, " newer ") > strings.Index(page, " older") {
 		t.Error("events are not newest first")
@@ -97,8 +97,8 @@ func TestPage(t *testing.T) {
 
 func TestPageOfTheFirewall(t *testing.T) {
 	for want, f := range map[string]status.Firewall{
-		"<dd>no rules asked for</dd>": {},
-		"<dd>nftables</dd>":           {Kind: "nftables"},
+		"<dd>no rules configured</dd>": {},
+		"<dd>nftables</dd>":            {Kind: "nftables"},
 		`<dd>iptables: <span class="bad">no &lt;lock&gt;</span></dd>`: {Kind: "iptables", Error: "no <lock>"},
 		`<dd><span class="bad">not up yet</span></dd>`:                {Error: "not up yet"},
 	} {
@@ -134,11 +134,11 @@ func TestJournal(t *testing.T) {
 		t.Errorf("events (-want +got):\n%s", diff)
 	}
 	if len(logged) != 4 || !strings.HasPrefix(logged[1], "x ") || !strings.Contains(logged[1], `"lease"="a"`) {
-		t.Errorf("what was logged: %q", logged)
+		t.Errorf("logged %q", logged)
 	}
 }
 
-// A log line names the line of code that wrote it, journal or not.
+// A log line names the line of code that wrote it, with the journal and without.
 func TestJournalKeepsTheCaller(t *testing.T) {
 	fs := flag.NewFlagSet("klog", flag.PanicOnError)
 	klog.InitFlags(fs)
@@ -205,7 +205,7 @@ func TestSocketLeftBehindIsReplaced(t *testing.T) {
 		t.Fatal(err)
 	}
 	if _, err := status.Listen(t.Context(), path); err == nil {
-		t.Error("a file that is no socket was replaced")
+		t.Error("a file that is not a socket was replaced")
 	}
 }
 

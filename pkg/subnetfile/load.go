@@ -8,7 +8,7 @@ import (
 	"flanneld/pkg/prefix"
 )
 
-// The other two variables of the file.
+// The remaining two variables of the file.
 const (
 	keyMTU    = "FLANNEL_MTU"
 	keyIPMasq = "FLANNEL_IPMASQ"
@@ -16,9 +16,9 @@ const (
 
 const maxMTU = 1<<16 - 1 // bytes
 
-// Load returns the content of the file at path, for a consumer that depends on
-// all of it: what is missing or damaged is an error. One that says that the
-// file does not exist is fs.ErrNotExist. Prefixes are masked.
+// Load returns the content of the file at path for a consumer that needs all of it: a
+// missing or damaged value is an error. The error is fs.ErrNotExist if the file does not
+// exist. Prefixes are masked.
 func Load(path string) (File, error) {
 	data, err := readBounded(path)
 	if err != nil {
@@ -47,7 +47,7 @@ func load(data []byte) (f File, err error) {
 		f.Entries = append(f.Entries, e)
 	}
 	if len(f.Entries) == 0 {
-		return File{}, errors.New("it names no subnet")
+		return File{}, errors.New("no subnet in it")
 	}
 	if f.MTU, err = strconv.Atoi(vars[keyMTU]); err != nil || f.MTU < 1 || f.MTU > maxMTU {
 		return File{}, fmt.Errorf("%s is %s: want 1 to %d bytes", keyMTU, quote(vars[keyMTU]), maxMTU)

@@ -11,7 +11,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 )
 
-func TestLoadWhatWasWritten(t *testing.T) {
+func TestLoadAfterWrite(t *testing.T) {
 	v4, v6 := entry("10.5.0.0/16", "10.5.4.0/24"), entry("fd00:10:5::/48", "fd00:10:5:47::/64")
 	for _, want := range []File{
 		{Entries: []Entry{v4}, MTU: 1450},
@@ -29,11 +29,11 @@ func TestLoadWhatWasWritten(t *testing.T) {
 	}
 }
 
-func TestLoadRefusesWhatIsNotComplete(t *testing.T) {
+func TestLoadRefusesIncompleteFile(t *testing.T) {
 	const subnet = "FLANNEL_NETWORK=10.5.0.0/16\nFLANNEL_SUBNET=10.5.4.1/24\n"
 	for in, want := range map[string]string{
-		"": "it names no subnet",
-		"FLANNEL_MTU=1450\nFLANNEL_IPMASQ=true\n":                                                                 "it names no subnet",
+		"": "no subnet in it",
+		"FLANNEL_MTU=1450\nFLANNEL_IPMASQ=true\n":                                                                 "no subnet in it",
 		"FLANNEL_NETWORK=10.5.0.0/16\nFLANNEL_MTU=1450":                                                           `want one IPv4 prefix each in FLANNEL_NETWORK and FLANNEL_SUBNET, have "10.5.0.0/16" and ""`,
 		subnet + "FLANNEL_IPV6_NETWORK=x\nFLANNEL_IPV6_SUBNET=fd00::1/64":                                         `have "x" and "fd00::1/64"`,
 		"FLANNEL_NETWORK=10.5.0.0/16,10.6.0.0/16\nFLANNEL_SUBNET=10.5.4.1/24\nFLANNEL_MTU=1\nFLANNEL_IPMASQ=true": `have "10.5.0.0/16,10.6.0.0/16"`,
@@ -53,7 +53,7 @@ func TestLoadRefusesWhatIsNotComplete(t *testing.T) {
 		}
 	}
 	if _, err := Load(filepath.Join(t.TempDir(), "absent")); !errors.Is(err, fs.ErrNotExist) {
-		t.Errorf("Load of nothing: %v", err)
+		t.Errorf("Load of a missing file: %v", err)
 	}
 }
 

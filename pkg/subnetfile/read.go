@@ -13,26 +13,26 @@ import (
 	"flanneld/pkg/prefix"
 )
 
-// Bounds on a file that may be damaged.
+// Limits, because the file may be damaged.
 const (
 	maxSize     = 64 << 10 // bytes
 	maxWarnings = 10
 	maxQuoted   = 80 // bytes of the file in one warning
 )
 
-// errTooLarge marks a file that cannot be a subnet file.
+// errTooLarge refuses a file that is too large to be a subnet file.
 var errTooLarge = errors.New("larger than 64 KiB")
 
-// Previous is what an earlier run left behind.
+// Previous is the valid content of a subnet file that an earlier run wrote.
 type Previous struct {
-	// Entries has one entry for each family of which something valid was
-	// found, IPv4 first. Prefixes are masked; one that was not found is zero.
+	// Entries has one entry for each family with at least one valid prefix, IPv4 first.
+	// Prefixes are masked. A prefix that is missing or invalid is zero.
 	Entries []Entry
-	// Warnings has one line for everything that was skipped.
+	// Warnings has one line for each skipped part.
 	Warnings []string
 }
 
-// Entry returns what was found of family f; ok is false if that is nothing.
+// Entry returns the entry of family f; ok is false if there is none.
 func (p Previous) Entry(f prefix.Family) (e Entry, ok bool) {
 	for _, e := range p.Entries {
 		a := e.Subnet.Addr()
@@ -46,9 +46,9 @@ func (p Previous) Entry(f prefix.Family) (e Entry, ok bool) {
 	return Entry{}, false
 }
 
-// Read returns the networks and subnets of the file at path. A file that does
-// not exist holds nothing; of a damaged one it returns what is valid. An error
-// means that the file is there and cannot be read at all.
+// Read returns the networks and subnets in the file at path. A missing file has none.
+// From a damaged file Read returns the valid part. It fails only if the file exists and
+// cannot be read.
 func Read(path string) (Previous, error) {
 	data, err := readBounded(path)
 	switch {
@@ -60,8 +60,8 @@ func Read(path string) (Previous, error) {
 	return parse(data), nil
 }
 
-// readBounded reads a regular file of at most maxSize bytes. It does not wait
-// for a writer if something put a FIFO there.
+// readBounded reads a regular file of at most maxSize bytes. O_NONBLOCK keeps it from
+// waiting for a writer if the path is a FIFO.
 func readBounded(path string) ([]byte, error) {
 	f, err := os.OpenFile(path, os.O_RDONLY|syscall.O_NONBLOCK, 0)
 	if err != nil {
@@ -85,7 +85,7 @@ func readBounded(path string) ([]byte, error) {
 	return data, nil
 }
 
-// cause drops the operation and path that the caller names anyway.
+// cause drops the operation and the path from err, because the caller adds them.
 func cause(err error) error {
 	if pe, ok := errors.AsType[*fs.PathError](err); ok {
 		return pe.Err
@@ -93,7 +93,7 @@ func cause(err error) error {
 	return err
 }
 
-// parse returns what is valid of a file's prefixes.
+// parse returns the valid prefixes in data.
 func parse(data []byte) Previous {
 	var p Previous
 	vars := p.variables(data)
@@ -107,8 +107,8 @@ func parse(data []byte) Previous {
 	return p
 }
 
-// variables reads the dot-env format: assignments, optionally exported and
-// quoted, and comments. Of a key that is assigned twice the last value counts.
+// variables parses the dot-env format: assignments, optionally exported and quoted, and
+// comments. If a variable is assigned twice, the last value counts.
 func (p *Previous) variables(data []byte) map[string]string {
 	vars := map[string]string{}
 	for i, line := range strings.Split(string(data), "\n") {
@@ -126,7 +126,7 @@ func (p *Previous) variables(data []byte) map[string]string {
 	return vars
 }
 
-// assignment splits one line into a shell variable and its unquoted value.
+// assignment splits a line into the name of a shell variable and its unquoted value.
 func assignment(line string) (key, value string, ok bool) {
 	if rest, found := strings.CutPrefix(line, "export"); found && strings.TrimLeft(rest, " \t") != rest {
 		line = rest
@@ -140,7 +140,7 @@ func assignment(line string) (key, value string, ok bool) {
 	return key, value, ok
 }
 
-// isName reports whether s can name a shell variable.
+// isName reports whether s is a valid name of a shell variable.
 func isName(s string) bool {
 	for i, c := range s {
 		letter := c == '_' || 'a' <= c && c <= 'z' || 'A' <= c && c <= 'Z'
@@ -151,8 +151,8 @@ func isName(s string) bool {
 	return s != ""
 }
 
-// unquote removes the quotes around a value and the comment behind it. ok is
-// false if a quote is not closed.
+// unquote removes the quotes around a value and the comment after it. ok is false if a
+// quote is not closed.
 func unquote(s string) (value string, ok bool) {
 	if s != "" && (s[0] == '"' || s[0] == '\'') {
 		value, rest, ok := strings.Cut(s[1:], s[:1])
@@ -167,8 +167,8 @@ func unquote(s string) (value string, ok bool) {
 	return s, true
 }
 
-// prefix returns the one prefix that variable key holds; zero if there is
-// none, or more than one, as daemons with several cluster CIDRs once wrote.
+// prefix returns the prefix in variable key. It returns zero if there is none or more
+// than one: older daemons with several cluster CIDRs wrote a list.
 func (p *Previous) prefix(vars map[string]string, key string, f prefix.Family) netip.Prefix {
 	value := vars[key]
 	if value == "" {
@@ -193,13 +193,14 @@ func (p *Previous) prefix(vars map[string]string, key string, f prefix.Family) n
 	return found[0]
 }
 
-// warn adds a warning. After maxWarnings one last line says that more follow.
+// warn adds a warning. After maxWarnings it adds a last line that says that there is
+// more.
 func (p *Previous) warn(format string, args ...any) {
 	switch {
 	case len(p.Warnings) < maxWarnings:
 		p.Warnings = append(p.Warnings, fmt.Sprintf(format, args...))
 	case len(p.Warnings) == maxWarnings:
-		p.Warnings = append(p.Warnings, "there is more that cannot be read")
+		p.Warnings = append(p.Warnings, "more lines are skipped")
 	}
 }
 

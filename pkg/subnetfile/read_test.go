@@ -132,7 +132,7 @@ func TestReadFiles(t *testing.T) {
 	}{
 		"absent":           {path: filepath.Join(dir, "absent")},
 		"absent directory": {path: filepath.Join(dir, "absent", "subnet.env")},
-		"as large as may":  {path: full, want: Previous{Entries: []Entry{entry("", "10.5.4.0/24")}}},
+		"largest allowed":  {path: full, want: Previous{Entries: []Entry{entry("", "10.5.4.0/24")}}},
 		"too large":        {path: large, wantErr: fmt.Sprintf("read subnet file %s: larger than 64 KiB", large)},
 		"directory":        {path: dir, wantErr: fmt.Sprintf("read subnet file %s: not a regular file", dir)},
 		"FIFO":             {path: fifo, wantErr: fmt.Sprintf("read subnet file %s: not a regular file", fifo)},
@@ -155,8 +155,8 @@ func TestReadFiles(t *testing.T) {
 	}
 }
 
-// FuzzRead checks that any content is survived, and that what is found in it
-// is well formed and survives a rewrite.
+// FuzzRead checks that parse accepts any content, that the prefixes it returns are valid,
+// and that writing and reading them again gives the same prefixes.
 func FuzzRead(f *testing.F) {
 	f.Fuzz(func(t *testing.T, data []byte) {
 		p := parse(data)

@@ -1,5 +1,5 @@
-// Package subnetfile writes and reads the environment file that tells the CNI
-// plugin, container engines and systemd units which subnet this host has.
+// Package subnetfile reads and writes the environment file that tells the CNI plugin,
+// container engines and systemd units the subnet of this host.
 package subnetfile
 
 import (
@@ -14,13 +14,13 @@ import (
 	"flanneld/pkg/prefix"
 )
 
-// Modes of what Write creates. An existing file keeps its own.
+// Modes of what Write creates. An existing file keeps its mode.
 const (
 	dirMode  = 0o755
 	fileMode = 0o644
 )
 
-// Entry is the network and this host's subnet of it, in one address family.
+// Entry is the network and this host's subnet in one address family.
 type Entry struct {
 	Network netip.Prefix
 	Subnet  netip.Prefix
@@ -29,11 +29,11 @@ type Entry struct {
 // File is the content of a subnet file.
 type File struct {
 	Entries []Entry // one for each enabled family, IPv4 first
-	MTU     int     // bytes; what every path carries
+	MTU     int     // bytes, the same for every path
 	IPMasq  bool    // whether flanneld masquerades
 }
 
-// keys are the names of one family's two variables.
+// keys holds the names of the two variables of an address family.
 type keys struct{ network, subnet string }
 
 func keysOf(f prefix.Family) keys {
@@ -43,8 +43,8 @@ func keysOf(f prefix.Family) keys {
 	return keys{"FLANNEL_IPV6_NETWORK", "FLANNEL_IPV6_SUBNET"}
 }
 
-// Marshal renders f. A subnet stands there with its first address instead of
-// its base: that is the address of the bridge which consumers set up.
+// Marshal returns the content of the file. It writes a subnet with its first address
+// instead of its base, because consumers give that address to their bridge.
 func (f File) Marshal() []byte {
 	var b bytes.Buffer
 	for _, e := range f.Entries {
@@ -57,15 +57,15 @@ func (f File) Marshal() []byte {
 	return b.Bytes()
 }
 
-// Write replaces the file at path by f, so that a reader sees the old content
-// or the new and never a part. It creates the directory if that is missing.
+// Write replaces the file at path atomically: a reader sees the old content or the new.
+// It creates the directory if it does not exist.
 func Write(path string, f File) error {
 	dir := filepath.Dir(path)
 	if err := os.MkdirAll(dir, dirMode); err != nil {
 		return fmt.Errorf("create directory of subnet file: %w", err)
 	}
-	// The temporary file lies beside the target: elsewhere a rename may cross
-	// into another file system, or meet a directory that is not writable.
+	// The temporary file is in the directory of the target: a rename from elsewhere could
+	// cross file systems, and another directory may not be writable.
 	err := renameio.WriteFile(path, f.Marshal(), fileMode,
 		renameio.WithTempDir(dir), renameio.IgnoreUmask(), renameio.WithExistingPermissions())
 	if err != nil {
@@ -74,8 +74,8 @@ func Write(path string, f File) error {
 	return nil
 }
 
-// UpToDate reports whether the file at path says exactly what f says. A file
-// that is missing or cannot be read does not.
+// UpToDate reports whether the content of the file at path is exactly f. It returns false
+// if the file is missing or cannot be read.
 func UpToDate(path string, f File) bool {
 	have, err := readBounded(path)
 	return err == nil && bytes.Equal(have, f.Marshal())

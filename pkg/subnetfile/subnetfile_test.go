@@ -63,7 +63,7 @@ func TestMarshal(t *testing.T) {
 	}
 }
 
-func TestReadReturnsWhatWriteWrote(t *testing.T) {
+func TestReadAfterWrite(t *testing.T) {
 	f := File{
 		Entries: []Entry{entry("10.5.0.0/16", "10.5.4.0/24"), entry("fd00:10:5::/48", "fd00:10:5:47::/64")},
 		MTU:     1450,
@@ -86,7 +86,7 @@ func TestReadReturnsWhatWriteWrote(t *testing.T) {
 }
 
 func TestWriteModes(t *testing.T) {
-	// The process has one umask: these cases must not run beside others.
+	// The umask belongs to the process: these cases must not run in parallel with others.
 	defer syscall.Umask(syscall.Umask(0o077))
 	dir := t.TempDir()
 	path := filepath.Join(dir, "subnet.env")
@@ -96,7 +96,7 @@ func TestWriteModes(t *testing.T) {
 		existing os.FileMode // 0: the file does not exist
 		want     os.FileMode
 	}{
-		{"new file, whatever the umask", 0, 0o644},
+		{"new file, with any umask", 0, 0o644},
 		{"existing mode is kept", 0o600, 0o600},
 		{"existing wider mode is kept", 0o664, 0o664},
 	} {
@@ -124,7 +124,7 @@ func TestWriteModes(t *testing.T) {
 }
 
 func TestWriteStaysInItsDirectory(t *testing.T) {
-	// A TMPDIR that does not exist shows whether anything is made there.
+	// A TMPDIR that does not exist shows whether Write creates files there.
 	t.Setenv("TMPDIR", filepath.Join(t.TempDir(), "missing"))
 	dir := t.TempDir()
 	if err := Write(filepath.Join(dir, "subnet.env"), File{MTU: 1500}); err != nil {

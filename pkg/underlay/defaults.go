@@ -15,23 +15,23 @@ import (
 	"flanneld/pkg/prefix"
 )
 
-// dumpTimeout bounds the wait for the next part of an answer.
+// dumpTimeout limits the wait for the next part of an answer.
 const dumpTimeout = 5 * time.Second
 
-// listDefaults returns the default routes of the main table, in the kernel's
-// order. IPv4 routes come by destination, and so the dump can be given up
-// behind the default routes: a router may hold a million others.
+// listDefaults returns the default routes of the main table, in the kernel's order. The
+// kernel lists IPv4 routes sorted by destination, so listDefaults stops reading after the
+// default routes: a router may have a million others.
 func listDefaults(f prefix.Family) (defaults []DefaultRoute, err error) {
 	fd, err := unix.Socket(unix.AF_NETLINK, unix.SOCK_RAW|unix.SOCK_CLOEXEC, unix.NETLINK_ROUTE)
 	if err != nil {
 		return nil, err
 	}
-	defer func() { _ = unix.Close(fd) }() // which ends the dump
+	defer func() { _ = unix.Close(fd) }() // closing the socket also ends the dump
 	tv := unix.NsecToTimeval(int64(dumpTimeout))
 	if err := unix.SetsockoptTimeval(fd, unix.SOL_SOCKET, unix.SO_RCVTIMEO, &tv); err != nil {
 		return nil, err
 	}
-	// With strict checking the kernel leaves out what is not in the table.
+	// With strict checking the kernel applies the table and sends no other routes.
 	_ = unix.SetsockoptInt(fd, unix.SOL_NETLINK, unix.NETLINK_GET_STRICT_CHK, 1)
 	req := nl.NewNetlinkRequest(unix.RTM_GETROUTE, unix.NLM_F_DUMP)
 	family := uint8(unix.AF_INET)
@@ -63,15 +63,15 @@ func listDefaults(f prefix.Family) (defaults []DefaultRoute, err error) {
 	}
 }
 
-// collect takes in one message of a dump of routes, and reports whether no
-// default route can follow.
+// collect adds one message of a route dump to defaults. done reports that no default
+// route can follow.
 func collect(defaults *[]DefaultRoute, f prefix.Family, m syscall.NetlinkMessage) (done bool, err error) {
 	switch {
 	case m.Header.Flags&unix.NLM_F_DUMP_INTR != 0:
 		return true, netlink.ErrDumpInterrupted
 	case (m.Header.Type == unix.NLMSG_DONE || m.Header.Type == unix.NLMSG_ERROR) && len(m.Data) >= 4:
 		errno := syscall.Errno(-int32(binary.NativeEndian.Uint32(m.Data)))
-		if errno == 0 || errno == unix.ENOENT { // the table does not exist: it has no routes
+		if errno == 0 || errno == unix.ENOENT { // the table does not exist, so it has no routes
 			return true, nil
 		}
 		return true, errno
@@ -104,23 +104,24 @@ func collect(defaults *[]DefaultRoute, f prefix.Family, m syscall.NetlinkMessage
 	if table != unix.RT_TABLE_MAIN {
 		return false, nil
 	}
-	// The unreachable default routes that some systems keep as a backstop do
-	// not take traffic to anywhere.
+	// Some systems keep an unreachable default route as a backstop. It carries no
+	// traffic, so it does not count.
 	if rt.Dst_len == 0 && rt.Type == unix.RTN_UNICAST && rt.Tos == 0 && rt.Flags&unix.RTM_F_CLONED == 0 {
 		*defaults = append(*defaults, r)
 	}
 	return f == prefix.IPv4 && !zero, nil
 }
 
-// add adds a link, once: several gateways on one link are no ambiguity.
+// add adds a link unless the route has it already: several gateways on one link still
+// leave by a single interface.
 func (r *DefaultRoute) add(link int) {
 	if link > 0 && !slices.Contains(r.Links, link) {
 		r.Links = append(r.Links, link)
 	}
 }
 
-// addHops adds the links of RTA_MULTIPATH: struct rtnexthop, each with
-// attributes behind it.
+// addHops adds the links of an RTA_MULTIPATH attribute, a sequence of struct rtnexthop,
+// each followed by its own attributes.
 func (r *DefaultRoute) addHops(b []byte) {
 	for len(b) >= unix.SizeofRtNexthop {
 		n := int(binary.NativeEndian.Uint16(b))

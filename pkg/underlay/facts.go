@@ -9,15 +9,15 @@ import (
 	"flanneld/pkg/prefix"
 )
 
-// Facts is what the choice of the external interface depends on. It is plain
-// data; Gather reads it from the kernel.
+// Facts is the input to the choice of the external interface. It is plain data; Gather
+// reads it from the kernel.
 type Facts struct {
-	// Links has every link, in the order of their indexes.
+	// Links has all links, sorted by index.
 	Links []Link
-	// Defaults has the default routes of the main table, in kernel order.
-	// Gather leaves it empty where an option makes them irrelevant.
+	// Defaults has the default routes of the main table, in kernel order. Gather leaves
+	// it empty if the options name an interface.
 	Defaults []DefaultRoute
-	// Reach is the route to Options.CanReach; zero if that is no address.
+	// Reach is the route to Options.CanReach. It is zero if CanReach is not an address.
 	Reach Reach
 }
 
@@ -26,7 +26,7 @@ type Link struct {
 	Name  string
 	Index int
 	MTU   int // bytes
-	// Up is the operator's wish, Running says that there is a carrier.
+	// Up means that the link is set up, Running that it has a carrier.
 	Up, Running bool
 	// Addrs is in kernel order.
 	Addrs []Addr
@@ -35,40 +35,38 @@ type Link struct {
 // Addr is an address of a link.
 type Addr struct {
 	IP netip.Addr
-	// Permanent addresses have no lifetime: configured, not from DHCP or a
-	// router advertisement.
+	// Permanent addresses have no lifetime: they are configured, and come neither from
+	// DHCP nor from a router advertisement.
 	Permanent bool
-	// Single addresses have no network and no peer on their link: /32 or /128.
-	// The permanent ones beside others are virtual, as keepalived makes them;
-	// clouds may give a host no other.
+	// Single addresses have no network and no peer on their link: /32 or /128. A
+	// permanent one beside other addresses is a virtual address, as keepalived creates
+	// it. In some clouds a host has only such an address.
 	Single bool
-	// Temporary is an IPv6 privacy address or an IPv4 secondary address: the
-	// kernel has one flag for the two.
+	// Temporary is an IPv6 privacy address or an IPv4 secondary address: the kernel uses
+	// one flag for both.
 	Temporary bool
-	// Deprecated addresses must not be used for anything new.
+	// Deprecated addresses must not be used for new connections.
 	Deprecated bool
-	// Tentative addresses cannot be used until the kernel has made sure that
-	// no other host has them.
+	// Tentative addresses cannot be used until duplicate address detection is done.
 	Tentative bool
-	// Duplicate is a tentative address that another host has: it stays
-	// unusable.
+	// Duplicate is a tentative address that another host uses. It stays unusable.
 	Duplicate bool
 }
 
 // DefaultRoute is a default route of one family.
 type DefaultRoute struct {
 	Family prefix.Family
-	// Links has the indexes of the links that the route leaves by, each once.
-	// A multipath route has several; none means that the kernel did not tell.
+	// Links has the indexes of the route's outgoing links, each once. A multipath route
+	// has several. It is empty if the kernel reported none.
 	Links  []int
 	Metric int
 }
 
 // Reach is the result of a route lookup.
 type Reach struct {
-	Link   int        // index of the link that packets leave by
-	Source netip.Addr // the source address they carry; zero if not told
-	// Failure is why there is no route; empty if there is one.
+	Link   int        // index of the outgoing link
+	Source netip.Addr // the source address of packets; zero if the kernel reported none
+	// Failure says why there is no route; it is empty if there is one.
 	Failure string
 }
 
@@ -82,8 +80,8 @@ func (f Facts) link(index int) (Link, error) {
 	return Link{}, fmt.Errorf("no interface with index %d", index)
 }
 
-// carriers returns the links that have address a, usable or not.
-func (f Facts) carriers(a netip.Addr) []Link {
+// linksWith returns the links that have address a, whether it is usable or not.
+func (f Facts) linksWith(a netip.Addr) []Link {
 	var on []Link
 	for _, l := range f.Links {
 		if _, ok := l.addr(a); ok {
@@ -101,17 +99,18 @@ func (l Link) addr(ip netip.Addr) (Addr, bool) {
 	return l.Addrs[i], true
 }
 
-// sends reports whether packets can be sent from address ip on l.
+// sends reports whether the host can send packets from address ip of l.
 func (l Link) sends(ip netip.Addr) bool {
 	a, ok := l.addr(ip)
 	return ok && !a.Tentative && !a.Duplicate && l.Up && l.Running
 }
 
-// usable returns the addresses of family f that may be chosen without having
-// been named, best first: global before link-local, then what inUse has, then
-// permanent, then not temporary, then kernel order. That is flannel's order,
-// but for what is in use, and for virtual addresses: a failover takes them
-// away, and so any other global one is better.
+// usable returns the addresses of family f that can be chosen without an option that
+// names them, best first. Global addresses precede link-local ones; among these the order
+// is: in use, permanent, not temporary, kernel order. flannel has the same order, with
+// two exceptions: flannel does not prefer addresses in use, and does not rank virtual
+// addresses last. A failover moves a virtual address to another host, so any other global
+// address is better.
 func (l Link) usable(f prefix.Family, inUse Interface) []netip.Addr {
 	var as []Addr
 	for _, a := range l.Addrs {
@@ -143,7 +142,7 @@ func (a Addr) rank(inUse Interface) int {
 		r += 4
 	}
 	switch {
-	case a.Temporary && a.Permanent: // IPv4's secondary
+	case a.Temporary && a.Permanent: // an IPv4 secondary address
 		r++
 	case a.Temporary:
 		r += 2
@@ -151,9 +150,9 @@ func (a Addr) rank(inUse Interface) int {
 	return r
 }
 
-// own returns the best usable address of family f. A link-local address is
-// not taken while a global one waits for duplicate address detection: that is
-// the state for a second or two after every boot.
+// own returns the best usable address of family f. It returns an error instead of a
+// link-local address while a global one is tentative, which is the case for a second or
+// two after every boot.
 func (l Link) own(f prefix.Family, inUse Interface) (netip.Addr, error) {
 	ips := l.usable(f, inUse)
 	if len(ips) > 0 && !ips[0].IsLinkLocalUnicast() {
@@ -170,15 +169,14 @@ func (l Link) own(f prefix.Family, inUse Interface) (netip.Addr, error) {
 	return ips[0], nil
 }
 
-// How much of the host an error line shows.
+// Limits of the description of the host in an error.
 const (
 	maxSeenLinks = 8
 	maxSeenAddrs = 4
 )
 
-// seen lists the interfaces with their addresses in one line. Those with a
-// routable address come first, so that hundreds of veth devices do not push
-// them out.
+// seen lists the interfaces with their addresses on one line. Interfaces with a global
+// address come first, so that hundreds of veth devices do not displace them.
 func (f Facts) seen() string {
 	if len(f.Links) == 0 {
 		return "no interfaces"

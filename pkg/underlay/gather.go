@@ -14,12 +14,12 @@ import (
 	"flanneld/pkg/prefix"
 )
 
-// dumpTries is how often a dump is read anew when changes interrupt it.
+// dumpTries is how often a dump is tried if changes interrupt it.
 const dumpTries = 5
 
-// Gather reads from the kernel, in the network namespace of the calling
-// thread, what the choice under o depends on. Every list is complete: a dump
-// that changes keep interrupting is an error.
+// Gather reads the facts that the choice with options o needs, in the network namespace
+// of the calling thread. Every list is complete: if changes keep interrupting a dump,
+// Gather returns an error.
 func Gather(ctx context.Context, o Options) (Facts, error) {
 	var f Facts
 	var err error
@@ -41,7 +41,7 @@ func Gather(ctx context.Context, o Options) (Facts, error) {
 	return f, nil
 }
 
-// dump calls list until it gets a whole answer.
+// dump calls list until it returns a complete result.
 func dump[T any](ctx context.Context, what string, list func() (T, error)) (T, error) {
 	var zero T
 	for try := 1; ; try++ {
@@ -103,7 +103,7 @@ func newAddr(ip netip.Addr, a netlink.Addr) Addr {
 		Permanent:  flags&unix.IFA_F_PERMANENT != 0,
 		Temporary:  flags&unix.IFA_F_TEMPORARY != 0,
 		Deprecated: flags&unix.IFA_F_DEPRECATED != 0,
-		// An optimistic address may be used while it is being checked.
+		// An optimistic address may be used during duplicate address detection.
 		Tentative: flags&unix.IFA_F_TENTATIVE != 0 && flags&unix.IFA_F_OPTIMISTIC == 0,
 		Duplicate: flags&unix.IFA_F_DADFAILED != 0,
 	}
@@ -113,8 +113,8 @@ func readDefaults(ctx context.Context, f prefix.Family) ([]DefaultRoute, error) 
 	return dump(ctx, f.String()+" default routes", func() ([]DefaultRoute, error) { return listDefaults(f) })
 }
 
-// readReach asks the kernel for its route to dst. That there is none is an
-// answer, not an error: other options may be enough.
+// readReach asks the kernel for the route to dst. A missing route is a result and not an
+// error, because another option may find an interface.
 func readReach(dst netip.Addr) Reach {
 	routes, err := netlink.RouteGet(net.IP(dst.AsSlice()))
 	switch {

@@ -27,23 +27,23 @@ import (
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
-// kernel is an empty network namespace of its own. The goroutine of the test
-// is in it, and so is every method, from any goroutine.
+// kernel is a new, empty network namespace. The test's goroutine runs in it, and all
+// methods act on it, whichever goroutine calls them.
 type kernel struct {
 	*testing.T
 	h *netlink.Handle
 }
 
-// newKernel moves the test to a new network namespace. Its thread stays locked
-// and ends with the test, and the namespace with it.
+// newKernel moves the test to a new network namespace. Its thread stays locked and ends
+// with the test, which removes the namespace.
 func newKernel(t *testing.T) kernel {
 	t.Helper()
 	runtime.LockOSThread()
 	if err := unix.Unshare(unix.CLONE_NEWNET); err != nil {
 		t.Fatalf("make a network namespace (this test needs root): %v", err)
 	}
-	// Without link-local addresses of the kernel's own there is nothing on a
-	// link, and no notification, that the test did not ask for.
+	// Without automatic link-local addresses, links have only the addresses, and cause
+	// only the notifications, that the test asks for.
 	if err := os.WriteFile("/proc/sys/net/ipv6/conf/default/addr_gen_mode", []byte("1"), 0); err != nil {
 		t.Fatalf("turn off link-local addresses (this test needs IPv6): %v", err)
 	}
@@ -67,7 +67,7 @@ func (k kernel) must(err error) {
 	}
 }
 
-// link returns a handle of the named link; one that fits none if it is absent.
+// link returns the named link, or a link that does not exist if there is none.
 func (k kernel) link(name string) netlink.Link {
 	k.Helper()
 	l, err := k.h.LinkByName(name)
@@ -83,7 +83,7 @@ func (k kernel) setUp(name string) {
 	k.must(k.h.LinkSetUp(k.link(name)))
 }
 
-// addLink adds one end of a veth pair. It has a carrier if up.
+// addLink adds one end of a veth pair. The link has a carrier if up is true.
 func (k kernel) addLink(name string, up bool) {
 	k.Helper()
 	peer := name + "-peer"
@@ -137,7 +137,7 @@ func TestKernelGather(t *testing.T) {
 	withPeer := address("10.2.8.8/32")
 	withPeer.Peer = mask("10.2.8.1/32")
 	k.must(k.h.AddrAdd(k.link("d2"), withPeer))
-	// Without a carrier IPv6 addresses stay tentative.
+	// Without a carrier, IPv6 addresses stay tentative.
 	k.addLink("d4", false)
 	k.setUp("d4")
 	k.addAddr("d4", "fd03::2/64", 0)
@@ -211,7 +211,7 @@ func TestKernelGather(t *testing.T) {
 			t.Fatal(err)
 		}
 		if len(f.Defaults) != 0 {
-			t.Errorf("%s: default routes read for nothing", tt.target)
+			t.Errorf("%s: default routes read without need", tt.target)
 		}
 		i, err := Select(f, o)
 		if got := show(i); got != tt.want && (err == nil || !strings.Contains(err.Error(), tt.want)) {
@@ -281,14 +281,14 @@ func TestKernelDumpIsNeverPartial(t *testing.T) {
 	}
 }
 
-// logged returns a context whose log goes to the buffer.
+// logged returns a context whose log is written to the buffer.
 func logged(t *testing.T) (context.Context, *bytes.Buffer) {
 	var b bytes.Buffer
 	return klog.NewContext(t.Context(), textlogger.NewLogger(textlogger.NewConfig(textlogger.Output(&b)))), &b
 }
 
-// prompt is far below every timeout and recheck interval in these tests, and
-// generous to a busy machine.
+// prompt is far below all timeouts and recheck intervals of these tests, and long enough
+// for a busy machine.
 const prompt = 5 * time.Second
 
 func TestKernelWait(t *testing.T) {
@@ -333,7 +333,7 @@ func TestKernelWait(t *testing.T) {
 			done := make(chan time.Time, 1)
 			go func() {
 				for _, step := range tt.steps {
-					// Far enough apart for each to be looked at by itself.
+					// Far enough apart for a separate look at each change.
 					<-time.After(100 * time.Millisecond)
 					step(k)
 				}
@@ -347,7 +347,7 @@ func TestKernelWait(t *testing.T) {
 				t.Errorf("got %s, error %v; want %s", show(i), err, tt.want)
 			}
 			if n := strings.Count(log.String(), "waiting for an external interface"); n != 1 || strings.Count(log.String(), "\n") != 1 {
-				t.Errorf("said %d times that it waits, want 1; log:\n%s", n, log)
+				t.Errorf("logged %d times that it waits, want 1; log:\n%s", n, log)
 			}
 		})
 	}
@@ -367,7 +367,7 @@ func TestKernelWaitReturnsAtOnce(t *testing.T) {
 		"not waiting":                       {Options{Families: v4, Ifaces: []string{"d1"}}, 0, "d1 10.1.0.2 | --iface d1"},
 		"not waiting, none there":           {Options{Families: v4, Ifaces: []string{"x"}}, 0, "no external interface: --iface x: no interface has this name; seen: d1 (10.1.0.2 "},
 		"link-local asked for":              {Options{Families: v6, Ifaces: []string{"fe80::99"}}, time.Minute, "d1 fe80::99 | --iface fe80::99"},
-		"waiting makes nothing better":      {Options{Families: v4, PublicIP: ip("fd00::1")}, time.Minute, "--public-ip fd00::1: want an IPv4 unicast address"},
+		"waiting does not help":             {Options{Families: v4, PublicIP: ip("fd00::1")}, time.Minute, "--public-ip fd00::1: want an IPv4 unicast address"},
 		"not waiting for a better v6 local": {Options{Families: v6, Ifaces: []string{"d1"}}, -1, "d1 fe80::"},
 	} {
 		ctx, log := logged(t)
@@ -403,7 +403,7 @@ func TestKernelWaitTimesOut(t *testing.T) {
 		t.Errorf("log: %s", log)
 	}
 
-	// A link-local address is better than none once the time is over.
+	// At the end of the time a link-local address is better than none.
 	ctx, log = logged(t)
 	i, err := Wait(ctx, Options{Families: v6, Ifaces: []string{"d1"}}, 200*time.Millisecond)
 	if err != nil || len(i.Addrs) != 1 || !i.Addrs[0].Local.IsLinkLocalUnicast() {

@@ -9,27 +9,26 @@ import (
 	"flanneld/pkg/prefix"
 )
 
-// Options is what the operator says about the external interface.
+// Options holds the operator's settings for the external interface.
 type Options struct {
 	// Ifaces are interface names or addresses, tried in order.
 	Ifaces []string
 	// IfaceRegexes are unanchored regular expressions for an address or a
 	// name, tried in order after Ifaces.
 	IfaceRegexes []string
-	// CanReach is an address; the interface that leads to it is tried last.
+	// CanReach is an address. The interface of the route to it is tried last.
 	CanReach string
-	// PublicIP and PublicIPv6 are what peers send to; zero means the
-	// interface's own address. One of a family that is not enabled has no
-	// effect.
+	// PublicIP and PublicIPv6 are the addresses that peers send to. Zero means the
+	// interface's own address. The one of a disabled family has no effect.
 	PublicIP, PublicIPv6 netip.Addr
 	// Families are the enabled address families, IPv4 first; never empty.
 	Families []prefix.Family
-	// Pods are the subnets of the pods here, if they are known. What has an
-	// address of them is not the way to peers, unless Ifaces or a public address
-	// say so.
+	// Pods are the pod subnets of this host, if known. An interface with an address in
+	// them leads to pods, not to peers. It is chosen only if Ifaces or a public address
+	// names it.
 	Pods []netip.Prefix
-	// InUse is the choice so far, if there is one. Its addresses are not given
-	// up for others of the interface that would have been chosen before them.
+	// InUse is the current choice, if there is one. Its addresses are kept even if the
+	// interface has others that would rank higher.
 	InUse Interface
 }
 
@@ -52,7 +51,7 @@ func isUnicast(a netip.Addr) bool {
 	return !a.IsUnspecified() && !a.IsMulticast() && a != netip.AddrFrom4([4]byte{255, 255, 255, 255})
 }
 
-// named is an address and the option that gave it.
+// named is an address together with the option that set it.
 type named struct {
 	option string
 	addr   netip.Addr
@@ -60,7 +59,7 @@ type named struct {
 
 func (n named) String() string { return n.option + " " + n.addr.String() }
 
-// public returns the public address of family f; its addr is zero if not given.
+// public returns the public address of family f; its addr is zero if not set.
 func (o Options) public(f prefix.Family) named {
 	if f == prefix.IPv4 {
 		return named{"--public-ip", o.PublicIP}
@@ -68,9 +67,9 @@ func (o Options) public(f prefix.Family) named {
 	return named{"--public-ipv6", o.PublicIPv6}
 }
 
-// asksForInterface reports whether any option names an interface, so that the
-// default route has no say. An empty value counts as not given: manifests
-// write --iface=$(IFACE).
+// asksForInterface reports whether an option selects an interface. The default route is
+// then not used. An empty value counts as not set, because manifests contain
+// --iface=$(IFACE).
 func (o Options) asksForInterface() bool {
 	given := func(v string) bool { return v != "" }
 	return slices.ContainsFunc(o.Ifaces, given) || slices.ContainsFunc(o.IfaceRegexes, given) || o.CanReach != ""

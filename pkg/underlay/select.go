@@ -11,19 +11,19 @@ import (
 	"flanneld/pkg/prefix"
 )
 
-// Select chooses the external interface. It tries Ifaces, IfaceRegexes and
-// CanReach in this order, and the first that leads to an interface with an
-// address in every enabled family wins. Without any of them it takes the
-// interface that a public address is assigned to, else the default route's;
-// once one of them is given, the default route is no fallback. The error is
-// one line that says what was tried, why it failed, and what there is.
+// Select chooses the external interface. It tries Ifaces, IfaceRegexes and CanReach in
+// this order and returns the first interface that has an address in every enabled family.
+// If none of them is set, it takes the interface that has a public address, or else the
+// interface of the default route. If one of them is set, the default route is no
+// fallback. The error is a single line with everything that was tried, the reason of each
+// failure, and the interfaces of the host.
 func Select(f Facts, o Options) (Interface, error) {
 	c, err := choose(f, o)
 	return c.Interface, err
 }
 
-// choice is a result of Select. lastResort means that an address is link-local
-// only because the interface has no better one.
+// choice is a result of Select. lastResort means that an address is link-local because
+// the interface has no better one, not because an option named it.
 type choice struct {
 	Interface
 	lastResort bool
@@ -59,8 +59,8 @@ type attempt struct {
 	find   func() (found, error)
 }
 
-// found is a link, with the addresses that the option itself settled and
-// with what there is to add to the option's text as a reason.
+// found is a link, with the addresses that the option selected and a note to append to
+// the option as the reason.
 type found struct {
 	link  Link
 	addrs []netip.Addr
@@ -69,7 +69,7 @@ type found struct {
 
 func (s selector) attempts() []attempt {
 	if !s.opts.asksForInterface() {
-		return []attempt{s.unasked()}
+		return []attempt{s.automatic()}
 	}
 	var as []attempt
 	add := func(option, value string, find func(string) (found, error)) {
@@ -107,12 +107,12 @@ func (s selector) try(a attempt) (choice, error) {
 	return c, nil
 }
 
-// address returns the address of family f. A public address that this host
-// has, on whatever interface, is also what packets carry: peers expect them
-// from there. settled means that an option determined the local address.
+// address returns the address of family f. If this host has the public address, on any
+// interface, it is also the local one: peers expect packets from that address. settled
+// means that an option determined the local address.
 func (s selector) address(w found, f prefix.Family) (a Address, settled bool, err error) {
 	a.Public = s.opts.public(f).addr
-	if a.Public.IsValid() && len(s.facts.carriers(a.Public)) > 0 {
+	if a.Public.IsValid() && len(s.facts.linksWith(a.Public)) > 0 {
 		a.Local = a.Public
 	} else if i := slices.IndexFunc(w.addrs, func(ip netip.Addr) bool { return prefix.FamilyOf(ip) == f }); i >= 0 {
 		a.Local = w.addrs[i]
@@ -129,12 +129,12 @@ func (s selector) address(w found, f prefix.Family) (a Address, settled bool, er
 	return a, settled, err
 }
 
-// ready refuses an address that every interface which has it cannot use yet.
-// An address named by an option may be deprecated, but not tentative: nothing
-// can be sent from it.
+// ready returns an error if no interface can use the address yet. An address named by an
+// option may be deprecated but not tentative, because packets cannot be sent from a
+// tentative address.
 func (s selector) ready(ip netip.Addr) error {
 	var err error
-	for _, l := range s.facts.carriers(ip) {
+	for _, l := range s.facts.linksWith(ip) {
 		switch a, _ := l.addr(ip); {
 		case a.Duplicate:
 			err = fmt.Errorf("%s: another host has address %s (duplicate address detection failed)", l.Name, ip)
@@ -147,16 +147,16 @@ func (s selector) ready(ip netip.Addr) error {
 	return err
 }
 
-// unasked is the attempt where no option names an interface. Public addresses
-// that are not assigned here (1:1 NAT) leave the choice to the default route.
-func (s selector) unasked() attempt {
+// automatic returns the attempt for the case that no option names an interface. If no
+// public address is assigned on this host (1:1 NAT), it uses the default route.
+func (s selector) automatic() attempt {
 	var local []named
 	var foreign strings.Builder
 	for _, f := range s.opts.Families {
 		p := s.opts.public(f)
 		switch {
 		case !p.addr.IsValid():
-		case len(s.facts.carriers(p.addr)) > 0:
+		case len(s.facts.linksWith(p.addr)) > 0:
 			local = append(local, p)
 		default:
 			fmt.Fprintf(&foreign, ", %s is not assigned here", p)
@@ -169,12 +169,12 @@ func (s selector) unasked() attempt {
 		}}
 	}
 	return attempt{local[0].String(), func() (found, error) {
-		l, err := s.carrier(local)
+		l, err := s.linkWithAll(local)
 		return found{link: l, note: " is assigned here"}, err
 	}}
 }
 
-// byIface finds an interface by its name or one of its addresses.
+// byIface finds an interface by its name or by one of its addresses.
 func (s selector) byIface(value string) (found, error) {
 	ip, err := parseAddr(value)
 	if err != nil {
@@ -189,16 +189,17 @@ func (s selector) byIface(value string) (found, error) {
 		return found{}, fmt.Errorf("%s is not enabled", f)
 	}
 	wants := []named{{"--iface", ip}}
-	// As flannel does: in dual stack an address must not split the families
-	// over two interfaces without anybody noticing.
-	if p := s.opts.public(prefix.IPv6); len(s.opts.Families) > 1 && p.addr.IsValid() && len(s.facts.carriers(p.addr)) > 0 {
+	// In dual stack one interface must have both addresses, as in flannel: otherwise a
+	// typing error would spread the families over two interfaces without a warning.
+	if p := s.opts.public(prefix.IPv6); len(s.opts.Families) > 1 && p.addr.IsValid() && len(s.facts.linksWith(p.addr)) > 0 {
 		wants = append(wants, p)
 	}
-	l, err := s.carrier(wants)
+	l, err := s.linkWithAll(wants)
 	return found{link: l, addrs: []netip.Addr{ip}}, err
 }
 
-// parseAddr parses an address without a zone. IPv4-mapped IPv6 is IPv4.
+// parseAddr parses an address without a zone. It converts IPv4-mapped IPv6 addresses to
+// IPv4.
 func parseAddr(text string) (netip.Addr, error) {
 	a, err := netip.ParseAddr(text)
 	if err == nil && a.Zone() != "" {
@@ -207,9 +208,9 @@ func parseAddr(text string) (netip.Addr, error) {
 	return a.Unmap(), err
 }
 
-// carrier returns the first link that has all the addresses. The error leaves
-// out the name of the first, since it stands before every error.
-func (s selector) carrier(wants []named) (Link, error) {
+// linkWithAll returns the first link that has all the addresses. The error omits the name of
+// the first address, because the caller puts that in front.
+func (s selector) linkWithAll(wants []named) (Link, error) {
 	for _, l := range s.facts.Links {
 		if !slices.ContainsFunc(wants, func(w named) bool { _, ok := l.addr(w.addr); return !ok }) {
 			return l, nil
@@ -217,24 +218,24 @@ func (s selector) carrier(wants []named) (Link, error) {
 	}
 	var where []string
 	for _, w := range wants {
-		on := s.facts.carriers(w.addr)
+		on := s.facts.linksWith(w.addr)
 		if len(on) == 0 {
 			return Link{}, errors.New("not assigned to any interface")
 		}
 		where = append(where, w.String()+" is on "+on[0].Name)
 	}
-	where[0] = "is on " + s.facts.carriers(wants[0].addr)[0].Name
+	where[0] = "is on " + s.facts.linksWith(wants[0].addr)[0].Name
 	return Link{}, fmt.Errorf("%s, want one interface for both", strings.Join(where, ", but "))
 }
 
-// byRegex prefers addresses over names: a name is looked at only if no
-// interface at all has matching addresses.
+// byRegex prefers addresses over names: it compares names only if no interface has
+// matching addresses.
 func (s selector) byRegex(expr string) (found, error) {
 	re, err := regexp.Compile(expr)
 	if err != nil {
 		return found{}, err
 	}
-	links := s.inUseFirst(slices.DeleteFunc(slices.Clone(s.facts.Links), s.inner))
+	links := s.inUseFirst(slices.DeleteFunc(slices.Clone(s.facts.Links), s.leadsToPods))
 	if len(links) > 0 && links[0].Name == s.opts.InUse.Name {
 		if w, ok := s.matches(re, links[:1]); ok {
 			return w, nil
@@ -249,7 +250,8 @@ func (s selector) byRegex(expr string) (found, error) {
 	return found{}, fmt.Errorf("no %s address and no interface name matches", s.opts.Families[0])
 }
 
-// matches returns the first of links that matches by its addresses, or else by its name.
+// matches returns the first link with matching addresses, or else the first one with a
+// matching name.
 func (s selector) matches(re *regexp.Regexp, links []Link) (w found, ok bool) {
 	for _, l := range links {
 		var hits []netip.Addr
@@ -272,21 +274,21 @@ func (s selector) matches(re *regexp.Regexp, links []Link) (w found, ok bool) {
 	return found{}, false
 }
 
-// ownDevice matches the names that backends give their devices.
+// ownDevice matches the names of the devices that backends create.
 var ownDevice = regexp.MustCompile(`^flannel(\d+|(-v6)?\.(\d+|ipip)|-wg(-.*)?)$`)
 
-// inner reports whether l leads to pods, and not to other hosts: a device of
-// our own or the bridge of the pods, as they are there after a restart.
-func (s selector) inner(l Link) bool {
+// leadsToPods reports whether l leads to pods instead of other hosts: flanneld's own device, or
+// the bridge of the pods. Both may exist after a restart.
+func (s selector) leadsToPods(l Link) bool {
 	return ownDevice.MatchString(l.Name) || slices.ContainsFunc(l.Addrs, func(a Addr) bool {
 		return slices.ContainsFunc(s.opts.Pods, func(p netip.Prefix) bool { return p.Contains(a.IP) })
 	})
 }
 
-// byReach takes the interface and the source address of the route to an
-// address. Towards one of its own addresses the kernel names lo; the interface
-// that has the address is meant then: all hosts are given the same target, and
-// one of them is the target.
+// byReach returns the interface and the source address of the route to an address. For an
+// address of this host the kernel reports lo; byReach then returns the interface that has
+// the address. This happens because all hosts may get the same target, and one of them
+// has its address.
 func (s selector) byReach(value string) (found, error) {
 	ip, err := parseAddr(value)
 	if err != nil {
@@ -294,7 +296,7 @@ func (s selector) byReach(value string) (found, error) {
 	}
 	var w found
 	source := ip
-	if on := s.facts.carriers(ip); len(on) > 0 {
+	if on := s.facts.linksWith(ip); len(on) > 0 {
 		w = found{link: on[0], note: " is assigned here"}
 	} else {
 		r := s.facts.Reach
@@ -306,7 +308,7 @@ func (s selector) byReach(value string) (found, error) {
 		}
 		source = r.Source
 	}
-	if s.inner(w.link) {
+	if s.leadsToPods(w.link) {
 		return found{}, fmt.Errorf("%s leads to pods", w.link.Name)
 	}
 	if source.IsValid() && !s.keeps(w.link, prefix.FamilyOf(source)) {
@@ -315,14 +317,14 @@ func (s selector) byReach(value string) (found, error) {
 	return w, nil
 }
 
-// keeps reports whether the best address of l is the one in use: the source
-// that the kernel names may be a virtual one that has just come.
+// keeps reports whether the best address of l is the one in use. The source that the
+// kernel reports may be a virtual address that was added later.
 func (s selector) keeps(l Link, f prefix.Family) bool {
 	ips := l.usable(f, s.opts.InUse)
 	return len(ips) > 0 && s.opts.InUse.uses(ips[0]) && !ips[0].IsLinkLocalUnicast()
 }
 
-// byDefault finds the interface of the default routes of all families.
+// byDefault returns the interface that the default routes of all families share.
 func (s selector) byDefault() (Link, error) {
 	var common []Link
 	for i, f := range s.opts.Families {
@@ -353,10 +355,10 @@ func linkNames(links []Link) string {
 	return strings.Join(names, " and ")
 }
 
-// defaultLinks finds the interfaces of the default route of family f. Of several
-// it takes the one with the lowest metric, since that is the one the kernel
-// uses; flannel takes the first of the dump, which the kernel sorts by metric.
-// flannel refuses a multipath route.
+// defaultLinks returns the interfaces of the default route of family f. If there are
+// several routes it takes the one with the lowest metric, because the kernel uses that
+// one. flannel takes the first one of the dump, which has the lowest metric too, and
+// refuses multipath routes.
 func (s selector) defaultLinks(f prefix.Family) (links []Link, err error) {
 	var route *DefaultRoute
 	for i, r := range s.facts.Defaults {
@@ -384,8 +386,8 @@ func (s selector) defaultLinks(f prefix.Family) (links []Link, err error) {
 	return links, nil
 }
 
-// best returns the first of links that carries packets of all families from global
-// addresses, or at least from some; among equal ones that which is in use.
+// best returns the first link that has global addresses in all families, or otherwise at
+// least link-local ones. Among equal links it prefers the one in use.
 func (s selector) best(links []Link) Link {
 	const global, linkLocal, nothing = 0, 1, 2
 	grade := func(l Link) int {
@@ -404,7 +406,7 @@ func (s selector) best(links []Link) Link {
 	return slices.MinFunc(s.inUseFirst(links), func(a, b Link) int { return grade(a) - grade(b) })
 }
 
-// inUseFirst puts the link that is in use in front of others, if it carries packets.
+// inUseFirst moves the link in use to the front if it is up and has a carrier.
 func (s selector) inUseFirst(links []Link) []Link {
 	i := slices.IndexFunc(links, func(l Link) bool { return l.Name == s.opts.InUse.Name && l.Up && l.Running })
 	if i < 0 {

@@ -20,8 +20,8 @@ var (
 
 func ip(s string) netip.Addr { return netip.MustParseAddr(s) }
 
-// link builds a link from addresses written as "10.0.0.1" or, with flags,
-// "10.0.0.1 deprecated temporary". They are permanent unless "dynamic".
+// link builds a link with addresses such as "10.0.0.1" or, with flags, "10.0.0.1
+// deprecated temporary". Addresses are permanent unless "dynamic".
 func link(index int, name string, addrs ...string) Link {
 	l := Link{Name: name, Index: index, MTU: 1500, Up: true, Running: true}
 	for _, text := range addrs {
@@ -52,7 +52,7 @@ func via(f prefix.Family, metric int, links ...int) DefaultRoute {
 	return DefaultRoute{Family: f, Links: links, Metric: metric}
 }
 
-// host has four NICs with three addresses of a family each.
+// host returns a host with four NICs that have three addresses of each family.
 func host() Facts {
 	return Facts{
 		Links: []Link{
@@ -244,19 +244,19 @@ func TestSelect(t *testing.T) {
 		"default v6 last resort":        {defaults(via(prefix.IPv6, 0, 5)), none(v6), "net-10 fe80::5 | default route", ""},
 
 		// --public-ip without an interface option
-		"public v4 here":             {host(), public(none(v4), "10.1.0.3"), "eth1 10.1.0.3 | --public-ip 10.1.0.3 is assigned here", ""},
-		"public v4 NAT":              {host(), public(none(v4), "1.2.3.4"), "eth0 192.168.0.2>1.2.3.4 | default route, --public-ip 1.2.3.4 is not assigned here", ""},
-		"public v4 NAT, no route":    {defaults(), public(none(v4), "1.2.3.4"), "", "default route: no IPv4 default route in the main table"},
-		"public v6 here":             {host(), public(none(v6), "fd01::4"), "eth1 fd01::4 | --public-ipv6 fd01::4 is assigned here", ""},
-		"public v6 tentative":        {host(), public(none(v6), "fd02::2"), "", "--public-ipv6 fd02::2: eth2: address fd02::2 is still tentative"},
-		"public v6 NAT":              {host(), public(none(v6), "2001:db8:9::1"), "eth0 2001:db8::4>2001:db8:9::1 | default route, --public-ipv6 2001:db8:9::1 is not assigned here", ""},
-		"public dual here":           {host(), public(none(dual), "10.1.0.3", "fd01::4"), "eth1 10.1.0.3 fd01::4 | --public-ip 10.1.0.3 is assigned here", ""},
-		"public dual apart":          {host(), public(none(dual), "10.1.0.3", "2001:db8::4"), "", "--public-ip 10.1.0.3: is on eth1, but --public-ipv6 2001:db8::4 is on eth0, want one interface for both"},
-		"public dual v4 NAT":         {host(), public(none(dual), "1.2.3.4", "fd01::4"), "eth1 10.1.0.2>1.2.3.4 fd01::4 | --public-ipv6 fd01::4 is assigned here", ""},
-		"public dual both NAT":       {host(), public(none(dual), "1.2.3.4", "2001:db8:9::1"), "eth0 192.168.0.2>1.2.3.4 2001:db8::4>2001:db8:9::1 | default route, --public-ip 1.2.3.4 is not assigned here, --public-ipv6 2001:db8:9::1 is not assigned here", ""},
-		"public v4 here lacks v6":    {host(), public(none(dual), "127.0.0.1"), "", "--public-ip 127.0.0.1: lo has no usable IPv6 address"},
-		"public of disabled family":  {host(), public(none(v6), "10.1.0.3"), "eth0 2001:db8::4 | default route", ""},
-		"public v6 in v4 is nothing": {host(), public(none(v4), "fd01::3"), "eth0 192.168.0.2 | default route", ""},
+		"public v4 here":                {host(), public(none(v4), "10.1.0.3"), "eth1 10.1.0.3 | --public-ip 10.1.0.3 is assigned here", ""},
+		"public v4 NAT":                 {host(), public(none(v4), "1.2.3.4"), "eth0 192.168.0.2>1.2.3.4 | default route, --public-ip 1.2.3.4 is not assigned here", ""},
+		"public v4 NAT, no route":       {defaults(), public(none(v4), "1.2.3.4"), "", "default route: no IPv4 default route in the main table"},
+		"public v6 here":                {host(), public(none(v6), "fd01::4"), "eth1 fd01::4 | --public-ipv6 fd01::4 is assigned here", ""},
+		"public v6 tentative":           {host(), public(none(v6), "fd02::2"), "", "--public-ipv6 fd02::2: eth2: address fd02::2 is still tentative"},
+		"public v6 NAT":                 {host(), public(none(v6), "2001:db8:9::1"), "eth0 2001:db8::4>2001:db8:9::1 | default route, --public-ipv6 2001:db8:9::1 is not assigned here", ""},
+		"public dual here":              {host(), public(none(dual), "10.1.0.3", "fd01::4"), "eth1 10.1.0.3 fd01::4 | --public-ip 10.1.0.3 is assigned here", ""},
+		"public dual apart":             {host(), public(none(dual), "10.1.0.3", "2001:db8::4"), "", "--public-ip 10.1.0.3: is on eth1, but --public-ipv6 2001:db8::4 is on eth0, want one interface for both"},
+		"public dual v4 NAT":            {host(), public(none(dual), "1.2.3.4", "fd01::4"), "eth1 10.1.0.2>1.2.3.4 fd01::4 | --public-ipv6 fd01::4 is assigned here", ""},
+		"public dual both NAT":          {host(), public(none(dual), "1.2.3.4", "2001:db8:9::1"), "eth0 192.168.0.2>1.2.3.4 2001:db8::4>2001:db8:9::1 | default route, --public-ip 1.2.3.4 is not assigned here, --public-ipv6 2001:db8:9::1 is not assigned here", ""},
+		"public v4 here lacks v6":       {host(), public(none(dual), "127.0.0.1"), "", "--public-ip 127.0.0.1: lo has no usable IPv6 address"},
+		"public of disabled family":     {host(), public(none(v6), "10.1.0.3"), "eth0 2001:db8::4 | default route", ""},
+		"public v6 in v4 has no effect": {host(), public(none(v4), "fd01::3"), "eth0 192.168.0.2 | default route", ""},
 
 		// --public-ip with an interface option
 		"iface, public NAT":           {host(), public(ifaces(v4, "eth1"), "1.2.3.4"), "eth1 10.1.0.2>1.2.3.4 | --iface eth1", ""},
@@ -294,8 +294,8 @@ func TestSelect(t *testing.T) {
 	}
 }
 
-// TestSelectVirtualAddress: what may move to another host is not taken, unless
-// it is all that there is.
+// TestSelectVirtualAddress: an address that may move to another host is not taken unless
+// there is no other.
 func TestSelectVirtualAddress(t *testing.T) {
 	for name, tt := range map[string]struct {
 		addrs []string
@@ -320,9 +320,9 @@ func TestSelectVirtualAddress(t *testing.T) {
 	}
 }
 
-// TestSelectKeepsWhatIsInUse: an address that would be chosen before does not
-// take the place of the one in use, unless an option names it.
-func TestSelectKeepsWhatIsInUse(t *testing.T) {
+// TestSelectKeepsAddressInUse: an address that ranks higher does not replace the one in
+// use, unless an option names it.
+func TestSelectKeepsAddressInUse(t *testing.T) {
 	for name, tt := range map[string]struct {
 		inUse string
 		addrs []string // of d1
@@ -363,8 +363,8 @@ func TestSelectKeepsWhatIsInUse(t *testing.T) {
 	}
 }
 
-// TestSelectStaysOnALink where several are as good: one that comes back is not
-// taken again.
+// TestSelectStaysOnALink: if several links are equally good, one that returns does not
+// replace the one in use.
 func TestSelectStaysOnALink(t *testing.T) {
 	facts := Facts{Links: []Link{link(1, "d1", "10.1.0.2"), link(2, "d2", "10.1.0.3")}, Defaults: []DefaultRoute{via(prefix.IPv4, 0, 1, 2)}}
 	for option, o := range map[string]Options{
@@ -383,7 +383,8 @@ func TestSelectStaysOnALink(t *testing.T) {
 	}
 }
 
-// TestSelectOfSeveralDefaults takes the first link that has what all families need.
+// TestSelectOfSeveralDefaults: Select takes the first link that has addresses of all
+// families.
 func TestSelectOfSeveralDefaults(t *testing.T) {
 	for name, tt := range map[string]struct {
 		d1, d2   []string
@@ -408,9 +409,9 @@ func TestSelectOfSeveralDefaults(t *testing.T) {
 	}
 }
 
-// TestSelectPassesOverOurOwn: what is there after a restart is the network of
-// the pods here, and not the way to the peers.
-func TestSelectPassesOverOurOwn(t *testing.T) {
+// TestSelectSkipsPodInterfaces: after a restart flanneld's device and the bridge of the
+// pods still exist. They do not lead to peers.
+func TestSelectSkipsPodInterfaces(t *testing.T) {
 	facts := Facts{Links: []Link{
 		link(1, "br-pods", "10.244.3.1", "fe80::1"),
 		link(2, "eth0", "10.0.0.2", "fe80::2"),
@@ -477,7 +478,7 @@ func TestSelectRefusesNonsense(t *testing.T) {
 	}
 }
 
-func TestRefusalShowsWhatWasSeen(t *testing.T) {
+func TestRefusalListsInterfaces(t *testing.T) {
 	crowd := host()
 	for i := range 30 {
 		crowd.Links = append(crowd.Links, link(100+i, fmt.Sprintf("veth%d", i), "fe80::100"))

@@ -1,5 +1,4 @@
-// Package underlay chooses the external interface: the one whose address
-// peers send to.
+// Package underlay chooses the external interface, whose address peers send to.
 package underlay
 
 import (
@@ -9,26 +8,26 @@ import (
 	"flanneld/pkg/prefix"
 )
 
-// Interface is the external interface as chosen.
+// Interface is the chosen external interface.
 type Interface struct {
 	Name  string
 	Index int
 	MTU   int // bytes; never 0
 	// Addrs has one entry for each enabled address family, IPv4 first.
 	Addrs []Address
-	// Reason says in a few words why this interface was chosen.
+	// Reason says briefly why this interface was chosen.
 	Reason string
 }
 
-// Address is the interface's address in one family.
+// Address is the address of the interface in one family.
 type Address struct {
-	// Local is assigned on this host: it is what packets carry as their source.
+	// Local is assigned on this host. It is the source address of packets.
 	Local netip.Addr
-	// Public is what peers send to. It differs from Local behind 1:1 NAT.
+	// Public is the address that peers send to. It differs from Local behind 1:1 NAT.
 	Public netip.Addr
 }
 
-// uses reports whether local is the address of a family.
+// uses reports whether local is one of the interface's local addresses.
 func (i Interface) uses(local netip.Addr) bool {
 	return slices.ContainsFunc(i.Addrs, func(a Address) bool { return a.Local == local })
 }

@@ -13,16 +13,14 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// recheck is how often Wait looks again without having been told of a change,
-// should a notification get lost.
+// recheck is how often Wait looks without a notification, in case one was lost.
 const recheck = time.Second
 
-// Wait chooses the external interface as Select does, in the network
-// namespace of the calling thread. While there is none it waits for links,
-// addresses and routes to change, for at most timeout; zero or less means not
-// at all. A link-local address that would be taken for want of a better one
-// is taken only at the end of that time, because at boot it is the first to
-// be there.
+// Wait chooses the external interface like Select, in the network namespace of the
+// calling thread. If there is none, it waits for changes of links, addresses and routes,
+// for at most timeout; zero or less means that it does not wait. It accepts a link-local
+// address as a last resort only when the time is over, because after a boot that address
+// appears first.
 func Wait(ctx context.Context, o Options, timeout time.Duration) (Interface, error) {
 	if err := o.check(); err != nil {
 		return Interface{}, err
@@ -79,9 +77,9 @@ func look(ctx context.Context, o Options) (choice, error) {
 	return choose(f, o)
 }
 
-// subscribe returns a channel that is readable after a change of what Gather
-// reads. One socket serves all groups and is open on return, so nothing is
-// missed from then on. stop closes it and returns when the reader is gone.
+// subscribe returns a channel that becomes readable after a change of anything that
+// Gather reads. One socket receives all groups and is open on return, so no later change
+// is missed. stop closes it and returns after the reader has ended.
 func subscribe(o Options) (changed <-chan struct{}, stop func(), err error) {
 	groups := []uint{unix.RTNLGRP_LINK, unix.RTNLGRP_IPV4_IFADDR, unix.RTNLGRP_IPV6_IFADDR}
 	if !o.asksForInterface() || o.CanReach != "" {
@@ -106,8 +104,9 @@ func subscribe(o Options) (changed <-chan struct{}, stop func(), err error) {
 	return wake, func() { s.Close(); <-done }, nil
 }
 
-// onlyDefaults keeps the announcements of routes from the socket, but for
-// default routes: there may be thousands of others, our own among them.
+// onlyDefaults attaches a filter to the socket that drops all route notifications except
+// those of default routes. There may be thousands of other routes, including flanneld's
+// own.
 func onlyDefaults(fd int) error {
 	const offType, offDstLen = 4, unix.SizeofNlMsghdr + 1
 	load := func(size uint16, off uint32) unix.SockFilter {
@@ -130,15 +129,15 @@ func onlyDefaults(fd int) error {
 		&unix.SockFprog{Len: uint16(len(program)), Filter: &program[0]})
 }
 
-// asLoaded is a message type as a filter loads it: filters take all numbers
-// for big-endian.
+// asLoaded returns a message type as the filter loads it: filters read all numbers as
+// big-endian.
 func asLoaded(typ uint16) uint32 {
 	return uint32(binary.BigEndian.Uint16(binary.NativeEndian.AppendUint16(nil, typ)))
 }
 
-// relay makes wake readable after every message that receive waits for. An
-// overflow means changes too; any other error ends it (that is how a closed
-// socket shows).
+// relay makes wake readable after each message that receive returns. It treats an
+// overflow as a change. Any other error ends relay, which is how it notices a closed
+// socket.
 func relay(wake chan<- struct{}, receive func() error) {
 	for {
 		if err := receive(); err != nil && !errors.Is(err, unix.ENOBUFS) && !errors.Is(err, unix.EINTR) {

@@ -10,33 +10,34 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// How a change is followed.
+// Delays in following a change.
 const (
-	// settle is how long what differs must have stayed the same.
+	// settle is how long a different choice must last before it is taken.
 	settle = 500 * time.Millisecond
-	// returning is how long another interface or address is not taken after
-	// the chosen interface was down or gone: IPv6 addresses go with the link,
-	// and a network manager takes a while to put them back.
+	// returning is how long another interface or address is not taken after the chosen
+	// interface was down or absent: its IPv6 addresses disappear with the link, and a
+	// network manager needs a while to restore them.
 	returning = 5 * time.Second
-	// A look is followed by a rest, in proportion to the CPU that it costs: a
-	// router may hold a million routes, and change some all the time.
+	// After each look Watch rests for restFactor times the CPU time of the look, because
+	// a router may have a million routes of which some change all the time.
 	leastRest, restFactor = 100 * time.Millisecond, 20
-	// relook is how often Watch looks without having been told of a change,
-	// and relookFailed how often after a look that failed.
+	// relook is how often Watch looks without a notification, and relookFailed how soon
+	// after a look that failed.
 	relook, relookFailed = time.Minute, time.Second
 )
 
-// Watch chooses the external interface anew, as Wait does, whenever links,
-// addresses or routes change in the network namespace of the calling thread.
-// It calls changed when the choice has another name, index, MTU or address
-// than now, and goes on from there. An address in use stays, as long as it can
-// be used, where options do not name another. While there is nothing to choose, or a
-// family has lost its address, the last choice stands. With every look it tells
-// usable what keeps packets from leaving by the choice as it stands: nil if nothing
-// does. It blocks until ctx ends, and returns nil then; changed and usable must not
-// block.
+// Watch repeats the choice of Wait whenever links, addresses or routes change in the
+// network namespace of the calling thread. now is the current choice. Watch calls changed
+// when the name, index, MTU or an address differs, and continues from the new choice. It
+// keeps an address in use as long as the address is usable, unless an option names
+// another. While no interface can be chosen, or a family has lost its address, it keeps
+// the last choice.
+//
+// After each look Watch calls usable with the reason why packets cannot leave by the
+// current choice, or with nil if they can. It blocks until ctx ends, then returns nil.
+// changed and usable must not block.
 func Watch(ctx context.Context, o Options, now Interface, changed func(Interface), usable func(error)) error {
-	told, stop, err := subscribe(o)
+	notified, stop, err := subscribe(o)
 	if err != nil {
 		return err
 	}
@@ -54,22 +55,21 @@ func Watch(ctx context.Context, o Options, now Interface, changed func(Interface
 			c, err = choose(facts, o)
 		}
 		cost := spent() - start
-		moved, again := f.consider(ctx, sight{time.Now(), c.Interface, err, facts.away(f.now.Name)})
+		moved, again := f.consider(ctx, observation{time.Now(), c.Interface, err, facts.isDown(f.now.Name)})
 		if moved {
 			changed(f.now)
 		}
-		if len(facts.Links) > 0 { // or the look has failed
-			usable(facts.lacks(f.now))
+		if len(facts.Links) > 0 { // empty if the look failed
+			usable(facts.cannotSend(f.now))
 		}
 		sleep(ctx, max(leastRest, restFactor*cost), nil)
-		sleep(ctx, again, told)
+		sleep(ctx, again, notified)
 	}
 	return nil
 }
 
-// spent returns the CPU time that the process has used: that of a look, and
-// of what else goes on meanwhile. How long a look takes would say more about
-// others on a busy host.
+// spent returns the CPU time that the process has used. It includes other work during a
+// look. Elapsed time would depend even more on other programs on a busy host.
 func spent() time.Duration {
 	var u unix.Rusage
 	if err := unix.Getrusage(unix.RUSAGE_SELF, &u); err != nil {
@@ -78,30 +78,30 @@ func spent() time.Duration {
 	return time.Duration(u.Utime.Nano() + u.Stime.Nano())
 }
 
-// sleep returns after d, when told delivers or when ctx ends.
-func sleep(ctx context.Context, d time.Duration, told <-chan struct{}) {
+// sleep returns after d, on a notification, or when ctx ends.
+func sleep(ctx context.Context, d time.Duration, notified <-chan struct{}) {
 	timer := time.NewTimer(d)
 	defer timer.Stop()
 	select {
 	case <-ctx.Done():
-	case <-told:
+	case <-notified:
 	case <-timer.C:
 	}
 }
 
-// away reports whether the named link carries nothing: it is not there, down,
-// or without a carrier.
-func (f Facts) away(name string) bool {
+// isDown reports whether the named link cannot carry packets: it is absent, down, or has no
+// carrier.
+func (f Facts) isDown(name string) bool {
 	return !slices.ContainsFunc(f.Links, func(l Link) bool { return l.Name == name && l.Up && l.Running })
 }
 
-// lacks says what keeps packets from leaving from the addresses of i; nil if nothing
-// does.
-func (f Facts) lacks(i Interface) error {
+// cannotSend returns the reason why packets cannot be sent from the addresses of i, or nil if
+// they can.
+func (f Facts) cannotSend(i Interface) error {
 	for _, a := range i.Addrs {
 		switch {
 		case slices.ContainsFunc(f.Links, func(l Link) bool { return l.sends(a.Local) }):
-		case f.away(i.Name):
+		case f.isDown(i.Name):
 			return fmt.Errorf("%s is not there, down, or without a carrier", i.Name)
 		default:
 			return fmt.Errorf("%s cannot send from its address %s", i.Name, a.Local)
@@ -110,36 +110,36 @@ func (f Facts) lacks(i Interface) error {
 	return nil
 }
 
-// sight is one look.
-type sight struct {
+// observation is the result of one look.
+type observation struct {
 	at     time.Time
 	choice Interface
-	err    error // why there is no choice
-	away   bool  // the interface that was chosen before carries nothing
+	err    error // why no interface can be chosen
+	down   bool  // the interface in use is absent, down, or has no carrier
 }
 
-// follower decides when a choice takes the place of the one before.
+// follower decides when a new choice replaces the current one.
 type follower struct {
-	now     Interface
-	next    Interface // what differs from now; zero if nothing does
-	since   time.Time // when next was first seen
-	gone    time.Time // since when the interface of now carries nothing; zero if it does
-	away    time.Time // when it was last seen to
-	missing bool
+	now       Interface
+	next      Interface // a choice that differs from now; zero if there is none
+	since     time.Time // when next first appeared
+	downSince time.Time // since when the interface of now is down; zero if it is not
+	lastDown  time.Time // when the interface of now was last down
+	missing   bool
 }
 
-// consider takes a look in. It reports whether now has changed, and when to
-// look again at the latest.
-func (f *follower) consider(ctx context.Context, s sight) (moved bool, again time.Duration) {
+// consider processes the result of a look. It reports whether now has changed, and the
+// longest time until the next look.
+func (f *follower) consider(ctx context.Context, s observation) (moved bool, again time.Duration) {
 	log := klog.FromContext(ctx)
 	switch {
-	case !s.away:
-		f.gone = time.Time{}
-	case f.gone.IsZero():
-		f.gone = s.at
+	case !s.down:
+		f.downSince = time.Time{}
+	case f.downSince.IsZero():
+		f.downSince = s.at
 	}
-	if s.away {
-		f.away = s.at
+	if s.down {
+		f.lastDown = s.at
 	}
 	if s.err == nil && worse(s.choice, f.now) {
 		s.err = fmt.Errorf("%s has only a link-local address", s.choice.Name)
@@ -164,16 +164,16 @@ func (f *follower) consider(ctx context.Context, s sight) (moved bool, again tim
 	}
 	due := f.since.Add(settle)
 	if f.next.Name != f.now.Name || !slices.Equal(f.next.Addrs, f.now.Addrs) {
-		from := f.away // it is back, but not all of it, perhaps
-		if s.away {
-			from = f.gone
+		from := f.lastDown // the interface is back, but perhaps without all of its addresses
+		if s.down {
+			from = f.downSince
 		}
 		due = later(due, from.Add(returning))
 	}
 	if s.at.Before(due) {
 		return false, due.Sub(s.at)
 	}
-	f.now, f.next, f.gone, f.away = f.next, Interface{}, time.Time{}, time.Time{}
+	f.now, f.next, f.downSince, f.lastDown = f.next, Interface{}, time.Time{}, time.Time{}
 	return true, relook
 }
 
@@ -184,14 +184,13 @@ func later(a, b time.Time) time.Time {
 	return a
 }
 
-// same reports whether a and b are alike in all that matters to peers and to
-// the kernel.
+// same reports whether a and b are equal in everything that peers and the kernel use.
 func same(a, b Interface) bool {
 	return a.Name == b.Name && a.Index == b.Index && a.MTU == b.MTU && slices.Equal(a.Addrs, b.Addrs)
 }
 
-// worse reports whether c has only a link-local address in a family where now
-// has a better one: it is the first to be back.
+// worse reports whether c has only a link-local address in a family in which now has a
+// better one. After an interruption the link-local address returns first.
 func worse(c, now Interface) bool {
 	return slices.ContainsFunc(c.Addrs, func(a Address) bool {
 		if !a.Local.IsLinkLocalUnicast() {

@@ -28,46 +28,46 @@ func TestFollower(t *testing.T) {
 	other := onD1(1, 1500, "10.1.0.3", "fd01::2")
 	backup := other
 	backup.Name, backup.Index = "d2", 2
-	none := net.UnknownNetworkError("nothing to choose")
+	none := net.UnknownNetworkError("no interface")
 	type look struct {
 		after  time.Duration // since the one before
 		choice Interface
 		err    error
-		away   bool
+		down   bool
 		moved  bool
 	}
 	for name, looks := range map[string][]look{
-		"nothing has changed": {{choice: now}, {after: time.Hour, choice: now}},
+		"no change": {{choice: now}, {after: time.Hour, choice: now}},
 		"an address, once it has settled": {
 			{choice: other}, {after: settle - 1, choice: other}, {after: 1, choice: other, moved: true}, {after: time.Minute, choice: other},
 		},
-		"what changes again has to settle again": {
+		"a second change must settle again": {
 			{choice: other}, {after: settle - 1, choice: onD1(1, 1500, "10.1.0.4", "fd01::2")}, {after: 1, choice: other}, {after: settle, choice: other, moved: true},
 		},
-		"what changes back": {{choice: other}, {after: settle - 1, choice: now}, {after: time.Second, choice: other}, {after: settle, choice: other, moved: true}},
-		"nothing to choose": {{err: none}, {after: time.Hour, err: none}, {choice: now}},
-		"another address after nothing to choose": {
+		"a change that is reverted": {{choice: other}, {after: settle - 1, choice: now}, {after: time.Second, choice: other}, {after: settle, choice: other, moved: true}},
+		"no interface":              {{err: none}, {after: time.Hour, err: none}, {choice: now}},
+		"another address after no interface": {
 			{err: none}, {after: time.Second, choice: other}, {after: settle, choice: other, moved: true},
 		},
 		"a link-local address for a better one": {
 			{choice: onD1(1, 1500, "10.1.0.2", "fe80::2")}, {after: time.Hour, choice: onD1(1, 1500, "10.1.0.2", "fe80::2")},
 		},
 		"another interface while the chosen one is down": {
-			{choice: backup, away: true}, {after: settle, choice: backup, away: true}, {after: returning, choice: now},
+			{choice: backup, down: true}, {after: settle, choice: backup, down: true}, {after: returning, choice: now},
 		},
 		"another interface while the chosen one stays away": {
-			{choice: backup, away: true}, {after: settle, choice: backup, away: true},
-			{after: returning - settle - 1, choice: backup, away: true}, {after: 1, choice: backup, away: true, moved: true},
+			{choice: backup, down: true}, {after: settle, choice: backup, down: true},
+			{after: returning - settle - 1, choice: backup, down: true}, {after: 1, choice: backup, down: true, moved: true},
 		},
 		"another interface after the chosen one went again": {
-			{choice: backup, away: true}, {after: returning - 1, choice: now}, {after: 1, choice: backup, away: true},
-			{after: returning - 1, choice: backup, away: true}, {after: 1, choice: backup, away: true, moved: true},
+			{choice: backup, down: true}, {after: returning - 1, choice: now}, {after: 1, choice: backup, down: true},
+			{after: returning - 1, choice: backup, down: true}, {after: 1, choice: backup, down: true, moved: true},
 		},
 		"another interface after it was down": {
-			{err: none, away: true}, {after: time.Second, choice: backup}, {after: returning - time.Second - 1, choice: backup},
+			{err: none, down: true}, {after: time.Second, choice: backup}, {after: returning - time.Second - 1, choice: backup},
 			{after: 1, choice: backup, moved: true},
 		},
-		"another index": {{err: none, away: true}, {choice: onD1(7, 1500, "10.1.0.2", "fd01::2")},
+		"another index": {{err: none, down: true}, {choice: onD1(7, 1500, "10.1.0.2", "fd01::2")},
 			{after: settle, choice: onD1(7, 1500, "10.1.0.2", "fd01::2"), moved: true}},
 		"another MTU": {{choice: onD1(1, 1400, "10.1.0.2", "fd01::2")}, {after: settle, choice: onD1(1, 1400, "10.1.0.2", "fd01::2"), moved: true}},
 	} {
@@ -77,7 +77,7 @@ func TestFollower(t *testing.T) {
 				f := follower{now: now}
 				for i, l := range looks {
 					time.Sleep(l.after)
-					moved, again := f.consider(ctx, sight{time.Now(), l.choice, l.err, l.away})
+					moved, again := f.consider(ctx, observation{time.Now(), l.choice, l.err, l.down})
 					if moved != l.moved || moved && !same(f.now, l.choice) {
 						t.Errorf("look %d: moved %v to %+v, want %v", i, moved, f.now, l.moved)
 					}
@@ -86,26 +86,26 @@ func TestFollower(t *testing.T) {
 					}
 				}
 				if n := strings.Count(log.String(), "cannot be used now"); n > 1 {
-					t.Errorf("said %d times that there is nothing:\n%s", n, log)
+					t.Errorf("logged %d times that no interface is usable:\n%s", n, log)
 				}
 			})
 		})
 	}
 }
 
-// TestFollowerWaitsForADownInterface: it never settles for the backup for less
-// time than the chosen interface may need to return.
+// TestFollowerWaitsForADownInterface: the backup is not taken before the chosen interface
+// has had the full time to return.
 func TestFollowerWaitsForADownInterface(t *testing.T) {
 	now, backup := onD1(1, 1500, "10.1.0.2"), Interface{Name: "d2", Index: 2, MTU: 1500, Addrs: []Address{{ip("10.2.0.2"), ip("10.2.0.2")}}}
 	start := time.Unix(0, 0)
 	f := follower{now: now}
 	at := start
-	for away := true; ; {
-		moved, again := f.consider(t.Context(), sight{at, backup, nil, away})
+	for down := true; ; {
+		moved, again := f.consider(t.Context(), observation{at, backup, nil, down})
 		if moved {
 			break
 		}
-		at, away = at.Add(again), false
+		at, down = at.Add(again), false
 	}
 	if took := at.Sub(start); took != returning {
 		t.Errorf("took the backup after %s, want %s", took, returning)
@@ -152,7 +152,7 @@ func TestKernelWatch(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 	go func() {
 		defer cancel()
-		// A change that is none must not be told.
+		// Watch must not report that the link went down and up again.
 		k.must(k.h.LinkSetDown(k.link("d1")))
 		k.must(k.h.LinkSetUp(k.link("d1")))
 		k.addAddr("d1", "fd01::2/64", unix.IFA_F_NODAD)
@@ -162,10 +162,10 @@ func TestKernelWatch(t *testing.T) {
 			select {
 			case i := <-heard:
 				if !s.want(i) {
-					t.Errorf("%s: told of %+v", s.name, i)
+					t.Errorf("%s: changed called with %+v", s.name, i)
 				}
 			case <-time.After(prompt):
-				t.Errorf("%s: not told", s.name)
+				t.Errorf("%s: changed not called", s.name)
 			}
 		}
 	}()
@@ -174,8 +174,8 @@ func TestKernelWatch(t *testing.T) {
 	}
 }
 
-// TestKernelWatchStays gives the interface addresses that would be chosen before
-// those in use: they are taken only when those in use cannot be any more.
+// TestKernelWatchStays adds addresses that rank above those in use. They are taken only
+// when those in use can no longer be used.
 func TestKernelWatchStays(t *testing.T) {
 	for name, tt := range map[string]struct {
 		opts  Options
@@ -213,10 +213,10 @@ func TestKernelWatchStays(t *testing.T) {
 					select {
 					case got := <-heard:
 						if !same(got, want) {
-							t.Errorf("%s: told of %+v, want %+v", what, got, want)
+							t.Errorf("%s: changed called with %+v, want %+v", what, got, want)
 						}
 					case <-time.After(prompt):
-						t.Errorf("%s: not told", what)
+						t.Errorf("%s: changed not called", what)
 					}
 				}
 				k.addAddr("d1", "10.2.0.10/24", 0)
@@ -233,7 +233,7 @@ func TestKernelWatchStays(t *testing.T) {
 	}
 }
 
-// TestKernelOnlyDefaultRoutesWake makes many routes of which none matters.
+// TestKernelOnlyDefaultRoutesWake adds many routes, none of which is a default route.
 func TestKernelOnlyDefaultRoutesWake(t *testing.T) {
 	k := newKernel(t)
 	k.addLink("d1", true)
@@ -252,25 +252,25 @@ func TestKernelOnlyDefaultRoutesWake(t *testing.T) {
 			return true
 		}
 	}
-	for !quiet() { // the links are not done yet
+	for !quiet() { // the notifications about the links are still arriving
 	}
 	for i := range 50 {
 		k.addRoute(netlink.Route{Dst: &net.IPNet{IP: net.IPv4(10, 7, byte(i), 0), Mask: net.CIDRMask(24, 32)}, Gw: net.ParseIP("10.1.0.1")})
 	}
 	if !quiet() {
-		t.Error("woken by routes that are no default routes")
+		t.Error("woken by routes other than default routes")
 	}
 	for dst, gw := range map[string]string{"0.0.0.0/0": "10.1.0.1", "::/0": "fd01::1"} {
 		k.addRoute(netlink.Route{Dst: mask(dst), Gw: net.ParseIP(gw)})
 		if quiet() {
 			t.Errorf("not woken by the default route %s", dst)
 		}
-		for !quiet() { // what else comes with it
+		for !quiet() { // further notifications about the same change
 		}
 	}
 }
 
-func TestFactsLack(t *testing.T) {
+func TestFactsCannotSend(t *testing.T) {
 	now := onD1(1, 1500, "10.1.0.2", "fd01::2")
 	d1 := func(change func(*Link)) Facts {
 		l := Link{Name: "d1", Index: 1, MTU: 1500, Up: true, Running: true, Addrs: []Addr{{IP: ip("10.1.0.2")}, {IP: ip("fd01::2")}}}
@@ -283,7 +283,7 @@ func TestFactsLack(t *testing.T) {
 		facts Facts
 		want  string // empty: nothing
 	}{
-		"nothing":               {d1(func(*Link) {}), ""},
+		"no problem":            {d1(func(*Link) {}), ""},
 		"a deprecated address":  {d1(func(l *Link) { l.Addrs[0].Deprecated = true }), ""},
 		"an address on another": {onLo, ""},
 		"no IPv4 address":       {d1(func(l *Link) { l.Addrs = l.Addrs[1:] }), "d1 cannot send from its address 10.1.0.2"},
@@ -295,7 +295,7 @@ func TestFactsLack(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			got := ""
-			if err := tt.facts.lacks(now); err != nil {
+			if err := tt.facts.cannotSend(now); err != nil {
 				got = err.Error()
 			}
 			if got != tt.want {
@@ -305,9 +305,9 @@ func TestFactsLack(t *testing.T) {
 	}
 }
 
-// TestKernelWatchTellsWhatIsUsable takes the address of the chosen interface away, and
-// gives it back: there is nothing else to choose.
-func TestKernelWatchTellsWhatIsUsable(t *testing.T) {
+// TestKernelWatchReportsUsability removes the only address of the chosen interface and
+// adds it again.
+func TestKernelWatchReportsUsability(t *testing.T) {
 	k := newKernel(t)
 	k.addLink("d1", true)
 	k.addAddr("d1", "10.1.0.2/24", 0)
@@ -329,7 +329,7 @@ func TestKernelWatchTellsWhatIsUsable(t *testing.T) {
 						return
 					}
 				case <-deadline:
-					t.Errorf("not told %q", want)
+					t.Errorf("usable not called with %q", want)
 					return
 				}
 			}
@@ -340,7 +340,7 @@ func TestKernelWatchTellsWhatIsUsable(t *testing.T) {
 		k.addAddr("d1", "10.1.0.2/24", 0)
 		expect("")
 	}()
-	if err := Watch(ctx, o, first, func(i Interface) { t.Errorf("told of %+v", i) }, func(err error) { told <- err }); err != nil {
+	if err := Watch(ctx, o, first, func(i Interface) { t.Errorf("changed called with %+v", i) }, func(err error) { told <- err }); err != nil {
 		t.Error(err)
 	}
 }

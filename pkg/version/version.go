@@ -1,4 +1,4 @@
-// Package version says which build this is.
+// Package version describes the build: version, commit, Go release and platform.
 package version
 
 import (
@@ -11,13 +11,14 @@ import (
 // The linker sets these: -ldflags "-X flanneld/pkg/version.Version=v0.1.0
 // -X flanneld/pkg/version.Commit=abc1234". Nothing else writes to them.
 var (
-	// Version is the release, "dev" for a build without one.
+	// Version is the release, or "dev" for a build without one.
 	Version = "dev"
-	// Commit is the short revision; empty means what the Go tool recorded.
+	// Commit is the short revision. If it is empty, String uses the revision that the Go
+	// tool recorded.
 	Commit = ""
 )
 
-// shortRevision is how many characters of a recorded revision are shown.
+// shortRevision is the number of characters to which a recorded revision is shortened.
 const shortRevision = 7
 
 // String returns the version, commit, Go release and platform on one line,
@@ -31,8 +32,8 @@ func line(version, commit string) string {
 	return fmt.Sprintf("%s commit %s %s %s/%s", version, commit, runtime.Version(), runtime.GOOS, runtime.GOARCH)
 }
 
-// revision is the commit that the Go tool recorded, marked if the tree held
-// changes; empty if there is none, as in tests.
+// revision returns the commit that the Go tool recorded, followed by "-dirty" if the
+// working tree had changes. It returns "" if none was recorded, as in tests.
 func revision(info *debug.BuildInfo) string {
 	if info == nil {
 		return ""
