@@ -13,7 +13,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 )
 
-// pack makes the Debian package of programs in dir.
+// pack builds the Debian package of the programs in dir.
 func pack(t *testing.T, dir, version string) string {
 	t.Helper()
 	pkg := filepath.Join(t.TempDir(), "flanneld.deb")
@@ -25,7 +25,7 @@ func pack(t *testing.T, dir, version string) string {
 	return pkg
 }
 
-// stubs are programs that are quick to pack.
+// stubs returns a directory with small programs, which are quick to pack.
 func stubs(t *testing.T) string {
 	t.Helper()
 	dir := t.TempDir()
@@ -37,8 +37,8 @@ func stubs(t *testing.T) string {
 	return dir
 }
 
-// pluginsOfOld is what Debian 11 and Ubuntu 22.04 call their package of CNI plugins,
-// which had one for flannel as well.
+// pluginsOfOld builds the package of CNI plugins as in Debian 11 and Ubuntu 22.04, which
+// contains a plugin called flannel.
 func pluginsOfOld(t *testing.T) string {
 	t.Helper()
 	dir := t.TempDir()
@@ -58,7 +58,7 @@ func pluginsOfOld(t *testing.T) string {
 	return pkg
 }
 
-// The second is made on a file system where directories have another size.
+// The second package is built on a file system in which directories have another size.
 func TestDebianPackageIsReproducible(t *testing.T) {
 	var packages []string
 	for _, tmp := range []string{t.TempDir(), "/dev/shm"} {
@@ -74,7 +74,7 @@ func TestDebianPackageIsReproducible(t *testing.T) {
 	}
 }
 
-// What is tried out before a release is older than it for dpkg, too.
+// dpkg also sorts pre-releases before their release.
 func TestDebianVersions(t *testing.T) {
 	programs, before := stubs(t), ""
 	for _, version := range []string{
@@ -92,7 +92,8 @@ func TestDebianVersions(t *testing.T) {
 	}
 }
 
-// A package is installed, upgraded, removed and purged in a root of its own.
+// TestDebianPackage installs, upgrades, removes and purges a package in a root directory
+// of its own.
 func TestDebianPackage(t *testing.T) {
 	programs := stubs(t)
 	if err := os.Remove(filepath.Join(programs, "flanneld")); err != nil {
@@ -125,7 +126,7 @@ func TestDebianPackage(t *testing.T) {
 	at := func(name string) string { return filepath.Join(root, name) }
 
 	dpkg("--install", pluginsOfOld(t))
-	dpkg("--install", next) // a commit without a tag comes before all releases
+	dpkg("--install", next) // a commit without a tag sorts before all releases
 	dpkg("--install", first)
 	if out := dpkg("--status", "flanneld"); !strings.Contains(out, "Status: install ok installed") || !strings.Contains(out, "Version: 1.2.3\n") {
 		t.Errorf("after the installation:\n%s", out)
@@ -134,7 +135,7 @@ func TestDebianPackage(t *testing.T) {
 		t.Errorf("flanneld --version: %v: %s", err, out)
 	}
 	if out := dpkg("--search", "/usr/lib/cni/flannel"); !strings.HasPrefix(out, "flanneld:") {
-		t.Errorf("whose the CNI plugin is: %s", out)
+		t.Errorf("owner of the CNI plugin: %s", out)
 	}
 	unit, err := os.ReadFile(at("usr/lib/systemd/system/flanneld.service"))
 	if err != nil {
@@ -145,7 +146,7 @@ func TestDebianPackage(t *testing.T) {
 		t.Fatalf("no ExecStart in the unit:\n%s", unit)
 	}
 	if _, err := os.Stat(at(string(start[1]))); err != nil {
-		t.Errorf("what the unit starts is not in the package: %v", err)
+		t.Errorf("the program of the unit is not in the package: %v", err)
 	}
 	for _, name := range dropIns(t) {
 		if _, err := os.Stat(at("usr/share/doc/flanneld/examples/" + filepath.Base(name))); err != nil {
@@ -178,8 +179,9 @@ func TestDebianPackage(t *testing.T) {
 	}
 }
 
-// What an administrator has put there may go against the package. It stays, and is named.
-func TestPackageNamesWhatIsInItsWay(t *testing.T) {
+// A file of the administrator may conflict with the package. The package keeps it and
+// prints its name.
+func TestPackageNamesConflictingFiles(t *testing.T) {
 	const unit = "/etc/systemd/system/flanneld.service"
 	for _, tc := range []struct{ script, file, wants string }{
 		{"postinst configure", unit, unit},
@@ -206,8 +208,8 @@ func TestPackageNamesWhatIsInItsWay(t *testing.T) {
 	}
 }
 
-// An upgrade asks for a restart and does not wait until the daemon is ready: the store
-// may be away, and the package manager has the whole host locked.
+// An upgrade requests a restart without waiting until the daemon is ready: the store may
+// be unavailable, and the package manager locks the whole host.
 func TestUpgradeDoesNotWait(t *testing.T) {
 	dir := t.TempDir()
 	stub := "#!/bin/sh\necho \"$@\" >> " + filepath.Join(dir, "calls") + "\n"
@@ -225,6 +227,6 @@ func TestUpgradeDoesNotWait(t *testing.T) {
 		t.Fatal(err)
 	}
 	if diff := cmp.Diff("daemon-reload\n--no-block try-restart flanneld.service\n", string(calls)); diff != "" {
-		t.Errorf("what systemctl is told (-want +got):\n%s", diff)
+		t.Errorf("calls of systemctl (-want +got):\n%s", diff)
 	}
 }

@@ -1,4 +1,4 @@
-// Package dist_test tries the scripts that are shipped.
+// Package dist_test tests the scripts and units that are shipped.
 package dist_test
 
 import (
@@ -25,7 +25,7 @@ func TestMkDockerOpts(t *testing.T) {
 			name, file string
 			args, env  []string
 			want       string
-			fails      string // what standard error says
+			fails      string // expected text on standard error
 		}{
 			{name: "as it is", file: sample, want: bip + masq + mtu + `DOCKER_OPTS="` + all},
 			{name: "individual", file: sample, args: []string{"-i"}, want: bip + masq + mtu},
@@ -84,7 +84,7 @@ func dropIns(t *testing.T) []string {
 	return names
 }
 
-// Each drop-in goes with the unit, and gives the one device that it is for.
+// Each drop-in works with the unit and allows only the device that it is for.
 func TestDropIns(t *testing.T) {
 	unit, err := os.ReadFile("systemd/flanneld.service")
 	if err != nil {
@@ -99,7 +99,7 @@ func TestDropIns(t *testing.T) {
 			}
 			for _, line := range []string{"PrivateDevices=no", "DevicePolicy=closed", "DeviceAllow=/dev/net/tun rw"} {
 				if !strings.Contains(string(raw), "\n"+line+"\n") {
-					t.Errorf("it lacks %s", line)
+					t.Errorf("no line %s", line)
 				}
 			}
 			service := filepath.Join(t.TempDir(), "flanneld.service")
@@ -118,8 +118,8 @@ func TestDropIns(t *testing.T) {
 	}
 }
 
-// The sandbox keeps iptables-legacy from loading its modules, and without rules flanneld
-// is never ready: the unit loads them, with rights that the daemon has not.
+// In the sandbox iptables-legacy cannot load its modules, and without rules flanneld
+// never becomes ready. So the unit loads them with rights that the daemon does not have.
 func TestUnitLoadsModules(t *testing.T) {
 	unit, err := os.ReadFile("systemd/flanneld.service")
 	if err != nil {
@@ -127,14 +127,14 @@ func TestUnitLoadsModules(t *testing.T) {
 	}
 	load := regexp.MustCompile(`(?m)^ExecStartPre=-\+/sbin/modprobe -qab (.*)$`).FindSubmatch(unit)
 	if load == nil || string(load[1]) != "ip_tables ip6_tables" {
-		t.Errorf("modules that the unit loads, with full rights, and goes on without: %q", load)
+		t.Errorf("modules that the unit loads with full rights, ignoring failures: %q", load)
 	}
 }
 
-// A subnet that is routed to another host is not ours any more.
+// A subnet that is routed to another host no longer belongs to this one.
 func TestMkDockerOptsNoticesAForeignRoute(t *testing.T) {
 	for name, tc := range map[string]struct {
-		route   string // as ip -o says
+		route   string // as printed by ip -o
 		foreign bool
 	}{
 		"of flanneld":           {"10.1.74.0/24 via 10.1.74.0 dev flannel.1 onlink", true},

@@ -14,8 +14,8 @@ import (
 
 const dockerDropIn = "/etc/systemd/system/docker.service.d/flannel.conf"
 
-// Where pages say how flanneld is removed they name the drop-in: Docker does not start
-// when one is there without the other.
+// Pages that describe the removal of flanneld must name the drop-in: with the drop-in and
+// without flanneld Docker does not start.
 func TestPagesRemoveTheDropIn(t *testing.T) {
 	for page, about := range map[string]string{
 		"operations.md": "systemctl disable --now flanneld",
@@ -34,18 +34,18 @@ func TestPagesRemoveTheDropIn(t *testing.T) {
 	}
 }
 
-// What the script writes, as the drop-in calls it, is what the drop-in has
-// systemd read, and comes out as the options that dockerd gets.
+// The script writes the file that the drop-in makes systemd read, and the file results in
+// the expected options of dockerd.
 func TestDockerDropIn(t *testing.T) {
 	raw, err := os.ReadFile("systemd/docker-flannel.conf")
 	if err != nil {
 		t.Fatal(err)
 	}
 	if with := regexp.MustCompile(`(?m)^(Requires|Requisite|BindsTo|PartOf)=.*$`).Find(raw); with != nil {
-		t.Errorf("%s has Docker end when flanneld is restarted", with)
+		t.Errorf("%s stops Docker when flanneld restarts", with)
 	}
 	pre := regexp.MustCompile(`(?m)^ExecStartPre=/usr/bin/env -u DOCKER_OPTS /usr/local/bin/mk-docker-opts\.sh (.*)$`).FindStringSubmatch(string(raw))
-	read := regexp.MustCompile(`(?m)^EnvironmentFile=-(.*)$`).FindStringSubmatch(string(raw))
+	read := regexp.MustCompile(`(?m)^EnvironmentFile=-(.*docker.*)$`).FindStringSubmatch(string(raw))
 	if pre == nil || read == nil || !strings.Contains(pre[1], "-d "+read[1]) {
 		t.Fatalf("the drop-in reads another file than the script writes:\n%s", raw)
 	}
@@ -55,7 +55,8 @@ func TestDockerDropIn(t *testing.T) {
 		t.Fatal(err)
 	}
 	args := strings.Fields(strings.ReplaceAll(pre[1], read[1], out))
-	// systemd reads the file before every command, so the second time has the result of the first.
+	// systemd reads the file before every command, so the second case has the result of
+	// the first.
 	for _, before := range []string{"", "--bip=10.1.73.1/24"} {
 		cmd := exec.CommandContext(t.Context(), "/usr/bin/env", append([]string{"-u", "DOCKER_OPTS", "./mk-docker-opts.sh", "-f", in}, args...)...)
 		cmd.Env = []string{"PATH=" + os.Getenv("PATH"), "DOCKER_OPTS=" + before}
@@ -70,6 +71,6 @@ func TestDockerDropIn(t *testing.T) {
 		t.Fatal(err)
 	}
 	if diff := cmp.Diff("--bip=10.1.74.1/24\n--ip-masq=true\n--mtu=1472\n", string(got)); diff != "" {
-		t.Errorf("what dockerd gets (-want +got):\n%s", diff)
+		t.Errorf("options of dockerd (-want +got):\n%s", diff)
 	}
 }

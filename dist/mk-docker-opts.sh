@@ -1,6 +1,6 @@
 #!/bin/sh
-# Turns flannel's subnet file into options for the Docker daemon, as variables
-# that a systemd unit reads by EnvironmentFile=.
+# Converts flannel's subnet file into options of the Docker daemon, written as variables
+# for EnvironmentFile= of a systemd unit.
 set -u
 
 usage() {
@@ -48,7 +48,7 @@ fi
 if [ -f "$subnet_file" ]; then
 	case $subnet_file in
 	*/*) ;;
-	*) subnet_file=./$subnet_file ;; # or the shell would look it up in PATH
+	*) subnet_file=./$subnet_file ;; # without a slash the shell would search PATH
 	esac
 	# shellcheck source=/dev/null
 	. "$subnet_file"
@@ -60,7 +60,7 @@ fi
 # shellcheck disable=SC2034
 [ -z "${FLANNEL_MTU:-}" ] || DOCKER_OPT_MTU="--mtu=$FLANNEL_MTU"
 if $masq && [ -n "${FLANNEL_IPMASQ:-}" ]; then
-	# One of the two masquerades.
+	# Either flanneld or Docker masquerades.
 	# shellcheck disable=SC2034
 	case $FLANNEL_IPMASQ in
 	true) DOCKER_OPT_IPMASQ=--ip-masq=false ;;
@@ -82,13 +82,13 @@ for name in $(set | sed -n 's/^\(DOCKER_OPT_[A-Za-z0-9_]*\)=.*/\1/p' | LC_ALL=C 
 done
 ! $combined || printf '%s="%s"\n' "$key" "$all" >>"$output"
 
-# A route to the own subnet through another host says that the subnet is not
-# this host's any more.
+# If the route to this host's subnet leads through another host, the subnet no longer
+# belongs to this host.
 if [ -n "${FLANNEL_SUBNET:-}" ] && command -v ip >/dev/null 2>&1; then
 	address=${FLANNEL_SUBNET%/*}
 	base=${address%.*}.$((${address##*.} - 1))/${FLANNEL_SUBNET#*/}
-	# -o has all next hops of a route on its line, and there the id of a next
-	# hop object can come before "via".
+	# With -o all next hops of a route are on its line. The id of a next hop object may
+	# precede "via".
 	if ip -o route show | grep -q "^$base \(.* \)*via "; then
 		echo "$0: $base is routed to another host" >&2
 		exit 1

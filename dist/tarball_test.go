@@ -29,15 +29,15 @@ const (
 	tarballTime    = 1700000000
 )
 
-// programs are in every tarball. All others of its files are from the tree.
+// programs are the compiled files of every tarball. All other files come from the tree.
 var programs = []string{"flannel", "flannelctl", "flanneld", "install-conf"}
 
-// machines are what programs for an architecture say that they are for.
+// machines maps architectures to the machine type in the header of their programs.
 var machines = map[string]elf.Machine{
 	"amd64": elf.EM_X86_64, "arm64": elf.EM_AARCH64, "arm": elf.EM_ARM, "ppc64le": elf.EM_PPC64, "s390x": elf.EM_S390, "riscv64": elf.EM_RISCV,
 }
 
-// makeDist makes what is handed out for some architectures.
+// makeDist runs make dist for some architectures.
 func makeDist(t *testing.T, arches []string) (dir string) {
 	t.Helper()
 	dir = t.TempDir()
@@ -55,8 +55,8 @@ func makeDist(t *testing.T, arches []string) (dir string) {
 	return dir
 }
 
-// TestTarballs opens what make dist makes: for this machine, whose programs are
-// run, and for one of 32 bits.
+// TestTarballs checks the result of make dist: for this machine, whose programs it runs,
+// and for a 32-bit architecture.
 func TestTarballs(t *testing.T) {
 	arches := slices.Compact([]string{runtime.GOARCH, "arm"})
 	dir := makeDist(t, arches)
@@ -96,7 +96,7 @@ func TestTarballs(t *testing.T) {
 	}
 }
 
-// unpack reads a tarball, whose files must be as those of root and of one time.
+// unpack returns the files of a tarball. All must belong to root and have the same time.
 func unpack(t *testing.T, path string) map[string][]byte {
 	t.Helper()
 	f, err := os.Open(path)
@@ -133,10 +133,13 @@ func unpack(t *testing.T, path string) map[string][]byte {
 	}
 }
 
-// sameAsTree compares names and content with the tree.
+// sameAsTree compares names and contents of the files with the tree.
 func sameAsTree(t *testing.T, files map[string][]byte) {
 	t.Helper()
-	want := map[string]string{"README.md": "../README.md", "mk-docker-opts.sh": "mk-docker-opts.sh"}
+	want := map[string]string{"mk-docker-opts.sh": "mk-docker-opts.sh"}
+	for _, name := range []string{"README.md", "LICENSE", "SECURITY.md", "CHANGELOG.md", "CONTRIBUTING.md"} {
+		want[name] = "../" + name
+	}
 	for _, from := range []string{"../Documentation", "systemd", "rt_protos.d", "prometheus", "grafana", "kubernetes/base", "kubernetes/chart"} {
 		err := filepath.WalkDir(from, func(path string, d fs.DirEntry, err error) error {
 			if err == nil && !d.IsDir() && filepath.Ext(path) != ".go" {
@@ -163,7 +166,7 @@ func sameAsTree(t *testing.T, files map[string][]byte) {
 
 var linkText = regexp.MustCompile(`\]\(([^():#\s]+)(?:#[^()\s]*)?\)`)
 
-// links follows the links between pages, which have to end in the tarball.
+// links checks that links between pages lead to files in the tarball.
 func links(t *testing.T, files map[string][]byte) {
 	t.Helper()
 	n := 0
@@ -174,7 +177,7 @@ func links(t *testing.T, files map[string][]byte) {
 		for _, m := range linkText.FindAllSubmatch(text, -1) {
 			n++
 			if to := filepath.Join(filepath.Dir(name), string(m[1])); files[to] == nil {
-				t.Errorf("%s leads to %s, which is not there", name, m[1])
+				t.Errorf("%s links to %s, which does not exist", name, m[1])
 			}
 		}
 	}
@@ -183,7 +186,7 @@ func links(t *testing.T, files map[string][]byte) {
 	}
 }
 
-// static looks into a program: for the right machine, and it needs no library.
+// static checks that a program is for the right machine and static.
 func static(t *testing.T, name string, raw []byte, machine elf.Machine) {
 	t.Helper()
 	f, err := elf.NewFile(bytes.NewReader(raw))
@@ -200,11 +203,11 @@ func static(t *testing.T, name string, raw []byte, machine elf.Machine) {
 	}
 	tree, err := filepath.Abs("..")
 	if err != nil || bytes.Contains(raw, []byte(tree+"/")) {
-		t.Errorf("%s knows where it was built: %v", name, err)
+		t.Errorf("%s contains the path of its build: %v", name, err)
 	}
 }
 
-// materials reads the bill of materials.
+// materials checks the software bill of materials.
 func materials(t *testing.T, raw []byte) {
 	t.Helper()
 	var bill struct {
@@ -218,7 +221,7 @@ func materials(t *testing.T, raw []byte) {
 		t.Fatal(err)
 	}
 	if c := bill.Metadata.Component; bill.BOMFormat != "CycloneDX" || c.Name != "flanneld" || c.Version != tarballVersion {
-		t.Errorf("a bill in %s of %+v", bill.BOMFormat, c)
+		t.Errorf("bill of materials in format %s for %+v", bill.BOMFormat, c)
 	}
 	found := map[string]bool{}
 	for _, c := range bill.Components {
@@ -235,7 +238,7 @@ func materials(t *testing.T, raw []byte) {
 	}
 }
 
-// runs runs the programs from an empty directory.
+// runs runs the programs in an empty directory.
 func runs(t *testing.T, files map[string][]byte) {
 	t.Helper()
 	dir := t.TempDir()

@@ -135,6 +135,7 @@ func TestMistakes(t *testing.T) {
 		"mode":              {"flannel.tunnelMode=both", "tunnelMode"},
 		"no selector":       {"flannel.selectorLabels=null", "selectorLabels"},
 		"plugin, no tag":    {"flannel.flannel_cni.image.repository=x", "flannel.flannel_cni.image.tag"},
+		"a tag in figures":  {"flannel.image.tag=1", "flannel/image/tag"},
 		"policies, nowhere": {"netpol.enabled=true", "netpol.image.repository"},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -143,6 +144,78 @@ func TestMistakes(t *testing.T) {
 				t.Errorf("%v: %s; want an error with %q", err, out, tc.want)
 			}
 		})
+	}
+}
+
+// TestZeroAndFalse: a value that is set reaches the configuration, whether it is in a
+// file or on the command line. Only the port 0 and an empty text mean the default.
+func TestZeroAndFalse(t *testing.T) {
+	for _, tc := range []struct {
+		backend, set string
+		want         map[string]any
+	}{
+		{"vxlan", "vni=0", map[string]any{"VNI": 0.}},
+		{"vxlan", "vni=0 mtu=0 GBP=false directRouting=false backendPort=0", map[string]any{"VNI": 0., "MTU": 0., "GBP": false, "DirectRouting": false}},
+		{"vxlan", "macPrefix=", map[string]any{}},
+		{"vxlan", "vni=0 backendOptions.VNI=7", map[string]any{"VNI": 0.}},
+		{"vxlan", "backendOptions.VNI=0 backendOptions.Learning=false backendOptions.Port=0", map[string]any{"VNI": 0., "Learning": false, "Port": 0.}},
+		{"wireguard", "backendPort=0 backendPortv6=0 keepaliveInterval=0 mtu=0 psk=", map[string]any{"PersistentKeepaliveInterval": 0., "MTU": 0.}},
+		{"udp", "backendPort=0", map[string]any{}},
+		{"host-gw", "vni=0 mtu=0", map[string]any{}},
+	} {
+		t.Run(tc.backend+" "+tc.set, func(t *testing.T) {
+			tc.want["Type"] = tc.backend
+			flannel := map[string]any{"backend": tc.backend}
+			options := []string{"--set=flannel.backend=" + tc.backend}
+			for one := range strings.FieldsSeq(tc.set) {
+				options = append(options, "--set=flannel."+one)
+				path, value, _ := strings.Cut(one, "=")
+				in := flannel
+				if group, key, nested := strings.Cut(path, "."); nested {
+					if flannel[group] == nil {
+						flannel[group] = map[string]any{}
+					}
+					in, path = flannel[group].(map[string]any), key
+				}
+				var v any
+				if err := yaml.Unmarshal([]byte(value), &v); err != nil {
+					t.Fatal(err)
+				}
+				if value == "" {
+					v = ""
+				}
+				in[path] = v
+			}
+			text, err := yaml.Marshal(map[string]any{"flannel": flannel})
+			if err != nil {
+				t.Fatal(err)
+			}
+			file := filepath.Join(t.TempDir(), "values.yaml")
+			if err := os.WriteFile(file, text, 0o600); err != nil {
+				t.Fatal(err)
+			}
+			for how, options := range map[string][]string{"command line": options, "file": {"--values=" + file}} {
+				var conf struct{ Backend map[string]any }
+				for _, o := range objects(t, render(t, options...)) {
+					if o.Kind == "ConfigMap" {
+						if err := json.Unmarshal([]byte(o.Data["net-conf.json"]), &conf); err != nil {
+							t.Fatal(err)
+						}
+					}
+				}
+				if diff := cmp.Diff(tc.want, conf.Backend); diff != "" {
+					t.Errorf("%s: Backend (-want +got):\n%s", how, diff)
+				}
+			}
+		})
+	}
+}
+
+// TestSelectorIsInThePod: pods have the labels of the selector as they are given.
+func TestSelectorIsInThePod(t *testing.T) {
+	got := render(t, "--set=flannel.selectorLabels.app=", "--set=flannel.selectorLabels.tier=network")
+	if n := strings.Count(got, "        app: \"\"\n        tier: network\n"); n != 1 {
+		t.Errorf("the pod has other labels than the selector:\n%s", got)
 	}
 }
 

@@ -3,6 +3,15 @@ app: flannel
 tier: node
 {{- end }}
 
+{{/* Of a pod: the selector's labels have to be among them as they are. */}}
+{{- define "flannel.podLabels" -}}
+{{- $labels := include "flannel.labels" . | fromYaml }}
+{{- range $key, $value := .Values.flannel.selectorLabels }}
+{{- $_ := set $labels $key $value }}
+{{- end }}
+{{- toYaml $labels }}
+{{- end }}
+
 {{- define "flannel.image" -}}
 {{ .Values.flannel.image.repository }}:{{ .Values.flannel.image.tag | default .Chart.AppVersion }}
 {{- end }}
@@ -16,11 +25,19 @@ tier: node
 }}
 {{- $backend := dict "Type" .Values.flannel.backend }}
 {{- range $key, $value := dig .Values.flannel.backend dict $options }}
-{{- with index $.Values.flannel $value }}
-{{- $_ := set $backend $key . }}
+{{- $given := index $.Values.flannel $value }}
+{{- /* 0 and false are values. The port 0 alone means the default, as in flannel's chart. */}}
+{{- if not (or (has $given (list nil "")) (and (hasPrefix "backendPort" $value) (not $given))) }}
+{{- $_ := set $backend $key $given }}
 {{- end }}
 {{- end }}
-{{- $conf := dict "EnableNFTables" .Values.flannel.enableNFTables "Backend" (merge $backend .Values.flannel.backendOptions) }}
+{{- /* merge would take 0 and false for unset. */}}
+{{- range $key, $value := .Values.flannel.backendOptions }}
+{{- if not (hasKey $backend $key) }}
+{{- $_ := set $backend $key $value }}
+{{- end }}
+{{- end }}
+{{- $conf := dict "EnableNFTables" .Values.flannel.enableNFTables "Backend" $backend }}
 {{- if .Values.podCidr }}
 {{- $_ := set $conf "Network" .Values.podCidr }}
 {{- else }}
