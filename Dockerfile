@@ -1,7 +1,7 @@
-# `make image` makes the context: bin holds our programs, static and built by the
-# same make build that everybody uses, and rootfs what manifests and the iptables
-# rules need besides, from Debian's packages. So nothing is compiled under
-# emulation, no registry is needed, and what is tested is what is packed.
+# `make image` builds the context. bin contains flanneld's static programs, as `make build`
+# builds them. rootfs contains files of Debian packages that manifests and iptables rules
+# need. So nothing is compiled under emulation, no registry is needed, and the image contains
+# the tested programs.
 FROM scratch AS root
 COPY rootfs/ /
 COPY bin/ /opt/bin/

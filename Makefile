@@ -1,70 +1,85 @@
-# `make` alone says what there is. Everything CI does is one of these targets.
+# `make` without a target prints the list of targets. CI runs only these targets.
 
 VERSION := $(or $(shell git describe --tags --always --dirty 2>/dev/null),dev)
 COMMIT := $(shell git rev-parse --short HEAD 2>/dev/null)
-# What is packed carries the date of the commit, so that it comes out the same anywhere.
+# Packed files get the date of the commit, so that packages are reproducible.
 export SOURCE_DATE_EPOCH := $(or $(shell git log -1 --format=%ct 2>/dev/null),0)
 
 ARCHES := amd64 arm64 arm ppc64le s390x riscv64
 OUT := dist/out
 COMMANDS := ./cmd/flanneld ./cmd/flannelctl ./cmd/install-conf
-# The CNI plugin is called what runtimes look for, and not as its folder.
+# The CNI plugin has the name that container runtimes look for, not that of its folder.
 PLUGIN := ./cmd/flannel-cni
 LDFLAGS := -s -w -buildid= -X flanneld/pkg/version.Version=$(VERSION) -X flanneld/pkg/version.Commit=$(COMMIT)
 GO_BUILD := CGO_ENABLED=0 go build -trimpath -buildvcs=false -ldflags '$(LDFLAGS)'
 
 # How long each fuzz target runs.
 FUZZTIME ?= 10s
-# Heavy components that tests run are built once for a user, outside the tree.
+# Large programs that tests need are built once per user, outside the tree.
 KUBE_VERSION := $(shell awk '$$1 == "k8s.io/kubernetes" { print $$2 }' test/components/kube-apiserver/go.mod)
 HELM_VERSION := $(shell awk '$$1 == "helm.sh/helm/v3" { print $$2 }' test/components/helm/go.mod)
 COMPONENTS := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/flanneld
 APISERVER := $(COMPONENTS)/kube-apiserver-$(KUBE_VERSION)
 KUBECTL := $(COMPONENTS)/kubectl-$(KUBE_VERSION)
 HELM := $(COMPONENTS)/helm-$(HELM_VERSION)
-# Not go run: it would not pass on that it shall end.
+# Its version includes the source, because the program changes with that too.
+DOCKER_NETWORK := $(COMPONENTS)/docker-network-$(shell cat test/components/docker/go.mod test/components/docker/main.go | sha256sum | cut -c1-12)
+# Older etcds that clusters still run, in the patch release that the module of each names.
+etcd = $(COMPONENTS)/etcd-$(shell awk '$$1 == "go.etcd.io/etcd/server/v3" { print $$2 }' test/components/etcd-$(1)/go.mod)
+# The programs of the nodes of test clusters, and Kubernetes' tests. The name contains a sum,
+# because the result depends on several modules and files.
+sum = $(shell cat $(1) | sha256sum | cut -c1-12)
+NODES := $(COMPONENTS)/kubernetes-$(call sum,$(addprefix test/components/kube-apiserver/,go.mod dns/main.go conformance/conformance_test.go))
+CONTAINERD := $(COMPONENTS)/containerd-$(call sum,test/components/containerd/go.mod)
+# Not `go run`, which does not forward signals.
 STAGES := bin/tools/stages -fuzztime $(FUZZTIME)
 GOLANGCI := bin/tools/golangci-lint
 
 .DEFAULT_GOAL := help
-.PHONY: help build demo test test-unit test-kernel test-e2e test-vm fuzz bench lint lint-go lint-mod lint-shell lint-sleep \
-	lint-unit lint-rules fmt image chart dist dist-check deps components clean FORCE
+.PHONY: help build demo test test-unit test-kernel test-e2e test-vm test-kubernetes test-all fuzz bench lint lint-go lint-words lint-mod lint-shell lint-sleep \
+	lint-unit lint-rules fmt image chart dist dist-check deps components components-nodes clean FORCE
 
-help: ## this list
+help: ## print this list
 	@echo 'flanneld $(VERSION)'
 	@echo
 	@awk -F ':.*## ' '/^## / { print "\n" substr($$0, 4) } /^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo
-	@echo 'Tests, the demo and deps need root. Nothing else has to be installed but Go, git and make.'
+	@echo 'Tests, demo and deps need root. You only have to install Go, git and make.'
 
 ## See it work
-build: ## bin/flanneld, bin/flannelctl and the small programs beside them, static
+build: ## build bin/flanneld, bin/flannelctl and the other programs, all static
 	$(GO_BUILD) -o bin/ $(COMMANDS)
 	$(GO_BUILD) -o bin/flannel $(PLUGIN)
 
-demo: build ## three hosts on this machine, a subnet each, every pod to every pod
+demo: build ## run three hosts on this machine and test every pod against every other
 	bin/flannelctl lab --hosts 3 --backend vxlan --once
 
 ## Test
-test: deps components bin/tools/stages ## all stages, ending with a table of results and times
+test: deps components bin/tools/stages ## run all stages, then print a table of results and times
 	@$(STAGES)
 
-test-unit: deps components bin/tools/stages ## what needs no kernel, with the race detector
+test-unit: deps components bin/tools/stages ## run tests that need no kernel, with the race detector
 	@$(STAGES) unit
 
-test-kernel: deps components bin/tools/stages ## the TestKernel... tests, in network namespaces of their own
+test-kernel: deps components bin/tools/stages ## run the TestKernel... tests, in network namespaces
 	@$(STAGES) kernel
 
-test-e2e: deps components bin/tools/stages ## real daemons, a real etcd and real traffic
+test-e2e: deps components bin/tools/stages ## run tests with real daemons, a real etcd and real traffic
 	@$(STAGES) e2e
 
-test-vm: deps bin/tools/stages ## the TestVM... tests, on a Debian kernel in qemu
+test-vm: deps bin/tools/stages ## run the TestVM... tests, on a Debian kernel in qemu
 	@$(STAGES) vm
 
-fuzz: bin/tools/stages ## every fuzz target for FUZZTIME (10s)
+test-kubernetes: deps components components-nodes bin/tools/stages ## run Kubernetes' conformance tests in clusters of real kubelets (SHORT=1: some, in minutes)
+	@$(STAGES) $(if $(SHORT),-short) kubernetes
+
+test-all: deps components components-nodes bin/tools/stages ## run make test and make test-kubernetes
+	@$(STAGES) all
+
+fuzz: bin/tools/stages ## run every fuzz target for FUZZTIME (10s)
 	@$(STAGES) fuzz
 
-bench: build deps components ## what the daemon costs, beside the kernel's own limit (an hour; QUICK=1: less, in minutes)
+bench: build deps components ## measure the daemon and the kernel's own limit (an hour; with QUICK=1 some minutes)
 	go build -o bin/tools/bench ./test/bench
 	bin/tools/bench $(if $(QUICK),-quick,-out Documentation/benchmarks -page Documentation/benchmarks.md) $(BENCHFLAGS)
 
@@ -72,7 +87,7 @@ bin/tools/stages: FORCE
 	@go build -o $@ ./test/stages
 
 ## Keep it tidy
-lint: lint-go lint-mod lint-shell lint-sleep lint-unit lint-rules ## all checks of code, modules, scripts and units
+lint: lint-go lint-words lint-mod lint-shell lint-sleep lint-unit lint-rules ## check code, language, modules, scripts and units
 
 fmt: $(GOLANGCI) ## format the code
 	$(GOLANGCI) fmt ./...
@@ -81,23 +96,32 @@ lint-go: $(GOLANGCI)
 	go vet ./...
 	$(GOLANGCI) run ./...
 
+# Forms that make comments and pages hard to understand. Documentation/contributing.md has the rules.
+lint-words:
+	go run ./test/words
+
 lint-mod:
 	go mod tidy -diff
 	go -C test/tools mod tidy -diff
 	go -C test/components/kube-apiserver mod tidy -diff
+	go -C test/components/containerd mod tidy -diff
 	go -C test/components/helm mod tidy -diff
 	go -C test/components/sbom mod tidy -diff
 	go -C test/components/cni-plugins mod tidy -diff
+	go -C test/components/docker mod tidy -diff
+	go -C test/components/etcd-3.5 mod tidy -diff
+	go -C test/components/etcd-3.6 mod tidy -diff
 
 lint-shell: deps
 	shellcheck .ci/run dist/debian/postinst dist/debian/prerm dist/debian/postrm $(shell git ls-files --cached --others --exclude-standard '*.sh')
 
-# In a synctest bubble sleeping is how time passes; elsewhere it makes tests slow and flaky.
+# In a synctest bubble a sleep only advances the fake clock. Elsewhere it makes tests slow
+# and unreliable.
 lint-sleep:
 	@files=$$(grep -rl --include='*_test.go' 'time\.Sleep(' . | xargs -r grep -L '"testing/synctest"'); \
 	test -z "$$files" || { echo "tests that sleep (poll with a deadline, or use testing/synctest):" $$files; exit 1; }
 
-# verify wants the program in place, which it is only where flanneld is installed.
+# systemd-analyze verify requires that the program exists, so replace its path.
 lint-unit: deps
 	@root=$$(mktemp -d) && trap 'rm -rf "$$root"' EXIT && \
 	sed 's|^ExecStart=[^ ]*|ExecStart=/bin/true|' dist/systemd/flanneld.service > "$$root/flanneld.service" && \
@@ -110,53 +134,59 @@ lint-rules: deps
 	promtool check rules dist/prometheus/flannel-rules.yml
 	promtool test rules dist/prometheus/flannel-rules-test.yml
 
-# The linter is built from the module that pins it, and again when the pin changes.
+# The linter is built from the module that pins its version, and rebuilt when that changes.
 $(GOLANGCI): test/tools/go.mod test/tools/go.sum
 	go -C test/tools build -o $(CURDIR)/bin/tools/ github.com/golangci/golangci-lint/v2/cmd/golangci-lint
 
-## Hand it on
-image: ## an OCI archive in dist/out, with buildah, podman or docker
-	@test/tools/image.sh $(OUT)/flanneld-$(VERSION)-linux-$$(go env GOARCH).oci.tar flanneld:$(VERSION)
+# kubelet expands flanneld:<version> to this name, and finds the image by no other.
+ARCHIVE = $(OUT)/flanneld-$(VERSION)-linux-$$(go env GOARCH).oci.tar
 
-chart: bin/tools/helm ## the Helm chart as an archive in dist/out, for images of this version
+## Package it
+image: ## build an OCI archive in dist/out, with buildah, podman or docker
+	@test/tools/image.sh $(ARCHIVE) docker.io/library/flanneld:$(VERSION)
+
+chart: bin/tools/helm ## build the archive of the Helm chart in dist/out, for images of this version
 	bin/tools/helm package dist/kubernetes/chart --app-version $(VERSION) --destination $(OUT)
 
-dist: $(ARCHES:%=$(OUT)/flannel-$(VERSION)-linux-%.tar.gz) ## tarballs and Debian packages for all architectures in dist/out, reproducible
+dist: $(ARCHES:%=$(OUT)/flannel-$(VERSION)-linux-%.tar.gz) ## build reproducible tarballs and Debian packages for all architectures in dist/out
 	cd $(OUT) && sha256sum $(^F) $(patsubst %.tar.gz,%.deb,$(^F)) > SHA256SUMS
 
-# The package is made beside the tarball, of the same files.
+# The Debian package is built from the same files as the tarball.
 $(OUT)/flannel-$(VERSION)-linux-%.tar.gz: FORCE bin/tools/sbom deps
 	rm -rf $(OUT)/$* && mkdir -p $(OUT)/$*
 	GOOS=linux GOARCH=$* GOARM=7 $(GO_BUILD) -o $(OUT)/$*/ $(COMMANDS)
 	GOOS=linux GOARCH=$* GOARM=7 $(GO_BUILD) -o $(OUT)/$*/flannel $(PLUGIN)
 	bin/tools/sbom $(VERSION) $(OUT)/$*/* > $(OUT)/$*.sbom && mv $(OUT)/$*.sbom $(OUT)/$*/sbom.cdx.json
 	dist/debian/build.sh $(OUT)/$* $* $(VERSION) $(@:.tar.gz=.deb)
-	cp -r README.md Documentation dist/mk-docker-opts.sh dist/systemd dist/rt_protos.d dist/prometheus dist/grafana $(OUT)/$*/
+	cp -r README.md LICENSE SECURITY.md CHANGELOG.md CONTRIBUTING.md Documentation dist/mk-docker-opts.sh dist/systemd dist/rt_protos.d dist/prometheus dist/grafana $(OUT)/$*/
 	rm $(OUT)/$*/Documentation/*.go
 	cd dist && cp -r --parents kubernetes/base kubernetes/chart $(abspath $(OUT))/$*/
 	cd $(OUT)/$* && tar --sort=name --mtime=@$$SOURCE_DATE_EPOCH --owner=0 --group=0 --numeric-owner \
 		--mode=u=rwX,go=rX -cf - * | gzip -9n > ../$(@F)
 	rm -rf $(OUT)/$*
 
-dist-check: ## build the tarball of amd64 twice from nothing: the same bytes
+dist-check: ## build the tarball of amd64 twice and compare the bytes
 	@test/tools/reproducible.sh amd64
 
 bin/tools/sbom: test/components/sbom/go.mod test/components/sbom/main.go
 	go build -C test/components/sbom -o $(CURDIR)/$@ .
 
-components: bin/tools/kube-apiserver bin/tools/kubectl bin/tools/helm bin/tools/cni ## build the Kubernetes API server, tools and CNI plugins that tests run: minutes, the first time
+components: bin/tools/kube-apiserver bin/tools/kubectl bin/tools/helm bin/tools/docker-network bin/tools/cni bin/tools/etcd-3.5 bin/tools/etcd-3.6 ## build the Kubernetes API server, Docker's network, older etcds, tools and CNI plugins for tests (takes minutes the first time)
 
-# Plugins that know CNI 1.1, which those of Debian do not.
+# Plugins that support CNI 1.1, unlike those of Debian.
 bin/tools/cni: test/components/cni-plugins/go.mod test/components/cni-plugins/go.sum
 	@rm -rf $@.part && mkdir -p $@.part
 	CGO_ENABLED=0 nice go build -C test/components/cni-plugins -trimpath -o $(CURDIR)/$@.part/ tool
 	@rm -rf $@ && mv $@.part $@
 
-# Each time: a version that was built earlier is not newer than the link.
+# FORCE, because a version that was built earlier is not newer than the link.
 bin/tools/kube-apiserver: $(APISERVER) FORCE
 bin/tools/kubectl: $(KUBECTL) FORCE
 bin/tools/helm: $(HELM) FORCE
-bin/tools/kube-apiserver bin/tools/kubectl bin/tools/helm:
+bin/tools/docker-network: $(DOCKER_NETWORK) FORCE
+bin/tools/etcd-3.5: $(call etcd,3.5) FORCE
+bin/tools/etcd-3.6: $(call etcd,3.6) FORCE
+bin/tools/kube-apiserver bin/tools/kubectl bin/tools/helm bin/tools/docker-network bin/tools/etcd-3.5 bin/tools/etcd-3.6:
 	@mkdir -p bin/tools && ln -sf $< $@
 
 KUBE_BUILD = CGO_ENABLED=0 nice go build -trimpath -ldflags '-s -w \
@@ -168,7 +198,7 @@ $(APISERVER):
 	cd test/components/kube-apiserver && $(KUBE_BUILD) -o $@.part .
 	@mv $@.part $@
 
-# After the API server, with which it shares most packages.
+# After the API server, because both share most packages.
 $(KUBECTL): | $(APISERVER)
 	cd test/components/kube-apiserver && $(KUBE_BUILD) -o $@.part k8s.io/kubernetes/cmd/kubectl
 	@mv $@.part $@
@@ -178,8 +208,43 @@ $(HELM):
 	cd test/components/helm && CGO_ENABLED=0 nice go build -trimpath -ldflags '-s -w' -o $@.part helm.sh/helm/v3/cmd/helm
 	@mv $@.part $@
 
-deps: ## install what tests and linters need, as root, if it is missing
+$(DOCKER_NETWORK):
+	@mkdir -p $(COMPONENTS)
+	cd test/components/docker && CGO_ENABLED=0 nice go build -trimpath -ldflags '-s -w' -o $@.part .
+	@mv $@.part $@
+
+# etcd v3.5.1 is built from the module etcd-3.5.
+$(COMPONENTS)/etcd-v%:
+	@mkdir -p $(COMPONENTS)
+	cd test/components/etcd-$(basename $*) && CGO_ENABLED=0 nice go build -trimpath -ldflags '-s -w' -o $@.part go.etcd.io/etcd/server/v3
+	@mv $@.part $@
+
+components-nodes: bin/tools/kubernetes bin/tools/containerd ## build kubelet, containerd and others for make test-kubernetes: minutes, the first time
+
+bin/tools/kubernetes: $(NODES) FORCE
+bin/tools/containerd: $(CONTAINERD) FORCE
+bin/tools/kubernetes bin/tools/containerd:
+	@mkdir -p bin/tools && ln -sfn $< $@
+
+# After the API server, because they share most packages with it. pause is a C program.
+$(NODES): | $(APISERVER)
+	@echo 'building kubelet $(KUBE_VERSION) and others, which takes minutes'
+	@rm -rf $@.part && mkdir -p $@.part
+	cd test/components/kube-apiserver && $(KUBE_BUILD) -o $@.part/ ./dns github.com/onsi/ginkgo/v2/ginkgo \
+		$(addprefix k8s.io/kubernetes/,$(addprefix cmd/,kubelet kube-proxy kube-controller-manager kube-scheduler) test/images/agnhost)
+	cd test/components/kube-apiserver && $(subst go build,go test -c -vet=off,$(KUBE_BUILD)) -o $@.part/conformance.test ./conformance
+	module=$$(go -C test/components/kube-apiserver list -m -f '{{.Dir}}' k8s.io/kubernetes) && \
+		gcc -static -Os -o $@.part/pause $$module/build/pause/linux/pause.c && \
+		cp $$module/test/images/agnhost/porter/localhost.* $@.part/
+	@rm -rf $@ && mv $@.part $@
+
+$(CONTAINERD):
+	@rm -rf $@.part && mkdir -p $@.part
+	cd test/components/containerd && CGO_ENABLED=0 nice go build -trimpath -ldflags '-s -w' -o $@.part/ tool
+	@rm -rf $@ && mv $@.part $@
+
+deps: ## install missing packages that tests and linters need, as root
 	@test/tools/deps.sh
 
-clean: ## remove what was built
+clean: ## remove the results of builds
 	rm -rf bin $(OUT)

@@ -1,6 +1,7 @@
 #!/bin/sh
-# Installs what the tests and linters run, on Debian and its kin, and only what
-# is missing: command, then the packages that bring it.
+# Installs the programs that tests and linters run, on Debian and its derivatives, and
+# only those that are missing. Each line below names a command and the packages that
+# contain it.
 set -eu
 
 want() {
@@ -13,31 +14,35 @@ want() {
 
 commands='' packages=''
 PATH=$PATH:/usr/sbin:/sbin
-want gcc gcc libc6-dev # the race detector
+want gcc gcc libc6-dev # for the race detector
 want ip iproute2
-want nft nftables # a router that translates addresses, and one that drops; and what the daemon has written
-want iptables-legacy iptables # brings both variants, for both families
+want nft nftables # for routers with NAT and packet filters, and to read the daemon's rules
+want iptables-legacy iptables # contains both variants, for both families
 want ethtool ethtool
-want etcd etcd-server # an older server than the one that is linked in
-want openssl openssl # keys for an API server
-want qemu-system-x86_64 qemu-system-x86 # a machine with another kernel, and what it is made of
+want etcd etcd-server # an older server than the one that tests link
+want openssl openssl # for the keys of an API server
+want qemu-system-x86_64 qemu-system-x86 # for tests on another kernel, with cpio and kmod
 want cpio cpio
-want jq jq # the documentation has commands with this
-want curl curl # and this
-want etcdctl etcd-client # and this
-want ping iputils-ping # and this
+want jq jq # used by commands in the documentation
+want curl curl # used by commands in the documentation
+want etcdctl etcd-client # used by commands in the documentation
+want ping iputils-ping # used by commands in the documentation
 want depmod kmod
 want wg wireguard-tools
 want tc iproute2
-want iperf3 iperf3 # a benchmark's traffic
+want iperf3 iperf3 # for the traffic of benchmarks
 want shellcheck shellcheck
-want promtool prometheus # and prometheus itself, which scrapes a daemon
+want promtool prometheus # with prometheus itself, which scrapes a daemon
 want systemd-analyze systemd
-want buildah buildah # the image
-want dpkg-deb dpkg # the package
-want chromium chromium # the status page
-want /usr/lib/cni/bridge containernetworking-plugins # what the CNI plugin delegates to
-want iptables iptables # for those
+want buildah buildah # for the image
+want dpkg-deb dpkg # for the Debian package
+want chromium chromium # for the status page
+want /usr/lib/cni/bridge containernetworking-plugins # called by the CNI plugin
+want iptables iptables # used by these plugins
+want runc runc # for real kubelets, like those below, which are for the images of their pods
+want busybox busybox-static
+want dig bind9-dnsutils
+want nc netcat-openbsd
 [ -n "$packages" ] || exit 0
 
 if ! command -v apt-get >/dev/null 2>&1; then
@@ -49,11 +54,11 @@ if [ "$(id -u)" != 0 ]; then
 	exit 1
 fi
 
-# A package may start a service; nobody asked for an etcd on this machine.
+# A package may start a service, but no etcd must be started on this machine.
 policy=/usr/sbin/policy-rc.d
 log=$(mktemp)
 trap 'rm -f "$log"' EXIT
-trap 'exit 1' INT TERM # so that the above happens
+trap 'exit 1' INT TERM # runs the EXIT trap
 if [ ! -e "$policy" ]; then
 	printf '#!/bin/sh\nexit 101\n' >"$policy"
 	chmod 755 "$policy"

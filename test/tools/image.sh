@@ -1,6 +1,6 @@
 #!/bin/sh
-# Builds the image for this machine's architecture with whatever builder there
-# is and writes it as an OCI archive: image.sh ARCHIVE NAME:TAG
+# Builds the image for this machine's architecture with the first usable builder and
+# writes it as an OCI archive: image.sh ARCHIVE NAME:TAG
 set -eu
 
 archive=$1 name=$2
@@ -12,7 +12,7 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 mkdir "$work/context" "$work/root" "$work/run"
 
-# Docker's own builder writes no archives, unless containerd keeps the images.
+# Docker's own builder writes archives only if containerd stores the images.
 archives() {
 	! docker buildx inspect | grep -q '^Driver: *docker$' ||
 		docker info --format '{{.DriverStatus}}' | grep -q containerd
@@ -20,7 +20,7 @@ archives() {
 
 usable() {
 	case $1 in
-	docker) docker buildx version && docker info && archives ;; # the first two do not come with the client alone
+	docker) docker buildx version && docker info && archives ;; # the Docker client alone has neither of the first two
 	*) command -v "$1" ;;
 	esac >/dev/null 2>&1
 }
@@ -45,7 +45,7 @@ for program in flanneld flannelctl install-conf; do
 done
 cp dist/mk-docker-opts.sh "$work/context/bin/"
 cp bin/flannel "$work/context/bin/"
-ln -s opt/bin/flannel "$work/context/rootfs/flannel" # where manifests copy it from
+ln -s opt/bin/flannel "$work/context/rootfs/flannel" # manifests copy the plugin from this path
 
 epoch=${SOURCE_DATE_EPOCH:-0}
 case $builder in

@@ -1,7 +1,6 @@
 #!/bin/sh
-# Builds one architecture's tarball of the last commit twice, in two directories,
-# with nothing shared but the module cache, and wants the same bytes:
-# reproducible.sh ARCH
+# Builds the tarball of one architecture twice from the last commit, in two directories
+# that share only the module cache, and compares the results: reproducible.sh ARCH
 set -eu
 
 arch=$1
