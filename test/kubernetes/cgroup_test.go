@@ -1,0 +1,164 @@
+package kubernetes
+
+import (
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+const (
+	cgroupMounts = "/sys/fs/cgroup"
+	cgroupFolder = "flanneld-test" // below the root of each hierarchy; contains a folder per run, named by its process id
+)
+
+// hierarchies are the roots of all cgroup hierarchies: one of version 2, or those of
+// version 1.
+func hierarchies() ([]string, error) {
+	if _, err := os.Stat(filepath.Join(cgroupMounts, "cgroup.controllers")); err == nil {
+		return []string{cgroupMounts}, nil
+	}
+	entries, err := os.ReadDir(cgroupMounts)
+	if err != nil {
+		return nil, err
+	}
+	var roots []string
+	for _, e := range entries {
+		root := filepath.Join(cgroupMounts, e.Name())
+		if _, err := os.Stat(filepath.Join(root, "cgroup.procs")); err == nil && e.IsDir() && e.Name() != "unified" {
+			roots = append(roots, root)
+		}
+	}
+	if len(roots) == 0 {
+		return nil, fmt.Errorf("%s: no cgroups are mounted", cgroupMounts)
+	}
+	return roots, nil
+}
+
+// makeCgroups makes a node's cgroup in every hierarchy.
+func makeCgroups(node string) (made []string, err error) {
+	roots, err := hierarchies()
+	if err != nil {
+		return nil, err
+	}
+	for _, root := range roots {
+		dir := root
+		for _, next := range []string{cgroupFolder, strconv.Itoa(os.Getpid()), node} {
+			dir = filepath.Join(dir, next)
+			if err := makeCgroup(dir); err != nil {
+				return nil, err
+			}
+		}
+		made = append(made, dir)
+	}
+	return made, nil
+}
+
+// makeCgroup makes one cgroup, with all that its parent has.
+func makeCgroup(dir string) error {
+	parent := filepath.Dir(dir)
+	if text, err := os.ReadFile(filepath.Join(parent, "cgroup.controllers")); err == nil {
+		for c := range strings.FieldsSeq(string(text)) {
+			if err := os.WriteFile(filepath.Join(parent, "cgroup.subtree_control"), []byte("+"+c), 0); err != nil {
+				return err
+			}
+		}
+	}
+	if err := os.Mkdir(dir, 0o755); err != nil && !errors.Is(err, fs.ErrExist) {
+		return err
+	}
+	for _, file := range []string{"cpuset.cpus", "cpuset.mems"} { // without them version 1 takes no process
+		text, err := os.ReadFile(filepath.Join(parent, file))
+		if errors.Is(err, fs.ErrNotExist) {
+			continue
+		}
+		if err == nil && strings.TrimSpace(string(text)) != "" {
+			err = os.WriteFile(filepath.Join(dir, file), text, 0)
+		}
+		if err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// removeCgroup removes a cgroup and all below it, once the last process has left.
+func removeCgroup(dir string) error {
+	const patience = 20 * time.Second
+	var below []string
+	err := filepath.WalkDir(dir, func(path string, d fs.DirEntry, err error) error {
+		if err == nil && d.IsDir() {
+			below = append(below, path)
+		}
+		if errors.Is(err, fs.ErrNotExist) {
+			return nil
+		}
+		return err
+	})
+	if err != nil {
+		return err
+	}
+	deadline := time.NewTimer(patience)
+	defer deadline.Stop()
+	tick := time.NewTicker(20 * time.Millisecond)
+	defer tick.Stop()
+	for _, path := range slices.Backward(below) {
+		for {
+			err := unix.Rmdir(path)
+			if err == nil || errors.Is(err, unix.ENOENT) {
+				break
+			}
+			if !errors.Is(err, unix.EBUSY) {
+				return fmt.Errorf("remove cgroup %s: %w", path, err)
+			}
+			select {
+			case <-tick.C:
+			case <-deadline.C:
+				return fmt.Errorf("remove cgroup %s: %w", path, err)
+			}
+		}
+	}
+	return nil
+}
+
+// sweepCgroups removes the cgroups of runs that were killed.
+func sweepCgroups() error {
+	roots, err := hierarchies()
+	if err != nil {
+		return err
+	}
+	for _, root := range roots {
+		runs, err := os.ReadDir(filepath.Join(root, cgroupFolder))
+		if err != nil && !errors.Is(err, fs.ErrNotExist) {
+			return err
+		}
+		for _, run := range runs {
+			pid, err := strconv.Atoi(run.Name())
+			if err != nil || !errors.Is(unix.Kill(pid, 0), unix.ESRCH) {
+				continue
+			}
+			if err := removeCgroup(filepath.Join(root, cgroupFolder, run.Name())); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+// removeRun removes this run's cgroups, and their parent if no other run uses it.
+func removeRun() error {
+	roots, err := hierarchies()
+	for _, root := range roots {
+		dir := filepath.Join(root, cgroupFolder)
+		err = errors.Join(err, removeCgroup(filepath.Join(dir, strconv.Itoa(os.Getpid()))))
+		_ = unix.Rmdir(dir) // other runs may be there
+	}
+	return err
+}

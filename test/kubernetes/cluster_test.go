@@ -1,0 +1,343 @@
+package kubernetes
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net/netip"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+
+	"flanneld/pkg/lab"
+	"flanneld/pkg/prefix"
+)
+
+// The address families of a cluster.
+var (
+	v4   = []prefix.Family{prefix.IPv4}
+	v6   = []prefix.Family{prefix.IPv6}
+	dual = []prefix.Family{prefix.IPv4, prefix.IPv6}
+)
+
+// networks are those of one family in a cluster.
+type networks struct {
+	pods, services netip.Prefix
+	first, dns     netip.Addr // of the services: the API server's and the DNS'
+}
+
+func networksOf(f prefix.Family) networks {
+	if f == prefix.IPv4 {
+		return networks{
+			netip.MustParsePrefix("10.244.0.0/16"), netip.MustParsePrefix("10.96.0.0/16"),
+			netip.MustParseAddr("10.96.0.1"), netip.MustParseAddr("10.96.0.10"),
+		}
+	}
+	return networks{
+		netip.MustParsePrefix("fd00:244::/56"), netip.MustParsePrefix("fd00:96::/112"),
+		netip.MustParseAddr("fd00:96::1"), netip.MustParseAddr("fd00:96::a"),
+	}
+}
+
+type config struct {
+	nodes    int
+	families []prefix.Family
+	backend  string // its Type
+	nftables bool   // of the daemon, and kube-proxy
+	install  int    // byKubectl, …
+}
+
+// join is one value for each family, separated by commas.
+func (c config) join(of func(prefix.Family) string) string {
+	var all []string
+	for _, f := range c.families {
+		all = append(all, of(f))
+	}
+	return strings.Join(all, ",")
+}
+
+func (c config) podNetworks() string {
+	return c.join(func(f prefix.Family) string { return networksOf(f).pods.String() })
+}
+
+func (c config) serviceNetworks() string {
+	return c.join(func(f prefix.Family) string { return networksOf(f).services.String() })
+}
+
+// cluster is a control plane on the lab's router, and nodes.
+type cluster struct {
+	config
+	t     *testing.T
+	lab   *lab.Lab
+	api   *lab.APIServer
+	dir   string
+	nodes []*node
+}
+
+// clusters are the clusters of this run. An interrupted run closes them.
+var clusters registered
+
+type registered struct {
+	mu  sync.Mutex
+	all []*cluster
+}
+
+func (r *registered) add(c *cluster) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.all = append(r.all, c)
+}
+
+func (r *registered) remove(c *cluster) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.all = slices.DeleteFunc(r.all, func(d *cluster) bool { return d == c })
+}
+
+func (r *registered) closeAll() {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	for _, c := range r.all {
+		if err := c.close(); err != nil {
+			fmt.Fprintln(os.Stderr, err)
+		}
+	}
+}
+
+const (
+	admin    = "admin" // the administrator's token and user
+	auditLog = "audit.json"
+	outside  = 8080 // the port of a server on the router
+)
+
+// newCluster starts a cluster whose nodes have images, but no network.
+func newCluster(t *testing.T, cfg config, archives ...string) *cluster {
+	t.Helper()
+	l, err := lab.New(background(t), lab.Config{Hosts: cfg.nodes, Families: cfg.families})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(l.Close)
+	c := &cluster{config: cfg, t: t, lab: l, dir: t.TempDir()}
+	c.startAPI()
+	kubeconfig := c.kubeconfig(admin)
+	c.start("agnhost", "netexec", fmt.Sprintf("--http-port=%d", outside)) // a server outside, for pods
+	c.start("kube-controller-manager", "--kubeconfig="+kubeconfig, "--leader-elect=false", "--bind-address=127.0.0.1",
+		"--service-account-private-key-file="+c.api.SigningKey(), "--root-ca-file="+c.api.CA(),
+		"--allocate-node-cidrs", "--cluster-cidr="+c.podNetworks(), "--service-cluster-ip-range="+c.serviceNetworks())
+	c.start("kube-scheduler", "--kubeconfig="+kubeconfig, "--leader-elect=false", "--bind-address=127.0.0.1")
+	clusters.add(c)
+	t.Cleanup(func() {
+		if err := c.close(); err != nil {
+			t.Error(err)
+		}
+		clusters.remove(c) // the next one uses the same names of cgroups
+	})
+	t.Cleanup(c.explain)
+	for i, h := range l.Hosts() {
+		n := c.newNode(h, variant(i))
+		c.nodes = append(c.nodes, n)
+		n.boot()
+	}
+	for _, n := range c.nodes {
+		for _, file := range archives {
+			n.ctr("images", "import", file)
+		}
+	}
+	c.routePods()
+	return c
+}
+
+// close kills the nodes and removes their cgroups.
+func (c *cluster) close() error {
+	var errs []error
+	for _, n := range c.nodes {
+		errs = append(errs, n.kill())
+	}
+	return errors.Join(append(errs, removeRun())...)
+}
+
+func (c *cluster) startAPI() {
+	c.t.Helper()
+	tokens := []string{admin + ",admin,admin,system:masters", "kube-proxy,system:kube-proxy,kube-proxy"}
+	for _, h := range c.lab.Hosts() {
+		tokens = append(tokens, fmt.Sprintf("%s,system:node:%[1]s,%[1]s,system:nodes", h.Name()))
+	}
+	var services []netip.Addr
+	for _, f := range c.families {
+		services = append(services, networksOf(f).first)
+	}
+	audit := c.write("audit.yaml", `{"apiVersion":"audit.k8s.io/v1","kind":"Policy","omitStages":["RequestReceived"],
+"rules":[{"level":"Metadata","users":["system:serviceaccount:kube-flannel:flannel"]},{"level":"None"}]}`)
+	var err error
+	c.api, err = c.lab.StartAPIServer(background(c.t), lab.APIServerOptions{
+		Path: tool(c.t, "kube-apiserver"), Tokens: tokens, ServiceAddrs: services,
+		Args: []string{
+			"--authorization-mode=Node", "--kubelet-preferred-address-types=InternalIP", "--enable-admission-plugins=NodeRestriction", "--endpoint-reconciler-type=lease",
+			"--service-cluster-ip-range=" + c.serviceNetworks(),
+			"--audit-policy-file=" + audit, "--audit-log-path=" + filepath.Join(c.dir, auditLog), "--audit-log-mode=blocking",
+		},
+	})
+	if err != nil {
+		c.t.Fatal(err)
+	}
+}
+
+// kubeconfig writes the access of the token's owner.
+func (c *cluster) kubeconfig(token string) string {
+	c.t.Helper()
+	ca, err := os.ReadFile(c.api.CA()) // whose path means nothing in another process namespace
+	if err != nil {
+		c.t.Fatal(err)
+	}
+	text, err := json.Marshal(map[string]any{
+		"apiVersion": "v1", "kind": "Config", "current-context": "lab",
+		"clusters": []any{map[string]any{"name": "lab", "cluster": map[string]any{"server": "https://" + c.api.Addr(nil).String(), "certificate-authority-data": ca}}},
+		"users":    []any{map[string]any{"name": token, "user": map[string]any{"token": token}}},
+		"contexts": []any{map[string]any{"name": "lab", "context": map[string]any{"cluster": "lab", "user": token}}},
+	})
+	if err != nil {
+		c.t.Fatal(err)
+	}
+	return c.write(token+".kubeconfig", string(text))
+}
+
+// access is the variable by which programs find the administrator's access.
+func (c *cluster) access() string { return "KUBECONFIG=" + filepath.Join(c.dir, admin+".kubeconfig") }
+
+// write writes a file of the cluster's and returns its path.
+func (c *cluster) write(name, text string) string {
+	c.t.Helper()
+	file := filepath.Join(c.dir, name)
+	if err := os.WriteFile(file, []byte(text), 0o600); err != nil {
+		c.t.Fatal(err)
+	}
+	return file
+}
+
+// start starts a program on the router, until the end of the test.
+func (c *cluster) start(name string, args ...string) {
+	c.t.Helper()
+	log, err := os.Create(filepath.Join(c.dir, name+".log"))
+	if err != nil {
+		c.t.Fatal(err)
+	}
+	cmd := exec.Command(tool(c.t, "kubernetes/"+name), args...)
+	cmd.Stdout, cmd.Stderr = log, log
+	if err := c.lab.Underlay().Start(cmd); err != nil {
+		c.t.Fatal(err)
+	}
+	ended := make(chan error, 1)
+	go func() { ended <- cmd.Wait() }()
+	c.t.Cleanup(func() {
+		select {
+		case err := <-ended:
+			c.t.Errorf("%s ended: %v", name, err)
+		default:
+			_ = cmd.Process.Kill()
+			<-ended
+		}
+		log.Close()
+	})
+}
+
+// try runs kubectl as an administrator.
+func (c *cluster) try(ctx context.Context, args ...string) (string, error) {
+	args = append([]string{c.access(), "HOME=" + c.dir, tool(c.t, "kubectl")}, args...)
+	out, err := c.lab.Underlay().Exec(ctx, "env", args...)
+	if err != nil {
+		err = fmt.Errorf("kubectl %s: %w: %s", strings.Join(args[3:], " "), err, out)
+	}
+	return strings.TrimSpace(string(out)), err
+}
+
+func (c *cluster) kubectl(args ...string) string {
+	c.t.Helper()
+	out, err := c.try(background(c.t), args...)
+	if err != nil {
+		c.t.Fatal(err)
+	}
+	return out
+}
+
+// apply applies manifests.
+func (c *cluster) apply(name, manifests string) {
+	c.t.Helper()
+	c.kubectl("apply", "-f", c.write(name+".yaml", manifests))
+}
+
+// routePods adds routes from the router to the pods, because the API server connects to
+// pods. Forwarded packets do not use these routes: otherwise the router would carry packets
+// between nodes that the network under test failed to carry.
+func (c *cluster) routePods() {
+	c.t.Helper()
+	const table = "100"
+	for _, f := range c.families {
+		c.onRouter("ip", fmt.Sprintf("-%d", f), "rule", "add", "iif", "lo", "table", table)
+	}
+	for _, n := range c.nodes {
+		var subnets []string
+		eventually(c.t, "subnets of "+n.Name(), func(ctx context.Context) error {
+			out, err := c.try(ctx, "get", "node", n.Name(), "--output=jsonpath={.spec.podCIDRs[*]}")
+			if subnets = strings.Fields(out); err == nil && len(subnets) != len(c.families) {
+				err = fmt.Errorf("it has %q", subnets)
+			}
+			return err
+		})
+		for _, text := range subnets {
+			subnet, err := netip.ParsePrefix(text)
+			if err != nil {
+				c.t.Fatal(err)
+			}
+			c.onRouter("ip", "route", "add", text, "via", n.Addr(prefix.FamilyOf(subnet.Addr())).String(), "table", table)
+		}
+	}
+}
+
+func (c *cluster) onRouter(name string, args ...string) {
+	c.t.Helper()
+	if out, err := c.lab.Underlay().Exec(background(c.t), name, args...); err != nil {
+		c.t.Fatalf("%s %s: %v: %s", name, strings.Join(args, " "), err, out)
+	}
+}
+
+// explain logs the state of the cluster and the end of every program's log if the test has
+// failed.
+func (c *cluster) explain() {
+	if !c.t.Failed() {
+		return
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), patience)
+	defer cancel()
+	for _, args := range [][]string{
+		{"get", "nodes,pods", "--all-namespaces", "--output=wide"},
+		{"get", "events", "--all-namespaces", "--field-selector=type=Warning", "--sort-by=.lastTimestamp"},
+		{"logs", "--namespace=kube-flannel", "--selector=app=flannel", "--tail=40", "--prefix"},
+	} {
+		out, err := c.try(ctx, args...)
+		c.t.Logf("kubectl %s: %v\n%s", strings.Join(args, " "), err, lastLines(out, 80))
+	}
+	logs, err := filepath.Glob(filepath.Join(c.dir, "*.log"))
+	for _, n := range c.nodes {
+		more, globErr := filepath.Glob(n.Path("/var/lib/node/disk/var/log/*.log"))
+		logs, err = append(logs, more...), errors.Join(err, globErr)
+	}
+	if err != nil {
+		c.t.Error(err)
+	}
+	for _, file := range logs {
+		text, err := os.ReadFile(file)
+		c.t.Logf("%s: %v\n%s", file, err, lastLines(string(bytes.TrimSpace(text)), 25))
+	}
+}
+
+func lastLines(text string, n int) string {
+	lines := strings.Split(text, "\n")
+	return strings.Join(lines[max(0, len(lines)-n):], "\n")
+}

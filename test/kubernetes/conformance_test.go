@@ -1,0 +1,114 @@
+package kubernetes
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+)
+
+const (
+	conformanceBudget = 20 * time.Minute
+	parallel          = 6 // tests at a time; most of their time they wait
+)
+
+// spec is a test in the report of ginkgo.
+type spec struct {
+	ContainerHierarchyTexts []string
+	LeafNodeText            string
+	State                   string
+	RunTime                 time.Duration
+	Failure                 struct{ Message string }
+}
+
+func (s spec) name() string {
+	return strings.Join(append(s.ContainerHierarchyTexts, s.LeafNodeText), " ")
+}
+
+// conformance runs Kubernetes' tests that focus matches and reports each as a subtest. It
+// fails if their number is not want. It calls meanwhile, if that is not nil, while they
+// run; running is closed when they have ended.
+func (c *cluster) conformance(focus string, want int, meanwhile func(running <-chan struct{})) {
+	c.t.Helper()
+	run := c.startConformance(focus)
+	if meanwhile != nil {
+		meanwhile(run.ended)
+	}
+	ran := 0
+	for _, s := range run.specs() {
+		if s.State == "skipped" || s.LeafNodeText == "" { // out of focus, or a hook of the suite
+			continue
+		}
+		ran++
+		c.t.Run(s.name(), func(t *testing.T) {
+			t.Logf("%s in %s", s.State, s.RunTime.Round(time.Millisecond))
+			if s.State != "passed" {
+				t.Error(s.Failure.Message)
+			}
+		})
+	}
+	if ran != want {
+		c.t.Errorf("%d tests ran, want %d: %s", ran, want, lastLines(run.out.String(), 60))
+	}
+}
+
+// conformanceRun is a run of the tests.
+type conformanceRun struct {
+	c     *cluster
+	out   bytes.Buffer // read once ended
+	ended chan struct{}
+	err   error
+}
+
+const report = "conformance.json"
+
+func (c *cluster) startConformance(focus string) *conformanceRun {
+	c.t.Helper()
+	ctx, cancel := context.WithTimeout(c.t.Context(), conformanceBudget)
+	c.t.Cleanup(cancel)
+	// In a process namespace its children end with it, also if it is killed.
+	cmd := exec.CommandContext(ctx, "unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "--", tool(c.t, "kubernetes/ginkgo"), fmt.Sprintf("--procs=%d", parallel), "--no-color",
+		"--focus="+focus, "--timeout="+conformanceBudget.String(), "--output-dir="+c.dir, "--json-report="+report,
+		tool(c.t, "kubernetes/conformance.test"), "--", "--kubeconfig="+filepath.Join(c.dir, admin+".kubeconfig"),
+		"--kubectl-path="+tool(c.t, "kubectl"), "--provider=skeleton", "--disable-log-dump", "--dump-logs-on-failure=false",
+		// The suite does not wait for a node that is cordoned or reboots.
+		"--allowed-not-ready-nodes=1",
+		"--non-blocking-taints=node.kubernetes.io/unschedulable,node.kubernetes.io/not-ready,node.kubernetes.io/unreachable")
+	cmd.Dir = c.dir
+	cmd.Env = append(os.Environ(), repositories(c.t), "HOME="+c.dir)
+	r := &conformanceRun{c: c, ended: make(chan struct{})}
+	cmd.Stdout, cmd.Stderr = &r.out, &r.out
+	if err := c.lab.Underlay().Start(cmd); err != nil {
+		c.t.Fatal(err)
+	}
+	go func() {
+		defer close(r.ended)
+		r.err = cmd.Wait()
+	}()
+	return r
+}
+
+// specs waits for the end of the run and returns its tests.
+func (r *conformanceRun) specs() (specs []spec) {
+	t := r.c.t
+	t.Helper()
+	<-r.ended
+	text, err := os.ReadFile(filepath.Join(r.c.dir, report))
+	if err != nil {
+		t.Fatalf("conformance tests: %v, %v: %s", r.err, err, lastLines(r.out.String(), 60))
+	}
+	var suites []struct{ SpecReports []spec }
+	if err := json.Unmarshal(text, &suites); err != nil {
+		t.Fatal(err)
+	}
+	for _, s := range suites {
+		specs = append(specs, s.SpecReports...)
+	}
+	return specs
+}

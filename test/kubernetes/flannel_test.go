@@ -1,0 +1,254 @@
+package kubernetes
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"net/http"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+
+	"flanneld/pkg/prefix"
+)
+
+const version = "test" // of the image of the daemon
+
+// flannelImage builds the archive of `make image` and returns its path.
+func flannelImage(t *testing.T) string {
+	t.Helper()
+	file := filepath.Join(t.TempDir(), "flanneld.tar")
+	build := exec.CommandContext(t.Context(), "make", "--no-print-directory", "image", "ARCHIVE="+file, "VERSION="+version)
+	build.Dir = "../.."
+	if out, err := build.CombinedOutput(); err != nil {
+		t.Fatalf("make image: %v: %s", err, out)
+	}
+	return file
+}
+
+// The ways to install the daemon. All use the imported image.
+const (
+	byKubectl = iota
+	byHelm
+	existing       // the manifest of a cluster that runs flannel, with the image exchanged
+	existingCopies // another, whose init containers call cp
+)
+
+// shipped reports whether the manifests are from this repository: then the state outlives
+// the pod, and the role allows all requests of the daemon.
+func (c config) shipped() bool { return c.install == byKubectl || c.install == byHelm }
+
+func (c *cluster) installFlannel() {
+	c.t.Helper()
+	switch c.install {
+	case byKubectl:
+		c.installBase()
+	case byHelm:
+		c.installChart()
+	case existing:
+		c.exchangeImage("/opt/bin/install-conf")
+	case existingCopies:
+		c.exchangeImage("cp, -f")
+	}
+}
+
+// installBase follows the page, with an overlay.
+func (c *cluster) installBase() {
+	c.t.Helper()
+	if err := os.CopyFS(filepath.Join(c.dir, "dist/kubernetes/base"), os.DirFS("../../dist/kubernetes/base")); err != nil {
+		c.t.Fatal(err)
+	}
+	network, err := json.Marshal(map[string]any{
+		"Network": networksOf(prefix.IPv4).pods, "Backend": map[string]any{"Type": c.backend}, "EnableNFTables": c.nftables,
+	})
+	if err != nil {
+		c.t.Fatal(err)
+	}
+	c.write("kustomization.yaml", fmt.Sprintf(`resources: [dist/kubernetes/base]
+images: [{name: flanneld, newTag: %s}]
+patches:
+  - patch: |-
+      apiVersion: v1
+      kind: ConfigMap
+      metadata: {name: kube-flannel-cfg, namespace: kube-flannel}
+      data: {net-conf.json: '%s'}
+`, version, network))
+	c.kubectl("apply", "-k", c.dir)
+}
+
+func (c *cluster) installChart() {
+	c.t.Helper()
+	network := map[prefix.Family]string{}
+	for _, f := range c.families {
+		network[f] = networksOf(f).pods.String()
+	}
+	chart, err := filepath.Abs("../../dist/kubernetes/chart")
+	if err != nil {
+		c.t.Fatal(err)
+	}
+	c.onRouter("env", c.access(), "HOME="+c.dir, tool(c.t, "helm"), "install", "flannel", chart, "--namespace=kube-flannel", "--create-namespace",
+		"--set=podCidr="+network[prefix.IPv4], "--set=podCidrv6="+network[prefix.IPv6], "--set=flannel.image.tag="+version,
+		"--set=flannel.backend="+c.backend, fmt.Sprintf("--set=flannel.enableNFTables=%v", c.nftables))
+	c.kubectl("label", "namespace", "kube-flannel", "pod-security.kubernetes.io/enforce=privileged")
+}
+
+// exchangeImage applies the manifest of flannel and replaces the image.
+func (c *cluster) exchangeImage(installs string) {
+	c.t.Helper()
+	text, err := os.ReadFile("../e2e/testdata/existing.yaml")
+	if err != nil {
+		c.t.Fatal(err)
+	}
+	c.apply("existing", strings.NewReplacer("[INSTALL]", "["+installs+"]", "10.5.0.0/16", networksOf(prefix.IPv4).pods.String(),
+		`"vxlan"`, fmt.Sprintf("%q", c.backend), `"EnableNFTables": false`, fmt.Sprintf(`"EnableNFTables": %v`, c.nftables)).Replace(string(text)))
+	c.kubectl("--namespace=kube-flannel", "set", "image", "daemonset/kube-flannel-ds", "*=flanneld:"+version)
+}
+
+// expectNodesReady waits until every node is ready, which needs the network.
+func (c *cluster) expectNodesReady() {
+	c.t.Helper()
+	c.kubectl("rollout", "status", "--namespace=kube-flannel", "daemonset/kube-flannel-ds", "--timeout="+patience.String())
+	c.kubectl("wait", "nodes", "--all", "--for=condition=Ready", "--timeout="+patience.String())
+	for _, n := range c.nodes {
+		eventually(c.t, "condition of "+n.Name(), func(ctx context.Context) error {
+			out, err := c.try(ctx, "get", "node", n.Name(), `--output=jsonpath={.status.conditions[?(@.type=="NetworkUnavailable")].status}`)
+			if err == nil && out != "False" {
+				err = fmt.Errorf("NetworkUnavailable is %q", out)
+			}
+			return err
+		})
+	}
+}
+
+// expectInOrder checks status, leases, log, state and rules of every daemon.
+func (c *cluster) expectInOrder() {
+	c.t.Helper()
+	pods := strings.Fields(c.kubectl("get", "pods", "--namespace=kube-flannel", "--output=jsonpath={.items[*].metadata.name}"))
+	if len(pods) != len(c.nodes) {
+		c.t.Errorf("pods of the daemon on %d nodes: %q", len(c.nodes), pods)
+	}
+	for _, pod := range pods {
+		flannelctl := func(args ...string) string {
+			c.t.Helper()
+			return c.kubectl(append([]string{"exec", "--namespace=kube-flannel", pod, "--container=kube-flannel", "--", "flannelctl"}, args...)...)
+		}
+		if out := flannelctl("status"); !strings.Contains(out, fmt.Sprintf("%d in place", len(c.nodes)-1)) {
+			c.t.Errorf("%s: status is %s", pod, out)
+		}
+		if out := flannelctl("leases", "--kube-subnet-mgr"); strings.Count(out, "\n") != len(c.nodes) { // and a heading
+			c.t.Errorf("%s: leases are %s", pod, out)
+		}
+		for line := range strings.Lines(c.kubectl("logs", "--namespace=kube-flannel", pod)) {
+			if strings.HasPrefix(line, "E") {
+				c.t.Errorf("%s: %s", pod, line)
+			}
+		}
+	}
+	for i, n := range c.nodes {
+		kept, err := filepath.Glob(n.Path("/var/lib/flannel/*.json"))
+		if err != nil || (len(kept) > 0) != c.shipped() {
+			c.t.Errorf("%s: state on the node is %q, %v", n.Name(), kept, err)
+		}
+		program := map[prefix.Family]string{prefix.IPv4: "iptables-", prefix.IPv6: "ip6tables-"}[c.families[0]] + variant(i) + "-save"
+		if rules := n.run(program); !c.nftables && !strings.Contains(strings.ToLower(rules), "flannel") {
+			c.t.Errorf("%s: no rules of the daemon in %s, which kube-proxy uses: %s", n.Name(), program, rules)
+		}
+	}
+	want := ""
+	if !c.shipped() { // the request is only for a warning
+		want = "list networkpolicies"
+	}
+	if got := c.refused(); strings.Join(got, ", ") != want {
+		c.t.Errorf("asked for more than the role allows: %q, want %q", got, want)
+	}
+}
+
+// refused returns the kinds of request that the API server refused to the daemons.
+func (c *cluster) refused() []string {
+	c.t.Helper()
+	text, err := os.ReadFile(filepath.Join(c.dir, auditLog))
+	if err != nil {
+		c.t.Fatal(err)
+	}
+	var refused []string
+	for line := range strings.Lines(string(text)) {
+		var entry struct {
+			Verb           string
+			ObjectRef      struct{ Resource string }
+			ResponseStatus struct{ Code int }
+		}
+		if err := json.Unmarshal([]byte(line), &entry); err == nil && entry.ResponseStatus.Code == http.StatusForbidden { // the last line may be incomplete
+			refused = append(refused, entry.Verb+" "+entry.ObjectRef.Resource)
+		}
+	}
+	slices.Sort(refused)
+	return slices.Compact(refused)
+}
+
+// takeOut removes flanneld and everything that it left on the nodes, as the page says.
+func (c *cluster) takeOut() {
+	c.t.Helper()
+	switch c.install {
+	case byHelm:
+		c.onRouter("env", c.access(), "HOME="+c.dir, tool(c.t, "helm"), "uninstall", "flannel", "--namespace=kube-flannel", "--wait")
+	default:
+		c.kubectl("delete", "-k", c.dir)
+	}
+	c.typed("kubectl create namespace flannel-cleanup")
+	c.typed("for node in")
+	c.kubectl("wait", "pods", "--namespace=flannel-cleanup", "--all", "--for=jsonpath={.status.phase}=Succeeded", "--timeout="+patience.String())
+	for _, n := range c.nodes {
+		left := n.run("sh", "-c", `ip -o link 2>/dev/null | grep flannel # it warns about peers in other namespaces
+			ip route show proto 98; ip -6 route show proto 98
+			{ iptables-save; ip6tables-save; iptables-legacy-save; ip6tables-legacy-save; nft list ruleset; } 2>&1 | grep -i flannel
+			ls /run/flannel/*.env /var/lib/flannel/* /var/lib/node/disk/etc/cni/net.d/* 2>/dev/null || :`)
+		if left != "" {
+			c.t.Errorf("left on %s:\n%s", n.Name(), left)
+		}
+	}
+	c.typed("kubectl annotate nodes")
+	if notes := c.kubectl("get", "nodes", "--output=jsonpath={.items[*].metadata.annotations}"); strings.Contains(notes, "flannel.alpha.coreos.com") {
+		c.t.Errorf("annotations are left: %s", notes)
+	}
+}
+
+// typed runs the block of the page that starts with begins, with the imported image.
+func (c *cluster) typed(begins string) {
+	c.t.Helper()
+	_, rest, found := strings.Cut(installPage(c.t), "\n\n    "+begins)
+	if !found {
+		c.t.Fatalf("the page shows no %s", begins)
+	}
+	block, _, _ := strings.Cut(rest, "\n\n")
+	command := strings.ReplaceAll(begins+block, "registry.example.com/flanneld:v1", "flanneld:"+version)
+	path := "PATH=" + filepath.Dir(tool(c.t, "kubectl")) + ":" + os.Getenv("PATH")
+	c.onRouter("env", c.access(), path, "HOME="+c.dir, "sh", "-ec", command)
+}
+
+func installPage(t *testing.T) string {
+	t.Helper()
+	page, err := os.ReadFile("../../Documentation/kubernetes-install.md")
+	if err != nil {
+		t.Fatal(err)
+	}
+	return string(page)
+}
+
+// installDNS installs the cluster's DNS, which Kubernetes' tests use.
+func (c *cluster) installDNS() {
+	c.t.Helper()
+	policy := "SingleStack"
+	if len(c.families) > 1 {
+		policy = "RequireDualStack"
+	}
+	text, err := os.ReadFile("dns.yaml")
+	if err != nil {
+		c.t.Fatal(err)
+	}
+	c.apply("dns", strings.NewReplacer("$IMAGE", registry+"/dns:test", "$POLICY", policy,
+		"$ADDRESS", networksOf(c.families[0]).dns.String()).Replace(string(text)))
+	c.kubectl("rollout", "status", "--namespace=kube-system", "deployment/dns", "--timeout="+patience.String())
+}

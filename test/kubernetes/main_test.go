@@ -1,0 +1,100 @@
+// Package kubernetes tests the DaemonSet in clusters of real kubelets, with Kubernetes'
+// conformance tests of the network (sig-network).
+//
+// A node is a host of the lab with further namespaces for processes, mounts, host name,
+// IPC and cgroups (node.sh). It runs containerd, runc, kubelet and kube-proxy. The store,
+// the API server, the controllers and the scheduler run on the lab's router. The router
+// reaches pods by routes that forwarded packets do not use. All images are built from
+// programs of this machine and imported, so the tests download nothing.
+//
+// The machine must provide root, network and mount namespaces, and:
+//
+//   - cgroups of version 1 or 2 in which new groups can be created. Those of the nodes are
+//     below flanneld-test. A run removes its own at the end, and those of killed runs at
+//     the start. The nodes set failCgroupV1: false, because kubelet refuses version 1
+//     otherwise.
+//   - overlayfs on tmpfs, which contains the nodes' disks: about 500 MB of memory each.
+//   - br_netfilter with net.bridge.bridge-nf-call-iptables.
+//   - nftables, and the iptables matches recent, statistic and physdev, for kube-proxy.
+//
+// CAP_SYS_RESOURCE is not necessary, because containerd has restrict_oom_score_adj. The
+// machine's sysctls do not change: they are read-only in a node, and those that kubelet
+// checks are replaced by files with the expected values. Only the first network namespace
+// has a writable net.netfilter.nf_conntrack_max, so kube-proxy does not set it.
+package kubernetes
+
+import (
+	"context"
+	"fmt"
+	"os"
+	"os/signal"
+	"path/filepath"
+	"syscall"
+	"testing"
+	"time"
+
+	"flanneld/pkg/lab"
+)
+
+// patience bounds every wait except the one for conformance tests.
+const patience = 4 * time.Minute
+
+func TestMain(m *testing.M) {
+	lab.RunChild()
+	if os.Geteuid() != 0 {
+		fmt.Fprintln(os.Stderr, "these tests make namespaces: run them as root")
+		os.Exit(1)
+	}
+	if err := sweepCgroups(); err != nil {
+		fmt.Fprintln(os.Stderr, "cgroups of earlier runs:", err)
+		os.Exit(1)
+	}
+	interrupted := make(chan os.Signal, 1)
+	signal.Notify(interrupted, os.Interrupt, syscall.SIGTERM, syscall.SIGHUP)
+	go func() {
+		<-interrupted
+		clusters.closeAll()
+		os.Exit(1)
+	}()
+	os.Exit(m.Run())
+}
+
+// tool returns the path of a program, or a folder of programs, from bin/tools.
+func tool(t *testing.T, name string) string {
+	t.Helper()
+	path, err := filepath.Abs(filepath.Join("../../bin/tools", name))
+	if err == nil {
+		_, err = os.Stat(path)
+	}
+	if err != nil {
+		t.Fatalf("a component is missing (make components components-nodes): %v", err)
+	}
+	return path
+}
+
+// background is the context of the test, bounded.
+func background(t *testing.T) context.Context {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(t.Context(), patience)
+	t.Cleanup(cancel)
+	return ctx
+}
+
+// eventually calls try until it returns nil.
+func eventually(t *testing.T, what string, try func(context.Context) error) {
+	t.Helper()
+	ctx := background(t)
+	tick := time.NewTicker(200 * time.Millisecond)
+	defer tick.Stop()
+	for {
+		err := try(ctx)
+		if err == nil {
+			return
+		}
+		select {
+		case <-tick.C:
+		case <-ctx.Done():
+			t.Fatalf("%s: %v", what, err)
+		}
+	}
+}
