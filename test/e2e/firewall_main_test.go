@@ -29,7 +29,7 @@ func (f flavour) legacy() bool { return f.name == "iptables-legacy" }
 func flavours() []flavour {
 	iptables := func(variant string) flavour {
 		return flavour{"iptables-" + variant, []string{"--firewall=iptables"}, fmt.Sprintf(
-			`for f in ip ip6; do for t in nat filter; do ${f}tables-%s-save -t $t 2>/dev/null | grep -E '[fF]lannel|FLANNEL' || true; done; done`, variant)}
+			`for f in ip ip6; do for t in nat filter mangle; do ${f}tables-%s-save -t $t 2>/dev/null | grep -E '[fF]lannel|FLANNEL' || true; done; done`, variant)}
 	}
 	return []flavour{
 		{"nftables", []string{"--firewall=nftables"},

@@ -1,6 +1,7 @@
 package e2e
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"net"
@@ -380,6 +381,25 @@ func TestFirewallSwitch(t *testing.T) {
 	}
 }
 
+// TestFirewallSwitchIsLogged changes the configuration between two runs: until the store
+// answers the daemon holds the rules where the last known configuration says, and says so.
+func TestFirewallSwitchIsLogged(t *testing.T) {
+	t.Parallel()
+	l := newLab(t, lab.Config{Hosts: 1, Network: masqueraded(map[string]any{"EnableIPv6": false})}, "")
+	startOne(t, l.Host(1), lab.FlanneldOptions{})
+	expectOnce(t, l.Host(1).Daemon(), `"traffic rules are held by iptables" because="EnableNFTables is false"`)
+	expectStop(t, l.Host(1).Daemon())
+	if err := l.PutNetwork(background(t), masqueraded(map[string]any{"EnableIPv6": false, "EnableNFTables": true})); err != nil {
+		t.Fatal(err)
+	}
+	d := startOne(t, l.Host(1), lab.FlanneldOptions{})
+	expectOnce(t, d, `"traffic rules are held by iptables" because="EnableNFTables is false in the last known configuration"`)
+	expectOnce(t, d, `"traffic rules are held by nftables" because="EnableNFTables is true"`)
+	expectStop(t, d)
+	d = startOne(t, l.Host(1), lab.FlanneldOptions{})
+	expectOnce(t, d, `"traffic rules are held by nftables" because="EnableNFTables is true in the last known configuration"`)
+}
+
 // TestTwoDaemonsMasquerade runs two daemons for two networks on one host. One
 // of them is switched off and on, killed, and moved.
 func TestTwoDaemonsMasquerade(t *testing.T) {
@@ -672,16 +692,59 @@ func TestVariantOfOthers(t *testing.T) {
 	}
 }
 
-// TestWithoutBridgeNetfilter runs where packets on bridges do not pass iptables:
-// it says once what that means, for each family, and goes on.
+// TestWithoutBridgeNetfilter runs where packets on bridges do not pass netfilter: the daemon
+// says once what that means, for each family, also when it starts from its last known
+// state, and goes on.
 func TestWithoutBridgeNetfilter(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 1, Families: dual, Network: masqueraded(nil)}, "")
 	h := l.Host(1)
 	shell(t, h.Namespace, "mount -t tmpfs none /proc/sys/net")
-	startOne(t, h, lab.FlanneldOptions{Args: []string{"--firewall=iptables", "--ip-masq"}})
-	for _, missing := range []string{"net.bridge.bridge-nf-call-iptables", "net.bridge.bridge-nf-call-ip6tables"} {
-		expectOnce(t, h.Daemon(), fmt.Sprintf(`a pod that talks to a service which is served by a pod of the same host may get no answer; load the module br_netfilter" missing=%q`, missing))
+	for _, flavour := range []string{"iptables", "nftables", "nftables"} {
+		startOne(t, h, lab.FlanneldOptions{Args: []string{"--firewall=" + flavour, "--ip-masq"}})
+		for _, missing := range []string{"net.bridge.bridge-nf-call-iptables", "net.bridge.bridge-nf-call-ip6tables"} {
+			expectOnce(t, h.Daemon(), fmt.Sprintf(`br_netfilter is not loaded: a pod that talks to a service which is served by a pod of the same host may get no answer; load the module br_netfilter and set this to 1" sysctl=%q`, missing))
+		}
+		expectStop(t, h.Daemon())
+	}
+}
+
+// TestServicesOnABridge shows what br_netfilter is for: a pod asks a service that a pod on the
+// same bridge serves, as kube-proxy translates it in either mode.
+func TestServicesOnABridge(t *testing.T) {
+	t.Parallel()
+	const service = "10.96.0.10"
+	for name, rule := range map[string]string{
+		"iptables": "iptables -t nat -A PREROUTING -d " + service + " -j DNAT --to-destination ",
+		"nftables": "nft add table ip kube-proxy && nft add chain ip kube-proxy nat '{ type nat hook prerouting priority dstnat; }' && nft add rule ip kube-proxy nat ip daddr " + service + " dnat to ",
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			l := newLab(t, lab.Config{Hosts: 1}, `{"Type":"vxlan"}`)
+			startAll(t, l, lab.FlanneldOptions{Args: []string{"--firewall=" + name}})
+			if err := l.AddPods(background(t)); err != nil {
+				t.Fatal(err)
+			}
+			h, client, server := l.Host(1), l.Pods()[0], l.Pods()[1]
+			shell(t, h.Namespace, rule+server.Addr(prefix.IPv4).String())
+			listener, err := server.Listen(background(t), "tcp", netip.AddrPortFrom(server.Addr(prefix.IPv4), 80).String())
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer func() { _ = listener.Close() }()
+			for _, filtered := range []bool{true, false} {
+				shell(t, h.Namespace, fmt.Sprintf("echo %d >/proc/sys/net/bridge/bridge-nf-call-iptables", map[bool]int{true: 1}[filtered]))
+				ctx, cancel := context.WithTimeout(background(t), 2*time.Second)
+				conn, err := client.Dial(ctx, "tcp", service+":80")
+				cancel()
+				if err == nil {
+					_ = conn.Close()
+				}
+				if (err == nil) != filtered {
+					t.Errorf("bridged packets pass netfilter: %v, and the service answers with %v", filtered, err)
+				}
+			}
+		})
 	}
 }
 

@@ -4,6 +4,7 @@ import (
 	"archive/tar"
 	"compress/gzip"
 	"crypto/x509"
+	"debug/elf"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -22,7 +23,7 @@ func image(t *testing.T) (root string, config imageConfig) {
 	t.Helper()
 	dir := t.TempDir()
 	archive := filepath.Join(dir, "image.tar")
-	build := exec.CommandContext(t.Context(), "test/tools/image.sh", archive, "flanneld:test")
+	build := exec.CommandContext(t.Context(), "make", "--no-print-directory", "image", "ARCHIVE="+archive, "VERSION=test")
 	build.Dir = "../.."
 	if out, err := build.CombinedOutput(); err != nil {
 		t.Fatalf("%v: %s", err, out)
@@ -31,10 +32,17 @@ func image(t *testing.T) (root string, config imageConfig) {
 	extract(t, archive, oci)
 	blob := func(digest string) string { return filepath.Join(oci, "blobs", strings.ReplaceAll(digest, ":", "/")) }
 	var index, manifest struct {
-		Manifests, Layers []struct{ Digest string }
-		Config            struct{ Digest string }
+		Manifests, Layers []struct {
+			Digest      string
+			Annotations map[string]string
+		}
+		Config struct{ Digest string }
 	}
 	load(t, filepath.Join(oci, "index.json"), &index)
+	const full = "docker.io/library/flanneld:test" // what kubelet makes of the name in the manifests
+	if name := index.Manifests[0].Annotations["org.opencontainers.image.ref.name"]; name != full {
+		t.Errorf("the archive names its image %q, want %q", name, full)
+	}
 	load(t, blob(index.Manifests[0].Digest), &manifest)
 	load(t, blob(manifest.Config.Digest), &config)
 	root = filepath.Join(dir, "root")
@@ -166,6 +174,9 @@ func TestImage(t *testing.T) {
 	}
 	run("iptables-nft", "-t", "nat", "-A", "POSTROUTING", "-m", "mark", "--mark", "0x4000/0x4000", "-m", "comment", "--comment", "x", "-j", "MASQUERADE", "--random-fully")
 
+	run("sh", "-c", `iptables-legacy -t nat -A PREROUTING -m statistic --mode random --probability 0.5 -j ACCEPT && iptables-legacy-save`) // as kube-proxy
+	expectLibraries(t, root)
+
 	roots := x509.NewCertPool()
 	if text, err := os.ReadFile(filepath.Join(root, "etc/ssl/certs/ca-certificates.crt")); err != nil || !roots.AppendCertsFromPEM(text) {
 		t.Errorf("no certificate of an authority to check servers against: %v", err)
@@ -183,6 +194,35 @@ func TestImage(t *testing.T) {
 	})
 	if err != nil {
 		t.Error(err)
+	}
+}
+
+// expectLibraries wants what each program and library of the image loads to be in it.
+func expectLibraries(t *testing.T, root string) {
+	t.Helper()
+	have, needs := map[string]bool{}, map[string][]string{}
+	err := filepath.WalkDir(root, func(path string, d fs.DirEntry, err error) error {
+		if err != nil || !d.Type().IsRegular() {
+			return err
+		}
+		have[d.Name()] = true
+		f, err := elf.Open(path)
+		if err != nil {
+			return nil //nolint:nilerr // a file of another kind
+		}
+		defer f.Close()
+		needs[path], err = f.ImportedLibraries()
+		return err
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	for path, libraries := range needs {
+		for _, library := range libraries {
+			if !have[library] {
+				t.Errorf("%s is not in the image, and %s loads it", library, strings.TrimPrefix(path, root))
+			}
+		}
 	}
 }
 

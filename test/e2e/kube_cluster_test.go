@@ -7,6 +7,7 @@ import (
 	"io"
 	"net/http"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"slices"
 	"testing"
@@ -40,13 +41,23 @@ const (
 // started.
 func newCluster(t *testing.T, cfg lab.Config, backend string) *cluster {
 	t.Helper()
+	return newClusterOn(t, cfg, backend, "")
+}
+
+// newClusterOn builds one with another etcd behind the API server than the lab's.
+func newClusterOn(t *testing.T, cfg lab.Config, backend, etcd string) *cluster {
+	t.Helper()
 	c := &cluster{Lab: newLab(t, cfg, ""), t: t, dir: t.TempDir(), backend: backend}
 	network, err := lab.NetworkConfig(c.Families(), json.RawMessage(backend))
 	if err != nil {
 		t.Fatal(err)
 	}
 	c.write("net-conf.json", network)
-	c.startAPI()
+	store := ""
+	if etcd != "" {
+		store = c.startEtcd(etcd)
+	}
+	c.startAPI(store)
 	c.grant()
 	for i := range c.Hosts() {
 		c.addNode(i+1, nil)
@@ -63,8 +74,35 @@ func (c *cluster) write(name string, text []byte) string {
 	return path
 }
 
+// startEtcd starts an etcd beside the lab's own, and returns its URL.
+func (c *cluster) startEtcd(program string) string {
+	c.t.Helper()
+	const client, peer = "http://127.0.0.1:12379", "http://127.0.0.1:12380"
+	log, err := os.Create(filepath.Join(c.dir, "etcd.log"))
+	if err != nil {
+		c.t.Fatal(err)
+	}
+	defer log.Close()
+	cmd := exec.Command(
+		program, "--data-dir=/var/lib/other-etcd", "--listen-client-urls="+client, "--advertise-client-urls="+client,
+		"--listen-peer-urls="+peer, "--initial-advertise-peer-urls="+peer, "--initial-cluster=default="+peer,
+	)
+	cmd.Stdout, cmd.Stderr = log, log
+	if err := c.Underlay().Start(cmd); err != nil {
+		c.t.Fatal(err)
+	}
+	c.t.Cleanup(func() {
+		_ = cmd.Process.Kill()
+		_ = cmd.Wait()
+		if text, _ := os.ReadFile(log.Name()); c.t.Failed() {
+			c.t.Logf("etcd:\n%s", text)
+		}
+	})
+	return client
+}
+
 // startAPI starts the API server, which writes down what the daemons ask for.
-func (c *cluster) startAPI() {
+func (c *cluster) startAPI(etcd string) {
 	c.t.Helper()
 	binary, err := filepath.Abs("../../bin/tools/kube-apiserver")
 	if err != nil {
@@ -75,6 +113,7 @@ func (c *cluster) startAPI() {
 	c.api, err = c.StartAPIServer(background(c.t), lab.APIServerOptions{
 		Path: binary, Tokens: []string{adminToken + ",admin,admin,system:masters", flannelToken + "," + flannelUser + ",flannel-uid"},
 		Args: []string{"--audit-policy-file=" + audit, "--audit-log-path=" + filepath.Join(c.dir, auditLog), "--audit-log-mode=blocking"},
+		Etcd: etcd,
 	})
 	if err != nil {
 		c.t.Fatal(err)

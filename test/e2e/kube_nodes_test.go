@@ -225,3 +225,23 @@ func TestKubeThousandNodes(t *testing.T) {
 		t.Error(err)
 	}
 }
+
+// TestKubeNodesWithOneAddress has a new Node come with the address of one whose host is
+// gone, while that Node lingers: it is served at once, and stays when the other goes.
+func TestKubeNodesWithOneAddress(t *testing.T) {
+	c := newCluster(t, lab.Config{Hosts: 1}, `{"Type":"vxlan"}`)
+	c.addNode(100, c.peerNotes(100))
+	c.startDaemons()
+	h := c.Host(1)
+	expectKernel(t, h, c.peerEntries(100), nil)
+	notes := c.peerNotes(101)
+	notes[annotation("public-ip")] = c.peerIP(100)
+	c.addNode(101, notes)
+	next := entries("10.5.101.0/24", c.peerIP(100), peerMAC(101))
+	expectKernel(t, h, slices.Concat(c.peerEntries(100), next), nil)
+	expectLog(t, h.Daemon(), fmt.Sprintf(`"leases share a public address" publicIP=%q leases=["node100","node101"] count=2`, c.peerIP(100)))
+	c.deleteNode(100)
+	expectKernel(t, h, next, []string{"10.5.100.0", peerMAC(100)})
+	expectLog(t, h.Daemon(), "leases no longer share a public address")
+	expectOnce(t, h.Daemon(), "leases share a public address")
+}

@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"net/http"
 	"os"
+	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
@@ -82,6 +83,47 @@ func TestKubePeersComeChangeAndGo(t *testing.T) {
 	c.annotate(100, map[string]any{"kube-subnet-manager": nil, "public-ip": nil})
 	expectLog(t, h.Daemon(), "keeps its last good state")
 	expectKernel(t, h, c.peerEntries(100), nil)
+}
+
+// TestKubeOlderEtcd has an etcd behind the API server that tells it next to nothing of
+// progress, so that the API server's cache of Nodes is behind whenever something else was
+// written last. A Node that was deleted while the daemon was down is gone as soon as the
+// daemon is ready again, and nothing is reported as unusable.
+func TestKubeOlderEtcd(t *testing.T) {
+	for name, program := range map[string]string{"3.4": "/usr/bin/etcd", "3.5": "../../bin/tools/etcd-3.5", "3.6": "../../bin/tools/etcd-3.6"} {
+		t.Run(name, func(t *testing.T) {
+			program, err := filepath.Abs(program)
+			if err != nil {
+				t.Fatal(err)
+			}
+			c := newClusterOn(t, lab.Config{Hosts: 1}, `{"Type":"vxlan"}`, program)
+			c.addNode(100, c.peerNotes(100))
+			c.addNode(101, c.peerNotes(101))
+			c.startDaemons()
+			h := c.Host(1)
+			expectKernel(t, h, slices.Concat(c.peerEntries(100), c.peerEntries(101)), nil)
+			otherwise := func() {
+				c.do(http.MethodPost, "/api/v1/namespaces/default/configmaps", map[string]any{"metadata": map[string]any{"generateName": "other-"}}, "")
+			}
+			for _, gone := range []int{100, 101} {
+				if _, err := h.Daemon().Stop(background(t)); err != nil {
+					t.Fatal(err)
+				}
+				c.kill()
+				c.start()
+				c.deleteNode(gone)
+				otherwise()
+				d := start(t, h, c.options(1))
+				expectReady(t, d)
+				expectKernel(t, h, nil, []string{fmt.Sprintf("10.5.%d.0", gone), peerMAC(gone)})
+				if log := d.Log(); strings.Contains(log, "not usable") {
+					t.Errorf("without node %d:\n%s", gone, log)
+				}
+				// The next state is of a revision that a cache does not reach.
+				otherwise()
+			}
+		})
+	}
 }
 
 func TestKubeNodesDeletedWhileDown(t *testing.T) {

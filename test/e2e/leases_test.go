@@ -3,8 +3,11 @@ package e2e
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
+	"io/fs"
 	"net/netip"
+	"os"
 	"slices"
 	"strings"
 	"testing"
@@ -220,6 +223,78 @@ func TestNetworkIsWidenedWhileHostsWait(t *testing.T) {
 		t.Fatal(err)
 	}
 	expectMatrix(t, l)
+}
+
+// TestNoSubnetForTheLastKnownState restarts a host while no subnet is free for it: its
+// own is not of the present configuration, or belongs to another host. It serves its
+// own until the store has answered, and not longer.
+func TestNoSubnetForTheLastKnownState(t *testing.T) {
+	for name, tt := range map[string]struct{ network, own, why string }{
+		"outside the new pool": {"10.6.0.0", "", "is not of the present configuration, which has [10.6.1.0/24 to 10.6.3.0/24]"},
+		"taken":                {"10.5.0.0", "192.168.77.99", "is not this node's any more"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			config := func(network string) json.RawMessage {
+				return json.RawMessage(fmt.Sprintf(`{"Network":"%s/22","SubnetLen":24,"Backend":{"Type":"vxlan"}}`, network))
+			}
+			l := newLab(t, lab.Config{Hosts: 1, Network: config("10.5.0.0")}, "")
+			c, h := store(t, l), l.Host(1)
+			startOne(t, h, lab.FlanneldOptions{})
+			had := leaseOf(t, l, h)
+			expectStop(t, h.Daemon())
+			if err := l.PutNetwork(background(t), config(tt.network)); err != nil {
+				t.Fatal(err)
+			}
+			if tt.own != "" {
+				remove(t, c, subnets+had.Key)
+			}
+			var keys []string
+			for i := 1; i <= 3; i++ {
+				keys = append(keys, fmt.Sprintf("%s%d.0-24", strings.TrimSuffix(tt.network, "0.0"), i))
+				put(t, c, subnets+keys[i-1], peer(fmt.Sprintf("192.168.77.%d", 98+i), fmt.Sprintf("02:00:00:00:00:%02x", i)))
+			}
+			l.Etcd().Kill()
+
+			d := start(t, h, lab.FlanneldOptions{})
+			expectLog(t, d, "going on from the last known state")
+			expectLog(t, d, "is not usable")
+			if env := readSubnetFile(t, h); !strings.Contains(env, had.subnet()[:len(had.subnet())-4]) {
+				t.Errorf("before the store has answered subnet.env is\n%s", env)
+			}
+			if err := l.Etcd().Start(background(t)); err != nil {
+				t.Fatal(err)
+			}
+			expectLog(t, d, `"the subnet of the last known state was left" err="`)
+			eventually(t, "reasons", func() error {
+				code, body, _ := d.Get(background(t), "/readyz")
+				if code != 503 || !strings.Contains(body, "subnet: ") || !strings.Contains(body, tt.why) || !strings.Contains(body, "out of subnets") {
+					return fmt.Errorf("/readyz says %d %q, want %q", code, body, tt.why)
+				}
+				return nil
+			})
+			if code, body, err := d.Get(background(t), "/healthz"); err != nil || code != 200 {
+				t.Errorf("/healthz says %d %q, %v", code, body, err)
+			}
+			if _, err := os.Stat(h.Path("/run/flannel/subnet.env")); !errors.Is(err, fs.ErrNotExist) {
+				t.Errorf("subnet.env is still there: %v", err)
+			}
+			if r := statusOf(t, h); len(r.Lease.Subnets) > 0 {
+				t.Errorf("the status has %v", r.Lease.Subnets)
+			}
+			expectOnce(t, d, "the subnet of the last known state was left")
+
+			remove(t, c, subnets+keys[1])
+			expectReady(t, d)
+			now := leaseOf(t, l, h)
+			if now.Key != keys[1] {
+				t.Errorf("the lease is %s, want %s, which was free", now.Key, keys[1])
+			}
+			if env := readSubnetFile(t, h); !strings.Contains(env, "FLANNEL_NETWORK="+tt.network+"/22\n") {
+				t.Errorf("subnet.env is\n%s", env)
+			}
+		})
+	}
 }
 
 func TestRestartKeepsTheSubnet(t *testing.T) {

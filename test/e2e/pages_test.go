@@ -472,8 +472,14 @@ func TestPageDocker(t *testing.T) {
 				t.Errorf("%s: %s", command, out)
 			}
 		},
-		"ExecStart=":   func(_ *machine, line string) { added = append(added, line) },
-		"10.5.49.0/24": func(*machine, string) {}, // what the script says
+		"ExecStart=":    func(_ *machine, line string) { added = append(added, line) },
+		"ExecStartPre=": func(*machine, string) {}, // TestDocker has a Docker that uses nftables
+		"10.5.49.0/24":  func(*machine, string) {}, // what the script says
+		"flannelctl doctor": func(m *machine, command string) { // this Docker has no rules
+			if out, _ := m.Exec(background(t), "chroot", machineRoot, machineTree+"/bin/"+command); strings.Contains(string(out), "Docker") {
+				t.Errorf("%s: %s", command, out)
+			}
+		},
 	})
 	if len(added) != 2 || added[0] != "ExecStart=" {
 		t.Fatalf("added to the drop-in: %q", added)

@@ -46,9 +46,8 @@ func kernelPath(t *testing.T, h *lab.Host) string {
 
 // packetByPacket is a peer that knows no offloads: it answers every echo request
 // that arrives at the address, as a host with the subnet 10.5.201.0/24 would.
-func packetByPacket(t *testing.T, n *lab.Namespace, at string) {
+func packetByPacket(t *testing.T, n *lab.Namespace, at string) (conn *net.UDPConn) {
 	t.Helper()
-	var conn *net.UDPConn
 	err := n.Do(background(t), func() (err error) {
 		conn, err = net.ListenUDP("udp4", net.UDPAddrFromAddrPort(netip.MustParseAddrPort(at)))
 		return err
@@ -77,6 +76,7 @@ func packetByPacket(t *testing.T, n *lab.Namespace, at string) {
 			_, _ = conn.WriteToUDPAddrPort(b[:n], from)
 		}
 	}()
+	return conn
 }
 
 // sendStrange sends a packet to a host from an address that no lease has: once in
@@ -142,7 +142,7 @@ func TestVMUDPKernelPath(t *testing.T) {
 		return err
 	})
 
-	packetByPacket(t, l.Underlay(), "192.168.77.254:8285")
+	peer := packetByPacket(t, l.Underlay(), "192.168.77.254:8285")
 	put(t, store(t, l), lab.Prefix+"/subnets/10.5.201.0-24", `{"PublicIP":"192.168.77.254"}`)
 	simple := netip.MustParseAddr("10.5.201.9")
 	eventually(t, "the peer that does it packet by packet", func() error {
@@ -155,6 +155,59 @@ func TestVMUDPKernelPath(t *testing.T) {
 	})
 	for _, p := range l.Pods() {
 		expectMTUTo(t, p, simple, 1472)
+	}
+	expectNoLoopback(t, l, peer, 1)
+	expectStop(t, d)
+	startOne(t, l.Host(1), lab.FlanneldOptions{Args: []string{"--udp-source-check=off"}})
+	expectNoLoopback(t, l, peer, 0)
+}
+
+// expectNoLoopback has a peer send to a service of host 1 that listens on all addresses: what
+// is from or to a loopback address does not arrive, and neither does what is from another
+// port of the peer, if wrongPort is 1.
+func expectNoLoopback(t *testing.T, l *lab.Lab, peer *net.UDPConn, wrongPort float64) {
+	t.Helper()
+	h := l.Host(1)
+	expectLog(t, h.Daemon(), "the kernel carries the packets")
+	shell(t, h.Namespace, "sysctl -w net.ipv4.conf.all.route_localnet=1 net.ipv4.conf.all.accept_local=1")
+	var service *net.UDPConn
+	err := h.Do(background(t), func() (err error) {
+		service, err = net.ListenUDP("udp4", &net.UDPAddr{Port: hears})
+		return err
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer service.Close()
+	to := netip.AddrPortFrom(h.Addr(prefix.IPv4), 8285)
+	own, far, loopback := podSubnet(t, h, prefix.IPv4).Addr(), netip.MustParseAddr("10.5.201.9"), netip.MustParseAddr("127.0.0.1")
+	sendFrom(t, l.Underlay(), 8286, to, injectedFrom(far, own, "from another port"))
+	for _, p := range [][]byte{
+		injectedFrom(far, loopback, "to loopback"), injectedFrom(loopback, own, "from loopback"), injectedFrom(loopback, loopback, "both"),
+		injectedFrom(far, own, "last"),
+	} {
+		if _, err := peer.WriteToUDPAddrPort(p, to); err != nil {
+			t.Fatal(err)
+		}
+	}
+	want := []string{"from another port", "last"}[int(wrongPort):]
+	var got []string
+	for !slices.Contains(got, "last") {
+		b := make([]byte, 100)
+		_ = service.SetReadDeadline(time.Now().Add(patience))
+		n, err := service.Read(b)
+		if err != nil {
+			t.Fatalf("%q arrived: %v", got, err)
+		}
+		got = append(got, string(b[:n]))
+	}
+	if !slices.Equal(got, want) {
+		t.Errorf("%q arrive, want %q", got, want)
+	}
+	for reason, want := range map[string]float64{"wrong_port": wrongPort, "wrong_source": 2, "wrong_destination": 1} {
+		if n := metric(t, h, fmt.Sprintf("flannel_udp_dropped_packets_total{reason=%q}", reason)); n != want {
+			t.Errorf("%v packets are dropped as %s, want %v", n, reason, want)
+		}
 	}
 }
 

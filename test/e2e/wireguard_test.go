@@ -9,7 +9,10 @@ import (
 	"testing"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"flanneld/pkg/lab"
+	"flanneld/pkg/ping"
 	"flanneld/pkg/prefix"
 )
 
@@ -299,19 +302,10 @@ func wireGuardBehindNAT(t *testing.T, backend string) {
 	config := strings.TrimSuffix(backendConfig(backend), "}") + `,"PersistentKeepaliveInterval":1}`
 	l := newLab(t, lab.Config{Hosts: 2}, config)
 	open, hidden := l.Host(1), l.Host(2)
-	nft(t, hidden.Namespace, `
-		table ip nat {
-			chain out { type nat hook postrouting priority srcnat; oifname eth0 udp sport 51820 masquerade to :40000-40999; }
-		}
-		table ip filter {
-			chain in { type filter hook input priority filter; iifname eth0 udp dport 51820 ct state new drop; }
-		}`)
+	behindNAT(t, hidden)
 	startAll(t, l, lab.FlanneldOptions{Args: []string{"--resync=1s"}})
 	flows := startFlows(t, l, 100)
-	learnt := wg(t, open, "show", "flannel-wg", "endpoints")
-	if !strings.Contains(learnt, ":40") {
-		t.Fatalf("%s sends to %q, want a port of the NAT's", open.Name(), learnt)
-	}
+	learnt := expectLearnt(t, open)
 	// Other leases come and go meanwhile, and everything is looked at again.
 	c := store(t, l)
 	for range 3 {
@@ -324,6 +318,72 @@ func wireGuardBehindNAT(t *testing.T, backend string) {
 		t.Errorf("%s sends to %q, has learnt %q", open.Name(), now, learnt)
 	}
 	expectNothingLost(t, flows)
+}
+
+// TestVMWireGuardClockStep steps the clock of the guest forward: hosts keep to what they have
+// learnt of one behind a NAT, with WireGuard in the kernel and without.
+func TestVMWireGuardClockStep(t *testing.T) {
+	if !emulated() {
+		t.Fatal("this test steps the machine's clock: run it in the guest")
+	}
+	for _, backend := range []string{"wireguard", userspace} {
+		t.Run(backend, func(t *testing.T) {
+			l := newLab(t, lab.Config{Hosts: 2}, backendConfig(backend))
+			open, hidden := l.Host(1), l.Host(2)
+			behindNAT(t, hidden)
+			startAll(t, l, lab.FlanneldOptions{Args: []string{"--resync=1s"}})
+			if err := l.AddPods(background(t)); err != nil {
+				t.Fatal(err)
+			}
+			pods := onePodEach(l)
+			eventually(t, "the host behind the NAT reaches the other", func() error {
+				_, err := pods[1].Ping(background(t), pods[0].Addr(prefix.IPv4), ping.Options{})
+				return err
+			})
+			learnt := expectLearnt(t, open)
+			pause(t, 3*time.Second) // in which the device is looked at
+			stepMachineClock(t, time.Hour)
+			defer stepMachineClock(t, -time.Hour)
+			pause(t, 3*time.Second)
+			if now := wg(t, open, "show", "flannel-wg", "endpoints"); now != learnt {
+				t.Errorf("%s sends to %q, has learnt %q", open.Name(), now, learnt)
+			}
+			if _, err := pods[0].Ping(background(t), pods[1].Addr(prefix.IPv4), ping.Options{}); err != nil {
+				t.Errorf("the host behind the NAT is not reached: %v", err)
+			}
+		})
+	}
+}
+
+// stepMachineClock steps the clock of the whole machine by d.
+func stepMachineClock(t *testing.T, d time.Duration) {
+	t.Helper()
+	at := unix.NsecToTimespec(time.Now().Add(d).UnixNano())
+	if err := unix.ClockSettime(unix.CLOCK_REALTIME, &at); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// behindNAT lets nobody in, and changes the port that the host's WireGuard sends from.
+func behindNAT(t *testing.T, h *lab.Host) {
+	t.Helper()
+	nft(t, h.Namespace, `
+		table ip nat {
+			chain out { type nat hook postrouting priority srcnat; oifname eth0 udp sport 51820 masquerade to :40000-40999; }
+		}
+		table ip filter {
+			chain in { type filter hook input priority filter; iifname eth0 udp dport 51820 ct state new drop; }
+		}`)
+}
+
+// expectLearnt returns the endpoints of h, which must have learnt a port of a NAT.
+func expectLearnt(t *testing.T, h *lab.Host) string {
+	t.Helper()
+	learnt := wg(t, h, "show", "flannel-wg", "endpoints")
+	if !strings.Contains(learnt, ":40") {
+		t.Fatalf("%s sends to %q, want a port of the NAT's", h.Name(), learnt)
+	}
+	return learnt
 }
 
 // TestUserspaceWireGuardPortInUse is told by name.

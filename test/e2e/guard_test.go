@@ -1,0 +1,269 @@
+package e2e
+
+import (
+	"encoding/binary"
+	"fmt"
+	"net"
+	"net/netip"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
+
+	"flanneld/pkg/lab"
+	"flanneld/pkg/prefix"
+)
+
+// hears is the port at which a pod listens for what others send into the network.
+const hears = 9999
+
+// injected is an IP packet with a UDP datagram to a pod, from an address that is no pod's.
+func injected(to netip.Addr, text string) []byte {
+	return injectedFrom(netip.MustParseAddr("203.0.113.9"), to, text)
+}
+
+func injectedFrom(from, to netip.Addr, text string) []byte {
+	udp := make([]byte, 8, 8+len(text))
+	binary.BigEndian.PutUint16(udp, hears)
+	binary.BigEndian.PutUint16(udp[2:], hears)
+	binary.BigEndian.PutUint16(udp[4:], uint16(8+len(text)))
+	udp = append(udp, text...)
+	ip := slices.Concat([]byte{0x45, 0, 0, 0, 0, 1, 0, 0, 64, unix.IPPROTO_UDP, 0, 0}, from.AsSlice(), to.AsSlice())
+	binary.BigEndian.PutUint16(ip[2:], uint16(len(ip)+len(udp)))
+	var sum uint32
+	for i := 0; i < len(ip); i += 2 {
+		sum += uint32(binary.BigEndian.Uint16(ip[i:]))
+	}
+	binary.BigEndian.PutUint16(ip[10:], ^uint16(sum+sum>>16))
+	return append(ip, udp...)
+}
+
+// inVXLAN is an IP packet as it is in a datagram to the VXLAN device of h.
+func inVXLAN(t *testing.T, h *lab.Host, packet []byte) []byte {
+	t.Helper()
+	var mac net.HardwareAddr
+	err := h.Netlink(background(t), func(n *netlink.Handle) error {
+		link, err := n.LinkByName("flannel.1")
+		if err == nil {
+			mac = link.Attrs().HardwareAddr
+		}
+		return err
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return slices.Concat([]byte{8, 0, 0, 0, 0, 0, 1, 0}, mac, []byte{2, 0, 0, 0, 0, 9, 8, 0}, packet)
+}
+
+// sendFrom sends a datagram out of a namespace, from a port, or from any if that is 0.
+func sendFrom(t *testing.T, n *lab.Namespace, port int, to netip.AddrPort, b []byte) {
+	t.Helper()
+	err := n.Do(background(t), func() error {
+		conn, err := net.ListenUDP("udp4", &net.UDPAddr{Port: port})
+		if err != nil {
+			return err
+		}
+		defer conn.Close()
+		_, err = conn.WriteToUDPAddrPort(b, to)
+		return err
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+}
+
+// sendProtocol sends an IP packet with that payload out of a namespace, as a pod with
+// CAP_NET_RAW can.
+func sendProtocol(t *testing.T, n *lab.Namespace, protocol int, to netip.Addr, b []byte) {
+	t.Helper()
+	err := n.Do(background(t), func() error {
+		conn, err := net.ListenPacket(fmt.Sprintf("ip4:%d", protocol), "0.0.0.0")
+		if err != nil {
+			return err
+		}
+		defer conn.Close()
+		_, err = conn.WriteTo(b, &net.IPAddr{IP: to.AsSlice()})
+		return err
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+}
+
+// listenInPod returns a function that says which of the texts sent to the pod have arrived
+// by the time that one from the other pod, which may send, does.
+func listenInPod(t *testing.T, pod, other *lab.Pod) (arrived func() []string) {
+	t.Helper()
+	var conn *net.UDPConn
+	if err := pod.Do(background(t), func() (err error) {
+		conn, err = net.ListenUDP("udp4", &net.UDPAddr{Port: hears})
+		return err
+	}); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = conn.Close() })
+	number := 0
+	return func() (texts []string) {
+		t.Helper()
+		pause(t, 200*time.Millisecond) // what goes another way may be slower
+		number++
+		last := fmt.Sprintf("last of %d", number)
+		eventually(t, "a datagram between pods", func() error {
+			sendFrom(t, other.Namespace, 0, netip.AddrPortFrom(pod.Addr(prefix.IPv4), hears), []byte(last))
+			_ = conn.SetReadDeadline(time.Now().Add(time.Second))
+			for b := make([]byte, 100); ; {
+				n, err := conn.Read(b)
+				switch {
+				case err != nil:
+					return err
+				case string(b[:n]) == last:
+					return nil
+				case !strings.HasPrefix(string(b[:n]), "last of"):
+					texts = append(texts, string(b[:n]))
+				}
+			}
+		})
+		slices.Sort(texts)
+		return slices.Compact(texts)
+	}
+}
+
+// onePodEach returns a pod of each of two hosts.
+func onePodEach(l *lab.Lab) []*lab.Pod { return []*lab.Pod{l.Host(1).Pods()[0], l.Host(2).Pods()[0]} }
+
+// newGuardLab has pods on two hosts. restart starts the first host's daemon again, with other
+// arguments.
+func newGuardLab(t *testing.T, backend string, f flavour) (l *lab.Lab, restart func(args ...string)) {
+	t.Helper()
+	l = newLab(t, lab.Config{Hosts: 2}, backend)
+	env := newPrograms(t, f).env
+	options := func(args ...string) lab.FlanneldOptions {
+		return lab.FlanneldOptions{Args: slices.Concat(f.args, []string{"--ip-masq"}, args), Env: []string{env}}
+	}
+	startAll(t, l, options())
+	if err := l.AddPods(background(t)); err != nil {
+		t.Fatal(err)
+	}
+	expectMatrix(t, l)
+	return l, func(args ...string) {
+		t.Helper()
+		expectStop(t, l.Host(1).Daemon())
+		startOne(t, l.Host(1), options(args...))
+		expectMatrix(t, l)
+	}
+}
+
+func expectArrived(t *testing.T, when string, got, want []string) {
+	t.Helper()
+	if !slices.Equal(got, want) {
+		t.Errorf("%s: %q arrive, want %q", when, got, want)
+	}
+}
+
+// TestGuardUDP has a pod send what hosts send to each other. The guard lets none of it out.
+// Without the guard a host tells it by the port, if masquerading changes that.
+func TestGuardUDP(t *testing.T) {
+	t.Parallel()
+	for _, f := range flavours() {
+		t.Run(f.name, func(t *testing.T) {
+			t.Parallel()
+			l, restart := newGuardLab(t, `{"Type":"udp","Mode":"userspace"}`, f)
+			pods, host := onePodEach(l), l.Host(2)
+			arrived := listenInPod(t, pods[1], pods[0])
+			shell(t, l.Host(1).Namespace, "sysctl -w net.netfilter.nf_conntrack_udp_timeout=1 net.netfilter.nf_conntrack_udp_timeout_stream=1")
+			send := func() {
+				pause(t, 3*time.Second) // while hosts talk their own datagrams have the port
+				to := netip.AddrPortFrom(host.Addr(prefix.IPv4), 8285)
+				sendFrom(t, pods[0].Namespace, 0, to, injected(pods[1].Addr(prefix.IPv4), "from any port"))
+				sendFrom(t, pods[0].Namespace, 8285, to, injected(pods[1].Addr(prefix.IPv4), "from the hosts' port"))
+			}
+			refused := func() float64 { return metric(t, host, `flannel_udp_dropped_packets_total{reason="wrong_port"}`) }
+			send()
+			expectArrived(t, "with the guard", arrived(), nil)
+			restart("--ip-masq-fully-random-disable")
+			send()
+			expectArrived(t, "with the guard, the pod's port kept", arrived(), nil)
+			if n := refused(); n != 0 {
+				t.Errorf("with the guard %v datagrams come to the other host", n)
+			}
+			restart("--guard-tunnel=false")
+			send()
+			expectArrived(t, "without the guard", arrived(), nil)
+			if n := refused(); n != 2 {
+				t.Errorf("without the guard %v datagrams are refused for their port, want 2", n)
+			}
+			// The port alone is no proof.
+			restart("--guard-tunnel=false", "--ip-masq-fully-random-disable")
+			send()
+			expectArrived(t, "without the guard, the pod's port kept", arrived(), []string{"from the hosts' port"})
+		})
+	}
+}
+
+// TestGuardVXLAN: a pod cannot send into the network by the VXLAN device of any host, at
+// whatever address of that host, but may have a tunnel to another pod.
+func TestGuardVXLAN(t *testing.T) {
+	t.Parallel()
+	for _, f := range flavours() {
+		t.Run(f.name, func(t *testing.T) {
+			t.Parallel()
+			l, restart := newGuardLab(t, `{"Type":"vxlan"}`, f)
+			pods := onePodEach(l)
+			to := pods[1].Addr(prefix.IPv4)
+			arrived := listenInPod(t, pods[1], pods[0])
+			send := func() {
+				for i, h := range l.Hosts() {
+					for name, a := range map[string]netip.Addr{"public": h.Addr(prefix.IPv4), "own": podSubnet(t, h, prefix.IPv4).Addr()} {
+						what := fmt.Sprintf("to the %s address of host %d", name, i+1)
+						sendFrom(t, pods[0].Namespace, 0, netip.AddrPortFrom(a, 8472), inVXLAN(t, h, injected(to, what)))
+					}
+				}
+			}
+			send()
+			expectArrived(t, "with the guard", arrived(), nil)
+
+			var tunnel *net.UDPConn
+			if err := pods[1].Do(background(t), func() (err error) {
+				tunnel, err = net.ListenUDP("udp4", &net.UDPAddr{Port: 8472})
+				return err
+			}); err != nil {
+				t.Fatal(err)
+			}
+			defer tunnel.Close()
+			sendFrom(t, pods[0].Namespace, 8472, netip.AddrPortFrom(to, 8472), []byte("x"))
+			_ = tunnel.SetReadDeadline(time.Now().Add(patience))
+			if _, err := tunnel.Read(make([]byte, 10)); err != nil {
+				t.Errorf("the pods' own tunnel: %v", err)
+			}
+
+			restart("--guard-tunnel=false")
+			send() // the other host still keeps what has a pod's address from its own
+			expectArrived(t, "without the guard of one host", arrived(), []string{
+				"to the own address of host 1", "to the public address of host 1", "to the public address of host 2",
+			})
+		})
+	}
+}
+
+// TestVMGuardIPIP is the same for ipip, where a pod needs the right to send any protocol. The
+// guest has no iptables.
+func TestVMGuardIPIP(t *testing.T) {
+	l, restart := newGuardLab(t, `{"Type":"ipip"}`, flavours()[0])
+	pods := onePodEach(l)
+	arrived := listenInPod(t, pods[1], pods[0])
+	send := func() {
+		for i, h := range l.Hosts() {
+			sendProtocol(t, pods[0].Namespace, unix.IPPROTO_IPIP, h.Addr(prefix.IPv4), injected(pods[1].Addr(prefix.IPv4), fmt.Sprintf("to host %d", i+1)))
+		}
+	}
+	send()
+	expectArrived(t, "with the guard", arrived(), nil)
+	restart("--guard-tunnel=false")
+	send()
+	// Towards the other host masquerading has nothing to tell the pod's packets from the hosts'
+	// own, which it knows as they have just talked, and drops them.
+	expectArrived(t, "without the guard", arrived(), []string{"to host 1"})
+}

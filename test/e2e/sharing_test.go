@@ -1,0 +1,261 @@
+package e2e
+
+import (
+	"encoding/base64"
+	"encoding/json"
+	"fmt"
+	"net/netip"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+
+	clientv3 "go.etcd.io/etcd/client/v3"
+
+	"flanneld/pkg/lab"
+	"flanneld/pkg/prefix"
+	"flanneld/pkg/status"
+)
+
+func TestLeasesWithOnePublicAddress(t *testing.T) {
+	for _, backend := range []string{"vxlan", "host-gw", "udp", userspace} {
+		t.Run(backend, func(t *testing.T) {
+			t.Parallel()
+			leasesWithOnePublicAddress(t, backendConfig(backend))
+		})
+	}
+	t.Run("extension", func(t *testing.T) {
+		t.Parallel()
+		leasesWithOnePublicAddress(t, extensionVXLAN(t))
+	})
+}
+
+func TestVMLeasesWithOnePublicAddress(t *testing.T) {
+	loadFOU(t)
+	for _, backend := range []string{"ipip", "wireguard", udpKernel} {
+		t.Run(backend, func(t *testing.T) { leasesWithOnePublicAddress(t, backendConfig(backend)) })
+	}
+}
+
+// leasesWithOnePublicAddress has a lease that is older than the one of host 2 take
+// the address of host 2, go, and come back as the younger one. Both are served all
+// the time.
+func leasesWithOnePublicAddress(t *testing.T, config string) {
+	t.Helper()
+	l := newLab(t, lab.Config{Hosts: 2}, config)
+	c, key := store(t, l), "10.5.210.0-24"
+	d := startOne(t, l.Host(1), lab.FlanneldOptions{})
+	twin := func(ip string) string {
+		_, value := entryOf(t, l, l.Host(1))
+		return disguised(t, value, ip)
+	}
+	put(t, c, subnets+key, twin("192.168.77.210"))
+	startOne(t, l.Host(2), lab.FlanneldOptions{})
+	if err := l.AddPods(background(t)); err != nil {
+		t.Fatal(err)
+	}
+	reach := expectMatrix
+	if emulated() { // where one packet may take longer than it waits for
+		reach = expectConverged
+	}
+	reach(t, l)
+
+	younger, _ := entryOf(t, l, l.Host(2))
+	address := l.Host(2).Addr(prefix.IPv4).String()
+	both := func(first, second string, times int) {
+		t.Helper()
+		line := fmt.Sprintf(`"leases share a public address" publicIP=%q leases=[%q,%q] count=2`, address, first, second)
+		eventually(t, line, func() error {
+			if lines := linesWith(d, line); len(lines) != times {
+				return fmt.Errorf("%d lines, want %d", len(lines), times)
+			}
+			return expectServed(t, l.Host(1), younger, key)
+		})
+		reach(t, l)
+	}
+	put(t, c, subnets+key, twin(address))
+	both(key, younger, 1)
+	remove(t, c, subnets+key)
+	expectLog(t, d, fmt.Sprintf(`"leases no longer share a public address" publicIP=%q`, address))
+	reach(t, l)
+	put(t, c, subnets+key, twin(address))
+	both(younger, key, 1)
+	// It is served after a restart, too, which knows all of it at once.
+	d.Kill()
+	d = startOne(t, l.Host(1), lab.FlanneldOptions{})
+	both(younger, key, 1)
+	for _, line := range linesWith(d, "lease refused") {
+		if strings.Contains(line, "public IP") { // commands of extension may take their time
+			t.Errorf("a lease is refused for its address: %q", line)
+		}
+	}
+}
+
+// entryOf returns key and value of the host's lease, whatever its backend data.
+func entryOf(t *testing.T, l *lab.Lab, h *lab.Host) (key, value string) {
+	t.Helper()
+	all, err := l.Leases(background(t))
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, one := range all {
+		if strings.Contains(one.Value, fmt.Sprintf(`"PublicIP":%q`, h.Addr(prefix.IPv4))) {
+			return one.Key, one.Value
+		}
+	}
+	t.Fatalf("no lease of %s among %v", h.Name(), all)
+	return "", ""
+}
+
+// disguised is a lease's value with another public address, and with other
+// identities in its backend data.
+func disguised(t *testing.T, value, ip string) string {
+	t.Helper()
+	var v map[string]any
+	if err := json.Unmarshal([]byte(value), &v); err != nil {
+		t.Fatal(err)
+	}
+	const mac = "02:00:00:00:00:77"
+	v["PublicIP"] = ip
+	switch data := v["BackendData"].(type) {
+	case string:
+		v["BackendData"] = mac
+	case map[string]any:
+		if _, ok := data["VtepMAC"]; ok {
+			data["VtepMAC"] = mac
+		}
+		if _, ok := data["PublicKey"]; ok {
+			data["PublicKey"] = base64.StdEncoding.EncodeToString([]byte(strings.Repeat("k", 32)))
+		}
+	}
+	text, err := json.Marshal(v)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return string(text)
+}
+
+// expectServed returns an error unless the host serves the leases with these keys, and
+// no other.
+func expectServed(t *testing.T, h *lab.Host, keys ...string) error {
+	t.Helper()
+	served := map[string]status.State{}
+	for _, p := range statusOf(t, h).Peers {
+		served[p.Key] = p.State
+	}
+	for _, key := range keys {
+		if served[key] != status.InPlace {
+			return fmt.Errorf("%s is %q, want %q", key, served[key], status.InPlace)
+		}
+	}
+	if len(served) != len(keys) {
+		return fmt.Errorf("peers are %v, want %v", served, keys)
+	}
+	return nil
+}
+
+// TestStoreFullOfGoodAndBad puts hundreds of leases at once, which share addresses,
+// and as many keys and values that are no leases. Every good one is served, and every
+// bad one gets one line.
+func TestStoreFullOfGoodAndBad(t *testing.T) {
+	t.Parallel()
+	const network = `{"Network":"10.5.0.0/16","SubnetMax":"10.5.3.0","Backend":{"Type":"vxlan"}}`
+	l := newLab(t, lab.Config{Hosts: 2, Network: json.RawMessage(network)}, "")
+	startAll(t, l, lab.FlanneldOptions{})
+	h := l.Host(1)
+	good := func(i int) string {
+		return peer(fmt.Sprintf("192.168.77.%d", 200+i%20), fmt.Sprintf("02:00:00:00:00:%02x", i))
+	}
+	all := map[string]string{}
+	var want, bad []string
+	for i := 10; i < 210; i++ {
+		key := fmt.Sprintf("10.5.%d.0-24", i)
+		all[key], want = good(i), append(want, fmt.Sprintf("10.5.%d.0/24", i))
+	}
+	values := []string{
+		"", "{", "null", "[]", "7", `"text"`, `{"PublicIP":7}`, `{"PublicIP":"192.168.77.222","BackendType":["vxlan"],"BackendData":{}}`,
+		`{"PublicIP":"192.168.77.222","BackendType":"vxlan","BackendData":[]}`, `{"PublicIP":"fd00::1","BackendType":"vxlan"}`,
+		peer("192.168.77.999", "02:00:00:00:01:01"), peer("192.168.77.222", "ff:ff:ff:ff:ff:ff"), peer("127.0.0.1", "02:00:00:00:01:02"),
+		strings.Replace(good(10), "vxlan", "host-gw", 1), strings.Repeat("\x00\xff", 100),
+		peer("192.168.77.222", "02:00:00:00:00:0a"), // the MAC of a good one
+	}
+	for i, value := range values {
+		bad = append(bad, fmt.Sprintf("10.5.%d.0-24", 220+i))
+		all[bad[i]] = value
+	}
+	for i, key := range []string{
+		"x", "10.5.1-24", "10.5.300.0-24", "10.5.219.0", "10.5.219.0-33", "10.5.219.0-24-24", "10.5.219.0_24", "%31", "fd00::-64", "10.5.219.0-24&x",
+		"10.6.0.0-24", "10.5.0.0-16", "10.5.10.128-25", "0.0.0.0-0", "ü", "10.5.219.0-24/config",
+	} {
+		bad = append(bad, key)
+		all[key] = peer("192.168.77.222", fmt.Sprintf("02:00:00:00:02:%02x", i))
+	}
+	putAtOnce(t, store(t, l), all)
+
+	d := h.Daemon()
+	eventually(t, "all good leases", func() error { return expectRoutes(t, h, want) })
+	eventually(t, "one line for each bad lease", func() error {
+		for _, key := range bad {
+			if lines := linesWith(d, fmt.Sprintf("%q", key)); len(lines) != 1 {
+				return fmt.Errorf("%q: %d lines, want one: %q", key, len(lines), lines)
+			}
+		}
+		return nil
+	})
+	if lines := linesWith(d, "leases share a public address"); len(lines) != 20 {
+		t.Errorf("%d lines about shared addresses, want one for each of 20: %q", len(lines), lines)
+	}
+	expectMatrix(t, l)
+
+	// A restart finds all of it, and comes to the same.
+	d.Kill()
+	d = startOne(t, h, lab.FlanneldOptions{})
+	eventually(t, "all good leases", func() error { return expectRoutes(t, h, want) })
+	if lines := linesWith(d, "leases share a public address"); len(lines) != 20 {
+		t.Errorf("%d lines about shared addresses after a restart, want one for each of 20: %q", len(lines), lines)
+	}
+	expectMatrix(t, l)
+}
+
+// putAtOnce puts leases, as many at a time as a transaction of etcd may have, and all
+// transactions at the same time.
+func putAtOnce(t *testing.T, c *clientv3.Client, all map[string]string) {
+	t.Helper()
+	var ops []clientv3.Op
+	for key, value := range all {
+		ops = append(ops, clientv3.OpPut(subnets+key, value))
+	}
+	ctx := background(t)
+	var wg sync.WaitGroup
+	for some := range slices.Chunk(ops, 50) {
+		wg.Go(func() {
+			if _, err := c.Txn(ctx).Then(some...).Commit(); err != nil {
+				t.Error(err)
+			}
+		})
+	}
+	wg.Wait()
+}
+
+// expectRoutes returns an error unless the host has routes by vxlan to exactly these
+// subnets, besides the other host's.
+func expectRoutes(t *testing.T, h *lab.Host, want []string) error {
+	t.Helper()
+	routes, err := h.Routes(background(t))
+	if err != nil {
+		return err
+	}
+	var have []string
+	for _, r := range routes {
+		made := netip.MustParsePrefix("10.5.8.0/21")
+		if r.Dev == "flannel.1" && r.Dst.Addr().Compare(made.Addr()) >= 0 {
+			have = append(have, r.Dst.String())
+		}
+	}
+	slices.Sort(have)
+	want = slices.Sorted(slices.Values(want))
+	if !slices.Equal(have, want) {
+		return fmt.Errorf("%d routes, want %d: missing %v, too many %v", len(have), len(want), minus(want, have), minus(have, want))
+	}
+	return nil
+}
