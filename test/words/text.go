@@ -1,0 +1,158 @@
+package main
+
+import (
+	"go/parser"
+	"go/token"
+	"path/filepath"
+	"regexp"
+	"strings"
+)
+
+// paragraph is a piece of running text.
+type paragraph struct {
+	text string
+	line int
+}
+
+// extractor returns the function that finds the paragraphs of a file by its name; nil if the
+// file is not checked.
+func extractor(name string) func(text string) []paragraph {
+	switch ext := filepath.Ext(name); {
+	case ext == ".go":
+		return goComments
+	case ext == ".md":
+		return markdown
+	case ext == ".sh" || ext == ".yaml" || ext == ".yml" || ext == ".service" || ext == ".conf" || ext == ".env" || ext == ".tpl",
+		name == "Makefile" || name == "Dockerfile" || name == "postinst" || name == "prerm" || name == "postrm":
+		return hashComments
+	}
+	return nil
+}
+
+// goComments returns the paragraphs of all comments. A file that cannot be parsed has none:
+// the compiler reports it.
+func goComments(text string) (all []paragraph) {
+	files := token.NewFileSet()
+	file, err := parser.ParseFile(files, "", text, parser.ParseComments|parser.SkipObjectResolution)
+	if err != nil {
+		return nil
+	}
+	for _, group := range file.Comments {
+		line := files.Position(group.Pos()).Line
+		for p := range strings.SplitSeq(group.Text(), "\n\n") {
+			if !strings.HasPrefix(p, "\t") { // code
+				all = append(all, paragraph{p, line})
+			}
+		}
+	}
+	return all
+}
+
+var hash = regexp.MustCompile(`(?:^|\s)#+\s+(.*)$`)
+
+// hashComments returns the comments of a file in which they begin with #. Lines of comments
+// that follow each other are one paragraph.
+func hashComments(text string) (all []paragraph) {
+	var block paragraph
+	end := func() {
+		if block.text != "" {
+			all = append(all, block)
+		}
+		block = paragraph{}
+	}
+	n := 0
+	for line := range strings.Lines(text + "\n") {
+		n++
+		line = strings.TrimSpace(line)
+		m := hash.FindStringSubmatch(line)
+		if m == nil || line[0] != '#' {
+			end()
+		}
+		if m == nil {
+			continue
+		}
+		if block.text == "" {
+			block.line = n
+		}
+		block.text += m[1] + "\n"
+		if line[0] != '#' {
+			end()
+		}
+	}
+	end()
+	return all
+}
+
+var (
+	inlineCode = regexp.MustCompile("`[^`\n]*`")
+	linkTarget = regexp.MustCompile(`\]\([^)]*\)`)
+	listItem   = regexp.MustCompile(`^\s*(?:[-*]|[0-9]+\.) `)
+	separator  = regexp.MustCompile(`^\|[-:| ]+\|$`)
+)
+
+// markdown returns the paragraphs, list items and table cells of a page, without code,
+// headings and the titles of tables.
+func markdown(text string) (all []paragraph) {
+	var block paragraph
+	end := func() {
+		if block.text != "" {
+			all = append(all, block)
+		}
+		block = paragraph{}
+	}
+	lines := strings.Split(text, "\n")
+	fenced, blank := false, true
+	for i, line := range lines {
+		fence := strings.HasPrefix(line, "```")
+		fenced = fenced != fence
+		switch {
+		case fence || fenced || strings.HasPrefix(line, "#") || strings.HasPrefix(line, "<!--"):
+			end()
+		case strings.TrimSpace(line) == "":
+			end()
+			blank = true
+			continue
+		case strings.HasPrefix(line, "    ") && blank && block.text == "": // a block of code
+			continue
+		case strings.HasPrefix(line, "|"):
+			end()
+			if !separator.MatchString(line) && (i+1 == len(lines) || !separator.MatchString(lines[i+1])) {
+				for cell := range strings.SplitSeq(plainText(line), "|") {
+					all = append(all, paragraph{strings.TrimSpace(cell), i + 1})
+				}
+			}
+		default:
+			if listItem.MatchString(line) {
+				end()
+			}
+			if block.text == "" {
+				block.line = i + 1
+			}
+			block.text += plainText(listItem.ReplaceAllString(line, "")) + "\n"
+		}
+		blank = false
+	}
+	end()
+	return all
+}
+
+// plainText replaces code and link targets, which are not sentences.
+func plainText(line string) string {
+	return linkTarget.ReplaceAllString(inlineCode.ReplaceAllString(line, "X"), "]")
+}
+
+var sentenceEnd = regexp.MustCompile(`[.!?:;]["”)*]*\s+`)
+
+// sentences splits a paragraph. Each sentence is on one line and has its punctuation.
+func sentences(text string) (all []string) {
+	text = strings.Join(strings.Fields(text), " ")
+	for text != "" {
+		at := sentenceEnd.FindStringIndex(text)
+		if at == nil {
+			return append(all, text)
+		}
+		all = append(all, strings.TrimSpace(text[:at[1]]))
+		text = text[at[1]:]
+	}
+	return all
+}
