@@ -12,11 +12,10 @@ import (
 	"google.golang.org/grpc"
 )
 
-// barePrefix is where what is written only a bare watch sees.
+// barePrefix is the prefix of keys that only a bare watch sees, not the daemon.
 const barePrefix = "/bare/"
 
-// bareList returns the time from exec until a process that does nothing else has all
-// leases from etcd.
+// bareList returns the time from exec until a minimal etcd client has read all leases.
 func (b *bed) bareList(ctx context.Context) (time.Duration, error) {
 	began := time.Now()
 	_, stop, err := b.startBare(ctx, plainList, b.lab.Host(1).EtcdEndpoint())
@@ -28,8 +27,8 @@ func (b *bed) bareList(ctx context.Context) (time.Duration, error) {
 	return took, nil
 }
 
-// bareEvents makes as many events as events does, and returns the CPU time that a process
-// which watches them, and does nothing else, takes for one.
+// bareEvents writes as many events as events does, and returns the CPU time per event of
+// a minimal process that watches them.
 func (b *bed) bareEvents(ctx context.Context, count int) (time.Duration, error) {
 	p := makePeer(len(b.peers))
 	value, err := p.value(b.backend)
@@ -46,7 +45,7 @@ func (b *bed) bareEvents(ctx context.Context, count int) (time.Duration, error) 
 		return 0, err
 	}
 	key := barePrefix + p.subnet.String()
-	const every = 2 * eventPause // as there, where every other event is the bare watch's
+	const every = 2 * eventPause // the same rate as in events, where every other event goes to the bare watch
 	for range count {
 		for _, write := range []func() error{
 			func() error { return b.put(ctx, key, value) },
@@ -61,8 +60,8 @@ func (b *bed) bareEvents(ctx context.Context, count int) (time.Duration, error) 
 	return (after - before) / time.Duration(2*count), err
 }
 
-// startBare starts a process on host 1 that asks a store and does nothing else, and waits
-// until it says that it has what it wants.
+// startBare starts a minimal client of a store on host 1 and waits until it reports that
+// it has the data or watches.
 func (b *bed) startBare(ctx context.Context, name, config string) (pid int, stop func(), err error) {
 	self, err := os.Executable()
 	if err != nil {
@@ -77,10 +76,10 @@ func (b *bed) startBare(ctx context.Context, name, config string) (pid int, stop
 		return 0, nil, err
 	}
 	stop = func() {
-		_ = cmd.Process.Kill() // and what it says then is of no interest
+		_ = cmd.Process.Kill() // the result of a killed process does not matter
 		_ = cmd.Wait()
 	}
-	defer context.AfterFunc(ctx, func() { _ = cmd.Process.Kill() })() // it may wait for ever
+	defer context.AfterFunc(ctx, func() { _ = cmd.Process.Kill() })() // the client may never report
 	if _, err := says.Read(make([]byte, 1)); err != nil {
 		stop()
 		return 0, nil, fmt.Errorf("%s has ended: %w", name, err)
@@ -93,8 +92,9 @@ func sayThere() error {
 	return err
 }
 
-// bareClient sends no ping after each message, by which gRPC finds out how large a window
-// it needs: for a small event that is most of the work.
+// bareClient returns an etcd client with a fixed window. Otherwise gRPC would send a ping
+// after each message to find out the best window size, which for a small event is most of
+// the work.
 func bareClient(endpoint string) (*clientv3.Client, error) {
 	const window = 1 << 20
 	return clientv3.New(clientv3.Config{Endpoints: []string{endpoint}, DialOptions: []grpc.DialOption{
@@ -115,7 +115,7 @@ func runList(endpoint string) error {
 	return sayThere()
 }
 
-// runWatch watches, until it is ended.
+// runWatch watches the bare prefix until the process is killed.
 func runWatch(endpoint string) error {
 	client, err := bareClient(endpoint)
 	if err != nil {

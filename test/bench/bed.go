@@ -21,18 +21,17 @@ import (
 
 const etcdPrefix = lab.Prefix
 
-// txnOps is how many keys one transaction writes; etcd takes 128 unless told
-// otherwise.
+// txnOps is how many keys one transaction writes. etcd's default limit is 128.
 const txnOps = 100
 
-// bed is the lab that measures are taken in. On host 1 runs the daemon. Host 2
-// is its equal, for the limit and for traffic.
+// bed is the lab for the measures. The daemon runs on host 1. Host 2 is equal and serves
+// to measure the kernel's limit and as the other end of traffic.
 type bed struct {
 	lab     *lab.Lab
-	client  *clientv3.Client // through host 1's network, as the daemon's own
+	client  *clientv3.Client // connects through the network of host 1, like the daemon
 	backend string
-	peers   []peer // whose leases are in etcd
-	plain   []int  // processes that carry packets in place of daemons
+	peers   []peer // peers whose leases are in etcd
+	plain   []int  // process ids of the programs that carry packets instead of daemons
 }
 
 func newBed(ctx context.Context, flanneld string) (*bed, error) {
@@ -61,7 +60,7 @@ func newBed(ctx context.Context, flanneld string) (*bed, error) {
 	return b, nil
 }
 
-// prepareHost puts the peers on the network of eth0, as host-gw needs.
+// prepareHost makes the peers directly reachable through eth0, as host-gw requires.
 func prepareHost(ctx context.Context, h *lab.Host) error {
 	return withRTNL(ctx, h, func(r *rtnl) error {
 		eth0, err := net.InterfaceByName("eth0")
@@ -73,7 +72,7 @@ func prepareHost(ctx context.Context, h *lab.Host) error {
 	})
 }
 
-// withRTNL runs f in the host's network namespace, on a locked thread.
+// withRTNL runs f on a locked thread in the host's network namespace.
 func withRTNL(ctx context.Context, h *lab.Host, f func(r *rtnl) error) error {
 	return h.Do(ctx, func() error {
 		r, err := openRTNL()
@@ -92,8 +91,8 @@ func (b *bed) close() {
 	b.lab.Close()
 }
 
-// configure writes the network configuration and the leases of n peers, in
-// place of what is there.
+// configure replaces the content of etcd by the network configuration and the leases of n
+// peers.
 func (b *bed) configure(ctx context.Context, backend string, n int) error {
 	if b.backend == backend && len(b.peers) == n {
 		return nil
@@ -153,7 +152,7 @@ func (b *bed) deleteLeases(ctx context.Context, peers []peer) error {
 	return nil
 }
 
-// device is the name of the device that routes to peers leave by.
+// device returns the name of the device through which the routes to peers lead.
 func (b *bed) device() string {
 	if b.backend == "vxlan" {
 		return "flannel.1"
@@ -161,7 +160,7 @@ func (b *bed) device() string {
 	return "eth0"
 }
 
-// clean makes host as if no daemon had ever run there.
+// clean removes everything that a daemon has left on host.
 func (b *bed) clean(ctx context.Context, h *lab.Host) error {
 	if d := h.Daemon(); d != nil {
 		if _, err := d.Stop(ctx); err != nil {
@@ -203,8 +202,7 @@ func (b *bed) clean(ctx context.Context, h *lab.Host) error {
 	})
 }
 
-// deleteOwnLeases deletes the leases of daemons, which etcd knows by their
-// term.
+// deleteOwnLeases deletes the leases of daemons, which are those that expire.
 func (b *bed) deleteOwnLeases(ctx context.Context) error {
 	leases, err := b.client.Leases(ctx)
 	if err != nil {
@@ -218,8 +216,8 @@ func (b *bed) deleteOwnLeases(ctx context.Context) error {
 	return nil
 }
 
-// flushDevice deletes the routes to pods that leave by a device, and then all
-// nexthop objects: the other way round takes long.
+// flushDevice deletes the routes to pods through a device, and then all nexthop objects.
+// The opposite order takes much longer.
 func (r *rtnl) flushDevice(ifindex int) error {
 	pods := netip.MustParsePrefix(podNetwork)
 	var routes []netip.Prefix
@@ -254,7 +252,7 @@ func (r *rtnl) flushDevice(ifindex int) error {
 	return nil
 }
 
-// addVXLAN makes a device on host like the daemon's own.
+// addVXLAN creates a device on host like that of the daemon.
 func addVXLAN(ctx context.Context, h *lab.Host) error {
 	return h.Netlink(ctx, func(nl *netlink.Handle) error {
 		eth0, err := nl.LinkByName("eth0")
@@ -271,8 +269,8 @@ func addVXLAN(ctx context.Context, h *lab.Host) error {
 	})
 }
 
-// limit measures what the kernel takes for the same objects, on a clean host
-// 2 that already holds those of base.
+// limit measures how long the kernel takes to accept the objects of peers, on a clean
+// host 2 that already has the objects of base.
 func (b *bed) limit(ctx context.Context, base, peers []peer, kinds objects) (took, cpu time.Duration, err error) {
 	h := b.lab.Host(2)
 	if err := b.clean(ctx, h); err != nil {
@@ -303,8 +301,8 @@ func (b *bed) limit(ctx context.Context, base, peers []peer, kinds objects) (too
 	return took, cpu, b.verify(ctx, h, len(base)+len(peers))
 }
 
-// verify compares what a host's kernel holds with what the first n peers ask
-// for, entry by entry.
+// verify compares the kernel objects of a host, entry by entry, with those that the first
+// n peers need.
 func (b *bed) verify(ctx context.Context, h *lab.Host, n int) error {
 	kinds := objectsOf(b.backend)
 	return withRTNL(ctx, h, func(r *rtnl) error {
@@ -325,7 +323,7 @@ func (b *bed) verify(ctx context.Context, h *lab.Host, n int) error {
 		}
 		for _, p := range makePeers(n) {
 			if routes[p.subnet] != p.gateway(kinds) || kinds.vtep && (neighs[p.subnet.Addr()] != p.mac || fdb[p.mac] != p.ip) {
-				return fmt.Errorf("%s: peer %s is not programmed as it should be: route via %s, neighbour %x, FDB entry to %s",
+				return fmt.Errorf("%s: peer %s has wrong entries: route via %s, neighbour %x, FDB entry to %s",
 					h.Name(), p.subnet, routes[p.subnet], neighs[p.subnet.Addr()], fdb[p.mac])
 			}
 		}
@@ -333,8 +331,8 @@ func (b *bed) verify(ctx context.Context, h *lab.Host, n int) error {
 	})
 }
 
-// settle waits until the last measure has no after-effects: garbage of the
-// benchmark's own, and what the kernel does later.
+// settle waits until the last measure no longer has effects: it collects the benchmark's
+// own garbage and leaves the kernel time for deferred work.
 func (b *bed) settle(ctx context.Context) error {
 	runtime.GC()
 	return pause(ctx, 300*time.Millisecond)

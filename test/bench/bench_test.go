@@ -55,7 +55,7 @@ func TestQuantile(t *testing.T) {
 		}
 	}
 	if got := quantile(nil, 0.5); !math.IsNaN(got) {
-		t.Errorf("of nothing it is %v", got)
+		t.Errorf("quantile of no values is %v", got)
 	}
 }
 
@@ -65,7 +65,7 @@ func testReport() *report {
 		r.add("one", "fast", 10, "ms", v, 3)
 	}
 	r.add("two", "size", -1, "MB", 36, 35)
-	for _, v := range []float64{0, 0, 1} { // not met: there may be none
+	for _, v := range []float64{0, 0, 1} { // not met: no round may have any
 		r.add("two", "lost", -1, "", v, 0)
 	}
 	r.add("one", "fast", 5, "ms", 1)
@@ -85,7 +85,7 @@ func TestReport(t *testing.T) {
 		t.Errorf("sizes (-want +got):\n%s", diff)
 	}
 	if r.find("one", "fast", 7) != nil || r.find("one", "slow", 10) != nil {
-		t.Error("it finds what was not measured")
+		t.Error("finds a metric that was not measured")
 	}
 	var cells [][]string
 	for _, group := range r.groups() {
@@ -109,7 +109,7 @@ func TestReport(t *testing.T) {
 	}
 }
 
-// TestSave: charts for which there is nothing in this run do not stay beside its results.
+// TestSave: charts without data in this run are removed.
 func TestSave(t *testing.T) {
 	dir := t.TempDir()
 	old := filepath.Join(dir, "old.svg")
@@ -127,7 +127,7 @@ func TestSave(t *testing.T) {
 	}
 }
 
-// TestInsert has results take the place of older ones, and nothing else.
+// TestInsert: results replace older ones, and the rest of the page stays.
 func TestInsert(t *testing.T) {
 	page := filepath.Join(t.TempDir(), "page.md")
 	write := func(text string) {
@@ -171,7 +171,8 @@ func TestChart(t *testing.T) {
 	}
 }
 
-// TestPeers has no two peers share anything, and their leases be those of nodes.
+// TestPeers: no two peers have the same subnet, address or MAC, and their leases are
+// valid.
 func TestPeers(t *testing.T) {
 	network, underlay := netip.MustParsePrefix(podNetwork), netip.MustParsePrefix(peerNetwork)
 	seen, own := map[any]bool{}, netip.MustParseAddr(ownSubnets)
@@ -202,8 +203,8 @@ func TestPeers(t *testing.T) {
 	}
 }
 
-// TestConcerned has the messages that the benchmark writes itself name the object
-// that they make, of that peer on that device alone.
+// TestConcerned: a message that the benchmark writes names the object that it creates,
+// only for this peer and this device.
 func TestConcerned(t *testing.T) {
 	const device = 7
 	p, other := makePeer(3), makePeer(4)
@@ -228,10 +229,10 @@ func TestConcerned(t *testing.T) {
 			t.Errorf("%s: got %q, want %q", tc.name, got, tc.want)
 		}
 		if got := p.concerned(typ, payload, device, true); got != "" {
-			t.Errorf("%s: made, but understood as gone: %q", tc.name, got)
+			t.Errorf("%s: created, but reported as deleted: %q", tc.name, got)
 		}
 		if got := p.concerned(typ, nil, device, false); got != "" {
-			t.Errorf("%s: nothing is %q", tc.name, got)
+			t.Errorf("%s: an unrelated message is %q", tc.name, got)
 		}
 	}
 }
@@ -249,6 +250,6 @@ func TestFigure(t *testing.T) {
 		t.Errorf("got %v, %v", got, err)
 	}
 	if _, err := figure(page, "a"); err == nil {
-		t.Error("a metric that is not there has a value")
+		t.Error("a metric that does not exist has a value")
 	}
 }

@@ -13,8 +13,8 @@ import (
 	"flanneld/pkg/lab"
 )
 
-// foreign is what a busy host has beside flannel: a device with routes of
-// others, and neighbours on it that change all the time.
+// foreign is a device that does not belong to flannel on a busy host. It has many routes,
+// and neighbours that change constantly.
 type foreign struct {
 	host  *lab.Host
 	index int
@@ -22,8 +22,8 @@ type foreign struct {
 
 const foreignDevice = "busy0"
 
-// makeBusy adds the device and count routes to it, /32 each, as a host with a
-// routing daemon has them.
+// makeBusy creates the device and count routes to it, /32 each, as a routing daemon
+// would.
 func makeBusy(ctx context.Context, h *lab.Host, count int) (*foreign, error) {
 	f := &foreign{host: h}
 	err := h.Netlink(ctx, func(nl *netlink.Handle) error {
@@ -58,7 +58,7 @@ func makeBusy(ctx context.Context, h *lab.Host, count int) (*foreign, error) {
 	})
 }
 
-// remove removes the device, and with it all that is on it.
+// remove removes the device together with its routes and neighbours.
 func (f *foreign) remove(ctx context.Context) error {
 	return f.host.Netlink(ctx, func(nl *netlink.Handle) error {
 		link, err := nl.LinkByName(foreignDevice)
@@ -69,7 +69,7 @@ func (f *foreign) remove(ctx context.Context) error {
 	})
 }
 
-// churn changes rate neighbours a second until stop is called.
+// churn changes rate neighbours per second until stop is called.
 func (f *foreign) churn(ctx context.Context, rate int) (stop func() error) {
 	ctx, cancel := context.WithCancel(ctx)
 	var wg sync.WaitGroup
@@ -82,11 +82,11 @@ func (f *foreign) churn(ctx context.Context, rate int) (stop func() error) {
 			share := rate * int(every) / int(time.Second)
 			ip, mac := netip.AddrFrom4([4]byte{100, 64}), [6]byte{2, 1}
 			for n := 0; ; n++ {
-				mac[5] = byte(n) // so that each one is a change
+				mac[5] = byte(n) // so that each write changes something
 				for range share {
 					r.putNeigh(f.index, ip, mac)
 					ip = ip.Next()
-					if ip.As4()[2] > 3 { // a thousand of them
+					if ip.As4()[2] > 3 { // after a thousand of them
 						ip = netip.AddrFrom4([4]byte{100, 64})
 					}
 				}

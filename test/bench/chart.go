@@ -8,7 +8,7 @@ import (
 	"slices"
 )
 
-// chart is a bar chart: a bar to the median, a whisker over the spread.
+// chart is a bar chart. A bar shows the median, a whisker the range.
 type chart struct {
 	title string
 	unit  string
@@ -21,18 +21,18 @@ type bar struct {
 	median, low, top float64
 }
 
-// In SVG units, which are pixels unless the picture is scaled.
+// In SVG units, which are pixels if the picture is not scaled.
 const (
 	chartWidth = 760
 	labelWidth = 300
-	valueWidth = 70 // right of the axis, for the number at the longest bar
+	valueWidth = 70 // right of the axis, for the value at the longest bar
 	rowHeight  = 24
 	barHeight  = 14
 	headHeight = 44
 	footHeight = 34
 )
 
-// Both colour schemes of a page that the chart may stand on.
+// Styles for pages with a light and with a dark colour scheme.
 const chartStyle = `<style>
 text{font:13px system-ui,sans-serif;fill:#1f2328}.title{font-weight:600;font-size:15px}.small{font-size:11px;fill:#59636e}
 .ours{fill:#0969da}.limit{fill:#8c959f}.target{fill:#bf8700}.grid{stroke:#d1d9e0}.whisker{stroke:#1f2328}
@@ -40,7 +40,7 @@ text{font:13px system-ui,sans-serif;fill:#1f2328}.title{font-weight:600;font-siz
 </style>
 `
 
-// svg draws the chart.
+// svg returns the chart as an SVG document.
 func (c chart) svg() []byte {
 	var top float64
 	for _, b := range c.bars {
@@ -77,7 +77,7 @@ func (c chart) svg() []byte {
 	return out.Bytes()
 }
 
-// scale returns a round step, and how many of them reach top.
+// scale returns a round step of the axis, and the number of steps that reach top.
 func scale(top float64) (step float64, ticks int) {
 	if top <= 0 {
 		return 1, 1
@@ -96,7 +96,7 @@ func label(v, step float64) string {
 	return fmt.Sprintf("%.*f", max(0, int(math.Ceil(-math.Log10(step)))), v)
 }
 
-// charts draws what the report has measures for, by file name.
+// charts returns the charts for which the report has data, by file name.
 func (r *report) charts() map[string]chart {
 	all := map[string]chart{
 		"cold":       {title: "Cold start: from exec to the last kernel object", unit: "milliseconds"},

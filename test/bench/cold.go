@@ -13,27 +13,26 @@ import (
 	"flanneld/pkg/lab"
 )
 
-// start is what one start of the daemon came to.
+// start is the result of one start of the daemon.
 type start struct {
 	file   time.Duration // from exec to subnet.env
-	all    time.Duration // from exec to every object present
-	cpu    time.Duration // of the process, until then
-	peak   float64       // RSS in bytes, until then
+	all    time.Duration // from exec until all objects exist
+	cpu    time.Duration // of the process, until all objects exist
+	peak   float64       // RSS in bytes, until all objects exist
 	daemon *lab.Daemon
 }
 
-// pollEvery is how often the observer looks. A look costs microseconds.
+// pollEvery is the interval of the observer, which takes microseconds per poll.
 const pollEvery = 300 * time.Microsecond
 
-// samples is how many routes must be there before everything is counted. A
-// daemon writes routes last, because they need the rest, and in no order: when
-// all of these are there, one in so many is left to write on average. To ask for
-// five times as many takes two milliseconds when all are there, which are none of
-// the daemon's.
+// samples is how many routes the observer checks before it counts all objects. A daemon
+// writes routes last, because they need the other objects, and in no particular order. So
+// when all samples exist, on average one in a hundred routes is still missing. With five
+// times as many samples the checks would add two milliseconds to the measured time.
 const samples = 100
 
-// begin runs the daemon on host 1 and waits until the kernel holds all that
-// the peers ask for.
+// begin starts the daemon on host 1 and waits until the kernel has all objects of the
+// peers.
 func (b *bed) begin(ctx context.Context, args ...string) (s start, err error) {
 	h := b.lab.Host(1)
 	began := time.Now()
@@ -43,7 +42,7 @@ func (b *bed) begin(ctx context.Context, args ...string) (s start, err error) {
 	return s, b.follow(ctx, h, began, &s)
 }
 
-// follow observes the start of s.daemon on h, and what it takes.
+// follow observes the start of s.daemon on h and records its resources.
 func (b *bed) follow(ctx context.Context, h *lab.Host, began time.Time, s *start) error {
 	err := h.Do(ctx, func() error { return b.observe(ctx, h, began, s) })
 	if err != nil {
@@ -57,8 +56,8 @@ func (b *bed) follow(ctx context.Context, h *lab.Host, began time.Time, s *start
 	return err
 }
 
-// observe looks for subnet.env and, route by route, for a sample of the peers,
-// and then counts. It runs on a locked thread in the host's namespace.
+// observe polls for subnet.env and for the routes of a sample of the peers, then counts
+// all objects. It runs on a locked thread in the host's namespace.
 func (b *bed) observe(ctx context.Context, h *lab.Host, began time.Time, s *start) error {
 	r, err := openRTNL()
 	if err != nil {
@@ -91,7 +90,7 @@ func (b *bed) observe(ctx context.Context, h *lab.Host, began time.Time, s *star
 			sample++
 		}
 		if s.all == 0 && sample == min(samples, len(b.peers)) {
-			now := time.Since(began) // to count takes ten milliseconds of its own
+			now := time.Since(began) // before counting, which takes ten milliseconds
 			all, err := b.complete(r)
 			if err != nil {
 				return err
@@ -106,7 +105,7 @@ func (b *bed) observe(ctx context.Context, h *lab.Host, began time.Time, s *star
 	return nil
 }
 
-// complete counts the entries for peers.
+// complete reports whether the kernel has all entries of the peers.
 func (b *bed) complete(r *rtnl) (bool, error) {
 	link, err := net.InterfaceByName(b.device())
 	if err != nil {

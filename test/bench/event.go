@@ -15,22 +15,22 @@ import (
 	"flanneld/pkg/lab"
 )
 
-// eventPause lets daemon and etcd come to rest between two events.
+// eventPause is the pause between two events, in which daemon and etcd become idle.
 const eventPause = 10 * time.Millisecond
 
-// patience is how long a single event may take.
+// patience limits how long a single event may take.
 const patience = 10 * time.Second
 
-// latencies are in milliseconds, from the moment before the write to etcd.
+// latencies are in milliseconds, from just before the write to etcd.
 type latencies struct{ add, remove, watch []float64 }
 
-// events adds and removes one lease count times and takes the time until the
-// kernel has said that the last of its objects is there, or gone. In between
-// it takes the time of a bare etcd watch, for a write of equal size that the
-// daemon does not see.
+// events adds and removes one lease count times. It measures the time until the kernel
+// has announced that the last of its objects exists, or is gone. In between it measures
+// the same for a bare etcd watch, with a write of equal size that the daemon does not
+// see.
 func (b *bed) events(ctx context.Context, count int) (l latencies, err error) {
 	ctx, cancel := context.WithCancel(ctx)
-	defer cancel() // of the watch: each one more costs those that come after
+	defer cancel() // ends the watch: each open watch makes later measures slower
 	p := makePeer(len(b.peers))
 	value, err := p.value(b.backend)
 	if err != nil {
@@ -49,7 +49,7 @@ func (b *bed) events(ctx context.Context, count int) (l latencies, err error) {
 		if err := pause(ctx, eventPause); err != nil {
 			return 0, err
 		}
-		written := make(chan error, 1) // news may overtake the answer
+		written := make(chan error, 1) // the event may arrive before the reply to the write
 		start := time.Now()
 		go func() { written <- write() }()
 		end, err := wait()
@@ -99,9 +99,9 @@ func waitWatch(events clientv3.WatchChan) (time.Time, error) {
 	}
 }
 
-// listen listens to what the kernel of host says about the objects of p. The
-// function that it returns waits until all of them are there, or gone, and
-// returns when the last one was announced.
+// listen subscribes to the kernel's announcements about the objects of p on host. wait
+// blocks until all of them exist, or are gone, and returns the time of the last
+// announcement.
 func (b *bed) listen(ctx context.Context, host *lab.Host, p peer) (wait func(gone bool) (time.Time, error), stop func(), err error) {
 	var r *rtnl
 	var ifindex int
@@ -142,7 +142,8 @@ func (b *bed) listen(ctx context.Context, host *lab.Host, p peer) (wait func(gon
 	}, r.close, nil
 }
 
-// concerned names the object of p that a message announces; "" if none.
+// concerned returns the name of the object of p that a message announces, or "" if it is
+// about another object.
 func (p peer) concerned(typ uint16, payload []byte, ifindex int, gone bool) string {
 	switch {
 	case typ == unix.RTM_NEWROUTE && !gone, typ == unix.RTM_DELROUTE && gone:

@@ -15,18 +15,18 @@ import (
 	"flanneld/pkg/prefix"
 )
 
-// foreignRules is how many rules of others a busy host has, as kube-proxy
-// makes them for some thousands of services.
+// foreignRules is the number of rules of other programs on a busy host, as kube-proxy
+// creates them for some thousands of services.
 const foreignRules = 20_000
 
-// firewallTriggers is how many changes of others are answered in one round.
+// firewallTriggers is how many changes by other programs the daemon handles in one round.
 const firewallTriggers = 10
 
-// firewallKind is one way of holding traffic rules.
+// firewallKind is one way to program traffic rules.
 type firewallKind struct {
 	name, variant string
 	args          []string
-	// trigger is a change of others that has to be looked at.
+	// trigger is a command of another program whose change the daemon must examine.
 	trigger string
 }
 
@@ -41,8 +41,8 @@ func firewallKinds() []firewallKind {
 	}
 }
 
-// measureFirewall: what holding masquerade and forward rules costs, for both
-// families, alone and beside many rules of others.
+// measureFirewall measures the cost of masquerade and forward rules for both families,
+// alone and beside many rules of other programs.
 func (r *runner) measureFirewall(ctx context.Context) error {
 	for _, k := range firewallKinds() {
 		for _, foreign := range []int{0, foreignRules} {
@@ -54,7 +54,7 @@ func (r *runner) measureFirewall(ctx context.Context) error {
 	return nil
 }
 
-// firewallRound measures on a host of its own: rules stay when a daemon stops.
+// firewallRound measures on a new host, because rules stay when a daemon stops.
 func (r *runner) firewallRound(ctx context.Context, k firewallKind, foreign int) error {
 	families := []prefix.Family{prefix.IPv4, prefix.IPv6}
 	network, err := lab.NetworkConfig(families, json.RawMessage(`{"Type":"vxlan"}`))
@@ -121,7 +121,7 @@ func (r *runner) firewallRound(ctx context.Context, k firewallKind, foreign int)
 	return r.firewallRepairs(ctx, group, k, foreign, d)
 }
 
-// firewallRepairs has the daemon answer changes.
+// firewallRepairs makes changes that the daemon repairs.
 func (r *runner) firewallRepairs(ctx context.Context, group string, k firewallKind, foreign int, d *lab.Daemon) error {
 	repairs := func() (float64, error) {
 		_, page, err := d.Get(ctx, "/metrics")
@@ -161,7 +161,7 @@ func (r *runner) firewallRepairs(ctx context.Context, group string, k firewallKi
 	return nil
 }
 
-// inHost runs a command in the daemon's own namespaces.
+// inHost runs a script in the daemon's namespaces.
 func (r *runner) inHost(ctx context.Context, d *lab.Daemon, script string) ([]byte, error) {
 	return exec.CommandContext(ctx, "nsenter", "-t", fmt.Sprint(d.PID()), "-n", "-m", "sh", "-ec", script).CombinedOutput()
 }
@@ -177,8 +177,8 @@ func startFirewall(ctx context.Context, h *lab.Host, k firewallKind, path string
 	return d, pause(ctx, afterStart)
 }
 
-// addForeignRules makes chains of others in both families, a hundred rules
-// each, to which nothing jumps.
+// addForeignRules creates chains with a hundred rules each in both families. No rule
+// jumps to them.
 func addForeignRules(ctx context.Context, h *lab.Host, variant string, count int) error {
 	if count == 0 {
 		return nil
@@ -205,8 +205,8 @@ func addForeignRules(ctx context.Context, h *lab.Host, variant string, count int
 	return nil
 }
 
-// firewallPrograms are folders with an iptables of one variant: the programs
-// themselves, and such that leave a line in a file first.
+// firewallPrograms are two folders with the programs of one iptables variant: the
+// programs themselves, and wrappers that add a line to a log before they run them.
 type firewallPrograms struct{ dir, plain, counted, log string }
 
 func newPrograms(variant string) (firewallPrograms, error) {
@@ -232,7 +232,7 @@ func newPrograms(variant string) (firewallPrograms, error) {
 
 func (p firewallPrograms) remove() { _ = os.RemoveAll(p.dir) }
 
-// count returns how many programs a daemon runs in the time d, at rest.
+// count returns how many programs an idle daemon runs in the time d.
 func (p firewallPrograms) count(ctx context.Context, h *lab.Host, k firewallKind, d time.Duration) (float64, error) {
 	daemon, err := startFirewall(ctx, h, k, p.counted)
 	if err != nil {
@@ -241,7 +241,7 @@ func (p firewallPrograms) count(ctx context.Context, h *lab.Host, k firewallKind
 	defer daemon.Kill()
 	lines := func() int {
 		text, err := os.ReadFile(p.log)
-		if err != nil { // nothing was run yet
+		if err != nil { // no program has run yet
 			return 0
 		}
 		return strings.Count(string(text), "\n")

@@ -17,12 +17,12 @@ import (
 	"flanneld/pkg/oneline"
 )
 
-// small is the size of the packets of a flood in bytes, IP header included.
+// small is the size of the packets of a flood in bytes, including the IP header.
 const small = 200
 
-// flood sends small UDP packets as fast as the sender's kernel takes them, and
-// returns how many arrive a second. The kernel gets them one by one, or
-// gathered, for it to cut (UDP_SEGMENT).
+// flood sends small UDP packets as fast as the sender's kernel accepts them, and measures
+// how many arrive per second. The sender passes them to the kernel one by one, or many at
+// once for the kernel to split (UDP_SEGMENT).
 func (r *runner) flood(ctx context.Context, b *bed, from, to *lab.Namespace, addr netip.Addr, gathered bool) (c carried, err error) {
 	if err := b.settle(ctx); err != nil {
 		return c, err
@@ -93,8 +93,8 @@ func (r *runner) flood(ctx context.Context, b *bed, from, to *lab.Namespace, add
 	return c, nil
 }
 
-// floodOf returns what is sent again and again, and how many packets each part of it
-// stands for.
+// floodOf returns the buffers that are sent repeatedly, and how many packets each of them
+// contains.
 func floodOf(out syscall.RawConn, gathered bool) (load *packets, each int, err error) {
 	const payload, most = small - 28, 64
 	if !gathered {
@@ -104,7 +104,7 @@ func floodOf(out syscall.RawConn, gathered bool) (load *packets, each int, err e
 	return newPackets(1, payload*most), most, oneline.Join(cerr, err)
 }
 
-// drain counts what arrives until in is closed.
+// drain counts arriving packets until in is closed.
 func drain(in syscall.RawConn, received *atomic.Int64) {
 	room := newPackets(64, 2048)
 	for {
@@ -116,15 +116,15 @@ func drain(in syscall.RawConn, received *atomic.Int64) {
 	}
 }
 
-// packets are buffers that one system call hands over. golang.org/x/net has the same,
-// and looks at each packet's address: on a machine that sends, carries and receives
-// with the same CPUs that is what would be measured.
+// packets are buffers that one system call passes to or from the kernel. golang.org/x/net
+// has the same but parses the address of each packet: on a machine that sends, carries
+// and receives with the same CPUs, that would distort the result.
 type packets struct{ headers []mmsghdr }
 
-// mmsghdr is as in sendmmsg(2).
+// mmsghdr is the struct of sendmmsg(2).
 type mmsghdr struct {
 	unix.Msghdr
-	_ uint32 // how much it was
+	_ uint32 // number of bytes sent or received
 }
 
 func newPackets(count, size int) *packets {
@@ -146,7 +146,7 @@ func (p *packets) receive(from syscall.RawConn) (n int, err error) {
 	return p.call(from.Read, unix.SYS_RECVMMSG)
 }
 
-// call waits with run until the kernel takes or has one of p at least.
+// call waits with run until the kernel has sent or received at least one of p.
 func (p *packets) call(run func(func(fd uintptr) bool) error, number uintptr) (n int, err error) {
 	var done uintptr
 	var errno syscall.Errno

@@ -20,7 +20,7 @@ import (
 	"flanneld/pkg/lab"
 )
 
-// What a watch may ask for: Nodes whole, or their metadata alone.
+// Media types that a watch can request: complete Nodes, or only their metadata.
 const (
 	kubeFull     = "application/vnd.kubernetes.protobuf"
 	kubeMetadata = "application/vnd.kubernetes.protobuf;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
@@ -29,11 +29,11 @@ const (
 const (
 	kubeGroup   = "Kubernetes"
 	kubeOwn     = "bench-host1"
-	kubeRate    = 100 // heartbeats a second
-	kubeWatches = 10  // bare watches at a time, for what one costs
+	kubeRate    = 100 // heartbeats per second
+	kubeWatches = 10  // parallel bare watches, to measure the cost of one
 )
 
-// measureKube: the daemon on a real API server with thousands of Nodes.
+// measureKube measures the daemon with a real API server and thousands of Nodes.
 func (r *runner) measureKube(ctx context.Context) error {
 	for _, h := range r.lab.Hosts() {
 		if err := r.clean(ctx, h); err != nil {
@@ -49,7 +49,7 @@ func (r *runner) measureKube(ctx context.Context) error {
 	}
 	defer func() {
 		s.close()
-		r.backend = "" // etcd holds what the API server left
+		r.backend = "" // etcd contains the data of the API server now
 	}()
 	r.peers = makePeers(r.large)
 	own := map[string]any{
@@ -102,7 +102,7 @@ func (r *runner) kubeDaemon(ctx context.Context, s *kubeServer) (st start, err e
 	return st, r.follow(ctx, h, began, &st)
 }
 
-// kubeStart: cold, and once more with the last known state.
+// kubeStart measures a cold start, and a start from the last known state.
 func (r *runner) kubeStart(ctx context.Context, s *kubeServer) error {
 	n, h := r.large, r.lab.Host(1)
 	if err := r.clean(ctx, h); err != nil {
@@ -146,7 +146,7 @@ func (r *runner) kubeStart(ctx context.Context, s *kubeServer) error {
 	if err := untilReady(ctx, st.daemon); err != nil {
 		return err
 	}
-	if err := pause(ctx, 3*time.Second); err != nil { // the state file
+	if err := pause(ctx, 3*time.Second); err != nil { // until the state file is written
 		return err
 	}
 	if _, err := st.daemon.Stop(ctx); err != nil {
@@ -171,7 +171,7 @@ func (r *runner) kubeStart(ctx context.Context, s *kubeServer) error {
 	return nil
 }
 
-// kubeBeats: heartbeats of all Nodes, of which nothing is needed.
+// kubeBeats measures the cost of heartbeats of all Nodes, which the daemon does not need.
 func (r *runner) kubeBeats(ctx context.Context, s *kubeServer) error {
 	n, h := r.large, r.lab.Host(1)
 	d := h.Daemon()
@@ -224,7 +224,7 @@ func (r *runner) kubeBeats(ctx context.Context, s *kubeServer) error {
 	return nil
 }
 
-// kubeEvents: one Node is added, one is removed.
+// kubeEvents measures how one Node is added and removed.
 func (r *runner) kubeEvents(ctx context.Context, s *kubeServer) error {
 	n := r.large
 	p := makePeer(n)
@@ -271,9 +271,9 @@ func (r *runner) kubeEvents(ctx context.Context, s *kubeServer) error {
 	return nil
 }
 
-// kubeServerCost: what a watch that does nothing with what it gets costs the
-// API server beyond the heartbeats themselves, and its client, with whole Nodes
-// and with their metadata.
+// kubeServerCost measures the cost of a watch whose client ignores the events, for the
+// API server (in addition to the heartbeats themselves) and for the client, with complete
+// Nodes and with metadata.
 func (r *runner) kubeServerCost(ctx context.Context, s *kubeServer) error {
 	n, lasting := r.large, r.atRest/2
 	for range max(1, r.rounds/3) {
@@ -299,15 +299,15 @@ func (r *runner) kubeServerCost(ctx context.Context, s *kubeServer) error {
 	return nil
 }
 
-// relate adds the ratio of a measure to what a bare watch of metadata takes.
+// relate adds the ratio of a measure to that of a bare watch of metadata.
 func (r *runner) relate(name string, bare, target float64) {
 	if m := r.report.find(kubeGroup, name, r.large); m != nil {
 		r.report.add(kubeGroup, name+" / bare watch of metadata", r.large, "×", m.median()/bare, target)
 	}
 }
 
-// watchCost makes heartbeats while kubeWatches processes watch, or none if kind
-// is empty. CPU is in milliseconds a heartbeat.
+// watchCost sends heartbeats while kubeWatches processes watch, or none if kind is empty.
+// CPU time is in milliseconds per heartbeat.
 func (r *runner) watchCost(ctx context.Context, s *kubeServer, kind string, lasting time.Duration) (server, client, bytes float64, err error) {
 	var watchers []int // process IDs
 	for range kubeWatches {
@@ -349,8 +349,8 @@ func (r *runner) watchCost(ctx context.Context, s *kubeServer, kind string, last
 	return ms(server1-server0) / per, ms(client1-client0) / per / kubeWatches, (in1 - in0) / per / kubeWatches, err
 }
 
-// runKubeWatch watches the nodes of the API server at the address in config, as the media
-// type behind it, and decodes nothing.
+// runKubeWatch watches the nodes of an API server and decodes nothing. config is the
+// address and the media type.
 func runKubeWatch(config string) error {
 	addr, kind, _ := strings.Cut(config, " ")
 	s := &kubeServer{addr: addr, client: &http.Client{Transport: &http.Transport{
@@ -368,7 +368,7 @@ func runKubeWatch(config string) error {
 	return errors.New("the watch has ended")
 }
 
-// received returns how many bytes have come in at a host's interface.
+// received returns the number of bytes that a host's interface has received.
 func received(ctx context.Context, h *lab.Host) (bytes float64, err error) {
 	err = h.Netlink(ctx, func(nl *netlink.Handle) error {
 		link, err := nl.LinkByName("eth0")
@@ -380,7 +380,7 @@ func received(ctx context.Context, h *lab.Host) (bytes float64, err error) {
 	return bytes, err
 }
 
-// bareList reads the list of all Nodes and throws it away.
+// bareList reads the list of all Nodes and discards it.
 func (s *kubeServer) bareList(ctx context.Context) (took time.Duration, size int64, err error) {
 	began := time.Now()
 	resp, err := s.request(ctx, http.MethodGet, nodesPath+"?resourceVersion=0", kubeFull, nil)
@@ -392,9 +392,9 @@ func (s *kubeServer) bareList(ctx context.Context) (took time.Duration, size int
 	return time.Since(began), size, err
 }
 
-// bareWatch counts what a watch brings and decodes none of it.
+// bareWatch counts the events of a watch without decoding them.
 type bareWatch struct {
-	at   chan time.Time // of events
+	at   chan time.Time // times of events
 	stop func()
 	wait func()
 }
@@ -440,7 +440,7 @@ func (s *kubeServer) watchBare(ctx context.Context, kind string) (*bareWatch, er
 	return w, nil
 }
 
-// drain forgets the events so far.
+// drain discards the events so far.
 func (w *bareWatch) drain() {
 	for {
 		select {
@@ -451,7 +451,7 @@ func (w *bareWatch) drain() {
 	}
 }
 
-// first returns when the first event came since drain.
+// first returns the time of the first event since drain.
 func (w *bareWatch) first() (at time.Time, ok bool) {
 	select {
 	case at = <-w.at:

@@ -18,18 +18,18 @@ import (
 	"flanneld/pkg/lab"
 )
 
-// kubeToken is the administrator's.
+// kubeToken is the administrator's token.
 const kubeToken = "bench-token"
 
-// kubeServer is the lab's API server, as its clients see it.
+// kubeServer is a client of the lab's API server.
 type kubeServer struct {
 	dir, addr string
 	api       *lab.APIServer // nil in the process of a bare watch
 	client    *http.Client
 }
 
-// startKube starts the API server and waits until it serves. Clients are in the
-// network of host 2, and get nothing compressed.
+// startKube starts the API server and waits until it answers. Clients connect from the
+// network of host 2 and disable compression.
 func (b *bed) startKube(ctx context.Context, binary string) (s *kubeServer, err error) {
 	if binary, err = filepath.Abs(binary); err != nil {
 		return nil, err
@@ -58,7 +58,7 @@ func (s *kubeServer) close() {
 	_ = os.RemoveAll(s.dir)
 }
 
-// request sends a request; the caller closes the answer's body.
+// request sends a request. The caller closes the body of the response.
 func (s *kubeServer) request(ctx context.Context, method, path, kind string, body []byte) (*http.Response, error) {
 	req, err := http.NewRequestWithContext(ctx, method, "https://"+s.addr+path, bytes.NewReader(body))
 	if err != nil {
@@ -93,8 +93,8 @@ func (s *kubeServer) do(ctx context.Context, method, path, kind string, body []b
 
 func kubeName(i int) string { return fmt.Sprintf("ip-10-128-%05d.eu-central-1.compute.internal", i) }
 
-// kubeNode is a Node as a busy cluster has them, of about 19 kB: images, labels,
-// conditions, what cloud and kubelet add.
+// kubeNode returns a Node as in a busy cluster, with about 19 kB of images, labels,
+// conditions, and the fields that the cloud and the kubelet add.
 func kubeNode(p peer) ([]byte, error) {
 	var images []any
 	for i := range 50 {
@@ -150,7 +150,7 @@ func kubeCondition(kind string, at time.Time) map[string]any {
 
 const nodesPath = "/api/v1/nodes"
 
-// fill makes the Nodes of the peers, and one for host 1.
+// fill creates the Nodes of the peers and the one of host 1.
 func (s *kubeServer) fill(ctx context.Context, peers []peer, own []byte) error {
 	if _, err := s.do(ctx, http.MethodPost, nodesPath, "application/json", own); err != nil {
 		return err
@@ -171,7 +171,7 @@ func (s *kubeServer) removeNode(ctx context.Context, p peer) error {
 	return err
 }
 
-// each calls f for all peers, some at a time.
+// each calls f for all peers, several at a time.
 func each(peers []peer, f func(peer) error) error {
 	const workers = 16
 	var wg sync.WaitGroup
@@ -187,7 +187,7 @@ func each(peers []peer, f func(peer) error) error {
 	return errors.Join(errs...)
 }
 
-// heartbeat is what a kubelet does to its Node every few minutes at least.
+// heartbeat updates the status of a Node as a kubelet does at least every few minutes.
 func (s *kubeServer) heartbeat(ctx context.Context, p peer) error {
 	body, err := json.Marshal(map[string]any{"status": map[string]any{"conditions": []any{kubeCondition("Ready", time.Now())}}})
 	if err == nil {
@@ -196,7 +196,7 @@ func (s *kubeServer) heartbeat(ctx context.Context, p peer) error {
 	return err
 }
 
-// heartbeats makes them at that rate a second, and returns how many there were.
+// heartbeats sends heartbeats at the given rate per second, and returns their number.
 func (s *kubeServer) heartbeats(ctx context.Context, peers []peer, rate int, lasting time.Duration) (n int, err error) {
 	tick := time.NewTicker(time.Second / time.Duration(rate))
 	defer tick.Stop()
@@ -224,7 +224,7 @@ func (s *kubeServer) heartbeats(ctx context.Context, peers []peer, rate int, las
 	return n, err
 }
 
-// kubeconfig writes a file by which a daemon reaches the server.
+// kubeconfig writes a file with which a daemon connects to the server.
 func (s *kubeServer) kubeconfig() (string, error) {
 	path := filepath.Join(s.dir, "kubeconfig")
 	text := strings.NewReplacer("SERVER", s.addr, "TOKEN", kubeToken).Replace(`{"apiVersion":"v1","kind":"Config","current-context":"c",

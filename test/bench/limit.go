@@ -7,15 +7,14 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// batch is how many messages go into one datagram. From some twenty on the
-// number makes no difference.
+// batch is how many messages one datagram contains. From about twenty on, the number
+// makes no difference.
 const batch = 200
 
-// writeLimit writes the kernel objects of peers as fast as the kernel takes
-// them: messages of one kind after the other, many in a datagram, one
-// acknowledgement for each datagram. It is what any program has to wait for,
-// whatever else it does. CPU is that of the calling thread, which must be
-// locked.
+// writeLimit writes the kernel objects of peers as fast as the kernel accepts them:
+// messages of one kind after another, many in a datagram, one acknowledgement per
+// datagram. No program that writes them can be faster. CPU time is that of the calling
+// thread, which must be locked.
 func writeLimit(ifindex int, peers []peer, kinds objects) (took, cpu time.Duration, err error) {
 	start, startCPU := time.Now(), threadCPU()
 	r, err := openRTNL()

@@ -13,7 +13,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// describe notes what was measured, and on what.
+// describe records the version of flanneld and the machine.
 func (r *report) describe(ctx context.Context, flanneld string) error {
 	version, err := exec.CommandContext(ctx, flanneld, "--version").CombinedOutput()
 	if err != nil {
@@ -39,7 +39,7 @@ func (r *report) describe(ctx context.Context, flanneld string) error {
 	return nil
 }
 
-// usage is CPU time, of the whole machine and of this process with the
+// usage is the CPU time of the whole machine, and that of this process including the
 // children that it has waited for.
 type usage struct {
 	at            time.Time
@@ -74,7 +74,7 @@ func machineCPU() (u usage, err error) {
 	return u, nil
 }
 
-// othersCPU says how many cores on average were not ours since before.
+// othersCPU returns how many cores other processes have used on average since before.
 func othersCPU(before usage) (float64, error) {
 	now, err := machineCPU()
 	if err != nil {

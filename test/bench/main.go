@@ -1,6 +1,6 @@
-// Command bench measures what flanneld costs, on real kernels and a real etcd
-// in a lab of network namespaces, and holds it against what the kernel itself
-// takes for the same objects in the same run.
+// Command bench measures the cost of flanneld with real kernels and a real etcd, in a lab
+// of network namespaces. It compares it with the time that the kernel takes for the same
+// objects in the same run.
 package main
 
 import (
@@ -20,24 +20,24 @@ import (
 	"flanneld/pkg/lab"
 )
 
-// options size a run.
+// options are the parameters of a run.
 type options struct {
 	flanneld string
 	out      string // folder for results
-	page     string // markdown file that takes the tables in; empty: none
+	page     string // markdown file whose tables are replaced; empty if none
 	only     string
 	quick    bool
 
 	rounds      int
-	cold        []int // numbers of peers to start with
-	large       int   // number of peers of a large cluster
+	cold        []int // numbers of peers for cold starts
+	large       int   // number of peers in a large cluster
 	eventSizes  []int
-	eventCount  int // each added and removed, in every round
+	eventCount  int // additions and removals per round
 	restarts    int
 	atRest      time.Duration
 	busyRoutes  int
 	busyFor     time.Duration
-	churnChange int // lease changes of the endurance test
+	churnChange int // lease changes in the endurance test
 	apiserver   string
 }
 
@@ -72,7 +72,7 @@ func parse(args []string) (options, error) {
 		return o, fmt.Errorf("unexpected argument %q", f.Arg(0))
 	}
 	if o.page != "" && o.only != "" {
-		return o, errors.New("-page takes the tables of all measures in: it does not go with -only")
+		return o, errors.New("-page needs all measures, so it cannot be combined with -only")
 	}
 	return o, nil
 }
@@ -113,7 +113,7 @@ func execute(ctx context.Context, args []string, out, progress io.Writer) error 
 	}
 	run := &runner{options: o, bed: b, report: r}
 	incomplete := run.all(ctx, progress)
-	b.close() // before the accounts: what its processes have used is ours
+	b.close() // first, so that the CPU time of its processes counts as ours
 	if ctx.Err() != nil {
 		return context.Cause(ctx)
 	}
@@ -124,18 +124,18 @@ func execute(ctx context.Context, args []string, out, progress io.Writer) error 
 	if err := r.table(out); err != nil {
 		return err
 	}
-	if incomplete != nil { // what is kept is that of the last run to the end
+	if incomplete != nil { // only a complete run replaces the saved results
 		return incomplete
 	}
 	return r.save(o)
 }
 
-// save writes the report in the forms in which it is kept, in place of the last one.
+// save writes the report in all its forms and replaces the last one.
 func (r *report) save(o options) error {
 	if err := os.MkdirAll(o.out, 0o755); err != nil {
 		return err
 	}
-	if o.only == "" { // the last run may have had charts that this one has not
+	if o.only == "" { // remove charts of the last run that this run does not have
 		old, err := filepath.Glob(filepath.Join(o.out, "*.svg"))
 		if err != nil {
 			return err
@@ -164,7 +164,7 @@ func (r *report) save(o options) error {
 	return r.insert(o.page)
 }
 
-// The tables stand between these lines of the page.
+// The tables on the page are between these lines.
 const (
 	pageBegin = "<!-- results: written by make bench -->\n"
 	pageEnd   = "<!-- end of results -->\n"

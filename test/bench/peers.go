@@ -7,14 +7,14 @@ import (
 	"net/netip"
 )
 
-// The pods of the benchmark's network live here: 32,768 subnets of /24.
+// podNetwork is the pod network of the benchmark: 32,768 subnets of /24.
 const podNetwork = "10.128.0.0/9"
 
-// From here on are the subnets of the daemons themselves; below are those of peers,
-// also of such that come later.
+// ownSubnets is the first address of the daemons' own subnets. The subnets of peers are
+// below it, also those of peers that are added later.
 const ownSubnets = "10.240.0.0"
 
-// Where peers say that they are: nobody answers there.
+// peerNetwork contains the public addresses of the peers. No host has these addresses.
 const peerNetwork = "172.16.0.0/12"
 
 // peer is another node, number i of the benchmark.
@@ -25,11 +25,11 @@ type peer struct {
 	mac    [6]byte
 }
 
-// objects says which kernel objects a peer has.
+// objects describes which kernel objects a peer has.
 type objects struct {
-	vtep    bool // a neighbour and an FDB entry, and the route leads to the VTEP
+	vtep    bool // a neighbour and an FDB entry, and a route through the VTEP
 	onLink  bool
-	nexthop bool // routes through nexthop objects
+	nexthop bool // routes that use nexthop objects
 }
 
 func objectsOf(backend string) objects {
@@ -67,15 +67,15 @@ func (p peer) gateway(kinds objects) netip.Addr {
 
 func (p peer) nexthop() uint32 { return 1<<24 + uint32(p.i) }
 
-// key is where the peer's lease is in etcd.
+// key returns the key of the peer's lease in etcd.
 func (p peer) key() string {
 	return fmt.Sprintf("%s/subnets/%s-%d", etcdPrefix, p.subnet.Addr(), p.subnet.Bits())
 }
 
-// value is the peer's lease.
+// value returns the value of the peer's lease.
 func (p peer) value(backend string) (string, error) {
 	lease := map[string]any{"PublicIP": p.ip, "PublicIPv6": nil}
-	if backend != "udp" { // whose leases have no type
+	if backend != "udp" { // udp leases have no type
 		lease["BackendType"] = backend
 	}
 	if backend == "vxlan" {

@@ -11,8 +11,8 @@ import (
 	"flanneld/pkg/lab"
 )
 
-// What the benchmark is called when it is to be a program that carries packets, or asks
-// a store, and does nothing else, in place of a daemon.
+// Values of argument 0 with which the benchmark runs as a minimal program in place of a
+// daemon, one that only carries packets or only queries a store.
 const (
 	plainWireGuard = "bench-wireguard"
 	plainUDP       = "bench-udp"
@@ -23,14 +23,14 @@ const (
 
 const (
 	plainDevice = "plain0"
-	plainMTU    = 1440 // with the overhead of either it fits the underlay
+	plainMTU    = 1440 // fits into the underlay with the overhead of either program
 	plainPort   = 51820
 )
 
-// plainAddr is a host's address in the tunnel.
+// plainAddr returns the address of a host in the tunnel.
 func plainAddr(host int) netip.Addr { return netip.AddrFrom4([4]byte{10, 127, 0, byte(host)}) }
 
-// runPlain is such a program, if name is that of one.
+// runPlain runs the minimal program called name, if there is one.
 func runPlain(name string, args []string) (is bool, err error) {
 	run, is := map[string]func(string) error{
 		plainWireGuard: runWireGuard, plainUDP: runUDP,
@@ -45,13 +45,13 @@ func runPlain(name string, args []string) (is bool, err error) {
 	return true, run(args[0])
 }
 
-// startPlain starts a program on each host, with its part of configs. stop ends them,
-// also after an error.
+// startPlain starts a program on each host with its part of configs. The caller must call
+// stop, even after an error.
 func (b *bed) startPlain(ctx context.Context, name string, configs []string) (stop func(), err error) {
 	var cmds []*exec.Cmd
 	stop = func() {
 		for _, cmd := range cmds {
-			_ = cmd.Process.Kill() // and what it says then is of no interest
+			_ = cmd.Process.Kill() // the result of a killed process does not matter
 			_ = cmd.Wait()
 		}
 		b.plain = nil
@@ -74,7 +74,7 @@ func (b *bed) startPlain(ctx context.Context, name string, configs []string) (st
 	return stop, nil
 }
 
-// setUpPlain gives the program's device, once it is there, an address.
+// setUpPlain waits for the device of the minimal program and gives it an address.
 func setUpPlain(ctx context.Context, h *lab.Host, addr netip.Addr) error {
 	script := fmt.Sprintf("for i in $(seq 100); do ip link show %[1]s >/dev/null 2>&1 && break; sleep 0.05; done; "+
 		"ip addr add %[2]s/24 dev %[1]s && ip link set %[1]s mtu %[3]d up", plainDevice, addr, plainMTU)

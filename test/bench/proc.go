@@ -14,10 +14,9 @@ import (
 	"flanneld/pkg/lab"
 )
 
-// processCPU returns the CPU time that a running process has used, all its
-// threads together, to the nanosecond.
+// processCPU returns the CPU time of all threads of a running process, in nanoseconds.
 func processCPU(pid int) (time.Duration, error) {
-	const schedClock = 2 // CPUCLOCK_SCHED, as clock_getcpuclockid(3) makes it
+	const schedClock = 2 // CPUCLOCK_SCHED, used as by clock_getcpuclockid(3)
 	var ts unix.Timespec
 	if err := unix.ClockGettime(int32(^pid<<3|schedClock), &ts); err != nil {
 		return 0, fmt.Errorf("CPU time of process %d: %w", pid, err)
@@ -25,7 +24,7 @@ func processCPU(pid int) (time.Duration, error) {
 	return time.Duration(ts.Nano()), nil
 }
 
-// treeCPU is the CPU time of a process and of those that it has waited for.
+// treeCPU returns the CPU time of a process and of the children that it has waited for.
 func treeCPU(pid int) (time.Duration, error) {
 	own, err := processCPU(pid)
 	if err != nil {
@@ -39,7 +38,7 @@ func treeCPU(pid int) (time.Duration, error) {
 	fields := strings.Fields(rest)
 	const first, tick = 13, 10 * time.Millisecond // cutime and cstime, in hundredths of a second
 	if len(fields) < first+2 {
-		return 0, fmt.Errorf("/proc/%d/stat is not understood", pid)
+		return 0, fmt.Errorf("/proc/%d/stat has an unexpected format", pid)
 	}
 	var user, system int64
 	if _, err := fmt.Sscan(fields[first], &user); err != nil {
@@ -49,7 +48,7 @@ func treeCPU(pid int) (time.Duration, error) {
 	return own + time.Duration(user+system)*tick, err
 }
 
-// memory is what a process has in RAM, in bytes.
+// memory is the memory of a process in RAM, in bytes.
 type memory struct {
 	peak, anonymous, file float64
 }
@@ -77,8 +76,8 @@ func processMemory(pid int) (m memory, err error) {
 	return m, nil
 }
 
-// children counts the child processes that a process has now. Those that have ended
-// are in its treeCPU.
+// children returns the number of running children of a process. The time of those that
+// have ended is part of treeCPU.
 func children(pid int) (count int, err error) {
 	files, err := filepath.Glob(fmt.Sprintf("/proc/%d/task/*/children", pid))
 	if err != nil {
@@ -94,22 +93,22 @@ func children(pid int) (count int, err error) {
 	return count, nil
 }
 
-// openFiles counts the file descriptors of a process.
+// openFiles returns the number of file descriptors of a process.
 func openFiles(pid int) (int, error) {
 	entries, err := os.ReadDir(fmt.Sprintf("/proc/%d/fd", pid))
 	return len(entries), err
 }
 
-// held is what a daemon holds at one moment, and has used until then.
-type held struct {
+// resources are what a daemon uses at one moment, and its CPU time until then.
+type resources struct {
 	anonymous  float64 // bytes
 	files      int
 	goroutines float64
-	heapGoal   float64 // bytes: at this size the heap is collected, 1.5 times what is alive
+	heapGoal   float64 // bytes: the size at which the heap is collected, 1.5 times the live heap
 	cpu        time.Duration
 }
 
-func holdings(ctx context.Context, d *lab.Daemon) (h held, err error) {
+func holdings(ctx context.Context, d *lab.Daemon) (h resources, err error) {
 	m, err := processMemory(d.PID())
 	if err != nil {
 		return h, err
@@ -121,7 +120,7 @@ func holdings(ctx context.Context, d *lab.Daemon) (h held, err error) {
 	if h.cpu, err = processCPU(d.PID()); err != nil {
 		return h, err
 	}
-	_, page, err := d.Get(ctx, "/metrics") // last: a request takes memory, files and goroutines
+	_, page, err := d.Get(ctx, "/metrics") // last, because the request itself uses memory, files and goroutines
 	if err != nil {
 		return h, err
 	}

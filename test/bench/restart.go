@@ -15,16 +15,16 @@ import (
 	"flanneld/pkg/prefix"
 )
 
-// restarted is what one restart came to.
+// restarted is the result of one restart.
 type restarted struct {
 	ready  time.Duration // from exec to /readyz
-	writes int           // kernel announcements that it caused
-	lost   int           // packets of a flow of a thousand a second
+	writes int           // kernel announcements that the restart caused
+	lost   int           // packets of a flow of a thousand per second
 	sent   int
 }
 
-// restart ends the daemon on host 1, by SIGKILL or SIGTERM, and starts it
-// again, under traffic to a pod on host 2.
+// restart ends the daemon on host 1 by SIGKILL or SIGTERM and starts it again, during
+// traffic to a pod on host 2.
 func (b *bed) restart(ctx context.Context, from, to *lab.Pod, kill bool) (s restarted, err error) {
 	h := b.lab.Host(1)
 	flow, err := from.StartFlow(ctx, to, prefix.IPv4, 1000)
@@ -53,7 +53,7 @@ func (b *bed) restart(ctx context.Context, from, to *lab.Pod, kill bool) (s rest
 		return s, err
 	}
 	s.ready = time.Since(began)
-	if err := pause(ctx, 500*time.Millisecond); err != nil { // for what comes late
+	if err := pause(ctx, 500*time.Millisecond); err != nil { // for late packets and announcements
 		return s, err
 	}
 	s.writes, err = count()
@@ -74,9 +74,9 @@ func untilReady(ctx context.Context, d *lab.Daemon) error {
 	}
 }
 
-// countWrites listens to what the kernel of host announces about links,
-// addresses, nexthops, routes to pods, and entries on the daemon's device.
-// The function that it returns ends that and says how much it was.
+// countWrites counts the announcements of the kernel of host about links, addresses,
+// nexthops, routes to pods, and entries of the daemon's device. count ends that and
+// returns the number.
 func (b *bed) countWrites(ctx context.Context, host *lab.Host) (count func() (int, error), err error) {
 	var r *rtnl
 	var device int
@@ -101,7 +101,7 @@ func (b *bed) countWrites(ctx context.Context, host *lab.Host) (count func() (in
 		for {
 			err := r.receive(func(typ uint16, _ uint32, payload []byte) error {
 				switch typ {
-				case unix.RTM_NEWLINK, unix.RTM_DELLINK: // a bridge tells of its ports when it likes
+				case unix.RTM_NEWLINK, unix.RTM_DELLINK: // a bridge announces changes of its ports at any time
 					if payload[0] != unix.AF_BRIDGE {
 						n++
 					}

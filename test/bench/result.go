@@ -12,39 +12,39 @@ import (
 	"time"
 )
 
-// report is what one run of the benchmark found out.
+// report is the result of one run of the benchmark.
 type report struct {
-	Commit  string    `json:"commit"` // of flanneld, as it says itself
+	Commit  string    `json:"commit"` // of flanneld, as its --version prints it
 	Date    time.Time `json:"date"`
 	Kernel  string    `json:"kernel"`
 	CPU     string    `json:"cpu"`
 	CPUs    int       `json:"cpus"`
 	Quick   bool      `json:"quick"`
 	Seconds float64   `json:"seconds"`
-	// OthersCPU is what everything but the benchmark used, in cores: above
-	// 0.1 the machine was not quiet.
+	// OthersCPU is how many cores other processes used on average. Above 0.1 the machine
+	// was not quiet enough.
 	OthersCPU float64   `json:"othersCPU"`
 	Metrics   []*metric `json:"metrics"`
-	Notes     []string  `json:"-"` // of measures that are incomplete: such a run is not kept
+	Notes     []string  `json:"-"` // about incomplete measures; a run that has notes is not saved
 }
 
-// metric is one measure, taken once a round.
+// metric is one measured quantity, with one value per round.
 type metric struct {
-	Group  string    `json:"group"` // the measures that belong together
+	Group  string    `json:"group"` // the group of related metrics that this one belongs to
 	Name   string    `json:"name"`
-	N      int       `json:"n"` // leases of others; -1 where it has no meaning
+	N      int       `json:"n"` // number of peers; -1 if it does not matter
 	Unit   string    `json:"unit"`
 	Values []float64 `json:"values"`
-	// Target is the most that the median may be; nil: there is none.
+	// Target is the maximum of the median; nil if there is no target.
 	Target *float64 `json:"target,omitempty"`
-	// Floor says that the target is the least instead.
+	// Floor means that Target is the minimum instead.
 	Floor bool `json:"floor,omitempty"`
 }
 
 func (m *metric) median() float64 { return quantile(m.Values, 0.5) }
 
-// met reports whether the median is on the right side of the target. Where there may
-// be none of something, no round may have any.
+// met reports whether the median meets the target. With a target of zero every round must
+// meet it.
 func (m *metric) met() bool {
 	switch {
 	case m.Target == nil:
@@ -52,13 +52,13 @@ func (m *metric) met() bool {
 	case m.Floor:
 		return m.median() >= *m.Target
 	case *m.Target == 0:
-		return slices.Max(m.Values) <= 0 // what has become less has not grown
+		return slices.Max(m.Values) <= 0 // a decrease counts as no growth
 	default:
 		return m.median() <= *m.Target
 	}
 }
 
-// quantile returns the value below which the share q of values lies.
+// quantile returns the value below which the fraction q of values lies.
 func quantile(values []float64, q float64) float64 {
 	if len(values) == 0 {
 		return math.NaN()
@@ -72,7 +72,7 @@ func quantile(values []float64, q float64) float64 {
 	return sorted[low] + (at-float64(low))*(sorted[low+1]-sorted[low])
 }
 
-// add notes the value of one round. target is used when the metric is new.
+// add records the value of one round. target applies when the metric is new.
 func (r *report) add(group, name string, n int, unit string, value float64, target ...float64) {
 	if m := r.find(group, name, n); m != nil {
 		m.Values = append(m.Values, value)
@@ -93,7 +93,7 @@ func (r *report) find(group, name string, n int) *metric {
 	return r.Metrics[i]
 }
 
-// sizes returns the N for which a metric was taken.
+// sizes returns the numbers of peers for which a metric was measured.
 func (r *report) sizes(group, name string) (sizes []int) {
 	for _, m := range r.Metrics {
 		if m.Group == group && m.Name == name {
@@ -107,7 +107,7 @@ func ms(d time.Duration) float64 { return float64(d) / float64(time.Millisecond)
 
 func mb(bytes float64) float64 { return bytes / 1e6 }
 
-// number writes a value with three digits.
+// number formats a value with three digits.
 func number(v float64) string {
 	digits := 2 - int(math.Floor(math.Log10(max(math.Abs(v), 0.001))))
 	return fmt.Sprintf("%.*f", min(max(digits, 0), 2), v)
@@ -135,7 +135,7 @@ func (m *metric) cells() []string {
 	}
 }
 
-// groups returns the metrics by group, in the order in which they came.
+// groups returns the metrics by group, in the order of their first value.
 func (r *report) groups() [][]*metric {
 	var names []string
 	by := map[string][]*metric{}
@@ -153,7 +153,7 @@ func (r *report) groups() [][]*metric {
 	return groups
 }
 
-// heading says what was measured, and where.
+// heading describes the measured version and the machine.
 func (r *report) heading() string {
 	size := "full"
 	if r.Quick {
@@ -163,7 +163,7 @@ func (r *report) heading() string {
 		r.Commit, size, r.Seconds, r.Date.UTC().Format("2006-01-02 15:04 UTC"), r.Kernel, r.CPUs, r.CPU, r.OthersCPU)
 }
 
-// table writes the report for a terminal.
+// table prints the report for a terminal.
 func (r *report) table(out io.Writer) error {
 	w := tabwriter.NewWriter(out, 0, 0, 2, ' ', 0)
 	fmt.Fprintf(w, "%s\n", r.heading())
@@ -201,7 +201,7 @@ func (r *report) verdict() string {
 	return verdict
 }
 
-// markdown writes the report for Documentation.
+// markdown writes the report for the documentation.
 func (r *report) markdown(out io.Writer) {
 	fmt.Fprintf(out, "%s.\n%s.\n", r.heading(), r.verdict())
 	for _, group := range r.groups() {

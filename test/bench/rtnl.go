@@ -10,7 +10,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Message types that x/sys does not name, and nexthop attributes.
+// Message types that x/sys does not define, and nexthop attributes.
 const (
 	rtmNewNexthop = 104
 	rtmDelNexthop = 105
@@ -25,19 +25,18 @@ const (
 	rtaNHID = 30
 )
 
-// rtnl is a raw rtnetlink socket: the least that it takes to write to the
-// kernel quickly and to count what is there. It shares no code with the
-// daemon, so that it can be the measure of it.
+// rtnl is a raw rtnetlink socket with the minimum that is needed to write to the kernel
+// quickly and to count its objects. It shares no code with the daemon, because it is the
+// standard that the daemon is compared with.
 type rtnl struct {
 	fd  int
 	seq uint32
 	buf []byte
 	out []byte
-	msg int // where the message under construction begins in out
+	msg int // start in out of the message under construction
 }
 
-// openRTNL opens a socket in the calling thread's network namespace. It is a
-// member of groups.
+// openRTNL opens a socket in the calling thread's network namespace and joins the groups.
 func openRTNL(groups ...int) (*rtnl, error) {
 	fd, err := unix.Socket(unix.AF_NETLINK, unix.SOCK_RAW|unix.SOCK_CLOEXEC, unix.NETLINK_ROUTE)
 	if err != nil {
@@ -93,8 +92,8 @@ func (r *rtnl) send() error {
 	return err
 }
 
-// flush sends what was built and waits until all of it is acknowledged: the
-// last message asks for that.
+// flush sends the messages and waits until all are acknowledged. Only the last message
+// requests an acknowledgement.
 func (r *rtnl) flush() error {
 	if len(r.out) == 0 {
 		return nil
@@ -119,7 +118,8 @@ func (r *rtnl) flush() error {
 	return nil
 }
 
-// dump asks with the message under construction and passes the answers on.
+// dump sends the message under construction as a dump request and passes the answers to
+// each.
 func (r *rtnl) dump(each func(payload []byte)) error {
 	flags := r.out[r.msg+6:]
 	binary.NativeEndian.PutUint16(flags, binary.NativeEndian.Uint16(flags)|unix.NLM_F_DUMP)
@@ -190,20 +190,20 @@ func attrs(b []byte, each func(typ uint16, data []byte)) {
 	}
 }
 
-// ndmsg is struct ndmsg.
+// ndmsg returns a struct ndmsg.
 func ndmsg(family uint8, ifindex int, flags uint8) []byte {
 	b := binary.NativeEndian.AppendUint32([]byte{family, 0, 0, 0}, uint32(ifindex))
 	b = binary.NativeEndian.AppendUint16(b, unix.NUD_PERMANENT)
 	return append(b, flags, 0)
 }
 
-// rtmsg is struct rtmsg of an IPv4 unicast route in the main table.
+// rtmsg returns the struct rtmsg of an IPv4 unicast route in the main table.
 func rtmsg(bits int, scope uint8, flags uint32) []byte {
 	b := []byte{unix.AF_INET, uint8(bits), 0, 0, unix.RT_TABLE_MAIN, unix.RTPROT_BOOT, scope, unix.RTN_UNICAST}
 	return binary.NativeEndian.AppendUint32(b, flags)
 }
 
-// nhmsg is struct nhmsg.
+// nhmsg returns a struct nhmsg.
 func nhmsg(family, protocol uint8, flags uint32) []byte {
 	return binary.NativeEndian.AppendUint32([]byte{family, 0, protocol, 0}, flags)
 }
@@ -253,7 +253,7 @@ func (r *rtnl) putRoute(dst netip.Prefix, ifindex int, gateway netip.Addr, flags
 	r.end()
 }
 
-// putLinkRoute puts a route to what is on the device's own network.
+// putLinkRoute adds a route to the network of the device itself.
 func (r *rtnl) putLinkRoute(dst netip.Prefix, ifindex int) {
 	r.begin(unix.RTM_NEWROUTE, put, rtmsg(dst.Bits(), unix.RT_SCOPE_LINK, 0)...)
 	r.attr(unix.RTA_DST, dst.Addr().AsSlice())
@@ -263,14 +263,13 @@ func (r *rtnl) putLinkRoute(dst netip.Prefix, ifindex int) {
 
 func (r *rtnl) delRoute(dst netip.Prefix) {
 	body := rtmsg(dst.Bits(), unix.RT_SCOPE_NOWHERE, 0)
-	body[5] = unix.RTPROT_UNSPEC // whoever made it
+	body[5] = unix.RTPROT_UNSPEC // any protocol
 	r.begin(unix.RTM_DELROUTE, 0, body...)
 	r.attr(unix.RTA_DST, dst.Addr().AsSlice())
 	r.end()
 }
 
-// dumpNeighs dumps the neighbours of a device, or its FDB if family is
-// AF_BRIDGE.
+// dumpNeighs dumps the neighbours of a device, or its FDB entries if family is AF_BRIDGE.
 func (r *rtnl) dumpNeighs(family uint8, ifindex int, each func(dst netip.Addr, mac [6]byte)) error {
 	body := ndmsg(family, 0, 0)
 	clear(body[4:])
@@ -295,7 +294,7 @@ func (r *rtnl) dumpNeighs(family uint8, ifindex int, each func(dst netip.Addr, m
 	})
 }
 
-// dumpRoutes dumps the IPv4 routes of the main table that leave by a device.
+// dumpRoutes dumps the IPv4 routes of the main table through a device.
 func (r *rtnl) dumpRoutes(ifindex int, each func(dst netip.Prefix, gateway netip.Addr)) error {
 	body := rtmsg(0, 0, 0)
 	clear(body[5:])
@@ -330,7 +329,7 @@ func (r *rtnl) dumpNexthops(each func(id uint32)) error {
 	})
 }
 
-// hasRoute asks for exactly this route.
+// hasRoute reports whether exactly this route exists.
 func (r *rtnl) hasRoute(dst netip.Prefix) (bool, error) {
 	const lookupFIBMatch = 0x2000 // RTM_F_FIB_MATCH
 	body := rtmsg(32, 0, lookupFIBMatch)

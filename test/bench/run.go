@@ -16,7 +16,7 @@ import (
 	"flanneld/pkg/lab"
 )
 
-// runner takes the measures, one group after the other.
+// runner runs the measures one after another.
 type runner struct {
 	options
 	*bed
@@ -53,7 +53,7 @@ func names() []string {
 	return names
 }
 
-// measureLimit is how long one measure may take: several times what any takes.
+// measureLimit limits the time of one measure. It is several times as long as any needs.
 const measureLimit = time.Hour
 
 func (r *runner) all(ctx context.Context, progress io.Writer) error {
@@ -73,14 +73,14 @@ func (r *runner) all(ctx context.Context, progress io.Writer) error {
 		}
 		start := time.Now()
 		fmt.Fprintf(progress, "%s ... ", m.name)
-		limited, cancel := context.WithTimeoutCause(ctx, measureLimit, fmt.Errorf("it has not come to an end in %s", measureLimit))
+		limited, cancel := context.WithTimeoutCause(ctx, measureLimit, fmt.Errorf("not finished after %s", measureLimit))
 		err := m.run(r, limited)
 		cancel()
 		fmt.Fprintf(progress, "%.0f s\n", time.Since(start).Seconds())
 		if ctx.Err() != nil {
 			return context.Cause(ctx)
 		}
-		if err != nil { // the others can be taken nevertheless
+		if err != nil { // the other measures can still run
 			failed = errors.Join(failed, fmt.Errorf("measure %s: %w", m.name, err))
 			r.report.Notes = append(r.report.Notes, fmt.Sprintf("The measure %s is incomplete: %v", m.name, err))
 		}
@@ -88,8 +88,8 @@ func (r *runner) all(ctx context.Context, progress io.Writer) error {
 	return failed
 }
 
-// fresh starts the daemon on a clean host 1 and waits until all is
-// programmed, and programmed right.
+// fresh starts the daemon on a clean host 1, waits until all objects exist and verifies
+// them.
 func (r *runner) fresh(ctx context.Context, args ...string) (start, error) {
 	if err := r.clean(ctx, r.lab.Host(1)); err != nil {
 		return start{}, err
@@ -106,8 +106,8 @@ func (r *runner) fresh(ctx context.Context, args ...string) (start, error) {
 	return s, r.verify(ctx, r.lab.Host(1), len(r.peers))
 }
 
-// measureCold: from exec to the last kernel object, beside the kernel's own
-// limit. Sizes and backends take turns.
+// measureCold measures the time from exec to the last kernel object and compares it with
+// the kernel's limit. Sizes and backends alternate.
 func (r *runner) measureCold(ctx context.Context) error {
 	for range r.rounds {
 		for _, backend := range []string{"vxlan", "host-gw"} {
@@ -128,7 +128,7 @@ func (r *runner) measureCold(ctx context.Context) error {
 }
 
 func (r *runner) coldRound(ctx context.Context, backend string, n int) error {
-	if err := r.clean(ctx, r.lab.Host(1)); err != nil { // ends the last one's daemon
+	if err := r.clean(ctx, r.lab.Host(1)); err != nil { // stops the previous daemon
 		return err
 	}
 	if err := r.configure(ctx, backend, n); err != nil {
@@ -159,7 +159,7 @@ func (r *runner) coldRound(ctx context.Context, backend string, n int) error {
 	if err != nil {
 		return err
 	}
-	if err := pause(ctx, 200*time.Millisecond); err != nil { // etcd counts what is still under way
+	if err := pause(ctx, 200*time.Millisecond); err != nil { // etcd still counts the last requests
 		return err
 	}
 	after, err := r.requests(ctx)
@@ -167,7 +167,7 @@ func (r *runner) coldRound(ctx context.Context, backend string, n int) error {
 		return err
 	}
 	asked := after.since(before)
-	// The bed itself asks for etcd leases when it cleans up.
+	// The bed itself lists and revokes etcd leases when it cleans up.
 	for _, own := range []string{"LeaseLeases", "LeaseRevoke"} {
 		delete(asked, own)
 	}
@@ -203,7 +203,8 @@ func (r *runner) coldEmpty(ctx context.Context) error {
 	return nil
 }
 
-// measureBurst: a thousand leases at once, beside the limit for the same.
+// measureBurst measures a thousand leases at once and compares them with the kernel's
+// limit.
 func (r *runner) measureBurst(ctx context.Context) error {
 	const base, burst = 1000, 1000
 	const group = "vxlan, 1000 leases in one burst"
@@ -249,7 +250,7 @@ func (r *runner) burst(ctx context.Context, d *lab.Daemon, all []peer) (began, a
 	if err != nil {
 		return
 	}
-	r.peers = all // they are in etcd from now on
+	r.peers = all // they are in etcd from here on
 	s := start{daemon: d, file: 1}
 	began = time.Now()
 	observed := make(chan error, 1)
@@ -260,7 +261,7 @@ func (r *runner) burst(ctx context.Context, d *lab.Daemon, all []peer) (began, a
 	go func() {
 		err := r.putLeases(ctx, fresh)
 		if err != nil {
-			cancel(err) // there is nothing more to wait for
+			cancel(err) // the events that the loop below waits for will not arrive
 		}
 		written <- err
 	}()
@@ -287,11 +288,12 @@ func (r *runner) burst(ctx context.Context, d *lab.Daemon, all []peer) (began, a
 	return began, arrived, done, now - before, r.verify(ctx, r.lab.Host(1), len(all))
 }
 
-// afterStart is when the daemon is done with its start: some two seconds after it is
-// ready it writes its state, and within two more it gives back what all that took.
+// afterStart is how long a start takes until all work is done: about two seconds after it
+// is ready the daemon writes its state, and within two more it returns memory to the
+// system.
 const afterStart = 8 * time.Second
 
-// measureEvents: one lease comes, one lease goes, with the daemon at rest.
+// measureEvents measures one added and one removed lease, with the daemon otherwise idle.
 func (r *runner) measureEvents(ctx context.Context) error {
 	const group = "vxlan, one lease"
 	for range r.rounds {
@@ -349,7 +351,7 @@ func (r *runner) reportEvents(group string, n int, l latencies, cpu, bareCPU tim
 	r.report.add(group, "CPU an event / bare watch", n, "×", float64(cpu)/float64(bareCPU))
 }
 
-// measureRestart: with everything in place, under traffic.
+// measureRestart measures a restart with all objects in place, during traffic.
 func (r *runner) measureRestart(ctx context.Context) error {
 	const group = "vxlan, restart with everything in place"
 	n := r.large
@@ -393,7 +395,7 @@ func (r *runner) measureRestart(ctx context.Context) error {
 	return r.verify(ctx, r.lab.Host(1), n)
 }
 
-// measureRest: what a daemon costs that has nothing to do.
+// measureRest measures the cost of an idle daemon.
 func (r *runner) measureRest(ctx context.Context) error {
 	const group = "vxlan, at rest"
 	for _, n := range []int{0, r.large} {
@@ -436,7 +438,7 @@ func (r *runner) measureRest(ctx context.Context) error {
 		r.report.add(group, "RSS, anonymous", n, "MB", mb(m.anonymous))
 		r.report.add(group, "RSS, of files", n, "MB", mb(m.file))
 
-		// The same with a resync tick every two seconds tells what one costs.
+		// The same with a resync every two seconds shows the cost of one resync.
 		const tick, ticks = 2 * time.Second, 4
 		if s, err = r.fresh(ctx, "--resync="+tick.String()); err != nil {
 			return err
@@ -453,7 +455,8 @@ func (r *runner) measureRest(ctx context.Context) error {
 	return nil
 }
 
-// idle returns what the daemon and programs that it runs use, and asks of etcd, while nothing happens.
+// idle returns the CPU time of the daemon and its child processes, and their requests to
+// etcd, while nothing happens.
 func (r *runner) idle(ctx context.Context, d *lab.Daemon, during time.Duration) (time.Duration, calls, error) {
 	requests, err := r.requests(ctx)
 	if err != nil {
@@ -474,7 +477,7 @@ func (r *runner) idle(ctx context.Context, d *lab.Daemon, during time.Duration) 
 	return after - before, now.since(requests), err
 }
 
-// measureBusy: the same work on a host where others change the kernel.
+// measureBusy measures the same work on a host on which other programs change the kernel.
 func (r *runner) measureBusy(ctx context.Context) error {
 	const group, n, rate = "vxlan, busy host", 1000, 1000
 	h := r.lab.Host(1)
@@ -539,7 +542,8 @@ func (r *runner) busyRound(ctx context.Context, group, what string, n int) error
 	return nil
 }
 
-// measureGrowth: what is left of many lease changes.
+// measureGrowth measures how much memory and other resources grow over many lease
+// changes.
 func (r *runner) measureGrowth(ctx context.Context) error {
 	const n = 1000
 	group := fmt.Sprintf("vxlan, after %d lease changes", r.churnChange)
@@ -566,8 +570,9 @@ func (r *runner) measureGrowth(ctx context.Context) error {
 		return pause(ctx, 3*time.Second)
 	}
 	times := r.churnChange / (2 * len(some))
-	// A collection in the midst of a change finds more alive: the least of some counts.
-	least := func() (h held, err error) {
+	// A collection during a change finds more live objects, so take the least of several
+	// values.
+	least := func() (h resources, err error) {
 		for i := range 10 {
 			if err := change(max(1, times/100)); err != nil {
 				return h, err
@@ -583,7 +588,7 @@ func (r *runner) measureGrowth(ctx context.Context) error {
 		}
 		return h, nil
 	}
-	if err := change(times); err != nil { // up to its working size
+	if err := change(times); err != nil { // until memory has reached its working size
 		return err
 	}
 	before, err := least()
@@ -605,7 +610,7 @@ func (r *runner) measureGrowth(ctx context.Context) error {
 	return r.verify(ctx, r.lab.Host(1), n)
 }
 
-// measureSize: the daemon on disk.
+// measureSize measures the size of the daemon's binary.
 func (r *runner) measureSize(context.Context) error {
 	info, err := os.Stat(r.flanneld)
 	if err != nil {

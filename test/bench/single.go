@@ -12,7 +12,7 @@ import (
 	"flanneld/pkg/prefix"
 )
 
-// udpPair returns configurations with which two hosts reach each other.
+// udpPair returns the configurations of two hosts that are peers.
 func (b *bed) udpPair() (configs []string) {
 	hosts := b.lab.Hosts()
 	for i, h := range hosts {
@@ -21,10 +21,9 @@ func (b *bed) udpPair() (configs []string) {
 	return configs
 }
 
-// runUDP carries packets between a TUN device and the datagrams of one peer packet by
-// packet, as the program does that flannel's udp backend is: it polls, and then reads
-// and writes until there is nothing more to read. Its buffers are the kernel's defaults,
-// too.
+// runUDP carries packets between a TUN device and one peer, packet by packet, like the
+// program of flannel's udp backend: it polls, and then reads and writes until there is
+// nothing left. It also uses the kernel's default buffer sizes.
 func runUDP(config string) error {
 	own, peer, _ := strings.Cut(config, " ")
 	local, err := netip.ParseAddr(own)
@@ -62,11 +61,11 @@ func runUDP(config string) error {
 	}
 }
 
-// move takes one packet on. It reports false if there was none.
+// move forwards one packet. It returns false if there was none.
 func move(buf []byte, from, to int) bool {
 	n, err := unix.Read(from, buf)
 	if err != nil {
-		return errors.Is(err, unix.ECONNREFUSED) // the peer is not there yet
+		return errors.Is(err, unix.ECONNREFUSED) // the peer has not started yet
 	}
 	_, _ = unix.Write(to, buf[:n])
 	return true

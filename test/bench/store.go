@@ -10,11 +10,11 @@ import (
 	"time"
 )
 
-// calls is how many messages of each method etcd has got.
+// calls is how many messages etcd has received, by method.
 type calls map[string]float64
 
-// requests returns etcd's own count of the messages that clients have sent:
-// one for each call, and one for each watch on a stream.
+// requests returns etcd's own count of client messages: one for each call, and one for
+// each watch on a stream.
 func (b *bed) requests(ctx context.Context) (calls, error) {
 	host := b.lab.Host(2)
 	transport := &http.Transport{DialContext: host.Dial, DisableKeepAlives: true}
@@ -50,7 +50,7 @@ func (b *bed) requests(ctx context.Context) (calls, error) {
 	return counts, nil
 }
 
-// since returns what was added to c since before.
+// since returns the difference between c and before.
 func (c calls) since(before calls) calls {
 	added := calls{}
 	for method, n := range c {

@@ -25,22 +25,22 @@ const (
 	gatheredPackets = "UDP, 200 bytes, gathered by the sender, hosts"
 )
 
-// carried is what one way between two hosts carried.
+// carried is the result of one test of traffic between two hosts.
 type carried struct {
 	gbps, pps  float64
-	sent       float64 // packets a second, of a flood
-	cpuPerGbit float64 // seconds of both daemons
+	sent       float64 // packets per second of a flood
+	cpuPerGbit float64 // CPU seconds of both daemons
 	cpuPerMpkt float64
 }
 
-// way is how packets travel: by a backend, or straight over the underlay.
+// way is a path of packets: through a backend, or directly over the underlay.
 type way struct {
 	name    string
 	backend string
 	peers   int
 }
 
-// flow is traffic that iperf3 makes.
+// flow is a stream of traffic that iperf3 generates.
 type flow struct {
 	what     string
 	from, to *lab.Namespace
@@ -48,15 +48,15 @@ type flow struct {
 	args     []string
 }
 
-// congestion is a way in which TCP looks for the rate that the network carries.
+// congestion is a congestion control algorithm of TCP.
 type congestion struct {
-	suffix string // of measures
+	suffix string // of the names of measures
 	args   []string
 }
 
-// congestions are this machine's, and the one that Linux comes with if that is another:
-// it has the time of daemons to itself, where BBR has timers whose work is done in, and
-// counted as, the time of whatever process runs.
+// congestions returns this machine's algorithm, and also Linux's default if that is
+// another. With cubic the daemons' CPU time is only their own: BBR uses timers, whose
+// work is counted for the process that happens to run.
 func congestions() ([]congestion, error) {
 	const linux = "cubic"
 	own, err := os.ReadFile("/proc/sys/net/ipv4/tcp_congestion_control")
@@ -67,9 +67,9 @@ func congestions() ([]congestion, error) {
 	return all, err
 }
 
-// measureUDP compares the udp backend with vxlan and with the bare underlay,
-// between hosts and between pods behind a bridge. Each round has a lab of its
-// own for every way; ratios are within a round.
+// measureUDP compares the udp backend with vxlan and with the bare underlay, between
+// hosts and between pods behind a bridge. In each round every way has a lab of its own.
+// Ratios are computed within a round.
 func (r *runner) measureUDP(ctx context.Context) error {
 	both, err := congestions()
 	if err != nil {
@@ -120,7 +120,7 @@ func (r *runner) measureWay(ctx context.Context, w way, with []congestion, round
 	results := map[string]carried{}
 	round[w.name] = results
 	pods, hosts := b.lab.Pods(), b.lab.Hosts()
-	bridge := pods[1].Addrs()[0].Prev() // on its host
+	bridge := pods[1].Addrs()[0].Prev() // of its host
 	under := hosts[1].Addr(prefix.IPv4)
 	flows := []flow{{"UDP, full packets, hosts", hosts[0].Namespace, hosts[1].Namespace, bridge, []string{"-u", "-b", "0", "-l", strconv.Itoa(pods[0].MTU() - 28)}}}
 	for _, c := range with {
@@ -159,7 +159,7 @@ func (r *runner) measureWay(ctx context.Context, w way, with []congestion, round
 	return nil
 }
 
-// measureSingle floods the tunnel of a program that carries packet by packet.
+// measureSingle floods the tunnel of a program that carries packets one by one.
 func (r *runner) measureSingle(ctx context.Context) (map[string]carried, error) {
 	b, err := newBed(ctx, r.flanneld)
 	if err != nil {
@@ -181,7 +181,7 @@ func (r *runner) measureSingle(ctx context.Context) (map[string]carried, error) 
 	return results, nil
 }
 
-// meet waits until both hosts have learnt of each other.
+// meet waits until both hosts know each other.
 func (b *bed) meet(ctx context.Context) error {
 	pods := b.lab.Pods()
 	for tries := 0; ; tries++ {
@@ -192,7 +192,7 @@ func (b *bed) meet(ctx context.Context) error {
 	}
 }
 
-// pingWay takes the median of a hundred echoes between pods.
+// pingWay measures the median of a hundred pings between pods.
 func (r *runner) pingWay(ctx context.Context, b *bed, name string) error {
 	if err := b.meet(ctx); err != nil {
 		return err
@@ -210,8 +210,7 @@ func (r *runner) pingWay(ctx context.Context, b *bed, name string) error {
 	return nil
 }
 
-// iperf runs iperf3 and looks at what it received and what the daemons used
-// meanwhile.
+// iperf runs iperf3 and returns what it received and the CPU time of the daemons.
 func (r *runner) iperf(ctx context.Context, b *bed, from, to *lab.Namespace, addr netip.Addr, args ...string) (c carried, err error) {
 	if err := b.settle(ctx); err != nil {
 		return c, err
@@ -222,9 +221,9 @@ func (r *runner) iperf(ctx context.Context, b *bed, from, to *lab.Namespace, add
 	served := make(chan struct{})
 	go func() {
 		defer close(served)
-		_, _ = to.Exec(ctx, "iperf3", "-s", "-1", "-B", addr.String()) // its client tells what went wrong
+		_, _ = to.Exec(ctx, "iperf3", "-s", "-1", "-B", addr.String()) // the client reports errors
 	}()
-	if err := pause(ctx, 200*time.Millisecond); err != nil { // until it listens
+	if err := pause(ctx, 200*time.Millisecond); err != nil { // until the server listens
 		return c, err
 	}
 	before, err := r.daemonCPU(b)
@@ -274,7 +273,7 @@ func (r *runner) iperf(ctx context.Context, b *bed, from, to *lab.Namespace, add
 	return c, nil
 }
 
-// daemonCPU is what the processes have used that carry packets.
+// daemonCPU returns the CPU time of the processes that carry packets.
 func (r *runner) daemonCPU(b *bed) (time.Duration, error) {
 	pids := b.plain
 	if pids == nil {
@@ -293,7 +292,7 @@ func (r *runner) daemonCPU(b *bed) (time.Duration, error) {
 	return sum, nil
 }
 
-// reportWays puts the results of one round beside each other.
+// reportWays compares the results of one round.
 func (r *runner) reportWays(both []congestion, round map[string]map[string]carried) {
 	runtime.GC()
 	udp, vxlan, many, single := round["udp"], round["vxlan"], round["udp, 5,000 peers"], round["packet by packet"]
@@ -337,8 +336,7 @@ func (r *runner) reportWays(both []congestion, round map[string]map[string]carri
 	}
 }
 
-// atLeast notes the value of one round of a metric that should not be less than
-// target.
+// atLeast records the value of one round of a metric whose target is a minimum.
 func (r *runner) atLeast(name, unit string, value, target float64) {
 	r.report.add(udpGroup, name, -1, unit, value, target)
 	r.report.find(udpGroup, name, -1).Floor = true

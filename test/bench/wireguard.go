@@ -19,14 +19,14 @@ import (
 
 const wireguardGroup = "wireguard"
 
-// wireguardConfig has the daemon carry the packets, also where the kernel could.
+// wireguardConfig makes the daemon carry the packets, even if the kernel has WireGuard.
 func wireguardConfig() map[string]any {
 	return map[string]any{"Type": "wireguard", "Implementation": "userspace"}
 }
 
-// measureWireGuard compares the wireguard backend's path through the daemon with
-// a program that is wireguard-go and nothing else, on the same hosts. They take
-// turns, and who begins alternates.
+// measureWireGuard compares the wireguard backend's userspace mode with a program that
+// consists only of wireguard-go, on the same hosts. They alternate, and so does the one
+// that begins.
 func (r *runner) measureWireGuard(ctx context.Context) error {
 	const tcp = "TCP, 1 stream, hosts"
 	for round := range r.rounds {
@@ -52,7 +52,7 @@ func (r *runner) measureWireGuard(ctx context.Context) error {
 	return nil
 }
 
-// wireguardCPU sends TCP from host 1 to host 2 through who's tunnel.
+// wireguardCPU sends TCP traffic from host 1 to host 2 through the tunnel of who.
 func (r *runner) wireguardCPU(ctx context.Context, who string) (carried, error) {
 	b, err := newBed(ctx, r.flanneld)
 	if err != nil {
@@ -77,8 +77,8 @@ func (r *runner) wireguardCPU(ctx context.Context, who string) (carried, error) 
 	return r.iperf(ctx, b, hosts[0].Namespace, hosts[1].Namespace, to)
 }
 
-// startWireGuard starts a daemon and a pod on each host, and returns an address
-// of host 2 that leads through the tunnel.
+// startWireGuard starts a daemon and a pod on each host. It returns an address of host 2
+// whose route leads through the tunnel.
 func (r *runner) startWireGuard(ctx context.Context, b *bed) (netip.Addr, error) {
 	if err := b.putConfig(ctx, wireguardConfig()); err != nil {
 		return netip.Addr{}, err
@@ -94,7 +94,7 @@ func (r *runner) startWireGuard(ctx context.Context, b *bed) (netip.Addr, error)
 	return b.lab.Pods()[1].Addrs()[0].Prev(), b.meet(ctx)
 }
 
-// wireguardRestart stops and starts a daemon while its pods talk.
+// wireguardRestart restarts a daemon while its pods communicate.
 func (r *runner) wireguardRestart(ctx context.Context) error {
 	b, err := newBed(ctx, r.flanneld)
 	if err != nil {
@@ -105,7 +105,7 @@ func (r *runner) wireguardRestart(ctx context.Context) error {
 		return err
 	}
 	pods, host := b.lab.Pods(), b.lab.Host(1)
-	const rate = 200 // packets a second
+	const rate = 200 // packets per second
 	flow, err := pods[0].StartFlow(ctx, pods[1], prefix.IPv4, rate)
 	if err != nil {
 		return err
@@ -126,7 +126,7 @@ func (r *runner) wireguardRestart(ctx context.Context) error {
 	return nil
 }
 
-// wireguardPair returns configurations with which two hosts reach each other.
+// wireguardPair returns the configurations of two hosts that are peers.
 func (b *bed) wireguardPair() (configs []string, err error) {
 	var keys [2]wgtypes.Key
 	for i := range keys {
@@ -144,7 +144,7 @@ func (b *bed) wireguardPair() (configs []string, err error) {
 	return configs, nil
 }
 
-// runWireGuard is wireguard-go, its TUN device and its sockets, and nothing else.
+// runWireGuard runs only wireguard-go with its TUN device and sockets.
 func runWireGuard(config string) error {
 	t, err := tun.CreateTUN(plainDevice, plainMTU)
 	if err != nil {

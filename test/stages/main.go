@@ -1,16 +1,16 @@
-// Command stages runs the tests in stages, one after the other, and ends with
-// a table of what came out and how long it took. A stage that fails does not
-// keep the later ones from running; one that needs it is left out and counts
-// as failed. Without arguments all stages run, otherwise the named ones and what
-// they need.
+// Command stages runs the tests in stages, one after another, and prints a table of
+// results and times at the end. If a stage fails, the others still run, except those that
+// need it: these count as failed too. Without arguments all stages run except the extra
+// ones, otherwise the named ones and those that they need. The name "all" stands for every
+// stage.
 //
-// Nothing here lists packages. Tests that need root and a network namespace
-// stand beside the code they test and are named TestKernel...; they make the
-// kernel stage. Tests that need a kernel with WireGuard, IPIP and whatever else this
-// machine's may lack are named TestVM...; test/vm runs them. Fuzz targets are found by their names as well.
+// The stages find their tests by name, so no list of packages is necessary. A test that
+// needs root and a network namespace is named TestKernel... and belongs to the kernel
+// stage. A test that needs a kernel feature that this machine may lack, such as WireGuard
+// or IPIP, is named TestVM... and runs in test/vm. Fuzz targets are named Fuzz...
 //
-// Under CI=true a skipped test is a failure, and so is a stage that finds no
-// tests: what cannot run there must not look as if it had passed.
+// With CI=true a skipped test is a failure, and so is a stage without tests: otherwise a
+// test that cannot run would look as if it had passed.
 package main
 
 import (
@@ -27,15 +27,21 @@ import (
 	"time"
 )
 
-// A stage is one line of the table.
+// A stage is one row of the table.
 type stage struct {
 	name  string
 	help  string
-	needs string // the stage without which this one cannot run; empty: none
+	needs string // the stage that must pass before this one runs; empty if none
+	extra bool   // runs only if it is named, by its name or by "all"
 	run   func(ctx context.Context, r *run) error
 }
 
-func stages(fuzzTime string) []stage {
+type options struct {
+	fuzzTime string
+	short    bool
+}
+
+func stages(o options) []stage {
 	return []stage{
 		{name: "build", help: "make build", run: build},
 		{name: "unit", help: "all but the other stages, with the race detector", run: unit},
@@ -43,8 +49,10 @@ func stages(fuzzTime string) []stage {
 		{name: "e2e", help: "test/e2e: real daemons and traffic", needs: "build", run: endToEnd},
 		{name: "vm", help: "TestVM..., on a Debian kernel in qemu", needs: "build", run: vm},
 		{name: "fuzz", help: "every fuzz target for a while", run: func(ctx context.Context, r *run) error {
-			return fuzz(ctx, r, fuzzTime)
+			return fuzz(ctx, r, o.fuzzTime)
 		}},
+		{name: "kubernetes", help: "test/kubernetes: real kubelets, and Kubernetes' own tests", needs: "build", extra: true,
+			run: func(ctx context.Context, r *run) error { return kubernetes(ctx, r, o.short) }},
 	}
 }
 
@@ -60,8 +68,8 @@ func main() {
 	}
 }
 
-// endings are the signals that end the run. That its terminal is gone is one, as what
-// it starts does not hear of that; nohup says otherwise.
+// endings returns the signals that end the run. SIGHUP, the loss of the terminal, is one
+// of them because the child processes do not get it, unless nohup ignores it.
 func endings() []os.Signal {
 	signals := []os.Signal{os.Interrupt, syscall.SIGTERM}
 	if !signal.Ignored(syscall.SIGHUP) {
@@ -70,14 +78,16 @@ func endings() []os.Signal {
 	return signals
 }
 
-// execute runs the stages that args name; ok says that all of them passed.
+// execute runs the stages that args name. ok reports whether all of them passed.
 func execute(ctx context.Context, args []string, out io.Writer) (ok bool, err error) {
 	flags := flag.NewFlagSet("stages", flag.ContinueOnError)
-	fuzzTime := flags.String("fuzztime", "10s", "how long each fuzz target runs")
+	var o options
+	flags.StringVar(&o.fuzzTime, "fuzztime", "10s", "how long each fuzz target runs")
+	flags.BoolVar(&o.short, "short", false, "run only a part of the stage kubernetes, in minutes")
 	if err := flags.Parse(args); err != nil {
 		return false, err
 	}
-	all := stages(*fuzzTime)
+	all := stages(o)
 	chosen, err := choose(all, flags.Args())
 	if err != nil {
 		return false, err
@@ -104,9 +114,13 @@ func execute(ctx context.Context, args []string, out io.Writer) (ok bool, err er
 	return summary(out, results), nil
 }
 
-// choose returns the named stages, each once and after the one that it needs.
+// choose returns the named stages, each once and after the stage that it needs. Without
+// names it returns all but the extra ones, for the name "all" every one.
 func choose(all []stage, names []string) ([]stage, error) {
-	if len(names) == 0 {
+	switch {
+	case len(names) == 0:
+		return slices.DeleteFunc(slices.Clone(all), func(s stage) bool { return s.extra }), nil
+	case slices.Equal(names, []string{"all"}):
 		return all, nil
 	}
 	var chosen []stage
@@ -138,7 +152,7 @@ func named(all []stage, name string) (stage, error) {
 	return stage{}, fmt.Errorf("unknown stage %q: want %s", name, strings.Join(known, ", "))
 }
 
-// with adds a stage, unless it is there.
+// with appends a stage unless the list contains it.
 func with(chosen []stage, s stage) []stage {
 	if slices.ContainsFunc(chosen, func(c stage) bool { return c.name == s.name }) {
 		return chosen
@@ -146,7 +160,7 @@ func with(chosen []stage, s stage) []stage {
 	return append(chosen, s)
 }
 
-// summary writes the table and, last and alone on its line, the totals.
+// summary prints the table, the reasons of failures and, on the last line, the totals.
 func summary(out io.Writer, results []*run) bool {
 	fmt.Fprintln(out)
 	w := tabwriter.NewWriter(out, 0, 0, 3, ' ', tabwriter.AlignRight)

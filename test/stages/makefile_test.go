@@ -8,8 +8,8 @@ import (
 	"time"
 )
 
-// Tools are those of the version that is checked out, be it built before or after
-// the one of the last time.
+// The links in bin/tools lead to the tools of the current version, whether these were
+// built before or after those of another version.
 func TestToolsFollowVersion(t *testing.T) {
 	makefile, err := filepath.Abs("../../Makefile")
 	if err != nil {

@@ -13,7 +13,7 @@ import (
 	"time"
 )
 
-// counts are numbers of tests, subtests included.
+// counts are the numbers of tests, including subtests.
 type counts struct{ passed, failed, skipped int }
 
 func (c *counts) add(d counts) {
@@ -22,8 +22,8 @@ func (c *counts) add(d counts) {
 	c.skipped += d.skipped
 }
 
-// lockedWriter lets the go commands of a stage and their parsers write to the
-// same place.
+// lockedWriter lets several go commands of a stage, and their parsers, write to one
+// place.
 type lockedWriter struct {
 	mu sync.Mutex
 	w  io.Writer
@@ -35,14 +35,14 @@ func (l *lockedWriter) Write(b []byte) (int, error) {
 	return l.w.Write(b)
 }
 
-// A run is what came out of one stage.
+// A run is the result of one stage.
 type run struct {
 	stage   string
-	strict  bool // skipped tests and no tests at all are failures
-	noTests bool // a stage in which no tests are expected
+	strict  bool // skipped tests count as failures, and so does a stage without tests
+	noTests bool // the stage has no tests, as expected
 	took    time.Duration
 	out     io.Writer
-	err     error // what went wrong beside failed tests
+	err     error // a failure other than that of a test
 
 	counts
 	failures []string // names of failed tests and packages, in order
@@ -62,7 +62,7 @@ func (r *run) result() string {
 	return word(r.ok())
 }
 
-// reasons says why the stage is not ok.
+// reasons returns why the stage is not ok, one reason per line.
 func (r *run) reasons() []string {
 	var reasons []string
 	for _, f := range r.failures {
@@ -80,7 +80,7 @@ func (r *run) reasons() []string {
 	return reasons
 }
 
-// event is a line of `go test -json`, see `go doc test2json`.
+// event is a line of `go test -json`. See `go doc test2json`.
 type event struct {
 	Action, Package, Test, Output string
 	ImportPath                    string // of build output
@@ -88,17 +88,17 @@ type event struct {
 	Elapsed                       float64
 }
 
-// slow is from when on a test gets a line of its own, in seconds.
+// slow is the time in seconds from which a test gets a line of its own.
 const slow = 2
 
-// parser turns the events of one `go test -json` into lines and counts.
+// parser converts the events of a `go test -json` command into lines and counts.
 type parser struct {
 	run    *run
-	output map[string][]string // what a test, package or build said and nobody has shown yet
+	output map[string][]string // output of each test, package and build that was not printed yet
 	counts map[string]*counts  // of each package
 }
 
-// read follows r to its end. Lines that are no events are shown as they are.
+// read processes all lines of r. It prints lines that are not events unchanged.
 func (p *parser) read(r io.Reader) error {
 	lines := bufio.NewReader(r)
 	for {
@@ -180,7 +180,7 @@ func (p *parser) test(e event, key string) {
 func (p *parser) pkg(e event) {
 	c := p.of(e.Package)
 	if e.Action == "fail" {
-		if c.failed == 0 { // a panic, a time-out, a build that failed
+		if c.failed == 0 { // a panic, a timeout, or a failed build
 			c.failed++
 			p.run.failures = append(p.run.failures, e.Package)
 		}
@@ -195,8 +195,8 @@ func (p *parser) pkg(e event) {
 		word(e.Action != "fail"), e.Package, e.Elapsed, c.passed, c.failed, c.skipped)
 }
 
-// showAll shows what is left of a package: its own output, and that of tests
-// which never came to an end.
+// showAll prints the remaining output of a package: its own, and that of tests that did
+// not end.
 func (p *parser) showAll(pkg string) {
 	var keys []string
 	for key := range p.output {

@@ -19,13 +19,15 @@ import (
 	"golang.org/x/sync/errgroup"
 )
 
-// vmBudget is how long the guest of the vm stage may run.
+// vmBudget limits the run time of the guest in the vm stage.
 const vmBudget = 25 * time.Minute
 
 const (
 	kernelTests = "^TestKernel"
 	vmTests     = "^TestVM"
-	e2eFolder   = "/test/e2e"
+
+	e2eFolder        = "/test/e2e"
+	kubernetesFolder = "/test/kubernetes"
 )
 
 func build(ctx context.Context, r *run) error {
@@ -33,8 +35,9 @@ func build(ctx context.Context, r *run) error {
 	return show(command(ctx, "make", "--no-print-directory", "build"), r)
 }
 
-// unit takes no results from the cache: it knows the files that tests open, but not
-// those that programs read which tests run.
+// unit runs the tests that belong to no other stage. It does not use cached results: the
+// cache notices changes of files that a test opens, but not of files that are read by
+// programs that the test runs.
 func unit(ctx context.Context, r *run) error {
 	pkgs, err := packages(ctx)
 	if err != nil {
@@ -49,7 +52,8 @@ func unit(ctx context.Context, r *run) error {
 	return goTest(ctx, r, append([]string{"-race", "-count=1", "-skip", kernelTests + "|" + vmTests}, paths...)...)
 }
 
-// kernel runs what depends on this machine, so nothing comes from the cache.
+// kernel runs the TestKernel... tests. It does not use cached results, because results
+// depend on this machine.
 func kernel(ctx context.Context, r *run) error {
 	found, err := find(ctx, regexp.MustCompile(`(?m)^func (TestKernel\w*)\(\w+ \*testing\.T\)`), notEndToEnd)
 	if err != nil || len(found) == 0 {
@@ -58,7 +62,7 @@ func kernel(ctx context.Context, r *run) error {
 	return goTest(ctx, r, append([]string{"-race", "-count=1", "-run", kernelTests}, packagesOf(found)...)...)
 }
 
-// vm runs what needs a kernel with more than this machine's may have.
+// vm runs the tests that need kernel features which this machine may lack.
 func vm(ctx context.Context, r *run) error {
 	found, err := find(ctx, regexp.MustCompile(`(?m)^func (TestVM\w*)\(\w+ \*testing\.T\)`), func(pkg) bool { return true })
 	if err != nil || len(found) == 0 {
@@ -69,7 +73,7 @@ func vm(ctx context.Context, r *run) error {
 		return err
 	}
 	defer os.RemoveAll(dir)
-	program := filepath.Join(dir, "vm") // go run would not pass on that it shall end
+	program := filepath.Join(dir, "vm") // go run would not forward signals
 	if err := show(command(ctx, "go", "build", "-o", program, "./test/vm"), r); err != nil {
 		return fmt.Errorf("build test/vm: %w", err)
 	}
@@ -77,16 +81,26 @@ func vm(ctx context.Context, r *run) error {
 	return events(command(ctx, program, append(args, packagesOf(found)...)...), r)
 }
 
-// endToEnd gives one package after the other the whole machine.
 func endToEnd(ctx context.Context, r *run) error {
+	return folder(ctx, r, e2eFolder, "-race", "-timeout=30m", "-skip", vmTests)
+}
+
+// kubernetes runs without the race detector, because the tests contain no code of the
+// product.
+func kubernetes(ctx context.Context, r *run, short bool) error {
+	return folder(ctx, r, kubernetesFolder, "-timeout=90m", fmt.Sprintf("-short=%v", short))
+}
+
+// folder runs the packages of a folder one at a time, so that each has the whole machine.
+func folder(ctx context.Context, r *run, path string, args ...string) error {
 	pkgs, err := packages(ctx)
 	if err != nil {
 		return err
 	}
-	args := []string{"-race", "-count=1", "-p=1", "-timeout=30m", "-skip", vmTests}
+	args = append(args, "-count=1", "-p=1")
 	before := len(args)
 	for _, p := range pkgs {
-		if p.endToEnd() {
+		if p.in(path) {
 			args = append(args, p.ImportPath)
 		}
 	}
@@ -96,8 +110,9 @@ func endToEnd(ctx context.Context, r *run) error {
 	return goTest(ctx, r, args...)
 }
 
-// fuzz runs one target on each CPU at a time. What a target finds stands in
-// its package's testdata/fuzz afterwards and fails the unit stage from then on.
+// fuzz runs as many targets in parallel as there are CPUs. An input that makes a target
+// fail is saved in testdata/fuzz of its package, and from then on fails the unit stage
+// too.
 func fuzz(ctx context.Context, r *run, each string) error {
 	targets, err := find(ctx, regexp.MustCompile(`(?m)^func (Fuzz\w*)\(\w+ \*testing\.F\)`), notEndToEnd)
 	if err != nil {
@@ -121,12 +136,13 @@ func fuzz(ctx context.Context, r *run, each string) error {
 	return err
 }
 
-// timeIsOver is what a fuzzer of Go before 1.27 may say, and call a failure, when
-// its time is over (https://go.dev/issue/75804). Of a finding it says more, or has
-// said that it is about to make the input smaller.
+// timeIsOver matches the failure that a fuzzer of Go before 1.27 may report when its time
+// is over (https://go.dev/issue/75804). If an input made the target fail, the report has
+// further lines, or the log says that the input is being minimized.
 var timeIsOver = regexp.MustCompile(`(?m)^--- FAIL: Fuzz\w+ \([\d.]+s\)\n    context deadline exceeded\nFAIL$`)
 
-// fuzzTarget runs one target, and once more if it was its time alone that failed.
+// fuzzTarget runs one target. If only the end of its time made it fail, it runs once
+// more.
 func fuzzTarget(ctx context.Context, out io.Writer, t found, each string) (*run, error) {
 	for again := false; ; again = true {
 		var said bytes.Buffer
@@ -135,17 +151,17 @@ func fuzzTarget(ctx context.Context, out io.Writer, t found, each string) (*run,
 		if again || !timeIsOver.Match(said.Bytes()) || bytes.Contains(said.Bytes(), []byte("failing input file")) {
 			return r, err
 		}
-		fmt.Fprintf(out, "      %s runs once more: that its time is over is no failure, see go.dev/issue/75804\n", t.name)
+		fmt.Fprintf(out, "      %s runs once more: the end of its time is not a failure, see go.dev/issue/75804\n", t.name)
 	}
 }
 
-// goTest runs `go test -json args` and reports to r. A failed test is no
-// error here, it is counted.
+// goTest runs `go test -json` with args and adds the results to r. It counts failed tests
+// and does not return an error for them.
 func goTest(ctx context.Context, r *run, args ...string) error {
 	return events(command(ctx, "go", append([]string{"test", "-json"}, args...)...), r)
 }
 
-// events runs a command that writes what go test -json writes.
+// events runs a command that prints the events of go test -json.
 func events(cmd *exec.Cmd, r *run) error {
 	cmd.Stderr = r.out
 	pipe, err := cmd.StdoutPipe()
@@ -159,7 +175,7 @@ func events(cmd *exec.Cmd, r *run) error {
 	readErr := p.read(pipe)
 	err = wait(cmd)
 	if err != nil && r.failed > 0 {
-		err = nil // the failed tests say it better
+		err = nil // the failed tests are the better description
 	}
 	if err != nil {
 		err = fmt.Errorf("run %s tests: %w", r.stage, err)
@@ -167,8 +183,8 @@ func events(cmd *exec.Cmd, r *run) error {
 	return errors.Join(err, readErr)
 }
 
-// command returns a command in a process group of its own, all of which is asked to
-// end when ctx does: go does not pass that on to the tests that it runs.
+// command returns a command in a process group of its own. When ctx ends, the whole group
+// gets SIGINT, because go does not forward signals to the tests that it runs.
 func command(ctx context.Context, name string, args ...string) *exec.Cmd {
 	cmd := exec.CommandContext(ctx, name, args...)
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGKILL}
@@ -177,14 +193,14 @@ func command(ctx context.Context, name string, args ...string) *exec.Cmd {
 	return cmd
 }
 
-// wait waits for a command, and ends what is left of its group.
+// wait waits for a command and kills the processes that remain in its group.
 func wait(cmd *exec.Cmd) error {
 	err := cmd.Wait()
-	_ = syscall.Kill(-cmd.Process.Pid, syscall.SIGKILL) // as a rule nothing is
+	_ = syscall.Kill(-cmd.Process.Pid, syscall.SIGKILL) // usually there are none
 	return err
 }
 
-// show runs a command that writes to where r does.
+// show runs a command whose output goes to the output of r.
 func show(cmd *exec.Cmd, r *run) error {
 	cmd.Stdout, cmd.Stderr = r.out, r.out
 	if err := cmd.Start(); err != nil {
@@ -193,13 +209,16 @@ func show(cmd *exec.Cmd, r *run) error {
 	return wait(cmd)
 }
 
-// pkg is what is needed of `go list -json`.
+// pkg holds the fields of `go list -json` that are used here.
 type pkg struct {
 	Dir, ImportPath           string
 	TestGoFiles, XTestGoFiles []string
 }
 
-func (p pkg) endToEnd() bool { return strings.Contains(p.ImportPath+"/", e2eFolder+"/") }
+func (p pkg) in(folder string) bool { return strings.Contains(p.ImportPath+"/", folder+"/") }
+
+// endToEnd is true of packages that have a stage to themselves.
+func (p pkg) endToEnd() bool { return p.in(e2eFolder) || p.in(kubernetesFolder) }
 
 func packages(ctx context.Context) ([]pkg, error) {
 	cmd := command(ctx, "go", "list", "-json=Dir,ImportPath,TestGoFiles,XTestGoFiles", "./...")
@@ -222,12 +241,12 @@ func packages(ctx context.Context) ([]pkg, error) {
 	}
 }
 
-// found is a function of a test file.
+// found is a test function.
 type found struct{ pkg, name string }
 
 func notEndToEnd(p pkg) bool { return !p.endToEnd() }
 
-// packagesOf returns the packages of what find has found.
+// packagesOf returns the packages of the functions, each once.
 func packagesOf(all []found) []string {
 	var pkgs []string
 	for i, f := range all {
@@ -238,8 +257,8 @@ func packagesOf(all []found) []string {
 	return pkgs
 }
 
-// find returns what the first group of re matches in the test files of the
-// packages that where is true of, package by package.
+// find returns what the first group of re matches in the test files of all packages for
+// which where returns true, package by package.
 func find(ctx context.Context, re *regexp.Regexp, where func(pkg) bool) ([]found, error) {
 	pkgs, err := packages(ctx)
 	if err != nil {

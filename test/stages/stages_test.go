@@ -17,8 +17,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 )
 
-// module writes a Go module to a folder of its own and makes it the working
-// directory.
+// module writes a Go module into a temporary directory and changes to that directory.
 func module(t *testing.T, files map[string]string) {
 	t.Helper()
 	dir := t.TempDir()
@@ -94,8 +93,8 @@ func FuzzGood(f *testing.F) { f.Fuzz(func(*testing.T, []byte) {}) }`),
 	}
 }
 
-// What a program reads that a test runs is none of Go's business: a result that
-// Go keeps says nothing about it.
+// A cached result of Go does not depend on files that are read by a program which the
+// test runs, so the unit stage must not use it.
 func TestUnitRunsAgain(t *testing.T) {
 	module(t, map[string]string{
 		"a_test.go": `package sample
@@ -130,7 +129,7 @@ func TestScript(t *testing.T) {
 	}
 }
 
-// Tests do not outlive a run that is ended.
+// Tests end when the run is ended.
 func TestEnded(t *testing.T) {
 	program := filepath.Join(t.TempDir(), "stages")
 	if out, err := exec.CommandContext(t.Context(), "go", "build", "-o", program, ".").CombinedOutput(); err != nil {
@@ -152,7 +151,7 @@ func TestForever(t *testing.T) {
 }
 `})
 			heeded := make(chan os.Signal, 1)
-			signal.Notify(heeded, sig) // or the program would ignore it where nohup runs the tests
+			signal.Notify(heeded, sig) // without this, the program would ignore the signal if the tests run under nohup
 			defer signal.Stop(heeded)
 			ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 			defer cancel()
@@ -178,7 +177,7 @@ func TestForever(t *testing.T) {
 				t.Error("stages passed, want them to fail")
 			}
 			if err := syscall.Kill(pid, 0); !errors.Is(err, syscall.ESRCH) {
-				t.Errorf("the test is still there (%v)", err)
+				t.Errorf("the test still runs (%v)", err)
 				_ = syscall.Kill(pid, syscall.SIGKILL)
 			}
 			if want := "unit: interrupted\n"; !strings.Contains(out.String(), want) {
@@ -203,15 +202,15 @@ func poll(t *testing.T, what string, ok func() bool) {
 	}
 }
 
-// A fuzzer whose time is over is run once more. No other failure is, nor one
-// that is there again.
+// A fuzzer that failed only because its time was over runs once more. It does not run
+// again after another failure, or after the second one.
 func TestFuzzTimeIsOver(t *testing.T) {
 	const minimizing = "fuzz: minimizing 41-byte failing input file\n"
 	const over, finding = "    context deadline exceeded", "    a_test.go:1: context deadline exceeded"
 	for _, tt := range []struct {
 		name   string
-		before string // what the first run says, and with always all others, in front of the failure
-		said   string // and as the failure
+		before string // output of the first run, or with always of all runs, before the failure
+		said   string // output of the failure
 		always bool
 		runs   int
 		counts string
@@ -256,7 +255,7 @@ func FuzzIt(f *testing.F) { f.Fuzz(func(*testing.T, []byte) {}) }
 				t.Errorf("want %s:\n%s", tt.counts, &out)
 			}
 			if did, err := os.ReadFile(runs); err != nil || len(did) != tt.runs {
-				t.Errorf("it was run %d times (%v), want %d", len(did), err, tt.runs)
+				t.Errorf("the target ran %d times (%v), want %d", len(did), err, tt.runs)
 			}
 		})
 	}
@@ -291,15 +290,18 @@ func TestSummary(t *testing.T) {
 }
 
 func TestChoose(t *testing.T) {
-	if _, err := choose(stages(""), []string{"unti"}); err == nil || !strings.Contains(err.Error(), `"unti"`) {
+	if _, err := choose(stages(options{}), []string{"unti"}); err == nil || !strings.Contains(err.Error(), `"unti"`) {
 		t.Errorf("got error %v, want one that names the unknown stage", err)
 	}
 	for _, tt := range []struct{ names, want []string }{
 		{[]string{"fuzz", "unit"}, []string{"fuzz", "unit"}},
 		{[]string{"unit", "e2e", "vm"}, []string{"unit", "build", "e2e", "vm"}},
 		{[]string{"e2e", "build"}, []string{"build", "e2e"}},
+		{nil, []string{"build", "unit", "kernel", "e2e", "vm", "fuzz"}},
+		{[]string{"kubernetes"}, []string{"build", "kubernetes"}},
+		{[]string{"all"}, []string{"build", "unit", "kernel", "e2e", "vm", "fuzz", "kubernetes"}},
 	} {
-		chosen, err := choose(stages(""), tt.names)
+		chosen, err := choose(stages(options{}), tt.names)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -313,8 +315,8 @@ func TestChoose(t *testing.T) {
 	}
 }
 
-// A stage that needs another one is left out if that one fails; the others run. What
-// it needs runs before it, named or not.
+// If a stage fails, those that need it do not run, but the others do. A stage that is
+// needed runs even if it was not named.
 func TestNeeds(t *testing.T) {
 	module(t, map[string]string{
 		"Makefile":           "build:\n\t@echo no compiler; false\n",
@@ -326,7 +328,7 @@ func TestNeeds(t *testing.T) {
 		counts string
 	}{
 		{[]string{"build", "unit", "e2e"}, "1 passed, 0 failed, 0 skipped"},
-		{[]string{"e2e"}, "0 passed, 0 failed, 0 skipped"}, // nor what an earlier build has left
+		{[]string{"e2e"}, "0 passed, 0 failed, 0 skipped"}, // does not use the result of an earlier build either
 	} {
 		var out bytes.Buffer
 		ok, err := execute(t.Context(), tt.stages, &out)

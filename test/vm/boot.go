@@ -9,20 +9,21 @@ import (
 	"strings"
 )
 
-// guest is a machine that has not started yet.
+// guest is a virtual machine before its start.
 type guest struct {
 	options
 	kernel  kernel
-	image   string // its file system
-	console string // file for what its kernel says
+	image   string // the initrd, which is its file system
+	console string // path of the file for the messages of its kernel
 }
 
-// boot runs the guest to its end.
+// boot starts the guest and waits for its end.
 func boot(ctx context.Context, g guest, r *report) error {
 	ctx, cancel := context.WithTimeoutCause(ctx, g.timeout, fmt.Errorf("the guest was not done after %s", g.timeout))
 	defer cancel()
-	// Emulating a machine is slow. A plain CPU takes less of it: whatever newer ones have,
-	// programs use. So does norandmaps: the same code at the same address is found at once.
+	// Emulation is slow. A plain CPU helps: programs use the extensions of newer CPUs if
+	// they exist, and these take longer to emulate. norandmaps helps too: code at the
+	// same address in each process is found at once in the cache of translated code.
 	cmd := command(ctx, "", "qemu-system-x86_64",
 		"-accel", "tcg,thread=multi", "-cpu", "qemu64,+rdrand", "-smp", strconv.Itoa(g.cpus), "-m", strconv.Itoa(g.memory),
 		"-nodefaults", "-no-user-config", "-no-reboot", "-display", "none", "-net", "none",
@@ -49,7 +50,7 @@ func boot(ctx context.Context, g guest, r *report) error {
 	return err
 }
 
-// lastLines returns the last n lines of a file; nothing if it has none.
+// lastLines returns the last n lines of a file.
 func lastLines(path string, n int) string {
 	text, err := os.ReadFile(path)
 	if err != nil {

@@ -17,11 +17,13 @@ import (
 	"flanneld/test/vm/job"
 )
 
-// tools are what tests and the code under test run. modprobe is for the kernel.
+// tools are the programs of this machine that tests and the tested code run. The kernel
+// runs modprobe.
 var tools = []string{"bridge", "cat", "env", "ethtool", "grep", "ip", "modprobe", "nft", "nsenter", "sed", "sh", "sleep", "sysctl", "tc", "wg"}
 
-// multi are the programs of iptables. The name that they are called by says what
-// they do, and all of them need what is in the folder of their library's name.
+// multi are the programs of iptables by variant. They are called through links whose
+// names select the function, and load extensions from the folder xtables beside their
+// library.
 var multi = map[string]string{"": "xtables-nft-multi", "-nft": "xtables-nft-multi", "-legacy": "xtables-legacy-multi"}
 
 const (
@@ -29,14 +31,14 @@ const (
 	xtablesFolder  = "xtables"
 )
 
-// modules are the folders of modules that may be of use.
+// modules are the folders of kernel modules that are copied to the guest.
 var modules = []string{"arch", "crypto", "drivers/net", "lib", "net"}
 
-// source is where the guest has this module, so that relative paths of tests
-// are good there, too.
+// source is the guest's directory for this Go module. Tests can use the same relative
+// paths there.
 const source = "/src"
 
-// addTests compiles the tests and puts them where the guest looks for them.
+// addTests compiles the tests and copies them to the guest.
 func addTests(ctx context.Context, root string, o options) ([]job.Job, error) {
 	list, err := output(ctx, "", "go", append([]string{"list", "-f", "{{.ImportPath}}\t{{.Dir}}\t{{.Module.Dir}}"}, o.packages...)...)
 	if err != nil {
@@ -54,7 +56,7 @@ func addTests(ctx context.Context, root string, o options) ([]job.Job, error) {
 		}
 		j := job.Job{
 			Package: pkg, Dir: filepath.Join(source, rel), Binary: fmt.Sprintf("/tests/%d.test", i),
-			// Most of its time a parallel test waits for a timer: one more than there are CPUs.
+			// parallel tests mostly wait for timers, so one more than there are CPUs
 			Args: []string{"-test.v=test2json", "-test.run=" + o.run, "-test.parallel=" + strconv.Itoa(o.cpus+1)},
 			End:  testsEnd(o.timeout),
 		}
@@ -75,8 +77,8 @@ func addTests(ctx context.Context, root string, o options) ([]job.Job, error) {
 	return jobs, os.WriteFile(filepath.Join(root, job.File), text, 0o600)
 }
 
-// testsEnd is when all tests are to have ended of a guest that may run for limit. The
-// rest is for those that have not, to say what they were waiting for.
+// testsEnd returns when all tests must have ended in a guest whose run time is limited to
+// limit. The remaining time is for the stack traces of tests that hang.
 func testsEnd(limit time.Duration) time.Duration { return limit - limit/10 }
 
 func addTest(ctx context.Context, root, dir string, j job.Job) error {
@@ -93,12 +95,12 @@ func addTest(ctx context.Context, root, dir string, j job.Job) error {
 	return os.CopyFS(filepath.Join(root, j.Dir, "testdata"), os.DirFS(data))
 }
 
-// addPrograms adds what make build has made, where it is.
+// addPrograms copies the programs that make build has built, at the same relative path.
 func addPrograms(root, module string) error {
 	for _, name := range []string{"flanneld", "flannelctl"} {
 		from := filepath.Join(module, "bin", name)
 		if _, err := os.Stat(from); errors.Is(err, fs.ErrNotExist) {
-			continue // tests that need it say so
+			continue // tests that need the program report that it is missing
 		}
 		if err := add(root, from, filepath.Join(source, "bin", name)); err != nil {
 			return err
@@ -107,7 +109,7 @@ func addPrograms(root, module string) error {
 	return nil
 }
 
-// static runs the go command for programs that need no libraries.
+// static runs the go command such that it builds static programs.
 func static(ctx context.Context, args ...string) error {
 	cmd := command(ctx, "", "go", args...)
 	cmd.Env = append(os.Environ(), "CGO_ENABLED=0")
@@ -117,7 +119,7 @@ func static(ctx context.Context, args ...string) error {
 	return nil
 }
 
-// addSystem adds everything but the tests.
+// addSystem copies everything except the tests.
 func addSystem(ctx context.Context, root string, k kernel) error {
 	for _, dir := range []string{"usr/bin", "usr/sbin", "usr/lib", "usr/lib64", "dev", "proc", "sys", "run", "tmp", "etc", "root", "var/lib"} {
 		if err := os.MkdirAll(filepath.Join(root, dir), 0o755); err != nil {
@@ -149,7 +151,8 @@ func addSystem(ctx context.Context, root string, k kernel) error {
 	return addModules(ctx, root, k)
 }
 
-// addIPTables adds iptables in both variants, of which nft has the plain names.
+// addIPTables copies both variants of iptables. The plain names are those of the nft
+// variant.
 func addIPTables(ctx context.Context, root string) error {
 	extensions := ""
 	for variant, name := range multi {
@@ -178,8 +181,8 @@ func addIPTables(ctx context.Context, root string) error {
 
 var libraryPath = regexp.MustCompile(`/\S+`)
 
-// addTool adds a program of this machine and its libraries, of which it returns
-// the paths.
+// addTool copies a program of this machine and its libraries, and returns the paths of
+// the libraries.
 func addTool(ctx context.Context, root, name string) (libraries []string, err error) {
 	path, err := exec.LookPath(name)
 	if err != nil {
@@ -201,7 +204,7 @@ func addTool(ctx context.Context, root, name string) (libraries []string, err er
 	return libraries, nil
 }
 
-// addModules adds the kernel's modules, and what says which needs which.
+// addModules copies the kernel's modules and generates the list of their dependencies.
 func addModules(ctx context.Context, root string, k kernel) error {
 	to := filepath.Join(root, "usr/lib/modules", k.version)
 	for _, dir := range modules {
@@ -222,7 +225,7 @@ func addModules(ctx context.Context, root string, k kernel) error {
 	return err
 }
 
-// add copies a file of this machine to a path in the guest, unless it is there.
+// add copies a file of this machine to a path in the guest, unless that path exists.
 func add(root, from, to string) error {
 	to = filepath.Join(root, to)
 	if _, err := os.Stat(to); err == nil {
@@ -238,7 +241,7 @@ func add(root, from, to string) error {
 	return os.WriteFile(to, data, 0o755)
 }
 
-// pack makes the guest's first and only file system of what is below root.
+// pack writes the tree below root as an initrd, the guest's only file system.
 func pack(ctx context.Context, root, image string) error {
 	_, err := output(ctx, root, "sh", "-c", `find . -print0 | cpio --null -o -H newc --quiet >"$0"`, image)
 	return err

@@ -10,18 +10,18 @@ import (
 	"runtime"
 )
 
-// metaPackage depends on the newest kernel, whatever its version.
+// metaPackage depends on the package of the newest kernel.
 const metaPackage = "linux-image-cloud-amd64"
 
-// kernel is a kernel package, unpacked.
+// kernel is an unpacked kernel package.
 type kernel struct {
 	image   string // vmlinuz
-	modules string // folder of kernel and modules.builtin
-	version string // as uname -r has it
+	modules string // directory that contains kernel and modules.builtin
+	version string // as uname -r prints it
 }
 
-// findKernel returns the kernel that apt thinks newest. It is kept in the user's
-// cache, under its name, so that each is fetched once.
+// findKernel returns the newest kernel that apt knows. It is stored in the user's cache
+// under its name, so that each version is downloaded once.
 func findKernel(ctx context.Context) (kernel, error) {
 	if runtime.GOARCH != "amd64" {
 		return kernel{}, fmt.Errorf("the guest is amd64 and runs programs of this machine, which is %s", runtime.GOARCH)
@@ -35,7 +35,7 @@ func findKernel(ctx context.Context) (kernel, error) {
 	if err == nil {
 		return k, nil
 	}
-	if _, updateErr := output(ctx, "", "apt-get", "-q", "update"); updateErr != nil { // the lists are missing or old
+	if _, updateErr := output(ctx, "", "apt-get", "-q", "update"); updateErr != nil { // the lists are missing or out of date
 		return kernel{}, errors.Join(err, updateErr)
 	}
 	return fetchKernel(ctx, cache)
@@ -86,7 +86,7 @@ func fetchKernel(ctx context.Context, cache string) (kernel, error) {
 			return kernel{}, fmt.Errorf("unpack %s: %w", name, err)
 		}
 	}
-	if err := os.Rename(tree, dir); err != nil && !errors.Is(err, os.ErrExist) { // else another run was first
+	if err := os.Rename(tree, dir); err != nil && !errors.Is(err, os.ErrExist) { // if it exists, another run was faster
 		return kernel{}, err
 	}
 	return k, nil

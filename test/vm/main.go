@@ -1,14 +1,13 @@
-// Command vm runs Go tests on a kernel that this machine does not have: it boots
-// Debian's cloud kernel in qemu, which emulates all of it, so that no KVM is
-// needed. The guest's only files are the tests, compiled and static, what is in
-// bin, some tools of this machine with their libraries, and the kernel's modules,
-// which are loaded when something asks for them.
+// Command vm runs Go tests on another kernel than this machine's: it boots Debian's cloud
+// kernel in qemu. qemu emulates the whole machine, so KVM is not needed. The guest
+// contains the compiled tests, the programs in bin, some tools of this machine with their
+// libraries, and the kernel's modules, which are loaded on demand.
 //
 //	go run ./test/vm -run '^TestVM' ./test/e2e
 //
-// It prints what the tests print, with -json as `go test -json` does, and fails
-// if a test fails, if the guest ends early or takes too long, and if no test of a
-// package ran.
+// It prints the output of the tests, with -json in the format of `go test -json`. It
+// fails if a test fails, if the guest ends early or takes too long, or if a package has
+// no matching test.
 package main
 
 import (

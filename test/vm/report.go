@@ -11,25 +11,25 @@ import (
 	"flanneld/test/vm/job"
 )
 
-// report passes on what the guest says, and counts.
+// report prints the guest's output and counts the tests.
 type report struct {
 	out    io.Writer
 	json   bool
-	passed map[string]int // by package
+	passed map[string]int // passed tests, by package
 	failed int
-	ended  map[string]bool // packages
+	ended  map[string]bool // packages whose tests have ended
 }
 
 func newReport(out io.Writer, asJSON bool) *report {
 	return &report{out: out, json: asJSON, passed: map[string]int{}, ended: map[string]bool{}}
 }
 
-// event is a line of go test -json, see `go doc test2json`.
+// event is a line of go test -json. See `go doc test2json`.
 type event struct {
 	Action, Package, Test, Output string `json:",omitempty"`
 }
 
-// read follows r to its end.
+// read processes all lines from the guest.
 func (r *report) read(from io.Reader) error {
 	lines := bufio.NewReader(from)
 	for {
@@ -68,15 +68,15 @@ func (r *report) line(line string) {
 	}
 }
 
-// close makes sure that the packages whose tests did not come to an end count as
-// failed, and says whether all is well.
+// close counts every package whose tests did not end as failed. It returns an error if a
+// test failed or a package had none.
 func (r *report) close(jobs []job.Job) error {
 	for _, j := range jobs {
 		if r.ended[j.Package] {
 			continue
 		}
 		for _, e := range []event{
-			{Action: "output", Package: j.Package, Output: "the tests did not come to their end\n"},
+			{Action: "output", Package: j.Package, Output: "the tests did not end\n"},
 			{Action: "fail", Package: j.Package},
 		} {
 			text, err := json.Marshal(e)

@@ -18,17 +18,17 @@ func TestReport(t *testing.T) {
 	)
 	for _, tt := range []struct {
 		name, said string
-		err        string   // empty: all is well
-		packages   []string // p unless given
-		out        string   // part of it
+		err        string   // empty if all is well
+		packages   []string // p if not given
+		out        string   // part of the output
 	}{
 		{name: "passed", said: pass + end, out: "1 tests passed"},
 		{name: "failed", said: pass + fail + bad, err: "1 tests passed, not all"},
 		{name: "skipped", said: pass + skip + end, err: "not all"},
 		{name: "none", said: end, err: "no test ran in p"},
 		{name: "none in one", said: pass + end + `{"Action":"pass","Package":"q"}` + "\n", packages: []string{"p", "q"}, err: "no test ran in q"},
-		{name: "broken off", said: pass, err: "not all", out: "the tests did not come to their end"},
-		{name: "silent", err: "not all", out: "the tests did not come to their end"},
+		{name: "broken off", said: pass, err: "not all", out: "the tests did not end"},
+		{name: "silent", err: "not all", out: "the tests did not end"},
 		{name: "other lines", said: "{ not an event\n" + pass + end, out: "{ not an event"},
 	} {
 		t.Run(tt.name, func(t *testing.T) {

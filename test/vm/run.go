@@ -9,7 +9,7 @@ import (
 	"time"
 )
 
-// command returns a command that ends with ctx, or with this process.
+// command returns a command that is killed when ctx ends or this process exits.
 func command(ctx context.Context, dir, name string, args ...string) *exec.Cmd {
 	cmd := exec.CommandContext(ctx, name, args...)
 	cmd.Dir = dir
@@ -19,8 +19,8 @@ func command(ctx context.Context, dir, name string, args ...string) *exec.Cmd {
 	return cmd
 }
 
-// output runs a command and returns what it writes to its standard output. Its
-// complaints become part of the error.
+// output runs a command and returns its standard output. On failure the error contains
+// its standard error.
 func output(ctx context.Context, dir, name string, args ...string) (string, error) {
 	var stdout, stderr bytes.Buffer
 	cmd := command(ctx, dir, name, args...)

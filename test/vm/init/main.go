@@ -1,5 +1,5 @@
-// Command init is the first and only program that the guest of test/vm starts: it
-// runs the tests that it is told to run, and turns the machine off.
+// Command init is the first and only program that the guest of test/vm starts. It runs
+// the tests in the list of jobs and then turns the machine off.
 package main
 
 import (
@@ -17,14 +17,14 @@ import (
 
 func main() {
 	if err := run(); err != nil {
-		fmt.Fprintln(os.Stderr, "init:", err) // the console
+		fmt.Fprintln(os.Stderr, "init:", err) // on the console
 	}
 	unix.Sync()
-	// The machine ends rather than starting again: qemu is told so.
+	// With -no-reboot qemu ends the machine instead of restarting it.
 	if err := unix.Reboot(unix.LINUX_REBOOT_CMD_RESTART); err != nil {
 		fmt.Fprintln(os.Stderr, "init:", err)
 	}
-	os.Exit(1) // which panics the kernel, and that ends the machine, too
+	os.Exit(1) // the exit of init panics the kernel, which ends the machine too
 }
 
 func run() error {
@@ -47,7 +47,7 @@ func run() error {
 	defer port.Close()
 	for _, args := range [][]string{
 		{"ip", "link", "set", "lo", "up"},
-		{"modprobe", "tun"}, // nothing asks for it: its device file comes with it
+		{"modprobe", "tun"}, // not loaded on demand, because the device file exists only after loading
 	} {
 		if out, err := exec.Command(args[0], args[1:]...).CombinedOutput(); err != nil {
 			return fmt.Errorf("run %q: %w: %s", args, err, out)
@@ -76,8 +76,8 @@ func run() error {
 	return nil
 }
 
-// openPort opens the line to the machine, such that what is written there comes
-// out unchanged.
+// openPort opens the serial line to the host machine in raw mode, so that output arrives
+// unchanged.
 func openPort() (*os.File, error) {
 	port, err := os.OpenFile(job.Port, os.O_RDWR|unix.O_NOCTTY, 0)
 	if err != nil {

@@ -1,27 +1,27 @@
-// Package job is what the machine tells the guest's init to do.
+// Package job defines the list of tests that test/vm passes to the guest's init.
 package job
 
 import "time"
 
-// Where the guest finds what init needs.
+// Paths in the guest.
 const (
 	File      = "/jobs.json"       // a list of Job
 	Test2JSON = "/tests/test2json" // go tool test2json
-	Port      = "/dev/ttyS1"       // what goes to the machine
+	Port      = "/dev/ttyS1"       // the serial line to the host machine
 )
 
-// Job is the tests of one package.
+// Job describes the tests of one package.
 type Job struct {
 	Package string        // import path
-	Dir     string        // where they run
-	Binary  string        // of go test -c
-	Args    []string      // for it
-	End     time.Duration // of the guest's uptime, by when they have ended
+	Dir     string        // their working directory
+	Binary  string        // built by go test -c
+	Args    []string      // of the binary
+	End     time.Duration // uptime of the guest at which the tests must have ended
 }
 
-// Command is what runs the tests in a guest that is up for so long. Tests that hang
-// say where, and fail, when their time is over.
+// Command returns the command line of the tests for a guest with the given uptime. Tests
+// that still run at End fail and print their stacks.
 func (j Job) Command(uptime time.Duration) []string {
-	left := max(j.End-uptime, time.Second) // 0 would be no limit
+	left := max(j.End-uptime, time.Second) // zero would mean no limit
 	return append([]string{Test2JSON, "-t", "-p", j.Package, j.Binary, "-test.timeout=" + left.String()}, j.Args...)
 }
