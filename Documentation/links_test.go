@@ -9,7 +9,8 @@ import (
 	"testing"
 )
 
-// pages are all pages of the project, by their path from here.
+// pages returns the text of all pages of the project, by their path relative to this
+// folder.
 func pages(t *testing.T) map[string]string {
 	t.Helper()
 	all := map[string]string{}
@@ -43,7 +44,7 @@ var (
 	word    = regexp.MustCompile(`[^\p{L}\p{N}_ -]`)
 )
 
-// anchors are the ids that the headings of a page get.
+// anchors returns the ids of the headings of a page.
 func anchors(text string) map[string]bool {
 	ids := map[string]bool{}
 	for _, h := range heading.FindAllStringSubmatch(fenced.ReplaceAllString(text, ""), -1) {
@@ -65,7 +66,7 @@ func TestAnchors(t *testing.T) {
 	}
 }
 
-// Links within the project lead to files that are there, and to headings in them.
+// Links within the project lead to existing files, and to existing headings in them.
 func TestLinks(t *testing.T) {
 	all := pages(t)
 	linked := map[string]bool{"../README.md": true}
@@ -82,7 +83,7 @@ func TestLinks(t *testing.T) {
 			}
 			linked[to] = linked[to] || to != path
 			if _, err := os.Stat(to); err != nil {
-				t.Errorf("%s: %s leads nowhere", path, target)
+				t.Errorf("%s: %s links to a file that does not exist", path, target)
 			} else if id != "" && !anchors(all[to])[id] {
 				t.Errorf("%s: %s has no heading #%s", path, to, id)
 			}
@@ -90,12 +91,12 @@ func TestLinks(t *testing.T) {
 	}
 	for path := range all {
 		if !linked[path] {
-			t.Errorf("no page leads to %s", path)
+			t.Errorf("no page links to %s", path)
 		}
 	}
 }
 
-// Pages of backends answer the same questions in the same order.
+// The pages of backends have the same headings in the same order.
 func TestBackendPages(t *testing.T) {
 	want := []string{"Description", "Configuration", "Lease data", "Kernel objects owned", "MTU", "Metrics", "Failure modes", "Examples"}
 	for _, s := range sections {

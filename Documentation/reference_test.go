@@ -1,4 +1,4 @@
-// Package documentation_test keeps the pages true to the code.
+// Package documentation_test compares the pages with the code.
 package documentation_test
 
 import (
@@ -38,22 +38,23 @@ import (
 	"flanneld/subnet"
 )
 
-var update = flag.Bool("update", false, "write the generated pages anew")
+var update = flag.Bool("update", false, "generate the pages again")
 
 const referenceHead = `# Reference
 
-This page is made from the code: ` + "`go test ./Documentation -update`" + ` writes it, and a test
-fails when it is out of date. Types and ranges are what the daemon says when it refuses
-something else. The flags are on a page of [their own](flags.md).
+This page lists all keys of the network configuration and all metrics. It is generated from the
+code by ` + "`go test ./Documentation -update`" + `, and a test fails if it is out of date. Types and
+ranges come from the errors of the daemon for other values. The flags are on a page of
+[their own](flags.md).
 
 `
 
-// section is a struct that the configuration is decoded into.
+// section is a struct that configuration keys are decoded into.
 type section struct {
 	title    string
-	folder   string // of the package that has the struct
+	folder   string // of the package that defines the struct
 	defaults any
-	backend  string // empty for the network's own keys
+	backend  string // empty for the keys of the network itself
 }
 
 var sections = []section{
@@ -67,7 +68,8 @@ var sections = []section{
 	{"Backend alloc", "backend/alloc", struct{}{}, alloc.Type},
 }
 
-// TestReference writes the reference with -update, and otherwise wants it as it is.
+// TestReference generates the reference with -update. Without it, the reference must be
+// up to date.
 func TestReference(t *testing.T) {
 	var b strings.Builder
 	b.WriteString(referenceHead)
@@ -91,11 +93,11 @@ func TestReference(t *testing.T) {
 	}
 }
 
-// Every backend that the daemon knows has a section, and a page.
+// Every backend of the daemon has a section and a page.
 func TestReferenceHasAllBackends(t *testing.T) {
 	_, _, err := app.ValidateConfig([]byte(`{"Network": "10.5.0.0/16", "Backend": {"Type": "?"}}`), true)
 	if err == nil {
-		t.Fatal("a backend ? was taken")
+		t.Fatal("the backend ? is accepted")
 	}
 	_, list, _ := strings.Cut(err.Error(), "must be one of ")
 	var known []string
@@ -117,7 +119,7 @@ func (s section) write(t *testing.T, b *strings.Builder) {
 		return
 	}
 	comments := fieldComments(t, s.folder, v.Type().Name())
-	b.WriteString("| Key | Wants | Default | Meaning |\n|---|---|---|---|\n")
+	b.WriteString("| Key | Value | Default | Meaning |\n|---|---|---|---|\n")
 	for i := range v.NumField() {
 		key := v.Type().Field(i).Name
 		if comments[key] == "" {
@@ -128,7 +130,7 @@ func (s section) write(t *testing.T, b *strings.Builder) {
 	b.WriteString("\n")
 }
 
-// textOf is a default as it would stand in the configuration.
+// textOf returns a default in the form in which the configuration contains it.
 func textOf(v reflect.Value) string {
 	if v.Kind() != reflect.Bool && v.Kind() != reflect.Int && v.IsZero() {
 		return "none"
@@ -140,7 +142,8 @@ func textOf(v reflect.Value) string {
 	return "`" + string(raw) + "`"
 }
 
-// wants asks the daemon what it takes, by what it says of what it does not.
+// wants returns which values a key accepts. It finds that out from the errors of values
+// that the daemon refuses.
 func (s section) wants(t *testing.T, key string, v reflect.Value) string {
 	kind := wanted(s.refusal(key, map[string]any{}))
 	if key == "Backend" {
@@ -150,7 +153,7 @@ func (s section) wants(t *testing.T, key string, v reflect.Value) string {
 		return kind
 	}
 	if kind == "" {
-		t.Errorf("%s %s: an object is taken", s.title, key)
+		t.Errorf("%s %s: an object is accepted", s.title, key)
 	}
 	if s.backend != "" && v.Kind() == reflect.Int {
 		inside := func(n int64) bool {
@@ -173,7 +176,7 @@ func (s section) wants(t *testing.T, key string, v reflect.Value) string {
 		if network := s.network(key); len(taken) > 1 && taken[len(taken)-1]-taken[0] == len(taken)-1 && s.refusal(key, 0) == "" {
 			return fmt.Sprintf("0, or %d to %d in a /%d", taken[0], taken[len(taken)-1], network.Bits())
 		}
-		t.Errorf("%s: what is taken is no range: %v", key, taken)
+		t.Errorf("%s: the accepted values are not a range: %v", key, taken)
 	}
 	if kind == "a string" {
 		if _, more, ok := strings.Cut(s.refusal(key, "?"), "want "); ok {
@@ -183,14 +186,14 @@ func (s section) wants(t *testing.T, key string, v reflect.Value) string {
 	return kind
 }
 
-// wanted is what an error says that a value should have been.
+// wanted returns the part of an error that describes the expected value.
 func wanted(refusal string) string {
 	_, after, _ := strings.Cut(refusal, ": want ")
 	before, _, _ := strings.Cut(after, ", have ")
 	return before
 }
 
-// network is the one that a key is tried with.
+// network returns the network with which a key is tested.
 func (section) network(key string) netip.Prefix {
 	if strings.HasPrefix(key, "IPv6") {
 		return netip.MustParsePrefix("fd00:5::/48")
@@ -198,7 +201,7 @@ func (section) network(key string) netip.Prefix {
 	return netip.MustParsePrefix("10.5.0.0/16")
 }
 
-// refusal is what the daemon says about one key with one value.
+// refusal returns the daemon's error for one key with one value, or "".
 func (s section) refusal(key string, value any) string {
 	config := map[string]any{"Network": s.network("")}
 	switch {
@@ -221,7 +224,7 @@ func (s section) refusal(key string, value any) string {
 	return ""
 }
 
-// fieldComments are the comments of a struct's fields in the source, on one line.
+// fieldComments returns the source comments of a struct's fields, each on one line.
 func fieldComments(t *testing.T, folder, name string) map[string]string {
 	comments := map[string]string{}
 	files, err := filepath.Glob(filepath.Join("..", folder, "*.go"))
@@ -252,7 +255,7 @@ func fieldComments(t *testing.T, folder, name string) map[string]string {
 	return comments
 }
 
-// scrape is /metrics of a daemon that knows everything.
+// scrape returns /metrics of a daemon that has a value for every metric.
 func scrape(t *testing.T) string {
 	m := metrics.New(func(context.Context) metrics.Look {
 		one := map[string]int{"": 1}
@@ -280,7 +283,7 @@ func writeMetrics(t *testing.T, b *strings.Builder) {
 	}
 }
 
-// Flags are shown as flanneld prints them.
+// The flags page contains the output of flanneld --help.
 func TestFlags(t *testing.T) {
 	page, err := os.ReadFile("flags.md")
 	if err != nil {
@@ -293,9 +296,9 @@ func TestFlags(t *testing.T) {
 	}
 }
 
-// What pages call a metric is one. A value of the Helm chart has a point before
-// its name.
-func TestMetricsThatPagesName(t *testing.T) {
+// Every name of a metric on a page is that of a metric. A value of the Helm chart has a point
+// before its name.
+func TestPagesNameExistingMetrics(t *testing.T) {
 	page := scrape(t)
 	for path, text := range pages(t) {
 		for _, name := range regexp.MustCompile(`(?:^|[^.\w])(flannel_[a-z_]+)`).FindAllStringSubmatch(text, -1) {
