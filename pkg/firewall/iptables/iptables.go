@@ -89,11 +89,12 @@ type Applier struct {
 	variant Variant
 	known   map[prefix.Family]kind
 	leads   leadsFunc
+	legacy  legacy
 }
 
 // New returns an Applier that uses the programs of variant v.
 func New(v Variant) *Applier {
-	return &Applier{variant: v, known: map[prefix.Family]kind{}, leads: nftables.Leads}
+	return &Applier{variant: v, known: map[prefix.Family]kind{}, leads: nftables.Leads, legacy: newLegacy()}
 }
 
 // Variant returns Legacy or NFT: the variant that the programs for family f implement.
@@ -118,7 +119,7 @@ func (a *Applier) kind(ctx context.Context, f prefix.Family) (kind, error) {
 }
 
 // Apply implements firewall.Applier. If nothing has changed it runs one program for each
-// family that p concerns.
+// family that p concerns, and none if the kernel's own iptables holds the rules.
 func (a *Applier) Apply(ctx context.Context, p firewall.Policy) (changed bool, err error) {
 	var errs []error
 	for _, f := range families() {
@@ -150,7 +151,14 @@ func (a *Applier) apply(ctx context.Context, p firewall.Policy, f prefix.Family)
 		return false, nil
 	}
 	p.Random = p.Random && k.random
-	program := a.variant.Program(f)
+	program, table := a.variant.Program(f), p.Table(f)
+	var now exact
+	if !k.nft {
+		var same bool
+		if now, same = a.legacy.unchanged(f, table); same {
+			return false, nil
+		}
+	}
 	have, hidden, err := a.read(ctx, f, k)
 	if err != nil {
 		err = fmt.Errorf("read rules: %w", err)
@@ -158,8 +166,11 @@ func (a *Applier) apply(ctx context.Context, p firewall.Policy, f prefix.Family)
 	if have == nil {
 		return false, err
 	}
-	script := plan(have, p.Table(f))
+	script := plan(have, table)
 	if script == "" {
+		if err == nil {
+			a.legacy.remember(f, now)
+		}
 		return false, err
 	}
 	args := []string{"--noflush"}
