@@ -75,7 +75,22 @@ func (w *world) underlay() error {
 	if err != nil {
 		return err
 	}
+	if err := w.awaitUp("eth0"); err != nil {
+		return err
+	}
 	return w.awaitOwn(netip.MustParseAddr("fd00:77::1"))
+}
+
+// awaitUp waits until the kernel has announced that a device is operational, which it does
+// in a worker some time after both ends of a veth pair are up.
+func (w *world) awaitUp(dev string) error {
+	return await(func(context.Context) (string, error) {
+		link, err := w.links.LinkByName(dev)
+		if err == nil && link.Attrs().OperState != netlink.OperUp {
+			return dev + " is " + link.Attrs().OperState.String(), nil
+		}
+		return "", err
+	})
 }
 
 // awaitOwn waits until lookups treat an address as one of this host. For IPv6 the kernel
