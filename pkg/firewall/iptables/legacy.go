@@ -112,7 +112,7 @@ type tables struct {
 	bytes int    // size of all rules
 }
 
-// openTables reads the sizes of the tables that exist: to ask for another would create it.
+// openTables reads the sizes of the tables that exist. A request for another one would create it.
 func openTables(seed maphash.Seed, f prefix.Family) (*tables, error) {
 	domain := unix.AF_INET
 	if f == prefix.IPv6 {
