@@ -52,7 +52,7 @@ func (d *daemon) resume(ctx context.Context, m store, last lastKnown) resumption
 		if err != nil { // the start was cancelled, or the lease has expired
 			return
 		}
-		klog.FromContext(ctx).Info("using the last known state until the store answers", "lease", last.Own.Key)
+		klog.FromContext(ctx).Info("going on from the last known state until the store answers", "lease", last.Own.Key)
 		d.carryOn(ctx, m, s, options)
 	})
 	<-tried
