@@ -20,7 +20,7 @@ func fold(s string) string { return strings.ReplaceAll(strings.ToLower(s), "_", 
 // distance returns the number of letters to insert, remove, replace or swap with their
 // neighbour to turn a into b.
 func distance(a, b string) int {
-	// Rows of the usual table: before is two rows above row.
+	// Rows of the table of edit distances: before is the row two above row.
 	before, above := make([]int, len(b)+1), make([]int, len(b)+1)
 	for j := range above {
 		above[j] = j

@@ -76,7 +76,8 @@ func TestRuntimeFit(t *testing.T) {
 	}
 }
 
-// TestRestWithoutStart lets a daemon wait for its store.
+// TestRestWithoutStart checks that a daemon that still waits for its store releases
+// memory after longStart.
 func TestRestWithoutStart(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		ctx, cancel := context.WithCancel(t.Context())
