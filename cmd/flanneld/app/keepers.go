@@ -17,7 +17,7 @@ import (
 const fileCheck = 30 * time.Second
 
 // errStale is the state until the subnet file of a new session is written.
-var errStale = errors.New("it is not written yet")
+var errStale = errors.New("the file is not written yet")
 
 // fileKeeper writes the subnet file, and writes it again if it was lost or altered.
 type fileKeeper struct {

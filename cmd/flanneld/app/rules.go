@@ -211,7 +211,7 @@ func (k *ruleKeeper) clean(ctx context.Context) error {
 		}
 		if err != nil {
 			if !k.uncleaned && ctx.Err() == nil {
-				log.Error(err, "cannot see to what another firewall may have left, trying again")
+				log.Error(err, "cannot remove the rules of another firewall, trying again")
 			}
 			k.uncleaned = true
 			return err
