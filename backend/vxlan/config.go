@@ -22,12 +22,12 @@ const (
 // config is the Backend object of the network configuration.
 type config struct {
 	VNI           int  // VXLAN network identifier, also the number in the device's name
-	Port          int  // UDP port that peers send to; 0 is the kernel's 8472
-	MTU           int  // of the network between the hosts, bytes; 0 is that of the external interface
-	GBP           bool // group-based policy extension; the same on all hosts
-	Learning      bool // the device learns MACs from packets; not needed
-	DirectRouting bool // peers on a network of this host are reached by plain routes
-	// ChecksumOffload says who computes checksums: the hardware, this host, or as the kernel has it.
+	Port          int  // UDP port that peers send to; 0 means the kernel's 8472
+	MTU           int  // MTU of the network between the hosts in bytes; 0 means that of the external interface
+	GBP           bool // group-based policy extension; must be the same on all hosts
+	Learning      bool // whether the device learns MACs from packets; not needed
+	DirectRouting bool // use plain routes to peers on a network of this host
+	// ChecksumOffload says where checksums are computed: in hardware (on), on this host (off), or by the kernel's default (auto).
 	ChecksumOffload string
 }
 

@@ -40,11 +40,11 @@ const (
 // config is the Backend object of the network configuration.
 type config struct {
 	ListenPort                  int    // UDP port
-	ListenPortV6                int    // UDP port of the IPv6 device, in mode separate only
-	MTU                         int    // of the network between the hosts, bytes; 0 is that of the external interface
+	ListenPortV6                int    // UDP port of the IPv6 device, only in mode separate
+	MTU                         int    // MTU of the network between the hosts in bytes; 0 means that of the external interface
 	PSK                         string // preshared key of all peers
-	PSKFile                     string // file on each host with the preshared key, in place of PSK
-	PersistentKeepaliveInterval int    // seconds between packets that keep a NAT's mapping alive; 0 is none
+	PSKFile                     string // file on each host with the preshared key, instead of PSK
+	PersistentKeepaliveInterval int    // seconds between packets that keep a NAT's mapping alive; 0 sends none
 	Mode                        string // a device for each family, or one for both with outer packets of that family
 	Implementation              string // the kernel's WireGuard, this process's, or with auto the kernel's if there is one
 }

@@ -201,7 +201,7 @@ func (n *network) makeRoom(ctx context.Context, links map[string]dataplane.Link)
 	// The devices carry traffic. Keep them if TUN devices cannot be created.
 	tun, err := os.OpenFile("/dev/net/tun", os.O_RDWR, 0)
 	if err != nil {
-		return fmt.Errorf("try to open what makes TUN devices: %w", err)
+		return fmt.Errorf("check whether TUN devices can be created: %w", err)
 	}
 	if err := tun.Close(); err != nil {
 		return err

@@ -22,21 +22,21 @@ import (
 	"flanneld/pkg/status"
 )
 
-// Bounds of a check.
+// Limits of a check.
 const (
-	checkTimeout = 2 * time.Second // for each answer
-	checkAtOnce  = 32              // peers
+	checkTimeout = 2 * time.Second // time to wait for an answer
+	checkAtOnce  = 32              // number of peers that are checked at the same time
 	smallPacket  = 84              // bytes
 )
 
-// verdict is what a check says about one family of one peer.
+// verdict is the result of a check of one family of one peer.
 type verdict struct {
 	Subnet   netip.Prefix `json:"subnet"`
 	PublicIP netip.Addr   `json:"publicIP"`
 	OK       bool         `json:"ok"`
 	RTT      float64      `json:"rttMilliseconds,omitempty"`
-	// Broken names the leg that does not work: underlay, network, mtu, checksum.
-	// Empty although not OK: nobody was there to try it with.
+	// Broken is the part of the path that does not work: underlay, network, mtu or
+	// checksum. It is empty if OK is false but the check found no address to try.
 	Broken string `json:"broken,omitempty"`
 	Advice string `json:"advice,omitempty"`
 }
@@ -55,15 +55,15 @@ func newCheckCommand() *cobra.Command {
 		only   []string
 	)
 	cmd := &cobra.Command{
-		Use: "check", Short: "Try the way from this host to every peer, and name what is broken", Args: cobra.NoArgs,
+		Use: "check", Short: "Check the path from this host to every peer, and name the broken part", Args: cobra.NoArgs,
 		Long: `Sends a few packets to every peer that this host's flanneld knows: to its public
-address, through the network to its end of it, the same with packets of the full
-MTU that must not be fragmented, and a TCP connection. What fails first is named,
-with what to look at. Exits with 1 if anything does.
+address, to its address in the network, to that address with packets of the full
+MTU that must not be fragmented, and over a TCP connection. The output names the
+first step that fails and where to look. The exit code is 1 if a step fails.
 
-It needs root. The end of the network is the tunnel device's address (10.5.7.0 of
-10.5.7.0/24); with host-gw, alloc and extension, which have no device, it is the
-pods' bridge (10.5.7.1), as long as there is one.`,
+It needs root. The address in the network is that of the tunnel device (10.5.7.0 of
+10.5.7.0/24). With host-gw, alloc and extension, which have no device, it is that
+of the pods' bridge (10.5.7.1), which exists only if the host has pods.`,
 		Example: "  flannelctl check\n  flannelctl check --peer 192.0.2.12 -o json",
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			peers, err := parsePeers(only)
@@ -79,11 +79,11 @@ pods' bridge (10.5.7.1), as long as there is one.`,
 	}
 	out.addTo(cmd)
 	cmd.Flags().StringVar(&socket, "socket", status.SocketPath("/run/flannel/subnet.env"), "local socket of the daemon")
-	cmd.Flags().StringSliceVar(&only, "peer", nil, "check these peers alone, by public address or subnet")
+	cmd.Flags().StringSliceVar(&only, "peer", nil, "check only these peers, by public address or subnet")
 	return cmd
 }
 
-// parsePeers parses the values of --peer. An address is a prefix of full length.
+// parsePeers parses the values of --peer. An address becomes a prefix of full length.
 func parsePeers(texts []string) ([]netip.Prefix, error) {
 	var peers []netip.Prefix
 	for _, text := range texts {
@@ -102,7 +102,7 @@ func parsePeers(texts []string) ([]netip.Prefix, error) {
 func check(cmd *cobra.Command, r status.Report, only []netip.Prefix, out output) error {
 	var (
 		mu       sync.Mutex
-		verdicts = []verdict{} // none is [] in JSON
+		verdicts = []verdict{} // not nil, so that JSON contains [] if there is no peer
 		broken   int
 	)
 	group, ctx := errgroup.WithContext(cmd.Context())
@@ -156,14 +156,14 @@ func chosen(only []netip.Prefix, s netip.Prefix, public netip.Addr) bool {
 	return len(only) == 0 || slices.Contains(only, s.Masked()) || slices.Contains(only, prefix.Host(public))
 }
 
-// probe tries the legs of the way to a peer, from the outside in.
+// probe tries the parts of the path to a peer, from the outside to the inside.
 func probe(ctx context.Context, s netip.Prefix, public netip.Addr, n status.Network) verdict {
 	v := verdict{Subnet: s, PublicIP: public}
 	inner := end(n, s)
 	echo := func(dst netip.Addr, size int, whole bool) (time.Duration, error) {
 		var rtt time.Duration
 		var err error
-		for range 2 { // the first may have to wait for neighbours
+		for range 2 { // the first packet may wait for neighbour resolution
 			rtt, err = ping.Ping(ctx, dst, ping.Options{Size: size, DontFragment: whole, Timeout: checkTimeout})
 			if err == nil {
 				break
@@ -179,24 +179,24 @@ func probe(ctx context.Context, s netip.Prefix, public netip.Addr, n status.Netw
 	rtt, err := echo(inner, smallPacket, false)
 	switch {
 	case err != nil && outerErr != nil:
-		return fail("underlay", outerErr, public.String()+" does not answer either: look at the host and the way to it")
+		return fail("underlay", outerErr, public.String()+" does not answer either: check the host and the path to it")
 	case err != nil && len(n.Devices) == 0:
-		return fail("", err, fmt.Sprintf("the host answers, %s does not: no pods have a bridge there yet, a firewall drops what is for them, or a router or cloud between takes no packets of pods (source/destination check)", inner))
+		return fail("", err, fmt.Sprintf("the host answers, %s does not: no pods have a bridge there yet, a firewall drops packets to them, or a router or cloud in between drops packets of pods (source/destination check)", inner))
 	case err != nil:
 		return fail("network", err, fmt.Sprintf("the host answers, its end of the network does not: a firewall that drops the backend's packets (%s), or flanneld there", carried(n)))
 	}
 	if _, err := echo(inner, n.MTU, true); err != nil {
-		return fail("mtu", err, fmt.Sprintf("small packets pass, those of %d bytes do not: the underlay carries less than its interface says: set the interface's MTU, or with vxlan and wireguard Backend.MTU", n.MTU))
+		return fail("mtu", err, fmt.Sprintf("small packets pass, those of %d bytes do not: the underlay's MTU is smaller than that of its interface: set the interface's MTU, or with vxlan and wireguard Backend.MTU", n.MTU))
 	}
 	if err := knock(ctx, inner); err != nil {
-		return fail("checksum", err, `pings pass, TCP does not: a firewall, or a card or kernel that spoils checksums: with vxlan try "ChecksumOffload": "off"`)
+		return fail("checksum", err, `pings pass, TCP does not: a firewall drops it, or a network card or kernel corrupts checksums: with vxlan try "ChecksumOffload": "off"`)
 	}
 	v.OK, v.RTT = true, float64(rtt)/float64(time.Millisecond)
 	return v
 }
 
-// end returns the address that a subnet's host has in the network: its tunnel
-// device's or, with a backend without one, that of the bridge that pods are on.
+// end returns the address of a subnet's host in the network: that of its tunnel device
+// or, with a backend without a device, that of the pods' bridge.
 func end(n status.Network, s netip.Prefix) netip.Addr {
 	if len(n.Devices) == 0 {
 		return prefix.First(s)
@@ -204,7 +204,7 @@ func end(n status.Network, s netip.Prefix) netip.Addr {
 	return s.Masked().Addr()
 }
 
-// carried says what a firewall has to let through.
+// carried describes the packets that a firewall must let through.
 func carried(n status.Network) string {
 	if len(n.Ports) == 0 {
 		return n.BackendType
@@ -212,8 +212,8 @@ func carried(n status.Network) string {
 	return n.BackendType + ": UDP " + strings.Trim(fmt.Sprint(n.Ports), "[]")
 }
 
-// knock opens a TCP connection that may be refused, by the host or by a firewall:
-// any answer is one, and only silence none.
+// knock opens a TCP connection. A refusal by the host or by a firewall counts as an
+// answer. Only silence is a failure.
 func knock(ctx context.Context, dst netip.Addr) error {
 	ctx, cancel := context.WithTimeout(ctx, checkTimeout)
 	defer cancel()

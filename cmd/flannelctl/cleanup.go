@@ -14,11 +14,11 @@ func newCleanupCommand() *cobra.Command {
 	var socket string
 	cmd := &cobra.Command{
 		Use: "cleanup", Short: "Remove what flanneld has left on this host", Args: cobra.NoArgs,
-		Long: `Removes devices, routes, traffic rules, the state directory's files and the subnet
-file, going by the state files: what is somebody else's stays. Without --yes it
-only says what it would remove. It refuses while flanneld runs. Without state files
-devices and routes stay, and it says so. The lease stays in the store: flannelctl
-revoke deletes it.`,
+		Long: `Removes the devices, routes, traffic rules and files of flanneld: those that the
+state files name. Objects of other programs stay. Without --yes it only lists what
+it would remove. It refuses to run while flanneld runs. Without state files it
+cannot remove devices and routes, and says so. The lease stays in the store:
+flannelctl revoke deletes it.`,
 		Example: "  flannelctl cleanup\n  flannelctl cleanup --yes",
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if socket == "" {
@@ -33,7 +33,7 @@ revoke deletes it.`,
 	}
 	cmd.Flags().StringVar(&c.StateDir, "state-dir", "/var/lib/flannel", "state directory of flanneld")
 	cmd.Flags().StringVar(&c.SubnetFile, "subnet-file", "/run/flannel/subnet.env", "subnet file of flanneld")
-	cmd.Flags().StringVar(&socket, "socket", "", "local socket of the daemon; without it: beside the subnet file")
-	cmd.Flags().BoolVar(&c.Yes, "yes", false, "remove it")
+	cmd.Flags().StringVar(&socket, "socket", "", "local socket of the daemon (default: beside the subnet file)")
+	cmd.Flags().BoolVar(&c.Yes, "yes", false, "remove instead of only listing")
 	return cmd
 }

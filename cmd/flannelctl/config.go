@@ -32,11 +32,11 @@ func newConfigCommand() *cobra.Command {
 
 func newConfigGetCommand(store *storeFlags) *cobra.Command {
 	return &cobra.Command{
-		Use: "get", Short: "Print the network configuration as it stands in the store", Args: cobra.NoArgs,
-		Long: `Prints the network configuration as it stands in the store. On Kubernetes that is
-what --net-config-path or --net-config-map names: without them the file that
-flanneld reads, where it is there, as in flanneld's pod, and the ConfigMap of
-flannel's manifests elsewhere.`,
+		Use: "get", Short: "Print the network configuration in the store", Args: cobra.NoArgs,
+		Long: `Prints the network configuration in the store. On Kubernetes that is the file of
+--net-config-path or the ConfigMap of --net-config-map. Without these flags it is
+the file that flanneld reads if it exists, as in flanneld's pod, and otherwise the
+ConfigMap of flannel's manifests.`,
 		Example: "  flannelctl config get\n  flannelctl config get > net-conf.json\n" +
 			"  flannelctl config get --kubeconfig-file ~/.kube/config",
 		RunE: func(cmd *cobra.Command, _ []string) error {
@@ -51,9 +51,9 @@ flannel's manifests elsewhere.`,
 
 func newConfigValidateCommand(store *storeFlags) *cobra.Command {
 	return &cobra.Command{
-		Use: "validate [FILE]", Short: "Check a network configuration as flanneld would", Args: cobra.MaximumNArgs(1),
-		Long: `Checks a network configuration as flanneld would: that of a file, of standard
-input (-), or, without either, the one in the store.`,
+		Use: "validate [FILE]", Short: "Check a network configuration like flanneld", Args: cobra.MaximumNArgs(1),
+		Long: `Checks a network configuration like flanneld. It reads the file, standard input
+(-) or, without an argument, the store.`,
 		Example: "  flannelctl config validate net-conf.json\n  flannelctl config validate\n" +
 			"  flannelctl config validate --kubeconfig-file ~/.kube/config",
 		RunE: func(cmd *cobra.Command, args []string) (err error) {
@@ -75,11 +75,11 @@ input (-), or, without either, the one in the store.`,
 func newConfigSetCommand(store *storeFlags) *cobra.Command {
 	var yes bool
 	set := &cobra.Command{
-		Use: "set FILE", Short: "Write a network configuration that flanneld will take (- reads standard input)", Args: cobra.ExactArgs(1),
-		Long: `Checks the configuration as flanneld would, shows what differs from the one in
-the store, and writes it. It asks before a change after which leases that are in
-use no longer fit. Running daemons go on with the old configuration until they
-are restarted. On Kubernetes the configuration is changed with kubectl.`,
+		Use: "set FILE", Short: "Check and write a network configuration (- reads standard input)", Args: cobra.ExactArgs(1),
+		Long: `Checks the configuration like flanneld, shows the differences from the one in the
+store, and writes it. It asks before a change that makes leases in use invalid.
+Running daemons keep the old configuration until they are restarted. On
+Kubernetes, change the configuration with kubectl.`,
 		Example: "  flannelctl config set net-conf.json\n  echo '{\"Network\":\"10.5.0.0/16\",\"Backend\":{\"Type\":\"vxlan\"}}' | flannelctl config set - --yes",
 		RunE: func(cmd *cobra.Command, args []string) error {
 			if store.onKubernetes() {
@@ -103,8 +103,8 @@ are restarted. On Kubernetes the configuration is changed with kubectl.`,
 	return set
 }
 
-// currentConfig returns the network configuration as it stands in the store, and
-// whether that is Kubernetes.
+// currentConfig returns the network configuration in the store, and whether the store is
+// Kubernetes.
 func currentConfig(ctx context.Context, store *storeFlags) (text []byte, kubernetes bool, err error) {
 	o, err := store.options()
 	if err != nil {
@@ -125,7 +125,7 @@ func currentConfig(ctx context.Context, store *storeFlags) (text []byte, kuberne
 	return text, false, err
 }
 
-// withAdmin opens the store for f.
+// withAdmin opens the store and calls f.
 func withAdmin(store storeFlags, f func(*etcd.Admin) error) error {
 	a, err := store.admin()
 	if err != nil {
@@ -142,7 +142,7 @@ func readFile(cmd *cobra.Command, path string) ([]byte, error) {
 	return os.ReadFile(path)
 }
 
-// checkConfig checks a configuration, and prints the warnings.
+// checkConfig validates a configuration and prints the warnings.
 func checkConfig(cmd *cobra.Command, text []byte, pools bool) (subnet.Config, error) {
 	cfg, warnings, err := app.ValidateConfig(text, pools)
 	for _, w := range warnings {
@@ -181,7 +181,7 @@ func setConfig(cmd *cobra.Command, a *etcd.Admin, c change) error {
 	}
 	if len(stranded) > 0 && !c.yes {
 		if c.piped {
-			return fmt.Errorf("%d leases would no longer fit: add --yes if that is meant", len(stranded))
+			return fmt.Errorf("%d leases would no longer fit: add --yes to write it nevertheless", len(stranded))
 		}
 		fmt.Fprintf(out, "%d leases no longer fit. Write it nevertheless? [y/N] ", len(stranded))
 		if !confirmed(cmd.Context(), cmd.InOrStdin()) {
@@ -195,15 +195,15 @@ func setConfig(cmd *cobra.Command, a *etcd.Admin, c change) error {
 	return err
 }
 
-// confirmed waits for an answer, which is no if ctx ends first.
+// confirmed waits for an answer. If ctx ends first the answer is no.
 func confirmed(ctx context.Context, in io.Reader) bool {
 	line, _ := input(ctx, func() ([]byte, error) { return bufio.NewReader(in).ReadBytes('\n') })
 	answer := strings.ToLower(strings.TrimSpace(string(line)))
 	return answer == "y" || answer == "yes"
 }
 
-// input returns what read does, or an error once ctx ends: a terminal that is read
-// from cannot be interrupted, and is left alone with the process.
+// input returns the result of read, or an error if ctx ends first. Reading a terminal
+// cannot be interrupted, so read then stays blocked until the process ends.
 func input(ctx context.Context, read func() ([]byte, error)) ([]byte, error) {
 	done := make(chan struct{})
 	var got []byte
@@ -220,7 +220,7 @@ func input(ctx context.Context, read func() ([]byte, error)) ([]byte, error) {
 	}
 }
 
-// strandedBy says which leases do not fit cfg, a line each.
+// strandedBy returns a line for each lease that does not fit cfg.
 func strandedBy(ctx context.Context, a *etcd.Admin, cfg subnet.Config) ([]string, error) {
 	entries, err := a.Entries(ctx, false)
 	if err != nil {
@@ -235,7 +235,7 @@ func strandedBy(ctx context.Context, a *etcd.Admin, cfg subnet.Config) ([]string
 	return lines, nil
 }
 
-// misfit says why a lease does not fit cfg; empty if it does.
+// misfit returns the reason why a lease does not fit cfg, or "" if it does.
 func misfit(l subnet.Lease, cfg subnet.Config) string {
 	for _, n := range cfg.Networks {
 		e, ok := l.Endpoint(n.Family())
@@ -252,10 +252,10 @@ func misfit(l subnet.Lease, cfg subnet.Config) string {
 	return ""
 }
 
-// leaf is a value that is no object.
+// leaf is a value that is not an object.
 type leaf struct {
 	text   string
-	hidden bool // it may be secret
+	hidden bool // the value may be secret
 }
 
 func (l leaf) String() string {
@@ -265,8 +265,8 @@ func (l leaf) String() string {
 	return l.text
 }
 
-// difference lists the keys that differ between two network configurations, by
-// path.
+// difference returns a line for each key, by path, that differs between two network
+// configurations.
 func difference(old, text []byte) []string {
 	before, after := map[string]leaf{}, map[string]leaf{}
 	flatten(old, before)
@@ -289,7 +289,7 @@ func difference(old, text []byte) []string {
 	return lines
 }
 
-// flatten puts the leaves of a network configuration into m, by path. What is not
+// flatten adds the leaves of a network configuration to m, by path. A text that is not
 // JSON is one leaf.
 func flatten(text []byte, m map[string]leaf) {
 	var v any
@@ -307,7 +307,7 @@ func flatten(text []byte, m map[string]leaf) {
 			}
 			return
 		}
-		text, _ := json.Marshal(v)                               // of what was just read
+		text, _ := json.Marshal(v)                               // cannot fail for a decoded value
 		key, below, _ := strings.Cut(strings.ToLower(path), ".") // flanneld ignores case
 		m[path] = leaf{string(text), key == "backend" && below != "type" && !app.Public(v)}
 	}

@@ -10,20 +10,20 @@ import (
 	"github.com/google/go-cmp/cmp"
 )
 
-// TestDifference: what may be secret is not shown, however it is written.
+// TestDifference checks that values that may be secret are not shown, in any form.
 func TestDifference(t *testing.T) {
 	const old = `{"Network":"10.5.0.0/16","Backend":{"Type":"wireguard","PSK":"swordfish","ListenPort":51820}}`
 	for _, tc := range []struct{ name, old, text, want string }{
 		{"the same", old, `{"Backend":{"ListenPort":51820,"PSK":"swordfish","Type":"wireguard"},"Network":"10.5.0.0/16"}`, ""},
 		{"new", "", old, `+ Backend.ListenPort: 51820; + Backend.PSK: [redacted]; + Backend.Type: "wireguard"; + Network: "10.5.0.0/16"`},
 		{"changed", old, strings.Replace(old, "swordfish", "swordtuna", 1), "~ Backend.PSK: [redacted] (was [redacted])"},
-		{"gone", old, strings.Replace(old, `"PSK":"swordfish",`, "", 1), "- Backend.PSK: [redacted]"},
+		{"removed", old, strings.Replace(old, `"PSK":"swordfish",`, "", 1), "- Backend.PSK: [redacted]"},
 		{"in another case", "{}", `{"backend":{"psk":"swordfish","type":"wireguard"}}`, `+ backend.psk: [redacted]; + backend.type: "wireguard"`},
 		{"further below", "{}", `{"Backend":{"Keys":{"Type":"swordfish","On":true},"List":["swordfish"]}}`,
 			"+ Backend.Keys.On: true; + Backend.Keys.Type: [redacted]; + Backend.List: [redacted]"},
 		{"the backend itself", `{"Backend":"swordfish"}`, "{}", "- Backend: [redacted]"},
 		{"not JSON", "{" + old, "{}", "- (not JSON): [redacted]"},
-		{"elsewhere", old, strings.Replace(old, "10.5.", "10.6.", 1), `~ Network: "10.6.0.0/16" (was "10.5.0.0/16")`},
+		{"outside of the backend", old, strings.Replace(old, "10.5.", "10.6.", 1), `~ Network: "10.6.0.0/16" (was "10.5.0.0/16")`},
 	} {
 		if diff := cmp.Diff(tc.want, strings.Join(difference([]byte(tc.old), []byte(tc.text)), "; ")); diff != "" {
 			t.Errorf("%s (-want +got):\n%s", tc.name, diff)
@@ -31,20 +31,20 @@ func TestDifference(t *testing.T) {
 	}
 }
 
-// Who is asked for something and presses Ctrl-C has answered.
+// TestInterruptedInput checks that Ctrl-C counts as an answer.
 func TestInterruptedInput(t *testing.T) {
 	in, silent := io.Pipe()
 	defer silent.Close()
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
 	if confirmed(ctx, in) {
-		t.Error("an interrupt is taken for yes")
+		t.Error("an interrupt counts as yes")
 	}
 	root := newRoot()
 	root.SetArgs([]string{"config", "validate", "-"})
 	root.SetIn(in)
 	if err := root.ExecuteContext(ctx); !errors.Is(err, context.Canceled) {
-		t.Errorf("with an interrupt for a configuration: %v", err)
+		t.Errorf("interrupted while reading a configuration: %v", err)
 	}
 }
 

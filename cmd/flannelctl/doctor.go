@@ -21,18 +21,18 @@ import (
 	"flanneld/pkg/status"
 )
 
-// finding is something about this host that stands in the network's way.
+// finding is a problem of this host that affects the network.
 type finding struct {
 	Problem string `json:"problem"`
-	Fix     string `json:"fix"` // a command, or what to do
+	Fix     string `json:"fix"` // a command or another remedy
 	Serious bool   `json:"serious"`
 }
 
-// host is what a doctor looks at. root is where its file system is, for tests.
+// host is the host to examine. root is the root of its file system, which tests replace.
 type host struct {
 	root   string
 	report *status.Report // nil if no daemon answers
-	away   error          // why none does
+	away   error          // error if no daemon answers
 	docker dockerFunc
 }
 
@@ -42,10 +42,10 @@ func newDoctorCommand() *cobra.Command {
 		socket string
 	)
 	cmd := &cobra.Command{
-		Use: "doctor", Short: "Look for what on this host stands in the network's way, and say how to mend it", Args: cobra.NoArgs,
-		Long: `Looks at forwarding, bridge filtering, reverse-path filtering, other firewalls,
-Docker's rules, MTUs, udev's MAC policy, ports and kernel modules. It changes nothing. Exits with
-1 if it finds something serious.`,
+		Use: "doctor", Short: "Find problems of this host that affect the network, and name a remedy", Args: cobra.NoArgs,
+		Long: `Checks forwarding, bridge filtering, reverse-path filtering, other firewalls,
+Docker's rules, MTUs, udev's MAC policy, ports and kernel modules. It changes
+nothing. The exit code is 1 if there is a serious problem.`,
 		Example: "  flannelctl doctor\n  flannelctl doctor -o json",
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			h := host{root: "/", docker: dockerCuts}
@@ -78,7 +78,7 @@ Docker's rules, MTUs, udev's MAC policy, ports and kernel modules. It changes no
 	return cmd
 }
 
-// examine returns all findings, the serious ones first.
+// examine returns all findings, serious ones first.
 func (h host) examine(ctx context.Context) []finding {
 	findings := []finding{}
 	for _, look := range []func() []finding{
@@ -86,7 +86,7 @@ func (h host) examine(ctx context.Context) []finding {
 	} {
 		findings = append(findings, look()...)
 	}
-	findings = slices.Compact(findings) // families may share one
+	findings = slices.Compact(findings) // both families may have the same finding
 	slices.SortStableFunc(findings, func(a, b finding) int {
 		switch {
 		case a.Serious == b.Serious:
@@ -100,7 +100,7 @@ func (h host) examine(ctx context.Context) []finding {
 	return findings
 }
 
-// text returns the content of a file, trimmed; ok is false if there is none.
+// text returns the content of a file, trimmed. ok is false if the file does not exist.
 func (h host) text(path string) (text string, ok bool) {
 	b, err := os.ReadFile(filepath.Join(h.root, path))
 	return strings.TrimSpace(string(b)), err == nil
@@ -129,7 +129,7 @@ func (h host) families() map[prefix.Family]bool {
 func (h host) daemon() []finding {
 	switch {
 	case errors.Is(h.away, fs.ErrPermission):
-		return []finding{{"the local socket is root's: " + cause(h.away), "sudo flannelctl doctor", true}}
+		return []finding{{"only root may use the local socket: " + cause(h.away), "sudo flannelctl doctor", true}}
 	case h.report == nil:
 		return []finding{{"no flanneld answers on the local socket: " + cause(h.away), "systemctl status flanneld; journalctl -u flanneld", true}}
 	}
@@ -140,7 +140,7 @@ func (h host) daemon() []finding {
 	return fs
 }
 
-// cause is what a request failed for, without the request.
+// cause returns the cause of a failed request, without the request itself.
 func cause(err error) string {
 	if e := (*url.Error)(nil); errors.As(err, &e) {
 		err = e.Err
@@ -152,7 +152,7 @@ func (h host) forwarding() []finding {
 	var fs []finding
 	for f, key := range map[prefix.Family]string{prefix.IPv4: "net.ipv4.ip_forward", prefix.IPv6: "net.ipv6.conf.all.forwarding"} {
 		if v, ok := h.sysctl(key); h.families()[f] && ok && v == 0 {
-			fs = append(fs, finding{fmt.Sprintf("%s is not forwarded: pods reach nothing but this host", f), "sysctl -w " + key + "=1 (and a line in /etc/sysctl.d)", true})
+			fs = append(fs, finding{fmt.Sprintf("%s is not forwarded: pods can reach only this host", f), "sysctl -w " + key + "=1 (and a line in /etc/sysctl.d)", true})
 		}
 	}
 	return fs
@@ -180,8 +180,8 @@ func (h host) bridges() []finding {
 	return fs
 }
 
-// withoutBridgeFilter holds for kube-proxy in every mode: answers that stay on the bridge
-// do not get the address of the Service back.
+// withoutBridgeFilter is the effect of a missing bridge filter, with every mode of
+// kube-proxy: answers that stay on the bridge do not get the address of the Service back.
 const withoutBridgeFilter = "a pod gets no answer from a Service that a pod on the same bridge serves, and NetworkPolicies do not apply between them"
 
 func (h host) kubernetes() bool { return h.report != nil && h.report.Datastore.Kind == "kubernetes" }
@@ -196,7 +196,7 @@ func (h host) reversePath() []finding {
 		return nil
 	}
 	return []finding{{
-		"rp_filter is strict on " + h.report.Interface.Name + ": packets of pods that come by another way than the route back are dropped, as with DirectRouting and several interfaces",
+		"rp_filter is strict on " + h.report.Interface.Name + ": packets of pods are dropped if they arrive on another interface than that of the route back, as with DirectRouting and several interfaces",
 		"sysctl -w net.ipv4.conf.all.rp_filter=2 net.ipv4.conf." + h.report.Interface.Name + ".rp_filter=2", false,
 	}}
 }
@@ -204,20 +204,20 @@ func (h host) reversePath() []finding {
 func (h host) firewalls() []finding {
 	var fs []finding
 	if _, ok := h.text("run/firewalld.pid"); ok || h.exists("run/firewalld") {
-		fs = append(fs, finding{"firewalld runs: it may drop what is for the network and its pods", h.firewalldFix(), false})
+		fs = append(fs, finding{"firewalld runs: it may drop packets of the network and its pods", h.firewalldFix(), false})
 	}
 	if conf, _ := h.text("etc/ufw/ufw.conf"); slices.Contains(strings.Fields(conf), "ENABLED=yes") {
 		fix := []string{"ufw default allow routed"}
 		for _, port := range h.ports() {
 			fix = append(fix, fmt.Sprintf("ufw allow %d/udp", port))
 		}
-		fs = append(fs, finding{"ufw is enabled: it drops what is forwarded unless told otherwise", strings.Join(fix, "; "), false})
+		fs = append(fs, finding{"ufw is enabled: it drops forwarded packets by default", strings.Join(fix, "; "), false})
 	}
 	return fs
 }
 
-// firewalldFix has firewalld trust the pods, whatever device they come by, and
-// the backend's packets.
+// firewalldFix returns commands that make firewalld accept packets of pods on any device,
+// and the backend's packets.
 func (h host) firewalldFix() string {
 	sources := []string{"POD-NETWORK"}
 	if h.report != nil && len(h.report.Network.Prefixes) > 0 {
@@ -233,7 +233,7 @@ func (h host) firewalldFix() string {
 	return strings.Join(append(fix, "firewall-cmd --reload"), " && ")
 }
 
-// ports are the UDP ports that peers send to, as far as they are known.
+// ports returns the UDP ports that peers send to, as far as they are known.
 func (h host) ports() []int {
 	if h.report == nil {
 		return nil
@@ -246,7 +246,7 @@ func (h host) exists(path string) bool {
 	return !errors.Is(err, fs.ErrNotExist)
 }
 
-// mtus compares what bridges of pods have with what the network carries.
+// mtus compares the MTUs of the pods' bridges with that of the network.
 func (h host) mtus() []finding {
 	if h.report == nil || h.report.Network.MTU == 0 {
 		return nil
@@ -257,15 +257,15 @@ func (h host) mtus() []finding {
 		mtu, err := strconv.Atoi(text)
 		if ok && err == nil && mtu > h.report.Network.MTU {
 			found = append(found, finding{
-				fmt.Sprintf("%s has MTU %d, the network carries %d: big packets are lost or slow", name, mtu, h.report.Network.MTU),
-				fmt.Sprintf("ip link set %s mtu %d, and start the pods anew", name, h.report.Network.MTU), true,
+				fmt.Sprintf("%s has MTU %d, the network carries %d: large packets are lost or slow", name, mtu, h.report.Network.MTU),
+				fmt.Sprintf("ip link set %s mtu %d, and restart the pods", name, h.report.Network.MTU), true,
 			})
 		}
 	}
 	return found
 }
 
-// udev looks whether systemd-udevd may give tunnel devices another MAC.
+// udev checks whether systemd-udevd may change the MAC of tunnel devices.
 func (h host) udev() []finding {
 	if h.backend() != "vxlan" || !h.exists("usr/lib/systemd/network/99-default.link") && !h.exists("lib/systemd/network/99-default.link") {
 		return nil
@@ -277,20 +277,20 @@ func (h host) udev() []finding {
 		}
 	}
 	return []finding{{
-		"udev may give new vxlan devices a MAC of its own; flanneld sets it back, at the cost of a moment",
+		"udev may change the MAC of new vxlan devices; flanneld restores it, after a short interruption",
 		`printf '[Match]\nOriginalName=flannel*\n[Link]\nMACAddressPolicy=none\n' > /etc/systemd/network/50-flannel.link`, false,
 	}}
 }
 
-// port looks whether a program has the port that vxlan needs. The kernel's own
-// sockets are in the list, too, but no program's.
+// port checks whether a program uses the port that vxlan needs. The kernel's own sockets
+// are in the same list, but belong to no process.
 func (h host) port() []finding {
 	if h.backend() != "vxlan" {
 		return nil
 	}
 	for _, port := range h.ports() {
 		if pid, ok := h.holder(port); ok {
-			return []finding{{fmt.Sprintf("process %s has UDP port %d, which vxlan needs", pid, port), fmt.Sprintf("ss -lunp 'sport = :%d'", port), true}}
+			return []finding{{fmt.Sprintf("process %s uses UDP port %d, which vxlan needs", pid, port), fmt.Sprintf("ss -lunp 'sport = :%d'", port), true}}
 		}
 	}
 	return nil
@@ -328,7 +328,7 @@ func (h host) owner(inode string) (pid string, ok bool) {
 	return "", false
 }
 
-// modules looks whether the kernel can do what the backend needs.
+// modules checks whether the kernel supports the backend.
 func (h host) modules() []finding {
 	module, ok := map[string]string{"vxlan": "vxlan", "wireguard": "wireguard", "ipip": "ipip"}[h.backend()]
 	if !ok || h.exists("sys/module/"+module) {
@@ -341,11 +341,11 @@ func (h host) modules() []finding {
 		}
 	}
 	if len(h.report.Peers) > 0 && h.report.Ready {
-		return nil // it works: the kernel has it built in, without a list
+		return nil // it works, so the kernel has built in the module without listing it
 	}
 	return []finding{{
 		"kernel " + release + " has no module " + module,
-		"install the package with the kernel's further modules (Ubuntu: linux-modules-extra-" + release + ")", true,
+		"install the package with the kernel's additional modules (Ubuntu: linux-modules-extra-" + release + ")", true,
 	}}
 }
 

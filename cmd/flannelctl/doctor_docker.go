@@ -18,18 +18,17 @@ import (
 )
 
 // dockerFunc returns which rules of Docker keep other hosts from containers, for each of
-// Docker's two ways to hold rules.
+// Docker's two firewalls.
 type dockerFunc func(ctx context.Context, b rules.DockerBridge) (iptables, nftables rules.DockerCut)
 
-// dockerCuts asks the kernel. An error means that the rules cannot be read, so that there is
-// nothing to say about them.
+// dockerCuts reads the rules in the kernel. It ignores rules that cannot be read.
 func dockerCuts(ctx context.Context, b rules.DockerBridge) (inIPTables, inNFTables rules.DockerCut) {
 	inIPTables, _ = iptables.Docker(ctx, b)
 	inNFTables, _ = nftables.Docker(b)
 	return inIPTables, inNFTables
 }
 
-// dockers looks for a Docker that drops what other hosts send to its containers in this
+// dockers checks whether Docker drops packets from other hosts to its containers in this
 // host's subnet.
 func (h host) dockers(ctx context.Context) []finding {
 	if h.report == nil {
@@ -49,11 +48,11 @@ func (h host) dockers(ctx context.Context) []finding {
 		inIPTables, inNFTables := h.docker(ctx, b)
 		if inIPTables.Direct || inNFTables.Direct {
 			fs = append(fs, finding{
-				fmt.Sprintf("Docker drops what other hosts send to containers in %s before it is routed", subnet),
+				fmt.Sprintf("Docker drops packets from other hosts to containers in %s before they are routed", subnet),
 				`put "allow-direct-routing": true into /etc/docker/daemon.json (Docker 28.2 or later) and restart Docker; see docker.md`, true,
 			})
 		}
-		const unpublished = "Docker drops what is forwarded from other hosts to %s, except to published ports"
+		const unpublished = "Docker drops forwarded packets from other hosts to %s, except to published ports"
 		if inIPTables.Forward {
 			fs = append(fs, finding{
 				fmt.Sprintf(unpublished, bridge),
@@ -64,14 +63,14 @@ func (h host) dockers(ctx context.Context) []finding {
 		if inNFTables.Forward {
 			fs = append(fs, finding{
 				fmt.Sprintf(unpublished, bridge),
-				`put "bridge-accept-fwmark" into /etc/docker/daemon.json, mark what comes from the network, and restart Docker; see docker.md`, true,
+				`put "bridge-accept-fwmark" into /etc/docker/daemon.json, mark the packets from the network, and restart Docker; see docker.md`, true,
 			})
 		}
 	}
 	return fs
 }
 
-// bridgeOf returns the bridge that a subnet, or a part of it, is directly connected to.
+// bridgeOf returns the bridge to which a subnet, or a part of it, is directly connected.
 func (h host) bridgeOf(subnet netip.Prefix) (name string, ok bool) {
 	file, read := "proc/net/route", route4
 	if subnet.Addr().Is6() {
@@ -87,7 +86,7 @@ func (h host) bridgeOf(subnet netip.Prefix) (name string, ok bool) {
 	return "", false
 }
 
-// route4 reads a line of /proc/net/route.
+// route4 parses a line of /proc/net/route.
 func route4(fields []string) (to netip.Prefix, dev string, ok bool) {
 	if len(fields) < 8 {
 		return to, "", false
@@ -102,7 +101,7 @@ func route4(fields []string) (to netip.Prefix, dev string, ok bool) {
 	return netip.PrefixFrom(netip.AddrFrom4(a), mathbits.OnesCount32(uint32(mask))), fields[0], true
 }
 
-// route6 reads a line of /proc/net/ipv6_route.
+// route6 parses a line of /proc/net/ipv6_route.
 func route6(fields []string) (to netip.Prefix, dev string, ok bool) {
 	if len(fields) < 10 {
 		return to, "", false

@@ -15,7 +15,7 @@ import (
 	rules "flanneld/pkg/firewall"
 )
 
-// TestDoctorDocker has Docker's rules cut off bridges of either family.
+// TestDoctorDocker tests rules of Docker that drop packets to bridges of either family.
 func TestDoctorDocker(t *testing.T) {
 	hexadecimal := func(text string) string {
 		a := netip.MustParseAddr(text).As4()
@@ -40,7 +40,7 @@ func TestDoctorDocker(t *testing.T) {
 	}{
 		"no bridge":               {files: map[string]string{"proc/net/route": head + route("eth0", "10.5.49.0", "255.255.255.0")}, inIPTables: direct},
 		"bridge of another":       {files: map[string]string{"proc/net/route": head + route("docker0", "172.17.0.0", "255.255.0.0")}, inIPTables: direct},
-		"all let through":         {files: map[string]string{"proc/net/route": docker0}, asked: []string{four}},
+		"all accepted":            {files: map[string]string{"proc/net/route": docker0}, asked: []string{four}},
 		"no direct routing":       {files: map[string]string{"proc/net/route": docker0}, inIPTables: direct, asked: []string{four}, fixes: []string{"allow-direct-routing"}},
 		"the same in nftables":    {files: map[string]string{"proc/net/route": docker0}, inNFTables: direct, asked: []string{four}, fixes: []string{"allow-direct-routing"}},
 		"published ports":         {files: map[string]string{"proc/net/route": docker0}, inIPTables: forward, asked: []string{four}, fixes: []string{"iptables -I DOCKER-USER -s 10.5.0.0/16 -d 10.5.49.0/24 -j ACCEPT"}},
@@ -61,7 +61,7 @@ func TestDoctorDocker(t *testing.T) {
 			h.docker = func(_ context.Context, b rules.DockerBridge) (inIPTables, inNFTables rules.DockerCut) {
 				asked = append(asked, fmt.Sprintf("%s behind %s of %s", b.Subnet, b.Name, b.Network))
 				if !slices.Equal(b.From, []string{"flannel.1", "eth0"}) {
-					t.Errorf("packets are said to come by %v", b.From)
+					t.Errorf("packets come in on %v", b.From)
 				}
 				return tt.inIPTables, tt.inNFTables
 			}

@@ -16,7 +16,7 @@ import (
 	"flanneld/pkg/status"
 )
 
-// healthy is the report of a daemon that has nothing to complain about.
+// healthy returns the report of a daemon without problems.
 func healthy() *status.Report {
 	return &status.Report{
 		Ready: true, Interface: status.Interface{Name: "eth0"},
@@ -25,7 +25,7 @@ func healthy() *status.Report {
 	}
 }
 
-// soundHost has the files of a host on which nothing is wrong.
+// soundHost returns the files of a host without problems.
 func soundHost() map[string]string {
 	return map[string]string{
 		"proc/sys/net/ipv4/ip_forward":                 "1\n",
@@ -42,7 +42,7 @@ func soundHost() map[string]string {
 	}
 }
 
-// newHost is a host with these files. The content "-" stands for a file that is not there.
+// newHost returns a host with these files. The content "-" stands for a missing file.
 func newHost(t *testing.T, files map[string]string) host {
 	t.Helper()
 	h := host{root: t.TempDir(), report: healthy()}
@@ -59,7 +59,8 @@ func newHost(t *testing.T, files map[string]string) host {
 	return h
 }
 
-// udpSocket is a list of UDP sockets that has one, on a port in hexadecimal.
+// udpSocket returns a list of UDP sockets that contains one socket on a port, which is in
+// hexadecimal.
 func udpSocket(port, inode string) string {
 	return "head\n  1: 00000000:" + port + " 00000000:0000 07 00000000:00000000 00:00000000 00000000     0        0 " + inode + " 2 0 0\n"
 }
@@ -73,7 +74,7 @@ func TestDoctor(t *testing.T) {
 		name    string
 		change  map[string]string // file: content; "-" removes it
 		report  func(*status.Report)
-		want    string // in the one finding's problem; empty: nothing is found
+		want    string // part of the only finding's problem; empty if nothing should be found
 		fix     string
 		serious bool
 	}{
@@ -93,10 +94,10 @@ func TestDoctor(t *testing.T) {
 		{name: "ufw with wireguard", change: map[string]string{"etc/ufw/ufw.conf": "ENABLED=yes\n", "sys/module/wireguard/version": ""}, report: wireguard, want: "ufw is enabled", fix: "; ufw allow 51820/udp; ufw allow 51821/udp"},
 		{name: "ufw off", change: map[string]string{"etc/ufw/ufw.conf": "ENABLED=no\n"}},
 		{name: "bridge MTU", change: map[string]string{"sys/class/net/cni0/mtu": "1500"}, want: "cni0 has MTU 1500, the network carries 1450", fix: "ip link set cni0 mtu 1450", serious: true},
-		{name: "udev", change: map[string]string{"etc/systemd/network/50-flannel.link": "-"}, want: "udev may give", fix: "MACAddressPolicy=none"},
-		{name: "port taken", change: map[string]string{"proc/net/udp": udpSocket("2118", "4242")}, want: "process 77 has UDP port 8472", fix: "ss -lunp", serious: true},
+		{name: "udev", change: map[string]string{"etc/systemd/network/50-flannel.link": "-"}, want: "udev may change", fix: "MACAddressPolicy=none"},
+		{name: "port taken", change: map[string]string{"proc/net/udp": udpSocket("2118", "4242")}, want: "process 77 uses UDP port 8472", fix: "ss -lunp", serious: true},
 		{name: "port of the kernel", change: map[string]string{"proc/net/udp": udpSocket("2118", "43")}},
-		{name: "another port taken", change: map[string]string{"proc/net/udp": udpSocket("12B5", "4242")}, report: on4789, want: "process 77 has UDP port 4789", fix: "ss -lunp 'sport = :4789'", serious: true},
+		{name: "another port taken", change: map[string]string{"proc/net/udp": udpSocket("12B5", "4242")}, report: on4789, want: "process 77 uses UDP port 4789", fix: "ss -lunp 'sport = :4789'", serious: true},
 		{name: "the usual port taken, and not needed", change: map[string]string{"proc/net/udp": udpSocket("2118", "4242")}, report: on4789},
 		{name: "no vxlan", change: map[string]string{"sys/module/vxlan/version": "-"}, report: func(r *status.Report) { r.Ready = false }, want: "has no module vxlan", fix: "linux-modules-extra", serious: true},
 		{name: "not ready", report: func(r *status.Report) { r.Ready, r.Reasons = false, []string{"data path: no"} }, want: "not ready: data path: no", fix: "flannelctl status", serious: true},
@@ -121,7 +122,7 @@ func TestDoctor(t *testing.T) {
 				t.Errorf("found %+v, want nothing", found)
 			case tc.want == "":
 			case len(found) != 1:
-				t.Errorf("found %+v, want one thing with %q", found, tc.want)
+				t.Errorf("found %+v, want one finding with %q", found, tc.want)
 			case !strings.Contains(found[0].Problem, tc.want) || !strings.Contains(found[0].Fix, tc.fix) || found[0].Serious != tc.serious:
 				t.Errorf("found %+v, want %q, fix %q, serious %v", found[0], tc.want, tc.fix, tc.serious)
 			}
@@ -135,7 +136,7 @@ func TestDoctorWithoutADaemon(t *testing.T) {
 		problem, fix string
 	}{
 		{syscall.ENOENT, "no flanneld answers on the local socket: dial unix /x: no such file or directory", "systemctl status flanneld"},
-		{syscall.EACCES, "the local socket is root's: dial unix /x: permission denied", "sudo flannelctl doctor"},
+		{syscall.EACCES, "only root may use the local socket: dial unix /x: permission denied", "sudo flannelctl doctor"},
 	} {
 		away := fmt.Errorf("ask flanneld: %w", &url.Error{Op: "Get", URL: "http://flanneld/statusz.json", Err: &net.OpError{Op: "dial", Net: "unix /x", Err: tc.err}})
 		found := host{root: t.TempDir(), away: away}.examine(t.Context())

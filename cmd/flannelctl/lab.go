@@ -42,12 +42,12 @@ func newLabCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "lab",
 		Short: "Build a network of hosts on this machine and watch its pods talk",
-		Long: `Builds hosts out of network namespaces, an etcd, a flanneld on every host and a
-pod behind it, and shows what every pod reaches of every other, the leases and
-the routes that flanneld made, until Ctrl-C.
+		Long: `Builds hosts from network namespaces, with an etcd, and with a flanneld and a pod
+on every host. Until Ctrl-C it shows which pods reach each other, the leases, and
+the routes of flanneld.
 
-It needs root and nothing else. The machine's own network is not touched, and
-nothing is left behind, however the lab ends.`,
+It only needs root. It does not touch the machine's own network, and leaves
+nothing behind, even if it is killed.`,
 		Example: labExamples,
 		Args:    cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
@@ -59,21 +59,21 @@ nothing is left behind, however the lab ends.`,
 	f.IntVar(&o.cfg.Hosts, "hosts", 3, "number of hosts")
 	f.StringVar(&o.backend, "backend", "vxlan", "backend type: vxlan, host-gw, wireguard, ipip, udp, alloc or extension")
 	f.StringVar(&o.backendConfig, "backend-config", "{}", "further keys of Backend, as a JSON object")
-	f.BoolVar(&o.ipv6, "ipv6", false, "IPv6 alone, on the underlay and for the pods")
+	f.BoolVar(&o.ipv6, "ipv6", false, "only IPv6, on the underlay and for the pods")
 	f.BoolVar(&o.dual, "dual", false, "IPv4 and IPv6")
 	f.IntVar(&o.cfg.Segments, "l2", 1, "number of L2 segments, joined by a router")
 	f.IntVar(&o.cfg.MTU, "mtu", 1500, "MTU of the underlay")
 	f.Float64Var(&o.cfg.Loss, "loss", 0, "packet loss towards each host in percent (needs netem)")
 	f.DurationVar(&o.cfg.Latency, "latency", 0, "delay towards each host (needs netem)")
 	f.Uint64Var(&o.rateMbit, "rate", 0, "rate towards each host in Mbit/s; 0 is unlimited")
-	f.BoolVar(&o.once, "once", false, "show the state once and exit 1 if anything is not reachable")
+	f.BoolVar(&o.once, "once", false, "show the state once, and exit with 1 if a pod is unreachable")
 	f.BoolVar(&o.json, "json", false, "print JSON: one object, or one at each refresh")
 	f.DurationVar(&o.interval, "interval", 2*time.Second, "time between refreshes")
 	f.StringVar(&o.cfg.Flanneld, "flanneld", "", "flanneld binary (default: beside flannelctl)")
 	return cmd
 }
 
-// complete turns the flags into what the lab is made of.
+// complete converts the flags to the configuration of the lab.
 func (o *labOptions) complete() error {
 	if o.ipv6 && o.dual {
 		return errors.New("--ipv6 and --dual are both given: expected at most one")
@@ -81,7 +81,8 @@ func (o *labOptions) complete() error {
 	if o.interval <= 0 {
 		return fmt.Errorf("--interval: %v is not positive", o.interval)
 	}
-	// To the lab a zero means its default; on a command line it is a mistake.
+	// In the configuration of the lab zero means the default. On the command line it is a
+	// mistake.
 	for flag, value := range map[string]int{"hosts": o.cfg.Hosts, "l2": o.cfg.Segments, "mtu": o.cfg.MTU} {
 		if value <= 0 {
 			return fmt.Errorf("--%s: %d is not positive", flag, value)
@@ -149,15 +150,16 @@ func bringUp(ctx context.Context, l *lab.Lab) error {
 	const patience = time.Minute
 	ctx, cancel := context.WithTimeoutCause(ctx, patience, fmt.Errorf("not within %v", patience))
 	defer cancel()
-	// With auto the lab works on machines without iptables, too.
+	// With auto the lab also works on machines without iptables.
 	if err := l.StartFlanneld(ctx, lab.FlanneldOptions{Args: []string{"--firewall=auto"}}); err != nil {
 		return err
 	}
 	return l.AddPods(ctx)
 }
 
-// unlessStopped drops what failed because the user ended the lab: that is how one
-// ends. With once it ended before it was shown what was asked for.
+// unlessStopped returns nil instead of an error that occurred because the user ended the
+// lab, since that is the normal end. With once it returns an error, because the lab ended
+// before its output.
 func (o *labOptions) unlessStopped(ctx context.Context, err error) error {
 	switch {
 	case ctx.Err() == nil || err == nil:
@@ -169,8 +171,8 @@ func (o *labOptions) unlessStopped(ctx context.Context, err error) error {
 	}
 }
 
-// watch shows the lab's state until ctx ends, or once. A terminal is redrawn;
-// elsewhere a state is printed when it differs from the one before.
+// watch shows the lab's state until ctx ends, or once. It redraws a terminal. On other
+// outputs it prints a state if it differs from the last one.
 func (o *labOptions) watch(ctx context.Context, l *lab.Lab, out io.Writer) error {
 	tick := time.NewTicker(o.interval)
 	defer tick.Stop()

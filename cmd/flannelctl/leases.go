@@ -21,7 +21,7 @@ import (
 	"flanneld/subnet/kube"
 )
 
-// lease is one lease as it is printed.
+// lease is the output form of a lease.
 type lease struct {
 	Key         string         `json:"key"`
 	Subnets     []netip.Prefix `json:"subnets"`
@@ -38,7 +38,7 @@ func newLease(e etcd.Entry) lease {
 	return l
 }
 
-// printed is a lease without what only etcd knows of it.
+// printed returns the output form of a lease, without the fields that only etcd has.
 func printed(from subnet.Lease, err error) lease {
 	l := lease{Key: from.Key, Type: from.BackendType, Subnets: []netip.Prefix{}, PublicIPs: []netip.Addr{}}
 	for _, ep := range from.Endpoints {
@@ -50,7 +50,7 @@ func printed(from subnet.Lease, err error) lease {
 	return l
 }
 
-// listNodes prints the leases that Nodes have.
+// listNodes prints the leases of Nodes.
 func listNodes(cmd *cobra.Command, o app.Options, out output) error {
 	entries, err := kube.Entries(cmd.Context(), kubeConfig(o))
 	if err != nil {
@@ -110,7 +110,7 @@ func newReservationsCommand() *cobra.Command {
 		out   output
 	)
 	cmd := &cobra.Command{
-		Use: "reservations", Short: "List the subnets that are reserved", Args: cobra.NoArgs,
+		Use: "reservations", Short: "List the reserved subnets", Args: cobra.NoArgs,
 		Example: "  flannelctl reservations\n  flannelctl reservations -o json | jq -r '.[].subnets[]'",
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			return withAdmin(store, func(a *etcd.Admin) error {
@@ -160,10 +160,10 @@ func list[T fmt.Stringer](values []T) string {
 
 func dash(s string) string { return cmp.Or(s, "-") }
 
-// watched is a lease as watchLeases has seen it.
+// watched is a lease in watchLeases.
 type watched struct {
 	*subnet.Lease
-	unreadable bool // then the Lease has a Key alone
+	unreadable bool // the Lease contains only its Key
 }
 
 // watchLeases prints all leases and then every change.
@@ -220,12 +220,14 @@ func newReserveCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use: "reserve SUBNET[,SUBNET6] PUBLIC-IP[,PUBLIC-IP6]", Short: "Reserve a subnet for one host", Args: cobra.ExactArgs(2),
 		Long: `Reserves a subnet, or one of each family, for the host with that public address.
-The reservation never expires. The host takes it when flanneld starts, in place of
-a lease of another subnet, whose pods have to be made anew then; a lease of the
-same subnet becomes a reservation as it is. A subnet that another host has is
-refused, and so is one that no host can get by the network configuration, if there
-is one. A host can have one reservation: unreserve it before another. To take
-subnets out of use, reserve each for an address of its own that no host has.`,
+The reservation never expires. The host takes the subnet when flanneld starts. If
+it had a lease of another subnet, its pods must be recreated. A lease of the same
+subnet becomes a reservation without a change.
+
+The command refuses the subnet of another host, and a subnet that the network
+configuration does not allow. A host can have one reservation: unreserve the old
+one first. To take subnets out of use, reserve each for a different address that
+no host has.`,
 		Example: "  flannelctl reserve 10.5.7.0/24 192.0.2.12\n  flannelctl reserve 10.5.7.0/24,fd00:10:5:7::/64 192.0.2.12,2001:db8::12",
 		RunE: func(cmd *cobra.Command, args []string) error {
 			c, err := claim(args[0], args[1])
@@ -248,8 +250,8 @@ subnets out of use, reserve each for an address of its own that no host has.`,
 	return cmd
 }
 
-// attainable refuses what no host would get, and every start would delete: without
-// a configuration nobody knows.
+// attainable returns an error if no host can get the subnet, because every start would
+// delete the reservation. Without a configuration it accepts any subnet.
 func attainable(ctx context.Context, a *etcd.Admin, c subnet.Claim) error {
 	text, revision, err := a.Config(ctx)
 	if err != nil || revision == 0 {
@@ -268,7 +270,7 @@ func attainable(ctx context.Context, a *etcd.Admin, c subnet.Claim) error {
 	return nil
 }
 
-// claim reads one subnet and one address of each family, in any order.
+// claim parses one subnet and one address of each family, in any order.
 func claim(subnets, addresses string) (c subnet.Claim, err error) {
 	publics := map[prefix.Family]netip.Addr{}
 	for text := range strings.SplitSeq(addresses, ",") {
@@ -307,19 +309,19 @@ func claim(subnets, addresses string) (c subnet.Claim, err error) {
 func newUnreserveCommand() *cobra.Command {
 	return newDeleteCommand(true, &cobra.Command{
 		Use: "unreserve SUBNET|KEY", Short: "End a reservation",
-		Long: `Deletes a reservation. If the host that it is for runs, it takes the subnet again
-at once, as a lease that expires.`,
+		Long: `Deletes a reservation. If its host runs, it takes the subnet again at once, with a
+lease that expires.`,
 		Example: "  flannelctl unreserve 10.5.7.0/24",
 	}, "is no longer reserved")
 }
 
 func newRevokeCommand() *cobra.Command {
 	return newDeleteCommand(false, &cobra.Command{
-		Use: "revoke SUBNET|KEY", Short: "Delete a lease, as of a host that is gone for good",
-		Long: `Deletes a lease, so that its subnet can be given to another host without waiting
-for its end. Other hosts drop their routes to it. If the host still runs, it takes
-the same subnet again at once: to move a running host, reserve its subnet for
-another owner after stopping it.`,
+		Use: "revoke SUBNET|KEY", Short: "Delete a lease, for example that of a removed host",
+		Long: `Deletes a lease, so that another host can take the subnet before the lease
+expires. Other hosts drop their routes to it. If the host still runs, it takes the
+same subnet again at once. To move a running host to another subnet, stop it and
+reserve its subnet for another owner.`,
 		Example: "  flannelctl revoke 10.5.43.0/24\n  flannelctl revoke '10.5.2.0-24&fd00:8:0:93f8::-64'",
 	}, "is revoked")
 }
@@ -343,11 +345,11 @@ func newDeleteCommand(reservation bool, cmd *cobra.Command, done string) *cobra.
 	return cmd
 }
 
-// find returns the key of a lease that is named by key, or by one of its subnets.
+// find returns the key of the lease that is named by its key or by one of its subnets.
 func find(ctx context.Context, a *etcd.Admin, name string) (string, error) {
 	p, err := netip.ParsePrefix(name)
 	if err != nil {
-		return name, nil //nolint:nilerr // then it is a key
+		return name, nil //nolint:nilerr // a name that is not a subnet is a key
 	}
 	entries, err := a.Entries(ctx, false)
 	if err != nil {

@@ -16,7 +16,7 @@ import (
 	"flanneld/subnet/etcd"
 )
 
-// TestClaim: what is reserved is all that was given.
+// TestClaim checks that the reservation contains all given subnets and addresses.
 func TestClaim(t *testing.T) {
 	const four, six = "10.5.7.0/24", "fd00:5:0:7::/64"
 	for _, tc := range []struct{ subnets, addresses, want string }{
@@ -44,7 +44,8 @@ func TestClaim(t *testing.T) {
 	}
 }
 
-// A list without anything in it is [] in JSON: jq stumbles over null.
+// TestEmptyLists checks that an empty list is [] in JSON and not null, which jq does not
+// accept.
 func TestEmptyLists(t *testing.T) {
 	text, err := json.Marshal(newLease(etcd.Entry{Lease: subnet.Lease{Key: "10.5.7.0-24"}, Err: errors.New("rubbish")}))
 	if want := `{"key":"10.5.7.0-24","subnets":[],"publicIPs":[],"error":"rubbish"}`; err != nil || string(text) != want {
@@ -59,7 +60,7 @@ func TestEmptyLists(t *testing.T) {
 	}
 }
 
-// TestWatchedLeases: a lease that cannot be read any more is there yet.
+// TestWatchedLeases checks that a lease that becomes unreadable counts as existing.
 func TestWatchedLeases(t *testing.T) {
 	lease := func(key, ip string) *subnet.Lease {
 		return &subnet.Lease{Key: key, BackendType: "vxlan", Endpoints: []subnet.Endpoint{{PublicIP: netip.MustParseAddr(ip)}}}
@@ -70,13 +71,13 @@ func TestWatchedLeases(t *testing.T) {
 		steps []subnet.Snapshot
 		want  []string
 	}{
-		{"come, change and go", []subnet.Snapshot{
+		{"added, changed and deleted", []subnet.Snapshot{
 			{Leases: []*subnet.Lease{b, a}}, {Leases: []*subnet.Lease{a, b}}, {Leases: []*subnet.Lease{lease("a", "192.0.2.9"), b}}, {Leases: []*subnet.Lease{b}},
 		}, []string{"+ a 192.0.2.1 vxlan", "+ b 192.0.2.2 vxlan", "~ a 192.0.2.9 vxlan", "- a 192.0.2.9 vxlan"}},
-		{"mangled, and mended", []subnet.Snapshot{
+		{"damaged and repaired", []subnet.Snapshot{
 			{Leases: []*subnet.Lease{a}}, {Undecodable: []string{"a"}}, {Undecodable: []string{"a"}}, {Leases: []*subnet.Lease{a}},
 		}, []string{"+ a 192.0.2.1 vxlan", "! a cannot be read", "~ a 192.0.2.1 vxlan"}},
-		{"mangled from the beginning, and gone", []subnet.Snapshot{
+		{"damaged from the beginning, then deleted", []subnet.Snapshot{
 			{Leases: []*subnet.Lease{b}, Undecodable: []string{"c", "a"}}, {Leases: []*subnet.Lease{b}, Undecodable: []string{"a"}}, {},
 		}, []string{"! a cannot be read", "+ b 192.0.2.2 vxlan", "! c cannot be read", "- c - -", "- a - -", "- b 192.0.2.2 vxlan"}},
 	} {

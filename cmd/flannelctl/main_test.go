@@ -37,13 +37,14 @@ func TestVersion(t *testing.T) {
 	}
 }
 
-// Every help has examples, which are commands and flags that there are.
+// TestHelpHasExamples checks that every help text has examples, with existing commands
+// and flags.
 func TestHelpHasExamples(t *testing.T) {
 	seen := 0
 	var walk func(cmd *cobra.Command)
 	walk = func(cmd *cobra.Command) {
 		for _, sub := range cmd.Commands() {
-			if sub.Name() == "help" || cmd.Name() == "completion" { // cobra's own, whose text says how
+			if sub.Name() == "help" || cmd.Name() == "completion" { // cobra's own commands, whose text explains their use
 				continue
 			}
 			walk(sub)
@@ -57,7 +58,7 @@ func TestHelpHasExamples(t *testing.T) {
 					continue
 				}
 				if !strings.Contains(line, sub.CommandPath()) {
-					t.Errorf("%s: what is %q an example of?", sub.CommandPath(), line)
+					t.Errorf("%s: %q is not an example of the command", sub.CommandPath(), line)
 				}
 				inspect(t, sub.CommandPath(), "    "+line)
 			}
@@ -96,7 +97,8 @@ func TestArgumentsAreRefused(t *testing.T) {
 	}
 }
 
-// A lab that is interrupted has ended as it should, unless it was to say something.
+// TestInterruptedLab checks that an interrupted lab succeeds, unless its output was still
+// to come.
 func TestInterruptedLab(t *testing.T) {
 	for once, want := range map[string]string{"--once": "interrupted: ", "--once=false": ""} {
 		ctx, cancel := context.WithCancel(t.Context())
@@ -117,7 +119,8 @@ func (w writer) Write(b []byte) (int, error) {
 	return len(b), nil
 }
 
-// A flanneld that does not come up is named, with how it ended.
+// TestFlanneldThatFails checks that the error names the host whose flanneld fails, and
+// its exit status.
 func TestFlanneldThatFails(t *testing.T) {
 	_, err := run(t, "lab", "--once", "--hosts", "1", "--flanneld", "/bin/false")
 	if err == nil || !strings.Contains(err.Error(), "host1 flanneld: exit status 1") {
@@ -125,8 +128,8 @@ func TestFlanneldThatFails(t *testing.T) {
 	}
 }
 
-// TestFlagsRefuseNonsense gives flags texts that can never be right: each is named, and
-// nothing else is done before.
+// TestFlagsRefuseNonsense passes impossible values to flags. Each must be refused by name
+// before the command does anything else.
 func TestFlagsRefuseNonsense(t *testing.T) {
 	for _, tc := range []struct{ args, want string }{
 		{"check --peer=x", `--peer "x" is invalid: expected the public address or the subnet of a peer`},

@@ -12,7 +12,7 @@ import (
 	"sigs.k8s.io/yaml"
 )
 
-// output is the form in which a command prints: table, json or yaml.
+// output is the output format of a command: table, json or yaml.
 type output string
 
 func (o *output) addTo(cmd *cobra.Command) {
@@ -31,7 +31,7 @@ func (o *output) Set(s string) error {
 	return nil
 }
 
-// print writes v as JSON or YAML, or what table writes.
+// print writes v as JSON or YAML, or calls table.
 func (o *output) print(w io.Writer, v any, table func(io.Writer)) error {
 	if *o == "table" {
 		t := tabwriter.NewWriter(w, 0, 0, 3, ' ', 0)

@@ -14,8 +14,8 @@ import (
 	"flanneld/cmd/flanneld/app"
 )
 
-// Commands and flags that pages name are there.
-func TestPagesNameWhatThereIs(t *testing.T) {
+// TestPagesNameExistingCommands checks that the commands and flags on the pages exist.
+func TestPagesNameExistingCommands(t *testing.T) {
 	paths, err := filepath.Glob("../../Documentation/*.md")
 	more, _ := filepath.Glob("../../Documentation/*/*.md")
 	if err != nil || len(paths) < 10 {
@@ -44,8 +44,8 @@ var (
 	variable = regexp.MustCompile(`\b(?:FLANNELD_[A-Z0-9_]+)\b`)
 )
 
-// inspect judges one line (one of them shows a variable that is misspelt): commands of flannelctl with their flags, flags that
-// stand alone, and variables.
+// inspect checks one line: commands of flannelctl with their flags, flags on their own,
+// and variables. One page shows a misspelt variable on purpose.
 func inspect(t *testing.T, path, line string) (commands, flags int) {
 	shown := strings.HasPrefix(line, "    ") || strings.Contains(line, "`")
 	if m := invoked.FindStringSubmatch(line); m != nil && shown {
@@ -81,7 +81,7 @@ func inspect(t *testing.T, path, line string) (commands, flags int) {
 	return commands, flags
 }
 
-// foreign are flags of other programs that pages name by themselves.
+// foreign contains flags of other programs that the pages mention.
 var foreign = []string{"bip", "mtu", "ip-masq", "help", "version", "lease", "cluster-cidr"}
 
 func known(name string) bool {

@@ -17,23 +17,23 @@ import (
 	"flanneld/pkg/prefix"
 )
 
-// report is the state of a lab, as --json prints it.
+// report is the state of a lab in the form of --json.
 type report struct {
-	OK     bool          `json:"ok"` // every pod reaches every other and every daemon runs
+	OK     bool          `json:"ok"` // every pod reaches every other, and every daemon runs
 	Hosts  []hostReport  `json:"hosts"`
 	Leases []leaseReport `json:"leases"`
 	Matrix []cellReport  `json:"matrix"`
-	// LeasesError says why the leases could not be read.
+	// LeasesError is the error if the leases cannot be read.
 	LeasesError string `json:"leasesError,omitempty"`
 }
 
 type hostReport struct {
 	Name     string      `json:"name"`
-	Flanneld string      `json:"flanneld"` // "running", or how it ended
-	PID      int         `json:"pid"`      // flanneld's
+	Flanneld string      `json:"flanneld"` // "running", or the way in which it ended
+	PID      int         `json:"pid"`      // process id of flanneld
 	Enter    string      `json:"enter"`    // command that enters the host
 	Pods     []podReport `json:"pods"`
-	Routes   []string    `json:"routes"` // those to other hosts' pods
+	Routes   []string    `json:"routes"` // routes to the pods of other hosts
 }
 
 type podReport struct {
@@ -46,7 +46,7 @@ type podReport struct {
 type leaseReport struct {
 	Subnet  string          `json:"subnet"`
 	Value   json.RawMessage `json:"value"`
-	Seconds int             `json:"ttlSeconds"` // 0: does not expire
+	Seconds int             `json:"ttlSeconds"` // 0 if it does not expire
 }
 
 type cellReport struct {
@@ -64,7 +64,7 @@ type cellReport struct {
 const running = "running"
 
 func observe(ctx context.Context, l *lab.Lab) (report, error) {
-	const budget = 3 * time.Second // for measuring throughput
+	const budget = 3 * time.Second // total time for measuring throughput
 	r := report{OK: true, Hosts: []hostReport{}, Leases: []leaseReport{}, Matrix: []cellReport{}}
 	for _, c := range l.Matrix(ctx, l.Families(), budget) {
 		cell := cellReport{
@@ -86,7 +86,7 @@ func observe(ctx context.Context, l *lab.Lab) (report, error) {
 		r.OK = r.OK && host.Flanneld == running
 		r.Hosts = append(r.Hosts, host)
 	}
-	// The store may be away; what that changes is worth watching.
+	// Continue without the store, because the effects of an outage are worth watching.
 	if err := r.readLeases(ctx, l); err != nil {
 		r.LeasesError = err.Error()
 	}
@@ -140,7 +140,7 @@ func observeHost(ctx context.Context, h *lab.Host) (hostReport, error) {
 	return r, nil
 }
 
-// verdict is nil if the lab is as it should be.
+// verdict returns an error if a pod is unreachable or a daemon does not run.
 func (r report) verdict() error {
 	failed := 0
 	for _, c := range r.Matrix {
@@ -162,8 +162,8 @@ func (r report) verdict() error {
 	return nil
 }
 
-// fingerprint holds what makes a state worth printing again: not how fast
-// anything is or how long a lease still lasts.
+// fingerprint returns the parts of a state whose change makes it worth printing again.
+// Measured values and the remaining time of leases do not.
 func (r report) fingerprint() string {
 	var b strings.Builder
 	for _, c := range r.Matrix {
@@ -179,7 +179,7 @@ func (r report) fingerprint() string {
 	return b.String()
 }
 
-// text lays the report out for people.
+// text returns the report in readable form.
 func (r report) text() string {
 	var b strings.Builder
 	for _, f := range []prefix.Family{prefix.IPv4, prefix.IPv6} {
@@ -191,8 +191,8 @@ func (r report) text() string {
 }
 
 const (
-	maxColumns  = 6  // pods that fit beside each other by name and with figures
-	maxFailures = 10 // that are written out
+	maxColumns  = 6  // maximum number of pods in a table with names and figures
+	maxFailures = 10 // maximum number of failures that are printed
 )
 
 func (r report) writeMatrix(b *strings.Builder, family string) {
@@ -262,7 +262,7 @@ func (c cellReport) text(short bool) string {
 	return milliseconds(c.RTT) + " " + bits(c.Throughput)
 }
 
-// span says between which figures the reachable cells are.
+// span returns the range of the figures of reachable cells.
 func (r report) span(family string) string {
 	var rtt, bps []float64
 	for _, c := range r.Matrix {
@@ -338,7 +338,7 @@ func (r report) writeHosts(b *strings.Builder) {
 	w.Flush()
 }
 
-// hints says how to look around inside.
+// hints returns commands for looking inside.
 func (r report) hints() string {
 	var b strings.Builder
 	w := table(&b)

@@ -108,15 +108,15 @@ func TestFingerprintIgnoresFigures(t *testing.T) {
 	a, b := twoHosts(), twoHosts()
 	b.Matrix[0].RTT, b.Matrix[0].Throughput, b.Leases[0].Seconds = 7, 7, 7
 	if a.fingerprint() != b.fingerprint() {
-		t.Error("figures alone make a state worth printing again")
+		t.Error("different figures change the fingerprint")
 	}
 	b.Hosts[0].Routes = nil
 	if a.fingerprint() == b.fingerprint() {
-		t.Error("a lost route goes unnoticed")
+		t.Error("a lost route does not change the fingerprint")
 	}
 }
 
-// trimLines drops the blanks with which a table pads its last column.
+// trimLines removes the spaces with which a table pads its last column.
 func trimLines(text string) string {
 	lines := strings.Split(text, "\n")
 	for i := range lines {

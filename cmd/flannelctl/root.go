@@ -11,9 +11,9 @@ import (
 func newRoot() *cobra.Command {
 	root := &cobra.Command{
 		Use:           "flannelctl",
-		Short:         "Operate flanneld, and try it out",
+		Short:         "Operate flanneld and try it out",
 		SilenceUsage:  true, // an error is one line
-		SilenceErrors: true, // which main prints
+		SilenceErrors: true, // main prints it
 	}
 	root.AddCommand(
 		newConfigCommand(), newLeasesCommand(), newReserveCommand(), newUnreserveCommand(), newReservationsCommand(), newRevokeCommand(),
@@ -26,8 +26,8 @@ func newRoot() *cobra.Command {
 	return root
 }
 
-// refuseUnknown makes an unknown command below cmd an error: cobra does so below
-// the root alone, and shows help elsewhere as if that had been asked for.
+// refuseUnknown makes an unknown command below cmd an error. cobra does that only for the
+// root, and otherwise prints the help.
 func refuseUnknown(cmd *cobra.Command) {
 	if !cmd.HasSubCommands() || cmd.Runnable() {
 		return
@@ -36,7 +36,7 @@ func refuseUnknown(cmd *cobra.Command) {
 	cmd.RunE = func(cmd *cobra.Command, _ []string) error { return cmd.Help() }
 }
 
-// addCompletion adds cobra's command for shells, which comes without examples.
+// addCompletion adds cobra's command for shell completion, with examples.
 func addCompletion(root *cobra.Command) {
 	root.InitDefaultCompletionCmd()
 	for _, cmd := range root.Commands() {

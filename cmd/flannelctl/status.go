@@ -19,10 +19,10 @@ import (
 	"flanneld/pkg/status"
 )
 
-// statusTimeout bounds how long a daemon may take to answer.
+// statusTimeout limits the time that a daemon may take to answer.
 const statusTimeout = 10 * time.Second
 
-// errNotReady makes the exit code tell what the output has told already.
+// errNotReady sets the exit code. The output has shown the reason already.
 var errNotReady = errors.New("flanneld is not ready")
 
 func newStatusCommand() *cobra.Command {
@@ -32,10 +32,10 @@ func newStatusCommand() *cobra.Command {
 		all           bool
 	)
 	cmd := &cobra.Command{
-		Use: "status", Short: "Show how the daemon of this host, or of another, is doing", Args: cobra.NoArgs,
-		Long: `Asks the flanneld of this host by its local socket, or another by the address
-that it was given with --statusz-address. Peers that are in place are only counted
-unless --peers is given. Exits with 1 if the daemon is not ready.`,
+		Use: "status", Short: "Show the status of the daemon on this host or another one", Args: cobra.NoArgs,
+		Long: `Shows the status of this host's flanneld, through its local socket, or of another
+one, at the address of its --statusz-address. Peers without a problem are only
+counted unless --peers is given. The exit code is 1 if the daemon is not ready.`,
 		Example: "  flannelctl status\n  flannelctl status --peers\n  flannelctl status --url http://192.0.2.12:8287 -o json",
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			client, base := status.Client(socket), "http://flanneld"
@@ -61,7 +61,7 @@ unless --peers is given. Exits with 1 if the daemon is not ready.`,
 	out.addTo(cmd)
 	cmd.Flags().StringVar(&socket, "socket", status.SocketPath("/run/flannel/subnet.env"), "local socket of the daemon")
 	cmd.Flags().StringVar(&where, "url", "", "address of another daemon, as http://host:port")
-	cmd.Flags().BoolVar(&all, "peers", false, "list every peer and what the kernel holds for it")
+	cmd.Flags().BoolVar(&all, "peers", false, "list every peer and its kernel objects")
 	cmd.MarkFlagsMutuallyExclusive("socket", "url")
 	return cmd
 }

@@ -15,39 +15,39 @@ import (
 	"flanneld/subnet/kube"
 )
 
-// storeFlags say where the store is. They are the daemon's own, as are the
-// variables that stand for them.
+// storeFlags are the flags that locate the store. They are those of the daemon, as are
+// the variables for them.
 type storeFlags struct {
 	values map[string]*string
 	kube   *bool
-	// configMap holds the network configuration on Kubernetes; nil where nobody
-	// asks for that.
+	// configMap is the ConfigMap with the network configuration on Kubernetes. It is nil
+	// for commands that do not need it.
 	configMap *string
 }
 
 const (
 	netConfigPath = "net-config-path"
 	netConfigMap  = "net-config-map"
-	// defaultConfigMap is the one of flannel's manifests.
+	// defaultConfigMap is the ConfigMap of flannel's manifests.
 	defaultConfigMap = "kube-flannel/kube-flannel-cfg"
 )
 
-// addConfigTo adds the flags for the network configuration, wherever it is.
+// addConfigTo adds the flags for the network configuration in any store.
 func (s *storeFlags) addConfigTo(cmd *cobra.Command) {
 	s.addKubeTo(cmd)
 	s.values[netConfigPath] = cmd.PersistentFlags().String(netConfigPath, "", "file with the configuration, on Kubernetes (FLANNELD_NET_CONFIG_PATH)")
 	s.configMap = cmd.PersistentFlags().String(netConfigMap, "",
-		"ConfigMap with the configuration, on Kubernetes (default "+defaultConfigMap+", unless flanneld's file is there)")
+		"ConfigMap with the configuration, on Kubernetes (default "+defaultConfigMap+", unless flanneld's file exists)")
 }
 
-// addKubeTo adds the flags for the Kubernetes API, for commands that work on it.
+// addKubeTo adds the flags for the Kubernetes API, for commands that support it.
 func (s *storeFlags) addKubeTo(cmd *cobra.Command) {
 	s.addTo(cmd)
 	s.kube = cmd.PersistentFlags().Bool("kube-subnet-mgr", false, "the store is the Kubernetes API (FLANNELD_KUBE_SUBNET_MGR)")
 	for _, f := range [][2]string{
-		{"kubeconfig-file", "how to reach it; without, by the service account of the pod (FLANNELD_KUBECONFIG_FILE)"},
-		{"kube-api-url", "where it is (FLANNELD_KUBE_API_URL)"},
-		{"kube-annotation-prefix", "of the annotations (FLANNELD_KUBE_ANNOTATION_PREFIX)"},
+		{"kubeconfig-file", "kubeconfig file for the API; by default the pod's service account is used (FLANNELD_KUBECONFIG_FILE)"},
+		{"kube-api-url", "URL of the API (FLANNELD_KUBE_API_URL)"},
+		{"kube-annotation-prefix", "prefix of the annotations (FLANNELD_KUBE_ANNOTATION_PREFIX)"},
 	} {
 		s.values[f[0]] = cmd.PersistentFlags().String(f[0], "", f[1])
 	}
@@ -57,19 +57,19 @@ func (s *storeFlags) addKubeTo(cmd *cobra.Command) {
 func (s *storeFlags) addTo(cmd *cobra.Command) {
 	s.values = map[string]*string{}
 	for _, f := range [][2]string{
-		{"etcd-endpoints", "where etcd is, comma separated (FLANNELD_ETCD_ENDPOINTS)"},
-		{"etcd-prefix", "key below which everything is (FLANNELD_ETCD_PREFIX)"},
+		{"etcd-endpoints", "addresses of etcd, comma separated (FLANNELD_ETCD_ENDPOINTS)"},
+		{"etcd-prefix", "prefix of all keys (FLANNELD_ETCD_PREFIX)"},
 		{"etcd-cafile", "CA bundle for etcd (FLANNELD_ETCD_CAFILE)"},
 		{"etcd-certfile", "TLS client certificate (FLANNELD_ETCD_CERTFILE)"},
-		{"etcd-keyfile", "its key (FLANNELD_ETCD_KEYFILE)"},
+		{"etcd-keyfile", "key of the TLS client certificate (FLANNELD_ETCD_KEYFILE)"},
 		{"etcd-username", "user of etcd (FLANNELD_ETCD_USERNAME)"},
 	} {
 		s.values[f[0]] = cmd.PersistentFlags().String(f[0], "", f[1])
 	}
 }
 
-// options are what flags and variables say. The password comes by
-// FLANNELD_ETCD_PASSWORD alone: flags are in the process list.
+// options returns the options from flags and variables. The password comes only from
+// FLANNELD_ETCD_PASSWORD, because flags are visible in the process list.
 func (s *storeFlags) options() (app.Options, error) {
 	var args []string
 	kubernetes := false
@@ -85,7 +85,7 @@ func (s *storeFlags) options() (app.Options, error) {
 		args = append(args, "--kube-subnet-mgr")
 	}
 	if s.configMap == nil || *s.values[netConfigPath] == "" && os.Getenv("FLANNELD_NET_CONFIG_PATH") == "" {
-		args = append(args, "--"+netConfigPath+"="+os.DevNull) // it need not be on this machine
+		args = append(args, "--"+netConfigPath+"="+os.DevNull) // the file need not exist on this machine
 	}
 	return app.Parse(args, os.Environ())
 }
@@ -103,7 +103,7 @@ func (s *storeFlags) admin() (*etcd.Admin, error) {
 		return nil, err
 	}
 	if o.KubeSubnetMgr {
-		return nil, fmt.Errorf("%s is set: this command works on etcd; on Kubernetes the API hands out subnets, "+
+		return nil, fmt.Errorf("%s is set: this command works on etcd; on Kubernetes the API assigns subnets, "+
 			"as podCIDRs of Nodes, and the configuration is a ConfigMap", o.Source("kube-subnet-mgr"))
 	}
 	return etcd.NewAdmin(etcd.Config{
@@ -113,14 +113,14 @@ func (s *storeFlags) admin() (*etcd.Admin, error) {
 	})
 }
 
-// kubeConfig is what kube needs of o.
+// kubeConfig returns the options for package kube.
 func kubeConfig(o app.Options) kube.Config {
 	return kube.Config{APIURL: o.KubeAPIURL, Kubeconfig: o.KubeconfigFile, AnnotationPrefix: o.KubeAnnotationPrefix}
 }
 
-// netConfig returns the network configuration as daemons on Kubernetes have it:
-// the file or the ConfigMap that is named, else the file that flanneld reads
-// where it is there, which is so in its pod, else the ConfigMap.
+// netConfig returns the network configuration as daemons on Kubernetes read it: from the
+// file or ConfigMap that a flag names; otherwise from the file that flanneld reads, which
+// exists in its pod; otherwise from flannel's ConfigMap.
 func (s *storeFlags) netConfig(ctx context.Context, o app.Options) ([]byte, error) {
 	if o.NetConfigPath != os.DevNull {
 		return os.ReadFile(o.NetConfigPath)

@@ -1,4 +1,4 @@
-// Package kubernetes_test renders the chart and compares.
+// Package kubernetes_test renders the chart and compares the result with golden files.
 package kubernetes_test
 
 import (
@@ -18,13 +18,13 @@ import (
 	"flanneld/subnet"
 )
 
-var update = flag.Bool("update", false, "write what the chart renders to the golden files and to base")
+var update = flag.Bool("update", false, "write the rendered chart to the golden files and to base")
 
-// helm is what `make components` builds.
+// helm is built by `make components`.
 const helm = "../../bin/tools/helm"
 
-// render returns what the chart makes of the options, without the lines in
-// which helm says where each part is from.
+// render returns the rendered chart without the lines with which helm names the source of
+// each part.
 func render(t *testing.T, options ...string) string {
 	t.Helper()
 	cmd := exec.CommandContext(t.Context(), helm, append([]string{"template", "flannel", "chart", "--namespace=kube-flannel"}, options...)...)
@@ -63,7 +63,7 @@ func expectGolden(t *testing.T, path, got string) {
 	}
 }
 
-// object is what the tests look at in anything that is rendered.
+// object contains the fields of rendered objects that the tests check.
 type object struct {
 	Kind string
 	Data map[string]string
@@ -97,8 +97,7 @@ func TestChart(t *testing.T) {
 	}
 }
 
-// expectConfig reads the rendered configuration as the daemon and a container
-// runtime do.
+// expectConfig parses the rendered configuration like the daemon and a container runtime.
 func expectConfig(t *testing.T, rendered string) {
 	t.Helper()
 	for _, o := range objects(t, rendered) {
@@ -117,26 +116,26 @@ func expectConfig(t *testing.T, rendered string) {
 	t.Error("no ConfigMap")
 }
 
-// The plain manifests are the chart with its defaults. Their selector is that of
-// flannel's manifests, so that they can be applied over those.
+// TestBase checks that the plain manifests are the chart with its defaults. Their
+// selector is that of flannel's manifests, so that they can be applied over those.
 func TestBase(t *testing.T) {
 	expectGolden(t, "base/flannel.yaml", render(t, "--set=flannel.selectorLabels.k8s-app=flannel"))
 }
 
 func TestMistakes(t *testing.T) {
 	for name, tc := range map[string]struct{ set, want string }{
-		"no network":        {"podCidr=", "podCidr and podCidrv6 are both empty"},
-		"port":              {"flannel.backendPort=70000", "backendPort"},
-		"a port in words":   {"flannel.healthz.port=http", "healthz/port"},
-		"probe host":        {"flannel.healthz.probeHost=1", "healthz/probeHost"},
-		"one argument":      {"flannel.args=--ip-masq", "args"},
-		"VNI":               {"flannel.vni=10000000", "vni"},
-		"VNI with IPv6":     {"flannel.vni=10000,podCidrv6=fd00:10:5::/48", "vni"},
-		"mode":              {"flannel.tunnelMode=both", "tunnelMode"},
-		"no selector":       {"flannel.selectorLabels=null", "selectorLabels"},
-		"plugin, no tag":    {"flannel.flannel_cni.image.repository=x", "flannel.flannel_cni.image.tag"},
-		"a tag in figures":  {"flannel.image.tag=1", "flannel/image/tag"},
-		"policies, nowhere": {"netpol.enabled=true", "netpol.image.repository"},
+		"no network":         {"podCidr=", "podCidr and podCidrv6 are both empty"},
+		"port":               {"flannel.backendPort=70000", "backendPort"},
+		"a port in words":    {"flannel.healthz.port=http", "healthz/port"},
+		"probe host":         {"flannel.healthz.probeHost=1", "healthz/probeHost"},
+		"one argument":       {"flannel.args=--ip-masq", "args"},
+		"VNI":                {"flannel.vni=10000000", "vni"},
+		"VNI with IPv6":      {"flannel.vni=10000,podCidrv6=fd00:10:5::/48", "vni"},
+		"mode":               {"flannel.tunnelMode=both", "tunnelMode"},
+		"no selector":        {"flannel.selectorLabels=null", "selectorLabels"},
+		"plugin, no tag":     {"flannel.flannel_cni.image.repository=x", "flannel.flannel_cni.image.tag"},
+		"a number as tag":    {"flannel.image.tag=1", "flannel/image/tag"},
+		"policies, no image": {"netpol.enabled=true", "netpol.image.repository"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			out, err := exec.CommandContext(t.Context(), helm, "template", "chart", "--set="+tc.set).CombinedOutput()
@@ -147,8 +146,8 @@ func TestMistakes(t *testing.T) {
 	}
 }
 
-// TestZeroAndFalse: a value that is set reaches the configuration, whether it is in a
-// file or on the command line. Only the port 0 and an empty text mean the default.
+// TestZeroAndFalse checks that a set value reaches the configuration, from a file or from
+// the command line. Only port 0 and an empty text mean the default.
 func TestZeroAndFalse(t *testing.T) {
 	for _, tc := range []struct {
 		backend, set string
@@ -211,7 +210,7 @@ func TestZeroAndFalse(t *testing.T) {
 	}
 }
 
-// TestSelectorIsInThePod: pods have the labels of the selector as they are given.
+// TestSelectorIsInThePod checks that pods have exactly the labels of the selector.
 func TestSelectorIsInThePod(t *testing.T) {
 	got := render(t, "--set=flannel.selectorLabels.app=", "--set=flannel.selectorLabels.tier=network")
 	if n := strings.Count(got, "        app: \"\"\n        tier: network\n"); n != 1 {

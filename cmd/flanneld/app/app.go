@@ -1,5 +1,5 @@
-// Package app is the daemon: options, start-up and lifecycle. Distributions
-// that embed flanneld import it.
+// Package app contains the daemon: options, start-up and lifecycle. Programs that embed
+// flanneld import it.
 package app
 
 import (
@@ -28,17 +28,17 @@ import (
 	"flanneld/pkg/version"
 )
 
-// stopTimeout bounds how long the members of the group may take to return, which have
-// shorter bounds of their own.
-// What they leave undone the next start finds: the data path stays anyway.
+// stopTimeout limits the time that the members of the group may take to return. They have
+// shorter limits of their own. The next start completes the work that they leave
+// unfinished, and the data path is not affected.
 const stopTimeout = 1500 * time.Millisecond
 
-// fewCPUs is how many leave none for a second thread that carries packets: the pods
-// whose packets they are have the other.
+// fewCPUs is the number of CPUs up to which a second thread for packets is useless,
+// because the pods need the other CPU.
 const fewCPUs = 2
 
-// backends is the list of all backends. commands is what this process has of
-// extension, carrier what it has of udp.
+// backends returns the registry of all backends. commands is the state of extension in
+// this process, carrier that of udp.
 func backends(commands *extension.Host, carrier *udp.Host) (backend.Registry, error) {
 	return backend.NewRegistry(
 		backend.Entry{Type: alloc.Type, Factory: alloc.New, OneThread: true},
@@ -51,13 +51,13 @@ func backends(commands *extension.Host, carrier *udp.Host) (backend.Registry, er
 	)
 }
 
-// Main runs the daemon and returns its exit code: 0 after --help, --version,
-// SIGINT and SIGTERM, 1 after an error, which is one line on stderr, and 3 where
-// --exit-on-config-change has ended it.
+// Main runs the daemon and returns its exit code: 0 after --help, --version, SIGINT and
+// SIGTERM; 1 after an error, which it prints as one line to stderr; 3 if
+// --exit-on-config-change has ended the daemon.
 func Main(args, env []string, stderr io.Writer) int {
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGINT, syscall.SIGTERM)
 	defer stop()
-	context.AfterFunc(ctx, stop) // a second signal kills
+	context.AfterFunc(ctx, stop) // a second signal kills the process
 
 	opts, err := Parse(args, env)
 	switch {
@@ -93,7 +93,7 @@ func Main(args, env []string, stderr io.Writer) int {
 	return 0
 }
 
-// Run runs the daemon until ctx ends, and returns nil then.
+// Run runs the daemon until ctx ends, and then returns nil.
 func Run(ctx context.Context, opts Options) error { return run(ctx, opts, &runtimeFit{}) }
 
 func run(ctx context.Context, opts Options, fit *runtimeFit) error {
@@ -106,7 +106,7 @@ func run(ctx context.Context, opts Options, fit *runtimeFit) error {
 	if err != nil {
 		return err
 	}
-	work, cancel := context.WithCancel(ctx) // ctx itself ends when the daemon is asked to stop
+	work, cancel := context.WithCancel(ctx) // ctx itself ends when the daemon should stop
 	defer cancel()
 	group, members := errgroup.WithContext(work)
 	d := &daemon{opts: opts, registry: registry, group: group, health: newHealth(opts),
@@ -116,7 +116,7 @@ func run(ctx context.Context, opts Options, fit *runtimeFit) error {
 	ctx, members = klog.NewContext(ctx, log), klog.NewContext(members, log)
 	if err := d.listen(ctx, members, group); err != nil {
 		cancel()
-		_ = group.Wait() // for what listens already
+		_ = group.Wait() // for listeners that are already open
 		return err
 	}
 	fit.begin()
@@ -124,19 +124,19 @@ func run(ctx context.Context, opts Options, fit *runtimeFit) error {
 	group.Go(func() error { return d.notifier.Watchdog(members, d.health) })
 	group.Go(func() error { return d.run(members) })
 	err = d.wait(ctx, members)
-	if ctx.Err() != nil { // asked to stop
+	if ctx.Err() != nil { // the daemon should stop
 		commands.Shutdown(context.WithoutCancel(ctx))
 	}
 	return err
 }
 
-// wait returns when the group has, or a bounded time after it was told to.
+// wait waits until the group has returned, or until stopTimeout after it was told to end.
 func (d *daemon) wait(ctx, members context.Context) error {
 	told := make(chan struct{})
-	context.AfterFunc(members, func() { // systemd may not listen
+	context.AfterFunc(members, func() { // in the background, because systemd may not read the message
 		defer close(told)
 		if err := d.notifier.Stopping(); err != nil {
-			klog.FromContext(ctx).Error(err, "systemd was not told")
+			klog.FromContext(ctx).Error(err, "cannot notify systemd")
 		}
 	})
 	done := make(chan error, 1)
@@ -145,7 +145,7 @@ func (d *daemon) wait(ctx, members context.Context) error {
 		<-told
 		done <- err
 	}()
-	<-members.Done() // at the latest when all members have returned
+	<-members.Done() // ends at the latest when all members have returned
 	var err error
 	select {
 	case err = <-done:
@@ -153,7 +153,7 @@ func (d *daemon) wait(ctx, members context.Context) error {
 		klog.FromContext(ctx).Error(nil, "not everything has ended in time", "after", stopTimeout)
 		err = context.Cause(members)
 	}
-	if ctx.Err() != nil { // asked to stop: whatever that interrupted is no failure
+	if ctx.Err() != nil { // the daemon should stop, so an interruption is not a failure
 		return nil
 	}
 	return err

@@ -17,8 +17,8 @@ import (
 	"flanneld/subnet/subnettest"
 )
 
-// TestRunEndsWithoutAStore starts the daemon where no store is, waits until it
-// has said so, and stops it. It does not get as far as changing the kernel.
+// TestRunEndsWithoutAStore starts the daemon without a store, waits until it has logged
+// that, and stops it. The daemon does not change the kernel before that.
 func TestRunEndsWithoutAStore(t *testing.T) {
 	defer goleak.VerifyNone(t)
 	addr, err := subnettest.FreeAddr()
@@ -45,7 +45,7 @@ func TestRunEndsWithoutAStore(t *testing.T) {
 		case err := <-done:
 			t.Fatalf("Run ended: %v", err)
 		case <-deadline:
-			t.Fatalf("nothing about the store in the log:\n%s", log())
+			t.Fatalf("the log does not mention the store:\n%s", log())
 		case <-time.After(10 * time.Millisecond):
 		}
 	}
@@ -55,7 +55,7 @@ func TestRunEndsWithoutAStore(t *testing.T) {
 	}
 	_ = resp.Body.Close()
 	http.DefaultClient.CloseIdleConnections()
-	idle, err := net.Dial("tcp", addr) // and asks nothing
+	idle, err := net.Dial("tcp", addr) // a connection without a request
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -72,12 +72,12 @@ func TestRunEndsWithoutAStore(t *testing.T) {
 		t.Errorf("stopping took %s", took)
 	}
 	if strings.Contains(log(), "not everything has ended") {
-		t.Errorf("it leaves something undone:\n%s", log())
+		t.Errorf("the daemon has not ended in time:\n%s", log())
 	}
 }
 
-// TestRunWithoutItsPort starts the daemon where somebody has its health port, once and
-// again, as a program that embeds it may: nothing is left of either.
+// TestRunWithoutItsPort starts the daemon twice while another program uses its health
+// port, as a program that embeds it may do. Neither run may leave anything behind.
 func TestRunWithoutItsPort(t *testing.T) {
 	defer goleak.VerifyNone(t)
 	taken, err := net.Listen("tcp", "127.0.0.1:0")
@@ -95,10 +95,10 @@ func TestRunWithoutItsPort(t *testing.T) {
 	logger := ktesting.NewLogger(t, ktesting.NewConfig(ktesting.BufferLogs(true)))
 	for range 2 {
 		if err := Run(klog.NewContext(t.Context(), logger), opts); err == nil || !strings.Contains(err.Error(), "address already in use") {
-			t.Errorf("Run: %v, want what is wrong with the port", err)
+			t.Errorf("Run: %v, want the error of the port", err)
 		}
 	}
 	if log := logger.GetSink().(ktesting.Underlier).GetBuffer().String(); strings.Contains(log, "status socket") {
-		t.Errorf("the first has kept the status socket:\n%s", log)
+		t.Errorf("the first run has kept the status socket:\n%s", log)
 	}
 }

@@ -24,24 +24,24 @@ import (
 	"flanneld/subnet"
 )
 
-// ErrRuns means that a daemon runs whose things were to be removed.
-var ErrRuns = errors.New("flanneld runs: stop it first, and see to it that nothing starts it again")
+// ErrRuns means that a running daemon prevents the cleanup.
+var ErrRuns = errors.New("flanneld runs: stop it first, and make sure that nothing starts it again")
 
-// Cleanup removes what daemons have left on this host. It goes by their state
-// files and the subnet file, and by nothing else: what it removes was theirs.
+// Cleanup removes the objects that daemons have left on this host. It removes only those
+// that their state files and the subnet file name.
 type Cleanup struct {
-	// StateDir and SubnetFile are the daemon's. Every daemon that has had this
-	// state directory is meant, but no other subnet file than SubnetFile.
+	// StateDir and SubnetFile are those of the daemon. Cleanup covers every daemon that
+	// has used StateDir, and no other subnet file than SubnetFile.
 	StateDir, SubnetFile string
-	// Yes says to remove; otherwise it is only told what would be.
+	// Yes removes the objects. Otherwise Run only prints them.
 	Yes bool
-	// Out is where it is told, one line for each thing.
+	// Out gets one line for each object.
 	Out io.Writer
 }
 
-// Run removes everything, or as much as can be: then it returns an error, and
-// may be run again. It returns ErrRuns, wrapped, and has removed nothing, where
-// a daemon holds one of the state files.
+// Run removes everything. If it cannot remove an object it continues, returns an error,
+// and may be repeated. It returns ErrRuns, wrapped, and removes nothing if a daemon uses
+// one of the state files.
 func (c Cleanup) Run(ctx context.Context) error {
 	names, err := c.stateFiles()
 	if err != nil {
@@ -59,7 +59,7 @@ func (c Cleanup) Run(ctx context.Context) error {
 		defer func() { _ = file.Close() }()
 		last, _, err := file.Load()
 		if err != nil {
-			return fmt.Errorf("%w: what it would name stays; remove the file to go on without", err)
+			return fmt.Errorf("%w: the objects that it names stay; remove the file to continue without it", err)
 		}
 		all = append(all, last)
 	}
@@ -68,7 +68,7 @@ func (c Cleanup) Run(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	// Files go last: they tell the next attempt what there is to remove.
+	// Files go last, because the next attempt needs them.
 	if err := oneline.Join(c.kernel(ctx, d, all), c.rules(ctx, formerNetworks(traces(d, all), subnet.Config{}))); err != nil {
 		return err
 	}
@@ -79,8 +79,8 @@ func (c Cleanup) Run(ctx context.Context) error {
 	return oneline.Join(c.files(), blind)
 }
 
-// blind tells that without state files there is nothing to know devices and
-// routes by. It is an error where the subnet file shows that a daemon was here.
+// blind handles missing state files: devices and routes cannot be found then. It returns
+// an error if the subnet file shows that a daemon has run here.
 func (c Cleanup) blind() error {
 	unknown := fmt.Errorf("there are no state files in %s: devices and routes that flanneld has left are not known, and stay", c.StateDir)
 	if _, err := os.Lstat(c.SubnetFile); err == nil {
@@ -90,7 +90,7 @@ func (c Cleanup) blind() error {
 	return nil
 }
 
-// traces is all that daemons have had, as one state.
+// traces returns the contents of all state files as one state.
 func traces(d *daemon, all []lastKnown) lastKnown {
 	sum := lastKnown{Rules: d.fileNetworks()}
 	for _, last := range all {
@@ -101,7 +101,7 @@ func traces(d *daemon, all []lastKnown) lastKnown {
 	return sum
 }
 
-// stateFiles are the names of the state files of daemons.
+// stateFiles returns the names of the daemons' state files.
 func (c Cleanup) stateFiles() ([]string, error) {
 	found, err := filepath.Glob(filepath.Join(c.StateDir, "flanneld-*.json"))
 	if err != nil {
@@ -143,7 +143,7 @@ func (c Cleanup) kernel(ctx context.Context, d *daemon, all []lastKnown) error {
 	return oneline.Join(errs...)
 }
 
-// remnants removes what of them is there.
+// remnants removes the remnants that exist.
 func (c Cleanup) remnants(all []backend.Remnant) error {
 	var errs []error
 	for _, r := range all {
@@ -159,7 +159,7 @@ func (c Cleanup) remnants(all []backend.Remnant) error {
 	return oneline.Join(errs...)
 }
 
-// rules removes the traffic rules of networks, whatever has held them.
+// rules removes the traffic rules of networks from every flavour of firewall.
 func (c Cleanup) rules(ctx context.Context, networks []netip.Prefix) error {
 	if len(networks) == 0 {
 		return nil
@@ -179,8 +179,8 @@ func (c Cleanup) rules(ctx context.Context, networks []netip.Prefix) error {
 	return oneline.Join(errs...)
 }
 
-// files removes the subnet file, private keys that were written elsewhere, and
-// what is in the state directory, which goes as well if nothing else is in it.
+// files removes the subnet file, private keys that were written elsewhere, and the files
+// in the state directory. It removes the directory if it is empty then.
 func (c Cleanup) files() error {
 	entries, err := os.ReadDir(c.StateDir)
 	if err != nil && !errors.Is(err, fs.ErrNotExist) {
@@ -203,12 +203,12 @@ func (c Cleanup) files() error {
 	}
 	err = c.remove(paths)
 	if c.Yes {
-		_ = os.Remove(c.StateDir) // fails where something else is in it
+		_ = os.Remove(c.StateDir) // fails if the directory contains other files
 	}
 	return err
 }
 
-// remove removes files, where they are there.
+// remove removes the files that exist.
 func (c Cleanup) remove(paths []string) error {
 	var errs []error
 	for _, path := range paths {
@@ -223,7 +223,7 @@ func (c Cleanup) remove(paths []string) error {
 	return oneline.Join(errs...)
 }
 
-// tell says what is removed.
+// tell prints an object that is removed.
 func (c Cleanup) tell(what any) {
 	verb := "would remove"
 	if c.Yes {

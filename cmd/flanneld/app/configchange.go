@@ -24,23 +24,23 @@ import (
 // exitConfigChanged is the exit code after --exit-on-config-change.
 const exitConfigChanged = 3
 
-// errConfigChanged ends the daemon where that is asked for.
+// errConfigChanged ends the daemon with --exit-on-config-change.
 var errConfigChanged = errors.New("the network configuration has changed")
 
-// configKeeper compares the network configuration as it is now with the one
-// that the daemon goes by.
+// configKeeper compares the present network configuration with the one that the daemon
+// uses.
 type configKeeper struct {
-	pools   bool // subnets have to be handed out of it
+	pools   bool // flanneld assigns subnets from the networks
 	used    subnet.Config
-	needed  atomic.Pointer[string] // what has changed; nil if nothing has
-	changed chan struct{}          // closed when there is a changed one to restart with
+	needed  atomic.Pointer[string] // the changes; nil if there are none
+	changed chan struct{}          // closed when there is a changed configuration to restart with
 }
 
 func newConfigKeeper(pools bool) *configKeeper {
 	return &configKeeper{pools: pools, changed: make(chan struct{})}
 }
 
-// difference says what has changed; empty if nothing has.
+// difference returns a description of the changes, or "" if there are none.
 func (k *configKeeper) difference() string {
 	if s := k.needed.Load(); s != nil {
 		return *s
@@ -48,8 +48,8 @@ func (k *configKeeper) difference() string {
 	return ""
 }
 
-// told takes in the text of the configuration, nil if there is none. It must be
-// called from one goroutine at a time.
+// told handles the text of the present configuration, which is nil if there is none. Only
+// one goroutine at a time may call it.
 func (k *configKeeper) told(ctx context.Context, text []byte) {
 	log := klog.FromContext(ctx)
 	now, usable := "", false
@@ -80,7 +80,7 @@ func (k *configKeeper) told(ctx context.Context, text []byte) {
 	}
 }
 
-// exit returns errConfigChanged once there is a changed configuration.
+// exit waits for a changed configuration and returns errConfigChanged.
 func (k *configKeeper) exit(ctx context.Context) error {
 	select {
 	case <-ctx.Done():
@@ -90,8 +90,8 @@ func (k *configKeeper) exit(ctx context.Context) error {
 	}
 }
 
-// followConfig has group look for changes of the configuration, where Watch
-// does not do so, and end if that is asked for.
+// followConfig makes group follow changes of the configuration, if Watch does not do so
+// already, and end the daemon if the options ask for that.
 func (d *daemon) followConfig(ctx context.Context, group *errgroup.Group, m store) {
 	if w, ok := m.(interface {
 		WatchConfig(context.Context, func([]byte)) error
@@ -105,7 +105,7 @@ func (d *daemon) followConfig(ctx context.Context, group *errgroup.Group, m stor
 	}
 }
 
-// configChanges says what is different in to, if it means another thing.
+// configChanges describes the differences between two configurations that have a meaning.
 func configChanges(from, to subnet.Config) []string {
 	var changes []string
 	note := func(name string, from, to any) {
@@ -134,7 +134,7 @@ func networkOf(cfg subnet.Config, f prefix.Family) networkText {
 	if !ok {
 		return networkText{net: "none"}
 	}
-	pool := "none to hand out"
+	pool := "no subnets to assign"
 	if p, err := n.Pool(); err == nil {
 		pool = p.String()
 	}
@@ -149,8 +149,7 @@ func sorted(ps []netip.Prefix) []netip.Prefix {
 	return slices.Compact(s)
 }
 
-// backendChanges compares the parts that are the backend's, and names the values
-// that are Public.
+// backendChanges compares the Backend objects. It shows the values that are Public.
 func backendChanges(from, to json.RawMessage) []string {
 	a, b := backendKeys(from), backendKeys(to)
 	names := map[string]string{}
@@ -179,13 +178,13 @@ type backendKey struct {
 	value any
 }
 
-// backendKeys are the keys of a JSON object, which are matched without regard
-// to case.
+// backendKeys returns the keys of a JSON object. They are compared without regard to
+// case.
 func backendKeys(raw json.RawMessage) map[string]backendKey {
 	var object map[string]any
 	d := json.NewDecoder(bytes.NewReader(raw))
 	d.UseNumber()
-	_ = d.Decode(&object) // it was read before: it is one, or nothing
+	_ = d.Decode(&object) // cannot fail, because the configuration was decoded before
 	keys := make(map[string]backendKey, len(object))
 	for name, value := range object {
 		if value != nil {
@@ -197,8 +196,8 @@ func backendKeys(raw json.RawMessage) map[string]backendKey {
 
 func (k backendKey) public() bool { return Public(k.value) }
 
-// Public reports whether a value of the Backend object, but for its Type, may be
-// shown. Text may be secret.
+// Public reports whether a value of the Backend object, other than its Type, may be
+// shown. A string may be a secret.
 func Public(value any) bool {
 	switch value.(type) {
 	case nil, bool, float64, json.Number:

@@ -20,11 +20,11 @@ func TestConfigChanges(t *testing.T) {
 		{"other spaces, order and case", `{ "backend": {"listenport":51820, "Type":"WireGuard", "PSK":"swordfish"}, "network": "10.5.0.0/16" }`, ""},
 		{"defaults written out", `{"EnableIPv4":true,"SubnetLen":24,"Network":"10.5.0.0/16","EnableNFTables":false,"NonMasqueradeCIDRs":[],` +
 			`"Backend":{"Type":"wireguard","PSK":"swordfish","ListenPort":51820}}`, ""},
-		{"a key that means nothing", `{"Comment":1,"Network":"10.5.0.0/16","Backend":{"Type":"wireguard","PSK":"swordfish","ListenPort":51820}}`, ""},
+		{"an unknown key", `{"Comment":1,"Network":"10.5.0.0/16","Backend":{"Type":"wireguard","PSK":"swordfish","ListenPort":51820}}`, ""},
 		{"network", strings.Replace(used, "10.5.", "10.6.", 1), "IPv4 network 10.5.0.0/16 -> 10.6.0.0/16"},
 		{"subnet length", strings.Replace(used, "{", `{"SubnetLen":25,`, 1), "IPv4 subnets 10.5.1.0/24 to 10.5.255.0/24 -> 10.5.0.128/25 to 10.5.255.128/25"},
 		{"secret", strings.Replace(used, "swordfish", "tuna", 1), "Backend.PSK"},
-		{"secret goes", strings.Replace(used, `"PSK":"swordfish",`, "", 1), "Backend.PSK"},
+		{"secret removed", strings.Replace(used, `"PSK":"swordfish",`, "", 1), "Backend.PSK"},
 		{"numbers", strings.Replace(used, `"ListenPort":51820`, `"ListenPort":51821,"PersistentKeepaliveInterval":5`, 1),
 			"Backend.ListenPort 51820 -> 51821, Backend.PersistentKeepaliveInterval default -> 5"},
 		{"another backend", `{"Network":"10.5.0.0/16","EnableNFTables":true}`,
@@ -72,7 +72,7 @@ func TestConfigKeeper(t *testing.T) {
 		}
 		select {
 		case <-k.changed:
-			t.Fatalf("after %q it would end", step.text)
+			t.Fatalf("after %q the daemon would end", step.text)
 		default:
 		}
 	}

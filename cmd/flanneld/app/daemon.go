@@ -40,36 +40,37 @@ const (
 	partSubnet     = "subnet"
 )
 
-// interfaceGrace is how long packets may be unable to leave by the external interface
-// before that counts: a link that goes down and up, or a DHCP client that starts
-// anew, takes an address away and puts it back. Another interface is taken sooner.
+// interfaceGrace is the time without a usable external interface after which the daemon
+// is not ready. A link that goes down and up, or a restarted DHCP client, removes an
+// address only for a moment. The daemon switches to another interface sooner.
 const interfaceGrace = 10 * time.Second
 
-// retryPause is the pause between questions that were answered, but not in a
-// way that helps: no configuration yet, no free subnet.
+// retryPause is the pause after an answer that does not help, such as no configuration
+// yet or no free subnet.
 const retryPause = time.Second
 
-// lastKnown is what a start can go on from before the store has answered.
+// lastKnown is the state that a start can use before the store has answered.
 type lastKnown struct {
 	Config    subnet.Config      `json:"config"`
 	Interface underlay.Interface `json:"interface"`
 	Own       subnet.Lease       `json:"own"`
-	Stored    *subnet.Lease      `json:"stored,omitempty"` // Own as it was published; nil: as it is
+	Stored    *subnet.Lease      `json:"stored,omitempty"` // Own as it was published; nil if it is the same
 	Peers     subnet.LedgerState `json:"peers"`
-	Former    []former           `json:"former,omitempty"` // that may still show in the kernel
-	Rules     []netip.Prefix     `json:"rules,omitempty"`  // networks besides Config's that the firewall may still name
+	Former    []former           `json:"former,omitempty"` // earlier configurations whose objects may still be in the kernel
+	Rules     []netip.Prefix     `json:"rules,omitempty"`  // networks outside of Config that the firewall may still contain
 
-	// PublicIPs are what the store says that peers send to, if not the flags.
+	// PublicIPs are the addresses that peers send to, if the store and not the flags set
+	// them.
 	PublicIPs []netip.Addr `json:"publicIPs,omitempty"`
 
-	peers func() subnet.LedgerState // has newer ones than Peers; may be nil
+	peers func() subnet.LedgerState // returns newer peers than Peers; may be nil
 
-	// recalled means that Config is what an earlier run used, and that the store has
-	// not given this run a configuration yet.
+	// recalled is set if Config comes from an earlier process, and the store has not
+	// returned a configuration to this process yet.
 	recalled bool
 }
 
-// daemon is one run of flanneld.
+// daemon is a running flanneld.
 type daemon struct {
 	opts     Options
 	registry backend.Registry
@@ -89,20 +90,20 @@ type daemon struct {
 	serving  atomic.Pointer[session] // nil until there is one
 	config   *configKeeper
 	up       chan struct{}                // closed when the daemon has become ready
-	public   []netip.Addr                 // that the store gives, in place of the flags
-	warn     func(reason, message string) // tells those who look at this node in the store; may be nil
+	public   []netip.Addr                 // addresses from the store, which replace those of the flags
+	warn     func(reason, message string) // publishes a warning about this node in the store; may be nil
 }
 
 func newHealth(o Options) *health.Status {
-	// A pass is due in every resync period, give or take a fifth.
+	// There is a pass in every resync period, with a jitter of a fifth.
 	s := health.New(2*o.Resync+time.Minute, partSubnetFile, partDatapath, partRules)
 	s.SetGrace(partDatastore, o.ReadyzDatastoreGrace)
 	s.SetGrace(partInterface, interfaceGrace)
 	return s
 }
 
-// report notes the state of a component, and tells the world when the last of
-// them has become good for the first time.
+// report records the state of a component. When all components are good for the first
+// time, it announces that the daemon is ready.
 func (d *daemon) report(ctx context.Context, part string, err error) {
 	d.health.Set(part, err)
 	if ready, _ := d.health.Ready(); !ready {
@@ -112,13 +113,14 @@ func (d *daemon) report(ctx context.Context, part string, err error) {
 		klog.FromContext(ctx).Info("flannel is ready")
 		close(d.up)
 		if err := d.notifier.Ready(); err != nil {
-			klog.FromContext(ctx).Error(err, "systemd was not told")
+			klog.FromContext(ctx).Error(err, "cannot notify systemd")
 		}
 	})
 }
 
-// reportStore notes that the store has gone or come. Gone it may be for the grace, but
-// no longer than half of what is left of the lease then: it must not run out unseen.
+// reportStore records whether the store is available. The store may be unavailable for
+// the grace period, capped at half of the remaining lease time, so that the host becomes
+// unready before the lease expires.
 func (d *daemon) reportStore(ctx context.Context, err error) {
 	if _, before := d.health.Part(partDatastore); err != nil && before == nil {
 		d.health.SetGrace(partDatastore, d.storeGrace())
@@ -128,13 +130,13 @@ func (d *daemon) reportStore(ctx context.Context, err error) {
 
 func (d *daemon) storeGrace() time.Duration {
 	now, _ := d.record.get()
-	if now.Own.Expires.IsZero() { // no lease yet, or one for good
+	if now.Own.Expires.IsZero() { // no lease yet, or one that never expires
 		return d.opts.ReadyzDatastoreGrace
 	}
 	return min(d.opts.ReadyzDatastoreGrace, time.Until(now.Own.Expires)/2)
 }
 
-// wasReady reports whether the daemon has become ready, whatever it is now.
+// wasReady reports whether the daemon has been ready at some time.
 func (d *daemon) wasReady() bool {
 	select {
 	case <-d.up:
@@ -144,11 +146,11 @@ func (d *daemon) wasReady() bool {
 	}
 }
 
-// written reports whether the state file has all that is known, or there is no need
-// to wait for it: before the daemon was ready.
+// written reports whether the state file is up to date. Before the daemon is ready it
+// returns true, because there is no need to wait then.
 func (d *daemon) written() bool { return !d.wasReady() || d.record.written() }
 
-// run starts the daemon's work, member by member, and then keeps the lease.
+// run starts the parts of the daemon one after another, and then keeps the lease.
 func (d *daemon) run(ctx context.Context) error {
 	kernel, err := linux.Open(linux.Options{NexthopObjects: d.opts.NexthopObjects == nexthopsAuto})
 	if err != nil {
@@ -204,10 +206,10 @@ func (d *daemon) run(ctx context.Context) error {
 	return group.Wait()
 }
 
-// prepare gets all that a session needs, and waits for it: the configuration, the
-// interface, a backend and the own lease. last is what the daemon knew when it ran
-// before. It returns errConfigChanged, wrapped, if the configuration that it waits
-// for a subnet of is not the one in the store any more.
+// prepare obtains what a session needs: the configuration, the interface, a backend and
+// the own lease. It waits for each. last is the state of the last process. prepare
+// returns errConfigChanged, wrapped, if the configuration in the store changes while it
+// waits for a subnet.
 func (d *daemon) prepare(ctx context.Context, m store, last lastKnown) (backend.Backend, lastKnown, error) {
 	log := klog.FromContext(ctx)
 	cfg, err := d.readConfig(ctx, m)
@@ -222,7 +224,7 @@ func (d *daemon) prepare(ctx context.Context, m store, last lastKnown) (backend.
 	if err != nil {
 		return nil, last, err
 	}
-	d.resumed.settle() // or two would start what a backend runs
+	d.resumed.settle() // otherwise two sessions could run a backend's commands
 	log.Info("using interface", "name", iface.Name, "reason", iface.Reason, "mtu", iface.MTU, "addresses", describe(iface))
 	env := d.env(iface, cfg)
 	be, warnings, err := d.registry.New(env)
@@ -233,7 +235,7 @@ func (d *daemon) prepare(ctx context.Context, m store, last lastKnown) (backend.
 		log.Error(nil, "network configuration", "warning", w)
 	}
 	if now, ok := d.record.get(); ok {
-		last = now // the interface has changed meanwhile, perhaps
+		last = now // the interface may have changed
 		if now.peers != nil {
 			last.Peers, last.peers = now.peers(), nil
 		}
@@ -250,19 +252,19 @@ func (d *daemon) prepare(ctx context.Context, m store, last lastKnown) (backend.
 	return be, last, nil
 }
 
-// watchInterface follows the external interface until ctx ends: changed takes the
-// latest.
+// watchInterface follows the external interface until ctx ends. It sends the latest state
+// to changed.
 func (d *daemon) watchInterface(ctx context.Context, o underlay.Options, now underlay.Interface, changed chan underlay.Interface) error {
 	usable := func(err error) { d.report(ctx, partInterface, err) }
 	return underlay.Watch(ctx, o, now, latest(changed), usable)
 }
 
-// env is what backends are built on.
+// env returns the environment of backends.
 func (d *daemon) env(iface underlay.Interface, cfg subnet.Config) backend.Env {
 	return backend.Env{Underlay: iface, Config: cfg, Kernel: d.kernel, Resync: d.opts.Resync, StateDir: d.opts.StateDir, Blackhole: d.opts.IPBlackholeRoute}
 }
 
-// ended is nil if what ended did so because it was asked to.
+// ended returns nil if ctx has ended, because a member that ends then was told to.
 func ended(ctx context.Context, err error) error {
 	if ctx.Err() != nil {
 		return nil
@@ -270,7 +272,7 @@ func ended(ctx context.Context, err error) error {
 	return err
 }
 
-// readConfig waits for a network configuration that can be used.
+// readConfig waits for a valid network configuration.
 func (d *daemon) readConfig(ctx context.Context, m subnet.Manager) (subnet.Config, error) {
 	var cfg subnet.Config
 	err := d.retry(ctx, "waiting for the network configuration", func() (err error) {
@@ -292,12 +294,12 @@ func networks(cfg subnet.Config) []netip.Prefix {
 	return ps
 }
 
-// acquire takes the own lease; it waits for a subnet to become free, as long as the
-// configuration is the one of env: else it returns errConfigChanged, wrapped.
+// acquire takes the own lease. It waits for a free subnet while the configuration in the
+// store is that of env. If it changes, acquire returns errConfigChanged, wrapped.
 func (d *daemon) acquire(ctx context.Context, m subnet.Manager, be backend.Backend, env backend.Env, last lastKnown) (subnet.Lease, error) {
 	log := klog.FromContext(ctx)
 	if misfit := d.misfit(env.Config); misfit != nil {
-		log.Error(misfit, "the subnet of the last known state cannot stay")
+		log.Error(misfit, "the subnet of the last known state does not fit the network configuration")
 		d.report(ctx, partSubnet, misfit)
 	}
 	var own subnet.Lease
@@ -315,7 +317,7 @@ func (d *daemon) acquire(ctx context.Context, m subnet.Manager, be backend.Backe
 	if own, err = d.waitForSubnet(ctx, m, env.Config, claim); err != nil {
 		return own, err
 	}
-	if lost(claim.Endpoints, own.Endpoints) { // what is published may depend on the subnet
+	if lost(claim.Endpoints, own.Endpoints) { // the published data may depend on the subnet
 		again, err := be.Claim(ctx, subnet.Claim{BackendType: own.BackendType, Endpoints: own.Endpoints})
 		if err != nil {
 			return own, err
@@ -330,7 +332,7 @@ func (d *daemon) acquire(ctx context.Context, m subnet.Manager, be backend.Backe
 	return own, nil
 }
 
-// lost reports whether a host had a subnet before that it has not now.
+// lost reports whether a host no longer has one of its subnets.
 func lost(before, now []subnet.Endpoint) bool {
 	return slices.ContainsFunc(before, func(b subnet.Endpoint) bool {
 		return b.Subnet.IsValid() && !slices.ContainsFunc(now, func(n subnet.Endpoint) bool { return n.Subnet == b.Subnet })
@@ -341,7 +343,7 @@ func sameData(a, b []subnet.Endpoint) bool {
 	return slices.EqualFunc(a, b, func(a, b subnet.Endpoint) bool { return bytes.Equal(a.Data, b.Data) })
 }
 
-// waitForSubnet acquires a lease for claim, as acquire does.
+// waitForSubnet acquires a lease for claim, and waits for a free subnet like acquire.
 func (d *daemon) waitForSubnet(ctx context.Context, m subnet.Manager, cfg subnet.Config, claim subnet.Claim) (own subnet.Lease, err error) {
 	var left error
 	err = d.retry(ctx, "waiting for a subnet", func() (err error) {
@@ -366,8 +368,8 @@ func (d *daemon) waitForSubnet(ctx context.Context, m subnet.Manager, cfg subnet
 	return own, err
 }
 
-// retry repeats try until it succeeds or ctx ends; a success is one even then. What
-// keeps it from succeeding is logged once.
+// retry repeats try until it succeeds or ctx ends. It logs each new error once. A success
+// counts even if ctx has ended.
 func (d *daemon) retry(ctx context.Context, what string, try func() error) error {
 	logged := ""
 	for {
@@ -392,8 +394,8 @@ func (d *daemon) retry(ctx context.Context, what string, try func() error) error
 	}
 }
 
-// underlayOptions are those that cfg and the flags make, with what this run of the
-// daemon, or else the last one, has used.
+// underlayOptions returns the options from cfg and the flags, and the interface that this
+// process, or the last one, has used.
 func (d *daemon) underlayOptions(cfg subnet.Config, last lastKnown) underlay.Options {
 	if now, ok := d.record.get(); ok {
 		last = now
@@ -404,7 +406,7 @@ func (d *daemon) underlayOptions(cfg subnet.Config, last lastKnown) underlay.Opt
 		InUse: last.Interface,
 	}
 	for _, n := range cfg.Networks {
-		// A subnet of a network that was given up may be the hosts' own.
+		// The hosts may use a subnet of a former network themselves.
 		if e, ok := last.Own.Endpoint(n.Family()); ok && n.Prefix.Contains(e.Subnet.Addr()) {
 			o.Pods = append(o.Pods, e.Subnet)
 		}
@@ -422,7 +424,7 @@ func (d *daemon) underlayOptions(cfg subnet.Config, last lastKnown) underlay.Opt
 	return o
 }
 
-// describe renders the interface's addresses for the log.
+// describe returns the interface's addresses for the log.
 func describe(i underlay.Interface) []string {
 	var s []string
 	for _, a := range i.Addrs {
@@ -435,20 +437,20 @@ func describe(i underlay.Interface) []string {
 	return s
 }
 
-// sameNode reports whether the state that goes with interface a is of the
-// node that now has b: cloned hosts share their disk, but not their address.
+// sameNode reports whether the state with interface a belongs to the node that has b now.
+// Cloned hosts have the same disk, but different addresses.
 func sameNode(a, b underlay.Interface) bool {
 	return len(a.Addrs) > 0 && reflect.DeepEqual(a.Addrs, b.Addrs)
 }
 
-// otherNode reports whether the state that goes with interface a is of another node
-// than the one that now has b: they have no address in common.
+// otherNode reports whether the state with interface a belongs to another node than the
+// one that has b now: they have no address in common.
 func otherNode(a, b underlay.Interface) bool {
 	return !slices.ContainsFunc(a.Addrs, func(one underlay.Address) bool { return slices.Contains(b.Addrs, one) })
 }
 
-// stateName tells daemons of one host apart: each has a network and a subnet
-// file of its own.
+// stateName returns the name of the daemon's state file. Several daemons on a host differ
+// in their network and subnet file.
 func (o Options) stateName() string {
 	network := o.EtcdPrefix
 	if o.KubeSubnetMgr {
@@ -458,8 +460,8 @@ func (o Options) stateName() string {
 	return "flanneld-" + hex.EncodeToString(sum[:6])
 }
 
-// loadState opens the state file and returns what it holds. A disk that does
-// not work is a pity, another daemon with the same files is an error.
+// loadState opens the state file and returns its content. It continues without the file
+// if the disk fails, and returns an error if another daemon uses the same files.
 func (d *daemon) loadState(ctx context.Context) (lastKnown, error) {
 	log := klog.FromContext(ctx)
 	file, err := state.Open[lastKnown](d.opts.StateDir, d.opts.stateName())
@@ -476,7 +478,7 @@ func (d *daemon) loadState(ctx context.Context) (lastKnown, error) {
 	if err != nil {
 		log.Error(err, "going on without the last known state")
 	}
-	for i := range last.Peers.Peers { // the decoder leaves room for four
+	for i := range last.Peers.Peers { // the decoder allocates room for four
 		l := &last.Peers.Peers[i].Lease
 		l.Endpoints = slices.Clone(l.Endpoints)
 	}

@@ -19,7 +19,7 @@ func TestParseErrors(t *testing.T) {
 		args, env []string
 		want      string
 	}{
-		// The command line itself.
+		// Syntax of the command line.
 		{args: []string{"--ifcae=eth0"}, want: "unknown flag --ifcae: did you mean --iface?"},
 		{args: []string{"-etcd_endpoint", "x"}, want: "unknown flag --etcd_endpoint: did you mean --etcd-endpoints?"},
 		{args: []string{"--IP-MASQ"}, want: "unknown flag --IP-MASQ: did you mean --ip-masq?"},
@@ -119,9 +119,9 @@ func TestParseErrors(t *testing.T) {
 	}
 }
 
-// TestEveryFlagRefusesNonsense gives each flag, and each variable, texts that can never
-// be right. Each is refused by one line that names the flag, the text and what was
-// expected, before the daemon does anything.
+// TestEveryFlagRefusesNonsense passes impossible texts to each flag and each variable.
+// The daemon must refuse each with one line that contains the flag, the text and the
+// expected value, before it does anything.
 func TestEveryFlagRefusesNonsense(t *testing.T) {
 	file, dir := write(t, "file"), t.TempDir()
 	long := strings.Repeat("x", 200)
@@ -134,10 +134,10 @@ func TestEveryFlagRefusesNonsense(t *testing.T) {
 			"etcd", "etcd:", ":2379", "etcd:x", "etcd:70000", "10.0.0.256:2379", "http://10.0.0.1.2:2379", "a..b:1", "a b:1", long + ":1", "unix://",
 			"tcp://a:1", "http:/a:1", "a:1;b:1", "http://[fd00::g]:1", "a:1,", "http://a:1?x", "etcd%:1",
 		},
-		"etcd-prefix":   nil, // any text is a key
+		"etcd-prefix":   nil, // any text is valid
 		"etcd-cafile":   files,
 		"etcd-certfile": files, "etcd-keyfile": files,
-		"etcd-username": nil, "etcd-password": nil, // any text; both or neither
+		"etcd-username": nil, "etcd-password": nil, // any text is valid, if both are set or neither
 		"subnet-lease-ttl": append(durations, "0s", "4s"), "subnet-lease-renew-margin": {"x", "0", "1440", "1h", "1.5"},
 		"kube-subnet-mgr": switches, "kubeconfig-file": files,
 		"kube-api-url": {
@@ -164,7 +164,7 @@ func TestEveryFlagRefusesNonsense(t *testing.T) {
 	for _, s := range settings() {
 		texts, known := nonsense[s.name]
 		if !known {
-			t.Errorf("--%s: no text is named here that can never be right", s.name)
+			t.Errorf("--%s: this test has no impossible text for the flag", s.name)
 		}
 		for _, text := range texts {
 			args := []string{"--" + s.name + "=" + text}
@@ -172,7 +172,7 @@ func TestEveryFlagRefusesNonsense(t *testing.T) {
 				args = append(args, "--kube-subnet-mgr")
 			}
 			expectRefusal(t, "--"+s.name, text, args, nil)
-			if text != "" && s.name != "version" { // it is no setting
+			if text != "" && s.name != "version" { // the version is not a setting
 				variable := envName(s.name)
 				expectRefusal(t, variable, text, args[1:], []string{variable + "=" + text})
 			}
@@ -189,11 +189,11 @@ func expectRefusal(t *testing.T, source, text string, args, env []string) {
 	_, err := Parse(args, env)
 	switch {
 	case err == nil:
-		t.Errorf("%s takes %q", source, text)
+		t.Errorf("%s accepts %q", source, text)
 	case strings.ContainsAny(err.Error(), "\r\n"):
 		t.Errorf("%s with %q: %q is not one line", source, text, err)
 	case !strings.HasPrefix(err.Error(), source+" ") || !strings.Contains(err.Error(), fmt.Sprintf("%q", text)):
-		// Of a pair of flags the other is named as well.
+		// The error about a pair of flags also contains the other flag.
 		if !strings.HasSuffix(err.Error(), "expected both or neither") {
 			t.Errorf("%s with %q: %q, want the flag and the text", source, text, err)
 		}
@@ -222,8 +222,8 @@ func TestNearest(t *testing.T) {
 	}
 }
 
-// FuzzParse checks that no argument or variable makes Parse do anything else
-// than return options, or one line that gives no password away.
+// FuzzParse checks that Parse returns either options, or an error of one line without a
+// password.
 func FuzzParse(f *testing.F) {
 	f.Add("--etcd-endpoints=http://u:p@a:1", "FLANNELD_V=4")
 	f.Add("---x", "FLANNELD_IFCAE=1")

@@ -18,13 +18,14 @@ import (
 	"flanneld/subnet"
 )
 
-// former is what this node once ran with, and may have left in the kernel.
+// former is an earlier configuration and interface of this node, whose objects may still
+// be in the kernel.
 type former struct {
 	Config    subnet.Config      `json:"config"`
 	Interface underlay.Interface `json:"interface"`
 }
 
-// extent is what of the kernel a configuration may have.
+// extent is the part of the kernel's state that may belong to a configuration.
 type extent struct {
 	scope    dataplane.Scope
 	remnants []backend.Remnant
@@ -32,8 +33,8 @@ type extent struct {
 
 func extentOf(be backend.Backend) extent { return extent{be.Scope(), backend.Remnants(be)} }
 
-// extent returns what of the kernel was f's; nothing if this version cannot
-// tell.
+// extent returns the part of the kernel's state that belonged to f. It is empty if this
+// version does not know f's backend.
 func (d *daemon) extent(f former) extent {
 	be, _, err := d.registry.New(d.env(f.Interface, f.Config))
 	if err != nil {
@@ -42,33 +43,33 @@ func (d *daemon) extent(f former) extent {
 	return extentOf(be)
 }
 
-// covers reports whether nothing can be of other's without being of e.
+// covers reports whether e includes everything in other.
 func (e extent) covers(other extent) bool {
 	return e.scope.Covers(other.scope) && len(e.beyond(other)) == 0
 }
 
-// beyond returns the remnants that are other's alone.
+// beyond returns the remnants that only other has.
 func (e extent) beyond(other extent) []backend.Remnant {
 	return slices.DeleteFunc(slices.Clone(other.remnants), func(r backend.Remnant) bool {
 		return slices.ContainsFunc(e.remnants, func(own backend.Remnant) bool { return own.String() == r.String() })
 	})
 }
 
-// outlived returns what a node that goes on as present has left behind, given
-// what it went on from.
+// outlived returns the configurations whose objects a node with the present backend has
+// left behind. last is the state that it started with.
 func (d *daemon) outlived(last lastKnown, present backend.Backend) []former {
 	all := append(slices.Clone(last.Former), former{last.Config, last.Interface})
 	now := extentOf(present)
 	return slices.DeleteFunc(all, func(f former) bool { return now.covers(d.extent(f)) })
 }
 
-// retirement removes what former configurations have left, once the present
-// one is in place.
+// retirement removes the objects of former configurations once the present one is
+// applied.
 type retirement struct {
 	daemon  *daemon
 	former  []former
 	present extent
-	due     func() // says that the present configuration is in place
+	due     func() // reports that the present configuration is applied
 	start   chan struct{}
 }
 
@@ -87,10 +88,10 @@ func (r *retirement) run(ctx context.Context) {
 		return
 	case <-r.start:
 	}
-	err := r.daemon.retry(ctx, "what the former configuration has left cannot be removed yet", func() error {
-		// One of its own, because the other keeps books on what it reads. Nexthop objects
-		// are left to that one: it may be about to use them, and removes what it finds
-		// unused at its next read.
+	err := r.daemon.retry(ctx, "cannot remove the objects of the former configuration, trying again", func() error {
+		// Use a separate Kernel, because the main one caches what it reads. Nexthop
+		// objects are left to the main one, which may be about to use them: it deletes
+		// unused ones after its next read.
 		kernel, err := linux.Open(linux.Options{})
 		if err != nil {
 			return err
@@ -108,8 +109,8 @@ func (r *retirement) run(ctx context.Context) {
 	}
 }
 
-// retire removes what is left of one configuration, but for devices that another
-// daemon has by now, and what belongs to them.
+// retire removes the objects of one configuration, except for devices that another daemon
+// uses now, with their objects.
 func (r *retirement) retire(ctx context.Context, kernel dataplane.Kernel, former extent) error {
 	locks, scope := &r.daemon.devices, former.scope
 	scope.Devices = slices.DeleteFunc(slices.Clone(scope.Devices), func(name string) bool {
@@ -137,8 +138,7 @@ func (r *retirement) retire(ctx context.Context, kernel dataplane.Kernel, former
 	return nil
 }
 
-// discard removes those of the remnants that are there, and returns how many
-// that were.
+// discard removes the remnants that exist, and returns their number.
 func discard(remnants []backend.Remnant) (removed int, err error) {
 	for _, r := range remnants {
 		present, err := r.Present()
@@ -153,8 +153,8 @@ func discard(remnants []backend.Remnant) (removed int, err error) {
 	return removed, nil
 }
 
-// deviceLocks keep daemons of one host from working on one device. They are in
-// the state directory, and without one there are none.
+// deviceLocks prevents two daemons on a host from using the same device. The lock files
+// are in the state directory. Without a state directory there are no locks.
 type deviceLocks struct {
 	dir string
 
@@ -162,8 +162,8 @@ type deviceLocks struct {
 	held map[string]io.Closer
 }
 
-// take takes the lock of the named device, unless it is held already. It
-// returns state.ErrInUse, wrapped, if another daemon has it.
+// take takes the lock of the named device, unless this daemon has it. It returns
+// state.ErrInUse, wrapped, if another daemon has it.
 func (l *deviceLocks) take(name string) error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -174,7 +174,7 @@ func (l *deviceLocks) take(name string) error {
 	if errors.Is(err, state.ErrInUse) {
 		return fmt.Errorf("another flanneld has device %s: %w", name, err)
 	}
-	if err != nil { // the state file has the same trouble, which is logged
+	if err != nil { // the state file has the same problem, which is logged
 		return nil
 	}
 	if l.held == nil {
@@ -203,7 +203,7 @@ func (l *deviceLocks) takeAll(s dataplane.Scope) error {
 	return nil
 }
 
-// releaseAll lets go of all locks.
+// releaseAll releases all locks.
 func (l *deviceLocks) releaseAll() {
 	l.mu.Lock()
 	defer l.mu.Unlock()

@@ -46,23 +46,23 @@ func TestOutlived(t *testing.T) {
 		last, present former
 		want          []former
 	}{
-		"the first start":         {present: vxlan1},
-		"no change":               {last: vxlan1, present: vxlan1},
-		"no other objects":        {last: port, present: vxlan1},
-		"a VNI":                   {last: vxlan1, present: vxlan2, want: []former{vxlan1}},
-		"there and back":          {before: []former{vxlan1}, last: vxlan2, present: vxlan1, want: []former{vxlan2}},
-		"twice":                   {before: []former{vxlan1}, last: vxlan2, present: hostgw, want: []former{vxlan1, vxlan2}},
-		"devices now":             {last: hostgw, present: vxlan1},
-		"no routes now":           {last: hostgw, present: alloc},
-		"nothing before":          {last: alloc, present: hostgw},
-		"a wider network":         {last: narrow, present: vxlan1},
-		"a narrower one":          {last: vxlan1, present: narrow, want: []former{vxlan1}},
-		"another one":             {last: vxlan1, present: other, want: []former{vxlan1}},
-		"a FOU port":              {last: fou, present: vxlan1, want: []former{fou}},
-		"another FOU port":        {last: fou, present: moved, want: []former{fou}},
-		"no FOU port now":         {last: fou, present: process, want: []former{fou}},
-		"never a FOU port":        {last: process, present: moved},
-		"a backend of a new time": {last: unknown, present: vxlan1},
+		"the first start":              {present: vxlan1},
+		"no change":                    {last: vxlan1, present: vxlan1},
+		"no other objects":             {last: port, present: vxlan1},
+		"a VNI":                        {last: vxlan1, present: vxlan2, want: []former{vxlan1}},
+		"there and back":               {before: []former{vxlan1}, last: vxlan2, present: vxlan1, want: []former{vxlan2}},
+		"twice":                        {before: []former{vxlan1}, last: vxlan2, present: hostgw, want: []former{vxlan1, vxlan2}},
+		"devices now":                  {last: hostgw, present: vxlan1},
+		"no routes now":                {last: hostgw, present: alloc},
+		"nothing before":               {last: alloc, present: hostgw},
+		"a wider network":              {last: narrow, present: vxlan1},
+		"a narrower one":               {last: vxlan1, present: narrow, want: []former{vxlan1}},
+		"another one":                  {last: vxlan1, present: other, want: []former{vxlan1}},
+		"a FOU port":                   {last: fou, present: vxlan1, want: []former{fou}},
+		"another FOU port":             {last: fou, present: moved, want: []former{fou}},
+		"no FOU port now":              {last: fou, present: process, want: []former{fou}},
+		"never a FOU port":             {last: process, present: moved},
+		"a backend of a newer version": {last: unknown, present: vxlan1},
 	} {
 		t.Run(name, func(t *testing.T) {
 			be, _, err := registry.New(envOf(tc.present))
@@ -93,7 +93,7 @@ func TestDeviceLocks(t *testing.T) {
 		}
 	}
 	if err := two.takeAll(scope); !errors.Is(err, state.ErrInUse) {
-		t.Errorf("the second daemon gets %v, want that they are in use", err)
+		t.Errorf("the second daemon gets %v, want ErrInUse", err)
 	}
 	one.release("flannel-v6.1")
 	if err := two.take("flannel-v6.1"); err != nil {
@@ -110,15 +110,15 @@ func TestDeviceLocks(t *testing.T) {
 	}
 }
 
-// remnant is one that is there until it is removed.
+// remnant exists until it is removed.
 type remnant struct{ removed bool }
 
 func (*remnant) String() string           { return "a remnant" }
 func (r *remnant) Present() (bool, error) { return !r.removed, nil }
 func (r *remnant) Remove() error          { r.removed = true; return nil }
 
-// TestRetireLeavesOthersDevices: a device of the former configuration stays while
-// another daemon has it, and what belongs to it.
+// TestRetireLeavesOthersDevices checks that a device of the former configuration stays
+// while another daemon uses it, together with its objects.
 func TestRetireLeavesOthersDevices(t *testing.T) {
 	const dev = "flannel.7"
 	kernel, left := dataplanetest.New(), &remnant{}
@@ -147,14 +147,14 @@ func TestRetireLeavesOthersDevices(t *testing.T) {
 		t.Fatal(err)
 	}
 	if !retire() || left.removed {
-		t.Errorf("another daemon's device or what belongs to it was removed (%v)", left.removed)
+		t.Errorf("another daemon's device or its objects were removed (%v)", left.removed)
 	}
 	other.releaseAll()
 	if retire() || !left.removed {
-		t.Error("nobody has the device, and it or what belongs to it stays")
+		t.Error("an unused device or its objects were not removed")
 	}
 	if err := other.takeAll(scope); err != nil {
-		t.Errorf("a device that is gone: %v", err)
+		t.Errorf("a deleted device: %v", err)
 	}
 	other.releaseAll()
 }

@@ -5,19 +5,19 @@ import (
 	"strings"
 )
 
-// Measures of the help text, in columns.
+// Dimensions of the help text in columns.
 const (
 	helpWidth   = 100
 	helpIndent  = 8
 	helpEnvAt   = 46
-	helpHeading = `flanneld gives every host a subnet of one flat network and keeps the host's kernel in step with
-who has which subnet, so that pods on all hosts reach each other.
+	helpHeading = `flanneld gives every host a subnet of one flat network, and keeps the routes to the subnets of all
+other hosts in the kernel, so that pods on all hosts reach each other.
 
 Usage:
   flanneld [--flag[=value]]...
 
-Each flag can be set by the environment variable beside it; the flag wins, and an empty variable
-counts as not set. Booleans are negated with =false.
+Each flag can be set by the environment variable beside it. A flag has precedence over its variable,
+and an empty variable counts as not set. Booleans are negated with =false.
 `
 )
 
@@ -35,7 +35,7 @@ func Help() string {
 	return b.String()
 }
 
-// help writes the entry of one flag: how to set it, and below what that does.
+// help writes the entry of one flag: its syntax, and below that its effect.
 func (s setting) help(b *strings.Builder) {
 	head := "  --" + s.name
 	if s.arg != "" {

@@ -13,13 +13,13 @@ import (
 	"flanneld/pkg/subnetfile"
 )
 
-// fileCheck is how often the subnet file is compared with what it should be.
+// fileCheck is the interval at which the subnet file is compared with its wanted content.
 const fileCheck = 30 * time.Second
 
-// errStale stands until the subnet file of a new session is written.
-var errStale = errors.New("it is not written yet")
+// errStale is the state until the subnet file of a new session is written.
+var errStale = errors.New("the file is not written yet")
 
-// fileKeeper writes the subnet file, and again when it was lost or altered.
+// fileKeeper writes the subnet file, and writes it again if it was lost or altered.
 type fileKeeper struct {
 	path    string
 	file    subnetfile.File
@@ -27,7 +27,7 @@ type fileKeeper struct {
 	failing bool
 }
 
-// expect reports that the file has to be written, if it has to.
+// expect reports the component as not ready if the file must be written.
 func (k *fileKeeper) expect() {
 	if !subnetfile.UpToDate(k.path, k.file) {
 		k.report(errStale)
@@ -57,27 +57,27 @@ func (k *fileKeeper) step(ctx context.Context) error {
 	return err
 }
 
-// The state file is a help for the next start, not a journal: after a write in
-// the background comes a pause, so long that writing takes no notable part of
-// the time however large the file is. A disk that has stood still for once makes
-// it no longer than a minute.
+// The state file helps the next start; it is not a journal. After a write in the
+// background there is a pause, which is long enough that writing takes a small part of
+// the time for any size of the file. A disk that once hangs makes the pause at most a
+// minute.
 const (
 	savePause    = 2 * time.Second
 	savePauseMax = time.Minute
 	saveShare    = 500
 )
 
-// record is the last known state, in memory and on disk.
+// record keeps the last known state in memory and on disk.
 type record struct {
-	file    *state.File[lastKnown] // nil: nowhere on disk
+	file    *state.File[lastKnown] // nil if there is no file
 	loop    *loop.Loop
 	failing bool
-	wrote   bool // something in the background
+	wrote   bool // the record was written in the background
 
 	mu      sync.Mutex
 	now     lastKnown
 	known   bool // now was set
-	changed bool // since it was written
+	changed bool // changed since it was written
 	writing sync.Mutex
 }
 
@@ -87,26 +87,25 @@ func newRecord(file *state.File[lastKnown]) *record {
 	return r
 }
 
-// set replaces the state and writes it before anybody depends on it.
+// set replaces the state and writes it before other parts depend on it.
 func (r *record) set(now lastKnown) {
 	r.mu.Lock()
 	r.now, r.known, r.changed = now, true, true
 	r.mu.Unlock()
 	if _, err := r.flush(); err != nil {
-		r.loop.Wake() // it tries again, and reports
+		r.loop.Wake() // the loop tries again and reports the failure
 	}
 }
 
-// get returns the state, as far as it was told; ok is false if there is none
-// yet.
+// get returns the state. ok is false if it was not set yet.
 func (r *record) get() (now lastKnown, ok bool) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	return r.now, r.known
 }
 
-// update changes the state, once there is one, and has it written before
-// long. What the state refers to must not change any more.
+// update changes the state, if it was set, and lets the loop write it soon. Data that the
+// state refers to must not change any more.
 func (r *record) update(change func(now *lastKnown)) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -117,7 +116,7 @@ func (r *record) update(change func(now *lastKnown)) {
 	}
 }
 
-// check has the file written again if somebody has removed or altered it.
+// check makes the loop write the file again if another program has removed or altered it.
 func (r *record) check() { r.loop.Wake() }
 
 func (r *record) run(ctx context.Context) error { return r.loop.Run(ctx) }
@@ -126,7 +125,7 @@ func (r *record) step(ctx context.Context) error {
 	start := time.Now()
 	wrote, err := r.flush()
 	if err != nil && !r.failing {
-		klog.FromContext(ctx).Error(err, "the last known state is not kept, trying again")
+		klog.FromContext(ctx).Error(err, "cannot write the last known state, trying again")
 	}
 	r.failing = err != nil
 	if wrote {
@@ -138,9 +137,8 @@ func (r *record) step(ctx context.Context) error {
 	return err
 }
 
-// pause returns how long nothing is written after a write that took so long. The
-// first one is in the middle of a start: what is missing follows soon, because the
-// start is not over without it.
+// pause returns the time to wait after a write that took took. The first write happens
+// during a start. The missing parts follow soon after it, because the start needs them.
 func (r *record) pause(took time.Duration) time.Duration {
 	if !r.wrote {
 		r.wrote = true
@@ -149,7 +147,7 @@ func (r *record) pause(took time.Duration) time.Duration {
 	return min(max(savePause, saveShare*took), savePauseMax)
 }
 
-// written reports whether the file has all that is known.
+// written reports whether the file is up to date.
 func (r *record) written() bool {
 	r.writing.Lock()
 	defer r.writing.Unlock()
@@ -158,7 +156,7 @@ func (r *record) written() bool {
 	return !r.changed || r.file == nil
 }
 
-// flush writes what has changed, or is not in the file any more.
+// flush writes the state if it has changed or the file does not contain it any more.
 func (r *record) flush() (wrote bool, err error) {
 	r.writing.Lock()
 	defer r.writing.Unlock()
@@ -185,7 +183,7 @@ func (r *record) flush() (wrote bool, err error) {
 	return true, nil
 }
 
-// close writes what has changed and lets the file go.
+// close writes a changed state and closes the file.
 func (r *record) close() {
 	_, _ = r.flush()
 	if r.file != nil {

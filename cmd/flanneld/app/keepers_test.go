@@ -5,7 +5,7 @@ import (
 	"time"
 )
 
-// TestSavePause has writes of a large state follow each other.
+// TestSavePause tests the pauses after consecutive writes of a large state.
 func TestSavePause(t *testing.T) {
 	r := newRecord(nil)
 	for i, tc := range []struct{ took, want time.Duration }{
@@ -13,7 +13,7 @@ func TestSavePause(t *testing.T) {
 		{40 * time.Millisecond, 20 * time.Second},
 		{time.Millisecond, savePause},
 		{40 * time.Millisecond, 20 * time.Second},
-		{10 * time.Second, savePauseMax}, // the disk stood still
+		{10 * time.Second, savePauseMax}, // the disk did not respond
 	} {
 		if got := r.pause(tc.took); got != tc.want {
 			t.Errorf("write %d took %s: pause of %s, want %s", i+1, tc.took, got, tc.want)
@@ -21,7 +21,7 @@ func TestSavePause(t *testing.T) {
 	}
 }
 
-// TestRecordWithoutFile: what is known is known, if only as long as the daemon runs.
+// TestRecordWithoutFile checks that without a file the state is kept in memory.
 func TestRecordWithoutFile(t *testing.T) {
 	r := newRecord(nil)
 	defer r.close()
@@ -29,7 +29,7 @@ func TestRecordWithoutFile(t *testing.T) {
 	start := time.Now()
 	renew(start)
 	if now, ok := r.get(); ok {
-		t.Errorf("before it is told anything it knows %v", now)
+		t.Errorf("state before set: %v, want none", now)
 	}
 	r.set(lastKnown{})
 	r.check()
@@ -38,6 +38,6 @@ func TestRecordWithoutFile(t *testing.T) {
 		t.Errorf("the lease ends at %s, want the new end %s", now.Own.Expires, start.Add(time.Hour))
 	}
 	if !r.written() {
-		t.Error("there is something to wait for")
+		t.Error("written returns false without a file")
 	}
 }

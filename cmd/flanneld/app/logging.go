@@ -18,8 +18,8 @@ const (
 	logJSON = "json"
 )
 
-// SetupLogging makes klog, whose state is the process's, log to stderr as o
-// says. klog decides what is logged in either format.
+// SetupLogging makes klog, whose state is global to the process, log to stderr in the
+// format of o. klog decides which lines are logged in either format.
 func (o Options) SetupLogging() error {
 	fs := flag.NewFlagSet("klog", flag.ContinueOnError)
 	klog.InitFlags(fs)
@@ -36,7 +36,7 @@ func (o Options) SetupLogging() error {
 		}
 	}
 	if o.LogFormat == logJSON {
-		// Not as a contextual logger: those bypass v and vmodule.
+		// Not as a contextual logger, because those ignore v and vmodule.
 		klog.SetLoggerWithOptions(logr.FromSlogHandler(slog.NewJSONHandler(os.Stderr, &slog.HandlerOptions{
 			Level:       slog.Level(math.MinInt32),
 			ReplaceAttr: plainLevel,
@@ -45,8 +45,7 @@ func (o Options) SetupLogging() error {
 	return nil
 }
 
-// plainLevel names every level of verbosity DEBUG, where slog would count from
-// it in both directions.
+// plainLevel names every verbosity DEBUG. slog would add or subtract a number.
 func plainLevel(groups []string, a slog.Attr) slog.Attr {
 	if level, ok := a.Value.Any().(slog.Level); ok && len(groups) == 0 && a.Key == slog.LevelKey && level < slog.LevelInfo {
 		a.Value = slog.StringValue(slog.LevelDebug.String())

@@ -13,7 +13,7 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// logged sets logging up by o and returns the lines that do logs.
+// logged sets up logging with o and returns the lines that do logs.
 func logged(t *testing.T, o Options, do func(klog.Logger)) []string {
 	t.Helper()
 	state := klog.CaptureState()
@@ -24,7 +24,7 @@ func logged(t *testing.T, o Options, do func(klog.Logger)) []string {
 		t.Fatal(err)
 	}
 	defer file.Close()
-	// klog writes to whatever is the standard error when it writes.
+	// klog uses the value of os.Stderr at the time of writing.
 	stderr := os.Stderr
 	os.Stderr = file
 	defer func() { os.Stderr = stderr }()
@@ -66,7 +66,7 @@ func TestTextLogs(t *testing.T) {
 }
 
 func TestJSONLogs(t *testing.T) {
-	// vmodule goes by the file that logs: this one.
+	// vmodule matches the name of the file that logs, which is this one.
 	for name, o := range map[string]Options{
 		"v":       {LogFormat: logJSON, Verbosity: 2},
 		"vmodule": {LogFormat: logJSON, VModule: "logging_test=2"},
@@ -97,7 +97,7 @@ func TestJSONLogs(t *testing.T) {
 }
 
 func TestLogOptionsAreThoseOfKlog(t *testing.T) {
-	// What Parse lets through, klog must take.
+	// klog must accept all values that Parse accepts.
 	for _, args := range [][]string{
 		{"--v=0x7"}, {"--v=2147483647"}, {"--vmodule=a=1,b*=2,"}, {"--vmodule=,"}, {"--log_backtrace_at=x.go:7"},
 	} {

@@ -2,9 +2,9 @@ package app
 
 import "strings"
 
-// nearest returns the candidate that is most likely meant by name; ok is
-// false if none is near: about one slip in three letters, dashes and
-// underscores taken for the same.
+// nearest returns the candidate that name most likely means. ok is false if no candidate
+// is near, which means about one mistake in three letters. Dashes and underscores count
+// as equal.
 func nearest(name string, candidates []string) (near string, ok bool) {
 	best := max(1, len(name)/3) + 1
 	for _, c := range candidates {
@@ -17,10 +17,10 @@ func nearest(name string, candidates []string) (near string, ok bool) {
 
 func fold(s string) string { return strings.ReplaceAll(strings.ToLower(s), "_", "-") }
 
-// distance counts the letters to insert, remove, replace or swap with their
+// distance returns the number of letters to insert, remove, replace or swap with their
 // neighbour to turn a into b.
 func distance(a, b string) int {
-	// Rows of the usual table: before stands two above row.
+	// Rows of the table of edit distances: before is the row two above row.
 	before, above := make([]int, len(b)+1), make([]int, len(b)+1)
 	for j := range above {
 		above[j] = j

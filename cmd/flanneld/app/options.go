@@ -29,77 +29,77 @@ const (
 	firewallNFTables = "nftables"
 )
 
-// allowExtension is the flag whose default depends on another.
+// allowExtension is the flag whose default depends on another flag.
 const allowExtension = "allow-extension-backend"
 
-// socketOff is the value of --status-socket for none.
+// socketOff is the value of --status-socket that disables the socket.
 const socketOff = "off"
 
-// Options is everything that flags and FLANNELD_ variables can say, validated.
-// It holds no secret that formatting it would show.
+// Options contains all values of flags and FLANNELD_ variables, validated. Formatting it
+// does not show a secret.
 type Options struct {
-	// EtcdEndpoints is where etcd is: host:port or URLs, all of one scheme.
+	// EtcdEndpoints contains the addresses of etcd: host:port or URLs, all with the same
+	// scheme.
 	EtcdEndpoints []string
-	// EtcdPrefix is the directory of all keys, as given.
+	// EtcdPrefix is the prefix of all keys, as given.
 	EtcdPrefix string
-	// EtcdKeyFile and EtcdCertFile are the TLS client key and certificate:
-	// both or neither. EtcdCAFile is the CA bundle; empty means the system's.
+	// EtcdKeyFile and EtcdCertFile are the TLS client key and certificate. Both are set
+	// or none. EtcdCAFile is the CA bundle; if it is empty the system's is used.
 	EtcdKeyFile, EtcdCertFile, EtcdCAFile string
 	// EtcdUsername and EtcdPassword are both set or both empty.
 	EtcdUsername string
 	EtcdPassword Secret
-	// RenewMargin is how long before its end the lease is renewed.
+	// RenewMargin is the time before its end at which the lease is renewed.
 	RenewMargin time.Duration
-	// LeaseTTL is how long the lease lives in the store unless it is renewed.
+	// LeaseTTL is the lifetime of the lease in the store without a renewal.
 	LeaseTTL time.Duration
 
-	// KubeSubnetMgr says that the Kubernetes API is the store, not etcd.
+	// KubeSubnetMgr selects the Kubernetes API as the store, instead of etcd.
 	KubeSubnetMgr bool
-	// KubeAPIURL and KubeconfigFile say how to reach the API server; both
-	// empty means by the service account of the pod.
+	// KubeAPIURL and KubeconfigFile locate the API server. If both are empty, the pod's
+	// service account does.
 	KubeAPIURL, KubeconfigFile string
-	// NodeName is the Node of this host in Kubernetes, by NODE_NAME. Empty means
-	// that the pod knows, which POD_NAME and POD_NAMESPACE name.
+	// NodeName is the Node of this host in Kubernetes, from NODE_NAME. If it is empty,
+	// the pod that POD_NAME and POD_NAMESPACE name contains it.
 	NodeName, PodName, PodNamespace string
 	// KubeAnnotationPrefix is the prefix of the node annotations.
 	KubeAnnotationPrefix string
 	// NetConfigPath is the file with the network configuration.
 	NetConfigPath string
-	// SetNodeNetworkUnavailable says to clear that condition of the node.
+	// SetNodeNetworkUnavailable sets the node's condition NetworkUnavailable to False.
 	SetNodeNetworkUnavailable bool
 
-	// Iface and IfaceRegex are what to look for, in order.
+	// Iface and IfaceRegex select the interface, in this order.
 	Iface, IfaceRegex []string
 	// IfaceCanReach is the IP address to reach; empty if not given.
 	IfaceCanReach string
-	// IfaceWait bounds how long to wait for an interface at the start.
+	// IfaceWait limits the wait for an interface at the start.
 	IfaceWait time.Duration
-	// PublicIP and PublicIPv6 are what peers send to; zero if not given.
+	// PublicIP and PublicIPv6 are the addresses that peers send to; zero if not given.
 	PublicIP, PublicIPv6 netip.Addr
 
-	// IPMasq says to masquerade what leaves the network, with random ports
-	// unless IPMasqFullyRandomDisable says otherwise.
+	// IPMasq masquerades packets that leave the network, with random ports unless
+	// IPMasqFullyRandomDisable is set.
 	IPMasq, IPMasqFullyRandomDisable bool
-	// IPTablesForwardRules says to accept what is forwarded for the network.
+	// IPTablesForwardRules accepts forwarded packets of the network.
 	IPTablesForwardRules bool
-	// GuardTunnel says to drop what pods send to the tunnels of hosts.
+	// GuardTunnel drops packets from pods to the tunnels of hosts.
 	GuardTunnel bool
-	// IPTablesResync is the period in which the rules are looked at again.
+	// IPTablesResync is the interval at which the rules are checked.
 	IPTablesResync time.Duration
-	// IPBlackholeRoute says to keep a blackhole route for the own subnet.
+	// IPBlackholeRoute maintains a blackhole route for the own subnet.
 	IPBlackholeRoute bool
 	// Firewall is "config", "auto", "iptables" or "nftables".
 	Firewall string
-	// Resync is the period in which all kernel state is read again.
+	// Resync is the interval at which all kernel state is read again.
 	Resync time.Duration
 
-	// ExitOnConfigChange ends the daemon when there is another configuration.
+	// ExitOnConfigChange ends the daemon after a change of the configuration.
 	ExitOnConfigChange bool
 	// NexthopObjects is "auto" or "off".
 	NexthopObjects string
 
-	// AllowExtensionBackend says that commands of the network configuration
-	// may be run.
+	// AllowExtensionBackend allows running commands from the network configuration.
 	AllowExtensionBackend bool
 	// UDPSourceCheck is "strict", "network" or "off": a tunnel.SourceCheck.
 	UDPSourceCheck string
@@ -111,19 +111,19 @@ type Options struct {
 	// StateDir is the directory of the last known state.
 	StateDir string
 
-	// HealthzIP and HealthzPort are where probes are answered. The zero
-	// address is every address, port 0 is nowhere.
+	// HealthzIP and HealthzPort are the address that serves probes. The zero address
+	// means all addresses. Port 0 means that probes are not served.
 	HealthzIP   netip.Addr
 	HealthzPort uint16
-	// ReadyzDatastoreGrace is how long the store may be away before the
+	// ReadyzDatastoreGrace is the time for which the store may be unavailable before the
 	// daemon is not ready.
 	ReadyzDatastoreGrace time.Duration
 
-	// StatusSocket is the path of the local socket; empty means beside the
-	// subnet file, "off" none.
+	// StatusSocket is the path of the local socket. Empty means beside the subnet file,
+	// "off" means none.
 	StatusSocket string
-	// StatuszAddress is where the status page is shown to other hosts, as
-	// address:port; empty means nowhere.
+	// StatuszAddress is the address:port that serves the status page to other hosts.
+	// Empty means none.
 	StatuszAddress string
 
 	// LogFormat is "text" or "json".
@@ -133,16 +133,16 @@ type Options struct {
 	Verbosity               int
 	VModule, LogBacktraceAt string
 
-	// Warnings has one line for each thing that was ignored and looks like a
+	// Warnings contains one line for each input that was ignored and looks like a
 	// mistake.
 	Warnings []string
 
 	version bool
-	sources map[string]string // name of the flag: how it was given
+	sources map[string]string // how each flag was given, by its name
 }
 
-// Source returns how the flag was given: "--ip-masq" or "FLANNELD_IP_MASQ". A
-// flag that was not given is named as a flag.
+// Source returns the form in which the flag was given: "--ip-masq" or "FLANNELD_IP_MASQ".
+// For a flag that was not given it returns the former.
 func (o Options) Source(name string) string {
 	if s, ok := o.sources[name]; ok {
 		return s
@@ -150,8 +150,7 @@ func (o Options) Source(name string) string {
 	return "--" + name
 }
 
-// HealthzAddr returns the address to answer probes at, "address:port"; empty
-// if they are not to be answered.
+// HealthzAddr returns the address:port that serves probes, or "" if they are not served.
 func (o Options) HealthzAddr() string {
 	if o.HealthzPort == 0 {
 		return ""
@@ -163,7 +162,7 @@ func (o Options) HealthzAddr() string {
 	return net.JoinHostPort(host, strconv.Itoa(int(o.HealthzPort)))
 }
 
-// socketPath returns the path of the local socket; empty if there is to be none.
+// socketPath returns the path of the local socket, or "" if there is none.
 func (o Options) socketPath() string {
 	switch o.StatusSocket {
 	case "":
@@ -174,7 +173,7 @@ func (o Options) socketPath() string {
 	return o.StatusSocket
 }
 
-// storeKind names the datastore.
+// storeKind returns the name of the datastore.
 func (o Options) storeKind() string {
 	if o.KubeSubnetMgr {
 		return "kubernetes"
@@ -182,8 +181,8 @@ func (o Options) storeKind() string {
 	return "etcd"
 }
 
-// LogValues returns the flags that were given and their values, as key-value
-// pairs for the logger. Secrets are redacted.
+// LogValues returns the given flags and their values as key-value pairs for the logger.
+// Secrets are redacted.
 func (o Options) LogValues() []any {
 	var kv []any
 	for _, t := range topics() {
@@ -196,18 +195,18 @@ func (o Options) LogValues() []any {
 	return kv
 }
 
-// DefaultNetConfigPath is where the network configuration is on Kubernetes unless
-// told otherwise: where flannel's manifests mount its ConfigMap.
+// DefaultNetConfigPath is the default path of the network configuration on Kubernetes,
+// where flannel's manifests mount its ConfigMap.
 const DefaultNetConfigPath = "/etc/kube-flannel/net-conf.json"
 
-// given is one flag that holds text, by name and value.
+// given is a text flag with its name and value.
 type given struct{ name, value string }
 
-// check holds the values against each other and the file system.
+// check validates the values against each other and against the file system.
 func (o *Options) check() error {
 	if _, given := o.sources[allowExtension]; !given {
-		// Who may write to etcd is trusted with the network as a whole. In
-		// Kubernetes many may write a node's annotations or a ConfigMap.
+		// A program that can write to etcd is trusted with the whole network. In
+		// Kubernetes many programs may write a node's annotations or a ConfigMap.
 		o.AllowExtensionBackend = !o.KubeSubnetMgr
 	}
 	for _, pair := range [][2]given{
@@ -245,12 +244,12 @@ func (o *Options) check() error {
 	tls := o.EtcdCertFile != "" || o.EtcdCAFile != ""
 	if tls && !o.KubeSubnetMgr && scheme(o.EtcdEndpoints[0]) == "http" {
 		o.Warnings = append(o.Warnings, "the TLS files for etcd are not used: "+
-			o.Source("etcd-endpoints")+" names http endpoints")
+			o.Source("etcd-endpoints")+" contains http endpoints")
 	}
 	return nil
 }
 
-// together refuses one of two flags without the other.
+// together returns an error if only one of two flags is set.
 func (o *Options) together(a, b given) error {
 	if b.value != "" {
 		a, b = b, a
@@ -261,8 +260,8 @@ func (o *Options) together(a, b given) error {
 	return nil
 }
 
-// readable refuses a file that was named and cannot be read. It does not open
-// the file, which may be a pipe.
+// readable returns an error if a given file cannot be read. It does not open the file,
+// which may be a pipe.
 func (o *Options) readable(f given) error {
 	if f.value == "" {
 		return nil
@@ -278,7 +277,7 @@ func (o *Options) readable(f given) error {
 		return nil
 	}
 	if pe, ok := errors.AsType[*fs.PathError](err); ok {
-		err = pe.Err // the path is named already
+		err = pe.Err // the message contains the path already
 	}
 	return fmt.Errorf("%s %q cannot be read: %w", o.Source(f.name), f.value, err)
 }

@@ -21,7 +21,7 @@ var compareOptions = cmp.Options{
 	cmpopts.EquateComparable(netip.Addr{}),
 }
 
-// defaults is what Parse returns for an empty command line.
+// defaults returns the result of Parse for an empty command line.
 func defaults() Options {
 	return Options{
 		EtcdEndpoints:             []string{"http://127.0.0.1:4001", "http://127.0.0.1:2379"},
@@ -61,8 +61,8 @@ func TestDefaults(t *testing.T) {
 	}
 }
 
-// TestEveryFlag holds the flags against the list that other daemons and their
-// manifests rely on, and against what this daemon adds to it.
+// TestEveryFlag compares the flags with those that other daemons and their manifests use,
+// and with the flags that this daemon adds.
 func TestEveryFlag(t *testing.T) {
 	compatible := map[string]string{
 		"etcd-endpoints": "http://127.0.0.1:4001,http://127.0.0.1:2379", "etcd-prefix": "/coreos.com/network",
@@ -100,7 +100,7 @@ func TestEveryFlag(t *testing.T) {
 	}
 }
 
-// TestAllowExtensionBackend has a default that depends on the store.
+// TestAllowExtensionBackend checks the default that depends on the store.
 func TestAllowExtensionBackend(t *testing.T) {
 	conf := "--net-config-path=" + write(t, "net-conf.json")
 	for _, tc := range []struct {
@@ -119,7 +119,7 @@ func TestAllowExtensionBackend(t *testing.T) {
 	}
 }
 
-// write makes a file and returns its path.
+// write creates a file and returns its path.
 func write(t *testing.T, name string) string {
 	t.Helper()
 	path := filepath.Join(t.TempDir(), name)
@@ -199,10 +199,10 @@ func TestParse(t *testing.T) {
 			[]string{"-iptables-resync", "7", "--ip-masq"}, nil,
 			with(func(o *Options) { o.IPTablesResync, o.IPMasq = 7*time.Second, true }),
 		},
-		"flag beats variable, also with the default": {
+		"a flag has precedence over its variable, even with the default value": {
 			[]string{"--iptables-resync=5"}, []string{"FLANNELD_IPTABLES_RESYNC=9"}, defaults(),
 		},
-		"a variable that a flag beats is not looked at": {
+		"a variable is ignored if its flag is given": {
 			[]string{"--iptables-resync=5"}, []string{"FLANNELD_IPTABLES_RESYNC=abc"}, defaults(),
 		},
 		"an empty variable is not set": {
@@ -225,7 +225,7 @@ func TestParse(t *testing.T) {
 		"empty variables of lists are not given": {
 			nil, []string{"FLANNELD_IFACE=", "FLANNELD_IFACE_REGEX="}, defaults(),
 		},
-		"an empty element beats the variable": {
+		"an empty element has precedence over the variable": {
 			[]string{"--iface="}, []string{"FLANNELD_IFACE=b"}, defaults(),
 		},
 		"flags replace the variable of a list": {
@@ -250,10 +250,10 @@ func TestParse(t *testing.T) {
 			[]string{"--etcd-cafile", ca}, nil,
 			with(func(o *Options) {
 				o.EtcdCAFile = ca
-				o.Warnings = []string{"the TLS files for etcd are not used: --etcd-endpoints names http endpoints"}
+				o.Warnings = []string{"the TLS files for etcd are not used: --etcd-endpoints contains http endpoints"}
 			}),
 		},
-		"the network configuration is not looked for with etcd": {
+		"with etcd the file of the network configuration need not exist": {
 			[]string{"--net-config-path=/missing"}, nil, with(func(o *Options) { o.NetConfigPath = "/missing" }),
 		},
 		"variables that ask for text are ignored": {

@@ -9,20 +9,20 @@ import (
 	"strings"
 )
 
-// envPrefix begins the name of every environment variable that sets a flag.
+// envPrefix is the prefix of environment variables that set flags.
 const envPrefix = "FLANNELD_"
 
-// What Parse returns when the command line asks for something else than to run.
+// The errors that Parse returns if the command line does not ask to run the daemon.
 var (
-	// ErrHelp means to show Help and exit with 0.
+	// ErrHelp means to print Help and exit with 0.
 	ErrHelp = flag.ErrHelp
-	// ErrVersion means to show the version and exit with 0.
+	// ErrVersion means to print the version and exit with 0.
 	ErrVersion = errors.New("version requested")
 )
 
-// Parse reads the arguments behind the program's name and the environment
-// ("NAME=value"). A flag beats its variable, an empty variable is not set. An
-// error is one line that names what is wrong and what was expected.
+// Parse parses the arguments after the program's name, and the environment
+// ("NAME=value"). A flag has precedence over its variable, and an empty variable counts
+// as not set. An error is one line that names the mistake and the expected value.
 func Parse(args, env []string) (Options, error) {
 	o := Options{sources: map[string]string{}}
 	all := settings()
@@ -56,7 +56,7 @@ func Parse(args, env []string) (Options, error) {
 	return o, nil
 }
 
-// readPod takes what a pod's manifest tells of itself.
+// readPod reads the variables with which a manifest describes its pod.
 func (o *Options) readPod(env []string) {
 	for _, e := range env {
 		switch name, value, _ := strings.Cut(e, "="); name {
@@ -70,11 +70,11 @@ func (o *Options) readPod(env []string) {
 	}
 }
 
-// values are the texts that were given for each flag, by its name.
+// values contains the texts that were given for each flag, by name.
 type values map[string]*collected
 
-// collected takes whatever the flag package hands it: what the text means is
-// found out later, in the same way for flags and for variables.
+// collected stores the texts that package flag passes to it. They are parsed later, in
+// the same way as those of variables.
 type collected struct {
 	source string
 	texts  []string
@@ -130,9 +130,9 @@ func commandLine(all []setting, args []string) (values, error) {
 	return found, nil
 }
 
-// badFlag says why the flag package stopped behind the arguments that it read:
-// at an unknown flag, at one that needs a value and is the last, or before an
-// argument that begins with a dash and is no flag.
+// badFlag returns the reason why package flag stopped after the arguments in read: at an
+// unknown flag, at a flag without its value at the end, or before an argument that begins
+// with a dash and is not a flag.
 func badFlag(fs *flag.FlagSet, all []setting, read []string) error {
 	var last, name string
 	if len(read) > 0 {
@@ -152,8 +152,8 @@ func badFlag(fs *flag.FlagSet, all []setting, read []string) error {
 	}
 }
 
-// badArgument refuses the first argument that is not a flag. The usual cause
-// is a value that a boolean flag takes with = only.
+// badArgument returns an error about the first argument that is not a flag. It is usually
+// the value of a boolean flag, which needs a "=".
 func badArgument(fs *flag.FlagSet, read []string, arg string) error {
 	if _, err := strconv.ParseBool(arg); err == nil && len(read) > 0 {
 		name := strings.TrimLeft(read[len(read)-1], "-")
@@ -164,8 +164,8 @@ func badArgument(fs *flag.FlagSet, read []string, arg string) error {
 	return fmt.Errorf("unexpected argument %q: expected flags only, see --help", redact(arg))
 }
 
-// environment returns the variables that set flags which are not given, and a
-// warning for each variable that looks like a misspelt one.
+// environment returns the variables for flags that are not given, and a warning for each
+// variable that looks misspelt.
 func environment(all []setting, env []string, flags values) (vars values, warnings []string) {
 	byVar := map[string]string{}
 	for _, s := range all {
@@ -186,7 +186,7 @@ func environment(all []setting, env []string, flags values) (vars values, warnin
 			}
 			continue
 		}
-		// Asking for the version is not a setting.
+		// The version is not a setting.
 		if _, given := flags[name]; !given && name != "version" {
 			vars[name] = &collected{source: variable, texts: []string{text}}
 		}
@@ -194,7 +194,7 @@ func environment(all []setting, env []string, flags values) (vars values, warnin
 	return vars, warnings
 }
 
-// envName is the variable that sets the flag of that name.
+// envName returns the name of the variable that sets the flag.
 func envName(name string) string {
 	return envPrefix + strings.ToUpper(strings.ReplaceAll(name, "-", "_"))
 }
@@ -207,10 +207,10 @@ func names(all []setting) []string {
 	return ns
 }
 
-// plain escapes what would break a line.
+// plain escapes characters that would break a line.
 func plain(name string) string { return strings.Trim(strconv.Quote(name), `"`) }
 
-// redact hides the user and password that a URL may carry.
+// redact hides a user and password in a URL.
 func redact(text string) string {
 	at := strings.LastIndexByte(text, '@')
 	if at < 0 {

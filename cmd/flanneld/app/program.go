@@ -9,13 +9,13 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// unchanged finds the mappings of a file that are not for writing and of which no
-// page was changed: source proc_pid_smaps(5). Inode 0 is no file.
+// unchanged matches mappings of a file that are not writable and have no changed page, in
+// the format of proc_pid_smaps(5). Inode 0 means that there is no file.
 var unchanged = regexp.MustCompile(`(?m)^([0-9a-f]+)-([0-9a-f]+) r-[x-]. \S+ \S+ [1-9].*\n(?:[A-Z].*\n)*?Anonymous: +0 kB$`)
 
-// unmapProgram has the kernel forget which pages of the program this process has in
-// use. Most were needed by the start alone; one that is needed again comes from the
-// page cache by a minor fault.
+// unmapProgram removes the pages of the program from this process. Only the start needed
+// most of them. A page that is needed again comes from the page cache, with a minor
+// fault.
 func unmapProgram() error {
 	mappings, err := os.ReadFile("/proc/self/smaps")
 	if err != nil {
@@ -25,7 +25,7 @@ func unmapProgram() error {
 		start, _ := strconv.ParseUint(string(m[1]), 16, strconv.IntSize)
 		end, _ := strconv.ParseUint(string(m[2]), 16, strconv.IntSize)
 		if _, _, errno := unix.Syscall(unix.SYS_MADVISE, uintptr(start), uintptr(end-start), unix.MADV_DONTNEED); errno != 0 {
-			return fmt.Errorf("let go of the mapping at %s: %w", m[1], errno)
+			return fmt.Errorf("release the mapping at %s: %w", m[1], errno)
 		}
 	}
 	return nil

@@ -12,8 +12,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// TestUnmapProgram lets go of this very program, and of a file that it has mapped and
-// changed in memory, and goes on with both.
+// TestUnmapProgram releases the pages of this program and of a mapped file with a page
+// changed in memory, and then uses both.
 func TestUnmapProgram(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "file")
 	content := make([]byte, 1<<20)
@@ -41,30 +41,30 @@ func TestUnmapProgram(t *testing.T) {
 		return m
 	}
 	same, changed := mapped(), mapped()
-	copy(changed, "changed") // as a loader does that relocates
+	copy(changed, "changed") // like a loader that relocates code
 	for _, m := range [][]byte{same, changed} {
 		if err := unix.Mprotect(m, unix.PROT_READ); err != nil {
 			t.Fatal(err)
 		}
 	}
 	if string(same) != string(content) || resident(t, same) == "0 kB" {
-		t.Fatal("nothing of the file is in use")
+		t.Fatal("no page of the file is in memory")
 	}
 	if err := unmapProgram(); err != nil {
 		t.Fatal(err)
 	}
 	if after := resident(t, same); after != "0 kB" {
-		t.Errorf("%s of the file are still in use", after)
+		t.Errorf("%s of the file are still in memory", after)
 	}
 	if string(same) != string(content) {
-		t.Error("what was let go of came back as something else")
+		t.Error("released pages have another content")
 	}
 	if want := "changed" + string(content[len("changed"):]); string(changed) != want {
-		t.Error("what was changed in memory was lost")
+		t.Error("a page changed in memory was lost")
 	}
 }
 
-// resident says how much of a mapping this process has in use, as proc_pid_smaps(5).
+// resident returns how much of a mapping is in memory, according to proc_pid_smaps(5).
 func resident(t *testing.T, m []byte) string {
 	t.Helper()
 	mappings, err := os.ReadFile("/proc/self/smaps")

@@ -25,17 +25,17 @@ import (
 	"flanneld/subnet"
 )
 
-// Who keeps changing our rules is answered a few times at once, and then once
-// a second, so that the fight costs little.
+// If another program keeps changing the rules, they are repaired a few times at once, and
+// then once a second, so that the repairs cost little.
 const (
-	repairRate  = rate.Limit(1) // a second
+	repairRate  = rate.Limit(1) // per second
 	repairBurst = 10
 )
 
-// repairLog is the least time between two lines about repairs.
+// repairLog is the minimum time between two log lines about repairs.
 const repairLog = time.Minute
 
-// ruleKeeper holds the traffic rules of a session, and removes once what other
+// ruleKeeper maintains the traffic rules of a session, and once removes those that other
 // flavours and former networks have left.
 type ruleKeeper struct {
 	flavour string
@@ -43,18 +43,18 @@ type ruleKeeper struct {
 	opts    Options
 	policy  firewall.Policy
 	report  func(repaired bool, err error)
-	done    func() // nothing is left of former networks
+	done    func() // called when no rules of former networks are left
 
 	applier   firewall.Applier
 	leftovers []leftover
 	tried     chan struct{} // closed after the first attempt
 
 	inPlace   bool // the last pass succeeded
-	failing   bool // that is logged
-	uncleaned bool // and so is that
+	failing   bool // the failure is logged
+	uncleaned bool // the failure to clean is logged
 	cleaned   bool
 	limit     *rate.Limiter
-	repaired  int // and not logged yet
+	repaired  int // number of repairs that are not logged yet
 	logged    time.Time
 }
 
@@ -84,7 +84,7 @@ func (d *daemon) newRuleKeeper(ctx context.Context, be backend.Backend, now last
 	return k
 }
 
-// run holds the rules until ctx ends. Then they stay.
+// run maintains the rules until ctx ends. They stay after that.
 func (k *ruleKeeper) run(ctx context.Context) {
 	var places []firewall.Place
 	period := k.opts.Resync
@@ -106,13 +106,13 @@ func (k *ruleKeeper) run(ctx context.Context) {
 		gone := k.policy.Cleanup()
 		k.leftovers = append(iptablesLeftovers(gone, inUse), leftover{nftables.New(), gone})
 		if slices.Contains(slices.Collect(maps.Values(inUse)), iptables.Legacy) {
-			period = k.opts.IPTablesResync * 5 / 4 // the loop varies it by a fifth: never more often than asked for
+			period = k.opts.IPTablesResync * 5 / 4 // the loop has a jitter of a fifth, so this is never more often than configured
 		} else {
 			places = iptables.Places()
 		}
 	}
 	if !k.policy.Wanted() {
-		places, period = nil, k.opts.Resync // what is not there needs no watching
+		places, period = nil, k.opts.Resync // no rules are wanted, so there is nothing to watch
 	}
 	l := loop.New(period, func(ctx context.Context) error {
 		defer tried()
@@ -126,9 +126,9 @@ func (k *ruleKeeper) run(ctx context.Context) {
 	wg.Wait()
 }
 
-// variants finds out what the programs of the networks' families are, however
-// often it has to ask: to take one for the other would be to remove the rules in
-// use as if another had left them. Where no rules are wanted nobody asks.
+// variants returns the variant of the iptables programs for each family. It repeats the
+// question until it is answered: a wrong variant would make the cleanup remove the rules
+// in use. If no rules are wanted it does not ask.
 func (k *ruleKeeper) variants(ctx context.Context, a *iptables.Applier, tried func()) map[prefix.Family]iptables.Variant {
 	found := map[prefix.Family]iptables.Variant{}
 	if !k.policy.Wanted() {
@@ -141,7 +141,7 @@ func (k *ruleKeeper) variants(ctx context.Context, a *iptables.Applier, tried fu
 			f := prefix.FamilyOf(n.Network.Addr())
 			v, err := a.Variant(ctx, f)
 			if err != nil {
-				_ = k.pass(ctx) // says the same, and does what can be done for the other family
+				_ = k.pass(ctx) // reports the same error, and applies the rules of the other family
 				tried()
 				return err
 			}
@@ -157,24 +157,24 @@ func (k *ruleKeeper) step(ctx context.Context) error {
 	if err := k.pass(ctx); err != nil || k.cleaned || ctx.Err() != nil {
 		return err
 	}
-	k.policy.Former = nil // another daemon may have such a network from now on
+	k.policy.Former = nil // another daemon may use such a network from now on
 	return k.clean(ctx)
 }
 
-// pass applies the policy, and tells what came of it. That ctx has ended is no error.
+// pass applies the policy and reports the result. It returns nil if ctx has ended.
 func (k *ruleKeeper) pass(ctx context.Context) error {
 	changed, err := k.applier.Apply(ctx, k.policy)
 	if ctx.Err() != nil && err != nil && changed {
 		k.choice.untold.Store(true)
 	}
-	if ctx.Err() != nil && (err != nil || !changed) { // what was written is told
+	if ctx.Err() != nil && (err != nil || !changed) { // a change is reported even so
 		return nil
 	}
 	k.note(ctx, changed, err)
 	return err
 }
 
-// note logs and reports what a pass has come to.
+// note logs and reports the result of a pass.
 func (k *ruleKeeper) note(ctx context.Context, changed bool, err error) {
 	log := klog.FromContext(ctx)
 	repaired := changed && k.inPlace
@@ -196,12 +196,12 @@ func (k *ruleKeeper) note(ctx context.Context, changed bool, err error) {
 	}
 	k.report(repaired, err)
 	if repaired {
-		_ = k.limit.Wait(ctx) // fails if ctx ends
+		_ = k.limit.Wait(ctx) // fails only if ctx ends
 	}
 }
 
-// clean removes what other flavours have left. Not to succeed does not keep
-// the daemon from being ready: its own rules are in place.
+// clean removes the rules that other flavours have left. Failure does not affect
+// readiness, because the session's own rules are applied.
 func (k *ruleKeeper) clean(ctx context.Context) error {
 	log := klog.FromContext(ctx)
 	for _, l := range k.leftovers {
@@ -211,7 +211,7 @@ func (k *ruleKeeper) clean(ctx context.Context) error {
 		}
 		if err != nil {
 			if !k.uncleaned && ctx.Err() == nil {
-				log.Error(err, "cannot see to what another firewall may have left, trying again")
+				log.Error(err, "cannot remove the rules of another firewall, trying again")
 			}
 			k.uncleaned = true
 			return err
@@ -222,14 +222,13 @@ func (k *ruleKeeper) clean(ctx context.Context) error {
 	return nil
 }
 
-// leftover is where rules may be left of which none should be.
+// leftover is a place that may contain rules and should contain none.
 type leftover struct {
 	applier firewall.Applier
 	gone    firewall.Policy
 }
 
-// iptablesLeftovers are the variants of iptables, but for the families that
-// have one in use.
+// iptablesLeftovers returns the variants of iptables, without those that a family uses.
 func iptablesLeftovers(gone firewall.Policy, inUse map[prefix.Family]iptables.Variant) []leftover {
 	var all []leftover
 	for _, v := range []iptables.Variant{iptables.Legacy, iptables.NFT} {
@@ -253,8 +252,8 @@ func iptablesLeftovers(gone firewall.Policy, inUse map[prefix.Family]iptables.Va
 	return all
 }
 
-// whereTables applies where there is a table of iptables in nftables, so that
-// no program is run where there is none.
+// whereTables applies a policy only if nftables contains a table of iptables. Otherwise
+// it runs no program.
 type whereTables struct{ firewall.Applier }
 
 // Apply implements firewall.Applier.
@@ -269,27 +268,27 @@ func (w whereTables) Apply(ctx context.Context, p firewall.Policy) (bool, error)
 	return false, nil
 }
 
-// flavourChoice is what holds the rules, and why. What the host has shown when
-// it was looked at stays until the daemon ends: for --firewall=auto, and for which
-// programs of iptables are run.
+// flavourChoice decides which firewall contains the rules. It examines the host once, for
+// --firewall=auto and for the variant of the iptables programs, and keeps the result
+// until the daemon ends.
 type flavourChoice struct {
-	// background runs f beside all sessions, until the daemon ends.
+	// background runs f independently of sessions, until the daemon ends.
 	background func(f func(context.Context))
 
 	mu          sync.Mutex
 	auto        string
 	why, logged string
-	unfiltered  []string          // settings of bridges that were warned about
-	looked      chan struct{}     // closed once found is set; nil before the first look
-	found       *iptables.Applier // with the programs that are run, of which it knows what they can do
+	unfiltered  []string          // bridge settings that were warned about
+	looked      chan struct{}     // closed when found is set; nil before the search
+	found       *iptables.Applier // uses the programs that were found, and knows their capabilities
 
-	// untold says that a session was ended while it wrote rules: the one after it
-	// finds what came of that, and tells.
+	// untold is set if a session has ended while it wrote rules. The next session finds
+	// the result and reports it.
 	untold atomic.Bool
 }
 
-// of returns the flavour for a session that begins with now. It logs the flavour when
-// it differs from that of the session before.
+// of returns the flavour for a session that begins with now. It logs the flavour if it
+// differs from the last one.
 func (c *flavourChoice) of(ctx context.Context, option string, now lastKnown) string {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -316,10 +315,10 @@ func (c *flavourChoice) of(ctx context.Context, option string, now lastKnown) st
 	return flavour
 }
 
-// programs returns what runs the programs of iptables; nil if ctx ends before it is
-// known which. The host is looked at once: a session that ends meanwhile, as the one on
-// the last known state does when the store has answered, leaves the look to the next.
-// On a busy host the programs that this takes are most of a start.
+// programs returns an Applier with the iptables programs of this host, or nil if ctx ends
+// first. The search runs once. If a session ends during the search, like the one on the
+// last known state when the store answers, the next session uses the result. On a busy
+// host the programs that the search runs take most of the start.
 func (c *flavourChoice) programs(ctx context.Context, p firewall.Policy) *iptables.Applier {
 	c.mu.Lock()
 	if c.looked == nil {
@@ -351,12 +350,12 @@ func lookForIPTables(ctx context.Context, p firewall.Policy) *iptables.Applier {
 	}
 	a := iptables.New(v)
 	for _, f := range families {
-		_, _ = a.Variant(ctx, f) // an error is the session's to report, which asks again
+		_, _ = a.Variant(ctx, f) // the session asks again and reports an error
 	}
 	return a
 }
 
-// automatic looks at the host.
+// automatic chooses the flavour for --firewall=auto.
 func automatic() (flavour, why string) {
 	if err := nftables.Available(); err != nil {
 		return firewallIPTables, err.Error()
@@ -372,13 +371,14 @@ func automatic() (flavour, why string) {
 	return firewallIPTables, "iptables is installed, and kube-proxy does not run in nftables mode"
 }
 
-// bridgeSettings is where the kernel says whether bridged packets pass netfilter.
+// bridgeSettings contains the kernel's settings about whether bridged packets pass
+// netfilter.
 const bridgeSettings = "/proc/sys/net/bridge"
 
 // warnBridges logs, once for each family, that packets between pods on one bridge bypass
-// netfilter. Then answers keep the address of the pod that serves a Service. That holds in
-// each mode of kube-proxy, because iptables and nftables undo their translation only where
-// netfilter sees the answer.
+// netfilter. Their answers then keep the address of the pod that serves a Service. This
+// is so in every mode of kube-proxy, because iptables and nftables undo their translation
+// only if netfilter sees the answer.
 func (c *flavourChoice) warnBridges(ctx context.Context, settings string, p firewall.Policy) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -398,11 +398,11 @@ func (c *flavourChoice) warnBridges(ctx context.Context, settings string, p fire
 	}
 }
 
-// fileNetworks are the networks that the subnet file names: an earlier run, or
-// another daemon before this one, had them.
+// fileNetworks returns the networks in the subnet file, which an earlier process or
+// another daemon has written.
 func (d *daemon) fileNetworks() []netip.Prefix {
 	var named []netip.Prefix
-	previous, _ := subnetfile.Read(d.opts.SubnetFile) // who needs its subnets says what is wrong with it
+	previous, _ := subnetfile.Read(d.opts.SubnetFile) // previous reports its errors
 	for _, e := range previous.Entries {
 		if e.Network.IsValid() {
 			named = append(named, e.Network)
@@ -411,8 +411,8 @@ func (d *daemon) fileNetworks() []netip.Prefix {
 	return named
 }
 
-// formerNetworks are the networks besides cfg's that an earlier run has made
-// rules for, as far as is known.
+// formerNetworks returns the networks outside of cfg for which an earlier process may
+// have created rules.
 func formerNetworks(last lastKnown, cfg subnet.Config) []netip.Prefix {
 	all := append(slices.Clone(last.Rules), networks(last.Config)...)
 	for _, f := range last.Former {

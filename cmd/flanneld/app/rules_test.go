@@ -50,7 +50,7 @@ func TestFormerNetworks(t *testing.T) {
 }
 
 // TestFlavourIsLogged starts sessions one after the other: from the last known state, and
-// with what the store says.
+// with the configuration from the store.
 func TestFlavourIsLogged(t *testing.T) {
 	session := func(nftables, recalled bool) lastKnown {
 		return lastKnown{Config: subnet.Config{NFTables: nftables}, recalled: recalled}
@@ -83,8 +83,8 @@ func TestFlavourIsLogged(t *testing.T) {
 	}
 }
 
-// TestBridgesAreWarnedAbout has one family of which bridged packets pass netfilter, and one of
-// which they do not. Sessions after the first say nothing.
+// TestBridgesAreWarnedAbout tests families with and without a bridge filter. Sessions
+// after the first one must not repeat the warning.
 func TestBridgesAreWarnedAbout(t *testing.T) {
 	for name, tt := range map[string]struct {
 		files map[string]string
@@ -117,7 +117,7 @@ func TestBridgesAreWarnedAbout(t *testing.T) {
 	}
 }
 
-// scripted answers passes as it is told.
+// scripted is an Applier with prepared answers.
 type scripted struct {
 	answers []error
 	changed bool
@@ -134,7 +134,7 @@ func (s *scripted) Apply(_ context.Context, p firewall.Policy) (bool, error) {
 	return false, err
 }
 
-// TestRuleKeeper goes through failure, success and damage.
+// TestRuleKeeper tests failure, success and damage.
 func TestRuleKeeper(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		broken := errors.New("broken")
@@ -154,7 +154,7 @@ func TestRuleKeeper(t *testing.T) {
 			},
 			done: func() { done++ },
 		}
-		for i, fails := range []bool{true, true, true, false, false} { // twice itself, once the leftovers
+		for i, fails := range []bool{true, true, true, false, false} { // two passes fail themselves, one fails to clean
 			if err := k.step(t.Context()); (err != nil) != fails {
 				t.Errorf("step %d: %v", i, err)
 			}
@@ -164,11 +164,11 @@ func TestRuleKeeper(t *testing.T) {
 		}
 		for i, p := range active.seen {
 			if (len(p.Former) > 0) != (i < 3) {
-				t.Errorf("step %d is told of former networks %v", i, p.Former)
+				t.Errorf("step %d gets the former networks %v", i, p.Former)
 			}
 		}
 		if len(old.seen) != 2 {
-			t.Errorf("leftovers are looked at %d times, want until it succeeds", len(old.seen))
+			t.Errorf("%d attempts to clean, want attempts until one succeeds", len(old.seen))
 		}
 		active.changed = true
 		const fight = 100
@@ -182,7 +182,7 @@ func TestRuleKeeper(t *testing.T) {
 	})
 }
 
-// interrupted ends the session while the rules are being written.
+// interrupted ends the session while it writes the rules.
 type interrupted struct {
 	end     context.CancelFunc
 	changed bool
@@ -193,8 +193,8 @@ func (e interrupted) Apply(ctx context.Context, _ firewall.Policy) (bool, error)
 	return e.changed, ctx.Err()
 }
 
-// TestRulesOfAnEndedSession has a session find what the one before it wrote and could
-// not tell.
+// TestRulesOfAnEndedSession checks that a session reports the rules that the last one
+// wrote and could not report.
 func TestRulesOfAnEndedSession(t *testing.T) {
 	for _, wrote := range []bool{true, false} {
 		var log bytes.Buffer
@@ -209,9 +209,9 @@ func TestRulesOfAnEndedSession(t *testing.T) {
 		first, end := context.WithCancel(ctx)
 		session(first, interrupted{end, wrote})
 		if log.Len() > 0 {
-			t.Errorf("the session that ended says %s", log.String())
+			t.Errorf("log of the ended session: %s", log.String())
 		}
-		for _, tells := range []bool{wrote, false} { // once
+		for _, tells := range []bool{wrote, false} { // only once
 			log.Reset()
 			session(ctx, &scripted{})
 			if want := fmt.Sprintf("written=%v", tells); !strings.Contains(log.String(), want) {
@@ -221,7 +221,8 @@ func TestRulesOfAnEndedSession(t *testing.T) {
 	}
 }
 
-// TestRulesOfTheOtherFamily has no program for IPv6: the rules of IPv4 do not wait for it.
+// TestRulesOfTheOtherFamily checks that the rules of IPv4 are applied if there is no
+// program for IPv6.
 func TestRulesOfTheOtherFamily(t *testing.T) {
 	dir := t.TempDir()
 	t.Setenv("PATH", dir)
@@ -251,13 +252,13 @@ func TestRulesOfTheOtherFamily(t *testing.T) {
 	}
 }
 
-// beside is a choice that looks at the host until ctx ends.
+// beside returns a flavourChoice whose background work ends with ctx.
 func beside(ctx context.Context) *flavourChoice {
 	return &flavourChoice{background: func(f func(context.Context)) { go f(ctx) }}
 }
 
-// TestHostIsLookedAtOnce ends a session while it looks at the programs of iptables: the
-// next one has what the look came to, and runs none of them again.
+// TestHostIsLookedAtOnce ends a session while it searches the iptables programs. The next
+// session must use the result of the search and not run the programs again.
 func TestHostIsLookedAtOnce(t *testing.T) {
 	dir := t.TempDir()
 	t.Setenv("PATH", dir)
@@ -275,7 +276,7 @@ func TestHostIsLookedAtOnce(t *testing.T) {
 	first, end := context.WithCancel(t.Context())
 	ended := make(chan *iptables.Applier)
 	go func() { ended <- choice.programs(first, policy) }()
-	running, err := os.OpenFile(fifo, os.O_WRONLY, 0) // returns once the program runs
+	running, err := os.OpenFile(fifo, os.O_WRONLY, 0) // returns when the program runs
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -287,7 +288,7 @@ func TestHostIsLookedAtOnce(t *testing.T) {
 	defer keep.Close()
 	end()
 	if a := <-ended; a != nil {
-		t.Error("the session that ended has got programs")
+		t.Error("the ended session has got programs")
 	}
 	if _, err := keep.WriteString(strings.Repeat("go\n", 20)); err != nil {
 		t.Fatal(err)
@@ -305,6 +306,6 @@ func TestHostIsLookedAtOnce(t *testing.T) {
 		t.Errorf("the programs are %q, %v, want legacy", v, err)
 	}
 	if choice.programs(t.Context(), policy) != a || asked() != before {
-		t.Errorf("programs have been run again: %q, then %q", before, asked())
+		t.Errorf("programs were run again: %q, then %q", before, asked())
 	}
 }

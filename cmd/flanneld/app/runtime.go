@@ -13,29 +13,29 @@ import (
 )
 
 const (
-	// startGC is the collector's percentage during the start: what a start
-	// allocates is used to its end, and collecting it is a fifth of the work.
+	// startGC is the percentage (GOGC) of the garbage collector during the start. A start
+	// uses most of its memory until its end, and collecting would be a fifth of its work.
 	startGC = 800
-	// restGC has the collector run earlier than by default: at rest there is little
-	// to collect, and all that lies about until it runs is memory.
+	// restGC makes the collector run earlier than by default: at rest there is little to
+	// collect, and garbage uses memory until the collector runs.
 	restGC = 50
-	// tidyAfter leaves a start time for what comes behind it.
+	// tidyAfter is the time after the start during which it may have more work.
 	tidyAfter = savePause
-	// longStart is when a daemon that waits for its store, or has always something to
-	// write, has to be tidy, too.
+	// longStart is the time after which memory is released even if the daemon still waits
+	// for its store, or constantly writes.
 	longStart = time.Minute
 )
 
-// runtimeFit fits the Go runtime to a daemon that works for a tenth of a second
-// and then waits for days. The zero value, for a program that embeds the daemon,
-// leaves the runtime alone, and what the environment says stays.
+// runtimeFit adapts the Go runtime to a daemon that works for a tenth of a second and
+// then waits for days. Settings in the environment have precedence. The zero value
+// changes nothing, for programs that embed the daemon.
 type runtimeFit struct {
-	threads, memory bool // may be fitted
+	threads, memory bool // whether they may be adapted
 
 	mu        sync.Mutex
 	resting   bool
-	oneThread bool // is enough for the backend
-	fitted    bool // to one thread
+	oneThread bool // one thread is sufficient for the backend
+	fitted    bool // the runtime uses one thread
 }
 
 func newRuntimeFit(env []string) *runtimeFit {
@@ -60,9 +60,10 @@ func (f *runtimeFit) backend(oneThread bool) {
 	f.fitThreads()
 }
 
-// fitThreads is called with f.mu held. At rest it costs more to wake a second
-// thread for each step of an event than the steps do, unless packets go through
-// the process and there are CPUs for more. A start uses all it can get.
+// fitThreads adapts the number of threads. The caller holds f.mu. At rest, waking a
+// second thread for each step of an event costs more than the step. The exceptions are a
+// backend whose packets go through the process, if there are enough CPUs, and the start,
+// which uses all CPUs.
 func (f *runtimeFit) fitThreads() {
 	switch one := f.resting && f.oneThread; {
 	case !f.threads || one == f.fitted:
@@ -86,8 +87,8 @@ func (f *runtimeFit) settle() {
 	}
 }
 
-// rest waits until the start is over and the state is written, of which a large
-// one takes memory as well, and gives back what all that took.
+// rest waits until the start is over and the state is written, because writing a large
+// state takes memory too. It then releases the memory that the start has used.
 func (f *runtimeFit) rest(ctx context.Context, started <-chan struct{}, written func() bool) error {
 	if !f.threads && !f.memory {
 		return nil
@@ -110,10 +111,10 @@ func (f *runtimeFit) rest(ctx context.Context, started <-chan struct{}, written 
 	if !f.memory {
 		return nil
 	}
-	runtime.GC() // what pools hold outlives one collection
+	runtime.GC() // pools keep their memory for one collection
 	debug.FreeOSMemory()
 	if err := unmapProgram(); err != nil {
-		klog.FromContext(ctx).V(1).Info("the start's pages of the program stay in use", "err", err)
+		klog.FromContext(ctx).V(1).Info("cannot release the pages of the program", "err", err)
 	}
 	return nil
 }

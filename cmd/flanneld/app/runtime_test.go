@@ -9,7 +9,7 @@ import (
 	"time"
 )
 
-// TestRuntimeFit is not parallel: it is about the whole process.
+// TestRuntimeFit is not parallel, because it changes the whole process.
 func TestRuntimeFit(t *testing.T) {
 	defer runtime.SetDefaultGOMAXPROCS()
 	const given = 60
@@ -59,8 +59,8 @@ func TestRuntimeFit(t *testing.T) {
 			t.Errorf("%s: the collector's percentage is %d after the start, want %d", tc.name, percent(), want)
 		}
 	}
-	// A backend that carries packets has all CPUs, and takes and leaves the place
-	// of one that does not.
+	// A backend that carries packets gets all CPUs, also if it follows or precedes
+	// another backend.
 	fit := newRuntimeFit(nil)
 	fit.backend(true)
 	fit.settle()
@@ -76,7 +76,8 @@ func TestRuntimeFit(t *testing.T) {
 	}
 }
 
-// TestRestWithoutStart has a daemon wait for its store.
+// TestRestWithoutStart checks that a daemon that still waits for its store releases
+// memory after longStart.
 func TestRestWithoutStart(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		ctx, cancel := context.WithCancel(t.Context())
@@ -84,10 +85,10 @@ func TestRestWithoutStart(t *testing.T) {
 		fit := &runtimeFit{memory: true}
 		fit.begin()
 		go func() { ended <- fit.rest(ctx, nil, func() bool { return true }) }()
-		<-time.After(longStart - 1) // by the bubble's clock
+		<-time.After(longStart - 1) // in the bubble's time
 		select {
 		case <-ended:
-			t.Error("it did not wait")
+			t.Error("rest did not wait")
 		default:
 		}
 		if err := <-ended; err != nil {
@@ -100,7 +101,7 @@ func TestRestWithoutStart(t *testing.T) {
 	})
 }
 
-// TestRestAfterTheState has a start whose state is written late, or never.
+// TestRestAfterTheState tests a start whose state is written late or never.
 func TestRestAfterTheState(t *testing.T) {
 	defer debug.SetGCPercent(debug.SetGCPercent(startGC))
 	for _, tt := range []struct{ written, least, most time.Duration }{
@@ -121,7 +122,7 @@ func TestRestAfterTheState(t *testing.T) {
 				t.Error(err)
 			}
 			if took := time.Since(begin); took < tt.least || took > tt.most {
-				t.Errorf("state written after %v: memory given back after %v, want %v to %v", tt.written, took, tt.least, tt.most)
+				t.Errorf("state written after %v: memory released after %v, want %v to %v", tt.written, took, tt.least, tt.most)
 			}
 		})
 	}

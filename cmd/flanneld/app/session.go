@@ -14,6 +14,7 @@ import (
 	"time"
 
 	"golang.org/x/sync/errgroup"
+	"golang.org/x/sys/unix"
 	"k8s.io/klog/v2"
 
 	"flanneld/backend"
@@ -22,17 +23,17 @@ import (
 	"flanneld/subnet"
 )
 
-// resumption is what goes on from the last known state.
+// resumption is a running session on the last known state.
 type resumption struct {
-	settle func() // has nothing begin any more; what is about to has begun then, and the store knows
+	settle func() // prevents new starts and waits for a start in progress, of which the store knows then
 	stop   func()
 }
 
-// resume goes on from the last known state until it is told to stop, if that is
-// of this node and its lease has not run out: pods keep their network while the
-// store is away. What is not there at the first try, as addresses at boot, it waits
-// for. It follows the external interface as work does; what is known then is in
-// d.record.
+// resume starts a session on the last known state and lets it run until it is stopped. It
+// does so only if the state belongs to this node and its lease has not expired. Pods then
+// keep their network while the store is unavailable. If the start fails, for example
+// because an address is missing at boot, resume repeats it. The session follows the
+// external interface like work, and keeps its state in d.record.
 func (d *daemon) resume(ctx context.Context, m store, last lastKnown) resumption {
 	if len(last.Own.Endpoints) == 0 || !last.Own.Permanent && time.Now().After(last.Own.Expires) {
 		return resumption{settle: func() {}, stop: func() {}}
@@ -46,10 +47,10 @@ func (d *daemon) resume(ctx context.Context, m store, last lastKnown) resumption
 	wg.Go(func() {
 		s, err := d.recall(ctx, waiting, last, options, sync.OnceFunc(func() { close(tried) }))
 		if h, ok := m.(interface{ Held(own subnet.Lease) }); ok && err == nil {
-			h.Held(*cmp.Or(last.Stored, &last.Own)) // the start proper, which goes on now, depends on it
+			h.Held(*cmp.Or(last.Stored, &last.Own)) // the regular start, which continues now, depends on it
 		}
 		close(settled)
-		if err != nil { // it was told to give up, or the lease has run out
+		if err != nil { // the start was cancelled, or the lease has expired
 			return
 		}
 		klog.FromContext(ctx).Info("going on from the last known state until the store answers", "lease", last.Own.Key)
@@ -68,8 +69,8 @@ func (d *daemon) resume(ctx context.Context, m store, last lastKnown) resumption
 	}
 }
 
-// recall starts a session on what is known, for as long as ctx lasts, as soon as that
-// can be: until waiting ends, and while the lease runs. It calls tried after each try.
+// recall starts a session on the last known state, which lasts until ctx ends. It repeats
+// the start until waiting ends or the lease expires, and calls tried after each attempt.
 func (d *daemon) recall(ctx, waiting context.Context, last lastKnown, options underlay.Options, tried func()) (s *session, err error) {
 	if !last.Own.Permanent {
 		var cancel context.CancelFunc
@@ -84,7 +85,7 @@ func (d *daemon) recall(ctx, waiting context.Context, last lastKnown, options un
 	return s, err
 }
 
-// serveLast starts a session on what is known, if that is of this node.
+// serveLast starts a session on the last known state, if the state belongs to this node.
 func (d *daemon) serveLast(ctx context.Context, last lastKnown, options underlay.Options) (*session, error) {
 	iface, err := underlay.Wait(ctx, options, 0)
 	if err != nil {
@@ -101,21 +102,20 @@ func (d *daemon) serveLast(ctx context.Context, last lastKnown, options underlay
 	return d.serve(ctx, be, last)
 }
 
-// carryOn works on s, without the store, until ctx ends.
+// carryOn runs s without the store, until ctx ends.
 func (d *daemon) carryOn(ctx context.Context, m store, s *session, options underlay.Options) {
 	changed := make(chan underlay.Interface, 1)
 	var wg sync.WaitGroup
 	wg.Go(func() {
 		if err := d.watchInterface(ctx, options, s.now.Interface, changed); err != nil {
-			klog.FromContext(ctx).Error(err, "the external interface is not followed until the store answers")
+			klog.FromContext(ctx).Error(err, "cannot follow the external interface until the store answers")
 		}
 	})
-	wg.Go(func() { _ = d.work(ctx, unanswered{m}, s, changed) }) // what can fail is the store's
+	wg.Go(func() { _ = d.work(ctx, unanswered{m}, s, changed) }) // only the store can fail
 	wg.Wait()
 }
 
-// unanswered is a store that has not answered yet: there is nothing to be had
-// from it.
+// unanswered is a store that has not answered yet. Its calls wait until ctx ends.
 type unanswered struct{ store }
 
 // Watch implements subnet.Manager.
@@ -130,8 +130,8 @@ func (unanswered) Acquire(ctx context.Context, _ subnet.Config, _ subnet.Claim) 
 	return subnet.Lease{}, ctx.Err()
 }
 
-// misfit says which subnet of the last known state, if that is served, is not one that
-// cfg gives to hosts. With Kubernetes the API gives them.
+// misfit returns an error if the last known state is in use and cfg does not contain one
+// of its subnets. With Kubernetes it returns nil, because the API assigns the subnets.
 func (d *daemon) misfit(cfg subnet.Config) error {
 	s := d.serving.Load()
 	pools, err := cfg.Pools()
@@ -146,10 +146,10 @@ func (d *daemon) misfit(cfg subnet.Config) error {
 	return nil
 }
 
-// leaveLast ends the session on the last known state, if there is one, and takes the
-// subnet file away: the store has answered, and has no subnet for this node. Without
-// the file no pod gets an address of what was served. The kernel stays as it is until
-// there is another subnet. leaveLast says what was left and why.
+// leaveLast ends the session on the last known state, if there is one, and removes the
+// subnet file, because the store has answered and has no subnet for this node. Without
+// the file no pod gets an address of the old subnet. The kernel stays unchanged until
+// there is another subnet. leaveLast logs what it does and why.
 func (d *daemon) leaveLast(ctx context.Context, cfg subnet.Config) error {
 	s := d.serving.Load()
 	if s == nil {
@@ -165,54 +165,53 @@ func (d *daemon) leaveLast(ctx context.Context, cfg subnet.Config) error {
 	d.report(ctx, partSubnetFile, errNoSubnet)
 	log := klog.FromContext(ctx)
 	if err := os.Remove(d.opts.SubnetFile); err != nil && !errors.Is(err, fs.ErrNotExist) {
-		log.Error(err, "the subnet file still has the subnet that was left")
+		log.Error(err, "cannot remove the subnet file, which still contains the subnet that was left")
 	}
 	log.Error(why, "the subnet of the last known state was left", "subnets", subnetsOf(s.now.Own))
 	return why
 }
 
-// errNoSubnet stands while there is no subnet to write a file of.
+// errNoSubnet is the state while there is no subnet to write to the file.
 var errNoSubnet = errors.New("this node has no subnet")
 
-// lastLook bounds how long a session is looked at that is about to end.
+// lastLook limits the time for inspecting a session that is about to end.
 const lastLook = 200 * time.Millisecond
 
-// session is the part of the daemon that depends on configuration, interface
-// and lease.
+// session is the part of the daemon that depends on configuration, interface and lease.
 type session struct {
-	now    lastKnown // as it began, without the peers, which the ledger has
-	mtu    int       // bytes, of every path
+	now    lastKnown // state at the begin, without the peers, which are in the ledger
+	mtu    int       // maximum packet size of every path in bytes
 	be     backend.Backend
 	ledger *subnet.Ledger
 	syncer *backend.Syncer
 	rules  *ruleKeeper
-	// unpublished is set while the store may not have now.Own as it is here.
+	// unpublished is set while the store may have another version of now.Own.
 	unpublished bool
-	left        atomic.Pointer[backend.Inspection] // how things were when a move ended it; nil before
+	left        atomic.Pointer[backend.Inspection] // state of the session when a move ended it; nil before
 	cancel      context.CancelFunc
 	done        chan struct{}
 }
 
-// stop ends the session and waits for it. It may be called twice.
+// stop ends the session and waits for its end. It may be called twice.
 func (s *session) stop() {
 	s.cancel()
 	<-s.done
 }
 
-// inspect looks at how things are, or at how the session has left them: the kernel
-// stays as it is.
+// inspect returns the present state of the session, or the last one if it has ended,
+// because the kernel stays unchanged.
 func (s *session) inspect(ctx context.Context, holdings bool) (backend.Inspection, error) {
 	if in := s.left.Load(); in != nil {
 		return *in, nil
 	}
 	in, err := s.syncer.Inspect(ctx, holdings)
-	if left := s.left.Load(); err != nil && left != nil { // it has ended meanwhile
+	if left := s.left.Load(); err != nil && left != nil { // it has ended in the meantime
 		return *left, nil
 	}
 	return in, err
 }
 
-// leave ends the session, and keeps a last look at it.
+// leave ends the session and stores its last state for inspect.
 func (s *session) leave(ctx context.Context) {
 	ctx, cancel := context.WithTimeout(ctx, lastLook)
 	defer cancel()
@@ -221,15 +220,15 @@ func (s *session) leave(ctx context.Context) {
 	s.stop()
 }
 
-// serve starts the backend's network, the lease-watch loop and the keeper of
-// the subnet file.
+// serve starts the backend's network, the lease-watch loop and the keeper of the subnet
+// file.
 func (d *daemon) serve(ctx context.Context, be backend.Backend, now lastKnown) (*session, error) {
 	if err := d.devices.takeAll(be.Scope()); err != nil {
 		return nil, err
 	}
 	d.fit.backend(d.registry.OneThread(now.Config.BackendType))
-	d.record.set(now) // before anything is made that another configuration would have to clear away
-	network, err := be.Start(ctx, now.Own)
+	d.record.set(now) // before the first object exists that a later configuration must remove
+	network, err := startBackend(ctx, be, now.Own)
 	if err != nil {
 		return nil, fmt.Errorf("start backend: %w", err)
 	}
@@ -243,7 +242,8 @@ func (d *daemon) serve(ctx context.Context, be backend.Backend, now lastKnown) (
 		OnSync: func(p backend.Pass) {
 			d.health.Beat()
 			d.metrics.Synced(p.Took, p.Repaired, p.Err)
-			// What the first session had of the store the ones behind it go on with.
+			// Later sessions continue with the data that the first one got from the
+			// store.
 			if p.Complete || p.Err != nil || d.wasReady() {
 				d.report(ctx, partDatapath, p.Err)
 			}
@@ -263,7 +263,7 @@ func (d *daemon) serve(ctx context.Context, be backend.Backend, now lastKnown) (
 	}
 	syncer = backend.NewSyncer(config)
 	file := &fileKeeper{path: d.opts.SubnetFile, file: d.subnetFile(now, network.MTU()), report: func(err error) { d.report(ctx, partSubnetFile, err) }}
-	file.expect() // or the session before this one would make it ready
+	file.expect() // otherwise the last session would make this one ready
 	rules := d.newRuleKeeper(ctx, be, now)
 	ctx, cancel := context.WithCancel(ctx)
 	s := &session{now: now, mtu: network.MTU(), be: be, ledger: ledger, syncer: syncer, rules: rules, cancel: cancel, done: make(chan struct{})}
@@ -271,7 +271,7 @@ func (d *daemon) serve(ctx context.Context, be backend.Backend, now lastKnown) (
 	var wg sync.WaitGroup
 	wg.Go(func() { rules.run(ctx) })
 	wg.Go(func() {
-		select { // pods that are told of a network find its rules in place
+		select { // wait for the rules, so that a pod that gets the subnet finds them
 		case <-rules.tried:
 			file.run(ctx)
 		case <-ctx.Done():
@@ -287,6 +287,28 @@ func (d *daemon) serve(ctx context.Context, be backend.Backend, now lastKnown) (
 	return s, nil
 }
 
+// portPatience limits how long a start waits for a port that is in use.
+const portPatience = 2 * time.Second
+
+// startBackend starts the network of a backend. If a port is in use it tries again for a
+// while: a child process that has not yet run its program, such as iptables, still has the
+// sockets of the session before, and of a daemon that has just ended.
+func startBackend(ctx context.Context, be backend.Backend, own subnet.Lease) (backend.Network, error) {
+	const pause = 20 * time.Millisecond
+	deadline := time.Now().Add(portPatience)
+	for {
+		network, err := be.Start(ctx, own)
+		if !errors.Is(err, unix.EADDRINUSE) || time.Now().After(deadline) {
+			return network, err
+		}
+		select {
+		case <-time.After(pause):
+		case <-ctx.Done():
+			return nil, err
+		}
+	}
+}
+
 func (d *daemon) subnetFile(now lastKnown, mtu int) subnetfile.File {
 	f := subnetfile.File{MTU: mtu, IPMasq: d.opts.IPMasq}
 	for _, n := range now.Config.Networks {
@@ -297,8 +319,8 @@ func (d *daemon) subnetFile(now lastKnown, mtu int) subnetfile.File {
 	return f
 }
 
-// latest returns a function that puts a value into ch in place of one that
-// nobody has taken yet. It is the only one to send.
+// latest returns a function that sends a value to ch and replaces a value that was not
+// received yet. Only this function may send to ch.
 func latest[T any](ch chan T) func(T) {
 	return func(v T) {
 		select {
@@ -309,8 +331,8 @@ func latest[T any](ch chan T) func(T) {
 	}
 }
 
-// work keeps s up to date with the store until ctx ends. When the external
-// interface changes, a new session goes on from what the old one leaves.
+// work keeps s up to date with the store until ctx ends. If the external interface
+// changes, it starts a new session from the state that the old one leaves.
 func (d *daemon) work(ctx context.Context, m store, s *session, changed <-chan underlay.Interface) error {
 	for {
 		to, err := d.attend(ctx, m, s, changed)
@@ -324,7 +346,7 @@ func (d *daemon) work(ctx context.Context, m store, s *session, changed <-chan u
 	}
 }
 
-// attend gives s the leases of others, and the store the own lease, until ctx
+// attend passes the leases of other nodes to s, and the own lease to the store, until ctx
 // ends or the external interface changes.
 func (d *daemon) attend(ctx context.Context, m subnet.Manager, s *session, changed <-chan underlay.Interface) (to underlay.Interface, err error) {
 	group, ctx := errgroup.WithContext(ctx)
@@ -342,11 +364,11 @@ func (d *daemon) attend(ctx context.Context, m subnet.Manager, s *session, chang
 	return to, group.Wait()
 }
 
-// publish has the store hold the own lease as it is here, under the key and on
-// the subnets that it has there: a key may outlive its subnets.
+// publish writes the own lease to the store as it is here. The store must keep its key
+// and its subnets: a key alone may get other subnets.
 func (d *daemon) publish(ctx context.Context, m subnet.Manager, cfg subnet.Config, own subnet.Lease) error {
 	var published subnet.Lease
-	err := d.retry(ctx, "the own lease is not published with its new address", func() (err error) {
+	err := d.retry(ctx, "cannot publish the own lease with its new address", func() (err error) {
 		published, err = m.Acquire(ctx, cfg, subnet.Claim{BackendType: own.BackendType, Endpoints: own.Endpoints})
 		return err
 	})
@@ -355,7 +377,7 @@ func (d *daemon) publish(ctx context.Context, m subnet.Manager, cfg subnet.Confi
 	}
 	had, has := subnetsOf(own), subnetsOf(published)
 	if published.Key != own.Key || !slices.Equal(has, had) {
-		return fmt.Errorf("%w: %s with %v is not to be had with the new address, but %s with %v", subnet.ErrLeaseLost, own.Key, had, published.Key, has)
+		return fmt.Errorf("%w: for the new address the store returned %s with %v instead of %s with %v", subnet.ErrLeaseLost, published.Key, has, own.Key, had)
 	}
 	d.record.update(func(now *lastKnown) { now.Stored = nil })
 	klog.FromContext(ctx).Info("own lease is up to date", "lease", own.Key)
@@ -370,8 +392,8 @@ func subnetsOf(l subnet.Lease) []netip.Prefix {
 	return ps
 }
 
-// move ends s and returns a session on another external interface, or on one
-// that has changed. The kernel stays as it is in between.
+// move ends s and returns a session on another or changed external interface. The kernel
+// stays unchanged in between.
 func (d *daemon) move(ctx context.Context, m store, s *session, to underlay.Interface, changed <-chan underlay.Interface) (next *session, err error) {
 	follow(ctx, m, s.now.Interface, to)
 	s.leave(ctx)
@@ -393,8 +415,8 @@ func (d *daemon) move(ctx context.Context, m store, s *session, to underlay.Inte
 	return next, err
 }
 
-// follow is for what does not wait for a session: what is sent from an address that
-// is gone gets no answer.
+// follow makes the changes that cannot wait for a session: packets from an address that
+// was removed get no answer, so the store must reconnect.
 func follow(ctx context.Context, m store, from, to underlay.Interface) {
 	if !slices.Equal(to.Addrs, from.Addrs) {
 		m.Reconnect()
@@ -402,10 +424,10 @@ func follow(ctx context.Context, m store, from, to underlay.Interface) {
 	klog.FromContext(ctx).Info("the external interface has changed", "name", to.Name, "index", to.Index, "mtu", to.MTU, "addresses", describe(to))
 }
 
-// serveOn starts a session on interface to. Own subnets and backend data stay,
-// the public addresses follow.
+// serveOn starts a session on interface to. It keeps the own subnets and backend data,
+// and uses the new public addresses.
 func (d *daemon) serveOn(ctx context.Context, to underlay.Interface, peers subnet.LedgerState) (*session, error) {
-	now, _ := d.record.get() // renewed, and cleared of what was former, since the session before began
+	now, _ := d.record.get() // the lease may have been renewed, and Former cleared, since the last session began
 	now.Peers, now.peers = peers, nil
 	be, _, err := d.registry.New(d.env(to, now.Config))
 	if err != nil {

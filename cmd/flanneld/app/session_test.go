@@ -18,13 +18,13 @@ import (
 	"flanneld/subnet"
 )
 
-// link is an external interface with that MTU and address.
+// link returns an external interface with that MTU and address.
 func link(mtu int, addr string) underlay.Interface {
 	a := netip.MustParseAddr(addr)
 	return underlay.Interface{Name: "eth0", Index: 2, MTU: mtu, Addrs: []underlay.Address{{Local: a, Public: a}}}
 }
 
-// starter is a backend whose Start is scripted, and the network that it starts.
+// starter is a backend with a scripted Start, and the network that it starts.
 type starter struct {
 	env   backend.Env
 	start func(backend.Env) error
@@ -54,7 +54,7 @@ func (s starter) Close() error {
 	return nil
 }
 
-// silent is a store that does not answer, and counts reconnections.
+// silent is a store that never answers. It counts reconnections.
 type silent struct {
 	unanswered
 	reconnections int
@@ -62,7 +62,7 @@ type silent struct {
 
 func (s *silent) Reconnect() { s.reconnections++ }
 
-// working is a daemon that has a session on interface from.
+// working returns a daemon with a session on interface from.
 func working(t *testing.T, be starter, from underlay.Interface) (*daemon, *session) {
 	t.Helper()
 	registry, err := backend.NewRegistry(backend.Entry{
@@ -92,8 +92,8 @@ func working(t *testing.T, be starter, from underlay.Interface) (*daemon, *sessi
 	return d, s
 }
 
-// TestStopWhileMoving stops the daemon while a session on another interface starts,
-// which succeeds all the same: the session has ended when the work has.
+// TestStopWhileMoving stops the daemon while a session on another interface starts
+// successfully. The session must have ended when work returns.
 func TestStopWhileMoving(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		ctx, cancel := context.WithCancel(t.Context())
@@ -109,7 +109,7 @@ func TestStopWhileMoving(t *testing.T) {
 		go func() { ended <- d.work(ctx, &silent{}, s, changed) }()
 		synctest.Wait()
 		if !closing || len(ended) > 0 {
-			t.Errorf("the network is being closed: %v, the work has ended: %v", closing, len(ended) > 0)
+			t.Errorf("the network closes: %v, work has ended: %v", closing, len(ended) > 0)
 		}
 		close(closed)
 		if err := <-ended; err != nil {
@@ -118,8 +118,8 @@ func TestStopWhileMoving(t *testing.T) {
 	})
 }
 
-// TestMoveTwice has the address change while the daemon cannot follow an earlier change:
-// then the store is asked from the new address.
+// TestMoveTwice changes the address while the daemon cannot follow an earlier change. The
+// store must be asked from the new address.
 func TestMoveTwice(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		ctx, cancel := context.WithCancel(t.Context())
@@ -146,8 +146,8 @@ func TestMoveTwice(t *testing.T) {
 	})
 }
 
-// TestStatusWhileMoving looks at a daemon whose interface has changed to one that
-// cannot be used: what the session before it has left is still in the kernel.
+// TestStatusWhileMoving reads the status of a daemon whose interface has changed to an
+// unusable one. The objects of the last session are still in the kernel.
 func TestStatusWhileMoving(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		ctx, cancel := context.WithCancel(t.Context())
@@ -166,7 +166,7 @@ func TestStatusWhileMoving(t *testing.T) {
 		begin := time.Now()
 		_, in := d.inspect(ctx, true)
 		if took := time.Since(begin); took != 0 || len(in.Peers) != 1 || in.LastSync.IsZero() || in.Err == nil || !strings.Contains(in.Err.Error(), "MTU 1300") {
-			t.Errorf("after %v: %+v, want the peer, and why there is no session", took, in)
+			t.Errorf("after %v: %+v, want the peer, and the reason why there is no session", took, in)
 		}
 		cancel()
 		if err := <-ended; err != nil {
@@ -175,7 +175,7 @@ func TestStatusWhileMoving(t *testing.T) {
 	})
 }
 
-// slow is a store that takes its time to be told of the own lease.
+// slow is a store that takes long to handle the own lease.
 type slow struct {
 	silent
 	told chan struct{}
@@ -183,8 +183,9 @@ type slow struct {
 
 func (s *slow) Held(subnet.Lease) { <-s.told }
 
-// TestSettle has the start proper come while a session on the last known state is about
-// to begin: it waits until that has begun and the store knows of it, and no other begins.
+// TestSettle lets the regular start continue while a session on the last known state is
+// starting. settle must wait until that session has started and the store knows it, and
+// prevent another start.
 func TestSettle(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		ctx, cancel := context.WithCancel(t.Context())
@@ -196,7 +197,7 @@ func TestSettle(t *testing.T) {
 			}
 			close(begun)
 			<-proceed
-			cancel() // nothing of the session is to be done to this host
+			cancel() // no part of the session may change this host
 			return nil
 		}}, link(1500, "192.0.2.1"))
 		s.stop()
@@ -222,13 +223,13 @@ func TestSettle(t *testing.T) {
 			synctest.Wait()
 			select {
 			case <-settled:
-				t.Errorf("it does not wait until %s", until)
+				t.Errorf("settle does not wait until %s", until)
 			default:
 			}
 		}
 		expectWait("the session has begun")
 		close(proceed)
-		expectWait("the store is told")
+		expectWait("the store knows the lease")
 		close(store.told)
 		<-settled
 		r.stop()
@@ -238,15 +239,15 @@ func TestSettle(t *testing.T) {
 	})
 }
 
-// otherSubnet is a manager that has another subnet for this node, under the key
-// that it had.
+// otherSubnet is a manager that returns another subnet for this node under the same key.
 type otherSubnet struct{ subnet.Manager }
 
 func (otherSubnet) Acquire(_ context.Context, _ subnet.Config, c subnet.Claim) (subnet.Lease, error) {
 	return subnet.Lease{Key: "node1", Endpoints: []subnet.Endpoint{{Subnet: netip.MustParsePrefix("10.5.2.0/24"), PublicIP: c.Endpoints[0].PublicIP}}}, nil
 }
 
-// In Kubernetes a lease has the key of its node, whatever its subnet.
+// TestPublishOnAnotherSubnet returns another subnet under the same key. In Kubernetes a
+// lease always has the key of its node.
 func TestPublishOnAnotherSubnet(t *testing.T) {
 	own := subnet.Lease{Key: "node1", Endpoints: []subnet.Endpoint{{Subnet: netip.MustParsePrefix("10.5.1.0/24"), PublicIP: netip.MustParseAddr("192.0.2.1")}}}
 	err := (&daemon{}).publish(t.Context(), otherSubnet{}, subnet.Config{}, own)
@@ -255,7 +256,8 @@ func TestPublishOnAnotherSubnet(t *testing.T) {
 	}
 }
 
-// A host that was given another family, or has lost the address of one, is still itself.
+// TestOtherNode checks that a host with an additional family, or without the address of
+// one, is still the same node.
 func TestOtherNode(t *testing.T) {
 	four, six := link(1500, "192.0.2.1"), link(1500, "2001:db8::1")
 	dual := four

@@ -18,14 +18,14 @@ import (
 	"flanneld/subnet"
 )
 
-// journalSize is how many log lines the status page has.
+// journalSize is the number of log lines on the status page.
 const journalSize = 200
 
-// statusTimeout bounds how long a report waits for the lease loop.
+// statusTimeout limits the time that a report waits for the lease loop.
 const statusTimeout = 2 * time.Second
 
-// listen opens the local socket and the health port, and has group serve them
-// until ctx ends. Without the socket the daemon goes on: it is only for looking.
+// listen opens the local socket and the health port, and makes group serve them until ctx
+// ends. The daemon continues without the socket, because it is only for inspection.
 func (d *daemon) listen(ctx, members context.Context, group *errgroup.Group) error {
 	page, err := status.Handler(d.statusReport)
 	if err != nil {
@@ -43,7 +43,7 @@ func (d *daemon) listen(ctx, members context.Context, group *errgroup.Group) err
 	if path := d.opts.socketPath(); path != "" {
 		ln, err := status.Listen(ctx, path)
 		if err != nil {
-			klog.FromContext(ctx).Error(err, "going on without the status socket: flannelctl status will not work")
+			klog.FromContext(ctx).Error(err, "continuing without the status socket: flannelctl status will not work")
 		} else {
 			group.Go(func() error { return health.Serve(members, ln, local) })
 		}
@@ -64,10 +64,9 @@ func (d *daemon) listen(ctx, members context.Context, group *errgroup.Group) err
 	return serve(d.opts.StatuszAddress, local)
 }
 
-// onLoopback has local answer who asks from this host, by an address of the
-// loopback interface, and others answer everybody else. The name that is asked
-// for must be an address too, or a page of another site could ask in a
-// browser's name.
+// onLoopback passes requests from this host, to a loopback address, to local, and all
+// others to others. The host name in the request must be an address too. Otherwise a page
+// of another site could read the status through a browser.
 func onLoopback(local, others http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		from, err := netip.ParseAddrPort(r.RemoteAddr)
@@ -80,7 +79,7 @@ func onLoopback(local, others http.Handler) http.Handler {
 	})
 }
 
-// inspect looks at the session that serves now, if there is one.
+// inspect returns the state of the present session, if there is one.
 func (d *daemon) inspect(ctx context.Context, holdings bool) (lastKnown, backend.Inspection) {
 	ctx, cancel := context.WithTimeout(ctx, statusTimeout)
 	defer cancel()
@@ -90,9 +89,9 @@ func (d *daemon) inspect(ctx context.Context, holdings bool) (lastKnown, backend
 	}
 	now := s.now
 	last, _ := d.record.get()
-	now.Own = last.Own // renewed since
+	now.Own = last.Own // renewed in the meantime
 	in, err := s.inspect(ctx, holdings)
-	if s.left.Load() != nil { // what keeps the next session from serving
+	if s.left.Load() != nil { // reason why the next session does not start
 		_, err = d.health.Part(partDatapath)
 	}
 	if err != nil {
@@ -101,7 +100,7 @@ func (d *daemon) inspect(ctx context.Context, holdings bool) (lastKnown, backend
 	return now, in
 }
 
-// look is what metrics ask for.
+// look returns the values of the metrics.
 func (d *daemon) look(ctx context.Context) metrics.Look {
 	now, in := d.inspect(ctx, false)
 	ready, _ := d.health.Ready()
@@ -128,8 +127,8 @@ func (d *daemon) look(ctx context.Context) metrics.Look {
 	return l
 }
 
-// poolUse is how much of the range of subnets is in use: of the family that has
-// the least left. It is nil where the store hands out none.
+// poolUse returns how much of the range of subnets is in use, for the family with the
+// fewest free subnets. It returns nil if flanneld does not assign subnets.
 func (d *daemon) poolUse(now lastKnown, in backend.Inspection) *subnet.Use {
 	pools, err := now.Config.Pools()
 	if d.opts.KubeSubnetMgr || err != nil || len(pools) == 0 {
@@ -137,7 +136,7 @@ func (d *daemon) poolUse(now lastKnown, in backend.Inspection) *subnet.Use {
 	}
 	leases := []subnet.Lease{now.Own}
 	for _, p := range in.Peers {
-		if !p.Held { // the store would hand it out
+		if !p.Held { // the store considers its subnet free
 			leases = append(leases, p.Lease)
 		}
 	}
@@ -150,8 +149,8 @@ func (d *daemon) poolUse(now lastKnown, in backend.Inspection) *subnet.Use {
 	return &least
 }
 
-// statusReport is what a person asks for. Lists are never nil: who reads the JSON
-// may go through them.
+// statusReport returns the status for people. Its lists are never nil, so that programs
+// can iterate over the JSON.
 func (d *daemon) statusReport(ctx context.Context) (status.Report, error) {
 	now, in := d.inspect(ctx, true)
 	r := status.Report{

@@ -16,8 +16,8 @@ import (
 	"flanneld/subnet"
 )
 
-// TestStatusFirewall goes from the start of a daemon to rules in place, and has
-// them fail.
+// TestStatusFirewall follows a daemon from its start until the rules are applied and then
+// fail.
 func TestStatusFirewall(t *testing.T) {
 	d := &daemon{opts: Options{IPTablesForwardRules: true}, health: newHealth(Options{})}
 	expect := func(want status.Firewall) {
@@ -39,7 +39,8 @@ func TestStatusFirewall(t *testing.T) {
 	expect(status.Firewall{})
 }
 
-// A list without anything in it is [] from the start of a daemon on: jq stumbles over null.
+// TestStatusWithoutAnything checks that empty lists are [] from the start of a daemon on,
+// because jq does not accept null.
 func TestStatusWithoutAnything(t *testing.T) {
 	d := &daemon{health: newHealth(Options{}), journal: status.NewJournal(1), config: newConfigKeeper(false)}
 	r, err := d.statusReport(t.Context())
@@ -52,7 +53,8 @@ func TestStatusWithoutAnything(t *testing.T) {
 	}
 }
 
-// TestReasonsAreDocumented has the operations page name all that /readyz names.
+// TestReasonsAreDocumented checks that the operations page contains all components of
+// /readyz.
 func TestReasonsAreDocumented(t *testing.T) {
 	page, err := os.ReadFile("../../../Documentation/operations.md")
 	if err != nil {
@@ -65,8 +67,8 @@ func TestReasonsAreDocumented(t *testing.T) {
 	}
 }
 
-// TestPoolUse: the own lease takes a subnet, a peer that the store has forgotten takes
-// none, and the family counts that has the least left.
+// TestPoolUse checks that the own lease takes a subnet, that a peer that the store has
+// lost takes none, and that the family with the fewest free subnets counts.
 func TestPoolUse(t *testing.T) {
 	const four, six = `"Network":"10.5.0.0/16","SubnetLen":24`, `"EnableIPv6":true,"IPv6Network":"fd00:5::/60","IPv6SubnetLen":64`
 	lease := func(n int, permanent bool) subnet.Lease {
@@ -79,7 +81,7 @@ func TestPoolUse(t *testing.T) {
 	total := func(u *subnet.Use) uint64 { return u.Free + u.Leased + u.Reserved }
 	for name, tc := range map[string]struct {
 		config string
-		most   uint64 // subnets, at least so many
+		most   uint64 // number of subnets: minimum and maximum
 		least  uint64
 	}{
 		"IPv4":               {`{` + four + `}`, 256, 200},
@@ -98,15 +100,15 @@ func TestPoolUse(t *testing.T) {
 	}
 }
 
-// TestStoreGrace takes the store away for as long as the lease lasts: the host is not
-// ready any more when half of that is over, or the grace.
+// TestStoreGrace makes the store unavailable for as long as the lease lasts. The host
+// must become unready after the grace period or after half of the lease time.
 func TestStoreGrace(t *testing.T) {
 	const grace = 5 * time.Minute
 	for name, tc := range map[string]struct{ left, want time.Duration }{
 		"a lease for a day":    {24 * time.Hour, grace},
 		"a lease for a minute": {time.Minute, 30 * time.Second},
-		"a lease for good":     {0, grace},
-		"a lease that is over": {-time.Minute, 0},
+		"a permanent lease":    {0, grace},
+		"an expired lease":     {-time.Minute, 0},
 	} {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
@@ -121,7 +123,7 @@ func TestStoreGrace(t *testing.T) {
 					own.Expires = time.Now().Add(tc.left)
 				}
 				d.record.set(lastKnown{Own: own})
-				for range 2 { // once for each activity that finds it gone
+				for range 2 { // once for each activity that reports it
 					d.reportStore(t.Context(), errors.New("away"))
 					time.Sleep(tc.want / 4)
 				}

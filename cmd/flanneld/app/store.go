@@ -12,17 +12,17 @@ import (
 	"flanneld/subnet/kube"
 )
 
-// store is a manager and its connection.
+// store is a manager with its connection.
 type store interface {
 	subnet.Manager
-	// Reconnect gives up a connection from an address that is gone.
+	// Reconnect replaces a connection from an address that was removed.
 	Reconnect()
 	// Close ends the connection.
 	Close() error
 }
 
-// manager returns the manager that the options ask for. last is what is known
-// from the run before.
+// manager returns the manager that the options select. last is the state of the last
+// process.
 func (d *daemon) manager(ctx context.Context, last lastKnown) (store, error) {
 	if d.opts.KubeSubnetMgr {
 		return d.kubeManager(ctx, last)
@@ -46,12 +46,12 @@ func (d *daemon) etcdManager(ctx context.Context) (store, error) {
 	})
 }
 
-// previous returns the subnets that this node had, as the subnet file says.
+// previous returns the subnets of this node in the subnet file.
 func (d *daemon) previous(ctx context.Context) []netip.Prefix {
 	log := klog.FromContext(ctx)
 	previous, err := subnetfile.Read(d.opts.SubnetFile)
 	if err != nil {
-		log.Error(err, "the previous subnet is not known")
+		log.Error(err, "cannot read the previous subnet")
 	}
 	for _, w := range previous.Warnings {
 		log.Error(nil, "damaged subnet file", "path", d.opts.SubnetFile, "line", w)
@@ -80,7 +80,7 @@ func (d *daemon) kubeManager(ctx context.Context, last lastKnown) (store, error)
 	return kube.New(c)
 }
 
-// publicIPs returns the addresses that the store says peers send to.
+// publicIPs returns the addresses that peers send to, according to the store.
 func publicIPs(ctx context.Context, m store) ([]netip.Addr, error) {
 	if k, ok := m.(interface {
 		PublicIPs(context.Context) ([]netip.Addr, error)

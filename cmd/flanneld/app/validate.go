@@ -8,14 +8,14 @@ import (
 	"flanneld/subnet"
 )
 
-// usualMTU is what most external interfaces have, in bytes.
+// usualMTU is the MTU of most external interfaces in bytes.
 const usualMTU = 1500
 
-// ValidateConfig says whether a daemon would take the network configuration:
-// the error is the one that it would log. A host whose interface has an unusual
-// MTU may see it otherwise. Warnings are one line each. pools says whether
-// subnets have to be handed out of the networks, as with etcd; the Kubernetes API
-// does that itself.
+// ValidateConfig reports whether a daemon would accept the network configuration. It
+// returns the error that the daemon would log, and warnings of one line each. The result
+// may be different on a host whose interface has an unusual MTU. pools reports whether
+// subnets are assigned from the networks, as with etcd; with Kubernetes the API assigns
+// them.
 func ValidateConfig(text []byte, pools bool) (cfg subnet.Config, warnings []string, err error) {
 	if cfg, warnings, err = subnet.ParseConfig(text); err != nil {
 		return cfg, nil, err
@@ -23,7 +23,7 @@ func ValidateConfig(text []byte, pools bool) (cfg subnet.Config, warnings []stri
 	if _, err := cfg.Pools(); pools && err != nil {
 		return cfg, nil, err
 	}
-	registry, err := backends(extension.NewHost(extension.Settings{Allow: true}), udp.NewHost(udp.Settings{})) // it is for each host to say no
+	registry, err := backends(extension.NewHost(extension.Settings{Allow: true}), udp.NewHost(udp.Settings{})) // each host may refuse the backend by itself
 	if err != nil {
 		return cfg, nil, err
 	}

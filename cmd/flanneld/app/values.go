@@ -21,16 +21,16 @@ import (
 	"flanneld/subnet/kube"
 )
 
-// redacted stands for a secret wherever one is formatted.
+// redacted replaces a secret when it is formatted.
 const redacted = "[redacted]"
 
-// Secret is text that formatting and logging do not show.
+// Secret is a text that is not shown by formatting and logging.
 type Secret string
 
 // Reveal returns the text.
 func (s Secret) Reveal() string { return string(s) }
 
-// String returns a placeholder; nothing for an empty secret.
+// String returns a placeholder, or "" for an empty secret.
 func (s Secret) String() string {
 	if s == "" {
 		return ""
@@ -38,7 +38,7 @@ func (s Secret) String() string {
 	return redacted
 }
 
-// Format writes the placeholder, whatever the verb.
+// Format writes the placeholder for any verb.
 func (s Secret) Format(f fmt.State, _ rune) { fmt.Fprint(f, s.String()) }
 
 // MarshalText returns the placeholder.
@@ -47,8 +47,8 @@ func (s Secret) MarshalText() ([]byte, error) { return []byte(s.String()), nil }
 // LogValue returns the placeholder.
 func (s Secret) LogValue() slog.Value { return slog.StringValue(s.String()) }
 
-// The functions below turn the text of a flag into its value. Their errors
-// say what was expected: the caller names the flag and the text.
+// The functions below parse the text of a flag. Their errors contain the expected value.
+// The caller adds the flag and the text.
 
 func text(s string) (string, error) { return s, nil }
 
@@ -69,7 +69,7 @@ func filePath(s string) (string, error) {
 	return s, nil
 }
 
-// socketText parses the path of a local socket, or what stands for none.
+// socketText parses the path of a local socket, or the value that disables it.
 func socketText(s string) (string, error) {
 	const longest = len(unix.RawSockaddrUnix{}.Path) - 1
 	if s == "" || s == socketOff {
@@ -81,7 +81,7 @@ func socketText(s string) (string, error) {
 	return s, nil
 }
 
-// iface checks what an interface is looked for by. The kernel takes no other names.
+// iface validates a name or address of an interface. The kernel accepts no other names.
 func iface(s string) error {
 	if a, err := netip.ParseAddr(s); err == nil {
 		if a.IsUnspecified() || a.IsMulticast() {
@@ -96,7 +96,7 @@ func iface(s string) error {
 	return nil
 }
 
-// regex checks a regular expression.
+// regex validates a regular expression.
 func regex(s string) error {
 	_, err := regexp.Compile(s)
 	if e, ok := errors.AsType[*syntax.Error](err); ok {
@@ -105,7 +105,7 @@ func regex(s string) error {
 	return err
 }
 
-// annotationPrefix checks a prefix of annotations.
+// annotationPrefix validates a prefix of annotations.
 func annotationPrefix(s string) (string, error) {
 	_, err := kube.AnnotationPrefix(s)
 	return s, err
@@ -128,7 +128,7 @@ func integer(s string, lo, hi int64, of string) (int64, error) {
 	return n, nil
 }
 
-// whole returns the parser of a number of units between lo and hi.
+// whole returns a parser for a number of units between lo and hi.
 func whole(unit time.Duration, name string, lo, hi int64) func(string) (time.Duration, error) {
 	return func(s string) (time.Duration, error) {
 		n, err := integer(s, lo, hi, "a whole number of "+name)
@@ -136,11 +136,11 @@ func whole(unit time.Duration, name string, lo, hi int64) func(string) (time.Dur
 	}
 }
 
-// century is a duration that is as good as any longer one, and far from what overflows
-// when it is added to a time, or is more than a store takes.
+// century is the maximum duration. It has the same effect as any longer one, and cannot
+// overflow when it is added to a time or passed to a store.
 const century = 100 * 365 * 24 * time.Hour
 
-// duration returns the parser of a duration of at least lo.
+// duration returns a parser for a duration of at least lo.
 func duration(lo time.Duration) func(string) (time.Duration, error) {
 	return func(s string) (time.Duration, error) {
 		d, err := time.ParseDuration(s)
@@ -154,7 +154,7 @@ func duration(lo time.Duration) func(string) (time.Duration, error) {
 	}
 }
 
-// port takes a negative number for 0, as flannel does.
+// port parses a port. A negative number means 0, as with flannel.
 func port(s string) (uint16, error) {
 	if n, err := strconv.ParseInt(s, 0, 64); err == nil && n < 0 {
 		return 0, nil
@@ -189,7 +189,7 @@ func address(s string) (netip.Addr, error) {
 	return a.Unmap(), nil
 }
 
-// destination checks the text of an address that packets can be sent to.
+// destination validates an address that packets can be sent to.
 func destination(s string) (string, error) {
 	a, err := address(s)
 	if err == nil && s != "" && !subnet.IsHost(a) {
@@ -208,13 +208,13 @@ func listenAddress(s string) (netip.Addr, error) {
 	return a, err
 }
 
-// listens reports whether a program can listen at a.
+// listens reports whether a program can listen on a.
 func listens(a netip.Addr) bool {
 	return subnet.IsHost(a) || a.IsLoopback() || a.IsUnspecified()
 }
 
-// unicast returns the parser of an address that peers can send to. Empty text
-// is the zero address.
+// unicast returns a parser for an address that peers can send to. Empty text is the zero
+// address.
 func unicast(v4 bool) func(string) (netip.Addr, error) {
 	want := "expected an IPv6 address that peers can reach"
 	if v4 {
@@ -229,9 +229,9 @@ func unicast(v4 bool) func(string) (netip.Addr, error) {
 	}
 }
 
-// endpoints parses a comma separated list of etcd endpoints. They must share a
-// scheme, because the client takes that of the first for all. Errors number
-// the endpoints: their text may hold a password.
+// endpoints parses a comma separated list of etcd endpoints. They must have the same
+// scheme, because the client uses that of the first for all. Errors contain the number of
+// an endpoint and not its text, which may contain a password.
 func endpoints(s string) ([]string, error) {
 	var list []string
 	for e := range strings.SplitSeq(s, ",") {
@@ -249,7 +249,7 @@ func endpoints(s string) ([]string, error) {
 	return list, nil
 }
 
-// endpoint checks one etcd endpoint.
+// endpoint validates an etcd endpoint.
 func endpoint(e string) error {
 	malformed := errors.New("expected host:port, or http:// or https:// with host:port")
 	host := e
@@ -284,8 +284,8 @@ func isPort(s string) bool {
 	return err == nil && n > 0
 }
 
-// isHost reports whether s can be an address or a name in the DNS. A name does not end
-// with a number: that is an address with a mistake in it.
+// isHost reports whether s can be an address or a DNS name. A name does not end with a
+// number, because that would be an address with a mistake.
 func isHost(s string) bool {
 	if _, err := netip.ParseAddr(s); err == nil {
 		return true
@@ -300,7 +300,7 @@ func isHost(s string) bool {
 	return err != nil && len(s) <= 254
 }
 
-// scheme is the part of an endpoint before "://"; empty if it has none.
+// scheme returns the part of an endpoint before "://", or "" if there is none.
 func scheme(endpoint string) string {
 	if s, _, ok := strings.Cut(endpoint, "://"); ok {
 		return strings.ToLower(s)
@@ -321,7 +321,7 @@ func apiURL(s string) (string, error) {
 		return "", nil
 	}
 	full := s
-	if scheme(s) == "" { // host:port is enough for the Kubernetes client
+	if scheme(s) == "" { // host:port is sufficient for the Kubernetes client
 		full = "https://" + s
 	}
 	u, err := url.Parse(full)
@@ -348,7 +348,7 @@ func hostPort(s string) (string, error) {
 	return s, nil
 }
 
-// vmodule checks klog's list of file patterns with a level each.
+// vmodule validates klog's list of file patterns with a level each.
 func vmodule(s string) (string, error) {
 	for item := range strings.SplitSeq(s, ",") {
 		pattern, level, _ := strings.Cut(item, "=")
@@ -360,7 +360,7 @@ func vmodule(s string) (string, error) {
 	return s, nil
 }
 
-// backtraceAt checks klog's file:line.
+// backtraceAt validates klog's file:line.
 func backtraceAt(s string) (string, error) {
 	file, line, _ := strings.Cut(s, ":")
 	if n, err := strconv.Atoi(line); s != "" && (!strings.Contains(file, ".") || err != nil || n <= 0) {

@@ -96,7 +96,8 @@ func driftCases() []contractCase {
 		f.must(f.Append(holeLike(other), other))
 	})
 	add("two IPv4 duplicates through one device, one of them without a gateway", func(f *fixture) {
-		// Deleting that one deletes the first one through the device, with any gateway.
+		// The kernel ignores the gateway in a request to delete a route without one. So
+		// deleting the second route deletes the first.
 		r := via(3, 9)[0]
 		r.Protocol = protoStatic
 		f.must(f.Append(r))
@@ -104,7 +105,8 @@ func driftCases() []contractCase {
 		f.must(f.Append(r))
 	})
 	add("an IPv6 route with two duplicates, one through a nexthop object, one a blackhole", func(f *fixture) {
-		// Deleting the blackhole deletes the other one.
+		// A route through a nexthop object matches a delete request with any next hop. So
+		// deleting the blackhole deletes the other route.
 		other := via(3, 9)[1]
 		other.NexthopID, other.Protocol = 47, protoStatic
 		f.must(f.Append(other, holeLike(other)))

@@ -163,8 +163,8 @@ func (k *Kernel) readNexthops(ctx context.Context) error {
 	return nil
 }
 
-// used counts a route that was read as a user of its nexthop object, and completes the
-// route.
+// used handles a route that Read has found: it completes the route and counts it as a
+// user of its nexthop object, or as a plain route.
 func (t *nexthops) used(r *routeReply) {
 	t.complete(r)
 	t.mu.Lock()
