@@ -4,13 +4,17 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
+	"fmt"
 	"net/netip"
+	"os"
 	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
 	"testing/synctest"
 	"time"
+
+	"golang.org/x/sys/unix"
 
 	"flanneld/backend"
 	"flanneld/pkg/dataplane"
@@ -279,5 +283,38 @@ func TestOtherNode(t *testing.T) {
 		if got := otherNode(tc.a, tc.b); got != tc.want {
 			t.Errorf("%s: %v, want %v", name, got, tc.want)
 		}
+	}
+}
+
+// TestStartBackendWaitsForPort checks that only a port in use is waited for, and how long.
+func TestStartBackendWaitsForPort(t *testing.T) {
+	inUse := fmt.Errorf("listen on UDP: %w", os.NewSyscallError("bind", unix.EADDRINUSE))
+	for name, test := range map[string]struct {
+		errs  []error // of the first starts, the last one of all later ones
+		want  error
+		waits bool
+	}{
+		"free":          {errs: []error{nil}},
+		"soon free":     {errs: []error{inUse, inUse, nil}, waits: true},
+		"never free":    {errs: []error{inUse}, want: unix.EADDRINUSE, waits: true},
+		"another error": {errs: []error{unix.EPERM}, want: unix.EPERM},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				errs, began := test.errs, time.Now()
+				be := starter{start: func(backend.Env) error {
+					err := errs[0]
+					errs = errs[min(1, len(errs)-1):]
+					return err
+				}}
+				_, err := startBackend(t.Context(), be, subnet.Lease{})
+				if !errors.Is(err, test.want) {
+					t.Errorf("error %v, want %v", err, test.want)
+				}
+				if waited := time.Since(began); waited > 2*portPatience || (waited > 0) != test.waits {
+					t.Errorf("it waited %s", waited)
+				}
+			})
+		})
 	}
 }
