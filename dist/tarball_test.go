@@ -57,6 +57,8 @@ func makeDist(t *testing.T, arches []string) (dir string) {
 
 // TestTarballs checks the result of make dist: for this machine, whose programs it runs,
 // and for a 32-bit architecture.
+//
+//stages:rest it cross-compiles all programs, which takes minutes
 func TestTarballs(t *testing.T) {
 	arches := slices.Compact([]string{runtime.GOARCH, "arm"})
 	dir := makeDist(t, arches)

@@ -70,6 +70,7 @@ func TestInstallBeside(t *testing.T) {
 	}
 }
 
+//stages:rest it needs helm, which takes minutes to build
 func TestMistakes(t *testing.T) {
 	dir := t.TempDir()
 	for name, args := range map[string][]string{

@@ -199,16 +199,19 @@ func with(chosen []stage, s stage) []stage {
 func summary(out io.Writer, results []*run) bool {
 	fmt.Fprintln(out)
 	w := tabwriter.NewWriter(out, 0, 0, 3, ' ', tabwriter.AlignRight)
-	fmt.Fprintln(w, "stage\tresult\tseconds\tpassed\tfailed\tskipped\tleft\t")
-	ok, total, took, left := true, counts{}, time.Duration(0), 0
+	fmt.Fprintln(w, "stage\tresult\tseconds\tCPU\tpassed\tfailed\tskipped\tleft\t")
+	ok, total, left := true, counts{}, 0
+	var took, cpu time.Duration
 	for _, r := range results {
 		ok = ok && r.ok()
 		total.add(r.counts)
 		took += r.took
+		cpu += r.cpu
 		left += len(r.left)
-		fmt.Fprintf(w, "%s\t%s\t%.1f\t%d\t%d\t%d\t%s\t\n", r.stage, r.result(), r.took.Seconds(), r.passed, r.failed, r.skipped, r.leftColumn())
+		fmt.Fprintf(w, "%s\t%s\t%.1f\t%.1f\t%d\t%d\t%d\t%s\t\n",
+			r.stage, r.result(), r.took.Seconds(), r.cpu.Seconds(), r.passed, r.failed, r.skipped, r.leftColumn())
 	}
-	fmt.Fprintf(w, "all\t%s\t%.1f\t%d\t%d\t%d\t%d\t\n", word(ok), took.Seconds(), total.passed, total.failed, total.skipped, left)
+	fmt.Fprintf(w, "all\t%s\t%.1f\t%.1f\t%d\t%d\t%d\t%d\t\n", word(ok), took.Seconds(), cpu.Seconds(), total.passed, total.failed, total.skipped, left)
 	if err := w.Flush(); err != nil {
 		return false
 	}

@@ -44,6 +44,7 @@ type run struct {
 	strict  bool // skipped tests count as failures, and so does a stage without tests
 	noTests bool // the stage has no tests, as expected
 	took    time.Duration
+	cpu     time.Duration // of all processes; more than took if several CPUs were busy, less if tests waited
 	out     io.Writer
 	log     io.Writer // gets the output of all tests
 	logName string

@@ -11,6 +11,7 @@ import (
 	"path/filepath"
 	"regexp"
 	"runtime"
+	"strconv"
 	"syscall"
 	"time"
 
@@ -29,12 +30,16 @@ func build(ctx context.Context, r *run, _ selection) error {
 // test opens, but not of files that are read by programs that the test runs, nor of this
 // machine.
 func unit(ctx context.Context, r *run, s selection) error {
-	return goTests(ctx, r, s, "-race", "-count=1")
+	return goTests(ctx, r, s, "-race", "-p", perCPU(3))
 }
 
 func kernel(ctx context.Context, r *run, s selection) error {
-	return goTests(ctx, r, s, "-race", "-count=1")
+	return goTests(ctx, r, s, "-race", "-p", perCPU(2))
 }
+
+// perCPU returns a number of packages or tests that run at the same time. It is higher than
+// the number of CPUs, because most tests wait for timers and for other processes.
+func perCPU(n int) string { return strconv.Itoa(n * runtime.NumCPU()) }
 
 // vm runs the tests that need kernel features which this machine may lack.
 func vm(ctx context.Context, r *run, s selection) error {
@@ -57,13 +62,13 @@ func vm(ctx context.Context, r *run, s selection) error {
 
 // endToEnd runs one package at a time, so that each has the whole machine.
 func endToEnd(ctx context.Context, r *run, s selection) error {
-	return goTests(ctx, r, s, "-race", "-count=1", "-timeout=30m", "-p=1")
+	return goTests(ctx, r, s, "-race", "-timeout=30m", "-p=1", "-parallel", perCPU(4))
 }
 
 // kubernetes runs without the race detector, because the tests contain no code of the
 // product.
 func kubernetes(ctx context.Context, r *run, s selection, short bool) error {
-	return goTests(ctx, r, s, "-count=1", "-timeout=90m", "-p=1", fmt.Sprintf("-short=%v", short))
+	return goTests(ctx, r, s, "-timeout=90m", "-p=1", fmt.Sprintf("-short=%v", short))
 }
 
 // goTests runs the selected tests of the stage.
@@ -72,7 +77,9 @@ func goTests(ctx context.Context, r *run, s selection, args ...string) error {
 	if len(tests) == 0 {
 		return nil
 	}
-	return goTest(ctx, r, append(append(args, "-run", pattern(tests, s.sub)), packagesOf(tests)...)...)
+	// make lint runs go vet, for all packages at once.
+	args = append(args, "-count=1", "-vet=off", "-run", pattern(tests, s.sub))
+	return goTest(ctx, r, append(args, packagesOf(tests)...)...)
 }
 
 // fuzz runs as many targets in parallel as there are CPUs. An input that makes a target
@@ -91,6 +98,7 @@ func fuzz(ctx context.Context, r *run, s selection, each string) error {
 	}
 	err := group.Wait()
 	for _, one := range results {
+		r.cpu += one.cpu
 		r.add(one.counts)
 		r.failures = append(r.failures, one.failures...)
 		r.skips = append(r.skips, one.skips...)
@@ -135,7 +143,7 @@ func events(cmd *exec.Cmd, r *run) error {
 	}
 	p := reader{run: r, output: map[string][]string{}, counts: map[string]*counts{}, broken: map[string]string{}}
 	readErr := p.read(pipe)
-	err = wait(cmd)
+	err = r.wait(cmd)
 	if err != nil && r.failed > 0 {
 		err = nil // the failed tests are the better description
 	}
@@ -149,16 +157,22 @@ func events(cmd *exec.Cmd, r *run) error {
 // gets SIGINT, because go does not forward signals to the tests that it runs.
 func command(ctx context.Context, name string, args ...string) *exec.Cmd {
 	cmd := exec.CommandContext(ctx, name, args...)
+	if os.Getenv("GORACE") == "" {
+		// Otherwise each process with the race detector waits for a second at its exit.
+		cmd.Env = append(os.Environ(), "GORACE=atexit_sleep_ms=50")
+	}
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGKILL}
 	cmd.Cancel = func() error { return syscall.Kill(-cmd.Process.Pid, syscall.SIGINT) }
 	cmd.WaitDelay = 20 * time.Second
 	return cmd
 }
 
-// wait waits for a command and kills the processes that remain in its group.
-func wait(cmd *exec.Cmd) error {
+// wait waits for a command, kills the processes that remain in its group, and adds the
+// CPU time of the command and of the processes that it has waited for.
+func (r *run) wait(cmd *exec.Cmd) error {
 	err := cmd.Wait()
 	_ = syscall.Kill(-cmd.Process.Pid, syscall.SIGKILL) // usually there are none
+	r.cpu += cmd.ProcessState.UserTime() + cmd.ProcessState.SystemTime()
 	return err
 }
 
@@ -168,5 +182,5 @@ func show(cmd *exec.Cmd, r *run) error {
 	if err := cmd.Start(); err != nil {
 		return err
 	}
-	return wait(cmd)
+	return r.wait(cmd)
 }
