@@ -226,6 +226,42 @@ func TestMarks(t *testing.T) {
 	}
 }
 
+// The table of defect classes in contributing.md contains end-to-end tests of the short part.
+func TestShortPart(t *testing.T) {
+	t.Chdir("../..")
+	page, err := os.ReadFile("Documentation/contributing.md")
+	if err != nil {
+		t.Fatal(err)
+	}
+	s, err := newSelection(t.Context(), short, "")
+	if err != nil {
+		t.Fatal(err)
+	}
+	e2e, _ := s.split("e2e")
+	vm, _ := s.split("vm")
+	names := map[string]bool{}
+	for _, one := range append(e2e, vm...) {
+		names[one.name] = true
+	}
+	_, table, _ := strings.Cut(string(page), "| Class of defects |")
+	table, _, _ = strings.Cut(table, "\n\n")
+	classes := strings.Split(table, "\n")[2:]
+	if len(classes) < 15 {
+		t.Errorf("the table has %d classes", len(classes))
+	}
+	for _, class := range classes {
+		listed := regexp.MustCompile("`(Test\\w+)`").FindAllStringSubmatch(class, -1)
+		if len(listed) == 0 {
+			t.Errorf("no test: %s", class)
+		}
+		for _, m := range listed {
+			if !names[m[1]] {
+				t.Errorf("%s is not in the short part of the end-to-end tests", m[1])
+			}
+		}
+	}
+}
+
 func TestSelectionByName(t *testing.T) {
 	module(t, map[string]string{"a_test.go": source("a", "func TestA(*testing.T) {}\nfunc TestAB(*testing.T) {}\nfunc TestMain(*testing.M) {}")})
 	for _, tt := range []struct{ run, pattern string }{
