@@ -61,7 +61,7 @@ test: deps components-short bin/tools/stages ## run the tests that show most in 
 	@$(STAGES) -part short
 
 test-rest: deps components components-nodes bin/tools/stages ## run what make test leaves: everything else, including fuzzing and clusters of real kubelets
-	@$(STAGES) -part rest
+	@$(STAGES) $(if $(SHORT),-short) -part rest
 
 test-all: deps components components-nodes bin/tools/stages ## run make test and make test-rest in one
 	@$(STAGES)
@@ -196,7 +196,7 @@ bin/tools/etcd-3.6: $(call etcd,3.6) FORCE
 bin/tools/kube-apiserver bin/tools/kubectl bin/tools/helm bin/tools/docker-network bin/tools/etcd-3.5 bin/tools/etcd-3.6:
 	@mkdir -p bin/tools && ln -sf $< $@
 
-KUBE_BUILD = CGO_ENABLED=0 nice go build -trimpath -ldflags '-s -w \
+KUBE_BUILD = CGO_ENABLED=0 GOGC=400 nice go build -trimpath -ldflags '-s -w \
 	-X k8s.io/component-base/version.gitVersion=$(KUBE_VERSION) -X k8s.io/client-go/pkg/version.gitVersion=$(KUBE_VERSION)'
 
 $(APISERVER):

@@ -436,8 +436,6 @@ func TestKernelPathMTU(t *testing.T) {
 // TestKernelPathMTUIPv6 has a narrow way to the peer: who sends big packets, whole
 // or as fragments, is told how big they may be. So it is where the way is as narrow as
 // IPv6 has them, and a datagram with what every link carries does not fit.
-//
-//stages:rest TestKernelPathMTU does the same with IPv4
 func TestKernelPathMTUIPv6(t *testing.T) {
 	for _, m := range modes() {
 		for _, mtu := range []int{1400, 1280} {

@@ -29,8 +29,6 @@ func families(name string) []prefix.Family {
 // TestKernelStreams sends data over TCP in both directions, between ends of
 // every kind, and compares what arrives. An end without offloads has its kernel
 // verify every checksum.
-//
-//stages:rest it sends much traffic
 func TestKernelStreams(t *testing.T) {
 	for _, family := range []string{"IPv4", "IPv6", "dual"} {
 		for _, m := range modes() {

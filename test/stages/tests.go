@@ -44,10 +44,10 @@ type test struct {
 // in addition.
 func (t test) stage() string {
 	switch {
-	case in(t.pkg, kubernetesFolder):
-		return "kubernetes"
 	case strings.HasPrefix(t.name, "TestVM"):
 		return "vm"
+	case in(t.pkg, kubernetesFolder):
+		return "kubernetes"
 	case in(t.pkg, e2eFolder):
 		return "e2e"
 	case strings.HasPrefix(t.name, "TestKernel"):
