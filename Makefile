@@ -61,7 +61,7 @@ test: deps components-short bin/tools/stages ## run the tests that show most in 
 	@$(STAGES) -part short
 
 test-rest: deps components components-nodes bin/tools/stages ## run what make test leaves: everything else, including fuzzing and clusters of real kubelets
-	@$(STAGES) $(if $(SHORT),-short) -part rest
+	@$(STAGES) -part rest
 
 test-all: deps components components-nodes bin/tools/stages ## run make test and make test-rest in one
 	@$(STAGES)
