@@ -176,7 +176,7 @@ dist-check: ## build the tarball of amd64 twice and compare the bytes
 bin/tools/sbom: test/components/sbom/go.mod test/components/sbom/main.go
 	go build -C test/components/sbom -o $(CURDIR)/$@ .
 
-components-short: bin/tools/kube-apiserver bin/tools/cni # what make test needs
+components-short: bin/tools/kube-apiserver bin/tools/cni # the part that make test needs
 
 components: components-short bin/tools/kubectl bin/tools/helm bin/tools/docker-network bin/tools/etcd-3.5 bin/tools/etcd-3.6 ## build the Kubernetes API server, Docker's network, older etcds, tools and CNI plugins for tests (takes minutes the first time)
 

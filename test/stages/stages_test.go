@@ -95,8 +95,8 @@ func FuzzGood(f *testing.F) { f.Fuzz(func(*testing.T, []byte) {}) }`),
 	}
 }
 
-// What failed, where its output is and how it runs alone are on the last five lines, even
-// if the test prints long logs.
+// The last five lines name the failed test, its output and the command that runs it alone,
+// even if the test prints long logs.
 func TestFailureIsAtTheEnd(t *testing.T) {
 	module(t, map[string]string{
 		"a_test.go": source("sample", `func TestGood(*testing.T) {}; func TestBad(t *testing.T) { t.Run("a (b)", func(t *testing.T) {
