@@ -74,7 +74,6 @@ func TestDesired(t *testing.T) {
 	}
 }
 
-//stages:rest it needs helm, which takes minutes to build
 func TestBase(t *testing.T) {
 	b := &Backend{env: backendtest.Env(1500, prefix.IPv4, prefix.IPv6)}
 	got, err := b.base(subnet.Lease{Endpoints: []subnet.Endpoint{

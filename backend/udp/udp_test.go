@@ -57,7 +57,6 @@ func TestConfig(t *testing.T) {
 	}
 }
 
-//stages:rest it needs helm, which takes minutes to build
 func TestBase(t *testing.T) {
 	for _, tc := range []struct {
 		families []prefix.Family

@@ -70,7 +70,6 @@ func TestInstallBeside(t *testing.T) {
 	}
 }
 
-//stages:rest it needs helm, which takes minutes to build
 func TestMistakes(t *testing.T) {
 	dir := t.TempDir()
 	for name, args := range map[string][]string{

@@ -83,7 +83,7 @@ func objects(t *testing.T, text string) []object {
 }
 
 //stages:rest it needs helm, which takes minutes to build
-func TestChart(t *testing.T) {
+func TestChartRenders(t *testing.T) {
 	values, err := filepath.Glob("testdata/*.values.yaml")
 	if err != nil || len(values) == 0 {
 		t.Fatalf("no values to render: %v", err)
@@ -122,12 +122,12 @@ func expectConfig(t *testing.T, rendered string) {
 // flannel's manifests, so that they can be applied over those.
 //
 //stages:rest it needs helm, which takes minutes to build
-func TestBase(t *testing.T) {
+func TestBaseIsTheChart(t *testing.T) {
 	expectGolden(t, "base/flannel.yaml", render(t, "--set=flannel.selectorLabels.k8s-app=flannel"))
 }
 
 //stages:rest it needs helm, which takes minutes to build
-func TestMistakes(t *testing.T) {
+func TestChartRefusesMistakes(t *testing.T) {
 	for name, tc := range map[string]struct{ set, want string }{
 		"no network":        {"podCidr=", "podCidr and podCidrv6 are both empty"},
 		"port":              {"flannel.backendPort=70000", "backendPort"},

@@ -155,7 +155,6 @@ func TestInsert(t *testing.T) {
 	}
 }
 
-//stages:rest it needs helm, which takes minutes to build
 func TestChart(t *testing.T) {
 	c := chart{title: "less < more", unit: "ms", bars: []bar{{label: "a & b", class: "ours", median: 3, low: 2, top: 1234.5}, {label: "none"}}}
 	for d := xml.NewDecoder(bytes.NewReader(c.svg())); ; {

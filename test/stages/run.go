@@ -252,18 +252,28 @@ func (p *reader) log() io.Writer {
 	return p.run.log
 }
 
-// messageLine matches the first line of what a test prints with t.Error and others, and
-// the first line of a panic.
+// messageLine matches the first line of what a test prints with t.Error, t.Log and others,
+// the first line of a panic, and an error of the compiler.
 var messageLine = regexp.MustCompile(`^(?:\s+(\S+_test\.go:\d+: .*)|(panic: .*)|(\S+\.go:\d+:\d+: .*))\n`)
 
-// message returns the first message in the output that was not printed yet.
+// logLine matches a message that only introduces the log of a daemon.
+var logLine = regexp.MustCompile(`: log of .*:$`)
+
+// message returns the last message in the output that was not printed yet, except logs. go
+// test does not tell errors from other messages, but a test usually ends after an error.
 func (p *reader) message(key string) string {
+	message := ""
 	for _, s := range p.output[key] {
-		if m := messageLine.FindStringSubmatch(s); m != nil {
-			return cmp.Or(m[1:]...)
+		m := messageLine.FindStringSubmatch(s)
+		switch {
+		case m == nil || logLine.MatchString(strings.TrimSuffix(s, "\n")):
+		case m[1] == "":
+			return cmp.Or(m[1:]...) // the first panic, or error of the compiler
+		default:
+			message = m[1]
 		}
 	}
-	return ""
+	return message
 }
 
 func (p *reader) of(pkg string) *counts {

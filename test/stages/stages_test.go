@@ -101,7 +101,7 @@ func TestFailureIsAtTheEnd(t *testing.T) {
 	module(t, map[string]string{
 		"a_test.go": source("sample", `func TestGood(*testing.T) {}; func TestBad(t *testing.T) { t.Run("a (b)", func(t *testing.T) {
 	t.Cleanup(func() { t.Logf("log of a daemon:%s", strings.Repeat("\nline", 1000)) })
-	t.Fatal("reason shown")
+	t.Log("not the reason"); t.Fatal("reason shown")
 }) }`),
 	})
 	text, err := os.ReadFile("a_test.go")
