@@ -30,7 +30,7 @@ func build(ctx context.Context, r *run, _ selection) error {
 // test opens, but not of files that are read by programs that the test runs, nor of this
 // machine.
 func unit(ctx context.Context, r *run, s selection) error {
-	return goTests(ctx, r, s, "-race", "-p", perCPU(3))
+	return goTests(ctx, r, s, "-race", "-p", perCPU(2))
 }
 
 func kernel(ctx context.Context, r *run, s selection) error {
