@@ -94,6 +94,7 @@ func TestKubePeersComeChangeAndGo(t *testing.T) {
 //
 //stages:rest it needs older etcds, which take minutes to build
 func TestKubeOlderEtcd(t *testing.T) {
+	t.Parallel()
 	for name, program := range map[string]string{"3.4": "/usr/bin/etcd", "3.5": "../../bin/tools/etcd-3.5", "3.6": "../../bin/tools/etcd-3.6"} {
 		t.Run(name, func(t *testing.T) {
 			program, err := filepath.Abs(program)
