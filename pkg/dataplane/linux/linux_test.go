@@ -33,6 +33,8 @@ func TestKernelContract(t *testing.T) {
 }
 
 // TestVMContract runs the contract on the kernel of the VM.
+//
+//stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMContract(t *testing.T) { TestKernelContract(t) }
 
 func TestKernelRandomWalk(t *testing.T) {
@@ -42,12 +44,16 @@ func TestKernelRandomWalk(t *testing.T) {
 // TestKernelRandomWalkByHearing checks the mirror: it must be right when other programs
 // change the kernel, the socket loses announcements and the mirror is invalidated.
 // Packets must pass after each part of the walk.
+//
+//stages:rest TestKernelRandomWalk does the same without notifications
 func TestKernelRandomWalkByHearing(t *testing.T) {
 	dataplanetest.Walk(t, newTrafficWorld(t), 1000, time.Hour)
 }
 
 // TestKernelRandomWalkByNexthopID is the same walk with a kernel that shows only the id
 // of a route's nexthop object.
+//
+//stages:rest TestKernelRandomWalk does the same without nexthop IDs
 func TestKernelRandomWalkByNexthopID(t *testing.T) {
 	w := newTrafficWorld(t)
 	w.nexthopCompat(t, false)

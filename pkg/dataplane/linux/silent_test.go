@@ -109,6 +109,8 @@ func TestKernelSourceAddressGoes(t *testing.T) {
 }
 
 // TestVMSourceAddressGoes is the same test on the kernel of the VM.
+//
+//stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMSourceAddressGoes(t *testing.T) { TestKernelSourceAddressGoes(t) }
 
 // countdown is a context that ends after a number of calls of Err.

@@ -14,6 +14,8 @@ import (
 )
 
 // TestVMTunnels creates and changes the devices of the ipip backend.
+//
+//stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMTunnels(t *testing.T) {
 	if out, err := exec.CommandContext(t.Context(), "modprobe", "fou").CombinedOutput(); err != nil {
 		t.Fatalf("modprobe fou: %v: %s", err, out)
