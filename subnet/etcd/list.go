@@ -30,9 +30,14 @@ type entry struct {
 	leaseID                     clientv3.LeaseID // zero: a reservation
 }
 
+// keyOf returns the last component of the key of a lease.
+func (m *Manager) keyOf(kv *mvccpb.KeyValue) string {
+	return string(bytes.TrimPrefix(kv.Key, []byte(m.dir)))
+}
+
 func (m *Manager) entry(kv *mvccpb.KeyValue) entry {
 	e := entry{
-		key:            string(bytes.TrimPrefix(kv.Key, []byte(m.dir))),
+		key:            m.keyOf(kv),
 		value:          kv.Value,
 		createRevision: kv.CreateRevision,
 		modRevision:    kv.ModRevision,
