@@ -65,6 +65,7 @@ type Manager struct {
 	ownKey     atomic.Pointer[string]
 	// What Recall has listed is for Acquire, what Acquire has for Watch.
 	forAcquire, forWatch stash
+	full                 atomic.Pointer[fullPool]     // see awaitVacancy
 	former               atomic.Pointer[subnet.Lease] // see Held
 	// configSeen is the revision of the configuration whose warnings were logged.
 	configSeen atomic.Int64
@@ -83,6 +84,7 @@ type timing struct {
 	backoffMin, backoff  time.Duration
 	restoreMin, restored time.Duration // pause after the own key had to be written again
 	reprieve             time.Duration // for leases that are gone after a long outage
+	vacant               time.Duration // how long a host without a subnet trusts the listing that it follows
 }
 
 // New returns a manager. It reads the TLS files but does not connect: an error
@@ -105,6 +107,7 @@ func New(cfg Config) (*Manager, error) {
 		backoffMin: 100 * time.Millisecond, backoff: 5 * time.Second,
 		restoreMin: time.Second, restored: time.Minute,
 		reprieve: time.Minute,
+		vacant:   10 * time.Minute,
 	}
 	var err error
 	if m.client, err = newClient(cfg, &m.timing); err != nil {

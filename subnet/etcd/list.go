@@ -55,6 +55,7 @@ func (m *Manager) entry(kv *mvccpb.KeyValue) entry {
 type listing struct {
 	entries []entry
 	store   subnet.StoreID
+	read    time.Time
 }
 
 // pageSize is how many leases are asked for at once, of some 350 bytes each. It is what
@@ -80,7 +81,7 @@ func (m *Manager) list(ctx context.Context) (listing, error) {
 			return listing{}, fmt.Errorf("list leases: %w", err)
 		}
 		if l.entries == nil {
-			l = listing{make([]entry, 0, page.Count), storeID(page.Header)}
+			l = listing{make([]entry, 0, page.Count), storeID(page.Header), time.Now()}
 			options = append(options, clientv3.WithRev(page.Header.Revision), clientv3.WithSerializable())
 		}
 		first := len(l.entries)
