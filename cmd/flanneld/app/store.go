@@ -40,7 +40,7 @@ func (d *daemon) etcdManager(ctx context.Context) (store, error) {
 		Previous: d.previous(ctx),
 		OnStatus: func(err error) { d.reportStore(ctx, err) },
 		OnLease: func(own subnet.Lease) {
-			d.record.update(func(now *lastKnown) { now.Own = own })
+			d.record.update(func(now *lastKnown) { now.renewed(own) })
 		},
 		OnConfig: func(text []byte) { d.config.told(ctx, text) },
 	})
