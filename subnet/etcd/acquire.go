@@ -191,7 +191,7 @@ func check(cfg subnet.Config, c subnet.Claim) error {
 }
 
 func (m *Manager) acquire(ctx context.Context, pools []subnet.Pool, c subnet.Claim, spare *grant) error {
-	l, err := m.listOr(ctx, &m.forAcquire)
+	l, err := m.listOr(ctx, &m.forAcquire, stashTime)
 	if err != nil {
 		return err
 	}
@@ -201,6 +201,9 @@ func (m *Manager) acquire(ctx context.Context, pools []subnet.Pool, c subnet.Cla
 	who := identity(c)
 	ours := func(e entry) bool {
 		return e.err == nil && carries(e.lease, who) || m.wrote(e) || m.held(e)
+	}
+	if err := m.completeOwn(ctx, &l, ours); err != nil {
+		return err
 	}
 	p, err := choose(pools, m.previous(c), m.own, ours, l.entries)
 	if errors.Is(err, subnet.ErrNoSubnets) {

@@ -245,7 +245,7 @@ func (f *fixture) manager(tb testing.TB, options ...func(*Config)) *Manager {
 	}
 	m.timing = timing{
 		request: 3 * time.Second, page: 3 * time.Second, login: patience, check: time.Hour, quiet: 300 * time.Millisecond, idle: 300 * time.Millisecond, grace: time.Second,
-		backoffMin: 10 * time.Millisecond, backoff: 200 * time.Millisecond, vacant: time.Hour,
+		backoffMin: 10 * time.Millisecond, backoff: 200 * time.Millisecond, vacant: time.Hour, audit: time.Hour, catchUp: 3 * time.Second,
 		restoreMin: 10 * time.Millisecond, restored: 100 * time.Millisecond,
 	}
 	if m.client.login != nil {

@@ -188,8 +188,13 @@ func (r *record) flush() (wrote bool, err error) {
 	return true, nil
 }
 
-// close writes what has changed and lets the file go.
+// close writes what has changed and releases the file. The revision of the store alone, which
+// changes all the time, is not worth a write before: with a recent one the next start needs
+// fewer changes from the store.
 func (r *record) close() {
+	r.mu.Lock()
+	r.changed = r.changed || r.now.peers != nil
+	r.mu.Unlock()
 	_, _ = r.flush()
 	if r.file != nil {
 		_ = r.file.Close()
