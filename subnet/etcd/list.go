@@ -147,8 +147,8 @@ func storeID(h *pb.ResponseHeader) subnet.StoreID {
 	return subnet.StoreID{ID: fmt.Sprintf("%x", h.ClusterId), Revision: h.Revision}
 }
 
-// identity is how a node knows its own leases: by its public address, the IPv4
-// one if it has one. It is invalid for a lease that is nobody's.
+// identity returns the address by which a node recognizes its own leases: its public IPv4 address
+// if it has one, otherwise IPv6. It is invalid for a lease without an owner.
 func identity(c subnet.Claim) netip.Addr {
 	for _, f := range []prefix.Family{prefix.IPv4, prefix.IPv6} {
 		if e, ok := c.Endpoint(f); ok && e.PublicIP.IsValid() && !e.PublicIP.IsUnspecified() {
@@ -158,7 +158,7 @@ func identity(c subnet.Claim) netip.Addr {
 	return netip.Addr{}
 }
 
-// carries reports whether a lease is one of the node with address who.
+// carries reports whether a lease belongs to the node with address who.
 func carries(l subnet.Lease, who netip.Addr) bool {
 	return slices.ContainsFunc(l.Endpoints, func(e subnet.Endpoint) bool { return e.PublicIP == who })
 }
@@ -181,7 +181,7 @@ func overlap(a, b []netip.Prefix) bool {
 	return slices.ContainsFunc(a, func(s netip.Prefix) bool { return slices.ContainsFunc(b, s.Overlaps) })
 }
 
-// recalled is the lease among ours that has what the node had before, or else
+// recalled returns the lease among ours that overlaps a subnet that the node had before, or else
 // the first.
 func recalled(entries []entry, ours func(entry) bool, before []netip.Prefix) *entry {
 	var found *entry
