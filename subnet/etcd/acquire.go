@@ -191,7 +191,7 @@ func check(cfg subnet.Config, c subnet.Claim) error {
 }
 
 func (m *Manager) acquire(ctx context.Context, pools []subnet.Pool, c subnet.Claim, spare *grant) error {
-	l, err := m.listOr(ctx, &m.forAcquire, stashTime)
+	l, err := m.listOr(ctx, &m.forAcquire)
 	if err != nil {
 		return err
 	}

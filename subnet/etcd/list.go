@@ -121,16 +121,15 @@ func (m *Manager) listAt(ctx context.Context, revision int64, pause time.Duratio
 // by compare-and-swap, or by the watch.
 type stash struct{ atomic.Pointer[listing] }
 
-// stashTime is the age up to which Acquire uses a listing. A watch can start from an older one,
-// unless the store has compacted its revision.
-const stashTime, stashTimeOfWatch = 10 * time.Second, time.Minute
+// stashTime is the age up to which a listing is used. It may be that of a start on a slow host.
+const stashTime = 10 * time.Second
 
 func (s *stash) put(l listing) { s.Store(&l) }
 
 // listOr returns the content of s, which is empty afterwards, or the last known state brought up
 // to date, or a new listing.
-func (m *Manager) listOr(ctx context.Context, s *stash, age time.Duration) (listing, error) {
-	if l := s.Swap(nil); l != nil && time.Since(l.read) < age {
+func (m *Manager) listOr(ctx context.Context, s *stash) (listing, error) {
+	if l := s.Swap(nil); l != nil && time.Since(l.read) < stashTime {
 		return *l, nil
 	}
 	l, ok, err := m.restore(ctx)
@@ -198,7 +197,7 @@ func (m *Manager) Recall(ctx context.Context, own subnet.Claim) (subnet.Claim, e
 	defer m.outage.Forget(sourceLease)
 	var l listing
 	err := m.retry(ctx, sourceLease, func() (err error) {
-		l, err = m.listOr(ctx, &stash{}, 0)
+		l, err = m.listOr(ctx, &stash{})
 		return err
 	})
 	if err != nil {

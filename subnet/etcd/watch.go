@@ -97,7 +97,7 @@ func (m *Manager) resume(ctx context.Context, v *view, sink func(subnet.Update))
 	}
 	list := m.list
 	if v.next == 0 { // Acquire may just have made one
-		list = func(ctx context.Context) (listing, error) { return m.listOr(ctx, &m.forWatch, stashTimeOfWatch) }
+		list = func(ctx context.Context) (listing, error) { return m.listOr(ctx, &m.forWatch) }
 	} else if err := m.client.turn(ctx); err != nil { // most often others have to list as well
 		return err
 	}
@@ -114,7 +114,8 @@ func (m *Manager) resume(ctx context.Context, v *view, sink func(subnet.Update))
 		reprieve: old.reprieve,
 	}
 	if old.store.ID != "" && !v.follows(old) {
-		klog.FromContext(ctx).Error(nil, "etcd is not the store it was", "was", old.store, "is", v.store)
+		was := subnet.StoreID{ID: old.store.ID, Revision: old.store.Revision}
+		klog.FromContext(ctx).Error(nil, "etcd is not the store it was", "was", was, "is", v.store)
 	}
 	for i := range l.entries {
 		e := &l.entries[i]
