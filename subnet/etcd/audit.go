@@ -106,9 +106,7 @@ func (a *audit) run(ctx context.Context) (done, differs bool) {
 			a.v.entries[is.key] = is // with its revision
 		}
 	}
-	for key, was := range entries {
-		f.was[key] = was
-	}
+	maps.Copy(f.was, entries)
 	a.v.restored = 0
 	if len(f.was) == 0 {
 		return true, false

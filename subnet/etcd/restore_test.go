@@ -92,16 +92,16 @@ func (k *knower) restart(tb testing.TB, address string, change func(*subnet.Ledg
 	return m, k.follow(tb, m, state)
 }
 
-// leases returns what the ledger knows, by key, in comparable form.
+// leases returns what the ledger knows, by key, in a form that can be compared.
 func (k *knower) leases() map[string]string {
 	all := map[string]string{}
 	for l := range k.ledger.Leases() {
-		all[l.Key] = comparable(*l)
+		all[l.Key] = described(*l)
 	}
 	return all
 }
 
-func comparable(l subnet.Lease) string {
+func described(l subnet.Lease) string {
 	s := fmt.Sprint(l.Order, l.BackendType, l.Permanent)
 	for _, e := range l.Endpoints {
 		s += fmt.Sprint(" ", e.Subnet, e.PublicIP, string(e.Data))
@@ -119,7 +119,7 @@ func (k *knower) stored(tb testing.TB) map[string]string {
 	all := map[string]string{}
 	for _, e := range l.entries {
 		if e.key != k.own.Key && e.err == nil {
-			all[e.key] = comparable(e.lease)
+			all[e.key] = described(e.lease)
 		}
 	}
 	return all
@@ -388,7 +388,7 @@ func TestAudit(t *testing.T) {
 			}
 			all := map[string]string{}
 			for l := range ledger.Leases() {
-				all[l.Key] = comparable(*l)
+				all[l.Key] = described(*l)
 			}
 			snaps <- all
 		})

@@ -15,10 +15,19 @@ import (
 	"flanneld/subnet"
 )
 
-// witness is the Node that changed last, and the revision of the store that changed it.
+// witness is the Node that changed last, not counting Nodes that are gone, and the revision of the
+// store that changed it.
 type witness struct {
 	name    string
 	version int64
+}
+
+// witnessOf returns the witness that a Node makes, which is zero if its version is not known.
+func (v *view) witnessOf(name string) witness {
+	if e := v.entries[name]; e != nil && e.version > 0 {
+		return witness{name, e.version}
+	}
+	return witness{}
 }
 
 // mark is what restore needs to recognize the store at the revision of the last known state:

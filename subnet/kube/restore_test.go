@@ -65,12 +65,12 @@ func (k *knower) restart(t *testing.T, change func(*subnet.LedgerState), until f
 	forManager := state
 	forManager.Peers = slices.Clone(state.Peers)
 	m := k.f.started(t, append([]func(*Config){func(c *Config) { c.Own, c.Known = k.own, forManager }}, options...)...)
+	k.own = acquire(t, m, vxlanClaim("192.0.2.1"))
 	k.watch(t.Context(), t, m, state, until)
 }
 
 func (k *knower) watch(ctx context.Context, t *testing.T, m *Manager, state subnet.LedgerState, until func(map[string]string) bool) {
 	t.Helper()
-	k.own = acquire(t, m, vxlanClaim("192.0.2.1"))
 	k.ledger.Restore(state, time.Now())
 	ctx, cancel := context.WithTimeout(ctx, patience)
 	defer cancel()
@@ -94,6 +94,19 @@ func (f *fixture) beat(t *testing.T, names ...string) {
 	t.Helper()
 	for _, name := range names {
 		f.note(t, name, map[string]any{"example.com/beat": fmt.Sprint(time.Now().UnixNano())})
+	}
+}
+
+// beatOften lets a Node have heartbeats until the test ends.
+func beatOften(t *testing.T, f *fixture) {
+	for {
+		select {
+		case <-t.Context().Done():
+			return
+		case <-time.After(100 * time.Millisecond):
+			body := map[string]any{"metadata": map[string]any{"annotations": map[string]string{"example.com/beat": time.Now().String()}}}
+			_, _, _ = f.try(http.MethodPatch, "/api/v1/nodes/node3", body, "application/merge-patch+json")
+		}
 	}
 }
 
@@ -296,17 +309,7 @@ func TestAudit(t *testing.T) {
 		c.OnRepaired = func(n int) { repaired <- n }
 	})
 	m.timing.audit, m.timing.auditPage = 200*time.Millisecond, time.Millisecond
-	// The view reaches the revision of the list by an event.
-	go func() {
-		for range 50 {
-			select {
-			case <-ctx.Done():
-				return
-			case <-time.After(100 * time.Millisecond):
-				_, _, _ = f.try(http.MethodPatch, "/api/v1/nodes/node3", map[string]any{"metadata": map[string]any{"annotations": map[string]string{"example.com/beat": time.Now().String()}}}, "application/merge-patch+json")
-			}
-		}
-	}()
+	go beatOften(t, f) // the view reaches the revision of the list by an event
 	k.watch(ctx, t, m, state, func(known map[string]string) bool { return maps.Equal(known, want) })
 	if lists := p.lists(t); slices.ContainsFunc(lists, func(s string) bool { return !strings.Contains(s, "limit=") }) {
 		t.Errorf("the Nodes were listed at once: %q", lists)

@@ -155,9 +155,7 @@ func (e *entry) is(o *object) bool {
 // one Node is still there: uids are never used twice, and creation times hardly.
 func (v *view) complete(own string, l listing, s *self, old *view) {
 	v.own, v.revision, v.behind = own, l.revision, l.behind || v.blind
-	if e := v.entries[own]; e != nil {
-		v.last = witness{own, e.version}
-	}
+	v.last = v.witnessOf(own)
 	v.store = subnet.StoreID{ID: s.uid, Revision: l.revision}
 	if v.same && old.store.ID != "" {
 		v.store.ID = old.store.ID
@@ -267,12 +265,14 @@ func (v *view) advance(h happened) (name string, err error) {
 		return "", nil
 	}
 	e := v.entries[string(h.o.name)]
-	if e != nil {
+	if e != nil && h.kind != deleted {
 		v.last = witness{e.name, revision}
 	}
 	switch {
 	case h.kind == deleted:
-		v.last = witness{}
+		if v.last.name == string(h.o.name) {
+			v.last = v.witnessOf(v.own)
+		}
 		if v.deleted != nil {
 			v.deleted[string(h.o.name)] = struct{}{}
 		}

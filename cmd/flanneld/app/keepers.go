@@ -204,13 +204,13 @@ func (r *record) close() {
 // renewed updates the own lease to what the store has. If its addresses have changed here and
 // the store does not know it yet, the state keeps the new addresses: a renewal of the lease as
 // it was must not bring the old ones back.
-func (now *lastKnown) renewed(own subnet.Lease) {
-	if now.Stored != nil {
+func (last *lastKnown) renewed(own subnet.Lease) {
+	if last.Stored != nil {
 		stored := own
-		now.Stored = &stored
-		own.Endpoints = now.Own.Endpoints
+		last.Stored = &stored
+		own.Endpoints = last.Own.Endpoints
 	}
-	now.Own = own
+	last.Own = own
 }
 
 // clockSlack is by how much the clock may have been set back since the state was written.
@@ -222,13 +222,13 @@ var errExpired = fmt.Errorf("%w: the lease of the last known state has run out",
 // usable returns nil if the own lease has not run out at the time now. A host without a
 // real-time clock boots with a time that is long ago. If the clock is earlier than the time at
 // which the state was written, it does not tell whether the lease has run out.
-func (l lastKnown) usable(now time.Time) error {
+func (last *lastKnown) usable(now time.Time) error {
 	switch {
-	case l.Own.Permanent:
+	case last.Own.Permanent:
 		return nil
-	case now.Before(l.Saved.Add(-clockSlack)):
-		return fmt.Errorf("the clock is wrong: it is at %s, and the state was written at %s", now.UTC().Format(time.RFC3339), l.Saved.UTC().Format(time.RFC3339))
-	case now.After(l.Own.Expires):
+	case now.Before(last.Saved.Add(-clockSlack)):
+		return fmt.Errorf("the clock is wrong: it is at %s, and the state was written at %s", now.UTC().Format(time.RFC3339), last.Saved.UTC().Format(time.RFC3339))
+	case now.After(last.Own.Expires):
 		return errExpired
 	}
 	return nil
