@@ -91,16 +91,22 @@ func NewSyncer(c SyncerConfig) *Syncer {
 func (s *Syncer) Publish(u subnet.Update) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	defer s.loop.Wake()
-	s.complete, s.news = true, true
-	if s.Ledger.Follow(u, time.Now()) {
+	if dropped, ok := s.Ledger.Follow(u, time.Now()); ok {
 		for key := range u.Changed {
 			s.changed[key] = struct{}{}
+		}
+		for _, key := range dropped {
+			s.changed[key] = struct{}{}
+		}
+		if len(s.changed) > 0 { // otherwise only the revision of the store has changed
+			s.news = true
+			s.loop.Wake()
 		}
 		return
 	}
 	s.Ledger.Apply(u.Snapshot(), time.Now())
-	s.all = true
+	s.complete, s.news, s.all = true, true, true
+	s.loop.Wake()
 }
 
 // Peers returns the known state of the other nodes, for storing it on disk.
@@ -170,9 +176,12 @@ func (s *Syncer) advance(ctx context.Context) (set Set, news bool) {
 	expired := s.Ledger.Expire(time.Now())
 	set = Set{All: s.all || expired, Complete: s.complete}
 	news = s.news || expired
-	for key := range s.changed {
+	// The leases that are gone come first, so that leases in their place do not contradict them.
+	set.Changed = slices.SortedFunc(maps.Keys(s.changed), func(a, b string) int {
+		return compareBool(s.Ledger.Lease(a) != nil, s.Ledger.Lease(b) != nil)
+	})
+	for _, key := range set.Changed {
 		set.All = set.All || !s.judge(key)
-		set.Changed = append(set.Changed, key)
 	}
 	if set.All {
 		s.judgeAll()
@@ -180,8 +189,19 @@ func (s *Syncer) advance(ctx context.Context) (set Set, news bool) {
 	set.Leases = s.arbiter.Accepted()
 	s.all, s.news = false, false
 	clear(s.changed)
-	s.logHeld(ctx, s.Ledger.Held())
+	s.logHeld(ctx)
 	return set, news
+}
+
+// compareBool orders false before true.
+func compareBool(a, b bool) int {
+	switch {
+	case a == b:
+		return 0
+	case b:
+		return -1
+	}
+	return 1
 }
 
 // judge checks one lease. It reports false if all leases must be checked.
@@ -231,16 +251,18 @@ func (s *Syncer) check(l subnet.Lease) (identities []string, unusable string) {
 	return identities, ""
 }
 
-func (s *Syncer) logHeld(ctx context.Context, held []string) {
+// logHeld logs when the ledger holds more peers than before, and when it holds none any more.
+// In a store that was emptied peers come back one by one, which is not worth a line each.
+func (s *Syncer) logHeld(ctx context.Context) {
+	n := s.Ledger.NumHeld()
 	switch {
-	case len(held) == s.held:
-	case len(held) > 0:
+	case n > s.held:
 		klog.FromContext(ctx).Error(nil, "the store has forgotten peers that it did not remove: they are kept until it contradicts them or their lease has run out",
-			"kept", len(held), "first", held[0])
-	default:
+			"kept", n, "first", s.Ledger.Held()[0])
+	case n == 0 && s.held > 0:
 		klog.FromContext(ctx).Info("no peer is kept any more that the store does not have")
 	}
-	s.held = len(held)
+	s.held = n
 }
 
 // logRefused logs new refusals, refusals with a new reason, and the end of refusals. It

@@ -334,7 +334,7 @@ func TestNews(t *testing.T) {
 			{"a snapshot", func() { s.Publish(whole(snapshot(2, lease(2, "two"), lease(3, "three")))) }, 1},
 			{"a pass without an update", func() { advance(2 * time.Hour) }, 0},
 			{"a change", func() { s.Publish(change(3, nil, "host3")) }, 1},
-			{"another revision", func() { s.Publish(change(4, nil)) }, 1},
+			{"another revision", func() { s.Publish(change(4, nil)) }, 0},
 			{"an empty store", func() {
 				s.Publish(whole(subnet.Snapshot{Store: subnet.StoreID{ID: "another", Revision: 1}}))
 			}, 1},
@@ -342,7 +342,7 @@ func TestNews(t *testing.T) {
 		} {
 			step.do()
 			synctest.Wait()
-			if n, of := news.Swap(0), passes.Swap(0); of == 0 || n != step.news {
+			if n, of := news.Swap(0), passes.Swap(0); (of == 0) != (step.what == "another revision") || n != step.news {
 				t.Errorf("%s: news at %d of %d passes, want %d", step.what, n, of, step.news)
 			}
 		}
@@ -495,6 +495,43 @@ func TestPeersOfAForgetfulStoreAreKept(t *testing.T) {
 		advance(subnet.TTL + 2*time.Hour)
 		if last := n.syncs()[len(n.syncs())-1]; last != "*" {
 			t.Errorf("after the TTL: %q", last)
+		}
+	})
+}
+
+// TestPeersOfAForgetfulStoreReturnOneByOne expects that changes are taken by themselves while
+// peers are held, that a peer which a change contradicts goes with it, and that the number of
+// held peers is not logged each time that it falls.
+func TestPeersOfAForgetfulStoreReturnOneByOne(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := &network{}
+		s, log := run(t, n, lease(2, "two"), lease(3, "three"), lease(4, "four"))
+		wiped := snapshot(1)
+		wiped.Store.ID = "b"
+		s.Publish(whole(wiped))
+		expectSyncs(t, n, "host2 host3 host4", "*host2 host3 host4")
+		tell := func(revision int64, want string, hint ...string) {
+			t.Helper()
+			l := lease(int(revision), fmt.Sprint(revision))
+			if revision == 5 { // it has taken the subnet of a held peer
+				l.Endpoints[0].Subnet = lease(3, "").Endpoints[0].Subnet
+			}
+			u := change(revision, []subnet.Lease{l})
+			u.Store.ID = "b"
+			s.Publish(u)
+			synctest.Wait()
+			if last := n.syncs()[len(n.syncs())-1]; last != want || !slices.Equal(n.hint(), hint) {
+				t.Errorf("at revision %d synced %q with hint %v, want %q with %v", revision, last, n.hint(), want, hint)
+			}
+		}
+		tell(2, "*host2 host3 host4", "host2")
+		tell(4, "*host2 host3 host4", "host4")
+		if text := log(); strings.Count(text, "forgotten peers") != 1 || strings.Contains(text, "no peer is kept") {
+			t.Errorf("want one line about kept peers while one is kept:\n%s", text)
+		}
+		tell(5, "*host2 host4 host5", "host3", "host5")
+		if text := log(); strings.Count(text, "forgotten peers") != 1 || strings.Count(text, "no peer is kept") != 1 {
+			t.Errorf("want a line when peers were kept and one when none is any more:\n%s", text)
 		}
 	})
 }

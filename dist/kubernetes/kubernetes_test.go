@@ -117,7 +117,7 @@ func expectConfig(t *testing.T, rendered string) {
 	t.Error("no ConfigMap")
 }
 
-// TestBase checks that the plain manifests are the chart with its defaults. Their
+// TestBaseIsTheChart checks that the plain manifests are the chart with its defaults. Their
 // selector is that of flannel's manifests, so that they can be applied over those.
 //
 //stages:rest it needs helm, which takes minutes to build

@@ -14,7 +14,7 @@ import (
 	"flanneld/subnet"
 )
 
-// ownLease is the own key as it was last written or found right.
+// ownLease is the own key as it was last written, or found to be right.
 type ownLease struct {
 	key      string
 	claim    subnet.Claim // as published
@@ -24,17 +24,19 @@ type ownLease struct {
 	grant    grant // zero: a reservation
 }
 
-// plan is what Acquire does with what it found.
+// plan is the decision of Acquire about the leases that it has found.
 type plan struct {
-	keep    *entry         // the own lease to go on with
-	subnets []netip.Prefix // otherwise what to take
-	stale   []entry        // own leases that go with the taking: ruled out, or replaced
-	twin    string         // key of another lease that carries the own address
+	keep    *entry         // the own lease to continue with; nil: take subnets
+	subnets []netip.Prefix // the subnets to take; only if keep is nil
+	stale   []entry        // own leases that the same transaction deletes
+	twin    string         // key of another lease that carries the own address and stays
+	other   bool           // the node takes subnets although a usable lease carries its address
 }
 
-// choose is pure. wanted is what the node had before, best first; running, whether it
-// has it now: then no reservation moves it.
-func choose(pools []subnet.Pool, wanted []netip.Prefix, running bool, ours func(entry) bool, entries []entry) (plan, error) {
+// choose decides which lease the node uses. It is pure. wanted are the subnets that the node
+// had before, best first. running is the own lease of a manager that has one, which no
+// reservation moves to another subnet; zero at the start of the daemon.
+func choose(pools []subnet.Pool, wanted []netip.Prefix, running ownLease, ours func(entry) bool, entries []entry) (plan, error) {
 	var p plan
 	var mine []*entry
 	taken := make([]netip.Prefix, 0, len(entries))
@@ -49,57 +51,90 @@ func choose(pools []subnet.Pool, wanted []netip.Prefix, running bool, ours func(
 		}
 		taken = append(taken, e.subnets...)
 	}
-	// A reservation goes before what the node had. The leases go with its taking: of two
-	// with one address peers would take the older.
-	var replaced []entry
-	leased := func(e *entry) bool { return e.leaseID != 0 }
-	reserved := !running && slices.ContainsFunc(mine, func(e *entry) bool { return !leased(e) })
-	if reserved {
-		for _, e := range mine {
-			if leased(e) {
-				replaced = append(replaced, *e)
+	p.keep = kept(pools, wanted, running.exists(), taken, mine)
+	if p.keep == nil {
+		p.other = len(mine) > 0
+		// A reservation can be unusable only because it lacks a family. Its subnet comes first.
+		var before, after []netip.Prefix
+		for _, e := range p.stale {
+			if running.exists() || e.leased() {
+				after = append(after, e.subnets...)
+			} else {
+				before = append(before, e.subnets...)
 			}
 		}
-		mine = slices.DeleteFunc(mine, leased)
+		var err error
+		if p.subnets, err = subnet.Allocate(pools, slices.Concat(before, wanted, after), taken, nil); err != nil {
+			return plan{}, err
+		}
+	} else {
+		// An unusable reservation belongs to the operator and stays, because nothing replaces it.
+		p.stale = slices.DeleteFunc(p.stale, func(e entry) bool { return running.exists() || !e.leased() })
 	}
-	if len(mine) > 0 {
-		p.keep = mine[0]
-		_, free := pools[0].Free(wanted, taken)
-		had := slices.IndexFunc(mine, func(e *entry) bool { return overlap(e.subnets, wanted) })
+	for _, e := range mine {
 		switch {
-		case had >= 0:
-			p.keep = mine[had]
-		case free && !reserved:
-			// Pods run in that subnet, whatever else carries our address.
-			p.keep, p.twin = nil, mine[0].key
+		case e == p.keep:
+		case p.outdated(*e, running):
+			p.stale = append(p.stale, *e)
+		case p.twin == "":
+			p.twin = e.key
 		}
 	}
-	if p.keep != nil {
-		// Peers may accept one that is ruled out, which is older, and not the one that is kept.
-		// A reservation is the operator's: it stays where nothing comes in its place.
-		p.stale = slices.DeleteFunc(p.stale, func(e entry) bool { return running || !leased(&e) })
-		p.stale = append(p.stale, replaced...)
-		if other := slices.IndexFunc(mine, func(e *entry) bool { return e != p.keep }); other >= 0 {
-			p.twin = mine[other].key
-		}
-		return p, nil
-	}
-	var before, after []netip.Prefix // a reservation may be ruled out for its families alone
-	for _, e := range p.stale {
-		if running || leased(&e) {
-			after = append(after, e.subnets...)
-		} else {
-			before = append(before, e.subnets...)
-		}
-	}
-	var err error
-	p.subnets, err = subnet.Allocate(pools, slices.Concat(before, wanted, after), taken, nil)
-	return p, err
+	return p, nil
 }
 
-// beaten reports whether one of e's subnets belongs to an older lease of
-// another node. A key is the pair of both families' subnets: two nodes that
-// pick the same IPv4 subnet, but not the same IPv6 one, do not meet in it.
+// kept returns the lease among mine that the node continues with, or nil.
+func kept(pools []subnet.Pool, wanted []netip.Prefix, running bool, taken []netip.Prefix, mine []*entry) *entry {
+	// At a start a reservation is preferred to the subnet that the node had.
+	reserved := !running && slices.ContainsFunc(mine, func(e *entry) bool { return !e.leased() })
+	if reserved {
+		mine = slices.DeleteFunc(slices.Clone(mine), (*entry).leased)
+	}
+	if len(mine) == 0 {
+		return nil
+	}
+	if had := slices.IndexFunc(mine, func(e *entry) bool { return overlap(e.subnets, wanted) }); had >= 0 {
+		return mine[had]
+	}
+	if _, free := pools[0].Free(wanted, taken); free && !reserved {
+		return nil // pods run in that subnet
+	}
+	return mine[0]
+}
+
+// outdated reports whether e, which carries the own address, has to be deleted along with
+// the write of what the plan uses. Peers that find the same identity, such as a VTEP MAC, in
+// two leases accept the older one, so an older lease would cut this node off until it
+// expires. A restored backup brings such leases back.
+//
+// While the node runs, leases that are younger than its own was stay: another host may use
+// the same address, and two hosts must not delete each other's lease again and again. A
+// reservation is the operator's and stays.
+func (p plan) outdated(e entry, running ownLease) bool {
+	switch {
+	case !e.leased():
+		return false
+	case running.exists():
+		return p.keep == nil && running.outlives(e)
+	case p.keep == nil || !p.keep.leased():
+		return true
+	}
+	return e.createRevision < p.keep.createRevision
+}
+
+// outlives reports whether e was made before the own lease. Both revisions need not be of
+// the same history of the store: a backup has only leases from before its time.
+func (o ownLease) outlives(e entry) bool { return e.createRevision < o.create }
+
+// exists reports whether there is an own lease.
+func (o ownLease) exists() bool { return o.key != "" }
+
+// leased reports whether e is a lease that expires, not a reservation.
+func (e *entry) leased() bool { return e.leaseID != 0 }
+
+// beaten reports whether one of e's subnets belongs to an older lease of another node. A key names
+// the subnets of both families, so two nodes that choose the same IPv4 subnet and different IPv6
+// subnets write different keys.
 func beaten(e entry, ours func(entry) bool, entries []entry) bool {
 	return slices.ContainsFunc(entries, func(other entry) bool {
 		return other.createRevision < e.createRevision && other.err == nil && !ours(other) &&
@@ -127,6 +162,9 @@ func (m *Manager) Acquire(ctx context.Context, cfg subnet.Config, c subnet.Claim
 	defer func() { m.revoke(ctx, spare) }()
 	var own subnet.Lease
 	err = m.retry(ctx, sourceLease, func() error {
+		if err := m.awaitVacancy(ctx, pools, c); err != nil {
+			return fmt.Errorf("wait for a free subnet: %w", err)
+		}
 		unlock, err := m.lock(ctx)
 		if err != nil {
 			return err
@@ -164,7 +202,13 @@ func (m *Manager) acquire(ctx context.Context, pools []subnet.Pool, c subnet.Cla
 	ours := func(e entry) bool {
 		return e.err == nil && carries(e.lease, who) || m.wrote(e) || m.held(e)
 	}
-	p, err := choose(pools, m.previous(c), m.running(), ours, l.entries)
+	if err := m.completeOwn(ctx, &l, ours); err != nil {
+		return err
+	}
+	p, err := choose(pools, m.previous(c), m.own, ours, l.entries)
+	if errors.Is(err, subnet.ErrNoSubnets) {
+		m.full.Store(&fullPool{l, pools, who})
+	}
 	if err != nil {
 		return err
 	}
@@ -179,9 +223,7 @@ func (m *Manager) acquire(ctx context.Context, pools []subnet.Pool, c subnet.Cla
 		if err := m.settle(ctx, *p.keep, own, p.stale, spare); err != nil {
 			return err
 		}
-		for _, e := range p.stale {
-			klog.FromContext(ctx).Info("another lease of this node was deleted", "lease", e.key, "kept", own.key)
-		}
+		logDeleted(ctx, p.stale, own)
 		m.forWatch.put(l)
 		return nil
 	}
@@ -189,7 +231,7 @@ func (m *Manager) acquire(ctx context.Context, pools []subnet.Pool, c subnet.Cla
 	if err != nil {
 		return err
 	}
-	if err := m.create(ctx, own, p.stale, spare); err != nil {
+	if err := m.create(ctx, own, l.store.Revision, p.stale, spare); err != nil {
 		return err
 	}
 	m.forWatch.put(l)
@@ -208,9 +250,10 @@ func claimOn(key string, subnets []netip.Prefix, c subnet.Claim) (ownLease, erro
 	return own, err
 }
 
-// create takes a subnet that nobody has. stale keys go in the same transaction: where one
-// is a reservation of what is taken, the new one is, too.
-func (m *Manager) create(ctx context.Context, own ownLease, stale []entry, spare *grant) error {
+// create writes a lease whose key does not exist. It deletes stale keys in the same
+// transaction. If one of them is a reservation of the same subnets, the new key becomes a
+// reservation too. since is the revision of the listing in which the subnets were free.
+func (m *Manager) create(ctx context.Context, own ownLease, since int64, stale []entry, spare *grant) error {
 	if !slices.ContainsFunc(stale, own.reservedBy) {
 		if err := m.provide(ctx, spare); err != nil {
 			return err
@@ -222,23 +265,29 @@ func (m *Manager) create(ctx context.Context, own ownLease, stale []entry, spare
 		return unspoiled(spare, err)
 	}
 	own.create, own.revision = revision, revision
-	if err := m.yield(ctx, own); err != nil {
+	if err := m.yield(ctx, own, since); err != nil {
 		return err
 	}
 	if own.grant.id == spare.id {
 		*spare = grant{}
 	}
-	for _, e := range stale {
-		if e.leaseID == 0 {
-			klog.FromContext(ctx).Info("a reservation for this node could not be used as it is and was deleted", "reservation", e.key, "taken", own.key)
-		}
-	}
+	logDeleted(ctx, stale, own)
 	m.remember(ctx, own, stale...)
 	return nil
 }
 
-// reservedBy reports whether e is a reservation of the same subnets, but for those of a
-// family that only one of the two has: IPv6 was enabled since, or disabled.
+func logDeleted(ctx context.Context, stale []entry, own ownLease) {
+	for _, e := range stale {
+		if e.leased() {
+			klog.FromContext(ctx).Info("another lease of this node was deleted", "lease", e.key, "kept", own.key)
+		} else {
+			klog.FromContext(ctx).Info("a reservation for this node could not be used as it is and was deleted", "reservation", e.key, "taken", own.key)
+		}
+	}
+}
+
+// reservedBy reports whether e is a reservation of the same subnets, except for those of a family
+// that only one of the two has because IPv6 was enabled or disabled since.
 func (o ownLease) reservedBy(e entry) bool {
 	same := 0
 	for _, own := range o.claim.Endpoints {
@@ -249,35 +298,59 @@ func (o ownLease) reservedBy(e entry) bool {
 	return e.leaseID == 0 && same > 0 && same == min(len(e.subnets), len(o.claim.Endpoints))
 }
 
-// yield gives up what was just created, with errConflict, if another node has
-// created a lease with one of its subnets meanwhile and was first. Where it
-// cannot tell, what was created is found, and judged, by the next attempt.
-func (m *Manager) yield(ctx context.Context, own ownLease) error {
-	if len(own.claim.Endpoints) < 2 {
-		return nil // its key says it all
-	}
-	l, err := m.list(ctx)
+// yield deletes the key that was just created, and returns errConflict, if another host has
+// created a lease with one of its subnets in the meantime and was first. A key names the
+// subnets of both families, so two hosts that choose the same subnet in one family, but not in
+// the other, write different keys; while a network gets its second family, some hosts still
+// write keys of one family. since is the revision of the listing in which the subnets were
+// free. If yield cannot read the store, the next attempt finds the key and judges it.
+func (m *Manager) yield(ctx context.Context, own ownLease, since int64) error {
+	l, err := m.rivals(ctx, own, since)
 	if err != nil {
 		return err
 	}
-	i := slices.IndexFunc(l.entries, func(e entry) bool { return e.key == own.key && e.modRevision == own.revision })
+	i := slices.IndexFunc(l, func(e entry) bool { return e.key == own.key && e.modRevision == own.revision })
 	if i < 0 {
 		return errConflict
 	}
 	mine := func(e entry) bool { return e.key == own.key }
-	if !beaten(l.entries[i], mine, l.entries) {
+	if !beaten(l[i], mine, l) {
 		return nil
 	}
-	if err := m.remove(ctx, l.entries[i]); err != nil {
+	if err := m.remove(ctx, l[i]); err != nil {
 		return err
 	}
 	return errConflict
 }
 
-// settle makes the key that was found as e what own says, with as little
-// writing as possible: none if only the etcd lease needs to be kept alive. A
-// key without an etcd lease is a reservation and stays one. stale keys go in the same
-// transaction.
+// rivals returns the leases behind revision since that may share a subnet with own, and own.
+func (m *Manager) rivals(ctx context.Context, own ownLease, since int64) ([]entry, error) {
+	from, end := m.dir, clientv3.GetPrefixRangeEnd(m.dir)
+	if len(own.claim.Endpoints) == 1 && own.claim.Endpoints[0].Family() == prefix.IPv4 {
+		// Keys of the same IPv4 subnet are the own key, alone or with "&" and an IPv6 subnet.
+		from, end = m.dir+own.key, m.dir+own.key+string(rune('&'+1))
+	}
+	var found []entry
+	err := m.callWithin(ctx, m.timing.page, func(ctx context.Context, c *clientv3.Client) error {
+		resp, err := c.Get(ctx, from, clientv3.WithRange(end), clientv3.WithMinCreateRev(since+1))
+		if err != nil {
+			return err
+		}
+		found = make([]entry, len(resp.Kvs))
+		for i, kv := range resp.Kvs {
+			found[i] = m.entry(kv)
+		}
+		return nil
+	})
+	if err != nil {
+		return nil, fmt.Errorf("look for leases of the same subnet: %w", err)
+	}
+	return found, nil
+}
+
+// settle makes the key that was found as e equal to own. It writes nothing if only the etcd lease
+// has to be kept alive. A key without an etcd lease is a reservation and stays one. The same
+// transaction deletes stale keys.
 func (m *Manager) settle(ctx context.Context, e entry, own ownLease, stale []entry, spare *grant) error {
 	own.create, own.revision, own.grant = e.createRevision, e.modRevision, grant{}
 	if e.leaseID != 0 {
@@ -285,8 +358,8 @@ func (m *Manager) settle(ctx context.Context, e entry, own ownLease, stale []ent
 		if err != nil && !errors.Is(err, errNoGrant) {
 			return err
 		}
-		// The store may give more than it is asked for: what this daemon was given is
-		// all that there is to be had.
+		// The store may grant more than was asked for. A grant of this manager is not replaced
+		// for that: another one would be no different.
 		if err != nil || g.ttl < m.cfg.TTL || g.ttl > m.cfg.TTL && e.leaseID != m.own.grant.id {
 			if err := m.provide(ctx, spare); err != nil {
 				return err
@@ -309,20 +382,20 @@ func (m *Manager) settle(ctx context.Context, e entry, own ownLease, stale []ent
 	return nil
 }
 
-// wrote reports whether e is what this manager has written, and nobody since. The
-// revision alone does not tell: they begin anew in a store that was emptied.
+// wrote reports whether e is as this manager has written it. A comparison of the revision alone is
+// not sufficient, because revisions start again in a store that was emptied.
 func (m *Manager) wrote(e entry) bool {
 	return e.key == m.own.key && e.modRevision == m.own.revision && e.createRevision == m.own.create && e.leaseID == m.own.grant.id
 }
 
-// attempt returns which of the unanswered writes e is, or -1. That of another node has
-// another etcd lease or, if it is a reservation, another value.
+// attempt returns the index of the unanswered write that has created e, or -1. A write of another
+// node has another etcd lease or, if it is a reservation, another value.
 func (m *Manager) attempt(e entry) int {
 	found := ownLease{key: e.key, value: e.value, grant: grant{id: e.leaseID}}
 	return slices.IndexFunc(m.unanswered, found.sameAs)
 }
 
-// recognize takes e over if it is what this manager has written without an answer.
+// recognize makes e the own lease if an unanswered write of this manager has created it.
 func (m *Manager) recognize(ctx context.Context, e entry) {
 	if i := m.attempt(e); i >= 0 {
 		own := m.unanswered[i]
@@ -331,16 +404,13 @@ func (m *Manager) recognize(ctx context.Context, e entry) {
 	}
 }
 
-// sameAs reports whether a key has the same after writing either.
+// sameAs reports whether a key is the same after a write of either lease.
 func (o ownLease) sameAs(other ownLease) bool {
 	return o.key == other.key && o.grant.id == other.grant.id && string(o.value) == string(other.value)
 }
 
-// running reports whether this manager has a lease.
-func (m *Manager) running() bool { return m.ownKey.Load() != nil }
-
-// remember takes over what was written. The etcd leases of what it replaces
-// are revoked.
+// remember makes a lease that was written the own lease. It revokes the etcd leases of the keys
+// that it replaces.
 func (m *Manager) remember(ctx context.Context, own ownLease, replaced ...entry) {
 	unused := []clientv3.LeaseID{m.own.grant.id}
 	for _, e := range replaced {
@@ -370,7 +440,7 @@ func (o ownLease) lease() subnet.Lease {
 	return l
 }
 
-// lock waits for the right to read and write the own lease.
+// lock waits until no other goroutine reads or writes the own lease.
 func (m *Manager) lock(ctx context.Context) (unlock func(), err error) {
 	select {
 	case m.writing <- struct{}{}:

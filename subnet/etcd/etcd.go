@@ -1,6 +1,6 @@
-// Package etcd keeps leases in etcd v3, in the keys and values that flannel
-// uses: <prefix>/config holds the configuration, <prefix>/subnets/<key> one
-// lease each. Every write of a lease is a compare-and-swap.
+// Package etcd stores leases in etcd v3, in the keys and values that flannel uses:
+// <prefix>/config contains the configuration, and each <prefix>/subnets/<key> one lease. Every
+// write of a lease is a compare-and-swap.
 package etcd
 
 import (
@@ -35,6 +35,14 @@ type Config struct {
 	RenewMargin time.Duration
 	// Previous holds the subnets that this node had, of any family: wanted again.
 	Previous []netip.Prefix
+	// Own and Known are what this node knew when it ran before, with the own lease as the store
+	// had it. If the store is the same, its leases are not listed at the start, but only what has
+	// changed since. May be zero.
+	Own   subnet.Lease
+	Known subnet.LedgerState
+	// OnRepaired is told how many leases of Known differed from the store's although nothing has
+	// changed them since. It must not block nor call the manager. May be nil.
+	OnRepaired func(leases int)
 	// TTL is the lease's time to live, rounded up to seconds. Zero means subnet.TTL.
 	TTL time.Duration
 	// OnStatus is told when the store becomes unusable, with the reason, and
@@ -52,19 +60,22 @@ type Config struct {
 // Manager is a subnet.Manager on etcd. It is safe for concurrent use.
 type Manager struct {
 	cfg    Config
-	dir    string // what the keys of leases begin with
+	dir    string // prefix of the keys of leases
 	timing timing
 	wall   func() time.Time // without the monotonic clock
 	client *client
 	outage *outage.Tracker
 
-	// writing is held by whoever reads or writes the own lease: it guards own and unanswered.
+	// writing guards own and unanswered: it contains an element while a goroutine uses them.
 	writing    chan struct{}
 	own        ownLease
-	unanswered []ownLease // that were written since: the store may have one of them, or still get it
+	unanswered []ownLease // written since, without an answer: the store may have one of them, or still get it
 	ownKey     atomic.Pointer[string]
-	// What Recall has listed is for Acquire, what Acquire has for Watch.
+	// Recall leaves its listing for Acquire, and Acquire for Watch.
 	forAcquire, forWatch stash
+	known                atomic.Pointer[lastKnown]    // see restore
+	replaced             atomic.Bool                  // the store is not that of the former run, and Watch has not said so yet
+	full                 atomic.Pointer[fullPool]     // see awaitVacancy
 	former               atomic.Pointer[subnet.Lease] // see Held
 	// configSeen is the revision of the configuration whose warnings were logged.
 	configSeen atomic.Int64
@@ -76,13 +87,16 @@ var _ subnet.Manager = (*Manager)(nil)
 type timing struct {
 	request, page        time.Duration // deadline of a request, and of one for a page of a list
 	login                time.Duration // deadline of a login: the server may have to do those of all hosts
-	spread               time.Duration // for each host, by which they spread what all of them do at the same event
+	spread               time.Duration // for each host, over which requests of all hosts at the same event are spread
 	quiet, idle, grace   time.Duration // see follow
 	check                time.Duration // see verify
-	dead                 time.Duration // what pings take to find a dead connection
+	dead                 time.Duration // time in which pings find a dead connection
 	backoffMin, backoff  time.Duration
 	restoreMin, restored time.Duration // pause after the own key had to be written again
 	reprieve             time.Duration // for leases that are gone after a long outage
+	catchUp              time.Duration // for the events since the last known state
+	audit, auditPage     time.Duration // within which time a restored view is compared, and the pause between its pages
+	vacant               time.Duration // how long a host without a subnet trusts the listing that it follows
 }
 
 // New returns a manager. It reads the TLS files but does not connect: an error
@@ -96,6 +110,8 @@ func New(cfg Config) (*Manager, error) {
 	}
 	cfg.TTL = time.Duration(math.Ceil(cfg.TTL.Seconds())) * time.Second
 	m := &Manager{cfg: cfg, dir: path.Join(cfg.Prefix, "subnets") + "/", wall: wall, outage: outage.New("etcd", cfg.OnStatus), writing: make(chan struct{}, 1)}
+	m.known.Store(newLastKnown(cfg))
+	m.cfg.Known = subnet.LedgerState{}
 	m.timing = timing{
 		request: 5 * time.Second, page: 20 * time.Second, login: 4 * time.Minute, spread: 10 * time.Millisecond,
 		quiet: 12 * time.Minute, idle: 10 * time.Second, grace: 5 * time.Second,
@@ -105,6 +121,9 @@ func New(cfg Config) (*Manager, error) {
 		backoffMin: 100 * time.Millisecond, backoff: 5 * time.Second,
 		restoreMin: time.Second, restored: time.Minute,
 		reprieve: time.Minute,
+		vacant:   10 * time.Minute,
+		catchUp:  2 * time.Second,
+		audit:    time.Hour, auditPage: time.Second,
 	}
 	var err error
 	if m.client, err = newClient(cfg, &m.timing); err != nil {
@@ -118,13 +137,13 @@ func wall() time.Time { return time.Now().Round(0) }
 // Close ends the connection. Methods that are still running fail.
 func (m *Manager) Close() error { return m.client.close() }
 
-// Reconnect gives up the connection, and has a new one made when it is needed:
-// one from an address that this host has no more would be silent for long.
+// Reconnect closes the connection. The next request makes a new one. A connection from an address
+// that this host has lost would be silent for a long time.
 func (m *Manager) Reconnect() { m.client.renew() }
 
-// Held says that l was this node's own lease when it had the addresses that are
-// in it. As long as the store has it so, it is, whatever address the node has by
-// now: Acquire takes it over.
+// Held tells the manager that l was this node's lease when the node had the addresses in it. If
+// the store still has l unchanged, Acquire continues with it, even if the node has another
+// address now.
 func (m *Manager) Held(l subnet.Lease) { m.former.Store(&l) }
 
 // held reports whether e is the lease that Held was told of.
@@ -147,8 +166,8 @@ func (m *Manager) Config(ctx context.Context) (subnet.Config, error) {
 	return cfg, err
 }
 
-// config also returns the pools, so that what is not fit for allocation is
-// refused as early as what cannot be read.
+// config also returns the pools, so that a configuration without usable pools is refused as early
+// as one that cannot be read.
 func (m *Manager) config(ctx context.Context) (subnet.Config, []subnet.Pool, error) {
 	var resp *clientv3.GetResponse
 	err := m.call(ctx, func(ctx context.Context, c *clientv3.Client) (err error) {
@@ -191,8 +210,7 @@ func (m *Manager) callWithin(ctx context.Context, deadline time.Duration, f func
 	return explain(m.cfg.Endpoints, deadline, err)
 }
 
-// retry runs f until it succeeds or fails for a reason that does not pass by
-// itself.
+// retry runs f until it succeeds, or fails for a reason that does not pass.
 func (m *Manager) retry(ctx context.Context, s string, f func() error) error {
 	b := m.backoff()
 	for {

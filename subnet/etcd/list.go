@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"fmt"
+	"math/rand/v2"
 	"net/netip"
 	"slices"
 	"sync"
@@ -30,9 +31,14 @@ type entry struct {
 	leaseID                     clientv3.LeaseID // zero: a reservation
 }
 
+// keyOf returns the last component of the key of a lease.
+func (m *Manager) keyOf(kv *mvccpb.KeyValue) string {
+	return string(bytes.TrimPrefix(kv.Key, []byte(m.dir)))
+}
+
 func (m *Manager) entry(kv *mvccpb.KeyValue) entry {
 	e := entry{
-		key:            string(bytes.TrimPrefix(kv.Key, []byte(m.dir))),
+		key:            m.keyOf(kv),
 		value:          kv.Value,
 		createRevision: kv.CreateRevision,
 		modRevision:    kv.ModRevision,
@@ -50,21 +56,28 @@ func (m *Manager) entry(kv *mvccpb.KeyValue) entry {
 type listing struct {
 	entries []entry
 	store   subnet.StoreID
+	read    time.Time
+	// restored is set if the listing is the last known state of a former run, brought up to
+	// date: see view.restored.
+	restored int64
 }
 
 // pageSize is how many leases are asked for at once, of some 350 bytes each. It is what
 // etcd keeps in memory for each host that lists, and what has to arrive within the deadline.
 const pageSize = 1000
 
-// list reads all leases at one revision, by pages: a list of thousands takes a slow link,
-// or many hosts on one, longer than any deadline by which a server that hangs is to be
-// found. Pages behind the first need not be agreed on by the members again: the one that
+// list reads all leases at one revision, by pages. A list of thousands of leases can take a
+// slow link, or many hosts on one link, longer than any deadline that finds a hung server.
+func (m *Manager) list(ctx context.Context) (listing, error) { return m.listAt(ctx, 0, 0) }
+
+// listAt reads all leases as they were at a revision, or now if it is zero, with pauses between
+// the pages. Pages behind the first need not be agreed on by the members again: the member that
 // answered the first has their revision.
-func (m *Manager) list(ctx context.Context) (listing, error) {
+func (m *Manager) listAt(ctx context.Context, revision int64, pause time.Duration) (listing, error) {
 	var l listing
 	var decoding sync.WaitGroup
 	defer decoding.Wait()
-	options := []clientv3.OpOption{clientv3.WithRange(clientv3.GetPrefixRangeEnd(m.dir)), clientv3.WithLimit(pageSize)}
+	options := []clientv3.OpOption{clientv3.WithRange(clientv3.GetPrefixRangeEnd(m.dir)), clientv3.WithLimit(pageSize), clientv3.WithRev(revision)}
 	for from := m.dir; ; {
 		var page *clientv3.GetResponse
 		err := m.callWithin(ctx, m.timing.page, func(ctx context.Context, c *clientv3.Client) (err error) {
@@ -75,8 +88,11 @@ func (m *Manager) list(ctx context.Context) (listing, error) {
 			return listing{}, fmt.Errorf("list leases: %w", err)
 		}
 		if l.entries == nil {
-			l = listing{make([]entry, 0, page.Count), storeID(page.Header)}
-			options = append(options, clientv3.WithRev(page.Header.Revision), clientv3.WithSerializable())
+			l = listing{entries: make([]entry, 0, page.Count), store: storeID(page.Header), read: time.Now()}
+			if revision != 0 {
+				l.store.Revision = revision
+			}
+			options = append(options, clientv3.WithRev(l.store.Revision), clientv3.WithSerializable())
 		}
 		first := len(l.entries)
 		l.entries = append(l.entries, make([]entry, len(page.Kvs))...)
@@ -89,28 +105,35 @@ func (m *Manager) list(ctx context.Context) (listing, error) {
 			return l, nil
 		}
 		from = string(page.Kvs[len(page.Kvs)-1].Key) + "\x00"
+		if pause > 0 {
+			select {
+			case <-ctx.Done():
+				return listing{}, ctx.Err()
+			case <-time.After(pause/2 + rand.N(pause)):
+			}
+		}
 	}
 }
 
-// stash holds a listing that was just made for the one who needs the next: at
-// start three do, and thousands of leases take time. What another node has
-// written since is found by compare-and-swap, or watched for.
-type stash struct{ atomic.Pointer[stashed] }
+// stash contains a listing that one method has just read, for the next method that needs one:
+// a start needs three, and thousands of leases take time. Changes since the listing are found
+// by compare-and-swap, or by the watch.
+type stash struct{ atomic.Pointer[listing] }
 
-type stashed struct {
-	listing
-	made time.Time
-}
+// stashTime is the age up to which a listing is used. It may be that of a start on a slow host.
+const stashTime = 10 * time.Second
 
-// stashTime is how old a listing may be to be good for another use.
-const stashTime = 2 * time.Second
+func (s *stash) put(l listing) { s.Store(&l) }
 
-func (s *stash) put(l listing) { s.Store(&stashed{l, time.Now()}) }
-
-// listOr returns what is in s, which is empty then, or else a new listing.
+// listOr returns the content of s, which is empty afterwards, or the last known state brought up
+// to date, or a new listing.
 func (m *Manager) listOr(ctx context.Context, s *stash) (listing, error) {
-	if l := s.Swap(nil); l != nil && time.Since(l.made) < stashTime {
-		return l.listing, nil
+	if l := s.Swap(nil); l != nil && time.Since(l.read) < stashTime {
+		return *l, nil
+	}
+	l, ok, err := m.restore(ctx)
+	if ok || err != nil {
+		return l, err
 	}
 	return m.list(ctx)
 }
@@ -119,8 +142,8 @@ func storeID(h *pb.ResponseHeader) subnet.StoreID {
 	return subnet.StoreID{ID: fmt.Sprintf("%x", h.ClusterId), Revision: h.Revision}
 }
 
-// identity is how a node knows its own leases: by its public address, the IPv4
-// one if it has one. It is invalid for a lease that is nobody's.
+// identity returns the address by which a node recognizes its own leases: its public IPv4 address
+// if it has one, otherwise IPv6. It is invalid for a lease without an owner.
 func identity(c subnet.Claim) netip.Addr {
 	for _, f := range []prefix.Family{prefix.IPv4, prefix.IPv6} {
 		if e, ok := c.Endpoint(f); ok && e.PublicIP.IsValid() && !e.PublicIP.IsUnspecified() {
@@ -130,7 +153,7 @@ func identity(c subnet.Claim) netip.Addr {
 	return netip.Addr{}
 }
 
-// carries reports whether a lease is one of the node with address who.
+// carries reports whether a lease belongs to the node with address who.
 func carries(l subnet.Lease, who netip.Addr) bool {
 	return slices.ContainsFunc(l.Endpoints, func(e subnet.Endpoint) bool { return e.PublicIP == who })
 }
@@ -153,7 +176,7 @@ func overlap(a, b []netip.Prefix) bool {
 	return slices.ContainsFunc(a, func(s netip.Prefix) bool { return slices.ContainsFunc(b, s.Overlaps) })
 }
 
-// recalled is the lease among ours that has what the node had before, or else
+// recalled returns the lease among ours that overlaps a subnet that the node had before, or else
 // the first.
 func recalled(entries []entry, ours func(entry) bool, before []netip.Prefix) *entry {
 	var found *entry
@@ -170,7 +193,7 @@ func (m *Manager) Recall(ctx context.Context, own subnet.Claim) (subnet.Claim, e
 	defer m.outage.Forget(sourceLease)
 	var l listing
 	err := m.retry(ctx, sourceLease, func() (err error) {
-		l, err = m.list(ctx)
+		l, err = m.listOr(ctx, &stash{})
 		return err
 	})
 	if err != nil {
@@ -184,9 +207,14 @@ func (m *Manager) Recall(ctx context.Context, own subnet.Claim) (subnet.Claim, e
 		return subnet.Claim{}, nil
 	}
 	if _, pools, err := m.config(ctx); err == nil {
-		// Acquire will rather take what this node had than what another node
-		// with its address has: that one's data is none of ours.
-		if p, err := choose(pools, m.previous(own), m.running(), ours, l.entries); err == nil && p.keep == nil && p.twin != "" {
+		unlock, err := m.lock(ctx)
+		if err != nil {
+			return subnet.Claim{}, err
+		}
+		defer unlock()
+		// Acquire prefers the subnet that this node had to a lease that another node with
+		// the same address may have made. The data in that lease is not this node's.
+		if p, err := choose(pools, m.previous(own), m.own, ours, l.entries); err == nil && p.other {
 			return subnet.Claim{}, nil
 		}
 	}

@@ -20,14 +20,18 @@ import (
 // compacted, or the store is not the one that was listed.
 var errRelist = errors.New("watch cannot be resumed")
 
-// view is what Watch knows of the store.
+// view is the state of the store as Watch knows it.
 type view struct {
 	entries map[string]*entry // by key, without values
 	store   subnet.StoreID
-	next    int64 // revision to watch from; 0: there was no list yet
-	told    int64 // revision up to which the configuration is known
-	stale   bool  // list before the next watch
-	another bool  // the store is not the one of the view before, though it has its id
+	next    int64  // revision to watch from; 0: there was no list yet
+	told    int64  // revision up to which the configuration is known
+	stale   bool   // list before the next watch
+	another bool   // the store is not the one of the view before, though it has its id
+	newest  *entry // the entry that was written last; see newestEntry
+	// restored is the revision of the newest entry that came from a former run. Other entries
+	// from there have no revision. Zero: all entries are from this run.
+	restored int64
 	reprieve
 }
 
@@ -35,13 +39,18 @@ type view struct {
 func (m *Manager) Watch(ctx context.Context, sink func(subnet.Update)) error {
 	defer m.outage.Forget(sourceWatch)
 	var v view
+	check := m.newAudit(&v)
+	defer check.stop()
 	b := m.backoff()
 	for {
 		err := m.resume(ctx, &v, sink)
 		if err == nil {
-			err = m.follow(ctx, []string{m.dir, m.configKey()}, v.next, watcher{
+			followed, end := check.begin(ctx)
+			err = m.follow(followed, []string{m.dir, m.configKey()}, v.next, watcher{
 				on: func(resp *pb.WatchResponse, settled int64) error {
 					b.Reset()
+					check.mu.Lock()
+					defer check.mu.Unlock()
 					m.takeConfig(&v, resp)
 					m.report(ctx, sourceWatch, nil)
 					return m.advance(ctx, &v, resp, settled, sink)
@@ -49,6 +58,10 @@ func (m *Manager) Watch(ctx context.Context, sink func(subnet.Update)) error {
 				waits:  func() bool { return len(v.doomed) > 0 },
 				checks: true,
 			})
+			end()
+			if check.repair(ctx, sink) && ctx.Err() == nil {
+				continue
+			}
 			if !errors.Is(err, errStalled) {
 				v.alive(time.Now(), m.timing.dead)
 			}
@@ -71,8 +84,8 @@ func (m *Manager) Watch(ctx context.Context, sink func(subnet.Update)) error {
 	}
 }
 
-// resume brings the view up to where a watch can start: by a full list, or if
-// the store is still the same by nothing at all.
+// resume brings the view to a revision from which a watch can start. If the store is still the
+// same, the view stays as it is. Otherwise resume lists all leases.
 func (m *Manager) resume(ctx context.Context, v *view, sink func(subnet.Update)) error {
 	is, err := m.compare(ctx, v)
 	if err != nil {
@@ -96,11 +109,13 @@ func (m *Manager) resume(ctx context.Context, v *view, sink func(subnet.Update))
 	old := *v
 	*v = view{
 		entries: make(map[string]*entry, len(l.entries)), store: l.store, next: l.store.Revision + 1,
-		another:  is == another || l.store.ID == old.store.ID && l.store.Revision < old.store.Revision || !old.explains(l),
+		restored: l.restored,
+		another:  m.replaced.Load() || is == another || l.store.ID == old.store.ID && l.store.Revision < old.store.Revision || !old.explains(l),
 		reprieve: old.reprieve,
 	}
 	if old.store.ID != "" && !v.follows(old) {
-		klog.FromContext(ctx).Error(nil, "etcd is not the store it was", "was", old.store, "is", v.store)
+		was := subnet.StoreID{ID: old.store.ID, Revision: old.store.Revision}
+		klog.FromContext(ctx).Error(nil, "etcd is not the store it was", "was", was, "is", v.store)
 	}
 	for i := range l.entries {
 		e := &l.entries[i]
@@ -111,21 +126,22 @@ func (m *Manager) resume(ctx context.Context, v *view, sink func(subnet.Update))
 	v.adopt(old)
 	m.client.hosts.Store(int64(len(v.entries)))
 	sink(v.update(m.ownKey.Load(), nil))
-	v.another = false       // from now on it is the one that it was
-	_, err = m.tell(ctx, v) // after the list: what comes later is watched for
+	m.replaced.Store(false) // later updates are of the same store
+	v.another = false
+	_, err = m.tell(ctx, v) // after the list: the watch brings later changes
 	return err
 }
 
-// likeness is what is known of a store beside the one that was listed.
+// likeness is the result of a comparison of the store with the view.
 type likeness int
 
 const (
-	unknown likeness = iota // a list will show
+	unknown likeness = iota // a list is necessary
 	same
 	another // with the same id, and at the same revision
 )
 
-// compare holds the store against the view.
+// compare compares the store with the view.
 func (m *Manager) compare(ctx context.Context, v *view) (likeness, error) {
 	if v.next == 0 || v.stale {
 		return unknown, nil
@@ -137,20 +153,14 @@ func (m *Manager) compare(ctx context.Context, v *view) (likeness, error) {
 	return m.comparePast(ctx, v)
 }
 
-// comparePast asks the store how it was when the view was made. One that was restored
-// from a backup, or emptied, and used since may have the same id and have come to the
-// same revision, with other leases.
+// comparePast compares the store at the revision of the view with the view. A store that was
+// emptied, or restored from a backup, and used since may have the same id and the same revision
+// with other leases.
 func (m *Manager) comparePast(ctx context.Context, v *view) (likeness, error) {
-	var leases int64
-	var newest *entry
-	for key, e := range v.entries {
-		if _, gone := v.doomed[key]; gone {
-			continue
-		}
-		leases++
-		if newest == nil || e.modRevision > newest.modRevision {
-			newest = e
-		}
+	leases := v.count()
+	newest, known := v.newestEntry()
+	if !known {
+		return unknown, nil
 	}
 	at := clientv3.WithRev(v.next - 1)
 	ops := []clientv3.Op{clientv3.OpGet(m.dir, clientv3.WithPrefix(), clientv3.WithCountOnly(), at)}
@@ -182,18 +192,51 @@ func (m *Manager) comparePast(ctx context.Context, v *view) (likeness, error) {
 	return is, err
 }
 
-// is reports whether e was written at that revision, and with that etcd lease: its id
-// is not given twice, as revisions are in a store that was emptied.
+// is reports whether e was written at that revision and with that etcd lease. Unlike a revision,
+// the id of an etcd lease does not come again in a store that was emptied.
 func (e *entry) is(modRevision int64, lease clientv3.LeaseID) bool {
 	return e.modRevision == modRevision && e.leaseID == lease
 }
 
-// explains reports whether l may be what has become of the store of the view: what it
-// has from before the view's time has to be in the view.
+// may reports whether listed may be the same state of the same key as e, which may come from a
+// former run.
+func (e *entry) may(listed entry) bool {
+	if e.modRevision == 0 {
+		return e.createRevision == listed.createRevision
+	}
+	return e.is(listed.modRevision, listed.leaseID)
+}
+
+// count returns the number of keys that the store has. Leases with a reprieve are not there.
+func (v *view) count() int64 { return int64(len(v.entries) - len(v.doomed)) }
+
+// newestEntry returns the entry in the store that was written last, or nil if there is none.
+// known is false if that may be an entry from a former run, whose revision is not known.
+func (v *view) newestEntry() (newest *entry, known bool) {
+	valid := func(e *entry) bool {
+		_, doomed := v.doomed[e.key]
+		return v.entries[e.key] == e && !doomed
+	}
+	if v.newest == nil || !valid(v.newest) {
+		v.newest = nil
+		for _, e := range v.entries {
+			if valid(e) && (v.newest == nil || e.modRevision > v.newest.modRevision) {
+				v.newest = e
+			}
+		}
+	}
+	if v.newest == nil {
+		return nil, true
+	}
+	return v.newest, v.newest.modRevision >= max(v.restored, 1)
+}
+
+// explains reports whether l may be a later state of the store of the view: then all entries of l
+// from before the view's revision are in the view.
 func (v *view) explains(l listing) bool {
 	return !slices.ContainsFunc(l.entries, func(e entry) bool {
 		known := v.entries[e.key]
-		return e.modRevision < v.next && (known == nil || !known.is(e.modRevision, e.leaseID))
+		return e.modRevision < v.next && (known == nil || !known.may(e))
 	})
 }
 
@@ -210,8 +253,8 @@ func (v *view) drop(changed map[string]*subnet.Lease, keys []string) {
 	}
 }
 
-// adopt takes from the view of the same store before an outage the leases that
-// have a reprieve. What another store lacks is for whoever listens to hold.
+// adopt takes over the leases with a reprieve from the view of the same store before an outage.
+// For another store there is no reprieve: the ledger holds the leases that it lacks.
 func (v *view) adopt(old view) {
 	if !v.follows(old) {
 		v.doomed = nil
@@ -229,18 +272,19 @@ func (v *view) adopt(old view) {
 	}
 }
 
-// advance takes one response in and publishes the outcome. A view without news advances
-// with what is settled: otherwise it would soon be of a revision that was compacted.
+// advance applies one response to the view and publishes the result. The revision of the view also
+// advances without events: otherwise it would soon be compacted.
 func (m *Manager) advance(ctx context.Context, v *view, resp *pb.WatchResponse, settled int64, sink func(subnet.Update)) error {
 	if storeID(resp.Header).ID != v.store.ID {
 		return errRelist
 	}
 	v.alive(time.Now(), m.timing.dead)
 	v.hear(time.Now(), m.margin(m.cfg.TTL), m.timing.reprieve)
+	before := v.store.Revision
 	v.next, v.store.Revision = max(v.next, settled+1), max(v.store.Revision, settled)
 	changed := map[string]*subnet.Lease{}
 	v.drop(changed, v.ended(ctx))
-	if !news(resp, v.next) && len(changed) == 0 {
+	if !news(resp, v.next) && len(changed) == 0 && v.store.Revision == before {
 		return nil
 	}
 	known := v.next // one transaction may change several keys at one revision
@@ -258,7 +302,7 @@ func (m *Manager) advance(ctx context.Context, v *view, resp *pb.WatchResponse, 
 		default:
 			v.drop(changed, v.renewed(&e, v.entries))
 			logUndecodable(ctx, v.entries[e.key], &e)
-			v.entries[e.key] = &e
+			v.entries[e.key], v.newest = &e, &e
 			if e.err == nil {
 				changed[e.key] = &e.lease
 			}
@@ -267,19 +311,31 @@ func (m *Manager) advance(ctx context.Context, v *view, resp *pb.WatchResponse, 
 	}
 	v.store.Revision = max(v.store.Revision, resp.Header.Revision)
 	m.client.hosts.Store(int64(len(v.entries)))
-	sink(v.update(m.ownKey.Load(), changed))
+	u := v.update(m.ownKey.Load(), changed)
+	for _, ev := range resp.Events {
+		if key := m.keyOf(ev.Kv); v.unreadable(key) {
+			delete(changed, key)
+			u.Undecodable = append(u.Undecodable, key)
+		}
+	}
+	sink(u)
 	return nil
 }
 
-// update is the view as it is published. own is the key to leave out, if there
-// is one.
+func (v *view) unreadable(key string) bool {
+	e := v.entries[key]
+	return e != nil && e.err != nil
+}
+
+// update returns the update that is published. own is the key to leave out, if there is one.
 func (v *view) update(own *string, changed map[string]*subnet.Lease) subnet.Update {
 	if own != nil {
 		if _, ok := changed[*own]; ok {
-			// It may have been another node's before.
+			// Before, it may have belonged to another node.
 			changed[*own] = nil
 		}
 	}
+	v.store.Mark = v.mark()
 	return subnet.Update{Store: v.store, Changed: changed, Snapshot: func() subnet.Snapshot { return v.snapshot(own) }}
 }
 

@@ -1,29 +1,42 @@
 package kube
 
 import (
+	"bytes"
 	"cmp"
 	"context"
+	"encoding/json"
 	"errors"
 	"net/netip"
+	"reflect"
+	"slices"
+	"time"
 
 	"k8s.io/klog/v2"
 
 	"flanneld/subnet"
 )
 
-// view is what Watch knows of all Nodes.
+// view is the state of all Nodes as Watch knows it.
 type view struct {
 	keys    *keys
 	own     string            // name of the own Node
 	entries map[string]*entry // by name; nil if nothing is known
 	store   subnet.StoreID
-	// revision is up to where all events are taken in. 0: list first.
+	// revision is the one up to which the view has all events. 0: list first.
 	revision int64
 	listed   bool // by this process
 	current  bool // the last watch has ended in good order
 	blind    bool // the last watch was, and the one since has said nothing yet
 	behind   bool // the server's cache was, and the watch has said nothing yet
 	same     bool // while listing: a Node is there that was there before
+	last     witness
+	// former is the mark of the last known state, until the store was compared with it.
+	former *mark
+	// restored is the revision of the last known state that the view began with, until an audit
+	// has compared it; 0: there was none. Entries from there have no uid.
+	restored int64
+	auditAt  time.Time
+	deleted  map[string]struct{} // names that went while an audit reads a list
 }
 
 // entry is one Node.
@@ -40,21 +53,22 @@ type entry struct {
 	partly  error         // why a family of the lease is not as the Node has it now
 	lease   *subnet.Lease // as it last was one, nil if it never was; read-only
 	fresh   bool          // lease has changed and is to be published
+	held    bool          // from a former run, in which the store lacked it
 	logged  string        // trouble that was
 }
 
-// lacks reports whether the Node is to be asked for.
+// lacks reports whether the Node has to be requested.
 func (e *entry) lacks() bool {
 	return e != nil && e.cidrs == nil && e.notes[managed].text == "true"
 }
 
-// former is what this node knew when it ran before.
+// former is the last known state of this node.
 type former struct {
 	own   subnet.Lease
 	known subnet.LedgerState
 }
 
-// newView returns a view that knows what this node knew when it ran before.
+// newView returns a view that starts with the last known state.
 func (m *Manager) newView(ctx context.Context) *view {
 	v := &view{keys: &m.decoder.keys}
 	f := m.former.Swap(nil)
@@ -78,7 +92,10 @@ func (m *Manager) newView(ctx context.Context) *view {
 	}
 	for _, p := range f.known.Peers {
 		add(p.Lease)
+		v.entries[p.Lease.Key].held = !p.HeldUntil.IsZero()
 	}
+	v.former = parseMark(f.known.Store.Mark)
+	v.store.Mark = ""
 	if f.own.Key != "" {
 		add(f.own)
 	}
@@ -112,8 +129,7 @@ func (v *view) successor() *view {
 	return &view{keys: v.keys, entries: make(map[string]*entry, len(v.entries)), listed: true, blind: v.blind}
 }
 
-// take puts an object of a list into the view. What is known of it comes from
-// old.
+// take puts an object of a list into the view, along with the state that old has of it.
 func (v *view) take(o *object, full bool, old *view) {
 	e := &entry{}
 	if known := old.entries[string(o.name)]; known != nil && known.is(o) {
@@ -139,6 +155,7 @@ func (e *entry) is(o *object) bool {
 // one Node is still there: uids are never used twice, and creation times hardly.
 func (v *view) complete(own string, l listing, s *self, old *view) {
 	v.own, v.revision, v.behind = own, l.revision, l.behind || v.blind
+	v.last = v.witnessOf(own)
 	v.store = subnet.StoreID{ID: s.uid, Revision: l.revision}
 	if v.same && old.store.ID != "" {
 		v.store.ID = old.store.ID
@@ -147,20 +164,14 @@ func (v *view) complete(own string, l listing, s *self, old *view) {
 	}
 }
 
-// set brings an entry up to date with o. It does not allocate if there is
-// nothing new.
+// set updates an entry by o. It does not allocate if nothing has changed.
 func (v *view) set(e *entry, o *object, full bool) {
 	changed := false
 	e.version = parseRevision(o.revision)
 	if e.uid != string(o.uid) {
 		e.uid, e.order, changed = string(o.uid), uint64(o.created), true
 	}
-	for i := range e.notes {
-		if have := &e.notes[i]; have.present != (o.notes[i] != nil) || have.text != string(o.notes[i]) {
-			*have = note{string(o.notes[i]), o.notes[i] != nil}
-			changed = true
-		}
-	}
+	changed = e.setNotes(o) || changed
 	if full {
 		cidrs, err := o.cidrs()
 		v.setCIDRs(e, cidrs, err)
@@ -177,7 +188,18 @@ func (v *view) set(e *entry, o *object, full bool) {
 	}
 }
 
-// setCIDRs takes over what the spec says.
+// setNotes takes over the annotations of o, and reports whether one has changed.
+func (e *entry) setNotes(o *object) (changed bool) {
+	for i := range e.notes {
+		if have := &e.notes[i]; have.present != (o.notes[i] != nil) || have.text != string(o.notes[i]) {
+			*have = note{string(o.notes[i]), o.notes[i] != nil}
+			changed = true
+		}
+	}
+	return changed
+}
+
+// setCIDRs takes over the podCIDRs of the spec.
 func (v *view) setCIDRs(e *entry, cidrs []netip.Prefix, err error) {
 	switch {
 	case err == nil:
@@ -189,7 +211,7 @@ func (v *view) setCIDRs(e *entry, cidrs []netip.Prefix, err error) {
 	}
 }
 
-// decode makes a lease of an entry that has changed.
+// decode derives the lease of an entry that has changed.
 func (v *view) decode(e *entry) {
 	e.partly = nil
 	if e.cidrs == nil { // it is asked for, if it is flannel's
@@ -205,13 +227,31 @@ func (v *view) decode(e *entry) {
 		return
 	}
 	e.err, e.partly = nil, err
-	e.lease = &subnet.Lease{Key: e.name, Order: e.order, BackendType: backendType, Endpoints: es}
-	e.fresh = true
+	l := &subnet.Lease{Key: e.name, Order: e.order, BackendType: backendType, Endpoints: es}
+	if e.lease == nil || !sameLease(*e.lease, *l) {
+		e.lease, e.fresh = l, true
+	}
 }
 
-// advance takes in one event of the watch. It returns the name of the Node if
-// something about it may have changed, and errRelist if the store is older than
-// it was.
+// sameLease compares two leases. One of them may come from the state file, which has JSON in
+// another form.
+func sameLease(x, y subnet.Lease) bool {
+	return x.Key == y.Key && x.Order == y.Order && x.BackendType == y.BackendType &&
+		slices.EqualFunc(x.Endpoints, y.Endpoints, func(x, y subnet.Endpoint) bool {
+			return x.Subnet == y.Subnet && x.PublicIP == y.PublicIP && sameJSON(x.Data, y.Data)
+		})
+}
+
+func sameJSON(x, y json.RawMessage) bool {
+	if bytes.Equal(x, y) {
+		return true
+	}
+	var a, b any
+	return json.Unmarshal(x, &a) == nil && json.Unmarshal(y, &b) == nil && reflect.DeepEqual(a, b)
+}
+
+// advance applies one event of the watch. It returns the name of the Node if its lease may have
+// changed, and errRelist if the store is older than it was.
 func (v *view) advance(h happened) (name string, err error) {
 	revision := parseRevision(h.o.revision)
 	if revision < v.revision {
@@ -221,11 +261,21 @@ func (v *view) advance(h happened) (name string, err error) {
 		return "", nil
 	}
 	v.revision, v.behind = revision, false
-	e := v.entries[string(h.o.name)]
-	switch {
-	case h.kind == bookmark:
+	if h.kind == bookmark {
 		return "", nil
+	}
+	e := v.entries[string(h.o.name)]
+	if e != nil && h.kind != deleted {
+		v.last = witness{e.name, revision}
+	}
+	switch {
 	case h.kind == deleted:
+		if v.last.name == string(h.o.name) {
+			v.last = v.witnessOf(v.own)
+		}
+		if v.deleted != nil {
+			v.deleted[string(h.o.name)] = struct{}{}
+		}
 		if e == nil {
 			return "", nil
 		}
@@ -233,6 +283,7 @@ func (v *view) advance(h happened) (name string, err error) {
 		return e.name, nil
 	case e == nil || !e.is(h.o):
 		e = &entry{name: string(h.o.name), fresh: true}
+		v.last = witness{e.name, revision}
 		v.entries[e.name] = e
 		v.set(e, h.o, false)
 		return e.name, nil
@@ -244,7 +295,7 @@ func (v *view) advance(h happened) (name string, err error) {
 	return "", nil
 }
 
-// supply takes in Nodes that were asked for.
+// supply applies the answer to a request for Nodes.
 func (v *view) supply(got fetched) {
 	for _, name := range got.names {
 		e, s := v.entries[name], got.found[name]
@@ -260,7 +311,7 @@ func (v *view) supply(got fetched) {
 	}
 }
 
-// missing returns the names of the Nodes that are to be asked for.
+// missing returns the names of the Nodes that have to be requested.
 func (v *view) missing() []string {
 	var names []string
 	for name, e := range v.entries {
@@ -271,7 +322,7 @@ func (v *view) missing() []string {
 	return names
 }
 
-// publish tells what has become of one Node, if that is news.
+// publish publishes the state of one Node, if it has changed.
 func (v *view) publish(ctx context.Context, name string, sink func(subnet.Update)) {
 	if name == "" {
 		return
@@ -293,10 +344,14 @@ func (v *view) publish(ctx context.Context, name string, sink func(subnet.Update
 		return
 	}
 	v.store.Revision = v.revision
-	sink(v.update(changed))
+	u := v.update(changed)
+	if e != nil && e.err != nil && e.lease != nil {
+		u.Undecodable = []string{name}
+	}
+	sink(u)
 }
 
-// update is the view as it is published.
+// update returns the update that is published.
 func (v *view) update(changed map[string]*subnet.Lease) subnet.Update {
 	return subnet.Update{Store: v.store, Changed: changed, Snapshot: v.snapshot}
 }
@@ -315,7 +370,7 @@ func (v *view) snapshot() subnet.Snapshot {
 	return s
 }
 
-// trouble is what is wrong with a Node; empty if it is in order, or not ours.
+// trouble returns the reason why a Node cannot be read; empty if it can, or is not flannel's.
 func (e *entry) trouble() string {
 	if e == nil || errors.Is(e.err, errNotManaged) && e.lease == nil {
 		return ""

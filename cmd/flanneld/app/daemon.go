@@ -59,6 +59,9 @@ type lastKnown struct {
 	Former    []former           `json:"former,omitempty"` // earlier configurations whose objects may still be in the kernel
 	Rules     []netip.Prefix     `json:"rules,omitempty"`  // networks outside of Config that the firewall may still contain
 
+	// Saved is when the file was written, by the wall clock. A clock that is earlier is wrong.
+	Saved time.Time `json:"saved,omitzero"`
+
 	// PublicIPs are the addresses that peers send to, if the store and not the flags set
 	// them.
 	PublicIPs []netip.Addr `json:"publicIPs,omitempty"`

@@ -35,7 +35,7 @@ type resumption struct {
 // because an address is missing at boot, resume repeats it. The session follows the
 // external interface like work, and keeps its state in d.record.
 func (d *daemon) resume(ctx context.Context, m store, last lastKnown) resumption {
-	if len(last.Own.Endpoints) == 0 || !last.Own.Permanent && time.Now().After(last.Own.Expires) {
+	if len(last.Own.Endpoints) == 0 || errors.Is(last.usable(time.Now()), errExpired) {
 		return resumption{settle: func() {}, stop: func() {}}
 	}
 	d.public = last.PublicIPs
@@ -72,11 +72,6 @@ func (d *daemon) resume(ctx context.Context, m store, last lastKnown) resumption
 // recall starts a session on the last known state, which lasts until ctx ends. It repeats
 // the start until waiting ends or the lease expires, and calls tried after each attempt.
 func (d *daemon) recall(ctx, waiting context.Context, last lastKnown, options underlay.Options, tried func()) (s *session, err error) {
-	if !last.Own.Permanent {
-		var cancel context.CancelFunc
-		waiting, cancel = context.WithDeadline(waiting, last.Own.Expires)
-		defer cancel()
-	}
 	err = d.retry(waiting, "the last known state cannot be used yet", func() (err error) {
 		defer tried()
 		s, err = d.serveLast(ctx, last, options)
@@ -87,6 +82,9 @@ func (d *daemon) recall(ctx, waiting context.Context, last lastKnown, options un
 
 // serveLast starts a session on the last known state, if the state belongs to this node.
 func (d *daemon) serveLast(ctx context.Context, last lastKnown, options underlay.Options) (*session, error) {
+	if err := last.usable(time.Now()); err != nil {
+		return nil, err
+	}
 	iface, err := underlay.Wait(ctx, options, 0)
 	if err != nil {
 		return nil, err
