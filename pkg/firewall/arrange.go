@@ -31,7 +31,8 @@ func (a Arrangement) Empty() bool { return len(a.Own)+len(a.Others) == 0 }
 func (t Table) Arrange(c Chain, have []*Rule) Arrangement {
 	a := Arrangement{Own: t.rules[c]}
 	neighbours := neighbours(c, have)
-	var own, rest []Rule // own: the rules that the chain should have besides those of other daemons; rest: the rules that it has
+	// Besides the rules of other daemons the chain should contain own, and contains rest.
+	var own, rest []Rule
 	for i, r := range have {
 		if r == nil {
 			rest = append(rest, Rule{})

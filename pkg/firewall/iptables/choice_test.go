@@ -33,7 +33,8 @@ func others(rules int) string {
 
 func chain(name string) string { return "*mangle\n:" + name + " - [0:0]\nCOMMIT\n" }
 
-// TestChoose gives the output of iptables-save on a host, by the names of the programs.
+// TestChoose checks the choice on hosts with given outputs of iptables-save, by the names
+// of the programs.
 func TestChoose(t *testing.T) {
 	for name, tt := range map[string]struct {
 		host    map[string]string
