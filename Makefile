@@ -39,7 +39,7 @@ GOLANGCI := bin/tools/golangci-lint
 
 .DEFAULT_GOAL := help
 .PHONY: help build demo test test-unit test-kernel test-e2e test-vm test-kubernetes test-rest test-all fuzz bench lint lint-go lint-words lint-mod lint-shell lint-sleep \
-	lint-unit lint-rules fmt image chart dist dist-check deps components components-short components-nodes clean FORCE
+	lint-unit lint-rules fmt image chart dist dist-check deps components components-short components-nodes torture clean FORCE
 
 help: ## print this list
 	@echo 'flanneld $(VERSION)'
@@ -87,6 +87,10 @@ fuzz: bin/tools/stages ## run every fuzz target for FUZZTIME (10s)
 bench: build deps components ## measure the daemon and the kernel's own limit (an hour; with QUICK=1 some minutes)
 	go build -o bin/tools/bench ./test/bench
 	bin/tools/bench $(if $(QUICK),-quick,-out Documentation/benchmarks -page Documentation/benchmarks.md) $(BENCHFLAGS)
+
+torture: build deps components ## cause faults of a store of three members at random, five runs of ten minutes (TORTUREFLAGS='-seed 7 -runs 1')
+	go build -o bin/tools/torture ./test/torture
+	bin/tools/torture $(TORTUREFLAGS)
 
 bin/tools/stages: FORCE
 	@go build -o $@ ./test/stages

@@ -31,6 +31,7 @@ const restMark = "//stages:rest"
 
 const (
 	e2eFolder        = "/test/e2e"
+	tortureFolder    = "/test/torture"
 	kubernetesFolder = "/test/kubernetes"
 )
 
@@ -48,7 +49,7 @@ func (t test) stage() string {
 		return "vm"
 	case in(t.pkg, kubernetesFolder):
 		return "kubernetes"
-	case in(t.pkg, e2eFolder):
+	case in(t.pkg, e2eFolder), in(t.pkg, tortureFolder):
 		return "e2e"
 	case strings.HasPrefix(t.name, "TestKernel"):
 		return "kernel"
