@@ -50,7 +50,6 @@ type config struct {
 	families []prefix.Family
 	backend  string // its Type
 	nftables bool   // of the daemon, and kube-proxy
-	install  int    // byKubectl, …
 }
 
 // join is one value for each family, separated by commas.
@@ -78,6 +77,9 @@ type cluster struct {
 	api   *lab.APIServer
 	dir   string
 	nodes []*node
+
+	installed     install // the last one
+	auditedBefore int     // length of the audit log before it
 }
 
 // clusters are the clusters of this run. An interrupted run closes them.
@@ -100,14 +102,15 @@ func (r *registered) remove(c *cluster) {
 	r.all = slices.DeleteFunc(r.all, func(d *cluster) bool { return d == c })
 }
 
-func (r *registered) closeAll() {
+func (r *registered) closeAll() error {
 	r.mu.Lock()
 	defer r.mu.Unlock()
+	var errs []error
 	for _, c := range r.all {
-		if err := c.close(); err != nil {
-			fmt.Fprintln(os.Stderr, err)
-		}
+		errs = append(errs, c.close())
+		c.lab.Close()
 	}
+	return errors.Join(errs...)
 }
 
 const (

@@ -88,7 +88,7 @@ func endToEnd(ctx context.Context, r *run) error {
 // kubernetes runs without the race detector, because the tests contain no code of the
 // product.
 func kubernetes(ctx context.Context, r *run, short bool) error {
-	return folder(ctx, r, kubernetesFolder, "-timeout=90m", fmt.Sprintf("-short=%v", short))
+	return folder(ctx, r, kubernetesFolder, "-timeout=90m", "-skip", vmTests, fmt.Sprintf("-short=%v", short))
 }
 
 // folder runs the packages of a folder one at a time, so that each has the whole machine.
