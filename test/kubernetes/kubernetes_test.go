@@ -151,25 +151,24 @@ func (c *cluster) rollOut(running <-chan struct{}) {
 // except on a busy machine.
 const maxFailedProbes = 2
 
+var readinessProbes = regexp.MustCompile(`(?m)^prober_probe_total\{container="kube-flannel",.*probe_type="Readiness",result="(\w+)"\} (\d+)$`)
+
 // failedProbes returns the number of readiness probes that the daemon's pod on the node
-// has failed.
+// has failed. kubelet counts them while the pod exists.
 func (n *node) failedProbes() int {
 	n.c.t.Helper()
-	metrics := n.c.kubectl("get", "--raw=/api/v1/nodes/"+n.Name()+"/proxy/metrics/probes")
-	total := 0
-	for line := range strings.Lines(metrics) {
-		if !strings.HasPrefix(line, "prober_probe_total{") || !strings.Contains(line, `container="kube-flannel"`) || !strings.Contains(line, `probe_type="Readiness"`) {
-			continue
-		}
-		words := strings.Fields(line)
-		count, err := strconv.Atoi(words[len(words)-1])
+	counts := map[string]int{}
+	for _, m := range readinessProbes.FindAllStringSubmatch(n.c.kubectl("get", "--raw=/api/v1/nodes/"+n.Name()+"/proxy/metrics/probes"), -1) {
+		count, err := strconv.Atoi(m[2])
 		if err != nil {
 			n.c.t.Fatal(err)
 		}
-		total += count
-		n.c.t.Log(line)
+		counts[m[1]] += count
 	}
-	return total
+	if counts["successful"] == 0 { // it would not be ready
+		n.c.t.Errorf("%s: kubelet counts no readiness probe that was successful: %v", n.Name(), counts)
+	}
+	return counts["failed"]
 }
 
 func (c *cluster) last() *node { return c.nodes[len(c.nodes)-1] }
