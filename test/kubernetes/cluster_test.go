@@ -122,6 +122,9 @@ const (
 // newCluster starts a cluster whose nodes have images, but no network.
 func newCluster(t *testing.T, cfg config, archives ...string) *cluster {
 	t.Helper()
+	if _, err := os.Stat("/proc/sys/net/bridge/bridge-nf-call-iptables"); err != nil {
+		t.Fatalf("Services need bridged packets in the rules (modprobe br_netfilter): %v", err)
+	}
 	l, err := lab.New(background(t), lab.Config{Hosts: cfg.nodes, Families: cfg.families})
 	if err != nil {
 		t.Fatal(err)

@@ -75,6 +75,7 @@ func run(m *testing.M) int {
 		if err := errors.Join(clusters.closeAll(), os.RemoveAll(tmp)); err != nil {
 			fmt.Fprintln(os.Stderr, err)
 		}
+		_ = os.Remove(filepath.Dir(tmp)) // other runs may be there
 	})
 	interrupted := make(chan os.Signal, 1)
 	signal.Notify(interrupted, os.Interrupt, syscall.SIGTERM, syscall.SIGHUP)
