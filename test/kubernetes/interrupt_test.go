@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"io/fs"
 	"os"
 	"os/exec"
@@ -28,15 +29,18 @@ func TestInterrupted(t *testing.T) {
 	}
 	for _, tt := range []struct {
 		name string
-		end  func(run, parent int) error
+		end  func(*earlyRun) error
 		next bool // the next run removes the rest
 	}{
-		{"interrupt", func(run, _ int) error { return unix.Kill(run, unix.SIGINT) }, false},
-		{"go command killed", func(_, parent int) error { return unix.Kill(parent, unix.SIGKILL) }, false},
-		{"killed", func(run, _ int) error { return unix.Kill(run, unix.SIGKILL) }, true},
+		{"interrupt", func(r *earlyRun) error { return unix.Kill(r.pid, unix.SIGINT) }, false},
+		{"go command killed", func(r *earlyRun) error {
+			return errors.Join(r.output.Close(), r.parent.Kill()) // it reads the output
+		}, false},
+		{"killed", func(r *earlyRun) error { return unix.Kill(r.pid, unix.SIGKILL) }, true},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
-			run, parent := startRun(t)
+			r := startRun(t)
+			run := r.pid
 			cgroups, err := cgroupsOf(run)
 			if err != nil {
 				t.Fatal(err)
@@ -45,7 +49,7 @@ func TestInterrupted(t *testing.T) {
 			if _, err := os.Stat(tmp); err != nil || len(cgroups) == 0 || len(processesOf(t, tmp)) == 0 {
 				t.Fatalf("before the end: folder %v, cgroups %q", err, cgroups)
 			}
-			if err := tt.end(run, parent); err != nil {
+			if err := tt.end(r); err != nil {
 				t.Fatal(err)
 			}
 			eventually(t, "end of the run", func(context.Context) error {
@@ -78,33 +82,53 @@ func waitWithNode(t *testing.T, file string) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	<-background(t).Done()
-	t.Error("not interrupted in time")
+	eventually(t, "the end", func(context.Context) error {
+		t.Log("waits") // like a test that is busy
+		return errors.New("not interrupted")
+	})
+}
+
+// earlyRun is a run that a test ends early.
+type earlyRun struct {
+	pid    int
+	parent *os.Process // a shell
+	output *os.File    // of both processes, to read
 }
 
 // startRun starts these tests in another process, as the child of a shell, and waits until
-// they have a node. It returns the numbers of both processes.
-func startRun(t *testing.T) (run, parent int) {
+// they have a node.
+func startRun(t *testing.T) *earlyRun {
 	t.Helper()
 	self, err := os.Executable()
 	if err != nil {
 		t.Fatal(err)
 	}
-	file := filepath.Join(t.TempDir(), "pid")
-	shell := exec.CommandContext(background(t), "sh", "-c", `"$@"; exit $?`, "sh", self, "-test.run=^"+t.Name()[:strings.Index(t.Name(), "/")]+"$")
-	shell.Env = append(os.Environ(), pidFile+"="+file)
-	var out bytes.Buffer
-	shell.Stdout, shell.Stderr = &out, &out
-	if err := shell.Start(); err != nil {
+	output, out, err := os.Pipe()
+	if err != nil {
 		t.Fatal(err)
 	}
-	ended := make(chan error, 1)
+	file := filepath.Join(t.TempDir(), "pid")
+	test, _, _ := strings.Cut(t.Name(), "/")
+	shell := exec.CommandContext(background(t), "sh", "-c", `"$@"; exit $?`, "sh", self, "-test.v", "-test.run=^"+test+"$")
+	shell.Env = append(os.Environ(), pidFile+"="+file)
+	shell.Stdout, shell.Stderr = out, out
+	err = shell.Start()
+	out.Close()
+	if err != nil {
+		t.Fatal(err)
+	}
+	ended, read := make(chan error, 1), make(chan struct{})
 	go func() { ended <- shell.Wait(); close(ended) }()
+	var text bytes.Buffer
+	go func() { _, _ = io.Copy(&text, output); close(read) }()
 	t.Cleanup(func() {
-		if <-ended; t.Failed() {
-			t.Logf("output of the run: %s", out.String())
+		<-ended
+		_ = output.Close() // a test may have done so
+		if <-read; t.Failed() {
+			t.Logf("output of the run: %s", text.String())
 		}
 	})
+	r := &earlyRun{parent: shell.Process, output: output}
 	eventually(t, "node of the run", func(context.Context) error {
 		select {
 		case err := <-ended:
@@ -113,11 +137,11 @@ func startRun(t *testing.T) (run, parent int) {
 		}
 		text, err := os.ReadFile(file)
 		if err == nil {
-			run, err = strconv.Atoi(string(text))
+			r.pid, err = strconv.Atoi(string(text))
 		}
 		return err
 	})
-	return run, shell.Process.Pid
+	return r
 }
 
 // cgroupsOf returns the cgroups that contain those of a run's nodes.

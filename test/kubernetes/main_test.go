@@ -78,7 +78,8 @@ func run(m *testing.M) int {
 		_ = os.Remove(filepath.Dir(tmp)) // other runs may be there
 	})
 	interrupted := make(chan os.Signal, 1)
-	signal.Notify(interrupted, os.Interrupt, syscall.SIGTERM, syscall.SIGHUP)
+	// SIGPIPE, because output that go does not read any more would end the process at once.
+	signal.Notify(interrupted, os.Interrupt, syscall.SIGTERM, syscall.SIGHUP, syscall.SIGPIPE)
 	go func() {
 		<-interrupted
 		end()
