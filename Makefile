@@ -33,11 +33,13 @@ NODES := $(COMPONENTS)/kubernetes-$(call sum,$(addprefix test/components/kube-ap
 CONTAINERD := $(COMPONENTS)/containerd-$(call sum,test/components/containerd/go.mod)
 # Not `go run`, which does not forward signals.
 STAGES := bin/tools/stages -fuzztime $(FUZZTIME)
+# make test-e2e RUN=TestHealing runs one test. value, because a pattern may contain a dollar.
+ONE = $(if $(RUN),-run '$(value RUN)')
 GOLANGCI := bin/tools/golangci-lint
 
 .DEFAULT_GOAL := help
-.PHONY: help build demo test test-unit test-kernel test-e2e test-vm test-kubernetes test-all fuzz bench lint lint-go lint-words lint-mod lint-shell lint-sleep \
-	lint-unit lint-rules fmt image chart dist dist-check deps components components-nodes clean FORCE
+.PHONY: help build demo test test-unit test-kernel test-e2e test-vm test-kubernetes test-rest test-all fuzz bench lint lint-go lint-words lint-mod lint-shell lint-sleep \
+	lint-unit lint-rules fmt image chart dist dist-check deps components components-short components-nodes clean FORCE
 
 help: ## print this list
 	@echo 'flanneld $(VERSION)'
@@ -55,26 +57,29 @@ demo: build ## run three hosts on this machine and test every pod against every 
 	bin/flannelctl lab --hosts 3 --backend vxlan --once
 
 ## Test
-test: deps components bin/tools/stages ## run all stages, then print a table of results and times
+test: deps components-short bin/tools/stages ## run the tests that show most in minutes, then print a table of results and times
+	@$(STAGES) -part short
+
+test-rest: deps components components-nodes bin/tools/stages ## run what make test leaves: everything else, including fuzzing and clusters of real kubelets (SHORT=1: few of Kubernetes' tests)
+	@$(STAGES) $(if $(SHORT),-short) -part rest
+
+test-all: deps components components-nodes bin/tools/stages ## run make test and make test-rest in one
 	@$(STAGES)
 
-test-unit: deps components bin/tools/stages ## run tests that need no kernel, with the race detector
-	@$(STAGES) unit
+test-unit: deps components bin/tools/stages ## run tests that need no kernel, with the race detector (this and the next: RUN=TestName for one)
+	@$(STAGES) $(ONE) unit
 
 test-kernel: deps components bin/tools/stages ## run the TestKernel... tests, in network namespaces
-	@$(STAGES) kernel
+	@$(STAGES) $(ONE) kernel
 
 test-e2e: deps components bin/tools/stages ## run tests with real daemons, a real etcd and real traffic
-	@$(STAGES) e2e
+	@$(STAGES) $(ONE) e2e
 
 test-vm: deps bin/tools/stages ## run the TestVM... tests, on a Debian kernel in qemu
-	@$(STAGES) vm
+	@$(STAGES) $(ONE) vm
 
 test-kubernetes: deps components components-nodes bin/tools/stages ## run Kubernetes' conformance tests in clusters of real kubelets (SHORT=1: some, in minutes)
-	@$(STAGES) $(if $(SHORT),-short) kubernetes
-
-test-all: deps components components-nodes bin/tools/stages ## run make test and make test-kubernetes
-	@$(STAGES) all
+	@$(STAGES) $(ONE) $(if $(SHORT),-short) kubernetes
 
 fuzz: bin/tools/stages ## run every fuzz target for FUZZTIME (10s)
 	@$(STAGES) fuzz
@@ -171,7 +176,9 @@ dist-check: ## build the tarball of amd64 twice and compare the bytes
 bin/tools/sbom: test/components/sbom/go.mod test/components/sbom/main.go
 	go build -C test/components/sbom -o $(CURDIR)/$@ .
 
-components: bin/tools/kube-apiserver bin/tools/kubectl bin/tools/helm bin/tools/docker-network bin/tools/cni bin/tools/etcd-3.5 bin/tools/etcd-3.6 ## build the Kubernetes API server, Docker's network, older etcds, tools and CNI plugins for tests (takes minutes the first time)
+components-short: bin/tools/kube-apiserver bin/tools/cni # the part that make test needs
+
+components: components-short bin/tools/kubectl bin/tools/helm bin/tools/docker-network bin/tools/etcd-3.5 bin/tools/etcd-3.6 ## build the Kubernetes API server, Docker's network, older etcds, tools and CNI plugins for tests (takes minutes the first time)
 
 # Plugins that support CNI 1.1, unlike those of Debian.
 bin/tools/cni: test/components/cni-plugins/go.mod test/components/cni-plugins/go.sum
@@ -189,7 +196,7 @@ bin/tools/etcd-3.6: $(call etcd,3.6) FORCE
 bin/tools/kube-apiserver bin/tools/kubectl bin/tools/helm bin/tools/docker-network bin/tools/etcd-3.5 bin/tools/etcd-3.6:
 	@mkdir -p bin/tools && ln -sf $< $@
 
-KUBE_BUILD = CGO_ENABLED=0 nice go build -trimpath -ldflags '-s -w \
+KUBE_BUILD = CGO_ENABLED=0 GOGC=400 nice go build -trimpath -ldflags '-s -w \
 	-X k8s.io/component-base/version.gitVersion=$(KUBE_VERSION) -X k8s.io/client-go/pkg/version.gitVersion=$(KUBE_VERSION)'
 
 $(APISERVER):

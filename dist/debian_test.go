@@ -59,6 +59,8 @@ func pluginsOfOld(t *testing.T) string {
 }
 
 // The second package is built on a file system in which directories have another size.
+//
+//stages:rest it builds packages
 func TestDebianPackageIsReproducible(t *testing.T) {
 	var packages []string
 	for _, tmp := range []string{t.TempDir(), "/dev/shm"} {
@@ -75,6 +77,8 @@ func TestDebianPackageIsReproducible(t *testing.T) {
 }
 
 // dpkg also sorts pre-releases before their release.
+//
+//stages:rest it builds packages
 func TestDebianVersions(t *testing.T) {
 	programs, before := stubs(t), ""
 	for _, version := range []string{
@@ -94,6 +98,8 @@ func TestDebianVersions(t *testing.T) {
 
 // TestDebianPackage installs, upgrades, removes and purges a package in a root directory
 // of its own.
+//
+//stages:rest it builds and installs a package
 func TestDebianPackage(t *testing.T) {
 	programs := stubs(t)
 	if err := os.Remove(filepath.Join(programs, "flanneld")); err != nil {
@@ -181,6 +187,8 @@ func TestDebianPackage(t *testing.T) {
 
 // A file of the administrator may conflict with the package. The package keeps it and
 // prints its name.
+//
+//stages:rest it builds packages
 func TestPackageNamesConflictingFiles(t *testing.T) {
 	const unit = "/etc/systemd/system/flanneld.service"
 	for _, tc := range []struct{ script, file, wants string }{
@@ -210,6 +218,8 @@ func TestPackageNamesConflictingFiles(t *testing.T) {
 
 // An upgrade requests a restart without waiting until the daemon is ready: the store may
 // be unavailable, and the package manager locks the whole host.
+//
+//stages:rest it builds packages
 func TestUpgradeDoesNotWait(t *testing.T) {
 	dir := t.TempDir()
 	stub := "#!/bin/sh\necho \"$@\" >> " + filepath.Join(dir, "calls") + "\n"

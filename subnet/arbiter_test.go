@@ -15,6 +15,8 @@ import (
 // TestChangeComesToTheSame changes one lease after the other, in a network so
 // small that they are in each other's way, and compares what an Arbiter that is
 // told of each change says with what one says that judges them all anew.
+//
+//stages:rest it compares many random changes
 func TestChangeComesToTheSame(t *testing.T) {
 	cfg, _, err := subnet.ParseConfig([]byte(`{"Network":"10.5.0.0/20","EnableIPv6":true,"IPv6Network":"fd00:10:5::/60"}`))
 	if err != nil {

@@ -239,6 +239,8 @@ func randomSnapshot(rnd *rand.Rand, last subnet.Snapshot) subnet.Snapshot {
 // TestLedgerFollows changes a store key by key, and now and then replaces it,
 // and compares a ledger that is told of changes with one that is told of
 // everything.
+//
+//stages:rest it compares many random changes
 func TestLedgerFollows(t *testing.T) {
 	followed := 0
 	for seed := range uint64(200) {

@@ -82,7 +82,8 @@ func objects(t *testing.T, text string) []object {
 	return all
 }
 
-func TestChart(t *testing.T) {
+//stages:rest it needs helm, which takes minutes to build
+func TestChartRenders(t *testing.T) {
 	values, err := filepath.Glob("testdata/*.values.yaml")
 	if err != nil || len(values) == 0 {
 		t.Fatalf("no values to render: %v", err)
@@ -119,11 +120,14 @@ func expectConfig(t *testing.T, rendered string) {
 
 // The plain manifests are the chart with its defaults. Their selector is that of
 // flannel's manifests, so that they can be applied over those.
-func TestBase(t *testing.T) {
+//
+//stages:rest it needs helm, which takes minutes to build
+func TestBaseIsTheChart(t *testing.T) {
 	expectGolden(t, "base/flannel.yaml", render(t, "--set=flannel.selectorLabels.k8s-app=flannel"))
 }
 
-func TestMistakes(t *testing.T) {
+//stages:rest it needs helm, which takes minutes to build
+func TestChartRefusesMistakes(t *testing.T) {
 	for name, tc := range map[string]struct{ set, want string }{
 		"no network":        {"podCidr=", "podCidr and podCidrv6 are both empty"},
 		"port":              {"flannel.backendPort=70000", "backendPort"},
@@ -149,6 +153,8 @@ func TestMistakes(t *testing.T) {
 
 // TestZeroAndFalse: a value that is set reaches the configuration, whether it is in a
 // file or on the command line. Only the port 0 and an empty text mean the default.
+//
+//stages:rest it needs helm, which takes minutes to build
 func TestZeroAndFalse(t *testing.T) {
 	for _, tc := range []struct {
 		backend, set string
@@ -212,6 +218,8 @@ func TestZeroAndFalse(t *testing.T) {
 }
 
 // TestSelectorIsInThePod: pods have the labels of the selector as they are given.
+//
+//stages:rest it needs helm, which takes minutes to build
 func TestSelectorIsInThePod(t *testing.T) {
 	got := render(t, "--set=flannel.selectorLabels.app=", "--set=flannel.selectorLabels.tier=network")
 	if n := strings.Count(got, "        app: \"\"\n        tier: network\n"); n != 1 {
@@ -219,6 +227,7 @@ func TestSelectorIsInThePod(t *testing.T) {
 	}
 }
 
+//stages:rest it needs helm, which takes minutes to build
 func TestLint(t *testing.T) {
 	if out, err := exec.CommandContext(t.Context(), helm, "lint", "--strict", "chart").CombinedOutput(); err != nil {
 		t.Errorf("%v: %s", err, out)

@@ -118,6 +118,8 @@ func TestKernelShaping(t *testing.T) {
 }
 
 // Links with latency and loss, with and without a rate limit.
+//
+//stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMShaping(t *testing.T) {
 	config := lab.Config{Families: dual, Hosts: 2, Etcd: lab.EtcdOptions{Disabled: true}}
 	t.Run("latency and rate", func(t *testing.T) {

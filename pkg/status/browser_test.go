@@ -51,6 +51,8 @@ frame.src = "/statusz";
 </script>`
 
 // TestBrowser opens the page of a host with 5,000 peers in a browser.
+//
+//stages:rest it starts a browser
 func TestBrowser(t *testing.T) {
 	r := report()
 	r.Peers = nil

@@ -135,6 +135,8 @@ func watchMany(t *testing.T, f *fixture, members []*server, options ...func(*Man
 
 // TestMemberCutOff separates one of three members from the others, which go on without it.
 // Hosts that were connected to it change over.
+//
+//stages:rest it waits for a cluster of three etcds to notice a lost member
 func TestMemberCutOff(t *testing.T) {
 	members := newCluster(t, time.Second)
 	cut := members[0]
@@ -157,6 +159,8 @@ func TestMemberCutOff(t *testing.T) {
 // TestMemberHangs makes the disk of one of three members hang, so that it commits nothing
 // while it goes on to say that there is nothing new. Hosts that were connected to it change
 // over. The leader is spared: the others would wait for another one.
+//
+//stages:rest it waits for a cluster of three etcds to notice a hanging member
 func TestMemberHangs(t *testing.T) {
 	members := newCluster(t, 5*time.Second) // on a busy machine the next leader may be the one that hangs
 	slices.SortFunc(members, func(a, b *server) int {

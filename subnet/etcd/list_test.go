@@ -55,6 +55,8 @@ func TestListByPages(t *testing.T) {
 
 // TestSlowLink has several hosts list at once over one link, on which that takes longer than
 // a request may.
+//
+//stages:rest it waits for transfers on a slow link
 func TestSlowLink(t *testing.T) {
 	const leases, hosts, deadline = 5 * pageSize, 2, 6 * time.Second
 	f := newFixture(t, newServer(t))

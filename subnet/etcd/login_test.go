@@ -19,6 +19,8 @@ import (
 
 // TestTokenRunsOut renews leases with logins that have run out since they were last
 // used, and that etcd has forgotten with a restart.
+//
+//stages:rest it needs an older etcd, which takes minutes to build
 func TestTokenRunsOut(t *testing.T) {
 	programs := releases(t)
 	for _, release := range slices.Sorted(maps.Keys(programs)) {
@@ -93,6 +95,8 @@ func testTokenRunsOut(t *testing.T, program string) {
 
 // TestLoginsAfterRestart restarts an etcd, which forgets the logins of all hosts by that.
 // Each host logs in once.
+//
+//stages:rest it needs older etcds, which take minutes to build
 func TestLoginsAfterRestart(t *testing.T) {
 	const hosts = 40
 	s := newServer(t, func(s *server) { s.program, s.bcrypt = releases(t)["3.5"], 8 })

@@ -481,6 +481,8 @@ func silent(t *testing.T, margin, dead time.Duration) (*fixture, *subnettest.Wat
 // changes: a host whose connection breaks then needs no full list. The view advances when
 // the etcd says how far it is. One that answers ahead of what it has to tell, as 3.4.23
 // does, is not believed.
+//
+//stages:rest it needs older etcds, which take minutes to build
 func TestQuietViewIsNotCompacted(t *testing.T) {
 	programs := releases(t)
 	for _, release := range slices.Sorted(maps.Keys(programs)) {

@@ -21,6 +21,8 @@ import (
 
 // Nodes that come together are asked for together, by their label: also one whose label
 // has changed, or that has none.
+//
+//stages:rest it creates thousands of nodes
 func TestManyNewNodes(t *testing.T) {
 	f := newFixture(t, sharedServer(t))
 	f.setConfig(t, `{"Network":"10.0.0.0/8"}`)

@@ -34,6 +34,8 @@ var etcds = map[string]string{
 }
 
 // TestEveryEtcd has an API server on each of them.
+//
+//stages:rest it needs older etcds, which take minutes to build
 func TestEveryEtcd(t *testing.T) {
 	for name, program := range etcds {
 		t.Run(name, func(t *testing.T) {
@@ -315,6 +317,8 @@ func (b *balancer) use(s *server) {
 
 // TestAPIServersBehindABalancer has two API servers over one etcd: one is up to date, the
 // other one hears nothing from etcd for a time, and is started again later.
+//
+//stages:rest it starts several API servers
 func TestAPIServersBehindABalancer(t *testing.T) {
 	a := &server{dir: t.TempDir()}
 	t.Cleanup(a.stop)

@@ -974,6 +974,8 @@ func TestWipedServer(t *testing.T) {
 }
 
 // TestThousandNodes deletes and adds a thousand.
+//
+//stages:rest it creates thousands of nodes
 func TestThousandNodes(t *testing.T) {
 	f := newFixture(t, sharedServer(t))
 	f.setConfig(t, `{"Network":"10.0.0.0/8"}`)

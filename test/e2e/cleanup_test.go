@@ -63,6 +63,8 @@ func TestCleanupNexthopObjects(t *testing.T) {
 }
 
 // TestVMCleanupUDPKernel does so with a daemon whose data path outlives it.
+//
+//stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMCleanupUDPKernel(t *testing.T) {
 	loadFOU(t)
 	cleansUp(t, v4, cleanupCase{backend: udpKernel, firewall: "nftables", args: []string{"--udp-persist"}, says: "FOU port 8285\n"})

@@ -28,6 +28,8 @@ const dockerPort = 80
 // hosts, in the ways that docker.md tells of: containers reach each other, and hosts
 // outside the network reach what the page says. Without any of them flannelctl doctor tells
 // what is in the way.
+//
+//stages:rest it needs a component of Docker, which takes minutes to build
 func TestDocker(t *testing.T) {
 	t.Parallel()
 	const (

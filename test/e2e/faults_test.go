@@ -14,8 +14,10 @@ import (
 // What befalls the store is not the backends' matter, and must be no matter to what
 // they carry: so here are the others than vxlan, which has tests for each of these.
 
+//stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMIPIPFaults(t *testing.T) { faults(t, backendConfig("ipip"), true) }
 
+//stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMWireGuardFaults(t *testing.T) { faults(t, backendConfig("wireguard"), true) }
 
 // TestUserspaceWireGuardFaults has no packets through a daemon that is not there.

@@ -180,6 +180,8 @@ func TestFirewallRepair(t *testing.T) {
 // TestTablesWithRulesOfNFT has rules made with nft where iptables has ours, so that
 // iptables-save says nothing of the tables: the jumps are there once, and where they
 // cannot be put right nothing is written.
+//
+//stages:rest it waits for time in which nothing must happen
 func TestTablesWithRulesOfNFT(t *testing.T) {
 	t.Parallel()
 	f := flavours()[1]

@@ -105,6 +105,7 @@ func contains(t *testing.T, args []string, out string, want []string) {
 }
 
 func TestFlannelctlOnLeases(t *testing.T) {
+	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 3}, `{"Type":"vxlan"}`)
 	a, b := l.Host(1), l.Host(2)
 	startOne(t, a, lab.FlanneldOptions{})
@@ -199,6 +200,7 @@ func TestFlannelctlMovesAHost(t *testing.T) {
 
 // A reservation that no host can get is not made.
 func TestFlannelctlReservesWhatHostsCanGet(t *testing.T) {
+	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 1, Families: dual, Network: json.RawMessage(
 		`{"Network":"10.5.0.0/16","SubnetMax":"10.5.9.0","EnableIPv6":true,"IPv6Network":"fd00:5::/48","Backend":{"Type":"vxlan"}}`)}, "")
 	h, etcd := l.Host(1), store(t, l)
@@ -226,6 +228,7 @@ func TestFlannelctlReservesWhatHostsCanGet(t *testing.T) {
 }
 
 func TestFlannelctlOnConfiguration(t *testing.T) {
+	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 1}, `{"Type":"vxlan"}`)
 	h := l.Host(1)
 	startOne(t, h, lab.FlanneldOptions{})
@@ -254,6 +257,7 @@ func TestFlannelctlOnConfiguration(t *testing.T) {
 }
 
 func TestFlannelctlStatus(t *testing.T) {
+	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 2}, `{"Type":"vxlan"}`)
 	a, b := l.Host(1), l.Host(2)
 	refusedCtl(t, a, []string{"status"}, "ask flanneld for its status", "no such file")
@@ -291,6 +295,7 @@ func TestFlannelctlCheck(t *testing.T) {
 		{"peer is gone", "drop", "underlay"},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
+			t.Parallel()
 			l := newLab(t, lab.Config{Hosts: 2}, `{"Type":"vxlan"}`)
 			startAll(t, l, lab.FlanneldOptions{})
 			expectConverged(t, l)
@@ -307,6 +312,7 @@ func TestFlannelctlCheck(t *testing.T) {
 		})
 	}
 	t.Run("host-gw", func(t *testing.T) {
+		t.Parallel()
 		l := newLab(t, lab.Config{Hosts: 2, Families: dual}, `{"Type":"host-gw"}`)
 		a, b := l.Host(1), l.Host(2)
 		startOne(t, a, lab.FlanneldOptions{})
@@ -336,6 +342,7 @@ func TestFlannelctlCheck(t *testing.T) {
 		refusedCtl(t, a, []string{"check"}, "underlay ", "2 of 2 ways are broken")
 	})
 	t.Run("a tunnel with another port is dropped", func(t *testing.T) {
+		t.Parallel()
 		l := newLab(t, lab.Config{Hosts: 2}, `{"Type":"vxlan","Port":4789}`)
 		startAll(t, l, lab.FlanneldOptions{})
 		expectConverged(t, l)
@@ -343,6 +350,7 @@ func TestFlannelctlCheck(t *testing.T) {
 		refusedCtl(t, l.Host(1), []string{"check"}, "network ", "(vxlan: UDP 4789)")
 	})
 	t.Run("TCP is rejected, then dropped", func(t *testing.T) {
+		t.Parallel()
 		l := newLab(t, lab.Config{Hosts: 2, Families: dual}, `{"Type":"vxlan"}`)
 		startAll(t, l, lab.FlanneldOptions{})
 		expectConverged(t, l)
@@ -360,6 +368,7 @@ func TestFlannelctlCheck(t *testing.T) {
 }
 
 func TestFlannelctlDoctor(t *testing.T) {
+	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 1}, `{"Type":"vxlan"}`)
 	h := l.Host(1)
 	refusedCtl(t, h, []string{"doctor"}, "PROBLEM", "no flanneld answers", "no such file")

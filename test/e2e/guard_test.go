@@ -250,6 +250,8 @@ func TestGuardVXLAN(t *testing.T) {
 
 // TestVMGuardIPIP is the same for ipip, where a pod needs the right to send any protocol. The
 // guest has no iptables.
+//
+//stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMGuardIPIP(t *testing.T) {
 	l, restart := newGuardLab(t, `{"Type":"ipip"}`, flavours()[0])
 	pods := onePodEach(l)

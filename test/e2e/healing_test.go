@@ -136,9 +136,18 @@ var devices = map[string]map[prefix.Family]string{
 	userspace:   {prefix.IPv4: "flannel-wg", prefix.IPv6: "flannel-wg-v6"},
 }
 
-func TestHealing(t *testing.T) {
+// TestHealing runs the damages of both families.
+func TestHealing(t *testing.T) { healing(t, dual) }
+
+// TestHealingOfOneFamily runs them on hosts that have only one of them.
+//
+//stages:rest TestHealing does the same with both families
+func TestHealingOfOneFamily(t *testing.T) { healing(t, v4, v6) }
+
+func healing(t *testing.T, hosts ...[]prefix.Family) {
+	t.Helper()
 	for _, backend := range []string{"vxlan", "host-gw"} {
-		for _, families := range [][]prefix.Family{v4, v6, dual} {
+		for _, families := range hosts {
 			t.Run(backend+"/"+name(families), func(t *testing.T) { newPatient(t, backend, families).healsAll(t) })
 		}
 	}

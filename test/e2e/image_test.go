@@ -114,7 +114,10 @@ func extract(t *testing.T, archive, dir string) {
 
 // What existing manifests call is in the image, and works with nothing but what
 // is in it.
+//
+//stages:rest it builds images
 func TestImage(t *testing.T) {
+	t.Parallel()
 	root, config := image(t)
 	if e := config.Config.Entrypoint; len(e) != 1 || e[0] != "/opt/bin/flanneld" {
 		t.Errorf("entry point %q", e)
@@ -227,6 +230,8 @@ func expectLibraries(t *testing.T, root string) {
 }
 
 // A Docker that cannot write an archive is not taken for a builder.
+//
+//stages:rest it builds images
 func TestImageBuilderWritesArchives(t *testing.T) {
 	t.Parallel()
 	for name, tc := range map[string]struct {

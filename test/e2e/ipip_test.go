@@ -13,13 +13,18 @@ func TestVMIPIPEveryPodReachesEveryPod(t *testing.T) {
 	}
 }
 
+//stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMIPIPDirectRouting(t *testing.T) { directRouting(t, "ipip") }
 
+//stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMIPIPRestartsUnderTraffic(t *testing.T) { restartsUnderTraffic(t, "ipip") }
 
+//stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMIPIPHealing(t *testing.T) { newPatient(t, "ipip", dual).healsAll(t) }
 
 // TestVMIPIPForeignDevice has something else stand where the device should be.
+//
+//stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMIPIPForeignDevice(t *testing.T) {
 	l := newLab(t, lab.Config{Hosts: 1, Families: v4}, `{"Type":"ipip"}`)
 	h := l.Host(1)

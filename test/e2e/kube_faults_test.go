@@ -84,6 +84,8 @@ func (f *front) refuse(t *testing.T, status int) {
 
 // TestKubeAnswers has an API server that answers nothing but errors: at the
 // start, and while Nodes come and go.
+//
+//stages:rest it starts an API server
 func TestKubeAnswers(t *testing.T) {
 	t.Parallel()
 	c := newCluster(t, lab.Config{Hosts: 2}, `{"Type":"vxlan"}`)
@@ -177,6 +179,8 @@ func (c *cluster) mount(h *lab.Host, secret string) (token string) {
 
 // TestKubeTokenRotated revokes the token that a pod has mounted, and mounts
 // another only later.
+//
+//stages:rest it starts an API server
 func TestKubeTokenRotated(t *testing.T) {
 	t.Parallel()
 	c := newCluster(t, lab.Config{Hosts: 2}, `{"Type":"vxlan"}`)

@@ -38,6 +38,8 @@ func TestKubeFlannelctl(t *testing.T) {
 
 // TestKubeFlannelctlWatch follows the leases of a cluster, over a restart of its
 // API server.
+//
+//stages:rest it starts an API server
 func TestKubeFlannelctlWatch(t *testing.T) {
 	t.Parallel()
 	c := newCluster(t, lab.Config{Hosts: 1}, `{"Type":"vxlan"}`)
@@ -60,6 +62,8 @@ func TestKubeFlannelctlWatch(t *testing.T) {
 
 // TestKubeFlannelctlConfig reads what the daemons read: a file, or the ConfigMap
 // that becomes one in their pods.
+//
+//stages:rest it needs kubectl, which takes minutes to build
 func TestKubeFlannelctlConfig(t *testing.T) {
 	t.Parallel()
 	c := newCluster(t, lab.Config{Hosts: 1}, `{"Type":"vxlan"}`)

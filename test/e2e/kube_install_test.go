@@ -52,6 +52,8 @@ func repository(t *testing.T, path string) string {
 
 // TestKubeManifests has the API server check all that is shipped, down to fields
 // that it does not know.
+//
+//stages:rest it needs kubectl, which takes minutes to build
 func TestKubeManifests(t *testing.T) {
 	t.Parallel()
 	c := bare(t, lab.Config{Hosts: 1})
@@ -71,6 +73,8 @@ func TestKubeManifests(t *testing.T) {
 // TestKubeManifestsOverExisting applies what is shipped over what there is, which
 // was made in either way: what is in place of it then is not a mixture. What there
 // was, applied in the same way, brings back all of it.
+//
+//stages:rest it needs kubectl, which takes minutes to build
 func TestKubeManifestsOverExisting(t *testing.T) {
 	t.Parallel()
 	base := repository(t, "dist/kubernetes/base")
@@ -125,6 +129,8 @@ func (c *cluster) typed(page, begins string) {
 }
 
 // TestPageKubernetesInstall runs what that page shows, but for what takes it out.
+//
+//stages:rest it needs kubectl and helm, which take minutes to build
 func TestPageKubernetesInstall(t *testing.T) {
 	t.Parallel()
 	const page, name = "kubernetes-install.md", "registry.example.com/flanneld:v1"
@@ -318,6 +324,8 @@ func (c *cluster) addPolicy() {
 }
 
 // TestKubeNetworkPolicies has somebody believe that flanneld enforces them.
+//
+//stages:rest it needs kubectl, which takes minutes to build
 func TestKubeNetworkPolicies(t *testing.T) {
 	t.Parallel()
 	c := bare(t, lab.Config{Hosts: 1})
@@ -335,6 +343,8 @@ func TestKubeNetworkPolicies(t *testing.T) {
 
 // TestKubeRole takes away what the shipped roles allow, one verb after the other:
 // each is missed, and the daemon goes on when it is back, without a restart.
+//
+//stages:rest it needs kubectl, which takes minutes to build
 func TestKubeRole(t *testing.T) {
 	t.Parallel()
 	const role = "clusterroles/flannel"

@@ -167,6 +167,8 @@ func (c *cluster) held(h *lab.Host) ([]string, error) {
 }
 
 // TestKubeThousandNodes deletes a thousand Nodes and adds others, all at once.
+//
+//stages:rest it creates a thousand nodes
 func TestKubeThousandNodes(t *testing.T) {
 	t.Parallel()
 	const nodes = 1000
@@ -228,7 +230,10 @@ func TestKubeThousandNodes(t *testing.T) {
 
 // TestKubeNodesWithOneAddress has a new Node come with the address of one whose host is
 // gone, while that Node lingers: it is served at once, and stays when the other goes.
+//
+//stages:rest it starts an API server
 func TestKubeNodesWithOneAddress(t *testing.T) {
+	t.Parallel()
 	c := newCluster(t, lab.Config{Hosts: 1}, `{"Type":"vxlan"}`)
 	c.addNode(100, c.peerNotes(100))
 	c.startDaemons()

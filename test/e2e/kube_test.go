@@ -15,6 +15,7 @@ import (
 )
 
 func TestKubePods(t *testing.T) {
+	t.Parallel()
 	for _, families := range [][]prefix.Family{v4, v6, dual} {
 		for _, backend := range []string{"vxlan", "host-gw"} {
 			t.Run(name(families)+" "+backend, func(t *testing.T) {
@@ -61,6 +62,7 @@ func (c *cluster) peerEntries(n int) []string {
 }
 
 func TestKubePeersComeChangeAndGo(t *testing.T) {
+	t.Parallel()
 	c := newCluster(t, lab.Config{Hosts: 1}, `{"Type":"vxlan"}`)
 	c.addNode(100, c.peerNotes(100))
 	c.addNode(99, nil) // of whom nothing is known
@@ -89,7 +91,10 @@ func TestKubePeersComeChangeAndGo(t *testing.T) {
 // progress, so that the API server's cache of Nodes is behind whenever something else was
 // written last. A Node that was deleted while the daemon was down is gone as soon as the
 // daemon is ready again, and nothing is reported as unusable.
+//
+//stages:rest it needs older etcds, which take minutes to build
 func TestKubeOlderEtcd(t *testing.T) {
+	t.Parallel()
 	for name, program := range map[string]string{"3.4": "/usr/bin/etcd", "3.5": "../../bin/tools/etcd-3.5", "3.6": "../../bin/tools/etcd-3.6"} {
 		t.Run(name, func(t *testing.T) {
 			program, err := filepath.Abs(program)
@@ -126,7 +131,9 @@ func TestKubeOlderEtcd(t *testing.T) {
 	}
 }
 
+//stages:rest it starts API servers
 func TestKubeNodesDeletedWhileDown(t *testing.T) {
+	t.Parallel()
 	c := newCluster(t, lab.Config{Hosts: 1}, `{"Type":"vxlan"}`)
 	c.addNode(100, c.peerNotes(100))
 	c.addNode(101, c.peerNotes(101))
@@ -150,7 +157,9 @@ func TestKubeNodesDeletedWhileDown(t *testing.T) {
 	}
 }
 
+//stages:rest it starts an API server
 func TestKubeHostilePeers(t *testing.T) {
+	t.Parallel()
 	c := newCluster(t, lab.Config{Hosts: 1}, `{"Type":"vxlan"}`)
 	c.addNode(100, c.peerNotes(100))
 	c.startDaemons()
@@ -206,6 +215,7 @@ func TestKubeHostilePeers(t *testing.T) {
 }
 
 func TestKubeWithoutAPIServer(t *testing.T) {
+	t.Parallel()
 	c := newCluster(t, lab.Config{Hosts: 2}, `{"Type":"vxlan"}`)
 	c.kill()
 	for n := 1; n <= 2; n++ { // never heard of it
@@ -256,7 +266,10 @@ func TestKubeWithoutAPIServer(t *testing.T) {
 
 // TestKubeWipedServer has Nodes register again one after the other, as kubelets
 // do, and loses nothing meanwhile.
+//
+//stages:rest it starts an API server
 func TestKubeWipedServer(t *testing.T) {
+	t.Parallel()
 	c := newCluster(t, lab.Config{Hosts: 3}, `{"Type":"vxlan"}`)
 	c.startDaemons()
 	flows := startFlows(t, c.Lab, 200)
@@ -286,6 +299,7 @@ func TestKubeWipedServer(t *testing.T) {
 }
 
 func TestKubeOwnNode(t *testing.T) {
+	t.Parallel()
 	c := newCluster(t, lab.Config{Hosts: 1}, `{"Type":"vxlan"}`)
 	h := c.Host(1)
 	c.deleteNode(1)
@@ -339,7 +353,9 @@ func TestKubeOwnNode(t *testing.T) {
 	}
 }
 
+//stages:rest it starts an API server
 func TestKubeRefusals(t *testing.T) {
+	t.Parallel()
 	c := newCluster(t, lab.Config{Hosts: 1}, `{"Type":"vxlan"}`)
 	c.deleteNode(1)
 	c.addNodeWith(1, nil, "10.6.1.0/24")
@@ -356,7 +372,9 @@ func TestKubeRefusals(t *testing.T) {
 	expectFailure(t, start(t, c.Host(1), without), "NODE_NAME", "POD_NAME")
 }
 
+//stages:rest it starts an API server
 func TestKubeConditionIsLeftAlone(t *testing.T) {
+	t.Parallel()
 	c := newCluster(t, lab.Config{Hosts: 1}, `{"Type":"vxlan"}`)
 	c.startDaemons("--set-node-network-unavailable=false")
 	pause(t, time.Second)
@@ -365,7 +383,10 @@ func TestKubeConditionIsLeftAlone(t *testing.T) {
 
 // TestKubeNodePublicIP publishes what the administrator says, at once and from
 // the last known state.
+//
+//stages:rest it starts an API server
 func TestKubeNodePublicIP(t *testing.T) {
+	t.Parallel()
 	c := newCluster(t, lab.Config{Hosts: 1}, `{"Type":"vxlan"}`)
 	c.annotate(1, map[string]any{"node-public-ip": "198.51.100.7"})
 	c.startDaemons()
@@ -382,7 +403,10 @@ func TestKubeNodePublicIP(t *testing.T) {
 
 // TestKubeAddressChanges has the connection to the API server made anew: one
 // from the address that is gone would be silent for long.
+//
+//stages:rest it starts an API server
 func TestKubeAddressChanges(t *testing.T) {
+	t.Parallel()
 	c := newCluster(t, lab.Config{Hosts: 2}, `{"Type":"vxlan"}`)
 	c.startDaemons()
 	expectMatrix(t, c.Lab)

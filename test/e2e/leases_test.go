@@ -150,6 +150,7 @@ func TestFiftyDaemonsGetFiftySubnets(t *testing.T) {
 }
 
 func TestPoolThatIsTooSmall(t *testing.T) {
+	t.Parallel()
 	const hosts, pool = 20, 16
 	l := newLab(t, lab.Config{
 		Hosts:   hosts,
@@ -203,6 +204,7 @@ func TestPoolThatIsTooSmall(t *testing.T) {
 // TestNetworkIsWidenedWhileHostsWait: they go by the configuration that has a subnet
 // for them.
 func TestNetworkIsWidenedWhileHostsWait(t *testing.T) {
+	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 2, Network: json.RawMessage(`{"Network":"10.5.0.0/22","SubnetLen":24,"Backend":{"Type":"vxlan"}}`)}, "")
 	for n := 1; n <= 3; n++ {
 		put(t, store(t, l), subnets+fmt.Sprintf("10.5.%d.0-24", n), peer(fmt.Sprintf("192.168.77.%d", 200+n), fmt.Sprintf("02:00:00:00:01:%02x", n)))
@@ -229,6 +231,7 @@ func TestNetworkIsWidenedWhileHostsWait(t *testing.T) {
 // own is not of the present configuration, or belongs to another host. It serves its
 // own until the store has answered, and not longer.
 func TestNoSubnetForTheLastKnownState(t *testing.T) {
+	t.Parallel()
 	for name, tt := range map[string]struct{ network, own, why string }{
 		"outside the new pool": {"10.6.0.0", "", "is not of the present configuration, which has [10.6.1.0/24 to 10.6.3.0/24]"},
 		"taken":                {"10.5.0.0", "192.168.77.99", "is not this node's any more"},

@@ -55,6 +55,8 @@ func datapath(t *testing.T, h *lab.Host, wanted []string) []string {
 
 // TestStopAtAnyMoment stops daemons at ever later moments of their start.
 // What is in the kernel by then stays there.
+//
+//stages:rest it stops a daemon at many moments
 func TestStopAtAnyMoment(t *testing.T) {
 	t.Parallel()
 	const step, last = 10 * time.Millisecond, 400 * time.Millisecond
@@ -155,6 +157,7 @@ func (s supervisor) expect(t *testing.T, want string) {
 	}
 }
 
+//stages:rest it stops a daemon again and again
 func TestStopRightAfterReady(t *testing.T) {
 	t.Parallel()
 	const mac = "02:00:00:00:00:aa"
@@ -197,6 +200,8 @@ func TestWatchdog(t *testing.T) {
 // TestMainLoopStandsStill has a supervisor that hears nothing, not even that the
 // daemon is ready: the main loop waits for it, and /healthz tells whoever restarts
 // daemons that hang.
+//
+//stages:rest it waits for the watchdog
 func TestMainLoopStandsStill(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 1}, `{"Type":"vxlan"}`)

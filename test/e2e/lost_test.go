@@ -44,6 +44,8 @@ func keys(t *testing.T, l *lab.Lab) []string {
 
 // TestStoreAwayForLongerThanALease: every lease runs out at once. The hosts
 // never lose sight of each other, and have the same subnets afterwards.
+//
+//stages:rest it waits for several lease times
 func TestStoreAwayForLongerThanALease(t *testing.T) {
 	t.Parallel()
 	const ttl = 5 * time.Second
@@ -222,6 +224,8 @@ const rebootTime = time.Second
 // TestLastKnownLeaseRunsOut has a host start without its store: it goes on from
 // the last known state while its lease runs, as it was renewed last, and not
 // once that has run out.
+//
+//stages:rest it waits for several lease times
 func TestLastKnownLeaseRunsOut(t *testing.T) {
 	t.Parallel()
 	const ttl, goesOn = 15 * time.Second, "going on from the last known state"
@@ -662,6 +666,8 @@ func TestTwoDaemonsOnOneDevice(t *testing.T) {
 
 // TestKilledWhileStarting kills a daemon at random moments of its start, again
 // and again, with other configurations now and then.
+//
+//stages:rest it kills a daemon at many moments
 func TestKilledWhileStarting(t *testing.T) {
 	t.Parallel()
 	const runs, every = 100, 20

@@ -512,6 +512,8 @@ func expectDocker(t *testing.T, m *machine, bip string) {
 }
 
 // TestPagesOnTheLab runs what the pages have people run in a lab, once.
+//
+//stages:rest it runs many commands of the documentation
 func TestPagesOnTheLab(t *testing.T) {
 	t.Parallel()
 	paths, err := filepath.Glob("../../Documentation/*.md")

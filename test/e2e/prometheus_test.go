@@ -13,7 +13,10 @@ import (
 )
 
 // A real Prometheus scrapes a daemon and takes our alert rules.
+//
+//stages:rest it starts Prometheus
 func TestPrometheusScrapes(t *testing.T) {
+	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 2}, `{"Type":"vxlan"}`)
 	startAll(t, l, lab.FlanneldOptions{})
 	expectConverged(t, l)

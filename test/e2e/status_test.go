@@ -66,6 +66,7 @@ func metric(t *testing.T, h *lab.Host, series string) float64 {
 }
 
 func TestStatus(t *testing.T) {
+	t.Parallel()
 	for _, families := range [][]string{{"IPv4"}, {"dual"}} {
 		t.Run(families[0], func(t *testing.T) {
 			cfg := lab.Config{Hosts: 3}
@@ -116,6 +117,7 @@ func TestStatus(t *testing.T) {
 }
 
 func TestStatusSaysWhatIsWrong(t *testing.T) {
+	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 2}, `{"Type":"vxlan"}`)
 	startAll(t, l, lab.FlanneldOptions{Args: []string{"--readyz-datastore-grace=0s"}})
 	h := l.Hosts()[0]
@@ -168,6 +170,7 @@ func TestStatusSaysWhatIsWrong(t *testing.T) {
 
 // Who asks from another host learns counts, not who the peers are.
 func TestStatusIsForThisHost(t *testing.T) {
+	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 2}, `{"Type":"vxlan"}`)
 	a, b := l.Hosts()[0], l.Hosts()[1]
 	startOne(t, a, lab.FlanneldOptions{Args: []string{"--healthz-ip=0.0.0.0", "--statusz-address=0.0.0.0:8099"}})

@@ -114,6 +114,8 @@ func sendStrange(t *testing.T, l *lab.Lab, to netip.Addr) {
 
 // TestVMUDPKernelPath has two hosts whose kernels carry the packets, one whose
 // daemon does, and a peer that does it packet by packet, in one network.
+//
+//stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMUDPKernelPath(t *testing.T) {
 	loadFOU(t)
 	l := newLab(t, lab.Config{Hosts: 3}, `{"Type":"udp"}`)
@@ -212,6 +214,8 @@ func expectNoLoopback(t *testing.T, l *lab.Lab, peer *net.UDPConn, wrongPort flo
 }
 
 // TestVMUDPKernelHealing damages all that the kernel path consists of.
+//
+//stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMUDPKernelHealing(t *testing.T) {
 	loadFOU(t)
 	newPatient(t, udpKernel, v4).healsAll(t)
@@ -219,6 +223,8 @@ func TestVMUDPKernelHealing(t *testing.T) {
 
 // TestVMUDPKernelPortTaken has another program take the port while hosts come and
 // go. They are followed all the same, and the port is taken back when it is free.
+//
+//stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMUDPKernelPortTaken(t *testing.T) {
 	loadFOU(t)
 	l := newLab(t, lab.Config{Hosts: 2}, backendConfig(udpKernel))
@@ -283,6 +289,8 @@ func takePort(t *testing.T, h *lab.Host, at string) (conn net.PacketConn) {
 // TestVMUDPKernelOthersDevice has another program hold a TUN device of our name: that
 // is in the way, whoever is to carry the packets, and stays. One that nobody holds any
 // more gives way.
+//
+//stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMUDPKernelOthersDevice(t *testing.T) {
 	loadFOU(t)
 	for _, mode := range []string{"kernel", "auto"} {
@@ -314,6 +322,8 @@ func TestVMUDPKernelOthersDevice(t *testing.T) {
 
 // TestVMUDPModes changes from one way to the other, after clean stops and others:
 // nothing of the other way is left.
+//
+//stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMUDPModes(t *testing.T) {
 	loadFOU(t)
 	l := newLab(t, lab.Config{Hosts: 2}, `{"Type":"udp"}`)
@@ -360,6 +370,8 @@ func TestVMUDPModes(t *testing.T) {
 
 // TestVMUDPKernelFollowed has another configuration come after daemons that were
 // killed: the FOU port and the rules of the kernel path do not stay behind.
+//
+//stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMUDPKernelFollowed(t *testing.T) {
 	loadFOU(t)
 	l := newLab(t, lab.Config{Hosts: 2}, backendConfig(udpKernel))
@@ -386,6 +398,8 @@ func TestVMUDPKernelFollowed(t *testing.T) {
 }
 
 // TestVMUDPKernelRestarts: what the kernel carries goes on while daemons end.
+//
+//stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMUDPKernelRestarts(t *testing.T) {
 	loadFOU(t)
 	l := newLab(t, lab.Config{Hosts: 2}, backendConfig(udpKernel))

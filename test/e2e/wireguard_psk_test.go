@@ -41,8 +41,10 @@ func expectNewPSK(t *testing.T, h *lab.Host) {
 	expectLog(t, h.Daemon(), allHaveIt)
 }
 
+//stages:rest it waits for sessions to be renewed
 func TestUserspaceWireGuardPSKRotation(t *testing.T) { rotatesPSK(t, "userspace") }
 
+//stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMWireGuardPSKRotation(t *testing.T) { rotatesPSK(t, "kernel") }
 
 // rotatesPSK gives two hosts that talk a new preshared key, one half a minute
@@ -96,6 +98,8 @@ func rotatesPSK(t *testing.T, implementation string) {
 // TestVMWireGuardInlinePSK changes the preshared key of the network configuration,
 // which the kernel's session outlives: nothing but the clock says when peers get it,
 // as neighbours that never age are nothing to hear of.
+//
+//stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMWireGuardInlinePSK(t *testing.T) {
 	t.Parallel()
 	config := func(psk string) string {

@@ -22,8 +22,10 @@ func TestVMWireGuardEveryPodReachesEveryPod(t *testing.T) {
 	}
 }
 
+//stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMWireGuardRestartsUnderTraffic(t *testing.T) { restartsUnderTraffic(t, "wireguard") }
 
+//stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMWireGuardHealing(t *testing.T) { newPatient(t, "wireguard", dual).healsAll(t) }
 
 func TestUserspaceWireGuardEveryPodReachesEveryPod(t *testing.T) {
@@ -36,6 +38,8 @@ func TestUserspaceWireGuardHealing(t *testing.T) { newPatient(t, userspace, dual
 
 // TestUserspaceWireGuardRestarts kills daemons, and stops them, while their pods
 // talk: without them no packet is carried, but soon after.
+//
+//stages:rest it restarts a daemon again and again
 func TestUserspaceWireGuardRestarts(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 2, Families: dual}, backendConfig(userspace))
@@ -61,6 +65,8 @@ func TestUserspaceWireGuardRestarts(t *testing.T) {
 }
 
 // TestVMWireGuardMixed has one host without the kernel's WireGuard, in every mode.
+//
+//stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMWireGuardMixed(t *testing.T) {
 	for _, mode := range []string{"separate", "auto", "ipv4", "ipv6"} {
 		t.Run(mode, func(t *testing.T) {
@@ -83,6 +89,8 @@ func TestVMWireGuardMixed(t *testing.T) {
 
 // TestVMWireGuardImplementations changes from one implementation to the other, after
 // clean stops and others: the device of the one before is not in the way.
+//
+//stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMWireGuardImplementations(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 2, Families: dual}, backendConfig(userspace))
@@ -205,6 +213,8 @@ func wg(t *testing.T, h *lab.Host, args ...string) string {
 
 // TestVMWireGuardKeys follows a key from its host's disk to its peers, and has it
 // change. What others do to the device is put right.
+//
+//stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMWireGuardKeys(t *testing.T) {
 	wireGuardKeys(t, "wireguard")
 }
@@ -295,6 +305,8 @@ func expectImplementation(t *testing.T, h *lab.Host, backend string) {
 func TestUserspaceWireGuardBehindNAT(t *testing.T) { wireGuardBehindNAT(t, userspace) }
 
 // TestVMWireGuardBehindNAT is the same in the kernel.
+//
+//stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMWireGuardBehindNAT(t *testing.T) { wireGuardBehindNAT(t, "wireguard") }
 
 func wireGuardBehindNAT(t *testing.T, backend string) {
@@ -322,6 +334,8 @@ func wireGuardBehindNAT(t *testing.T, backend string) {
 
 // TestVMWireGuardClockStep steps the clock of the guest forward: hosts keep to what they have
 // learnt of one behind a NAT, with WireGuard in the kernel and without.
+//
+//stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMWireGuardClockStep(t *testing.T) {
 	if !emulated() {
 		t.Fatal("this test steps the machine's clock: run it in the guest")
@@ -390,6 +404,8 @@ func expectLearnt(t *testing.T, h *lab.Host) string {
 func TestUserspaceWireGuardPortInUse(t *testing.T) { portInUse(t, userspace) }
 
 // TestVMWireGuardPortInUse is the same in the kernel.
+//
+//stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMWireGuardPortInUse(t *testing.T) { portInUse(t, "wireguard") }
 
 func portInUse(t *testing.T, backend string) {

@@ -13,6 +13,8 @@ import (
 // TestVMCgroups passes controllers on to a group below the root of a node's cgroup namespace,
 // as kubelet does. The guest has cgroups of version 2, which refuse this if the root contains
 // processes.
+//
+//stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMCgroups(t *testing.T) {
 	cgroups, err := makeCgroups("node")
 	if err != nil {

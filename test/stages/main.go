@@ -1,13 +1,16 @@
 // Command stages runs the tests in stages, one after another, and prints a table of
 // results and times at the end. If a stage fails, the others still run, except those that
-// need it: these count as failed too. Without arguments all stages run except the extra
-// ones, otherwise the named ones and those that they need. The name "all" stands for every
-// stage.
+// need it: these count as failed too. Arguments name the stages that run, in addition to
+// those that they need. Without arguments all stages run.
 //
 // The stages find their tests by name, so no list of packages is necessary. A test that
 // needs root and a network namespace is named TestKernel... and belongs to the kernel
 // stage. A test that needs a kernel feature that this machine may lack, such as WireGuard
 // or IPIP, is named TestVM... and runs in test/vm. Fuzz targets are named Fuzz...
+//
+// The tests have two parts. A test whose comment contains the line "//stages:rest reason"
+// belongs to the rest, and so do whole stages. All others are the short part. The table
+// names the tests that a run leaves to the other part.
 //
 // With CI=true a skipped test is a failure, and so is a stage without tests: otherwise a
 // test that cannot run would look as if it had passed.
@@ -15,11 +18,13 @@ package main
 
 import (
 	"context"
+	"errors"
 	"flag"
 	"fmt"
 	"io"
 	"os"
 	"os/signal"
+	"path/filepath"
 	"slices"
 	"strings"
 	"syscall"
@@ -32,11 +37,13 @@ type stage struct {
 	name  string
 	help  string
 	needs string // the stage that must pass before this one runs; empty if none
-	extra bool   // runs only if it is named, by its name or by "all"
-	run   func(ctx context.Context, r *run) error
+	rest  bool   // belongs to the rest as a whole
+	run   func(ctx context.Context, r *run, s selection) error
 }
 
 type options struct {
+	part     part
+	run      string
 	fuzzTime string
 	short    bool
 }
@@ -48,11 +55,11 @@ func stages(o options) []stage {
 		{name: "kernel", help: "TestKernel..., with the race detector", run: kernel},
 		{name: "e2e", help: "test/e2e: real daemons and traffic", needs: "build", run: endToEnd},
 		{name: "vm", help: "TestVM..., on a Debian kernel in qemu", needs: "build", run: vm},
-		{name: "fuzz", help: "every fuzz target for a while", run: func(ctx context.Context, r *run) error {
-			return fuzz(ctx, r, o.fuzzTime)
+		{name: "fuzz", help: "every fuzz target for a while", rest: true, run: func(ctx context.Context, r *run, s selection) error {
+			return fuzz(ctx, r, s, o.fuzzTime)
 		}},
-		{name: "kubernetes", help: "test/kubernetes: real kubelets, and Kubernetes' own tests", needs: "build", extra: true,
-			run: func(ctx context.Context, r *run) error { return kubernetes(ctx, r, o.short) }},
+		{name: "kubernetes", help: "test/kubernetes: real kubelets, and Kubernetes' own tests", needs: "build", rest: true,
+			run: func(ctx context.Context, r *run, s selection) error { return kubernetes(ctx, r, s, o.short) }},
 	}
 }
 
@@ -82,13 +89,21 @@ func endings() []os.Signal {
 func execute(ctx context.Context, args []string, out io.Writer) (ok bool, err error) {
 	flags := flag.NewFlagSet("stages", flag.ContinueOnError)
 	var o options
+	flags.StringVar((*string)(&o.part), "part", string(all), "which tests run: short, rest or all")
+	flags.StringVar(&o.run, "run", "", "run only the test with this name, or tests that match this pattern, with a pattern of subtests after a slash")
 	flags.StringVar(&o.fuzzTime, "fuzztime", "10s", "how long each fuzz target runs")
 	flags.BoolVar(&o.short, "short", false, "run only a part of the stage kubernetes, in minutes")
 	if err := flags.Parse(args); err != nil {
 		return false, err
 	}
-	all := stages(o)
-	chosen, err := choose(all, flags.Args())
+	chosen, err := choose(stages(o), flags.Args())
+	if err != nil {
+		return false, err
+	}
+	if !slices.Contains([]part{short, rest, all}, o.part) {
+		return false, fmt.Errorf("unknown part %q: want short, rest or all", o.part)
+	}
+	sel, err := newSelection(ctx, o.part, o.run)
 	if err != nil {
 		return false, err
 	}
@@ -96,15 +111,19 @@ func execute(ctx context.Context, args []string, out io.Writer) (ok bool, err er
 	var results []*run
 	out = &lockedWriter{w: out}
 	for _, s := range chosen {
-		r := &run{stage: s.name, strict: strict, out: out}
+		r := &run{stage: s.name, part: o.part, strict: strict, out: out}
 		results = append(results, r)
+		if s.rest && o.part == short {
+			r.whole = true
+			continue
+		}
 		if slices.ContainsFunc(results, func(n *run) bool { return n.stage == s.needs && !n.ok() }) {
 			r.err = fmt.Errorf("not run: %s did not pass", s.needs)
 			continue
 		}
 		fmt.Fprintf(out, "== %s: %s\n", s.name, s.help)
 		start := time.Now()
-		r.err = s.run(ctx, r)
+		r.err = logged(r, func() error { return s.run(ctx, r, sel.of(s)) })
 		r.took = time.Since(start)
 		if ctx.Err() != nil {
 			r.err = fmt.Errorf("interrupted")
@@ -114,13 +133,27 @@ func execute(ctx context.Context, args []string, out io.Writer) (ok bool, err er
 	return summary(out, results), nil
 }
 
+// logs is the folder that gets the output of all tests, one file for each stage.
+const logs = "bin/tests"
+
+// logged runs a stage and writes the output of its tests to a file.
+func logged(r *run, stage func() error) error {
+	if err := os.MkdirAll(logs, 0o755); err != nil {
+		return err
+	}
+	r.logName = filepath.Join(logs, r.stage+".log")
+	file, err := os.Create(r.logName)
+	if err != nil {
+		return err
+	}
+	r.log = &lockedWriter{w: file}
+	return errors.Join(stage(), file.Close())
+}
+
 // choose returns the named stages, each once and after the stage that it needs. Without
-// names it returns all but the extra ones, for the name "all" every one.
+// names it returns all.
 func choose(all []stage, names []string) ([]stage, error) {
-	switch {
-	case len(names) == 0:
-		return slices.DeleteFunc(slices.Clone(all), func(s stage) bool { return s.extra }), nil
-	case slices.Equal(names, []string{"all"}):
+	if len(names) == 0 {
 		return all, nil
 	}
 	var chosen []stage
@@ -160,26 +193,41 @@ func with(chosen []stage, s stage) []stage {
 	return append(chosen, s)
 }
 
-// summary prints the table, the reasons of failures and, on the last line, the totals.
+// summary prints the table, the tests that were left to the other part, the reasons of
+// failures and, on the last line, the totals. If something failed, the last lines say where
+// to look first.
 func summary(out io.Writer, results []*run) bool {
 	fmt.Fprintln(out)
 	w := tabwriter.NewWriter(out, 0, 0, 3, ' ', tabwriter.AlignRight)
-	fmt.Fprintln(w, "stage\tresult\tseconds\tpassed\tfailed\tskipped\t")
-	ok, total, took := true, counts{}, time.Duration(0)
+	fmt.Fprintln(w, "stage\tresult\tseconds\tCPU\tpassed\tfailed\tskipped\tleft\t")
+	ok, total, left := true, counts{}, 0
+	var took, cpu time.Duration
 	for _, r := range results {
 		ok = ok && r.ok()
 		total.add(r.counts)
 		took += r.took
-		fmt.Fprintf(w, "%s\t%s\t%.1f\t%d\t%d\t%d\t\n", r.stage, r.result(), r.took.Seconds(), r.passed, r.failed, r.skipped)
+		cpu += r.cpu
+		left += len(r.left)
+		fmt.Fprintf(w, "%s\t%s\t%.1f\t%.1f\t%d\t%d\t%d\t%s\t\n",
+			r.stage, r.result(), r.took.Seconds(), r.cpu.Seconds(), r.passed, r.failed, r.skipped, r.leftColumn())
 	}
-	fmt.Fprintf(w, "all\t%s\t%.1f\t%d\t%d\t%d\t\n", word(ok), took.Seconds(), total.passed, total.failed, total.skipped)
+	fmt.Fprintf(w, "all\t%s\t%.1f\t%.1f\t%d\t%d\t%d\t%d\t\n", word(ok), took.Seconds(), cpu.Seconds(), total.passed, total.failed, total.skipped, left)
 	if err := w.Flush(); err != nil {
 		return false
+	}
+	for _, r := range results {
+		if names := r.leftNames(); names != "" {
+			fmt.Fprintf(out, "%s: left to make %s: %s\n", r.stage, r.other(), names)
+		}
 	}
 	for _, r := range results {
 		for _, reason := range r.reasons() {
 			fmt.Fprintf(out, "%s: %s\n", r.stage, reason)
 		}
+	}
+	if i := slices.IndexFunc(results, func(r *run) bool { return !r.ok() }); i >= 0 {
+		fmt.Fprintln(out)
+		results[i].lookAt(out)
 	}
 	fmt.Fprintf(out, "\n%d passed, %d failed, %d skipped\n", total.passed, total.failed, total.skipped)
 	return ok

@@ -7,7 +7,9 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"regexp"
 	"slices"
+	"strconv"
 	"strings"
 	"sync"
 	"time"
@@ -38,24 +40,84 @@ func (l *lockedWriter) Write(b []byte) (int, error) {
 // A run is the result of one stage.
 type run struct {
 	stage   string
+	part    part
 	strict  bool // skipped tests count as failures, and so does a stage without tests
 	noTests bool // the stage has no tests, as expected
 	took    time.Duration
+	cpu     time.Duration // of all processes; more than took if several CPUs were busy, less if tests waited
 	out     io.Writer
+	log     io.Writer // gets the output of all tests
+	logName string
 	err     error // a failure other than that of a test
 
 	counts
-	failures []string // names of failed tests and packages, in order
+	failures []failure // in order
 	skips    []string
+	left     []test // tests of the other part
+	whole    bool   // the whole stage is left to the other part
+}
+
+// A failure is a failed test or package.
+type failure struct {
+	pkg, test string // test is empty if the package failed
+	message   string // the first one, or empty
+}
+
+func (f failure) String() string {
+	name := f.pkg
+	if f.test != "" {
+		name += "." + f.test
+	}
+	if f.message != "" {
+		name += ": " + f.message
+	}
+	return name
+}
+
+// take returns the tests that the run contains, and remembers the others.
+func (r *run) take(s selection) []test {
+	var chosen []test
+	chosen, r.left = s.split(r.stage)
+	r.noTests = len(chosen) == 0 && len(r.left) > 0
+	return chosen
+}
+
+// other returns the target of make that runs the tests which are left.
+func (r *run) other() string {
+	if r.part == rest {
+		return "test"
+	}
+	return "test-rest"
+}
+
+func (r *run) leftColumn() string {
+	if r.whole {
+		return "all"
+	}
+	return strconv.Itoa(len(r.left))
+}
+
+func (r *run) leftNames() string {
+	if r.whole {
+		return "the whole stage"
+	}
+	var names []string
+	for _, t := range r.left {
+		names = append(names, t.name)
+	}
+	return strings.Join(names, ", ")
 }
 
 func (r *run) empty() bool { return !r.noTests && r.passed+r.failed+r.skipped == 0 }
 
 func (r *run) ok() bool {
-	return r.err == nil && r.failed == 0 && (!r.strict || r.skipped == 0 && !r.empty())
+	return r.whole || r.err == nil && r.failed == 0 && (!r.strict || r.skipped == 0 && !r.empty())
 }
 
 func (r *run) result() string {
+	if r.whole {
+		return "left"
+	}
 	if r.ok() && r.empty() {
 		return "no tests"
 	}
@@ -66,7 +128,7 @@ func (r *run) result() string {
 func (r *run) reasons() []string {
 	var reasons []string
 	for _, f := range r.failures {
-		reasons = append(reasons, "failed: "+f)
+		reasons = append(reasons, "failed: "+f.String())
 	}
 	for _, s := range r.skips {
 		reasons = append(reasons, "skipped: "+s)
@@ -80,6 +142,28 @@ func (r *run) reasons() []string {
 	return reasons
 }
 
+// lookAt prints where to look first if the stage failed, in at most three lines.
+func (r *run) lookAt(out io.Writer) {
+	if len(r.failures) == 0 {
+		fmt.Fprintf(out, "look first at %s: %s\n", r.stage, strings.Join(r.reasons(), "; "))
+		return
+	}
+	first := r.failures[0]
+	for _, f := range r.failures { // a test whose subtest failed has no message
+		if f.message != "" {
+			first = f
+			break
+		}
+	}
+	fmt.Fprintf(out, "look first at %s\n", first)
+	if r.logName != "" {
+		fmt.Fprintf(out, "the output of all tests, with the logs of their daemons: %s\n", r.logName)
+	}
+	if first.test != "" && r.stage != "fuzz" {
+		fmt.Fprintf(out, "this test alone: make test-%s RUN='%s'\n", r.stage, regexp.QuoteMeta(first.test))
+	}
+}
+
 // event is a line of `go test -json`. See `go doc test2json`.
 type event struct {
 	Action, Package, Test, Output string
@@ -91,15 +175,16 @@ type event struct {
 // slow is the time in seconds from which a test gets a line of its own.
 const slow = 2
 
-// parser converts the events of a `go test -json` command into lines and counts.
-type parser struct {
+// reader converts the events of a `go test -json` command into lines and counts.
+type reader struct {
 	run    *run
 	output map[string][]string // output of each test, package and build that was not printed yet
 	counts map[string]*counts  // of each package
+	broken map[string]string   // the first message of each failed build
 }
 
 // read processes all lines of r. It prints lines that are not events unchanged.
-func (p *parser) read(r io.Reader) error {
+func (p *reader) read(r io.Reader) error {
 	lines := bufio.NewReader(r)
 	for {
 		line, err := lines.ReadString('\n')
@@ -115,10 +200,11 @@ func (p *parser) read(r io.Reader) error {
 	}
 }
 
-func (p *parser) line(line string) {
+func (p *reader) line(line string) {
 	var e event
 	if !strings.HasPrefix(line, "{") || json.Unmarshal([]byte(line), &e) != nil {
 		fmt.Fprint(p.run.out, line)
+		fmt.Fprint(p.log(), line)
 		return
 	}
 	key := cmp.Or(e.ImportPath, e.Package)
@@ -131,6 +217,7 @@ func (p *parser) line(line string) {
 			p.output[key] = append(p.output[key], e.Output)
 		}
 	case "build-fail":
+		p.broken[key] = p.message(key)
 		p.show(key)
 	case "pass", "fail", "skip":
 		if e.Test != "" {
@@ -143,21 +230,60 @@ func (p *parser) line(line string) {
 
 func testName(e event) string { return e.Package + "." + e.Test }
 
-func (p *parser) show(key string) {
+func (p *reader) show(key string) {
 	for _, s := range p.output[key] {
 		fmt.Fprint(p.run.out, s)
+	}
+	p.forget(key)
+}
+
+// forget writes the output of a test, package or build to the log only.
+func (p *reader) forget(key string) {
+	for _, s := range p.output[key] {
+		fmt.Fprint(p.log(), s)
 	}
 	delete(p.output, key)
 }
 
-func (p *parser) of(pkg string) *counts {
+func (p *reader) log() io.Writer {
+	if p.run.log == nil {
+		return io.Discard
+	}
+	return p.run.log
+}
+
+// messageLine matches the first line of what a test prints with t.Error, t.Log and others,
+// the first line of a panic, and an error of the compiler.
+var messageLine = regexp.MustCompile(`^(?:\s+(\S+_test\.go:\d+: .*)|(panic: .*)|(\S+\.go:\d+:\d+: .*))\n`)
+
+// logLine matches a message that only introduces the log of a daemon.
+var logLine = regexp.MustCompile(`: log of .*:$`)
+
+// message returns the last message in the output that was not printed yet, except logs. go
+// test does not tell errors from other messages, but a test usually ends after an error.
+func (p *reader) message(key string) string {
+	message := ""
+	for _, s := range p.output[key] {
+		m := messageLine.FindStringSubmatch(s)
+		switch {
+		case m == nil || logLine.MatchString(strings.TrimSuffix(s, "\n")):
+		case m[1] == "":
+			return cmp.Or(m[1:]...) // the first panic, or error of the compiler
+		default:
+			message = m[1]
+		}
+	}
+	return message
+}
+
+func (p *reader) of(pkg string) *counts {
 	if p.counts[pkg] == nil {
 		p.counts[pkg] = &counts{}
 	}
 	return p.counts[pkg]
 }
 
-func (p *parser) test(e event, key string) {
+func (p *reader) test(e event, key string) {
 	c := p.of(e.Package)
 	switch e.Action {
 	case "pass":
@@ -167,26 +293,26 @@ func (p *parser) test(e event, key string) {
 		}
 	case "fail":
 		c.failed++
-		p.run.failures = append(p.run.failures, key)
+		p.run.failures = append(p.run.failures, failure{e.Package, e.Test, p.message(key)})
 		p.show(key)
 	case "skip":
 		c.skipped++
 		p.run.skips = append(p.run.skips, key)
 		p.show(key)
 	}
-	delete(p.output, key)
+	p.forget(key)
 }
 
-func (p *parser) pkg(e event) {
+func (p *reader) pkg(e event) {
 	c := p.of(e.Package)
 	if e.Action == "fail" {
 		if c.failed == 0 { // a panic, a timeout, or a failed build
 			c.failed++
-			p.run.failures = append(p.run.failures, e.Package)
+			p.run.failures = append(p.run.failures, failure{pkg: e.Package, message: cmp.Or(p.broken[e.FailedBuild], p.message(e.Package))})
 		}
 		p.showAll(e.Package)
 	}
-	delete(p.output, e.Package)
+	p.forget(e.Package)
 	p.run.add(*c)
 	if *c == (counts{}) {
 		return
@@ -197,7 +323,7 @@ func (p *parser) pkg(e event) {
 
 // showAll prints the remaining output of a package: its own, and that of tests that did
 // not end.
-func (p *parser) showAll(pkg string) {
+func (p *reader) showAll(pkg string) {
 	var keys []string
 	for key := range p.output {
 		if key == pkg || strings.HasPrefix(key, pkg+".") {

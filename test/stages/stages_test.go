@@ -8,6 +8,7 @@ import (
 	"os/exec"
 	"os/signal"
 	"path/filepath"
+	"regexp"
 	"strconv"
 	"strings"
 	"syscall"
@@ -34,22 +35,22 @@ func module(t *testing.T, files map[string]string) {
 	t.Chdir(dir)
 }
 
-func test(pkg, body string) string {
+func source(pkg, body string) string {
 	return "package " + pkg + "\n\nimport \"testing\"\n\n" + body + "\n"
 }
 
 func TestStages(t *testing.T) {
 	module(t, map[string]string{
 		"Makefile": "build:\n",
-		"good/a_test.go": test("good", `func TestGood(t *testing.T) { t.Run("sub", func(*testing.T) {}) }
+		"good/a_test.go": source("good", `func TestGood(t *testing.T) { t.Run("sub", func(*testing.T) {}) }
 func TestKernelGood(t *testing.T) {}; func TestVMGood(t *testing.T) { t.Error("on the wrong machine") }
 func FuzzGood(f *testing.F) { f.Fuzz(func(*testing.T, []byte) {}) }`),
-		"bad/a_test.go":         test("bad", `func TestBad(t *testing.T) { t.Error("reason shown") }`),
-		"later/a_test.go":       test("later", `func TestLater(t *testing.T) { t.Skip("not today") }`),
-		"broken/a_test.go":      test("broken", `func TestBroken(t *testing.T) { undefinedName() }`),
-		"panics/a_test.go":      test("panics", `func TestPanics(t *testing.T) { var m map[int]int; m[0] = 1 }`),
-		"test/e2e/a_test.go":    test("e2e", `func TestKernelLooksSo(t *testing.T) {}; func TestVMToo(t *testing.T) { t.Error("on the wrong machine") }`),
-		"test/e2ebut/b_test.go": test("e2ebut", `func TestOther(t *testing.T) {}`),
+		"bad/a_test.go":         source("bad", `func TestBad(t *testing.T) { t.Error("reason shown") }`),
+		"later/a_test.go":       source("later", `func TestLater(t *testing.T) { t.Skip("not today") }`),
+		"broken/a_test.go":      source("broken", `func TestBroken(t *testing.T) { undefinedName() }`),
+		"panics/a_test.go":      source("panics", `func TestPanics(t *testing.T) { var m map[int]int; m[0] = 1 }`),
+		"test/e2e/a_test.go":    source("e2e", `func TestKernelLooksSo(t *testing.T) {}; func TestVMToo(t *testing.T) { t.Error("on the wrong machine") }`),
+		"test/e2ebut/b_test.go": source("e2ebut", `func TestOther(t *testing.T) {}`),
 	})
 	for _, tt := range []struct {
 		stage    string
@@ -60,7 +61,8 @@ func FuzzGood(f *testing.F) { f.Fuzz(func(*testing.T, []byte) {}) }`),
 	}{
 		{stage: "unit", ok: false, counts: "4 passed, 3 failed, 1 skipped", contains: []string{
 			"reason shown", "undefined: undefinedName", "assignment to entry in nil map",
-			"failed: sample/bad.TestBad", "failed: sample/broken", "failed: sample/panics.TestPanics",
+			"failed: sample/bad.TestBad: a_test.go:5: reason shown", "failed: sample/broken: broken/a_test.go:5:33: undefined: undefinedName",
+			"failed: sample/panics.TestPanics: panic: assignment to entry in nil map",
 			"skipped: sample/later.TestLater", "not today",
 		}},
 		{stage: "kernel", ci: "true", ok: true, counts: "1 passed, 0 failed, 0 skipped", contains: []string{"sample/good"}},
@@ -90,6 +92,194 @@ func FuzzGood(f *testing.F) { f.Fuzz(func(*testing.T, []byte) {}) }`),
 				t.Log(out.String())
 			}
 		})
+	}
+}
+
+// The last five lines name the failed test, its output and the command that runs it alone,
+// even if the test prints long logs.
+func TestFailureIsAtTheEnd(t *testing.T) {
+	module(t, map[string]string{
+		"a_test.go": source("sample", `func TestGood(*testing.T) {}; func TestBad(t *testing.T) { t.Run("a (b)", func(t *testing.T) {
+	t.Cleanup(func() { t.Logf("log of a daemon:%s", strings.Repeat("\nline", 1000)) })
+	t.Log("not the reason"); t.Fatal("reason shown")
+}) }`),
+	})
+	text, err := os.ReadFile("a_test.go")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile("a_test.go", bytes.Replace(text, []byte(`import "testing"`), []byte(`import ("strings"; "testing")`), 1), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	var out bytes.Buffer
+	if ok, err := execute(t.Context(), []string{"unit"}, &out); err != nil || ok {
+		t.Errorf("got ok %v, error %v, want neither", ok, err)
+	}
+	lines := strings.Split(strings.TrimSpace(out.String()), "\n")
+	want := []string{
+		"look first at sample.TestBad/a_(b): a_test.go:7: reason shown",
+		"the output of all tests, with the logs of their daemons: bin/tests/unit.log",
+		`this test alone: make test-unit RUN='TestBad/a_\(b\)'`,
+		"",
+		"1 passed, 2 failed, 0 skipped",
+	}
+	if diff := cmp.Diff(want, lines[len(lines)-5:]); diff != "" {
+		t.Errorf("last lines (-want +got):\n%s", diff)
+	}
+	log, err := os.ReadFile("bin/tests/unit.log")
+	if want := "TestGood"; err != nil || !strings.Contains(string(log), want) || strings.Count(string(log), "line\n") != 1000 {
+		t.Errorf("the log (%v) does not contain %s and the lines of TestBad:\n%s", err, want, log)
+	}
+	out.Reset()
+	if _, err := execute(t.Context(), []string{"-run", `TestBad/a_\(b\)`, "unit"}, &out); err != nil || !strings.HasSuffix(out.String(), "\n0 passed, 2 failed, 0 skipped\n") {
+		t.Errorf("TestBad alone: error %v, output:\n%s", err, &out)
+	}
+}
+
+// Every test is in one of the parts, and the table names those of the other part.
+func TestParts(t *testing.T) {
+	files := map[string]string{
+		"Makefile": "build:\n",
+		"a_test.go": source("sample", `func TestA(*testing.T) {}
+func FuzzA(f *testing.F) { f.Fuzz(func(*testing.T, []byte) {}) }
+
+// TestSlow is slow.
+//
+//stages:rest waits for an hour
+func TestSlow(*testing.T) {}
+
+//stages:rest waits for an hour
+func TestKernelSlow(*testing.T) {}`),
+		"test/e2e/a_test.go":        source("e2e", "func TestE(*testing.T) {}\n\n//stages:rest waits\nfunc TestESlow(*testing.T) {}"),
+		"test/kubernetes/a_test.go": source("kubernetes", "func TestK(*testing.T) {}"),
+	}
+	module(t, files)
+	for _, tt := range []struct {
+		part     string
+		counts   string
+		contains []string
+		rows     map[string]string
+	}{
+		{"short", "3 passed, 0 failed, 0 skipped", []string{
+			"unit: left to make test-rest: TestSlow\n", "kernel: left to make test-rest: TestKernelSlow\n",
+			"e2e: left to make test-rest: TestESlow\n", "fuzz: left to make test-rest: the whole stage\n",
+			"kubernetes: left to make test-rest: the whole stage\n",
+		}, map[string]string{"kernel": "1", "e2e": "1", "fuzz": "all"}},
+		{"rest", "5 passed, 0 failed, 0 skipped", []string{
+			"unit: left to make test: TestA, FuzzA\n", "e2e: left to make test: TestE\n",
+		}, map[string]string{"unit": "2", "kubernetes": "0"}},
+		{"all", "8 passed, 0 failed, 0 skipped", nil, map[string]string{"unit": "0", "kubernetes": "0"}},
+	} {
+		t.Run(tt.part, func(t *testing.T) {
+			var out bytes.Buffer
+			args := []string{"-part", tt.part, "-fuzztime", "1x"}
+			if tt.part == "all" {
+				t.Setenv("CI", "")
+			} else {
+				t.Setenv("CI", "true")
+				args = append(args, "build", "unit", "kernel", "e2e", "fuzz", "kubernetes")
+			}
+			ok, err := execute(t.Context(), args, &out)
+			if err != nil || !ok {
+				t.Errorf("got ok %v, error %v", ok, err)
+			}
+			if !strings.HasSuffix(out.String(), "\n"+tt.counts+"\n") {
+				t.Errorf("want %s", tt.counts)
+			}
+			for _, want := range tt.contains {
+				if !strings.Contains(out.String(), want) {
+					t.Errorf("%q is missing", want)
+				}
+			}
+			for stage, left := range tt.rows {
+				if !regexp.MustCompile(`(?m)^ *` + stage + ` .* ` + left + `$`).MatchString(out.String()) {
+					t.Errorf("the row of %s does not end with %s", stage, left)
+				}
+			}
+			if t.Failed() {
+				t.Log(out.String())
+			}
+		})
+	}
+}
+
+// A mark that would have no effect, or an unclear one, is an error.
+func TestMarks(t *testing.T) {
+	for name, tt := range map[string]struct {
+		files map[string]string
+		err   string
+	}{
+		"no reason":    {map[string]string{"a_test.go": source("a", "//stages:rest\nfunc TestA(*testing.T) {}")}, "a_test.go:5:1: want //stages:rest with a reason"},
+		"no test":      {map[string]string{"a_test.go": source("a", "//stages:rest slow\nfunc helper(*testing.T) {}")}, "a_test.go:5:1: want"},
+		"not adjacent": {map[string]string{"a_test.go": source("a", "//stages:rest slow\n\nfunc TestA(*testing.T) {}")}, "a_test.go:5:1: want"},
+		"same name": {map[string]string{
+			"a_test.go":   source("a", "//stages:rest slow\nfunc TestA(*testing.T) {}"),
+			"b/b_test.go": source("b", "func TestA(*testing.T) {}"),
+		}, "sample.TestA and sample/b.TestA are in different parts"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			module(t, tt.files)
+			if _, err := newSelection(t.Context(), short, ""); err == nil || !strings.Contains(err.Error(), tt.err) {
+				t.Errorf("got error %v, want %q", err, tt.err)
+			}
+		})
+	}
+}
+
+// The table of defect classes in contributing.md contains end-to-end tests of the short part.
+func TestShortPart(t *testing.T) {
+	t.Chdir("../..")
+	page, err := os.ReadFile("Documentation/contributing.md")
+	if err != nil {
+		t.Fatal(err)
+	}
+	s, err := newSelection(t.Context(), short, "")
+	if err != nil {
+		t.Fatal(err)
+	}
+	e2e, _ := s.split("e2e")
+	vm, _ := s.split("vm")
+	names := map[string]bool{}
+	for _, one := range append(e2e, vm...) {
+		names[one.name] = true
+	}
+	_, table, _ := strings.Cut(string(page), "| Class of defects |")
+	table, _, _ = strings.Cut(table, "\n\n")
+	classes := strings.Split(table, "\n")[2:]
+	if len(classes) < 15 {
+		t.Errorf("the table has %d classes", len(classes))
+	}
+	for _, class := range classes {
+		listed := regexp.MustCompile("`(Test\\w+)`").FindAllStringSubmatch(class, -1)
+		if len(listed) == 0 {
+			t.Errorf("no test: %s", class)
+		}
+		for _, m := range listed {
+			if !names[m[1]] {
+				t.Errorf("%s is not in the short part of the end-to-end tests", m[1])
+			}
+		}
+	}
+}
+
+func TestSelectionByName(t *testing.T) {
+	module(t, map[string]string{"a_test.go": source("a", "func TestA(*testing.T) {}\nfunc TestAB(*testing.T) {}\nfunc TestMain(*testing.M) {}")})
+	for _, tt := range []struct{ run, pattern string }{
+		{"TestA", "^(TestA)$"}, // and not TestAB
+		{"TestA/x", "^(TestA)$/x"},
+		{"^TestA", "^(TestA|TestAB)$"},
+		{"", "^(TestA|TestAB)$"},
+	} {
+		s, err := newSelection(t.Context(), all, tt.run)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if chosen, _ := s.split("unit"); pattern(chosen, s.sub) != tt.pattern {
+			t.Errorf("%q runs %s, want %s", tt.run, pattern(chosen, s.sub), tt.pattern)
+		}
+	}
+	if _, err := newSelection(t.Context(), all, "TestC"); err == nil || !strings.Contains(err.Error(), `"TestC"`) {
+		t.Errorf("got error %v, want one that names TestC", err)
 	}
 }
 
@@ -297,9 +487,8 @@ func TestChoose(t *testing.T) {
 		{[]string{"fuzz", "unit"}, []string{"fuzz", "unit"}},
 		{[]string{"unit", "e2e", "vm"}, []string{"unit", "build", "e2e", "vm"}},
 		{[]string{"e2e", "build"}, []string{"build", "e2e"}},
-		{nil, []string{"build", "unit", "kernel", "e2e", "vm", "fuzz"}},
 		{[]string{"kubernetes"}, []string{"build", "kubernetes"}},
-		{[]string{"all"}, []string{"build", "unit", "kernel", "e2e", "vm", "fuzz", "kubernetes"}},
+		{nil, []string{"build", "unit", "kernel", "e2e", "vm", "fuzz", "kubernetes"}},
 	} {
 		chosen, err := choose(stages(options{}), tt.names)
 		if err != nil {
@@ -320,8 +509,8 @@ func TestChoose(t *testing.T) {
 func TestNeeds(t *testing.T) {
 	module(t, map[string]string{
 		"Makefile":           "build:\n\t@echo no compiler; false\n",
-		"a_test.go":          test("sample", `func TestGood(t *testing.T) {}`),
-		"test/e2e/a_test.go": test("e2e", `func TestEndToEnd(t *testing.T) {}`),
+		"a_test.go":          source("sample", `func TestGood(t *testing.T) {}`),
+		"test/e2e/a_test.go": source("e2e", `func TestEndToEnd(t *testing.T) {}`),
 	})
 	for _, tt := range []struct {
 		stages []string

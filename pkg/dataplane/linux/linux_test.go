@@ -33,6 +33,8 @@ func TestKernelContract(t *testing.T) {
 }
 
 // TestVMContract is the same on a kernel of another age.
+//
+//stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMContract(t *testing.T) { TestKernelContract(t) }
 
 func TestKernelRandomWalk(t *testing.T) {
@@ -41,11 +43,15 @@ func TestKernelRandomWalk(t *testing.T) {
 
 // The mirror has to be right whatever other programs do, the socket loses and
 // the mirror forgets: packets pass after each stretch of it.
+//
+//stages:rest TestKernelRandomWalk does the same without notifications
 func TestKernelRandomWalkByHearing(t *testing.T) {
 	dataplanetest.Walk(t, newTrafficWorld(t), 1000, time.Hour)
 }
 
 // The same where the kernel shows of a route through a nexthop object its id alone.
+//
+//stages:rest TestKernelRandomWalk does the same without nexthop IDs
 func TestKernelRandomWalkByNexthopID(t *testing.T) {
 	w := newTrafficWorld(t)
 	w.nexthopCompat(t, false)

@@ -108,6 +108,8 @@ func TestKernelSourceAddressGoes(t *testing.T) {
 }
 
 // TestVMSourceAddressGoes is the same on a kernel of another age.
+//
+//stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMSourceAddressGoes(t *testing.T) { TestKernelSourceAddressGoes(t) }
 
 // countdown is a context that ends when it has been asked a number of times.

@@ -14,6 +14,8 @@ import (
 )
 
 // TestVMTunnels makes the devices of the ipip backend, and changes them.
+//
+//stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMTunnels(t *testing.T) {
 	if out, err := exec.CommandContext(t.Context(), "modprobe", "fou").CombinedOutput(); err != nil {
 		t.Fatalf("modprobe fou: %v: %s", err, out)

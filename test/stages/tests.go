@@ -1,0 +1,256 @@
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"go/ast"
+	"go/parser"
+	"go/token"
+	"io"
+	"os"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strings"
+)
+
+// part is the part of the tests that a run contains.
+type part string
+
+// short and rest together are all, and no test is in both.
+const (
+	short part = "short"
+	rest  part = "rest"
+	all   part = "all"
+)
+
+// restMark precedes a test that is in the rest. The reason follows it.
+const restMark = "//stages:rest"
+
+const (
+	e2eFolder        = "/test/e2e"
+	kubernetesFolder = "/test/kubernetes"
+)
+
+// A test is a test, an example or a fuzz target.
+type test struct {
+	pkg, name string
+	rest      bool
+}
+
+// stage returns the name of the stage that runs the test. The stage fuzz runs fuzz targets
+// in addition.
+func (t test) stage() string {
+	switch {
+	case strings.HasPrefix(t.name, "TestVM"):
+		return "vm"
+	case in(t.pkg, kubernetesFolder):
+		return "kubernetes"
+	case in(t.pkg, e2eFolder):
+		return "e2e"
+	case strings.HasPrefix(t.name, "TestKernel"):
+		return "kernel"
+	}
+	return "unit"
+}
+
+func (t test) fuzzTarget() bool { return strings.HasPrefix(t.name, "Fuzz") }
+
+func in(pkg, folder string) bool { return strings.Contains(pkg+"/", folder+"/") }
+
+// pattern returns an argument for -run that matches tests with the names of these, and of
+// their subtests those that sub matches.
+func pattern(tests []test, sub string) string {
+	var names []string
+	for _, t := range tests {
+		names = append(names, t.name)
+	}
+	slices.Sort(names)
+	run := "^(" + strings.Join(slices.Compact(names), "|") + ")$"
+	if sub != "" {
+		run += "/" + sub
+	}
+	return run
+}
+
+// packagesOf returns the packages of the tests, each once.
+func packagesOf(tests []test) []string {
+	var pkgs []string
+	for _, t := range tests {
+		pkgs = append(pkgs, t.pkg)
+	}
+	slices.Sort(pkgs)
+	return slices.Compact(pkgs)
+}
+
+// A selection decides which tests of each stage run.
+type selection struct {
+	tests []test // of all stages
+	part  part
+	name  string         // the only test that runs, or empty
+	match *regexp.Regexp // the names of the tests that run; nil stands for all
+	sub   string         // a pattern of subtests, or empty
+}
+
+// newSelection reads the tests of the module. run is the name of a test or a pattern of
+// names, with a pattern of subtests after a slash, or empty.
+func newSelection(ctx context.Context, p part, run string) (selection, error) {
+	s := selection{part: p}
+	var err error
+	if s.tests, err = findTests(ctx); err != nil {
+		return s, err
+	}
+	top, sub, _ := strings.Cut(run, "/")
+	s.sub = sub
+	if slices.ContainsFunc(s.tests, func(t test) bool { return t.name == top }) {
+		s.name = top
+		return s, nil
+	}
+	if top != "" {
+		if s.match, err = regexp.Compile(top); err != nil {
+			return s, fmt.Errorf("read the pattern of tests: %w", err)
+		}
+		if !slices.ContainsFunc(s.tests, func(t test) bool { return s.match.MatchString(t.name) }) {
+			return s, fmt.Errorf("no test matches %q", top)
+		}
+	}
+	return s, nil
+}
+
+// of returns the selection for a stage.
+func (s selection) of(st stage) selection {
+	if st.rest && s.part == rest {
+		s.part = all
+	}
+	return s
+}
+
+// split returns the tests of a stage that run, and those that are left to the other part.
+func (s selection) split(stage string) (chosen, left []test) {
+	for _, t := range s.tests {
+		switch {
+		case t.stage() != stage, s.name != "" && t.name != s.name, s.match != nil && !s.match.MatchString(t.name):
+		case s.part == all || t.rest == (s.part == rest):
+			chosen = append(chosen, t)
+		default:
+			left = append(left, t)
+		}
+	}
+	return chosen, left
+}
+
+// fuzzTargets returns the targets of the stage fuzz.
+func (s selection) fuzzTargets() []test {
+	return slices.DeleteFunc(slices.Clone(s.tests), func(t test) bool { return !t.fuzzTarget() })
+}
+
+// findTests returns the tests of all packages of the module.
+func findTests(ctx context.Context) ([]test, error) {
+	pkgs, err := packages(ctx)
+	if err != nil {
+		return nil, err
+	}
+	var tests []test
+	for _, p := range pkgs {
+		for _, file := range append(p.TestGoFiles, p.XTestGoFiles...) {
+			found, err := testsOf(p.ImportPath, filepath.Join(p.Dir, file))
+			if err != nil {
+				return nil, err
+			}
+			tests = append(tests, found...)
+		}
+	}
+	return tests, ambiguous(tests)
+}
+
+// ambiguous returns an error if two tests have the same name and stage but are not in the
+// same part. The patterns of go test contain no package, so they cannot tell them apart.
+func ambiguous(tests []test) error {
+	type key struct{ stage, name string }
+	first := map[key]test{}
+	for _, t := range tests {
+		k := key{t.stage(), t.name}
+		if f, ok := first[k]; ok && f.rest != t.rest {
+			return fmt.Errorf("read tests: %s.%s and %s.%s are in different parts: give one another name", f.pkg, f.name, t.pkg, t.name)
+		}
+		first[k] = t
+	}
+	return nil
+}
+
+// testsOf returns the tests of a file.
+func testsOf(pkg, path string) ([]test, error) {
+	files := token.NewFileSet()
+	file, err := parser.ParseFile(files, path, nil, parser.ParseComments|parser.SkipObjectResolution)
+	if err != nil {
+		return nil, fmt.Errorf("read tests: %w", err)
+	}
+	var tests []test
+	marks := map[token.Pos]bool{} // the marks that belong to a test
+	for _, d := range file.Decls {
+		f, ok := d.(*ast.FuncDecl)
+		if !ok || f.Recv != nil || !isTest(f.Name.Name) {
+			continue
+		}
+		t := test{pkg: pkg, name: f.Name.Name}
+		if f.Doc != nil {
+			for _, c := range f.Doc.List {
+				if reason, ok := strings.CutPrefix(c.Text, restMark); ok && strings.TrimSpace(reason) != "" {
+					t.rest = true
+					marks[c.Pos()] = true
+				}
+			}
+		}
+		tests = append(tests, t)
+	}
+	for _, group := range file.Comments {
+		for _, c := range group.List {
+			if strings.HasPrefix(c.Text, restMark) && !marks[c.Pos()] {
+				return nil, fmt.Errorf("read tests: %s: want %s with a reason, in the comment of a test", files.Position(c.Pos()), restMark)
+			}
+		}
+	}
+	return tests, nil
+}
+
+// isTest is true of the names of functions that go test runs.
+func isTest(name string) bool {
+	if name == "TestMain" {
+		return false
+	}
+	for _, prefix := range []string{"Test", "Fuzz", "Example"} {
+		if after, ok := strings.CutPrefix(name, prefix); ok && (after == "" || after[0] < 'a' || after[0] > 'z') {
+			return true
+		}
+	}
+	return false
+}
+
+// pkg holds the fields of `go list -json` that are used here.
+type pkg struct {
+	Dir, ImportPath           string
+	TestGoFiles, XTestGoFiles []string
+}
+
+func packages(ctx context.Context) ([]pkg, error) {
+	cmd := command(ctx, "go", "list", "-json=Dir,ImportPath,TestGoFiles,XTestGoFiles", "./...")
+	cmd.Stderr = os.Stderr
+	out, err := cmd.Output()
+	if err != nil {
+		return nil, fmt.Errorf("run go list: %w", err)
+	}
+	var pkgs []pkg
+	for dec := json.NewDecoder(strings.NewReader(string(out))); ; {
+		var p pkg
+		err := dec.Decode(&p)
+		if errors.Is(err, io.EOF) {
+			return pkgs, nil
+		}
+		if err != nil {
+			return nil, fmt.Errorf("read go list: %w", err)
+		}
+		pkgs = append(pkgs, p)
+	}
+}
