@@ -61,7 +61,7 @@ func run(m *testing.M) int {
 		fmt.Fprintln(os.Stderr, "remove the rest of earlier runs:", err)
 		return 1
 	}
-	tmp := folderOf(os.TempDir(), os.Getpid())
+	tmp := filesOf(os.Getpid())
 	err := errors.Join(os.MkdirAll(tmp, 0o700), os.Setenv("TMPDIR", tmp))
 	if err == nil {
 		// Without this, killing the go command would leave the tests running.
