@@ -102,9 +102,10 @@ func (r *registered) remove(c *cluster) {
 	r.all = slices.DeleteFunc(r.all, func(d *cluster) bool { return d == c })
 }
 
+// closeAll closes all clusters at the end of the run. It keeps the lock, so that the tests
+// of an interrupted run wait with the next cluster.
 func (r *registered) closeAll() error {
 	r.mu.Lock()
-	defer r.mu.Unlock()
 	var errs []error
 	for _, c := range r.all {
 		errs = append(errs, c.close())
@@ -131,6 +132,8 @@ func newCluster(t *testing.T, cfg config, archives ...string) *cluster {
 	}
 	t.Cleanup(l.Close)
 	c := &cluster{config: cfg, t: t, lab: l, dir: t.TempDir()}
+	clusters.add(c)
+	t.Cleanup(func() { clusters.remove(c) })
 	c.startAPI()
 	kubeconfig := c.kubeconfig(admin)
 	c.start("agnhost", "netexec", fmt.Sprintf("--http-port=%d", outside)) // a server outside, for pods
@@ -138,12 +141,10 @@ func newCluster(t *testing.T, cfg config, archives ...string) *cluster {
 		"--service-account-private-key-file="+c.api.SigningKey(), "--root-ca-file="+c.api.CA(),
 		"--allocate-node-cidrs", "--cluster-cidr="+c.podNetworks(), "--service-cluster-ip-range="+c.serviceNetworks())
 	c.start("kube-scheduler", "--kubeconfig="+kubeconfig, "--leader-elect=false", "--bind-address=127.0.0.1")
-	clusters.add(c)
 	t.Cleanup(func() {
 		if err := c.close(); err != nil {
 			t.Error(err)
 		}
-		clusters.remove(c) // the next one uses the same names of cgroups
 	})
 	t.Cleanup(c.explain)
 	for i, h := range l.Hosts() {

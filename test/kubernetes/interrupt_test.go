@@ -45,7 +45,7 @@ func TestInterrupted(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			tmp := folderOf(os.TempDir(), run)
+			tmp := filesOf(run)
 			if _, err := os.Stat(tmp); err != nil || len(cgroups) == 0 || len(processesOf(t, tmp)) == 0 {
 				t.Fatalf("before the end: folder %v, cgroups %q", err, cgroups)
 			}

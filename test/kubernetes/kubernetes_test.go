@@ -15,7 +15,7 @@ import (
 	"flanneld/pkg/prefix"
 )
 
-// allTests matches Kubernetes' conformance tests of the network.
+// allTests matches Kubernetes' conformance tests of the network, which are testCount.
 const (
 	allTests  = `\[sig-network\].*\[Conformance\]`
 	testCount = 47

@@ -16,6 +16,9 @@ func folderOf(root string, run int) string {
 	return filepath.Join(root, "flanneld-test", strconv.Itoa(run))
 }
 
+// filesOf returns the folder of a run's temporary files.
+func filesOf(run int) string { return folderOf(os.TempDir(), run) }
+
 // sweep removes the folders of runs that were killed.
 func sweep() error {
 	roots, err := hierarchies()

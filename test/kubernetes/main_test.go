@@ -22,7 +22,7 @@
 //
 // All processes of a run die with it, and with them namespaces and mounts. Cgroups and files
 // are in folders with the number of its process (leftover_test.go). A run removes them at its
-// end, also when it is interrupted or the go command is killed. If the run itself is killed,
+// end, even if it is interrupted or the go command is killed. If the run itself is killed,
 // the next one removes them.
 package kubernetes
 
@@ -61,7 +61,7 @@ func run(m *testing.M) int {
 		fmt.Fprintln(os.Stderr, "remove the rest of earlier runs:", err)
 		return 1
 	}
-	tmp := folderOf(os.TempDir(), os.Getpid())
+	tmp := filesOf(os.Getpid())
 	err := errors.Join(os.MkdirAll(tmp, 0o700), os.Setenv("TMPDIR", tmp))
 	if err == nil {
 		// Without this, killing the go command would leave the tests running.
@@ -77,9 +77,11 @@ func run(m *testing.M) int {
 		}
 		_ = os.Remove(filepath.Dir(tmp)) // other runs may be there
 	})
+	// Without this, output that the go command does not read any more would end the process
+	// at once.
+	signal.Notify(make(chan os.Signal, 1), syscall.SIGPIPE)
 	interrupted := make(chan os.Signal, 1)
-	// SIGPIPE, because output that go does not read any more would end the process at once.
-	signal.Notify(interrupted, os.Interrupt, syscall.SIGTERM, syscall.SIGHUP, syscall.SIGPIPE)
+	signal.Notify(interrupted, os.Interrupt, syscall.SIGTERM, syscall.SIGHUP)
 	go func() {
 		<-interrupted
 		end()
