@@ -1,5 +1,5 @@
-// Package backend is the contract between the lease-watch loop and the
-// backends that program the data path, and that one loop.
+// Package backend defines the contract between the lease-watch loop and the backends that
+// configure the data path. It also contains the loop, the Syncer.
 package backend
 
 import (
@@ -17,21 +17,22 @@ import (
 	"flanneld/subnet"
 )
 
-// Env is what a backend is built on.
+// Env is the environment of a backend.
 type Env struct {
 	Underlay underlay.Interface
 	Config   subnet.Config
 	Kernel   dataplane.Kernel
-	// Resync is how often all kernel state is read again.
+	// Resync is the interval at which the whole kernel state is read again.
 	Resync time.Duration
-	// StateDir is where a backend may keep what must survive a reboot; empty means
-	// nowhere.
+	// StateDir is the folder for files that must survive a reboot. If it is empty,
+	// nothing is stored.
 	StateDir string
-	// Blackhole asks for a blackhole route to the own subnet.
+	// Blackhole requests a blackhole route to the own subnet.
 	Blackhole bool
 }
 
-// Base returns what the kernel holds for the own lease whatever the backend.
+// Base returns the state that the kernel should have for the own lease with every
+// backend.
 func (e Env) Base(own subnet.Lease) dataplane.State {
 	base := dataplane.NewState()
 	if e.Blackhole {
@@ -42,8 +43,8 @@ func (e Env) Base(own subnet.Lease) dataplane.State {
 	return base
 }
 
-// Scope returns the scope of the networks of all enabled families, with the
-// given devices of our own.
+// Scope returns the scope that contains the networks of all enabled families and the
+// given devices, which the backend owns.
 func (e Env) Scope(devices ...string) dataplane.Scope {
 	s := dataplane.Scope{Devices: devices, Shared: []string{e.Underlay.Name}}
 	for _, n := range e.Config.Networks {
@@ -52,13 +53,13 @@ func (e Env) Scope(devices ...string) dataplane.Scope {
 	return s
 }
 
-// Reconciler returns a reconciler for that scope.
+// Reconciler returns a Reconciler for the result of Scope.
 func (e Env) Reconciler(devices ...string) (*dataplane.Reconciler, error) {
 	return dataplane.NewReconciler(dataplane.Config{Kernel: e.Kernel, Scope: e.Scope(devices...), Resync: e.Resync})
 }
 
-// Links returns those of our devices that the kernel has. It reads nothing else: a
-// router may hold a million routes.
+// Links returns those of the given devices that exist. It reads nothing else, because a
+// router may have a million routes.
 func (e Env) Links(ctx context.Context, devices ...string) (map[string]dataplane.Link, error) {
 	have, err := e.Kernel.Read(ctx, dataplane.Scope{Devices: devices})
 	if err != nil {
@@ -67,15 +68,16 @@ func (e Env) Links(ctx context.Context, devices ...string) (map[string]dataplane
 	return have.Links, nil
 }
 
-// InTheWay is the error of a device that has a name of ours and is not what we
-// want there, nor what we have left: it is not for us to remove.
+// InTheWay returns the error about a device that has the name of one of the backend's
+// devices, but is neither the wanted one nor one that flanneld has left behind. flanneld
+// does not remove it.
 func InTheWay(l dataplane.Link, want string) error {
 	return fmt.Errorf("device %s is of type %s, want %s: remove it (ip link delete %s) if nothing else needs it",
 		l.Name, l.Kind, want, l.Name)
 }
 
-// Claim returns a claim with the public address of every enabled family and
-// the subnets of prev, and no backend data.
+// Claim returns a claim with the public address of every enabled family and the subnets
+// of prev. It contains no backend data.
 func (e Env) Claim(backendType string, prev subnet.Claim) subnet.Claim {
 	c := subnet.Claim{BackendType: backendType}
 	for _, n := range e.Config.Networks {
@@ -87,86 +89,88 @@ func (e Env) Claim(backendType string, prev subnet.Claim) subnet.Claim {
 	return c
 }
 
-// Backend is one way to carry packets between hosts.
+// Backend is a way to carry packets between hosts.
 type Backend interface {
-	// Scope says what of the kernel is the backend's. It is pure.
+	// Scope returns the part of the kernel's state that belongs to the backend. It is
+	// pure.
 	Scope() dataplane.Scope
-	// Claim returns what this node publishes. prev is what it published
-	// before, zero if nothing is known: what peers have learnt, such as a
-	// VTEP MAC, stays the same where it can. Claim changes nothing, but for
-	// what a configured command does that has to run before.
+	// Claim returns the claim that this node publishes. prev is its last published claim,
+	// or zero if none is known. Data that peers have learned from prev, such as a VTEP
+	// MAC, should stay the same. Claim changes nothing, except that it may run a
+	// configured command that must run first.
 	Claim(ctx context.Context, prev subnet.Claim) (subnet.Claim, error)
-	// Start makes the backend's devices ready for the own lease and returns
-	// the network. It removes nothing but what it replaces.
+	// Start prepares the backend's devices for the own lease and returns the network. It
+	// removes only objects that it replaces.
 	Start(ctx context.Context, own subnet.Lease) (Network, error)
 }
 
 // Network is a started backend. Its methods are called from one goroutine.
 type Network interface {
-	// MTU returns the packet size in bytes that every path carries, for all
+	// MTU returns the maximum packet size in bytes that every path allows, for all
 	// enabled families.
 	MTU() int
-	// Check says whether a lease's backend data can be used, and which
-	// identities it claims that no other lease may have: VTEP MACs, public
-	// keys. It is pure, and safe for concurrent use.
+	// Check returns an error if a lease's backend data is unusable. Otherwise it returns
+	// the identities that the lease claims and that no other lease may have, such as VTEP
+	// MACs or public keys. It is pure, and safe for concurrent use.
 	Check(l subnet.Lease) (identities []string, err error)
-	// Sync makes the kernel carry packets to exactly these peers. It may be
-	// called any number of times. Peers that cannot be served are returned
-	// as refusals; all others are in place unless err says otherwise.
+	// Sync makes the kernel carry packets to exactly these peers. It may be repeated with
+	// an equal set. It returns refusals for peers that cannot be served. Unless it
+	// returns an error, all others are configured.
 	Sync(ctx context.Context, peers Set) (Outcome, error)
-	// Changed delivers when the kernel may have drifted; nil if never.
+	// Changed returns a channel that receives when the kernel may have drifted, or nil if
+	// the network cannot find out.
 	Changed() <-chan struct{}
-	// Close releases what the process holds. The data path stays.
+	// Close releases the resources of the process. The data path stays.
 	Close() error
 }
 
-// Set is the full set of peers, and as a hint what has changed in it.
+// Set is the full set of peers, with a hint about the changes since the last one.
 type Set struct {
-	// Leases have passed all checks. They are read-only, and so is the map, which is
-	// good until Sync returns.
+	// Leases contains the leases that have passed all checks. The map and the leases are
+	// read-only, and the map is valid until Sync returns.
 	Leases map[string]*subnet.Lease
-	// Changed has the keys of the leases that differ from the set before,
-	// whatever became of that Sync. With All set any may, and so the hint may
-	// always be ignored.
+	// Changed contains the keys of the leases that differ from the previous set, even if
+	// Sync failed for that set. If All is set, any lease may differ. A network may ignore
+	// the hint.
 	Changed []string
 	All     bool
-	// Complete is set once the store has answered: only then may something be
-	// removed because it is not in the set.
+	// Complete is set when the store has answered. Before that, Sync must not remove an
+	// object because its lease is not in the set.
 	Complete bool
 }
 
-// Outcome is what Sync has to say beside an error.
+// Outcome is the result of Sync besides its error.
 type Outcome struct {
-	// Refused are all peers that cannot be served, and why.
+	// Refused contains all peers that cannot be served, with the reasons.
 	Refused []subnet.Refusal
-	// Retry is set when the cause of a refusal may pass by itself.
+	// Retry is set if the cause of a refusal may disappear by itself.
 	Retry bool
-	// Again is when to look again although nothing is wrong; zero means at the
-	// next occasion.
+	// Again is the time after which Sync should be called again, although nothing is
+	// wrong. Zero means that there is no such need.
 	Again time.Duration
-	// Repaired counts what others had changed behind our back.
+	// Repaired is the number of repaired changes by other programs.
 	Repaired int
 }
 
-// Factory makes a backend of its part of the network configuration, which is
-// nil if there is none. It checks everything and changes nothing. Unknown keys
-// and the like are returned as warnings.
+// Factory creates a backend from the backend's part of the network configuration, which
+// is nil if there is none. It validates everything and changes nothing. It returns
+// warnings, for example about unknown keys.
 type Factory func(raw json.RawMessage, env Env) (b Backend, warnings []string, err error)
 
-// Registry knows the backends by type name.
+// Registry contains the backends by type name.
 type Registry struct{ entries map[string]Entry }
 
-// Entry is one backend of a registry.
+// Entry is a backend of a registry.
 type Entry struct {
-	Type    string // lower case
+	Type    string // in lower case
 	Factory Factory
-	// OneThread says that one thread does what there is to do once the start is over:
-	// packets do not go through this process, or are best off with one.
+	// OneThread is set if one thread of Go code is sufficient once the start is over,
+	// because the process does not carry packets itself or does it best with one thread.
 	OneThread bool
 }
 
-// NewRegistry returns a registry of the entries. Empty and duplicate names and
-// missing factories are errors.
+// NewRegistry returns a Registry of entries. It returns an error for an empty or
+// duplicate name and for a missing factory.
 func NewRegistry(entries ...Entry) (Registry, error) {
 	r := Registry{entries: map[string]Entry{}}
 	for _, e := range entries {
@@ -186,7 +190,7 @@ func NewRegistry(entries ...Entry) (Registry, error) {
 // ErrUnknownType means that no backend has the configured type.
 var ErrUnknownType = errors.New("unknown backend type")
 
-// New builds the backend that env's configuration names.
+// New returns the backend that the configuration in env names.
 func (r Registry) New(env Env) (Backend, []string, error) {
 	cfg := env.Config
 	entry, ok := r.entries[cfg.BackendType]
@@ -204,5 +208,5 @@ func (r Registry) New(env Env) (Backend, []string, error) {
 // Types returns the names of all backends in alphabetical order.
 func (r Registry) Types() []string { return slices.Sorted(maps.Keys(r.entries)) }
 
-// OneThread reports whether the backend of that type does with one thread.
+// OneThread returns Entry.OneThread of the backend with that type.
 func (r Registry) OneThread(backendType string) bool { return r.entries[backendType].OneThread }

@@ -8,31 +8,30 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// quiet is the least time between two wakes by the kernel: on a busy host it
-// announces a lot that is not of our concern.
+// quiet is the minimum time between two wakes because of announcements. A busy host
+// announces many changes that do not matter to flanneld.
 const quiet = 50 * time.Millisecond
 
-// A burst of repairs is made at once. Who keeps changing what is ours is
-// answered at repairRate, so that the fight costs next to nothing.
+// A burst of repairs is made at once. If another program keeps changing the same entries,
+// repairs are limited to repairRate, so that they cost little.
 const (
-	repairRate  = rate.Limit(2) // passes a second
+	repairRate  = rate.Limit(2) // passes per second
 	repairBurst = 20
 )
 
-// repairLog is the least time between two lines about repairs.
+// repairLog is the minimum time between two log lines about repairs.
 const repairLog = time.Minute
 
-// drift is about what others change in the kernel behind our back.
+// drift limits the repairs of changes by other programs, and logs them.
 type drift struct {
-	limit    *rate.Limiter // of passes that had to put something right
-	repaired int           // and not logged yet
+	limit    *rate.Limiter // limit of passes that repaired something
+	repaired int           // number of repairs that are not logged yet
 	logged   time.Time
 }
 
 func newDrift() *drift { return &drift{limit: rate.NewLimiter(repairRate, repairBurst)} }
 
-// forward calls wake for what changed delivers, as often as it should, until
-// ctx ends.
+// forward calls wake when changed receives, within the limits, until ctx ends.
 func (d *drift) forward(ctx context.Context, changed <-chan struct{}, wake func()) {
 	for {
 		select {
@@ -50,8 +49,8 @@ func (d *drift) forward(ctx context.Context, changed <-chan struct{}, wake func(
 	}
 }
 
-// note takes in how much a pass has put right. It logs that, the first time at
-// once and in a fight once a minute.
+// note counts the repairs of a pass. It logs them at once the first time, and then at
+// most once a minute.
 func (d *drift) note(ctx context.Context, repaired int) {
 	now := time.Now()
 	if repaired > 0 {

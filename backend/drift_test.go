@@ -13,7 +13,7 @@ import (
 	"k8s.io/klog/v2/textlogger"
 )
 
-// TestForward has another program fight over an entry, and then give in.
+// TestForward lets another program restore its entry for some time.
 func TestForward(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		d, changed := newDrift(), make(chan struct{}, 1)
@@ -38,17 +38,17 @@ func TestForward(t *testing.T) {
 			t.Errorf("%d wakes at once, want one", got)
 		}
 		if got := tell(time.Second); got < 18 || got > 21 {
-			t.Errorf("%d wakes in the first second of a fight, want one in every %s", got, quiet)
+			t.Errorf("%d wakes in the first second of repeated changes, want one in every %s", got, quiet)
 		}
 		const long = 30 * time.Second
 		most := int64(float64(repairRate) * long.Seconds())
 		if got := tell(long); got < most-4 || got > most+4 {
-			t.Errorf("%d wakes in %s of fight, want about %d", got, long, most)
+			t.Errorf("%d wakes in %s of repeated changes, want about %d", got, long, most)
 		}
 		time.Sleep(time.Minute)
 		repairs.Store(0)
 		if got := tell(10 * time.Second); got < 190 || got > 201 {
-			t.Errorf("%d wakes in 10s of noise, want one in every %s", got, quiet)
+			t.Errorf("%d wakes in 10s of irrelevant changes, want one in every %s", got, quiet)
 		}
 	})
 }
@@ -59,7 +59,7 @@ func TestForwardNever(t *testing.T) {
 		done := make(chan struct{})
 		go func() {
 			defer close(done)
-			newDrift().forward(ctx, nil, func() { t.Error("woken by a network that never changes") })
+			newDrift().forward(ctx, nil, func() { t.Error("woken by a network without a channel") })
 		}()
 		time.Sleep(time.Hour)
 		cancel()
@@ -74,7 +74,7 @@ func TestDriftIsLoggedOnceAMinute(t *testing.T) {
 		d := newDrift()
 		d.note(ctx, 0)
 		if log.Len() > 0 {
-			t.Errorf("nothing was repaired, and yet: %s", &log)
+			t.Errorf("log without a repair: %s", &log)
 		}
 		d.note(ctx, 3)
 		for start := time.Now(); time.Since(start) < 59*time.Second; time.Sleep(time.Second) {

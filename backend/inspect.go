@@ -10,52 +10,53 @@ import (
 	"flanneld/subnet"
 )
 
-// Inspector is a Network that can say what it holds the kernel to. Its methods
-// are called from the goroutine that calls Sync.
+// Inspector is a Network that can report the kernel objects that it maintains. Its
+// methods are called from the goroutine that calls Sync.
 type Inspector interface {
-	// Holdings returns what the kernel should hold for the peer with that key.
+	// Holdings returns the objects that the kernel should have for the peer with that
+	// key.
 	Holdings(key string) []Holding
-	// Counts returns how much of what is wanted is there, by kind of object.
+	// Counts returns the numbers of wanted and existing objects, by kind.
 	Counts() map[string]dataplane.Count
 }
 
-// Carrier is a Network of a backend that has several ways to carry packets, or
-// carries them itself. Its methods may be called at any time.
+// Carrier is a Network that has several ways to carry packets, or carries them in this
+// process. Its methods may be called at any time.
 type Carrier interface {
-	// Mode names the way.
+	// Mode returns the name of the way.
 	Mode() string
-	// Dropped returns how many packets were dropped in user space, by reason.
+	// Dropped returns the number of packets that were dropped in user space, by reason.
 	Dropped() map[string]uint64
 }
 
-// Holding is something that the kernel should hold.
+// Holding is an object that the kernel should have.
 type Holding struct {
-	Object  string // as ip(8) would write it
+	Object  string // in the form of ip(8)
 	Present bool
 }
 
-// PeerReport says how one lease of another node is served.
+// PeerReport describes how the lease of another node is served.
 type PeerReport struct {
 	Lease    subnet.Lease
-	Refused  string // why it is not served, or not in all families
-	Held     bool   // the store has forgotten it
+	Refused  string // the reason why it is not served in all families
+	Held     bool   // the store has lost the lease without removing it
 	Changed  time.Time
-	Holdings []Holding // nil if not asked for, or the network is no Inspector
+	Holdings []Holding // nil if not requested, or if the network is not an Inspector
 }
 
-// Inspection is one look at a Syncer.
+// Inspection is a snapshot of a Syncer.
 type Inspection struct {
-	Peers    []PeerReport               // by key
-	Counts   map[string]dataplane.Count // nil if the network is no Inspector
-	LastSync time.Time                  // the last that succeeded; zero if none did
-	Err      error                      // of the last sync
-	Mode     string                     // empty if the network is no Carrier
-	Dropped  map[string]uint64          // packets, by reason; nil if the network is no Carrier
+	Peers    []PeerReport               // sorted by key
+	Counts   map[string]dataplane.Count // nil if the network is not an Inspector
+	LastSync time.Time                  // time of the last successful sync; zero if there was none
+	Err      error                      // error of the last sync
+	Mode     string                     // empty if the network is not a Carrier
+	Dropped  map[string]uint64          // dropped packets by reason; nil if the network is not a Carrier
 }
 
-// Inspect looks at how things are between two passes; holdings says whether
-// to name the kernel objects of each peer, which costs more than to count them.
-// It returns ctx's error if there is no such moment before ctx ends.
+// Inspect returns the state between two passes. holdings selects whether it includes the
+// kernel objects of each peer, which costs more than counting them. It returns ctx's
+// error if no pass ends before ctx does.
 func (s *Syncer) Inspect(ctx context.Context, holdings bool) (in Inspection, err error) {
 	err = s.loop.Do(ctx, func() { in = s.inspect(holdings) })
 	return in, err

@@ -47,7 +47,7 @@ func TestInspect(t *testing.T) {
 		synctest.Wait()
 		in, _ = s.Inspect(t.Context(), true)
 		if n := len(in.Peers); n != 2 || in.Peers[1].Refused != `its backend type is "other", ours "test"` {
-			t.Errorf("peers are %+v, want the held one and the one of another type, refused", in.Peers)
+			t.Errorf("peers are %+v, want the held one and the refused one of another type", in.Peers)
 		}
 	})
 }
@@ -98,16 +98,16 @@ func TestProgrammerSaysWhatTheKernelHolds(t *testing.T) {
 		t.Errorf("counts (-want +got):\n%s", diff)
 	}
 	if p.Holdings("host3") != nil {
-		t.Error("a peer that is not there holds something")
+		t.Error("a missing peer has holdings")
 	}
 
-	// It goes and comes back as it was, each told as a change alone.
+	// The peer is removed and added again, each time only as a change.
 	for _, leases := range []map[string]*subnet.Lease{{}, {"host2": &peer}} {
 		if _, err := p.Sync(t.Context(), backend.Set{Leases: leases, Changed: []string{"host2"}, Complete: true}); err != nil {
 			t.Fatal(err)
 		}
 		if got := p.Counts()["neighbour"]; got.Present != len(leases) || len(p.Holdings("host2")) != len(leases) {
-			t.Errorf("%+v and %v, want what %d peers ask for", got, p.Holdings("host2"), len(leases))
+			t.Errorf("%+v and %v, want the objects of %d peers", got, p.Holdings("host2"), len(leases))
 		}
 	}
 }

@@ -16,28 +16,28 @@ import (
 	"flanneld/subnet"
 )
 
-// Programmer is what the networks of all kernel backends have in common: it
-// holds the kernel to what the peers' leases ask for.
+// Programmer is the common part of the networks of all kernel backends. It makes the
+// kernel's state match the leases of the peers.
 type Programmer struct {
-	// Base is what the kernel holds without any peers.
+	// Base is the wanted state without any peers.
 	Base dataplane.State
-	// Desired returns what the kernel holds for one peer's lease; nil for nothing.
-	// It is safe for concurrent use. It is nil itself if that is so for all peers.
+	// Desired returns the objects that the kernel should have for one peer's lease. It
+	// must be safe for concurrent use. Desired is nil if peers need no objects.
 	Desired func(context.Context, subnet.Lease) ([]dataplane.Object, error)
-	// Volatile says that Desired depends on more than the lease: it is asked
-	// again for all peers when the kernel has announced something, but not more
-	// often than once in this time. Zero means that it does not.
+	// Volatile is set if the result of Desired also depends on routes of the host.
+	// Desired is then called again for all peers after the kernel has announced a change,
+	// at most once in this time. Zero means that the result depends on the lease only.
 	Volatile time.Duration
 
 	*dataplane.Reconciler
 
-	objects map[string][]dataplane.Object // by lease key; nil: all have to be asked for
-	keys    map[netip.Prefix]string       // lease keys by destination; nil until one is looked for
-	asked   time.Time                     // for all of them
-	stale   bool                          // the answers may be others by now
+	objects map[string][]dataplane.Object // by lease key; nil if Desired must be called for all
+	keys    map[netip.Prefix]string       // lease keys by destination; nil until one is needed
+	asked   time.Time                     // time of the last call for all peers
+	stale   bool                          // the results may be out of date
 }
 
-// SetUp makes the kernel hold Base, and removes nothing but what is in its way.
+// SetUp makes the kernel contain Base. It removes only objects that conflict with Base.
 func (p *Programmer) SetUp(ctx context.Context) error {
 	base := dataplane.NewState()
 	base.AddState(p.Base)
@@ -46,8 +46,8 @@ func (p *Programmer) SetUp(ctx context.Context) error {
 	return oneline.Join(err, refused)
 }
 
-// Sync implements Network. It costs what has changed in the set, unless
-// everything may have.
+// Sync implements Network. Its cost depends on the number of changes, unless everything
+// may have changed.
 func (p *Programmer) Sync(ctx context.Context, peers Set) (Outcome, error) {
 	p.stale = p.stale || p.Volatile > 0 && len(peers.Changed) == 0
 	if peers.All || p.objects == nil || p.stale && time.Since(p.asked) >= p.Volatile {
@@ -68,7 +68,7 @@ func (p *Programmer) Sync(ctx context.Context, peers Set) (Outcome, error) {
 	}
 	report, err := p.Update(ctx, removed, added, peers.Complete)
 	o, refused := p.outcome(report)
-	p.stale = p.stale || p.Volatile > 0 && report.Rerouted // a changed lease may have come with it
+	p.stale = p.stale || p.Volatile > 0 && report.Rerouted // the pass may have been caused by a changed lease
 	if p.stale {
 		o.Again = max(p.Volatile-time.Since(p.asked), time.Nanosecond)
 	}
@@ -84,12 +84,12 @@ func (p *Programmer) Holdings(key string) []Holding {
 	return hs
 }
 
-// all asks for everything anew.
+// all calls Desired for all peers.
 func (p *Programmer) all(ctx context.Context, peers Set) (Outcome, error) {
 	p.objects, p.keys, p.asked, p.stale = nil, nil, time.Now(), false
 	keys := slices.Collect(maps.Keys(peers.Leases))
 	objects, errs := make([][]dataplane.Object, len(keys)), make([]error, len(keys))
-	var failed atomic.Bool // one is enough
+	var failed atomic.Bool // one error is sufficient
 	parallel.For(len(keys), func(i int) {
 		if !failed.Load() {
 			objects[i], errs[i] = p.desired(ctx, keys[i], peers)
@@ -109,13 +109,13 @@ func (p *Programmer) all(ctx context.Context, peers Set) (Outcome, error) {
 	want.AddState(p.Base)
 	report, err := p.Reconcile(ctx, want, peers.Complete)
 	o, refused := p.outcome(report)
-	if p.stale = p.Volatile > 0 && report.Rerouted; p.stale { // perhaps after they were asked
+	if p.stale = p.Volatile > 0 && report.Rerouted; p.stale { // the change may have happened after the calls
 		o.Again = p.Volatile
 	}
 	return o, oneline.Join(err, refused)
 }
 
-// everything iterates over what all peers ask for.
+// everything iterates over the objects of all peers.
 func (p *Programmer) everything(yield func(dataplane.Object) bool) {
 	for _, of := range p.objects {
 		for _, o := range of {
@@ -126,7 +126,7 @@ func (p *Programmer) everything(yield func(dataplane.Object) bool) {
 	}
 }
 
-// desired is what the peer with that key asks for: nothing if it is gone.
+// desired returns the objects of the peer with that key, or none if the peer was removed.
 func (p *Programmer) desired(ctx context.Context, key string, peers Set) ([]dataplane.Object, error) {
 	l, ok := peers.Leases[key]
 	if !ok || p.Desired == nil {
@@ -157,7 +157,7 @@ func (p *Programmer) index(key string, objects []dataplane.Object) {
 	}
 }
 
-// key is that of the lease that asks for a route to dst.
+// key returns the key of the lease that needs a route to dst.
 func (p *Programmer) key(dst netip.Prefix) string {
 	if p.keys == nil {
 		p.keys = make(map[netip.Prefix]string, len(p.objects))
@@ -177,8 +177,9 @@ func (p *Programmer) forget(key string) {
 	delete(p.objects, key)
 }
 
-// outcome says in terms of leases what a report says in terms of routes. Those of
-// Base are no peer's: packets to all of them may leave by what is in the way.
+// outcome translates a report about routes into an Outcome about leases. A refused route
+// of Base belongs to no peer. It is an error, because the device in conflict may receive
+// the packets to all peers.
 func (p *Programmer) outcome(r dataplane.Report) (Outcome, error) {
 	o := Outcome{Repaired: r.Repaired, Retry: r.Unreachable}
 	var errs []error
@@ -187,14 +188,14 @@ func (p *Programmer) outcome(r dataplane.Report) (Outcome, error) {
 		switch {
 		case len(p.Base.Routes[route.Dst]) == 0:
 			o.Refused = append(o.Refused, subnet.Refusal{Key: p.key(route.Dst), Reason: refusal.Reason})
-		case refusal.Dev != route.Dev: // else an address on our own device has made the route
+		case refusal.Dev != route.Dev: // otherwise an address on the backend's own device has created the route
 			errs = append(errs, fmt.Errorf("put %s: %s", route, refusal.Reason))
 		}
 	}
 	return o, oneline.Join(errs...)
 }
 
-// without returns those of a that are not in b. Both are short.
+// without returns the objects of a that are not in b. Both are short.
 func without(a, b []dataplane.Object) []dataplane.Object {
 	var rest []dataplane.Object
 	for _, o := range a {

@@ -16,16 +16,16 @@ import (
 	"flanneld/subnet"
 )
 
-// TestRouteOfAllPeersIsInTheWay has the network of all peers directly connected to a
-// device: of another program it takes the packets, and that is an error; our own
-// carries them.
+// TestRouteOfAllPeersIsInTheWay tests a device to which the network of all peers is
+// directly connected. It is an error if another program owns the device, because the
+// device receives the packets. The backend's own device carries them.
 func TestRouteOfAllPeersIsInTheWay(t *testing.T) {
 	network := netip.MustParsePrefix("10.5.0.0/16")
 	ours := dataplane.Link{Name: "flannel-wg", Kind: dataplane.KindWireGuard, MTU: 1440, Up: true}
 	bridge := dataplane.Link{Name: "br0", Kind: "bridge", Up: true}
 	for _, tt := range []struct {
 		dev  string
-		want string // the error; empty for none
+		want string // expected error; empty for none
 	}{
 		{bridge.Name, "put route 10.5.0.0/16 dev flannel-wg: 10.5.0.0/16 is directly connected to br0"},
 		{ours.Name, ""},
@@ -46,7 +46,7 @@ func TestRouteOfAllPeersIsInTheWay(t *testing.T) {
 			expect := func(what, want string, o backend.Outcome, err error) {
 				t.Helper()
 				if len(o.Refused) > 0 {
-					t.Errorf("%s: refused %v, but it is no peer's route", what, o.Refused)
+					t.Errorf("%s: refused %v, want none, because the route belongs to no peer", what, o.Refused)
 				}
 				if (err != nil) != (want != "") || err != nil && !strings.Contains(err.Error(), want) {
 					t.Errorf("%s: error %v, want %q", what, err, want)
@@ -58,28 +58,28 @@ func TestRouteOfAllPeersIsInTheWay(t *testing.T) {
 				expect(what, want, o, err)
 			}
 
-			sync("nothing is in the way", "", true)
+			sync("no conflict", "", true)
 			at := dataplane.Addr{Dev: tt.dev, Prefix: netip.MustParsePrefix("10.5.255.254/16")}
 			if err := kernel.Append(at); err != nil {
 				t.Fatal(err)
 			}
 			expect("at the start", tt.want, backend.Outcome{}, p.SetUp(t.Context()))
 			sync("a pass over all", tt.want, true)
-			sync("a pass over what has changed", tt.want, false)
+			sync("a pass over changes", tt.want, false)
 			if err := kernel.Remove(at); err != nil {
 				t.Fatal(err)
 			}
-			sync("it is gone", "", false)
+			sync("the conflict is over", "", false)
 			if !p.Holds(dataplane.NewRoute(network, netip.Addr{}, ours.Name, false)) {
-				t.Error("the route is not there")
+				t.Error("the route is missing")
 			}
 		})
 	}
 }
 
-// TestVolatileIsAskedAgain: the way to peers changes, and a pass hears of that which has a
-// changed lease to look at. All are asked for soon after, whatever comes between, and
-// once. A changed lease alone has nobody else asked for.
+// TestVolatileIsAskedAgain changes a route of the host, which a pass for a changed lease
+// notices. Desired must be called for all peers soon after, once, even if there are other
+// passes in between. A pass for a changed lease alone calls it only for that lease.
 func TestVolatileIsAskedAgain(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		kernel := dataplanetest.New()
@@ -110,7 +110,7 @@ func TestVolatileIsAskedAgain(t *testing.T) {
 		}{
 			{"at first", func() {}, backend.Set{All: true}, 5, false},
 			{"a lease", func() {}, backend.Set{Changed: []string{"host2"}}, 1, false},
-			{"a lease and another way", reroute, backend.Set{Changed: []string{"host3"}}, 1, true},
+			{"a lease and a route", reroute, backend.Set{Changed: []string{"host3"}}, 1, true},
 			{"a lease", func() {}, backend.Set{Changed: []string{"host4"}}, 1, true},
 			{"a lease, when it is time", func() { advance(time.Second) }, backend.Set{Changed: []string{"host4"}}, 5, false},
 			{"a lease", func() { advance(time.Second) }, backend.Set{Changed: []string{"host4"}}, 1, false},
@@ -120,14 +120,14 @@ func TestVolatileIsAskedAgain(t *testing.T) {
 			step.set.Leases, step.set.Complete = leases, true
 			o, err := p.Sync(t.Context(), step.set)
 			if err != nil || asked != step.asked || o.Again > 0 != step.again || o.Again > time.Second {
-				t.Errorf("%s: %d were asked for, again after %s (%v); want %d, again %t", step.name, asked, o.Again, err, step.asked, step.again)
+				t.Errorf("%s: %d calls of Desired, again after %s (%v); want %d, again %t", step.name, asked, o.Again, err, step.asked, step.again)
 			}
 		}
 	})
 }
 
-// TestResyncReads: while nothing is announced the kernel is read as often as --resync
-// says, give or take a fifth.
+// TestResyncReads checks that without announcements the kernel is read at the interval of
+// --resync, with a deviation of at most a fifth.
 func TestResyncReads(t *testing.T) {
 	const resync = 5 * time.Minute
 	synctest.Test(t, func(t *testing.T) {
@@ -160,7 +160,7 @@ func TestResyncReads(t *testing.T) {
 	})
 }
 
-// programmed is a network in front of a kernel.
+// programmed is a network with a Programmer for tests.
 type programmed struct {
 	*network
 	*backend.Programmer
@@ -172,7 +172,7 @@ func (p programmed) Sync(ctx context.Context, peers backend.Set) (backend.Outcom
 func (p programmed) Changed() <-chan struct{} { return p.Programmer.Changed() }
 func (p programmed) Close() error             { return p.Programmer.Close() }
 
-// programmer returns one of plain routes by eth0.
+// programmer returns a Programmer of plain routes through eth0.
 func programmer(t *testing.T, k dataplane.Kernel, resync time.Duration) *backend.Programmer {
 	t.Helper()
 	scope := dataplane.Scope{Networks: []netip.Prefix{netip.MustParsePrefix("10.5.0.0/16")}, Shared: []string{"eth0"}}

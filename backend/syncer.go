@@ -17,69 +17,67 @@ import (
 	"flanneld/subnet"
 )
 
-// While the data path is not in order another error than the one before is logged
-// at once. Errors that never read alike, as when many changes fail in any order,
-// are logged once in errorEvery.
+// While passes fail, a new error is logged at once. Errors whose text differs each time,
+// for example because many changes fail in random order, are logged once in errorEvery.
 const (
 	errorEvery = time.Minute
 	errorBurst = 5
 )
 
-// SyncerConfig is what a Syncer works with. All fields but the functions are
-// required.
+// SyncerConfig configures a Syncer. All fields except the functions are required.
 type SyncerConfig struct {
 	Config  subnet.Config
 	Own     subnet.Lease
 	Network Network
-	Ledger  *subnet.Ledger // the Syncer's alone from now on
+	Ledger  *subnet.Ledger // owned by the Syncer
 	Resync  time.Duration
 	// OnSync is called after every pass.
 	OnSync func(Pass)
-	// OnRefused is called when a lease, by its key, is refused for a reason that
-	// it was not refused for before.
+	// OnRefused is called when a lease is refused for a new reason. key is the key of the
+	// lease.
 	OnRefused func(key, reason string)
 }
 
-// Pass is the result of one pass.
+// Pass is the result of a pass.
 type Pass struct {
-	Complete bool // the store had answered
-	News     bool // complete, and what Peers returns may differ from what it was at the pass before
+	Complete bool // the store has answered
+	News     bool // Complete is set, and the result of Peers may differ from that at the last pass
 	Err      error
 	Took     time.Duration
-	Repaired int // what others had changed behind our back
+	Repaired int // number of repaired changes by other programs
 }
 
-// Syncer is the one lease-watch loop: it turns what a manager says about
-// other nodes into calls of Network.Sync. A change costs what it changes; only
-// where leases contradict each other, or the store is not the one it was, are
-// all of them looked at again.
+// Syncer is the lease-watch loop. It turns the updates of a manager about other nodes
+// into calls of Network.Sync. The cost of an update depends on the number of changes.
+// Only if leases contradict each other, or another store has answered, does the Syncer
+// check all leases again.
 type Syncer struct {
 	SyncerConfig
 	loop     *loop.Loop
 	arbiter  *subnet.Arbiter
-	unusable map[string]string // why a lease was not even put to the arbiter
-	kernel   map[string]string // why the network refused a peer
-	refused  map[string]string // all reasons, as logged
-	err      error             // of the last pass
-	logged   string            // the error that was logged last
-	limit    *rate.Limiter     // of errors that are logged without a success between them
-	lastSync time.Time         // when a pass last succeeded
+	unusable map[string]string // reasons why leases were not passed to the arbiter, by key
+	kernel   map[string]string // reasons why the network refused peers, by key
+	refused  map[string]string // all logged reasons, by key
+	err      error             // error of the last pass
+	logged   string            // last logged error
+	limit    *rate.Limiter     // limit of logged errors without a success between them
+	lastSync time.Time         // time of the last successful pass
 	held     int
 	drift    *drift
-	retry    loop.Backoff // of what was refused for a cause that may pass
+	retry    loop.Backoff // for refusals whose cause may disappear
 
-	mu       sync.Mutex // guards Ledger as well
+	mu       sync.Mutex // also guards Ledger
 	changed  map[string]struct{}
 	all      bool
 	complete bool // a snapshot was applied
 	news     bool // see Pass
 }
 
-// NewSyncer returns a syncer. Until the first snapshot it serves the peers
-// that the ledger remembers, and removes nothing.
+// NewSyncer returns a Syncer. Until the first snapshot it serves the peers in the ledger
+// and removes nothing.
 func NewSyncer(c SyncerConfig) *Syncer {
 	own := subnet.Claimant{Lease: &c.Own}
-	own.Identities, _ = c.Network.Check(c.Own) // one that fails this has been refused long before
+	own.Identities, _ = c.Network.Check(c.Own) // an own lease that fails this was refused earlier
 	s := &Syncer{
 		SyncerConfig: c, arbiter: subnet.NewArbiter(c.Config, own), all: true, changed: map[string]struct{}{},
 		refused: map[string]string{}, kernel: map[string]string{}, drift: newDrift(),
@@ -89,7 +87,7 @@ func NewSyncer(c SyncerConfig) *Syncer {
 	return s
 }
 
-// Publish takes what a manager's Watch tells.
+// Publish applies an update of a manager's Watch.
 func (s *Syncer) Publish(u subnet.Update) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -105,14 +103,14 @@ func (s *Syncer) Publish(u subnet.Update) {
 	s.all = true
 }
 
-// Peers returns what is known of the other nodes, to be kept on disk.
+// Peers returns the known state of the other nodes, for storing it on disk.
 func (s *Syncer) Peers() subnet.LedgerState {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.Ledger.State()
 }
 
-// Run blocks until ctx ends, and returns nil then.
+// Run runs the loop until ctx ends, and then returns nil.
 func (s *Syncer) Run(ctx context.Context) error {
 	ctx, cancel := context.WithCancel(ctx)
 	var wg sync.WaitGroup
@@ -122,8 +120,8 @@ func (s *Syncer) Run(ctx context.Context) error {
 	return s.loop.Run(ctx)
 }
 
-// step makes one pass. It logs and reports its result; the error that it
-// returns only says that it should run again soon.
+// step makes one pass. It logs and reports the result. The error that it returns only
+// makes the loop run it again.
 func (s *Syncer) step(ctx context.Context) error {
 	begin := time.Now()
 	set, news := s.advance(ctx)
@@ -133,7 +131,7 @@ func (s *Syncer) step(ctx context.Context) error {
 	}
 	s.drift.note(ctx, outcome.Repaired)
 	s.logRefused(ctx, set, outcome.Refused, err != nil)
-	if set.Complete { // until then the leases are those of the run before, which has logged it
+	if set.Complete { // earlier leases are those of the last process, which has logged them
 		s.logShared(ctx)
 	}
 	s.logResult(ctx, err)
@@ -146,8 +144,9 @@ func (s *Syncer) step(ctx context.Context) error {
 	return s.again(outcome)
 }
 
-// again says when to look again after a pass that has not failed. A peer that may be
-// refused for good has a backoff of its own: the loop's is for the failures of all.
+// again returns when to run again after a pass without an error. Refusals have a backoff
+// of their own, because a peer may be refused forever. The backoff of the loop is for
+// passes that fail.
 func (s *Syncer) again(o Outcome) error {
 	after := o.Again
 	if !o.Retry {
@@ -161,10 +160,10 @@ func (s *Syncer) again(o Outcome) error {
 	return loop.After(after)
 }
 
-// advance takes in what was published, and returns the peers that can be served,
-// and whether there was news: leases of another backend, with data that cannot be
-// used, or in conflict with one that was there first are refused; the rest are not
-// affected.
+// advance applies the published updates. It returns the peers that can be served, and
+// whether there was news. It refuses leases of another backend, leases with unusable
+// data, and leases that conflict with an older one. A refusal does not affect other
+// leases.
 func (s *Syncer) advance(ctx context.Context) (set Set, news bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -185,7 +184,7 @@ func (s *Syncer) advance(ctx context.Context) (set Set, news bool) {
 	return set, news
 }
 
-// judge looks at one lease, and reports whether that was enough.
+// judge checks one lease. It reports false if all leases must be checked.
 func (s *Syncer) judge(key string) bool {
 	c := subnet.Claimant{Lease: &subnet.Lease{Key: key}}
 	delete(s.unusable, key)
@@ -219,7 +218,8 @@ func (s *Syncer) judgeAll() {
 	s.arbiter.Reset(usable)
 }
 
-// check looks at a lease by itself, and says why it cannot be used, if so.
+// check validates a lease without regard to others. It returns the reason if the lease is
+// unusable.
 func (s *Syncer) check(l subnet.Lease) (identities []string, unusable string) {
 	if l.BackendType != s.Own.BackendType {
 		return nil, fmt.Sprintf("its backend type is %q, ours %q", l.BackendType, s.Own.BackendType)
@@ -243,9 +243,9 @@ func (s *Syncer) logHeld(ctx context.Context, held []string) {
 	s.held = len(held)
 }
 
-// logRefused logs refusals that are new or have another reason, and those
-// that have ended. Only what may have changed is looked at. A pass that failed may
-// not have come to all peers: what it does not say of one is as it was.
+// logRefused logs new refusals, refusals with a new reason, and the end of refusals. It
+// only checks leases that may have changed. If the pass failed, it may not have reached
+// all peers, so a peer that it did not mention keeps its refusal.
 func (s *Syncer) logRefused(ctx context.Context, set Set, byKernel []subnet.Refusal, failed bool) {
 	keys := map[string]struct{}{}
 	add := func(reasons map[string]string) {
@@ -288,8 +288,8 @@ func (s *Syncer) logRefused(ctx context.Context, set Set, byKernel []subnet.Refu
 	}
 }
 
-// logShared logs once when leases come to share a public address, and once when no
-// two have it any more. All of them are served, but one of them may be a leftover.
+// logShared logs once when leases share a public address, and once when none do any more.
+// All of them are served, but one of them may be left over.
 func (s *Syncer) logShared(ctx context.Context) {
 	log := klog.FromContext(ctx)
 	for _, shared := range s.arbiter.SharingNews() {
@@ -301,7 +301,7 @@ func (s *Syncer) logShared(ctx context.Context) {
 	}
 }
 
-// reason is why a lease is not served, or not in all families.
+// reason returns the reason why a lease is not served in all families.
 func (s *Syncer) reason(key string) string {
 	if why, ok := s.unusable[key]; ok {
 		return why

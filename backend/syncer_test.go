@@ -24,18 +24,18 @@ import (
 	"flanneld/subnet/subnettest"
 )
 
-// network records what it is asked to do. A lease's data is its identity.
+// network records the calls of Sync. A lease's data is its identity.
 type network struct {
-	fail    int     // how many Syncs fail first
-	errs    []error // of those that fail first; the others say that the kernel says no
+	fail    int     // number of Syncs that fail first
+	errs    []error // errors of the first Syncs; later ones return "kernel says no"
 	outcome backend.Outcome
 
 	mu   sync.Mutex
-	sets []string // the keys of each set, "*" in front if it was complete
+	sets []string // keys of each set, with "*" in front if the set was complete
 	last backend.Set
 }
 
-// hint is what the last set said had changed; nil if anything may have.
+// hint returns the changed keys of the last set, or nil if any lease may have changed.
 func (n *network) hint() []string {
 	n.mu.Lock()
 	defer n.mu.Unlock()
@@ -78,7 +78,7 @@ func (n *network) Sync(_ context.Context, peers backend.Set) (backend.Outcome, e
 	return n.outcome, nil
 }
 
-// err is what the next Sync that fails returns.
+// err returns the error of the next Sync that fails.
 func (n *network) err() error {
 	if len(n.errs) == 0 {
 		return errors.New("kernel says no")
@@ -88,7 +88,7 @@ func (n *network) err() error {
 	return err
 }
 
-// lease is that of host i, with the given identity.
+// lease returns the lease of host i with the given identity.
 func lease(i int, id string) subnet.Lease {
 	return subnet.Lease{
 		Key: fmt.Sprintf("host%d", i), Order: uint64(i), BackendType: "test",
@@ -104,12 +104,13 @@ func snapshot(revision int64, leases ...subnet.Lease) subnet.Snapshot {
 	return subnet.Snapshot{Leases: subnettest.Pointers(leases...), Store: subnet.StoreID{ID: "a", Revision: revision}}
 }
 
-// whole tells of a snapshot without a hint of what has changed.
+// whole returns an update with a snapshot and without a hint about changes.
 func whole(s subnet.Snapshot) subnet.Update {
 	return subnet.Update{Store: s.Store, Snapshot: func() subnet.Snapshot { return s }}
 }
 
-// change tells of changed leases alone; gone are the keys of those that went.
+// change returns an update with changed leases only. gone contains the keys of removed
+// leases.
 func change(revision int64, leases []subnet.Lease, gone ...string) subnet.Update {
 	u := subnet.Update{Store: subnet.StoreID{ID: "a", Revision: revision}, Changed: map[string]*subnet.Lease{}}
 	for _, l := range leases {
@@ -121,14 +122,14 @@ func change(revision int64, leases []subnet.Lease, gone ...string) subnet.Update
 	return u
 }
 
-// run starts a syncer of host 1 in the bubble; known are the peers that the
-// state on disk remembers.
+// run starts a Syncer of host 1 in the bubble. known contains the peers in the state on
+// disk.
 func run(t *testing.T, n *network, known ...subnet.Lease) (*backend.Syncer, func() string) {
 	t.Helper()
 	return runHeard(t, n, nil, known...)
 }
 
-// runHeard is run with somebody who is told of every pass.
+// runHeard is like run, and calls heard after every pass.
 func runHeard(t *testing.T, n *network, heard func(backend.Pass), known ...subnet.Lease) (*backend.Syncer, func() string) {
 	t.Helper()
 	ledger := &subnet.Ledger{}
@@ -164,7 +165,7 @@ func expectSyncs(t *testing.T, n *network, want ...string) {
 	}
 }
 
-// advance lets d of the bubble's time pass, and everything that follows from it.
+// advance lets d of the bubble's time pass, and waits for all effects.
 func advance(d time.Duration) {
 	<-time.After(d)
 	synctest.Wait()
@@ -219,8 +220,9 @@ func TestRefusals(t *testing.T) {
 	}
 }
 
-// TestSharedAddressIsLoggedOnce: leases with one public address are all served. The log
-// names two of them once, when that begins, and says when it has ended.
+// TestSharedAddressIsLoggedOnce checks that leases with the same public address are all
+// served, and that the log names two of them once when that begins, and once when it
+// ends.
 func TestSharedAddressIsLoggedOnce(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n := &network{}
@@ -285,8 +287,8 @@ func TestAChangeIsTakenByItself(t *testing.T) {
 	})
 }
 
-// TestRefusalByAChange: a lease that turns bad, and good again, is told of though
-// nobody looks at all of them.
+// TestRefusalByAChange checks that a lease that becomes invalid, and valid again, is
+// reported although only changed leases are checked.
 func TestRefusalByAChange(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n := &network{}
@@ -298,12 +300,12 @@ func TestRefusalByAChange(t *testing.T) {
 		s.Publish(change(3, []subnet.Lease{bad}))
 		expectSyncs(t, n, "", "*host2 host3", "*host2")
 		if in, err := s.Inspect(t.Context(), false); err != nil || len(in.Peers) != 2 || in.Peers[1].Refused != "no identity" {
-			t.Errorf("%+v, %v: want that host3 has no identity", in.Peers, err)
+			t.Errorf("%+v, %v, want host3 without an identity", in.Peers, err)
 		}
 		s.Publish(change(4, []subnet.Lease{lease(3, "three")}))
 		expectSyncs(t, n, "", "*host2 host3", "*host2", "*host2 host3")
 		if in, err := s.Inspect(t.Context(), false); err != nil || len(in.Peers) != 2 || in.Peers[1].Refused != "" {
-			t.Errorf("%+v, %v: want that host3 is served again", in.Peers, err)
+			t.Errorf("%+v, %v, want host3 to be served again", in.Peers, err)
 		}
 		for text, want := range map[string]int{`reason="no identity"`: 1, "lease no longer refused": 1} {
 			if got := strings.Count(log(), text); got != want {
@@ -313,7 +315,7 @@ func TestRefusalByAChange(t *testing.T) {
 	})
 }
 
-// TestNews has passes with and without something to be kept on disk.
+// TestNews tests passes with and without news to store on disk.
 func TestNews(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var passes, news atomic.Int32
@@ -328,15 +330,15 @@ func TestNews(t *testing.T) {
 			do   func()
 			news int32
 		}{
-			{"a look at the kernel", func() { advance(2 * time.Hour) }, 0},
+			{"a pass without an update", func() { advance(2 * time.Hour) }, 0},
 			{"a snapshot", func() { s.Publish(whole(snapshot(2, lease(2, "two"), lease(3, "three")))) }, 1},
-			{"a look at the kernel", func() { advance(2 * time.Hour) }, 0},
+			{"a pass without an update", func() { advance(2 * time.Hour) }, 0},
 			{"a change", func() { s.Publish(change(3, nil, "host3")) }, 1},
 			{"another revision", func() { s.Publish(change(4, nil)) }, 1},
 			{"an empty store", func() {
 				s.Publish(whole(subnet.Snapshot{Store: subnet.StoreID{ID: "another", Revision: 1}}))
 			}, 1},
-			{"the end of who is held", func() { advance(subnet.TTL + 2*time.Hour) }, 1},
+			{"the end of a held peer", func() { advance(subnet.TTL + 2*time.Hour) }, 1},
 		} {
 			step.do()
 			synctest.Wait()
@@ -363,8 +365,8 @@ func TestFailureIsRetriedAndLoggedOnce(t *testing.T) {
 	})
 }
 
-// TestErrorsThatDifferEachTime: they do not fill the log, and do not keep it at the
-// first of them either.
+// TestErrorsThatDifferEachTime checks that errors with a new text each time neither fill
+// the log nor are logged only once.
 func TestErrorsThatDifferEachTime(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n := &network{}
@@ -373,7 +375,7 @@ func TestErrorsThatDifferEachTime(t *testing.T) {
 		}
 		n.fail = len(n.errs)
 		s, log := run(t, n)
-		for i := range 600 { // something new every second makes a pass each
+		for i := range 600 { // a change every second causes a pass each
 			s.Publish(whole(snapshot(int64(i))))
 			advance(time.Second)
 		}
@@ -385,7 +387,7 @@ func TestErrorsThatDifferEachTime(t *testing.T) {
 
 func TestRefusalForACauseThatMayPassIsRetried(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		n := &network{outcome: backend.Outcome{Retry: true, Refused: []subnet.Refusal{{Key: "host2", Reason: "out of reach"}}}}
+		n := &network{outcome: backend.Outcome{Retry: true, Refused: []subnet.Refusal{{Key: "host2", Reason: "unreachable"}}}}
 		run(t, n)
 		advance(time.Minute)
 		if len(n.syncs()) < 5 {
@@ -394,10 +396,10 @@ func TestRefusalForACauseThatMayPassIsRetried(t *testing.T) {
 	})
 }
 
-// TestRefusalDelaysNothingElse: one peer is out of reach for long. A failure for another
-// reason is then tried again as soon as ever, and so is what was to be looked at again.
+// TestRefusalDelaysNothingElse checks that a peer that is unreachable for long does not
+// delay the retry of another failure, or a requested pass.
 func TestRefusalDelaysNothingElse(t *testing.T) {
-	refused := backend.Outcome{Retry: true, Refused: []subnet.Refusal{{Key: "host2", Reason: "out of reach"}}}
+	refused := backend.Outcome{Retry: true, Refused: []subnet.Refusal{{Key: "host2", Reason: "unreachable"}}}
 	again := refused
 	again.Again = time.Second
 	for _, tc := range []struct {
@@ -407,7 +409,7 @@ func TestRefusalDelaysNothingElse(t *testing.T) {
 		within  time.Duration
 	}{
 		{"a failure", 1, refused, 250 * time.Millisecond},
-		{"another look is due", 0, again, time.Second},
+		{"a pass is requested", 0, again, time.Second},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
@@ -433,8 +435,8 @@ func TestRefusalDelaysNothingElse(t *testing.T) {
 	}
 }
 
-// TestRefusalOfTheKernelEnds: what the network no longer refuses is served, and no
-// trace of the refusal is left in what is told of the peer.
+// TestRefusalOfTheKernelEnds checks that a peer that the network no longer refuses is
+// reported as served.
 func TestRefusalOfTheKernelEnds(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n := &network{outcome: backend.Outcome{Refused: []subnet.Refusal{{Key: "host2", Reason: "directly connected"}}}}
@@ -455,10 +457,10 @@ func TestRefusalOfTheKernelEnds(t *testing.T) {
 		n.mu.Lock()
 		n.fail = 1
 		n.mu.Unlock()
-		s.Publish(change(3, nil)) // the pass fails, and the one after it refuses the peer as before
+		s.Publish(change(3, nil)) // the pass fails, and the next one refuses the peer again
 		synctest.Wait()
 		if got := refused(); got != "directly connected" {
-			t.Errorf("after a pass that failed: refused for %q", got)
+			t.Errorf("after a failed pass: refused for %q", got)
 		}
 		advance(time.Minute)
 		for text, want := range map[string]int{"lease refused": 1, "lease no longer refused": 0} {
@@ -469,7 +471,7 @@ func TestRefusalOfTheKernelEnds(t *testing.T) {
 		n.mu.Lock()
 		n.outcome = backend.Outcome{}
 		n.mu.Unlock()
-		advance(2 * time.Hour) // a look at the kernel: no lease has changed
+		advance(2 * time.Hour) // a pass without a changed lease
 		if got := refused(); got != "" {
 			t.Errorf("still refused for %q", got)
 		}

@@ -5,16 +5,16 @@ import (
 	"flanneld/pkg/prefix"
 )
 
-// Tunneler is implemented by backends whose hosts take packets of the network out of what
-// arrives at them, without proof of who has sent it.
+// Tunneler is implemented by backends whose hosts accept tunnel packets without
+// authenticating the sender.
 type Tunneler interface {
-	// Tunnel returns what carries packets between hosts with addresses of family f. It is
-	// pure.
+	// Tunnel returns the packets in which hosts carry the network's packets between
+	// addresses of family f. It is pure.
 	Tunnel(f prefix.Family) firewall.Payload
 }
 
-// Tunnel returns what carries packets of b between hosts without proof of who has sent it;
-// the zero Payload if nothing does.
+// Tunnel returns the tunnel packets of b that hosts accept without authenticating the
+// sender, or the zero Payload if there are none.
 func Tunnel(b Backend, f prefix.Family) firewall.Payload {
 	if t, ok := b.(Tunneler); ok {
 		return t.Tunnel(f)

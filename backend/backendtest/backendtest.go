@@ -10,8 +10,8 @@ import (
 	"flanneld/subnet"
 )
 
-// Env returns the environment of a backend on a host that has the given families and a
-// link with the given MTU.
+// Env returns the environment of a backend on a host with the given families and a link
+// with the given MTU.
 func Env(mtu int, families ...prefix.Family) backend.Env {
 	e := backend.Env{Underlay: underlay.Interface{Name: "eth0", Index: 2, MTU: mtu}}
 	for _, f := range families {

@@ -16,18 +16,18 @@ const defaultPort = 8285
 // config is the Backend object of the network configuration.
 type config struct {
 	Port int    // UDP port that all hosts listen on
-	Mode string // who carries the packets: flanneld, the kernel, or the kernel where it can
+	Mode string // whether flanneld or the kernel carries the packets; auto prefers the kernel
 }
 
 func defaults() config { return config{Port: defaultPort, Mode: modeAuto} }
 
-// Defaults returns the keys of Backend with their defaults, as a struct. It is
-// what the reference of the documentation is made from, with the fields' comments.
+// Defaults returns the keys of Backend with their defaults, as a struct. The reference in
+// the documentation is generated from it and from the comments of its fields.
 func Defaults() any { return defaults() }
 
-// Who carries the packets.
+// The values of Mode.
 const (
-	modeAuto      = "auto" // the kernel if it can
+	modeAuto      = "auto" // the kernel if possible, otherwise this process
 	modeUserspace = "userspace"
 	modeKernel    = "kernel"
 )
@@ -59,8 +59,8 @@ func parseConfig(raw json.RawMessage, env backend.Env) (config, []string, error)
 	return c, warnings, nil
 }
 
-// mtu is the packet size that every path carries. One device is for all
-// families, so that the longest outer header counts.
+// mtu returns the maximum packet size in bytes that every path allows. All families share
+// one device, so the longest outer header counts.
 func mtu(env backend.Env) int {
 	mtu := env.Underlay.MTU
 	for _, n := range env.Config.Networks {
@@ -69,7 +69,7 @@ func mtu(env backend.Env) int {
 	return mtu
 }
 
-// minMTU is the smallest MTU with which a device can carry family f.
+// minMTU returns the minimum MTU in bytes of a device that carries family f.
 func minMTU(f prefix.Family) int {
 	if f == prefix.IPv6 {
 		return 1280

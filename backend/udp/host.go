@@ -17,16 +17,16 @@ import (
 	"flanneld/pkg/tunnel"
 )
 
-// Settings are what a host decides for itself.
+// Settings contains the options of a single host.
 type Settings struct {
 	Check tunnel.SourceCheck
-	// Persist has the device stay when the process ends.
+	// Persist makes the device remain when the process ends.
 	Persist bool
 }
 
-// Host is what this process has of the backend, whatever network it serves at
-// the moment: when the external interface changes, device and peers stay. With
-// another backend it has nothing and does nothing.
+// Host is the state of this backend in the process. It outlives a network: when the
+// external interface changes, device and peers stay. While another backend is in use it
+// is empty.
 type Host struct {
 	settings Settings
 	counters tunnel.Counters
@@ -34,13 +34,13 @@ type Host struct {
 
 	mu     sync.Mutex
 	device *tunnel.Device
-	asked  bool      // systemd, for the device of the process before
-	kernel *receiver // of the kernel path, nil without
-	warned bool      // that nobody asks where datagrams are from
-	deaf   bool      // that the kernel takes no messages from the device: it was said
+	asked  bool      // systemd was asked for the device of the last process
+	kernel *receiver // receiver of the kernel path; nil if it is not in use
+	warned bool      // the log says that senders are not checked
+	deaf   bool      // the log says that the kernel does not accept ICMP errors from the device
 }
 
-// NewHost returns a host without a device, which the caller closes.
+// NewHost returns a Host without a device. The caller closes it.
 func NewHost(s Settings) *Host { return &Host{settings: s, peers: newPeers()} }
 
 // New is the backend's factory.
@@ -58,8 +58,8 @@ func (h *Host) New(raw json.RawMessage, env backend.Env) (backend.Backend, []str
 	return b, warnings, nil
 }
 
-// Close lets go of the device. It vanishes, and with it what is routed to it,
-// unless it is to persist or systemd keeps it for the next start.
+// Close closes the device. The kernel deletes it with the routes to it, unless it is
+// persistent or systemd keeps it for the next start.
 func (h *Host) Close() error {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -80,8 +80,8 @@ func (h *Host) closeDevice() error {
 	return err
 }
 
-// enterKernel has the host's packets carried by the kernel, with datagrams
-// taken in at r, from now on.
+// enterKernel records that the kernel carries the packets from now on, with r as the
+// receiver of datagrams, and closes the TUN device.
 func (h *Host) enterKernel(r receiver) error {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -89,8 +89,7 @@ func (h *Host) enterKernel(r receiver) error {
 	return h.closeDevice()
 }
 
-// leaveKernel removes what the kernel may have for carrying packets, of this
-// process or one before.
+// leaveKernel removes all objects of the kernel path, of this process or an earlier one.
 func (h *Host) leaveKernel(r receiver) error {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -108,7 +107,7 @@ func (h *Host) open(ctx context.Context) (*tunnel.Device, error) {
 	}
 	if added {
 		if err := keep(h.device); err != nil {
-			klog.FromContext(ctx).Error(err, "systemd does not keep the device: it will be gone during a restart")
+			klog.FromContext(ctx).Error(err, "systemd does not keep the device: packets are lost during a restart")
 		}
 	}
 	if err := h.device.Persist(h.settings.Persist); err != nil {
@@ -116,13 +115,12 @@ func (h *Host) open(ctx context.Context) (*tunnel.Device, error) {
 	}
 	if err := h.device.AcceptOwn(); err != nil && !h.deaf {
 		h.deaf = true
-		klog.FromContext(ctx).Error(err, "nobody is told on IPv4 what becomes of packets that cannot be carried: connections over paths with a smaller MTU may hang")
+		klog.FromContext(ctx).Error(err, "cannot send ICMP errors about IPv4 packets: connections over paths with a smaller MTU may hang")
 	}
 	return h.device, nil
 }
 
-// claim returns an error unless the TUN device of our name is this process's, or
-// nobody's any more.
+// claim opens the TUN device. It returns an error if another process has it open.
 func (h *Host) claim(ctx context.Context) error {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -130,8 +128,8 @@ func (h *Host) claim(ctx context.Context) error {
 	return err
 }
 
-// attach has h hold the device: the one that there is, the one that systemd has
-// kept, a persistent one, or a new one. It reports whether systemd knows nothing of it.
+// attach opens the device: the present one, the one that systemd has kept, a persistent
+// one, or a new one. added reports whether systemd does not know the device.
 func (h *Host) attach(ctx context.Context) (added bool, err error) {
 	if h.device != nil && h.device.Alive() {
 		return false, nil
@@ -144,8 +142,8 @@ func (h *Host) attach(ctx context.Context) (added bool, err error) {
 	return err == nil, explain(err)
 }
 
-// kept returns the device that systemd has kept since the process before this
-// one, nil if there is none that is any good.
+// kept returns the device that systemd has kept for the last process, or nil if there is
+// no usable one.
 func (h *Host) kept(ctx context.Context) *tunnel.Device {
 	if h.asked {
 		return nil
@@ -169,15 +167,15 @@ func (h *Host) kept(ctx context.Context) *tunnel.Device {
 		case device.Name() != deviceName || !device.Alive():
 			_ = device.Close()
 		default:
-			klog.FromContext(ctx).Info("going on with the device that systemd has kept", "device", deviceName)
+			klog.FromContext(ctx).Info("using the device that systemd has kept", "device", deviceName)
 			found = device
 		}
 	}
 	return found
 }
 
-// keep gives the device to systemd, if it is there and the unit says so, in
-// place of one that it may still have.
+// keep passes the device to systemd, if it runs this process and the unit allows that. It
+// replaces a device that systemd has kept before.
 func keep(d *tunnel.Device) error {
 	raw, err := d.File().SyscallConn()
 	if err != nil {
@@ -187,7 +185,7 @@ func keep(d *tunnel.Device) error {
 	return oneline.Join(err, cerr)
 }
 
-// explain adds what the reader can do.
+// explain adds a remedy to the error.
 func explain(err error) error {
 	switch {
 	case errors.Is(err, unix.ENOENT), errors.Is(err, unix.ENODEV), errors.Is(err, unix.ENXIO):

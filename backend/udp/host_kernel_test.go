@@ -17,8 +17,8 @@ import (
 	"flanneld/pkg/lab"
 )
 
-// childEnv has the test binary be a daemon's next start: it opens the device and
-// prints what it got.
+// childEnv makes the test binary act as the next start of a daemon: it opens the device
+// and prints the result.
 const childEnv = "UDP_TEST_NEXT_START"
 
 func TestMain(m *testing.M) {
@@ -26,7 +26,7 @@ func TestMain(m *testing.M) {
 	if os.Getenv(childEnv) != "" {
 		h := NewHost(Settings{})
 		d, err := h.open(context.Background())
-		if err == nil { // and once more, as when the external interface changes
+		if err == nil { // open it again, as after a change of the external interface
 			d, err = h.open(context.Background())
 		}
 		if err != nil {
@@ -40,7 +40,7 @@ func TestMain(m *testing.M) {
 	os.Exit(m.Run())
 }
 
-// oneHost makes a host in a network namespace. ctx bounds the test.
+// oneHost creates a host in a network namespace. ctx limits the duration of the test.
 func oneHost(t *testing.T) (ctx context.Context, l *lab.Lab) {
 	t.Helper()
 	if os.Geteuid() != 0 {
@@ -56,8 +56,8 @@ func oneHost(t *testing.T) (ctx context.Context, l *lab.Lab) {
 	return ctx, l
 }
 
-// TestKernelSystemdKeepsTheDevice plays systemd: it gets the device from one
-// process, outlives it, and hands the device to the next.
+// TestKernelSystemdKeepsTheDevice plays systemd: it receives the device from one process,
+// outlives it, and passes the device to the next one.
 func TestKernelSystemdKeepsTheDevice(t *testing.T) {
 	ctx, l := oneHost(t)
 	path := filepath.Join(t.TempDir(), "notify")
@@ -85,7 +85,7 @@ func TestKernelSystemdKeepsTheDevice(t *testing.T) {
 		return number
 	}
 	before := index()
-	// systemd tells the number of the process in its environment.
+	// systemd passes the process id in an environment variable.
 	cmd := exec.CommandContext(ctx, "sh", "-c", `LISTEN_PID=$$ LISTEN_FDS=1 LISTEN_FDNAMES=flannel0 exec "$0"`, os.Args[0])
 	cmd.Env = append(os.Environ(), childEnv+"=1", "NOTIFY_SOCKET=")
 	cmd.ExtraFiles = []*os.File{kept}
@@ -103,8 +103,8 @@ func TestKernelSystemdKeepsTheDevice(t *testing.T) {
 	}
 }
 
-// TestKernelMessagesLost has a host without the right to change sysctls, as in many a
-// container: it says once that messages about packets are lost, unless they are not.
+// TestKernelMessagesLost tests a host that must not change sysctls, like many containers.
+// It logs once that ICMP errors are lost, unless the sysctls are set already.
 func TestKernelMessagesLost(t *testing.T) {
 	ctx, l := oneHost(t)
 	const readOnly = "mount --bind /proc/sys /proc/sys && mount -o remount,bind,ro /proc/sys && "
@@ -112,7 +112,7 @@ func TestKernelMessagesLost(t *testing.T) {
 		name, before string
 		lines        int
 	}{
-		{"as it is by default", "", 0},
+		{"writable", "", 0},
 		{"read-only", readOnly, 1},
 		{"read-only, and set for new devices", "sysctl -qw net.ipv4.conf.default.accept_local=1 && " + readOnly, 0},
 		{"read-only, and set for all", "sysctl -qw net.ipv4.conf.default.accept_local=0 net.ipv4.conf.all.accept_local=1 && " + readOnly, 0},
@@ -127,14 +127,14 @@ func TestKernelMessagesLost(t *testing.T) {
 			if err := cmd.Wait(); err != nil {
 				t.Fatalf("%v: %s", err, &out)
 			}
-			if n := strings.Count(out.String(), "nobody is told"); n != tc.lines {
-				t.Errorf("%d lines say that messages are lost, want %d: %s", n, tc.lines, &out)
+			if n := strings.Count(out.String(), "cannot send ICMP errors"); n != tc.lines {
+				t.Errorf("%d log lines about ICMP errors, want %d: %s", n, tc.lines, &out)
 			}
 		})
 	}
 }
 
-// receiveKept returns the file that the service wants to be kept.
+// receiveKept returns the file that the service asks systemd to keep.
 func receiveKept(t *testing.T, systemd *net.UnixConn) *os.File {
 	t.Helper()
 	_ = systemd.SetReadDeadline(time.Now().Add(30 * time.Second))

@@ -20,7 +20,7 @@ import (
 	"flanneld/subnet"
 )
 
-// lookAfter is how often it is asked whether the FOU port is still there.
+// lookAfter is the interval at which the FOU port is checked.
 const lookAfter = 2 * time.Second
 
 // ipv4Only reports whether the network has no IPv6.
@@ -28,19 +28,18 @@ func (b *Backend) ipv4Only() bool {
 	return !slices.ContainsFunc(b.env.Config.Networks, func(n subnet.Network) bool { return n.Family() != prefix.IPv4 })
 }
 
-// possible returns an error if the kernel must not carry the packets, whatever
-// it can do.
+// possible returns an error if the configuration does not allow the kernel path.
 func (b *Backend) possible() error {
 	switch {
 	case !b.ipv4Only():
-		return errors.New("the kernel path is for networks with IPv4 alone")
+		return errors.New("the kernel path supports only networks without IPv6")
 	case b.host.settings.Check == tunnel.CheckStrict:
-		return errors.New("the kernel path cannot check sources inside datagrams, which --udp-source-check=strict asks for")
+		return errors.New("the kernel path cannot check sources inside datagrams, as --udp-source-check=strict requires")
 	}
 	return nil
 }
 
-// fit returns an error if the kernel is not to carry the packets unless told to.
+// fit returns an error if mode auto must not use the kernel path.
 func (b *Backend) fit() error {
 	if err := b.possible(); err != nil {
 		return err
@@ -51,7 +50,7 @@ func (b *Backend) fit() error {
 	return nftables.Available()
 }
 
-// local is where datagrams from peers arrive.
+// local returns the address at which datagrams from peers arrive.
 func (b *Backend) local() netip.AddrPort {
 	addr, _ := b.env.Underlay.Family(prefix.IPv4)
 	return netip.AddrPortFrom(addr.Local, uint16(b.config.Port))
@@ -59,10 +58,10 @@ func (b *Backend) local() netip.AddrPort {
 
 func (b *Backend) receiver() receiver { return receiver{b.local()} }
 
-// kernelBase is what the kernel holds without any peers. The device may not
-// leave checksums to the hardware below: where that is none, as between virtual
-// machines of one host, packets would reach their peer without, and a peer that
-// takes them out of datagrams in user space cannot know.
+// kernelBase returns the wanted state without any peers. The device does not leave
+// checksums to the hardware. Between virtual machines of one host there is no hardware,
+// and the packets would arrive without checksums. A peer that unpacks them in user space
+// could not know that.
 func (b *Backend) kernelBase(own subnet.Lease) dataplane.State {
 	want := b.env.Base(own)
 	local := b.local()
@@ -76,7 +75,7 @@ func (b *Backend) kernelBase(own subnet.Lease) dataplane.State {
 	return want
 }
 
-// routes are what the kernel holds for one peer.
+// routes returns the objects of one peer.
 func routes(_ context.Context, l subnet.Lease) ([]dataplane.Object, error) {
 	var objects []dataplane.Object
 	for _, e := range l.Endpoints {
@@ -85,21 +84,21 @@ func routes(_ context.Context, l subnet.Lease) ([]dataplane.Object, error) {
 	return objects, nil
 }
 
-// kernelNetwork is a network that the kernel carries.
+// kernelNetwork is a network whose packets the kernel carries.
 type kernelNetwork struct {
 	*Backend
 	*backend.Programmer
 	*wake
 	receiver receiver
-	gate     *nftables.Gate // nil: the kernel has no nftables, and nothing is checked
-	fresh    bool           // the gate knows no peers yet
-	behind   bool           // routes are, which wait for the gate
-	former   bool           // the gate in the kernel is of the network before, and lets its peers pass
-	ajar     atomic.Bool    // the gate may not be as it was made
+	gate     *nftables.Gate // nil if the kernel has no nftables; then senders are not checked
+	fresh    bool           // the gate does not contain the peers yet
+	behind   bool           // routes are out of date, because updating the gate has failed
+	former   bool           // the kernel has the gate of an earlier network, which admits its peers
+	ajar     atomic.Bool    // another program may have changed the gate
 	cancel   context.CancelFunc
 }
 
-// startKernel starts the network that the kernel carries.
+// startKernel starts a network whose packets the kernel carries.
 func (b *Backend) startKernel(ctx context.Context, own subnet.Lease) (backend.Network, error) {
 	if err := fouMissing(); err != nil {
 		return nil, err
@@ -119,7 +118,7 @@ func (b *Backend) startKernel(ctx context.Context, own subnet.Lease) (backend.Ne
 	}
 	n.watch(reconciler.Changed())
 	err = n.start(ctx)
-	if err == nil { // only now: user space may have to go on with the device that systemd has kept
+	if err == nil { // not earlier, because user space may need the device that systemd has kept
 		err = b.host.enterKernel(b.receiver())
 	}
 	if err != nil {
@@ -128,8 +127,8 @@ func (b *Backend) startKernel(ctx context.Context, own subnet.Lease) (backend.Ne
 	return n, nil
 }
 
-// free returns an error if a device that is none of ours has our name: one of
-// another kind, or a TUN device that another program has open.
+// free returns an error if another program owns the device with this backend's name: a
+// device of another kind, or a TUN device that it has open.
 func (b *Backend) free(ctx context.Context) error {
 	links, err := b.env.Links(ctx, deviceName)
 	if err != nil {
@@ -145,8 +144,8 @@ func (b *Backend) free(ctx context.Context) error {
 	return backend.InTheWay(l, dataplane.KindTUN+", or "+dataplane.KindIPIP+" with FOU")
 }
 
-// start makes port, gate and device ready. Nobody is admitted yet, or who was
-// before.
+// start prepares port, gate and device. The gate admits no peer yet, or those of an
+// earlier network.
 func (n *kernelNetwork) start(ctx context.Context) error {
 	if _, err := n.receiver.ensure(); err != nil {
 		return err
@@ -167,7 +166,7 @@ func (n *kernelNetwork) start(ctx context.Context) error {
 	return nil
 }
 
-// shut puts the gate before the device, unless the kernel cannot have it.
+// shut creates the gate in front of the device, if the kernel has nftables.
 func (n *kernelNetwork) shut(ctx context.Context) error {
 	if err := nftables.Available(); err != nil {
 		n.host.warnOpen(ctx, err)
@@ -182,15 +181,15 @@ func (n *kernelNetwork) shut(ctx context.Context) error {
 	return err
 }
 
-// warnOpen says once what is missing.
+// warnOpen logs once that senders are not checked.
 func (h *Host) warnOpen(ctx context.Context, err error) {
 	if !h.warned {
 		h.warned = true
-		klog.FromContext(ctx).Error(err, "everybody who reaches the port of udp can send packets into the network, also to loopback addresses: nothing checks them")
+		klog.FromContext(ctx).Error(err, "senders are not checked: any host that reaches the UDP port can send packets into the network, also to loopback addresses")
 	}
 }
 
-// lookAfterPort wakes when the port is gone.
+// lookAfterPort wakes the loop when the port is missing.
 func (n *kernelNetwork) lookAfterPort(ctx context.Context) {
 	ticker := time.NewTicker(lookAfter)
 	defer ticker.Stop()
@@ -206,8 +205,9 @@ func (n *kernelNetwork) lookAfterPort(ctx context.Context) {
 	}
 }
 
-// Sync implements backend.Network. The changes of a set are told once: what fails
-// keeps nothing else from following them, but that no device is made before its gate.
+// Sync implements backend.Network. It gets the changes of a set only once, so a failure
+// does not stop the later steps. The exception is the gate: without it no device is
+// created.
 func (n *kernelNetwork) Sync(ctx context.Context, peers backend.Set) (backend.Outcome, error) {
 	removed, added := n.host.peers.follow(peers)
 	if n.fresh {
@@ -231,7 +231,7 @@ func (n *kernelNetwork) Sync(ctx context.Context, peers backend.Set) (backend.Ou
 	return outcome, oneline.Join(portErr, err)
 }
 
-// admit makes the gate right, and reports whether it was not.
+// admit updates and checks the gate, and reports whether it had to be repaired.
 func (n *kernelNetwork) admit(removed, added []netip.Addr, peers backend.Set) (repaired bool, err error) {
 	if n.gate == nil || n.former && !peers.Complete {
 		return false, nil
@@ -261,7 +261,7 @@ func (n *kernelNetwork) Dropped() map[string]uint64 {
 	return n.gate.Dropped()
 }
 
-// Close implements backend.Network. What the kernel has goes on.
+// Close implements backend.Network. The objects in the kernel stay in use.
 func (n *kernelNetwork) Close() error {
 	n.cancel()
 	close(n.stop)

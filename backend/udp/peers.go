@@ -11,18 +11,18 @@ import (
 	"flanneld/subnet"
 )
 
-// peers is whom the tunnel carries packets to and takes them from.
+// peers contains the peers of the tunnel.
 type peers struct {
 	table  *tunnel.Table
-	served map[string][]tunnel.Peer // by lease key, as the table has them
+	served map[string][]tunnel.Peer // peers in the table, by lease key
 }
 
 func newPeers() peers {
 	return peers{table: tunnel.NewTable(), served: map[string][]tunnel.Peer{}}
 }
 
-// follow makes the table hold the set, and returns what has changed. It costs
-// that much.
+// follow makes the table contain the set, and returns the changes. Its cost depends on
+// their number.
 func (p *peers) follow(set backend.Set) (removed, added []tunnel.Peer) {
 	visit := func(key string) {
 		lease := set.Leases[key]
@@ -82,7 +82,7 @@ func peersOf(l *subnet.Lease) []tunnel.Peer {
 	return all
 }
 
-// holdings says what is held for a lease.
+// holdings returns the holdings of a lease.
 func (p *peers) holdings(key string, port int) []backend.Holding {
 	var hs []backend.Holding
 	for _, peer := range p.served[key] {

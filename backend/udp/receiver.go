@@ -15,23 +15,23 @@ import (
 	"flanneld/pkg/oneline"
 )
 
-// receiver is a FOU port: the kernel takes IPv4 packets out of the datagrams
-// that arrive there. Nothing announces that one is gone.
+// receiver is a FOU port: the kernel unpacks IPv4 packets from the datagrams that arrive
+// there. The kernel does not announce when a port is deleted.
 type receiver struct{ local netip.AddrPort }
 
-// fouMissing returns an error if the kernel has no FOU at the moment.
+// fouMissing returns an error if the kernel has no FOU at present.
 func fouMissing() error {
 	_, err := netlink.FouFamilyId()
 	if errors.Is(err, unix.ENOENT) {
 		return errors.New("the kernel has no fou (load the module fou)")
 	}
 	if err != nil {
-		return fmt.Errorf("ask for fou: %w", err)
+		return fmt.Errorf("look up fou: %w", err)
 	}
 	return nil
 }
 
-// list returns the FOU ports that have r's number and take IPv4 packets.
+// list returns the FOU ports with r's number that unpack IPv4 packets.
 func (r receiver) list() (ports []netlink.Fou, err error) {
 	all, err := netlink.FouList(unix.AF_INET)
 	if err != nil {
@@ -45,7 +45,7 @@ func (r receiver) list() (ports []netlink.Fou, err error) {
 	return ports, nil
 }
 
-// address returns where f receives; kernels before 5.2 do so everywhere.
+// address returns the address of f. Kernels before 5.2 receive on all addresses.
 func address(f netlink.Fou) netip.Addr {
 	if a, ok := netip.AddrFromSlice(f.Local.To4()); ok {
 		return a
@@ -64,8 +64,8 @@ func (r receiver) present() (bool, error) {
 	return slices.ContainsFunc(ports, r.is), err
 }
 
-// ensure has the kernel have r, and no other with its number: that is of an
-// address that this host had before. It reports whether r was missing.
+// ensure creates r if it is missing, and deletes other FOU ports with its number, which
+// belong to a former address of this host. It reports whether r was missing.
 func (r receiver) ensure() (missing bool, err error) {
 	ports, err := r.list()
 	if err != nil {
@@ -89,12 +89,12 @@ func (r receiver) ensure() (missing bool, err error) {
 	return true, err
 }
 
-// command adds or deletes a FOU port. The library's own functions know none
+// command adds or deletes a FOU port. The library's own functions do not support a port
 // with an address.
 func command(cmd uint8, at netip.AddrPort) error {
 	family, err := netlink.FouFamilyId()
 	if err != nil {
-		return fmt.Errorf("ask for fou: %w", err)
+		return fmt.Errorf("look up fou: %w", err)
 	}
 	req := nl.NewNetlinkRequest(family, unix.NLM_F_ACK)
 	data := []byte{cmd, 1, 0, 0} // command and version
@@ -123,7 +123,7 @@ func command(cmd uint8, at netip.AddrPort) error {
 // remove removes the FOU ports with r's number.
 func (r receiver) remove() error {
 	if fouMissing() != nil {
-		return nil // then there are none
+		return nil // without FOU there are no ports
 	}
 	ports, err := r.list()
 	errs := []error{err}
@@ -133,13 +133,13 @@ func (r receiver) remove() error {
 	return oneline.Join(errs...)
 }
 
-// removeAll removes everything of the kernel path: the device, with what is
-// routed to it, the port, and the rules that say who may send to it.
+// removeAll removes all objects of the kernel path: the device with the routes to it, the
+// port, and the gate.
 func (r receiver) removeAll() error {
 	return oneline.Join(removeDevice(), r.remove(), nftables.RemoveGate())
 }
 
-// removeDevice removes the device of ours if it is the kernel path's.
+// removeDevice removes the device if it belongs to the kernel path.
 func removeDevice() error {
 	link, err := netlink.LinkByName(deviceName)
 	if errors.As(err, &netlink.LinkNotFoundError{}) {

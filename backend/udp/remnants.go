@@ -7,7 +7,8 @@ import (
 	"flanneld/pkg/firewall/nftables"
 )
 
-// Remnants implements backend.Leaver: the kernel path is more than its device.
+// Remnants implements backend.Leaver. Besides its device the kernel path has a port and a
+// gate.
 func (b *Backend) Remnants() []backend.Remnant {
 	if b.config.Mode == modeUserspace || b.possible() != nil {
 		return nil
@@ -15,7 +16,7 @@ func (b *Backend) Remnants() []backend.Remnant {
 	return []backend.Remnant{port{b.receiver()}, gate{}}
 }
 
-// port is the FOU port, at whichever address: hosts change theirs.
+// port is the FOU port, on any address, because a host's address may change.
 type port struct{ receiver }
 
 func (p port) String() string { return fmt.Sprintf("FOU port %d", p.local.Port()) }
@@ -23,7 +24,7 @@ func (p port) String() string { return fmt.Sprintf("FOU port %d", p.local.Port()
 // Present implements backend.Remnant.
 func (p port) Present() (bool, error) {
 	if fouMissing() != nil {
-		return false, nil // then there is none
+		return false, nil // without FOU there is no port
 	}
 	ports, err := p.list()
 	return len(ports) > 0, err
@@ -32,7 +33,7 @@ func (p port) Present() (bool, error) {
 // Remove implements backend.Remnant.
 func (p port) Remove() error { return p.remove() }
 
-// gate is who may send to it.
+// gate is the nftables table that restricts the senders.
 type gate struct{}
 
 func (gate) String() string { return "nftables rules of the backend udp" }

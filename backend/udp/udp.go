@@ -1,6 +1,6 @@
-// Package udp carries packets between hosts in UDP datagrams, one packet in
-// each and nothing else in it: for hosts whose kernel has no vxlan. Where the
-// kernel can put packets into datagrams (fou) it does, elsewhere this process.
+// Package udp carries packets between hosts in UDP datagrams. Each datagram contains one
+// packet and nothing else. The backend is for hosts whose kernel has no vxlan. If the
+// kernel supports fou it packs the datagrams, otherwise this process does.
 package udp
 
 import (
@@ -19,10 +19,10 @@ import (
 	"flanneld/subnet"
 )
 
-// Type is the backend's name in the configuration. Leases carry none.
+// Type is the backend's name in the configuration. Leases do not contain it.
 const Type = "udp"
 
-// deviceName is the one that other flannel daemons take first.
+// deviceName is the first name that other flannel daemons try.
 const deviceName = "flannel0"
 
 // Backend implements backend.Backend.
@@ -68,8 +68,8 @@ func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 	return b.startUserspace(ctx, own)
 }
 
-// startUserspace starts the network that this process carries. Packets wait in
-// the device until the first Sync has said whose they are.
+// startUserspace starts a network whose packets this process carries. Packets wait in the
+// device until the first Sync has set the peers.
 func (b *Backend) startUserspace(ctx context.Context, own subnet.Lease) (backend.Network, error) {
 	if err := b.host.leaveKernel(b.receiver()); err != nil {
 		return nil, err
@@ -89,8 +89,8 @@ func (b *Backend) startUserspace(ctx context.Context, own subnet.Lease) (backend
 	return n, nil
 }
 
-// base is what the kernel holds: the device, with the own subnets' base
-// addresses, and the networks behind it.
+// base returns the wanted state: the device with the own subnets' base addresses, and the
+// networks behind it.
 func (b *Backend) base(own subnet.Lease) dataplane.State {
 	want := b.env.Base(own)
 	want.Add(dataplane.Link{Name: deviceName, Kind: dataplane.KindTUN, MTU: mtu(b.env), Up: true})
@@ -109,11 +109,11 @@ type network struct {
 	*backend.Programmer
 	*wake
 	own     subnet.Lease
-	tunnel  *tunnel.Tunnel // nil if there is none at the moment
+	tunnel  *tunnel.Tunnel // nil while there is none
 	started bool           // the tunnel carries packets
 }
 
-// start makes device and tunnel ready. The tunnel carries nothing yet.
+// start opens device and tunnel. The tunnel carries no packets yet.
 func (n *network) start(ctx context.Context) error {
 	if err := n.open(ctx); err != nil {
 		return err
@@ -147,7 +147,7 @@ func (n *network) open(ctx context.Context) error {
 	return err
 }
 
-// carry has the tunnel carry packets.
+// carry makes the tunnel carry packets.
 func (n *network) carry() error {
 	if err := n.tunnel.Start(); err != nil {
 		return err
@@ -168,14 +168,14 @@ func (n *network) Sync(ctx context.Context, peers backend.Set) (backend.Outcome,
 		return backend.Outcome{}, err
 	}
 	outcome, err := n.Programmer.Sync(ctx, peers)
-	if !n.started { // what one family lacks is nothing to the other
+	if !n.started { // a problem of one family must not affect the other
 		err = oneline.Join(err, n.carry())
 	}
 	return outcome, err
 }
 
-// revive opens a new device and tunnel if somebody has deleted the device, or
-// the tunnel has come to an end.
+// revive opens a new device and tunnel if another program has deleted the device, or the
+// tunnel has ended.
 func (n *network) revive(ctx context.Context) error {
 	if n.tunnel != nil && n.tunnel.Err() == nil && n.tunnel.Device.Alive() {
 		return nil
@@ -195,15 +195,15 @@ func (n *network) closeTunnel() error {
 	return err
 }
 
-// MTU is that of the network, whoever carries the packets.
+// MTU implements backend.Network for both modes.
 func (b *Backend) MTU() int { return mtu(b.env) }
 
-// Check is that of the network. What has backend data is a host of another
-// backend. What has none may be one, too: the leases of alloc look the same.
+// Check implements backend.Network for both modes. A lease with backend data belongs to
+// another backend. One without may do so, too: the leases of alloc look the same.
 func (*Backend) Check(l subnet.Lease) ([]string, error) {
 	for _, e := range l.Endpoints {
 		if len(e.Data) > 0 && string(e.Data) != "null" {
-			return nil, fmt.Errorf("it has backend data %.40q, which hosts with udp do not publish", e.Data)
+			return nil, fmt.Errorf("the lease has backend data %.40q, which hosts with udp do not publish", e.Data)
 		}
 	}
 	return nil, nil
@@ -220,8 +220,8 @@ func (*network) Mode() string { return modeUserspace }
 // Dropped implements backend.Carrier.
 func (n *network) Dropped() map[string]uint64 { return n.host.counters.Dropped() }
 
-// Close implements backend.Network. The device stays for the next network: it
-// is the host's.
+// Close implements backend.Network. The device belongs to the host and stays for the next
+// network.
 func (n *network) Close() error {
 	close(n.stop)
 	err := oneline.Join(n.closeTunnel(), n.Programmer.Close())

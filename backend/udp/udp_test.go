@@ -34,7 +34,7 @@ func TestConfig(t *testing.T) {
 		{name: "another mode", env: v4, raw: `{"Mode":"warp"}`, err: `Backend.Mode is "warp": want auto, userspace or kernel`},
 		{name: "port 0", env: v4, raw: `{"Port":0}`, err: "Backend.Port is 0: want 1 to 65535"},
 		{name: "port too big", env: v4, raw: `{"Port":65536}`, err: "Backend.Port is 65536"},
-		{name: "port no number", env: v4, raw: `{"Port":"x"}`, err: "Port: want a whole number"},
+		{name: "port not a number", env: v4, raw: `{"Port":"x"}`, err: "Port: want a whole number"},
 		{name: "too small for IPv6", env: backendtest.Env(1327, prefix.IPv6), raw: `{}`, err: "eth0 has an MTU of 1327, which leaves 1279 bytes inside udp: IPv6 needs 1280"},
 		{name: "just enough", env: backendtest.Env(1328, prefix.IPv6), raw: `{}`, want: config{8285, modeAuto}},
 		{name: "too small for IPv4", env: backendtest.Env(95, prefix.IPv4), raw: `{}`, err: "IPv4 needs 68"},
@@ -97,7 +97,8 @@ func TestBase(t *testing.T) {
 	}
 }
 
-// TestBaseOfTheKernelPath is what the kernel path holds: one device, and a route a peer.
+// TestBaseOfTheKernelPath checks the state of the kernel path: one device, and one route
+// per peer.
 func TestBaseOfTheKernelPath(t *testing.T) {
 	b := &Backend{env: backendtest.Env(1500, prefix.IPv4), config: config{Port: 8285}}
 	own := lease("own", "10.5.7.0/24", "192.168.77.1")
@@ -117,8 +118,9 @@ func TestBaseOfTheKernelPath(t *testing.T) {
 	}
 }
 
-// TestWhereTheKernelPathIs: what the kernel path cannot do it is not asked for.
-func TestWhereTheKernelPathIs(t *testing.T) {
+// TestKernelPathRefused checks that mode kernel is refused if the kernel path cannot
+// do what the configuration requires.
+func TestKernelPathRefused(t *testing.T) {
 	v4, dual := backendtest.Env(1500, prefix.IPv4), backendtest.Env(1500, prefix.IPv4, prefix.IPv6)
 	for _, tc := range []struct {
 		env   backend.Env
@@ -128,7 +130,7 @@ func TestWhereTheKernelPathIs(t *testing.T) {
 		{v4, tunnel.CheckNetwork, ""},
 		{v4, tunnel.CheckOff, ""},
 		{v4, tunnel.CheckStrict, `Backend.Mode is "kernel": the kernel path cannot check sources inside datagrams`},
-		{dual, tunnel.CheckNetwork, `Backend.Mode is "kernel": the kernel path is for networks with IPv4 alone`},
+		{dual, tunnel.CheckNetwork, `Backend.Mode is "kernel": the kernel path supports only networks without IPv6`},
 	} {
 		h := NewHost(Settings{Check: tc.check})
 		for mode, want := range map[string]string{"kernel": tc.want, "auto": "", "userspace": ""} {
@@ -161,7 +163,7 @@ func TestPeersFollow(t *testing.T) {
 		want []subnet.Lease
 	}{
 		{set(true, false, nil, a, b), []subnet.Lease{a, b}},
-		{set(true, false, nil, a), []subnet.Lease{a, b}}, // not complete: nothing is known to be gone
+		{set(true, false, nil, a), []subnet.Lease{a, b}}, // not complete, so no peer is removed
 		{set(true, true, nil, a), []subnet.Lease{a}},
 		{set(false, true, []string{"b"}, a, b), []subnet.Lease{a, b}},
 		{set(false, true, []string{"b"}, a, moved), []subnet.Lease{a, moved}},
@@ -194,7 +196,7 @@ func TestCheck(t *testing.T) {
 	}
 }
 
-// TestClaim: a lease has neither a type nor data, like those of other daemons.
+// TestClaim checks that a lease has neither a type nor data, like those of other daemons.
 func TestClaim(t *testing.T) {
 	b := &Backend{env: backendtest.Env(1500, prefix.IPv4)}
 	prev := subnet.Claim{BackendType: "vxlan", Endpoints: []subnet.Endpoint{{

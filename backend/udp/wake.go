@@ -2,7 +2,7 @@ package udp
 
 import "sync"
 
-// wake has the loop call Sync before long, whatever the cause.
+// wake makes the loop call Sync soon.
 type wake struct {
 	changed chan struct{}
 	stop    chan struct{}
@@ -14,7 +14,7 @@ func newWake() *wake { return &wake{changed: make(chan struct{}, 1), stop: make(
 // Changed implements backend.Network.
 func (w *wake) Changed() <-chan struct{} { return w.changed }
 
-// watch has Changed deliver what changed delivers, until end.
+// watch passes on what changed receives to Changed, until end.
 func (w *wake) watch(changed <-chan struct{}) {
 	w.running.Go(func() {
 		for {

@@ -14,9 +14,9 @@ import (
 
 const (
 	defaultVNI  = 1
-	defaultPort = 8472 // the Linux kernel's default, older than the IANA port 4789
+	defaultPort = 8472 // the Linux kernel's default, which is older than the IANA port 4789
 	maxVNI      = 1<<24 - 1
-	maxName     = 15 // characters, of a device (IFNAMSIZ and its closing zero)
+	maxName     = 15 // maximum characters of a device name (IFNAMSIZ without the closing zero)
 )
 
 // config is the Backend object of the network configuration.
@@ -35,13 +35,13 @@ func defaults() config {
 	return config{VNI: defaultVNI, Port: defaultPort, ChecksumOffload: "auto"}
 }
 
-// Defaults returns the keys of Backend with their defaults, as a struct. It is
-// what the reference of the documentation is made from, with the fields' comments.
+// Defaults returns the keys of Backend with their defaults, as a struct. The reference in
+// the documentation is generated from it and from the comments of its fields.
 func Defaults() any { return defaults() }
 
 func parseConfig(raw json.RawMessage, env backend.Env) (config, []string, error) {
 	c := defaults()
-	// MacPrefix and Name mean something on other operating systems only.
+	// MacPrefix and Name have a meaning on other operating systems only.
 	warnings, err := subnet.DecodeBackend(raw, &c, "MacPrefix", "Name")
 	if err != nil {
 		return c, nil, err
@@ -72,7 +72,7 @@ func parseConfig(raw json.RawMessage, env backend.Env) (config, []string, error)
 	return c, warnings, nil
 }
 
-// txChecksum is who computes the checksums of what the devices send.
+// txChecksum returns the checksum offload of the devices.
 func (c config) txChecksum() (o dataplane.Offload, ok bool) {
 	switch strings.ToLower(c.ChecksumOffload) {
 	case "", "auto":
@@ -85,7 +85,7 @@ func (c config) txChecksum() (o dataplane.Offload, ok bool) {
 	return dataplane.OffloadAuto, false
 }
 
-// overhead is what encapsulation adds to a packet, in bytes: the outer IP
+// overhead returns the number of bytes that encapsulation adds to a packet: the outer IP
 // header of family f, UDP 8, VXLAN 8, inner Ethernet 14.
 func overhead(f prefix.Family) int {
 	if f == prefix.IPv6 {
@@ -94,7 +94,7 @@ func overhead(f prefix.Family) int {
 	return 20 + 8 + 8 + 14
 }
 
-// minMTU is the smallest MTU with which a device can carry family f.
+// minMTU returns the minimum MTU in bytes of a device that carries family f.
 func minMTU(f prefix.Family) int {
 	if f == prefix.IPv6 {
 		return 1280
@@ -102,8 +102,8 @@ func minMTU(f prefix.Family) int {
 	return 68
 }
 
-// deviceMTU is the MTU of the device for family f on an underlay link of the
-// given MTU. The kernel clamps to the same value.
+// deviceMTU returns the MTU of the device for family f on an underlay link with the given
+// MTU. The kernel limits it to the same value.
 func (c config) deviceMTU(link int, f prefix.Family) int {
 	if c.MTU != 0 {
 		link = min(link, c.MTU)
@@ -111,7 +111,8 @@ func (c config) deviceMTU(link int, f prefix.Family) int {
 	return link - overhead(f)
 }
 
-// deviceName is the name that other flannel daemons use, too.
+// deviceName returns the name of the device for a family. Other flannel daemons use the
+// same name.
 func (c config) deviceName(f prefix.Family) string {
 	if f == prefix.IPv6 {
 		return fmt.Sprintf("flannel-v6.%d", c.VNI)

@@ -10,8 +10,8 @@ import (
 	"flanneld/pkg/plainjson"
 )
 
-// leaseData is a lease's backend data in one family, in the form that flannel
-// gives it. Older peers leave VNI out; receivers never use it.
+// leaseData is a lease's backend data for one family, in the form that flannel uses.
+// Older peers leave out VNI. Receivers ignore it.
 type leaseData struct {
 	VNI     int
 	VtepMAC string
@@ -25,8 +25,9 @@ func encodeData(vni int, mac dataplane.MAC) (json.RawMessage, error) {
 	return raw, nil
 }
 
-// decodeData takes no memory for what is plain, as nearly all of it is: what
-// encoding/json fills in has a variable of its own.
+// decodeData decodes a lease's backend data. It allocates no memory for the plain form,
+// which nearly all data has. That is why the other form has its own variable, which
+// encoding/json makes escape to the heap.
 func decodeData(raw json.RawMessage) (leaseData, error) {
 	if d, plain := decodePlain(raw); plain {
 		return d, nil
@@ -36,8 +37,8 @@ func decodeData(raw json.RawMessage) (leaseData, error) {
 	return d, err
 }
 
-// decodePlain reads data in the form that flannel writes, at a fraction of what
-// encoding/json takes for the same. ok is false for any other form.
+// decodePlain decodes data in the form that flannel writes, at a fraction of the cost of
+// encoding/json. ok is false for any other form.
 func decodePlain(raw json.RawMessage) (d leaseData, ok bool) {
 	ok = plainjson.Object(raw, func(key, value []byte) bool {
 		switch string(key) {
@@ -50,13 +51,13 @@ func decodePlain(raw json.RawMessage) (d leaseData, ok bool) {
 			return err == nil
 		case "VtepMAC":
 			text, ok := plainjson.Text(value)
-			if !ok || d.VtepMAC != "" { // the last of several counts
+			if !ok || d.VtepMAC != "" { // of duplicate keys the last one counts
 				return false
 			}
 			d.VtepMAC = string(text)
 			return true
 		}
-		return false // keys in another case count, too
+		return false // encoding/json also accepts keys in another case
 	})
 	return d, ok
 }

@@ -1,6 +1,6 @@
-// Package vxlan carries packets between hosts in VXLAN, by the kernel's own
-// device: one per address family, with a route, a neighbour and an FDB entry
-// for each peer.
+// Package vxlan carries packets between hosts with the kernel's VXLAN device. There is
+// one device per address family, with a route, a neighbour and an FDB entry for each
+// peer.
 package vxlan
 
 import (
@@ -25,7 +25,7 @@ const Type = "vxlan"
 type Backend struct {
 	env    backend.Env
 	config config
-	device map[prefix.Family]string // names
+	device map[prefix.Family]string // device names
 }
 
 // New is the backend's factory.
@@ -52,9 +52,9 @@ func (b *Backend) Tunnel(prefix.Family) firewall.Payload {
 	return firewall.Payload{Protocol: firewall.UDP, Port: uint16(b.config.Port)}
 }
 
-// Claim implements backend.Backend. A VTEP MAC is recalled from prev, else
-// taken from a device that is there, else random: never derived from anything
-// that cloned hosts share.
+// Claim implements backend.Backend. It takes a VTEP MAC from prev, or else from an
+// existing device, or else a random one. It never derives a MAC from data that cloned
+// hosts share.
 func (b *Backend) Claim(ctx context.Context, prev subnet.Claim) (subnet.Claim, error) {
 	links, err := b.env.Links(ctx, b.devices()...)
 	if err != nil {
@@ -115,8 +115,8 @@ func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 	return n, nil
 }
 
-// recheck is how often it is asked at the most which peers are on a network of
-// this host.
+// recheck is the minimum time between two checks of which peers are on a network of this
+// host.
 const recheck = time.Second
 
 // network implements backend.Network.
@@ -134,8 +134,8 @@ func (n *network) MTU() int {
 	return mtu
 }
 
-// Check implements backend.Network. One peer may use one MAC for both
-// families, because each has a device of its own.
+// Check implements backend.Network. A peer may use the same MAC for both families,
+// because each has its own device.
 func (n *network) Check(l subnet.Lease) ([]string, error) {
 	var macs []string
 	for _, e := range l.Endpoints {
@@ -148,7 +148,7 @@ func (n *network) Check(l subnet.Lease) ([]string, error) {
 	return macs, nil
 }
 
-// desired is what the kernel holds for a peer.
+// desired returns the objects for a peer.
 func (b *Backend) desired(ctx context.Context, l subnet.Lease) ([]dataplane.Object, error) {
 	objects := make([]dataplane.Object, 0, objectsOfPeer*len(l.Endpoints))
 	for _, e := range l.Endpoints {
@@ -163,8 +163,8 @@ func (b *Backend) desired(ctx context.Context, l subnet.Lease) ([]dataplane.Obje
 	return objects, nil
 }
 
-// direct returns the device on whose own network the peer is, or "" if it is
-// behind a gateway or direct routing is off.
+// direct returns the device whose directly connected network contains the peer, or "" if
+// the peer is behind a gateway or direct routing is off.
 func (b *Backend) direct(ctx context.Context, e subnet.Endpoint) (string, error) {
 	if !b.config.DirectRouting {
 		return "", nil
@@ -172,8 +172,8 @@ func (b *Backend) direct(ctx context.Context, e subnet.Endpoint) (string, error)
 	return b.env.Kernel.OnLink(ctx, e.PublicIP)
 }
 
-// base is what the kernel holds without any peers: a device for each family,
-// with the own subnet's base address.
+// base returns the wanted state without any peers: a device for each family with the own
+// subnet's base address.
 func (b *Backend) base(own subnet.Lease) (dataplane.State, error) {
 	want := b.env.Base(own)
 	offload, _ := b.config.txChecksum()
@@ -200,11 +200,11 @@ func (b *Backend) base(own subnet.Lease) (dataplane.State, error) {
 	return want, nil
 }
 
-// objectsOfPeer is how many objects a peer has in one family.
+// objectsOfPeer is the number of objects of a peer in one family.
 const objectsOfPeer = 3
 
-// desired appends what the kernel holds for one endpoint of a peer. direct names
-// the device on whose network the peer is; empty means encapsulation by device.
+// desired appends the objects for one endpoint of a peer. direct is the device whose
+// network contains the peer. If it is empty, device encapsulates the packets.
 func desired(objects []dataplane.Object, e subnet.Endpoint, device, direct string) ([]dataplane.Object, error) {
 	if direct != "" {
 		return append(objects, dataplane.NewRoute(e.Subnet, e.PublicIP, direct, false)), nil

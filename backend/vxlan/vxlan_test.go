@@ -30,11 +30,11 @@ func TestConfig(t *testing.T) {
 		err  string
 	}{
 		{name: "defaults", env: v4, raw: `{"Type":"vxlan"}`, want: config{VNI: 1, Port: 8472, ChecksumOffload: "auto"}},
-		{name: "no case in keys", env: v4, raw: `{"type":"VXLAN","vni":42,"port":4789,"mtu":9000,"gbp":true,"learning":true,"directrouting":true}`,
+		{name: "keys in any case", env: v4, raw: `{"type":"VXLAN","vni":42,"port":4789,"mtu":9000,"gbp":true,"learning":true,"directrouting":true}`,
 			want: config{VNI: 42, Port: 4789, MTU: 9000, GBP: true, Learning: true, DirectRouting: true, ChecksumOffload: "auto"}},
 		{name: "checksum offload", env: v4, raw: `{"ChecksumOffload":"Off"}`, want: config{VNI: 1, Port: 8472, ChecksumOffload: "Off"}},
 		{name: "checksum offload unknown", env: v4, raw: `{"ChecksumOffload":"no"}`, err: `Backend.ChecksumOffload is "no": want auto, on or off`},
-		{name: "checksum offload no text", env: v4, raw: `{"ChecksumOffload":false}`, err: "ChecksumOffload"},
+		{name: "checksum offload not a string", env: v4, raw: `{"ChecksumOffload":false}`, err: "ChecksumOffload"},
 		{name: "longest name for IPv4", env: v4, raw: `{"VNI":9999999}`, want: config{VNI: 9999999, Port: 8472, ChecksumOffload: "auto"}},
 		{name: "name too long for IPv4", env: v4, raw: `{"VNI":10000000}`,
 			err: "Backend.VNI is 10000000: the device for IPv4 would be flannel.10000000, and a name has at most 15 characters"},
@@ -130,19 +130,20 @@ func TestVtepMAC(t *testing.T) {
 	}
 }
 
-// TestRandomMAC: half of what is random is a group's address, which peers refuse.
+// TestRandomMAC checks that a random MAC is a unicast address, which half of all random
+// values are not.
 func TestRandomMAC(t *testing.T) {
 	seen := map[dataplane.MAC]bool{}
 	for range 100 {
 		mac := randomMAC()
 		if !mac.IsUnicast() || mac[0]&2 == 0 || seen[mac] {
-			t.Errorf("%s (seen: %v), want a local address of one host that is new", mac, seen[mac])
+			t.Errorf("%s (seen: %v), want a new local unicast address", mac, seen[mac])
 		}
 		seen[mac] = true
 	}
 }
 
-// FuzzData has data read both ways.
+// FuzzData compares both ways to decode data.
 func FuzzData(f *testing.F) {
 	for _, s := range []string{
 		`{"VNI":1,"VtepMAC":"72:8d:4e:56:a5:33"}`, `{"VtepMAC":"72:8d:4e:56:a5:33"}`, `{"VNI":1,"VNI":2}`, `{"VNI":0,"VtepMAC":""}`, `{"vni":7}`, `{}`,
@@ -150,7 +151,7 @@ func FuzzData(f *testing.F) {
 		f.Add([]byte(s))
 	}
 	if _, ok := decodePlain([]byte(`{"VNI":1,"VtepMAC":"72:8d:4e:56:a5:33"}`)); !ok {
-		f.Error("what flannel writes is not read the fast way")
+		f.Error("flannel's form is not decoded by decodePlain")
 	}
 	f.Fuzz(func(t *testing.T, raw []byte) {
 		fast, ok := decodePlain(raw)
@@ -164,7 +165,8 @@ func FuzzData(f *testing.F) {
 	})
 }
 
-// TestEncodeData pins the bytes that other flannel daemons write and read.
+// TestEncodeData compares the encoded bytes with those that other flannel daemons write
+// and read.
 func TestEncodeData(t *testing.T) {
 	raw, err := encodeData(1, dataplane.MAC{0x72, 0x8d, 0x4e, 0x56, 0xa5, 0x33})
 	if err != nil || string(raw) != `{"VNI":1,"VtepMAC":"72:8d:4e:56:a5:33"}` {
@@ -223,8 +225,8 @@ func TestDesired(t *testing.T) {
 	}
 }
 
-// TestThousandsOfPeers are enough to be worked out on several CPUs, which the race
-// detector watches.
+// TestThousandsOfPeers uses enough peers that several CPUs compute their objects, under
+// the race detector.
 func TestThousandsOfPeers(t *testing.T) {
 	env := backendtest.Env(1500, prefix.IPv4)
 	env.Kernel, env.Config.BackendType, env.Resync = dataplanetest.New(), Type, time.Hour

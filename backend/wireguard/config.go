@@ -14,14 +14,15 @@ import (
 	"flanneld/subnet"
 )
 
-// IANA has given WireGuard no port; these are the ones that everybody uses.
+// IANA has not assigned a port to WireGuard. These are the customary ones.
 const (
 	defaultPort   = 51820
 	defaultPortV6 = 51821
 )
 
-// The values of Mode: a device for each family, or one for both whose outer
-// packets are of the named family, or of the one that suits a peer.
+// The values of Mode. separate uses a device for each family. The others use one device
+// for both families, whose outer packets have the named family or, with auto, the one
+// that suits the peer.
 const (
 	modeSeparate = "separate"
 	modeAuto     = "auto"
@@ -45,15 +46,15 @@ type config struct {
 	PSKFile                     string // file on each host with the preshared key, in place of PSK
 	PersistentKeepaliveInterval int    // seconds between packets that keep a NAT's mapping alive; 0 is none
 	Mode                        string // a device for each family, or one for both with outer packets of that family
-	Implementation              string // the kernel's, this process's, or the kernel's if it has one
+	Implementation              string // the kernel's WireGuard, this process's, or with auto the kernel's if there is one
 }
 
 func defaults() config {
 	return config{ListenPort: defaultPort, ListenPortV6: defaultPortV6, Mode: modeSeparate, Implementation: implAuto}
 }
 
-// Defaults returns the keys of Backend with their defaults, as a struct. It is
-// what the reference of the documentation is made from, with the fields' comments.
+// Defaults returns the keys of Backend with their defaults, as a struct. The reference in
+// the documentation is generated from it and from the comments of its fields.
 func Defaults() any { return defaults() }
 
 func parseConfig(raw json.RawMessage, env backend.Env) (config, []string, error) {
@@ -91,7 +92,7 @@ func parseConfig(raw json.RawMessage, env backend.Env) (config, []string, error)
 	return c, warnings, c.fits(env)
 }
 
-// fits says whether the configuration goes with the families and the link.
+// fits returns an error if the configuration contradicts the families or the link.
 func (c config) fits(env backend.Env) error {
 	have := families(env)
 	if c.Mode == modeSeparate && len(have) == 2 && c.ListenPort == c.ListenPortV6 {
@@ -119,7 +120,7 @@ func families(env backend.Env) []prefix.Family {
 	return fs
 }
 
-// psk returns the preshared key of all peers; zero if there is none.
+// psk returns the preshared key of all peers, or zero if there is none.
 func (c config) psk() (wgtypes.Key, error) {
 	text := c.PSK
 	if c.PSKFile != "" {
@@ -139,15 +140,15 @@ func (c config) psk() (wgtypes.Key, error) {
 	return key, nil
 }
 
-// tunnel is one device.
+// tunnel describes a device.
 type tunnel struct {
-	name     string // that other flannel daemons use, too
-	port     int    // that it listens on
+	name     string // the name that other flannel daemons use
+	port     int    // UDP port that it listens on
 	families []prefix.Family
-	outer    []prefix.Family // of what it sends
+	outer    []prefix.Family // families of the outer packets
 }
 
-// tunnels are the devices for the families of a network.
+// tunnels returns the devices for the families of a network.
 func (c config) tunnels(have []prefix.Family) []tunnel {
 	if c.Mode != modeSeparate {
 		outer := have
@@ -170,8 +171,8 @@ func (c config) tunnels(have []prefix.Family) []tunnel {
 	return ts
 }
 
-// overhead is what encapsulation adds to a packet, in bytes: the outer IP header
-// of the bigger family, UDP 8, WireGuard 32.
+// overhead returns the number of bytes that encapsulation adds to a packet: the larger
+// outer IP header, UDP 8, WireGuard 32.
 func (t tunnel) overhead() int {
 	if slices.Contains(t.outer, prefix.IPv6) {
 		return 40 + 8 + 32
@@ -179,7 +180,7 @@ func (t tunnel) overhead() int {
 	return 20 + 8 + 32
 }
 
-// minMTU is the smallest MTU with which the device can carry its families.
+// minMTU returns the minimum MTU in bytes with which the device can carry its families.
 func (t tunnel) minMTU() int {
 	if slices.Contains(t.families, prefix.IPv6) {
 		return minMTU6
@@ -187,7 +188,7 @@ func (t tunnel) minMTU() int {
 	return 68
 }
 
-// minMTU6 is what IPv6 asks of a link.
+// minMTU6 is the minimum MTU of an IPv6 link.
 const minMTU6 = 1280
 
 func (c config) deviceMTU(link int, t tunnel) int {

@@ -8,9 +8,8 @@ import (
 	"golang.zx2c4.com/wireguard/wgctrl/wgtypes"
 )
 
-// leaseData is a lease's backend data in one family, in the form that flannel
-// gives it. Older peers leave the port out: they listen on the one that all are
-// configured with.
+// leaseData is a lease's backend data for one family, in the form that flannel uses.
+// Older peers leave out the port, and listen on the configured one.
 type leaseData struct {
 	PublicKey string
 	Port      int
@@ -24,8 +23,8 @@ func encodeData(key wgtypes.Key, port int) (json.RawMessage, error) {
 	return raw, nil
 }
 
-// decodeData returns key and port of a lease's backend data; port 0 means that
-// it names none.
+// decodeData returns key and port of a lease's backend data. Port 0 means that it
+// contains none.
 func decodeData(raw json.RawMessage) (key wgtypes.Key, port int, err error) {
 	if len(raw) == 0 {
 		return key, 0, errors.New("no backend data, want a PublicKey")

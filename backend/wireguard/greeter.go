@@ -13,34 +13,35 @@ import (
 )
 
 const (
-	// handshakePause is the least time between two handshakes that one peer starts
-	// with another: WireGuard drops what comes faster than every 20 ms, and then
-	// nothing is sent for 5 s.
+	// handshakePause is the minimum time between two handshakes that a peer starts with
+	// another. WireGuard drops a handshake less than 20 ms after the last one, and then
+	// sends none for 5 s.
 	handshakePause = 60 * time.Millisecond
-	// A peer without a session is greeted again after greetAgain, and once more.
+	// A peer that still has no session gets another handshake after greetAgain, and a
+	// last one later.
 	greetAgain = 500 * time.Millisecond
 	greetings  = 3
 )
 
-// greeter starts handshakes with the peers that a device in this process is given:
-// they may have a session with the device before it. Two hosts that get to know
-// each other may greet in the same instant. Then both handshakes fail, and
-// WireGuard begins none for 5 s. So the host with the smaller public key begins another.
+// greeter starts handshakes with the peers of a device in this process, because they may
+// have a session with an earlier device. If two hosts start at the same time, both
+// handshakes fail, and WireGuard starts none for 5 s. So the host with the smaller public
+// key starts another one.
 type greeter struct {
 	dev   *wgdevice.Device
 	stop  chan struct{}
 	tasks sync.WaitGroup
 
 	mu   sync.Mutex
-	last time.Time // that a handshake was started
+	last time.Time // time of the last started handshake
 }
 
 func newGreeter(dev *wgdevice.Device) *greeter {
 	return &greeter{dev: dev, stop: make(chan struct{})}
 }
 
-// greet is called with what has just been done to the peers of the device whose
-// public key is own.
+// greet must be called after a change of the device's peers. own is the device's public
+// key.
 func (g *greeter) greet(own wgtypes.Key, peers []wgtypes.PeerConfig) {
 	var again []wgdevice.NoisePublicKey
 	for _, p := range peers {
@@ -58,7 +59,7 @@ func (g *greeter) greet(own wgtypes.Key, peers []wgtypes.PeerConfig) {
 	}
 }
 
-// persist greets peers again that have no session.
+// persist starts handshakes again with peers that have no session.
 func (g *greeter) persist(peers []wgdevice.NoisePublicKey) {
 	for range greetings - 1 {
 		select {
@@ -78,8 +79,9 @@ func (g *greeter) persist(peers []wgdevice.NoisePublicKey) {
 	}
 }
 
-// start starts a handshake, unless the peer is gone. With again it does so even if
-// the one before was less than 5 s ago, whose answer is not taken any more.
+// start starts a handshake, unless the peer was removed. With again it does so even if
+// the last one was started less than 5 s ago. The device ignores a late answer to that
+// one.
 func (g *greeter) start(key wgdevice.NoisePublicKey, again bool) {
 	peer := g.dev.LookupPeer(key)
 	if peer == nil {
@@ -88,13 +90,13 @@ func (g *greeter) start(key wgdevice.NoisePublicKey, again bool) {
 	if again {
 		peer.ExpireCurrentKeypairs()
 	}
-	_ = peer.SendHandshakeInitiation(false) // a failed one is tried again with the next packet
+	_ = peer.SendHandshakeInitiation(false) // a failed one is repeated with the next packet
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	g.last = time.Now()
 }
 
-// strangers returns those of the peers that have had no session.
+// strangers returns the peers that have had no session.
 func (g *greeter) strangers(peers []wgdevice.NoisePublicKey) []wgdevice.NoisePublicKey {
 	state, err := g.dev.IpcGet()
 	if err != nil {
@@ -112,7 +114,7 @@ func (g *greeter) strangers(peers []wgdevice.NoisePublicKey) []wgdevice.NoisePub
 	return slices.DeleteFunc(peers, func(k wgdevice.NoisePublicKey) bool { return met[hex.EncodeToString(k[:])] })
 }
 
-// close returns when another device may greet the same peers.
+// close waits until another device may start handshakes with the same peers.
 func (g *greeter) close() {
 	close(g.stop)
 	g.tasks.Wait()

@@ -13,7 +13,7 @@ import (
 	"golang.zx2c4.com/wireguard/wgctrl/wgtypes"
 )
 
-// away is how long a packet of TestGreet is on its way.
+// away is the travel time of a packet in TestGreet.
 const away = 20 * time.Millisecond
 
 type farBind struct{ conn.Bind }
@@ -26,7 +26,7 @@ func (b farBind) Send(packets [][]byte, to conn.Endpoint) error {
 	return nil
 }
 
-// end is one of two hosts whose packets to each other take their time.
+// end is one of two hosts whose packets to each other arrive with a delay.
 type end struct {
 	dev     *wgdevice.Device
 	greeter *greeter
@@ -51,7 +51,7 @@ func newEnds(t *testing.T, keys ...wgtypes.Key) (ends []end) {
 	return ends
 }
 
-// meet has e get to know the other one, whose packets come to port.
+// meet adds the other end as a peer of e. Its packets arrive at port.
 func (e end) meet(t *testing.T, other end, port, keepalive int) {
 	t.Helper()
 	public := other.key.PublicKey()
@@ -67,9 +67,9 @@ func (e end) hasSession(t *testing.T, other end) bool {
 	return len(e.greeter.strangers([]wgdevice.NoisePublicKey{wgdevice.NoisePublicKey(other.key.PublicKey())})) == 0
 }
 
-// TestGreet has two hosts get to know each other, together or one after the other.
-// Nobody sends anything, and yet they have a session sooner than in the 5 s after
-// which WireGuard begins another handshake. Not so if the last greeting is crossed.
+// TestGreet lets two hosts add each other, together or one after the other. Without
+// sending packets they get a session in less than the 5 s after which WireGuard itself
+// would start another handshake. The exception is two handshakes that cross again.
 func TestGreet(t *testing.T) {
 	for _, apart := range []time.Duration{0, away / 2, 2 * away, greetAgain - away/2, greetAgain, greetAgain + away/2, 2*greetAgain - 3*away, 2 * time.Second} {
 		for first := range 2 {
@@ -84,7 +84,7 @@ func TestGreet(t *testing.T) {
 					for !ends[0].hasSession(t, ends[1]) || !ends[1].hasSession(t, ends[0]) {
 						select {
 						case <-deadline:
-							t.Fatal("there is no session")
+							t.Fatal("no session")
 						case <-time.After(away):
 						}
 					}
@@ -94,17 +94,17 @@ func TestGreet(t *testing.T) {
 	}
 }
 
-// TestGreeterClose leaves the time that has to be between the greetings of two
-// devices, and does not wait for those that are still to come.
+// TestGreeterClose checks that close waits for the time between handshakes of two
+// devices, and not for handshakes that are still planned.
 func TestGreeterClose(t *testing.T) {
 	ends := newEnds(t, key(8), key(16))
-	for i, e := range ends { // one of them would greet again
+	for i, e := range ends { // one of them would start another handshake
 		e.greeter = newGreeter(e.dev)
 		began := time.Now()
 		e.meet(t, ends[1-i], i+1, 0)
 		e.greeter.close()
 		if took := time.Since(began); took < handshakePause || took >= (greetings-1)*greetAgain {
-			t.Errorf("host %d: it took %v, want hardly more than %v", i+1, took, handshakePause)
+			t.Errorf("host %d: close took %v, want hardly more than %v", i+1, took, handshakePause)
 		}
 	}
 }

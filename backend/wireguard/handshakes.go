@@ -8,38 +8,38 @@ import (
 	"golang.zx2c4.com/wireguard/wgctrl/wgtypes"
 )
 
-// instant is a moment by two clocks.
+// instant is a point in time on two clocks.
 type instant struct {
-	wall   time.Time     // which can be stepped
-	steady time.Duration // since boot, with the time in suspend: it cannot be stepped
+	wall   time.Time     // wall clock, which can be stepped
+	steady time.Duration // time since boot including suspend, which cannot be stepped
 }
 
-// currentInstant returns the present one.
+// currentInstant returns the present instant.
 func currentInstant() instant {
 	var boot unix.Timespec
-	_ = unix.ClockGettime(unix.CLOCK_BOOTTIME, &boot) // fails for unknown clocks only
+	_ = unix.ClockGettime(unix.CLOCK_BOOTTIME, &boot) // fails only for unknown clocks
 	return instant{wall: time.Now().Round(0), steady: time.Duration(boot.Nano())}
 }
 
-// handshakes knows how old the sessions with a device's peers are. A device records
-// handshakes by the wall clock. If that is stepped forward, every session seems to have ended
-// long ago, though all go on. So the age is taken from the wall clock once for each
-// handshake, and from then on from a clock that cannot be stepped.
+// handshakes tracks the ages of the sessions with a device's peers. A device records
+// handshakes by the wall clock. After a step forward all sessions would seem to have
+// ended long ago, although they continue. So handshakes takes the age from the wall clock
+// once per handshake, and from then on from a clock that cannot be stepped.
 type handshakes struct {
-	looked instant // zero before the first look
+	looked instant // zero before the first call of look
 	seen   map[wgtypes.Key]handshake
 }
 
 type handshake struct {
-	recorded time.Time     // as the device has it
-	at       time.Duration // by the steady clock
+	recorded time.Time     // time in the device's record
+	at       time.Duration // time on the steady clock
 }
 
-// never is the age of a handshake that has not been.
+// never is the age of a handshake that has not happened.
 const never = time.Duration(math.MaxInt64)
 
-// look returns the age of the last handshake with each of the peers, as the device has them
-// now.
+// look returns the age of the last handshake with each of the peers, which must be the
+// present state of the device.
 func (h *handshakes) look(now instant, peers []wgtypes.Peer) map[wgtypes.Key]time.Duration {
 	ages := make(map[wgtypes.Key]time.Duration, len(peers))
 	seen := make(map[wgtypes.Key]handshake, len(peers))
@@ -58,11 +58,11 @@ func (h *handshakes) look(now instant, peers []wgtypes.Peer) map[wgtypes.Key]tim
 	return ages
 }
 
-// age returns how old a handshake is that was not there at the last look. So it is not older
-// than that, and the record is by the wall clock as it is now, or as it was before a step
-// since then. What is possible of these counts, and the younger if both are: a session that
-// goes on is not to be taken for one that has ended. Before the first look nothing is known
-// of steps.
+// age returns the age of a handshake that is new since the last call of look. It is
+// therefore not older than that call. Its record uses the present wall clock, or the wall
+// clock before a step in the meantime. If both are possible the younger age counts,
+// because a session in use must not be taken for an ended one. Before the first call of
+// look no steps are known.
 func (h *handshakes) age(now instant, recorded time.Time) time.Duration {
 	age := now.wall.Sub(recorded)
 	if h.looked == (instant{}) {

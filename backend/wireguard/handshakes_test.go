@@ -9,7 +9,7 @@ import (
 	"golang.zx2c4.com/wireguard/wgctrl/wgtypes"
 )
 
-// steppedClock is a wall clock that can be stepped, beside one that cannot.
+// steppedClock contains a wall clock that can be stepped, and a clock that cannot.
 type steppedClock struct {
 	passed time.Duration
 	step   time.Duration
@@ -19,15 +19,15 @@ func (c *steppedClock) now() instant {
 	return instant{wall: time.Unix(1_000_000_000, 0).Add(c.passed + c.step), steady: time.Hour + c.passed}
 }
 
-// TestHandshakes: the age of a handshake is right whenever the clock is stepped, but for a
-// step before the first look.
+// TestHandshakes checks that the age of a handshake is right with a step of the clock at
+// any time, except before the first look.
 func TestHandshakes(t *testing.T) {
 	const minute = time.Minute
 	type event struct {
-		after     time.Duration // since the event before
-		step      time.Duration // of the clock
+		after     time.Duration // time since the last event
+		step      time.Duration // step of the wall clock
 		handshake bool
-		want      time.Duration // a look, and the age that it finds; 0: no look
+		want      time.Duration // age that a look returns; 0 means no look
 	}
 	begin := []event{{handshake: true}, {after: minute, want: minute}}
 	for name, events := range map[string][]event{
@@ -42,7 +42,7 @@ func TestHandshakes(t *testing.T) {
 		"handshake behind, back": {{step: -time.Hour}, {after: minute, handshake: true}, {after: minute, want: minute}},
 		"twice":                  {{step: time.Hour}, {after: minute, want: 2 * minute}, {step: time.Hour}, {after: minute, want: 3 * minute}},
 		"there and back":         {{step: time.Hour}, {after: minute, step: -time.Hour}, {after: minute, want: 3 * minute}},
-		"by less than a look is old": { // it may be either, and the younger counts
+		"by less than a look is old": { // both are possible, and the younger age counts
 			{after: minute, handshake: true}, {after: 3 * minute, step: 2 * minute}, {after: minute, want: 4 * minute},
 		},
 	} {
@@ -74,8 +74,8 @@ func TestHandshakes(t *testing.T) {
 	}
 }
 
-// TestClockStep: the endpoints that a device has learnt stay when the clock is stepped, in
-// whichever order step, handshake and looks come, and are given up when the session ends.
+// TestClockStep checks that learned endpoints survive a step of the clock, for each order
+// of step, handshake and looks, and that they are dropped when the session ends.
 func TestClockStep(t *testing.T) {
 	for name, step := range map[string]time.Duration{"forward": 24 * time.Hour, "a little forward": 200 * time.Second, "back": -24 * time.Hour} {
 		for _, looks := range []bool{true, false} {
@@ -106,7 +106,7 @@ func TestClockStep(t *testing.T) {
 			clock.step = step
 			pass(time.Minute)
 			c.expect(t, "flannel-wg", learnt)
-			learn() // which is by the new clock
+			learn() // by the new clock
 			pass(2 * time.Minute)
 			c.expect(t, "flannel-wg", learnt)
 			pass(2 * time.Minute)

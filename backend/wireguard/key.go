@@ -15,22 +15,23 @@ import (
 	"golang.zx2c4.com/wireguard/wgctrl/wgtypes"
 )
 
-// keyFile is the private key's name in the state directory.
+// keyFile is the name of the private key file in the state directory.
 const keyFile = "wgkey"
 
-// flannelKeyFile is where the known flannel keeps its private key, unless told
-// otherwise by WIREGUARD_KEY_FILE.
+// flannelKeyFile is the path of upstream flannel's private key, unless WIREGUARD_KEY_FILE
+// sets another.
 const flannelKeyFile = "/run/flannel/wgkey"
 
-// writtenFile is the name, in the state directory, of the list of private key
-// files elsewhere that were written: a JSON object with the public key by path.
+// writtenFile is the name of a file in the state directory. It lists the private key
+// files elsewhere that flanneld has written, as a JSON object with the public key by
+// path.
 const writtenFile = "wgkey-written"
 
-// keeper keeps the private key over restarts and reboots.
+// keeper stores the private key, so that it survives restarts and reboots.
 type keeper struct {
-	path     string // empty: nowhere
-	fallback string // is read where path is not there yet; may be empty
-	written  string // list of what was written at path; empty: none
+	path     string // empty if the key is not stored
+	fallback string // is read if path does not exist; may be empty
+	written  string // list of written key files; empty if there is none
 }
 
 func newKeeper(stateDir string) keeper {
@@ -47,8 +48,8 @@ func newKeeper(stateDir string) keeper {
 	return keeper{path: filepath.Join(stateDir, keyFile), fallback: flannelKeyFile}
 }
 
-// key returns the private key that is kept; else that of the device that is
-// there, zero for none; else a new one. It is on disk when key returns.
+// key returns the stored private key, or else that of the existing device (zero if there
+// is none), or else a new one. The key is on disk when key returns.
 func (k keeper) key(device wgtypes.Key) (wgtypes.Key, error) {
 	for _, path := range []string{k.path, k.fallback} {
 		if path == "" {
@@ -82,7 +83,7 @@ func readKey(path string) (wgtypes.Key, error) {
 		return wgtypes.Key{}, fmt.Errorf("read private key: %w", err)
 	}
 	key, err := wgtypes.ParseKey(strings.TrimSpace(string(raw)))
-	if err != nil { // whose text would show it
+	if err != nil { // the error's text would contain the key
 		return key, fmt.Errorf("private key file %s holds no key: want 32 bytes in base64; remove it and a new one will be made", path)
 	}
 	return key, nil
@@ -93,7 +94,7 @@ func (k keeper) save(key wgtypes.Key) error {
 		return nil
 	}
 	if k.written != "" {
-		_ = k.note(key) // without a note the file outlives a cleanup, which is no reason not to start
+		_ = k.note(key) // without the note a cleanup does not find the file, which does not prevent the start
 	}
 	if err := writeSecret(k.path, []byte(key.String())); err != nil {
 		return fmt.Errorf("keep private key: %w", err)
@@ -109,7 +110,7 @@ func writeSecret(path string, text []byte) error {
 	return renameio.WriteFile(path, text, 0o600, renameio.WithTempDir(dir), renameio.IgnoreUmask())
 }
 
-// note puts it on the list that key is written at k.path.
+// note adds k.path to the list of written key files.
 func (k keeper) note(key wgtypes.Key) error {
 	path, err := filepath.Abs(k.path)
 	if err != nil {
@@ -127,7 +128,7 @@ func (k keeper) note(key wgtypes.Key) error {
 	return writeSecret(k.written, text)
 }
 
-// readWritten reads a list of private key files; nil if there is none.
+// readWritten reads a list of private key files. It returns nil if there is none.
 func readWritten(path string) (list map[string]string, err error) {
 	text, err := os.ReadFile(path)
 	if errors.Is(err, fs.ErrNotExist) {
@@ -142,9 +143,9 @@ func readWritten(path string) (list map[string]string, err error) {
 	return list, nil
 }
 
-// WrittenKeys returns the paths of the private key files outside stateDir that
-// flanneld has written, as WIREGUARD_KEY_FILE told it to, and that still hold
-// the key that it wrote.
+// WrittenKeys returns the paths of the private key files outside of stateDir that
+// flanneld has written because of WIREGUARD_KEY_FILE, and that still contain the written
+// key.
 func WrittenKeys(stateDir string) ([]string, error) {
 	list, err := readWritten(filepath.Join(stateDir, writtenFile))
 	if err != nil {

@@ -28,7 +28,7 @@ type network struct {
 	devices        []*device
 	implementation string // kernel or userspace
 	secret         secret
-	failed         bool // the last pass: nobody tells again of its changes
+	failed         bool // the last pass failed, and its changes are not announced again
 	now            func() instant
 
 	changed chan struct{}
@@ -36,16 +36,16 @@ type network struct {
 	running sync.WaitGroup
 }
 
-// control is how devices are looked at and written.
+// control reads and configures devices.
 type control interface {
-	// Index returns the number of a device.
+	// Index returns the index of a device.
 	Index(device string) (int, error)
 	Device(name string) (*wgtypes.Device, error)
 	ConfigureDevice(name string, c wgtypes.Config) error
 	Close() error
 }
 
-// hostControl is that of this host.
+// hostControl implements control for this host.
 type hostControl struct{ *wgctrl.Client }
 
 // Index implements control.
@@ -57,20 +57,20 @@ func (hostControl) Index(device string) (int, error) {
 	return link.Index, nil
 }
 
-// device is a tunnel as it was seen and written last.
+// device is a tunnel with its last known state.
 type device struct {
 	tunnel
-	userspace *userspaceDevice // nil if it is the kernel's
-	index     int              // another one is another device, without any peers
-	peers     map[string]peer  // as they were wanted, by lease key
-	swept     bool             // others are gone
-	waiting   int              // peers that have another preshared key still
+	userspace *userspaceDevice // nil if the kernel implements it
+	index     int              // another index means another device, without any peers
+	peers     map[string]peer  // wanted peers, by lease key
+	swept     bool             // other peers were removed
+	waiting   int              // number of peers that still have another preshared key
 
 	handshakes handshakes
 }
 
-// Sync implements backend.Network. What cannot be made of one device, or of its
-// address and route, keeps no peer of the other from its place.
+// Sync implements backend.Network. A failure of one device, or of its address and route,
+// does not affect the peers of the other.
 func (n *network) Sync(ctx context.Context, peers backend.Set) (o backend.Outcome, err error) {
 	defer func() { n.failed = err != nil }()
 	if err := n.revive(ctx); err != nil {
@@ -85,7 +85,7 @@ func (n *network) Sync(ctx context.Context, peers backend.Set) (o backend.Outcom
 	return o, oneline.Join(failed, err)
 }
 
-// revive starts the devices of this process that are not there, or have ended.
+// revive starts the devices of this process that do not run.
 func (n *network) revive(ctx context.Context) error {
 	for _, d := range n.devices {
 		if d.userspace == nil {
@@ -102,8 +102,8 @@ func (n *network) revive(ctx context.Context) error {
 	return nil
 }
 
-// syncPeers gives the devices their settings and peers, and returns how many
-// of these somebody else had changed.
+// syncPeers sets the settings and peers of the devices, and returns the number of peers
+// that another program had changed.
 func (n *network) syncPeers(ctx context.Context, set backend.Set) (repaired int, err error) {
 	psk, err := n.secret.read(ctx, n.config)
 	if err != nil {
@@ -134,7 +134,7 @@ func (n *network) syncDevice(d *device, s settings, set backend.Set) (repaired i
 	}
 	whole := set.All || n.failed || len(set.Changed) == 0 || s.rotating || index != d.index || set.Complete && !d.swept
 	change := diff{settings: s, want: map[wgtypes.Key]peer{}, known: map[wgtypes.Key]peer{}}
-	next := map[string]peer{} // of the leases that may differ
+	next := map[string]peer{} // peers of the leases that may differ
 	if whole {
 		if change.have, err = n.control.Device(d.name); err != nil {
 			return 0, err
@@ -183,7 +183,7 @@ func (n *network) want(d *device, key string, l subnet.Lease, next map[string]pe
 	}
 }
 
-// asKept is a peer as it was written. Where it is now only the device knows.
+// asKept returns a peer as it was written. Only the device knows its present endpoint.
 func asKept(p peer, s settings) wgtypes.Peer {
 	return wgtypes.Peer{
 		PublicKey: p.key, PresharedKey: s.psk, PersistentKeepaliveInterval: s.keepalive,
@@ -191,7 +191,7 @@ func asKept(p peer, s settings) wgtypes.Peer {
 	}
 }
 
-// record notes what the device has now.
+// record stores the present state of the device.
 func (d *device) record(index int, whole bool, set backend.Set, next map[string]peer) {
 	d.index = index
 	if whole {
@@ -206,8 +206,8 @@ func (d *device) record(index int, whole bool, set backend.Set, next map[string]
 	}
 }
 
-// foreign counts the changes that put right what somebody else has done: those to
-// peers that were wanted before as they are now.
+// foreign counts the changes that undo those of another program: changes to peers whose
+// wanted state is the same as before.
 func foreign(c wgtypes.Config, d diff) (count int) {
 	for _, p := range c.Peers {
 		before, known := d.known[p.PublicKey]
@@ -221,9 +221,9 @@ func foreign(c wgtypes.Config, d diff) (count int) {
 	return count
 }
 
-// explain says what an error of a device means.
+// explain adds the meaning of a device's error.
 func explain(err error, port int) error {
-	// A device of this process answers with a number, of which wgctrl makes a text.
+	// A device of this process returns a number, which wgctrl turns into a text.
 	inUse := fmt.Sprintf("errno=-%d", int(syscall.EADDRINUSE))
 	if errors.Is(err, syscall.EADDRINUSE) || strings.HasSuffix(err.Error(), inUse) {
 		return fmt.Errorf("another program listens on UDP port %d (Backend.ListenPort, Backend.ListenPortV6): %w", port, err)
@@ -248,7 +248,7 @@ func (n *network) Changed() <-chan struct{} { return n.changed }
 // Mode implements backend.Carrier.
 func (n *network) Mode() string { return n.implementation }
 
-// Dropped implements backend.Carrier: nobody counts.
+// Dropped implements backend.Carrier. WireGuard does not count drops.
 func (*network) Dropped() map[string]uint64 { return nil }
 
 // Close implements backend.Network.

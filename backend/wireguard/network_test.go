@@ -21,17 +21,17 @@ import (
 	"flanneld/subnet"
 )
 
-// fakeControl has devices in memory, with the kernel's rules.
+// fakeControl implements control in memory, with the kernel's rules.
 type fakeControl struct {
-	peers map[string]map[wgtypes.Key]wgtypes.Peer // by device
-	fail  string                                  // the device that cannot be written
+	peers map[string]map[wgtypes.Key]wgtypes.Peer // peers by device
+	fail  string                                  // name of a device that cannot be written
 }
 
 func (*fakeControl) Index(string) (int, error) { return 7, nil }
 func (*fakeControl) Close() error              { return nil }
 
 func (f *fakeControl) Device(name string) (*wgtypes.Device, error) {
-	d := &wgtypes.Device{Name: name} // its own settings are never right, and so always written
+	d := &wgtypes.Device{Name: name} // its settings never match, so that they are always written
 	for _, p := range f.peers[name] {
 		d.Peers = append(d.Peers, p)
 	}
@@ -70,14 +70,15 @@ func (f *fakeControl) ConfigureDevice(name string, c wgtypes.Config) error {
 	return nil
 }
 
-// handshake begins a session with a peer.
+// handshake starts a session with a peer.
 func (f *fakeControl) handshake(device string, of wgtypes.Key) {
 	p := f.peers[device][of]
 	p.LastHandshakeTime = time.Now()
 	f.peers[device][of] = p
 }
 
-// expect has the device have these peers, each by its endpoint and networks.
+// expect fails the test unless the device has these peers, each with its endpoint and
+// networks.
 func (f *fakeControl) expect(t *testing.T, device string, want ...string) {
 	t.Helper()
 	var got []string
@@ -94,7 +95,7 @@ func (f *fakeControl) expect(t *testing.T, device string, want ...string) {
 	}
 }
 
-// host is the lease of host i with an address that ends in at.
+// host returns the lease of host i with an address that ends in at.
 func host(t *testing.T, i byte, at int) *subnet.Lease {
 	t.Helper()
 	l := &subnet.Lease{Key: fmt.Sprintf("host%d", i), BackendType: Type}
@@ -110,7 +111,7 @@ func host(t *testing.T, i byte, at int) *subnet.Lease {
 	return l
 }
 
-// start returns the network of host 1, in dual stack with a device for each family.
+// start returns the network of host 1, dual-stack with a device for each family.
 func start(t *testing.T) (*network, *dataplanetest.Spy, *fakeControl) {
 	t.Helper()
 	k := dataplanetest.New()
@@ -128,7 +129,7 @@ func start(t *testing.T) (*network, *dataplanetest.Spy, *fakeControl) {
 	c := &fakeControl{peers: map[string]map[wgtypes.Key]wgtypes.Peer{}}
 	n := &network{Backend: b.(*Backend), key: key(1), control: c, now: currentInstant, stop: make(chan struct{}), Programmer: &backend.Programmer{Reconciler: rec}}
 	n.Base = n.base(*host(t, 1, 1), dataplane.KindWireGuard)
-	for _, l := range n.Base.Links { // are there already
+	for _, l := range n.Base.Links { // the links exist already
 		if err := k.Append(l); err != nil {
 			t.Fatal(err)
 		}
@@ -144,8 +145,8 @@ func start(t *testing.T) (*network, *dataplanetest.Spy, *fakeControl) {
 	return n, spy, c
 }
 
-// set is what the store says of these leases, of which those with the keys in
-// changed have; without, all may have.
+// set returns a set of these leases. changed contains the keys of changed ones; if it is
+// empty, any may have changed.
 func set(changed []string, leases ...*subnet.Lease) backend.Set {
 	s := backend.Set{Leases: map[string]*subnet.Lease{}, Changed: changed, All: changed == nil, Complete: true}
 	for _, l := range leases {
@@ -154,7 +155,8 @@ func set(changed []string, leases ...*subnet.Lease) backend.Set {
 	return s
 }
 
-// TestOneFamilyFails: the peers of the other have nothing to do with it.
+// TestOneFamilyFails checks that a failure of one family does not affect the peers of the
+// other.
 func TestOneFamilyFails(t *testing.T) {
 	const four, six = "192.168.77.2:51820 10.5.2.0/24", "[fd00:77::2]:51820 fd00:10:5:2::/64"
 	t.Run("IPv6 is switched off", func(t *testing.T) {
@@ -180,7 +182,7 @@ func TestOneFamilyFails(t *testing.T) {
 	})
 }
 
-// TestChangesOfAFailedPass: whoever they are about, the next pass makes up for them.
+// TestChangesOfAFailedPass checks that the pass after a failed one makes all its changes.
 func TestChangesOfAFailedPass(t *testing.T) {
 	n, _, c := start(t)
 	sync := func(fail bool, s backend.Set) {
@@ -199,7 +201,7 @@ func TestChangesOfAFailedPass(t *testing.T) {
 	sync(false, set([]string{"host4"}, two, three, four))
 	c.expect(t, "flannel-wg", "192.168.77.2:51820 10.5.2.0/24", "192.168.77.3:51820 10.5.3.0/24", "192.168.77.4:51820 10.5.4.0/24")
 
-	// A peer in the middle of a session gets the address that its lease has moved to.
+	// A peer with a session gets the new address of its lease.
 	c.handshake("flannel-wg", key(2))
 	two = host(t, 2, 9)
 	sync(true, set([]string{"host2"}, two, three, four))
@@ -207,8 +209,8 @@ func TestChangesOfAFailedPass(t *testing.T) {
 	c.expect(t, "flannel-wg", "192.168.77.9:51820 10.5.2.0/24")
 }
 
-// TestPeerRemovedByHand: what a lease's new address is written to may not be there
-// any more.
+// TestPeerRemovedByHand changes a lease's address after another program has removed the
+// peer from the device.
 func TestPeerRemovedByHand(t *testing.T) {
 	n, _, c := start(t)
 	for _, s := range []backend.Set{set(nil, host(t, 2, 2)), set([]string{"host2"}, host(t, 2, 9))} {

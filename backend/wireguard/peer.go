@@ -13,20 +13,20 @@ import (
 	"flanneld/subnet"
 )
 
-// peer is what a device holds for a lease.
+// peer is the configuration of a peer in a device.
 type peer struct {
 	key      wgtypes.Key
 	endpoint netip.AddrPort
 	allowed  []netip.Prefix
 }
 
-// String says what wg(8) would.
+// String describes p in the words of wg(8).
 func (p peer) String() string {
 	return fmt.Sprintf("peer %s endpoint %s allowed ips %v", p.key, p.endpoint, p.allowed)
 }
 
-// peer returns what t holds for l; ok is false if l has nothing for it. l has
-// passed Check.
+// peer returns the peer of t for l. ok is false if t does not serve l. l must have passed
+// Check.
 func (b *Backend) peer(t tunnel, l subnet.Lease) (p peer, ok bool) {
 	for _, f := range t.families {
 		e, has := l.Endpoint(f)
@@ -46,7 +46,7 @@ func (b *Backend) peer(t tunnel, l subnet.Lease) (p peer, ok bool) {
 	return p, true
 }
 
-// outer is the family of what t sends to the peer.
+// outer returns the family of the packets that t sends to the peer.
 func (b *Backend) outer(t tunnel, l subnet.Lease) prefix.Family {
 	if len(t.outer) == 1 {
 		return t.outer[0]
@@ -59,7 +59,7 @@ func (b *Backend) outer(t tunnel, l subnet.Lease) prefix.Family {
 		return prefix.IPv4
 	case !has4:
 		return prefix.IPv6
-	case !four.PublicIP.IsPrivate(): // which is the RFC 1918 networks, and fc00::/7
+	case !four.PublicIP.IsPrivate(): // private addresses are the RFC 1918 networks and fc00::/7
 		return prefix.IPv4
 	case !six.PublicIP.IsPrivate() && own.Public.IsValid() && !own.Public.IsPrivate():
 		return prefix.IPv6
@@ -67,8 +67,8 @@ func (b *Backend) outer(t tunnel, l subnet.Lease) prefix.Family {
 	return prefix.IPv4
 }
 
-// port is where the peer listens for t. The known flannel publishes ListenPortV6
-// for IPv6 even where it has a single device, which listens on ListenPort.
+// port returns the port on which the peer listens for t. Upstream flannel publishes
+// ListenPortV6 for IPv6, even if its only device listens on ListenPort.
 func (b *Backend) port(t tunnel, l subnet.Lease, outer subnet.Endpoint) int {
 	_, port, _ := decodeData(outer.Data)
 	if b.config.Mode != modeSeparate {
@@ -84,36 +84,39 @@ func (b *Backend) port(t tunnel, l subnet.Lease, outer subnet.Endpoint) int {
 	return port
 }
 
-// settings are what a device holds for itself, and for all peers alike.
+// settings are the settings of a device, and those that all its peers share.
 type settings struct {
 	key       wgtypes.Key
 	port      int
 	psk       wgtypes.Key
-	rotating  bool // peers may have the preshared key before this one
+	rotating  bool // peers may have the last preshared key
 	keepalive time.Duration
 }
 
-// sessionLife is how long after its handshake a session may be in use
+// sessionLife is the time after its handshake during which a session may be used
 // (REJECT_AFTER_TIME of the protocol).
 const sessionLife = 180 * time.Second
 
-// diff says what turns a device into one with the settings and peers that are
-// wanted. An endpoint that differs is what the device has learnt of a peer that
-// moves, or is behind NAT, and stays while it works: it is written only if known,
-// the peers as they were wanted before, has another, or if there is no session.
-// With sweep peers go that are not wanted. What is remembered nobody has asked the
-// device for: a peer may be gone from it.
+// diff computes the changes from a device's state to the wanted settings and peers.
+//
+// The endpoint of a peer may differ because the peer moves or is behind NAT, and the
+// device has learned its present endpoint. Such an endpoint stays while it works. It is
+// written only if the wanted endpoint has changed since the last pass (known), or if
+// there is no session.
+//
+// With sweep, peers that are not wanted are removed. If remembered is set, have is the
+// last written state and was not read from the device, so a peer may be missing there.
 type diff struct {
 	have  *wgtypes.Device
 	want  map[wgtypes.Key]peer
 	known map[wgtypes.Key]peer
 	settings
-	ages       map[wgtypes.Key]time.Duration // of the last handshakes, where have was asked for
+	ages       map[wgtypes.Key]time.Duration // ages of the last handshakes, if have was read
 	sweep      bool
 	remembered bool
 }
 
-// config returns the changes; none if changed is false.
+// config returns the changes. changed is false if there are none.
 func (d diff) config() (c wgtypes.Config, changed bool) {
 	if d.have.PrivateKey != d.key {
 		c.PrivateKey = &d.key
@@ -139,7 +142,8 @@ func (d diff) config() (c wgtypes.Config, changed bool) {
 			c.Peers = append(c.Peers, d.add(w))
 		}
 	}
-	// What comes takes its networks over from what goes, so that they are never without a peer.
+	// Added peers take over the networks of removed ones, so these are never without a
+	// peer.
 	slices.SortStableFunc(c.Peers, func(a, b wgtypes.PeerConfig) int {
 		switch {
 		case a.Remove == b.Remove:
@@ -159,7 +163,7 @@ func (d diff) add(w peer) wgtypes.PeerConfig {
 	}
 }
 
-// change says what turns the peer h into w.
+// change returns the change that turns the peer h into w.
 func (d diff) change(h wgtypes.Peer, w peer) (p wgtypes.PeerConfig, differs bool) {
 	p = wgtypes.PeerConfig{PublicKey: w.key, UpdateOnly: true}
 	if h.PresharedKey != d.psk && takesPSK(d.ages[h.PublicKey]) {
@@ -176,13 +180,13 @@ func (d diff) change(h wgtypes.Peer, w peer) (p wgtypes.PeerConfig, differs bool
 	if !sameNetworks(h.AllowedIPs, w.allowed) {
 		p.ReplaceAllowedIPs, p.AllowedIPs, differs = true, ipNets(w.allowed), true
 	}
-	if moved && d.remembered { // of one that has not only the device knows where it is
+	if moved && d.remembered { // the endpoint of one that has not moved is known only to the device
 		return d.add(w), true
 	}
 	return p, differs
 }
 
-// waiting counts the peers that config leaves their preshared key, for now.
+// waiting returns the number of peers whose preshared key config does not change yet.
 func (d diff) waiting() (count int) {
 	for _, h := range d.have.Peers {
 		if _, wanted := d.want[h.PublicKey]; wanted && h.PresharedKey != d.psk && !takesPSK(d.ages[h.PublicKey]) {

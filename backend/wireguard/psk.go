@@ -10,24 +10,24 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// A preshared key takes part in handshakes alone: a session goes on whatever its
-// peer is given. Hosts learn of a new key at different moments, and until both
-// have it no handshake between them succeeds. So a peer gets it either when its
-// session is young, and lasts long enough for the other host to learn, or when
-// the session is so old that the other host seems to have it already.
+// A preshared key matters only in handshakes: a session continues with any new key of its
+// peer. Hosts learn a new key at different times, and no handshake between two hosts
+// succeeds until both have it. So a host gives the new key to a peer at one of two times.
+// Either the session is young, and lasts long enough for the other host to learn the key.
+// Or the session is so old that the other host seems to have the key already.
 const (
 	youngSession = 10 * time.Second
-	// One is replaced after 120 s (REKEY_AFTER_TIME of the protocol), up to 10 s
-	// later if little is sent, and dead after sessionLife.
+	// A session is replaced after 120 s (REKEY_AFTER_TIME of the protocol), or up to 10 s
+	// later if there is little traffic, and ends after sessionLife.
 	oldSession = 135 * time.Second
 )
 
-// pskCheck is how often the file of the preshared key is read, and how often
-// peers are looked at that wait for a new one. It is less than youngSession.
+// pskCheck is the interval at which the file of the preshared key is read, and peers that
+// wait for a new key are checked. It is shorter than youngSession.
 const pskCheck = 3 * time.Second
 
-// takesPSK says whether this is the moment to give a new preshared key to a peer, with which
-// the last handshake is that old.
+// takesPSK reports whether a peer should get a new preshared key now. age is the age of
+// the last handshake with it.
 func takesPSK(age time.Duration) bool {
 	return age < youngSession || age > oldSession
 }
@@ -36,13 +36,13 @@ func takesPSK(age time.Duration) bool {
 type secret struct {
 	key      wgtypes.Key
 	known    bool
-	failing  bool // that is logged
-	rotating bool // it is new here, so what peers have in its place was ours
-	waiting  bool // not all peers have it yet
+	failing  bool // the failure is logged
+	rotating bool // the key is new, so a peer with another key may have the last one
+	waiting  bool // some peers do not have it yet
 }
 
-// read returns the preshared key. Where it cannot be read any more the one
-// before is kept: sessions have it.
+// read returns the preshared key. If the file can no longer be read, it returns the last
+// key, because sessions use it.
 func (s *secret) read(ctx context.Context, c config) (wgtypes.Key, error) {
 	key, err := c.psk()
 	if err != nil && !s.known {
@@ -64,7 +64,8 @@ func (s *secret) read(ctx context.Context, c config) (wgtypes.Key, error) {
 	return key, nil
 }
 
-// settle notes how many peers wait for the key, and whether these were all there are.
+// settle records the number of peers that wait for the key. all reports whether these are
+// all peers.
 func (s *secret) settle(ctx context.Context, waiting int, all bool) {
 	was := s.waiting
 	s.waiting = waiting > 0
@@ -77,8 +78,8 @@ func (s *secret) settle(ctx context.Context, waiting int, all bool) {
 	s.rotating = !all
 }
 
-// watch has Changed deliver what kernel delivers, and when the file of the
-// preshared key has changed, until Close.
+// watch passes on to Changed what kernel receives, and changes of the file of the
+// preshared key, until Close.
 func (n *network) watch(kernel <-chan struct{}) {
 	n.running.Go(func() {
 		var tick <-chan time.Time
@@ -87,7 +88,7 @@ func (n *network) watch(kernel <-chan struct{}) {
 			defer ticker.Stop()
 			tick = ticker.C
 		}
-		seen, _ := os.ReadFile(n.config.PSKFile) // who needs it says what is wrong with it
+		seen, _ := os.ReadFile(n.config.PSKFile) // read reports the error
 		for {
 			select {
 			case <-n.stop:

@@ -12,8 +12,9 @@ import (
 	"k8s.io/klog/v2/textlogger"
 )
 
-// TestSecret takes a preshared key through its life: only from a change, or a start,
-// until all peers have it is another one that a peer has one of ours.
+// TestSecret follows the life of a preshared key. Only after a start or a change, and
+// until all peers have the new key, a peer with another key counts as one with flanneld's
+// last key.
 func TestSecret(t *testing.T) {
 	var log bytes.Buffer
 	ctx := klog.NewContext(t.Context(), textlogger.NewLogger(textlogger.NewConfig(textlogger.Output(&log))))
@@ -22,22 +23,22 @@ func TestSecret(t *testing.T) {
 	for _, step := range []struct {
 		name     string
 		key      wgtypes.Key
-		waiting  int  // after the pass
-		all      bool // peers are known
-		rotating bool // in the pass
+		waiting  int  // waiting peers after the pass
+		all      bool // all peers are known
+		rotating bool // during the pass
 		says     string
 	}{
 		{"start, store away", key(1), 0, false, true, ""},
 		{"start", key(1), 0, true, true, ""},
 		{"at rest", key(1), 0, true, false, ""},
 		{"another program changes it for a peer", key(1), 1, true, false, ""},
-		{"that is put right", key(1), 0, true, false, ""},
+		{"the change is repaired", key(1), 0, true, false, ""},
 		{"change", key(2), 2, true, true, "has changed"},
 		{"one has it", key(2), 1, true, true, ""},
 		{"all have it", key(2), 0, true, true, "all peers have"},
 		{"at rest again", key(2), 0, true, false, ""},
 		{"change that all take at once", key(3), 0, true, true, "all peers have"},
-		{"at rest for good", key(3), 0, true, false, ""},
+		{"at rest finally", key(3), 0, true, false, ""},
 	} {
 		log.Reset()
 		if err := os.WriteFile(c.PSKFile, []byte(text(step.key)), 0o600); err != nil {
@@ -51,12 +52,13 @@ func TestSecret(t *testing.T) {
 		}
 		s.settle(ctx, step.waiting, step.all)
 		if said := log.String(); !strings.Contains(said, step.says) || step.says == "" && said != "" {
-			t.Errorf("%s: it says %q, want %q", step.name, said, step.says)
+			t.Errorf("%s: log %q, want %q", step.name, said, step.says)
 		}
 	}
 }
 
-// TestForeign tells the own change of the preshared key from another program's.
+// TestForeign distinguishes flanneld's own change of the preshared key from that of
+// another program.
 func TestForeign(t *testing.T) {
 	psk, p := key(5), peer{key: key(2)}
 	peers := map[wgtypes.Key]peer{p.key: p}

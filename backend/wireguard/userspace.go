@@ -18,13 +18,13 @@ import (
 	"flanneld/pkg/oneline"
 )
 
-// socketDir is where wg(8) and wgctrl look for devices that are not the kernel's.
+// socketDir is the folder in which wg(8) and wgctrl look for devices in user space.
 const socketDir = "/var/run/wireguard"
 
-// tunDevice is what makes TUN devices.
+// tunDevice is the device file for creating TUN devices.
 const tunDevice = "/dev/net/tun"
 
-// lacking adds to err, which says what this process cannot use, how it can.
+// lacking adds a remedy to an error about a file that this process cannot use.
 func lacking(err error) error {
 	return fmt.Errorf("run WireGuard in user space: %w (it needs access to %s, and to write in %s: "+
 		"with systemd install flanneld-wireguard.conf, in Kubernetes set flannel.privileged)", err, tunDevice, socketDir)
@@ -39,25 +39,25 @@ func usable(path string) error {
 	return f.Close()
 }
 
-// userspaceDevice is a WireGuard device in this process, on a TUN device that
-// stays when the process ends, with its addresses and routes. It is configured
-// like any other, by a socket that wg(8) finds, too.
+// userspaceDevice is a WireGuard device in this process. Its TUN device, with addresses
+// and routes, stays when the process ends. It is configured through a socket, which wg(8)
+// also finds.
 type userspaceDevice struct {
 	name string
 	mtu  int
 
-	dev     *wgdevice.Device // nil if it does not run
+	dev     *wgdevice.Device // nil while it does not run
 	greeter *greeter
 	socket  net.Listener
-	hangUp  context.CancelFunc // on the socket's clients
-	members sync.WaitGroup     // which serve them
+	hangUp  context.CancelFunc // disconnects the socket's clients
+	members sync.WaitGroup     // goroutines that serve the clients
 }
 
-// ensure starts the device unless it runs. fresh says that it did.
+// ensure starts the device unless it runs. fresh reports whether it did.
 func (u *userspaceDevice) ensure(ctx context.Context) (fresh bool, err error) {
 	if u.dev != nil {
 		select {
-		case <-u.dev.Wait(): // somebody has removed the TUN device
+		case <-u.dev.Wait(): // another program has deleted the TUN device
 			if err := u.close(); err != nil {
 				return false, err
 			}
@@ -86,7 +86,7 @@ func (u *userspaceDevice) start(ctx context.Context) error {
 	say := func(level int) func(string, ...any) {
 		return func(format string, args ...any) { log.V(level).Info(fmt.Sprintf(format, args...)) }
 	}
-	// Its errors are those of single packets and handshakes.
+	// Its errors concern single packets and handshakes.
 	u.dev = wgdevice.NewDevice(t, conn.NewStdNetBind(), &wgdevice.Logger{Verbosef: say(6), Errorf: say(4)})
 	u.greeter = newGreeter(u.dev)
 	if u.socket, err = listen(ctx, socketDir, u.name); err != nil {
@@ -96,7 +96,7 @@ func (u *userspaceDevice) start(ctx context.Context) error {
 	return u.dev.Up()
 }
 
-// persist has the TUN device stay when it is closed.
+// persist makes the TUN device stay when it is closed.
 func persist(f *os.File) error {
 	raw, err := f.SyscallConn()
 	if err != nil {
@@ -110,8 +110,8 @@ func persist(f *os.File) error {
 	return nil
 }
 
-// listen takes the socket over from a process that has ended. That no other
-// daemon has the device is known by its lock.
+// listen takes over the socket of a process that has ended. The caller holds the daemon's
+// lock, so no other daemon uses the device.
 func listen(ctx context.Context, dir, name string) (net.Listener, error) {
 	if err := os.MkdirAll(dir, 0o700); err != nil {
 		return nil, lacking(err)
@@ -130,7 +130,7 @@ func listen(ctx context.Context, dir, name string) (net.Listener, error) {
 	return l, nil
 }
 
-// serve lets clients ask and set what the device has, until close.
+// serve serves clients that read and change the device's configuration, until close.
 func (u *userspaceDevice) serve(ctx context.Context) {
 	ctx, u.hangUp = context.WithCancel(context.WithoutCancel(ctx))
 	u.members.Go(func() {
@@ -152,7 +152,7 @@ func (u *userspaceDevice) close() error {
 	var err error
 	if u.socket != nil {
 		err = u.socket.Close()
-		u.hangUp() // one that is in the middle of a request has the device locked
+		u.hangUp() // a client with an unfinished request holds the device's lock
 	}
 	if u.dev != nil {
 		u.greeter.close()

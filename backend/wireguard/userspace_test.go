@@ -14,14 +14,14 @@ import (
 	"golang.zx2c4.com/wireguard/tun/tuntest"
 )
 
-// TestLacking names what a host can do that lets flanneld run, but no more.
+// TestLacking checks that the error names exactly the missing files and a remedy.
 func TestLacking(t *testing.T) {
 	file := filepath.Join(t.TempDir(), "file")
 	if err := os.WriteFile(file, nil, 0o600); err != nil {
 		t.Fatal(err)
 	}
 	if err := usable(file); err != nil {
-		t.Errorf("a device that is there: %v", err)
+		t.Errorf("existing file: %v", err)
 	}
 	_, noFolder := listen(t.Context(), file, "flannel-wg")
 	for what, err := range map[string]error{"no such file": usable(file + "-tun"), "not a directory": noFolder} {
@@ -37,10 +37,10 @@ func TestLacking(t *testing.T) {
 	}
 }
 
-// TestIdleClients has programs hold the device's socket open, before a request and in
-// the middle of one: the device ends all the same, and so do they.
+// TestIdleClients keeps connections to the device's socket open, before a request and in
+// the middle of one. close must end the device and the connections.
 func TestIdleClients(t *testing.T) {
-	for name, said := range map[string]string{"silent": "", "amid a question": "get=1\n", "amid a setting": "set=1\nlisten_port=7\n"} {
+	for name, said := range map[string]string{"silent": "", "unfinished get": "get=1\n", "unfinished set": "set=1\nlisten_port=7\n"} {
 		t.Run(name, func(t *testing.T) {
 			dev := wgdevice.NewDevice(tuntest.NewChannelTUN().TUN(), conn.NewStdNetBind(), wgdevice.NewLogger(wgdevice.LogLevelSilent, ""))
 			u := &userspaceDevice{dev: dev, greeter: newGreeter(dev)}
@@ -56,7 +56,7 @@ func TestIdleClients(t *testing.T) {
 			}
 			defer c.Close()
 			_ = c.SetDeadline(time.Now().Add(10 * time.Second))
-			// The answer says that the client is served.
+			// The answer shows that the client is served.
 			if _, err := io.WriteString(c, "get=1\n\n"+said); err != nil {
 				t.Fatal(err)
 			}
@@ -71,7 +71,7 @@ func TestIdleClients(t *testing.T) {
 					t.Error(err)
 				}
 			case <-time.After(5 * time.Second):
-				t.Fatal("the device does not end")
+				t.Fatal("close does not return")
 			}
 			if _, err := io.Copy(io.Discard, c); err != nil {
 				t.Errorf("the client's connection: %v", err)

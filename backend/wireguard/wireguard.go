@@ -1,7 +1,7 @@
-// Package wireguard carries packets between hosts encrypted, by WireGuard: the
-// kernel's where it has it, else one in this process. The device with its address
-// and route is the reconciler's, like any other; what only WireGuard knows, the
-// peers, is compared with what is wanted here, in the same passes.
+// Package wireguard carries packets between hosts encrypted, with the WireGuard of the
+// kernel or, if the kernel has none, with one in this process. The Reconciler manages the
+// device with its address and route, like any other. Only WireGuard knows the peers, so
+// this package compares them with the wanted ones itself, in the same passes.
 package wireguard
 
 import (
@@ -63,8 +63,8 @@ func (b *Backend) Ports() []int {
 	return ports
 }
 
-// Claim implements backend.Backend. What it may make is the private key, which
-// has to be on disk before anybody learns of it.
+// Claim implements backend.Backend. It may create the private key, because the key must
+// be on disk before the public key is published.
 func (b *Backend) Claim(_ context.Context, prev subnet.Claim) (subnet.Claim, error) {
 	key, err := b.key()
 	if err != nil {
@@ -124,7 +124,8 @@ func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 	return n, nil
 }
 
-// start makes the devices: the kernel's, or if it has none, those of this process.
+// start creates the devices: those of the kernel or, if it has no WireGuard, those of
+// this process.
 func (n *network) start(ctx context.Context, own subnet.Lease) error {
 	links, err := n.env.Links(ctx, n.Scope().Devices...)
 	if err != nil {
@@ -162,18 +163,18 @@ func (n *network) start(ctx context.Context, own subnet.Lease) error {
 	return err
 }
 
-// probe is the name of a device that exists for a moment.
+// probe is the name of a temporary device.
 const probe = "flannel-wg-try"
 
-// supported returns an error if the kernel has no WireGuard: EOPNOTSUPP, wrapped.
-// links are the devices that are there already.
+// supported returns an error if the kernel has no WireGuard: EOPNOTSUPP, wrapped. links
+// contains the existing devices.
 func (n *network) supported(ctx context.Context, links map[string]dataplane.Link) error {
 	for _, l := range links {
 		if l.Kind == dataplane.KindWireGuard {
 			return nil
 		}
 	}
-	// Nothing but making a device loads the module.
+	// Only creating a device loads the module.
 	link := dataplane.Link{Name: probe, Kind: dataplane.KindWireGuard, MTU: minMTU6}
 	for _, failed := range n.env.Kernel.Apply(ctx, []dataplane.Op{{Object: link}, {Object: link, Delete: true}}) {
 		return failed.Err
@@ -181,8 +182,8 @@ func (n *network) supported(ctx context.Context, links map[string]dataplane.Link
 	return nil
 }
 
-// makeRoom removes the kernel's WireGuard devices, so that TUN devices can have
-// their names: another Implementation has left them.
+// makeRoom removes the kernel's WireGuard devices, which another Implementation has left,
+// so that TUN devices can have their names.
 func (n *network) makeRoom(ctx context.Context, links map[string]dataplane.Link) error {
 	var ops []dataplane.Op
 	for _, l := range links {
@@ -197,7 +198,7 @@ func (n *network) makeRoom(ctx context.Context, links map[string]dataplane.Link)
 	if len(ops) == 0 {
 		return nil
 	}
-	// They carry traffic: it is not to end for devices that cannot be had.
+	// The devices carry traffic. Keep them if TUN devices cannot be created.
 	tun, err := os.OpenFile("/dev/net/tun", os.O_RDWR, 0)
 	if err != nil {
 		return fmt.Errorf("try to open what makes TUN devices: %w", err)
@@ -211,10 +212,9 @@ func (n *network) makeRoom(ctx context.Context, links map[string]dataplane.Link)
 	return nil
 }
 
-// base is what the kernel holds whatever the peers: the devices with the own
-// subnets' base addresses, and one route for each network. That route keeps
-// packets to subnets that nobody has, or that are not known yet, from leaving
-// unencrypted by another route.
+// base returns the wanted state without peers: the devices with the own subnets' base
+// addresses, and one route for each network. Without that route, packets to unused or
+// unknown subnets could leave unencrypted by another route.
 func (b *Backend) base(own subnet.Lease, kind string) dataplane.State {
 	want := b.env.Base(own)
 	for _, t := range b.tunnels() {

@@ -95,11 +95,12 @@ func TestPSK(t *testing.T) {
 		}
 	}
 	if _, err := (config{PSKFile: file + "x"}).psk(); err == nil {
-		t.Error("a file that is not there is no error")
+		t.Error("no error for a missing file")
 	}
 }
 
-// TestData pins the bytes that other flannel daemons write and read.
+// TestData compares the encoded bytes with those that other flannel daemons write and
+// read.
 func TestData(t *testing.T) {
 	raw, err := encodeData(key(1), 51820)
 	if err != nil || string(raw) != `{"PublicKey":"AQAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA=","Port":51820}` {
@@ -141,11 +142,11 @@ func TestKey(t *testing.T) {
 		t.Fatal(err)
 	}
 	if again, err := k.key(key(9)); err != nil || again != first {
-		t.Errorf("%v, %v: want the key that is kept", again, err)
+		t.Errorf("%v, %v, want the stored key", again, err)
 	}
 	info, err := os.Stat(k.path)
 	if err != nil || info.Mode().Perm() != 0o600 {
-		t.Errorf("%v, %v: want mode 0600", info, err)
+		t.Errorf("%v, %v, want mode 0600", info, err)
 	}
 	remove := func() {
 		t.Helper()
@@ -155,28 +156,28 @@ func TestKey(t *testing.T) {
 	}
 	remove()
 	if adopted, err := k.key(key(9)); err != nil || adopted != key(9) {
-		t.Errorf("%v, %v: want the device's key", adopted, err)
+		t.Errorf("%v, %v, want the device's key", adopted, err)
 	}
 	remove()
 	if err := os.WriteFile(k.fallback, []byte(text(key(7))), 0o400); err != nil {
 		t.Fatal(err)
 	}
 	if old, err := k.key(wgtypes.Key{}); err != nil || old != key(7) {
-		t.Errorf("%v, %v: want the key of the daemon before", old, err)
+		t.Errorf("%v, %v, want the key of the earlier daemon", old, err)
 	}
 	if kept, err := readKey(k.path); err != nil || kept != key(7) {
-		t.Errorf("%v, %v: want that key to be kept", kept, err)
+		t.Errorf("%v, %v, want the earlier daemon's key to be stored", kept, err)
 	}
 	if err := os.WriteFile(k.path, []byte("c2VjcmV0"), 0o600); err != nil {
 		t.Fatal(err)
 	}
 	if _, err := k.key(wgtypes.Key{}); err == nil || !strings.Contains(err.Error(), k.path) || strings.Contains(err.Error(), "c2VjcmV0") {
-		t.Errorf("error %v, want one that names the file and not what is in it", err)
+		t.Errorf("error %v, want one that contains the file's name and not the key", err)
 	}
 }
 
-// TestWrittenKeys: a cleanup is told of what was written, and of nothing that
-// somebody else has put there.
+// TestWrittenKeys checks that a cleanup finds the files that flanneld has written, and no
+// file of another program.
 func TestWrittenKeys(t *testing.T) {
 	dir := t.TempDir()
 	state := filepath.Join(dir, "state")
@@ -226,13 +227,14 @@ func TestWrittenKeys(t *testing.T) {
 		t.Fatal(err)
 	}
 	if _, err := newKeeper(state).key(wgtypes.Key{}); err != nil {
-		t.Errorf("a damaged list keeps a host from starting: %v", err)
+		t.Errorf("a damaged list prevents the start: %v", err)
 	}
 	expect(made)
 }
 
-// TestMakeRoom has things stand where TUN devices should be: the kernel's WireGuard
-// device goes, but not what may be another program's, nor anything else then.
+// TestMakeRoom tests existing devices with the names of TUN devices. It removes the
+// kernel's WireGuard devices, and none at all if there is a device that may belong to
+// another program.
 func TestMakeRoom(t *testing.T) {
 	for _, tt := range []struct{ four, six, left, err string }{
 		{},
@@ -267,13 +269,13 @@ func TestMakeRoom(t *testing.T) {
 			left := links()
 			got := strings.TrimSpace(left["flannel-wg"].Kind + " " + left["flannel-wg-v6"].Kind)
 			if got != tt.left {
-				t.Errorf("%q is left, want %q", got, tt.left)
+				t.Errorf("%q remains, want %q", got, tt.left)
 			}
 		})
 	}
 }
 
-// lease is a peer's; an empty address leaves its family out.
+// lease returns a peer's lease. An empty address leaves out its family.
 func lease(t *testing.T, addr4, addr6 string, port4, port6 int) subnet.Lease {
 	t.Helper()
 	var l subnet.Lease
@@ -368,7 +370,7 @@ func TestDiff(t *testing.T) {
 		want  peer
 		known []peer
 		sweep bool
-		blind bool // have is what is remembered
+		blind bool // have is the remembered state
 		does  string
 		waits int
 	}{
@@ -381,13 +383,13 @@ func TestDiff(t *testing.T) {
 		{name: "learnt, known before", have: []wgtypes.Peer{learnt}, want: p, known: []peer{p}},
 		{name: "learnt, but dead", have: []wgtypes.Peer{dead}, want: p, does: "endpoint"},
 		{name: "lease has moved", have: []wgtypes.Peer{learnt}, want: p, known: []peer{moved}, does: "endpoint"},
-		{name: "lease has moved, and the peer may be gone", have: []wgtypes.Peer{asKept(moved, s)}, want: p, known: []peer{moved}, blind: true, does: "add"},
-		{name: "networks, of a peer that may be gone", have: []wgtypes.Peer{elsewhere}, want: p, known: []peer{p}, blind: true, does: "allowed"},
+		{name: "lease has moved, and the peer may be missing", have: []wgtypes.Peer{asKept(moved, s)}, want: p, known: []peer{moved}, blind: true, does: "add"},
+		{name: "networks of a peer that may be missing", have: []wgtypes.Peer{elsewhere}, want: p, known: []peer{p}, blind: true, does: "allowed"},
 		{name: "networks", have: []wgtypes.Peer{elsewhere}, want: p, does: "allowed"},
 		{name: "PSK", have: []wgtypes.Peer{otherPSK}, want: p, does: "psk"},
 		{name: "PSK, young session", have: []wgtypes.Peer{aged(9 * time.Second)}, want: p, does: "psk"},
 		{name: "PSK, session", have: []wgtypes.Peer{aged(11 * time.Second)}, want: p, waits: 1},
-		{name: "PSK, session that is to be replaced", have: []wgtypes.Peer{aged(130 * time.Second)}, want: p, waits: 1},
+		{name: "PSK, session about to be replaced", have: []wgtypes.Peer{aged(130 * time.Second)}, want: p, waits: 1},
 		{name: "PSK, old session", have: []wgtypes.Peer{aged(136 * time.Second)}, want: p, does: "psk"},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
@@ -402,7 +404,7 @@ func TestDiff(t *testing.T) {
 			}
 			c, changed := d.config()
 			if got := describe(c); got != tt.does || changed != (tt.does != "") {
-				t.Errorf("it does %q (changed %v), want %q", got, changed, tt.does)
+				t.Errorf("changes %q (changed %v), want %q", got, changed, tt.does)
 			}
 			if got := d.waiting(); got != tt.waits {
 				t.Errorf("%d peers wait for their preshared key, want %d", got, tt.waits)
@@ -415,7 +417,7 @@ func TestDiff(t *testing.T) {
 	}
 }
 
-// describe says in a word for each peer what is done to it.
+// describe returns a word for each change of a peer.
 func describe(c wgtypes.Config) string {
 	var words []string
 	for _, p := range c.Peers {

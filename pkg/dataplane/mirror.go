@@ -7,36 +7,35 @@ import (
 	"time"
 )
 
-// mirror is what is known of the kernel: filled by a read, kept true by what
-// the kernel announces and by own writes that it has acknowledged. It is only
-// a cache. Whenever it might be wrong it is void, and the next look reads
-// again.
+// mirror caches the kernel's state. A read fills it. The kernel's announcements and the
+// Reconciler's own acknowledged writes keep it up to date. If it might be wrong it
+// becomes invalid, and the next look reads the kernel again.
 type mirror struct {
 	kernel  Kernel
 	scope   Scope
-	monitor Monitor // nil: every look reads
+	monitor Monitor // nil if every look reads
 	resync  time.Duration
 
 	State
 	valid bool
-	until time.Time // the first look from then on reads, whatever it says
-	// fresh says that nobody has used the devices yet: the next read leaves out
-	// routes of others, of which a host may have many. The mirror is partial then:
-	// it does not tell which of them a put would meet. For the first puts that will
-	// do, and no longer.
+	until time.Time // the first look after this time reads in any case
+	// fresh is set if all devices are new, so that no other program has used them yet.
+	// The next read then leaves out the routes of other programs, because a host may have
+	// many. The mirror is partial after that: it does not show whether a put meets an
+	// existing route. That is sufficient for the first puts only.
 	fresh, partial bool
-	rerouted       bool // see Monitor; for who asks to clear
+	rerouted       bool // result of Monitor.Drain; the Reconciler resets it after it has reported it
 }
 
-// void has the next look read.
+// void makes the next look read the kernel.
 func (m *mirror) void() { m.valid = false }
 
-// bulk is from how many own writes on it is less work to read everything than to
-// hear of each.
+// bulk is the number of own writes from which a full read costs less than receiving an
+// announcement of each write.
 const bulk = 1000
 
-// mute has the kernel announce nothing while ops are carried out, if they are most
-// of what there will be. It reports whether it did: the next look reads then.
+// mute suspends announcements while ops are executed, if ops are many and most of the
+// state. It reports whether it did. If so, the next look reads the kernel.
 func (m *mirror) mute(ops []Op) bool {
 	if m.monitor == nil || len(ops) < bulk || len(ops) < m.size() {
 		return false
@@ -46,8 +45,8 @@ func (m *mirror) mute(ops []Op) bool {
 	return true
 }
 
-// look brings the mirror up to date. It returns the keys of what others have
-// changed or, with all set, that everything may have.
+// look brings the mirror up to date. It returns the keys of the objects that other
+// programs have changed. all is true if any object may have changed.
 func (m *mirror) look(ctx context.Context) (changed Keys, all bool, err error) {
 	if m.monitor != nil {
 		events, rerouted, lost := m.monitor.Drain()
@@ -72,12 +71,12 @@ func (m *mirror) look(ctx context.Context) (changed Keys, all bool, err error) {
 	}
 	m.partial = scope.Connected
 	m.valid = m.monitor != nil
-	m.until = time.Now().Add(m.resync * 4 / 5) // the soonest that who ticks around resync looks
+	m.until = time.Now().Add(m.resync * 4 / 5) // the earliest time of a caller whose timer has a jitter of a fifth of resync
 	return changed, true, nil
 }
 
-// hear takes an announcement in and reports whether it was news: own writes
-// come back as well.
+// hear applies an event and reports whether it changed the mirror. Own writes are
+// announced too, and change nothing.
 func (m *mirror) hear(e Event) bool {
 	if e.Nexthop != 0 {
 		return m.hearNexthop(e.Nexthop)
@@ -108,8 +107,8 @@ func hear[K, V comparable](have map[K]V, key K, value V, deleted bool) bool {
 	return true
 }
 
-// hearNexthop voids the mirror if a route in it uses a nexthop object that has gone or leads
-// elsewhere, whoever made the object.
+// hearNexthop invalidates the mirror if a route in it uses a nexthop object that has been
+// deleted or has another gateway now, even if another program created the object.
 func (m *mirror) hearNexthop(id uint32) bool {
 	for r := range m.AllRoutes() {
 		if r.NexthopID == id {
@@ -130,10 +129,10 @@ func (m *mirror) hearRoute(r Route, e Event) bool {
 		return true
 	case e.Deleted:
 		return false
-	case i >= 0: // the kernel may know more of it than we asked for
+	case i >= 0: // the kernel may have set more attributes than the request
 		m.Routes[r.Dst][i] = r
 		return false
-	case e.Replaced: // whom, it does not say
+	case e.Replaced: // the kernel does not say which route was replaced
 		m.void()
 		return true
 	}
@@ -141,12 +140,12 @@ func (m *mirror) hearRoute(r Route, e Event) bool {
 	return true
 }
 
-// wrote takes in changes that the kernel has acknowledged.
+// wrote applies changes that the kernel has acknowledged.
 func (m *mirror) wrote(ops []Op) {
 	m.reserve(puts(ops))
 	for _, op := range ops {
 		switch o := op.Object.(type) {
-		case Link: // takes things along, or resets them
+		case Link: // a change of a link deletes or resets objects on it
 			m.void()
 		case Route:
 			m.wroteRoute(o, op.Delete)
@@ -163,16 +162,17 @@ func (m *mirror) wrote(ops []Op) {
 func (m *mirror) wroteRoute(r Route, deleted bool) {
 	if deleted {
 		m.Remove(r)
-		// A delete does not say all that tells a route from others: an IPv6 one fits
-		// any through a nexthop object, an IPv4 one without a gateway any by its
-		// device, and one with several next hops does not name them.
-		if r.Multipath || len(m.alike(r)) > 0 { // the kernel chose one
+		// The kernel may have deleted another route, because a delete request does not
+		// contain all attributes: an IPv6 one matches any route through a nexthop object,
+		// an IPv4 one without a gateway matches any route on the device, and a request
+		// for a multipath route does not contain the next hops.
+		if r.Multipath || len(m.alike(r)) > 0 { // the kernel has chosen one
 			m.void()
 		}
 		return
 	}
 	alike := m.alike(r)
-	if len(alike) > 1 { // the kernel chose one
+	if len(alike) > 1 { // the kernel has chosen one
 		m.void()
 	}
 	for _, old := range alike {
@@ -181,8 +181,8 @@ func (m *mirror) wroteRoute(r Route, deleted bool) {
 	m.Add(r)
 }
 
-// alike returns the routes that a put of r may replace, or a delete hit: a route of
-// another type can be one.
+// alike returns the routes that a put of r may replace or a delete of r may remove. They
+// may have another type than r.
 func (m *mirror) alike(r Route) []Route {
 	var found []Route
 	for _, have := range m.Routes[r.Dst] {

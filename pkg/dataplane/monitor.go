@@ -4,28 +4,29 @@ package dataplane
 type Event struct {
 	Object  Object
 	Deleted bool
-	// Replaced is set when a route took the place of another, which the
-	// kernel does not name.
+	// Replaced is set if a route has replaced another one, which the kernel does not
+	// name.
 	Replaced bool
-	// Nexthop is the id of a nexthop object that has gone or leads elsewhere now, and
-	// Object nil then. The kernel may say nothing of the routes that use it.
+	// Nexthop is the id of a nexthop object that has been deleted or has another gateway
+	// now. Object is nil in that case. The kernel may not announce what happened to the
+	// routes that use the nexthop object.
 	Nexthop uint32
 }
 
-// Monitor listens to what the kernel announces. It hears of everything that
-// happens after it was made, also of the own writes: an announcement is there
-// to be drained as soon as the write is acknowledged.
+// Monitor receives the kernel's announcements of changes. It receives all changes after
+// its creation, including the caller's own writes. The announcement of a write is
+// available to Drain as soon as the kernel has acknowledged the write.
 type Monitor interface {
-	// Ready delivers when there may be something to drain.
+	// Ready returns a channel that receives when there may be announcements to drain.
 	Ready() <-chan struct{}
-	// Drain returns what was announced since the last time, in order. lost
-	// means that this is not all, or that something happened which cannot be
-	// told as an event, such as a link that went down and took its routes
-	// along: what is known of the kernel is void then. rerouted means that others have
-	// changed routes, addresses or links, in the scope or not: OnLink may say something
-	// else now.
+	// Drain returns the events since the last call, in order. lost means that some are
+	// missing, or that something happened which no event can describe, such as a link
+	// that went down and took its routes along. A cached state is invalid then. rerouted
+	// means that another program has changed routes, addresses or links, inside or
+	// outside of the scope, so that OnLink may return another result.
 	Drain() (events []Event, rerouted, lost bool)
-	// Mute has nothing announced until the next Drain, which says that it is lost.
+	// Mute suspends announcements until the next Drain, which then reports that some were
+	// lost.
 	Mute()
 	// Close ends the monitor.
 	Close() error

@@ -10,43 +10,45 @@ import (
 	"flanneld/pkg/prefix"
 )
 
-// Scope says what of the kernel is ours to change.
+// Scope defines the part of the kernel's state that flanneld may change.
 type Scope struct {
-	// Devices are the names of devices of our own. What lies on them and
-	// belongs to Networks is ours, whoever made it.
+	// Devices are the names of the devices that flanneld owns. An object on such a device
+	// belongs to the scope if it lies in Networks, even if another program created it.
 	Devices []string
-	// Shared are the names of other devices that our routes leave by.
+	// Shared are the names of other devices that flanneld's routes use.
 	Shared []string
-	// Networks bound everything: an address outside is never ours, nor is a route, but
-	// for a detour.
+	// Networks limits the scope: an address or a route outside of them never belongs to
+	// it. The only exception is a detour.
 	Networks []netip.Prefix
-	// TxChecksum has Link.TxChecksum of the devices read.
+	// TxChecksum makes Read fill in Link.TxChecksum.
 	TxChecksum bool
-	// Connected has the routing table left alone, which may hold a million routes:
-	// instead there is a route for every network that an address of the host is in.
+	// Connected makes Read skip the routing table, which may contain a million routes.
+	// Read then returns a directly connected route for the network of each address of the
+	// host instead.
 	Connected bool
 }
 
 func (s Scope) device(name string) bool { return slices.Contains(s.Devices, name) }
 
-// InNetworks reports whether p lies in a network of s.
+// InNetworks reports whether one of the networks of s contains p.
 func (s Scope) InNetworks(p netip.Prefix) bool {
 	return slices.ContainsFunc(s.Networks, func(n netip.Prefix) bool { return prefix.Contains(n, p) })
 }
 
-// Shows reports whether a state of s has r: to a destination in the networks, or a detour on a
-// device of s, wherever it leads.
+// Shows reports whether a state that was read with s contains r. It does if the
+// destination lies in the networks, or if r is a detour on a device of s, for any
+// destination.
 func (s Scope) Shows(r Route) bool { return s.InNetworks(r.Dst) || s.isDetour(r) }
 
-// isDetour reports whether r is a detour that was left behind. Nothing but the reconciler of
-// s makes routes with our protocol number on these devices.
+// isDetour reports whether r is a detour that was left behind. Only the reconciler of s
+// creates routes with flanneld's protocol number on these devices.
 func (s Scope) isDetour(r Route) bool { return r.IsDetour() && s.device(r.Dev) }
 
 // Op is one change.
 type Op struct {
-	Delete bool // otherwise the object is created, or replaces what has its key
-	// Exclusive has a route fail with EEXIST where there is one with its destination,
-	// metric and TOS.
+	Delete bool // if false, the object is created or replaces the one with its key
+	// Exclusive makes the creation of a route fail with EEXIST if there is a route with
+	// its destination, metric and TOS.
 	Exclusive bool
 	Object    Object
 }
@@ -62,7 +64,7 @@ func (o Op) String() string {
 	return "put " + o.Object.String()
 }
 
-// puts iterates over what ops create or replace.
+// puts iterates over the objects that ops create or replace.
 func puts(ops []Op) iter.Seq[Object] {
 	return func(yield func(Object) bool) {
 		for _, op := range ops {
@@ -73,29 +75,31 @@ func puts(ops []Op) iter.Seq[Object] {
 	}
 }
 
-// Refusal is a wanted route that must not be made.
+// Refusal is a wanted route that the Reconciler does not create.
 type Refusal struct {
 	Route  Route
 	Reason string
-	Dev    string // that is directly connected, if that is the reason
+	Dev    string // the directly connected device, if that is the reason
 }
 
-// Changes is what separates two states.
+// Changes are the differences between two states.
 type Changes struct {
 	Ops     []Op      // in the order in which they must be applied
-	Taken   []Route   // routes of others whose destination we want and take over
-	Refused []Refusal // wanted routes that would cut off what is directly connected
+	Taken   []Route   // routes of other programs that the wanted routes replace
+	Refused []Refusal // wanted routes that would make a directly connected network unreachable
 }
 
 // Plan returns the changes that lead from have to want.
 //
-// Puts come first, parents before children, and deletes follow, children
-// before parents, so that nothing that stays is ever without its parent and
-// no wanted destination is ever without a route. Only what would make a put
-// fail goes before it. On a link that has to be replaced everything counts as
-// absent. Routes outside s that are in recorded (in canonical form) are ours,
-// too: we adopted them once. With sweep false nothing is deleted but what
-// stands in the way of want.
+// The order guarantees that no remaining object is ever without its parent, and no wanted
+// destination ever without a route. Puts come first, parents before children. Deletes
+// follow, children before parents. A delete comes earlier only if a put would fail
+// without it.
+//
+// If a link must be replaced, Plan treats all objects on it as absent. Routes that are in
+// recorded, in canonical form, belong to flanneld even if another program created them,
+// because an earlier Reconcile adopted them. If sweep is false, Plan deletes only objects
+// that conflict with want.
 func Plan(have, want State, s Scope, recorded map[Route]struct{}, sweep bool) Changes {
 	p := planner{have: have, want: want, scope: s, recorded: recorded, sweep: sweep}
 	p.puts = make([]Op, 0, max(0, want.size()-have.size()))
@@ -105,7 +109,7 @@ func Plan(have, want State, s Scope, recorded map[Route]struct{}, sweep bool) Ch
 	planMap(&p, p.have.FDB, p.want.FDB, func(f FDB) string { return f.Dev })
 	p.routes()
 	slices.Reverse(p.deletes)
-	ops := append(slices.Insert(p.puts, 0, p.first...), p.deletes...) // there may be thousands of puts
+	ops := append(slices.Insert(p.puts, 0, p.first...), p.deletes...) // one slice, because there may be thousands of puts
 	return Changes{Ops: ops, Taken: p.taken, Refused: p.refused}
 }
 
@@ -114,10 +118,10 @@ type planner struct {
 	scope      Scope
 	recorded   map[Route]struct{}
 	sweep      bool
-	gone       []string // links that are replaced
-	first      []Op     // links, and what is in the way of puts
+	gone       []string // links that must be replaced
+	first      []Op     // links, and deletes without which a put would fail
 	puts       []Op
-	deletes    []Op // parents first; reversed at the end
+	deletes    []Op // parents first; Plan reverses them
 	taken      []Route
 	refused    []Refusal
 }
@@ -125,7 +129,7 @@ type planner struct {
 func (p *planner) put(o Object) { p.puts = append(p.puts, Op{Object: o}) }
 func (p *planner) del(o Object) { p.deletes = append(p.deletes, Op{Delete: true, Object: o}) }
 
-// absent reports whether what lies on dev will vanish with it.
+// absent reports whether the objects on dev will disappear because dev is replaced.
 func (p *planner) absent(dev string) bool { return slices.Contains(p.gone, dev) }
 
 func (p *planner) links() {
@@ -161,10 +165,10 @@ func (p *planner) addrs() {
 	}
 }
 
-// inTheWay reports whether a keeps from its device what is wanted there. An
-// IPv6 address is there once, with one prefix length. Nor is there a way
-// through a gateway with an address of our own, as when the subnet that was
-// ours is a peer's now.
+// inTheWay reports whether a must be deleted before the wanted objects of its device can
+// be created. There are two cases. The kernel stores an IPv6 address once, with one
+// prefix length. And the kernel refuses a gateway that is an address of this host, for
+// example if the host's former subnet belongs to a peer now.
 func (p *planner) inTheWay(a Addr) bool {
 	ip := a.Prefix.Addr()
 	for w := range p.want.Addrs {
@@ -180,13 +184,14 @@ func (p *planner) inTheWay(a Addr) bool {
 	return false
 }
 
-// object is a value that knows its own key.
+// object is an Object that can be compared.
 type object interface {
 	comparable
 	Object
 }
 
-// planMap plans objects of which a device has at most one with a given key.
+// planMap plans objects that are unique by their key. dev returns the device of an
+// object.
 func planMap[K comparable, V object](p *planner, have, want map[K]V, dev func(V) string) {
 	for k, w := range want {
 		if h, ok := have[k]; !ok || h != w || p.absent(dev(w)) {
@@ -200,8 +205,8 @@ func planMap[K comparable, V object](p *planner, have, want map[K]V, dev func(V)
 	}
 }
 
-// routes compares by destination first: a destination that is wanted belongs
-// to the wanted route alone, whatever metric or TOS its twins have.
+// routes plans by destination: the wanted route replaces all others to the same
+// destination, for any metric and TOS.
 func (p *planner) routes() {
 	for w := range p.want.AllRoutes() {
 		p.destination(w, p.standing(p.have.Routes[w.Dst]))
@@ -213,7 +218,7 @@ func (p *planner) routes() {
 	}
 }
 
-// standing leaves out the routes that go with their link.
+// standing returns the routes that do not disappear with a replaced link.
 func (p *planner) standing(routes []Route) []Route {
 	if len(p.gone) == 0 {
 		return routes
@@ -221,8 +226,9 @@ func (p *planner) standing(routes []Route) []Route {
 	return slices.DeleteFunc(slices.Clone(routes), func(r Route) bool { return r.Dev != "" && p.absent(r.Dev) })
 }
 
-// sweepRoutes deletes those of routes that are ours. A detour goes without a sweep: it leads
-// the packets to a host into the tunnel to that host.
+// sweepRoutes deletes the routes that belong to flanneld. It deletes a detour even
+// without sweep, because a detour sends the packets to a host into the tunnel to that
+// host.
 func (p *planner) sweepRoutes(routes []Route) {
 	for _, r := range routes {
 		if p.sweep && p.owns(r) || p.scope.isDetour(r) {
@@ -231,10 +237,10 @@ func (p *planner) sweepRoutes(routes []Route) {
 	}
 }
 
-// destination plans the one route that is wanted to w.Dst, given all that are
-// there.
+// destination plans the only route to w.Dst that is wanted. have contains the existing
+// routes.
 func (p *planner) destination(w Route, have []Route) {
-	if w.Type == Blackhole { // it is the last resort: other routes are judged as if it were not wanted
+	if w.Type == Blackhole { // a blackhole is the last resort, so other routes are handled as if it were not wanted
 		isHole := func(h Route) bool { return h.Type == Blackhole }
 		p.sweepRoutes(slices.DeleteFunc(slices.Clone(have), isHole))
 		have = slices.DeleteFunc(slices.Clone(have), func(h Route) bool { return !isHole(h) })
@@ -257,15 +263,15 @@ func (p *planner) destination(w Route, have []Route) {
 		if !p.owns(h) {
 			p.taken = append(p.taken, h)
 		}
-		// A put may fail, and may replace one of these, the kernel decides
-		// which: they go in the pass that sees the wanted route in place.
+		// Wait until a pass finds the wanted route in place: the put may fail, and it may
+		// replace one of these routes, which the kernel chooses.
 		if i >= 0 {
 			p.del(h)
 		}
 	}
 }
 
-// owns reports whether r is ours to delete.
+// owns reports whether flanneld may delete r.
 func (p *planner) owns(r Route) bool {
 	if r.Protocol == protoKernel || !p.scope.Shows(r) {
 		return false

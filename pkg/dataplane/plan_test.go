@@ -31,8 +31,8 @@ func stateOf(objects ...dataplane.Object) dataplane.State {
 	return s
 }
 
-// Where a test has several objects of a kind their order does not matter to
-// the kernel, and each test has one at most.
+// The kernel does not care about the order of objects of the same kind, so each case has
+// at most one of each.
 func TestPlan(t *testing.T) {
 	all := []dataplane.Object{link, addr, neigh, fdb, route}
 	hole := dataplane.NewBlackhole(route.Dst)
@@ -51,21 +51,21 @@ func TestPlan(t *testing.T) {
 			"put link flannel.1", "put address 10.5.1.0/32", "put neighbour 10.5.3.0", "put FDB entry 02:03:00:00:00:00", "put route 10.5.3.0/24"}},
 		{name: "children leave first", have: all, want: []dataplane.Object{link}, ops: []string{
 			"delete route 10.5.3.0/24", "delete FDB entry 02:03:00:00:00:00", "delete neighbour 10.5.3.0", "delete address 10.5.1.0/32"}},
-		{name: "a blackhole beside a bridge", have: []dataplane.Object{bridge}, want: []dataplane.Object{hole},
+		{name: "a blackhole is added beside a bridge", have: []dataplane.Object{bridge}, want: []dataplane.Object{hole},
 			ops: []string{"put route blackhole 10.5.3.0/24"}},
-		{name: "a blackhole that is there", have: []dataplane.Object{hole, bridge}, want: []dataplane.Object{hole}},
-		{name: "a blackhole where a peer was", have: []dataplane.Object{hole, route}, want: []dataplane.Object{hole},
+		{name: "an existing blackhole stays", have: []dataplane.Object{hole, bridge}, want: []dataplane.Object{hole}},
+		{name: "a blackhole remains where a peer was", have: []dataplane.Object{hole, route}, want: []dataplane.Object{hole},
 			ops: []string{"delete route 10.5.3.0/24"}},
-		{name: "a blackhole no more", have: []dataplane.Object{hole, bridge},
+		{name: "an unwanted blackhole is deleted", have: []dataplane.Object{hole, bridge},
 			ops: []string{"delete route blackhole 10.5.3.0/24"}},
 		{name: "links are not swept", have: []dataplane.Object{link}},
-		{name: "nothing goes without sweep", have: append(all, other), want: []dataplane.Object{link}, keep: true},
+		{name: "nothing is deleted without sweep", have: append(all, other), want: []dataplane.Object{link}, keep: true},
 		{name: "nothing to do", have: all, want: all},
 		{name: "puts before deletes", have: []dataplane.Object{link, addr, other}, want: []dataplane.Object{link, addr, route},
 			ops: []string{"put route 10.5.3.0/24", "delete route 10.5.4.0/24"}},
 		{name: "a link that changes in place keeps the rest", have: all,
 			want: append([]dataplane.Object{with(link, func(l *dataplane.Link) { l.MTU-- })}, all[1:]...), ops: []string{"put link flannel.1"}},
-		{name: "a link that is replaced loses all",
+		{name: "a replaced link loses all objects",
 			have: append([]dataplane.Object{with(link, func(l *dataplane.Link) { l.VXLAN.VNI++ }),
 				with(addr, func(a *dataplane.Addr) { a.Prefix = netip.MustParsePrefix("10.5.9.0/32") })}, all[1:]...),
 			want: all, ops: []string{"delete link flannel.1", "put link flannel.1", "put address 10.5.1.0/32",
@@ -73,32 +73,32 @@ func TestPlan(t *testing.T) {
 		{name: "an address that is a peer's gateway goes first", keep: true,
 			have: []dataplane.Object{link, addr, with(addr, func(a *dataplane.Addr) { a.Prefix = netip.MustParsePrefix("10.5.3.0/32") })},
 			want: []dataplane.Object{link, addr, route}, ops: []string{"delete address 10.5.3.0/32", "put route 10.5.3.0/24"}},
-		{name: "another MAC and destination", have: all, want: []dataplane.Object{link, addr, route,
+		{name: "a changed MAC and destination replace entries", have: all, want: []dataplane.Object{link, addr, route,
 			with(neigh, func(n *dataplane.Neigh) { n.MAC[1]++ }), with(fdb, func(f *dataplane.FDB) { f.Dst = f.Dst.Next() })},
 			ops: []string{"put neighbour 10.5.3.0", "put FDB entry 02:03:00:00:00:00"}},
 		{name: "an equal route is adopted", have: []dataplane.Object{link, with(route, func(r *dataplane.Route) { r.Protocol, r.OnLink, r.NexthopID = 3, false, 7 })},
 			want: []dataplane.Object{link, route}},
-		{name: "another's route is taken over", have: []dataplane.Object{link, foreign}, want: []dataplane.Object{link, route}, keep: true,
+		{name: "a route of another program is taken over", have: []dataplane.Object{link, foreign}, want: []dataplane.Object{link, route}, keep: true,
 			ops: []string{"put route 10.5.3.0/24"}, taken: 1},
-		{name: "twins wait for the put", have: []dataplane.Object{link, with(foreign, func(r *dataplane.Route) { r.Priority = 9 })},
+		{name: "duplicates stay until the put has succeeded", have: []dataplane.Object{link, with(foreign, func(r *dataplane.Route) { r.Priority = 9 })},
 			want: []dataplane.Object{link, route}, ops: []string{"put route 10.5.3.0/24"}, taken: 1},
-		{name: "and go then", have: []dataplane.Object{link, route, with(foreign, func(r *dataplane.Route) { r.Priority = 9 })},
+		{name: "duplicates are deleted after the put", have: []dataplane.Object{link, route, with(foreign, func(r *dataplane.Route) { r.Priority = 9 })},
 			want: []dataplane.Object{link, route}, keep: true, ops: []string{"delete route 10.5.3.0/24"}, taken: 1},
 		{name: "a connected network is refused", have: []dataplane.Object{link, with(foreign, func(r *dataplane.Route) { r.Protocol, r.Dev = 2, "cni0" })},
 			want: []dataplane.Object{link, route}, refused: "cni0"},
-		{name: "and what we had there goes", have: []dataplane.Object{link, route, with(foreign, func(r *dataplane.Route) { r.Protocol, r.Dev = 2, "cni0" })},
+		{name: "a refused route is deleted if it exists", have: []dataplane.Object{link, route, with(foreign, func(r *dataplane.Route) { r.Protocol, r.Dev = 2, "cni0" })},
 			want: []dataplane.Object{link, route}, refused: "cni0", ops: []string{"delete route 10.5.3.0/24"}},
-		{name: "but not without sweep", have: []dataplane.Object{link, route, with(foreign, func(r *dataplane.Route) { r.Protocol, r.Dev = 2, "cni0" })},
+		{name: "a refused route stays without sweep", have: []dataplane.Object{link, route, with(foreign, func(r *dataplane.Route) { r.Protocol, r.Dev = 2, "cni0" })},
 			want: []dataplane.Object{link, route}, refused: "cni0", keep: true},
-		{name: "ours on another's device", have: []dataplane.Object{other}, ops: []string{"delete route 10.5.4.0/24"}},
-		{name: "another's on another's device", have: []dataplane.Object{foreign}},
-		{name: "another's, but recorded", have: []dataplane.Object{foreign}, recorded: []dataplane.Route{with(foreign, func(r *dataplane.Route) { r.Protocol, r.OnLink = 0, false })},
+		{name: "our route on a shared device is deleted", have: []dataplane.Object{other}, ops: []string{"delete route 10.5.4.0/24"}},
+		{name: "a foreign route on a shared device stays", have: []dataplane.Object{foreign}},
+		{name: "a recorded foreign route is deleted", have: []dataplane.Object{foreign}, recorded: []dataplane.Route{with(foreign, func(r *dataplane.Route) { r.Protocol, r.OnLink = 0, false })},
 			ops: []string{"delete route 10.5.3.0/24"}},
-		{name: "outside our networks", have: []dataplane.Object{link,
+		{name: "objects outside the networks stay", have: []dataplane.Object{link,
 			with(route, func(r *dataplane.Route) { r.Dst = netip.MustParsePrefix("172.30.0.0/24") }),
 			with(route, func(r *dataplane.Route) { r.Dst = netip.MustParsePrefix("10.0.0.0/7") }),
 			with(addr, func(a *dataplane.Addr) { a.Prefix = netip.MustParsePrefix("172.30.0.1/32") })}},
-		{name: "made by the kernel on our device", have: []dataplane.Object{link, with(route, func(r *dataplane.Route) { r.Protocol = 2 })}},
+		{name: "a route that the kernel made stays", have: []dataplane.Object{link, with(route, func(r *dataplane.Route) { r.Protocol = 2 })}},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			recorded := map[dataplane.Route]struct{}{}
@@ -157,8 +157,8 @@ func TestMAC(t *testing.T) {
 	}
 }
 
-// TestPlanTunnel: a tunnel moves in place, and one with another UDP header, or
-// without, is replaced with all that is on it.
+// TestPlanTunnel changes a tunnel in place, and replaces it with everything on it if the
+// UDP header differs.
 func TestPlanTunnel(t *testing.T) {
 	link := dataplane.Link{Name: "tun", Kind: dataplane.KindIPIP, Up: true, Tunnel: dataplane.Tunnel{
 		Local: netip.MustParseAddr("192.168.77.1"), FOU: dataplane.FOU{Source: 8285, Destination: 8285},

@@ -13,30 +13,30 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// Kernel is the seam to the operating system.
+// Kernel reads and changes the network state of an operating system.
 type Kernel interface {
-	// Read returns all that the kernel holds on the scope's devices, and of the
-	// routes of the main table, on any device, those that the scope shows. Non-permanent, learned, group and link-local entries are left
-	// out. Of a scope without networks only the links are read, and of one with
-	// Connected no routing table. An interrupted or partial dump is an error, never
-	// a short answer.
+	// Read returns the state of the kernel in the scope: all objects on the scope's
+	// devices, and those routes of the main table, on any device, for which Scope.Shows
+	// is true. It leaves out entries that are learned, not permanent, for a group, or
+	// link-local. For a scope without networks it reads only the links, and for a scope
+	// with Connected no routing table. If a dump is interrupted or incomplete, Read
+	// returns an error and never a partial state.
 	Read(ctx context.Context, s Scope) (State, error)
-	// Apply carries out all of ops, in order. One that fails does not stop
-	// the others; the failures are returned. Deleting what is not there is
-	// success. It completes the objects in ops by what the kernel was given
-	// beside them: a Monitor need not announce own writes.
+	// Apply executes all of ops in order and returns the failures. A failure does not
+	// stop the operations after it. Deleting an object that does not exist succeeds.
+	// Apply writes the attributes that it added for the kernel, such as NexthopID, into
+	// the objects of ops, because a Monitor need not announce the caller's own writes.
 	Apply(ctx context.Context, ops []Op) []OpError
-	// Monitor listens to changes in the scope from now on. The caller closes
-	// the monitor.
+	// Monitor starts to listen to changes in the scope. The caller closes the monitor.
 	Monitor(s Scope) (Monitor, error)
-	// OnLink returns the device on whose own network dst is; "" if it is behind a
-	// gateway or unknown. A network on a device is what a route without a gateway
-	// leads to, unless it is a default route (IsNetwork) or the device resolves no
-	// addresses to neighbours, as those of VPNs.
+	// OnLink returns the device whose directly connected network contains dst, or "" if
+	// dst is behind a gateway or the device is unknown. A route without a gateway leads
+	// to a connected network. There are two exceptions: a default route (see IsNetwork),
+	// and a device that does not resolve addresses to neighbours, such as that of a VPN.
 	OnLink(ctx context.Context, dst netip.Addr) (dev string, err error)
 }
 
-// OpError is the failure of one change.
+// OpError is an operation that failed, with the cause.
 type OpError struct {
 	Op  Op
 	Err error
@@ -48,22 +48,22 @@ func (e OpError) Error() string { return e.Op.String() + ": " + e.Err.Error() }
 // Unwrap returns the cause.
 func (e OpError) Unwrap() error { return e.Err }
 
-// Report is what a pass did.
+// Report is the result of Reconcile or Update.
 type Report struct {
 	Puts, Deletes int
-	// Repaired is how many of these undid what others had changed.
+	// Repaired is the number of these changes that undid a change by another program.
 	Repaired int
-	// Refused are all wanted routes that are not there, and why: the rest is
-	// in place.
+	// Refused contains the wanted routes that were not created, with the reasons. All
+	// other wanted objects exist.
 	Refused []Refusal
-	// Unreachable is set when the cause of a refusal may pass by itself.
+	// Unreachable is set if the cause of a refusal may disappear by itself.
 	Unreachable bool
-	// Rerouted is set when the kernel has announced something by which OnLink may
-	// say something else now.
+	// Rerouted is set if the kernel has announced a change after which OnLink may return
+	// another result.
 	Rerouted bool
 }
 
-// count takes in ops, but for exclusive ones that have met a route.
+// count adds ops to the report, without the exclusive ones that found an existing route.
 func (r *Report) count(ops []Op, met Keys, repair func(Object) bool) {
 	for _, op := range ops {
 		switch {
@@ -80,40 +80,40 @@ func (r *Report) count(ops []Op, met Keys, repair func(Object) bool) {
 	}
 }
 
-// passes bounds how often one Reconcile looks again: the last pass finds
-// nothing to do. Duplicates of a route take two passes, or four if a delete hits the
-// one that is to stay, a link that came up and lost its IPv6 addresses on the way
-// three, and fresh devices one more.
+// passes limits how many passes one Reconcile makes. The last pass finds nothing to do.
+// Duplicates of a route take two passes, or four if a delete removes the one that should
+// stay. A link that lost its IPv6 addresses while it came up takes three, and new devices
+// take one more.
 const passes = 6
 
-// Config is what a Reconciler works with.
+// Config configures a Reconciler.
 type Config struct {
 	Kernel Kernel
 	Scope  Scope
-	// Resync is how often everything is looked at, give or take a fifth: what is known
-	// of the kernel is read again with the first look after four fifths of it. Zero
-	// means that every pass reads.
+	// Resync is the interval of full reads: the first pass after four fifths of it reads
+	// the whole state again. The caller should start a pass about every Resync, with a
+	// jitter of at most a fifth. If it is zero, every pass reads.
 	Resync time.Duration
 }
 
-// Reconciler makes the kernel hold what is wanted. It is not safe for
-// concurrent use, but for Changed.
+// Reconciler makes the kernel's state equal to a wanted state. Only Changed may be called
+// concurrently with another method.
 type Reconciler struct {
 	mirror   mirror
-	recorded map[Route]struct{} // on other devices than ours, in canonical form
-	former   []Route            // recorded, and not wanted any more
+	recorded map[Route]struct{} // routes on devices outside Scope.Devices that the Reconciler may delete, in canonical form
+	former   []Route            // recorded routes that are no longer wanted
 
 	want  State
-	dirty Keys // where want and the kernel may differ
-	all   bool // they may differ anywhere
-	swept bool // nothing was left to delete when the last sweep ended
+	dirty Keys // where want and the kernel's state may differ
+	all   bool // want and the kernel's state may differ everywhere
+	swept bool // the last Reconcile swept, so nothing is left to delete
 
 	refused     map[netip.Prefix]Refusal
 	unreachable map[netip.Prefix]Refusal
-	told        map[taken]time.Time // when a line was logged last
+	told        map[taken]time.Time // time of the last log line
 }
 
-// NewReconciler returns a Reconciler, which the caller closes.
+// NewReconciler returns a Reconciler. The caller closes it.
 func NewReconciler(c Config) (*Reconciler, error) {
 	r := &Reconciler{
 		mirror:   mirror{kernel: c.Kernel, scope: c.Scope, resync: c.Resync},
@@ -130,7 +130,7 @@ func NewReconciler(c Config) (*Reconciler, error) {
 	return r, nil
 }
 
-// Close lets go of what the Reconciler holds. The kernel stays as it is.
+// Close ends the monitor. It does not change the kernel.
 func (r *Reconciler) Close() error {
 	if r.mirror.monitor == nil {
 		return nil
@@ -138,8 +138,8 @@ func (r *Reconciler) Close() error {
 	return r.mirror.monitor.Close()
 }
 
-// Changed delivers when the kernel has announced something that a Reconcile
-// should look at; nil if it never does.
+// Changed returns a channel that receives after the kernel has announced a change that a
+// Reconcile should handle. It returns nil if there is no monitor.
 func (r *Reconciler) Changed() <-chan struct{} {
 	if r.mirror.monitor == nil {
 		return nil
@@ -147,32 +147,33 @@ func (r *Reconciler) Changed() <-chan struct{} {
 	return r.mirror.monitor.Ready()
 }
 
-// Record says that the routes of s, wherever they lie and whoever made them,
-// are ours to remove once they are not wanted any more.
+// Record makes the Reconciler responsible for the routes of s: it deletes them when they
+// are no longer wanted, on any device and even if another program created them.
 func (r *Reconciler) Record(s State) {
 	for route := range s.AllRoutes() {
 		r.record(route)
 	}
 }
 
-// record leaves out what is ours by its device.
+// record ignores routes on the scope's own devices, because the scope covers those
+// anyway.
 func (r *Reconciler) record(route Route) {
 	if !r.mirror.scope.device(route.Dev) {
 		r.recorded[route.canonical()] = struct{}{}
 	}
 }
 
-// Holds reports whether the kernel, as far as is known, has o; of routes, one
-// that forwards as o does.
+// Holds reports whether the kernel has o, according to the last known state. A route
+// counts if it forwards packets as o does.
 func (r *Reconciler) Holds(o Object) bool { return r.mirror.holds(o) }
 
-// Count is a number of objects of one kind.
+// Count contains the numbers of wanted and present objects of one kind.
 type Count struct {
 	Wanted, Present int
 }
 
-// Counts returns how much of what is wanted the kernel has, as far as is
-// known, by kind: link, address, neighbour, fdb, route.
+// Counts returns for each kind of object (link, address, neighbour, fdb, route) how many
+// are wanted and how many of these the kernel has, according to the last known state.
 func (r *Reconciler) Counts() map[string]Count {
 	counts := map[string]Count{}
 	for o := range r.want.all() {
@@ -186,17 +187,18 @@ func (r *Reconciler) Counts() map[string]Count {
 	return counts
 }
 
-// Reconcile makes the kernel hold want, which is the Reconciler's from now on.
-// With sweep it also removes what is in scope and not wanted; without, nothing
-// goes that want can live with. It may be called any number of times.
+// Reconcile makes the kernel's state equal to want, and takes ownership of want. With
+// sweep it also deletes the objects in scope that are not wanted. Without sweep it
+// deletes only objects that conflict with want. It may be repeated with an equal want.
 func (r *Reconciler) Reconcile(ctx context.Context, want State, sweep bool) (Report, error) {
 	r.Record(want)
 	r.want, r.all = want, true
 	return r.settle(ctx, sweep)
 }
 
-// Update is Reconcile for a want that differs from the last one by what is
-// removed and then added. It costs what changed, not what exists.
+// Update is like Reconcile for a wanted state that differs from the last one by the
+// objects in removed and then in added. Its cost depends on the number of changes and not
+// on the size of the state.
 func (r *Reconciler) Update(ctx context.Context, removed, added []Object, sweep bool) (Report, error) {
 	for _, o := range removed {
 		if route, ok := o.(Route); ok {
@@ -215,13 +217,13 @@ func (r *Reconciler) Update(ctx context.Context, removed, added []Object, sweep 
 	return r.settle(ctx, sweep)
 }
 
-// settle repeats passes until one finds nothing to do.
+// settle repeats passes until one finds no change to make.
 func (r *Reconciler) settle(ctx context.Context, sweep bool) (Report, error) {
 	var report Report
-	if sweep && !r.swept { // what was left lying before has to go now
+	if sweep && !r.swept { // the passes without sweep have left objects, so look everywhere
 		r.all = true
 	}
-	for dst, refusal := range r.unreachable { // let us see again
+	for dst, refusal := range r.unreachable { // try again
 		addKey(&r.dirty.dsts, dst)
 		delete(r.refused, refusal.Route.Dst)
 	}
@@ -241,7 +243,7 @@ func (r *Reconciler) settle(ctx context.Context, sweep bool) (Report, error) {
 		changes := r.plan(drifted, sweep)
 		r.logTaken(ctx, changes.Taken)
 		if len(changes.Ops) == 0 {
-			if r.mirror.partial && (sweep || r.want.leads()) { // what else there is has to be known now
+			if r.mirror.partial && (sweep || r.want.leads()) { // the other routes must be known from here on
 				r.mirror.void()
 				continue
 			}
@@ -257,10 +259,10 @@ func (r *Reconciler) settle(ctx context.Context, sweep bool) (Report, error) {
 	return report, errors.New("kernel state does not settle: another program keeps changing the same entries")
 }
 
-// makeLinks makes the links that are missing before everything is read: they
-// would void what was read before them, and as long as they are all fresh nobody
-// has to wait until the many routes of others are read that a host may have. What
-// cannot be made is left to the passes.
+// makeLinks creates missing links before the first full read, for two reasons. Creating a
+// link would invalidate an earlier read. And if all links are new, the first read can
+// leave out the routing table, which may contain many routes of other programs. If it
+// cannot create a link, the passes try again.
 func (r *Reconciler) makeLinks(ctx context.Context, report *Report, repair func(Object) bool) error {
 	if r.mirror.valid || len(r.want.Links) == 0 {
 		return nil
@@ -282,12 +284,12 @@ func (r *Reconciler) makeLinks(ctx context.Context, report *Report, repair func(
 	return nil
 }
 
-// plan compares what may differ. Where little may, it looks at that alone, and
-// comes to the same result.
+// plan compares the places where want and the kernel's state may differ. The result is
+// the same as that of a full comparison.
 func (r *Reconciler) plan(drifted Keys, sweep bool) Changes {
 	r.dirty.merge(drifted)
 	have, want := r.mirror.State, r.want
-	if r.all || len(r.dirty.links) > 0 { // with a link goes what is on it
+	if r.all || len(r.dirty.links) > 0 { // objects disappear with their link
 		clear(r.refused)
 	} else {
 		have, want = have.Only(r.dirty), want.Only(r.dirty)
@@ -303,7 +305,8 @@ func (r *Reconciler) plan(drifted Keys, sweep bool) Changes {
 	return changes
 }
 
-// reachable removes from ops the routes that are known to be refused.
+// reachable returns ops without the routes that the kernel has refused because of their
+// gateway.
 func (r *Reconciler) reachable(ops []Op) []Op {
 	return slices.DeleteFunc(ops, func(op Op) bool {
 		route, ok := op.Object.(Route)
@@ -315,7 +318,8 @@ func (r *Reconciler) reachable(ops []Op) []Op {
 	})
 }
 
-// settled ends a Reconcile that has left nothing to do.
+// settled updates the bookkeeping after a pass that found nothing to do, and completes
+// the report.
 func (r *Reconciler) settled(report *Report, sweep bool) {
 	switch {
 	case sweep && r.all:
@@ -340,9 +344,10 @@ func (r *Reconciler) settled(report *Report, sweep bool) {
 	report.Rerouted, r.mirror.rerouted = r.mirror.rerouted, false
 }
 
-// refusal says that a route was not made because of its gateway: it is out of reach, or
-// no other host, such as an address of our own or the broadcast address of a network.
-// Where there is a nexthop object that may be what is wrong instead.
+// refusal returns a Refusal if the kernel has refused a route because of its gateway: the
+// gateway is unreachable, or it is not another host but an address of this host or the
+// broadcast address of a network. It returns false for a route through a nexthop object,
+// because that object may be the cause.
 func (e OpError) refusal() (f Refusal, ok bool) {
 	route, ok := e.Op.Object.(Route)
 	switch {
@@ -355,9 +360,9 @@ func (e OpError) refusal() (f Refusal, ok bool) {
 	return Refusal{}, false
 }
 
-// apply carries out ops. Routes that are refused for their gateway are a matter of
-// that peer alone: they are noted, and are no error. Nor is it one that something
-// not yet known was there first: met says where.
+// apply executes ops. A route that the kernel refuses because of its gateway concerns one
+// peer only, so apply records it and returns no error. The same holds for an exclusive
+// put that finds an existing route that was not known: met contains these routes.
 func (r *Reconciler) apply(ctx context.Context, ops []Op) (met Keys, err error) {
 	if r.mirror.partial {
 		for i, op := range ops {
@@ -381,7 +386,7 @@ func (r *Reconciler) apply(ctx context.Context, ops []Op) (met Keys, err error) 
 	}
 	switch {
 	case muted:
-	case refused < len(failures): // what exactly that has left behind is for the next look to find out
+	case refused < len(failures): // only a read can tell what the failures have left behind
 		r.mirror.void()
 	case refused > 0:
 		r.mirror.wrote(r.reachable(slices.Clone(ops)))
@@ -400,8 +405,8 @@ func (r *Reconciler) write(ctx context.Context, ops []Op) []OpError {
 	return r.mirror.kernel.Apply(ctx, ops)
 }
 
-// opErrors keeps the log line short when thousands of changes fail for one
-// reason.
+// opErrors joins errs. It shows only the first few, so that the message stays short if
+// thousands of changes fail for the same reason.
 func opErrors(errs []error) error {
 	const shown = 3
 	if len(errs) <= shown {
@@ -422,17 +427,18 @@ func oneLine(errs []error) error {
 	return joined
 }
 
-// takenLog is the least time between two lines about routes that the same program makes
-// to the same destination.
+// takenLog is the minimum time between two log lines about routes of the same program to
+// the same destination.
 const takenLog = time.Minute
 
-// taken is what a line about a route of another program is about.
+// taken identifies the subject of a log line: the routes of a program to a destination.
 type taken struct {
 	dst      netip.Prefix
 	protocol uint8
 }
 
-// logTaken logs what is taken over, the first time at once and in a fight once a minute.
+// logTaken logs routes of other programs that are replaced: the first time at once, and
+// then at most once a minute if the other program keeps restoring them.
 func (r *Reconciler) logTaken(ctx context.Context, routes []Route) {
 	if len(routes) == 0 {
 		return

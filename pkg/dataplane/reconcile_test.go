@@ -30,7 +30,7 @@ func TestReconcileErrors(t *testing.T) {
 
 	spy.ReadError = func() error { return syscall.EINTR }
 	if _, err := r.Reconcile(quiet(t), want, true); !errors.Is(err, syscall.EINTR) || len(spy.Take()) > 0 {
-		t.Errorf("error %v, want that of the read, and no change", err)
+		t.Errorf("error %v, want the error of the read, and no change", err)
 	}
 	spy.ReadError = nil
 
@@ -55,7 +55,7 @@ func suffixed(err error, s string) bool {
 	return len(text) > len(s) && text[len(text)-len(s):] == s
 }
 
-// deaf is a kernel in which no change lasts.
+// deaf is a kernel that acknowledges changes and ignores them.
 type deaf struct{ dataplane.Kernel }
 
 func (deaf) Apply(context.Context, []dataplane.Op) []dataplane.OpError { return nil }
@@ -67,7 +67,7 @@ func TestReconcileDoesNotSettle(t *testing.T) {
 	}
 }
 
-// TestRefusal: a put of a route may fail for its gateway, which is a matter of one peer.
+// TestRefusal checks which failures of a route count as a refusal that concerns one peer.
 func TestRefusal(t *testing.T) {
 	through := other
 	through.NexthopID = 7
@@ -106,8 +106,8 @@ func TestRefusal(t *testing.T) {
 	}
 }
 
-// TestAdopted: a route of another program that we want is ours to remove while
-// we remember it, and not a moment longer.
+// TestAdopted checks that the Reconciler deletes a wanted route of another program only
+// as long as it remembers having adopted it.
 func TestAdopted(t *testing.T) {
 	k := dataplanetest.New()
 	theirs := other
@@ -130,7 +130,7 @@ func TestAdopted(t *testing.T) {
 		{stateOf(), true, true}, // not ours
 		{stateOf(other), true, true},
 		{stateOf(), false, true},
-		{stateOf(), true, false}, // ours by now
+		{stateOf(), true, false}, // adopted
 	} {
 		if _, err := r.Reconcile(quiet(t), step.want, step.sweep); err != nil {
 			t.Fatal(err)
@@ -143,11 +143,11 @@ func TestAdopted(t *testing.T) {
 		t.Fatal(err)
 	}
 	if _, err := r.Reconcile(quiet(t), stateOf(), true); err != nil || !there() {
-		t.Errorf("there %t (%v), want that the new one is theirs again", there(), err)
+		t.Errorf("there %t (%v), want the new route to stay, because it was not adopted", there(), err)
 	}
 }
 
-// TestTakenIsLoggedOnceAMinute: another program makes its routes again and again.
+// TestTakenIsLoggedOnceAMinute lets another program restore its routes again and again.
 func TestTakenIsLoggedOnceAMinute(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var log bytes.Buffer

@@ -9,13 +9,13 @@ import (
 	"flanneld/pkg/prefix"
 )
 
-// Covers reports whether nothing can be of other's without being of s.
+// Covers reports whether s includes everything in other.
 func (s Scope) Covers(other Scope) bool {
 	return !slices.ContainsFunc(other.Devices, func(name string) bool { return !s.device(name) }) &&
 		!slices.ContainsFunc(other.Networks, func(n netip.Prefix) bool { return !s.InNetworks(n) })
 }
 
-// has reports whether o is for a reconciler of scope s to judge.
+// has reports whether o belongs to s.
 func (s Scope) has(o Object) bool {
 	switch o := o.(type) {
 	case Link:
@@ -32,7 +32,7 @@ func (s Scope) has(o Object) bool {
 	return false
 }
 
-// Leftovers returns what Retire would do.
+// Leftovers returns the changes that Retire would make.
 func Leftovers(ctx context.Context, k Kernel, former, present Scope) ([]Op, error) {
 	have, err := k.Read(ctx, former)
 	if err != nil {
@@ -52,10 +52,9 @@ func Leftovers(ctx context.Context, k Kernel, former, present Scope) ([]Op, erro
 	return append(ops, links...), nil
 }
 
-// Retire removes what is of scope former and not of scope present, and returns
-// how much that was: what another configuration has left behind. Present's own
-// state should be in place by then, because a device goes with all that is on
-// it.
+// Retire removes the objects that belong to former but not to present, such as those of
+// an earlier configuration, and returns their number. It also deletes devices, with all
+// objects on them. So the caller should have applied the state of present before.
 func Retire(ctx context.Context, k Kernel, former, present Scope) (removed int, err error) {
 	ops, err := Leftovers(ctx, k, former, present)
 	if err != nil {
@@ -68,7 +67,7 @@ func Retire(ctx context.Context, k Kernel, former, present Scope) (removed int, 
 	return len(ops) - len(errs), opErrors(errs)
 }
 
-// DeviceOf returns the device that o lies on; empty if it lies on none.
+// DeviceOf returns the name of the device that o is on, or "" if it is on none.
 func DeviceOf(o Object) string {
 	switch o := o.(type) {
 	case Addr:

@@ -1,7 +1,7 @@
-// Package dataplane holds the kernel to what it should hold: State describes
-// links, addresses, neighbours, FDB entries and routes, Plan says what
-// separates two states, and a Reconciler makes it so through a Kernel. But
-// for that interface the package is pure.
+// Package dataplane makes the kernel's network state equal to a wanted state. A State
+// describes links, addresses, neighbours, FDB entries and routes. Plan computes the
+// changes between two states. A Reconciler applies them through a Kernel, and repeats
+// until no change is left. Apart from the Kernel interface the package is pure.
 package dataplane
 
 import (
@@ -20,7 +20,7 @@ import (
 // MAC is an Ethernet address.
 type MAC [6]byte
 
-// ParseMAC reads the form aa:bb:cc:dd:ee:ff, in either case.
+// ParseMAC parses an address of the form aa:bb:cc:dd:ee:ff, in upper or lower case.
 func ParseMAC(s string) (MAC, error) {
 	hw, err := net.ParseMAC(s)
 	if err != nil || len(hw) != 6 {
@@ -32,47 +32,47 @@ func ParseMAC(s string) (MAC, error) {
 // String returns the form aa:bb:cc:dd:ee:ff.
 func (m MAC) String() string { return net.HardwareAddr(m[:]).String() }
 
-// IsUnicast reports whether m can be the address of one station: neither a
-// group address nor zero.
+// IsUnicast reports whether m can be the address of one station: it is neither zero nor a
+// group address.
 func (m MAC) IsUnicast() bool { return m != MAC{} && m[0]&1 == 0 }
 
-// Link is a network device of ours.
+// Link is a network device that flanneld owns.
 type Link struct {
 	Name   string
-	Kind   string // as rtnetlink names it; of those that are not named below only deletes are possible
-	MAC    MAC    // zero on devices without Ethernet addresses
+	Kind   string // rtnetlink's name; links of a kind without a constant below can only be deleted
+	MAC    MAC    // zero if the device has no Ethernet address
 	MTU    int    // bytes
 	Up     bool
 	VXLAN  VXLAN  // zero unless Kind is KindVXLAN
 	Tunnel Tunnel // zero unless Kind is KindIPIP or KindIP6Tnl
-	// TxChecksum is who computes the checksums of what the device sends. A
-	// read leaves it out unless Scope.TxChecksum is set.
+	// TxChecksum says whether the device leaves the checksums of the packets that it
+	// sends to the hardware. Read does not fill it in unless Scope.TxChecksum is set.
 	TxChecksum Offload
 }
 
-// The kinds of link that can be wanted.
+// The kinds of link that a wanted state may contain.
 const (
 	KindVXLAN  = "vxlan"
 	KindIPIP   = "ipip"   // IPv4 in IPv4
 	KindIP6Tnl = "ip6tnl" // IPv6 in IPv6
-	// KindWireGuard is a device whose keys and peers are its backend's matter.
+	// KindWireGuard is a WireGuard device. backend/wireguard manages its keys and peers.
 	KindWireGuard = "wireguard"
-	// KindTUN is one whose packets go through a process. It has to be there: it is
-	// changed, and not made.
+	// KindTUN is a device whose packets a process reads and writes. The process creates
+	// it: a Kernel changes such a link, but cannot create it.
 	KindTUN = "tun"
 )
 
-// ours reports whether l is of a kind that we make.
+// ours reports whether flanneld creates links of l's kind.
 func (l Link) ours() bool {
 	return slices.Contains([]string{KindVXLAN, KindIPIP, KindIP6Tnl, KindWireGuard, KindTUN}, l.Kind)
 }
 
-// Offload says whether a device may leave work to the hardware below it.
+// Offload says whether a device may leave a task to the hardware below it.
 type Offload uint8
 
 // The values of Offload.
 const (
-	OffloadAuto Offload = iota // as the kernel has it
+	OffloadAuto Offload = iota // keep the kernel's setting
 	OffloadOn
 	OffloadOff
 )
@@ -82,36 +82,36 @@ type VXLAN struct {
 	VNI      int
 	Port     int        // UDP destination port
 	Local    netip.Addr // outer source address
-	Underlay string     // name of the device below
+	Underlay string     // name of the device that carries the outer packets
 	Learning bool
 	GBP      bool
-	// Foreign is set on devices that also do what ours never do: a default
-	// remote or group, external (metadata) mode, proxy, miss notifications.
+	// Foreign is set if the device has a setting that flanneld never uses: a default
+	// remote or group, external (metadata) mode, proxy, or notifications about misses.
 	Foreign bool
 }
 
-// Tunnel holds the parameters of an ipip or ip6tnl device without a remote
-// address: packets go to the gateways of the routes that lead into it.
+// Tunnel holds the parameters of an ipip or ip6tnl device without a remote address. The
+// kernel sends a packet to the gateway of the route that leads into the device.
 type Tunnel struct {
 	Local netip.Addr // outer source address
 	FOU   FOU
-	// Foreign is set on devices that are not as ours are: with a remote address, in
-	// external (metadata) mode, in another encapsulation, for other protocols,
-	// with an encapsulation limit.
+	// Foreign is set if the device has a setting that flanneld never uses: a remote
+	// address, external (metadata) mode, another encapsulation, other protocols, or an
+	// encapsulation limit.
 	Foreign bool
 }
 
-// FOU is the UDP header that an ipip device puts before the packet that it
-// carries ("foo over UDP"). The zero FOU means none.
+// FOU is the UDP header that an ipip device puts in front of the packet that it carries
+// ("foo over UDP"). The zero FOU means that there is none.
 type FOU struct {
 	Source, Destination uint16 // UDP ports
-	Checksum            bool   // of the datagrams; without, theirs is zero
+	Checksum            bool   // compute the checksum of the UDP header; if false it is zero
 }
 
-// Compatible reports whether l can become want without being replaced. Local
-// address, underlay device, learning, MTU and MAC can change in place; the
-// family of the local address, IPv4 if there is none, and the UDP header of a
-// tunnel cannot.
+// Compatible reports whether the kernel can change l to want without replacing the
+// device. It can change the local address, the underlay device, learning, the MTU and the
+// MAC. It cannot change the family of the local address (IPv4 if there is none) or the
+// UDP header of a tunnel.
 func (l Link) Compatible(want Link) bool {
 	a, b := l.VXLAN, want.VXLAN
 	return l.Kind == want.Kind && a.VNI == b.VNI && a.Port == b.Port && a.GBP == b.GBP && a.Foreign == b.Foreign &&
@@ -119,7 +119,7 @@ func (l Link) Compatible(want Link) bool {
 		l.Tunnel.FOU == want.Tunnel.FOU
 }
 
-// Addr is an address on a device, with its prefix length; host bits are kept.
+// Addr is an address on a device, with its prefix length. Prefix contains the host bits.
 type Addr struct {
 	Dev    string
 	Prefix netip.Prefix
@@ -146,36 +146,36 @@ type FDBKey struct {
 // FDB is a permanent entry of a vxlan device's forwarding database.
 type FDB struct {
 	FDBKey
-	Dst netip.Addr // where the VTEP is
-	// Override is set on entries with a port, VNI or interface of their own.
+	Dst netip.Addr // outer address of the VTEP
+	// Override is set if the entry has its own port, VNI or interface.
 	Override bool
 }
 
 // RouteType is the kernel's route type (RTN_*).
 type RouteType uint8
 
-// The route types that Plan asks for.
+// The route types that a wanted state may contain.
 const (
 	Unicast   RouteType = 1
 	Blackhole RouteType = 6
 )
 
-// Protocol is the route-protocol number (rtm_protocol) that marks our routes;
-// dist/rt_protos.d gives it a name for ip(8).
+// Protocol is the route protocol number (rtm_protocol) of the routes that flanneld
+// creates. dist/rt_protos.d gives it a name for ip(8).
 const Protocol = 98
 
-// Route protocols of others that matter here.
+// protoKernel is the protocol number of routes that the kernel creates.
 const protoKernel = 2
 
-// MainTable is the routing table that all routes go to.
+// MainTable is the routing table that contains all routes of this package.
 const MainTable = 254
 
-// RouteKey is what mostly tells routes of one table apart. It does not single
-// a route out: IPv4 duplicates and IPv6 ECMP siblings share a key, and a put
-// replaces a route of another type, too.
+// RouteKey contains the attributes that usually tell the routes of a table apart. It is
+// not unique: IPv4 duplicates and the next hops of an IPv6 multipath route share a key.
+// The type does not protect a route either: a put also replaces a route of another type.
 type RouteKey struct {
 	Dst      netip.Prefix
-	Priority int // metric; IPv6 routes without one have 1024
+	Priority int // metric; the kernel gives IPv6 routes 1024 by default
 	TOS      uint8
 	Type     RouteType
 }
@@ -184,18 +184,18 @@ type RouteKey struct {
 type Route struct {
 	RouteKey
 	Gateway  netip.Addr // invalid if there is none
-	Dev      string     // empty for types without a device
+	Dev      string     // empty if the type has no device
 	OnLink   bool
 	Protocol uint8
-	// Multipath is set on routes with several next hops, or with parts that
-	// Route does not describe; they equal no wanted route.
+	// Multipath is set if the route has several next hops, or attributes that Route does
+	// not describe. Such a route never equals a wanted one.
 	Multipath bool
-	// NexthopID is the nexthop object that the route goes through, if any.
+	// NexthopID is the id of the nexthop object that the route uses; 0 if it uses none.
 	NexthopID uint32
 }
 
-// NewRoute returns the unicast route to dst through gateway as the kernel
-// will show it.
+// NewRoute returns the unicast route to dst through gateway, in the form in which the
+// kernel returns it.
 func NewRoute(dst netip.Prefix, gateway netip.Addr, dev string, onLink bool) Route {
 	r := Route{RouteKey: RouteKey{Dst: dst, Type: Unicast}, Gateway: gateway, Dev: dev, OnLink: onLink, Protocol: Protocol}
 	if prefix.FamilyOf(dst.Addr()) == prefix.IPv6 {
@@ -204,60 +204,63 @@ func NewRoute(dst netip.Prefix, gateway netip.Addr, dev string, onLink bool) Rou
 	return r
 }
 
-// detourMetric is that of detours. Nothing else uses it on our devices.
+// detourMetric is the metric of detours. No other route on flanneld's devices has it.
 const detourMetric = 1
 
-// NewDetour returns a route to a gateway alone through dev. A Kernel that needs one to make
-// another route removes it in the same step, so one that is found was left behind.
+// NewDetour returns a route through dev to gateway alone. A Kernel needs it for a moment
+// when it creates an IPv6 route whose gateway another device reaches, and deletes it in
+// the same step. A detour that a later read finds was therefore left behind.
 func NewDetour(gateway netip.Addr, dev string) Route {
 	r := NewRoute(prefix.Host(gateway), netip.Addr{}, dev, false)
 	r.Priority = detourMetric
 	return r
 }
 
-// IsDetour reports whether r is as NewDetour makes it, for any device.
+// IsDetour reports whether r equals the result of NewDetour for some device.
 func (r Route) IsDetour() bool { return r == NewDetour(r.Dst.Addr(), r.Dev) }
 
-// lastResort is the metric of blackhole routes: higher than that of any other
-// route, so that a bridge or a pod with addresses of the subnet comes first
-// whoever was there first.
+// lastResort is the metric of blackhole routes. It is higher than that of any other
+// route. A bridge or a pod with addresses of the subnet therefore takes precedence, even
+// if its route is newer.
 const lastResort = 1 << 30
 
-// NewBlackhole returns the route that drops what is sent to dst and that no
-// other route leads to.
+// NewBlackhole returns the route that drops packets to dst which no other route matches.
 func NewBlackhole(dst netip.Prefix) Route {
 	return Route{RouteKey: RouteKey{Dst: dst, Type: Blackhole, Priority: lastResort}, Protocol: Protocol}
 }
 
-// same reports whether r forwards as want does. A route that is the same is
-// adopted whoever made it: protocol, onlink flag and the form of its next hop
-// make no difference to packets, and even a replace can fail a lookup.
+// same reports whether r forwards packets as want does. The Reconciler adopts such a
+// route, even if another program created it: protocol, onlink flag and the form of the
+// next hop make no difference to packets, and a replacement could make a lookup fail.
 func (r Route) same(want Route) bool {
 	r.Protocol, r.OnLink, r.NexthopID = want.Protocol, want.OnLink, want.NexthopID
 	return r == want
 }
 
-// canonical is r without what same ignores.
+// canonical returns r without the attributes that same ignores.
 func (r Route) canonical() Route {
 	r.Protocol, r.OnLink, r.NexthopID = 0, false, 0
 	return r
 }
 
-// leastNetwork is the shortest prefix that a network on a link can have: that of 10.0.0.0/8.
+// leastNetwork is the shortest prefix length that a directly connected network can have:
+// that of 10.0.0.0/8.
 const leastNetwork = 8
 
-// IsNetwork reports whether dst may be a network on a link. Shorter prefixes are those of the
-// default route, whole or in parts: VPNs and routed hosts have it without a gateway.
+// IsNetwork reports whether dst can be a directly connected network. A shorter prefix
+// belongs to a default route or to a part of one, which VPNs and routed hosts configure
+// without a gateway.
 func IsNetwork(dst netip.Prefix) bool { return dst.Bits() >= leastNetwork }
 
-// State is what a kernel holds, or should hold, of our concern. Devices are
-// named, never numbered.
+// State is the part of the kernel's network configuration that flanneld manages: either
+// as the kernel has it, or as it is wanted. Devices are identified by name and not by
+// index.
 type State struct {
 	Links  map[string]Link
 	Addrs  map[Addr]struct{}
 	Neighs map[NeighKey]Neigh
 	FDB    map[FDBKey]FDB
-	// Routes are kept by destination, duplicates and all.
+	// Routes contains the routes of each destination, including duplicates.
 	Routes map[netip.Prefix][]Route
 }
 
@@ -272,9 +275,9 @@ func NewState() State {
 	}
 }
 
-// StateOf returns the state of objects. There may be thousands: routes have a
-// goroutine of their own, which makes room for them as well. So objects must bear
-// to be gone over by two at once, and more than once.
+// StateOf returns the state that contains objects. There may be thousands, so a second
+// goroutine collects the routes. objects must therefore support concurrent and repeated
+// iteration.
 func StateOf(objects iter.Seq[Object]) State {
 	part := func(routes bool) State {
 		s := NewState()
@@ -300,12 +303,12 @@ func StateOf(objects iter.Seq[Object]) State {
 	return s
 }
 
-// Reserve makes room for as many more objects at once.
+// Reserve allocates memory for that many more objects of each kind.
 func (s *State) Reserve(neighs, fdb, routes int) {
 	s.Neighs, s.FDB, s.Routes = roomFor(s.Neighs, neighs), roomFor(s.FDB, fdb), roomFor(s.Routes, routes)
 }
 
-// reserve makes room for objects, as if none of them were there.
+// reserve allocates memory for objects, as if the state contained none of them.
 func (s *State) reserve(objects iter.Seq[Object]) {
 	var neighs, fdb, routes int
 	for o := range objects {
@@ -321,7 +324,7 @@ func (s *State) reserve(objects iter.Seq[Object]) {
 	s.Reserve(neighs, fdb, routes)
 }
 
-// roomFor returns m with room for n more, where that is worth its copy.
+// roomFor returns m, or a copy with room for n more entries if n is larger than m.
 func roomFor[K comparable, V any](m map[K]V, n int) map[K]V {
 	if m != nil && n <= len(m) {
 		return m
@@ -331,8 +334,8 @@ func roomFor[K comparable, V any](m map[K]V, n int) map[K]V {
 	return larger
 }
 
-// Add puts objects into the state. One with the key of another replaces it;
-// a route replaces none but its equal.
+// Add adds objects to the state. An object replaces another one with the same key. A
+// route replaces only an equal route.
 func (s State) Add(objects ...Object) {
 	for _, o := range objects {
 		o.addTo(s)
@@ -350,22 +353,23 @@ func (s State) AddState(other State) {
 	}
 }
 
-// AddRoute is Add for one route.
+// AddRoute adds one route, like Add.
 func (s State) AddRoute(r Route) {
 	if routes := s.Routes[r.Dst]; !slices.Contains(routes, r) {
 		s.Routes[r.Dst] = append(routes, r)
 	}
 }
 
-// Remove takes out what has the keys of objects; of routes, what is equal.
+// Remove removes the objects with the same keys as objects, and the routes that equal a
+// route in objects.
 func (s State) Remove(objects ...Object) {
 	for _, o := range objects {
 		o.removeFrom(s)
 	}
 }
 
-// AllRoutes iterates over the routes of all destinations. The state may be
-// changed meanwhile.
+// AllRoutes iterates over the routes of all destinations. The caller may change the state
+// during the iteration.
 func (s State) AllRoutes() iter.Seq[Route] {
 	return func(yield func(Route) bool) {
 		for _, routes := range s.Routes {
@@ -378,7 +382,7 @@ func (s State) AllRoutes() iter.Seq[Route] {
 	}
 }
 
-// leads reports whether packets are sent anywhere by a route in the state.
+// leads reports whether the state has a route that forwards packets to a device.
 func (s State) leads() bool {
 	for r := range s.AllRoutes() {
 		if r.Dev != "" {
@@ -388,7 +392,7 @@ func (s State) leads() bool {
 	return false
 }
 
-// all iterates over everything in the state.
+// all iterates over all objects of the state.
 func (s State) all() iter.Seq[Object] {
 	return func(yield func(Object) bool) {
 		for _, l := range s.Links {
@@ -419,7 +423,8 @@ func (s State) all() iter.Seq[Object] {
 	}
 }
 
-// holds reports whether the state has o; of routes, one that is the same.
+// holds reports whether the state contains o or, if o is a route, a route for which same
+// is true. It compares links by name only.
 func (s State) holds(o Object) (ok bool) {
 	switch o := o.(type) {
 	case Link:
@@ -436,7 +441,7 @@ func (s State) holds(o Object) (ok bool) {
 	return ok
 }
 
-// kind names what o is.
+// kind returns the name of o's kind.
 func kind(o Object) string {
 	switch o.(type) {
 	case Link:
@@ -452,16 +457,16 @@ func kind(o Object) string {
 	}
 }
 
-// size is about how many objects there are.
+// size returns the approximate number of objects.
 func (s State) size() int {
 	return len(s.Addrs) + len(s.Neighs) + len(s.FDB) + len(s.Routes)
 }
 
-// HasRoute reports whether the state holds exactly r.
+// HasRoute reports whether the state contains exactly r.
 func (s State) HasRoute(r Route) bool { return slices.Contains(s.Routes[r.Dst], r) }
 
-// Keys names places in a state: what is there, in one state or another. The
-// zero Keys names none.
+// Keys is a set of keys of objects. It selects the same part of two states, so that they
+// can be compared there. The zero Keys is empty.
 type Keys struct {
 	links  map[string]struct{}
 	addrs  map[Addr]struct{}
@@ -470,7 +475,7 @@ type Keys struct {
 	dsts   map[netip.Prefix]struct{}
 }
 
-// Add adds the keys of objects; of a route, its destination.
+// Add adds the keys of objects. The key of a route is its destination.
 func (k *Keys) Add(objects ...Object) {
 	for _, o := range objects {
 		switch o := o.(type) {
@@ -509,7 +514,7 @@ func addKeys[K comparable](set *map[K]struct{}, other map[K]struct{}) {
 	}
 }
 
-// has reports whether o's key is one of k.
+// has reports whether k contains the key of o.
 func (k Keys) has(o Object) (ok bool) {
 	switch o := o.(type) {
 	case Link:
@@ -526,8 +531,8 @@ func (k Keys) has(o Object) (ok bool) {
 	return ok
 }
 
-// Only returns the part of the state that k names, and all links and
-// addresses: they are few, and much depends on them.
+// Only returns the part of the state that k selects. It always contains all links and
+// addresses, because they are few and other objects depend on them.
 func (s State) Only(k Keys) State {
 	return State{
 		Links: s.Links, Addrs: s.Addrs,
@@ -572,26 +577,26 @@ func (r Route) removeFrom(s State) {
 	case i < 0:
 	case len(routes) == 1:
 		delete(s.Routes, r.Dst)
-	default: // in a new slice: somebody may be ranging over the old one
+	default: // in a new slice, because a caller may be iterating over the old one
 		s.Routes[r.Dst] = slices.Concat(routes[:i], routes[i+1:])
 	}
 }
 
-// String describes l as ip(8) would.
+// String describes l in the form of ip(8).
 func (l Link) String() string { return fmt.Sprintf("link %s type %s", l.Name, l.Kind) }
 
-// String describes a as ip(8) would.
+// String describes a in the form of ip(8).
 func (a Addr) String() string { return fmt.Sprintf("address %s dev %s", a.Prefix, a.Dev) }
 
-// String describes n as ip(8) would.
+// String describes n in the form of ip(8).
 func (n Neigh) String() string {
 	return fmt.Sprintf("neighbour %s lladdr %s dev %s", n.IP, n.MAC, n.Dev)
 }
 
-// String describes f as bridge(8) would.
+// String describes f in the form of bridge(8).
 func (f FDB) String() string { return fmt.Sprintf("FDB entry %s dst %s dev %s", f.MAC, f.Dst, f.Dev) }
 
-// String describes r as ip(8) would.
+// String describes r in the form of ip(8).
 func (r Route) String() string {
 	s := "route " + r.Dst.String()
 	if r.Type == Blackhole {

@@ -7,28 +7,31 @@ import (
 	"flanneld/pkg/prefix"
 )
 
-// Arrangement is what should become of a chain: the common rules at its head,
-// the rules of other daemons as they are, and the own ones in their order.
+// Arrangement is the content that a chain should have: the common rules at its head, the
+// rules of other daemons unchanged, and the own rules in their order.
 type Arrangement struct {
 	Common, Own []Rule
-	Others      []int // indices of the rules that stay, because other daemons have them
-	// Exact is set if there is nothing to do.
+	Others      []int // indexes of the rules that belong to other daemons and stay
+	// Exact is set if the chain has this content already.
 	Exact bool
 }
 
-// Empty reports whether nobody needs the chain.
+// Empty reports whether no daemon needs the chain.
 func (a Arrangement) Empty() bool { return len(a.Own)+len(a.Others) == 0 }
 
-// Arrange judges a chain that holds have, where nil is a rule that no daemon
-// makes. Every rule of a daemon names its network; so the rules that name ours
-// are ours, and where a chain masquerades for another network, or accepts both
-// what comes from and what goes to it, the rules that name that one belong to
-// another daemon. All else is out of place. Where others' rules stand between
-// ours does not matter: they are about other packets.
+// Arrange decides which rules of a chain stay. have contains the existing rules, and nil
+// for a rule that no daemon creates.
+//
+// Every rule of a daemon contains the daemon's network, so a rule that contains one of
+// t's networks belongs to t. Another daemon's network is recognised by its rules: the
+// chain masquerades for it, or accepts both the packets from it and those to it. All
+// rules that contain such a network belong to that daemon. Any other rule must go. The
+// rules of other daemons may be anywhere between the own ones, because they match other
+// packets.
 func (t Table) Arrange(c Chain, have []*Rule) Arrangement {
 	a := Arrangement{Own: t.rules[c]}
 	neighbours := neighbours(c, have)
-	var own, rest []Rule // what is not another's, and of this what is behind the common rules
+	var own, rest []Rule // own: the rules that the chain should have besides those of other daemons; rest: the rules that it has
 	for i, r := range have {
 		if r == nil {
 			rest = append(rest, Rule{})
@@ -48,7 +51,7 @@ func (t Table) Arrange(c Chain, have []*Rule) Arrangement {
 	return a
 }
 
-// owner returns which of the networks r belongs to; the zero prefix if none.
+// owner returns which of the networks r belongs to, or the zero prefix if none.
 func owner(r Rule, networks []netip.Prefix) netip.Prefix {
 	for _, m := range []Match{r.Src, r.Dst} {
 		if m.Prefix.IsValid() && slices.Contains(networks, m.Prefix) {
@@ -58,7 +61,7 @@ func owner(r Rule, networks []netip.Prefix) netip.Prefix {
 	return netip.Prefix{}
 }
 
-// neighbours returns the networks that the rules of a chain serve.
+// neighbours returns the networks that the rules of a chain belong to.
 func neighbours(c Chain, have []*Rule) []netip.Prefix {
 	var networks []netip.Prefix
 	for _, r := range have {
@@ -82,10 +85,10 @@ func contains(have []*Rule, r Rule) bool {
 	return slices.ContainsFunc(have, func(h *Rule) bool { return h != nil && *h == r })
 }
 
-// Legacy reports whether r, found outside our chains, is one that flannel
-// before v0.20 put there for one of t's networks. Where operators may have
-// written the same by hand it must carry our comment, unless the rules in our
-// own chain come to the same.
+// Legacy reports whether r, found outside of flanneld's chains, was created there by
+// flannel before v0.20 for one of t's networks. An operator may have written an equal
+// rule by hand. So a rule of the forward chain must have flannel's comment (commented),
+// unless a rule in flanneld's own chain does the same.
 func (t Table) Legacy(c Chain, r Rule, commented bool) bool {
 	n := owner(r, t.Own)
 	if !n.IsValid() || r.Marked {

@@ -2,21 +2,21 @@ package firewall
 
 import "net/netip"
 
-// DockerBridge is a bridge of Docker whose containers have addresses of this
-// host's subnet.
+// DockerBridge is a bridge of Docker whose containers have addresses of this host's
+// subnet.
 type DockerBridge struct {
 	Network, Subnet netip.Prefix
-	Name            string   // of the bridge
-	From            []string // interfaces by which packets of other hosts arrive
+	Name            string   // name of the bridge
+	From            []string // interfaces on which packets of other hosts arrive
 }
 
-// DockerCut says which rules of Docker drop packets that come from other hosts
-// of the network and go to containers behind a bridge.
+// DockerCut describes which rules of Docker drop packets from other hosts of the network
+// to containers behind a bridge.
 type DockerCut struct {
-	// Direct is set if Docker drops packets to addresses of containers before
-	// they are routed. Later rules cannot accept them.
+	// Direct is set if Docker drops packets to addresses of containers before they are
+	// routed. Later rules cannot accept these packets.
 	Direct bool
-	// Forward is set if Docker drops what is forwarded to the bridge, except to
+	// Forward is set if Docker drops packets that are forwarded to the bridge, except to
 	// published ports.
 	Forward bool
 }

@@ -1,7 +1,6 @@
-// Package firewall says which rules let pods talk to the world and be
-// forwarded: one neutral table, which firewall/iptables and firewall/nftables
-// render. It also says whose a rule is, because several daemons share chains.
-// It is pure.
+// Package firewall computes the rules that masquerade and forward the packets of pods, as
+// one table that firewall/iptables and firewall/nftables render. Because several daemons
+// share chains, it also decides which daemon a rule belongs to. It is pure.
 package firewall
 
 import (
@@ -12,25 +11,25 @@ import (
 	"flanneld/pkg/prefix"
 )
 
-// Chain is one of the chains that hold rules of ours.
+// Chain is one of the chains that contain flanneld's rules.
 type Chain int
 
 // The chains.
 const (
-	// Postrouting decides what is masqueraded.
+	// Postrouting decides which packets are masqueraded.
 	Postrouting Chain = iota
-	// Forward accepts what is forwarded.
+	// Forward accepts forwarded packets.
 	Forward
-	// GuardForward drops what pods send to the tunnels of other hosts.
+	// GuardForward drops packets that pods send to the tunnels of other hosts.
 	GuardForward
-	// GuardInput drops what pods send to the tunnel of this host.
+	// GuardInput drops packets that pods send to the tunnel of this host.
 	GuardInput
 )
 
 // Chains returns all chains.
 func Chains() []Chain { return []Chain{Postrouting, Forward, GuardForward, GuardInput} }
 
-// Action is what a rule does with a packet.
+// Action is the action of a rule on a packet.
 type Action uint8
 
 // The actions.
@@ -39,21 +38,21 @@ const (
 	Accept
 	Drop
 	Masquerade
-	// MasqueradeRandom picks source ports at random.
+	// MasqueradeRandom masquerades with a random source port.
 	MasqueradeRandom
 )
 
-// Mark is the bit of the packet mark by which kube-proxy asks for masquerading
-// of its own. Rules look at no other bit.
+// Mark is the bit of the packet mark with which kube-proxy requests its own masquerading.
+// Rules ignore the other bits.
 const Mark = 0x4000
 
-// Match is a condition on an address. The zero Match holds for all.
+// Match is a condition on an address. The zero Match matches every address.
 type Match struct {
 	Prefix netip.Prefix // masked
 	Not    bool
 }
 
-// In matches the addresses of p, masked; all addresses if its length is 0.
+// In matches the addresses in p. It matches every address if the length of p is 0.
 func In(p netip.Prefix) Match {
 	if p.Bits() == 0 {
 		return Match{}
@@ -63,66 +62,68 @@ func In(p netip.Prefix) Match {
 
 func notIn(p netip.Prefix) Match { return Match{Prefix: p.Masked(), Not: true} }
 
-// Payload is a condition on what a packet carries. The zero Payload holds for all.
+// Payload is a condition on the content of a packet. The zero Payload matches every
+// packet.
 type Payload struct {
-	Protocol uint8  // of IP; UDP has the number UDP
-	Port     uint16 // destination port of UDP; 0 is any
+	Protocol uint8  // IP protocol number, such as UDP
+	Port     uint16 // UDP destination port; 0 matches every port
 }
 
-// UDP is the number of that protocol.
+// UDP is the IP protocol number of UDP.
 const UDP = 17
 
 // Rule is one rule of a chain.
 type Rule struct {
-	Marked   bool // only packets with Mark
+	Marked   bool // match only packets with Mark
 	Src, Dst Match
 	Payload  Payload
 	Action   Action
 }
 
-// Network is the flat network of one family and this host's part of it.
+// Network is the flat network of one family, and this host's subnet of it.
 type Network struct {
 	Network, Subnet netip.Prefix
-	// Tunnel is what carries packets of the network between hosts, if hosts accept it
-	// without proof of who has sent it.
+	// Tunnel matches the packets in which hosts carry the network's packets to each
+	// other, if a host accepts them without authenticating the sender.
 	Tunnel Payload
 	// HostsInside is set if hosts send to each other at addresses inside of the network.
 	HostsInside bool
 }
 
-// Policy is what the rules should come to.
+// Policy describes the effect that the rules should have.
 type Policy struct {
-	Networks []Network // at most one for each family
-	// Masquerade hides what leaves the networks behind this host's address,
-	// but for destinations in NonMasquerade. Random picks source ports at
-	// random.
+	Networks []Network // at most one per family
+	// Masquerade replaces the source address of packets that leave the networks by this
+	// host's address, except to destinations in NonMasquerade. Random chooses source
+	// ports at random.
 	Masquerade, Random bool
 	NonMasquerade      []netip.Prefix
-	// Forward accepts what is forwarded from and to the networks.
+	// Forward accepts forwarded packets from and to the networks.
 	Forward bool
-	// Guard drops what pods send to the tunnels of hosts: such packets would pass for
-	// those of the pod's host. Without Masquerade and Forward there are no rules at all.
+	// Guard drops packets that pods send to the tunnels of hosts, because the receiver
+	// would take them for packets of the pod's host. Guard has no effect without
+	// Masquerade or Forward.
 	Guard bool
-	// Former are networks of which no rule may be left.
+	// Former contains networks whose rules are removed.
 	Former []netip.Prefix
 }
 
-// Applier makes the kernel hold the rules of one flavour.
+// Applier makes the kernel's rules equal to a Policy, with one flavour of firewall.
 type Applier interface {
-	// Apply makes the kernel hold what p says: all of it, and of what names
-	// p's networks or former ones nothing else. It writes only what differs,
-	// and reports whether it wrote; with an error because ctx has ended,
-	// whether it may have.
+	// Apply makes the kernel contain all rules of p, and no other rule that contains one
+	// of p's present or former networks. It writes only differences and reports whether
+	// it wrote. If it fails because ctx has ended, changed reports whether it may have
+	// written.
 	Apply(ctx context.Context, p Policy) (changed bool, err error)
 }
 
-// Place is a chain of nftables by the name of its table and its own.
+// Place identifies a chain of nftables by the name of its table and its own name.
 type Place struct{ Table, Chain string }
 
-// Wanted reports whether there should be any rules.
+// Wanted reports whether the policy needs any rules.
 func (p Policy) Wanted() bool { return len(p.Networks) > 0 && (p.Masquerade || p.Forward) }
 
-// Cleanup is the policy under which nothing is left of p.
+// Cleanup returns the policy that removes all rules of p.
 func (p Policy) Cleanup() Policy {
 	c := Policy{Former: slices.Clone(p.Former)}
 	for _, n := range p.Networks {
@@ -131,21 +132,21 @@ func (p Policy) Cleanup() Policy {
 	return c
 }
 
-// Table holds the rules of one family.
+// Table contains the rules of one family.
 type Table struct {
 	Family prefix.Family
-	// Own are the networks whose rules are ours to judge.
+	// Own contains the networks whose rules belong to this daemon.
 	Own   []netip.Prefix
 	rules map[Chain][]Rule
 }
 
-// Concerns reports whether there is anything to see to.
+// Concerns reports whether there may be rules to write or to remove.
 func (t Table) Concerns() bool { return len(t.Own) > 0 }
 
-// Wanted reports whether there should be any rules.
+// Wanted reports whether the table contains any rules.
 func (t Table) Wanted() bool { return len(t.rules) > 0 }
 
-// Rules returns the rules of a chain when nobody else has any in it.
+// Rules returns the content of a chain that no other daemon uses.
 func (t Table) Rules(c Chain) []Rule {
 	if len(t.rules[c]) == 0 {
 		return nil
@@ -153,7 +154,7 @@ func (t Table) Rules(c Chain) []Rule {
 	return slices.Concat(common(c), t.rules[c])
 }
 
-// multicast is never masqueraded.
+// multicast returns the multicast addresses, which are never masqueraded.
 func multicast(f prefix.Family) netip.Prefix {
 	if f == prefix.IPv4 {
 		return netip.PrefixFrom(netip.AddrFrom4([4]byte{224}), 4)
@@ -188,9 +189,9 @@ func (p Policy) Table(f prefix.Family) Table {
 	return t
 }
 
-// postrouting keeps the address of pods that talk to pods, hides that of pods
-// that talk to others, and of others that talk to pods of other hosts: their
-// answers must come back through this host.
+// postrouting returns the rules that keep the source address of packets between pods and
+// masquerade two other kinds: packets from pods to other destinations, and packets from
+// other sources to pods of other hosts, whose answers must come back through this host.
 func (p Policy) postrouting(n Network) []Rule {
 	masquerade := Masquerade
 	if p.Random {
@@ -215,10 +216,11 @@ func (p Policy) postrouting(n Network) []Rule {
 	)
 }
 
-// guard drops tunnel packets from this host's pods to hosts. Pods may have tunnels between
-// each other, unless hosts cannot be told from them. Each host drops in addition what any pod
-// sends to its own addresses in its subnet. No rule drops what is from a host: that may
-// have an address in the network, but not in a subnet.
+// guard returns rules that drop tunnel packets from this host's pods to hosts. Pods may
+// have tunnels between each other, unless pods and hosts share addresses (HostsInside).
+// In addition each host drops tunnel packets from any pod to its own addresses in its
+// subnet. No rule drops packets of a host: a host may have an address in the network, but
+// not in a subnet.
 func (n Network) guard() []Rule {
 	rules := []Rule{{Src: In(n.Subnet), Dst: notIn(n.Network), Payload: n.Tunnel, Action: Drop}}
 	if n.HostsInside {
@@ -227,7 +229,7 @@ func (n Network) guard() []Rule {
 	return rules
 }
 
-// common are the rules at the head of a chain that are nobody's alone.
+// common returns the rules at the head of a chain, which all daemons share.
 func common(c Chain) []Rule {
 	if c == Postrouting {
 		return []Rule{{Marked: true, Action: Return}}

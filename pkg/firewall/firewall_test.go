@@ -13,7 +13,7 @@ import (
 	"flanneld/pkg/prefix"
 )
 
-// text writes a rule for people.
+// text returns a readable form of a rule.
 func text(r firewall.Rule) string {
 	var words []string
 	if r.Marked {
@@ -58,12 +58,12 @@ func TestRules(t *testing.T) {
 	}
 	none := firewall.Policy{Networks: plain.Networks}.Table(prefix.IPv4)
 	if rules := append(none.Rules(firewall.Postrouting), none.Rules(firewall.Forward)...); rules != nil || !none.Concerns() {
-		t.Errorf("with everything off: %v", rules)
+		t.Errorf("rules with everything disabled: %v, want none", rules)
 	}
 }
 
-// TestGuard: pods are kept from the tunnels of hosts, unless there is none, or no other rules
-// are wanted.
+// TestGuard checks that rules keep pods from the tunnels of hosts, unless there is no
+// tunnel or no other rules are wanted.
 func TestGuard(t *testing.T) {
 	guarded := firewalltest.Guarded()
 	guarded.Networks[1].Tunnel = firewall.Payload{Protocol: 41}
@@ -107,7 +107,7 @@ func TestGuard(t *testing.T) {
 	}
 }
 
-// TestArrange has chains in which several daemons and others have rules.
+// TestArrange arranges chains with rules of several daemons and of other programs.
 func TestArrange(t *testing.T) {
 	one := firewalltest.Policy().Table(prefix.IPv4)
 	p := firewalltest.Policy()
@@ -134,21 +134,21 @@ func TestArrange(t *testing.T) {
 		exact  bool
 		others int
 	}{
-		"exact":                  {chain(head, ours), true, 0},
-		"empty":                  {nil, false, 0},
-		"the other's first":      {chain(head, theirs, ours), true, len(theirs)},
-		"the other's last":       {chain(head, ours, theirs), true, len(theirs)},
-		"mixed":                  {chain(head, ours[:2], theirs, ours[2:]), true, len(theirs)},
-		"the other's alone":      {chain(head, theirs), false, len(theirs)},
-		"no mark":                {chain(ours, theirs), false, len(theirs)},
-		"mark behind":            {chain(theirs, head, ours), false, len(theirs)},
-		"mark twice":             {chain(head, head, ours), false, 0},
-		"one missing":            {chain(head, ours[1:], theirs), false, len(theirs)},
-		"duplicate":              {chain(head, ours, ours[:1]), false, 0},
-		"order":                  {chain(head, ours[1:], ours[:1]), false, 0},
-		"stranger":               {chain(head, ours, stranger), false, 0},
-		"not to be read":         {chain(head, ours, []*firewall.Rule{nil}), false, 0},
-		"rest of a broken other": {chain(head, ours, theirs[:2]), false, 0},
+		"exact":                {chain(head, ours), true, 0},
+		"empty":                {nil, false, 0},
+		"other daemon first":   {chain(head, theirs, ours), true, len(theirs)},
+		"other daemon last":    {chain(head, ours, theirs), true, len(theirs)},
+		"mixed":                {chain(head, ours[:2], theirs, ours[2:]), true, len(theirs)},
+		"only other daemon":    {chain(head, theirs), false, len(theirs)},
+		"no mark":              {chain(ours, theirs), false, len(theirs)},
+		"mark later":           {chain(theirs, head, ours), false, len(theirs)},
+		"mark twice":           {chain(head, head, ours), false, 0},
+		"one missing":          {chain(head, ours[1:], theirs), false, len(theirs)},
+		"duplicate":            {chain(head, ours, ours[:1]), false, 0},
+		"order":                {chain(head, ours[1:], ours[:1]), false, 0},
+		"foreign rule":         {chain(head, ours, stranger), false, 0},
+		"unreadable rule":      {chain(head, ours, []*firewall.Rule{nil}), false, 0},
+		"part of other daemon": {chain(head, ours, theirs[:2]), false, 0},
 	} {
 		a := one.Arrange(firewall.Postrouting, tt.have)
 		if a.Exact != tt.exact || len(a.Others) != tt.others {
@@ -156,7 +156,7 @@ func TestArrange(t *testing.T) {
 		}
 		for _, i := range a.Others {
 			if !strings.Contains(text(*tt.have[i]), "10.6.") {
-				t.Errorf("%s: %s is said to be another's", name, text(*tt.have[i]))
+				t.Errorf("%s: %s counts as another daemon's", name, text(*tt.have[i]))
 			}
 		}
 	}

@@ -44,35 +44,47 @@ func (f TLSFiles) clientConfig() (*tls.Config, error) {
 	return cfg, nil
 }
 
-// authority signs certificates and writes them to dir.
-type authority struct {
-	dir  string
-	cert *x509.Certificate
-	key  *ecdsa.PrivateKey
+// Authority signs certificates and writes them to a folder.
+type Authority struct {
+	dir, file string // file is the authority's own certificate
+	cert      *x509.Certificate
+	key       *ecdsa.PrivateKey
 }
+
+// NewAuthority creates an authority, with its certificate in the folder dir.
+func NewAuthority(dir string) (*Authority, error) {
+	if err := os.MkdirAll(dir, 0o755); err != nil {
+		return nil, err
+	}
+	a := &Authority{dir: dir}
+	var err error
+	a.file, _, err = a.Issue("ca", nil)
+	return a, err
+}
+
+// CA returns the file with the authority's own certificate.
+func (a *Authority) CA() string { return a.file }
 
 // writeTLSFiles creates a new authority, a certificate for the named server at addrs and,
 // if client is true, a certificate for clients.
 func writeTLSFiles(dir, server string, addrs []netip.Addr, client bool) (f TLSFiles, err error) {
-	if err := os.MkdirAll(dir, 0o755); err != nil {
+	ca, err := NewAuthority(dir)
+	if err != nil {
 		return f, err
 	}
-	ca := &authority{dir: dir}
-	if f.CA, _, err = ca.issue("ca", nil); err != nil {
-		return f, err
-	}
-	if f.serverCert, f.serverKey, err = ca.issue(server, addrs); err != nil {
+	f.CA = ca.CA()
+	if f.serverCert, f.serverKey, err = ca.Issue(server, addrs); err != nil {
 		return f, err
 	}
 	if client {
-		f.ClientCert, f.ClientKey, err = ca.issue("flannel", nil)
+		f.ClientCert, f.ClientKey, err = ca.Issue("flannel", nil)
 	}
 	return f, err
 }
 
-// issue writes a certificate and key for name. The first call creates the authority's own
-// certificate.
-func (a *authority) issue(name string, addrs []netip.Addr) (certFile, keyFile string, err error) {
+// Issue writes a certificate and its key, for servers at addrs and for clients, and replaces
+// those that it issued for the same name before.
+func (a *Authority) Issue(name string, addrs []netip.Addr) (certFile, keyFile string, err error) {
 	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
 	if err != nil {
 		return "", "", fmt.Errorf("make key for %s: %w", name, err)

@@ -13,6 +13,7 @@ import (
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
+	"flanneld/pkg/ping"
 	"flanneld/pkg/prefix"
 )
 
@@ -106,11 +107,35 @@ func (l *Lab) attach(ctx context.Context, host *Host) error {
 	if err != nil {
 		return err
 	}
-	return plugged(ctx, l.underlay, port.Name, bridgeName(host.segment), host.Namespace)
+	if err := plugged(ctx, l.underlay, port.Name, bridgeName(host.segment), host.Namespace); err != nil {
+		return err
+	}
+	return l.answered(ctx, host)
 }
 
-// carrierTimeout limits the wait for the carrier of a new link.
+// carrierTimeout limits the wait for the carrier of a new link, and for its addresses.
 const carrierTimeout = 10 * time.Second
+
+// answered waits until the host reaches itself and the router. The kernel makes the routes of
+// a new IPv6 address in the background.
+func (l *Lab) answered(ctx context.Context, host *Host) error {
+	ctx, cancel := context.WithTimeout(ctx, carrierTimeout)
+	defer cancel()
+	for _, f := range l.cfg.Families {
+		for _, dst := range []netip.Addr{host.Addr(f), segmentAddr(f, host.segment, router).Addr()} {
+			for {
+				_, err := host.Ping(ctx, dst, ping.Options{Timeout: carrierTimeout / 5})
+				if err == nil {
+					break
+				}
+				if ctx.Err() != nil {
+					return err
+				}
+			}
+		}
+	}
+	return nil
+}
 
 // plugged waits until packets pass from eth0 at the far end through port to bridge. If
 // many links are created and removed, the kernel takes a second to notice a new carrier

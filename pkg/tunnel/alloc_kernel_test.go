@@ -7,7 +7,7 @@ import (
 	"flanneld/pkg/prefix"
 )
 
-// TestKernelAllocations: carrying packets allocates nothing, however many.
+// TestKernelAllocations checks that moving packets allocates no memory.
 func TestKernelAllocations(t *testing.T) {
 	l := newBed(t, 2, prefix.IPv4)
 	e := newEnd(t, l, 1, mode{})

@@ -21,7 +21,7 @@ const (
 	devName  = "flannel0"
 )
 
-// mode is one way to do without some of the offloads.
+// mode disables some of the offloads.
 type mode struct {
 	name        string
 	plainDevice bool
@@ -37,19 +37,19 @@ func modes() []mode {
 	}
 }
 
-// end is one host with a tunnel.
+// end is a host with a tunnel.
 type end struct {
 	*lab.Host
 	*Tunnel
 	device  *Device
 	table   *Table
 	subnets []netip.Prefix
-	stop    func() error // closes the tunnel, once
+	stop    func() error // closes the tunnel once
 }
 
 var networks = []netip.Prefix{netip.MustParsePrefix("10.5.0.0/16"), netip.MustParsePrefix("fd00:10:5::/48")}
 
-// subnetOf is the subnet of host number i.
+// subnetOf returns the subnet of host number i.
 func subnetOf(i int, f prefix.Family) netip.Prefix {
 	if f == prefix.IPv6 {
 		return netip.MustParsePrefix(fmt.Sprintf("fd00:10:5:%d::/64", i))
@@ -57,7 +57,7 @@ func subnetOf(i int, f prefix.Family) netip.Prefix {
 	return netip.MustParsePrefix(fmt.Sprintf("10.5.%d.0/24", i))
 }
 
-// peerOf is how others know host number i.
+// peersOf returns host number i as a peer, once per family.
 func peersOf(h *lab.Host, i int, families []prefix.Family) []Peer {
 	var peers []Peer
 	for _, f := range families {
@@ -78,7 +78,7 @@ func newBed(t testing.TB, hosts int, families ...prefix.Family) *lab.Lab {
 	return l
 }
 
-// newEnd makes a tunnel on host number i that knows all others.
+// newEnd creates a tunnel on host number i that has all other hosts as peers.
 func newEnd(t testing.TB, l *lab.Lab, i int, m mode, change ...func(*Config)) *end {
 	t.Helper()
 	ctx := context.Background()
@@ -140,7 +140,7 @@ func mtuFor(families []prefix.Family) int {
 	return mtu
 }
 
-// configure gives the device what the backend gives it.
+// configure configures the device as the backend does.
 func (e *end) configure(t testing.TB, mtu int) {
 	t.Helper()
 	err := e.Netlink(context.Background(), func(h *netlink.Handle) error {

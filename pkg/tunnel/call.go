@@ -7,9 +7,10 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// No descriptor of a tunnel blocks, so its system calls are made without telling the
-// runtime, which would have another thread watch over each: that takes more CPU time
-// than to copy the packets. What follows from that for others is up to lane.
+// The descriptors of a tunnel do not block. So this file makes system calls without
+// telling the runtime, which would otherwise start another thread to watch over each
+// call. That takes more CPU time than copying the packets. lane handles the consequences
+// for other goroutines.
 
 // read reads from fd to b.
 func read(fd uintptr, b []byte) (int, error) {
@@ -20,13 +21,13 @@ func read(fd uintptr, b []byte) (int, error) {
 	return int(n), nil
 }
 
-// outlet makes calls of one kind that write to a descriptor, without allocating
-// anything. One goroutine at a time has it.
+// outlet makes system calls of one kind that write to a descriptor, without allocating
+// memory. Only one goroutine at a time may use it.
 type outlet struct {
 	conn    syscall.RawConn
 	call    func(fd uintptr) unix.Errno
 	attempt func(fd uintptr) bool
-	err     error // of the last call
+	err     error // error of the last call
 }
 
 func newOutlet(conn syscall.RawConn, call func(fd uintptr) unix.Errno) *outlet {
@@ -43,7 +44,7 @@ func (o *outlet) write() error {
 	return o.err
 }
 
-// try reports whether the call is done.
+// try makes the call and reports whether it is done.
 func (o *outlet) try(fd uintptr) bool {
 	errno := o.call(fd)
 	for errno == unix.EINTR {

@@ -10,8 +10,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// TestWriteWithoutRoom: what there is no room for waits until there is, in its order,
-// or until the device is closed.
+// TestWriteWithoutRoom checks that writes to a full device wait until there is room, keep
+// their order, and end when the device is closed.
 func TestWriteWithoutRoom(t *testing.T) {
 	device, there := pair(t)
 	const n = 5000
@@ -68,14 +68,15 @@ func TestWriteWithoutRoom(t *testing.T) {
 	select {
 	case err := <-full:
 		if err == nil {
-			t.Error("a write to a device that is closed succeeds")
+			t.Error("a write to a closed device succeeds")
 		}
 	case <-time.After(10 * time.Second):
-		t.Error("a write waits for a device that is closed")
+		t.Error("a write still waits for a closed device")
 	}
 }
 
-// TestWriteError: an error of the kernel is told, and the next write is not hurt by it.
+// TestWriteError checks that a write returns the kernel's error, and that the next write
+// succeeds.
 func TestWriteError(t *testing.T) {
 	device, there := pair(t)
 	w := newDeviceWriter(device)

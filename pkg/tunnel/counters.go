@@ -2,29 +2,28 @@ package tunnel
 
 import "sync/atomic"
 
-// Reason is why a packet was dropped.
+// Reason is the reason why a packet was dropped.
 type Reason uint8
 
-// The reasons. What comes from the device is outbound, what comes in datagrams
-// inbound.
+// The reasons. Packets from the device are outbound, packets in datagrams inbound.
 const (
-	NoRoute          Reason = iota // outbound: to no peer's subnet
-	TooBig                         // outbound: for the way to the peer, and not to be fragmented
-	SendFailed                     // outbound: the kernel did not take the datagram
-	HopsExceeded                   // either way: no hops left
-	OtherFamily                    // either way: the network does not have this address family
-	Malformed                      // either way: too short, or a header that contradicts itself
-	WrongChecksum                  // inbound: of the IPv4 header
-	UnknownPeer                    // inbound: the datagram comes from no peer's public address
-	WrongPort                      // inbound: the datagram comes from a peer's address, but not from the peers' port
-	WrongSource                    // either way: the source is not one that the sender may have
+	NoRoute          Reason = iota // outbound: the destination is in no peer's subnet
+	TooBig                         // outbound: larger than the path to the peer allows, and fragmentation is forbidden
+	SendFailed                     // outbound: the kernel did not accept the datagram
+	HopsExceeded                   // both directions: the hop limit is used up
+	OtherFamily                    // both directions: the network does not have this address family
+	Malformed                      // both directions: too short, or a header that contradicts itself
+	WrongChecksum                  // inbound: wrong checksum of the IPv4 header
+	UnknownPeer                    // inbound: the datagram's source is not the public address of a peer
+	WrongPort                      // inbound: the datagram's source is the address of a peer, but not the port of peers
+	WrongSource                    // both directions: the sender may not use the source address
 	WrongDestination               // inbound: the destination is a loopback, multicast, broadcast or unspecified address
-	DeviceFailed                   // inbound: the device did not take the packet
-	SocketFull                     // inbound: the socket had no room; what came in together counts once
+	DeviceFailed                   // inbound: the device did not accept the packet
+	SocketFull                     // inbound: the socket's buffer was full; datagrams that the kernel had combined count once
 	reasons
 )
 
-// String returns the reason as metrics have it.
+// String returns the name of the reason in metrics.
 func (r Reason) String() string {
 	names := [reasons]string{
 		"no_route", "too_big", "send_failed", "hops_exceeded", "other_family",
@@ -36,20 +35,20 @@ func (r Reason) String() string {
 	return "unknown"
 }
 
-// Counters count packets. They may be read at any time, and outlive the
-// tunnels that feed them.
+// Counters counts packets. It may be read at any time, and outlives the tunnels that use
+// it.
 type Counters struct {
 	sent, received atomic.Uint64
 	dropped        [reasons]atomic.Uint64
 }
 
-// Sent returns how many packets went out in datagrams.
+// Sent returns the number of packets that were sent in datagrams.
 func (c *Counters) Sent() uint64 { return c.sent.Load() }
 
-// Received returns how many packets from datagrams went into the device.
+// Received returns the number of packets that were written to the device.
 func (c *Counters) Received() uint64 { return c.received.Load() }
 
-// Dropped returns how many packets were dropped, for each reason there is.
+// Dropped returns the number of dropped packets for every reason.
 func (c *Counters) Dropped() map[string]uint64 {
 	all := make(map[string]uint64, reasons)
 	for r := range reasons {

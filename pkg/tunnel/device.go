@@ -14,18 +14,19 @@ import (
 	"flanneld/pkg/tunnel/packet"
 )
 
-// Device is an open TUN device: what the kernel routes to it is read from it.
-// Without Persist it vanishes when the last one who has it open closes it.
+// Device is an open TUN device. Reading it returns packets that the kernel routes to it.
+// Unless Persist was called, the kernel deletes the device when the last program closes
+// it.
 type Device struct {
 	file *os.File
-	raw  syscall.RawConn // of file
+	raw  syscall.RawConn // raw connection of file
 	name string
-	// tcp and udp say which super-packets the kernel exchanges through it.
+	// tcp and udp report which super-packets the kernel exchanges through the device.
 	tcp, udp bool
 }
 
-// OpenDevice makes a TUN device, or opens a persistent one that is there. It
-// must be called on a thread in the network namespace that is meant.
+// OpenDevice creates a TUN device, or opens an existing persistent one. It must be called
+// on a thread in the network namespace of the device.
 func OpenDevice(name string) (*Device, error) {
 	fd, err := unix.Open("/dev/net/tun", unix.O_RDWR|unix.O_CLOEXEC|unix.O_NONBLOCK, 0)
 	if err != nil {
@@ -33,7 +34,7 @@ func OpenDevice(name string) (*Device, error) {
 	}
 	flags := uint16(unix.IFF_TUN | unix.IFF_NO_PI | unix.IFF_VNET_HDR)
 	err = attach(fd, name, flags)
-	if errors.Is(err, unix.EINVAL) { // the number of queues is fixed when a device is made
+	if errors.Is(err, unix.EINVAL) { // the number of queues is fixed when a device is created
 		err = attach(fd, name, flags|unix.IFF_MULTI_QUEUE)
 	}
 	switch {
@@ -58,8 +59,8 @@ func attach(fd int, name string, flags uint16) error {
 	return unix.IoctlIfreq(fd, unix.TUNSETIFF, req)
 }
 
-// AdoptDevice returns the device of which fd is an open descriptor, as
-// OpenDevice had one, and owns fd from now on.
+// AdoptDevice returns the device whose open descriptor is fd, which another process has
+// opened with OpenDevice. The Device owns fd.
 func AdoptDevice(fd int) (*Device, error) {
 	if err := unix.SetNonblock(fd, true); err != nil {
 		return nil, oneline.Join(fmt.Errorf("adopt TUN device: %w", err), unix.Close(fd))
@@ -67,8 +68,8 @@ func AdoptDevice(fd int) (*Device, error) {
 	return newDevice(fd)
 }
 
-// newDevice wraps fd, which is attached to its device: there is no waiting for
-// one that was not at this moment.
+// newDevice wraps fd, which must be attached to its device already: otherwise the runtime
+// could not wait for the descriptor.
 func newDevice(fd int) (*Device, error) {
 	d := &Device{file: os.NewFile(uintptr(fd), "/dev/net/tun")}
 	var err error
@@ -89,7 +90,7 @@ func (d *Device) prepare(fd int) error {
 	d.name = req.Name()
 	flags := req.Uint16()
 	if flags&unix.IFF_TUN == 0 || flags&unix.IFF_NO_PI == 0 || flags&unix.IFF_VNET_HDR == 0 {
-		return errors.New("it was not opened by flanneld")
+		return errors.New("the device was not opened by flanneld")
 	}
 	if err := unix.IoctlSetPointerInt(fd, unix.TUNSETVNETHDRSZ, packet.OffloadLen); err != nil {
 		return fmt.Errorf("set header size: %w", err)
@@ -97,24 +98,24 @@ func (d *Device) prepare(fd int) error {
 	return d.setOffloads(fd)
 }
 
-// AcceptOwn has the kernel take IPv4 packets from the device that have a source of
-// this host: messages about what cannot be carried do. It must be called on a thread
-// in the device's network namespace.
+// AcceptOwn makes the kernel accept IPv4 packets from the device whose source is an
+// address of this host, such as ICMP errors. It must be called on a thread in the
+// device's network namespace.
 func (d *Device) AcceptOwn() error {
 	const sysctls = "/proc/sys/net/ipv4/conf"
 	err := os.WriteFile(filepath.Join(sysctls, d.name, "accept_local"), []byte("1"), 0)
 	if err == nil {
 		return nil
 	}
-	for _, scope := range []string{d.name, "all"} { // the kernel does if either says so
+	for _, scope := range []string{d.name, "all"} { // one of them is sufficient
 		if value, rerr := os.ReadFile(filepath.Join(sysctls, scope, "accept_local")); rerr == nil && string(value) == "1\n" {
 			return nil
 		}
 	}
-	return fmt.Errorf("have %s accept packets from addresses of this host: %w", d.name, err)
+	return fmt.Errorf("make %s accept packets from addresses of this host: %w", d.name, err)
 }
 
-// setOffloads asks for all that this kernel can leave to us.
+// setOffloads requests all offloads that this kernel supports.
 func (d *Device) setOffloads(fd int) error {
 	const (
 		checksum = unix.TUN_F_CSUM
@@ -131,8 +132,8 @@ func (d *Device) setOffloads(fd int) error {
 	return fmt.Errorf("set offloads: %w", err)
 }
 
-// WithoutOffloads makes the kernel exchange single, complete packets, as it
-// does where it has no offloads.
+// WithoutOffloads makes the kernel exchange single, complete packets, like a kernel
+// without offloads.
 func (d *Device) WithoutOffloads() error {
 	d.tcp, d.udp = false, false
 	return d.control(func(fd int) error { return unix.IoctlSetInt(fd, unix.TUNSETOFFLOAD, 0) })
@@ -141,10 +142,10 @@ func (d *Device) WithoutOffloads() error {
 // Name returns the device's name.
 func (d *Device) Name() string { return d.name }
 
-// File returns the open descriptor, which is the device's.
+// File returns the open descriptor. The Device owns it.
 func (d *Device) File() *os.File { return d.file }
 
-// Persist says whether the device stays when nobody has it open any more.
+// Persist sets whether the device remains when no program has it open.
 func (d *Device) Persist(on bool) error {
 	value := 0
 	if on {
@@ -157,8 +158,8 @@ func (d *Device) Persist(on bool) error {
 	return nil
 }
 
-// Alive reports whether the device is still there under its name: somebody may
-// have deleted it.
+// Alive reports whether the device still exists under its name. Another program may have
+// deleted it.
 func (d *Device) Alive() bool {
 	return d.control(func(fd int) error {
 		req, err := status(fd)
@@ -169,10 +170,10 @@ func (d *Device) Alive() bool {
 	}) == nil
 }
 
-// Close lets go of the device.
+// Close closes the device.
 func (d *Device) Close() error { return d.file.Close() }
 
-// status asks for name and flags of the device that is open as fd.
+// status returns name and flags of the device that is open as fd.
 func status(fd int) (*unix.Ifreq, error) {
 	req, err := unix.NewIfreq("")
 	if err != nil {
@@ -181,7 +182,7 @@ func status(fd int) (*unix.Ifreq, error) {
 	return req, unix.IoctlIfreq(fd, unix.TUNGETIFF, req)
 }
 
-// control runs f with the descriptor.
+// control calls f with the descriptor.
 func (d *Device) control(f func(fd int) error) error {
 	var err error
 	cerr := d.raw.Control(func(fd uintptr) { err = f(int(fd)) })

@@ -24,14 +24,14 @@ import (
 	"flanneld/pkg/tunnel/packet"
 )
 
-// plainPeer is a host that does what flannel's udp backend does: one bare
-// packet in each datagram, sent and received one by one.
+// plainPeer is a host that behaves like flannel's udp backend: it sends and receives
+// datagrams one by one, each with one packet.
 type plainPeer struct {
 	*net.UDPConn
 	to netip.AddrPort
 }
 
-// newPlainPeer makes one of host number i, which sends to host number to.
+// newPlainPeer creates one on host number i, which sends to host number to.
 func newPlainPeer(t *testing.T, l *lab.Lab, i, to int, f prefix.Family) *plainPeer {
 	t.Helper()
 	h := l.Host(i)
@@ -54,7 +54,7 @@ func (p *plainPeer) send(t *testing.T, b []byte) {
 	}
 }
 
-// receive returns the first packet that wanted likes.
+// receive returns the first packet for which wanted returns true.
 func (p *plainPeer) receive(t *testing.T, wanted func([]byte) bool) []byte {
 	t.Helper()
 	buf := make([]byte, 65535)
@@ -70,7 +70,7 @@ func (p *plainPeer) receive(t *testing.T, wanted func([]byte) bool) []byte {
 	}
 }
 
-// echo is an echo request from src to dst.
+// echo returns an echo request from src to dst.
 func echo(src, dst string, ttl byte) []byte {
 	from, to := netip.MustParseAddr(src), netip.MustParseAddr(dst)
 	if from.Is6() {
@@ -111,8 +111,8 @@ func internetChecksum(b []byte) uint16 {
 
 func isEchoReply(b []byte) bool { return len(b) == 28 && b[9] == 1 && b[20] == 0 }
 
-// TestKernelPlainPeer has a peer that knows no offloads exchange echoes with
-// every kind of end, and looks at each packet.
+// TestKernelPlainPeer lets a peer without offloads exchange echoes with ends in every
+// mode, and checks each packet.
 func TestKernelPlainPeer(t *testing.T) {
 	for _, m := range modes() {
 		t.Run(m.name, func(t *testing.T) {
@@ -128,8 +128,8 @@ func TestKernelPlainPeer(t *testing.T) {
 	}
 }
 
-// drops returns the counters that are not zero, but for what the kernel says of
-// itself on a new device.
+// drops returns the counters that are not zero, without packets that the kernel itself
+// sends on a new device.
 func drops(c *Counters) map[string]uint64 {
 	all := map[string]uint64{}
 	for reason, n := range c.Dropped() {
@@ -140,7 +140,7 @@ func drops(c *Counters) map[string]uint64 {
 	return all
 }
 
-// sources are where packets may be from that host 2 sends to host 1.
+// sources returns source addresses of packets that host 2 sends to host 1.
 func sources(f prefix.Family, host1 *lab.Host) map[string]string {
 	of := func(i int) string { return subnetOf(i, f).Addr().Next().String() }
 	foreign := "203.0.113.9"
@@ -148,7 +148,7 @@ func sources(f prefix.Family, host1 *lab.Host) map[string]string {
 		foreign = "2001:db8::9"
 	}
 	return map[string]string{
-		"own": of(2), "foreign": foreign, "other peer's": of(3), "nobody's": of(77), "this host's": of(1),
+		"own": of(2), "foreign": foreign, "other peer's": of(3), "no peer's": of(77), "this host's": of(1),
 		"this host's public": host1.Addr(f).String(),
 	}
 }
@@ -158,7 +158,7 @@ type damage struct {
 	want Reason
 }
 
-// damaged is a sound packet made unsound in every way, and what is said of that.
+// damaged returns variants of a valid packet with every defect, and the expected reason.
 func damaged(good []byte) map[string]damage {
 	change := func(at int, to ...byte) []byte {
 		b := bytes.Clone(good)
@@ -177,13 +177,12 @@ func damaged(good []byte) map[string]damage {
 	return all
 }
 
-// TestKernelSourceCheck sends one packet of each kind and looks at what becomes
-// of it.
+// TestKernelSourceCheck sends one packet of each kind and checks whether it is dropped.
 func TestKernelSourceCheck(t *testing.T) {
 	for check, want := range map[SourceCheck]map[string]Reason{
-		CheckNetwork: {"own": 0, "foreign": 0, "other peer's": WrongSource, "nobody's": WrongSource, "this host's": WrongSource, "this host's public": WrongSource},
-		CheckStrict:  {"own": 0, "foreign": WrongSource, "other peer's": WrongSource, "nobody's": WrongSource, "this host's": WrongSource, "this host's public": WrongSource},
-		CheckOff:     {"own": 0, "foreign": 0, "other peer's": 0, "nobody's": 0},
+		CheckNetwork: {"own": 0, "foreign": 0, "other peer's": WrongSource, "no peer's": WrongSource, "this host's": WrongSource, "this host's public": WrongSource},
+		CheckStrict:  {"own": 0, "foreign": WrongSource, "other peer's": WrongSource, "no peer's": WrongSource, "this host's": WrongSource, "this host's public": WrongSource},
+		CheckOff:     {"own": 0, "foreign": 0, "other peer's": 0, "no peer's": 0},
 		"":           {"own": 0, "foreign": 0, "other peer's": WrongSource, "this host's public": WrongSource},
 	} {
 		for _, f := range []prefix.Family{prefix.IPv4, prefix.IPv6} {
@@ -215,16 +214,16 @@ func sourceCheck(t *testing.T, check SourceCheck, f prefix.Family, want map[stri
 		send(p, d.b, d.want)
 	}
 	send(p, echo(from["own"], dst, 1), HopsExceeded)
-	p.send(t, map[prefix.Family][]byte{ // sound, but of the other family
+	p.send(t, map[prefix.Family][]byte{ // valid packets of the other family
 		prefix.IPv4: echo("fd00:10:5:2::7", "fd00:10:5:1::", 9), prefix.IPv6: echo("10.5.2.7", "10.5.1.0", 9),
 	}[f])
 	theirs := echo(from["other peer's"], dst, 9)
 	send(other, theirs, 0)
-	send(p, theirs, want["other peer's"]) // right behind, from whom it may not come
-	send(other, theirs, 0)                // is the last before it is no peer any more
+	send(p, theirs, want["other peer's"]) // directly after it, from a peer that may not send it
+	send(other, theirs, 0)                // the last packet before the peer is removed
 	eventually(t, "packets of two peers", func() error {
 		if n := e.Counters.Received(); n != received {
-			return fmt.Errorf("%d packets came in, want %d", n, received)
+			return fmt.Errorf("%d packets received, want %d", n, received)
 		}
 		return nil
 	})
@@ -236,18 +235,18 @@ func sourceCheck(t *testing.T, check SourceCheck, f prefix.Family, want map[stri
 	}
 	eventually(t, "counters", func() error {
 		have := drops(e.Counters)
-		delete(have, NoRoute.String()) // replies to whom there is no way
+		delete(have, NoRoute.String()) // replies to addresses without a peer
 		if diff := cmp.Diff(expected, have); diff != "" {
 			return errors.New(diff)
 		}
 		if n := e.Counters.Received(); n != received {
-			return fmt.Errorf("%d packets came in, want %d", n, received)
+			return fmt.Errorf("%d packets received, want %d", n, received)
 		}
 		return nil
 	})
 }
 
-// datagram is an IP packet with a UDP datagram in it.
+// datagram returns an IP packet that contains a UDP datagram.
 func datagram(src, dst string, port uint16, payload string) []byte {
 	if len(payload)%2 != 0 {
 		payload += " "
@@ -273,9 +272,9 @@ func datagram(src, dst string, port uint16, payload string) []byte {
 	return append(ip, udp...)
 }
 
-// TestKernelLoopbackServices: a peer does not reach services that listen on a loopback
-// address, even if the host routes such addresses as kube-proxy asks it to, and does not
-// broadcast on the host.
+// TestKernelLoopbackServices checks that a peer can neither reach services on a loopback
+// address nor broadcast on the host, even if the host routes loopback addresses as
+// kube-proxy configures it.
 func TestKernelLoopbackServices(t *testing.T) {
 	for _, f := range []prefix.Family{prefix.IPv4, prefix.IPv6} {
 		for _, check := range []SourceCheck{CheckNetwork, CheckStrict, CheckOff} {
@@ -305,7 +304,7 @@ func loopbackServices(t *testing.T, f prefix.Family, check SourceCheck) {
 		from, to, none = "fd00:10:5:2::7", "fd00:10:5:1::", []string{"::1", "ff02::1", "::"}
 	}
 	p := newPlainPeer(t, l, 2, 1, f)
-	eventually(t, "packets of the peer", func() error { // an address may be a moment late
+	eventually(t, "packets of the peer", func() error { // an address may not be ready yet
 		p.send(t, datagram(from, to, service, "ready"))
 		_ = in.SetReadDeadline(time.Now().Add(50 * time.Millisecond))
 		_, err := in.Read(make([]byte, 100))
@@ -335,12 +334,12 @@ func loopbackServices(t *testing.T, f prefix.Family, check SourceCheck) {
 			}
 			return
 		default:
-			t.Errorf("the service gets what was sent %s", got)
+			t.Errorf("the service received a packet that was sent %s", got)
 		}
 	}
 }
 
-// listenICMP returns a socket that hears ICMP messages on the host.
+// listenICMP returns a socket that receives ICMP messages on the host.
 func listenICMP(t *testing.T, h *lab.Host) net.PacketConn {
 	t.Helper()
 	var conn net.PacketConn
@@ -356,7 +355,7 @@ func listenICMP(t *testing.T, h *lab.Host) net.PacketConn {
 	return conn
 }
 
-// sendUDP sends a datagram from the host, with the given TTL and size.
+// sendUDP sends a datagram from the host with the given TTL and size.
 func sendUDP(t *testing.T, h *lab.Host, dst string, ttl, size, discover int) {
 	t.Helper()
 	err := h.Do(context.Background(), func() error {
@@ -377,7 +376,8 @@ func sendUDP(t *testing.T, h *lab.Host, dst string, ttl, size, discover int) {
 	}
 }
 
-// TestKernelComplaints: who sends what cannot be carried is told.
+// TestKernelComplaints checks that senders get ICMP errors about packets that cannot be
+// sent.
 func TestKernelComplaints(t *testing.T) {
 	for name, tc := range map[string]struct {
 		dst       string
@@ -408,9 +408,9 @@ func TestKernelComplaints(t *testing.T) {
 	}
 }
 
-// TestKernelPathMTU has a narrow way to the peer: who sends big packets that must
-// not be fragmented is told how big they may be, others arrive in fragments, and
-// streams go on.
+// TestKernelPathMTU tests a path to the peer with a small MTU. The sender of a large
+// packet that must not be fragmented gets the MTU in an ICMP error. Other packets arrive
+// in fragments, and streams continue.
 func TestKernelPathMTU(t *testing.T) {
 	for _, m := range modes() {
 		t.Run(m.name, func(t *testing.T) {
@@ -433,9 +433,9 @@ func TestKernelPathMTU(t *testing.T) {
 	}
 }
 
-// TestKernelPathMTUIPv6 has a narrow way to the peer: who sends big packets, whole
-// or as fragments, is told how big they may be. So it is where the way is as narrow as
-// IPv6 has them, and a datagram with what every link carries does not fit.
+// TestKernelPathMTUIPv6 tests a path with a small MTU. The sender of large packets or
+// fragments gets the MTU in an ICMP error. This includes a path with the minimum MTU of
+// IPv6, on which a datagram with a packet of that size does not fit.
 func TestKernelPathMTUIPv6(t *testing.T) {
 	for _, m := range modes() {
 		for _, mtu := range []int{1400, 1280} {
@@ -462,7 +462,7 @@ func TestKernelPathMTUIPv6(t *testing.T) {
 	}
 }
 
-// narrow gives the host a route to another with an MTU of its own.
+// narrow adds a route with its own MTU from one host to another.
 func narrow(t *testing.T, from, to *lab.Host, f prefix.Family, mtu int) {
 	t.Helper()
 	err := from.Netlink(context.Background(), func(h *netlink.Handle) error {
@@ -477,9 +477,9 @@ func narrow(t *testing.T, from, to *lab.Host, f prefix.Family, mtu int) {
 	}
 }
 
-// TestKernelPathMTUBySource has a narrow way to the peer that only datagrams take:
-// the host routes by source address, and they leave from its second one, or by their
-// port.
+// TestKernelPathMTUBySource tests a path with a small MTU that only the tunnel's
+// datagrams take: the host routes by source address or by port, and the tunnel uses the
+// second address.
 func TestKernelPathMTUBySource(t *testing.T) {
 	for version, second := range map[string]string{"-4": "192.168.77.201", "-6": "fd00:77::201"} {
 		public := netip.MustParseAddr(second)
@@ -489,7 +489,7 @@ func TestKernelPathMTUBySource(t *testing.T) {
 				l := newBed(t, 2, f)
 				h, far := l.Host(1), l.Host(2).Addr(f)
 				for _, command := range []string{
-					"addr add " + prefix.Host(public).String() + " dev eth0 nodad preferred_lft 0", // by itself the host takes the first
+					"addr add " + prefix.Host(public).String() + " dev eth0 nodad preferred_lft 0", // by default the host uses the first one
 					"rule add " + rule + " lookup 100",
 					"route add " + far.String() + " dev eth0 mtu 1400 table 100",
 				} {
@@ -509,8 +509,8 @@ func TestKernelPathMTUBySource(t *testing.T) {
 	}
 }
 
-// fragmented sends a packet with the device's MTU that may be fragmented, and waits
-// until that many packets have arrived.
+// fragmented sends a packet of the device's MTU that may be fragmented, and waits until
+// want packets have arrived.
 func fragmented(t *testing.T, a, b *end, want uint64) {
 	t.Helper()
 	before := b.Counters.Received()
@@ -523,7 +523,8 @@ func fragmented(t *testing.T, a, b *end, want uint64) {
 	})
 }
 
-// TestKernelDeviceDeleted: a tunnel whose device is deleted ends, and says why.
+// TestKernelDeviceDeleted checks that a tunnel ends with an error when its device is
+// deleted.
 func TestKernelDeviceDeleted(t *testing.T) {
 	l := newBed(t, 1, prefix.IPv4)
 	e := newEnd(t, l, 1, mode{})
@@ -540,15 +541,15 @@ func TestKernelDeviceDeleted(t *testing.T) {
 	select {
 	case <-e.Done():
 	case <-time.After(patience):
-		t.Fatal("the tunnel goes on")
+		t.Fatal("the tunnel has not ended")
 	}
 	if e.Err() == nil || e.device.Alive() {
 		t.Errorf("error %v, alive: %v", e.Err(), e.device.Alive())
 	}
 }
 
-// TestKernelPersistence: a device outlives its process if it is to, and is
-// adopted however many queues it was made for; otherwise it does not.
+// TestKernelPersistence checks that only a persistent device outlives its process, and
+// that the next process can open it with any number of queues.
 func TestKernelPersistence(t *testing.T) {
 	l := newBed(t, 1, prefix.IPv4)
 	h := l.Host(1)
@@ -583,19 +584,19 @@ func TestKernelPersistence(t *testing.T) {
 	}
 	index := indexOf()
 	if err := h.Do(t.Context(), func() error { _, err := OpenDevice(devName); return err }); !errors.Is(err, unix.EBUSY) {
-		t.Errorf("a device that is in use was opened again: %v", err)
+		t.Errorf("a device in use was opened again: %v", err)
 	}
 	d.Close()
 	d = open()
 	if indexOf() != index {
-		t.Error("it is another device")
+		t.Error("the device is another one")
 	}
 	if err := d.Persist(false); err != nil {
 		t.Fatal(err)
 	}
 	d.Close()
 	if indexOf() != 0 {
-		t.Error("the device is still there")
+		t.Error("the device still exists")
 	}
 	if out, err := h.Exec(t.Context(), "ip", "tuntap", "add", devName, "mode", "tun", "multi_queue"); err != nil {
 		t.Fatalf("%v: %s", err, out)
@@ -608,7 +609,8 @@ func TestKernelPersistence(t *testing.T) {
 	}
 }
 
-// TestKernelOtherDevice: a device of that name which is none of ours is left alone.
+// TestKernelOtherDevice checks that OpenDevice does not touch a device with the same name
+// that is not a TUN device.
 func TestKernelOtherDevice(t *testing.T) {
 	l := newBed(t, 1, prefix.IPv4)
 	h := l.Host(1)
@@ -616,11 +618,12 @@ func TestKernelOtherDevice(t *testing.T) {
 		t.Fatalf("%v: %s", err, out)
 	}
 	if err := h.Do(t.Context(), func() error { _, err := OpenDevice(devName); return err }); err == nil {
-		t.Error("it was opened")
+		t.Error("a bridge was opened as a TUN device")
 	}
 }
 
-// TestKernelCloseUnderLoad: what keeps coming does not keep a tunnel open.
+// TestKernelCloseUnderLoad checks that Close ends a tunnel although packets keep
+// arriving.
 func TestKernelCloseUnderLoad(t *testing.T) {
 	l := newBed(t, 2, prefix.IPv4)
 	e := newEnd(t, l, 1, mode{})
@@ -637,7 +640,7 @@ func TestKernelCloseUnderLoad(t *testing.T) {
 				select {
 				case <-stop:
 					return
-				default: // a host that listens no more says so
+				default: // the host returns an error when it no longer listens
 					_, _, _ = p.WriteMsgUDPAddrPort(load, gathered, p.to)
 				}
 			}
@@ -647,7 +650,7 @@ func TestKernelCloseUnderLoad(t *testing.T) {
 	defer close(stop)
 	eventually(t, "load", func() error {
 		if got := e.Counters.Received(); got < 100*many {
-			return fmt.Errorf("%d packets came in", got)
+			return fmt.Errorf("%d packets received", got)
 		}
 		return nil
 	})

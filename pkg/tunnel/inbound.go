@@ -9,30 +9,30 @@ import (
 	"flanneld/pkg/tunnel/packet"
 )
 
-// inbound takes packets from the datagrams of one socket to the device. One
-// goroutine at a time has it.
+// inbound moves packets from the datagrams of one socket to the device. Only one
+// goroutine at a time may use it.
 type inbound struct {
 	*Tunnel
 	socket *socket
-	// buf has room for an offload header and then what was received: something to
-	// be added to, and what may be added.
+	// buf contains an offload header, the packets that the merger has gathered, and the
+	// datagrams of the last receive.
 	buf      []byte
 	receiver *receiver
 	device   *deviceWriter
 	merger   packet.Merger
-	merged   bool // the merger has something
-	failures int  // of receives, in a row
+	merged   bool // the merger contains packets
+	failures int  // number of receives that failed in a row
 
-	anybody bool // may send anything
-	foreign bool // sources are taken
+	anybody bool // any sender may send any packet
+	foreign bool // sources outside of the networks are allowed
 
-	// The last sender and source: most packets have the same as the one before.
+	// The last sender and source, because most packets have the same as the one before.
 	routes  *routes
 	from    netip.AddrPort
-	refused bool       // nothing is taken from there
-	reason  Reason     // why
-	src     netip.Addr // invalid if no packet from there was looked at
-	allowed bool       // src may come from there
+	refused bool       // packets from this sender are dropped
+	reason  Reason     // why packets are dropped
+	src     netip.Addr // invalid if no packet of this sender was checked
+	allowed bool       // the sender may use src
 }
 
 func newInbound(t *Tunnel, s *socket) *inbound {
@@ -43,7 +43,8 @@ func newInbound(t *Tunnel, s *socket) *inbound {
 	}
 }
 
-// enough is how many receives may fail in a row before the socket is given up.
+// enough is the number of receives that may fail in a row before the tunnel gives up the
+// socket.
 const enough = 100
 
 // read implements carrier.
@@ -59,17 +60,18 @@ func (i *inbound) read(fd uintptr) error {
 		i.take(at, n, size, from)
 	case errors.Is(err, unix.EAGAIN), errors.Is(err, unix.EINTR), i.failures == enough:
 		return err
-	default: // what an earlier datagram brought about, most likely
+	default: // an earlier datagram has probably caused the error
 		i.failures++
 	}
 	return nil
 }
 
-// ready implements carrier: the device never makes anybody wait.
+// ready implements carrier. Writing to the device never waits.
 func (*inbound) ready() bool { return true }
 
-// next returns where in buf to receive: behind what the merger has if more may
-// be added to that, as the rest of a super-packet that its sender had to cut.
+// next returns the offset in buf for the next receive. It is behind the gathered packets
+// if more can be added to them, because the next datagrams may continue a super-packet
+// that the sender had to split.
 func (i *inbound) next() int {
 	if i.merged {
 		if end, grows := i.merger.End(); grows && end+maxPacket <= len(i.buf) {
@@ -80,11 +82,11 @@ func (i *inbound) next() int {
 	return packet.OffloadLen
 }
 
-// take handles what one receive has brought to buf: n bytes from at on, cut into
-// datagrams of size bytes, or one datagram if that is 0.
+// take handles the result of one receive: n bytes of buf from at on, which contain
+// datagrams of size bytes, or one datagram if size is 0.
 func (i *inbound) take(at, n, size int, from netip.AddrPort) {
 	if now := i.Table.now.Load(); now != i.routes || from != i.from {
-		i.flush() // what was gathered is of one sender: whatever carries it on may come
+		i.flush() // the merger contains packets of one sender only, so that it need not check packets that continue a stream
 		i.routes, i.from, i.src = now, from, netip.Addr{}
 		i.reason, i.refused = i.refuses(from)
 	}
@@ -96,13 +98,13 @@ func (i *inbound) take(at, n, size int, from netip.AddrPort) {
 		taken = i.datagram(at, at+size) || taken
 	}
 	if taken = i.datagram(at, end) || taken; !taken {
-		i.flush() // what is dropped holds up nothing
+		i.flush() // a dropped packet must not delay the gathered ones
 	}
 }
 
-// refuses reports whether datagrams from there are dropped, and why. Peers send from the
-// port that they listen on. A pod on a peer's host that sends from another port shares only
-// the address, by masquerading.
+// refuses reports whether to drop datagrams from an address, and the reason. Peers send
+// from the port that they listen on. A pod on a peer's host has the same address because
+// of masquerading, but another port.
 func (i *inbound) refuses(from netip.AddrPort) (Reason, bool) {
 	if i.anybody {
 		return 0, false
@@ -113,8 +115,8 @@ func (i *inbound) refuses(from netip.AddrPort) (Reason, bool) {
 	return WrongPort, from.Port() != i.socket.local.Port()
 }
 
-// datagram handles one datagram, which lies in buf from at to end. It reports whether
-// that goes to the device.
+// datagram handles one datagram, which is in buf from at to end. It reports whether the
+// packet goes to the device.
 func (i *inbound) datagram(at, end int) bool {
 	if i.refused {
 		i.Counters.drop(i.reason)
@@ -151,7 +153,7 @@ func (i *inbound) datagram(at, end int) bool {
 	return true
 }
 
-// mayCome reports whether a packet from src may be in a datagram from the present sender.
+// mayCome reports whether the present sender may send packets with the source src.
 func (i *inbound) mayCome(src netip.Addr) bool {
 	if src != i.src {
 		i.src, i.allowed = src, packet.Forwardable(src) && (i.anybody || i.belongs(src))
@@ -159,8 +161,9 @@ func (i *inbound) mayCome(src netip.Addr) bool {
 	return i.allowed
 }
 
-// belongs reports whether the present sender may send packets from src. It may not use the
-// address that datagrams arrive at: the device accepts packets from this host's own addresses.
+// belongs reports whether src belongs to the present sender. The address on which this
+// host receives datagrams does not: the device accepts packets with this host's own
+// addresses, so a peer could use it to impersonate the host.
 func (i *inbound) belongs(src netip.Addr) bool {
 	public, found := i.routes.subnets.Lookup(src)
 	if found {
@@ -169,7 +172,7 @@ func (i *inbound) belongs(src netip.Addr) bool {
 	return i.foreign && src != i.socket.local.Addr() && !i.inNetworks(src)
 }
 
-// flush implements carrier: it hands what was gathered to the device.
+// flush implements carrier. It writes the gathered packets to the device.
 func (i *inbound) flush() {
 	if !i.merged {
 		return

@@ -18,13 +18,13 @@ import (
 
 const tcpHeaders = 20 + 20
 
-// tcpFrame is what a device makes of data from port on of a stream over TCP, for
-// packets of size bytes of it each: one super-packet, and its header.
+// tcpFrame returns a super-packet with its header, as a device returns it for data of a
+// TCP stream from port on, to be split into packets with size bytes of data each.
 func tcpFrame(port uint16, sequence uint32, flags byte, data []byte, size int) []byte {
 	return tcpFrameOf("10.5.2.7", "10.5.1.7", port, sequence, flags, data, size)
 }
 
-// tcpFrameOf is a tcpFrame of a stream between two addresses.
+// tcpFrameOf is tcpFrame for a stream between two addresses.
 func tcpFrameOf(from, to string, port uint16, sequence uint32, flags byte, data []byte, size int) []byte {
 	addresses := append(netip.MustParseAddr(from).AsSlice(), netip.MustParseAddr(to).AsSlice()...)
 	const needsChecksum, gsoTCP4, gsoTCP6 = 1, 1, 4
@@ -55,7 +55,7 @@ func tcpFrameOf(from, to string, port uint16, sequence uint32, flags byte, data 
 	return b
 }
 
-// packetsOf returns the packets for which a frame of the device stands.
+// packetsOf returns the packets of a frame of the device.
 func packetsOf(t *testing.T, frame []byte) [][]byte {
 	t.Helper()
 	b := frame[packet.OffloadLen:]
@@ -77,14 +77,14 @@ func packetsOf(t *testing.T, frame []byte) [][]byte {
 	return all
 }
 
-// TestGathering: what comes in several receives, because no more fits into one,
-// reaches the device together if it is one stream, and unchanged in any case.
+// TestGathering checks that packets of one stream that arrive in several receives are
+// written to the device together, and that all packets arrive unchanged.
 func TestGathering(t *testing.T) {
 	const (
 		size          = 1420
 		ack, psh, fin = 0x10, 0x18, 0x11
 	)
-	data := bytes.Repeat([]byte("what a stream carries "), 3000)
+	data := bytes.Repeat([]byte("the bytes of a stream "), 3000)
 	whole := packetsOf(t, tcpFrame(1, 0, ack, data[:45*size], size))
 	next := packetsOf(t, tcpFrame(1, 45*size, ack, data[:45*size], size))
 	ended := packetsOf(t, tcpFrame(1, 0, psh, data[:30*size], size))
@@ -95,7 +95,7 @@ func TestGathering(t *testing.T) {
 	beyond := packetsOf(t, tcpFrame(1, size, ack, data[:10*size], size))
 	for name, tc := range map[string]struct {
 		receives [][][]byte
-		frames   []int // packets in each
+		frames   []int // number of packets in each
 	}{
 		"one receive":             {[][][]byte{whole[:44]}, []int{44}},
 		"a packet behind":         {[][][]byte{whole[:44], whole[44:]}, []int{45}},
@@ -114,7 +114,7 @@ func TestGathering(t *testing.T) {
 	}
 }
 
-// pair returns what is in place of a device, and its other end, which never waits.
+// pair returns a substitute for a device and its other end. Neither blocks.
 func pair(t *testing.T) (device *Device, there int) {
 	t.Helper()
 	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_SEQPACKET|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK, 0)
@@ -130,13 +130,13 @@ func pair(t *testing.T) (device *Device, there int) {
 }
 
 var (
-	// streamer is the peer that has what tcpFrame is from.
+	// streamer is the peer that sends the packets of tcpFrame.
 	streamer  = Peer{Subnet: netip.MustParsePrefix("10.5.2.0/24"), Public: netip.MustParseAddr("192.0.2.2")}
 	otherPeer = Peer{Subnet: netip.MustParsePrefix("10.5.3.0/24"), Public: netip.MustParseAddr("192.0.2.3")}
 )
 
-// newGatherer returns an inbound that knows streamer and otherPeer, and where it
-// writes to.
+// newGatherer returns an inbound with the peers streamer and otherPeer, and the end that
+// it writes to.
 func newGatherer(t *testing.T) (i *inbound, there int) {
 	here, there := pair(t)
 	table := NewTable()
@@ -147,7 +147,8 @@ func newGatherer(t *testing.T) (i *inbound, there int) {
 	), there
 }
 
-// receive hands datagrams from a host's port to i, nothing at all as well, which is no packet.
+// receive passes datagrams from the port of a host to i. An empty datagram contains no
+// packet.
 func receive(i *inbound, from netip.Addr, datagrams [][]byte) {
 	receiveFrom(i, netip.AddrPortFrom(from, port), datagrams)
 }
@@ -161,7 +162,8 @@ func receiveFrom(i *inbound, from netip.AddrPort, datagrams [][]byte) {
 	i.take(at, n, size, from)
 }
 
-// expectFrame reads a frame that has the packets want, each with a hop less.
+// expectFrame reads a frame and fails the test unless it contains the packets in want,
+// each with its hop limit decremented.
 func expectFrame(t *testing.T, there int, want [][]byte) {
 	t.Helper()
 	frame := make([]byte, packet.OffloadLen+maxPacket)
@@ -182,7 +184,7 @@ func expectFrame(t *testing.T, there int, want [][]byte) {
 	}
 }
 
-// TestGatheringOfTwoPeers: what the other sends begins anew, in the room behind.
+// TestGatheringOfTwoPeers checks that packets of another peer start a new super-packet.
 func TestGatheringOfTwoPeers(t *testing.T) {
 	const size, ack = 1000, 0x10
 	data := bytes.Repeat([]byte("0123456789"), 2000)
@@ -199,7 +201,7 @@ func TestGatheringOfTwoPeers(t *testing.T) {
 	}
 }
 
-// TestGatheringIPv6: a hop is taken off all that was gathered.
+// TestGatheringIPv6 checks that the hop limit of all gathered packets is decremented.
 func TestGatheringIPv6(t *testing.T) {
 	const size, ack = 1000, 0x10
 	packets := packetsOf(t, tcpFrameOf("fd00:10:5:2::7", "fd00:10:5:1::7", 1, 0, ack, bytes.Repeat([]byte("0123456789"), 2000), size))
@@ -212,8 +214,8 @@ func TestGatheringIPv6(t *testing.T) {
 	expectFrame(t, there, packets)
 }
 
-// TestGatheringLastHop: a packet that carries on a stream but has come to its last hop is
-// dropped, and what was gathered is not.
+// TestGatheringLastHop checks that a packet that continues a stream is dropped if its hop
+// limit is used up, and that the gathered packets are not.
 func TestGatheringLastHop(t *testing.T) {
 	const size, ack = 1000, 0x10
 	packets := packetsOf(t, tcpFrame(1, 0, ack, bytes.Repeat([]byte("0123456789"), 2000), size))
@@ -230,21 +232,21 @@ func TestGatheringLastHop(t *testing.T) {
 	}
 }
 
-// TestGatheringChecks: what carries on a stream is looked at again when another sends it,
-// or when the peers are others.
+// TestGatheringChecks checks that a packet that continues a stream is checked again if
+// another host sends it or the peers have changed.
 func TestGatheringChecks(t *testing.T) {
 	const size = 1000
 	packets := packetsOf(t, tcpFrame(1, 0, 0x10, make([]byte, 20*size), size))
 	for name, tc := range map[string]struct {
 		from   string
-		port   uint16 // 0: the peers'
-		peers  []Peer // afterwards; nil: the same
+		port   uint16 // 0 means the peers' port
+		peers  []Peer // peers after the change; nil if they stay the same
 		reason Reason
 	}{
 		"another peer":   {from: "192.0.2.3", reason: WrongSource},
 		"another port":   {from: "192.0.2.2", port: port + 1, reason: WrongPort},
-		"nobody's":       {from: "192.0.2.4", reason: UnknownPeer},
-		"peer gone":      {from: "192.0.2.2", peers: []Peer{{Subnet: streamer.Subnet, Public: netip.MustParseAddr("192.0.2.9")}}, reason: UnknownPeer},
+		"no peer":        {from: "192.0.2.4", reason: UnknownPeer},
+		"peer removed":   {from: "192.0.2.2", peers: []Peer{{Subnet: streamer.Subnet, Public: netip.MustParseAddr("192.0.2.9")}}, reason: UnknownPeer},
 		"subnet changed": {from: "192.0.2.2", peers: []Peer{{Subnet: netip.MustParsePrefix("10.5.7.0/24"), Public: streamer.Public}}, reason: WrongSource},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -265,8 +267,8 @@ func TestGatheringChecks(t *testing.T) {
 	}
 }
 
-// TestSenders: strangers and other ports of a peer's address are refused, unless nothing is
-// checked.
+// TestSenders checks that datagrams of unknown hosts and from other ports of a peer are
+// dropped, unless the check is off.
 func TestSenders(t *testing.T) {
 	packets := packetsOf(t, tcpFrame(1, 0, 0x10, make([]byte, 100), 100))
 	for _, check := range []SourceCheck{CheckNetwork, CheckStrict, CheckOff} {
@@ -285,8 +287,8 @@ func TestSenders(t *testing.T) {
 	}
 }
 
-// TestAddressesOfNoHost: packets with addresses that no single host on the network has are
-// dropped, whatever is checked.
+// TestAddressesOfNoHost checks that packets with addresses that no host can have are
+// dropped with every source check.
 func TestAddressesOfNoHost(t *testing.T) {
 	type family struct {
 		from, to string
@@ -323,8 +325,8 @@ func TestAddressesOfNoHost(t *testing.T) {
 	}
 }
 
-// expectDropped fails the test unless the one packet that i was given was dropped for that
-// reason, or not at all if that is empty.
+// expectDropped fails the test unless the only packet was dropped for that reason. An
+// empty reason means that it must not be dropped.
 func expectDropped(t *testing.T, i *inbound, what, reason string) {
 	t.Helper()
 	want := map[string]uint64{reason: 1}
@@ -353,6 +355,6 @@ func gather(t *testing.T, receives [][][]byte, frames []int) {
 		sent = sent[count:]
 	}
 	if n, err := unix.Read(there, make([]byte, 1)); err == nil || len(sent) > 0 {
-		t.Errorf("%d packets got lost, and %d bytes are too much", len(sent), max(n, 0))
+		t.Errorf("%d packets were lost, and %d bytes too many arrived", len(sent), max(n, 0))
 	}
 }

@@ -11,43 +11,44 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// burst is how many reads a lane makes before it gives way.
+// burst is the number of reads that a lane makes before it gives way.
 const burst = 64
 
-// carrier takes packets from a descriptor to where they belong.
+// carrier moves packets from a descriptor to their destination.
 type carrier interface {
-	// read makes one read, and handles what it brings.
+	// read makes one read and handles the result.
 	read(fd uintptr) error
-	// flush hands on what reads have gathered.
+	// flush passes on the packets that reads have gathered.
 	flush()
-	// ready reports whether what a read brings can be handed on without waiting.
+	// ready reports whether the result of a read can be passed on without waiting.
 	ready() bool
 }
 
-// lane has a carrier at work while there is something to read.
+// lane runs a carrier while there is data to read.
 //
-// The runtime is not told of the system calls of a carrier (see call.go), so it takes a
-// lane that never has to wait for one that computes. It would not look at the other
-// lanes' descriptors before that has had its time, and not at all if it was idle before:
-// who gives way sees to both.
+// The runtime does not know of the carrier's system calls (see call.go). To it, a lane
+// that never waits looks like a goroutine that computes. It would not check the
+// descriptors of other lanes until the lane's time slice is over and, if the process was
+// idle before, not at all. giveWay solves both problems.
 //
-// With nothing left to read a lane waits at once. To yield the CPU and look once more
-// would save it a tenth of its time, as more has come then, but on a host whose CPUs are
-// busy that is milliseconds later, for every packet: who waits is woken before others.
+// A lane without data to read waits at once. It could yield the CPU and read once more,
+// because more packets have often arrived by then. That would save a tenth of its CPU
+// time. But on a busy host a goroutine that yields runs again only milliseconds later,
+// while one that waits is woken before others.
 type lane struct {
 	carrier
-	doing   string // for errors
+	doing   string // the lane's task, for errors
 	conn    syscall.RawConn
 	closing *atomic.Bool
 	others  []*lane
 
-	mu     sync.Mutex // held while the carrier is at work
+	mu     sync.Mutex // held while the carrier runs
 	assist func(fd uintptr)
 }
 
 func newLane(c carrier, conn syscall.RawConn, closing *atomic.Bool, doing string) *lane {
 	l := &lane{carrier: c, conn: conn, closing: closing, doing: doing}
-	l.assist = func(fd uintptr) { _, _ = l.turn(fd, l.ready) } // an error comes again when l itself is at it
+	l.assist = func(fd uintptr) { _, _ = l.turn(fd, l.ready) } // the lane itself meets an error again
 	return l
 }
 
@@ -58,15 +59,16 @@ func join(lanes []*lane) {
 	}
 }
 
-// run carries until closing is set and the descriptor says so, or it fails.
+// run runs the carrier until it fails, or until closing is set and the descriptor is
+// closed.
 func (l *lane) run() error {
 	var failed error
-	whatever := func() bool { return true }
+	always := func() bool { return true }
 	err := l.conn.Read(func(fd uintptr) bool {
 		for {
 			l.mu.Lock()
 			var more bool
-			more, failed = l.turn(fd, whatever)
+			more, failed = l.turn(fd, always)
 			l.mu.Unlock()
 			if !more {
 				return failed != nil || l.closing.Load()
@@ -80,8 +82,8 @@ func (l *lane) run() error {
 	return fmt.Errorf("%s: %w", l.doing, failed)
 }
 
-// turn makes a burst of reads, as long as goOn says so. It reports whether there may be
-// more to read. The caller has locked mu.
+// turn makes up to burst reads while goOn returns true. It reports whether there may be
+// more to read. The caller holds mu.
 func (l *lane) turn(fd uintptr, goOn func() bool) (more bool, err error) {
 	defer l.flush()
 	for range burst {
@@ -99,11 +101,11 @@ func (l *lane) turn(fd uintptr, goOn func() bool) (more bool, err error) {
 	return true, nil
 }
 
-// giveWay has the other lanes take turns, unless they are at it, and the runtime's
-// watchdog awake: it looks after whoever else wants to run. Nobody waits here for what
-// another lane lacks.
+// giveWay runs the other lanes for a turn, unless they are running. It also wakes the
+// runtime's watchdog, which schedules other goroutines. It never waits for the output of
+// another lane.
 func (l *lane) giveWay() {
-	_, _, _ = unix.Syscall(unix.SYS_GETPID, 0, 0, 0) // wakes it, as every call does that it is told of
+	_, _, _ = unix.Syscall(unix.SYS_GETPID, 0, 0, 0) // wakes the watchdog, like every call that the runtime knows of
 	for _, o := range l.others {
 		if o.mu.TryLock() {
 			_ = o.conn.Control(o.assist)

@@ -11,7 +11,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// readings is a carrier that does what a test says.
+// readings is a carrier whose reads call the function.
 type readings func(fd uintptr) error
 
 func (r readings) read(fd uintptr) error { return r(fd) }
@@ -20,8 +20,8 @@ func (readings) flush() {}
 
 func (readings) ready() bool { return true }
 
-// TestLanesGiveWay has one lane so busy that it never waits: what comes on the other is
-// carried before long, whether or not there is a thread for that.
+// TestLanesGiveWay checks that a lane that never waits does not delay another one, with
+// and without a free thread.
 func TestLanesGiveWay(t *testing.T) {
 	there, sender := pair(t)
 	here, _ := pair(t)
@@ -48,17 +48,17 @@ func TestLanesGiveWay(t *testing.T) {
 	go func() { ended <- busy.run() }()
 	<-ended
 	if !carried {
-		t.Errorf("one lane has read %d times, the other not once", count)
+		t.Errorf("one lane has read %d times, the other never", count)
 	}
 }
 
-// unready is a carrier whose way out is full.
+// unready is a carrier whose output is full.
 type unready struct{ readings }
 
 func (unready) ready() bool { return false }
 
-// TestLanesDoNotWaitForOthers: a lane takes no turn of one that would have to wait, and
-// none reads any more when the tunnel is to be closed.
+// TestLanesDoNotWaitForOthers checks that a lane never runs another one that would have
+// to wait, and that no lane reads after the tunnel is closed.
 func TestLanesDoNotWaitForOthers(t *testing.T) {
 	there, sender := pair(t)
 	here, _ := pair(t)
@@ -88,8 +88,8 @@ func TestLanesDoNotWaitForOthers(t *testing.T) {
 	}
 }
 
-// TestLanesLetOthersRun has a lane begin that never waits, in a process that has one
-// thread and was idle until then: what else there is to do gets done.
+// TestLanesLetOthersRun checks that other goroutines run beside a lane that never waits,
+// in a process that has one thread and was idle before.
 func TestLanesLetOthersRun(t *testing.T) {
 	defer runtime.GOMAXPROCS(runtime.GOMAXPROCS(1))
 	here, there := pair(t)
@@ -111,7 +111,7 @@ func TestLanesLetOthersRun(t *testing.T) {
 	}), here.raw, &closing, "flood")
 	ended := make(chan error, 1)
 	go func() { ended <- busy.run() }()
-	// A process of its own: whatever this one did would wake the runtime's watchdog.
+	// A separate process, because activity in this one would wake the runtime's watchdog.
 	cmd := exec.CommandContext(t.Context(), "sh", "-c", "sleep 0.3; printf go")
 	own, err := unix.FcntlInt(uintptr(there), unix.F_DUPFD_CLOEXEC, 0)
 	if err != nil {
@@ -131,6 +131,6 @@ func TestLanesLetOthersRun(t *testing.T) {
 		t.Error(err)
 	}
 	if took > time.Second {
-		t.Errorf("nobody else got to run for %s", took)
+		t.Errorf("no other goroutine ran for %s", took)
 	}
 }

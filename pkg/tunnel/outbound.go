@@ -10,39 +10,40 @@ import (
 	"flanneld/pkg/tunnel/packet"
 )
 
-// outbound takes packets from the device to peers. One goroutine at a time has it.
+// outbound moves packets from the device to peers. Only one goroutine at a time may use
+// it.
 type outbound struct {
 	*Tunnel
-	in     []byte // what was read
-	spare  []byte // for answers and fragments
+	in     []byte // result of the last read
+	spare  []byte // buffer for ICMP errors and fragments
 	device *deviceWriter
 	batch  batch
-	// single are peers that lately took only one datagram at a time, and until when
-	// that is believed.
+	// single contains the peers to which the kernel has recently accepted only single
+	// datagrams, and the time until which that is assumed.
 	single map[netip.Addr]time.Time
-	told   bool // that there is one
+	told   bool // the log has a line about such a peer
 
-	// The last destination, as most packets go to the same as the one before.
+	// The last destination, because most packets have the same as the one before.
 	routes *routes
 	dst    netip.Addr
 	public netip.Addr
 	known  bool
 }
 
-// batch is a send in the making: packets to one peer, one behind the other,
-// all of one size but the last, which may be shorter.
+// batch is a send under construction: packets to one peer, one after the other. All have
+// the same size, except that the last one may be shorter.
 type batch struct {
 	buf     []byte
 	n       int // bytes
-	size    int // of the first packet
+	size    int // size of the first packet in bytes
 	count   int
-	full    bool // nothing may follow
+	full    bool // no packet may follow
 	to      netip.AddrPort
 	socket  *socket
 	control segmentSize
 }
 
-const maxPacket = 65535 // bytes of an IP packet without jumbogram option
+const maxPacket = 65535 // maximum size of an IP packet without jumbogram option
 
 func newOutbound(t *Tunnel) *outbound {
 	return &outbound{
@@ -60,7 +61,8 @@ func (o *outbound) read(fd uintptr) error {
 	return err
 }
 
-// ready implements carrier: what one read brings has room in each socket.
+// ready implements carrier. It reports whether each socket has room for the result of one
+// read.
 func (o *outbound) ready() bool {
 	for _, s := range o.sockets {
 		if s != nil && !s.hasRoom() {
@@ -70,14 +72,14 @@ func (o *outbound) ready() bool {
 	return true
 }
 
-// take handles what one read has brought.
+// take handles the result of one read.
 func (o *outbound) take(b []byte) {
 	if !o.add(b) {
-		o.flush() // what is dropped holds up nothing
+		o.flush() // a dropped packet must not delay the batch
 	}
 }
 
-// add reports whether it has added what one read has brought to the batch.
+// add adds the packets of one read to the batch. It reports false if it has dropped them.
 func (o *outbound) add(b []byte) bool {
 	if len(b) < packet.OffloadLen {
 		o.Counters.drop(Malformed)
@@ -126,7 +128,7 @@ func (o *outbound) add(b []byte) bool {
 	return true
 }
 
-// route looks up the peer that has dst.
+// route looks up the peer whose subnet contains dst.
 func (o *outbound) route(dst netip.Addr) bool {
 	if now := o.Table.now.Load(); now != o.routes || dst != o.dst {
 		o.routes, o.dst = now, dst
@@ -142,8 +144,8 @@ func (o *outbound) addAll(s *socket, to netip.AddrPort, all packet.Segments) {
 	}
 }
 
-// room returns where to write a packet of n bytes to a peer. What cannot be in
-// one send with it goes out before.
+// room returns the place for a packet of n bytes to a peer. If the packet does not fit
+// into the batch, room sends the batch first.
 func (o *outbound) room(s *socket, to netip.AddrPort, n int) []byte {
 	b := &o.batch
 	if b.count > 0 && (b.full || b.to != to || n > b.size || b.n+n > maxPayload || b.count == maxDatagrams) {
@@ -159,7 +161,7 @@ func (o *outbound) room(s *socket, to netip.AddrPort, n int) []byte {
 	return b.buf[start:b.n]
 }
 
-// flush implements carrier: it sends what there is.
+// flush implements carrier. It sends the batch.
 func (o *outbound) flush() {
 	b := &o.batch
 	if b.count == 0 {
@@ -173,10 +175,11 @@ func (o *outbound) flush() {
 	b.n, b.count, b.full = 0, 0, false
 }
 
-// believed is how long a peer gets datagrams one by one before it is tried again.
+// believed is the time during which a peer gets single datagrams before the tunnel tries
+// several again.
 const believed = 10 * time.Second
 
-// errNoSegments means that the kernel takes only one datagram at a time.
+// errNoSegments means that the kernel accepts only one datagram at a time.
 var errNoSegments = errors.New("no segmentation")
 
 func (o *outbound) send() error {
@@ -204,11 +207,11 @@ func (o *outbound) isSingle(public netip.Addr) bool {
 	return false
 }
 
-// sendEach sends packet by packet what could not be sent at once, because of
-// err.
+// sendEach sends the packets of the batch one by one, after sending them together has
+// failed with err.
 func (o *outbound) sendEach(err error) {
 	b := &o.batch
-	if errors.Is(err, unix.EIO) { // IPsec, or a device that computes no checksums: on the way to this peer
+	if errors.Is(err, unix.EIO) { // IPsec, or a device on the path that does not compute checksums
 		o.single[b.to.Addr()] = time.Now().Add(believed)
 		if !o.told {
 			o.told = true
@@ -223,7 +226,7 @@ func (o *outbound) sendEach(err error) {
 func (o *outbound) sendOne(p []byte) {
 	b := &o.batch
 	var control []byte
-	if b.to.Addr().Is6() && len(p) <= packet.MinMTU6 { // who sends that cannot be told to send less: RFC 2473, 7.1
+	if b.to.Addr().Is6() && len(p) <= packet.MinMTU6 { // no sender can be told to send less than this: RFC 2473, 7.1
 		control = mayFragment
 	}
 	err := b.socket.sender.send(p, control, b.to)
@@ -237,8 +240,8 @@ func (o *outbound) sendOne(p []byte) {
 	}
 }
 
-// tooBig deals with a packet that the way to its peer does not carry, as a
-// router would.
+// tooBig handles a packet that is too large for the path to its peer like a router: it
+// fragments the packet or returns an ICMP error.
 func (o *outbound) tooBig(p []byte) {
 	b := &o.batch
 	h, _ := packet.Parse(p)
@@ -247,13 +250,13 @@ func (o *outbound) tooBig(p []byte) {
 		o.Counters.drop(SendFailed)
 		return
 	}
-	if mtu >= len(p) { // a rule by port, which the question does not have, as "ip rule add sport"
+	if mtu >= len(p) { // a routing rule by port, such as "ip rule add sport", which mtuTo cannot see
 		mtu = b.socket.below(len(p))
 	}
 	done, err := o.sendFragments(p, h, mtu)
 	for done && errors.Is(err, unix.EMSGSIZE) {
 		if mtu = b.socket.below(mtu); mtu == 0 {
-			break // nothing passes
+			break // no size passes
 		}
 		done, err = o.sendFragments(p, h, mtu)
 	}
@@ -268,8 +271,8 @@ func (o *outbound) tooBig(p []byte) {
 	}
 }
 
-// sendFragments sends p in fragments of at most mtu bytes. It reports false if that
-// cannot be.
+// sendFragments sends p in fragments of at most mtu bytes. It reports false if p must not
+// be fragmented.
 func (o *outbound) sendFragments(p []byte, h packet.Header, mtu int) (done bool, err error) {
 	b := &o.batch
 	done = packet.Fragment(o.spare, p, h, mtu, func(f []byte) {
@@ -280,9 +283,10 @@ func (o *outbound) sendFragments(p []byte, h packet.Header, mtu int) (done bool,
 	return done, err
 }
 
-// complain tells the sender of p, which came from the device, what becomes of
-// it, but not more often than routers do. Who sends where nobody is keeps nobody else
-// from being told what size fits.
+// complain sends an ICMP error to the sender of p, which came from the device, at a
+// limited rate like a router. Errors about sizes have their own limit. So a program that
+// sends many packets to unused addresses cannot suppress the errors that path MTU
+// discovery needs.
 func (o *outbound) complain(c packet.Complaint, p []byte, h packet.Header, mtu int) {
 	limit := o.replies
 	if c == packet.TooBig {

@@ -14,14 +14,14 @@ import (
 	"flanneld/pkg/tunnel/packet"
 )
 
-// TestSends: sends are filled, whatever super-packets their packets came from.
+// TestSends checks that sends are filled with packets of several super-packets.
 func TestSends(t *testing.T) {
 	const (
 		size = 1420
 		ack  = 0x10
 		most = maxPayload / (tcpHeaders + size)
 	)
-	data := bytes.Repeat([]byte("what a stream carries "), 3000)
+	data := bytes.Repeat([]byte("the bytes of a stream "), 3000)
 	frame := func(n int) []byte { return tcpFrame(1, 0, ack, data[:n], size) }
 	expired := frame(size)
 	expired[packet.OffloadLen+8] = 1 // hops
@@ -29,15 +29,15 @@ func TestSends(t *testing.T) {
 	copy(loopback[packet.OffloadLen+12:], []byte{127, 0, 0, 1})
 	for name, tc := range map[string]struct {
 		frames [][]byte
-		sends  []int // packets in each
+		sends  []int // number of packets in each
 	}{
-		"one":                     {[][]byte{frame(10 * size)}, []int{10}},
-		"several":                 {[][]byte{frame(10 * size), frame(3 * size)}, []int{13}},
-		"more than a send holds":  {[][]byte{frame(45 * size)}, []int{most, 45 - most}},
-		"the rest and what comes": {[][]byte{frame(45 * size), frame(45 * size)}, []int{most, most, 90 - 2*most}},
-		"something dropped":       {[][]byte{frame(10 * size), expired, frame(3 * size)}, []int{10, 3}},
-		"from loopback":           {[][]byte{frame(10 * size), loopback, frame(3 * size)}, []int{10, 3}},
-		"a short one":             {[][]byte{frame(2*size + 1), frame(3 * size)}, []int{3, 3}},
+		"one":                       {[][]byte{frame(10 * size)}, []int{10}},
+		"several":                   {[][]byte{frame(10 * size), frame(3 * size)}, []int{13}},
+		"more than a send holds":    {[][]byte{frame(45 * size)}, []int{most, 45 - most}},
+		"a rest and the next frame": {[][]byte{frame(45 * size), frame(45 * size)}, []int{most, most, 90 - 2*most}},
+		"something dropped":         {[][]byte{frame(10 * size), expired, frame(3 * size)}, []int{10, 3}},
+		"from loopback":             {[][]byte{frame(10 * size), loopback, frame(3 * size)}, []int{10, 3}},
+		"a short one":               {[][]byte{frame(2*size + 1), frame(3 * size)}, []int{3, 3}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			if got := sends(t, tc.frames); !slices.Equal(got, tc.sends) {
@@ -47,7 +47,7 @@ func TestSends(t *testing.T) {
 	}
 }
 
-// sends returns how many packets each send has that frames bring about.
+// sends returns the number of packets in each send that frames cause.
 func sends(t *testing.T, frames [][]byte) []int {
 	t.Helper()
 	o, in := newLoopback(t, netip.MustParsePrefix("10.5.1.0/24"))
@@ -58,7 +58,8 @@ func sends(t *testing.T, frames [][]byte) []int {
 	return received(t, in[0], o.Counters.Sent())
 }
 
-// newLoopback returns what sends on the loopback device, and a peer for each subnet.
+// newLoopback returns an outbound that sends on the loopback device, and a peer for each
+// subnet.
 func newLoopback(t *testing.T, subnets ...netip.Prefix) (o *outbound, peers []*socket) {
 	t.Helper()
 	open := func(at netip.AddrPort) *socket {
@@ -83,7 +84,7 @@ func newLoopback(t *testing.T, subnets ...netip.Prefix) (o *outbound, peers []*s
 	return newOutbound(&Tunnel{Config: Config{Device: device, Table: table, Counters: &Counters{}}, sockets: [2]*socket{out}}), peers
 }
 
-// received returns how many packets each send had with which as many as total came in.
+// received returns the number of packets in each send, after total packets have arrived.
 func received(t *testing.T, in *socket, total uint64) (counts []int) {
 	t.Helper()
 	raw, err := in.conn.SyscallConn()
@@ -113,8 +114,8 @@ func received(t *testing.T, in *socket, total uint64) (counts []int) {
 	return counts
 }
 
-// TestOneByOne: a peer to which the kernel takes only one datagram at a time gets them
-// so, for a while, and others as before.
+// TestOneByOne checks that only a peer to which the kernel accepts single datagrams gets
+// them for a while.
 func TestOneByOne(t *testing.T) {
 	const size, ack = 1420, 0x10
 	frame := func(to string) []byte {
@@ -145,8 +146,8 @@ func TestOneByOne(t *testing.T) {
 	expect("some time later", 0, many)
 }
 
-// TestFlowFollowsItsPeer: what goes to one address all the time follows the peer
-// that has it, wherever that moves.
+// TestFlowFollowsItsPeer checks that a continuous flow to an address follows the peer
+// that has the address.
 func TestFlowFollowsItsPeer(t *testing.T) {
 	table, peer := NewTable(), peerNumber(7)
 	device, _ := pair(t)
@@ -160,25 +161,25 @@ func TestFlowFollowsItsPeer(t *testing.T) {
 	}
 	moved := peer
 	moved.Public = netip.MustParseAddr("192.0.2.1")
-	expect("before it comes", netip.Addr{})
+	expect("before the peer exists", netip.Addr{})
 	table.Update(nil, []Peer{peer})
-	expect("once it is there", peer.Public)
+	expect("after the peer was added", peer.Public)
 	table.Update([]Peer{peer}, []Peer{moved})
 	expect("moved", moved.Public)
 	table.Update([]Peer{moved}, nil)
 	expect("gone", netip.Addr{})
 }
 
-// TestScannerSilencesNobody: however much goes to nobody, who sends what is too big is
-// told.
-func TestScannerSilencesNobody(t *testing.T) {
+// TestScanDoesNotSuppressSizeErrors checks that many packets to unused addresses do not suppress
+// ICMP errors about sizes.
+func TestScanDoesNotSuppressSizeErrors(t *testing.T) {
 	here, there := pair(t)
 	o := newOutbound(&Tunnel{
 		Config:  Config{Device: here, Table: NewTable(), Counters: &Counters{}, Own: []netip.Addr{netip.MustParseAddr("10.5.1.0")}},
 		replies: rate.NewLimiter(0, replyBurst), sizes: newLimiter(),
 	})
 	frame := tcpFrame(1, 0, 0x10, []byte("data"), 4)
-	for o.replies.Allow() { // until no more is told
+	for o.replies.Allow() { // until the limit is reached
 		o.take(bytes.Clone(frame))
 	}
 	b := frame[packet.OffloadLen:]

@@ -15,28 +15,28 @@ import (
 )
 
 const (
-	// maxDatagrams is how many datagrams of one size a send may hold
+	// maxDatagrams is the maximum number of datagrams of one size in a send
 	// (UDP_MAX_SEGMENTS of kernels before 6.9).
 	maxDatagrams = 64
-	maxPayload   = 65535 - 40 - 8 // bytes of a send, whatever the family
-	// What a socket may hold, in bytes. A host whose CPUs are busy comes to what it has
-	// received milliseconds later, and what has no room until then is lost, a super-packet
-	// at a time; what waits to be sent only adds to delay.
+	maxPayload   = 65535 - 40 - 8 // maximum bytes of a send, for both families
+	// Sizes of a socket's buffers in bytes. A busy host may read its receive buffer
+	// milliseconds late, and loses a whole super-packet for which there is no room until
+	// then. A larger send buffer would only add delay.
 	receiveBuffer, sendBuffer = 8 << 20, 4 << 20
 )
 
-// socket carries packets in datagrams, one in each, to and from peers. It
-// sends and receives many at a time if the kernel can do that.
+// socket sends and receives packets, one in each datagram. It handles many datagrams at a
+// time if the kernel supports that.
 type socket struct {
 	conn     *net.UDPConn
 	raw      syscall.RawConn // of conn
 	sender   *sender
-	room     []unix.PollFd    // what was asked last about room in conn
-	look     func(fd uintptr) // asks
-	probe    int              // a socket that asks the kernel for the routes that conn's datagrams take
+	room     []unix.PollFd    // last question about room in conn
+	look     func(fd uintptr) // asks whether there is room
+	probe    int              // a socket for asking the kernel about the routes of conn's datagrams
 	local    netip.AddrPort
 	overhead int  // bytes that a datagram adds to a packet
-	segments bool // UDP_SEGMENT works
+	segments bool // the kernel supports UDP_SEGMENT
 }
 
 func openSocket(ctx context.Context, local netip.AddrPort, plain bool) (*socket, error) {
@@ -77,8 +77,7 @@ func sockaddr(a netip.AddrPort) unix.Sockaddr {
 	return &unix.SockaddrInet4{Port: int(a.Port()), Addr: a.Addr().As4()}
 }
 
-// Overhead returns how many bytes a datagram between addresses of a family
-// adds to the packet in it.
+// Overhead returns the number of bytes that a datagram adds to the packet in it.
 func Overhead(ipv6 bool) int {
 	if ipv6 {
 		return 40 + 8
@@ -86,24 +85,26 @@ func Overhead(ipv6 bool) int {
 	return 20 + 8
 }
 
-// family is what differs between the families in a socket.
+// family contains the differences of a socket between the address families.
 type family struct {
 	network    string
 	domain     int
-	level, mtu int    // of options, and the one that tells the MTU of a route
-	whole      [2]int // the option that forbids fragmentation, and its value
+	level, mtu int    // level of options, and the option that returns the MTU of a route
+	whole      [2]int // option that forbids fragmentation, and its value
 }
 
 func (s *socket) family() family {
 	if s.local.Addr().Is6() {
-		// Unlike IPV6_MTU_DISCOVER this one may be another for a single datagram.
+		// Unlike IPV6_MTU_DISCOVER, this option can have another value for a single
+		// datagram.
 		return family{"udp6", unix.AF_INET6, unix.IPPROTO_IPV6, unix.IPV6_MTU, [2]int{unix.IPV6_DONTFRAG, 1}}
 	}
 	return family{"udp4", unix.AF_INET, unix.IPPROTO_IP, unix.IP_MTU, [2]int{unix.IP_MTU_DISCOVER, unix.IP_PMTUDISC_DO}}
 }
 
-// prepare sets what makes the socket fast, as far as the kernel has it, and has no
-// datagram fragmented on its way, unless asked to: who sends more than fits is told.
+// prepare sets the options that make the socket fast, as far as the kernel supports them.
+// It also forbids the fragmentation of datagrams, so that senders of larger packets get
+// an error, unless a send allows it.
 func (s *socket) prepare(fd int, plain bool) error {
 	for _, o := range []struct{ force, ask, size int }{
 		{unix.SO_RCVBUFFORCE, unix.SO_RCVBUF, receiveBuffer}, {unix.SO_SNDBUFFORCE, unix.SO_SNDBUF, sendBuffer},
@@ -125,16 +126,16 @@ func (s *socket) prepare(fd int, plain bool) error {
 	return nil
 }
 
-// hasRoom reports whether half of what may wait in the socket to be sent, or more, is
-// free: that is enough for several sends. Whoever sends may ask.
+// hasRoom reports whether half of the send buffer is free. That is sufficient for several
+// sends. Only the goroutine that sends may call it.
 func (s *socket) hasRoom() bool {
 	s.room[0].Revents = 0
 	_ = s.raw.Control(s.look)
 	return s.room[0].Revents&unix.POLLOUT != 0
 }
 
-// mtuTo returns the biggest packet in bytes that the way to a peer carries, as
-// far as the kernel knows.
+// mtuTo returns the maximum packet size in bytes on the path to a peer, as far as the
+// kernel knows.
 func (s *socket) mtuTo(to netip.AddrPort) (int, error) {
 	if err := unix.Connect(s.probe, sockaddr(to)); err != nil {
 		return 0, err
@@ -144,11 +145,10 @@ func (s *socket) mtuTo(to netip.AddrPort) (int, error) {
 	return mtu - s.overhead, err
 }
 
-// below returns the biggest packet in bytes, below size, that a link of a usual kind
-// carries: for ways about which the kernel does not tell. Who goes down so comes to
-// what fits in a few steps.
+// below returns the next smaller MTU of a common kind of link, in bytes, for a path that
+// the kernel does not know. A caller that repeats it finds a suitable size in few steps.
 func (s *socket) below(size int) int {
-	// RFC 1191, 7.1, and what is the least on IPv6.
+	// RFC 1191, 7.1, and the minimum of IPv6.
 	for _, mtu := range [...]int{32000, 17914, 8166, 4352, 2002, 1492, 1280, 1006, 508, 296, 68} {
 		if packet := mtu - s.overhead; packet < size {
 			return packet
@@ -157,13 +157,13 @@ func (s *socket) below(size int) int {
 	return 0
 }
 
-// close ends sending and receiving, even what goes on at the moment. release
-// follows when nobody uses the socket any more.
+// close ends sending and receiving, including calls in progress. release must follow when
+// no goroutine uses the socket any more.
 func (s *socket) close() error { return s.conn.Close() }
 
 func (s *socket) release() error { return unix.Close(s.probe) }
 
-// newControl returns a control message with size bytes, which are zero.
+// newControl returns a control message with size zero bytes of data.
 func newControl(level, typ int32, size int) []byte {
 	b := make([]byte, unix.CmsgSpace(size))
 	h := (*unix.Cmsghdr)(unsafe.Pointer(&b[0]))
@@ -172,24 +172,23 @@ func newControl(level, typ int32, size int) []byte {
 	return b
 }
 
-// mayFragment is the control message that lets an IPv6 datagram be fragmented.
+// mayFragment is the control message that allows the fragmentation of an IPv6 datagram.
 var mayFragment = newControl(unix.IPPROTO_IPV6, unix.IPV6_DONTFRAG, 4)
 
-// segmentSize is the control message that has the kernel cut a send into
-// datagrams.
+// segmentSize is the control message that makes the kernel split a send into datagrams.
 type segmentSize []byte
 
 func newSegmentSize() segmentSize { return newControl(unix.IPPROTO_UDP, unix.UDP_SEGMENT, 2) }
 
 func (c segmentSize) set(n int) { binary.NativeEndian.PutUint16(c[unix.CmsgLen(0):], uint16(n)) }
 
-// receiver receives without allocating anything.
+// receiver receives without allocating memory.
 type receiver struct {
 	header unix.Msghdr
 	part   unix.Iovec
 	from   unix.RawSockaddrInet6 // or what is in its place for IPv4, which is shorter
 	oob    []byte
-	lost   uint32 // receives that the socket had no room for so far
+	lost   uint32 // number of receives for which the socket had no room so far
 }
 
 func newReceiver() *receiver {
@@ -199,8 +198,8 @@ func newReceiver() *receiver {
 	return r
 }
 
-// receive returns what one receive on fd brings to b: n bytes from an address and port,
-// cut into datagrams of size bytes, or one datagram if that is 0.
+// receive makes one receive on fd into b. It returns n bytes from an address and port,
+// which contain datagrams of size bytes, or one datagram if size is 0.
 func (r *receiver) receive(fd uintptr, b []byte) (n, size int, from netip.AddrPort, err error) {
 	r.part.Base = &b[0]
 	r.part.SetLen(len(b))
@@ -214,11 +213,11 @@ func (r *receiver) receive(fd uintptr, b []byte) (n, size int, from netip.AddrPo
 	if r.from.Family == unix.AF_INET {
 		addr = netip.AddrFrom4((*unix.RawSockaddrInet4)(unsafe.Pointer(&r.from)).Addr)
 	}
-	port := (*[2]byte)(unsafe.Pointer(&r.from.Port)) // both families have it at the same place
+	port := (*[2]byte)(unsafe.Pointer(&r.from.Port)) // both families have it in the same place
 	return int(got), r.told(r.oob[:r.header.Controllen]), netip.AddrPortFrom(addr, binary.BigEndian.Uint16(port[:])), nil
 }
 
-// sender sends without allocating anything. One goroutine at a time has it.
+// sender sends without allocating memory. Only one goroutine at a time may use it.
 type sender struct {
 	*outlet
 	header unix.Msghdr
@@ -237,7 +236,7 @@ func newSender(conn syscall.RawConn) *sender {
 	return s
 }
 
-// send sends b, which control says more about, to a peer.
+// send sends b to a peer, with the control messages in control.
 func (s *sender) send(b, control []byte, to netip.AddrPort) error {
 	s.part.Base = unsafe.SliceData(b)
 	s.part.SetLen(len(b))
@@ -256,8 +255,8 @@ func (s *sender) send(b, control []byte, to netip.AddrPort) error {
 	return s.write()
 }
 
-// told takes in what the kernel says of a receive. It returns the size of the datagrams
-// that this gathered, 0 if it is one alone.
+// told parses the control messages of a receive. It returns the size of the datagrams
+// that the kernel has combined, or 0 if there is only one.
 func (r *receiver) told(oob []byte) (size int) {
 	for len(oob) >= unix.CmsgLen(0) {
 		h := (*unix.Cmsghdr)(unsafe.Pointer(&oob[0]))

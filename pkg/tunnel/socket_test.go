@@ -9,8 +9,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// TestSocketFull has more come to a socket than that has room for: nothing is lost that
-// is not counted.
+// TestSocketFull sends more datagrams to a socket than fit its buffer. All datagrams must
+// arrive or be counted as lost.
 func TestSocketFull(t *testing.T) {
 	s, err := openSocket(t.Context(), netip.MustParseAddrPort("127.0.0.1:0"), false)
 	if err != nil {
@@ -39,8 +39,8 @@ func TestSocketFull(t *testing.T) {
 			}
 		}
 		sent += each
-		eventually(t, "what came and what did not", func() error {
-			if _, err := sender.Write([]byte("tells")); err != nil { // with it the kernel says what was lost before
+		eventually(t, "count of received and lost datagrams", func() error {
+			if _, err := sender.Write([]byte("tells")); err != nil { // with this datagram the kernel reports earlier losses
 				return err
 			}
 			sent++
@@ -51,7 +51,7 @@ func TestSocketFull(t *testing.T) {
 			})
 			came, lost := i.Counters.dropped[UnknownPeer].Load(), i.Counters.dropped[SocketFull].Load()
 			if lost == before || came+lost != sent {
-				return fmt.Errorf("%d came and %d were lost of %d, %w", came, lost, sent, err)
+				return fmt.Errorf("%d received and %d lost of %d, %w", came, lost, sent, err)
 			}
 			before = lost
 			return nil

@@ -10,25 +10,25 @@ import (
 	"flanneld/pkg/prefix"
 )
 
-// Peer is a host behind which a subnet is.
+// Peer is another host and its subnet.
 type Peer struct {
 	Subnet netip.Prefix
-	Public netip.Addr // where datagrams to it go, and come from; several peers may have the same
+	Public netip.Addr // destination of datagrams to the peer, and source of those from it; several peers may share it
 }
 
-// Table says which peer has an address. It may be changed while tunnels use it.
+// Table maps addresses to peers. It may be changed while tunnels use it.
 type Table struct {
 	writing sync.Mutex
 	now     atomic.Pointer[routes]
 }
 
-// routes are not changed once a Table has them.
+// routes is immutable once a Table contains it.
 type routes struct {
 	subnets *bart.Table[netip.Addr] // public addresses by subnet
-	publics *bart.Table[int]        // how many peers have a public address, which is a prefix of full length
+	publics *bart.Table[int]        // number of peers by public address, which is a prefix of full length
 }
 
-// at returns how many peers have a public address.
+// at returns the number of peers with a public address.
 func (r routes) at(public netip.Addr) int {
 	n, _ := r.publics.Get(prefix.Host(public))
 	return n
@@ -41,11 +41,11 @@ func NewTable() *Table {
 	return t
 }
 
-// few is up to how many changes are made by copying what each touches, instead
-// of everything once.
+// few is the maximum number of changes for which Update copies only the parts that each
+// change touches. For more it copies the tables once.
 const few = 64
 
-// Update removes peers and then adds others. Packets see all of that or nothing.
+// Update removes peers and then adds others. Tunnels see all of the changes or none.
 func (t *Table) Update(removed, added []Peer) {
 	t.writing.Lock()
 	defer t.writing.Unlock()
@@ -82,5 +82,5 @@ func (t *Table) Update(removed, added []Peer) {
 	t.now.Store(&r)
 }
 
-// Size returns how many peers there are.
+// Size returns the number of peers.
 func (t *Table) Size() int { return t.now.Load().subnets.Size() }

@@ -23,7 +23,7 @@ func TestTable(t *testing.T) {
 			}
 			table.Update(nil, all)
 			if table.Size() != n || before.subnets.Size() != 0 {
-				t.Errorf("%d peers, and %d in the table of before", table.Size(), before.subnets.Size())
+				t.Errorf("%d peers, and %d in the earlier routes", table.Size(), before.subnets.Size())
 			}
 			moved := all[3]
 			moved.Public = netip.MustParseAddr("192.0.2.1")
@@ -33,18 +33,19 @@ func TestTable(t *testing.T) {
 				t.Errorf("the peer is at %v", got)
 			}
 			if r.publics.Contains(all[3].Public) || !r.publics.Contains(moved.Public) {
-				t.Error("the public address has not moved")
+				t.Error("the public address has not changed")
 			}
 			all[3] = moved
 			table.Update(all, nil)
 			if table.Size() != 0 || table.now.Load().publics.Size() != 0 {
-				t.Errorf("%d peers are left", table.Size())
+				t.Errorf("%d peers remain", table.Size())
 			}
 		})
 	}
 }
 
-// TestTableWithOneAddressForAll has an address known as long as one peer has it.
+// TestTableWithOneAddressForAll checks that a public address is known as long as one peer
+// has it.
 func TestTableWithOneAddressForAll(t *testing.T) {
 	for name, n := range map[string]int{"few": 10, "many": 1000} {
 		t.Run(name, func(t *testing.T) {
@@ -60,12 +61,12 @@ func TestTableWithOneAddressForAll(t *testing.T) {
 				removed, added []Peer
 				size           int
 			}{
-				{"half of them", nil, half, len(half)},
-				{"the others in their place", half, all[n/2:], n - len(half)},
+				{"add a half", nil, half, len(half)},
+				{"replace it by the other half", half, all[n/2:], n - len(half)},
 				{"all", nil, half, n},
 				{"one goes", all[:1], nil, n - 1},
-				{"one is left", all[1 : n-1], nil, 1},
-				{"none is left", all[n-1:], nil, 0},
+				{"remove all but one", all[1 : n-1], nil, 1},
+				{"remove the last", all[n-1:], nil, 0},
 			} {
 				table.Update(step.removed, step.added)
 				if r := table.now.Load(); table.Size() != step.size || r.publics.Contains(public) != (step.size > 0) {

@@ -1,8 +1,9 @@
-// Package tunnel carries IP packets between a TUN device and peers, one packet
-// in each UDP datagram and nothing else in it, as flannel's udp backend does.
-// Where the kernel has the offloads, packets cross its border by the dozen: as
-// super-packets on the side of the device, and as sends and receives of many
-// datagrams on the side of the network. Nothing of that shows on the wire.
+// Package tunnel moves IP packets between a TUN device and peers. Like flannel's udp
+// backend it sends each packet in a UDP datagram of its own, which contains nothing else.
+//
+// If the kernel supports offloads, one system call moves many packets: the device
+// exchanges super-packets, and a send or receive handles many datagrams. The packets on
+// the network are the same with and without offloads.
 package tunnel
 
 import (
@@ -23,48 +24,48 @@ import (
 	"flanneld/pkg/tunnel/packet"
 )
 
-// SourceCheck says whose packets are taken from datagrams.
+// SourceCheck selects which source addresses a packet from a peer may have.
 type SourceCheck string
 
 // The source checks.
 const (
-	// CheckStrict takes packets from the public addresses of peers, with a
-	// source in that peer's subnet.
+	// CheckStrict accepts packets from the public addresses of peers, with a source in
+	// that peer's subnet.
 	CheckStrict SourceCheck = "strict"
-	// CheckNetwork also takes those with a source outside the networks: what
-	// enters the network at a peer may keep its source.
+	// CheckNetwork also accepts sources outside of the networks, because packets that
+	// enter the network at a peer may keep their source.
 	CheckNetwork SourceCheck = "network"
-	// CheckOff takes everything from everybody.
+	// CheckOff accepts any source from any sender.
 	CheckOff SourceCheck = "off"
 )
 
-// Config is what a tunnel works with. All fields are required, unless zero
-// means something.
+// Config configures a tunnel. All fields are required, unless their zero value has a
+// meaning.
 type Config struct {
-	// Device is read from and written to, and stays open when the tunnel ends.
-	// Only one tunnel at a time may have it.
+	// Device is the TUN device. It stays open when the tunnel ends. Only one tunnel at a
+	// time may use it.
 	Device *Device
-	// Local are the addresses to send from and listen on, at most one for each
-	// address family. Peers listen on the same port.
+	// Local contains the addresses to send from and listen on, at most one per address
+	// family. Peers listen on the same port.
 	Local []netip.AddrPort
-	// Own are this host's addresses in the network, one for each family.
+	// Own contains this host's addresses in the network, one per family.
 	Own []netip.Addr
-	// Networks are the prefixes in which all peers' subnets lie.
+	// Networks contains the prefixes in which the subnets of all peers are.
 	Networks []netip.Prefix
 	Check    SourceCheck // empty means CheckNetwork
 	Table    *Table
 	Counters *Counters
-	// Plain does without the offloads of sockets: for tests, and for kernels
-	// and network cards that get them wrong.
+	// Plain disables the offloads of sockets, for tests and for kernels and network cards
+	// whose offloads are broken.
 	Plain bool
 }
 
 // Tunnel is an open tunnel.
 type Tunnel struct {
 	Config
-	sockets [2]*socket    // by family: IPv4, IPv6; nil where there is none
-	replies *rate.Limiter // of other messages about what cannot be carried
-	sizes   *rate.Limiter // of messages that say what size fits, which connections wait for
+	sockets [2]*socket    // by family: IPv4, IPv6; nil if there is none
+	replies *rate.Limiter // limit of other ICMP errors
+	sizes   *rate.Limiter // limit of ICMP errors about sizes, which connections wait for
 	log     klog.Logger
 	closing atomic.Bool
 	running sync.WaitGroup
@@ -73,16 +74,16 @@ type Tunnel struct {
 	err     error // set before done is closed
 }
 
-// ICMP messages about what cannot be carried are limited, as routers do.
+// The rate of ICMP errors is limited, as in routers.
 const (
-	replyRate  = 1000 // a second
+	replyRate  = 1000 // per second
 	replyBurst = 100
 )
 
 func newLimiter() *rate.Limiter { return rate.NewLimiter(replyRate, replyBurst) }
 
-// Open opens a tunnel, which carries nothing until Start. It must be called on
-// a thread in the network namespace that is meant.
+// Open opens a tunnel. It moves no packets before Start. Open must be called on a thread
+// in the network namespace of the tunnel.
 func Open(ctx context.Context, c Config) (*Tunnel, error) {
 	t := &Tunnel{Config: c, replies: newLimiter(), sizes: newLimiter(), log: klog.FromContext(ctx), done: make(chan struct{})}
 	for _, local := range c.Local {
@@ -95,7 +96,7 @@ func Open(ctx context.Context, c Config) (*Tunnel, error) {
 	return t, nil
 }
 
-// Start has the tunnel carry packets. It is called once at most.
+// Start makes the tunnel move packets. It may be called only once.
 func (t *Tunnel) Start() error {
 	if err := t.Device.file.SetReadDeadline(time.Time{}); err != nil {
 		return fmt.Errorf("read from TUN device %s: %w", t.Device.name, err)
@@ -120,7 +121,7 @@ func index(ipv6 bool) int {
 	return 0
 }
 
-// end notes why one of the directions has ended.
+// end records the error with which a direction has ended.
 func (t *Tunnel) end(err error) {
 	t.fail.Do(func() {
 		if !t.closing.Load() {
@@ -130,11 +131,12 @@ func (t *Tunnel) end(err error) {
 	})
 }
 
-// Done is closed when the tunnel carries nothing any more, or not in both
-// directions.
+// Done returns a channel that is closed when at least one direction of the tunnel has
+// ended.
 func (t *Tunnel) Done() <-chan struct{} { return t.done }
 
-// Err returns why the tunnel has ended, nil if it was closed or goes on.
+// Err returns the error that has ended the tunnel. It returns nil if the tunnel was
+// closed or still runs.
 func (t *Tunnel) Err() error {
 	select {
 	case <-t.done:
@@ -144,8 +146,8 @@ func (t *Tunnel) Err() error {
 	}
 }
 
-// Close ends the tunnel and waits for that. What is on its way from the device
-// stays there, for the next one.
+// Close ends the tunnel and waits for its end. Unread packets stay in the device for the
+// next tunnel.
 func (t *Tunnel) Close() error {
 	t.closing.Store(true)
 	err := t.Device.file.SetReadDeadline(time.Unix(1, 0))
@@ -169,12 +171,12 @@ func (t *Tunnel) each(f func(*socket) error) error {
 	return oneline.Join(errs...)
 }
 
-// inNetworks reports whether a lies in one of the networks.
+// inNetworks reports whether one of the networks contains a.
 func (t *Tunnel) inNetworks(a netip.Addr) bool {
 	return slices.ContainsFunc(t.Networks, func(n netip.Prefix) bool { return n.Contains(a) })
 }
 
-// faulty counts a packet that cannot be read.
+// faulty counts a packet with an unusable header.
 func (t *Tunnel) faulty(f packet.Fault) {
 	if f == packet.BadChecksum {
 		t.Counters.drop(WrongChecksum)

@@ -26,9 +26,9 @@ func families(name string) []prefix.Family {
 	return []prefix.Family{prefix.IPv4, prefix.IPv6}
 }
 
-// TestKernelStreams sends data over TCP in both directions, between ends of
-// every kind, and compares what arrives. An end without offloads has its kernel
-// verify every checksum.
+// TestKernelStreams sends data over TCP in both directions between ends in every mode,
+// and compares the received data. The kernel of an end without offloads verifies every
+// checksum.
 func TestKernelStreams(t *testing.T) {
 	for _, family := range []string{"IPv4", "IPv6", "dual"} {
 		for _, m := range modes() {
@@ -50,8 +50,8 @@ func TestKernelStreams(t *testing.T) {
 	}
 }
 
-// expectNoDrops fails the test if an end has dropped something, but for what the kernel
-// says of itself on a new device.
+// expectNoDrops fails the test if an end has dropped packets, other than those that the
+// kernel itself sends on a new device.
 func expectNoDrops(t *testing.T, ends ...*end) {
 	t.Helper()
 	for _, e := range ends {
@@ -63,8 +63,8 @@ func expectNoDrops(t *testing.T, ends ...*end) {
 	}
 }
 
-// TestKernelDatagrams sends datagrams that their sender's kernel gathers, and compares
-// each that arrives, between ends of every kind.
+// TestKernelDatagrams sends datagrams that the sender's kernel combines, between ends in
+// every mode, and compares each received datagram.
 func TestKernelDatagrams(t *testing.T) {
 	for _, f := range []prefix.Family{prefix.IPv4, prefix.IPv6} {
 		for _, m := range modes() {
@@ -80,11 +80,11 @@ func TestKernelDatagrams(t *testing.T) {
 	}
 }
 
-// exchange sends datagrams of odd sizes, many at once, and waits for each before it
-// sends more.
+// exchange sends datagrams of odd sizes in bursts, and waits for each datagram of a burst
+// before the next one.
 func exchange(t *testing.T, from, to *end, addr netip.Addr) {
 	t.Helper()
-	eventually(t, "ping", func() error { // an IPv6 address may be a moment late
+	eventually(t, "ping", func() error { // an IPv6 address may not be ready yet
 		_, err := from.Ping(t.Context(), addr, ping.Options{})
 		return err
 	})
@@ -118,7 +118,7 @@ func exchange(t *testing.T, from, to *end, addr netip.Addr) {
 					want := data[number*size : min((number+1)*size, len(data))]
 					n, err := in.Read(got)
 					if err != nil || !bytes.Equal(got[:n], want) {
-						t.Fatalf("datagram %d of %d with %d bytes: %v, or it has other data", number, count, size, err)
+						t.Fatalf("datagram %d of %d with %d bytes: %v, or wrong data", number, count, size, err)
 					}
 				}
 			}
@@ -156,7 +156,7 @@ func transfer(t *testing.T, from, to *end, addr netip.Addr) {
 		got <- result{h.Sum(nil), n, err}
 	}()
 	var conn net.Conn
-	eventually(t, "connect", func() (err error) { // an IPv6 route may be a moment late
+	eventually(t, "connect", func() (err error) { // an IPv6 route may not be ready yet
 		conn, err = from.Dial(ctx, "tcp", ln.Addr().String())
 		return err
 	})
@@ -174,11 +174,11 @@ func transfer(t *testing.T, from, to *end, addr netip.Addr) {
 	conn.Close()
 	want := sha256.Sum256(data)
 	if r := <-got; r.err != nil || r.n != size || !bytes.Equal(r.sum, want[:]) {
-		t.Errorf("%d of %d bytes arrived, %v, and they are the same: %v", r.n, size, r.err, bytes.Equal(r.sum, want[:]))
+		t.Errorf("%d of %d bytes arrived, %v, data equal: %v", r.n, size, r.err, bytes.Equal(r.sum, want[:]))
 	}
 }
 
-// TestKernelMTU: packets of exactly the MTU pass, and none bigger.
+// TestKernelMTU checks that packets of exactly the MTU pass, and larger ones do not.
 func TestKernelMTU(t *testing.T) {
 	for _, family := range []string{"IPv4", "IPv6", "dual"} {
 		t.Run(family, func(t *testing.T) {
@@ -186,7 +186,7 @@ func TestKernelMTU(t *testing.T) {
 			a, b := newEnd(t, l, 1, mode{}), newEnd(t, l, 2, mode{})
 			mtu := mtuFor(l.Families())
 			for _, s := range b.subnets {
-				eventually(t, "ping with a full MTU", func() error { // the far end's address may be a moment late
+				eventually(t, "ping with a full MTU", func() error { // the far end's address may not be ready yet
 					_, err := a.Ping(t.Context(), s.Addr(), ping.Options{Size: mtu, DontFragment: true})
 					return err
 				})

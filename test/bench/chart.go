@@ -104,7 +104,7 @@ func (r *report) charts() map[string]chart {
 		"latency99":  {title: "One lease: the slowest one in a hundred", unit: "milliseconds"},
 		"cpu":        {title: "One lease: CPU time of the daemon, by number of peers", unit: "milliseconds"},
 		"memory":     {title: "Memory at rest, vxlan", unit: "megabytes"},
-		"cold-ratio": {title: "Cold start, in multiples of the kernel's own limit", unit: "times"},
+		"cold-ratio": {title: "Cold start, in multiples of a bare client and the kernel's own limit", unit: "times"},
 	}
 	draw := func(name, label, class string, m *metric) {
 		if m == nil {
@@ -124,7 +124,7 @@ func (r *report) charts() map[string]chart {
 			} {
 				draw("cold", fmt.Sprintf("%s %d: %s", backend, n, b.short), b.class, r.find(group, b.name, n))
 			}
-			if m := r.find(group, "exec to all programmed / limit", n); m.Target != nil {
+			if m := r.find(group, "exec to all programmed / bare client and limit, added", n); m.Target != nil {
 				draw("cold-ratio", fmt.Sprintf("%s, %d peers", backend, n), "ours", m)
 				draw("cold-ratio", "target", "target", &metric{Values: []float64{*m.Target}})
 			}

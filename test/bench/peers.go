@@ -50,6 +50,20 @@ func makePeer(i int) peer {
 	return p
 }
 
+// subnet6 returns the peer's IPv6 subnet.
+func (p peer) subnet6() netip.Prefix {
+	base := netip.MustParsePrefix(podNetwork6).Addr().As16()
+	binary.BigEndian.PutUint16(base[6:], uint16(p.i+1))
+	return netip.PrefixFrom(netip.AddrFrom16(base), 64)
+}
+
+// ip6 returns the peer's public IPv6 address. No host has it.
+func (p peer) ip6() netip.Addr {
+	base := netip.MustParseAddr("2001:db8::").As16()
+	binary.BigEndian.PutUint32(base[12:], uint32(p.i+1))
+	return netip.AddrFrom16(base)
+}
+
 func makePeers(n int) []peer {
 	peers := make([]peer, n)
 	for i := range peers {

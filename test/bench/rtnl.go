@@ -332,8 +332,11 @@ func (r *rtnl) dumpNexthops(each func(id uint32)) error {
 // hasRoute reports whether exactly this route exists.
 func (r *rtnl) hasRoute(dst netip.Prefix) (bool, error) {
 	const lookupFIBMatch = 0x2000 // RTM_F_FIB_MATCH
-	body := rtmsg(32, 0, lookupFIBMatch)
+	body := rtmsg(dst.Addr().BitLen(), 0, lookupFIBMatch)
 	body[4], body[5], body[7] = 0, 0, 0
+	if dst.Addr().Is6() {
+		body[0] = unix.AF_INET6
+	}
 	r.begin(unix.RTM_GETROUTE, 0, body...)
 	r.attr(unix.RTA_DST, dst.Addr().AsSlice())
 	r.end()

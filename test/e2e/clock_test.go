@@ -1,64 +1,12 @@
 package e2e
 
 import (
-	"encoding/json"
 	"fmt"
-	"os"
-	"path/filepath"
 	"testing"
 	"time"
 
 	"flanneld/pkg/lab"
 )
-
-// stepClock makes what the daemon of h has on disk look as it would if the
-// host's clock had been stepped by d since: a process cannot be given a clock of
-// its own, but all that a start compares with the clock are the times in there.
-func stepClock(t *testing.T, h *lab.Host, d time.Duration) {
-	t.Helper()
-	files, err := filepath.Glob(h.Path("/var/lib/flannel/flanneld-*.json"))
-	if err != nil || len(files) != 1 {
-		t.Fatalf("state files %q, %v", files, err)
-	}
-	text, err := os.ReadFile(files[0])
-	if err != nil {
-		t.Fatal(err)
-	}
-	var content any
-	if err := json.Unmarshal(text, &content); err != nil {
-		t.Fatal(err)
-	}
-	moved := 0
-	var move func(v any) any
-	move = func(v any) any {
-		switch v := v.(type) {
-		case map[string]any:
-			for k := range v {
-				v[k] = move(v[k])
-			}
-		case []any:
-			for i := range v {
-				v[i] = move(v[i])
-			}
-		case string:
-			if at, err := time.Parse(time.RFC3339Nano, v); err == nil && !at.IsZero() {
-				moved++
-				return at.Add(-d).Format(time.RFC3339Nano)
-			}
-		}
-		return v
-	}
-	content = move(content)
-	if moved == 0 {
-		t.Fatalf("no time in %s", text)
-	}
-	if text, err = json.Marshal(content); err != nil {
-		t.Fatal(err)
-	}
-	if err := os.WriteFile(files[0], text, 0o600); err != nil {
-		t.Fatal(err)
-	}
-}
 
 // A clock that was stepped while the daemon was down takes no traffic down, and
 // moves nobody to another subnet: forward, so that the lease seems to have run
@@ -75,7 +23,9 @@ func TestClockSteps(t *testing.T) {
 			own := statusOf(t, h).Lease.Key
 			pause(t, 3*time.Second) // the state on disk is not older than that
 			expectStop(t, h.Daemon())
-			stepClock(t, h, step)
+			if err := h.StepClock(step); err != nil {
+				t.Fatal(err)
+			}
 			if err := l.Etcd().Stop(); err != nil {
 				t.Fatal(err)
 			}

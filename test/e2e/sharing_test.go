@@ -4,6 +4,7 @@ import (
 	"encoding/base64"
 	"encoding/json"
 	"fmt"
+	"maps"
 	"net/netip"
 	"slices"
 	"strings"
@@ -178,7 +179,6 @@ func TestStoreFullOfGoodAndBad(t *testing.T) {
 		`{"PublicIP":"192.168.77.222","BackendType":"vxlan","BackendData":[]}`, `{"PublicIP":"fd00::1","BackendType":"vxlan"}`,
 		peer("192.168.77.999", "02:00:00:00:01:01"), peer("192.168.77.222", "ff:ff:ff:ff:ff:ff"), peer("127.0.0.1", "02:00:00:00:01:02"),
 		strings.Replace(good(10), "vxlan", "host-gw", 1), strings.Repeat("\x00\xff", 100),
-		peer("192.168.77.222", "02:00:00:00:00:0a"), // the MAC of a good one
 	}
 	for i, value := range values {
 		bad = append(bad, fmt.Sprintf("10.5.%d.0-24", 220+i))
@@ -186,12 +186,19 @@ func TestStoreFullOfGoodAndBad(t *testing.T) {
 	}
 	for i, key := range []string{
 		"x", "10.5.1-24", "10.5.300.0-24", "10.5.219.0", "10.5.219.0-33", "10.5.219.0-24-24", "10.5.219.0_24", "%31", "fd00::-64", "10.5.219.0-24&x",
-		"10.6.0.0-24", "10.5.0.0-16", "10.5.10.128-25", "0.0.0.0-0", "ü", "10.5.219.0-24/config",
+		"10.6.0.0-24", "10.5.0.0-16", "0.0.0.0-0", "ü", "10.5.219.0-24/config",
 	} {
 		bad = append(bad, key)
 		all[key] = peer("192.168.77.222", fmt.Sprintf("02:00:00:00:02:%02x", i))
 	}
 	putAtOnce(t, store(t, l), all)
+	// The older of two leases counts, so these must not be in the store before good ones.
+	late := map[string]string{
+		"10.5.240.0-24":  peer("192.168.77.222", "02:00:00:00:00:0a"), // a MAC of a good one
+		"10.5.10.128-25": peer("192.168.77.222", "02:00:00:00:02:ff"), // a part of its subnet
+	}
+	putAtOnce(t, store(t, l), late)
+	bad = slices.AppendSeq(bad, maps.Keys(late))
 
 	d := h.Daemon()
 	eventually(t, "all good leases", func() error { return expectRoutes(t, h, want) })

@@ -19,8 +19,8 @@ type contractCase struct {
 	run  func(*fixture)
 }
 
-// Contract tests that the kernels of the worlds that newWorld makes do what
-// dataplane.Kernel says, and that a Reconciler on them does what it says.
+// Contract tests the kernels of the worlds that newWorld returns against the description
+// of dataplane.Kernel, and a Reconciler on them against its own description.
 func Contract(t *testing.T, newWorld func(testing.TB) World) {
 	t.Helper()
 	for _, cases := range [][]contractCase{objectCases(), linkCases(), routeCases(), freshCases(), exitCases(), driftCases(), twinCases(), retireCases()} {
@@ -28,9 +28,9 @@ func Contract(t *testing.T, newWorld func(testing.TB) World) {
 			t.Run(tc.name, func(t *testing.T) { tc.run(newFixture(t, newWorld(t), 0)) })
 		}
 	}
-	t.Run("what is there is read once", func(t *testing.T) { readOnce(newFixture(t, newWorld(t), time.Hour)) })
-	t.Run("what is refused costs no read", func(t *testing.T) { refusedAgain(newFixture(t, newWorld(t), time.Hour)) })
-	t.Run("what others change during a bulk of writes, and after it", func(t *testing.T) { disturbedBulk(newFixture(t, newWorld(t), time.Hour)) })
+	t.Run("an unchanged kernel is read once", func(t *testing.T) { readOnce(newFixture(t, newWorld(t), time.Hour)) })
+	t.Run("a refused route causes no read", func(t *testing.T) { refusedAgain(newFixture(t, newWorld(t), time.Hour)) })
+	t.Run("other programs change the kernel during and after a bulk of writes", func(t *testing.T) { disturbedBulk(newFixture(t, newWorld(t), time.Hour)) })
 	for _, tc := range slices.Concat(driftCases(), twinCases(), freshCases(), exitCases()) {
 		t.Run(tc.name+", by announcements alone", func(t *testing.T) { tc.run(newFixture(t, newWorld(t), time.Hour)) })
 	}
@@ -38,18 +38,18 @@ func Contract(t *testing.T, newWorld func(testing.TB) World) {
 
 func objectCases() []contractCase {
 	return []contractCase{
-		{"what is put is read", putIsRead},
+		{"a read returns what was put", putIsRead},
 		{"puts and deletes can be repeated", repeated},
 		{"one failure among many is named", oneFailure},
 		{"a thousand objects at once", thousands},
-		{"devices that are absent", absentDevices},
+		{"missing devices", absentDevices},
 		{"a scope without networks", linksAlone},
 		{"a scope of connected networks", connectedAlone},
 		{"a context that has ended", endedContext},
 		{"on-link lookups", onLink},
 		{"on-link lookups behind a default route without a gateway", defaultIsNoNetwork},
 		{"on-link lookups on a link without neighbours", withoutNeighbours},
-		{"what on-link lookups depend on is announced", rerouted},
+		{"changes that affect on-link lookups are announced", rerouted},
 	}
 }
 
@@ -65,7 +65,8 @@ func putIsRead(f *fixture) {
 	}
 }
 
-// rerouted has changes outside of the scope told, and own writes not.
+// rerouted checks that Drain reports changes outside of the scope, and does not report
+// own writes.
 func rerouted(f *fixture) {
 	f.put(objectsOf(Base())...)
 	m, err := f.Monitor(Scope())
@@ -80,7 +81,7 @@ func rerouted(f *fixture) {
 		{"own writes", func() error { f.put(Peer(3, 0)...); return nil }, false},
 		{"a route", func() error { return f.Append(toPeer) }, true},
 		{"nothing", func() error { return nil }, false},
-		{"no route any more", func() error { return f.Remove(toPeer) }, true},
+		{"a deleted route", func() error { return f.Remove(toPeer) }, true},
 		{"a neighbour", func() error { return f.Learn(peer[dataplane.Neigh](4, 0)[0]) }, false},
 		{"a link", func() error { return f.SetUp("eth0", false) }, true},
 	} {
@@ -92,7 +93,8 @@ func rerouted(f *fixture) {
 	}
 }
 
-// linksAlone spares a router with a million routes a read of those.
+// linksAlone checks that a scope without networks reads only links. That saves a router
+// with a million routes a long read.
 func linksAlone(f *fixture) {
 	f.put(objectsOf(Peers(3))...)
 	s, err := f.Read(f.Context(), dataplane.Scope{Devices: Scope().Devices})
@@ -102,7 +104,7 @@ func linksAlone(f *fixture) {
 	}
 }
 
-// connectedAlone spares it the same where its devices are fresh.
+// connectedAlone checks that a scope with Connected does not read the routing table.
 func connectedAlone(f *fixture) {
 	f.put(objectsOf(Peers(3))...)
 	f.must(f.Append(bridge()...))
@@ -114,7 +116,7 @@ func connectedAlone(f *fixture) {
 	f.must(err)
 	var routes []dataplane.Route
 	for r := range s.AllRoutes() {
-		if !r.Dst.IsSingleIP() { // as those of the devices
+		if !r.Dst.IsSingleIP() { // such as the addresses of the devices
 			routes = append(routes, r)
 		}
 	}
@@ -124,22 +126,22 @@ func connectedAlone(f *fixture) {
 		{RouteKey: dataplane.RouteKey{Dst: subnet6(3), Type: dataplane.Unicast, Priority: 256}, Dev: "cni0", Protocol: protoKernel},
 	}
 	if !slices.Equal(routes, want) {
-		f.Errorf("routes %v, want those of cni0 alone: %v", routes, want)
+		f.Errorf("routes %v, want only those of cni0: %v", routes, want)
 	}
 	if len(s.FDB) != 6 || len(s.Neighs) != 6 || len(s.Addrs) != 2 {
 		f.Errorf("%d FDB entries, %d neighbours and %d addresses, want all of them", len(s.FDB), len(s.Neighs), len(s.Addrs))
 	}
 }
 
-// readOnce also holds where all devices have to be made, which voids what was
-// read before. Nobody waits for a read of the routes of others then.
+// readOnce checks the number of reads. If all devices must be created, the first read
+// leaves out the routes of other programs.
 func readOnce(f *fixture) {
 	reconcile := func(want dataplane.State, sweep bool, brief, reads int) {
 		report, err := f.reconciler.Reconcile(f.Context(), want, sweep)
 		f.must(err)
 		f.expect(want)
 		if report.Repaired != 0 || f.spy.brief != brief || f.spy.reads != reads {
-			f.Errorf("%d of %d writes were repairs, after %d brief reads and %d of all, want none after %d and %d",
+			f.Errorf("%d of %d writes were repairs, after %d brief and %d full reads, want none after %d and %d",
 				report.Repaired, report.Puts, f.spy.brief, f.spy.reads, brief, reads)
 		}
 	}
@@ -148,7 +150,8 @@ func readOnce(f *fixture) {
 	reconcile(Peers(2), true, 1, 1)
 }
 
-// refusedAgain has routes refused in each pass, alone and beside others that are made.
+// refusedAgain tests routes that the kernel refuses in each pass, alone and beside others
+// that succeed.
 func refusedAgain(f *fixture) {
 	f.reconcile(Peers(3), true)
 	f.spy.reads = 0
@@ -166,11 +169,11 @@ func refusedAgain(f *fixture) {
 		report, err := f.reconciler.Update(f.Context(), removed, added, true)
 		f.must(err)
 		if len(report.Refused) != len(bad) || report.Repaired != 0 {
-			f.Errorf("step %d: refused %v with %d repairs, want all of %v and none", i, report.Refused, report.Repaired, bad)
+			f.Errorf("step %d: refused %v with %d repairs, want %v and no repair", i, report.Refused, report.Repaired, bad)
 		}
 		for _, o := range bad {
 			if f.reconciler.Holds(o) {
-				f.Errorf("step %d: %s is taken for made", i, o)
+				f.Errorf("step %d: Holds(%s) is true, want false", i, o)
 			}
 		}
 	}
@@ -182,8 +185,8 @@ func refusedAgain(f *fixture) {
 	f.expect(state(want, slices.Concat(Peer(4, 0), Peer(5, 0), Peer(6, 0))...))
 }
 
-// disturbedBulk has another program spoil something while so much is written that
-// the announcements are not listened to.
+// disturbedBulk lets another program change the kernel during so many writes that
+// announcements are suspended.
 func disturbedBulk(f *fixture) {
 	report := func(r dataplane.Report, err error) dataplane.Report {
 		f.must(err)
@@ -201,9 +204,9 @@ func disturbedBulk(f *fixture) {
 	report(f.reconciler.Reconcile(f.Context(), Peers(300), true))
 	f.expect(Peers(300))
 	if !once {
-		f.Fatal("nothing was spoilt")
+		f.Fatal("the other program changed nothing")
 	}
-	for settled := false; !settled; { // what is left of the bulk
+	for settled := false; !settled; { // announcements of the bulk may remain
 		select {
 		case <-f.reconciler.Changed():
 			report(f.reconciler.Update(f.Context(), nil, nil, true))
@@ -216,7 +219,7 @@ func disturbedBulk(f *fixture) {
 	select {
 	case <-f.reconciler.Changed():
 	case <-time.After(5 * time.Second):
-		f.Fatal("what another program changes after a bulk of writes is not heard")
+		f.Fatal("a change by another program after a bulk of writes was not announced")
 	}
 	if r := report(f.reconciler.Update(f.Context(), nil, nil, true)); r.Repaired == 0 || f.spy.reads != 0 {
 		f.Errorf("%d repairs after %d reads, want some after none", r.Repaired, f.spy.reads)
@@ -237,7 +240,7 @@ func repeated(f *fixture) {
 	f.expect(dataplane.NewState())
 	f.apply(deletes...)
 	f.put(objectsOf(Base())...)
-	f.apply(deletes...) // this time the devices are there
+	f.apply(deletes...) // this time the devices exist
 	f.expect(dataplane.NewState())
 }
 
@@ -254,7 +257,7 @@ func oneFailure(f *fixture) {
 	}
 	failed := f.Apply(f.Context(), ops)
 	if len(failed) != 1 || failed[0].Op != (dataplane.Op{Object: bad}) || !errors.Is(failed[0], syscall.ENETUNREACH) {
-		f.Errorf("failures %v, want that of %s alone, network unreachable", failed, bad)
+		f.Errorf("failures %v, want only %s: network unreachable", failed, bad)
 	}
 	f.expect(want)
 }
@@ -272,13 +275,13 @@ func absentDevices(f *fixture) {
 	for _, o := range append(Peer(2, 0), dataplane.Addr{Dev: dev4, Prefix: prefix.Host(subnet4(1).Addr())}) {
 		failed := f.Apply(f.Context(), []dataplane.Op{{Object: o}, {Delete: true, Object: o}})
 		if len(failed) != 1 || failed[0].Op.Delete || !errors.Is(failed[0], syscall.ENODEV) {
-			f.Errorf("%s: failures %v, want that of the put, no such device", o, failed)
+			f.Errorf("%s: failures %v, want only the put: no such device", o, failed)
 		}
 	}
 	link := Base().Links[dev4]
 	link.VXLAN.Underlay = "eth9"
 	if failed := f.Apply(f.Context(), []dataplane.Op{{Object: link}}); len(failed) != 1 || !errors.Is(failed[0], syscall.ENODEV) {
-		f.Errorf("link above a device that is absent: failures %v, want no such device", failed)
+		f.Errorf("link above a missing device: failures %v, want no such device", failed)
 	}
 	f.expect(dataplane.NewState())
 }
@@ -287,7 +290,7 @@ func endedContext(f *fixture) {
 	ctx, cancel := context.WithCancel(f.Context())
 	cancel()
 	if _, err := f.Read(ctx, Scope()); !errors.Is(err, context.Canceled) {
-		f.Errorf("Read gave %v, want that the context has ended", err)
+		f.Errorf("Read: %v, want the error of the context", err)
 	}
 	var ops []dataplane.Op
 	for _, o := range objectsOf(Peers(1)) {
@@ -314,14 +317,14 @@ func onLink(f *fixture) {
 		f.must(f.Append(r))
 	}
 	for dst, want := range map[string]string{
-		"192.168.77.2": "eth0", "fd00:77::2": "eth0", // direct
+		"192.168.77.2": "eth0", "fd00:77::2": "eth0", // directly connected
 		"203.0.113.1": "", "2001:db8::1": "", // through a gateway
 		"198.18.0.7":  "eth0",                                 // a route without a gateway
 		"192.0.2.1":   "",                                     // no route
 		"2001:dba::1": "",                                     //
 		"100.64.0.1":  "", "100.64.1.1": "", "100.64.2.1": "", // blackhole, unreachable, prohibit
 		"2001:db9::1": "", "2001:db9:1::1": "", "2001:db9:2::1": "",
-		"192.168.77.1": "", "fd00:77::1": "", // own
+		"192.168.77.1": "", "fd00:77::1": "", // own addresses
 	} {
 		f.expectOnLink(dst, want)
 	}
@@ -335,8 +338,8 @@ func (f *fixture) expectOnLink(dst, want string) {
 	}
 }
 
-// defaultIsNoNetwork: all hosts of the world are behind a default route, also one without
-// a gateway and one in parts.
+// defaultIsNoNetwork checks that no host counts as on-link because of a default route,
+// not even of one without a gateway or in parts.
 func defaultIsNoNetwork(f *fixture) {
 	for _, dsts := range [][]string{
 		{"0.0.0.0/0", "::/0"}, {"0.0.0.0/1", "::/1"}, {"128.0.0.0/1", "8000::/1"}, {"192.0.0.0/3", "2000::/3"}, {"192.0.0.0/7", "2000::/7"},
@@ -363,8 +366,8 @@ func unicast(dst, dev string) dataplane.Route {
 	return r
 }
 
-// withoutNeighbours tests a link that leads to one place with any gateway, such as that of a
-// VPN. No peer is on-link there.
+// withoutNeighbours tests a link that does not resolve addresses, such as that of a VPN.
+// Packets go to the same place with any gateway, so no peer is on-link there.
 func withoutNeighbours(f *fixture) {
 	f.must(f.Append(dataplane.Link{Name: nic, Kind: "veth", Up: true}))
 	f.must(f.Append(nicAddrs()...))

@@ -6,8 +6,8 @@ import (
 	"flanneld/pkg/dataplane"
 )
 
-// driftCases spoil the entries of a peer in one way each; one pass without
-// sweep repairs them.
+// driftCases change the entries of a peer in one way each. One pass without sweep repairs
+// them.
 func driftCases() []contractCase {
 	var cases []contractCase
 	add := func(name string, spoil func(*fixture)) {
@@ -19,16 +19,16 @@ func driftCases() []contractCase {
 			f.expect(want)
 		}})
 	}
-	add("FDB entries with a port of their own", func(f *fixture) {
+	add("FDB entries with their own port", func(f *fixture) {
 		for _, e := range peer[dataplane.FDB](3, 0) {
 			e.Override = true
 			f.must(f.Append(e))
 			if f.read().FDB[e.FDBKey] != e {
-				f.Errorf("%s: the port is not seen", e)
+				f.Errorf("%s: Override is false, want true", e)
 			}
 		}
 	})
-	add("FDB entries to elsewhere", func(f *fixture) {
+	add("FDB entries with another destination", func(f *fixture) {
 		for i, e := range peer[dataplane.FDB](3, 0) {
 			e.Dst = peer[dataplane.FDB](3, 1)[i].Dst
 			f.must(f.Append(e))
@@ -38,26 +38,26 @@ func driftCases() []contractCase {
 		for _, n := range peer[dataplane.Neigh](3, 0) {
 			f.must(f.Learn(n))
 			if _, ok := f.read().Neighs[n.NeighKey]; ok {
-				f.Errorf("%s is not permanent but read", n)
+				f.Errorf("%s was read, although it is not permanent", n)
 			}
 		}
 	})
 	add("neighbours with another MAC", func(f *fixture) {
 		f.must(f.Append(objects(peer[dataplane.Neigh](3, 1))...))
 	})
-	add("neighbours, FDB entries and routes gone", func(f *fixture) {
+	add("deleted neighbours, FDB entries and routes", func(f *fixture) {
 		f.must(f.Remove(Peer(3, 0)...))
 	})
 	add("addresses with another length", func(f *fixture) {
 		for a := range Base().Addrs {
 			f.must(f.Remove(a))
-			if a.Prefix.Addr().Is6() { // an IPv4 device may have both
+			if a.Prefix.Addr().Is6() { // a device may have both IPv4 addresses
 				f.must(f.Append(dataplane.Addr{Dev: a.Dev, Prefix: netip.PrefixFrom(a.Prefix.Addr(), 64)}))
 			}
 		}
 	})
 	for name, twin := range twins() {
-		add("routes with a twin: "+name, func(f *fixture) {
+		add("routes with a duplicate: "+name, func(f *fixture) {
 			for _, r := range via(3, 9) {
 				if twin(&r) {
 					f.must(f.Append(r))
@@ -73,7 +73,7 @@ func driftCases() []contractCase {
 			}
 		})
 	}
-	add("routes with three twins", func(f *fixture) {
+	add("routes with three duplicates", func(f *fixture) {
 		for n := range 3 {
 			for _, r := range via(3, 10+n) {
 				r.Protocol = protoStatic
@@ -81,30 +81,30 @@ func driftCases() []contractCase {
 			}
 		}
 	})
-	add("the wanted route is the last of its twins", func(f *fixture) {
+	add("the wanted route is the last of its duplicates", func(f *fixture) {
 		f.must(f.Remove(objects(peer[dataplane.Route](3, 0))...))
 		f.must(f.Append(objects(via(3, 9))...))
 		f.must(f.Append(via(3, 10)[0]))
-		// Not for IPv6: the kernel refuses a gateway that others lead to.
+		// Not for IPv6: the kernel refuses a gateway that other routes lead to.
 		f.must(f.Append(peer[dataplane.Route](3, 0)[0]))
 	})
-	add("an IPv6 route gone, and two of others with its metric, one of another type", func(f *fixture) {
-		// The put replaces one of them, and which is the kernel's choice.
+	add("an IPv6 route replaced by two of other programs with its metric, one of another type", func(f *fixture) {
+		// The put replaces one of them, which the kernel chooses.
 		other := via(3, 9)[1]
 		other.NexthopID, other.Protocol = 47, protoStatic
 		f.must(f.Remove(peer[dataplane.Route](3, 0)[1]))
 		f.must(f.Append(holeLike(other), other))
 	})
-	add("two IPv4 twins by one device, one of them without a gateway", func(f *fixture) {
-		// To delete that one deletes the first by the device, whatever its gateway.
+	add("two IPv4 duplicates through one device, one of them without a gateway", func(f *fixture) {
+		// Deleting that one deletes the first one through the device, with any gateway.
 		r := via(3, 9)[0]
 		r.Protocol = protoStatic
 		f.must(f.Append(r))
 		r.Gateway = netip.Addr{}
 		f.must(f.Append(r))
 	})
-	add("an IPv6 route with two twins, one through a nexthop object, one a blackhole", func(f *fixture) {
-		// To delete the blackhole deletes the other.
+	add("an IPv6 route with two duplicates, one through a nexthop object, one a blackhole", func(f *fixture) {
+		// Deleting the blackhole deletes the other one.
 		other := via(3, 9)[1]
 		other.NexthopID, other.Protocol = 47, protoStatic
 		f.must(f.Append(other, holeLike(other)))
@@ -112,16 +112,16 @@ func driftCases() []contractCase {
 	return cases
 }
 
-// twinCases are of routes that a delete may hit in place of their twins.
+// twinCases test deletes that the kernel may apply to a duplicate of the route.
 func twinCases() []contractCase {
 	return []contractCase{
 		{"an IPv6 route without a gateway, and a blackhole behind it", holeBehind},
-		{"an adopted IPv6 route through a nexthop object, and a twin", adoptedTwin},
-		{"a twin that differs by its nexthop object alone", nexthopTwin},
+		{"an adopted IPv6 route through a nexthop object, and a duplicate", adoptedTwin},
+		{"a duplicate that differs only by its nexthop object", nexthopTwin},
 	}
 }
 
-// holeLike returns the blackhole that r would be.
+// holeLike returns a blackhole with the key of r.
 func holeLike(r dataplane.Route) dataplane.Route {
 	hole := dataplane.Route{RouteKey: r.RouteKey, Protocol: r.Protocol}
 	hole.Type = dataplane.Blackhole
@@ -132,7 +132,7 @@ func holeBehind(f *fixture) {
 	own := dataplane.NewRoute(subnet6(3), netip.Addr{}, dev6, false)
 	want := state(Base(), own)
 	f.reconcile(want, true)
-	f.must(f.Append(holeLike(own))) // to delete it deletes the other
+	f.must(f.Append(holeLike(own))) // deleting it deletes the other one
 	f.reconcile(want, true)
 	f.expect(want)
 }
@@ -146,10 +146,10 @@ func adoptedTwin(f *fixture) {
 	theirs.NexthopID, theirs.Protocol, twin.Protocol = 47, protoStatic, protoStatic
 	f.must(f.Append(theirs))
 	f.reconcile(want, true)
-	f.must(f.Append(twin)) // to delete it deletes theirs
+	f.must(f.Append(twin)) // deleting it deletes theirs
 	f.reconcile(want, true)
 	if have := f.read().Routes[own.Dst]; len(have) != 1 || bare(have[0]) != bare(own) {
-		f.Errorf("the routes to %s are %v, want one that forwards as %s", own.Dst, have, own)
+		f.Errorf("the routes to %s are %v, want one that forwards like %s", own.Dst, have, own)
 	}
 }
 
@@ -175,8 +175,8 @@ func peer[T dataplane.Object](i, variant int) []T {
 	return found
 }
 
-// twins returns the ways to have one route more to a destination; false says
-// that a family has no such.
+// twins returns functions that change a route so that it can be added beside the
+// original. They return false if the family does not allow that.
 func twins() map[string]func(*dataplane.Route) bool {
 	blackhole := func(r *dataplane.Route) bool {
 		r.Type, r.Gateway, r.Dev = dataplane.Blackhole, netip.Addr{}, ""

@@ -15,8 +15,8 @@ func linkCases() []contractCase {
 		{"a device without underlay and address is completed", completeDevice},
 		{"checksum offload", checksumOffload},
 		{"a second device with the same VNI is refused", sameVNI},
-		{"a link that is down", linkDown},
-		{"a link that is gone", linkGone},
+		{"a link goes down", linkDown},
+		{"a link is deleted", linkGone},
 	}
 	for name, spoil := range incompatible() {
 		cases = append(cases, contractCase{"replaced for its " + name, func(f *fixture) { replaceDevice(f, spoil) }})
@@ -38,12 +38,13 @@ func changeInPlace(f *fixture) {
 			change(&l)
 			want.Add(l)
 			f.put(l)
-			f.expect(want) // with all that was on it
+			f.expect(want) // with all objects on it
 		}
 	}
 }
 
-// changeMAC: the kernel forgets the neighbours of a device whose MAC changes.
+// changeMAC changes the MAC of a device. The kernel then deletes the neighbours of the
+// device.
 func changeMAC(f *fixture) {
 	want := Peers(5)
 	f.reconcile(want, true)
@@ -59,12 +60,13 @@ func changeMAC(f *fixture) {
 		switch op.Object.(type) {
 		case dataplane.Link, dataplane.Neigh:
 		default:
-			f.Errorf("%s, want that a new MAC touches neighbours alone", op)
+			f.Errorf("%s, want changes of neighbours only", op)
 		}
 	}
 }
 
-// adoptDevices: all that is right is left alone, whoever made it.
+// adoptDevices checks that the Reconciler leaves correct objects alone, even if another
+// program has created them.
 func adoptDevices(f *fixture) {
 	want := Peers(5)
 	for _, o := range objectsOf(want) {
@@ -97,7 +99,7 @@ func completeDevice(f *fixture) {
 	}
 }
 
-// checksumOffload is the kernel's own matter unless it is asked for.
+// checksumOffload checks that the offload changes only if a wanted link asks for it.
 func checksumOffload(f *fixture) {
 	offload := func(want dataplane.Offload) {
 		f.Helper()
@@ -121,7 +123,7 @@ func checksumOffload(f *fixture) {
 		f.expect(linksOf(want))
 	}
 	put(dataplane.OffloadAuto)
-	offload(dataplane.OffloadOn) // what a vxlan device starts with
+	offload(dataplane.OffloadOn) // the default of a vxlan device
 	put(dataplane.OffloadOff)
 	offload(dataplane.OffloadOff)
 	put(dataplane.OffloadAuto)
@@ -165,7 +167,7 @@ func linkDown(f *fixture) {
 		f.Errorf("%d neighbours and %d FDB entries, want 0 and %d", len(have.Neighs), len(have.FDB), len(want.FDB))
 	}
 	if _, ok := have.Addrs[dataplane.Addr{Dev: dev6, Prefix: prefix.Host(subnet6(1).Addr())}]; ok || len(have.Addrs) != 1 {
-		f.Errorf("addresses %v, want the IPv4 one alone", have.Addrs)
+		f.Errorf("addresses %v, want only the IPv4 one", have.Addrs)
 	}
 	f.reconcile(want, false)
 	f.expect(want)
@@ -185,7 +187,7 @@ func linkGone(f *fixture) {
 	f.expect(want)
 }
 
-// incompatible returns the ways in which a device cannot be changed in place.
+// incompatible returns changes of a device that require its replacement.
 func incompatible() map[string]func(*dataplane.Link) {
 	return map[string]func(*dataplane.Link){
 		"VNI":     func(l *dataplane.Link) { l.VXLAN.VNI = 7 },
@@ -211,7 +213,7 @@ func replaceDevice(f *fixture, spoil func(*dataplane.Link)) {
 		spoil(&l)
 		f.must(f.Append(l, dataplane.Addr{Dev: dev, Prefix: netip.MustParsePrefix("172.30.0.1/24")}))
 		if failed := f.Apply(f.Context(), []dataplane.Op{{Object: want.Links[dev]}}); len(failed) != 1 {
-			f.Errorf("putting %s over it: failures %v, want one", dev, failed)
+			f.Errorf("changing it to %s: failures %v, want one", dev, failed)
 		}
 		if diff := diffLinks(l, f.read().Links[dev]); diff != "" {
 			f.Errorf("after a failed put (-want +have):\n%s", diff)
@@ -220,7 +222,7 @@ func replaceDevice(f *fixture, spoil func(*dataplane.Link)) {
 		if diff := diffLinks(want.Links[dev], f.read().Links[dev]); diff != "" {
 			f.Errorf("after a pass (-want +have):\n%s", diff)
 		}
-		// The other way round, now with peers on it.
+		// The other way round, this time with peers on the device.
 		f.must(f.Remove(l))
 	}
 	f.reconcile(want, true)

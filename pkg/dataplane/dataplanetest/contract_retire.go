@@ -10,14 +10,14 @@ import (
 func retireCases() []contractCase {
 	return []contractCase{
 		{"retire a device", retireDevice},
-		{"retire devices for routes without", retireForDirect},
+		{"retire devices in favour of direct routes", retireForDirect},
 		{"retire a network on devices that stay", retireNetwork},
 		{"retire direct routes", retireDirect},
 		{"retire nothing that is present", retireNothing},
 	}
 }
 
-// retire retires former twice: the second time there is nothing left.
+// retire calls Retire twice. The second call finds nothing to remove.
 func (f *fixture) retire(former, present dataplane.Scope, want int) {
 	f.Helper()
 	for _, want := range []int{want, 0} {
@@ -28,7 +28,7 @@ func (f *fixture) retire(former, present dataplane.Scope, want int) {
 	}
 }
 
-// other is a device with another VNI, and its peers are those of Peers.
+// other returns the scope and state of a device with another VNI and the peers of Peers.
 func other(n int) (dataplane.Scope, dataplane.State) {
 	scope, s := Scope(), dataplane.NewState()
 	scope.Devices = []string{"flannel.7", "flannel-v6.7"}
@@ -65,11 +65,11 @@ func retireDevice(f *fixture) {
 	f.retire(Scope(), scope, 2)
 	have := f.readAll()
 	if len(have.Links) > 0 {
-		f.Errorf("%v are still there", have.Links)
+		f.Errorf("%v still exist", have.Links)
 	}
 	for _, o := range objectsOf(want) {
 		if r, ok := o.(dataplane.Route); ok && !f.has(r) {
-			f.Errorf("%s is gone", r)
+			f.Errorf("%s was deleted", r)
 		}
 	}
 }
@@ -101,7 +101,7 @@ func retireNetwork(f *fixture) {
 	f.put(kept...)
 	mac := dataplane.MAC{2, 7}
 	f.put(dataplane.FDB{FDBKey: dataplane.FDBKey{Dev: dev4, MAC: mac}, Dst: netip.MustParseAddr("198.18.0.1")})
-	// The FDB is without networks, and so the present reconciler's alone.
+	// FDB entries are not in networks, so they belong to the scope of present.
 	f.retire(Scope(), present, 2+3*4)
 	have, err := f.Read(f.Context(), dataplane.Scope{Devices: Scope().Devices, Networks: append(Scope().Networks, present.Networks...)})
 	f.must(err)
@@ -132,11 +132,12 @@ func retireDirect(f *fixture) {
 	f.must(f.Append(append(objects(ours), append(objects(theirs), objects(outside)...)...)...))
 	f.retire(dataplane.Scope{Networks: Scope().Networks, Shared: []string{"eth0"}}, dataplane.Scope{}, 2)
 	if !f.has(theirs...) || !f.has(outside...) || f.has(ours[:1]...) || f.has(ours[1:]...) {
-		f.Errorf("routes are %v, want ours gone and no other", f.readAll().Routes)
+		f.Errorf("routes are %v, want only ours deleted", f.readAll().Routes)
 	}
 }
 
-// retireNothing: not even devices of that name which are not ours.
+// retireNothing checks that Retire removes nothing in the scope of present, and no device
+// with a fitting name that flanneld did not create.
 func retireNothing(f *fixture) {
 	want := Peers(3)
 	f.reconcile(want, true)

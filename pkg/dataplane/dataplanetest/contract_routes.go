@@ -15,16 +15,16 @@ func routeCases() []contractCase {
 	return []contractCase{
 		{"a connected network is refused", connectedNetwork},
 		{"routes of others survive", othersSurvive},
-		{"another's route is taken over without a gap", takeOver},
-		{"a route changes sides without a gap", changeSides},
-		{"a failed put leaves what is there", failedPut},
-		{"nothing goes without sweep", noSweep},
-		{"what no peer explains is swept", sweep},
+		{"a route of another program is taken over without a gap", takeOver},
+		{"a route changes its device without a gap", changeSides},
+		{"a failed put keeps the existing route", failedPut},
+		{"nothing is deleted without sweep", noSweep},
+		{"objects without a peer are swept", sweep},
 		{"routes on shared devices", sharedDevices},
 		{"a gateway out of reach", unreachable},
-		{"a gateway that is no other host", nobody},
+		{"a gateway that is not another host", noOtherHost},
 		{"routes through nexthop objects", nexthopObjects},
-		{"detours that were left behind", detoursLeft},
+		{"detours left behind", detoursLeft},
 		{"a blackhole", blackhole},
 		{"an exclusive put", exclusivePut},
 	}
@@ -32,24 +32,24 @@ func routeCases() []contractCase {
 
 func freshCases() []contractCase {
 	return []contractCase{
-		{"what fresh devices meet", freshDevices},
-		{"what stands beside the routes of fresh devices", freshTwins},
+		{"routes of other programs exist before fresh devices", freshDevices},
+		{"duplicates of the routes of fresh devices", freshTwins},
 	}
 }
 
-// exitCases are of devices that routes leave by, and are not ours.
+// exitCases test devices that routes use and that flanneld does not own.
 func exitCases() []contractCase {
 	nic := dataplane.Link{Name: nic, Kind: "veth", Up: true}
 	return []contractCase{
-		{"the bridge goes that a peer was refused for", bridgeGoes},
+		{"the bridge that a peer was refused for is deleted", bridgeGoes},
 		{"another interface goes down and comes up", func(f *fixture) {
 			secondInterface(f, func() {
 				f.must(f.SetUp(nic.Name, false))
 				f.must(f.SetUp(nic.Name, true))
-				f.must(f.Append(nicAddrs()[1])) // IPv6 addresses go with the link
+				f.must(f.Append(nicAddrs()[1])) // the kernel deletes IPv6 addresses when the link goes down
 			})
 		}},
-		{"another interface is made anew", func(f *fixture) {
+		{"another interface is created again", func(f *fixture) {
 			secondInterface(f, func() {
 				f.must(f.Remove(nic))
 				f.must(f.Append(nic))
@@ -67,7 +67,7 @@ func exitCases() []contractCase {
 				func() { f.must(f.SetCarrier(nic.Name, true)) })
 		}},
 		{"the interface of many routes loses its carrier", manyWithoutCarrier},
-		{"the nexthop object of another program goes", foreignNexthopGoes},
+		{"the nexthop object of another program is deleted", foreignNexthopGoes},
 	}
 }
 
@@ -81,8 +81,8 @@ func nicAddrs() []dataplane.Object {
 	}
 }
 
-// viaNIC returns routes of both families to the subnets of host i through host n of
-// nic's networks.
+// viaNIC returns routes of both families to the subnets of host i through host n of nic's
+// networks.
 func viaNIC(i, n int) []dataplane.Route {
 	return []dataplane.Route{
 		dataplane.NewRoute(subnet4(i), netip.AddrFrom4([4]byte{192, 168, 88, byte(n)}), nic, false),
@@ -90,7 +90,8 @@ func viaNIC(i, n int) []dataplane.Route {
 	}
 }
 
-// bridgeGoes: with its device a connected network goes without a word.
+// bridgeGoes deletes a bridge. The kernel deletes its connected network without an
+// announcement.
 func bridgeGoes(f *fixture) {
 	f.must(f.Append(bridge()...))
 	f.restart()
@@ -104,10 +105,10 @@ func bridgeGoes(f *fixture) {
 	f.expect(Peers(5))
 }
 
-// secondInterface has peers that are reached directly through it, in either family: one by
-// plain routes, and one by adopted routes through nexthop objects of another program. It
-// spoils that, in steps, and does so twice: what is known of the device may go with the
-// first time.
+// secondInterface tests directly reached peers of either family: one with plain routes,
+// and one with adopted routes through nexthop objects of another program. It calls the
+// functions in spoil one after another, and then once more, because the first time may
+// discard what the monitor knows about the device.
 func secondInterface(f *fixture, spoil ...func()) {
 	f.reconcile(Base(), true)
 	f.must(f.Append(dataplane.Link{Name: nic, Kind: "veth", Up: true}))
@@ -123,8 +124,7 @@ func secondInterface(f *fixture, spoil ...func()) {
 	}
 }
 
-// adopt has another program make routes that are wanted, each through a nexthop object, in
-// the place of what is there.
+// adopt lets another program replace the wanted routes by routes through nexthop objects.
 func (f *fixture) adopt(routes []dataplane.Route, want dataplane.State) {
 	f.Helper()
 	for i, r := range routes {
@@ -138,16 +138,16 @@ func (f *fixture) adopt(routes []dataplane.Route, want dataplane.State) {
 	f.reconcile(want, true)
 	for _, op := range f.spy.Take() {
 		if r, ok := op.Object.(dataplane.Route); ok && r.Dst == routes[0].Dst {
-			f.Errorf("%s, want that the route of another program is adopted", op)
+			f.Errorf("%s, want no change, because the route of another program is adopted", op)
 		}
 	}
 }
 
-// adoptedNexthop is the id of the first nexthop object that adopt makes.
+// adoptedNexthop is the id of the first nexthop object that adopt creates.
 const adoptedNexthop = 47
 
-// manyWithoutCarrier: without its carrier an interface keeps plain routes, and loses those
-// that go through nexthop objects, of which it has some because it has so many routes.
+// manyWithoutCarrier takes the carrier from an interface with so many routes that some
+// use nexthop objects. The kernel deletes these, and keeps the plain ones.
 func manyWithoutCarrier(f *fixture) {
 	want := Base()
 	for i := range 300 {
@@ -165,7 +165,8 @@ func manyWithoutCarrier(f *fixture) {
 	}
 }
 
-// foreignNexthopGoes: with it go the routes that use it, adopted ones as well.
+// foreignNexthopGoes deletes a nexthop object of another program. The kernel deletes the
+// routes that use it, including adopted ones.
 func foreignNexthopGoes(f *fixture) {
 	want := state(Base(), Peer(3, 0)...)
 	for range 2 {
@@ -179,8 +180,9 @@ func foreignNexthopGoes(f *fixture) {
 	}
 }
 
-// detoursLeft: a detour is told by all of protocol, device, metric and destination. It leads
-// astray what is sent to the host that it is for, so it goes without a sweep.
+// detoursLeft checks that a detour is recognised by protocol, device, metric and
+// destination together. It misdirects the packets to its host, so it is deleted even
+// without sweep.
 func detoursLeft(f *fixture) {
 	want := state(Base(), Peer(3, 0)...)
 	f.reconcile(want, true)
@@ -216,7 +218,7 @@ func detoursLeft(f *fixture) {
 	}
 }
 
-// bridge is a bridge of pods in the subnet of host 3.
+// bridge returns a bridge of pods in the subnet of host 3.
 func bridge() []dataplane.Object {
 	return []dataplane.Object{
 		dataplane.Link{Name: "cni0", Kind: "bridge", Up: true},
@@ -224,7 +226,7 @@ func bridge() []dataplane.Object {
 	}
 }
 
-// connectedNetwork: a bridge of pods is not cut off for a lease.
+// connectedNetwork checks that a lease never makes a bridge of pods unreachable.
 func connectedNetwork(f *fixture) {
 	want := Peers(5)
 	f.reconcile(want, true)
@@ -240,7 +242,7 @@ func connectedNetwork(f *fixture) {
 		}
 	}
 	if len(left) != 1 || left[0].Protocol != protoKernel {
-		f.Errorf("routes %v, want the connected one alone", left)
+		f.Errorf("routes %v, want only the connected one", left)
 	}
 	f.must(f.Remove(bridge()[0]))
 	if report := f.reconcile(want, true); len(report.Refused) > 0 {
@@ -249,8 +251,8 @@ func connectedNetwork(f *fixture) {
 	f.expect(want)
 }
 
-// others returns what is not ours: routes inside our networks on another
-// device, and what lies outside them on ours.
+// others returns objects that flanneld does not own: routes in its networks on another
+// device, and objects outside of its networks on its devices.
 func others() []dataplane.Object {
 	var all []dataplane.Object
 	for _, r := range via(77, 7) {
@@ -259,7 +261,7 @@ func others() []dataplane.Object {
 	}
 	out4 := dataplane.NewRoute(netip.MustParsePrefix("172.30.1.0/24"), subnet4(2).Addr(), dev4, true)
 	out6 := dataplane.NewRoute(netip.MustParsePrefix("fd00:30::/48"), subnet6(2).Addr(), dev6, true)
-	out4.Protocol, out6.Protocol = protoStatic, dataplane.Protocol // even with our number
+	out4.Protocol, out6.Protocol = protoStatic, dataplane.Protocol // even with our protocol number
 	return append(all, out4, out6,
 		dataplane.Addr{Dev: dev4, Prefix: netip.MustParsePrefix("172.30.0.1/32")},
 		dataplane.Neigh{NeighKey: dataplane.NeighKey{Dev: dev6, IP: netip.MustParseAddr("fd00:30::1")}, MAC: dataplane.MAC{2, 9}},
@@ -269,12 +271,12 @@ func others() []dataplane.Object {
 func othersSurvive(f *fixture) {
 	f.reconcile(Peers(5), true)
 	f.must(f.Append(others()...))
-	f.must(f.Append(dataplane.FDB{FDBKey: dataplane.FDBKey{Dev: dev4}, Dst: netip.MustParseAddr("198.51.100.1")})) // for what is unknown
+	f.must(f.Append(dataplane.FDB{FDBKey: dataplane.FDBKey{Dev: dev4}, Dst: netip.MustParseAddr("198.51.100.1")})) // for unknown addresses
 	f.spy.Take()
 	f.reconcile(Base(), true)
 	for _, op := range f.spy.Take() {
 		if e, ok := op.Object.(dataplane.FDB); ok && !e.MAC.IsUnicast() {
-			f.Errorf("%s, want that entries for groups are not ours", op)
+			f.Errorf("%s, want no change of entries for groups", op)
 		}
 	}
 	have := f.readAll()
@@ -294,8 +296,8 @@ func othersSurvive(f *fixture) {
 	}
 }
 
-// noGap fails if a route to a wanted destination was deleted before there was
-// another.
+// noGap fails the test if a route to a wanted destination was deleted before another one
+// existed.
 func (f *fixture) noGap(ops []dataplane.Op, dst netip.Prefix) {
 	f.Helper()
 	for _, op := range ops {
@@ -324,7 +326,7 @@ func takeOver(f *fixture) {
 	}
 }
 
-// changeSides: a peer moves to our L2 and back, as with direct routing.
+// changeSides moves a peer to the host's own L2 network and back, as with direct routing.
 func changeSides(f *fixture) {
 	tunnel, direct := state(Base(), Peer(3, 0)...), state(Base(), objects(via(3, 9))...)
 	for _, want := range []dataplane.State{tunnel, direct, tunnel} {
@@ -333,7 +335,7 @@ func changeSides(f *fixture) {
 		f.expect(want)
 		f.noGap(f.spy.Take(), subnet6(3))
 	}
-	// A route to more than the peer, beyond our networks.
+	// A route to more than the peer, which leads out of the networks.
 	f.must(f.Append(dataplane.Route{RouteKey: dataplane.RouteKey{Dst: netip.MustParsePrefix("fd00::/16"), Type: dataplane.Unicast, Priority: 512},
 		Gateway: netip.MustParseAddr("fd00:77::9"), Dev: "eth0", Protocol: protoStatic}))
 	want := state(Base(), Peer(4, 0)...)
@@ -341,7 +343,8 @@ func changeSides(f *fixture) {
 	f.expect(want)
 }
 
-// failedPut: a route that cannot be made costs nobody the one that is there.
+// failedPut checks that a failed put does not remove the existing route to the
+// destination.
 func failedPut(f *fixture) {
 	f.reconcile(Base(), true)
 	var twins []dataplane.Route
@@ -358,17 +361,17 @@ func failedPut(f *fixture) {
 	}
 	want := state(Base(), Peer(3, 0)...)
 	if _, err := f.reconciler.Reconcile(f.Context(), want, true); err == nil {
-		f.Error("no error, want that of the put")
+		f.Error("no error, want the error of the put")
 	}
 	f.spy.Fail = nil
 	if !f.has(twins...) {
-		f.Error("the destination is without a route")
+		f.Error("the destination has no route")
 	}
 	f.reconcile(want, true)
 	f.expect(want)
 }
 
-// stale returns what an earlier run left behind.
+// stale returns the state that an earlier process left behind.
 func stale() dataplane.State {
 	s := state(Base(), Peer(6, 0)...)
 	s.Add(objects(via(7, 7))...)
@@ -394,8 +397,8 @@ func sweep(f *fixture) {
 	f.expect(state(Base(), Peer(2, 0)...))
 }
 
-// sharedDevices: there, only our protocol number or our memory makes a route
-// ours.
+// sharedDevices checks that on a shared device only the protocol number or Record makes a
+// route the Reconciler's own.
 func sharedDevices(f *fixture) {
 	ours, theirs, recorded := via(2, 9), via(3, 9), via(4, 9)
 	for i := range theirs {
@@ -407,13 +410,14 @@ func sharedDevices(f *fixture) {
 	f.reconciler.Record(state(dataplane.NewState(), objects(via(4, 9))...))
 	f.reconcile(dataplane.NewState(), false)
 	if !f.has(ours...) || !f.has(recorded...) {
-		f.Error("a route went without sweep")
+		f.Error("a route was deleted without sweep")
 	}
 	f.reconcile(dataplane.NewState(), true)
 	f.expect(state(dataplane.NewState(), objects(theirs)...))
 }
 
-// unreachable: a peer whose gateway is not on our L2 is a matter of its own.
+// unreachable checks that a peer whose gateway is not on the host's L2 network affects no
+// other peer.
 func unreachable(f *fixture) {
 	want := state(Base(), objects(via(3, 9))...)
 	bad := []dataplane.Route{
@@ -430,10 +434,11 @@ func unreachable(f *fixture) {
 	}
 }
 
-// nobody: an address of our own, on whatever device, or that of all hosts is no peer's.
-func nobody(f *fixture) {
+// noOtherHost checks that the Reconciler refuses a gateway that is an address of this
+// host, on any device, or the broadcast address.
+func noOtherHost(f *fixture) {
 	var held []dataplane.Object
-	for _, p := range []netip.Prefix{subnet4(4), subnet6(4)} { // as on the device of a former VNI
+	for _, p := range []netip.Prefix{subnet4(4), subnet6(4)} { // such as on the device of an earlier VNI
 		held = append(held, dataplane.Addr{Dev: "eth0", Prefix: prefix.Host(p.Addr())})
 	}
 	f.must(f.Append(held...))
@@ -458,8 +463,8 @@ func nobody(f *fixture) {
 	f.expect(state(want, objects(bad[:2])...))
 }
 
-// nexthopObjects: the form of a next hop makes no difference, and can be
-// deleted.
+// nexthopObjects checks that the form of a next hop makes no difference, and that such
+// routes can be deleted.
 func nexthopObjects(f *fixture) {
 	want := state(Base(), Peer(3, 0)...)
 	f.reconcile(Base(), true)
@@ -473,7 +478,7 @@ func nexthopObjects(f *fixture) {
 	}
 	f.reconcile(want, true)
 	if ops := f.spy.Take(); len(ops) > 0 {
-		f.Errorf("%d changes, the first %s; want that all is adopted", len(ops), ops[0])
+		f.Errorf("%d changes, the first %s; want none, because all routes are adopted", len(ops), ops[0])
 	}
 	f.reconcile(Base(), true)
 	f.expect(Base())
@@ -494,7 +499,7 @@ func blackhole(f *fixture) {
 	f.expect(Base())
 }
 
-// exclusivePut makes a route and replaces none.
+// exclusivePut checks that an exclusive put creates a route and never replaces one.
 func exclusivePut(f *fixture) {
 	f.reconcile(Base(), true)
 	var theirs []dataplane.Route
@@ -507,7 +512,7 @@ func exclusivePut(f *fixture) {
 		for _, r := range ours {
 			failed := f.Apply(f.Context(), []dataplane.Op{{Exclusive: true, Object: r}})
 			if i == 0 && (len(failed) != 1 || !errors.Is(failed[0], syscall.EEXIST)) {
-				f.Errorf("%s: failures %v, want that it exists", r, failed)
+				f.Errorf("%s: failures %v, want EEXIST", r, failed)
 			} else if i == 1 && len(failed) > 0 {
 				f.Errorf("%s: failures %v, want none", r, failed)
 			}
@@ -516,8 +521,8 @@ func exclusivePut(f *fixture) {
 	f.expect(state(Base(), append(objects(theirs), objects(via(4, 7))...)...))
 }
 
-// beside returns routes of others to the subnets of host 5: behind ours of IPv4,
-// before ours of IPv6.
+// beside returns routes of other programs to the subnets of host 5: behind ours for IPv4,
+// before ours for IPv6.
 func beside() []dataplane.Object {
 	var twins []dataplane.Object
 	for _, r := range via(5, 9) {
@@ -527,8 +532,8 @@ func beside() []dataplane.Object {
 	return twins
 }
 
-// freshDevices: the first routes through them are made while those of others are
-// not known.
+// freshDevices checks that the first routes on new devices are created before the routes
+// of other programs are known.
 func freshDevices(f *fixture) {
 	f.must(f.Append(bridge()...))
 	f.must(f.Append(beside()...))
@@ -552,11 +557,12 @@ func freshDevices(f *fixture) {
 		return ok && r.Dst == subnet4(4)
 	})
 	if first < 0 || !ops[first].Exclusive {
-		f.Error("a route of others was replaced before it was known")
+		f.Error("a route of another program was replaced before it was known")
 	}
 }
 
-// freshTwins: nothing tells of them but a read, which does not wait for a sweep.
+// freshTwins tests duplicates that only a read can find. The read does not wait for a
+// sweep.
 func freshTwins(f *fixture) {
 	f.must(f.Append(beside()...))
 	f.reconcile(Peers(5), false)

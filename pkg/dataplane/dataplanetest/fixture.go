@@ -18,11 +18,11 @@ import (
 const (
 	dev4, dev6 = "flannel.1", "flannel-v6.1"
 
-	protoBoot   = 3 // what other flannel daemons and ip(8) use
+	protoBoot   = 3 // protocol number of other flannel daemons and ip(8)
 	protoStatic = 4
 )
 
-// Scope is that of a dual-stack vxlan network.
+// Scope returns the scope of a dual-stack vxlan network.
 func Scope() dataplane.Scope {
 	return dataplane.Scope{
 		Devices:  []string{dev4, dev6},
@@ -61,8 +61,8 @@ func subnet6(i int) netip.Prefix {
 
 func isFamily6(p netip.Prefix) bool { return p.Addr().Is6() }
 
-// Peer returns what host i needs in both families. Peers of one index and
-// different variants have the same subnets and nothing else in common.
+// Peer returns the objects for host i in both families. Peers with the same index and
+// different variants have the same subnets and no other value in common.
 func Peer(i, variant int) []dataplane.Object {
 	var objects []dataplane.Object
 	for _, p := range []netip.Prefix{subnet4(i), subnet6(i)} {
@@ -97,7 +97,7 @@ func via(i, n int) []dataplane.Route {
 	}
 }
 
-// NewReconciler returns a reconciler for Scope that ends with the test.
+// NewReconciler returns a Reconciler for Scope. It is closed at the end of the test.
 func NewReconciler(t testing.TB, k dataplane.Kernel, resync time.Duration) *dataplane.Reconciler {
 	t.Helper()
 	r, err := dataplane.NewReconciler(dataplane.Config{Kernel: k, Scope: Scope(), Resync: resync})
@@ -108,7 +108,7 @@ func NewReconciler(t testing.TB, k dataplane.Kernel, resync time.Duration) *data
 	return r
 }
 
-// fixture is a world under test.
+// fixture is a World under test, with a Reconciler.
 type fixture struct {
 	testing.TB
 	World
@@ -122,7 +122,7 @@ func newFixture(t testing.TB, w World, resync time.Duration) *fixture {
 	return &fixture{TB: t, World: w, spy: spy, resync: resync, reconciler: NewReconciler(t, spy, resync)}
 }
 
-// restart has a reconciler that has heard nothing yet.
+// restart replaces the Reconciler by a new one, which knows nothing about the kernel.
 func (f *fixture) restart() { f.reconciler = NewReconciler(f.TB, f.spy, f.resync) }
 
 // Context returns a context whose logger is silent.
@@ -130,7 +130,7 @@ func (f *fixture) Context() context.Context {
 	return klog.NewContext(f.TB.Context(), klog.Logger{})
 }
 
-// must fails the test on an error of its preparation.
+// must fails the test if err is not nil.
 func (f *fixture) must(err error) {
 	f.Helper()
 	if err != nil {
@@ -145,7 +145,7 @@ func (f *fixture) read() dataplane.State {
 	return s
 }
 
-// readAll reads all routes, ours and others'.
+// readAll reads all routes, including those of other programs.
 func (f *fixture) readAll() dataplane.State {
 	f.Helper()
 	s, err := f.Read(f.Context(), dataplane.Scope{
@@ -156,7 +156,8 @@ func (f *fixture) readAll() dataplane.State {
 	return s
 }
 
-// expect compares the kernel with want, but for routes that the kernel made.
+// expect compares the kernel's state with want, without routes that the kernel has
+// created.
 func (f *fixture) expect(want dataplane.State) {
 	f.Helper()
 	have := f.read()
@@ -165,7 +166,7 @@ func (f *fixture) expect(want dataplane.State) {
 		case r.Protocol == protoKernel:
 			have.Remove(r)
 		case r.Protocol == dataplane.Protocol && r.NexthopID != 0:
-			have.Remove(r) // the form of its next hop is the kernel's matter
+			have.Remove(r) // the kernel chooses the form of the next hop
 			r.NexthopID = 0
 			have.Add(r)
 		}
@@ -183,7 +184,7 @@ func diffStates(want, have dataplane.State) string {
 	return cmp.Diff(want, have, cmpopts.EquateComparable(netip.Addr{}, netip.Prefix{}))
 }
 
-// apply carries out ops, which must not fail.
+// apply executes ops and fails the test if one fails.
 func (f *fixture) apply(ops ...dataplane.Op) {
 	f.Helper()
 	if failed := f.Apply(f.Context(), ops); len(failed) > 0 {
@@ -191,7 +192,7 @@ func (f *fixture) apply(ops ...dataplane.Op) {
 	}
 }
 
-// put puts objects, which must not fail.
+// put puts objects and fails the test if one fails.
 func (f *fixture) put(objects ...dataplane.Object) {
 	f.Helper()
 	var ops []dataplane.Op
@@ -201,37 +202,38 @@ func (f *fixture) put(objects ...dataplane.Object) {
 	f.apply(ops...)
 }
 
-// reconcile makes the kernel hold want, which must not fail, and must not
-// find anything to do a second time.
+// reconcile calls Reconcile twice. The first call must succeed, and the second one must
+// find nothing to do.
 func (f *fixture) reconcile(want dataplane.State, sweep bool) dataplane.Report {
 	f.Helper()
 	report, err := f.reconciler.Reconcile(f.Context(), want, sweep)
 	f.must(err)
 	again, err := f.reconciler.Reconcile(f.Context(), want, sweep)
 	f.must(err)
-	// A put that cannot work is tried again each time.
+	// A put that the kernel refuses is repeated each time.
 	if again.Puts+again.Deletes > 0 && !again.Unreachable {
 		f.Fatalf("a second pass made %d puts and %d deletes, want none", again.Puts, again.Deletes)
 	}
 	return report
 }
 
-// expectForwarded compares the kernel with want, but for what makes no difference to packets.
+// expectForwarded compares the kernel's state with want, without differences that do not
+// matter to packets.
 func (f *fixture) expectForwarded(want dataplane.State) {
 	f.Helper()
 	if ops := dataplane.Plan(f.read(), want, Scope(), nil, true).Ops; len(ops) > 0 {
-		f.Fatalf("%d changes are left, the first is %s", len(ops), ops[0])
+		f.Fatalf("%d changes remain, the first is %s", len(ops), ops[0])
 	}
 }
 
-// has reports whether the kernel holds all of the routes just as they are.
+// has reports whether the kernel has exactly these routes.
 func (f *fixture) has(routes ...dataplane.Route) bool {
 	f.Helper()
 	have := f.readAll()
 	return !slices.ContainsFunc(routes, func(r dataplane.Route) bool { return !have.HasRoute(r) })
 }
 
-// state returns base with objects added; base is not changed.
+// state returns a copy of base with objects added.
 func state(base dataplane.State, objects ...dataplane.Object) dataplane.State {
 	s := dataplane.NewState()
 	for _, o := range objectsOf(base) {

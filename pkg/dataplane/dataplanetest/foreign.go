@@ -90,8 +90,8 @@ func (k *Kernel) SetUp(dev string, up bool) error {
 	return nil
 }
 
-// SetCarrier implements World. The loss of a carrier takes along, without a word, what
-// goes through nexthop objects. Other routes stay.
+// SetCarrier implements World. When a device loses its carrier, the kernel deletes routes
+// through nexthop objects without an announcement, and keeps other routes.
 func (k *Kernel) SetCarrier(dev string, on bool) error {
 	k.mu.Lock()
 	defer k.mu.Unlock()

@@ -14,21 +14,23 @@ import (
 	"flanneld/pkg/prefix"
 )
 
-// Kernel is a kernel in memory. It is safe for concurrent use.
+// Kernel is an in-memory implementation of dataplane.Kernel. It is safe for concurrent
+// use.
 type Kernel struct {
 	mu      sync.Mutex
 	devices map[string]*device
 	routes  table
 
 	monitors []*monitor
-	foreign  int // how often another program has changed something
-	silent   int // how often routes have gone, or may have, without an announcement
-	// nexthopsGone are the ids of nexthop objects that were removed, in order: those
-	// are announced, and the IPv4 routes that went with them are not.
+	foreign  int // number of changes by other programs
+	silent   int // number of times that routes may have been deleted without an announcement
+	// nexthopsGone are the ids of deleted nexthop objects, in order. Their deletion is
+	// announced. That of the IPv4 routes through them is not.
 	nexthopsGone []uint32
 }
 
-// device is a link with what goes when it goes, but for routes.
+// device is a link, with the objects that the kernel deletes together with it. Routes are
+// kept elsewhere.
 type device struct {
 	dataplane.Link
 	acceptRA string
@@ -178,14 +180,14 @@ func (k *Kernel) putLink(want dataplane.Link) error {
 	d, ok := k.devices[want.Name]
 	switch {
 	case !ok && want.Kind != "vxlan":
-		return fmt.Errorf("no way to make a link of type %q", want.Kind)
+		return fmt.Errorf("cannot create a link of type %q", want.Kind)
 	case !ok && k.vxlanTaken(want.VXLAN):
 		return syscall.EEXIST
 	case !ok:
 		d = k.newDevice(dataplane.Link{Name: want.Name, TxChecksum: dataplane.OffloadOn})
 	case !d.Compatible(want):
-		return fmt.Errorf("no way to turn the %s device that is there into the one that is wanted", d.Kind)
-	case d.MAC != want.MAC: // as NETDEV_CHANGEADDR does
+		return fmt.Errorf("cannot change the existing %s device into the wanted one", d.Kind)
+	case d.MAC != want.MAC: // like NETDEV_CHANGEADDR
 		clear(d.neighs)
 	}
 	up, offload := d.Up, d.TxChecksum
@@ -213,7 +215,7 @@ func (k *Kernel) putAddr(a dataplane.Addr) error {
 	if !ok {
 		return syscall.ENODEV
 	}
-	// An IPv6 address is there once: a put changes not even its length.
+	// A device has an IPv6 address once, and a put does not change its prefix length.
 	if slices.ContainsFunc(d.addrs, func(have netip.Prefix) bool {
 		return have == a.Prefix || have.Addr() == a.Prefix.Addr() && have.Addr().Is6()
 	}) {
@@ -255,13 +257,13 @@ func (k *Kernel) putRoute(r dataplane.Route) error {
 	return nil
 }
 
-// taken reports whether a put of o would meet a route.
+// taken reports whether a route with the key of o exists.
 func (k *Kernel) taken(o dataplane.Object) bool {
 	r, ok := o.(dataplane.Route)
 	return ok && slices.ContainsFunc(k.routes, func(have dataplane.Route) bool { return twin(have, r) })
 }
 
-// usable reports whether packets can take r.
+// usable returns an error if packets cannot take r.
 func (k *Kernel) usable(r dataplane.Route) error {
 	if r.Dev == "" {
 		return nil
@@ -279,16 +281,16 @@ func (k *Kernel) usable(r dataplane.Route) error {
 	if !d.Up {
 		return syscall.ENETDOWN
 	}
-	if k.nobody(r) {
+	if k.noOtherHost(r) {
 		return syscall.EINVAL
 	}
 	return nil
 }
 
-// nobody reports whether the gateway of r is no other host: it is the broadcast address
-// of a network or an address of our own, on any device. IPv4 lets an own one pass, unless
-// onlink keeps it from looking for a route there.
-func (k *Kernel) nobody(r dataplane.Route) bool {
+// noOtherHost reports whether the gateway of r is not another host: it is the broadcast
+// address of a network or an address of this host, on any device. IPv4 accepts an address
+// of this host, unless onlink skips the lookup of the gateway.
+func (k *Kernel) noOtherHost(r dataplane.Route) bool {
 	for _, d := range k.devices {
 		for _, a := range d.addrs {
 			if a.Addr() == r.Gateway && (r.OnLink || r.Gateway.Is6()) || broadcast(a) == r.Gateway {
@@ -299,7 +301,7 @@ func (k *Kernel) nobody(r dataplane.Route) bool {
 	return false
 }
 
-// broadcast returns that address of an IPv4 network, if it has one.
+// broadcast returns the broadcast address of an IPv4 network, if it has one.
 func broadcast(p netip.Prefix) netip.Addr {
 	if p.Addr().Is6() || p.Bits() > 30 {
 		return netip.Addr{}
@@ -309,7 +311,7 @@ func broadcast(p netip.Prefix) netip.Addr {
 	return netip.AddrFrom4(a)
 }
 
-// remove removes o if it is there.
+// remove removes o if it exists.
 func (k *Kernel) remove(o dataplane.Object) {
 	switch o := o.(type) {
 	case dataplane.Link:
@@ -329,7 +331,7 @@ func (k *Kernel) remove(o dataplane.Object) {
 	}
 }
 
-// removeLink removes a device, what is on it and the vxlan devices above it.
+// removeLink removes a device, the objects on it and the vxlan devices above it.
 func (k *Kernel) removeLink(name string) {
 	delete(k.devices, name)
 	k.routes.removeDev(name)
@@ -353,7 +355,7 @@ func (k *Kernel) removeAddr(a dataplane.Addr) {
 	}
 }
 
-// connected is the route that the kernel makes for an address.
+// connected returns the route that the kernel creates for an address.
 func connected(dev string, p netip.Prefix) dataplane.Route {
 	r := dataplane.Route{RouteKey: dataplane.RouteKey{Dst: p.Masked(), Type: dataplane.Unicast}, Dev: dev, Protocol: protoKernel}
 	if p.Addr().Is6() {
@@ -362,7 +364,7 @@ func connected(dev string, p netip.Prefix) dataplane.Route {
 	return r
 }
 
-// connect makes the connected route for p if there is to be one.
+// connect creates the connected route for p, if the kernel would.
 func (k *Kernel) connect(d *device, p netip.Prefix) {
 	if r := connected(d.Name, p); d.Up && (p.Addr().Is6() || !p.IsSingleIP()) && !slices.Contains(k.routes, r) {
 		k.routes.insert(r)
@@ -376,7 +378,8 @@ func (k *Kernel) up(d *device) {
 	}
 }
 
-// down takes routes, neighbours and IPv6 addresses along; the FDB stays.
+// down sets a device down. It deletes its routes, neighbours and IPv6 addresses. The FDB
+// stays.
 func (k *Kernel) down(d *device) {
 	d.Up = false
 	k.routes.removeDev(d.Name)

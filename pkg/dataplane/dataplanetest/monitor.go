@@ -8,17 +8,16 @@ import (
 	"flanneld/pkg/dataplane"
 )
 
-// monitor tells what separates the kernel from how it was when it was drained
-// last. The real one tells every step in between as well, which comes to the
-// same.
+// monitor announces the differences between the state at the last Drain and the present
+// state. The real kernel also announces every step in between, which has the same effect.
 type monitor struct {
 	kernel  *Kernel
 	scope   dataplane.Scope
 	ready   chan struct{}
 	seen    dataplane.State
-	foreign int // these of the kernel, at that time
+	foreign int // counters of the kernel at the last Drain
 	silent  int
-	gone    int // how many nexthop objects
+	gone    int // number of deleted nexthop objects
 	muted   bool
 }
 
@@ -32,13 +31,14 @@ func (k *Kernel) Monitor(s dataplane.Scope) (dataplane.Monitor, error) {
 	return m, nil
 }
 
-// disturbed tells the monitors of what another program has done. k.mu is held.
+// disturbed tells the monitors that another program has changed something. The caller
+// holds k.mu.
 func (k *Kernel) disturbed() {
 	k.foreign++
 	k.announce()
 }
 
-// announce tells the monitors. k.mu is held.
+// announce wakes the monitors. The caller holds k.mu.
 func (k *Kernel) announce() {
 	for _, m := range k.monitors {
 		select {
@@ -62,8 +62,8 @@ func (m *monitor) Close() error {
 	return nil
 }
 
-// Drain implements dataplane.Monitor. Links and routes that others replaced
-// are not told as events, as they are not by the real one.
+// Drain implements dataplane.Monitor. Like the real one it does not describe changed
+// links and replaced routes as events.
 func (m *monitor) Drain() (events []dataplane.Event, rerouted, lost bool) {
 	m.kernel.mu.Lock()
 	foreign, silent, gone := m.kernel.foreign, m.kernel.silent, m.kernel.nexthopsGone[m.gone:]
@@ -104,7 +104,7 @@ func (m *monitor) Drain() (events []dataplane.Event, rerouted, lost bool) {
 	return events, rerouted, lost
 }
 
-// holds reports whether s has exactly o.
+// holds reports whether s contains exactly o.
 func holds(s dataplane.State, o dataplane.Object) bool {
 	switch o := o.(type) {
 	case dataplane.Link:

@@ -10,8 +10,8 @@ import (
 
 const protoKernel = 2
 
-// table is a routing table. Routes to one destination stand in the order in
-// which the kernel goes through them: by metric, then age.
+// table is a routing table. Routes to one destination are in the order in which the
+// kernel visits them: by metric, then by age.
 type table []dataplane.Route
 
 func (t *table) insert(r dataplane.Route) {
@@ -22,19 +22,19 @@ func (t *table) insert(r dataplane.Route) {
 	*t = slices.Insert(*t, i, r)
 }
 
-// append adds r beside its like.
+// append adds r after the routes with the same key.
 func (t *table) append(r dataplane.Route) error {
 	if slices.ContainsFunc(*t, func(have dataplane.Route) bool {
 		return twin(have, r) && sameHop(have, r) || r.NexthopID != 0 && have.NexthopID == r.NexthopID && (have.Gateway != r.Gateway || have.Dev != r.Dev)
 	}) {
-		return syscall.EEXIST // one nexthop object is one next hop
+		return syscall.EEXIST // a nexthop object is a single next hop
 	}
 	t.insert(r)
 	return nil
 }
 
-// twin reports whether a put of b can replace a. The type is no part of it,
-// and IPv6 routes know no TOS.
+// twin reports whether a put of b can replace a. The kernel ignores the type and, for
+// IPv6, the TOS.
 func twin(a, b dataplane.Route) bool {
 	return a.Dst == b.Dst && a.Priority == b.Priority && a.TOS == b.TOS
 }
@@ -44,13 +44,14 @@ func sameHop(a, b dataplane.Route) bool {
 		a.Multipath == b.Multipath && (a.Protocol == b.Protocol || a.Dst.Addr().Is6())
 }
 
-// ecmp reports whether an IPv6 route joins others of its metric.
+// ecmp reports whether an IPv6 route becomes a next hop of another route with the same
+// metric.
 func ecmp(r dataplane.Route) bool {
 	return r.Dst.Addr().Is6() && r.Type == dataplane.Unicast && r.Gateway.IsValid() && r.NexthopID == 0
 }
 
-// replace puts r in the place of the first of its twins; among IPv6 routes
-// those come first that are ECMP siblings as r is, and all of them go.
+// replace replaces the first of r's twins by r. Among IPv6 routes, those that are next
+// hops of one multipath route, like r, come first, and r replaces all of them.
 func (t *table) replace(r dataplane.Route) {
 	var twins []int
 	for i, have := range *t {
@@ -64,7 +65,7 @@ func (t *table) replace(r dataplane.Route) {
 	}
 	first := twins[0]
 	if r.Dst.Addr().Is4() {
-		// One that is equal but not the first makes the kernel say EEXIST.
+		// The kernel returns EEXIST if an equal route exists that is not the first.
 		if !slices.ContainsFunc(twins, func(i int) bool { return sameHop((*t)[i], r) }) {
 			(*t)[first] = r
 		}
@@ -82,9 +83,9 @@ func (t *table) replace(r dataplane.Route) {
 	}
 }
 
-// remove removes the first route that r describes. IPv6 routes are told apart
-// by metric and next hop, which one through a nexthop object does not have;
-// IPv4 routes by TOS and type, too.
+// remove removes the first route that matches r. For IPv6 the kernel compares metric and
+// next hop, which a route through a nexthop object does not have. For IPv4 it also
+// compares TOS and type.
 func (t *table) remove(r dataplane.Route) {
 	match := func(have dataplane.Route) bool {
 		switch {
@@ -117,14 +118,15 @@ func (t *table) removeDev(dev string) {
 	*t = slices.DeleteFunc(*t, func(r dataplane.Route) bool { return r.Dev == dev })
 }
 
-// reaches reports whether ip is reached through dev without a gateway.
+// reaches reports whether the table reaches ip through dev without a gateway.
 func (t table) reaches(dev string, ip netip.Addr) bool {
 	return slices.ContainsFunc(t, func(r dataplane.Route) bool {
 		return r.Dev == dev && !r.Gateway.IsValid() && r.Type == dataplane.Unicast && r.Dst.Contains(ip)
 	})
 }
 
-// shown returns the routes as a dump shows them: ECMP siblings are one.
+// shown returns the routes in the form of a dump, in which IPv6 routes with the same key
+// are one multipath route.
 func (t table) shown() []dataplane.Route {
 	var all []dataplane.Route
 	siblings := map[dataplane.RouteKey]int{}

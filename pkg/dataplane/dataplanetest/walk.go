@@ -13,34 +13,36 @@ import (
 	"flanneld/pkg/prefix"
 )
 
-// hosts bounds the indexes of peers in a walk: few, so that they meet often.
+// hosts is the number of peers of a walk. It is small, so that steps often concern the
+// same peer.
 const hosts = 8
 
-// walk is a random walk of a Reconciler through wanted states, while its
-// kernel fails at times and other programs meddle.
+// walk leads a Reconciler through random wanted states, while its kernel fails at times
+// and other programs change the kernel.
 type walk struct {
 	*fixture
 	rnd      *rand.Rand
 	want     dataplane.State
-	last     dataplane.State // what the Reconciler was told last
+	last     dataplane.State // the last wanted state that the Reconciler got
 	sweep    bool
 	failing  bool
-	refused  map[netip.Prefix]bool    // wanted routes that cannot be made
-	recorded map[dataplane.Route]bool // wanted at any time, without what is not ours to say
-	kept     map[dataplane.Route]bool // others' routes that nothing may touch
-	mischief Mischief                 // nil if the world can do none
-	traffic  Traffic                  // nil if the world has none
+	refused  map[netip.Prefix]bool    // wanted routes that the kernel refuses
+	recorded map[dataplane.Route]bool // routes that were wanted at some time, without the attributes that adopting ignores
+	kept     map[dataplane.Route]bool // routes of other programs that must not change
+	mischief Mischief                 // nil if the world does not implement it
+	traffic  Traffic                  // nil if the world does not implement it
 }
 
-// Walk lets a Reconciler walk steps steps in w from a random seed, which is
-// logged. resync is the Reconciler's: with zero it reads the kernel in every
-// pass, with a long one it has to know what others did from what it heard.
+// Walk leads a Reconciler through steps random steps in w. It logs the random seed.
+// resync is the interval of the Reconciler's full reads. If it is zero every pass reads
+// the kernel. If it is long the Reconciler depends on the announcements of changes by
+// other programs.
 func Walk(t testing.TB, w World, steps int, resync time.Duration) {
 	t.Helper()
 	WalkFrom(t, w, steps, resync, uint64(time.Now().UnixNano()))
 }
 
-// WalkFrom is Walk from a given seed.
+// WalkFrom is like Walk, with a given seed.
 func WalkFrom(t testing.TB, w World, steps int, resync time.Duration, seed uint64) {
 	t.Helper()
 	t.Logf("seed %d", seed)
@@ -93,13 +95,13 @@ func (w *walk) step() {
 	w.failing, w.sweep = w.chance(50), w.chance(60)
 	_, err := w.tell(w.note())
 	if err != nil && !w.failing {
-		w.Errorf("nothing failed, but Reconcile: %v", err)
+		w.Errorf("the kernel did not fail, but Reconcile: %v", err)
 	}
 	w.check()
 }
 
-// tell has the Reconciler make what is wanted, by all of it or by what has
-// changed: both come to the same.
+// tell gives the Reconciler the wanted state, either as a whole or as the changes since
+// the last one. Both must have the same effect.
 func (w *walk) tell(sweep bool) (dataplane.Report, error) {
 	before, now := w.last, state(w.want)
 	w.last = now
@@ -120,7 +122,7 @@ func (w *walk) tell(sweep bool) (dataplane.Report, error) {
 	return w.reconciler.Update(w.Context(), removed, added, sweep)
 }
 
-// note remembers what is wanted and returns whether to sweep.
+// note records the wanted routes and returns whether to sweep.
 func (w *walk) note() bool {
 	for r := range w.want.AllRoutes() {
 		w.recorded[bare(r)] = true
@@ -128,7 +130,7 @@ func (w *walk) note() bool {
 	return w.sweep
 }
 
-// bare is r without what adopting ignores.
+// bare returns r without the attributes that adopting ignores.
 func bare(r dataplane.Route) dataplane.Route {
 	r.Protocol, r.OnLink, r.NexthopID = 0, false, 0
 	return r
@@ -136,7 +138,7 @@ func bare(r dataplane.Route) dataplane.Route {
 
 func (w *walk) changeWant() {
 	i, variant := 2+w.rnd.IntN(hosts), w.rnd.IntN(2)
-	for _, o := range objectsOf(w.want) { // forget the peer
+	for _, o := range objectsOf(w.want) { // remove the peer
 		switch o := o.(type) {
 		case dataplane.Neigh:
 			if o.IP == subnet4(i).Addr() || o.IP == subnet6(i).Addr() {
@@ -153,10 +155,10 @@ func (w *walk) changeWant() {
 	case n < 5:
 		w.want.Add(Peer(i, variant)...)
 	case n < 6:
-		w.want.Add(Peer(i, variant)[3*variant : 3*variant+3]...) // one family
+		w.want.Add(Peer(i, variant)[3*variant : 3*variant+3]...) // only one family
 	case n < 7:
 		w.want.Add(objects(w.anyVia(i, 10+variant))...)
-	case n < 8: // out of reach, or no other host
+	case n < 8: // unreachable, or not another host
 		gateways := [][]string{{"192.0.2.1", "2001:db8::1"}, {"192.168.77.255", "fd00:77::1"}}[variant]
 		for f, subnet := range []netip.Prefix{subnet4(i), subnet6(i)} {
 			w.want.Add(dataplane.NewRoute(subnet, netip.MustParseAddr(gateways[f]), "eth0", false))
@@ -166,7 +168,7 @@ func (w *walk) changeWant() {
 	}
 }
 
-// anyVia returns routes by either interface.
+// anyVia returns routes through a random interface.
 func (w *walk) anyVia(i, n int) []dataplane.Route {
 	if w.chance(50) {
 		return viaNIC(i, n)
@@ -174,8 +176,8 @@ func (w *walk) anyVia(i, n int) []dataplane.Route {
 	return via(i, n)
 }
 
-// anyLink returns one of the devices with parameters that were drawn anew;
-// some can change in place.
+// anyLink returns one of the devices with random parameters. The kernel can change some
+// of them in place.
 func (w *walk) anyLink() dataplane.Link {
 	l := Base().Links[Scope().Devices[w.rnd.IntN(2)]]
 	l.MTU -= 10 * w.rnd.IntN(2)
@@ -187,7 +189,7 @@ func (w *walk) anyLink() dataplane.Link {
 	return l
 }
 
-// meddle lets other programs do something. That it may fail is part of it.
+// meddle lets another program change something. The change may fail.
 func (w *walk) meddle() {
 	i, n := 2+w.rnd.IntN(hosts), w.rnd.IntN(20)
 	dev := Scope().Devices[w.rnd.IntN(2)]
@@ -246,7 +248,7 @@ func (w *walk) meddle() {
 	}
 }
 
-// flap has the second interface lose what it has, and get it back.
+// flap makes the second interface lose its routes or addresses, and restores it.
 func (w *walk) flap(n int) {
 	if n%2 == 0 {
 		w.must(w.SetUp(nic, false))
@@ -255,11 +257,11 @@ func (w *walk) flap(n int) {
 		w.must(w.Remove(nicAddrs()...))
 		w.must(w.Append(nicAddrs()[0]))
 	}
-	w.must(w.Append(nicAddrs()[1])) // which goes with the link
+	w.must(w.Append(nicAddrs()[1])) // the kernel deletes it when the link goes down
 }
 
-// through has another program remove nexthop objects of its own, and put wanted routes through
-// such in the place of ours.
+// through lets another program delete its nexthop objects, and replace wanted routes by
+// routes through such objects.
 func (w *walk) through() {
 	for i := range hosts {
 		for f, dst := range []netip.Prefix{subnet4(2 + i), subnet6(2 + i)} {
@@ -278,7 +280,7 @@ func (w *walk) through() {
 	}
 }
 
-// twin adds a route of another program to a destination of ours.
+// twin adds a route of another program to a peer's destination.
 func (w *walk) twin(i, n int) {
 	ways := twins()
 	names := slices.Sorted(maps.Keys(ways))
@@ -292,12 +294,12 @@ func (w *walk) twin(i, n int) {
 	}
 }
 
-// check tests that every change since the last check was ours to make.
+// check tests that the Reconciler was allowed to make every change since the last check.
 func (w *walk) check() {
 	w.Helper()
 	for _, op := range w.spy.Take() {
 		if op.Delete && !w.mayDelete(op.Object) || !op.Delete && !w.wanted(op.Object) {
-			w.Errorf("%s (sweep %t) is not ours to do", op, w.sweep)
+			w.Errorf("%s (sweep %t) is a change that the Reconciler must not make", op, w.sweep)
 		}
 	}
 }
@@ -329,7 +331,7 @@ func (w *walk) mayDelete(o dataplane.Object) bool {
 			return false
 		}
 		for r := range w.want.AllRoutes() {
-			if r.Dst == o.Dst { // a twin, or a duplicate of the wanted one
+			if r.Dst == o.Dst { // another route to a wanted destination
 				return true
 			}
 		}
@@ -338,7 +340,8 @@ func (w *walk) mayDelete(o dataplane.Object) bool {
 	return false
 }
 
-// inTheWay: an IPv6 address has one length, and a gateway is nobody here.
+// inTheWay reports whether a conflicts with a wanted object: it is the same IPv6 address
+// with another prefix length, or the gateway of a route.
 func (w *walk) inTheWay(a dataplane.Addr) bool {
 	for _, o := range objectsOf(w.want) {
 		switch o := o.(type) {
@@ -359,13 +362,13 @@ func (w *walk) inNetworks(p netip.Prefix) bool {
 	return slices.ContainsFunc(Scope().Networks, func(n netip.Prefix) bool { return prefix.Contains(n, p) })
 }
 
-// converge tests that one pass without failures leads to what is wanted.
+// converge tests that a pass without failures reaches the wanted state.
 func (w *walk) converge() {
 	w.Helper()
 	w.failing, w.sweep = false, true
 	report, err := w.tell(w.note())
 	if err != nil {
-		w.Fatalf("nothing fails any more, but Reconcile: %v", err)
+		w.Fatalf("the kernel no longer fails, but Reconcile: %v", err)
 	}
 	w.check()
 	again, err := w.tell(true)
@@ -385,16 +388,15 @@ func (w *walk) converge() {
 		}
 		w.check()
 		if err := w.traffic.Exchange(w.Context(), w.want); err != nil {
-			w.Errorf("the kernel is as it should be, but packets do not pass: %v", err)
+			w.Errorf("the kernel has the wanted state, but packets do not pass: %v", err)
 		}
 	}
 	if !w.has(slices.Collect(maps.Keys(w.kept))...) {
-		w.Errorf("a route of others on eth0 is gone")
+		w.Errorf("a route of another program on eth0 was deleted")
 	}
 }
 
-// compare holds the kernel against what is wanted, but for routes that were
-// refused.
+// compare compares the kernel's state with the wanted one, without refused routes.
 func (w *walk) compare() {
 	w.Helper()
 	have := w.read()
@@ -408,7 +410,7 @@ func (w *walk) compare() {
 		case r.Protocol == protoKernel, w.refused[r.Dst], w.kept[r]:
 			have.Remove(r)
 		case !dsts[r.Dst] && r.Protocol != dataplane.Protocol && !slices.Contains(Scope().Devices, r.Dev):
-			have.Remove(r) // of others, to where we want nothing
+			have.Remove(r) // of other programs, to destinations that are not wanted
 		default: // adopted or not
 			have.Remove(r)
 			have.Add(bare(r))

@@ -1,5 +1,5 @@
-// Package dataplanetest holds an in-memory kernel with the kernel's own
-// rules, and the tests that it and the real kernel must both pass.
+// Package dataplanetest contains an in-memory kernel that follows the rules of the real
+// one, and the tests that both must pass.
 package dataplanetest
 
 import (
@@ -10,73 +10,73 @@ import (
 	"flanneld/pkg/dataplane"
 )
 
-// World is a kernel together with what other programs can do to it. A new
-// World has the device eth0, up, with the addresses 192.168.77.1/24 and
+// World is a kernel, together with the changes that other programs can make to it. A new
+// World has the device eth0, which is up and has the addresses 192.168.77.1/24 and
 // fd00:77::1/64.
 type World interface {
 	dataplane.Kernel
-	// Append makes objects as another program would, beside what is there: a
-	// route becomes a duplicate or an ECMP sibling of its like. Links may be
-	// of type vxlan, bridge or veth; one of type veth is called eth and a digit.
-	// A route with Multipath set gets next hops .8 and .9 of eth0's networks; one
-	// with a NexthopID goes through a nexthop object, which is made.
+	// Append creates objects as another program, beside existing ones: a route becomes a
+	// duplicate or another next hop of a route with the same key. Links may be of type
+	// vxlan, bridge or veth. One of type veth is called eth and a digit. A route with
+	// Multipath set gets the next hops .8 and .9 of eth0's networks. A route with a
+	// NexthopID uses a nexthop object, which Append creates.
 	Append(objects ...dataplane.Object) error
-	// Remove removes objects as another program would.
+	// Remove deletes objects as another program.
 	Remove(objects ...dataplane.Object) error
 	// SetUp sets a device up or down.
 	SetUp(dev string, up bool) error
-	// SetCarrier gives a device of type veth that is up its carrier or takes it
-	// away, and returns when the kernel has acted on that.
+	// SetCarrier gives a carrier to a device of type veth that is up, or takes it away.
+	// It returns when the kernel has handled that.
 	SetCarrier(dev string, on bool) error
-	// SetARP says whether a device resolves addresses to neighbours.
+	// SetARP sets whether a device resolves addresses to neighbours.
 	SetARP(dev string, on bool) error
-	// RemoveNexthop deletes the nexthop object with that id, of another program,
-	// and with it the routes that use it. It is no error if there is none.
+	// RemoveNexthop deletes the nexthop object of another program with that id, together
+	// with the routes that use it. It returns nil if there is none.
 	RemoveNexthop(id uint32) error
-	// Learn makes a neighbour entry that is not permanent.
+	// Learn creates a neighbour entry that is not permanent.
 	Learn(n dataplane.Neigh) error
-	// AcceptRA returns the sysctl of that name of a device.
+	// AcceptRA returns the sysctl accept_ra of a device.
 	AcceptRA(dev string) (string, error)
 }
 
-// Mischief is what else may happen to who listens to a World, if the World can
-// do it.
+// Mischief contains further disturbances that a World may implement.
 type Mischief interface {
-	// Overflow has all listeners lose announcements.
+	// Overflow makes all monitors lose announcements.
 	Overflow() error
-	// DeleteNexthop deletes the n-th nexthop object of ours, modulo their
-	// number, and with it the routes that use it.
+	// DeleteNexthop deletes the n-th nexthop object of flanneld, modulo their number,
+	// together with the routes that use it.
 	DeleteNexthop(n int) error
-	// ReplaceNexthop has it lead elsewhere instead.
+	// ReplaceNexthop gives the object another gateway instead.
 	ReplaceNexthop(n int) error
 }
 
-// Traffic is a World with a host behind its tunnels.
+// Traffic is implemented by a World that has a host behind its tunnels.
 type Traffic interface {
-	// Remote returns what reaches that host: as for a peer that nobody else is.
+	// Remote returns the objects that are needed to reach that host. No other peer uses
+	// them.
 	Remote() []dataplane.Object
-	// Exchange sends packets there and waits for their return, by devices as
-	// they are in state.
+	// Exchange sends packets to the host and waits for their return. It uses the devices
+	// as they are in state.
 	Exchange(ctx context.Context, state dataplane.State) error
 }
 
-// Spy stands in front of a kernel, notes what it is told to do, and can fail.
-// It is safe for concurrent use as far as its kernel is.
+// Spy wraps a Kernel, records the operations and can make them fail. It is as safe for
+// concurrent use as its Kernel.
 type Spy struct {
 	dataplane.Kernel
-	// Fail returns the error with which an operation fails before it reaches
-	// the kernel. It may be nil.
+	// Fail returns the error of an operation that should fail before it reaches the
+	// kernel. It may be nil.
 	Fail func(dataplane.Op) error
-	// ReadError returns the error with which a read fails. It may be nil.
+	// ReadError returns the error of a read that should fail. It may be nil.
 	ReadError func() error
-	// Lose says whether what was announced is dropped now, and the listener
-	// told that something was lost. It may be nil.
+	// Lose reports whether to drop the announcements and to tell the Reconciler that some
+	// were lost. It may be nil.
 	Lose func() bool
 
 	mu    sync.Mutex
 	ops   []dataplane.Op
-	reads int // of all there is
-	brief int // of all but the routes of others
+	reads int // full reads
+	brief int // reads without the routing table
 }
 
 // Read implements dataplane.Kernel.
@@ -88,7 +88,7 @@ func (s *Spy) Read(ctx context.Context, scope dataplane.Scope) (dataplane.State,
 	}
 	s.mu.Lock()
 	switch {
-	case len(scope.Networks) == 0: // links alone
+	case len(scope.Networks) == 0: // only links
 	case scope.Connected:
 		s.brief++
 	default:
@@ -116,7 +116,7 @@ func (s *Spy) Apply(ctx context.Context, ops []dataplane.Op) []dataplane.OpError
 		}
 	}
 	if len(failed) == 0 {
-		return s.Kernel.Apply(ctx, ops) // which completes them
+		return s.Kernel.Apply(ctx, ops) // the kernel completes the objects
 	}
 	return append(failed, s.Kernel.Apply(ctx, rest)...)
 }
@@ -127,7 +127,7 @@ func (s *Spy) Monitor(scope dataplane.Scope) (dataplane.Monitor, error) {
 	return forgetful{m, s}, err
 }
 
-// forgetful is a monitor that at times says it has lost something.
+// forgetful is a monitor that sometimes reports lost announcements.
 type forgetful struct {
 	dataplane.Monitor
 	spy *Spy

@@ -7,21 +7,21 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Offsets in a message: struct nlmsghdr, then struct ndmsg.
+// Offsets in a message, which begins with struct nlmsghdr and struct ndmsg.
 const (
 	offsetType    = 4
 	offsetPort    = 12
 	offsetIfindex = unix.NLMSG_HDRLEN + 4
 )
 
-// maxFiltered is how many devices a filter tells apart.
+// maxFiltered is the maximum number of devices that a filter can distinguish.
 const maxFiltered = 64
 
-// filter has the kernel drop announcements that nobody here would look at, so
-// that they cost no wake-up: of routes, nexthop objects and neighbours that we wrote
-// ourselves by the socket with that port, and of neighbours of devices that are none of
-// ours. A host with a thousand pods has those all the time. A message that the kernel
-// has made for several reasons at once has no port, and is heard.
+// filter makes the kernel drop announcements that this process would ignore, so that they
+// do not wake it. These are changes of routes, nexthop objects and neighbours that this
+// process has made through the socket with the given port, and neighbours on devices
+// outside of devices. A host with a thousand pods has the latter all the time. The kernel
+// does not set a port in a message that has several causes, so the filter delivers it.
 func filter(fd int, port uint32, devices []int) error {
 	if len(devices) > maxFiltered {
 		return nil
@@ -37,8 +37,8 @@ func filter(fd int, port uint32, devices []int) error {
 	host32 := func(v uint32) uint32 {
 		return binary.BigEndian.Uint32(binary.NativeEndian.AppendUint32(nil, v))
 	}
-	// A jump says how many instructions it skips; the last two are the verdicts
-	// drop and deliver.
+	// A jump contains the number of instructions to skip. The last two instructions are
+	// the verdicts drop and deliver.
 	n := uint8(len(devices))
 	program := []bpf.Instruction{
 		bpf.LoadAbsolute{Off: offsetType, Size: 2},

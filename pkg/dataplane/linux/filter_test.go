@@ -12,8 +12,9 @@ import (
 	"flanneld/pkg/dataplane/dataplanetest"
 )
 
-// What the kernel is not to wake us for: own routes with their nexthop objects, own
-// neighbours, and the neighbours of devices that are none of ours. All else is heard.
+// TestKernelFilter checks which changes the monitor ignores: own routes with their
+// nexthop objects, own neighbours, and neighbours on devices of other programs. It must
+// receive all other changes.
 func TestKernelFilter(t *testing.T) {
 	w := newWorld(t)
 	r := dataplanetest.NewReconciler(t, w, 0)
@@ -47,7 +48,7 @@ func TestKernelFilter(t *testing.T) {
 	heard := func() int {
 		events, _, lost := m.Drain()
 		if lost {
-			t.Error("something was lost")
+			t.Error("announcements were lost")
 		}
 		return len(events)
 	}
@@ -55,11 +56,11 @@ func TestKernelFilter(t *testing.T) {
 		t.Helper()
 		select {
 		case <-m.Ready():
-			t.Errorf("%s wake us", what)
+			t.Errorf("%s wake the monitor, want them filtered out", what)
 		case <-time.After(100 * time.Millisecond):
 		}
 	}
-	for settled := false; !settled; { // a wake-up may be left of what was drained
+	for settled := false; !settled; { // a wake-up may remain from drained announcements
 		select {
 		case <-m.Ready():
 			m.Drain()
@@ -79,16 +80,16 @@ func TestKernelFilter(t *testing.T) {
 		}
 	}
 	w.nexthops.threshold = nexthopThreshold
-	// That a neighbour was deleted the kernel announces as nobody's doing.
+	// The kernel does not name the cause of a deleted neighbour.
 	for i, own := range [][]dataplane.Op{ops(neighs, false), ops(routes, false), ops(routes, true), ops(neighs, true)} {
 		if failed := w.Apply(quiet(t), own); len(failed) > 0 {
 			t.Fatal(failed)
 		}
 		if n := heard(); n != 0 && i < 3 {
-			t.Errorf("%d of %d own changes such as %s are heard", n, len(own), own[0])
+			t.Errorf("%d of %d own changes such as %s are announced, want none", n, len(own), own[0])
 		}
 	}
-	for settled := false; !settled; { // a wake-up may be left of what was drained
+	for settled := false; !settled; { // a wake-up may remain from drained announcements
 		select {
 		case <-m.Ready():
 			m.Drain()
@@ -118,14 +119,14 @@ func TestKernelFilter(t *testing.T) {
 		select {
 		case <-m.Ready():
 		case <-time.After(5 * time.Second):
-			t.Fatalf("%s, made by another program, wakes nobody", o)
+			t.Fatalf("%s of another program does not wake the monitor", o)
 		}
 		if n := heard(); n != 1 {
-			t.Errorf("%d events for %s, made by another program, want 1", n, o)
+			t.Errorf("%d events for %s of another program, want 1", n, o)
 		}
 	}
 
-	// A device that comes later is one of ours from its first entry on.
+	// A device that is created later belongs to the scope from its first entry on.
 	if err := w.links.LinkDel(&netlink.GenericLink{LinkAttrs: netlink.LinkAttrs{Name: neighs[0].(dataplane.Neigh).Dev}}); err != nil {
 		t.Fatal(err)
 	}

@@ -1,4 +1,4 @@
-// Package linux is the rtnetlink implementation of dataplane.Kernel.
+// Package linux implements dataplane.Kernel with rtnetlink.
 package linux
 
 import (
@@ -17,9 +17,9 @@ import (
 	"flanneld/pkg/prefix"
 )
 
-// Kernel is the kernel of the network namespace in which it was opened. Its
-// methods may be called concurrently. Links must be made from a thread in that
-// namespace: /proc/sys shows each thread the settings of its own.
+// Kernel is the kernel of the network namespace in which it was opened. Its methods may
+// be called concurrently. A link must be created from a thread in that namespace, because
+// /proc/sys shows each thread the settings of its own namespace.
 type Kernel struct {
 	sock     *socket
 	links    *netlink.Handle
@@ -29,10 +29,10 @@ type Kernel struct {
 
 var _ dataplane.Kernel = (*Kernel)(nil)
 
-// Options say how to use the kernel.
+// Options configure how a Kernel is used.
 type Options struct {
-	// NexthopObjects lets IPv4 routes go through nexthop objects where a device
-	// has many of them, if the kernel has such objects.
+	// NexthopObjects makes IPv4 routes use nexthop objects if a device has many routes
+	// and the kernel supports such objects.
 	NexthopObjects bool
 }
 
@@ -61,7 +61,7 @@ func (k *Kernel) Close() error {
 // OnLink implements dataplane.Kernel.
 func (k *Kernel) OnLink(_ context.Context, dst netip.Addr) (string, error) {
 	r := routeReply{}
-	err := k.sock.ask(func(m *message) { // for the route as it stands in the table
+	err := k.sock.ask(func(m *message) { // ask for the route itself and not for the result of the lookup
 		m.begin(unix.RTM_GETROUTE, 0, rtmsg(prefix.Host(dst), 0, 0, 0, 0, 0, rtmFibMatch)...)
 		m.addr(unix.RTA_DST, dst)
 	}, func(_ uint16, payload []byte) { r = parseRoute(payload) })
@@ -82,14 +82,15 @@ func (k *Kernel) OnLink(_ context.Context, dst netip.Addr) (string, error) {
 	return l.name, err
 }
 
-// rtmFibMatch is RTM_F_FIB_MATCH, which x/sys does not name.
+// rtmFibMatch is RTM_F_FIB_MATCH, for which x/sys has no constant.
 const rtmFibMatch = 0x2000
 
-// supports are what routes in a scope need, as far as we have read, heard of or made these:
-// when it goes, they may go without an announcement. It is the index of the device that a
-// route leaves by, or the source address of its packets, on whatever device that is. A
-// route to one address is a pod's: its loss does no harm, and pods come and go. Nothing is
-// ever taken out: the hosts' devices and addresses are few, and what is in vain costs a read.
+// supports contains the devices and addresses that known routes depend on: the index of
+// the device of a route, and the source address of its packets, which may be on any
+// device. If one of them disappears, the kernel may delete the routes without an
+// announcement. A route to a single address belongs to a pod and is ignored: pods come
+// and go, and losing such a route does no harm. Entries are never removed: a host has few
+// devices and addresses, and an unnecessary entry only costs a read.
 type supports struct{ sync.Map }
 
 func (s *supports) add(r routeReply) {
@@ -114,25 +115,27 @@ func (s *supports) hasSource(a netip.Addr) bool {
 	return ok
 }
 
-// link is what identifies a device, and its flags (IFF_*).
+// link is the name of a device, and its flags (IFF_*).
 type link struct {
 	name  string
 	flags uint32
 }
 
-// resolves reports whether the gateway of a route decides which host on l gets a packet.
+// resolves reports whether the device resolves addresses to neighbours, so that the
+// gateway of a route decides which host receives a packet.
 func (l link) resolves() bool {
 	return l.flags&(unix.IFF_NOARP|unix.IFF_POINTOPOINT|unix.IFF_LOOPBACK) == 0
 }
 
-// linkName returns the name of the device with the given index; "" if it is
-// gone, or index is 0.
+// linkName returns the name of the device with the given index. It returns "" if the
+// device does not exist or index is 0.
 func (k *Kernel) linkName(index int) (string, error) {
 	l, err := k.link(index)
 	return l.name, err
 }
 
-// link returns the device with the given index; the zero link if it is gone, or index is 0.
+// link returns the device with the given index. It returns the zero link if the device
+// does not exist or index is 0.
 func (k *Kernel) link(index int) (l link, err error) {
 	if index == 0 {
 		return link{}, nil
@@ -160,8 +163,9 @@ func (k *Kernel) link(index int) (l link, err error) {
 	return l, nil
 }
 
-// linkFlags returns the flags in a message with at least a struct ifinfomsg.
+// linkFlags returns the flags in a message that contains a struct ifinfomsg.
 func linkFlags(payload []byte) uint32 { return binary.NativeEndian.Uint32(payload[8:]) }
 
-// rtextFilterSkipStats leaves counters out of link messages (RTEXT_FILTER_SKIP_STATS).
+// rtextFilterSkipStats (RTEXT_FILTER_SKIP_STATS) makes the kernel leave the counters out
+// of link messages.
 const rtextFilterSkipStats = 1 << 3

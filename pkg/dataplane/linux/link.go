@@ -14,7 +14,7 @@ import (
 	"flanneld/pkg/dataplane"
 )
 
-// linkIndex returns the index of the named device, 0 if there is none.
+// linkIndex returns the index of the named device, or 0 if it does not exist.
 func (k *Kernel) linkIndex(name string) (int, error) {
 	req, err := unix.NewIfreq(name)
 	if err != nil { // no device can have such a name
@@ -41,7 +41,7 @@ func (k *Kernel) applyLink(ctx context.Context, op dataplane.Op) error {
 		return nil
 	case op.Delete:
 		err := k.links.LinkDel(&netlink.GenericLink{LinkAttrs: netlink.LinkAttrs{Index: index}, LinkType: want.Kind})
-		if errors.Is(err, unix.ENODEV) { // somebody else was faster
+		if errors.Is(err, unix.ENODEV) { // another program was faster
 			return nil
 		}
 		return err
@@ -60,8 +60,8 @@ func (k *Kernel) applyLink(ctx context.Context, op dataplane.Op) error {
 	return k.setUp(want)
 }
 
-// createLink makes the device with the attributes that other flannel daemons
-// send, so that each takes over what the other made.
+// createLink creates the device with the same attributes as other flannel daemons, so
+// that each can adopt the device of another.
 func (k *Kernel) createLink(want dataplane.Link) error {
 	var err error
 	module := want.Kind
@@ -76,7 +76,7 @@ func (k *Kernel) createLink(want dataplane.Link) error {
 	case dataplane.KindWireGuard:
 		err = k.links.LinkAdd(&netlink.Wireguard{LinkAttrs: netlink.LinkAttrs{Name: want.Name, MTU: want.MTU}})
 	default:
-		return fmt.Errorf("no way to make a link of type %q", want.Kind)
+		return fmt.Errorf("cannot create a link of type %q", want.Kind)
 	}
 	if errors.Is(err, unix.EOPNOTSUPP) {
 		return fmt.Errorf("%w: this kernel has no %s (load the module %s; some distributions ship it in a package linux-modules-extra)",
@@ -113,9 +113,8 @@ func (k *Kernel) underlay(name string) (int, error) {
 	return index, err
 }
 
-// changeLink changes in place what can be, and only what differs: a device
-// keeps its FDB and routes that way, and unless its MAC changes, its
-// neighbours.
+// changeLink changes the attributes that differ, without replacing the device. The device
+// keeps its FDB and its routes and, unless its MAC changes, its neighbours.
 func (k *Kernel) changeLink(ctx context.Context, want dataplane.Link, index int) error {
 	state := dataplane.NewState()
 	if _, err := k.readLink(want.Name, dataplane.Scope{}, state); err != nil {
@@ -123,7 +122,7 @@ func (k *Kernel) changeLink(ctx context.Context, want dataplane.Link, index int)
 	}
 	have := state.Links[want.Name]
 	if !have.Compatible(want) {
-		return fmt.Errorf("no way to turn the %s device that is there into the one that is wanted", have.Kind)
+		return fmt.Errorf("cannot change the existing %s device into the wanted one", have.Kind)
 	}
 	link := &netlink.GenericLink{LinkAttrs: netlink.LinkAttrs{Name: want.Name, Index: index}}
 	if have.VXLAN != want.VXLAN {
@@ -149,8 +148,8 @@ func (k *Kernel) changeLink(ctx context.Context, want dataplane.Link, index int)
 	return nil
 }
 
-// changeVXLAN sends what differs and nothing else: most attributes are
-// refused in a change, even when they are equal.
+// changeVXLAN sends only the attributes that differ, because the kernel refuses most
+// attributes in a change, even if they are equal.
 func (k *Kernel) changeVXLAN(ctx context.Context, index int, have, want dataplane.VXLAN) error {
 	under, err := k.underlay(want.Underlay)
 	if err != nil {
@@ -209,8 +208,9 @@ func (k *Kernel) setUp(want dataplane.Link) error {
 	return nil
 }
 
-// acceptRAOff keeps router advertisements of pods from configuring the
-// device. Where /proc/sys is read-only or IPv6 is off it can only be left.
+// acceptRAOff prevents router advertisements of pods from configuring the device. It
+// ignores errors, because nothing can be done if /proc/sys is read-only or IPv6 is
+// disabled.
 func acceptRAOff(dev string) {
 	_ = os.WriteFile(filepath.Join("/proc/sys/net/ipv6/conf", dev, "accept_ra"), []byte("0"), 0)
 }

@@ -21,7 +21,7 @@ import (
 )
 
 func TestMain(m *testing.M) {
-	// No test may get the main thread: it does not end with its goroutine.
+	// No test may run on the main thread, because that does not end with its goroutine.
 	runtime.LockOSThread()
 	goleak.VerifyTestMain(m)
 }
@@ -32,7 +32,7 @@ func TestKernelContract(t *testing.T) {
 	dataplanetest.Contract(t, newContractWorld)
 }
 
-// TestVMContract is the same on a kernel of another age.
+// TestVMContract runs the contract on the kernel of the VM.
 //
 //stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMContract(t *testing.T) { TestKernelContract(t) }
@@ -41,15 +41,17 @@ func TestKernelRandomWalk(t *testing.T) {
 	dataplanetest.Walk(t, newWorld(t), 300, 0)
 }
 
-// The mirror has to be right whatever other programs do, the socket loses and
-// the mirror forgets: packets pass after each stretch of it.
+// TestKernelRandomWalkByHearing checks the mirror: it must be right when other programs
+// change the kernel, the socket loses announcements and the mirror is invalidated.
+// Packets must pass after each part of the walk.
 //
 //stages:rest TestKernelRandomWalk does the same without notifications
 func TestKernelRandomWalkByHearing(t *testing.T) {
 	dataplanetest.Walk(t, newTrafficWorld(t), 1000, time.Hour)
 }
 
-// The same where the kernel shows of a route through a nexthop object its id alone.
+// TestKernelRandomWalkByNexthopID is the same walk with a kernel that shows only the id
+// of a route's nexthop object.
 //
 //stages:rest TestKernelRandomWalk does the same without nexthop IDs
 func TestKernelRandomWalkByNexthopID(t *testing.T) {
@@ -58,8 +60,7 @@ func TestKernelRandomWalkByNexthopID(t *testing.T) {
 	dataplanetest.Walk(t, w, 1000, time.Hour)
 }
 
-// listen returns a function that drains what was announced to groups since the
-// last call.
+// listen returns a function that reads the announcements to groups since its last call.
 func listen(t *testing.T, groups ...int) func(each func(typ uint16, payload []byte)) {
 	t.Helper()
 	s, err := openSocket()
@@ -85,8 +86,8 @@ func listen(t *testing.T, groups ...int) func(each func(typ uint16, payload []by
 	}
 }
 
-// TestTakeOverAnnounced: whoever listens never hears that a destination of
-// another's route, or of ours, lost its route.
+// TestKernelTakeOverAnnounced checks that the kernel never announces a destination as
+// unreachable while its route is replaced, be it of this or of another program.
 func TestKernelTakeOverAnnounced(t *testing.T) {
 	w := newWorld(t)
 	r := dataplanetest.NewReconciler(t, w, 0)
@@ -120,7 +121,7 @@ func TestKernelTakeOverAnnounced(t *testing.T) {
 				switch {
 				case parseRoute(payload).route.Dst != route.Dst:
 				case typ == unix.RTM_DELROUTE:
-					t.Errorf("%s lost its route", route.Dst)
+					t.Errorf("%s was announced without a route", route.Dst)
 				default:
 					news++
 				}
@@ -132,8 +133,8 @@ func TestKernelTakeOverAnnounced(t *testing.T) {
 	}
 }
 
-// TestRoutesFromSource: an IPv6 route for packets from some sources is not the
-// route to its destination, and nothing to us.
+// TestKernelRoutesFromSource checks that the Reconciler ignores an IPv6 route for packets
+// from certain sources.
 func TestKernelRoutesFromSource(t *testing.T) {
 	w := newWorld(t)
 	r := dataplanetest.NewReconciler(t, w, 0)
@@ -162,14 +163,14 @@ func TestKernelRoutesFromSource(t *testing.T) {
 	}
 	want := dataplanetest.Peers(3)
 	if report, err := r.Reconcile(quiet(t), want, true); err != nil || report.Puts != 18 {
-		t.Errorf("%d puts (%v), want those of 18 objects", report.Puts, err)
+		t.Errorf("%d puts (%v), want 18", report.Puts, err)
 	}
 	if err := fromSource(unix.RTM_DELROUTE); err != nil {
-		t.Errorf("the route from a source is not there any more: %v", err)
+		t.Errorf("the route from a source was deleted: %v", err)
 	}
 }
 
-// TestPortInUse: the error says who the trouble is with.
+// TestKernelPortInUse checks that the error names the port that another program uses.
 func TestKernelPortInUse(t *testing.T) {
 	w := newWorld(t)
 	conn, err := net.ListenUDP("udp4", &net.UDPAddr{IP: net.IPv4zero, Port: 8472})
@@ -179,11 +180,11 @@ func TestKernelPortInUse(t *testing.T) {
 	t.Cleanup(func() { _ = conn.Close() })
 	failed := w.Apply(t.Context(), []dataplane.Op{{Object: dataplanetest.Base().Links["flannel.1"]}})
 	if len(failed) != 1 || !errors.Is(failed[0], unix.EADDRINUSE) || !strings.Contains(failed[0].Error(), "UDP port 8472") {
-		t.Errorf("failures %v, want that UDP port 8472 is taken", failed)
+		t.Errorf("failures %v, want one that names UDP port 8472", failed)
 	}
 }
 
-// TestOtherTables: a route in another table is not in ours.
+// TestKernelOtherTables checks that Read ignores routes of other tables.
 func TestKernelOtherTables(t *testing.T) {
 	w := newWorld(t)
 	eth0, err := w.index("eth0")
@@ -209,7 +210,7 @@ func TestKernelOtherTables(t *testing.T) {
 	}
 }
 
-// TestConcurrentCalls: one kernel serves several callers.
+// TestKernelConcurrentCalls uses one Kernel from several goroutines.
 func TestKernelConcurrentCalls(t *testing.T) {
 	w := newWorld(t)
 	if _, err := dataplanetest.NewReconciler(t, w, 0).Reconcile(quiet(t), dataplanetest.Base(), true); err != nil {
@@ -240,8 +241,8 @@ func TestKernelConcurrentCalls(t *testing.T) {
 	}
 }
 
-// TestVanishingDevices: a device may go between any two calls. That can fail a
-// pass, but neither hang nor mislead the next.
+// TestKernelVanishingDevices deletes devices between any two calls. A pass may fail then,
+// but must not hang, and the next one must succeed.
 func TestKernelVanishingDevices(t *testing.T) {
 	w := newWorld(t)
 	want := dataplanetest.Peers(50)
@@ -273,7 +274,7 @@ func TestKernelVanishingDevices(t *testing.T) {
 		t.Fatal(err)
 	}
 	if diff := dataplane.Plan(have, want, dataplanetest.Scope(), nil, true).Ops; len(diff) > 0 {
-		t.Errorf("%d changes are left, the first %s", len(diff), diff[0])
+		t.Errorf("%d changes remain, the first %s", len(diff), diff[0])
 	}
 }
 
@@ -282,7 +283,7 @@ func BenchmarkReconcile5000(b *testing.B) {
 	want := dataplanetest.Peers(5000)
 	ctx := quiet(b)
 	r := dataplanetest.NewReconciler(b, w, 0)
-	// Here, since b.Run has goroutines outside the namespace.
+	// Here, because b.Run runs goroutines outside of the namespace.
 	if _, err := r.Reconcile(ctx, dataplanetest.Base(), true); err != nil {
 		b.Fatal(err)
 	}

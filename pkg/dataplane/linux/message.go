@@ -13,10 +13,10 @@ func align(n int) int { return (n + 3) &^ 3 }
 // message builds one or more rtnetlink messages in one buffer.
 type message struct {
 	buf   []byte
-	start int // of the message under construction
+	start int // offset of the message under construction
 }
 
-// begin starts a message; body is its fixed part (struct rtmsg, ndmsg, …).
+// begin starts a message. body is its fixed part (struct rtmsg, ndmsg and others).
 func (m *message) begin(typ, flags uint16, body ...byte) {
 	m.start = len(m.buf)
 	m.buf = append(m.buf, make([]byte, unix.NLMSG_HDRLEN)...)
@@ -31,7 +31,7 @@ func (m *message) setFlags(flags uint16) {
 	binary.NativeEndian.PutUint16(b, binary.NativeEndian.Uint16(b)|flags)
 }
 
-// finish gives the message its length and sequence number.
+// finish sets the length and the sequence number of the message.
 func (m *message) finish(seq uint32) {
 	binary.NativeEndian.PutUint32(m.buf[m.start:], uint32(len(m.buf)-m.start))
 	binary.NativeEndian.PutUint32(m.buf[m.start+8:], seq)
@@ -65,7 +65,7 @@ func (m *message) addr(typ uint16, a netip.Addr) {
 	m.attr(typ, b[:])
 }
 
-// nest puts what fill adds into an attribute of its own.
+// nest adds an attribute that contains the attributes that fill adds.
 func (m *message) nest(typ uint16, fill func()) {
 	at := len(m.buf)
 	m.attr(typ, nil)
@@ -79,7 +79,7 @@ type attribute struct {
 	data []byte
 }
 
-// attributes iterates over b; what is malformed ends it.
+// attributes iterates over the attributes in b. It ends at the first malformed one.
 func attributes(b []byte) iter.Seq[attribute] {
 	return func(yield func(attribute) bool) {
 		for len(b) >= 4 {
@@ -115,14 +115,14 @@ func familyOf(a netip.Addr) uint8 {
 	return unix.AF_INET6
 }
 
-// rtmsg is struct rtmsg.
+// rtmsg encodes a struct rtmsg.
 func rtmsg(dst netip.Prefix, tos, table, protocol, scope, typ uint8, flags uint32) []byte {
 	b := []byte{familyOf(dst.Addr()), uint8(dst.Bits()), 0, tos, table, protocol, scope, typ, 0, 0, 0, 0}
 	binary.NativeEndian.PutUint32(b[8:], flags)
 	return b
 }
 
-// ndmsg is struct ndmsg.
+// ndmsg encodes a struct ndmsg.
 func ndmsg(family uint8, ifindex int, state uint16, flags uint8) []byte {
 	b := []byte{family, 0, 0, 0, 0, 0, 0, 0, 0, 0, flags, 0}
 	binary.NativeEndian.PutUint32(b[4:], uint32(ifindex))
@@ -130,14 +130,14 @@ func ndmsg(family uint8, ifindex int, state uint16, flags uint8) []byte {
 	return b
 }
 
-// ifinfomsg is struct ifinfomsg.
+// ifinfomsg encodes a struct ifinfomsg.
 func ifinfomsg(index int) []byte {
 	b := make([]byte, unix.SizeofIfInfomsg)
 	binary.NativeEndian.PutUint32(b[4:], uint32(index))
 	return b
 }
 
-// ifaddrmsg is struct ifaddrmsg.
+// ifaddrmsg encodes a struct ifaddrmsg.
 func ifaddrmsg(p netip.Prefix, flags uint8, index int) []byte {
 	b := []byte{familyOf(p.Addr()), uint8(p.Bits()), flags, unix.RT_SCOPE_UNIVERSE}
 	return binary.NativeEndian.AppendUint32(b, uint32(index))

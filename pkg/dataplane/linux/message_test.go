@@ -17,12 +17,12 @@ func routeMessage(t testing.TB, op dataplane.Op, index int) []byte {
 	encode(&m, &op, index)
 	m.finish(7)
 	if len(m.buf)%4 != 0 || int(binary.NativeEndian.Uint32(m.buf)) != len(m.buf) {
-		t.Fatalf("message of %d bytes says it has %d", len(m.buf), binary.NativeEndian.Uint32(m.buf))
+		t.Fatalf("message of %d bytes has length %d in its header", len(m.buf), binary.NativeEndian.Uint32(m.buf))
 	}
 	return m.buf
 }
 
-// TestRouteRoundTrip: what is encoded is what a dump of it would parse to.
+// TestRouteRoundTrip checks that parsing an encoded route returns the same route.
 func TestRouteRoundTrip(t *testing.T) {
 	v4 := dataplane.NewRoute(netip.MustParsePrefix("10.5.3.0/24"), netip.MustParseAddr("10.5.3.0"), "", true)
 	v4.TOS, v4.Priority = 8, 70000
@@ -34,7 +34,8 @@ func TestRouteRoundTrip(t *testing.T) {
 			t.Errorf("%+v, want %+v", got, r)
 		}
 	}
-	// A delete names the next hop, or routes with another could go.
+	// A delete must contain the next hop. Otherwise the kernel could delete a route with
+	// another one.
 	for _, r := range []dataplane.Route{v4, v6, hole} {
 		got := parseRoute(routeMessage(t, dataplane.Op{Delete: true, Object: r}, 42)[unix.NLMSG_HDRLEN:]).route
 		if want := r.Gateway; r.Dst.Addr().Is6() && !want.IsValid() {

@@ -17,10 +17,11 @@ import (
 	"flanneld/pkg/prefix"
 )
 
-// monitorBuffer holds the announcements of some ten thousand changes.
+// monitorBuffer is the size in bytes of a receive buffer for announcements of about ten
+// thousand changes.
 const monitorBuffer = 32 << 20
 
-// Message types, multicast groups and values that x/sys does not name.
+// Message types, multicast groups and values for which x/sys has no constants.
 const (
 	rtmNewNexthop  = 104
 	rtmDelNexthop  = 105
@@ -35,18 +36,18 @@ type monitor struct {
 	file   *os.File // the socket
 	raw    syscall.RawConn
 	ready  chan struct{}
-	resume chan struct{} // a token lets the watcher wait for the next announcement
+	resume chan struct{} // a token makes watch wait for the next announcement
 	muted  bool
 	done   chan struct{}
 	wg     sync.WaitGroup
 	buf    []byte
 
-	names  map[int]string // of the scope's devices
-	others map[int]string // of devices that other routes leave by
-	own    uint32         // port of the socket by which we write
-	// links are what was last heard of each of the scope's devices, and of others that
-	// routes leave by. They outlive what voids the mirror: it is read anew behind what
-	// was heard.
+	names  map[int]string // names of the scope's devices, by index
+	others map[int]string // names of other devices that routes use, by index
+	own    uint32         // port of the socket that this process writes to
+	// links contains the last announced state of each device of the scope, and of other
+	// devices that routes use. An invalid mirror does not reset it, because the read that
+	// follows happens after these announcements.
 	links map[int]linkDetails
 }
 
@@ -109,8 +110,8 @@ func (m *monitor) join(fd, option int) error {
 	return nil
 }
 
-// watch pokes ready whenever the socket has something, and then waits for it
-// to be drained.
+// watch sends to ready when the socket has an announcement, and then waits until Drain
+// has read it.
 func (m *monitor) watch() {
 	for {
 		select {
@@ -118,7 +119,7 @@ func (m *monitor) watch() {
 			return
 		case <-m.resume:
 		}
-		// What has come may have been drained before this goroutine had its turn.
+		// Drain may have read the announcement before this goroutine ran.
 		if err := m.raw.Read(func(uintptr) bool { return m.pending() }); err != nil { // closed
 			return
 		}
@@ -129,7 +130,7 @@ func (m *monitor) watch() {
 	}
 }
 
-// pending reports whether a read would return something, if only an error.
+// pending reports whether a read would return data or an error at once.
 func (m *monitor) pending() bool {
 	var got bool
 	_ = m.raw.Control(func(fd uintptr) {
@@ -156,7 +157,7 @@ func (m *monitor) Mute() {
 	_ = m.raw.Control(func(fd uintptr) { _ = m.join(int(fd), unix.NETLINK_DROP_MEMBERSHIP) })
 }
 
-// listen ends what Mute has begun.
+// listen ends the effect of Mute.
 func (m *monitor) listen() (err error) {
 	if ctlErr := m.raw.Control(func(fd uintptr) { err = m.join(int(fd), unix.NETLINK_ADD_MEMBERSHIP) }); ctlErr != nil {
 		return ctlErr
@@ -176,7 +177,7 @@ func (m *monitor) Drain() (events []dataplane.Event, rerouted, lost bool) {
 	missed := m.muted
 	if m.muted {
 		lost = true
-		if m.listen() != nil { // it is tried again
+		if m.listen() != nil { // the next Drain tries again
 			return nil, lost, lost
 		}
 	}
@@ -184,7 +185,7 @@ func (m *monitor) Drain() (events []dataplane.Event, rerouted, lost bool) {
 		n, err := m.read()
 		switch {
 		case errors.Is(err, unix.EAGAIN):
-			if missed { // what was heard may be older than what was not
+			if missed { // the last announced states may be out of date
 				clear(m.links)
 			}
 			if lost {
@@ -195,7 +196,7 @@ func (m *monitor) Drain() (events []dataplane.Event, rerouted, lost bool) {
 		case errors.Is(err, unix.ENOBUFS): // the socket has overflowed
 			lost, missed = true, true
 		case err != nil:
-			m.muted = true // whatever comes next, something was missed
+			m.muted = true // announcements are missing from here on
 			return nil, true, true
 		default:
 			moved, void := m.decode(m.buf[:n], &events)
@@ -213,7 +214,7 @@ func (m *monitor) read() (n int, err error) {
 	return n, err
 }
 
-// learn looks up the scope's devices anew.
+// learn looks up the indexes of the scope's devices again.
 func (m *monitor) learn() {
 	m.names = map[int]string{}
 	for _, name := range slices.Concat(m.scope.Devices, m.scope.Shared) {
@@ -222,12 +223,13 @@ func (m *monitor) learn() {
 		}
 	}
 	m.others = map[int]string{}
-	// Without a filter there is more to read, and the same to hear.
+	// Errors are ignored: without a filter there are only more announcements to read.
 	_ = m.raw.Control(func(fd uintptr) { _ = filter(int(fd), m.own, slices.Collect(maps.Keys(m.names))) })
 }
 
-// decode appends the events in a datagram and reports whether there was
-// something in it that is none. Own routes are not delivered, others may reroute.
+// decode appends the events in a datagram. lost reports whether the datagram contained a
+// change that no event can describe. rerouted reports whether it contained more than
+// neighbours: the filter drops own routes, so that other changes may affect OnLink.
 func (m *monitor) decode(b []byte, events *[]dataplane.Event) (rerouted, lost bool) {
 	for len(b) >= unix.NLMSG_HDRLEN {
 		n := int(binary.NativeEndian.Uint32(b))
@@ -246,7 +248,8 @@ func (m *monitor) decode(b []byte, events *[]dataplane.Event) (rerouted, lost bo
 	return rerouted, lost
 }
 
-// message returns the event that a message tells, if it is of our concern.
+// message returns the event that a message describes, or the zero event if the message is
+// about an object outside of the scope.
 func (m *monitor) message(typ, flags uint16, payload []byte) (e dataplane.Event, lost bool) {
 	switch typ {
 	case unix.RTM_NEWNEIGH, unix.RTM_DELNEIGH:
@@ -260,7 +263,7 @@ func (m *monitor) message(typ, flags uint16, payload []byte) (e dataplane.Event,
 	case rtmDelNexthop:
 		return m.nexthop(payload), false
 	case rtmNewNexthop:
-		if flags&unix.NLM_F_REPLACE != 0 { // ours are made exclusively
+		if flags&unix.NLM_F_REPLACE != 0 { // this process never replaces an object
 			return m.nexthop(payload), false
 		}
 	}
@@ -279,8 +282,8 @@ func (m *monitor) neighbour(deleted bool, payload []byte) dataplane.Event {
 	e := dataplane.Event{Deleted: deleted || !permanent}
 	switch {
 	case payload[0] == unix.AF_BRIDGE:
-		// Kernels before 6.13 announce a write twice: behind vxlan's own message comes
-		// one that tells the MAC alone.
+		// Kernels before 6.13 announce a write twice: after vxlan's own message comes one
+		// that contains only the MAC.
 		if payload[10]&unix.NTF_SELF == 0 || !n.mac.IsUnicast() || !n.aged {
 			return dataplane.Event{}
 		}
@@ -304,11 +307,12 @@ func (m *monitor) route(deleted bool, flags uint16, payload []byte) (e dataplane
 	if !m.scope.Shows(r.route) {
 		return dataplane.Event{}, false
 	}
-	// Of several next hops IPv6 announces now one, now all.
+	// For an IPv6 route with several next hops the kernel announces sometimes one and
+	// sometimes all.
 	return dataplane.Event{Object: r.route, Deleted: deleted, Replaced: flags&unix.NLM_F_REPLACE != 0 && !deleted}, r.route.Multipath
 }
 
-// name returns the name of a device that a route leaves by.
+// name returns the name of a device that a route uses.
 func (m *monitor) name(index int) string {
 	for _, known := range []map[int]string{m.names, m.others} {
 		if name, ok := known[index]; ok {
@@ -320,10 +324,11 @@ func (m *monitor) name(index int) string {
 	return name
 }
 
-// address returns the event of an address. With an IPv4 address go the routes
-// that need it, also those by other devices whose source it is, and with the last
-// one all that is on the link. The kernel does not say so. It may keep quiet about
-// IPv6 routes that go when IPv6 is switched off on a device, too.
+// address returns the event of an address. lost is set if the kernel may have deleted
+// routes with the address: those on any device that have it as their source and, with the
+// last address of a device, all routes through the device. The kernel does not announce
+// these. It also need not announce IPv6 routes that it deletes when IPv6 is disabled on a
+// device.
 func (m *monitor) address(deleted bool, payload []byte) (e dataplane.Event, lost bool) {
 	if len(payload) < unix.SizeofIfAddrmsg {
 		return dataplane.Event{}, false
@@ -338,9 +343,10 @@ func (m *monitor) address(deleted bool, payload []byte) (e dataplane.Event, lost
 	return dataplane.Event{Object: dataplane.Addr{Dev: dev, Prefix: p}, Deleted: deleted}, lost
 }
 
-// link reports whether what happened to a link voids what is known: it does
-// for devices of our own, whose every detail counts, for those that our
-// routes leave by, and for others that routes leave by if it takes these along.
+// link reports whether a change of a link invalidates the mirror: a change of the
+// attributes in linkDetails, of a device of the scope or of one that its routes use. Of
+// other devices that routes use only the flags count, because the kernel may delete
+// routes when they change.
 func (m *monitor) link(deleted bool, payload []byte) bool {
 	if len(payload) < unix.SizeofIfInfomsg {
 		return false
@@ -350,13 +356,13 @@ func (m *monitor) link(deleted bool, payload []byte) bool {
 	}
 	index := int(int32(binary.NativeEndian.Uint32(payload[4:])))
 	name, known := m.names[index]
-	delete(m.others, index) // its name may be another one now
+	delete(m.others, index) // its name may have changed
 	if deleted {
 		delete(m.names, index)
 		delete(m.links, index)
 		return known
 	}
-	// Most of what is announced of a link does not matter.
+	// Most announcements about a link do not matter.
 	before, heard := m.links[index]
 	now, features := newLinkDetails(payload)
 	switch {
@@ -366,33 +372,34 @@ func (m *monitor) link(deleted bool, payload []byte) bool {
 		return false
 	case !known:
 		now, features = linkDetails{flags: now.flags}, false
-		if !heard { // it was up, or else that would have been heard
+		if !heard { // it was up, because otherwise the change would have been announced
 			before.flags = live
 		}
 	case !slices.Contains(m.scope.Devices, name):
-		now.kind = "" // a bridge has timers there, which differ each time
+		now.kind = "" // the attribute of a bridge contains timers, which differ each time
 	}
 	m.links[index] = now
 	return before != now || features || now.unsteady()
 }
 
-// linkDetails is what matters of a link, as a message tells it.
+// linkDetails contains the attributes of a link that matter here.
 type linkDetails struct {
-	flags                uint32 // those of live
-	name, mac, mtu, kind string // raw, but for the name
+	flags                uint32 // the flags in live
+	name, mac, mtu, kind string // undecoded, except for the name
 }
 
-// live are the flags of a link that is up and has a carrier. Without a carrier the kernel
-// deletes nexthop objects, and IPv4 routes through them, and does not say so.
+// live contains the flags of a link that is up and has a carrier. Without a carrier the
+// kernel deletes nexthop objects, and the IPv4 routes through them, without an
+// announcement.
 const live = unix.IFF_UP | unix.IFF_RUNNING | unix.IFF_LOWER_UP
 
-// unsteady reports whether a link is up and without a carrier. The kernel acts on that by a
-// worker, up to a second later, and announces the link behind that. What is announced in
-// between looks the same.
+// unsteady reports whether a link is up and has no carrier. A worker of the kernel
+// handles that up to a second later, and then announces the link again. Announcements in
+// between look the same.
 func (d linkDetails) unsteady() bool { return d.flags&unix.IFF_UP != 0 && d.flags != live }
 
-// newLinkDetails returns features if offloads have changed; to what, a message does
-// not say.
+// newLinkDetails parses a link message. features reports whether offloads have changed.
+// The message does not contain their new values.
 func newLinkDetails(payload []byte) (d linkDetails, features bool) {
 	d.flags = linkFlags(payload) & live
 	for a := range attributes(payload[unix.SizeofIfInfomsg:]) {
@@ -412,7 +419,7 @@ func newLinkDetails(payload []byte) (d linkDetails, features bool) {
 	return d, features
 }
 
-// nexthop returns the event of a nexthop object that has gone or leads elsewhere.
+// nexthop returns the event of a nexthop object that was deleted or replaced.
 func (m *monitor) nexthop(payload []byte) (e dataplane.Event) {
 	if len(payload) < sizeofNhmsg {
 		return dataplane.Event{}

@@ -12,8 +12,8 @@ import (
 	"flanneld/pkg/dataplane/dataplanetest"
 )
 
-// TestKernelBusyBridge: pods come and go without a read of all the kernel has, though
-// there are routes to them in our networks.
+// TestKernelBusyBridge checks that pods that come and go do not cause a full read, even
+// if there are routes to them in the scope's networks.
 func TestKernelBusyBridge(t *testing.T) {
 	w := newWorld(t)
 	r := dataplanetest.NewReconciler(t, w, 0)
@@ -53,11 +53,11 @@ func TestKernelBusyBridge(t *testing.T) {
 		expectHeard(t, m, what, want, change)
 	}
 	for _, how := range []string{"heard of", "read"} {
-		heard(how+": a pod goes", false, func() error { return w.Remove(pod) })
+		heard(how+": a pod is deleted", false, func() error { return w.Remove(pod) })
 		heard(how+": a bridge changes", false, func() error { return w.links.LinkSetMTU(cni0, 1400) })
 		heard(how+": a bridge changes", false, func() error { return w.links.LinkSetMTU(cni0, 1450) })
 		heard(how+": a bridge goes down", true, func() error { return w.SetUp("cni0", false) })
-		heard(how+": a bridge that is down", false, func() error { return w.links.LinkSetMTU(cni0, 1300) })
+		heard(how+": a bridge that is down changes", false, func() error { return w.links.LinkSetMTU(cni0, 1300) })
 		if err := errors.Join(w.SetUp("cni0", true), w.awaitCarrier("cni0", true)); err != nil {
 			t.Fatal(err)
 		}
@@ -75,7 +75,7 @@ func TestKernelBusyBridge(t *testing.T) {
 	}
 }
 
-// expectHeard makes a change and looks whether it voids what is known.
+// expectHeard calls change and checks whether the monitor reports lost.
 func expectHeard(t *testing.T, m dataplane.Monitor, what string, want bool, change func() error) {
 	t.Helper()
 	m.Drain()
@@ -85,15 +85,16 @@ func expectHeard(t *testing.T, m dataplane.Monitor, what string, want bool, chan
 	select {
 	case <-m.Ready():
 	case <-time.After(5 * time.Second):
-		t.Fatalf("%s: nothing is heard", what)
+		t.Fatalf("%s: no announcement", what)
 	}
 	if _, _, lost := m.Drain(); lost != want {
 		t.Errorf("%s: lost %t, want %t", what, lost, want)
 	}
 }
 
-// TestKernelLinkDetails: of a device of ours what matters is heard, and what does not
-// makes nobody read all the kernel has, a million routes perhaps.
+// TestKernelLinkDetails checks that changes that matter for a scope's device are
+// reported, and that other changes do not cause a full read, which may return a million
+// routes.
 func TestKernelLinkDetails(t *testing.T) {
 	w := newWorld(t)
 	r := dataplanetest.NewReconciler(t, w, 0)
@@ -113,7 +114,7 @@ func TestKernelLinkDetails(t *testing.T) {
 	}
 	changes := []struct {
 		what string
-		up   bool // the device is: of one that is down the kernel does not say all
+		up   bool // whether the device is up: the kernel does not announce every change of one that is down
 		do   func() error
 	}{
 		{"MTU", true, func() error { return w.links.LinkSetMTU(link, 1300) }},
@@ -131,15 +132,15 @@ func TestKernelLinkDetails(t *testing.T) {
 	}
 	alias := 0
 	other := func() error { alias++; return w.links.LinkSetAlias(link, fmt.Sprintf("alias %d", alias)) }
-	expectHeard(t, m, "the first that is heard", true, other)
+	expectHeard(t, m, "the first announcement", true, other)
 	for _, c := range changes {
 		if c.up {
-			expectHeard(t, m, "another alias in front of "+c.what, false, other)
+			expectHeard(t, m, "another alias before "+c.what, false, other)
 		}
 		expectHeard(t, m, c.what, true, c.do)
 	}
 
-	// What was not heard may have undone what was.
+	// A missed announcement may have undone an earlier one.
 	if err := w.SetUp(dev, false); err != nil {
 		t.Fatal(err)
 	}
@@ -147,5 +148,5 @@ func TestKernelLinkDetails(t *testing.T) {
 	if err := w.SetUp(dev, true); err != nil {
 		t.Fatal(err)
 	}
-	expectHeard(t, m, "down once more", true, func() error { return w.SetUp(dev, false) })
+	expectHeard(t, m, "down again", true, func() error { return w.SetUp(dev, false) })
 }

@@ -16,19 +16,18 @@ import (
 	"flanneld/pkg/prefix"
 )
 
-// A route names its next hop by device and gateway, or by the id of a nexthop
-// object. The kernel looks for an equal next hop among all of a device each
-// time a plain IPv4 route is added, so thousands of them through one device
-// take quadratic time; through objects they take linear time. Few are plain, or
-// come one by one: ip(8) shows them as everybody's scripts expect, and one alone is
-// less work that way.
-// https://docs.kernel.org/networking/nexthop-group-resilient.html has the
+// A route names its next hop by device and gateway, or by the id of a nexthop object.
+// When a plain IPv4 route is added, the kernel compares its next hop with all others of
+// the device. So thousands of them through one device take quadratic time. Through
+// nexthop objects they take linear time. A device with few routes keeps plain ones:
+// scripts expect the output that ip(8) has for them, and a single plain route is less
+// work. https://docs.kernel.org/networking/nexthop-group-resilient.html explains the
 // terms, include/uapi/linux/nexthop.h the format.
 const (
 	nexthopThreshold = 256
 
-	// Ids are a space that all programs of a namespace share. Ours start high
-	// up, and one that is taken is passed over.
+	// All programs in a namespace share the ids. The ids of this process start at a high
+	// number, and an id that is in use is skipped.
 	nexthopFirst = 0x62000000
 	nexthopLast  = nexthopFirst + 1<<20
 
@@ -42,11 +41,11 @@ const (
 	nexthopLinger = time.Minute
 )
 
-// hop is what a nexthop object stands for. There are thousands: without a pointer
-// in them the collector does not look into them.
+// hop is the next hop that a nexthop object describes. It contains no pointer, so that
+// the garbage collector need not scan the thousands of them.
 type hop struct {
-	via    [16]byte // the gateway, an IPv4 one as IPv6 has it; zero: none
-	index  int      // of the device
+	via    [16]byte // the gateway, an IPv4 one as a mapped IPv6 address; zero if there is none
+	index  int      // index of the device
 	onLink bool
 }
 
@@ -54,7 +53,7 @@ func newHop(gateway netip.Addr, index int, onLink bool) hop {
 	return hop{gateway.As16(), index, onLink}
 }
 
-// gateway is invalid if there is none.
+// gateway returns the address of the gateway. It is invalid if there is none.
 func (h hop) gateway() netip.Addr {
 	if h.via == [16]byte{} {
 		return netip.Addr{}
@@ -65,30 +64,30 @@ func (h hop) gateway() netip.Addr {
 // object is a nexthop object.
 type object struct {
 	hop
-	id     uint32 // 0: yet to be made
-	others bool   // routes of another flanneld lead through it
-	users  int    // routes through it, also those
+	id     uint32 // 0 until it is created
+	others bool   // routes of another flanneld use it
+	users  int    // number of all routes that use it
 }
 
-// nexthops knows the nexthop objects that carry our protocol number. Another flanneld
-// on this host has such as well: it cannot know who uses what it has made. So we use
-// only what we have made, or what routes of ours alone lead through.
+// nexthops contains the nexthop objects with flanneld's protocol number. Another flanneld
+// on this host also creates such objects, and cannot know who else uses them. So this
+// process uses only objects that it has created itself or that only its own routes use.
 type nexthops struct {
 	enabled   bool
-	threshold int           // a device has fewer plain routes
-	linger    time.Duration // an object without users may be about to get some
+	threshold int           // a device has fewer plain routes than this
+	linger    time.Duration // an unused object is kept for this time, because its creator may be about to use it
 
 	mu     sync.Mutex
 	byID   map[uint32]*object
-	byHop  map[hop]*object      // those for us to use
-	unused map[uint32]time.Time // without users in all reads since then
-	idle   []uint32             // to be deleted
-	plain  map[int]int          // IPv4 routes with a gateway and without an object, by device
+	byHop  map[hop]*object      // objects that this process may use
+	unused map[uint32]time.Time // since when reads have found the object unused
+	idle   []uint32             // objects to delete
+	plain  map[int]int          // number of IPv4 routes with a gateway and without an object, by index of the device
 	next   uint32
 }
 
 func (t *nexthops) reset() {
-	n := len(t.byID) // as many are likely to be there again
+	n := len(t.byID) // probably as many as before
 	t.byID, t.byHop, t.plain, t.idle = make(map[uint32]*object, n), make(map[hop]*object, n), map[int]int{}, nil
 }
 
@@ -97,8 +96,8 @@ func (t *nexthops) add(o *object) {
 	t.next = max(t.next, o.id+1)
 }
 
-// use takes note of n more routes through an object, and returns it; nil if it does
-// not carry our protocol number.
+// use adds n to the number of routes that use an object, and returns the object. It
+// returns nil if the object does not have flanneld's protocol number.
 func (t *nexthops) use(id uint32, n int) *object {
 	o := t.byID[id]
 	if o != nil {
@@ -108,7 +107,7 @@ func (t *nexthops) use(id uint32, n int) *object {
 }
 
 func (t *nexthops) remove(id uint32) {
-	delete(t.unused, id) // it may be another's next time
+	delete(t.unused, id) // another program may reuse the id
 	if o, ok := t.byID[id]; ok {
 		delete(t.byID, id)
 		if t.byHop[o.hop] == o {
@@ -117,15 +116,14 @@ func (t *nexthops) remove(id uint32) {
 	}
 }
 
-// forget takes note of an object that another program has deleted or replaced.
+// forget removes an object that another program has deleted or replaced.
 func (t *nexthops) forget(id uint32) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	t.remove(id)
 }
 
-// readNexthops learns which nexthop objects there are. Read calls it before it
-// reads routes.
+// readNexthops reads the existing nexthop objects. Read calls it before it reads routes.
 func (k *Kernel) readNexthops(ctx context.Context) error {
 	t := &k.nexthops
 	t.mu.Lock()
@@ -165,7 +163,8 @@ func (k *Kernel) readNexthops(ctx context.Context) error {
 	return nil
 }
 
-// used takes note of a route that was read, and completes it.
+// used counts a route that was read as a user of its nexthop object, and completes the
+// route.
 func (t *nexthops) used(r *routeReply) {
 	t.complete(r)
 	t.mu.Lock()
@@ -179,8 +178,9 @@ func (t *nexthops) used(r *routeReply) {
 	}
 }
 
-// complete adds to a route through an object of ours what the kernel leaves out where it
-// shows the id alone, as with net.ipv4.nexthop_compat_mode=0.
+// complete sets gateway and device of a route through an object that this process knows.
+// The kernel leaves them out if it shows only the id, as with
+// net.ipv4.nexthop_compat_mode=0.
 func (t *nexthops) complete(r *routeReply) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -189,8 +189,8 @@ func (t *nexthops) complete(r *routeReply) {
 	}
 }
 
-// usedByOthers takes note of the objects of routes that are not of our concern, before
-// those of routes that are.
+// usedByOthers marks the objects that routes outside the scope use. It must be called
+// before used.
 func (t *nexthops) usedByOthers(ids []uint32) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -201,8 +201,9 @@ func (t *nexthops) usedByOthers(ids []uint32) {
 	}
 }
 
-// orphaned takes note of the objects that no route uses, after a read. Who makes objects
-// makes routes through them next: one that was unused for some time is left over.
+// orphaned selects the objects to delete, after a read: those that no route has used for
+// some time. A program that creates objects creates the routes through them next, so an
+// object that stays unused was left behind.
 func (t *nexthops) orphaned() {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -222,15 +223,15 @@ func (t *nexthops) orphaned() {
 	}
 }
 
-// wanted reports whether a route belongs on a nexthop object.
+// wanted returns the route that op puts, and whether it can use a nexthop object.
 func wanted(op *dataplane.Op) (dataplane.Route, bool) {
 	r, ok := op.Object.(dataplane.Route)
 	return r, ok && !op.Delete && r.Gateway.IsValid() && prefix.FamilyOf(r.Dst.Addr()) == prefix.IPv4
 }
 
-// provideNexthops makes the objects for the routes that ops put, where a device
-// would have too many plain ones, and sets their ids in ops. Where that fails
-// the routes stay plain.
+// provideNexthops creates nexthop objects for the routes that ops put, if a device would
+// have too many plain routes otherwise, and sets the ids in ops. If it cannot create an
+// object the route stays plain.
 func (k *Kernel) provideNexthops(ctx context.Context, ops []*dataplane.Op, indexes map[string]int) {
 	t := &k.nexthops
 	t.mu.Lock()
@@ -238,7 +239,7 @@ func (k *Kernel) provideNexthops(ctx context.Context, ops []*dataplane.Op, index
 	if !t.enabled {
 		return
 	}
-	puts := map[int]int{} // by device
+	puts := map[int]int{} // by index of the device
 	for _, op := range ops {
 		if r, ok := wanted(op); ok {
 			puts[indexes[r.Dev]]++
@@ -252,10 +253,11 @@ func (k *Kernel) provideNexthops(ctx context.Context, ops []*dataplane.Op, index
 	}
 }
 
-// provideFor does it for the n routes through one device. t.mu is held.
+// provideFor is provideNexthops for the n routes through one device. The caller holds
+// t.mu.
 func (k *Kernel) provideFor(ctx context.Context, index, n int, ops []*dataplane.Op, indexes map[string]int) {
 	t := &k.nexthops
-	if len(t.byID) == 0 { // room for all of them at once
+	if len(t.byID) == 0 { // allocate memory for all of them
 		t.byID, t.byHop = make(map[uint32]*object, n), make(map[hop]*object, n)
 	}
 	type route struct {
@@ -301,8 +303,9 @@ func (k *Kernel) provideFor(ctx context.Context, index, n int, ops []*dataplane.
 	}
 }
 
-// notMade takes note that the put of a plain route has failed. One through an object is
-// for the next read to count, as that failure is for the Reconciler to look into.
+// notMade reduces the number of plain routes after a put has failed. It ignores a route
+// through an object: the failure makes the Reconciler read everything, which counts
+// again.
 func (t *nexthops) notMade(op *dataplane.Op, indexes map[string]int) {
 	if r, ok := wanted(op); ok && r.NexthopID == 0 {
 		t.mu.Lock()
@@ -311,8 +314,8 @@ func (t *nexthops) notMade(op *dataplane.Op, indexes map[string]int) {
 	}
 }
 
-// createNexthops makes these objects, which are known by hop already, and returns
-// those whose id another program has.
+// createNexthops creates objects, which byHop already contains, and returns those whose
+// id another program uses.
 func (k *Kernel) createNexthops(ctx context.Context, missing []*object) (again []*object) {
 	t := &k.nexthops
 	ids := make([]uint32, len(missing))
@@ -347,9 +350,9 @@ func (k *Kernel) createNexthops(ctx context.Context, missing []*object) (again [
 	return again
 }
 
-// releaseNexthops deletes the objects of routes that were deleted, and those
-// that are left over. The routes must be gone: deleting an object takes its
-// routes along, without a word and slowly.
+// releaseNexthops deletes the objects whose last route was deleted, and those that were
+// left behind. Their routes must be gone already: the kernel would delete remaining
+// routes together with the object, slowly and without an announcement.
 func (k *Kernel) releaseNexthops(ctx context.Context, done []*dataplane.Op, indexes map[string]int) {
 	t := &k.nexthops
 	t.mu.Lock()
@@ -365,7 +368,7 @@ func (k *Kernel) releaseNexthops(ctx context.Context, done []*dataplane.Op, inde
 			t.plain[indexes[r.Dev]]--
 		}
 	}
-	// An idle object may have gone, or have been taken into use again.
+	// An idle object may have been deleted, or be in use again.
 	ids := slices.DeleteFunc(t.idle, func(id uint32) bool {
 		o := t.byID[id]
 		return o == nil || o.users > 0
@@ -374,19 +377,19 @@ func (k *Kernel) releaseNexthops(ctx context.Context, done []*dataplane.Op, inde
 	k.deleteNexthops(ctx, ids)
 }
 
-// deleteNexthops deletes objects of ours. t.mu is held.
+// deleteNexthops deletes objects of this process. The caller holds t.mu.
 func (k *Kernel) deleteNexthops(ctx context.Context, ids []uint32) {
 	for _, id := range ids {
-		k.nexthops.remove(id) // first, so that the announcement means nothing
+		k.nexthops.remove(id) // first, so that the announcement has no effect
 	}
-	// One that stays is found by the next read.
+	// If a delete fails, the next read finds the object.
 	_ = k.sock.send(ctx, len(ids), func(i int, m *message) {
 		m.begin(rtmDelNexthop, 0, nhmsg(unix.AF_UNSPEC, 0, 0)...)
 		m.attr32(nhaID, ids[i])
 	})
 }
 
-// nhmsg is struct nhmsg.
+// nhmsg encodes a struct nhmsg.
 func nhmsg(family, protocol uint8, flags uint32) []byte {
 	b := []byte{family, 0, protocol, 0, 0, 0, 0, 0}
 	binary.NativeEndian.PutUint32(b[4:], flags)

@@ -13,8 +13,8 @@ import (
 	"flanneld/pkg/dataplane/dataplanetest"
 )
 
-// hops counts the IPv4 routes of the kernel by the form of their next hop, and
-// the nexthop objects of our own.
+// hops contains the numbers of IPv4 routes in the kernel by the form of their next hop,
+// and of the nexthop objects with flanneld's protocol number.
 type hops struct{ plain, through, objects int }
 
 func (w *world) hops(t *testing.T) hops {
@@ -32,7 +32,7 @@ func (w *world) hops(t *testing.T) hops {
 	for r := range have.AllRoutes() {
 		switch {
 		case r.Dst.Addr().Is6() && r.NexthopID != 0:
-			t.Errorf("%s goes through nexthop object %d", r, r.NexthopID)
+			t.Errorf("%s uses nexthop object %d", r, r.NexthopID)
 		case r.Dst.Addr().Is6():
 		case r.NexthopID != 0:
 			n.through++
@@ -43,7 +43,7 @@ func (w *world) hops(t *testing.T) hops {
 	return n
 }
 
-// expectSettled fails the test unless the kernel holds want, and n of each.
+// expectSettled fails the test unless the kernel's state is want, with the numbers n.
 func (w *world) expectSettled(t *testing.T, what string, want dataplane.State, n hops) {
 	t.Helper()
 	have, err := w.Read(quiet(t), dataplanetest.Scope())
@@ -51,17 +51,17 @@ func (w *world) expectSettled(t *testing.T, what string, want dataplane.State, n
 		t.Fatal(err)
 	}
 	if ops := dataplane.Plan(have, want, dataplanetest.Scope(), nil, true).Ops; len(ops) > 0 {
-		t.Errorf("%s: %d changes are left, the first %s", what, len(ops), ops[0])
+		t.Errorf("%s: %d changes remain, the first %s", what, len(ops), ops[0])
 	}
 	if got := w.hops(t); got != n {
 		t.Errorf("%s: %+v, want %+v", what, got, n)
 	}
 }
 
-// TestKernelNexthopThreshold crosses the number of routes from which on they go
-// through nexthop objects, up and down.
+// TestKernelNexthopThreshold crosses the number of routes from which they use nexthop
+// objects, upwards and downwards.
 func TestKernelNexthopThreshold(t *testing.T) {
-	for name, resync := range map[string]time.Duration{"by reading": 0, "by hearing": time.Hour} {
+	for name, resync := range map[string]time.Duration{"full reads": 0, "announcements": time.Hour} {
 		t.Run(name, func(t *testing.T) {
 			w := newWorld(t)
 			r := dataplanetest.NewReconciler(t, w, resync)
@@ -70,7 +70,7 @@ func TestKernelNexthopThreshold(t *testing.T) {
 				want  hops
 			}{
 				{100, hops{plain: 100}},
-				{400, hops{plain: 100, through: 300, objects: 300}}, // those that are there stay as they are
+				{400, hops{plain: 100, through: 300, objects: 300}}, // existing routes stay as they are
 				{150, hops{plain: 100, through: 50, objects: 50}},
 				{50, hops{plain: 50}},
 				{nexthopThreshold, hops{plain: 50, through: nexthopThreshold - 50, objects: nexthopThreshold - 50}},
@@ -87,8 +87,8 @@ func TestKernelNexthopThreshold(t *testing.T) {
 	}
 }
 
-// TestKernelNexthopsGoWithRoutes deletes routes through objects that this process
-// has made, and has not read since.
+// TestKernelNexthopsGoWithRoutes deletes routes through objects that this process has
+// created and not read since.
 func TestKernelNexthopsGoWithRoutes(t *testing.T) {
 	w := newWorld(t)
 	w.nexthops.threshold = 1
@@ -121,7 +121,8 @@ func TestKernelNexthopsGoWithRoutes(t *testing.T) {
 	}
 }
 
-// TestKernelNexthopRefused: what is refused again and again does not count as a route.
+// TestKernelNexthopRefused checks that a route that the kernel refuses repeatedly is not
+// counted.
 func TestKernelNexthopRefused(t *testing.T) {
 	w := newWorld(t)
 	w.nexthops.threshold = 5
@@ -145,8 +146,8 @@ func TestKernelNexthopRefused(t *testing.T) {
 	}
 }
 
-// nexthopCompat says whether the kernel shows of a route through a nexthop object
-// more than its id.
+// nexthopCompat sets whether the kernel shows more than the id of a route's nexthop
+// object.
 func (w *world) nexthopCompat(t *testing.T, on bool) {
 	t.Helper()
 	if err := os.WriteFile("/proc/sys/net/ipv4/nexthop_compat_mode", []byte{'0' + boolByte(on)}, 0); err != nil {
@@ -155,7 +156,7 @@ func (w *world) nexthopCompat(t *testing.T, on bool) {
 }
 
 // TestKernelNexthopDrift deletes and replaces routes through nexthop objects, and the
-// objects.
+// objects themselves.
 func TestKernelNexthopDrift(t *testing.T) {
 	for _, compat := range []bool{true, false} {
 		t.Run(fmt.Sprintf("compat mode %t", compat), func(t *testing.T) {
@@ -175,10 +176,10 @@ func TestKernelNexthopDrift(t *testing.T) {
 				objects int
 				do      func() error
 			}{
-				{"a route goes", 0, 5, func() error { return w.Remove(gone) }},
-				{"an object goes", 1, 5, func() error { return w.DeleteNexthop(2) }},
-				// The object goes with a write after it was unused for some time.
-				{"an object leads elsewhere", 1, 6, func() error { return w.ReplaceNexthop(2) }},
+				{"a route is deleted", 0, 5, func() error { return w.Remove(gone) }},
+				{"an object is deleted", 1, 5, func() error { return w.DeleteNexthop(2) }},
+				// A write deletes the object after it was unused for some time.
+				{"an object gets another gateway", 1, 6, func() error { return w.ReplaceNexthop(2) }},
 			} {
 				reads = 0
 				if err := spoil.do(); err != nil {
@@ -187,7 +188,7 @@ func TestKernelNexthopDrift(t *testing.T) {
 				select {
 				case <-r.Changed():
 				case <-time.After(5 * time.Second):
-					t.Fatalf("%s: nothing is heard", spoil.name)
+					t.Fatalf("%s: no announcement", spoil.name)
 				}
 				if _, err := r.Update(quiet(t), nil, nil, true); err != nil {
 					t.Fatal(spoil.name, err)
@@ -201,7 +202,7 @@ func TestKernelNexthopDrift(t *testing.T) {
 	}
 }
 
-// nexthopObject makes one as another program with the given protocol would.
+// nexthopObject creates a nexthop object like another program with the given protocol.
 func (w *world) nexthopObject(id uint32, protocol uint8, gateway string, index int) error {
 	return w.tell(func(m *message) {
 		m.begin(rtmNewNexthop, unix.NLM_F_CREATE|unix.NLM_F_EXCL, nhmsg(unix.AF_INET, protocol, unix.RTNH_F_ONLINK)...)
@@ -218,8 +219,8 @@ func (w *world) deleteNexthop(id uint32) error {
 	})
 }
 
-// TestKernelNexthopsOfOthers has ids taken by another program, objects left
-// over from a run that died, and objects deleted behind our back.
+// TestKernelNexthopsOfOthers tests ids that another program uses, objects that a killed
+// process has left behind, and objects that another program deletes.
 func TestKernelNexthopsOfOthers(t *testing.T) {
 	w := newWorld(t)
 	w.nexthops.linger = 0
@@ -239,14 +240,14 @@ func TestKernelNexthopsOfOthers(t *testing.T) {
 		t.Fatal(err)
 	}
 
-	// A run that has not seen them.
+	// A new process does not know the objects.
 	fresh := dataplanetest.NewReconciler(t, w, time.Hour)
 	if _, err := fresh.Reconcile(quiet(t), dataplanetest.Peers(300), true); err != nil {
 		t.Fatal(err)
 	}
-	w.expectSettled(t, "with ids taken", dataplanetest.Peers(300), hops{through: 300, objects: 300})
+	w.expectSettled(t, "ids in use by another program", dataplanetest.Peers(300), hops{through: 300, objects: 300})
 	if err := w.nexthopObject(foreign, unix.RTPROT_STATIC, "172.30.0.1", index); err == nil {
-		t.Error("the object of another program is gone")
+		t.Error("the object of another program was deleted")
 	}
 
 	have, err := w.Read(quiet(t), dataplanetest.Scope())
@@ -265,18 +266,18 @@ func TestKernelNexthopsOfOthers(t *testing.T) {
 	select {
 	case <-fresh.Changed():
 	case <-time.After(5 * time.Second):
-		t.Fatal("deleted nexthop objects were not heard of")
+		t.Fatal("deleted nexthop objects were not announced")
 	}
 	report, err := fresh.Update(quiet(t), nil, nil, true)
 	if err != nil || report.Puts != deleted {
 		t.Errorf("%d puts (%v) after %d objects were deleted", report.Puts, err, deleted)
 	}
-	// Ten are few: they need no objects.
+	// Ten routes are too few to use objects.
 	w.expectSettled(t, "after deletions", dataplanetest.Peers(300), hops{plain: 10, through: 290, objects: 290})
 }
 
-// TestKernelWithoutNexthopObjects is what older kernels, and operators who do
-// not want them, have.
+// TestKernelWithoutNexthopObjects tests an old kernel, and the option not to use nexthop
+// objects.
 func TestKernelWithoutNexthopObjects(t *testing.T) {
 	w := newWorld(t)
 	w.nexthops.enabled = false
@@ -287,8 +288,9 @@ func TestKernelWithoutNexthopObjects(t *testing.T) {
 	w.expectSettled(t, "400 peers", dataplanetest.Peers(400), hops{plain: 400})
 }
 
-// TestKernelNexthopLeftOver: what a run has left that died between an object and its
-// route goes, once it was unused long enough to be nobody's who is about to use it.
+// TestKernelNexthopLeftOver checks that an object is deleted if its process died before
+// it created the route. It is kept for some time first, because its creator may be about
+// to use it.
 func TestKernelNexthopLeftOver(t *testing.T) {
 	w := newWorld(t)
 	w.nexthops.threshold = 1
@@ -313,7 +315,7 @@ func TestKernelNexthopLeftOver(t *testing.T) {
 			t.Fatal(err)
 		}
 		if _, there := w.nexthops.byID[left]; there != (age < nexthopLinger) {
-			t.Errorf("unused for %s: there %t", age, there)
+			t.Errorf("object unused for %s: exists %t", age, there)
 		}
 	}
 }

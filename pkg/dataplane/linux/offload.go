@@ -12,8 +12,8 @@ import (
 // ethtoolValue is a struct ethtool_value.
 type ethtoolValue struct{ cmd, data uint32 }
 
-// ethtool runs a command on a device and returns its value. The socket says
-// in which network namespace the device is.
+// ethtool runs a command on a device and returns its value. It uses the rtnetlink socket,
+// because the socket selects the network namespace of the device.
 func (k *Kernel) ethtool(dev string, cmd, data uint32) (uint32, error) {
 	value := ethtoolValue{cmd, data}
 	var request struct { // struct ifreq
@@ -45,7 +45,7 @@ func (k *Kernel) readTxChecksum(dev string) (dataplane.Offload, error) {
 	return dataplane.OffloadOn, nil
 }
 
-// setTxChecksum changes nothing if that is not asked for.
+// setTxChecksum sets the checksum offload of a device. It does nothing for OffloadAuto.
 func (k *Kernel) setTxChecksum(dev string, want dataplane.Offload) error {
 	if want == dataplane.OffloadAuto {
 		return nil

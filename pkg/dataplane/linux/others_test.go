@@ -9,7 +9,7 @@ import (
 	"flanneld/pkg/dataplane/dataplanetest"
 )
 
-// daemon returns the kernel of w as one more daemon has it.
+// daemon opens the kernel of w once more, like another daemon on the host.
 func (w *world) daemon(t *testing.T) *Kernel {
 	t.Helper()
 	k, err := Open(Options{NexthopObjects: true})
@@ -21,8 +21,8 @@ func (w *world) daemon(t *testing.T) *Kernel {
 	return k
 }
 
-// TestKernelTwoNetworks: two daemons on one host, each with more peers than
-// plain routes are used for, leave the other's nexthop objects alone.
+// TestKernelTwoNetworks checks that two daemons on one host, each with so many peers that
+// it uses nexthop objects, do not touch each other's objects.
 func TestKernelTwoNetworks(t *testing.T) {
 	const peers = nexthopThreshold + 20
 	w := newWorld(t)
@@ -61,8 +61,8 @@ func TestKernelTwoNetworks(t *testing.T) {
 	}
 }
 
-// underlayNetwork is a network of which all peers are on eth0, as with host-gw. Peers of
-// one index have the same address in all such networks.
+// underlayNetwork is a network whose peers are all on eth0, as with host-gw. Peers with
+// the same index have the same address in all such networks.
 type underlayNetwork struct {
 	*Kernel
 	second byte // 172.second.0.0/16
@@ -75,7 +75,7 @@ func (n underlayNetwork) scope() dataplane.Scope {
 	}
 }
 
-// routes returns those of some peers.
+// routes returns the routes to some peers.
 func (n underlayNetwork) routes(peers ...int) (routes []dataplane.Object) {
 	for _, i := range peers {
 		dst := netip.PrefixFrom(netip.AddrFrom4([4]byte{172, n.second, byte(i), 0}), 24)
@@ -101,8 +101,8 @@ func (n underlayNetwork) apply(t *testing.T, ops ...dataplane.Op) {
 	}
 }
 
-// expect fails the test unless the kernel, as a daemon that starts sees it, has routes
-// to that many peers, all through nexthop objects.
+// expect fails the test unless a daemon that starts now finds routes to that many peers,
+// all through nexthop objects.
 func (n underlayNetwork) expect(t *testing.T, w *world, what string, peers int) {
 	t.Helper()
 	have, err := w.daemon(t).Read(quiet(t), n.scope())
@@ -111,7 +111,7 @@ func (n underlayNetwork) expect(t *testing.T, w *world, what string, peers int) 
 	}
 	for r := range have.AllRoutes() {
 		if r.NexthopID == 0 {
-			t.Errorf("%s: %s does not lead through a nexthop object", what, r)
+			t.Errorf("%s: %s does not use a nexthop object", what, r)
 		}
 	}
 	if len(have.Routes) != peers {
@@ -126,8 +126,8 @@ func puts(objects []dataplane.Object) (ops []dataplane.Op) {
 	return ops
 }
 
-// TestKernelTwoNetworksOfOneUnderlay: the same hosts are peers of two networks. Whoever
-// comes second does not lead routes through what the first may delete at any time.
+// TestKernelTwoNetworksOfOneUnderlay checks that the second of two networks with the same
+// hosts does not use nexthop objects of the first, which may delete them at any time.
 func TestKernelTwoNetworksOfOneUnderlay(t *testing.T) {
 	w := newWorld(t)
 	w.nexthops.threshold = 1
@@ -148,8 +148,8 @@ func TestKernelTwoNetworksOfOneUnderlay(t *testing.T) {
 	second.expect(t, w, "two peers have left the other", 5)
 }
 
-// TestKernelTwoNetworksAtOnce: one daemon reads, and writes, when the other has made
-// nexthop objects and is about to make the routes.
+// TestKernelTwoNetworksAtOnce lets one daemon read and write when the other one has
+// created nexthop objects and is about to create the routes.
 func TestKernelTwoNetworksAtOnce(t *testing.T) {
 	w := newWorld(t)
 	w.nexthops.threshold = 1
@@ -166,7 +166,7 @@ func TestKernelTwoNetworksAtOnce(t *testing.T) {
 		ops = append(ops, &made[i])
 	}
 	second.provideNexthops(quiet(t), ops, map[string]int{"eth0": eth0})
-	for range 2 { // in quick succession, as behind a bulk of writes
+	for range 2 { // in quick succession, as after many writes
 		if _, err := first.Read(quiet(t), first.scope()); err != nil {
 			t.Fatal(err)
 		}

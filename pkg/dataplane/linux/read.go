@@ -48,7 +48,7 @@ func (k *Kernel) Read(ctx context.Context, s dataplane.Scope) (dataplane.State, 
 			return state, err
 		}
 	}
-	if slices.Contains(families(s), unix.AF_INET) && !s.Connected { // else nobody has looked who uses them
+	if slices.Contains(families(s), unix.AF_INET) && !s.Connected { // otherwise the users of the objects were not read
 		k.nexthops.orphaned()
 	}
 	return state, nil
@@ -69,7 +69,7 @@ func families(s dataplane.Scope) []uint8 {
 	return fs
 }
 
-// readLink adds the named link to state and returns its index, 0 if there is none.
+// readLink adds the named link to state and returns its index, or 0 if it does not exist.
 func (k *Kernel) readLink(name string, s dataplane.Scope, state dataplane.State) (int, error) {
 	link, err := k.links.LinkByName(name)
 	if errors.As(err, &netlink.LinkNotFoundError{}) {
@@ -80,7 +80,7 @@ func (k *Kernel) readLink(name string, s dataplane.Scope, state dataplane.State)
 	}
 	attrs := link.Attrs()
 	l := dataplane.Link{Name: name, Kind: link.Type(), MTU: attrs.MTU, Up: attrs.Flags&unix.IFF_UP != 0}
-	if len(attrs.HardwareAddr) == len(l.MAC) { // tunnels have IP addresses there
+	if len(attrs.HardwareAddr) == len(l.MAC) { // a tunnel has an IP address there
 		copy(l.MAC[:], attrs.HardwareAddr)
 	}
 	l.Tunnel = readTunnel(link)
@@ -127,12 +127,12 @@ func (k *Kernel) readAddrs(ctx context.Context, dev device, s dataplane.Scope, s
 	return nil
 }
 
-// connectedMetric is what IPv6 routes have that the kernel makes for addresses
-// (IP6_RT_PRIO_ADDRCONF).
+// connectedMetric (IP6_RT_PRIO_ADDRCONF) is the metric of the IPv6 routes that the kernel
+// creates for addresses.
 const connectedMetric = 256
 
-// readConnected adds routes as those that the kernel makes for addresses, without
-// a look at its routes.
+// readConnected adds the routes that the kernel creates for addresses. It reads the
+// addresses and not the routes.
 func (k *Kernel) readConnected(ctx context.Context, family uint8, s dataplane.Scope, state *dataplane.State) error {
 	found, err := k.dumpAddrs(ctx, family, 0)
 	if err != nil {
@@ -158,11 +158,11 @@ func (k *Kernel) readConnected(ctx context.Context, family uint8, s dataplane.Sc
 }
 
 type address struct {
-	prefix netip.Prefix // host bits are kept
+	prefix netip.Prefix // includes the host bits
 	index  int          // of the device
 }
 
-// dumpAddrs returns the addresses of a device, or of all with index 0.
+// dumpAddrs returns the addresses of a device, or of all devices if index is 0.
 func (k *Kernel) dumpAddrs(ctx context.Context, family uint8, index int) (found []address, err error) {
 	err = k.sock.dump(ctx, func(m *message) {
 		body := make([]byte, unix.SizeofIfAddrmsg)
@@ -189,21 +189,22 @@ func parseAddress(payload []byte) netip.Prefix {
 		}
 	}
 	if !local.IsValid() {
-		local = address // IPv6 has IFA_LOCAL on point-to-point links only
+		local = address // IPv6 has IFA_LOCAL only on point-to-point links
 	}
 	return netip.PrefixFrom(local, int(payload[1]))
 }
 
-// neighbour is what neighbour and FDB messages have in common.
+// neighbour contains the attributes that neighbour and FDB messages share.
 type neighbour struct {
 	mac      dataplane.MAC
 	dst      netip.Addr
 	override bool
-	aged     bool // its age is told, as all do that know their entries
+	aged     bool // the message contains its age, as all messages from the owner of the entry do
 }
 
-// dumpNeighs calls each for every permanent entry of dev in the neighbour
-// table of family: unix.AF_BRIDGE is the FDB, of which it takes the device's own.
+// dumpNeighs calls each for every permanent entry of dev in the neighbour table of
+// family. With unix.AF_BRIDGE it reads the FDB, and only the entries of the device
+// itself.
 func (k *Kernel) dumpNeighs(ctx context.Context, family uint8, dev device, reset func(), each func(neighbour)) error {
 	var wanted uint8
 	if family == unix.AF_BRIDGE {
@@ -223,7 +224,7 @@ func (k *Kernel) dumpNeighs(ctx context.Context, family uint8, dev device, reset
 	})
 }
 
-// parseNeighbour reads a neighbour or FDB message of at least a struct ndmsg.
+// parseNeighbour parses a neighbour or FDB message that contains a struct ndmsg.
 func parseNeighbour(payload []byte) (n neighbour, permanent bool) {
 	for a := range attributes(payload[unix.SizeofNdMsg:]) {
 		switch a.typ {
@@ -276,25 +277,26 @@ func (k *Kernel) readFDB(ctx context.Context, dev device, _ dataplane.Scope, sta
 	return nil
 }
 
-// rtaNexthopID is RTA_NH_ID, which x/sys does not name.
+// rtaNexthopID is RTA_NH_ID, for which x/sys has no constant.
 const rtaNexthopID = 30
 
-// routeReply is a route message; the device is still a number.
+// routeReply is a parsed route message. It contains the index of the device and not its
+// name.
 type routeReply struct {
 	route dataplane.Route
 	oif   int
 	table uint32
-	// source is the address that packets of this host get, if the route says so.
+	// source is the source address of packets of this host, if the route sets one.
 	source netip.Addr
-	// fromSource is set on IPv6 routes for packets from some sources alone.
-	// They take nothing from a route without that, and stand beside it.
+	// fromSource is set on IPv6 routes for packets from certain sources. Such a route
+	// exists beside the route for all sources and does not replace it.
 	fromSource bool
-	// cloned is set on what the kernel has learnt, and shows like a route.
+	// cloned is set on entries that the kernel has learned and shows as routes.
 	cloned bool
 }
 
-// mayConcern reports whether the route is one that a state of scope s shows, as far as that
-// can be told without the name of the device.
+// mayConcern reports whether a state of scope s contains the route, as far as that can be
+// decided without the name of the device.
 func (r routeReply) mayConcern(s dataplane.Scope) bool {
 	return r.table == unix.RT_TABLE_MAIN && !r.fromSource && !r.cloned && r.route.Dst.IsValid() &&
 		(s.InNetworks(r.route.Dst) || r.route.IsDetour())
@@ -335,9 +337,9 @@ func parseRoute(payload []byte) routeReply {
 	return r
 }
 
-// elsewhere reports whether a route leads out of the scope and is none of ours
-// or of another flanneld. It looks no further than it has to: nearly all routes
-// of a router are such.
+// elsewhere reports whether the destination of a route is outside the scope, and the
+// route does not have flanneld's protocol number. It parses as little as possible,
+// because nearly all routes of a router are such routes.
 func elsewhere(payload []byte, s dataplane.Scope) bool {
 	if len(payload) < unix.SizeofRtMsg || payload[5] == dataplane.Protocol {
 		return false
@@ -366,11 +368,11 @@ func (k *Kernel) readRoutes(ctx context.Context, family uint8, s dataplane.Scope
 		switch {
 		case r.mayConcern(s):
 			found = append(found, r)
-		case r.route.NexthopID != 0: // perhaps of another flanneld on this host
+		case r.route.NexthopID != 0: // may belong to another flanneld on this host
 			others = append(others, r.route.NexthopID)
 		}
 	})
-	if errors.Is(err, unix.ENOENT) { // the table does not exist: it has no routes
+	if errors.Is(err, unix.ENOENT) { // the table does not exist, so it has no routes
 		return nil
 	}
 	if err != nil {
@@ -391,7 +393,7 @@ func (k *Kernel) readRoutes(ctx context.Context, family uint8, s dataplane.Scope
 		}
 		r.route.Dev = name
 		if r.route.Type != dataplane.Unicast {
-			r.route.Dev = "" // IPv6 says "dev lo" for a blackhole, IPv4 nothing
+			r.route.Dev = "" // the kernel shows "dev lo" for an IPv6 blackhole and no device for an IPv4 one
 		}
 		if s.Shows(r.route) {
 			state.AddRoute(r.route)

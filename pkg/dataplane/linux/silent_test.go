@@ -14,9 +14,9 @@ import (
 	"flanneld/pkg/dataplane/dataplanetest"
 )
 
-// secondInterface returns a world with the device eth1 and, by hearing alone, a reconciler
-// that wants some routes. spoil does things to the world, and checks after each that the
-// routes are there.
+// secondInterface returns a world with the device eth1, and a reconciler that wants some
+// routes and reads the kernel only after announcements. spoil changes the world step by
+// step, and checks after each step that the routes exist.
 func secondInterface(t *testing.T, routes ...dataplane.Object) (w *world, spoil func(what string, steps ...func() error)) {
 	t.Helper()
 	w = newWorld(t)
@@ -29,7 +29,7 @@ func secondInterface(t *testing.T, routes ...dataplane.Object) (w *world, spoil 
 	want := dataplanetest.Base()
 	want.Add(routes...)
 	var r *dataplane.Reconciler
-	for _, k := range []*Kernel{w.Kernel, w.daemon(t)} { // the second finds the routes there
+	for _, k := range []*Kernel{w.Kernel, w.daemon(t)} { // the second one finds existing routes
 		r = dataplanetest.NewReconciler(t, k, time.Hour)
 		if _, err := r.Reconcile(quiet(t), want, true); err != nil {
 			t.Fatal(err)
@@ -37,7 +37,7 @@ func secondInterface(t *testing.T, routes ...dataplane.Object) (w *world, spoil 
 	}
 	return w, func(what string, steps ...func() error) {
 		t.Helper()
-		for _, step := range slices.Concat(steps, steps) { // what is known may go with the first time
+		for _, step := range slices.Concat(steps, steps) { // the first time may discard what the monitor knows
 			if err := step(); err != nil {
 				t.Fatalf("%s: %v", what, err)
 			}
@@ -49,13 +49,14 @@ func secondInterface(t *testing.T, routes ...dataplane.Object) (w *world, spoil 
 				t.Fatal(err)
 			}
 			if ops := dataplane.Plan(have, want, dataplanetest.Scope(), nil, true).Ops; len(ops) > 0 {
-				t.Errorf("%s: %d changes are left, the first %s", what, len(ops), ops[0])
+				t.Errorf("%s: %d changes remain, the first %s", what, len(ops), ops[0])
 			}
 		}
 	}
 }
 
-// TestKernelQuietIPv6: the kernel can be told to delete IPv6 routes as quietly as IPv4 ones.
+// TestKernelQuietIPv6 sets the sysctl that makes the kernel delete IPv6 routes without an
+// announcement, as it does IPv4 ones.
 func TestKernelQuietIPv6(t *testing.T) {
 	w, spoil := secondInterface(t, dataplane.NewRoute(netip.MustParsePrefix("fd00:10:5:3::/64"), netip.MustParseAddr("fd00:88::9"), "eth1", false))
 	set := func(name, value string) {
@@ -84,8 +85,8 @@ func TestKernelQuietIPv6(t *testing.T) {
 	})
 }
 
-// TestKernelSourceAddressGoes: with an address go the routes that have it as their source,
-// by any device. Older kernels do not announce that.
+// TestKernelSourceAddressGoes deletes an address together with the routes that have it as
+// their source, on any device. Older kernels do not announce that.
 func TestKernelSourceAddressGoes(t *testing.T) {
 	route := dataplane.NewRoute(netip.MustParsePrefix("10.5.3.0/24"), netip.MustParseAddr("192.168.77.9"), "eth0", false)
 	source := dataplane.Addr{Dev: "lo", Prefix: netip.MustParsePrefix("192.0.2.7/32")}
@@ -107,12 +108,12 @@ func TestKernelSourceAddressGoes(t *testing.T) {
 	}, func() error { return w.Remove(source) })
 }
 
-// TestVMSourceAddressGoes is the same on a kernel of another age.
+// TestVMSourceAddressGoes is the same test on the kernel of the VM.
 //
 //stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMSourceAddressGoes(t *testing.T) { TestKernelSourceAddressGoes(t) }
 
-// countdown is a context that ends when it has been asked a number of times.
+// countdown is a context that ends after a number of calls of Err.
 type countdown struct {
 	context.Context
 	left int
@@ -125,7 +126,7 @@ func (c *countdown) Err() error {
 	return nil
 }
 
-// TestKernelDetourCutOff: at no point does the end of a context leave a detour behind.
+// TestKernelDetourCutOff checks that no detour is left behind, whenever the context ends.
 func TestKernelDetourCutOff(t *testing.T) {
 	const peers = 150
 	w := newWorld(t)
@@ -153,11 +154,11 @@ func TestKernelDetourCutOff(t *testing.T) {
 		}
 		for r := range have.AllRoutes() {
 			if r.IsDetour() {
-				t.Errorf("after %d questions to the context: %s is left", left, r)
+				t.Errorf("context ended after %d calls: %s was left behind", left, r)
 			}
 		}
 		if len(failed) == 0 {
-			t.Logf("%d questions to the context", left)
+			t.Logf("%d calls of the context", left)
 			return
 		}
 		if t.Failed() || left > peers {

@@ -13,14 +13,14 @@ import (
 )
 
 const (
-	// chunk is how many messages go into one datagram. Each may come back as
-	// an error of some 830 bytes of receive buffer; the smallest default
-	// buffer holds 256 of them.
+	// chunk is the number of messages in one datagram. For each message the kernel may
+	// return an error that takes about 830 bytes of the receive buffer. The smallest
+	// default buffer has room for 256 of them.
 	chunk = 200
-	// replyTimeout ends the wait for a reply that the kernel will never send,
-	// as after a message that it could not parse.
+	// replyTimeout limits the wait for a reply. The kernel never replies to a message
+	// that it cannot parse.
 	replyTimeout = 5 * time.Second
-	// dumpTries bounds how often an interrupted dump is asked for again.
+	// dumpTries limits how often an interrupted dump is repeated.
 	dumpTries = 8
 
 	bufferSize = 4 << 20
@@ -34,8 +34,8 @@ type socket struct {
 	mu  sync.Mutex
 	fd  int
 	seq uint32
-	buf []byte // of what is received
-	out []byte // of what is sent
+	buf []byte // receive buffer
+	out []byte // send buffer
 }
 
 func openSocket() (*socket, error) {
@@ -59,12 +59,13 @@ func (s *socket) configure() error {
 	if err := unix.SetsockoptTimeval(s.fd, unix.SOL_SOCKET, unix.SO_RCVTIMEO, &tv); err != nil {
 		return err
 	}
-	// Without strict checking the kernel ignores dump filters, so that a
-	// short answer would have to be told from a long one here.
+	// Without strict checking the kernel ignores the filter of a dump, and the answer
+	// would have to be filtered here.
 	if err := unix.SetsockoptInt(s.fd, unix.SOL_NETLINK, unix.NETLINK_GET_STRICT_CHK, 1); err != nil {
 		return fmt.Errorf("strict checking (needs Linux 4.20): %w", err)
 	}
-	// The rest only helps: larger buffers, shorter and more talkative errors.
+	// The other options are optional: a larger buffer, and errors that are shorter and
+	// contain a text.
 	_ = unix.SetsockoptInt(s.fd, unix.SOL_SOCKET, unix.SO_RCVBUFFORCE, bufferSize)
 	_ = unix.SetsockoptInt(s.fd, unix.SOL_NETLINK, unix.NETLINK_CAP_ACK, 1)
 	_ = unix.SetsockoptInt(s.fd, unix.SOL_NETLINK, unix.NETLINK_EXT_ACK, 1)
@@ -75,7 +76,7 @@ func (s *socket) close() error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	fd := s.fd
-	s.fd = -1 // the number may soon be that of another file
+	s.fd = -1 // another file may soon have the number
 	return unix.Close(fd)
 }
 
@@ -86,8 +87,8 @@ func (s *socket) control(f func(fd int) error) error {
 	return f(s.fd)
 }
 
-// port is the socket's address: the kernel names it as the cause of what was
-// asked for through it.
+// port returns the socket's address. The kernel names it as the cause of changes that
+// were requested through the socket.
 func (s *socket) port() (uint32, error) {
 	var port uint32
 	err := s.control(func(fd int) error {
@@ -100,14 +101,14 @@ func (s *socket) port() (uint32, error) {
 	return port, err
 }
 
-// send transmits messages built by build, one for each i below n, and returns
-// the error of each that failed. Failures do not stop the rest.
+// send sends n messages and returns the errors of those that failed, by index. build
+// appends message i. A failure does not stop the messages after it.
 func (s *socket) send(ctx context.Context, n int, build func(i int, m *message)) map[int]error {
 	return s.sendGroups(ctx, n, 1, build)
 }
 
-// sendGroups is send for n groups of messages, each of that size. The kernel carries out a
-// group as a whole, or nothing of it.
+// sendGroups is like send for n groups of size messages. The messages of a group are in
+// one datagram, so that the kernel receives all of them or none.
 func (s *socket) sendGroups(ctx context.Context, n, size int, build func(i int, m *message)) map[int]error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -134,9 +135,8 @@ func failAll(failed map[int]error, from, to int, err error) {
 	}
 }
 
-// sendChunk sends one datagram. Every message has a sequence number of its
-// own, by which the kernel names it in an error; only the last asks for an
-// acknowledgement.
+// sendChunk sends one datagram. Every message has its own sequence number, which the
+// kernel repeats in an error. Only the last message requests an acknowledgement.
 func (s *socket) sendChunk(start, end int, build func(i int, m *message), failed map[int]error) error {
 	m := message{buf: s.out[:0]}
 	first := s.seq + 1
@@ -171,9 +171,8 @@ func (s *socket) sendChunk(start, end int, build func(i int, m *message), failed
 	}
 }
 
-// dump sends the request that build makes and calls each for every message of
-// the answer. A dump that was interrupted is asked for again; reset is called
-// before each attempt.
+// dump sends the request that build appends, and calls each for every message of the
+// answer. It repeats a dump that was interrupted, and calls reset before each attempt.
 func (s *socket) dump(ctx context.Context, build func(m *message), reset func(), each func(typ uint16, payload []byte)) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -230,7 +229,7 @@ func (s *socket) dumpOnce(build func(m *message), each func(typ uint16, payload 
 	return nil
 }
 
-// ask sends one request that has one answer.
+// ask sends a request that has a single answer.
 func (s *socket) ask(build func(m *message), answer func(typ uint16, payload []byte)) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -269,7 +268,7 @@ func (s *socket) write(b []byte) error {
 	}
 }
 
-// header is struct nlmsghdr.
+// header contains the fields of struct nlmsghdr that are needed.
 type header struct {
 	Len   uint32
 	Type  uint16
@@ -277,8 +276,8 @@ type header struct {
 	Seq   uint32
 }
 
-// receive reads one datagram from the kernel and calls each for every
-// message in it, until one returns an error.
+// receive reads one datagram from the kernel and calls each for every message in it,
+// until each returns an error.
 func (s *socket) receive(each func(h header, payload []byte) error) error {
 	n, err := s.read()
 	if err != nil {
@@ -325,8 +324,8 @@ func (s *socket) read() (int, error) {
 	}
 }
 
-// replyError returns the error that an NLMSG_ERROR message carries, with the
-// kernel's explanation where it gives one; nil for an acknowledgement.
+// replyError returns the error in an NLMSG_ERROR message, with the kernel's explanation
+// if there is one. It returns nil for an acknowledgement.
 func replyError(h header, payload []byte) error {
 	if len(payload) < 4+unix.NLMSG_HDRLEN {
 		return errors.New("short rtnetlink error message")

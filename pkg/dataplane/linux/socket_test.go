@@ -12,7 +12,7 @@ import (
 	"flanneld/pkg/dataplane"
 )
 
-// neighMessage asks for a neighbour on the device with the given index.
+// neighMessage requests a neighbour on the device with the given index.
 func neighMessage(i, index int) func(*message) {
 	ip := netip.AddrFrom4([4]byte{10, 5, byte(i >> 8), byte(i)})
 	return func(m *message) {
@@ -20,8 +20,8 @@ func neighMessage(i, index int) func(*message) {
 	}
 }
 
-// TestSendManyFailures: errors find their messages, across datagrams, with the
-// last one of a datagram among them.
+// TestKernelSendManyFailures checks that errors belong to the right messages, across
+// datagrams, and also for the last message of a datagram.
 func TestKernelSendManyFailures(t *testing.T) {
 	w := newWorld(t)
 	eth0, err := w.index("eth0")
@@ -48,7 +48,7 @@ func TestKernelSendManyFailures(t *testing.T) {
 	}
 }
 
-// TestExplanation: the kernel's own words are part of the error.
+// TestKernelExplanation checks that an error contains the kernel's explanation.
 func TestKernelExplanation(t *testing.T) {
 	w := newWorld(t)
 	r := dataplane.NewRoute(netip.MustParsePrefix("10.5.3.0/24"), netip.MustParseAddr("192.0.2.1"), "eth0", false)
@@ -58,8 +58,8 @@ func TestKernelExplanation(t *testing.T) {
 	}
 }
 
-// TestUnparsable: what the kernel cannot read it does not answer; later
-// requests are answered nevertheless.
+// TestKernelUnparsable checks that a message that the kernel cannot parse fails after a
+// timeout, and that later requests succeed.
 func TestKernelUnparsable(t *testing.T) {
 	w := newWorld(t)
 	tv := unix.NsecToTimeval(50_000_000)
@@ -69,11 +69,11 @@ func TestKernelUnparsable(t *testing.T) {
 	failed := w.sock.send(t.Context(), 3, func(i int, m *message) {
 		neighMessage(i, 1)(m)
 		if i == 1 {
-			m.start += 4 // the length lands elsewhere
+			m.start += 4 // the length is written to the wrong place
 		}
 	})
 	if len(failed) != 3 || !strings.Contains(failed[2].Error(), "no reply") {
-		t.Errorf("failures %v, want that all three got no reply", failed)
+		t.Errorf("failures %v, want all three without a reply", failed)
 	}
 	if name, err := w.linkName(1); err != nil || name != "lo" {
 		t.Errorf("link 1 is %q (%v), want lo", name, err)
@@ -98,7 +98,8 @@ func TestKernelSendContext(t *testing.T) {
 	}
 }
 
-// TestClosed: nothing hangs, and nothing touches a file that got the number.
+// TestKernelClosed checks that calls on a closed Kernel do not hang, and do not touch a
+// file that has the same number.
 func TestKernelClosed(t *testing.T) {
 	w := newWorld(t)
 	s, err := openSocket()
@@ -109,7 +110,7 @@ func TestKernelClosed(t *testing.T) {
 		t.Fatal(err)
 	}
 	if s.fd >= 0 {
-		t.Error("the number of a closed file is kept")
+		t.Error("a closed socket keeps its file number")
 	}
 	k := &Kernel{sock: s, links: w.links}
 	if _, err := k.OnLink(t.Context(), netip.MustParseAddr("192.168.77.2")); !errors.Is(err, unix.EBADF) {

@@ -19,8 +19,8 @@ import (
 	"flanneld/pkg/prefix"
 )
 
-// trafficWorld is a world whose routes go through nexthop objects, and with a
-// host in another namespace behind its tunnels.
+// trafficWorld is a world whose routes use nexthop objects, with a host in another
+// namespace behind its tunnels.
 type trafficWorld struct {
 	*world
 	monitors []*monitor
@@ -35,7 +35,7 @@ var (
 // remote is the index of the host behind the tunnels.
 const remote = 200
 
-// farEnd is that host: a thread in a namespace of its own.
+// farEnd is that host: a thread in its own namespace.
 type farEnd struct {
 	kernel *Kernel
 	world  *world
@@ -81,7 +81,7 @@ func newTrafficWorld(t testing.TB) *trafficWorld {
 	return w
 }
 
-// setUp gives the host its devices, and has it answer.
+// setUp creates the host's devices and makes it answer.
 func (f *farEnd) setUp(t testing.TB) (err error) {
 	if f.kernel, err = Open(Options{}); err != nil {
 		return err
@@ -132,8 +132,8 @@ func (f *farEnd) setUp(t testing.TB) (err error) {
 	return nil
 }
 
-// setCarrier has the device of the walker's side in its namespace up or down. With its link
-// goes the IPv6 address.
+// setCarrier sets the host's side of the underlay up or down. The kernel deletes its IPv6
+// address when it goes down.
 func (f *farEnd) setCarrier(on bool) error {
 	if err := f.world.SetUp("peer0", on); err != nil || !on {
 		return err
@@ -157,7 +157,7 @@ func (w *trafficWorld) SetCarrier(dev string, on bool) error {
 	return w.awaitCarrier(dev, on)
 }
 
-// farAddr is the far end's address in the network of a near one.
+// farAddr returns the far end's address in the network of near.
 func farAddr(near netip.Addr) netip.Addr {
 	if near.Is4() {
 		return netip.MustParseAddr("192.168.77.200")
@@ -165,7 +165,7 @@ func farAddr(near netip.Addr) netip.Addr {
 	return netip.MustParseAddr("fd00:77::200")
 }
 
-// nearAddr is the address of the walker's device.
+// nearAddr returns the address of the walker's device.
 func nearAddr(dev string) netip.Addr {
 	for a := range dataplanetest.Base().Addrs {
 		if a.Dev == dev {
@@ -184,8 +184,8 @@ func (w *trafficWorld) Monitor(s dataplane.Scope) (dataplane.Monitor, error) {
 	return m, err
 }
 
-// Overflow implements dataplanetest.Mischief: the sockets get the least buffer
-// for the time of some changes by another program.
+// Overflow implements dataplanetest.Mischief. The sockets get the smallest buffer while
+// another program makes some changes.
 func (w *trafficWorld) Overflow() error {
 	buffer := func(size int) (err error) {
 		for _, m := range w.monitors {
@@ -226,7 +226,7 @@ func (w *trafficWorld) ReplaceNexthop(n int) error {
 	})
 }
 
-// spoilNexthop sends a message about the n-th nexthop object of ours.
+// spoilNexthop sends a message about the n-th nexthop object of flanneld.
 func (w *trafficWorld) spoilNexthop(n int, build func(*message, object)) error {
 	w.nexthops.mu.Lock()
 	ids := slices.Sorted(maps.Keys(w.nexthops.byID))
@@ -239,7 +239,7 @@ func (w *trafficWorld) spoilNexthop(n int, build func(*message, object)) error {
 		return nil
 	}
 	err := w.tell(func(m *message) { build(m, o) })
-	if errors.Is(err, unix.ENOENT) { // it went with its device
+	if errors.Is(err, unix.ENOENT) { // the kernel has deleted it with its device
 		return nil
 	}
 	return err
@@ -262,7 +262,7 @@ func (w *trafficWorld) Exchange(ctx context.Context, s dataplane.State) error {
 	for dev, far := range w.far.conns {
 		near := nearAddr(dev)
 		underlay := dataplanetest.Base().Links[dev].VXLAN.Local
-		// The far end has learnt of our MAC from our lease.
+		// The far end knows our MAC from our lease.
 		err := w.far.do(func() error {
 			for _, e := range w.far.kernel.Apply(ctx, []dataplane.Op{
 				{Object: dataplane.Neigh{NeighKey: dataplane.NeighKey{Dev: dev, IP: near}, MAC: s.Links[dev].MAC}},
@@ -282,7 +282,7 @@ func (w *trafficWorld) Exchange(ctx context.Context, s dataplane.State) error {
 	return nil
 }
 
-// echo sends a packet and waits until one like it is back.
+// echo sends a packet and waits until it comes back.
 func echo(near netip.Addr, far string) error {
 	to, err := net.ResolveUDPAddr("udp", far)
 	if err != nil {

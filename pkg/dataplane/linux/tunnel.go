@@ -13,12 +13,13 @@ import (
 	"flanneld/pkg/oneline"
 )
 
-// ignoreEncapLimit (IP6_TNL_F_IGN_ENCAP_LIMIT) has an ip6tnl device do without
-// the option of 8 bytes that bounds how deep tunnels may nest.
+// ignoreEncapLimit (IP6_TNL_F_IGN_ENCAP_LIMIT) makes an ip6tnl device leave out the
+// option of 8 bytes that limits the nesting of tunnels.
 const ignoreEncapLimit = 1
 
-// tunnel is want in the terms of rtnetlink. What is left out is the same as with
-// other flannel daemons: TTL and TOS of the inner packet, no path MTU discovery.
+// tunnel returns want as a netlink.Link. Attributes that it does not set have the same
+// value as with other flannel daemons: TTL and TOS of the inner packet, and no path MTU
+// discovery.
 func tunnel(want dataplane.Link) netlink.Link {
 	attrs := netlink.LinkAttrs{Name: want.Name, MTU: want.MTU}
 	local := net.IP(want.Tunnel.Local.AsSlice())
@@ -41,8 +42,7 @@ const (
 	encapChecksum = 1
 )
 
-// readFOU returns the UDP header that l has, and whether it is one that FOU can
-// describe.
+// readFOU returns the UDP header of l, and whether FOU can describe it.
 func readFOU(l *netlink.Iptun) (fou dataplane.FOU, ok bool) {
 	if l.EncapType == encapFOU {
 		fou = dataplane.FOU{Source: l.EncapSport, Destination: l.EncapDport, Checksum: l.EncapFlags&encapChecksum != 0}
@@ -69,7 +69,7 @@ func (k *Kernel) createTunnel(want dataplane.Link) error {
 	return err
 }
 
-// changeTunnel changes the local address. What is on the device stays.
+// changeTunnel changes the local address. The objects on the device stay.
 func (k *Kernel) changeTunnel(want dataplane.Link) error {
 	if err := k.links.LinkModify(tunnel(want)); err != nil {
 		return fmt.Errorf("change local address to %s: %w", want.Tunnel.Local, err)
@@ -77,7 +77,7 @@ func (k *Kernel) changeTunnel(want dataplane.Link) error {
 	return nil
 }
 
-// readTunnel returns the parameters of a tunnel device; zero for others.
+// readTunnel returns the parameters of a tunnel device. They are zero for other devices.
 func readTunnel(link netlink.Link) dataplane.Tunnel {
 	var t dataplane.Tunnel
 	var local, remote net.IP

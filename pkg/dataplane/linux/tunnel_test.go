@@ -13,7 +13,7 @@ import (
 	"flanneld/pkg/dataplane"
 )
 
-// TestVMTunnels makes the devices of the ipip backend, and changes them.
+// TestVMTunnels creates and changes the devices of the ipip backend.
 //
 //stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMTunnels(t *testing.T) {
@@ -64,17 +64,17 @@ func TestVMTunnels(t *testing.T) {
 			other.Name = "tun2"
 			failed := w.Apply(quiet(t), []dataplane.Op{{Object: other}})
 			if len(failed) != 1 || !strings.Contains(failed[0].Error(), "tun is a tunnel from "+tt.local+" to anywhere already") {
-				t.Errorf("a second tunnel: %v, want that the first is named", failed)
+				t.Errorf("a second tunnel: %v, want an error that names the first", failed)
 			}
 			spoilt := link
 			spoilt.Tunnel.FOU.Destination++
 			if failed := w.Apply(quiet(t), []dataplane.Op{{Object: spoilt}}); tt.kind == dataplane.KindIPIP && len(failed) != 1 {
-				t.Errorf("another port: %v, want that a device of its own is asked for", failed)
+				t.Errorf("another port: %v, want an error, because the device cannot be changed", failed)
 			}
 			link.MTU, link.Tunnel.Local = 1300, netip.MustParseAddr(tt.moved)
 			expect(link)
 			if now, err := w.index("tun"); err != nil || now != index {
-				t.Errorf("device is number %d now (%v), want %d: it was to be changed in place", now, err, index)
+				t.Errorf("device has index %d (%v), want %d, because it should be changed in place", now, err, index)
 			}
 		})
 	}

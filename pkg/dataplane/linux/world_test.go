@@ -19,8 +19,8 @@ import (
 	"flanneld/pkg/dataplane/dataplanetest"
 )
 
-// world is the kernel of an anonymous network namespace. Other programs are
-// played with messages of their own, not with those that are under test.
+// world is the kernel of an anonymous network namespace. It plays other programs with
+// messages of its own, so that it does not depend on the code under test.
 type world struct {
 	*Kernel
 	other *socket
@@ -28,8 +28,8 @@ type world struct {
 
 var _ dataplanetest.World = (*world)(nil)
 
-// newWorld moves the calling goroutine to a fresh network namespace, which
-// ends with its thread and the sockets of the world.
+// newWorld moves the calling goroutine to a new network namespace, which ends with its
+// thread and the sockets of the world.
 func newWorld(t testing.TB) *world {
 	t.Helper()
 	runtime.LockOSThread() // never unlocked: the thread ends with the goroutine
@@ -56,7 +56,7 @@ func newWorld(t testing.TB) *world {
 	return w
 }
 
-// newContractWorld is newWorld as dataplanetest wants it.
+// newContractWorld is newWorld with the type that dataplanetest expects.
 func newContractWorld(t testing.TB) dataplanetest.World { return newWorld(t) }
 
 func (w *world) underlay() error {
@@ -75,11 +75,26 @@ func (w *world) underlay() error {
 	if err != nil {
 		return err
 	}
+	if err := w.awaitUp("eth0"); err != nil {
+		return err
+	}
 	return w.awaitOwn(netip.MustParseAddr("fd00:77::1"))
 }
 
-// awaitOwn waits until lookups know that an address is our own: IPv6 learns
-// that from a worker.
+// awaitUp waits until the kernel has announced that a device is operational, which it does
+// in a worker some time after both ends of a veth pair are up.
+func (w *world) awaitUp(dev string) error {
+	return await(func(context.Context) (string, error) {
+		link, err := w.links.LinkByName(dev)
+		if err == nil && link.Attrs().OperState != netlink.OperUp {
+			return dev + " is " + link.Attrs().OperState.String(), nil
+		}
+		return "", err
+	})
+}
+
+// awaitOwn waits until lookups treat an address as one of this host. For IPv6 the kernel
+// updates that in a worker.
 func (w *world) awaitOwn(a netip.Addr) error {
 	return await(func(ctx context.Context) (string, error) {
 		dev, err := w.OnLink(ctx, a)
@@ -90,7 +105,7 @@ func (w *world) awaitOwn(a netip.Addr) error {
 	})
 }
 
-// await calls missing until it says that nothing is missing.
+// await calls missing until it returns "".
 func await(missing func(context.Context) (string, error)) error {
 	ctx, cancel := context.WithTimeout(context.Background(), 5*time.Second)
 	defer cancel()
@@ -109,7 +124,7 @@ func await(missing func(context.Context) (string, error)) error {
 	}
 }
 
-// tell sends one message and returns the kernel's answer to it.
+// tell sends one message and returns the kernel's answer.
 func (w *world) tell(build func(m *message)) error {
 	return w.other.send(context.Background(), 1, func(_ int, m *message) { build(m) })[0]
 }
@@ -153,7 +168,7 @@ func (w *world) append(o dataplane.Object) error {
 			w.neigh(m, o, index, unix.NUD_PERMANENT)
 		case dataplane.FDB:
 			flags := uint16(unix.NLM_F_CREATE | unix.NLM_F_REPLACE)
-			if !o.MAC.IsUnicast() { // those are never replaced
+			if !o.MAC.IsUnicast() { // the kernel never replaces such entries
 				flags = unix.NLM_F_CREATE | unix.NLM_F_APPEND
 			}
 			m.begin(unix.RTM_NEWNEIGH, flags, ndmsg(unix.AF_BRIDGE, index, unix.NUD_PERMANENT|unix.NUD_NOARP, unix.NTF_SELF)...)
@@ -172,8 +187,8 @@ func (w *world) neigh(m *message, n dataplane.Neigh, index int, state uint16) {
 	m.attr(unix.NDA_LLADDR, n.MAC[:])
 }
 
-// appendLink makes a vxlan device with the attributes that other flannel
-// daemons send, or one of another kind.
+// appendLink creates a vxlan device with the attributes of other flannel daemons, or a
+// device of another kind.
 func (w *world) appendLink(l dataplane.Link) error {
 	under := 0
 	if l.VXLAN.Underlay != "" {
@@ -216,10 +231,10 @@ func (w *world) appendLink(l dataplane.Link) error {
 	return w.SetUp(l.Name, true)
 }
 
-// vethInfoPeer is VETH_INFO_PEER, which x/sys does not name.
+// vethInfoPeer is VETH_INFO_PEER, for which x/sys has no constant.
 const vethInfoPeer = 1
 
-// peerOf names the other end of a veth pair.
+// peerOf returns the name of the other end of a veth pair.
 func peerOf(dev string) string { return "peer" + strings.TrimPrefix(dev, "eth") }
 
 func vxlanData(m *message, v dataplane.VXLAN, under int) {
@@ -293,7 +308,7 @@ func (w *world) appendRoute(r dataplane.Route) error {
 	})
 }
 
-// multipath adds two struct rtnexthop.
+// multipath adds two next hops (struct rtnexthop).
 func multipath(m *message, is6 bool, index int) {
 	gateways := []string{"192.168.77.8", "192.168.77.9"}
 	if is6 {
@@ -376,8 +391,8 @@ func (w *world) SetCarrier(dev string, on bool) error {
 	return w.awaitCarrier(dev, on)
 }
 
-// awaitCarrier waits until a device that is up has a carrier, or none, and the kernel
-// has acted on that: a worker does so, and says that the device is running in the same
+// awaitCarrier waits until a device that is up has a carrier, or has none, and the kernel
+// has handled that. A kernel worker does so and changes the running flag in the same
 // step.
 func (w *world) awaitCarrier(dev string, on bool) error {
 	index, err := w.index(dev)

@@ -10,8 +10,8 @@ import (
 	"flanneld/pkg/dataplane"
 )
 
-// Apply implements dataplane.Kernel. Links are handled one by one; runs of
-// other objects are pipelined.
+// Apply implements dataplane.Kernel. It executes links one by one, and sends consecutive
+// other objects in one batch.
 func (k *Kernel) Apply(ctx context.Context, ops []dataplane.Op) []dataplane.OpError {
 	var failed []dataplane.OpError
 	for len(ops) > 0 {
@@ -59,7 +59,7 @@ func (k *Kernel) applyRun(ctx context.Context, ops []dataplane.Op) []dataplane.O
 		}
 		if indexes[dev] != 0 || dev == "" {
 			ready = append(ready, op)
-		} else if !op.Delete { // what lay on a device that is gone is gone, too
+		} else if !op.Delete { // the objects of a deleted device are deleted too
 			failed = append(failed, dataplane.OpError{Op: *op, Err: unix.ENODEV})
 		}
 	}
@@ -81,11 +81,11 @@ func (k *Kernel) applyRun(ctx context.Context, ops []dataplane.Op) []dataplane.O
 	return failed
 }
 
-// detour tries again the IPv6 routes that the kernel refused because another
-// route, often the very one to be replaced, leads to their gateway through
-// another device: an onlink flag does not help against that, but a passing
-// route to the gateway alone does. The three steps for a route are in one
-// datagram, so that nothing comes between them, not even the end of ctx.
+// detour repeats IPv6 routes that the kernel has refused because another route leads to
+// their gateway through another device. That is often the route to be replaced. An onlink
+// flag does not help, but a temporary route to the gateway alone does. The three steps
+// for a route are in one datagram, so that neither another program nor the end of ctx can
+// interrupt them.
 func (k *Kernel) detour(ctx context.Context, ops []*dataplane.Op, indexes map[string]int, errs map[int]error) {
 	var again []int
 	for i, op := range ops {
@@ -114,7 +114,8 @@ func (k *Kernel) detour(ctx context.Context, ops []*dataplane.Op, indexes map[st
 	}
 }
 
-// harmless reports whether err says that op is already true.
+// harmless reports whether err means that the kernel is already in the state that op
+// should reach.
 func harmless(op *dataplane.Op, err error) bool {
 	if !op.Delete {
 		return errors.Is(err, unix.EEXIST) && !op.Exclusive
@@ -161,8 +162,8 @@ func encode(m *message, op *dataplane.Op, index int) {
 }
 
 func encodeAddr(m *message, typ, flags uint16, a dataplane.Addr, index int) {
-	// Nobody else can have an address that lies in our own subnet: duplicate
-	// address detection would only delay it.
+	// Skip duplicate address detection, which would only cause a delay: no other host can
+	// have an address in this host's subnet.
 	var nodad uint8
 	if a.Prefix.Addr().Is6() {
 		nodad = unix.IFA_F_NODAD
@@ -188,14 +189,14 @@ func encodeRoute(m *message, typ, flags uint16, r dataplane.Route, index int) {
 		m.attr32(unix.RTA_PRIORITY, uint32(r.Priority))
 	}
 	switch {
-	case r.NexthopID != 0: // with gateway or device as well the kernel refuses, or finds no such route
+	case r.NexthopID != 0: // the kernel refuses a gateway or device beside the id, or does not find the route
 		m.attr32(rtaNexthopID, r.NexthopID)
 	case deleting && r.Multipath:
 	default:
 		switch {
 		case r.Gateway.IsValid():
 			m.addr(unix.RTA_GATEWAY, r.Gateway)
-		case deleting && r.Dst.Addr().Is6(): // or routes with a gateway would match, too
+		case deleting && r.Dst.Addr().Is6(): // without a gateway, routes with one would match too
 			m.addr(unix.RTA_GATEWAY, netip.IPv6Unspecified())
 		}
 		if index != 0 {

@@ -1,5 +1,5 @@
-// Package firewalltest is what the flavours of the firewall have to pass, in
-// network namespaces of the tests' own.
+// Package firewalltest contains the tests that every flavour of the firewall must pass.
+// They run in network namespaces of their own.
 package firewalltest
 
 import (
@@ -11,15 +11,15 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Enter puts the calling test, its goroutine and the programs that it runs,
-// into fresh namespaces: of the network, and of mounts, because the lock of
-// iptables is a file. They are gone when the test ends.
+// Enter moves the calling test, its goroutine and the programs that it runs into a new
+// network namespace and a new mount namespace. The latter is needed because iptables
+// locks a file. Both disappear when the test ends.
 func Enter(t testing.TB) {
 	t.Helper()
 	if os.Geteuid() != 0 {
 		t.Fatal("this test makes network namespaces: run it as root")
 	}
-	runtime.LockOSThread() // for good: the thread ends with the goroutine
+	runtime.LockOSThread() // never unlocked: the thread ends with the goroutine
 	if err := unix.Unshare(unix.CLONE_FS | unix.CLONE_NEWNS | unix.CLONE_NEWNET); err != nil {
 		t.Fatal("unshare: ", err)
 	}
@@ -31,15 +31,14 @@ func Enter(t testing.TB) {
 	}
 }
 
-// Shell runs a script in the calling test's namespaces and returns what it
-// prints on stdout.
+// Shell runs a script in the calling test's namespaces and returns its standard output.
 func Shell(t testing.TB, script string) string {
 	t.Helper()
 	cmd := exec.CommandContext(t.Context(), "sh", "-ec", script)
 	out, err := cmd.Output()
 	if err != nil {
 		var stderr []byte
-		if e, ok := err.(*exec.ExitError); ok { //nolint:errorlint // it is what Output documents
+		if e, ok := err.(*exec.ExitError); ok { //nolint:errorlint // Output documents this type
 			stderr = e.Stderr
 		}
 		t.Fatalf("%s: %v: %s", script, err, stderr)

@@ -11,18 +11,18 @@ import (
 	"flanneld/pkg/firewall"
 )
 
-// Flavour is one way to hold rules, as the suite sees it.
+// Flavour describes a flavour of the firewall to the suite.
 type Flavour struct {
 	New func() firewall.Applier
 	// List is a script that prints all rules of both families.
 	List string
-	// Damage has scripts that do what Apply has to undo, by name.
+	// Damage contains scripts, by name, whose effect Apply must undo.
 	Damage map[string]string
 	// Foreign is a script that adds rules of other programs.
 	Foreign string
 }
 
-// Policy is what the golden texts are of.
+// Policy returns the policy of the golden files.
 func Policy() firewall.Policy {
 	return firewall.Policy{
 		Networks: []firewall.Network{
@@ -33,10 +33,10 @@ func Policy() firewall.Policy {
 	}
 }
 
-// tunnel is what the guards of the suite keep pods from.
+// tunnel returns the tunnel packets that the guards of the suite drop.
 func tunnel() firewall.Payload { return firewall.Payload{Protocol: firewall.UDP, Port: 8472} }
 
-// Guarded is Policy with a guard.
+// Guarded returns Policy with a guard.
 func Guarded() firewall.Policy { return guard(Policy(), tunnel(), tunnel()) }
 
 // guard returns p with a guard for the tunnels of its networks.
@@ -52,7 +52,7 @@ func network(n, s string) firewall.Network {
 	return firewall.Network{Network: netip.MustParsePrefix(n), Subnet: netip.MustParsePrefix(s)}
 }
 
-// other is the policy of a second daemon on the same host.
+// other returns the policy of a second daemon on the same host.
 func other() firewall.Policy {
 	p := Policy()
 	p.Networks = []firewall.Network{network("10.6.0.0/16", "10.6.1.0/24"), network("fd00:10:6::/48", "fd00:10:6:1::/64")}
@@ -60,7 +60,7 @@ func other() firewall.Policy {
 	return guard(p, tunnel(), tunnel())
 }
 
-// expect applies p and fails the test unless that changes something, or not.
+// expect applies p and fails the test unless Apply returns changed.
 func expect(t *testing.T, a firewall.Applier, p firewall.Policy, changed bool) {
 	t.Helper()
 	got, err := a.Apply(t.Context(), p)
@@ -68,7 +68,7 @@ func expect(t *testing.T, a firewall.Applier, p firewall.Policy, changed bool) {
 		t.Fatal(err)
 	}
 	if got != changed {
-		t.Errorf("it says that it has changed something: %v, want %v", got, changed)
+		t.Errorf("Apply reports changed %v, want %v", got, changed)
 	}
 }
 
@@ -80,7 +80,7 @@ func (f Flavour) Run(t *testing.T) {
 	t.Run("no residue", f.residue)
 }
 
-// listed is the output of List without comments.
+// listed returns the output of List without comments.
 func (f Flavour) listed(t *testing.T) string {
 	t.Helper()
 	var lines []string
@@ -115,7 +115,7 @@ func (f Flavour) damage(t *testing.T) {
 			expect(t, f.New(), Guarded(), false)
 			Shell(t, f.Damage[name])
 			if f.listed(t) == want {
-				t.Fatal("the script does no damage")
+				t.Fatal("the script has no effect")
 			}
 			expect(t, a, Guarded(), true)
 			f.same(t, "after the repair", want)
@@ -124,8 +124,8 @@ func (f Flavour) damage(t *testing.T) {
 	}
 }
 
-// transitions goes from each policy to each other: it comes to the same as
-// starting with it.
+// transitions changes from each policy to each other one. The result must be the same as
+// after a start with the second one.
 func (f Flavour) transitions(t *testing.T) {
 	Enter(t)
 	plain, masqueradeOnly, forwardOnly, fixedPorts, exceptions, moved, single := Policy(), Policy(), Policy(), Policy(), Policy(), Policy(), Policy()
@@ -137,8 +137,8 @@ func (f Flavour) transitions(t *testing.T) {
 	protocols.Masquerade, protocols.Networks[0].HostsInside = false, true
 	policies := []firewall.Policy{plain, masqueradeOnly, forwardOnly, fixedPorts, exceptions, moved, single, Guarded(), protocols}
 	a := f.New()
-	// A table of iptables remains when it is empty, and tables are listed in the order in
-	// which they were created. So all of them exist before the first listing.
+	// iptables keeps an empty table, and lists tables in the order of their creation. So
+	// all tables are created before the first listing.
 	expect(t, a, Guarded(), true)
 	expect(t, a, Guarded().Cleanup(), true)
 	want := make([]string, len(policies))
@@ -158,7 +158,7 @@ func (f Flavour) transitions(t *testing.T) {
 	}
 }
 
-// twoDaemons share the chains and leave each other's rules alone.
+// twoDaemons checks that two daemons share the chains and leave each other's rules alone.
 func (f Flavour) twoDaemons(t *testing.T) {
 	Enter(t)
 	one, two := f.New(), f.New()
@@ -178,15 +178,15 @@ func (f Flavour) twoDaemons(t *testing.T) {
 	f.same(t, "masquerading off and on again", both)
 
 	expect(t, one, Guarded().Cleanup(), true)
-	f.same(t, "one of them is gone", alone)
+	f.same(t, "one daemon is cleaned up", alone)
 	expect(t, two, other(), false)
 	expect(t, two, other().Cleanup(), true)
 	if text := f.listed(t); strings.Contains(strings.ToLower(text), "flannel") {
-		t.Errorf("both are gone, this is left:\n%s", text)
+		t.Errorf("both daemons are cleaned up, rules left:\n%s", text)
 	}
 }
 
-// residue is none once everything is off.
+// residue checks that no rule remains when everything is disabled.
 func (f Flavour) residue(t *testing.T) {
 	Enter(t)
 	a := f.New()
@@ -198,9 +198,9 @@ func (f Flavour) residue(t *testing.T) {
 	off := Guarded()
 	off.Masquerade, off.Forward = false, false
 	expect(t, a, off, true)
-	f.same(t, "everything is off", want)
+	f.same(t, "everything disabled", want)
 	expect(t, a, Guarded(), true)
 	expect(t, a, Guarded().Cleanup(), true)
-	f.same(t, "the network is a former one", want)
+	f.same(t, "former network", want)
 	expect(t, a, Guarded().Cleanup(), false)
 }

@@ -10,22 +10,24 @@ import (
 	"flanneld/pkg/prefix"
 )
 
-// hintTable has the hints.
+// hintTable is the table that contains the hints.
 const hintTable = "mangle"
 
-// hints are chains by which kubelet and, if there are none of those, kube-proxy
-// show the variant that they use. Containers of Kubernetes go by kubelet's, and
-// by nftables first.
+// hints returns chains that show which variant kubelet uses and, if it has none, which
+// variant kube-proxy uses. Containers of Kubernetes follow kubelet's chains, and look
+// into nftables first.
 func hints() [][]string {
 	return [][]string{{"KUBE-IPTABLES-HINT", "KUBE-KUBELET-CANARY"}, {"KUBE-PROXY-CANARY"}}
 }
 
-// Choose returns the variant in which other programs of this host hold their
-// rules, and how that was told: by chains of Kubernetes, else by where more rules
-// are. Ours do not count: what an earlier run has chosen is no reason. inNFT asks
-// nftables for a table; programs are run only where a variant has tables. The
-// result is Default where others show nothing, and Default without a reason
-// unless the programs of both variants are installed, for all of families.
+// Choose returns the variant that other programs on this host use, and the reason for the
+// choice. It follows the chains of Kubernetes if there are any, and otherwise prefers the
+// variant with more rules. flanneld's own rules do not count, so that an earlier choice
+// does not repeat itself. inNFT reports whether nftables has a table, so that programs
+// run only for variants with tables.
+//
+// It returns Default if other programs have no rules. It returns Default without a reason
+// if the programs of both variants are not installed for all of families.
 func Choose(ctx context.Context, families []prefix.Family, inNFT func(prefix.Family, string) (bool, error)) (v Variant, because string) {
 	for _, v := range []Variant{NFT, Legacy} {
 		if !v.complete(families) {
@@ -37,7 +39,7 @@ func Choose(ctx context.Context, families []prefix.Family, inNFT func(prefix.Fam
 	}
 	v, because, err := chooser{save: save, tables: map[Variant]tablesFunc{NFT: inNFT, Legacy: inLegacy}}.choose(ctx)
 	if err != nil {
-		return Default, "what others use is not known: " + err.Error()
+		return Default, "cannot read the rules of other programs: " + err.Error()
 	}
 	return v, because
 }
@@ -49,7 +51,8 @@ func (v Variant) complete(families []prefix.Family) bool {
 	})
 }
 
-// tablesFunc reports whether there is a table of that name, and makes none.
+// tablesFunc reports whether a table exists. It does not create the table, which the
+// programs would do.
 type tablesFunc func(prefix.Family, string) (bool, error)
 
 func inLegacy(f prefix.Family, name string) (bool, error) {
@@ -60,7 +63,7 @@ func save(ctx context.Context, v Variant, f prefix.Family, args ...string) (stri
 	return run(ctx, "", v.Program(f)+"-save", args...)
 }
 
-// chooser looks at the whole host, whatever families the network has.
+// chooser reads the rules of both families, independently of the families of the network.
 type chooser struct {
 	tables map[Variant]tablesFunc
 	save   func(context.Context, Variant, prefix.Family, ...string) (string, error)
@@ -101,7 +104,7 @@ func (c chooser) choose(ctx context.Context) (v Variant, because string, err err
 	}
 }
 
-// each hands over what one variant holds in each family that has any of the
+// each calls take with the rules of one variant, for each family that has one of the
 // named tables.
 func (c chooser) each(ctx context.Context, v Variant, tables, args []string, take func(dump)) error {
 	for _, f := range families() {
@@ -124,7 +127,7 @@ func (c chooser) each(ctx context.Context, v Variant, tables, args []string, tak
 	return nil
 }
 
-// foreign counts the rules that are neither in a chain of ours nor lead to one.
+// foreign counts the rules that are not in a chain of flanneld and do not jump to one.
 func foreign(d dump) (n int) {
 	ours := func(chain string) bool {
 		return slices.ContainsFunc(firewall.Chains(), func(c firewall.Chain) bool { return placeOf(c).chain == chain })

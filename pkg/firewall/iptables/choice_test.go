@@ -12,7 +12,7 @@ import (
 	"flanneld/pkg/prefix"
 )
 
-// ours is what a run of this daemon has left.
+// ours contains the rules that an earlier process of flanneld has left.
 const ours = `*filter
 :FORWARD ACCEPT [0:0]
 :FLANNEL-FWD - [0:0]
@@ -33,13 +33,13 @@ func others(rules int) string {
 
 func chain(name string) string { return "*mangle\n:" + name + " - [0:0]\nCOMMIT\n" }
 
-// TestChoose has what iptables-save says of hosts, by the names of the programs.
+// TestChoose gives the output of iptables-save on a host, by the names of the programs.
 func TestChoose(t *testing.T) {
 	for name, tt := range map[string]struct {
 		host    map[string]string
 		want    Variant
 		because string
-		runs    int // of programs, at most
+		runs    int // maximum number of programs that run
 	}{
 		"nothing":                  {nil, Default, "rules of others: 0 in each", 0},
 		"ours":                     {map[string]string{"iptables-legacy": ours, "ip6tables-legacy": ours}, Default, "others: 0 in each", 2},
@@ -56,8 +56,8 @@ func TestChoose(t *testing.T) {
 		"others in legacy":      {map[string]string{"iptables-legacy": others(1), "iptables-nft": ours}, Legacy, "rules of others: 1 there, 0 in nft", 2},
 		"others in nft":         {map[string]string{"iptables-legacy": ours, "iptables-nft": others(2)}, NFT, "rules of others: 2 there, 0 in legacy", 2},
 		"more in legacy":        {map[string]string{"iptables-legacy": others(3), "ip6tables-legacy": others(3), "iptables-nft": others(5)}, Legacy, "rules of others: 6 there, 5 in nft", 3},
-		"as many in both":       {map[string]string{"iptables-legacy": others(2), "ip6tables-nft": others(2)}, Default, "others: 2 in each", 2},
-		"cannot be read":        {map[string]string{"iptables-legacy": others(2), "iptables-nft": "error"}, Default, "error", 2},
+		"equal numbers":         {map[string]string{"iptables-legacy": others(2), "ip6tables-nft": others(2)}, Default, "others: 2 in each", 2},
+		"read fails":            {map[string]string{"iptables-legacy": others(2), "iptables-nft": "error"}, Default, "error", 2},
 	} {
 		runs := 0
 		there := func(v Variant) tablesFunc {
@@ -92,7 +92,7 @@ func TestChoose(t *testing.T) {
 	}
 }
 
-// TestNoChoice has programs of one variant, or not of all families.
+// TestNoChoice tests hosts with the programs of one variant only, or not of all families.
 func TestNoChoice(t *testing.T) {
 	noNFT := func(prefix.Family, string) (bool, error) { return false, errors.New("no nftables here") }
 	for missing, want := range map[string]Variant{"": Legacy, "iptables-legacy": Default, "ip6tables-nft-restore": Default} {
@@ -102,7 +102,7 @@ func TestNoChoice(t *testing.T) {
 			for _, f := range families() {
 				for _, suffix := range []string{"", "-save", "-restore"} {
 					if name := v.Program(f) + suffix; name != missing {
-						if err := os.WriteFile(filepath.Join(dir, name), []byte("#!/bin/sh\nexit 1\n"), 0o755); err != nil { //nolint:gosec // a program
+						if err := os.WriteFile(filepath.Join(dir, name), []byte("#!/bin/sh\nexit 1\n"), 0o755); err != nil { //nolint:gosec // an executable file
 							t.Fatal(err)
 						}
 					}
@@ -114,7 +114,7 @@ func TestNoChoice(t *testing.T) {
 			t.Errorf("without %q: %q because %q, want %q", missing, got, because, want)
 		}
 		if _, because := Choose(t.Context(), []prefix.Family{prefix.IPv4}, noNFT); (because == "") != (missing == "iptables-legacy") {
-			t.Errorf("without %q, IPv4 alone: because %q", missing, because)
+			t.Errorf("without %q, only IPv4: because %q", missing, because)
 		}
 	}
 }

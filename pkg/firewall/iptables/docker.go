@@ -11,7 +11,7 @@ import (
 )
 
 // Docker returns which rules of Docker keep the other hosts of the network from the
-// containers behind b. Rules of all installed variants count.
+// containers behind b. It reads the rules of all installed variants.
 func Docker(ctx context.Context, b firewall.DockerBridge) (cut firewall.DockerCut, err error) {
 	f := prefix.FamilyOf(b.Subnet.Addr())
 	variants := slices.DeleteFunc([]Variant{NFT, Legacy}, func(v Variant) bool { return !installed(v.Program(f) + "-save") })
@@ -37,7 +37,7 @@ func dockerCut(d dump, b firewall.DockerBridge) (cut firewall.DockerCut) {
 	verdict, chain := d["filter"].follow("FORWARD", packet{DockerBridge: b, dst: b.Subnet, routed: true}, nil)
 	cut.Forward = verdict == no && strings.HasPrefix(chain, dockerChains) && !acceptsMark(d["filter"])
 	for _, r := range d["raw"]["PREROUTING"] {
-		for _, c := range conditions(r) { // Docker has a rule for the address of each running container
+		for _, c := range conditions(r) { // Docker creates a rule for the address of each running container
 			if to, ok := match(c.value, c.not); c.option == "-d" && ok && !to.Not && prefix.Contains(b.Subnet, to.Prefix) {
 				verdict, _ := d["raw"].follow("PREROUTING", packet{DockerBridge: b, dst: to.Prefix}, nil)
 				cut.Direct = cut.Direct || verdict == no
@@ -47,10 +47,10 @@ func dockerCut(d dump, b firewall.DockerBridge) (cut firewall.DockerCut) {
 	return cut
 }
 
-// dockerChains begins the names of Docker's chains.
+// dockerChains is the prefix of the names of Docker's chains.
 const dockerChains = "DOCKER"
 
-// acceptsMark reports whether Docker was told to accept packets with a mark, by
+// acceptsMark reports whether Docker accepts packets with a mark, because of its option
 // --bridge-accept-fwmark.
 func acceptsMark(filter chains) bool {
 	return slices.ContainsFunc(filter["DOCKER-FORWARD"], func(r rule) bool {
@@ -58,7 +58,7 @@ func acceptsMark(filter chains) bool {
 	})
 }
 
-// answer to whether a packet meets a condition, or passes a chain.
+// answer says whether a packet meets a condition or passes a chain.
 type answer int
 
 const (
@@ -67,22 +67,22 @@ const (
 	yes
 )
 
-// packet is the first packet of a connection to any port. It comes from another host, so
-// by another interface than the bridge.
+// packet is the first packet of a connection from another host to any port. It arrives on
+// another interface than the bridge.
 type packet struct {
 	firewall.DockerBridge
 	dst    netip.Prefix
-	routed bool // it is known to leave by the bridge
+	routed bool // the routing decision is made: it leaves through the bridge
 }
 
-// condition is one of a rule's, such as "! -i docker0".
+// condition is a condition of a rule, such as "! -i docker0".
 type condition struct {
 	not           bool
 	option, value string
 }
 
-// conditions returns those of a rule, without its target. A match with several
-// options is several of them.
+// conditions returns the conditions of a rule, without its target. A match with several
+// options is several conditions.
 func conditions(r rule) (all []condition) {
 	words, _ := split(r.spec)
 	c := condition{}
@@ -93,7 +93,7 @@ func conditions(r rule) (all []condition) {
 		case w == "!":
 			c.not = true
 		case w == "-m":
-			i++ // the options tell
+			i++ // the options of the module show the condition
 		case strings.HasPrefix(w, "-"):
 			c.option = w
 			if i+1 < len(words) && !strings.HasPrefix(words[i+1], "-") && words[i+1] != "!" {
@@ -106,9 +106,9 @@ func conditions(r rule) (all []condition) {
 	return all
 }
 
-// follow returns whether the chain accepts the packet, and which chain drops it. A
-// rule counts if the packet surely meets its conditions. Where no rule decides
-// the answer is unknown.
+// follow returns whether the chain accepts the packet, and which chain drops it. A rule
+// applies only if the packet certainly meets its conditions. If no rule decides, the
+// answer is unknown.
 func (c chains) follow(name string, p packet, through []string) (verdict answer, chain string) {
 	if slices.Contains(through, name) {
 		return unknown, ""
@@ -150,7 +150,7 @@ func (p packet) meets(r rule) answer {
 	return all
 }
 
-// meetsPositive disregards a "!" before the condition.
+// meetsPositive is like meets for one condition, and ignores a "!" before it.
 func (p packet) meetsPositive(c condition) answer {
 	is := func(met bool) answer {
 		if met {
@@ -177,7 +177,7 @@ func (p packet) meetsPositive(c condition) answer {
 	return unknown
 }
 
-// covers reports whether all addresses of p are in the network that text names.
+// covers reports whether the network in text contains all addresses of p.
 func covers(text string, p netip.Prefix) answer {
 	m, ok := match(text, false)
 	switch {

@@ -9,8 +9,8 @@ import (
 	"flanneld/pkg/firewall"
 )
 
-// docker29 is what Docker 29 writes for its bridge and one container, with a port that is
-// published, in the form of iptables-save.
+// docker29 contains the rules of Docker 29 for its bridge and one container with a
+// published port, in the form of iptables-save.
 const docker29 = `*raw
 :PREROUTING ACCEPT [0:0]
 -A PREROUTING -d 10.5.49.2/32 ! -i docker0 -j DROP

@@ -1,5 +1,5 @@
-// Package iptables renders and applies firewall rules by the programs iptables,
-// iptables-save and iptables-restore, in the variant that the host has.
+// Package iptables applies firewall rules with the programs iptables, iptables-save and
+// iptables-restore, in the variant that the host uses.
 package iptables
 
 import (
@@ -22,36 +22,36 @@ import (
 	"flanneld/pkg/prefix"
 )
 
-// lockWait is how long iptables-restore waits for the xtables lock, in
-// seconds. Then it is asked again later: never are two of them waiting.
+// lockWait is the time in seconds that iptables-restore waits for the xtables lock. Apply
+// is repeated later, so that two programs never wait at the same time.
 const lockWait = 10
 
-// runTimeout bounds one program, lock and all.
+// runTimeout limits the run time of a program, including the wait for the lock.
 const runTimeout = 30 * time.Second
 
-// pipeDelay is how long the rest of what a program has written may take to be
-// read once it has ended: a moment, but where the host is busy a long one.
+// pipeDelay limits the time for reading the remaining output of a program that has ended.
+// It is usually read at once, but a busy host may take long.
 const pipeDelay = 10 * time.Second
 
 // ErrMissing means that a program is not installed.
 var ErrMissing = errors.New("program is not installed")
 
-// Variant says which of several sets of programs to use: the suffix of
-// iptables and ip6tables in their names.
+// Variant selects one of several installed sets of programs. It is the suffix of iptables
+// and ip6tables in their names.
 type Variant string
 
 // The variants.
 const (
-	// Default is what the host's alternatives point to.
+	// Default is the variant that the host's alternatives select.
 	Default Variant = ""
-	// Legacy talks to the kernel's own iptables.
+	// Legacy uses the kernel's own iptables.
 	Legacy Variant = "-legacy"
-	// NFT translates to nftables.
+	// NFT translates rules to nftables.
 	NFT Variant = "-nft"
 )
 
-// Present reports whether the programs of the variant are installed, for one
-// family at least.
+// Present reports whether the programs of the variant are installed for at least one
+// family.
 func (v Variant) Present() bool {
 	return slices.ContainsFunc(families(), func(f prefix.Family) bool { return installed(v.Program(f)) })
 }
@@ -61,7 +61,7 @@ func installed(program string) bool {
 	return err == nil
 }
 
-// Places are the chains where a change matters to Apply, in the variant NFT.
+// Places returns the chains whose changes Apply must handle, in the variant NFT.
 func Places() []firewall.Place {
 	var places []firewall.Place
 	for _, c := range firewall.Chains() {
@@ -71,7 +71,7 @@ func Places() []firewall.Place {
 	return places
 }
 
-// Tables are the tables that hold our chains.
+// Tables returns the tables that contain flanneld's chains.
 func Tables() []string { return []string{"nat", "filter", "mangle"} }
 
 func families() []prefix.Family { return []prefix.Family{prefix.IPv4, prefix.IPv6} }
@@ -89,15 +89,15 @@ type Applier struct {
 	variant Variant
 	known   map[prefix.Family]kind
 	leads   leadsFunc
+	legacy  legacy
 }
 
-// New returns an applier that uses the programs of variant v.
+// New returns an Applier that uses the programs of variant v.
 func New(v Variant) *Applier {
-	return &Applier{variant: v, known: map[prefix.Family]kind{}, leads: nftables.Leads}
+	return &Applier{variant: v, known: map[prefix.Family]kind{}, leads: nftables.Leads, legacy: newLegacy()}
 }
 
-// Variant returns Legacy or NFT, whichever the programs turn out to be for
-// family f.
+// Variant returns Legacy or NFT: the variant that the programs for family f implement.
 func (a *Applier) Variant(ctx context.Context, f prefix.Family) (Variant, error) {
 	k, err := a.kind(ctx, f)
 	if err != nil || !k.nft {
@@ -106,7 +106,7 @@ func (a *Applier) Variant(ctx context.Context, f prefix.Family) (Variant, error)
 	return NFT, nil
 }
 
-// kind asks once.
+// kind probes the programs of a family once.
 func (a *Applier) kind(ctx context.Context, f prefix.Family) (kind, error) {
 	if k, ok := a.known[f]; ok {
 		return k, nil
@@ -118,8 +118,8 @@ func (a *Applier) kind(ctx context.Context, f prefix.Family) (kind, error) {
 	return k, err
 }
 
-// Apply implements firewall.Applier. Where nothing has changed it runs one
-// program for each family that p concerns.
+// Apply implements firewall.Applier. If nothing has changed it runs one program for each
+// family that p concerns, and none if the kernel's own iptables holds the rules.
 func (a *Applier) Apply(ctx context.Context, p firewall.Policy) (changed bool, err error) {
 	var errs []error
 	for _, f := range families() {
@@ -133,7 +133,8 @@ func (a *Applier) Apply(ctx context.Context, p firewall.Policy) (changed bool, e
 }
 
 func (a *Applier) apply(ctx context.Context, p firewall.Policy, f prefix.Family) (changed bool, err error) {
-	// To ask would be to make them.
+	// Do not run a program if nothing is wanted and no tables exist, because the program
+	// would create them.
 	wanted := p.Table(f).Wanted()
 	nothing := func() bool { return !wanted && len(legacyTables(f)) == 0 }
 	if a.variant == Legacy && nothing() {
@@ -150,7 +151,14 @@ func (a *Applier) apply(ctx context.Context, p firewall.Policy, f prefix.Family)
 		return false, nil
 	}
 	p.Random = p.Random && k.random
-	program := a.variant.Program(f)
+	program, table := a.variant.Program(f), p.Table(f)
+	var now exact
+	if !k.nft {
+		var same bool
+		if now, same = a.legacy.unchanged(f, table); same {
+			return false, nil
+		}
+	}
 	have, hidden, err := a.read(ctx, f, k)
 	if err != nil {
 		err = fmt.Errorf("read rules: %w", err)
@@ -158,8 +166,11 @@ func (a *Applier) apply(ctx context.Context, p firewall.Policy, f prefix.Family)
 	if have == nil {
 		return false, err
 	}
-	script := plan(have, p.Table(f))
+	script := plan(have, table)
 	if script == "" {
+		if err == nil {
+			a.legacy.remember(f, now)
+		}
 		return false, err
 	}
 	args := []string{"--noflush"}
@@ -172,8 +183,8 @@ func (a *Applier) apply(ctx context.Context, p firewall.Policy, f prefix.Family)
 	return true, err
 }
 
-// read returns what is there, and which tables iptables-save hides. With an error
-// have is nil, or those of its tables are that cannot be read.
+// read returns the existing rules, and the tables that iptables-save hides. If it fails,
+// have is nil, or contains nil for the tables that cannot be read.
 func (a *Applier) read(ctx context.Context, f prefix.Family, k kind) (have dump, hidden []string, err error) {
 	have, err = a.save(ctx, f, k)
 	if err == nil && k.nft {
@@ -182,8 +193,9 @@ func (a *Applier) read(ctx context.Context, f prefix.Family, k kind) (have dump,
 	return have, hidden, err
 }
 
-// save returns what iptables-save says. Over one rule of nft it may give up all
-// tables: then it is asked for each, and the rest is left to reveal.
+// save returns the output of iptables-save. A single rule of nft can make it fail for all
+// tables. In that case save reads the tables one by one, and leaves those that fail to
+// reveal.
 func (a *Applier) save(ctx context.Context, f prefix.Family, k kind) (dump, error) {
 	program := a.variant.Program(f) + "-save"
 	text, err := run(ctx, "", program)
@@ -202,23 +214,22 @@ func (a *Applier) save(ctx context.Context, f prefix.Family, k kind) (dump, erro
 	return parseSave(text), nil
 }
 
-// legacyTables are the tables of the kernel's own iptables in this network
-// namespace.
+// legacyTables returns the tables of the kernel's own iptables in this network namespace.
 func legacyTables(f prefix.Family) []string {
 	file := "/proc/thread-self/net/ip_tables_names"
 	if f == prefix.IPv6 {
 		file = "/proc/thread-self/net/ip6_tables_names"
 	}
-	names, _ := os.ReadFile(file) // it is there with the module
+	names, _ := os.ReadFile(file) // the file exists if the module is loaded
 	return strings.Fields(string(names))
 }
 
-// kind is what the programs of one family can do.
+// kind describes the capabilities of the programs of one family.
 type kind struct{ nft, random, wait bool }
 
-// probe asks for the version. The library knows what a version can do, and keeps the
-// variant to itself. It is asked second: run ends a program that hangs, the library
-// waits for it.
+// probe reads the version of the programs. The library knows which options a version has,
+// but does not export the variant. run is called first, because it ends a program that
+// hangs, while the library would wait for it.
 func (v Variant) probe(ctx context.Context, f prefix.Family) (kind, error) {
 	text, err := run(ctx, "", v.Program(f), "--version")
 	if err != nil {
@@ -226,13 +237,14 @@ func (v Variant) probe(ctx context.Context, f prefix.Family) (kind, error) {
 	}
 	t, err := goiptables.New(goiptables.Path(v.Program(f)))
 	if err != nil {
-		return kind{}, fmt.Errorf("what %s can do: %w", v.Program(f), err)
+		return kind{}, fmt.Errorf("read the version of %s: %w", v.Program(f), err)
 	}
-	// iptables-restore has --wait since the version that has --random-fully, 1.6.2.
+	// iptables-restore has --wait since 1.6.2, the version that introduced
+	// --random-fully.
 	return kind{nft: strings.Contains(text, "(nf_tables)"), random: t.HasRandomFully(), wait: t.HasRandomFully()}, nil
 }
 
-// run runs a program to its end and returns what it says on stdout.
+// run runs a program and returns its standard output.
 func run(ctx context.Context, stdin, name string, args ...string) (string, error) {
 	path, err := exec.LookPath(name)
 	if err != nil {
@@ -253,7 +265,7 @@ func run(ctx context.Context, stdin, name string, args ...string) (string, error
 	return stdout.String(), nil
 }
 
-// complaint is the part of what a program said on stderr that fits a line.
+// complaint returns the part of a program's error output that fits a log line.
 func complaint(text string) string {
 	const most = 300
 	text = strings.Join(strings.Fields(text), " ")

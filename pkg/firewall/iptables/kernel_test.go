@@ -11,8 +11,8 @@ import (
 	"flanneld/pkg/prefix"
 )
 
-// both replaces V by the variant, and runs a line with IPT once with iptables
-// and once with ip6tables.
+// both replaces V by the variant, and runs each line with IPT twice: with iptables and
+// with ip6tables.
 func both(v Variant, script string) string {
 	var b strings.Builder
 	for line := range strings.Lines(script) {
@@ -77,7 +77,7 @@ IPT -t mangle -A PREROUTING -j MARK --set-mark 7
 	}
 }
 
-// ofNetworks is both, with the networks of the family.
+// ofNetworks is like both, and also replaces the networks of the family.
 func ofNetworks(v Variant, script string) string {
 	var b strings.Builder
 	for _, names := range []*strings.Replacer{
@@ -92,7 +92,7 @@ func ofNetworks(v Variant, script string) string {
 func TestKernelNFT(t *testing.T)    { flavour(NFT).Run(t) }
 func TestKernelLegacy(t *testing.T) { flavour(Legacy).Run(t) }
 
-// TestKernelGolden compares with what flannel was recorded to write.
+// TestKernelGolden compares the rules with those that were recorded of flannel.
 func TestKernelGolden(t *testing.T) {
 	for _, v := range []Variant{NFT, Legacy} {
 		t.Run(string(v), func(t *testing.T) {

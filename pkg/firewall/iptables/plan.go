@@ -8,17 +8,17 @@ import (
 	"flanneld/pkg/firewall"
 )
 
-// kubeProxy begins the names of all chains of kube-proxy.
+// kubeProxy is the prefix of the names of kube-proxy's chains.
 const kubeProxy = "KUBE-"
 
-// plan returns the input of iptables-restore --noflush that leads from what is
-// there to what t says; empty if nothing has to change.
+// plan returns the input of iptables-restore --noflush that changes the existing rules to
+// those of t. It returns "" if no change is needed.
 func plan(have dump, t firewall.Table) string {
 	var script strings.Builder
 	for _, c := range firewall.Chains() {
 		p := planner{place: placeOf(c)}
 		if table, known := have[p.table]; known && table == nil {
-			continue // it cannot be read
+			continue // the table cannot be read
 		}
 		p.have = have[p.table]
 		p.ownChain(c, t)
@@ -30,21 +30,21 @@ func plan(have dump, t firewall.Table) string {
 	return script.String()
 }
 
-// planner plans one of our chains and the jump to it.
+// planner plans one of flanneld's chains and the jump to it.
 type planner struct {
 	place
-	have   chains // of the table
+	have   chains // chains of the table
 	lines  []string
-	wanted bool     // the chain is
-	after  []string // what can only be done when no jump is left
+	wanted bool     // the chain is wanted
+	after  []string // lines that require that no jump to the chain is left
 }
 
 func (p *planner) add(format string, args ...any) {
 	p.lines = append(p.lines, fmt.Sprintf(format, args...))
 }
 
-// ownChain rewrites our chain as a whole, unless it is exact. To declare a
-// chain is to flush it: that happens in the same commit as the new rules.
+// ownChain rewrites flanneld's chain as a whole, unless it has the right content.
+// Declaring a chain flushes it, in the same commit as the new rules.
 func (p *planner) ownChain(c firewall.Chain, t firewall.Table) {
 	have, exists := p.have[p.chain]
 	rules := make([]*firewall.Rule, len(have))
@@ -73,7 +73,7 @@ func (p *planner) ownChain(c firewall.Chain, t firewall.Table) {
 	}
 }
 
-// referenced reports whether a chain but the parent leads to ours.
+// referenced reports whether a chain other than the parent jumps to flanneld's chain.
 func (p *planner) referenced() bool {
 	for chain, rules := range p.have {
 		if chain != p.parent && slices.ContainsFunc(rules, p.leadsHere) {
@@ -85,10 +85,10 @@ func (p *planner) referenced() bool {
 
 func (p *planner) leadsHere(r rule) bool { return r.target == p.chain }
 
-// parentChain sees that the one jump to our chain stands where it should, and
-// that no rules of old versions are left beside it.
+// parentChain ensures that there is one jump to flanneld's chain, in the right position,
+// and removes rules of old versions.
 func (p *planner) parentChain(c firewall.Chain, t firewall.Table) {
-	var rest []rule // without what goes and without jumps to us
+	var rest []rule // the remaining rules, without the jump
 	jumps, at, right := 0, 0, false
 	for _, h := range p.have[p.parent] {
 		r, comment, ok := parse(h.spec)
@@ -120,9 +120,9 @@ func (p *planner) parentChain(c firewall.Chain, t firewall.Table) {
 	p.lines = append(p.lines, p.after...)
 }
 
-// room returns the first and last place among the rules of the parent chain
-// at which the jump may stand: before the first one that lets nothing pass,
-// and behind kube-proxy's jumps that stand before that.
+// room returns the first and last position among the rules of the parent chain where the
+// jump may be: before the first rule that no packet passes, and after the jumps of
+// kube-proxy that precede that rule.
 func (p *planner) room(rest []rule) (lo, hi int) {
 	hi = slices.IndexFunc(rest, p.have.blocks)
 	if hi < 0 {

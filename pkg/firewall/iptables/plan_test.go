@@ -15,7 +15,7 @@ import (
 	"flanneld/pkg/prefix"
 )
 
-// TestJump has parent chains in which the jump stands well or not.
+// TestJump tests parent chains in which the jump is in a right or wrong position.
 func TestJump(t *testing.T) {
 	const jump = `-A FORWARD -m comment --comment "flanneld forward" -j FLANNEL-FWD`
 	const chain = `:FLANNEL-FWD - [0:0]
@@ -52,11 +52,11 @@ func TestJump(t *testing.T) {
 	}
 }
 
-// TestLegacyRules leaves alone what operators may have written.
+// TestLegacyRules checks that rules that an operator may have written stay.
 func TestLegacyRules(t *testing.T) {
 	off, on := firewalltest.Policy(), firewalltest.Policy()
 	off.Forward, off.Masquerade = false, false
-	for spec, removed := range map[string][2]bool{ // with everything off, and on
+	for spec, removed := range map[string][2]bool{ // whether it is removed with everything disabled, and enabled
 		"-A FORWARD -s 10.5.0.0/16 -j ACCEPT":                                            {false, true},
 		`-A FORWARD -s 10.5.0.0/16 -m comment --comment "flanneld forward" -j ACCEPT`:    {true, true},
 		"-A FORWARD -s 10.5.0.0/16 -j DROP":                                              {false, false},
@@ -82,7 +82,7 @@ func TestLegacyRules(t *testing.T) {
 	}
 }
 
-// TestProbe asks programs that say what those of several versions say.
+// TestProbe probes programs that print the versions of several releases.
 func TestProbe(t *testing.T) {
 	t.Setenv("PATH", t.TempDir())
 	const program = Variant("-of-a-test")
@@ -109,11 +109,11 @@ func TestProbe(t *testing.T) {
 		}
 	}
 	if _, err := program.probe(t.Context(), prefix.IPv4); !errors.Is(err, ErrMissing) {
-		t.Errorf("a program that is not there: %v", err)
+		t.Errorf("missing program: %v, want ErrMissing", err)
 	}
 }
 
-// FuzzParse holds parse against render, and plan against anything.
+// FuzzParse compares parse with render, and checks that plan accepts any rule.
 func FuzzParse(f *testing.F) {
 	for _, c := range firewall.Chains() {
 		for _, r := range firewalltest.Guarded().Table(prefix.IPv6).Rules(c) {
@@ -126,18 +126,18 @@ func FuzzParse(f *testing.F) {
 		if r, comment, ok := parse(spec); ok && comment == p.comment {
 			again, _, ok := parse(p.render(r))
 			if !ok || again != r {
-				t.Errorf("%q is %+v, and that is written as %q", spec, r, p.render(r))
+				t.Errorf("%q is parsed as %+v, which is rendered as %q", spec, r, p.render(r))
 			}
 		}
 		script := plan(parseSave("*nat\n-A POSTROUTING "+spec+"\n-A FLANNEL-POSTRTG "+spec+"\nCOMMIT\n"),
 			firewall.Policy{Former: []netip.Prefix{netip.MustParsePrefix("10.5.0.0/16")}}.Table(prefix.IPv4))
 		if strings.Count(script, "COMMIT\n") < strings.Count(script, "*nat\n") {
-			t.Errorf("%q leads to %q", spec, script)
+			t.Errorf("%q results in an incomplete script %q", spec, script)
 		}
 	})
 }
 
-// TestMissing says in one line which programs are not installed.
+// TestMissing checks that one line names the missing programs.
 func TestMissing(t *testing.T) {
 	t.Setenv("PATH", t.TempDir())
 	_, err := New(Default).Apply(t.Context(), firewalltest.Policy())
@@ -151,8 +151,9 @@ func TestMissing(t *testing.T) {
 	}
 }
 
-// TestMissingWhereNothingIsWanted has programs of one family: the other's are
-// not missed, if all there is to do is to take away what they cannot have made.
+// TestMissingWhereNothingIsWanted installs the programs of one family only. Missing
+// programs are no error if there are only rules to remove, because they cannot have
+// created any.
 func TestMissingWhereNothingIsWanted(t *testing.T) {
 	dir := t.TempDir()
 	t.Setenv("PATH", dir)
@@ -172,8 +173,8 @@ func TestMissingWhereNothingIsWanted(t *testing.T) {
 	}
 }
 
-// TestInterrupted ends iptables-restore after it has done its work: what came of it is
-// not known.
+// TestInterrupted ends iptables-restore after it has written the rules. The result is
+// unknown then, so Apply must report a possible change.
 func TestInterrupted(t *testing.T) {
 	dir := t.TempDir()
 	t.Setenv("PATH", dir+":"+os.Getenv("PATH"))
@@ -205,6 +206,6 @@ func TestInterrupted(t *testing.T) {
 		t.Errorf("changed %v, %v", changed, err)
 	}
 	if changed, err := New(variant).Apply(ctx, p); changed || err == nil {
-		t.Errorf("where nothing was begun: changed %v, %v", changed, err)
+		t.Errorf("before any write: changed %v, %v", changed, err)
 	}
 }

@@ -12,13 +12,14 @@ import (
 	"flanneld/pkg/prefix"
 )
 
-// leadsFunc asks nftables where the rules of a chain lead.
+// leadsFunc returns where the rules of a chain lead, according to nftables.
 type leadsFunc func(f prefix.Family, table, chain string) (leads []nftables.Lead, exists bool, err error)
 
-// reveal puts right what iptables-save says of the chains concerned. Where others
-// have made rules with nft it prints some without their conditions, and says
-// nothing of a table that has one which it does not understand. reveal returns
-// such tables. Those of which err is about are nil in d.
+// reveal corrects the output of iptables-save for flanneld's chains and their parents. If
+// other programs have created rules with nft, iptables-save prints some of them without
+// their conditions. It prints nothing about a table with a rule that it does not
+// understand. reveal returns such tables. If it returns an error for a table, d contains
+// nil for it.
 func (a *Applier) reveal(ctx context.Context, f prefix.Family, d dump) (hidden []string, err error) {
 	var errs []error
 	for _, c := range firewall.Chains() {
@@ -35,7 +36,7 @@ func (a *Applier) reveal(ctx context.Context, f prefix.Family, d dump) (hidden [
 			}
 			d[p.table] = parseSave("*" + p.table + "\n" + text)[p.table]
 		} else if have := d[p.table]; !slices.ContainsFunc(have[p.parent], func(r rule) bool { return have.blocks(r) || likeOurs(r) }) {
-			continue // there is nothing to go ahead of, or to take for an old one of ours
+			continue // no rule blocks all packets or looks like one of flanneld
 		}
 		s := survey{place: p, leads: a.leads, family: f, have: d[p.table], seen: map[string]bool{}}
 		if err := s.look(p.parent); err != nil {
@@ -51,8 +52,8 @@ func likeOurs(r rule) bool {
 	return ok
 }
 
-// list returns the rules of our chain and its parent in the form of iptables-save,
-// one chain at a time. The parent's may be missing.
+// list returns the rules of flanneld's chain and its parent in the form of iptables-save.
+// It reads one chain at a time, and ignores a parent that cannot be read.
 func (a *Applier) list(ctx context.Context, f prefix.Family, p place) (text string, err error) {
 	for _, chain := range []string{p.chain, p.parent} {
 		_, exists, err := a.leads(f, p.table, chain)
@@ -71,7 +72,7 @@ func (a *Applier) list(ctx context.Context, f prefix.Family, p place) (text stri
 	return text, nil
 }
 
-// refused is err, about tables that iptables-save hides.
+// refused adds the tables that iptables-save hides to err.
 func (a *Applier) refused(f prefix.Family, hidden []string, err error) error {
 	if len(hidden) == 0 {
 		return err
@@ -80,7 +81,7 @@ func (a *Applier) refused(f prefix.Family, hidden []string, err error) error {
 		a.variant.Program(f), strings.Join(hidden, ", table "), err)
 }
 
-// survey sees where rules really lead.
+// survey finds out where rules lead, independently of iptables-save.
 type survey struct {
 	place
 	leads  leadsFunc
@@ -89,9 +90,10 @@ type survey struct {
 	seen   map[string]bool
 }
 
-// look looks at a chain, and at those that all of its packets may go through. If
-// the jumps to ours are not where they were listed what is there now counts, and
-// they are taken for such as we make: the removal of others fails.
+// look reads a chain, and the chains that it sends all packets to. If the jumps to
+// flanneld's chain differ from the output of iptables-save, the chain as read counts, and
+// look treats the jumps as equal to those that flanneld creates. If they are not, their
+// removal fails.
 func (s survey) look(chain string) error {
 	if chain == s.chain || s.seen[chain] {
 		return nil

@@ -11,10 +11,10 @@ import (
 	"flanneld/pkg/prefix"
 )
 
-// noChains is what a kernel without tables says.
+// noChains is a leadsFunc of a kernel without tables.
 func noChains(prefix.Family, string, string) ([]nftables.Lead, bool, error) { return nil, false, nil }
 
-// TestSurvey compares what is listed with what the kernel has.
+// TestSurvey combines the output of iptables-save with the rules in the kernel.
 func TestSurvey(t *testing.T) {
 	const jump = `-m comment --comment "flanneld forward" -j FLANNEL-FWD`
 	ours, conditional := nftables.Lead{Target: "FLANNEL-FWD", Always: true}, nftables.Lead{Target: "FLANNEL-FWD"}
@@ -22,7 +22,7 @@ func TestSurvey(t *testing.T) {
 	for name, tt := range map[string]struct {
 		listed string
 		kernel map[string][]nftables.Lead
-		want   string // the last line but COMMIT; empty for no change
+		want   string // the last line before COMMIT; empty if there is no change
 	}{
 		"as listed":              {"-A FORWARD " + jump + "\n-A FORWARD -j DROP", map[string][]nftables.Lead{"FORWARD": {ours, drop}}, ""},
 		"a condition not listed": {"-A FORWARD -j DROP\n-A FORWARD " + jump, map[string][]nftables.Lead{"FORWARD": {set, ours}}, ""},
@@ -41,7 +41,8 @@ func TestSurvey(t *testing.T) {
 		"not listed, too late": {"", map[string][]nftables.Lead{"FORWARD": {set, drop, ours}}, "-I FORWARD 2 " + jump},
 		"jump on a condition":  {"", map[string][]nftables.Lead{"FORWARD": {conditional}}, "-A FORWARD " + jump},
 		"changed in our own":   {"-A FORWARD " + jump, map[string][]nftables.Lead{"FORWARD": {ours}, "FLANNEL-FWD": {set}}, ""},
-		// What is removed is named by its words, so these must not be another's.
+		// A removal contains the whole rule, so it must not match a rule of another
+		// program.
 		"changed meanwhile": {
 			"-A FORWARD -s 192.0.2.1 -j ACCEPT\n-A FORWARD " + jump + "\n-A FORWARD -p udp -j ACCEPT",
 			map[string][]nftables.Lead{"FORWARD": {ours, {Target: "ACCEPT"}, ours}}, "-A FORWARD " + jump,
@@ -67,13 +68,13 @@ func TestSurvey(t *testing.T) {
 		}
 		for line := range strings.Lines(script) {
 			if strings.HasPrefix(line, "-D") && line != "-D FORWARD "+jump+"\n" {
-				t.Errorf("%s: %s is not ours", name, line)
+				t.Errorf("%s: deletes %s, which belongs to another program", name, line)
 			}
 		}
 	}
 }
 
-// native puts rules at the heads of chains with nft, in both families.
+// native inserts rules at the heads of chains with nft, in both families.
 func native(t *testing.T, rules ...string) {
 	t.Helper()
 	for _, r := range rules {
@@ -81,14 +82,14 @@ func native(t *testing.T, rules ...string) {
 	}
 }
 
-// host has chains of iptables with a rule of somebody else's.
+// host creates chains of iptables with a rule of another program.
 func host(t *testing.T) {
 	t.Helper()
 	firewalltest.Enter(t)
 	firewalltest.Shell(t, both(NFT, "IPT -A FORWARD -p tcp --dport 25 -j DROP\nIPT -t nat -A POSTROUTING -p tcp --dport 25 -j ACCEPT\n"))
 }
 
-// listed is what nft says of our chains and their parents.
+// listed returns the output of nft for flanneld's chains and their parents.
 func listed(t *testing.T) string {
 	t.Helper()
 	var b strings.Builder
@@ -100,7 +101,8 @@ func listed(t *testing.T) string {
 	return b.String()
 }
 
-// expectJumps wants one jump to each chain that firewalltest.Policy fills, in both families.
+// expectJumps fails the test unless there is one jump to each chain that
+// firewalltest.Policy fills, in both families.
 func expectJumps(t *testing.T) {
 	t.Helper()
 	text, table := listed(t), firewalltest.Policy().Table(prefix.IPv4)
@@ -114,7 +116,8 @@ func expectJumps(t *testing.T) {
 	}
 }
 
-// expectRefused wants an error that says which table cannot be read, and what to do.
+// expectRefused fails the test unless Apply fails with an error that names the unreadable
+// table and a remedy.
 func expectRefused(t *testing.T, a *Applier, p firewall.Policy) {
 	t.Helper()
 	before := listed(t)
@@ -123,20 +126,20 @@ func expectRefused(t *testing.T, a *Applier, p firewall.Policy) {
 		t.Errorf("changed %v, %v, want an error that names the table filter", changed, err)
 	}
 	if after := listed(t); after != before {
-		t.Errorf("it has changed\n%s\nto\n%s", before, after)
+		t.Errorf("the rules have changed from\n%s\nto\n%s", before, after)
 	}
 }
 
 const surplus = `for i in 1 2 3; do IPT -A FORWARD -m comment --comment "flanneld forward" -j FLANNEL-FWD; done` + "\n"
 
-// TestKernelHidden has tables of which iptables-save says nothing because of one
-// rule: there the rules are as elsewhere.
+// TestKernelHidden tests tables that iptables-save does not print because of one rule.
+// flanneld's rules must still be written to them.
 func TestKernelHidden(t *testing.T) {
 	for _, r := range []string{
 		"ct state { new, established } accept", "log prefix \"x\" accept", "quota over 10 bytes accept", "fib saddr type local accept",
-		"meta priority 5 accept", // here iptables-save fails
+		"meta priority 5 accept", // iptables-save fails for this rule
 	} {
-		stuck := strings.HasPrefix(r, "fib") || strings.HasPrefix(r, "meta") // there iptables finds no jump to remove
+		stuck := strings.HasPrefix(r, "fib") || strings.HasPrefix(r, "meta") // iptables finds no jump to remove beside these rules
 		t.Run(r, func(t *testing.T) {
 			host(t)
 			native(t, "filter FORWARD "+r, "nat POSTROUTING "+r)
@@ -164,13 +167,13 @@ func TestKernelHidden(t *testing.T) {
 			for _, script := range damage {
 				firewalltest.Shell(t, both(NFT, script))
 				if listed(t) == want {
-					t.Fatalf("%s does no damage", script)
+					t.Fatalf("%s has no effect", script)
 				}
 				if changed, err := a.Apply(t.Context(), firewalltest.Policy()); err != nil || !changed {
 					t.Errorf("%s: changed %v, %v", script, changed, err)
 				}
 				if after := listed(t); after != want {
-					t.Errorf("%s: it has come to\n%s\nwant\n%s", script, after, want)
+					t.Errorf("%s: rules are\n%s\nwant\n%s", script, after, want)
 				}
 			}
 			if stuck {
@@ -183,14 +186,14 @@ func TestKernelHidden(t *testing.T) {
 				}
 			}
 			if after := listed(t); after != before {
-				t.Errorf("cleaned up it is\n%s\nwant\n%s", after, before)
+				t.Errorf("rules after cleanup are\n%s\nwant\n%s", after, before)
 			}
 		})
 	}
 }
 
-// TestKernelSaveFails has a rule in one table over which iptables-save fails for all:
-// the other is read as ever, and none is made by asking.
+// TestKernelSaveFails tests a rule in one table that makes iptables-save fail for all
+// tables. The other tables must still be read, and reading must not create tables.
 func TestKernelSaveFails(t *testing.T) {
 	firewalltest.Enter(t)
 	firewalltest.Shell(t, both(NFT, "IPT -P FORWARD ACCEPT\n"))
@@ -201,7 +204,7 @@ func TestKernelSaveFails(t *testing.T) {
 		t.Errorf("changed %v, %v", changed, err)
 	}
 	if after := firewalltest.Shell(t, "nft list ruleset"); after != before {
-		t.Errorf("it has changed\n%s\nto\n%s", before, after)
+		t.Errorf("the rules have changed from\n%s\nto\n%s", before, after)
 	}
 	firewalltest.Shell(t, ofNetworks(NFT, "IPT -t nat -A POSTROUTING -s NET ! -d MCAST -j MASQUERADE"))
 	for _, changes := range []bool{true, false} {
@@ -211,15 +214,15 @@ func TestKernelSaveFails(t *testing.T) {
 	}
 	expectJumps(t)
 	if text := firewalltest.Shell(t, "nft list chain ip nat POSTROUTING"); strings.Contains(text, "masquerade") {
-		t.Errorf("an old rule is left:\n%s", text)
+		t.Errorf("an old rule remains:\n%s", text)
 	}
 	if _, err := a.Apply(t.Context(), firewalltest.Policy().Cleanup()); err == nil || strings.Contains(err.Error(), "table nat") {
 		t.Errorf("error %v, want one that names no other table than filter", err)
 	}
 }
 
-// TestKernelHiddenChain has such a rule in our own chain: what else is in it
-// cannot be told.
+// TestKernelHiddenChain tests such a rule in flanneld's own chain, which makes the other
+// rules of the chain unreadable.
 func TestKernelHiddenChain(t *testing.T) {
 	host(t)
 	a := New(NFT)
@@ -229,7 +232,7 @@ func TestKernelHiddenChain(t *testing.T) {
 	native(t, "filter FLANNEL-FWD ct state { new } drop")
 	expectRefused(t, a, firewalltest.Policy())
 	want := listed(t)
-	firewalltest.Shell(t, both(NFT, "IPT -t nat -F FLANNEL-POSTRTG\n")) // the other table is as ever
+	firewalltest.Shell(t, both(NFT, "IPT -t nat -F FLANNEL-POSTRTG\n")) // the other table is not affected
 	if changed, err := a.Apply(t.Context(), firewalltest.Policy()); !changed || err == nil || listed(t) != want {
 		t.Errorf("changed %v, %v, to\n%s\nwant\n%s", changed, err, listed(t), want)
 	}
@@ -240,8 +243,8 @@ func TestKernelHiddenChain(t *testing.T) {
 	expectRefused(t, a, firewalltest.Policy().Cleanup())
 }
 
-// TestKernelBlocking has rules that iptables-save prints as "-j DROP", and some that
-// are.
+// TestKernelBlocking tests rules that iptables-save prints as "-j DROP". Only some of
+// them drop all packets.
 func TestKernelBlocking(t *testing.T) {
 	p := firewalltest.Policy()
 	p.Networks = p.Networks[:1]
@@ -268,14 +271,14 @@ func TestKernelBlocking(t *testing.T) {
 			_, rules, _ := strings.Cut(chain, "policy accept;\n")
 			first, _, _ := strings.Cut(rules, "\n")
 			if got := strings.Contains(first, "jump FLANNEL-FWD"); got != blocks || !strings.Contains(rules, "jump FLANNEL-FWD") {
-				t.Errorf("the jump stands before it: %v, want %v:\n%s", got, blocks, chain)
+				t.Errorf("jump before the rule: %v, want %v:\n%s", got, blocks, chain)
 			}
 		})
 	}
 }
 
-// TestKernelConditionOfLegacy has rules of an operator that iptables-save prints as
-// those of flannel before v0.20, without a condition that they have.
+// TestKernelConditionOfLegacy tests rules of an operator that look like those of flannel
+// before v0.20, because iptables-save does not print one of their conditions.
 func TestKernelConditionOfLegacy(t *testing.T) {
 	host(t)
 	rules := []string{
@@ -286,7 +289,7 @@ func TestKernelConditionOfLegacy(t *testing.T) {
 		firewalltest.Shell(t, "nft 'insert rule ip "+r+"'")
 	}
 	if text := firewalltest.Shell(t, "iptables-nft-save"); strings.Contains(text, "192.0.2.1") {
-		t.Fatalf("the condition is shown:\n%s", text)
+		t.Fatalf("iptables-save prints the condition:\n%s", text)
 	}
 	a := New(NFT)
 	for _, p := range []firewall.Policy{firewalltest.Policy(), firewalltest.Policy().Cleanup()} {
@@ -298,7 +301,7 @@ func TestKernelConditionOfLegacy(t *testing.T) {
 		for _, r := range rules {
 			words := strings.Fields(r)
 			if left := firewalltest.Shell(t, "nft list chain ip "+words[0]+" "+words[1]); !strings.Contains(left, strings.Join(words[2:], " ")) {
-				t.Errorf("the operator's %q is gone:\n%s", r, left)
+				t.Errorf("the operator's %q was deleted:\n%s", r, left)
 			}
 		}
 	}

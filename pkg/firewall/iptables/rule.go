@@ -9,14 +9,14 @@ import (
 	"flanneld/pkg/firewall"
 )
 
-// place is where the rules of a chain are, under names that other tools know.
+// place is the location of a chain's rules. Other tools know these names.
 type place struct {
 	table, parent, chain string
 	comment              string
 }
 
-// placeOf returns the place of a chain. The guard is in the table mangle, because a rule of
-// another program that accepts a packet in the table filter ends that table for it.
+// placeOf returns the place of a chain. The guard is in the table mangle, because in the
+// table filter a rule of another program could accept a packet before it.
 func placeOf(c firewall.Chain) place {
 	switch c {
 	case firewall.Postrouting:
@@ -30,14 +30,13 @@ func placeOf(c firewall.Chain) place {
 	}
 }
 
-// jump is the rule of the parent chain that leads to ours, in the form of
-// iptables-save, without "-A" and the chain.
+// jump returns the rule of the parent chain that jumps to flanneld's chain, in the form
+// of iptables-save, without "-A" and the chain.
 func (p place) jump() string {
 	return fmt.Sprintf("-m comment --comment %q -j %s", p.comment, p.chain)
 }
 
-// render writes a rule in the form of iptables-save, without "-A" and the
-// chain.
+// render returns a rule in the form of iptables-save, without "-A" and the chain.
 func (p place) render(r firewall.Rule) string {
 	var b strings.Builder
 	match := func(flag string, m firewall.Match) {
@@ -80,8 +79,8 @@ func target(a firewall.Action) string {
 	return ""
 }
 
-// parse reads a rule in the form of iptables-save. ok is false if it is none
-// that render writes, whatever its comment.
+// parse parses a rule in the form of iptables-save. ok reports whether it is a rule that
+// render can return, with any comment.
 func parse(spec string) (r firewall.Rule, comment string, ok bool) {
 	words, ok := split(spec)
 	next := func() (w string) {
@@ -118,8 +117,8 @@ func parse(spec string) (r firewall.Rule, comment string, ok bool) {
 	return r, comment, ok && r.Action != 0
 }
 
-// protocolNames are names of protocols by which iptables-save may call them. The first of a
-// protocol is the one to write.
+// protocolNames contains the names that iptables-save may use for protocols. render uses
+// the first name of a protocol.
 var protocolNames = []struct {
 	name   string
 	number uint8
@@ -143,7 +142,7 @@ func parseProtocol(name string) (number uint8, ok bool) {
 	return 0, false
 }
 
-// parseMatch takes in one of the matches that have a single option.
+// parseMatch parses a match that has a single option.
 func parseMatch(r *firewall.Rule, comment *string, module, option, value string) bool {
 	switch {
 	case module == "comment" && option == "--comment":
@@ -162,7 +161,7 @@ func parseMatch(r *firewall.Rule, comment *string, module, option, value string)
 
 func match(s string, not bool) (firewall.Match, bool) {
 	p, err := netip.ParsePrefix(s)
-	if err != nil { // a single address may stand alone
+	if err != nil { // a single address has no length
 		a, err := netip.ParseAddr(s)
 		return firewall.Match{Prefix: netip.PrefixFrom(a, a.BitLen()), Not: not}, err == nil && a.Zone() == ""
 	}
@@ -179,7 +178,7 @@ func parseTarget(name string, options []string) (firewall.Action, bool) {
 	return 0, false
 }
 
-// split cuts a line of iptables-save into words, which may be quoted.
+// split splits a line of iptables-save into words, which may be quoted.
 func split(line string) (words []string, ok bool) {
 	for {
 		line = strings.TrimLeft(line, " ")

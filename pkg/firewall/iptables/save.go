@@ -5,20 +5,20 @@ import (
 	"strings"
 )
 
-// dump has the rules of each chain of each table.
+// dump contains the rules of each chain of each table.
 type dump map[string]chains
 
 type chains map[string][]rule
 
-// rule is a rule that somebody has made.
+// rule is an existing rule of any program.
 type rule struct {
-	spec   string // as iptables-save says it, without "-A" and the chain; empty if it does not
-	target string // the chain or target that it jumps or goes to
-	always bool   // with every packet
+	spec   string // in the form of iptables-save, without "-A" and the chain; empty if iptables-save does not print it
+	target string // the chain or target of its jump or goto
+	always bool   // it applies to every packet
 }
 
-// parseSave reads the output of iptables-save, or of iptables -S behind the name
-// of its table. Lines that mean nothing here are skipped.
+// parseSave parses the output of iptables-save, or the name of a table followed by the
+// output of iptables -S. It ignores other lines.
 func parseSave(text string) dump {
 	d := dump{}
 	var table chains
@@ -41,8 +41,8 @@ func parseSave(text string) dump {
 	return d
 }
 
-// leadsTo returns the chain or target that a rule jumps or goes to, and
-// whether it does so with every packet.
+// leadsTo returns the chain or target of a rule's jump or goto, and whether the rule
+// applies to every packet.
 func leadsTo(spec string) (target string, always bool) {
 	words, ok := split(spec)
 	if !ok {
@@ -62,8 +62,8 @@ func leadsTo(spec string) (target string, always bool) {
 	return "", false
 }
 
-// blocks reports whether no packet gets past the rule: it rejects or drops
-// all, or goes through a chain that does.
+// blocks reports whether no packet passes the rule: it rejects or drops all packets, or
+// jumps to a chain that does.
 func (c chains) blocks(r rule) bool { return c.blocksAll(r, map[string]bool{}) }
 
 func (c chains) blocksAll(r rule, seen map[string]bool) bool {

@@ -14,11 +14,11 @@ import (
 	"flanneld/pkg/prefix"
 )
 
-// answerTimeout bounds how long the kernel may take for one answer.
+// answerTimeout limits the time that the kernel may take for one answer.
 const answerTimeout = 10 * time.Second
 
-// batchBuffer is how much one transaction may come to, in bytes: some hundred
-// bytes for each rule. The kernel's default is enough for some hundred rules.
+// batchBuffer is the maximum size of a transaction in bytes. A rule takes about a hundred
+// bytes. The kernel's default is sufficient for a few hundred rules.
 const batchBuffer = 16 << 20
 
 // errRaced means that the ruleset changed between reading and writing.
@@ -27,7 +27,7 @@ var errRaced = errors.New("another program changes the ruleset")
 // errNoKernel means that the kernel has no nftables.
 var errNoKernel = errors.New("the kernel has no nftables")
 
-// conn talks to nftables in the kernel, for one family.
+// conn is a connection to nftables in the kernel, for one family.
 type conn struct {
 	nl     *netlink.Conn
 	family uint8 // NFPROTO_*
@@ -53,7 +53,7 @@ func protocol(f prefix.Family) uint8 {
 
 func (c *conn) close() { _ = c.nl.Close() }
 
-// message returns one message of nftables.
+// message returns an nftables message.
 func (c *conn) message(typ uint16, flags netlink.HeaderFlags, attrs []byte) netlink.Message {
 	return netlink.Message{
 		Header: netlink.Header{
@@ -64,8 +64,8 @@ func (c *conn) message(typ uint16, flags netlink.HeaderFlags, attrs []byte) netl
 	}
 }
 
-// get asks for one object, or with netlink.Dump for many, and hands the
-// attributes of each to take. What is not there is no error.
+// get requests one object, or with netlink.Dump many objects, and calls take with the
+// attributes of each. It returns nil if the object does not exist.
 func (c *conn) get(typ uint16, flags netlink.HeaderFlags, attrs []byte, take func(*netlink.AttributeDecoder) error) error {
 	answers, err := c.nl.Execute(c.message(typ, flags, attrs))
 	switch {
@@ -103,12 +103,12 @@ func decoder(b []byte) (*netlink.AttributeDecoder, error) {
 	return ad, nil
 }
 
-// attributes encodes what fill adds.
+// attributes encodes the attributes that fill adds.
 func attributes(fill func(*netlink.AttributeEncoder)) []byte {
 	ae := netlink.NewAttributeEncoder()
 	ae.ByteOrder = binary.BigEndian
 	fill(ae)
-	b, _ := ae.Encode() // fails only if a nested function does, and none can
+	b, _ := ae.Encode() // fails only if a nested function fails, and none can
 	return b
 }
 
@@ -125,10 +125,10 @@ func (c *conn) generation() (id uint32, err error) {
 	return id, err
 }
 
-// commit carries out all of changes or none, and none if the ruleset is not of
-// the given generation any more: the error is errRaced then. Only the last change
-// asks to be acknowledged, which comes behind the errors of all: the
-// acknowledgements of many would not fit the receive buffer.
+// commit executes all of changes or none. It returns errRaced without a change if the
+// ruleset no longer has the given generation. Only the last change requests an
+// acknowledgement, which follows all errors, because the acknowledgements of many changes
+// would not fit the receive buffer.
 func (c *conn) commit(generation uint32, changes []netlink.Message) error {
 	limit := func(typ netlink.HeaderType, attrs []byte) netlink.Message {
 		data := append([]byte{unix.AF_UNSPEC, unix.NFNETLINK_V0, 0, unix.NFNL_SUBSYS_NFTABLES}, attrs...)

@@ -11,8 +11,8 @@ import (
 	"flanneld/pkg/prefix"
 )
 
-// The names of Docker's table, of its chain in front of everything else, and of its chain
-// for what is forwarded to a bridge, without the bridge's name.
+// The names of Docker's table, of its chain that precedes all others, and of its chain
+// for packets that are forwarded to a bridge, without the bridge's name.
 const (
 	dockerTable   = "docker-bridges"
 	dockerRaw     = "raw-PREROUTING"
@@ -63,17 +63,17 @@ func (c *conn) dockerRules(f prefix.Family, chain string) (rules []dockerRule, e
 	return rules, err
 }
 
-// dockerRule is what matters of one of Docker's rules.
+// dockerRule contains the parts of one of Docker's rules that matter here.
 type dockerRule struct {
 	Lead
-	dst    netip.Addr // the zero address: any, or several
-	mark   bool       // it is about packets with a mark
-	trusts bool       // it leaves several interfaces out
+	dst    netip.Addr // zero if the rule matches any or several addresses
+	mark   bool       // it matches packets with a mark
+	trusts bool       // it exempts several interfaces
 }
 
 func readDockerRule(f prefix.Family, raw []byte) dockerRule {
 	r := dockerRule{Lead: lead(f, raw)}
-	destination := false // is in the register
+	destination := false // the register contains the destination address
 	_ = eachExpression(raw, func(name string, data []byte) bool {
 		switch name {
 		case "meta":

@@ -20,38 +20,38 @@ import (
 	"flanneld/pkg/prefix"
 )
 
-// Gate keeps from a tunnel device of the kernel what does not come from a known
-// peer: the kernel itself does not ask where a datagram is from. In any case it drops
-// packets with addresses that no host on a network has. It is a table of its own, IPv4
-// alone. Its methods but Dropped are not safe for concurrent use.
+// Gate protects a kernel tunnel device against packets that do not come from a known
+// peer, because the kernel accepts datagrams from any sender. It also drops packets with
+// addresses that no host on a network can have. A gate is an nftables table of its own,
+// for IPv4 only. Only Dropped may be called concurrently with another method.
 type Gate struct {
 	device  string
-	local   netip.AddrPort // where datagrams for the device arrive
-	anybody bool           // may send, not only peers
+	local   netip.AddrPort // address at which datagrams for the device arrive
+	anybody bool           // any host may send, not only peers
 	peers   map[netip.Addr]int
-	rules   map[string][]uint64 // handles by chain, as they were made; nil: they have to be made
+	rules   map[string][]uint64 // handles of the rules by chain, as build created them; nil if the gate must be built
 
 	mu   sync.Mutex
-	lost map[string]uint64 // what tables that are gone have counted, by reason
+	lost map[string]uint64 // packets dropped by earlier tables, by reason
 }
 
 // gateTable is the name of the table.
 const gateTable = "flannel-udp"
 
-// The chains of a gate: one vouches for datagrams from peers, the other takes
-// what comes out of the device if it was vouched for.
+// The chains of a gate. The first marks datagrams from peers. The second drops packets
+// from the device whose datagram was not marked.
 const (
 	gateInput  = "input"
 	gateDevice = "tunnel"
 	gatePeers  = "peers"
 )
 
-// voucher is the priority of packets from known peers, between the two chains.
-// Unlike a mark nobody else looks at it there, and it does not come over a
-// network.
+// voucher is the priority that the first chain gives to datagrams from known peers, and
+// that the second chain checks. Unlike a packet mark, no other program uses the priority
+// between the two chains, and a packet from a network does not have it.
 const voucher = 0x666c75 // "flu"
 
-// The reasons for which a gate drops packets, as the comments of its rules have them.
+// The reasons for dropping packets, as in the comments of the rules.
 const (
 	unknownPeer      = "unknown_peer"
 	wrongPort        = "wrong_port"
@@ -59,26 +59,27 @@ const (
 	wrongDestination = "wrong_destination"
 )
 
-// NewGate returns a gate before device for what arrives at local, with no peer
-// admitted and nothing in the kernel yet.
+// NewGate returns a gate in front of device for datagrams to local. It admits no peer,
+// and does not change the kernel yet.
 func NewGate(device string, local netip.AddrPort) *Gate {
 	return &Gate{device: device, local: local, peers: map[netip.Addr]int{}, lost: map[string]uint64{}}
 }
 
-// NewOpenGate returns a gate that lets everybody send.
+// NewOpenGate returns a gate that admits every sender.
 func NewOpenGate(device string, local netip.AddrPort) *Gate {
 	g := NewGate(device, local)
 	g.anybody = true
 	return g
 }
 
-// GatePlaces are the chains of a gate.
+// GatePlaces returns the chains of a gate.
 func GatePlaces() []firewall.Place {
 	return []firewall.Place{{Table: gateTable, Chain: gateInput}, {Table: gateTable, Chain: gateDevice}}
 }
 
-// Shut closes the gate to everybody, unless there is one in the kernel, whose
-// peers go on until the first Update. It reports whether. An open gate is made as it is.
+// Shut creates a gate that admits no sender, unless the kernel has one already: that one
+// admits its peers until the first Update. former reports whether there was one. Shut
+// creates an open gate open.
 func (g *Gate) Shut() (former bool, err error) {
 	if g.anybody {
 		return false, g.build()
@@ -93,8 +94,8 @@ func (g *Gate) Shut() (former bool, err error) {
 	return false, g.build()
 }
 
-// Update admits added and not removed any more; an address may have been added
-// more than once. The change is one transaction.
+// Update admits the addresses in added and no longer those in removed. An address that
+// was added several times must be removed as often. The change is one transaction.
 func (g *Gate) Update(removed, added []netip.Addr) error {
 	if g.anybody {
 		removed, added = nil, nil
@@ -132,13 +133,14 @@ func (g *Gate) Update(removed, added []netip.Addr) error {
 		return oneline.Join(elements(in, func(e []nftables.SetElement) error { return c.SetAddElements(set, e) }),
 			elements(out, func(e []nftables.SetElement) error { return c.SetDeleteElements(set, e) }))
 	})
-	if err != nil { // another program has had its hands in it
+	if err != nil { // another program has changed the table
 		return g.build()
 	}
 	return nil
 }
 
-// Check makes the gate anew if it is not as it was made, and reports whether.
+// Check creates the gate again if the kernel does not have it as it was created, and
+// reports whether it did.
 func (g *Gate) Check() (repaired bool, err error) {
 	if g.rules == nil {
 		return false, nil
@@ -150,8 +152,8 @@ func (g *Gate) Check() (repaired bool, err error) {
 	return true, g.build()
 }
 
-// right reports whether the kernel has the gate. A rule is never changed: one
-// with the same handle is the same.
+// right reports whether the kernel has the gate unchanged. Comparing handles is
+// sufficient, because a rule with the same handle never changes.
 func (g *Gate) right() (bool, error) {
 	t, err := read(prefix.IPv4, gateTable)
 	if err != nil || !t.exists || t.dormant {
@@ -183,7 +185,7 @@ func (g *Gate) right() (bool, error) {
 	return true, nil
 }
 
-// ignoreGone is err unless it says that something is not there.
+// ignoreGone returns err, or nil if err says that an object does not exist.
 func ignoreGone(err error) error {
 	if errors.Is(err, unix.ENOENT) {
 		return nil
@@ -191,8 +193,8 @@ func ignoreGone(err error) error {
 	return err
 }
 
-// Dropped returns how many packets were dropped for each reason, as far as is known: those
-// that a gate of the process before dropped count.
+// Dropped returns the number of dropped packets by reason. It includes those that the
+// gate of an earlier process has dropped.
 func (g *Gate) Dropped() map[string]uint64 {
 	g.mu.Lock()
 	defer g.mu.Unlock()
@@ -206,7 +208,7 @@ func (g *Gate) Dropped() map[string]uint64 {
 	return all
 }
 
-// counted adds what the gate in the kernel has dropped to counts.
+// counted adds the packets that the gate in the kernel has dropped to counts.
 func counted(c *nftables.Conn, counts map[string]uint64) error {
 	for _, chain := range []string{gateInput, gateDevice} {
 		rules, err := c.GetRules(tableOfGate(), &nftables.Chain{Name: chain, Table: tableOfGate()})
@@ -216,7 +218,7 @@ func counted(c *nftables.Conn, counts map[string]uint64) error {
 		for _, r := range rules {
 			reason, ok := userdata.GetString(r.UserData, userdata.TypeComment)
 			if !ok {
-				reason = unknownPeer // of a version that had no other
+				reason = unknownPeer // created by a version that had no other reason
 			}
 			for _, e := range r.Exprs {
 				if counter, ok := e.(*expr.Counter); ok {
@@ -228,7 +230,8 @@ func counted(c *nftables.Conn, counts map[string]uint64) error {
 	return nil
 }
 
-// HasGate reports whether the kernel has a gate. One without nftables has none.
+// HasGate reports whether the kernel has a gate. It returns false if the kernel does not
+// support nftables.
 func HasGate() (bool, error) {
 	exists, err := HasTable(prefix.IPv4, gateTable)
 	if errors.Is(err, errNoKernel) {
@@ -237,7 +240,7 @@ func HasGate() (bool, error) {
 	return exists, err
 }
 
-// RemoveGate removes what a gate has in the kernel.
+// RemoveGate removes the gate from the kernel.
 func RemoveGate() error {
 	exists, err := HasGate()
 	if err != nil || !exists {
@@ -247,7 +250,7 @@ func RemoveGate() error {
 	return ignoreGone(err)
 }
 
-// build makes the gate in place of whatever has its name.
+// build creates the gate, and replaces any table with its name.
 func (g *Gate) build() error {
 	g.rules = nil
 	c, err := nftables.New()
@@ -262,7 +265,7 @@ func (g *Gate) build() error {
 	return err
 }
 
-// keepCounts notes what the gate in the kernel has dropped, before it is replaced.
+// keepCounts saves the counts of the gate in the kernel before it is replaced.
 func (g *Gate) keepCounts(c *nftables.Conn) {
 	counts := map[string]uint64{}
 	if counted(c, counts) != nil {
@@ -275,7 +278,7 @@ func (g *Gate) keepCounts(c *nftables.Conn) {
 	}
 }
 
-// transact carries out what fill adds: all of it or nothing.
+// transact executes the changes that fill adds: all of them or none.
 func transact(fill func(*nftables.Conn) error) error {
 	c, err := nftables.New(nftables.WithSockOptions(func(nl *netlink.Conn) error { return nl.SetWriteBuffer(batchBuffer) }))
 	if err != nil {
@@ -312,7 +315,7 @@ func (g *Gate) handles(c *nftables.Conn) (map[string][]uint64, error) {
 	return all, nil
 }
 
-// elements hands addrs to do, as many at once as one message can carry.
+// elements calls do with parts of addrs that fit one message.
 func elements(addrs []netip.Addr, do func([]nftables.SetElement) error) error {
 	const most = 1000
 	for chunk := range slices.Chunk(addrs, most) {
@@ -327,7 +330,7 @@ func elements(addrs []netip.Addr, do func([]nftables.SetElement) error) error {
 	return nil
 }
 
-// write adds what makes the gate to c's transaction.
+// write adds the gate to c's transaction.
 func (g *Gate) write(c *nftables.Conn) error {
 	c.AddTable(tableOfGate())
 	c.DelTable(tableOfGate())
@@ -361,14 +364,14 @@ func (g *Gate) write(c *nftables.Conn) error {
 	return nil
 }
 
-// gateRule is a rule of a gate. If it drops packets it has the reason for that.
+// gateRule is a rule of a gate. drops is the reason if the rule drops packets.
 type gateRule struct {
 	match  []expr.Any
 	drops  string
 	action []expr.Any
 }
 
-// in returns the rule as it is in a chain.
+// in returns the rule for a chain.
 func (r gateRule) in(t *nftables.Table, c *nftables.Chain) *nftables.Rule {
 	if r.drops == "" {
 		return &nftables.Rule{Table: t, Chain: c, Exprs: slices.Concat(r.match, r.action)}
@@ -379,9 +382,9 @@ func (r gateRule) in(t *nftables.Table, c *nftables.Chain) *nftables.Rule {
 	}
 }
 
-// input are the rules for datagrams: they must come from a peer, and from the port that
-// peers send from. A pod on a peer's host that sends from another port shares only the
-// address, by masquerading.
+// input returns the rules for datagrams. These must come from a peer, and from the port
+// that peers send from. A pod on a peer's host has the same address because of
+// masquerading, but another port.
 func (g *Gate) input(peers *nftables.Set) []gateRule {
 	if g.anybody {
 		return nil
@@ -402,7 +405,7 @@ func (g *Gate) input(peers *nftables.Set) []gateRule {
 	}
 }
 
-// tunnel are the rules for packets that come out of the device.
+// tunnel returns the rules for packets that come out of the device.
 func (g *Gate) tunnel(nobody, nowhere *nftables.Set) []gateRule {
 	device := []expr.Any{
 		&expr.Meta{Key: expr.MetaKeyIIFNAME, Register: 1},
@@ -425,8 +428,8 @@ func (g *Gate) tunnel(nobody, nowhere *nftables.Set) []gateRule {
 	return append([]gateRule{vouched}, rules...)
 }
 
-// ofNoHost are the addresses that no single host on a network has: unspecified, loopback,
-// multicast and broadcast.
+// ofNoHost returns the addresses that no host on a network can have: unspecified,
+// loopback, multicast and broadcast.
 func ofNoHost() []nftables.SetElement {
 	return []nftables.SetElement{
 		{Key: []byte{0, 0, 0, 0}}, {Key: []byte{0, 0, 0, 1}, IntervalEnd: true},
@@ -436,12 +439,12 @@ func ofNoHost() []nftables.SetElement {
 	}
 }
 
-// address reads an address of the IPv4 header.
+// address loads an address of the IPv4 header.
 func address(offset uint32) []expr.Any {
 	return []expr.Any{&expr.Payload{DestRegister: 1, Base: expr.PayloadBaseNetworkHeader, Offset: offset, Len: 4}}
 }
 
-// datagram matches what arrives at the tunnel's port.
+// datagram matches datagrams to the tunnel's port.
 func (g *Gate) datagram() []expr.Any {
 	return []expr.Any{
 		&expr.Meta{Key: expr.MetaKeyL4PROTO, Register: 1}, equal([]byte{unix.IPPROTO_UDP}),

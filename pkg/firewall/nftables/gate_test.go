@@ -30,7 +30,8 @@ func admitted(t *testing.T) int {
 	return strings.Count(firewalltest.Shell(t, "nft list set ip flannel-udp peers"), "10.200.")
 }
 
-// TestKernelGate follows peers, and puts right what others change.
+// TestKernelGate checks that a gate admits the right peers, and that Check repairs
+// changes by other programs.
 func TestKernelGate(t *testing.T) {
 	firewalltest.Enter(t)
 	g := NewGate("flannel0", netip.MustParseAddrPort("192.168.77.1:8285"))
@@ -44,7 +45,7 @@ func TestKernelGate(t *testing.T) {
 	}{
 		{nil, all[:3], 3},
 		{nil, all, 5000},
-		{all[:3], nil, 5000}, // they were added twice
+		{all[:3], nil, 5000}, // these were added twice
 		{all[:4000], nil, 1000},
 		{all[4000:4001], all[4000:4001], 1000},
 		{all[4002:], all[:1], 3},
@@ -100,12 +101,12 @@ func TestKernelGate(t *testing.T) {
 		}
 		healthy(script)
 	}
-	// A change finds out as well.
+	// Update repairs the gate too.
 	firewalltest.Shell(t, "nft delete table ip flannel-udp")
 	if err := g.Update(nil, all[7:8]); err != nil || admitted(t) != 4 {
 		t.Errorf("%v, %d peers", err, admitted(t))
 	}
-	// The next process leaves it as it is until it knows the peers.
+	// The next process keeps the gate until it knows the peers.
 	next := NewGate("flannel0", netip.MustParseAddrPort("192.168.77.1:8285"))
 	if former, err := next.Shut(); !former || err != nil || admitted(t) != 4 {
 		t.Errorf("%v, %v, %d peers", former, err, admitted(t))
@@ -113,7 +114,7 @@ func TestKernelGate(t *testing.T) {
 	if err := next.Update(nil, all[:2]); err != nil || admitted(t) != 2 {
 		t.Errorf("%v, %d peers", err, admitted(t))
 	}
-	// One that lets everybody in is none.
+	// A dormant gate admits every sender, so it counts as missing.
 	firewalltest.Shell(t, "nft add table ip flannel-udp '{ flags dormant; }'")
 	last := NewGate("flannel0", netip.MustParseAddrPort("192.168.77.1:8285"))
 	if former, err := last.Shut(); former || err != nil || admitted(t) != 0 {
@@ -129,8 +130,8 @@ func TestKernelGate(t *testing.T) {
 	}
 }
 
-// TestKernelGateCounts: strangers are dropped and counted, peers pass, and a
-// gate that is made anew keeps its count.
+// TestKernelGateCounts checks that datagrams of other senders are dropped and counted,
+// that peers are admitted, and that a gate that is created again keeps its counts.
 func TestKernelGateCounts(t *testing.T) {
 	firewalltest.Enter(t)
 	firewalltest.Shell(t, "ip link set lo up")
@@ -143,7 +144,7 @@ func TestKernelGateCounts(t *testing.T) {
 		sendUDP(t, from, "127.0.0.1:8285")
 	}
 	if from := receiveUDP(t, conn); from != "127.0.0.2:8285" {
-		t.Errorf("a datagram from %s arrives", from)
+		t.Errorf("a datagram from %s was received", from)
 	}
 	expect := func(unknownPeers uint64) {
 		t.Helper()
@@ -161,8 +162,9 @@ func TestKernelGateCounts(t *testing.T) {
 	expect(3)
 }
 
-// TestKernelOpenGate lets everybody send, but not from or to addresses of no host. The
-// device is that of a pair, as this kernel may have no ipip.
+// TestKernelOpenGate checks that an open gate admits every sender, and drops packets with
+// addresses that no host can have. The device is that of a veth pair, because this kernel
+// may not support ipip.
 func TestKernelOpenGate(t *testing.T) {
 	firewalltest.Enter(t)
 	firewalltest.Shell(t, `ip link set lo up
@@ -176,7 +178,7 @@ func TestKernelOpenGate(t *testing.T) {
 		t.Fatal(former, err)
 	}
 	if err := g.Update(nil, peerAddrs(3)); err != nil || admitted(t) != 0 {
-		t.Errorf("%v, %d peers in a set that nothing looks at", err, admitted(t))
+		t.Errorf("%v, %d peers in the set of an open gate, want none", err, admitted(t))
 	}
 	conn := listenUDP(t, "0.0.0.0:9999")
 	for _, a := range [][2]string{
@@ -186,7 +188,7 @@ func TestKernelOpenGate(t *testing.T) {
 		sendFrame(t, "far", "flannel0", netip.MustParseAddr(a[0]), netip.MustParseAddr(a[1]), 9999)
 	}
 	if from := receiveUDP(t, conn); from != "10.5.2.7:9999" {
-		t.Errorf("a datagram from %s arrives", from)
+		t.Errorf("a datagram from %s was received", from)
 	}
 	want := map[string]uint64{"unknown_peer": 0, "wrong_port": 0, "wrong_source": 3, "wrong_destination": 3}
 	if diff := cmp.Diff(want, g.Dropped()); diff != "" {
@@ -267,7 +269,7 @@ func receiveUDP(t *testing.T, conn *net.UDPConn) string {
 	return from.String()
 }
 
-// TestKernelGateOfManyPeers has as many as a /8 of /24 subnets can have, all at once.
+// TestKernelGateOfManyPeers adds as many peers as a /8 of /24 subnets can have, at once.
 func TestKernelGateOfManyPeers(t *testing.T) {
 	firewalltest.Enter(t)
 	g := NewGate("flannel0", netip.MustParseAddrPort("192.168.77.1:8285"))

@@ -24,8 +24,8 @@ func families(script string) string {
 
 const list = "nft list ruleset"
 
-// listSorted lists chains by name: nft shows them in the order in which they
-// were made.
+// listSorted lists chains by name, because nft prints them in the order of their
+// creation.
 const listSorted = `nft list tables
 nft list ruleset | grep flags || true
 for table in "ip flannel-ipv4" "ip6 flannel-ipv6" "ip kube-proxy" "ip6 kube-proxy"; do
@@ -117,7 +117,7 @@ func TestKernelGolden(t *testing.T) {
 	}
 }
 
-// TestKernelManyRules has more rules than fit the buffers that a socket begins with.
+// TestKernelManyRules applies more rules than fit the default buffers of a socket.
 func TestKernelManyRules(t *testing.T) {
 	for _, n := range []int{300, 1000} {
 		t.Run(strconv.Itoa(n), func(t *testing.T) {
@@ -137,8 +137,8 @@ func TestKernelManyRules(t *testing.T) {
 	}
 }
 
-// TestKernelRefused has a table that the kernel keeps for another program: nothing is
-// said to be written.
+// TestKernelRefused tests a table that the kernel reserves for another program. Apply
+// must not report a change.
 func TestKernelRefused(t *testing.T) {
 	firewalltest.Enter(t)
 	owner, err := dial(prefix.IPv4)
@@ -146,7 +146,7 @@ func TestKernelRefused(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer owner.close()
-	const owned = 2 // NFT_TABLE_F_OWNER, which x/sys/unix lacks
+	const owned = 2 // NFT_TABLE_F_OWNER, for which x/sys/unix has no constant
 	table := owner.message(unix.NFT_MSG_NEWTABLE, netlink.Create, attributes(func(ae *netlink.AttributeEncoder) {
 		ae.String(unix.NFTA_TABLE_NAME, tableName(prefix.IPv4))
 		ae.Uint32(unix.NFTA_TABLE_FLAGS, owned)
@@ -163,7 +163,7 @@ func TestKernelRefused(t *testing.T) {
 	}
 	for _, p := range []firewall.Policy{p, many} {
 		if changed, err := New().Apply(t.Context(), p); changed || !errors.Is(err, unix.EPERM) {
-			t.Errorf("changed %v, %v, want nothing but %v", changed, err, unix.EPERM)
+			t.Errorf("changed %v, %v, want no change and %v", changed, err, unix.EPERM)
 		}
 	}
 }

@@ -13,16 +13,16 @@ import (
 	"flanneld/pkg/prefix"
 )
 
-// Lead is where a rule sends packets: a chain, or a target in the words of
-// iptables. Always is set if the rule has no condition, so far as can be told,
-// and Hidden if it has one that iptables may not print.
+// Lead is the chain that a rule sends packets to, or its target in the words of iptables.
+// Always is set if the rule has no condition, as far as lead understands it. Hidden is
+// set if the rule has a condition that iptables may not print.
 type Lead struct {
 	Target         string
 	Always, Hidden bool
 }
 
-// Leads returns where the rules of a chain lead, whoever made it, one for each
-// rule. It sees those that iptables hides or prints without their conditions.
+// Leads returns one Lead for each rule of a chain, including rules of other programs. It
+// also sees rules that iptables hides or prints without their conditions.
 func Leads(f prefix.Family, table, chain string) (leads []Lead, exists bool, err error) {
 	c, err := dial(f)
 	if err != nil {
@@ -53,13 +53,13 @@ func (c *conn) leads(f prefix.Family, table, chain string) (leads []Lead, exists
 	return leads, true, err
 }
 
-// lead reads the expressions of a rule. What it does not know is a condition.
+// lead parses the expressions of a rule. An unknown expression counts as a condition.
 func lead(f prefix.Family, raw []byte) Lead {
 	l := Lead{Always: true}
 	err := eachExpression(raw, func(name string, data []byte) bool {
 		switch name {
 		case "counter", "log":
-		case "match": // of iptables
+		case "match": // a match of iptables
 			l.Always = l.Always && text(attribute(data, unix.NFTA_MATCH_NAME)) == "comment"
 		case "target":
 			l.Target = text(attribute(data, unix.NFTA_TARGET_NAME))
@@ -77,12 +77,12 @@ func lead(f prefix.Family, raw []byte) Lead {
 	return l
 }
 
-// printed reports whether every iptables shows what the expression does. Up to
-// 1.8.7 it leaves out what it has no option for, and says nothing of it.
+// printed reports whether every version of iptables prints the expression. Versions up to
+// 1.8.7 silently leave out expressions that they have no option for.
 func printed(f prefix.Family, name string, data []byte) bool {
 	switch name {
 	case "cmp", "bitwise", "masq":
-		return true // of what has been loaded
+		return true // compares the loaded value
 	case "meta":
 		var e expr.Meta
 		return expr.Unmarshal(protocol(f), data, &e) == nil && slices.Contains([]expr.MetaKey{
@@ -97,12 +97,12 @@ func printed(f prefix.Family, name string, data []byte) bool {
 	return false
 }
 
-// verdictTarget reads the data of an immediate expression.
+// verdictTarget parses the data of an immediate expression.
 func verdictTarget(data []byte) (target string, ok bool) {
 	v := attribute(attribute(data, unix.NFTA_IMMEDIATE_DATA), unix.NFTA_DATA_VERDICT)
 	code := attribute(v, unix.NFTA_VERDICT_CODE)
 	if len(code) != 4 {
-		return "", false // it loads a register
+		return "", false // the expression loads a register
 	}
 	switch int32(binary.BigEndian.Uint32(code)) {
 	case nfDrop:
@@ -117,5 +117,5 @@ func verdictTarget(data []byte) (target string, ok bool) {
 	return "", false
 }
 
-// text is the value of an attribute that is a string.
+// text returns the value of a string attribute.
 func text(b []byte) string { return strings.TrimRight(string(b), "\x00") }

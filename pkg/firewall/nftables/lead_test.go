@@ -9,7 +9,7 @@ import (
 	"flanneld/pkg/prefix"
 )
 
-// TestKernelLeads asks where rules lead that nft and iptables have made.
+// TestKernelLeads reads rules that nft and iptables have created.
 func TestKernelLeads(t *testing.T) {
 	always, some, hidden := Lead{Target: "DROP", Always: true}, Lead{Target: "DROP"}, Lead{Target: "DROP", Hidden: true}
 	for rule, want := range map[string]Lead{
@@ -24,7 +24,7 @@ func TestKernelLeads(t *testing.T) {
 		"nft meta mark and 0x4000 == 0x4000 drop":   some,
 		"nft iifname eth0 oif lo drop":              some,
 		"nft IP saddr ADDR tcp dport 80 drop":       hidden,
-		"nft IP saddr ADDR @th,96,32 5 drop":        hidden, // where a header of IPv4 has its source
+		"nft IP saddr ADDR @th,96,32 5 drop":        hidden, // offset of the source address in an IPv4 header
 		"nft IP saddr ADDR IP dscp 5 drop":          hidden,
 		"nft IP saddr ADDR IP TTL 5 drop":           hidden,
 		"nft IP saddr ADDR meta priority 5 drop":    hidden,

@@ -1,5 +1,5 @@
-// Package nftables applies firewall rules through netlink, in tables of our
-// own, and listens to what others change. It runs no program.
+// Package nftables applies firewall rules through netlink, in tables of its own, and
+// listens to changes by other programs. It runs no program.
 package nftables
 
 import (
@@ -15,14 +15,14 @@ import (
 	"flanneld/pkg/prefix"
 )
 
-// attempts bounds how often a pass is made anew because another program was
-// quicker.
+// attempts limits how often a pass is repeated because another program has changed the
+// ruleset.
 const attempts = 10
 
 // Applier implements firewall.Applier.
 type Applier struct{}
 
-// New returns an applier.
+// New returns an Applier.
 func New() *Applier { return &Applier{} }
 
 // Available returns nil if the kernel has nftables.
@@ -36,7 +36,7 @@ func Available() error {
 	return err
 }
 
-// HasTable reports whether there is a table of that name, whoever made it.
+// HasTable reports whether a table with that name exists, of any program.
 func HasTable(f prefix.Family, name string) (bool, error) {
 	t, err := read(f, name)
 	return t.exists, err
@@ -51,8 +51,7 @@ func read(f prefix.Family, name string) (table, error) {
 	return c.table(name)
 }
 
-// Apply implements firewall.Applier. All changes to a family are one
-// transaction.
+// Apply implements firewall.Applier. All changes to a family are one transaction.
 func (a *Applier) Apply(ctx context.Context, p firewall.Policy) (changed bool, err error) {
 	var errs []error
 	for _, f := range []prefix.Family{prefix.IPv4, prefix.IPv6} {
@@ -62,7 +61,7 @@ func (a *Applier) Apply(ctx context.Context, p firewall.Policy) (changed bool, e
 		}
 		wrote, err := apply(ctx, t)
 		if errors.Is(err, errNoKernel) && !t.Wanted() {
-			err = nil // then there is nothing left, either
+			err = nil // a kernel without nftables has no rules to remove
 		}
 		changed = changed || wrote
 		if err != nil {
@@ -86,9 +85,10 @@ func apply(ctx context.Context, t firewall.Table) (changed bool, err error) {
 	return changed, errRaced
 }
 
-// once reads, plans and writes. The write holds only if nothing has changed
-// since the first read. A dormant table is woken when its chains are right: in
-// one transaction the kernel does not take both, so there is more to do then.
+// once reads the rules, plans and writes. The write succeeds only if the ruleset has not
+// changed since the read. A dormant table takes two transactions, because the kernel does
+// not accept its activation together with changes of its chains: more reports that the
+// second one is needed.
 func once(t firewall.Table) (changed, more bool, err error) {
 	c, err := dial(t.Family)
 	if err != nil {
@@ -113,7 +113,7 @@ func once(t firewall.Table) (changed, more bool, err error) {
 	return true, have.dormant, nil
 }
 
-// spec is what a chain of ours is.
+// spec describes a chain of flanneld.
 type spec struct {
 	name, comment  string
 	kind           string
@@ -143,7 +143,7 @@ func tableName(f prefix.Family) string {
 
 func tableComment(f prefix.Family) string { return "rules for " + tableName(f) }
 
-// plan returns the changes that lead from what is there to what t says.
+// plan returns the changes that lead from the existing table to t.
 func (c *conn) plan(have table, t firewall.Table) ([]netlink.Message, error) {
 	var changes []netlink.Message
 	left := have.chains
@@ -180,8 +180,8 @@ func (c *conn) plan(have table, t firewall.Table) ([]netlink.Message, error) {
 	return changes, nil
 }
 
-// planChain makes one chain right. Rules of other daemons are not touched,
-// unless the chain itself has to be made anew.
+// planChain plans one chain. It does not touch rules of other daemons, unless the chain
+// itself must be created again.
 func (c *conn) planChain(t firewall.Table, chain firewall.Chain, there chainState, a firewall.Arrangement) ([]netlink.Message, error) {
 	var changes []netlink.Message
 	rebuild := there.exists && !there.right
@@ -203,7 +203,7 @@ func (c *conn) planChain(t firewall.Table, chain firewall.Chain, there chainStat
 			changes = append(changes, c.delRule(t, chain, r.handle))
 		}
 	}
-	for _, r := range a.Common { // without Append a rule goes to the head
+	for _, r := range a.Common { // without Append a rule is added at the head
 		raw, err := encode(t.Family, r)
 		if err != nil {
 			return nil, err

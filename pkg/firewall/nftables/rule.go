@@ -14,8 +14,8 @@ import (
 	"flanneld/pkg/prefix"
 )
 
-// header says where a family's packet header has its addresses and the protocol,
-// and how long an address is, in bytes.
+// header contains the offsets of the addresses and of the protocol in a family's packet
+// header, and the length of an address, in bytes.
 type header struct{ src, dst, protocol, length uint32 }
 
 func headerOf(f prefix.Family) header {
@@ -27,8 +27,7 @@ func headerOf(f prefix.Family) header {
 
 const register = unix.NFT_REG_1
 
-// encode writes a rule as expressions, in the form of an attribute of
-// NFT_MSG_NEWRULE.
+// encode returns a rule as expressions, in the form of an attribute of NFT_MSG_NEWRULE.
 func encode(f prefix.Family, r firewall.Rule) ([]byte, error) {
 	var exprs []expr.Any
 	if r.Marked {
@@ -84,7 +83,7 @@ func match(offset, length uint32, m firewall.Match) []expr.Any {
 	return append(exprs, &expr.Cmp{Op: op, Register: register, Data: m.Prefix.Addr().AsSlice()})
 }
 
-// Where the header of UDP has the destination port, and how long that is, in bytes.
+// Offset and length in bytes of the destination port in a UDP header.
 const portOffset, portLength = 2, 2
 
 func carries(p firewall.Payload) []expr.Any {
@@ -100,7 +99,7 @@ func carries(p firewall.Payload) []expr.Any {
 	return exprs
 }
 
-// mask is a netmask of length bytes.
+// mask returns a netmask of length bytes.
 func mask(ones, length int) []byte {
 	m := make([]byte, length)
 	for i := range m {
@@ -109,8 +108,8 @@ func mask(ones, length int) []byte {
 	return m
 }
 
-// decode reads the expressions of a rule. ok is false if it is none that
-// flannel makes, in any of the forms in which nft writes them.
+// decode parses the expressions of a rule. ok reports whether flannel creates such a
+// rule, in any of the forms in which nft writes it.
 func decode(f prefix.Family, raw []byte) (r firewall.Rule, ok bool) {
 	d, fits := decoding{family: f}, true
 	err := eachExpression(raw, func(name string, data []byte) bool {
@@ -120,8 +119,7 @@ func decode(f prefix.Family, raw []byte) (r firewall.Rule, ok bool) {
 	return d.rule, err == nil && fits && d.rule.Action != 0 && d.idle()
 }
 
-// eachExpression hands the expressions of a rule to take, until it returns
-// false.
+// eachExpression calls take with the expressions of a rule, until take returns false.
 func eachExpression(raw []byte, take func(name string, data []byte) bool) error {
 	ad, err := decoder(raw)
 	if err != nil {
@@ -148,23 +146,23 @@ func eachExpression(raw []byte, take func(name string, data []byte) bool) error 
 	return ad.Err()
 }
 
-// decoding is a rule of which the expressions so far have been read.
+// decoding is a rule whose expressions have been parsed up to some point.
 type decoding struct {
 	family   prefix.Family
 	rule     firewall.Rule
-	payload  *expr.Payload // in the register
-	mark     bool          // in the register
-	protocol bool          // in the register
-	mask     []byte        // applied to the register; nil for none
+	payload  *expr.Payload // loaded into the register
+	mark     bool          // loaded into the register
+	protocol bool          // loaded into the register
+	mask     []byte        // netmask applied to the register; nil if none
 }
 
-// idle reports whether the register holds nothing that is to be compared.
+// idle reports whether the register contains no value that a comparison should follow.
 func (d *decoding) idle() bool { return d.payload == nil && !d.mark && !d.protocol }
 
-// take takes in one expression. It returns false if it does not fit.
+// take parses one expression. It returns false if the expression does not fit.
 func (d *decoding) take(name string, data []byte) bool {
 	if d.rule.Action != 0 {
-		return false // it has come to its end
+		return false // the rule has ended already
 	}
 	read := func(e expr.Any) bool { return expr.Unmarshal(protocol(d.family), data, e) == nil }
 	idle := d.idle()
@@ -204,12 +202,12 @@ func (d *decoding) take(name string, data []byte) bool {
 		}
 		return true
 	case "counter":
-		return true // it counts, and does nothing
+		return true // a counter has no effect on packets
 	}
 	return false
 }
 
-// compare takes in the comparison of what is in the register.
+// compare parses the comparison of the register.
 func (d *decoding) compare(e expr.Cmp) bool {
 	if d.mark {
 		mark := binary.NativeEndian.AppendUint32(nil, firewall.Mark)
@@ -259,12 +257,13 @@ func (d *decoding) compare(e expr.Cmp) bool {
 	return ok
 }
 
-// readsPort reports whether e reads the destination port of UDP.
+// readsPort reports whether e loads the destination port of UDP.
 func (d *decoding) readsPort(e expr.Payload) bool {
 	return e.Base == expr.PayloadBaseTransportHeader && e.Offset == portOffset && e.Len == portLength && d.rule.Payload.Protocol == firewall.UDP
 }
 
-// verdict reads the data of an immediate expression; 0 is any other verdict.
+// verdict parses the data of an immediate expression. It returns 0 for a verdict without
+// an Action.
 func verdict(data []byte) (a firewall.Action) {
 	for _, nested := range []uint16{unix.NFTA_IMMEDIATE_DATA, unix.NFTA_DATA_VERDICT, unix.NFTA_VERDICT_CODE} {
 		data = attribute(data, nested)
@@ -289,7 +288,7 @@ const (
 	nfAccept = 1
 )
 
-// attribute returns the value of the attribute typ; nil if there is none.
+// attribute returns the value of the attribute typ, or nil if there is none.
 func attribute(b []byte, typ uint16) []byte {
 	ad, err := decoder(b)
 	if err != nil {

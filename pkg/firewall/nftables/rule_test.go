@@ -17,14 +17,14 @@ func TestEncodeAndDecode(t *testing.T) {
 					t.Fatal(err)
 				}
 				if got, ok := decode(f, raw); !ok || got != r {
-					t.Errorf("%+v comes back as %+v, %v", r, got, ok)
+					t.Errorf("%+v is decoded as %+v, %v", r, got, ok)
 				}
 			}
 		}
 	}
 }
 
-// FuzzDecode holds decode against encode.
+// FuzzDecode compares decode with encode.
 func FuzzDecode(f *testing.F) {
 	for _, c := range firewall.Chains() {
 		for _, r := range firewalltest.Guarded().Table(prefix.IPv4).Rules(c) {
@@ -45,7 +45,7 @@ func FuzzDecode(f *testing.F) {
 			t.Fatal(err)
 		}
 		if got, ok := decode(prefix.IPv4, again); !ok || got != r {
-			t.Errorf("%+v comes back as %+v, %v", r, got, ok)
+			t.Errorf("%+v is decoded as %+v, %v", r, got, ok)
 		}
 	})
 }

@@ -9,19 +9,19 @@ import (
 	"flanneld/pkg/prefix"
 )
 
-// table is a table as the kernel has it.
+// table is a table in the kernel.
 type table struct {
 	exists, dormant bool
-	chains          uint32 // how many, of ours and others
+	chains          uint32 // number of chains, including foreign ones
 	ours            map[firewall.Chain]chainState
 }
 
-// chainState is a chain of ours as the kernel has it.
+// chainState is a chain of flanneld in the kernel.
 type chainState struct {
 	exists  bool
-	right   bool // it is what it should be, but for its rules
+	right   bool // the chain is as wanted, apart from its rules
 	rules   []ruleState
-	decoded []*firewall.Rule // of rules, nil for those of other programs
+	decoded []*firewall.Rule // decoded rules; nil for those of other programs
 }
 
 type ruleState struct {
@@ -29,7 +29,7 @@ type ruleState struct {
 	raw    []byte // expressions
 }
 
-// table reads the named table; of its chains, ours.
+// table reads the named table and flanneld's chains in it.
 func (c *conn) table(name string) (table, error) {
 	t := table{ours: map[firewall.Chain]chainState{}}
 	attrs := attributes(func(ae *netlink.AttributeEncoder) { ae.String(unix.NFTA_TABLE_NAME, name) })
@@ -106,7 +106,7 @@ func (c *conn) rules(table, chain string, s *chainState) error {
 	})
 }
 
-// eachRule hands the rules of a chain to take, in their order.
+// eachRule calls take with the rules of a chain, in their order.
 func (c *conn) eachRule(table, chain string, take func(ruleState)) error {
 	attrs := attributes(func(ae *netlink.AttributeEncoder) {
 		ae.String(unix.NFTA_RULE_TABLE, table)
@@ -134,12 +134,13 @@ func (c *conn) decodeFamily() prefix.Family {
 	return prefix.IPv6
 }
 
-// The type of the comment in the user data of tables and chains.
+// commentType is the type of the comment in the user data of tables and chains.
 const commentType = userdata.Type(0)
 
 func comment(text string) []byte { return userdata.AppendString(nil, commentType, text) }
 
-// The attributes of user data, which x/sys/unix lacks: linux/netfilter/nf_tables.h.
+// The attributes of user data (linux/netfilter/nf_tables.h), for which x/sys/unix has no
+// constants.
 const (
 	nftaTableUserdata = 6
 	nftaChainUserdata = 12

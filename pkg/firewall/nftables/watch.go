@@ -15,18 +15,18 @@ import (
 	"flanneld/pkg/prefix"
 )
 
-// A change wakes at once, further ones wait for quiet: programs that rewrite
-// rules often do it in many steps.
+// quiet is the time without a change after which wake is called again. The first change
+// calls it at once, because programs often rewrite rules in many steps.
 const quiet = 200 * time.Millisecond
 
-// listenPause is the pause before listening is tried again.
+// listenPause is the pause after a failure to listen.
 const listenPause = time.Second
 
-// listenBuffer is the size of the socket's receive buffer, in bytes. It
-// overflows without harm: that counts as a change.
+// listenBuffer is the size of the socket's receive buffer in bytes. An overflow does no
+// harm, because it counts as a change.
 const listenBuffer = 1 << 20
 
-// OwnPlaces are the chains that Apply makes.
+// OwnPlaces returns the chains that Apply creates.
 func OwnPlaces() []firewall.Place {
 	var places []firewall.Place
 	for _, f := range []prefix.Family{prefix.IPv4, prefix.IPv6} {
@@ -37,9 +37,8 @@ func OwnPlaces() []firewall.Place {
 	return places
 }
 
-// Watch calls wake when the rules of one of places may have changed, or the
-// chain or table itself, and each time that it begins to listen, until ctx
-// ends.
+// Watch calls wake when the rules of one of places may have changed, or the chain or
+// table itself, until ctx ends. It also calls wake each time that it begins to listen.
 func Watch(ctx context.Context, places []firewall.Place, wake func()) {
 	failing := false
 	for ctx.Err() == nil {
@@ -77,7 +76,7 @@ func listen(ctx context.Context, places []firewall.Place, wake func()) error {
 		switch {
 		case ctx.Err() != nil:
 			return nil
-		case errors.Is(err, unix.ENOBUFS): // something was lost
+		case errors.Is(err, unix.ENOBUFS): // messages were lost
 		case err != nil:
 			return fmt.Errorf("listen to nftables: %w", err)
 		case !slices.ContainsFunc(messages, func(m netlink.Message) bool { return concerns(m, places) }):
@@ -88,7 +87,7 @@ func listen(ctx context.Context, places []firewall.Place, wake func()) error {
 	}
 }
 
-// concerns reports whether a message tells of a change in one of the places.
+// concerns reports whether a message announces a change in one of the places.
 func concerns(m netlink.Message, places []firewall.Place) bool {
 	var table, chain uint16 // attributes
 	switch uint16(m.Header.Type) & 0xff {

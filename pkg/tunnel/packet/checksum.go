@@ -5,10 +5,9 @@ import (
 	"math/bits"
 )
 
-// sum adds the 16-bit words of b to the one's complement sum partial, in
-// little-endian order: RFC 1071 lets the order be put right at the end. An odd
-// last byte counts as if a zero followed, so only the last part of what is
-// summed may be odd.
+// sum adds the 16-bit words of b to the one's complement sum partial, in little-endian
+// order. RFC 1071 allows the order to be corrected at the end. An odd last byte counts as
+// if a zero followed, so only the last part of a sum may have an odd length.
 func sum(b []byte, partial uint64) uint64 {
 	s, carry, carries := partial, uint64(0), uint64(0)
 	for ; len(b) >= 64; b = b[64:] {
@@ -21,7 +20,7 @@ func sum(b []byte, partial uint64) uint64 {
 		s, carry = bits.Add64(s, binary.LittleEndian.Uint64(w[40:]), carry)
 		s, carry = bits.Add64(s, binary.LittleEndian.Uint64(w[48:]), carry)
 		s, carry = bits.Add64(s, binary.LittleEndian.Uint64(w[56:]), carry)
-		carries += carry // which the next block need not wait for
+		carries += carry // a sum of its own, so that the next block does not depend on this one
 	}
 	s, carry = bits.Add64(s, carries, 0)
 	for ; len(b) >= 8; b = b[8:] {
@@ -44,7 +43,7 @@ func sum(b []byte, partial uint64) uint64 {
 	return s + carry
 }
 
-// headerSum is the sum of an IPv4 header, most of which have no options.
+// headerSum returns the sum of an IPv4 header. It is fast for a header without options.
 func headerSum(b []byte) uint64 {
 	w := (*[header4]byte)(b)
 	s := uint64(binary.LittleEndian.Uint32(w[0:])) + uint64(binary.LittleEndian.Uint32(w[4:])) +
@@ -56,7 +55,7 @@ func headerSum(b []byte) uint64 {
 	return sum(b[header4:], s)
 }
 
-// fold returns what sum came to, as a number to be written in network order.
+// fold returns the checksum of a sum, as a number in network order.
 func fold(s uint64) uint16 {
 	s = s&0xffffffff + s>>32
 	s = s&0xffffffff + s>>32
@@ -65,10 +64,11 @@ func fold(s uint64) uint16 {
 	return bits.ReverseBytes16(uint16(s))
 }
 
-// swap is a 16-bit word as sum sees it.
+// swap converts a 16-bit word to the byte order of sum.
 func swap(v uint16) uint64 { return uint64(bits.ReverseBytes16(v)) }
 
-// nonzero is the checksum of a datagram: zero would mean that it has none.
+// nonzero returns the checksum to write into a datagram. It replaces zero, which would
+// mean that there is no checksum.
 func nonzero(c uint16) uint16 {
 	if c == 0 {
 		return 0xffff

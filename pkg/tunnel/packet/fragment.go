@@ -2,10 +2,9 @@ package packet
 
 import "encoding/binary"
 
-// Fragment writes the fragments of IPv4 packet b, of which h was parsed, each
-// at most mtu bytes long, to buf, which is at least that long, and hands each
-// to emit, which must not keep it. It reports false if b must not be fragmented
-// or mtu leaves no room.
+// Fragment calls emit with each fragment of the IPv4 packet b, whose parsed header is h.
+// A fragment has at most mtu bytes and is in buf, which must have as many. emit must not
+// keep it. Fragment reports false if b must not be fragmented or mtu is too small.
 func Fragment(buf, b []byte, h Header, mtu int, emit func([]byte)) bool {
 	room := (mtu - h.Len) &^ 7
 	if h.DontFragment || room <= 0 {
@@ -33,8 +32,8 @@ func Fragment(buf, b []byte, h Header, mtu int, emit func([]byte)) bool {
 	return true
 }
 
-// dropOptions turns those IP options into padding that are for the first
-// fragment alone.
+// dropOptions replaces the IP options that belong only into the first fragment by
+// padding.
 func dropOptions(o []byte) {
 	const end, padding, copied = 0, 1, 0x80
 	for len(o) > 0 && o[0] != end {

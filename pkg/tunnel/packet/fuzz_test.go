@@ -19,7 +19,7 @@ func seeds(f *testing.F) {
 	f.Add([]byte{})
 }
 
-// FuzzDeviceFrame does with any bytes what is done with a frame from a device.
+// FuzzDeviceFrame handles any bytes like a frame from a device.
 func FuzzDeviceFrame(f *testing.F) {
 	seeds(f)
 	f.Fuzz(func(t *testing.T, b []byte) {
@@ -30,7 +30,7 @@ func FuzzDeviceFrame(f *testing.F) {
 		again := make([]byte, OffloadLen)
 		o.Encode(again)
 		if DecodeOffload(again) != o {
-			t.Fatal("the header comes back as another")
+			t.Fatal("the header has changed")
 		}
 		b = b[OffloadLen:]
 		h, fault := Parse(b)
@@ -43,7 +43,7 @@ func FuzzDeviceFrame(f *testing.F) {
 			for _, own := range []netip.Addr{netip.MustParseAddr("10.5.1.0"), netip.MustParseAddr("fd00::1")} {
 				if m := c.Complain(make([]byte, MaxReply), b, h, own, 1400); m != nil {
 					if _, fault := Parse(m); fault != Sound {
-						t.Fatalf("a reply that is none: fault %d", fault)
+						t.Fatalf("an invalid reply: fault %d", fault)
 					}
 				}
 			}
@@ -71,8 +71,8 @@ func FuzzDeviceFrame(f *testing.F) {
 	})
 }
 
-// FuzzDatagrams does with any bytes, cut into datagrams of any size, what is
-// done with what a socket has received. What comes out must be what went in.
+// FuzzDatagrams handles any bytes, split into datagrams of any size, like the result of a
+// receive. The packets that come out must be those that went in.
 func FuzzDatagrams(f *testing.F) {
 	for _, s := range kinds() {
 		s.payload = random(30)
@@ -94,7 +94,7 @@ func FuzzDatagrams(f *testing.F) {
 		}
 		buf := append(make([]byte, OffloadLen), data...)
 		m := Merger{TCP: true, UDP: true}
-		var pending [][]byte // what went in
+		var pending [][]byte // packets that went in
 		finish := func() {
 			if len(pending) == 0 {
 				return
@@ -107,18 +107,18 @@ func FuzzDatagrams(f *testing.F) {
 			p := b[OffloadLen:]
 			h, fault := Parse(p)
 			if fault != Sound || h.Total > len(p) {
-				t.Fatalf("fault %d in what was merged of %d", fault, n)
+				t.Fatalf("fault %d in %d merged packets", fault, n)
 			}
 			if n > 1 {
 				segments, ok := o.Split(p, h)
 				if !ok || segments.Count() != n {
-					t.Fatalf("%d packets come back as %d", n, segments.Count())
+					t.Fatalf("%d packets went in, %d came out", n, segments.Count())
 				}
 				for i, want := range pending {
 					expectPart(t, segments, i, want)
 				}
 			} else if !bytes.Equal(p, pending[0]) {
-				t.Fatalf("a packet alone comes back as\n%x, was\n%x", p, pending[0])
+				t.Fatalf("a single packet is\n%x, was\n%x", p, pending[0])
 			}
 			pending = nil
 		}
@@ -126,9 +126,9 @@ func FuzzDatagrams(f *testing.F) {
 			end := min(at+size, len(buf))
 			one := bytes.Clone(buf[at:end])
 			h, fault := Parse(one)
-			if len(pending) > 0 && m.Add(at, end) { // which nobody looked at before
+			if len(pending) > 0 && m.Add(at, end) { // without checking it before
 				if fault != Sound || CheckHeader(one, h) != Sound || h.Total != len(one) {
-					t.Fatalf("taken in, fault %d:\n%x", fault, one)
+					t.Fatalf("added although it has fault %d:\n%x", fault, one)
 				}
 				pending = append(pending, one)
 				continue
@@ -144,9 +144,9 @@ func FuzzDatagrams(f *testing.F) {
 	})
 }
 
-// normal returns packet b with a transport header at the given place, without
-// that in which a packet may differ that comes back: the number of one that must not
-// be fragmented, and which zero a checksum has.
+// normal returns packet b, whose transport header is at the given offset, without the
+// differences that merging and splitting may cause: the identification of a packet that
+// must not be fragmented, and the form of a zero checksum.
 func normal(b []byte, transport int, tcp bool) []byte {
 	b = bytes.Clone(b)
 	if b[0]>>4 == 4 {
@@ -172,6 +172,6 @@ func expectPart(t *testing.T, segments Segments, i int, want []byte) {
 	got := make([]byte, segments.Len(i))
 	segments.Write(got, i)
 	if s := segments; !bytes.Equal(normal(got, s.transport, s.tcp), normal(want, s.transport, s.tcp)) {
-		t.Fatalf("part %d comes back as\n%x, was\n%x", i, got, want)
+		t.Fatalf("part %d is\n%x, was\n%x", i, got, want)
 	}
 }

@@ -5,34 +5,34 @@ import (
 	"net/netip"
 )
 
-// Complaint is what a router has to say to the sender of a packet.
+// Complaint is a kind of ICMP error that a router sends to the sender of a packet.
 type Complaint uint8
 
 // The complaints.
 const (
-	Unreachable  Complaint = iota // no route to the destination's network
-	TimeExceeded                  // no hops left
-	TooBig                        // for the next link, and not to be fragmented
+	Unreachable  Complaint = iota // there is no route to the destination's network
+	TimeExceeded                  // the hop limit is used up
+	TooBig                        // larger than the next link allows, and fragmentation is forbidden
 )
 
-// MaxReply is the length in bytes that no answer of Complain exceeds.
+// MaxReply is the maximum length in bytes of a message that Complain returns.
 const MaxReply = MinMTU6
 
-// MinMTU6 is the size in bytes of packets that every IPv6 link carries.
+// MinMTU6 is the minimum MTU in bytes of an IPv6 link.
 const MinMTU6 = 1280
 
 const (
 	icmpHeader = 8
 	maxHeader4 = 60
-	// replyTTL is low: the sender is on this host. The C part of flannel's udp
-	// backend has the same.
+	// replyTTL is low, because the sender is on this host. The C part of flannel's udp
+	// backend uses the same value.
 	replyTTL = 8
 )
 
-// Complain writes the ICMP message about packet b, of which h was parsed, to
-// the start of dst, which is at least MaxReply bytes long, and returns it. The
-// message comes from src; mtu goes with TooBig. It is nil where none may be
-// sent.
+// Complain returns the ICMP error about the packet b, whose parsed header is h. It writes
+// the message to the start of dst, which must have MaxReply bytes. src is the source of
+// the message. mtu is used with TooBig only. Complain returns nil if no error may be sent
+// about b.
 func (c Complaint) Complain(dst, b []byte, h Header, src netip.Addr, mtu int) []byte {
 	if h.Later || h.Len >= maxHeader4 || h.Dst.IsMulticast() || !Forwardable(h.Src) || src.Is6() != h.IPv6 {
 		return nil
@@ -62,17 +62,17 @@ func (c Complaint) Complain(dst, b []byte, h Header, src netip.Addr, mtu int) []
 	return dst
 }
 
-// form is what differs between the families in a message.
+// form contains the differences of ICMP errors between the address families.
 type form struct {
-	header          int  // bytes of the IP header
-	first           byte // of it
-	ttl, protocolAt int  // where the hop limit is, and how far behind it the protocol
-	addresses       int  // where they begin
+	header          int  // length of the IP header in bytes
+	first           byte // first byte of the IP header
+	ttl, protocolAt int  // offset of the hop limit, and the distance from it to the protocol
+	addresses       int  // offset of the addresses
 	protocol        byte
 	codes           [3][2]byte // type and code of each complaint
-	minMTU          int        // that may be reported
-	// quoted is how many bytes of the packet follow its IP header at most. IPv6 fills
-	// the message (RFC 4443): ports may be behind extension headers.
+	minMTU          int        // minimum MTU that may be reported
+	// quoted is the maximum number of bytes of the packet that follow its IP header. IPv6
+	// fills the message (RFC 4443), because extension headers may precede the ports.
 	quoted int
 }
 
@@ -90,7 +90,8 @@ func formOf(ipv6 bool) form {
 	}
 }
 
-// isError reports whether an ICMP type is of a message that none may be sent about.
+// isError reports whether an ICMP type is an error or another message that must not cause
+// an error.
 func isError(typ byte, ipv6 bool) bool {
 	if ipv6 {
 		return typ < 128 || typ == 137 // 137 is Redirect

@@ -1,6 +1,6 @@
-// Package packet reads IP packets, changes them in place, splits super-packets
-// into what goes over a wire and merges what came from one. It is pure and
-// takes any bytes: whatever is wrong with a packet is a Fault.
+// Package packet parses IP packets, changes them in place, splits super-packets into
+// single packets and merges single packets. It is pure and accepts any bytes. It reports
+// an invalid packet as a Fault.
 package packet
 
 import (
@@ -8,7 +8,7 @@ import (
 	"net/netip"
 )
 
-// The transport protocols that are split and merged, and ICMP.
+// Numbers of the transport protocols that are split and merged, and of ICMP.
 const (
 	protoICMP   = 1
 	protoTCP    = 6
@@ -17,45 +17,46 @@ const (
 )
 
 const (
-	header4 = 20 // bytes of an IPv4 header without options
-	header6 = 40 // bytes of an IPv6 header
+	header4 = 20 // length of an IPv4 header without options
+	header6 = 40 // length of an IPv6 header
 )
 
-// Fault is what is wrong with a packet; zero means nothing.
+// Fault is the defect of a packet. Zero means that there is none.
 type Fault uint8
 
 // The faults of a packet.
 const (
 	Sound       Fault = iota
-	Truncated         // shorter than its header, or than its header says
+	Truncated         // shorter than its header, or than the length in its header
 	BadVersion        // neither IPv4 nor IPv6
-	BadHeader         // a header length that cannot be
-	BadChecksum       // of the IPv4 header
+	BadHeader         // an impossible header length
+	BadChecksum       // wrong checksum of the IPv4 header
 )
 
-// Header is what of an IP header decides where a packet goes.
+// Header contains the parts of an IP header that decide where a packet goes.
 type Header struct {
 	Src, Dst netip.Addr
-	Len      int   // bytes of the IP header, without IPv6 extension headers
-	Total    int   // bytes of the packet, header included: at most what there is
-	Protocol uint8 // of the IP header itself: of IPv6, the next header
+	Len      int   // length of the IP header in bytes, without IPv6 extension headers
+	Total    int   // length of the packet in bytes, including the header; at most the available bytes
+	Protocol uint8 // protocol of the IP header itself; for IPv6, the next header
 	TTL      uint8
 	IPv6     bool
-	// DontFragment is set if routers may not fragment the packet: always on IPv6.
+	// DontFragment is set if routers must not fragment the packet. It is always set for
+	// IPv6.
 	DontFragment bool
-	// Fragment is set on parts of a packet, Later on those but the first.
+	// Fragment is set if the packet is a fragment. Later is set if it is not the first
+	// fragment.
 	Fragment, Later bool
 }
 
-// Forwardable reports whether a can be the source or the destination of a packet that
-// goes from one host to another. Unspecified, loopback, multicast and broadcast addresses
-// cannot.
+// Forwardable reports whether a packet between two hosts can have a as its source or
+// destination. It cannot be an unspecified, loopback, multicast or broadcast address.
 func Forwardable(a netip.Addr) bool {
 	return !a.IsUnspecified() && !a.IsMulticast() && !a.IsLoopback() && a != netip.AddrFrom4([4]byte{255, 255, 255, 255})
 }
 
-// Parse reads the header of packet b, which may be followed by other bytes.
-// The checksum of an IPv4 header is left to CheckHeader.
+// Parse parses the header of the packet at the start of b. It does not verify the
+// checksum of an IPv4 header; CheckHeader does.
 func Parse(b []byte) (Header, Fault) {
 	if len(b) < header4 {
 		return Header{}, Truncated
@@ -96,7 +97,7 @@ func parse6(b []byte) (Header, Fault) {
 		IPv6: true, DontFragment: true,
 	}
 	switch {
-	case h.Src.Is4In6() || h.Dst.Is4In6(): // such addresses are not for the wire
+	case h.Src.Is4In6() || h.Dst.Is4In6(): // such addresses must not be used on a network
 		return h, BadHeader
 	case h.Total > len(b):
 		return h, Truncated
@@ -104,7 +105,7 @@ func parse6(b []byte) (Header, Fault) {
 	return h, Sound
 }
 
-// CheckHeader verifies the header checksum of packet b, of which h was parsed.
+// CheckHeader verifies the header checksum of the packet b, whose parsed header is h.
 // IPv6 has none.
 func CheckHeader(b []byte, h Header) Fault {
 	if !h.IPv6 && fold(headerSum(b[:h.Len])) != 0xffff {
@@ -113,8 +114,8 @@ func CheckHeader(b []byte, h Header) Fault {
 	return Sound
 }
 
-// DecrementTTL takes one hop off a packet that Parse has found sound. It
-// reports false, and changes nothing, if none is left then.
+// DecrementTTL decrements the hop limit of a packet in which Parse has found no fault. If
+// the hop limit would become zero it reports false and changes nothing.
 func DecrementTTL(b []byte) bool {
 	if b[0]>>4 == 6 {
 		if b[7] <= 1 {
@@ -127,7 +128,7 @@ func DecrementTTL(b []byte) bool {
 		return false
 	}
 	b[8]--
-	// A word of the header that is less by 0x100 makes the checksum more by as much.
+	// A header word that decreases by 0x100 increases the checksum by the same amount.
 	c := uint32(binary.BigEndian.Uint16(b[10:])) + 0x100
 	if c >= 0xffff {
 		c++
@@ -136,7 +137,7 @@ func DecrementTTL(b []byte) bool {
 	return true
 }
 
-// setTotal writes the length of the whole packet b into its IP header, and the
+// setTotal writes the length of the whole packet b into its IP header, and updates the
 // header's checksum.
 func setTotal(b []byte, ipv6 bool) {
 	if ipv6 {
@@ -152,8 +153,8 @@ func setHeaderChecksum(b []byte) {
 	binary.BigEndian.PutUint16(b[10:], ^fold(headerSum(b[:int(b[0]&0xf)*4])))
 }
 
-// pseudo starts the checksum of a transport header: addresses, protocol and
-// length, in bytes.
+// pseudo returns the sum of the pseudo-header of a transport header: addresses, protocol
+// and length in bytes.
 func pseudo(ip []byte, ipv6 bool, protocol uint8, length int) uint64 {
 	rest := swap(uint16(protocol)) + swap(uint16(length))
 	if ipv6 {

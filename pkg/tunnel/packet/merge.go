@@ -6,28 +6,28 @@ import (
 )
 
 const (
-	maxSuper    = 65535 // bytes of a super-packet
-	maxSegments = 64    // of a UDP super-packet (UDP_MAX_SEGMENTS)
+	maxSuper    = 65535 // maximum bytes of a super-packet
+	maxSegments = 64    // maximum packets of a UDP super-packet (UDP_MAX_SEGMENTS)
 )
 
-// Merger gathers packets that lie one behind the other in a buffer into
-// super-packets, in place. Its zero value merges nothing.
+// Merger combines consecutive packets in a buffer to super-packets, in place. The zero
+// Merger combines nothing.
 type Merger struct {
-	// TCP and UDP say which super-packets the reader takes.
+	// TCP and UDP report which super-packets the receiver accepts.
 	TCP, UDP bool
 
 	buf        []byte
-	start, end int // of what was gathered
-	count      int // of packets in it
-	headers    int // length of all its headers; 0: it cannot grow
-	transport  int // length of its IP header
+	start, end int // range of the gathered packets in buf
+	count      int // number of gathered packets
+	headers    int // length of all headers; 0 if no packet can be added
+	transport  int // length of the IP header
 	size       int // payload bytes of each packet
 	tcp, ipv6  bool
-	full       bool // nothing may follow
+	full       bool // no packet may follow
 }
 
-// Begin starts a super-packet with the packet buf[start:end], of which h was
-// parsed. OffloadLen bytes before start are the merger's, too.
+// Begin starts a super-packet with the packet buf[start:end], whose parsed header is h.
+// The merger also uses the OffloadLen bytes before start.
 func (m *Merger) Begin(buf []byte, start, end int, h Header) {
 	m.buf, m.start, m.end, m.count, m.headers, m.full = buf, start, end, 1, 0, false
 	plain := h.IPv6 || h.Len == header4
@@ -51,8 +51,8 @@ const (
 	flagACK = 0x10
 )
 
-// mergeable reports whether a packet with the transport header and payload t
-// may be one of several.
+// mergeable reports whether a packet with the transport header and payload t can be part
+// of a super-packet.
 func (m *Merger) mergeable(t []byte) bool {
 	if m.tcp {
 		m.full = t[13] == flagACK|flagPSH
@@ -61,10 +61,10 @@ func (m *Merger) mergeable(t []byte) bool {
 	return int(binary.BigEndian.Uint16(t[4:])) == len(t) && binary.BigEndian.Uint16(t[udpChecksum:]) != 0
 }
 
-// Add takes in the bytes buf[start:end] behind what was gathered, if they are a packet
-// that carries on the same stream of data, and all checksums are right. Nobody need have
-// looked at them before: what is taken in differs in nothing that decides where a packet
-// may come from, or go. Otherwise it reports false, and has changed nothing.
+// Add adds the packet buf[start:end] to the gathered ones, if it directly follows them,
+// continues the same stream of data, and has correct checksums. The caller need not have
+// checked the packet: all parts of the header that decide whether and where it may go
+// equal those of the earlier packets. Otherwise Add reports false and changes nothing.
 func (m *Merger) Add(start, end int) bool {
 	a, b := m.buf[m.start:m.end], m.buf[start:end]
 	size := len(b) - m.headers
@@ -87,12 +87,11 @@ func (m *Merger) Add(start, end int) bool {
 	return true
 }
 
-// End returns where in the buffer what was gathered ends, and whether more may be
-// added to it.
+// End returns the end of the gathered packets in the buffer, and whether packets can be
+// added.
 func (m *Merger) End() (end int, grows bool) { return m.end, m.headers != 0 && !m.full }
 
-// continues reports whether b carries on where a ends, with headers that say
-// the same.
+// continues reports whether b continues the data of a, with equal headers.
 func (m *Merger) continues(a, b []byte) bool {
 	if m.ipv6 {
 		if [4]byte(a) != [4]byte(b) || a[6] != b[6] || a[7] != b[7] || [32]byte(a[8:]) != [32]byte(b[8:]) ||
@@ -106,7 +105,7 @@ func (m *Merger) continues(a, b []byte) bool {
 			return false
 		}
 		if a[6]&dontFragment == 0 && binary.BigEndian.Uint16(b[4:]) != binary.BigEndian.Uint16(a[4:])+uint16(m.count) {
-			return false // whoever puts fragments together goes by the number
+			return false // the receiver of fragments identifies them by the number
 		}
 	}
 	x, y := a[m.transport:], b[m.transport:]
@@ -122,8 +121,8 @@ func (m *Merger) continues(a, b []byte) bool {
 		[2]byte(x[14:]) == [2]byte(y[14:]) && bytes.Equal(x[18:n], y[18:n])
 }
 
-// verify checks the transport checksum of one packet. Who gets a super-packet
-// cannot: a wrong one would be put right on the way.
+// verify verifies the transport checksum of one packet. The receiver of a super-packet
+// cannot do that, because a new checksum is computed for it, which would hide the error.
 func (m *Merger) verify(b []byte) bool {
 	protocol := uint8(protoUDP)
 	if m.tcp {
@@ -133,8 +132,8 @@ func (m *Merger) verify(b []byte) bool {
 	return fold(sum(t, pseudo(b, m.ipv6, protocol, len(t)))) == 0xffff
 }
 
-// Finish returns what was gathered with its Offload header before it, good
-// until the next Begin, and how many packets that is.
+// Finish returns the gathered packets with their Offload header, and their number. The
+// result is valid until the next Begin.
 func (m *Merger) Finish() (b []byte, count int) {
 	b = m.buf[m.start-OffloadLen : m.end]
 	if m.count == 1 {

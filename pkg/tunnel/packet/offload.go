@@ -2,8 +2,8 @@ package packet
 
 import "encoding/binary"
 
-// OffloadLen is the length in bytes of the header that a TUN device with
-// IFF_VNET_HDR puts before every packet: struct virtio_net_hdr.
+// OffloadLen is the length in bytes of the header that a TUN device with IFF_VNET_HDR
+// adds in front of every packet: struct virtio_net_hdr.
 const OffloadLen = 10
 
 // The kinds of super-packets (VIRTIO_NET_HDR_GSO_*).
@@ -17,8 +17,8 @@ const (
 
 const needsChecksum = 1 // VIRTIO_NET_HDR_F_NEEDS_CSUM
 
-// Offload says what is still to be done to a packet from a TUN device, or what
-// the device has to do to one.
+// Offload describes the work that is left to the receiver of a packet from or to a TUN
+// device.
 type Offload struct {
 	flags, gso     uint8
 	headerLen      uint16
@@ -27,8 +27,8 @@ type Offload struct {
 	checksumOffset uint16
 }
 
-// DecodeOffload reads the header at the start of b, which has OffloadLen bytes
-// or more.
+// DecodeOffload parses the header at the start of b, which must have at least OffloadLen
+// bytes.
 func DecodeOffload(b []byte) Offload {
 	_ = b[OffloadLen-1]
 	return Offload{
@@ -47,11 +47,11 @@ func (o Offload) Encode(b []byte) {
 	binary.NativeEndian.PutUint16(b[8:], o.checksumOffset)
 }
 
-// Super reports whether the packet stands for several.
+// Super reports whether the packet is a super-packet.
 func (o Offload) Super() bool { return o.gso != gsoNone }
 
-// Complete writes the transport checksum that packet b still needs. It reports
-// false if there is no place for it.
+// Complete writes the transport checksum if packet b lacks it. It reports false if the
+// checksum would be outside of b.
 func (o Offload) Complete(b []byte) bool {
 	if o.flags&needsChecksum == 0 {
 		return true
@@ -60,7 +60,7 @@ func (o Offload) Complete(b []byte) bool {
 	if start < header4 || at+2 > len(b) {
 		return false
 	}
-	// The field holds the sum of the pseudo-header already.
+	// The field contains the sum of the pseudo-header already.
 	c := ^fold(sum(b[start:], 0))
 	if o.checksumOffset == udpChecksum {
 		c = nonzero(c)
@@ -76,12 +76,12 @@ const (
 )
 
 const (
-	tcpHeader = 20 // without options
+	tcpHeader = 20 // length of a TCP header without options
 	udpHeader = 8
 )
 
-// transportLen returns how long the transport header at the start of b is, or
-// 0 if b is too short for it.
+// transportLen returns the length of the transport header at the start of b, or 0 if b is
+// too short.
 func transportLen(b []byte, tcp bool) int {
 	n := udpHeader
 	if tcp {
@@ -99,21 +99,21 @@ func transportLen(b []byte, tcp bool) int {
 	return n
 }
 
-// Segments are the packets that a super-packet stands for.
+// Segments are the packets of a super-packet.
 type Segments struct {
 	packet    []byte
-	transport int // where the transport header begins
+	transport int // offset of the transport header
 	headers   int // length of all headers
-	size      int // payload bytes of each but the last
+	size      int // payload bytes of each packet except the last
 	count     int
 	tcp, ipv6 bool
-	// What the headers add to the checksums of each packet, without the fields in
-	// which packets differ.
+	// The contributions of the headers to the checksums of each packet, without the
+	// fields that differ between packets.
 	ipSum, transportSum uint64
 }
 
-// Split returns the packets for which super-packet b stands, of which h was
-// parsed. It reports false if b is not what o says.
+// Split returns the packets of the super-packet b, whose parsed header is h. It reports
+// false if b contradicts o.
 func (o Offload) Split(b []byte, h Header) (Segments, bool) {
 	s := Segments{packet: b[:h.Total], transport: int(o.checksumStart), size: int(o.size), ipv6: h.IPv6}
 	switch {
@@ -136,23 +136,24 @@ func (o Offload) Split(b []byte, h Header) (Segments, bool) {
 	return s, true
 }
 
-// addHeaders adds up the headers, of which the IP header is n bytes long.
+// addHeaders computes the sums of the headers. The IP header has n bytes.
 func (s *Segments) addHeaders(n int) {
 	ip, t := s.packet[:n], s.packet[s.transport:s.headers]
 	if !s.ipv6 {
-		s.ipSum = swap(fold(headerSum(ip))) + without(ip, 2, 4, 10) // length, number and checksum
+		s.ipSum = swap(fold(headerSum(ip))) + without(ip, 2, 4, 10) // length, identification and checksum differ
 	}
-	// The field of the checksum holds the sum of the pseudo-header for all. Only the length
-	// differs, and where a routing header names the last destination it is there alone.
+	// The checksum field contains the sum of the pseudo-header of the super-packet. Only
+	// the length differs for each packet. Recomputing it from the IP header would be
+	// wrong if a routing header contains the real destination.
 	s.transportSum = swap(fold(sum(t, swap(^uint16(len(s.packet)-s.transport)))))
 	if s.tcp {
-		s.transportSum += without(t, 4, 6, 12) // sequence number, flags
+		s.transportSum += without(t, 4, 6, 12) // sequence number and flags differ
 	} else {
-		s.transportSum += without(t, 4) // length
+		s.transportSum += without(t, 4) // length differs
 	}
 }
 
-// without is what takes fields out of a sum that has them: their complements.
+// without returns the value that removes fields from a sum: the sum of their complements.
 func without(b []byte, fields ...int) (s uint64) {
 	for _, at := range fields {
 		s += swap(^binary.BigEndian.Uint16(b[at:]))
@@ -160,14 +161,14 @@ func without(b []byte, fields ...int) (s uint64) {
 	return s
 }
 
-// Count returns how many packets there are: one or more.
+// Count returns the number of packets, which is at least 1.
 func (s Segments) Count() int { return s.count }
 
-// Len returns the length in bytes of the i-th packet. All but the last are as
-// long as the first.
+// Len returns the length in bytes of packet i. Only the last one may be shorter than the
+// first.
 func (s Segments) Len(i int) int { return min(s.headers+s.size, len(s.packet)-i*s.size) }
 
-// Write writes the i-th packet to dst, which is Len(i) bytes long.
+// Write writes packet i to dst, which must have Len(i) bytes.
 func (s Segments) Write(dst []byte, i int) {
 	copy(dst, s.packet[:s.headers])
 	payload := s.packet[s.headers+i*s.size:][:len(dst)-s.headers]
@@ -189,7 +190,7 @@ func (s Segments) Write(dst []byte, i int) {
 		return
 	}
 	sequence := binary.BigEndian.Uint32(s.packet[s.transport+4:]) + uint32(i*s.size)
-	flags := binary.BigEndian.Uint16(s.packet[s.transport+12:]) // and the length of the header
+	flags := binary.BigEndian.Uint16(s.packet[s.transport+12:]) // the same word contains the length of the header
 	const fin, psh, cwr = 0x01, 0x08, 0x80
 	if i < s.count-1 {
 		flags &^= fin | psh

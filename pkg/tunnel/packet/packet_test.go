@@ -13,7 +13,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 )
 
-// reference is the Internet checksum as RFC 1071 spells it out.
+// reference computes the Internet checksum literally as in RFC 1071.
 func reference(parts ...[]byte) uint16 {
 	var s uint32
 	for _, b := range parts {
@@ -29,7 +29,7 @@ func reference(parts ...[]byte) uint16 {
 	return ^uint16(s)
 }
 
-// random returns n bytes that are the same in every run.
+// random returns n bytes, which are the same in every run.
 func random(n int) []byte {
 	b := make([]byte, n)
 	r := rand.NewChaCha8([32]byte{7})
@@ -57,20 +57,20 @@ func TestSum(t *testing.T) {
 type spec struct {
 	ipv6, tcp bool
 	payload   []byte
-	flags     byte // of TCP
+	flags     byte // TCP flags
 	seq       uint32
 	id        uint16
-	fragments bool // allowed
+	fragments bool // fragmentation is allowed
 	options   []byte
 	ipOptions []byte
-	// extension is the first IPv6 extension header, whose own first byte build sets. It
-	// is of the given type.
+	// extension is the first IPv6 extension header, of the given type. build sets its
+	// first byte.
 	extension []byte
 	typ       byte
-	apart     bool // never merged
+	apart     bool // must not be merged
 }
 
-// build makes a complete packet.
+// build returns a complete packet.
 func build(s spec) []byte {
 	transport := udpHeader
 	if s.tcp {
@@ -127,11 +127,11 @@ func build(s spec) []byte {
 const (
 	hopByHop      = 0
 	routing       = 43
-	routingHeader = 24 // bytes, with one address
+	routingHeader = 24 // length with one address
 )
 
-// transportOf returns where in packet b the transport header begins, where its
-// checksum is, and the pseudo-header (RFC 8200, 8.1: of the last destination).
+// transportOf returns the offsets of the transport header and its checksum in packet b,
+// and the pseudo-header (RFC 8200, 8.1: with the last destination).
 func transportOf(b []byte) (at, field int, pseudo []byte) {
 	at, protocol, addresses := int(b[0]&0xf)*4, b[9], bytes.Clone(b[12:20])
 	if b[0]>>4 == 6 {
@@ -151,7 +151,7 @@ func transportOf(b []byte) (at, field int, pseudo []byte) {
 	return at, field, append(addresses, 0, protocol, byte((len(b)-at)>>8), byte(len(b)-at))
 }
 
-// checksumOf computes the transport checksum of packet b anew.
+// checksumOf computes the transport checksum of packet b.
 func checksumOf(b []byte) uint16 {
 	at, field, pseudo := transportOf(b)
 	c := bytes.Clone(b)
@@ -163,7 +163,7 @@ func checksumOf(b []byte) uint16 {
 	return sum
 }
 
-// verify fails the test unless lengths and checksums of packet b are right.
+// verify fails the test unless the lengths and checksums of packet b are right.
 func verify(t *testing.T, b []byte) Header {
 	t.Helper()
 	h, fault := Parse(b)
@@ -171,7 +171,7 @@ func verify(t *testing.T, b []byte) Header {
 		fault = CheckHeader(b, h)
 	}
 	if fault != Sound || h.Total != len(b) {
-		t.Fatalf("fault %d, says %d bytes of %d: %x", fault, h.Total, len(b), b[:min(len(b), 60)])
+		t.Fatalf("fault %d, length %d in the header of %d bytes: %x", fault, h.Total, len(b), b[:min(len(b), 60)])
 	}
 	_, field, _ := transportOf(b)
 	if got, want := binary.BigEndian.Uint16(b[field:]), checksumOf(b); got != want {
@@ -180,7 +180,7 @@ func verify(t *testing.T, b []byte) Header {
 	return h
 }
 
-// super turns a complete packet into one as a device gives it out.
+// super returns a complete packet in the form in which a device returns it.
 func super(s spec, size int) (b []byte, o Offload) {
 	b = build(s)
 	at, field, pseudo := transportOf(b)
@@ -213,8 +213,7 @@ func kinds() map[string]spec {
 	}
 }
 
-// TestSplitAndMerge splits super-packets, looks at every part, and merges the
-// parts to what they came from.
+// TestSplitAndMerge splits super-packets, checks every part, and merges the parts again.
 func TestSplitAndMerge(t *testing.T) {
 	for name, s := range kinds() {
 		for _, size := range []int{1, 100, 101, 1420} {
@@ -231,8 +230,8 @@ func TestSplitAndMerge(t *testing.T) {
 	}
 }
 
-// TestSplitZeroChecksum: a datagram whose checksum comes out as zero says so in the other
-// way, as zero means that there is none.
+// TestSplitZeroChecksum checks that a datagram whose checksum is computed as zero
+// contains 0xffff, because zero means that there is no checksum.
 func TestSplitZeroChecksum(t *testing.T) {
 	for _, name := range []string{"UDP on IPv4", "UDP on IPv6"} {
 		s := kinds()[name]
@@ -251,7 +250,7 @@ func TestSplitZeroChecksum(t *testing.T) {
 		}
 		p := part()
 		at, field, _ := transportOf(p)
-		// What is missing to a sum of all ones is what the checksum says.
+		// The checksum is the complement of the sum.
 		sum := uint32(binary.BigEndian.Uint16(s.payload[100:])) + uint32(binary.BigEndian.Uint16(p[field:]))
 		binary.BigEndian.PutUint16(s.payload[100:], uint16(sum+sum>>16))
 		p = part()
@@ -283,7 +282,7 @@ func splitAndMerge(t *testing.T, s spec, size int) {
 		buf = append(buf, p...)
 	}
 	if !bytes.Equal(payload, s.payload) {
-		t.Fatal("the parts hold other data")
+		t.Fatal("the parts contain other data")
 	}
 	end := len(buf)
 	m := Merger{TCP: true, UDP: true}
@@ -296,7 +295,7 @@ func splitAndMerge(t *testing.T, s spec, size int) {
 		if i == 0 || s.apart {
 			m.Begin(buf, at, to, h)
 		} else if !m.Add(at, to) {
-			t.Fatalf("part %d was not taken in", i)
+			t.Fatalf("part %d was not added", i)
 		}
 		if s.apart && i > 0 && m.Add(cuts[i-1], at) {
 			t.Fatal("merged")
@@ -313,7 +312,7 @@ func splitAndMerge(t *testing.T, s spec, size int) {
 	got = got[OffloadLen:]
 	if len(cuts) == 1 {
 		if back.Super() || !bytes.Equal(got, buf[OffloadLen:]) {
-			t.Error("a packet alone was changed")
+			t.Error("a single packet was changed")
 		}
 		return
 	}
@@ -325,13 +324,13 @@ func splitAndMerge(t *testing.T, s spec, size int) {
 	}
 }
 
-// TestMergeRefuses changes the second of two packets in every way that keeps it
-// from being a continuation of the first.
+// TestMergeRefuses changes the second of two packets in every way that must prevent
+// merging.
 func TestMergeRefuses(t *testing.T) {
 	for name, tc := range map[string]struct {
 		kind   string
 		change func(first, second *spec)
-		spoil  func(first, second []byte) // after the checksums were made
+		spoil  func(first, second []byte) // called after the checksums were computed
 	}{
 		"gap":              {kind: "TCP on IPv4", change: func(_, b *spec) { b.seq++ }},
 		"other flags":      {kind: "TCP on IPv4", change: func(_, b *spec) { b.flags |= 1 }},
@@ -348,7 +347,7 @@ func TestMergeRefuses(t *testing.T) {
 		"other TTL":        {kind: "TCP on IPv4", spoil: func(_, b []byte) { b[8]--; setHeaderChecksum(b) }},
 		"other TOS":        {kind: "TCP on IPv4", spoil: func(_, b []byte) { b[1] = 3; setHeaderChecksum(b) }},
 		"other source":     {kind: "TCP on IPv4", spoil: func(_, b []byte) { b[15]++; setHeaderChecksum(b); fix(b, 20, tcpChecksum) }},
-		"says to be less":  {kind: "TCP on IPv4", spoil: func(_, b []byte) { b[3]--; setHeaderChecksum(b) }},
+		"length too small": {kind: "TCP on IPv4", spoil: func(_, b []byte) { b[3]--; setHeaderChecksum(b) }},
 		"wrong header":     {kind: "TCP on IPv4", spoil: func(_, b []byte) { b[10]++ }},
 		"IPv6 other label": {kind: "TCP on IPv6", spoil: func(_, b []byte) { b[3] = 1 }},
 		"IPv6 other hops":  {kind: "TCP on IPv6", spoil: func(_, b []byte) { b[7]-- }},
@@ -388,7 +387,7 @@ func TestMergeRefuses(t *testing.T) {
 	}
 }
 
-// fix makes the transport checksum right again.
+// fix corrects the transport checksum.
 func fix(b []byte, ip, field int) { binary.BigEndian.PutUint16(b[ip+field:], checksumOf(b)) }
 
 func TestMergerWithoutOffloads(t *testing.T) {
@@ -400,7 +399,7 @@ func TestMergerWithoutOffloads(t *testing.T) {
 		var m Merger
 		m.Begin(buf, OffloadLen, OffloadLen+len(b), h)
 		if m.Add(OffloadLen+len(b), len(buf)) {
-			t.Errorf("%s merged, though the device does not take it", name)
+			t.Errorf("%s merged, although the device does not accept it", name)
 		}
 	}
 }
@@ -445,7 +444,7 @@ func TestComplete(t *testing.T) {
 
 func TestDecrementTTL(t *testing.T) {
 	s := kinds()["UDP on IPv4"]
-	for id := range 1 << 16 { // every checksum there is
+	for id := range 1 << 16 { // every possible checksum
 		s.id = uint16(id)
 		b := build(s)
 		if !DecrementTTL(b) || b[8] != 63 || reference(b[:header4]) != 0 {
@@ -481,8 +480,8 @@ func TestParse(t *testing.T) {
 		"nothing":               {nil, Truncated},
 		"19 bytes":              {v4[:19], Truncated},
 		"IPv4":                  {v4, Sound},
-		"more than it says":     {append(bytes.Clone(v4), 0), Sound},
-		"less than it says":     {v4[:len(v4)-1], Truncated},
+		"trailing byte":         {append(bytes.Clone(v4), 0), Sound},
+		"last byte missing":     {v4[:len(v4)-1], Truncated},
 		"version 5":             {change(v4, 0, 0x55), BadVersion},
 		"header of 16 bytes":    {change(v4, 0, 0x44), BadHeader},
 		"header beyond its end": {change(v4, 2, 0, 19), BadHeader},
@@ -497,12 +496,12 @@ func TestParse(t *testing.T) {
 	}
 	h, _ := Parse(v4)
 	if CheckHeader(v4, h) != Sound || CheckHeader(change(v4, 1, 1), h) != BadChecksum {
-		t.Error("header checksums are not told apart")
+		t.Error("a wrong header checksum was accepted")
 	}
 }
 
-// TestComplain pins the message that flannel's udp backend sends, and when none
-// may be sent.
+// TestComplain checks the message against that of flannel's udp backend, and cases in
+// which none may be sent.
 func TestComplain(t *testing.T) {
 	own, own6 := netip.MustParseAddr("10.5.1.0"), netip.MustParseAddr("fd00:10:5:1::")
 	p := build(spec{payload: []byte("12345678")})
@@ -513,7 +512,7 @@ func TestComplain(t *testing.T) {
 	if reference(got[:20]) != 0 || reference(got[20:]) != 0 {
 		t.Errorf("wrong checksums: %x", got)
 	}
-	copy(got[10:12], []byte{0x9a, 0xba}) // looked at above
+	copy(got[10:12], []byte{0x9a, 0xba}) // checked above
 	copy(got[22:24], []byte{0x79, 0xfa})
 	if hex.EncodeToString(got) != want {
 		t.Errorf("%x\nwant %s", got, want)
@@ -532,7 +531,7 @@ func TestComplain(t *testing.T) {
 				t.Errorf("IPv6 %d: %x", c, m)
 			}
 			if want := p6[:min(len(p6), 1280-48)]; !bytes.Equal(m[48:], want) {
-				t.Errorf("IPv6 %d: %d bytes are quoted of %d, want %d", c, len(m)-48, len(p6), len(want))
+				t.Errorf("IPv6 %d: quotes %d bytes of %d, want %d", c, len(m)-48, len(p6), len(want))
 			}
 			if c == TooBig && binary.BigEndian.Uint32(m[44:]) != 1280 {
 				t.Errorf("reports an MTU that no IPv6 link may have: %x", m[44:48])
@@ -554,14 +553,14 @@ func TestComplain(t *testing.T) {
 		tc.change(b)
 		h, _ := Parse(b)
 		if m := tc.c.Complain(make([]byte, MaxReply), b, h, own, 0); m != nil {
-			t.Errorf("%s is answered: %x", name, m)
+			t.Errorf("%s caused an error: %x", name, m)
 		}
 	}
 	echo := bytes.Clone(p)
 	echo[9], echo[20] = protoICMP, 8
 	he, _ := Parse(echo)
 	if TooBig.Complain(make([]byte, MaxReply), echo, he, own, 1400) == nil {
-		t.Error("an echo request that is too big is not answered: path MTU discovery by ping would fail")
+		t.Error("no error about an echo request that is too big: path MTU discovery by ping would fail")
 	}
 }
 
@@ -594,7 +593,7 @@ func TestFragment(t *testing.T) {
 	p := build(spec{payload: random(2000)})
 	h, _ := Parse(p)
 	if Fragment(nil, p, h, 1400, nil) {
-		t.Error("a packet that must not be fragmented was")
+		t.Error("a packet that must not be fragmented was fragmented")
 	}
 }
 
