@@ -60,8 +60,8 @@ demo: build ## run three hosts on this machine and test every pod against every 
 test: deps components-short bin/tools/stages ## run the tests that show most in minutes, then print a table of results and times
 	@$(STAGES) -part short
 
-test-rest: deps components components-nodes bin/tools/stages ## run what make test leaves: everything else, including fuzzing and clusters of real kubelets
-	@$(STAGES) -part rest
+test-rest: deps components components-nodes bin/tools/stages ## run what make test leaves: everything else, including fuzzing and clusters of real kubelets (SHORT=1: few of Kubernetes' tests)
+	@$(STAGES) $(if $(SHORT),-short) -part rest
 
 test-all: deps components components-nodes bin/tools/stages ## run make test and make test-rest in one
 	@$(STAGES)

@@ -2,7 +2,6 @@ package e2e
 
 import (
 	"encoding/json"
-	"errors"
 	"fmt"
 	"net/http"
 	"os"
@@ -14,7 +13,6 @@ import (
 	"github.com/google/go-cmp/cmp"
 
 	"flanneld/pkg/lab"
-	"flanneld/pkg/prefix"
 )
 
 // bare is a cluster in which nothing is installed.
@@ -218,167 +216,6 @@ func (c *cluster) existing(install ...string) string {
 	return c.write("existing.yaml", []byte(strings.Replace(string(text), "[INSTALL]", "["+strings.Join(install, ", ")+"]", 1)))
 }
 
-// TestKubeInstall installs in the ways that the documentation gives, and in those
-// that clusters have that run flannel, with nothing but the image exchanged. The
-// pods run in the image's file system, with their ServiceAccount, their folders
-// and no more capabilities than they say.
-//
-//stages:rest it needs kubectl and helm, which take minutes to build
-func TestKubeInstall(t *testing.T) {
-	t.Parallel()
-	root, config := image(t)
-	for name, tc := range map[string]struct {
-		families []prefix.Family
-		shipped  bool // the manifest is ours: then the state outlives the pod
-		install  func(c *cluster)
-	}{
-		"kustomize": {v4, true, (*cluster).installBase},
-		"helm": {dual, true, func(c *cluster) {
-			c.tool("helm", "install", "flannel", repository(c.t, "dist/kubernetes/chart"), "--namespace=kube-flannel", "--create-namespace",
-				"--set=podCidr="+lab.PodNetwork(prefix.IPv4).String(), "--set=podCidrv6="+lab.PodNetwork(prefix.IPv6).String(),
-				"--set=flannel.enableNFTables=true")
-			c.tool("kubectl", "label", "namespace", "kube-flannel", "pod-security.kubernetes.io/enforce=privileged")
-		}},
-		"helm IPv6": {v6, true, func(c *cluster) {
-			c.tool("helm", "install", "flannel", repository(c.t, "dist/kubernetes/chart"), "--namespace=kube-flannel", "--create-namespace",
-				"--set=podCidr=", "--set=podCidrv6="+lab.PodNetwork(prefix.IPv6).String(), "--set=flannel.backend=host-gw")
-		}},
-		"existing":             {v4, false, func(c *cluster) { c.exchangeImage("/opt/bin/install-conf") }},
-		"existing that copies": {v4, false, func(c *cluster) { c.exchangeImage("cp", "-f") }},
-	} {
-		t.Run(name, func(t *testing.T) {
-			c := bare(t, lab.Config{Families: tc.families})
-			tc.install(c)
-			k := &kubelet{c: c, image: root, env: config.Config.Env}
-			k.publishRoot("kube-flannel")
-			pods := map[*lab.Host]pod{}
-			shell(t, c.Host(2).Namespace, "iptables-legacy -t mangle -N KUBE-IPTABLES-HINT") // as its kubelet would
-			for i, h := range c.Hosts() {
-				for _, folder := range []string{"/opt/cni/bin", "/etc/cni/net.d"} { // some clusters give them to a user of their own
-					if err := errors.Join(os.MkdirAll(h.Path(onNode(folder)), 0o755), os.Chown(h.Path(onNode(folder)), 997+i, 0)); err != nil {
-						t.Fatal(err)
-					}
-				}
-				pods[h] = k.schedule("kube-flannel", "kube-flannel-ds", i+1)
-				k.run(h, pods[h], func(done string) {
-					_, plugin := os.Stat(h.Path(onNode("/opt/cni/bin/flannel")))
-					_, conf := os.Stat(h.Path(onNode("/etc/cni/net.d/10-flannel.conflist")))
-					if plugin != nil || (conf == nil) != (done == "install-cni") {
-						t.Errorf("after %s: plugin %v, configuration %v", done, plugin, conf)
-					}
-				})
-			}
-			for n, h := range c.Hosts() {
-				expectReady(t, h.Daemon())
-				c.expectCondition(n+1, "False")
-			}
-			if err := c.AddPods(background(t)); err != nil {
-				t.Fatal(err)
-			}
-			expectMatrix(t, c.Lab)
-			expectMasquerade(t, c.Host(1))
-			if len(linesWith(c.Host(2).Daemon(), "traffic rules are held by iptables")) > 0 {
-				expectOnce(t, c.Host(2).Daemon(), `program="iptables-legacy" because="it has the chain KUBE-IPTABLES-HINT"`)
-			}
-			for _, h := range c.Hosts() {
-				if wrong := errorLines(h.Daemon()); len(wrong) > 0 {
-					t.Errorf("%s: %q", h.Name(), wrong)
-				}
-				if out := k.exec(h, pods[h], "flannelctl", "status"); !strings.Contains(out, "2 in place") {
-					t.Errorf("%s: status is %s", h.Name(), out)
-				}
-				if out := k.exec(h, pods[h], "flannelctl", "leases", "--kube-subnet-mgr"); strings.Count(out, "\n") != 1+len(c.Hosts()) {
-					t.Errorf("%s: leases are %s", h.Name(), out)
-				}
-				kept, err := filepath.Glob(h.Path("/var/lib/flannel/*.json"))
-				if err != nil || (len(kept) > 0) != tc.shipped {
-					t.Errorf("%s: state on the node is %q, %v", h.Name(), kept, err)
-				}
-			}
-			refused := []string(nil)
-			if !tc.shipped { // whose role says nothing of what is only a warning
-				refused = []string{"list networkpolicies"}
-			}
-			if got := c.asked(http.StatusForbidden); !slices.Equal(got, refused) {
-				t.Errorf("asked for more than the role allows: %q, want %q", got, refused)
-			}
-			if tc.shipped {
-				expectTakenOut(t, k)
-			}
-		})
-	}
-}
-
-// expectTakenOut follows the page to take everything off the nodes again.
-func expectTakenOut(t *testing.T, k *kubelet) {
-	t.Helper()
-	const page, namespace = "kubernetes-install.md", "flannel-cleanup"
-	c := k.c
-	for _, h := range c.Hosts() {
-		expectStop(t, h.Daemon())
-	}
-	c.tool("kubectl", "label", "nodes", "--all", "kubernetes.io/os=linux")
-	c.typed(page, "kubectl create namespace "+namespace)
-	c.tool("kubectl", "create", "serviceaccount", "default", "--namespace="+namespace) // as its controller does
-	k.publishRoot(namespace)
-	c.typed(page, "for node in")
-	var pods struct{ Items []pod }
-	if err := json.Unmarshal(c.do(http.MethodGet, "/api/v1/namespaces/"+namespace+"/pods", nil, ""), &pods); err != nil {
-		t.Fatal(err)
-	}
-	for i, h := range c.Hosts() {
-		n := slices.IndexFunc(pods.Items, func(p pod) bool { return p.Spec.NodeName == nodeName(i+1) })
-		if n < 0 {
-			t.Fatalf("no pod for %s", nodeName(i+1))
-		}
-		k.exec(h, pods.Items[n], pods.Items[n].Spec.Containers[0].Command...)
-		left := shell(t, h.Namespace, `ip -o link | grep flannel || :
-ip route show proto 98; ip -6 route show proto 98
-{ iptables-save; ip6tables-save; iptables-legacy-save; ip6tables-legacy-save; nft list ruleset; } 2>&1 | grep -i flannel || :
-ls /run/flannel/*.env /var/lib/flannel/* /run/node/etc/cni/net.d/* 2>/dev/null || :`)
-		if left != "" {
-			t.Errorf("left on %s:\n%s", h.Name(), left)
-		}
-	}
-	c.typed(page, "kubectl annotate nodes")
-	if notes := c.tool("kubectl", "get", "nodes", "--output=jsonpath={.items[*].metadata.annotations}"); strings.Contains(notes, annotation("")) {
-		t.Errorf("annotations are left: %s", notes)
-	}
-}
-
-// exchangeImage applies the manifest of a cluster that runs flannel, and has all
-// its containers run from one other image.
-func (c *cluster) exchangeImage(install ...string) {
-	c.t.Helper()
-	c.tool("kubectl", "apply", "-f", c.existing(install...))
-	c.tool("kubectl", "--namespace=kube-flannel", "set", "image", "daemonset/kube-flannel-ds", "*=registry.example.com/flanneld:v1")
-}
-
-// installBase applies the plain manifests with the network of the lab.
-func (c *cluster) installBase() {
-	base, err := filepath.Rel(c.dir, repository(c.t, "dist/kubernetes/base"))
-	if err != nil {
-		c.t.Fatal(err)
-	}
-	network, err := lab.NetworkConfig(c.Families(), []byte(`{"Type":"vxlan"}`))
-	if err != nil {
-		c.t.Fatal(err)
-	}
-	if err := os.Mkdir(filepath.Join(c.dir, "overlay"), 0o700); err != nil {
-		c.t.Fatal(err)
-	}
-	c.write("overlay/kustomization.yaml", fmt.Appendf(nil, `resources: [../%s]
-images: [{name: flanneld, newName: registry.example.com/flanneld, newTag: v1}]
-patches:
-  - patch: |-
-      apiVersion: v1
-      kind: ConfigMap
-      metadata: {name: kube-flannel-cfg, namespace: kube-flannel}
-      data: {net-conf.json: '%s'}
-`, base, network))
-	c.tool("kubectl", "apply", "-k", filepath.Join(c.dir, "overlay"))
-}
-
 // asked returns what the daemons have asked the API server for, in order and
 // each once; with a status only what was answered with that.
 func (c *cluster) asked(status int) []string {
@@ -415,18 +252,6 @@ func errorLines(d *lab.Daemon) []string {
 		}
 	}
 	return lines
-}
-
-// expectMasquerade wants rules on the host, of whichever kind.
-func expectMasquerade(t *testing.T, h *lab.Host) {
-	t.Helper()
-	eventually(t, "rules", func() error {
-		out, err := h.Exec(background(t), "sh", "-c", "iptables-save; iptables-legacy-save; ip6tables-save; ip6tables-legacy-save; nft list ruleset")
-		if err == nil && !strings.Contains(strings.ToLower(string(out)), "masquerade") {
-			err = fmt.Errorf("none that masquerade: %s", out)
-		}
-		return err
-	})
 }
 
 // takeAway removes one verb from a role, waits until the API server refuses it,

@@ -7,17 +7,13 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
-	"strconv"
 	"strings"
 	"time"
 
 	"golang.org/x/sys/unix"
 )
 
-const (
-	cgroupMounts = "/sys/fs/cgroup"
-	cgroupFolder = "flanneld-test" // below the root of each hierarchy; contains a folder per run, named by its process id
-)
+const cgroupMounts = "/sys/fs/cgroup"
 
 // hierarchies are the roots of all cgroup hierarchies: one of version 2, or those of
 // version 1.
@@ -49,14 +45,13 @@ func makeCgroups(node string) (made []string, err error) {
 		return nil, err
 	}
 	for _, root := range roots {
-		dir := root
-		for _, next := range []string{cgroupFolder, strconv.Itoa(os.Getpid()), node} {
-			dir = filepath.Join(dir, next)
+		run := folderOf(root, os.Getpid())
+		for _, dir := range []string{filepath.Dir(run), run, filepath.Join(run, node)} {
 			if err := makeCgroup(dir); err != nil {
 				return nil, err
 			}
 		}
-		made = append(made, dir)
+		made = append(made, filepath.Join(run, node))
 	}
 	return made, nil
 }
@@ -126,39 +121,4 @@ func removeCgroup(dir string) error {
 		}
 	}
 	return nil
-}
-
-// sweepCgroups removes the cgroups of runs that were killed.
-func sweepCgroups() error {
-	roots, err := hierarchies()
-	if err != nil {
-		return err
-	}
-	for _, root := range roots {
-		runs, err := os.ReadDir(filepath.Join(root, cgroupFolder))
-		if err != nil && !errors.Is(err, fs.ErrNotExist) {
-			return err
-		}
-		for _, run := range runs {
-			pid, err := strconv.Atoi(run.Name())
-			if err != nil || !errors.Is(unix.Kill(pid, 0), unix.ESRCH) {
-				continue
-			}
-			if err := removeCgroup(filepath.Join(root, cgroupFolder, run.Name())); err != nil {
-				return err
-			}
-		}
-	}
-	return nil
-}
-
-// removeRun removes this run's cgroups, and their parent if no other run uses it.
-func removeRun() error {
-	roots, err := hierarchies()
-	for _, root := range roots {
-		dir := filepath.Join(root, cgroupFolder)
-		err = errors.Join(err, removeCgroup(filepath.Join(dir, strconv.Itoa(os.Getpid()))))
-		_ = unix.Rmdir(dir) // other runs may be there
-	}
-	return err
 }

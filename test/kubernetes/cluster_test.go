@@ -50,7 +50,6 @@ type config struct {
 	families []prefix.Family
 	backend  string // its Type
 	nftables bool   // of the daemon, and kube-proxy
-	install  int    // byKubectl, …
 }
 
 // join is one value for each family, separated by commas.
@@ -78,6 +77,9 @@ type cluster struct {
 	api   *lab.APIServer
 	dir   string
 	nodes []*node
+
+	installed     install // the last one
+	auditedBefore int     // length of the audit log before it
 }
 
 // clusters are the clusters of this run. An interrupted run closes them.
@@ -100,14 +102,16 @@ func (r *registered) remove(c *cluster) {
 	r.all = slices.DeleteFunc(r.all, func(d *cluster) bool { return d == c })
 }
 
-func (r *registered) closeAll() {
+// closeAll closes all clusters at the end of the run. It keeps the lock, so that the tests
+// of an interrupted run wait with the next cluster.
+func (r *registered) closeAll() error {
 	r.mu.Lock()
-	defer r.mu.Unlock()
+	var errs []error
 	for _, c := range r.all {
-		if err := c.close(); err != nil {
-			fmt.Fprintln(os.Stderr, err)
-		}
+		errs = append(errs, c.close())
+		c.lab.Close()
 	}
+	return errors.Join(errs...)
 }
 
 const (
@@ -119,12 +123,17 @@ const (
 // newCluster starts a cluster whose nodes have images, but no network.
 func newCluster(t *testing.T, cfg config, archives ...string) *cluster {
 	t.Helper()
+	if _, err := os.Stat("/proc/sys/net/bridge/bridge-nf-call-iptables"); err != nil {
+		t.Fatalf("Services need bridged packets in the rules (modprobe br_netfilter): %v", err)
+	}
 	l, err := lab.New(background(t), lab.Config{Hosts: cfg.nodes, Families: cfg.families})
 	if err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(l.Close)
 	c := &cluster{config: cfg, t: t, lab: l, dir: t.TempDir()}
+	clusters.add(c)
+	t.Cleanup(func() { clusters.remove(c) })
 	c.startAPI()
 	kubeconfig := c.kubeconfig(admin)
 	c.start("agnhost", "netexec", fmt.Sprintf("--http-port=%d", outside)) // a server outside, for pods
@@ -132,12 +141,10 @@ func newCluster(t *testing.T, cfg config, archives ...string) *cluster {
 		"--service-account-private-key-file="+c.api.SigningKey(), "--root-ca-file="+c.api.CA(),
 		"--allocate-node-cidrs", "--cluster-cidr="+c.podNetworks(), "--service-cluster-ip-range="+c.serviceNetworks())
 	c.start("kube-scheduler", "--kubeconfig="+kubeconfig, "--leader-elect=false", "--bind-address=127.0.0.1")
-	clusters.add(c)
 	t.Cleanup(func() {
 		if err := c.close(); err != nil {
 			t.Error(err)
 		}
-		clusters.remove(c) // the next one uses the same names of cgroups
 	})
 	t.Cleanup(c.explain)
 	for i, h := range l.Hosts() {

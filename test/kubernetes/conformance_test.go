@@ -32,14 +32,12 @@ func (s spec) name() string {
 }
 
 // conformance runs Kubernetes' tests that focus matches and reports each as a subtest. It
-// fails if their number is not want. It calls meanwhile, if that is not nil, while they
-// run; running is closed when they have ended.
+// fails if their number is not want. It calls meanwhile while they run; running is closed
+// when they have ended.
 func (c *cluster) conformance(focus string, want int, meanwhile func(running <-chan struct{})) {
 	c.t.Helper()
 	run := c.startConformance(focus)
-	if meanwhile != nil {
-		meanwhile(run.ended)
-	}
+	meanwhile(run.ended)
 	ran := 0
 	for _, s := range run.specs() {
 		if s.State == "skipped" || s.LeafNodeText == "" { // out of focus, or a hook of the suite

@@ -3,7 +3,9 @@ package kubernetes
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
+	"io/fs"
 	"net/http"
 	"os"
 	"os/exec"
@@ -29,9 +31,11 @@ func flannelImage(t *testing.T) string {
 	return file
 }
 
-// The ways to install the daemon. All use the imported image.
+// install is a way to install the daemon. All ways use the imported image.
+type install int
+
 const (
-	byKubectl = iota
+	byKubectl install = iota
 	byHelm
 	existing       // the manifest of a cluster that runs flannel, with the image exchanged
 	existingCopies // another, whose init containers call cp
@@ -39,11 +43,12 @@ const (
 
 // shipped reports whether the manifests are from this repository: then the state outlives
 // the pod, and the role allows all requests of the daemon.
-func (c config) shipped() bool { return c.install == byKubectl || c.install == byHelm }
+func (i install) shipped() bool { return i == byKubectl || i == byHelm }
 
-func (c *cluster) installFlannel() {
+func (c *cluster) installFlannel(i install) {
 	c.t.Helper()
-	switch c.install {
+	c.installed, c.auditedBefore = i, len(c.audit())
+	switch i {
 	case byKubectl:
 		c.installBase()
 	case byHelm:
@@ -149,7 +154,7 @@ func (c *cluster) expectInOrder() {
 	}
 	for i, n := range c.nodes {
 		kept, err := filepath.Glob(n.Path("/var/lib/flannel/*.json"))
-		if err != nil || (len(kept) > 0) != c.shipped() {
+		if err != nil || (len(kept) > 0) != c.installed.shipped() {
 			c.t.Errorf("%s: state on the node is %q, %v", n.Name(), kept, err)
 		}
 		program := map[prefix.Family]string{prefix.IPv4: "iptables-", prefix.IPv6: "ip6tables-"}[c.families[0]] + variant(i) + "-save"
@@ -158,7 +163,7 @@ func (c *cluster) expectInOrder() {
 		}
 	}
 	want := ""
-	if !c.shipped() { // the request is only for a warning
+	if !c.installed.shipped() { // the request is only for a warning
 		want = "list networkpolicies"
 	}
 	if got := c.refused(); strings.Join(got, ", ") != want {
@@ -166,15 +171,22 @@ func (c *cluster) expectInOrder() {
 	}
 }
 
-// refused returns the kinds of request that the API server refused to the daemons.
-func (c *cluster) refused() []string {
+// audit returns the API server's log of requests of the daemons.
+func (c *cluster) audit() string {
 	c.t.Helper()
 	text, err := os.ReadFile(filepath.Join(c.dir, auditLog))
-	if err != nil {
+	if err != nil && !errors.Is(err, fs.ErrNotExist) { // before the first request
 		c.t.Fatal(err)
 	}
+	return string(text)
+}
+
+// refused returns the kinds of request that the API server refused to the daemons since
+// the last installation.
+func (c *cluster) refused() []string {
+	c.t.Helper()
 	var refused []string
-	for line := range strings.Lines(string(text)) {
+	for line := range strings.Lines(c.audit()[c.auditedBefore:]) {
 		var entry struct {
 			Verb           string
 			ObjectRef      struct{ Resource string }
@@ -191,7 +203,7 @@ func (c *cluster) refused() []string {
 // takeOut removes flanneld and everything that it left on the nodes, as the page says.
 func (c *cluster) takeOut() {
 	c.t.Helper()
-	switch c.install {
+	switch c.installed {
 	case byHelm:
 		c.onRouter("env", c.access(), "HOME="+c.dir, tool(c.t, "helm"), "uninstall", "flannel", "--namespace=kube-flannel", "--wait")
 	default:

@@ -7,13 +7,15 @@ import (
 	"os"
 	"path/filepath"
 	"regexp"
+	"strconv"
 	"strings"
 	"testing"
+	"time"
 
 	"flanneld/pkg/prefix"
 )
 
-// allTests matches Kubernetes' conformance tests of the network.
+// allTests matches Kubernetes' conformance tests of the network, which are testCount.
 const (
 	allTests  = `\[sig-network\].*\[Conformance\]`
 	testCount = 47
@@ -26,71 +28,147 @@ const (
 	shortCount = 9
 )
 
-// TestClusters installs flanneld as shipped in clusters of real kubelets and runs
-// Kubernetes' conformance tests of the network.
+// scenario is a cluster and what happens in it.
+type scenario struct {
+	name string
+	config
+	installs []install // each over the one before
+	focus    string    // Kubernetes' tests that run at the end, if any
+	count    int       // of these tests
+	// before is called before these tests and meanwhile while they run. Both may be nil.
+	before    func(*cluster)
+	meanwhile func(*cluster, <-chan struct{})
+}
+
+// scenarios returns all scenarios, or those of the short form. These contain every way to
+// install, but few of Kubernetes' tests.
+func scenarios(short bool) []scenario {
+	if short {
+		return []scenario{
+			{
+				name: "vxlan while it is rolled out", config: config{nodes: 2, families: v4, backend: "vxlan"},
+				installs: []install{existing, existingCopies, byKubectl},
+				focus:    shortTests, count: shortCount, meanwhile: (*cluster).rollOut,
+			},
+			{name: "dual stack", config: config{nodes: 2, families: dual, backend: "vxlan", nftables: true}, installs: []install{byHelm}},
+			{name: "IPv6", config: config{nodes: 2, families: v6, backend: "host-gw"}, installs: []install{byHelm}},
+		}
+	}
+	all := []scenario{
+		{
+			name: "vxlan while it is rolled out", config: config{families: v4, backend: "vxlan"},
+			installs: []install{byKubectl}, meanwhile: (*cluster).rollOut,
+		},
+		{
+			name: "vxlan while a node reboots", config: config{families: v4, backend: "vxlan"},
+			installs: []install{byKubectl}, before: (*cluster).cordonLast, meanwhile: (*cluster).rebootLast,
+		},
+		{name: "host-gw", config: config{families: v4, backend: "host-gw"}, installs: []install{existing}},
+		{name: "nftables", config: config{families: v4, backend: "vxlan", nftables: true}, installs: []install{existingCopies}},
+		{name: "dual stack", config: config{families: dual, backend: "vxlan", nftables: true}, installs: []install{byHelm}},
+		{name: "IPv6", config: config{families: v6, backend: "host-gw"}, installs: []install{byHelm}},
+	}
+	for i := range all {
+		all[i].nodes, all[i].focus, all[i].count = 3, allTests, testCount
+	}
+	return all
+}
+
+// TestClusters installs flanneld in clusters of real kubelets and runs Kubernetes'
+// conformance tests of the network.
 func TestClusters(t *testing.T) {
-	type test struct {
-		name string
-		config
-		before    func(*cluster) // may be nil, like meanwhile
-		meanwhile func(*cluster, <-chan struct{})
-	}
-	tests := []test{
-		{"vxlan while it is rolled out", config{nodes: 3, families: v4, backend: "vxlan", install: byKubectl}, nil, (*cluster).rollOut},
-		{"vxlan while a node reboots", config{nodes: 3, families: v4, backend: "vxlan", install: byKubectl}, (*cluster).cordonLast, (*cluster).rebootLast},
-		{"host-gw", config{nodes: 3, families: v4, backend: "host-gw", install: existing}, nil, nil},
-		{"nftables", config{nodes: 3, families: v4, backend: "vxlan", nftables: true, install: existingCopies}, nil, nil},
-		{"dual stack", config{nodes: 3, families: dual, backend: "vxlan", nftables: true, install: byHelm}, nil, nil},
-		{"IPv6", config{nodes: 3, families: v6, backend: "host-gw", install: byHelm}, nil, nil},
-	}
-	focus, count := allTests, testCount
-	if testing.Short() {
-		tests = []test{{"vxlan while it is rolled out", config{nodes: 2, families: v4, backend: "vxlan"}, nil, (*cluster).rollOut}}
-		focus, count = shortTests, shortCount
-	}
 	archive, images := flannelImage(t), pack(t, testImages(t))
-	for _, tt := range tests {
-		t.Run(tt.name, func(t *testing.T) {
-			c := newCluster(t, tt.config, images)
+	for _, s := range scenarios(testing.Short()) {
+		t.Run(s.name, func(t *testing.T) {
+			c := newCluster(t, s.config, images)
 			c.importFlannel(archive)
-			c.installFlannel()
-			c.expectNodesReady()
-			c.expectPods()
+			for _, i := range s.installs {
+				c.installFlannel(i)
+				c.expectNodesReady()
+				c.expectPods()
+				c.expectInOrder()
+			}
 			c.importFlannel(archive) // again, while its containers run
-			if tt.before != nil {
-				tt.before(c)
+			if s.focus != "" {
+				c.runTests(s)
 			}
-			c.installDNS()
-			var meanwhile func(<-chan struct{})
-			if tt.meanwhile != nil {
-				meanwhile = func(running <-chan struct{}) { tt.meanwhile(c, running) }
-			}
-			c.conformance(focus, count, meanwhile)
-			c.expectPods()
-			c.expectInOrder()
-			if tt.shipped() {
+			if c.installed.shipped() {
 				c.takeOut()
 			}
 		})
 	}
 }
 
-// rollOut replaces the daemon's pods again and again.
+// runTests runs Kubernetes' tests and checks the cluster again.
+func (c *cluster) runTests(s scenario) {
+	c.t.Helper()
+	if s.before != nil {
+		s.before(c)
+	}
+	c.installDNS()
+	c.conformance(s.focus, s.count, func(running <-chan struct{}) {
+		if s.meanwhile != nil {
+			s.meanwhile(c, running)
+		}
+	})
+	c.expectPods()
+	c.expectInOrder()
+}
+
+// rollOut replaces the daemon's pods again and again. The next pod is replaced when kubelet
+// has seen that the one before is ready.
 func (c *cluster) rollOut(running <-chan struct{}) {
 	c.t.Helper()
-	for n := 0; ; n++ {
+	var pods, failed int
+	var took time.Duration
+	for {
 		select {
 		case <-running:
-			c.t.Logf("%d times rolled out", n)
-			if n == 0 {
-				c.t.Error("there was no time to roll it out")
+			if pods == 0 {
+				c.t.Fatal("the tests ended before the first rollout")
+			}
+			each, probes := took/time.Duration(pods), float64(failed)/float64(pods)
+			c.t.Logf("%d pods replaced, in %.1f s each, with %.1f failed readiness probes each", pods, each.Seconds(), probes)
+			if probes > maxFailedProbes {
+				c.t.Errorf("%.1f readiness probes of a new pod failed, want at most %d", probes, maxFailedProbes)
 			}
 			return
 		default:
 		}
+		start := time.Now()
 		c.kubectl("rollout", "restart", "--namespace=kube-flannel", "daemonset/kube-flannel-ds")
 		c.kubectl("rollout", "status", "--namespace=kube-flannel", "daemonset/kube-flannel-ds", "--timeout="+patience.String())
+		took += time.Since(start)
+		for _, n := range c.nodes {
+			pods++
+			failed += n.failedProbes()
+		}
 	}
+}
+
+// maxFailedProbes bounds the readiness probes that a new pod fails on average. Each adds
+// the period of the probe to the time of a rollout. The daemon needs less than one period,
+// except on a busy machine.
+const maxFailedProbes = 2
+
+var readinessProbes = regexp.MustCompile(`(?m)^prober_probe_total\{container="kube-flannel",.*probe_type="Readiness",result="(\w+)"\} (\d+)$`)
+
+// failedProbes returns the number of readiness probes that the daemon's pod on the node
+// has failed. kubelet counts them while the pod exists.
+func (n *node) failedProbes() int {
+	n.c.t.Helper()
+	counts := map[string]int{}
+	for _, m := range readinessProbes.FindAllStringSubmatch(n.c.kubectl("get", "--raw=/api/v1/nodes/"+n.Name()+"/proxy/metrics/probes"), -1) {
+		count, err := strconv.Atoi(m[2])
+		if err != nil {
+			n.c.t.Fatal(err)
+		}
+		counts[m[1]] += count
+	}
+	if counts["successful"] == 0 { // it would not be ready
+		n.c.t.Errorf("%s: kubelet counts no readiness probe that was successful: %v", n.Name(), counts)
+	}
+	return counts["failed"]
 }
 
 func (c *cluster) last() *node { return c.nodes[len(c.nodes)-1] }

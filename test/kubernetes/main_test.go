@@ -9,10 +9,8 @@
 //
 // The machine must provide root, network and mount namespaces, and:
 //
-//   - cgroups of version 1 or 2 in which new groups can be created. Those of the nodes are
-//     below flanneld-test. A run removes its own at the end, and those of killed runs at
-//     the start. The nodes set failCgroupV1: false, because kubelet refuses version 1
-//     otherwise.
+//   - cgroups of version 1 or 2 in which new groups can be created. The nodes set
+//     failCgroupV1: false, because kubelet refuses version 1 otherwise.
 //   - overlayfs on tmpfs, which contains the nodes' disks: about 500 MB of memory each.
 //   - br_netfilter with net.bridge.bridge-nf-call-iptables.
 //   - nftables, and the iptables matches recent, statistic and physdev, for kube-proxy.
@@ -21,17 +19,26 @@
 // machine's sysctls do not change: they are read-only in a node, and those that kubelet
 // checks are replaced by files with the expected values. Only the first network namespace
 // has a writable net.netfilter.nf_conntrack_max, so kube-proxy does not set it.
+//
+// All processes of a run die with it, and with them namespaces and mounts. Cgroups and files
+// are in folders with the number of its process (leftover_test.go). A run removes them at its
+// end, even if it is interrupted or the go command is killed. If the run itself is killed,
+// the next one removes them.
 package kubernetes
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"os"
 	"os/signal"
 	"path/filepath"
+	"sync"
 	"syscall"
 	"testing"
 	"time"
+
+	"golang.org/x/sys/unix"
 
 	"flanneld/pkg/lab"
 )
@@ -45,18 +52,43 @@ func TestMain(m *testing.M) {
 		fmt.Fprintln(os.Stderr, "these tests make namespaces: run them as root")
 		os.Exit(1)
 	}
-	if err := sweepCgroups(); err != nil {
-		fmt.Fprintln(os.Stderr, "cgroups of earlier runs:", err)
-		os.Exit(1)
+	os.Exit(run(m))
+}
+
+// run runs the tests and removes everything that they leave.
+func run(m *testing.M) int {
+	if err := sweep(); err != nil {
+		fmt.Fprintln(os.Stderr, "remove the rest of earlier runs:", err)
+		return 1
 	}
+	tmp := filesOf(os.Getpid())
+	err := errors.Join(os.MkdirAll(tmp, 0o700), os.Setenv("TMPDIR", tmp))
+	if err == nil {
+		// Without this, killing the go command would leave the tests running.
+		err = unix.Prctl(unix.PR_SET_PDEATHSIG, uintptr(unix.SIGTERM), 0, 0, 0)
+	}
+	if err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		return 1
+	}
+	end := sync.OnceFunc(func() {
+		if err := errors.Join(clusters.closeAll(), os.RemoveAll(tmp)); err != nil {
+			fmt.Fprintln(os.Stderr, err)
+		}
+		_ = os.Remove(filepath.Dir(tmp)) // other runs may be there
+	})
+	// Without this, output that the go command does not read any more would end the process
+	// at once.
+	signal.Notify(make(chan os.Signal, 1), syscall.SIGPIPE)
 	interrupted := make(chan os.Signal, 1)
 	signal.Notify(interrupted, os.Interrupt, syscall.SIGTERM, syscall.SIGHUP)
 	go func() {
 		<-interrupted
-		clusters.closeAll()
+		end()
 		os.Exit(1)
 	}()
-	os.Exit(m.Run())
+	defer end()
+	return m.Run()
 }
 
 // tool returns the path of a program, or a folder of programs, from bin/tools.

@@ -106,6 +106,17 @@ func (n *node) anyAddress() string {
 	return "0.0.0.0"
 }
 
+// enterCgroups makes cgroups the root of a cgroup namespace, and runs a script there as
+// process 1. With version 2 all processes are in a group below, because kubelet passes the
+// controllers of the root on, and such a group must not contain processes.
+const enterCgroups = `for cgroup in $1; do echo $$ >"$cgroup/cgroup.procs"; done
+exec unshare --cgroup -- bash -euc '
+	for cgroup in $1; do
+		[ ! -e "$cgroup/cgroup.controllers" ] || { mkdir "$cgroup/services" && echo $$ >"$cgroup/services/cgroup.procs"; }
+	done
+	shift
+	exec unshare --pid --mount --uts --ipc --fork --kill-child -- bash "$@"' bash "$@"`
+
 // boot starts the node with the contents of its disk and waits for its containerd.
 func (n *node) boot() {
 	t := n.c.t
@@ -124,10 +135,8 @@ func (n *node) boot() {
 	if err != nil {
 		t.Fatal(err)
 	}
-	const enter = `for cgroup in $1; do echo $$ >"$cgroup/cgroup.procs"; done; shift
-exec unshare --pid --mount --uts --ipc --cgroup --fork --kill-child -- bash "$@"`
 	addrs := n.c.join(func(f prefix.Family) string { return n.Addr(f).String() })
-	n.machine = exec.Command("bash", "-euc", enter, "bash", strings.Join(n.cgroups, " "), script, n.Name(), addrs, filepath.Dir(tool(t, "kubectl")), n.c.kubeconfig(n.Name()), n.variant)
+	n.machine = exec.Command("bash", "-euc", enterCgroups, "bash", strings.Join(n.cgroups, " "), script, n.Name(), addrs, filepath.Dir(tool(t, "kubectl")), n.c.kubeconfig(n.Name()), n.variant)
 	n.machine.Stdout, n.machine.Stderr = console, console
 	if err := n.Start(n.machine); err != nil {
 		t.Fatal(err)

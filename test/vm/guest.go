@@ -19,7 +19,10 @@ import (
 
 // tools are the programs of this machine that tests and the tested code run. The kernel
 // runs modprobe.
-var tools = []string{"bridge", "cat", "env", "ethtool", "grep", "ip", "modprobe", "nft", "nsenter", "sed", "sh", "sleep", "sysctl", "tc", "wg"}
+var tools = []string{
+	"bash", "bridge", "cat", "env", "ethtool", "grep", "ip", "mkdir", "modprobe", "mount", "nft", "nsenter", "sed", "sh", "sleep", "sysctl",
+	"tc", "umount", "unshare", "wg",
+}
 
 // multi are the programs of iptables by variant. They are called through links whose
 // names select the function, and load extensions from the folder xtables beside their

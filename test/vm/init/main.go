@@ -29,7 +29,7 @@ func main() {
 
 func run() error {
 	for _, m := range []struct{ kind, dir string }{
-		{"proc", "/proc"}, {"sysfs", "/sys"}, {"devtmpfs", "/dev"}, {"tmpfs", "/run"}, {"tmpfs", "/tmp"},
+		{"proc", "/proc"}, {"sysfs", "/sys"}, {"cgroup2", "/sys/fs/cgroup"}, {"devtmpfs", "/dev"}, {"tmpfs", "/run"}, {"tmpfs", "/tmp"},
 	} {
 		if err := unix.Mount(m.kind, m.dir, m.kind, 0, ""); err != nil {
 			return fmt.Errorf("mount %s: %w", m.dir, err)

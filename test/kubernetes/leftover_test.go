@@ -1,0 +1,62 @@
+package kubernetes
+
+import (
+	"errors"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"strconv"
+
+	"golang.org/x/sys/unix"
+)
+
+// folderOf returns the folder below root that contains what a run creates there. root is
+// the folder of temporary files, or that of a cgroup hierarchy.
+func folderOf(root string, run int) string {
+	return filepath.Join(root, "flanneld-test", strconv.Itoa(run))
+}
+
+// filesOf returns the folder of a run's temporary files.
+func filesOf(run int) string { return folderOf(os.TempDir(), run) }
+
+// sweep removes the folders of runs that were killed.
+func sweep() error {
+	roots, err := hierarchies()
+	if err != nil {
+		return err
+	}
+	for _, root := range roots {
+		if err := sweepBelow(root, removeCgroup); err != nil {
+			return err
+		}
+	}
+	return sweepBelow(os.TempDir(), os.RemoveAll)
+}
+
+func sweepBelow(root string, remove func(string) error) error {
+	runs, err := os.ReadDir(filepath.Dir(folderOf(root, 0)))
+	if err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return err
+	}
+	for _, run := range runs {
+		pid, err := strconv.Atoi(run.Name())
+		if err != nil || !errors.Is(unix.Kill(pid, 0), unix.ESRCH) {
+			continue
+		}
+		if err := remove(folderOf(root, pid)); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// removeRun removes this run's cgroups, and their parent if no other run uses it.
+func removeRun() error {
+	roots, err := hierarchies()
+	for _, root := range roots {
+		run := folderOf(root, os.Getpid())
+		err = errors.Join(err, removeCgroup(run))
+		_ = unix.Rmdir(filepath.Dir(run)) // other runs may be there
+	}
+	return err
+}
