@@ -1,0 +1,351 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net/netip"
+	"net/rpc"
+	"os"
+	"runtime/debug"
+	"sync"
+	"time"
+
+	"github.com/go-logr/logr"
+	"k8s.io/klog/v2"
+
+	"flanneld/subnet"
+)
+
+// hostsChild is the value of os.Args[0] that makes this program run the managers of all
+// hosts. They have a process of their own so that the store is the only process of its
+// network namespace, and so that its counters of bytes count nothing else.
+const hostsChild = "storm-hosts"
+
+// runHosts serves Hosts on standard input and output until the parent closes them.
+func runHosts() error {
+	klog.LogToStderr(false) // thousands of hosts say the same
+	klog.SetOutput(io.Discard)
+	debug.SetGCPercent(50)
+	server := rpc.NewServer()
+	if err := server.RegisterName("Hosts", newHosts()); err != nil {
+		return err
+	}
+	server.ServeConn(pipes{os.Stdin, os.Stdout})
+	return nil
+}
+
+type pipes struct {
+	io.ReadCloser
+	io.WriteCloser
+}
+
+// Close implements io.Closer.
+func (p pipes) Close() error { return errors.Join(p.ReadCloser.Close(), p.WriteCloser.Close()) }
+
+// Hosts runs the managers of many hosts. Its exported methods are called by net/rpc, one
+// at a time.
+type Hosts struct {
+	registry *registry
+	hosts    map[int]*host
+	former   map[int]subnet.Lease // leases of hosts that do not run
+}
+
+func newHosts() *Hosts {
+	return &Hosts{newRegistry(), map[int]*host{}, map[int]subnet.Lease{}}
+}
+
+// Start says which hosts to start, and how.
+type Start struct {
+	Store    Store
+	From, To int           // numbers of hosts, To excluded
+	Over     time.Duration // they start one after another within this time
+	Forget   bool          // they do not know what they had before
+}
+
+// Store says where the store is.
+type Store struct {
+	Etcd       []string // endpoints; empty if the store is the Kubernetes API
+	Prefix     string
+	TTL        time.Duration // of leases; zero means the default
+	Margin     time.Duration // how long before its end a lease is renewed; zero means the default
+	Kubeconfig string
+	NetConfig  string // path of the network configuration, with Kubernetes
+}
+
+// Start starts hosts.
+func (s *Hosts) Start(a Start, _ *struct{}) error {
+	for i := a.From; i < a.To; i++ {
+		if s.hosts[i] != nil {
+			return fmt.Errorf("host %d is running", i)
+		}
+		var former *subnet.Lease
+		if l, ok := s.former[i]; ok && !a.Forget {
+			former = &l
+		}
+		h := newHost(i, s.registry)
+		s.hosts[i] = h
+		delay := a.Over * time.Duration(i-a.From) / time.Duration(a.To-a.From)
+		h.start(a.Store, former, delay)
+	}
+	return nil
+}
+
+// Stop says which hosts to stop.
+type Stop struct {
+	From, To int           // numbers of hosts, To excluded
+	Over     time.Duration // they stop one after another within this time
+}
+
+// Stopped is the answer to Stop.
+type Stopped struct{ Leases []subnet.Lease }
+
+// Stop stops hosts as if their power was cut, which leaves their leases in the store.
+func (s *Hosts) Stop(a Stop, r *Stopped) error {
+	var wg sync.WaitGroup
+	for i := a.From; i < a.To; i++ {
+		h := s.hosts[i]
+		delete(s.hosts, i)
+		wg.Go(func() {
+			time.Sleep(a.Over * time.Duration(i-a.From) / time.Duration(a.To-a.From))
+			h.stop()
+		})
+		if l, ok := h.lease(); ok {
+			s.former[i] = l
+			r.Leases = append(r.Leases, l)
+		}
+	}
+	wg.Wait()
+	if len(s.hosts) == 0 {
+		debug.FreeOSMemory()
+	}
+	return nil
+}
+
+// Expect says which leases there are, or are no longer, apart from those of running hosts.
+type Expect struct {
+	Leases []subnet.Lease
+	Gone   bool
+}
+
+// Expect changes which leases hosts have to know in order to be right.
+func (s *Hosts) Expect(a Expect, _ *struct{}) error {
+	for i := range a.Leases {
+		s.registry.expect(identify(&a.Leases[i]), !a.Gone)
+	}
+	return nil
+}
+
+// Wait says how long to wait.
+type Wait struct{ Limit time.Duration }
+
+// State is what has become of the hosts.
+type State struct {
+	Right, Running int
+	Last           time.Time // when the last host became right
+	Lists          int       // complete sets that managers have told since they were started
+	Renewed        int       // renewals of leases
+	Outages        int       // times that a host has lost its store
+	Example        string    // why a host was not right, or has lost its store
+}
+
+// Wait waits until all running hosts are right. It does not fail if they are not.
+func (s *Hosts) Wait(a Wait, r *State) error {
+	deadline := time.Now().Add(a.Limit)
+	wrong := -1 // the host that was not right last
+	for {
+		expected := s.registry.expected()
+		all := true
+		if h := s.hosts[wrong]; h != nil {
+			all, _ = h.sight.right(expected)
+		}
+		for i, h := range s.hosts {
+			if !all {
+				break
+			}
+			if all, _ = h.sight.right(expected); !all {
+				wrong = i
+			}
+		}
+		if all || time.Now().After(deadline) {
+			*r = s.state(expected)
+			return nil
+		}
+		time.Sleep(20 * time.Millisecond)
+	}
+}
+
+// State returns the present state.
+func (s *Hosts) State(_ struct{}, r *State) error {
+	*r = s.state(s.registry.expected())
+	return nil
+}
+
+func (s *Hosts) state(expected bits) (r State) {
+	for _, h := range s.hosts {
+		ok, since := h.sight.right(expected)
+		r.Running++
+		if ok {
+			r.Right++
+		}
+		if ok && since.After(r.Last) {
+			r.Last = since
+		}
+		h.mu.Lock()
+		r.Renewed += h.renewed
+		r.Outages += h.outages
+		if h.said != "" {
+			r.Example = fmt.Sprintf("host %d: %s", h.number, h.said)
+		}
+		h.mu.Unlock()
+		h.sight.mu.Lock()
+		r.Lists += h.sight.lists
+		h.sight.mu.Unlock()
+	}
+	return r
+}
+
+// host is the store side of one host.
+type host struct {
+	number int
+	sight  *sight
+	cancel context.CancelFunc
+	done   chan struct{}
+
+	mu      sync.Mutex
+	own     *subnet.Lease
+	renewed int
+	outages int
+	said    string
+}
+
+func newHost(number int, r *registry) *host {
+	return &host{number: number, sight: &sight{registry: r, own: -1}, done: make(chan struct{})}
+}
+
+// manager is a subnet.Manager with its connection.
+type manager interface {
+	subnet.Manager
+	Close() error
+}
+
+// start begins what the daemon does with its store, after a delay.
+func (h *host) start(s Store, former *subnet.Lease, delay time.Duration) {
+	ctx, cancel := context.WithCancel(klog.NewContext(context.Background(), logr.Discard()))
+	h.cancel = cancel
+	go func() {
+		defer close(h.done)
+		select {
+		case <-time.After(delay):
+		case <-ctx.Done():
+			return
+		}
+		if err := h.run(ctx, s, former); ctx.Err() == nil {
+			h.say(fmt.Sprintf("has ended: %v", err))
+		}
+	}()
+}
+
+func (h *host) stop() {
+	h.cancel()
+	<-h.done
+}
+
+// run is the daemon without its kernel side.
+func (h *host) run(ctx context.Context, s Store, former *subnet.Lease) error {
+	m, err := h.open(s, former)
+	if err != nil {
+		return err
+	}
+	defer m.Close()
+	own, err := h.acquire(ctx, m, former)
+	if err != nil {
+		return err
+	}
+	h.mu.Lock()
+	h.own = &own
+	h.mu.Unlock()
+	h.sight.acquired(own)
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	kept := make(chan error, 1)
+	go func() {
+		kept <- m.Keep(ctx, own)
+		cancel()
+	}()
+	err = m.Watch(ctx, h.sight.take)
+	cancel()
+	return errors.Join(err, <-kept)
+}
+
+// acquire takes the own lease in the order in which the daemon does.
+func (h *host) acquire(ctx context.Context, m manager, former *subnet.Lease) (own subnet.Lease, err error) {
+	if k, ok := m.(interface {
+		PublicIPs(context.Context) ([]netip.Addr, error)
+	}); ok {
+		if _, err := k.PublicIPs(ctx); err != nil {
+			return own, err
+		}
+	}
+	for {
+		cfg, err := m.Config(ctx)
+		if err != nil {
+			return own, err
+		}
+		claim := subnet.Claim{BackendType: "vxlan", Endpoints: []subnet.Endpoint{{PublicIP: publicIP(h.number), Data: vtep(h.number)}}}
+		before, err := m.Recall(ctx, claim)
+		if err != nil {
+			return own, err
+		}
+		switch {
+		case len(before.Endpoints) > 0:
+			claim.Endpoints[0].Subnet = before.Endpoints[0].Subnet
+		case former != nil:
+			claim.Endpoints[0].Subnet = former.Endpoints[0].Subnet
+		}
+		if own, err = m.Acquire(ctx, cfg, claim); !errors.Is(err, subnet.ErrNoSubnets) {
+			return own, err
+		}
+		select {
+		case <-ctx.Done():
+			return own, ctx.Err()
+		case <-time.After(time.Second):
+		}
+	}
+}
+
+func (h *host) lease() (subnet.Lease, bool) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if h.own == nil {
+		return subnet.Lease{}, false
+	}
+	return *h.own, true
+}
+
+func (h *host) say(text string) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	h.said = text
+}
+
+// onStatus is told when the store is lost, and when it is back.
+func (h *host) onStatus(err error) {
+	if err == nil {
+		return
+	}
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	h.outages++
+	h.said = err.Error()
+}
+
+// onLease is told of the own lease when it is acquired and when it is renewed.
+func (h *host) onLease(subnet.Lease) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if h.own != nil {
+		h.renewed++
+	}
+}
