@@ -95,8 +95,11 @@ func (s *Syncer) Publish(u subnet.Update) {
 	defer s.mu.Unlock()
 	defer s.loop.Wake()
 	s.complete, s.news = true, true
-	if s.Ledger.Follow(u, time.Now()) {
+	if dropped, ok := s.Ledger.Follow(u, time.Now()); ok {
 		for key := range u.Changed {
+			s.changed[key] = struct{}{}
+		}
+		for _, key := range dropped {
 			s.changed[key] = struct{}{}
 		}
 		return
@@ -171,9 +174,12 @@ func (s *Syncer) advance(ctx context.Context) (set Set, news bool) {
 	expired := s.Ledger.Expire(time.Now())
 	set = Set{All: s.all || expired, Complete: s.complete}
 	news = s.news || expired
-	for key := range s.changed {
+	// First the leases that are gone: what takes their place does not contradict them then.
+	set.Changed = slices.SortedFunc(maps.Keys(s.changed), func(a, b string) int {
+		return compareBool(s.Ledger.Lease(a) != nil, s.Ledger.Lease(b) != nil)
+	})
+	for _, key := range set.Changed {
 		set.All = set.All || !s.judge(key)
-		set.Changed = append(set.Changed, key)
 	}
 	if set.All {
 		s.judgeAll()
@@ -181,8 +187,19 @@ func (s *Syncer) advance(ctx context.Context) (set Set, news bool) {
 	set.Leases = s.arbiter.Accepted()
 	s.all, s.news = false, false
 	clear(s.changed)
-	s.logHeld(ctx, s.Ledger.Held())
+	s.logHeld(ctx)
 	return set, news
+}
+
+// compareBool orders false before true.
+func compareBool(a, b bool) int {
+	switch {
+	case a == b:
+		return 0
+	case b:
+		return -1
+	}
+	return 1
 }
 
 // judge looks at one lease, and reports whether that was enough.
@@ -231,16 +248,18 @@ func (s *Syncer) check(l subnet.Lease) (identities []string, unusable string) {
 	return identities, ""
 }
 
-func (s *Syncer) logHeld(ctx context.Context, held []string) {
+// logHeld logs when the ledger holds more peers than before, and when it holds none any more.
+// In a store that was emptied peers come back one by one, which is not worth a line each.
+func (s *Syncer) logHeld(ctx context.Context) {
+	n := s.Ledger.NumHeld()
 	switch {
-	case len(held) == s.held:
-	case len(held) > 0:
+	case n > s.held:
 		klog.FromContext(ctx).Error(nil, "the store has forgotten peers that it did not remove: they are kept until it contradicts them or their lease has run out",
-			"kept", len(held), "first", held[0])
-	default:
+			"kept", n, "first", s.Ledger.Held()[0])
+	case n == 0 && s.held > 0:
 		klog.FromContext(ctx).Info("no peer is kept any more that the store does not have")
 	}
-	s.held = len(held)
+	s.held = n
 }
 
 // logRefused logs refusals that are new or have another reason, and those

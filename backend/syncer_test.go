@@ -497,6 +497,43 @@ func TestPeersOfAForgetfulStoreAreKept(t *testing.T) {
 	})
 }
 
+// TestPeersOfAForgetfulStoreReturnOneByOne expects that changes are taken by themselves while
+// peers are held, that a peer which a change contradicts goes with it, and that the number of
+// held peers is not logged each time that it falls.
+func TestPeersOfAForgetfulStoreReturnOneByOne(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := &network{}
+		s, log := run(t, n, lease(2, "two"), lease(3, "three"), lease(4, "four"))
+		wiped := snapshot(1)
+		wiped.Store.ID = "b"
+		s.Publish(whole(wiped))
+		expectSyncs(t, n, "host2 host3 host4", "*host2 host3 host4")
+		tell := func(revision int64, want string, hint ...string) {
+			t.Helper()
+			l := lease(int(revision), fmt.Sprint(revision))
+			if revision == 5 { // it has taken the subnet of a held peer
+				l.Endpoints[0].Subnet = lease(3, "").Endpoints[0].Subnet
+			}
+			u := change(revision, []subnet.Lease{l})
+			u.Store.ID = "b"
+			s.Publish(u)
+			synctest.Wait()
+			if last := n.syncs()[len(n.syncs())-1]; last != want || !slices.Equal(n.hint(), hint) {
+				t.Errorf("at revision %d synced %q with hint %v, want %q with %v", revision, last, n.hint(), want, hint)
+			}
+		}
+		tell(2, "*host2 host3 host4", "host2")
+		tell(4, "*host2 host3 host4", "host4")
+		if text := log(); strings.Count(text, "forgotten peers") != 1 || strings.Contains(text, "no peer is kept") {
+			t.Errorf("want one line about kept peers while one is kept:\n%s", text)
+		}
+		tell(5, "*host2 host4 host5", "host3", "host5")
+		if text := log(); strings.Count(text, "forgotten peers") != 1 || strings.Count(text, "no peer is kept") != 1 {
+			t.Errorf("want a line when peers were kept and one when none is any more:\n%s", text)
+		}
+	})
+}
+
 func TestRegistry(t *testing.T) {
 	factory := func(json.RawMessage, backend.Env) (backend.Backend, []string, error) { return nil, nil, nil }
 	for name, entries := range map[string][]backend.Entry{

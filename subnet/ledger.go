@@ -4,82 +4,79 @@ import (
 	"cmp"
 	"iter"
 	"maps"
-	"net/netip"
 	"slices"
 	"sync"
 	"time"
 )
 
-// Ledger remembers peers and decides when they are gone: only when their key
-// is missing from a snapshot of the same store at a revision not below the
-// last one seen. A store that is another, or older than it was, does not make
-// them go: they are held until it contradicts them or one TTL has passed. The
-// zero Ledger knows nobody. It is not safe for concurrent use.
+// Ledger remembers peers and decides when a peer is gone: only when a snapshot of the same
+// store, at the last known revision or a later one, lacks its key. If the store is another
+// one, or older than it was, the ledger holds the peers that it lacks, until the store
+// contradicts them or one TTL has passed. The zero Ledger knows no peers. A Ledger is not safe
+// for concurrent use.
 type Ledger struct {
 	store  StoreID
 	peers  map[string]known
-	synced bool                 // with a snapshot, since it was restored: nobody goes before
-	held   map[string]time.Time // peers that the store does not have, and until when
+	synced bool // a snapshot was applied since the last Restore; no peer goes before that
+	held   holds
 }
 
-// known is a lease and when it came, or was last followed in a change.
+// known is a lease and the time when it came, or when Follow last saw it change.
 type known struct {
 	*Lease
 	since time.Time
 }
 
-// alone returns k with a copy of its lease. The lease as it came keeps all others
-// in memory that were listed with it.
+// alone returns k with a copy of its lease. Leases of one listing are in one piece of memory,
+// which the copy does not keep in use.
 func (k known) alone() known {
 	l := *k.Lease
 	return known{&l, k.since}
 }
 
-// Peer is what a Ledger knows of one other node.
+// Peer is what a Ledger knows about one other node.
 type Peer struct {
 	Lease     Lease     `json:"lease"`
 	HeldUntil time.Time `json:"heldUntil,omitzero"` // zero: the store has it
 }
 
-// LedgerState is a Ledger to be kept on disk.
+// LedgerState is the content of a Ledger in the form that is stored on disk.
 type LedgerState struct {
 	Store StoreID `json:"store"`
 	Peers []Peer  `json:"peers"` // by key
 }
 
-// Restore replaces what the ledger knows by state, which is shared and read-only from
-// then on.
+// Restore replaces the content of the ledger by state. The caller must not change state
+// afterwards.
 func (l *Ledger) Restore(state LedgerState, now time.Time) {
-	l.store, l.synced, l.held = state.Store, false, map[string]time.Time{}
+	l.store, l.synced, l.held = state.Store, false, holds{}
 	l.peers = make(map[string]known, len(state.Peers))
 	for i := range state.Peers {
 		p := &state.Peers[i]
 		l.peers[p.Lease.Key] = known{&p.Lease, now}
 		if !p.HeldUntil.IsZero() {
-			l.held[p.Lease.Key] = p.HeldUntil
+			l.held.add(&p.Lease, p.HeldUntil)
 		}
 	}
 }
 
-// State returns what the ledger knows. The leases in it are shared and
-// read-only.
+// State returns the content of the ledger. The leases in it are shared and read-only.
 func (l *Ledger) State() LedgerState {
 	state := LedgerState{Store: l.store, Peers: make([]Peer, 0, len(l.peers))}
 	for key, peer := range l.peers {
-		state.Peers = append(state.Peers, Peer{*peer.Lease, l.held[key]})
+		state.Peers = append(state.Peers, Peer{*peer.Lease, l.held.until[key]})
 	}
 	slices.SortFunc(state.Peers, func(a, b Peer) int { return cmp.Compare(a.Lease.Key, b.Lease.Key) })
 	return state
 }
 
-// Apply takes a snapshot in. Applying one snapshot again is harmless, and
-// needed now and then for held leases to run out. The leases are shared and
-// read-only.
+// Apply replaces what the ledger knows by a snapshot, except for peers that it holds. The
+// leases are shared and read-only. Applying a snapshot twice is harmless.
 func (l *Ledger) Apply(s Snapshot, now time.Time) {
 	same := !s.Another && s.Store.ID == l.store.ID && s.Store.Revision >= l.store.Revision
 	l.store = s.Store
 
-	peers, held := make(map[string]known, len(s.Leases)), map[string]time.Time{}
+	peers, held := make(map[string]known, len(s.Leases)), holds{}
 	for _, lease := range s.Leases {
 		peers[lease.Key] = known{lease, cmp.Or(l.peers[lease.Key].since, now)}
 	}
@@ -93,79 +90,112 @@ func (l *Ledger) Apply(s Snapshot, now time.Time) {
 		if _, current := peers[key]; current {
 			continue
 		}
-		until, before := l.held[key]
+		until, before := l.held.until[key]
 		if !before && same {
 			continue
 		}
-		// The clock may have been set back since.
-		if latest := now.Add(TTL); !before || until.After(latest) {
+		if latest := now.Add(TTL); !before || until.After(latest) { // the clock may have been set back
 			until = latest
 		}
 		if now.Before(until) && !contradicted()(peer.Lease) {
-			peers[key], held[key] = peer.alone(), until
+			peer = peer.alone()
+			peers[key] = peer
+			held.add(peer.Lease, until)
 		}
 	}
 	l.peers, l.synced, l.held = peers, true, held
+	l.held.know(l.peers)
 }
 
-// Follow takes in what has changed since the last snapshot or update, at the
-// cost of just that. It reports false, and does nothing, where that is not
-// enough to go by: the whole snapshot has to be applied then.
-func (l *Ledger) Follow(u Update, now time.Time) bool {
-	if !l.synced || u.Changed == nil || len(l.held) > 0 || u.Store.ID != l.store.ID || u.Store.Revision < l.store.Revision {
-		return false
+// Follow applies the changes since the last snapshot or update. Its cost depends on the number
+// of changes and not on the number of peers, whether peers are held or not. dropped has the
+// keys of held peers that a change contradicts, and that the ledger does not know any more. If
+// changes alone are not sufficient, Follow changes nothing and ok is false: the caller must
+// apply the whole snapshot.
+func (l *Ledger) Follow(u Update, now time.Time) (dropped []string, ok bool) {
+	if !l.synced || u.Changed == nil || u.Store.ID != l.store.ID || u.Store.Revision < l.store.Revision {
+		return nil, false
 	}
 	l.store = u.Store
-	for key, lease := range u.Changed {
-		if lease == nil {
-			delete(l.peers, key)
-		} else {
-			l.peers[key] = known{lease, now}
+	l.held.shorten(now)
+	dropped = l.held.contradictedBy(u)
+	for _, key := range dropped {
+		l.remove(key)
+	}
+	for _, key := range u.Undecodable {
+		if peer, there := l.peers[key]; there {
+			l.held.remove(peer.Lease)
 		}
 	}
-	return true
+	for key, lease := range u.Changed {
+		switch _, held := l.held.until[key]; {
+		case lease != nil:
+			l.put(known{lease, now})
+		case !held: // the store did not have a held peer before either
+			l.remove(key)
+		}
+	}
+	return dropped, true
 }
 
-// Expire lets go of peers that were held long enough, and reports whether
-// there were any.
+func (l *Ledger) put(k known) {
+	l.remove(k.Key)
+	l.peers[k.Key] = k
+	l.held.count(k.Lease, 1)
+}
+
+func (l *Ledger) remove(key string) {
+	if old, there := l.peers[key]; there {
+		delete(l.peers, key)
+		l.held.count(old.Lease, -1)
+		l.held.remove(old.Lease)
+	}
+}
+
+// Expire removes peers whose time as held peers is over, and reports whether there were any.
 func (l *Ledger) Expire(now time.Time) bool {
 	if !l.synced {
 		return false
 	}
-	var gone bool
-	for key, until := range l.held {
-		if !now.Before(until) {
-			delete(l.peers, key)
-			delete(l.held, key)
-			gone = true
-		}
+	l.held.shorten(now)
+	expired := l.held.expired(now)
+	for _, key := range expired {
+		l.remove(key)
 	}
-	return gone
+	return len(expired) > 0
 }
 
-// Held returns the keys of the peers that are held, in order.
+// Held returns the keys of the held peers, sorted.
 func (l *Ledger) Held() []string {
-	if !l.synced || len(l.held) == 0 {
+	if l.NumHeld() == 0 {
 		return nil
 	}
-	return slices.Sorted(maps.Keys(l.held))
+	return slices.Sorted(maps.Keys(l.held.until))
+}
+
+// NumHeld returns the number of held peers.
+func (l *Ledger) NumHeld() int {
+	if !l.synced {
+		return 0
+	}
+	return len(l.held.until)
 }
 
 // IsHeld reports whether the peer with that key is held.
 func (l *Ledger) IsHeld(key string) bool {
-	_, held := l.held[key]
+	_, held := l.held.until[key]
 	return held && l.synced
 }
 
-// Len returns how many leases are known.
+// Len returns the number of known leases.
 func (l *Ledger) Len() int { return len(l.peers) }
 
-// Lease returns the lease with that key, which is shared and read-only; nil if it
-// is not known.
+// Lease returns the lease with that key, which is shared and read-only, or nil if it is not
+// known.
 func (l *Ledger) Lease(key string) *Lease { return l.peers[key].Lease }
 
-// Since returns when the lease with that key came, or was last followed in a
-// change; zero if it is not known.
+// Since returns when the lease with that key came, or when Follow last saw it change. It
+// returns zero if the lease is not known.
 func (l *Ledger) Since(key string) time.Time { return l.peers[key].since }
 
 // Leases iterates over all known leases, which are shared and read-only.
@@ -179,37 +209,33 @@ func (l *Ledger) Leases() iter.Seq[*Lease] {
 	}
 }
 
-// contradictions returns whether one of leases takes the subnet of the known lease
-// that is asked about, or shows that its node has another subnet now: it has the
-// node's public IP with a subnet that did not go with it before. A lease that did,
-// by peers, is of another node with the same public IP.
+// contradictions returns a function that reports whether one of leases contradicts a known
+// lease: it takes its subnet, or it shows that its node has another subnet now. The latter is
+// the case if a lease has the node's public IP with a subnet that had another public IP
+// before. If peers have a lease with both, it belongs to another node with the same public IP.
 func contradictions(leases []*Lease, peers map[string]known) func(*Lease) bool {
-	type home struct {
-		public netip.Addr
-		subnet netip.Prefix
-	}
-	before := map[home]struct{}{}
+	before := map[home]int{}
 	for _, peer := range peers {
 		for _, e := range peer.Endpoints {
-			before[home{e.PublicIP, e.Subnet}] = struct{}{}
+			before[homeOf(e)]++
 		}
 	}
 	var subnets index
-	moved := map[netip.Addr]struct{}{}
+	moved := map[home]struct{}{}
 	for _, lease := range leases {
 		for _, e := range lease.Endpoints {
 			if e.Subnet.IsValid() {
 				subnets.add(e.Subnet, holder{})
 			}
-			if _, there := before[home{e.PublicIP, e.Subnet}]; !there && e.PublicIP.IsValid() && !e.PublicIP.IsUnspecified() {
-				moved[e.PublicIP] = struct{}{}
+			if before[homeOf(e)] == 0 && sendable(e.PublicIP) {
+				moved[home{public: e.PublicIP}] = struct{}{}
 			}
 		}
 	}
 	return func(known *Lease) bool {
 		return slices.ContainsFunc(known.Endpoints, func(e Endpoint) bool {
 			_, overlaps := subnets.find(e.Subnet)
-			_, gone := moved[e.PublicIP]
+			_, gone := moved[home{public: e.PublicIP}]
 			return overlaps || gone
 		})
 	}

@@ -3,6 +3,7 @@ package subnet_test
 import (
 	"encoding/json"
 	"fmt"
+	"maps"
 	"math/rand/v2"
 	"runtime"
 	"slices"
@@ -236,55 +237,169 @@ func randomSnapshot(rnd *rand.Rand, last subnet.Snapshot) subnet.Snapshot {
 	return s
 }
 
-// TestLedgerFollows changes a store key by key, and now and then replaces it,
-// and compares a ledger that is told of changes with one that is told of
-// everything.
+// TestLedgerFollows changes a store at random, and replaces it now and then. It compares a
+// ledger that follows the changes with one that applies every snapshot.
 func TestLedgerFollows(t *testing.T) {
-	followed := 0
+	followed, whileHeld, contradicted := 0, 0, 0
 	for seed := range uint64(200) {
 		rnd := rand.New(rand.NewPCG(seed, 11))
 		told, shown := new(subnet.Ledger), new(subnet.Ledger)
-		now, store, all := time.Unix(1700000000, 0), subnet.StoreID{ID: "s"}, map[string]subnet.Lease{}
+		now, store := time.Unix(1700000000, 0), subnet.StoreID{ID: "s"}
+		all, broken := map[string]*subnet.Lease{}, map[string]bool{}
 		for step := range 60 {
 			now = now.Add(time.Duration(rnd.IntN(3)) * time.Hour)
+			if rnd.IntN(40) == 0 {
+				now = now.Add(-30 * time.Hour)
+			}
 			store.Revision++
 			u := subnet.Update{Changed: map[string]*subnet.Lease{}}
-			key := fmt.Sprintf("k%d", rnd.IntN(8))
-			if _, have := all[key]; have && rnd.IntN(2) == 0 {
-				delete(all, key)
-				u.Changed[key] = nil
-			} else {
-				l := lease(key, uint64(step), fmt.Sprintf("10.5.%d.0/24", rnd.IntN(20)), fmt.Sprintf("192.0.2.%d", rnd.IntN(20)))
-				all[key] = l
-				u.Changed[key] = &l
+			for range 1 + rnd.IntN(3) {
+				key := fmt.Sprintf("k%d", rnd.IntN(8))
+				if u.Changed[key] != nil || slices.Contains(u.Undecodable, key) {
+					continue
+				}
+				delete(u.Changed, key)
+				switch _, have := all[key]; {
+				case (have || broken[key]) && rnd.IntN(3) == 0:
+					delete(all, key)
+					delete(broken, key)
+					u.Changed[key] = nil
+				case rnd.IntN(8) == 0:
+					delete(all, key)
+					broken[key] = true
+					u.Undecodable = append(u.Undecodable, key)
+				default:
+					l := randomLease(rnd, key, step)
+					all[key] = &l
+					delete(broken, key)
+					u.Changed[key] = &l
+				}
 			}
-			if rnd.IntN(20) == 0 { // another store, with something else in it
+			if rnd.IntN(20) == 0 { // another store, with other leases or none
 				store = subnet.StoreID{ID: string(rune('s' + rnd.IntN(3))), Revision: int64(rnd.IntN(50))}
 				clear(all)
+				clear(broken)
 				u.Changed = nil
 			}
 			u.Store = store
-			s := subnet.Snapshot{Store: store}
-			for _, l := range all {
-				s.Leases = append(s.Leases, &l)
-			}
+			s := subnet.Snapshot{Store: store, Leases: slices.Collect(maps.Values(all)), Undecodable: slices.Collect(maps.Keys(broken))}
 			told.Expire(now)
-			if told.Follow(u, now) {
+			before := told.State()
+			held := told.NumHeld()
+			if dropped, ok := told.Follow(u, now); ok {
 				followed++
+				contradicted += len(dropped)
+				if held > 0 {
+					whileHeld++
+				}
+				expectReported(t, before, told, u, dropped)
 			} else {
 				told.Apply(s, now)
 			}
 			shown.Apply(s, now)
 			if diff := cmp.Diff(shown.State(), told.State(), netipComparer); diff != "" {
-				t.Fatalf("seed %d step %d (-shown +told):\n%s", seed, step, diff)
+				t.Fatalf("seed %d step %d (-by snapshot +by change):\n%s", seed, step, diff)
 			}
 			if diff := cmp.Diff(shown.Held(), told.Held()); diff != "" {
-				t.Fatalf("seed %d step %d: held (-shown +told):\n%s", seed, step, diff)
+				t.Fatalf("seed %d step %d: held peers (-by snapshot +by change):\n%s", seed, step, diff)
 			}
 		}
 	}
-	if followed < 200*60/10 {
-		t.Errorf("only %d of %d changes were followed", followed, 200*60)
+	if followed < 200*60/2 || whileHeld < 200*60/10 || contradicted < 200 {
+		t.Errorf("%d changes were followed, %d of them while peers were held, which dropped %d: not enough to prove anything", followed, whileHeld, contradicted)
+	}
+}
+
+// randomLease returns a lease of one or two families, whose subnets and addresses are often
+// those of others.
+func randomLease(rnd *rand.Rand, key string, order int) subnet.Lease {
+	bits := 24 - rnd.IntN(8)/7
+	ends := []string{fmt.Sprintf("10.5.%d.0/%d", rnd.IntN(10)*2, bits), fmt.Sprintf("192.0.2.%d", rnd.IntN(20))}
+	if rnd.IntN(3) == 0 {
+		ends = append(ends, fmt.Sprintf("fd00:10:5:%x::/64", rnd.IntN(20)), fmt.Sprintf("2001:db8::%d", rnd.IntN(20)))
+	}
+	if rnd.IntN(10) == 0 {
+		ends[1] = "0.0.0.0"
+	}
+	return lease(key, uint64(order), ends...)
+}
+
+// expectReported expects that every peer which Follow has changed or dropped is named by the
+// update or by Follow: other code looks only at these.
+func expectReported(t *testing.T, before subnet.LedgerState, after *subnet.Ledger, u subnet.Update, dropped []string) {
+	t.Helper()
+	for _, p := range before.Peers {
+		_, changed := u.Changed[p.Lease.Key]
+		if after.Lease(p.Lease.Key) == nil && !changed && !slices.Contains(dropped, p.Lease.Key) {
+			t.Fatalf("%s went, and dropped is %v after %+v", p.Lease.Key, dropped, u)
+		}
+	}
+	for _, key := range dropped {
+		if after.Lease(key) != nil {
+			t.Fatalf("%s is reported as dropped and is still known", key)
+		}
+	}
+}
+
+// ledgerOf returns a ledger that knows n peers, of which the store lacks held, and the leases.
+func ledgerOf(n, held int) (*subnet.Ledger, []*subnet.Lease) {
+	all := make([]*subnet.Lease, n)
+	for i := range all {
+		l := lease(fmt.Sprintf("10.%d.%d.0-24", i>>8, i&0xff), uint64(i), fmt.Sprintf("10.%d.%d.0/24", i>>8, i&0xff), fmt.Sprintf("172.16.%d.%d", i>>8, i&0xff))
+		all[i] = &l
+	}
+	now, ledger := time.Unix(1700000000, 0), new(subnet.Ledger)
+	ledger.Apply(subnet.Snapshot{Leases: all, Store: subnet.StoreID{ID: "s", Revision: 1}}, now)
+	ledger.Apply(subnet.Snapshot{Leases: all[held:], Store: subnet.StoreID{ID: "t", Revision: 1}}, now)
+	return ledger, all
+}
+
+// BenchmarkLedgerEvent measures one changed lease of 10,000, with no peer held and with one.
+func BenchmarkLedgerEvent(b *testing.B) {
+	for _, held := range []int{0, 1} {
+		b.Run(fmt.Sprintf("held=%d", held), func(b *testing.B) {
+			ledger, all := ledgerOf(10_000, held)
+			now := time.Unix(1700000000, 0)
+			changed := map[string]*subnet.Lease{}
+			for i := 0; b.Loop(); i++ {
+				l := all[held+i%(len(all)-held)]
+				clear(changed)
+				changed[l.Key] = l
+				if _, ok := ledger.Follow(subnet.Update{Store: subnet.StoreID{ID: "t", Revision: int64(i + 2)}, Changed: changed}, now); !ok {
+					b.Fatal("not followed")
+				}
+				ledger.Expire(now)
+			}
+			if n := ledger.NumHeld(); n != held {
+				b.Fatalf("%d peers are held, want %d", n, held)
+			}
+		})
+	}
+}
+
+// BenchmarkLedgerWiped measures how long peers take to come back one by one after the store
+// was emptied, all of them together.
+func BenchmarkLedgerWiped(b *testing.B) {
+	for _, n := range []int{4_000, 10_000} {
+		b.Run(fmt.Sprintf("peers=%d", n), func(b *testing.B) {
+			now := time.Unix(1700000000, 0)
+			for b.Loop() {
+				b.StopTimer()
+				ledger, all := ledgerOf(n, n)
+				b.StartTimer()
+				for i, l := range all {
+					u := subnet.Update{Store: subnet.StoreID{ID: "t", Revision: int64(i + 2)}, Changed: map[string]*subnet.Lease{l.Key: l}}
+					if _, ok := ledger.Follow(u, now); !ok {
+						b.Fatal("not followed")
+					}
+					ledger.Expire(now)
+				}
+				if n := ledger.NumHeld(); n != 0 {
+					b.Fatalf("%d peers are held", n)
+				}
+			}
+			b.ReportMetric(float64(b.Elapsed().Nanoseconds())/float64(b.N*n), "ns/peer")
+		})
 	}
 }
 

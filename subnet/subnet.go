@@ -109,6 +109,9 @@ type Update struct {
 	// that is gone; the leases are shared and read-only. A nil map means that there
 	// is no telling. Going by Snapshot alone comes to the same.
 	Changed map[string]*Lease
+	// Undecodable has keys whose value has become unreadable. Such a peer keeps its last good
+	// state. It is in use only beside Changed.
+	Undecodable []string
 	// Snapshot returns the complete set. It may be called until sink returns,
 	// and costs as much as there are leases.
 	Snapshot func() Snapshot

@@ -24,17 +24,19 @@ type ownLease struct {
 	grant    grant // zero: a reservation
 }
 
-// plan is what Acquire does with what it found.
+// plan is the decision of Acquire about the leases that it has found.
 type plan struct {
-	keep    *entry         // the own lease to go on with
-	subnets []netip.Prefix // otherwise what to take
-	stale   []entry        // own leases that go with the taking: ruled out, or replaced
-	twin    string         // key of another lease that carries the own address
+	keep    *entry         // the own lease to continue with; nil: take subnets
+	subnets []netip.Prefix // to take if keep is nil
+	stale   []entry        // own leases that the same transaction deletes
+	twin    string         // key of another lease that carries the own address and stays
+	other   bool           // the node takes subnets although a usable lease carries its address
 }
 
-// choose is pure. wanted is what the node had before, best first; running, whether it
-// has it now: then no reservation moves it.
-func choose(pools []subnet.Pool, wanted []netip.Prefix, running bool, ours func(entry) bool, entries []entry) (plan, error) {
+// choose decides which lease the node uses. It is pure. wanted are the subnets that the node
+// had before, best first. running is the own lease of a manager that has one, which no
+// reservation moves to another subnet; zero at the start of the daemon.
+func choose(pools []subnet.Pool, wanted []netip.Prefix, running ownLease, ours func(entry) bool, entries []entry) (plan, error) {
 	var p plan
 	var mine []*entry
 	taken := make([]netip.Prefix, 0, len(entries))
@@ -49,53 +51,86 @@ func choose(pools []subnet.Pool, wanted []netip.Prefix, running bool, ours func(
 		}
 		taken = append(taken, e.subnets...)
 	}
-	// A reservation goes before what the node had. The leases go with its taking: of two
-	// with one address peers would take the older.
-	var replaced []entry
-	leased := func(e *entry) bool { return e.leaseID != 0 }
-	reserved := !running && slices.ContainsFunc(mine, func(e *entry) bool { return !leased(e) })
-	if reserved {
-		for _, e := range mine {
-			if leased(e) {
-				replaced = append(replaced, *e)
+	p.keep = kept(pools, wanted, running.exists(), taken, mine)
+	if p.keep == nil {
+		p.other = len(mine) > 0
+		// A reservation can be unusable only because it lacks a family. Its subnet comes first.
+		var before, after []netip.Prefix
+		for _, e := range p.stale {
+			if running.exists() || e.leased() {
+				after = append(after, e.subnets...)
+			} else {
+				before = append(before, e.subnets...)
 			}
 		}
-		mine = slices.DeleteFunc(mine, leased)
+		var err error
+		if p.subnets, err = subnet.Allocate(pools, slices.Concat(before, wanted, after), taken, nil); err != nil {
+			return plan{}, err
+		}
+	} else {
+		// An unusable reservation belongs to the operator and stays, because nothing replaces it.
+		p.stale = slices.DeleteFunc(p.stale, func(e entry) bool { return running.exists() || !e.leased() })
 	}
-	if len(mine) > 0 {
-		p.keep = mine[0]
-		_, free := pools[0].Free(wanted, taken)
-		had := slices.IndexFunc(mine, func(e *entry) bool { return overlap(e.subnets, wanted) })
+	for _, e := range mine {
 		switch {
-		case had >= 0:
-			p.keep = mine[had]
-		case free && !reserved:
-			// Pods run in that subnet, whatever else carries our address.
-			p.keep, p.twin = nil, mine[0].key
+		case e == p.keep:
+		case p.outdated(*e, running):
+			p.stale = append(p.stale, *e)
+		case p.twin == "":
+			p.twin = e.key
 		}
 	}
-	if p.keep != nil {
-		// Peers may accept one that is ruled out, which is older, and not the one that is kept.
-		// A reservation is the operator's: it stays where nothing comes in its place.
-		p.stale = slices.DeleteFunc(p.stale, func(e entry) bool { return running || !leased(&e) })
-		p.stale = append(p.stale, replaced...)
-		if other := slices.IndexFunc(mine, func(e *entry) bool { return e != p.keep }); other >= 0 {
-			p.twin = mine[other].key
-		}
-		return p, nil
-	}
-	var before, after []netip.Prefix // a reservation may be ruled out for its families alone
-	for _, e := range p.stale {
-		if running || leased(&e) {
-			after = append(after, e.subnets...)
-		} else {
-			before = append(before, e.subnets...)
-		}
-	}
-	var err error
-	p.subnets, err = subnet.Allocate(pools, slices.Concat(before, wanted, after), taken, nil)
-	return p, err
+	return p, nil
 }
+
+// kept returns the lease among mine that the node continues with, or nil.
+func kept(pools []subnet.Pool, wanted []netip.Prefix, running bool, taken []netip.Prefix, mine []*entry) *entry {
+	// At a start a reservation is preferred to the subnet that the node had.
+	reserved := !running && slices.ContainsFunc(mine, func(e *entry) bool { return !e.leased() })
+	if reserved {
+		mine = slices.DeleteFunc(slices.Clone(mine), (*entry).leased)
+	}
+	if len(mine) == 0 {
+		return nil
+	}
+	if had := slices.IndexFunc(mine, func(e *entry) bool { return overlap(e.subnets, wanted) }); had >= 0 {
+		return mine[had]
+	}
+	if _, free := pools[0].Free(wanted, taken); free && !reserved {
+		return nil // pods run in that subnet
+	}
+	return mine[0]
+}
+
+// outdated reports whether e, which carries the own address, has to be deleted along with
+// the write of what the plan uses. Peers that find the same identity, such as a VTEP MAC, in
+// two leases accept the older one, so an older lease would cut this node off until it
+// expires. A restored backup brings such leases back.
+//
+// While the node runs, leases that are younger than its own was stay: another host may use
+// the same address, and two hosts must not delete each other's lease again and again. A
+// reservation is the operator's and stays.
+func (p plan) outdated(e entry, running ownLease) bool {
+	switch {
+	case !e.leased():
+		return false
+	case running.exists():
+		return p.keep == nil && running.outlives(e)
+	case p.keep == nil || !p.keep.leased():
+		return true
+	}
+	return e.createRevision < p.keep.createRevision
+}
+
+// outlives reports whether e was made before the own lease. Both revisions need not be of
+// the same history of the store: a backup has only leases from before its time.
+func (o ownLease) outlives(e entry) bool { return e.createRevision < o.create }
+
+// exists reports whether there is an own lease.
+func (o ownLease) exists() bool { return o.key != "" }
+
+// leased reports whether e is a lease that expires, not a reservation.
+func (e *entry) leased() bool { return e.leaseID != 0 }
 
 // beaten reports whether one of e's subnets belongs to an older lease of
 // another node. A key is the pair of both families' subnets: two nodes that
@@ -164,7 +199,7 @@ func (m *Manager) acquire(ctx context.Context, pools []subnet.Pool, c subnet.Cla
 	ours := func(e entry) bool {
 		return e.err == nil && carries(e.lease, who) || m.wrote(e) || m.held(e)
 	}
-	p, err := choose(pools, m.previous(c), m.running(), ours, l.entries)
+	p, err := choose(pools, m.previous(c), m.own, ours, l.entries)
 	if err != nil {
 		return err
 	}
@@ -179,9 +214,7 @@ func (m *Manager) acquire(ctx context.Context, pools []subnet.Pool, c subnet.Cla
 		if err := m.settle(ctx, *p.keep, own, p.stale, spare); err != nil {
 			return err
 		}
-		for _, e := range p.stale {
-			klog.FromContext(ctx).Info("another lease of this node was deleted", "lease", e.key, "kept", own.key)
-		}
+		logDeleted(ctx, p.stale, own)
 		m.forWatch.put(l)
 		return nil
 	}
@@ -208,8 +241,9 @@ func claimOn(key string, subnets []netip.Prefix, c subnet.Claim) (ownLease, erro
 	return own, err
 }
 
-// create takes a subnet that nobody has. stale keys go in the same transaction: where one
-// is a reservation of what is taken, the new one is, too.
+// create writes a lease whose key does not exist. It deletes stale keys in the same
+// transaction. If one of them is a reservation of the same subnets, the new key becomes a
+// reservation too.
 func (m *Manager) create(ctx context.Context, own ownLease, stale []entry, spare *grant) error {
 	if !slices.ContainsFunc(stale, own.reservedBy) {
 		if err := m.provide(ctx, spare); err != nil {
@@ -228,13 +262,19 @@ func (m *Manager) create(ctx context.Context, own ownLease, stale []entry, spare
 	if own.grant.id == spare.id {
 		*spare = grant{}
 	}
+	logDeleted(ctx, stale, own)
+	m.remember(ctx, own, stale...)
+	return nil
+}
+
+func logDeleted(ctx context.Context, stale []entry, own ownLease) {
 	for _, e := range stale {
-		if e.leaseID == 0 {
+		if e.leased() {
+			klog.FromContext(ctx).Info("another lease of this node was deleted", "lease", e.key, "kept", own.key)
+		} else {
 			klog.FromContext(ctx).Info("a reservation for this node could not be used as it is and was deleted", "reservation", e.key, "taken", own.key)
 		}
 	}
-	m.remember(ctx, own, stale...)
-	return nil
 }
 
 // reservedBy reports whether e is a reservation of the same subnets, but for those of a
@@ -335,9 +375,6 @@ func (m *Manager) recognize(ctx context.Context, e entry) {
 func (o ownLease) sameAs(other ownLease) bool {
 	return o.key == other.key && o.grant.id == other.grant.id && string(o.value) == string(other.value)
 }
-
-// running reports whether this manager has a lease.
-func (m *Manager) running() bool { return m.ownKey.Load() != nil }
 
 // remember takes over what was written. The etcd leases of what it replaces
 // are revoked.

@@ -127,7 +127,7 @@ func (m *Manager) ownOr(l subnet.Lease) (ownLease, error) {
 	if m.own.key == l.Key {
 		return m.own, nil
 	}
-	own := ownLease{key: l.Key, claim: subnet.Claim{BackendType: l.BackendType, Endpoints: l.Endpoints}}
+	own := ownLease{key: l.Key, create: int64(l.Order), claim: subnet.Claim{BackendType: l.BackendType, Endpoints: l.Endpoints}}
 	var err error
 	own.value, err = encode(own.claim)
 	return own, err
@@ -172,8 +172,9 @@ func lost(key string, by entry) error {
 	return fmt.Errorf("%w: %s now belongs to %s", subnet.ErrLeaseLost, key, who)
 }
 
-// retake takes the own subnet again unless somebody else has it by now, under
-// whatever key.
+// retake creates the own key again unless another host has one of its subnets by now, under
+// any key. It deletes leases that carry the own address and are older than the own lease was,
+// or are of the own subnets: a restored backup has brought them back, see plan.outdated.
 func (m *Manager) retake(ctx context.Context, own ownLease, spare *grant) error {
 	l, err := m.list(ctx)
 	if err != nil {
@@ -183,15 +184,19 @@ func (m *Manager) retake(ctx context.Context, own ownLease, spare *grant) error 
 	if err != nil {
 		return fmt.Errorf("own key: %w", err)
 	}
+	var stale []entry
 	for _, e := range l.entries {
-		if overlap(e.subnets, subnets) {
-			if e.key == own.key {
-				return errConflict
-			}
+		ours := e.err == nil && e.leased() && carries(e.lease, identity(own.claim))
+		switch overlaps := overlap(e.subnets, subnets); {
+		case e.key == own.key:
+			return errConflict
+		case ours && (overlaps || own.outlives(e)):
+			stale = append(stale, e)
+		case overlaps:
 			return lost(own.key, e)
 		}
 	}
-	return m.create(ctx, own, nil, spare)
+	return m.create(ctx, own, stale, spare)
 }
 
 // read returns the key and the store's revision; found is nil if the key does

@@ -30,9 +30,14 @@ type entry struct {
 	leaseID                     clientv3.LeaseID // zero: a reservation
 }
 
+// keyOf returns the last component of the key of a lease.
+func (m *Manager) keyOf(kv *mvccpb.KeyValue) string {
+	return string(bytes.TrimPrefix(kv.Key, []byte(m.dir)))
+}
+
 func (m *Manager) entry(kv *mvccpb.KeyValue) entry {
 	e := entry{
-		key:            string(bytes.TrimPrefix(kv.Key, []byte(m.dir))),
+		key:            m.keyOf(kv),
 		value:          kv.Value,
 		createRevision: kv.CreateRevision,
 		modRevision:    kv.ModRevision,
@@ -184,9 +189,14 @@ func (m *Manager) Recall(ctx context.Context, own subnet.Claim) (subnet.Claim, e
 		return subnet.Claim{}, nil
 	}
 	if _, pools, err := m.config(ctx); err == nil {
-		// Acquire will rather take what this node had than what another node
-		// with its address has: that one's data is none of ours.
-		if p, err := choose(pools, m.previous(own), m.running(), ours, l.entries); err == nil && p.keep == nil && p.twin != "" {
+		unlock, err := m.lock(ctx)
+		if err != nil {
+			return subnet.Claim{}, err
+		}
+		defer unlock()
+		// Acquire prefers the subnet that this node had to a lease that another node with
+		// the same address may have made. The data in that lease is not this node's.
+		if p, err := choose(pools, m.previous(own), m.own, ours, l.entries); err == nil && p.other {
 			return subnet.Claim{}, nil
 		}
 	}

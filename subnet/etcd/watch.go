@@ -267,8 +267,20 @@ func (m *Manager) advance(ctx context.Context, v *view, resp *pb.WatchResponse, 
 	}
 	v.store.Revision = max(v.store.Revision, resp.Header.Revision)
 	m.client.hosts.Store(int64(len(v.entries)))
-	sink(v.update(m.ownKey.Load(), changed))
+	u := v.update(m.ownKey.Load(), changed)
+	for _, ev := range resp.Events {
+		if key := m.keyOf(ev.Kv); v.unreadable(key) {
+			delete(changed, key)
+			u.Undecodable = append(u.Undecodable, key)
+		}
+	}
+	sink(u)
 	return nil
+}
+
+func (v *view) unreadable(key string) bool {
+	e := v.entries[key]
+	return e != nil && e.err != nil
 }
 
 // update is the view as it is published. own is the key to leave out, if there

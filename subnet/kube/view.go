@@ -293,7 +293,11 @@ func (v *view) publish(ctx context.Context, name string, sink func(subnet.Update
 		return
 	}
 	v.store.Revision = v.revision
-	sink(v.update(changed))
+	u := v.update(changed)
+	if e != nil && e.err != nil && e.lease != nil {
+		u.Undecodable = []string{name}
+	}
+	sink(u)
 }
 
 // update is the view as it is published.

@@ -32,7 +32,7 @@ type walker struct {
 }
 
 func (w *walker) sink(u subnet.Update) {
-	if !w.hinted.Follow(u, time.Now()) {
+	if _, ok := w.hinted.Follow(u, time.Now()); !ok {
 		w.hinted.Apply(u.Snapshot(), time.Now())
 	}
 	w.whole.Apply(u.Snapshot(), time.Now())
