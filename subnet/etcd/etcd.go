@@ -47,6 +47,8 @@ type Config struct {
 	// it may have changed, nil if there is none. It must not block nor call the
 	// manager. May be nil.
 	OnConfig func(text []byte)
+	// Shared is for programs with many managers. May be nil.
+	Shared *Shared
 }
 
 // Manager is a subnet.Manager on etcd. It is safe for concurrent use.

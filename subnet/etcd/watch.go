@@ -103,8 +103,8 @@ func (m *Manager) resume(ctx context.Context, v *view, sink func(subnet.Update))
 		klog.FromContext(ctx).Error(nil, "etcd is not the store it was", "was", old.store, "is", v.store)
 	}
 	for i := range l.entries {
-		e := &l.entries[i]
-		e.value = nil
+		l.entries[i].value = nil
+		e := m.cfg.Shared.one(&l.entries[i])
 		v.entries[e.key] = e
 		logUndecodable(ctx, old.entries[e.key], e)
 	}
@@ -248,17 +248,19 @@ func (m *Manager) advance(ctx context.Context, v *view, resp *pb.WatchResponse, 
 		if ev.Kv.ModRevision < known {
 			continue
 		}
-		e := m.entry(ev.Kv)
-		e.value = nil
+		read := m.entry(ev.Kv)
+		read.value = nil
+		e := &read
 		switch ev.Type {
 		case mvccpb.DELETE:
 			if !v.spares(e.key) {
 				v.drop(changed, []string{e.key})
 			}
 		default:
-			v.drop(changed, v.renewed(&e, v.entries))
-			logUndecodable(ctx, v.entries[e.key], &e)
-			v.entries[e.key] = &e
+			e = m.cfg.Shared.one(e)
+			v.drop(changed, v.renewed(e, v.entries))
+			logUndecodable(ctx, v.entries[e.key], e)
+			v.entries[e.key] = e
 			if e.err == nil {
 				changed[e.key] = &e.lease
 			}

@@ -16,6 +16,7 @@ import (
 	"k8s.io/klog/v2"
 
 	"flanneld/subnet"
+	"flanneld/subnet/etcd"
 )
 
 // hostsChild is the value of os.Args[0] that makes this program run the managers of all
@@ -50,18 +51,18 @@ type Hosts struct {
 	registry *registry
 	hosts    map[int]*host
 	former   map[int]subnet.Lease // leases of hosts that do not run
+	leases   etcd.Shared
 }
 
 func newHosts() *Hosts {
-	return &Hosts{newRegistry(), map[int]*host{}, map[int]subnet.Lease{}}
+	return &Hosts{registry: newRegistry(), hosts: map[int]*host{}, former: map[int]subnet.Lease{}}
 }
 
 // Start says which hosts to start, and how.
 type Start struct {
 	Store    Store
-	From, To int           // numbers of hosts, To excluded
-	Over     time.Duration // they start one after another within this time
-	Forget   bool          // they do not know what they had before
+	From, To int  // numbers of hosts, To excluded
+	Forget   bool // they do not know what they had before
 }
 
 // Store says where the store is.
@@ -84,19 +85,15 @@ func (s *Hosts) Start(a Start, _ *struct{}) error {
 		if l, ok := s.former[i]; ok && !a.Forget {
 			former = &l
 		}
-		h := newHost(i, s.registry)
+		h := newHost(i, s)
 		s.hosts[i] = h
-		delay := a.Over * time.Duration(i-a.From) / time.Duration(a.To-a.From)
-		h.start(a.Store, former, delay)
+		h.start(a.Store, former)
 	}
 	return nil
 }
 
-// Stop says which hosts to stop.
-type Stop struct {
-	From, To int           // numbers of hosts, To excluded
-	Over     time.Duration // they stop one after another within this time
-}
+// Stop says which hosts to stop: those with the numbers from From to To, which is excluded.
+type Stop struct{ From, To int }
 
 // Stopped is the answer to Stop.
 type Stopped struct{ Leases []subnet.Lease }
@@ -107,10 +104,7 @@ func (s *Hosts) Stop(a Stop, r *Stopped) error {
 	for i := a.From; i < a.To; i++ {
 		h := s.hosts[i]
 		delete(s.hosts, i)
-		wg.Go(func() {
-			time.Sleep(a.Over * time.Duration(i-a.From) / time.Duration(a.To-a.From))
-			h.stop()
-		})
+		wg.Go(h.stop)
 		if l, ok := h.lease(); ok {
 			s.former[i] = l
 			r.Leases = append(r.Leases, l)
@@ -137,54 +131,62 @@ func (s *Hosts) Expect(a Expect, _ *struct{}) error {
 	return nil
 }
 
-// Wait says how long to wait.
-type Wait struct{ Limit time.Duration }
+// Wait says how long to wait, and for what.
+type Wait struct {
+	Limit   time.Duration
+	Renewed time.Time // hosts have to renew their leases after this time; zero means that they need not
+}
 
 // State is what has become of the hosts.
 type State struct {
 	Right, Running int
 	Last           time.Time // when the last host became right
 	Lists          int       // complete sets that managers have told since they were started
-	Renewed        int       // renewals of leases
+	Renewed        int       // hosts that have renewed their leases since Wait.Renewed
 	Outages        int       // times that a host has lost its store
 	Example        string    // why a host was not right, or has lost its store
 }
 
 // Wait waits until all running hosts are right. It does not fail if they are not.
 func (s *Hosts) Wait(a Wait, r *State) error {
-	deadline := time.Now().Add(a.Limit)
+	tick := time.NewTicker(20 * time.Millisecond)
+	defer tick.Stop()
 	wrong := -1 // the host that was not right last
-	for {
+	for deadline := time.Now().Add(a.Limit); ; <-tick.C {
 		expected := s.registry.expected()
-		all := true
-		if h := s.hosts[wrong]; h != nil {
-			all, _ = h.sight.right(expected)
+		done := func(i int) bool {
+			h := s.hosts[i]
+			ok, _ := h.sight.right(expected)
+			return ok && h.renewedSince(a.Renewed)
 		}
-		for i, h := range s.hosts {
+		all := s.hosts[wrong] == nil || done(wrong)
+		for i := range s.hosts {
 			if !all {
 				break
 			}
-			if all, _ = h.sight.right(expected); !all {
+			if all = done(i); !all {
 				wrong = i
 			}
 		}
 		if all || time.Now().After(deadline) {
-			*r = s.state(expected)
+			*r = s.state(expected, a.Renewed)
 			return nil
 		}
-		time.Sleep(20 * time.Millisecond)
 	}
 }
 
 // State returns the present state.
 func (s *Hosts) State(_ struct{}, r *State) error {
-	*r = s.state(s.registry.expected())
+	*r = s.state(s.registry.expected(), time.Time{})
 	return nil
 }
 
-func (s *Hosts) state(expected bits) (r State) {
+func (s *Hosts) state(expected bits, renewed time.Time) (r State) {
 	for _, h := range s.hosts {
 		ok, since := h.sight.right(expected)
+		if h.renewedSince(renewed) {
+			r.Renewed++
+		}
 		r.Running++
 		if ok {
 			r.Right++
@@ -193,7 +195,6 @@ func (s *Hosts) state(expected bits) (r State) {
 			r.Last = since
 		}
 		h.mu.Lock()
-		r.Renewed += h.renewed
 		r.Outages += h.outages
 		if h.said != "" {
 			r.Example = fmt.Sprintf("host %d: %s", h.number, h.said)
@@ -209,19 +210,20 @@ func (s *Hosts) state(expected bits) (r State) {
 // host is the store side of one host.
 type host struct {
 	number int
+	all    *Hosts
 	sight  *sight
 	cancel context.CancelFunc
 	done   chan struct{}
 
 	mu      sync.Mutex
 	own     *subnet.Lease
-	renewed int
+	renewed time.Time // last
 	outages int
 	said    string
 }
 
-func newHost(number int, r *registry) *host {
-	return &host{number: number, sight: &sight{registry: r, own: -1}, done: make(chan struct{})}
+func newHost(number int, all *Hosts) *host {
+	return &host{number: number, all: all, sight: &sight{registry: all.registry, own: -1}, done: make(chan struct{})}
 }
 
 // manager is a subnet.Manager with its connection.
@@ -230,17 +232,12 @@ type manager interface {
 	Close() error
 }
 
-// start begins what the daemon does with its store, after a delay.
-func (h *host) start(s Store, former *subnet.Lease, delay time.Duration) {
+// start begins what the daemon does with its store.
+func (h *host) start(s Store, former *subnet.Lease) {
 	ctx, cancel := context.WithCancel(klog.NewContext(context.Background(), logr.Discard()))
 	h.cancel = cancel
 	go func() {
 		defer close(h.done)
-		select {
-		case <-time.After(delay):
-		case <-ctx.Done():
-			return
-		}
 		if err := h.run(ctx, s, former); ctx.Err() == nil {
 			h.say(fmt.Sprintf("has ended: %v", err))
 		}
@@ -346,6 +343,12 @@ func (h *host) onLease(subnet.Lease) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	if h.own != nil {
-		h.renewed++
+		h.renewed = time.Now()
 	}
+}
+
+func (h *host) renewedSince(t time.Time) bool {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	return !h.renewed.Before(t)
 }

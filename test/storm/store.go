@@ -32,6 +32,8 @@ type server interface {
 	calls(ctx context.Context) (counts, error)
 	// touch reads and writes something that is not flannel's, as other users of the store do.
 	touch(ctx context.Context) error
+	// touches returns the kinds of the requests that touch sends.
+	touches() []string
 	// reach returns how hosts reach the store.
 	reach() Store
 	close()
@@ -213,6 +215,8 @@ func (s *etcdServer) touch(ctx context.Context) error {
 	_, err := s.client.Get(ctx, "/bystander")
 	return err
 }
+
+func (*etcdServer) touches() []string { return []string{"Put", "Range"} }
 
 // calls counts messages: a request that opens a stream is not the only one on it.
 func (s *etcdServer) calls(ctx context.Context) (counts, error) {

@@ -90,6 +90,7 @@ type result struct {
 	Sent       float64 `json:"sent"`       // bytes from the store to hosts
 	Received   float64 `json:"received"`   // bytes from hosts to the store
 	Peak       float64 `json:"peak"`       // bytes of memory of the store
+	HostsPeak  float64 `json:"hostsPeak"`  // bytes of memory of the process with all managers, since its start
 	Calls      counts  `json:"calls"`      // by kind
 	Slowest    float64 `json:"slowest"`    // seconds that the slowest request of a bystander took
 	P99        float64 `json:"p99"`        // seconds, of a bystander's requests
@@ -162,7 +163,7 @@ func (m *meter) restart(ctx context.Context) error {
 func (m *meter) end(ctx context.Context, scenario string) (*result, error) {
 	s := m.s
 	var now State
-	if err := s.call(ctx, "Wait", Wait{s.limit}, &now); err != nil {
+	if err := s.call(ctx, "Wait", Wait{Limit: s.limit}, &now); err != nil {
 		return nil, err
 	}
 	r := &result{N: s.n, Scenario: scenario, Right: now.Right, Seconds: now.Last.Sub(m.began).Seconds(), Example: now.Example}
@@ -191,7 +192,10 @@ func (m *meter) end(ctx context.Context, scenario string) (*result, error) {
 	r.Calls.add(calls.since(m.calls))
 	r.StoreCPU, r.HostsCPU = (m.spent + u.cpu - m.cpu).Seconds(), (h.cpu - m.hosts).Seconds()
 	r.Sent, r.Received = net[0]-m.net[0], net[1]-m.net[1]
-	r.Peak = max(m.peak, u.peak)
+	r.Peak, r.HostsPeak = max(m.peak, u.peak), h.peak
+	for _, kind := range s.store.touches() {
+		r.Calls[kind] = max(0, r.Calls[kind]-float64(r.Bystanding))
+	}
 	if now.Right < now.Running {
 		return r, fmt.Errorf("%s: %d of %d hosts are right after %s: %s", scenario, now.Right, now.Running, s.limit, now.Example)
 	}
@@ -381,7 +385,7 @@ func (s *storm) churn(ctx context.Context) (*result, error) {
 		return r, err
 	}
 	var now State
-	if err := s.call(ctx, "Wait", Wait{s.limit}, &now); err != nil {
+	if err := s.call(ctx, "Wait", Wait{Limit: s.limit}, &now); err != nil {
 		return r, err
 	}
 	if now.Right < s.n {
@@ -470,7 +474,7 @@ func (s *storm) dropExtra(ctx context.Context, l subnet.Lease) error {
 		return err
 	}
 	var now State
-	return s.call(ctx, "Wait", Wait{s.limit}, &now)
+	return s.call(ctx, "Wait", Wait{Limit: s.limit}, &now)
 }
 
 // renewAll makes all hosts renew their leases. The hosts are started anew so that they
@@ -493,29 +497,20 @@ func (s *storm) renewAll(ctx context.Context) (*result, error) {
 		return nil, err
 	}
 	var now State
-	if err := s.call(ctx, "Wait", Wait{s.limit}, &now); err != nil {
+	if err := s.call(ctx, "Wait", Wait{Limit: s.limit}, &now); err != nil {
 		return nil, err
 	}
 	m, err := s.measure(ctx)
 	if err != nil {
 		return nil, err
 	}
-	tick := time.NewTicker(100 * time.Millisecond)
-	defer tick.Stop()
-	for deadline := time.Now().Add(s.limit); now.Renewed < m.earlier.Renewed+s.n && time.Now().Before(deadline); {
-		select {
-		case <-tick.C:
-		case <-ctx.Done():
-			return nil, context.Cause(ctx)
-		}
-		if err := s.call(ctx, "State", struct{}{}, &now); err != nil {
-			return nil, err
-		}
+	if err := s.call(ctx, "Wait", Wait{Limit: s.limit, Renewed: m.began}, &now); err != nil {
+		return nil, err
 	}
 	took := time.Since(m.began)
 	r, err := m.end(ctx, "renew")
-	if err == nil && now.Renewed < m.earlier.Renewed+s.n {
-		err = fmt.Errorf("renew: %d of %d leases were renewed in %s", now.Renewed-m.earlier.Renewed, s.n, took)
+	if err == nil && now.Renewed < s.n {
+		err = fmt.Errorf("renew: %d of %d leases were renewed in %s", now.Renewed, s.n, took)
 	}
 	if r != nil {
 		r.Seconds = took.Seconds()

@@ -1,0 +1,30 @@
+package etcd
+
+import "sync"
+
+// Shared keeps leases that managers of one process have read from the same store, each of
+// them once. The daemon has one manager and needs none. A simulation of N hosts would
+// otherwise need memory for N² leases. The zero value is ready to use.
+type Shared struct {
+	mu      sync.Mutex
+	entries map[string]*entry // by key, as it was read last
+}
+
+// one returns an entry that is equal to e. Without Shared that is e itself. Nobody changes
+// it from then on.
+func (s *Shared) one(e *entry) *entry {
+	if s == nil {
+		return e
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if known := s.entries[e.key]; known != nil && known.createRevision == e.createRevision && known.is(e.modRevision, e.leaseID) {
+		return known
+	}
+	if s.entries == nil {
+		s.entries = map[string]*entry{}
+	}
+	alone := *e // e may be part of a list, which stays in memory as a whole
+	s.entries[e.key] = &alone
+	return &alone
+}
