@@ -68,6 +68,7 @@ type Manager struct {
 	// What Recall has listed is for Acquire, what Acquire has for Watch.
 	forAcquire, forWatch stash
 	former               atomic.Pointer[subnet.Lease] // see Held
+	slow                 atomic.Bool                  // the last request took longer than timing.slow
 	// configSeen is the revision of the configuration whose warnings were logged.
 	configSeen atomic.Int64
 }
@@ -79,6 +80,7 @@ type timing struct {
 	request, page        time.Duration // deadline of a request, and of one for a page of a list
 	login                time.Duration // deadline of a login: the server may have to do those of all hosts
 	spread               time.Duration // for each host, by which they spread what all of them do at the same event
+	slow                 time.Duration // what a request takes if the store cannot keep up
 	quiet, idle, grace   time.Duration // see follow
 	check                time.Duration // see verify
 	dead                 time.Duration // what pings take to find a dead connection
@@ -100,6 +102,7 @@ func New(cfg Config) (*Manager, error) {
 	m := &Manager{cfg: cfg, dir: path.Join(cfg.Prefix, "subnets") + "/", wall: wall, outage: outage.New("etcd", cfg.OnStatus), writing: make(chan struct{}, 1)}
 	m.timing = timing{
 		request: 5 * time.Second, page: 20 * time.Second, login: 4 * time.Minute, spread: 10 * time.Millisecond,
+		slow:  time.Second,
 		quiet: 12 * time.Minute, idle: 10 * time.Second, grace: 5 * time.Second,
 		// Give or take a fifth it is less than the five minutes that a login lives unused.
 		check:      4 * time.Minute,
@@ -182,7 +185,10 @@ func (m *Manager) config(ctx context.Context) (subnet.Config, []subnet.Pool, err
 
 // call makes one request with the usual deadline and explains its error.
 func (m *Manager) call(ctx context.Context, f func(context.Context, *clientv3.Client) error) error {
-	return m.callWithin(ctx, m.timing.request, f)
+	start := time.Now()
+	err := m.callWithin(ctx, m.timing.request, f)
+	m.slow.Store(time.Since(start) > m.timing.slow)
+	return err
 }
 
 func (m *Manager) callWithin(ctx context.Context, deadline time.Duration, f func(context.Context, *clientv3.Client) error) error {

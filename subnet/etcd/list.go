@@ -65,6 +65,11 @@ const pageSize = 1000
 // or many hosts on one, longer than any deadline by which a server that hangs is to be
 // found. Pages behind the first need not be agreed on by the members again: the one that
 // answered the first has their revision.
+//
+// When all hosts boot at the same moment the store cannot keep up. Small requests then take
+// long, as they do not on a slow link. A host to which that happened waits for its turn
+// behind the first page, which tells how many hosts there are. So the store has time for
+// writes of leases and for its other users.
 func (m *Manager) list(ctx context.Context) (listing, error) {
 	var l listing
 	var decoding sync.WaitGroup
@@ -82,6 +87,7 @@ func (m *Manager) list(ctx context.Context) (listing, error) {
 		if l.entries == nil {
 			l = listing{make([]entry, 0, page.Count), storeID(page.Header)}
 			options = append(options, clientv3.WithRev(page.Header.Revision), clientv3.WithSerializable())
+			m.client.hosts.Store(page.Count)
 		}
 		first := len(l.entries)
 		l.entries = append(l.entries, make([]entry, len(page.Kvs))...)
@@ -94,6 +100,11 @@ func (m *Manager) list(ctx context.Context) (listing, error) {
 			return l, nil
 		}
 		from = string(page.Kvs[len(page.Kvs)-1].Key) + "\x00"
+		if first == 0 && m.slow.Load() {
+			if err := m.client.turn(ctx); err != nil {
+				return listing{}, err
+			}
+		}
 	}
 }
 
@@ -107,8 +118,9 @@ type stashed struct {
 	made time.Time
 }
 
-// stashTime is how old a listing may be to be good for another use.
-const stashTime = 2 * time.Second
+// stashTime is how old a listing may be to be good for another use. It is longer than a
+// request takes while all hosts boot: otherwise each of them would list three times then.
+const stashTime = time.Minute
 
 func (s *stash) put(l listing) { s.Store(&stashed{l, time.Now()}) }
 
