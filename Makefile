@@ -36,7 +36,7 @@ STAGES := bin/tools/stages -fuzztime $(FUZZTIME)
 GOLANGCI := bin/tools/golangci-lint
 
 .DEFAULT_GOAL := help
-.PHONY: help build demo test test-unit test-kernel test-e2e test-vm test-kubernetes test-all fuzz bench lint lint-go lint-words lint-mod lint-shell lint-sleep \
+.PHONY: help build demo test test-unit test-kernel test-e2e test-vm test-kubernetes test-all fuzz bench storm lint lint-go lint-words lint-mod lint-shell lint-sleep \
 	lint-unit lint-rules fmt image chart dist dist-check deps components components-nodes clean FORCE
 
 help: ## print this list
@@ -82,6 +82,10 @@ fuzz: bin/tools/stages ## run every fuzz target for FUZZTIME (10s)
 bench: build deps components ## measure the daemon and the kernel's own limit (an hour; with QUICK=1 some minutes)
 	go build -o bin/tools/bench ./test/bench
 	bin/tools/bench $(if $(QUICK),-quick,-out Documentation/benchmarks -page Documentation/benchmarks.md) $(BENCHFLAGS)
+
+storm: deps components ## measure stores under thousands of hosts at once (half an hour, 12 GB of memory; with QUICK=1 some minutes)
+	go build -o bin/tools/storm ./test/storm
+	bin/tools/storm $(if $(QUICK),-n 200,-n 1000,5000 -out Documentation/benchmarks/storms -page Documentation/benchmarks/storms.md) $(STORMFLAGS)
 
 bin/tools/stages: FORCE
 	@go build -o $@ ./test/stages

@@ -42,7 +42,7 @@ type options struct {
 func parse(args []string) (options, error) {
 	var o options
 	f := flag.NewFlagSet("storm", flag.ContinueOnError)
-	stores := f.String("store", "etcd,kube", "comma-separated stores")
+	stores := f.String("store", "etcd,kube", "comma-separated stores: etcd, kube, or proxy for etcd behind its grpc-proxy")
 	sizes := f.String("n", "1000", "comma-separated numbers of hosts")
 	var known []string
 	for _, s := range scenarios() {
@@ -71,8 +71,8 @@ func parse(args []string) (options, error) {
 	}
 	o.stores = strings.Split(*stores, ",")
 	for _, s := range o.stores {
-		if s != "etcd" && s != "kube" {
-			return o, fmt.Errorf("-store: %q is neither etcd nor kube", s)
+		if s != "etcd" && s != "kube" && s != "proxy" {
+			return o, fmt.Errorf("-store: %q is none of etcd, kube and proxy", s)
 		}
 	}
 	if *only != "" {
@@ -128,16 +128,16 @@ func execute(ctx context.Context, args []string, progress io.Writer) error {
 
 // one runs the scenarios with a store and a number of hosts.
 func one(ctx context.Context, o options, store string, n int, r *report, progress io.Writer) error {
-	l, err := lab.New(ctx, lab.Config{Hosts: 1, Etcd: lab.EtcdOptions{Disabled: store == "etcd"}})
+	l, err := lab.New(ctx, lab.Config{Hosts: 1, Etcd: lab.EtcdOptions{Disabled: store != "kube"}})
 	if err != nil {
 		return err
 	}
 	defer l.Close()
 	s := &storm{lab: l, n: n, limit: o.limit, minute: o.churn, renew: o.renew, report: r}
-	if store == "etcd" {
-		s.store, err = startEtcd(ctx, l, o.etcd)
-	} else {
+	if store == "kube" {
 		s.store, err = startKube(ctx, l, o.apiserver, n)
+	} else {
+		s.store, err = startEtcd(ctx, l, o.etcd, store == "proxy")
 	}
 	if err != nil {
 		return err

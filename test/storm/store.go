@@ -22,6 +22,7 @@ import (
 	"google.golang.org/grpc"
 
 	"flanneld/pkg/lab"
+	"flanneld/pkg/prefix"
 )
 
 // server is a store under test: one process in the router's namespace of a lab.
@@ -106,15 +107,15 @@ type etcdServer struct {
 	client  *clientv3.Client
 	http    *http.Client
 	url     string
-	output  bytes.Buffer
-	cmd     *exec.Cmd
-	exited  chan struct{}
+	etcd    *process
+	proxy   *process // through which hosts reach etcd; nil if they do so directly
 }
 
-const etcdPort = 2379
+const etcdPort, proxyPort = 2379, 23790
 
-func startEtcd(ctx context.Context, l *lab.Lab, program string) (s *etcdServer, err error) {
-	s = &etcdServer{lab: l, url: fmt.Sprintf("http://%s:%d", l.RouterAddr(4), etcdPort)}
+// startEtcd starts an etcd and, if proxied, the grpc-proxy of the same program.
+func startEtcd(ctx context.Context, l *lab.Lab, program string, proxied bool) (s *etcdServer, err error) {
+	s = &etcdServer{lab: l, url: routerURL(l, etcdPort)}
 	if s.program, err = filepath.Abs(program); err != nil {
 		return nil, err
 	}
@@ -132,46 +133,77 @@ func startEtcd(ctx context.Context, l *lab.Lab, program string) (s *etcdServer, 
 		s.close()
 		return nil, err
 	}
-	if _, err := s.client.Put(ctx, lab.Prefix+"/config", networkConfig); err != nil {
+	if proxied {
+		addr := strings.TrimPrefix(routerURL(l, proxyPort), "http://")
+		s.proxy, err = startProcess(ctx, l, s.program, func() error { return s.get(ctx, routerURL(l, proxyPort)+"/health", io.Discard) },
+			"grpc-proxy", "start", "--data-dir", "/var/lib/proxy", "--endpoints", s.url, "--listen-addr", addr, "--advertise-client-url", addr)
+	}
+	if err == nil {
+		_, err = s.client.Put(ctx, lab.Prefix+"/config", networkConfig)
+	}
+	if err != nil {
 		s.close()
-		return nil, fmt.Errorf("put the network configuration: %w", err)
+		return nil, fmt.Errorf("prepare etcd: %w", err)
 	}
 	return s, nil
 }
 
-func (s *etcdServer) start(ctx context.Context) error {
-	s.output.Reset()
-	s.cmd = &exec.Cmd{Path: s.program, Args: []string{s.program,
-		"--data-dir", "/var/lib/etcd", "--log-level", "error", "--quota-backend-bytes", strconv.Itoa(8 << 30),
-		"--listen-client-urls", s.url, "--advertise-client-urls", s.url,
-	}, Stdout: &s.output, Stderr: &s.output}
-	if err := s.lab.Underlay().Start(s.cmd); err != nil {
-		return fmt.Errorf("start %s: %w", s.program, err)
+func routerURL(l *lab.Lab, port int) string {
+	return fmt.Sprintf("http://%s:%d", l.RouterAddr(prefix.IPv4), port)
+}
+
+func (s *etcdServer) start(ctx context.Context) (err error) {
+	s.etcd, err = startProcess(ctx, s.lab, s.program, func() error { return s.get(ctx, s.url+"/health", io.Discard) },
+		"--data-dir", "/var/lib/etcd", "--log-level", "error", "--quota-backend-bytes", strconv.Itoa(8<<30),
+		"--listen-client-urls", s.url, "--advertise-client-urls", s.url)
+	return err
+}
+
+// process is a program in the router's namespace.
+type process struct {
+	cmd    *exec.Cmd
+	output bytes.Buffer
+	exited chan struct{}
+}
+
+// startProcess starts a program and waits until ready returns no error.
+func startProcess(ctx context.Context, l *lab.Lab, program string, ready func() error, args ...string) (*process, error) {
+	p := &process{exited: make(chan struct{})}
+	p.cmd = &exec.Cmd{Path: program, Args: append([]string{program}, args...), Stdout: &p.output, Stderr: &p.output}
+	if err := l.Underlay().Start(p.cmd); err != nil {
+		return nil, fmt.Errorf("start %s: %w", program, err)
 	}
-	s.exited = make(chan struct{})
-	go func(cmd *exec.Cmd, exited chan struct{}) {
-		defer close(exited)
-		_ = cmd.Wait() // it is ended by a signal
-	}(s.cmd, s.exited)
+	go func() {
+		defer close(p.exited)
+		_ = p.cmd.Wait() // it is ended by a signal
+	}()
 	tick := time.NewTicker(20 * time.Millisecond)
 	defer tick.Stop()
 	for {
-		err := s.get(ctx, "/health", io.Discard)
+		err := ready()
 		if err == nil {
-			return nil
+			return p, nil
 		}
 		select {
 		case <-tick.C:
-		case <-s.exited:
-			return fmt.Errorf("%s has ended: %s", s.program, s.output.String())
+		case <-p.exited:
+			return nil, fmt.Errorf("%s has ended: %s", program, p.output.String())
 		case <-ctx.Done():
-			return fmt.Errorf("wait for %s: %w: %w", s.program, context.Cause(ctx), err)
+			p.stop()
+			return nil, fmt.Errorf("wait for %s: %w: %w", program, context.Cause(ctx), err)
 		}
 	}
 }
 
-func (s *etcdServer) get(ctx context.Context, path string, into io.Writer) error {
-	req, err := http.NewRequestWithContext(ctx, http.MethodGet, s.url+path, http.NoBody)
+func (p *process) stop() {
+	if p != nil {
+		_ = p.cmd.Process.Kill() // it may have ended
+		<-p.exited
+	}
+}
+
+func (s *etcdServer) get(ctx context.Context, url string, into io.Writer) error {
+	req, err := http.NewRequestWithContext(ctx, http.MethodGet, url, http.NoBody)
 	if err != nil {
 		return err
 	}
@@ -187,26 +219,26 @@ func (s *etcdServer) get(ctx context.Context, path string, into io.Writer) error
 	return err
 }
 
-func (s *etcdServer) pid() int { return s.cmd.Process.Pid }
-
-func (s *etcdServer) stop() {
-	if s.exited != nil {
-		_ = s.cmd.Process.Kill() // it may have ended
-		<-s.exited
-	}
-}
+func (s *etcdServer) pid() int { return s.etcd.cmd.Process.Pid }
 
 func (s *etcdServer) restart(ctx context.Context) error {
-	s.stop()
+	s.etcd.stop()
 	return s.start(ctx)
 }
 
 func (s *etcdServer) close() {
-	s.stop()
+	s.proxy.stop()
+	s.etcd.stop()
 	_ = s.client.Close()
 }
 
-func (s *etcdServer) reach() Store { return Store{Etcd: []string{s.url}, Prefix: lab.Prefix} }
+func (s *etcdServer) reach() Store {
+	url := s.url
+	if s.proxy != nil {
+		url = routerURL(s.lab, proxyPort)
+	}
+	return Store{Etcd: []string{url}, Prefix: lab.Prefix}
+}
 
 func (s *etcdServer) touch(ctx context.Context) error {
 	if _, err := s.client.Put(ctx, "/bystander", time.Now().String()); err != nil {
@@ -221,7 +253,7 @@ func (*etcdServer) touches() []string { return []string{"Put", "Range"} }
 // calls counts messages: a request that opens a stream is not the only one on it.
 func (s *etcdServer) calls(ctx context.Context) (counts, error) {
 	var page bytes.Buffer
-	if err := s.get(ctx, "/metrics", &page); err != nil {
+	if err := s.get(ctx, s.url+"/metrics", &page); err != nil {
 		return nil, fmt.Errorf("ask etcd for its metrics: %w", err)
 	}
 	return metric(&page, "grpc_server_msg_received_total", "grpc_method")

@@ -79,24 +79,25 @@ func (s *storm) call(ctx context.Context, method string, args, reply any) error 
 // result is what one scenario has cost.
 type result struct {
 	Store    string `json:"store"`
-	Version  string `json:"version,omitempty"`
 	N        int    `json:"n"`
 	Scenario string `json:"scenario"`
 
-	Right      int     `json:"right"`      // hosts that were right at the end, of N
-	Seconds    float64 `json:"seconds"`    // until the last one was right
-	StoreCPU   float64 `json:"storeCPU"`   // seconds
-	HostsCPU   float64 `json:"hostsCPU"`   // seconds, of the process with all managers
-	Sent       float64 `json:"sent"`       // bytes from the store to hosts
-	Received   float64 `json:"received"`   // bytes from hosts to the store
-	Peak       float64 `json:"peak"`       // bytes of memory of the store
-	HostsPeak  float64 `json:"hostsPeak"`  // bytes of memory of the process with all managers, since its start
-	Calls      counts  `json:"calls"`      // by kind
-	Slowest    float64 `json:"slowest"`    // seconds that the slowest request of a bystander took
-	P99        float64 `json:"p99"`        // seconds, of a bystander's requests
-	Bystanding int     `json:"bystanding"` // requests of the bystander
-	Failed     int     `json:"failed"`     // of these, requests without an answer
-	Outages    int     `json:"outages"`    // times that a host has lost its store
+	Right      int     `json:"right"`               // hosts that were right at the end, of N
+	Seconds    float64 `json:"seconds"`             // until the last one was right
+	StoreCPU   float64 `json:"storeCPU"`            // seconds
+	ProxyCPU   float64 `json:"proxyCPU,omitempty"`  // seconds, of the proxy in front of the store
+	ProxyPeak  float64 `json:"proxyPeak,omitempty"` // bytes of memory of the proxy, since its start
+	HostsCPU   float64 `json:"hostsCPU"`            // seconds, of the process with all managers
+	Sent       float64 `json:"sent"`                // bytes from the store to hosts
+	Received   float64 `json:"received"`            // bytes from hosts to the store
+	Peak       float64 `json:"peak"`                // bytes of memory of the store
+	HostsPeak  float64 `json:"hostsPeak"`           // bytes of memory of the process with all managers, since its start
+	Calls      counts  `json:"calls"`               // by kind
+	Slowest    float64 `json:"slowest"`             // seconds that the slowest request of a bystander took
+	P99        float64 `json:"p99"`                 // seconds, of a bystander's requests
+	Bystanding int     `json:"bystanding"`          // requests of the bystander
+	Failed     int     `json:"failed"`              // of these, requests without an answer
+	Outages    int     `json:"outages"`             // times that a host has lost its store
 	Example    string  `json:"example,omitempty"`
 }
 
@@ -105,6 +106,7 @@ type meter struct {
 	s          *storm
 	began      time.Time
 	cpu, hosts time.Duration
+	proxy      time.Duration
 	net        [2]float64
 	calls      counts
 	spent      time.Duration // CPU time of processes of the store that have ended meanwhile
@@ -127,7 +129,11 @@ func (s *storm) measure(ctx context.Context) (*meter, error) {
 	if err != nil {
 		return nil, err
 	}
-	m.cpu, m.hosts = u.cpu, h.cpu
+	x, err := s.proxyUsage()
+	if err != nil {
+		return nil, err
+	}
+	m.cpu, m.hosts, m.proxy = u.cpu, h.cpu, x.cpu
 	if m.net, err = s.traffic(ctx); err != nil {
 		return nil, err
 	}
@@ -180,6 +186,11 @@ func (m *meter) end(ctx context.Context, scenario string) (*result, error) {
 	if err != nil {
 		return nil, err
 	}
+	x, err := s.proxyUsage()
+	if err != nil {
+		return nil, err
+	}
+	r.ProxyCPU, r.ProxyPeak = (x.cpu - m.proxy).Seconds(), x.peak
 	net, err := s.traffic(ctx)
 	if err != nil {
 		return nil, err
@@ -200,6 +211,14 @@ func (m *meter) end(ctx context.Context, scenario string) (*result, error) {
 		return r, fmt.Errorf("%s: %d of %d hosts are right after %s: %s", scenario, now.Right, now.Running, s.limit, now.Example)
 	}
 	return r, nil
+}
+
+// proxyUsage returns what the proxy has used, which is zero without one.
+func (s *storm) proxyUsage() (usage, error) {
+	if e, ok := s.store.(*etcdServer); ok && e.proxy != nil {
+		return usageOf(e.proxy.cmd.Process.Pid)
+	}
+	return usage{}, nil
 }
 
 // traffic returns how many bytes have gone to the hosts and from them.
@@ -492,7 +511,10 @@ func (s *storm) renewAll(ctx context.Context) (*result, error) {
 	if err := s.call(ctx, "Expect", Expect{Leases: leases, Gone: true}, &struct{}{}); err != nil {
 		return nil, err
 	}
-	const ttl = time.Hour
+	ttl := time.Hour
+	if s.renew < time.Minute { // managers renew earlier than that only if the TTL is short
+		ttl = 3 * s.renew
+	}
 	if err := s.startAll(ctx, Start{To: s.n, Store: Store{TTL: ttl, Margin: ttl - s.renew}}); err != nil {
 		return nil, err
 	}
@@ -520,16 +542,20 @@ func (s *storm) renewAll(ctx context.Context) (*result, error) {
 
 // run runs scenarios.
 func (s *storm) run(ctx context.Context, names []string, progress io.Writer) error {
-	_, isEtcd := s.store.(*etcdServer)
+	e, isEtcd := s.store.(*etcdServer)
 	for _, sc := range scenarios() {
 		if len(names) > 0 && !slices.Contains(names, sc.name) || sc.etcd && !isEtcd {
 			continue
 		}
 		r, err := sc.run(s, ctx)
 		if r != nil {
-			r.Store = "etcd"
-			if !isEtcd {
+			switch {
+			case !isEtcd:
 				r.Store = "Kubernetes"
+			case e.proxy != nil:
+				r.Store = "etcd behind its proxy"
+			default:
+				r.Store = "etcd"
 			}
 			s.report.Results = append(s.report.Results, r)
 			fmt.Fprintln(progress, r)
