@@ -69,6 +69,7 @@ type Manager struct {
 	forAcquire, forWatch stash
 	former               atomic.Pointer[subnet.Lease] // see Held
 	slow                 atomic.Bool                  // the last request took longer than timing.slow
+	late                 atomic.Int32                 // requests in a row that came to their deadline, at most maxLate
 	// configSeen is the revision of the configuration whose warnings were logged.
 	configSeen atomic.Int64
 }
@@ -183,11 +184,25 @@ func (m *Manager) config(ctx context.Context) (subnet.Config, []subnet.Pool, err
 	return cfg, pools, nil
 }
 
-// call makes one request with the usual deadline and explains its error.
+// maxLate limits the deadline of requests to four times the usual one.
+const maxLate = 2
+
+// call makes one request with the usual deadline and explains its error. Behind a request
+// that came to its deadline the next one has twice as much time: a store that thousands of
+// hosts ask at once would never finish if each of them gave up early and asked again.
 func (m *Manager) call(ctx context.Context, f func(context.Context, *clientv3.Client) error) error {
+	late := m.late.Load()
+	deadline := m.timing.request << late
 	start := time.Now()
-	err := m.callWithin(ctx, m.timing.request, f)
-	m.slow.Store(time.Since(start) > m.timing.slow)
+	err := m.callWithin(ctx, deadline, f)
+	took := time.Since(start)
+	m.slow.Store(took > m.timing.slow)
+	switch {
+	case err == nil:
+		m.late.Store(0)
+	case took >= deadline:
+		m.late.Store(min(late+1, maxLate))
+	}
 	return err
 }
 
