@@ -93,8 +93,6 @@ func NewSyncer(c SyncerConfig) *Syncer {
 func (s *Syncer) Publish(u subnet.Update) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	defer s.loop.Wake()
-	s.complete, s.news = true, true
 	if dropped, ok := s.Ledger.Follow(u, time.Now()); ok {
 		for key := range u.Changed {
 			s.changed[key] = struct{}{}
@@ -102,10 +100,15 @@ func (s *Syncer) Publish(u subnet.Update) {
 		for _, key := range dropped {
 			s.changed[key] = struct{}{}
 		}
+		if len(s.changed) > 0 { // otherwise only the revision of the store has changed
+			s.news = true
+			s.loop.Wake()
+		}
 		return
 	}
 	s.Ledger.Apply(u.Snapshot(), time.Now())
-	s.all = true
+	s.complete, s.news, s.all = true, true, true
+	s.loop.Wake()
 }
 
 // Peers returns what is known of the other nodes, to be kept on disk.

@@ -87,10 +87,13 @@ func claimed(es []Endpoint, f prefix.Family) (Endpoint, bool) {
 	return Endpoint{}, false
 }
 
-// StoreID tells one store from another, and its states apart.
+// StoreID identifies a store, and one state of it.
 type StoreID struct {
-	ID       string `json:"id"`       // etcd cluster id; what subnet/kube makes of the Nodes' UIDs
+	ID       string `json:"id"`       // etcd cluster id; subnet/kube derives it from the Nodes' UIDs
 	Revision int64  `json:"revision"` // of the snapshot
+	// Mark is what the manager needs to recognize this state after a restart, in a form of its
+	// own: a store that was emptied or restored may have the same ID and a later revision.
+	Mark string `json:"mark,omitempty"`
 }
 
 // Snapshot is everything that a store holds about other nodes at one moment.

@@ -42,6 +42,7 @@ type Metrics struct {
 	duration         prometheus.Histogram
 	failures         prometheus.Counter
 	repaired         prometheus.Counter
+	differed         prometheus.Counter
 	firewallRepairs  prometheus.Counter
 	firewallFailures prometheus.Counter
 }
@@ -61,12 +62,13 @@ func New(look func(context.Context) Look) *Metrics {
 		}),
 		failures: counter("sync_failures_total", "Attempts to update the kernel that failed and are repeated. If it keeps growing, /readyz and the log name the object and the reason."),
 		repaired: counter("drift_repaired_total", "Kernel objects that another program changed or removed, and that flanneld restored. If it keeps growing, find that program: ip monitor, or the log with --v=4, names the objects."),
+		differed: counter("leases_corrected_total", "Leases of the last known state that differed from the datastore's after a restart and were corrected. It should stay 0: if it grows, the state directory or the datastore was changed by other means, or this is a bug."),
 		firewallRepairs: counter("firewall_repairs_total",
 			"Times that flanneld restored masquerade or forward rules. If it keeps growing, another program rewrites them."),
 		firewallFailures: counter("firewall_failures_total", "Attempts to program masquerade or forward rules that failed and are repeated. The log and /readyz give the reason."),
 	}
 	m.registry.MustRegister(
-		m.duration, m.failures, m.repaired, m.firewallRepairs, m.firewallFailures,
+		m.duration, m.failures, m.repaired, m.differed, m.firewallRepairs, m.firewallFailures,
 		&lookup{look: look},
 		collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}),
 	)
@@ -86,6 +88,9 @@ func (m *Metrics) Synced(took time.Duration, repaired int, err error) {
 		m.failures.Inc()
 	}
 }
+
+// Differed records leases that a comparison with the datastore has corrected.
+func (m *Metrics) Differed(leases int) { m.differed.Add(float64(leases)) }
 
 // Firewall records one pass over the traffic rules: whether it restored rules that were
 // in place before, and whether it failed.

@@ -162,6 +162,9 @@ func (m *Manager) Acquire(ctx context.Context, cfg subnet.Config, c subnet.Claim
 	defer func() { m.revoke(ctx, spare) }()
 	var own subnet.Lease
 	err = m.retry(ctx, sourceLease, func() error {
+		if err := m.awaitVacancy(ctx, pools, c); err != nil {
+			return fmt.Errorf("wait for a free subnet: %w", err)
+		}
 		unlock, err := m.lock(ctx)
 		if err != nil {
 			return err
@@ -188,7 +191,7 @@ func check(cfg subnet.Config, c subnet.Claim) error {
 }
 
 func (m *Manager) acquire(ctx context.Context, pools []subnet.Pool, c subnet.Claim, spare *grant) error {
-	l, err := m.listOr(ctx, &m.forAcquire)
+	l, err := m.listOr(ctx, &m.forAcquire, stashTime)
 	if err != nil {
 		return err
 	}
@@ -199,7 +202,13 @@ func (m *Manager) acquire(ctx context.Context, pools []subnet.Pool, c subnet.Cla
 	ours := func(e entry) bool {
 		return e.err == nil && carries(e.lease, who) || m.wrote(e) || m.held(e)
 	}
+	if err := m.completeOwn(ctx, &l, ours); err != nil {
+		return err
+	}
 	p, err := choose(pools, m.previous(c), m.own, ours, l.entries)
+	if errors.Is(err, subnet.ErrNoSubnets) {
+		m.full.Store(&fullPool{l, pools, who})
+	}
 	if err != nil {
 		return err
 	}
@@ -222,7 +231,7 @@ func (m *Manager) acquire(ctx context.Context, pools []subnet.Pool, c subnet.Cla
 	if err != nil {
 		return err
 	}
-	if err := m.create(ctx, own, p.stale, spare); err != nil {
+	if err := m.create(ctx, own, l.store.Revision, p.stale, spare); err != nil {
 		return err
 	}
 	m.forWatch.put(l)
@@ -243,8 +252,8 @@ func claimOn(key string, subnets []netip.Prefix, c subnet.Claim) (ownLease, erro
 
 // create writes a lease whose key does not exist. It deletes stale keys in the same
 // transaction. If one of them is a reservation of the same subnets, the new key becomes a
-// reservation too.
-func (m *Manager) create(ctx context.Context, own ownLease, stale []entry, spare *grant) error {
+// reservation too. since is the revision of the listing in which the subnets were free.
+func (m *Manager) create(ctx context.Context, own ownLease, since int64, stale []entry, spare *grant) error {
 	if !slices.ContainsFunc(stale, own.reservedBy) {
 		if err := m.provide(ctx, spare); err != nil {
 			return err
@@ -256,7 +265,7 @@ func (m *Manager) create(ctx context.Context, own ownLease, stale []entry, spare
 		return unspoiled(spare, err)
 	}
 	own.create, own.revision = revision, revision
-	if err := m.yield(ctx, own); err != nil {
+	if err := m.yield(ctx, own, since); err != nil {
 		return err
 	}
 	if own.grant.id == spare.id {
@@ -289,29 +298,54 @@ func (o ownLease) reservedBy(e entry) bool {
 	return e.leaseID == 0 && same > 0 && same == min(len(e.subnets), len(o.claim.Endpoints))
 }
 
-// yield gives up what was just created, with errConflict, if another node has
-// created a lease with one of its subnets meanwhile and was first. Where it
-// cannot tell, what was created is found, and judged, by the next attempt.
-func (m *Manager) yield(ctx context.Context, own ownLease) error {
-	if len(own.claim.Endpoints) < 2 {
-		return nil // its key says it all
-	}
-	l, err := m.list(ctx)
+// yield deletes the key that was just created, and returns errConflict, if another host has
+// created a lease with one of its subnets in the meantime and was first. A key names the
+// subnets of both families, so two hosts that choose the same subnet in one family, but not in
+// the other, write different keys; while a network gets its second family, some hosts still
+// write keys of one family. since is the revision of the listing in which the subnets were
+// free. If yield cannot read the store, the next attempt finds the key and judges it.
+func (m *Manager) yield(ctx context.Context, own ownLease, since int64) error {
+	l, err := m.rivals(ctx, own, since)
 	if err != nil {
 		return err
 	}
-	i := slices.IndexFunc(l.entries, func(e entry) bool { return e.key == own.key && e.modRevision == own.revision })
+	i := slices.IndexFunc(l, func(e entry) bool { return e.key == own.key && e.modRevision == own.revision })
 	if i < 0 {
 		return errConflict
 	}
 	mine := func(e entry) bool { return e.key == own.key }
-	if !beaten(l.entries[i], mine, l.entries) {
+	if !beaten(l[i], mine, l) {
 		return nil
 	}
-	if err := m.remove(ctx, l.entries[i]); err != nil {
+	if err := m.remove(ctx, l[i]); err != nil {
 		return err
 	}
 	return errConflict
+}
+
+// rivals returns the leases behind revision since that may share a subnet with own, and own.
+func (m *Manager) rivals(ctx context.Context, own ownLease, since int64) ([]entry, error) {
+	from, end := m.dir, clientv3.GetPrefixRangeEnd(m.dir)
+	if len(own.claim.Endpoints) == 1 && own.claim.Endpoints[0].Family() == prefix.IPv4 {
+		// Keys of the same IPv4 subnet are the own key, alone or with "&" and an IPv6 subnet.
+		from, end = m.dir+own.key, m.dir+own.key+string(rune('&'+1))
+	}
+	var found []entry
+	err := m.callWithin(ctx, m.timing.page, func(ctx context.Context, c *clientv3.Client) error {
+		resp, err := c.Get(ctx, from, clientv3.WithRange(end), clientv3.WithMinCreateRev(since+1))
+		if err != nil {
+			return err
+		}
+		found = make([]entry, len(resp.Kvs))
+		for i, kv := range resp.Kvs {
+			found[i] = m.entry(kv)
+		}
+		return nil
+	})
+	if err != nil {
+		return nil, fmt.Errorf("look for leases of the same subnet: %w", err)
+	}
+	return found, nil
 }
 
 // settle makes the key that was found as e what own says, with as little

@@ -35,6 +35,14 @@ type Config struct {
 	RenewMargin time.Duration
 	// Previous holds the subnets that this node had, of any family: wanted again.
 	Previous []netip.Prefix
+	// Own and Known are what this node knew when it ran before, with the own lease as the store
+	// had it. If the store is the same, its leases are not listed at the start, but only what has
+	// changed since. May be zero.
+	Own   subnet.Lease
+	Known subnet.LedgerState
+	// OnRepaired is told how many leases of Known differed from the store's although nothing has
+	// changed them since. It must not block nor call the manager. May be nil.
+	OnRepaired func(leases int)
 	// TTL is the lease's time to live, rounded up to seconds. Zero means subnet.TTL.
 	TTL time.Duration
 	// OnStatus is told when the store becomes unusable, with the reason, and
@@ -67,6 +75,8 @@ type Manager struct {
 	ownKey     atomic.Pointer[string]
 	// What Recall has listed is for Acquire, what Acquire has for Watch.
 	forAcquire, forWatch stash
+	known                atomic.Pointer[lastKnown]    // see restore
+	full                 atomic.Pointer[fullPool]     // see awaitVacancy
 	former               atomic.Pointer[subnet.Lease] // see Held
 	slow                 atomic.Bool                  // the last request took longer than timing.slow
 	late                 atomic.Int32                 // requests in a row that came to their deadline, at most maxLate
@@ -88,6 +98,9 @@ type timing struct {
 	backoffMin, backoff  time.Duration
 	restoreMin, restored time.Duration // pause after the own key had to be written again
 	reprieve             time.Duration // for leases that are gone after a long outage
+	catchUp              time.Duration // for the events since the last known state
+	audit, auditPage     time.Duration // within which time a restored view is compared, and the pause between its pages
+	vacant               time.Duration // how long a host without a subnet trusts the listing that it follows
 }
 
 // New returns a manager. It reads the TLS files but does not connect: an error
@@ -101,6 +114,8 @@ func New(cfg Config) (*Manager, error) {
 	}
 	cfg.TTL = time.Duration(math.Ceil(cfg.TTL.Seconds())) * time.Second
 	m := &Manager{cfg: cfg, dir: path.Join(cfg.Prefix, "subnets") + "/", wall: wall, outage: outage.New("etcd", cfg.OnStatus), writing: make(chan struct{}, 1)}
+	m.known.Store(newLastKnown(cfg))
+	m.cfg.Known = subnet.LedgerState{}
 	m.timing = timing{
 		request: 5 * time.Second, page: 20 * time.Second, login: 4 * time.Minute, spread: 10 * time.Millisecond,
 		slow:  time.Second,
@@ -111,6 +126,9 @@ func New(cfg Config) (*Manager, error) {
 		backoffMin: 100 * time.Millisecond, backoff: 5 * time.Second,
 		restoreMin: time.Second, restored: time.Minute,
 		reprieve: time.Minute,
+		vacant:   10 * time.Minute,
+		catchUp:  2 * time.Second,
+		audit:    time.Hour, auditPage: time.Second,
 	}
 	var err error
 	if m.client, err = newClient(cfg, &m.timing); err != nil {

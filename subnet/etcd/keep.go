@@ -119,7 +119,7 @@ func (m *Manager) judge(ctx context.Context, found entry) error {
 	if !carries(found.lease, identity(made.claim)) && m.attempt(found) < 0 {
 		return nil // another node's
 	}
-	return m.yield(ctx, made)
+	return m.yield(ctx, made, 0)
 }
 
 // ownOr returns what this manager acquired or, if that is not l, makes do with l.
@@ -196,7 +196,7 @@ func (m *Manager) retake(ctx context.Context, own ownLease, spare *grant) error 
 			return lost(own.key, e)
 		}
 	}
-	return m.create(ctx, own, stale, spare)
+	return m.create(ctx, own, l.store.Revision, stale, spare)
 }
 
 // read returns the key and the store's revision; found is nil if the key does

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"fmt"
+	"math/rand/v2"
 	"net/netip"
 	"slices"
 	"sync"
@@ -55,26 +56,34 @@ func (m *Manager) entry(kv *mvccpb.KeyValue) entry {
 type listing struct {
 	entries []entry
 	store   subnet.StoreID
+	read    time.Time
+	// restored is set if the listing is the last known state of a former run, brought up to
+	// date: see view.restored.
+	restored int64
+	another  bool // the store is not the one of the former run, though it has its id
 }
 
 // pageSize is how many leases are asked for at once, of some 350 bytes each. It is what
 // etcd keeps in memory for each host that lists, and what has to arrive within the deadline.
 const pageSize = 1000
 
-// list reads all leases at one revision, by pages: a list of thousands takes a slow link,
-// or many hosts on one, longer than any deadline by which a server that hangs is to be
-// found. Pages behind the first need not be agreed on by the members again: the one that
+// list reads all leases at one revision, by pages. A list of thousands of leases can take a
+// slow link, or many hosts on one link, longer than any deadline that finds a hung server.
+func (m *Manager) list(ctx context.Context) (listing, error) { return m.listAt(ctx, 0, 0) }
+
+// listAt reads all leases as they were at a revision, or now if it is zero, with pauses between
+// the pages. Pages behind the first need not be agreed on by the members again: the member that
 // answered the first has their revision.
 //
 // When all hosts boot at the same moment the store cannot keep up. Small requests then take
 // long, as they do not on a slow link. A host to which that happened waits for its turn
 // behind the first page, which tells how many hosts there are. So the store has time for
 // writes of leases and for its other users.
-func (m *Manager) list(ctx context.Context) (listing, error) {
+func (m *Manager) listAt(ctx context.Context, revision int64, pause time.Duration) (listing, error) {
 	var l listing
 	var decoding sync.WaitGroup
 	defer decoding.Wait()
-	options := []clientv3.OpOption{clientv3.WithRange(clientv3.GetPrefixRangeEnd(m.dir)), clientv3.WithLimit(pageSize)}
+	options := []clientv3.OpOption{clientv3.WithRange(clientv3.GetPrefixRangeEnd(m.dir)), clientv3.WithLimit(pageSize), clientv3.WithRev(revision)}
 	for from := m.dir; ; {
 		var page *clientv3.GetResponse
 		err := m.callWithin(ctx, m.timing.page, func(ctx context.Context, c *clientv3.Client) (err error) {
@@ -85,8 +94,11 @@ func (m *Manager) list(ctx context.Context) (listing, error) {
 			return listing{}, fmt.Errorf("list leases: %w", err)
 		}
 		if l.entries == nil {
-			l = listing{make([]entry, 0, page.Count), storeID(page.Header)}
-			options = append(options, clientv3.WithRev(page.Header.Revision), clientv3.WithSerializable())
+			l = listing{entries: make([]entry, 0, page.Count), store: storeID(page.Header), read: time.Now()}
+			if revision != 0 {
+				l.store.Revision = revision
+			}
+			options = append(options, clientv3.WithRev(l.store.Revision), clientv3.WithSerializable())
 			m.client.hosts.Store(page.Count)
 		}
 		first := len(l.entries)
@@ -105,31 +117,41 @@ func (m *Manager) list(ctx context.Context) (listing, error) {
 				return listing{}, err
 			}
 		}
+		if pause > 0 {
+			select {
+			case <-ctx.Done():
+				return listing{}, ctx.Err()
+			case <-time.After(pause/2 + rand.N(pause)):
+			}
+		}
 	}
 }
 
-// stash holds a listing that was just made for the one who needs the next: at
-// start three do, and thousands of leases take time. What another node has
-// written since is found by compare-and-swap, or watched for.
-type stash struct{ atomic.Pointer[stashed] }
+// stash contains a listing that one method has just read, for the next method that needs one:
+// a start needs three, and thousands of leases take time. Changes since the listing are found
+// by compare-and-swap, or by the watch.
+type stash struct{ atomic.Pointer[listing] }
 
-type stashed struct {
-	listing
-	made time.Time
-}
+// stashTime is the age up to which Acquire uses a listing. A watch can start from an older one,
+// unless the store has compacted its revision.
+const stashTime, stashTimeOfWatch = 10 * time.Second, time.Minute
 
-// stashTime is how old a listing may be to be good for another use. It is longer than a
-// request takes while all hosts boot: otherwise each of them would list three times then.
-const stashTime = time.Minute
+func (s *stash) put(l listing) { s.Store(&l) }
 
-func (s *stash) put(l listing) { s.Store(&stashed{l, time.Now()}) }
-
-// listOr returns what is in s, which is empty then, or else a new listing.
-func (m *Manager) listOr(ctx context.Context, s *stash) (listing, error) {
-	if l := s.Swap(nil); l != nil && time.Since(l.made) < stashTime {
-		return l.listing, nil
+// listOr returns the content of s, which is empty afterwards, or the last known state brought up
+// to date, or a new listing.
+func (m *Manager) listOr(ctx context.Context, s *stash, age time.Duration) (listing, error) {
+	if l := s.Swap(nil); l != nil && time.Since(l.read) < age {
+		return *l, nil
 	}
-	return m.list(ctx)
+	l, ok, err := m.restore(ctx)
+	if ok || err != nil {
+		return l, err
+	}
+	another := l.another
+	l, err = m.list(ctx)
+	l.another = another
+	return l, err
 }
 
 func storeID(h *pb.ResponseHeader) subnet.StoreID {
@@ -187,7 +209,7 @@ func (m *Manager) Recall(ctx context.Context, own subnet.Claim) (subnet.Claim, e
 	defer m.outage.Forget(sourceLease)
 	var l listing
 	err := m.retry(ctx, sourceLease, func() (err error) {
-		l, err = m.list(ctx)
+		l, err = m.listOr(ctx, &stash{}, 0)
 		return err
 	})
 	if err != nil {

@@ -10,6 +10,7 @@ import (
 	"os"
 	"path/filepath"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -244,7 +245,7 @@ func (f *fixture) manager(tb testing.TB, options ...func(*Config)) *Manager {
 	}
 	m.timing = timing{
 		request: 3 * time.Second, page: 3 * time.Second, slow: time.Hour, login: patience, check: time.Hour, quiet: 300 * time.Millisecond, idle: 300 * time.Millisecond, grace: time.Second,
-		backoffMin: 10 * time.Millisecond, backoff: 200 * time.Millisecond,
+		backoffMin: 10 * time.Millisecond, backoff: 200 * time.Millisecond, vacant: time.Hour, audit: time.Hour, catchUp: 3 * time.Second,
 		restoreMin: 10 * time.Millisecond, restored: 100 * time.Millisecond,
 	}
 	if m.client.login != nil {
@@ -286,6 +287,7 @@ type proxy struct {
 	last     []byte        // what has it is the last to be forwarded
 	rate     int           // bytes in a second to managers, all together; zero: no limit
 	busy     time.Time     // until when what was sent at this rate takes
+	sent     atomic.Int64  // bytes to managers
 	wg       sync.WaitGroup
 }
 
@@ -345,6 +347,7 @@ func (p *proxy) serve(c net.Conn) {
 				}
 				p.stallAfter(buf[:n])
 				if d[1] == c {
+					p.sent.Add(int64(n))
 					<-time.After(p.takes(n))
 				}
 				if _, werr := d[1].Write(buf[:n]); werr != nil || err != nil {

@@ -26,7 +26,13 @@ type watcher struct {
 	waits func() bool
 	// checks turns verify on. One watch of a connection is enough.
 	checks bool
+	// probes asks for the server's revision as soon as a watch begins. A hasty server ends the
+	// watch with errHasty.
+	probes bool
 }
+
+// errHasty ends a watch that probes: the server answers probes ahead of events.
+var errHasty = errors.New("the server answers probes before it has sent all events")
 
 // stream is one call of Watch.
 type stream struct {
@@ -147,7 +153,13 @@ func (m *Manager) receive(s *stream, watchdog *time.Timer, w watcher) error {
 			// Before 3.4.25 and 3.5.8 etcd answers a probe whatever there is to tell, even
 			// on a stream without a watch. Later ones wait until the watches have caught up.
 			s.hasty = true
+			if w.probes {
+				return errHasty
+			}
 			continue
+		}
+		if resp.Created && w.probes {
+			s.probe()
 		}
 		s.reach(resp.Header.Revision)
 		if err := w.on(resp, s.settled(resp)); err != nil {

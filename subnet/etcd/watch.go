@@ -24,10 +24,14 @@ var errRelist = errors.New("watch cannot be resumed")
 type view struct {
 	entries map[string]*entry // by key, without values
 	store   subnet.StoreID
-	next    int64 // revision to watch from; 0: there was no list yet
-	told    int64 // revision up to which the configuration is known
-	stale   bool  // list before the next watch
-	another bool  // the store is not the one of the view before, though it has its id
+	next    int64  // revision to watch from; 0: there was no list yet
+	told    int64  // revision up to which the configuration is known
+	stale   bool   // list before the next watch
+	another bool   // the store is not the one of the view before, though it has its id
+	newest  *entry // the entry that was written last; see newestEntry
+	// restored is the revision of the newest entry that came from a former run. Other entries
+	// from there have no revision. Zero: all entries are from this run.
+	restored int64
 	reprieve
 }
 
@@ -35,13 +39,18 @@ type view struct {
 func (m *Manager) Watch(ctx context.Context, sink func(subnet.Update)) error {
 	defer m.outage.Forget(sourceWatch)
 	var v view
+	check := m.newAudit(&v)
+	defer check.stop()
 	b := m.backoff()
 	for {
 		err := m.resume(ctx, &v, sink)
 		if err == nil {
-			err = m.follow(ctx, []string{m.dir, m.configKey()}, v.next, watcher{
+			followed, end := check.begin(ctx)
+			err = m.follow(followed, []string{m.dir, m.configKey()}, v.next, watcher{
 				on: func(resp *pb.WatchResponse, settled int64) error {
 					b.Reset()
+					check.mu.Lock()
+					defer check.mu.Unlock()
 					m.takeConfig(&v, resp)
 					m.report(ctx, sourceWatch, nil)
 					return m.advance(ctx, &v, resp, settled, sink)
@@ -49,6 +58,10 @@ func (m *Manager) Watch(ctx context.Context, sink func(subnet.Update)) error {
 				waits:  func() bool { return len(v.doomed) > 0 },
 				checks: true,
 			})
+			end()
+			if check.repair(ctx, sink) && ctx.Err() == nil {
+				continue
+			}
 			if !errors.Is(err, errStalled) {
 				v.alive(time.Now(), m.timing.dead)
 			}
@@ -84,7 +97,7 @@ func (m *Manager) resume(ctx context.Context, v *view, sink func(subnet.Update))
 	}
 	list := m.list
 	if v.next == 0 { // Acquire may just have made one
-		list = func(ctx context.Context) (listing, error) { return m.listOr(ctx, &m.forWatch) }
+		list = func(ctx context.Context) (listing, error) { return m.listOr(ctx, &m.forWatch, stashTimeOfWatch) }
 	} else if err := m.client.turn(ctx); err != nil { // most often others have to list as well
 		return err
 	}
@@ -96,7 +109,8 @@ func (m *Manager) resume(ctx context.Context, v *view, sink func(subnet.Update))
 	old := *v
 	*v = view{
 		entries: make(map[string]*entry, len(l.entries)), store: l.store, next: l.store.Revision + 1,
-		another:  is == another || l.store.ID == old.store.ID && l.store.Revision < old.store.Revision || !old.explains(l),
+		restored: l.restored,
+		another:  l.another || is == another || l.store.ID == old.store.ID && l.store.Revision < old.store.Revision || !old.explains(l),
 		reprieve: old.reprieve,
 	}
 	if old.store.ID != "" && !v.follows(old) {
@@ -141,16 +155,10 @@ func (m *Manager) compare(ctx context.Context, v *view) (likeness, error) {
 // from a backup, or emptied, and used since may have the same id and have come to the
 // same revision, with other leases.
 func (m *Manager) comparePast(ctx context.Context, v *view) (likeness, error) {
-	var leases int64
-	var newest *entry
-	for key, e := range v.entries {
-		if _, gone := v.doomed[key]; gone {
-			continue
-		}
-		leases++
-		if newest == nil || e.modRevision > newest.modRevision {
-			newest = e
-		}
+	leases := v.count()
+	newest, known := v.newestEntry()
+	if !known {
+		return unknown, nil
 	}
 	at := clientv3.WithRev(v.next - 1)
 	ops := []clientv3.Op{clientv3.OpGet(m.dir, clientv3.WithPrefix(), clientv3.WithCountOnly(), at)}
@@ -188,12 +196,45 @@ func (e *entry) is(modRevision int64, lease clientv3.LeaseID) bool {
 	return e.modRevision == modRevision && e.leaseID == lease
 }
 
+// may reports whether listed may be the same state of the same key as e, which may come from a
+// former run.
+func (e *entry) may(listed entry) bool {
+	if e.modRevision == 0 {
+		return e.createRevision == listed.createRevision
+	}
+	return e.is(listed.modRevision, listed.leaseID)
+}
+
+// count returns the number of keys that the store has. Leases with a reprieve are not there.
+func (v *view) count() int64 { return int64(len(v.entries) - len(v.doomed)) }
+
+// newestEntry returns the entry in the store that was written last, or nil if there is none.
+// known is false if that may be an entry from a former run, whose revision is not known.
+func (v *view) newestEntry() (newest *entry, known bool) {
+	valid := func(e *entry) bool {
+		_, doomed := v.doomed[e.key]
+		return v.entries[e.key] == e && !doomed
+	}
+	if v.newest == nil || !valid(v.newest) {
+		v.newest = nil
+		for _, e := range v.entries {
+			if valid(e) && (v.newest == nil || e.modRevision > v.newest.modRevision) {
+				v.newest = e
+			}
+		}
+	}
+	if v.newest == nil {
+		return nil, true
+	}
+	return v.newest, v.newest.modRevision >= max(v.restored, 1)
+}
+
 // explains reports whether l may be what has become of the store of the view: what it
 // has from before the view's time has to be in the view.
 func (v *view) explains(l listing) bool {
 	return !slices.ContainsFunc(l.entries, func(e entry) bool {
 		known := v.entries[e.key]
-		return e.modRevision < v.next && (known == nil || !known.is(e.modRevision, e.leaseID))
+		return e.modRevision < v.next && (known == nil || !known.may(e))
 	})
 }
 
@@ -238,10 +279,11 @@ func (m *Manager) advance(ctx context.Context, v *view, resp *pb.WatchResponse, 
 	}
 	v.alive(time.Now(), m.timing.dead)
 	v.hear(time.Now(), m.margin(m.cfg.TTL), m.timing.reprieve)
+	before := v.store.Revision
 	v.next, v.store.Revision = max(v.next, settled+1), max(v.store.Revision, settled)
 	changed := map[string]*subnet.Lease{}
 	v.drop(changed, v.ended(ctx))
-	if !news(resp, v.next) && len(changed) == 0 {
+	if !news(resp, v.next) && len(changed) == 0 && v.store.Revision == before {
 		return nil
 	}
 	known := v.next // one transaction may change several keys at one revision
@@ -261,7 +303,7 @@ func (m *Manager) advance(ctx context.Context, v *view, resp *pb.WatchResponse, 
 			e = m.cfg.Shared.one(e)
 			v.drop(changed, v.renewed(e, v.entries))
 			logUndecodable(ctx, v.entries[e.key], e)
-			v.entries[e.key] = e
+			v.entries[e.key], v.newest = e, e
 			if e.err == nil {
 				changed[e.key] = &e.lease
 			}
@@ -295,6 +337,7 @@ func (v *view) update(own *string, changed map[string]*subnet.Lease) subnet.Upda
 			changed[*own] = nil
 		}
 	}
+	v.store.Mark = v.mark()
 	return subnet.Update{Store: v.store, Changed: changed, Snapshot: func() subnet.Snapshot { return v.snapshot(own) }}
 }
 

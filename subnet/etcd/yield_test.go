@@ -3,6 +3,7 @@ package etcd
 import (
 	"fmt"
 	"net/netip"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -81,5 +82,40 @@ func TestRetakenLeaseIsJudgedLater(t *testing.T) {
 	}
 	if v, _, _ := f.get(t, "subnets/"+l.Key); v != "" {
 		t.Errorf("the own key has %s yet", v)
+	}
+}
+
+// TestHostsOfOneAndTwoFamiliesShareNoSubnet has a host of one family write a lease of a subnet
+// that a host of both families has taken since the first one read the leases. Their keys
+// differ, as they do while a network gets its second family.
+func TestHostsOfOneAndTwoFamiliesShareNoSubnet(t *testing.T) {
+	for _, tc := range []struct {
+		name, config, wanted, rival string
+		claim                       subnet.Claim
+	}{
+		{"IPv4", configV4, "10.5.77.0/24", "10.5.77.0-24&fd00:10:5:9::-64", claim("192.0.2.1")},
+		{"IPv6", configV6, "fd00:10:5:77::/64", "10.5.9.0-24&fd00:10:5:77::-64", claim("2001:db8::1")},
+		{"both", configDual, "10.5.77.0/24", "10.5.77.0-24", claim("192.0.2.1", "2001:db8::1")},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			f := newFixture(t, sharedServer(t))
+			f.put(t, "config", tc.config)
+			m := f.manager(t, previous(tc.wanted))
+			before, err := m.list(t.Context())
+			if err != nil {
+				t.Fatal(err)
+			}
+			rival := `{"PublicIP":"192.0.2.9","PublicIPv6":"2001:db8::9"}`
+			f.put(t, "subnets/"+tc.rival, rival, f.grant(t, 60))
+			m.forAcquire.put(before)
+			l := acquire(t, m, tc.claim)
+			if slices.Contains(subnetsOf(l), netip.MustParsePrefix(tc.wanted)) {
+				t.Errorf("took %s, of which %s was first", l.Key, tc.rival)
+			}
+			resp, err := f.kv.Get(t.Context(), f.prefix+"/subnets/", withPrefix())
+			if err != nil || len(resp.Kvs) != 2 {
+				t.Errorf("%d leases, %v, want that of the rival and the own one", len(resp.Kvs), err)
+			}
+		})
 	}
 }

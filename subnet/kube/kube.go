@@ -45,6 +45,9 @@ type Config struct {
 	// Ready is closed once the node's network works. The condition
 	// NetworkUnavailable is then set to False, and kept so. Nil leaves it alone.
 	Ready <-chan struct{}
+	// OnRepaired is told how many leases of Known differed from the store's although nothing has
+	// changed them since. It must not block nor call the manager. May be nil.
+	OnRepaired func(leases int)
 	// OnStatus is told when the API becomes unusable, with the reason, and
 	// usable again, with nil. It must not block nor call the manager. May be nil.
 	OnStatus func(error)

@@ -59,6 +59,9 @@ type lastKnown struct {
 	Former    []former           `json:"former,omitempty"` // that may still show in the kernel
 	Rules     []netip.Prefix     `json:"rules,omitempty"`  // networks besides Config's that the firewall may still name
 
+	// Saved is when the file was written, by the wall clock. A clock that is earlier is wrong.
+	Saved time.Time `json:"saved,omitzero"`
+
 	// PublicIPs are what the store says that peers send to, if not the flags.
 	PublicIPs []netip.Addr `json:"publicIPs,omitempty"`
 

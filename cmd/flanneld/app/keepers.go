@@ -3,6 +3,7 @@ package app
 import (
 	"context"
 	"errors"
+	"fmt"
 	"sync"
 	"time"
 
@@ -11,6 +12,7 @@ import (
 	"flanneld/pkg/loop"
 	"flanneld/pkg/state"
 	"flanneld/pkg/subnetfile"
+	"flanneld/subnet"
 )
 
 // fileCheck is how often the subnet file is compared with what it should be.
@@ -176,6 +178,7 @@ func (r *record) flush() (wrote bool, err error) {
 	if now.peers != nil {
 		now.Peers = now.peers()
 	}
+	now.Saved = time.Now()
 	if err := r.file.Save(now); err != nil {
 		r.mu.Lock()
 		r.changed = true
@@ -185,10 +188,48 @@ func (r *record) flush() (wrote bool, err error) {
 	return true, nil
 }
 
-// close writes what has changed and lets the file go.
+// close writes what has changed and releases the file. The revision of the store alone, which
+// changes all the time, is not worth a write before: with a recent one the next start needs
+// fewer changes from the store.
 func (r *record) close() {
+	r.mu.Lock()
+	r.changed = r.changed || r.now.peers != nil
+	r.mu.Unlock()
 	_, _ = r.flush()
 	if r.file != nil {
 		_ = r.file.Close()
 	}
+}
+
+// renewed updates the own lease to what the store has. If its addresses have changed here and
+// the store does not know it yet, the state keeps the new addresses: a renewal of the lease as
+// it was must not bring the old ones back.
+func (now *lastKnown) renewed(own subnet.Lease) {
+	if now.Stored != nil {
+		stored := own
+		now.Stored = &stored
+		own.Endpoints = now.Own.Endpoints
+	}
+	now.Own = own
+}
+
+// clockSlack is by how much the clock may have been set back since the state was written.
+const clockSlack = time.Minute
+
+// errExpired means that the lease of the last known state has run out.
+var errExpired = fmt.Errorf("%w: the lease of the last known state has run out", subnet.ErrUnfit)
+
+// usable returns nil if the own lease has not run out at the time now. A host without a
+// real-time clock boots with a time that is long ago. If the clock is earlier than the time at
+// which the state was written, it does not tell whether the lease has run out.
+func (l lastKnown) usable(now time.Time) error {
+	switch {
+	case l.Own.Permanent:
+		return nil
+	case now.Before(l.Saved.Add(-clockSlack)):
+		return fmt.Errorf("the clock is wrong: it is at %s, and the state was written at %s", now.UTC().Format(time.RFC3339), l.Saved.UTC().Format(time.RFC3339))
+	case now.After(l.Own.Expires):
+		return errExpired
+	}
+	return nil
 }

@@ -34,7 +34,7 @@ type resumption struct {
 // for. It follows the external interface as work does; what is known then is in
 // d.record.
 func (d *daemon) resume(ctx context.Context, m store, last lastKnown) resumption {
-	if len(last.Own.Endpoints) == 0 || !last.Own.Permanent && time.Now().After(last.Own.Expires) {
+	if len(last.Own.Endpoints) == 0 || errors.Is(last.usable(time.Now()), errExpired) {
 		return resumption{settle: func() {}, stop: func() {}}
 	}
 	d.public = last.PublicIPs
@@ -68,14 +68,10 @@ func (d *daemon) resume(ctx context.Context, m store, last lastKnown) resumption
 	}
 }
 
-// recall starts a session on what is known, for as long as ctx lasts, as soon as that
-// can be: until waiting ends, and while the lease runs. It calls tried after each try.
+// recall starts a session on the last known state as soon as that is possible, for as long as
+// ctx lasts. It tries until waiting ends or the lease has run out, and calls tried after each
+// try.
 func (d *daemon) recall(ctx, waiting context.Context, last lastKnown, options underlay.Options, tried func()) (s *session, err error) {
-	if !last.Own.Permanent {
-		var cancel context.CancelFunc
-		waiting, cancel = context.WithDeadline(waiting, last.Own.Expires)
-		defer cancel()
-	}
 	err = d.retry(waiting, "the last known state cannot be used yet", func() (err error) {
 		defer tried()
 		s, err = d.serveLast(ctx, last, options)
@@ -86,6 +82,9 @@ func (d *daemon) recall(ctx, waiting context.Context, last lastKnown, options un
 
 // serveLast starts a session on what is known, if that is of this node.
 func (d *daemon) serveLast(ctx context.Context, last lastKnown, options underlay.Options) (*session, error) {
+	if err := last.usable(time.Now()); err != nil {
+		return nil, err
+	}
 	iface, err := underlay.Wait(ctx, options, 0)
 	if err != nil {
 		return nil, err

@@ -1,6 +1,7 @@
 package app
 
 import (
+	"cmp"
 	"context"
 	"net/netip"
 
@@ -27,10 +28,10 @@ func (d *daemon) manager(ctx context.Context, last lastKnown) (store, error) {
 	if d.opts.KubeSubnetMgr {
 		return d.kubeManager(ctx, last)
 	}
-	return d.etcdManager(ctx)
+	return d.etcdManager(ctx, last)
 }
 
-func (d *daemon) etcdManager(ctx context.Context) (store, error) {
+func (d *daemon) etcdManager(ctx context.Context, last lastKnown) (store, error) {
 	o := d.opts
 	return etcd.New(etcd.Config{
 		Endpoints: o.EtcdEndpoints, Prefix: o.EtcdPrefix,
@@ -38,9 +39,11 @@ func (d *daemon) etcdManager(ctx context.Context) (store, error) {
 		Username: o.EtcdUsername, Password: o.EtcdPassword.Reveal(),
 		RenewMargin: o.RenewMargin, TTL: o.LeaseTTL,
 		Previous: d.previous(ctx),
-		OnStatus: func(err error) { d.reportStore(ctx, err) },
+		Own:      *cmp.Or(last.Stored, &last.Own), Known: last.Peers,
+		OnRepaired: d.metrics.Differed,
+		OnStatus:   func(err error) { d.reportStore(ctx, err) },
 		OnLease: func(own subnet.Lease) {
-			d.record.update(func(now *lastKnown) { now.Own = own })
+			d.record.update(func(now *lastKnown) { now.renewed(own) })
 		},
 		OnConfig: func(text []byte) { d.config.told(ctx, text) },
 	})
@@ -72,7 +75,8 @@ func (d *daemon) kubeManager(ctx context.Context, last lastKnown) (store, error)
 		NodeName: o.NodeName, PodName: o.PodName, PodNamespace: o.PodNamespace,
 		NetConfig: o.NetConfigPath, AnnotationPrefix: o.KubeAnnotationPrefix,
 		Own: last.Own, Known: last.Peers,
-		OnStatus: func(err error) { d.reportStore(ctx, err) },
+		OnStatus:   func(err error) { d.reportStore(ctx, err) },
+		OnRepaired: d.metrics.Differed,
 	}
 	if o.SetNodeNetworkUnavailable {
 		c.Ready = d.up

@@ -1,0 +1,175 @@
+package etcd
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"maps"
+	"math/rand/v2"
+	"reflect"
+	"slices"
+	"sync"
+	"time"
+
+	"k8s.io/klog/v2"
+
+	"flanneld/subnet"
+)
+
+// audit compares a view that was restored from a former run with a full list, once and at a
+// random time. The list is of the revision that the view has then, so a difference is an error
+// of the last known state, and no change that is on its way.
+type audit struct {
+	m *Manager
+
+	mu    sync.Mutex // guards v while a watch runs
+	v     *view
+	due   time.Time // zero: nothing to do
+	found *findings
+	wg    sync.WaitGroup
+}
+
+// findings are the entries that differ. was is what the view had, nil if it had none.
+type findings struct {
+	was, is map[string]*entry
+}
+
+// errDiffers ends a watch: the view has to be repaired.
+var errDiffers = errors.New("the view differs from the store")
+
+func (m *Manager) newAudit(v *view) *audit { return &audit{m: m, v: v} }
+
+// begin starts the wait for the audit, if the view needs one, along with a watch. The watch has
+// to use the context that begin returns, and end has to be called when it has ended.
+func (a *audit) begin(ctx context.Context) (watch context.Context, end func()) {
+	if a.v.restored == 0 {
+		a.due = time.Time{}
+		return ctx, func() {}
+	}
+	if a.due.IsZero() {
+		a.due = time.Now().Add(rand.N(a.m.timing.audit) + 1)
+	}
+	watch, cancel := context.WithCancelCause(ctx)
+	a.wg.Go(func() {
+		timer := time.NewTimer(time.Until(a.due))
+		defer timer.Stop()
+		for {
+			select {
+			case <-watch.Done():
+				return
+			case <-timer.C:
+			}
+			if done, differs := a.run(watch); differs {
+				cancel(errDiffers)
+				return
+			} else if done {
+				return
+			}
+			timer.Reset(a.m.timing.audit/20 + rand.N(a.m.timing.audit/10+1))
+		}
+	})
+	return watch, func() {
+		cancel(nil)
+		a.wg.Wait()
+	}
+}
+
+func (a *audit) stop() { a.wg.Wait() }
+
+// run makes the comparison. done is false if it is to be tried again: the store did not answer,
+// or has compacted the revision meanwhile.
+func (a *audit) run(ctx context.Context) (done, differs bool) {
+	a.mu.Lock()
+	entries, revision, store := maps.Clone(a.v.entries), a.v.next-1, a.v.store.ID
+	maps.DeleteFunc(entries, func(key string, _ *entry) bool {
+		_, doomed := a.v.doomed[key]
+		return doomed
+	})
+	a.mu.Unlock()
+	l, err := a.m.listAt(ctx, revision, a.m.timing.auditPage)
+	if err != nil || l.store.ID != store {
+		return false, false
+	}
+	f := findings{map[string]*entry{}, map[string]*entry{}}
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	for i := range l.entries {
+		is := &l.entries[i]
+		is.value = nil
+		was := entries[is.key]
+		delete(entries, is.key)
+		switch {
+		case was == nil || !alike(was, is):
+			f.was[is.key], f.is[is.key] = was, is
+		case a.v.entries[is.key] == was && was.modRevision == 0:
+			a.v.entries[is.key] = is // with its revision
+		}
+	}
+	for key, was := range entries {
+		f.was[key] = was
+	}
+	a.v.restored = 0
+	if len(f.was) == 0 {
+		return true, false
+	}
+	a.found = &f
+	return true, true
+}
+
+// alike reports whether two entries of one key have the same content. That of was may come from
+// the state file, which has JSON in another form.
+func alike(was, is *entry) bool {
+	if was.modRevision != 0 {
+		return was.is(is.modRevision, is.leaseID)
+	}
+	x, y := was.lease, is.lease
+	return is.err == nil && was.createRevision == is.createRevision && x.BackendType == y.BackendType && x.Permanent == y.Permanent &&
+		slices.EqualFunc(x.Endpoints, y.Endpoints, func(x, y subnet.Endpoint) bool {
+			return x.Subnet == y.Subnet && x.PublicIP == y.PublicIP && sameJSON(x.Data, y.Data)
+		})
+}
+
+func sameJSON(x, y json.RawMessage) bool {
+	if bytes.Equal(x, y) {
+		return true
+	}
+	var a, b any
+	return json.Unmarshal(x, &a) == nil && json.Unmarshal(y, &b) == nil && reflect.DeepEqual(a, b)
+}
+
+// repair applies and publishes what the audit has found, and reports whether there was
+// anything. It must not be called while a watch runs. What has changed since is not touched.
+func (a *audit) repair(ctx context.Context, sink func(subnet.Update)) bool {
+	if a.found == nil {
+		return false
+	}
+	f := *a.found
+	a.found = nil
+	changed := map[string]*subnet.Lease{}
+	var unreadable []string
+	for key, was := range f.was {
+		is := f.is[key]
+		switch {
+		case a.v.entries[key] != was:
+		case is == nil:
+			delete(a.v.entries, key)
+			changed[key] = nil
+		case is.err != nil:
+			a.v.entries[key] = is
+			unreadable = append(unreadable, key)
+		default:
+			a.v.entries[key] = is
+			changed[key] = &is.lease
+		}
+	}
+	keys := slices.Sorted(maps.Keys(f.was))
+	klog.FromContext(ctx).Error(nil, "leases of the last known state differed from those of etcd and were corrected", "leases", len(keys), "first", subnet.Shorten(keys[0]))
+	if a.m.cfg.OnRepaired != nil {
+		a.m.cfg.OnRepaired(len(keys))
+	}
+	u := a.v.update(a.m.ownKey.Load(), changed)
+	u.Undecodable = unreadable
+	sink(u)
+	return true
+}

@@ -1,0 +1,461 @@
+package etcd
+
+import (
+	"cmp"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"maps"
+	"math/rand/v2"
+	"net/netip"
+	"slices"
+	"strings"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	gocmp "github.com/google/go-cmp/cmp"
+	clientv3 "go.etcd.io/etcd/client/v3"
+
+	"flanneld/subnet"
+	"flanneld/subnet/subnettest"
+)
+
+// knower is a node that keeps a ledger, as the daemon does.
+type knower struct {
+	f      *fixture
+	ledger subnet.Ledger
+	own    subnet.Lease
+}
+
+// saved returns the ledger as a state file would give it back.
+func (k *knower) saved(tb testing.TB) (state subnet.LedgerState) {
+	tb.Helper()
+	raw, err := json.Marshal(k.ledger.State())
+	if err == nil {
+		err = json.Unmarshal(raw, &state)
+	}
+	if err != nil {
+		tb.Fatal(err)
+	}
+	return state
+}
+
+// follow watches until the ledger has come to the present revision of the store, or until it has
+// listed the leases. It returns the first update.
+func (k *knower) follow(tb testing.TB, m *Manager, state subnet.LedgerState) (first subnet.Snapshot) {
+	tb.Helper()
+	k.ledger.Restore(state, time.Now())
+	marker := k.f.put(tb, "subnets/10.5.255.0-24", value("192.0.2.255"), k.f.grant(tb, 60))
+	ctx, cancel := context.WithCancel(tb.Context())
+	defer cancel()
+	updates := 0
+	err := m.Watch(ctx, func(u subnet.Update) {
+		if updates++; updates == 1 {
+			first = u.Snapshot()
+		}
+		if _, ok := k.ledger.Follow(u, time.Now()); !ok {
+			k.ledger.Apply(u.Snapshot(), time.Now())
+		}
+		if u.Store.Revision >= marker {
+			cancel()
+		}
+	})
+	if !errors.Is(err, context.Canceled) {
+		tb.Fatalf("Watch ended with %v", err)
+	}
+	return first
+}
+
+// restart lets the node run again with its last known state, as state if that is not nil.
+func (k *knower) restart(tb testing.TB, address string, change func(*subnet.LedgerState), options ...func(*Config)) (m *Manager, first subnet.Snapshot) {
+	tb.Helper()
+	state := k.saved(tb)
+	if change != nil {
+		change(&state)
+	}
+	forManager := state
+	forManager.Peers = slices.Clone(state.Peers)
+	m = k.f.manager(tb, append(options, func(c *Config) { c.Own, c.Known = k.own, forManager })...)
+	if address != "" {
+		c, err := m.Recall(tb.Context(), claim(address))
+		if err != nil {
+			tb.Fatal(err)
+		}
+		if len(c.Endpoints) == 0 {
+			c = claim(address)
+		}
+		c.BackendType, c.Endpoints[0].PublicIP = "host-gw", netip.MustParseAddr(address)
+		k.own = acquire(tb, m, c)
+	}
+	return m, k.follow(tb, m, state)
+}
+
+// leases returns what the ledger knows, by key, in comparable form.
+func (k *knower) leases() map[string]string {
+	all := map[string]string{}
+	for l := range k.ledger.Leases() {
+		all[l.Key] = comparable(*l)
+	}
+	return all
+}
+
+func comparable(l subnet.Lease) string {
+	s := fmt.Sprint(l.Order, l.BackendType, l.Permanent)
+	for _, e := range l.Endpoints {
+		s += fmt.Sprint(" ", e.Subnet, e.PublicIP, string(e.Data))
+	}
+	return s
+}
+
+// stored returns the leases of other nodes that the store has, in the form of leases.
+func (k *knower) stored(tb testing.TB) map[string]string {
+	tb.Helper()
+	l, err := k.f.manager(tb).list(tb.Context())
+	if err != nil {
+		tb.Fatal(err)
+	}
+	all := map[string]string{}
+	for _, e := range l.entries {
+		if e.key != k.own.Key && e.err == nil {
+			all[e.key] = comparable(e.lease)
+		}
+	}
+	return all
+}
+
+func (f *fixture) populate(tb testing.TB, n int) {
+	tb.Helper()
+	lease := f.grant(tb, 3600)
+	for i := range n {
+		v := fmt.Sprintf(`{"PublicIP":"172.16.%d.%d","PublicIPv6":null,"BackendType":"host-gw","BackendData":{"VNI":1,"VtepMAC":"02:00:00:00:%02x:%02x"}}`, i>>8, i&0xff, i>>8, i&0xff)
+		f.put(tb, fmt.Sprintf("subnets/10.%d.%d.%d-28", 5+i>>12, i>>4&0xff, i&15<<4), v, lease)
+	}
+}
+
+const configSmall = `{"Network":"10.0.0.0/12","SubnetLen":28,"Backend":{"Type":"host-gw"}}`
+
+// TestRestartCostsWhatHasChanged restarts a node that knows 300 leases and counts the bytes
+// that etcd sends.
+func TestRestartCostsWhatHasChanged(t *testing.T) {
+	const leases = 300
+	programs := releases(t)
+	for _, release := range slices.Sorted(maps.Keys(programs)) {
+		for name, change := range map[string]func(*fixture, testing.TB){
+			"nothing": func(*fixture, testing.TB) {},
+			"a few leases": func(f *fixture, tb testing.TB) {
+				f.delete(tb, "subnets/10.5.3.0-28")
+				f.put(tb, "subnets/10.5.4.0-28", value("192.0.2.44"), f.grant(tb, 60))
+				f.put(tb, "subnets/10.5.100.0-28", value("192.0.2.100"), f.grant(tb, 60))
+				f.put(tb, "subnets/10.5.100.16-28", value("192.0.2.100"), f.grant(tb, 60))
+				f.delete(tb, "subnets/10.5.100.16-28")
+			},
+			"other keys": func(f *fixture, tb testing.TB) {
+				for range 30 {
+					f.put(tb, "other", "x")
+				}
+			},
+			"the own lease": func(f *fixture, tb testing.TB) { f.delete(tb, "subnets/10.5.200.0-28") },
+			"a lease that cannot be read": func(f *fixture, tb testing.TB) {
+				f.put(tb, "subnets/10.5.4.0-28", "{", f.grant(tb, 60))
+			},
+		} {
+			t.Run(release+", "+name, func(t *testing.T) {
+				f := newFixture(t, newServer(t, func(s *server) { s.program = programs[release] }))
+				f.put(t, "config", configSmall)
+				f.populate(t, leases)
+				k := &knower{f: f}
+				p := newProxy(t, f.server)
+				k.restart(t, "192.0.2.1", nil, via(p), previous("10.5.200.0/28"))
+				list := p.sent.Load()
+				f.put(t, "subnets/10.5.255.0-24", value("192.0.2.255"), f.grant(t, 60))
+				k.restart(t, "192.0.2.1", nil)
+				before := k.leases()
+				change(f, t)
+				sent := p.sent.Load()
+				_, first := k.restart(t, "192.0.2.1", nil, via(p), previous("10.5.200.0/28"))
+				sent = p.sent.Load() - sent
+				if first.Another {
+					t.Error("the store is taken for another one")
+				}
+				want := k.stored(t)
+				if name == "a lease that cannot be read" {
+					want["10.5.4.0-28"] = before["10.5.4.0-28"]
+				}
+				if diff := gocmp.Diff(want, k.leases()); diff != "" {
+					t.Errorf("leases (-store +known):\n%s", diff)
+				}
+				if k.own.Key != "10.5.200.0-28" {
+					t.Errorf("the own lease is %s", k.own.Key)
+				}
+				if sent > list/10 {
+					t.Errorf("the store sent %d bytes, and %d for a start with a list: it was listed", sent, list)
+				}
+				t.Logf("%d bytes, %d with a list", sent, list)
+			})
+		}
+	}
+}
+
+// TestRestartBytes counts what etcd sends to a node that restarts in a network of 5,000 hosts.
+func TestRestartBytes(t *testing.T) {
+	f := newFixture(t, sharedServer(t))
+	f.put(t, "config", configSmall)
+	f.populate(t, 5000)
+	k := &knower{f: f}
+	p := newProxy(t, f.server)
+	k.restart(t, "192.0.2.1", nil, via(p), previous("10.15.253.0/28"))
+	list := p.sent.Load()
+	k.restart(t, "192.0.2.1", nil, via(p))
+	start := time.Now()
+	sent := p.sent.Load()
+	k.restart(t, "192.0.2.1", nil, via(p))
+	sent = p.sent.Load() - sent
+	t.Logf("the store sent %d bytes in %s, %d for a start with a list", sent, time.Since(start), list)
+	if sent >= 10_000 {
+		t.Errorf("a restart takes %d bytes, want less than 10 kB", sent)
+	}
+	if n := len(k.leases()); n != 5001 {
+		t.Errorf("%d leases are known, want 5001", n)
+	}
+}
+
+// TestRestartAtAnotherStore restarts a node whose last known state is not of the store that it
+// finds, or is damaged. It must know what the store has, and hold what another store lacks.
+func TestRestartAtAnotherStore(t *testing.T) {
+	peers := func(f *fixture, tb testing.TB, n ...int) {
+		for _, i := range n {
+			f.put(tb, fmt.Sprintf("subnets/10.5.%d.0-24", i), value(fmt.Sprintf("192.0.2.%d", i)), f.grant(tb, 60))
+		}
+	}
+	fill := func(f *fixture, tb testing.TB, revision int64) {
+		for f.put(tb, "other", "") < revision+5 {
+		}
+	}
+	for name, tc := range map[string]struct {
+		store func(f *fixture, tb testing.TB, backup string, revision int64)
+		state func(*subnet.LedgerState)
+		held  bool // the store is another one: what it lacks is held
+	}{
+		"its revision is compacted": {store: func(f *fixture, tb testing.TB, _ string, _ int64) {
+			f.delete(tb, "subnets/10.5.3.0-24")
+			compact(tb, f, f.put(tb, "other", ""))
+		}},
+		"it was emptied": {held: true, store: func(f *fixture, tb testing.TB, _ string, _ int64) {
+			f.wipe(tb)
+			f.put(tb, "config", configV4)
+			peers(f, tb, 4)
+		}},
+		"it was emptied and used since": {held: true, store: func(f *fixture, tb testing.TB, _ string, revision int64) {
+			f.wipe(tb)
+			f.put(tb, "config", configV4)
+			peers(f, tb, 4)
+			fill(f, tb, revision)
+		}},
+		"it has another id": {held: true, store: func(f *fixture, tb testing.TB, _ string, revision int64) {
+			f.peer = freeAddr(tb)
+			f.wipe(tb)
+			f.put(tb, "config", configV4)
+			fill(f, tb, revision)
+		}},
+		"it was restored from a backup": {held: true, store: func(f *fixture, tb testing.TB, backup string, _ int64) { f.restore(tb, backup) }},
+		"it was restored and used since": {held: true, store: func(f *fixture, tb testing.TB, backup string, revision int64) {
+			f.restore(tb, backup)
+			peers(f, tb, 5)
+			fill(f, tb, revision)
+		}},
+		"the state has no mark":              {state: func(s *subnet.LedgerState) { s.Store.Mark = "" }},
+		"the mark is damaged":                {state: func(s *subnet.LedgerState) { s.Store.Mark = "5 x" }},
+		"the mark is of another state":       {held: true, state: func(s *subnet.LedgerState) { s.Store.Mark = "7 12 abc 10.5.3.0-24" }},
+		"the state lacks a lease":            {state: func(s *subnet.LedgerState) { s.Peers = s.Peers[1:] }},
+		"the state has a lease of elsewhere": {state: func(s *subnet.LedgerState) { s.Peers[0].Lease.Key = "10.6.1.0-24" }},
+		"the state has no key of a subnet":   {state: func(s *subnet.LedgerState) { s.Peers[0].Lease.Key = "node1" }},
+		"the state is of a later revision":   {held: true, state: func(s *subnet.LedgerState) { s.Store.Revision += 1000 }},
+		"the state has no revision":          {state: func(s *subnet.LedgerState) { s.Store.Revision = 0 }},
+		"the state is empty":                 {state: func(s *subnet.LedgerState) { *s = subnet.LedgerState{} }},
+	} {
+		t.Run(name, func(t *testing.T) {
+			f := newFixture(t, newServer(t))
+			f.put(t, "config", configV4)
+			peers(f, t, 2)
+			backup := f.backup(t)
+			peers(f, t, 3, 4)
+			k := &knower{f: f}
+			k.restart(t, "192.0.2.1", nil, previous("10.5.77.0/24"))
+			k.restart(t, "192.0.2.1", nil)
+			had := k.leases()
+			state := k.ledger.State()
+			if tc.store != nil {
+				tc.store(f, t, backup, state.Store.Revision)
+			}
+			k.restart(t, "192.0.2.1", tc.state)
+			want := k.stored(t)
+			if tc.held {
+				for key, l := range had {
+					want[key] = cmp.Or(want[key], l)
+				}
+			}
+			if diff := gocmp.Diff(want, k.leases()); diff != "" {
+				t.Errorf("leases (-want +known):\n%s", diff)
+			}
+		})
+	}
+}
+
+// TestRestartsComeToTheSame changes a store at random, restarts a node at random moments, and
+// compares what it knows with the store after each restart.
+func TestRestartsComeToTheSame(t *testing.T) {
+	seed := rand.Uint64()
+	t.Logf("seed %d", seed)
+	rnd := rand.New(rand.NewPCG(seed, 0))
+	f := newFixture(t, newServer(t))
+	f.put(t, "config", configV4)
+	k := &knower{f: f}
+	for step := range 40 {
+		for range rnd.IntN(8) {
+			key := fmt.Sprintf("subnets/10.5.%d.0-24", 1+rnd.IntN(12))
+			switch rnd.IntN(8) {
+			case 0, 1:
+				f.delete(t, key)
+			case 2:
+				f.put(t, key, value(fmt.Sprintf("192.0.2.%d", 10+rnd.IntN(20)))) // a reservation
+			case 3:
+				f.put(t, "other", "")
+			default:
+				f.put(t, key, value(fmt.Sprintf("192.0.2.%d", 10+rnd.IntN(20))), f.grant(t, 60))
+			}
+		}
+		if rnd.IntN(12) == 0 {
+			compact(t, f, f.put(t, "other", ""))
+		}
+		address := ""
+		if rnd.IntN(3) > 0 {
+			address = "192.0.2.1"
+		}
+		m, _ := k.restart(t, address, nil, previous("10.5.77.0/24"))
+		if m.known.Load() != nil {
+			t.Fatalf("step %d: the last known state was not used up", step)
+		}
+		want, have := k.stored(t), k.leases()
+		delete(have, k.own.Key) // without an address the node does not know its own lease
+		if diff := gocmp.Diff(want, have); diff != "" {
+			t.Fatalf("step %d (-store +known):\n%s", step, diff)
+		}
+	}
+}
+
+// TestAudit has a last known state that differs from the store although its mark is right. The
+// audit must correct it, tell so once, and leave alone what has changed since.
+func TestAudit(t *testing.T) {
+	f := newFixture(t, newServer(t))
+	f.put(t, "config", configV4)
+	for i := 2; i <= 9; i++ {
+		f.put(t, fmt.Sprintf("subnets/10.5.%d.0-24", i), value(fmt.Sprintf("192.0.2.%d", i)), f.grant(t, 60))
+	}
+	k := &knower{f: f}
+	k.restart(t, "", nil)
+	k.restart(t, "", nil)
+	state := k.saved(t)
+	at := func(key string) *subnet.Peer {
+		i := slices.IndexFunc(state.Peers, func(p subnet.Peer) bool { return p.Lease.Key == key })
+		return &state.Peers[i]
+	}
+	at("10.5.2.0-24").Lease.Endpoints[0].PublicIP = netip.MustParseAddr("192.0.2.222")
+	at("10.5.3.0-24").Lease.Order = 1
+	moved := at("10.5.4.0-24")
+	moved.Lease.Key, moved.Lease.Endpoints[0].Subnet = "10.5.44.0-24", netip.MustParsePrefix("10.5.44.0/24")
+	at("10.5.5.0-24").Lease.Endpoints[0].PublicIP = netip.MustParseAddr("192.0.2.223") // and changes in the store
+
+	ctx, book := logged(t.Context())
+	ctx, cancel := context.WithCancel(ctx)
+	repaired := make(chan int, 10)
+	m := f.manager(t, func(c *Config) {
+		c.Known = state
+		c.OnRepaired = func(n int) { repaired <- n }
+	})
+	m.timing.audit, m.timing.auditPage = 300*time.Millisecond, time.Millisecond
+	ledger := &subnet.Ledger{}
+	ledger.Restore(state, time.Now())
+	snaps := make(chan map[string]string, 100)
+	done := make(chan error)
+	var whole atomic.Int64
+	go func() {
+		done <- m.Watch(ctx, func(u subnet.Update) {
+			if _, ok := ledger.Follow(u, time.Now()); !ok {
+				whole.Add(1)
+				ledger.Apply(u.Snapshot(), time.Now())
+			}
+			all := map[string]string{}
+			for l := range ledger.Leases() {
+				all[l.Key] = comparable(*l)
+			}
+			snaps <- all
+		})
+	}()
+	now := <-snaps
+	if _, ok := now["10.5.44.0-24"]; !ok {
+		t.Fatalf("the last known state was not used: %v", now)
+	}
+	f.put(t, "subnets/10.5.5.0-24", value("192.0.2.55"), f.grant(t, 60))
+	f.put(t, "subnets/10.5.6.0-24", value("192.0.2.66"), f.grant(t, 60))
+	f.delete(t, "subnets/10.5.7.0-24")
+	want := k.stored(t)
+	eventually(t, "the leases of the store", func() bool {
+		select {
+		case now = <-snaps:
+		default:
+		}
+		return maps.Equal(now, want)
+	})
+	n := <-repaired
+	f.put(t, "subnets/10.5.8.0-24", value("192.0.2.88"), f.grant(t, 60))
+	want = k.stored(t)
+	eventually(t, "a change after that", func() bool {
+		select {
+		case now = <-snaps:
+		default:
+		}
+		return maps.Equal(now, want)
+	})
+	cancel()
+	<-done
+	if n < 4 || n > 5 || len(repaired) > 0 {
+		t.Errorf("%d leases were corrected, and then %d times more, want 4 or 5 and none", n, len(repaired))
+	}
+	lines := slices.DeleteFunc(book.lines(), func(s string) bool { return !strings.Contains(s, "were corrected") })
+	if len(lines) != 1 || !strings.Contains(lines[0], fmt.Sprintf(`"leases"=%d "first"="10.5.2.0-24"`, n)) {
+		t.Errorf("log has %q, want one line about %d leases", lines, n)
+	}
+	if whole.Load() != 1 {
+		t.Errorf("the ledger applied %d whole snapshots, want 1", whole.Load())
+	}
+}
+
+// TestAuditFindsNothing restarts a node with a true state whose JSON has another form, and
+// expects no correction.
+func TestAuditFindsNothing(t *testing.T) {
+	f := newFixture(t, newServer(t))
+	for i := 2; i <= 4; i++ {
+		v := fmt.Sprintf(`{"PublicIP":"192.0.2.%d", "PublicIPv6":null, "BackendData": { "b" : "<&>" , "a":1 } }`, i)
+		f.put(t, fmt.Sprintf("subnets/10.5.%d.0-24", i), v, f.grant(t, 60))
+	}
+	k := &knower{f: f}
+	k.restart(t, "", nil)
+	k.restart(t, "", nil)
+	state := k.saved(t)
+	m := f.manager(t, func(c *Config) {
+		c.Known = state
+		c.OnRepaired = func(n int) { t.Errorf("%d leases were corrected", n) }
+	})
+	m.timing.audit = time.Millisecond
+	w := subnettest.Watch(t, m)
+	w.Until(t, "the leases", subnettest.Has("10.5.2.0-24", "10.5.255.0-24", "10.5.3.0-24", "10.5.4.0-24"))
+	start := time.Now()
+	eventually(t, "time for an audit", func() bool { return time.Since(start) > time.Second })
+	_, err := f.kv.Put(t.Context(), f.prefix+"/subnets/10.5.9.0-24", value("192.0.2.9"), clientv3.WithLease(0))
+	if err != nil {
+		t.Fatal(err)
+	}
+	w.Until(t, "a new lease", subnettest.Has("10.5.2.0-24", "10.5.255.0-24", "10.5.3.0-24", "10.5.4.0-24", "10.5.9.0-24"))
+}
