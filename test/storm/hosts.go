@@ -52,6 +52,10 @@ type Hosts struct {
 	hosts    map[int]*host
 	former   map[int]subnet.Lease // leases of hosts that do not run
 	leases   etcd.Shared
+	// reference is the host whose knowledge of others becomes the last known state of all.
+	// After a scenario all hosts know the same, so one state in memory is enough.
+	reference *host
+	known     subnet.LedgerState
 }
 
 func newHosts() *Hosts {
@@ -86,6 +90,9 @@ func (s *Hosts) Start(a Start, _ *struct{}) error {
 			former = &l
 		}
 		h := newHost(i, s)
+		if s.reference == nil {
+			s.reference, h.sight.ledger = h, &subnet.Ledger{}
+		}
 		s.hosts[i] = h
 		h.start(a.Store, former)
 	}
@@ -105,8 +112,15 @@ func (s *Hosts) Stop(a Stop, r *Stopped) error {
 		h := s.hosts[i]
 		delete(s.hosts, i)
 		wg.Go(h.stop)
+		if h == s.reference {
+			defer func() { s.reference = nil }()
+		}
 		if l, ok := h.lease(); ok {
 			s.former[i] = l
+			if h == s.reference {
+				s.known = h.sight.state()
+				s.known.Peers = append(s.known.Peers, subnet.Peer{Lease: l})
+			}
 			r.Leases = append(r.Leases, l)
 		}
 	}

@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"net/netip"
+	"slices"
 
 	"flanneld/subnet"
 	"flanneld/subnet/etcd"
@@ -39,6 +40,7 @@ func (h *host) open(s Store, former *subnet.Lease) (manager, error) {
 	}
 	if former != nil {
 		c.Previous = []netip.Prefix{former.Endpoints[0].Subnet}
+		c.Own, c.Known = *former, h.known(former.Key)
 	}
 	return etcd.New(c)
 }
@@ -48,7 +50,14 @@ func nodeName(number int) string { return fmt.Sprintf("node-%05d.example.com", n
 func (h *host) openKube(s Store, former *subnet.Lease) (manager, error) {
 	c := kube.Config{Kubeconfig: s.Kubeconfig, NodeName: nodeName(h.number), NetConfig: s.NetConfig, OnStatus: h.onStatus}
 	if former != nil {
-		c.Own = *former
+		c.Own, c.Known = *former, h.known(former.Key)
 	}
 	return kube.New(c)
+}
+
+// known returns the last known state of a host: the one of all without its own lease.
+func (h *host) known(own string) subnet.LedgerState {
+	state := h.all.known
+	state.Peers = slices.DeleteFunc(slices.Clone(state.Peers), func(p subnet.Peer) bool { return p.Lease.Key == own })
+	return state
 }

@@ -78,7 +78,15 @@ type sight struct {
 	own     int  // number of the own lease; -1 before it is acquired
 	have    bits // without the own lease
 	changed time.Time
-	lists   int // complete sets that were told
+	lists   int            // complete sets that were told
+	ledger  *subnet.Ledger // of the reference; nil for other hosts
+}
+
+// state returns what the daemon of this host would keep on disk.
+func (s *sight) state() subnet.LedgerState {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.ledger.State()
 }
 
 func identify(l *subnet.Lease) identity {
@@ -111,8 +119,15 @@ func (s *sight) take(u subnet.Update) {
 			}
 		}
 	}
+	now := time.Now()
 	if changed {
-		s.changed = time.Now()
+		s.changed = now
+	}
+	if s.ledger == nil {
+		return
+	}
+	if _, ok := s.ledger.Follow(u, now); !ok {
+		s.ledger.Apply(u.Snapshot(), now)
 	}
 }
 
