@@ -200,7 +200,7 @@ func TestRestartCostsWhatHasChanged(t *testing.T) {
 
 // TestRestartBytes counts what etcd sends to a node that restarts in a network of 5,000 hosts.
 func TestRestartBytes(t *testing.T) {
-	f := newFixture(t, sharedServer(t))
+	f := newFixture(t, newServer(t))
 	f.put(t, "config", configSmall)
 	f.populate(t, 5000)
 	k := &knower{f: f}

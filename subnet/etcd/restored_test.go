@@ -99,7 +99,7 @@ func subnetsOf(l subnet.Lease) []netip.Prefix {
 // TestRetakeSparesOthers deletes the lease of a running host and expects that the host takes
 // it again without deleting leases that are not its own.
 func TestRetakeSparesOthers(t *testing.T) {
-	f := newFixture(t, sharedServer(t))
+	f := newFixture(t, newServer(t))
 	f.put(t, "config", configDual)
 	spared := map[string]string{
 		"10.5.1.0-24&fd00:10:5:1::-64": `{"PublicIP":"192.0.2.9","PublicIPv6":"2001:db8::9"}`, // another host's

@@ -27,10 +27,10 @@ func TestFullPoolIsReadOnce(t *testing.T) {
 		{"the configuration changes", func(f *fixture, tb testing.TB) { f.put(tb, "config", config+" ") }, ""},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
-			f := newFixture(t, sharedServer(t))
+			f := newFixture(t, newServer(t))
 			f.put(t, "config", config)
 			for i := 1; i <= subnets; i++ {
-				f.put(t, "subnets/"+key(i), value(fmt.Sprintf("198.51.100.%d", i)), f.grant(t, 60))
+				f.put(t, "subnets/"+key(i), value(fmt.Sprintf("198.51.100.%d", i)), f.grant(t, 3600))
 			}
 			p := newProxy(t, f.server)
 			m := f.manager(t, via(p))
@@ -48,7 +48,7 @@ func TestFullPoolIsReadOnce(t *testing.T) {
 				done <- result{l, err}
 			}()
 			for i := range 20 {
-				f.put(t, "subnets/"+key(100), value(fmt.Sprintf("198.51.101.%d", i)), f.grant(t, 60))
+				f.put(t, "subnets/"+key(100), value(fmt.Sprintf("198.51.101.%d", i)), f.grant(t, 3600))
 			}
 			select {
 			case r := <-done:
@@ -74,10 +74,10 @@ func TestFullPoolIsReadOnce(t *testing.T) {
 // TestFullPoolOfAnotherConfiguration expects that a host does not wait for the pool of a former
 // configuration, or for the lease of a former address.
 func TestFullPoolOfAnotherConfiguration(t *testing.T) {
-	f := newFixture(t, sharedServer(t))
+	f := newFixture(t, newServer(t))
 	f.put(t, "config", `{"Network":"10.5.0.0/28"}`)
 	for i := range 3 {
-		f.put(t, fmt.Sprintf("subnets/10.5.0.%d-30", 4*(i+1)), value(fmt.Sprintf("192.0.2.%d", i+7)), f.grant(t, 60))
+		f.put(t, fmt.Sprintf("subnets/10.5.0.%d-30", 4*(i+1)), value(fmt.Sprintf("192.0.2.%d", i+7)), f.grant(t, 3600))
 	}
 	m := f.manager(t)
 	full := func(ip string) {

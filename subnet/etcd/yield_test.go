@@ -98,7 +98,7 @@ func TestHostsOfOneAndTwoFamiliesShareNoSubnet(t *testing.T) {
 		{"both", configDual, "10.5.77.0/24", "10.5.77.0-24", claim("192.0.2.1", "2001:db8::1")},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
-			f := newFixture(t, sharedServer(t))
+			f := newFixture(t, newServer(t))
 			f.put(t, "config", tc.config)
 			m := f.manager(t, previous(tc.wanted))
 			before, err := m.list(t.Context())

@@ -96,6 +96,7 @@ type timing struct {
 	late                 time.Duration // how long what the store has may be on its way into a watch
 	event                time.Duration // for each node, over which the same Event of all is spread
 	poll                 time.Duration // of the configuration file
+	audit, auditPage     time.Duration // within which time a restored view is compared, and the pause between its pages
 }
 
 // The activities that talk to the API server.
@@ -134,7 +135,7 @@ func New(cfg Config) (*Manager, error) {
 			request: 10 * time.Second, backoffMin: 100 * time.Millisecond, backoff: 5 * time.Second,
 			restoreMin: time.Second, restored: time.Minute, fresh: 2 * time.Second, spread: time.Millisecond,
 			ask: 100 * time.Microsecond, silence: 2 * time.Minute, late: 10 * time.Second,
-			event: 10 * time.Millisecond, poll: 10 * time.Second,
+			event: 10 * time.Millisecond, poll: 10 * time.Second, audit: time.Hour, auditPage: time.Second,
 		},
 	}
 	m.former.Store(&former{cfg.Own, cfg.Known})

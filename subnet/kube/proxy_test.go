@@ -7,6 +7,7 @@ import (
 	"net/http/httputil"
 	"net/url"
 	"sync"
+	"sync/atomic"
 	"testing"
 )
 
@@ -16,8 +17,24 @@ type proxy struct {
 	pass      func(http.ResponseWriter, *http.Request) // leaves a request to the API server
 	mu        sync.Mutex
 	intercept func(http.ResponseWriter, *http.Request) bool
-	seen      []string // method and path with query
+	seen      []string     // method and path with query
+	sent      atomic.Int64 // bytes of bodies of answers
 }
+
+// counter counts the bytes of an answer.
+type counter struct {
+	http.ResponseWriter
+	sent *atomic.Int64
+}
+
+// Write implements io.Writer.
+func (c counter) Write(b []byte) (int, error) {
+	c.sent.Add(int64(len(b)))
+	return c.ResponseWriter.Write(b)
+}
+
+// Unwrap is for http.ResponseController.
+func (c counter) Unwrap() http.ResponseWriter { return c.ResponseWriter }
 
 func newProxy(t *testing.T, s *server) *proxy {
 	t.Helper()
@@ -36,7 +53,7 @@ func newProxy(t *testing.T, s *server) *proxy {
 		intercept := p.intercept
 		p.mu.Unlock()
 		if intercept == nil || !intercept(w, r) {
-			p.pass(w, r)
+			p.pass(counter{w, &p.sent}, r)
 		}
 	}))
 	p.EnableHTTP2 = true

@@ -24,10 +24,11 @@ import (
 // errRelist says that a watch cannot go on from where it is.
 var errRelist = errors.New("watch cannot be resumed")
 
-// listing is what a list says besides the objects.
+// listing is the part of a list besides the objects.
 type listing struct {
 	revision int64
-	behind   bool // the server's cache had not reached what was asked for
+	behind   bool   // the server's cache had not reached the revision that was asked for
+	more     string // what the next page has to be asked for with; empty: this is the last page
 }
 
 // query says which Nodes, and from which revision on.
@@ -36,6 +37,9 @@ type query struct {
 	name     string   // of one Node; empty for all
 	hosts    []string // values of the label hostLabel; nil for all
 	revision int64    // not older than that; 0: the present one, which the server asks its store for
+	exact    bool     // as it was at revision, which the server asks its store for
+	limit    int      // objects on a page; 0: all on one
+	more     string   // of the page before
 }
 
 // hostLabel is a label that every kubelet gives its Node, with a value of its own.
@@ -56,6 +60,12 @@ func (q query) values() url.Values {
 	if q.revision > 0 {
 		v.Set("resourceVersion", strconv.FormatInt(q.revision, 10))
 	}
+	if q.limit > 0 {
+		v.Set("limit", strconv.Itoa(q.limit))
+	}
+	if q.more != "" {
+		v.Set("continue", q.more)
+	}
 	return v
 }
 
@@ -69,7 +79,7 @@ func (q query) values() url.Values {
 // whatever state the cache has would be wrong: it may be older than what is known.
 func (c *client) list(ctx context.Context, d *decoder, q query, on func(*object) error) (listing, error) {
 	l, err := c.listOnce(ctx, d, q, on)
-	if q.revision == 0 || !isTooLarge(err) {
+	if q.revision == 0 || q.exact || !isTooLarge(err) {
 		return l, err
 	}
 	level := 0
@@ -94,7 +104,10 @@ func (c *client) listOnce(ctx context.Context, d *decoder, q query, on func(*obj
 	if q.metadata {
 		r.accept = acceptMetadataList
 	}
-	if q.revision > 0 {
+	switch {
+	case q.exact:
+		r.query.Set("resourceVersionMatch", "Exact")
+	case q.revision > 0:
 		r.query.Set("resourceVersionMatch", "NotOlderThan")
 	}
 	l, err := c.readList(ctx, d, r, func(o *object) error {
@@ -106,6 +119,8 @@ func (c *client) listOnce(ctx context.Context, d *decoder, q query, on func(*obj
 		return listing{}, outer.Err()
 	case ctx.Err() != nil:
 		return listing{}, c.explain(context.DeadlineExceeded)
+	case err == nil && l.more != "" && q.limit == 0:
+		return listing{}, c.explain(fmt.Errorf("%w: the list goes on, which was not asked for", errWire))
 	}
 	return l, err
 }
@@ -144,10 +159,7 @@ func (d *decoder) list(from io.Reader, on func(*object) error) (l listing, err e
 				return err
 			case n == 1:
 				revision, more, err := listMeta(b)
-				if err == nil && len(more) > 0 {
-					err = fmt.Errorf("%w: the list goes on, which was not asked for", errWire)
-				}
-				l.revision = parseRevision(revision)
+				l.revision, l.more = parseRevision(revision), string(more)
 				return err
 			case n == 2:
 				if err := d.node(b, &o); err != nil {

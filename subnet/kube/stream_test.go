@@ -1,6 +1,8 @@
 package kube
 
 import (
+	"bytes"
+	"errors"
 	"io"
 	"net"
 	"net/http"
@@ -62,5 +64,26 @@ func TestDeadConnectionIsGivenUp(t *testing.T) {
 	})
 	if err != nil {
 		t.Fatal(err)
+	}
+}
+
+// firstPage answers every request with the first page of a list.
+type firstPage struct{}
+
+// RoundTrip implements http.RoundTripper.
+func (firstPage) RoundTrip(*http.Request) (*http.Response, error) {
+	page := wrap("NodeList", message(bytesField(1, message(text(2, "1"), text(3, "token")))))
+	return &http.Response{StatusCode: http.StatusOK, Body: io.NopCloser(bytes.NewReader(page))}, nil
+}
+
+// TestPageThatWasNotAskedFor expects that a part of a list does not pass for the whole list.
+func TestPageThatWasNotAskedFor(t *testing.T) {
+	c := &client{host: "host", base: &url.URL{Scheme: "http", Host: "host"}, http: &http.Client{Transport: firstPage{}}}
+	on := func(*object) error { return nil }
+	if _, err := c.list(t.Context(), testDecoder(), query{}, on); !errors.Is(err, errWire) {
+		t.Errorf("the first page passes for the whole list: %v", err)
+	}
+	if l, err := c.list(t.Context(), testDecoder(), query{limit: 1}, on); err != nil || l.more != "token" {
+		t.Errorf("the first page goes on with %q, %v, want the token", l.more, err)
 	}
 }

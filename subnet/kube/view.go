@@ -1,10 +1,15 @@
 package kube
 
 import (
+	"bytes"
 	"cmp"
 	"context"
+	"encoding/json"
 	"errors"
 	"net/netip"
+	"reflect"
+	"slices"
+	"time"
 
 	"k8s.io/klog/v2"
 
@@ -24,6 +29,14 @@ type view struct {
 	blind    bool // the last watch was, and the one since has said nothing yet
 	behind   bool // the server's cache was, and the watch has said nothing yet
 	same     bool // while listing: a Node is there that was there before
+	last     witness
+	// former is the mark of the last known state, until the store was compared with it.
+	former *mark
+	// restored is the revision of the last known state that the view began with, until an audit
+	// has compared it; 0: there was none. Entries from there have no uid.
+	restored int64
+	auditAt  time.Time
+	deleted  map[string]struct{} // names that went while an audit reads a list
 }
 
 // entry is one Node.
@@ -40,6 +53,7 @@ type entry struct {
 	partly  error         // why a family of the lease is not as the Node has it now
 	lease   *subnet.Lease // as it last was one, nil if it never was; read-only
 	fresh   bool          // lease has changed and is to be published
+	held    bool          // from a former run, in which the store lacked it
 	logged  string        // trouble that was
 }
 
@@ -78,7 +92,10 @@ func (m *Manager) newView(ctx context.Context) *view {
 	}
 	for _, p := range f.known.Peers {
 		add(p.Lease)
+		v.entries[p.Lease.Key].held = !p.HeldUntil.IsZero()
 	}
+	v.former = parseMark(f.known.Store.Mark)
+	v.store.Mark = ""
 	if f.own.Key != "" {
 		add(f.own)
 	}
@@ -139,6 +156,9 @@ func (e *entry) is(o *object) bool {
 // one Node is still there: uids are never used twice, and creation times hardly.
 func (v *view) complete(own string, l listing, s *self, old *view) {
 	v.own, v.revision, v.behind = own, l.revision, l.behind || v.blind
+	if e := v.entries[own]; e != nil {
+		v.last = witness{own, e.version}
+	}
 	v.store = subnet.StoreID{ID: s.uid, Revision: l.revision}
 	if v.same && old.store.ID != "" {
 		v.store.ID = old.store.ID
@@ -155,12 +175,7 @@ func (v *view) set(e *entry, o *object, full bool) {
 	if e.uid != string(o.uid) {
 		e.uid, e.order, changed = string(o.uid), uint64(o.created), true
 	}
-	for i := range e.notes {
-		if have := &e.notes[i]; have.present != (o.notes[i] != nil) || have.text != string(o.notes[i]) {
-			*have = note{string(o.notes[i]), o.notes[i] != nil}
-			changed = true
-		}
-	}
+	changed = e.setNotes(o) || changed
 	if full {
 		cidrs, err := o.cidrs()
 		v.setCIDRs(e, cidrs, err)
@@ -175,6 +190,17 @@ func (v *view) set(e *entry, o *object, full bool) {
 	case !lacks:
 		e.host = ""
 	}
+}
+
+// setNotes takes over the annotations of o, and reports whether one has changed.
+func (e *entry) setNotes(o *object) (changed bool) {
+	for i := range e.notes {
+		if have := &e.notes[i]; have.present != (o.notes[i] != nil) || have.text != string(o.notes[i]) {
+			*have = note{string(o.notes[i]), o.notes[i] != nil}
+			changed = true
+		}
+	}
+	return changed
 }
 
 // setCIDRs takes over what the spec says.
@@ -205,8 +231,27 @@ func (v *view) decode(e *entry) {
 		return
 	}
 	e.err, e.partly = nil, err
-	e.lease = &subnet.Lease{Key: e.name, Order: e.order, BackendType: backendType, Endpoints: es}
-	e.fresh = true
+	l := &subnet.Lease{Key: e.name, Order: e.order, BackendType: backendType, Endpoints: es}
+	if e.lease == nil || !sameLease(*e.lease, *l) {
+		e.lease, e.fresh = l, true
+	}
+}
+
+// sameLease compares two leases. One of them may come from the state file, which has JSON in
+// another form.
+func sameLease(x, y subnet.Lease) bool {
+	return x.Key == y.Key && x.Order == y.Order && x.BackendType == y.BackendType &&
+		slices.EqualFunc(x.Endpoints, y.Endpoints, func(x, y subnet.Endpoint) bool {
+			return x.Subnet == y.Subnet && x.PublicIP == y.PublicIP && sameJSON(x.Data, y.Data)
+		})
+}
+
+func sameJSON(x, y json.RawMessage) bool {
+	if bytes.Equal(x, y) {
+		return true
+	}
+	var a, b any
+	return json.Unmarshal(x, &a) == nil && json.Unmarshal(y, &b) == nil && reflect.DeepEqual(a, b)
 }
 
 // advance takes in one event of the watch. It returns the name of the Node if
@@ -221,11 +266,19 @@ func (v *view) advance(h happened) (name string, err error) {
 		return "", nil
 	}
 	v.revision, v.behind = revision, false
-	e := v.entries[string(h.o.name)]
-	switch {
-	case h.kind == bookmark:
+	if h.kind == bookmark {
 		return "", nil
+	}
+	e := v.entries[string(h.o.name)]
+	if e != nil {
+		v.last = witness{e.name, revision}
+	}
+	switch {
 	case h.kind == deleted:
+		v.last = witness{}
+		if v.deleted != nil {
+			v.deleted[string(h.o.name)] = struct{}{}
+		}
 		if e == nil {
 			return "", nil
 		}
@@ -233,6 +286,7 @@ func (v *view) advance(h happened) (name string, err error) {
 		return e.name, nil
 	case e == nil || !e.is(h.o):
 		e = &entry{name: string(h.o.name), fresh: true}
+		v.last = witness{e.name, revision}
 		v.entries[e.name] = e
 		v.set(e, h.o, false)
 		return e.name, nil

@@ -22,7 +22,10 @@ func (m *Manager) Watch(ctx context.Context, sink func(subnet.Update)) error {
 	}
 	// Whoever listens now has to be told of everything, which a list does.
 	v.revision, v.current, v.blind = 0, false, false
-	defer func() { m.view.Store(v) }()
+	defer func() {
+		v.part(sink)
+		m.view.Store(v)
+	}()
 	b := m.backoff()
 	for {
 		var begun time.Time
@@ -90,6 +93,12 @@ func (m *Manager) resume(ctx context.Context, v *view, sink func(subnet.Update))
 		return err
 	}
 	if v.revision != 0 && s.revision >= v.revision && s.exists && v.has(*m.name.Load(), s.uid) {
+		return nil
+	}
+	if restored, err := m.restore(ctx, v, s); err != nil {
+		return err
+	} else if restored {
+		sink(v.update(nil))
 		return nil
 	}
 	next, err := m.list(ctx, v, s)
@@ -164,6 +173,8 @@ func (m *Manager) follow(ctx context.Context, v *view, sink func(subnet.Update),
 	defer f.due.Stop()
 	p := newProbe(m, v)
 	defer p.due.Stop()
+	a := newAudit(m, v)
+	defer a.due.Stop()
 	defer func() {
 		cancel()
 		f.wg.Wait()
@@ -195,6 +206,7 @@ func (m *Manager) follow(ctx context.Context, v *view, sink func(subnet.Update),
 			}
 			p.heard(ctx)
 			v.publish(ctx, name, sink)
+			a.compare(ctx, f, sink)
 		case <-f.due.C:
 			f.flush(ctx)
 		case got := <-f.got:
@@ -208,6 +220,11 @@ func (m *Manager) follow(ctx context.Context, v *view, sink func(subnet.Update),
 			}
 		case s := <-p.got:
 			p.take(s)
+		case <-a.due.C:
+			a.begin(ctx, &f.wg)
+		case r := <-a.got:
+			a.take(r)
+			a.compare(ctx, f, sink)
 		case err := <-ended:
 			return err
 		}

@@ -1,0 +1,172 @@
+package kube
+
+import (
+	"context"
+	"fmt"
+	"maps"
+	"math/rand/v2"
+	"net/http"
+	"slices"
+	"strings"
+	"time"
+
+	"k8s.io/klog/v2"
+
+	"flanneld/subnet"
+)
+
+// witness is the Node that changed last, and the revision of the store that changed it.
+type witness struct {
+	name    string
+	version int64
+}
+
+// mark is what restore needs to recognize the store at the revision of the last known state:
+// the uid of the own Node, and the Node that had changed last. Nodes change all the time, so
+// another history of the store hardly has that Node at that version.
+type mark struct {
+	uid string
+	witness
+}
+
+func (m mark) String() string { return fmt.Sprintf("%s %d %s", m.uid, m.version, m.name) }
+
+// parseMark returns nil if the text is no mark.
+func parseMark(text string) *mark {
+	var m mark
+	parts := strings.Fields(text)
+	if len(parts) != 3 {
+		return nil
+	}
+	m.uid, m.version, m.name = parts[0], parseRevision([]byte(parts[1])), parts[2]
+	if m.version < 1 {
+		return nil
+	}
+	return &m
+}
+
+// part publishes the revision of the view at the end of a watch, with a mark if the view is
+// complete: then the next start needs no list. Other updates have no mark. While a watch runs,
+// the revision changes with every heartbeat, and is not worth the write of a state file.
+func (v *view) part(sink func(subnet.Update)) {
+	own := v.entries[v.own]
+	if v.revision == 0 || v.blind || v.behind || own == nil || own.uid == "" || v.last.version == 0 || v.last.version > v.revision {
+		return
+	}
+	for _, e := range v.entries {
+		if e.lacks() || e.fresh || e.err != nil && e.notes[managed].text == "true" { // no state file has it as it is
+			return
+		}
+	}
+	v.store.Revision = v.revision
+	u := v.update(map[string]*subnet.Lease{})
+	u.Store.Mark = mark{own.uid, v.last}.String()
+	sink(u)
+}
+
+// restore makes v the view of the last known state, from whose revision a watch can go on. ok
+// is false if the Nodes have to be listed: there is no complete state, the server does not
+// remember its revision any more, or the store is another one. s is the own Node as the store
+// has it now.
+func (m *Manager) restore(ctx context.Context, v *view, s *self) (ok bool, err error) {
+	former := v.former
+	if former == nil {
+		return false, nil
+	}
+	name, revision := *m.name.Load(), v.store.Revision
+	own := v.entries[name]
+	is := own != nil && v.full() && s.exists && s.uid == former.uid && revision > 0 && s.revision >= revision
+	if is {
+		if is, err = m.had(ctx, former.witness, revision); err != nil {
+			return false, err
+		}
+	}
+	v.former = nil
+	if !is {
+		klog.FromContext(ctx).V(1).Info("the last known state cannot be continued, listing all Nodes", "revision", revision)
+		return false, nil
+	}
+	maps.DeleteFunc(v.entries, func(_ string, e *entry) bool { return e.held })
+	own.uid = s.uid
+	v.own, v.revision, v.restored, v.last = name, revision, revision, former.witness
+	v.auditAt = time.Now().Add(rand.N(m.timing.audit) + 1)
+	m.nodes.Store(int64(len(v.entries)))
+	return true, nil
+}
+
+// full reports whether the podCIDRs of all entries are known: those of a Node that has a lease
+// of one family only may not be.
+func (v *view) full() bool {
+	for _, e := range v.entries {
+		if e.cidrs == nil {
+			return false
+		}
+	}
+	return true
+}
+
+// had reports whether the store had the Node of w at that revision, as w says.
+func (m *Manager) had(ctx context.Context, w witness, revision int64) (is bool, err error) {
+	ctx, cancel := context.WithTimeout(ctx, m.timing.request)
+	defer cancel()
+	q := query{name: w.name, metadata: true, revision: revision, exact: true}
+	_, err = m.client.list(ctx, m.decoder, q, func(o *object) error {
+		is = parseRevision(o.revision) == w.version
+		return nil
+	})
+	if refused(err) {
+		return false, nil
+	}
+	if err != nil {
+		return false, fmt.Errorf("read node %s as it was: %w", w.name, err)
+	}
+	return is, nil
+}
+
+// refused reports whether err is the answer of a server that does not have the state at a
+// revision: 410 if it was compacted, and other codes from servers that do not know the request.
+func refused(err error) bool {
+	return slices.ContainsFunc([]int{
+		http.StatusGone, http.StatusBadRequest, http.StatusNotFound, http.StatusUnprocessableEntity,
+		http.StatusInternalServerError, http.StatusGatewayTimeout,
+	}, func(code int) bool { return hasCode(err, code) })
+}
+
+// differing returns the names of entries that differ from a list, as of its revision, which the
+// view has reached: deleted has the names that went since the list began. An entry without a
+// uid has had no event since the restart.
+func (v *view) differing(l listed) []string {
+	var names []string
+	for name, is := range l.nodes {
+		e := v.entries[name]
+		_, gone := v.deleted[name]
+		switch {
+		case e == nil:
+			if !gone && is.notes[managed].text == "true" { // others have no lease, and no state file has them
+				names = append(names, name)
+			}
+		case e.uid == "" || e.version < is.version:
+			if v.differs(e, is) {
+				names = append(names, name)
+			}
+		}
+	}
+	for name, e := range v.entries {
+		if _, there := l.nodes[name]; !there && e.version <= l.revision {
+			names = append(names, name)
+		}
+	}
+	slices.Sort(names)
+	return names
+}
+
+// differs reports whether a Node as listed gives another lease than the entry has.
+func (v *view) differs(e *entry, is *entry) bool {
+	if e.uid != "" && e.uid != is.uid || e.order != is.order {
+		return true
+	}
+	now := *e
+	now.notes, now.fresh = is.notes, false
+	v.decode(&now)
+	return now.fresh || textOf(now.err) != textOf(e.err) && e.lease != nil
+}

@@ -1,0 +1,359 @@
+package kube
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"maps"
+	"net/http"
+	"net/netip"
+	"net/url"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+	"k8s.io/klog/v2"
+	"k8s.io/klog/v2/ktesting"
+
+	"flanneld/subnet"
+)
+
+// knower is node 1, which keeps a ledger, as the daemon does.
+type knower struct {
+	f      *fixture
+	ledger subnet.Ledger
+	own    subnet.Lease
+}
+
+// saved returns the ledger as a state file would give it back.
+func (k *knower) saved(t *testing.T) (state subnet.LedgerState) {
+	t.Helper()
+	raw, err := json.Marshal(k.ledger.State())
+	if err == nil {
+		err = json.Unmarshal(raw, &state)
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	return state
+}
+
+// leases returns what the ledger knows, by key, in comparable form.
+func (k *knower) leases() map[string]string {
+	all := map[string]string{}
+	for l := range k.ledger.Leases() {
+		s := l.BackendType
+		for _, e := range l.Endpoints {
+			s += fmt.Sprint(" ", e.Subnet, " ", e.PublicIP, " ", string(e.Data))
+		}
+		all[l.Key] = s
+	}
+	return all
+}
+
+// restart runs the node with its last known state, as change leaves it, until until reports true
+// of the leases that it knows, and then stops it.
+func (k *knower) restart(t *testing.T, change func(*subnet.LedgerState), until func(map[string]string) bool, options ...func(*Config)) {
+	t.Helper()
+	state := k.saved(t)
+	if change != nil {
+		change(&state)
+	}
+	forManager := state
+	forManager.Peers = slices.Clone(state.Peers)
+	m := k.f.started(t, append([]func(*Config){func(c *Config) { c.Own, c.Known = k.own, forManager }}, options...)...)
+	k.watch(t.Context(), t, m, state, until)
+}
+
+func (k *knower) watch(ctx context.Context, t *testing.T, m *Manager, state subnet.LedgerState, until func(map[string]string) bool) {
+	t.Helper()
+	k.own = acquire(t, m, vxlanClaim("192.0.2.1"))
+	k.ledger.Restore(state, time.Now())
+	ctx, cancel := context.WithTimeout(ctx, patience)
+	defer cancel()
+	done := false
+	err := m.Watch(ctx, func(u subnet.Update) {
+		if _, ok := k.ledger.Follow(u, time.Now()); !ok {
+			k.ledger.Apply(u.Snapshot(), time.Now())
+		}
+		if until(k.leases()) && !done {
+			done = true
+			cancel()
+		}
+	})
+	if !errors.Is(err, context.Canceled) {
+		t.Fatalf("Watch ended with %v; known are %v", err, k.leases())
+	}
+}
+
+// beat changes Nodes in a way that does not concern flannel, as kubelets do.
+func (f *fixture) beat(t *testing.T, names ...string) {
+	t.Helper()
+	for _, name := range names {
+		f.note(t, name, map[string]any{"example.com/beat": fmt.Sprint(time.Now().UnixNano())})
+	}
+}
+
+func has(names ...string) func(map[string]string) bool {
+	slices.Sort(names)
+	return func(known map[string]string) bool { return slices.Equal(slices.Sorted(maps.Keys(known)), names) }
+}
+
+// lists returns the requests that read all Nodes.
+func (p *proxy) lists(t *testing.T) []string {
+	t.Helper()
+	return slices.DeleteFunc(p.requests(), func(text string) bool {
+		_, uri, _ := strings.Cut(text, " ")
+		u, err := url.Parse(uri)
+		if err != nil {
+			t.Fatal(err)
+		}
+		q := u.Query()
+		return !strings.HasSuffix(u.Path, "/nodes") || q.Has("watch") || q.Has("fieldSelector") || q.Has("labelSelector")
+	})
+}
+
+// TestRestartCostsWhatHasChanged counts the bytes of a restart among 1,000 Nodes, and expects no
+// list.
+func TestRestartCostsWhatHasChanged(t *testing.T) {
+	const nodes = 1000
+	f := newFixture(t, sharedServer(t))
+	f.setConfig(t, `{"Network":"10.0.0.0/8"}`)
+	names := make([]string, nodes)
+	parallel(t, nodes, func(n int) {
+		names[n] = fmt.Sprintf("many%d", n)
+		f.do(t, http.MethodPost, "/api/v1/nodes", nodeBody(names[n], peerNotes(n%250), fmt.Sprintf("10.%d.%d.0/24", 100+n/256, n%256)))
+	})
+	k := &knower{f: f}
+	p := newProxy(t, f.server)
+	through := func(c *Config) { c.Kubeconfig = f.kubeconfig(t, p.URL, flannel) }
+	k.restart(t, nil, has(names...), through)
+	list := p.sent.Load()
+	f.beat(t, names[:20]...)
+	for name, tc := range map[string]struct {
+		change func()
+		want   []string
+	}{
+		"nothing":    {func() {}, names},
+		"heartbeats": {func() { f.beat(t, names[:30]...) }, names},
+		"a new Node": {func() { f.peer(t, 2) }, append(slices.Clone(names), "node2")},
+	} {
+		t.Run(name, func(t *testing.T) {
+			before := p.sent.Load()
+			p.answer(nil)
+			tc.change()
+			k.restart(t, nil, has(tc.want...), through)
+			sent := p.sent.Load() - before
+			t.Logf("the API server sent %d bytes, and %d for a start with a list", sent, list)
+			if lists := p.lists(t); len(lists) > 0 || sent >= 100_000 {
+				t.Errorf("a restart takes %d bytes and the lists %q, want less than 100 kB and no list", sent, lists)
+			}
+			if name == "a new Node" {
+				f.deleteNode(t, "node2")
+				k.restart(t, nil, has(names...), through)
+			}
+		})
+	}
+}
+
+// TestRestartAfterChanges restarts a node after changes of other Nodes, and compares what it
+// knows with what a new node learns.
+func TestRestartAfterChanges(t *testing.T) {
+	f := newFixture(t, sharedServer(t))
+	f.setConfig(t, configV4)
+	for n := 2; n <= 6; n++ {
+		f.peer(t, n)
+	}
+	k := &knower{f: f}
+	p := newProxy(t, f.server)
+	through := func(c *Config) { c.Kubeconfig = f.kubeconfig(t, p.URL, flannel) }
+	k.restart(t, nil, has("node2", "node3", "node4", "node5", "node6"))
+	f.deleteNode(t, "node2")
+	f.deleteNode(t, "node3")
+	f.do(t, http.MethodPost, "/api/v1/nodes", nodeBody("node3", peerNotes(3), "10.5.33.0/24"))
+	f.note(t, "node4", map[string]any{anno("public-ip"): "192.0.2.44"})
+	f.note(t, "node5", map[string]any{anno("kube-subnet-manager"): nil})
+	f.peer(t, 7)
+	f.addNode(t, "node8", "10.5.8.0/24")
+	p.answer(nil)
+	fresh := &knower{f: f}
+	settled := func(known map[string]string) bool {
+		return has("node3", "node4", "node6", "node7")(known) || has("node3", "node4", "node5", "node6", "node7")(known) && strings.Contains(known["node3"], "33")
+	}
+	fresh.restart(t, nil, settled)
+	k.restart(t, nil, func(known map[string]string) bool {
+		return maps.Equal(without(known, "node5"), without(fresh.leases(), "node5"))
+	}, through)
+	if lists := p.lists(t); len(lists) > 0 {
+		t.Errorf("all Nodes were listed: %q", lists)
+	}
+}
+
+func without(all map[string]string, key string) map[string]string {
+	less := maps.Clone(all)
+	delete(less, key)
+	return less
+}
+
+// TestRestartAtAnotherStore restarts a node whose last known state cannot be continued. It must
+// list the Nodes, and know what the API server has.
+func TestRestartAtAnotherStore(t *testing.T) {
+	exact := func(code int) func(http.ResponseWriter, *http.Request) bool {
+		return func(w http.ResponseWriter, r *http.Request) bool {
+			return r.URL.Query().Get("resourceVersionMatch") == "Exact" && status(code)(w, r)
+		}
+	}
+	for name, tc := range map[string]struct {
+		answer func(http.ResponseWriter, *http.Request) bool
+		state  func(*subnet.LedgerState)
+		change func(*fixture, *testing.T)
+	}{
+		"its revision is compacted":         {answer: exact(http.StatusGone)},
+		"the server does not know requests": {answer: exact(http.StatusBadRequest)},
+		"the state has no mark":             {state: func(s *subnet.LedgerState) { s.Store.Mark = "" }},
+		"the mark is damaged":               {state: func(s *subnet.LedgerState) { s.Store.Mark = "x y" }},
+		"the own Node is another one":       {state: func(s *subnet.LedgerState) { s.Store.Mark = "u" + s.Store.Mark }},
+		"the history is another one":        {state: func(s *subnet.LedgerState) { s.Store.Mark = strings.Replace(s.Store.Mark, " ", " 1", 1) }},
+		"the state is of a later revision":  {state: func(s *subnet.LedgerState) { s.Store.Revision += 1_000_000 }},
+		"the state is of a compacted one":   {state: func(s *subnet.LedgerState) { s.Store.Revision = 1 }},
+		"the watch is refused as too old":   {answer: goneOnce()},
+		"the own Node was made again":       {change: func(f *fixture, t *testing.T) { f.deleteNode(t, "node1"); f.addNode(t, "node1", cidrs(1)...) }},
+	} {
+		t.Run(name, func(t *testing.T) {
+			f := newFixture(t, sharedServer(t))
+			f.setConfig(t, configV4)
+			for n := 2; n <= 4; n++ {
+				f.peer(t, n)
+			}
+			k := &knower{f: f}
+			k.restart(t, nil, has("node2", "node3", "node4"))
+			if k.ledger.State().Store.Mark == "" {
+				t.Fatal("the last known state has no mark")
+			}
+			f.deleteNode(t, "node2")
+			f.peer(t, 5)
+			if tc.change != nil {
+				tc.change(f, t)
+			}
+			p := newProxy(t, f.server)
+			p.answer(tc.answer)
+			want := has("node3", "node4", "node5")
+			if name == "the state is of a later revision" { // node2 is held then
+				want = has("node2", "node3", "node4", "node5")
+			}
+			k.restart(t, tc.state, want, func(c *Config) { c.Kubeconfig = f.kubeconfig(t, p.URL, flannel) })
+			if lists := p.lists(t); len(lists) == 0 {
+				t.Error("the Nodes were not listed")
+			}
+		})
+	}
+}
+
+// goneOnce refuses the first watch of all Nodes.
+func goneOnce() func(http.ResponseWriter, *http.Request) bool {
+	refused := false
+	return func(w http.ResponseWriter, r *http.Request) bool {
+		q := r.URL.Query()
+		if refused || !q.Has("watch") || q.Has("fieldSelector") {
+			return false
+		}
+		refused = true
+		return status(http.StatusGone)(w, r)
+	}
+}
+
+// TestAudit has a last known state that differs from the Nodes. The audit must correct it, and
+// tell so once.
+func TestAudit(t *testing.T) {
+	f := newFixture(t, sharedServer(t))
+	f.setConfig(t, configV4)
+	for n := 2; n <= 9; n++ {
+		f.peer(t, n)
+	}
+	f.addNode(t, "other") // none of flannel's
+	k := &knower{f: f}
+	all := []string{"node2", "node3", "node4", "node5", "node6", "node7", "node8", "node9"}
+	k.restart(t, nil, has(all...))
+	want := k.leases()
+	state := k.saved(t)
+	at := func(key string) *subnet.Peer {
+		i := slices.IndexFunc(state.Peers, func(p subnet.Peer) bool { return p.Lease.Key == key })
+		return &state.Peers[i]
+	}
+	at("node2").Lease.Endpoints[0].PublicIP = netip.MustParseAddr("192.0.2.222")
+	at("node4").Lease.Key = "node44"
+	at("node5").Lease.Order--
+
+	logger := ktesting.NewLogger(t, ktesting.NewConfig(ktesting.BufferLogs(true)))
+	ctx := klog.NewContext(t.Context(), logger)
+	repaired := make(chan int, 10)
+	p := newProxy(t, f.server)
+	m := f.started(t, func(c *Config) {
+		c.Own, c.Known, c.Kubeconfig = k.own, state, f.kubeconfig(t, p.URL, flannel)
+		c.OnRepaired = func(n int) { repaired <- n }
+	})
+	m.timing.audit, m.timing.auditPage = 200*time.Millisecond, time.Millisecond
+	// The view reaches the revision of the list by an event.
+	go func() {
+		for range 50 {
+			select {
+			case <-ctx.Done():
+				return
+			case <-time.After(100 * time.Millisecond):
+				_, _, _ = f.try(http.MethodPatch, "/api/v1/nodes/node3", map[string]any{"metadata": map[string]any{"annotations": map[string]string{"example.com/beat": time.Now().String()}}}, "application/merge-patch+json")
+			}
+		}
+	}()
+	k.watch(ctx, t, m, state, func(known map[string]string) bool { return maps.Equal(known, want) })
+	if lists := p.lists(t); slices.ContainsFunc(lists, func(s string) bool { return !strings.Contains(s, "limit=") }) {
+		t.Errorf("the Nodes were listed at once: %q", lists)
+	}
+	if n := <-repaired; n != 4 || len(repaired) > 0 {
+		t.Errorf("%d leases were corrected, and then %d times more, want 4 and none", n, len(repaired))
+	}
+	text := logger.GetSink().(ktesting.Underlier).GetBuffer().String()
+	if strings.Count(text, "were corrected") != 1 || strings.Contains(text, "cannot be read") {
+		t.Errorf("want one line about corrected leases:\n%s", text)
+	}
+	if diff := cmp.Diff(want, k.leases()); diff != "" {
+		t.Errorf("leases (-Nodes +known):\n%s", diff)
+	}
+}
+
+// TestAuditFindsNothing restarts a node with a true state and expects that the audit corrects
+// nothing while Nodes come, change and go.
+func TestAuditFindsNothing(t *testing.T) {
+	f := newFixture(t, sharedServer(t))
+	f.setConfig(t, configV4)
+	for n := 2; n <= 5; n++ {
+		f.peer(t, n)
+	}
+	f.addNode(t, "other")
+	k := &knower{f: f}
+	k.restart(t, nil, has("node2", "node3", "node4", "node5"))
+	state := k.saved(t)
+	p := newProxy(t, f.server)
+	m := f.started(t, func(c *Config) {
+		c.Own, c.Known, c.Kubeconfig = k.own, state, f.kubeconfig(t, p.URL, flannel)
+		c.OnRepaired = func(n int) { t.Errorf("%d leases were corrected", n) }
+	})
+	m.timing.audit, m.timing.auditPage = time.Millisecond, time.Millisecond
+	go func() {
+		for i := range 10 {
+			_, _, _ = f.try(http.MethodPatch, "/api/v1/nodes/node2", map[string]any{"metadata": map[string]any{"annotations": map[string]string{anno("public-ip"): fmt.Sprintf("192.0.2.%d", 100+i)}}}, "application/merge-patch+json")
+			_, _, _ = f.try(http.MethodPost, "/api/v1/nodes", nodeBody(fmt.Sprintf("late%d", i), peerNotes(50+i), fmt.Sprintf("10.5.%d.0/24", 50+i)))
+			if i%2 == 0 {
+				_, _, _ = f.try(http.MethodDelete, fmt.Sprintf("/api/v1/nodes/late%d", i), nil)
+			}
+		}
+	}()
+	k.watch(t.Context(), t, m, state, func(known map[string]string) bool {
+		return has("node2", "node3", "node4", "node5", "late1", "late3", "late5", "late7", "late9")(known) && strings.Contains(known["node2"], "192.0.2.109")
+	})
+	if lists := p.lists(t); len(lists) != 1 {
+		t.Errorf("the Nodes were listed by %q, want one page", lists)
+	}
+}
