@@ -7,7 +7,12 @@ import "sync"
 // otherwise need memory for N² leases. The zero value is ready to use.
 type Shared struct {
 	mu      sync.Mutex
-	entries map[string]*entry // by key, as it was read last
+	entries map[sharedKey]*entry // as it was read last
+}
+
+type sharedKey struct {
+	key    string
+	former bool // it comes from a former run
 }
 
 // one returns an entry that is equal to e. Without Shared that is e itself. Nobody changes
@@ -18,13 +23,14 @@ func (s *Shared) one(e *entry) *entry {
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if known := s.entries[e.key]; known != nil && known.createRevision == e.createRevision && known.is(e.modRevision, e.leaseID) {
+	key := sharedKey{e.key, e.modRevision == 0}
+	if known := s.entries[key]; known != nil && known.createRevision == e.createRevision && known.is(e.modRevision, e.leaseID) {
 		return known
 	}
 	if s.entries == nil {
-		s.entries = map[string]*entry{}
+		s.entries = map[sharedKey]*entry{}
 	}
 	alone := *e // e may be part of a list, which stays in memory as a whole
-	s.entries[e.key] = &alone
+	s.entries[key] = &alone
 	return &alone
 }

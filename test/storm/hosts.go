@@ -9,6 +9,7 @@ import (
 	"net/rpc"
 	"os"
 	"runtime/debug"
+	"slices"
 	"sync"
 	"time"
 
@@ -154,7 +155,7 @@ type Wait struct {
 // State is what has become of the hosts.
 type State struct {
 	Right, Running int
-	Last           time.Time // when the last host became right
+	Half, Last     time.Time // when half of the hosts were right, and all
 	Lists          int       // complete sets that managers have told since they were started
 	Renewed        int       // hosts that have renewed their leases since Wait.Renewed
 	Outages        int       // times that a host has lost its store
@@ -196,6 +197,7 @@ func (s *Hosts) State(_ struct{}, r *State) error {
 }
 
 func (s *Hosts) state(expected bits, renewed time.Time) (r State) {
+	var times []time.Time
 	for _, h := range s.hosts {
 		ok, since := h.sight.right(expected)
 		if h.renewedSince(renewed) {
@@ -204,9 +206,7 @@ func (s *Hosts) state(expected bits, renewed time.Time) (r State) {
 		r.Running++
 		if ok {
 			r.Right++
-		}
-		if ok && since.After(r.Last) {
-			r.Last = since
+			times = append(times, since)
 		}
 		h.mu.Lock()
 		r.Outages += h.outages
@@ -217,6 +217,10 @@ func (s *Hosts) state(expected bits, renewed time.Time) (r State) {
 		h.sight.mu.Lock()
 		r.Lists += h.sight.lists
 		h.sight.mu.Unlock()
+	}
+	if len(times) > 0 {
+		slices.SortFunc(times, time.Time.Compare)
+		r.Half, r.Last = times[len(times)/2], times[len(times)-1]
 	}
 	return r
 }

@@ -25,8 +25,8 @@ type report struct {
 
 // String returns a result as one line for a terminal.
 func (r *result) String() string {
-	text := fmt.Sprintf("%s %d %s: %d right after %.1f s; store %.1f s CPU, %.0f MB peak; proxy %.1f s CPU, %.0f MB peak; hosts %.1f s CPU, %.0f MB peak; %.1f MB sent, %.1f MB received; bystander %.2f s at most, %.3f s p99, %d of %d failed; %d outages; %s",
-		r.Store, r.N, r.Scenario, r.Right, r.Seconds, r.StoreCPU, r.Peak/1e6, r.ProxyCPU, r.ProxyPeak/1e6, r.HostsCPU, r.HostsPeak/1e6, r.Sent/1e6, r.Received/1e6,
+	text := fmt.Sprintf("%s %d %s: %d right after %.1f s, half after %.1f s; store %.1f s CPU, %.0f MB peak; proxy %.1f s CPU, %.0f MB peak; hosts %.1f s CPU, %.0f MB peak; %.1f MB sent, %.1f MB received; bystander %.2f s at most, %.3f s p99, %d of %d failed; %d outages; %s",
+		r.Store, r.N, r.Scenario, r.Right, r.Seconds, r.Half, r.StoreCPU, r.Peak/1e6, r.ProxyCPU, r.ProxyPeak/1e6, r.HostsCPU, r.HostsPeak/1e6, r.Sent/1e6, r.Received/1e6,
 		r.Slowest, r.P99, r.Failed, r.Bystanding, r.Outages, r.callsText())
 	if r.Example != "" {
 		text += "; " + r.Example
@@ -70,11 +70,11 @@ func (r *report) markdown(out io.Writer) {
 			continue
 		}
 		fmt.Fprintf(out, "\n### %s\n\n", titles()[sc.name])
-		fmt.Fprintln(out, "| store | hosts | until the last is right | CPU of the store | memory of the store | sent by the store | for each host | requests | slowest request of a bystander | CPU of all hosts |")
-		fmt.Fprintln(out, "|---|---|---|---|---|---|---|---|---|---|")
+		fmt.Fprintln(out, "| store | hosts | half are right after | all are right after | CPU of the store | memory of the store | sent by the store | for each host | requests | slowest request of a bystander | CPU of all hosts |")
+		fmt.Fprintln(out, "|---|---|---|---|---|---|---|---|---|---|---|")
 		for _, one := range some {
-			fmt.Fprintf(out, "| %s | %d | %s s | %s s | %.0f MB | %s MB | %s kB | %.0f | %s s | %s s |\n", one.Store, one.N,
-				chart.Number(one.Seconds), chart.Number(one.StoreCPU), one.Peak/1e6, chart.Number(one.Sent/1e6),
+			fmt.Fprintf(out, "| %s | %d | %s s | %s s | %s s | %.0f MB | %s MB | %s kB | %.0f | %s s | %s s |\n", one.Store, one.N,
+				chart.Number(one.Half), chart.Number(one.Seconds), chart.Number(one.StoreCPU), one.Peak/1e6, chart.Number(one.Sent/1e6),
 				chart.Number(one.Sent/1e3/float64(one.N)), one.Calls.total(), chart.Number(one.Slowest), chart.Number(one.HostsCPU))
 		}
 		fmt.Fprintln(out)

@@ -84,6 +84,7 @@ type result struct {
 
 	Right      int     `json:"right"`               // hosts that were right at the end, of N
 	Seconds    float64 `json:"seconds"`             // until the last one was right
+	Half       float64 `json:"half"`                // seconds until half of them were right
 	StoreCPU   float64 `json:"storeCPU"`            // seconds
 	ProxyCPU   float64 `json:"proxyCPU,omitempty"`  // seconds, of the proxy in front of the store
 	ProxyPeak  float64 `json:"proxyPeak,omitempty"` // bytes of memory of the proxy, since its start
@@ -173,6 +174,7 @@ func (m *meter) end(ctx context.Context, scenario string) (*result, error) {
 		return nil, err
 	}
 	r := &result{N: s.n, Scenario: scenario, Right: now.Right, Seconds: now.Last.Sub(m.began).Seconds(), Example: now.Example}
+	r.Half = now.Half.Sub(m.began).Seconds()
 	r.Outages = now.Outages - m.earlier.Outages
 	if now.Right < now.Running {
 		r.Seconds = time.Since(m.began).Seconds()
