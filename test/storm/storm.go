@@ -148,7 +148,7 @@ func (s *storm) measure(ctx context.Context) (*meter, error) {
 	return m, nil
 }
 
-// restart restarts the store. What the old process has cost counts.
+// restart restarts the store. The cost of the old process counts as well.
 func (m *meter) restart(ctx context.Context) error {
 	u, err := usageOf(m.s.store.pid())
 	if err != nil {
