@@ -21,9 +21,9 @@ func (c Config) Pools() ([]Pool, error) {
 	return pools, nil
 }
 
-// Allocate returns a free subnet from each of the pools: the first of wanted
-// that is in the pool and overlaps none of taken, else a random one. The error
-// wraps ErrNoSubnets and names the range. A nil rnd means the global source.
+// Allocate returns a free subnet from each of the pools: the first of wanted that is in the pool
+// and overlaps none of taken, or else a random one. The error wraps ErrNoSubnets and names the
+// range. A nil rnd means the global source.
 func Allocate(pools []Pool, wanted, taken []netip.Prefix, rnd *rand.Rand) ([]netip.Prefix, error) {
 	subnets := make([]netip.Prefix, 0, len(pools))
 	for _, p := range pools {

@@ -12,9 +12,9 @@ import (
 	"flanneld/subnet"
 )
 
-// TestChangeComesToTheSame changes one lease after the other, in a network so
-// small that they are in each other's way, and compares what an Arbiter that is
-// told of each change says with what one says that judges them all anew.
+// TestChangeComesToTheSame changes one lease after the other, in a network so small that they
+// contradict each other. It compares an Arbiter that follows each change with one that judges
+// all leases again.
 func TestChangeComesToTheSame(t *testing.T) {
 	cfg, _, err := subnet.ParseConfig([]byte(`{"Network":"10.5.0.0/20","EnableIPv6":true,"IPv6Network":"fd00:10:5::/60"}`))
 	if err != nil {
@@ -111,8 +111,8 @@ func randomClaimant(rnd *rand.Rand, key string) subnet.Claimant {
 	}
 }
 
-// TestChangeCostsOneLease has leases come, change, go and come again that are in
-// nobody's way: none of that is a reason to look at all of them again.
+// TestChangeCostsOneLease adds, changes and removes leases that contradict no other lease. The
+// arbiter must judge each of these changes without a look at the other leases.
 func TestChangeCostsOneLease(t *testing.T) {
 	cfg, _, err := subnet.ParseConfig([]byte(`{"Network":"10.5.0.0/16"}`))
 	if err != nil {

@@ -10,61 +10,60 @@ import (
 	"flanneld/pkg/prefix"
 )
 
-// Refusal says why a lease, or one address family of it, is not followed.
+// Refusal is the reason why a lease, or one address family of it, is not used.
 type Refusal struct {
 	Key    string // the lease's
 	Reason string // one line
 }
 
-// Claimant is a lease, and the identities that go with it: VTEP MACs, public
-// keys, what else only one node may have.
+// Claimant is a lease with its identities: VTEP MACs, public keys, and anything else that only
+// one node may have.
 type Claimant struct {
 	Lease      *Lease   // read-only
-	Identities []string // as they are to be shown
+	Identities []string // in the form that messages show
 }
 
-// Arbiter says which leases may be programmed, and why others may not. Where
-// leases contradict each other the order is total, so that all nodes decide
-// alike: own first, then the one first in the store, then by key. Families are
-// judged one by one: a lease can be accepted with one and refused with the
-// other. Endpoints of families that the configuration does not enable are
-// dropped without a word. Several leases may have one public address: packets to
-// each of them arrive, and which host is there now is not to be told from here.
+// Arbiter decides which leases may be programmed, and gives the reasons against the others. If
+// leases contradict each other, all nodes decide alike, because the order of leases is total:
+// the own lease, then the one that came into the store first, then by key. The arbiter judges
+// each family by itself: it may accept a lease with one family and refuse the other. It silently
+// drops endpoints of families that the configuration does not enable. Several leases may have
+// one public address, because the arbiter cannot know which host has it now.
 type Arbiter struct {
 	cfg Config
 	own Claimant
 
 	claimed    *index            // subnets, and public addresses as prefixes of full length; no two overlap
-	sharing    sharing           // of public addresses, by accepted leases
-	identities map[string]string // key of who has it
+	sharing    sharing           // public addresses that several accepted leases have
+	identities map[string]string // key of the lease that has the identity
 	accepted   map[string]*Lease
 	carried    map[string][]string // identities of accepted ones, by key
 	contested  map[string]Claimant // refused because of another lease
 	refused    map[string][]string // reasons
 }
 
-// NewArbiter returns an arbiter that knows no leases but the own one.
+// NewArbiter returns an arbiter that knows only the own lease.
 func NewArbiter(cfg Config, own Claimant) *Arbiter {
 	a := &Arbiter{cfg: cfg, own: own, sharing: newSharing()}
 	a.Reset(nil)
 	return a
 }
 
-// Reset judges all claimants anew.
+// Reset replaces all claimants and judges them.
 func (a *Arbiter) Reset(all []Claimant) {
 	a.settleAll(all)
-	if len(a.contested) == 0 { // nobody is in anybody's way, and so the order makes no difference
+	if len(a.contested) == 0 { // no leases contradict each other, so their order does not matter
 		return
 	}
 	a.settleAll(slices.SortedFunc(slices.Values(all), func(x, y Claimant) int { return compareAge(x.Lease, y.Lease) }))
 }
 
-// compareAge orders leases: first the one that was first in the store.
+// compareAge orders leases by the time at which they came into the store.
 func compareAge(x, y *Lease) int {
 	return cmp.Or(cmp.Compare(x.Order, y.Order), cmp.Compare(x.Key, y.Key))
 }
 
-// settleAll forgets what was and settles all, in their order.
+// settleAll forgets all decisions and settles the claimants in their order.
 func (a *Arbiter) settleAll(all []Claimant) {
 	n, marked := len(all), 0
 	for _, c := range all {
@@ -79,10 +78,9 @@ func (a *Arbiter) settleAll(all []Claimant) {
 	}
 }
 
-// Change judges one lease anew, which is gone if its lease has no endpoints.
-// It costs the same however many there are. It reports false if that is not
-// for one lease alone to say, because others are contested: the caller has to
-// Reset then.
+// Change judges one lease again. A lease without endpoints is gone. The cost does not depend on
+// the number of leases. Change returns false if the change may affect other leases, because one
+// of them is contested: the caller must call Reset then.
 func (a *Arbiter) Change(c Claimant) bool {
 	key := c.Lease.Key
 	lease, had := a.accepted[key]
@@ -104,7 +102,7 @@ func (a *Arbiter) Change(c Claimant) bool {
 	return !contested
 }
 
-// touch reports whether what x claims could keep y from its own.
+// touch reports whether x and y contradict each other.
 func touch(x, y Claimant) bool {
 	for _, e := range x.Lease.Endpoints {
 		for _, f := range y.Lease.Endpoints {
@@ -116,18 +114,17 @@ func touch(x, y Claimant) bool {
 	return slices.ContainsFunc(x.Identities, func(id string) bool { return slices.Contains(y.Identities, id) })
 }
 
-// Accepted returns the leases that may be programmed, by key, each with the
-// endpoints that may be. It is read-only, follows Change, and shares its data with
-// what was claimed.
+// Accepted returns the leases that may be programmed, by key, each with the endpoints that may
+// be programmed. The map is read-only, later calls of Change update it, and it shares its data
+// with the claimants.
 func (a *Arbiter) Accepted() map[string]*Lease { return a.accepted }
 
-// SharingNews returns the public addresses that several accepted leases have come
-// to share, or have ceased to, since it was last called. It costs as much as there
-// are.
+// SharingNews returns the public addresses that several accepted leases have begun to share, or
+// share no longer, since the last call. Its cost depends on the number of these addresses.
 func (a *Arbiter) SharingNews() []Shared { return a.sharing.news() }
 
-// Refused returns why the lease, or a family of it, may not be programmed;
-// nil if nothing is wrong with it.
+// Refused returns the reasons why the lease, or a family of it, may not be programmed; nil if
+// there is none.
 func (a *Arbiter) Refused(key string) []string { return a.refused[key] }
 
 // AllRefused returns every refusal, by key.
@@ -141,7 +138,7 @@ func (a *Arbiter) AllRefused() []Refusal {
 	return all
 }
 
-// settle accepts or refuses c, given all that is claimed so far.
+// settle accepts or refuses c, given the claims that were accepted before.
 func (a *Arbiter) settle(c Claimant) {
 	if i := slices.IndexFunc(c.Identities, func(id string) bool { return slices.Contains(a.own.Identities, id) }); i >= 0 {
 		a.refuse(c, fmt.Sprintf("its %s is that of this node", c.Identities[i]), "")
@@ -181,7 +178,8 @@ func (a *Arbiter) settle(c Claimant) {
 	a.claim(c)
 }
 
-// refuse notes a reason, and that it would pass if the lease called by went.
+// refuse records a reason. by is the key of the lease whose end would remove the reason, or
+// empty.
 func (a *Arbiter) refuse(c Claimant, reason, by string) {
 	a.refused[c.Lease.Key] = append(a.refused[c.Lease.Key], reason)
 	if by != "" {
@@ -224,8 +222,8 @@ func (a *Arbiter) release(c Claimant) {
 	}
 }
 
-// judge returns why e may not be programmed, or nothing; and the key of the
-// lease that is in its way, if it is one.
+// judge returns the reason why e may not be programmed, or an empty string. by is the key of the
+// lease that it contradicts, if that is the reason.
 func (a *Arbiter) judge(n Network, e Endpoint) (reason, by string) {
 	s, public := e.Subnet, e.PublicIP
 	if !prefix.Contains(n.Prefix, s) {
@@ -254,7 +252,7 @@ func (a *Arbiter) judge(n Network, e Endpoint) (reason, by string) {
 	return "", ""
 }
 
-// judgeByOwn returns what the own lease says against e, or nothing.
+// judgeByOwn returns how e contradicts the own lease, or an empty string.
 func (a *Arbiter) judgeByOwn(e Endpoint) string {
 	for _, own := range a.own.Lease.Endpoints {
 		switch s, public := e.Subnet, e.PublicIP; {
@@ -271,7 +269,7 @@ func (a *Arbiter) judgeByOwn(e Endpoint) string {
 	return ""
 }
 
-// unusable returns why peers cannot be sent to, or nothing.
+// unusable returns the reason why packets cannot be sent to e, or an empty string.
 func unusable(e Endpoint) string {
 	s, public := e.Subnet, e.PublicIP
 	switch {
@@ -287,14 +285,13 @@ func unusable(e Endpoint) string {
 	return ""
 }
 
-// IsHost reports whether a can be the address of one host, so that peers can send to
-// it.
+// IsHost reports whether a can be the address of one host, to which peers can send packets.
 func IsHost(a netip.Addr) bool {
 	broadcast := netip.AddrFrom4([4]byte{255, 255, 255, 255})
 	return a.IsValid() && !a.IsUnspecified() && !a.IsMulticast() && !a.IsLoopback() && a != broadcast
 }
 
-// reserved lists what no route may ever cover.
+// reserved returns the prefixes that no route may cover.
 func reserved() [4]netip.Prefix {
 	return [...]netip.Prefix{
 		netip.PrefixFrom(netip.AddrFrom4([4]byte{127}), 8),

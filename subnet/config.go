@@ -11,18 +11,18 @@ import (
 type Config struct {
 	Networks []Network // one for each enabled family, IPv4 first
 	NFTables bool
-	// NonMasquerade are the destinations, besides the networks, that see the
-	// pods' own addresses; masked.
+	// NonMasquerade are the destinations, besides the networks, that see the addresses of pods
+	// unchanged; masked.
 	NonMasquerade []netip.Prefix  `json:",omitempty"`
-	BackendType   string          // lower case; "udp" where the configuration has no Backend
-	Backend       json.RawMessage // nil where the configuration has no Backend
+	BackendType   string          // lower case; "udp" if the configuration has no Backend
+	Backend       json.RawMessage // nil if the configuration has no Backend
 }
 
 // Network is the flat network of one address family.
 type Network struct {
 	Prefix netip.Prefix // masked
-	// SubnetLen, Min and Max are as configured, zero where they are not;
-	// Pool derives what they mean.
+	// SubnetLen, Min and Max are zero unless they are configured. Pool derives the values that are
+	// used.
 	SubnetLen int
 	Min, Max  netip.Addr
 }

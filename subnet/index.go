@@ -9,11 +9,11 @@ import (
 	"flanneld/pkg/prefix"
 )
 
-// holder is who has a prefix.
+// holder is the lease that has a prefix.
 type holder struct {
 	lease  *Lease
 	family prefix.Family
-	public bool // as its public address, perhaps with others, of which lease is the oldest; otherwise as its subnet
+	public bool // the prefix is its public address, and it is the oldest lease that has it; otherwise it is its subnet
 }
 
 func (h holder) String() string {
@@ -30,10 +30,10 @@ func (x *index) remove(p netip.Prefix)        { x.table.Delete(p) }
 // get returns the holder of exactly p.
 func (x *index) get(p netip.Prefix) (h holder, found bool) { return x.table.Get(p) }
 
-// find returns the holder of a prefix that overlaps p; of several that lie in
-// p, the lowest.
+// find returns the holder of a prefix that overlaps p. If several lie in p, it is the holder of
+// the lowest.
 func (x *index) find(p netip.Prefix) (h holder, found bool) {
-	if !x.table.OverlapsPrefix(p) { // quick, and nearly always so
+	if !x.table.OverlapsPrefix(p) { // the usual case, and quick
 		return holder{}, false
 	}
 	if h, found = x.table.LookupPrefix(p); found {

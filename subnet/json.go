@@ -108,7 +108,7 @@ func decodeObject(raw []byte, into any) error {
 	return nil
 }
 
-// explain says what encoding/json found in the words of the configuration.
+// explain describes an error of encoding/json in terms of the configuration.
 func explain(err error) error {
 	var syntax *json.SyntaxError
 	var kind *json.UnmarshalTypeError
@@ -149,7 +149,7 @@ func decodeString(key string, raw json.RawMessage, into *string) error {
 	return nil
 }
 
-// Shorten keeps what was read from elsewhere fit for one line of text.
+// Shorten makes text from an outside source short enough for one line.
 func Shorten(s string) string {
 	const most = 64
 	if len(s) <= most {

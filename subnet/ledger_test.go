@@ -17,7 +17,7 @@ import (
 	"flanneld/subnet/subnettest"
 )
 
-// apply has the ledger take s in, and returns all that it knows then.
+// apply applies s, and returns all leases that the ledger knows afterwards.
 func apply(l *subnet.Ledger, s subnet.Snapshot, now time.Time) (leases []subnet.Lease, held []string) {
 	l.Apply(s, now)
 	for _, p := range l.State().Peers {
@@ -150,9 +150,9 @@ func reload(t *testing.T, l *subnet.Ledger) *subnet.Ledger {
 	return again
 }
 
-// TestLedgerWalk checks on random snapshots: what a snapshot has is there and
-// not held; what goes goes for one of the reasons it may; applying a snapshot
-// twice changes nothing; a restart at any point changes nothing.
+// TestLedgerWalk applies random snapshots. The leases of a snapshot must be known and not held.
+// Each lease that the ledger drops must go for one of the permitted reasons. Neither a second
+// application of a snapshot nor a restart at any point may change the result.
 func TestLedgerWalk(t *testing.T) {
 	for seed := range uint64(200) {
 		rnd := rand.New(rand.NewPCG(seed, 7))

@@ -33,9 +33,8 @@ type wireConfig struct {
 	Backend json.RawMessage // how packets travel: an object with Type and the keys of that backend; udp if absent
 }
 
-// Defaults returns the keys of the network configuration with their defaults,
-// as a struct. It is what the reference of the documentation is made from, with
-// the fields' comments.
+// Defaults returns the keys of the network configuration with their defaults, as a struct. The
+// reference of the documentation is generated from it and from the comments of its fields.
 func Defaults() any { return defaults() }
 
 func defaults() wireConfig { return wireConfig{EnableIPv4: true} }
@@ -47,7 +46,7 @@ type wireNetwork struct {
 	network       json.RawMessage
 	subnetLen     uint16
 	min, max      json.RawMessage
-	nullableRange bool // null is as good as absent for min and max
+	nullableRange bool // null means absent for min and max
 }
 
 func (w wireConfig) networks() []wireNetwork {
@@ -57,11 +56,10 @@ func (w wireConfig) networks() []wireNetwork {
 	}
 }
 
-// ParseConfig decodes the network configuration. warnings has one line for
-// each key that means nothing at the top level; keys inside Backend are the
-// backend's to check. An error is one line and wraps ErrInvalidConfig. Whether
-// subnets can be handed out of the networks is left to Pool, because not every
-// store hands them out.
+// ParseConfig decodes the network configuration. warnings has one line for each unknown key at the
+// top level; the backend checks the keys inside Backend. An error is one line and wraps
+// ErrInvalidConfig. Pool checks whether the networks can be divided into subnets, because not
+// every store does that.
 func ParseConfig(raw []byte) (cfg Config, warnings []string, err error) {
 	w := defaults()
 	if err := decodeObject(raw, &w); err != nil {
@@ -135,8 +133,7 @@ func (n wireNetwork) parse() (Network, error) {
 	return out, nil
 }
 
-// parseNetwork returns the zero prefix for a network of length 0, which
-// counts as not given.
+// parseNetwork returns the zero prefix for a network of length 0, which means that there is none.
 func parseNetwork(f prefix.Family, raw json.RawMessage) (netip.Prefix, error) {
 	key := keyName(f, "Network")
 	var s string
@@ -154,7 +151,7 @@ func parseNetwork(f prefix.Family, raw json.RawMessage) (netip.Prefix, error) {
 	return p.Masked(), nil
 }
 
-// decodeAddr returns the zero address for 0.0.0.0 and ::, which count as not given.
+// decodeAddr returns the zero address for 0.0.0.0 and ::, which mean that there is none.
 func decodeAddr(f prefix.Family, key string, raw json.RawMessage) (netip.Addr, error) {
 	var s string
 	if err := decodeString(key, raw, &s); err != nil {

@@ -11,8 +11,8 @@ import (
 	"flanneld/pkg/prefix"
 )
 
-// Pool is the range of subnets that a network hands out: all of one length,
-// from the first to the last. The zero Pool holds nothing.
+// Pool is the range of subnets that a network gives to hosts: all of one length, from the first
+// to the last. The zero Pool has no subnets.
 type Pool struct {
 	first, last netip.Prefix
 }
@@ -51,8 +51,8 @@ func (n Network) Pool() (Pool, error) {
 	return Pool{netip.PrefixFrom(first, length), netip.PrefixFrom(last, length)}, nil
 }
 
-// subnetLen returns the length as configured, or the default: /24 or /64 where
-// at least four of them fit, otherwise the one of which four fit.
+// subnetLen returns the configured length, or the default: /24 or /64 if at least four of them
+// fit, otherwise the length of which four fit.
 func (n Network) subnetLen() (int, error) {
 	f := prefix.FamilyOf(n.Prefix.Addr())
 	usual, longest := 24, 30
@@ -81,7 +81,7 @@ func (n Network) subnetLen() (int, error) {
 // String returns "10.5.1.0/24 to 10.5.255.0/24".
 func (p Pool) String() string { return fmt.Sprintf("%s to %s", p.first, p.last) }
 
-// Size returns how many subnets the pool holds, taken or not.
+// Size returns the number of subnets of the pool, taken or not.
 func (p Pool) Size() *big.Int {
 	n := p.index(p.last.Addr())
 	return n.Add(n, big.NewInt(1))
@@ -94,14 +94,13 @@ func (p Pool) Contains(s netip.Prefix) bool {
 		!s.Addr().Less(p.first.Addr()) && !p.last.Addr().Less(s.Addr())
 }
 
-// guesses is how often Pick tries its luck, which is good unless the pool is nearly
-// full, before it goes through what is taken in order.
+// guesses is the number of random subnets that Pick tries before it looks at all taken subnets
+// in order. Unless the pool is nearly full, one of them is free.
 const guesses = 4
 
-// Pick returns a subnet that overlaps none of taken, every free one being as
-// likely as any other; ok is false if none is free. taken may hold prefixes of
-// any length and family, in any order. The time it takes depends on how many
-// those are, not on the size of the pool. A nil rnd means the global source.
+// Pick returns a random subnet that overlaps none of taken; ok is false if none is free. taken may
+// contain prefixes of any length and family, in any order. The time depends on their number, not
+// on the size of the pool. A nil rnd means the global source.
 func (p Pool) Pick(taken []netip.Prefix, rnd *rand.Rand) (s netip.Prefix, ok bool) {
 	if !p.first.IsValid() {
 		return netip.Prefix{}, false
@@ -119,7 +118,7 @@ func (p Pool) Pick(taken []netip.Prefix, rnd *rand.Rand) (s netip.Prefix, ok boo
 	if free.Sign() <= 0 {
 		return netip.Prefix{}, false
 	}
-	// The n-th free subnet lies behind all taken spans that start at or below it.
+	// The n-th free subnet comes after all taken spans that start at or below it.
 	n := below(free, rnd)
 	for _, t := range spans {
 		if n.Cmp(t.from) < 0 {
@@ -144,7 +143,7 @@ func (s span) size() *big.Int {
 	return n.Add(n, big.NewInt(1))
 }
 
-// spans returns what taken covers of the pool, sorted and without overlaps.
+// spans returns the parts of the pool that taken covers, sorted and without overlaps.
 func (p Pool) spans(taken []netip.Prefix) []span {
 	all := make([]span, 0, len(taken))
 	for _, t := range taken {
@@ -177,7 +176,7 @@ func (p Pool) spans(taken []netip.Prefix) []span {
 	return merged
 }
 
-// index returns which subnet of the pool a lies in. The pool's first subnet is 0.
+// index returns the number of the subnet that contains a. The pool's first subnet is 0.
 func (p Pool) index(a netip.Addr) *big.Int {
 	d := prefix.Distance(p.first.Addr(), a)
 	return d.Rsh(d, p.hostBits())

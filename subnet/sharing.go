@@ -9,29 +9,29 @@ import (
 // Shared is a public address that several accepted leases have, or had.
 type Shared struct {
 	PublicIP netip.Addr
-	Keys     []string // of the leases, the oldest first; nil: no two have it any more
+	Keys     []string // of the leases, the oldest first; nil: it is no longer shared
 }
 
-// sharing knows the public addresses that several leases have: a Node of a host that
-// is gone beside the one that was given its address, or hosts behind one NAT.
+// sharing tracks the public addresses that several leases have: those of hosts behind one NAT,
+// or of a host that is gone while its Node still exists and another host has its address.
 type sharing struct {
 	leases  map[netip.Addr][]*Lease // at least two each, the oldest first
-	told    map[netip.Addr]struct{} // what news has returned as shared
-	touched map[netip.Addr]struct{} // where leases and told may differ
+	told    map[netip.Addr]struct{} // addresses that news has returned as shared
+	touched map[netip.Addr]struct{} // addresses for which leases and told may differ
 }
 
 func newSharing() sharing {
 	return sharing{told: map[netip.Addr]struct{}{}, touched: map[netip.Addr]struct{}{}}
 }
 
-// reset forgets all leases, but not what was told.
+// reset forgets all leases, but not which addresses news has returned.
 func (s *sharing) reset() {
 	s.leases = map[netip.Addr][]*Lease{}
 	maps.Copy(s.touched, s.told)
 }
 
-// join notes that l has an address that other has, alone or with more, and returns
-// the oldest of all that have it.
+// join records that l has an address that other and perhaps more leases have, and returns the
+// oldest lease that has it.
 func (s *sharing) join(a netip.Addr, other, l *Lease) (oldest *Lease) {
 	all := s.leases[a]
 	if all == nil {
@@ -44,8 +44,8 @@ func (s *sharing) join(a netip.Addr, other, l *Lease) (oldest *Lease) {
 	return all[0]
 }
 
-// leave notes that l has the address no more, and returns the oldest of those that
-// still have it; nil if l had it alone.
+// leave records that l no longer has the address, and returns the oldest lease that still has
+// it; nil if no other lease has it.
 func (s *sharing) leave(a netip.Addr, l *Lease) (oldest *Lease) {
 	all := s.leases[a]
 	if all == nil {
@@ -61,7 +61,7 @@ func (s *sharing) leave(a netip.Addr, l *Lease) (oldest *Lease) {
 	return all[0]
 }
 
-// news returns what has changed since it was last called, in the order of addresses.
+// news returns the changes since the last call, in the order of addresses.
 func (s *sharing) news() []Shared {
 	var all []Shared
 	for a := range s.touched {

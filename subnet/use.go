@@ -5,15 +5,16 @@ import (
 	"net/netip"
 )
 
-// Use counts the subnets of a pool. What would not fit is math.MaxUint64.
+// Use contains the numbers of subnets of a pool. A number that does not fit is
+// math.MaxUint64.
 type Use struct {
 	Free     uint64 // overlap no lease
 	Leased   uint64
-	Reserved uint64 // by a lease without end
+	Reserved uint64 // by a lease that does not expire
 }
 
-// Use returns how the pool is used by leases. A lease of another length takes
-// what it overlaps; a subnet that is reserved and leased is reserved.
+// Use returns how the pool is used by leases. A lease of another length uses all subnets that it
+// overlaps. A subnet that is reserved and leased counts as reserved.
 func (p Pool) Use(leases []Lease) Use {
 	if !p.first.IsValid() {
 		return Use{}

@@ -14,7 +14,7 @@ import (
 	"flanneld/subnet"
 )
 
-// ownLease is the own key as it was last written or found right.
+// ownLease is the own key as it was last written, or found to be right.
 type ownLease struct {
 	key      string
 	claim    subnet.Claim // as published
@@ -27,7 +27,7 @@ type ownLease struct {
 // plan is the decision of Acquire about the leases that it has found.
 type plan struct {
 	keep    *entry         // the own lease to continue with; nil: take subnets
-	subnets []netip.Prefix // to take if keep is nil
+	subnets []netip.Prefix // the subnets to take; only if keep is nil
 	stale   []entry        // own leases that the same transaction deletes
 	twin    string         // key of another lease that carries the own address and stays
 	other   bool           // the node takes subnets although a usable lease carries its address
@@ -132,9 +132,9 @@ func (o ownLease) exists() bool { return o.key != "" }
 // leased reports whether e is a lease that expires, not a reservation.
 func (e *entry) leased() bool { return e.leaseID != 0 }
 
-// beaten reports whether one of e's subnets belongs to an older lease of
-// another node. A key is the pair of both families' subnets: two nodes that
-// pick the same IPv4 subnet, but not the same IPv6 one, do not meet in it.
+// beaten reports whether one of e's subnets belongs to an older lease of another node. A key names
+// the subnets of both families, so two nodes that choose the same IPv4 subnet and different IPv6
+// subnets write different keys.
 func beaten(e entry, ours func(entry) bool, entries []entry) bool {
 	return slices.ContainsFunc(entries, func(other entry) bool {
 		return other.createRevision < e.createRevision && other.err == nil && !ours(other) &&
@@ -191,7 +191,7 @@ func check(cfg subnet.Config, c subnet.Claim) error {
 }
 
 func (m *Manager) acquire(ctx context.Context, pools []subnet.Pool, c subnet.Claim, spare *grant) error {
-	l, err := m.listOr(ctx, &m.forAcquire, stashTime)
+	l, err := m.listOr(ctx, &m.forAcquire)
 	if err != nil {
 		return err
 	}
@@ -286,8 +286,8 @@ func logDeleted(ctx context.Context, stale []entry, own ownLease) {
 	}
 }
 
-// reservedBy reports whether e is a reservation of the same subnets, but for those of a
-// family that only one of the two has: IPv6 was enabled since, or disabled.
+// reservedBy reports whether e is a reservation of the same subnets, except for those of a family
+// that only one of the two has because IPv6 was enabled or disabled since.
 func (o ownLease) reservedBy(e entry) bool {
 	same := 0
 	for _, own := range o.claim.Endpoints {
@@ -348,10 +348,9 @@ func (m *Manager) rivals(ctx context.Context, own ownLease, since int64) ([]entr
 	return found, nil
 }
 
-// settle makes the key that was found as e what own says, with as little
-// writing as possible: none if only the etcd lease needs to be kept alive. A
-// key without an etcd lease is a reservation and stays one. stale keys go in the same
-// transaction.
+// settle makes the key that was found as e equal to own. It writes nothing if only the etcd lease
+// has to be kept alive. A key without an etcd lease is a reservation and stays one. The same
+// transaction deletes stale keys.
 func (m *Manager) settle(ctx context.Context, e entry, own ownLease, stale []entry, spare *grant) error {
 	own.create, own.revision, own.grant = e.createRevision, e.modRevision, grant{}
 	if e.leaseID != 0 {
@@ -359,8 +358,8 @@ func (m *Manager) settle(ctx context.Context, e entry, own ownLease, stale []ent
 		if err != nil && !errors.Is(err, errNoGrant) {
 			return err
 		}
-		// The store may give more than it is asked for: what this daemon was given is
-		// all that there is to be had.
+		// The store may grant more than was asked for. A grant of this manager is not replaced
+		// for that: another one would be no different.
 		if err != nil || g.ttl < m.cfg.TTL || g.ttl > m.cfg.TTL && e.leaseID != m.own.grant.id {
 			if err := m.provide(ctx, spare); err != nil {
 				return err
@@ -383,20 +382,20 @@ func (m *Manager) settle(ctx context.Context, e entry, own ownLease, stale []ent
 	return nil
 }
 
-// wrote reports whether e is what this manager has written, and nobody since. The
-// revision alone does not tell: they begin anew in a store that was emptied.
+// wrote reports whether e is as this manager has written it. A comparison of the revision alone is
+// not sufficient, because revisions start again in a store that was emptied.
 func (m *Manager) wrote(e entry) bool {
 	return e.key == m.own.key && e.modRevision == m.own.revision && e.createRevision == m.own.create && e.leaseID == m.own.grant.id
 }
 
-// attempt returns which of the unanswered writes e is, or -1. That of another node has
-// another etcd lease or, if it is a reservation, another value.
+// attempt returns the index of the unanswered write that has created e, or -1. A write of another
+// node has another etcd lease or, if it is a reservation, another value.
 func (m *Manager) attempt(e entry) int {
 	found := ownLease{key: e.key, value: e.value, grant: grant{id: e.leaseID}}
 	return slices.IndexFunc(m.unanswered, found.sameAs)
 }
 
-// recognize takes e over if it is what this manager has written without an answer.
+// recognize makes e the own lease if an unanswered write of this manager has created it.
 func (m *Manager) recognize(ctx context.Context, e entry) {
 	if i := m.attempt(e); i >= 0 {
 		own := m.unanswered[i]
@@ -405,13 +404,13 @@ func (m *Manager) recognize(ctx context.Context, e entry) {
 	}
 }
 
-// sameAs reports whether a key has the same after writing either.
+// sameAs reports whether a key is the same after a write of either lease.
 func (o ownLease) sameAs(other ownLease) bool {
 	return o.key == other.key && o.grant.id == other.grant.id && string(o.value) == string(other.value)
 }
 
-// remember takes over what was written. The etcd leases of what it replaces
-// are revoked.
+// remember makes a lease that was written the own lease. It revokes the etcd leases of the keys
+// that it replaces.
 func (m *Manager) remember(ctx context.Context, own ownLease, replaced ...entry) {
 	unused := []clientv3.LeaseID{m.own.grant.id}
 	for _, e := range replaced {
@@ -441,7 +440,7 @@ func (o ownLease) lease() subnet.Lease {
 	return l
 }
 
-// lock waits for the right to read and write the own lease.
+// lock waits until no other goroutine reads or writes the own lease.
 func (m *Manager) lock(ctx context.Context) (unlock func(), err error) {
 	select {
 	case m.writing <- struct{}{}:

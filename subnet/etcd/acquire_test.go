@@ -369,8 +369,8 @@ func TestAddressChangesWhileRunning(t *testing.T) {
 	keep.running(t)
 }
 
-// TestAnswerLost has the store do what it is asked to, and nobody hear of it: what stands
-// there then is ours, and nobody else's.
+// TestAnswerLost loses the answer to a write that the store has made. The manager must recognize
+// the lease that it finds then as its own.
 func TestAnswerLost(t *testing.T) {
 	const before, lost, after = "192.0.2.1", "192.0.2.22", "192.0.2.3"
 	for name, tc := range map[string]struct {
@@ -427,7 +427,8 @@ func TestAnswerLost(t *testing.T) {
 	}
 }
 
-// What another node writes is its own, even if it is to the letter what was not answered.
+// TestAnswerLostAndTakenOver expects that a lease of another node is not taken for the own one,
+// even if its value is that of the write without an answer.
 func TestAnswerLostAndTakenOver(t *testing.T) {
 	for _, by := range []string{"192.0.2.9", "192.0.2.22"} {
 		t.Run(by, func(t *testing.T) {
@@ -649,7 +650,7 @@ func (k keeper) lost(tb testing.TB) error {
 	return nil
 }
 
-// TestHeld has a node come back with another address, and know its lease.
+// TestHeld starts a node that has another address than before and knows its lease.
 func TestHeld(t *testing.T) {
 	f := newFixture(t, sharedServer(t))
 	f.put(t, "config", configV4)

@@ -17,14 +17,14 @@ import (
 
 // Errors of an Admin.
 var (
-	// ErrChanged means that somebody else changed the store meanwhile.
-	ErrChanged = errors.New("changed by somebody else meanwhile")
+	// ErrChanged means that another client changed the store in the meantime.
+	ErrChanged = errors.New("changed by another client in the meantime")
 	// ErrNotFound means that there is no such key.
 	ErrNotFound = errors.New("no such lease")
 )
 
-// Admin is what operators do to the store. Every write is a compare-and-swap.
-// Unlike a Manager it does not wait for a store that is away.
+// Admin contains the actions of operators. Every write is a compare-and-swap. Unlike a Manager,
+// an Admin does not wait for a store that does not answer.
 type Admin struct{ m *Manager }
 
 // NewAdmin returns an Admin. It does not connect. The caller must Close it.
@@ -140,7 +140,7 @@ func (a *Admin) Reserve(ctx context.Context, c subnet.Claim) (key string, err er
 		return "", err
 	}
 	if e := a.m.entry(&mvccpb.KeyValue{Key: []byte(a.m.dir + key), Value: value}); e.err != nil {
-		return "", fmt.Errorf("reserve %s: nobody could read it: %w", key, e.err)
+		return "", fmt.Errorf("reserve %s: hosts could not read it: %w", key, e.err)
 	}
 	entries, err := a.Entries(ctx, false)
 	if err != nil {

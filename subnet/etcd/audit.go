@@ -138,8 +138,9 @@ func sameJSON(x, y json.RawMessage) bool {
 	return json.Unmarshal(x, &a) == nil && json.Unmarshal(y, &b) == nil && reflect.DeepEqual(a, b)
 }
 
-// repair applies and publishes what the audit has found, and reports whether there was
-// anything. It must not be called while a watch runs. What has changed since is not touched.
+// repair corrects the view by the findings of the audit, publishes the corrections, and reports
+// whether there were any. It must not be called while a watch runs. Entries that have changed
+// since stay as they are.
 func (a *audit) repair(ctx context.Context, sink func(subnet.Update)) bool {
 	if a.found == nil {
 		return false

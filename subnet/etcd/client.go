@@ -211,8 +211,8 @@ func (c *client) connect() (*connection, error) {
 	return c.conn, nil
 }
 
-// turn waits for a random time, the longer the more hosts there are: what all of them do at
-// the same event takes the server some time for each.
+// turn waits for a random time that grows with the number of hosts. It comes before requests that
+// all hosts make at the same event, because each of them takes the server some time.
 func (c *client) turn(ctx context.Context) error {
 	timer := time.NewTimer(rand.N(time.Duration(c.hosts.Load())*c.timing.spread + 1))
 	defer timer.Stop()
@@ -233,7 +233,7 @@ func (c *client) judge(ctx context.Context, conn *connection, made time.Time, er
 	case isAnswer(code):
 		conn.answered.Store(time.Now().UnixNano())
 	case code == codes.DeadlineExceeded && conn.answered.Load() > made.UnixNano():
-		// It is slow, as with a full list on a slow link: to begin anew would not help.
+		// It is slow, as with a full list on a slow link. A new connection would not help.
 	default:
 		c.fail(conn)
 	}

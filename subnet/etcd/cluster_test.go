@@ -62,8 +62,8 @@ func newCluster(t *testing.T, election time.Duration) []*server {
 	return members
 }
 
-// TestLeaderLoss takes the leader of three away: what is written under the next
-// one arrives, and the own lease stays.
+// TestLeaderLoss stops the leader of three members. Writes under the next leader must arrive, and
+// the own lease must stay.
 func TestLeaderLoss(t *testing.T) {
 	members := newCluster(t, time.Second)
 	leader := members[0]
@@ -85,7 +85,7 @@ func TestLeaderLoss(t *testing.T) {
 	m := f.manager(t, func(c *Config) { c.Endpoints = urls })
 	own := acquire(t, m, claim("192.0.2.1"))
 	w := subnettest.Watch(t, m)
-	w.Until(t, "nobody", subnettest.Has())
+	w.Until(t, "no peer", subnettest.Has())
 	ctx, cancel := context.WithCancel(t.Context())
 	kept := make(chan error, 1)
 	go func() { kept <- m.Keep(ctx, own) }()
@@ -127,7 +127,7 @@ func watchMany(t *testing.T, f *fixture, members []*server, options ...func(*Man
 			o(m)
 		}
 		w := subnettest.Watch(t, m)
-		w.Until(t, "nobody", subnettest.Has())
+		w.Until(t, "no peer", subnettest.Has())
 		watchers = append(watchers, w)
 	}
 	return watchers

@@ -146,9 +146,9 @@ func decodeAny(value []byte) (w wireLease, err error) {
 	return w, nil
 }
 
-// decodePlain reads a value in the form that flannel writes, at a fraction of
-// the cost: a start reads thousands. It comes to the same as decodeAny, or to
-// ok being false. What is raw in it is part of value.
+// decodePlain reads a value in the form that flannel writes, at a fraction of the cost of
+// decodeAny: a start reads thousands. The result is that of decodeAny, or ok is false. Raw fields
+// of the result are parts of value.
 func decodePlain(value []byte) (w wireLease, ok bool) {
 	ok = plainjson.Object(value, func(key, value []byte) bool {
 		into := &w.BackendData
@@ -179,7 +179,7 @@ func decodePlain(value []byte) (w wireLease, ok bool) {
 	return w, ok
 }
 
-// decodeAddr returns the unspecified address where there is none.
+// decodeAddr returns the unspecified address if there is none.
 func decodeAddr(f prefix.Family, raw json.RawMessage) (netip.Addr, error) {
 	switch {
 	case raw == nil && f == prefix.IPv4:
@@ -194,8 +194,8 @@ func decodeAddr(f prefix.Family, raw json.RawMessage) (netip.Addr, error) {
 	return subnet.ParseAddr(f, text)
 }
 
-// decodeText returns the string that raw is. What encoding/json fills in has a
-// variable of its own, which costs nothing where raw is plain.
+// decodeText returns the string that raw contains. The variable for encoding/json is declared
+// after the plain case, so that it is allocated only if it is needed.
 func decodeText(raw json.RawMessage) (string, bool) {
 	if plain, ok := plainjson.Text(raw); ok {
 		return string(plain), true

@@ -11,7 +11,7 @@ import (
 	"flanneld/subnet"
 )
 
-// tell reads the configuration and says what it is.
+// tell reads the configuration and reports it.
 func (m *Manager) tell(ctx context.Context, v *view) (subnet.StoreID, error) {
 	var id subnet.StoreID
 	err := m.call(ctx, func(ctx context.Context, c *clientv3.Client) error {
@@ -37,8 +37,8 @@ func (m *Manager) onConfig(text []byte) {
 	}
 }
 
-// takeConfig takes what concerns the configuration out of a response. A watch begins
-// behind the last lease: what the configuration has been since then is no news.
+// takeConfig removes the events of the configuration from a response and reports the new ones. A
+// watch begins at the last known lease, so it can bring configurations that are known already.
 func (m *Manager) takeConfig(v *view, resp *pb.WatchResponse) {
 	key := m.configKey()
 	resp.Events = slices.DeleteFunc(resp.Events, func(ev *mvccpb.Event) bool {
@@ -58,7 +58,7 @@ func (m *Manager) takeConfig(v *view, resp *pb.WatchResponse) {
 	})
 }
 
-// given is the value of a key that exists, which is never nil.
+// given returns the value of a key that exists. It is never nil.
 func given(value []byte) []byte {
 	if value == nil {
 		return []byte{}

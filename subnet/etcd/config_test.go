@@ -54,7 +54,7 @@ func TestWatchTellsOfTheConfiguration(t *testing.T) {
 	f.delete(t, "config")
 	expect("none")
 
-	// What changes while nobody watches is told afterwards, and nothing that was before.
+	// A change during an outage is reported afterwards, and earlier configurations are not.
 	f.put(t, "config", "before")
 	expect("before")
 	s.stop()

@@ -1,6 +1,6 @@
-// Package etcd keeps leases in etcd v3, in the keys and values that flannel
-// uses: <prefix>/config holds the configuration, <prefix>/subnets/<key> one
-// lease each. Every write of a lease is a compare-and-swap.
+// Package etcd stores leases in etcd v3, in the keys and values that flannel uses:
+// <prefix>/config contains the configuration, and each <prefix>/subnets/<key> one lease. Every
+// write of a lease is a compare-and-swap.
 package etcd
 
 import (
@@ -62,18 +62,18 @@ type Config struct {
 // Manager is a subnet.Manager on etcd. It is safe for concurrent use.
 type Manager struct {
 	cfg    Config
-	dir    string // what the keys of leases begin with
+	dir    string // prefix of the keys of leases
 	timing timing
 	wall   func() time.Time // without the monotonic clock
 	client *client
 	outage *outage.Tracker
 
-	// writing is held by whoever reads or writes the own lease: it guards own and unanswered.
+	// writing guards own and unanswered: it contains an element while a goroutine uses them.
 	writing    chan struct{}
 	own        ownLease
-	unanswered []ownLease // that were written since: the store may have one of them, or still get it
+	unanswered []ownLease // written since, without an answer: the store may have one of them, or still get it
 	ownKey     atomic.Pointer[string]
-	// What Recall has listed is for Acquire, what Acquire has for Watch.
+	// Recall leaves its listing for Acquire, and Acquire for Watch.
 	forAcquire, forWatch stash
 	known                atomic.Pointer[lastKnown]    // see restore
 	full                 atomic.Pointer[fullPool]     // see awaitVacancy
@@ -90,11 +90,11 @@ var _ subnet.Manager = (*Manager)(nil)
 type timing struct {
 	request, page        time.Duration // deadline of a request, and of one for a page of a list
 	login                time.Duration // deadline of a login: the server may have to do those of all hosts
-	spread               time.Duration // for each host, by which they spread what all of them do at the same event
-	slow                 time.Duration // what a request takes if the store cannot keep up
+	spread               time.Duration // for each host, over which requests of all hosts at the same event are spread
+	slow                 time.Duration // duration of a request to a store that cannot keep up
 	quiet, idle, grace   time.Duration // see follow
 	check                time.Duration // see verify
-	dead                 time.Duration // what pings take to find a dead connection
+	dead                 time.Duration // time in which pings find a dead connection
 	backoffMin, backoff  time.Duration
 	restoreMin, restored time.Duration // pause after the own key had to be written again
 	reprieve             time.Duration // for leases that are gone after a long outage
@@ -142,13 +142,13 @@ func wall() time.Time { return time.Now().Round(0) }
 // Close ends the connection. Methods that are still running fail.
 func (m *Manager) Close() error { return m.client.close() }
 
-// Reconnect gives up the connection, and has a new one made when it is needed:
-// one from an address that this host has no more would be silent for long.
+// Reconnect closes the connection. The next request makes a new one. A connection from an address
+// that this host has lost would be silent for a long time.
 func (m *Manager) Reconnect() { m.client.renew() }
 
-// Held says that l was this node's own lease when it had the addresses that are
-// in it. As long as the store has it so, it is, whatever address the node has by
-// now: Acquire takes it over.
+// Held tells the manager that l was this node's lease when the node had the addresses in it. If
+// the store still has l unchanged, Acquire continues with it, even if the node has another
+// address now.
 func (m *Manager) Held(l subnet.Lease) { m.former.Store(&l) }
 
 // held reports whether e is the lease that Held was told of.
@@ -171,8 +171,8 @@ func (m *Manager) Config(ctx context.Context) (subnet.Config, error) {
 	return cfg, err
 }
 
-// config also returns the pools, so that what is not fit for allocation is
-// refused as early as what cannot be read.
+// config also returns the pools, so that a configuration without usable pools is refused as early
+// as one that cannot be read.
 func (m *Manager) config(ctx context.Context) (subnet.Config, []subnet.Pool, error) {
 	var resp *clientv3.GetResponse
 	err := m.call(ctx, func(ctx context.Context, c *clientv3.Client) (err error) {
@@ -232,8 +232,7 @@ func (m *Manager) callWithin(ctx context.Context, deadline time.Duration, f func
 	return explain(m.cfg.Endpoints, deadline, err)
 }
 
-// retry runs f until it succeeds or fails for a reason that does not pass by
-// itself.
+// retry runs f until it succeeds, or fails for a reason that does not pass.
 func (m *Manager) retry(ctx context.Context, s string, f func() error) error {
 	b := m.backoff()
 	for {

@@ -17,9 +17,8 @@ import (
 // errLook ends a watch of the own key: there is something to look at.
 var errLook = errors.New("own key has changed")
 
-// Keep holds the own lease. It looks at the key whenever that may have
-// changed, and first of all after every outage, and does what is needed to
-// make it right. See subnet.Manager.
+// Keep keeps the own lease. It reads the key at the start, after every outage, and when the key may
+// have changed, and corrects it if necessary. See subnet.Manager.
 func (m *Manager) Keep(ctx context.Context, own subnet.Lease) error {
 	defer m.outage.Forget(sourceLease)
 	b, restores := m.backoff(), m.backoff()
@@ -29,14 +28,14 @@ func (m *Manager) Keep(ctx context.Context, own subnet.Lease) error {
 	defer func() { m.revoke(ctx, spare) }()
 	for {
 		looked, restored, err := m.ensure(ctx, own, &spare)
-		if err == nil { // what is left was not needed after all
+		if err == nil { // the spare etcd lease was not needed
 			m.revoke(ctx, spare)
 			spare = grant{}
 		}
 		switch {
 		case err != nil:
 		case restored:
-			// Whoever changes the key again at once is not answered at once.
+			// Two programs that overwrite each other's value must not do so in a tight loop.
 			if time.Since(lastRestore) > 10*m.timing.restored {
 				restores.Reset()
 			}
@@ -63,8 +62,8 @@ func (m *Manager) Keep(ctx context.Context, own subnet.Lease) error {
 	}
 }
 
-// ensure looks at the own key and makes it right. looked is the revision at
-// which it was; restored means that the key had to be written.
+// ensure reads the own key and corrects it. looked is the revision at which the key was right;
+// restored means that it had to be written.
 func (m *Manager) ensure(ctx context.Context, l subnet.Lease, spare *grant) (looked int64, restored bool, err error) {
 	unlock, err := m.lock(ctx)
 	if err != nil {
@@ -108,8 +107,8 @@ func (m *Manager) ensure(ctx context.Context, l subnet.Lease, spare *grant) (loo
 	return looked, true, nil
 }
 
-// judge has the own key yield if another node was first, where a retake wrote it but ended
-// before that was looked at.
+// judge yields the own key if another node was first and a retake has written it, but ended
+// before it compared the two.
 func (m *Manager) judge(ctx context.Context, found entry) error {
 	if found.key != m.own.key || found.createRevision == m.own.create || found.leaseID == 0 {
 		return nil
@@ -122,7 +121,7 @@ func (m *Manager) judge(ctx context.Context, found entry) error {
 	return m.yield(ctx, made, 0)
 }
 
-// ownOr returns what this manager acquired or, if that is not l, makes do with l.
+// ownOr returns the lease that this manager acquired. If that is not l, it derives one from l.
 func (m *Manager) ownOr(l subnet.Lease) (ownLease, error) {
 	if m.own.key == l.Key {
 		return m.own, nil
@@ -144,21 +143,22 @@ func (m *Manager) renewal(g grant) time.Time {
 	return g.expires.Add(-margin - time.Duration(g.early*float64(g.ttl-margin)))
 }
 
-// untilRenewal returns how long g can wait to be kept alive: by the monotonic clock, which
-// stands still while the host is suspended, or by the wall clock, which may be set back,
-// whichever says less.
+// untilRenewal returns the time until g has to be kept alive. It is the smaller of two: by the
+// monotonic clock, which stops while the host is suspended, and by the wall clock, which may be
+// set back.
 func (m *Manager) untilRenewal(g grant) time.Duration {
 	at := m.renewal(g)
 	return min(time.Until(at), at.Sub(m.wall()))
 }
 
-// margin is how long before its end a lease is renewed, and so how long the
-// store may be away without any lease running out.
+// margin returns how long before its end a lease is renewed. The store may be unavailable for as
+// long before a lease expires.
 func (m *Manager) margin(ttl time.Duration) time.Duration {
 	return min(m.cfg.RenewMargin, ttl-min(time.Minute, ttl/3))
 }
 
-// owner returns whose lease e is; invalid if it cannot be read or says nothing.
+// owner returns the address of the node that has the lease e; invalid if it cannot be read or has
+// no address.
 func owner(e entry) netip.Addr { return identity(subnet.Claim{Endpoints: e.lease.Endpoints}) }
 
 func lost(key string, by entry) error {
@@ -217,9 +217,9 @@ func (m *Manager) read(ctx context.Context, key string) (found *entry, revision 
 	return found, revision, err
 }
 
-// await blocks until the own key has changed since revision looked or is to be
-// renewed, both of which is errLook, or cannot be watched any more. It calls
-// alive whenever the store answers.
+// await blocks until the own key has changed since revision looked, or has to be renewed. It
+// returns errLook in both cases, and another error if it cannot watch the key. It calls alive
+// whenever the store answers.
 func (m *Manager) await(ctx context.Context, looked int64, alive func()) error {
 	unlock, err := m.lock(ctx)
 	if err != nil {

@@ -295,8 +295,8 @@ func TestStoreWipedUnderKeep(t *testing.T) {
 	w.Until(t, "our lease", subnettest.Has(l.Key))
 }
 
-// TestReconnect gives up the connection while everything is in use: nothing
-// ends, nothing is lost, and nobody is told of an outage.
+// TestReconnect closes the connection while all activities use it. No activity may end, no change
+// may be lost, and no outage may be reported.
 func TestReconnect(t *testing.T) {
 	f := newFixture(t, sharedServer(t))
 	f.put(t, "config", configV4)

@@ -132,16 +132,15 @@ func (m *Manager) listAt(ctx context.Context, revision int64, pause time.Duratio
 // by compare-and-swap, or by the watch.
 type stash struct{ atomic.Pointer[listing] }
 
-// stashTime is the age up to which Acquire uses a listing. A watch can start from an older one,
-// unless the store has compacted its revision.
-const stashTime, stashTimeOfWatch = 10 * time.Second, time.Minute
+// stashTime is the age up to which a listing is used. It may be that of a start on a slow host.
+const stashTime = 10 * time.Second
 
 func (s *stash) put(l listing) { s.Store(&l) }
 
 // listOr returns the content of s, which is empty afterwards, or the last known state brought up
 // to date, or a new listing.
-func (m *Manager) listOr(ctx context.Context, s *stash, age time.Duration) (listing, error) {
-	if l := s.Swap(nil); l != nil && time.Since(l.read) < age {
+func (m *Manager) listOr(ctx context.Context, s *stash) (listing, error) {
+	if l := s.Swap(nil); l != nil && time.Since(l.read) < stashTime {
 		return *l, nil
 	}
 	l, ok, err := m.restore(ctx)
@@ -158,8 +157,8 @@ func storeID(h *pb.ResponseHeader) subnet.StoreID {
 	return subnet.StoreID{ID: fmt.Sprintf("%x", h.ClusterId), Revision: h.Revision}
 }
 
-// identity is how a node knows its own leases: by its public address, the IPv4
-// one if it has one. It is invalid for a lease that is nobody's.
+// identity returns the address by which a node recognizes its own leases: its public IPv4 address
+// if it has one, otherwise IPv6. It is invalid for a lease without an owner.
 func identity(c subnet.Claim) netip.Addr {
 	for _, f := range []prefix.Family{prefix.IPv4, prefix.IPv6} {
 		if e, ok := c.Endpoint(f); ok && e.PublicIP.IsValid() && !e.PublicIP.IsUnspecified() {
@@ -169,7 +168,7 @@ func identity(c subnet.Claim) netip.Addr {
 	return netip.Addr{}
 }
 
-// carries reports whether a lease is one of the node with address who.
+// carries reports whether a lease belongs to the node with address who.
 func carries(l subnet.Lease, who netip.Addr) bool {
 	return slices.ContainsFunc(l.Endpoints, func(e subnet.Endpoint) bool { return e.PublicIP == who })
 }
@@ -192,7 +191,7 @@ func overlap(a, b []netip.Prefix) bool {
 	return slices.ContainsFunc(a, func(s netip.Prefix) bool { return slices.ContainsFunc(b, s.Overlaps) })
 }
 
-// recalled is the lease among ours that has what the node had before, or else
+// recalled returns the lease among ours that overlaps a subnet that the node had before, or else
 // the first.
 func recalled(entries []entry, ours func(entry) bool, before []netip.Prefix) *entry {
 	var found *entry
@@ -209,7 +208,7 @@ func (m *Manager) Recall(ctx context.Context, own subnet.Claim) (subnet.Claim, e
 	defer m.outage.Forget(sourceLease)
 	var l listing
 	err := m.retry(ctx, sourceLease, func() (err error) {
-		l, err = m.listOr(ctx, &stash{}, 0)
+		l, err = m.listOr(ctx, &stash{})
 		return err
 	})
 	if err != nil {

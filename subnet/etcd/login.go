@@ -28,7 +28,7 @@ type login struct {
 	retry          *outage.Backoff             // used by one login at a time
 
 	mu      sync.Mutex
-	token   string        // what requests carry; empty if etcd wants none
+	token   string        // for requests; empty if etcd wants none
 	valid   bool          // false: the next request needs a login
 	worked  bool          // a request that carried the token was answered
 	before  bool          // there was a login before

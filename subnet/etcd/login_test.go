@@ -45,7 +45,7 @@ func testTokenRunsOut(t *testing.T, program string) {
 	<-renewed
 	k := keeping(t, m, own)
 	w := subnettest.Watch(t, m)
-	w.Until(t, "nobody", subnettest.Has())
+	w.Until(t, "no peer", subnettest.Has())
 	key := f.prefix + "/subnets/" + own.Key
 	lease := func() clientv3.LeaseID {
 		t.Helper()

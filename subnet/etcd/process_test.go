@@ -82,7 +82,7 @@ func healthy(tb testing.TB, url string) bool {
 	return resp.StatusCode == http.StatusOK
 }
 
-// stop kills the process: what a restart loses is lost.
+// stop kills the process, which loses all that etcd keeps only in memory.
 func (p *process) stop() {
 	_ = p.cmd.Process.Kill()
 	<-p.exited

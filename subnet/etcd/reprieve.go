@@ -12,26 +12,25 @@ import (
 	"flanneld/subnet"
 )
 
-// reprieve lets leases that are gone count for a while longer. When a store has
-// been out of reach for so long that nodes could not renew their leases, it
-// deletes them as soon as it is back, and the nodes, which have been up all the
-// time, take them again within seconds. To follow that would cut off every
-// node from every other for so long.
+// reprieve keeps leases that the store has deleted for a while. If a store was unavailable for so
+// long that nodes could not renew their leases, it deletes the leases as soon as it is back, and
+// the nodes, which have run all the time, take them again within seconds. Following those
+// deletions would disconnect all nodes for that time.
 type reprieve struct {
-	heard  time.Time // when the store last said something
+	heard  time.Time // when the store last sent something
 	until  time.Time // zero: there is none
 	doomed map[string]struct{}
 }
 
-// alive takes note that a stream was up until now: the store has been there,
-// however silent, but for as long as nobody would have noticed that it is not.
+// alive records that a stream was up until now, even if the store has sent nothing. unnoticed is
+// the time for which a dead connection is not noticed.
 func (r *reprieve) alive(now time.Time, unnoticed time.Duration) {
 	if latest := now.Add(-unnoticed); r.heard.Before(latest) {
 		r.heard = latest
 	}
 }
 
-// hear takes note that the store is there.
+// hear records that the store has sent something.
 func (r *reprieve) hear(now time.Time, margin, grace time.Duration) {
 	if !r.heard.IsZero() && now.Sub(r.heard) > margin {
 		r.until = now.Add(grace)
@@ -39,8 +38,7 @@ func (r *reprieve) hear(now time.Time, margin, grace time.Duration) {
 	r.heard = now
 }
 
-// spares takes note that a key is gone, and reports whether it counts
-// nevertheless.
+// spares records that a key is gone, and reports whether its lease is kept nevertheless.
 func (r *reprieve) spares(key string) bool {
 	if !r.heard.Before(r.until) {
 		return false
@@ -52,8 +50,8 @@ func (r *reprieve) spares(key string) bool {
 	return true
 }
 
-// renewed takes note that a key is there, and returns those that cannot count
-// beside it: of the same subnet, or of the same node.
+// renewed records that a key exists, and returns the kept leases that it replaces: those of the
+// same subnet, or of the same node.
 func (r *reprieve) renewed(now *entry, entries map[string]*entry) (gone []string) {
 	delete(r.doomed, now.key)
 	for key := range r.doomed {
@@ -70,7 +68,7 @@ func (r *reprieve) renewed(now *entry, entries map[string]*entry) (gone []string
 	return gone
 }
 
-// ended returns the keys whose time is up.
+// ended returns the keys whose reprieve is over.
 func (r *reprieve) ended(ctx context.Context) (gone []string) {
 	if len(r.doomed) == 0 || r.heard.Before(r.until) {
 		return nil

@@ -236,7 +236,7 @@ func TestRestartAtAnotherStore(t *testing.T) {
 	for name, tc := range map[string]struct {
 		store func(f *fixture, tb testing.TB, backup string, revision int64)
 		state func(*subnet.LedgerState)
-		held  bool // the store is another one: what it lacks is held
+		held  bool // the store is another one, so leases that it lacks are held
 	}{
 		"its revision is compacted": {store: func(f *fixture, tb testing.TB, _ string, _ int64) {
 			f.delete(tb, "subnets/10.5.3.0-24")

@@ -127,7 +127,7 @@ func TestTLS(t *testing.T) {
 					t.Errorf("error is %v, want ErrNoConfig", err)
 				}
 				w := subnettest.Watch(t, m)
-				w.Until(t, "nobody", subnettest.Has())
+				w.Until(t, "no peer", subnettest.Has())
 				return
 			}
 			checkComplaint(t, m, &status, tc.want)
@@ -331,7 +331,7 @@ func etcdLeaseIDs(tb testing.TB, c *clientv3.Client) (ids []clientv3.LeaseID) {
 	return ids
 }
 
-// enableAuth lets user flannel write below the prefix, and user nobody nowhere.
+// enableAuth lets the user flannel write below the prefix. The other user may write nothing.
 func enableAuth(tb testing.TB, f *fixture) {
 	tb.Helper()
 	ctx := tb.Context()

@@ -284,7 +284,7 @@ type proxy struct {
 	listener net.Listener
 	conns    []net.Conn
 	hang     chan struct{} // while open nothing is forwarded
-	last     []byte        // what has it is the last to be forwarded
+	last     []byte        // data that contains it is the last that is forwarded
 	rate     int           // bytes in a second to managers, all together; zero: no limit
 	busy     time.Time     // until when what was sent at this rate takes
 	sent     atomic.Int64  // bytes to managers
@@ -403,7 +403,7 @@ func (p *proxy) cut() {
 	for _, c := range p.conns {
 		c.Close()
 	}
-	if p.hang != nil { // after the connections: what was held up is lost
+	if p.hang != nil { // after the connections, so that delayed data is lost
 		close(p.hang)
 		p.hang = nil
 	}

@@ -16,13 +16,13 @@ import (
 	"google.golang.org/grpc/status"
 )
 
-// watcher is told what a watch says.
+// watcher receives the responses of a watch.
 type watcher struct {
 	// on is called with every response; an error ends the watch. Everything up to the
 	// revision settled has been told for the first key, if it is not zero.
 	on func(resp *pb.WatchResponse, settled int64) error
-	// waits reports whether something waits for the store to answer before
-	// long. nil means that it never does.
+	// waits reports whether the caller needs an answer of the store soon. nil means that it never
+	// does.
 	waits func() bool
 	// checks turns verify on. One watch of a connection is enough.
 	checks bool
@@ -40,7 +40,7 @@ type stream struct {
 	sending sync.Mutex    // gRPC allows one sender at a time
 	reached atomic.Int64  // the highest revision that was named on the stream
 	told    chan struct{} // has an element if reached has grown
-	hasty   bool          // the server answers probes at once, ahead of what it has to tell
+	hasty   bool          // the server answers probes at once, ahead of events
 	answers atomic.Bool   // the server has answered a probe, which etcd's grpc-proxy never does
 }
 
@@ -88,10 +88,10 @@ func (m *Manager) follow(ctx context.Context, keys []string, next int64, w watch
 	return err
 }
 
-// brokenError is what ended a stream, as gRPC has returned it.
+// brokenError is the error of gRPC that ended a stream.
 type brokenError struct{ error }
 
-// open begins to watch keys, or what is below them if they end in a slash.
+// open begins to watch keys. A key that ends in a slash stands for all keys below it.
 func open(ctx context.Context, conn *connection, keys []string, next int64) (*stream, error) {
 	watch, err := pb.NewWatchClient(conn.ActiveConnection()).Watch(ctx, callOptions()...)
 	if err != nil {
@@ -109,9 +109,9 @@ func open(ctx context.Context, conn *connection, keys []string, next int64) (*st
 	return s, nil
 }
 
-// watchRequest asks for a key, or for all keys below it if it ends in a slash.
-// It asks for one revision too many, which the caller has to skip: a server
-// answers no probe of a watch that starts in the future.
+// watchRequest asks for a key, or for all keys below it if it ends in a slash. It asks for one
+// revision too many, which the caller must skip, because a server does not answer probes of a
+// watch that starts in the future.
 func watchRequest(key string, next int64) *pb.WatchRequest {
 	r := &pb.WatchCreateRequest{Key: []byte(key), StartRevision: next - 1}
 	if strings.HasSuffix(key, "/") {
@@ -131,7 +131,7 @@ func (s *stream) probe() {
 	_ = s.send(&pb.WatchRequest{RequestUnion: &pb.WatchRequest_ProgressRequest{ProgressRequest: &pb.WatchProgressRequest{}}})
 }
 
-// receive takes in responses until the stream ends.
+// receive processes responses until the stream ends.
 func (m *Manager) receive(s *stream, watchdog *time.Timer, w watcher) error {
 	probe := time.AfterFunc(m.timing.quiet, s.probe)
 	defer probe.Stop()
@@ -150,8 +150,8 @@ func (m *Manager) receive(s *stream, watchdog *time.Timer, w watcher) error {
 		}
 		created = created || resp.Created
 		if !created {
-			// Before 3.4.25 and 3.5.8 etcd answers a probe whatever there is to tell, even
-			// on a stream without a watch. Later ones wait until the watches have caught up.
+			// Before 3.4.25 and 3.5.8 etcd answers a probe at once, even on a stream without a
+			// watch. Later versions wait until the watches have sent all events.
 			s.hasty = true
 			if w.probes {
 				return errHasty
@@ -183,7 +183,7 @@ func (s *stream) settled(resp *pb.WatchResponse) int64 {
 	return resp.Header.Revision
 }
 
-// reach takes note of a revision that the server has named.
+// reach records a revision that the server has named.
 func (s *stream) reach(revision int64) {
 	if revision <= s.reached.Load() {
 		return

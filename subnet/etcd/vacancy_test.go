@@ -11,8 +11,8 @@ import (
 	"flanneld/subnet/subnettest"
 )
 
-// TestFullPoolIsReadOnce has a host wait for a subnet while other hosts write their leases
-// again. It must read the leases once, and notice each change that concerns it.
+// TestFullPoolIsReadOnce lets a host wait for a subnet while other hosts write their leases again.
+// The host must read the leases once, and notice each change that concerns it.
 func TestFullPoolIsReadOnce(t *testing.T) {
 	const subnets = 255
 	key := func(i int) string { return fmt.Sprintf("10.5.%d.%d-28", i/16, i%16*16) }

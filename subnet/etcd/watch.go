@@ -20,7 +20,7 @@ import (
 // compacted, or the store is not the one that was listed.
 var errRelist = errors.New("watch cannot be resumed")
 
-// view is what Watch knows of the store.
+// view is the state of the store as Watch knows it.
 type view struct {
 	entries map[string]*entry // by key, without values
 	store   subnet.StoreID
@@ -84,8 +84,8 @@ func (m *Manager) Watch(ctx context.Context, sink func(subnet.Update)) error {
 	}
 }
 
-// resume brings the view up to where a watch can start: by a full list, or if
-// the store is still the same by nothing at all.
+// resume brings the view to a revision from which a watch can start. If the store is still the
+// same, the view stays as it is. Otherwise resume lists all leases.
 func (m *Manager) resume(ctx context.Context, v *view, sink func(subnet.Update)) error {
 	is, err := m.compare(ctx, v)
 	if err != nil {
@@ -97,7 +97,7 @@ func (m *Manager) resume(ctx context.Context, v *view, sink func(subnet.Update))
 	}
 	list := m.list
 	if v.next == 0 { // Acquire may just have made one
-		list = func(ctx context.Context) (listing, error) { return m.listOr(ctx, &m.forWatch, stashTimeOfWatch) }
+		list = func(ctx context.Context) (listing, error) { return m.listOr(ctx, &m.forWatch) }
 	} else if err := m.client.turn(ctx); err != nil { // most often others have to list as well
 		return err
 	}
@@ -114,7 +114,8 @@ func (m *Manager) resume(ctx context.Context, v *view, sink func(subnet.Update))
 		reprieve: old.reprieve,
 	}
 	if old.store.ID != "" && !v.follows(old) {
-		klog.FromContext(ctx).Error(nil, "etcd is not the store it was", "was", old.store, "is", v.store)
+		was := subnet.StoreID{ID: old.store.ID, Revision: old.store.Revision}
+		klog.FromContext(ctx).Error(nil, "etcd is not the store it was", "was", was, "is", v.store)
 	}
 	for i := range l.entries {
 		l.entries[i].value = nil
@@ -125,21 +126,21 @@ func (m *Manager) resume(ctx context.Context, v *view, sink func(subnet.Update))
 	v.adopt(old)
 	m.client.hosts.Store(int64(len(v.entries)))
 	sink(v.update(m.ownKey.Load(), nil))
-	v.another = false       // from now on it is the one that it was
-	_, err = m.tell(ctx, v) // after the list: what comes later is watched for
+	v.another = false       // later updates are of the same store
+	_, err = m.tell(ctx, v) // after the list: the watch brings later changes
 	return err
 }
 
-// likeness is what is known of a store beside the one that was listed.
+// likeness is the result of a comparison of the store with the view.
 type likeness int
 
 const (
-	unknown likeness = iota // a list will show
+	unknown likeness = iota // a list is necessary
 	same
 	another // with the same id, and at the same revision
 )
 
-// compare holds the store against the view.
+// compare compares the store with the view.
 func (m *Manager) compare(ctx context.Context, v *view) (likeness, error) {
 	if v.next == 0 || v.stale {
 		return unknown, nil
@@ -151,9 +152,9 @@ func (m *Manager) compare(ctx context.Context, v *view) (likeness, error) {
 	return m.comparePast(ctx, v)
 }
 
-// comparePast asks the store how it was when the view was made. One that was restored
-// from a backup, or emptied, and used since may have the same id and have come to the
-// same revision, with other leases.
+// comparePast compares the store at the revision of the view with the view. A store that was
+// emptied, or restored from a backup, and used since may have the same id and the same revision
+// with other leases.
 func (m *Manager) comparePast(ctx context.Context, v *view) (likeness, error) {
 	leases := v.count()
 	newest, known := v.newestEntry()
@@ -190,8 +191,8 @@ func (m *Manager) comparePast(ctx context.Context, v *view) (likeness, error) {
 	return is, err
 }
 
-// is reports whether e was written at that revision, and with that etcd lease: its id
-// is not given twice, as revisions are in a store that was emptied.
+// is reports whether e was written at that revision and with that etcd lease. Unlike a revision,
+// the id of an etcd lease does not come again in a store that was emptied.
 func (e *entry) is(modRevision int64, lease clientv3.LeaseID) bool {
 	return e.modRevision == modRevision && e.leaseID == lease
 }
@@ -229,8 +230,8 @@ func (v *view) newestEntry() (newest *entry, known bool) {
 	return v.newest, v.newest.modRevision >= max(v.restored, 1)
 }
 
-// explains reports whether l may be what has become of the store of the view: what it
-// has from before the view's time has to be in the view.
+// explains reports whether l may be a later state of the store of the view: then all entries of l
+// from before the view's revision are in the view.
 func (v *view) explains(l listing) bool {
 	return !slices.ContainsFunc(l.entries, func(e entry) bool {
 		known := v.entries[e.key]
@@ -251,8 +252,8 @@ func (v *view) drop(changed map[string]*subnet.Lease, keys []string) {
 	}
 }
 
-// adopt takes from the view of the same store before an outage the leases that
-// have a reprieve. What another store lacks is for whoever listens to hold.
+// adopt takes over the leases with a reprieve from the view of the same store before an outage.
+// For another store there is no reprieve: the ledger holds the leases that it lacks.
 func (v *view) adopt(old view) {
 	if !v.follows(old) {
 		v.doomed = nil
@@ -270,8 +271,8 @@ func (v *view) adopt(old view) {
 	}
 }
 
-// advance takes one response in and publishes the outcome. A view without news advances
-// with what is settled: otherwise it would soon be of a revision that was compacted.
+// advance applies one response to the view and publishes the result. The revision of the view also
+// advances without events: otherwise it would soon be compacted.
 func (m *Manager) advance(ctx context.Context, v *view, resp *pb.WatchResponse, settled int64, sink func(subnet.Update)) error {
 	// A grpc-proxy that merges watches leaves the id out when it says that one has begun.
 	if resp.Header.ClusterId != 0 && storeID(resp.Header).ID != v.store.ID {
@@ -328,12 +329,11 @@ func (v *view) unreadable(key string) bool {
 	return e != nil && e.err != nil
 }
 
-// update is the view as it is published. own is the key to leave out, if there
-// is one.
+// update returns the update that is published. own is the key to leave out, if there is one.
 func (v *view) update(own *string, changed map[string]*subnet.Lease) subnet.Update {
 	if own != nil {
 		if _, ok := changed[*own]; ok {
-			// It may have been another node's before.
+			// Before, it may have belonged to another node.
 			changed[*own] = nil
 		}
 	}

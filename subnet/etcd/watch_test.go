@@ -166,8 +166,8 @@ func compact(tb testing.TB, f *fixture, revision int64) {
 	}
 }
 
-// TestOutages has the connection fail in each way, with and without what was
-// missed compacted away, while peers come, change and go.
+// TestOutages lets the connection fail in several ways while peers come, change and go. The missed
+// revisions are compacted in one half of the cases.
 func TestOutages(t *testing.T) {
 	for _, how := range []string{"cut", "stalled"} {
 		for _, compacted := range []bool{false, true} {
@@ -254,9 +254,9 @@ func TestStoreWiped(t *testing.T) {
 	w := subnettest.Watch(t, f.manager(t))
 	before := w.Until(t, "the peer", subnettest.Has("10.5.1.0-24"))
 	f.wipe(t)
-	after := w.Until(t, "nobody", subnettest.Has())
+	after := w.Until(t, "no peer", subnettest.Has())
 	if after.Store.ID == before.Store.ID && after.Store.Revision >= before.Store.Revision {
-		t.Errorf("store is %+v, was %+v: nobody can tell that it was wiped", after.Store, before.Store)
+		t.Errorf("store is %+v, was %+v: that does not show that it was wiped", after.Store, before.Store)
 	}
 	var ledger subnet.Ledger
 	ledger.Apply(before, time.Now())
@@ -268,8 +268,8 @@ func TestStoreWiped(t *testing.T) {
 	w.Until(t, "what the new store gets", subnettest.Has("10.5.2.0-24"))
 }
 
-// A store that was emptied, or restored from a backup, while nobody could see it may
-// have come to the revision that it had.
+// TestStoreWipedAndUsedOutOfSight empties a store during an outage, and uses it until it has come
+// to the revision that it had. The manager must notice that it is another store.
 func TestStoreWipedAndUsedOutOfSight(t *testing.T) {
 	for name, tc := range map[string]struct {
 		had, has  []string
@@ -345,7 +345,7 @@ func TestStoreWipedDuringAReprieve(t *testing.T) {
 	p.open(t)
 	w.Until(t, "who is spared", subnettest.Has("10.5.1.0-24", "10.5.2.0-24"))
 	f.wipe(t)
-	w.Until(t, "nobody", subnettest.Has())
+	w.Until(t, "no peer", subnettest.Has())
 	f.put(t, "subnets/10.5.7.0-24", value("192.0.2.107"))
 	w.Until(t, "what the new store gets", subnettest.Has("10.5.7.0-24"))
 }
@@ -421,15 +421,15 @@ func TestDeadConnection(t *testing.T) {
 	w.Until(t, "a peer that came meanwhile", subnettest.Has("10.5.1.0-24", "10.5.2.0-24"))
 }
 
-// TestSilence has a store say nothing for longer than leases can go without being
-// renewed. What it removes then is gone at once, unless the store may have been
-// away for so long without anybody noticing.
+// TestSilence watches a store that sends nothing for longer than leases last without a renewal. A
+// lease that it removes then is gone at once, unless the store may have been unavailable for as
+// long without notice.
 func TestSilence(t *testing.T) {
 	const margin = 50 * time.Millisecond
 	t.Run("noticed", func(t *testing.T) {
 		f, w := silent(t, margin, margin/2)
 		f.delete(t, "subnets/10.5.1.0-24")
-		w.Until(t, "nobody", subnettest.Has())
+		w.Until(t, "no peer", subnettest.Has())
 	})
 	t.Run("unnoticed", func(t *testing.T) {
 		f, w := silent(t, margin, time.Hour)

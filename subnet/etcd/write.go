@@ -44,7 +44,7 @@ func (m *Manager) provide(ctx context.Context, spare *grant) error {
 	})
 }
 
-// unspoiled drops a spare etcd lease that err says is gone, and returns err.
+// unspoiled forgets a spare etcd lease if err says that it is gone, and returns err.
 func unspoiled(spare *grant, err error) error {
 	if errors.Is(err, rpctypes.ErrLeaseNotFound) {
 		*spare = grant{}
@@ -107,8 +107,8 @@ func (m *Manager) remove(ctx context.Context, e entry) error {
 	})
 }
 
-// discard revokes an etcd lease that no key hangs on any more. It is worth one
-// try only: what is left behind ends by itself.
+// discard revokes an etcd lease that no key uses. It tries only once, because an etcd lease that
+// is left expires.
 func (m *Manager) discard(ctx context.Context, id clientv3.LeaseID) {
 	if id == 0 {
 		return
@@ -123,7 +123,7 @@ func (m *Manager) discard(ctx context.Context, id clientv3.LeaseID) {
 	})
 }
 
-// revoke gives an unused etcd lease back, also when ctx has ended.
+// revoke revokes an unused etcd lease, even if ctx has ended.
 func (m *Manager) revoke(ctx context.Context, g grant) {
 	if g.id == 0 {
 		return

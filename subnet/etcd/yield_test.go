@@ -12,9 +12,8 @@ import (
 	"flanneld/subnet/subnettest"
 )
 
-// TestDualStackNodesShareNoSubnet has as many nodes as there are IPv4 subnets
-// pick at once. Their keys hardly ever are the same, since each picks one of
-// 65,535 IPv6 subnets, too.
+// TestDualStackNodesShareNoSubnet starts as many nodes at once as there are IPv4 subnets. Their
+// keys are rarely the same, because each of them also chooses one of 65,535 IPv6 subnets.
 func TestDualStackNodesShareNoSubnet(t *testing.T) {
 	const nodes = 16
 	f := newFixture(t, sharedServer(t))
@@ -57,8 +56,8 @@ func TestDualStackNodesShareNoSubnet(t *testing.T) {
 	}
 }
 
-// A lease that was taken again, with nobody left to see whether another node was first,
-// is judged when it is found.
+// TestRetakenLeaseIsJudgedLater finds an own lease that was taken again by a call that ended before
+// it could compare it with older leases. The next look at the lease must do so.
 func TestRetakenLeaseIsJudgedLater(t *testing.T) {
 	f := newFixture(t, sharedServer(t))
 	f.put(t, "config", configDual)

@@ -65,14 +65,14 @@ func operatorClient(cfg Config) (*client, error) {
 	return newClient(rc, "flannelctl/"+version.Version)
 }
 
-// nobody is no Node's name: who only looks on has none of his own.
-const nobody = "-"
+// onlooker is the own Node of a program that only reads. No Node can have this name.
+const onlooker = "-"
 
 // Watch calls sink with the leases of all Nodes that flannel manages, and again
 // after every change, until ctx ends. It waits for an API server that is away.
 // Of cfg it needs what Entries does.
 func Watch(ctx context.Context, cfg Config, sink func(subnet.Update)) error {
-	cfg.NodeName = nobody
+	cfg.NodeName = onlooker
 	m, err := New(cfg)
 	if err != nil {
 		return err

@@ -70,7 +70,7 @@ func restConfig(apiURL, kubeconfig string) (*rest.Config, error) {
 
 func newClient(cfg *rest.Config, agent string) (*client, error) {
 	cfg.UserAgent = agent
-	// To pack the list of all Nodes takes the server longer than to send it.
+	// The server needs more time to compress the list of all Nodes than to send it.
 	cfg.DisableCompression = true
 	dialer := connrotation.NewDialer(newDialer().DialContext)
 	cfg.Dial = dialer.DialContext
@@ -102,7 +102,7 @@ func newDialer() *net.Dialer {
 	}
 }
 
-// renew gives up all connections.
+// renew closes all connections.
 func (c *client) renew() { c.dialer.CloseAll() }
 
 // request is one request to the API.
@@ -196,7 +196,7 @@ func (c *client) callOnce(ctx context.Context, r request) ([]byte, error) {
 // is larger than a few MB.
 const maxObject = 16 << 20
 
-// apiError is what the API server, or the way to it, did wrong. It passes.
+// apiError is a failure of the API server, or of the connection to it. It can pass.
 type apiError struct {
 	host            string
 	kind            string
@@ -264,7 +264,7 @@ func (c *client) explain(err error) error {
 
 // refusal returns the error in an answer.
 func (c *client) refusal(resp *http.Response) error {
-	body, _ := io.ReadAll(io.LimitReader(resp.Body, 1<<20)) // what can be read says something
+	body, _ := io.ReadAll(io.LimitReader(resp.Body, 1<<20)) // a part of it is better than nothing
 	e := apiError{code: resp.StatusCode}
 	if raw, err := unwrap(body); err == nil {
 		if s, err := decodeStatus(raw); err == nil {

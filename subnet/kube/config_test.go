@@ -46,11 +46,11 @@ func TestWatchConfigFollowsAConfigMap(t *testing.T) {
 				t.Error(diff)
 			}
 		case <-time.After(20 * time.Second):
-			t.Fatalf("nobody was told of %q", want)
+			t.Fatalf("OnConfig was not called with %q", want)
 		}
 	}
 	expect([]byte("one"))
-	version("2", "one") // what is the same is not news
+	version("2", "one") // the same text is not reported again
 	version("3", "two")
 	expect([]byte("two"))
 	if err := os.Remove(path); err != nil {

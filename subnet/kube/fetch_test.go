@@ -28,7 +28,7 @@ func TestManyNewNodes(t *testing.T) {
 	m := f.started(t, func(c *Config) { c.Kubeconfig = f.kubeconfig(t, p.URL, flannel) })
 	m.timing.ask = 20 * time.Millisecond
 	w := subnettest.Watch(t, m)
-	w.Until(t, "nobody", subnettest.Has())
+	w.Until(t, "no peer", subnettest.Has())
 	p.answer(nil)
 	const nodes = 200
 	parallel(t, nodes, func(n int) {
@@ -207,7 +207,8 @@ func TestRequestsForNodesAreSpread(t *testing.T) {
 	})
 }
 
-// What a server that is behind says is an outage until its watch says something.
+// TestProbe expects that a server that is behind counts as an outage until its watch brings an
+// event.
 func TestProbe(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := &counted{answer: func(*http.Request) *http.Response {

@@ -40,7 +40,7 @@ func (m *Manager) Keep(ctx context.Context, own subnet.Lease) error {
 		restored, err := k.round(ctx, func() { begun = time.Now() })
 		m.lasted(b, begun)
 		if err == nil && restored {
-			// Whoever changes the Node again at once is not answered at once.
+			// Two programs that overwrite each other's changes must not do so in a tight loop.
 			if time.Since(last) > 10*m.timing.restored {
 				restores.Reset()
 			}
@@ -68,9 +68,9 @@ type keeper struct {
 	missing bool
 }
 
-// round looks at the own Node, makes it right, and then watches it until it is not.
-// alive is called when the server has taken the watch. restored means that somebody
-// else had changed the Node.
+// round reads the own Node, corrects it, and then watches it until it has to be corrected again.
+// It calls alive when the server has accepted the watch. restored means that another program had
+// changed the Node.
 func (k *keeper) round(ctx context.Context, alive func()) (restored bool, err error) {
 	s, err := k.look(ctx)
 	if err != nil {

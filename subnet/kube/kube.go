@@ -1,11 +1,9 @@
-// Package kube keeps leases in the Kubernetes API, as flannel does: a node's
-// subnets are the podCIDRs that the API has given it, and what peers need to
-// know stands in annotations of its Node.
+// Package kube stores leases in the Kubernetes API, as flannel does: a node's subnets are the
+// podCIDRs that the API has given it, and annotations of its Node contain the data for peers.
 //
-// All Nodes change all the time, and what is needed of them nearly never does.
-// So they are listed in full once and watched without spec and status; a Node
-// that is new is asked for. podCIDRs come from the spec alone: a node could
-// write any annotation.
+// All Nodes change all the time, but the fields that flanneld needs rarely do. So flanneld lists
+// them in full once and watches them without spec and status; it requests each new Node. podCIDRs
+// come only from the spec, because a node could write any annotation.
 package kube
 
 import (
@@ -37,9 +35,9 @@ type Config struct {
 	NetConfig string
 	// AnnotationPrefix is what AnnotationPrefix takes. Empty means the default.
 	AnnotationPrefix string
-	// Own and Known are what this node knew when it ran before. They save
-	// asking for podCIDRs, and tell another store from the one it was. May be
-	// zero.
+	// Own and Known are what this node knew when it ran before. If the store is the same and
+	// remembers the revision, the Nodes are not listed at the start, but only what has changed
+	// since. Otherwise the list leaves out the podCIDRs that are known. May be zero.
 	Own   subnet.Lease
 	Known subnet.LedgerState
 	// Ready is closed once the node's network works. The condition
@@ -79,7 +77,7 @@ type Manager struct {
 
 	own     atomic.Pointer[subnet.Claim]
 	warned  atomic.Pointer[string] // configuration whose warnings were logged
-	ignores atomic.Pointer[string] // what was said last of own annotations that are ignored
+	ignores atomic.Pointer[string] // the last message about own annotations that are ignored
 }
 
 var _ subnet.Manager = (*Manager)(nil)
@@ -155,8 +153,8 @@ func (m *Manager) Close() error {
 	return nil
 }
 
-// Reconnect has a new connection made: one from an address that this host has
-// no more would be silent for long.
+// Reconnect closes the connections. The next request makes a new one. A connection from an address
+// that this host has lost would be silent for a long time.
 func (m *Manager) Reconnect() { m.client.renew() }
 
 // Config reads the configuration. See subnet.Manager.
@@ -184,16 +182,15 @@ func (m *Manager) Config(ctx context.Context) (subnet.Config, error) {
 	return cfg, nil
 }
 
-// report takes the outcome of an activity in. A connection that was given up on
-// purpose says nothing, and a watch that has ended early neither.
+// report records the outcome of an activity. It ignores connections that were closed on purpose,
+// and watches that have ended early.
 func (m *Manager) report(ctx context.Context, activity string, err error) {
 	if !errors.Is(err, errEnded) {
 		m.outage.Report(ctx, activity, err)
 	}
 }
 
-// retry runs f until it succeeds or fails for a reason that does not pass by
-// itself.
+// retry runs f until it succeeds, or fails for a reason that does not pass.
 func (m *Manager) retry(ctx context.Context, activity string, f func() error) error {
 	b := m.backoff()
 	for {

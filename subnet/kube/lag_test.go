@@ -75,8 +75,8 @@ func (f *fixture) ahead(t *testing.T) int64 {
 	return parseRevision([]byte(made.Metadata.ResourceVersion))
 }
 
-// A revision that the server's cache has not reached comes from the store at once,
-// whatever form the server gives its refusal.
+// testAheadOfCache asks for a revision that the server's cache has not reached. It must come from
+// the store at once, in each form of the server's refusal.
 func (f *fixture) testAheadOfCache(t *testing.T) {
 	f.peer(t, 2)
 	m := f.started(t)
@@ -370,7 +370,7 @@ func TestAPIServersBehindABalancer(t *testing.T) {
 
 	slow.freeze(true)
 	lb.use(b)
-	// A's connections are gone: what comes now is heard of by B, or not at all.
+	// A's connections are gone: only B can bring the changes that come now.
 	f.deleteNode(t, "node2")
 	f.peer(t, 4)
 	heartbeat(1)

@@ -488,7 +488,7 @@ func TestWatchNewNodes(t *testing.T) {
 	f.do(t, http.MethodPost, "/api/v1/nodes", nodeBody("node3", peerNotes(3), "10.5.33.0/24"))
 	w.Until(t, "a peer that came back with another podCIDR", func(s subnet.Snapshot) bool { return subnetOf(s, "node3") == "10.5.33.0/24" })
 
-	// What a node says of itself does not make its subnet.
+	// An annotation does not change the subnet of a node.
 	f.note(t, "node2", map[string]any{anno("podCIDR"): "10.5.0.0/16", anno("public-ip"): "192.0.2.222"})
 	snap := w.Until(t, "a peer's new address", func(s subnet.Snapshot) bool {
 		return slices.ContainsFunc(s.Leases, func(l *subnet.Lease) bool { return l.Endpoints[0].PublicIP.String() == "192.0.2.222" })
@@ -511,7 +511,7 @@ func TestPeerWhoseAnnotationsGo(t *testing.T) {
 	f.note(t, "node2", map[string]any{anno("kube-subnet-manager"): "true", anno("public-ip"): "192.0.2.2"})
 	back := w.Until(t, "the peer back", subnettest.Has("node2"))
 
-	// The same while we are down: what we knew tells that it is the same Node.
+	// The same after a restart: the last known state shows that it is the same Node.
 	f.note(t, "node2", map[string]any{anno("kube-subnet-manager"): nil})
 	known := subnet.LedgerState{Store: back.Store, Peers: []subnet.Peer{{Lease: *back.Leases[0]}}}
 	again := subnettest.Watch(t, f.started(t, func(c *Config) { c.Known = known }))
@@ -713,7 +713,7 @@ func TestReconnectIsNoAnswer(t *testing.T) {
 				t.Fatalf("of a server that is silent the status is %v", err)
 			}
 			m.Reconnect()
-			next() // what came of the request before is told by now
+			next() // the outcome of the request before was reported by now
 			select {
 			case err := <-statuses:
 				t.Errorf("of the new connection the status is %v", err)
@@ -783,7 +783,7 @@ func watchedThroughProxy(t *testing.T) (*fixture, *proxy, *subnettest.Watcher) {
 	p := newProxy(t, f.server)
 	m := f.started(t, func(c *Config) { c.Kubeconfig = f.kubeconfig(t, p.URL, flannel) })
 	w := subnettest.Watch(t, m)
-	w.Until(t, "nobody", subnettest.Has())
+	w.Until(t, "no peer", subnettest.Has())
 	return f, p, w
 }
 
@@ -979,7 +979,7 @@ func TestThousandNodes(t *testing.T) {
 	f.setConfig(t, `{"Network":"10.0.0.0/8"}`)
 	m := f.started(t)
 	w := subnettest.Watch(t, m)
-	w.Until(t, "nobody", subnettest.Has())
+	w.Until(t, "no peer", subnettest.Has())
 	const nodes = 1000
 	name := func(round, n int) string { return fmt.Sprintf("many%d-%d", round, n) }
 	parallel(t, nodes, func(n int) {

@@ -9,10 +9,9 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// warnPolicies says once, if there are NetworkPolicies, that flanneld does not
-// enforce them: who relies on them in vain notices nothing. That another program
-// does cannot be seen from here. A role that does not allow to look is a reason to
-// say nothing.
+// warnPolicies logs once, if there are NetworkPolicies, that flanneld does not enforce them. An
+// operator who relies on them would not notice. flanneld cannot see whether another program
+// enforces them. It logs nothing if its role does not permit the request.
 func (m *Manager) warnPolicies(ctx context.Context) {
 	if m.policiesSeen.Load() {
 		return

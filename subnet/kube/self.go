@@ -50,9 +50,9 @@ func newSelf(o *object, revision int64) *self {
 // published returns the annotations that are written.
 func (s *self) published() notes { return notes(s.notes[:numPublished]) }
 
-// read asks for one Node as it is at revision or later: a list, which every role
-// of flannel's allows, where the early ones have no get. To the server it is as
-// cheap. What is returned says whether there is such a Node.
+// read requests one Node as it is at revision or later. It sends a list request, because early
+// roles of flannel do not permit get; the server needs as little time for it. The result says
+// whether the Node exists.
 func (m *Manager) read(ctx context.Context, name string, revision int64) (*self, error) {
 	s := &self{}
 	l, err := m.readSome(ctx, query{name: name, revision: revision}, func(_ string, got *self) { s = got })
@@ -93,7 +93,7 @@ func (m *Manager) look(ctx context.Context) (*self, error) {
 	return s, err
 }
 
-// recent returns what was just read of the own Node, once, or reads it.
+// recent returns the own Node as it was just read, once, or reads it.
 func (m *Manager) recent(ctx context.Context) (*self, error) {
 	if s := m.seen.Swap(nil); s != nil && time.Since(s.read) < m.timing.fresh {
 		return s, nil
@@ -149,13 +149,13 @@ func (m *Manager) PublicIPs(ctx context.Context) ([]netip.Addr, error) {
 	return addrs, err
 }
 
-// ignored tells of an annotation that an administrator has to look at.
+// ignored reports an annotation that an administrator has to check.
 func (m *Manager) ignored(ctx context.Context, wrong error) {
 	klog.FromContext(ctx).Error(wrong, "an annotation of this node is ignored", "node", *m.name.Load())
 	m.Warn("FlannelAnnotationIgnored", wrong.Error())
 }
 
-// Recall returns what the own Node says. See subnet.Manager.
+// Recall returns the claim that the own Node has. See subnet.Manager.
 func (m *Manager) Recall(ctx context.Context, _ subnet.Claim) (subnet.Claim, error) {
 	defer m.outage.Forget(starting)
 	var c subnet.Claim
@@ -171,7 +171,7 @@ func (m *Manager) Recall(ctx context.Context, _ subnet.Claim) (subnet.Claim, err
 	return c, err
 }
 
-// recalled is what the own Node says, as far as it can be read.
+// recalled returns the readable part of the claim that the own Node has.
 func (m *Manager) recalled(s *self) subnet.Claim {
 	n := s.published()
 	if n[managed].text != "true" {
@@ -217,8 +217,8 @@ func (m *Manager) wanted(s *self, c subnet.Claim) (n notes, wrong error) {
 	return n, wrong
 }
 
-// difference is what has to be patched to make have into want: nil for an
-// annotation that has to go.
+// difference returns the patch that turns have into want: nil for an annotation that has to be
+// removed.
 func (k *keys) difference(have, want notes) map[string]*string {
 	changes := map[string]*string{}
 	for i := range want {

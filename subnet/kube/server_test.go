@@ -99,7 +99,7 @@ func (p *program) await(up func() error) error {
 
 const (
 	admin   = "admin-token"
-	flannel = "flannel-token" // what the daemon may do, and no more
+	flannel = "flannel-token" // with the permissions of the daemon
 )
 
 // shared is one server for all tests.
@@ -372,8 +372,8 @@ func newFixture(t *testing.T, s *server) *fixture {
 	return f
 }
 
-// grant gives the daemon its role: what the first manifests of flannel grant, less
-// than later ones do, and, if asked for, Events.
+// grant gives the daemon the permissions of flannel's first manifests, which are fewer than those
+// of later ones. If events is true, the daemon may also create Events.
 func (f *fixture) grant(t *testing.T, events bool) {
 	t.Helper()
 	rules := []map[string]any{

@@ -21,17 +21,17 @@ import (
 	"flanneld/subnet"
 )
 
-// errRelist says that a watch cannot go on from where it is.
+// errRelist means that a watch cannot continue from its revision.
 var errRelist = errors.New("watch cannot be resumed")
 
 // listing is the part of a list besides the objects.
 type listing struct {
 	revision int64
 	behind   bool   // the server's cache had not reached the revision that was asked for
-	more     string // what the next page has to be asked for with; empty: this is the last page
+	more     string // token for the request of the next page; empty: this is the last page
 }
 
-// query says which Nodes, and from which revision on.
+// query selects Nodes and a revision.
 type query struct {
 	metadata bool     // without spec and status
 	name     string   // of one Node; empty for all
@@ -72,11 +72,11 @@ func (q query) values() url.Values {
 // list calls on for every Node, one after the other as they arrive: an object
 // is good until on returns. If it fails on may have been called.
 //
-// A server answers from its cache, and refuses a revision that the cache has not
-// reached within 3 s. The cache of one that has just started, or that is slow, or
-// whose etcd sends no progress (3.4 does not on request), may be far behind. Then
-// list asks for the present state, which the server reads from its store. A list of
-// whatever state the cache has would be wrong: it may be older than what is known.
+// A server answers from its cache, and refuses a revision that the cache has not reached within
+// 3 s. The cache of a server that has just started, that is slow, or whose etcd sends no progress
+// (3.4 does not on request) may be far behind. Then list requests the present state, which the
+// server reads from its store. A list from the cache would be wrong, because it may be older than
+// the view.
 func (c *client) list(ctx context.Context, d *decoder, q query, on func(*object) error) (listing, error) {
 	l, err := c.listOnce(ctx, d, q, on)
 	if q.revision == 0 || q.exact || !isTooLarge(err) {
@@ -221,7 +221,7 @@ func (r *reader) fields(length int64, on func(protowire.Number, uint64) error) e
 	return nil
 }
 
-// eof makes the end of a stream what it is inside of a message.
+// eof turns the end of a stream inside of a message into an error.
 func eof(err error) error {
 	if errors.Is(err, io.EOF) {
 		return io.ErrUnexpectedEOF

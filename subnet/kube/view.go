@@ -16,13 +16,13 @@ import (
 	"flanneld/subnet"
 )
 
-// view is what Watch knows of all Nodes.
+// view is the state of all Nodes as Watch knows it.
 type view struct {
 	keys    *keys
 	own     string            // name of the own Node
 	entries map[string]*entry // by name; nil if nothing is known
 	store   subnet.StoreID
-	// revision is up to where all events are taken in. 0: list first.
+	// revision is the one up to which the view has all events. 0: list first.
 	revision int64
 	listed   bool // by this process
 	current  bool // the last watch has ended in good order
@@ -57,18 +57,18 @@ type entry struct {
 	logged  string        // trouble that was
 }
 
-// lacks reports whether the Node is to be asked for.
+// lacks reports whether the Node has to be requested.
 func (e *entry) lacks() bool {
 	return e != nil && e.cidrs == nil && e.notes[managed].text == "true"
 }
 
-// former is what this node knew when it ran before.
+// former is the last known state of this node.
 type former struct {
 	own   subnet.Lease
 	known subnet.LedgerState
 }
 
-// newView returns a view that knows what this node knew when it ran before.
+// newView returns a view that starts with the last known state.
 func (m *Manager) newView(ctx context.Context) *view {
 	v := &view{keys: &m.decoder.keys}
 	f := m.former.Swap(nil)
@@ -129,8 +129,7 @@ func (v *view) successor() *view {
 	return &view{keys: v.keys, entries: make(map[string]*entry, len(v.entries)), listed: true, blind: v.blind}
 }
 
-// take puts an object of a list into the view. What is known of it comes from
-// old.
+// take puts an object of a list into the view, along with the state that old has of it.
 func (v *view) take(o *object, full bool, old *view) {
 	e := &entry{}
 	if known := old.entries[string(o.name)]; known != nil && known.is(o) {
@@ -167,8 +166,7 @@ func (v *view) complete(own string, l listing, s *self, old *view) {
 	}
 }
 
-// set brings an entry up to date with o. It does not allocate if there is
-// nothing new.
+// set updates an entry by o. It does not allocate if nothing has changed.
 func (v *view) set(e *entry, o *object, full bool) {
 	changed := false
 	e.version = parseRevision(o.revision)
@@ -203,7 +201,7 @@ func (e *entry) setNotes(o *object) (changed bool) {
 	return changed
 }
 
-// setCIDRs takes over what the spec says.
+// setCIDRs takes over the podCIDRs of the spec.
 func (v *view) setCIDRs(e *entry, cidrs []netip.Prefix, err error) {
 	switch {
 	case err == nil:
@@ -215,7 +213,7 @@ func (v *view) setCIDRs(e *entry, cidrs []netip.Prefix, err error) {
 	}
 }
 
-// decode makes a lease of an entry that has changed.
+// decode derives the lease of an entry that has changed.
 func (v *view) decode(e *entry) {
 	e.partly = nil
 	if e.cidrs == nil { // it is asked for, if it is flannel's
@@ -254,9 +252,8 @@ func sameJSON(x, y json.RawMessage) bool {
 	return json.Unmarshal(x, &a) == nil && json.Unmarshal(y, &b) == nil && reflect.DeepEqual(a, b)
 }
 
-// advance takes in one event of the watch. It returns the name of the Node if
-// something about it may have changed, and errRelist if the store is older than
-// it was.
+// advance applies one event of the watch. It returns the name of the Node if its lease may have
+// changed, and errRelist if the store is older than it was.
 func (v *view) advance(h happened) (name string, err error) {
 	revision := parseRevision(h.o.revision)
 	if revision < v.revision {
@@ -298,7 +295,7 @@ func (v *view) advance(h happened) (name string, err error) {
 	return "", nil
 }
 
-// supply takes in Nodes that were asked for.
+// supply applies the answer to a request for Nodes.
 func (v *view) supply(got fetched) {
 	for _, name := range got.names {
 		e, s := v.entries[name], got.found[name]
@@ -314,7 +311,7 @@ func (v *view) supply(got fetched) {
 	}
 }
 
-// missing returns the names of the Nodes that are to be asked for.
+// missing returns the names of the Nodes that have to be requested.
 func (v *view) missing() []string {
 	var names []string
 	for name, e := range v.entries {
@@ -325,7 +322,7 @@ func (v *view) missing() []string {
 	return names
 }
 
-// publish tells what has become of one Node, if that is news.
+// publish publishes the state of one Node, if it has changed.
 func (v *view) publish(ctx context.Context, name string, sink func(subnet.Update)) {
 	if name == "" {
 		return
@@ -354,7 +351,7 @@ func (v *view) publish(ctx context.Context, name string, sink func(subnet.Update
 	sink(u)
 }
 
-// update is the view as it is published.
+// update returns the update that is published.
 func (v *view) update(changed map[string]*subnet.Lease) subnet.Update {
 	return subnet.Update{Store: v.store, Changed: changed, Snapshot: v.snapshot}
 }
@@ -373,7 +370,7 @@ func (v *view) snapshot() subnet.Snapshot {
 	return s
 }
 
-// trouble is what is wrong with a Node; empty if it is in order, or not ours.
+// trouble returns the reason why a Node cannot be read; empty if it can, or is not flannel's.
 func (e *entry) trouble() string {
 	if e == nil || errors.Is(e.err, errNotManaged) && e.lease == nil {
 		return ""

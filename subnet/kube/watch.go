@@ -20,7 +20,7 @@ func (m *Manager) Watch(ctx context.Context, sink func(subnet.Update)) error {
 	if v == nil {
 		v = m.newView(ctx)
 	}
-	// Whoever listens now has to be told of everything, which a list does.
+	// A new receiver needs all leases, which a list brings.
 	v.revision, v.current, v.blind = 0, false, false
 	defer func() {
 		v.part(sink)
@@ -66,18 +66,18 @@ func (m *Manager) Watch(ctx context.Context, sink func(subnet.Update)) error {
 	}
 }
 
-// lasted resets b after a watch that has lasted since it was begun. One that a
-// server takes only to end it is as good as one that it refuses.
+// lasted resets b after a watch that has lasted for some time. A watch that a server ends at once
+// counts like one that it refuses.
 func (m *Manager) lasted(b *outage.Backoff, begun time.Time) {
 	if !begun.IsZero() && time.Since(begun) > m.timing.backoff {
 		b.Reset()
 	}
 }
 
-// resume brings the view up to where a watch can start: by nothing at all where
-// the last watch has ended in good order, by a look at the store where it is
-// still the same, or by a list. A server takes a watch from a revision that it
-// has never seen, and would be silent for long: so it has to be asked first.
+// resume brings the view to a revision from which a watch can start. After a watch that has ended
+// in good order there is nothing to do. Otherwise resume asks the store for its revision first,
+// because a server accepts a watch from a revision that it has never seen and is silent then. If
+// the store is not the same, resume lists the Nodes.
 func (m *Manager) resume(ctx context.Context, v *view, sink func(subnet.Update)) error {
 	if v.current && v.revision != 0 {
 		return nil
@@ -116,11 +116,11 @@ func (m *Manager) resume(ctx context.Context, v *view, sink func(subnet.Update))
 	return nil
 }
 
-// manyRequests is in place of how many requests for Nodes there is one full list.
+// manyRequests is the number of requests for Nodes above which one full list is cheaper.
 const manyRequests = 32
 
-// list returns the view of the store as it is now. What is known of podCIDRs
-// spares the list the greater part of every Node.
+// list returns a view of the present state of the store. It requests metadata only if podCIDRs are
+// known, because the rest of a Node is several times as large.
 func (m *Manager) list(ctx context.Context, v *view, s *self) (*view, error) {
 	required := v.required(s)
 	if v.entries == nil {
@@ -159,13 +159,13 @@ func (m *Manager) listAs(ctx context.Context, v *view, s *self, q query) (*view,
 	return next, nil
 }
 
-// happened is one event of the watch, whose object is lent.
+// happened is one event of the watch. Its object is valid until the event is processed.
 type happened struct {
 	kind string
 	o    *object
 }
 
-// follow watches from where the view is until the watch ends.
+// follow watches from the revision of the view until the watch ends.
 func (m *Manager) follow(ctx context.Context, v *view, sink func(subnet.Update), alive func()) error {
 	ctx, cancel := context.WithCancel(ctx)
 	events, taken, ended := make(chan happened), make(chan struct{}), make(chan error, 1)
