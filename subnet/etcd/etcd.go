@@ -79,7 +79,7 @@ type Manager struct {
 	full                 atomic.Pointer[fullPool]     // see awaitVacancy
 	former               atomic.Pointer[subnet.Lease] // see Held
 	slow                 atomic.Bool                  // the last request took longer than timing.slow
-	late                 atomic.Int32                 // requests in a row that came to their deadline, at most maxLate
+	late                 atomic.Int32                 // how often the deadline of requests is doubled, at most maxLate
 	// configSeen is the revision of the configuration whose warnings were logged.
 	configSeen atomic.Int64
 }
@@ -206,8 +206,9 @@ func (m *Manager) config(ctx context.Context) (subnet.Config, []subnet.Pool, err
 const maxLate = 2
 
 // call makes one request with the usual deadline and explains its error. Behind a request
-// that came to its deadline the next one has twice as much time: a store that thousands of
-// hosts ask at once would never finish if each of them gave up early and asked again.
+// that came to its deadline the next one has twice as much time, until the store is quick
+// again: a store that thousands of hosts ask at once would never finish if each of them gave
+// up early and asked again.
 func (m *Manager) call(ctx context.Context, f func(context.Context, *clientv3.Client) error) error {
 	late := m.late.Load()
 	deadline := m.timing.request << late
@@ -216,7 +217,7 @@ func (m *Manager) call(ctx context.Context, f func(context.Context, *clientv3.Cl
 	took := time.Since(start)
 	m.slow.Store(took > m.timing.slow)
 	switch {
-	case err == nil:
+	case err == nil && took < m.timing.request/2:
 		m.late.Store(0)
 	case took >= deadline:
 		m.late.Store(min(late+1, maxLate))

@@ -242,8 +242,8 @@ func (m *Manager) replay(ctx context.Context, v *view, probes bool, done func(se
 	case errors.Is(err, errCaughtUp):
 		return nil
 	case errors.Is(err, context.DeadlineExceeded) && probes:
-		// A proxy answers no probes, and a store that all hosts ask at once answers late. To
-		// list all leases then would be what it can stand least.
+		// A proxy answers no probes, and a store that all hosts ask at once answers late. A
+		// list of all leases would make that worse.
 		return errHasty
 	case errors.Is(err, context.DeadlineExceeded):
 		return errRelist

@@ -15,8 +15,8 @@ type sharedKey struct {
 	former bool // it comes from a former run
 }
 
-// one returns an entry that is equal to e. Without Shared that is e itself. Nobody changes
-// it from then on.
+// one returns an entry that is equal to e. Without Shared that is e itself. It is
+// read-only from then on.
 func (s *Shared) one(e *entry) *entry {
 	if s == nil {
 		return e

@@ -45,7 +45,7 @@ type client struct {
 	base   *url.URL
 	http   *http.Client
 	dialer *connrotation.Dialer
-	late   atomic.Int32 // requests in a row that came to their deadline, at most maxLate
+	late   atomic.Int32 // how often the deadline of requests is doubled, at most maxLate
 }
 
 // errEnded says that a watch has ended early for no fault of the server's.
@@ -150,19 +150,20 @@ func (c *client) do(ctx context.Context, r request) (*http.Response, error) {
 const maxLate = 2
 
 // patiently calls f with a deadline. Behind a request that came to its deadline the next one
-// has twice as much time: a server that thousands of hosts ask at once would never finish if
-// each of them gave up early and asked again.
+// has twice as much time, until the server is quick again: a server that thousands of hosts
+// ask at once would never finish if each of them gave up early and asked again.
 func (c *client) patiently(ctx context.Context, deadline time.Duration, f func(context.Context) error) error {
-	late := c.late.Load()
+	usual, late := deadline, c.late.Load()
 	deadline <<= late
 	ctx, cancel := context.WithTimeout(ctx, deadline)
 	defer cancel()
 	start := time.Now()
 	err := f(ctx)
+	took := time.Since(start)
 	switch {
-	case err == nil:
+	case err == nil && took < usual/2:
 		c.late.Store(0)
-	case time.Since(start) >= deadline:
+	case took >= deadline:
 		c.late.Store(min(late+1, maxLate))
 	}
 	return err
