@@ -76,6 +76,7 @@ type Manager struct {
 	// Recall leaves its listing for Acquire, and Acquire for Watch.
 	forAcquire, forWatch stash
 	known                atomic.Pointer[lastKnown]    // see restore
+	replaced             atomic.Bool                  // the store is not that of the former run, and Watch has not said so yet
 	full                 atomic.Pointer[fullPool]     // see awaitVacancy
 	former               atomic.Pointer[subnet.Lease] // see Held
 	slow                 atomic.Bool                  // the last request took longer than timing.slow

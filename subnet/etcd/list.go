@@ -60,7 +60,6 @@ type listing struct {
 	// restored is set if the listing is the last known state of a former run, brought up to
 	// date: see view.restored.
 	restored int64
-	another  bool // the store is not the one of the former run, though it has its id
 }
 
 // pageSize is how many leases are asked for at once, of some 350 bytes each. It is what
@@ -147,10 +146,7 @@ func (m *Manager) listOr(ctx context.Context, s *stash) (listing, error) {
 	if ok || err != nil {
 		return l, err
 	}
-	another := l.another
-	l, err = m.list(ctx)
-	l.another = another
-	return l, err
+	return m.list(ctx)
 }
 
 func storeID(h *pb.ResponseHeader) subnet.StoreID {

@@ -117,7 +117,7 @@ func goesWith(l subnet.Lease, key string) bool {
 // restore returns the last known state of a former run, brought up to the present by what has
 // changed since. It costs the store the changes, and not all leases. ok is false if all leases
 // have to be listed: there is no such state, its revision was compacted, or the store is
-// another one. The listing says only the latter then.
+// another one, which replaced tells Watch.
 func (m *Manager) restore(ctx context.Context) (l listing, ok bool, err error) {
 	k := m.known.Load()
 	if k == nil {
@@ -136,7 +136,8 @@ func (m *Manager) restore(ctx context.Context) (l listing, ok bool, err error) {
 	m.known.Store(nil)
 	if is != same {
 		klog.FromContext(ctx).V(1).Info("the last known leases are not those of the store, reading all", "revision", k.store.Revision)
-		return listing{another: is == another}, false, nil
+		m.replaced.Store(is == another)
+		return listing{}, false, nil
 	}
 	for _, key := range slices.Sorted(maps.Keys(v.entries)) {
 		l.entries = append(l.entries, *v.entries[key])

@@ -110,7 +110,7 @@ func (m *Manager) resume(ctx context.Context, v *view, sink func(subnet.Update))
 	*v = view{
 		entries: make(map[string]*entry, len(l.entries)), store: l.store, next: l.store.Revision + 1,
 		restored: l.restored,
-		another:  l.another || is == another || l.store.ID == old.store.ID && l.store.Revision < old.store.Revision || !old.explains(l),
+		another:  m.replaced.Load() || is == another || l.store.ID == old.store.ID && l.store.Revision < old.store.Revision || !old.explains(l),
 		reprieve: old.reprieve,
 	}
 	if old.store.ID != "" && !v.follows(old) {
@@ -126,7 +126,8 @@ func (m *Manager) resume(ctx context.Context, v *view, sink func(subnet.Update))
 	v.adopt(old)
 	m.client.hosts.Store(int64(len(v.entries)))
 	sink(v.update(m.ownKey.Load(), nil))
-	v.another = false       // later updates are of the same store
+	m.replaced.Store(false) // later updates are of the same store
+	v.another = false
 	_, err = m.tell(ctx, v) // after the list: the watch brings later changes
 	return err
 }
