@@ -83,9 +83,10 @@ bench: build deps components ## measure the daemon and the kernel's own limit (a
 	go build -o bin/tools/bench ./test/bench
 	bin/tools/bench $(if $(QUICK),-quick,-out Documentation/benchmarks -page Documentation/benchmarks.md) $(BENCHFLAGS)
 
+comma := ,
 storm: deps components ## measure stores under thousands of hosts at once (half an hour, 12 GB of memory; with QUICK=1 some minutes)
 	go build -o bin/tools/storm ./test/storm
-	bin/tools/storm $(if $(QUICK),-n 200,-n 1000,5000 -out Documentation/benchmarks/storms -page Documentation/benchmarks/storms.md) $(STORMFLAGS)
+	bin/tools/storm $(if $(QUICK),-n 200,-n 1000$(comma)5000 -kube-n 300$(comma)1000 -out Documentation/benchmarks/storms -page Documentation/benchmarks/storms.md) $(STORMFLAGS)
 
 bin/tools/stages: FORCE
 	@go build -o $@ ./test/stages

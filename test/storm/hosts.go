@@ -57,10 +57,11 @@ type Hosts struct {
 	// After a scenario all hosts know the same, so one state in memory is enough.
 	reference *host
 	known     subnet.LedgerState
+	stores    map[int]subnet.StoreID // as hosts knew them that do not run: with Kubernetes they differ
 }
 
 func newHosts() *Hosts {
-	return &Hosts{registry: newRegistry(), hosts: map[int]*host{}, former: map[int]subnet.Lease{}}
+	return &Hosts{registry: newRegistry(), hosts: map[int]*host{}, former: map[int]subnet.Lease{}, stores: map[int]subnet.StoreID{}}
 }
 
 // Start says which hosts to start, and how.
@@ -117,7 +118,7 @@ func (s *Hosts) Stop(a Stop, r *Stopped) error {
 			defer func() { s.reference = nil }()
 		}
 		if l, ok := h.lease(); ok {
-			s.former[i] = l
+			s.former[i], s.stores[i] = l, h.sight.stored()
 			if h == s.reference {
 				s.known = h.sight.state()
 				s.known.Peers = append(s.known.Peers, subnet.Peer{Lease: l})

@@ -5,6 +5,7 @@ package main
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"errors"
 	"flag"
@@ -28,7 +29,8 @@ import (
 // options are the parameters of a run.
 type options struct {
 	stores    []string
-	sizes     []int
+	sizes     []int // numbers of hosts
+	kubeSizes []int // the same with Kubernetes
 	scenarios []string
 	etcd      string
 	apiserver string
@@ -44,6 +46,7 @@ func parse(args []string) (options, error) {
 	f := flag.NewFlagSet("storm", flag.ContinueOnError)
 	stores := f.String("store", "etcd,kube", "comma-separated stores: etcd, kube, or proxy for etcd behind its grpc-proxy")
 	sizes := f.String("n", "1000", "comma-separated numbers of hosts")
+	kubeSizes := f.String("kube-n", "", "comma-separated numbers of hosts with Kubernetes; empty means those of -n")
 	var known []string
 	for _, s := range scenarios() {
 		known = append(known, s.name)
@@ -62,12 +65,12 @@ func parse(args []string) (options, error) {
 	if f.NArg() > 0 {
 		return o, fmt.Errorf("unexpected argument %q", f.Arg(0))
 	}
-	for text := range strings.SplitSeq(*sizes, ",") {
-		n, err := strconv.Atoi(text)
-		if err != nil || n < 1 || n > maxHosts {
-			return o, fmt.Errorf("-n: %q is not a number from 1 to %d", text, maxHosts)
-		}
-		o.sizes = append(o.sizes, n)
+	var err error
+	if o.sizes, err = numbers("n", *sizes); err != nil {
+		return o, err
+	}
+	if o.kubeSizes, err = numbers("kube-n", cmp.Or(*kubeSizes, *sizes)); err != nil {
+		return o, err
 	}
 	o.stores = strings.Split(*stores, ",")
 	for _, s := range o.stores {
@@ -84,6 +87,18 @@ func parse(args []string) (options, error) {
 		}
 	}
 	return o, nil
+}
+
+// numbers parses the value of a flag.
+func numbers(flag, list string) (sizes []int, err error) {
+	for text := range strings.SplitSeq(list, ",") {
+		n, err := strconv.Atoi(text)
+		if err != nil || n < 1 || n > maxHosts {
+			return nil, fmt.Errorf("-%s: %q is not a number from 1 to %d", flag, text, maxHosts)
+		}
+		sizes = append(sizes, n)
+	}
+	return sizes, nil
 }
 
 // maxHosts leaves numbers for those that join, and one for a host that does not exist.
@@ -117,7 +132,11 @@ func execute(ctx context.Context, args []string, progress io.Writer) error {
 		return err
 	}
 	for _, store := range o.stores {
-		for _, n := range o.sizes {
+		sizes := o.sizes
+		if store == "kube" {
+			sizes = o.kubeSizes
+		}
+		for _, n := range sizes {
 			if err := one(ctx, o, store, n, r, progress); err != nil {
 				return fmt.Errorf("%s, %d hosts: %w", store, n, err)
 			}

@@ -58,6 +58,7 @@ func (h *host) openKube(s Store, former *subnet.Lease) (manager, error) {
 // known returns the last known state of a host: the one of all without its own lease.
 func (h *host) known(own string) subnet.LedgerState {
 	state := h.all.known
+	state.Store = h.all.stores[h.number]
 	state.Peers = slices.DeleteFunc(slices.Clone(state.Peers), func(p subnet.Peer) bool { return p.Lease.Key == own })
 	return state
 }

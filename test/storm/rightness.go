@@ -78,8 +78,15 @@ type sight struct {
 	own     int  // number of the own lease; -1 before it is acquired
 	have    bits // without the own lease
 	changed time.Time
+	store   subnet.StoreID // as it was told last
 	lists   int            // complete sets that were told
 	ledger  *subnet.Ledger // of the reference; nil for other hosts
+}
+
+func (s *sight) stored() subnet.StoreID {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.store
 }
 
 // state returns what the daemon of this host would keep on disk.
@@ -98,6 +105,7 @@ func (s *sight) take(u subnet.Update) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	changed := false
+	s.store = u.Store
 	if u.Changed == nil {
 		s.lists++
 		var have bits
