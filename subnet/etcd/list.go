@@ -131,8 +131,9 @@ func (m *Manager) listAt(ctx context.Context, revision int64, pause time.Duratio
 // by compare-and-swap, or by the watch.
 type stash struct{ atomic.Pointer[listing] }
 
-// stashTime is the age up to which a listing is used. It may be that of a start on a slow host.
-const stashTime = 10 * time.Second
+// stashTime is the age up to which a listing is used. It may be that of a start on a slow host,
+// or from a store that all hosts ask at once. A second list would make the latter slower.
+const stashTime = time.Minute
 
 func (s *stash) put(l listing) { s.Store(&l) }
 

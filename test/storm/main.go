@@ -140,9 +140,12 @@ func execute(ctx context.Context, args []string, progress io.Writer) error {
 			if err := one(ctx, o, store, n, r, progress); err != nil {
 				return fmt.Errorf("%s, %d hosts: %w", store, n, err)
 			}
+			if err := r.save(o); err != nil { // now, because the rest can take an hour
+				return err
+			}
 		}
 	}
-	return r.save(o)
+	return nil
 }
 
 // one runs the scenarios with a store and a number of hosts.
