@@ -57,6 +57,7 @@ type Hosts struct {
 	// After a scenario all hosts know the same, so one state in memory is enough.
 	reference *host
 	known     subnet.LedgerState
+	outages   int                    // of hosts that were stopped
 	stores    map[int]subnet.StoreID // as hosts knew them that do not run: with Kubernetes they differ
 }
 
@@ -113,6 +114,9 @@ func (s *Hosts) Stop(a Stop, r *Stopped) error {
 	for i := a.From; i < a.To; i++ {
 		h := s.hosts[i]
 		delete(s.hosts, i)
+		h.mu.Lock()
+		s.outages += h.outages
+		h.mu.Unlock()
 		wg.Go(h.stop)
 		if h == s.reference {
 			defer func() { s.reference = nil }()
@@ -157,7 +161,6 @@ type Wait struct {
 type State struct {
 	Right, Running int
 	Half, Last     time.Time // when half of the hosts were right, and all
-	Lists          int       // complete sets that managers have told since they were started
 	Renewed        int       // hosts that have renewed their leases since Wait.Renewed
 	Outages        int       // times that a host has lost its store
 	Example        string    // why a host was not right, or has lost its store
@@ -198,6 +201,7 @@ func (s *Hosts) State(_ struct{}, r *State) error { //nolint:unparam // net/rpc 
 }
 
 func (s *Hosts) state(expected bits, renewed time.Time) (r State) {
+	r.Outages = s.outages
 	var times []time.Time
 	for _, h := range s.hosts {
 		ok, since := h.sight.right(expected)
@@ -215,9 +219,6 @@ func (s *Hosts) state(expected bits, renewed time.Time) (r State) {
 			r.Example = fmt.Sprintf("host %d: %s", h.number, h.said)
 		}
 		h.mu.Unlock()
-		h.sight.mu.Lock()
-		r.Lists += h.sight.lists
-		h.sight.mu.Unlock()
 	}
 	if len(times) > 0 {
 		slices.SortFunc(times, time.Time.Compare)

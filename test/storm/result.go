@@ -41,7 +41,9 @@ func (r *result) callsText() string {
 	})
 	var parts []string
 	for _, kind := range kinds {
-		parts = append(parts, fmt.Sprintf("%s %.0f", kind, r.Calls[kind]))
+		if n := r.Calls[kind]; n > 0 { // all others were the bystander's
+			parts = append(parts, fmt.Sprintf("%s %.0f", kind, n))
+		}
 	}
 	return strings.Join(parts, ", ")
 }
@@ -73,8 +75,12 @@ func (r *report) markdown(out io.Writer) {
 		fmt.Fprintln(out, "| store | hosts | half are right after | all are right after | CPU of the store | memory of the store | sent by the store | for each host | requests | slowest request of a bystander | CPU of all hosts |")
 		fmt.Fprintln(out, "|---|---|---|---|---|---|---|---|---|---|---|")
 		for _, one := range some {
-			fmt.Fprintf(out, "| %s | %d | %s s | %s s | %s s | %.0f MB | %s MB | %s kB | %.0f | %s s | %s s |\n", one.Store, one.N,
-				chart.Number(one.Half), chart.Number(one.Seconds), chart.Number(one.StoreCPU), one.Peak/1e6, chart.Number(one.Sent/1e6),
+			half := ""
+			if one.Half > 0 {
+				half = chart.Number(one.Half) + " s"
+			}
+			fmt.Fprintf(out, "| %s | %d | %s | %s s | %s s | %.0f MB | %s MB | %s kB | %.0f | %s s | %s s |\n", one.Store, one.N,
+				half, chart.Number(one.Seconds), chart.Number(one.StoreCPU), one.Peak/1e6, chart.Number(one.Sent/1e6),
 				chart.Number(one.Sent/1e3/float64(one.N)), one.Calls.total(), chart.Number(one.Slowest), chart.Number(one.HostsCPU))
 		}
 		fmt.Fprintln(out)

@@ -79,7 +79,6 @@ type sight struct {
 	have    bits // without the own lease
 	changed time.Time
 	store   subnet.StoreID // as it was told last
-	lists   int            // complete sets that were told
 	ledger  *subnet.Ledger // of the reference; nil for other hosts
 }
 
@@ -107,7 +106,6 @@ func (s *sight) take(u subnet.Update) {
 	changed := false
 	s.store = u.Store
 	if u.Changed == nil {
-		s.lists++
 		var have bits
 		for _, l := range u.Snapshot().Leases {
 			have.set(s.registry.number(identify(l)))

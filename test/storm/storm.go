@@ -84,7 +84,7 @@ type result struct {
 
 	Right      int     `json:"right"`               // hosts that were right at the end, of N
 	Seconds    float64 `json:"seconds"`             // until the last one was right
-	Half       float64 `json:"half"`                // seconds until half of them were right
+	Half       float64 `json:"half,omitzero"`       // seconds until half of them were right
 	StoreCPU   float64 `json:"storeCPU"`            // seconds
 	ProxyCPU   float64 `json:"proxyCPU,omitempty"`  // seconds, of the proxy in front of the store
 	ProxyPeak  float64 `json:"proxyPeak,omitempty"` // bytes of memory of the proxy, since its start
@@ -98,7 +98,7 @@ type result struct {
 	P99        float64 `json:"p99"`                 // seconds, of a bystander's requests
 	Bystanding int     `json:"bystanding"`          // requests of the bystander
 	Failed     int     `json:"failed"`              // of these, requests without an answer
-	Outages    int     `json:"outages"`             // times that a host has lost its store
+	Outages    int     `json:"-"`                   // times that a host has lost its store
 	Example    string  `json:"example,omitempty"`
 }
 
@@ -537,7 +537,7 @@ func (s *storm) renewAll(ctx context.Context) (*result, error) {
 		err = fmt.Errorf("renew: %d of %d leases were renewed in %s", now.Renewed, s.n, took)
 	}
 	if r != nil {
-		r.Seconds = took.Seconds()
+		r.Seconds, r.Half = took.Seconds(), 0 // hosts were right all the time
 	}
 	return r, err
 }
