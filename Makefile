@@ -38,13 +38,13 @@ ONE = $(if $(RUN),-run '$(value RUN)')
 GOLANGCI := bin/tools/golangci-lint
 
 .DEFAULT_GOAL := help
-.PHONY: help build demo test test-unit test-kernel test-e2e test-vm test-kubernetes test-rest test-all fuzz bench lint lint-go lint-words lint-mod lint-shell lint-sleep \
+.PHONY: help build demo test test-unit test-kernel test-e2e test-vm test-kubernetes test-rest test-all fuzz bench storm lint lint-go lint-words lint-mod lint-shell lint-sleep \
 	lint-unit lint-rules fmt image chart dist dist-check deps components components-short components-nodes torture clean FORCE
 
 help: ## print this list
 	@echo 'flanneld $(VERSION)'
 	@echo
-	@awk -F ':.*## ' '/^## / { print "\n" substr($$0, 4) } /^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^## / { print "\n" substr($$0, 4) } /^[a-z0-9-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo
 	@echo 'Tests, demo and deps need root. You only have to install Go, git and make.'
 
@@ -91,6 +91,11 @@ bench: build deps components ## measure the daemon and the kernel's own limit (a
 torture: build deps components ## cause faults of a store of three members at random, five runs of ten minutes (TORTUREFLAGS='-seed 7 -runs 1')
 	go build -o bin/tools/torture ./test/torture
 	bin/tools/torture $(TORTUREFLAGS)
+
+comma := ,
+storm: deps components ## measure stores under thousands of hosts at once (half an hour, 12 GB of memory; with QUICK=1 some minutes)
+	go build -o bin/tools/storm ./test/storm
+	bin/tools/storm $(if $(QUICK),-n 200,-n 1000$(comma)5000 -kube-n 300$(comma)1000 -out Documentation/benchmarks/storms -page Documentation/benchmarks/storms.md) $(STORMFLAGS)
 
 bin/tools/stages: FORCE
 	@go build -o $@ ./test/stages

@@ -55,6 +55,8 @@ type Config struct {
 	// it may have changed, nil if there is none. It must not block nor call the
 	// manager. May be nil.
 	OnConfig func(text []byte)
+	// Shared is for programs with many managers. May be nil.
+	Shared *Shared
 }
 
 // Manager is a subnet.Manager on etcd. It is safe for concurrent use.
@@ -77,6 +79,8 @@ type Manager struct {
 	replaced             atomic.Bool                  // the store is not that of the former run, and Watch has not said so yet
 	full                 atomic.Pointer[fullPool]     // see awaitVacancy
 	former               atomic.Pointer[subnet.Lease] // see Held
+	slow                 atomic.Bool                  // the last request took longer than timing.slow
+	late                 atomic.Int32                 // how often the deadline of requests is doubled, at most maxLate
 	// configSeen is the revision of the configuration whose warnings were logged.
 	configSeen atomic.Int64
 }
@@ -88,6 +92,7 @@ type timing struct {
 	request, page        time.Duration // deadline of a request, and of one for a page of a list
 	login                time.Duration // deadline of a login: the server may have to do those of all hosts
 	spread               time.Duration // for each host, over which requests of all hosts at the same event are spread
+	slow                 time.Duration // duration of a request to a store that cannot keep up
 	quiet, idle, grace   time.Duration // see follow
 	check                time.Duration // see verify
 	dead                 time.Duration // time in which pings find a dead connection
@@ -114,6 +119,7 @@ func New(cfg Config) (*Manager, error) {
 	m.cfg.Known = subnet.LedgerState{}
 	m.timing = timing{
 		request: 5 * time.Second, page: 20 * time.Second, login: 4 * time.Minute, spread: 10 * time.Millisecond,
+		slow:  time.Second,
 		quiet: 12 * time.Minute, idle: 10 * time.Second, grace: 5 * time.Second,
 		// Give or take a fifth it is less than the five minutes that a login lives unused.
 		check:      4 * time.Minute,
@@ -197,9 +203,27 @@ func (m *Manager) config(ctx context.Context) (subnet.Config, []subnet.Pool, err
 	return cfg, pools, nil
 }
 
-// call makes one request with the usual deadline and explains its error.
+// maxLate limits the deadline of requests to four times the usual one.
+const maxLate = 2
+
+// call makes one request with the usual deadline and explains its error. Behind a request
+// that came to its deadline the next one has twice as much time, until the store is quick
+// again: a store that thousands of hosts ask at once would never finish if each of them gave
+// up early and asked again.
 func (m *Manager) call(ctx context.Context, f func(context.Context, *clientv3.Client) error) error {
-	return m.callWithin(ctx, m.timing.request, f)
+	late := m.late.Load()
+	deadline := m.timing.request << late
+	start := time.Now()
+	err := m.callWithin(ctx, deadline, f)
+	took := time.Since(start)
+	m.slow.Store(took > m.timing.slow)
+	switch {
+	case err == nil && took < m.timing.request/2:
+		m.late.Store(0)
+	case took >= deadline:
+		m.late.Store(min(late+1, maxLate))
+	}
+	return err
 }
 
 func (m *Manager) callWithin(ctx context.Context, deadline time.Duration, f func(context.Context, *clientv3.Client) error) error {

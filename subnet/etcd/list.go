@@ -73,6 +73,11 @@ func (m *Manager) list(ctx context.Context) (listing, error) { return m.listAt(c
 // listAt reads all leases as they were at a revision, or now if it is zero, with pauses between
 // the pages. Pages behind the first need not be agreed on by the members again: the member that
 // answered the first has their revision.
+//
+// When all hosts boot at the same moment the store cannot keep up. Small requests then take
+// long, as they do not on a slow link. A host to which that happened waits for its turn
+// behind the first page, which tells how many hosts there are. So the store has time for
+// writes of leases and for its other users.
 func (m *Manager) listAt(ctx context.Context, revision int64, pause time.Duration) (listing, error) {
 	var l listing
 	var decoding sync.WaitGroup
@@ -93,6 +98,7 @@ func (m *Manager) listAt(ctx context.Context, revision int64, pause time.Duratio
 				l.store.Revision = revision
 			}
 			options = append(options, clientv3.WithRev(l.store.Revision), clientv3.WithSerializable())
+			m.client.hosts.Store(page.Count)
 		}
 		first := len(l.entries)
 		l.entries = append(l.entries, make([]entry, len(page.Kvs))...)
@@ -105,6 +111,11 @@ func (m *Manager) listAt(ctx context.Context, revision int64, pause time.Duratio
 			return l, nil
 		}
 		from = string(page.Kvs[len(page.Kvs)-1].Key) + "\x00"
+		if first == 0 && m.slow.Load() {
+			if err := m.client.turn(ctx); err != nil {
+				return listing{}, err
+			}
+		}
 		if pause > 0 {
 			select {
 			case <-ctx.Done():
@@ -120,8 +131,9 @@ func (m *Manager) listAt(ctx context.Context, revision int64, pause time.Duratio
 // by compare-and-swap, or by the watch.
 type stash struct{ atomic.Pointer[listing] }
 
-// stashTime is the age up to which a listing is used. It may be that of a start on a slow host.
-const stashTime = 10 * time.Second
+// stashTime is the age up to which a listing is used. It may be that of a start on a slow host,
+// or from a store that all hosts ask at once. A second list would make the latter slower.
+const stashTime = time.Minute
 
 func (s *stash) put(l listing) { s.Store(&l) }
 

@@ -1,6 +1,8 @@
 package etcd
 
 import (
+	"context"
+	"errors"
 	"fmt"
 	"slices"
 	"strings"
@@ -75,5 +77,27 @@ func TestSlowLink(t *testing.T) {
 	}
 	if d := time.Since(start); d < deadline {
 		t.Errorf("the lists took %s: the link is no slow one", d)
+	}
+}
+
+// TestListTakesTurns lists from a store that cannot keep up: small requests take long. Hosts
+// list one after another then.
+func TestListTakesTurns(t *testing.T) {
+	f := newFixture(t, sharedServer(t))
+	f.put(t, "config", configV4)
+	f.fill(t, pageSize+1)
+	m := f.manager(t)
+	m.timing.spread = time.Hour // for each lease: the turn does not come
+	for _, slow := range []time.Duration{time.Hour, time.Nanosecond} {
+		m.timing.slow = slow
+		if _, err := m.Config(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
+		_, err := m.list(ctx)
+		cancel()
+		if waits := errors.Is(err, context.DeadlineExceeded); waits != (slow == time.Nanosecond) {
+			t.Errorf("a list when a request takes longer than %s: %v", slow, err)
+		}
 	}
 }

@@ -103,7 +103,7 @@ func newLastKnown(cfg Config) *lastKnown {
 		if e.subnets, err = parseKey(e.key); err != nil || e.key == k.own || !goesWith(e.lease, e.key) {
 			return nil
 		}
-		k.entries[e.key] = e
+		k.entries[e.key] = cfg.Shared.one(e)
 	}
 	return k
 }
@@ -242,6 +242,10 @@ func (m *Manager) replay(ctx context.Context, v *view, probes bool, done func(se
 	switch {
 	case errors.Is(err, errCaughtUp):
 		return nil
+	case errors.Is(err, context.DeadlineExceeded) && probes:
+		// A proxy answers no probes, and a store that all hosts ask at once answers late. A
+		// list of all leases would make that worse.
+		return errHasty
 	case errors.Is(err, context.DeadlineExceeded):
 		return errRelist
 	}

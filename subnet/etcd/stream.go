@@ -41,6 +41,7 @@ type stream struct {
 	reached atomic.Int64  // the highest revision that was named on the stream
 	told    chan struct{} // has an element if reached has grown
 	hasty   bool          // the server answers probes at once, ahead of events
+	answers atomic.Bool   // the server has answered a probe, which etcd's grpc-proxy never does
 }
 
 // follow watches keys on one stream until that fails. A connection that is dead ends the
@@ -144,6 +145,9 @@ func (m *Manager) receive(s *stream, watchdog *time.Timer, w watcher) error {
 		case resp.Canceled:
 			return explain(m.cfg.Endpoints, m.timing.request, status.Error(codes.Unavailable, "watch was canceled: "+resp.CancelReason))
 		}
+		if resp.WatchId == clientv3.InvalidWatchID {
+			s.answers.Store(true)
+		}
 		created = created || resp.Created
 		if !created {
 			// Before 3.4.25 and 3.5.8 etcd answers a probe at once, even on a stream without a
@@ -231,9 +235,11 @@ func (m *Manager) head(ctx context.Context) (revision int64, err error) {
 	return revision, err
 }
 
-// arrive waits until the stream has come to a revision.
+// arrive waits until the stream has come to a revision. Without answers to probes, as behind
+// etcd's grpc-proxy, only the next notification tells how far the stream has come.
 func (m *Manager) arrive(ctx context.Context, s *stream, revision int64) error {
-	timer := time.NewTimer(m.timing.grace)
+	limit := m.timing.grace
+	timer := time.NewTimer(limit)
 	defer timer.Stop()
 	for s.reached.Load() < revision {
 		select {
@@ -241,8 +247,13 @@ func (m *Manager) arrive(ctx context.Context, s *stream, revision int64) error {
 			return nil
 		case <-s.told:
 		case <-timer.C:
+			if rest := m.timing.quiet - limit; rest > 0 && !s.answers.Load() {
+				timer.Reset(rest)
+				limit += rest
+				continue
+			}
 			return &storeError{"behind", fmt.Sprintf("etcd %s: the watch is at revision %d, the store was at %d %s ago",
-				strings.Join(m.cfg.Endpoints, ","), s.reached.Load(), revision, m.timing.grace), errBehind}
+				strings.Join(m.cfg.Endpoints, ","), s.reached.Load(), revision, limit), errBehind}
 		}
 	}
 	return nil

@@ -118,8 +118,8 @@ func (m *Manager) resume(ctx context.Context, v *view, sink func(subnet.Update))
 		klog.FromContext(ctx).Error(nil, "etcd is not the store it was", "was", was, "is", v.store)
 	}
 	for i := range l.entries {
-		e := &l.entries[i]
-		e.value = nil
+		l.entries[i].value = nil
+		e := m.cfg.Shared.one(&l.entries[i])
 		v.entries[e.key] = e
 		logUndecodable(ctx, old.entries[e.key], e)
 	}
@@ -275,7 +275,8 @@ func (v *view) adopt(old view) {
 // advance applies one response to the view and publishes the result. The revision of the view also
 // advances without events: otherwise it would soon be compacted.
 func (m *Manager) advance(ctx context.Context, v *view, resp *pb.WatchResponse, settled int64, sink func(subnet.Update)) error {
-	if storeID(resp.Header).ID != v.store.ID {
+	// A grpc-proxy that merges watches leaves the id out when it says that one has begun.
+	if resp.Header.ClusterId != 0 && storeID(resp.Header).ID != v.store.ID {
 		return errRelist
 	}
 	v.alive(time.Now(), m.timing.dead)
@@ -292,17 +293,19 @@ func (m *Manager) advance(ctx context.Context, v *view, resp *pb.WatchResponse, 
 		if ev.Kv.ModRevision < known {
 			continue
 		}
-		e := m.entry(ev.Kv)
-		e.value = nil
+		read := m.entry(ev.Kv)
+		read.value = nil
+		e := &read
 		switch ev.Type {
 		case mvccpb.DELETE:
 			if !v.spares(e.key) {
 				v.drop(changed, []string{e.key})
 			}
 		default:
-			v.drop(changed, v.renewed(&e, v.entries))
-			logUndecodable(ctx, v.entries[e.key], &e)
-			v.entries[e.key], v.newest = &e, &e
+			e = m.cfg.Shared.one(e)
+			v.drop(changed, v.renewed(e, v.entries))
+			logUndecodable(ctx, v.entries[e.key], e)
+			v.entries[e.key], v.newest = e, e
 			if e.err == nil {
 				changed[e.key] = &e.lease
 			}

@@ -12,6 +12,7 @@ import (
 	"net/url"
 	"strconv"
 	"strings"
+	"sync/atomic"
 	"time"
 
 	"k8s.io/client-go/rest"
@@ -44,6 +45,7 @@ type client struct {
 	base   *url.URL
 	http   *http.Client
 	dialer *connrotation.Dialer
+	late   atomic.Int32 // how often the deadline of requests is doubled, at most maxLate
 }
 
 // errEnded says that a watch has ended early for no fault of the server's.
@@ -144,11 +146,42 @@ func (c *client) do(ctx context.Context, r request) (*http.Response, error) {
 	return nil, c.refusal(resp)
 }
 
-// call sends a request that is answered at once and returns the answer.
-func (c *client) call(ctx context.Context, timeout time.Duration, r request) ([]byte, error) {
-	outer := ctx
-	ctx, cancel := context.WithTimeout(ctx, timeout)
+// maxLate limits the deadline of requests to four times the usual one.
+const maxLate = 2
+
+// patiently calls f with a deadline. Behind a request that came to its deadline the next one
+// has twice as much time, until the server is quick again: a server that thousands of hosts
+// ask at once would never finish if each of them gave up early and asked again.
+func (c *client) patiently(ctx context.Context, deadline time.Duration, f func(context.Context) error) error {
+	usual, late := deadline, c.late.Load()
+	deadline <<= late
+	ctx, cancel := context.WithTimeout(ctx, deadline)
 	defer cancel()
+	start := time.Now()
+	err := f(ctx)
+	took := time.Since(start)
+	switch {
+	case err == nil && took < usual/2:
+		c.late.Store(0)
+	case took >= deadline:
+		c.late.Store(min(late+1, maxLate))
+	}
+	return err
+}
+
+// call sends a request that is answered at once and returns the answer.
+func (c *client) call(ctx context.Context, timeout time.Duration, r request) (body []byte, err error) {
+	err = c.patiently(ctx, timeout, func(ctx context.Context) (err error) {
+		body, err = c.callOnce(ctx, r)
+		return err
+	})
+	if ctx.Err() != nil {
+		return nil, ctx.Err()
+	}
+	return body, err
+}
+
+func (c *client) callOnce(ctx context.Context, r request) ([]byte, error) {
 	resp, err := c.do(ctx, r)
 	var body []byte
 	if err == nil {
@@ -156,9 +189,6 @@ func (c *client) call(ctx context.Context, timeout time.Duration, r request) ([]
 		if body, err = io.ReadAll(io.LimitReader(resp.Body, maxObject)); err != nil {
 			err = c.explain(err)
 		}
-	}
-	if outer.Err() != nil {
-		return nil, outer.Err()
 	}
 	return body, err
 }

@@ -64,12 +64,13 @@ func (m *Manager) read(ctx context.Context, name string, revision int64) (*self,
 }
 
 // readSome asks for the few Nodes that q names.
-func (m *Manager) readSome(ctx context.Context, q query, on func(name string, s *self)) (listing, error) {
-	ctx, cancel := context.WithTimeout(ctx, m.timing.request)
-	defer cancel()
-	l, err := m.client.list(ctx, m.decoder, q, func(o *object) error {
-		on(string(o.name), newSelf(o, 0))
-		return nil
+func (m *Manager) readSome(ctx context.Context, q query, on func(name string, s *self)) (l listing, err error) {
+	err = m.client.patiently(ctx, m.timing.request, func(ctx context.Context) (err error) {
+		l, err = m.client.list(ctx, m.decoder, q, func(o *object) error {
+			on(string(o.name), newSelf(o, 0))
+			return nil
+		})
+		return err
 	})
 	if errors.Is(err, context.DeadlineExceeded) {
 		err = m.client.explain(err)

@@ -154,7 +154,7 @@ func (r *report) save(o options) error {
 		return err
 	}
 	for name, c := range r.charts() {
-		if err := os.WriteFile(filepath.Join(o.out, name+".svg"), c.svg(), 0o644); err != nil {
+		if err := os.WriteFile(filepath.Join(o.out, name+".svg"), c.SVG(), 0o644); err != nil {
 			return err
 		}
 	}

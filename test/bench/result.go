@@ -10,6 +10,8 @@ import (
 	"strings"
 	"text/tabwriter"
 	"time"
+
+	"flanneld/test/chart"
 )
 
 // report is the result of one run of the benchmark.
@@ -107,12 +109,6 @@ func ms(d time.Duration) float64 { return float64(d) / float64(time.Millisecond)
 
 func mb(bytes float64) float64 { return bytes / 1e6 }
 
-// number formats a value with three digits.
-func number(v float64) string {
-	digits := 2 - int(math.Floor(math.Log10(max(math.Abs(v), 0.001))))
-	return fmt.Sprintf("%.*f", min(max(digits, 0), 2), v)
-}
-
 var columns = []string{"measure", "N", "median", "min … max", "rounds", "unit", "target", "met"}
 
 func (m *metric) cells() []string {
@@ -121,16 +117,16 @@ func (m *metric) cells() []string {
 		n = fmt.Sprint(m.N)
 	}
 	if m.Target != nil {
-		target, met = "≤ "+number(*m.Target), "yes"
+		target, met = "≤ "+chart.Number(*m.Target), "yes"
 		if m.Floor {
-			target = "≥ " + number(*m.Target)
+			target = "≥ " + chart.Number(*m.Target)
 		}
 		if !m.met() {
 			met = "NO"
 		}
 	}
 	return []string{
-		m.Name, n, number(m.median()), number(slices.Min(m.Values)) + " … " + number(slices.Max(m.Values)),
+		m.Name, n, chart.Number(m.median()), chart.Number(slices.Min(m.Values)) + " … " + chart.Number(slices.Max(m.Values)),
 		fmt.Sprint(len(m.Values)), m.Unit, target, met,
 	}
 }

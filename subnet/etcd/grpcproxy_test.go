@@ -1,0 +1,151 @@
+package etcd
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"os/exec"
+	"slices"
+	"sync/atomic"
+	"syscall"
+	"testing"
+	"time"
+
+	pb "go.etcd.io/etcd/api/v3/etcdserverpb"
+	"google.golang.org/grpc"
+
+	"flanneld/subnet"
+	"flanneld/subnet/subnettest"
+)
+
+// startGRPCProxy starts the grpc-proxy of an etcd release in front of s, and returns s
+// as managers reach it through the proxy.
+func startGRPCProxy(t *testing.T, s *server, program string) *server {
+	t.Helper()
+	addr := freeAddr(t)
+	var output bytes.Buffer
+	cmd := exec.Command(program, "grpc-proxy", "start", "--endpoints", s.url, "--listen-addr", addr, "--advertise-client-url", addr, "--data-dir", t.TempDir())
+	cmd.Stdout, cmd.Stderr = &output, &output
+	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	exited := make(chan struct{})
+	go func() {
+		defer close(exited)
+		_ = cmd.Wait() // it is ended by a signal
+	}()
+	t.Cleanup(func() {
+		select {
+		case <-exited:
+			t.Errorf("%s grpc-proxy has ended: %s", program, output.String())
+		default:
+		}
+		_ = cmd.Process.Kill()
+		<-exited
+	})
+	eventually(t, "the grpc-proxy to accept connections", func() bool {
+		c, err := net.DialTimeout("tcp", addr, time.Second)
+		if err == nil {
+			c.Close()
+		}
+		return err == nil
+	})
+	proxied := *s
+	proxied.url = "http://" + addr
+	return &proxied
+}
+
+// TestSuiteByGRPCProxy runs the suite with managers that reach etcd through its grpc-proxy.
+func TestSuiteByGRPCProxy(t *testing.T) {
+	s := sharedServer(t)
+	for release, program := range releases(t) {
+		if program == "" {
+			continue
+		}
+		t.Run(release, func(t *testing.T) {
+			proxied := startGRPCProxy(t, s, program)
+			subnettest.Run(t, func(t *testing.T) subnettest.Backing {
+				f := newFixture(t, s)
+				f.server = proxied
+				return backing{f}
+			})
+		})
+	}
+}
+
+// TestWatchByGRPCProxy has hosts watch through a proxy, which merges their watches. Each host
+// lists once and sees each change, though the proxy leaves the cluster's id out of what it
+// says by itself.
+func TestWatchByGRPCProxy(t *testing.T) {
+	const hosts = 5
+	s := sharedServer(t)
+	for release, program := range releases(t) {
+		if program == "" {
+			continue
+		}
+		t.Run(release, func(t *testing.T) {
+			f := newFixture(t, s)
+			f.put(t, "config", configV4)
+			f.server = startGRPCProxy(t, s, program)
+			var lists atomic.Int64
+			var watchers []*subnettest.Watcher
+			for range hosts {
+				m := f.manager(t)
+				m.client.cfg.DialOptions = append(m.client.cfg.DialOptions, grpc.WithChainUnaryInterceptor(
+					func(ctx context.Context, method string, req, reply any, cc *grpc.ClientConn, invoke grpc.UnaryInvoker, opts ...grpc.CallOption) error {
+						if r, ok := req.(*pb.RangeRequest); ok && len(r.RangeEnd) > 0 {
+							lists.Add(1)
+						}
+						return invoke(ctx, method, req, reply, cc, opts...)
+					}))
+				w := subnettest.Watch(t, m)
+				w.Until(t, "nobody", subnettest.Has())
+				watchers = append(watchers, w)
+			}
+			for i, key := range []string{"10.5.1.0-24", "10.5.2.0-24", "10.5.3.0-24"} {
+				f.put(t, "subnets/"+key, value(fmt.Sprintf("192.0.2.%d", i+1)))
+				for host, w := range watchers {
+					w.Until(t, fmt.Sprintf("lease %s at host %d", key, host), func(s subnet.Snapshot) bool {
+						return slices.ContainsFunc(s.Leases, func(l *subnet.Lease) bool { return l.Key == key })
+					})
+				}
+			}
+			if n := lists.Load(); n != hosts {
+				t.Errorf("%d hosts have listed the leases %d times, want once each", hosts, n)
+			}
+		})
+	}
+}
+
+// TestNoAnswerToProbes checks a watch through a proxy, which does not answer probes, when
+// others have written to the store. The watch counts as behind only if the next notification
+// does not come.
+func TestNoAnswerToProbes(t *testing.T) {
+	f := newFixture(t, sharedServer(t))
+	f.put(t, "config", configV4)
+	f.server = startGRPCProxy(t, f.server, releases(t)["3.4"])
+	m := f.manager(t)
+	m.timing.grace = time.Millisecond
+	for _, quiet := range []time.Duration{time.Hour, 10 * time.Millisecond} {
+		m.timing.quiet = quiet
+		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
+		conn, _, err := m.client.get(ctx)
+		if err != nil {
+			t.Fatal(err)
+		}
+		s, err := open(ctx, conn, []string{m.configKey()}, 2)
+		if err != nil {
+			t.Fatal(err)
+		}
+		revision := f.put(t, "other", "not flannel's")
+		s.probe()
+		err = m.arrive(ctx, s, revision)
+		cancel()
+		if behind := errors.Is(err, errBehind); behind != (quiet < time.Second) {
+			t.Errorf("without an answer to probes, with a notification every %s: %v", quiet, err)
+		}
+	}
+}

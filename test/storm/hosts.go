@@ -1,0 +1,374 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net/netip"
+	"net/rpc"
+	"os"
+	"runtime/debug"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/go-logr/logr"
+	"k8s.io/klog/v2"
+
+	"flanneld/subnet"
+	"flanneld/subnet/etcd"
+)
+
+// hostsChild is the value of os.Args[0] that makes this program run the managers of all
+// hosts. They have a process of their own so that the store is the only process of its
+// network namespace, and so that its counters of bytes count nothing else.
+const hostsChild = "storm-hosts"
+
+// runHosts serves Hosts on standard input and output until the parent closes them.
+func runHosts() error {
+	klog.LogToStderr(false) // thousands of hosts say the same
+	klog.SetOutput(io.Discard)
+	debug.SetGCPercent(50)
+	server := rpc.NewServer()
+	if err := server.RegisterName("Hosts", newHosts()); err != nil {
+		return err
+	}
+	server.ServeConn(pipes{os.Stdin, os.Stdout})
+	return nil
+}
+
+type pipes struct {
+	io.ReadCloser
+	io.WriteCloser
+}
+
+// Close implements io.Closer.
+func (p pipes) Close() error { return errors.Join(p.ReadCloser.Close(), p.WriteCloser.Close()) }
+
+// Hosts runs the managers of many hosts. Its exported methods are called by net/rpc, one
+// at a time.
+type Hosts struct {
+	registry *registry
+	hosts    map[int]*host
+	former   map[int]subnet.Lease // leases of hosts that do not run
+	leases   etcd.Shared
+	// reference is the host whose knowledge of others becomes the last known state of all.
+	// After a scenario all hosts know the same, so one state in memory is enough.
+	reference *host
+	known     subnet.LedgerState
+	outages   int                    // of hosts that were stopped
+	stores    map[int]subnet.StoreID // as hosts knew them that do not run: with Kubernetes they differ
+}
+
+func newHosts() *Hosts {
+	return &Hosts{registry: newRegistry(), hosts: map[int]*host{}, former: map[int]subnet.Lease{}, stores: map[int]subnet.StoreID{}}
+}
+
+// Start says which hosts to start, and how.
+type Start struct {
+	Store    Store
+	From, To int  // numbers of hosts, To excluded
+	Forget   bool // they do not know what they had before
+}
+
+// Store says where the store is.
+type Store struct {
+	Etcd       []string // endpoints; empty if the store is the Kubernetes API
+	Prefix     string
+	TTL        time.Duration // of leases; zero means the default
+	Margin     time.Duration // how long before its end a lease is renewed; zero means the default
+	Kubeconfig string
+	NetConfig  string // path of the network configuration, with Kubernetes
+}
+
+// Start starts hosts.
+func (s *Hosts) Start(a Start, _ *struct{}) error {
+	for i := a.From; i < a.To; i++ {
+		if s.hosts[i] != nil {
+			return fmt.Errorf("host %d is running", i)
+		}
+		var former *subnet.Lease
+		if l, ok := s.former[i]; ok && !a.Forget {
+			former = &l
+		}
+		h := newHost(i, s)
+		if s.reference == nil {
+			s.reference, h.sight.ledger = h, &subnet.Ledger{}
+		}
+		s.hosts[i] = h
+		h.start(a.Store, former)
+	}
+	return nil
+}
+
+// Stop says which hosts to stop: those with the numbers from From to To, which is excluded.
+type Stop struct{ From, To int }
+
+// Stopped is the answer to Stop.
+type Stopped struct{ Leases []subnet.Lease }
+
+// Stop stops hosts as if their power was cut, which leaves their leases in the store.
+func (s *Hosts) Stop(a Stop, r *Stopped) error {
+	var wg sync.WaitGroup
+	for i := a.From; i < a.To; i++ {
+		h := s.hosts[i]
+		delete(s.hosts, i)
+		h.mu.Lock()
+		s.outages += h.outages
+		h.mu.Unlock()
+		wg.Go(h.stop)
+		if h == s.reference {
+			defer func() { s.reference = nil }()
+		}
+		if l, ok := h.lease(); ok {
+			s.former[i], s.stores[i] = l, h.sight.stored()
+			if h == s.reference {
+				s.known = h.sight.state()
+				s.known.Peers = append(s.known.Peers, subnet.Peer{Lease: l})
+			}
+			r.Leases = append(r.Leases, l)
+		}
+	}
+	wg.Wait()
+	if len(s.hosts) == 0 {
+		debug.FreeOSMemory()
+	}
+	return nil
+}
+
+// Expect says which leases there are, or are no longer, apart from those of running hosts.
+type Expect struct {
+	Leases []subnet.Lease
+	Gone   bool
+}
+
+// Expect changes which leases hosts have to know in order to be right.
+func (s *Hosts) Expect(a Expect, _ *struct{}) error { //nolint:unparam // net/rpc wants an error
+	for i := range a.Leases {
+		s.registry.expect(identify(&a.Leases[i]), !a.Gone)
+	}
+	return nil
+}
+
+// Wait says how long to wait, and for what.
+type Wait struct {
+	Limit   time.Duration
+	Renewed time.Time // hosts have to renew their leases after this time; zero means that they need not
+}
+
+// State is what has become of the hosts.
+type State struct {
+	Right, Running int
+	Half, Last     time.Time // when half of the hosts were right, and all
+	Renewed        int       // hosts that have renewed their leases since Wait.Renewed
+	Outages        int       // times that a host has lost its store
+	Example        string    // why a host was not right, or has lost its store
+}
+
+// Wait waits until all running hosts are right. It does not fail if they are not.
+func (s *Hosts) Wait(a Wait, r *State) error {
+	tick := time.NewTicker(20 * time.Millisecond)
+	defer tick.Stop()
+	wrong := -1 // the host that was not right last
+	for deadline := time.Now().Add(a.Limit); ; <-tick.C {
+		expected := s.registry.expected()
+		done := func(i int) bool {
+			h := s.hosts[i]
+			ok, _ := h.sight.right(expected)
+			return ok && h.renewedSince(a.Renewed)
+		}
+		all := s.hosts[wrong] == nil || done(wrong)
+		for i := range s.hosts {
+			if !all {
+				break
+			}
+			if all = done(i); !all {
+				wrong = i
+			}
+		}
+		if all || time.Now().After(deadline) {
+			*r = s.state(expected, a.Renewed)
+			return nil
+		}
+	}
+}
+
+// State returns the present state.
+func (s *Hosts) State(_ struct{}, r *State) error { //nolint:unparam // net/rpc wants an error
+	*r = s.state(s.registry.expected(), time.Time{})
+	return nil
+}
+
+func (s *Hosts) state(expected bits, renewed time.Time) (r State) {
+	r.Outages = s.outages
+	var times []time.Time
+	for _, h := range s.hosts {
+		ok, since := h.sight.right(expected)
+		if h.renewedSince(renewed) {
+			r.Renewed++
+		}
+		r.Running++
+		if ok {
+			r.Right++
+			times = append(times, since)
+		}
+		h.mu.Lock()
+		r.Outages += h.outages
+		if h.said != "" {
+			r.Example = fmt.Sprintf("host %d: %s", h.number, h.said)
+		}
+		h.mu.Unlock()
+	}
+	if len(times) > 0 {
+		slices.SortFunc(times, time.Time.Compare)
+		r.Half, r.Last = times[len(times)/2], times[len(times)-1]
+	}
+	return r
+}
+
+// host is the store side of one host.
+type host struct {
+	number int
+	all    *Hosts
+	sight  *sight
+	cancel context.CancelFunc
+	done   chan struct{}
+
+	mu      sync.Mutex
+	own     *subnet.Lease
+	renewed time.Time // last
+	outages int
+	said    string
+}
+
+func newHost(number int, all *Hosts) *host {
+	return &host{number: number, all: all, sight: &sight{registry: all.registry, own: -1}, done: make(chan struct{})}
+}
+
+// manager is a subnet.Manager with its connection.
+type manager interface {
+	subnet.Manager
+	Close() error
+}
+
+// start begins what the daemon does with its store.
+func (h *host) start(s Store, former *subnet.Lease) {
+	ctx, cancel := context.WithCancel(klog.NewContext(context.Background(), logr.Discard()))
+	h.cancel = cancel
+	go func() {
+		defer close(h.done)
+		if err := h.run(ctx, s, former); ctx.Err() == nil {
+			h.say(fmt.Sprintf("has ended: %v", err))
+		}
+	}()
+}
+
+func (h *host) stop() {
+	h.cancel()
+	<-h.done
+}
+
+// run is the daemon without its kernel side.
+func (h *host) run(ctx context.Context, s Store, former *subnet.Lease) error {
+	m, err := h.open(s, former)
+	if err != nil {
+		return err
+	}
+	defer m.Close()
+	own, err := h.acquire(ctx, m, former)
+	if err != nil {
+		return err
+	}
+	h.mu.Lock()
+	h.own = &own
+	h.mu.Unlock()
+	h.sight.acquired(own)
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	kept := make(chan error, 1)
+	go func() {
+		kept <- m.Keep(ctx, own)
+		cancel()
+	}()
+	err = m.Watch(ctx, h.sight.take)
+	cancel()
+	return errors.Join(err, <-kept)
+}
+
+// acquire takes the own lease in the order in which the daemon does.
+func (h *host) acquire(ctx context.Context, m manager, former *subnet.Lease) (own subnet.Lease, err error) {
+	if k, ok := m.(interface {
+		PublicIPs(context.Context) ([]netip.Addr, error)
+	}); ok {
+		if _, err := k.PublicIPs(ctx); err != nil {
+			return own, err
+		}
+	}
+	for {
+		cfg, err := m.Config(ctx)
+		if err != nil {
+			return own, err
+		}
+		claim := subnet.Claim{BackendType: "vxlan", Endpoints: []subnet.Endpoint{{PublicIP: publicIP(h.number), Data: vtep(h.number)}}}
+		before, err := m.Recall(ctx, claim)
+		if err != nil {
+			return own, err
+		}
+		switch {
+		case len(before.Endpoints) > 0:
+			claim.Endpoints[0].Subnet = before.Endpoints[0].Subnet
+		case former != nil:
+			claim.Endpoints[0].Subnet = former.Endpoints[0].Subnet
+		}
+		if own, err = m.Acquire(ctx, cfg, claim); !errors.Is(err, subnet.ErrNoSubnets) {
+			return own, err
+		}
+		select {
+		case <-ctx.Done():
+			return own, ctx.Err()
+		case <-time.After(time.Second):
+		}
+	}
+}
+
+func (h *host) lease() (subnet.Lease, bool) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if h.own == nil {
+		return subnet.Lease{}, false
+	}
+	return *h.own, true
+}
+
+func (h *host) say(text string) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	h.said = text
+}
+
+// onStatus is told when the store is lost, and when it is back.
+func (h *host) onStatus(err error) {
+	if err == nil {
+		return
+	}
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	h.outages++
+	h.said = err.Error()
+}
+
+// onLease is told of the own lease when it is acquired and when it is renewed.
+func (h *host) onLease(subnet.Lease) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if h.own != nil {
+		h.renewed = time.Now()
+	}
+}
+
+func (h *host) renewedSince(t time.Time) bool {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	return !h.renewed.Before(t)
+}

@@ -1,0 +1,209 @@
+package main
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync"
+	"time"
+
+	"flanneld/pkg/lab"
+)
+
+// apiServer is a kube-apiserver with its default limits. Its etcd is another process, whose
+// usage does not count.
+type apiServer struct {
+	api    *lab.APIServer
+	dir    string
+	client *http.Client
+}
+
+// Tokens of the administrator, of flannel's service account, and of another one. The
+// administrator's requests do not wait in the queues of API Priority and Fairness.
+const (
+	adminToken     = "admin"
+	flannelToken   = "flannel"
+	bystanderToken = "bystander"
+)
+
+func startAPIServer(ctx context.Context, l *lab.Lab, program string) (s *apiServer, err error) {
+	s = &apiServer{}
+	if program, err = filepath.Abs(program); err != nil {
+		return nil, err
+	}
+	if s.dir, err = os.MkdirTemp("", "storm-"); err != nil {
+		return nil, err
+	}
+	account := func(token, namespace, name string) string {
+		return fmt.Sprintf(`%s,system:serviceaccount:%s:%s,%s,"system:serviceaccounts,system:serviceaccounts:%s,system:authenticated"`,
+			token, namespace, name, name, namespace)
+	}
+	s.api, err = l.StartAPIServer(ctx, lab.APIServerOptions{Path: program, Tokens: []string{
+		adminToken + ",admin,admin,system:masters",
+		account(flannelToken, "kube-flannel", "flannel"),
+		account(bystanderToken, "default", "bystander"),
+	}})
+	if err != nil {
+		_ = os.RemoveAll(s.dir)
+		return nil, err
+	}
+	s.client = &http.Client{Transport: s.api.Transport(l.Underlay())}
+	if err := s.prepare(ctx); err != nil {
+		s.close()
+		return nil, err
+	}
+	return s, nil
+}
+
+// prepare writes the files of hosts, and gives both service accounts all rights.
+func (s *apiServer) prepare(ctx context.Context) error {
+	kubeconfig := strings.NewReplacer("SERVER", s.api.Addr(nil).String(), "TOKEN", flannelToken).Replace(`{"apiVersion":"v1","kind":"Config","current-context":"c",
+"clusters":[{"name":"c","cluster":{"server":"https://SERVER","insecure-skip-tls-verify":true}}],
+"users":[{"name":"u","user":{"token":"TOKEN"}}],"contexts":[{"name":"c","context":{"cluster":"c","user":"u"}}]}`)
+	if err := errors.Join(
+		os.WriteFile(filepath.Join(s.dir, "kubeconfig"), []byte(kubeconfig), 0o600),
+		os.WriteFile(filepath.Join(s.dir, "net-conf.json"), []byte(networkConfig), 0o600),
+	); err != nil {
+		return err
+	}
+	return s.do(ctx, adminToken, http.MethodPost, "/apis/rbac.authorization.k8s.io/v1/clusterrolebindings", map[string]any{
+		"metadata": map[string]any{"name": "storm"},
+		"roleRef":  map[string]any{"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": "cluster-admin"},
+		"subjects": []any{map[string]any{"apiGroup": "rbac.authorization.k8s.io", "kind": "Group", "name": "system:serviceaccounts"}},
+	})
+}
+
+// do sends a request. The body is JSON, of a merge patch if the method is PATCH.
+func (s *apiServer) do(ctx context.Context, token, method, path string, body any) error {
+	text, err := json.Marshal(body)
+	if err != nil {
+		return err
+	}
+	req, err := http.NewRequestWithContext(ctx, method, "https://"+s.api.Addr(nil).String()+path, bytes.NewReader(text))
+	if err != nil {
+		return err
+	}
+	req.Header.Set("Authorization", "Bearer "+token)
+	req.Header.Set("Content-Type", "application/json")
+	if method == http.MethodPatch {
+		req.Header.Set("Content-Type", "application/merge-patch+json")
+	}
+	resp, err := s.client.Do(req)
+	if err != nil {
+		return err
+	}
+	defer resp.Body.Close()
+	answer, err := io.ReadAll(resp.Body)
+	if resp.StatusCode >= 300 {
+		return fmt.Errorf("%s %s: %s: %.300s", method, path, resp.Status, answer)
+	}
+	return err
+}
+
+const nodesPath = "/api/v1/nodes"
+
+// addNodes makes the Nodes of hosts, which have podCIDRs and nothing of flannel's yet.
+func (s *apiServer) addNodes(ctx context.Context, from, to int) error {
+	return each(from, to, func(i int) error {
+		cidr := addr("10.128.0.0", (i+1)<<8).String() + "/24"
+		return s.do(ctx, adminToken, http.MethodPost, nodesPath, map[string]any{
+			"apiVersion": "v1", "kind": "Node",
+			"metadata": map[string]any{"name": nodeName(i), "labels": map[string]any{"kubernetes.io/hostname": nodeName(i)}},
+			"spec":     map[string]any{"podCIDR": cidr, "podCIDRs": []string{cidr}},
+			"status":   map[string]any{"images": images(i)},
+		})
+	})
+}
+
+// images returns the greater part of a Node: the images that it has, some 15 kB.
+func images(node int) (list []any) {
+	for i := range 50 {
+		repository := fmt.Sprintf("registry.example.com/team-%d/some-service-with-a-name-%d", i%7, i)
+		list = append(list, map[string]any{
+			"names":     []string{fmt.Sprintf("%s@sha256:%064x", repository, node*100+i), fmt.Sprintf("%s:v1.%d.%d", repository, i, node%10)},
+			"sizeBytes": 100_000_000 + i,
+		})
+	}
+	return list
+}
+
+func (s *apiServer) removeNodes(ctx context.Context, from, to int) error {
+	return each(from, to, func(i int) error {
+		return s.do(ctx, adminToken, http.MethodDelete, nodesPath+"/"+nodeName(i), nil)
+	})
+}
+
+// each calls f for the numbers from from to to, excluded, several at a time.
+func each(from, to int, f func(int) error) error {
+	const workers = 16
+	var wg sync.WaitGroup
+	errs := make([]error, workers)
+	for w := range workers {
+		wg.Go(func() {
+			for i := from + w; i < to && errs[w] == nil; i += workers {
+				errs[w] = f(i)
+			}
+		})
+	}
+	wg.Wait()
+	return errors.Join(errs...)
+}
+
+func (s *apiServer) pid() int { return s.api.PID() }
+
+func (s *apiServer) restart(ctx context.Context) error { return s.api.Restart(ctx) }
+
+func (s *apiServer) close() {
+	s.api.Kill()
+	_ = os.RemoveAll(s.dir)
+}
+
+func (s *apiServer) reach() Store {
+	return Store{Kubeconfig: filepath.Join(s.dir, "kubeconfig"), NetConfig: filepath.Join(s.dir, "net-conf.json")}
+}
+
+func (s *apiServer) touch(ctx context.Context) error {
+	const path = "/api/v1/namespaces/default"
+	err := s.do(ctx, bystanderToken, http.MethodPatch, path, map[string]any{
+		"metadata": map[string]any{"annotations": map[string]string{"storm": time.Now().String()}},
+	})
+	if err != nil {
+		return err
+	}
+	return s.do(ctx, bystanderToken, http.MethodGet, path, nil)
+}
+
+// touches is empty because only requests for Nodes are counted.
+func (*apiServer) touches() []string { return nil }
+
+// calls counts requests that have ended, so not the watches that still go on.
+func (s *apiServer) calls(ctx context.Context) (counts, error) {
+	req, err := http.NewRequestWithContext(ctx, http.MethodGet, "https://"+s.api.Addr(nil).String()+"/metrics", http.NoBody)
+	if err != nil {
+		return nil, err
+	}
+	req.Header.Set("Authorization", "Bearer "+adminToken)
+	resp, err := s.client.Do(req)
+	if err != nil {
+		return nil, fmt.Errorf("ask the API server for its metrics: %w", err)
+	}
+	defer resp.Body.Close()
+	all, err := metric(resp.Body, "apiserver_request_total", "verb", "resource")
+	if err != nil {
+		return nil, err
+	}
+	nodes := counts{}
+	for kind, n := range all {
+		if verb, ok := strings.CutSuffix(kind, " nodes"); ok {
+			nodes[verb] += n
+		}
+	}
+	return nodes, nil
+}

@@ -1,0 +1,64 @@
+package main
+
+import (
+	"encoding/binary"
+	"encoding/json"
+	"fmt"
+	"net/netip"
+	"slices"
+
+	"flanneld/subnet"
+	"flanneld/subnet/etcd"
+	"flanneld/subnet/kube"
+)
+
+// networkConfig has a subnet for each of 32,768 hosts.
+const networkConfig = `{"Network":"10.128.0.0/9","SubnetLen":24,"Backend":{"Type":"vxlan"}}`
+
+// publicIP returns the address of a host: no host has more than an address here.
+func publicIP(number int) netip.Addr { return addr("172.16.0.0", number+1) }
+
+func addr(first string, offset int) netip.Addr {
+	a := netip.MustParseAddr(first).As4()
+	binary.BigEndian.PutUint32(a[:], binary.BigEndian.Uint32(a[:])+uint32(offset))
+	return netip.AddrFrom4(a)
+}
+
+// vtep returns what a host with the backend vxlan publishes.
+func vtep(number int) json.RawMessage {
+	return fmt.Appendf(nil, `{"VNI":1,"VtepMAC":"02:be:%02x:%02x:%02x:%02x"}`, byte(number>>24), byte(number>>16), byte(number>>8), byte(number))
+}
+
+// open makes the manager of a host.
+func (h *host) open(s Store, former *subnet.Lease) (manager, error) {
+	if len(s.Etcd) == 0 {
+		return h.openKube(s, former)
+	}
+	c := etcd.Config{
+		Endpoints: s.Etcd, Prefix: s.Prefix, TTL: s.TTL, RenewMargin: s.Margin, OnStatus: h.onStatus, OnLease: h.onLease,
+		Shared: &h.all.leases,
+	}
+	if former != nil {
+		c.Previous = []netip.Prefix{former.Endpoints[0].Subnet}
+		c.Own, c.Known = *former, h.known(former.Key)
+	}
+	return etcd.New(c)
+}
+
+func nodeName(number int) string { return fmt.Sprintf("node-%05d.example.com", number) }
+
+func (h *host) openKube(s Store, former *subnet.Lease) (manager, error) {
+	c := kube.Config{Kubeconfig: s.Kubeconfig, NodeName: nodeName(h.number), NetConfig: s.NetConfig, OnStatus: h.onStatus}
+	if former != nil {
+		c.Own, c.Known = *former, h.known(former.Key)
+	}
+	return kube.New(c)
+}
+
+// known returns the last known state of a host: the one of all without its own lease.
+func (h *host) known(own string) subnet.LedgerState {
+	state := h.all.known
+	state.Store = h.all.stores[h.number]
+	state.Peers = slices.DeleteFunc(slices.Clone(state.Peers), func(p subnet.Peer) bool { return p.Lease.Key == own })
+	return state
+}

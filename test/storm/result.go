@@ -1,0 +1,118 @@
+package main
+
+import (
+	"cmp"
+	"encoding/json"
+	"fmt"
+	"io"
+	"maps"
+	"slices"
+	"strings"
+	"time"
+
+	"flanneld/test/chart"
+)
+
+// report is the result of a run.
+type report struct {
+	Commit  string    `json:"commit"`
+	Date    time.Time `json:"date"`
+	Kernel  string    `json:"kernel"`
+	CPU     string    `json:"cpu"`
+	CPUs    int       `json:"cpus"`
+	Results []*result `json:"results"`
+}
+
+// String returns a result as one line for a terminal.
+func (r *result) String() string {
+	text := fmt.Sprintf("%s %d %s: %d right after %.1f s, half after %.1f s; store %.1f s CPU, %.0f MB peak; proxy %.1f s CPU, %.0f MB peak; hosts %.1f s CPU, %.0f MB peak; %.1f MB sent, %.1f MB received; bystander %.2f s at most, %.3f s p99, %d of %d failed; %d outages; %s",
+		r.Store, r.N, r.Scenario, r.Right, r.Seconds, r.Half, r.StoreCPU, r.Peak/1e6, r.ProxyCPU, r.ProxyPeak/1e6, r.HostsCPU, r.HostsPeak/1e6, r.Sent/1e6, r.Received/1e6,
+		r.Slowest, r.P99, r.Failed, r.Bystanding, r.Outages, r.callsText())
+	if r.Example != "" {
+		text += "; " + r.Example
+	}
+	return text
+}
+
+// callsText returns the numbers of requests by kind, the most frequent first.
+func (r *result) callsText() string {
+	kinds := slices.SortedFunc(maps.Keys(r.Calls), func(a, b string) int {
+		return cmp.Or(cmp.Compare(r.Calls[b], r.Calls[a]), cmp.Compare(a, b))
+	})
+	var parts []string
+	for _, kind := range kinds {
+		if n := r.Calls[kind]; n > 0 { // all others were the bystander's
+			parts = append(parts, fmt.Sprintf("%s %.0f", kind, n))
+		}
+	}
+	return strings.Join(parts, ", ")
+}
+
+func (r *report) json(out io.Writer) error {
+	e := json.NewEncoder(out)
+	e.SetIndent("", " ")
+	return e.Encode(r)
+}
+
+// titles are the headings of scenarios on the page.
+func titles() map[string]string {
+	return map[string]string{
+		"boot": "All hosts boot at once, the store is empty", "reboot": "All hosts boot at once, with their last known state",
+		"restart": "The store is restarted under all hosts", "renew": "All hosts renew their leases",
+		"churn": "A tenth of the hosts leaves and as many join, within a minute",
+	}
+}
+
+// markdown writes the tables of the page.
+func (r *report) markdown(out io.Writer) {
+	fmt.Fprintf(out, "flanneld %s on %s, Linux %s, %d CPUs (%s).\n", r.Commit, r.Date.UTC().Format("2006-01-02 15:04 UTC"), r.Kernel, r.CPUs, r.CPU)
+	for _, sc := range scenarios() {
+		some := slices.DeleteFunc(slices.Clone(r.Results), func(r *result) bool { return r.Scenario != sc.name })
+		if len(some) == 0 {
+			continue
+		}
+		fmt.Fprintf(out, "\n### %s\n\n", titles()[sc.name])
+		fmt.Fprintln(out, "| store | hosts | half are right after | all are right after | CPU of the store | memory of the store | sent by the store | for each host | requests | slowest request of a bystander | CPU of all hosts |")
+		fmt.Fprintln(out, "|---|---|---|---|---|---|---|---|---|---|---|")
+		for _, one := range some {
+			half := ""
+			if one.Half > 0 {
+				half = chart.Number(one.Half) + " s"
+			}
+			fmt.Fprintf(out, "| %s | %d | %s | %s s | %s s | %.0f MB | %s MB | %s kB | %.0f | %s s | %s s |\n", one.Store, one.N,
+				half, chart.Number(one.Seconds), chart.Number(one.StoreCPU), one.Peak/1e6, chart.Number(one.Sent/1e6),
+				chart.Number(one.Sent/1e3/float64(one.N)), one.Calls.total(), chart.Number(one.Slowest), chart.Number(one.HostsCPU))
+		}
+		fmt.Fprintln(out)
+		for _, one := range some {
+			fmt.Fprintf(out, "- %s, %d hosts: %s.\n", one.Store, one.N, one.callsText())
+		}
+	}
+}
+
+// charts returns the charts for which there are results, by file name.
+func (r *report) charts() map[string]chart.Chart {
+	all := map[string]chart.Chart{}
+	for _, kind := range []struct {
+		name, title, unit string
+		value             func(*result) float64
+	}{
+		{"seconds", "Until the last host is right", "seconds", func(r *result) float64 { return r.Seconds }},
+		{"cpu", "CPU time of the store", "seconds", func(r *result) float64 { return r.StoreCPU }},
+		{"bytes", "Sent by the store to each host", "kilobytes", func(r *result) float64 { return r.Sent / 1e3 / float64(r.N) }},
+		{"memory", "Peak memory of the store", "megabytes", func(r *result) float64 { return r.Peak / 1e6 }},
+	} {
+		c := chart.Chart{Title: kind.title, Unit: kind.unit}
+		for _, sc := range scenarios() {
+			for _, one := range r.Results {
+				if one.Scenario == sc.name {
+					c.Bars = append(c.Bars, chart.Bar{Label: fmt.Sprintf("%s: %s, %d hosts", sc.name, one.Store, one.N), Class: "ours", Median: kind.value(one)})
+				}
+			}
+		}
+		if len(c.Bars) > 0 {
+			all[kind.name] = c
+		}
+	}
+	return all
+}

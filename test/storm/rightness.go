@@ -1,0 +1,152 @@
+package main
+
+import (
+	"net/netip"
+	"sync"
+	"time"
+
+	"flanneld/subnet"
+)
+
+// identity is what a host has to know of a lease. A lease that has the right key and a
+// wrong address is another one.
+type identity struct {
+	key    string
+	public netip.Addr
+}
+
+// registry numbers leases, and knows which of them there should be.
+type registry struct {
+	mu      sync.RWMutex
+	numbers map[identity]int
+	byKey   map[string][]int // a key that moved to another host has several numbers
+	live    bits
+}
+
+func newRegistry() *registry {
+	return &registry{numbers: map[identity]int{}, byKey: map[string][]int{}}
+}
+
+func (r *registry) number(id identity) int {
+	r.mu.RLock()
+	n, ok := r.numbers[id]
+	r.mu.RUnlock()
+	if ok {
+		return n
+	}
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if n, ok := r.numbers[id]; ok {
+		return n
+	}
+	n = len(r.numbers)
+	r.numbers[id] = n
+	r.byKey[id.key] = append(r.byKey[id.key], n)
+	return n
+}
+
+func (r *registry) numbersOf(key string) []int {
+	r.mu.RLock()
+	defer r.mu.RUnlock()
+	return r.byKey[key]
+}
+
+// expect adds a lease to those that there should be, or removes it.
+func (r *registry) expect(id identity, there bool) (number int) {
+	number = r.number(id)
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if there {
+		r.live.set(number)
+	} else {
+		r.live.clear(number)
+	}
+	return number
+}
+
+func (r *registry) expected() bits {
+	r.mu.RLock()
+	defer r.mu.RUnlock()
+	return r.live.clone()
+}
+
+// sight is what one host knows of the leases of others.
+type sight struct {
+	registry *registry
+
+	mu      sync.Mutex
+	own     int  // number of the own lease; -1 before it is acquired
+	have    bits // without the own lease
+	changed time.Time
+	store   subnet.StoreID // as it was told last
+	ledger  *subnet.Ledger // of the reference; nil for other hosts
+}
+
+func (s *sight) stored() subnet.StoreID {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.store
+}
+
+// state returns what the daemon of this host would keep on disk.
+func (s *sight) state() subnet.LedgerState {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.ledger.State()
+}
+
+func identify(l *subnet.Lease) identity {
+	return identity{l.Key, l.Endpoints[0].PublicIP}
+}
+
+// take is the sink of a Manager's Watch.
+func (s *sight) take(u subnet.Update) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	changed := false
+	s.store = u.Store
+	if u.Changed == nil {
+		var have bits
+		for _, l := range u.Snapshot().Leases {
+			have.set(s.registry.number(identify(l)))
+		}
+		changed = !have.equal(s.have)
+		s.have = have
+	}
+	for key, l := range u.Changed {
+		now := -1
+		if l != nil {
+			now = s.registry.number(identify(l))
+			changed = s.have.set(now) || changed
+		}
+		for _, n := range s.registry.numbersOf(key) {
+			if n != now {
+				changed = s.have.clear(n) || changed
+			}
+		}
+	}
+	now := time.Now()
+	if changed {
+		s.changed = now
+	}
+	if s.ledger == nil {
+		return
+	}
+	if _, ok := s.ledger.Follow(u, now); !ok {
+		s.ledger.Apply(u.Snapshot(), now)
+	}
+}
+
+func (s *sight) acquired(l subnet.Lease) {
+	n := s.registry.expect(identify(&l), true)
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.own, s.changed = n, time.Now()
+}
+
+// right reports whether the host has a lease and knows all others, and since when.
+func (s *sight) right(expected bits) (bool, time.Time) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.own >= 0 && s.have.equalWithout(expected, s.own), s.changed
+}

@@ -1,0 +1,289 @@
+package main
+
+import (
+	"bufio"
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"time"
+
+	clientv3 "go.etcd.io/etcd/client/v3"
+	"go.uber.org/zap"
+	"golang.org/x/sys/unix"
+	"google.golang.org/grpc"
+
+	"flanneld/pkg/lab"
+	"flanneld/pkg/prefix"
+)
+
+// server is a store under test: one process in the router's namespace of a lab.
+type server interface {
+	pid() int
+	restart(ctx context.Context) error
+	// calls returns how many requests the process has received, by kind.
+	calls(ctx context.Context) (counts, error)
+	// touch reads and writes something that is not flannel's, as other users of the store do.
+	touch(ctx context.Context) error
+	// touches returns the kinds of the requests that touch sends.
+	touches() []string
+	// reach returns how hosts reach the store.
+	reach() Store
+	close()
+}
+
+// counts are numbers of requests by kind.
+type counts map[string]float64
+
+func (c counts) add(other counts) {
+	for kind, n := range other {
+		c[kind] += n
+	}
+}
+
+// since returns the requests since before.
+func (c counts) since(before counts) counts {
+	added := counts{}
+	for kind, n := range c {
+		if n -= before[kind]; n > 0 {
+			added[kind] = n
+		}
+	}
+	return added
+}
+
+func (c counts) total() (sum float64) {
+	for _, n := range c {
+		sum += n
+	}
+	return sum
+}
+
+// usage is what a process has used until now.
+type usage struct {
+	cpu  time.Duration
+	peak float64 // memory in RAM, bytes, since the process started or forgetPeak
+}
+
+func usageOf(pid int) (u usage, err error) {
+	const schedClock = 2 // CPUCLOCK_SCHED, used as by clock_getcpuclockid(3)
+	var ts unix.Timespec
+	if err := unix.ClockGettime(int32(^pid<<3|schedClock), &ts); err != nil {
+		return u, fmt.Errorf("CPU time of process %d: %w", pid, err)
+	}
+	u.cpu = time.Duration(ts.Nano())
+	text, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", pid))
+	if err != nil {
+		return u, err
+	}
+	for line := range strings.Lines(string(text)) {
+		if rest, ok := strings.CutPrefix(line, "VmHWM:"); ok {
+			kB, err := strconv.ParseFloat(strings.TrimSuffix(strings.TrimSpace(rest), " kB"), 64)
+			u.peak = kB * 1024
+			return u, err
+		}
+	}
+	return u, fmt.Errorf("/proc/%d/status has no VmHWM", pid)
+}
+
+// forgetPeak makes the peak of a process begin again at what it uses now.
+func forgetPeak(pid int) error {
+	const resetPeak = "5"
+	return os.WriteFile(fmt.Sprintf("/proc/%d/clear_refs", pid), []byte(resetPeak), 0)
+}
+
+// etcdServer is an etcd of one member, of a program that is given.
+type etcdServer struct {
+	lab     *lab.Lab
+	program string
+	client  *clientv3.Client
+	http    *http.Client
+	url     string
+	etcd    *process
+	proxy   *process // through which hosts reach etcd; nil if they do so directly
+}
+
+const etcdPort, proxyPort = 2379, 23790
+
+// startEtcd starts an etcd and, if proxied, the grpc-proxy of the same program.
+func startEtcd(ctx context.Context, l *lab.Lab, program string, proxied bool) (s *etcdServer, err error) {
+	s = &etcdServer{lab: l, url: routerURL(l, etcdPort)}
+	if s.program, err = filepath.Abs(program); err != nil {
+		return nil, err
+	}
+	s.http = &http.Client{Transport: &http.Transport{DialContext: l.Underlay().Dial, DisableKeepAlives: true}, Timeout: 20 * time.Second}
+	s.client, err = clientv3.New(clientv3.Config{
+		Endpoints: []string{s.url}, Logger: zap.NewNop(),
+		DialOptions: []grpc.DialOption{grpc.WithContextDialer(func(ctx context.Context, a string) (net.Conn, error) {
+			return l.Underlay().Dial(ctx, "tcp", a)
+		})},
+	})
+	if err != nil {
+		return nil, err
+	}
+	if err := s.start(ctx); err != nil {
+		s.close()
+		return nil, err
+	}
+	if proxied {
+		addr := strings.TrimPrefix(routerURL(l, proxyPort), "http://")
+		s.proxy, err = startProcess(ctx, l, s.program, func() error { return s.get(ctx, routerURL(l, proxyPort)+"/health", io.Discard) },
+			"grpc-proxy", "start", "--data-dir", "/var/lib/proxy", "--endpoints", s.url, "--listen-addr", addr, "--advertise-client-url", addr)
+	}
+	if err == nil {
+		_, err = s.client.Put(ctx, lab.Prefix+"/config", networkConfig)
+	}
+	if err != nil {
+		s.close()
+		return nil, fmt.Errorf("prepare etcd: %w", err)
+	}
+	return s, nil
+}
+
+func routerURL(l *lab.Lab, port int) string {
+	return fmt.Sprintf("http://%s:%d", l.RouterAddr(prefix.IPv4), port)
+}
+
+func (s *etcdServer) start(ctx context.Context) (err error) {
+	s.etcd, err = startProcess(ctx, s.lab, s.program, func() error { return s.get(ctx, s.url+"/health", io.Discard) },
+		"--data-dir", "/var/lib/etcd", "--log-level", "error", "--quota-backend-bytes", strconv.Itoa(8<<30),
+		"--listen-client-urls", s.url, "--advertise-client-urls", s.url)
+	return err
+}
+
+// process is a program in the router's namespace.
+type process struct {
+	cmd    *exec.Cmd
+	output bytes.Buffer
+	exited chan struct{}
+}
+
+// startProcess starts a program and waits until ready returns no error.
+func startProcess(ctx context.Context, l *lab.Lab, program string, ready func() error, args ...string) (*process, error) {
+	p := &process{exited: make(chan struct{})}
+	p.cmd = &exec.Cmd{Path: program, Args: append([]string{program}, args...), Stdout: &p.output, Stderr: &p.output}
+	if err := l.Underlay().Start(p.cmd); err != nil {
+		return nil, fmt.Errorf("start %s: %w", program, err)
+	}
+	go func() {
+		defer close(p.exited)
+		_ = p.cmd.Wait() // it is ended by a signal
+	}()
+	tick := time.NewTicker(20 * time.Millisecond)
+	defer tick.Stop()
+	for {
+		err := ready()
+		if err == nil {
+			return p, nil
+		}
+		select {
+		case <-tick.C:
+		case <-p.exited:
+			return nil, fmt.Errorf("%s has ended: %s", program, p.output.String())
+		case <-ctx.Done():
+			p.stop()
+			return nil, fmt.Errorf("wait for %s: %w: %w", program, context.Cause(ctx), err)
+		}
+	}
+}
+
+func (p *process) stop() {
+	if p != nil {
+		_ = p.cmd.Process.Kill() // it may have ended
+		<-p.exited
+	}
+}
+
+func (s *etcdServer) get(ctx context.Context, url string, into io.Writer) error {
+	req, err := http.NewRequestWithContext(ctx, http.MethodGet, url, http.NoBody)
+	if err != nil {
+		return err
+	}
+	resp, err := s.http.Do(req)
+	if err != nil {
+		return err
+	}
+	defer resp.Body.Close()
+	if resp.StatusCode != http.StatusOK {
+		return errors.New(resp.Status)
+	}
+	_, err = io.Copy(into, resp.Body)
+	return err
+}
+
+func (s *etcdServer) pid() int { return s.etcd.cmd.Process.Pid }
+
+func (s *etcdServer) restart(ctx context.Context) error {
+	s.etcd.stop()
+	return s.start(ctx)
+}
+
+func (s *etcdServer) close() {
+	s.proxy.stop()
+	s.etcd.stop()
+	_ = s.client.Close()
+}
+
+func (s *etcdServer) reach() Store {
+	url := s.url
+	if s.proxy != nil {
+		url = routerURL(s.lab, proxyPort)
+	}
+	return Store{Etcd: []string{url}, Prefix: lab.Prefix}
+}
+
+func (s *etcdServer) touch(ctx context.Context) error {
+	if _, err := s.client.Put(ctx, "/bystander", time.Now().String()); err != nil {
+		return err
+	}
+	_, err := s.client.Get(ctx, "/bystander")
+	return err
+}
+
+func (*etcdServer) touches() []string { return []string{"Put", "Range"} }
+
+// calls counts messages: a request that opens a stream is not the only one on it.
+func (s *etcdServer) calls(ctx context.Context) (counts, error) {
+	var page bytes.Buffer
+	if err := s.get(ctx, s.url+"/metrics", &page); err != nil {
+		return nil, fmt.Errorf("ask etcd for its metrics: %w", err)
+	}
+	return metric(&page, "grpc_server_msg_received_total", "grpc_method")
+}
+
+// metric adds up a counter by the value of one label.
+func metric(page io.Reader, name string, by ...string) (counts, error) {
+	found := counts{}
+	lines := bufio.NewScanner(page)
+	lines.Buffer(nil, 1<<20)
+	for lines.Scan() {
+		labels, ok := strings.CutPrefix(lines.Text(), name+"{")
+		if !ok {
+			continue
+		}
+		labels, value, _ := strings.Cut(labels, "} ")
+		n, err := strconv.ParseFloat(value, 64)
+		if err != nil {
+			return nil, fmt.Errorf("read %s: %w", name, err)
+		}
+		kinds := make([]string, len(by))
+		for label := range strings.SplitSeq(labels, ",") {
+			key, value, _ := strings.Cut(label, "=")
+			for i := range by {
+				if by[i] == key {
+					kinds[i] = strings.Trim(value, `"`)
+				}
+			}
+		}
+		found[strings.TrimSpace(strings.Join(kinds, " "))] += n
+	}
+	return found, lines.Err()
+}

@@ -1,0 +1,570 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net/rpc"
+	"os"
+	"os/exec"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"time"
+
+	clientv3 "go.etcd.io/etcd/client/v3"
+
+	"flanneld/pkg/lab"
+	"flanneld/subnet"
+)
+
+// storm is one store with the hosts around it.
+type storm struct {
+	lab    *lab.Lab
+	store  server
+	n      int
+	limit  time.Duration // of one scenario
+	minute time.Duration // in which a tenth of the hosts leaves and as many join
+	renew  time.Duration // in which all leases are renewed
+	child  *exec.Cmd
+	hosts  *rpc.Client
+	report *report
+}
+
+// startHosts starts the process with the managers in the network of host 1.
+func (s *storm) startHosts() error {
+	self, err := os.Executable()
+	if err != nil {
+		return err
+	}
+	s.child = &exec.Cmd{Path: self, Args: []string{hostsChild}, Env: os.Environ(), Stderr: os.Stderr}
+	in, err := s.child.StdinPipe()
+	if err != nil {
+		return err
+	}
+	out, err := s.child.StdoutPipe()
+	if err != nil {
+		return err
+	}
+	if err := s.lab.Host(1).Start(s.child); err != nil {
+		return fmt.Errorf("start hosts: %w", err)
+	}
+	s.hosts = rpc.NewClient(pipes{out, in})
+	return nil
+}
+
+func (s *storm) stopHosts() {
+	if s.child != nil {
+		_ = s.child.Process.Kill() // it may have ended
+		_ = s.child.Wait()
+	}
+}
+
+// call calls a method of Hosts.
+func (s *storm) call(ctx context.Context, method string, args, reply any) error {
+	c := s.hosts.Go("Hosts."+method, args, reply, make(chan *rpc.Call, 1))
+	select {
+	case <-c.Done:
+		if c.Error != nil {
+			return fmt.Errorf("hosts: %s: %w", method, c.Error)
+		}
+		return nil
+	case <-ctx.Done():
+		return context.Cause(ctx)
+	}
+}
+
+// result is what one scenario has cost.
+type result struct {
+	Store    string `json:"store"`
+	N        int    `json:"n"`
+	Scenario string `json:"scenario"`
+
+	Right      int     `json:"right"`               // hosts that were right at the end, of N
+	Seconds    float64 `json:"seconds"`             // until the last one was right
+	Half       float64 `json:"half,omitzero"`       // seconds until half of them were right
+	StoreCPU   float64 `json:"storeCPU"`            // seconds
+	ProxyCPU   float64 `json:"proxyCPU,omitempty"`  // seconds, of the proxy in front of the store
+	ProxyPeak  float64 `json:"proxyPeak,omitempty"` // bytes of memory of the proxy, since its start
+	HostsCPU   float64 `json:"hostsCPU"`            // seconds, of the process with all managers
+	Sent       float64 `json:"sent"`                // bytes from the store to hosts
+	Received   float64 `json:"received"`            // bytes from hosts to the store
+	Peak       float64 `json:"peak"`                // bytes of memory of the store
+	HostsPeak  float64 `json:"hostsPeak"`           // bytes of memory of the process with all managers, since its start
+	Calls      counts  `json:"calls"`               // by kind
+	Slowest    float64 `json:"slowest"`             // seconds that the slowest request of a bystander took
+	P99        float64 `json:"p99"`                 // seconds, of a bystander's requests
+	Bystanding int     `json:"bystanding"`          // requests of the bystander
+	Failed     int     `json:"failed"`              // of these, requests without an answer
+	Outages    int     `json:"-"`                   // times that a host has lost its store
+	Example    string  `json:"example,omitempty"`
+}
+
+// meter measures the store during a scenario.
+type meter struct {
+	s          *storm
+	began      time.Time
+	cpu, hosts time.Duration
+	proxy      time.Duration
+	net        [2]float64
+	calls      counts
+	spent      time.Duration // CPU time of processes of the store that have ended meanwhile
+	ended      counts        // requests to these
+	peak       float64       // of these
+	bystander  *bystander
+	earlier    State
+}
+
+func (s *storm) measure(ctx context.Context) (*meter, error) {
+	if err := forgetPeak(s.store.pid()); err != nil {
+		return nil, err
+	}
+	m := &meter{s: s, ended: counts{}, began: time.Now()}
+	u, err := usageOf(s.store.pid())
+	if err != nil {
+		return nil, err
+	}
+	h, err := usageOf(s.child.Process.Pid)
+	if err != nil {
+		return nil, err
+	}
+	x, err := s.proxyUsage()
+	if err != nil {
+		return nil, err
+	}
+	m.cpu, m.hosts, m.proxy = u.cpu, h.cpu, x.cpu
+	if m.net, err = s.traffic(ctx); err != nil {
+		return nil, err
+	}
+	if m.calls, err = s.store.calls(ctx); err != nil {
+		return nil, err
+	}
+	if err := s.call(ctx, "State", struct{}{}, &m.earlier); err != nil {
+		return nil, err
+	}
+	m.bystander = s.bystand(ctx)
+	return m, nil
+}
+
+// restart restarts the store. The cost of the old process counts as well.
+func (m *meter) restart(ctx context.Context) error {
+	u, err := usageOf(m.s.store.pid())
+	if err != nil {
+		return err
+	}
+	calls, err := m.s.store.calls(ctx)
+	if err != nil {
+		return err
+	}
+	m.spent += u.cpu - m.cpu
+	m.peak = max(m.peak, u.peak)
+	m.ended.add(calls.since(m.calls))
+	m.cpu, m.calls = 0, counts{}
+	return m.s.store.restart(ctx)
+}
+
+// end returns what the scenario has cost. It waits until hosts are right, but no longer
+// than the limit.
+func (m *meter) end(ctx context.Context, scenario string) (*result, error) {
+	s := m.s
+	var now State
+	if err := s.call(ctx, "Wait", Wait{Limit: s.limit}, &now); err != nil {
+		return nil, err
+	}
+	r := &result{N: s.n, Scenario: scenario, Right: now.Right, Seconds: now.Last.Sub(m.began).Seconds(), Example: now.Example}
+	r.Half = now.Half.Sub(m.began).Seconds()
+	r.Outages = now.Outages - m.earlier.Outages
+	if now.Right < now.Running {
+		r.Seconds = time.Since(m.began).Seconds()
+	}
+	m.bystander.finish(r)
+	u, err := usageOf(s.store.pid())
+	if err != nil {
+		return nil, err
+	}
+	h, err := usageOf(s.child.Process.Pid)
+	if err != nil {
+		return nil, err
+	}
+	x, err := s.proxyUsage()
+	if err != nil {
+		return nil, err
+	}
+	r.ProxyCPU, r.ProxyPeak = (x.cpu - m.proxy).Seconds(), x.peak
+	net, err := s.traffic(ctx)
+	if err != nil {
+		return nil, err
+	}
+	calls, err := s.store.calls(ctx)
+	if err != nil {
+		return nil, err
+	}
+	r.Calls = m.ended
+	r.Calls.add(calls.since(m.calls))
+	r.StoreCPU, r.HostsCPU = (m.spent + u.cpu - m.cpu).Seconds(), (h.cpu - m.hosts).Seconds()
+	r.Sent, r.Received = net[0]-m.net[0], net[1]-m.net[1]
+	r.Peak, r.HostsPeak = max(m.peak, u.peak), h.peak
+	for _, kind := range s.store.touches() {
+		r.Calls[kind] = max(0, r.Calls[kind]-float64(r.Bystanding))
+	}
+	if now.Right < now.Running {
+		return r, fmt.Errorf("%s: %d of %d hosts are right after %s: %s", scenario, now.Right, now.Running, s.limit, now.Example)
+	}
+	return r, nil
+}
+
+// proxyUsage returns what the proxy has used, which is zero without one.
+func (s *storm) proxyUsage() (usage, error) {
+	if e, ok := s.store.(*etcdServer); ok && e.proxy != nil {
+		return usageOf(e.proxy.cmd.Process.Pid)
+	}
+	return usage{}, nil
+}
+
+// traffic returns how many bytes have gone to the hosts and from them.
+func (s *storm) traffic(ctx context.Context) (bytes [2]float64, err error) {
+	var text []byte
+	err = s.lab.Host(1).Do(ctx, func() (err error) {
+		text, err = os.ReadFile("/proc/thread-self/net/dev")
+		return err
+	})
+	if err != nil {
+		return bytes, err
+	}
+	for line := range strings.Lines(string(text)) {
+		name, rest, _ := strings.Cut(line, ":")
+		if strings.TrimSpace(name) != "eth0" {
+			continue
+		}
+		const received, sent = 0, 8
+		fields := strings.Fields(rest)
+		for i, column := range []int{received, sent} {
+			if bytes[i], err = strconv.ParseFloat(fields[column], 64); err != nil {
+				return bytes, err
+			}
+		}
+		return bytes, nil
+	}
+	return bytes, errors.New("/proc/net/dev has no eth0")
+}
+
+// bystander is another user of the store.
+type bystander struct {
+	cancel context.CancelFunc
+	wg     sync.WaitGroup
+	took   []time.Duration
+	failed int
+}
+
+// bystandEvery is the pause between requests of the bystander.
+const bystandEvery = 100 * time.Millisecond
+
+func (s *storm) bystand(ctx context.Context) *bystander {
+	b := &bystander{}
+	ctx, b.cancel = context.WithCancel(ctx)
+	b.wg.Go(func() {
+		tick := time.NewTicker(bystandEvery)
+		defer tick.Stop()
+		for {
+			select {
+			case <-ctx.Done():
+				return
+			case <-tick.C:
+			}
+			began := time.Now()
+			limited, cancel := context.WithTimeout(ctx, time.Minute)
+			err := s.store.touch(limited)
+			cancel()
+			if ctx.Err() != nil {
+				return
+			}
+			if err != nil {
+				b.failed++
+			}
+			b.took = append(b.took, time.Since(began))
+		}
+	})
+	return b
+}
+
+func (b *bystander) finish(r *result) {
+	b.cancel()
+	b.wg.Wait()
+	slices.Sort(b.took)
+	r.Bystanding, r.Failed = len(b.took), b.failed
+	if n := len(b.took); n > 0 {
+		r.Slowest, r.P99 = b.took[n-1].Seconds(), b.took[n*99/100].Seconds()
+	}
+}
+
+// startAll starts hosts.
+func (s *storm) startAll(ctx context.Context, a Start) error {
+	a.Store.merge(s.store.reach())
+	return s.call(ctx, "Start", a, &struct{}{})
+}
+
+// merge fills in how the store is reached.
+func (s *Store) merge(other Store) {
+	ttl, margin := s.TTL, s.Margin
+	*s = other
+	s.TTL, s.Margin = ttl, margin
+}
+
+// stopAll stops hosts and returns the leases that they leave behind.
+func (s *storm) stopAll(ctx context.Context, a Stop) ([]subnet.Lease, error) {
+	var r Stopped
+	err := s.call(ctx, "Stop", a, &r)
+	return r.Leases, err
+}
+
+// scenario is one kind of storm.
+type scenario struct {
+	name string
+	run  func(*storm, context.Context) (*result, error)
+	etcd bool // only with etcd
+}
+
+// scenarios returns all scenarios. Each begins with what the one before has left.
+func scenarios() []scenario {
+	return []scenario{
+		{name: "boot", run: (*storm).boot},
+		{name: "churn", run: (*storm).churn},
+		{name: "restart", run: (*storm).restart},
+		{name: "reboot", run: (*storm).reboot},
+		{name: "renew", run: (*storm).renewAll, etcd: true},
+	}
+}
+
+// boot starts all hosts at once with an empty store.
+func (s *storm) boot(ctx context.Context) (*result, error) {
+	m, err := s.measure(ctx)
+	if err != nil {
+		return nil, err
+	}
+	if err := s.startAll(ctx, Start{To: s.n, Forget: true}); err != nil {
+		return nil, err
+	}
+	return m.end(ctx, "boot")
+}
+
+// reboot starts all hosts at once after a loss of power: they have their last known state,
+// and the store has their leases.
+func (s *storm) reboot(ctx context.Context) (*result, error) {
+	if _, err := s.stopAll(ctx, Stop{To: s.n}); err != nil {
+		return nil, err
+	}
+	m, err := s.measure(ctx)
+	if err != nil {
+		return nil, err
+	}
+	if err := s.startAll(ctx, Start{To: s.n}); err != nil {
+		return nil, err
+	}
+	return m.end(ctx, "reboot")
+}
+
+// restart restarts the store under all hosts. They are right when they know a lease that
+// was written afterwards.
+func (s *storm) restart(ctx context.Context) (*result, error) {
+	m, err := s.measure(ctx)
+	if err != nil {
+		return nil, err
+	}
+	if err := m.restart(ctx); err != nil {
+		return nil, err
+	}
+	extra, err := s.putExtra(ctx)
+	if err != nil {
+		return nil, err
+	}
+	if err := s.call(ctx, "Expect", Expect{Leases: []subnet.Lease{extra}}, &struct{}{}); err != nil {
+		return nil, err
+	}
+	r, err := m.end(ctx, "restart")
+	return r, errors.Join(err, s.dropExtra(ctx, extra))
+}
+
+// churn makes a tenth of the hosts leave within a minute while as many new ones join. At
+// the end the new ones leave, and the others come back, so that there are the hosts from
+// 0 to N again.
+func (s *storm) churn(ctx context.Context) (*result, error) {
+	tenth := max(1, s.n/10)
+	m, err := s.measure(ctx)
+	if err != nil {
+		return nil, err
+	}
+	if err := s.replace(ctx, 0, s.n, tenth, s.minute); err != nil {
+		return nil, err
+	}
+	r, err := m.end(ctx, "churn")
+	if err != nil {
+		return r, err
+	}
+	if err := s.replace(ctx, s.n, 0, tenth, 0); err != nil {
+		return r, err
+	}
+	var now State
+	if err := s.call(ctx, "Wait", Wait{Limit: s.limit}, &now); err != nil {
+		return r, err
+	}
+	if now.Right < s.n {
+		return r, fmt.Errorf("after churn %d of %d hosts are right: %s", now.Right, s.n, now.Example)
+	}
+	return r, nil
+}
+
+// replace makes count hosts from old on leave and as many from fresh on join, in turns.
+func (s *storm) replace(ctx context.Context, old, fresh, count int, within time.Duration) error {
+	steps := max(1, int(within/time.Second))
+	tick := time.NewTicker(max(within/time.Duration(steps), time.Millisecond))
+	defer tick.Stop()
+	for i := range steps {
+		from, to := count*i/steps, count*(i+1)/steps
+		if from < to {
+			gone, err := s.stopAll(ctx, Stop{From: old + from, To: old + to})
+			if err != nil {
+				return err
+			}
+			if err := s.remove(ctx, gone, old+from, old+to); err != nil {
+				return err
+			}
+			if err := s.call(ctx, "Expect", Expect{Leases: gone, Gone: true}, &struct{}{}); err != nil {
+				return err
+			}
+			if k, ok := s.store.(*apiServer); ok {
+				if err := k.addNodes(ctx, fresh+from, fresh+to); err != nil {
+					return err
+				}
+			}
+			if err := s.startAll(ctx, Start{From: fresh + from, To: fresh + to, Forget: true}); err != nil {
+				return err
+			}
+		}
+		select {
+		case <-tick.C:
+		case <-ctx.Done():
+			return context.Cause(ctx)
+		}
+	}
+	return nil
+}
+
+// remove deletes leases from the store, as when their time is over or Nodes are deleted.
+func (s *storm) remove(ctx context.Context, leases []subnet.Lease, from, to int) error {
+	if k, ok := s.store.(*apiServer); ok {
+		return k.removeNodes(ctx, from, to)
+	}
+	e := s.store.(*etcdServer)
+	for _, l := range leases {
+		if _, err := e.client.Delete(ctx, lab.Prefix+"/subnets/"+l.Key); err != nil {
+			return fmt.Errorf("delete lease %s: %w", l.Key, err)
+		}
+	}
+	return nil
+}
+
+// extra is the number of a host that does not exist.
+const extra = 20_000
+
+// putExtra writes a lease of no running host.
+func (s *storm) putExtra(ctx context.Context) (subnet.Lease, error) {
+	l := subnet.Lease{Key: nodeName(extra), Endpoints: []subnet.Endpoint{{PublicIP: publicIP(extra)}}}
+	if k, ok := s.store.(*apiServer); ok {
+		if err := k.addNodes(ctx, extra, extra+1); err != nil {
+			return l, err
+		}
+		return l, k.do(ctx, adminToken, "PATCH", nodesPath+"/"+l.Key, map[string]any{"metadata": map[string]any{"annotations": map[string]string{
+			"flannel.alpha.coreos.com/kube-subnet-manager": "true", "flannel.alpha.coreos.com/backend-type": "vxlan",
+			"flannel.alpha.coreos.com/public-ip": publicIP(extra).String(), "flannel.alpha.coreos.com/backend-data": string(vtep(extra)),
+		}}})
+	}
+	l.Key = "10.255.255.0-24"
+	value := fmt.Sprintf(`{"PublicIP":"%s","PublicIPv6":null,"BackendType":"vxlan","BackendData":%s}`, publicIP(extra), vtep(extra))
+	_, err := s.store.(*etcdServer).client.Put(ctx, lab.Prefix+"/subnets/"+l.Key, value)
+	return l, err
+}
+
+// dropExtra deletes what putExtra has written, and waits until hosts have seen it.
+func (s *storm) dropExtra(ctx context.Context, l subnet.Lease) error {
+	if err := s.remove(ctx, []subnet.Lease{l}, extra, extra+1); err != nil {
+		return err
+	}
+	if err := s.call(ctx, "Expect", Expect{Leases: []subnet.Lease{l}, Gone: true}, &struct{}{}); err != nil {
+		return err
+	}
+	var now State
+	return s.call(ctx, "Wait", Wait{Limit: s.limit}, &now)
+}
+
+// renewAll makes all hosts renew their leases. The hosts are started anew so that they
+// have leases which they renew after the time renew instead of 23 hours.
+func (s *storm) renewAll(ctx context.Context) (*result, error) {
+	leases, err := s.stopAll(ctx, Stop{To: s.n})
+	if err != nil {
+		return nil, err
+	}
+	e := s.store.(*etcdServer)
+	// Otherwise hosts would have to replace their leases, which have another TTL.
+	if _, err := e.client.Delete(ctx, lab.Prefix+"/subnets/", clientv3.WithPrefix()); err != nil {
+		return nil, err
+	}
+	if err := s.call(ctx, "Expect", Expect{Leases: leases, Gone: true}, &struct{}{}); err != nil {
+		return nil, err
+	}
+	ttl := time.Hour
+	if s.renew < time.Minute { // managers renew earlier than that only if the TTL is short
+		ttl = 3 * s.renew
+	}
+	if err := s.startAll(ctx, Start{To: s.n, Store: Store{TTL: ttl, Margin: ttl - s.renew}}); err != nil {
+		return nil, err
+	}
+	var now State
+	if err := s.call(ctx, "Wait", Wait{Limit: s.limit}, &now); err != nil {
+		return nil, err
+	}
+	m, err := s.measure(ctx)
+	if err != nil {
+		return nil, err
+	}
+	if err := s.call(ctx, "Wait", Wait{Limit: s.limit, Renewed: m.began}, &now); err != nil {
+		return nil, err
+	}
+	took := time.Since(m.began)
+	r, err := m.end(ctx, "renew")
+	if err == nil && now.Renewed < s.n {
+		err = fmt.Errorf("renew: %d of %d leases were renewed in %s", now.Renewed, s.n, took)
+	}
+	if r != nil {
+		r.Seconds, r.Half = took.Seconds(), 0 // hosts were right all the time
+	}
+	return r, err
+}
+
+// run runs scenarios.
+func (s *storm) run(ctx context.Context, names []string, progress io.Writer) error {
+	e, isEtcd := s.store.(*etcdServer)
+	for _, sc := range scenarios() {
+		if len(names) > 0 && !slices.Contains(names, sc.name) || sc.etcd && !isEtcd {
+			continue
+		}
+		r, err := sc.run(s, ctx)
+		if r != nil {
+			switch {
+			case !isEtcd:
+				r.Store = "Kubernetes"
+			case e.proxy != nil:
+				r.Store = "etcd behind its proxy"
+			default:
+				r.Store = "etcd"
+			}
+			s.report.Results = append(s.report.Results, r)
+			fmt.Fprintln(progress, r)
+		}
+		if err != nil {
+			return err
+		}
+	}
+	return nil
+}

@@ -1,0 +1,111 @@
+package main
+
+import (
+	"os"
+	"strings"
+	"testing"
+
+	"flanneld/pkg/lab"
+	"flanneld/subnet"
+)
+
+func TestMain(m *testing.M) {
+	lab.RunChild()
+	if os.Args[0] == hostsChild {
+		if err := runHosts(); err != nil {
+			os.Exit(1)
+		}
+		os.Exit(0)
+	}
+	os.Exit(m.Run())
+}
+
+// TestKernelStorm runs all scenarios with few hosts: each host is right at the end of each
+// scenario. It checks no times.
+func TestKernelStorm(t *testing.T) {
+	const hosts = "40"
+	for store, want := range map[string]int{"etcd": 5, "proxy": 5, "kube": 4} {
+		t.Run(store, func(t *testing.T) {
+			var progress strings.Builder
+			o, err := parse([]string{
+				"-store", store, "-n", hosts, "-churn", "2s", "-renew", "3s", "-limit", "2m",
+				"-etcd", "../../bin/tools/etcd-3.6", "-apiserver", "../../bin/tools/kube-apiserver",
+			})
+			if err != nil {
+				t.Fatal(err)
+			}
+			r := &report{}
+			if err := one(t.Context(), o, store, o.sizes[0], r, &progress); err != nil {
+				t.Fatalf("%v\n%s", err, progress.String())
+			}
+			if len(r.Results) != want {
+				t.Errorf("%d scenarios have a result, want %d:\n%s", len(r.Results), want, progress.String())
+			}
+			for _, one := range r.Results {
+				if one.Right != one.N || one.Calls.total() == 0 || one.Sent == 0 || one.Peak == 0 || one.StoreCPU == 0 {
+					t.Errorf("a figure is missing: %s", one)
+				}
+			}
+		})
+	}
+}
+
+func lease(key string, host int) subnet.Lease {
+	return subnet.Lease{Key: key, Endpoints: []subnet.Endpoint{{PublicIP: publicIP(host)}}}
+}
+
+// TestSight: a host is right when it knows exactly the leases that there should be.
+func TestSight(t *testing.T) {
+	r := newRegistry()
+	own, a, b := lease("own", 0), lease("a", 1), lease("b", 2)
+	s := &sight{registry: r, own: -1}
+	told := func(leases ...*subnet.Lease) {
+		s.take(subnet.Update{Snapshot: func() subnet.Snapshot { return subnet.Snapshot{Leases: leases} }})
+	}
+	check := func(when string, want bool) {
+		t.Helper()
+		if got, _ := s.right(r.expected()); got != want {
+			t.Errorf("%s right is %v, want %v", when, got, want)
+		}
+	}
+	check("without an own lease", false)
+	s.acquired(own)
+	check("alone", true)
+	r.expect(identify(&a), true)
+	check("before the first peer is known", false)
+	told(&a, &b)
+	check("with a peer that should not be there", false)
+	s.take(subnet.Update{Changed: map[string]*subnet.Lease{"b": nil}})
+	check("without it", true)
+	moved := lease("a", 3)
+	s.take(subnet.Update{Changed: map[string]*subnet.Lease{"a": &moved}})
+	check("with a peer at another address", false)
+	s.take(subnet.Update{Changed: map[string]*subnet.Lease{"a": &a}})
+	check("with the peer at its address", true)
+	_, since := s.right(r.expected())
+	s.take(subnet.Update{Changed: map[string]*subnet.Lease{"a": &a}})
+	if _, again := s.right(r.expected()); again != since {
+		t.Error("an update without news counts as a change")
+	}
+}
+
+func TestParse(t *testing.T) {
+	o, err := parse([]string{"-n", "10,20", "-store", "kube", "-only", "boot,churn"})
+	if err != nil || len(o.sizes) != 2 || o.sizes[1] != 20 || len(o.stores) != 1 || len(o.scenarios) != 2 {
+		t.Errorf("got %+v, %v", o, err)
+	}
+	for _, args := range [][]string{{"-n", "0"}, {"-n", "x"}, {"-n", "99999"}, {"-store", "consul"}, {"-only", "flood"}, {"surplus"}} {
+		if _, err := parse(args); err == nil {
+			t.Errorf("%q is accepted", args)
+		}
+	}
+}
+
+func TestMetric(t *testing.T) {
+	const page = "# TYPE a_total counter\n" + `a_total{method="Get",code="OK"} 2` + "\n" + `a_total{method="Get",code="No"} 1` + "\n" +
+		`a_total{method="Put",code="OK"} 5e+03` + "\n" + `a_totals{method="Get"} 9` + "\n"
+	got, err := metric(strings.NewReader(page), "a_total", "method")
+	if err != nil || len(got) != 2 || got["Get"] != 3 || got["Put"] != 5000 {
+		t.Errorf("got %v, %v", got, err)
+	}
+}
