@@ -38,12 +38,13 @@ func (m *Manager) awaitVacancy(ctx context.Context, pools []subnet.Pool, c subne
 	}
 	inner, cancel := context.WithTimeout(ctx, left)
 	defer cancel()
-	err := m.follow(inner, []string{m.dir, m.configKey()}, full.store.Revision+1, watcher{on: func(resp *pb.WatchResponse, _ int64) error {
+	read := full.store.Revision
+	err := m.follow(inner, []string{m.dir, m.configKey()}, read+1, watcher{on: func(resp *pb.WatchResponse, _ int64) error {
 		m.report(ctx, sourceLease, nil)
 		if storeID(resp.Header).ID != full.store.ID {
 			return errRelist
 		}
-		if m.advanceFull(full, resp) {
+		if m.advanceFull(full, resp) || m.namesConfig(resp, read) {
 			return errVacancy
 		}
 		return nil
@@ -58,20 +59,24 @@ func (m *Manager) awaitVacancy(ctx context.Context, pools []subnet.Pool, c subne
 	return nil
 }
 
+// namesConfig reports whether the configuration has changed after the given revision. The caller
+// of Acquire then compares it with the one that it uses. A stream orders the events of each key,
+// but not those of two keys, so a later change of a lease may come first.
+func (m *Manager) namesConfig(resp *pb.WatchResponse, after int64) bool {
+	return slices.ContainsFunc(resp.Events, func(ev *mvccpb.Event) bool {
+		return string(ev.Kv.Key) == m.configKey() && ev.Kv.ModRevision > after
+	})
+}
+
 // advanceFull applies a response to the listing. It reports whether the host should try
-// again: a lease has gone, one carries the own address, or the configuration has changed,
-// which the caller of Acquire compares with the one that it uses.
+// again, because a lease has gone or one carries the own address.
 func (m *Manager) advanceFull(full *fullPool, resp *pb.WatchResponse) (again bool) {
 	next := full.store.Revision + 1
 	for _, ev := range resp.Events {
-		if ev.Kv.ModRevision < next {
+		if ev.Kv.ModRevision < next || string(ev.Kv.Key) == m.configKey() {
 			continue
 		}
 		full.store.Revision = ev.Kv.ModRevision
-		if string(ev.Kv.Key) == m.configKey() {
-			again = true
-			continue
-		}
 		e := m.entry(ev.Kv)
 		i, found := slices.BinarySearchFunc(full.entries, e.key, func(e entry, key string) int { return cmp.Compare(e.key, key) })
 		switch {

@@ -100,3 +100,32 @@ func TestFullPoolOfAnotherConfiguration(t *testing.T) {
 		t.Errorf("with a larger network: %v", err)
 	}
 }
+
+// TestFullPoolWhoseConfigurationHasChanged changes the configuration and then a lease, before a
+// host begins to wait. etcd may send the later change first, so the host tries several times.
+func TestFullPoolWhoseConfigurationHasChanged(t *testing.T) {
+	f := newFixture(t, newServer(t))
+	config := `{"Network":"10.5.0.0/28"}`
+	f.put(t, "config", config)
+	for i := range 3 {
+		f.put(t, fmt.Sprintf("subnets/10.5.0.%d-30", 4*(i+1)), value(fmt.Sprintf("192.0.2.%d", i+7)), f.grant(t, 3600))
+	}
+	for i := range 10 {
+		m := f.manager(t)
+		acquire := func() error {
+			ctx, cancel := context.WithTimeout(t.Context(), patience)
+			defer cancel()
+			_, err := subnettest.Acquire(ctx, m, claim("192.0.2.1"))
+			return err
+		}
+		if err := acquire(); !errors.Is(err, subnet.ErrNoSubnets) {
+			t.Fatalf("error is %v, want that no subnet is free", err)
+		}
+		config += " "
+		f.put(t, "config", config)
+		f.put(t, "subnets/10.5.0.4-30", value(fmt.Sprintf("198.51.100.%d", i+1)), f.grant(t, 3600))
+		if err := acquire(); !errors.Is(err, subnet.ErrNoSubnets) {
+			t.Fatalf("attempt %d: error is %v, want another attempt, which finds no subnet", i, err)
+		}
+	}
+}
