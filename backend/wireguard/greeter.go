@@ -79,9 +79,9 @@ func (g *greeter) persist(peers []wgdevice.NoisePublicKey) {
 	}
 }
 
-// start starts a handshake, unless the peer was removed. With again it does so even if
-// the last one was started less than 5 s ago. The device ignores a late answer to that
-// one.
+// start starts a handshake with a peer, unless the peer was removed. The device starts at most
+// one in 5 s. With again it starts a new one at once and gives up the earlier one, so it
+// ignores a late answer to that.
 func (g *greeter) start(key wgdevice.NoisePublicKey, again bool) {
 	peer := g.dev.LookupPeer(key)
 	if peer == nil {

@@ -128,7 +128,8 @@ func (k keeper) note(key wgtypes.Key) error {
 	return writeSecret(k.written, text)
 }
 
-// readWritten reads a list of private key files. It returns nil if there is none.
+// readWritten reads the list of the private key files that flanneld has written: their paths,
+// each with its public key. It returns nil if the list does not exist.
 func readWritten(path string) (list map[string]string, err error) {
 	text, err := os.ReadFile(path)
 	if errors.Is(err, fs.ErrNotExist) {

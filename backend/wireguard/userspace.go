@@ -110,8 +110,9 @@ func persist(f *os.File) error {
 	return nil
 }
 
-// listen takes over the socket of a process that has ended. The caller holds the daemon's
-// lock, so no other daemon uses the device.
+// listen opens the control socket of the WireGuard device name in dir. It replaces a socket
+// that a process has left there at its end. That is safe because the caller holds the daemon's
+// lock, so no other daemon runs such a device.
 func listen(ctx context.Context, dir, name string) (net.Listener, error) {
 	if err := os.MkdirAll(dir, 0o700); err != nil {
 		return nil, lacking(err)

@@ -157,8 +157,9 @@ func TestMAC(t *testing.T) {
 	}
 }
 
-// TestPlanTunnel changes a tunnel in place, and replaces it with everything on it if the
-// UDP header differs.
+// TestPlanTunnel checks that a tunnel is changed in place if possible. If its UDP encapsulation
+// (FOU) differs, which the kernel cannot change, the tunnel is replaced, and its addresses are
+// put again.
 func TestPlanTunnel(t *testing.T) {
 	link := dataplane.Link{Name: "tun", Kind: dataplane.KindIPIP, Up: true, Tunnel: dataplane.Tunnel{
 		Local: netip.MustParseAddr("192.168.77.1"), FOU: dataplane.FOU{Source: 8285, Destination: 8285},

@@ -106,8 +106,9 @@ func TestRefusal(t *testing.T) {
 	}
 }
 
-// TestAdopted checks that the Reconciler deletes a wanted route of another program only
-// as long as it remembers having adopted it.
+// TestAdopted checks what becomes of a route that another program has made, when the Reconciler
+// no longer wants it. The Reconciler deletes the route if it has adopted it before, and leaves
+// it if it does not remember that.
 func TestAdopted(t *testing.T) {
 	k := dataplanetest.New()
 	theirs := other

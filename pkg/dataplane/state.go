@@ -382,7 +382,8 @@ func (s State) AllRoutes() iter.Seq[Route] {
 	}
 }
 
-// leads reports whether the state has a route that forwards packets to a device.
+// leads reports whether the state has a route through a device, and not only routes without
+// one, such as blackhole routes.
 func (s State) leads() bool {
 	for r := range s.AllRoutes() {
 		if r.Dev != "" {

@@ -111,8 +111,9 @@ func internetChecksum(b []byte) uint16 {
 
 func isEchoReply(b []byte) bool { return len(b) == 28 && b[9] == 1 && b[20] == 0 }
 
-// TestKernelPlainPeer lets a peer without offloads exchange echoes with ends in every
-// mode, and checks each packet.
+// TestKernelPlainPeer pings through a tunnel from a minimal peer that sends and receives one
+// packet at a time. It runs with every combination of offloads, and checks TTL and checksums of
+// the reply.
 func TestKernelPlainPeer(t *testing.T) {
 	for _, m := range modes() {
 		t.Run(m.name, func(t *testing.T) {

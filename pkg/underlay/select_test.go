@@ -320,8 +320,8 @@ func TestSelectVirtualAddress(t *testing.T) {
 	}
 }
 
-// TestSelectKeepsAddressInUse: an address that ranks higher does not replace the one in
-// use, unless an option names it.
+// TestSelectKeepsAddressInUse checks that the address in use stays although another one ranks
+// higher, unless an option names that other one.
 func TestSelectKeepsAddressInUse(t *testing.T) {
 	for name, tt := range map[string]struct {
 		inUse string

@@ -68,8 +68,9 @@ func Watch(ctx context.Context, o Options, now Interface, changed func(Interface
 	return nil
 }
 
-// spent returns the CPU time that the process has used. It includes other work during a
-// look. Elapsed time would depend even more on other programs on a busy host.
+// spent returns the CPU time that the process has used. The difference of two calls is the cost
+// of reading the interfaces in between, together with other work of this process. Elapsed time
+// would also contain the work of other programs on a busy host.
 func spent() time.Duration {
 	var u unix.Rusage
 	if err := unix.Getrusage(unix.RUSAGE_SELF, &u); err != nil {

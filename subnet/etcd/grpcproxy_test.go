@@ -59,6 +59,8 @@ func startGRPCProxy(t *testing.T, s *server, program string) *server {
 }
 
 // TestSuiteByGRPCProxy runs the suite with managers that reach etcd through its grpc-proxy.
+//
+//stages:rest it needs older etcds, which take minutes to build
 func TestSuiteByGRPCProxy(t *testing.T) {
 	s := sharedServer(t)
 	for release, program := range releases(t) {
@@ -79,6 +81,8 @@ func TestSuiteByGRPCProxy(t *testing.T) {
 // TestWatchByGRPCProxy has hosts watch through a proxy, which merges their watches. Each host
 // lists once and sees each change, though the proxy leaves the cluster's id out of what it
 // says by itself.
+//
+//stages:rest it needs older etcds, which take minutes to build
 func TestWatchByGRPCProxy(t *testing.T) {
 	const hosts = 5
 	s := sharedServer(t)

@@ -21,7 +21,8 @@ func ttl(d time.Duration) func(*Config) { return func(c *Config) { c.TTL = d } }
 
 func via(p *proxy) func(*Config) { return func(c *Config) { c.Endpoints = []string{p.url()} } }
 
-// TestRenewalWritesNothing lets a lease of seconds live for several times as long.
+// TestRenewalWritesNothing keeps a lease for three times its TTL, and checks that renewing it
+// does not write its key in etcd again.
 func TestRenewalWritesNothing(t *testing.T) {
 	f := newFixture(t, sharedServer(t))
 	f.put(t, "config", configV4)

@@ -138,6 +138,8 @@ const configSmall = `{"Network":"10.0.0.0/12","SubnetLen":28,"Backend":{"Type":"
 
 // TestRestartCostsWhatHasChanged restarts a node that knows 300 leases and counts the bytes
 // that etcd sends.
+//
+//stages:rest it needs older etcds, which take minutes to build
 func TestRestartCostsWhatHasChanged(t *testing.T) {
 	const leases = 300
 	programs := releases(t)

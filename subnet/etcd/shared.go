@@ -15,8 +15,8 @@ type sharedKey struct {
 	former bool // it comes from a former run
 }
 
-// one returns an entry that is equal to e. Without Shared that is e itself. It is
-// read-only from then on.
+// one returns the entry that all managers share for the lease in e, so that it is in memory
+// once. If s is nil it returns e. The caller must not change the result.
 func (s *Shared) one(e *entry) *entry {
 	if s == nil {
 		return e

@@ -212,6 +212,7 @@ func (f *fetcher) take(got fetched) {
 	}
 }
 
-// missed reports whether the answer lacks a Node because its label has changed: it is
-// asked for by its name next.
+// missed reports whether the answer lacks a Node. A request for several Nodes selects them by
+// their label kubernetes.io/hostname, which can differ from their name. The next request for a
+// missed Node is by its name.
 func (got fetched) missed(name string) bool { return got.hosts != nil && got.found[name] == nil }

@@ -172,8 +172,8 @@ func TestRestartCostsWhatHasChanged(t *testing.T) {
 	}
 }
 
-// TestRestartAfterChanges restarts a node after changes of other Nodes, and compares what it
-// knows with what a new node learns.
+// TestRestartAfterChanges changes Nodes while a manager is stopped. After its restart the manager
+// must know the same leases as one that starts without a last known state.
 func TestRestartAfterChanges(t *testing.T) {
 	f := newFixture(t, sharedServer(t))
 	f.setConfig(t, configV4)

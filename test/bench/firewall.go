@@ -159,8 +159,9 @@ func startFirewall(ctx context.Context, h *lab.Host, k firewallKind, path string
 	return d, pause(ctx, afterStart)
 }
 
-// addForeignRules creates chains with a hundred rules each in both families. No rule
-// jumps to them.
+// addForeignRules creates count rules in chains of a hundred, half of them for each family, like
+// those of another program on a busy host. No rule jumps to these chains, so they cost only
+// programs that read all rules.
 func addForeignRules(ctx context.Context, h *lab.Host, variant string, count int) error {
 	if count == 0 {
 		return nil

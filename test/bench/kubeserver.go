@@ -196,7 +196,8 @@ func (s *kubeServer) heartbeat(ctx context.Context, p peer) error {
 	return err
 }
 
-// heartbeats sends heartbeats at the given rate per second, and returns their number.
+// heartbeats updates the status of Nodes in turn, as their kubelets do, at the given rate per
+// second. It returns the number of updates.
 func (s *kubeServer) heartbeats(ctx context.Context, peers []peer, rate int, lasting time.Duration) (n int, err error) {
 	tick := time.NewTicker(time.Second / time.Duration(rate))
 	defer tick.Stop()

@@ -54,9 +54,10 @@ type congestion struct {
 	args   []string
 }
 
-// congestions returns this machine's algorithm, and also Linux's default if that is
-// another. With cubic the daemons' CPU time is only their own: BBR uses timers, whose
-// work is counted for the process that happens to run.
+// congestions returns the algorithms for TCP with which udp is measured: the one that this
+// machine uses and, if that is another one, Linux's default, cubic. BBR works in timers, and
+// the kernel counts their CPU time for the process that happens to run, often a daemon. cubic
+// has no such timers.
 func congestions() ([]congestion, error) {
 	const linux = "cubic"
 	own, err := os.ReadFile("/proc/sys/net/ipv4/tcp_congestion_control")

@@ -200,7 +200,8 @@ func (c *cluster) refused() []string {
 	return slices.Compact(refused)
 }
 
-// takeOut removes flanneld and everything that it left on the nodes, as the page says.
+// takeOut removes flanneld and everything that it left on the nodes, by the commands of the page
+// Documentation/kubernetes-install.md.
 func (c *cluster) takeOut() {
 	c.t.Helper()
 	switch c.installed {

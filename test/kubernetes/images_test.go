@@ -61,8 +61,8 @@ func testImages(t *testing.T) []image {
 	return []image{pause, dns, box, host}
 }
 
-// agnhost is a name for the image with the servers of Kubernetes' tests. Tests here use the
-// servers too.
+// agnhost is the name under which tests of this package use the image with the servers of
+// Kubernetes' own tests. Those tests use the same image under their own name.
 const agnhost = registry + "/agnhost:test"
 
 // repositories returns the variable that tells Kubernetes' tests the registry of images.

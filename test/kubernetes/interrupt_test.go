@@ -17,8 +17,9 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// pidFile, in the environment of a run, makes TestInterrupted start a node, write the
-// number of its process to that file and wait.
+// pidFile is the environment variable by which TestInterrupted runs itself a second time. The
+// second run starts a node, writes its own process id to the file that the variable names, and
+// waits until the first run ends it.
 const pidFile = "FLANNELD_TEST_PID_FILE"
 
 // TestInterrupted ends runs early and expects that their processes, cgroups and files go.

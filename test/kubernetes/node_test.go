@@ -106,9 +106,10 @@ func (n *node) anyAddress() string {
 	return "0.0.0.0"
 }
 
-// enterCgroups makes cgroups the root of a cgroup namespace, and runs a script there as
-// process 1. With version 2 all processes are in a group below, because kubelet passes the
-// controllers of the root on, and such a group must not contain processes.
+// enterCgroups is a script that makes cgroups the root of a cgroup namespace, and runs another
+// script there as process 1. In version 2 of cgroups, kubelet enables controllers for the groups
+// below the root. The kernel allows that only if the root contains no processes, so the script
+// moves itself to a group below it.
 const enterCgroups = `for cgroup in $1; do echo $$ >"$cgroup/cgroup.procs"; done
 exec unshare --cgroup -- bash -euc '
 	for cgroup in $1; do
@@ -194,7 +195,8 @@ func (n *node) reboot() {
 	n.boot()
 }
 
-// run runs a command of this machine in the node's network, with its /run and /var/lib.
+// run runs a command of this machine in the node's network namespace. The command sees the /run
+// and /var/lib of the node.
 func (n *node) run(name string, args ...string) string {
 	n.c.t.Helper()
 	out, err := n.Exec(background(n.c.t), name, args...)

@@ -53,7 +53,7 @@ type Hosts struct {
 	hosts    map[int]*host
 	former   map[int]subnet.Lease // leases of hosts that do not run
 	leases   etcd.Shared
-	// reference is the host whose knowledge of others becomes the last known state of all.
+	// reference is the host whose knowledge of the others is saved, and is the last known state of every host.
 	// After a scenario all hosts know the same, so one state in memory is enough.
 	reference *host
 	known     subnet.LedgerState

@@ -506,7 +506,7 @@ func (s *storm) renewAll(ctx context.Context) (*result, error) {
 		return nil, err
 	}
 	e := s.store.(*etcdServer)
-	// Otherwise hosts would have to replace their leases, which have another TTL.
+	// Leases of the scenario before have another TTL, and hosts would replace each of them first.
 	if _, err := e.client.Delete(ctx, lab.Prefix+"/subnets/", clientv3.WithPrefix()); err != nil {
 		return nil, err
 	}

@@ -25,7 +25,9 @@ type former struct {
 	Interface underlay.Interface `json:"interface"`
 }
 
-// extent is the part of the kernel's state that may belong to a configuration.
+// extent describes which kernel objects a configuration can have led to: those in the scope of
+// its backend, and others that the backend names. It tells what an earlier configuration may
+// have left in the kernel.
 type extent struct {
 	scope    dataplane.Scope
 	remnants []backend.Remnant

@@ -60,10 +60,10 @@ func (f *runtimeFit) backend(oneThread bool) {
 	f.fitThreads()
 }
 
-// fitThreads adapts the number of threads. The caller holds f.mu. At rest, waking a
-// second thread for each step of an event costs more than the step. The exceptions are a
-// backend whose packets go through the process, if there are enough CPUs, and the start,
-// which uses all CPUs.
+// fitThreads sets GOMAXPROCS. It is 1 at rest, because an event is handled in small steps by
+// several goroutines, and to wake a second thread for a step takes more CPU time than the step.
+// During the start it is the number of CPUs. It stays that if packets go through the process
+// and there are enough CPUs. The caller holds f.mu.
 func (f *runtimeFit) fitThreads() {
 	switch one := f.resting && f.oneThread; {
 	case !f.threads || one == f.fitted:

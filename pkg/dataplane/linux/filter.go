@@ -14,7 +14,8 @@ const (
 	offsetIfindex = unix.NLMSG_HDRLEN + 4
 )
 
-// maxFiltered is the maximum number of devices that a filter can distinguish.
+// maxFiltered is the maximum number of devices for which filter makes a BPF program. The program
+// compares the device of a message with each of them, and its jumps are short.
 const maxFiltered = 64
 
 // filter makes the kernel drop announcements that this process would ignore, so that they

@@ -69,9 +69,10 @@ type object struct {
 	users  int    // number of all routes that use it
 }
 
-// nexthops contains the nexthop objects with flanneld's protocol number. Another flanneld
-// on this host also creates such objects, and cannot know who else uses them. So this
-// process uses only objects that it has created itself or that only its own routes use.
+// nexthops contains the nexthop objects with flanneld's protocol number. Another flanneld on
+// this host may have created some of them and may delete them, because it does not know that
+// this process uses them. So this process uses only objects that it has created itself or that
+// only its own routes use.
 type nexthops struct {
 	enabled   bool
 	threshold int           // a device has fewer plain routes than this
@@ -201,9 +202,9 @@ func (t *nexthops) usedByOthers(ids []uint32) {
 	}
 }
 
-// orphaned selects the objects to delete, after a read: those that no route has used for
-// some time. A program that creates objects creates the routes through them next, so an
-// object that stays unused was left behind.
+// orphaned selects the objects to delete. The caller has just read the kernel's routes.
+// Objects that no route has used for a while are selected, and not new ones: the program that
+// has created an object needs a moment to create its routes.
 func (t *nexthops) orphaned() {
 	t.mu.Lock()
 	defer t.mu.Unlock()

@@ -20,14 +20,15 @@ func hints() [][]string {
 	return [][]string{{"KUBE-IPTABLES-HINT", "KUBE-KUBELET-CANARY"}, {"KUBE-PROXY-CANARY"}}
 }
 
-// Choose returns the variant that other programs on this host use, and the reason for the
-// choice. It follows the chains of Kubernetes if there are any, and otherwise prefers the
-// variant with more rules. flanneld's own rules do not count, so that an earlier choice
-// does not repeat itself. inNFT reports whether nftables has a table, so that programs
-// run only for variants with tables.
+// Choose returns the variant of iptables, legacy or nft, that other software on this host uses,
+// and the reason for the choice. It follows the chains of Kubernetes if there are any, and
+// otherwise prefers the variant with more rules. flanneld's own rules do not count, so that an
+// earlier choice does not repeat itself. inNFT reports whether nftables has a table of that
+// name. Choose runs iptables-save of a variant only if the variant has tables, because some
+// variants would create them.
 //
-// It returns Default if other programs have no rules. It returns Default without a reason
-// if the programs of both variants are not installed for all of families.
+// It returns Default if other software has no rules. It returns Default without a reason unless
+// both variants are installed for every family in families.
 func Choose(ctx context.Context, families []prefix.Family, inNFT func(prefix.Family, string) (bool, error)) (v Variant, because string) {
 	for _, v := range []Variant{NFT, Legacy} {
 		if !v.complete(families) {

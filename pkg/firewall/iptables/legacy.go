@@ -22,10 +22,10 @@ import (
 // return the sizes of its tables. Both show whether iptables-save would print anything new.
 
 const (
-	// large is the number of bytes of rules, a few thousand rules, from which on they are
-	// not compared each time.
+	// large is the size in bytes of a family's rules, some thousand of them, from which on the
+	// rules are not read at each check, because that takes milliseconds of CPU time.
 	large = 1 << 20
-	// rests is how often in a row the sizes of large tables are enough.
+	// rests is the number of checks in a row that compare only the sizes of large tables.
 	rests = 3
 )
 
