@@ -126,12 +126,14 @@ func (c *cni) add(name string, ports ...map[string]any) *lab.Pod {
 	return p
 }
 
+// check executes CHECK for a pod.
 func (c *cni) check(p *lab.Pod) error {
 	return c.do(func(runtime *libcni.CNIConfig) error {
 		return runtime.CheckNetworkList(background(c.t), c.list, conf(p))
 	})
 }
 
+// del executes DEL for a pod.
 func (c *cni) del(p *lab.Pod) {
 	c.t.Helper()
 	if err := c.do(func(runtime *libcni.CNIConfig) error {

@@ -23,6 +23,8 @@ func TestEveryPodReachesEveryPod(t *testing.T) {
 	}
 }
 
+// everyPodReachesEveryPod checks that all pods of a lab reach each other and that the MTU is the
+// underlay's minus the overhead of the backend.
 func everyPodReachesEveryPod(t *testing.T, backend string, families []prefix.Family) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Families: families}, backendConfig(backend))
@@ -52,7 +54,7 @@ func expectMTU(t *testing.T, l *lab.Lab, mtu int) {
 	}
 }
 
-// expectMTUTo does the same from one pod to one address.
+// expectMTUTo checks the same for packets from one pod to one address.
 func expectMTUTo(t *testing.T, from *lab.Pod, to netip.Addr, mtu int) {
 	t.Helper()
 	fits := ping.Options{Size: mtu, DontFragment: true}
@@ -80,6 +82,7 @@ func TestVXLANAcrossSegments(t *testing.T) {
 // the underlay, and routes through the vxlan device to other hosts.
 func TestDirectRouting(t *testing.T) { directRouting(t, "vxlan") }
 
+// directRouting checks the device of each route in a lab of two segments with two hosts each.
 func directRouting(t *testing.T, backend string) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 4, Segments: 2, Families: dual}, fmt.Sprintf(`{"Type":%q,"DirectRouting":true}`, backend))

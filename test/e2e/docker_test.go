@@ -26,8 +26,8 @@ const dockerPort = 80
 
 // TestDocker checks the setups of docker.md with Docker's own code, which creates its bridge,
 // its rules and a container on each of two hosts. With a complete setup containers reach each
-// other, and hosts outside the network reach only the ports that the page names. With an
-// incomplete one flannelctl doctor must name the missing settings.
+// other. With an incomplete one flannelctl doctor must name the missing settings. Hosts outside
+// the network may reach unpublished ports only in the setups of which the page says so.
 //
 //stages:rest it needs a component of Docker, which takes minutes to build
 func TestDocker(t *testing.T) {

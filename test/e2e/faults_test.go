@@ -14,17 +14,21 @@ import (
 // The tests in this file check that faults of etcd lose no packets of the backends ipip,
 // wireguard and extension. For vxlan each of these faults has a test of its own.
 
+// TestVMIPIPFaults checks faults of etcd with ipip.
+//
 //stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMIPIPFaults(t *testing.T) { faults(t, backendConfig("ipip"), true) }
 
+// TestVMWireGuardFaults checks faults of etcd with the kernel's WireGuard.
+//
 //stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMWireGuardFaults(t *testing.T) { faults(t, backendConfig("wireguard"), true) }
 
-// TestUserspaceWireGuardFaults does not expect packets while the daemon is down, because they
-// pass through the daemon.
+// TestUserspaceWireGuardFaults checks faults of etcd with WireGuard in the daemon. Packets pass
+// through the daemon, so the test expects none while it is down.
 func TestUserspaceWireGuardFaults(t *testing.T) { faults(t, backendConfig(userspace), false) }
 
-// TestExtensionFaults checks the same for routes that are written by commands.
+// TestExtensionFaults checks faults of etcd with routes that are written by commands.
 func TestExtensionFaults(t *testing.T) {
 	faults(t, extension(t, map[string]any{
 		"SubnetAddCommand":    `ip route add "$SUBNET" via "$PUBLIC_IP" && ip -6 route add "$IPV6SUBNET" via "$PUBLIC_IPV6"`,

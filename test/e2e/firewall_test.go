@@ -408,7 +408,8 @@ func TestFirewallSwitchIsLogged(t *testing.T) {
 }
 
 // TestTwoDaemonsMasquerade checks that two daemons for two networks on one host do not change
-// each other's rules, also if one is killed and masquerades no longer, and then again.
+// each other's rules, even if one of them is killed, and starts again without masquerading and
+// then with it.
 func TestTwoDaemonsMasquerade(t *testing.T) {
 	t.Parallel()
 	for _, f := range flavours() {

@@ -15,12 +15,18 @@ func TestVMIPIPEveryPodReachesEveryPod(t *testing.T) {
 	}
 }
 
+// TestVMIPIPDirectRouting checks DirectRouting with ipip, as TestDirectRouting does with vxlan.
+//
 //stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMIPIPDirectRouting(t *testing.T) { directRouting(t, "ipip") }
 
+// TestVMIPIPRestartsUnderTraffic checks with ipip that restarts of the daemon lose no packets.
+//
 //stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMIPIPRestartsUnderTraffic(t *testing.T) { restartsUnderTraffic(t, "ipip") }
 
+// TestVMIPIPHealing checks with ipip that the daemon repairs all damages.
+//
 //stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMIPIPHealing(t *testing.T) { newPatient(t, "ipip", dual).healsAll(t) }
 
