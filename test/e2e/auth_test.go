@@ -14,13 +14,15 @@ import (
 	"flanneld/pkg/lab"
 )
 
+// TestTLS checks that daemons connect to etcd with TLS, with and without client certificates.
+// A daemon with a wrong CA file or without its certificate must log the reason and retry.
 func TestTLS(t *testing.T) {
 	t.Parallel()
-	t.Run("CA alone", func(t *testing.T) {
+	t.Run("without client certificates", func(t *testing.T) {
 		t.Parallel()
 		l := newLab(t, lab.Config{Hosts: 3, Etcd: lab.EtcdOptions{TLS: true}}, `{"Type":"vxlan"}`)
 		if l.Etcd().TLSFiles().ClientCert != "" {
-			t.Fatal("the store asks for client certificates")
+			t.Fatal("etcd asks for client certificates, want none")
 		}
 		for _, h := range l.Hosts()[:2] {
 			startOne(t, h, lab.FlanneldOptions{})
@@ -45,9 +47,9 @@ func TestTLS(t *testing.T) {
 	})
 }
 
-// expectRefused starts a daemon that the store does not let in: it says so with
-// the reason, and goes on trying. A line more is possible, because a server that
-// ends the connection may do so before the daemon has read why.
+// expectRefused starts a daemon that etcd refuses. It checks that the daemon logs the reason
+// once and keeps trying. A second line is allowed, because a server that closes the
+// connection may do so before the daemon has read the reason.
 func expectRefused(t *testing.T, h *lab.Host, o lab.FlanneldOptions, why string) *lab.Daemon {
 	t.Helper()
 	d := start(t, h, o)
@@ -55,11 +57,11 @@ func expectRefused(t *testing.T, h *lab.Host, o lab.FlanneldOptions, why string)
 	pause(t, 5*time.Second)
 	lines := linesWith(d, "etcd is not usable, retrying")
 	if len(lines) > 2 {
-		t.Errorf("%d lines say that etcd is not usable, want one: %q", len(lines), lines)
+		t.Errorf("%d lines say that etcd is not usable, want at most 2: %q", len(lines), lines)
 	}
 	expectOnce(t, d, why)
 	if n := strings.Count(d.Log(), "\n"); n > 5 {
-		t.Errorf("the log has %d lines", n)
+		t.Errorf("the log has %d lines, want at most 5", n)
 	}
 	if err := d.Ended(); err != nil {
 		t.Error(err)
@@ -67,7 +69,8 @@ func expectRefused(t *testing.T, h *lab.Host, o lab.FlanneldOptions, why string)
 	return d
 }
 
-// otherCA is the certificate of an authority that signed nothing of the lab's.
+// otherCA writes the certificate of an authority that has signed no certificate of the lab,
+// and returns the path.
 func otherCA(t *testing.T) string {
 	t.Helper()
 	s := httptest.NewTLSServer(nil)
@@ -80,8 +83,8 @@ func otherCA(t *testing.T) string {
 	return path
 }
 
-// requireLogin makes the store demand a login, and returns a client that is
-// root. The users may do below the lab's prefix what they like.
+// requireLogin switches etcd's authentication on and returns a client of the user root. The
+// users, which are names with passwords, may read and write all keys below the lab's prefix.
 func requireLogin(t *testing.T, l *lab.Lab, users map[string]string) *clientv3.Client {
 	t.Helper()
 	const rootPassword, role = "toor", "flannel"
@@ -111,6 +114,9 @@ func requireLogin(t *testing.T, l *lab.Lab, users map[string]string) *clientv3.C
 	return root
 }
 
+// TestUserAndPassword checks that daemons log in to etcd with a user and a password, that a
+// refused daemon recovers when the password becomes right, and that all daemons log in again
+// after a restart of etcd. No log may contain a password.
 func TestUserAndPassword(t *testing.T) {
 	t.Parallel()
 	const password, wrong = "correct-horse", "battery-staple"
@@ -135,7 +141,7 @@ func TestUserAndPassword(t *testing.T) {
 	}
 	expectReady(t, late)
 
-	// Tokens do not survive a restart of the store.
+	// etcd forgets its tokens when it restarts, so all daemons must log in again.
 	if err := l.Etcd().Restart(background(t)); err != nil {
 		t.Fatal(err)
 	}
@@ -145,16 +151,17 @@ func TestUserAndPassword(t *testing.T) {
 		expectKernel(t, h, entries("10.5.200.0/24", "192.168.77.200", mac), nil)
 		for _, secret := range []string{password, wrong} {
 			if lines := linesWith(h.Daemon(), secret); len(lines) > 0 {
-				t.Errorf("%s logs the password: %q", h.Name(), lines)
+				t.Errorf("%s logs a password: %q", h.Name(), lines)
 			}
 		}
 		if n := strings.Count(h.Daemon().Log(), "\n"); n >= 20 {
-			t.Errorf("%s logged %d lines", h.Name(), n)
+			t.Errorf("%s logged %d lines, want fewer than 20", h.Name(), n)
 		}
 	}
 }
 
-// TestNoRights has a user that may log in, but not read.
+// TestNoRights checks that a daemon logs the reason once if its user may log in, but has no
+// right to read.
 func TestNoRights(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 1}, `{"Type":"vxlan"}`)

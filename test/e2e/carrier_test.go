@@ -10,10 +10,11 @@ import (
 	"flanneld/pkg/lab"
 )
 
-// TestCarrierFlaps takes the carrier of a host that reaches 300 peers directly, as a switch or
-// the move of a virtual machine does. The kernel then deletes the routes through nexthop
-// objects, and does not say so. The daemon must notice each time, say what is there, and not
-// try in vain what the kernel refuses without a carrier.
+// TestCarrierFlaps checks that a host with 300 directly reached peers restores its routes when
+// it loses its carrier, for example because a switch restarts or a virtual machine moves. The
+// kernel then deletes the routes through nexthop objects without announcing it. The daemon
+// must notice this each time and report the right number of routes. It must not retry writes
+// that the kernel refuses without a carrier.
 func TestCarrierFlaps(t *testing.T) {
 	t.Parallel()
 	const peers = 300
@@ -32,13 +33,13 @@ func TestCarrierFlaps(t *testing.T) {
 		start := time.Now()
 		soon(t, when, func() error {
 			if there := strings.Count(p.run(t, "ip route show proto 98"), " via 172.20."); there != peers {
-				return fmt.Errorf("%d routes are there, want %d", there, peers)
+				return fmt.Errorf("the kernel has %d routes, want %d", there, peers)
 			}
 			return nil
 		})
-		t.Logf("%s: all routes are there after %v", when, time.Since(start).Round(time.Millisecond))
+		t.Logf("%s: all routes are in place after %v", when, time.Since(start).Round(time.Millisecond))
 		if got := metric(t, p.host, `flannel_kernel_objects{kind="route"}`); got != peers {
-			t.Errorf("%s: the metrics say that %v routes are there, want %d", when, got, peers)
+			t.Errorf("%s: flannel_kernel_objects counts %v routes, want %d", when, got, peers)
 		}
 	}
 	inPlace("start")
@@ -50,16 +51,16 @@ func TestCarrierFlaps(t *testing.T) {
 		}
 	}
 	for flap := range 3 {
-		// What was made without a carrier does not go through nexthop objects.
+		// Routes that were written without a carrier do not use nexthop objects: write all anew.
 		p.run(t, "ip route show proto 98 | sed 's/ .*//; s/^/route del /' | ip -batch -")
-		inPlace(fmt.Sprintf("flap %d, before it", flap+1))
+		inPlace(fmt.Sprintf("flap %d, before the loss of the carrier", flap+1))
 		if through := strings.Count(p.run(t, "ip route show proto 98"), " nhid "); through < peers/2 {
-			t.Fatalf("flap %d: %d routes go through nexthop objects", flap+1, through)
+			t.Fatalf("flap %d: %d routes use nexthop objects, want at least %d", flap+1, through, peers/2)
 		}
 		carrier(false)
-		soon(t, "no carrier", func() error {
+		soon(t, "eth0 loses its carrier", func() error {
 			if link := p.run(t, "ip link show eth0"); !strings.Contains(link, "NO-CARRIER") {
-				return fmt.Errorf("eth0 is %s", link)
+				return fmt.Errorf("eth0 is %s, want NO-CARRIER", link)
 			}
 			return nil
 		})
@@ -67,12 +68,12 @@ func TestCarrierFlaps(t *testing.T) {
 		passes, failures := metric(t, p.host, "flannel_sync_duration_seconds_count"), metric(t, p.host, "flannel_sync_failures_total")
 		pause(t, 2*time.Second)
 		if now := metric(t, p.host, "flannel_sync_duration_seconds_count"); now-passes > 5 {
-			t.Errorf("flap %d: %v passes over the kernel in two seconds without a carrier, want a few", flap+1, now-passes)
+			t.Errorf("flap %d: %v syncs in two seconds without a carrier, want at most 5", flap+1, now-passes)
 		}
 		carrier(true)
-		inPlace(fmt.Sprintf("flap %d, after it", flap+1))
+		inPlace(fmt.Sprintf("flap %d, with the carrier again", flap+1))
 		if now := metric(t, p.host, "flannel_sync_failures_total"); now != failures {
-			t.Errorf("flap %d: %v passes over the kernel have failed, want none", flap+1, now-failures)
+			t.Errorf("flap %d: %v syncs failed, want none", flap+1, now-failures)
 		}
 	}
 }

@@ -11,15 +11,15 @@ import (
 	"flanneld/pkg/prefix"
 )
 
-// TestCleanup runs daemons, stops them and cleans up: nothing of theirs is
-// left, and what somebody else has made is.
+// TestCleanup checks that flannelctl cleanup removes everything that stopped daemons have
+// left, and nothing that belongs to other programs.
 func TestCleanup(t *testing.T) {
 	t.Parallel()
 	for _, tc := range []cleanupCase{
 		{name: "vxlan", backend: "vxlan", firewall: "iptables"}, {name: "vxlan with nftables", backend: "vxlan", firewall: "nftables"},
 		{name: "host-gw", backend: "host-gw", firewall: "iptables"}, {name: "udp", backend: "udp", firewall: "nftables"},
 		{name: "wireguard", backend: userspace, firewall: "iptables", says: "file /var/lib/flannel/wgkey\n"},
-		{name: "wireguard with its key elsewhere", backend: userspace, firewall: "iptables", env: "WIREGUARD_KEY_FILE=/run/flannel/keys/own", says: "file /run/flannel/keys/own\n"},
+		{name: "wireguard with another key file", backend: userspace, firewall: "iptables", env: "WIREGUARD_KEY_FILE=/run/flannel/keys/own", says: "file /run/flannel/keys/own\n"},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			t.Parallel()
@@ -28,8 +28,8 @@ func TestCleanup(t *testing.T) {
 	}
 }
 
-// TestCleanupNexthopObjects cleans up after a daemon with so many peers that routes go
-// through nexthop objects.
+// TestCleanupNexthopObjects checks that cleanup removes the nexthop objects of a daemon with
+// many peers, and leaves the nexthop object of another program.
 func TestCleanupNexthopObjects(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 1, Network: json.RawMessage(`{"Network":"10.0.0.0/8","SubnetLen":24,"SubnetMax":"10.1.0.0","Backend":{"Type":"host-gw"}}`)}, "")
@@ -58,11 +58,11 @@ func TestCleanupNexthopObjects(t *testing.T) {
 		t.Errorf("%d routes and nexthop objects are left", n)
 	}
 	if !strings.Contains(left, "id 7 dev eth0") {
-		t.Errorf("the nexthop object of another program is gone:\n%s", left)
+		t.Errorf("cleanup removed the nexthop object of another program:\n%s", left)
 	}
 }
 
-// TestVMCleanupUDPKernel does so with a daemon whose data path outlives it.
+// TestVMCleanupUDPKernel checks cleanup for a data path that stays when the daemon ends.
 //
 //stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMCleanupUDPKernel(t *testing.T) {
@@ -70,14 +70,17 @@ func TestVMCleanupUDPKernel(t *testing.T) {
 	cleansUp(t, v4, cleanupCase{backend: udpKernel, firewall: "nftables", args: []string{"--udp-persist"}, says: "FOU port 8285\n"})
 }
 
-// cleanupCase is a host that is cleaned up.
+// cleanupCase describes the daemons whose objects cleanup must remove.
 type cleanupCase struct {
 	name, backend, firewall string
 	args                    []string
 	env                     string
-	says                    string // among what is removed, a whole line's end
+	says                    string // the end of one line that cleanup prints
 }
 
+// cleansUp runs two daemons beside objects of other programs, stops the first and cleans up
+// its host. It checks that cleanup refuses a running daemon, that a dry run changes nothing,
+// that a second cleanup finds nothing, and that the daemon works when it starts again.
 func cleansUp(t *testing.T, families []prefix.Family, tc cleanupCase) {
 	t.Helper()
 	l := newLab(t, lab.Config{Hosts: 2, Families: families}, backendConfig(tc.backend))
@@ -119,10 +122,10 @@ func cleansUp(t *testing.T, families []prefix.Family, tc cleanupCase) {
 	before := rules()
 	mustCtl(t, h, []string{"cleanup"}, "would remove traffic rules of 10.5.0.0/16", "would remove file /run/flannel/subnet.env", "would remove "+tc.says)
 	if after := rules(); after != before {
-		t.Errorf("a dry run has changed the rules from\n%s\nto\n%s", before, after)
+		t.Errorf("a dry run changed the rules from\n%s\nto\n%s", before, after)
 	}
 	if _, err := os.Stat(h.Path("/run/flannel/subnet.env")); err != nil {
-		t.Error("a dry run has removed the subnet file:", err)
+		t.Error("a dry run removed the subnet file:", err)
 	}
 	const unknown = "there are no state files in %s: devices and routes that flanneld has left are not known, and stay"
 	refusedCtl(t, h, []string{"cleanup", "--state-dir=/var/lib/flanel"}, "would remove file /run/flannel/subnet.env", "flannelctl: "+fmt.Sprintf(unknown, "/var/lib/flanel"))
@@ -136,15 +139,15 @@ func cleansUp(t *testing.T, families []prefix.Family, tc cleanupCase) {
 	}
 	for _, text := range []string{"10.9.0.0/24 dev foreign", "10.5.250.0/24 dev foreign", "ip saddr 10.9.0.0/24", "table ip foreign"} {
 		if !strings.Contains(left, text) {
-			t.Errorf("%q, which is somebody else's, is gone:\n%s", text, left)
+			t.Errorf("cleanup removed %q, which belongs to another program:\n%s", text, left)
 		}
 	}
 	files, err := os.ReadDir(h.Path("/var/lib/flannel"))
 	if err != nil || len(files) != 1 || files[0].Name() != "foreign" {
-		t.Errorf("left in the state directory: %v, %v", files, err)
+		t.Errorf("the state directory contains %v (%v), want only the file of another program", files, err)
 	}
 	if again := mustCtl(t, h, []string{"cleanup", "--yes"}); again != fmt.Sprintf(unknown, "/var/lib/flannel")+"\n" {
-		t.Errorf("the second time there is more:\n%s", again)
+		t.Errorf("the second cleanup prints\n%s\nwant only that there are no state files", again)
 	}
 	startOne(t, h, lab.FlanneldOptions{})
 	expectAcquainted(t, l)

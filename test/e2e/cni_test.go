@@ -18,14 +18,14 @@ import (
 	"flanneld/pkg/prefix"
 )
 
-// The plugins of Debian's package containernetworking-plugins, and those that
-// `make components` builds because the former do not know CNI 1.1.
+// The folders of CNI plugins: those of Debian's package containernetworking-plugins, and
+// those that `make components` builds, because Debian's do not support CNI 1.1.
 const (
 	debianPlugins = "/usr/lib/cni"
 	newPlugins    = "../../bin/tools/cni"
 )
 
-// Where the plugins of a host are, and what its runtime remembers.
+// The folders on a host that contain its plugins and the cache of its container runtime.
 const (
 	ownPlugins   = "/run/cni/bin"
 	runtimeCache = "/var/lib/cni/cache"
@@ -38,12 +38,12 @@ type cni struct {
 	list *libcni.NetworkConfigList
 }
 
-// usual is what manifests of flannel say to the delegate. As flanneld of a
-// manifest does, somebody else masquerades.
+// usual is the delegate configuration that flannel's manifests install. It switches the
+// plugin's masquerading off, because flanneld of such a manifest masquerades.
 const usual = `"delegate":{"hairpinMode":true,"isDefaultGateway":true,"ipMasq":false}`
 
-// newCNI returns a runtime with the network that manifests of flannel install;
-// keys are those of the plugin.
+// newCNI returns a container runtime with the network configuration that flannel's manifests
+// install. keys are JSON keys for flannel's plugin.
 func newCNI(t *testing.T, h *lab.Host, version, keys string) *cni {
 	t.Helper()
 	from := debianPlugins
@@ -73,14 +73,14 @@ func newCNI(t *testing.T, h *lab.Host, version, keys string) *cni {
 	return &cni{t, h, list}
 }
 
-// do runs f as a runtime on the host does.
+// do runs f in the network namespace and file system of the host, as its runtime would.
 func (c *cni) do(f func(runtime *libcni.CNIConfig) error) error {
 	return c.host.Do(background(c.t), func() error {
 		return f(libcni.NewCNIConfigWithCacheDir([]string{ownPlugins}, runtimeCache, nil))
 	})
 }
 
-// conf is what the runtime says about a pod.
+// conf returns the data about a pod that the runtime passes to the plugins.
 func conf(p *lab.Pod, ports ...map[string]any) *libcni.RuntimeConf {
 	rt := &libcni.RuntimeConf{ContainerID: strings.ReplaceAll(p.Name(), "/", "-"), NetNS: p.NetNS(), IfName: "eth0"}
 	if len(ports) > 0 {
@@ -89,6 +89,7 @@ func conf(p *lab.Pod, ports ...map[string]any) *libcni.RuntimeConf {
 	return rt
 }
 
+// tryAdd executes ADD for a container.
 func (c *cni) tryAdd(rt *libcni.RuntimeConf) (result *current.Result, err error) {
 	err = c.do(func(runtime *libcni.CNIConfig) error {
 		r, err := runtime.AddNetworkList(background(c.t), c.list, rt)
@@ -100,7 +101,8 @@ func (c *cni) tryAdd(rt *libcni.RuntimeConf) (result *current.Result, err error)
 	return result, err
 }
 
-// add makes a pod with a network by the plugin.
+// add creates a pod and attaches it with the plugins. It checks that the result contains the
+// addresses of the pod.
 func (c *cni) add(name string, ports ...map[string]any) *lab.Pod {
 	c.t.Helper()
 	p, err := c.host.AddEmptyPod(background(c.t), name)
@@ -119,17 +121,19 @@ func (c *cni) add(name string, ports ...map[string]any) *lab.Pod {
 		told = append(told, netip.MustParsePrefix(ip.Address.String()).Addr())
 	}
 	if !slices.Equal(told, p.Addrs()) {
-		c.t.Errorf("%s has %v, the result says %v", p.Name(), p.Addrs(), told)
+		c.t.Errorf("%s has the addresses %v, the result contains %v", p.Name(), p.Addrs(), told)
 	}
 	return p
 }
 
+// check executes CHECK for a pod.
 func (c *cni) check(p *lab.Pod) error {
 	return c.do(func(runtime *libcni.CNIConfig) error {
 		return runtime.CheckNetworkList(background(c.t), c.list, conf(p))
 	})
 }
 
+// del executes DEL for a pod.
 func (c *cni) del(p *lab.Pod) {
 	c.t.Helper()
 	if err := c.do(func(runtime *libcni.CNIConfig) error {
@@ -139,7 +143,7 @@ func (c *cni) del(p *lab.Pod) {
 	}
 }
 
-// left is what plugins keep about pods on the host.
+// left returns the files about pods that the plugins keep on the host.
 func (c *cni) left() (files []string) {
 	c.t.Helper()
 	for _, dir := range []string{"/var/lib/cni/flannel", "/var/lib/cni/networks/cbr0"} {
@@ -156,8 +160,8 @@ func (c *cni) left() (files []string) {
 	return files
 }
 
-// TestCNI attaches pods of two hosts with the real plugins, in every version
-// of the specification that these know.
+// TestCNI checks pods that the real plugins attach on two hosts, in every version of the CNI
+// specification that the plugins support.
 func TestCNI(t *testing.T) {
 	for _, tc := range []struct {
 		version  string
@@ -182,7 +186,7 @@ func TestCNI(t *testing.T) {
 				runtimes = append(runtimes, c)
 				for _, name := range []string{"a", "b"} {
 					if p := c.add(name); len(p.Addrs()) != len(tc.families) || p.MTU() != tc.mtu {
-						t.Errorf("%s has %v and an MTU of %d, want %d", p.Name(), p.Addrs(), p.MTU(), tc.mtu)
+						t.Errorf("%s has the addresses %v and an MTU of %d, want %d addresses and %d", p.Name(), p.Addrs(), p.MTU(), len(tc.families), tc.mtu)
 					}
 				}
 			}
@@ -193,8 +197,8 @@ func TestCNI(t *testing.T) {
 	}
 }
 
-// expectAttached checks all pods, damages one and has it noticed, and detaches
-// all of them.
+// expectAttached executes CHECK for all pods, which must fail after a pod has lost its
+// address, and then DEL. checks is false for versions of CNI without CHECK.
 func expectAttached(t *testing.T, runtimes []*cni, checks bool) {
 	t.Helper()
 	for _, c := range runtimes {
@@ -207,25 +211,25 @@ func expectAttached(t *testing.T, runtimes []*cni, checks bool) {
 					t.Fatalf("%v: %s", err, out)
 				}
 				if err := c.check(p); err == nil {
-					t.Errorf("CHECK %s: no error although its address is gone", p.Name())
+					t.Errorf("CHECK %s succeeds without the address, want an error", p.Name())
 				}
 			}
 			if i == 0 {
 				c.del(p)
 			}
-			c.del(p) // twice is as good as once
+			c.del(p) // DEL must succeed for a detached pod, too
 			if out, err := p.Exec(background(t), "ip", "link", "show", "eth0"); err == nil {
 				t.Errorf("%s still has an interface: %s", p.Name(), out)
 			}
 		}
 		if files := c.left(); len(files) > 0 {
-			t.Errorf("left on %s: %v", c.host.Name(), files)
+			t.Errorf("DEL left %v on %s", files, c.host.Name())
 		}
 	}
 }
 
-// TestCNIGarbage has the runtime forget about a pod: STATUS is good, and GC
-// releases what that pod had and nothing else.
+// TestCNIGarbage checks that STATUS reports whether flanneld has run, and that GC releases the
+// addresses and files of a pod that the runtime does not list, and no others.
 func TestCNIGarbage(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 1, Families: dual}, `{"Type":"alloc"}`)
@@ -237,7 +241,7 @@ func TestCNIGarbage(t *testing.T) {
 		})
 	}
 	if err := ready(); err == nil || !strings.Contains(err.Error(), "flanneld has not written it yet") {
-		t.Errorf("STATUS without flanneld: %v", err)
+		t.Errorf("STATUS without flanneld: %v, want that flanneld has not written the file", err)
 	}
 	startOne(t, h, lab.FlanneldOptions{})
 	if err := ready(); err != nil {
@@ -254,13 +258,13 @@ func TestCNIGarbage(t *testing.T) {
 		t.Errorf("GC: %v", err)
 	}
 	left := c.left()
-	if len(left) != 3 { // a note, and an address of each family
-		t.Errorf("GC left %v", left)
+	if len(left) != 3 { // the plugin's note, and an address of each family
+		t.Errorf("GC left %v, want 3 files of the pod that is kept", left)
 	}
 	for _, file := range left {
 		for _, a := range forgotten.Addrs() {
 			if strings.Contains(file, conf(forgotten).ContainerID) || filepath.Base(file) == a.String() {
-				t.Errorf("GC left %s", file)
+				t.Errorf("GC left %s, which belongs to the forgotten pod", file)
 			}
 		}
 	}
@@ -270,7 +274,8 @@ func TestCNIGarbage(t *testing.T) {
 	}
 }
 
-// TestCNIPorts has portmap behind the plugin, with what the runtime says.
+// TestCNIPorts checks that a pod is reachable by a port of its host if the runtime passes a
+// port mapping and the plugin portmap comes after flannel's.
 func TestCNIPorts(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 2}, `{"Type":"vxlan"}`)
@@ -304,13 +309,13 @@ func TestCNIPorts(t *testing.T) {
 	}
 	said := make([]byte, 5)
 	if _, err := conn.Read(said); err != nil || string(said) != "hello" {
-		t.Errorf("the pod behind the port says %q, %v", said, err)
+		t.Errorf("the pod answers %q (%v) by the port of its host, want hello", said, err)
 	}
 	listener.Close()
 }
 
-// TestCNIOverrides has another bridge, another MTU, a route more and its own
-// masquerading, as flanneld does none.
+// TestCNIOverrides checks that the network configuration can set the bridge, the MTU, an
+// additional route and masquerading. flanneld does not masquerade in this test.
 func TestCNIOverrides(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 2}, `{"Type":"vxlan"}`)
@@ -321,7 +326,7 @@ func TestCNIOverrides(t *testing.T) {
 		`"delegate":{"bridge":"mybr","mtu":1400,"ipMasq":false,"isDefaultGateway":true},"ipam":{"routes":[{"dst":"203.0.113.0/24"}]}`)
 	p := one.add("a")
 	if p.MTU() != 1400 {
-		t.Errorf("MTU is %d", p.MTU())
+		t.Errorf("the MTU is %d, want 1400", p.MTU())
 	}
 	routes, err := p.Exec(background(t), "ip", "route")
 	if err != nil {
@@ -329,7 +334,7 @@ func TestCNIOverrides(t *testing.T) {
 	}
 	for _, want := range []string{"203.0.113.0/24 via ", "10.5.0.0/16 via ", "default via "} {
 		if !strings.Contains(string(routes), want) {
-			t.Errorf("no %q in:\n%s", want, routes)
+			t.Errorf("the pod has no route %q:\n%s", want, routes)
 		}
 	}
 	if out, err := l.Host(1).Exec(background(t), "ip", "link", "show", "mybr"); err != nil {
@@ -345,14 +350,15 @@ func TestCNIOverrides(t *testing.T) {
 	}
 	expectConverged(t, l)
 	if seen := seenAs(p, other); seen != p.Addr(prefix.IPv4) {
-		t.Errorf("without ipMasq %v is seen as %v", p.Addr(prefix.IPv4), seen)
+		t.Errorf("without ipMasq the peer sees %v, want the pod's address %v", seen, p.Addr(prefix.IPv4))
 	}
 	if seen := seenAs(other, p); seen == other.Addr(prefix.IPv4) {
-		t.Errorf("with ipMasq %v is seen as it is", seen)
+		t.Errorf("with ipMasq the peer sees the pod's address %v, want another", seen)
 	}
 }
 
-// TestCNITrouble goes through what does not work.
+// TestCNITrouble checks ADD without flanneld, a second ADD, CHECK without the plugin's note, and
+// DEL after the host has got another subnet.
 func TestCNITrouble(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 1}, `{"Type":"alloc"}`)
@@ -363,7 +369,7 @@ func TestCNITrouble(t *testing.T) {
 		t.Fatal(err)
 	}
 	if _, err := c.tryAdd(conf(p)); err == nil || !strings.Contains(err.Error(), "/run/flannel/subnet.env: no such file or directory") {
-		t.Errorf("ADD without flanneld: %v", err)
+		t.Errorf("ADD without flanneld: %v, want that subnet.env does not exist", err)
 	}
 	c.del(p)
 	startOne(t, h, lab.FlanneldOptions{})
@@ -371,28 +377,28 @@ func TestCNITrouble(t *testing.T) {
 		t.Fatal(err)
 	}
 	if _, err := c.tryAdd(conf(p)); err == nil {
-		t.Error("ADD of what is there: no error")
+		t.Error("a second ADD succeeds, want an error")
 	}
 	if err := c.check(p); err != nil {
 		t.Errorf("CHECK after the second ADD: %v", err)
 	}
-	// The plugin's notes are lost, as with a disk that was exchanged.
+	// Lose the plugin's notes, as if the disk had been replaced.
 	if err := os.RemoveAll(h.Path("/var/lib/cni/flannel")); err != nil {
 		t.Fatal(err)
 	}
 	if err := c.check(p); err == nil {
-		t.Error("CHECK without notes: no error")
+		t.Error("CHECK without the plugin's note succeeds, want an error")
 	}
 	c.del(p)
 
-	// The subnet has changed, and what was attached before is detached still.
-	// It was added before the configuration came to another version.
+	// A pod that was attached in CNI 0.3.1 must pass CHECK in the newer version, and DEL must
+	// work after the host's subnet has changed.
 	raised := *c.list
 	c.list.CNIVersion = "0.3.1"
 	q := c.add("q")
 	c.list = &raised
 	if err := c.check(q); err != nil {
-		t.Errorf("CHECK in %s of what was added in 0.3.1: %v", raised.CNIVersion, err)
+		t.Errorf("CHECK in %s of a pod that was attached in 0.3.1: %v", raised.CNIVersion, err)
 	}
 	expectStop(t, h.Daemon())
 	text, err := os.ReadFile(h.Path(lab.SubnetFile))
@@ -405,12 +411,13 @@ func TestCNITrouble(t *testing.T) {
 	}
 	c.del(q)
 	if _, err := os.Stat(h.Path("/var/lib/cni/networks/cbr0/" + q.Addr(prefix.IPv4).String())); err == nil {
-		t.Errorf("%v is still reserved", q.Addr(prefix.IPv4))
+		t.Errorf("%v is still reserved after DEL", q.Addr(prefix.IPv4))
 	}
 }
 
-// TestCNIExchanged has a pod with two interfaces that flannel's plugin added
-// deleted: that one's note is of the last.
+// TestCNIExchanged checks DEL of one interface of a pod that flannel's own plugin attached
+// twice. That plugin has one note for a pod, which belongs to the interface that it attached
+// last. This plugin must read the note and leave the other interface.
 func TestCNIExchanged(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 1}, `{"Type":"alloc"}`)
@@ -433,21 +440,21 @@ func TestCNIExchanged(t *testing.T) {
 		t.Errorf("DEL of net1: %v", err)
 	}
 	if left := c.left(); len(left) != 2 { // the note, and the address of eth0
-		t.Errorf("DEL of net1 left %v", left)
+		t.Errorf("DEL of net1 left %v, want the note and the address of eth0", left)
 	}
 	if err := c.check(p); err != nil {
 		t.Errorf("CHECK of eth0 after DEL of net1: %v", err)
 	}
 	c.del(p)
 	if left := c.left(); len(left) > 0 {
-		t.Errorf("left: %v", left)
+		t.Errorf("DEL of eth0 left %v", left)
 	}
 }
 
-// TestCNIPowerLoss has a pod's note lost in its content, and the pod deleted
-// before flanneld is there again: its addresses are free.
+// TestCNIPowerLoss checks that DEL frees a pod's addresses if the plugin's note is empty, as
+// after a power failure, and flanneld has not started yet.
 func TestCNIPowerLoss(t *testing.T) {
-	for _, version := range []string{"1.0.0", "1.1.0"} { // different plugins, too
+	for _, version := range []string{"1.0.0", "1.1.0"} { // each with other plugins
 		t.Run(version, func(t *testing.T) {
 			t.Parallel()
 			l := newLab(t, lab.Config{Hosts: 1, Families: dual}, `{"Type":"alloc"}`)

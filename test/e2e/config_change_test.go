@@ -16,12 +16,12 @@ import (
 	"flanneld/pkg/prefix"
 )
 
-// network is a dual-stack network configuration.
+// network returns a dual-stack network configuration.
 func network(v4, v6, backend string) json.RawMessage {
 	return json.RawMessage(fmt.Sprintf(`{"Network":%q,"EnableIPv6":true,"IPv6Network":%q,"Backend":%s}`, v4, v6, backend))
 }
 
-// everything is all that a host's kernel holds.
+// everything returns the devices, addresses, routes, neighbours and FDB entries of a host.
 func everything(t *testing.T, h *lab.Host) string {
 	t.Helper()
 	out, err := h.Exec(background(t), "sh", "-c", `ip -d link; ip addr; ip route show table all; ip -6 route show table all
@@ -32,8 +32,8 @@ func everything(t *testing.T, h *lab.Host) string {
 	return string(out)
 }
 
-// TestConfigurationChange starts daemons again after the configuration has
-// changed: nothing is left of the old one, and the new mesh works.
+// TestConfigurationChange checks that daemons that restart with another configuration remove
+// all objects of the former one, and that all pods reach each other.
 func TestConfigurationChange(t *testing.T) {
 	t.Parallel()
 	byCommands := extension(t, map[string]any{
@@ -44,7 +44,7 @@ func TestConfigurationChange(t *testing.T) {
 	for _, tc := range []struct {
 		name  string
 		steps []json.RawMessage
-		left  []string // what must not be seen after the last step
+		left  []string // texts that no kernel may show after the last step
 	}{
 		{"VNI", []json.RawMessage{network(ours4, ours6, `{"Type":"vxlan"}`), network(ours4, ours6, `{"Type":"vxlan","VNI":7}`)},
 			[]string{"flannel.1:", "flannel-v6.1:", "flannel.1 ", "flannel-v6.1 "}},
@@ -52,7 +52,7 @@ func TestConfigurationChange(t *testing.T) {
 			[]string{"dstport 8472"}},
 		{"vxlan to host-gw", []json.RawMessage{network(ours4, ours6, `{"Type":"vxlan"}`), network(ours4, ours6, `{"Type":"host-gw"}`)},
 			[]string{"flannel"}},
-		{"and back", []json.RawMessage{
+		{"vxlan to host-gw and back", []json.RawMessage{
 			network(ours4, ours6, `{"Type":"vxlan"}`), network(ours4, ours6, `{"Type":"host-gw"}`), network(ours4, ours6, `{"Type":"vxlan"}`),
 		}, []string{".0/24 via 192.168.77", "::/64 via fd00:77"}},
 		{"Network", []json.RawMessage{network(ours4, ours6, `{"Type":"vxlan"}`), network(others4, others6, `{"Type":"vxlan"}`)},
@@ -61,7 +61,7 @@ func TestConfigurationChange(t *testing.T) {
 			[]string{"10.5.", "fd00:5:"}},
 		{"all at once", []json.RawMessage{network(ours4, ours6, `{"Type":"vxlan","VNI":7}`), network(others4, others6, `{"Type":"host-gw"}`)},
 			[]string{"10.5.", "fd00:5:", "flannel"}},
-		{"commands and back", []json.RawMessage{
+		{"extension to vxlan and back", []json.RawMessage{
 			network(ours4, ours6, byCommands), network(ours4, ours6, `{"Type":"vxlan"}`), network(ours4, ours6, byCommands),
 		}, []string{"flannel"}},
 	} {
@@ -76,11 +76,11 @@ func TestConfigurationChange(t *testing.T) {
 			}
 			expectMatrix(t, l)
 			for _, h := range l.Hosts() {
-				eventually(t, h.Name(), func() error {
+				eventually(t, h.Name()+" has no objects of the former configuration", func() error {
 					all := everything(t, h)
 					for _, text := range tc.left {
 						if strings.Contains(all, text) {
-							return fmt.Errorf("%q is still to be seen:\n%s", text, all)
+							return fmt.Errorf("%q is still there:\n%s", text, all)
 						}
 					}
 					return nil
@@ -91,25 +91,25 @@ func TestConfigurationChange(t *testing.T) {
 	}
 }
 
-// expectNothingFormer waits until the state file of a host names nothing more that is
-// to be removed: the next start would do it again, whoever has that by then.
+// expectNothingFormer waits until the state file of a host lists no objects to remove. The
+// next start would remove them again, even if they belong to another program by then.
 func expectNothingFormer(t *testing.T, h *lab.Host) {
 	t.Helper()
 	eventually(t, "state file of "+h.Name(), func() error {
-		names, err := filepath.Glob(h.Path("/var/lib/flannel/flanneld-????????????.json")) // not what backends keep
+		names, err := filepath.Glob(h.Path("/var/lib/flannel/flanneld-????????????.json")) // not the files of backends
 		if err != nil || len(names) != 1 {
 			return fmt.Errorf("state files %q, %w", names, err)
 		}
 		text, err := os.ReadFile(names[0])
 		if err == nil && (strings.Contains(string(text), `"former":`) || strings.Contains(string(text), `"rules":`)) {
-			err = fmt.Errorf("it has what was to be removed: %s", text)
+			err = fmt.Errorf("it still lists objects to remove: %s", text)
 		}
 		return err
 	})
 }
 
-// restartWith stops all daemons, or kills them, and starts them with another
-// configuration.
+// restartWith stops or kills all daemons that run, writes the configuration and starts a
+// daemon on each host. It waits until each host has a route to each other host.
 func restartWith(t *testing.T, l *lab.Lab, config json.RawMessage, kill bool) {
 	t.Helper()
 	for _, h := range l.Hosts() {
@@ -158,14 +158,15 @@ func restartWith(t *testing.T, l *lab.Lab, config json.RawMessage, kill bool) {
 	})
 }
 
-// ownProtocol marks flanneld's routes, bootProtocol those that ip(8) makes.
+// ownProtocol is the protocol of flanneld's routes, bootProtocol that of routes by ip(8).
 const (
 	ownProtocol  = 98
 	bootProtocol = 3
 )
 
-// TestConfigurationChangeAndLostSubnet: the device of the old VNI holds the address of
-// the gateway to a peer, which has our subnet by now. It goes, and the peer is reached.
+// TestConfigurationChangeAndLostSubnet checks a change of the VNI on a host whose subnet now
+// belongs to a peer. The device of the former VNI still has the address of the gateway to that
+// peer. The daemon must remove the device and add the route to the peer.
 func TestConfigurationChangeAndLostSubnet(t *testing.T) {
 	t.Parallel()
 	for _, families := range [][]prefix.Family{v4, v6} {
@@ -187,7 +188,7 @@ func TestConfigurationChangeAndLostSubnet(t *testing.T) {
 			}
 			put(t, c, config, strings.Replace(string(got.Kvs[0].Value), old, next, 1))
 			startOne(t, h, lab.FlanneldOptions{})
-			eventually(t, "the former device goes and the peer is reached", func() error {
+			eventually(t, "the former device is removed and the peer has a route", func() error {
 				all := everything(t, h)
 				route := fmt.Sprintf("%s via %s dev %s7", own.subnets[f], own.subnets[f].Addr(), strings.TrimSuffix(device(f), "1"))
 				if strings.Contains(all, device(f)+":") || !strings.Contains(all, route) {
@@ -199,8 +200,8 @@ func TestConfigurationChangeAndLostSubnet(t *testing.T) {
 	}
 }
 
-// TestFormerDeviceIsForgotten: once the device of the former VNI is removed its name is
-// the operator's, also when the external interface changes.
+// TestFormerDeviceIsForgotten checks that the daemon removes the device of a former VNI only
+// once. Afterwards an operator may use its name, even if the external interface changes.
 func TestFormerDeviceIsForgotten(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 1}, `{"Type":"vxlan"}`)
@@ -215,17 +216,17 @@ func TestFormerDeviceIsForgotten(t *testing.T) {
 		if err != nil {
 			t.Fatalf("%v: %s", err, out)
 		}
-		expectLog(t, d, " mtu="+mtu+" ") // of the external interface, which has changed
+		expectLog(t, d, " mtu="+mtu+" ") // the daemon has noticed the change of the interface
 		pause(t, time.Second)
 	}
 	if all := everything(t, h); !strings.Contains(all, "flannel.1:") {
-		t.Errorf("the operator's device is gone:\n%s", all)
+		t.Errorf("the daemon removed the operator's device:\n%s", all)
 	}
 	expectOnce(t, d, "removed what a former configuration had left")
 }
 
-// TestConfigurationChangeInterrupted kills the daemon at various moments after
-// the change: the old configuration is not forgotten before it is cleared away.
+// TestConfigurationChangeInterrupted checks that the daemon remembers a former configuration
+// until all of its objects are removed, even if it is killed at various moments after the change.
 func TestConfigurationChangeInterrupted(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 1, Families: dual, Network: network("10.5.0.0/16", "fd00:5::/48", `{"Type":"vxlan","VNI":1}`)}, "")
@@ -245,9 +246,9 @@ func TestConfigurationChangeInterrupted(t *testing.T) {
 		pause(t, millis(ms))
 		d.Kill()
 	}
-	eventually(t, "two devices", func() error {
+	eventually(t, "only the two devices of the last VNI are left", func() error {
 		if n := strings.Count(everything(t, h), "vxlan id "); n != 2 {
-			return fmt.Errorf("%d vxlan devices:\n%s", n, everything(t, h))
+			return fmt.Errorf("there are %d vxlan devices, want 2:\n%s", n, everything(t, h))
 		}
 		return nil
 	})

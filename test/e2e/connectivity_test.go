@@ -13,6 +13,8 @@ import (
 	"flanneld/pkg/prefix"
 )
 
+// TestEveryPodReachesEveryPod checks that all pods reach each other, and which packet size
+// fits, with each backend and combination of address families.
 func TestEveryPodReachesEveryPod(t *testing.T) {
 	for _, backend := range []string{"vxlan", "host-gw", "udp"} {
 		for _, families := range [][]prefix.Family{v4, v6, dual} {
@@ -21,6 +23,8 @@ func TestEveryPodReachesEveryPod(t *testing.T) {
 	}
 }
 
+// everyPodReachesEveryPod checks that all pods of a lab reach each other and that the MTU is the
+// underlay's minus the overhead of the backend.
 func everyPodReachesEveryPod(t *testing.T, backend string, families []prefix.Family) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Families: families}, backendConfig(backend))
@@ -34,8 +38,8 @@ func everyPodReachesEveryPod(t *testing.T, backend string, families []prefix.Fam
 	}
 }
 
-// expectMTU fails the test unless packets of exactly that size, and none
-// bigger, travel between all pods of different hosts.
+// expectMTU checks that packets of mtu bytes pass between all pods of different hosts, and
+// that larger packets are refused.
 func expectMTU(t *testing.T, l *lab.Lab, mtu int) {
 	t.Helper()
 	for _, from := range l.Pods() {
@@ -50,6 +54,7 @@ func expectMTU(t *testing.T, l *lab.Lab, mtu int) {
 	}
 }
 
+// expectMTUTo checks the same for packets from one pod to one address.
 func expectMTUTo(t *testing.T, from *lab.Pod, to netip.Addr, mtu int) {
 	t.Helper()
 	fits := ping.Options{Size: mtu, DontFragment: true}
@@ -60,10 +65,12 @@ func expectMTUTo(t *testing.T, from *lab.Pod, to netip.Addr, mtu int) {
 		t.Errorf("%s to %s, %d bytes: %v", from.Name(), to, mtu, err)
 	}
 	if _, err := from.Ping(background(t), to, ping.Options{Size: mtu + 1, DontFragment: true}); !errors.Is(err, ping.ErrTooBig) {
-		t.Errorf("%s to %s, %d bytes: %v, want it to be too big", from.Name(), to, mtu+1, err)
+		t.Errorf("%s to %s, %d bytes: %v, want an error because it is too big", from.Name(), to, mtu+1, err)
 	}
 }
 
+// TestVXLANAcrossSegments checks that vxlan connects pods of hosts in different subnets of the
+// underlay.
 func TestVXLANAcrossSegments(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 4, Segments: 2, Families: dual}, `{"Type":"vxlan"}`)
@@ -71,10 +78,11 @@ func TestVXLANAcrossSegments(t *testing.T) {
 	expectMatrix(t, l)
 }
 
-// TestDirectRouting has two hosts on each of two segments: within one the
-// routes are plain, across they lead into the vxlan device.
+// TestDirectRouting checks that DirectRouting uses plain routes to hosts in the same segment of
+// the underlay, and routes through the vxlan device to other hosts.
 func TestDirectRouting(t *testing.T) { directRouting(t, "vxlan") }
 
+// directRouting checks the device of each route in a lab of two segments with two hosts each.
 func directRouting(t *testing.T, backend string) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 4, Segments: 2, Families: dual}, fmt.Sprintf(`{"Type":%q,"DirectRouting":true}`, backend))
@@ -92,7 +100,7 @@ func directRouting(t *testing.T, backend string) {
 			for _, dst := range to.Pods()[0].Addrs() {
 				dev := deviceTo(routes, dst)
 				if direct := from.Segment() == to.Segment(); direct != (dev == "eth0") || !direct && !strings.HasPrefix(dev, "flannel") {
-					t.Errorf("%s reaches %s of %s through %q, same segment: %v", from.Name(), dst, to.Name(), dev, direct)
+					t.Errorf("%s reaches %s of %s through %q, want eth0 in the same segment and a device of flannel otherwise; same segment: %v", from.Name(), dst, to.Name(), dev, direct)
 				}
 			}
 		}

@@ -21,13 +21,13 @@ import (
 	"flanneld/pkg/prefix"
 )
 
-// dockerPort is published by containers. Pods listen on ports that are not.
+// dockerPort is the port that containers publish. Tests listen on other ports of containers.
 const dockerPort = 80
 
-// TestDocker has Docker's own code make its bridge, its rules and a container on each of two
-// hosts, in the ways that docker.md tells of: containers reach each other, and hosts
-// outside the network reach what the page says. Without any of them flannelctl doctor tells
-// what is in the way.
+// TestDocker checks the setups of docker.md with Docker's own code, which creates its bridge,
+// its rules and a container on each of two hosts. With a complete setup containers reach each
+// other. With an incomplete one flannelctl doctor must name the missing settings. Hosts outside
+// the network may reach unpublished ports only in the setups of which the page says so.
 //
 //stages:rest it needs a component of Docker, which takes minutes to build
 func TestDocker(t *testing.T) {
@@ -45,21 +45,21 @@ func TestDocker(t *testing.T) {
 		backend  string
 		families []prefix.Family
 		setting  dockerSetting
-		cut      []string // what doctor says has to be set; nil: containers reach each other
-		outside  bool     // hosts outside the network reach ports that are not published
+		cut      []string // the settings that doctor must name; nil if containers reach each other
+		outside  bool     // whether hosts outside the network reach ports that are not published
 	}{
-		"nothing set":             {families: v4, cut: []string{"allow-direct-routing", "iptables -I DOCKER-USER -s "}},
-		"nothing set, nftables":   {families: v4, setting: dockerSetting{config: `{"firewall-backend": "nftables"}`}, cut: []string{"allow-direct-routing", "bridge-accept-fwmark"}},
-		"drop-in alone":           {families: v4, setting: dockerSetting{dropIn: true}, cut: []string{"allow-direct-routing"}},
-		"direct routing alone":    {families: v4, setting: dockerSetting{config: direct}, cut: []string{"iptables -I DOCKER-USER -s "}},
-		"drop-in":                 {families: v4, setting: dockerSetting{config: direct, dropIn: true}},
-		"drop-in, host-gw":        {backend: "host-gw", families: v4, setting: dockerSetting{config: direct, dropIn: true}},
-		"drop-in, both families":  {families: dual, setting: dockerSetting{config: direct, dropIn: true}},
-		"mark, nftables":          {families: v4, setting: dockerSetting{config: nftables, dropIn: true, mark: true}},
-		"network of its own":      {families: v4, setting: dockerSetting{args: append(slices.Clone(ownNetwork), gateway+"nat-unprotected")}, outside: true},
-		"the same, in nftables":   {families: v4, setting: dockerSetting{config: `{"firewall-backend": "nftables"}`, args: append(slices.Clone(ownNetwork), gateway+"nat-unprotected")}, outside: true},
-		"network that is routed":  {families: v4, setting: dockerSetting{args: append(slices.Clone(ownNetwork), gateway+"routed")}, cut: []string{"iptables -I DOCKER-USER -s "}},
-		"routed, and the drop-in": {families: v4, setting: dockerSetting{args: append(slices.Clone(ownNetwork), gateway+"routed"), dropIn: true}},
+		"nothing set":                  {families: v4, cut: []string{"allow-direct-routing", "iptables -I DOCKER-USER -s "}},
+		"nothing set, nftables":        {families: v4, setting: dockerSetting{config: `{"firewall-backend": "nftables"}`}, cut: []string{"allow-direct-routing", "bridge-accept-fwmark"}},
+		"drop-in alone":                {families: v4, setting: dockerSetting{dropIn: true}, cut: []string{"allow-direct-routing"}},
+		"direct routing alone":         {families: v4, setting: dockerSetting{config: direct}, cut: []string{"iptables -I DOCKER-USER -s "}},
+		"drop-in":                      {families: v4, setting: dockerSetting{config: direct, dropIn: true}},
+		"drop-in, host-gw":             {backend: "host-gw", families: v4, setting: dockerSetting{config: direct, dropIn: true}},
+		"drop-in, both families":       {families: dual, setting: dockerSetting{config: direct, dropIn: true}},
+		"mark, nftables":               {families: v4, setting: dockerSetting{config: nftables, dropIn: true, mark: true}},
+		"network of its own":           {families: v4, setting: dockerSetting{args: append(slices.Clone(ownNetwork), gateway+"nat-unprotected")}, outside: true},
+		"network of its own, nftables": {families: v4, setting: dockerSetting{config: `{"firewall-backend": "nftables"}`, args: append(slices.Clone(ownNetwork), gateway+"nat-unprotected")}, outside: true},
+		"routed network":               {families: v4, setting: dockerSetting{args: append(slices.Clone(ownNetwork), gateway+"routed")}, cut: []string{"iptables -I DOCKER-USER -s "}},
+		"routed network, drop-in":      {families: v4, setting: dockerSetting{args: append(slices.Clone(ownNetwork), gateway+"routed"), dropIn: true}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
@@ -89,15 +89,16 @@ func TestDocker(t *testing.T) {
 	}
 }
 
-// dockerSetting is what an operator has set.
+// dockerSetting is the configuration of Docker that an operator has made.
 type dockerSetting struct {
 	config string   // daemon.json
-	dropIn bool     // the one of this project, or only its options
-	mark   bool     // and the line that marks packets
-	args   []string // what docker network create is told; nil: the default bridge
+	dropIn bool     // whether the drop-in is complete, or only passes the options
+	mark   bool     // whether the drop-in contains the line that marks packets
+	args   []string // of docker network create; nil for the default bridge
 }
 
-// startDocker starts Docker's network on h as systemd would, with a container.
+// startDocker runs the commands of the drop-in on h as systemd would, and starts Docker's network
+// with one container.
 func startDocker(t *testing.T, h *lab.Host, s dockerSetting) {
 	t.Helper()
 	m := newMachine(t, h)
@@ -144,14 +145,14 @@ func startDocker(t *testing.T, h *lab.Host, s dockerSetting) {
 		}
 	})
 	if line, err := bufio.NewReader(stdout).ReadString('\n'); line != "ready\n" {
-		t.Fatalf("Docker's network says %q, %v: %s", line, err, stderr.String())
+		t.Fatalf("Docker's network prints %q (%v), want ready: %s", line, err, stderr.String())
 	}
 	if err := pod.Adopt(background(t)); err != nil {
 		t.Fatal(err)
 	}
 }
 
-// dockerConfig is the daemon.json, with the host's subnet of IPv6 where there is one.
+// dockerConfig returns the daemon.json. It contains the host's IPv6 subnet if there is one.
 func dockerConfig(t *testing.T, m *machine, s dockerSetting) string {
 	t.Helper()
 	config := map[string]any{}
@@ -172,30 +173,31 @@ func dockerConfig(t *testing.T, m *machine, s dockerSetting) string {
 	return string(text)
 }
 
-// expectCut fails if from reaches a port of to that is not published. Its host does reach the
-// bridge of to, which has the first address of the subnet.
+// expectCut checks that from cannot reach a port of to that is not published. It first waits
+// until from's host reaches the bridge of to, which has the first address of the subnet, so
+// that a missing route is not the cause.
 func expectCut(t *testing.T, host *lab.Host, from, to *lab.Pod) {
 	t.Helper()
-	eventually(t, "the bridge", func() error {
+	eventually(t, "the host reaches the bridge", func() error {
 		_, err := host.Ping(background(t), to.Addr(prefix.IPv4).Prev(), ping.Options{})
 		return err
 	})
 	ctx, cancel := context.WithTimeout(background(t), 2*time.Second)
 	defer cancel()
 	if _, err := from.Connect(ctx, to, prefix.IPv4); err == nil {
-		t.Errorf("%s reaches %s", from.Name(), to.Name())
+		t.Errorf("%s reaches %s, want no connection", from.Name(), to.Name())
 	}
 }
 
-// dockerFixes are what doctor advises about Docker.
+// dockerFixes returns the fixes that flannelctl doctor advises for Docker.
 func dockerFixes(t *testing.T, h *lab.Host) (fixes []string) {
 	t.Helper()
 	tool, err := filepath.Abs("../../bin/flannelctl")
 	if err != nil {
 		t.Fatal(err)
 	}
-	shell(t, h.Namespace, "mount -t sysfs none /sys")             // it shows the interfaces of the namespace that mounts it
-	out, _ := h.Exec(background(t), tool, "doctor", "-o", "json") // it fails if it finds something
+	shell(t, h.Namespace, "mount -t sysfs none /sys")             // sysfs shows the interfaces of the namespace that mounts it
+	out, _ := h.Exec(background(t), tool, "doctor", "-o", "json") // doctor fails if it finds a problem
 	var found []struct{ Problem, Fix string }
 	if err := json.NewDecoder(strings.NewReader(string(out))).Decode(&found); err != nil {
 		t.Fatalf("%v: %s", err, out)
@@ -208,8 +210,8 @@ func dockerFixes(t *testing.T, h *lab.Host) (fixes []string) {
 	return fixes
 }
 
-// reachedFromOutside reports whether the underlay, which is no host of the network, reaches a
-// port of a container by h.
+// reachedFromOutside reports whether the underlay's namespace, which is not a host of the
+// network, reaches a port of a container through h.
 func reachedFromOutside(t *testing.T, l *lab.Lab, h *lab.Host, container *lab.Pod) bool {
 	t.Helper()
 	to := container.Addr(prefix.IPv4)

@@ -15,11 +15,11 @@ import (
 	"flanneld/pkg/status"
 )
 
-// calls is where commands write down that they were run.
+// calls is the file in which commands record that they ran.
 const calls = "/run/calls"
 
-// extensionVXLAN has the shape of the samples that are published for flannel:
-// a device that is made anew, and commands that fail when they are run twice.
+// extensionVXLAN returns a configuration like the samples that are published for flannel: it
+// creates the device anew, and its commands fail if they run twice.
 func extensionVXLAN(t *testing.T) string {
 	t.Helper()
 	return extension(t, map[string]any{
@@ -35,6 +35,7 @@ func extensionVXLAN(t *testing.T) string {
 	})
 }
 
+// extension returns a configuration of the backend extension with the given keys.
 func extension(t *testing.T, commands map[string]any) string {
 	t.Helper()
 	commands["Type"] = "extension"
@@ -45,8 +46,8 @@ func extension(t *testing.T, commands map[string]any) string {
 	return string(text)
 }
 
-// expectCalls waits until the host's commands have been run as wanted, and
-// forgets that they were.
+// expectCalls waits until the commands that ran on the host since the last call are exactly the
+// wanted ones.
 func expectCalls(t *testing.T, h *lab.Host, want ...string) {
 	t.Helper()
 	eventually(t, "commands on "+h.Name(), func() error {
@@ -55,13 +56,14 @@ func expectCalls(t *testing.T, h *lab.Host, want ...string) {
 			return err
 		}
 		if got := strings.TrimSpace(string(text)); got != strings.Join(want, "\n") {
-			return fmt.Errorf("have been run: %q, want %q", strings.Split(got, "\n"), want)
+			return fmt.Errorf("the commands %q ran, want %q", strings.Split(got, "\n"), want)
 		}
 		return nil
 	})
 	forgetCalls(t, h)
 }
 
+// forgetCalls deletes the record of commands.
 func forgetCalls(t *testing.T, h *lab.Host) {
 	t.Helper()
 	if err := os.RemoveAll(h.Path(calls)); err != nil {
@@ -69,7 +71,9 @@ func forgetCalls(t *testing.T, h *lab.Host) {
 	}
 }
 
-// TestExtension leads a network of commands through restarts and changes.
+// TestExtension checks a network of commands: restarts run no command and lose no packet,
+// changes of a lease run the right commands, also while the daemon is down, and data of a
+// hostile lease is not executed.
 func TestExtension(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 2}, extensionVXLAN(t))
@@ -79,7 +83,7 @@ func TestExtension(t *testing.T) {
 	other := netip.PrefixFrom(l.Host(2).Pods()[0].Addr(prefix.IPv4), 24).Masked()
 	expectCalls(t, h, "pre", "post", "add "+other.String())
 
-	// Packets go on through restarts, however the daemon ends.
+	// Restarts must lose no packets, whether the daemon is stopped or killed.
 	flows := startFlows(t, l, 100)
 	expectStop(t, h.Daemon())
 	startOne(t, h, lab.FlanneldOptions{})
@@ -100,7 +104,7 @@ func TestExtension(t *testing.T) {
 	expectCalls(t, h, "remove "+made, "add "+made)
 	expectKernelHas(t, h, "dst 192.168.77.201", "dst 192.168.77.200")
 
-	expectStop(t, h.Daemon()) // it goes while nobody looks
+	expectStop(t, h.Daemon()) // the lease is deleted while the daemon is down
 	remove(t, c, key)
 	d := startOne(t, h, lab.FlanneldOptions{})
 	expectCalls(t, h, "remove "+made)
@@ -110,19 +114,20 @@ func TestExtension(t *testing.T) {
 		put(t, c, subnets+strings.ReplaceAll(hostile, "/", "-"), value(fmt.Sprintf("192.168.77.%d", 210+i), data))
 		expectLog(t, d, fmt.Sprintf(`"lease refused" lease="10.5.%d.0-24" reason="SubnetAddCommand: exit status`, 210+i))
 		if _, err := os.Stat(h.Path("/run/pwned")); err == nil {
-			t.Fatalf("%s was run", data)
+			t.Fatalf("the shell executed %s from a lease", data)
 		}
 	}
 	put(t, c, key, value("192.168.77.200", `{"VtepMAC":"02:00:00:00:02:00"}`))
 	expectLog(t, d, "want a JSON string")
 	if _, _, err := d.Get(t.Context(), "/readyz"); err != nil {
-		t.Errorf("a lease that cannot be used makes the host unready: %v", err)
+		t.Errorf("an invalid lease of a peer makes the host unready: %v", err)
 	}
 	expectMatrix(t, l)
 }
 
-// TestExtensionLostSubnet: another host has taken the subnet of one that was down,
-// whose device still has its address. The host gets another subnet, and reaches it.
+// TestExtensionLostSubnet checks a host whose subnet was taken by another host while it was
+// down, and whose device still has the old address. It must get another subnet, publish the
+// MAC of its new device and reach the other host.
 func TestExtensionLostSubnet(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 1}, extensionVXLAN(t))
@@ -141,11 +146,12 @@ func TestExtensionLostSubnet(t *testing.T) {
 		t.Fatal(err)
 	}
 	if key, mac := published(t, l, h); key == old || mac == "" || !strings.Contains(string(link), mac) {
-		t.Errorf("lease %s has MAC %q, and the host %s", key, mac, link)
+		t.Errorf("the lease is %s with MAC %q, want another than %s with the MAC of\n%s", key, mac, old, link)
 	}
 }
 
-// published returns the key of a host's lease, and what its PreStartupCommand wrote.
+// published returns the key and BackendData of a host's lease. BackendData is the output of
+// PreStartupCommand.
 func published(t *testing.T, l *lab.Lab, h *lab.Host) (key, data string) {
 	t.Helper()
 	all, err := l.Leases(background(t))
@@ -162,18 +168,18 @@ func published(t *testing.T, l *lab.Lab, h *lab.Host) (key, data string) {
 	return "", ""
 }
 
-// expectKernelHas waits until what ip(8) and bridge(8) show has one text and
-// lacks another.
+// expectKernelHas waits until the output of ip(8) and bridge(8) contains have and does not
+// contain lack.
 func expectKernelHas(t *testing.T, h *lab.Host, have, lack string) {
 	t.Helper()
 	expectKernel(t, h, []string{have}, []string{lack})
 }
 
-// TestExtensionRoutes routes by commands: without a shell for one family, with
-// one for both.
+// TestExtensionRoutes checks routes that are written by commands: direct commands for one
+// family, shell commands for both.
 func TestExtensionRoutes(t *testing.T) {
 	t.Parallel()
-	t.Run("direct", func(t *testing.T) {
+	t.Run("without a shell", func(t *testing.T) {
 		t.Parallel()
 		l := newLab(t, lab.Config{Hosts: 3}, extension(t, map[string]any{
 			"SubnetAddCommand":    "ip route add $SUBNET via ${PUBLIC_IP}",
@@ -183,7 +189,7 @@ func TestExtensionRoutes(t *testing.T) {
 		expectMatrix(t, l)
 		expectMTU(t, l, 1500)
 	})
-	t.Run("dual", func(t *testing.T) {
+	t.Run("dual stack", func(t *testing.T) {
 		t.Parallel()
 		l := newLab(t, lab.Config{Hosts: 3, Families: dual}, extension(t, map[string]any{
 			"SubnetAddCommand":    `ip route add "$SUBNET" via "$PUBLIC_IP" && ip -6 route add "$IPV6SUBNET" via "$PUBLIC_IPV6"`,
@@ -202,8 +208,8 @@ func TestExtensionRoutes(t *testing.T) {
 	})
 }
 
-// TestExtensionTrouble has one peer whose command fails and one whose command
-// hangs: the host is ready and serves the others.
+// TestExtensionTrouble checks that a host is ready and reaches its other peers if the command
+// for one peer fails and the command for another hangs.
 func TestExtensionTrouble(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 2}, extension(t, map[string]any{
@@ -222,13 +228,14 @@ func TestExtensionTrouble(t *testing.T) {
 		r := statusOf(t, h)
 		i := slices.IndexFunc(r.Peers, func(p status.Peer) bool { return p.Key == "10.5.200.0-24" })
 		if i < 0 || r.Peers[i].State != status.Refused || r.Peers[i].Error != "SubnetAddCommand: exit status 3: no luck" || !r.Ready {
-			t.Errorf("status of %s is ready: %v, with peers %+v: want it ready, and the reason for 10.5.200.0-24", h.Name(), r.Ready, r.Peers)
+			t.Errorf("status of %s is ready: %v, with peers %+v; want it ready, with 10.5.200.0-24 refused and the reason", h.Name(), r.Ready, r.Peers)
 		}
 		expectStop(t, h.Daemon())
 	}
 }
 
-// TestExtensionShutdown asks for the network to go with the daemon.
+// TestExtensionShutdown checks that ShutdownCommand runs when the daemon stops, and that the
+// daemon can start again afterwards.
 func TestExtensionShutdown(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 1}, extension(t, map[string]any{
@@ -243,11 +250,13 @@ func TestExtensionShutdown(t *testing.T) {
 		}
 		expectStop(t, h.Daemon())
 		if out, err := h.Exec(background(t), "ip", "link", "show", "down-with-it"); err == nil {
-			t.Errorf("it is still there: %s", out)
+			t.Errorf("ShutdownCommand has not deleted the device: %s", out)
 		}
 	}
 }
 
+// TestExtensionThatCannotStart checks that the daemon ends with the reason if the backend is
+// not allowed or PreStartupCommand fails.
 func TestExtensionThatCannotStart(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 2}, extension(t, map[string]any{"PreStartupCommand": "echo no such device >&2; false"}))

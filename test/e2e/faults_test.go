@@ -11,18 +11,24 @@ import (
 	"flanneld/pkg/prefix"
 )
 
-// What befalls the store is not the backends' matter, and must be no matter to what
-// they carry: so here are the others than vxlan, which has tests for each of these.
+// The tests in this file check that faults of etcd lose no packets of the backends ipip,
+// wireguard and extension. For vxlan each of these faults has a test of its own.
 
+// TestVMIPIPFaults checks faults of etcd with ipip.
+//
 //stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMIPIPFaults(t *testing.T) { faults(t, backendConfig("ipip"), true) }
 
+// TestVMWireGuardFaults checks faults of etcd with the kernel's WireGuard.
+//
 //stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMWireGuardFaults(t *testing.T) { faults(t, backendConfig("wireguard"), true) }
 
-// TestUserspaceWireGuardFaults has no packets through a daemon that is not there.
+// TestUserspaceWireGuardFaults checks faults of etcd with WireGuard in the daemon. Packets pass
+// through the daemon, so the test expects none while it is down.
 func TestUserspaceWireGuardFaults(t *testing.T) { faults(t, backendConfig(userspace), false) }
 
+// TestExtensionFaults checks faults of etcd with routes that are written by commands.
 func TestExtensionFaults(t *testing.T) {
 	faults(t, extension(t, map[string]any{
 		"SubnetAddCommand":    `ip route add "$SUBNET" via "$PUBLIC_IP" && ip -6 route add "$IPV6SUBNET" via "$PUBLIC_IPV6"`,
@@ -30,9 +36,10 @@ func TestExtensionFaults(t *testing.T) {
 	}), true)
 }
 
-// faults leads two hosts through leases that cannot be, through the loss of their
-// own, of all that the store has, and of the store. kept says that packets go on
-// while the daemon does not run.
+// faults checks that two hosts lose no packets through invalid leases of others, the loss of
+// all data of etcd, and an outage of etcd with a kill of the daemon. Before that it deletes the
+// lease of one host, which must take it again. kept says whether packets pass while the daemon
+// is down.
 func faults(t *testing.T, backend string, kept bool) {
 	t.Parallel()
 	network, err := lab.NetworkConfig(dual, json.RawMessage(backend))
@@ -44,7 +51,7 @@ func faults(t *testing.T, backend string, kept bool) {
 	startAll(t, l, lab.FlanneldOptions{})
 	before, c, one := keys(t, l), store(t, l), l.Host(1)
 	own := subnets + leaseOf(t, l, one).Key
-	remove(t, c, own) // to its peers it is gone for a moment
+	remove(t, c, own) // before the flows: the peer removes its routes for a moment
 	expectLog(t, one.Daemon(), "own lease was gone, taken again")
 	flows := startFlows(t, l, 100)
 
@@ -63,7 +70,7 @@ func faults(t *testing.T, backend string, kept bool) {
 		remove(t, c, subnets+key)
 	}
 	for _, h := range l.Hosts() {
-		eventually(t, "only the other host", func() error {
+		eventually(t, h.Name()+" has only the other host as peer", func() error {
 			if n := len(statusOf(t, h).Peers); n != 1 {
 				return fmt.Errorf("%d peers, want 1", n)
 			}
@@ -85,7 +92,7 @@ func faults(t *testing.T, backend string, kept bool) {
 	if !kept {
 		expectNothingLost(t, flows)
 	}
-	pause(t, 3*time.Second) // the state on disk is not older than that
+	pause(t, 3*time.Second) // until the daemon has saved its state
 	l.Etcd().Kill()
 	one.Daemon().Kill()
 	expectLog(t, start(t, one, lab.FlanneldOptions{}), "going on from the last known state")
@@ -101,7 +108,7 @@ func faults(t *testing.T, backend string, kept bool) {
 	expectMatrix(t, l)
 }
 
-// typeOf is the type that leases of the backend have.
+// typeOf returns the type that leases of the backend contain.
 func typeOf(t *testing.T, backend string) string {
 	t.Helper()
 	var b struct{ Type string }

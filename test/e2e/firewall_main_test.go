@@ -16,16 +16,17 @@ import (
 	"flanneld/pkg/prefix"
 )
 
-// flavour is one way in which a host can hold traffic rules.
+// flavour is a firewall that can contain a host's traffic rules.
 type flavour struct {
 	name string
 	args []string
-	list string // prints what is ours, of both families
+	list string // the script that prints flannel's rules of both families
 }
 
+// legacy reports whether the rules are in iptables-legacy.
 func (f flavour) legacy() bool { return f.name == "iptables-legacy" }
 
-// flavours are all of them.
+// flavours returns nftables, iptables-nft and iptables-legacy.
 func flavours() []flavour {
 	iptables := func(variant string) flavour {
 		return flavour{"iptables-" + variant, []string{"--firewall=iptables"}, fmt.Sprintf(
@@ -48,13 +49,14 @@ func shell(t *testing.T, n *lab.Namespace, script string) string {
 	return string(out)
 }
 
-// programs is a folder with an iptables of the flavour's variant, which counts
-// how often its programs are run; and the environment that has it.
+// programs is a folder with the programs of the flavour's variant of iptables, which record
+// each run. env is the PATH that begins with the folder.
 type programs struct{ dir, env string }
 
+// newPrograms creates the folder.
 func newPrograms(t *testing.T, f flavour) programs {
 	t.Helper()
-	dir, err := os.MkdirTemp("", "programs") //nolint:usetesting // daemons may end after the test's own is removed
+	dir, err := os.MkdirTemp("", "programs") //nolint:usetesting // daemons may still run when t.TempDir is removed
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -83,7 +85,7 @@ func newPrograms(t *testing.T, f flavour) programs {
 	return p
 }
 
-// write makes a program of a script.
+// write creates a program from a shell script.
 func (p programs) write(t *testing.T, name, script string) {
 	t.Helper()
 	if err := writeProgram(filepath.Join(p.dir, name), []byte("#!/bin/sh\n"+script+"\n"), 0o755); err != nil {
@@ -91,7 +93,7 @@ func (p programs) write(t *testing.T, name, script string) {
 	}
 }
 
-// run returns the programs that have been run.
+// run returns the recorded command lines.
 func (p programs) run(t *testing.T) []string {
 	t.Helper()
 	text, err := os.ReadFile(filepath.Join(p.dir, "log"))
@@ -101,7 +103,8 @@ func (p programs) run(t *testing.T) []string {
 	return strings.FieldsFunc(string(text), func(r rune) bool { return r == '\n' })
 }
 
-// masqueraded is a dual-stack network with exceptions.
+// masqueraded returns a dual-stack network configuration with NonMasqueradeCIDRs. keys replace
+// or add keys of it.
 func masqueraded(keys map[string]any) json.RawMessage {
 	config := map[string]any{
 		"Network": "10.5.0.0/16", "EnableIPv6": true, "IPv6Network": "fd00:5::/48", "Backend": map[string]any{"Type": "vxlan"},
@@ -115,10 +118,11 @@ func masqueraded(keys map[string]any) json.RawMessage {
 	return text
 }
 
-// outside are addresses behind the router: one that is like any other, one in
-// NonMasqueradeCIDRs, one to which packets are marked.
+// outside contains addresses behind the router: any is an ordinary one, exempt is in
+// NonMasqueradeCIDRs, and packets to marked get kube-proxy's mark in some tests.
 type outside struct{ any, exempt, marked netip.Addr }
 
+// outsideOf returns the addresses of one family.
 func outsideOf(f prefix.Family) outside {
 	if f == prefix.IPv4 {
 		return outside{netip.MustParseAddr("198.51.100.200"), netip.MustParseAddr("198.51.100.7"), netip.MustParseAddr("198.51.100.201")}
@@ -126,8 +130,8 @@ func outsideOf(f prefix.Family) outside {
 	return outside{netip.MustParseAddr("2001:db8:88::1"), netip.MustParseAddr("2001:db8:77::1"), netip.MustParseAddr("2001:db8:88::2")}
 }
 
-// makeOutside gives the router those addresses, and routes to the pods of the
-// hosts: so that packets with a pod's address get an answer, too.
+// makeOutside gives the router the outside addresses, and routes to the pods, so that it can
+// answer packets that are not masqueraded.
 func makeOutside(t *testing.T, l *lab.Lab) {
 	t.Helper()
 	for _, f := range l.Families() {
@@ -141,10 +145,11 @@ func makeOutside(t *testing.T, l *lab.Lab) {
 	}
 }
 
-// connection is a TCP connection, seen from both ends.
+// connection contains both ends of a TCP connection.
 type connection struct{ near, far net.Conn }
 
-// connect connects from one namespace to an address of another.
+// connect opens a TCP connection from one namespace to an address of another. local is the
+// source address, or the zero value for the one that the kernel chooses.
 func connect(t *testing.T, from *lab.Namespace, local netip.Addr, at *lab.Namespace, to netip.Addr) connection {
 	t.Helper()
 	ctx := background(t)
@@ -173,7 +178,7 @@ func connect(t *testing.T, from *lab.Namespace, local netip.Addr, at *lab.Namesp
 	return c
 }
 
-// seen is the address that the far end of a connection sees.
+// seen returns the source address that the far end of the connection sees.
 func (c connection) seen() netip.Addr {
 	a, err := netip.ParseAddrPort(c.far.RemoteAddr().String())
 	if err != nil {

@@ -18,7 +18,8 @@ import (
 	"flanneld/pkg/prefix"
 )
 
-// TestMasquerade looks at the addresses that far ends see.
+// TestMasquerade checks which source address the far end of a connection sees: the host's for
+// packets that must be masqueraded, and the pod's for others.
 func TestMasquerade(t *testing.T) {
 	t.Parallel()
 	for _, f := range flavours() {
@@ -26,7 +27,7 @@ func TestMasquerade(t *testing.T) {
 			t.Parallel()
 			l := newLab(t, lab.Config{Hosts: 2, Families: dual, Network: masqueraded(nil)}, "")
 			startAll(t, l, lab.FlanneldOptions{Args: append(f.args, "--ip-masq"), Env: []string{newPrograms(t, f).env}})
-			expectConverged(t, l) // first: or packets go by the router
+			expectConverged(t, l) // before makeOutside, whose routes also lead to the pods
 			makeOutside(t, l)
 			host, pod, far := l.Host(1), l.Host(1).Pods()[0], l.Host(2).Pods()[0]
 			nft(t, host.Namespace, `table inet marker {
@@ -67,7 +68,8 @@ func TestMasquerade(t *testing.T) {
 	}
 }
 
-// expectMulticast sends to a group from an address of the pods' network.
+// expectMulticast checks that multicast packets from an address of the pods' network are not
+// masqueraded.
 func expectMulticast(t *testing.T, l *lab.Lab, f prefix.Family) {
 	t.Helper()
 	ctx, host := background(t), l.Host(1)
@@ -134,7 +136,8 @@ func expectMulticast(t *testing.T, l *lab.Lab, f prefix.Family) {
 	}
 }
 
-// TestFirewallRepair damages rules, and has foreign rules around.
+// TestFirewallRepair checks that the daemon restores its rules after another program has
+// deleted, changed or preceded them.
 func TestFirewallRepair(t *testing.T) {
 	t.Parallel()
 	for _, f := range flavours() {
@@ -144,7 +147,7 @@ func TestFirewallRepair(t *testing.T) {
 			h := l.Host(1)
 			startOne(t, h, lab.FlanneldOptions{Args: append(f.args, "--ip-masq", "--iptables-resync=1"), Env: []string{newPrograms(t, f).env}})
 			if got := statusOf(t, h).Firewall; !strings.HasPrefix(f.name, got.Kind) || got.Kind == "" || got.Error != "" {
-				t.Errorf("the status has %+v", got)
+				t.Errorf("the status contains %+v, want %s without an error", got, f.name)
 			}
 			want := sorted(shell(t, h.Namespace, f.list))
 			damage := []string{"nft flush chain ip flannel-ipv4 postrtg", "nft delete table ip6 flannel-ipv6", "nft flush ruleset",
@@ -164,12 +167,12 @@ func TestFirewallRepair(t *testing.T) {
 					}
 					return nil
 				})
-				t.Logf("%s: right again after %v", script, time.Since(start).Round(time.Millisecond))
+				t.Logf("%s: repaired after %v", script, time.Since(start).Round(time.Millisecond))
 			}
 			expectLog(t, h.Daemon(), "repaired traffic rules that another program had changed")
-			eventually(t, "count of repairs", func() error {
+			eventually(t, "flannel_firewall_repairs_total", func() error {
 				if n := metric(t, h, "flannel_firewall_repairs_total"); n < float64(len(damage)) {
-					return fmt.Errorf("%g, after %d damages", n, len(damage))
+					return fmt.Errorf("%g, want at least %d", n, len(damage))
 				}
 				return nil
 			})
@@ -177,9 +180,10 @@ func TestFirewallRepair(t *testing.T) {
 	}
 }
 
-// TestTablesWithRulesOfNFT has rules made with nft where iptables has ours, so that
-// iptables-save says nothing of the tables: the jumps are there once, and where they
-// cannot be put right nothing is written.
+// TestTablesWithRulesOfNFT checks tables that contain our rules of iptables-nft and rules that
+// another program has written with nft, so that iptables-save cannot print the tables. Each jump
+// to our chains must exist exactly once. If the daemon cannot repair a jump, it must report this
+// and write nothing.
 //
 //stages:rest it waits for time in which nothing must happen
 func TestTablesWithRulesOfNFT(t *testing.T) {
@@ -194,21 +198,21 @@ func TestTablesWithRulesOfNFT(t *testing.T) {
 		t.Helper()
 		for _, chain := range []string{"FLANNEL-FWD", "FLANNEL-POSTRTG"} {
 			if n := strings.Count(list(), "jump "+chain); n != 1 {
-				t.Errorf("%s: %d jumps to %s:\n%s", what, n, chain, list())
+				t.Errorf("%s: %d jumps to %s, want 1:\n%s", what, n, chain, list())
 			}
 		}
 	}
 	expectNoWrites := func() {
 		t.Helper()
 		ran := func() int { return strings.Count(strings.Join(programs.run(t), "\n"), "-restore") }
-		pause(t, time.Second) // what the last change has woken
+		pause(t, time.Second) // until the reaction to the last change is over
 		before := ran()
 		if before == 0 {
-			t.Error("no program is counted")
+			t.Error("no run of iptables-restore is recorded, want those of the start")
 		}
 		pause(t, 3*time.Second)
 		if n := ran() - before; n > 0 {
-			t.Errorf("iptables-restore was run %d times", n)
+			t.Errorf("iptables-restore ran %d times within three seconds, want none", n)
 		}
 	}
 	shell(t, h.Namespace, `iptables-nft -A FORWARD -p tcp --dport 25 -j DROP
@@ -220,18 +224,18 @@ func TestTablesWithRulesOfNFT(t *testing.T) {
 	expectNoWrites()
 	expectOnceEach("at the start")
 	shell(t, h.Namespace, "iptables-nft -F FLANNEL-FWD; iptables-nft -t nat -F POSTROUTING")
-	eventually(t, "rules are deleted", func() error {
+	eventually(t, "deleted rules are restored", func() error {
 		if now := list(); !strings.Contains(now, "saddr 10.5.0.0/16") || !strings.Contains(now, "jump FLANNEL-POSTRTG") {
-			return fmt.Errorf("there is\n%s", now)
+			return fmt.Errorf("the tables are\n%s", now)
 		}
 		return nil
 	})
 	expectNoWrites()
-	expectOnceEach("repaired")
+	expectOnceEach("after the repair")
 
 	shell(t, h.Namespace, `nft 'insert rule ip filter FORWARD fib saddr type local accept'
 		iptables-nft -A FORWARD -m comment --comment "flanneld forward" -j FLANNEL-FWD`)
-	eventually(t, "/readyz", func() error {
+	eventually(t, "/readyz reports the table", func() error {
 		if _, body, err := d.Get(background(t), "/readyz"); err == nil || !strings.Contains(body, "cannot read table filter") {
 			return fmt.Errorf("it answers %q, %w", body, err)
 		}
@@ -241,30 +245,30 @@ func TestTablesWithRulesOfNFT(t *testing.T) {
 	before := list()
 	pause(t, 3*time.Second)
 	if after := list(); after != before {
-		t.Errorf("it has changed\n%s\nto\n%s", before, after)
+		t.Errorf("the daemon changed tables that it cannot read from\n%s\nto\n%s", before, after)
 	}
 	expectStop(t, d)
 	refusedCtl(t, h, []string{"cleanup", "--yes"}, "cannot read table filter", "EnableNFTables")
 
 	shell(t, h.Namespace, "nft flush chain ip filter FORWARD; nft 'add rule ip filter FORWARD ct state { new, established } accept'")
 	startOne(t, h, o)
-	expectOnceEach("without the rule")
+	expectOnceEach("without the rule that iptables-save cannot print")
 	expectStop(t, h.Daemon())
 	mustCtl(t, h, []string{"cleanup", "--yes"})
 	if left := list(); strings.Contains(left, "FLANNEL") || strings.Count(left, "ct state") != 1 {
-		t.Errorf("cleaned up it is\n%s", left)
+		t.Errorf("cleanup left\n%s\nwant only the rule of the other program", left)
 	}
 }
 
-// sorted sorts lines: nft shows chains in the order in which they were made.
+// sorted sorts lines, because nft prints chains in the order of their creation.
 func sorted(text string) string {
 	lines := strings.Split(strings.TrimSpace(text), "\n")
 	slices.Sort(lines)
 	return strings.Join(lines, "\n")
 }
 
-// TestFirewallRestarts keeps connections through NAT over 20 restarts, none of
-// which writes anything.
+// TestFirewallRestarts checks that masqueraded connections survive 20 restarts of the daemon,
+// and that no restart writes rules.
 func TestFirewallRestarts(t *testing.T) {
 	t.Parallel()
 	for _, f := range flavours() {
@@ -279,7 +283,7 @@ func TestFirewallRestarts(t *testing.T) {
 			for _, family := range dual {
 				c := connect(t, h.Pods()[0].Namespace, netip.Addr{}, l.Underlay(), outsideOf(family).any)
 				if c.seen() != h.Addr(family) {
-					t.Fatalf("the far end sees %s", c.seen())
+					t.Fatalf("the far end sees %s, want %s", c.seen(), h.Addr(family))
 				}
 				ways = append(ways, c, connection{c.far, c.near})
 			}
@@ -292,7 +296,7 @@ func TestFirewallRestarts(t *testing.T) {
 				startOne(t, h, o)
 				expectLog(t, h.Daemon(), "traffic rules are in place")
 				if lines := linesWith(h.Daemon(), "written=true"); len(lines) > 0 {
-					t.Fatalf("a restart has written rules: %q", lines)
+					t.Fatalf("restart %d wrote rules, want none: %q", i+1, lines)
 				}
 				for _, way := range ways {
 					if err := way.far.SetReadDeadline(time.Now().Add(patience)); err != nil {
@@ -310,15 +314,15 @@ func TestFirewallRestarts(t *testing.T) {
 	}
 }
 
-// residue is everything in the host's firewall that looks like flannel's.
+// residue returns all lines of the host's rules that contain a name or network of flannel's.
 func residue(t *testing.T, h *lab.Host) string {
 	t.Helper()
 	return shell(t, h.Namespace, `for v in nft legacy; do for f in ip ip6; do ${f}tables-$v-save; done; done 2>/dev/null | grep -iE 'flannel|10\.[56]\.|fd00:[56]:' || true
 		nft list ruleset 2>/dev/null | grep -E 'flannel-ipv' || true`)
 }
 
-// TestFirewallSwitch changes flavour, network and options from start to start:
-// nothing is left of the former ones.
+// TestFirewallSwitch checks that no rules of a former firewall, network or option are left when
+// the daemon starts with others, even if its state directory was lost.
 func TestFirewallSwitch(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 1, Families: dual, Network: masqueraded(nil)}, "")
@@ -330,7 +334,7 @@ func TestFirewallSwitch(t *testing.T) {
 		flavour flavour
 		args    []string
 		keys    map[string]any
-		forget  bool // the state directory is lost
+		forget  bool // whether the state directory is deleted before the start
 		want    string
 		not     string
 	}{
@@ -372,19 +376,20 @@ func TestFirewallSwitch(t *testing.T) {
 			others := slices.DeleteFunc(flavours(), func(f flavour) bool { return f.name == step.flavour.name })
 			for _, f := range others {
 				if left := shell(t, h.Namespace, f.list); left != "" {
-					return fmt.Errorf("%s has:\n%s", f.name, left)
+					return fmt.Errorf("%s still contains:\n%s", f.name, left)
 				}
 			}
 			return nil
 		})
 	}
 	if out := shell(t, h.Namespace, `iptables-legacy-save; ip6tables-nft-save; nft list tables`); strings.Count(out, "-j DROP") != 2 || !strings.Contains(out, "foreign") {
-		t.Errorf("foreign rules are not what they were:\n%s", out)
+		t.Errorf("rules of other programs are missing:\n%s", out)
 	}
 }
 
-// TestFirewallSwitchIsLogged changes the configuration between two runs: until the store
-// answers the daemon holds the rules where the last known configuration says, and says so.
+// TestFirewallSwitchIsLogged checks the log after the firewall was changed in the configuration
+// while the daemon was down. Until etcd answers, the daemon uses the firewall of the last known
+// configuration, and logs that and the change.
 func TestFirewallSwitchIsLogged(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 1, Network: masqueraded(map[string]any{"EnableIPv6": false})}, "")
@@ -402,8 +407,9 @@ func TestFirewallSwitchIsLogged(t *testing.T) {
 	expectOnce(t, d, `"traffic rules are held by nftables" because="EnableNFTables is true in the last known configuration"`)
 }
 
-// TestTwoDaemonsMasquerade runs two daemons for two networks on one host. One
-// of them is switched off and on, killed, and moved.
+// TestTwoDaemonsMasquerade checks that two daemons for two networks on one host do not change
+// each other's rules, even if one of them is killed, and starts again without masquerading and
+// then with it.
 func TestTwoDaemonsMasquerade(t *testing.T) {
 	t.Parallel()
 	for _, f := range flavours() {
@@ -423,31 +429,32 @@ func TestTwoDaemonsMasquerade(t *testing.T) {
 			both := rules()
 			for _, network := range []string{"10.5.0.0/16", "10.6.0.0/16"} {
 				if n := strings.Count(both, network); n < 8 {
-					t.Errorf("%s is named %d times in:\n%s", network, n, both)
+					t.Errorf("the rules contain %s %d times, want at least 8:\n%s", network, n, both)
 				}
 			}
 			other.Kill()
 			off := start(t, h, lab.FlanneldOptions{Args: append(slices.Clone(twin.Args), "--ip-masq=false"), Env: env})
 			expectLog(t, off, "traffic rules are in place")
 			pause(t, 2*time.Second)
-			// Two rules accept what is forwarded, and three guard the tunnel.
+			// Two rules accept forwarded packets, and three guard the tunnel.
 			if less := rules(); strings.Count(less, "10.6.0.0/16") != 2+3 || strings.Count(less, "10.5.0.0/16") != strings.Count(both, "10.5.0.0/16") {
-				t.Errorf("masquerading off for one of two:\n%s", less)
+				t.Errorf("with masquerading off for 10.6.0.0/16 the rules contain it %d times, want 5, and 10.5.0.0/16 as before:\n%s", strings.Count(less, "10.6.0.0/16"), less)
 			}
 			off.Kill()
 			expectLog(t, start(t, h, twin), "traffic rules are in place")
 			pause(t, 2*time.Second)
 			if again := rules(); sorted(again) != sorted(both) {
-				t.Errorf("on again:\n%s\nwant\n%s", again, both)
+				t.Errorf("with masquerading on again the rules are\n%s\nwant\n%s", again, both)
 			}
 			if lines := linesWith(first, "repaired traffic rules"); len(lines) > 0 {
-				t.Errorf("the daemons do not leave each other alone: %q", lines)
+				t.Errorf("the first daemon repaired rules, so the second changed them: %q", lines)
 			}
 		})
 	}
 }
 
-// TestXtablesLockHeld has another program hold the lock for 30 s.
+// TestXtablesLockHeld checks that the daemon starts few programs, one at a time, and reports
+// failures while another program holds the lock of iptables for 30 s. It must be ready soon after.
 func TestXtablesLockHeld(t *testing.T) {
 	t.Parallel()
 	const held = 30 * time.Second
@@ -463,28 +470,28 @@ func TestXtablesLockHeld(t *testing.T) {
 		most = max(most, len(strings.Fields(shell(t, h.Namespace, fmt.Sprintf("cat /proc/%d/task/*/children", d.PID())))))
 	}
 	if most > 1 {
-		t.Errorf("%d processes at a time, want one", most)
+		t.Errorf("the daemon ran %d programs at the same time, want at most one", most)
 	}
 	if _, body, err := d.Get(background(t), "/readyz"); err == nil || !strings.Contains(body, "traffic rules") {
-		t.Errorf("it answers %q, %v", body, err)
+		t.Errorf("/readyz answers %q, %v; want a failure of traffic rules", body, err)
 	}
 	if _, body, err := d.Get(background(t), "/metrics"); err != nil || strings.Contains(body, "flannel_firewall_failures_total 0\n") {
-		t.Errorf("no failure is counted (%v):\n%s", err, body)
+		t.Errorf("flannel_firewall_failures_total is 0, want more (%v):\n%s", err, body)
 	}
 	if got := statusOf(t, h).Firewall; got.Kind != "iptables" || got.Error == "" {
-		t.Errorf("the status has %+v", got)
+		t.Errorf("the status contains %+v, want iptables with an error", got)
 	}
 	if err := lock.Close(); err != nil {
 		t.Fatal(err)
 	}
 	expectReady(t, d)
-	t.Logf("%d programs were run, at most %d at a time; ready %v after the lock was free", len(programs.run(t)), most, time.Since(end).Round(time.Millisecond))
+	t.Logf("%d programs ran, at most %d at the same time; ready %v after the lock was released", len(programs.run(t)), most, time.Since(end).Round(time.Millisecond))
 	if n := len(programs.run(t)); n == 0 || n > 20 {
-		t.Errorf("%d programs were run, want 1 to 20", n)
+		t.Errorf("%d programs ran, want 1 to 20", n)
 	}
 }
 
-// holdLock takes the lock of iptables on a host until the file is closed.
+// holdLock takes the lock of iptables on a host. Closing the file releases it.
 func holdLock(t *testing.T, h *lab.Host) *os.File {
 	t.Helper()
 	lock, err := os.Create(h.Path("/run/xtables.lock"))
@@ -498,8 +505,8 @@ func holdLock(t *testing.T, h *lab.Host) *os.File {
 	return lock
 }
 
-// TestStopWhileTheLockIsHeld does not wait for the lock, and leaves nobody
-// behind who does.
+// TestStopWhileTheLockIsHeld checks that the daemon stops without waiting for the lock of
+// iptables, and that no program that waits for it is left.
 func TestStopWhileTheLockIsHeld(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 1, Network: masqueraded(map[string]any{"EnableIPv6": false})}, "")
@@ -510,17 +517,18 @@ func TestStopWhileTheLockIsHeld(t *testing.T) {
 	eventually(t, "iptables-restore waits for the lock", func() error {
 		child = strings.TrimSpace(shell(t, h.Namespace, fmt.Sprintf("for c in $(cat /proc/%d/task/*/children); do grep -l restore /proc/$c/cmdline || true; done", d.PID())))
 		if child == "" {
-			return errors.New("it does not run")
+			return errors.New("no such child process")
 		}
 		return nil
 	})
 	expectStop(t, d)
 	if _, err := os.Stat(child); err == nil {
-		t.Errorf("%s is left", child)
+		t.Errorf("the process of %s still runs", child)
 	}
 }
 
-// TestFirewallAtRest counts programs.
+// TestFirewallAtRest checks that a daemon runs no program of iptables while nothing changes,
+// except iptables-legacy's, which must be polled. With nftables it never runs one.
 func TestFirewallAtRest(t *testing.T) {
 	t.Parallel()
 	const watched = 20 * time.Second
@@ -532,13 +540,13 @@ func TestFirewallAtRest(t *testing.T) {
 			startOne(t, l.Host(1), lab.FlanneldOptions{Args: append(f.args, "--ip-masq"), Env: []string{p.env}})
 			if f.name == "nftables" {
 				if ran := p.run(t); len(ran) != 0 {
-					t.Errorf("programs were run at the start: %q", ran)
+					t.Errorf("with nftables the start ran programs of iptables: %q", ran)
 				}
 			}
 			pause(t, 2*time.Second)
 			before := len(p.run(t))
 			if before == 0 && f.name != "nftables" {
-				t.Error("no program is counted")
+				t.Error("no program is recorded, want those of the start")
 			}
 			pause(t, watched)
 			most := 0
@@ -546,13 +554,14 @@ func TestFirewallAtRest(t *testing.T) {
 				most = 2 * int(watched/(5*time.Second))
 			}
 			if ran := p.run(t)[before:]; len(ran) > most {
-				t.Errorf("%d programs were run in %v, want %d at most: %q", len(ran), watched, most, ran)
+				t.Errorf("%d programs ran in %v, want at most %d: %q", len(ran), watched, most, ran)
 			}
 		})
 	}
 }
 
-// TestNoPrograms starts daemons on a host that has no iptables.
+// TestNoPrograms checks which firewall a daemon uses on a host without the programs of iptables,
+// and what it reports if iptables is required. At the end it checks the choice beside kube-proxy.
 func TestNoPrograms(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 1, Network: masqueraded(map[string]any{"EnableIPv6": false, "EnableNFTables": true})}, "")
@@ -564,7 +573,7 @@ func TestNoPrograms(t *testing.T) {
 	expectOnce(t, h.Daemon(), `"traffic rules are held by nftables" because="no iptables program is installed"`)
 	expectStop(t, h.Daemon())
 	d := start(t, h, lab.FlanneldOptions{Args: []string{"--ip-masq", "--firewall=iptables"}, Env: env})
-	eventually(t, "/readyz", func() error {
+	eventually(t, "/readyz reports the missing program", func() error {
 		if _, body, err := d.Get(background(t), "/readyz"); err == nil || !strings.Contains(body, "iptables: program is not installed") {
 			return fmt.Errorf("it answers %q, %w", body, err)
 		}
@@ -582,10 +591,9 @@ func TestNoPrograms(t *testing.T) {
 	expectOnce(t, h.Daemon(), `"traffic rules are held by iptables"`)
 }
 
-// TestVariants has a variant of iptables for each family, and programs that
-// cannot be run at first. What is in use is not taken for what another firewall
-// has left: neither at the start nor after a restart are there moments without
-// rules.
+// TestVariants checks hosts whose iptables and ip6tables are of any variant, and whose programs
+// fail at first. The daemon must not remove rules in use as if a former firewall had left them,
+// neither at the start nor after a restart.
 func TestVariants(t *testing.T) {
 	t.Parallel()
 	all := flavours()
@@ -598,7 +606,7 @@ func TestVariants(t *testing.T) {
 				for _, suffix := range []string{"-save", "-restore"} {
 					p.write(t, family+suffix, fmt.Sprintf("exec /usr/sbin/%s-%s%s \"$@\"", family, variant, suffix))
 				}
-				// It fails when the daemon chooses a variant, and when it first writes rules.
+				// The program fails twice: for the choice of the variant, and for the first rules.
 				p.write(t, family, fmt.Sprintf("mkdir %[1]s/%[2]s.asked 2>/dev/null && exit 1\nmkdir %[1]s/%[2]s.again 2>/dev/null && exit 1\nexec /usr/sbin/%[2]s-%[3]s \"$@\"", p.dir, family, variant))
 			}
 			o := lab.FlanneldOptions{Args: []string{"--firewall=iptables", "--ip-masq"}, Env: []string{p.env}}
@@ -616,20 +624,21 @@ func TestVariants(t *testing.T) {
 				expectStop(t, h.Daemon())
 				startOne(t, h, o)
 				if lines := linesWith(h.Daemon(), "written=true"); len(lines) > 0 {
-					t.Errorf("a restart has written rules: %q", lines)
+					t.Errorf("a restart wrote rules, want none: %q", lines)
 				}
 			}
 			for _, d := range h.Daemons() {
 				if lines := linesWith(d, "removed traffic rules"); len(lines) > 0 {
-					t.Errorf("rules in use were removed: %q", lines)
+					t.Errorf("the daemon removed rules in use: %q", lines)
 				}
 			}
 		})
 	}
 }
 
-// TestVariantOfOthers has the rules go where those of other programs are when the
-// daemon starts; where there are none, to the variant that iptables is.
+// TestVariantOfOthers checks that the daemon uses the variant of iptables that contains the
+// rules of kube-proxy or kubelet when the daemon starts. Without such rules it uses the variant
+// of the program iptables.
 func TestVariantOfOthers(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 1, Families: dual, Network: masqueraded(nil)}, "")
@@ -658,12 +667,12 @@ func TestVariantOfOthers(t *testing.T) {
 	}
 	for _, tt := range []struct {
 		what, script string
-		standard     flavour // what iptables is
+		standard     flavour // the variant of the program iptables
 		want         flavour
 		log          string
 	}{
-		{"nobody", "", legacy, legacy, `program="iptables" because="rules of others: 0 in each"`},
-		{"an earlier run alone", "", nft, nft, `program="iptables" because="rules of others: 0 in each"`},
+		{"no rules", "", legacy, legacy, `program="iptables" because="rules of others: 0 in each"`},
+		{"only rules of an earlier run", "", nft, nft, `program="iptables" because="rules of others: 0 in each"`},
 		{"kube-proxy in legacy", in(legacy, kubeProxy), nft, legacy, `program="iptables-legacy" because="rules of others: 4 there, 0 in nft"`},
 		{"kubelet in nft", in(nft, kubelet), legacy, nft, `program="iptables-nft" because="it has the chain KUBE-IPTABLES-HINT"`},
 		{"the same again", "", legacy, nft, `program="iptables-nft" because="it has the chain KUBE-IPTABLES-HINT"`},
@@ -678,27 +687,26 @@ func TestVariantOfOthers(t *testing.T) {
 		expectIn(tt.what, tt.want)
 		expectOnce(t, d, `"variant of iptables chosen" `+tt.log)
 		if again := tt.what == "the same again"; again != (len(linesWith(d, "written=true")) == 0) {
-			t.Errorf("%s: it has said %q", tt.what, linesWith(d, "traffic rules are in place"))
+			t.Errorf("%s: rules were written: %v, want %v: %q", tt.what, again, !again, linesWith(d, "traffic rules are in place"))
 		}
 		expectStop(t, d)
 	}
 
-	// What comes while a daemon runs is nothing to it.
+	// A running daemon keeps its variant, even if rules of other programs appear in another.
 	d := startOne(t, h, lab.FlanneldOptions{Args: []string{"--firewall=iptables", "--ip-masq", "--iptables-resync=1"}, Env: []string{newPrograms(t, legacy).env}})
 	shell(t, h.Namespace, in(legacy, kubelet))
 	pause(t, 3*time.Second)
-	expectIn("kubelet in legacy, too late", nft)
+	expectIn("kubelet in legacy after the start", nft)
 	if lines := linesWith(d, "repaired"); len(lines) > 0 {
-		t.Errorf("it has something to repair: %q", lines)
+		t.Errorf("the daemon repaired rules, want none: %q", lines)
 	}
 	if out := shell(t, h.Namespace, in(nft, "PROGRAM-save -t nat")); strings.Count(out, "-j KUBE-SERVICES") != 4 {
-		t.Errorf("rules of kube-proxy are gone:\n%s", out)
+		t.Errorf("rules of kube-proxy are missing:\n%s", out)
 	}
 }
 
-// TestWithoutBridgeNetfilter runs where packets on bridges do not pass netfilter: the daemon
-// says once what that means, for each family, also when it starts from its last known
-// state, and goes on.
+// TestWithoutBridgeNetfilter checks that the daemon logs one warning for each family, and
+// starts, on a host without br_netfilter. This includes a start from the last known state.
 func TestWithoutBridgeNetfilter(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 1, Families: dual, Network: masqueraded(nil)}, "")
@@ -713,8 +721,9 @@ func TestWithoutBridgeNetfilter(t *testing.T) {
 	}
 }
 
-// TestServicesOnABridge shows what br_netfilter is for: a pod asks a service that a pod on the
-// same bridge serves, as kube-proxy translates it in either mode.
+// TestServicesOnABridge checks the reason for that warning: with the rules of kube-proxy, in
+// both of its modes, a pod reaches a service that a pod on the same bridge serves only if
+// bridged packets pass netfilter.
 func TestServicesOnABridge(t *testing.T) {
 	t.Parallel()
 	const service = "10.96.0.10"
@@ -745,14 +754,15 @@ func TestServicesOnABridge(t *testing.T) {
 					_ = conn.Close()
 				}
 				if (err == nil) != filtered {
-					t.Errorf("bridged packets pass netfilter: %v, and the service answers with %v", filtered, err)
+					t.Errorf("bridged packets pass netfilter: %v; dialling the service: %v", filtered, err)
 				}
 			}
 		})
 	}
 }
 
-// TestHostFirewall has a host that rejects what is forwarded.
+// TestHostFirewall checks that pods reach each other if the host's firewall rejects forwarded
+// packets, and that our rule comes after kube-proxy's and before the rejecting one.
 func TestHostFirewall(t *testing.T) {
 	t.Parallel()
 	for _, f := range flavours()[1:] {
@@ -769,14 +779,14 @@ func TestHostFirewall(t *testing.T) {
 			out := shell(t, l.Host(1).Namespace, f.name+" -S FORWARD")
 			kube, own, reject := strings.Index(out, "KUBE-FORWARD"), strings.Index(out, "FLANNEL-FWD"), strings.Index(out, "REJECT")
 			if kube > own || own > reject {
-				t.Errorf("the order is wrong:\n%s", out)
+				t.Errorf("the order is not KUBE-FORWARD, FLANNEL-FWD, REJECT:\n%s", out)
 			}
 		})
 	}
 }
 
-// TestBlackhole has a blackhole route for the own subnet come, come back, let
-// pods be, and go.
+// TestBlackhole checks that --ip-blackhole-route adds a blackhole route for the host's subnet,
+// restores it, and keeps pods reachable, and that a start without the option removes it.
 func TestBlackhole(t *testing.T) {
 	t.Parallel()
 	for _, backend := range []string{"vxlan", "host-gw", "alloc", "udp", userspace, "extension"} {
@@ -794,9 +804,9 @@ func TestBlackhole(t *testing.T) {
 					return nil
 				}
 			}
-			eventually(t, "start", count(2))
+			eventually(t, "after the start", count(2))
 			shell(t, h.Namespace, "ip route flush type blackhole; ip -6 route flush type blackhole")
-			eventually(t, "routes deleted", count(2))
+			eventually(t, "after the routes were deleted", count(2))
 			if err := l.AddPods(background(t)); err != nil {
 				t.Fatal(err)
 			}
@@ -806,10 +816,10 @@ func TestBlackhole(t *testing.T) {
 			}
 			expectStop(t, h.Daemon())
 			startOne(t, h, o)
-			eventually(t, "restart", count(2))
+			eventually(t, "after a restart", count(2))
 			expectStop(t, h.Daemon())
 			startOne(t, h, lab.FlanneldOptions{})
-			eventually(t, "switched off", count(0))
+			eventually(t, "without the option", count(0))
 		})
 	}
 }

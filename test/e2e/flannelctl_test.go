@@ -16,7 +16,7 @@ import (
 	"flanneld/pkg/status"
 )
 
-// flannelctl runs the operator's tool on h, against the store of its lab.
+// flannelctl runs flannelctl on h with the etcd of its lab.
 func flannelctl(t *testing.T, h *lab.Host, args ...string) (out string, err error) {
 	t.Helper()
 	path, err := filepath.Abs("../../bin/flannelctl")
@@ -27,9 +27,8 @@ func flannelctl(t *testing.T, h *lab.Host, args ...string) (out string, err erro
 	return string(text), err
 }
 
-// followCtl runs flannelctl until the test ends, and returns what waits until it
-// has printed a line with sign and what else is wanted behind its time, and behind the
-// line that it was called for before.
+// followCtl runs flannelctl until the test ends. expect waits for a line that consists of a
+// time, sign and want. The line must come after the one of the previous call.
 func followCtl(t *testing.T, h *lab.Host, args ...string) (expect func(sign string, want ...string)) {
 	t.Helper()
 	path, err := filepath.Abs("../../bin/flannelctl")
@@ -49,10 +48,10 @@ func followCtl(t *testing.T, h *lab.Host, args ...string) (expect func(sign stri
 	}
 	t.Cleanup(func() {
 		if err := cmd.Process.Signal(os.Interrupt); err != nil {
-			t.Errorf("flannelctl %s has ended by itself: %v", strings.Join(args, " "), err)
+			t.Errorf("flannelctl %s ended before the test: %v", strings.Join(args, " "), err)
 		}
 		if err := cmd.Wait(); err != nil {
-			t.Errorf("flannelctl %s, interrupted: %v", strings.Join(args, " "), err)
+			t.Errorf("flannelctl %s after SIGINT: %v", strings.Join(args, " "), err)
 		}
 	})
 	seen := 0
@@ -66,7 +65,7 @@ func followCtl(t *testing.T, h *lab.Host, args ...string) (expect func(sign stri
 			}
 			at := strings.Index(string(text[seen:]), line)
 			if at < 0 {
-				return fmt.Errorf("so far:\n%s\nof which is new:\n%s", text, text[seen:])
+				return fmt.Errorf("the output is\n%s\nwhose new part is\n%s", text, text[seen:])
 			}
 			seen += at + len(line)
 			return nil
@@ -74,7 +73,7 @@ func followCtl(t *testing.T, h *lab.Host, args ...string) (expect func(sign stri
 	}
 }
 
-// mustCtl is flannelctl where it has to succeed, and to say all of want.
+// mustCtl runs flannelctl and checks that it succeeds and that its output contains all of want.
 func mustCtl(t *testing.T, h *lab.Host, args []string, want ...string) string {
 	t.Helper()
 	out, err := flannelctl(t, h, args...)
@@ -85,7 +84,8 @@ func mustCtl(t *testing.T, h *lab.Host, args []string, want ...string) string {
 	return out
 }
 
-// refusedCtl is flannelctl where it has to exit with 1 and to say all of want.
+// refusedCtl runs flannelctl and checks that its exit code is 1 and that its output contains all
+// of want.
 func refusedCtl(t *testing.T, h *lab.Host, args []string, want ...string) {
 	t.Helper()
 	out, err := flannelctl(t, h, args...)
@@ -95,15 +95,18 @@ func refusedCtl(t *testing.T, h *lab.Host, args []string, want ...string) {
 	contains(t, args, out, want)
 }
 
+// contains checks that the output of flannelctl contains all of want.
 func contains(t *testing.T, args []string, out string, want []string) {
 	t.Helper()
 	for _, w := range want {
 		if !strings.Contains(out, w) {
-			t.Errorf("flannelctl %s does not say %q:\n%s", strings.Join(args, " "), w, out)
+			t.Errorf("flannelctl %s does not print %q:\n%s", strings.Join(args, " "), w, out)
 		}
 	}
 }
 
+// TestFlannelctlOnLeases checks the commands leases, reserve, reservations, unreserve and
+// revoke, and their effect on hosts.
 func TestFlannelctlOnLeases(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 3}, `{"Type":"vxlan"}`)
@@ -118,14 +121,14 @@ func TestFlannelctlOnLeases(t *testing.T) {
 		TTLSeconds int
 	}
 	if err := json.Unmarshal([]byte(mustCtl(t, a, []string{"leases", "-o", "json"})), &listed); err != nil || len(listed) != 1 || listed[0].Key != key || listed[0].TTLSeconds == 0 {
-		t.Errorf("JSON: %+v, %v", listed, err)
+		t.Errorf("leases -o json: %+v, %v; want the lease %s with its TTL", listed, err, key)
 	}
 	mustCtl(t, a, []string{"leases", "-o", "yaml"}, "key: "+key)
 
 	expectLine := followCtl(t, a, "leases", "-w")
 	expectLine("+", key, ip, "vxlan")
 
-	// A subnet that is reserved for a host is the one that it gets.
+	// A host gets the subnet that is reserved for it.
 	bIP := b.Addr(v4[0]).String()
 	mustCtl(t, a, []string{"reserve", "10.5.77.0/24", bIP}, "10.5.77.0-24 is reserved for "+bIP)
 	mustCtl(t, a, []string{"reservations"}, "10.5.77.0/24", "never (reserved)")
@@ -134,25 +137,25 @@ func TestFlannelctlOnLeases(t *testing.T) {
 	refusedCtl(t, a, []string{"reserve", own.Subnets[0].String(), "192.0.2.9"}, "belongs to "+ip)
 	mustCtl(t, a, []string{"status"}, "1 leased, 1 reserved")
 	if got := metric(t, a, `flannel_pool_subnets{state="reserved"}`); got != 1 {
-		t.Errorf("%v subnets are reserved, want 1", got)
+		t.Errorf("flannel_pool_subnets counts %v reserved subnets, want 1", got)
 	}
 	startOne(t, b, lab.FlanneldOptions{})
 	if got := statusOf(t, b).Lease; got.Key != "10.5.77.0-24" || !got.Permanent {
-		t.Errorf("host 2 has %+v, want its reservation", got)
+		t.Errorf("the lease of host 2 is %+v, want its reservation", got)
 	}
 	expectLine("~", "10.5.77.0-24", bIP, "vxlan")
 
-	// A reservation that ends becomes a lease of the host that runs.
+	// A reservation that is deleted becomes a lease of its running host.
 	refusedCtl(t, a, []string{"revoke", "10.5.77.0/24"}, "is a reservation")
 	mustCtl(t, a, []string{"unreserve", "10.5.77.0/24"}, "is no longer reserved")
 	eventually(t, "host 2 takes its subnet again", func() error {
 		if out := mustCtl(t, a, []string{"leases"}); !strings.Contains(out, "10.5.77.0/24") || strings.Contains(out, "never") {
-			return fmt.Errorf("leases are\n%s", out)
+			return fmt.Errorf("leases are\n%s\nwant 10.5.77.0/24, to expire", out)
 		}
 		return nil
 	})
 
-	// Revoking the lease of a host that is gone takes its routes off the others.
+	// Revoking the lease of a dead host removes its routes from the other hosts.
 	b.Daemon().Kill()
 	mustCtl(t, a, []string{"revoke", "10.5.77.0/24"}, "is revoked")
 	expectLine("-", "10.5.77.0-24", bIP, "vxlan")
@@ -160,7 +163,7 @@ func TestFlannelctlOnLeases(t *testing.T) {
 	expectLine("!", "10.5.78.0-24", "cannot be read")
 	remove(t, store(t, l), subnets+"10.5.78.0-24")
 	expectLine("-", "10.5.78.0-24", "- -")
-	eventually(t, "the peer goes", func() error {
+	eventually(t, "the peer is removed", func() error {
 		if n := len(statusOf(t, a).Peers); n != 0 {
 			return fmt.Errorf("%d peers are left", n)
 		}
@@ -170,8 +173,8 @@ func TestFlannelctlOnLeases(t *testing.T) {
 	refusedCtl(t, a, []string{"leases", "--etcd-endpoints", "http://127.0.0.1:1"}, "connection refused")
 }
 
-// A host that runs keeps its subnet whatever is reserved for it, and moves when it starts
-// again.
+// TestFlannelctlMovesAHost checks that a running host keeps its subnet if another one is reserved
+// for it, and takes the reserved one at its next start.
 func TestFlannelctlMovesAHost(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 2}, `{"Type":"vxlan"}`)
@@ -180,17 +183,17 @@ func TestFlannelctlMovesAHost(t *testing.T) {
 	h := l.Host(2)
 	had, ip := statusOf(t, h).Lease.Key, h.Addr(v4[0]).String()
 	mustCtl(t, h, []string{"reserve", "10.5.77.0/24", ip}, "10.5.77.0-24 is reserved for "+ip)
-	pause(t, 2*time.Second) // a daemon that its watch moved would be elsewhere by then
+	pause(t, 2*time.Second) // enough time for a wrong change by the watch
 	if now := statusOf(t, h).Lease.Key; now != had {
-		t.Errorf("while it runs it moves from %s to %s", had, now)
+		t.Errorf("the running host has moved from %s to %s", had, now)
 	}
 	expectStop(t, h.Daemon())
 	startOne(t, h, lab.FlanneldOptions{})
 	if now := statusOf(t, h).Lease; now.Key != "10.5.77.0-24" || !now.Permanent {
-		t.Errorf("it has %+v, want its reservation", now)
+		t.Errorf("after the restart the lease is %+v, want the reservation", now)
 	}
 	if out := mustCtl(t, h, []string{"leases"}); strings.Contains(out, strings.Replace(had, "-", "/", 1)) {
-		t.Errorf("its former lease is left:\n%s", out)
+		t.Errorf("the former lease %s is still there:\n%s", had, out)
 	}
 	if err := l.AddPods(background(t)); err != nil {
 		t.Fatal(err)
@@ -198,7 +201,8 @@ func TestFlannelctlMovesAHost(t *testing.T) {
 	expectMatrix(t, l)
 }
 
-// A reservation that no host can get is not made.
+// TestFlannelctlReservesWhatHostsCanGet checks that reserve refuses a subnet that no host could
+// get under the configuration, and that without a configuration it accepts any subnet.
 func TestFlannelctlReservesWhatHostsCanGet(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 1, Families: dual, Network: json.RawMessage(
@@ -219,7 +223,7 @@ func TestFlannelctlReservesWhatHostsCanGet(t *testing.T) {
 	put(t, etcd, config, `{"Network":"10.5.0.0/16","SubnetMin":"10.6.0.0"}`)
 	refusedCtl(t, h, []string{"reserve", "10.5.7.0/24", "192.0.2.9"}, "SubnetMin is not in the range of the Network")
 	if out := mustCtl(t, h, []string{"reservations"}); strings.Contains(out, "10.") {
-		t.Errorf("what was refused is reserved:\n%s", out)
+		t.Errorf("a refused subnet is reserved:\n%s", out)
 	}
 	put(t, etcd, config, `{"Network":"10.5.0.0/16"}`)
 	mustCtl(t, h, []string{"reserve", "10.5.7.0/24", "192.0.2.9"}, "10.5.7.0-24 is reserved")
@@ -227,6 +231,8 @@ func TestFlannelctlReservesWhatHostsCanGet(t *testing.T) {
 	mustCtl(t, h, []string{"reserve", "10.9.7.0/25", "192.0.2.8"}, "10.9.7.0-25 is reserved")
 }
 
+// TestFlannelctlOnConfiguration checks the commands config get, validate and set, and that set
+// writes nothing invalid and asks before a change that invalidates leases.
 func TestFlannelctlOnConfiguration(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 1}, `{"Type":"vxlan"}`)
@@ -248,7 +254,8 @@ func TestFlannelctlOnConfiguration(t *testing.T) {
 	mustCtl(t, h, []string{"config", "set", file(`{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan","Port":4789}}`)}, "+ Backend.Port: 4789", "- SubnetMax", "written")
 	mustCtl(t, h, []string{"config", "set", file(`{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan","Port":4789}}`)}, "nothing changes")
 
-	// A change that leaves a lease outside is asked about: nobody answers here.
+	// flannelctl asks before a change that invalidates a lease. Here its input is empty, which
+	// counts as no.
 	moved := file(`{"Network":"10.9.0.0/16","Backend":{"Type":"vxlan"}}`)
 	refusedCtl(t, h, []string{"config", "set", moved}, "~ Network: \"10.9.0.0/16\" (was \"10.5.0.0/16\")", "is not one of the subnets from", "nothing was written")
 	mustCtl(t, h, []string{"config", "get"}, "10.5.0.0/16")
@@ -256,6 +263,8 @@ func TestFlannelctlOnConfiguration(t *testing.T) {
 	mustCtl(t, h, []string{"config", "get"}, "10.9.0.0/16")
 }
 
+// TestFlannelctlStatus checks the status of a daemon that is ready, of one on another host, of
+// one without etcd, and of none.
 func TestFlannelctlStatus(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 2}, `{"Type":"vxlan"}`)
@@ -274,7 +283,7 @@ func TestFlannelctlStatus(t *testing.T) {
 	mustCtl(t, a, []string{"status", "--url", "http://" + b.Addr(v4[0]).String() + ":8099"}, statusOf(t, b).Lease.Key)
 	var r status.Report
 	if err := json.Unmarshal(bytes.TrimSpace([]byte(mustCtl(t, a, []string{"status", "-o", "json"}))), &r); err != nil || len(r.Peers) != 1 {
-		t.Errorf("JSON: %v, %+v", err, r)
+		t.Errorf("status -o json: %v, %+v; want one peer", err, r)
 	}
 	l.Etcd().Kill()
 	a.Daemon().Kill()
@@ -283,16 +292,18 @@ func TestFlannelctlStatus(t *testing.T) {
 	refusedCtl(t, a, []string{"status"}, "not ready", "away")
 }
 
+// TestFlannelctlCheck checks that check finds no fault in a network without one, and names the
+// right layer if packets are dropped.
 func TestFlannelctlCheck(t *testing.T) {
 	for _, tc := range []struct {
 		name  string
-		rules string // of the firewall on the underlay; empty: nothing is wrong
+		rules string // nftables rules on host 2 that break the network; empty for none
 		want  string
 	}{
-		{"all is well", "", "ok"},
+		{"nothing is dropped", "", "ok"},
 		{"tunnel is dropped", "udp dport 8472 drop", "network"},
 		{"big packets are dropped", "meta length 1450-1600 drop", "mtu"},
-		{"peer is gone", "drop", "underlay"},
+		{"all packets are dropped", "drop", "underlay"},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			t.Parallel()
@@ -326,7 +337,7 @@ func TestFlannelctlCheck(t *testing.T) {
 		subnets := statusOf(t, b).Lease.Subnets
 		first := subnets[0].Addr().Next().String()
 		if out := mustCtl(t, a, []string{"check"}, subnets[0].String(), "unknown ", "the host answers, "+first+" does not: no pods have a bridge there yet"); strings.Contains(out, "UDP") {
-			t.Errorf("there is no tunnel:\n%s", out)
+			t.Errorf("the output names a tunnel, which host-gw does not have:\n%s", out)
 		}
 		mustCtl(t, a, []string{"check", "-o", "json"}, `"ok": false`)
 		if err := l.AddPods(background(t)); err != nil {
@@ -334,14 +345,14 @@ func TestFlannelctlCheck(t *testing.T) {
 		}
 		expectConverged(t, l)
 		if out := mustCtl(t, a, []string{"check"}, subnets[0].String(), subnets[1].String()); strings.Count(out, " ok ") != len(subnets) {
-			t.Errorf("with pods it says\n%s", out)
+			t.Errorf("with pods the output is\n%s\nwant %d times ok", out, len(subnets))
 		}
 		nft(t, b.Namespace, "table netdev broken { chain in { type filter hook ingress device eth0 priority 0; meta length 1450-1600 drop ; } ; }")
 		refusedCtl(t, a, []string{"check"}, "mtu ", "those of 1500 bytes do not", "2 of 2 ways are broken")
 		nft(t, b.Namespace, "add rule netdev broken in drop")
 		refusedCtl(t, a, []string{"check"}, "underlay ", "2 of 2 ways are broken")
 	})
-	t.Run("a tunnel with another port is dropped", func(t *testing.T) {
+	t.Run("tunnel with another port is dropped", func(t *testing.T) {
 		t.Parallel()
 		l := newLab(t, lab.Config{Hosts: 2}, `{"Type":"vxlan","Port":4789}`)
 		startAll(t, l, lab.FlanneldOptions{})
@@ -358,7 +369,7 @@ func TestFlannelctlCheck(t *testing.T) {
 		for _, code := range []string{"admin-prohibited", "no-route", "host-unreachable", "port-unreachable"} {
 			nft(t, b, "table inet broken { chain in { type filter hook input priority 0 ; meta l4proto tcp reject with icmpx type "+code+" ; } ; }")
 			if out := mustCtl(t, l.Host(1), []string{"check"}); strings.Count(out, " ok ") != len(dual) {
-				t.Errorf("where TCP is rejected (%s):\n%s", code, out)
+				t.Errorf("with TCP rejected (%s) the output is\n%s\nwant ok for both families", code, out)
 			}
 			nft(t, b, "delete table inet broken")
 		}
@@ -367,6 +378,8 @@ func TestFlannelctlCheck(t *testing.T) {
 	})
 }
 
+// TestFlannelctlDoctor checks that doctor reports a host without flanneld, and one that does not
+// forward packets, with a fix for each problem.
 func TestFlannelctlDoctor(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 1}, `{"Type":"vxlan"}`)
@@ -375,11 +388,11 @@ func TestFlannelctlDoctor(t *testing.T) {
 	startOne(t, h, lab.FlanneldOptions{})
 	var findings []struct{ Problem, Fix string }
 	if out := mustCtl(t, h, []string{"doctor", "-o", "json"}); json.Unmarshal([]byte(out), &findings) != nil {
-		t.Errorf("no JSON: %s", out)
+		t.Errorf("doctor -o json prints no JSON: %s", out)
 	}
 	for _, f := range findings {
 		if f.Problem == "" || f.Fix == "" {
-			t.Errorf("finding %+v, want a problem and what mends it", f)
+			t.Errorf("finding %+v, want a problem and a fix", f)
 		}
 	}
 	if out, err := h.Exec(background(t), "sysctl", "-w", "net.ipv4.ip_forward=0"); err != nil {

@@ -17,14 +17,16 @@ import (
 	"flanneld/pkg/prefix"
 )
 
-// hears is the port at which a pod listens for what others send into the network.
+// hears is the port on which the receiving pod listens.
 const hears = 9999
 
-// injected is an IP packet with a UDP datagram to a pod, from an address that is no pod's.
+// injected returns an IP packet with a UDP datagram to a pod. Its source address is outside the
+// pods' network.
 func injected(to netip.Addr, text string) []byte {
 	return injectedFrom(netip.MustParseAddr("203.0.113.9"), to, text)
 }
 
+// injectedFrom returns the same packet with another source address.
 func injectedFrom(from, to netip.Addr, text string) []byte {
 	udp := make([]byte, 8, 8+len(text))
 	binary.BigEndian.PutUint16(udp, hears)
@@ -41,7 +43,7 @@ func injectedFrom(from, to netip.Addr, text string) []byte {
 	return append(ip, udp...)
 }
 
-// inVXLAN is an IP packet as it is in a datagram to the VXLAN device of h.
+// inVXLAN returns the payload of a datagram that carries packet to the VXLAN device of h.
 func inVXLAN(t *testing.T, h *lab.Host, packet []byte) []byte {
 	t.Helper()
 	var mac net.HardwareAddr
@@ -58,7 +60,7 @@ func inVXLAN(t *testing.T, h *lab.Host, packet []byte) []byte {
 	return slices.Concat([]byte{8, 0, 0, 0, 0, 0, 1, 0}, mac, []byte{2, 0, 0, 0, 0, 9, 8, 0}, packet)
 }
 
-// sendFrom sends a datagram out of a namespace, from a port, or from any if that is 0.
+// sendFrom sends a datagram from a port of a namespace. With port 0 the kernel chooses one.
 func sendFrom(t *testing.T, n *lab.Namespace, port int, to netip.AddrPort, b []byte) {
 	t.Helper()
 	err := n.Do(background(t), func() error {
@@ -75,8 +77,8 @@ func sendFrom(t *testing.T, n *lab.Namespace, port int, to netip.AddrPort, b []b
 	}
 }
 
-// sendProtocol sends an IP packet with that payload out of a namespace, as a pod with
-// CAP_NET_RAW can.
+// sendProtocol sends an IP packet with payload b from a namespace, as a pod with CAP_NET_RAW
+// can.
 func sendProtocol(t *testing.T, n *lab.Namespace, protocol int, to netip.Addr, b []byte) {
 	t.Helper()
 	err := n.Do(background(t), func() error {
@@ -93,8 +95,9 @@ func sendProtocol(t *testing.T, n *lab.Namespace, protocol int, to netip.Addr, b
 	}
 }
 
-// listenInPod returns a function that says which of the texts sent to the pod have arrived
-// by the time that one from the other pod, which may send, does.
+// listenInPod returns a function that returns the texts that have arrived at the pod. The
+// function sends a text from the other pod, which is allowed, and waits for its arrival. Earlier
+// texts have arrived by then or never will.
 func listenInPod(t *testing.T, pod, other *lab.Pod) (arrived func() []string) {
 	t.Helper()
 	var conn *net.UDPConn
@@ -108,10 +111,10 @@ func listenInPod(t *testing.T, pod, other *lab.Pod) (arrived func() []string) {
 	number := 0
 	return func() (texts []string) {
 		t.Helper()
-		pause(t, 200*time.Millisecond) // what goes another way may be slower
+		pause(t, 200*time.Millisecond) // earlier packets may take a slower path
 		number++
 		last := fmt.Sprintf("last of %d", number)
-		eventually(t, "a datagram between pods", func() error {
+		eventually(t, "a datagram from the other pod arrives", func() error {
 			sendFrom(t, other.Namespace, 0, netip.AddrPortFrom(pod.Addr(prefix.IPv4), hears), []byte(last))
 			_ = conn.SetReadDeadline(time.Now().Add(time.Second))
 			for b := make([]byte, 100); ; {
@@ -131,11 +134,11 @@ func listenInPod(t *testing.T, pod, other *lab.Pod) (arrived func() []string) {
 	}
 }
 
-// onePodEach returns a pod of each of two hosts.
+// onePodEach returns the first pod of each of the two hosts.
 func onePodEach(l *lab.Lab) []*lab.Pod { return []*lab.Pod{l.Host(1).Pods()[0], l.Host(2).Pods()[0]} }
 
-// newGuardLab has pods on two hosts. restart starts the first host's daemon again, with other
-// arguments.
+// newGuardLab returns a lab with pods on two hosts. restart restarts the first host's daemon with
+// additional arguments.
 func newGuardLab(t *testing.T, backend string, f flavour) (l *lab.Lab, restart func(args ...string)) {
 	t.Helper()
 	l = newLab(t, lab.Config{Hosts: 2}, backend)
@@ -156,15 +159,18 @@ func newGuardLab(t *testing.T, backend string, f flavour) (l *lab.Lab, restart f
 	}
 }
 
+// expectArrived checks the texts that have arrived. when describes the options of the daemon.
 func expectArrived(t *testing.T, when string, got, want []string) {
 	t.Helper()
 	if !slices.Equal(got, want) {
-		t.Errorf("%s: %q arrive, want %q", when, got, want)
+		t.Errorf("%s: %q arrived, want %q", when, got, want)
 	}
 }
 
-// TestGuardUDP has a pod send what hosts send to each other. The guard lets none of it out.
-// Without the guard a host tells it by the port, if masquerading changes that.
+// TestGuardUDP checks that a pod cannot send packets into the network by sending datagrams of
+// the backend udp to a host. The guard drops them on the pod's host. Without the guard the other
+// host drops them if their source port is not that of a host, as after masquerading with a
+// random port.
 func TestGuardUDP(t *testing.T) {
 	t.Parallel()
 	for _, f := range flavours() {
@@ -175,7 +181,7 @@ func TestGuardUDP(t *testing.T) {
 			arrived := listenInPod(t, pods[1], pods[0])
 			shell(t, l.Host(1).Namespace, "sysctl -w net.netfilter.nf_conntrack_udp_timeout=1 net.netfilter.nf_conntrack_udp_timeout_stream=1")
 			send := func() {
-				pause(t, 3*time.Second) // while hosts talk their own datagrams have the port
+				pause(t, 3*time.Second) // until conntrack forgets the hosts' own datagrams, which occupy the port
 				to := netip.AddrPortFrom(host.Addr(prefix.IPv4), 8285)
 				sendFrom(t, pods[0].Namespace, 0, to, injected(pods[1].Addr(prefix.IPv4), "from any port"))
 				sendFrom(t, pods[0].Namespace, 8285, to, injected(pods[1].Addr(prefix.IPv4), "from the hosts' port"))
@@ -187,15 +193,15 @@ func TestGuardUDP(t *testing.T) {
 			send()
 			expectArrived(t, "with the guard, the pod's port kept", arrived(), nil)
 			if n := refused(); n != 0 {
-				t.Errorf("with the guard %v datagrams come to the other host", n)
+				t.Errorf("with the guard the other host dropped %v datagrams for their port, want 0, as none may arrive", n)
 			}
 			restart("--guard-tunnel=false")
 			send()
 			expectArrived(t, "without the guard", arrived(), nil)
 			if n := refused(); n != 2 {
-				t.Errorf("without the guard %v datagrams are refused for their port, want 2", n)
+				t.Errorf("without the guard the other host dropped %v datagrams for their port, want 2", n)
 			}
-			// The port alone is no proof.
+			// The port alone does not protect: masquerading may keep the pod's port.
 			restart("--guard-tunnel=false", "--ip-masq-fully-random-disable")
 			send()
 			expectArrived(t, "without the guard, the pod's port kept", arrived(), []string{"from the hosts' port"})
@@ -203,8 +209,9 @@ func TestGuardUDP(t *testing.T) {
 	}
 }
 
-// TestGuardVXLAN: a pod cannot send into the network by the VXLAN device of any host, at
-// whatever address of that host, but may have a tunnel to another pod.
+// TestGuardVXLAN checks that a pod cannot send packets into the network by sending datagrams to
+// the VXLAN device of a host, at any address of that host. A pod may still have a VXLAN tunnel to
+// another pod.
 func TestGuardVXLAN(t *testing.T) {
 	t.Parallel()
 	for _, f := range flavours() {
@@ -236,20 +243,20 @@ func TestGuardVXLAN(t *testing.T) {
 			sendFrom(t, pods[0].Namespace, 8472, netip.AddrPortFrom(to, 8472), []byte("x"))
 			_ = tunnel.SetReadDeadline(time.Now().Add(patience))
 			if _, err := tunnel.Read(make([]byte, 10)); err != nil {
-				t.Errorf("the pods' own tunnel: %v", err)
+				t.Errorf("a datagram of the pods' own tunnel does not arrive: %v", err)
 			}
 
 			restart("--guard-tunnel=false")
-			send() // the other host still keeps what has a pod's address from its own
-			expectArrived(t, "without the guard of one host", arrived(), []string{
+			send() // host 2 still drops datagrams from a pod's address to the address of its VXLAN device
+			expectArrived(t, "without the guard on host 1", arrived(), []string{
 				"to the own address of host 1", "to the public address of host 1", "to the public address of host 2",
 			})
 		})
 	}
 }
 
-// TestVMGuardIPIP is the same for ipip, where a pod needs the right to send any protocol. The
-// guest has no iptables.
+// TestVMGuardIPIP checks the same for ipip, where a pod needs the capability to send packets of
+// any protocol. It uses nftables only, because the guest has no iptables.
 //
 //stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMGuardIPIP(t *testing.T) {
@@ -265,7 +272,8 @@ func TestVMGuardIPIP(t *testing.T) {
 	expectArrived(t, "with the guard", arrived(), nil)
 	restart("--guard-tunnel=false")
 	send()
-	// Towards the other host masquerading has nothing to tell the pod's packets from the hosts'
-	// own, which it knows as they have just talked, and drops them.
+	// The packets to host 2 do not arrive. Masqueraded they would have the same addresses as the
+	// hosts' own IPIP packets, which conntrack knows already. IPIP has no ports that could
+	// differ, so masquerading drops them.
 	expectArrived(t, "without the guard", arrived(), []string{"to host 1"})
 }

@@ -19,8 +19,8 @@ import (
 	"flanneld/pkg/prefix"
 )
 
-// healTime is how long anything may take to be right again. It is less than a
-// second on a machine that has nothing else to do; the real times are logged.
+// healTime returns the time within which the daemon must repair any damage. On an idle machine
+// a repair takes less than a second. Tests log the real times.
 func healTime() time.Duration {
 	if emulated() {
 		return 20 * time.Second
@@ -28,12 +28,12 @@ func healTime() time.Duration {
 	return 3 * time.Second
 }
 
-// emulated reports whether test/vm runs the test: all takes several times as long
-// there.
+// emulated reports whether test/vm runs the test on an emulated machine, where everything takes
+// several times as long.
 func emulated() bool { return os.Getenv("EMULATED") != "" }
 
-// untilNextLook is how long tests that wait for something let pass before they look
-// again. Where all is emulated, looking costs more than what is looked for.
+// untilNextLook returns the interval at which tests poll the kernel. On an emulated machine
+// polling costs more than the repair.
 func untilNextLook() time.Duration {
 	if emulated() {
 		return 300 * time.Millisecond
@@ -41,20 +41,23 @@ func untilNextLook() time.Duration {
 	return 20 * time.Millisecond
 }
 
-// damage is something that befalls the first host of a lab. do is a shell
-// script, in which variables in braces stand for what concerns one address
-// family; a script without them is run once, however many families there are.
+// damage is a change of the kernel's objects on the first host of a lab.
 type damage struct {
-	name, do string
-	// restores is set if the script ends with what flanneld has to wait for.
+	name string
+	do   string // a shell script; patient.script replaces its variables in braces
+	// restores says that the script ends with a repair that flanneld has to wait for. The time
+	// of healing counts from the end of the script.
 	restores bool
 }
 
+// underlayDamages are for all backends.
+
 var underlayDamages = []damage{
 	{name: "underlay down and up", do: "ip link set eth0 down; sleep 0.2; ip link set eth0 up; {restore}", restores: true},
-	{name: "underlay deleted and made again", do: "ip link del eth0; sleep 0.2; {recreate}; {restore}", restores: true},
+	{name: "underlay deleted and created again", do: "ip link del eth0; sleep 0.2; {recreate}; {restore}", restores: true},
 }
 
+// damages contains the damages for each backend.
 var damages = map[string][]damage{
 	"vxlan": {
 		{name: "route deleted", do: "{ip} route del {subnet}"},
@@ -125,7 +128,7 @@ var wireguardDamages = []damage{
 	{name: "address deleted", do: "{ip} addr del {own} dev {dev}"},
 }
 
-// devices are the names of a backend's own devices.
+// devices contains the names of the devices that a backend creates.
 var devices = map[string]map[prefix.Family]string{
 	"vxlan": {prefix.IPv4: "flannel.1", prefix.IPv6: "flannel-v6.1"},
 	"ipip":  {prefix.IPv4: "flannel.ipip", prefix.IPv6: "flannel-v6.ipip"},
@@ -136,14 +139,15 @@ var devices = map[string]map[prefix.Family]string{
 	userspace:   {prefix.IPv4: "flannel-wg", prefix.IPv6: "flannel-wg-v6"},
 }
 
-// TestHealing runs the damages of both families.
+// TestHealing checks that the daemon repairs all damages on dual-stack hosts.
 func TestHealing(t *testing.T) { healing(t, dual) }
 
-// TestHealingOfOneFamily runs them on hosts that have only one of them.
+// TestHealingOfOneFamily checks the same on hosts with a single address family.
 //
 //stages:rest TestHealing does the same with both families
 func TestHealingOfOneFamily(t *testing.T) { healing(t, v4, v6) }
 
+// healing runs the damages with vxlan and host-gw, on hosts with each set of families.
 func healing(t *testing.T, hosts ...[]prefix.Family) {
 	t.Helper()
 	for _, backend := range []string{"vxlan", "host-gw"} {
@@ -153,13 +157,13 @@ func healing(t *testing.T, hosts ...[]prefix.Family) {
 	}
 }
 
-// healsAll does to the host all that may befall it.
+// healsAll applies all damages to the host, one after the other, and checks the repairs.
 func (p *patient) healsAll(t *testing.T) {
 	families := p.lab.Families()
 	for i, one := range damages[p.backend] {
 		for j, f := range families {
 			if emulated() && i%len(families) != j {
-				continue // the families take turns where time is short
+				continue // apply each damage to one family only, to save time
 			}
 			t.Run(one.name+" "+f.String(), func(t *testing.T) { p.heals(t, one, f) })
 		}
@@ -172,7 +176,7 @@ func (p *patient) healsAll(t *testing.T) {
 	expectMatrix(t, p.lab)
 }
 
-// patient is the first host of a lab of three.
+// patient is a host that tests damage: the first of its lab.
 type patient struct {
 	lab     *lab.Lab
 	backend string
@@ -180,6 +184,7 @@ type patient struct {
 	mac     string // of eth0
 }
 
+// newPatient starts a lab of three hosts with pods that reach each other.
 func newPatient(t *testing.T, backend string, families []prefix.Family) *patient {
 	t.Helper()
 	l := newLab(t, lab.Config{Hosts: 3, Families: families}, backendConfig(backend))
@@ -202,7 +207,7 @@ func macOf(t *testing.T, h *lab.Host, dev string) string {
 	return mac
 }
 
-// run runs a shell script on the host.
+// run runs a shell script on the host and returns its output.
 func (p *patient) run(t *testing.T, script string) string {
 	t.Helper()
 	out, err := p.host.Exec(background(t), "sh", "-ec", script)
@@ -212,13 +217,14 @@ func (p *patient) run(t *testing.T, script string) string {
 	return string(out)
 }
 
-// looks are the commands that show what concerns flannel in a host's kernel, which of
-// their lines do, and what of those makes no difference: the numbers of devices, who
-// made a route, and what changes by itself.
+// looks contains the commands that print flannel's objects in a host's kernel.
 var looks = []struct {
-	command      string
-	not          string // begins the lines that do not
-	has, trifles *regexp.Regexp
+	command string
+	not     string         // ignore lines that begin with this
+	has     *regexp.Regexp // ignore lines that do not match this
+	// trifles matches the parts of a line that tests ignore: the numbers of devices, the protocol
+	// of a route, and values that change by themselves.
+	trifles *regexp.Regexp
 }{
 	{"ip -o -d link", "", regexp.MustCompile(`^\d+: flannel`), regexp.MustCompile(`^\d+: | promiscuity.*maxmtu \d+| addrgenmode.*| state [A-Z]+| permaddr \S+|qlen \d+`)},
 	{"ip -o addr show scope global", "", regexp.MustCompile(`flannel`), regexp.MustCompile(`^\d+: `)},
@@ -226,15 +232,16 @@ var looks = []struct {
 	{"ip fou show 2>/dev/null", "", everyLine, nothing},
 	{`nft list table ip flannel-udp 2>/dev/null | sed 's/[{},]/\n/g'`, "", regexp.MustCompile(`192\.168|iifname|^accept`), regexp.MustCompile(`packets \d+ bytes \d+`)},
 	{"ip neigh show nud permanent", "", regexp.MustCompile(` dev flannel`), nothing},
-	// Peers have nine columns. The port of one behind NAT, and the last four, change with traffic.
+	// Lines of peers have nine columns. Traffic changes the last four, and the port of a peer
+	// behind NAT.
 	{"wg show all dump 2>/dev/null", "", regexp.MustCompile(`^(?:\S+\t){8}`), regexp.MustCompile(`:\d+\t|(?:\t\S+){4}$`)},
 	{"bridge fdb show", "00:00", regexp.MustCompile(` dev flannel.* permanent`), nothing},
 }
 
 var everyLine, nothing = regexp.MustCompile(`.`), regexp.MustCompile(`^$`)
 
-// condition is all that concerns flannel in the host's kernel. It costs few programs,
-// because starting one is what takes longest where all of it is emulated.
+// condition returns all objects of flannel's in the host's kernel, as sorted lines. It runs all
+// commands in one shell, because starting a program is slow on an emulated machine.
 func condition(t *testing.T, h *lab.Host) []string {
 	t.Helper()
 	const next = "--"
@@ -262,8 +269,8 @@ func condition(t *testing.T, h *lab.Host) []string {
 	return lines
 }
 
-// expectCondition waits until the host is as it should be, fails the test if
-// that takes too long, and returns when it was.
+// expectCondition waits until the condition of the host is want, and returns the time at which
+// it began to read it. The test fails after healTime.
 func expectCondition(t *testing.T, h *lab.Host, want []string) time.Time {
 	t.Helper()
 	deadline := time.Now().Add(healTime())
@@ -274,18 +281,19 @@ func expectCondition(t *testing.T, h *lab.Host, want []string) time.Time {
 			return asked
 		}
 		if time.Now().After(deadline) {
-			t.Fatalf("%s is not right after %s; missing:\n  %s\nsurplus:\n  %s", h.Name(), healTime(),
+			t.Fatalf("%s is not repaired after %s; missing:\n  %s\nsurplus:\n  %s", h.Name(), healTime(),
 				strings.Join(minus(want, have), "\n  "), strings.Join(minus(have, want), "\n  "))
 		}
 		<-time.After(untilNextLook())
 	}
 }
 
+// minus returns the lines of a that are not in b.
 func minus(a, b []string) []string {
 	return slices.DeleteFunc(slices.Clone(a), func(line string) bool { return slices.Contains(b, line) })
 }
 
-// heals does damage and waits until nothing is to be seen of it.
+// heals applies a damage for one family and waits until the condition is the same as before.
 func (p *patient) heals(t *testing.T, d damage, f prefix.Family) {
 	before := condition(t, p.host)
 	script := p.script(t, d.do, f)
@@ -295,11 +303,11 @@ func (p *patient) heals(t *testing.T, d damage, f prefix.Family) {
 		start = time.Now()
 	}
 	healed := expectCondition(t, p.host, before)
-	t.Logf("right again after %v", healed.Sub(start).Round(time.Millisecond))
+	t.Logf("repaired after %v", healed.Sub(start).Round(time.Millisecond))
 	p.pings(t)
 }
 
-// pings has the pods of the host and of the others reach each other.
+// pings checks that the first pod of the host and all other pods reach each other.
 func (p *patient) pings(t *testing.T) {
 	t.Helper()
 	own := p.host.Pods()[0]
@@ -318,7 +326,7 @@ func (p *patient) pings(t *testing.T) {
 	}
 }
 
-// script fills in what is in braces.
+// script replaces the variables in braces by the values for one family.
 func (p *patient) script(t *testing.T, text string, f prefix.Family) string {
 	t.Helper()
 	ip, own, wrong, network := "ip -4", "/32", "192.168.77.77", "192.168.77."
@@ -343,7 +351,7 @@ func (p *patient) script(t *testing.T, text string, f prefix.Family) string {
 	).Replace(text)
 }
 
-// podSubnet is the subnet of the host's pods.
+// podSubnet returns the subnet of the host's pods.
 func podSubnet(t *testing.T, h *lab.Host, f prefix.Family) netip.Prefix {
 	t.Helper()
 	bits := 24
@@ -357,6 +365,7 @@ func podSubnet(t *testing.T, h *lab.Host, f prefix.Family) netip.Prefix {
 	return p
 }
 
+// routerOf returns the address of the underlay's router.
 func routerOf(f prefix.Family) string {
 	if f == prefix.IPv6 {
 		return "fd00:77::fe"
@@ -364,8 +373,8 @@ func routerOf(f prefix.Family) string {
 	return "192.168.77.254"
 }
 
-// restore does what a network manager does when a link comes back: IPv4 at
-// once, IPv6 after two seconds.
+// restore returns a script that restores addresses and default routes like a network manager
+// when a link comes back: IPv4 at once, and IPv6 after two seconds.
 func (p *patient) restore(addr func(prefix.Family) netip.Addr) string {
 	var script []string
 	for _, f := range p.lab.Families() {
@@ -385,7 +394,7 @@ func (p *patient) restore(addr func(prefix.Family) netip.Addr) string {
 	return strings.Join(script, "; ")
 }
 
-// recreate makes eth0 as the lab did.
+// recreate returns a script that creates eth0 as the lab did.
 func (p *patient) recreate() string {
 	router, _, _ := strings.Cut(strings.TrimPrefix(p.lab.Underlay().Nsenter(), "nsenter -t "), " ")
 	return fmt.Sprintf("ip link add eth0 address %s type veth peer name %s; ip link set %s netns %s; "+
@@ -393,7 +402,7 @@ func (p *patient) recreate() string {
 		p.mac, p.host.Name(), p.host.Name(), router, router, p.host.Name())
 }
 
-// followsMTU: device and subnet.env have what fits into the underlay's packets.
+// followsMTU checks that flannel's devices and subnet.env follow a change of the underlay's MTU.
 func (p *patient) followsMTU(t *testing.T) {
 	before, env := condition(t, p.host), readSubnetFile(t, p.host)
 	var mtu int
@@ -420,11 +429,11 @@ func (p *patient) followsMTU(t *testing.T) {
 		start := time.Now()
 		p.run(t, fmt.Sprintf("ip link set eth0 mtu %d", step.mtu))
 		healed := expectCondition(t, p.host, step.kept)
-		t.Logf("%d is followed after %v", step.mtu, healed.Sub(start).Round(time.Millisecond))
+		t.Logf("the MTU %d is applied after %v", step.mtu, healed.Sub(start).Round(time.Millisecond))
 		line := fmt.Sprintf("FLANNEL_MTU=%d\n", mtu+step.mtu-1500)
 		soon(t, "subnet.env", func() error {
 			if text := readSubnetFile(t, p.host); !strings.Contains(text, line) {
-				return fmt.Errorf("no %q in %q", line, text)
+				return fmt.Errorf("it does not contain %q: %q", line, text)
 			}
 			return nil
 		})
@@ -432,7 +441,7 @@ func (p *patient) followsMTU(t *testing.T) {
 	p.pings(t)
 }
 
-// soon is eventually with little patience.
+// soon is eventually with healTime as the limit.
 func soon(t *testing.T, what string, check func() error) {
 	t.Helper()
 	deadline := time.Now().Add(healTime())
@@ -444,8 +453,9 @@ func soon(t *testing.T, what string, check func() error) {
 	}
 }
 
-// followsAddress gives the host other addresses, and then its own again, as
-// DHCP may: it keeps lease, MAC and process, and its peers send to the new ones.
+// followsAddress changes the addresses of the host and then changes them back, as DHCP may do.
+// The host must keep its lease, its MAC and its process, and its peers must send to the new
+// addresses.
 func (p *patient) followsAddress(t *testing.T) {
 	l, d := p.lab, p.host.Daemon()
 	had := leases(t, l)
@@ -481,34 +491,34 @@ func (p *patient) followsAddress(t *testing.T) {
 				want = append(want, moved(line))
 			}
 			slices.Sort(want)
-			t.Logf("%s follows after %v", h.Name(), expectCondition(t, h, want).Sub(start).Round(time.Millisecond))
+			t.Logf("%s has applied the addresses after %v", h.Name(), expectCondition(t, h, want).Sub(start).Round(time.Millisecond))
 		}
 		soon(t, "leases", func() error {
 			now := leases(t, l)
 			for i := range had {
 				if i >= len(now) || moved(had[i].Value) != now[i].Value || had[i].Key != now[i].Key {
-					return fmt.Errorf("they are\n%v, want\n%v but for the address", now, had)
+					return fmt.Errorf("they are\n%v, want\n%v with the new addresses", now, had)
 				}
 			}
 			return nil
 		})
-		if tunNumber(t, p.host) != 0 { // the kernel does not show what peers have learnt
+		if tunNumber(t, p.host) != 0 { // the kernel does not show the addresses that daemons have learned
 			expectConverged(t, l)
 		}
 		p.pings(t)
 	}
 	if err := d.Ended(); err != nil || d != p.host.Daemon() {
-		t.Errorf("the daemon has ended: %v", err)
+		t.Errorf("the daemon ended or was replaced: %v", err)
 	}
 }
 
-// replaceWord replaces a whole word of text by another.
+// replaceWord replaces all occurrences of a whole word, such as an address, in text.
 func replaceWord(text, word, by string) string {
 	return regexp.MustCompile(`(^|[^\w.:])`+regexp.QuoteMeta(word)+`($|[^\w.:])`).ReplaceAllString(text, "${1}"+by+"${2}")
 }
 
-// TestDirectRouteFollowsTheUnderlay moves a peer behind the router and back: it
-// is reached by VXLAN, and then by a plain route again.
+// TestDirectRouteFollowsTheUnderlay checks that the daemon uses VXLAN for a peer that moves
+// behind the router, and a plain route again when it moves back.
 func TestDirectRouteFollowsTheUnderlay(t *testing.T) {
 	for _, families := range [][]prefix.Family{v4, v6, dual} {
 		t.Run(name(families), func(t *testing.T) {
@@ -523,7 +533,7 @@ func TestDirectRouteFollowsTheUnderlay(t *testing.T) {
 				p.run(t, "sysctl -q -w net.ipv4.conf.all.accept_redirects=0 net.ipv4.conf.eth0.accept_redirects=0 net.ipv6.conf.all.accept_redirects=0 net.ipv6.conf.eth0.accept_redirects=0")
 				start := time.Now()
 				p.run(t, fmt.Sprintf("ip route add %s via %s dev eth0", peer, routerOf(f)))
-				soon(t, "encapsulation", func() error {
+				soon(t, "the route to the peer uses VXLAN", func() error {
 					now := strings.Join(condition(t, p.host), "\n")
 					for _, want := range []string{fmt.Sprintf("%s via %s dev flannel", pods, pods.Addr()), "dst " + peer.Addr().String() + " "} {
 						if !strings.Contains(now, want) {
@@ -543,8 +553,9 @@ func TestDirectRouteFollowsTheUnderlay(t *testing.T) {
 	}
 }
 
-// TestDirectRouteByAnotherInterface has the link of a second interface go down and come
-// up, and a bridge go that a peer was refused for: the kernel tells of no route.
+// TestDirectRouteByAnotherInterface checks that direct routes are restored after the link of a
+// second interface went down and up, and that a refused peer gets its route when the bridge with
+// its subnet is deleted. The kernel announces none of the routes that it deletes then.
 func TestDirectRouteByAnotherInterface(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 1}, `{"Type":"vxlan","DirectRouting":true}`)
@@ -559,7 +570,7 @@ func TestDirectRouteByAnotherInterface(t *testing.T) {
 		t.Helper()
 		soon(t, route, func() error {
 			if routes := p.run(t, "ip route"); !strings.Contains(routes, route) {
-				return errors.New("the routes are\n" + routes)
+				return errors.New("it is missing in\n" + routes)
 			}
 			return nil
 		})
@@ -573,8 +584,8 @@ func TestDirectRouteByAnotherInterface(t *testing.T) {
 	expect("10.5.211.0/24 via " + routerOf(prefix.IPv4) + " dev eth0")
 }
 
-// TestHealingTouchesNothingElse listens to the kernel while entries are put
-// back.
+// TestHealingTouchesNothingElse checks with the kernel's announcements that a repair writes only
+// the damaged entry.
 func TestHealingTouchesNothingElse(t *testing.T) {
 	p := newPatient(t, "vxlan", dual)
 	for _, f := range dual {
@@ -607,18 +618,19 @@ func TestHealingTouchesNothingElse(t *testing.T) {
 				touched := p.script(t, d.touched, f)
 				for _, line := range lines {
 					if !strings.Contains(line, touched) {
-						t.Errorf("%q is announced, want nothing but %q", line, touched)
+						t.Errorf("the kernel announced %q, want only changes of %q", line, touched)
 					}
 				}
 				if n := len(lines); n == 0 || strings.HasPrefix(lines[n-1], "Deleted") {
-					t.Errorf("announced are %q, want %q to come at the end", lines, touched)
+					t.Errorf("the kernel announced %q, want an addition of %q at the end", lines, touched)
 				}
 			})
 		}
 	}
 }
 
-// TestFight has another program delete a route a hundred times a second.
+// TestFight checks that the daemon uses little CPU time and log while another program deletes a
+// route a hundred times a second, and restores the route afterwards.
 func TestFight(t *testing.T) {
 	p := newPatient(t, "vxlan", v4)
 	d, before := p.host.Daemon(), condition(t, p.host)
@@ -626,20 +638,20 @@ func TestFight(t *testing.T) {
 	p.run(t, p.script(t, "for i in $(seq 500); do {ip} route del {subnet} 2>/dev/null || true; sleep 0.01; done", prefix.IPv4))
 	fought := time.Since(start)
 	now := usageOf(t, d)
-	t.Logf("%v of CPU and %d lines of log in %v of fight", now.cpu-used.cpu, now.lines-used.lines, fought.Round(time.Millisecond))
-	t.Logf("right again after %v", expectCondition(t, p.host, before).Sub(start.Add(fought)).Round(time.Millisecond))
+	t.Logf("%v of CPU time and %d lines of log within %v", now.cpu-used.cpu, now.lines-used.lines, fought.Round(time.Millisecond))
+	t.Logf("repaired after %v", expectCondition(t, p.host, before).Sub(start.Add(fought)).Round(time.Millisecond))
 	if cpu := now.cpu - used.cpu; cpu > fought/50 {
-		t.Errorf("%v of CPU in %v of fight", cpu, fought)
+		t.Errorf("the daemon used %v of CPU time within %v, want at most %v", cpu, fought, fought/50)
 	}
 	if lines := now.lines - used.lines; lines > 3 {
-		t.Errorf("%d lines of log", lines)
+		t.Errorf("the daemon logged %d lines, want at most 3", lines)
 	}
 	expectOnce(t, d, "repaired what another program had changed")
 	p.pings(t)
 }
 
-// TestChecksumOffload: it is the kernel's matter unless the configuration says
-// otherwise, and then it stays so, whoever changes it or deletes the device.
+// TestChecksumOffload checks that the daemon sets and keeps the configured ChecksumOffload even
+// if another program changes it or deletes the device, and that auto leaves the kernel's default.
 func TestChecksumOffload(t *testing.T) {
 	for _, tt := range []struct{ option, want, other string }{{"off", "off", "on"}, {"on", "on", "off"}, {"auto", "on", ""}} {
 		t.Run(tt.option, func(t *testing.T) {
@@ -652,7 +664,7 @@ func TestChecksumOffload(t *testing.T) {
 					soon(t, dev, func() error {
 						out, err := h.Exec(background(t), "ethtool", "-k", dev)
 						if line := "tx-checksumming: " + want; err == nil && !strings.Contains(string(out), line) {
-							err = fmt.Errorf("no %q in\n%s", line, out)
+							err = fmt.Errorf("ethtool -k does not print %q:\n%s", line, out)
 						}
 						return err
 					})
@@ -678,7 +690,8 @@ func TestChecksumOffload(t *testing.T) {
 	}
 }
 
-// TestTwoHostsWithOnePublicAddress: each says whose lease it is in conflict with.
+// TestTwoHostsWithOnePublicAddress checks that each of two hosts with the same public address
+// refuses the lease of the other and logs the conflict.
 func TestTwoHostsWithOnePublicAddress(t *testing.T) {
 	l := newLab(t, lab.Config{Hosts: 2}, `{"Type":"vxlan"}`)
 	first := startOne(t, l.Host(1), lab.FlanneldOptions{})
@@ -695,16 +708,19 @@ func TestTwoHostsWithOnePublicAddress(t *testing.T) {
 	expectLog(t, second, fmt.Sprintf(`"another lease carries the public address of this node" key=%q`, one.Key))
 }
 
-// TestAddressChangesWhileTheStoreIsAway: the host's own side follows at once,
-// the lease and the peers as soon as the store is back.
+// TestAddressChangesWhileTheStoreIsAway checks a change of the host's address while etcd is
+// down. The host must apply the address at once, and the lease and the peers must follow when
+// etcd is back.
 func TestAddressChangesWhileTheStoreIsAway(t *testing.T) {
 	for name, restarts := range map[string]struct{ before, after bool }{
-		"running": {}, "started without the store": {before: true}, "started again before it is published": {after: true},
+		"running": {}, "restarted before the change": {before: true}, "restarted after the change": {after: true},
 	} {
 		t.Run(name, func(t *testing.T) { addressChangesWhileTheStoreIsAway(t, restarts.before, restarts.after) })
 	}
 }
 
+// addressChangesWhileTheStoreIsAway restarts the daemon before or after the change of the address
+// if before or after is set.
 func addressChangesWhileTheStoreIsAway(t *testing.T, before, after bool) {
 	p := newPatient(t, "vxlan", v4)
 	had := leaseOf(t, p.lab, p.host)
@@ -733,8 +749,9 @@ func addressChangesWhileTheStoreIsAway(t *testing.T, before, after bool) {
 	p.hasMoved(t, had)
 }
 
-// TestReadyAgainWhileTheStoreIsAway: the address changes while another device has the
-// VNI. Once that is gone the daemon is ready, as it was, and needs no store for that.
+// TestReadyAgainWhileTheStoreIsAway checks a change of the host's address while another device
+// occupies the VNI and etcd is down. The daemon must not be ready, and must become ready again
+// when the device is deleted, without etcd.
 func TestReadyAgainWhileTheStoreIsAway(t *testing.T) {
 	p := newPatient(t, "vxlan", v4)
 	d := p.host.Daemon()
@@ -743,17 +760,18 @@ func TestReadyAgainWhileTheStoreIsAway(t *testing.T) {
 	p.moves(t)
 	expectLog(t, d, "the changed external interface cannot be used yet")
 	if status, body, _ := d.Get(background(t), "/readyz"); status != 503 || !strings.Contains(body, "data path:") {
-		t.Errorf("/readyz says %d %q, want 503 for the data path", status, body)
+		t.Errorf("/readyz answers %d %q, want 503 for the data path", status, body)
 	}
 	p.run(t, "ip link del other")
 	expectReady(t, d)
 	if !strings.Contains(everything(t, p.host), "local 192.168.77.101") {
-		t.Errorf("it is ready without a device:\n%s", everything(t, p.host))
+		t.Errorf("the daemon is ready without a device with the new address:\n%s", everything(t, p.host))
 	}
 }
 
-// takeVNI makes a device of somebody else's of the host's vxlan device. Before
-// Linux 6.2 it has to be down for that, and the daemon sets it up again.
+// takeVNI renames the host's vxlan device, so that it counts as a device of another program.
+// Before Linux 6.2 only a device that is down can be renamed, and the daemon sets it up again,
+// so the script repeats both commands.
 func takeVNI(t *testing.T, h *lab.Host) {
 	t.Helper()
 	if out, err := h.Exec(background(t), "sh", "-c", "until ip link set flannel.1 down && ip link set flannel.1 name other; do :; done"); err != nil {
@@ -761,16 +779,16 @@ func takeVNI(t *testing.T, h *lab.Host) {
 	}
 }
 
-// TestInterfaceWithoutAddress: while the external interface has no address, no packet
-// leaves, and the host is not ready.
+// TestInterfaceWithoutAddress checks that the host is not ready while the external interface has
+// no address, because it cannot send packets then, and that it recovers.
 func TestInterfaceWithoutAddress(t *testing.T) {
 	t.Parallel()
 	p := newPatient(t, "host-gw", v4)
 	d := p.host.Daemon()
 	p.run(t, "ip addr flush dev eth0")
-	eventually(t, "not ready", func() error {
+	eventually(t, "the host is not ready", func() error {
 		if status, body, _ := d.Get(background(t), "/readyz"); status != 503 || body != "flanneld is not ready yet\nexternal interface: eth0 cannot send from its address 192.168.77.1" {
-			return fmt.Errorf("/readyz says %d %q", status, body)
+			return fmt.Errorf("/readyz answers %d %q", status, body)
 		}
 		return nil
 	})
@@ -779,8 +797,8 @@ func TestInterfaceWithoutAddress(t *testing.T) {
 	expectMatrix(t, p.lab)
 }
 
-// TestOtherAddressesCome: the host stays at its public address when its
-// interface gets one that a daemon would have chosen before it.
+// TestOtherAddressesCome checks that the host keeps its public address when its interface gets
+// addresses that the daemon would have preferred at its first start.
 func TestOtherAddressesCome(t *testing.T) {
 	others := func(t *testing.T, p *patient) {
 		t.Helper()
@@ -791,17 +809,17 @@ func TestOtherAddressesCome(t *testing.T) {
 		t.Helper()
 		expectMatrix(t, p.lab)
 		if now := leases(t, p.lab); !slices.Equal(now, had) {
-			t.Errorf("leases are\n%v, were\n%v", now, had)
+			t.Errorf("leases are\n%v, want them unchanged:\n%v", now, had)
 		}
 	}
 	t.Run("running", func(t *testing.T) {
 		p := newPatient(t, "vxlan", dual)
 		had := leases(t, p.lab)
 		others(t, p)
-		p.followsMTU(t) // and so has seen them
+		p.followsMTU(t) // afterwards the daemon has seen the addresses, too
 		expectSame(t, p, had)
 	})
-	t.Run("started again", func(t *testing.T) {
+	t.Run("restarted", func(t *testing.T) {
 		p := newPatient(t, "vxlan", dual)
 		had := leases(t, p.lab)
 		others(t, p)
@@ -831,14 +849,14 @@ func (p *patient) moves(t *testing.T) {
 	p.run(t, "ip addr del 192.168.77.1/24 dev eth0; "+p.restore(func(prefix.Family) netip.Addr { return netip.MustParseAddr("192.168.77.101") }))
 }
 
-// hasMoved waits until all pods reach each other, and looks at the lease that the host
-// had before it has moved.
+// hasMoved checks that all pods reach each other, and that the host's lease is had with the new
+// address.
 func (p *patient) hasMoved(t *testing.T, had lease) {
 	t.Helper()
 	expectMatrix(t, p.lab)
 	for _, now := range leases(t, p.lab) {
 		if now.Key == had.Key && (now.PublicIP != "192.168.77.101" || now.BackendData != had.BackendData) {
-			t.Errorf("lease is %v, was %v: want it with the new address", now, had)
+			t.Errorf("the lease is %v, want %v with the new address", now, had)
 		}
 	}
 	if n := len(leases(t, p.lab)); n != 3 {
@@ -846,8 +864,8 @@ func (p *patient) hasMoved(t *testing.T, had lease) {
 	}
 }
 
-// TestAddressChangesAfterTheConfiguration: a daemon goes on with the configuration
-// that it has, also when it publishes its new address.
+// TestAddressChangesAfterTheConfiguration checks that a daemon keeps using the configuration of
+// its start after another was written, also when it publishes a new address.
 func TestAddressChangesAfterTheConfiguration(t *testing.T) {
 	for name, tc := range map[string]struct{ config, told string }{
 		"another network": {`{"Network":"10.6.0.0/16","Backend":{"Type":"vxlan"}}`, "restart needed"},

@@ -18,7 +18,8 @@ import (
 	"testing"
 )
 
-// image builds the image and unpacks it, as a container runtime would.
+// image builds the image and unpacks it like a container runtime. root is the folder of its
+// files.
 func image(t *testing.T) (root string, config imageConfig) {
 	t.Helper()
 	dir := t.TempDir()
@@ -39,7 +40,7 @@ func image(t *testing.T) (root string, config imageConfig) {
 		Config struct{ Digest string }
 	}
 	load(t, filepath.Join(oci, "index.json"), &index)
-	const full = "docker.io/library/flanneld:test" // what kubelet makes of the name in the manifests
+	const full = "docker.io/library/flanneld:test" // kubelet expands the name in the manifests to this
 	if name := index.Manifests[0].Annotations["org.opencontainers.image.ref.name"]; name != full {
 		t.Errorf("the archive names its image %q, want %q", name, full)
 	}
@@ -52,6 +53,7 @@ func image(t *testing.T) (root string, config imageConfig) {
 	return root, config
 }
 
+// imageConfig is the part of an image's configuration that tests read.
 type imageConfig struct {
 	Config struct {
 		Entrypoint []string
@@ -59,6 +61,7 @@ type imageConfig struct {
 	}
 }
 
+// load decodes a JSON file.
 func load(t *testing.T, path string, into any) {
 	t.Helper()
 	text, err := os.ReadFile(path)
@@ -70,7 +73,7 @@ func load(t *testing.T, path string, into any) {
 	}
 }
 
-// extract unpacks a tar archive, compressed or not.
+// extract unpacks a tar archive, which may be compressed with gzip.
 func extract(t *testing.T, archive, dir string) {
 	t.Helper()
 	f, err := os.Open(archive)
@@ -104,7 +107,7 @@ func extract(t *testing.T, archive, dir string) {
 				err = errors.Join(os.MkdirAll(filepath.Dir(path), 0o755), writeProgram(path, text, 0o600), os.Chmod(path, h.FileInfo().Mode()))
 			}
 		default:
-			t.Errorf("%s is a file of type %c", h.Name, h.Typeflag)
+			t.Errorf("%s is a file of type %c, want a folder, link or regular file", h.Name, h.Typeflag)
 		}
 		if err != nil {
 			t.Fatal(err)
@@ -112,15 +115,15 @@ func extract(t *testing.T, archive, dir string) {
 	}
 }
 
-// What existing manifests call is in the image, and works with nothing but what
-// is in it.
+// TestImage checks that the image contains all programs that flannel's manifests call, and that
+// they work with only the files of the image.
 //
 //stages:rest it builds images
 func TestImage(t *testing.T) {
 	t.Parallel()
 	root, config := image(t)
 	if e := config.Config.Entrypoint; len(e) != 1 || e[0] != "/opt/bin/flanneld" {
-		t.Errorf("entry point %q", e)
+		t.Errorf("the entry point is %q, want /opt/bin/flanneld", e)
 	}
 	env := []string{"PATH=/none"}
 	for _, v := range config.Config.Env {
@@ -159,16 +162,16 @@ func TestImage(t *testing.T) {
 	run("cp", "-f", "/etc/kube-flannel/cni-conf.json", "/etc/cni/net.d/20-copied.conflist")
 	for _, name := range []string{"10-flannel.conflist", "20-copied.conflist"} {
 		if text, err := os.ReadFile(filepath.Join(root, "etc/cni/net.d", name)); err != nil || string(text) != `{"name":"cbr0"}` {
-			t.Errorf("%s: %q, %v", name, text, err)
+			t.Errorf("%s contains %q (%v), want the configuration that was installed", name, text, err)
 		}
 	}
-	run("cp", "-f", "/flannel", "/opt/cni/bin/flannel") // as from the image of the CNI plugin
+	run("cp", "-f", "/flannel", "/opt/cni/bin/flannel") // as flannel's manifests do with the image of the CNI plugin
 	if info, err := os.Lstat(filepath.Join(root, "opt/cni/bin/flannel")); err != nil || !info.Mode().IsRegular() || info.Size() < 1<<20 {
-		t.Errorf("CNI plugin: %v, %v", info, err)
+		t.Errorf("the CNI plugin is %v (%v), want a regular file of at least 1 MiB", info, err)
 	}
 	run("/opt/bin/mk-docker-opts.sh", "-c")
 	if text, err := os.ReadFile(filepath.Join(root, "run/docker_opts.env")); err != nil || !strings.Contains(string(text), "--bip=10.1.74.1/24") {
-		t.Errorf("docker options: %q, %v", text, err)
+		t.Errorf("the options for Docker are %q (%v), want --bip=10.1.74.1/24", text, err)
 	}
 	for command, want := range map[string]string{"iptables": "nf_tables", "iptables-legacy": "legacy", "ip6tables-nft": "nf_tables"} {
 		if out := run(command, "--version"); !strings.Contains(out, want) {
@@ -177,12 +180,12 @@ func TestImage(t *testing.T) {
 	}
 	run("iptables-nft", "-t", "nat", "-A", "POSTROUTING", "-m", "mark", "--mark", "0x4000/0x4000", "-m", "comment", "--comment", "x", "-j", "MASQUERADE", "--random-fully")
 
-	run("sh", "-c", `iptables-legacy -t nat -A PREROUTING -m statistic --mode random --probability 0.5 -j ACCEPT && iptables-legacy-save`) // as kube-proxy
+	run("sh", "-c", `iptables-legacy -t nat -A PREROUTING -m statistic --mode random --probability 0.5 -j ACCEPT && iptables-legacy-save`) // a rule like kube-proxy's
 	expectLibraries(t, root)
 
 	roots := x509.NewCertPool()
 	if text, err := os.ReadFile(filepath.Join(root, "etc/ssl/certs/ca-certificates.crt")); err != nil || !roots.AppendCertsFromPEM(text) {
-		t.Errorf("no certificate of an authority to check servers against: %v", err)
+		t.Errorf("the image contains no CA certificates: %v", err)
 	}
 
 	err := filepath.WalkDir(root, func(path string, d fs.DirEntry, err error) error {
@@ -191,7 +194,7 @@ func TestImage(t *testing.T) {
 		}
 		info, err := d.Info()
 		if err == nil && info.Mode()&(fs.ModeSetuid|fs.ModeSetgid) != 0 {
-			t.Errorf("%s is %s", path, info.Mode())
+			t.Errorf("%s has mode %s, want neither setuid nor setgid", path, info.Mode())
 		}
 		return err
 	})
@@ -200,7 +203,8 @@ func TestImage(t *testing.T) {
 	}
 }
 
-// expectLibraries wants what each program and library of the image loads to be in it.
+// expectLibraries checks that the image contains all libraries that its programs and libraries
+// load.
 func expectLibraries(t *testing.T, root string) {
 	t.Helper()
 	have, needs := map[string]bool{}, map[string][]string{}
@@ -211,7 +215,7 @@ func expectLibraries(t *testing.T, root string) {
 		have[d.Name()] = true
 		f, err := elf.Open(path)
 		if err != nil {
-			return nil //nolint:nilerr // a file of another kind
+			return nil //nolint:nilerr // not an ELF file
 		}
 		defer f.Close()
 		needs[path], err = f.ImportedLibraries()
@@ -223,13 +227,14 @@ func expectLibraries(t *testing.T, root string) {
 	for path, libraries := range needs {
 		for _, library := range libraries {
 			if !have[library] {
-				t.Errorf("%s is not in the image, and %s loads it", library, strings.TrimPrefix(path, root))
+				t.Errorf("the image does not contain %s, which %s loads", library, strings.TrimPrefix(path, root))
 			}
 		}
 	}
 }
 
-// A Docker that cannot write an archive is not taken for a builder.
+// TestImageBuilderWritesArchives checks that the build does not use a Docker whose builder
+// cannot write an archive.
 //
 //stages:rest it builds images
 func TestImageBuilderWritesArchives(t *testing.T) {
@@ -244,7 +249,7 @@ func TestImageBuilderWritesArchives(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			path := t.TempDir() // of what builds there is only this, and of make nothing
+			path := t.TempDir() // contains the false docker and no other builder
 			for _, command := range []string{"sh", "basename", "dirname", "grep", "mkdir", "mktemp", "rm"} {
 				found, err := exec.LookPath(command)
 				if err != nil {
@@ -262,7 +267,7 @@ func TestImageBuilderWritesArchives(t *testing.T) {
 			build.Env = []string{"PATH=" + path}
 			out, err := build.CombinedOutput()
 			if refused := strings.Contains(string(out), "image: no builder found"); err == nil || refused == tc.usable {
-				t.Errorf("usable: %v, want %v (%v: %s)", !refused, tc.usable, err, out)
+				t.Errorf("Docker is used: %v, want %v (%v: %s)", !refused, tc.usable, err, out)
 			}
 		})
 	}

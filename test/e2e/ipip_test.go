@@ -7,22 +7,32 @@ import (
 	"flanneld/pkg/prefix"
 )
 
+// TestVMIPIPEveryPodReachesEveryPod checks that all pods reach each other with ipip, and which
+// packet size fits.
 func TestVMIPIPEveryPodReachesEveryPod(t *testing.T) {
 	for _, families := range [][]prefix.Family{v4, v6, dual} {
 		t.Run(name(families), func(t *testing.T) { everyPodReachesEveryPod(t, "ipip", families) })
 	}
 }
 
+// TestVMIPIPDirectRouting checks DirectRouting with ipip, as TestDirectRouting does with vxlan.
+//
 //stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMIPIPDirectRouting(t *testing.T) { directRouting(t, "ipip") }
 
+// TestVMIPIPRestartsUnderTraffic checks with ipip that restarts of the daemon lose no packets.
+//
 //stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMIPIPRestartsUnderTraffic(t *testing.T) { restartsUnderTraffic(t, "ipip") }
 
+// TestVMIPIPHealing checks with ipip that the daemon repairs all damages.
+//
 //stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMIPIPHealing(t *testing.T) { newPatient(t, "ipip", dual).healsAll(t) }
 
-// TestVMIPIPForeignDevice has something else stand where the device should be.
+// TestVMIPIPForeignDevice checks a start beside devices that occupy the name or the address of
+// the tunnel. The daemon must name the device of another program, adopt a device that another
+// flannel daemon has left, and replace a tunnel to a single address.
 //
 //stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMIPIPForeignDevice(t *testing.T) {
@@ -42,7 +52,8 @@ func TestVMIPIPForeignDevice(t *testing.T) {
 	expectFailure(t, start(t, h, lab.FlanneldOptions{}), "tunl7 is a tunnel from 192.168.77.1 to anywhere already: remove it (ip link delete tunl7)")
 	run("link", "del", "tunl7")
 
-	// What another flannel daemon has left is adopted, a tunnel to one place replaced.
+	// A tunnel to one address is replaced. A tunnel that another flannel daemon has left is
+	// adopted.
 	run("link", "add", "flannel.ipip", "type", "ipip", "local", "192.168.77.1", "remote", "192.168.77.2")
 	startOne(t, h, lab.FlanneldOptions{})
 	adopted := condition(t, h)
