@@ -279,7 +279,7 @@ func TestNoSubnetForTheLastKnownState(t *testing.T) {
 			eventually(t, "reasons", func() error {
 				code, body, _ := d.Get(background(t), "/readyz")
 				if code != 503 || !strings.Contains(body, "subnet: ") || !strings.Contains(body, tt.why) || !strings.Contains(body, "out of subnets") {
-					return fmt.Errorf("/readyz says %d %q, want %q", code, body, tt.why)
+					return fmt.Errorf("/readyz: %d %q, want 503 with %q", code, body, tt.why)
 				}
 				return nil
 			})

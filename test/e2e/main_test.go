@@ -22,6 +22,7 @@ import (
 // patience limits every wait of a test. It is much longer than anything normally takes.
 const patience = 60 * time.Second
 
+// TestMain runs the tests, unless the user or a missing binary makes all of them fail.
 func TestMain(m *testing.M) {
 	lab.RunChild()
 	if os.Geteuid() != 0 {

@@ -367,8 +367,8 @@ func expectAddresses(t *testing.T, l *lab.Lab) {
 	})
 }
 
-// hold returns the lines of a host's kernel about the data path to a node's subnets. The
-// lines name the devices with their numbers.
+// hold returns the lines of a host's kernel about the data path to a node's subnets. They
+// contain the names of the devices.
 func hold(t *testing.T, h *lab.Host, n node) []string {
 	t.Helper()
 	var lines []string
