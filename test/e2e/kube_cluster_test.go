@@ -17,8 +17,8 @@ import (
 	"flanneld/pkg/prefix"
 )
 
-// cluster is a lab whose store is a Kubernetes API server on the router, with
-// the lab's etcd behind it.
+// cluster is a lab whose store is a Kubernetes API server. The API server runs on the
+// router and stores its data in the lab's etcd.
 type cluster struct {
 	*lab.Lab
 	t       *testing.T
@@ -26,7 +26,7 @@ type cluster struct {
 	api     *lab.APIServer
 	client  *http.Client
 	backend string
-	server  string // as a kubeconfig's cluster; empty: the API server itself
+	server  string // the cluster of a kubeconfig as JSON; empty means the API server itself
 }
 
 const (
@@ -34,17 +34,17 @@ const (
 	flannelToken = "flannel-token"
 	flannelUser  = "system:serviceaccount:kube-flannel:flannel"
 	nodesPath    = "/api/v1/nodes"
-	auditLog     = "audit.log" // what the daemons ask for
+	auditLog     = "audit.log" // file of the requests that the daemons send
 )
 
-// newCluster builds a cluster with a Node for every host. Daemons are not
-// started.
+// newCluster builds a cluster with a Node for every host. It does not start daemons.
 func newCluster(t *testing.T, cfg lab.Config, backend string) *cluster {
 	t.Helper()
 	return newClusterOn(t, cfg, backend, "")
 }
 
-// newClusterOn builds one with another etcd behind the API server than the lab's.
+// newClusterOn builds a cluster whose API server stores its data in the etcd of the given
+// program. An empty path means the lab's own etcd.
 func newClusterOn(t *testing.T, cfg lab.Config, backend, etcd string) *cluster {
 	t.Helper()
 	c := &cluster{Lab: newLab(t, cfg, ""), t: t, dir: t.TempDir(), backend: backend}
@@ -74,7 +74,7 @@ func (c *cluster) write(name string, text []byte) string {
 	return path
 }
 
-// startEtcd starts an etcd beside the lab's own, and returns its URL.
+// startEtcd runs an etcd program in addition to the lab's own etcd, and returns its URL.
 func (c *cluster) startEtcd(program string) string {
 	c.t.Helper()
 	const client, peer = "http://127.0.0.1:12379", "http://127.0.0.1:12380"
@@ -101,7 +101,8 @@ func (c *cluster) startEtcd(program string) string {
 	return client
 }
 
-// startAPI starts the API server, which writes down what the daemons ask for.
+// startAPI starts the API server with an audit log of the daemons' requests. An empty
+// etcd means the lab's.
 func (c *cluster) startAPI(etcd string) {
 	c.t.Helper()
 	binary, err := filepath.Abs("../../bin/tools/kube-apiserver")
@@ -123,7 +124,7 @@ func (c *cluster) startAPI(etcd string) {
 	c.client = &http.Client{Timeout: 20 * time.Second, Transport: transport}
 }
 
-// start starts the API server again.
+// start starts the API server again after kill.
 func (c *cluster) start() {
 	c.t.Helper()
 	if err := c.api.Start(background(c.t)); err != nil {
@@ -169,7 +170,8 @@ func (c *cluster) do(method, path string, body any, contentType string) []byte {
 	return answer
 }
 
-// grant gives the daemons the role that flannel's first manifests give, and Events.
+// grant gives the daemons the ClusterRole of flannel's first manifests, and the
+// permission to create Events.
 func (c *cluster) grant() {
 	rule := func(resource string, verbs ...string) map[string]any {
 		return map[string]any{"apiGroups": []string{""}, "resources": []string{resource}, "verbs": verbs}
@@ -188,7 +190,8 @@ func (c *cluster) grant() {
 	}, "")
 }
 
-// podCIDRs are those of Node n, in the families of the lab.
+// podCIDRs returns the podCIDRs of Node n in the families of the lab. Even Nodes have
+// them in reverse order, because Kubernetes allows both orders.
 func (c *cluster) podCIDRs(n int) []string {
 	var cidrs []string
 	if slices.Contains(c.Families(), prefix.IPv4) {
@@ -197,7 +200,7 @@ func (c *cluster) podCIDRs(n int) []string {
 	if slices.Contains(c.Families(), prefix.IPv6) {
 		cidrs = append(cidrs, fmt.Sprintf("fd00:5:0:%x::/64", n)) // lab.PodNetwork
 	}
-	if n%2 == 0 { // in either order
+	if n%2 == 0 {
 		slices.Reverse(cidrs)
 	}
 	return cidrs
@@ -205,7 +208,7 @@ func (c *cluster) podCIDRs(n int) []string {
 
 func nodeName(n int) string { return fmt.Sprintf("node%d", n) }
 
-// addNode makes Node n, with its podCIDRs.
+// addNode creates Node n with its podCIDRs.
 func (c *cluster) addNode(n int, annotations map[string]string) {
 	c.t.Helper()
 	c.addNodeWith(n, annotations, c.podCIDRs(n)...)
@@ -227,8 +230,8 @@ func (c *cluster) deleteNode(n int) {
 	c.do(http.MethodDelete, nodesPath+"/"+nodeName(n), nil, "")
 }
 
-// annotate changes annotations of Node n, by their names below the prefix; nil
-// removes one.
+// annotate changes annotations of Node n. The keys are names without the prefix. A nil
+// value removes an annotation.
 func (c *cluster) annotate(n int, annotations map[string]any) {
 	c.t.Helper()
 	full := map[string]any{}
@@ -240,7 +243,7 @@ func (c *cluster) annotate(n int, annotations map[string]any) {
 
 func annotation(name string) string { return "flannel.alpha.coreos.com/" + name }
 
-// kubeNode is a Node as tests see it.
+// kubeNode contains the fields of a Node that tests read.
 type kubeNode struct {
 	Metadata struct {
 		Name        string
@@ -293,7 +296,7 @@ func (c *cluster) events(n int) []string {
 	return messages
 }
 
-// options are how a daemon is started on host n.
+// options returns the options of a daemon on host n, followed by args.
 func (c *cluster) options(n int, args ...string) lab.FlanneldOptions {
 	c.t.Helper()
 	token := filepath.Join(c.dir, fmt.Sprintf("token%d", n))

@@ -20,14 +20,15 @@ import (
 	"flanneld/pkg/lab"
 )
 
-// front stands before a cluster's API server. It answers everything with one
-// status, if it has one.
+// front is a proxy in front of a cluster's API server. If status is not 0, it answers
+// every request with that status.
 type front struct {
 	*httptest.Server
 	status, refused atomic.Int32
 }
 
-// putFront has the daemons of the cluster ask a front.
+// putFront starts a front and makes it the server in the kubeconfigs of the cluster's
+// daemons.
 func (c *cluster) putFront() *front {
 	c.t.Helper()
 	f := &front{}
@@ -64,8 +65,9 @@ func (c *cluster) putFront() *front {
 	return f
 }
 
-// refuse answers everything with a status from now on, also to those who are
-// connected, and waits until several have been told. 0 ends that.
+// refuse makes the front answer every request with a status, closes all connections so
+// that watches get it too, and waits until it has answered several requests. Status 0
+// ends this.
 func (f *front) refuse(t *testing.T, status int) {
 	t.Helper()
 	f.status.Store(int32(status))
@@ -76,14 +78,15 @@ func (f *front) refuse(t *testing.T, status int) {
 	f.CloseClientConnections()
 	eventually(t, fmt.Sprintf("several answers %d", status), func() error {
 		if n := f.refused.Load(); n < 8 {
-			return fmt.Errorf("%d were given", n)
+			return fmt.Errorf("%d answers so far", n)
 		}
 		return nil
 	})
 }
 
-// TestKubeAnswers has an API server that answers nothing but errors: at the
-// start, and while Nodes come and go.
+// TestKubeAnswers checks that daemons start and forward packets although the API server
+// answers requests with errors for a while, at the start and while Nodes are added and
+// deleted. No answer with an error may change the kernel.
 //
 //stages:rest it starts an API server
 func TestKubeAnswers(t *testing.T) {
@@ -117,7 +120,7 @@ func TestKubeAnswers(t *testing.T) {
 				t.Fatal(err)
 			}
 			if !strings.Contains(state, c.peerEntries(gone)[0]) || strings.Contains(state, peerMAC(added)) {
-				t.Errorf("with an API server that answers %d %s has\n%s", status, h.Name(), state)
+				t.Errorf("the API server answers %d, and the kernel of %s has changed:\n%s", status, h.Name(), state)
 			}
 		}
 		f.refuse(t, 0)
@@ -134,12 +137,12 @@ func TestKubeAnswers(t *testing.T) {
 	expectNothingLost(t, flows)
 }
 
-// mounts is the folder of a ServiceAccount's token on a host, which kubelet
-// changes as a whole.
+// mounts is the folder in which a pod finds the token of its ServiceAccount. The kubelet
+// replaces its whole content at once, through the symbolic link ..data.
 const mounts = "/run/secrets/kubernetes.io/serviceaccount"
 
-// mount gives a host the token of a ServiceAccount, by the name of the Secret
-// with which it dies.
+// mount writes a token of a ServiceAccount into the mounts folder of a host. The token is
+// bound to a Secret, so deleting the Secret revokes the token.
 func (c *cluster) mount(h *lab.Host, secret string) (token string) {
 	c.t.Helper()
 	const namespace = "/api/v1/namespaces/kube-flannel/"
@@ -177,8 +180,8 @@ func (c *cluster) mount(h *lab.Host, secret string) (token string) {
 	return answer.Status.Token
 }
 
-// TestKubeTokenRotated revokes the token that a pod has mounted, and mounts
-// another only later.
+// TestKubeTokenRotated checks that a daemon whose mounted token is revoked reads the new
+// token as soon as it is mounted, without a restart and without packet loss.
 //
 //stages:rest it starts an API server
 func TestKubeTokenRotated(t *testing.T) {
@@ -205,17 +208,17 @@ func TestKubeTokenRotated(t *testing.T) {
 	flows := startFlows(t, c.Lab, 200)
 
 	c.do(http.MethodDelete, "/api/v1/namespaces/kube-flannel/secrets/first", nil, "")
-	c.kill() // it would believe for a while what it has believed before
+	c.kill() // a running API server caches for a while that a token is valid
 	c.start()
 	if status, answer, err := c.tryAs(old, http.MethodGet, nodesPath, nil, ""); err != nil || status != http.StatusUnauthorized {
-		t.Fatalf("with a revoked token: %d, %v: %s", status, err, answer)
+		t.Fatalf("request with a revoked token: %d, %v: %s, want 401", status, err, answer)
 	}
 	expectLog(t, d, "Unauthorized")
 	c.addNode(100, c.peerNotes(100))
 	expectKernel(t, c.Host(2), c.peerEntries(100), nil)
 	expectKernel(t, h, nil, []string{peerMAC(100)})
 	if lines := linesWith(d, "the Kubernetes API is usable again"); len(lines) > 0 {
-		t.Errorf("with a revoked token: %q", lines)
+		t.Errorf("the API is reported as usable although the token is revoked: %q", lines)
 	}
 
 	c.mount(h, "second")

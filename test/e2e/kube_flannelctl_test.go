@@ -12,7 +12,8 @@ import (
 	"flanneld/pkg/prefix"
 )
 
-// TestKubeFlannelctl looks at a cluster's leases, those that are none included.
+// TestKubeFlannelctl checks that flannelctl leases lists the leases of a cluster,
+// including a Node without podCIDR, and omits Nodes that flannel does not use.
 func TestKubeFlannelctl(t *testing.T) {
 	t.Parallel()
 	c := newCluster(t, lab.Config{Hosts: 1, Families: dual}, `{"Type":"vxlan"}`)
@@ -23,7 +24,7 @@ func TestKubeFlannelctl(t *testing.T) {
 	out := mustCtl(t, h, []string{"leases", "--kubeconfig-file=" + config})
 	lines := strings.Split(strings.TrimSpace(out), "\n")
 	if len(lines) != 3 || !strings.HasPrefix(lines[0], "NODE ") {
-		t.Fatalf("leases are\n%s", out)
+		t.Fatalf("flannelctl leases prints\n%s\nwant a heading and two leases", out)
 	}
 	for i, want := range []string{
 		fmt.Sprintf("%s %s %s,%s vxlan", nodeName(1), strings.Join(c.podCIDRs(1), ","), h.Addr(4), h.Addr(6)),
@@ -36,8 +37,8 @@ func TestKubeFlannelctl(t *testing.T) {
 	refusedCtl(t, h, []string{"leases", "--kubeconfig-file=/nowhere"}, `--kubeconfig-file "/nowhere" cannot be read`)
 }
 
-// TestKubeFlannelctlWatch follows the leases of a cluster, over a restart of its
-// API server.
+// TestKubeFlannelctlWatch checks that flannelctl leases --watch reports added, changed
+// and deleted leases, and continues after a restart of the API server.
 //
 //stages:rest it starts an API server
 func TestKubeFlannelctlWatch(t *testing.T) {
@@ -47,7 +48,7 @@ func TestKubeFlannelctlWatch(t *testing.T) {
 	h := c.Host(1)
 	expectLine := followCtl(t, h, "leases", "--watch", "--kubeconfig-file="+filepath.Join(c.dir, "kubeconfig1"))
 	expectLine("+", nodeName(1), h.Addr(prefix.IPv4).String(), "vxlan")
-	c.addNode(101, nil) // none of flannel's
+	c.addNode(101, nil) // without annotations, so it is no lease
 	c.addNodeWith(102, c.peerNotes(102), "10.5.102.0/24")
 	expectLine("+", nodeName(102), c.peerIP(102), "vxlan")
 	c.annotate(102, map[string]any{"public-ip": "192.168.77.77"})
@@ -60,8 +61,8 @@ func TestKubeFlannelctlWatch(t *testing.T) {
 	expectLine("-", nodeName(102), "192.168.77.77", "vxlan")
 }
 
-// TestKubeFlannelctlConfig reads what the daemons read: a file, or the ConfigMap
-// that becomes one in their pods.
+// TestKubeFlannelctlConfig checks that flannelctl config reads the configuration of the
+// daemons: a file, or the ConfigMap that is mounted as this file in their pods.
 //
 //stages:rest it needs kubectl, which takes minutes to build
 func TestKubeFlannelctlConfig(t *testing.T) {
@@ -79,7 +80,8 @@ func TestKubeFlannelctlConfig(t *testing.T) {
 	c.do(http.MethodPost, "/api/v1/namespaces", map[string]any{
 		"apiVersion": "v1", "kind": "Namespace", "metadata": map[string]any{"name": "kube-flannel"},
 	}, "")
-	// Too small to hand out subnets of, which the API does here.
+	// This network is too small to allocate subnets from it. It is valid nevertheless,
+	// because Kubernetes allocates the podCIDRs.
 	configMap("kube-flannel", "kube-flannel-cfg", "net-conf.json", `{"Network":"10.5.1.0/30","Backend":{"Type":"vxlan"}}`)
 	mustCtl(t, h, []string{"config", "get", admin}, `{"Network":"10.5.1.0/30","Backend":{"Type":"vxlan"}}`+"\n")
 	mustCtl(t, h, []string{"config", "validate", admin})
@@ -97,13 +99,13 @@ func TestKubeFlannelctlConfig(t *testing.T) {
 	refusedCtl(t, h, []string{"config", "set", file, admin}, "kubectl --namespace=kube-flannel edit configmap kube-flannel-cfg")
 	c.followEdit(h)
 
-	// What a daemon may do is not enough: it has the file.
+	// The role of the daemons does not allow this: they read the mounted file.
 	daemon := "--kubeconfig-file=" + c.kubeconfig(1, c.write("token", []byte(flannelToken)))
 	refusedCtl(t, h, []string{"config", "get", daemon}, "403", "configmaps")
 }
 
-// followEdit does what the page says in place of config set, with an editor that needs
-// nobody.
+// followEdit runs the commands that the page recommends instead of config set. An editor
+// script makes the change.
 func (c *cluster) followEdit(h *lab.Host) {
 	c.t.Helper()
 	const after = `{"Network":"10.5.1.0/29","Backend":{"Type":"vxlan"}}`
@@ -128,7 +130,7 @@ func (c *cluster) followEdit(h *lab.Host) {
 		}
 	}
 	if len(ran) != 2 {
-		c.t.Fatalf("the page says %q", ran)
+		c.t.Fatalf("the page has the commands %q, want two", ran)
 	}
 	mustCtl(c.t, h, []string{"config", "get", "--kubeconfig-file=" + config}, after+"\n")
 }

@@ -15,7 +15,8 @@ import (
 	"flanneld/pkg/lab"
 )
 
-// bare is a cluster in which nothing is installed.
+// bare builds a cluster without the roles for flannel, so that tests can install them
+// from manifests.
 func bare(t *testing.T, cfg lab.Config) *cluster {
 	t.Helper()
 	c := newCluster(t, cfg, `{"Type":"vxlan"}`)
@@ -25,8 +26,8 @@ func bare(t *testing.T, cfg lab.Config) *cluster {
 	return c
 }
 
-// tool runs kubectl or helm as an administrator does, and fails the test on
-// warnings of the API server, too.
+// tool runs kubectl or helm as an administrator. It also fails the test if the API server
+// prints a warning.
 func (c *cluster) tool(name string, args ...string) string {
 	c.t.Helper()
 	path, err := filepath.Abs("../../bin/tools/" + name)
@@ -50,8 +51,8 @@ func repository(t *testing.T, path string) string {
 	return path
 }
 
-// TestKubeManifests has the API server check all that is shipped, down to fields
-// that it does not know.
+// TestKubeManifests checks that the API server accepts all rendered manifests and knows
+// all of their fields.
 //
 //stages:rest it needs kubectl, which takes minutes to build
 func TestKubeManifests(t *testing.T) {
@@ -61,7 +62,7 @@ func TestKubeManifests(t *testing.T) {
 	c.tool("kubectl", "apply", strict, "-f", repository(t, "dist/kubernetes/base/namespace.yaml"))
 	rendered, err := filepath.Glob(repository(t, "dist/kubernetes/testdata/*.golden.yaml"))
 	if err != nil || len(rendered) == 0 {
-		t.Fatalf("nothing was rendered: %v", err)
+		t.Fatalf("no rendered manifests: %v", err)
 	}
 	for _, file := range rendered {
 		if out := c.tool("kubectl", "apply", strict, dryRun, "-f", file); !strings.Contains(out, "daemonset.apps/kube-flannel-ds created (server dry run)") {
@@ -70,9 +71,10 @@ func TestKubeManifests(t *testing.T) {
 	}
 }
 
-// TestKubeManifestsOverExisting applies what is shipped over what there is, which
-// was made in either way: what is in place of it then is not a mixture. What there
-// was, applied in the same way, brings back all of it.
+// TestKubeManifestsOverExisting checks that applying the manifests of flanneld over
+// flannel's replaces them completely, whether flannel's were created or applied, and that
+// applying flannel's again restores them completely. A mixture of both would start wrong
+// commands.
 //
 //stages:rest it needs kubectl, which takes minutes to build
 func TestKubeManifestsOverExisting(t *testing.T) {
@@ -101,23 +103,23 @@ func TestKubeManifestsOverExisting(t *testing.T) {
 ["/opt/bin/flanneld"]["--ip-masq","--kube-subnet-mgr","--healthz-port=8081"]
 `
 			if diff := cmp.Diff(want, got); diff != "" {
-				t.Errorf("what the containers run (-want +got):\n%s", diff)
+				t.Errorf("commands of the containers (-want +got):\n%s", diff)
 			}
 			for _, where := range []string{"default", "kube-flannel"} {
 				got := c.tool("kubectl", "get", "role", "--namespace="+where, "--output=name")
 				if (got != "") != (where == "default") {
-					t.Errorf("roles in %s: %q", where, got)
+					t.Errorf("roles in namespace %s: %q, want some in default only", where, got)
 				}
 			}
 			c.tool("kubectl", append(tc.applied, "-f", old)...)
 			if diff := cmp.Diff(before, what()); diff != "" {
-				t.Errorf("role and pods, after going back (-before +after):\n%s", diff)
+				t.Errorf("role and pods after going back to flannel (-before +after):\n%s", diff)
 			}
 		})
 	}
 }
 
-// typed runs a block of a page, as an administrator does.
+// typed runs a block of a page as an administrator.
 func (c *cluster) typed(page, begins string) {
 	c.t.Helper()
 	command := pageBlock(c.t, page, begins)
@@ -128,7 +130,8 @@ func (c *cluster) typed(page, begins string) {
 	}
 }
 
-// TestPageKubernetesInstall runs what that page shows, but for what takes it out.
+// TestPageKubernetesInstall runs the commands of the page, except those that remove
+// flanneld, and checks the images and the configuration after them.
 //
 //stages:rest it needs kubectl and helm, which take minutes to build
 func TestPageKubernetesInstall(t *testing.T) {
@@ -160,7 +163,7 @@ func TestPageKubernetesInstall(t *testing.T) {
 			typed(begins)
 			expectImages()
 			typed("kubectl label namespace")
-			expectReconfigured(t, c, how == "helm", func() { // by itself or by hand
+			expectReconfigured(t, c, how == "helm", func() { // only the chart replaces the pods by itself
 				if how == "helm" {
 					c.tool("helm", "upgrade", "flannel", filepath.Join(dir, "dist/kubernetes/chart"), "--namespace=kube-flannel",
 						"--reuse-values", "--set=flannel.backend=host-gw")
@@ -177,7 +180,7 @@ func TestPageKubernetesInstall(t *testing.T) {
 				typed("helm upgrade")
 				expectImages()
 				if conf := c.tool("kubectl", "get", "--namespace=kube-flannel", "configmap/kube-flannel-cfg", "--output=yaml"); !strings.Contains(conf, "host-gw") {
-					t.Errorf("after the upgrade the configuration is %s", conf)
+					t.Errorf("configuration after the upgrade: %s, want host-gw", conf)
 				}
 			}
 			c.tool("kubectl", "--namespace=kube-flannel", "set", "image", "daemonset/kube-flannel-ds", "*=flannel:old")
@@ -187,8 +190,8 @@ func TestPageKubernetesInstall(t *testing.T) {
 	}
 }
 
-// expectReconfigured wants host-gw in the ConfigMap after change, and the pods to be
-// replaced, or not.
+// expectReconfigured calls change and checks that the ConfigMap contains host-gw
+// afterwards, and that the pods are replaced if and only if replaced is true.
 func expectReconfigured(t *testing.T, c *cluster, replaced bool, change func()) {
 	t.Helper()
 	get := func(what, path string) string {
@@ -198,15 +201,15 @@ func expectReconfigured(t *testing.T, c *cluster, replaced bool, change func()) 
 	before := get("daemonset/kube-flannel-ds", ".spec.template")
 	change()
 	if conf := get("configmap/kube-flannel-cfg", `.data.net-conf\.json`); !strings.Contains(conf, `"host-gw"`) {
-		t.Errorf("the configuration is %s", conf)
+		t.Errorf("configuration: %s, want host-gw", conf)
 	}
 	if after := get("daemonset/kube-flannel-ds", ".spec.template"); (after != before) != replaced {
-		t.Errorf("pods are replaced: %v, want %v", after != before, replaced)
+		t.Errorf("pods replaced = %v, want %v", after != before, replaced)
 	}
 }
 
-// existing writes the manifest of a cluster that runs flannel, with that command
-// to install the CNI configuration.
+// existing writes the manifest of a cluster that runs flannel. install is the command
+// that installs the CNI configuration.
 func (c *cluster) existing(install ...string) string {
 	c.t.Helper()
 	text, err := os.ReadFile("testdata/existing.yaml")
@@ -216,8 +219,9 @@ func (c *cluster) existing(install ...string) string {
 	return c.write("existing.yaml", []byte(strings.Replace(string(text), "[INSTALL]", "["+strings.Join(install, ", ")+"]", 1)))
 }
 
-// asked returns what the daemons have asked the API server for, in order and
-// each once; with a status only what was answered with that.
+// asked returns the requests of the daemons to the API server, sorted and without
+// duplicates. If status is not 0, it returns only requests that were answered with that
+// status.
 func (c *cluster) asked(status int) []string {
 	c.t.Helper()
 	text, err := os.ReadFile(filepath.Join(c.dir, auditLog))
@@ -232,7 +236,7 @@ func (c *cluster) asked(status int) []string {
 			ResponseStatus struct{ Code int }
 		}
 		if err := json.Unmarshal([]byte(line), &entry); err != nil {
-			continue // one that is being written
+			continue // the API server is still writing this line
 		}
 		if status == 0 || entry.ResponseStatus.Code == status {
 			resource := strings.TrimSuffix(entry.ObjectRef.Resource+"/"+entry.ObjectRef.Subresource, "/")
@@ -243,7 +247,7 @@ func (c *cluster) asked(status int) []string {
 	return slices.Compact(asked)
 }
 
-// errorLines returns the lines that the daemon wrote because something is wrong.
+// errorLines returns the lines that the daemon logged as errors.
 func errorLines(d *lab.Daemon) []string {
 	var lines []string
 	for line := range strings.Lines(d.Log()) {
@@ -254,8 +258,8 @@ func errorLines(d *lab.Daemon) []string {
 	return lines
 }
 
-// takeAway removes one verb from a role, waits until the API server refuses it,
-// and returns how to give it back.
+// takeAway removes one verb from a role and waits until the API server refuses it.
+// restore adds the verb again.
 func (c *cluster) takeAway(role, resource, verb string) (restore func()) {
 	c.t.Helper()
 	type rule struct {
@@ -287,7 +291,8 @@ func (c *cluster) takeAway(role, resource, verb string) (restore func()) {
 	}
 }
 
-// expectAllowed waits until the API server has taken in what roles say.
+// expectAllowed waits until the API server allows the request, or refuses it if want is
+// false. The API server needs a moment to notice a changed role.
 func (c *cluster) expectAllowed(verb, resource string, want bool) {
 	c.t.Helper()
 	name, sub, _ := strings.Cut(resource, "/")
@@ -323,7 +328,8 @@ func (c *cluster) addPolicy() {
 	}, "")
 }
 
-// TestKubeNetworkPolicies has somebody believe that flanneld enforces them.
+// TestKubeNetworkPolicies checks that a daemon logs a warning if there are
+// NetworkPolicies, because it does not enforce them, and no warning if there are none.
 //
 //stages:rest it needs kubectl, which takes minutes to build
 func TestKubeNetworkPolicies(t *testing.T) {
@@ -333,7 +339,7 @@ func TestKubeNetworkPolicies(t *testing.T) {
 	c.startDaemons()
 	expectStop(t, c.Host(1).Daemon())
 	if got := errorLines(c.Host(1).Daemon()); len(got) > 0 {
-		t.Errorf("without any it complains: %q", got)
+		t.Errorf("errors without NetworkPolicies: %q, want none", got)
 	}
 	c.addPolicy()
 	d := start(t, c.Host(1), c.options(1))
@@ -341,14 +347,15 @@ func TestKubeNetworkPolicies(t *testing.T) {
 	c.ready()
 }
 
-// TestKubeRole takes away what the shipped roles allow, one verb after the other:
-// each is missed, and the daemon goes on when it is back, without a restart.
+// TestKubeRole checks that the shipped roles allow what the daemon needs and nothing else.
+// Without one of their verbs the daemon cannot do the respective work, and it continues
+// without a restart when the verb is allowed again.
 //
 //stages:rest it needs kubectl, which takes minutes to build
 func TestKubeRole(t *testing.T) {
 	t.Parallel()
 	const role = "clusterroles/flannel"
-	t.Run("all of it is used", func(t *testing.T) {
+	t.Run("every verb is used", func(t *testing.T) {
 		t.Parallel()
 		c := bare(t, lab.Config{Hosts: 1})
 		c.tool("kubectl", "apply", "-k", repository(t, "dist/kubernetes/base"))
@@ -364,8 +371,8 @@ func TestKubeRole(t *testing.T) {
 	})
 	for _, tc := range []struct {
 		role, resource, verb string
-		missed               func(c *cluster) // what is not done
-		done                 func(c *cluster) // and then is
+		missed               func(c *cluster) // checks what the daemon does not do without the verb
+		done                 func(c *cluster) // checks that the daemon does it with the verb
 	}{
 		{role, "nodes", "list", (*cluster).notReady, func(c *cluster) {
 			c.ready()
@@ -382,7 +389,7 @@ func TestKubeRole(t *testing.T) {
 		{role, "nodes/status", "patch", func(c *cluster) {
 			expectLog(c.t, c.Host(1).Daemon(), `cannot patch resource \"nodes/status\"`)
 			if n := c.node(1); n.note("public-ip") != "" || n.networkUnavailable() != "" {
-				c.t.Errorf("patched without being allowed to: %+v", n)
+				c.t.Errorf("patched without permission: %+v", n)
 			}
 		}, func(c *cluster) {
 			c.ready()
@@ -392,20 +399,20 @@ func TestKubeRole(t *testing.T) {
 			c.addPolicy()
 			eventually(c.t, "request", func() error {
 				if got := c.asked(http.StatusForbidden); len(got) == 0 {
-					return fmt.Errorf("none was refused")
+					return fmt.Errorf("no request was refused")
 				}
 				return nil
 			})
 			c.ready()
 			if got := errorLines(c.Host(1).Daemon()); len(got) > 0 {
-				c.t.Errorf("it complains: %q", got)
+				c.t.Errorf("errors in the log: %q, want none", got)
 			}
 		}, (*cluster).ready},
 		{"namespaces/default/roles/flannel-events", "events", "create", func(c *cluster) {
 			c.ready()
 			c.addHostile(111)
 			if got := c.events(1); len(got) > 0 {
-				c.t.Errorf("made without being allowed to: %q", got)
+				c.t.Errorf("Events created without permission: %q", got)
 			}
 		}, func(c *cluster) {
 			c.addHostile(112)
@@ -425,7 +432,7 @@ func TestKubeRole(t *testing.T) {
 			d := start(t, c.Host(1), c.options(1))
 			tc.missed(c)
 			if got, want := c.asked(http.StatusForbidden), tc.verb+" "+tc.resource; !slices.Equal(got, []string{want}) {
-				t.Errorf("refused: %q, want %s alone", got, want)
+				t.Errorf("refused requests: %q, want only %s", got, want)
 			}
 			restore()
 			tc.done(c)
@@ -441,18 +448,19 @@ func (c *cluster) ready() {
 	expectReady(c.t, c.Host(1).Daemon())
 }
 
-// notReady waits until the API server has refused something, which is no reason
-// to exit.
+// notReady waits until the API server has refused a request, and checks that the daemon
+// is not ready then.
 func (c *cluster) notReady() {
 	c.t.Helper()
 	d := c.Host(1).Daemon()
 	expectLog(c.t, d, "is forbidden")
 	if status, _, err := d.Get(background(c.t), "/readyz"); err == nil {
-		c.t.Errorf("ready nevertheless: %d", status)
+		c.t.Errorf("/readyz answers %d without permission, want an error", status)
 	}
 }
 
-// addHostile adds a Node that claims our subnet, and waits until it is refused.
+// addHostile adds a Node that claims the subnet of host 1, and waits until the daemon
+// refuses it.
 func (c *cluster) addHostile(n int) {
 	c.t.Helper()
 	c.addNodeWith(n, c.peerNotes(n), c.podCIDRs(1)...)

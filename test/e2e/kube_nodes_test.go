@@ -17,11 +17,12 @@ import (
 	"flanneld/pkg/lab"
 )
 
-// configure gives the daemons another network configuration.
+// configure replaces the network configuration of the daemons.
 func (c *cluster) configure(config string) { c.write("net-conf.json", []byte(config)) }
 
-// TestKubeAnnotations has annotations in every form that flannel writes, of nodes
-// with podCIDRs in either order, under the usual prefix and another.
+// TestKubeAnnotations checks that the daemon understands annotations in all forms that
+// flannel writes, on Nodes with podCIDRs in both orders, under the default prefix and
+// another one.
 func TestKubeAnnotations(t *testing.T) {
 	t.Parallel()
 	c := newCluster(t, lab.Config{Hosts: 1, Families: dual}, `{"Type":"vxlan"}`)
@@ -34,7 +35,7 @@ func TestKubeAnnotations(t *testing.T) {
 		}
 	}
 	vtep := func(n int) string { return fmt.Sprintf(`{"VNI":1,"VtepMAC":%q}`, peerMAC(n)) }
-	c.addNode(100, notes(other, "vxlan", vtep(100), vtep(0x80+100), 100)) // IPv6 first, and then last
+	c.addNode(100, notes(other, "vxlan", vtep(100), vtep(0x80+100), 100)) // IPv6 is first here and last in the next Node
 	c.addNode(101, notes(other, "vxlan", fmt.Sprintf(`{"VtepMAC":%q}`, peerMAC(101)), vtep(0x80+101), 101))
 	c.addNode(102, notes(usual, "vxlan", vtep(102), vtep(0x80+102), 102))
 	c.addNode(103, notes(usual, "host-gw", "null", "null", 103))
@@ -55,7 +56,7 @@ func TestKubeAnnotations(t *testing.T) {
 			fmt.Sprintf("10.5.%d.0/24 via %s dev eth0", n, c.peerIP(n)), fmt.Sprintf("fd00:5:0:%x::/64 via fd00:77::%x dev eth0", n, n),
 		}
 	}
-	routes := func(peers ...int) (all []string) { // of which there must be none
+	routes := func(peers ...int) (all []string) { // the routes that the host must not have
 		for _, n := range peers {
 			all = append(all, fmt.Sprintf("10.5.%d.0/24 via", n), fmt.Sprintf("fd00:5:0:%x::/64 via", n))
 		}
@@ -96,13 +97,13 @@ func TestKubeAnnotations(t *testing.T) {
 		}
 		env, err := os.ReadFile(h.Path(lab.SubnetFile))
 		if err != nil || !strings.Contains(string(env), "FLANNEL_IPV6_SUBNET=fd00:5:0:1::1/64") {
-			t.Errorf("%s: subnet file is %q, %v", tt.config, env, err)
+			t.Errorf("%s: subnet file is %q, %v, want FLANNEL_IPV6_SUBNET=fd00:5:0:1::1/64", tt.config, env, err)
 		}
 		expectStop(t, d)
 	}
 }
 
-// each runs f for the numbers from 0 to n-1, some at a time.
+// each calls f with the numbers from 0 to n-1, in a few goroutines.
 func each(t *testing.T, n int, f func(int) error) {
 	t.Helper()
 	const workers = 8
@@ -125,8 +126,8 @@ func each(t *testing.T, n int, f func(int) error) {
 	}
 }
 
-// wanted is the data path on flannel.1 as the Nodes say: a route, a neighbour
-// and an FDB entry for each but the own one.
+// wanted returns the entries on flannel.1 that the Nodes require: a route, a neighbour
+// and an FDB entry for each Node except own.
 func (c *cluster) wanted(own string) []string {
 	c.t.Helper()
 	var list struct {
@@ -155,7 +156,7 @@ func (c *cluster) wanted(own string) []string {
 	return lines
 }
 
-// held is what the host's kernel has of that.
+// held returns the entries on flannel.1 in the kernel of the host, in the form of wanted.
 func (c *cluster) held(h *lab.Host) ([]string, error) {
 	out, err := h.Exec(background(c.t), "sh", "-ec", `
 		ip route show | sed -nE 's/^(\S+)( nhid \S+)? via (\S+) dev flannel\.1 .*/route \1 via \3/p'
@@ -166,7 +167,8 @@ func (c *cluster) held(h *lab.Host) ([]string, error) {
 	return lines, err
 }
 
-// TestKubeThousandNodes deletes a thousand Nodes and adds others, all at once.
+// TestKubeThousandNodes checks that the kernel has exactly the entries of the Nodes after
+// a thousand Nodes are replaced by others at the same time.
 //
 //stages:rest it creates a thousand nodes
 func TestKubeThousandNodes(t *testing.T) {
@@ -174,7 +176,7 @@ func TestKubeThousandNodes(t *testing.T) {
 	const nodes = 1000
 	c := newCluster(t, lab.Config{Hosts: 1}, `{"Type":"vxlan"}`)
 	c.configure(`{"Network":"10.0.0.0/8","Backend":{"Type":"vxlan"}}`)
-	c.client = &http.Client{Timeout: patience, Transport: c.api.Transport(c.Underlay())} // that keeps its connection
+	c.client = &http.Client{Timeout: patience, Transport: c.api.Transport(c.Underlay())} // keeps its connection
 	t.Cleanup(c.client.CloseIdleConnections)
 	add := func(round, n int) error {
 		high, low := n/256, n%256
@@ -203,7 +205,7 @@ func TestKubeThousandNodes(t *testing.T) {
 		t.Helper()
 		want := c.wanted(nodeName(1))
 		if len(want) != 3*nodes {
-			t.Fatalf("%s: Nodes ask for %d entries, want %d", what, len(want), 3*nodes)
+			t.Fatalf("%s: the Nodes require %d entries, want %d", what, len(want), 3*nodes)
 		}
 		eventually(t, what, func() error {
 			have, err := c.held(c.Host(1))
@@ -216,20 +218,21 @@ func TestKubeThousandNodes(t *testing.T) {
 	each(t, nodes, func(n int) error { return add(1, n) })
 	d := start(t, c.Host(1), c.options(1))
 	expectReady(t, d)
-	expectEqual("a thousand")
+	expectEqual("a thousand Nodes")
 
 	began := time.Now()
 	each(t, nodes, func(n int) error { return errors.Join(remove(1, n), add(2, n)) })
 	written := time.Since(began)
-	expectEqual("a thousand others")
-	t.Logf("written in %s, in the kernel %s later", written, time.Since(began)-written)
+	expectEqual("a thousand other Nodes")
+	t.Logf("Nodes replaced in %s, kernel up to date %s later", written, time.Since(began)-written)
 	if err := d.Ended(); err != nil {
 		t.Error(err)
 	}
 }
 
-// TestKubeNodesWithOneAddress has a new Node come with the address of one whose host is
-// gone, while that Node lingers: it is served at once, and stays when the other goes.
+// TestKubeNodesWithOneAddress checks that a new Node is served although an old Node has
+// the same public address, and stays served when the old Node is deleted. A host that is
+// installed anew may get the address of a Node that is not deleted yet.
 //
 //stages:rest it starts an API server
 func TestKubeNodesWithOneAddress(t *testing.T) {

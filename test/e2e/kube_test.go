@@ -14,6 +14,8 @@ import (
 	"flanneld/pkg/prefix"
 )
 
+// TestKubePods checks that every pod reaches every other with leases from Kubernetes, and
+// that the daemons set the condition NetworkUnavailable of their Nodes to False.
 func TestKubePods(t *testing.T) {
 	t.Parallel()
 	for _, families := range [][]prefix.Family{v4, v6, dual} {
@@ -40,13 +42,14 @@ func (c *cluster) expectCondition(n int, want string) {
 	})
 }
 
-// Peers that tests make up are from node100 on.
+// Peers without a host begin at node100.
 
 func (c *cluster) peerIP(n int) string { return fmt.Sprintf("192.168.77.%d", n) }
 
 func peerMAC(n int) string { return fmt.Sprintf("3a:99:44:2f:e5:%02x", n) }
 
-// peerNotes are the annotations that flannel writes, as they were recorded.
+// peerNotes returns the annotations of Node n as flannel writes them, recorded from
+// flannel.
 func (c *cluster) peerNotes(n int) map[string]string {
 	return map[string]string{
 		annotation("backend-data"):                         fmt.Sprintf(`{"VNI":1,"VtepMAC":%q}`, peerMAC(n)),
@@ -61,11 +64,14 @@ func (c *cluster) peerEntries(n int) []string {
 	return entries(fmt.Sprintf("10.5.%d.0/24", n), c.peerIP(n), peerMAC(n))
 }
 
+// TestKubePeersComeChangeAndGo checks that the kernel follows Nodes that are added,
+// changed, deleted and recreated, and that a Node which loses its annotations keeps its
+// last good state.
 func TestKubePeersComeChangeAndGo(t *testing.T) {
 	t.Parallel()
 	c := newCluster(t, lab.Config{Hosts: 1}, `{"Type":"vxlan"}`)
 	c.addNode(100, c.peerNotes(100))
-	c.addNode(99, nil) // of whom nothing is known
+	c.addNode(99, nil) // without annotations
 	c.startDaemons()
 	h := c.Host(1)
 	expectKernel(t, h, c.peerEntries(100), nil)
@@ -87,10 +93,10 @@ func TestKubePeersComeChangeAndGo(t *testing.T) {
 	expectKernel(t, h, c.peerEntries(100), nil)
 }
 
-// TestKubeOlderEtcd has an etcd behind the API server that tells it next to nothing of
-// progress, so that the API server's cache of Nodes is behind whenever something else was
-// written last. A Node that was deleted while the daemon was down is gone as soon as the
-// daemon is ready again, and nothing is reported as unusable.
+// TestKubeOlderEtcd checks that a Node that was deleted while the daemon was down has no
+// entries in the kernel as soon as the daemon is ready, and that the API is never
+// reported as unusable. Older etcds report little progress to the API server, so its
+// cache of Nodes is behind if the last write concerned another resource.
 //
 //stages:rest it needs older etcds, which take minutes to build
 func TestKubeOlderEtcd(t *testing.T) {
@@ -122,15 +128,19 @@ func TestKubeOlderEtcd(t *testing.T) {
 				expectReady(t, d)
 				expectKernel(t, h, nil, []string{fmt.Sprintf("10.5.%d.0", gone), peerMAC(gone)})
 				if log := d.Log(); strings.Contains(log, "not usable") {
-					t.Errorf("without node %d:\n%s", gone, log)
+					t.Errorf("the API was reported as not usable after node %d was deleted:\n%s", gone, log)
 				}
-				// The next state is of a revision that a cache does not reach.
+				// The revision of the next state is one that the cache does not reach
+				// by itself.
 				otherwise()
 			}
 		})
 	}
 }
 
+// TestKubeNodesDeletedWhileDown checks that a daemon removes the entries of a Node that
+// was deleted while the daemon was down, with its state file and without.
+//
 //stages:rest it starts API servers
 func TestKubeNodesDeletedWhileDown(t *testing.T) {
 	t.Parallel()
@@ -157,6 +167,10 @@ func TestKubeNodesDeletedWhileDown(t *testing.T) {
 	}
 }
 
+// TestKubeHostilePeers checks that the daemon refuses Nodes with wrong or hostile data,
+// logs the reason, and still serves the other Nodes. It also reports the refusal in an
+// Event on its own Node.
+//
 //stages:rest it starts an API server
 func TestKubeHostilePeers(t *testing.T) {
 	t.Parallel()
@@ -176,19 +190,19 @@ func TestKubeHostilePeers(t *testing.T) {
 		cidr   string
 		reason string
 	}{
-		110: {c.peerNotes(110), "10.5.1.0/24", "10.5.1.0/24"},                                                         // our subnet
-		111: {c.peerNotes(111), "10.5.100.0/24", "node100"},                                                           // another's
-		112: {c.peerNotes(112), "10.5.0.0/17", "10.5.0.0/17"},                                                         // around many
-		113: {c.peerNotes(113), "10.99.0.0/24", "10.99.0.0/24"},                                                       // outside
+		110: {c.peerNotes(110), "10.5.1.0/24", "10.5.1.0/24"},                                                         // the subnet of host 1
+		111: {c.peerNotes(111), "10.5.100.0/24", "node100"},                                                           // the subnet of another Node
+		112: {c.peerNotes(112), "10.5.0.0/17", "10.5.0.0/17"},                                                         // contains many subnets
+		113: {c.peerNotes(113), "10.99.0.0/24", "10.99.0.0/24"},                                                       // outside the network
 		114: {with(114, "backend-data", fmt.Sprintf(mac, "01:00:5e:00:00:01")), "10.5.114.0/24", "01:00:5e:00:00:01"}, // multicast
-		115: {with(115, "backend-data", fmt.Sprintf(mac, peerMAC(100))), "10.5.115.0/24", peerMAC(100)},               // another's MAC
-		116: {with(116, "public-ip", h.Addr(4).String()), "10.5.116.0/24", h.Addr(4).String()},                        // our address
-		117: {with(117, "public-ip", "0.0.0.0"), "10.5.117.0/24", "has no public IPv4 address"},                       // nobody's
-		118: {with(118, "public-ip", "not an address"), "10.5.118.0/24", "not an address"},                            // nonsense
-		119: {with(119, "backend-data", `{"VtepMAC":`), "10.5.119.0/24", "not JSON"},                                  // cut off
-		120: {with(120, "backend-data", "null"), "10.5.120.0/24", "no backend data"},                                  // nothing
-		121: {with(121, "backend-data", strings.Repeat(" ", 100_000)+"{}"), "10.5.121.0/24", "at most"},               // too much
-		122: {with(122, "backend-type", "host-gw"), "10.5.122.0/24", `backend type is "host-gw"`},                     // of another kind
+		115: {with(115, "backend-data", fmt.Sprintf(mac, peerMAC(100))), "10.5.115.0/24", peerMAC(100)},               // the MAC of another Node
+		116: {with(116, "public-ip", h.Addr(4).String()), "10.5.116.0/24", h.Addr(4).String()},                        // the address of host 1
+		117: {with(117, "public-ip", "0.0.0.0"), "10.5.117.0/24", "has no public IPv4 address"},                       // no address
+		118: {with(118, "public-ip", "not an address"), "10.5.118.0/24", "not an address"},                            // not an address
+		119: {with(119, "backend-data", `{"VtepMAC":`), "10.5.119.0/24", "not JSON"},                                  // truncated
+		120: {with(120, "backend-data", "null"), "10.5.120.0/24", "no backend data"},                                  // no data
+		121: {with(121, "backend-data", strings.Repeat(" ", 100_000)+"{}"), "10.5.121.0/24", "at most"},               // too long
+		122: {with(122, "backend-type", "host-gw"), "10.5.122.0/24", `backend type is "host-gw"`},                     // another backend
 	} {
 		c.addNodeWith(n, bad.notes, bad.cidr)
 		eventually(t, "refusal of "+nodeName(n), func() error {
@@ -206,7 +220,7 @@ func TestKubeHostilePeers(t *testing.T) {
 		lack = append(lack, fmt.Sprintf("10.5.%d.0", n))
 	}
 	expectKernel(t, h, slices.Concat(c.peerEntries(100), c.peerEntries(101)), append(lack, "10.99.0.0", "10.5.0.0/17 via", "10.5.1.0/24 via", peerMAC(110), peerMAC(111), peerMAC(113)))
-	eventually(t, "an Event on the own Node", func() error {
+	eventually(t, "an Event on the Node of host 1", func() error {
 		if got := c.events(1); !slices.ContainsFunc(got, func(s string) bool { return strings.Contains(s, "FlannelPeerRefused") }) {
 			return fmt.Errorf("events are %q", got)
 		}
@@ -214,11 +228,14 @@ func TestKubeHostilePeers(t *testing.T) {
 	})
 }
 
+// TestKubeWithoutAPIServer checks that daemons wait for an API server that is not there
+// at their first start, and that forwarding continues while it is away later, even
+// through a restart of a daemon.
 func TestKubeWithoutAPIServer(t *testing.T) {
 	t.Parallel()
 	c := newCluster(t, lab.Config{Hosts: 2}, `{"Type":"vxlan"}`)
 	c.kill()
-	for n := 1; n <= 2; n++ { // never heard of it
+	for n := 1; n <= 2; n++ { // the first start, without a last known state
 		start(t, c.Host(n), c.options(n))
 		expectLog(t, c.Host(n).Daemon(), "the Kubernetes API is not usable")
 	}
@@ -232,7 +249,7 @@ func TestKubeWithoutAPIServer(t *testing.T) {
 	}
 	flows := startFlows(t, c.Lab, 200)
 
-	// Gone while they run: forwarding goes on, also through a restart.
+	// While the API server is away again, forwarding continues, also through a restart.
 	c.kill()
 	h := c.Host(1)
 	pause(t, 2*time.Second)
@@ -264,8 +281,8 @@ func TestKubeWithoutAPIServer(t *testing.T) {
 	expectNothingLost(t, flows)
 }
 
-// TestKubeWipedServer has Nodes register again one after the other, as kubelets
-// do, and loses nothing meanwhile.
+// TestKubeWipedServer checks that no packet is lost if the API server loses its data and
+// the Nodes register again one by one, as kubelets do.
 //
 //stages:rest it starts an API server
 func TestKubeWipedServer(t *testing.T) {
@@ -298,6 +315,9 @@ func TestKubeWipedServer(t *testing.T) {
 	expectNothingLost(t, flows)
 }
 
+// TestKubeOwnNode checks that the daemon waits for the podCIDR of its Node, repairs its
+// annotations and the condition NetworkUnavailable, keeps its MAC through the annotation,
+// and ends if the Node gets another podCIDR.
 func TestKubeOwnNode(t *testing.T) {
 	t.Parallel()
 	c := newCluster(t, lab.Config{Hosts: 1}, `{"Type":"vxlan"}`)
@@ -324,11 +344,11 @@ func TestKubeOwnNode(t *testing.T) {
 	c.annotate(1, map[string]any{"public-ip": "6.6.6.6", "backend-data": nil, "kube-subnet-manager": nil})
 	eventually(t, "annotations written again", func() error {
 		if now := c.node(1); fmt.Sprint(now.Metadata.Annotations) != fmt.Sprint(before.Metadata.Annotations) {
-			return fmt.Errorf("they are %v, were %v", now.Metadata.Annotations, before.Metadata.Annotations)
+			return fmt.Errorf("annotations are %v, want %v", now.Metadata.Annotations, before.Metadata.Annotations)
 		}
 		return nil
 	})
-	// The MAC is kept by the annotation alone.
+	// Only the annotation still contains the MAC after this.
 	if _, err := d.Stop(background(t)); err != nil {
 		t.Fatal(err)
 	}
@@ -353,6 +373,9 @@ func TestKubeOwnNode(t *testing.T) {
 	}
 }
 
+// TestKubeRefusals checks that the daemon exits with a reason if its podCIDR is outside
+// the network, if a flag is invalid, or if it does not know the name of its Node.
+//
 //stages:rest it starts an API server
 func TestKubeRefusals(t *testing.T) {
 	t.Parallel()
@@ -361,10 +384,10 @@ func TestKubeRefusals(t *testing.T) {
 	c.addNodeWith(1, nil, "10.6.1.0/24")
 	expectFailure(t, start(t, c.Host(1), c.options(1)), "10.6.1.0/24", "10.5.0.0/16")
 	if notes := c.node(1).Metadata.Annotations; len(notes) > 0 {
-		t.Errorf("annotated nevertheless: %v", notes)
+		t.Errorf("the refused Node has annotations: %v", notes)
 	}
 	if got := c.events(1); len(got) == 0 || !strings.Contains(got[0], "10.6.1.0/24") {
-		t.Errorf("events are %q", got)
+		t.Errorf("events are %q, want the first to name 10.6.1.0/24", got)
 	}
 	expectFailure(t, start(t, c.Host(1), c.options(1, "--kube-annotation-prefix=nonsense")), "--kube-annotation-prefix", "nonsense")
 	without := c.options(1)
@@ -372,6 +395,9 @@ func TestKubeRefusals(t *testing.T) {
 	expectFailure(t, start(t, c.Host(1), without), "NODE_NAME", "POD_NAME")
 }
 
+// TestKubeConditionIsLeftAlone checks that the daemon does not set the condition
+// NetworkUnavailable with --set-node-network-unavailable=false.
+//
 //stages:rest it starts an API server
 func TestKubeConditionIsLeftAlone(t *testing.T) {
 	t.Parallel()
@@ -381,8 +407,8 @@ func TestKubeConditionIsLeftAlone(t *testing.T) {
 	c.expectCondition(1, "")
 }
 
-// TestKubeNodePublicIP publishes what the administrator says, at once and from
-// the last known state.
+// TestKubeNodePublicIP checks that the daemon publishes the public address that the
+// administrator sets in an annotation, and can start with it from the last known state.
 //
 //stages:rest it starts an API server
 func TestKubeNodePublicIP(t *testing.T) {
@@ -391,7 +417,7 @@ func TestKubeNodePublicIP(t *testing.T) {
 	c.annotate(1, map[string]any{"node-public-ip": "198.51.100.7"})
 	c.startDaemons()
 	if got := c.node(1).note("public-ip"); got != "198.51.100.7" {
-		t.Errorf("public-ip is %s", got)
+		t.Errorf("public-ip is %s, want 198.51.100.7", got)
 	}
 	h := c.Host(1)
 	if _, err := h.Daemon().Stop(background(t)); err != nil {
@@ -401,8 +427,9 @@ func TestKubeNodePublicIP(t *testing.T) {
 	expectLog(t, start(t, h, c.options(1)), "going on from the last known state")
 }
 
-// TestKubeAddressChanges has the connection to the API server made anew: one
-// from the address that is gone would be silent for long.
+// TestKubeAddressChanges checks that the daemon publishes a new address of its host and
+// follows Nodes afterwards. It must connect to the API server again, because a connection
+// from the old address stays silent until a long timeout.
 //
 //stages:rest it starts an API server
 func TestKubeAddressChanges(t *testing.T) {

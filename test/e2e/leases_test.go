@@ -17,7 +17,7 @@ import (
 	"flanneld/pkg/lab"
 )
 
-// subnets is the directory of the leases.
+// subnets is the directory of the leases in etcd.
 const subnets = lab.Prefix + "/subnets/"
 
 // store returns a client of the lab's etcd.
@@ -46,7 +46,7 @@ func remove(t *testing.T, c *clientv3.Client, key string) {
 	}
 }
 
-// lease is a lease as the store holds it.
+// lease is a lease in the store.
 type lease struct {
 	Key         string
 	Value       string
@@ -54,13 +54,13 @@ type lease struct {
 	BackendData struct{ VtepMAC string }
 }
 
-// subnet is the IPv4 subnet that the key names.
+// subnet returns the IPv4 subnet in the key.
 func (l lease) subnet() string {
 	first, _, _ := strings.Cut(l.Key, "&")
 	return strings.ReplaceAll(first, "-", "/")
 }
 
-// leases returns the leases that can be read.
+// leases returns all leases whose values are valid JSON.
 func leases(t *testing.T, l *lab.Lab) []lease {
 	t.Helper()
 	all, err := l.Leases(background(t))
@@ -88,19 +88,20 @@ func leaseOf(t *testing.T, l *lab.Lab, h *lab.Host) lease {
 	return ls[i]
 }
 
-// peer is a lease value as a vxlan daemon at ip writes it.
+// peer returns a lease's value as a daemon with the backend vxlan and the address ip
+// writes it.
 func peer(ip, mac string) string {
 	return fmt.Sprintf(`{"PublicIP":%q,"PublicIPv6":null,"BackendType":"vxlan","BackendData":{"VNI":1,"VtepMAC":%q}}`, ip, mac)
 }
 
-// kernel is what ip(8) and bridge(8) show of a host's vxlan data path.
+// kernel returns the vxlan data path of a host as ip(8) and bridge(8) print it.
 func kernel(ctx context.Context, h *lab.Host) (string, error) {
 	out, err := h.Exec(ctx, "sh", "-c", "ip route show; ip -6 route show; ip neigh show; bridge fdb show")
 	return string(out), err
 }
 
-// expectKernel waits until the host's kernel has all of some lines and none of
-// others. A line is told by a part of it.
+// expectKernel waits until the host's kernel contains all lines in have and no line in
+// lack. Each is a part of a line.
 func expectKernel(t *testing.T, h *lab.Host, have, lack []string) {
 	t.Helper()
 	eventually(t, "kernel of "+h.Name(), func() error {
@@ -115,14 +116,14 @@ func expectKernel(t *testing.T, h *lab.Host, have, lack []string) {
 		}
 		for _, line := range lack {
 			if strings.Contains(state, line) {
-				return fmt.Errorf("%q in:\n%s", line, state)
+				return fmt.Errorf("unexpected %q in:\n%s", line, state)
 			}
 		}
 		return nil
 	})
 }
 
-// entries are the lines that show a peer's data path.
+// entries returns parts of the lines that show the data path to a peer.
 func entries(subnet, ip, mac string) []string {
 	vtep := netip.MustParsePrefix(subnet).Addr()
 	return []string{
@@ -132,6 +133,8 @@ func entries(subnet, ip, mac string) []string {
 	}
 }
 
+// TestFiftyDaemonsGetFiftySubnets checks that each of fifty daemons that start at the
+// same time gets one lease.
 func TestFiftyDaemonsGetFiftySubnets(t *testing.T) {
 	l := newLab(t, lab.Config{Hosts: 50}, `{"Type":"alloc"}`)
 	if err := l.StartFlanneld(background(t), lab.FlanneldOptions{}); err != nil {
@@ -140,7 +143,7 @@ func TestFiftyDaemonsGetFiftySubnets(t *testing.T) {
 	seen := map[string]string{}
 	for _, one := range leases(t, l) {
 		if other, taken := seen[one.PublicIP]; taken {
-			t.Errorf("%s has %s and %s", one.PublicIP, other, one.Key)
+			t.Errorf("%s has the leases %s and %s, want one", one.PublicIP, other, one.Key)
 		}
 		seen[one.PublicIP] = one.Key
 	}
@@ -149,6 +152,8 @@ func TestFiftyDaemonsGetFiftySubnets(t *testing.T) {
 	}
 }
 
+// TestPoolThatIsTooSmall checks that hosts for which no subnet is left say so once and
+// are not ready, and that one of them gets a subnet as soon as a lease is deleted.
 func TestPoolThatIsTooSmall(t *testing.T) {
 	t.Parallel()
 	const hosts, pool = 20, 16
@@ -162,7 +167,8 @@ func TestPoolThatIsTooSmall(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	// ready returns the hosts that have a subnet and those that say that there is none.
+	// ready returns the hosts that have a subnet, and those that have logged that none
+	// is left.
 	ready := func() (with, without []*lab.Host) {
 		for _, h := range l.Hosts() {
 			if status, _, err := h.Daemon().Get(ctx, "/readyz"); err == nil && status == 200 {
@@ -175,7 +181,7 @@ func TestPoolThatIsTooSmall(t *testing.T) {
 	}
 	eventually(t, "16 leases", func() error {
 		if with, without := ready(); len(with) != pool || len(without) != hosts-pool {
-			return fmt.Errorf("%d daemons are ready, %d say that there are no subnets left", len(with), len(without))
+			return fmt.Errorf("%d daemons are ready, and %d have logged that no subnet is left", len(with), len(without))
 		}
 		return nil
 	})
@@ -185,24 +191,24 @@ func TestPoolThatIsTooSmall(t *testing.T) {
 	with, without := ready()
 	for _, h := range without {
 		if n := strings.Count(h.Daemon().Log(), "out of subnets"); n != 1 {
-			t.Errorf("%s says %d times that there are no subnets left, want once", h.Name(), n)
+			t.Errorf("%s has logged %d times that no subnet is left, want once", h.Name(), n)
 		}
 	}
 	gone := leaseOf(t, l, with[0])
 	with[0].Daemon().Kill()
 	remove(t, store(t, l), subnets+gone.Key)
-	eventually(t, "a host that waited", func() error {
+	eventually(t, "a waiting host gets the free subnet", func() error {
 		for _, h := range without {
 			if status, _, err := h.Daemon().Get(ctx, "/readyz"); err == nil && status == 200 {
 				return nil
 			}
 		}
-		return fmt.Errorf("none is ready")
+		return fmt.Errorf("no waiting host is ready")
 	})
 }
 
-// TestNetworkIsWidenedWhileHostsWait: they go by the configuration that has a subnet
-// for them.
+// TestNetworkIsWidenedWhileHostsWait checks that hosts for which no subnet was left use a
+// new configuration as soon as it has subnets for them, including its other keys.
 func TestNetworkIsWidenedWhileHostsWait(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 2, Network: json.RawMessage(`{"Network":"10.5.0.0/22","SubnetLen":24,"Backend":{"Type":"vxlan"}}`)}, "")
@@ -218,7 +224,7 @@ func TestNetworkIsWidenedWhileHostsWait(t *testing.T) {
 	for _, h := range l.Hosts() {
 		expectReady(t, h.Daemon())
 		if env := readSubnetFile(t, h); !strings.Contains(env, "FLANNEL_NETWORK=10.5.0.0/16\n") {
-			t.Errorf("%s has subnet.env\n%s", h.Name(), env)
+			t.Errorf("subnet.env of %s is\n%swant the new network", h.Name(), env)
 		}
 	}
 	if err := l.AddPods(background(t)); err != nil {
@@ -227,9 +233,10 @@ func TestNetworkIsWidenedWhileHostsWait(t *testing.T) {
 	expectMatrix(t, l)
 }
 
-// TestNoSubnetForTheLastKnownState restarts a host while no subnet is free for it: its
-// own is not of the present configuration, or belongs to another host. It serves its
-// own until the store has answered, and not longer.
+// TestNoSubnetForTheLastKnownState checks a host that restarts while no subnet is free
+// for it: its own subnet is outside the new configuration, or belongs to another host.
+// The host serves its own subnet until the store answers, and not longer. It then waits
+// for a free one.
 func TestNoSubnetForTheLastKnownState(t *testing.T) {
 	t.Parallel()
 	for name, tt := range map[string]struct{ network, own, why string }{
@@ -263,7 +270,7 @@ func TestNoSubnetForTheLastKnownState(t *testing.T) {
 			expectLog(t, d, "going on from the last known state")
 			expectLog(t, d, "is not usable")
 			if env := readSubnetFile(t, h); !strings.Contains(env, had.subnet()[:len(had.subnet())-4]) {
-				t.Errorf("before the store has answered subnet.env is\n%s", env)
+				t.Errorf("subnet.env before the store has answered is\n%swant %s", env, had.subnet())
 			}
 			if err := l.Etcd().Start(background(t)); err != nil {
 				t.Fatal(err)
@@ -272,18 +279,18 @@ func TestNoSubnetForTheLastKnownState(t *testing.T) {
 			eventually(t, "reasons", func() error {
 				code, body, _ := d.Get(background(t), "/readyz")
 				if code != 503 || !strings.Contains(body, "subnet: ") || !strings.Contains(body, tt.why) || !strings.Contains(body, "out of subnets") {
-					return fmt.Errorf("/readyz says %d %q, want %q", code, body, tt.why)
+					return fmt.Errorf("/readyz: %d %q, want 503 with %q", code, body, tt.why)
 				}
 				return nil
 			})
 			if code, body, err := d.Get(background(t), "/healthz"); err != nil || code != 200 {
-				t.Errorf("/healthz says %d %q, %v", code, body, err)
+				t.Errorf("/healthz: %d %q, %v, want 200", code, body, err)
 			}
 			if _, err := os.Stat(h.Path("/run/flannel/subnet.env")); !errors.Is(err, fs.ErrNotExist) {
-				t.Errorf("subnet.env is still there: %v", err)
+				t.Errorf("subnet.env still exists: %v", err)
 			}
 			if r := statusOf(t, h); len(r.Lease.Subnets) > 0 {
-				t.Errorf("the status has %v", r.Lease.Subnets)
+				t.Errorf("the status has the subnets %v, want none", r.Lease.Subnets)
 			}
 			expectOnce(t, d, "the subnet of the last known state was left")
 
@@ -294,12 +301,15 @@ func TestNoSubnetForTheLastKnownState(t *testing.T) {
 				t.Errorf("the lease is %s, want %s, which was free", now.Key, keys[1])
 			}
 			if env := readSubnetFile(t, h); !strings.Contains(env, "FLANNEL_NETWORK="+tt.network+"/22\n") {
-				t.Errorf("subnet.env is\n%s", env)
+				t.Errorf("subnet.env is\n%swant network %s/22", env, tt.network)
 			}
 		})
 	}
 }
 
+// TestRestartKeepsTheSubnet checks that a restarted host gets its subnet again by its
+// public IP, by its subnet file or by its state file, even if the other sources are gone,
+// but not if the subnet belongs to another host by then.
 func TestRestartKeepsTheSubnet(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 2}, `{"Type":"vxlan"}`)
@@ -337,7 +347,7 @@ func TestRestartKeepsTheSubnet(t *testing.T) {
 		put(t, c, subnets+before.Key, taken)
 	})
 	if after.Key == before.Key {
-		t.Errorf("the subnet was taken from its new owner: %s", after.Value)
+		t.Errorf("the host has taken the subnet from its new owner: %s", after.Value)
 	}
 	r, err := c.Get(background(t), subnets+before.Key)
 	if err != nil || len(r.Kvs) != 1 || string(r.Kvs[0].Value) != taken {
@@ -345,6 +355,9 @@ func TestRestartKeepsTheSubnet(t *testing.T) {
 	}
 }
 
+// TestStaleEntriesGoAndForeignOnesStay checks that a restarted daemon removes the entries
+// of peers that are gone and other entries on its device in its network, but no routes of
+// other programs.
 func TestStaleEntriesGoAndForeignOnesStay(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 2}, `{"Type":"vxlan"}`)
@@ -377,6 +390,8 @@ func TestStaleEntriesGoAndForeignOnesStay(t *testing.T) {
 		[]string{gone, "10.5.200.0", "10.5.222.0", "02:00:00:00:00:cc"})
 }
 
+// TestChangedPeerReplacesWhatItWas checks that the entries of a peer are replaced
+// completely when its MAC, its address or both change.
 func TestChangedPeerReplacesWhatItWas(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 1}, `{"Type":"vxlan"}`)
@@ -397,6 +412,8 @@ func TestChangedPeerReplacesWhatItWas(t *testing.T) {
 	expectKernel(t, h, nil, []string{"10.5.200.0", "02:00:00:00:00:cc"})
 }
 
+// TestGarbageInTheStore checks that invalid keys and values among the leases cost one log
+// line each, and have no effect on valid leases.
 func TestGarbageInTheStore(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 2}, `{"Type":"vxlan"}`)
@@ -404,7 +421,7 @@ func TestGarbageInTheStore(t *testing.T) {
 	c, h := store(t, l), l.Host(1)
 	d := h.Daemon()
 	own := leaseOf(t, l, l.Host(2)).subnet()
-	// Each is told in the log by a part of its line.
+	// told is a part of the log line about the key.
 	garbage := map[string]struct{ value, told string }{
 		"garbage":         {"x", "garbage"},
 		"10.5.210.0-24":   {"{", "10.5.210.0-24"},
@@ -423,7 +440,7 @@ func TestGarbageInTheStore(t *testing.T) {
 	for key, g := range garbage {
 		put(t, c, subnets+key, g.value)
 	}
-	// What comes behind the garbage is served.
+	// A valid lease after the invalid ones is served.
 	put(t, c, subnets+"10.5.230.0-24", peer("192.168.77.230", "02:00:00:00:00:30"))
 	expectKernel(t, h, entries("10.5.230.0/24", "192.168.77.230", "02:00:00:00:00:30"), []string{
 		"10.5.210.0", "10.5.211.0", "10.5.212.0", "10.5.213.0", "10.5.214.0", "10.6.0.0", "0.0.0.0/1", "127.0.0.0/8", "10.5.0.0/16", "10.5.220.0",
@@ -436,12 +453,13 @@ func TestGarbageInTheStore(t *testing.T) {
 		}
 	}
 	if n := len(d.Log()); n > 20000 {
-		t.Errorf("the log has %d bytes", n)
+		t.Errorf("the log has %d bytes, want at most 20000", n)
 	}
 	if !strings.Contains(fmt.Sprint(h.Routes(t.Context())), own) {
 		t.Errorf("the route to the other host's %s is gone", own)
 	}
-	// The own lease is not changed by somebody else's with our address.
+	// The lease of another host with the address of host 1 does not change the lease of
+	// host 2.
 	if now := leaseOf(t, l, l.Host(2)).subnet(); now != own {
 		t.Errorf("host2 has %s, had %s", now, own)
 	}

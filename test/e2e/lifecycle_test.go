@@ -22,23 +22,23 @@ import (
 	"flanneld/pkg/lab"
 )
 
-// stopTime is how long a daemon may take to stop.
+// stopTime is the longest time that a daemon may take to stop.
 const stopTime = 2 * time.Second
 
-// expectStop asks the daemon to stop and fails the test unless it does so in
-// time, with exit code 0.
+// expectStop asks the daemon to stop, and fails the test unless it exits within stopTime
+// with code 0.
 func expectStop(t *testing.T, d *lab.Daemon) {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(background(t), stopTime)
 	defer cancel()
 	if code, err := d.Stop(ctx); err != nil || code != 0 {
-		t.Errorf("stopped with exit code %d, %v; its log:\n%s", code, err, d.Log())
+		t.Errorf("exit code %d, %v, want 0; its log:\n%s", code, err, d.Log())
 		d.Kill()
 	}
 }
 
-// datapath is what of the wanted lines the host's kernel has, and the number
-// of the vxlan device, which a new one would not share.
+// datapath returns the wanted lines that the host's kernel contains, and the number of
+// the vxlan device. A device that was created again would have another number.
 func datapath(t *testing.T, h *lab.Host, wanted []string) []string {
 	t.Helper()
 	state, err := kernel(background(t), h)
@@ -53,8 +53,8 @@ func datapath(t *testing.T, h *lab.Host, wanted []string) []string {
 	return have
 }
 
-// TestStopAtAnyMoment stops daemons at ever later moments of their start.
-// What is in the kernel by then stays there.
+// TestStopAtAnyMoment stops daemons at ever later moments of their start, and checks that
+// a stop never removes entries that are already in the kernel.
 //
 //stages:rest it stops a daemon at many moments
 func TestStopAtAnyMoment(t *testing.T) {
@@ -66,7 +66,7 @@ func TestStopAtAnyMoment(t *testing.T) {
 	h, wanted := l.Host(1), entries("10.5.200.0/24", "192.168.77.200", mac)
 	var before []string
 	for delay := time.Duration(0); delay <= last; delay += step {
-		if delay/step%2 == 0 { // every other start knows nothing of those before
+		if delay/step%2 == 0 { // every other start is without a last known state
 			for _, dir := range []string{"/var/lib/flannel", "/run/flannel"} {
 				if err := os.RemoveAll(h.Path(dir)); err != nil {
 					t.Fatal(err)
@@ -80,18 +80,18 @@ func TestStopAtAnyMoment(t *testing.T) {
 		now := datapath(t, h, wanted)
 		for _, line := range before {
 			if !slices.Contains(now, line) {
-				t.Fatalf("stopped %v after its start it took %q away; its log:\n%s", delay, line, d.Log())
+				t.Fatalf("a daemon that was stopped %v after its start has removed %q; its log:\n%s", delay, line, d.Log())
 			}
 		}
 		before = now
 	}
 	if len(before) != len(wanted)+1 {
-		t.Errorf("no run got to the end: %q", before)
+		t.Errorf("no run has programmed all entries, only %q", before)
 	}
 }
 
-// TestStopWhileTheStoreHangs stops daemons that wait for a store which is not
-// there, or does not answer.
+// TestStopWhileTheStoreHangs checks that daemons stop in time although their store does
+// not answer or is not there.
 func TestStopWhileTheStoreHangs(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 2}, `{"Type":"vxlan"}`)
@@ -109,12 +109,12 @@ func TestStopWhileTheStoreHangs(t *testing.T) {
 	d = start(t, l.Host(2), lab.FlanneldOptions{})
 	expectLog(t, d, "etcd is not usable")
 	expectStop(t, d)
-	d = start(t, l.Host(1), lab.FlanneldOptions{}) // which has a last known state
+	d = start(t, l.Host(1), lab.FlanneldOptions{}) // this host has a last known state
 	expectLog(t, d, "last known state")
 	expectStop(t, d)
 }
 
-// supervisor plays systemd for the daemons of one host.
+// supervisor receives the notifications of a host's daemons in place of systemd.
 type supervisor struct {
 	conn *net.UnixConn
 	path string
@@ -136,7 +136,8 @@ func supervise(t *testing.T, h *lab.Host, socket string) supervisor {
 
 func (s supervisor) env(more ...string) []string { return append(more, "NOTIFY_SOCKET="+s.path) }
 
-// next returns what the daemon says next; nothing if it is silent for so long.
+// next returns the next notification of the daemon, or an empty string if there is none
+// within wait.
 func (s supervisor) next(t *testing.T, wait time.Duration) string {
 	t.Helper()
 	if err := s.conn.SetReadDeadline(time.Now().Add(wait)); err != nil {
@@ -153,10 +154,13 @@ func (s supervisor) next(t *testing.T, wait time.Duration) string {
 func (s supervisor) expect(t *testing.T, want string) {
 	t.Helper()
 	if got := s.next(t, patience); got != want {
-		t.Errorf("the supervisor hears %q, want %q", got, want)
+		t.Errorf("notification %q, want %q", got, want)
 	}
 }
 
+// TestStopRightAfterReady checks that a daemon which is stopped right after READY=1 has
+// programmed the kernel and written its subnet file: READY=1 must not come too early.
+//
 //stages:rest it stops a daemon again and again
 func TestStopRightAfterReady(t *testing.T) {
 	t.Parallel()
@@ -173,7 +177,7 @@ func TestStopRightAfterReady(t *testing.T) {
 		expectStop(t, d)
 		s.expect(t, "STOPPING=1")
 		if have := datapath(t, h, wanted); len(have) != len(wanted)+1 {
-			t.Errorf("%v after READY=1 the kernel has only %q", delay, have)
+			t.Errorf("%v after READY=1 the kernel contains only %q", delay, have)
 		}
 		if _, err := os.Stat(h.Path(lab.SubnetFile)); err != nil {
 			t.Errorf("%v after READY=1: %v", delay, err)
@@ -181,6 +185,7 @@ func TestStopRightAfterReady(t *testing.T) {
 	}
 }
 
+// TestWatchdog checks that the daemon sends WATCHDOG=1 in every interval of the watchdog.
 func TestWatchdog(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 1}, `{"Type":"vxlan"}`)
@@ -192,21 +197,21 @@ func TestWatchdog(t *testing.T) {
 		heard[s.next(t, interval)]++
 	}
 	if heard["READY=1"] != 1 || heard["WATCHDOG=1"] != 7 {
-		t.Errorf("the supervisor hears %v, want one READY=1 and a WATCHDOG=1 in every %v", heard, interval)
+		t.Errorf("notifications %v, want one READY=1 and a WATCHDOG=1 in every %v", heard, interval)
 	}
 	expectStop(t, d)
 }
 
-// TestMainLoopStandsStill has a supervisor that hears nothing, not even that the
-// daemon is ready: the main loop waits for it, and /healthz tells whoever restarts
-// daemons that hang.
+// TestMainLoopStandsStill checks that /healthz reports a main loop that makes no
+// progress, so that a liveness probe can restart the daemon. The loop blocks because the
+// supervisor does not read its socket.
 //
 //stages:rest it waits for the watchdog
 func TestMainLoopStandsStill(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 1}, `{"Type":"vxlan"}`)
 	deaf := supervise(t, l.Host(1), "notify")
-	const most = time.Minute + 2*time.Second // without a round, with that resync
+	const most = time.Minute + 2*time.Second // the longest time without a round that is healthy with this resync
 	begin := time.Now()
 	d := start(t, l.Host(1), lab.FlanneldOptions{Args: []string{"--resync=1s"}, Env: deaf.env("WATCHDOG_USEC=2000")})
 	within(t, most+patience, "/healthz", func() error {
@@ -217,13 +222,14 @@ func TestMainLoopStandsStill(t *testing.T) {
 		return nil
 	})
 	if took := time.Since(begin); took < most {
-		t.Errorf("said after %v", took)
+		t.Errorf("reported after %v, want at least %v", took, most)
 	}
 	d.Kill()
 }
 
-// TestSecondSignalKills has a supervisor that hears nothing: its queue fills
-// up, and who sends to it blocks.
+// TestSecondSignalKills checks that a daemon stops in time although one of its goroutines
+// blocks, and that a second signal kills it at once. The goroutine blocks because the
+// supervisor does not read its socket, whose queue fills up.
 func TestSecondSignalKills(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 1}, `{"Type":"vxlan"}`)
@@ -244,7 +250,7 @@ func TestSecondSignalKills(t *testing.T) {
 	}
 	pause(t, 300*time.Millisecond)
 	if err := d.Ended(); err != nil {
-		t.Fatalf("the first signal did not block: %v", err)
+		t.Fatalf("the daemon has ended after the first signal: %v", err)
 	}
 	second := time.Now()
 	if err := d.Signal(unix.SIGTERM); err != nil {
@@ -252,11 +258,12 @@ func TestSecondSignalKills(t *testing.T) {
 	}
 	code, err := d.Wait(background(t))
 	if took := time.Since(second); err != nil || code != -1 || took > 500*time.Millisecond {
-		t.Errorf("exit code %d after %v (%v), want it killed at once", code, took, err)
+		t.Errorf("exit code %d after %v (%v), want -1 at once", code, took, err)
 	}
 }
 
-// TestRestartsUnderTraffic kills daemons, and stops them, while their pods talk.
+// TestRestartsUnderTraffic checks that no packet is lost while daemons are killed or
+// stopped and start again.
 func TestRestartsUnderTraffic(t *testing.T) {
 	t.Parallel()
 	for _, backend := range []string{"vxlan", "host-gw"} {
@@ -284,6 +291,8 @@ func restartsUnderTraffic(t *testing.T, backend string) {
 	expectMatrix(t, l)
 }
 
+// TestRefusesToRun checks that a daemon with invalid settings exits with one line that
+// names the setting, and changes nothing on its host.
 func TestRefusesToRun(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 1}, `{"Type":"carrier-pigeon"}`)
@@ -310,14 +319,15 @@ func TestRefusesToRun(t *testing.T) {
 		})
 	}
 	if links, err := l.Host(1).Exec(background(t), "ip", "-o", "link"); err != nil || strings.Contains(string(links), "flannel") {
-		t.Errorf("%v, links that are left behind:\n%s", err, links)
+		t.Errorf("%v, want no flannel device among the links:\n%s", err, links)
 	}
 	if _, err := os.Stat(l.Host(1).Path(lab.SubnetFile)); !errors.Is(err, os.ErrNotExist) {
 		t.Errorf("subnet file: %v, want none", err)
 	}
 }
 
-// TestInformation asks for texts instead of a daemon.
+// TestInformation checks that the flags for help and version print to stderr, as flannel
+// does.
 func TestInformation(t *testing.T) {
 	t.Parallel()
 	for arg, want := range map[string]string{
@@ -338,7 +348,8 @@ func TestInformation(t *testing.T) {
 	}
 }
 
-// TestStdoutIsEmpty runs a daemon from start to end, with the store away at first.
+// TestStdoutIsEmpty checks that a daemon never writes to stdout, also while the store is
+// away.
 func TestStdoutIsEmpty(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 1}, `{"Type":"vxlan"}`)
@@ -349,7 +360,7 @@ func TestStdoutIsEmpty(t *testing.T) {
 	cmd.Stdout, cmd.Stderr = &stdout, &stderr
 	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
 	started, done := make(chan struct{}), make(chan error, 1)
-	go func() { // it dies with the thread that it was started from
+	go func() { // Pdeathsig refers to the thread that starts it, so this thread must live on
 		done <- h.Do(ctx, func() error {
 			err := cmd.Start()
 			close(started)
@@ -373,8 +384,8 @@ func TestStdoutIsEmpty(t *testing.T) {
 	}
 }
 
-// TestLeaseLostToAnotherNode ends the daemon: its pods would have somebody
-// else's addresses.
+// TestLeaseLostToAnotherNode checks that the daemon ends if its subnet belongs to another
+// host, because its pods would have the addresses of that host's pods.
 func TestLeaseLostToAnotherNode(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 1}, `{"Type":"vxlan"}`)
@@ -384,6 +395,6 @@ func TestLeaseLostToAnotherNode(t *testing.T) {
 	put(t, store(t, l), subnets+own.Key, taken)
 	expectFailure(t, d, "subnet lease lost", own.Key, "192.168.77.99")
 	if now := leases(t, l); len(now) != 1 || now[0].Value != taken {
-		t.Errorf("leases are %v, want the new owner's alone", now)
+		t.Errorf("leases are %v, want only the new owner's", now)
 	}
 }

@@ -22,7 +22,7 @@ import (
 
 func millis(n int) time.Duration { return time.Duration(n) * time.Millisecond }
 
-// expectLeases waits until the store has exactly the leases with these keys.
+// expectLeases waits until the store contains exactly the leases with these keys.
 func expectLeases(t *testing.T, l *lab.Lab, want []string) {
 	t.Helper()
 	eventually(t, "leases", func() error {
@@ -42,8 +42,9 @@ func keys(t *testing.T, l *lab.Lab) []string {
 	return ks
 }
 
-// TestStoreAwayForLongerThanALease: every lease runs out at once. The hosts
-// never lose sight of each other, and have the same subnets afterwards.
+// TestStoreAwayForLongerThanALease checks that no packet is lost although all leases
+// expire at the same time while the store is away, and that every host has its subnet
+// again afterwards.
 //
 //stages:rest it waits for several lease times
 func TestStoreAwayForLongerThanALease(t *testing.T) {
@@ -77,7 +78,8 @@ func TestStoreAwayForLongerThanALease(t *testing.T) {
 	expectMatrix(t, l)
 }
 
-// TestStoreWiped empties the store under three hosts, one of which is down.
+// TestStoreWiped checks that no packet is lost and every host keeps its subnet if the
+// store loses all data, even a host whose daemon is down at this time.
 func TestStoreWiped(t *testing.T) {
 	t.Parallel()
 	network, err := lab.NetworkConfig(dual, json.RawMessage(`{"Type":"vxlan"}`))
@@ -89,7 +91,7 @@ func TestStoreWiped(t *testing.T) {
 	before := keys(t, l)
 	flows := startFlows(t, l, 100)
 	down := l.Host(3)
-	pause(t, 3*time.Second) // the state on disk is not older than that
+	pause(t, 3*time.Second) // until the state is written to disk
 	down.Daemon().Kill()
 	if err := l.Etcd().Wipe(background(t)); err != nil {
 		t.Fatal(err)
@@ -98,7 +100,7 @@ func TestStoreWiped(t *testing.T) {
 		expectLog(t, h.Daemon(), "own lease was gone, taken again")
 		expectLog(t, h.Daemon(), "the store has forgotten peers")
 	}
-	// There is not even a configuration yet.
+	// The store does not even contain a configuration yet.
 	d := start(t, down, lab.FlanneldOptions{})
 	expectLog(t, d, "no network configuration")
 	pause(t, time.Second)
@@ -115,8 +117,8 @@ func TestStoreWiped(t *testing.T) {
 	expectMatrix(t, l)
 }
 
-// TestStoreRestoredFromBackup takes the store back to when one host was not
-// there yet, and another had another subnet.
+// TestStoreRestoredFromBackup checks that no packet is lost if the store returns to an
+// old state, in which one host has no lease and a peer has another subnet.
 func TestStoreRestoredFromBackup(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{}, `{"Type":"vxlan"}`)
@@ -163,14 +165,15 @@ func TestStoreRestoredFromBackup(t *testing.T) {
 	expectLog(t, l.Host(3).Daemon(), "own lease was gone, taken again")
 	for _, h := range l.Hosts() {
 		expectLog(t, h.Daemon(), "the store has forgotten peers")
-		// What the backup does not know is kept, what it knows is followed.
+		// Hosts keep peers that the backup does not contain, and follow those that it
+		// contains.
 		expectKernel(t, h, slices.Concat(entries("10.5.201.0/24", "192.168.77.201", "02:00:00:00:00:bb"),
 			entries("10.5.200.0/24", "192.168.77.200", "02:00:00:00:00:aa")), nil)
 		if now := leaseOf(t, l, h).Key; now != own[h] {
-			t.Errorf("%s has %s, had %s", h.Name(), now, own[h])
+			t.Errorf("%s has the lease %s, want %s as before", h.Name(), now, own[h])
 		}
 	}
-	// Another node in that subnet contradicts what was kept.
+	// The kept peer gives way when another node has its subnet.
 	put(t, c, subnets+"10.5.201.0-24", peer("192.168.77.202", "02:00:00:00:00:cc"))
 	for _, h := range l.Hosts() {
 		expectKernel(t, h, entries("10.5.201.0/24", "192.168.77.202", "02:00:00:00:00:cc"), []string{"02:00:00:00:00:bb"})
@@ -179,8 +182,8 @@ func TestStoreRestoredFromBackup(t *testing.T) {
 	expectMatrix(t, l)
 }
 
-// TestOwnLeaseGoes: it is deleted, and it expires. It is taken again, as it
-// was.
+// TestOwnLeaseGoes checks that a daemon takes its lease again, with the same key and
+// value, if the lease is deleted or expires.
 func TestOwnLeaseGoes(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 2}, `{"Type":"vxlan"}`)
@@ -208,7 +211,7 @@ func TestOwnLeaseGoes(t *testing.T) {
 			}
 			return nil
 		})
-		t.Logf("%s: there again after %v", what, time.Since(since))
+		t.Logf("%s: taken again after %v", what, time.Since(since))
 		expectConverged(t, l)
 	}
 	if err := h.Daemon().Ended(); err != nil {
@@ -216,14 +219,14 @@ func TestOwnLeaseGoes(t *testing.T) {
 	}
 }
 
-// rebootTime is how long a host may be without its subnet file and its peers
-// after the daemon was started. It is a fifth of that on a machine that has
-// nothing else to do; the real time is logged.
+// rebootTime is the longest time that a host may be without its subnet file and the
+// entries of its peers after the daemon starts. An idle machine takes a fifth of this
+// time. The test logs the real time.
 const rebootTime = time.Second
 
-// TestLastKnownLeaseRunsOut has a host start without its store: it goes on from
-// the last known state while its lease runs, as it was renewed last, and not
-// once that has run out.
+// TestLastKnownLeaseRunsOut checks that a host which starts without its store uses the
+// last known state until the lease expires, counted from its last renewal, and not
+// longer.
 //
 //stages:rest it waits for several lease times
 func TestLastKnownLeaseRunsOut(t *testing.T) {
@@ -237,7 +240,7 @@ func TestLastKnownLeaseRunsOut(t *testing.T) {
 	var last time.Time
 	eventually(t, "renewal", func() error {
 		if last = statusOf(t, h).Lease.Expires; last.Before(first.Add(ttl)) {
-			return fmt.Errorf("the lease runs until %v, at first until %v", last, first)
+			return fmt.Errorf("the lease expires at %v, and did at %v at first", last, first)
 		}
 		return nil
 	})
@@ -247,27 +250,28 @@ func TestLastKnownLeaseRunsOut(t *testing.T) {
 	expectLog(t, d, goesOn)
 	expectStop(t, d)
 
-	pause(t, time.Until(last)+ttl/3) // it may have been renewed since
+	pause(t, time.Until(last)+ttl/3) // the lease may have been renewed since last was read
 	if err := os.Remove(h.Path(lab.SubnetFile)); err != nil {
 		t.Fatal(err)
 	}
 	d = start(t, h, o)
-	expectLog(t, d, "is not usable") // as it finds when it is through with the last known state
+	expectLog(t, d, "is not usable") // logged after the daemon has dealt with the last known state
 	pause(t, time.Second)
 	if _, err := os.Stat(h.Path(lab.SubnetFile)); err == nil || len(linesWith(d, goesOn)) > 0 {
-		t.Errorf("it goes on with a lease that has run out: %q, %v", linesWith(d, goesOn), err)
+		t.Errorf("the daemon uses an expired lease: %q, %v", linesWith(d, goesOn), err)
 	}
 	if err := l.Etcd().Start(background(t)); err != nil {
 		t.Fatal(err)
 	}
 	expectReady(t, d)
 	if now := readSubnetFile(t, h); now != file {
-		t.Errorf("subnet file %q, was %q", now, file)
+		t.Errorf("subnet file %q, want %q as before", now, file)
 	}
 }
 
-// TestRebootWhileTheStoreIsAway: the host comes up with an empty kernel, an
-// empty /run and its disk.
+// TestRebootWhileTheStoreIsAway checks that a host which boots while the store does not
+// answer gets its subnet file and all kernel entries from its disk within rebootTime. A
+// boot empties the kernel and /run.
 func TestRebootWhileTheStoreIsAway(t *testing.T) {
 	t.Parallel()
 	for name, away := range map[string]func(*lab.Etcd) error{
@@ -282,7 +286,7 @@ func TestRebootWhileTheStoreIsAway(t *testing.T) {
 			h := l.Host(1)
 			file := readSubnetFile(t, h)
 			before := everythingOfOurs(t, h)
-			pause(t, 3*time.Second) // the state on disk is not older than that
+			pause(t, 3*time.Second) // until the state is written to disk
 			expectStop(t, h.Daemon())
 			if out, err := h.Exec(background(t), "sh", "-c", "ip link del flannel.1; ip link del flannel-v6.1; rm -r /run/flannel"); err != nil {
 				t.Fatalf("%v: %s", err, out)
@@ -304,23 +308,24 @@ func TestRebootWhileTheStoreIsAway(t *testing.T) {
 				<-time.After(time.Millisecond)
 			}
 			took := time.Since(started)
-			eventually(t, "kernel", func() error {
+			eventually(t, "kernel entries as before", func() error {
 				if now := everythingOfOurs(t, h); now != before {
-					return fmt.Errorf("it is\n%swas\n%s", now, before)
+					return fmt.Errorf("they are\n%swant\n%s", now, before)
 				}
 				return nil
 			})
-			t.Logf("subnet file after %v, all of the kernel after at most %v", took, time.Since(started))
+			t.Logf("subnet file after %v, all kernel entries after at most %v", took, time.Since(started))
 			if all := time.Since(started); all > rebootTime {
-				t.Errorf("it took %v", all)
+				t.Errorf("the subnet file and the kernel entries took %v, want at most %v", all, rebootTime)
 			}
 			expectMatrix(t, l)
 		})
 	}
 }
 
-// TestRebootBeforeTheAddresses: the host comes up while the store is away, and its
-// interface gets its addresses once the daemon runs, one after the other.
+// TestRebootBeforeTheAddresses checks that a host which boots while the store is away
+// uses the last known state although its interface gets its addresses after the daemon
+// has started, one after the other.
 func TestRebootBeforeTheAddresses(t *testing.T) {
 	t.Parallel()
 	p := newPatient(t, "vxlan", dual)
@@ -339,7 +344,7 @@ func TestRebootBeforeTheAddresses(t *testing.T) {
 			return fmt.Errorf("subnet file %q, want %q", text, file)
 		}
 		if now := everythingOfOurs(t, h); now != before {
-			return fmt.Errorf("it is\n%swas\n%s", now, before)
+			return fmt.Errorf("the kernel contains\n%swant\n%s", now, before)
 		}
 		return nil
 	})
@@ -350,8 +355,8 @@ func TestRebootBeforeTheAddresses(t *testing.T) {
 	expectReady(t, d)
 }
 
-// TestClonedDisk starts a host with the disk of one of another store: it gives nothing
-// on whom that one knew.
+// TestClonedDisk checks that a host with a copy of another host's disk ignores the peers
+// in the copied state. The state is of another node, and here also of another store.
 func TestClonedDisk(t *testing.T) {
 	t.Parallel()
 	network, err := lab.NetworkConfig(v4, json.RawMessage(`{"Type":"vxlan"}`))
@@ -392,8 +397,8 @@ func TestClonedDisk(t *testing.T) {
 	expectOnce(t, d, `"the last known state cannot be used yet" err="it is of a node with [192.168.77.1], this one has [192.168.77.3]"`)
 }
 
-// everythingOfOurs is what the host's kernel holds on vxlan devices, in an
-// order that does not change.
+// everythingOfOurs returns everything about vxlan devices that the host's kernel
+// contains, sorted.
 func everythingOfOurs(t *testing.T, h *lab.Host) string {
 	t.Helper()
 	out, err := h.Exec(background(t), "sh", "-c", `{ ip -o link show type vxlan | sed 's/^[0-9]*//; s/ qlen.*//'
@@ -405,8 +410,8 @@ func everythingOfOurs(t *testing.T, h *lab.Host) string {
 	return string(out)
 }
 
-// full mounts a small file system on a host's directory and fills it up.
-// The returned functions make room, and unmount it.
+// full mounts a small file system on a directory of the host and fills it. room removes
+// the file that fills it.
 func full(t *testing.T, h *lab.Host, dir string) (room func()) {
 	t.Helper()
 	filler := filepath.Join(dir, "filler")
@@ -418,7 +423,7 @@ func full(t *testing.T, h *lab.Host, dir string) (room func()) {
 			return err
 		}
 		if err := os.WriteFile(filler, make([]byte, 1<<20), 0o600); !errors.Is(err, unix.ENOSPC) {
-			return fmt.Errorf("1 MB on a disk of 64 kB: %w", err)
+			return fmt.Errorf("write of 1 MB to a disk of 64 kB: %w, want no space left", err)
 		}
 		return nil
 	})
@@ -433,8 +438,8 @@ func full(t *testing.T, h *lab.Host, dir string) (room func()) {
 	}
 }
 
-// TestFullDisk: a daemon that cannot keep its state works, and one that cannot
-// write its subnet file is not ready. Both do as soon as there is room.
+// TestFullDisk checks that a daemon works although it cannot save its state, and is not
+// ready if it cannot write its subnet file. It writes both as soon as the disk has room.
 func TestFullDisk(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{}, `{"Type":"vxlan"}`)
@@ -448,7 +453,7 @@ func TestFullDisk(t *testing.T) {
 	eventually(t, "state file", func() error {
 		names, err := filepath.Glob(state.Path("/var/lib/flannel/*.json"))
 		if err == nil && len(names) == 0 {
-			err = fmt.Errorf("there is none; log:\n%s", d.Log())
+			err = fmt.Errorf("no state file; log:\n%s", d.Log())
 		}
 		return err
 	})
@@ -460,13 +465,13 @@ func TestFullDisk(t *testing.T) {
 	pause(t, time.Second)
 	expectOnce(t, d, "no space left on device")
 	if status, body, _ := d.Get(background(t), "/readyz"); status != 503 || !strings.Contains(body, "no space left") {
-		t.Errorf("/readyz says %d %q, want 503 with the reason", status, body)
+		t.Errorf("/readyz: %d %q, want 503 with the reason", status, body)
 	}
 	room()
 	expectReady(t, d)
 	names, err := filepath.Glob(run.Path("/run/flannel/.*"))
 	if err != nil || len(names) > 0 {
-		t.Errorf("left behind: %q, %v", names, err)
+		t.Errorf("temporary files left: %q, %v", names, err)
 	}
 
 	startOne(t, l.Host(3), lab.FlanneldOptions{})
@@ -476,9 +481,9 @@ func TestFullDisk(t *testing.T) {
 	expectMatrix(t, l)
 }
 
-// TestStateFile: what is known of the peers is on disk, is written when there is
-// news and not at each look at the kernel, and is there again when somebody has
-// removed or altered it.
+// TestStateFile checks that the state file contains the peers. The daemon writes it when
+// something has changed, not in every round, and writes it again if another program has
+// removed or truncated it.
 func TestStateFile(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 2}, `{"Type":"vxlan"}`)
@@ -511,7 +516,7 @@ func TestStateFile(t *testing.T) {
 	expectQuiet := func() {
 		t.Helper()
 		expectWritten("a state file with the peer")
-		for range 2 { // what came right behind that is written yet
+		for range 2 { // a change right after the last write may still be written
 			before := written
 			pause(t, 4*time.Second)
 			expectWritten("a state file with the peer")
@@ -519,25 +524,25 @@ func TestStateFile(t *testing.T) {
 				return
 			}
 		}
-		t.Errorf("written again and again without any news, the last time at %s", written.ModTime())
+		t.Errorf("the state file was written without a change, the last time at %s", written.ModTime())
 	}
 	expectQuiet()
 	if err := os.Remove(file); err != nil {
 		t.Fatal(err)
 	}
-	expectWritten("a state file in place of the one that was removed")
+	expectWritten("a new state file after the old one was removed")
 	if err := os.Truncate(file, 100); err != nil {
 		t.Fatal(err)
 	}
-	expectWritten("a state file in place of the one that was cut")
+	expectWritten("a new state file after the old one was truncated")
 	known = "10.5.200.0-24"
 	put(t, store(t, l), subnets+known, peer("192.168.77.200", "02:00:00:00:00:aa"))
 	expectWritten("a new peer in the state file")
 	expectQuiet()
 }
 
-// TestReadOnlyStateDirectory: the daemon says so once and depends on the store. What
-// is renewed it knows nonetheless.
+// TestReadOnlyStateDirectory checks that a daemon which cannot write its state says so
+// once and works without it. It still reports the renewal of its lease.
 func TestReadOnlyStateDirectory(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 2}, `{"Type":"vxlan"}`)
@@ -555,7 +560,7 @@ func TestReadOnlyStateDirectory(t *testing.T) {
 	first, firstExpiry := statusOf(t, l.Host(1)).Lease.Expires, metric(t, l.Host(1), expiry)
 	eventually(t, "the lease is renewed", func() error {
 		if now := statusOf(t, l.Host(1)).Lease.Expires; !now.After(first) || metric(t, l.Host(1), expiry) <= firstExpiry {
-			return fmt.Errorf("it still ends at %s", now)
+			return fmt.Errorf("the lease still expires at %s", now)
 		}
 		return nil
 	})
@@ -565,11 +570,11 @@ func TestReadOnlyStateDirectory(t *testing.T) {
 	expectNothingLost(t, flows)
 }
 
-// second are the arguments of a daemon beside the first, for another network.
+// second contains the arguments of a second daemon on a host, for another network.
 var second = []string{"--etcd-prefix=/second/network", "--subnet-file=/run/second/subnet.env", "--healthz-port=0"}
 
-// TestTwoNetworksOnOneHost runs two daemons on each host, for different
-// networks, which do not notice each other.
+// TestTwoNetworksOnOneHost checks that two daemons on each host, for different networks,
+// do not disturb each other, also when they restart.
 func TestTwoNetworksOnOneHost(t *testing.T) {
 	t.Parallel()
 	for name, backend := range map[string]string{"vxlan": `{"Type":"vxlan","VNI":2}`, "host-gw": `{"Type":"host-gw"}`} {
@@ -601,14 +606,14 @@ func TestTwoNetworksOnOneHost(t *testing.T) {
 							}
 						}
 						if n["5"] != 2 || n["6"] != 2 {
-							return fmt.Errorf("routes %v, want two in each network", routes)
+							return fmt.Errorf("routes are %v, want two in each network", routes)
 						}
 						return nil
 					})
 				}
 			}
 			both()
-			// Each starts again and finds what is of the other.
+			// Each daemon restarts and finds the other's entries.
 			for i, h := range l.Hosts() {
 				seconds[i].Kill()
 				seconds[i] = start(t, h, lab.FlanneldOptions{Args: second})
@@ -636,7 +641,9 @@ func TestTwoNetworksOnOneHost(t *testing.T) {
 	}
 }
 
-// TestTwoDaemonsOnOneDevice would take it from each other.
+// TestTwoDaemonsOnOneDevice checks that a second daemon exits if the first one uses its
+// device, because each would replace the other's settings. It starts when the first one
+// uses another device.
 func TestTwoDaemonsOnOneDevice(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 1}, `{"Type":"vxlan"}`)
@@ -646,12 +653,12 @@ func TestTwoDaemonsOnOneDevice(t *testing.T) {
 	d := start(t, l.Host(1), lab.FlanneldOptions{Args: second})
 	expectFailure(t, d, "another flanneld has device flannel.1")
 	if after := everythingOfOurs(t, l.Host(1)); after != before {
-		t.Errorf("the kernel is\n%swas\n%s", after, before)
+		t.Errorf("the kernel contains\n%swant\n%s", after, before)
 	}
 	if err := first.Ended(); err != nil {
 		t.Error(err)
 	}
-	// The first has moved to another device: now it is free.
+	// The device is free after the first daemon has switched to another one.
 	if err := l.PutNetwork(background(t), json.RawMessage(`{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan","VNI":3}}`)); err != nil {
 		t.Fatal(err)
 	}
@@ -664,8 +671,8 @@ func TestTwoDaemonsOnOneDevice(t *testing.T) {
 	}
 }
 
-// TestKilledWhileStarting kills a daemon at random moments of its start, again
-// and again, with other configurations now and then.
+// TestKilledWhileStarting checks that the next start repairs everything after a daemon
+// was killed at random moments of its start, many times and with changing configurations.
 //
 //stages:rest it kills a daemon at many moments
 func TestKilledWhileStarting(t *testing.T) {
@@ -727,7 +734,7 @@ func TestKilledWhileStarting(t *testing.T) {
 		h.Daemon().Kill()
 	}
 	if now := leaseOf(t, l, h).Key; now != own {
-		t.Errorf("the host has %s, had %s", now, own)
+		t.Errorf("the host has the lease %s, want %s as before", now, own)
 	}
 	if n := len(keys(t, l)); n != 41 {
 		t.Errorf("%d leases, want 41", n)

@@ -1,5 +1,5 @@
-// Package e2e runs real daemons on hosts of a lab, against a real etcd, and
-// looks at what operators and pods see.
+// Package e2e tests real daemons on the hosts of a lab, with a real etcd or Kubernetes
+// API server and real traffic. It checks what operators and pods notice.
 package e2e
 
 import (
@@ -19,9 +19,10 @@ import (
 	"flanneld/pkg/status"
 )
 
-// patience bounds every wait of a test: far more than anything takes.
+// patience limits every wait of a test. It is much longer than anything normally takes.
 const patience = 60 * time.Second
 
+// TestMain runs the tests, unless the user or a missing binary makes all of them fail.
 func TestMain(m *testing.M) {
 	lab.RunChild()
 	if os.Geteuid() != 0 {
@@ -35,7 +36,7 @@ func TestMain(m *testing.M) {
 	os.Exit(m.Run())
 }
 
-// flanneld is the binary under test.
+// flanneld returns the path of the binary under test.
 func flanneld() string {
 	path, err := filepath.Abs("../../bin/flanneld")
 	if err != nil {
@@ -44,9 +45,9 @@ func flanneld() string {
 	return path
 }
 
-// writeProgram writes a file that may be run. No other test starts a process while it
-// is open for writing: that process would have it open as well, for a moment in which
-// nothing can run it.
+// writeProgram writes an executable file. It prevents other tests from starting a process
+// meanwhile, because that process would inherit the open file, and the kernel refuses to
+// execute a file that is open for writing.
 func writeProgram(path string, text []byte, mode os.FileMode) error {
 	syscall.ForkLock.RLock()
 	defer syscall.ForkLock.RUnlock()
@@ -71,7 +72,7 @@ func name(families []prefix.Family) string {
 	}
 }
 
-// background is the context of the test, bounded.
+// background returns a context that ends with the test, or after patience.
 func background(t *testing.T) context.Context {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), patience)
@@ -79,16 +80,16 @@ func background(t *testing.T) context.Context {
 	return ctx
 }
 
-// userspace is the wireguard backend without the kernel's WireGuard.
+// userspace is the wireguard backend without the WireGuard of the kernel.
 const userspace = "wireguard in userspace"
 
-// backendConfig is the Backend of a network configuration.
+// backendConfig returns the key Backend of a network configuration.
 func backendConfig(backend string) string {
 	if backend == userspace {
 		return `{"Type":"wireguard","Implementation":"userspace"}`
 	}
 	switch backend {
-	case "udp": // whatever the kernel has
+	case "udp": // even if the kernel could do it
 		return `{"Type":"udp","Mode":"userspace"}`
 	case udpKernel:
 		return `{"Type":"udp","Mode":"kernel"}`
@@ -96,8 +97,8 @@ func backendConfig(backend string) string {
 	return fmt.Sprintf(`{"Type":%q}`, backend)
 }
 
-// newLab builds a lab whose store has a network with the given backend.
-// Daemons are not started. When the test fails their logs are shown.
+// newLab builds a lab whose store has a network with the given backend. It does not start
+// daemons. If the test fails, it logs what the daemons have logged.
 func newLab(t *testing.T, cfg lab.Config, backend string) *lab.Lab {
 	t.Helper()
 	if cfg.Families == nil {
@@ -117,10 +118,10 @@ func newLab(t *testing.T, cfg lab.Config, backend string) *lab.Lab {
 	}
 	t.Cleanup(l.Close)
 	t.Cleanup(func() {
-		for _, h := range l.Hosts() { // the kernel goes on without a daemon
+		for _, h := range l.Hosts() { // traffic alone does not show a crash, because the kernel still forwards
 			for _, d := range h.Daemons() {
 				if log := d.Log(); strings.Contains(log, "panic: ") || strings.Contains(log, "fatal error: ") {
-					t.Errorf("a flanneld of %s has crashed:\n%s", h.Name(), log)
+					t.Errorf("flanneld on %s has crashed:\n%s", h.Name(), log)
 				}
 			}
 		}
@@ -136,7 +137,7 @@ func newLab(t *testing.T, cfg lab.Config, backend string) *lab.Lab {
 	return l
 }
 
-// putNetwork changes the lab's network to one with the given backend.
+// putNetwork replaces the lab's network configuration by one with the given backend.
 func putNetwork(t *testing.T, l *lab.Lab, families []prefix.Family, backend string) {
 	t.Helper()
 	network, err := lab.NetworkConfig(families, json.RawMessage(backend))
@@ -148,8 +149,8 @@ func putNetwork(t *testing.T, l *lab.Lab, families []prefix.Family, backend stri
 	}
 }
 
-// below200 keeps hosts from getting the IPv4 subnets from 10.5.200.0/24 on:
-// tests have those for peers that they make up.
+// below200 reserves the IPv4 subnets from 10.5.200.0/24 on for peers that tests add to
+// the store: hosts do not get them.
 func below200(t *testing.T, network json.RawMessage) json.RawMessage {
 	t.Helper()
 	var keys map[string]any
@@ -192,7 +193,7 @@ func startOne(t *testing.T, h *lab.Host, o lab.FlanneldOptions) *lab.Daemon {
 	return d
 }
 
-// start starts a daemon on h and waits for nothing.
+// start starts a daemon on h and does not wait until it is ready.
 func start(t *testing.T, h *lab.Host, o lab.FlanneldOptions) *lab.Daemon {
 	t.Helper()
 	d, err := h.StartFlanneld(background(t), o)
@@ -210,7 +211,7 @@ func expectReady(t *testing.T, d *lab.Daemon) {
 	}
 }
 
-// expectLog waits until the daemon's log holds text.
+// expectLog waits until the daemon's log contains text.
 func expectLog(t *testing.T, d *lab.Daemon, text string) {
 	t.Helper()
 	if err := d.WaitLog(background(t), text); err != nil {
@@ -218,7 +219,7 @@ func expectLog(t *testing.T, d *lab.Daemon, text string) {
 	}
 }
 
-// linesWith returns the lines of the daemon's log that hold text.
+// linesWith returns the lines of the daemon's log that contain text.
 func linesWith(d *lab.Daemon, text string) []string {
 	var found []string
 	for line := range strings.Lines(d.Log()) {
@@ -229,8 +230,7 @@ func linesWith(d *lab.Daemon, text string) []string {
 	return found
 }
 
-// expectOnce fails the test unless one line of the daemon's log, and no other,
-// holds text.
+// expectOnce fails the test unless exactly one line of the daemon's log contains text.
 func expectOnce(t *testing.T, d *lab.Daemon, text string) {
 	t.Helper()
 	if lines := linesWith(d, text); len(lines) != 1 {
@@ -238,8 +238,8 @@ func expectOnce(t *testing.T, d *lab.Daemon, text string) {
 	}
 }
 
-// expectFailure waits until the daemon ends, with exit code 1 and one line that
-// says why.
+// expectFailure waits until the daemon ends, and fails the test unless its exit code is 1
+// and one line of its log contains all of why.
 func expectFailure(t *testing.T, d *lab.Daemon, why ...string) {
 	t.Helper()
 	code, err := d.Wait(background(t))
@@ -251,16 +251,17 @@ func expectFailure(t *testing.T, d *lab.Daemon, why ...string) {
 	}
 	lines := append(linesWith(d, "flanneld stops"), linesWith(d, "flanneld: ")...)
 	if len(lines) != 1 {
-		t.Errorf("%d lines say why it stops, want one: %q", len(lines), lines)
+		t.Errorf("%d lines with the reason of the exit, want one: %q", len(lines), lines)
 	}
 	for _, text := range why {
 		if !strings.Contains(strings.Join(lines, "\n"), text) {
-			t.Errorf("it stops with %q, want to read %q", lines, text)
+			t.Errorf("reason of the exit: %q, want it to contain %q", lines, text)
 		}
 	}
 }
 
-// pause lets time pass in which something must not happen.
+// pause waits for d, so that the test can check that something does not happen in this
+// time.
 func pause(t *testing.T, d time.Duration) {
 	t.Helper()
 	select {
@@ -270,14 +271,14 @@ func pause(t *testing.T, d time.Duration) {
 	}
 }
 
-// flow is a steady stream of packets of which none may be lost.
+// flow is a steady stream of packets, none of which may be lost.
 type flow struct {
 	*lab.Flow
 	name string
 }
 
-// startFlows starts a flow between every two pods, in both directions and in
-// every family.
+// startFlows starts a flow between every two pods, in both directions and in every
+// family, as soon as all pods reach each other.
 func startFlows(t *testing.T, l *lab.Lab, rate int) []flow {
 	t.Helper()
 	expectConverged(t, l)
@@ -300,18 +301,19 @@ func startFlows(t *testing.T, l *lab.Lab, rate int) []flow {
 	return flows
 }
 
-// expectNothingLost ends the flows.
+// expectNothingLost stops the flows, and fails the test if a packet was lost or none was
+// sent.
 func expectNothingLost(t *testing.T, flows []flow) {
 	t.Helper()
 	for _, f := range flows {
 		if s := f.Stop(); len(s.Lost) > 0 || s.Sent == 0 {
-			t.Errorf("%s: %d of %d packets are lost, from %v on, longest gap %v",
+			t.Errorf("%s: %d of %d packets were lost, the first at %v, longest gap %v",
 				f.name, len(s.Lost), s.Sent, s.Lost[:min(len(s.Lost), 5)], s.Gap)
 		}
 	}
 }
 
-// nft gives rules to the firewall of a namespace.
+// nft adds rules to the firewall of a namespace.
 func nft(t *testing.T, n *lab.Namespace, rules string) {
 	t.Helper()
 	if out, err := n.Exec(background(t), "nft", rules); err != nil {
@@ -319,14 +321,14 @@ func nft(t *testing.T, n *lab.Namespace, rules string) {
 	}
 }
 
-// expectConverged waits until every host has learnt of every other, which may
-// be shortly after both are ready: until every pod gets an answer from every other.
+// expectConverged waits until every pod gets an answer from every other. Hosts may learn
+// of each other shortly after they are ready.
 func expectConverged(t *testing.T, l *lab.Lab) {
 	t.Helper()
 	if len(l.Pods()) < 2 {
-		t.Fatal("no pods to try")
+		t.Fatal("the lab has less than two pods")
 	}
-	eventually(t, "all pods", func() error {
+	eventually(t, "every pod reaches every other", func() error {
 		for _, from := range l.Pods() {
 			for _, to := range l.Pods() {
 				for _, a := range to.Addrs() {
@@ -340,8 +342,8 @@ func expectConverged(t *testing.T, l *lab.Lab) {
 	})
 }
 
-// expectAcquainted is expectConverged for hosts that have no pods: it waits until every
-// daemon has programmed what leads to every other host.
+// expectAcquainted is like expectConverged, but for hosts without pods: it waits until
+// every daemon has programmed the kernel for every other host.
 func expectAcquainted(t *testing.T, l *lab.Lab) {
 	t.Helper()
 	for _, h := range l.Hosts() {
@@ -353,7 +355,7 @@ func expectAcquainted(t *testing.T, l *lab.Lab) {
 				}
 			}
 			if want := len(l.Hosts()) - 1; len(peers) != want {
-				return fmt.Errorf("there are %d, want %d", len(peers), want)
+				return fmt.Errorf("%d peers, want %d", len(peers), want)
 			}
 			return nil
 		})
@@ -371,14 +373,14 @@ func expectMatrix(t *testing.T, l *lab.Lab) {
 	}
 }
 
-// eventually polls until check returns nil, and fails the test with what it
-// returned last if that takes too long.
+// eventually polls until check returns nil. After patience it fails the test with the
+// last error. what names the expected result.
 func eventually(t *testing.T, what string, check func() error) {
 	t.Helper()
 	within(t, patience, what, check)
 }
 
-// within is eventually for what is known to take its time.
+// within is eventually with another limit, for results that are known to take long.
 func within(t *testing.T, limit time.Duration, what string, check func() error) {
 	t.Helper()
 	deadline := time.Now().Add(limit)

@@ -14,8 +14,9 @@ import (
 	"flanneld/pkg/prefix"
 )
 
-// TestHostBehindNAT has each host on a segment of its own. The first one's is
-// private: the router gives it another address, and lets nothing pass by it.
+// TestHostBehindNAT checks that pods of all hosts reach each other if one host has a
+// private address behind a NAT and publishes the NAT's address. The router drops packets
+// that other hosts send to the private address.
 func TestHostBehindNAT(t *testing.T) {
 	t.Parallel()
 	const public = "192.0.2.3"
@@ -36,8 +37,8 @@ func TestHostBehindNAT(t *testing.T) {
 		}
 	}`))
 	for _, h := range l.Hosts() {
-		// The namespaces of one kernel leave checksums open, which a wire does
-		// not, and a translated packet's would never come right.
+		// The kernel leaves checksums of packets between namespaces incomplete, and the
+		// NAT cannot complete them. On a real wire they are complete.
 		if out, err := h.Exec(background(t), "ethtool", "-K", "eth0", "tx", "off"); err != nil {
 			t.Fatalf("%v: %s", err, out)
 		}
@@ -67,7 +68,7 @@ func TestHostBehindNAT(t *testing.T) {
 			return err
 		}
 		if v, ok := dev.(*netlink.Vxlan); !ok || v.SrcAddr.String() != private {
-			return fmt.Errorf("it is %+v, want local address %s", dev, private)
+			return fmt.Errorf("device %+v, want local address %s", dev, private)
 		}
 		return nil
 	})
@@ -76,8 +77,9 @@ func TestHostBehindNAT(t *testing.T) {
 	}
 }
 
-// TestPodsWithTheMTUOfAnotherDaemon has pods that were told the MTU which IPv4
-// alone allows: what is too big for the IPv6 device gets an answer.
+// TestPodsWithTheMTUOfAnotherDaemon checks that pods with an MTU that is right for IPv4
+// and too large for IPv6 get an ICMP answer for IPv6 packets that are too big, and still
+// transfer data. Another daemon may have created the pods with this MTU.
 func TestPodsWithTheMTUOfAnotherDaemon(t *testing.T) {
 	t.Parallel()
 	const theirs, ours = 1450, 1430
@@ -100,17 +102,17 @@ func TestPodsWithTheMTUOfAnotherDaemon(t *testing.T) {
 	}
 	_, err := pod.Ping(ctx, far.Addr(prefix.IPv6), ping.Options{Size: theirs, DontFragment: true})
 	if !errors.Is(err, ping.ErrTooBig) || !strings.Contains(err.Error(), fmt.Sprintf("a router reported an MTU of %d", ours)) {
-		t.Errorf("a packet of %d bytes: %v, want a router to say that it is too big", theirs, err)
+		t.Errorf("a packet of %d bytes: %v, want a router to report that it is too big", theirs, err)
 	}
 	if _, err := pod.Ping(ctx, far.Addr(prefix.IPv6), ping.Options{Size: ours, DontFragment: true}); err != nil {
-		t.Errorf("a packet of %d bytes: %v", ours, err)
+		t.Errorf("a packet of %d bytes: %v, want an answer", ours, err)
 	}
 	const least = 1e6 // bits per second
 	for _, f := range dual {
 		for _, way := range [][2]*lab.Pod{{pod, far}, {far, pod}} {
 			bps, err := way[0].Throughput(ctx, way[1], f, 500*time.Millisecond)
 			if err != nil || bps < least {
-				t.Errorf("%s to %s by %s: %.0f bits per second, %v", way[0].Name(), way[1].Name(), f, bps, err)
+				t.Errorf("%s to %s by %s: %.0f bits per second, %v, want at least 1e6", way[0].Name(), way[1].Name(), f, bps, err)
 			}
 		}
 	}

@@ -15,7 +15,7 @@ import (
 	"flanneld/pkg/lab"
 )
 
-// usage is what a daemon has cost so far.
+// usage is what a daemon has used since its start.
 type usage struct {
 	lines int           // of log
 	cpu   time.Duration // in user and kernel mode
@@ -27,7 +27,7 @@ func usageOf(t *testing.T, d *lab.Daemon) usage {
 	if err != nil {
 		t.Fatal(err)
 	}
-	// Fields are counted behind the name, which may hold anything.
+	// The name of the program may contain spaces, so fields are counted from its end.
 	const user, system, tick = 11, 12, time.Second / 100
 	fields := strings.Fields(string(stat[strings.LastIndexByte(string(stat), ')')+1:]))
 	u := usage{lines: strings.Count(d.Log(), "\n")}
@@ -41,8 +41,9 @@ func usageOf(t *testing.T, d *lab.Daemon) usage {
 	return u
 }
 
-// TestStoreOutages takes the store away in every way that there is. Traffic
-// flows throughout, what changed meanwhile arrives, and nobody makes a fuss.
+// TestStoreOutages checks that no packet is lost during different outages of the store,
+// that changes during an outage arrive after it, and that daemons log a few lines and use
+// little CPU time meanwhile.
 func TestStoreOutages(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{}, `{"Type":"vxlan"}`)
@@ -73,7 +74,8 @@ func TestStoreOutages(t *testing.T) {
 		used[h] = usageOf(t, h.Daemon())
 	}
 
-	// It stands still for longer than any request waits, and a silent watch is believed.
+	// First outage: the store hangs for longer than the timeout of requests, and longer
+	// than daemons trust a watch without events.
 	if err := l.Etcd().Stop(); err != nil {
 		t.Fatal(err)
 	}
@@ -87,7 +89,7 @@ func TestStoreOutages(t *testing.T) {
 	put(t, c, addedKey, addedValue)
 	everywhere(added, nil)
 
-	// It is gone, and comes back.
+	// Second outage: the store is killed and restarted.
 	l.Etcd().Kill()
 	pause(t, 3*time.Second)
 	if err := l.Etcd().Start(background(t)); err != nil {
@@ -96,7 +98,8 @@ func TestStoreOutages(t *testing.T) {
 	remove(t, c, addedKey)
 	everywhere(slices.Concat(gone, before), added)
 
-	// The hosts are cut off while much happens of which no trace is left.
+	// Third outage: a firewall cuts off the hosts. Compaction removes the changes that
+	// happen meanwhile from the history of the store.
 	nft(t, l.Underlay(), `table inet outage {
 		chain input {
 			type filter hook input priority filter
@@ -130,24 +133,25 @@ func TestStoreOutages(t *testing.T) {
 			continue
 		}
 		expectReady(t, d)
-		eventually(t, h.Name()+" has the store back", func() error {
+		eventually(t, h.Name()+" reports that the store is usable again", func() error {
 			if lines := linesWith(d, "etcd is "); !strings.HasSuffix(lines[len(lines)-1], `"etcd is usable again"`) {
-				return fmt.Errorf("it says %q", lines)
+				return fmt.Errorf("it has logged %q", lines)
 			}
 			return nil
 		})
 		now := usageOf(t, d)
 		if lines := now.lines - used[h].lines; lines == 0 || lines >= 15 {
-			t.Errorf("%s logged %d lines, want a few", h.Name(), lines)
+			t.Errorf("%s logged %d lines, want 1 to 14", h.Name(), lines)
 		}
 		if cpu := now.cpu - used[h].cpu; cpu > took/100 {
-			t.Errorf("%s took %v of CPU time in %v", h.Name(), cpu, took)
+			t.Errorf("%s used %v of CPU time in %v, want at most 1%%", h.Name(), cpu, took)
 		}
 	}
 }
 
-// TestStoreIsNotThereYet starts a daemon before the store, which then comes up
-// step by step: each is told once, within seconds.
+// TestStoreIsNotThereYet checks that a daemon which starts before its store logs each
+// obstacle once and within seconds, stays healthy, and becomes ready when the last
+// obstacle is gone.
 func TestStoreIsNotThereYet(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 1}, "")
@@ -159,15 +163,15 @@ func TestStoreIsNotThereYet(t *testing.T) {
 		t.Helper()
 		expectLog(t, d, text)
 		if took := time.Since(said); took > 8*time.Second {
-			t.Errorf("%s: told after %v", what, took)
+			t.Errorf("%s: logged after %v, want at most 8s", what, took)
 		}
 		pause(t, 3*time.Second)
 		expectOnce(t, d, text)
 		if status, body, _ := d.Get(background(t), "/readyz"); status != 503 {
-			t.Errorf("%s: /readyz says %d %q", what, status, body)
+			t.Errorf("%s: /readyz: %d %q, want 503", what, status, body)
 		}
 		if status, body, _ := d.Get(background(t), "/healthz"); status != 200 {
-			t.Errorf("%s: /healthz says %d %q", what, status, body)
+			t.Errorf("%s: /healthz: %d %q, want 200", what, status, body)
 		}
 		said = time.Now()
 	}
@@ -185,12 +189,12 @@ func TestStoreIsNotThereYet(t *testing.T) {
 	step("no configuration", `no network configuration: etcd key /coreos.com/network/config does not exist`)
 	expectOnce(t, d, "etcd is usable again")
 	config(`{"Network":`)
-	step("no JSON", `invalid network configuration: `)
+	step("invalid JSON", `invalid network configuration: `)
 	config(`{"Network":"10.5.0.0/16","SubnetMin":"10.5.9.0","SubnetMax":"10.5.1.0"}`)
 	step("bad values", `SubnetM`)
 	config(`{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan"}}`)
 	expectReady(t, d)
 	if n := strings.Count(d.Log(), "\n"); n >= 15 {
-		t.Errorf("the log has %d lines", n)
+		t.Errorf("the log has %d lines, want at most 14", n)
 	}
 }

@@ -17,12 +17,12 @@ import (
 	"flanneld/pkg/lab"
 )
 
-// machine is a host with a root file system of its own: this machine's, of which
-// nothing changes.
+// machine is a host with its own root file system: an overlay over the root file system
+// of this machine, which does not change.
 type machine struct {
 	*lab.Host
 	t      *testing.T
-	before []string // what the shell has been told
+	before []string // commands that set variables for later commands
 }
 
 const (
@@ -53,7 +53,7 @@ func newMachine(t *testing.T, h *lab.Host) *machine {
 	return &machine{Host: h, t: t}
 }
 
-// run runs a command as it stands on a page.
+// run runs a command of a page without changes.
 func (m *machine) run(command string) string {
 	m.t.Helper()
 	out, err := m.Exec(background(m.t), "env", "FLANNELD_ETCD_ENDPOINTS="+m.EtcdEndpoint(), "ETCDCTL_ENDPOINTS="+m.EtcdEndpoint(),
@@ -65,8 +65,8 @@ func (m *machine) run(command string) string {
 	return string(out)
 }
 
-// typed runs a command as run does. What it sets in the shell is there for those that
-// come after it.
+// typed runs a command as run does. If the command sets variables in the shell, later
+// commands see them.
 func (m *machine) typed(command string) {
 	m.t.Helper()
 	m.run(command)
@@ -75,7 +75,7 @@ func (m *machine) typed(command string) {
 	}
 }
 
-// file is where a file of the machine is to be found.
+// file returns the path at which tests reach a file of the machine.
 func (m *machine) file(name string) string { return m.Path(machineRoot + name) }
 
 func (m *machine) write(name, text string) {
@@ -94,8 +94,9 @@ var (
 	prompted  = regexp.MustCompile(`^(?:\$|# (?:flannelctl|systemctl|ip)) `)
 )
 
-// shownBlocks returns what a page shows, line by line without the indentation.
-// Empty lines are in a block, and what goes on in a list is none.
+// shownBlocks returns the indented blocks of a page, line by line without the
+// indentation. A block may contain empty lines. An indented line that continues a list
+// item is not a block.
 func shownBlocks(text string) (blocks [][]string) {
 	var block []string
 	before, empty := "", 0
@@ -119,8 +120,8 @@ func shownBlocks(text string) (blocks [][]string) {
 	return blocks
 }
 
-// pageCommands returns the commands that a page shows, in order: all lines of a
-// block, or those behind a prompt where it has some.
+// pageCommands returns the commands on a page, in order: all lines of a block, or only
+// the lines with a prompt if the block has some.
 func pageCommands(t *testing.T, page string) (commands []string) {
 	t.Helper()
 	raw, err := os.ReadFile("../../Documentation/" + page)
@@ -140,7 +141,7 @@ func pageCommands(t *testing.T, page string) (commands []string) {
 	return commands
 }
 
-// pageBlock returns what a page shows in one block, which begins so.
+// pageBlock returns the block of a page that begins with begins.
 func pageBlock(t *testing.T, page, begins string) string {
 	t.Helper()
 	raw, err := os.ReadFile("../../Documentation/" + page)
@@ -149,20 +150,20 @@ func pageBlock(t *testing.T, page, begins string) string {
 	}
 	_, rest, ok := strings.Cut(string(raw), "\n\n    "+begins)
 	if !ok {
-		t.Fatalf("%s shows no %s", page, begins)
+		t.Fatalf("%s contains no block that begins with %s", page, begins)
 	}
 	block, _, _ := strings.Cut(rest, "\n\n")
 	return begins + strings.ReplaceAll(block, "\n    ", "\n")
 }
 
-// follow has machines run all commands of a page, each on all of them before the
-// next. Those that need systemd, or are none, are for special, by what they begin
-// with.
+// follow runs all commands of a page on the machines, each command on all machines before
+// the next. Commands that begin with a key of special are passed to its function instead,
+// for example because they need systemd or are output.
 func follow(t *testing.T, page string, machines []*machine, special map[string]func(m *machine, command string)) {
 	t.Helper()
 	commands := pageCommands(t, page)
 	if len(commands) == 0 {
-		t.Fatalf("%s shows no command", page)
+		t.Fatalf("%s contains no command", page)
 	}
 	used := map[string]bool{}
 	for _, command := range commands {
@@ -183,15 +184,15 @@ func follow(t *testing.T, page string, machines []*machine, special map[string]f
 	}
 	for k := range special {
 		if !used[k] {
-			t.Errorf("%s does not say %s", page, k)
+			t.Errorf("%s does not contain the command %s", page, k)
 		}
 	}
 }
 
 var message = regexp.MustCompile(`\] ("[^"]+")`)
 
-// said is what a daemon's log says up to where it is ready, without the values, sorted:
-// some of it is said at one time.
+// said returns the messages of a daemon's log up to the one that it is ready, without
+// their values. They are sorted, because concurrent messages have no fixed order.
 func said(log string) (messages []string) {
 	for _, m := range message.FindAllStringSubmatch(log, -1) {
 		messages = append(messages, m[1])
@@ -203,8 +204,8 @@ func said(log string) (messages []string) {
 	return messages
 }
 
-// TestPageGettingStarted has two hosts follow the page, from nothing to a ping
-// between their pods.
+// TestPageGettingStarted runs the commands of the page on two hosts, from the
+// installation to a ping between their pods.
 func TestPageGettingStarted(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 2}, "")
@@ -212,7 +213,7 @@ func TestPageGettingStarted(t *testing.T) {
 	const settings = "/etc/flannel/flanneld.env"
 	nothing := func(*machine, string) {}
 	follow(t, "getting-started.md", []*machine{a, b}, map[string]func(*machine, string){
-		// There is an etcd, and bin.
+		// etcd runs already, and bin is built.
 		"make build": nothing, "ETCD_LISTEN_CLIENT_URLS=": nothing, "ETCD_ADVERTISE_CLIENT_URLS=": nothing, "systemctl restart etcd": nothing,
 		"etcdctl put": func(m *machine, command string) {
 			if m == a {
@@ -236,7 +237,7 @@ func TestPageGettingStarted(t *testing.T) {
 				t.Fatal(err)
 			}
 			if diff := cmp.Diff(said(pageBlock(t, "getting-started.md", "$ "+command)), said(string(log))); m == b && diff != "" {
-				t.Errorf("the page's log (-) says other things than the daemon's (+):\n%s\n%s", diff, log)
+				t.Errorf("messages on the page (-) and of the daemon (+) differ:\n%s\n%s", diff, log)
 			}
 		},
 		"curl -s": func(m *machine, command string) {
@@ -258,12 +259,12 @@ func TestPageGettingStarted(t *testing.T) {
 				m.run(strings.Replace(command, "10.5.43.2", pod, 1))
 			}
 		},
-		"bin/flannelctl lab": nothing, // until Ctrl-C
+		"bin/flannelctl lab": nothing, // runs until Ctrl-C
 	})
 }
 
-// enable starts a program as its unit would, with the settings in a file. What it says
-// is in machineLog.
+// enable starts a program as its systemd unit would, with the variables in the file
+// settings. Its log is in machineLog.
 func (m *machine) enable(program, settings string) {
 	m.t.Helper()
 	cmd := exec.Command("chroot", machineRoot, program)
@@ -293,8 +294,8 @@ func (m *machine) enable(program, settings string) {
 	})
 }
 
-// TestPageEtcd follows the page on hosts of two labs: the store of the first learns of
-// users, that of the second wants client certificates.
+// TestPageEtcd runs the commands of the page on hosts of two labs. The commands add users
+// to the first store. The second store requires client certificates.
 func TestPageEtcd(t *testing.T) {
 	t.Parallel()
 	const program, settings, reserved = "/usr/local/bin/flanneld", "/etc/flannel/flanneld.env", "10.5.77.0-24"
@@ -350,7 +351,7 @@ func TestPageEtcd(t *testing.T) {
 		"FLANNELD_ETCD_PASSWORD=": func(_ *machine, line string) { set(late, line) },
 	})
 	if out, err := first.Exec(background(t), "etcdctl", "--endpoints", first.EtcdEndpoint(), "get", "--prefix", lab.Prefix); err == nil {
-		t.Errorf("who has no name reads the store: %s", out)
+		t.Errorf("a client without a user can read the store: %s", out)
 	}
 	set(late, "FLANNELD_ETCD_ENDPOINTS="+late.EtcdEndpoint())
 	for _, m := range []*machine{late, guarded} {
@@ -362,12 +363,13 @@ func TestPageEtcd(t *testing.T) {
 		})
 	}
 	if out := late.run("cat /run/flannel/subnet.env"); !strings.Contains(out, "FLANNEL_SUBNET=10.5.77.1/24") {
-		t.Errorf("not the subnet that was reserved as %s: %s", key, out)
+		t.Errorf("the host does not have the subnet that was reserved as %s: %s", key, out)
 	}
 }
 
-// TestPageMigration follows the page on two hosts, one after the other, while
-// what stands for systemd starts what is in flannel's place.
+// TestPageMigration runs the commands of the page on two hosts, one after the other. A
+// flanneld in flannel's place runs before the migration. The test itself stops and starts
+// the daemons instead of systemd.
 func TestPageMigration(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 2}, `{"Type":"vxlan"}`)
@@ -402,14 +404,14 @@ func TestPageMigration(t *testing.T) {
 	expectAcquainted(t, l)
 }
 
-// TestPagesAboutAHost follows the pages that look at a host in order.
+// TestPagesAboutAHost runs the commands of the pages about operating a host that works.
 func TestPagesAboutAHost(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 2}, `{"Type":"vxlan"}`)
 	startAll(t, l, lab.FlanneldOptions{})
 	expectConverged(t, l)
 	m := newMachine(t, l.Host(1))
-	shown := func(*machine, string) {} // what such a command may print
+	shown := func(*machine, string) {} // output, not a command
 	follow(t, "troubleshooting.md", []*machine{m}, nil)
 	follow(t, "status.md", []*machine{m}, nil)
 	follow(t, "backends/vxlan.md", []*machine{m}, map[string]func(*machine, string){
@@ -439,12 +441,12 @@ func TestPagesAboutAHost(t *testing.T) {
 		},
 	})
 	if left := m.run("ip -o link"); strings.Contains(left, "flannel") {
-		t.Errorf("left behind: %s", left)
+		t.Errorf("links after the removal: %s, want none of flannel's", left)
 	}
 }
 
-// TestPageDocker follows the page on a host whose Docker says what it was started
-// with.
+// TestPageDocker runs the commands of the page on a host whose dockerd records the
+// arguments that it gets, instead of running containers.
 func TestPageDocker(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 1}, `{"Type":"vxlan"}`)
@@ -473,8 +475,8 @@ func TestPageDocker(t *testing.T) {
 			}
 		},
 		"ExecStart=":    func(_ *machine, line string) { added = append(added, line) },
-		"ExecStartPre=": func(*machine, string) {}, // TestDocker has a Docker that uses nftables
-		"10.5.49.0/24":  func(*machine, string) {}, // what the script says
+		"ExecStartPre=": func(*machine, string) {}, // TestDocker tests this with a Docker that uses nftables
+		"10.5.49.0/24":  func(*machine, string) {}, // output of the script
 		"flannelctl doctor": func(m *machine, command string) { // this Docker has no rules
 			if out, _ := m.Exec(background(t), "chroot", machineRoot, machineTree+"/bin/"+command); strings.Contains(string(out), "Docker") {
 				t.Errorf("%s: %s", command, out)
@@ -482,15 +484,15 @@ func TestPageDocker(t *testing.T) {
 		},
 	})
 	if len(added) != 2 || added[0] != "ExecStart=" {
-		t.Fatalf("added to the drop-in: %q", added)
+		t.Fatalf("lines for the drop-in: %q, want two", added)
 	}
-	// A unit of Docker's own packages, which names no options.
+	// The unit of Docker's own packages does not use DOCKER_OPTS.
 	m.write(units+"docker.service", "[Service]\nType=notify\nExecStart=/usr/bin/dockerd -H fd://\n")
 	m.run(fmt.Sprintf("printf '%%s\\n' '%s' >>%s", strings.Join(added, "\n"), dockerDropIn))
 	restart()
 }
 
-// expectDocker starts dockerd as systemd would, and looks at what it gets.
+// expectDocker starts dockerd as systemd would, and checks its arguments.
 func expectDocker(t *testing.T, m *machine, bip string) {
 	t.Helper()
 	text := m.run("cat /etc/systemd/system/docker.service " + dockerDropIn)
@@ -506,12 +508,12 @@ func expectDocker(t *testing.T, m *machine, bip string) {
 	got := strings.Fields(m.run("cat /run/dockerd"))
 	for _, want := range []string{bip, "--ip-masq=true", "--mtu=1450"} {
 		if !slices.Contains(got, want) {
-			t.Errorf("dockerd gets %q, want %s among it", got, want)
+			t.Errorf("dockerd gets %q, want %s among them", got, want)
 		}
 	}
 }
 
-// TestPagesOnTheLab runs what the pages have people run in a lab, once.
+// TestPagesOnTheLab runs every command with flannelctl lab --once on any page, once.
 //
 //stages:rest it runs many commands of the documentation
 func TestPagesOnTheLab(t *testing.T) {
@@ -521,7 +523,7 @@ func TestPagesOnTheLab(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	fails := map[string]bool{ // as their pages say
+	fails := map[string]bool{ // commands that fail, as their pages say
 		"bin/flannelctl lab --hosts 2 --once --backend alloc":          true,
 		"bin/flannelctl lab --hosts 3 --l2 2 --backend host-gw --once": true,
 	}
@@ -540,6 +542,6 @@ func TestPagesOnTheLab(t *testing.T) {
 		}
 	}
 	if len(seen) < 8 {
-		t.Errorf("only these were found: %v", seen)
+		t.Errorf("commands found: %v, want at least 8", seen)
 	}
 }

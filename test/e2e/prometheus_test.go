@@ -12,7 +12,8 @@ import (
 	"flanneld/pkg/lab"
 )
 
-// A real Prometheus scrapes a daemon and takes our alert rules.
+// TestPrometheusScrapes checks that a real Prometheus reads the metrics of a daemon,
+// loads the shipped alert rules, and raises an alert when the daemon is killed.
 //
 //stages:rest it starts Prometheus
 func TestPrometheusScrapes(t *testing.T) {
@@ -77,7 +78,7 @@ scrape_configs: [{job_name: flannel, static_configs: [{targets: ["127.0.0.1:8081
 		})
 	}
 	h.Daemon().Kill()
-	eventually(t, "the daemon is missed", func() error {
+	eventually(t, "the alert FlannelDown is pending", func() error {
 		if n, err := query(`ALERTS{alertname="FlannelDown", alertstate="pending"}`); err != nil || n != 1 {
 			return fmt.Errorf("%d alerts, %w", n, err)
 		}

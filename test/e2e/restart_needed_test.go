@@ -11,13 +11,13 @@ import (
 	"flanneld/pkg/lab"
 )
 
-// expectRestartNeeded waits until the daemon on h says that what changed is
-// want; empty means that nothing has.
+// expectRestartNeeded waits until the daemon on h reports that it needs a restart because
+// of want. An empty want means that it needs none.
 func expectRestartNeeded(t *testing.T, h *lab.Host, want string) {
 	t.Helper()
 	eventually(t, "restart needed: "+want, func() error {
 		if got := statusOf(t, h).RestartNeeded; !strings.Contains(got, want) || (want == "") != (got == "") {
-			return fmt.Errorf("it says %q", got)
+			return fmt.Errorf("it reports %q", got)
 		}
 		return nil
 	})
@@ -30,8 +30,9 @@ func expectRestartNeeded(t *testing.T, h *lab.Host, want string) {
 	}
 }
 
-// held returns what the kernel has for peers, in an order of its own: the kernel lists
-// neighbours by hashes that change. It omits neighbours that the kernel has resolved itself.
+// held returns the lines of the kernel about peers, sorted, because the kernel lists
+// neighbours in an order that changes. It omits neighbours that the kernel has resolved
+// itself.
 func held(t *testing.T, h *lab.Host) string {
 	t.Helper()
 	text, err := kernel(background(t), h)
@@ -45,8 +46,8 @@ func held(t *testing.T, h *lab.Host) string {
 	return strings.Join(lines, "\n")
 }
 
-// expectExitOnChange waits for the daemon to end by itself, and for the data
-// path to be what it was.
+// expectExitOnChange waits until the daemon ends by itself, and checks its exit code and
+// that the data path is unchanged.
 func expectExitOnChange(t *testing.T, h *lab.Host, d *lab.Daemon, before string) {
 	t.Helper()
 	code, err := d.Wait(background(t))
@@ -61,6 +62,9 @@ func expectExitOnChange(t *testing.T, h *lab.Host, d *lab.Daemon, before string)
 	}
 }
 
+// TestRestartNeeded checks that daemons report a changed configuration as the reason for
+// a restart, that --exit-on-config-change ends a daemon without changing the data path,
+// and that changes without effect, such as another order of keys, are not reported.
 func TestRestartNeeded(t *testing.T) {
 	t.Parallel()
 	const changed = "Backend.VNI default -> 7"
@@ -91,7 +95,7 @@ func TestRestartNeeded(t *testing.T) {
 		mustCtl(t, a, []string{"status"}, "restart needed", changed)
 		expectOnce(t, a.Daemon(), "the network configuration has changed: restart needed")
 		if _, page := ask(t, a, "/statusz", "text/html"); !strings.Contains(page, "restart needed: Backend.VNI") {
-			t.Errorf("the page does not say it:\n%s", page)
+			t.Errorf("the page does not report the needed restart:\n%s", page)
 		}
 	})
 	t.Run("Kubernetes", func(t *testing.T) {
@@ -102,9 +106,9 @@ func TestRestartNeeded(t *testing.T) {
 		stops := start(t, b, c.options(2, "--exit-on-config-change"))
 		expectReady(t, a.Daemon())
 		expectReady(t, stops)
-		eventually(t, "both know each other", func() error {
+		eventually(t, "the daemons know each other", func() error {
 			if n := len(statusOf(t, b).Peers); n != 1 {
-				return fmt.Errorf("%d peers", n)
+				return fmt.Errorf("%d peers, want 1", n)
 			}
 			return nil
 		})

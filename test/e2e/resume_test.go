@@ -26,8 +26,9 @@ func received(t *testing.T, h *lab.Host) (bytes uint64) {
 	return bytes
 }
 
-// TestRestartReadsWhatHasChanged counts what a host receives, headers included, until a daemon is
-// ready: at its first start, after a restart without changes, and after one with a change.
+// TestRestartReadsWhatHasChanged checks that a restarted daemon reads only the leases
+// that changed while it was down. It measures the bytes that the host receives until the
+// daemon is ready, including headers.
 func TestRestartReadsWhatHasChanged(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 1}, `{"Type":"vxlan"}`)

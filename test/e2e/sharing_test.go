@@ -18,6 +18,8 @@ import (
 	"flanneld/pkg/status"
 )
 
+// TestLeasesWithOnePublicAddress checks with every backend that runs here that leases
+// with the same public address are all served.
 func TestLeasesWithOnePublicAddress(t *testing.T) {
 	for _, backend := range []string{"vxlan", "host-gw", "udp", userspace} {
 		t.Run(backend, func(t *testing.T) {
@@ -31,6 +33,9 @@ func TestLeasesWithOnePublicAddress(t *testing.T) {
 	})
 }
 
+// TestVMLeasesWithOnePublicAddress is TestLeasesWithOnePublicAddress for the backends
+// that need a kernel module.
+//
 //stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMLeasesWithOnePublicAddress(t *testing.T) {
 	loadFOU(t)
@@ -39,9 +44,10 @@ func TestVMLeasesWithOnePublicAddress(t *testing.T) {
 	}
 }
 
-// leasesWithOnePublicAddress has a lease that is older than the one of host 2 take
-// the address of host 2, go, and come back as the younger one. Both are served all
-// the time.
+// leasesWithOnePublicAddress checks that the lease of host 2 and another lease with the
+// address of host 2 are both served, whichever of them is older, and also after a
+// restart. A host that is installed anew may get the address of a lease that has not
+// expired yet.
 func leasesWithOnePublicAddress(t *testing.T, config string) {
 	t.Helper()
 	l := newLab(t, lab.Config{Hosts: 2}, config)
@@ -57,7 +63,7 @@ func leasesWithOnePublicAddress(t *testing.T, config string) {
 		t.Fatal(err)
 	}
 	reach := expectMatrix
-	if emulated() { // where one packet may take longer than it waits for
+	if emulated() { // here one packet may take longer than the timeout of expectMatrix
 		reach = expectConverged
 	}
 	reach(t, l)
@@ -82,18 +88,18 @@ func leasesWithOnePublicAddress(t *testing.T, config string) {
 	reach(t, l)
 	put(t, c, subnets+key, twin(address))
 	both(younger, key, 1)
-	// It is served after a restart, too, which knows all of it at once.
+	// A restarted daemon reads both leases at once, and serves both, too.
 	d.Kill()
 	d = startOne(t, l.Host(1), lab.FlanneldOptions{})
 	both(younger, key, 1)
 	for _, line := range linesWith(d, "lease refused") {
-		if strings.Contains(line, "public IP") { // commands of extension may take their time
+		if strings.Contains(line, "public IP") { // the backend extension may refuse for another reason while its commands run
 			t.Errorf("a lease is refused for its address: %q", line)
 		}
 	}
 }
 
-// entryOf returns key and value of the host's lease, whatever its backend data.
+// entryOf returns the key and value of the host's lease with any backend.
 func entryOf(t *testing.T, l *lab.Lab, h *lab.Host) (key, value string) {
 	t.Helper()
 	all, err := l.Leases(background(t))
@@ -109,8 +115,8 @@ func entryOf(t *testing.T, l *lab.Lab, h *lab.Host) (key, value string) {
 	return "", ""
 }
 
-// disguised is a lease's value with another public address, and with other
-// identities in its backend data.
+// disguised returns a lease's value with another public address, and with another MAC or
+// key in its backend data.
 func disguised(t *testing.T, value, ip string) string {
 	t.Helper()
 	var v map[string]any
@@ -137,8 +143,8 @@ func disguised(t *testing.T, value, ip string) string {
 	return string(text)
 }
 
-// expectServed returns an error unless the host serves the leases with these keys, and
-// no other.
+// expectServed returns an error unless the host serves exactly the leases with these
+// keys.
 func expectServed(t *testing.T, h *lab.Host, keys ...string) error {
 	t.Helper()
 	served := map[string]status.State{}
@@ -156,9 +162,9 @@ func expectServed(t *testing.T, h *lab.Host, keys ...string) error {
 	return nil
 }
 
-// TestStoreFullOfGoodAndBad puts hundreds of leases at once, which share addresses,
-// and as many keys and values that are no leases. Every good one is served, and every
-// bad one gets one line.
+// TestStoreFullOfGoodAndBad checks that every valid lease is served, and that every
+// invalid one costs one log line, if hundreds of both are put at the same time. The valid
+// ones share 20 addresses.
 func TestStoreFullOfGoodAndBad(t *testing.T) {
 	t.Parallel()
 	const network = `{"Network":"10.5.0.0/16","SubnetMax":"10.5.3.0","Backend":{"Type":"vxlan"}}`
@@ -192,9 +198,10 @@ func TestStoreFullOfGoodAndBad(t *testing.T) {
 		all[key] = peer("192.168.77.222", fmt.Sprintf("02:00:00:00:02:%02x", i))
 	}
 	putAtOnce(t, store(t, l), all)
-	// The older of two leases counts, so these must not be in the store before good ones.
+	// If two leases conflict, the older one counts. So these must come after the valid
+	// ones.
 	late := map[string]string{
-		"10.5.240.0-24":  peer("192.168.77.222", "02:00:00:00:00:0a"), // a MAC of a good one
+		"10.5.240.0-24":  peer("192.168.77.222", "02:00:00:00:00:0a"), // the MAC of a valid lease
 		"10.5.10.128-25": peer("192.168.77.222", "02:00:00:00:02:ff"), // a part of its subnet
 	}
 	putAtOnce(t, store(t, l), late)
@@ -215,7 +222,7 @@ func TestStoreFullOfGoodAndBad(t *testing.T) {
 	}
 	expectMatrix(t, l)
 
-	// A restart finds all of it, and comes to the same.
+	// A restarted daemon reads all leases at once, and the result is the same.
 	d.Kill()
 	d = startOne(t, h, lab.FlanneldOptions{})
 	eventually(t, "all good leases", func() error { return expectRoutes(t, h, want) })
@@ -225,8 +232,8 @@ func TestStoreFullOfGoodAndBad(t *testing.T) {
 	expectMatrix(t, l)
 }
 
-// putAtOnce puts leases, as many at a time as a transaction of etcd may have, and all
-// transactions at the same time.
+// putAtOnce puts leases in concurrent transactions of 50 leases each, because etcd limits
+// the size of a transaction.
 func putAtOnce(t *testing.T, c *clientv3.Client, all map[string]string) {
 	t.Helper()
 	var ops []clientv3.Op
@@ -245,8 +252,8 @@ func putAtOnce(t *testing.T, c *clientv3.Client, all map[string]string) {
 	wg.Wait()
 }
 
-// expectRoutes returns an error unless the host has routes by vxlan to exactly these
-// subnets, besides the other host's.
+// expectRoutes returns an error unless the host has routes through vxlan to exactly these
+// subnets. It ignores the route to the other host.
 func expectRoutes(t *testing.T, h *lab.Host, want []string) error {
 	t.Helper()
 	routes, err := h.Routes(background(t))
@@ -263,7 +270,7 @@ func expectRoutes(t *testing.T, h *lab.Host, want []string) error {
 	slices.Sort(have)
 	want = slices.Sorted(slices.Values(want))
 	if !slices.Equal(have, want) {
-		return fmt.Errorf("%d routes, want %d: missing %v, too many %v", len(have), len(want), minus(want, have), minus(have, want))
+		return fmt.Errorf("%d routes, want %d: missing %v, unexpected %v", len(have), len(want), minus(want, have), minus(have, want))
 	}
 	return nil
 }

@@ -14,10 +14,10 @@ import (
 	"flanneld/pkg/status"
 )
 
-// socket is the daemon's status socket as it is by default.
+// socket is the default path of the daemon's status socket.
 const socket = "/run/flannel/flanneld.sock"
 
-// ask asks the daemon on h by its socket.
+// ask sends a GET request to the status socket of the daemon on h.
 func ask(t *testing.T, h *lab.Host, path, accept string) (code int, body string) {
 	t.Helper()
 	r, err := http.NewRequestWithContext(background(t), http.MethodGet, "http://flanneld"+path, nil)
@@ -47,8 +47,7 @@ func statusOf(t *testing.T, h *lab.Host) status.Report {
 	return r
 }
 
-// metric returns a value from the daemon's metrics; series is a name with its
-// labels.
+// metric returns a value from the daemon's metrics. series is a name with labels.
 func metric(t *testing.T, h *lab.Host, series string) float64 {
 	t.Helper()
 	_, body := ask(t, h, "/metrics", "")
@@ -65,6 +64,8 @@ func metric(t *testing.T, h *lab.Host, series string) float64 {
 	return 0
 }
 
+// TestStatus checks that the status, the metrics and the HTML page describe a daemon
+// whose peers are all served, and that repairs are counted.
 func TestStatus(t *testing.T) {
 	t.Parallel()
 	for _, families := range [][]string{{"IPv4"}, {"dual"}} {
@@ -97,42 +98,44 @@ func TestStatus(t *testing.T) {
 			}
 			want := metric(t, h, `flannel_kernel_objects_wanted{kind="route"}`)
 			if got := metric(t, h, `flannel_kernel_objects{kind="route"}`); got != want || got < 2 {
-				t.Errorf("%v of %v routes are there", got, want)
+				t.Errorf("%v routes exist, want %v and at least 2", got, want)
 			}
 			before := metric(t, h, "flannel_drift_repaired_total")
 			if out, err := h.Exec(background(t), "ip", "route", "flush", "dev", "flannel.1"); err != nil {
 				t.Fatal(err, out)
 			}
-			eventually(t, "the repair is counted", func() error {
+			eventually(t, "repairs are counted", func() error {
 				if now := metric(t, h, "flannel_drift_repaired_total"); now < before+2 {
 					return fmt.Errorf("%v repaired, want at least %v", now, before+2)
 				}
 				return nil
 			})
 			if _, page := ask(t, h, "/statusz", "text/html"); !strings.Contains(page, "<title>flanneld "+statusOf(t, h).Lease.Subnets[0].String()) {
-				t.Errorf("the page does not name the own subnet:\n%s", page)
+				t.Errorf("the title of the page does not contain the host's subnet:\n%s", page)
 			}
 		})
 	}
 }
 
+// TestStatusSaysWhatIsWrong checks that the status reports a refused lease, a device that
+// is in the way, and an outage of the store.
 func TestStatusSaysWhatIsWrong(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 2}, `{"Type":"vxlan"}`)
 	startAll(t, l, lab.FlanneldOptions{Args: []string{"--readyz-datastore-grace=0s"}})
 	h := l.Hosts()[0]
 	put(t, store(t, l), subnets+"10.5.200.0-24", `{"PublicIP":"192.0.2.9","BackendType":"host-gw"}`)
-	eventually(t, "the refusal", func() error {
+	eventually(t, "the status reports the refused lease", func() error {
 		for _, p := range statusOf(t, h).Peers {
 			if p.Key == "10.5.200.0-24" && p.State == status.Refused && strings.Contains(p.Error, `"host-gw"`) {
 				return nil
 			}
 		}
-		return fmt.Errorf("not shown")
+		return fmt.Errorf("the peer is not reported as refused")
 	})
-	// Another device has the VNI: there is no making ours again.
+	// The daemon cannot create its device again while another device has its VNI.
 	takeVNI(t, h)
-	eventually(t, "the device in the way", func() error {
+	eventually(t, "the status reports the device in the way", func() error {
 		r, failures := statusOf(t, h), metric(t, h, "flannel_sync_failures_total")
 		if r.Ready || !strings.Contains(strings.Join(r.Reasons, "\n"), "another vxlan device has VNI 1") || r.Kernel.Error == "" || failures == 0 {
 			return fmt.Errorf("ready: %v, %q, %q, %v failures", r.Ready, r.Reasons, r.Kernel.Error, failures)
@@ -142,14 +145,14 @@ func TestStatusSaysWhatIsWrong(t *testing.T) {
 	if out, err := h.Exec(background(t), "ip", "link", "del", "other"); err != nil {
 		t.Fatalf("%v: %s", err, out)
 	}
-	eventually(t, "the device", func() error {
+	eventually(t, "the daemon is ready again", func() error {
 		if r := statusOf(t, h); !r.Ready || r.Kernel.Error != "" {
 			return fmt.Errorf("ready: %v, %q, %q", r.Ready, r.Reasons, r.Kernel.Error)
 		}
 		return nil
 	})
 	l.Etcd().Kill()
-	eventually(t, "the outage", func() error {
+	eventually(t, "the status reports the outage", func() error {
 		r := statusOf(t, h)
 		if r.Datastore.Connected || r.Ready || r.Datastore.Error == "" || len(r.Peers) != 2 {
 			return fmt.Errorf("%+v", r.Datastore)
@@ -157,18 +160,20 @@ func TestStatusSaysWhatIsWrong(t *testing.T) {
 		return nil
 	})
 	if got := metric(t, h, "flannel_datastore_connected"); got != 0 {
-		t.Errorf("datastore connected is %v, want 0", got)
+		t.Errorf("flannel_datastore_connected is %v, want 0", got)
 	}
 	found := false
 	for _, e := range statusOf(t, h).Events {
 		found = found || e.Error && strings.Contains(e.Text, "lease refused")
 	}
 	if !found {
-		t.Errorf("the refusal is not among the events: %+v", statusOf(t, h).Events)
+		t.Errorf("the events do not contain the refused lease: %+v", statusOf(t, h).Events)
 	}
 }
 
-// Who asks from another host learns counts, not who the peers are.
+// TestStatusIsForThisHost checks that the status is available on the host itself and on
+// the address of --statusz-address, but that other hosts get only metrics and health. The
+// status names all peers.
 func TestStatusIsForThisHost(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 2}, `{"Type":"vxlan"}`)
@@ -208,7 +213,7 @@ func TestStatusIsForThisHost(t *testing.T) {
 		{b, "8099", "/statusz", "", http.StatusOK},
 	} {
 		if got := from(tc.from, tc.port, tc.path, tc.host); got != tc.want {
-			t.Errorf("%s asks %s on port %s (Host %q): %d, want %d", tc.from.Name(), tc.path, tc.port, tc.host, got, tc.want)
+			t.Errorf("%s requests %s on port %s (Host %q): %d, want %d", tc.from.Name(), tc.path, tc.port, tc.host, got, tc.want)
 		}
 	}
 }

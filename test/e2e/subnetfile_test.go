@@ -13,7 +13,9 @@ import (
 	"flanneld/pkg/lab"
 )
 
-// TestSubnetFile does to the file what people and programs do.
+// TestSubnetFile checks that the daemon repairs a subnet file that another program has
+// removed or changed, replaces a damaged one at its start, and is not ready while it
+// cannot write the file.
 func TestSubnetFile(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 4}, `{"Type":"vxlan"}`)
@@ -31,7 +33,7 @@ func TestSubnetFile(t *testing.T) {
 		t.Fatal(err)
 	}
 
-	t.Run("damaged before", func(t *testing.T) {
+	t.Run("damaged before the start", func(t *testing.T) {
 		h := l.Host(3)
 		if err := os.MkdirAll(filepath.Dir(h.Path(lab.SubnetFile)), 0o755); err != nil {
 			t.Fatal(err)
@@ -42,10 +44,10 @@ func TestSubnetFile(t *testing.T) {
 		}
 		d := startOne(t, h, lab.FlanneldOptions{})
 		if text := readSubnetFile(t, h); !strings.HasPrefix(text, "FLANNEL_NETWORK=10.5.0.0/16\nFLANNEL_SUBNET=10.5.") || strings.Contains(text, "x") {
-			t.Errorf("subnet file:\n%s", text)
+			t.Errorf("the damaged subnet file is not replaced:\n%s", text)
 		}
 		if lines := linesWith(d, lab.SubnetFile); len(lines) == 0 || len(d.Log()) > 10_000 {
-			t.Errorf("its log does not say clearly what was wrong:\n%.10000s", d.Log())
+			t.Errorf("want a short log that names the subnet file:\n%.10000s", d.Log())
 		}
 	})
 	t.Run("cannot be written", func(t *testing.T) { testUnwritableSubnetFile(t, l.Host(4)) })
@@ -54,7 +56,7 @@ func TestSubnetFile(t *testing.T) {
 		eventually(t, h.Name()+" writes its subnet file again", func() error {
 			text, err := os.ReadFile(h.Path(lab.SubnetFile))
 			if err == nil && string(text) != content[h] {
-				err = fmt.Errorf("it holds %q, held %q", text, content[h])
+				err = fmt.Errorf("it contains %q, want %q", text, content[h])
 			}
 			return err
 		})
@@ -85,11 +87,11 @@ func testUnwritableSubnetFile(t *testing.T, h *lab.Host) {
 	d := start(t, h, lab.FlanneldOptions{Env: s.env()})
 	expectLog(t, d, "no subnet file, trying again")
 	if said := s.next(t, 3*time.Second); said != "" {
-		t.Errorf("without a subnet file the supervisor hears %q", said)
+		t.Errorf("notification %q without a subnet file, want none", said)
 	}
 	status, body, _ := d.Get(background(t), "/readyz")
 	if status != 503 || !strings.Contains(body, "subnet file: ") || !strings.Contains(body, "read-only file system") {
-		t.Errorf("/readyz says %d %q, want 503 with the reason", status, body)
+		t.Errorf("/readyz: %d %q, want 503 with the reason", status, body)
 	}
 	expectOnce(t, d, "no subnet file, trying again")
 
@@ -100,7 +102,8 @@ func testUnwritableSubnetFile(t *testing.T, h *lab.Host) {
 	expectReady(t, d)
 }
 
-// TestTwoDaemonsOnOneSubnetFile would write it in turn.
+// TestTwoDaemonsOnOneSubnetFile checks that a second daemon with the same subnet file
+// exits, because both would overwrite it in turn.
 func TestTwoDaemonsOnOneSubnetFile(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 1}, `{"Type":"vxlan"}`)
@@ -111,6 +114,6 @@ func TestTwoDaemonsOnOneSubnetFile(t *testing.T) {
 		t.Error(err)
 	}
 	if n := len(leases(t, l)); n != 1 {
-		t.Errorf("%d leases, want that of the first alone", n)
+		t.Errorf("%d leases, want only that of the first daemon", n)
 	}
 }

@@ -21,12 +21,12 @@ import (
 	"flanneld/pkg/prefix"
 )
 
-// fast is the rate of a flow that would notice a gap of a millisecond.
+// fast is a rate of packets at which a gap of a millisecond is noticed.
 const fast = 1000
 
-// eavesdropper hears what the kernel of a host announces of links, addresses,
-// routes, nexthop objects and permanent neighbours and FDB entries: whatever a
-// program does to them.
+// eavesdropper receives the kernel's notifications on a host about links, addresses,
+// routes, nexthop objects, and permanent neighbours and FDB entries. So it notices every
+// change by any program.
 type eavesdropper struct{ fd int }
 
 func eavesdrop(t *testing.T, h *lab.Host) *eavesdropper {
@@ -55,8 +55,8 @@ func eavesdrop(t *testing.T, h *lab.Host) *eavesdropper {
 	return e
 }
 
-// heard returns what was announced since the last call, each as the kind of
-// thing and what it is about.
+// heard returns the notifications since the last call, each as the kind of object and its
+// address or number.
 func (e *eavesdropper) heard(t *testing.T) []string {
 	t.Helper()
 	var all []string
@@ -79,7 +79,7 @@ func (e *eavesdropper) heard(t *testing.T) []string {
 	}
 }
 
-// announcement describes a message; it is empty for what the kernel does by
+// announcement describes a notification. It is empty for changes that the kernel makes by
 // itself, such as learning a neighbour.
 func announcement(typ uint16, payload []byte) string {
 	const permanentAt, flagsAt = 8, 8
@@ -116,7 +116,7 @@ func announcement(typ uint16, payload []byte) string {
 		if size < unix.SizeofRtAttr || size > len(b) {
 			break
 		}
-		// The first attribute of all of these is the address that they are about.
+		// The first attribute of all these messages is the address of the object.
 		if a, ok := netip.AddrFromSlice(b[unix.SizeofRtAttr:size]); ok && attr == 1 {
 			return kind + " " + a.String()
 		}
@@ -125,7 +125,8 @@ func announcement(typ uint16, payload []byte) string {
 	return kind
 }
 
-// TestRestartsWriteNothing restarts a daemon that finds everything in place.
+// TestRestartsWriteNothing checks that a restarted daemon which finds everything in place
+// changes nothing in the kernel, and that no packet is lost.
 func TestRestartsWriteNothing(t *testing.T) {
 	t.Parallel()
 	for _, backend := range []string{"vxlan", "host-gw"} {
@@ -142,7 +143,7 @@ func TestRestartsWriteNothing(t *testing.T) {
 			h := l.Host(1)
 			routes, err := h.Routes(background(t))
 			if err != nil || len(routes) < 42 {
-				t.Fatalf("routes %v, %v", routes, err)
+				t.Fatalf("routes are %v, %v, want at least 42", routes, err)
 			}
 			flows := startFlows(t, l, fast)
 			expectAddresses(t, l)
@@ -155,26 +156,26 @@ func TestRestartsWriteNothing(t *testing.T) {
 				}
 				startOne(t, h, lab.FlanneldOptions{})
 				if heard := e.heard(t); len(heard) > 0 {
-					t.Errorf("restart %d did something: %q", i, heard)
+					t.Errorf("restart %d changed the kernel: %q", i, heard)
 				}
 			}
 			pause(t, time.Second)
 			if heard := e.heard(t); len(heard) > 0 {
-				t.Errorf("something was done after the restarts: %q", heard)
+				t.Errorf("the kernel changed after the restarts: %q", heard)
 			}
 			expectNothingLost(t, flows)
-			// What was listened to can be heard.
+			// The eavesdropper really receives notifications.
 			if out, err := h.Exec(background(t), "ip", "route", "add", "198.51.100.0/24", "dev", "eth0"); err != nil {
 				t.Fatalf("%v: %s", err, out)
 			}
 			if heard := e.heard(t); !slices.Equal(heard, []string{"route 198.51.100.0"}) {
-				t.Errorf("after a route was made there is %q to be heard", heard)
+				t.Errorf("notifications of a new route: %q, want one", heard)
 			}
 		})
 	}
 }
 
-// node is a lease in the store, as another flannel daemon reads it.
+// node is a lease in the store as another flannel daemon reads it.
 type node struct {
 	subnets map[prefix.Family]netip.Prefix
 	publics map[prefix.Family]netip.Addr
@@ -183,7 +184,7 @@ type node struct {
 	value   string
 }
 
-// nodes reads all leases.
+// nodes returns all leases in the store.
 func nodes(t *testing.T, l *lab.Lab) []node {
 	t.Helper()
 	all, err := l.Leases(background(t))
@@ -217,8 +218,8 @@ func nodes(t *testing.T, l *lab.Lab) []node {
 	return ns
 }
 
-// publish puts a node's lease into the store, as another flannel daemon does:
-// over what is there, with an etcd lease of its own.
+// publish puts a node's lease into the store as another flannel daemon does: it
+// overwrites the key, with an etcd lease of its own.
 func (n node) publish(t *testing.T, c *clientv3.Client) {
 	t.Helper()
 	const day = 86400
@@ -231,7 +232,7 @@ func (n node) publish(t *testing.T, c *clientv3.Client) {
 	}
 }
 
-// newNode is the n-th node as another flannel daemon would publish it.
+// newNode returns the n-th node as another flannel daemon would publish it.
 func newNode(t *testing.T, families []prefix.Family, backend string, n int, public func(prefix.Family) netip.Addr) node {
 	one := node{subnets: map[prefix.Family]netip.Prefix{}, publics: map[prefix.Family]netip.Addr{}, macs: map[prefix.Family]string{}}
 	type data struct {
@@ -279,9 +280,9 @@ func device(f prefix.Family) string {
 	return "flannel.1"
 }
 
-// otherDaemon does on a host what another flannel daemon does when it starts:
-// it makes its devices unless they are there, and creates or replaces what
-// each peer needs. It never removes anything.
+// otherDaemon changes a host as another flannel daemon does when it starts: it creates
+// missing devices, and creates or replaces the entries of each peer. It never removes
+// anything.
 func otherDaemon(t *testing.T, h *lab.Host, backend string, own node, peers []node) {
 	t.Helper()
 	var script strings.Builder
@@ -315,7 +316,8 @@ func otherDaemon(t *testing.T, h *lab.Host, backend string, own node, peers []no
 				line("ip route replace %s via %s dev %s onlink proto boot", s, s.Addr(), device(f))
 				continue
 			}
-			// It compares what is there first in destination, gateway and device.
+			// The other daemon compares destination, gateway and device of the first
+			// route only.
 			line(`ip route show %[1]s | head -n 1 | grep -q 'via %[2]s dev eth0 ' || { ip route del %[1]s 2>/dev/null || true; ip route add %[1]s via %[2]s dev eth0 proto boot; }`, s, public)
 		}
 	}
@@ -334,8 +336,7 @@ func otherDaemon(t *testing.T, h *lab.Host, backend string, own node, peers []no
 	}
 }
 
-// otherDaemons starts another flannel daemon on every host, with what the
-// store holds.
+// otherDaemons runs otherDaemon on every host, with the leases in the store.
 func otherDaemons(t *testing.T, l *lab.Lab, backend string) {
 	t.Helper()
 	c := store(t, l)
@@ -352,11 +353,11 @@ func otherDaemons(t *testing.T, l *lab.Lab, backend string) {
 	}
 }
 
-// expectAddresses waits until the kernel has tried all addresses for duplicates:
-// it announces them once more then.
+// expectAddresses waits until duplicate address detection has ended for all addresses,
+// because the kernel then sends another notification of each.
 func expectAddresses(t *testing.T, l *lab.Lab) {
 	t.Helper()
-	eventually(t, "addresses to be tried", func() error {
+	eventually(t, "the end of duplicate address detection", func() error {
 		for _, h := range l.Hosts() {
 			if tentative := shell(t, h.Namespace, "ip -6 address show tentative"); tentative != "" {
 				return errors.New(tentative)
@@ -366,8 +367,8 @@ func expectAddresses(t *testing.T, l *lab.Lab) {
 	})
 }
 
-// hold is what of the data path to a node's subnets a host has, line by line.
-// The numbers of devices are part of it.
+// hold returns the lines of a host's kernel about the data path to a node's subnets. They
+// contain the names of the devices.
 func hold(t *testing.T, h *lab.Host, n node) []string {
 	t.Helper()
 	var lines []string
@@ -391,8 +392,9 @@ func deviceNumbers(t *testing.T, h *lab.Host) string {
 	return string(out)
 }
 
-// TestTakeover goes on from what another flannel daemon has left, and leaves
-// it to one again, while pods talk.
+// TestTakeover checks that the daemon takes over the kernel objects of another flannel
+// daemon, changes only what is wrong, and leaves objects that the other daemon can use
+// again. No packet is lost.
 func TestTakeover(t *testing.T) {
 	t.Parallel()
 	for _, backend := range []string{"vxlan", "host-gw"} {
@@ -429,7 +431,7 @@ func testTakeover(t *testing.T, families []prefix.Family, backend string) {
 	was.publish(t, c)
 	gone.publish(t, c)
 	otherDaemons(t, l, backend)
-	is.publish(t, c) // in the meantime
+	is.publish(t, c) // changes that the other daemon does not see
 	remove(t, c, subnets+gone.key)
 	if err := l.AddPods(background(t)); err != nil {
 		t.Fatal(err)
@@ -461,20 +463,20 @@ func testTakeover(t *testing.T, families []prefix.Family, backend string) {
 			return nil
 		})
 		if after := hold(t, h, peer); len(after) == 0 || !slices.Equal(after, adopted) {
-			t.Errorf("%s has %q for its peer, had %q", h.Name(), after, adopted)
+			t.Errorf("%s has the entries %q for its peer, want %q as before", h.Name(), after, adopted)
 		}
 		if after := deviceNumbers(t, h); after != devices {
-			t.Errorf("%s has devices %q, had %q", h.Name(), after, devices)
+			t.Errorf("%s has the devices %q, want %q as before", h.Name(), after, devices)
 		}
 		for _, what := range e.heard(t) {
-			for f, s := range peer.subnets { // FDB entries are announced by the public address
+			for f, s := range peer.subnets { // notifications of FDB entries contain the public address
 				if strings.HasSuffix(what, " "+s.Addr().String()) || strings.HasSuffix(what, " "+peer.publics[f].String()) || strings.HasPrefix(what, "link gone") || strings.HasPrefix(what, "address") {
-					t.Errorf("%s: %s, want what is right left alone", h.Name(), what)
+					t.Errorf("%s: %s, want no change of correct objects", h.Name(), what)
 				}
 			}
 		}
 		if own := nodes(t, l); !slices.ContainsFunc(own, func(n node) bool { return n.key == published[h].key && n.value == published[h].value }) {
-			t.Errorf("%s: leases %v, want the own one as it was: %s", h.Name(), own, published[h].value)
+			t.Errorf("%s: leases %v, want its own unchanged: %s", h.Name(), own, published[h].value)
 		}
 	}
 	for _, h := range l.Hosts() {
@@ -485,8 +487,8 @@ func testTakeover(t *testing.T, families []prefix.Family, backend string) {
 	expectMatrix(t, l)
 }
 
-// TestHandBack lets another flannel daemon go on from what ours has made, and
-// comes back, while pods talk.
+// TestHandBack checks that another flannel daemon can take over the kernel objects of the
+// daemon and hand them back, with the same devices and without packet loss.
 func TestHandBack(t *testing.T) {
 	t.Parallel()
 	for _, backend := range []string{"vxlan", "host-gw"} {
@@ -513,7 +515,7 @@ func TestHandBack(t *testing.T) {
 				expectNothingLost(t, flows)
 				for _, h := range l.Hosts() {
 					if after := deviceNumbers(t, h); after != before[h] {
-						t.Errorf("%s has devices %q, had %q", h.Name(), after, before[h])
+						t.Errorf("%s has the devices %q, want %q as before", h.Name(), after, before[h])
 					}
 				}
 				expectMatrix(t, l)
@@ -522,8 +524,8 @@ func TestHandBack(t *testing.T) {
 	}
 }
 
-// expectKept fails the test unless another daemon would keep our device: it
-// compares these things, and makes a device anew that differs.
+// expectKept fails the test unless another flannel daemon would keep the daemon's device.
+// The other daemon compares these properties and recreates a device that differs.
 func expectKept(t *testing.T, h *lab.Host, backend string, f prefix.Family) {
 	t.Helper()
 	if backend != "vxlan" {

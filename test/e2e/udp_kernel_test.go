@@ -19,10 +19,11 @@ import (
 	"flanneld/pkg/tunnel"
 )
 
-// udpKernel is the udp backend by the kernel's own means.
+// udpKernel is the udp backend whose packets the kernel carries.
 const udpKernel = "udp in the kernel"
 
-// loadFOU does what the administrator has to: nothing loads the module by itself.
+// loadFOU loads the module fou, as the administrator must: the kernel does not load it on
+// demand.
 func loadFOU(t *testing.T) {
 	t.Helper()
 	if out, err := exec.CommandContext(background(t), "modprobe", "fou").CombinedOutput(); err != nil {
@@ -30,7 +31,7 @@ func loadFOU(t *testing.T) {
 	}
 }
 
-// kernelPath is what a host has of the kernel path.
+// kernelPath returns the kernel objects of the udp backend on a host, in one line.
 func kernelPath(t *testing.T, h *lab.Host) string {
 	t.Helper()
 	out, err := h.Exec(background(t), "sh", "-c", `
@@ -44,8 +45,9 @@ func kernelPath(t *testing.T, h *lab.Host) string {
 	return strings.Join(strings.Fields(string(out)), " ")
 }
 
-// packetByPacket is a peer that knows no offloads: it answers every echo request
-// that arrives at the address, as a host with the subnet 10.5.201.0/24 would.
+// packetByPacket starts a peer that receives and sends each packet separately, without
+// offloads. It answers every echo request that arrives at the address at, as a host with
+// the subnet 10.5.201.0/24 would.
 func packetByPacket(t *testing.T, n *lab.Namespace, at string) (conn *net.UDPConn) {
 	t.Helper()
 	err := n.Do(background(t), func() (err error) {
@@ -79,8 +81,8 @@ func packetByPacket(t *testing.T, n *lab.Namespace, at string) (conn *net.UDPCon
 	return conn
 }
 
-// sendStrange sends a packet to a host from an address that no lease has: once in
-// a datagram, as peers do, and once as the payload of IP.
+// sendStrange sends a packet to a host from an address that no lease has: once in a UDP
+// datagram, as peers do, and once directly in an IP packet.
 func sendStrange(t *testing.T, l *lab.Lab, to netip.Addr) {
 	t.Helper()
 	const stranger = "192.168.77.199"
@@ -112,8 +114,9 @@ func sendStrange(t *testing.T, l *lab.Lab, to netip.Addr) {
 	}
 }
 
-// TestVMUDPKernelPath has two hosts whose kernels carry the packets, one whose
-// daemon does, and a peer that does it packet by packet, in one network.
+// TestVMUDPKernelPath checks that hosts whose kernels carry the packets, a host whose
+// daemon does, and a peer that sends every packet separately reach each other in one
+// network. Packets of unknown senders are dropped and counted.
 //
 //stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMUDPKernelPath(t *testing.T) {
@@ -134,7 +137,7 @@ func TestVMUDPKernelPath(t *testing.T) {
 
 	d := l.Host(1).Daemon()
 	sendStrange(t, l, l.Host(1).Addr(prefix.IPv4))
-	eventually(t, "what strangers send is dropped and counted", func() error {
+	eventually(t, "packets of unknown senders are dropped and counted", func() error {
 		_, text, err := d.Get(background(t), "/metrics")
 		for _, line := range []string{`flannel_udp_dropped_packets_total{reason="unknown_peer"} 2`, `flannel_backend_info{mode="kernel",type="udp"} 1`} {
 			if err == nil && !strings.Contains(text, line+"\n") {
@@ -147,7 +150,7 @@ func TestVMUDPKernelPath(t *testing.T) {
 	peer := packetByPacket(t, l.Underlay(), "192.168.77.254:8285")
 	put(t, store(t, l), lab.Prefix+"/subnets/10.5.201.0-24", `{"PublicIP":"192.168.77.254"}`)
 	simple := netip.MustParseAddr("10.5.201.9")
-	eventually(t, "the peer that does it packet by packet", func() error {
+	eventually(t, "all pods reach the peer without offloads", func() error {
 		var errs []error
 		for _, p := range l.Pods() {
 			_, err := p.Ping(background(t), simple, ping.Options{})
@@ -164,9 +167,9 @@ func TestVMUDPKernelPath(t *testing.T) {
 	expectNoLoopback(t, l, peer, 0)
 }
 
-// expectNoLoopback has a peer send to a service of host 1 that listens on all addresses: what
-// is from or to a loopback address does not arrive, and neither does what is from another
-// port of the peer, if wrongPort is 1.
+// expectNoLoopback checks that packets from a peer with a loopback address as source or
+// destination do not reach a service of host 1 that listens on all addresses. If
+// wrongPort is 1, packets from another port of the peer must not arrive either.
 func expectNoLoopback(t *testing.T, l *lab.Lab, peer *net.UDPConn, wrongPort float64) {
 	t.Helper()
 	h := l.Host(1)
@@ -199,21 +202,22 @@ func expectNoLoopback(t *testing.T, l *lab.Lab, peer *net.UDPConn, wrongPort flo
 		_ = service.SetReadDeadline(time.Now().Add(patience))
 		n, err := service.Read(b)
 		if err != nil {
-			t.Fatalf("%q arrived: %v", got, err)
+			t.Fatalf("%q arrived, but not the last packet: %v", got, err)
 		}
 		got = append(got, string(b[:n]))
 	}
 	if !slices.Equal(got, want) {
-		t.Errorf("%q arrive, want %q", got, want)
+		t.Errorf("packets %q arrived, want %q", got, want)
 	}
 	for reason, want := range map[string]float64{"wrong_port": wrongPort, "wrong_source": 2, "wrong_destination": 1} {
 		if n := metric(t, h, fmt.Sprintf("flannel_udp_dropped_packets_total{reason=%q}", reason)); n != want {
-			t.Errorf("%v packets are dropped as %s, want %v", n, reason, want)
+			t.Errorf("%v packets were dropped as %s, want %v", n, reason, want)
 		}
 	}
 }
 
-// TestVMUDPKernelHealing damages all that the kernel path consists of.
+// TestVMUDPKernelHealing damages every kernel object of the kernel path and checks that
+// the daemon repairs it.
 //
 //stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMUDPKernelHealing(t *testing.T) {
@@ -221,8 +225,8 @@ func TestVMUDPKernelHealing(t *testing.T) {
 	newPatient(t, udpKernel, v4).healsAll(t)
 }
 
-// TestVMUDPKernelPortTaken has another program take the port while hosts come and
-// go. They are followed all the same, and the port is taken back when it is free.
+// TestVMUDPKernelPortTaken checks that the daemon follows changed leases although another
+// program uses its port, and takes the port again when it is free.
 //
 //stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMUDPKernelPortTaken(t *testing.T) {
@@ -241,7 +245,7 @@ func TestVMUDPKernelPortTaken(t *testing.T) {
 	if err := program.Close(); err != nil {
 		t.Fatal(err)
 	}
-	eventually(t, "the port", func() error {
+	eventually(t, "the FOU port is there again", func() error {
 		if now := kernelPath(t, h); !strings.Contains(now, "port 8285 ipproto 4 local 192.168.77.1") {
 			return errors.New(now)
 		}
@@ -251,8 +255,8 @@ func TestVMUDPKernelPortTaken(t *testing.T) {
 	expectMatrix(t, l)
 }
 
-// expectPeers waits until a host whose kernel carries the packets admits those
-// peers, and has routes to them.
+// expectPeers waits until a host whose kernel carries the packets accepts packets from
+// exactly these peers and has routes to them.
 func expectPeers(t *testing.T, h *lab.Host, want ...string) {
 	t.Helper()
 	address := regexp.MustCompile(`192\.168\.77\.\d+`)
@@ -268,11 +272,12 @@ func expectPeers(t *testing.T, h *lab.Host, want ...string) {
 	}
 }
 
-// takePort has another program have the FOU port's address and port.
+// takePort closes the FOU port and opens a socket with its address, as another program
+// would.
 func takePort(t *testing.T, h *lab.Host, at string) (conn net.PacketConn) {
 	t.Helper()
 	where := netip.MustParseAddrPort(at)
-	eventually(t, "the port taken", func() error { // the daemon may be faster
+	eventually(t, "a socket on the port", func() error { // the daemon may open the port again first
 		out, err := h.Exec(background(t), "ip", "fou", "del", "port", fmt.Sprint(where.Port()), "local", where.Addr().String())
 		if err != nil {
 			return fmt.Errorf("%w: %s", err, out)
@@ -286,9 +291,9 @@ func takePort(t *testing.T, h *lab.Host, at string) (conn net.PacketConn) {
 	return conn
 }
 
-// TestVMUDPKernelOthersDevice has another program hold a TUN device of our name: that
-// is in the way, whoever is to carry the packets, and stays. One that nobody holds any
-// more gives way.
+// TestVMUDPKernelOthersDevice checks that the daemon exits if another program holds open
+// a TUN device with the daemon's name, and keeps that device. It replaces a device that
+// no program holds open.
 //
 //stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMUDPKernelOthersDevice(t *testing.T) {
@@ -304,7 +309,7 @@ func TestVMUDPKernelOthersDevice(t *testing.T) {
 			defer func() { _ = held.Close() }()
 			expectFailure(t, start(t, h, lab.FlanneldOptions{}), "flannel0", "another program has it open")
 			if !held.Alive() {
-				t.Error("the device is gone")
+				t.Error("the other program's device was removed")
 			}
 			if err := held.Persist(true); err != nil {
 				t.Fatal(err)
@@ -314,14 +319,14 @@ func TestVMUDPKernelOthersDevice(t *testing.T) {
 			}
 			startOne(t, h, lab.FlanneldOptions{})
 			if now := kernelPath(t, h); !strings.HasPrefix(now, "encap fou") {
-				t.Errorf("%q, want the kernel to carry the packets", now)
+				t.Errorf("kernel objects %q, want a device with encap fou", now)
 			}
 		})
 	}
 }
 
-// TestVMUDPModes changes from one way to the other, after clean stops and others:
-// nothing of the other way is left.
+// TestVMUDPModes changes between the kernel and user space as carrier of the packets,
+// after clean stops and kills, and checks that no objects of the previous mode are left.
 //
 //stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMUDPModes(t *testing.T) {
@@ -354,7 +359,7 @@ func TestVMUDPModes(t *testing.T) {
 			step.end()
 			left := strings.ReplaceAll(kernelPath(t, h), " linkdown", "")
 			if left != step.left {
-				t.Errorf("left: %q, want %q", left, step.left)
+				t.Errorf("objects after the end of the daemon: %q, want %q", left, step.left)
 			}
 			startOne(t, h, lab.FlanneldOptions{Args: step.args})
 			eventually(t, step.note, func() error {
@@ -368,8 +373,8 @@ func TestVMUDPModes(t *testing.T) {
 	}
 }
 
-// TestVMUDPKernelFollowed has another configuration come after daemons that were
-// killed: the FOU port and the rules of the kernel path do not stay behind.
+// TestVMUDPKernelFollowed checks that the FOU port and the rules of the kernel path are
+// removed if the configuration changes after the daemons were killed.
 //
 //stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMUDPKernelFollowed(t *testing.T) {
@@ -386,7 +391,7 @@ func TestVMUDPKernelFollowed(t *testing.T) {
 		}
 		put(t, store(t, l), lab.Prefix+"/config", `{"Network":"10.5.0.0/16","Backend":`+step.config+`}`)
 		startAll(t, l, lab.FlanneldOptions{})
-		eventually(t, "what "+step.config+" has, and nothing else", func() error {
+		eventually(t, "the kernel objects of "+step.config+" and no others", func() error {
 			now := kernelPath(t, l.Host(1))
 			if !strings.HasPrefix(now, step.want) || strings.Count(now, "via") != 1 {
 				return fmt.Errorf("%q, want %q", now, step.want)
@@ -397,7 +402,8 @@ func TestVMUDPKernelFollowed(t *testing.T) {
 	}
 }
 
-// TestVMUDPKernelRestarts: what the kernel carries goes on while daemons end.
+// TestVMUDPKernelRestarts checks that the kernel carries packets without loss while
+// persistent daemons are killed, stopped and restarted.
 //
 //stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMUDPKernelRestarts(t *testing.T) {

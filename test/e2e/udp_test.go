@@ -13,7 +13,7 @@ import (
 	"flanneld/pkg/prefix"
 )
 
-// tunNumber returns the number of the TUN device, 0 if there is none.
+// tunNumber returns the number of the TUN device, or 0 if there is none.
 func tunNumber(t *testing.T, h *lab.Host) (n int) {
 	t.Helper()
 	out, err := h.Exec(background(t), "sh", "-c", "ip -o link show flannel0 2>/dev/null || true")
@@ -24,7 +24,8 @@ func tunNumber(t *testing.T, h *lab.Host) (n int) {
 	return n
 }
 
-// TestUDPWithoutABackend: a configuration that names none means udp.
+// TestUDPWithoutABackend checks that a configuration without Backend means udp, and that
+// leases contain neither backend type nor data then. flannel does the same.
 func TestUDPWithoutABackend(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 2, Network: []byte(`{"Network":"10.5.0.0/16"}`)}, "")
@@ -37,11 +38,12 @@ func TestUDPWithoutABackend(t *testing.T) {
 	}
 }
 
-// TestUDPHealing damages what the user-space path consists of.
+// TestUDPHealing damages everything that the user-space path consists of, and checks that
+// the daemon repairs it.
 func TestUDPHealing(t *testing.T) { newPatient(t, "udp", dual).healsAll(t) }
 
-// TestUDPStop: a clean stop leaves nothing in the way of another daemon, and so
-// does a kill; the next start makes all anew.
+// TestUDPStop checks that a stopped or killed daemon leaves neither device nor routes,
+// and that the next start creates both again.
 func TestUDPStop(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 2, Families: dual}, backendConfig("udp"))
@@ -62,8 +64,9 @@ func TestUDPStop(t *testing.T) {
 	expectMatrix(t, l)
 }
 
-// TestUDPNetworkInTheWay has another device take the packets of one family: those of
-// the other are carried, also when all has to be made anew.
+// TestUDPNetworkInTheWay checks that the packets of one family are carried although
+// another device takes those of the other family, also when the daemon must create its
+// own device again.
 func TestUDPNetworkInTheWay(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 2, Families: dual}, backendConfig("udp"))
@@ -75,7 +78,7 @@ func TestUDPNetworkInTheWay(t *testing.T) {
 	shell(t, h.Namespace, "ip link add br0 up type bridge; ip addr add "+at+" nodad")
 	eventually(t, "/readyz", func() error {
 		if _, body, err := h.Daemon().Get(background(t), "/readyz"); err == nil || !strings.Contains(body, "directly connected to br0") {
-			return fmt.Errorf("it answers %q, %w", body, err)
+			return fmt.Errorf("the answer is %q, %w", body, err)
 		}
 		return nil
 	})
@@ -90,8 +93,9 @@ func TestUDPNetworkInTheWay(t *testing.T) {
 	expectMatrix(t, l)
 }
 
-// TestUDPPersist restarts daemons in every way while pods talk: the device
-// stays, and what pods send meanwhile is late or lost, but no error.
+// TestUDPPersist checks that the device stays while a daemon with --udp-persist is
+// stopped or killed: pods wait for an answer meanwhile instead of getting an error. A
+// daemon without the flag removes the device.
 func TestUDPPersist(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 2}, backendConfig("udp"))
@@ -104,11 +108,11 @@ func TestUDPPersist(t *testing.T) {
 		end()
 		_, err := l.Pods()[0].Ping(background(t), l.Pods()[1].Addrs()[0], ping.Options{Timeout: 300 * time.Millisecond})
 		if err == nil || errors.Is(err, ping.ErrUnreachable) {
-			t.Errorf("without a daemon a ping ends with %v, want no answer", err)
+			t.Errorf("a ping without a daemon: %v, want a timeout", err)
 		}
 		startOne(t, h, options)
 		if n := tunNumber(t, h); n != number {
-			t.Errorf("device %d, want %d, as before", n, number)
+			t.Errorf("device number %d, want %d as before", n, number)
 		}
 		expectMatrix(t, l)
 	}
@@ -116,12 +120,12 @@ func TestUDPPersist(t *testing.T) {
 	startOne(t, h, lab.FlanneldOptions{})
 	expectStop(t, h.Daemon())
 	if n := tunNumber(t, h); n != 0 {
-		t.Errorf("device %d stays, though it is not to persist any more", n)
+		t.Errorf("device number %d still exists, want none without --udp-persist", n)
 	}
 }
 
-// TestUDPPeers: leases of other backends are no peers, and what comes from
-// strangers is dropped and counted.
+// TestUDPPeers checks that leases of other backends are refused, and that packets of
+// unknown senders are dropped and counted.
 func TestUDPPeers(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 2}, backendConfig("udp"))
@@ -153,7 +157,8 @@ func TestUDPPeers(t *testing.T) {
 	expectMatrix(t, l)
 }
 
-// TestUDPRefuses: what cannot be is said in one line.
+// TestUDPRefuses checks that the daemon exits with one line that names the reason if its
+// settings are invalid or its device name is taken.
 func TestUDPRefuses(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 1}, `{"Type":"udp","Mode":"warp"}`)

@@ -10,19 +10,19 @@ import (
 	"flanneld/pkg/lab"
 )
 
-// The preshared keys of before and after.
+// The preshared keys before and after the rotation.
 const (
 	pskFile = "/run/psk"
 	oldPSK  = "AQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQE="
 	newPSK  = "AgICAgICAgICAgICAgICAgICAgICAgICAgICAgICAgI="
 
 	allHaveIt = "all peers have the new preshared key"
-	// A session is replaced after two minutes. Failed handshakes are repeated every
-	// five seconds.
+	// session is a limit for the wait for a new session. A session is replaced after two
+	// minutes, and failed handshakes are repeated every five seconds.
 	session = 4 * time.Minute
 )
 
-// ofPeer is what wg(8) shows of a host's one peer.
+// ofPeer returns a value that wg(8) prints about the only peer of a host.
 func ofPeer(t *testing.T, h *lab.Host, what string) string {
 	t.Helper()
 	_, value, _ := strings.Cut(wg(t, h, "show", "flannel-wg", what), "\t")
@@ -34,22 +34,25 @@ func expectNewPSK(t *testing.T, h *lab.Host) {
 	t.Helper()
 	within(t, session, "new preshared key of "+h.Name(), func() error {
 		if ofPeer(t, h, "preshared-keys") != newPSK {
-			return fmt.Errorf("its peer has another")
+			return fmt.Errorf("the peer has another preshared key")
 		}
 		return nil
 	})
 	expectLog(t, h.Daemon(), allHaveIt)
 }
 
+// TestUserspaceWireGuardPSKRotation checks the rotation of a preshared key in user space.
+//
 //stages:rest it waits for sessions to be renewed
 func TestUserspaceWireGuardPSKRotation(t *testing.T) { rotatesPSK(t, "userspace") }
 
+// TestVMWireGuardPSKRotation checks the rotation of a preshared key in the kernel.
+//
 //stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMWireGuardPSKRotation(t *testing.T) { rotatesPSK(t, "kernel") }
 
-// rotatesPSK gives two hosts that talk a new preshared key, one half a minute
-// after the other: nothing is lost, up to and with the first session that has it
-// on both sides.
+// rotatesPSK checks that no packet is lost while two hosts get a new preshared key half a
+// minute apart, until both use it in a session.
 func rotatesPSK(t *testing.T, implementation string) {
 	t.Helper()
 	t.Parallel()
@@ -71,7 +74,7 @@ func rotatesPSK(t *testing.T, implementation string) {
 	expectLog(t, one.Daemon(), "the preshared key has changed")
 	expectNewPSK(t, one)
 	pause(t, apart)
-	give(two, "c2VjcmV0") // half-written, say
+	give(two, "c2VjcmV0") // as if the file were half-written
 	expectLog(t, two.Daemon(), "going on with the preshared key that was there before")
 	give(two, newPSK)
 	expectLog(t, two.Daemon(), "the preshared key has changed")
@@ -87,17 +90,18 @@ func rotatesPSK(t *testing.T, implementation string) {
 	expectNothingLost(t, flows)
 	for _, h := range l.Hosts() {
 		if log := h.Daemon().Log(); strings.Contains(log, newPSK) || strings.Contains(log, "c2VjcmV0") {
-			t.Errorf("the log of %s has the preshared key", h.Name())
+			t.Errorf("the log of %s contains a preshared key", h.Name())
 		}
 		if strings.Contains(h.Daemon().Log(), "another program") {
-			t.Errorf("%s takes its own change of the preshared key for somebody else's", h.Name())
+			t.Errorf("%s logs its own change of the preshared key as that of another program", h.Name())
 		}
 	}
 }
 
-// TestVMWireGuardInlinePSK changes the preshared key of the network configuration,
-// which the kernel's session outlives: nothing but the clock says when peers get it,
-// as neighbours that never age are nothing to hear of.
+// TestVMWireGuardInlinePSK checks that peers get a new preshared key from the network
+// configuration without packet loss, although the session in the kernel outlives the
+// daemon. Permanent neighbours cause no notifications, so only a timer can tell the
+// daemon that the time to set the key has come.
 //
 //stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMWireGuardInlinePSK(t *testing.T) {
@@ -111,7 +115,7 @@ func TestVMWireGuardInlinePSK(t *testing.T) {
 	for _, h := range l.Hosts() {
 		shell(t, h.Namespace, `ip neigh | sed -n 's/\(.* lladdr [^ ]*\) .*/ip neigh replace \1 nud permanent/p' | sh -e`)
 	}
-	pause(t, 15*time.Second) // a young session would get it at once
+	pause(t, 15*time.Second) // the daemon sets the key at once if the session is young
 	putNetwork(t, l, v4, config(newPSK))
 	for _, h := range l.Hosts() {
 		expectStop(t, h.Daemon())
@@ -123,7 +127,9 @@ func TestVMWireGuardInlinePSK(t *testing.T) {
 	expectNothingLost(t, flows)
 }
 
-// TestWireGuardRefusesToRun without what it needs, in one line without secrets.
+// TestWireGuardRefusesToRun checks that the daemon exits with one line that names the
+// reason if a key is invalid or the kernel lacks WireGuard. The log must not contain
+// secrets.
 func TestWireGuardRefusesToRun(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 1}, "")
@@ -137,7 +143,7 @@ func TestWireGuardRefusesToRun(t *testing.T) {
 		`"PSKFile":"/run/missing"`:    "read Backend.PSKFile: open /run/missing: no such file or directory",
 		`"ListenPort":70000`:          "Backend.ListenPort is 70000: want 1 to 65535",
 	}
-	if _, err := h.Exec(background(t), "ip", "link", "add", "try", "type", "wireguard"); err != nil { // then the daemon cannot either
+	if _, err := h.Exec(background(t), "ip", "link", "add", "try", "type", "wireguard"); err != nil { // this kernel has no WireGuard
 		cases[`"Implementation":"kernel"`] = "this kernel has no wireguard"
 	}
 	for config, want := range cases {
@@ -145,7 +151,7 @@ func TestWireGuardRefusesToRun(t *testing.T) {
 		d := start(t, h, lab.FlanneldOptions{})
 		expectFailure(t, d, want)
 		if strings.Contains(d.Log(), "c2VjcmV0") {
-			t.Errorf("%s: the secret is in the log", config)
+			t.Errorf("%s: the log contains the secret", config)
 		}
 	}
 }

@@ -16,28 +16,41 @@ import (
 	"flanneld/pkg/prefix"
 )
 
+// TestVMWireGuardEveryPodReachesEveryPod checks that every pod reaches every other
+// through the WireGuard of the kernel.
 func TestVMWireGuardEveryPodReachesEveryPod(t *testing.T) {
 	for _, families := range [][]prefix.Family{v4, v6, dual} {
 		t.Run(name(families), func(t *testing.T) { everyPodReachesEveryPod(t, "wireguard", families) })
 	}
 }
 
+// TestVMWireGuardRestartsUnderTraffic checks that restarts lose no packet with the
+// WireGuard of the kernel.
+//
 //stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMWireGuardRestartsUnderTraffic(t *testing.T) { restartsUnderTraffic(t, "wireguard") }
 
+// TestVMWireGuardHealing damages everything that the backend has set up in the kernel,
+// and checks that the daemon repairs it.
+//
 //stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMWireGuardHealing(t *testing.T) { newPatient(t, "wireguard", dual).healsAll(t) }
 
+// TestUserspaceWireGuardEveryPodReachesEveryPod checks that every pod reaches every other
+// through WireGuard in user space.
 func TestUserspaceWireGuardEveryPodReachesEveryPod(t *testing.T) {
 	for _, families := range [][]prefix.Family{v4, v6, dual} {
 		t.Run(name(families), func(t *testing.T) { everyPodReachesEveryPod(t, userspace, families) })
 	}
 }
 
+// TestUserspaceWireGuardHealing damages everything that the backend has set up in user
+// space and in the kernel, and checks that the daemon repairs it.
 func TestUserspaceWireGuardHealing(t *testing.T) { newPatient(t, userspace, dual).healsAll(t) }
 
-// TestUserspaceWireGuardRestarts kills daemons, and stops them, while their pods
-// talk: without them no packet is carried, but soon after.
+// TestUserspaceWireGuardRestarts checks that packets flow again within two seconds after
+// a daemon was killed or stopped and restarted. Without a daemon no packet is carried,
+// because the daemon itself encrypts.
 //
 //stages:rest it restarts a daemon again and again
 func TestUserspaceWireGuardRestarts(t *testing.T) {
@@ -58,13 +71,14 @@ func TestUserspaceWireGuardRestarts(t *testing.T) {
 	for _, f := range flows {
 		s := f.Stop()
 		t.Logf("%s: %d of %d lost, longest gap %v", f.name, len(s.Lost), s.Sent, s.Gap)
-		if s.Gap > 2*time.Second { // it is a twentieth of one where nothing else runs
-			t.Errorf("%s: a gap of %v, want a pause of a second at the most", f.name, s.Gap)
+		if s.Gap > 2*time.Second { // about 50ms on an idle machine
+			t.Errorf("%s: a gap of %v, want at most 2s", f.name, s.Gap)
 		}
 	}
 }
 
-// TestVMWireGuardMixed has one host without the kernel's WireGuard, in every mode.
+// TestVMWireGuardMixed checks in every mode that hosts with WireGuard in the kernel and a
+// host with WireGuard in user space reach each other.
 //
 //stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMWireGuardMixed(t *testing.T) {
@@ -87,8 +101,9 @@ func TestVMWireGuardMixed(t *testing.T) {
 	}
 }
 
-// TestVMWireGuardImplementations changes from one implementation to the other, after
-// clean stops and others: the device of the one before is not in the way.
+// TestVMWireGuardImplementations changes between WireGuard in the kernel and in user
+// space, after clean stops and kills, and checks that the device of the previous one is
+// replaced.
 //
 //stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMWireGuardImplementations(t *testing.T) {
@@ -109,8 +124,9 @@ func TestVMWireGuardImplementations(t *testing.T) {
 	}
 }
 
-// TestUserspaceWireGuardIdleClient has programs hold the device's socket open and say
-// nothing: the daemon follows its host to another address all the same, and stops.
+// TestUserspaceWireGuardIdleClient checks that the daemon follows a new address of its
+// host, and stops, although programs hold connections to the device's socket open without
+// sending anything.
 func TestUserspaceWireGuardIdleClient(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 2}, backendConfig(userspace))
@@ -133,7 +149,8 @@ func TestUserspaceWireGuardIdleClient(t *testing.T) {
 	expectStop(t, h.Daemon())
 }
 
-// TestUserspaceWireGuardForeignDevice has something else stand where the device should be.
+// TestUserspaceWireGuardForeignDevice checks that the daemon exits if a device of another
+// type has the name of its device.
 func TestUserspaceWireGuardForeignDevice(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 1}, backendConfig(userspace))
@@ -144,8 +161,9 @@ func TestUserspaceWireGuardForeignDevice(t *testing.T) {
 	expectFailure(t, start(t, h, lab.FlanneldOptions{}), "device flannel-wg is of type bridge, want tun: remove it (ip link delete flannel-wg)")
 }
 
-// TestUserspaceWireGuardClonedDisk has two hosts with one private key, and then the
-// younger one do as the page on troubleshooting says.
+// TestUserspaceWireGuardClonedDisk checks that two hosts with the same private key log
+// this, and that the instructions of the page on troubleshooting give the younger host
+// another key.
 func TestUserspaceWireGuardClonedDisk(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 2}, backendConfig(userspace))
@@ -178,8 +196,9 @@ func TestUserspaceWireGuardClonedDisk(t *testing.T) {
 	expectMatrix(t, l)
 }
 
-// TestUserspaceWireGuardNetworkInTheWay has another device take the packets to all
-// pods, which would leave by it in clear: a host where they do is not ready.
+// TestUserspaceWireGuardNetworkInTheWay checks that a host is not ready while another
+// device takes the packets to all pods, because they would leave through that device
+// without encryption.
 func TestUserspaceWireGuardNetworkInTheWay(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 1}, backendConfig(userspace))
@@ -193,7 +212,7 @@ func TestUserspaceWireGuardNetworkInTheWay(t *testing.T) {
 	shell(t, h.Namespace, "ip addr add 10.5.255.254/16 dev br0")
 	eventually(t, "/readyz", func() error {
 		if _, body, err := d.Get(background(t), "/readyz"); err == nil || !strings.Contains(body, why) {
-			return fmt.Errorf("it answers %q, %w", body, err)
+			return fmt.Errorf("the answer is %q, %w", body, err)
 		}
 		return nil
 	})
@@ -211,14 +230,16 @@ func wg(t *testing.T, h *lab.Host, args ...string) string {
 	return strings.TrimSpace(string(out))
 }
 
-// TestVMWireGuardKeys follows a key from its host's disk to its peers, and has it
-// change. What others do to the device is put right.
+// TestVMWireGuardKeys is TestUserspaceWireGuardKeys with the WireGuard of the kernel.
 //
 //stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMWireGuardKeys(t *testing.T) {
 	wireGuardKeys(t, "wireguard")
 }
 
+// TestUserspaceWireGuardKeys checks that a host keeps its key through a boot, that its
+// peers learn a new key, and that the daemon repairs peers that another program has
+// changed on the device.
 func TestUserspaceWireGuardKeys(t *testing.T) {
 	wireGuardKeys(t, userspace)
 }
@@ -251,7 +272,8 @@ func wireGuardKeys(t *testing.T, backend string) {
 	})
 	expectMatrix(t, l)
 
-	// A boot has no device, but the key still; without either there is a new one.
+	// A boot removes the device, but not the file of the key. Without both the daemon
+	// creates a new key.
 	boot := func() {
 		t.Helper()
 		expectStop(t, one.Daemon())
@@ -262,13 +284,13 @@ func wireGuardKeys(t *testing.T, backend string) {
 	boot()
 	startOne(t, one, o)
 	if now := wg(t, one, "show", "flannel-wg", "public-key"); now != had {
-		t.Errorf("public key is %s, was %s before the device went", now, had)
+		t.Errorf("public key is %s, want %s as before the boot", now, had)
 	}
 	expectMatrix(t, l)
 	boot()
 	private, err := os.ReadFile(file)
 	if err != nil || strings.Contains(one.Daemon().Log(), strings.TrimSpace(string(private))) {
-		t.Errorf("%v: the private key is in the log, or is not kept", err)
+		t.Errorf("the private key cannot be read, or the log contains it: %v", err)
 	}
 	if err := os.Remove(file); err != nil {
 		t.Fatal(err)
@@ -284,7 +306,8 @@ func wireGuardKeys(t *testing.T, backend string) {
 	expectMatrix(t, l)
 }
 
-// expectImplementation looks for it where people and programs do.
+// expectImplementation checks that the log, the status and the metrics report the
+// implementation of the backend.
 func expectImplementation(t *testing.T, h *lab.Host, backend string) {
 	t.Helper()
 	want := "kernel"
@@ -293,18 +316,20 @@ func expectImplementation(t *testing.T, h *lab.Host, backend string) {
 	}
 	expectLog(t, h.Daemon(), fmt.Sprintf(`"WireGuard is in use" implementation=%q`, want))
 	if n := statusOf(t, h).Network; n.Mode != want {
-		t.Errorf("status has mode %q, want %q", n.Mode, want)
+		t.Errorf("mode in the status is %q, want %q", n.Mode, want)
 	}
 	if v := metric(t, h, fmt.Sprintf(`flannel_backend_info{mode=%q,type="wireguard"}`, want)); v != 1 {
-		t.Errorf("backend_info is %v, want 1", v)
+		t.Errorf("flannel_backend_info of this mode is %v, want 1", v)
 	}
 }
 
-// TestUserspaceWireGuardBehindNAT has one host behind a NAT that lets nobody in:
-// the other must keep to the port that it has learnt, whatever the lease says.
+// TestUserspaceWireGuardBehindNAT checks that a host keeps sending to the port of a NAT
+// that it has learnt from packets. The host behind the NAT cannot be reached at the port
+// in its lease.
 func TestUserspaceWireGuardBehindNAT(t *testing.T) { wireGuardBehindNAT(t, userspace) }
 
-// TestVMWireGuardBehindNAT is the same in the kernel.
+// TestVMWireGuardBehindNAT is TestUserspaceWireGuardBehindNAT with the WireGuard of the
+// kernel.
 //
 //stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMWireGuardBehindNAT(t *testing.T) { wireGuardBehindNAT(t, "wireguard") }
@@ -318,7 +343,7 @@ func wireGuardBehindNAT(t *testing.T, backend string) {
 	startAll(t, l, lab.FlanneldOptions{Args: []string{"--resync=1s"}})
 	flows := startFlows(t, l, 100)
 	learnt := expectLearnt(t, open)
-	// Other leases come and go meanwhile, and everything is looked at again.
+	// Other leases change meanwhile, so that the daemon looks at all peers again.
 	c := store(t, l)
 	for range 3 {
 		put(t, c, subnets+"10.5.200.0-24", `{"PublicIP":"192.168.77.200","BackendType":"wireguard","BackendData":{"PublicKey":"AQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQE=","Port":51820}}`)
@@ -327,13 +352,13 @@ func wireGuardBehindNAT(t *testing.T, backend string) {
 		pause(t, time.Second)
 	}
 	if now := wg(t, open, "show", "flannel-wg", "endpoints"); now != learnt {
-		t.Errorf("%s sends to %q, has learnt %q", open.Name(), now, learnt)
+		t.Errorf("%s sends to %q, want %q, which it has learnt", open.Name(), now, learnt)
 	}
 	expectNothingLost(t, flows)
 }
 
-// TestVMWireGuardClockStep steps the clock of the guest forward: hosts keep to what they have
-// learnt of one behind a NAT, with WireGuard in the kernel and without.
+// TestVMWireGuardClockStep checks that a host keeps sending to the learnt port of a NAT
+// after the clock was stepped forward, with WireGuard in the kernel and in user space.
 //
 //stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMWireGuardClockStep(t *testing.T) {
@@ -355,15 +380,15 @@ func TestVMWireGuardClockStep(t *testing.T) {
 				return err
 			})
 			learnt := expectLearnt(t, open)
-			pause(t, 3*time.Second) // in which the device is looked at
+			pause(t, 3*time.Second) // the daemon looks at the device in this time
 			stepMachineClock(t, time.Hour)
 			defer stepMachineClock(t, -time.Hour)
 			pause(t, 3*time.Second)
 			if now := wg(t, open, "show", "flannel-wg", "endpoints"); now != learnt {
-				t.Errorf("%s sends to %q, has learnt %q", open.Name(), now, learnt)
+				t.Errorf("%s sends to %q, want %q, which it has learnt", open.Name(), now, learnt)
 			}
 			if _, err := pods[0].Ping(background(t), pods[1].Addr(prefix.IPv4), ping.Options{}); err != nil {
-				t.Errorf("the host behind the NAT is not reached: %v", err)
+				t.Errorf("the host behind the NAT cannot be reached: %v", err)
 			}
 		})
 	}
@@ -378,7 +403,8 @@ func stepMachineClock(t *testing.T, d time.Duration) {
 	}
 }
 
-// behindNAT lets nobody in, and changes the port that the host's WireGuard sends from.
+// behindNAT lets a host behave as if it were behind a NAT: its firewall drops packets of
+// new connections to WireGuard, and changes the port that WireGuard sends from.
 func behindNAT(t *testing.T, h *lab.Host) {
 	t.Helper()
 	nft(t, h.Namespace, `
@@ -390,20 +416,23 @@ func behindNAT(t *testing.T, h *lab.Host) {
 		}`)
 }
 
-// expectLearnt returns the endpoints of h, which must have learnt a port of a NAT.
+// expectLearnt returns the endpoints of h, and fails the test unless one has a port of
+// the NAT.
 func expectLearnt(t *testing.T, h *lab.Host) string {
 	t.Helper()
 	learnt := wg(t, h, "show", "flannel-wg", "endpoints")
 	if !strings.Contains(learnt, ":40") {
-		t.Fatalf("%s sends to %q, want a port of the NAT's", h.Name(), learnt)
+		t.Fatalf("%s sends to %q, want a port of the NAT", h.Name(), learnt)
 	}
 	return learnt
 }
 
-// TestUserspaceWireGuardPortInUse is told by name.
+// TestUserspaceWireGuardPortInUse checks that the daemon exits with the reason if another
+// program listens on its UDP port.
 func TestUserspaceWireGuardPortInUse(t *testing.T) { portInUse(t, userspace) }
 
-// TestVMWireGuardPortInUse is the same in the kernel.
+// TestVMWireGuardPortInUse is TestUserspaceWireGuardPortInUse with the WireGuard of the
+// kernel.
 //
 //stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMWireGuardPortInUse(t *testing.T) { portInUse(t, "wireguard") }
