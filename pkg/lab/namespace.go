@@ -23,6 +23,8 @@ type Namespace struct {
 	calls    chan func()
 	stop     chan struct{}
 	close    func() // idempotent
+
+	files sync.RWMutex // held for reading while a thread joins, because close closes net and mnt
 }
 
 // enterFunc moves the calling thread into new namespaces and prepares them.
@@ -34,6 +36,8 @@ func newNamespace(name string, enter enterFunc) (*Namespace, error) {
 	n.close = sync.OnceFunc(func() {
 		close(n.stop)
 		<-ended
+		n.files.Lock()
+		defer n.files.Unlock()
 		for _, f := range []*os.File{n.net, n.mnt} {
 			if f != nil {
 				f.Close()
@@ -120,6 +124,13 @@ func (n *Namespace) Do(ctx context.Context, f func() error) error {
 }
 
 func (n *Namespace) join() error {
+	n.files.RLock()
+	defer n.files.RUnlock()
+	select {
+	case <-n.stop:
+		return os.ErrClosed
+	default:
+	}
 	if n.mnt != nil {
 		if err := unix.Unshare(unix.CLONE_FS); err != nil {
 			return err

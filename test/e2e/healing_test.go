@@ -690,8 +690,9 @@ func TestChecksumOffload(t *testing.T) {
 	}
 }
 
-// TestTwoHostsWithOnePublicAddress checks that each of two hosts with the same public address
-// refuses the lease of the other and logs the conflict.
+// TestTwoHostsWithOnePublicAddress starts a host with the public address of another one. It deletes
+// that lease, as it does with its own from a restored backup. The other host takes its subnet again,
+// and each refuses the lease of the other and logs the conflict.
 func TestTwoHostsWithOnePublicAddress(t *testing.T) {
 	l := newLab(t, lab.Config{Hosts: 2}, `{"Type":"vxlan"}`)
 	first := startOne(t, l.Host(1), lab.FlanneldOptions{})
@@ -703,9 +704,10 @@ func TestTwoHostsWithOnePublicAddress(t *testing.T) {
 	refused := func(key string) string {
 		return fmt.Sprintf(`"lease refused" lease=%q reason="%s has public IP 192.168.77.1, which is our own"`, key, strings.Replace(key, "-", "/", 1))
 	}
+	expectLog(t, second, fmt.Sprintf(`"another lease of this node was deleted" lease=%q kept=%q`, one.Key, two.Key))
+	expectLog(t, first, fmt.Sprintf(`"own lease was gone, taken again" key=%q`, one.Key))
 	expectLog(t, first, refused(two.Key))
 	expectLog(t, second, refused(one.Key))
-	expectLog(t, second, fmt.Sprintf(`"another lease carries the public address of this node" key=%q`, one.Key))
 }
 
 // TestAddressChangesWhileTheStoreIsAway checks a change of the host's address while etcd is

@@ -374,7 +374,7 @@ func expectMatrix(t *testing.T, l *lab.Lab) {
 }
 
 // eventually polls until check returns nil. After patience it fails the test with the
-// last error. what names the expected result.
+// last error. The message names the expected result by the parameter what.
 func eventually(t *testing.T, what string, check func() error) {
 	t.Helper()
 	within(t, patience, what, check)

@@ -126,6 +126,9 @@ func (r *run) result() string {
 
 // reasons returns why the stage is not ok, one reason per line.
 func (r *run) reasons() []string {
+	if r.whole {
+		return nil
+	}
 	var reasons []string
 	for _, f := range r.failures {
 		reasons = append(reasons, "failed: "+f.String())

@@ -22,6 +22,8 @@ func TestMain(m *testing.M) {
 
 // TestKernelStorm runs all scenarios with few hosts: each host is right at the end of each
 // scenario. It checks no times.
+//
+//stages:rest it needs older etcds, which take minutes to build
 func TestKernelStorm(t *testing.T) {
 	const hosts = "40"
 	for store, want := range map[string]int{"etcd": 5, "proxy": 5, "kube": 4} {
