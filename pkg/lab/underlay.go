@@ -51,6 +51,9 @@ func (l *Lab) buildSegments(ctx context.Context) error {
 	return l.underlay.Netlink(ctx, func(h *netlink.Handle) error {
 		for s := range l.cfg.Segments {
 			br := &netlink.Bridge{LinkAttrs: attrs(bridgeName(s), l.cfg.MTU)}
+			// Otherwise the bridge has the lowest MAC address of its ports. It changes when a
+			// host is added, and hosts that know the former one do not reach the router.
+			br.HardwareAddr = net.HardwareAddr{0x02, 0, 0, 0, 0x77, byte(s)}
 			if err := h.LinkAdd(br); err != nil {
 				return fmt.Errorf("add bridge %s: %w", br.Name, err)
 			}
