@@ -136,11 +136,11 @@ func (f *fixture) populate(tb testing.TB, n int) {
 
 const configSmall = `{"Network":"10.0.0.0/12","SubnetLen":28,"Backend":{"Type":"host-gw"}}`
 
-// TestRestartCostsWhatHasChanged restarts a node that knows 300 leases and counts the bytes
+// TestRestartReceivesWhatHasChanged restarts a node that knows 300 leases and counts the bytes
 // that etcd sends.
 //
 //stages:rest it needs older etcds, which take minutes to build
-func TestRestartCostsWhatHasChanged(t *testing.T) {
+func TestRestartReceivesWhatHasChanged(t *testing.T) {
 	const leases = 300
 	programs := releases(t)
 	for _, release := range slices.Sorted(maps.Keys(programs)) {
