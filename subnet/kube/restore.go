@@ -97,6 +97,9 @@ func (m *Manager) restore(ctx context.Context, v *view, s *self) (ok bool, err e
 	}
 	maps.DeleteFunc(v.entries, func(_ string, e *entry) bool { return e.held })
 	own.uid = s.uid
+	if s.version <= revision { // a later change comes as an event
+		own.version = s.version
+	}
 	v.own, v.revision, v.restored, v.last = name, revision, revision, former.witness
 	v.auditAt = time.Now().Add(rand.N(m.timing.audit) + 1)
 	m.nodes.Store(int64(len(v.entries)))
