@@ -173,7 +173,7 @@ func compactAll(ctx context.Context, c *clientv3.Client) error {
 }
 
 func compact(ctx context.Context, t *torture) (func(context.Context) error, error) {
-	return nil, t.with(ctx, t.store.members, func(ctx context.Context, c *clientv3.Client) error { return compactAll(ctx, c) })
+	return nil, t.with(ctx, t.store.members, compactAll)
 }
 
 func defragment(ctx context.Context, t *torture) (func(context.Context) error, error) {

@@ -151,16 +151,13 @@ func withoutNumbers(text string) string {
 	number := false
 	for _, r := range text {
 		digit := r >= '0' && r <= '9'
-		if digit && !number {
+		switch {
+		case digit && !number:
 			b.WriteByte('#')
-		}
-		if !digit && !(number && (r == '.' || r == ':')) {
+		case !digit && (!number || r != '.' && r != ':'):
 			b.WriteRune(r)
-			digit = false
-		} else {
-			digit = true
 		}
-		number = digit
+		number = digit || number && (r == '.' || r == ':')
 	}
 	return b.String()
 }

@@ -29,35 +29,40 @@ import (
 
 func main() {
 	lab.RunChild()
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
+	ok := runs(ctx, os.Stdout)
+	stop()
+	if !ok {
+		os.Exit(1)
+	}
+}
+
+// runs makes the runs that the command line asks for, and reports them to out. It returns true
+// if all of them kept all promises.
+func runs(ctx context.Context, out io.Writer) bool {
 	var o options
 	flag.IntVar(&o.hosts, "hosts", 20, "number of hosts that run flanneld")
 	flag.DurationVar(&o.duration, "duration", 10*time.Minute, "duration of one run")
 	flag.StringVar(&o.flanneld, "flanneld", "bin/flanneld", "program to test")
 	flag.StringVar(&o.etcd, "etcd", "bin/tools/etcd-3.5,bin/tools/etcd-3.6", "releases of etcd, from the first to the last of which members are upgraded")
-	runs := flag.Int("runs", 5, "number of runs")
+	count := flag.Int("runs", 5, "number of runs")
 	seed := flag.Uint64("seed", 0, "seed of the first run; 0 picks one")
 	dir := flag.String("dir", "", "folder for logs of failed runs; without it a temporary one")
 	flag.Parse()
-	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
-	defer stop()
 	if *seed == 0 {
 		*seed = rand.Uint64()
 	}
-	failed := 0
-	for i := range *runs {
+	kept := 0
+	for i := 0; i < *count && ctx.Err() == nil; i++ {
 		o.seed, o.dir = *seed+uint64(i), *dir
-		if err := run(ctx, o, os.Stdout); err != nil {
-			fmt.Fprintf(os.Stdout, "seed %d: %v\n", o.seed, err)
-			failed++
+		if err := run(ctx, o, out); err != nil {
+			fmt.Fprintf(out, "seed %d: %v\n", o.seed, err)
+			continue
 		}
-		if ctx.Err() != nil {
-			break
-		}
+		kept++
 	}
-	fmt.Printf("%d of %d runs kept all promises\n", *runs-failed, *runs)
-	if failed > 0 {
-		os.Exit(1)
-	}
+	fmt.Fprintf(out, "%d of %d runs kept all promises\n", kept, *count)
+	return kept == *count
 }
 
 // options are those of one run.
