@@ -244,11 +244,27 @@ func (s *Syncer) check(l subnet.Lease) (identities []string, unusable string) {
 	if l.BackendType != s.Own.BackendType {
 		return nil, fmt.Sprintf("its backend type is %q, ours %q", l.BackendType, s.Own.BackendType)
 	}
+	if l.Endpoints = s.enabled(l.Endpoints); len(l.Endpoints) == 0 {
+		return nil, ""
+	}
 	identities, err := s.Network.Check(l)
 	if err != nil {
 		return nil, err.Error()
 	}
 	return identities, ""
+}
+
+// enabled returns the endpoints of families that the configuration enables. The arbiter ignores
+// the others, so their data must not make a lease unusable.
+func (s *Syncer) enabled(es []subnet.Endpoint) []subnet.Endpoint {
+	disabled := func(e subnet.Endpoint) bool {
+		_, ok := s.Config.Network(e.Family())
+		return !ok
+	}
+	if !slices.ContainsFunc(es, disabled) {
+		return es
+	}
+	return slices.DeleteFunc(slices.Clone(es), disabled)
 }
 
 // logHeld logs when the ledger holds more peers than before, and when it holds none any more.

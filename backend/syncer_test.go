@@ -56,11 +56,15 @@ func (*network) Changed() <-chan struct{} { return nil }
 func (*network) Close() error             { return nil }
 
 func (*network) Check(l subnet.Lease) ([]string, error) {
-	var id string
-	if err := json.Unmarshal(l.Endpoints[0].Data, &id); err != nil {
-		return nil, errors.New("no identity")
+	var ids []string
+	for _, e := range l.Endpoints {
+		var id string
+		if err := json.Unmarshal(e.Data, &id); err != nil {
+			return nil, errors.New("no identity")
+		}
+		ids = append(ids, "MAC "+id)
 	}
-	return []string{"MAC " + id}, nil
+	return ids, nil
 }
 
 func (n *network) Sync(_ context.Context, peers backend.Set) (backend.Outcome, error) {
@@ -218,6 +222,24 @@ func TestRefusals(t *testing.T) {
 			})
 		})
 	}
+}
+
+// TestDisabledFamilyIsNotChecked checks that data of a family which the configuration does not
+// enable does not make a lease unusable.
+func TestDisabledFamilyIsNotChecked(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := &network{}
+		s, log := run(t, n)
+		disabled := subnet.Endpoint{Subnet: netip.MustParsePrefix("fd00:5:0:2::/64"), PublicIP: netip.MustParseAddr("fd00:77::2")}
+		both, only := lease(2, "two"), lease(3, "three")
+		both.Endpoints = append(both.Endpoints, disabled)
+		only.Endpoints = []subnet.Endpoint{disabled}
+		s.Publish(whole(snapshot(2, both, only)))
+		expectSyncs(t, n, "", "*host2")
+		if strings.Contains(log(), "host2") || !strings.Contains(log(), `lease="host3" reason="has no subnet of an enabled address family"`) {
+			t.Errorf("want host3 to be refused, and not host2:\n%s", log())
+		}
+	})
 }
 
 // TestSharedAddressIsLoggedOnce checks that leases with the same public address are all
