@@ -23,8 +23,8 @@ type inbound struct {
 	merged   bool // the merger contains packets
 	failures int  // number of receives that failed in a row
 
-	anybody bool // any sender may send any packet
-	foreign bool // sources outside of the networks are allowed
+	anySender bool // any sender may send any packet
+	foreign   bool // sources outside of the networks are allowed
 
 	// The last sender and source, because most packets have the same as the one before.
 	routes  *routes
@@ -38,8 +38,8 @@ type inbound struct {
 func newInbound(t *Tunnel, s *socket) *inbound {
 	return &inbound{
 		Tunnel: t, socket: s, buf: make([]byte, packet.OffloadLen+2*maxPacket), receiver: newReceiver(), device: newDeviceWriter(t.Device),
-		merger:  packet.Merger{TCP: t.Device.tcp, UDP: t.Device.udp},
-		anybody: t.Check == CheckOff, foreign: t.Check != CheckStrict,
+		merger:    packet.Merger{TCP: t.Device.tcp, UDP: t.Device.udp},
+		anySender: t.Check == CheckOff, foreign: t.Check != CheckStrict,
 	}
 }
 
@@ -106,7 +106,7 @@ func (i *inbound) take(at, n, size int, from netip.AddrPort) {
 // from the port that they listen on. A pod on a peer's host has the same address because
 // of masquerading, but another port.
 func (i *inbound) refuses(from netip.AddrPort) (Reason, bool) {
-	if i.anybody {
+	if i.anySender {
 		return 0, false
 	}
 	if _, known := i.routes.publics.Lookup(from.Addr()); !known {
@@ -156,7 +156,7 @@ func (i *inbound) datagram(at, end int) bool {
 // mayCome reports whether the present sender may send packets with the source src.
 func (i *inbound) mayCome(src netip.Addr) bool {
 	if src != i.src {
-		i.src, i.allowed = src, packet.Forwardable(src) && (i.anybody || i.belongs(src))
+		i.src, i.allowed = src, packet.Forwardable(src) && (i.anySender || i.belongs(src))
 	}
 	return i.allowed
 }

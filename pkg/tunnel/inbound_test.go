@@ -276,7 +276,7 @@ func TestSenders(t *testing.T) {
 			"192.0.2.2:8285": "", "192.0.2.2:8286": "wrong_port", "192.0.2.2:1024": "wrong_port", "192.0.2.9:8285": "unknown_peer",
 		} {
 			i, _ := newGatherer(t)
-			i.anybody, i.foreign = check == CheckOff, check != CheckStrict
+			i.anySender, i.foreign = check == CheckOff, check != CheckStrict
 			receiveFrom(i, netip.MustParseAddrPort(from), packets)
 			i.flush()
 			if check == CheckOff {
@@ -300,7 +300,7 @@ func TestAddressesOfNoHost(t *testing.T) {
 	}
 	send := func(t *testing.T, check SourceCheck, from, to string) *inbound {
 		i, _ := newGatherer(t)
-		i.anybody, i.foreign = check == CheckOff, check != CheckStrict
+		i.anySender, i.foreign = check == CheckOff, check != CheckStrict
 		if netip.MustParseAddr(from).Is6() {
 			i.socket.local = netip.MustParseAddrPort("[2001:db8::1]:8285")
 			i.Table.Update(nil, []Peer{{Subnet: netip.MustParsePrefix("fd00:10:5:2::/64"), Public: streamer.Public}})

@@ -27,7 +27,7 @@ import (
 type Gate struct {
 	device  string
 	local   netip.AddrPort // address at which datagrams for the device arrive
-	anybody bool           // any host may send, not only peers
+	anyHost bool           // any host may send, not only peers
 	peers   map[netip.Addr]int
 	rules   map[string][]uint64 // handles of the rules by chain, as build created them; nil if the gate must be built
 
@@ -68,7 +68,7 @@ func NewGate(device string, local netip.AddrPort) *Gate {
 // NewOpenGate returns a gate that admits every sender.
 func NewOpenGate(device string, local netip.AddrPort) *Gate {
 	g := NewGate(device, local)
-	g.anybody = true
+	g.anyHost = true
 	return g
 }
 
@@ -81,7 +81,7 @@ func GatePlaces() []firewall.Place {
 // admits its peers until the first Update. former reports whether there was one. Shut
 // creates an open gate open.
 func (g *Gate) Shut() (former bool, err error) {
-	if g.anybody {
+	if g.anyHost {
 		return false, g.build()
 	}
 	t, err := read(prefix.IPv4, gateTable)
@@ -97,7 +97,7 @@ func (g *Gate) Shut() (former bool, err error) {
 // Update admits the addresses in added and no longer those in removed. An address that
 // was added several times must be removed as often. The change is one transaction.
 func (g *Gate) Update(removed, added []netip.Addr) error {
-	if g.anybody {
+	if g.anyHost {
 		removed, added = nil, nil
 	}
 	before := map[netip.Addr]bool{}
@@ -356,11 +356,11 @@ func (g *Gate) write(c *nftables.Conn) error {
 	if err := c.AddSet(nowhere, ofNoHost()); err != nil {
 		return err
 	}
-	nobody := &nftables.Set{Table: t, Anonymous: true, Constant: true, Interval: true, KeyType: nftables.TypeIPAddr}
-	if err := c.AddSet(nobody, ofNoHost()); err != nil {
+	noHost := &nftables.Set{Table: t, Anonymous: true, Constant: true, Interval: true, KeyType: nftables.TypeIPAddr}
+	if err := c.AddSet(noHost, ofNoHost()); err != nil {
 		return err
 	}
-	chain(gateDevice, nftables.ChainHookPrerouting, g.tunnel(nobody, nowhere))
+	chain(gateDevice, nftables.ChainHookPrerouting, g.tunnel(noHost, nowhere))
 	return nil
 }
 
@@ -386,7 +386,7 @@ func (r gateRule) in(t *nftables.Table, c *nftables.Chain) *nftables.Rule {
 // that peers send from. A pod on a peer's host has the same address because of
 // masquerading, but another port.
 func (g *Gate) input(peers *nftables.Set) []gateRule {
-	if g.anybody {
+	if g.anyHost {
 		return nil
 	}
 	datagram := g.datagram()
@@ -406,7 +406,7 @@ func (g *Gate) input(peers *nftables.Set) []gateRule {
 }
 
 // tunnel returns the rules for packets that come out of the device.
-func (g *Gate) tunnel(nobody, nowhere *nftables.Set) []gateRule {
+func (g *Gate) tunnel(noHost, nowhere *nftables.Set) []gateRule {
 	device := []expr.Any{
 		&expr.Meta{Key: expr.MetaKeyIIFNAME, Register: 1},
 		equal(append([]byte(g.device), make([]byte, unix.IFNAMSIZ-len(g.device))...)),
@@ -415,10 +415,10 @@ func (g *Gate) tunnel(nobody, nowhere *nftables.Set) []gateRule {
 		return slices.Concat(device, address(offset), []expr.Any{&expr.Lookup{SourceRegister: 1, SetName: set.Name, SetID: set.ID}})
 	}
 	rules := []gateRule{
-		{match: in(headerOf(prefix.IPv4).src, nobody), drops: wrongSource},
+		{match: in(headerOf(prefix.IPv4).src, noHost), drops: wrongSource},
 		{match: in(headerOf(prefix.IPv4).dst, nowhere), drops: wrongDestination},
 	}
-	if g.anybody {
+	if g.anyHost {
 		return rules
 	}
 	vouched := gateRule{match: slices.Concat(device, []expr.Any{
