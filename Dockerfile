@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+
 # `make image` builds the context. bin contains flanneld's static programs, as `make build`
 # builds them. rootfs contains files of Debian packages that manifests and iptables rules
 # need. So nothing is compiled under emulation, no registry is needed, and the image contains

@@ -1,7 +1,11 @@
+# SPDX-License-Identifier: Apache-2.0
+
 # `make` without a target prints the list of targets. CI runs only these targets.
 
 VERSION := $(or $(shell git describe --tags --always --dirty 2>/dev/null),dev)
 COMMIT := $(shell git rev-parse --short HEAD 2>/dev/null)
+# go.mod has the path of the module. make module changes it everywhere else too.
+MODULE := $(shell sed -n 's/^module //p' go.mod)
 # Packed files get the date of the commit, so that packages are reproducible.
 export SOURCE_DATE_EPOCH := $(or $(shell git log -1 --format=%ct 2>/dev/null),0)
 
@@ -10,7 +14,7 @@ OUT := dist/out
 COMMANDS := ./cmd/flanneld ./cmd/flannelctl ./cmd/install-conf
 # The CNI plugin has the name that container runtimes look for, not that of its folder.
 PLUGIN := ./cmd/flannel-cni
-LDFLAGS := -s -w -buildid= -X flanneld/pkg/version.Version=$(VERSION) -X flanneld/pkg/version.Commit=$(COMMIT)
+LDFLAGS := -s -w -buildid= -X $(MODULE)/pkg/version.Version=$(VERSION) -X $(MODULE)/pkg/version.Commit=$(COMMIT)
 GO_BUILD := CGO_ENABLED=0 go build -trimpath -buildvcs=false -ldflags '$(LDFLAGS)'
 
 # How long each fuzz target runs.
@@ -38,7 +42,7 @@ ONE = $(if $(RUN),-run '$(value RUN)')
 GOLANGCI := bin/tools/golangci-lint
 
 .DEFAULT_GOAL := help
-.PHONY: help build demo test test-unit test-kernel test-e2e test-vm test-kubernetes test-rest test-all fuzz bench storm lint lint-go lint-words lint-mod lint-shell lint-sleep \
+.PHONY: help build module demo test test-unit test-kernel test-e2e test-vm test-kubernetes test-rest test-all fuzz bench storm lint lint-go lint-words lint-mod lint-shell lint-sleep \
 	lint-unit lint-rules fmt image chart dist dist-check deps components components-short components-nodes torture clean FORCE
 
 help: ## print this list
@@ -261,6 +265,10 @@ $(CONTAINERD):
 
 deps: ## install missing packages that tests and linters need, as root
 	@test/tools/deps.sh
+
+module: ## give the Go module another path, for a fork (NAME=example.org/you/flanneld)
+	@test -n "$(NAME)" || { echo "make module: NAME is missing, for example NAME=example.org/you/flanneld"; exit 2; }
+	git grep -lz '$(MODULE)' | xargs -0 sed -i 's|$(MODULE)|$(NAME)|g'
 
 clean: ## remove the results of builds
 	rm -rf bin $(OUT)

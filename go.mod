@@ -1,4 +1,4 @@
-module flanneld
+module github.com/flanneld/flanneld
 
 go 1.26.0
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package documentation_test compares the pages with the code.
 package documentation_test
 
@@ -25,17 +27,17 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 
-	"flanneld/backend/alloc"
-	"flanneld/backend/extension"
-	"flanneld/backend/hostgw"
-	"flanneld/backend/ipip"
-	"flanneld/backend/udp"
-	"flanneld/backend/vxlan"
-	"flanneld/backend/wireguard"
-	"flanneld/cmd/flanneld/app"
-	"flanneld/pkg/dataplane"
-	"flanneld/pkg/metrics"
-	"flanneld/subnet"
+	"github.com/flanneld/flanneld/backend/alloc"
+	"github.com/flanneld/flanneld/backend/extension"
+	"github.com/flanneld/flanneld/backend/hostgw"
+	"github.com/flanneld/flanneld/backend/ipip"
+	"github.com/flanneld/flanneld/backend/udp"
+	"github.com/flanneld/flanneld/backend/vxlan"
+	"github.com/flanneld/flanneld/backend/wireguard"
+	"github.com/flanneld/flanneld/cmd/flanneld/app"
+	"github.com/flanneld/flanneld/pkg/dataplane"
+	"github.com/flanneld/flanneld/pkg/metrics"
+	"github.com/flanneld/flanneld/subnet"
 )
 
 var update = flag.Bool("update", false, "generate the pages again")

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package backend defines the contract between the lease-watch loop and the backends that
 // configure the data path. It also contains the loop, the Syncer.
 package backend
@@ -12,9 +14,9 @@ import (
 	"strings"
 	"time"
 
-	"flanneld/pkg/dataplane"
-	"flanneld/pkg/underlay"
-	"flanneld/subnet"
+	"github.com/flanneld/flanneld/pkg/dataplane"
+	"github.com/flanneld/flanneld/pkg/underlay"
+	"github.com/flanneld/flanneld/subnet"
 )
 
 // Env is the environment of a backend.

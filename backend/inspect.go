@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package backend
 
 import (
@@ -6,8 +8,8 @@ import (
 	"slices"
 	"time"
 
-	"flanneld/pkg/dataplane"
-	"flanneld/subnet"
+	"github.com/flanneld/flanneld/pkg/dataplane"
+	"github.com/flanneld/flanneld/subnet"
 )
 
 // Inspector is a Network that can report the kernel objects that it maintains. Its

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package backend_test
 
 import (
@@ -11,11 +13,11 @@ import (
 	"github.com/google/go-cmp/cmp"
 	"github.com/google/go-cmp/cmp/cmpopts"
 
-	"flanneld/backend"
-	"flanneld/pkg/dataplane"
-	"flanneld/pkg/dataplane/dataplanetest"
-	"flanneld/subnet"
-	"flanneld/subnet/subnettest"
+	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/pkg/dataplane"
+	"github.com/flanneld/flanneld/pkg/dataplane/dataplanetest"
+	"github.com/flanneld/flanneld/subnet"
+	"github.com/flanneld/flanneld/subnet/subnettest"
 )
 
 func TestInspect(t *testing.T) {

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package backend
 
 import (
@@ -10,10 +12,10 @@ import (
 	"sync/atomic"
 	"time"
 
-	"flanneld/pkg/dataplane"
-	"flanneld/pkg/oneline"
-	"flanneld/pkg/parallel"
-	"flanneld/subnet"
+	"github.com/flanneld/flanneld/pkg/dataplane"
+	"github.com/flanneld/flanneld/pkg/oneline"
+	"github.com/flanneld/flanneld/pkg/parallel"
+	"github.com/flanneld/flanneld/subnet"
 )
 
 // Programmer is the common part of the networks of all kernel backends. It makes the

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package backend_test
 
 import (
@@ -10,10 +12,10 @@ import (
 
 	"k8s.io/klog/v2"
 
-	"flanneld/backend"
-	"flanneld/pkg/dataplane"
-	"flanneld/pkg/dataplane/dataplanetest"
-	"flanneld/subnet"
+	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/pkg/dataplane"
+	"github.com/flanneld/flanneld/pkg/dataplane/dataplanetest"
+	"github.com/flanneld/flanneld/subnet"
 )
 
 // TestRouteOfAllPeersIsInTheWay tests a device to which the network of all peers is

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package backend
 
 import (
@@ -12,9 +14,9 @@ import (
 	"golang.org/x/time/rate"
 	"k8s.io/klog/v2"
 
-	"flanneld/pkg/loop"
-	"flanneld/pkg/parallel"
-	"flanneld/subnet"
+	"github.com/flanneld/flanneld/pkg/loop"
+	"github.com/flanneld/flanneld/pkg/parallel"
+	"github.com/flanneld/flanneld/subnet"
 )
 
 // While passes fail, a new error is logged at once. Errors whose text differs each time,

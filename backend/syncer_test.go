@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package backend_test
 
 import (
@@ -19,9 +21,9 @@ import (
 	"k8s.io/klog/v2"
 	"k8s.io/klog/v2/ktesting"
 
-	"flanneld/backend"
-	"flanneld/subnet"
-	"flanneld/subnet/subnettest"
+	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/subnet"
+	"github.com/flanneld/flanneld/subnet/subnettest"
 )
 
 // network records the calls of Sync. A lease's data is its identity.

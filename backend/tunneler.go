@@ -1,8 +1,10 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package backend
 
 import (
-	"flanneld/pkg/firewall"
-	"flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/firewall"
+	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
 // Tunneler is implemented by backends whose hosts accept tunnel packets without

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package dist_test tests the scripts and units that are shipped.
 package dist_test
 

@@ -1,4 +1,5 @@
 #!/bin/sh
+# SPDX-License-Identifier: Apache-2.0
 # Converts flannel's subnet file into options of the Docker daemon, written as variables
 # for EnvironmentFile= of a systemd unit.
 set -u

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package subnet_test
 
 import (
@@ -9,7 +11,7 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 
-	"flanneld/subnet"
+	"github.com/flanneld/flanneld/subnet"
 )
 
 // TestChangeComesToTheSame changes one lease after the other, in a network so small that they

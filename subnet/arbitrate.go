@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package subnet
 
 import (
@@ -7,7 +9,7 @@ import (
 	"net/netip"
 	"slices"
 
-	"flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
 // Refusal is the reason why a lease, or one address family of it, is not used.

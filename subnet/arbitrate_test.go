@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package subnet_test
 
 import (
@@ -10,8 +12,8 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 
-	"flanneld/subnet"
-	"flanneld/subnet/subnettest"
+	"github.com/flanneld/flanneld/subnet"
+	"github.com/flanneld/flanneld/subnet/subnettest"
 )
 
 // lease makes a lease from pairs of subnet and public IP.

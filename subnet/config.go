@@ -1,10 +1,12 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package subnet
 
 import (
 	"encoding/json"
 	"net/netip"
 
-	"flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
 // Config is the network configuration that all nodes share.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package subnet
 
 import (
@@ -6,7 +8,7 @@ import (
 
 	"github.com/gaissmai/bart"
 
-	"flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
 // holder is the lease that has a prefix.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package subnet_test
 
 import (
@@ -13,8 +15,8 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 
-	"flanneld/subnet"
-	"flanneld/subnet/subnettest"
+	"github.com/flanneld/flanneld/subnet"
+	"github.com/flanneld/flanneld/subnet/subnettest"
 )
 
 // apply applies s, and returns all leases that the ledger knows afterwards.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package subnet
 
 import (
@@ -8,7 +10,7 @@ import (
 	"net/netip"
 	"strings"
 
-	"flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
 // wireConfig is the configuration as stored. Addresses stay raw, because null

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package subnet
 
 import (
@@ -8,7 +10,7 @@ import (
 	"net/netip"
 	"slices"
 
-	"flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
 // Pool is the range of subnets that a network gives to hosts: all of one length, from the first

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package subnet_test
 
 import (
@@ -8,8 +10,8 @@ import (
 	"slices"
 	"testing"
 
-	"flanneld/pkg/prefix"
-	"flanneld/subnet"
+	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/subnet"
 )
 
 func network(t *testing.T, raw string) subnet.Network {

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package subnet_test
 
 import (
@@ -7,7 +9,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 	"github.com/google/go-cmp/cmp/cmpopts"
 
-	"flanneld/subnet"
+	"github.com/flanneld/flanneld/subnet"
 )
 
 // TestSharingNews has leases come to share an address and cease to: each is told

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package subnet contains the domain types of leases and of the network configuration, their
 // parsing and validation, the decisions about leases, and the contract of the managers that
 // talk to a store. It is pure.
@@ -10,7 +12,7 @@ import (
 	"net/netip"
 	"time"
 
-	"flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
 // TTL is how long a lease lives in the store unless it is renewed.

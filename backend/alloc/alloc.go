@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package alloc takes a subnet for the host and leaves routing to the network around it.
 package alloc
 
@@ -5,9 +7,9 @@ import (
 	"context"
 	"encoding/json"
 
-	"flanneld/backend"
-	"flanneld/pkg/dataplane"
-	"flanneld/subnet"
+	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/pkg/dataplane"
+	"github.com/flanneld/flanneld/subnet"
 )
 
 // Type is the backend's name in the configuration. Its leases contain no type.

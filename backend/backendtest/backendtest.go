@@ -1,13 +1,15 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package backendtest contains helpers for the tests of backends.
 package backendtest
 
 import (
 	"net/netip"
 
-	"flanneld/backend"
-	"flanneld/pkg/prefix"
-	"flanneld/pkg/underlay"
-	"flanneld/subnet"
+	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/underlay"
+	"github.com/flanneld/flanneld/subnet"
 )
 
 // Env returns the environment of a backend on a host with the given families and a link

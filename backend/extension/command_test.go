@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package extension
 
 import (
@@ -10,7 +12,7 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 
-	"flanneld/backend"
+	"github.com/flanneld/flanneld/backend"
 )
 
 func TestNeedsShell(t *testing.T) {

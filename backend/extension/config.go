@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package extension
 
 import (
@@ -9,7 +11,7 @@ import (
 	"strings"
 	"time"
 
-	"flanneld/subnet"
+	"github.com/flanneld/flanneld/subnet"
 )
 
 // The configuration keys of the commands.

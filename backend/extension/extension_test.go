@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package extension
 
 import (
@@ -16,11 +18,11 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 
-	"flanneld/backend"
-	"flanneld/pkg/dataplane"
-	"flanneld/pkg/dataplane/dataplanetest"
-	"flanneld/pkg/underlay"
-	"flanneld/subnet"
+	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/pkg/dataplane"
+	"github.com/flanneld/flanneld/pkg/dataplane/dataplanetest"
+	"github.com/flanneld/flanneld/pkg/underlay"
+	"github.com/flanneld/flanneld/subnet"
 )
 
 // node is a host whose commands log their calls.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package extension
 
 import (
@@ -12,9 +14,9 @@ import (
 
 	"k8s.io/klog/v2"
 
-	"flanneld/backend"
-	"flanneld/pkg/oneline"
-	"flanneld/subnet"
+	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/pkg/oneline"
+	"github.com/flanneld/flanneld/subnet"
 )
 
 // Commands run one after another, because scripts rely on that. A command that takes

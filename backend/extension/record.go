@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package extension
 
 import (
@@ -12,7 +14,7 @@ import (
 
 	"k8s.io/klog/v2"
 
-	"flanneld/pkg/state"
+	"github.com/flanneld/flanneld/pkg/state"
 )
 
 // bootIDFile changes with every boot. It tells whether recorded commands ran since the

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package hostgw routes packets to peers directly, without encapsulation. All hosts must
 // be on the same layer-2 network.
 package hostgw
@@ -7,9 +9,9 @@ import (
 	"encoding/json"
 	"fmt"
 
-	"flanneld/backend"
-	"flanneld/pkg/dataplane"
-	"flanneld/subnet"
+	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/pkg/dataplane"
+	"github.com/flanneld/flanneld/subnet"
 )
 
 // Type is the backend's name in the configuration and in leases.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package hostgw
 
 import (
@@ -6,9 +8,9 @@ import (
 	"strings"
 	"testing"
 
-	"flanneld/backend"
-	"flanneld/pkg/underlay"
-	"flanneld/subnet"
+	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/pkg/underlay"
+	"github.com/flanneld/flanneld/subnet"
 )
 
 func env(local, public string) backend.Env {

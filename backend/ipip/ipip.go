@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package ipip encapsulates packets in IP, with the kernel's own tunnel devices: IPv4 in
 // IPv4 (ipip) and IPv6 in IPv6 (ip6tnl). A peer needs one route per family, whose gateway
 // is the peer's public address.
@@ -9,12 +11,12 @@ import (
 	"fmt"
 	"time"
 
-	"flanneld/backend"
-	"flanneld/pkg/dataplane"
-	"flanneld/pkg/firewall"
-	"flanneld/pkg/oneline"
-	"flanneld/pkg/prefix"
-	"flanneld/subnet"
+	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/pkg/dataplane"
+	"github.com/flanneld/flanneld/pkg/firewall"
+	"github.com/flanneld/flanneld/pkg/oneline"
+	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/subnet"
 )
 
 // Type is the backend's name in the configuration and in leases.

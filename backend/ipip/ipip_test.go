@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package ipip
 
 import (
@@ -8,12 +10,12 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 
-	"flanneld/backend"
-	"flanneld/backend/backendtest"
-	"flanneld/pkg/dataplane"
-	"flanneld/pkg/dataplane/dataplanetest"
-	"flanneld/pkg/prefix"
-	"flanneld/subnet"
+	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/backend/backendtest"
+	"github.com/flanneld/flanneld/pkg/dataplane"
+	"github.com/flanneld/flanneld/pkg/dataplane/dataplanetest"
+	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/subnet"
 )
 
 var (

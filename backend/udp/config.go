@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package udp
 
 import (
@@ -5,10 +7,10 @@ import (
 	"fmt"
 	"strings"
 
-	"flanneld/backend"
-	"flanneld/pkg/prefix"
-	"flanneld/pkg/tunnel"
-	"flanneld/subnet"
+	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/tunnel"
+	"github.com/flanneld/flanneld/subnet"
 )
 
 const defaultPort = 8285

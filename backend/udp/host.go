@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package udp
 
 import (
@@ -11,10 +13,10 @@ import (
 	"golang.org/x/sys/unix"
 	"k8s.io/klog/v2"
 
-	"flanneld/backend"
-	"flanneld/pkg/health"
-	"flanneld/pkg/oneline"
-	"flanneld/pkg/tunnel"
+	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/pkg/health"
+	"github.com/flanneld/flanneld/pkg/oneline"
+	"github.com/flanneld/flanneld/pkg/tunnel"
 )
 
 // Settings contains the options of a single host.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package udp
 
 import (
@@ -14,7 +16,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"flanneld/pkg/lab"
+	"github.com/flanneld/flanneld/pkg/lab"
 )
 
 // childEnv makes the test binary act as the next start of a daemon: it opens the device

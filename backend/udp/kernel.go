@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package udp
 
 import (
@@ -11,13 +13,13 @@ import (
 
 	"k8s.io/klog/v2"
 
-	"flanneld/backend"
-	"flanneld/pkg/dataplane"
-	"flanneld/pkg/firewall/nftables"
-	"flanneld/pkg/oneline"
-	"flanneld/pkg/prefix"
-	"flanneld/pkg/tunnel"
-	"flanneld/subnet"
+	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/pkg/dataplane"
+	"github.com/flanneld/flanneld/pkg/firewall/nftables"
+	"github.com/flanneld/flanneld/pkg/oneline"
+	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/tunnel"
+	"github.com/flanneld/flanneld/subnet"
 )
 
 // lookAfter is the interval at which the FOU port is checked.

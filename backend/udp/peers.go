@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package udp
 
 import (
@@ -6,9 +8,9 @@ import (
 	"net/netip"
 	"slices"
 
-	"flanneld/backend"
-	"flanneld/pkg/tunnel"
-	"flanneld/subnet"
+	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/pkg/tunnel"
+	"github.com/flanneld/flanneld/subnet"
 )
 
 // peers contains the peers of the tunnel.

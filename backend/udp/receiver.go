@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package udp
 
 import (
@@ -11,8 +13,8 @@ import (
 	"github.com/vishvananda/netlink/nl"
 	"golang.org/x/sys/unix"
 
-	"flanneld/pkg/firewall/nftables"
-	"flanneld/pkg/oneline"
+	"github.com/flanneld/flanneld/pkg/firewall/nftables"
+	"github.com/flanneld/flanneld/pkg/oneline"
 )
 
 // receiver is a FOU port: the kernel unpacks IPv4 packets from the datagrams that arrive

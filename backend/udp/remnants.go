@@ -1,10 +1,12 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package udp
 
 import (
 	"fmt"
 
-	"flanneld/backend"
-	"flanneld/pkg/firewall/nftables"
+	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/pkg/firewall/nftables"
 )
 
 // Remnants implements backend.Leaver. Besides its device the kernel path has a port and a

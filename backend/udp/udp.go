@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package udp carries packets between hosts in UDP datagrams. Each datagram contains one
 // packet and nothing else. The backend is for hosts whose kernel has no vxlan. If the
 // kernel supports fou it packs the datagrams, otherwise this process does.
@@ -10,13 +12,13 @@ import (
 
 	"k8s.io/klog/v2"
 
-	"flanneld/backend"
-	"flanneld/pkg/dataplane"
-	"flanneld/pkg/firewall"
-	"flanneld/pkg/oneline"
-	"flanneld/pkg/prefix"
-	"flanneld/pkg/tunnel"
-	"flanneld/subnet"
+	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/pkg/dataplane"
+	"github.com/flanneld/flanneld/pkg/firewall"
+	"github.com/flanneld/flanneld/pkg/oneline"
+	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/tunnel"
+	"github.com/flanneld/flanneld/subnet"
 )
 
 // Type is the backend's name in the configuration. Leases do not contain it.

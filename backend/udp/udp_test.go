@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package udp
 
 import (
@@ -9,12 +11,12 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 
-	"flanneld/backend"
-	"flanneld/backend/backendtest"
-	"flanneld/pkg/dataplane"
-	"flanneld/pkg/prefix"
-	"flanneld/pkg/tunnel"
-	"flanneld/subnet"
+	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/backend/backendtest"
+	"github.com/flanneld/flanneld/pkg/dataplane"
+	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/tunnel"
+	"github.com/flanneld/flanneld/subnet"
 )
 
 func TestConfig(t *testing.T) {

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package vxlan
 
 import (
@@ -6,10 +8,10 @@ import (
 	"fmt"
 	"strings"
 
-	"flanneld/backend"
-	"flanneld/pkg/dataplane"
-	"flanneld/pkg/prefix"
-	"flanneld/subnet"
+	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/pkg/dataplane"
+	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/subnet"
 )
 
 const (

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package vxlan
 
 import (
@@ -6,8 +8,8 @@ import (
 	"fmt"
 	"strconv"
 
-	"flanneld/pkg/dataplane"
-	"flanneld/pkg/plainjson"
+	"github.com/flanneld/flanneld/pkg/dataplane"
+	"github.com/flanneld/flanneld/pkg/plainjson"
 )
 
 // leaseData is a lease's backend data for one family, in the form that flannel uses.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package vxlan carries packets between hosts with the kernel's VXLAN device. There is
 // one device per address family, with a route, a neighbour and an FDB entry for each
 // peer.
@@ -10,12 +12,12 @@ import (
 	"fmt"
 	"time"
 
-	"flanneld/backend"
-	"flanneld/pkg/dataplane"
-	"flanneld/pkg/firewall"
-	"flanneld/pkg/oneline"
-	"flanneld/pkg/prefix"
-	"flanneld/subnet"
+	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/pkg/dataplane"
+	"github.com/flanneld/flanneld/pkg/firewall"
+	"github.com/flanneld/flanneld/pkg/oneline"
+	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/subnet"
 )
 
 // Type is the backend's name in the configuration and in leases.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package vxlan
 
 import (
@@ -11,13 +13,13 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 
-	"flanneld/backend"
-	"flanneld/backend/backendtest"
-	"flanneld/pkg/dataplane"
-	"flanneld/pkg/dataplane/dataplanetest"
-	"flanneld/pkg/prefix"
-	"flanneld/subnet"
-	"flanneld/subnet/subnettest"
+	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/backend/backendtest"
+	"github.com/flanneld/flanneld/pkg/dataplane"
+	"github.com/flanneld/flanneld/pkg/dataplane/dataplanetest"
+	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/subnet"
+	"github.com/flanneld/flanneld/subnet/subnettest"
 )
 
 func TestConfig(t *testing.T) {

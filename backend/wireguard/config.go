@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package wireguard
 
 import (
@@ -9,9 +11,9 @@ import (
 
 	"golang.zx2c4.com/wireguard/wgctrl/wgtypes"
 
-	"flanneld/backend"
-	"flanneld/pkg/prefix"
-	"flanneld/subnet"
+	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/subnet"
 )
 
 // IANA has not assigned a port to WireGuard. These are the customary ones.

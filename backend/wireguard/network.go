@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package wireguard
 
 import (
@@ -14,9 +16,9 @@ import (
 	"golang.zx2c4.com/wireguard/wgctrl"
 	"golang.zx2c4.com/wireguard/wgctrl/wgtypes"
 
-	"flanneld/backend"
-	"flanneld/pkg/oneline"
-	"flanneld/subnet"
+	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/pkg/oneline"
+	"github.com/flanneld/flanneld/subnet"
 )
 
 // network implements backend.Network.

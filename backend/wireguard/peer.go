@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package wireguard
 
 import (
@@ -9,8 +11,8 @@ import (
 
 	"golang.zx2c4.com/wireguard/wgctrl/wgtypes"
 
-	"flanneld/pkg/prefix"
-	"flanneld/subnet"
+	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/subnet"
 )
 
 // peer is the configuration of a peer in a device.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package wireguard
 
 import (
@@ -15,7 +17,7 @@ import (
 	"golang.zx2c4.com/wireguard/tun"
 	"k8s.io/klog/v2"
 
-	"flanneld/pkg/oneline"
+	"github.com/flanneld/flanneld/pkg/oneline"
 )
 
 // socketDir is the folder in which wg(8) and wgctrl look for devices in user space.

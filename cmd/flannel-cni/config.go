@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package main
 
 import (
@@ -10,7 +12,7 @@ import (
 
 	"github.com/containernetworking/cni/pkg/types"
 
-	"flanneld/pkg/subnetfile"
+	"github.com/flanneld/flanneld/pkg/subnetfile"
 )
 
 // Defaults of the configuration.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Flannel-cni is the CNI plugin "flannel". It generates the configuration of another
 // plugin, usually bridge, from the host's subnet file, and calls that plugin.
 package main
@@ -6,7 +8,7 @@ import (
 	"github.com/containernetworking/cni/pkg/skel"
 	cni "github.com/containernetworking/cni/pkg/version"
 
-	"flanneld/pkg/version"
+	"github.com/flanneld/flanneld/pkg/version"
 )
 
 func main() {

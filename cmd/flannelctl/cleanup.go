@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package main
 
 import (
@@ -5,8 +7,8 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"flanneld/cmd/flanneld/app"
-	"flanneld/pkg/status"
+	"github.com/flanneld/flanneld/cmd/flanneld/app"
+	"github.com/flanneld/flanneld/pkg/status"
 )
 
 func newCleanupCommand() *cobra.Command {

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package main
 
 import (
@@ -14,9 +16,9 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"flanneld/cmd/flanneld/app"
-	"flanneld/subnet"
-	"flanneld/subnet/etcd"
+	"github.com/flanneld/flanneld/cmd/flanneld/app"
+	"github.com/flanneld/flanneld/subnet"
+	"github.com/flanneld/flanneld/subnet/etcd"
 )
 
 func newConfigCommand() *cobra.Command {

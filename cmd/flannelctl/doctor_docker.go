@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package main
 
 import (
@@ -11,10 +13,10 @@ import (
 	"strconv"
 	"strings"
 
-	rules "flanneld/pkg/firewall"
-	"flanneld/pkg/firewall/iptables"
-	"flanneld/pkg/firewall/nftables"
-	"flanneld/pkg/prefix"
+	rules "github.com/flanneld/flanneld/pkg/firewall"
+	"github.com/flanneld/flanneld/pkg/firewall/iptables"
+	"github.com/flanneld/flanneld/pkg/firewall/nftables"
+	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
 // dockerFunc returns which rules of Docker keep other hosts from containers, for each of

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package main
 
 import (
@@ -12,7 +14,7 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 
-	rules "flanneld/pkg/firewall"
+	rules "github.com/flanneld/flanneld/pkg/firewall"
 )
 
 // TestDoctorDocker tests rules of Docker that drop packets to bridges of either family.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package main
 
 import (
@@ -13,7 +15,7 @@ import (
 	"syscall"
 	"testing"
 
-	"flanneld/pkg/status"
+	"github.com/flanneld/flanneld/pkg/status"
 )
 
 // healthy returns the report of a daemon without problems.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package main
 
 import (
@@ -14,11 +16,11 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"flanneld/cmd/flanneld/app"
-	"flanneld/pkg/prefix"
-	"flanneld/subnet"
-	"flanneld/subnet/etcd"
-	"flanneld/subnet/kube"
+	"github.com/flanneld/flanneld/cmd/flanneld/app"
+	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/subnet"
+	"github.com/flanneld/flanneld/subnet/etcd"
+	"github.com/flanneld/flanneld/subnet/kube"
 )
 
 // lease is the output form of a lease.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package main
 
 import (
@@ -11,9 +13,9 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 
-	"flanneld/pkg/status"
-	"flanneld/subnet"
-	"flanneld/subnet/etcd"
+	"github.com/flanneld/flanneld/pkg/status"
+	"github.com/flanneld/flanneld/subnet"
+	"github.com/flanneld/flanneld/subnet/etcd"
 )
 
 // TestClaim checks that the reservation contains all given subnets and addresses.

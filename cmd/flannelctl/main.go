@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Flannelctl is the operator's tool for flanneld.
 package main
 
@@ -8,7 +10,7 @@ import (
 	"os/signal"
 	"syscall"
 
-	"flanneld/pkg/lab"
+	"github.com/flanneld/flanneld/pkg/lab"
 )
 
 func main() {

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package main
 
 import (
@@ -10,8 +12,8 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"flanneld/pkg/lab"
-	"flanneld/pkg/version"
+	"github.com/flanneld/flanneld/pkg/lab"
+	"github.com/flanneld/flanneld/pkg/version"
 )
 
 func TestMain(m *testing.M) {

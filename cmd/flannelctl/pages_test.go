@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package main
 
 import (
@@ -11,7 +13,7 @@ import (
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
 
-	"flanneld/cmd/flanneld/app"
+	"github.com/flanneld/flanneld/cmd/flanneld/app"
 )
 
 // TestPagesNameExistingCommands checks that the commands and flags on the pages exist.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package main
 
 import (
@@ -5,7 +7,7 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"flanneld/pkg/version"
+	"github.com/flanneld/flanneld/pkg/version"
 )
 
 func newRoot() *cobra.Command {

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package main
 
 import (
@@ -16,7 +18,7 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"flanneld/pkg/status"
+	"github.com/flanneld/flanneld/pkg/status"
 )
 
 // statusTimeout limits the time that a daemon may take to answer.

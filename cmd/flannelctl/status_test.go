@@ -1,9 +1,11 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package main
 
 import (
 	"testing"
 
-	"flanneld/pkg/status"
+	"github.com/flanneld/flanneld/pkg/status"
 )
 
 func TestFirewall(t *testing.T) {

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package main
 
 import (
@@ -10,9 +12,9 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"flanneld/cmd/flanneld/app"
-	"flanneld/subnet/etcd"
-	"flanneld/subnet/kube"
+	"github.com/flanneld/flanneld/cmd/flanneld/app"
+	"github.com/flanneld/flanneld/subnet/etcd"
+	"github.com/flanneld/flanneld/subnet/kube"
 )
 
 // storeFlags are the flags that locate the store. They are those of the daemon, as are

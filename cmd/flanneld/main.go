@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Command flanneld gives this host a subnet of a flat network and keeps the
 // kernel's routes to the subnets of all other hosts.
 package main
@@ -5,7 +7,7 @@ package main
 import (
 	"os"
 
-	"flanneld/cmd/flanneld/app"
+	"github.com/flanneld/flanneld/cmd/flanneld/app"
 )
 
 func main() {

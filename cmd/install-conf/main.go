@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Install-conf copies a file atomically: a reader of the destination sees either the old
 // or the new content. Manifests use it to install the CNI configuration, which a
 // container runtime reads as soon as it appears.

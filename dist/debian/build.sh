@@ -1,4 +1,5 @@
 #!/bin/sh
+# SPDX-License-Identifier: Apache-2.0
 # Builds the Debian package of compiled programs, reproducibly: build.sh DIRECTORY GOARCH
 # VERSION PACKAGE
 set -eu

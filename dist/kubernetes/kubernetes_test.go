@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package kubernetes_test renders the chart and compares the result with golden files.
 package kubernetes_test
 
@@ -15,7 +17,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 	"sigs.k8s.io/yaml"
 
-	"flanneld/subnet"
+	"github.com/flanneld/flanneld/subnet"
 )
 
 var update = flag.Bool("update", false, "write the rendered chart to the golden files and to base")

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package dataplane
 
 import (
@@ -7,7 +9,7 @@ import (
 	"net/netip"
 	"slices"
 
-	"flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
 // Scope defines the part of the kernel's state that flanneld may change.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package dataplane_test
 
 import (
@@ -15,8 +17,8 @@ import (
 	"k8s.io/klog/v2"
 	"k8s.io/klog/v2/textlogger"
 
-	"flanneld/pkg/dataplane"
-	"flanneld/pkg/dataplane/dataplanetest"
+	"github.com/flanneld/flanneld/pkg/dataplane"
+	"github.com/flanneld/flanneld/pkg/dataplane/dataplanetest"
 )
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package dataplane makes the kernel's network state equal to a wanted state. A State
 // describes links, addresses, neighbours, FDB entries and routes. Plan computes the
 // changes between two states. A Reconciler applies them through a Kernel, and repeats
@@ -14,7 +16,7 @@ import (
 	"slices"
 	"sync"
 
-	"flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
 // MAC is an Ethernet address.

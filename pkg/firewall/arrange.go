@@ -1,10 +1,12 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package firewall
 
 import (
 	"net/netip"
 	"slices"
 
-	"flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
 // Arrangement is the content that a chain should have: the common rules at its head, the

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package firewall computes the rules that masquerade and forward the packets of pods, as
 // one table that firewall/iptables and firewall/nftables render. Because several daemons
 // share chains, it also decides which daemon a rule belongs to. It is pure.
@@ -8,7 +10,7 @@ import (
 	"net/netip"
 	"slices"
 
-	"flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
 // Chain is one of the chains that contain flanneld's rules.

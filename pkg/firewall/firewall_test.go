@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package firewall_test
 
 import (
@@ -8,9 +10,9 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 
-	"flanneld/pkg/firewall"
-	"flanneld/pkg/firewall/firewalltest"
-	"flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/firewall"
+	"github.com/flanneld/flanneld/pkg/firewall/firewalltest"
+	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
 // text returns a readable form of a rule.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package health reports the daemon's health to probes and to systemd: whether its main
 // loop is alive, whether it is ready, and which components are not.
 package health

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package lab
 
 import (
@@ -10,7 +12,7 @@ import (
 	"sync"
 	"time"
 
-	"flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
 // Flow is a steady stream of small UDP packets from one pod to another. The receiver

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package lab builds hosts out of network namespaces: an underlay of one or several L2
 // segments, an etcd, real flanneld processes, and pods behind them.
 //
@@ -17,7 +19,7 @@ import (
 	"sync"
 	"time"
 
-	"flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
 // Prefix is the etcd prefix of a lab's network. It is flanneld's default.

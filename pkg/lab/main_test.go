@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package lab_test
 
 import (
@@ -5,7 +7,7 @@ import (
 
 	"go.uber.org/goleak"
 
-	"flanneld/pkg/lab"
+	"github.com/flanneld/flanneld/pkg/lab"
 )
 
 func TestMain(m *testing.M) {

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package lab
 
 import (
@@ -7,7 +9,7 @@ import (
 	"net/netip"
 	"time"
 
-	"flanneld/pkg/ping"
+	"github.com/flanneld/flanneld/pkg/ping"
 )
 
 // Ping sends one echo request from the namespace and returns the round-trip time.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package lab
 
 import (
@@ -11,7 +13,7 @@ import (
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
-	"flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
 // SubnetFile is the path at which a host's daemon writes its subnet by default.

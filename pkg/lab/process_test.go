@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package lab_test
 
 import (
@@ -12,7 +14,7 @@ import (
 	"syscall"
 	"testing"
 
-	"flanneld/pkg/lab"
+	"github.com/flanneld/flanneld/pkg/lab"
 )
 
 // childEnv selects what this test binary does instead of running tests.

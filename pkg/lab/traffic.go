@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package lab
 
 import (
@@ -11,7 +13,7 @@ import (
 
 	"golang.org/x/sync/errgroup"
 
-	"flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
 // pair is both ends of a TCP connection between two pods.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package lab_test
 
 import (
@@ -13,9 +15,9 @@ import (
 
 	"github.com/vishvananda/netlink"
 
-	"flanneld/pkg/lab"
-	"flanneld/pkg/ping"
-	"flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/lab"
+	"github.com/flanneld/flanneld/pkg/ping"
+	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
 // A pod that must not fragment gets a report of a smaller MTU on the path.

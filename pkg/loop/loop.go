@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package loop calls a function whenever it is woken, regularly at a slow interval, and
 // again after it fails. The function reads the current state each time, so a lost or
 // repeated wake does no harm.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package loop_test
 
 import (
@@ -8,7 +10,7 @@ import (
 	"testing/synctest"
 	"time"
 
-	"flanneld/pkg/loop"
+	"github.com/flanneld/flanneld/pkg/loop"
 )
 
 // start runs a loop in the synctest bubble. It returns the loop and the times of its

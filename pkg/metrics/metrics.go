@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package metrics exports the daemon's metrics to Prometheus. Counters are incremented
 // when an event happens. All other values are read at each scrape.
 package metrics
@@ -12,8 +14,8 @@ import (
 	"github.com/prometheus/client_golang/prometheus/collectors"
 	"github.com/prometheus/client_golang/prometheus/promhttp"
 
-	"flanneld/pkg/dataplane"
-	"flanneld/pkg/version"
+	"github.com/flanneld/flanneld/pkg/dataplane"
+	"github.com/flanneld/flanneld/pkg/version"
 )
 
 // lookTimeout limits how long a scrape waits for the daemon's main loop.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package metrics_test
 
 import (
@@ -13,8 +15,8 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus/testutil/promlint"
 
-	"flanneld/pkg/dataplane"
-	"flanneld/pkg/metrics"
+	"github.com/flanneld/flanneld/pkg/dataplane"
+	"github.com/flanneld/flanneld/pkg/metrics"
 )
 
 func scrape(t *testing.T, m *metrics.Metrics) string {

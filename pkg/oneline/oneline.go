@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package oneline joins several errors into one whose text has no line breaks, so that
 // each log entry is one line.
 package oneline

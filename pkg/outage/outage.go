@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package outage tracks whether a remote service can be reached, for code that calls it
 // and retries.
 package outage

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package parallel runs a loop on several CPUs.
 package parallel
 

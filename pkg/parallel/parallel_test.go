@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package parallel_test
 
 import (
@@ -5,7 +7,7 @@ import (
 	"slices"
 	"testing"
 
-	"flanneld/pkg/parallel"
+	"github.com/flanneld/flanneld/pkg/parallel"
 )
 
 func TestForCallsEachOnce(t *testing.T) {

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package ping sends ICMP echo requests of a given size, over IPv4 and IPv6. It needs
 // CAP_NET_RAW.
 package ping
@@ -15,8 +17,8 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"flanneld/pkg/oneline"
-	"flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/oneline"
+	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
 // ErrTooBig means that a packet with "don't fragment" set exceeds the MTU of the sender's

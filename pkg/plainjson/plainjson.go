@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package plainjson parses JSON objects in the compact form that programs write: no white
 // space, no escapes, ASCII only, whole numbers. It is several times faster than
 // encoding/json. It refuses any other form, and the caller then uses encoding/json. If

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package plainjson_test
 
 import (
@@ -6,7 +8,7 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 
-	"flanneld/pkg/plainjson"
+	"github.com/flanneld/flanneld/pkg/plainjson"
 )
 
 // fields returns the fields that Object finds in raw, or nil if Object refuses it.

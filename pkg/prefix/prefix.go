@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package prefix holds the address arithmetic that net/netip leaves out.
 package prefix
 

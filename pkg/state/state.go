@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package state stores a daemon's last known state on disk. After a restart or a reboot
 // the daemon continues from it before any store has answered.
 package state

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package state_test
 
 import (
@@ -7,7 +9,7 @@ import (
 	"strings"
 	"testing"
 
-	"flanneld/pkg/state"
+	"github.com/flanneld/flanneld/pkg/state"
 )
 
 type content struct{ Subnet string }

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package status_test
 
 import (
@@ -16,7 +18,7 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 
-	"flanneld/pkg/status"
+	"github.com/flanneld/flanneld/pkg/status"
 )
 
 // driver uses the page like an operator: it reads, filters, selects and sorts, on a wide

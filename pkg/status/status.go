@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package status describes a running daemon to an operator: the report, its JSON and its
 // web page, the journal of recent events, and the local socket that serves them.
 package status

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package status_test
 
 import (
@@ -21,7 +23,7 @@ import (
 	"github.com/google/go-cmp/cmp/cmpopts"
 	"k8s.io/klog/v2"
 
-	"flanneld/pkg/status"
+	"github.com/flanneld/flanneld/pkg/status"
 )
 
 func report() status.Report {

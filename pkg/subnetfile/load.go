@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package subnetfile
 
 import (
@@ -5,7 +7,7 @@ import (
 	"fmt"
 	"strconv"
 
-	"flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
 // The remaining two variables of the file.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package subnetfile
 
 import (
@@ -10,7 +12,7 @@ import (
 	"strings"
 	"syscall"
 
-	"flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
 // Limits, because the file may be damaged.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package subnetfile
 
 import (
@@ -11,7 +13,7 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 
-	"flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
 func TestParse(t *testing.T) {

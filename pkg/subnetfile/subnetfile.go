@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package subnetfile reads and writes the environment file that tells the CNI plugin,
 // container engines and systemd units the subnet of this host.
 package subnetfile
@@ -11,7 +13,7 @@ import (
 
 	"github.com/google/renameio/v2"
 
-	"flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
 // Modes of what Write creates. An existing file keeps its mode.

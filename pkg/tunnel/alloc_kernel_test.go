@@ -1,10 +1,12 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package tunnel
 
 import (
 	"runtime"
 	"testing"
 
-	"flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
 // TestKernelAllocations checks that moving packets allocates no memory.

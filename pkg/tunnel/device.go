@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package tunnel
 
 import (
@@ -10,8 +12,8 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"flanneld/pkg/oneline"
-	"flanneld/pkg/tunnel/packet"
+	"github.com/flanneld/flanneld/pkg/oneline"
+	"github.com/flanneld/flanneld/pkg/tunnel/packet"
 )
 
 // Device is an open TUN device. Reading it returns packets that the kernel routes to it.

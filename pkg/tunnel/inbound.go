@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package tunnel
 
 import (
@@ -6,7 +8,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"flanneld/pkg/tunnel/packet"
+	"github.com/flanneld/flanneld/pkg/tunnel/packet"
 )
 
 // inbound moves packets from the datagrams of one socket to the device. Only one

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package tunnel
 
 import (
@@ -13,7 +15,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"flanneld/pkg/tunnel/packet"
+	"github.com/flanneld/flanneld/pkg/tunnel/packet"
 )
 
 const tcpHeaders = 20 + 20

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package tunnel
 
 import (
@@ -7,7 +9,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"flanneld/pkg/tunnel/packet"
+	"github.com/flanneld/flanneld/pkg/tunnel/packet"
 )
 
 // outbound moves packets from the device to peers. Only one goroutine at a time may use

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package tunnel
 
 import (
@@ -11,7 +13,7 @@ import (
 	"golang.org/x/sys/unix"
 	"golang.org/x/time/rate"
 
-	"flanneld/pkg/tunnel/packet"
+	"github.com/flanneld/flanneld/pkg/tunnel/packet"
 )
 
 // TestSends checks that sends are filled with packets of several super-packets.

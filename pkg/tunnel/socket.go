@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package tunnel
 
 import (
@@ -11,7 +13,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"flanneld/pkg/oneline"
+	"github.com/flanneld/flanneld/pkg/oneline"
 )
 
 const (

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package tunnel moves IP packets between a TUN device and peers. Like flannel's udp
 // backend it sends each packet in a UDP datagram of its own, which contains nothing else.
 //
@@ -20,8 +22,8 @@ import (
 	"golang.org/x/time/rate"
 	"k8s.io/klog/v2"
 
-	"flanneld/pkg/oneline"
-	"flanneld/pkg/tunnel/packet"
+	"github.com/flanneld/flanneld/pkg/oneline"
+	"github.com/flanneld/flanneld/pkg/tunnel/packet"
 )
 
 // SourceCheck selects which source addresses a packet from a peer may have.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package underlay
 
 import (
@@ -12,7 +14,7 @@ import (
 	"github.com/vishvananda/netlink/nl"
 	"golang.org/x/sys/unix"
 
-	"flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
 // dumpTimeout limits the wait for the next part of an answer.

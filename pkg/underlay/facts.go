@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package underlay
 
 import (
@@ -6,7 +8,7 @@ import (
 	"slices"
 	"strings"
 
-	"flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
 // Facts is the input to the choice of the external interface. It is plain data; Gather

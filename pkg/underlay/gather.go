@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package underlay
 
 import (
@@ -11,7 +13,7 @@ import (
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
-	"flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
 // dumpTries is how often a dump is tried if changes interrupt it.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package underlay
 
 import (
@@ -6,7 +8,7 @@ import (
 	"net/netip"
 	"slices"
 
-	"flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
 // Options holds the operator's settings for the external interface.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package underlay
 
 import (
@@ -8,7 +10,7 @@ import (
 	"slices"
 	"strings"
 
-	"flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
 // Select chooses the external interface. It tries Ifaces, IfaceRegexes and CanReach in

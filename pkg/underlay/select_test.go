@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package underlay
 
 import (
@@ -9,7 +11,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 	"github.com/google/go-cmp/cmp/cmpopts"
 
-	"flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
 var (

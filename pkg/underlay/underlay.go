@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package underlay chooses the external interface, whose address peers send to.
 package underlay
 
@@ -5,7 +7,7 @@ import (
 	"net/netip"
 	"slices"
 
-	"flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
 // Interface is the chosen external interface.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package version describes the build: version, commit, Go release and platform.
 package version
 
@@ -8,8 +10,8 @@ import (
 	"runtime/debug"
 )
 
-// The linker sets these: -ldflags "-X flanneld/pkg/version.Version=v0.1.0
-// -X flanneld/pkg/version.Commit=abc1234". Nothing else writes to them.
+// The linker sets these with -ldflags, as the Makefile does: "-X <module>/pkg/version.Version=v0.1.0".
+// Nothing else writes to them.
 var (
 	// Version is the release, or "dev" for a build without one.
 	Version = "dev"

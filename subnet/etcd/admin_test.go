@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package etcd
 
 import (
@@ -7,7 +9,7 @@ import (
 	"testing"
 	"time"
 
-	"flanneld/subnet"
+	"github.com/flanneld/flanneld/subnet"
 )
 
 func (f *fixture) admin(tb testing.TB) *Admin {

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package etcd
 
 import (
@@ -25,7 +27,7 @@ import (
 	grpcbackoff "google.golang.org/grpc/backoff"
 	"google.golang.org/grpc/codes"
 
-	"flanneld/pkg/outage"
+	"github.com/flanneld/flanneld/pkg/outage"
 )
 
 // client owns the connection: which endpoint it leads to, the login that its requests

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package etcd
 
 import (
@@ -15,7 +17,7 @@ import (
 	"go.etcd.io/etcd/server/v3/embed"
 	"go.uber.org/zap"
 
-	"flanneld/subnet/subnettest"
+	"github.com/flanneld/flanneld/subnet/subnettest"
 )
 
 // newCluster starts an etcd of three members that ends with the test. The leader counts as

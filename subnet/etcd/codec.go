@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package etcd
 
 import (
@@ -8,9 +10,9 @@ import (
 	"strconv"
 	"strings"
 
-	"flanneld/pkg/plainjson"
-	"flanneld/pkg/prefix"
-	"flanneld/subnet"
+	"github.com/flanneld/flanneld/pkg/plainjson"
+	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/subnet"
 )
 
 // noIPv4 stands in a key for the IPv4 subnet of a node that has none.

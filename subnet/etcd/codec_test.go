@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package etcd
 
 import (
@@ -10,7 +12,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 	"github.com/google/go-cmp/cmp/cmpopts"
 
-	"flanneld/subnet"
+	"github.com/flanneld/flanneld/subnet"
 )
 
 func prefixes(s ...string) []netip.Prefix {

@@ -1,10 +1,12 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package etcd
 
 import (
 	"testing"
 	"time"
 
-	"flanneld/subnet/subnettest"
+	"github.com/flanneld/flanneld/subnet/subnettest"
 )
 
 func TestWatchTellsOfTheConfiguration(t *testing.T) {

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package etcd stores leases in etcd v3, in the keys and values that flannel uses:
 // <prefix>/config contains the configuration, and each <prefix>/subnets/<key> one lease. Every
 // write of a lease is a compare-and-swap.
@@ -16,8 +18,8 @@ import (
 	clientv3 "go.etcd.io/etcd/client/v3"
 	"k8s.io/klog/v2"
 
-	"flanneld/pkg/outage"
-	"flanneld/subnet"
+	"github.com/flanneld/flanneld/pkg/outage"
+	"github.com/flanneld/flanneld/subnet"
 )
 
 // Config says where the store is and how to use it.

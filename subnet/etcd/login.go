@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package etcd
 
 import (
@@ -9,7 +11,7 @@ import (
 	"go.etcd.io/etcd/api/v3/v3rpc/rpctypes"
 	"google.golang.org/grpc/credentials"
 
-	"flanneld/pkg/outage"
+	"github.com/flanneld/flanneld/pkg/outage"
 )
 
 // login exchanges the user name and the password for a token, which it adds to every

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package etcd
 
 import (
@@ -8,8 +10,8 @@ import (
 
 	"k8s.io/klog/v2"
 
-	"flanneld/pkg/prefix"
-	"flanneld/subnet"
+	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/subnet"
 )
 
 // reprieve keeps leases that the store has deleted for a while. If a store was unavailable for so

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package etcd
 
 import (
@@ -9,7 +11,7 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 
-	"flanneld/subnet"
+	"github.com/flanneld/flanneld/subnet"
 )
 
 func TestReprieve(t *testing.T) {

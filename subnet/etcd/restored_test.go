@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package etcd
 
 import (
@@ -9,8 +11,8 @@ import (
 
 	clientv3 "go.etcd.io/etcd/client/v3"
 
-	"flanneld/subnet"
-	"flanneld/subnet/subnettest"
+	"github.com/flanneld/flanneld/subnet"
+	"github.com/flanneld/flanneld/subnet/subnettest"
 )
 
 // backup returns a copy of the data of an etcd. The etcd is stopped meanwhile.

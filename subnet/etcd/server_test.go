@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package etcd
 
 import (
@@ -21,7 +23,7 @@ import (
 	"google.golang.org/grpc"
 	grpcbackoff "google.golang.org/grpc/backoff"
 
-	"flanneld/subnet/subnettest"
+	"github.com/flanneld/flanneld/subnet/subnettest"
 )
 
 const patience = 20 * time.Second

@@ -1,10 +1,12 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package etcd
 
 import (
 	"context"
 	"errors"
 
-	"flanneld/pkg/outage"
+	"github.com/flanneld/flanneld/pkg/outage"
 )
 
 // The activities that talk to the store.

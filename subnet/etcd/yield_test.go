@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package etcd
 
 import (
@@ -8,8 +10,8 @@ import (
 	"sync"
 	"testing"
 
-	"flanneld/subnet"
-	"flanneld/subnet/subnettest"
+	"github.com/flanneld/flanneld/subnet"
+	"github.com/flanneld/flanneld/subnet/subnettest"
 )
 
 // TestDualStackNodesShareNoSubnet starts as many nodes at once as there are IPv4 subnets. Their

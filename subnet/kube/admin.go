@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package kube
 
 import (
@@ -10,9 +12,9 @@ import (
 	"slices"
 	"time"
 
-	"flanneld/pkg/oneline"
-	"flanneld/pkg/version"
-	"flanneld/subnet"
+	"github.com/flanneld/flanneld/pkg/oneline"
+	"github.com/flanneld/flanneld/pkg/version"
+	"github.com/flanneld/flanneld/subnet"
 )
 
 // Entry is one Node as an operator looks at it.

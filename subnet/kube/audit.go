@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package kube
 
 import (
@@ -8,7 +10,7 @@ import (
 
 	"k8s.io/klog/v2"
 
-	"flanneld/subnet"
+	"github.com/flanneld/flanneld/subnet"
 )
 
 // audit compares a view that was restored from a former run with a list of all Nodes, once and

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package kube
 
 import (
@@ -14,9 +16,9 @@ import (
 	"testing/synctest"
 	"time"
 
-	"flanneld/pkg/outage"
-	"flanneld/subnet"
-	"flanneld/subnet/subnettest"
+	"github.com/flanneld/flanneld/pkg/outage"
+	"github.com/flanneld/flanneld/subnet"
+	"github.com/flanneld/flanneld/subnet/subnettest"
 )
 
 // Nodes that come together are asked for together, by their label: also one whose label

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package kube
 
 import (
@@ -10,7 +12,7 @@ import (
 
 	"k8s.io/klog/v2"
 
-	"flanneld/subnet"
+	"github.com/flanneld/flanneld/subnet"
 )
 
 // errLook ends a watch of the own Node: there is something to look at.

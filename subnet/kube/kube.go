@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package kube stores leases in the Kubernetes API, as flannel does: a node's subnets are the
 // podCIDRs that the API has given it, and annotations of its Node contain the data for peers.
 //
@@ -18,9 +20,9 @@ import (
 
 	"k8s.io/klog/v2"
 
-	"flanneld/pkg/outage"
-	"flanneld/pkg/version"
-	"flanneld/subnet"
+	"github.com/flanneld/flanneld/pkg/outage"
+	"github.com/flanneld/flanneld/pkg/version"
+	"github.com/flanneld/flanneld/subnet"
 )
 
 // Config says where the API server is and how to use it.

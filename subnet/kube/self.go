@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package kube
 
 import (
@@ -11,9 +13,9 @@ import (
 
 	"k8s.io/klog/v2"
 
-	"flanneld/pkg/oneline"
-	"flanneld/pkg/prefix"
-	"flanneld/subnet"
+	"github.com/flanneld/flanneld/pkg/oneline"
+	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/subnet"
 )
 
 // networkUnavailable is the type of the condition that keeps pods away from a

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package kube
 
 import (
@@ -23,7 +25,7 @@ import (
 	"go.etcd.io/etcd/server/v3/embed"
 	"go.uber.org/zap"
 
-	"flanneld/subnet/subnettest"
+	"github.com/flanneld/flanneld/subnet/subnettest"
 )
 
 const patience = 30 * time.Second

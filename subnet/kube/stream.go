@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package kube
 
 import (
@@ -17,8 +19,8 @@ import (
 	"google.golang.org/protobuf/encoding/protowire"
 	"k8s.io/klog/v2"
 
-	"flanneld/pkg/oneline"
-	"flanneld/subnet"
+	"github.com/flanneld/flanneld/pkg/oneline"
+	"github.com/flanneld/flanneld/subnet"
 )
 
 // errRelist means that a watch cannot continue from its revision.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package kube
 
 import (
@@ -7,8 +9,8 @@ import (
 	"os"
 	"testing"
 
-	"flanneld/subnet"
-	"flanneld/subnet/subnettest"
+	"github.com/flanneld/flanneld/subnet"
+	"github.com/flanneld/flanneld/subnet/subnettest"
 )
 
 const (

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package kube
 
 import (
@@ -9,8 +11,8 @@ import (
 
 	"k8s.io/klog/v2"
 
-	"flanneld/pkg/outage"
-	"flanneld/subnet"
+	"github.com/flanneld/flanneld/pkg/outage"
+	"github.com/flanneld/flanneld/subnet"
 )
 
 // Watch publishes the leases of other nodes. See subnet.Manager.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package subnettest contains a store in memory, with managers that behave like the real
 // ones, and the conformance suite that every subnet.Manager must pass.
 package subnettest
@@ -11,8 +13,8 @@ import (
 	"sync"
 	"time"
 
-	"flanneld/pkg/prefix"
-	"flanneld/subnet"
+	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/subnet"
 )
 
 // Store is a store in memory. It is safe for concurrent use.

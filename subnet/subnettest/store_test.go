@@ -1,11 +1,13 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package subnettest_test
 
 import (
 	"net/netip"
 	"testing"
 
-	"flanneld/subnet"
-	"flanneld/subnet/subnettest"
+	"github.com/flanneld/flanneld/subnet"
+	"github.com/flanneld/flanneld/subnet/subnettest"
 )
 
 // backing adapts a Store to the suite.

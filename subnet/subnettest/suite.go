@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package subnettest
 
 import (
@@ -11,7 +13,7 @@ import (
 	"testing"
 	"time"
 
-	"flanneld/subnet"
+	"github.com/flanneld/flanneld/subnet"
 )
 
 // Backing gives the suite access to the store behind the managers.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package subnettest
 
 import (
@@ -9,7 +11,7 @@ import (
 	"testing"
 	"time"
 
-	"flanneld/subnet"
+	"github.com/flanneld/flanneld/subnet"
 )
 
 // Watcher collects the snapshots that a manager publishes.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package main
 
 import (
@@ -16,7 +18,7 @@ import (
 	"golang.org/x/sys/unix"
 	"google.golang.org/grpc"
 
-	"flanneld/pkg/lab"
+	"github.com/flanneld/flanneld/pkg/lab"
 )
 
 const etcdPrefix = lab.Prefix

@@ -1,10 +1,12 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package main
 
 import (
 	"fmt"
 	"slices"
 
-	"flanneld/test/chart"
+	"github.com/flanneld/flanneld/test/chart"
 )
 
 // charts returns the charts for which the report has data, by file name.

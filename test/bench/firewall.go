@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package main
 
 import (
@@ -11,8 +13,8 @@ import (
 	"strings"
 	"time"
 
-	"flanneld/pkg/lab"
-	"flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/lab"
+	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
 // foreignRules is the number of rules of other programs on a busy host, as kube-proxy

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package main
 
 import (
@@ -17,7 +19,7 @@ import (
 
 	"github.com/vishvananda/netlink"
 
-	"flanneld/pkg/lab"
+	"github.com/flanneld/flanneld/pkg/lab"
 )
 
 // Media types that a watch can request: complete Nodes, or only their metadata.

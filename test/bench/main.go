@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Command bench measures the cost of flanneld with real kernels and a real etcd, in a lab
 // of network namespaces. It compares it with the time that the kernel takes for the same
 // objects in the same run.
@@ -17,7 +19,7 @@ import (
 	"syscall"
 	"time"
 
-	"flanneld/pkg/lab"
+	"github.com/flanneld/flanneld/pkg/lab"
 )
 
 // options are the parameters of a run.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package main
 
 import (
@@ -8,7 +10,7 @@ import (
 	"os/exec"
 	"strings"
 
-	"flanneld/pkg/lab"
+	"github.com/flanneld/flanneld/pkg/lab"
 )
 
 // Values of argument 0 with which the benchmark runs as a minimal program in place of a

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package main
 
 import (
@@ -11,8 +13,8 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"flanneld/pkg/lab"
-	"flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/lab"
+	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
 // restarted is the result of one restart.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package main
 
 import (
@@ -11,7 +13,7 @@ import (
 	"text/tabwriter"
 	"time"
 
-	"flanneld/test/chart"
+	"github.com/flanneld/flanneld/test/chart"
 )
 
 // report is the result of one run of the benchmark.

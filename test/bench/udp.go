@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package main
 
 import (
@@ -13,9 +15,9 @@ import (
 	"strings"
 	"time"
 
-	"flanneld/pkg/lab"
-	"flanneld/pkg/ping"
-	"flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/lab"
+	"github.com/flanneld/flanneld/pkg/ping"
+	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
 const udpGroup = "udp"

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package e2e
 
 import (
@@ -5,7 +7,7 @@ import (
 	"testing"
 	"time"
 
-	"flanneld/pkg/lab"
+	"github.com/flanneld/flanneld/pkg/lab"
 )
 
 // TestClockSteps checks that a host keeps its traffic and its subnet if its clock is stepped

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package e2e
 
 import (
@@ -8,9 +10,9 @@ import (
 	"strings"
 	"testing"
 
-	"flanneld/pkg/lab"
-	"flanneld/pkg/ping"
-	"flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/lab"
+	"github.com/flanneld/flanneld/pkg/ping"
+	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
 // TestEveryPodReachesEveryPod checks that all pods reach each other, and which packet size

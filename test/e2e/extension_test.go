@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package e2e
 
 import (
@@ -10,9 +12,9 @@ import (
 	"strings"
 	"testing"
 
-	"flanneld/pkg/lab"
-	"flanneld/pkg/prefix"
-	"flanneld/pkg/status"
+	"github.com/flanneld/flanneld/pkg/lab"
+	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/status"
 )
 
 // calls is the file in which commands record that they ran.

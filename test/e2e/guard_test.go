@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package e2e
 
 import (
@@ -13,8 +15,8 @@ import (
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
-	"flanneld/pkg/lab"
-	"flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/lab"
+	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
 // hears is the port on which the receiving pod listens.

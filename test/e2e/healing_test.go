@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package e2e
 
 import (
@@ -14,9 +16,9 @@ import (
 	"testing"
 	"time"
 
-	"flanneld/pkg/lab"
-	"flanneld/pkg/ping"
-	"flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/lab"
+	"github.com/flanneld/flanneld/pkg/ping"
+	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
 // healTime returns the time within which the daemon must repair any damage. On an idle machine

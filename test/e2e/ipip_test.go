@@ -1,10 +1,12 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package e2e
 
 import (
 	"testing"
 
-	"flanneld/pkg/lab"
-	"flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/lab"
+	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
 // TestVMIPIPEveryPodReachesEveryPod checks that all pods reach each other with ipip, and which

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package e2e
 
 import (
@@ -13,8 +15,8 @@ import (
 	"testing"
 	"time"
 
-	"flanneld/pkg/lab"
-	"flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/lab"
+	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
 // cluster is a lab whose store is a Kubernetes API server. The API server runs on the

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package e2e
 
 import (
@@ -17,7 +19,7 @@ import (
 	"testing"
 	"time"
 
-	"flanneld/pkg/lab"
+	"github.com/flanneld/flanneld/pkg/lab"
 )
 
 // front is a proxy in front of a cluster's API server. If status is not 0, it answers

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package e2e
 
 import (
@@ -12,7 +14,7 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 
-	"flanneld/pkg/lab"
+	"github.com/flanneld/flanneld/pkg/lab"
 )
 
 // bare builds a cluster without the roles for flannel, so that tests can install them

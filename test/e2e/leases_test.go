@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package e2e
 
 import (
@@ -14,7 +16,7 @@ import (
 
 	clientv3 "go.etcd.io/etcd/client/v3"
 
-	"flanneld/pkg/lab"
+	"github.com/flanneld/flanneld/pkg/lab"
 )
 
 // subnets is the directory of the leases in etcd.

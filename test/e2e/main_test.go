@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package e2e tests real daemons on the hosts of a lab, with a real etcd or Kubernetes
 // API server and real traffic. It checks what operators and pods notice.
 package e2e
@@ -13,10 +15,10 @@ import (
 	"testing"
 	"time"
 
-	"flanneld/pkg/lab"
-	"flanneld/pkg/ping"
-	"flanneld/pkg/prefix"
-	"flanneld/pkg/status"
+	"github.com/flanneld/flanneld/pkg/lab"
+	"github.com/flanneld/flanneld/pkg/ping"
+	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/status"
 )
 
 // patience limits every wait of a test. It is much longer than anything normally takes.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package e2e
 
 import (
@@ -14,7 +16,7 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 
-	"flanneld/pkg/lab"
+	"github.com/flanneld/flanneld/pkg/lab"
 )
 
 // machine is a host with its own root file system: an overlay over the root file system

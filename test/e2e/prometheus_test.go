@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package e2e
 
 import (
@@ -9,7 +11,7 @@ import (
 	"path/filepath"
 	"testing"
 
-	"flanneld/pkg/lab"
+	"github.com/flanneld/flanneld/pkg/lab"
 )
 
 // TestPrometheusScrapes checks that a real Prometheus reads the metrics of a daemon,

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package e2e
 
 import (
@@ -7,7 +9,7 @@ import (
 
 	"github.com/vishvananda/netlink"
 
-	"flanneld/pkg/lab"
+	"github.com/flanneld/flanneld/pkg/lab"
 )
 
 // received returns the number of bytes that a host's interface has received.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package e2e
 
 import (
@@ -13,9 +15,9 @@ import (
 
 	clientv3 "go.etcd.io/etcd/client/v3"
 
-	"flanneld/pkg/lab"
-	"flanneld/pkg/prefix"
-	"flanneld/pkg/status"
+	"github.com/flanneld/flanneld/pkg/lab"
+	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/status"
 )
 
 // TestLeasesWithOnePublicAddress checks with every backend that runs here that leases

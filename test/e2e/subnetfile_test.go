@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package e2e
 
 import (
@@ -10,7 +12,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"flanneld/pkg/lab"
+	"github.com/flanneld/flanneld/pkg/lab"
 )
 
 // TestSubnetFile checks that the daemon repairs a subnet file that another program has

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package kubernetes
 
 import (
@@ -15,8 +17,8 @@ import (
 	"sync"
 	"testing"
 
-	"flanneld/pkg/lab"
-	"flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/lab"
+	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
 // The address families of a cluster.

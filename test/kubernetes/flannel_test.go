@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package kubernetes
 
 import (
@@ -14,7 +16,7 @@ import (
 	"strings"
 	"testing"
 
-	"flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
 const version = "test" // of the image of the daemon

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package kubernetes
 
 import (
@@ -12,7 +14,7 @@ import (
 	"testing"
 	"time"
 
-	"flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
 // allTests matches Kubernetes' conformance tests of the network, which are testCount.

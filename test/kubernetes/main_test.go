@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package kubernetes tests the DaemonSet in clusters of real kubelets, with Kubernetes'
 // conformance tests of the network (sig-network).
 //
@@ -40,7 +42,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"flanneld/pkg/lab"
+	"github.com/flanneld/flanneld/pkg/lab"
 )
 
 // patience bounds every wait except the one for conformance tests.

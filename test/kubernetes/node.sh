@@ -1,4 +1,5 @@
 #!/bin/bash
+# SPDX-License-Identifier: Apache-2.0
 # Process 1 of a node: mounts the node's own file systems and runs its services. The node
 # ends when one of them ends:
 # node.sh NAME ADDRESSES TOOLS KUBECONFIG VARIANT

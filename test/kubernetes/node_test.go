@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package kubernetes
 
 import (
@@ -12,8 +14,8 @@ import (
 
 	"github.com/vishvananda/netlink"
 
-	"flanneld/pkg/lab"
-	"flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/lab"
+	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
 // node is a host of the lab that runs node.sh.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Command stages runs the tests in stages, one after another, and prints a table of
 // results and times at the end. If a stage fails, the others still run, except those that
 // need it: these count as failed too. Arguments name the stages that run, in addition to

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Command storm measures what a store has to do for many hosts at once. It runs the store
 // side of N hosts (the managers of subnet/etcd or subnet/kube, without devices, routes and
 // rules) in one process against a real store on the same machine.
@@ -23,7 +25,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"flanneld/pkg/lab"
+	"github.com/flanneld/flanneld/pkg/lab"
 )
 
 // options are the parameters of a run.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package main
 
 import (
@@ -7,9 +9,9 @@ import (
 	"net/netip"
 	"slices"
 
-	"flanneld/subnet"
-	"flanneld/subnet/etcd"
-	"flanneld/subnet/kube"
+	"github.com/flanneld/flanneld/subnet"
+	"github.com/flanneld/flanneld/subnet/etcd"
+	"github.com/flanneld/flanneld/subnet/kube"
 )
 
 // networkConfig has a subnet for each of 32,768 hosts.

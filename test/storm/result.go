@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package main
 
 import (
@@ -10,7 +12,7 @@ import (
 	"strings"
 	"time"
 
-	"flanneld/test/chart"
+	"github.com/flanneld/flanneld/test/chart"
 )
 
 // report is the result of a run.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package main
 
 import (
@@ -5,7 +7,7 @@ import (
 	"sync"
 	"time"
 
-	"flanneld/subnet"
+	"github.com/flanneld/flanneld/subnet"
 )
 
 // identity is what a host has to know of a lease. A lease that has the right key and a

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package main
 
 import (
@@ -16,8 +18,8 @@ import (
 
 	clientv3 "go.etcd.io/etcd/client/v3"
 
-	"flanneld/pkg/lab"
-	"flanneld/subnet"
+	"github.com/flanneld/flanneld/pkg/lab"
+	"github.com/flanneld/flanneld/subnet"
 )
 
 // storm is one store with the hosts around it.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package main
 
 import (
@@ -5,8 +7,8 @@ import (
 	"strings"
 	"testing"
 
-	"flanneld/pkg/lab"
-	"flanneld/subnet"
+	"github.com/flanneld/flanneld/pkg/lab"
+	"github.com/flanneld/flanneld/subnet"
 )
 
 func TestMain(m *testing.M) {

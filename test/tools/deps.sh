@@ -1,4 +1,5 @@
 #!/bin/sh
+# SPDX-License-Identifier: Apache-2.0
 # Installs the programs that tests and linters run, on Debian and its derivatives, and
 # only those that are missing. Each line below names a command and the packages that
 # contain it.

@@ -1,4 +1,4 @@
-module flanneld/test/tools
+module github.com/flanneld/flanneld/test/tools
 
 go 1.26.0
 

@@ -1,4 +1,5 @@
 #!/bin/sh
+# SPDX-License-Identifier: Apache-2.0
 # Builds the image for this machine's architecture with the first usable builder and
 # writes it as an OCI archive: image.sh ARCHIVE NAME:TAG
 set -eu

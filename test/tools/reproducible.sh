@@ -1,4 +1,5 @@
 #!/bin/sh
+# SPDX-License-Identifier: Apache-2.0
 # Builds the tarball of one architecture twice from the last commit, in two directories
 # that share only the module cache, and compares the results: reproducible.sh ARCH
 set -eu

@@ -1,4 +1,5 @@
 #!/bin/sh
+# SPDX-License-Identifier: Apache-2.0
 # Unpacks into DIR the files of Debian packages that the image needs besides flanneld's
 # own programs: iptables in both variants, busybox because manifests call cp and sh, and
 # the CA certificates: rootfs.sh DIR

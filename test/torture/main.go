@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Command torture runs flanneld on many hosts with an etcd of three members, causes faults at
 // random, and checks from the histories of all kernels, subnet files, logs and members that
 // flanneld kept its promises:
@@ -24,7 +26,7 @@ import (
 	"syscall"
 	"time"
 
-	"flanneld/pkg/lab"
+	"github.com/flanneld/flanneld/pkg/lab"
 )
 
 func main() {

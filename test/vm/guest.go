@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package main
 
 import (
@@ -14,7 +16,7 @@ import (
 	"strings"
 	"time"
 
-	"flanneld/test/vm/job"
+	"github.com/flanneld/flanneld/test/vm/job"
 )
 
 // tools are the programs of this machine that tests and the tested code run. The kernel
@@ -138,7 +140,7 @@ func addSystem(ctx context.Context, root string, k kernel) error {
 	if err := os.WriteFile(filepath.Join(root, "etc/hosts"), []byte("127.0.0.1 localhost\n::1 localhost\n"), 0o600); err != nil {
 		return err
 	}
-	if err := static(ctx, "build", "-trimpath", "-o", filepath.Join(root, "init"), "flanneld/test/vm/init"); err != nil {
+	if err := static(ctx, "build", "-trimpath", "-o", filepath.Join(root, "init"), "./test/vm/init"); err != nil {
 		return err
 	}
 	if err := static(ctx, "build", "-trimpath", "-o", filepath.Join(root, job.Test2JSON), "cmd/test2json"); err != nil {

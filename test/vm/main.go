@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Command vm runs Go tests on another kernel than this machine's: it boots Debian's cloud
 // kernel in qemu. qemu emulates the whole machine, so KVM is not needed. The guest
 // contains the compiled tests, the programs in bin, some tools of this machine with their

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package main
 
 import (
@@ -8,7 +10,7 @@ import (
 	"io"
 	"strings"
 
-	"flanneld/test/vm/job"
+	"github.com/flanneld/flanneld/test/vm/job"
 )
 
 // report prints the guest's output and counts the tests.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package main
 
 import (
@@ -5,7 +7,7 @@ import (
 	"strings"
 	"testing"
 
-	"flanneld/test/vm/job"
+	"github.com/flanneld/flanneld/test/vm/job"
 )
 
 func TestReport(t *testing.T) {

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Command words checks the language of comments and documentation: it reports every
 // sentence that contains one of the forms in words.txt, with the reason.
 //

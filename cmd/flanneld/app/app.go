@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package app contains the daemon: options, start-up and lifecycle. Programs that embed
 // flanneld import it.
 package app
@@ -15,17 +17,17 @@ import (
 	"golang.org/x/sync/errgroup"
 	"k8s.io/klog/v2"
 
-	"flanneld/backend"
-	"flanneld/backend/alloc"
-	"flanneld/backend/extension"
-	"flanneld/backend/hostgw"
-	"flanneld/backend/ipip"
-	"flanneld/backend/udp"
-	"flanneld/backend/vxlan"
-	"flanneld/backend/wireguard"
-	"flanneld/pkg/status"
-	"flanneld/pkg/tunnel"
-	"flanneld/pkg/version"
+	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/backend/alloc"
+	"github.com/flanneld/flanneld/backend/extension"
+	"github.com/flanneld/flanneld/backend/hostgw"
+	"github.com/flanneld/flanneld/backend/ipip"
+	"github.com/flanneld/flanneld/backend/udp"
+	"github.com/flanneld/flanneld/backend/vxlan"
+	"github.com/flanneld/flanneld/backend/wireguard"
+	"github.com/flanneld/flanneld/pkg/status"
+	"github.com/flanneld/flanneld/pkg/tunnel"
+	"github.com/flanneld/flanneld/pkg/version"
 )
 
 // stopTimeout limits the time that the members of the group may take to return. They have

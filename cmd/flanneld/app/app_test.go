@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package app
 
 import (
@@ -14,7 +16,7 @@ import (
 	"k8s.io/klog/v2"
 	"k8s.io/klog/v2/ktesting"
 
-	"flanneld/subnet/subnettest"
+	"github.com/flanneld/flanneld/subnet/subnettest"
 )
 
 // TestRunEndsWithoutAStore starts the daemon without a store, waits until it has logged

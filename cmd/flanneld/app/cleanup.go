@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package app
 
 import (
@@ -11,17 +13,17 @@ import (
 	"path/filepath"
 	"strings"
 
-	"flanneld/backend"
-	"flanneld/backend/extension"
-	"flanneld/backend/udp"
-	"flanneld/backend/wireguard"
-	"flanneld/pkg/dataplane"
-	"flanneld/pkg/dataplane/linux"
-	"flanneld/pkg/firewall"
-	"flanneld/pkg/firewall/nftables"
-	"flanneld/pkg/oneline"
-	"flanneld/pkg/state"
-	"flanneld/subnet"
+	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/backend/extension"
+	"github.com/flanneld/flanneld/backend/udp"
+	"github.com/flanneld/flanneld/backend/wireguard"
+	"github.com/flanneld/flanneld/pkg/dataplane"
+	"github.com/flanneld/flanneld/pkg/dataplane/linux"
+	"github.com/flanneld/flanneld/pkg/firewall"
+	"github.com/flanneld/flanneld/pkg/firewall/nftables"
+	"github.com/flanneld/flanneld/pkg/oneline"
+	"github.com/flanneld/flanneld/pkg/state"
+	"github.com/flanneld/flanneld/subnet"
 )
 
 // ErrRuns means that a running daemon prevents the cleanup.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package app
 
 import (
@@ -7,7 +9,7 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 
-	"flanneld/subnet"
+	"github.com/flanneld/flanneld/subnet"
 )
 
 func TestConfigChanges(t *testing.T) {

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package app
 
 import (
@@ -19,15 +21,15 @@ import (
 	"golang.org/x/sync/errgroup"
 	"k8s.io/klog/v2"
 
-	"flanneld/backend"
-	"flanneld/pkg/dataplane/linux"
-	"flanneld/pkg/health"
-	"flanneld/pkg/metrics"
-	"flanneld/pkg/oneline"
-	"flanneld/pkg/state"
-	"flanneld/pkg/status"
-	"flanneld/pkg/underlay"
-	"flanneld/subnet"
+	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/pkg/dataplane/linux"
+	"github.com/flanneld/flanneld/pkg/health"
+	"github.com/flanneld/flanneld/pkg/metrics"
+	"github.com/flanneld/flanneld/pkg/oneline"
+	"github.com/flanneld/flanneld/pkg/state"
+	"github.com/flanneld/flanneld/pkg/status"
+	"github.com/flanneld/flanneld/pkg/underlay"
+	"github.com/flanneld/flanneld/subnet"
 )
 
 // The components of readiness.

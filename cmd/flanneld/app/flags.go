@@ -1,10 +1,12 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package app
 
 import (
 	"net/netip"
 	"time"
 
-	"flanneld/pkg/tunnel"
+	"github.com/flanneld/flanneld/pkg/tunnel"
 )
 
 // setting is a flag and the option that it sets.

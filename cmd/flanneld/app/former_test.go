@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package app
 
 import (
@@ -7,15 +9,15 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 
-	"flanneld/backend"
-	"flanneld/backend/extension"
-	"flanneld/backend/udp"
-	"flanneld/backend/vxlan"
-	"flanneld/pkg/dataplane"
-	"flanneld/pkg/dataplane/dataplanetest"
-	"flanneld/pkg/state"
-	"flanneld/pkg/underlay"
-	"flanneld/subnet"
+	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/backend/extension"
+	"github.com/flanneld/flanneld/backend/udp"
+	"github.com/flanneld/flanneld/backend/vxlan"
+	"github.com/flanneld/flanneld/pkg/dataplane"
+	"github.com/flanneld/flanneld/pkg/dataplane/dataplanetest"
+	"github.com/flanneld/flanneld/pkg/state"
+	"github.com/flanneld/flanneld/pkg/underlay"
+	"github.com/flanneld/flanneld/subnet"
 )
 
 func TestOutlived(t *testing.T) {

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package app
 
 import (
@@ -9,10 +11,10 @@ import (
 
 	"k8s.io/klog/v2"
 
-	"flanneld/pkg/loop"
-	"flanneld/pkg/state"
-	"flanneld/pkg/subnetfile"
-	"flanneld/subnet"
+	"github.com/flanneld/flanneld/pkg/loop"
+	"github.com/flanneld/flanneld/pkg/state"
+	"github.com/flanneld/flanneld/pkg/subnetfile"
+	"github.com/flanneld/flanneld/subnet"
 )
 
 // fileCheck is the interval at which the subnet file is compared with its wanted content.

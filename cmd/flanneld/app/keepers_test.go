@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package app
 
 import (
@@ -5,8 +7,8 @@ import (
 	"testing"
 	"time"
 
-	"flanneld/pkg/state"
-	"flanneld/subnet"
+	"github.com/flanneld/flanneld/pkg/state"
+	"github.com/flanneld/flanneld/subnet"
 )
 
 // TestSavePause tests the pauses after consecutive writes of a large state.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package app
 
 import (
@@ -12,7 +14,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"flanneld/pkg/status"
+	"github.com/flanneld/flanneld/pkg/status"
 )
 
 // The values of --nexthop-objects.

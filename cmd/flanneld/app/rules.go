@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package app
 
 import (
@@ -15,14 +17,14 @@ import (
 	"golang.org/x/time/rate"
 	"k8s.io/klog/v2"
 
-	"flanneld/backend"
-	"flanneld/pkg/firewall"
-	"flanneld/pkg/firewall/iptables"
-	"flanneld/pkg/firewall/nftables"
-	"flanneld/pkg/loop"
-	"flanneld/pkg/prefix"
-	"flanneld/pkg/subnetfile"
-	"flanneld/subnet"
+	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/pkg/firewall"
+	"github.com/flanneld/flanneld/pkg/firewall/iptables"
+	"github.com/flanneld/flanneld/pkg/firewall/nftables"
+	"github.com/flanneld/flanneld/pkg/loop"
+	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/subnetfile"
+	"github.com/flanneld/flanneld/subnet"
 )
 
 // If another program keeps changing the rules, they are repaired a few times at once, and

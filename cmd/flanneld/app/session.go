@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package app
 
 import (
@@ -17,10 +19,10 @@ import (
 	"golang.org/x/sys/unix"
 	"k8s.io/klog/v2"
 
-	"flanneld/backend"
-	"flanneld/pkg/subnetfile"
-	"flanneld/pkg/underlay"
-	"flanneld/subnet"
+	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/pkg/subnetfile"
+	"github.com/flanneld/flanneld/pkg/underlay"
+	"github.com/flanneld/flanneld/subnet"
 )
 
 // resumption is a running session on the last known state.

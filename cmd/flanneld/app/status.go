@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package app
 
 import (
@@ -10,12 +12,12 @@ import (
 	"golang.org/x/sync/errgroup"
 	"k8s.io/klog/v2"
 
-	"flanneld/backend"
-	"flanneld/pkg/health"
-	"flanneld/pkg/metrics"
-	"flanneld/pkg/status"
-	"flanneld/pkg/version"
-	"flanneld/subnet"
+	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/pkg/health"
+	"github.com/flanneld/flanneld/pkg/metrics"
+	"github.com/flanneld/flanneld/pkg/status"
+	"github.com/flanneld/flanneld/pkg/version"
+	"github.com/flanneld/flanneld/subnet"
 )
 
 // journalSize is the number of log lines on the status page.

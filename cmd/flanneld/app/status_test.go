@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package app
 
 import (
@@ -11,9 +13,9 @@ import (
 	"testing/synctest"
 	"time"
 
-	"flanneld/backend"
-	"flanneld/pkg/status"
-	"flanneld/subnet"
+	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/pkg/status"
+	"github.com/flanneld/flanneld/subnet"
 )
 
 // TestStatusFirewall follows a daemon from its start until the rules are applied and then

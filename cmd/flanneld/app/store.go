@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package app
 
 import (
@@ -7,10 +9,10 @@ import (
 
 	"k8s.io/klog/v2"
 
-	"flanneld/pkg/subnetfile"
-	"flanneld/subnet"
-	"flanneld/subnet/etcd"
-	"flanneld/subnet/kube"
+	"github.com/flanneld/flanneld/pkg/subnetfile"
+	"github.com/flanneld/flanneld/subnet"
+	"github.com/flanneld/flanneld/subnet/etcd"
+	"github.com/flanneld/flanneld/subnet/kube"
 )
 
 // store is a manager with its connection.

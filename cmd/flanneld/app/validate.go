@@ -1,11 +1,13 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package app
 
 import (
-	"flanneld/backend"
-	"flanneld/backend/extension"
-	"flanneld/backend/udp"
-	"flanneld/pkg/underlay"
-	"flanneld/subnet"
+	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/backend/extension"
+	"github.com/flanneld/flanneld/backend/udp"
+	"github.com/flanneld/flanneld/pkg/underlay"
+	"github.com/flanneld/flanneld/subnet"
 )
 
 // usualMTU is the MTU of most external interfaces in bytes.

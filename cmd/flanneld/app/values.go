@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package app
 
 import (
@@ -17,8 +19,8 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"flanneld/subnet"
-	"flanneld/subnet/kube"
+	"github.com/flanneld/flanneld/subnet"
+	"github.com/flanneld/flanneld/subnet/kube"
 )
 
 // redacted replaces a secret when it is formatted.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package dataplanetest
 
 import (
@@ -10,8 +12,8 @@ import (
 	"testing"
 	"time"
 
-	"flanneld/pkg/dataplane"
-	"flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/dataplane"
+	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
 type contractCase struct {

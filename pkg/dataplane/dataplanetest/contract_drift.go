@@ -1,9 +1,11 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package dataplanetest
 
 import (
 	"net/netip"
 
-	"flanneld/pkg/dataplane"
+	"github.com/flanneld/flanneld/pkg/dataplane"
 )
 
 // driftCases change the entries of a peer in one way each. One pass without sweep repairs

@@ -1,10 +1,12 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package dataplanetest
 
 import (
 	"net/netip"
 
-	"flanneld/pkg/dataplane"
-	"flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/dataplane"
+	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
 func retireCases() []contractCase {

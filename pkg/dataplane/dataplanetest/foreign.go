@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package dataplanetest
 
 import (
@@ -6,7 +8,7 @@ import (
 	"slices"
 	"syscall"
 
-	"flanneld/pkg/dataplane"
+	"github.com/flanneld/flanneld/pkg/dataplane"
 )
 
 // Append implements World.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package dataplanetest
 
 import (
@@ -10,8 +12,8 @@ import (
 	"sync"
 	"syscall"
 
-	"flanneld/pkg/dataplane"
-	"flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/dataplane"
+	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
 // Kernel is an in-memory implementation of dataplane.Kernel. It is safe for concurrent

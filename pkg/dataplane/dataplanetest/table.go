@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package dataplanetest
 
 import (
@@ -5,7 +7,7 @@ import (
 	"slices"
 	"syscall"
 
-	"flanneld/pkg/dataplane"
+	"github.com/flanneld/flanneld/pkg/dataplane"
 )
 
 const protoKernel = 2

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package dataplanetest
 
 import (
@@ -9,8 +11,8 @@ import (
 	"testing"
 	"time"
 
-	"flanneld/pkg/dataplane"
-	"flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/dataplane"
+	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
 // hosts is the number of peers of a walk. It is small, so that steps often concern the

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package dataplanetest contains an in-memory kernel that follows the rules of the real
 // one, and the tests that both must pass.
 package dataplanetest
@@ -7,7 +9,7 @@ import (
 	"slices"
 	"sync"
 
-	"flanneld/pkg/dataplane"
+	"github.com/flanneld/flanneld/pkg/dataplane"
 )
 
 // World is a kernel, together with the changes that other programs can make to it. A new

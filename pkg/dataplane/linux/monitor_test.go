@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package linux
 
 import (
@@ -8,8 +10,8 @@ import (
 	"testing"
 	"time"
 
-	"flanneld/pkg/dataplane"
-	"flanneld/pkg/dataplane/dataplanetest"
+	"github.com/flanneld/flanneld/pkg/dataplane"
+	"github.com/flanneld/flanneld/pkg/dataplane/dataplanetest"
 )
 
 // TestKernelBusyBridge checks that pods that come and go do not cause a full read, even

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package linux
 
 import (
@@ -9,8 +11,8 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"flanneld/pkg/dataplane"
-	"flanneld/pkg/dataplane/dataplanetest"
+	"github.com/flanneld/flanneld/pkg/dataplane"
+	"github.com/flanneld/flanneld/pkg/dataplane/dataplanetest"
 )
 
 // hops contains the numbers of IPv4 routes in the kernel by the form of their next hop,

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package linux
 
 import (
@@ -5,8 +7,8 @@ import (
 	"testing"
 	"time"
 
-	"flanneld/pkg/dataplane"
-	"flanneld/pkg/dataplane/dataplanetest"
+	"github.com/flanneld/flanneld/pkg/dataplane"
+	"github.com/flanneld/flanneld/pkg/dataplane/dataplanetest"
 )
 
 // daemon opens the kernel of w once more, like another daemon on the host.

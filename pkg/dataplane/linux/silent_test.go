@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package linux
 
 import (
@@ -10,8 +12,8 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"flanneld/pkg/dataplane"
-	"flanneld/pkg/dataplane/dataplanetest"
+	"github.com/flanneld/flanneld/pkg/dataplane"
+	"github.com/flanneld/flanneld/pkg/dataplane/dataplanetest"
 )
 
 // secondInterface returns a world with the device eth1, and a reconciler that wants some

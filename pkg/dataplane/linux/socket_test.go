@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package linux
 
 import (
@@ -9,7 +11,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"flanneld/pkg/dataplane"
+	"github.com/flanneld/flanneld/pkg/dataplane"
 )
 
 // neighMessage requests a neighbour on the device with the given index.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package linux
 
 import (
@@ -15,8 +17,8 @@ import (
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
-	"flanneld/pkg/dataplane"
-	"flanneld/pkg/dataplane/dataplanetest"
+	"github.com/flanneld/flanneld/pkg/dataplane"
+	"github.com/flanneld/flanneld/pkg/dataplane/dataplanetest"
 )
 
 // world is the kernel of an anonymous network namespace. It plays other programs with

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package firewalltest contains the tests that every flavour of the firewall must pass.
 // They run in network namespaces of their own.
 package firewalltest

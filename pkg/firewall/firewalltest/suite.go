@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package firewalltest
 
 import (
@@ -8,7 +10,7 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 
-	"flanneld/pkg/firewall"
+	"github.com/flanneld/flanneld/pkg/firewall"
 )
 
 // Flavour describes a flavour of the firewall to the suite.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package iptables
 
 import (
@@ -6,8 +8,8 @@ import (
 	"slices"
 	"strings"
 
-	"flanneld/pkg/firewall"
-	"flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/firewall"
+	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
 // Docker returns which rules of Docker keep the other hosts of the network from the

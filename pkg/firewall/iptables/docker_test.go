@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package iptables
 
 import (
@@ -6,7 +8,7 @@ import (
 	"strings"
 	"testing"
 
-	"flanneld/pkg/firewall"
+	"github.com/flanneld/flanneld/pkg/firewall"
 )
 
 // docker29 contains the rules of Docker 29 for its bridge and one container with a

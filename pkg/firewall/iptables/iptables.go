@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package iptables applies firewall rules with the programs iptables, iptables-save and
 // iptables-restore, in the variant that the host uses.
 package iptables
@@ -16,10 +18,10 @@ import (
 
 	goiptables "github.com/coreos/go-iptables/iptables"
 
-	"flanneld/pkg/firewall"
-	"flanneld/pkg/firewall/nftables"
-	"flanneld/pkg/oneline"
-	"flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/firewall"
+	"github.com/flanneld/flanneld/pkg/firewall/nftables"
+	"github.com/flanneld/flanneld/pkg/oneline"
+	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
 // lockWait is the time in seconds that iptables-restore waits for the xtables lock. Apply

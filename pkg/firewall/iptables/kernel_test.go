@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package iptables
 
 import (
@@ -6,9 +8,9 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 
-	"flanneld/pkg/firewall"
-	"flanneld/pkg/firewall/firewalltest"
-	"flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/firewall"
+	"github.com/flanneld/flanneld/pkg/firewall/firewalltest"
+	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
 // both replaces V by the variant, and runs each line with IPT twice: with iptables and

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package iptables
 
 import (
@@ -5,7 +7,7 @@ import (
 	"slices"
 	"strings"
 
-	"flanneld/pkg/firewall"
+	"github.com/flanneld/flanneld/pkg/firewall"
 )
 
 // kubeProxy is the prefix of the names of kube-proxy's chains.

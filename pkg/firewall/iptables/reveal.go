@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package iptables
 
 import (
@@ -6,10 +8,10 @@ import (
 	"slices"
 	"strings"
 
-	"flanneld/pkg/firewall"
-	"flanneld/pkg/firewall/nftables"
-	"flanneld/pkg/oneline"
-	"flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/firewall"
+	"github.com/flanneld/flanneld/pkg/firewall/nftables"
+	"github.com/flanneld/flanneld/pkg/oneline"
+	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
 // leadsFunc returns where the rules of a chain lead, according to nftables.

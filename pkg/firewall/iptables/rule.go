@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package iptables
 
 import (
@@ -6,7 +8,7 @@ import (
 	"strconv"
 	"strings"
 
-	"flanneld/pkg/firewall"
+	"github.com/flanneld/flanneld/pkg/firewall"
 )
 
 // place is the location of a chain's rules. Other tools know these names.

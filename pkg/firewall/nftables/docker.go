@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package nftables
 
 import (
@@ -7,8 +9,8 @@ import (
 
 	"github.com/google/nftables/expr"
 
-	"flanneld/pkg/firewall"
-	"flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/firewall"
+	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
 // The names of Docker's table, of its chain that precedes all others, and of its chain

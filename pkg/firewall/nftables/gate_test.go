@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package nftables
 
 import (
@@ -12,7 +14,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 	"golang.org/x/sys/unix"
 
-	"flanneld/pkg/firewall/firewalltest"
+	"github.com/flanneld/flanneld/pkg/firewall/firewalltest"
 )
 
 func peerAddrs(n int) []netip.Addr {

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package nftables
 
 import (
@@ -5,8 +7,8 @@ import (
 	"strings"
 	"testing"
 
-	"flanneld/pkg/firewall/firewalltest"
-	"flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/firewall/firewalltest"
+	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
 // TestKernelLeads reads rules that nft and iptables have created.

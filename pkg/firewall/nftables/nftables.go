@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package nftables applies firewall rules through netlink, in tables of its own, and
 // listens to changes by other programs. It runs no program.
 package nftables
@@ -10,9 +12,9 @@ import (
 	"github.com/mdlayher/netlink"
 	"golang.org/x/sys/unix"
 
-	"flanneld/pkg/firewall"
-	"flanneld/pkg/oneline"
-	"flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/firewall"
+	"github.com/flanneld/flanneld/pkg/oneline"
+	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
 // attempts limits how often a pass is repeated because another program has changed the

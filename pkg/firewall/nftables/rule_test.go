@@ -1,11 +1,13 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package nftables
 
 import (
 	"testing"
 
-	"flanneld/pkg/firewall"
-	"flanneld/pkg/firewall/firewalltest"
-	"flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/firewall"
+	"github.com/flanneld/flanneld/pkg/firewall/firewalltest"
+	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
 func TestEncodeAndDecode(t *testing.T) {

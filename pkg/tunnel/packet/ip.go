@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package packet parses IP packets, changes them in place, splits super-packets into
 // single packets and merges single packets. It is pure and accepts any bytes. It reports
 // an invalid packet as a Fault.

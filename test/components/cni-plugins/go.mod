@@ -1,4 +1,4 @@
-module flanneld/test/components/cni-plugins
+module github.com/flanneld/flanneld/test/components/cni-plugins
 
 go 1.26.0
 

@@ -1,4 +1,4 @@
-module flanneld/test/components/containerd
+module github.com/flanneld/flanneld/test/components/containerd
 
 go 1.26.0
 

@@ -1,4 +1,4 @@
-module flanneld/test/components/docker
+module github.com/flanneld/flanneld/test/components/docker
 
 go 1.26.3
 

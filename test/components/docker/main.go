@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Docker-network is Docker's network as dockerd makes it at its start, by Docker's own
 // packages, and one container's place in it. There is no containerd, no image and no
 // API: the container is a network namespace that exists already.

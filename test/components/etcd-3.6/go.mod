@@ -1,4 +1,4 @@
-module flanneld/test/components/etcd-3.6
+module github.com/flanneld/flanneld/test/components/etcd-3.6
 
 go 1.26.0
 

@@ -1,4 +1,4 @@
-module flanneld/test/components/helm
+module github.com/flanneld/flanneld/test/components/helm
 
 go 1.26.0
 

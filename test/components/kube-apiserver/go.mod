@@ -1,4 +1,4 @@
-module flanneld/test/components/kube-apiserver
+module github.com/flanneld/flanneld/test/components/kube-apiserver
 
 go 1.26.0
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Command kube-apiserver is the upstream kube-apiserver, built from Go modules for tests.
 package main
 

@@ -1,4 +1,4 @@
-module flanneld/test/components/sbom
+module github.com/flanneld/flanneld/test/components/sbom
 
 go 1.26.0
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Command sbom writes the bill of materials of Go programs, in CycloneDX's JSON,
 // from what the compiler has recorded in them: sbom VERSION PROGRAM...
 package main

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Command init is the first and only program that the guest of test/vm starts. It runs
 // the tests in the list of jobs and then turns the machine off.
 package main
@@ -12,7 +14,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"flanneld/test/vm/job"
+	"github.com/flanneld/flanneld/test/vm/job"
 )
 
 func main() {

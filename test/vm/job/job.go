@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package job defines the list of tests that test/vm passes to the guest's init.
 package job
 

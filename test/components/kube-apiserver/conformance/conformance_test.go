@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package conformance is Kubernetes' own end-to-end test of the network: e2e.test with
 // the tests of sig-network alone, which spares it the packages of all others.
 package conformance

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Command dns is CoreDNS with the plugins that serve a cluster's own names.
 package main
 
