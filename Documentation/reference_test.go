@@ -25,6 +25,10 @@ import (
 	"testing"
 	"time"
 
+	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/backend/builtin"
+	"github.com/flanneld/flanneld/pkg/options"
+
 	"github.com/google/go-cmp/cmp"
 
 	"github.com/flanneld/flanneld/backend/alloc"
@@ -34,7 +38,7 @@ import (
 	"github.com/flanneld/flanneld/backend/udp"
 	"github.com/flanneld/flanneld/backend/vxlan"
 	"github.com/flanneld/flanneld/backend/wireguard"
-	"github.com/flanneld/flanneld/cmd/flanneld/app"
+	"github.com/flanneld/flanneld/pkg/daemon"
 	"github.com/flanneld/flanneld/pkg/dataplane"
 	"github.com/flanneld/flanneld/pkg/metrics"
 	"github.com/flanneld/flanneld/subnet"
@@ -95,9 +99,18 @@ func TestReference(t *testing.T) {
 	}
 }
 
+// allBackends returns all backends, as on a host that allows the extension backend.
+func allBackends() backend.Catalog {
+	all, err := builtin.New(options.Options{AllowExtensionBackend: true})
+	if err != nil {
+		panic(err)
+	}
+	return all
+}
+
 // Every backend of the daemon has a section and a page.
 func TestReferenceHasAllBackends(t *testing.T) {
-	_, _, err := app.ValidateConfig([]byte(`{"Network": "10.5.0.0/16", "Backend": {"Type": "?"}}`), true)
+	_, _, err := daemon.ValidateConfig([]byte(`{"Network": "10.5.0.0/16", "Backend": {"Type": "?"}}`), true, allBackends().Registry)
 	if err == nil {
 		t.Fatal("the backend ? is accepted")
 	}
@@ -220,7 +233,7 @@ func (s section) refusal(key string, value any) string {
 	if err != nil {
 		return err.Error()
 	}
-	if _, _, err = app.ValidateConfig(raw, true); err != nil {
+	if _, _, err = daemon.ValidateConfig(raw, true, allBackends().Registry); err != nil {
 		return strings.TrimPrefix(err.Error(), "invalid network configuration: ")
 	}
 	return ""
@@ -293,7 +306,7 @@ func TestFlags(t *testing.T) {
 	}
 	_, after, _ := strings.Cut(string(page), "```\n")
 	shown, _, _ := strings.Cut(after, "```\n")
-	if diff := cmp.Diff(app.Help(), shown); diff != "" {
+	if diff := cmp.Diff(options.Help(), shown); diff != "" {
 		t.Errorf("flags.md is not what flanneld --help prints (-help +page):\n%s", diff)
 	}
 }

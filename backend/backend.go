@@ -166,9 +166,6 @@ type Registry struct{ entries map[string]Entry }
 type Entry struct {
 	Type    string // in lower case
 	Factory Factory
-	// OneThread is set if one thread of Go code is sufficient once the start is over,
-	// because the process does not carry packets itself or does it best with one thread.
-	OneThread bool
 }
 
 // NewRegistry returns a Registry of entries. It returns an error for an empty or
@@ -210,5 +207,16 @@ func (r Registry) New(env Env) (Backend, []string, error) {
 // Types returns the names of all backends in alphabetical order.
 func (r Registry) Types() []string { return slices.Sorted(maps.Keys(r.entries)) }
 
-// OneThread returns Entry.OneThread of the backend with that type.
-func (r Registry) OneThread(backendType string) bool { return r.entries[backendType].OneThread }
+// Catalog is a registry with the state that its backends keep in the process while networks
+// begin and end.
+type Catalog struct {
+	Registry
+	// Shutdown does what must be done on the host when the daemon is told to stop. It may
+	// be nil.
+	Shutdown func(ctx context.Context)
+	// Close releases the state. It may be nil.
+	Close func()
+	// Files returns the paths of files outside of stateDir that the backends have written,
+	// for a cleanup. It may be nil.
+	Files func(stateDir string) ([]string, error)
+}

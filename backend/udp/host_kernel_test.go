@@ -16,7 +16,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/flanneld/flanneld/pkg/lab"
+	"github.com/flanneld/flanneld/test/lab"
 )
 
 // childEnv makes the test binary act as the next start of a daemon: it opens the device

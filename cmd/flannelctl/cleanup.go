@@ -7,12 +7,12 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/flanneld/flanneld/cmd/flanneld/app"
+	"github.com/flanneld/flanneld/pkg/daemon"
 	"github.com/flanneld/flanneld/pkg/status"
 )
 
 func newCleanupCommand() *cobra.Command {
-	c := app.Cleanup{}
+	c := daemon.Cleanup{}
 	var socket string
 	cmd := &cobra.Command{
 		Use: "cleanup", Short: "Remove what flanneld has left on this host", Args: cobra.NoArgs,
@@ -27,7 +27,11 @@ flannelctl revoke deletes it.`,
 				socket = status.SocketPath(c.SubnetFile)
 			}
 			if _, err := fetch(cmd.Context(), status.Client(socket), "http://flanneld"); err == nil {
-				return fmt.Errorf("%w (it answers at %s)", app.ErrRuns, socket)
+				return fmt.Errorf("%w (it answers at %s)", daemon.ErrRuns, socket)
+			}
+			var err error
+			if c.Backends, err = allBackends(); err != nil {
+				return err
 			}
 			c.Out = cmd.OutOrStdout()
 			return c.Run(cmd.Context())

@@ -14,9 +14,13 @@ import (
 	"slices"
 	"strings"
 
+	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/backend/builtin"
+	"github.com/flanneld/flanneld/pkg/options"
+
 	"github.com/spf13/cobra"
 
-	"github.com/flanneld/flanneld/cmd/flanneld/app"
+	"github.com/flanneld/flanneld/pkg/daemon"
 	"github.com/flanneld/flanneld/subnet"
 	"github.com/flanneld/flanneld/subnet/etcd"
 )
@@ -144,9 +148,18 @@ func readFile(cmd *cobra.Command, path string) ([]byte, error) {
 	return os.ReadFile(path)
 }
 
+// allBackends returns all backends, as on a host that allows the extension backend.
+func allBackends() (backend.Catalog, error) {
+	return builtin.New(options.Options{AllowExtensionBackend: true})
+}
+
 // checkConfig validates a configuration and prints the warnings.
 func checkConfig(cmd *cobra.Command, text []byte, pools bool) (subnet.Config, error) {
-	cfg, warnings, err := app.ValidateConfig(text, pools)
+	backends, err := allBackends()
+	if err != nil {
+		return subnet.Config{}, err
+	}
+	cfg, warnings, err := daemon.ValidateConfig(text, pools, backends.Registry)
 	for _, w := range warnings {
 		fmt.Fprintln(cmd.ErrOrStderr(), "warning:", w)
 	}
@@ -311,7 +324,7 @@ func flatten(text []byte, m map[string]leaf) {
 		}
 		text, _ := json.Marshal(v)                               // cannot fail for a decoded value
 		key, below, _ := strings.Cut(strings.ToLower(path), ".") // flanneld ignores case
-		m[path] = leaf{string(text), key == "backend" && below != "type" && !app.Public(v)}
+		m[path] = leaf{string(text), key == "backend" && below != "type" && !daemon.Public(v)}
 	}
 	walk("", v)
 }

@@ -14,9 +14,10 @@ import (
 	"strings"
 	"time"
 
+	"github.com/flanneld/flanneld/pkg/options"
+
 	"github.com/spf13/cobra"
 
-	"github.com/flanneld/flanneld/cmd/flanneld/app"
 	"github.com/flanneld/flanneld/pkg/prefix"
 	"github.com/flanneld/flanneld/subnet"
 	"github.com/flanneld/flanneld/subnet/etcd"
@@ -53,7 +54,7 @@ func printed(from subnet.Lease, err error) lease {
 }
 
 // listNodes prints the leases of Nodes.
-func listNodes(cmd *cobra.Command, o app.Options, out output) error {
+func listNodes(cmd *cobra.Command, o options.Options, out output) error {
 	entries, err := kube.Entries(cmd.Context(), kubeConfig(o))
 	if err != nil {
 		return err

@@ -12,8 +12,8 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/flanneld/flanneld/pkg/lab"
 	"github.com/flanneld/flanneld/pkg/version"
+	"github.com/flanneld/flanneld/test/lab"
 )
 
 func TestMain(m *testing.M) {

@@ -10,10 +10,10 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/flanneld/flanneld/pkg/options"
+
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
-
-	"github.com/flanneld/flanneld/cmd/flanneld/app"
 )
 
 // TestPagesNameExistingCommands checks that the commands and flags on the pages exist.
@@ -76,7 +76,7 @@ func inspect(t *testing.T, path, line string) (commands, flags int) {
 		}
 	}
 	for _, v := range variable.FindAllString(line, -1) {
-		if v != "FLANNELD_IFACE_REGX" && !strings.HasSuffix(v, "_") && !strings.Contains(app.Help(), v) {
+		if v != "FLANNELD_IFACE_REGX" && !strings.HasSuffix(v, "_") && !strings.Contains(options.Help(), v) {
 			t.Errorf("%s: there is no variable %s", path, v)
 		}
 	}
@@ -87,7 +87,7 @@ func inspect(t *testing.T, path, line string) (commands, flags int) {
 var foreign = []string{"bip", "mtu", "ip-masq", "help", "version", "lease", "cluster-cidr"}
 
 func known(name string) bool {
-	return slices.Contains(foreign, name) || strings.Contains(app.Help(), "--"+name) || hasFlag(newRoot(), name)
+	return slices.Contains(foreign, name) || strings.Contains(options.Help(), "--"+name) || hasFlag(newRoot(), name)
 }
 
 func hasFlag(cmd *cobra.Command, name string) bool {

@@ -10,9 +10,10 @@ import (
 	"os"
 	"strings"
 
+	"github.com/flanneld/flanneld/pkg/options"
+
 	"github.com/spf13/cobra"
 
-	"github.com/flanneld/flanneld/cmd/flanneld/app"
 	"github.com/flanneld/flanneld/subnet/etcd"
 	"github.com/flanneld/flanneld/subnet/kube"
 )
@@ -72,7 +73,7 @@ func (s *storeFlags) addTo(cmd *cobra.Command) {
 
 // options returns the options from flags and variables. The password comes only from
 // FLANNELD_ETCD_PASSWORD, because flags are visible in the process list.
-func (s *storeFlags) options() (app.Options, error) {
+func (s *storeFlags) options() (options.Options, error) {
 	var args []string
 	kubernetes := false
 	for name, value := range s.values {
@@ -89,7 +90,7 @@ func (s *storeFlags) options() (app.Options, error) {
 	if s.configMap == nil || *s.values[netConfigPath] == "" && os.Getenv("FLANNELD_NET_CONFIG_PATH") == "" {
 		args = append(args, "--"+netConfigPath+"="+os.DevNull) // the file need not exist on this machine
 	}
-	return app.Parse(args, os.Environ())
+	return options.Parse(args, os.Environ())
 }
 
 // onKubernetes reports whether the store is the Kubernetes API.
@@ -116,20 +117,20 @@ func (s *storeFlags) admin() (*etcd.Admin, error) {
 }
 
 // kubeConfig returns the options for package kube.
-func kubeConfig(o app.Options) kube.Config {
+func kubeConfig(o options.Options) kube.Config {
 	return kube.Config{APIURL: o.KubeAPIURL, Kubeconfig: o.KubeconfigFile, AnnotationPrefix: o.KubeAnnotationPrefix}
 }
 
 // netConfig returns the network configuration as daemons on Kubernetes read it: from the
 // file or ConfigMap that a flag names; otherwise from the file that flanneld reads, which
 // exists in its pod; otherwise from flannel's ConfigMap.
-func (s *storeFlags) netConfig(ctx context.Context, o app.Options) ([]byte, error) {
+func (s *storeFlags) netConfig(ctx context.Context, o options.Options) ([]byte, error) {
 	if o.NetConfigPath != os.DevNull {
 		return os.ReadFile(o.NetConfigPath)
 	}
 	name := *s.configMap
 	if name == "" {
-		text, err := os.ReadFile(app.DefaultNetConfigPath)
+		text, err := os.ReadFile(options.DefaultNetConfigPath)
 		if !errors.Is(err, fs.ErrNotExist) {
 			return text, err
 		}

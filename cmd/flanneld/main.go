@@ -5,11 +5,69 @@
 package main
 
 import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
 	"os"
+	"os/signal"
+	"syscall"
 
-	"github.com/flanneld/flanneld/cmd/flanneld/app"
+	"k8s.io/klog/v2"
+
+	"github.com/flanneld/flanneld/backend/builtin"
+	"github.com/flanneld/flanneld/pkg/daemon"
+	"github.com/flanneld/flanneld/pkg/options"
+	"github.com/flanneld/flanneld/pkg/tune"
+	"github.com/flanneld/flanneld/pkg/version"
 )
 
-func main() {
-	os.Exit(app.Main(os.Args[1:], os.Environ(), os.Stderr))
+// The exit codes.
+const (
+	exitOK            = 0
+	exitError         = 1 // after one line that says why
+	exitConfigChanged = 3 // --exit-on-config-change has ended the daemon
+)
+
+func main() { os.Exit(run(os.Args[1:], os.Environ(), os.Stderr)) }
+
+// run runs the daemon until SIGINT or SIGTERM, and returns its exit code.
+func run(args, env []string, stderr io.Writer) int {
+	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGINT, syscall.SIGTERM)
+	defer stop()
+	context.AfterFunc(ctx, stop) // a second signal kills the process
+
+	opts, err := options.Parse(args, env)
+	switch {
+	case errors.Is(err, options.ErrHelp):
+		fmt.Fprint(stderr, options.Help())
+		return exitOK
+	case errors.Is(err, options.ErrVersion):
+		fmt.Fprintln(stderr, version.String())
+		return exitOK
+	case err != nil:
+		fmt.Fprintln(stderr, "flanneld:", err)
+		return exitError
+	}
+	if err := opts.SetupLogging(); err != nil {
+		fmt.Fprintln(stderr, "flanneld:", err)
+		return exitError
+	}
+	log := klog.Background()
+	defer klog.Flush()
+	log.Info("flanneld starts", append([]any{"version", version.String()}, opts.LogValues()...)...)
+	for _, w := range opts.Warnings {
+		log.Error(nil, w)
+	}
+	err = daemon.Run(klog.NewContext(ctx, log), daemon.Config{Options: opts, Backends: builtin.New, Tuner: tune.New(env)})
+	switch {
+	case errors.Is(err, daemon.ErrConfigChanged):
+		log.Info("flanneld stops, the data path stays", "reason", err)
+		return exitConfigChanged
+	case err != nil:
+		log.Error(err, "flanneld stops")
+		return exitError
+	}
+	log.Info("flanneld stopped, the data path stays")
+	return exitOK
 }

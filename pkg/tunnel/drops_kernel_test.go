@@ -20,10 +20,10 @@ import (
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
-	"github.com/flanneld/flanneld/pkg/lab"
 	"github.com/flanneld/flanneld/pkg/ping"
 	"github.com/flanneld/flanneld/pkg/prefix"
 	"github.com/flanneld/flanneld/pkg/tunnel/packet"
+	"github.com/flanneld/flanneld/test/lab"
 )
 
 // plainPeer is a host that behaves like flannel's udp backend: it sends and receives

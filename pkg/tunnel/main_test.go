@@ -7,7 +7,7 @@ import (
 	"os"
 	"testing"
 
-	"github.com/flanneld/flanneld/pkg/lab"
+	"github.com/flanneld/flanneld/test/lab"
 )
 
 func TestMain(m *testing.M) {

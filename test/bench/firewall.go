@@ -13,8 +13,8 @@ import (
 	"strings"
 	"time"
 
-	"github.com/flanneld/flanneld/pkg/lab"
 	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/test/lab"
 )
 
 // foreignRules is the number of rules of other programs on a busy host, as kube-proxy

@@ -17,7 +17,7 @@ import (
 	"sync"
 	"time"
 
-	"github.com/flanneld/flanneld/pkg/lab"
+	"github.com/flanneld/flanneld/test/lab"
 )
 
 // kubeToken is the administrator's token.

@@ -19,7 +19,7 @@ import (
 	"syscall"
 	"time"
 
-	"github.com/flanneld/flanneld/pkg/lab"
+	"github.com/flanneld/flanneld/test/lab"
 )
 
 // options are the parameters of a run.

@@ -13,7 +13,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/flanneld/flanneld/pkg/lab"
+	"github.com/flanneld/flanneld/test/lab"
 )
 
 // processCPU returns the CPU time of all threads of a running process, in nanoseconds.

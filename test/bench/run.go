@@ -15,7 +15,7 @@ import (
 
 	clientv3 "go.etcd.io/etcd/client/v3"
 
-	"github.com/flanneld/flanneld/pkg/lab"
+	"github.com/flanneld/flanneld/test/lab"
 )
 
 // runner runs the measures one after another.

@@ -9,7 +9,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/flanneld/flanneld/pkg/lab"
+	"github.com/flanneld/flanneld/test/lab"
 )
 
 // TestCarrierFlaps checks that a host with 300 directly reached peers restores its routes when

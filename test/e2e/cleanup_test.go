@@ -9,8 +9,8 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/flanneld/flanneld/pkg/lab"
 	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/test/lab"
 )
 
 // TestCleanup checks that flannelctl cleanup removes everything that stopped daemons have

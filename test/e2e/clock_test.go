@@ -7,7 +7,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/flanneld/flanneld/pkg/lab"
+	"github.com/flanneld/flanneld/test/lab"
 )
 
 // TestClockSteps checks that a host keeps its traffic and its subnet if its clock is stepped

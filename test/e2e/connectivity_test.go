@@ -10,9 +10,9 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/flanneld/flanneld/pkg/lab"
 	"github.com/flanneld/flanneld/pkg/ping"
 	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/test/lab"
 )
 
 // TestEveryPodReachesEveryPod checks that all pods reach each other, and which packet size

@@ -14,8 +14,8 @@ import (
 	"testing"
 	"time"
 
-	"github.com/flanneld/flanneld/pkg/lab"
 	"github.com/flanneld/flanneld/pkg/status"
+	"github.com/flanneld/flanneld/test/lab"
 )
 
 // flannelctl runs flannelctl on h with the etcd of its lab.

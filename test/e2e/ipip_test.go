@@ -5,8 +5,8 @@ package e2e
 import (
 	"testing"
 
-	"github.com/flanneld/flanneld/pkg/lab"
 	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/test/lab"
 )
 
 // TestVMIPIPEveryPodReachesEveryPod checks that all pods reach each other with ipip, and which

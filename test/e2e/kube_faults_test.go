@@ -19,7 +19,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/flanneld/flanneld/pkg/lab"
+	"github.com/flanneld/flanneld/test/lab"
 )
 
 // front is a proxy in front of a cluster's API server. If status is not 0, it answers

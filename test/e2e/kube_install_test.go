@@ -14,7 +14,7 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 
-	"github.com/flanneld/flanneld/pkg/lab"
+	"github.com/flanneld/flanneld/test/lab"
 )
 
 // bare builds a cluster without the roles for flannel, so that tests can install them

@@ -16,7 +16,7 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 
-	"github.com/flanneld/flanneld/pkg/lab"
+	"github.com/flanneld/flanneld/test/lab"
 )
 
 // configure replaces the network configuration of the daemons.

@@ -15,10 +15,10 @@ import (
 	"testing"
 	"time"
 
-	"github.com/flanneld/flanneld/pkg/lab"
 	"github.com/flanneld/flanneld/pkg/ping"
 	"github.com/flanneld/flanneld/pkg/prefix"
 	"github.com/flanneld/flanneld/pkg/status"
+	"github.com/flanneld/flanneld/test/lab"
 )
 
 // patience limits every wait of a test. It is much longer than anything normally takes.

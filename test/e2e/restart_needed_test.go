@@ -10,7 +10,7 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/flanneld/flanneld/pkg/lab"
+	"github.com/flanneld/flanneld/test/lab"
 )
 
 // expectRestartNeeded waits until the daemon on h reports that it needs a restart because

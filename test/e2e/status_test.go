@@ -12,8 +12,8 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/flanneld/flanneld/pkg/lab"
 	"github.com/flanneld/flanneld/pkg/status"
+	"github.com/flanneld/flanneld/test/lab"
 )
 
 // socket is the default path of the daemon's status socket.

@@ -15,10 +15,10 @@ import (
 	"testing"
 	"time"
 
-	"github.com/flanneld/flanneld/pkg/lab"
 	"github.com/flanneld/flanneld/pkg/ping"
 	"github.com/flanneld/flanneld/pkg/prefix"
 	"github.com/flanneld/flanneld/pkg/tunnel"
+	"github.com/flanneld/flanneld/test/lab"
 )
 
 // udpKernel is the udp backend whose packets the kernel carries.

@@ -10,9 +10,9 @@ import (
 	"testing"
 	"time"
 
-	"github.com/flanneld/flanneld/pkg/lab"
 	"github.com/flanneld/flanneld/pkg/ping"
 	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/test/lab"
 )
 
 // tunNumber returns the number of the TUN device, or 0 if there is none.

@@ -17,8 +17,8 @@ import (
 	"sync"
 	"testing"
 
-	"github.com/flanneld/flanneld/pkg/lab"
 	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/test/lab"
 )
 
 // The address families of a cluster.

@@ -16,7 +16,7 @@ import (
 	"sync"
 	"time"
 
-	"github.com/flanneld/flanneld/pkg/lab"
+	"github.com/flanneld/flanneld/test/lab"
 )
 
 // apiServer is a kube-apiserver with its default limits. Its etcd is another process, whose

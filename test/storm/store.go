@@ -23,8 +23,8 @@ import (
 	"golang.org/x/sys/unix"
 	"google.golang.org/grpc"
 
-	"github.com/flanneld/flanneld/pkg/lab"
 	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/test/lab"
 )
 
 // server is a store under test: one process in the router's namespace of a lab.

@@ -18,8 +18,8 @@ import (
 
 	clientv3 "go.etcd.io/etcd/client/v3"
 
-	"github.com/flanneld/flanneld/pkg/lab"
 	"github.com/flanneld/flanneld/subnet"
+	"github.com/flanneld/flanneld/test/lab"
 )
 
 // storm is one store with the hosts around it.

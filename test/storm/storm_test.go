@@ -7,8 +7,8 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/flanneld/flanneld/pkg/lab"
 	"github.com/flanneld/flanneld/subnet"
+	"github.com/flanneld/flanneld/test/lab"
 )
 
 func TestMain(m *testing.M) {

@@ -26,7 +26,7 @@ import (
 	"syscall"
 	"time"
 
-	"github.com/flanneld/flanneld/pkg/lab"
+	"github.com/flanneld/flanneld/test/lab"
 )
 
 func main() {

@@ -1,0 +1,40 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package builtin lists the backends that flanneld and flannelctl contain.
+package builtin
+
+import (
+	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/backend/alloc"
+	"github.com/flanneld/flanneld/backend/extension"
+	"github.com/flanneld/flanneld/backend/hostgw"
+	"github.com/flanneld/flanneld/backend/ipip"
+	"github.com/flanneld/flanneld/backend/udp"
+	"github.com/flanneld/flanneld/backend/vxlan"
+	"github.com/flanneld/flanneld/backend/wireguard"
+	"github.com/flanneld/flanneld/pkg/options"
+	"github.com/flanneld/flanneld/pkg/tunnel"
+)
+
+// New returns all backends for one daemon with these options.
+func New(o options.Options) (backend.Catalog, error) {
+	commands := extension.NewHost(extension.Settings{
+		Allow: o.AllowExtensionBackend, StateDir: o.StateDir, Name: o.StateName() + "-commands",
+	})
+	packets := udp.NewHost(udp.Settings{Check: tunnel.SourceCheck(o.UDPSourceCheck), Persist: o.UDPPersist})
+	registry, err := backend.NewRegistry(
+		backend.Entry{Type: alloc.Type, Factory: alloc.New},
+		backend.Entry{Type: extension.Type, Factory: commands.New},
+		backend.Entry{Type: hostgw.Type, Factory: hostgw.New},
+		backend.Entry{Type: ipip.Type, Factory: ipip.New},
+		backend.Entry{Type: udp.Type, Factory: packets.New},
+		backend.Entry{Type: vxlan.Type, Factory: vxlan.New},
+		backend.Entry{Type: wireguard.Type, Factory: wireguard.New},
+	)
+	return backend.Catalog{
+		Registry: registry,
+		Shutdown: commands.Shutdown,
+		Close:    func() { _ = packets.Close() },
+		Files:    wireguard.WrittenKeys,
+	}, err
+}

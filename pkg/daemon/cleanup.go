@@ -1,0 +1,234 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package daemon
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"strings"
+
+	"github.com/flanneld/flanneld/pkg/options"
+
+	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/pkg/dataplane"
+	"github.com/flanneld/flanneld/pkg/dataplane/linux"
+	"github.com/flanneld/flanneld/pkg/firewall"
+	"github.com/flanneld/flanneld/pkg/firewall/nftables"
+	"github.com/flanneld/flanneld/pkg/oneline"
+	"github.com/flanneld/flanneld/pkg/state"
+	"github.com/flanneld/flanneld/subnet"
+)
+
+// ErrRuns means that a running daemon prevents the cleanup.
+var ErrRuns = errors.New("flanneld runs: stop it first, and make sure that nothing starts it again")
+
+// Cleanup removes the objects that daemons have left on this host. It removes only those
+// that their state files and the subnet file name.
+type Cleanup struct {
+	// StateDir and SubnetFile are those of the daemon. Cleanup covers every daemon that
+	// has used StateDir, and no other subnet file than SubnetFile.
+	StateDir, SubnetFile string
+	// Backends are those that daemons may have used.
+	Backends backend.Catalog
+	// Yes removes the objects. Otherwise Run only prints them.
+	Yes bool
+	// Out gets one line for each object.
+	Out io.Writer
+}
+
+// Run removes everything. If it cannot remove an object it continues, returns an error,
+// and may be repeated. It returns ErrRuns, wrapped, and removes nothing if a daemon uses
+// one of the state files.
+func (c Cleanup) Run(ctx context.Context) error {
+	names, err := c.stateFiles()
+	if err != nil {
+		return err
+	}
+	var all []lastKnown
+	for _, name := range names {
+		file, err := state.Open[lastKnown](c.StateDir, name)
+		if errors.Is(err, state.ErrInUse) {
+			return fmt.Errorf("%w (%w)", ErrRuns, err)
+		}
+		if err != nil {
+			return err
+		}
+		defer func() { _ = file.Close() }()
+		last, _, err := file.Load()
+		if err != nil {
+			return fmt.Errorf("%w: the objects that it names stay; remove the file to continue without it", err)
+		}
+		all = append(all, last)
+	}
+	d := &daemon{opts: options.Options{StateDir: c.StateDir, SubnetFile: c.SubnetFile}, registry: c.Backends.Registry}
+	// Files go last, because the next attempt needs them.
+	if err := oneline.Join(c.kernel(ctx, d, all), c.rules(ctx, formerNetworks(traces(d, all), subnet.Config{}))); err != nil {
+		return err
+	}
+	var blind error
+	if len(names) == 0 {
+		blind = c.blind()
+	}
+	return oneline.Join(c.files(), blind)
+}
+
+// blind handles missing state files: devices and routes cannot be found then. It returns
+// an error if the subnet file shows that a daemon has run here.
+func (c Cleanup) blind() error {
+	unknown := fmt.Errorf("there are no state files in %s: devices and routes that flanneld has left are not known, and stay", c.StateDir)
+	if _, err := os.Lstat(c.SubnetFile); err == nil {
+		return unknown
+	}
+	fmt.Fprintln(c.Out, unknown)
+	return nil
+}
+
+// traces returns the contents of all state files as one state.
+func traces(d *daemon, all []lastKnown) lastKnown {
+	sum := lastKnown{Rules: d.fileNetworks()}
+	for _, last := range all {
+		sum.Rules = append(sum.Rules, last.Rules...)
+		sum.Former = append(sum.Former, last.Former...)
+		sum.Former = append(sum.Former, former{last.Config, last.Interface})
+	}
+	return sum
+}
+
+// stateFiles returns the names of the daemons' state files.
+func (c Cleanup) stateFiles() ([]string, error) {
+	found, err := filepath.Glob(filepath.Join(c.StateDir, "flanneld-*.json"))
+	if err != nil {
+		return nil, fmt.Errorf("look for state files: %w", err)
+	}
+	var names []string
+	for _, path := range found {
+		if name := strings.TrimSuffix(filepath.Base(path), ".json"); !strings.HasSuffix(name, "-commands") {
+			names = append(names, name)
+		}
+	}
+	return names, nil
+}
+
+// kernel removes devices, and routes on other devices.
+func (c Cleanup) kernel(ctx context.Context, d *daemon, all []lastKnown) error {
+	kernel, err := linux.Open(linux.Options{NexthopObjects: true})
+	if err != nil {
+		return err
+	}
+	defer func() { _ = kernel.Close() }()
+	sum := traces(d, all)
+	var errs []error
+	var done extent
+	for _, f := range sum.Former {
+		of := d.extent(f)
+		ops, err := dataplane.Leftovers(ctx, kernel, of.scope, dataplane.Scope{})
+		errs = append(errs, err)
+		for _, op := range ops {
+			c.tell(op.Object)
+		}
+		if c.Yes {
+			_, err = dataplane.Retire(ctx, kernel, of.scope, dataplane.Scope{})
+			errs = append(errs, err)
+		}
+		errs = append(errs, c.remnants(done.beyond(of)))
+		done.remnants = append(done.remnants, of.remnants...)
+	}
+	return oneline.Join(errs...)
+}
+
+// remnants removes the remnants that exist.
+func (c Cleanup) remnants(all []backend.Remnant) error {
+	var errs []error
+	for _, r := range all {
+		present, err := r.Present()
+		if present {
+			c.tell(r)
+		}
+		if present && c.Yes {
+			err = r.Remove()
+		}
+		errs = append(errs, err)
+	}
+	return oneline.Join(errs...)
+}
+
+// rules removes the traffic rules of networks from every flavour of firewall.
+func (c Cleanup) rules(ctx context.Context, networks []netip.Prefix) error {
+	if len(networks) == 0 {
+		return nil
+	}
+	for _, n := range networks {
+		c.tell(fmt.Sprintf("traffic rules of %s, if there are any", n))
+	}
+	if !c.Yes {
+		return nil
+	}
+	var errs []error
+	gone := firewall.Policy{Former: networks}
+	for _, l := range append(iptablesLeftovers(gone, nil), leftover{nftables.New(), gone}) {
+		_, err := l.applier.Apply(ctx, l.gone)
+		errs = append(errs, err)
+	}
+	return oneline.Join(errs...)
+}
+
+// files removes the subnet file, private keys that were written elsewhere, and the files
+// in the state directory. It removes the directory if it is empty then.
+func (c Cleanup) files() error {
+	entries, err := os.ReadDir(c.StateDir)
+	if err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return fmt.Errorf("read state directory: %w", err)
+	}
+	var written []string
+	if c.Backends.Files != nil {
+		if written, err = c.Backends.Files(c.StateDir); err != nil {
+			return err
+		}
+	}
+	if err := c.remove(append(written, c.SubnetFile)); err != nil {
+		return err
+	}
+	var paths []string
+	for _, e := range entries {
+		for _, ours := range []string{"flanneld-", "device-", "wgkey"} {
+			if strings.HasPrefix(e.Name(), ours) && e.Type().IsRegular() {
+				paths = append(paths, filepath.Join(c.StateDir, e.Name()))
+			}
+		}
+	}
+	err = c.remove(paths)
+	if c.Yes {
+		_ = os.Remove(c.StateDir) // fails if the directory contains other files
+	}
+	return err
+}
+
+// remove removes the files that exist.
+func (c Cleanup) remove(paths []string) error {
+	var errs []error
+	for _, path := range paths {
+		if _, err := os.Lstat(path); err != nil {
+			continue
+		}
+		c.tell("file " + path)
+		if c.Yes {
+			errs = append(errs, os.Remove(path))
+		}
+	}
+	return oneline.Join(errs...)
+}
+
+// tell prints an object that is removed.
+func (c Cleanup) tell(what any) {
+	verb := "would remove"
+	if c.Yes {
+		verb = "remove"
+	}
+	fmt.Fprintln(c.Out, verb, what)
+}

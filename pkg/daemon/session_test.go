@@ -1,0 +1,324 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package daemon
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/pkg/dataplane"
+	"github.com/flanneld/flanneld/pkg/options"
+	"github.com/flanneld/flanneld/pkg/tune"
+	"github.com/flanneld/flanneld/pkg/underlay"
+	"github.com/flanneld/flanneld/subnet"
+)
+
+// link returns an external interface with that MTU and address.
+func link(mtu int, addr string) underlay.Interface {
+	a := netip.MustParseAddr(addr)
+	return underlay.Interface{Name: "eth0", Index: 2, MTU: mtu, Addrs: []underlay.Address{{Local: a, Public: a}}}
+}
+
+// starter is a backend with a scripted Start, and the network that it starts.
+type starter struct {
+	env   backend.Env
+	start func(backend.Env) error
+	close func()
+}
+
+func (starter) Scope() dataplane.Scope { return dataplane.Scope{} }
+
+func (starter) Claim(_ context.Context, prev subnet.Claim) (subnet.Claim, error) { return prev, nil }
+
+func (s starter) Start(context.Context, subnet.Lease) (backend.Network, error) {
+	return s, s.start(s.env)
+}
+
+func (starter) MTU() int { return 1450 }
+
+func (starter) Check(subnet.Lease) ([]string, error) { return nil, nil }
+
+func (starter) Sync(context.Context, backend.Set) (backend.Outcome, error) {
+	return backend.Outcome{}, nil
+}
+
+func (starter) Changed() <-chan struct{} { return nil }
+
+func (s starter) Close() error {
+	s.close()
+	return nil
+}
+
+// silent is a store that never answers. It counts reconnections.
+type silent struct {
+	unanswered
+	reconnections int
+}
+
+func (s *silent) Reconnect() { s.reconnections++ }
+
+// working returns a daemon with a session on interface from.
+func working(t *testing.T, be starter, from underlay.Interface) (*daemon, *session) {
+	t.Helper()
+	registry, err := backend.NewRegistry(backend.Entry{
+		Type: "scripted",
+		Factory: func(_ json.RawMessage, env backend.Env) (backend.Backend, []string, error) {
+			be := be
+			be.env = env
+			return be, nil, nil
+		},
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	o := options.Options{Resync: time.Minute, Firewall: options.FirewallIPTables, SubnetFile: filepath.Join(t.TempDir(), "subnet.env")}
+	d := &daemon{opts: o, registry: registry, health: newHealth(o), tuner: &tune.Tuner{}, record: newRecord(nil), up: make(chan struct{})}
+	now := lastKnown{Config: subnet.Config{BackendType: "scripted"}, Interface: from}
+	d.record.set(now)
+	ledger, done := &subnet.Ledger{}, make(chan struct{})
+	syncer := backend.NewSyncer(backend.SyncerConfig{Config: now.Config, Network: be, Ledger: ledger, Resync: o.Resync})
+	ctx, cancel := context.WithCancel(t.Context())
+	go func() {
+		defer close(done)
+		_ = syncer.Run(ctx)
+	}()
+	s := &session{now: now, ledger: ledger, syncer: syncer, cancel: cancel, done: done}
+	d.serving.Store(s)
+	return d, s
+}
+
+// TestStopWhileMoving stops the daemon while a session on another interface starts
+// successfully. The session must have ended when work returns.
+func TestStopWhileMoving(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		ctx, cancel := context.WithCancel(t.Context())
+		closing, closed := false, make(chan struct{})
+		be := starter{
+			start: func(backend.Env) error { cancel(); return nil },
+			close: func() { closing = true; <-closed },
+		}
+		d, s := working(t, be, link(1500, "192.0.2.1"))
+		changed := make(chan underlay.Interface, 1)
+		changed <- link(1400, "192.0.2.1")
+		ended := make(chan error, 1)
+		go func() { ended <- d.work(ctx, &silent{}, s, changed) }()
+		synctest.Wait()
+		if !closing || len(ended) > 0 {
+			t.Errorf("the network closes: %v, work has ended: %v", closing, len(ended) > 0)
+		}
+		close(closed)
+		if err := <-ended; err != nil {
+			t.Error(err)
+		}
+	})
+}
+
+// TestMoveTwice changes the address while the daemon cannot follow an earlier change. The
+// store must be asked from the new address.
+func TestMoveTwice(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		ctx, cancel := context.WithCancel(t.Context())
+		changed, store := make(chan underlay.Interface, 1), &silent{}
+		var tried []int
+		be := starter{close: func() {}, start: func(env backend.Env) error {
+			tried = append(tried, env.Underlay.MTU)
+			switch len(tried) {
+			case 1:
+				changed <- link(1300, "192.0.2.9")
+			case 3:
+				cancel()
+			}
+			return errors.New("not yet")
+		}}
+		d, s := working(t, be, link(1500, "192.0.2.1"))
+		changed <- link(1400, "192.0.2.1")
+		if err := d.work(ctx, store, s, changed); err != nil {
+			t.Error(err)
+		}
+		if want := []int{1400, 1300, 1300}; !slices.Equal(tried, want) || store.reconnections != 1 {
+			t.Errorf("tried on MTUs %v and reconnected %d times, want %v and once", tried, store.reconnections, want)
+		}
+	})
+}
+
+// TestStatusWhileMoving reads the status of a daemon whose interface has changed to an
+// unusable one. The objects of the last session are still in the kernel.
+func TestStatusWhileMoving(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		ctx, cancel := context.WithCancel(t.Context())
+		be := starter{start: func(backend.Env) error { return errors.New("MTU 1300 is too small") }, close: func() {}}
+		d, s := working(t, be, link(1500, "192.0.2.1"))
+		s.syncer.Publish(subnet.Update{Snapshot: func() subnet.Snapshot {
+			return subnet.Snapshot{Leases: []*subnet.Lease{{Key: "10.5.2.0-24"}}}
+		}})
+		synctest.Wait()
+
+		changed := make(chan underlay.Interface, 1)
+		changed <- link(1300, "192.0.2.1")
+		ended := make(chan error, 1)
+		go func() { ended <- d.work(ctx, &silent{}, s, changed) }()
+		synctest.Wait()
+		begin := time.Now()
+		_, in := d.inspect(ctx, true)
+		if took := time.Since(begin); took != 0 || len(in.Peers) != 1 || in.LastSync.IsZero() || in.Err == nil || !strings.Contains(in.Err.Error(), "MTU 1300") {
+			t.Errorf("after %v: %+v, want the peer, and the reason why there is no session", took, in)
+		}
+		cancel()
+		if err := <-ended; err != nil {
+			t.Error(err)
+		}
+	})
+}
+
+// slow is a store that takes long to handle the own lease.
+type slow struct {
+	silent
+	told chan struct{}
+}
+
+func (s *slow) Held(subnet.Lease) { <-s.told }
+
+// TestSettle lets the regular start continue while a session on the last known state is
+// starting. settle must wait until that session has started and the store knows it, and
+// prevent another start.
+func TestSettle(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		ctx, cancel := context.WithCancel(t.Context())
+		defer cancel()
+		begun, proceed, tries := make(chan struct{}), make(chan struct{}), 0
+		d, s := working(t, starter{close: func() {}, start: func(backend.Env) error {
+			if tries++; tries == 1 {
+				return errors.New("not yet")
+			}
+			close(begun)
+			<-proceed
+			cancel() // no part of the session may change this host
+			return nil
+		}}, link(1500, "192.0.2.1"))
+		s.stop()
+		d.opts.Iface = []string{"127.0.0.1"}
+		last := lastKnown{
+			Config: subnet.Config{BackendType: "scripted", Networks: []subnet.Network{{Prefix: netip.MustParsePrefix("10.5.0.0/16")}}},
+			Own:    subnet.Lease{Endpoints: make([]subnet.Endpoint, 1), Permanent: true},
+		}
+		var err error
+		if last.Interface, err = underlay.Wait(ctx, d.underlayOptions(last.Config, last), 0); err != nil {
+			t.Fatal(err)
+		}
+		store := &slow{told: make(chan struct{})}
+		r := d.resume(ctx, store, last)
+		<-begun
+		settled := make(chan struct{})
+		go func() {
+			defer close(settled)
+			r.settle()
+		}()
+		expectWait := func(until string) {
+			t.Helper()
+			synctest.Wait()
+			select {
+			case <-settled:
+				t.Errorf("settle does not wait until %s", until)
+			default:
+			}
+		}
+		expectWait("the session has begun")
+		close(proceed)
+		expectWait("the store knows the lease")
+		close(store.told)
+		<-settled
+		r.stop()
+		if tries != 2 {
+			t.Errorf("%d tries, want 2", tries)
+		}
+	})
+}
+
+// otherSubnet is a manager that returns another subnet for this node under the same key.
+type otherSubnet struct{ subnet.Manager }
+
+func (otherSubnet) Acquire(_ context.Context, _ subnet.Config, c subnet.Claim) (subnet.Lease, error) {
+	return subnet.Lease{Key: "node1", Endpoints: []subnet.Endpoint{{Subnet: netip.MustParsePrefix("10.5.2.0/24"), PublicIP: c.Endpoints[0].PublicIP}}}, nil
+}
+
+// TestPublishOnAnotherSubnet returns another subnet under the same key. In Kubernetes a
+// lease always has the key of its node.
+func TestPublishOnAnotherSubnet(t *testing.T) {
+	own := subnet.Lease{Key: "node1", Endpoints: []subnet.Endpoint{{Subnet: netip.MustParsePrefix("10.5.1.0/24"), PublicIP: netip.MustParseAddr("192.0.2.1")}}}
+	err := (&daemon{}).publish(t.Context(), otherSubnet{}, subnet.Config{}, own)
+	if !errors.Is(err, subnet.ErrLeaseLost) || !strings.Contains(err.Error(), "10.5.1.0/24") || !strings.Contains(err.Error(), "10.5.2.0/24") {
+		t.Errorf("got %v, want ErrLeaseLost with both subnets", err)
+	}
+}
+
+// TestOtherNode checks that a host with an additional family, or without the address of
+// one, is still the same node.
+func TestOtherNode(t *testing.T) {
+	four, six := link(1500, "192.0.2.1"), link(1500, "2001:db8::1")
+	dual := four
+	dual.Addrs = slices.Concat(four.Addrs, six.Addrs)
+	moved := link(1500, "192.0.2.2")
+	behind := link(1500, "192.0.2.1")
+	behind.Addrs[0].Public = netip.MustParseAddr("203.0.113.7")
+	for name, tc := range map[string]struct {
+		a, b underlay.Interface
+		want bool
+	}{
+		"same":                   {four, four, false},
+		"another family as well": {four, dual, false},
+		"one family less":        {dual, six, false},
+		"another address":        {four, moved, true},
+		"another public address": {four, behind, true},
+		"not known":              {underlay.Interface{}, four, true},
+	} {
+		if got := otherNode(tc.a, tc.b); got != tc.want {
+			t.Errorf("%s: %v, want %v", name, got, tc.want)
+		}
+	}
+}
+
+// TestStartBackendWaitsForPort checks that only a port in use is waited for, and how long.
+func TestStartBackendWaitsForPort(t *testing.T) {
+	inUse := fmt.Errorf("listen on UDP: %w", os.NewSyscallError("bind", unix.EADDRINUSE))
+	for name, test := range map[string]struct {
+		errs  []error // of the first starts, the last one of all later ones
+		want  error
+		waits bool
+	}{
+		"free":          {errs: []error{nil}},
+		"soon free":     {errs: []error{inUse, inUse, nil}, waits: true},
+		"never free":    {errs: []error{inUse}, want: unix.EADDRINUSE, waits: true},
+		"another error": {errs: []error{unix.EPERM}, want: unix.EPERM},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				errs, began := test.errs, time.Now()
+				be := starter{start: func(backend.Env) error {
+					err := errs[0]
+					errs = errs[min(1, len(errs)-1):]
+					return err
+				}}
+				_, err := startBackend(t.Context(), be, subnet.Lease{})
+				if !errors.Is(err, test.want) {
+					t.Errorf("error %v, want %v", err, test.want)
+				}
+				if waited := time.Since(began); waited > 2*portPatience || (waited > 0) != test.waits {
+					t.Errorf("it waited %s", waited)
+				}
+			})
+		})
+	}
+}

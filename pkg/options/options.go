@@ -1,0 +1,301 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package options contains flanneld's flags: names, variables, defaults, validation, help text
+// and the set-up of the log.
+package options
+
+import (
+	"crypto/sha256"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"io/fs"
+	"net"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"strconv"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/flanneld/flanneld/pkg/status"
+)
+
+// The values of --nexthop-objects.
+const (
+	NexthopsAuto = "auto"
+	NexthopsOff  = "off"
+)
+
+// The values of --firewall.
+const (
+	FirewallConfig   = "config"
+	FirewallAuto     = "auto"
+	FirewallIPTables = "iptables"
+	FirewallNFTables = "nftables"
+)
+
+// allowExtension is the flag whose default depends on another flag.
+const allowExtension = "allow-extension-backend"
+
+// socketOff is the value of --status-socket that disables the socket.
+const socketOff = "off"
+
+// Options contains all values of flags and FLANNELD_ variables, validated. Formatting it
+// does not show a secret.
+type Options struct {
+	// EtcdEndpoints contains the addresses of etcd: host:port or URLs, all with the same
+	// scheme.
+	EtcdEndpoints []string
+	// EtcdPrefix is the prefix of all keys, as given.
+	EtcdPrefix string
+	// EtcdKeyFile and EtcdCertFile are the TLS client key and certificate. Both are set
+	// or none. EtcdCAFile is the CA bundle; if it is empty the system's is used.
+	EtcdKeyFile, EtcdCertFile, EtcdCAFile string
+	// EtcdUsername and EtcdPassword are both set or both empty.
+	EtcdUsername string
+	EtcdPassword Secret
+	// RenewMargin is the time before its end at which the lease is renewed.
+	RenewMargin time.Duration
+	// LeaseTTL is the lifetime of the lease in the store without a renewal.
+	LeaseTTL time.Duration
+
+	// KubeSubnetMgr selects the Kubernetes API as the store, instead of etcd.
+	KubeSubnetMgr bool
+	// KubeAPIURL and KubeconfigFile locate the API server. If both are empty, the pod's
+	// service account does.
+	KubeAPIURL, KubeconfigFile string
+	// NodeName is the Node of this host in Kubernetes, from NODE_NAME. If it is empty,
+	// the pod that POD_NAME and POD_NAMESPACE name contains it.
+	NodeName, PodName, PodNamespace string
+	// KubeAnnotationPrefix is the prefix of the node annotations.
+	KubeAnnotationPrefix string
+	// NetConfigPath is the file with the network configuration.
+	NetConfigPath string
+	// SetNodeNetworkUnavailable sets the node's condition NetworkUnavailable to False.
+	SetNodeNetworkUnavailable bool
+
+	// Iface and IfaceRegex select the interface, in this order.
+	Iface, IfaceRegex []string
+	// IfaceCanReach is the IP address to reach; empty if not given.
+	IfaceCanReach string
+	// IfaceWait limits the wait for an interface at the start.
+	IfaceWait time.Duration
+	// PublicIP and PublicIPv6 are the addresses that peers send to; zero if not given.
+	PublicIP, PublicIPv6 netip.Addr
+
+	// IPMasq masquerades packets that leave the network, with random ports unless
+	// IPMasqFullyRandomDisable is set.
+	IPMasq, IPMasqFullyRandomDisable bool
+	// IPTablesForwardRules accepts forwarded packets of the network.
+	IPTablesForwardRules bool
+	// GuardTunnel drops packets from pods to the tunnels of hosts.
+	GuardTunnel bool
+	// IPTablesResync is the interval at which the rules are checked.
+	IPTablesResync time.Duration
+	// IPBlackholeRoute maintains a blackhole route for the own subnet.
+	IPBlackholeRoute bool
+	// Firewall is "config", "auto", "iptables" or "nftables".
+	Firewall string
+	// Resync is the interval at which all kernel state is read again.
+	Resync time.Duration
+
+	// ExitOnConfigChange ends the daemon after a change of the configuration.
+	ExitOnConfigChange bool
+	// NexthopObjects is "auto" or "off".
+	NexthopObjects string
+
+	// AllowExtensionBackend allows running commands from the network configuration.
+	AllowExtensionBackend bool
+	// UDPSourceCheck is "strict", "network" or "off": a tunnel.SourceCheck.
+	UDPSourceCheck string
+	// UDPPersist keeps the TUN device of the udp backend when the daemon ends.
+	UDPPersist bool
+
+	// SubnetFile is the file that is written for the CNI plugin.
+	SubnetFile string
+	// StateDir is the directory of the last known state.
+	StateDir string
+
+	// HealthzIP and HealthzPort are the address that serves probes. The zero address
+	// means all addresses. Port 0 means that probes are not served.
+	HealthzIP   netip.Addr
+	HealthzPort uint16
+	// ReadyzDatastoreGrace is the time for which the store may be unavailable before the
+	// daemon is not ready.
+	ReadyzDatastoreGrace time.Duration
+
+	// StatusSocket is the path of the local socket. Empty means beside the subnet file,
+	// "off" means none.
+	StatusSocket string
+	// StatuszAddress is the address:port that serves the status page to other hosts.
+	// Empty means none.
+	StatuszAddress string
+
+	// LogFormat is "text" or "json".
+	LogFormat string
+	// Verbosity, VModule and LogBacktraceAt are klog's v, vmodule and
+	// log_backtrace_at.
+	Verbosity               int
+	VModule, LogBacktraceAt string
+
+	// Warnings contains one line for each input that was ignored and looks like a
+	// mistake.
+	Warnings []string
+
+	version bool
+	sources map[string]string // how each flag was given, by its name
+}
+
+// Source returns the form in which the flag was given: "--ip-masq" or "FLANNELD_IP_MASQ".
+// For a flag that was not given it returns the former.
+func (o Options) Source(name string) string {
+	if s, ok := o.sources[name]; ok {
+		return s
+	}
+	return "--" + name
+}
+
+// HealthzAddr returns the address:port that serves probes, or "" if they are not served.
+func (o Options) HealthzAddr() string {
+	if o.HealthzPort == 0 {
+		return ""
+	}
+	host := ""
+	if o.HealthzIP.IsValid() {
+		host = o.HealthzIP.String()
+	}
+	return net.JoinHostPort(host, strconv.Itoa(int(o.HealthzPort)))
+}
+
+// SocketPath returns the path of the local socket, or "" if there is none.
+func (o Options) SocketPath() string {
+	switch o.StatusSocket {
+	case "":
+		return status.SocketPath(o.SubnetFile)
+	case socketOff:
+		return ""
+	}
+	return o.StatusSocket
+}
+
+// StoreKind returns the name of the datastore.
+func (o Options) StoreKind() string {
+	if o.KubeSubnetMgr {
+		return "kubernetes"
+	}
+	return "etcd"
+}
+
+// StateName returns the name of the daemon's state file. Several daemons on a host differ
+// in their network and subnet file.
+func (o Options) StateName() string {
+	network := o.EtcdPrefix
+	if o.KubeSubnetMgr {
+		network = "Kubernetes " + o.KubeAnnotationPrefix
+	}
+	sum := sha256.Sum256([]byte(filepath.Clean(o.SubnetFile) + "\x00" + network))
+	return "flanneld-" + hex.EncodeToString(sum[:6])
+}
+
+// LogValues returns the given flags and their values as key-value pairs for the logger.
+// Secrets are redacted.
+func (o Options) LogValues() []any {
+	var kv []any
+	for _, t := range topics() {
+		for _, s := range t.settings {
+			if _, given := o.sources[s.name]; given {
+				kv = append(kv, s.name, s.get(o))
+			}
+		}
+	}
+	return kv
+}
+
+// DefaultNetConfigPath is the default path of the network configuration on Kubernetes,
+// where flannel's manifests mount its ConfigMap.
+const DefaultNetConfigPath = "/etc/kube-flannel/net-conf.json"
+
+// given is a text flag with its name and value.
+type given struct{ name, value string }
+
+// check validates the values against each other and against the file system.
+func (o *Options) check() error {
+	if _, given := o.sources[allowExtension]; !given {
+		// A program that can write to etcd is trusted with the whole network. In
+		// Kubernetes many programs may write a node's annotations or a ConfigMap.
+		o.AllowExtensionBackend = !o.KubeSubnetMgr
+	}
+	for _, pair := range [][2]given{
+		{{"etcd-username", o.EtcdUsername}, {"etcd-password", o.EtcdPassword.Reveal()}},
+		{{"etcd-keyfile", o.EtcdKeyFile}, {"etcd-certfile", o.EtcdCertFile}},
+	} {
+		if err := o.together(pair[0], pair[1]); err != nil {
+			return err
+		}
+	}
+	files := []given{
+		{"etcd-keyfile", o.EtcdKeyFile}, {"etcd-certfile", o.EtcdCertFile}, {"etcd-cafile", o.EtcdCAFile},
+		{"kubeconfig-file", o.KubeconfigFile},
+	}
+	if o.KubeSubnetMgr {
+		files = append(files, given{"net-config-path", o.NetConfigPath})
+	}
+	for _, f := range files {
+		if err := o.readable(f); err != nil {
+			return err
+		}
+	}
+	for _, f := range []given{{"subnet-file", o.SubnetFile}, {"status-socket", o.StatusSocket}} {
+		if info, err := os.Stat(f.value); err == nil && info.IsDir() {
+			return fmt.Errorf("%s %q is a directory: expected a file", o.Source(f.name), f.value)
+		}
+	}
+	if info, err := os.Stat(o.StateDir); err == nil && !info.IsDir() {
+		return fmt.Errorf("%s %q is a file: expected a directory", o.Source("state-dir"), o.StateDir)
+	}
+	if o.LogFormat == logJSON && o.LogBacktraceAt != "" {
+		return fmt.Errorf("%s works with text logs only: expected %s text",
+			o.Source("log_backtrace_at"), o.Source("log-format"))
+	}
+	tls := o.EtcdCertFile != "" || o.EtcdCAFile != ""
+	if tls && !o.KubeSubnetMgr && scheme(o.EtcdEndpoints[0]) == "http" {
+		o.Warnings = append(o.Warnings, "the TLS files for etcd are not used: "+
+			o.Source("etcd-endpoints")+" contains http endpoints")
+	}
+	return nil
+}
+
+// together returns an error if only one of two flags is set.
+func (o *Options) together(a, b given) error {
+	if b.value != "" {
+		a, b = b, a
+	}
+	if a.value != "" && b.value == "" {
+		return fmt.Errorf("%s is set and --%s is not: expected both or neither", o.Source(a.name), b.name)
+	}
+	return nil
+}
+
+// readable returns an error if a given file cannot be read. It does not open the file,
+// which may be a pipe.
+func (o *Options) readable(f given) error {
+	if f.value == "" {
+		return nil
+	}
+	info, err := os.Stat(f.value)
+	if err == nil {
+		if info.IsDir() {
+			return fmt.Errorf("%s %q is a directory: expected a file", o.Source(f.name), f.value)
+		}
+		err = unix.Access(f.value, unix.R_OK)
+	}
+	if err == nil {
+		return nil
+	}
+	if pe, ok := errors.AsType[*fs.PathError](err); ok {
+		err = pe.Err // the message contains the path already
+	}
+	return fmt.Errorf("%s %q cannot be read: %w", o.Source(f.name), f.value, err)
+}

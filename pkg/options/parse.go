@@ -1,0 +1,226 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package options
+
+import (
+	"errors"
+	"flag"
+	"fmt"
+	"io"
+	"strconv"
+	"strings"
+)
+
+// envPrefix is the prefix of environment variables that set flags.
+const envPrefix = "FLANNELD_"
+
+// The errors that Parse returns if the command line does not ask to run the daemon.
+var (
+	// ErrHelp means to print Help and exit with 0.
+	ErrHelp = flag.ErrHelp
+	// ErrVersion means to print the version and exit with 0.
+	ErrVersion = errors.New("version requested")
+)
+
+// Parse parses the arguments after the program's name, and the environment
+// ("NAME=value"). A flag has precedence over its variable, and an empty variable counts
+// as not set. An error is one line that names the mistake and the expected value.
+func Parse(args, env []string) (Options, error) {
+	o := Options{sources: map[string]string{}}
+	all := settings()
+	for _, s := range all {
+		if s.def == "" {
+			continue
+		}
+		if err := s.set(&o, s.def); err != nil {
+			return Options{}, fmt.Errorf("default of --%s: %w", s.name, err)
+		}
+	}
+	flags, err := commandLine(all, args)
+	if err != nil {
+		return Options{}, err
+	}
+	if err := o.apply(all, flags); err != nil {
+		return Options{}, err
+	}
+	if o.version {
+		return Options{}, ErrVersion
+	}
+	vars, warnings := environment(all, env, flags)
+	if err := o.apply(all, vars); err != nil {
+		return Options{}, err
+	}
+	o.Warnings = append(o.Warnings, warnings...)
+	o.readPod(env)
+	if err := o.check(); err != nil {
+		return Options{}, err
+	}
+	return o, nil
+}
+
+// readPod reads the variables with which a manifest describes its pod.
+func (o *Options) readPod(env []string) {
+	for _, e := range env {
+		switch name, value, _ := strings.Cut(e, "="); name {
+		case "NODE_NAME":
+			o.NodeName = value
+		case "POD_NAME":
+			o.PodName = value
+		case "POD_NAMESPACE":
+			o.PodNamespace = value
+		}
+	}
+}
+
+// values contains the texts that were given for each flag, by name.
+type values map[string]*collected
+
+// collected stores the texts that package flag passes to it. They are parsed later, in
+// the same way as those of variables.
+type collected struct {
+	source string
+	texts  []string
+	toggle bool
+}
+
+func (c *collected) String() string     { return "" }
+func (c *collected) Set(s string) error { c.texts = append(c.texts, s); return nil }
+func (c *collected) IsBoolFlag() bool   { return c.toggle }
+
+// apply sets the options that were given.
+func (o *Options) apply(all []setting, given values) error {
+	for _, s := range all {
+		c, ok := given[s.name]
+		if !ok {
+			continue
+		}
+		o.sources[s.name] = c.source
+		for _, text := range c.texts {
+			if err := s.set(o, text); err != nil {
+				return fmt.Errorf("%s %q is invalid: %w", c.source, redact(text), err)
+			}
+		}
+	}
+	return nil
+}
+
+// commandLine splits args into flags and their values.
+func commandLine(all []setting, args []string) (values, error) {
+	fs := flag.NewFlagSet("", flag.ContinueOnError)
+	fs.SetOutput(io.Discard)
+	fs.Usage = func() {}
+	found := values{}
+	for _, s := range all {
+		found[s.name] = &collected{source: "--" + s.name, toggle: s.toggle}
+		fs.Var(found[s.name], s.name, "")
+	}
+	err := fs.Parse(args)
+	read := args[:len(args)-fs.NArg()]
+	switch {
+	case errors.Is(err, flag.ErrHelp):
+		return nil, ErrHelp
+	case err != nil:
+		return nil, badFlag(fs, all, read)
+	case fs.NArg() > 0:
+		return nil, badArgument(fs, read, fs.Arg(0))
+	}
+	for name, c := range found {
+		if len(c.texts) == 0 {
+			delete(found, name)
+		}
+	}
+	return found, nil
+}
+
+// badFlag returns the reason why package flag stopped after the arguments in read: at an
+// unknown flag, at a flag without its value at the end, or before an argument that begins
+// with a dash and is not a flag.
+func badFlag(fs *flag.FlagSet, all []setting, read []string) error {
+	var last, name string
+	if len(read) > 0 {
+		last = read[len(read)-1]
+		name, _, _ = strings.Cut(strings.TrimLeft(last, "-"), "=")
+	}
+	unknown := last != name && fs.Lookup(name) == nil
+	switch near, ok := nearest(name, names(all)); {
+	case !unknown && fs.NArg() > 0:
+		return fmt.Errorf("argument %q is not a flag: expected --name or --name=value", redact(fs.Arg(0)))
+	case !unknown:
+		return fmt.Errorf("--%s needs a value", name)
+	case ok:
+		return fmt.Errorf("unknown flag --%s: did you mean --%s?", plain(name), near)
+	default:
+		return fmt.Errorf("unknown flag --%s: see --help", plain(name))
+	}
+}
+
+// badArgument returns an error about the first argument that is not a flag. It is usually
+// the value of a boolean flag, which needs a "=".
+func badArgument(fs *flag.FlagSet, read []string, arg string) error {
+	if _, err := strconv.ParseBool(arg); err == nil && len(read) > 0 {
+		name := strings.TrimLeft(read[len(read)-1], "-")
+		if f := fs.Lookup(name); f != nil && read[len(read)-1] != name {
+			return fmt.Errorf("unexpected argument %q: expected --%s=%s", arg, name, arg)
+		}
+	}
+	return fmt.Errorf("unexpected argument %q: expected flags only, see --help", redact(arg))
+}
+
+// environment returns the variables for flags that are not given, and a warning for each
+// variable that looks misspelt.
+func environment(all []setting, env []string, flags values) (vars values, warnings []string) {
+	byVar := map[string]string{}
+	for _, s := range all {
+		byVar[envName(s.name)] = s.name
+	}
+	known := names(all)
+	vars = values{}
+	for _, kv := range env {
+		variable, text, _ := strings.Cut(kv, "=")
+		if !strings.HasPrefix(variable, envPrefix) || text == "" {
+			continue
+		}
+		name, ok := byVar[variable]
+		if !ok {
+			name = strings.ToLower(strings.TrimPrefix(variable, envPrefix))
+			if near, ok := nearest(name, known); ok && name != "help" {
+				warnings = append(warnings, fmt.Sprintf("%s is ignored: did you mean %s?", plain(variable), envName(near)))
+			}
+			continue
+		}
+		// The version is not a setting.
+		if _, given := flags[name]; !given && name != "version" {
+			vars[name] = &collected{source: variable, texts: []string{text}}
+		}
+	}
+	return vars, warnings
+}
+
+// envName returns the name of the variable that sets the flag.
+func envName(name string) string {
+	return envPrefix + strings.ToUpper(strings.ReplaceAll(name, "-", "_"))
+}
+
+func names(all []setting) []string {
+	var ns []string
+	for _, s := range all {
+		ns = append(ns, s.name)
+	}
+	return ns
+}
+
+// plain escapes characters that would break a line.
+func plain(name string) string { return strings.Trim(strconv.Quote(name), `"`) }
+
+// redact hides a user and password in a URL.
+func redact(text string) string {
+	at := strings.LastIndexByte(text, '@')
+	if at < 0 {
+		return text
+	}
+	start := strings.Index(text, "://") + len("://")
+	if start > at || start < len("://") {
+		start = 0
+	}
+	return text[:start] + "[redacted]" + text[at:]
+}

@@ -1,0 +1,372 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package options
+
+import (
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"net/netip"
+	"net/url"
+	"path/filepath"
+	"regexp"
+	"regexp/syntax"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/flanneld/flanneld/subnet"
+	"github.com/flanneld/flanneld/subnet/kube"
+)
+
+// redacted replaces a secret when it is formatted.
+const redacted = "[redacted]"
+
+// Secret is a text that is not shown by formatting and logging.
+type Secret string
+
+// Reveal returns the text.
+func (s Secret) Reveal() string { return string(s) }
+
+// String returns a placeholder, or "" for an empty secret.
+func (s Secret) String() string {
+	if s == "" {
+		return ""
+	}
+	return redacted
+}
+
+// Format writes the placeholder for any verb.
+func (s Secret) Format(f fmt.State, _ rune) { fmt.Fprint(f, s.String()) }
+
+// MarshalText returns the placeholder.
+func (s Secret) MarshalText() ([]byte, error) { return []byte(s.String()), nil }
+
+// LogValue returns the placeholder.
+func (s Secret) LogValue() slog.Value { return slog.StringValue(s.String()) }
+
+// The functions below parse the text of a flag. Their errors contain the expected value.
+// The caller adds the flag and the text.
+
+func text(s string) (string, error) { return s, nil }
+
+func secret(s string) (Secret, error) { return Secret(s), nil }
+
+func path(s string) (string, error) {
+	if s == "" {
+		return "", errors.New("expected a path")
+	}
+	return s, nil
+}
+
+// filePath parses the path of a file.
+func filePath(s string) (string, error) {
+	if s == "" || strings.HasSuffix(s, "/") {
+		return "", errors.New("expected the path of a file")
+	}
+	return s, nil
+}
+
+// socketText parses the path of a local socket, or the value that disables it.
+func socketText(s string) (string, error) {
+	const longest = len(unix.RawSockaddrUnix{}.Path) - 1
+	if s == "" || s == socketOff {
+		return s, nil
+	}
+	if strings.HasSuffix(s, "/") || len(s) > longest {
+		return "", fmt.Errorf("expected %s or the path of a socket, which has %d characters at most", socketOff, longest)
+	}
+	return s, nil
+}
+
+// iface validates a name or address of an interface. The kernel accepts no other names.
+func iface(s string) error {
+	if a, err := netip.ParseAddr(s); err == nil {
+		if a.IsUnspecified() || a.IsMulticast() {
+			return errors.New("expected an address that an interface can have")
+		}
+		return nil
+	}
+	space := func(r rune) bool { return r <= ' ' || r == 0x7f || r == 0xa0 || r == '/' || r == ':' }
+	if s == "." || s == ".." || len(s) >= unix.IFNAMSIZ || strings.ContainsFunc(s, space) {
+		return fmt.Errorf("expected an IP address or the name of an interface, which has %d characters at most", unix.IFNAMSIZ-1)
+	}
+	return nil
+}
+
+// regex validates a regular expression.
+func regex(s string) error {
+	_, err := regexp.Compile(s)
+	if e, ok := errors.AsType[*syntax.Error](err); ok {
+		return fmt.Errorf("expected a regular expression: %s", e.Code)
+	}
+	return err
+}
+
+// annotationPrefix validates a prefix of annotations.
+func annotationPrefix(s string) (string, error) {
+	_, err := kube.AnnotationPrefix(s)
+	return s, err
+}
+
+func boolean(s string) (bool, error) {
+	b, err := strconv.ParseBool(s)
+	if err != nil {
+		return false, errors.New("expected true or false")
+	}
+	return b, nil
+}
+
+// integer accepts a Go literal of any base between lo and hi.
+func integer(s string, lo, hi int64, of string) (int64, error) {
+	n, err := strconv.ParseInt(s, 0, 64)
+	if err != nil || n < lo || n > hi {
+		return 0, fmt.Errorf("expected %s from %d to %d", of, lo, hi)
+	}
+	return n, nil
+}
+
+// whole returns a parser for a number of units between lo and hi.
+func whole(unit time.Duration, name string, lo, hi int64) func(string) (time.Duration, error) {
+	return func(s string) (time.Duration, error) {
+		n, err := integer(s, lo, hi, "a whole number of "+name)
+		return time.Duration(n) * unit, err
+	}
+}
+
+// century is the maximum duration. It has the same effect as any longer one, and cannot
+// overflow when it is added to a time or passed to a store.
+const century = 100 * 365 * 24 * time.Hour
+
+// duration returns a parser for a duration of at least lo.
+func duration(lo time.Duration) func(string) (time.Duration, error) {
+	return func(s string) (time.Duration, error) {
+		d, err := time.ParseDuration(s)
+		switch {
+		case err != nil || d < lo:
+			return 0, fmt.Errorf("expected a duration such as 90s or 5m, at least %s", lo)
+		case d > century:
+			return 0, fmt.Errorf("expected a duration such as 90s or 5m, at most %.0fh", century.Hours())
+		}
+		return d, nil
+	}
+}
+
+// port parses a port. A negative number means 0, as with flannel.
+func port(s string) (uint16, error) {
+	if n, err := strconv.ParseInt(s, 0, 64); err == nil && n < 0 {
+		return 0, nil
+	}
+	n, err := integer(s, 0, 1<<16-1, "a port")
+	return uint16(n), err
+}
+
+func verbosity(s string) (int, error) {
+	n, err := integer(s, 0, 1<<31-1, "a level")
+	return int(n), err
+}
+
+func oneOf(choices ...string) func(string) (string, error) {
+	return func(s string) (string, error) {
+		if !slices.Contains(choices, s) {
+			return "", errors.New("expected " + strings.Join(choices, " or "))
+		}
+		return s, nil
+	}
+}
+
+// address parses an IP address. Empty text is the zero address.
+func address(s string) (netip.Addr, error) {
+	if s == "" {
+		return netip.Addr{}, nil
+	}
+	a, err := netip.ParseAddr(s)
+	if err != nil || a.Zone() != "" {
+		return netip.Addr{}, errors.New("expected an IP address")
+	}
+	return a.Unmap(), nil
+}
+
+// destination validates an address that packets can be sent to.
+func destination(s string) (string, error) {
+	a, err := address(s)
+	if err == nil && s != "" && !subnet.IsHost(a) {
+		return "", errors.New("expected the IP address of another host")
+	}
+	return s, err
+}
+
+// listenAddress parses an address that this host can have. Empty text is the zero
+// address.
+func listenAddress(s string) (netip.Addr, error) {
+	a, err := address(s)
+	if err == nil && s != "" && !listens(a) {
+		return a, errors.New("expected an IP address of this host")
+	}
+	return a, err
+}
+
+// listens reports whether a program can listen on a.
+func listens(a netip.Addr) bool {
+	return subnet.IsHost(a) || a.IsLoopback() || a.IsUnspecified()
+}
+
+// unicast returns a parser for an address that peers can send to. Empty text is the zero
+// address.
+func unicast(v4 bool) func(string) (netip.Addr, error) {
+	want := "expected an IPv6 address that peers can reach"
+	if v4 {
+		want = "expected an IPv4 address that peers can reach"
+	}
+	return func(s string) (netip.Addr, error) {
+		a, err := address(s)
+		if s != "" && (err != nil || a.Is4() != v4 || !subnet.IsHost(a)) {
+			return netip.Addr{}, errors.New(want)
+		}
+		return a, nil
+	}
+}
+
+// endpoints parses a comma separated list of etcd endpoints. They must have the same
+// scheme, because the client uses that of the first for all. Errors contain the number of
+// an endpoint and not its text, which may contain a password.
+func endpoints(s string) ([]string, error) {
+	var list []string
+	for e := range strings.SplitSeq(s, ",") {
+		e = strings.TrimSpace(e)
+		list = append(list, e)
+		n := len(list)
+		if err := endpoint(e); err != nil {
+			return nil, fmt.Errorf("endpoint %d: %w", n, err)
+		}
+		if first, this := scheme(list[0]), scheme(e); this != first {
+			return nil, fmt.Errorf("endpoint 1 is %s and endpoint %d is %s: expected one scheme for all",
+				describeScheme(first), n, describeScheme(this))
+		}
+	}
+	return list, nil
+}
+
+// endpoint validates an etcd endpoint.
+func endpoint(e string) error {
+	malformed := errors.New("expected host:port, or http:// or https:// with host:port")
+	host := e
+	switch scheme(e) {
+	case "http", "https":
+		u, err := url.Parse(e)
+		if err != nil {
+			return malformed
+		}
+		if u.User != nil {
+			return errors.New("expected no user and password in a URL, but --etcd-username and --etcd-password")
+		}
+		if strings.Trim(u.Path, "/") != "" || u.RawQuery != "" || u.Fragment != "" {
+			return malformed
+		}
+		host = u.Host
+	case "unix", "unixs":
+		if _, at, _ := strings.Cut(e, "://"); at == "" {
+			return errors.New("expected unix:// with the path of a socket")
+		}
+		return nil
+	}
+	name, number, err := net.SplitHostPort(host)
+	if err != nil || !isHost(name) || !isPort(number) {
+		return malformed
+	}
+	return nil
+}
+
+func isPort(s string) bool {
+	n, err := strconv.ParseUint(s, 10, 16)
+	return err == nil && n > 0
+}
+
+// isHost reports whether s can be an address or a DNS name. A name does not end with a
+// number, because that would be an address with a mistake.
+func isHost(s string) bool {
+	if _, err := netip.ParseAddr(s); err == nil {
+		return true
+	}
+	labels := strings.Split(strings.TrimSuffix(s, "."), ".")
+	for _, l := range labels {
+		if l == "" || len(l) > 63 || strings.ContainsFunc(l, func(r rune) bool { return r <= ' ' || strings.ContainsRune("/@:%?#[]\\\"", r) }) {
+			return false
+		}
+	}
+	_, err := strconv.ParseUint(labels[len(labels)-1], 10, 64)
+	return err != nil && len(s) <= 254
+}
+
+// scheme returns the part of an endpoint before "://", or "" if there is none.
+func scheme(endpoint string) string {
+	if s, _, ok := strings.Cut(endpoint, "://"); ok {
+		return strings.ToLower(s)
+	}
+	return ""
+}
+
+func describeScheme(s string) string {
+	if s == "" {
+		return "without scheme"
+	}
+	return s
+}
+
+// apiURL parses the URL of the Kubernetes API server. Empty text is none.
+func apiURL(s string) (string, error) {
+	if s == "" {
+		return "", nil
+	}
+	full := s
+	if scheme(s) == "" { // host:port is sufficient for the Kubernetes client
+		full = "https://" + s
+	}
+	u, err := url.Parse(full)
+	if err != nil || u.Host == "" || u.Scheme != "http" && u.Scheme != "https" {
+		return "", errors.New("expected a URL such as https://host:port")
+	}
+	if u.User != nil {
+		return "", errors.New("expected no user and password in a URL, but --kubeconfig-file")
+	}
+	if !isHost(u.Hostname()) || u.Port() != "" && !isPort(u.Port()) {
+		return "", errors.New("expected a URL such as https://host:port")
+	}
+	return s, nil
+}
+
+// hostPort parses the address of a listener, "IP:port". Empty text is none.
+func hostPort(s string) (string, error) {
+	if s == "" {
+		return "", nil
+	}
+	if a, err := netip.ParseAddrPort(s); err != nil || a.Port() == 0 || !listens(a.Addr()) {
+		return "", errors.New("expected IP:port, such as 127.0.0.1:8287 or [::]:8287")
+	}
+	return s, nil
+}
+
+// vmodule validates klog's list of file patterns with a level each.
+func vmodule(s string) (string, error) {
+	for item := range strings.SplitSeq(s, ",") {
+		pattern, level, _ := strings.Cut(item, "=")
+		_, bad := filepath.Match(pattern, "")
+		if n, err := strconv.Atoi(level); item != "" && (pattern == "" || bad != nil || err != nil || n < 0) {
+			return "", errors.New("expected pattern=level, comma separated")
+		}
+	}
+	return s, nil
+}
+
+// backtraceAt validates klog's file:line.
+func backtraceAt(s string) (string, error) {
+	file, line, _ := strings.Cut(s, ":")
+	if n, err := strconv.Atoi(line); s != "" && (!strings.Contains(file, ".") || err != nil || n <= 0) {
+		return "", errors.New("expected file.go:line")
+	}
+	return s, nil
+}

@@ -1,0 +1,141 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package tune adapts the Go runtime to a daemon that works for a tenth of a second and then
+// waits for days.
+package tune
+
+import (
+	"context"
+	"runtime"
+	"runtime/debug"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"k8s.io/klog/v2"
+)
+
+const (
+	// startGC is the percentage (GOGC) of the garbage collector during the start. A start
+	// uses most of its memory until its end, and collecting would be a fifth of its work.
+	startGC = 800
+	// restGC makes the collector run earlier than by default: at rest there is little to
+	// collect, and garbage uses memory until the collector runs.
+	restGC = 50
+	// tidyAfter is the time after the start during which it may have more work, such as
+	// writing the state file.
+	tidyAfter = 2 * time.Second
+	// longStart is the time after which memory is released even if the daemon still waits
+	// for its store, or constantly writes.
+	longStart = time.Minute
+	// fewCPUs is the number of CPUs up to which a second thread for packets is useless,
+	// because the pods need the other CPU.
+	fewCPUs = 2
+)
+
+// Tuner changes the settings of the Go runtime: one set for the start, another for the time
+// after it. Settings in the environment have precedence. The zero value changes nothing, for
+// programs that embed the daemon.
+type Tuner struct {
+	threads, memory bool // whether they may be adapted
+
+	mu        sync.Mutex
+	resting   bool
+	oneThread bool // one thread is sufficient for the backend
+	fitted    bool // the runtime uses one thread
+}
+
+// New returns a Tuner for a process of its own, whose environment ("NAME=value") is env.
+func New(env []string) *Tuner {
+	unset := func(name string) bool {
+		return !slices.ContainsFunc(env, func(v string) bool { return strings.HasPrefix(v, name+"=") })
+	}
+	return &Tuner{threads: unset("GOMAXPROCS"), memory: unset("GOGC") && unset("GOMEMLIMIT")}
+}
+
+// Begin must be called before the start.
+func (t *Tuner) Begin() {
+	if t.memory {
+		debug.SetGCPercent(startGC)
+	}
+}
+
+// Backend must be called when the type of the backend is known, and when it changes.
+func (t *Tuner) Backend(backendType string) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.oneThread = oneThread(backendType)
+	t.fitThreads()
+}
+
+// oneThread reports whether one thread of Go code is sufficient once the start is over,
+// because the process does not carry packets itself or does it best with one thread.
+func oneThread(backendType string) bool {
+	switch backendType {
+	case "alloc", "host-gw", "ipip", "vxlan":
+		return true
+	case "udp":
+		return runtime.NumCPU() <= fewCPUs
+	}
+	return false
+}
+
+// fitThreads sets GOMAXPROCS. It is 1 at rest, because an event is handled in small steps by
+// several goroutines, and to wake a second thread for a step takes more CPU time than the step.
+// During the start it is the number of CPUs. It stays that if packets go through the process
+// and there are enough CPUs. The caller holds t.mu.
+func (t *Tuner) fitThreads() {
+	switch one := t.resting && t.oneThread; {
+	case !t.threads || one == t.fitted:
+	case one:
+		runtime.GOMAXPROCS(1)
+		t.fitted = true
+	default:
+		runtime.SetDefaultGOMAXPROCS()
+		t.fitted = false
+	}
+}
+
+// settle is called when the start is over.
+func (t *Tuner) settle() {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.resting = true
+	t.fitThreads()
+	if t.memory {
+		debug.SetGCPercent(restGC)
+	}
+}
+
+// Rest waits until the start is over and the state file is written, because writing a large
+// one takes memory too. started is closed when the start is over; written is called after that. It then releases the memory that the start has used.
+func (t *Tuner) Rest(ctx context.Context, started <-chan struct{}, written func() bool) error {
+	if !t.threads && !t.memory {
+		return nil
+	}
+	select {
+	case <-ctx.Done():
+		return nil
+	case <-started:
+	case <-time.After(longStart):
+	}
+	late := time.Now().Add(longStart)
+	for over := false; !over; over = written() || !time.Now().Before(late) {
+		select {
+		case <-ctx.Done():
+			return nil
+		case <-time.After(tidyAfter):
+			t.settle()
+		}
+	}
+	if !t.memory {
+		return nil
+	}
+	runtime.GC() // pools keep their memory for one collection
+	debug.FreeOSMemory()
+	if err := unmapProgram(); err != nil {
+		klog.FromContext(ctx).V(1).Info("cannot release the pages of the program", "err", err)
+	}
+	return nil
+}
