@@ -13,8 +13,6 @@ import (
 	"path/filepath"
 	"strings"
 
-	"github.com/flanneld/flanneld/pkg/options"
-
 	"github.com/flanneld/flanneld/backend"
 	"github.com/flanneld/flanneld/pkg/dataplane"
 	"github.com/flanneld/flanneld/pkg/dataplane/linux"
@@ -66,9 +64,8 @@ func (c Cleanup) Run(ctx context.Context) error {
 		}
 		all = append(all, last)
 	}
-	d := &daemon{opts: options.Options{StateDir: c.StateDir, SubnetFile: c.SubnetFile}, registry: c.Backends.Registry}
 	// Files go last, because the next attempt needs them.
-	if err := oneline.Join(c.kernel(ctx, d, all), c.rules(ctx, formerNetworks(traces(d, all), subnet.Config{}))); err != nil {
+	if err := oneline.Join(c.kernel(ctx, all), c.rules(ctx, formerNetworks(c.traces(all), subnet.Config{}))); err != nil {
 		return err
 	}
 	var blind error
@@ -90,8 +87,8 @@ func (c Cleanup) blind() error {
 }
 
 // traces returns the contents of all state files as one state.
-func traces(d *daemon, all []lastKnown) lastKnown {
-	sum := lastKnown{Rules: d.fileNetworks()}
+func (c Cleanup) traces(all []lastKnown) lastKnown {
+	sum := lastKnown{Rules: networksOfFile(c.SubnetFile)}
 	for _, last := range all {
 		sum.Rules = append(sum.Rules, last.Rules...)
 		sum.Former = append(sum.Former, last.Former...)
@@ -116,17 +113,17 @@ func (c Cleanup) stateFiles() ([]string, error) {
 }
 
 // kernel removes devices, and routes on other devices.
-func (c Cleanup) kernel(ctx context.Context, d *daemon, all []lastKnown) error {
+func (c Cleanup) kernel(ctx context.Context, all []lastKnown) error {
 	kernel, err := linux.Open(linux.Options{NexthopObjects: true})
 	if err != nil {
 		return err
 	}
 	defer func() { _ = kernel.Close() }()
-	sum := traces(d, all)
+	sum := c.traces(all)
 	var errs []error
-	var done extent
+	var done ownership
 	for _, f := range sum.Former {
-		of := d.extent(f)
+		of := ownershipIn(backend.Env{Underlay: f.Interface, Config: f.Config, StateDir: c.StateDir}, c.Backends.Registry)
 		ops, err := dataplane.Leftovers(ctx, kernel, of.scope, dataplane.Scope{})
 		errs = append(errs, err)
 		for _, op := range ops {

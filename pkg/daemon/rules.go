@@ -14,8 +14,6 @@ import (
 	"sync/atomic"
 	"time"
 
-	"github.com/flanneld/flanneld/pkg/options"
-
 	"golang.org/x/time/rate"
 	"k8s.io/klog/v2"
 
@@ -24,6 +22,7 @@ import (
 	"github.com/flanneld/flanneld/pkg/firewall/iptables"
 	"github.com/flanneld/flanneld/pkg/firewall/nftables"
 	"github.com/flanneld/flanneld/pkg/loop"
+	"github.com/flanneld/flanneld/pkg/options"
 	"github.com/flanneld/flanneld/pkg/prefix"
 	"github.com/flanneld/flanneld/pkg/subnetfile"
 	"github.com/flanneld/flanneld/subnet"
@@ -62,26 +61,26 @@ type ruleKeeper struct {
 	logged    time.Time
 }
 
-func (d *daemon) newRuleKeeper(ctx context.Context, be backend.Backend, now lastKnown) *ruleKeeper {
+func (n *network) newRuleKeeper(ctx context.Context, be backend.Backend, now lastKnown) *ruleKeeper {
 	k := &ruleKeeper{
-		flavour: d.flavour.of(ctx, d.opts.Firewall, now),
-		choice:  &d.flavour,
-		opts:    d.opts,
+		flavour: n.host.firewall.of(ctx, n.opts.Firewall, now),
+		choice:  n.host.firewall,
+		opts:    n.opts,
 		policy: firewall.Policy{
-			Masquerade: d.opts.IPMasq, Random: !d.opts.IPMasqFullyRandomDisable,
-			NonMasquerade: now.Config.NonMasquerade, Forward: d.opts.IPTablesForwardRules, Guard: d.opts.GuardTunnel, Former: now.Rules,
+			Masquerade: n.opts.IPMasq, Random: !n.opts.IPMasqFullyRandomDisable,
+			NonMasquerade: now.Config.NonMasquerade, Forward: n.opts.IPTablesForwardRules, Guard: n.opts.GuardTunnel, Former: now.Rules,
 		},
 		report: func(repaired bool, err error) {
-			d.metrics.Firewall(repaired, err)
-			d.report(ctx, partRules, err)
+			n.metrics.Firewall(repaired, err)
+			n.ready.report(ctx, partRules, err)
 		},
-		done:  func() { d.record.update(func(now *lastKnown) { now.Rules = nil }) },
+		done:  func() { n.state.update(func(now *lastKnown) { now.Rules = nil }) },
 		tried: make(chan struct{}), limit: rate.NewLimiter(repairRate, repairBurst),
 	}
-	for _, n := range now.Config.Networks {
-		if e, ok := now.Own.Endpoint(n.Family()); ok {
+	for _, one := range now.Config.Networks {
+		if e, ok := now.Own.Endpoint(one.Family()); ok {
 			k.policy.Networks = append(k.policy.Networks, firewall.Network{
-				Network: n.Prefix, Subnet: e.Subnet, Tunnel: backend.Tunnel(be, n.Family()), HostsInside: n.Prefix.Contains(e.PublicIP),
+				Network: one.Prefix, Subnet: e.Subnet, Tunnel: backend.Tunnel(be, one.Family()), HostsInside: one.Prefix.Contains(e.PublicIP),
 			})
 		}
 	}
@@ -402,11 +401,11 @@ func (c *flavourChoice) warnBridges(ctx context.Context, settings string, p fire
 	}
 }
 
-// fileNetworks returns the networks in the subnet file, which an earlier process or
+// networksOfFile returns the networks in the subnet file at path, which an earlier process or
 // another daemon has written.
-func (d *daemon) fileNetworks() []netip.Prefix {
+func networksOfFile(path string) []netip.Prefix {
 	var named []netip.Prefix
-	previous, _ := subnetfile.Read(d.opts.SubnetFile) // previous reports its errors
+	previous, _ := subnetfile.Read(path) // previousSubnets reports its errors
 	for _, e := range previous.Entries {
 		if e.Network.IsValid() {
 			named = append(named, e.Network)

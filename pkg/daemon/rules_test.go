@@ -17,8 +17,6 @@ import (
 	"testing/synctest"
 	"time"
 
-	"github.com/flanneld/flanneld/pkg/options"
-
 	"golang.org/x/sys/unix"
 	"golang.org/x/time/rate"
 	"k8s.io/klog/v2"
@@ -27,6 +25,7 @@ import (
 	"github.com/flanneld/flanneld/pkg/firewall"
 	"github.com/flanneld/flanneld/pkg/firewall/firewalltest"
 	"github.com/flanneld/flanneld/pkg/firewall/iptables"
+	"github.com/flanneld/flanneld/pkg/options"
 	"github.com/flanneld/flanneld/pkg/prefix"
 	"github.com/flanneld/flanneld/subnet"
 )

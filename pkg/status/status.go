@@ -36,6 +36,7 @@ type Report struct {
 
 // Network is the network configuration in use.
 type Network struct {
+	Phase       string         `json:"phase"` // such as "serving"
 	BackendType string         `json:"backendType"`
 	Mode        string         `json:"mode,omitempty"` // of the backend, if it can carry packets in several ways
 	Prefixes    []netip.Prefix `json:"prefixes"`

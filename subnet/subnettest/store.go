@@ -184,7 +184,9 @@ func (m *Manager) acquire(pools []subnet.Pool, c subnet.Claim) (subnet.Lease, er
 		}
 		if slices.EqualFunc(pools, subnets, subnet.Pool.Contains) {
 			l := leaseOn(subnets, c)
-			l.Permanent = r.lease.Permanent
+			if l.Permanent = r.lease.Permanent; !l.Permanent {
+				l.Expires = time.Now().Add(subnet.TTL)
+			}
 			m.store.put(l)
 			return m.store.records[key].lease, nil
 		}

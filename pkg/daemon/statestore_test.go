@@ -13,7 +13,7 @@ import (
 
 // TestSavePause tests the pauses after consecutive writes of a large state.
 func TestSavePause(t *testing.T) {
-	r := newRecord(nil)
+	r := newStateStore(nil)
 	for i, tc := range []struct{ took, want time.Duration }{
 		{40 * time.Millisecond, savePause}, // the start
 		{40 * time.Millisecond, 20 * time.Second},
@@ -27,9 +27,9 @@ func TestSavePause(t *testing.T) {
 	}
 }
 
-// TestRecordWithoutFile checks that without a file the state is kept in memory.
-func TestRecordWithoutFile(t *testing.T) {
-	r := newRecord(nil)
+// TestStateStoreWithoutFile checks that without a file the state is kept in memory.
+func TestStateStoreWithoutFile(t *testing.T) {
+	r := newStateStore(nil)
 	defer r.close()
 	renew := func(end time.Time) { r.update(func(now *lastKnown) { now.Own.Expires = end }) }
 	start := time.Now()
@@ -80,14 +80,14 @@ func TestClockThatIsWrong(t *testing.T) {
 	}
 }
 
-// TestRecordIsSavedWithTheTime expects that the file has the time of its write.
-func TestRecordIsSavedWithTheTime(t *testing.T) {
+// TestStateIsSavedWithTheTime expects that the file has the time of its write.
+func TestStateIsSavedWithTheTime(t *testing.T) {
 	file, err := state.Open[lastKnown](t.TempDir(), "node")
 	if err != nil {
 		t.Fatal(err)
 	}
 	before := time.Now()
-	r := newRecord(file)
+	r := newStateStore(file)
 	defer r.close()
 	r.set(lastKnown{})
 	last, ok, err := file.Load()

@@ -7,11 +7,10 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/flanneld/flanneld/backend/builtin"
-	"github.com/flanneld/flanneld/pkg/options"
-
 	"github.com/google/go-cmp/cmp"
 
+	"github.com/flanneld/flanneld/backend/builtin"
+	"github.com/flanneld/flanneld/pkg/options"
 	"github.com/flanneld/flanneld/subnet"
 )
 
@@ -52,13 +51,13 @@ func TestConfigChanges(t *testing.T) {
 	}
 }
 
-func TestConfigKeeper(t *testing.T) {
+func TestConfigWatch(t *testing.T) {
 	const used = `{"Network":"10.5.0.0/16"}`
 	all, err := builtin.New(options.Options{})
 	if err != nil {
 		t.Fatal(err)
 	}
-	k := newConfigKeeper(func(text []byte) (subnet.Config, error) {
+	k := newConfigWatch(func(text []byte) (subnet.Config, error) {
 		cfg, _, err := ValidateConfig(text, true, all.Registry)
 		return cfg, err
 	})
@@ -77,7 +76,7 @@ func TestConfigKeeper(t *testing.T) {
 		if step.text != "" {
 			text = []byte(step.text)
 		}
-		k.told(t.Context(), text)
+		k.apply(t.Context(), text)
 		if got := k.difference(); !strings.Contains(got, step.want) || (step.want == "") != (got == "") {
 			t.Errorf("after %q: %q, want %q", step.text, got, step.want)
 		}
@@ -87,7 +86,7 @@ func TestConfigKeeper(t *testing.T) {
 		default:
 		}
 	}
-	k.told(t.Context(), []byte(`{"Network":"10.6.0.0/16"}`))
+	k.apply(t.Context(), []byte(`{"Network":"10.6.0.0/16"}`))
 	if err := k.exit(t.Context()); !errors.Is(err, ErrConfigChanged) || !strings.Contains(err.Error(), "10.6.0.0/16") {
 		t.Errorf("exit: %v", err)
 	}

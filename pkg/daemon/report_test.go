@@ -22,31 +22,31 @@ import (
 // TestStatusFirewall follows a daemon from its start until the rules are applied and then
 // fail.
 func TestStatusFirewall(t *testing.T) {
-	d := &daemon{opts: options.Options{IPTablesForwardRules: true}, health: newHealth(options.Options{})}
+	n := &network{opts: options.Options{IPTablesForwardRules: true}, ready: newReadiness(options.Options{}, nil)}
 	expect := func(want status.Firewall) {
 		t.Helper()
-		if got := d.statusFirewall(); got != want {
+		if got := n.statusFirewall(); got != want {
 			t.Errorf("%+v, want %+v", got, want)
 		}
 	}
 	expect(status.Firewall{Error: "not up yet"})
-	d.serving.Store(&session{rules: &ruleKeeper{flavour: options.FirewallNFTables}})
+	n.serving.Store(&session{rules: &ruleKeeper{flavour: options.FirewallNFTables}})
 	expect(status.Firewall{Kind: options.FirewallNFTables, Error: "not up yet"})
-	d.health.Set(partRules, nil)
+	n.ready.health.Set(partRules, nil)
 	expect(status.Firewall{Kind: options.FirewallNFTables})
-	d.health.Set(partRules, errors.New("first\nsecond"))
+	n.ready.health.Set(partRules, errors.New("first\nsecond"))
 	expect(status.Firewall{Kind: options.FirewallNFTables, Error: "first; second"})
-	d.opts = options.Options{IPMasq: true}
+	n.opts = options.Options{IPMasq: true}
 	expect(status.Firewall{Kind: options.FirewallNFTables, Error: "first; second"})
-	d.opts = options.Options{}
+	n.opts = options.Options{}
 	expect(status.Firewall{})
 }
 
 // TestStatusWithoutAnything checks that empty lists are [] from the start of a daemon on,
 // because jq does not accept null.
 func TestStatusWithoutAnything(t *testing.T) {
-	d := &daemon{health: newHealth(options.Options{}), journal: status.NewJournal(1), config: newConfigKeeper(nil)}
-	r, err := d.statusReport(t.Context())
+	n := &network{host: &host{journal: status.NewJournal(1)}, ready: newReadiness(options.Options{}, nil), config: newConfigWatch(nil)}
+	r, err := n.statusReport(t.Context())
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -95,7 +95,7 @@ func TestPoolUse(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			use := new(daemon).poolUse(lastKnown{Config: cfg, Own: lease(1, false)}, in)
+			use := new(network).poolUse(lastKnown{Config: cfg, Own: lease(1, false)}, in)
 			if use == nil || use.Leased != 2 || use.Reserved != 1 || total(use) > tc.most || total(use) < tc.least {
 				t.Errorf("%+v, want 2 leased, 1 reserved, of %d to %d", use, tc.least, tc.most)
 			}
@@ -116,26 +116,25 @@ func TestStoreGrace(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				o := options.Options{ReadyzDatastoreGrace: grace, Resync: time.Minute}
-				d := &daemon{opts: o, health: newHealth(o), record: newRecord(nil), up: make(chan struct{})}
+				end := time.Time{}
+				r := newReadiness(o, func() time.Time { return end })
 				for _, part := range []string{partDatapath, partSubnetFile, partRules} {
-					d.health.Set(part, nil)
+					r.health.Set(part, nil)
 				}
-				d.reportStore(t.Context(), nil)
-				own := subnet.Lease{}
+				r.reportStore(t.Context(), nil)
 				if tc.left != 0 {
-					own.Expires = time.Now().Add(tc.left)
+					end = time.Now().Add(tc.left)
 				}
-				d.record.set(lastKnown{Own: own})
 				for range 2 { // once for each activity that reports it
-					d.reportStore(t.Context(), errors.New("away"))
+					r.reportStore(t.Context(), errors.New("away"))
 					time.Sleep(tc.want / 4)
 				}
 				time.Sleep(tc.want/2 - 1)
-				if ready, why := d.health.Ready(); !ready && tc.want > 0 {
+				if ready, why := r.health.Ready(); !ready && tc.want > 0 {
 					t.Errorf("not ready too soon: %q", why)
 				}
 				time.Sleep(time.Nanosecond)
-				if ready, _ := d.health.Ready(); ready {
+				if ready, _ := r.health.Ready(); ready {
 					t.Errorf("ready after %v", tc.want)
 				}
 			})

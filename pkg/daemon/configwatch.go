@@ -26,44 +26,44 @@ import (
 // ErrConfigChanged ends the daemon with --exit-on-config-change.
 var ErrConfigChanged = errors.New("the network configuration has changed")
 
-// configKeeper compares the present network configuration with the one that the daemon
+// configWatch compares the present network configuration with the one that the daemon
 // uses.
-type configKeeper struct {
+type configWatch struct {
 	validate func(text []byte) (subnet.Config, error)
 	used     subnet.Config
 	needed   atomic.Pointer[string] // the changes; nil if there are none
 	changed  chan struct{}          // closed when there is a changed configuration to restart with
 }
 
-func newConfigKeeper(validate func(text []byte) (subnet.Config, error)) *configKeeper {
-	return &configKeeper{validate: validate, changed: make(chan struct{})}
+func newConfigWatch(validate func(text []byte) (subnet.Config, error)) *configWatch {
+	return &configWatch{validate: validate, changed: make(chan struct{})}
 }
 
 // difference returns a description of the changes, or "" if there are none.
-func (k *configKeeper) difference() string {
-	if s := k.needed.Load(); s != nil {
+func (w *configWatch) difference() string {
+	if s := w.needed.Load(); s != nil {
 		return *s
 	}
 	return ""
 }
 
-// told handles the text of the present configuration, which is nil if there is none. Only
+// apply handles the text of the present configuration, which is nil if there is none. Only
 // one goroutine at a time may call it.
-func (k *configKeeper) told(ctx context.Context, text []byte) {
+func (w *configWatch) apply(ctx context.Context, text []byte) {
 	log := klog.FromContext(ctx)
 	now, usable := "", false
 	if text == nil {
 		now = "there is no configuration any more"
-	} else if cfg, err := k.validate(text); err != nil {
+	} else if cfg, err := w.validate(text); err != nil {
 		now = err.Error()
 	} else {
-		now, usable = strings.Join(configChanges(k.used, cfg), ", "), true
+		now, usable = strings.Join(configChanges(w.used, cfg), ", "), true
 	}
-	before := k.difference()
+	before := w.difference()
 	if now == before {
 		return
 	}
-	k.needed.Store(&now)
+	w.needed.Store(&now)
 	switch {
 	case now == "":
 		log.Info("the network configuration is again the one in use")
@@ -72,35 +72,35 @@ func (k *configKeeper) told(ctx context.Context, text []byte) {
 	default:
 		log.Info("the network configuration has changed: restart needed", "changes", now)
 		select {
-		case <-k.changed:
+		case <-w.changed:
 		default:
-			close(k.changed)
+			close(w.changed)
 		}
 	}
 }
 
 // exit waits for a changed configuration and returns ErrConfigChanged.
-func (k *configKeeper) exit(ctx context.Context) error {
+func (w *configWatch) exit(ctx context.Context) error {
 	select {
 	case <-ctx.Done():
 		return nil
-	case <-k.changed:
-		return fmt.Errorf("%w: %s", ErrConfigChanged, k.difference())
+	case <-w.changed:
+		return fmt.Errorf("%w: %s", ErrConfigChanged, w.difference())
 	}
 }
 
 // followConfig makes group follow changes of the configuration, if Watch does not do so
 // already, and end the daemon if the options ask for that.
-func (d *daemon) followConfig(ctx context.Context, group *errgroup.Group, m store) {
-	if w, ok := m.(interface {
+func (n *network) followConfig(ctx context.Context, group *errgroup.Group) {
+	if w, ok := n.store.(interface {
 		WatchConfig(context.Context, func([]byte)) error
 	}); ok {
 		group.Go(func() error {
-			return ended(ctx, w.WatchConfig(ctx, func(text []byte) { d.config.told(ctx, text) }))
+			return ended(ctx, w.WatchConfig(ctx, func(text []byte) { n.config.apply(ctx, text) }))
 		})
 	}
-	if d.opts.ExitOnConfigChange {
-		group.Go(func() error { return d.config.exit(ctx) })
+	if n.opts.ExitOnConfigChange {
+		group.Go(func() error { return n.config.exit(ctx) })
 	}
 }
 
