@@ -92,9 +92,7 @@ func (w *configWatch) exit(ctx context.Context) error {
 // followConfig makes group follow changes of the configuration, if Watch does not do so
 // already, and end the daemon if the options ask for that.
 func (n *network) followConfig(ctx context.Context, group *errgroup.Group) {
-	if w, ok := n.store.(interface {
-		WatchConfig(context.Context, func([]byte)) error
-	}); ok {
+	if w, ok := n.store.(subnet.ConfigWatcher); ok {
 		group.Go(func() error {
 			return ended(ctx, w.WatchConfig(ctx, func(text []byte) { n.config.apply(ctx, text) }))
 		})

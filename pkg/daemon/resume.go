@@ -42,8 +42,8 @@ func (n *network) resume(ctx context.Context) *resumption {
 	var wg sync.WaitGroup
 	wg.Go(func() {
 		s, err := n.recall(ctx, waiting, last, choice, sync.OnceFunc(func() { close(tried) }))
-		if h, ok := n.store.(interface{ Held(own subnet.Lease) }); ok && err == nil {
-			h.Held(*cmp.Or(last.Stored, &last.Own)) // the regular start, which continues now, depends on it
+		if r, ok := n.store.(subnet.Resumer); ok && err == nil {
+			r.Resumed(*cmp.Or(last.Stored, &last.Own)) // the regular start, which continues now, depends on it
 		}
 		close(decided)
 		if err != nil { // the start was cancelled, or the lease has expired

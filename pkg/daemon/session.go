@@ -102,7 +102,7 @@ func (n *network) newSyncer(ctx context.Context, now lastKnown, running backend.
 			}
 		},
 	}
-	if w, ok := n.store.(interface{ Warn(reason, message string) }); ok {
+	if w, ok := n.store.(subnet.Warner); ok {
 		config.OnRefused = func(key, reason string) { w.Warn("FlannelPeerRefused", key+": "+reason) }
 	}
 	syncer = backend.NewSyncer(config)

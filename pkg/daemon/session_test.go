@@ -193,7 +193,7 @@ type slow struct {
 	known chan struct{}
 }
 
-func (s *slow) Held(subnet.Lease) { <-s.known }
+func (s *slow) Resumed(subnet.Lease) { <-s.known }
 
 // TestEndTries lets the regular start continue while a session on the last known state is
 // starting. endTries must wait until that session has started and the store knows it, and

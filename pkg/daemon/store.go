@@ -68,10 +68,8 @@ func (n *network) openKube(ctx context.Context) (store, error) {
 
 // publicIPs returns the addresses that peers send to, according to the store.
 func publicIPs(ctx context.Context, m store) ([]netip.Addr, error) {
-	if k, ok := m.(interface {
-		PublicIPs(context.Context) ([]netip.Addr, error)
-	}); ok {
-		return k.PublicIPs(ctx)
+	if s, ok := m.(subnet.PublicIPSource); ok {
+		return s.PublicIPs(ctx)
 	}
 	return nil, nil
 }

@@ -202,7 +202,7 @@ func (m *Manager) acquire(ctx context.Context, pools []subnet.Pool, c subnet.Cla
 	}
 	who := identity(c)
 	ours := func(e entry) bool {
-		return e.err == nil && carries(e.lease, who) || m.wrote(e) || m.held(e)
+		return e.err == nil && carries(e.lease, who) || m.wrote(e) || m.isResumed(e)
 	}
 	if err := m.completeOwn(ctx, &l, ours); err != nil {
 		return err

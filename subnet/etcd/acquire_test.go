@@ -652,14 +652,15 @@ func (k keeper) lost(tb testing.TB) error {
 	return nil
 }
 
-// TestHeld starts a node that has another address than before and knows its lease.
-func TestHeld(t *testing.T) {
+// TestResumed starts a node that knows its lease and has another address than before. The node
+// must continue with that lease, but not if another node has it now.
+func TestResumed(t *testing.T) {
 	f := newFixture(t, sharedServer(t))
 	f.put(t, "config", configV4)
 	before := acquire(t, f.manager(t), claim("192.0.2.1"))
 
 	m := f.manager(t)
-	m.Held(before)
+	m.Resumed(before)
 	if c, err := m.Recall(t.Context(), claim("192.0.2.2")); err != nil || len(c.Endpoints) != 1 || c.Endpoints[0].Subnet != before.Endpoints[0].Subnet {
 		t.Errorf("recalled %v, %v, want what %v says", c, err, before)
 	}
@@ -668,18 +669,18 @@ func TestHeld(t *testing.T) {
 		t.Errorf("acquired %+v, want %s with the new address", now, before.Key)
 	}
 
-	// Now it belongs to the new address, which says nothing of the old one.
+	// The lease has changed since. Its new address may be another node's.
 	late := f.manager(t)
-	late.Held(before)
+	late.Resumed(before)
 	if l := acquire(t, late, claim("192.0.2.3")); l.Key == before.Key {
 		t.Errorf("%s was taken from another node", l.Key)
 	}
-	// And what another node has made since with that address is its own.
+	// Another node has created a lease with the same key and address. It is not the same lease.
 	f.delete(t, "subnets/"+before.Key)
 	f.put(t, "subnets/"+before.Key, value("192.0.2.1"))
 	again := f.manager(t)
-	again.Held(before)
+	again.Resumed(before)
 	if l := acquire(t, again, claim("192.0.2.4")); l.Key == before.Key {
-		t.Errorf("%s was taken from the one that has made it anew", l.Key)
+		t.Errorf("%s was taken from the node that has created it again", l.Key)
 	}
 }

@@ -80,14 +80,17 @@ type Manager struct {
 	known                atomic.Pointer[lastKnown]    // see restore
 	replaced             atomic.Bool                  // the store is not that of the former run, and Watch has not said so yet
 	full                 atomic.Pointer[fullPool]     // see awaitVacancy
-	former               atomic.Pointer[subnet.Lease] // see Held
+	resumed              atomic.Pointer[subnet.Lease] // see Resumed
 	slow                 atomic.Bool                  // the last request took longer than timing.slow
 	late                 atomic.Int32                 // how often the deadline of requests is doubled, at most maxLate
 	// configSeen is the revision of the configuration whose warnings were logged.
 	configSeen atomic.Int64
 }
 
-var _ subnet.Manager = (*Manager)(nil)
+var (
+	_ subnet.Manager = (*Manager)(nil)
+	_ subnet.Resumer = (*Manager)(nil)
+)
 
 // timing holds the intervals that tests shorten.
 type timing struct {
@@ -149,14 +152,12 @@ func (m *Manager) Close() error { return m.client.close() }
 // that this host has lost would be silent for a long time.
 func (m *Manager) Reconnect() { m.client.renew() }
 
-// Held tells the manager that l was this node's lease when the node had the addresses in it. If
-// the store still has l unchanged, Acquire continues with it, even if the node has another
-// address now.
-func (m *Manager) Held(l subnet.Lease) { m.former.Store(&l) }
+// Resumed implements subnet.Resumer.
+func (m *Manager) Resumed(own subnet.Lease) { m.resumed.Store(&own) }
 
-// held reports whether e is the lease that Held was told of.
-func (m *Manager) held(e entry) bool {
-	l := m.former.Load()
+// isResumed reports whether e is the lease that was passed to Resumed, unchanged.
+func (m *Manager) isResumed(e entry) bool {
+	l := m.resumed.Load()
 	return l != nil && e.err == nil && e.key == l.Key && uint64(e.createRevision) == l.Order &&
 		carries(e.lease, identity(subnet.Claim{Endpoints: l.Endpoints}))
 }

@@ -215,7 +215,7 @@ func (m *Manager) Recall(ctx context.Context, own subnet.Claim) (subnet.Claim, e
 	}
 	m.forAcquire.put(l)
 	who := identity(own)
-	ours := func(e entry) bool { return e.err == nil && carries(e.lease, who) || m.held(e) }
+	ours := func(e entry) bool { return e.err == nil && carries(e.lease, who) || m.isResumed(e) }
 	found := recalled(l.entries, ours, m.previous(own))
 	if found == nil {
 		return subnet.Claim{}, nil

@@ -41,8 +41,8 @@ func newRecorder(m *Manager) *recorder {
 	return &recorder{m: m, queue: make(chan event, eventBurst), limit: rate.NewLimiter(rate.Every(eventEvery), eventBurst), said: map[event]time.Time{}}
 }
 
-// Warn has an Event made about the own Node, unless the same was made within
-// eventRepeat or there have been many. It does not block.
+// Warn implements subnet.Warner: it creates an Event about the own Node, unless it has created
+// the same one within eventRepeat, or many others.
 func (m *Manager) Warn(reason, message string) { m.events.send(reason, message) }
 
 func (r *recorder) send(reason, message string) {

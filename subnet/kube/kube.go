@@ -82,7 +82,12 @@ type Manager struct {
 	ignores atomic.Pointer[string] // the last message about own annotations that are ignored
 }
 
-var _ subnet.Manager = (*Manager)(nil)
+var (
+	_ subnet.Manager        = (*Manager)(nil)
+	_ subnet.Warner         = (*Manager)(nil)
+	_ subnet.PublicIPSource = (*Manager)(nil)
+	_ subnet.ConfigWatcher  = (*Manager)(nil)
+)
 
 // timing holds the intervals that tests shorten.
 type timing struct {

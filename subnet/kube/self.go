@@ -121,9 +121,8 @@ func (m *Manager) nodeName(ctx context.Context) (string, error) {
 	return pod.Spec.NodeName, nil
 }
 
-// PublicIPs returns the addresses that the annotations node-public-ip and
-// node-public-ipv6 of the own Node give, in place of the flags. It waits for
-// the API server.
+// PublicIPs implements subnet.PublicIPSource: it returns the addresses in the annotations
+// node-public-ip and node-public-ipv6 of the own Node, which are used instead of the flags.
 func (m *Manager) PublicIPs(ctx context.Context) ([]netip.Addr, error) {
 	defer m.outage.Forget(starting)
 	var addrs []netip.Addr

@@ -7,7 +7,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"net/netip"
 	"net/rpc"
 	"os"
 	"runtime/debug"
@@ -300,10 +299,8 @@ func (h *host) run(ctx context.Context, s Store, former *subnet.Lease) error {
 
 // acquire takes the own lease in the order in which the daemon does.
 func (h *host) acquire(ctx context.Context, m manager, former *subnet.Lease) (own subnet.Lease, err error) {
-	if k, ok := m.(interface {
-		PublicIPs(context.Context) ([]netip.Addr, error)
-	}); ok {
-		if _, err := k.PublicIPs(ctx); err != nil {
+	if s, ok := m.(subnet.PublicIPSource); ok {
+		if _, err := s.PublicIPs(ctx); err != nil {
 			return own, err
 		}
 	}
