@@ -16,9 +16,8 @@ import (
 	"github.com/flanneld/flanneld/backend"
 	"github.com/flanneld/flanneld/pkg/dataplane"
 	"github.com/flanneld/flanneld/pkg/dataplane/linux"
-	"github.com/flanneld/flanneld/pkg/firewall"
-	"github.com/flanneld/flanneld/pkg/firewall/nftables"
 	"github.com/flanneld/flanneld/pkg/oneline"
+	"github.com/flanneld/flanneld/pkg/rules"
 	"github.com/flanneld/flanneld/pkg/state"
 	"github.com/flanneld/flanneld/subnet"
 )
@@ -166,13 +165,7 @@ func (c Cleanup) rules(ctx context.Context, networks []netip.Prefix) error {
 	if !c.Yes {
 		return nil
 	}
-	var errs []error
-	gone := firewall.Policy{Former: networks}
-	for _, l := range append(iptablesLeftovers(gone, nil), leftover{nftables.New(), gone}) {
-		_, err := l.applier.Apply(ctx, l.gone)
-		errs = append(errs, err)
-	}
-	return oneline.Join(errs...)
+	return rules.Remove(ctx, networks)
 }
 
 // files removes the subnet file, private keys that were written elsewhere, and the files

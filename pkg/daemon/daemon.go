@@ -22,6 +22,7 @@ import (
 	"github.com/flanneld/flanneld/pkg/dataplane/linux"
 	"github.com/flanneld/flanneld/pkg/health"
 	"github.com/flanneld/flanneld/pkg/options"
+	"github.com/flanneld/flanneld/pkg/rules"
 	"github.com/flanneld/flanneld/pkg/status"
 	"github.com/flanneld/flanneld/pkg/tune"
 )
@@ -44,7 +45,7 @@ type Config struct {
 type host struct {
 	kernel   dataplane.Kernel
 	devices  *deviceLocks
-	firewall *flavourChoice
+	firewall *rules.Host
 	journal  *status.Journal
 	tuner    *tune.Tuner
 	started  time.Time
@@ -65,12 +66,7 @@ func Run(ctx context.Context, cfg Config) error {
 	}
 	h := &host{
 		kernel: kernel, devices: &deviceLocks{dir: cfg.Options.StateDir}, journal: journal, tuner: cfg.Tuner, started: time.Now(),
-		firewall: &flavourChoice{background: func(f func(context.Context)) {
-			group.Go(func() error {
-				f(members)
-				return nil
-			})
-		}},
+		firewall: rules.NewHost(),
 	}
 	if h.tuner == nil {
 		h.tuner = &tune.Tuner{}
@@ -93,6 +89,7 @@ func Run(ctx context.Context, cfg Config) error {
 	h.tuner.Begin()
 	group.Go(func() error { return h.tuner.Rest(members, n.ready.up, n.stateIsWritten) })
 	group.Go(func() error { return health.Notifier{}.Watchdog(members, n.ready.health) })
+	group.Go(func() error { return h.firewall.Run(members) })
 	group.Go(func() error { return n.state.run(members) })
 	group.Go(func() error {
 		defer closeAll()

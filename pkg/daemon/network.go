@@ -16,6 +16,7 @@ import (
 	"github.com/flanneld/flanneld/pkg/metrics"
 	"github.com/flanneld/flanneld/pkg/oneline"
 	"github.com/flanneld/flanneld/pkg/options"
+	"github.com/flanneld/flanneld/pkg/rules"
 	"github.com/flanneld/flanneld/pkg/underlay"
 	"github.com/flanneld/flanneld/subnet"
 )
@@ -32,6 +33,7 @@ type network struct {
 	config   *configWatch
 	ready    *readiness
 	metrics  *metrics.Metrics
+	rules    *rules.Keeper
 	progress progress
 
 	serving atomic.Pointer[session] // the present session; nil before the first
@@ -55,6 +57,7 @@ func openNetwork(ctx context.Context, h *host, cfg Config, open storeOpener) (*n
 	n.past.Rules = append(n.past.Rules, networksOfFile(n.opts.SubnetFile)...)
 	n.ready = newReadiness(n.opts, n.state.leaseEnd)
 	n.metrics = metrics.New(n.look)
+	n.rules = n.newRuleKeeper(h.firewall)
 	if n.store, err = open(ctx, n); err != nil {
 		n.close()
 		return nil, err

@@ -20,6 +20,7 @@ import (
 	"github.com/flanneld/flanneld/backend/builtin"
 	"github.com/flanneld/flanneld/pkg/dataplane/linux"
 	"github.com/flanneld/flanneld/pkg/options"
+	"github.com/flanneld/flanneld/pkg/rules"
 	"github.com/flanneld/flanneld/pkg/status"
 	"github.com/flanneld/flanneld/pkg/tune"
 	"github.com/flanneld/flanneld/subnet"
@@ -167,7 +168,7 @@ func (w *walk) start() (stop func()) {
 	var background sync.WaitGroup
 	h := &host{
 		kernel: kernel, devices: &deviceLocks{dir: opts.StateDir}, journal: status.NewJournal(1), tuner: &tune.Tuner{}, started: time.Now(),
-		firewall: &flavourChoice{background: func(f func(context.Context)) { background.Go(func() { f(ctx) }) }},
+		firewall: rules.NewHost(),
 	}
 	n, err := openNetwork(ctx, h, Config{Options: opts, Backends: builtin.New}, func(context.Context, *network) (store, error) {
 		return gatedStore{w.store.Manager(), &w.gate}, nil
@@ -178,6 +179,7 @@ func (w *walk) start() (stop func()) {
 	w.last = ""
 	n.progress.entered = func(p phase) { w.phases <- p }
 	background.Go(func() { _ = n.state.run(ctx) })
+	background.Go(func() { _ = h.firewall.Run(ctx) })
 	done := make(chan error, 1)
 	go func() {
 		done <- n.run(ctx)

@@ -132,8 +132,8 @@ func (n *network) statusFirewall() (f status.Firewall) {
 	if !n.opts.IPMasq && !n.opts.IPTablesForwardRules {
 		return f
 	}
-	if s := n.serving.Load(); s != nil {
-		f.Kind = s.rules.flavour
+	if n.serving.Load() != nil {
+		f.Kind = string(n.rules.Flavour())
 	}
 	_, err := n.ready.health.Part(partRules)
 	f.Error = oneLine(err)

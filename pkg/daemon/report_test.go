@@ -3,6 +3,7 @@
 package daemon
 
 import (
+	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -14,7 +15,9 @@ import (
 	"time"
 
 	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/pkg/firewall"
 	"github.com/flanneld/flanneld/pkg/options"
+	"github.com/flanneld/flanneld/pkg/rules"
 	"github.com/flanneld/flanneld/pkg/status"
 	"github.com/flanneld/flanneld/subnet"
 )
@@ -22,7 +25,10 @@ import (
 // TestStatusFirewall follows a daemon from its start until the rules are applied and then
 // fail.
 func TestStatusFirewall(t *testing.T) {
-	n := &network{opts: options.Options{IPTablesForwardRules: true}, ready: newReadiness(options.Options{}, nil)}
+	n := &network{
+		opts: options.Options{IPTablesForwardRules: true}, ready: newReadiness(options.Options{}, nil),
+		rules: rules.NewHost().Keeper(rules.Config{Report: func(context.Context, bool, error) {}}),
+	}
 	expect := func(want status.Firewall) {
 		t.Helper()
 		if got := n.statusFirewall(); got != want {
@@ -30,7 +36,10 @@ func TestStatusFirewall(t *testing.T) {
 		}
 	}
 	expect(status.Firewall{Error: "not up yet"})
-	n.serving.Store(&session{rules: &ruleKeeper{flavour: options.FirewallNFTables}})
+	n.serving.Store(&session{})
+	ended, end := context.WithCancel(t.Context())
+	end()
+	n.rules.Keep(ended, rules.Choice{Flavour: rules.NFTables}, firewall.Policy{}, func() {})
 	expect(status.Firewall{Kind: options.FirewallNFTables, Error: "not up yet"})
 	n.ready.health.Set(partRules, nil)
 	expect(status.Firewall{Kind: options.FirewallNFTables})

@@ -26,7 +26,6 @@ type session struct {
 	be     backend.Backend
 	ledger *subnet.Ledger
 	syncer *backend.Syncer
-	rules  *ruleKeeper
 	// unpublished is set while the store may have another version of the own lease.
 	unpublished bool
 	left        atomic.Pointer[backend.Inspection] // state of the session when a move ended it; nil before
@@ -53,16 +52,18 @@ func (n *network) serve(ctx context.Context, be backend.Backend, now lastKnown) 
 	syncer := n.newSyncer(ctx, now, running, ledger, past.due)
 	file := &fileKeeper{path: n.opts.SubnetFile, file: subnetFile(now, running.MTU(), n.opts.IPMasq), report: func(err error) { n.ready.report(ctx, partSubnetFile, err) }}
 	file.expect() // otherwise the last session would make this one ready
-	rules := n.newRuleKeeper(ctx, be, now)
+	tried := make(chan struct{})
 	ctx, cancel := context.WithCancel(ctx)
-	s := &session{begin: now, mtu: running.MTU(), be: be, ledger: ledger, syncer: syncer, rules: rules, cancel: cancel, done: make(chan struct{})}
+	s := &session{begin: now, mtu: running.MTU(), be: be, ledger: ledger, syncer: syncer, cancel: cancel, done: make(chan struct{})}
 	n.serving.Store(s)
 	n.progress.session(now.recalled, len(now.Former) > 0)
 	var wg sync.WaitGroup
-	wg.Go(func() { rules.run(ctx) })
+	wg.Go(func() {
+		n.rules.Keep(ctx, firewallChoice(n.opts.Firewall, now), n.rulePolicy(be, now), func() { close(tried) })
+	})
 	wg.Go(func() {
 		select { // wait for the rules, so that a pod that gets the subnet finds them
-		case <-rules.tried:
+		case <-tried:
 			file.run(ctx)
 		case <-ctx.Done():
 		}

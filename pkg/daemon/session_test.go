@@ -21,6 +21,7 @@ import (
 	"github.com/flanneld/flanneld/backend"
 	"github.com/flanneld/flanneld/pkg/dataplane"
 	"github.com/flanneld/flanneld/pkg/options"
+	"github.com/flanneld/flanneld/pkg/rules"
 	"github.com/flanneld/flanneld/pkg/tune"
 	"github.com/flanneld/flanneld/pkg/underlay"
 	"github.com/flanneld/flanneld/subnet"
@@ -86,10 +87,11 @@ func networkOn(t *testing.T, be starter, from underlay.Interface) (*network, *se
 	}
 	o := options.Options{Resync: time.Minute, Firewall: options.FirewallIPTables, SubnetFile: filepath.Join(t.TempDir(), "subnet.env")}
 	n := &network{
-		host: &host{devices: &deviceLocks{}, tuner: &tune.Tuner{}, firewall: &flavourChoice{}},
+		host: &host{devices: &deviceLocks{}, tuner: &tune.Tuner{}, firewall: rules.NewHost()},
 		opts: o, catalog: backend.Catalog{Registry: registry}, state: newStateStore(nil),
 	}
 	n.ready = newReadiness(o, n.state.leaseEnd)
+	n.rules = n.newRuleKeeper(n.host.firewall)
 	now := lastKnown{Config: subnet.Config{BackendType: "scripted"}, Interface: from}
 	n.state.set(now)
 	ledger, done := &subnet.Ledger{}, make(chan struct{})

@@ -65,7 +65,7 @@ func (a *Applier) list(ctx context.Context, f prefix.Family, p place) (text stri
 		if !exists {
 			continue
 		}
-		rules, err := run(ctx, "", a.variant.Program(f), "-t", p.table, "-S", chain)
+		rules, err := run(ctx, "", a.programs.variant.Program(f), "-t", p.table, "-S", chain)
 		if err != nil && chain == p.chain {
 			return "", err
 		}
@@ -80,7 +80,7 @@ func (a *Applier) refused(f prefix.Family, hidden []string, err error) error {
 		return err
 	}
 	return fmt.Errorf("%s cannot read table %s: move the rules that were made with nft to a table of their own, or set EnableNFTables: %w",
-		a.variant.Program(f), strings.Join(hidden, ", table "), err)
+		a.programs.variant.Program(f), strings.Join(hidden, ", table "), err)
 }
 
 // survey finds out where rules lead, independently of iptables-save.
