@@ -92,12 +92,13 @@ type kernelNetwork struct {
 	*backend.Programmer
 	*wake
 	receiver receiver
-	gate     *nftables.Gate // nil if the kernel has no nftables; then senders are not checked
-	fresh    bool           // the gate does not contain the peers yet
-	behind   bool           // routes are out of date, because updating the gate has failed
-	former   bool           // the kernel has the gate of an earlier network, which admits its peers
-	ajar     atomic.Bool    // another program may have changed the gate
 	cancel   context.CancelFunc
+
+	filter        *senderFilter // nil if the kernel has no nftables; then senders are not checked
+	unfilled      bool          // the filter does not contain the peers yet
+	inherited     bool          // the kernel has the filter of an earlier network, which admits its peers
+	filterChanged atomic.Bool   // another program may have changed the filter
+	routesStale   bool          // routes are out of date, because updating the filter has failed
 }
 
 // startKernel starts a network whose packets the kernel carries.
@@ -115,7 +116,7 @@ func (b *Backend) startKernel(ctx context.Context, own subnet.Lease) (backend.Ne
 		return nil, err
 	}
 	n := &kernelNetwork{
-		Backend: b, wake: newWake(), receiver: b.receiver(), cancel: func() {}, fresh: true,
+		Backend: b, wake: newWake(), receiver: b.receiver(), cancel: func() {}, unfilled: true,
 		Programmer: &backend.Programmer{Base: b.kernelBase(own), Desired: routes, Reconciler: reconciler},
 	}
 	n.watch(reconciler.Changed())
@@ -146,13 +147,13 @@ func (b *Backend) free(ctx context.Context) error {
 	return backend.InTheWay(l, dataplane.KindTUN+", or "+dataplane.KindIPIP+" with FOU")
 }
 
-// start prepares port, gate and device. The gate admits no peer yet, or those of an
-// earlier network.
+// start prepares port, filter and device. The filter precedes the device, so that no
+// packet arrives unchecked. It admits no peer yet, or those of an earlier network.
 func (n *kernelNetwork) start(ctx context.Context) error {
 	if _, err := n.receiver.ensure(); err != nil {
 		return err
 	}
-	if err := n.shut(ctx); err != nil {
+	if err := n.startFilter(ctx); err != nil {
 		return err
 	}
 	if err := n.SetUp(ctx); err != nil {
@@ -160,26 +161,23 @@ func (n *kernelNetwork) start(ctx context.Context) error {
 	}
 	ctx, n.cancel = context.WithCancel(context.WithoutCancel(ctx))
 	n.running.Go(func() { n.lookAfterPort(ctx) })
-	if n.gate != nil {
+	if n.filter != nil {
 		n.running.Go(func() {
-			nftables.Watch(ctx, nftables.GatePlaces(), func() { n.ajar.Store(true); n.poke() })
+			nftables.Watch(ctx, filterPlaces(), func() { n.filterChanged.Store(true); n.poke() })
 		})
 	}
 	return nil
 }
 
-// shut creates the gate in front of the device, if the kernel has nftables.
-func (n *kernelNetwork) shut(ctx context.Context) error {
+// startFilter creates the filter in front of the device, if the kernel has nftables.
+func (n *kernelNetwork) startFilter(ctx context.Context) error {
 	if err := nftables.Available(); err != nil {
 		n.host.warnOpen(ctx, err)
 		return nil
 	}
-	n.gate = nftables.NewGate(deviceName, n.receiver.local)
-	if n.host.settings.Check == tunnel.CheckOff {
-		n.gate = nftables.NewOpenGate(deviceName, n.receiver.local)
-	}
+	n.filter = newSenderFilter(n.receiver.local, n.host.settings.Check == tunnel.CheckOff)
 	var err error
-	n.former, err = n.gate.Shut()
+	n.inherited, err = n.filter.start()
 	return err
 }
 
@@ -208,46 +206,47 @@ func (n *kernelNetwork) lookAfterPort(ctx context.Context) {
 }
 
 // Sync implements backend.Network. It gets the changes of a set only once, so a failure
-// does not stop the later steps. The exception is the gate: without it no device is
+// does not stop the later steps. The exception is the filter: without it no device is
 // created.
 func (n *kernelNetwork) Sync(ctx context.Context, peers backend.Set) (backend.Outcome, error) {
 	removed, added := n.host.peers.follow(peers)
-	if n.fresh {
+	if n.unfilled {
 		removed, added = nil, n.host.peers.all()
 	}
 	missing, portErr := n.receiver.ensure()
-	again, gateErr := n.admit(publics(removed), publics(added), peers)
-	if gateErr != nil {
-		n.behind = true
-		return backend.Outcome{}, oneline.Join(portErr, gateErr)
+	repaired, filterErr := n.admit(publics(removed), publics(added), peers)
+	if filterErr != nil {
+		n.routesStale = true
+		return backend.Outcome{}, oneline.Join(portErr, filterErr)
 	}
-	peers.All = peers.All || n.behind
-	n.behind = false
+	peers.All = peers.All || n.routesStale
+	n.routesStale = false
 	outcome, err := n.Programmer.Sync(ctx, peers)
 	if missing && portErr == nil {
 		outcome.Repaired++
 	}
-	if again {
+	if repaired {
 		outcome.Repaired++
 	}
 	return outcome, oneline.Join(portErr, err)
 }
 
-// admit updates and checks the gate, and reports whether it had to be repaired.
+// admit updates the filter, and repairs it if another program may have changed it. It
+// reports whether there was something to repair.
 func (n *kernelNetwork) admit(removed, added []netip.Addr, peers backend.Set) (repaired bool, err error) {
-	if n.gate == nil || n.former && !peers.Complete {
+	if n.filter == nil || n.inherited && !peers.Complete {
 		return false, nil
 	}
-	n.former, n.fresh = false, false
-	if err := n.gate.Update(removed, added); err != nil {
+	n.inherited, n.unfilled = false, false
+	if err := n.filter.update(removed, added); err != nil {
 		return false, err
 	}
-	if !n.ajar.Swap(false) && !peers.All {
+	if !n.filterChanged.Swap(false) && !peers.All {
 		return false, nil
 	}
-	repaired, err = n.gate.Check()
+	repaired, err = n.filter.repair()
 	if err != nil {
-		n.ajar.Store(true)
+		n.filterChanged.Store(true)
 	}
 	return repaired, err
 }
@@ -257,10 +256,10 @@ func (*kernelNetwork) Mode() string { return modeKernel }
 
 // Dropped implements backend.Carrier.
 func (n *kernelNetwork) Dropped() map[string]uint64 {
-	if n.gate == nil {
+	if n.filter == nil {
 		return nil
 	}
-	return n.gate.Dropped()
+	return n.filter.dropped()
 }
 
 // Close implements backend.Network. The objects in the kernel stay in use.

@@ -13,7 +13,6 @@ import (
 	"github.com/vishvananda/netlink/nl"
 	"golang.org/x/sys/unix"
 
-	"github.com/flanneld/flanneld/pkg/firewall/nftables"
 	"github.com/flanneld/flanneld/pkg/oneline"
 )
 
@@ -136,9 +135,9 @@ func (r receiver) remove() error {
 }
 
 // removeAll removes all objects of the kernel path: the device with the routes to it, the
-// port, and the gate.
+// port, and the filter.
 func (r receiver) removeAll() error {
-	return oneline.Join(removeDevice(), r.remove(), nftables.RemoveGate())
+	return oneline.Join(removeDevice(), r.remove(), removeFilter())
 }
 
 // removeDevice removes the device if it belongs to the kernel path.

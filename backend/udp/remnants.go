@@ -6,16 +6,15 @@ import (
 	"fmt"
 
 	"github.com/flanneld/flanneld/backend"
-	"github.com/flanneld/flanneld/pkg/firewall/nftables"
 )
 
 // Remnants implements backend.Leaver. Besides its device the kernel path has a port and a
-// gate.
+// filter.
 func (b *Backend) Remnants() []backend.Remnant {
 	if b.config.Mode == modeUserspace || b.possible() != nil {
 		return nil
 	}
-	return []backend.Remnant{port{b.receiver()}, gate{}}
+	return []backend.Remnant{port{b.receiver()}, filterTableLeftover{}}
 }
 
 // port is the FOU port, on any address, because a host's address may change.
@@ -35,13 +34,16 @@ func (p port) Present() (bool, error) {
 // Remove implements backend.Remnant.
 func (p port) Remove() error { return p.remove() }
 
-// gate is the nftables table that restricts the senders.
-type gate struct{}
+// filterTableLeftover is the nftables table of a senderFilter.
+type filterTableLeftover struct{}
 
-func (gate) String() string { return "nftables rules of the backend udp" }
+func (filterTableLeftover) String() string { return "nftables rules of the backend udp" }
 
 // Present implements backend.Remnant.
-func (gate) Present() (bool, error) { return nftables.HasGate() }
+func (filterTableLeftover) Present() (bool, error) {
+	exists, _, err := filterState()
+	return exists, err
+}
 
 // Remove implements backend.Remnant.
-func (gate) Remove() error { return nftables.RemoveGate() }
+func (filterTableLeftover) Remove() error { return removeFilter() }

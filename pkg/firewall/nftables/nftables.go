@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Package nftables applies firewall rules through netlink, in tables of its own, and
-// listens to changes by other programs. It runs no program.
+// listens to changes by other programs. It runs no program. Available, HasTable and Watch
+// are not limited to these tables: backend/udp uses them for its own.
 package nftables
 
 import (

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package nftables
+package udp
 
 import (
 	"encoding/binary"
@@ -32,13 +32,13 @@ func admitted(t *testing.T) int {
 	return strings.Count(firewalltest.Shell(t, "nft list set ip flannel-udp peers"), "10.200.")
 }
 
-// TestKernelGate checks that a gate admits the right peers, and that Check repairs
-// changes by other programs.
-func TestKernelGate(t *testing.T) {
+// TestKernelSenderFilter checks that a filter admits the right peers, and that repair
+// undoes changes by other programs.
+func TestKernelSenderFilter(t *testing.T) {
 	firewalltest.Enter(t)
-	g := NewGate("flannel0", netip.MustParseAddrPort("192.168.77.1:8285"))
-	if former, err := g.Shut(); former || err != nil {
-		t.Fatal(former, err)
+	f := newSenderFilter(netip.MustParseAddrPort("192.168.77.1:8285"), false)
+	if existed, err := f.start(); existed || err != nil {
+		t.Fatal(existed, err)
 	}
 	all := peerAddrs(5000)
 	for _, step := range []struct {
@@ -52,13 +52,13 @@ func TestKernelGate(t *testing.T) {
 		{all[4000:4001], all[4000:4001], 1000},
 		{all[4002:], all[:1], 3},
 	} {
-		if err := g.Update(step.removed, step.added); err != nil {
+		if err := f.update(step.removed, step.added); err != nil {
 			t.Fatal(err)
 		}
 		if got := admitted(t); got != step.want {
 			t.Errorf("%d peers are admitted, want %d", got, step.want)
 		}
-		if repaired, err := g.Check(); repaired || err != nil {
+		if repaired, err := f.repair(); repaired || err != nil {
 			t.Errorf("check: %v, %v, want nothing to repair", repaired, err)
 		}
 	}
@@ -84,13 +84,13 @@ func TestKernelGate(t *testing.T) {
 	}
 }
 `
-	healthy := func(when string) {
+	expectIntact := func(when string) {
 		t.Helper()
 		if diff := cmp.Diff(want, firewalltest.Shell(t, "nft -n list table ip flannel-udp")); diff != "" {
 			t.Errorf("%s (-want +got):\n%s", when, diff)
 		}
 	}
-	healthy("at first")
+	expectIntact("at first")
 	for _, script := range []string{
 		"nft delete table ip flannel-udp", "nft flush chain ip flannel-udp input", "nft flush set ip flannel-udp peers",
 		"nft insert rule ip flannel-udp input accept", "nft insert rule ip flannel-udp tunnel accept", "nft add element ip flannel-udp peers '{ 10.9.9.9 }'",
@@ -98,32 +98,32 @@ func TestKernelGate(t *testing.T) {
 		"nft add table ip flannel-udp '{ flags dormant; }'", "nft flush ruleset",
 	} {
 		firewalltest.Shell(t, script)
-		if repaired, err := g.Check(); !repaired || err != nil {
+		if repaired, err := f.repair(); !repaired || err != nil {
 			t.Errorf("%s: repaired %v, %v", script, repaired, err)
 		}
-		healthy(script)
+		expectIntact(script)
 	}
-	// Update repairs the gate too.
+	// update repairs the table, too.
 	firewalltest.Shell(t, "nft delete table ip flannel-udp")
-	if err := g.Update(nil, all[7:8]); err != nil || admitted(t) != 4 {
+	if err := f.update(nil, all[7:8]); err != nil || admitted(t) != 4 {
 		t.Errorf("%v, %d peers", err, admitted(t))
 	}
-	// The next process keeps the gate until it knows the peers.
-	next := NewGate("flannel0", netip.MustParseAddrPort("192.168.77.1:8285"))
-	if former, err := next.Shut(); !former || err != nil || admitted(t) != 4 {
-		t.Errorf("%v, %v, %d peers", former, err, admitted(t))
+	// The next process keeps the table until it knows the peers.
+	next := newSenderFilter(netip.MustParseAddrPort("192.168.77.1:8285"), false)
+	if existed, err := next.start(); !existed || err != nil || admitted(t) != 4 {
+		t.Errorf("%v, %v, %d peers", existed, err, admitted(t))
 	}
-	if err := next.Update(nil, all[:2]); err != nil || admitted(t) != 2 {
+	if err := next.update(nil, all[:2]); err != nil || admitted(t) != 2 {
 		t.Errorf("%v, %d peers", err, admitted(t))
 	}
-	// A dormant gate admits every sender, so it counts as missing.
+	// A dormant table admits every sender, so it counts as missing.
 	firewalltest.Shell(t, "nft add table ip flannel-udp '{ flags dormant; }'")
-	last := NewGate("flannel0", netip.MustParseAddrPort("192.168.77.1:8285"))
-	if former, err := last.Shut(); former || err != nil || admitted(t) != 0 {
-		t.Errorf("%v, %v, %d peers", former, err, admitted(t))
+	last := newSenderFilter(netip.MustParseAddrPort("192.168.77.1:8285"), false)
+	if existed, err := last.start(); existed || err != nil || admitted(t) != 0 {
+		t.Errorf("%v, %v, %d peers", existed, err, admitted(t))
 	}
 	for range 2 {
-		if err := RemoveGate(); err != nil {
+		if err := removeFilter(); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -132,13 +132,14 @@ func TestKernelGate(t *testing.T) {
 	}
 }
 
-// TestKernelGateCounts checks that datagrams of other senders are dropped and counted,
-// that peers are admitted, and that a gate that is created again keeps its counts.
-func TestKernelGateCounts(t *testing.T) {
+// TestKernelSenderFilterCountsDrops checks that datagrams of other senders are dropped and
+// counted, that peers are admitted, and that a table that is created again keeps its
+// counts.
+func TestKernelSenderFilterCountsDrops(t *testing.T) {
 	firewalltest.Enter(t)
 	firewalltest.Shell(t, "ip link set lo up")
-	g := NewGate("flannel0", netip.MustParseAddrPort("127.0.0.1:8285"))
-	if err := g.Update(nil, []netip.Addr{netip.MustParseAddr("127.0.0.2")}); err != nil {
+	f := newSenderFilter(netip.MustParseAddrPort("127.0.0.1:8285"), false)
+	if err := f.update(nil, []netip.Addr{netip.MustParseAddr("127.0.0.2")}); err != nil {
 		t.Fatal(err)
 	}
 	conn := listenUDP(t, "127.0.0.1:8285")
@@ -151,23 +152,23 @@ func TestKernelGateCounts(t *testing.T) {
 	expect := func(unknownPeers uint64) {
 		t.Helper()
 		want := map[string]uint64{"unknown_peer": unknownPeers, "wrong_port": 1, "wrong_source": 0, "wrong_destination": 0}
-		if diff := cmp.Diff(want, g.Dropped()); diff != "" {
+		if diff := cmp.Diff(want, f.dropped()); diff != "" {
 			t.Errorf("dropped (-want +got):\n%s", diff)
 		}
 	}
 	expect(2)
 	firewalltest.Shell(t, "nft flush chain ip flannel-udp tunnel")
-	if repaired, err := g.Check(); !repaired || err != nil {
+	if repaired, err := f.repair(); !repaired || err != nil {
 		t.Error(repaired, err)
 	}
 	sendUDP(t, "127.0.0.3:8285", "127.0.0.1:8285")
 	expect(3)
 }
 
-// TestKernelOpenGate checks that an open gate admits every sender, and drops packets with
-// addresses that no host can have. The device is that of a veth pair, because this kernel
-// may not support ipip.
-func TestKernelOpenGate(t *testing.T) {
+// TestKernelFilterForAnySender checks that a filter without the source check admits every
+// sender, and drops packets with addresses that no host can have. The device is that of a
+// veth pair, because this kernel may not support ipip.
+func TestKernelFilterForAnySender(t *testing.T) {
 	firewalltest.Enter(t)
 	firewalltest.Shell(t, `ip link set lo up
 		ip link add flannel0 up type veth peer name far
@@ -175,12 +176,12 @@ func TestKernelOpenGate(t *testing.T) {
 		sysctl -qw net.ipv4.conf.all.route_localnet=1 net.ipv4.conf.all.rp_filter=0 net.ipv4.conf.flannel0.rp_filter=0 net.ipv4.conf.flannel0.accept_local=1
 		ip route add 10.5.2.0/24 dev flannel0
 		ip link set far up`)
-	g := NewOpenGate("flannel0", netip.MustParseAddrPort("192.168.77.1:8285"))
-	if former, err := g.Shut(); former || err != nil {
-		t.Fatal(former, err)
+	f := newSenderFilter(netip.MustParseAddrPort("192.168.77.1:8285"), true)
+	if existed, err := f.start(); existed || err != nil {
+		t.Fatal(existed, err)
 	}
-	if err := g.Update(nil, peerAddrs(3)); err != nil || admitted(t) != 0 {
-		t.Errorf("%v, %d peers in the set of an open gate, want none", err, admitted(t))
+	if err := f.update(nil, peerAddrs(3)); err != nil || admitted(t) != 0 {
+		t.Errorf("%v, %d peers in the set, want none", err, admitted(t))
 	}
 	conn := listenUDP(t, "0.0.0.0:9999")
 	for _, a := range [][2]string{
@@ -193,12 +194,12 @@ func TestKernelOpenGate(t *testing.T) {
 		t.Errorf("a datagram from %s was received", from)
 	}
 	want := map[string]uint64{"unknown_peer": 0, "wrong_port": 0, "wrong_source": 3, "wrong_destination": 3}
-	if diff := cmp.Diff(want, g.Dropped()); diff != "" {
+	if diff := cmp.Diff(want, f.dropped()); diff != "" {
 		t.Errorf("dropped (-want +got):\n%s", diff)
 	}
 	firewalltest.Shell(t, "nft flush chain ip flannel-udp tunnel")
 	for _, repairs := range []bool{true, false} {
-		if repaired, err := g.Check(); repaired != repairs || err != nil {
+		if repaired, err := f.repair(); repaired != repairs || err != nil {
 			t.Errorf("repaired %v, %v", repaired, err)
 		}
 	}
@@ -271,16 +272,17 @@ func receiveUDP(t *testing.T, conn *net.UDPConn) string {
 	return from.String()
 }
 
-// TestKernelGateOfManyPeers adds as many peers as a /8 of /24 subnets can have, at once.
-func TestKernelGateOfManyPeers(t *testing.T) {
+// TestKernelSenderFilterOfManyPeers adds as many peers at once as a /8 of /24 subnets can
+// have.
+func TestKernelSenderFilterOfManyPeers(t *testing.T) {
 	firewalltest.Enter(t)
-	g := NewGate("flannel0", netip.MustParseAddrPort("192.168.77.1:8285"))
-	if err := g.Update(nil, peerAddrs(65000)); err != nil {
+	f := newSenderFilter(netip.MustParseAddrPort("192.168.77.1:8285"), false)
+	if err := f.update(nil, peerAddrs(65000)); err != nil {
 		t.Fatal(err)
 	}
 	firewalltest.Shell(t, "nft delete table ip flannel-udp")
 	for _, repairs := range []bool{true, false} {
-		if repaired, err := g.Check(); repaired != repairs || err != nil {
+		if repaired, err := f.repair(); repaired != repairs || err != nil {
 			t.Errorf("repaired %v, %v", repaired, err)
 		}
 	}
