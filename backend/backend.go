@@ -70,10 +70,10 @@ func (e Env) Links(ctx context.Context, devices ...string) (map[string]dataplane
 	return have.Links, nil
 }
 
-// InTheWay returns the error about a device that has the name of one of the backend's
-// devices, but is neither the wanted one nor one that flanneld has left behind. flanneld
-// does not remove it.
-func InTheWay(l dataplane.Link, want string) error {
+// DeviceConflict returns the error about a device that has the name of one of the
+// backend's devices, but a type that flanneld never creates under that name. flanneld
+// does not remove it. want is the expected type.
+func DeviceConflict(l dataplane.Link, want string) error {
 	return fmt.Errorf("device %s is of type %s, want %s: remove it (ip link delete %s) if nothing else needs it",
 		l.Name, l.Kind, want, l.Name)
 }

@@ -77,11 +77,11 @@ func (p *Programmer) Sync(ctx context.Context, peers Set) (Outcome, error) {
 	return o, oneline.Join(err, refused)
 }
 
-// Holdings implements Inspector.
-func (p *Programmer) Holdings(key string) []Holding {
-	var hs []Holding
+// Objects implements Inspector.
+func (p *Programmer) Objects(key string) []ObjectReport {
+	var hs []ObjectReport
 	for _, o := range p.objects[key] {
-		hs = append(hs, Holding{Object: o.String(), Present: p.Holds(o)})
+		hs = append(hs, ObjectReport{Object: o.String(), Present: p.Holds(o)})
 	}
 	return hs
 }

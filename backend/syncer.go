@@ -64,8 +64,8 @@ type Syncer struct {
 	logged   string            // last logged error
 	limit    *rate.Limiter     // limit of logged errors without a success between them
 	lastSync time.Time         // time of the last successful pass
-	held     int
-	drift    *drift
+	held     int               // number of held peers at the last pass
+	repairs  *repairLimiter
 	retry    loop.Backoff // for refusals whose cause may disappear
 
 	mu       sync.Mutex // also guards Ledger
@@ -82,7 +82,7 @@ func NewSyncer(c SyncerConfig) *Syncer {
 	own.Identities, _ = c.Network.Check(c.Own) // an own lease that fails this was refused earlier
 	s := &Syncer{
 		SyncerConfig: c, arbiter: subnet.NewArbiter(c.Config, own), all: true, changed: map[string]struct{}{},
-		refused: map[string]string{}, kernel: map[string]string{}, drift: newDrift(),
+		refused: map[string]string{}, kernel: map[string]string{}, repairs: newRepairLimiter(),
 		limit: rate.NewLimiter(rate.Every(errorEvery), errorBurst),
 	}
 	s.loop = loop.New(c.Resync, s.step)
@@ -124,7 +124,7 @@ func (s *Syncer) Run(ctx context.Context) error {
 	var wg sync.WaitGroup
 	defer wg.Wait()
 	defer cancel()
-	wg.Go(func() { s.drift.forward(ctx, s.Network.Changed(), s.loop.Wake) })
+	wg.Go(func() { s.repairs.forwardChanges(ctx, s.Network.Changed(), s.loop.Wake) })
 	return s.loop.Run(ctx)
 }
 
@@ -137,7 +137,7 @@ func (s *Syncer) step(ctx context.Context) error {
 	if ctx.Err() != nil {
 		return nil
 	}
-	s.drift.note(ctx, outcome.Repaired)
+	s.repairs.count(ctx, outcome.Repaired)
 	s.logRefused(ctx, set, outcome.Refused, err != nil)
 	if set.Complete { // earlier leases are those of the last process, which has logged them
 		s.logShared(ctx)
@@ -183,10 +183,10 @@ func (s *Syncer) advance(ctx context.Context) (set Set, news bool) {
 		return compareBool(s.Ledger.Lease(a) != nil, s.Ledger.Lease(b) != nil)
 	})
 	for _, key := range set.Changed {
-		set.All = set.All || !s.judge(key)
+		set.All = set.All || !s.validate(key)
 	}
 	if set.All {
-		s.judgeAll()
+		s.validateAll()
 	}
 	set.Leases = s.arbiter.Accepted()
 	s.all, s.news = false, false
@@ -206,8 +206,8 @@ func compareBool(a, b bool) int {
 	return 1
 }
 
-// judge checks one lease. It reports false if all leases must be checked.
-func (s *Syncer) judge(key string) bool {
+// validate validates one lease. It reports false if all leases must be validated.
+func (s *Syncer) validate(key string) bool {
 	c := subnet.Claimant{Lease: &subnet.Lease{Key: key}}
 	delete(s.unusable, key)
 	if l := s.Ledger.Lease(key); l != nil {
@@ -220,7 +220,8 @@ func (s *Syncer) judge(key string) bool {
 	return s.arbiter.Change(c)
 }
 
-func (s *Syncer) judgeAll() {
+// validateAll validates all leases again, because leases may contradict each other.
+func (s *Syncer) validateAll() {
 	n := s.Ledger.Len()
 	all := make([]subnet.Claimant, 0, n)
 	for l := range s.Ledger.Leases() {

@@ -124,7 +124,7 @@ func (b *Backend) free(ctx context.Context) error {
 	for _, n := range b.env.Config.Networks {
 		k := kinds[n.Family()]
 		if l, ok := links[k.device]; ok && l.Kind != k.link {
-			return backend.InTheWay(l, k.link)
+			return backend.DeviceConflict(l, k.link)
 		}
 	}
 	return nil

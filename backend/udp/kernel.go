@@ -22,16 +22,17 @@ import (
 	"github.com/flanneld/flanneld/subnet"
 )
 
-// lookAfter is the interval at which the FOU port is checked.
-const lookAfter = 2 * time.Second
+// portCheckInterval is the interval at which the FOU port is checked, because the kernel
+// does not announce that a port was deleted.
+const portCheckInterval = 2 * time.Second
 
 // ipv4Only reports whether the network has no IPv6.
 func (b *Backend) ipv4Only() bool {
 	return !slices.ContainsFunc(b.env.Config.Networks, func(n subnet.Network) bool { return n.Family() != prefix.IPv4 })
 }
 
-// possible returns an error if the configuration does not allow the kernel path.
-func (b *Backend) possible() error {
+// kernelSupported returns an error if the configuration does not allow the kernel path.
+func (b *Backend) kernelSupported() error {
 	switch {
 	case !b.ipv4Only():
 		return errors.New("the kernel path supports only networks without IPv6")
@@ -41,9 +42,9 @@ func (b *Backend) possible() error {
 	return nil
 }
 
-// fit returns an error if mode auto must not use the kernel path.
-func (b *Backend) fit() error {
-	if err := b.possible(); err != nil {
+// kernelPreferred returns an error if mode auto must not use the kernel path.
+func (b *Backend) kernelPreferred() error {
+	if err := b.kernelSupported(); err != nil {
 		return err
 	}
 	if err := fouMissing(); err != nil {
@@ -90,7 +91,7 @@ func routes(_ context.Context, l subnet.Lease) ([]dataplane.Object, error) {
 type kernelNetwork struct {
 	*Backend
 	*backend.Programmer
-	*wake
+	*changeNotifier
 	receiver receiver
 	cancel   context.CancelFunc
 
@@ -106,7 +107,7 @@ func (b *Backend) startKernel(ctx context.Context, own subnet.Lease) (backend.Ne
 	if err := fouMissing(); err != nil {
 		return nil, err
 	}
-	if err := b.free(ctx); err != nil {
+	if err := b.checkDeviceName(ctx); err != nil {
 		return nil, err
 	}
 	scope := b.Scope()
@@ -116,23 +117,23 @@ func (b *Backend) startKernel(ctx context.Context, own subnet.Lease) (backend.Ne
 		return nil, err
 	}
 	n := &kernelNetwork{
-		Backend: b, wake: newWake(), receiver: b.receiver(), cancel: func() {}, unfilled: true,
+		Backend: b, changeNotifier: newChangeNotifier(), receiver: b.receiver(), cancel: func() {}, unfilled: true,
 		Programmer: &backend.Programmer{Base: b.kernelBase(own), Desired: routes, Reconciler: reconciler},
 	}
 	n.watch(reconciler.Changed())
 	err = n.start(ctx)
 	if err == nil { // not earlier, because user space may need the device that systemd has kept
-		err = b.host.enterKernel(b.receiver())
+		err = b.host.useKernelPath(b.receiver())
 	}
 	if err != nil {
-		return nil, oneline.Join(err, n.Close(), b.host.leaveKernel(b.receiver()))
+		return nil, oneline.Join(err, n.Close(), b.host.removeKernelPath(b.receiver()))
 	}
 	return n, nil
 }
 
-// free returns an error if another program owns the device with this backend's name: a
+// checkDeviceName returns an error if another program owns the device with this backend's name: a
 // device of another kind, or a TUN device that it has open.
-func (b *Backend) free(ctx context.Context) error {
+func (b *Backend) checkDeviceName(ctx context.Context) error {
 	links, err := b.env.Links(ctx, deviceName)
 	if err != nil {
 		return err
@@ -142,9 +143,9 @@ func (b *Backend) free(ctx context.Context) error {
 	case !ok || l.Kind == dataplane.KindIPIP && l.Tunnel.FOU != dataplane.FOU{}:
 		return nil
 	case l.Kind == dataplane.KindTUN:
-		return b.host.claim(ctx)
+		return b.host.claimDevice(ctx)
 	}
-	return backend.InTheWay(l, dataplane.KindTUN+", or "+dataplane.KindIPIP+" with FOU")
+	return backend.DeviceConflict(l, dataplane.KindTUN+", or "+dataplane.KindIPIP+" with FOU")
 }
 
 // start prepares port, filter and device. The filter precedes the device, so that no
@@ -160,10 +161,10 @@ func (n *kernelNetwork) start(ctx context.Context) error {
 		return fmt.Errorf("set up %s: %w", deviceName, err)
 	}
 	ctx, n.cancel = context.WithCancel(context.WithoutCancel(ctx))
-	n.running.Go(func() { n.lookAfterPort(ctx) })
+	n.running.Go(func() { n.watchPort(ctx) })
 	if n.filter != nil {
 		n.running.Go(func() {
-			nftables.Watch(ctx, filterPlaces(), func() { n.filterChanged.Store(true); n.poke() })
+			nftables.Watch(ctx, filterPlaces(), func() { n.filterChanged.Store(true); n.notify() })
 		})
 	}
 	return nil
@@ -172,7 +173,7 @@ func (n *kernelNetwork) start(ctx context.Context) error {
 // startFilter creates the filter in front of the device, if the kernel has nftables.
 func (n *kernelNetwork) startFilter(ctx context.Context) error {
 	if err := nftables.Available(); err != nil {
-		n.host.warnOpen(ctx, err)
+		n.host.warnUnchecked(ctx, err)
 		return nil
 	}
 	n.filter = newSenderFilter(n.receiver.local, n.host.settings.Check == tunnel.CheckOff)
@@ -181,17 +182,17 @@ func (n *kernelNetwork) startFilter(ctx context.Context) error {
 	return err
 }
 
-// warnOpen logs once that senders are not checked.
-func (h *Host) warnOpen(ctx context.Context, err error) {
-	if !h.warned {
-		h.warned = true
+// warnUnchecked logs once that senders are not checked.
+func (h *Host) warnUnchecked(ctx context.Context, err error) {
+	if !h.uncheckedLogged {
+		h.uncheckedLogged = true
 		klog.FromContext(ctx).Error(err, "senders are not checked: any host that reaches the UDP port can send packets into the network, also to loopback addresses")
 	}
 }
 
-// lookAfterPort wakes the loop when the port is missing.
-func (n *kernelNetwork) lookAfterPort(ctx context.Context) {
-	ticker := time.NewTicker(lookAfter)
+// watchPort notifies the loop when the port is missing.
+func (n *kernelNetwork) watchPort(ctx context.Context) {
+	ticker := time.NewTicker(portCheckInterval)
 	defer ticker.Stop()
 	for {
 		select {
@@ -200,7 +201,7 @@ func (n *kernelNetwork) lookAfterPort(ctx context.Context) {
 		case <-ticker.C:
 		}
 		if ok, err := n.receiver.present(); err == nil && !ok {
-			n.poke()
+			n.notify()
 		}
 	}
 }
@@ -209,12 +210,12 @@ func (n *kernelNetwork) lookAfterPort(ctx context.Context) {
 // does not stop the later steps. The exception is the filter: without it no device is
 // created.
 func (n *kernelNetwork) Sync(ctx context.Context, peers backend.Set) (backend.Outcome, error) {
-	removed, added := n.host.peers.follow(peers)
+	removed, added := n.host.peers.apply(peers)
 	if n.unfilled {
-		removed, added = nil, n.host.peers.all()
+		removed, added = nil, n.host.peers.list()
 	}
 	missing, portErr := n.receiver.ensure()
-	repaired, filterErr := n.admit(publics(removed), publics(added), peers)
+	repaired, filterErr := n.admit(publicAddrs(removed), publicAddrs(added), peers)
 	if filterErr != nil {
 		n.routesStale = true
 		return backend.Outcome{}, oneline.Join(portErr, filterErr)
@@ -251,10 +252,10 @@ func (n *kernelNetwork) admit(removed, added []netip.Addr, peers backend.Set) (r
 	return repaired, err
 }
 
-// Mode implements backend.Carrier.
+// Mode implements backend.DataPath.
 func (*kernelNetwork) Mode() string { return modeKernel }
 
-// Dropped implements backend.Carrier.
+// Dropped implements backend.DataPath.
 func (n *kernelNetwork) Dropped() map[string]uint64 {
 	if n.filter == nil {
 		return nil

@@ -58,7 +58,7 @@ func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 	if b.config.Mode == modeKernel {
 		return b.startKernel(ctx, own)
 	}
-	err := b.fit()
+	err := b.kernelPreferred()
 	if err == nil {
 		var n backend.Network
 		if n, err = b.startKernel(ctx, own); err == nil {
@@ -73,7 +73,7 @@ func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 // startUserspace starts a network whose packets this process carries. Packets wait in the
 // device until the first Sync has set the peers.
 func (b *Backend) startUserspace(ctx context.Context, own subnet.Lease) (backend.Network, error) {
-	if err := b.host.leaveKernel(b.receiver()); err != nil {
+	if err := b.host.removeKernelPath(b.receiver()); err != nil {
 		return nil, err
 	}
 	reconciler, err := b.env.Reconciler(deviceName)
@@ -81,7 +81,7 @@ func (b *Backend) startUserspace(ctx context.Context, own subnet.Lease) (backend
 		return nil, err
 	}
 	n := &network{
-		Backend: b, own: own, wake: newWake(),
+		Backend: b, own: own, changeNotifier: newChangeNotifier(),
 		Programmer: &backend.Programmer{Base: b.base(own), Reconciler: reconciler},
 	}
 	n.watch(reconciler.Changed())
@@ -109,7 +109,7 @@ func (b *Backend) base(own subnet.Lease) dataplane.State {
 type network struct {
 	*Backend
 	*backend.Programmer
-	*wake
+	*changeNotifier
 	own     subnet.Lease
 	tunnel  *tunnel.Tunnel // nil while there is none
 	started bool           // the tunnel carries packets
@@ -117,7 +117,7 @@ type network struct {
 
 // start opens device and tunnel. The tunnel carries no packets yet.
 func (n *network) start(ctx context.Context) error {
-	if err := n.open(ctx); err != nil {
+	if err := n.openTunnel(ctx); err != nil {
 		return err
 	}
 	if err := n.SetUp(ctx); err != nil {
@@ -126,9 +126,9 @@ func (n *network) start(ctx context.Context) error {
 	return nil
 }
 
-// open opens the device and a tunnel between it and the network.
-func (n *network) open(ctx context.Context) error {
-	device, err := n.host.open(ctx)
+// openTunnel opens the device and a tunnel between it and the network.
+func (n *network) openTunnel(ctx context.Context) error {
+	device, err := n.host.openDevice(ctx)
 	if err != nil {
 		return err
 	}
@@ -149,8 +149,8 @@ func (n *network) open(ctx context.Context) error {
 	return err
 }
 
-// carry makes the tunnel carry packets.
-func (n *network) carry() error {
+// startTunnel makes the tunnel carry packets.
+func (n *network) startTunnel() error {
 	if err := n.tunnel.Start(); err != nil {
 		return err
 	}
@@ -158,34 +158,34 @@ func (n *network) carry() error {
 	done := n.tunnel.Done()
 	n.running.Go(func() {
 		<-done
-		n.poke()
+		n.notify()
 	})
 	return nil
 }
 
 // Sync implements backend.Network.
 func (n *network) Sync(ctx context.Context, peers backend.Set) (backend.Outcome, error) {
-	n.host.peers.follow(peers)
-	if err := n.revive(ctx); err != nil {
+	n.host.peers.apply(peers)
+	if err := n.reopen(ctx); err != nil {
 		return backend.Outcome{}, err
 	}
 	outcome, err := n.Programmer.Sync(ctx, peers)
 	if !n.started { // a problem of one family must not affect the other
-		err = oneline.Join(err, n.carry())
+		err = oneline.Join(err, n.startTunnel())
 	}
 	return outcome, err
 }
 
-// revive opens a new device and tunnel if another program has deleted the device, or the
+// reopen opens a new device and tunnel if another program has deleted the device, or the
 // tunnel has ended.
-func (n *network) revive(ctx context.Context) error {
+func (n *network) reopen(ctx context.Context) error {
 	if n.tunnel != nil && n.tunnel.Err() == nil && n.tunnel.Device.Alive() {
 		return nil
 	}
 	if err := n.closeTunnel(); err != nil {
 		return err
 	}
-	return n.open(ctx)
+	return n.openTunnel(ctx)
 }
 
 func (n *network) closeTunnel() error {
@@ -211,15 +211,15 @@ func (*Backend) Check(l subnet.Lease) ([]string, error) {
 	return nil, nil
 }
 
-// Holdings implements backend.Inspector.
-func (n *network) Holdings(key string) []backend.Holding {
-	return n.host.peers.holdings(key, n.config.Port)
+// Objects implements backend.Inspector.
+func (n *network) Objects(key string) []backend.ObjectReport {
+	return n.host.peers.objects(key, n.config.Port)
 }
 
-// Mode implements backend.Carrier.
+// Mode implements backend.DataPath.
 func (*network) Mode() string { return modeUserspace }
 
-// Dropped implements backend.Carrier.
+// Dropped implements backend.DataPath.
 func (n *network) Dropped() map[string]uint64 { return n.host.counters.Dropped() }
 
 // Close implements backend.Network. The device belongs to the host and stays for the next

@@ -148,7 +148,7 @@ func lease(key, s, public string) subnet.Lease {
 	return subnet.Lease{Key: key, Endpoints: []subnet.Endpoint{{Subnet: netip.MustParsePrefix(s), PublicIP: netip.MustParseAddr(public)}}}
 }
 
-func TestPeersFollow(t *testing.T) {
+func TestPeersApply(t *testing.T) {
 	a, b := lease("a", "10.5.1.0/24", "192.168.77.1"), lease("b", "10.5.2.0/24", "192.168.77.2")
 	set := func(all, complete bool, changed []string, leases ...subnet.Lease) backend.Set {
 		s := backend.Set{Leases: map[string]*subnet.Lease{}, All: all, Complete: complete, Changed: changed}
@@ -174,12 +174,12 @@ func TestPeersFollow(t *testing.T) {
 		{set(false, true, []string{"a"}, swapped[1]), swapped[1:]},
 		{set(true, true, nil), nil},
 	} {
-		p.follow(step.set)
+		p.apply(step.set)
 		want := map[string][]tunnel.Peer{}
 		for _, l := range step.want {
 			want[l.Key] = peersOf(&l)
 		}
-		if diff := cmp.Diff(want, p.served, cmp.Comparer(func(x, y tunnel.Peer) bool { return x == y })); diff != "" {
+		if diff := cmp.Diff(want, p.byLease, cmp.Comparer(func(x, y tunnel.Peer) bool { return x == y })); diff != "" {
 			t.Errorf("step %d: %s", i, diff)
 		}
 		if p.table.Size() != len(step.want) {

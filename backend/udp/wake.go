@@ -4,25 +4,27 @@ package udp
 
 import "sync"
 
-// wake makes the loop call Sync soon.
-type wake struct {
+// changeNotifier makes the loop call Sync soon.
+type changeNotifier struct {
 	changed chan struct{}
 	stop    chan struct{}
 	running sync.WaitGroup
 }
 
-func newWake() *wake { return &wake{changed: make(chan struct{}, 1), stop: make(chan struct{})} }
+func newChangeNotifier() *changeNotifier {
+	return &changeNotifier{changed: make(chan struct{}, 1), stop: make(chan struct{})}
+}
 
 // Changed implements backend.Network.
-func (w *wake) Changed() <-chan struct{} { return w.changed }
+func (w *changeNotifier) Changed() <-chan struct{} { return w.changed }
 
 // watch passes on what changed receives to Changed, until end.
-func (w *wake) watch(changed <-chan struct{}) {
+func (w *changeNotifier) watch(changed <-chan struct{}) {
 	w.running.Go(func() {
 		for {
 			select {
 			case <-changed:
-				w.poke()
+				w.notify()
 			case <-w.stop:
 				return
 			}
@@ -30,7 +32,7 @@ func (w *wake) watch(changed <-chan struct{}) {
 	})
 }
 
-func (w *wake) poke() {
+func (w *changeNotifier) notify() {
 	select {
 	case w.changed <- struct{}{}:
 	default:

@@ -233,12 +233,12 @@ func explain(err error, port int) error {
 	return err
 }
 
-// Holdings implements backend.Inspector.
-func (n *network) Holdings(key string) []backend.Holding {
-	var hs []backend.Holding
+// Objects implements backend.Inspector.
+func (n *network) Objects(key string) []backend.ObjectReport {
+	var hs []backend.ObjectReport
 	for _, d := range n.devices {
 		if p, ok := d.peers[key]; ok {
-			hs = append(hs, backend.Holding{Object: p.String() + " dev " + d.name, Present: true})
+			hs = append(hs, backend.ObjectReport{Object: p.String() + " dev " + d.name, Present: true})
 		}
 	}
 	return hs
@@ -247,10 +247,10 @@ func (n *network) Holdings(key string) []backend.Holding {
 // Changed implements backend.Network.
 func (n *network) Changed() <-chan struct{} { return n.changed }
 
-// Mode implements backend.Carrier.
+// Mode implements backend.DataPath.
 func (n *network) Mode() string { return n.implementation }
 
-// Dropped implements backend.Carrier. WireGuard does not count drops.
+// Dropped implements backend.DataPath. WireGuard does not count drops.
 func (*network) Dropped() map[string]uint64 { return nil }
 
 // Close implements backend.Network.

@@ -194,7 +194,7 @@ func (n *network) makeRoom(ctx context.Context, links map[string]dataplane.Link)
 		case dataplane.KindWireGuard:
 			ops = append(ops, dataplane.Op{Object: l, Delete: true})
 		default:
-			return backend.InTheWay(l, dataplane.KindTUN)
+			return backend.DeviceConflict(l, dataplane.KindTUN)
 		}
 	}
 	if len(ops) == 0 {

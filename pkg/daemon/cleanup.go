@@ -132,14 +132,14 @@ func (c Cleanup) kernel(ctx context.Context, all []lastKnown) error {
 			_, err = dataplane.Retire(ctx, kernel, of.scope, dataplane.Scope{})
 			errs = append(errs, err)
 		}
-		errs = append(errs, c.remnants(done.beyond(of)))
-		done.remnants = append(done.remnants, of.remnants...)
+		errs = append(errs, c.leftovers(done.beyond(of)))
+		done.leftovers = append(done.leftovers, of.leftovers...)
 	}
 	return oneline.Join(errs...)
 }
 
-// remnants removes the remnants that exist.
-func (c Cleanup) remnants(all []backend.Remnant) error {
+// leftovers removes the leftovers that exist.
+func (c Cleanup) leftovers(all []backend.Leftover) error {
 	var errs []error
 	for _, r := range all {
 		present, err := r.Present()

@@ -30,11 +30,11 @@ type former struct {
 // its backend, and others that the backend names. It tells what an earlier configuration may
 // have left in the kernel.
 type ownership struct {
-	scope    dataplane.Scope
-	remnants []backend.Remnant
+	scope     dataplane.Scope
+	leftovers []backend.Leftover
 }
 
-func ownershipOf(be backend.Backend) ownership { return ownership{be.Scope(), backend.Remnants(be)} }
+func ownershipOf(be backend.Backend) ownership { return ownership{be.Scope(), backend.Leftovers(be)} }
 
 // ownershipIn returns the ownership of the configuration in env. It is empty if this version does
 // not know the backend.
@@ -56,10 +56,10 @@ func (o ownership) covers(other ownership) bool {
 	return o.scope.Covers(other.scope) && len(o.beyond(other)) == 0
 }
 
-// beyond returns the remnants that only other has.
-func (o ownership) beyond(other ownership) []backend.Remnant {
-	return slices.DeleteFunc(slices.Clone(other.remnants), func(r backend.Remnant) bool {
-		return slices.ContainsFunc(o.remnants, func(own backend.Remnant) bool { return own.String() == r.String() })
+// beyond returns the leftovers that only other has.
+func (o ownership) beyond(other ownership) []backend.Leftover {
+	return slices.DeleteFunc(slices.Clone(other.leftovers), func(l backend.Leftover) bool {
+		return slices.ContainsFunc(o.leftovers, func(own backend.Leftover) bool { return own.String() == l.String() })
 	})
 }
 
@@ -154,9 +154,9 @@ func (r *retirement) retire(ctx context.Context, kernel dataplane.Kernel, former
 	return nil
 }
 
-// discard removes the remnants that exist, and returns their number.
-func discard(remnants []backend.Remnant) (removed int, err error) {
-	for _, r := range remnants {
+// discard removes the leftovers that exist, and returns their number.
+func discard(leftovers []backend.Leftover) (removed int, err error) {
+	for _, r := range leftovers {
 		present, err := r.Present()
 		if err == nil && present {
 			removed++

@@ -112,18 +112,18 @@ func TestDeviceLocks(t *testing.T) {
 	}
 }
 
-// remnant exists until it is removed.
-type remnant struct{ removed bool }
+// leftover exists until it is removed.
+type leftover struct{ removed bool }
 
-func (*remnant) String() string           { return "a remnant" }
-func (r *remnant) Present() (bool, error) { return !r.removed, nil }
-func (r *remnant) Remove() error          { r.removed = true; return nil }
+func (*leftover) String() string           { return "a leftover" }
+func (r *leftover) Present() (bool, error) { return !r.removed, nil }
+func (r *leftover) Remove() error          { r.removed = true; return nil }
 
 // TestRetireLeavesOthersDevices checks that a device of the former configuration stays
 // while another daemon uses it, together with its objects.
 func TestRetireLeavesOthersDevices(t *testing.T) {
 	const dev = "flannel.7"
-	kernel, left := dataplanetest.New(), &remnant{}
+	kernel, left := dataplanetest.New(), &leftover{}
 	scope := dataplane.Scope{Devices: []string{dev}, Networks: []netip.Prefix{netip.MustParsePrefix("10.5.0.0/16")}}
 	link := dataplane.Link{Name: dev, Kind: "vxlan", MTU: 1450, Up: true, MAC: dataplane.MAC{2, 1},
 		VXLAN: dataplane.VXLAN{VNI: 7, Port: 8472, Local: netip.MustParseAddr("192.168.77.1"), Underlay: "eth0"}}
@@ -135,7 +135,7 @@ func TestRetireLeavesOthersDevices(t *testing.T) {
 	r := n.newRetirement(nil, &vxlan.Backend{})
 	retire := func() (there bool) {
 		t.Helper()
-		if err := r.retire(t.Context(), kernel, ownership{scope, []backend.Remnant{left}}); err != nil {
+		if err := r.retire(t.Context(), kernel, ownership{scope, []backend.Leftover{left}}); err != nil {
 			t.Fatal(err)
 		}
 		have, err := kernel.Read(t.Context(), scope)

@@ -154,7 +154,7 @@ func statusLease(l subnet.Lease) status.Lease {
 
 func statusPeer(p backend.PeerReport) status.Peer {
 	peer := status.Peer{Lease: statusLease(p.Lease), State: status.InPlace, Error: p.Refused, Changed: p.Changed}
-	for _, h := range p.Holdings {
+	for _, h := range p.Objects {
 		peer.Objects = append(peer.Objects, status.Object{Text: h.Object, Present: h.Present})
 		if !h.Present {
 			peer.State = status.Missing

@@ -24,17 +24,20 @@ const (
 // repairLog is the minimum time between two log lines about repairs.
 const repairLog = time.Minute
 
-// drift limits the repairs of changes by other programs, and logs them.
-type drift struct {
-	limit    *rate.Limiter // limit of passes that repaired something
+// repairLimiter limits how often the loop repairs changes by other programs, and logs the
+// repairs.
+type repairLimiter struct {
+	limit    *rate.Limiter // limit of passes that repair something
 	repaired int           // number of repairs that are not logged yet
 	logged   time.Time
 }
 
-func newDrift() *drift { return &drift{limit: rate.NewLimiter(repairRate, repairBurst)} }
+func newRepairLimiter() *repairLimiter {
+	return &repairLimiter{limit: rate.NewLimiter(repairRate, repairBurst)}
+}
 
-// forward calls wake when changed receives, within the limits, until ctx ends.
-func (d *drift) forward(ctx context.Context, changed <-chan struct{}, wake func()) {
+// forwardChanges calls wake when changed receives, within the limits, until ctx ends.
+func (r *repairLimiter) forwardChanges(ctx context.Context, changed <-chan struct{}, wake func()) {
 	for {
 		select {
 		case <-ctx.Done():
@@ -42,7 +45,7 @@ func (d *drift) forward(ctx context.Context, changed <-chan struct{}, wake func(
 		case <-changed:
 		}
 		wake()
-		debt := time.Duration(-d.limit.Tokens() / float64(repairRate) * float64(time.Second))
+		debt := time.Duration(-r.limit.Tokens() / float64(repairRate) * float64(time.Second))
 		select {
 		case <-ctx.Done():
 			return
@@ -51,17 +54,17 @@ func (d *drift) forward(ctx context.Context, changed <-chan struct{}, wake func(
 	}
 }
 
-// note counts the repairs of a pass. It logs them at once the first time, and then at
+// count counts the repairs of a pass. It logs them at once the first time, and then at
 // most once a minute.
-func (d *drift) note(ctx context.Context, repaired int) {
+func (r *repairLimiter) count(ctx context.Context, repaired int) {
 	now := time.Now()
 	if repaired > 0 {
-		d.limit.ReserveN(now, 1)
+		r.limit.ReserveN(now, 1)
 	}
-	d.repaired += repaired
-	if d.repaired == 0 || now.Sub(d.logged) < repairLog {
+	r.repaired += repaired
+	if r.repaired == 0 || now.Sub(r.logged) < repairLog {
 		return
 	}
-	klog.FromContext(ctx).Info("repaired what another program had changed", "entries", d.repaired)
-	d.repaired, d.logged = 0, now
+	klog.FromContext(ctx).Info("repaired what another program had changed", "entries", r.repaired)
+	r.repaired, r.logged = 0, now
 }
