@@ -13,10 +13,12 @@ import (
 )
 
 // TestEmbedded runs the program of embedding.md on two hosts, and flanneld on a third one.
+//
+//stages:rest it builds a program
 func TestEmbedded(t *testing.T) {
 	t.Parallel()
 	program := filepath.Join(t.TempDir(), "embedded")
-	build := exec.CommandContext(t.Context(), "go", "build", "-o", program, "../embedded")
+	build := exec.CommandContext(t.Context(), "go", "build", "-trimpath", "-o", program, "../embedded")
 	build.Env = append(os.Environ(), "CGO_ENABLED=0")
 	if out, err := build.CombinedOutput(); err != nil {
 		t.Fatalf("%v:\n%s", err, out)
