@@ -207,8 +207,8 @@ func (r Registry) New(env Env) (Backend, []string, error) {
 // Types returns the names of all backends in alphabetical order.
 func (r Registry) Types() []string { return slices.Sorted(maps.Keys(r.entries)) }
 
-// Catalog is a registry with the state that its backends keep in the process while networks
-// begin and end.
+// Catalog is a registry with the state that its backends keep in the process while
+// networks begin and end.
 type Catalog struct {
 	Registry
 	// Shutdown does what must be done on the host when the daemon is told to stop. It may

@@ -79,9 +79,9 @@ func TestConflictWithRouteOfAllPeers(t *testing.T) {
 	}
 }
 
-// TestVolatileCallsDesiredAgain changes a route of the host, which a pass for a changed lease
-// notices. Desired must be called for all peers soon after, once, even if there are other
-// passes in between. A pass for a changed lease alone calls it only for that lease.
+// TestVolatileCallsDesiredAgain changes a route of the host, which a pass for a changed
+// lease notices. Desired must be called for all peers soon after, once, even if there are
+// other passes in between. A pass for a changed lease alone calls it only for that lease.
 func TestVolatileCallsDesiredAgain(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		kernel := dataplanetest.New()

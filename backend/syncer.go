@@ -178,7 +178,8 @@ func (s *Syncer) advance(ctx context.Context) (set Set, news bool) {
 	expired := s.Ledger.Expire(time.Now())
 	set = Set{All: s.all || expired, Complete: s.complete}
 	news = s.news || expired
-	// The leases that are gone come first, so that leases in their place do not contradict them.
+	// The leases that are gone come first, so that leases in their place do not contradict
+	// them.
 	set.Changed = slices.SortedFunc(maps.Keys(s.changed), func(a, b string) int {
 		return compareBool(s.Ledger.Lease(a) != nil, s.Ledger.Lease(b) != nil)
 	})
@@ -257,8 +258,8 @@ func (s *Syncer) check(l subnet.Lease) (identities []string, unusable string) {
 	return identities, ""
 }
 
-// enabled returns the endpoints of families that the configuration enables. The arbiter ignores
-// the others, so their data must not make a lease unusable.
+// enabled returns the endpoints of families that the configuration enables. The arbiter
+// ignores the others, so their data must not make a lease unusable.
 func (s *Syncer) enabled(es []subnet.Endpoint) []subnet.Endpoint {
 	disabled := func(e subnet.Endpoint) bool {
 		_, ok := s.Config.Network(e.Family())
@@ -270,8 +271,9 @@ func (s *Syncer) enabled(es []subnet.Endpoint) []subnet.Endpoint {
 	return slices.DeleteFunc(slices.Clone(es), disabled)
 }
 
-// logHeld logs when the ledger holds more peers than before, and when it holds none any more.
-// In a store that was emptied peers come back one by one, which is not worth a line each.
+// logHeld logs when the ledger holds more peers than before, and when it holds none any
+// more. In a store that was emptied peers come back one by one, which is not worth a line
+// each.
 func (s *Syncer) logHeld(ctx context.Context) {
 	n := s.Ledger.NumHeld()
 	switch {

@@ -115,8 +115,8 @@ func fullUpdate(s subnet.Snapshot) subnet.Update {
 	return subnet.Update{Store: s.Store, Snapshot: func() subnet.Snapshot { return s }}
 }
 
-// deltaUpdate returns an update with changed leases only. gone contains the keys of removed
-// leases.
+// deltaUpdate returns an update with changed leases only. gone contains the keys of
+// removed leases.
 func deltaUpdate(revision int64, leases []subnet.Lease, gone ...string) subnet.Update {
 	u := subnet.Update{Store: subnet.StoreID{ID: "a", Revision: revision}, Changed: map[string]*subnet.Lease{}}
 	for _, l := range leases {
@@ -226,8 +226,8 @@ func TestRefusals(t *testing.T) {
 	}
 }
 
-// TestDisabledFamilyIsNotChecked checks that data of a family which the configuration does not
-// enable does not make a lease unusable.
+// TestDisabledFamilyIsNotChecked checks that data of a family which the configuration
+// does not enable does not make a lease unusable.
 func TestDisabledFamilyIsNotChecked(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n := &network{}

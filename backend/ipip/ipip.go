@@ -54,7 +54,7 @@ func New(raw json.RawMessage, env backend.Env) (backend.Backend, []string, error
 	return b, warnings, nil
 }
 
-// kind holds what differs between the address families.
+// kind contains the differences of a tunnel between the address families.
 type kind struct {
 	link     string
 	device   string // for IPv4 the name that other flannel daemons use, too
@@ -93,7 +93,7 @@ func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 	if err != nil {
 		return nil, err
 	}
-	if err := b.free(ctx); err != nil {
+	if err := b.checkDeviceNames(ctx); err != nil {
 		return nil, err
 	}
 	reconciler, err := b.env.Reconciler(b.Scope().Devices...)
@@ -102,7 +102,7 @@ func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 	}
 	n := &network{Backend: b, Programmer: &backend.Programmer{Base: base, Desired: b.desired, Reconciler: reconciler}}
 	if b.config.DirectRouting {
-		n.Volatile = recheck
+		n.Volatile = onLinkInterval
 	}
 	if err := n.SetUp(ctx); err != nil {
 		return nil, oneline.Join(fmt.Errorf("set up ipip devices: %w", err), reconciler.Close())
@@ -110,13 +110,12 @@ func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 	return n, nil
 }
 
-// recheck is the least time between two checks of which peers are on a network of this
-// host.
-const recheck = time.Second
+// onLinkInterval is the minimum time between two checks of which peers are on-link.
+const onLinkInterval = time.Second
 
-// free returns an error if a device of another type has the name of one of ours. Such a
-// name is no accident, so flanneld does not delete the device.
-func (b *Backend) free(ctx context.Context) error {
+// checkDeviceNames returns an error if a device of another type has the name of one of the
+// backend's devices. Such a name is no accident, so flanneld does not delete the device.
+func (b *Backend) checkDeviceNames(ctx context.Context) error {
 	links, err := b.env.Links(ctx, b.Scope().Devices...)
 	if err != nil {
 		return err

@@ -91,7 +91,8 @@ func (h *Host) useKernelPath(r receiver) error {
 	return h.closeDevice()
 }
 
-// removeKernelPath removes all objects of the kernel path, of this process or an earlier one.
+// removeKernelPath removes all objects of the kernel path, of this process or an earlier
+// one.
 func (h *Host) removeKernelPath(r receiver) error {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -130,8 +131,9 @@ func (h *Host) claimDevice(ctx context.Context) error {
 	return err
 }
 
-// attachDevice opens the device: the present one, the one that systemd has kept, a persistent
-// one, or a new one. added reports whether systemd does not know the device.
+// attachDevice makes h.device an open device: the present one, the one that systemd has
+// kept, a persistent one, or a new one. added reports whether systemd does not know the
+// device.
 func (h *Host) attachDevice(ctx context.Context) (added bool, err error) {
 	if h.device != nil && h.device.Alive() {
 		return false, nil
@@ -144,8 +146,9 @@ func (h *Host) attachDevice(ctx context.Context) (added bool, err error) {
 	return err == nil, addRemedy(err)
 }
 
-// keptDevice returns the device that systemd has kept for the last process, or nil if there is
-// no usable one.
+// keptDevice returns the device that systemd has kept for the last process, or nil if
+// there is no usable one. systemd passes the descriptor as for socket activation
+// (sd_listen_fds(3)).
 func (h *Host) keptDevice(ctx context.Context) *tunnel.Device {
 	if h.askedSystemd {
 		return nil
@@ -176,8 +179,8 @@ func (h *Host) keptDevice(ctx context.Context) *tunnel.Device {
 	return found
 }
 
-// keepDevice passes the device to systemd, if it runs this process and the unit allows that. It
-// replaces a device that systemd has kept before.
+// keepDevice passes the device to systemd (FDSTORE of sd_notify(3)), if systemd runs this
+// process and the unit allows that. It replaces a device that systemd has kept before.
 func keepDevice(d *tunnel.Device) error {
 	raw, err := d.File().SyscallConn()
 	if err != nil {

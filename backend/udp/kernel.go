@@ -91,9 +91,8 @@ func routes(_ context.Context, l subnet.Lease) ([]dataplane.Object, error) {
 type kernelNetwork struct {
 	*Backend
 	*backend.Programmer
-	*changeNotifier
+	*backend.Notifier
 	receiver receiver
-	cancel   context.CancelFunc
 
 	filter        *senderFilter // nil if the kernel has no nftables; then senders are not checked
 	unfilled      bool          // the filter does not contain the peers yet
@@ -117,10 +116,10 @@ func (b *Backend) startKernel(ctx context.Context, own subnet.Lease) (backend.Ne
 		return nil, err
 	}
 	n := &kernelNetwork{
-		Backend: b, changeNotifier: newChangeNotifier(), receiver: b.receiver(), cancel: func() {}, unfilled: true,
+		Backend: b, Notifier: backend.NewNotifier(ctx), receiver: b.receiver(), unfilled: true,
 		Programmer: &backend.Programmer{Base: b.kernelBase(own), Desired: routes, Reconciler: reconciler},
 	}
-	n.watch(reconciler.Changed())
+	n.Forward(reconciler.Changed())
 	err = n.start(ctx)
 	if err == nil { // not earlier, because user space may need the device that systemd has kept
 		err = b.host.useKernelPath(b.receiver())
@@ -131,8 +130,8 @@ func (b *Backend) startKernel(ctx context.Context, own subnet.Lease) (backend.Ne
 	return n, nil
 }
 
-// checkDeviceName returns an error if another program owns the device with this backend's name: a
-// device of another kind, or a TUN device that it has open.
+// checkDeviceName returns an error if another program owns the device with this backend's
+// name: a device of another kind, or a TUN device that it has open.
 func (b *Backend) checkDeviceName(ctx context.Context) error {
 	links, err := b.env.Links(ctx, deviceName)
 	if err != nil {
@@ -160,11 +159,10 @@ func (n *kernelNetwork) start(ctx context.Context) error {
 	if err := n.SetUp(ctx); err != nil {
 		return fmt.Errorf("set up %s: %w", deviceName, err)
 	}
-	ctx, n.cancel = context.WithCancel(context.WithoutCancel(ctx))
-	n.running.Go(func() { n.watchPort(ctx) })
+	n.Go(n.watchPort)
 	if n.filter != nil {
-		n.running.Go(func() {
-			nftables.Watch(ctx, filterPlaces(), func() { n.filterChanged.Store(true); n.notify() })
+		n.Go(func(ctx context.Context) {
+			nftables.Watch(ctx, filterPlaces(), func() { n.filterChanged.Store(true); n.Notify() })
 		})
 	}
 	return nil
@@ -201,7 +199,7 @@ func (n *kernelNetwork) watchPort(ctx context.Context) {
 		case <-ticker.C:
 		}
 		if ok, err := n.receiver.present(); err == nil && !ok {
-			n.notify()
+			n.Notify()
 		}
 	}
 }
@@ -265,9 +263,6 @@ func (n *kernelNetwork) Dropped() map[string]uint64 {
 
 // Close implements backend.Network. The objects in the kernel stay in use.
 func (n *kernelNetwork) Close() error {
-	n.cancel()
-	close(n.stop)
-	err := n.Programmer.Close()
-	n.running.Wait()
-	return err
+	n.Notifier.Close()
+	return n.Programmer.Close()
 }

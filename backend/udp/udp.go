@@ -81,10 +81,10 @@ func (b *Backend) startUserspace(ctx context.Context, own subnet.Lease) (backend
 		return nil, err
 	}
 	n := &network{
-		Backend: b, own: own, changeNotifier: newChangeNotifier(),
+		Backend: b, own: own, Notifier: backend.NewNotifier(ctx),
 		Programmer: &backend.Programmer{Base: b.base(own), Reconciler: reconciler},
 	}
-	n.watch(reconciler.Changed())
+	n.Forward(reconciler.Changed())
 	if err := n.start(ctx); err != nil {
 		return nil, oneline.Join(err, n.Close())
 	}
@@ -109,7 +109,7 @@ func (b *Backend) base(own subnet.Lease) dataplane.State {
 type network struct {
 	*Backend
 	*backend.Programmer
-	*changeNotifier
+	*backend.Notifier
 	own     subnet.Lease
 	tunnel  *tunnel.Tunnel // nil while there is none
 	started bool           // the tunnel carries packets
@@ -156,9 +156,12 @@ func (n *network) startTunnel() error {
 	}
 	n.started = true
 	done := n.tunnel.Done()
-	n.running.Go(func() {
-		<-done
-		n.notify()
+	n.Go(func(ctx context.Context) {
+		select {
+		case <-done:
+			n.Notify()
+		case <-ctx.Done():
+		}
 	})
 	return nil
 }
@@ -225,8 +228,6 @@ func (n *network) Dropped() map[string]uint64 { return n.host.counters.Dropped()
 // Close implements backend.Network. The device belongs to the host and stays for the next
 // network.
 func (n *network) Close() error {
-	close(n.stop)
-	err := oneline.Join(n.closeTunnel(), n.Programmer.Close())
-	n.running.Wait()
-	return err
+	n.Notifier.Close()
+	return oneline.Join(n.closeTunnel(), n.Programmer.Close())
 }

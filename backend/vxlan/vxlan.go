@@ -109,7 +109,7 @@ func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 	}
 	n := &network{Backend: b, Programmer: &backend.Programmer{Base: base, Desired: b.desired, Reconciler: reconciler}}
 	if b.config.DirectRouting {
-		n.Volatile = recheck
+		n.Volatile = onLinkInterval
 	}
 	if err := n.SetUp(ctx); err != nil {
 		return nil, oneline.Join(fmt.Errorf("set up vxlan devices: %w", err), reconciler.Close())
@@ -117,9 +117,8 @@ func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 	return n, nil
 }
 
-// recheck is the minimum time between two checks of which peers are on a network of this
-// host.
-const recheck = time.Second
+// onLinkInterval is the minimum time between two checks of which peers are on-link.
+const onLinkInterval = time.Second
 
 // network implements backend.Network.
 type network struct {
