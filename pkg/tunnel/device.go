@@ -193,13 +193,13 @@ func (d *Device) control(f func(fd int) error) error {
 
 // deviceWriter writes packets, each with its offload header, to a device.
 type deviceWriter struct {
-	*outlet
+	*fdWriter
 	b []byte
 }
 
 func newDeviceWriter(d *Device) *deviceWriter {
 	w := &deviceWriter{}
-	w.outlet = newOutlet(d.raw, func(fd uintptr) unix.Errno {
+	w.fdWriter = newFDWriter(d.raw, func(fd uintptr) unix.Errno {
 		_, _, errno := unix.RawSyscall(unix.SYS_WRITE, fd, uintptr(unsafe.Pointer(unsafe.SliceData(w.b))), uintptr(len(w.b)))
 		return errno
 	})

@@ -15,7 +15,7 @@ import (
 // TestWriteWithoutRoom checks that writes to a full device wait until there is room, keep
 // their order, and end when the device is closed.
 func TestWriteWithoutRoom(t *testing.T) {
-	device, there := pair(t)
+	device, there := devicePair(t)
 	const n = 5000
 	wrote := make(chan error, 1)
 	b := make([]byte, 1000)
@@ -58,7 +58,7 @@ func TestWriteWithoutRoom(t *testing.T) {
 	}
 	tried, full := make(chan struct{}), make(chan error, 1)
 	try := sync.OnceFunc(func() { close(tried) })
-	o := newOutlet(device.raw, func(uintptr) unix.Errno {
+	o := newFDWriter(device.raw, func(uintptr) unix.Errno {
 		try()
 		return unix.EAGAIN
 	})
@@ -80,7 +80,7 @@ func TestWriteWithoutRoom(t *testing.T) {
 // TestWriteError checks that a write returns the kernel's error, and that the next write
 // succeeds.
 func TestWriteError(t *testing.T) {
-	device, there := pair(t)
+	device, there := devicePair(t)
 	w := newDeviceWriter(device)
 	if err := w.packet(make([]byte, 1<<24)); !errors.Is(err, unix.EMSGSIZE) {
 		t.Errorf("16 MB at once: %v", err)

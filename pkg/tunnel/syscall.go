@@ -11,8 +11,8 @@ import (
 
 // The descriptors of a tunnel do not block. So this file makes system calls without
 // telling the runtime, which would otherwise start another thread to watch over each
-// call. That takes more CPU time than copying the packets. lane handles the consequences
-// for other goroutines.
+// call. That takes more CPU time than copying the packets. worker handles the
+// consequences for other goroutines.
 
 // read reads from fd to b.
 func read(fd uintptr, b []byte) (int, error) {
@@ -23,41 +23,41 @@ func read(fd uintptr, b []byte) (int, error) {
 	return int(n), nil
 }
 
-// outlet makes system calls of one kind that write to a descriptor, without allocating
+// fdWriter makes one kind of system call that writes to a descriptor, without allocating
 // memory. Only one goroutine at a time may use it.
-type outlet struct {
+type fdWriter struct {
 	conn    syscall.RawConn
 	call    func(fd uintptr) unix.Errno
 	attempt func(fd uintptr) bool
 	err     error // error of the last call
 }
 
-func newOutlet(conn syscall.RawConn, call func(fd uintptr) unix.Errno) *outlet {
-	o := &outlet{conn: conn, call: call}
-	o.attempt = o.try
-	return o
+func newFDWriter(conn syscall.RawConn, call func(fd uintptr) unix.Errno) *fdWriter {
+	w := &fdWriter{conn: conn, call: call}
+	w.attempt = w.try
+	return w
 }
 
-// write makes the call. While the descriptor has no room the runtime waits.
-func (o *outlet) write() error {
-	if err := o.conn.Write(o.attempt); err != nil {
+// write makes the call. While the descriptor has no room, write waits in the runtime.
+func (w *fdWriter) write() error {
+	if err := w.conn.Write(w.attempt); err != nil {
 		return err
 	}
-	return o.err
+	return w.err
 }
 
 // try makes the call and reports whether it is done.
-func (o *outlet) try(fd uintptr) bool {
-	errno := o.call(fd)
+func (w *fdWriter) try(fd uintptr) bool {
+	errno := w.call(fd)
 	for errno == unix.EINTR {
-		errno = o.call(fd)
+		errno = w.call(fd)
 	}
 	if errno == unix.EAGAIN {
 		return false
 	}
-	o.err = nil
+	w.err = nil
 	if errno != 0 {
-		o.err = errno
+		w.err = errno
 	}
 	return true
 }

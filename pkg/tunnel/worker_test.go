@@ -13,64 +13,64 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// readings is a carrier whose reads call the function.
-type readings func(fd uintptr) error
+// testDirection is a direction whose reads call the function.
+type testDirection func(fd uintptr) error
 
-func (r readings) read(fd uintptr) error { return r(fd) }
+func (r testDirection) read(fd uintptr) error { return r(fd) }
 
-func (readings) flush() {}
+func (testDirection) flush() {}
 
-func (readings) ready() bool { return true }
+func (testDirection) ready() bool { return true }
 
-// TestLanesGiveWay checks that a lane that never waits does not delay another one, with
+// TestWorkersYield checks that a worker that never waits does not delay another one, with
 // and without a free thread.
-func TestLanesGiveWay(t *testing.T) {
-	there, sender := pair(t)
-	here, _ := pair(t)
+func TestWorkersYield(t *testing.T) {
+	there, sender := devicePair(t)
+	here, _ := devicePair(t)
 	var closing atomic.Bool
 	count, carried := 0, false
-	busy := newLane(readings(func(uintptr) error {
+	busy := newWorker(testDirection(func(uintptr) error {
 		if count++; count == 1 {
 			if _, err := unix.Write(sender, []byte("hello")); err != nil {
 				t.Error(err)
 			}
 		}
-		if carried || count == 10*burst {
+		if carried || count == 10*readsPerTurn {
 			closing.Store(true)
 		}
 		return nil
 	}), here.raw, &closing, "flood")
-	quiet := newLane(readings(func(fd uintptr) error {
+	quiet := newWorker(testDirection(func(fd uintptr) error {
 		_, err := read(fd, make([]byte, 10))
 		carried = carried || err == nil
 		return err
 	}), there.raw, &closing, "count")
-	join([]*lane{busy, quiet})
+	connect([]*worker{busy, quiet})
 	ended := make(chan error, 1)
 	go func() { ended <- busy.run() }()
 	<-ended
 	if !carried {
-		t.Errorf("one lane has read %d times, the other never", count)
+		t.Errorf("one worker has read %d times, the other never", count)
 	}
 }
 
-// unready is a carrier whose output is full.
-type unready struct{ readings }
+// fullDirection is a direction whose output is full.
+type fullDirection struct{ testDirection }
 
-func (unready) ready() bool { return false }
+func (fullDirection) ready() bool { return false }
 
-// TestLanesDoNotWaitForOthers checks that a lane never runs another one that would have
-// to wait, and that no lane reads after the tunnel is closed.
-func TestLanesDoNotWaitForOthers(t *testing.T) {
-	there, sender := pair(t)
-	here, _ := pair(t)
+// TestWorkersDoNotWaitForOthers checks that a worker never runs another one that would
+// have to wait, and that no worker reads after the tunnel is closed.
+func TestWorkersDoNotWaitForOthers(t *testing.T) {
+	there, sender := devicePair(t)
+	here, _ := devicePair(t)
 	if _, err := unix.Write(sender, []byte("hello")); err != nil {
 		t.Fatal(err)
 	}
 	var closing atomic.Bool
-	const last = 3*burst + 5
+	const last = 3*readsPerTurn + 5
 	count, others := 0, 0
-	busy := newLane(readings(func(uintptr) error {
+	busy := newWorker(testDirection(func(uintptr) error {
 		if count++; count == last {
 			closing.Store(true)
 		}
@@ -79,26 +79,26 @@ func TestLanesDoNotWaitForOthers(t *testing.T) {
 		}
 		return nil
 	}), here.raw, &closing, "flood")
-	full := newLane(unready{func(uintptr) error { others++; return unix.EAGAIN }}, there.raw, &closing, "wait")
-	join([]*lane{busy, full})
+	full := newWorker(fullDirection{func(uintptr) error { others++; return unix.EAGAIN }}, there.raw, &closing, "wait")
+	connect([]*worker{busy, full})
 	if err := here.file.SetReadDeadline(time.Now().Add(10 * time.Second)); err != nil {
 		t.Fatal(err)
 	}
 	_ = busy.run()
 	if count != last || others != 0 {
-		t.Errorf("%d reads, want %d; %d of a lane that would have to wait", count, last, others)
+		t.Errorf("%d reads, want %d; %d of a worker that would have to wait", count, last, others)
 	}
 }
 
-// TestLanesLetOthersRun checks that other goroutines run beside a lane that never waits,
-// in a process that has one thread and was idle before.
-func TestLanesLetOthersRun(t *testing.T) {
+// TestWorkersLetOthersRun checks that other goroutines run beside a worker that never
+// waits, in a process that has one thread and was idle before.
+func TestWorkersLetOthersRun(t *testing.T) {
 	defer runtime.GOMAXPROCS(runtime.GOMAXPROCS(1))
-	here, there := pair(t)
+	here, there := devicePair(t)
 	var closing atomic.Bool
 	began, others := make(chan struct{}), atomic.Bool{}
 	var start time.Time
-	busy := newLane(readings(func(fd uintptr) error {
+	busy := newWorker(testDirection(func(fd uintptr) error {
 		if start.IsZero() {
 			if _, err := read(fd, make([]byte, 10)); err != nil {
 				return err

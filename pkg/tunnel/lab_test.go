@@ -25,17 +25,17 @@ const (
 
 // mode disables some of the offloads.
 type mode struct {
-	name        string
-	plainDevice bool
-	plainSocket bool
+	name             string
+	noDeviceOffloads bool
+	noSocketOffloads bool
 }
 
 func modes() []mode {
 	return []mode{
 		{name: "all offloads"},
-		{name: "no offloads of the device", plainDevice: true},
-		{name: "no offloads of the socket", plainSocket: true},
-		{name: "no offloads", plainDevice: true, plainSocket: true},
+		{name: "no device offloads", noDeviceOffloads: true},
+		{name: "no socket offloads", noSocketOffloads: true},
+		{name: "no offloads", noDeviceOffloads: true, noSocketOffloads: true},
 	}
 }
 
@@ -68,7 +68,7 @@ func peersOf(h *lab.Host, i int, families []prefix.Family) []Peer {
 	return peers
 }
 
-func newBed(t testing.TB, hosts int, families ...prefix.Family) *lab.Lab {
+func newTestLab(t testing.TB, hosts int, families ...prefix.Family) *lab.Lab {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(context.Background(), patience)
 	defer cancel()
@@ -91,7 +91,7 @@ func newEnd(t testing.TB, l *lab.Lab, i int, m mode, change ...func(*Config)) *e
 			e.table.Update(nil, peersOf(h, j+1, families))
 		}
 	}
-	c := Config{Networks: networks, Table: e.table, Counters: &Counters{}, Plain: m.plainSocket}
+	c := Config{Networks: networks, Table: e.table, Counters: &Counters{}, NoSocketOffloads: m.noSocketOffloads}
 	for _, f := range families {
 		e.subnets = append(e.subnets, subnetOf(i, f))
 		c.Local = append(c.Local, netip.AddrPortFrom(e.Addr(f), port))
@@ -104,7 +104,7 @@ func newEnd(t testing.TB, l *lab.Lab, i int, m mode, change ...func(*Config)) *e
 		if err = e.device.AcceptOwn(); err != nil {
 			return err
 		}
-		if m.plainDevice {
+		if m.noDeviceOffloads {
 			if err = e.device.WithoutOffloads(); err != nil {
 				return err
 			}
