@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package prefix holds the address arithmetic that net/netip leaves out.
+// Package prefix contains address families and the address arithmetic that net/netip
+// leaves out.
 package prefix
 
 import (
@@ -37,7 +38,7 @@ func (f Family) String() string {
 	return "IPv" + strconv.Itoa(int(f))
 }
 
-// Bits is the length of an address of the family: 32 or 128.
+// Bits returns the length of an address of the family in bits: 32 or 128.
 func (f Family) Bits() int {
 	if f == IPv4 {
 		return 32
@@ -67,7 +68,7 @@ func Last(p netip.Prefix) netip.Addr {
 	return a
 }
 
-// Contains reports whether every address of inner lies in outer.
+// Contains reports whether outer contains every address of inner.
 func Contains(outer, inner netip.Prefix) bool {
 	return outer.Bits() <= inner.Bits() && outer.Contains(inner.Addr())
 }
