@@ -48,7 +48,7 @@ func TestKernelPingSeesPathMTU(t *testing.T) {
 
 func TestKernelFlowCountsLoss(t *testing.T) {
 	l := newLab(t, lab.Config{Families: dual, Hosts: 2, Etcd: lab.EtcdOptions{Disabled: true}})
-	handMade(t, l, 1500)
+	addStaticNetwork(t, l, 1500)
 	pods := l.Pods()
 	flow, err := pods[0].StartFlow(t.Context(), pods[1], prefix.IPv4, 500)
 	if err != nil {
@@ -106,7 +106,7 @@ func waitUntil(t *testing.T, what string, ok func() bool) {
 func TestKernelShaping(t *testing.T) {
 	cfg := lab.Config{Families: dual, Hosts: 2, Rate: 1_250_000, Etcd: lab.EtcdOptions{Disabled: true}}
 	l := newLab(t, cfg)
-	handMade(t, l, 1500)
+	addStaticNetwork(t, l, 1500)
 	expectTenMegabits(t, l)
 
 	// The error names a kernel without netem; TestVMShaping runs on a kernel with it.
@@ -128,7 +128,7 @@ func TestVMShaping(t *testing.T) {
 		cfg := config
 		cfg.Latency, cfg.Rate = 50*time.Millisecond, 1_250_000
 		l := newLab(t, cfg)
-		handMade(t, l, 1500)
+		addStaticNetwork(t, l, 1500)
 		for _, f := range dual {
 			// The machine adds delay, and resolving the neighbour doubles it, but not in
 			// all five.
@@ -142,7 +142,7 @@ func TestVMShaping(t *testing.T) {
 		cfg := config
 		cfg.Loss = 20
 		l := newLab(t, cfg)
-		handMade(t, l, 1500)
+		addStaticNetwork(t, l, 1500)
 		for _, f := range dual {
 			sent, lost := lostOf(t, l, f, 1000)
 			if share := float64(lost) / float64(sent); share < 0.28 || share > 0.44 {
