@@ -1,6 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package extension runs commands from the network configuration as the data path.
+// Package extension runs commands from the network configuration as the data path. The
+// keys, variables and standard input of the commands are those of flannel's extension
+// backend (pkg/backend/extension), so that scripts written for it work unchanged.
+//
+//   - extension.go runs the commands of the start and of the stop.
+//   - network.go runs the commands for the subnets of peers.
+//   - command.go runs a single command, and config.go decides whether a shell runs it.
+//   - store.go contains the state file, which says which commands have run.
 package extension
 
 import (

@@ -37,6 +37,11 @@ const (
 const removeTries = 5
 
 // network implements backend.Network.
+//
+// Each Sync compares the wanted subnets with those in the state file, and runs a job for
+// each difference: dueJobs finds the jobs, runJobs starts them one after another, runJob
+// runs the commands of one, and finish records its result. The state file says "unsure"
+// from the begin of a job to its success, so that a job that is interrupted runs again.
 type network struct {
 	*Backend
 	*backend.Notifier

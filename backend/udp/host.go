@@ -19,8 +19,10 @@ import (
 	"github.com/flanneld/flanneld/pkg/tunnel"
 )
 
-// Settings contains the options of a single host.
+// Settings contains the options of a single host, in contrast to the configuration that
+// all hosts share.
 type Settings struct {
+	// Check selects the source check. Empty means tunnel.CheckNetwork.
 	Check tunnel.SourceCheck
 	// Persist makes the device remain when the process ends.
 	Persist bool

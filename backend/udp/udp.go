@@ -3,6 +3,13 @@
 // Package udp carries packets between hosts in UDP datagrams. Each datagram contains one
 // packet and nothing else. The backend is for hosts whose kernel has no vxlan. If the
 // kernel supports fou it packs the datagrams, otherwise this process does.
+//
+//   - udp.go is the Backend and the network in user space, which package tunnel carries.
+//   - kernel.go is the network of the kernel path. Its objects besides device and routes
+//     are the FOU port in receiver.go and the source check in filter.go and
+//     filter_rules.go.
+//   - host.go is the Host, which outlives networks: it contains the TUN device and the
+//     peers (peers.go).
 package udp
 
 import (
@@ -24,7 +31,8 @@ import (
 // Type is the backend's name in the configuration. Leases do not contain it.
 const Type = "udp"
 
-// deviceName is the first name that other flannel daemons try.
+// deviceName is the name of the device. flannel creates flannel%d, for which the kernel
+// chooses the first free number.
 const deviceName = "flannel0"
 
 // Backend implements backend.Backend.

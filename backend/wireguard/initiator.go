@@ -16,8 +16,9 @@ import (
 
 const (
 	// handshakePause is the minimum time between two handshakes that a peer starts with
-	// another. WireGuard drops a handshake less than 20 ms after the last one, and then
-	// sends none for 5 s.
+	// another. WireGuard drops a handshake less than 20 ms after the last one
+	// (HandshakeInitationRate of wireguard-go), and then sends none for 5 s
+	// (REKEY_TIMEOUT of the protocol).
 	handshakePause = 60 * time.Millisecond
 	// The initiator starts up to handshakeAttempts handshakes with a peer that has no
 	// session, with retryPause between them.

@@ -96,7 +96,7 @@ type settings struct {
 }
 
 // sessionLife is the time after its handshake during which a session may be used
-// (REJECT_AFTER_TIME of the protocol).
+// (REJECT_AFTER_TIME of the protocol, section 6.1 of its white paper).
 const sessionLife = 180 * time.Second
 
 // diff computes the changes from a device's state to the wanted settings and peers.

@@ -20,7 +20,8 @@ import (
 	"github.com/flanneld/flanneld/pkg/oneline"
 )
 
-// socketDir is the folder in which wg(8) and wgctrl look for devices in user space.
+// socketDir is the folder in which wg(8) and wgctrl search for devices in user space (the
+// cross-platform userspace interface of WireGuard).
 const socketDir = "/var/run/wireguard"
 
 // tunDevice is the device file for creating TUN devices.

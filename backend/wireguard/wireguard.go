@@ -4,6 +4,15 @@
 // kernel or, if the kernel has none, with one in this process. The Reconciler manages the
 // device with its address and route, like any other. Only WireGuard knows the peers, so
 // this package compares them with the wanted ones itself, in the same passes.
+//
+//   - wireguard.go is the Backend. config.go is the Backend object of the configuration,
+//     and data.go the backend data of leases.
+//   - network.go is the Network: in each pass it reads the peers of a device and writes
+//     the difference, which peer.go computes with a pure function.
+//   - handshakes.go finds out which sessions are in use, and psk.go when a peer gets a new
+//     preshared key.
+//   - key.go stores the private key.
+//   - userspace.go runs the device in this process, and initiator.go starts its sessions.
 package wireguard
 
 import (

@@ -18,7 +18,7 @@ import (
 
 const (
 	// maxDatagrams is the maximum number of datagrams of one size in a send
-	// (UDP_MAX_SEGMENTS of kernels before 6.9).
+	// (UDP_MAX_SEGMENTS in linux/udp.h of kernels before 6.9).
 	maxDatagrams = 64
 	maxPayload   = 65535 - 40 - 8 // maximum bytes of a send, for both families
 	// Sizes of a socket's buffers in bytes. A busy host may read its receive buffer

@@ -6,6 +6,12 @@
 // If the kernel supports offloads, one system call moves many packets: the device
 // exchanges super-packets, and a send or receive handles many datagrams. The packets on
 // the network are the same with and without offloads.
+//
+//   - tunnel.go opens and closes a Tunnel, which has one worker (worker.go) for each
+//     direction: outbound.go from the device, inbound.go from each socket.
+//   - device.go, socket.go and syscall.go access the kernel.
+//   - table.go maps addresses to peers, and counters.go counts packets and drops.
+//   - package packet parses, splits and merges the packets, without any I/O.
 package tunnel
 
 import (
@@ -85,7 +91,8 @@ const (
 func newLimiter() *rate.Limiter { return rate.NewLimiter(icmpErrorRate, icmpErrorBurst) }
 
 // Open opens a tunnel. It moves no packets before Start. Open must be called on a thread
-// in the network namespace of the tunnel.
+// in the network namespace of the tunnel. It returns an error if an address of Local does
+// not exist or its port is in use.
 func Open(ctx context.Context, c Config) (*Tunnel, error) {
 	t := &Tunnel{Config: c, errorLimit: newLimiter(), sizeErrorLimit: newLimiter(), log: klog.FromContext(ctx), done: make(chan struct{})}
 	for _, local := range c.Local {
@@ -98,7 +105,8 @@ func Open(ctx context.Context, c Config) (*Tunnel, error) {
 	return t, nil
 }
 
-// Start makes the tunnel move packets. It may be called only once.
+// Start makes the tunnel move packets, until Close or an error: see Done and Err. It may
+// be called only once.
 func (t *Tunnel) Start() error {
 	if err := t.Device.file.SetReadDeadline(time.Time{}); err != nil {
 		return fmt.Errorf("read from TUN device %s: %w", t.Device.name, err)

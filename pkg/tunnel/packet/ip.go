@@ -3,6 +3,11 @@
 // Package packet parses IP packets, changes them in place, splits super-packets into
 // single packets and merges single packets. It is pure and accepts any bytes. It reports
 // an invalid packet as a Fault.
+//
+//   - ip.go parses IPv4 and IPv6 headers.
+//   - offload.go splits super-packets, and merge.go merges packets into them.
+//   - icmp.go writes ICMP errors, fragment.go fragments packets, and checksum.go computes
+//     checksums.
 package packet
 
 import (
