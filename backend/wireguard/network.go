@@ -61,7 +61,7 @@ type device struct {
 	userspace       *userspaceDevice // nil if the kernel implements it
 	index           int              // another index means another device, without any peers
 	peers           map[string]peer  // wanted peers, by lease key
-	unwantedRemoved bool             // other peers were removed
+	unwantedRemoved bool             // peers without a lease were removed
 	waiting         int              // number of peers that still have another preshared key
 
 	handshakes handshakes
@@ -125,39 +125,26 @@ func (n *network) syncPeers(ctx context.Context, set backend.Set) (repaired int,
 	return repaired, nil
 }
 
+// syncDevice makes the settings and peers of a device match set, and returns the number of
+// peers that another program had changed. It reads the device if any of its peers may
+// differ from the last pass. Otherwise it trusts what it wrote then, because reading
+// thousands of peers costs far more than changing one.
 func (n *network) syncDevice(d *device, s settings, set backend.Set) (repaired int, err error) {
 	index, err := n.control.Index(d.name)
 	if err != nil {
 		return 0, err
 	}
-	full := set.All || n.failed || len(set.Changed) == 0 || s.rotating || index != d.index || set.Complete && !d.unwantedRemoved
-	change := diff{settings: s, want: map[wgtypes.Key]peer{}, known: map[wgtypes.Key]peer{}}
-	next := map[string]peer{} // peers of the leases that may differ
+	same := index == d.index // otherwise it is another device, without any peers
+	full := set.All || n.failed || len(set.Changed) == 0 || s.rotating || !same || set.Complete && !d.unwantedRemoved
+	var change diff
+	var next map[string]peer // wanted peers of the leases that may differ, by lease key
 	if full {
-		if change.have, err = n.control.Device(d.name); err != nil {
+		if change, next, err = n.diffOfAll(d, s, set, same); err != nil {
 			return 0, err
-		}
-		change.removeUnwanted, change.ages = set.Complete, d.handshakes.ages(n.now(), change.have.Peers)
-		if index == d.index {
-			for _, p := range d.peers {
-				change.known[p.key] = p
-			}
-		}
-		for key, l := range set.Leases {
-			n.addWanted(d, key, *l, next, change.want)
 		}
 		d.waiting = change.waiting()
 	} else {
-		change.have, change.removeUnwanted, change.fromMemory = &wgtypes.Device{PrivateKey: s.key, ListenPort: s.port}, true, true
-		for _, key := range set.Changed {
-			if p, ok := d.peers[key]; ok {
-				change.known[p.key] = p
-				change.have.Peers = append(change.have.Peers, asWritten(p, s))
-			}
-			if l, ok := set.Leases[key]; ok {
-				n.addWanted(d, key, *l, next, change.want)
-			}
-		}
+		change, next = n.diffOfChanged(d, s, set)
 	}
 	cfg, changed := change.config()
 	if changed {
@@ -168,13 +155,53 @@ func (n *network) syncDevice(d *device, s settings, set backend.Set) (repaired i
 			d.userspace.initiator.initiate(n.key.PublicKey(), cfg.Peers)
 		}
 	}
-	if full && index == d.index && d.unwantedRemoved {
+	if full && same && d.unwantedRemoved {
 		repaired = countRepairs(cfg, change)
 	}
 	d.setPeers(index, full, set, next)
 	return repaired, nil
 }
 
+// diffOfAll compares the device with all leases. same reports whether it is the device of
+// the last pass.
+func (n *network) diffOfAll(d *device, s settings, set backend.Set, same bool) (diff, map[string]peer, error) {
+	have, err := n.control.Device(d.name)
+	if err != nil {
+		return diff{}, nil, err
+	}
+	c := newDiff(s, have)
+	c.removeUnwanted, c.ages = set.Complete, d.handshakes.ages(n.now(), have.Peers)
+	if same {
+		for _, p := range d.peers {
+			c.known[p.key] = p
+		}
+	}
+	next := map[string]peer{}
+	for key, l := range set.Leases {
+		n.addWanted(d, key, *l, next, c.want)
+	}
+	return c, next, nil
+}
+
+// diffOfChanged compares what was written in the last pass with the changed leases.
+func (n *network) diffOfChanged(d *device, s settings, set backend.Set) (diff, map[string]peer) {
+	have := &wgtypes.Device{PrivateKey: s.key, ListenPort: s.port}
+	c, next := newDiff(s, have), map[string]peer{}
+	c.removeUnwanted, c.fromMemory = true, true
+	for _, key := range set.Changed {
+		if p, ok := d.peers[key]; ok {
+			c.known[p.key] = p
+			have.Peers = append(have.Peers, asWritten(p, s))
+		}
+		if l, ok := set.Leases[key]; ok {
+			n.addWanted(d, key, *l, next, c.want)
+		}
+	}
+	return c, next
+}
+
+// addWanted adds the peer for a lease to next, by the lease's key, and to want, unless the
+// device does not serve the lease.
 func (n *network) addWanted(d *device, key string, l subnet.Lease, next map[string]peer, want map[wgtypes.Key]peer) {
 	if p, ok := n.peer(d.tunnel, l); ok {
 		next[key], want[p.key] = p, p

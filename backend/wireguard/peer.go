@@ -118,6 +118,11 @@ type diff struct {
 	fromMemory     bool
 }
 
+// newDiff returns a diff from have to settings, without any wanted peers.
+func newDiff(s settings, have *wgtypes.Device) diff {
+	return diff{have: have, settings: s, want: map[wgtypes.Key]peer{}, known: map[wgtypes.Key]peer{}}
+}
+
 // config returns the changes. changed is false if there are none.
 func (d diff) config() (c wgtypes.Config, changed bool) {
 	if d.have.PrivateKey != d.key {
