@@ -20,7 +20,8 @@ import (
 )
 
 // Commands run one after another, because scripts rely on that. A command that takes
-// longer than patience continues in parallel to the following ones, until CommandTimeout.
+// longer than commandWait continues in parallel to the following ones, until
+// CommandTimeout.
 const commandWait = time.Second
 
 // passLimit limits how long one Sync starts commands. The rest waits for the next Sync.
@@ -199,7 +200,7 @@ func (n *network) entry(t *target) entry {
 }
 
 // runJobs does the jobs and returns how many are left when the time is up. It does not
-// wait for commands that take longer than patience.
+// wait for commands that take longer than commandWait.
 func (n *network) runJobs(ctx context.Context, jobs []job) (left int) {
 	end := time.Now().Add(passLimit)
 	for i, j := range jobs {

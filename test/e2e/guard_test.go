@@ -19,8 +19,8 @@ import (
 	"github.com/flanneld/flanneld/test/lab"
 )
 
-// hears is the port on which the receiving pod listens.
-const hears = 9999
+// listenPort is the port on which the receiving pod listens.
+const listenPort = 9999
 
 // packetFromOutside returns an IP packet with a UDP datagram to a pod. Its source address is
 // outside the pods' network.
@@ -31,8 +31,8 @@ func packetFromOutside(to netip.Addr, text string) []byte {
 // packetFrom returns the same packet with another source address.
 func packetFrom(from, to netip.Addr, text string) []byte {
 	udp := make([]byte, 8, 8+len(text))
-	binary.BigEndian.PutUint16(udp, hears)
-	binary.BigEndian.PutUint16(udp[2:], hears)
+	binary.BigEndian.PutUint16(udp, listenPort)
+	binary.BigEndian.PutUint16(udp[2:], listenPort)
 	binary.BigEndian.PutUint16(udp[4:], uint16(8+len(text)))
 	udp = append(udp, text...)
 	ip := slices.Concat([]byte{0x45, 0, 0, 0, 0, 1, 0, 0, 64, unix.IPPROTO_UDP, 0, 0}, from.AsSlice(), to.AsSlice())
@@ -104,7 +104,7 @@ func listenInPod(t *testing.T, pod, other *lab.Pod) (arrived func() []string) {
 	t.Helper()
 	var conn *net.UDPConn
 	if err := pod.Do(testContext(t), func() (err error) {
-		conn, err = net.ListenUDP("udp4", &net.UDPAddr{Port: hears})
+		conn, err = net.ListenUDP("udp4", &net.UDPAddr{Port: listenPort})
 		return err
 	}); err != nil {
 		t.Fatal(err)
@@ -117,7 +117,7 @@ func listenInPod(t *testing.T, pod, other *lab.Pod) (arrived func() []string) {
 		number++
 		last := fmt.Sprintf("last of %d", number)
 		eventually(t, "a datagram from the other pod arrives", func() error {
-			sendFrom(t, other.Namespace, 0, netip.AddrPortFrom(pod.Addr(prefix.IPv4), hears), []byte(last))
+			sendFrom(t, other.Namespace, 0, netip.AddrPortFrom(pod.Addr(prefix.IPv4), listenPort), []byte(last))
 			_ = conn.SetReadDeadline(time.Now().Add(time.Second))
 			for b := make([]byte, 100); ; {
 				n, err := conn.Read(b)

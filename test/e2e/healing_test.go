@@ -855,8 +855,8 @@ func (p *damagedHost) changeAddress(t *testing.T) {
 	p.run(t, "ip addr del 192.168.77.1/24 dev eth0; "+p.restoreScript(func(prefix.Family) netip.Addr { return netip.MustParseAddr("192.168.77.101") }))
 }
 
-// expectMoved checks that all pods reach each other, and that the host's lease is had, but with
-// the new address.
+// expectMoved checks that all pods reach each other, and that the host's lease has the new
+// address and otherwise equals had.
 func (p *damagedHost) expectMoved(t *testing.T, had lease) {
 	t.Helper()
 	expectMatrix(t, p.lab)

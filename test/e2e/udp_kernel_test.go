@@ -179,7 +179,7 @@ func expectNoLoopback(t *testing.T, l *lab.Lab, peer *net.UDPConn, wrongPort flo
 	shell(t, h.Namespace, "sysctl -w net.ipv4.conf.all.route_localnet=1 net.ipv4.conf.all.accept_local=1")
 	var service *net.UDPConn
 	err := h.Do(testContext(t), func() (err error) {
-		service, err = net.ListenUDP("udp4", &net.UDPAddr{Port: hears})
+		service, err = net.ListenUDP("udp4", &net.UDPAddr{Port: listenPort})
 		return err
 	})
 	if err != nil {

@@ -71,7 +71,8 @@ func TestKernelHostsReachEachOther(t *testing.T) {
 	}
 }
 
-// The hosts together have more neighbours than the kernel's limit for all namespaces.
+// TestKernelManyHostsReachEachOther checks a lab whose hosts together have more neighbours
+// than the kernel's limit for all namespaces.
 func TestKernelManyHostsReachEachOther(t *testing.T) {
 	l := newLab(t, lab.Config{Hosts: 40, Families: dual, Etcd: lab.EtcdOptions{Disabled: true}})
 	for _, from := range l.Hosts() {

@@ -214,7 +214,8 @@ func TestKernelDaemon(t *testing.T) {
 	}
 }
 
-// A binary below /run can be run although the host has its own /run.
+// TestKernelDaemonBelowRun checks that a host can run a binary below /run although it has
+// its own /run.
 func TestKernelDaemonBelowRun(t *testing.T) {
 	l := newLab(t, lab.Config{Hosts: 2, Etcd: lab.EtcdOptions{Disabled: true}})
 	echo, err := os.ReadFile("/bin/echo")

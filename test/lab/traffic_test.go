@@ -20,7 +20,8 @@ import (
 	"github.com/flanneld/flanneld/test/lab"
 )
 
-// A pod that must not fragment gets a report of a smaller MTU on the path.
+// TestKernelPingSeesPathMTU checks that a pod that must not fragment gets the smaller MTU of
+// the path.
 func TestKernelPingSeesPathMTU(t *testing.T) {
 	l := newLab(t, lab.Config{Families: dual, Hosts: 2, Segments: 2, Etcd: lab.EtcdOptions{Disabled: true}})
 	err := l.Underlay().Netlink(t.Context(), func(nl *netlink.Handle) error {
@@ -119,7 +120,7 @@ func TestKernelShaping(t *testing.T) {
 	}
 }
 
-// Links with latency and loss, with and without a rate limit.
+// TestVMShaping checks links with latency and loss, with and without a rate limit.
 //
 //stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMShaping(t *testing.T) {
