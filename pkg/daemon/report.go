@@ -9,8 +9,8 @@ import (
 	"time"
 
 	"github.com/flanneld/flanneld/backend"
-	"github.com/flanneld/flanneld/pkg/health"
 	"github.com/flanneld/flanneld/pkg/metrics"
+	"github.com/flanneld/flanneld/pkg/oneline"
 	"github.com/flanneld/flanneld/pkg/status"
 	"github.com/flanneld/flanneld/pkg/version"
 	"github.com/flanneld/flanneld/subnet"
@@ -118,7 +118,7 @@ func (n *network) statusReport(ctx context.Context) (status.Report, error) {
 	}
 	since, err := n.ready.health.Part(partDatastore)
 	r.Datastore.Since, r.Datastore.Connected = since, !since.IsZero() && err == nil
-	r.Datastore.Error, r.Kernel.Error = oneLine(err), oneLine(in.Err)
+	r.Datastore.Error, r.Kernel.Error = oneline.Text(err), oneline.Text(in.Err)
 	for kind, c := range in.Counts {
 		r.Kernel.Objects[kind] = status.Count(c)
 	}
@@ -136,7 +136,7 @@ func (n *network) statusFirewall() (f status.Firewall) {
 		f.Kind = string(n.rules.Flavour())
 	}
 	_, err := n.ready.health.Part(partRules)
-	f.Error = oneLine(err)
+	f.Error = oneline.Text(err)
 	return f
 }
 
@@ -167,11 +167,4 @@ func statusPeer(p backend.PeerReport) status.Peer {
 		peer.State = status.Held
 	}
 	return peer
-}
-
-func oneLine(err error) string {
-	if err == nil {
-		return ""
-	}
-	return health.OneLine(err)
 }

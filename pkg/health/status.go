@@ -8,9 +8,10 @@ import (
 	"errors"
 	"fmt"
 	"slices"
-	"strings"
 	"sync"
 	"time"
+
+	"github.com/flanneld/flanneld/pkg/oneline"
 )
 
 var errPending = errors.New("not up yet")
@@ -107,7 +108,7 @@ func (s *Status) Ready() (ready bool, reasons []string) {
 	now := time.Now()
 	for _, p := range s.parts {
 		if p.counts(now) {
-			reasons = append(reasons, p.name+": "+OneLine(p.err))
+			reasons = append(reasons, p.name+": "+oneline.Text(p.err))
 		}
 	}
 	return len(reasons) == 0, reasons
@@ -140,9 +141,4 @@ func (s *Status) Alive() error {
 			age.Round(time.Second), s.maxAge)
 	}
 	return nil
-}
-
-// OneLine returns the text of an error with "; " in place of line breaks.
-func OneLine(err error) string {
-	return strings.Join(strings.FieldsFunc(err.Error(), func(r rune) bool { return r == '\n' || r == '\r' }), "; ")
 }
