@@ -5,12 +5,14 @@ package backend
 import (
 	"context"
 	"sync"
+
+	"github.com/flanneld/flanneld/pkg/wait"
 )
 
 // Notifier implements Network.Changed for networks with several sources of changes.
 // Changes that the loop has not seen yet count as one.
 type Notifier struct {
-	changed chan struct{}
+	changed wait.Signal
 	ctx     context.Context // ends at Close
 	cancel  context.CancelFunc
 	running sync.WaitGroup
@@ -19,7 +21,7 @@ type Notifier struct {
 // NewNotifier returns a Notifier with the logger of ctx. It continues after the end of
 // ctx: the caller closes it.
 func NewNotifier(ctx context.Context) *Notifier {
-	n := &Notifier{changed: make(chan struct{}, 1)}
+	n := &Notifier{changed: wait.NewSignal()}
 	n.ctx, n.cancel = context.WithCancel(context.WithoutCancel(ctx))
 	return n
 }
@@ -28,12 +30,7 @@ func NewNotifier(ctx context.Context) *Notifier {
 func (n *Notifier) Changed() <-chan struct{} { return n.changed }
 
 // Notify makes the loop call Sync soon. It never blocks, and may be called at any time.
-func (n *Notifier) Notify() {
-	select {
-	case n.changed <- struct{}{}:
-	default: // the loop has not seen the last change yet
-	}
-}
+func (n *Notifier) Notify() { n.changed.Send() }
 
 // Forward calls Notify whenever changed receives, until Close. A nil channel never
 // receives.

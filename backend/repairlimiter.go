@@ -8,6 +8,8 @@ import (
 
 	"golang.org/x/time/rate"
 	"k8s.io/klog/v2"
+
+	"github.com/flanneld/flanneld/pkg/wait"
 )
 
 // quiet is the minimum time between two wakes because of announcements. A busy host
@@ -46,10 +48,8 @@ func (r *repairLimiter) forwardChanges(ctx context.Context, changed <-chan struc
 		}
 		wake()
 		debt := time.Duration(-r.limit.Tokens() / float64(repairRate) * float64(time.Second))
-		select {
-		case <-ctx.Done():
+		if wait.For(ctx, max(quiet, debt)) != nil {
 			return
-		case <-time.After(max(quiet, debt)):
 		}
 	}
 }

@@ -13,12 +13,14 @@ import (
 
 	"k8s.io/klog/v2"
 	"k8s.io/klog/v2/textlogger"
+
+	"github.com/flanneld/flanneld/pkg/wait"
 )
 
 // TestRepairLimiter lets another program restore its entry for some time.
 func TestRepairLimiter(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		r, changed := newRepairLimiter(), make(chan struct{}, 1)
+		r, changed := newRepairLimiter(), wait.NewSignal()
 		var wakes, repairs atomic.Int64
 		repairs.Store(1)
 		go r.forwardChanges(t.Context(), changed, func() {
@@ -28,10 +30,7 @@ func TestRepairLimiter(t *testing.T) {
 		announce := func(during time.Duration) int64 {
 			before := wakes.Load()
 			for start := time.Now(); time.Since(start) < during; time.Sleep(time.Millisecond) {
-				select {
-				case changed <- struct{}{}:
-				default:
-				}
+				changed.Send()
 				synctest.Wait()
 			}
 			return wakes.Load() - before

@@ -14,6 +14,7 @@ import (
 
 	"github.com/flanneld/flanneld/pkg/loop"
 	"github.com/flanneld/flanneld/pkg/parallel"
+	"github.com/flanneld/flanneld/pkg/wait"
 	"github.com/flanneld/flanneld/subnet"
 )
 
@@ -64,7 +65,7 @@ type Syncer struct {
 	lastSync time.Time         // time of the last successful pass
 	held     int               // number of held peers at the last pass
 	repairs  *repairLimiter
-	retry    loop.Backoff // for refusals whose cause may disappear
+	retry    wait.Backoff // for refusals whose cause may disappear
 
 	mu       sync.Mutex // also guards Ledger
 	changed  map[string]struct{}

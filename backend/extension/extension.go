@@ -24,6 +24,7 @@ import (
 	"github.com/flanneld/flanneld/backend"
 	"github.com/flanneld/flanneld/pkg/dataplane"
 	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/wait"
 	"github.com/flanneld/flanneld/subnet"
 )
 
@@ -235,10 +236,7 @@ func (b *Backend) attempt(ctx context.Context, c command, in input) (output stri
 			return output, err
 		}
 		log.Error(err, "command failed, trying again", "try", try, "of", setupTries)
-		select {
-		case <-ctx.Done():
-		case <-time.After(time.Duration(try) * setupPause):
-		}
+		_ = wait.For(ctx, time.Duration(try)*setupPause) // the program does not run if ctx has ended
 	}
 }
 

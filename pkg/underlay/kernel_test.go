@@ -25,6 +25,7 @@ import (
 	"k8s.io/klog/v2/textlogger"
 
 	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/wait"
 )
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
@@ -341,7 +342,7 @@ func TestKernelWait(t *testing.T) {
 				}
 				done <- time.Now()
 			}()
-			i, err := wait(ctx, tt.opts, time.Minute, time.Minute)
+			i, err := waitFor(ctx, tt.opts, time.Minute, time.Minute)
 			if took := time.Since(<-done); took > prompt {
 				t.Errorf("returned %s after the last change", took)
 			}
@@ -434,7 +435,7 @@ func TestKernelWaitEndsWithContext(t *testing.T) {
 }
 
 func TestKernelRelay(t *testing.T) {
-	wake := make(chan struct{}, 1)
+	wake := wait.NewSignal()
 	errs := []error{nil, unix.ENOBUFS, unix.EINTR, nil, unix.EBADF}
 	calls := 0
 	relay(wake, func() error {

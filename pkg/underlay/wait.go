@@ -13,6 +13,8 @@ import (
 	"github.com/vishvananda/netlink/nl"
 	"golang.org/x/sys/unix"
 	"k8s.io/klog/v2"
+
+	"github.com/flanneld/flanneld/pkg/wait"
 )
 
 // recheck is how often Wait looks without a notification, in case one was lost.
@@ -31,10 +33,10 @@ func Wait(ctx context.Context, o Options, timeout time.Duration) (Interface, err
 		c, err := look(ctx, o)
 		return c.Interface, err
 	}
-	return wait(ctx, o, timeout, recheck)
+	return waitFor(ctx, o, timeout, recheck)
 }
 
-func wait(ctx context.Context, o Options, timeout, recheck time.Duration) (Interface, error) {
+func waitFor(ctx context.Context, o Options, timeout, recheck time.Duration) (Interface, error) {
 	changed, stop, err := subscribe(o)
 	if err != nil {
 		return Interface{}, err
@@ -97,7 +99,7 @@ func subscribe(o Options) (changed <-chan struct{}, stop func(), err error) {
 			return nil, nil, fmt.Errorf("subscribe to link, address and route changes: %w", err)
 		}
 	}
-	wake := make(chan struct{}, 1)
+	wake := wait.NewSignal()
 	done := make(chan struct{})
 	go func() {
 		defer close(done)
@@ -140,14 +142,11 @@ func asLoaded(typ uint16) uint32 {
 // relay makes wake readable after each message that receive returns. It treats an
 // overflow as a change. Any other error ends relay, which is how it notices a closed
 // socket.
-func relay(wake chan<- struct{}, receive func() error) {
+func relay(wake wait.Signal, receive func() error) {
 	for {
 		if err := receive(); err != nil && !errors.Is(err, unix.ENOBUFS) && !errors.Is(err, unix.EINTR) {
 			return
 		}
-		select {
-		case wake <- struct{}{}:
-		default:
-		}
+		wake.Send()
 	}
 }

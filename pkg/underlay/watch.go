@@ -10,6 +10,8 @@ import (
 
 	"golang.org/x/sys/unix"
 	"k8s.io/klog/v2"
+
+	"github.com/flanneld/flanneld/pkg/wait"
 )
 
 // Delays in following a change.
@@ -64,8 +66,14 @@ func Watch(ctx context.Context, o Options, now Interface, changed func(Interface
 		if len(facts.Links) > 0 { // empty if the look failed
 			usable(facts.cannotSend(f.now))
 		}
-		sleep(ctx, max(leastRest, restFactor*cost), nil)
-		sleep(ctx, again, notified)
+		if wait.For(ctx, max(leastRest, restFactor*cost)) != nil {
+			return nil
+		}
+		select {
+		case <-ctx.Done():
+		case <-notified:
+		case <-time.After(again):
+		}
 	}
 	return nil
 }
@@ -79,17 +87,6 @@ func spent() time.Duration {
 		return 0
 	}
 	return time.Duration(u.Utime.Nano() + u.Stime.Nano())
-}
-
-// sleep returns after d, on a notification, or when ctx ends.
-func sleep(ctx context.Context, d time.Duration, notified <-chan struct{}) {
-	timer := time.NewTimer(d)
-	defer timer.Stop()
-	select {
-	case <-ctx.Done():
-	case <-notified:
-	case <-timer.C:
-	}
 }
 
 // isDown reports whether the named link cannot carry packets: it is absent, down, or has no

@@ -16,6 +16,7 @@ import (
 
 	"k8s.io/klog/v2"
 
+	"github.com/flanneld/flanneld/pkg/wait"
 	"github.com/flanneld/flanneld/subnet"
 )
 
@@ -54,21 +55,13 @@ func (a *audit) begin(ctx context.Context) (watch context.Context, end func()) {
 	}
 	watch, cancel := context.WithCancelCause(ctx)
 	a.wg.Go(func() {
-		timer := time.NewTimer(time.Until(a.due))
-		defer timer.Stop()
-		for {
-			select {
-			case <-watch.Done():
-				return
-			case <-timer.C:
-			}
+		for pause := time.Until(a.due); wait.For(watch, pause) == nil; pause = wait.Vary(a.m.timing.audit/10, 0.5) {
 			if done, differs := a.run(watch); differs {
 				cancel(errDiffers)
 				return
 			} else if done {
 				return
 			}
-			timer.Reset(a.m.timing.audit/20 + rand.N(a.m.timing.audit/10+1))
 		}
 	})
 	return watch, func() {

@@ -27,7 +27,7 @@ import (
 	grpcbackoff "google.golang.org/grpc/backoff"
 	"google.golang.org/grpc/codes"
 
-	"github.com/flanneld/flanneld/pkg/outage"
+	"github.com/flanneld/flanneld/pkg/wait"
 )
 
 // client owns the connection: which endpoint it leads to, the login that its requests
@@ -110,7 +110,7 @@ func newClient(cfg Config, t *timing) (*client, error) {
 	if cfg.Username != "" && cfg.Password != "" {
 		c.login = &login{
 			name: cfg.Username, password: cfg.Password, authenticate: c.authenticate, turn: c.turn,
-			retry: &outage.Backoff{Least: 2 * time.Second, Most: 4 * time.Minute},
+			retry: &wait.Backoff{Least: 2 * time.Second, Most: 4 * time.Minute, Share: 0.5},
 		}
 		c.cfg.DialOptions = append(c.cfg.DialOptions, grpc.WithPerRPCCredentials(c.login))
 	}
@@ -216,14 +216,7 @@ func (c *client) connect() (*connection, error) {
 // turn waits for a random time that grows with the number of hosts. It comes before requests that
 // all hosts make at the same event, because each of them takes the server some time.
 func (c *client) turn(ctx context.Context) error {
-	timer := time.NewTimer(rand.N(time.Duration(c.hosts.Load())*c.timing.spread + 1))
-	defer timer.Stop()
-	select {
-	case <-ctx.Done():
-		return ctx.Err()
-	case <-timer.C:
-		return nil
-	}
+	return wait.For(ctx, rand.N(time.Duration(c.hosts.Load())*c.timing.spread+1))
 }
 
 // judge takes in how a request that was made on conn at that time ended, and gives the

@@ -6,7 +6,6 @@ import (
 	"bytes"
 	"context"
 	"fmt"
-	"math/rand/v2"
 	"net/netip"
 	"slices"
 	"sync"
@@ -19,6 +18,7 @@ import (
 
 	"github.com/flanneld/flanneld/pkg/parallel"
 	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/wait"
 	"github.com/flanneld/flanneld/subnet"
 )
 
@@ -119,10 +119,8 @@ func (m *Manager) listAt(ctx context.Context, revision int64, pause time.Duratio
 			}
 		}
 		if pause > 0 {
-			select {
-			case <-ctx.Done():
-				return listing{}, ctx.Err()
-			case <-time.After(pause/2 + rand.N(pause)):
+			if err := wait.For(ctx, wait.Vary(pause, 0.5)); err != nil {
+				return listing{}, err
 			}
 		}
 	}

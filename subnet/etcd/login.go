@@ -11,7 +11,7 @@ import (
 	"go.etcd.io/etcd/api/v3/v3rpc/rpctypes"
 	"google.golang.org/grpc/credentials"
 
-	"github.com/flanneld/flanneld/pkg/outage"
+	"github.com/flanneld/flanneld/pkg/wait"
 )
 
 // login exchanges the user name and the password for a token, which it adds to every
@@ -27,7 +27,7 @@ type login struct {
 	name, password string
 	authenticate   func() (token string, err error)
 	turn           func(context.Context) error // waits as long as hosts that need a login at once should
-	retry          *outage.Backoff             // used by one login at a time
+	retry          *wait.Backoff               // used by one login at a time
 
 	mu      sync.Mutex
 	token   string        // for requests; empty if etcd wants none
@@ -68,23 +68,23 @@ func (l *login) start(life context.Context) (valid bool, token string, running c
 	defer l.mu.Unlock()
 	if !l.valid && l.running == nil {
 		l.running = make(chan struct{})
-		wait := func(context.Context) error { return nil }
+		pause := func(context.Context) error { return nil }
 		switch {
 		case l.worked:
 			l.retry.Reset()
-			wait = l.turn
+			pause = l.turn
 		case l.before: // it failed, or was good for nothing
-			wait = func(ctx context.Context) error { return l.retry.Wait(ctx, 0) }
+			pause = func(ctx context.Context) error { return l.retry.Wait(ctx, 0) }
 		}
 		l.before, l.worked = true, false
-		go l.run(life, wait)
+		go l.run(life, pause)
 	}
 	return l.valid, l.token, l.running
 }
 
-func (l *login) run(life context.Context, wait func(context.Context) error) {
+func (l *login) run(life context.Context, pause func(context.Context) error) {
 	var token string
-	err := wait(life)
+	err := pause(life)
 	if err == nil {
 		token, err = l.authenticate()
 	}

@@ -6,7 +6,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"math/rand/v2"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -16,6 +15,8 @@ import (
 	clientv3 "go.etcd.io/etcd/client/v3"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
+
+	"github.com/flanneld/flanneld/pkg/wait"
 )
 
 // watcher receives the responses of a watch.
@@ -39,11 +40,11 @@ var errHasty = errors.New("the server answers probes before it has sent all even
 // stream is one call of Watch.
 type stream struct {
 	pb.Watch_WatchClient
-	sending sync.Mutex    // gRPC allows one sender at a time
-	reached atomic.Int64  // the highest revision that was named on the stream
-	told    chan struct{} // has an element if reached has grown
-	hasty   bool          // the server answers probes at once, ahead of events
-	answers atomic.Bool   // the server has answered a probe, which etcd's grpc-proxy never does
+	sending sync.Mutex   // gRPC allows one sender at a time
+	reached atomic.Int64 // the highest revision that was named on the stream
+	told    wait.Signal  // reached has grown
+	hasty   bool         // the server answers probes at once, ahead of events
+	answers atomic.Bool  // the server has answered a probe, which etcd's grpc-proxy never does
 }
 
 // follow watches keys on one stream until that fails. A connection that is dead ends the
@@ -99,7 +100,7 @@ func open(ctx context.Context, conn *connection, keys []string, next int64) (*st
 	if err != nil {
 		return nil, &brokenError{err}
 	}
-	s := &stream{Watch_WatchClient: watch, told: make(chan struct{}, 1)}
+	s := &stream{Watch_WatchClient: watch, told: wait.NewSignal()}
 	s.probe() // see hasty
 	for i, key := range keys {
 		r := watchRequest(key, next)
@@ -191,10 +192,7 @@ func (s *stream) reach(revision int64) {
 		return
 	}
 	s.reached.Store(revision)
-	select {
-	case s.told <- struct{}{}:
-	default:
-	}
+	s.told.Send()
 }
 
 // verify asks for the store's revision every few minutes, and returns an error when it gets
@@ -204,12 +202,8 @@ func (s *stream) reach(revision int64) {
 // Behind a proxy the stream may end at another member than the read.
 func (m *Manager) verify(ctx context.Context, s *stream) error {
 	for {
-		timer := time.NewTimer(m.timing.check*4/5 + rand.N(m.timing.check*2/5))
-		select {
-		case <-ctx.Done():
-			timer.Stop()
+		if wait.For(ctx, wait.Vary(m.timing.check, 0.2)) != nil {
 			return nil
-		case <-timer.C:
 		}
 		head, err := m.head(ctx)
 		switch {

@@ -8,6 +8,8 @@ import (
 	"testing"
 	"testing/synctest"
 	"time"
+
+	"github.com/flanneld/flanneld/pkg/wait"
 )
 
 // A stream that does not come to the revision that the store had is behind it.
@@ -23,7 +25,7 @@ func TestArrive(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				m := &Manager{timing: timing{grace: time.Second}}
-				s := &stream{told: make(chan struct{}, 1)}
+				s := &stream{told: wait.NewSignal()}
 				s.reach(3)
 				time.AfterFunc(time.Second/2, func() { s.reach(tc.reaches) })
 				start := time.Now()

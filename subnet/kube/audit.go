@@ -4,12 +4,12 @@ package kube
 
 import (
 	"context"
-	"math/rand/v2"
 	"sync"
 	"time"
 
 	"k8s.io/klog/v2"
 
+	"github.com/flanneld/flanneld/pkg/wait"
 	"github.com/flanneld/flanneld/subnet"
 )
 
@@ -74,10 +74,8 @@ func (a *audit) read(ctx context.Context) (listed, error) {
 			return all, nil
 		}
 		q.more = l.more
-		select {
-		case <-ctx.Done():
-			return listed{}, ctx.Err()
-		case <-time.After(a.m.timing.auditPage/2 + rand.N(a.m.timing.auditPage+1)):
+		if err := wait.For(ctx, wait.Vary(a.m.timing.auditPage, 0.5)); err != nil {
+			return listed{}, err
 		}
 	}
 }
@@ -86,7 +84,7 @@ func (a *audit) read(ctx context.Context) (listed, error) {
 func (a *audit) take(l listed) {
 	if l.nodes == nil {
 		a.v.deleted = nil
-		a.due.Reset(a.m.timing.audit/20 + rand.N(a.m.timing.audit/10+1))
+		a.due.Reset(wait.Vary(a.m.timing.audit/10, 0.5))
 		return
 	}
 	a.list = &l

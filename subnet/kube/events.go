@@ -14,6 +14,8 @@ import (
 
 	"golang.org/x/time/rate"
 	"k8s.io/klog/v2"
+
+	"github.com/flanneld/flanneld/pkg/wait"
 )
 
 // recorder makes Events about the own Node. They are for people to look at: one
@@ -73,14 +75,7 @@ func (r *recorder) run(ctx context.Context) {
 // pause waits before Events are made. One bad peer makes all nodes refuse it at the
 // same moment: their Events reach the API server one after the other.
 func (r *recorder) pause(ctx context.Context) error {
-	timer := time.NewTimer(rand.N(time.Duration(r.m.nodes.Load())*r.m.timing.event + 1))
-	defer timer.Stop()
-	select {
-	case <-ctx.Done():
-		return ctx.Err()
-	case <-timer.C:
-		return nil
-	}
+	return wait.For(ctx, rand.N(time.Duration(r.m.nodes.Load())*r.m.timing.event+1))
 }
 
 // make makes an Event unless the same one was made lately, or there are too many.

@@ -22,6 +22,7 @@ import (
 
 	"github.com/flanneld/flanneld/pkg/outage"
 	"github.com/flanneld/flanneld/pkg/version"
+	"github.com/flanneld/flanneld/pkg/wait"
 	"github.com/flanneld/flanneld/subnet"
 )
 
@@ -221,6 +222,6 @@ func passes(err error) bool {
 	return ok || errors.Is(err, errEnded)
 }
 
-func (m *Manager) backoff() *outage.Backoff {
-	return &outage.Backoff{Least: m.timing.backoffMin, Most: m.timing.backoff}
+func (m *Manager) backoff() *wait.Backoff {
+	return &wait.Backoff{Least: m.timing.backoffMin, Most: m.timing.backoff, Share: 0.5}
 }

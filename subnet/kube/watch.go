@@ -11,7 +11,7 @@ import (
 
 	"k8s.io/klog/v2"
 
-	"github.com/flanneld/flanneld/pkg/outage"
+	"github.com/flanneld/flanneld/pkg/wait"
 	"github.com/flanneld/flanneld/subnet"
 )
 
@@ -70,7 +70,7 @@ func (m *Manager) Watch(ctx context.Context, sink func(subnet.Update)) error {
 
 // lasted resets b after a watch that has lasted for some time. A watch that a server ends at once
 // counts like one that it refuses.
-func (m *Manager) lasted(b *outage.Backoff, begun time.Time) {
+func (m *Manager) lasted(b *wait.Backoff, begun time.Time) {
 	if !begun.IsZero() && time.Since(begun) > m.timing.backoff {
 		b.Reset()
 	}

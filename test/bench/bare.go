@@ -12,6 +12,8 @@ import (
 
 	clientv3 "go.etcd.io/etcd/client/v3"
 	"google.golang.org/grpc"
+
+	"github.com/flanneld/flanneld/pkg/wait"
 )
 
 // barePrefix is the prefix of keys that only a bare watch sees, not the daemon.
@@ -53,7 +55,7 @@ func (b *bed) bareEvents(ctx context.Context, count int) (time.Duration, error) 
 			func() error { return b.put(ctx, key, value) },
 			func() error { return b.remove(ctx, key) },
 		} {
-			if err := errors.Join(write(), pause(ctx, every)); err != nil {
+			if err := errors.Join(write(), wait.For(ctx, every)); err != nil {
 				return 0, err
 			}
 		}

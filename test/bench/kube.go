@@ -19,6 +19,7 @@ import (
 
 	"github.com/vishvananda/netlink"
 
+	"github.com/flanneld/flanneld/pkg/wait"
 	"github.com/flanneld/flanneld/test/lab"
 )
 
@@ -148,7 +149,7 @@ func (r *runner) kubeStart(ctx context.Context, s *kubeServer) error {
 	if err := untilReady(ctx, st.daemon); err != nil {
 		return err
 	}
-	if err := pause(ctx, 3*time.Second); err != nil { // until the state file is written
+	if err := wait.For(ctx, 3*time.Second); err != nil { // until the state file is written
 		return err
 	}
 	if _, err := st.daemon.Stop(ctx); err != nil {
@@ -177,7 +178,7 @@ func (r *runner) kubeStart(ctx context.Context, s *kubeServer) error {
 func (r *runner) kubeBeats(ctx context.Context, s *kubeServer) error {
 	n, h := r.large, r.lab.Host(1)
 	d := h.Daemon()
-	if err := pause(ctx, 10*time.Second); err != nil {
+	if err := wait.For(ctx, 10*time.Second); err != nil {
 		return err
 	}
 	m, err := processMemory(d.PID())
@@ -201,7 +202,7 @@ func (r *runner) kubeBeats(ctx context.Context, s *kubeServer) error {
 	if err != nil {
 		return fmt.Errorf("heartbeats: %w", err)
 	}
-	if err := pause(ctx, time.Second); err != nil {
+	if err := wait.For(ctx, time.Second); err != nil {
 		return err
 	}
 	cpu2, err1 := processCPU(d.PID())
@@ -247,7 +248,7 @@ func (r *runner) kubeEvents(ctx context.Context, s *kubeServer) error {
 			write       func(context.Context, peer) error
 			gone        bool
 		}{{&add, &addWatch, s.addNode, false}, {&remove, &removeWatch, s.removeNode, true}} {
-			if err := pause(ctx, 3*eventPause); err != nil {
+			if err := wait.For(ctx, 3*eventPause); err != nil {
 				return err
 			}
 			bare.drain()
@@ -323,7 +324,7 @@ func (r *runner) watchCost(ctx context.Context, s *kubeServer, kind string, last
 		defer stop()
 		watchers = append(watchers, pid)
 	}
-	if err := pause(ctx, 2*time.Second); err != nil {
+	if err := wait.For(ctx, 2*time.Second); err != nil {
 		return 0, 0, 0, err
 	}
 	sum := func() (serverCPU, clientCPU time.Duration, in float64, err error) {
@@ -341,7 +342,7 @@ func (r *runner) watchCost(ctx context.Context, s *kubeServer, kind string, last
 	}
 	beats, err := s.heartbeats(ctx, r.peers, kubeRate, lasting)
 	if err == nil {
-		err = pause(ctx, time.Second)
+		err = wait.For(ctx, time.Second)
 	}
 	if err != nil {
 		return 0, 0, 0, err

@@ -15,6 +15,7 @@ import (
 
 	clientv3 "go.etcd.io/etcd/client/v3"
 
+	"github.com/flanneld/flanneld/pkg/wait"
 	"github.com/flanneld/flanneld/test/lab"
 )
 
@@ -78,6 +79,9 @@ func (r *runner) all(ctx context.Context, progress io.Writer) error {
 		fmt.Fprintf(progress, "%s ... ", m.name)
 		limited, cancel := context.WithTimeoutCause(ctx, measureLimit, fmt.Errorf("not finished after %s", measureLimit))
 		err := m.run(r, limited)
+		if errors.Is(err, context.DeadlineExceeded) && limited.Err() != nil {
+			err = context.Cause(limited)
+		}
 		cancel()
 		fmt.Fprintf(progress, "%.0f s\n", time.Since(start).Seconds())
 		if ctx.Err() != nil {
@@ -162,7 +166,7 @@ func (r *runner) coldRound(ctx context.Context, backend string, n int) error {
 	if err != nil {
 		return err
 	}
-	if err := pause(ctx, 200*time.Millisecond); err != nil { // etcd still counts the last requests
+	if err := wait.For(ctx, 200*time.Millisecond); err != nil { // etcd still counts the last requests
 		return err
 	}
 	after, err := r.requests(ctx)
@@ -314,7 +318,7 @@ func (r *runner) measureEvents(ctx context.Context) error {
 			if err != nil {
 				return err
 			}
-			if err := pause(ctx, afterStart); err != nil {
+			if err := wait.For(ctx, afterStart); err != nil {
 				return err
 			}
 			before, err := processCPU(s.daemon.PID())
@@ -418,7 +422,7 @@ func (r *runner) measureRest(ctx context.Context) error {
 		if err != nil {
 			return err
 		}
-		if err := pause(ctx, afterStart); err != nil {
+		if err := wait.For(ctx, afterStart); err != nil {
 			return err
 		}
 		cpu, asked, err := r.idle(ctx, s.daemon, r.atRest)
@@ -449,7 +453,7 @@ func (r *runner) measureRest(ctx context.Context) error {
 		if s, err = r.fresh(ctx, "--resync="+tick.String()); err != nil {
 			return err
 		}
-		if err := pause(ctx, afterStart); err != nil {
+		if err := wait.For(ctx, afterStart); err != nil {
 			return err
 		}
 		ticking, _, err := r.idle(ctx, s.daemon, ticks*tick)
@@ -472,7 +476,7 @@ func (r *runner) idle(ctx context.Context, d *lab.Daemon, during time.Duration) 
 	if err != nil {
 		return 0, nil, err
 	}
-	if err := pause(ctx, during); err != nil {
+	if err := wait.For(ctx, during); err != nil {
 		return 0, nil, err
 	}
 	after, err := treeCPU(d.PID())
@@ -527,7 +531,7 @@ func (r *runner) busyRound(ctx context.Context, group, what string, n int) error
 		return err
 	}
 	r.report.add(group, "exec to all programmed, "+what, n, "ms", ms(s.all))
-	if err := pause(ctx, afterStart); err != nil {
+	if err := wait.For(ctx, afterStart); err != nil {
 		return err
 	}
 	during := r.busyFor / time.Duration(r.rounds)
@@ -573,7 +577,7 @@ func (r *runner) measureGrowth(ctx context.Context) error {
 				return err
 			}
 		}
-		return pause(ctx, 3*time.Second)
+		return wait.For(ctx, 3*time.Second)
 	}
 	times := r.churnChange / (2 * len(some))
 	// A collection during a change finds more live objects, so take the least of several

@@ -17,6 +17,7 @@ import (
 
 	"github.com/flanneld/flanneld/pkg/ping"
 	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/wait"
 	"github.com/flanneld/flanneld/test/lab"
 )
 
@@ -226,7 +227,7 @@ func (r *runner) iperf(ctx context.Context, b *bed, from, to *lab.Namespace, add
 		defer close(served)
 		_, _ = to.Exec(ctx, "iperf3", "-s", "-1", "-B", addr.String()) // the client reports errors
 	}()
-	if err := pause(ctx, 200*time.Millisecond); err != nil { // until the server listens
+	if err := wait.For(ctx, 200*time.Millisecond); err != nil { // until the server listens
 		return c, err
 	}
 	before, err := r.daemonCPU(b)

@@ -16,6 +16,7 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/wait"
 	"github.com/flanneld/flanneld/test/lab"
 )
 
@@ -228,7 +229,7 @@ func (t *torture) cause(ctx context.Context, k kind) error {
 	defer cancel()
 	end, err := k.begin(ctx, t)
 	if err == nil && end != nil {
-		wait(ctx, time.Duration(t.rnd.Int64N(int64(longest))))
+		_ = wait.For(ctx, time.Duration(t.rnd.Int64N(int64(longest))))
 	}
 	if end != nil {
 		err = errors.Join(err, end(ctx))
@@ -239,7 +240,7 @@ func (t *torture) cause(ctx context.Context, k kind) error {
 	f.to = time.Now()
 	t.recorder.change(func(h *history) { h.faults = append(h.faults, f) })
 	fmt.Fprintf(t.out, "  %8s %-28s %s\n", t.recorder.history.since(f.from), f.name, f.to.Sub(f.from).Round(time.Millisecond))
-	wait(ctx, time.Duration(t.rnd.Int64N(int64(5*time.Second))))
+	_ = wait.For(ctx, time.Duration(t.rnd.Int64N(int64(5*time.Second))))
 	return nil
 }
 
