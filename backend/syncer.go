@@ -14,6 +14,7 @@ import (
 
 	"github.com/flanneld/flanneld/pkg/loop"
 	"github.com/flanneld/flanneld/pkg/parallel"
+	"github.com/flanneld/flanneld/pkg/repair"
 	"github.com/flanneld/flanneld/pkg/wait"
 	"github.com/flanneld/flanneld/subnet"
 )
@@ -64,7 +65,7 @@ type Syncer struct {
 	limit    *rate.Limiter     // limit of logged errors without a success between them
 	lastSync time.Time         // time of the last successful pass
 	held     int               // number of held peers at the last pass
-	repairs  *repairLimiter
+	repairs  *repair.Limiter
 	retry    wait.Backoff // for refusals whose cause may disappear
 
 	mu       sync.Mutex // also guards Ledger
@@ -81,7 +82,7 @@ func NewSyncer(c SyncerConfig) *Syncer {
 	own.Identities, _ = c.Network.Check(c.Own) // an own lease that fails this was refused earlier
 	s := &Syncer{
 		SyncerConfig: c, arbiter: subnet.NewArbiter(c.Config, own), all: true, changed: map[string]struct{}{},
-		refused: map[string]string{}, kernel: map[string]string{}, repairs: newRepairLimiter(),
+		refused: map[string]string{}, kernel: map[string]string{}, repairs: newRepairs(),
 		limit: rate.NewLimiter(rate.Every(errorEvery), errorBurst),
 	}
 	s.loop = loop.New(c.Resync, s.step)
@@ -123,7 +124,7 @@ func (s *Syncer) Run(ctx context.Context) error {
 	var wg sync.WaitGroup
 	defer wg.Wait()
 	defer cancel()
-	wg.Go(func() { s.repairs.forwardChanges(ctx, s.Network.Changed(), s.loop.Wake) })
+	wg.Go(func() { forward(ctx, s.Network.Changed(), s.repairs, s.loop.Wake) })
 	return s.loop.Run(ctx)
 }
 
@@ -136,7 +137,7 @@ func (s *Syncer) step(ctx context.Context) error {
 	if ctx.Err() != nil {
 		return nil
 	}
-	s.repairs.count(ctx, outcome.Repaired)
+	s.repairs.Note(ctx, outcome.Repaired)
 	s.logRefused(ctx, set, outcome.Refused, err != nil)
 	if set.Complete { // earlier leases are those of the last process, which has logged them
 		s.logShared(ctx)

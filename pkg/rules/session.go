@@ -9,7 +9,6 @@ import (
 	"sync"
 	"time"
 
-	"golang.org/x/time/rate"
 	"k8s.io/klog/v2"
 
 	"github.com/flanneld/flanneld/pkg/firewall"
@@ -17,17 +16,16 @@ import (
 	"github.com/flanneld/flanneld/pkg/firewall/nftables"
 	"github.com/flanneld/flanneld/pkg/loop"
 	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/repair"
+	"github.com/flanneld/flanneld/pkg/wait"
 )
 
 // If another program keeps changing the rules, they are repaired a few times at once, and
 // then once a second, so that the repairs cost little.
 const (
-	repairRate  = rate.Limit(1) // per second
+	repairRate  = 1 // per second
 	repairBurst = 10
 )
-
-// repairLog is the minimum time between two log lines about repairs.
-const repairLog = time.Minute
 
 // session maintains one policy.
 type session struct {
@@ -43,13 +41,14 @@ type session struct {
 	failing   bool // the failure is logged
 	uncleaned bool // the failure to clean is logged
 	cleaned   bool
-	limit     *rate.Limiter
-	repaired  int // number of repairs that are not logged yet
-	logged    time.Time
+	repairs   *repair.Limiter
 }
 
 func newSession(k *Keeper, f Flavour, p firewall.Policy, tried func()) *session {
-	return &session{keeper: k, flavour: f, policy: p, tried: sync.OnceFunc(tried), limit: rate.NewLimiter(repairRate, repairBurst)}
+	return &session{
+		keeper: k, flavour: f, policy: p, tried: sync.OnceFunc(tried),
+		repairs: repair.New(repairRate, repairBurst, "repaired traffic rules that another program had changed", "times"),
+	}
 }
 
 // run maintains the policy until ctx ends.
@@ -170,17 +169,13 @@ func (s *session) note(ctx context.Context, changed bool, err error) {
 		s.keeper.unreported = false
 	}
 	s.failing, s.inPlace = err != nil, err == nil
+	n := 0
 	if repaired {
-		s.repaired++
+		n = 1
 	}
-	if now := time.Now(); s.repaired > 0 && now.Sub(s.logged) >= repairLog {
-		log.Info("repaired traffic rules that another program had changed", "times", s.repaired)
-		s.repaired, s.logged = 0, now
-	}
+	s.repairs.Note(ctx, n)
 	s.keeper.config.Report(ctx, repaired, err)
-	if repaired {
-		_ = s.limit.Wait(ctx) // fails only if ctx ends
-	}
+	_ = wait.For(ctx, s.repairs.Pause()) // the loop notices the end of ctx
 }
 
 // clean removes the rules that other flavours have left. Failure does not affect

@@ -28,7 +28,7 @@ func TestEmbedded(t *testing.T) {
 		startOne(t, h, lab.FlanneldOptions{Path: program})
 	}
 	startOne(t, l.Host(3), lab.FlanneldOptions{})
-	if err := l.AddPods(background(t)); err != nil {
+	if err := l.AddPods(testContext(t)); err != nil {
 		t.Fatal(err)
 	}
 	expectMatrix(t, l)
