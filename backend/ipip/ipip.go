@@ -45,10 +45,10 @@ func New(raw json.RawMessage, env backend.Env) (backend.Backend, []string, error
 		return nil, nil, err
 	}
 	for _, n := range env.Config.Networks {
-		k := kinds[n.Family()]
-		if mtu := env.Underlay.MTU - k.overhead; mtu < k.minMTU {
+		f := n.Family()
+		if mtu := env.Underlay.MTU - kinds[f].overhead; mtu < f.MinMTU() {
 			return nil, nil, fmt.Errorf("%s has an MTU of %d, which leaves %d bytes inside the tunnel: %s needs %d",
-				env.Underlay.Name, env.Underlay.MTU, mtu, n.Family(), k.minMTU)
+				env.Underlay.Name, env.Underlay.MTU, mtu, f, f.MinMTU())
 		}
 	}
 	return b, warnings, nil
@@ -60,12 +60,11 @@ type kind struct {
 	device   string // for IPv4 the name that other flannel daemons use, too
 	protocol uint8  // IP protocol number of packets that carry the family
 	overhead int    // of the outer header, in bytes
-	minMTU   int    // least MTU of a device that carries the family
 }
 
 var kinds = map[prefix.Family]kind{
-	prefix.IPv4: {link: dataplane.KindIPIP, device: "flannel.ipip", protocol: 4, overhead: 20, minMTU: 68},
-	prefix.IPv6: {link: dataplane.KindIP6Tnl, device: "flannel-v6.ipip", protocol: 41, overhead: 40, minMTU: 1280},
+	prefix.IPv4: {link: dataplane.KindIPIP, device: "flannel.ipip", protocol: 4, overhead: 20},
+	prefix.IPv6: {link: dataplane.KindIP6Tnl, device: "flannel-v6.ipip", protocol: 41, overhead: 40},
 }
 
 // Scope implements backend.Backend.

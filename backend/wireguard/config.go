@@ -185,13 +185,10 @@ func (t tunnel) overhead() int {
 // minMTU returns the minimum MTU in bytes with which the device can carry its families.
 func (t tunnel) minMTU() int {
 	if slices.Contains(t.families, prefix.IPv6) {
-		return minMTU6
+		return prefix.IPv6.MinMTU()
 	}
-	return 68
+	return prefix.IPv4.MinMTU()
 }
-
-// minMTU6 is the minimum MTU of an IPv6 link.
-const minMTU6 = 1280
 
 func (c config) deviceMTU(link int, t tunnel) int {
 	if c.MTU != 0 {

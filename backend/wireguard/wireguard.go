@@ -189,7 +189,7 @@ func (n *network) kernelSupported(ctx context.Context, links map[string]dataplan
 		}
 	}
 	// Only creating a device loads the module.
-	link := dataplane.Link{Name: probeDevice, Kind: dataplane.KindWireGuard, MTU: minMTU6}
+	link := dataplane.Link{Name: probeDevice, Kind: dataplane.KindWireGuard, MTU: prefix.IPv6.MinMTU()}
 	for _, failed := range n.env.Kernel.Apply(ctx, []dataplane.Op{{Object: link}, {Object: link, Delete: true}}) {
 		return failed.Err
 	}

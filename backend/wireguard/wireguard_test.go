@@ -47,8 +47,6 @@ func TestConfig(t *testing.T) {
 		{name: "auto", raw: `{"Mode":"auto"}`, env: dual, mtu: 1420, devices: "flannel-wg:51820"},
 		{name: "outer IPv4", raw: `{"mode":"IPv4","listenport":7}`, env: dual, mtu: 1440, devices: "flannel-wg:7"},
 		{name: "outer IPv6", raw: `{"Mode":"ipv6"}`, env: dual, mtu: 1420, devices: "flannel-wg:51820"},
-		{name: "MTU", raw: `{"MTU":1400}`, env: v4, mtu: 1340, devices: "flannel-wg:51820"},
-		{name: "MTU above the link's", raw: `{"MTU":9000}`, env: v4, mtu: 1440, devices: "flannel-wg:51820"},
 		{name: "MTU too small", raw: `{"MTU":1359}`, env: v6, err: "leaves 1279 bytes inside flannel-wg-v6: want at least 1280"},
 		{name: "unknown mode", raw: `{"Mode":"both"}`, env: v4, err: `Backend.Mode is "both": want one of separate, auto, ipv4, ipv6`},
 		{name: "mode without network", raw: `{"Mode":"ipv6"}`, env: v4, err: `Backend.Mode is "ipv6", but the network has no IPv6`},
@@ -80,6 +78,13 @@ func TestConfig(t *testing.T) {
 			}
 		})
 	}
+}
+
+func TestMTU(t *testing.T) {
+	backendtest.MTU{
+		New: New, Of: func(b backend.Backend) int { return (&network{Backend: b.(*Backend)}).MTU() },
+		Overhead: map[prefix.Family]int{prefix.IPv4: 60, prefix.IPv6: 80}, Key: true,
+	}.Run(t)
 }
 
 func TestPSK(t *testing.T) {

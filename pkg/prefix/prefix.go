@@ -46,6 +46,14 @@ func (f Family) Bits() int {
 	return 128
 }
 
+// MinMTU is the minimum MTU in bytes of a link that carries the family.
+func (f Family) MinMTU() int {
+	if f == IPv4 {
+		return 68
+	}
+	return 1280
+}
+
 // Host returns the prefix that contains only a: a /32 or a /128.
 func Host(a netip.Addr) netip.Prefix { return netip.PrefixFrom(a, a.BitLen()) }
 

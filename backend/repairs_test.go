@@ -12,8 +12,8 @@ import (
 	"github.com/flanneld/flanneld/pkg/wait"
 )
 
-// TestRepairLimiter lets another program restore its entry for some time.
-func TestRepairLimiter(t *testing.T) {
+// TestForwardChanges lets another program restore its entry for some time.
+func TestForwardChanges(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		repairs, changed := newRepairs(), wait.NewSignal()
 		var wakes, repaired atomic.Int64
@@ -49,7 +49,7 @@ func TestRepairLimiter(t *testing.T) {
 	})
 }
 
-func TestRepairLimiterWithoutChannel(t *testing.T) {
+func TestForwardChangesWithoutChannel(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		ctx, cancel := context.WithCancel(t.Context())
 		done := make(chan struct{})
