@@ -41,11 +41,11 @@ func (n *network) inspect(ctx context.Context, holdings bool) (lastKnown, backen
 }
 
 // look returns the values of the metrics.
-func (n *network) look(ctx context.Context) metrics.Look {
+func (n *network) look(ctx context.Context) metrics.Values {
 	now, in := n.inspect(ctx, false)
 	ready, _ := n.ready.health.Ready()
 	since, away := n.ready.health.Part(partDatastore)
-	l := metrics.Look{
+	l := metrics.Values{
 		Ready: ready, Backend: now.Config.BackendType, Objects: in.Counts, LastSync: in.LastSync,
 		Connected: !since.IsZero() && away == nil, LeaseExpires: now.Own.Expires,
 		Peers: map[string]int{"served": 0, "held": 0, "refused": 0},

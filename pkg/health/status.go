@@ -90,7 +90,7 @@ func (s *Status) Part(component string) (since time.Time, err error) {
 	return time.Time{}, nil
 }
 
-// part returns the component called name and adds it if it is new. The caller holds s.mu.
+// part returns the component called name and adds it if it is new. The caller has locked s.mu.
 func (s *Status) part(name string) *part {
 	i := slices.IndexFunc(s.parts, func(p *part) bool { return p.name == name })
 	if i < 0 {

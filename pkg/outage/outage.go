@@ -59,7 +59,7 @@ func (t *Tracker) Report(ctx context.Context, activity string, err error) {
 		if !slices.Contains(t.kinds, failure.Kind()) { // kinds may alternate
 			t.kinds = append(t.kinds, failure.Kind())
 			log.Error(err, t.name+" is not usable, retrying")
-			t.tell(err)
+			t.notify(err)
 		}
 		return
 	}
@@ -69,9 +69,9 @@ func (t *Tracker) Report(ctx context.Context, activity string, err error) {
 	case t.kinds != nil:
 		t.kinds = nil
 		log.Info(t.name + " is usable again")
-		t.tell(nil)
+		t.notify(nil)
 	case !t.known:
-		t.tell(nil)
+		t.notify(nil)
 	}
 }
 
@@ -82,7 +82,7 @@ func (t *Tracker) Forget(activity string) {
 	delete(t.failing, activity)
 }
 
-func (t *Tracker) tell(err error) {
+func (t *Tracker) notify(err error) {
 	t.known = true
 	t.onStatus(err)
 }

@@ -19,8 +19,8 @@ func (f failure) Error() string { return f.kind + " error" }
 func (f failure) Kind() string  { return f.kind }
 
 func TestTracker(t *testing.T) {
-	var told []string
-	tracker := New("store", func(err error) { told = append(told, fmt.Sprint(err)) })
+	var reported []string
+	tracker := New("store", func(err error) { reported = append(reported, fmt.Sprint(err)) })
 	logger := ktesting.NewLogger(t, ktesting.NewConfig(ktesting.BufferLogs(true)))
 	ctx := klog.NewContext(t.Context(), logger)
 	ended, cancel := context.WithCancel(ctx)
@@ -39,8 +39,8 @@ func TestTracker(t *testing.T) {
 	tracker.Report(ctx, "lease", nil)
 
 	want := "<nil>, list: down error, TLS error, <nil>, down error, <nil>"
-	if got := strings.Join(told, ", "); got != want {
-		t.Errorf("told %s\nwant %s", got, want)
+	if got := strings.Join(reported, ", "); got != want {
+		t.Errorf("reported %s\nwant %s", got, want)
 	}
 	log := logger.GetSink().(ktesting.Underlier).GetBuffer().String()
 	if n := strings.Count(log, "store is not usable"); n != 3 {

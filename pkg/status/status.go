@@ -80,7 +80,7 @@ type Lease struct {
 	Expires   time.Time      `json:"expires,omitzero"`    // of this host's lease; empty for peers
 }
 
-// Datastore is the store that holds the leases.
+// Datastore is the store that contains the leases.
 type Datastore struct {
 	Kind      string    `json:"kind"` // etcd or kubernetes
 	Connected bool      `json:"connected"`

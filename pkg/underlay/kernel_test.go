@@ -164,8 +164,8 @@ func TestKernelGather(t *testing.T) {
 		t.Fatal(err)
 	}
 	wantDefaults := []DefaultRoute{
-		via(prefix.IPv4, 100, d1), via(prefix.IPv4, 200, d2), via(prefix.IPv4, 300, d1, d2), via(prefix.IPv4, 400, d1),
-		via(prefix.IPv6, 50, d1),
+		defaultRoute(prefix.IPv4, 100, d1), defaultRoute(prefix.IPv4, 200, d2), defaultRoute(prefix.IPv4, 300, d1, d2), defaultRoute(prefix.IPv4, 400, d1),
+		defaultRoute(prefix.IPv6, 50, d1),
 	}
 	if diff := cmp.Diff(wantDefaults, f.Defaults); diff != "" {
 		t.Errorf("default routes (-want +got):\n%s", diff)
@@ -262,7 +262,7 @@ func TestKernelDumpIsNeverPartial(t *testing.T) {
 		calls int
 		want  error
 	}{
-		"whole":              {[]error{nil}, 1, nil},
+		"complete":           {[]error{nil}, 1, nil},
 		"interrupted once":   {[]error{netlink.ErrDumpInterrupted, nil}, 2, nil},
 		"interrupted always": {[]error{netlink.ErrDumpInterrupted}, dumpTries, netlink.ErrDumpInterrupted},
 		"failed":             {[]error{other}, 1, other},
@@ -336,7 +336,7 @@ func TestKernelWait(t *testing.T) {
 			done := make(chan time.Time, 1)
 			go func() {
 				for _, step := range tt.steps {
-					// Far enough apart for a separate look at each change.
+					// Far enough apart for a separate check after each change.
 					<-time.After(100 * time.Millisecond)
 					step(k)
 				}

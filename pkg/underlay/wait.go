@@ -17,7 +17,7 @@ import (
 	"github.com/flanneld/flanneld/pkg/wait"
 )
 
-// recheck is how often Wait looks without a notification, in case one was lost.
+// recheck is how often Wait checks without a notification, in case one was lost.
 const recheck = time.Second
 
 // Wait chooses the external interface like Select, in the network namespace of the
@@ -30,7 +30,7 @@ func Wait(ctx context.Context, o Options, timeout time.Duration) (Interface, err
 		return Interface{}, err
 	}
 	if timeout <= 0 {
-		c, err := look(ctx, o)
+		c, err := chooseNow(ctx, o)
 		return c.Interface, err
 	}
 	return waitFor(ctx, o, timeout, recheck)
@@ -48,7 +48,7 @@ func waitFor(ctx context.Context, o Options, timeout, recheck time.Duration) (In
 	defer tick.Stop()
 
 	for first := true; ; first = false {
-		c, err := look(ctx, o)
+		c, err := chooseNow(ctx, o)
 		if err == nil && !c.lastResort {
 			return c.Interface, nil
 		}
@@ -73,7 +73,7 @@ func waitFor(ctx context.Context, o Options, timeout, recheck time.Duration) (In
 	}
 }
 
-func look(ctx context.Context, o Options) (choice, error) {
+func chooseNow(ctx context.Context, o Options) (choice, error) {
 	f, err := Gather(ctx, o)
 	if err != nil {
 		return choice{}, fmt.Errorf("choose external interface: %w", err)

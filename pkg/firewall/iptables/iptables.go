@@ -129,7 +129,7 @@ func (p *Programs) kind(ctx context.Context, f prefix.Family) (kind, error) {
 // Applier implements firewall.Applier. It is not safe for concurrent use.
 type Applier struct {
 	programs *Programs
-	leads    leadsFunc
+	targets  targetsFunc
 	legacy   legacy
 }
 
@@ -138,11 +138,11 @@ func New(v Variant) *Applier { return NewPrograms(v).Applier() }
 
 // Applier returns an Applier that uses p.
 func (p *Programs) Applier() *Applier {
-	return &Applier{programs: p, leads: nftables.Leads, legacy: newLegacy()}
+	return &Applier{programs: p, targets: nftables.Targets, legacy: newLegacy()}
 }
 
 // Apply implements firewall.Applier. If nothing has changed it runs one program for each
-// family that p concerns, and none if the kernel's own iptables holds the rules.
+// family that p concerns, and none if the kernel's own iptables has the rules.
 func (a *Applier) Apply(ctx context.Context, p firewall.Policy) (changed bool, err error) {
 	var errs []error
 	for _, f := range families() {
@@ -211,14 +211,14 @@ func (a *Applier) apply(ctx context.Context, p firewall.Policy, f prefix.Family)
 func (a *Applier) read(ctx context.Context, f prefix.Family, k kind) (have dump, hidden []string, err error) {
 	have, err = a.save(ctx, f, k)
 	if err == nil && k.nft {
-		hidden, err = a.reveal(ctx, f, have)
+		hidden, err = a.correct(ctx, f, have)
 	}
 	return have, hidden, err
 }
 
 // save returns the output of iptables-save. A single rule of nft can make it fail for all
 // tables. In that case save reads the tables one by one, and leaves those that fail to
-// reveal.
+// correct.
 func (a *Applier) save(ctx context.Context, f prefix.Family, k kind) (dump, error) {
 	program := a.programs.variant.Program(f) + "-save"
 	text, err := run(ctx, "", program)
@@ -283,13 +283,13 @@ func run(ctx context.Context, stdin, name string, args ...string) (string, error
 		if ctx.Err() != nil {
 			err = context.Cause(ctx)
 		}
-		return "", fmt.Errorf("run %s: %w%s", name, err, complaint(stderr.String()))
+		return "", fmt.Errorf("run %s: %w%s", name, err, shorten(stderr.String()))
 	}
 	return stdout.String(), nil
 }
 
-// complaint returns the part of a program's error output that fits a log line.
-func complaint(text string) string {
+// shorten returns the part of a program's error output that fits a log line.
+func shorten(text string) string {
 	const most = 300
 	text = strings.Join(strings.Fields(text), " ")
 	if text == "" {

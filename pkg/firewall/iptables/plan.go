@@ -45,7 +45,7 @@ func (p *planner) add(format string, args ...any) {
 	p.lines = append(p.lines, fmt.Sprintf(format, args...))
 }
 
-// ownChain rewrites flanneld's chain as a whole, unless it has the right content.
+// ownChain rewrites all of flanneld's chain, unless it has the right content.
 // Declaring a chain flushes it, in the same commit as the new rules.
 func (p *planner) ownChain(c firewall.Chain, t firewall.Table) {
 	have, exists := p.have[p.chain]

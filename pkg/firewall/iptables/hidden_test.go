@@ -13,53 +13,53 @@ import (
 	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
-// noChains is a leadsFunc of a kernel without tables.
-func noChains(prefix.Family, string, string) ([]nftables.Lead, bool, error) { return nil, false, nil }
+// noChains is a targetsFunc of a kernel without tables.
+func noChains(prefix.Family, string, string) ([]nftables.Target, bool, error) { return nil, false, nil }
 
 // TestSurvey combines the output of iptables-save with the rules in the kernel.
 func TestSurvey(t *testing.T) {
 	const jump = `-m comment --comment "flanneld forward" -j FLANNEL-FWD`
-	ours, conditional := nftables.Lead{Target: "FLANNEL-FWD", Always: true}, nftables.Lead{Target: "FLANNEL-FWD"}
-	drop, set := nftables.Lead{Target: "DROP", Always: true}, nftables.Lead{Target: "DROP"}
+	ours, conditional := nftables.Target{Name: "FLANNEL-FWD", Always: true}, nftables.Target{Name: "FLANNEL-FWD"}
+	drop, set := nftables.Target{Name: "DROP", Always: true}, nftables.Target{Name: "DROP"}
 	for name, tt := range map[string]struct {
 		listed string
-		kernel map[string][]nftables.Lead
+		kernel map[string][]nftables.Target
 		want   string // the last line before COMMIT; empty if there is no change
 	}{
-		"as listed":              {"-A FORWARD " + jump + "\n-A FORWARD -j DROP", map[string][]nftables.Lead{"FORWARD": {ours, drop}}, ""},
-		"a condition not listed": {"-A FORWARD -j DROP\n-A FORWARD " + jump, map[string][]nftables.Lead{"FORWARD": {set, ours}}, ""},
-		"no such condition":      {"-A FORWARD -j DROP\n-A FORWARD " + jump, map[string][]nftables.Lead{"FORWARD": {drop, ours}}, "-I FORWARD 1 " + jump},
+		"as listed":              {"-A FORWARD " + jump + "\n-A FORWARD -j DROP", map[string][]nftables.Target{"FORWARD": {ours, drop}}, ""},
+		"a condition not listed": {"-A FORWARD -j DROP\n-A FORWARD " + jump, map[string][]nftables.Target{"FORWARD": {set, ours}}, ""},
+		"no such condition":      {"-A FORWARD -j DROP\n-A FORWARD " + jump, map[string][]nftables.Target{"FORWARD": {drop, ours}}, "-I FORWARD 1 " + jump},
 		"one in a chain": {
-			"-A FORWARD -j X\n-A FORWARD " + jump + "\n-A X -j DROP", map[string][]nftables.Lead{"FORWARD": {{Target: "X", Always: true}, ours}, "X": {set}}, "",
+			"-A FORWARD -j X\n-A FORWARD " + jump + "\n-A X -j DROP", map[string][]nftables.Target{"FORWARD": {{Name: "X", Always: true}, ours}, "X": {set}}, "",
 		},
 		"none in the chain": {
-			"-A FORWARD -j X\n-A FORWARD " + jump + "\n-A X -j DROP", map[string][]nftables.Lead{"FORWARD": {{Target: "X", Always: true}, ours}, "X": {drop}}, "-I FORWARD 1 " + jump,
+			"-A FORWARD -j X\n-A FORWARD " + jump + "\n-A X -j DROP", map[string][]nftables.Target{"FORWARD": {{Name: "X", Always: true}, ours}, "X": {drop}}, "-I FORWARD 1 " + jump,
 		},
 		"chains in a circle": {
-			"-A FORWARD " + jump, map[string][]nftables.Lead{"FORWARD": {{Target: "X", Always: true}, ours}, "X": {{Target: "X", Always: true}}}, "",
+			"-A FORWARD " + jump, map[string][]nftables.Target{"FORWARD": {{Name: "X", Always: true}, ours}, "X": {{Name: "X", Always: true}}}, "",
 		},
-		"not listed":           {"", map[string][]nftables.Lead{"FORWARD": {set, ours, set}}, ""},
-		"not listed, twice":    {"", map[string][]nftables.Lead{"FORWARD": {set, ours, ours}}, "-A FORWARD " + jump},
-		"not listed, too late": {"", map[string][]nftables.Lead{"FORWARD": {set, drop, ours}}, "-I FORWARD 2 " + jump},
-		"jump on a condition":  {"", map[string][]nftables.Lead{"FORWARD": {conditional}}, "-A FORWARD " + jump},
-		"changed in our own":   {"-A FORWARD " + jump, map[string][]nftables.Lead{"FORWARD": {ours}, "FLANNEL-FWD": {set}}, ""},
+		"not listed":           {"", map[string][]nftables.Target{"FORWARD": {set, ours, set}}, ""},
+		"not listed, twice":    {"", map[string][]nftables.Target{"FORWARD": {set, ours, ours}}, "-A FORWARD " + jump},
+		"not listed, too late": {"", map[string][]nftables.Target{"FORWARD": {set, drop, ours}}, "-I FORWARD 2 " + jump},
+		"jump on a condition":  {"", map[string][]nftables.Target{"FORWARD": {conditional}}, "-A FORWARD " + jump},
+		"changed in our own":   {"-A FORWARD " + jump, map[string][]nftables.Target{"FORWARD": {ours}, "FLANNEL-FWD": {set}}, ""},
 		// A removal contains the whole rule, so it must not match a rule of another
 		// program.
 		"changed meanwhile": {
 			"-A FORWARD -s 192.0.2.1 -j ACCEPT\n-A FORWARD " + jump + "\n-A FORWARD -p udp -j ACCEPT",
-			map[string][]nftables.Lead{"FORWARD": {ours, {Target: "ACCEPT"}, ours}}, "-A FORWARD " + jump,
+			map[string][]nftables.Target{"FORWARD": {ours, {Name: "ACCEPT"}, ours}}, "-A FORWARD " + jump,
 		},
 	} {
 		p := placeOf(firewall.Forward)
 		d := parseSave("*filter\n:FLANNEL-FWD - [0:0]\n" + `-A FLANNEL-FWD -s 10.5.0.0/16 -m comment --comment "flanneld forward" -j ACCEPT
 -A FLANNEL-FWD -d 10.5.0.0/16 -m comment --comment "flanneld forward" -j ACCEPT
 ` + tt.listed + "\nCOMMIT\n")
-		kernel := func(_ prefix.Family, _, chain string) ([]nftables.Lead, bool, error) {
-			leads, exists := tt.kernel[chain]
-			return leads, exists, nil
+		kernel := func(_ prefix.Family, _, chain string) ([]nftables.Target, bool, error) {
+			targets, exists := tt.kernel[chain]
+			return targets, exists, nil
 		}
-		s := survey{place: p, leads: kernel, have: d[p.table], seen: map[string]bool{}}
-		if err := s.look(p.parent); err != nil {
+		s := resolver{place: p, targets: kernel, have: d[p.table], seen: map[string]bool{}}
+		if err := s.resolve(p.parent); err != nil {
 			t.Fatal(err)
 		}
 		policy := firewalltest.Policy()

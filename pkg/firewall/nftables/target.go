@@ -15,31 +15,31 @@ import (
 	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
-// Lead is the chain that a rule sends packets to, or its target in the words of iptables.
-// Always is set if the rule has no condition, as far as lead understands it. Hidden is
-// set if the rule has a condition that iptables may not print.
-type Lead struct {
-	Target         string
+// Target is the effect of a rule on packets. Name is the chain that gets them, or a target
+// of iptables, such as DROP. Always is set if the rule has no condition, as far as targetOf
+// understands it. Hidden is set if the rule has a condition that iptables may not print.
+type Target struct {
+	Name           string
 	Always, Hidden bool
 }
 
-// Leads returns one Lead for each rule of a chain, including rules of other programs. It
-// also sees rules that iptables hides or prints without their conditions.
-func Leads(f prefix.Family, table, chain string) (leads []Lead, exists bool, err error) {
+// Targets returns one Target for each rule of a chain, including rules of other programs,
+// and rules that iptables hides or prints without their conditions.
+func Targets(f prefix.Family, table, chain string) (targets []Target, exists bool, err error) {
 	c, err := dial(f)
 	if err != nil {
 		return nil, false, err
 	}
 	defer c.close()
 	for range attempts {
-		if leads, exists, err = c.leads(f, table, chain); !errors.Is(err, errRaced) {
+		if targets, exists, err = c.targets(f, table, chain); !errors.Is(err, errRaced) {
 			break
 		}
 	}
-	return leads, exists, err
+	return targets, exists, err
 }
 
-func (c *conn) leads(f prefix.Family, table, chain string) (leads []Lead, exists bool, err error) {
+func (c *conn) targets(f prefix.Family, table, chain string) (targets []Target, exists bool, err error) {
 	attrs := attributes(func(ae *netlink.AttributeEncoder) {
 		ae.String(unix.NFTA_CHAIN_TABLE, table)
 		ae.String(unix.NFTA_CHAIN_NAME, chain)
@@ -51,25 +51,25 @@ func (c *conn) leads(f prefix.Family, table, chain string) (leads []Lead, exists
 	if err != nil || !exists {
 		return nil, false, err
 	}
-	err = c.eachRule(table, chain, func(r ruleState) { leads = append(leads, lead(f, r.raw)) })
-	return leads, true, err
+	err = c.eachRule(table, chain, func(r ruleState) { targets = append(targets, targetOf(f, r.raw)) })
+	return targets, true, err
 }
 
-// lead parses the expressions of a rule. An unknown expression counts as a condition.
-func lead(f prefix.Family, raw []byte) Lead {
-	l := Lead{Always: true}
+// targetOf parses the expressions of a rule. An unknown expression counts as a condition.
+func targetOf(f prefix.Family, raw []byte) Target {
+	l := Target{Always: true}
 	err := eachExpression(raw, func(name string, data []byte) bool {
 		switch name {
 		case "counter", "log":
 		case "match": // a match of iptables
 			l.Always = l.Always && text(attribute(data, unix.NFTA_MATCH_NAME)) == "comment"
 		case "target":
-			l.Target = text(attribute(data, unix.NFTA_TARGET_NAME))
+			l.Name = text(attribute(data, unix.NFTA_TARGET_NAME))
 		case "reject":
-			l.Target = "REJECT"
+			l.Name = "REJECT"
 		case "immediate":
 			target, ok := verdictTarget(data)
-			l.Target, l.Always = target, l.Always && ok
+			l.Name, l.Always = target, l.Always && ok
 		default:
 			l.Always, l.Hidden = false, l.Hidden || !printed(f, name, data)
 		}

@@ -11,14 +11,14 @@ import (
 	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
-// TestKernelLeads reads rules that nft and iptables have created.
-func TestKernelLeads(t *testing.T) {
-	always, some, hidden := Lead{Target: "DROP", Always: true}, Lead{Target: "DROP"}, Lead{Target: "DROP", Hidden: true}
-	for rule, want := range map[string]Lead{
+// TestKernelTargets reads rules that nft and iptables have created.
+func TestKernelTargets(t *testing.T) {
+	always, some, hidden := Target{Name: "DROP", Always: true}, Target{Name: "DROP"}, Target{Name: "DROP", Hidden: true}
+	for rule, want := range map[string]Target{
 		"nft drop":                                  always,
 		"nft counter drop":                          always,
 		"nft log prefix x drop":                     always,
-		"nft jump some":                             {Target: "some", Always: true},
+		"nft jump some":                             {Name: "some", Always: true},
 		"nft counter":                               {Always: true},
 		"nft IP saddr ADDR drop":                    some,
 		"nft IP daddr != ADDR drop":                 some,
@@ -33,10 +33,10 @@ func TestKernelLeads(t *testing.T) {
 		"nft IP saddr ADDR ct state new drop":       hidden,
 		"nft oifname { a, b } drop":                 hidden,
 		"iptables -j DROP":                          always,
-		"iptables -g some -m comment --comment x":   {Target: "some", Always: true},
+		"iptables -g some -m comment --comment x":   {Name: "some", Always: true},
 		"iptables -s ADDR ! -d ADDR -p tcp -j DROP": some,
 		"iptables -i eth+ -o eth1 -j DROP":          some,
-		"iptables -m mark --mark 0x4000/0x4000 -m comment --comment x -j REJECT": {Target: "REJECT"},
+		"iptables -m mark --mark 0x4000/0x4000 -m comment --comment x -j REJECT": {Name: "REJECT"},
 	} {
 		t.Run(rule, func(t *testing.T) {
 			firewalltest.Enter(t)
@@ -50,7 +50,7 @@ func TestKernelLeads(t *testing.T) {
 					add = words.Replace("IPtables-nft -A FORWARD ") + spec
 				}
 				firewalltest.Shell(t, words.Replace("IPtables-nft -N some; IPtables-nft -P FORWARD ACCEPT; ")+add)
-				got, exists, err := Leads(f, "filter", "FORWARD")
+				got, exists, err := Targets(f, "filter", "FORWARD")
 				if err != nil || !exists || len(got) != 1 || got[0] != want {
 					t.Errorf("%s: %+v, %v, %v, want %+v", add, got, exists, err, want)
 				}

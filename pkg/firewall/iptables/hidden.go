@@ -14,15 +14,15 @@ import (
 	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
-// leadsFunc returns where the rules of a chain lead, according to nftables.
-type leadsFunc func(f prefix.Family, table, chain string) (leads []nftables.Lead, exists bool, err error)
+// targetsFunc returns the targets of a chain's rules, according to nftables.
+type targetsFunc func(f prefix.Family, table, chain string) (targets []nftables.Target, exists bool, err error)
 
-// reveal corrects the output of iptables-save for flanneld's chains and their parents. If
+// correct corrects the output of iptables-save for flanneld's chains and their parents. If
 // other programs have created rules with nft, iptables-save prints some of them without
 // their conditions. It prints nothing about a table with a rule that it does not
-// understand. reveal returns such tables. If it returns an error for a table, d contains
+// understand. correct returns such tables. If it returns an error for a table, d contains
 // nil for it.
-func (a *Applier) reveal(ctx context.Context, f prefix.Family, d dump) (hidden []string, err error) {
+func (a *Applier) correct(ctx context.Context, f prefix.Family, d dump) (hidden []string, err error) {
 	var errs []error
 	for _, c := range firewall.Chains() {
 		p := placeOf(c)
@@ -40,8 +40,8 @@ func (a *Applier) reveal(ctx context.Context, f prefix.Family, d dump) (hidden [
 		} else if have := d[p.table]; !slices.ContainsFunc(have[p.parent], func(r rule) bool { return have.blocks(r) || likeOurs(r) }) {
 			continue // no rule blocks all packets or looks like one of flanneld
 		}
-		s := survey{place: p, leads: a.leads, family: f, have: d[p.table], seen: map[string]bool{}}
-		if err := s.look(p.parent); err != nil {
+		s := resolver{place: p, targets: a.targets, family: f, have: d[p.table], seen: map[string]bool{}}
+		if err := s.resolve(p.parent); err != nil {
 			d[p.table] = nil
 			errs = append(errs, err)
 		}
@@ -58,7 +58,7 @@ func likeOurs(r rule) bool {
 // It reads one chain at a time, and ignores a parent that cannot be read.
 func (a *Applier) list(ctx context.Context, f prefix.Family, p place) (text string, err error) {
 	for _, chain := range []string{p.chain, p.parent} {
-		_, exists, err := a.leads(f, p.table, chain)
+		_, exists, err := a.targets(f, p.table, chain)
 		if err != nil {
 			return "", err
 		}
@@ -83,33 +83,33 @@ func (a *Applier) refused(f prefix.Family, hidden []string, err error) error {
 		a.programs.variant.Program(f), strings.Join(hidden, ", table "), err)
 }
 
-// survey finds out where rules lead, independently of iptables-save.
-type survey struct {
+// resolver reads the targets of rules, independently of iptables-save.
+type resolver struct {
 	place
-	leads  leadsFunc
-	family prefix.Family
-	have   chains
-	seen   map[string]bool
+	targets targetsFunc
+	family  prefix.Family
+	have    chains
+	seen    map[string]bool
 }
 
-// look reads a chain, and the chains that it sends all packets to. If the jumps to
+// resolve reads a chain, and the chains that it sends all packets to. If the jumps to
 // flanneld's chain differ from the output of iptables-save, the chain as read counts, and
-// look treats the jumps as equal to those that flanneld creates. If they are not, their
+// resolve treats the jumps as equal to those that flanneld creates. If they are not, their
 // removal fails.
-func (s survey) look(chain string) error {
+func (s resolver) resolve(chain string) error {
 	if chain == s.chain || s.seen[chain] {
 		return nil
 	}
 	s.seen[chain] = true
-	leads, exists, err := s.leads(s.family, s.table, chain)
+	targets, exists, err := s.targets(s.family, s.table, chain)
 	if err != nil || !exists {
 		return err
 	}
 	listed := s.have[chain]
-	same := slices.EqualFunc(listed, leads, func(r rule, l nftables.Lead) bool { return (r.target == s.chain) == (l.Target == s.chain) })
-	rules := make([]rule, len(leads))
-	for i, l := range leads {
-		r := rule{target: l.Target, always: l.Always}
+	same := slices.EqualFunc(listed, targets, func(r rule, l nftables.Target) bool { return (r.target == s.chain) == (l.Name == s.chain) })
+	rules := make([]rule, len(targets))
+	for i, l := range targets {
+		r := rule{target: l.Name, always: l.Always}
 		switch {
 		case same && (!l.Hidden || r.target == s.chain):
 			r.spec = listed[i].spec
@@ -118,7 +118,7 @@ func (s survey) look(chain string) error {
 		}
 		rules[i] = r
 		if r.always {
-			if err := s.look(r.target); err != nil {
+			if err := s.resolve(r.target); err != nil {
 				return err
 			}
 		}
