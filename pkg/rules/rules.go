@@ -90,7 +90,7 @@ func (k *Keeper) choose(ctx context.Context, c Choice) Flavour {
 	source := c.Source
 	if c.Source = ""; c != k.logged {
 		k.logged = c
-		klog.FromContext(ctx).Info("traffic rules are held by "+string(c.Flavour), "because", c.Reason+source)
+		klog.FromContext(ctx).Info("firewall chosen", "firewall", string(c.Flavour), "because", c.Reason+source)
 	}
 	k.inUse.Store(c.Flavour)
 	return c.Flavour

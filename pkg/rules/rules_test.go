@@ -61,11 +61,11 @@ func TestChoiceIsLogged(t *testing.T) {
 		sessions []Choice
 		want     []string
 	}{
-		"first start":            {[]Choice{off}, []string{`held by iptables" because="off"`}},
-		"restart":                {[]Choice{from(last, on), on}, []string{`held by nftables" because="on` + last + `"`}},
-		"restart after a change": {[]Choice{from(last, off), on}, []string{`held by iptables" because="off` + last + `"`, `held by nftables" because="on"`}},
-		"changed and back":       {[]Choice{on, off, on}, []string{`held by nftables" because="on"`, `held by iptables" because="off"`, `held by nftables" because="on"`}},
-		"flag":                   {[]Choice{flag, flag}, []string{`held by iptables" because="flag"`}},
+		"first start":            {[]Choice{off}, []string{`firewall="iptables" because="off"`}},
+		"restart":                {[]Choice{from(last, on), on}, []string{`firewall="nftables" because="on` + last + `"`}},
+		"restart after a change": {[]Choice{from(last, off), on}, []string{`firewall="iptables" because="off` + last + `"`, `firewall="nftables" because="on"`}},
+		"changed and back":       {[]Choice{on, off, on}, []string{`firewall="nftables" because="on"`, `firewall="iptables" because="off"`, `firewall="nftables" because="on"`}},
+		"flag":                   {[]Choice{flag, flag}, []string{`firewall="iptables" because="flag"`}},
 	} {
 		ctx, log := logging(t)
 		k := newKeeper(newHost(t), nil)
@@ -96,7 +96,7 @@ func TestAutoChoice(t *testing.T) {
 			t.Errorf("chosen %q, want %q", f, NFTables)
 		}
 	}
-	if n := strings.Count(log.String(), `held by nftables" because="reason"`); n != 2 || examined != 1 {
+	if n := strings.Count(log.String(), `firewall="nftables" because="reason"`); n != 2 || examined != 1 {
 		t.Errorf("examined the host %d times, want once, and a line for each network: %s", examined, log)
 	}
 }

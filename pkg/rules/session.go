@@ -185,7 +185,7 @@ func (s *session) clean(ctx context.Context) error {
 	for _, l := range s.leftovers {
 		removed, err := l.applier.Apply(ctx, l.gone)
 		if removed && (err == nil || ctx.Err() == nil) {
-			log.Info("removed traffic rules that another firewall had held", "firewall in use", string(s.flavour))
+			log.Info("removed traffic rules from another firewall", "firewall in use", string(s.flavour))
 		}
 		if err != nil {
 			if !s.uncleaned && ctx.Err() == nil {

@@ -396,17 +396,17 @@ func TestFirewallSwitchIsLogged(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 1, Network: masqueradeConfig(map[string]any{"EnableIPv6": false})}, "")
 	startOne(t, l.Host(1), lab.FlanneldOptions{})
-	expectOnce(t, l.Host(1).Daemon(), `"traffic rules are held by iptables" because="EnableNFTables is false"`)
+	expectOnce(t, l.Host(1).Daemon(), `"firewall chosen" firewall="iptables" because="EnableNFTables is false"`)
 	expectStop(t, l.Host(1).Daemon())
 	if err := l.PutNetwork(testContext(t), masqueradeConfig(map[string]any{"EnableIPv6": false, "EnableNFTables": true})); err != nil {
 		t.Fatal(err)
 	}
 	d := startOne(t, l.Host(1), lab.FlanneldOptions{})
-	expectOnce(t, d, `"traffic rules are held by iptables" because="EnableNFTables is false in the last known configuration"`)
-	expectOnce(t, d, `"traffic rules are held by nftables" because="EnableNFTables is true"`)
+	expectOnce(t, d, `"firewall chosen" firewall="iptables" because="EnableNFTables is false in the last known configuration"`)
+	expectOnce(t, d, `"firewall chosen" firewall="nftables" because="EnableNFTables is true"`)
 	expectStop(t, d)
 	d = startOne(t, l.Host(1), lab.FlanneldOptions{})
-	expectOnce(t, d, `"traffic rules are held by nftables" because="EnableNFTables is true in the last known configuration"`)
+	expectOnce(t, d, `"firewall chosen" firewall="nftables" because="EnableNFTables is true in the last known configuration"`)
 }
 
 // TestTwoDaemonsMasquerade checks that two daemons for two networks on one host do not change
@@ -570,10 +570,10 @@ func TestNoPrograms(t *testing.T) {
 	l := newLab(t, lab.Config{Hosts: 1, Network: masqueradeConfig(map[string]any{"EnableIPv6": false, "EnableNFTables": true})}, "")
 	h, env := l.Host(1), []string{"PATH=/nowhere"}
 	startOne(t, h, lab.FlanneldOptions{Args: []string{"--ip-masq"}, Env: env})
-	expectOnce(t, h.Daemon(), `"traffic rules are held by nftables" because="EnableNFTables is true"`)
+	expectOnce(t, h.Daemon(), `"firewall chosen" firewall="nftables" because="EnableNFTables is true"`)
 	expectStop(t, h.Daemon())
 	startOne(t, h, lab.FlanneldOptions{Args: []string{"--ip-masq", "--firewall=auto"}, Env: env})
-	expectOnce(t, h.Daemon(), `"traffic rules are held by nftables" because="no iptables program is installed"`)
+	expectOnce(t, h.Daemon(), `"firewall chosen" firewall="nftables" because="no iptables program is installed"`)
 	expectStop(t, h.Daemon())
 	d := start(t, h, lab.FlanneldOptions{Args: []string{"--ip-masq", "--firewall=iptables"}, Env: env})
 	eventually(t, "/readyz reports the missing program", func() error {
@@ -591,7 +591,7 @@ func TestNoPrograms(t *testing.T) {
 	expectStop(t, h.Daemon())
 	nft(t, h.Namespace, "delete table ip kube-proxy")
 	startOne(t, h, lab.FlanneldOptions{Args: []string{"--firewall=auto"}})
-	expectOnce(t, h.Daemon(), `"traffic rules are held by iptables"`)
+	expectOnce(t, h.Daemon(), `"firewall chosen" firewall="iptables"`)
 }
 
 // TestIptablesVariants checks hosts whose iptables and ip6tables are of any variant, and whose
