@@ -16,8 +16,8 @@ import (
 // noChains is a targetsFunc of a kernel without tables.
 func noChains(prefix.Family, string, string) ([]nftables.Target, bool, error) { return nil, false, nil }
 
-// TestSurvey combines the output of iptables-save with the rules in the kernel.
-func TestSurvey(t *testing.T) {
+// TestResolve combines the output of iptables-save with the rules in the kernel.
+func TestResolve(t *testing.T) {
 	const jump = `-m comment --comment "flanneld forward" -j FLANNEL-FWD`
 	ours, conditional := nftables.Target{Name: "FLANNEL-FWD", Always: true}, nftables.Target{Name: "FLANNEL-FWD"}
 	drop, set := nftables.Target{Name: "DROP", Always: true}, nftables.Target{Name: "DROP"}
