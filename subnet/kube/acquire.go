@@ -70,7 +70,7 @@ func (m *Manager) acquire(ctx context.Context, s *self, cfg subnet.Config, c sub
 	claim := subnet.Claim{BackendType: c.BackendType, Endpoints: es}
 	want, wrong := m.wanted(s, claim)
 	m.complain(ctx, wrong)
-	if changes := m.decoder.keys.difference(s.published(), want); len(changes) > 0 {
+	if changes := m.keys.difference(s.published(), want); len(changes) > 0 {
 		if err := m.annotate(ctx, name, changes); err != nil {
 			return subnet.Lease{}, err
 		}

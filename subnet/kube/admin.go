@@ -15,6 +15,7 @@ import (
 	"github.com/flanneld/flanneld/pkg/oneline"
 	"github.com/flanneld/flanneld/pkg/version"
 	"github.com/flanneld/flanneld/subnet"
+	"github.com/flanneld/flanneld/subnet/kube/wire"
 )
 
 // Entry is one Node as an operator looks at it.
@@ -35,12 +36,9 @@ func Entries(ctx context.Context, cfg Config) ([]Entry, error) {
 		return nil, err
 	}
 	defer c.renew()
-	d := &decoder{newKeys(p)}
-	v := &view{keys: &d.keys, entries: map[string]*entry{}}
-	_, err = c.list(ctx, d, query{}, func(o *object) error {
-		v.take(o, true, &view{})
-		return nil
-	})
+	k := newKeys(p)
+	v := &view{keys: k, entries: map[string]*entry{}}
+	_, err = c.list(ctx, k.newDecoder(), query{}, func(n *wire.Node) { v.take(n, true, &view{}) })
 	if err != nil {
 		return nil, fmt.Errorf("list nodes: %w", err)
 	}

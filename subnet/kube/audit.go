@@ -11,6 +11,7 @@ import (
 
 	"github.com/flanneld/flanneld/pkg/wait"
 	"github.com/flanneld/flanneld/subnet"
+	"github.com/flanneld/flanneld/subnet/kube/wire"
 )
 
 // audit compares a view that was restored from a former run with a list of all Nodes, once and
@@ -61,19 +62,18 @@ func (a *audit) read(ctx context.Context) (listed, error) {
 	all := listed{nodes: map[string]*entry{}}
 	q := query{metadata: true, limit: auditPage}
 	for {
-		l, err := a.m.client.list(ctx, a.m.decoder, q, func(o *object) error {
-			e := &entry{name: string(o.name), uid: string(o.uid), order: uint64(o.created), version: parseRevision(o.revision), host: string(o.host)}
-			e.setNotes(o)
+		l, err := a.m.client.list(ctx, a.m.decoder, q, func(n *wire.Node) {
+			e := &entry{name: string(n.Name), uid: string(n.UID), order: uint64(n.Created), version: n.Revision, host: string(n.Hostname)}
+			e.setNotes(n)
 			all.nodes[e.name] = e
-			return nil
 		})
 		if err != nil {
 			return listed{}, err
 		}
-		if all.revision = max(all.revision, l.revision); l.more == "" {
+		if all.revision = max(all.revision, l.Revision); l.Continue == "" {
 			return all, nil
 		}
-		q.more = l.more
+		q.more = l.Continue
 		if err := wait.For(ctx, wait.Vary(a.m.timing.auditPage, 0.5)); err != nil {
 			return listed{}, err
 		}

@@ -23,6 +23,7 @@ import (
 	"k8s.io/client-go/util/connrotation"
 
 	"github.com/flanneld/flanneld/subnet"
+	"github.com/flanneld/flanneld/subnet/kube/wire"
 )
 
 // The forms in which objects are asked for. Metadata leaves spec and status
@@ -188,26 +189,22 @@ func (c *client) callOnce(ctx context.Context, r request) ([]byte, error) {
 	var body []byte
 	if err == nil {
 		defer resp.Body.Close()
-		if body, err = io.ReadAll(io.LimitReader(resp.Body, maxObject)); err != nil {
+		if body, err = io.ReadAll(io.LimitReader(resp.Body, wire.MaxObject)); err != nil {
 			err = c.explain(err)
 		}
 	}
 	return body, err
 }
 
-// maxObject is the largest object that is read, in bytes. etcd holds none that
-// is larger than a few MB.
-const maxObject = 16 << 20
-
 // apiError is a failure of the API server, or of the connection to it. It can pass.
 type apiError struct {
-	host            string
-	kind            string
-	code            int    // of HTTP; 0 without an answer
-	reason, message string // as the server said
-	retryAfter      time.Duration
-	tooLarge        bool // the server has not seen the resource version that was asked for
-	cause           error
+	host       string
+	kind       string
+	code       int    // of HTTP; 0 without an answer
+	message    string // as the server said
+	retryAfter time.Duration
+	tooLarge   bool // the server has not seen the resource version that was asked for
+	cause      error
 }
 
 // Error implements error: one line.
@@ -257,7 +254,7 @@ func (c *client) explain(err error) error {
 	switch {
 	case errors.Is(err, context.DeadlineExceeded):
 		e.message = "no answer in time"
-	case errors.Is(err, errWire):
+	case errors.Is(err, wire.ErrMalformed):
 		e.kind = "malformed answer"
 	case strings.Contains(e.message, "tls: "), strings.Contains(e.message, "x509: "):
 		e.kind = "TLS"
@@ -268,11 +265,9 @@ func (c *client) explain(err error) error {
 // refusal returns the error in an answer.
 func (c *client) refusal(resp *http.Response) error {
 	body, _ := io.ReadAll(io.LimitReader(resp.Body, 1<<20)) // a part of it is better than nothing
-	e := apiError{code: resp.StatusCode}
-	if raw, err := unwrap(body); err == nil {
-		if s, err := decodeStatus(raw); err == nil {
-			e = s
-		}
+	var e apiError
+	if status, err := wire.DecodeStatus(body); err == nil {
+		e = fromStatus(status)
 	} else if err := e.readJSON(body); err != nil {
 		e.message = subnet.Shorten(string(body))
 	}
@@ -284,15 +279,15 @@ func (c *client) refusal(resp *http.Response) error {
 // protobuf if the request asks for metadata only: an error has no such form.
 func (e *apiError) readJSON(body []byte) error {
 	var status struct {
-		Reason, Message string
-		Details         struct{ Causes []struct{ Reason string } }
+		Message string
+		Details struct{ Causes []struct{ Reason string } }
 	}
 	if err := json.Unmarshal(body, &status); err != nil {
 		return err
 	}
-	e.reason, e.message = status.Reason, status.Message
+	e.message = status.Message
 	for _, cause := range status.Details.Causes {
-		e.takeCause(cause.Reason)
+		e.addCause(cause.Reason)
 	}
 	return nil
 }
@@ -300,8 +295,17 @@ func (e *apiError) readJSON(body []byte) error {
 // tooLargeMessage is what API servers say before 1.18.6, which name no cause.
 const tooLargeMessage = "Too large resource version"
 
-// takeCause takes in one of the causes that a Status names.
-func (e *apiError) takeCause(cause string) {
+// fromStatus returns the error that a Status describes, without the parts that complete adds.
+func fromStatus(s *wire.StatusError) apiError {
+	e := apiError{code: s.Code, message: s.Message}
+	for _, cause := range s.Causes {
+		e.addCause(cause)
+	}
+	return e
+}
+
+// addCause records the reason of one of the causes in a Status.
+func (e *apiError) addCause(cause string) {
 	e.tooLarge = e.tooLarge || cause == "ResourceVersionTooLarge"
 }
 

@@ -13,6 +13,7 @@ import (
 	"github.com/flanneld/flanneld/pkg/oneline"
 	"github.com/flanneld/flanneld/pkg/prefix"
 	"github.com/flanneld/flanneld/subnet"
+	"github.com/flanneld/flanneld/subnet/kube/wire"
 )
 
 // annotation is one of the annotations that are read or written, below the
@@ -62,35 +63,25 @@ func AnnotationPrefix(flag string) (string, error) {
 }
 
 // keys are the full keys of the annotations.
-type keys struct {
-	prefix string
-	names  [numAnnotations]string
-	known  map[string]annotation
-}
+type keys [numAnnotations]string
 
-func newKeys(p string) keys {
-	k := keys{prefix: p, names: [numAnnotations]string{
+// newKeys returns the keys with prefix p, which must be a result of AnnotationPrefix.
+func newKeys(p string) *keys {
+	k := &keys{
 		managed: "kube-subnet-manager", backendType: "backend-type",
 		backendData: "backend-data", backendV6Data: "backend-v6-data",
 		publicIP: "public-ip", publicIPv6: "public-ipv6",
 		publicIPOverwrite: "public-ip-overwrite", publicIPv6Overwrite: "public-ipv6-overwrite",
 		nodePublicIP: "node-public-ip", nodePublicIPv6: "node-public-ipv6",
-	}, known: map[string]annotation{}}
-	for i, name := range k.names {
-		k.names[i] = p + name
-		k.known[p+name] = annotation(i)
+	}
+	for i, name := range k {
+		k[i] = p + name
 	}
 	return k
 }
 
-// index says which annotation has that key. It does not allocate.
-func (k *keys) index(key []byte) (a annotation, ok bool) {
-	if len(key) <= len(k.prefix) || string(key[:len(k.prefix)]) != k.prefix {
-		return 0, false
-	}
-	a, ok = k.known[string(key)]
-	return a, ok
-}
+// newDecoder returns a decoder of Nodes that keeps these annotations, by their number.
+func (k *keys) newDecoder() *wire.Decoder { return wire.NewDecoder(k[:]) }
 
 // annotationsOf are the annotations that belong to one family.
 var annotationsOf = map[prefix.Family]struct{ data, public, overwrite, node annotation }{
@@ -175,7 +166,7 @@ func (k *keys) decode(n notes, cidrs []netip.Prefix, last *subnet.Lease) (backen
 	case readable:
 		return backend, es, err
 	case err == nil:
-		err = fmt.Errorf("no annotation %s or %s for podCIDRs %v", k.names[publicIP], k.names[publicIPv6], cidrs)
+		err = fmt.Errorf("no annotation %s or %s for podCIDRs %v", k[publicIP], k[publicIPv6], cidrs)
 	}
 	return "", nil, err
 }
@@ -188,13 +179,13 @@ func (k *keys) endpoint(n notes, f prefix.Family, cidr netip.Prefix) (subnet.End
 		return e, err
 	}
 	if e.PublicIP, err = subnet.ParseAddr(f, text); err != nil {
-		return e, fmt.Errorf("annotation %s: %w", k.names[of.public], err)
+		return e, fmt.Errorf("annotation %s: %w", k[of.public], err)
 	}
 	if text, err = k.text(n, of.data); err != nil {
 		return e, err
 	}
 	if e.Data, err = parseData(text); err != nil {
-		return e, fmt.Errorf("annotation %s: %w", k.names[of.data], err)
+		return e, fmt.Errorf("annotation %s: %w", k[of.data], err)
 	}
 	return e, nil
 }
@@ -202,7 +193,7 @@ func (k *keys) endpoint(n notes, f prefix.Family, cidr netip.Prefix) (subnet.End
 // text returns an annotation, unless it is too long to be read.
 func (k *keys) text(n notes, a annotation) (string, error) {
 	if have := len(n[a].text); have > maxAnnotation {
-		return "", fmt.Errorf("annotation %s has %d bytes (at most %d are read)", k.names[a], have, maxAnnotation)
+		return "", fmt.Errorf("annotation %s has %d bytes (at most %d are read)", k[a], have, maxAnnotation)
 	}
 	return n[a].text, nil
 }
@@ -255,17 +246,17 @@ func parseData(text string) (json.RawMessage, error) {
 // errNoPodCIDR says that the API has not given the Node its subnets yet.
 var errNoPodCIDR = errors.New("no podCIDR assigned yet")
 
-// cidrs returns the podCIDRs of a full Node, IPv4 first: one for each family
-// that it has.
-func (o *object) cidrs() ([]netip.Prefix, error) {
-	texts := o.podCIDRs[:min(o.numPodCIDRs, len(o.podCIDRs))]
+// podCIDRs returns the podCIDRs of a Node that was read in full, IPv4 first: one for each family
+// that it has. It returns errNoPodCIDR if it has none yet.
+func podCIDRs(n *wire.Node) ([]netip.Prefix, error) {
+	texts := n.PodCIDRs[:min(n.NumPodCIDRs, len(n.PodCIDRs))]
 	switch {
-	case o.numPodCIDRs > len(o.podCIDRs):
-		return nil, fmt.Errorf("it has %d podCIDRs, want one for each family", o.numPodCIDRs)
-	case len(texts) == 0 && len(o.podCIDR) == 0:
+	case n.NumPodCIDRs > len(n.PodCIDRs):
+		return nil, fmt.Errorf("it has %d podCIDRs, want one for each family", n.NumPodCIDRs)
+	case len(texts) == 0 && len(n.PodCIDR) == 0:
 		return nil, errNoPodCIDR
 	case len(texts) == 0:
-		texts = [][]byte{o.podCIDR}
+		texts = [][]byte{n.PodCIDR}
 	}
 	var found [2]netip.Prefix
 	for _, text := range texts {

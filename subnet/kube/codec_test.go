@@ -13,6 +13,7 @@ import (
 	"github.com/google/go-cmp/cmp/cmpopts"
 
 	"github.com/flanneld/flanneld/subnet"
+	"github.com/flanneld/flanneld/subnet/kube/wire"
 )
 
 func endpoint(subnetText, public, data string) subnet.Endpoint {
@@ -210,16 +211,16 @@ func TestDecodeInPart(t *testing.T) {
 	}
 }
 
-func TestCIDRs(t *testing.T) {
-	with := func(one string, all ...string) *object {
-		o := &object{podCIDR: []byte(one), numPodCIDRs: len(all)}
+func TestPodCIDRs(t *testing.T) {
+	with := func(one string, all ...string) *wire.Node {
+		n := &wire.Node{PodCIDR: []byte(one), NumPodCIDRs: len(all)}
 		for i, s := range all[:min(len(all), 2)] {
-			o.podCIDRs[i] = []byte(s)
+			n.PodCIDRs[i] = []byte(s)
 		}
-		return o
+		return n
 	}
 	for _, tt := range []struct {
-		o    *object
+		n    *wire.Node
 		want []netip.Prefix
 		err  string
 	}{
@@ -233,12 +234,12 @@ func TestCIDRs(t *testing.T) {
 		{with("", "10.5.1.0/24", "10.5.2.0/24"), nil, "two podCIDRs of one family"},
 		{with("", "10.5.1.0/24", "fd00::/64", "fd01::/64"), nil, "3 podCIDRs"},
 	} {
-		got, err := tt.o.cidrs()
+		got, err := podCIDRs(tt.n)
 		if (err == nil) != (tt.err == "") || err != nil && !strings.Contains(err.Error(), tt.err) {
-			t.Errorf("%s %s: error is %v, want %q", tt.o.podCIDR, tt.o.podCIDRs, err, tt.err)
+			t.Errorf("%s %s: error is %v, want %q", tt.n.PodCIDR, tt.n.PodCIDRs, err, tt.err)
 		}
 		if diff := cmp.Diff(tt.want, got, cmpopts.EquateComparable(netip.Prefix{})); diff != "" {
-			t.Errorf("%s %s (-want +got):\n%s", tt.o.podCIDR, tt.o.podCIDRs, diff)
+			t.Errorf("%s %s (-want +got):\n%s", tt.n.PodCIDR, tt.n.PodCIDRs, diff)
 		}
 	}
 }

@@ -3,6 +3,7 @@
 package kube
 
 import (
+	"bytes"
 	"errors"
 	"fmt"
 	"io"
@@ -18,6 +19,8 @@ import (
 
 	"github.com/flanneld/flanneld/pkg/outage"
 	"github.com/flanneld/flanneld/subnet"
+	"github.com/flanneld/flanneld/subnet/kube/wire"
+	"github.com/flanneld/flanneld/subnet/kube/wire/wiretest"
 	"github.com/flanneld/flanneld/subnet/subnettest"
 )
 
@@ -41,7 +44,7 @@ func TestManyNewNodes(t *testing.T) {
 		case 7:
 			delete(labels, "labels")
 		case 8:
-			labels["labels"] = map[string]string{hostLabel: ""}
+			labels["labels"] = map[string]string{wire.HostnameLabel: ""}
 		}
 		f.do(t, http.MethodPost, "/api/v1/nodes", body)
 	})
@@ -62,25 +65,23 @@ func TestManyNewNodes(t *testing.T) {
 
 // Nodes whose label is no longer what an event said are asked for by name.
 func TestLabelHasChanged(t *testing.T) {
-	d := testDecoder()
-	v := &view{keys: &d.keys, own: "n0", entries: map[string]*entry{}}
+	d := defaultKeys().newDecoder()
+	v := &view{keys: defaultKeys(), own: "n0", entries: map[string]*entry{}}
 	var names []string
 	for n := range 2*together + 1 {
-		node := &wireNode{name: fmt.Sprintf("n%d", n), uid: "u", revision: fmt.Sprint(n + 1), host: fmt.Sprintf("h%d", n), annotations: map[string]string{anno("kube-subnet-manager"): "true"}}
-		var o object
-		if _, err := d.frame(wireFrame(added, node.partial()), &o); err != nil {
+		node := newNode(fmt.Sprintf("n%d", n), n)
+		node.ResourceVersion, node.Labels = fmt.Sprint(n+1), map[string]string{wire.HostnameLabel: fmt.Sprintf("h%d", n)}
+		node.Annotations[annotationKey("kube-subnet-manager")] = "true"
+		if _, err := v.advance(wiretest.DecodeEvent(t, d, wire.Added, node)); err != nil {
 			t.Fatal(err)
 		}
-		if _, err := v.advance(happened{added, &o}); err != nil {
-			t.Fatal(err)
-		}
-		names = append(names, node.name)
+		names = append(names, node.Name)
 	}
 	requests := v.requests(names)
 	if len(requests) != 3 || len(requests[0].hosts) != together || requests[0].revision != together || len(requests[2].hosts) != 1 {
 		t.Fatalf("%d requests: %+v", len(requests), requests)
 	}
-	if got := requests[2].values().Get("labelSelector"); got != hostLabel+" in (h200)" {
+	if got := requests[2].values().Get("labelSelector"); got != wire.HostnameLabel+" in (h200)" {
 		t.Errorf("the selector is %q", got)
 	}
 	v.supply(fetched{requests[0], map[string]*self{}})
@@ -118,7 +119,7 @@ func (c *counted) times() []time.Time {
 func emulated(name string, nodes int, c *counted) *Manager {
 	m := &Manager{
 		client: &client{base: &url.URL{Scheme: "https", Host: "api"}, http: &http.Client{Transport: c}},
-		outage: outage.New("the API", nil), decoder: testDecoder(),
+		outage: outage.New("the API", nil), keys: defaultKeys(), decoder: defaultKeys().newDecoder(),
 		timing: timing{request: time.Second, backoffMin: 100 * time.Millisecond, backoff: 5 * time.Second, ask: 100 * time.Microsecond, event: 10 * time.Millisecond},
 	}
 	m.name.Store(&name)
@@ -166,11 +167,10 @@ func TestRequestsForNodesAreSpread(t *testing.T) {
 			if !free.Load() {
 				return &http.Response{StatusCode: http.StatusTooManyRequests, Header: http.Header{"Retry-After": {"1"}}, Body: io.NopCloser(strings.NewReader("busy"))}
 			}
-			return &http.Response{StatusCode: http.StatusOK, Body: io.NopCloser(strings.NewReader(string(wireList("5"))))}
+			return &http.Response{StatusCode: http.StatusOK, Body: io.NopCloser(bytes.NewReader(wiretest.List(t, "5", "")))}
 		}}
 		const nodes, daemons = 10000, 200
-		d := testDecoder()
-		v := &view{keys: &d.keys, own: "n0", entries: make(map[string]*entry, nodes)} // of all, who only read it
+		v := &view{keys: defaultKeys(), own: "n0", entries: make(map[string]*entry, nodes)} // of all, who only read it
 		for n := range nodes {
 			v.entries[fmt.Sprint(n)] = &entry{name: fmt.Sprint(n)}
 		}
@@ -216,8 +216,9 @@ func TestRequestsForNodesAreSpread(t *testing.T) {
 func TestProbe(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := &counted{answer: func(*http.Request) *http.Response {
-			own := (&wireNode{name: "n0", uid: "u", revision: "7"}).full()
-			return &http.Response{StatusCode: http.StatusOK, Body: io.NopCloser(strings.NewReader(string(wireList("9", own))))}
+			own := newNode("n0", 1)
+			own.ResourceVersion = "7"
+			return &http.Response{StatusCode: http.StatusOK, Body: io.NopCloser(bytes.NewReader(wiretest.List(t, "9", "", own)))}
 		}}
 		m := emulated("n0", 1, c)
 		m.timing.silence, m.timing.late = 2*time.Minute, 10*time.Second

@@ -13,6 +13,7 @@ import (
 	"k8s.io/klog/v2"
 
 	"github.com/flanneld/flanneld/subnet"
+	"github.com/flanneld/flanneld/subnet/kube/wire"
 )
 
 // errLook ends a watch of the own Node: there is something to look at.
@@ -105,7 +106,7 @@ func (m *Manager) todo(s *self) *todo {
 	own := *m.own.Load()
 	want, wrong := m.wanted(s, own)
 	t := &todo{
-		annotate: m.decoder.keys.difference(s.published(), want), lost: lost(own, s),
+		annotate: m.keys.difference(s.published(), want), lost: lost(own, s),
 		announce: m.ready() && s.network != "False", wrong: wrong,
 	}
 	if len(t.annotate) == 0 && !t.announce && !t.lost && textOf(wrong) == *m.ignores.Load() {
@@ -166,7 +167,7 @@ func (k *keeper) ensure(ctx context.Context, s *self) (restored bool, err error)
 		if err := k.announce(ctx, name); err != nil {
 			return false, err
 		}
-		log.Info("condition set", "type", networkUnavailable, "status", "False", "was", s.network)
+		log.Info("condition set", "type", wire.NetworkUnavailable, "status", "False", "was", s.network)
 		restored = true
 	}
 	return restored, nil
@@ -211,14 +212,14 @@ func (m *Manager) await(ctx context.Context, s *self, alive func(), changed func
 			}
 		}()
 	}
-	err := m.client.watch(ctx, m.decoder, query{name: *m.name.Load(), revision: s.revision}, alive, func(kind string, o *object) error {
-		switch kind {
-		case bookmark:
+	err := m.client.watch(ctx, m.decoder, query{name: *m.name.Load(), revision: s.revision}, alive, func(e wire.Event) error {
+		switch e.Type {
+		case wire.Bookmark:
 			return nil
-		case deleted:
+		case wire.Deleted:
 			return errLook
 		}
-		if changed(newSelf(o, parseRevision(o.revision))) {
+		if changed(newSelf(e.Node, e.Node.Revision)) {
 			return errLook
 		}
 		return nil

@@ -24,6 +24,7 @@ import (
 	"github.com/flanneld/flanneld/pkg/version"
 	"github.com/flanneld/flanneld/pkg/wait"
 	"github.com/flanneld/flanneld/subnet"
+	"github.com/flanneld/flanneld/subnet/kube/wire"
 )
 
 // Config says where the API server is and how to use it.
@@ -60,7 +61,8 @@ type Manager struct {
 	cfg     Config
 	timing  timing
 	client  *client
-	decoder *decoder
+	keys    *keys
+	decoder *wire.Decoder
 	outage  *outage.Tracker
 	events  *recorder
 
@@ -135,8 +137,9 @@ func New(cfg Config) (*Manager, error) {
 	if err != nil {
 		return nil, err
 	}
+	k := newKeys(p)
 	m := &Manager{
-		cfg: cfg, client: c, decoder: &decoder{newKeys(p)}, outage: outage.New("the Kubernetes API", cfg.OnStatus),
+		cfg: cfg, client: c, keys: k, decoder: k.newDecoder(), outage: outage.New("the Kubernetes API", cfg.OnStatus),
 		timing: timing{
 			request: 10 * time.Second, backoffMin: 100 * time.Millisecond, backoff: 5 * time.Second,
 			restoreMin: time.Second, restored: time.Minute, fresh: 2 * time.Second, spread: time.Millisecond,

@@ -13,16 +13,20 @@ import (
 	"net/http/httptest"
 	"net/http/httputil"
 	"net/url"
+	"strconv"
 	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
 
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/klog/v2"
 	"k8s.io/klog/v2/ktesting"
 
 	"github.com/flanneld/flanneld/subnet"
+	"github.com/flanneld/flanneld/subnet/kube/wire"
+	"github.com/flanneld/flanneld/subnet/kube/wire/wiretest"
 	"github.com/flanneld/flanneld/subnet/subnettest"
 )
 
@@ -76,7 +80,11 @@ func (f *fixture) ahead(t *testing.T) int64 {
 			t.Fatal(err)
 		}
 	}
-	return parseRevision([]byte(made.Metadata.ResourceVersion))
+	revision, err := strconv.ParseInt(made.Metadata.ResourceVersion, 10, 64)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return revision
 }
 
 // testAheadOfCache asks for a revision that the server's cache has not reached. It must come from
@@ -95,12 +103,9 @@ func (f *fixture) testAheadOfCache(t *testing.T) {
 			logger := ktesting.NewLogger(t, ktesting.NewConfig(ktesting.BufferLogs(true), ktesting.Verbosity(1)))
 			q.revision = f.ahead(t)
 			var names []string
-			l, err := m.client.list(klog.NewContext(t.Context(), logger), m.decoder, q, func(o *object) error {
-				names = append(names, string(o.name))
-				return nil
-			})
-			if err != nil || l.revision < q.revision {
-				t.Fatalf("the list is at %d of %d, %v", l.revision, q.revision, err)
+			l, err := m.client.list(klog.NewContext(t.Context(), logger), m.decoder, q, func(n *wire.Node) { names = append(names, string(n.Name)) })
+			if err != nil || l.Revision < q.revision {
+				t.Fatalf("the list is at %d of %d, %v", l.Revision, q.revision, err)
 			}
 			if got := strings.Join(names, " "); !strings.Contains(got, "node3") || strings.Contains(got, "node2") {
 				t.Errorf("it has %q", got)
@@ -410,24 +415,20 @@ func TestAPIServersBehindABalancer(t *testing.T) {
 // A server before 1.18.6 names no cause, and any server answers a request for metadata
 // in JSON.
 func TestTooLargeIsRecognised(t *testing.T) {
-	details := func(causes ...string) []byte {
-		var all [][]byte
+	status := func(message string, causes ...metav1.CauseType) []byte {
+		s := &metav1.Status{Message: message, Reason: metav1.StatusReasonTimeout, Code: http.StatusGatewayTimeout, Details: &metav1.StatusDetails{}}
 		for _, c := range causes {
-			all = append(all, bytesField(4, message(text(1, c))))
+			s.Details.Causes = append(s.Details.Causes, metav1.StatusCause{Type: c})
 		}
-		return bytesField(5, message(all...))
-	}
-	status := func(said string, details []byte) []byte {
-		raw := message(text(3, said), text(4, "Timeout"), details, number(6, 504))
-		return append([]byte(magic), message(bytesField(2, raw))...)
+		return wiretest.Object(t, s)
 	}
 	for name, tt := range map[string]struct {
 		body []byte
 		want bool
 	}{
-		"protobuf":             {status("Timeout: x", details("ResourceVersionTooLarge")), true},
-		"protobuf, no cause":   {status("Timeout: Too large resource version: 148, current: 125", nil), true},
-		"protobuf, another":    {status("Timeout: x", details("Other")), false},
+		"protobuf":             {status("Timeout: x", "ResourceVersionTooLarge"), true},
+		"protobuf, no cause":   {status("Timeout: Too large resource version: 148, current: 125"), true},
+		"protobuf, another":    {status("Timeout: x", "Other"), false},
 		"JSON":                 {[]byte(`{"reason":"Timeout","message":"x","details":{"causes":[{"reason":"ResourceVersionTooLarge"}]},"code":504}`), true},
 		"JSON, no cause":       {[]byte(`{"reason":"Timeout","message":"Timeout: Too large resource version: 148, current: 125","code":504}`), true},
 		"JSON, another":        {[]byte(`{"reason":"Timeout","message":"x","details":{"causes":[{"reason":"Other"}]},"code":504}`), false},

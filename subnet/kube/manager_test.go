@@ -23,6 +23,7 @@ import (
 
 	"github.com/flanneld/flanneld/pkg/outage"
 	"github.com/flanneld/flanneld/subnet"
+	"github.com/flanneld/flanneld/subnet/kube/wire"
 	"github.com/flanneld/flanneld/subnet/subnettest"
 )
 
@@ -61,8 +62,8 @@ func (f *fixture) expectNotes(t *testing.T, name string, want map[string]string)
 	eventually(t, "annotations of "+name, func() error {
 		have := f.node(t, name).Metadata.Annotations
 		for key, value := range want {
-			if have[anno(key)] != value {
-				return fmt.Errorf("%s is %q, want %q", key, have[anno(key)], value)
+			if have[annotationKey(key)] != value {
+				return fmt.Errorf("%s is %q, want %q", key, have[annotationKey(key)], value)
 			}
 		}
 		return nil
@@ -203,7 +204,7 @@ func TestPublicIPOverwrite(t *testing.T) {
 	f := newFixture(t, sharedServer(t))
 	f.setConfig(t, configDual)
 	f.addNode(t, "n1", cidrs(1)...)
-	f.note(t, "n1", map[string]any{anno("public-ip-overwrite"): "198.51.100.1"})
+	f.note(t, "n1", map[string]any{annotationKey("public-ip-overwrite"): "198.51.100.1"})
 	m := f.manager(t, "n1")
 	c := vxlanClaim("192.0.2.1")
 	c.Endpoints = append(c.Endpoints, endpoint("", "2001:db8::1", vtep))
@@ -213,9 +214,9 @@ func TestPublicIPOverwrite(t *testing.T) {
 	}
 	f.expectNotes(t, "n1", map[string]string{"public-ip": "198.51.100.1", "public-ipv6": "2001:db8::1"})
 	keep(t, m, own)
-	f.note(t, "n1", map[string]any{anno("public-ip-overwrite"): nil, anno("public-ipv6-overwrite"): "2001:db8::99"})
+	f.note(t, "n1", map[string]any{annotationKey("public-ip-overwrite"): nil, annotationKey("public-ipv6-overwrite"): "2001:db8::99"})
 	f.expectNotes(t, "n1", map[string]string{"public-ip": "192.0.2.1", "public-ipv6": "2001:db8::99"})
-	f.note(t, "n1", map[string]any{anno("public-ipv6-overwrite"): "nonsense", anno("public-ip"): "6.6.6.6"})
+	f.note(t, "n1", map[string]any{annotationKey("public-ipv6-overwrite"): "nonsense", annotationKey("public-ip"): "6.6.6.6"})
 	f.expectNotes(t, "n1", map[string]string{"public-ip": "192.0.2.1", "public-ipv6": "2001:db8::1"})
 	f.expectEvent(t, "n1", "nonsense")
 }
@@ -236,7 +237,7 @@ func TestOverwriteThatIsIgnored(t *testing.T) {
 	f := newFixture(t, sharedServer(t))
 	f.setConfig(t, configV4)
 	f.addNode(t, "n1", cidrs(1)...)
-	f.note(t, "n1", map[string]any{anno("public-ip-overwrite"): "nonsense"})
+	f.note(t, "n1", map[string]any{annotationKey("public-ip-overwrite"): "nonsense"})
 	p := newProxy(t, f.server)
 	m := f.manager(t, "n1", func(c *Config) { c.Kubeconfig = f.kubeconfig(t, p.URL, flannel) })
 	p.answer(func(w http.ResponseWriter, r *http.Request) bool {
@@ -254,7 +255,7 @@ func TestOverwriteThatIsIgnored(t *testing.T) {
 	keep(t, m, own)
 	f.expectEvent(t, "n1", "nonsense")
 	for _, text := range []string{"rubbish", "0.0.0.0", "10.5.1.7"} { // the last is a pod's
-		f.note(t, "n1", map[string]any{anno("public-ip-overwrite"): text})
+		f.note(t, "n1", map[string]any{annotationKey("public-ip-overwrite"): text})
 		f.expectEvent(t, "n1", text)
 	}
 	f.expectNotes(t, "n1", map[string]string{"public-ip": "192.0.2.1"})
@@ -275,15 +276,15 @@ func TestNodePublicIP(t *testing.T) {
 	if got := get(); got != "[]" {
 		t.Errorf("without annotations: %s", got)
 	}
-	f.note(t, "n1", map[string]any{anno("node-public-ip"): "198.51.100.1", anno("node-public-ipv6"): "2001:db8::1"})
+	f.note(t, "n1", map[string]any{annotationKey("node-public-ip"): "198.51.100.1", annotationKey("node-public-ipv6"): "2001:db8::1"})
 	if got := get(); got != "[198.51.100.1 2001:db8::1]" {
 		t.Errorf("got %s", got)
 	}
-	f.note(t, "n1", map[string]any{anno("node-public-ip"): "nonsense"})
+	f.note(t, "n1", map[string]any{annotationKey("node-public-ip"): "nonsense"})
 	if got := get(); got != "[2001:db8::1]" {
 		t.Errorf("with one that is nonsense: %s", got)
 	}
-	f.note(t, "n1", map[string]any{anno("node-public-ip"): "0.0.0.0", anno("node-public-ipv6"): "ff02::1"})
+	f.note(t, "n1", map[string]any{annotationKey("node-public-ip"): "0.0.0.0", annotationKey("node-public-ipv6"): "ff02::1"})
 	if got := get(); got != "[]" {
 		t.Errorf("with addresses that no host has: %s", got)
 	}
@@ -315,7 +316,7 @@ func TestCondition(t *testing.T) {
 	f.setConfig(t, configV4)
 	status := func() string {
 		for _, c := range f.node(t, "n1").Status.Conditions {
-			if c.Type == networkUnavailable {
+			if c.Type == wire.NetworkUnavailable {
 				return c.Status + " " + c.Reason + " " + c.Message
 			}
 		}
@@ -351,7 +352,7 @@ func TestCondition(t *testing.T) {
 	}
 	eventually(t, "condition", good)
 	f.do(t, http.MethodPatch, "/api/v1/nodes/n1/status", map[string]any{"status": map[string]any{"conditions": []any{
-		map[string]any{"type": networkUnavailable, "status": "True", "reason": "Somebody"},
+		map[string]any{"type": wire.NetworkUnavailable, "status": "True", "reason": "Somebody"},
 	}}}, sendPatch)
 	eventually(t, "condition that was flipped", good)
 }
@@ -445,8 +446,8 @@ func (f *fixture) peer(t *testing.T, n int) {
 
 func peerNotes(n int) map[string]string {
 	return map[string]string{
-		anno("kube-subnet-manager"): "true", anno("backend-type"): "vxlan", anno("public-ip"): fmt.Sprintf("192.0.2.%d", n),
-		anno("backend-data"): fmt.Sprintf(`{"VNI":1,"VtepMAC":"02:00:00:00:00:%02x"}`, n),
+		annotationKey("kube-subnet-manager"): "true", annotationKey("backend-type"): "vxlan", annotationKey("public-ip"): fmt.Sprintf("192.0.2.%d", n),
+		annotationKey("backend-data"): fmt.Sprintf(`{"VNI":1,"VtepMAC":"02:00:00:00:00:%02x"}`, n),
 	}
 }
 
@@ -491,7 +492,7 @@ func TestWatchNewNodes(t *testing.T) {
 	w.Until(t, "a peer that came back with another podCIDR", func(s subnet.Snapshot) bool { return subnetOf(s, "node3") == "10.5.33.0/24" })
 
 	// An annotation does not change the subnet of a node.
-	f.note(t, "node2", map[string]any{anno("podCIDR"): "10.5.0.0/16", anno("public-ip"): "192.0.2.222"})
+	f.note(t, "node2", map[string]any{annotationKey("podCIDR"): "10.5.0.0/16", annotationKey("public-ip"): "192.0.2.222"})
 	snap := w.Until(t, "a peer's new address", func(s subnet.Snapshot) bool {
 		return slices.ContainsFunc(s.Leases, func(l *subnet.Lease) bool { return l.Endpoints[0].PublicIP.String() == "192.0.2.222" })
 	})
@@ -507,14 +508,14 @@ func TestPeerWhoseAnnotationsGo(t *testing.T) {
 	m := f.started(t)
 	w := subnettest.Watch(t, m)
 	w.Until(t, "the peer", subnettest.Has("node2"))
-	f.note(t, "node2", map[string]any{anno("kube-subnet-manager"): nil, anno("public-ip"): nil})
+	f.note(t, "node2", map[string]any{annotationKey("kube-subnet-manager"): nil, annotationKey("public-ip"): nil})
 	kept := func(s subnet.Snapshot) bool { return slices.Equal(s.Undecodable, []string{"node2"}) }
 	w.Until(t, "the peer kept", kept)
-	f.note(t, "node2", map[string]any{anno("kube-subnet-manager"): "true", anno("public-ip"): "192.0.2.2"})
+	f.note(t, "node2", map[string]any{annotationKey("kube-subnet-manager"): "true", annotationKey("public-ip"): "192.0.2.2"})
 	back := w.Until(t, "the peer back", subnettest.Has("node2"))
 
 	// The same after a restart: the last known state shows that it is the same Node.
-	f.note(t, "node2", map[string]any{anno("kube-subnet-manager"): nil})
+	f.note(t, "node2", map[string]any{annotationKey("kube-subnet-manager"): nil})
 	known := subnet.LedgerState{Store: back.Store, Peers: []subnet.Peer{{Lease: *back.Leases[0]}}}
 	again := subnettest.Watch(t, f.started(t, func(c *Config) { c.Known = known }))
 	if s := again.Until(t, "a snapshot", func(subnet.Snapshot) bool { return true }); !kept(s) || s.Store.ID != back.Store.ID {
@@ -534,8 +535,8 @@ func TestPeerWithOneFamilyMangled(t *testing.T) {
 	f.setConfig(t, configDual)
 	f.peer(t, 2)
 	f.peer(t, 3)
-	f.note(t, "node2", map[string]any{anno("public-ipv6"): "2001:db8::2"})
-	f.note(t, "node3", map[string]any{anno("public-ipv6"): "nonsense"})
+	f.note(t, "node2", map[string]any{annotationKey("public-ipv6"): "2001:db8::2"})
+	f.note(t, "node3", map[string]any{annotationKey("public-ipv6"): "nonsense"})
 	w := subnettest.Watch(t, f.manager(t, "node1"))
 	publics := func(key, want string) func(subnet.Snapshot) bool {
 		return func(s subnet.Snapshot) bool {
@@ -553,9 +554,9 @@ func TestPeerWithOneFamilyMangled(t *testing.T) {
 	w.Until(t, "what can be read", func(s subnet.Snapshot) bool {
 		return publics("node2", "192.0.2.2 2001:db8::2")(s) && publics("node3", "192.0.2.3")(s)
 	})
-	f.note(t, "node2", map[string]any{anno("public-ipv6"): "nonsense", anno("public-ip"): "192.0.2.222"})
+	f.note(t, "node2", map[string]any{annotationKey("public-ipv6"): "nonsense", annotationKey("public-ip"): "192.0.2.222"})
 	w.Until(t, "the address of the one, and the other as it was", publics("node2", "192.0.2.222 2001:db8::2"))
-	f.note(t, "node2", map[string]any{anno("public-ipv6"): "2001:db8::22"})
+	f.note(t, "node2", map[string]any{annotationKey("public-ipv6"): "2001:db8::22"})
 	w.Until(t, "both again", publics("node2", "192.0.2.222 2001:db8::22"))
 	all, err := Entries(t.Context(), Config{Kubeconfig: f.kubeconfig(t, f.url, flannel)})
 	if err != nil {

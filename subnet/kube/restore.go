@@ -9,12 +9,14 @@ import (
 	"math/rand/v2"
 	"net/http"
 	"slices"
+	"strconv"
 	"strings"
 	"time"
 
 	"k8s.io/klog/v2"
 
 	"github.com/flanneld/flanneld/subnet"
+	"github.com/flanneld/flanneld/subnet/kube/wire"
 )
 
 // witness is the Node that changed last, not counting Nodes that are gone, and the revision of the
@@ -49,10 +51,11 @@ func parseMark(text string) *mark {
 	if len(parts) != 3 {
 		return nil
 	}
-	m.uid, m.version, m.name = parts[0], parseRevision([]byte(parts[1])), parts[2]
-	if m.version < 1 {
+	var err error
+	if m.version, err = strconv.ParseInt(parts[1], 10, 64); err != nil || m.version < 1 {
 		return nil
 	}
+	m.uid, m.name = parts[0], parts[2]
 	return &m
 }
 
@@ -124,10 +127,7 @@ func (m *Manager) had(ctx context.Context, w witness, revision int64) (is bool, 
 	ctx, cancel := context.WithTimeout(ctx, m.timing.request)
 	defer cancel()
 	q := query{name: w.name, metadata: true, revision: revision, exact: true}
-	_, err = m.client.list(ctx, m.decoder, q, func(o *object) error {
-		is = parseRevision(o.revision) == w.version
-		return nil
-	})
+	_, err = m.client.list(ctx, m.decoder, q, func(n *wire.Node) { is = n.Revision == w.version })
 	if refused(err) {
 		return false, nil
 	}

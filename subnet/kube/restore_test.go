@@ -189,8 +189,8 @@ func TestRestartAfterChanges(t *testing.T) {
 	f.deleteNode(t, "node2")
 	f.deleteNode(t, "node3")
 	f.do(t, http.MethodPost, "/api/v1/nodes", nodeBody("node3", peerNotes(3), "10.5.33.0/24"))
-	f.note(t, "node4", map[string]any{anno("public-ip"): "192.0.2.44"})
-	f.note(t, "node5", map[string]any{anno("kube-subnet-manager"): nil})
+	f.note(t, "node4", map[string]any{annotationKey("public-ip"): "192.0.2.44"})
+	f.note(t, "node5", map[string]any{annotationKey("kube-subnet-manager"): nil})
 	f.peer(t, 7)
 	f.addNode(t, "node8", "10.5.8.0/24")
 	p.answer(nil)
@@ -348,7 +348,7 @@ func TestAuditFindsNothing(t *testing.T) {
 	m.timing.audit, m.timing.auditPage = time.Millisecond, time.Millisecond
 	go func() {
 		for i := range 10 {
-			_, _, _ = f.try(http.MethodPatch, "/api/v1/nodes/node2", map[string]any{"metadata": map[string]any{"annotations": map[string]string{anno("public-ip"): fmt.Sprintf("192.0.2.%d", 100+i)}}}, "application/merge-patch+json")
+			_, _, _ = f.try(http.MethodPatch, "/api/v1/nodes/node2", map[string]any{"metadata": map[string]any{"annotations": map[string]string{annotationKey("public-ip"): fmt.Sprintf("192.0.2.%d", 100+i)}}}, "application/merge-patch+json")
 			_, _, _ = f.try(http.MethodPost, "/api/v1/nodes", nodeBody(fmt.Sprintf("late%d", i), peerNotes(50+i), fmt.Sprintf("10.5.%d.0/24", 50+i)))
 			if i%2 == 0 {
 				_, _, _ = f.try(http.MethodDelete, fmt.Sprintf("/api/v1/nodes/late%d", i), nil)

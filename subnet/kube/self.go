@@ -16,11 +16,8 @@ import (
 	"github.com/flanneld/flanneld/pkg/oneline"
 	"github.com/flanneld/flanneld/pkg/prefix"
 	"github.com/flanneld/flanneld/subnet"
+	"github.com/flanneld/flanneld/subnet/kube/wire"
 )
-
-// networkUnavailable is the type of the condition that keeps pods away from a
-// node without a network.
-const networkUnavailable = "NetworkUnavailable"
 
 // self is a Node, usually the own one, as it was at one moment.
 type self struct {
@@ -30,22 +27,22 @@ type self struct {
 	notes    [numAnnotations]note
 	cidrs    []netip.Prefix
 	cidrsErr error
-	network  string // status of the condition NetworkUnavailable
+	network  string // status of the condition wire.NetworkUnavailable, which keeps pods away from a node without a network
 	version  int64  // the revision of the store that changed it last
 	revision int64  // of the store, then
 	read     time.Time
 	ready    bool // the network was, then
 }
 
-func newSelf(o *object, revision int64) *self {
+func newSelf(n *wire.Node, revision int64) *self {
 	s := &self{
-		exists: true, uid: string(o.uid), created: o.created, network: string(o.network.status),
-		version: parseRevision(o.revision), revision: revision, read: time.Now(),
+		exists: true, uid: string(n.UID), created: n.Created, network: string(n.Network.Status),
+		version: n.Revision, revision: revision, read: time.Now(),
 	}
-	for i, text := range o.notes {
+	for i, text := range n.Annotations {
 		s.notes[i] = note{string(text), text != nil}
 	}
-	s.cidrs, s.cidrsErr = o.cidrs()
+	s.cidrs, s.cidrsErr = podCIDRs(n)
 	return s
 }
 
@@ -61,17 +58,14 @@ func (m *Manager) read(ctx context.Context, name string, revision int64) (*self,
 	if err != nil {
 		return nil, fmt.Errorf("read node %s: %w", name, err)
 	}
-	s.revision, s.read, s.ready = l.revision, time.Now(), m.ready()
+	s.revision, s.read, s.ready = l.Revision, time.Now(), m.ready()
 	return s, nil
 }
 
 // readSome asks for the few Nodes that q names.
 func (m *Manager) readSome(ctx context.Context, q query, on func(name string, s *self)) (l listing, err error) {
 	err = m.client.patiently(ctx, m.timing.request, func(ctx context.Context) (err error) {
-		l, err = m.client.list(ctx, m.decoder, q, func(o *object) error {
-			on(string(o.name), newSelf(o, 0))
-			return nil
-		})
+		l, err = m.client.list(ctx, m.decoder, q, func(n *wire.Node) { on(string(n.Name), newSelf(n, 0)) })
 		return err
 	})
 	if errors.Is(err, context.DeadlineExceeded) {
@@ -115,7 +109,7 @@ func (m *Manager) nodeName(ctx context.Context) (string, error) {
 	}
 	var pod struct{ Spec struct{ NodeName string } }
 	if err := json.Unmarshal(body, &pod); err != nil || pod.Spec.NodeName == "" {
-		return "", m.client.explain(fmt.Errorf("%w: pod %s/%s names no node", errWire, m.cfg.PodNamespace, m.cfg.PodName))
+		return "", m.client.explain(fmt.Errorf("%w: pod %s/%s names no node", wire.ErrMalformed, m.cfg.PodNamespace, m.cfg.PodName))
 	}
 	m.name.Store(&pod.Spec.NodeName)
 	return pod.Spec.NodeName, nil
@@ -140,7 +134,7 @@ func (m *Manager) PublicIPs(ctx context.Context) ([]netip.Addr, error) {
 			own, _ := ofFamily(s.cidrs, f)
 			a, err := parsePublic(f, own, s.notes[n].text)
 			if err != nil {
-				m.ignored(ctx, fmt.Errorf("annotation %s: %w", m.decoder.keys.names[n], err))
+				m.ignored(ctx, fmt.Errorf("annotation %s: %w", m.keys[n], err))
 				continue
 			}
 			addrs = append(addrs, a)
@@ -209,7 +203,7 @@ func (m *Manager) wanted(s *self, c subnet.Claim) (n notes, wrong error) {
 			own, _ := ofFamily(s.cidrs, f)
 			a, err := parsePublic(f, own, text)
 			if err != nil {
-				wrong = oneline.Join(wrong, fmt.Errorf("annotation %s: %w", m.decoder.keys.names[of.overwrite], err))
+				wrong = oneline.Join(wrong, fmt.Errorf("annotation %s: %w", m.keys[of.overwrite], err))
 				continue
 			}
 			n[of.public].text = a.String()
@@ -225,9 +219,9 @@ func (k *keys) difference(have, want notes) map[string]*string {
 	for i := range want {
 		switch {
 		case want[i].present && want[i] != have[i]:
-			changes[k.names[i]] = &want[i].text
+			changes[k[i]] = &want[i].text
 		case !want[i].present && have[i].present:
-			changes[k.names[i]] = nil
+			changes[k[i]] = nil
 		}
 	}
 	return changes
@@ -269,11 +263,11 @@ type nodeCondition struct {
 func (m *Manager) announce(ctx context.Context, name string) error {
 	now := time.Now().UTC().Truncate(time.Second)
 	c := nodeCondition{
-		Type: networkUnavailable, Status: "False", LastHeartbeatTime: now, LastTransitionTime: now,
+		Type: wire.NetworkUnavailable, Status: "False", LastHeartbeatTime: now, LastTransitionTime: now,
 		Reason: "FlannelIsUp", Message: "Flannel is running on this node",
 	}
 	if err := m.patch(ctx, name, map[string]any{"status": map[string]any{"conditions": []nodeCondition{c}}}); err != nil {
-		return fmt.Errorf("set condition %s of node %s: %w", networkUnavailable, name, err)
+		return fmt.Errorf("set condition %s of node %s: %w", wire.NetworkUnavailable, name, err)
 	}
 	return nil
 }

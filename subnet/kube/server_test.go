@@ -25,6 +25,7 @@ import (
 	"go.etcd.io/etcd/server/v3/embed"
 	"go.uber.org/zap"
 
+	"github.com/flanneld/flanneld/subnet/kube/wire"
 	"github.com/flanneld/flanneld/subnet/subnettest"
 )
 
@@ -340,7 +341,7 @@ func nodeBody(name string, annotations map[string]string, cidrs ...string) map[s
 	}
 	return map[string]any{
 		"apiVersion": "v1", "kind": "Node",
-		"metadata": map[string]any{"name": name, "annotations": annotations, "labels": map[string]string{hostLabel: hostOf(name)}},
+		"metadata": map[string]any{"name": name, "annotations": annotations, "labels": map[string]string{wire.HostnameLabel: hostOf(name)}},
 		"spec":     spec,
 	}
 }

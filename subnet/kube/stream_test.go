@@ -13,6 +13,9 @@ import (
 	"testing"
 	"testing/iotest"
 	"testing/synctest"
+
+	"github.com/flanneld/flanneld/subnet/kube/wire"
+	"github.com/flanneld/flanneld/subnet/kube/wire/wiretest"
 )
 
 // lastMoment answers a request when its context ends.
@@ -28,7 +31,7 @@ func (lastMoment) RoundTrip(r *http.Request) (*http.Response, error) {
 func TestWatchTakenAtTheLastMoment(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := &client{base: &url.URL{Scheme: "https", Host: "api"}, http: &http.Client{Transport: lastMoment{}}}
-		err := c.watch(t.Context(), &decoder{}, query{revision: 1}, func() { t.Error("it is taken for one that lives") }, nil)
+		err := c.watch(t.Context(), wire.NewDecoder(nil), query{revision: 1}, func() { t.Error("it is taken for one that lives") }, nil)
 		if !passes(err) {
 			t.Errorf("got %v, want an error that passes", err)
 		}
@@ -70,22 +73,21 @@ func TestDeadConnectionIsGivenUp(t *testing.T) {
 }
 
 // firstPage answers every request with the first page of a list.
-type firstPage struct{}
+type firstPage struct{ t *testing.T }
 
 // RoundTrip implements http.RoundTripper.
-func (firstPage) RoundTrip(*http.Request) (*http.Response, error) {
-	page := wrap("NodeList", message(bytesField(1, message(text(2, "1"), text(3, "token")))))
-	return &http.Response{StatusCode: http.StatusOK, Body: io.NopCloser(bytes.NewReader(page))}, nil
+func (p firstPage) RoundTrip(*http.Request) (*http.Response, error) {
+	return &http.Response{StatusCode: http.StatusOK, Body: io.NopCloser(bytes.NewReader(wiretest.List(p.t, "1", "token")))}, nil
 }
 
 // TestPageThatWasNotAskedFor expects that a part of a list does not pass for the whole list.
 func TestPageThatWasNotAskedFor(t *testing.T) {
-	c := &client{host: "host", base: &url.URL{Scheme: "http", Host: "host"}, http: &http.Client{Transport: firstPage{}}}
-	on := func(*object) error { return nil }
-	if _, err := c.list(t.Context(), testDecoder(), query{}, on); !errors.Is(err, errWire) {
+	c := &client{host: "host", base: &url.URL{Scheme: "http", Host: "host"}, http: &http.Client{Transport: firstPage{t}}}
+	on := func(*wire.Node) {}
+	if _, err := c.list(t.Context(), defaultKeys().newDecoder(), query{}, on); !errors.Is(err, wire.ErrMalformed) {
 		t.Errorf("the first page passes for the whole list: %v", err)
 	}
-	if l, err := c.list(t.Context(), testDecoder(), query{limit: 1}, on); err != nil || l.more != "token" {
-		t.Errorf("the first page goes on with %q, %v, want the token", l.more, err)
+	if l, err := c.list(t.Context(), defaultKeys().newDecoder(), query{limit: 1}, on); err != nil || l.Continue != "token" {
+		t.Errorf("the first page goes on with %q, %v, want the token", l.Continue, err)
 	}
 }

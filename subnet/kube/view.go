@@ -16,6 +16,7 @@ import (
 	"k8s.io/klog/v2"
 
 	"github.com/flanneld/flanneld/subnet"
+	"github.com/flanneld/flanneld/subnet/kube/wire"
 )
 
 // view is the state of all Nodes as Watch knows it.
@@ -47,7 +48,7 @@ type entry struct {
 	uid  string // empty for one that is known from a former run only
 	// version is the revision of the store that changed it last.
 	version int64
-	host    string // the label hostLabel, while podCIDRs are to be asked for
+	host    string // the label wire.HostnameLabel, while podCIDRs are to be asked for
 	order   uint64
 	cidrs   []netip.Prefix // of the spec; nil if they are not known
 	notes   notes
@@ -72,7 +73,7 @@ type former struct {
 
 // newView returns a view that starts with the last known state.
 func (m *Manager) newView(ctx context.Context) *view {
-	v := &view{keys: &m.decoder.keys}
+	v := &view{keys: m.keys}
 	f := m.former.Swap(nil)
 	cfg, err := m.Config(ctx)
 	if f == nil || f.known.Store.ID == "" || err != nil {
@@ -131,34 +132,34 @@ func (v *view) successor() *view {
 	return &view{keys: v.keys, entries: make(map[string]*entry, len(v.entries)), listed: true, blind: v.blind}
 }
 
-// take puts an object of a list into the view, along with the state that old has of it.
-func (v *view) take(o *object, full bool, old *view) {
+// take puts a Node of a list into the view, along with the state that old has of it.
+func (v *view) take(n *wire.Node, full bool, old *view) {
 	e := &entry{}
-	if known := old.entries[string(o.name)]; known != nil && known.is(o) {
+	if known := old.entries[string(n.Name)]; known != nil && known.is(n) {
 		*e = *known
 		v.same = true
 	} else {
-		e.name = string(o.name)
+		e.name = string(n.Name)
 	}
 	v.entries[e.name] = e
-	v.set(e, o, full)
+	v.set(e, n, full)
 	e.fresh = false // the whole view will be published
 }
 
-// is reports whether o is the Node of e, not another one with its name.
-func (e *entry) is(o *object) bool {
+// is reports whether n is the Node of e, not another one with its name.
+func (e *entry) is(n *wire.Node) bool {
 	if e.uid == "" {
-		return e.order == uint64(o.created)
+		return e.order == uint64(n.Created)
 	}
-	return e.uid == string(o.uid)
+	return e.uid == string(n.UID)
 }
 
 // complete ends the filling from a list. The store is the one it was as long as
 // one Node is still there: uids are never used twice, and creation times hardly.
 func (v *view) complete(own string, l listing, s *self, old *view) {
-	v.own, v.revision, v.behind = own, l.revision, l.behind || v.blind
+	v.own, v.revision, v.behind = own, l.Revision, l.behind || v.blind
 	v.last = v.witnessOf(own)
-	v.store = subnet.StoreID{ID: s.uid, Revision: l.revision}
+	v.store = subnet.StoreID{ID: s.uid, Revision: l.Revision}
 	if v.same && old.store.ID != "" {
 		v.store.ID = old.store.ID
 	} else if v.store.ID == "" {
@@ -166,16 +167,16 @@ func (v *view) complete(own string, l listing, s *self, old *view) {
 	}
 }
 
-// set updates an entry by o. It does not allocate if nothing has changed.
-func (v *view) set(e *entry, o *object, full bool) {
+// set updates an entry by n. It does not allocate if nothing has changed.
+func (v *view) set(e *entry, n *wire.Node, full bool) {
 	changed := false
-	e.version = parseRevision(o.revision)
-	if e.uid != string(o.uid) {
-		e.uid, e.order, changed = string(o.uid), uint64(o.created), true
+	e.version = n.Revision
+	if e.uid != string(n.UID) {
+		e.uid, e.order, changed = string(n.UID), uint64(n.Created), true
 	}
-	changed = e.setNotes(o) || changed
+	changed = e.setNotes(n) || changed
 	if full {
-		cidrs, err := o.cidrs()
+		cidrs, err := podCIDRs(n)
 		v.setCIDRs(e, cidrs, err)
 		changed = true
 	}
@@ -183,18 +184,19 @@ func (v *view) set(e *entry, o *object, full bool) {
 		v.decode(e)
 	}
 	switch lacks := e.lacks(); {
-	case lacks && e.host != string(o.host):
-		e.host = string(o.host)
+	case lacks && e.host != string(n.Hostname):
+		e.host = string(n.Hostname)
 	case !lacks:
 		e.host = ""
 	}
 }
 
-// setNotes takes over the annotations of o, and reports whether one has changed.
-func (e *entry) setNotes(o *object) (changed bool) {
+// setNotes replaces the annotations by those of n, and reports whether one has changed.
+func (e *entry) setNotes(n *wire.Node) (changed bool) {
 	for i := range e.notes {
-		if have := &e.notes[i]; have.present != (o.notes[i] != nil) || have.text != string(o.notes[i]) {
-			*have = note{string(o.notes[i]), o.notes[i] != nil}
+		text := n.Annotations[i]
+		if have := &e.notes[i]; have.present != (text != nil) || have.text != string(text) {
+			*have = note{string(text), text != nil}
 			changed = true
 		}
 	}
@@ -254,43 +256,43 @@ func sameJSON(x, y json.RawMessage) bool {
 
 // advance applies one event of the watch. It returns the name of the Node if its lease may have
 // changed, and errRelist if the store is older than it was.
-func (v *view) advance(h happened) (name string, err error) {
-	revision := parseRevision(h.o.revision)
+func (v *view) advance(ev wire.Event) (name string, err error) {
+	n, revision := ev.Node, ev.Node.Revision
 	if revision < v.revision {
-		if h.kind == bookmark {
+		if ev.Type == wire.Bookmark {
 			return "", errRelist
 		}
 		return "", nil
 	}
 	v.revision, v.behind = revision, false
-	if h.kind == bookmark {
+	if ev.Type == wire.Bookmark {
 		return "", nil
 	}
-	e := v.entries[string(h.o.name)]
-	if e != nil && h.kind != deleted {
+	e := v.entries[string(n.Name)]
+	if e != nil && ev.Type != wire.Deleted {
 		v.last = witness{e.name, revision}
 	}
 	switch {
-	case h.kind == deleted:
-		if v.last.name == string(h.o.name) {
+	case ev.Type == wire.Deleted:
+		if v.last.name == string(n.Name) {
 			v.last = v.witnessOf(v.own)
 		}
 		if v.deleted != nil {
-			v.deleted[string(h.o.name)] = struct{}{}
+			v.deleted[string(n.Name)] = struct{}{}
 		}
 		if e == nil {
 			return "", nil
 		}
 		delete(v.entries, e.name)
 		return e.name, nil
-	case e == nil || !e.is(h.o):
-		e = &entry{name: string(h.o.name), fresh: true}
+	case e == nil || !e.is(n):
+		e = &entry{name: string(n.Name), fresh: true}
 		v.last = witness{e.name, revision}
 		v.entries[e.name] = e
-		v.set(e, h.o, false)
+		v.set(e, n, false)
 		return e.name, nil
 	}
-	v.set(e, h.o, false)
+	v.set(e, n, false)
 	if e.fresh || e.lacks() || e.trouble() != e.logged {
 		return e.name, nil
 	}

@@ -13,6 +13,7 @@ import (
 
 	"github.com/flanneld/flanneld/pkg/wait"
 	"github.com/flanneld/flanneld/subnet"
+	"github.com/flanneld/flanneld/subnet/kube/wire"
 )
 
 // Watch publishes the leases of other nodes. See subnet.Manager.
@@ -148,10 +149,7 @@ func (m *Manager) list(ctx context.Context, v *view, s *self) (*view, error) {
 
 func (m *Manager) listAs(ctx context.Context, v *view, s *self, q query) (*view, error) {
 	next := v.successor()
-	on := func(o *object) error {
-		next.take(o, !q.metadata, v)
-		return nil
-	}
+	on := func(n *wire.Node) { next.take(n, !q.metadata, v) }
 	l, err := m.client.list(ctx, m.decoder, q, on)
 	if err != nil {
 		return nil, fmt.Errorf("list nodes: %w", err)
@@ -161,16 +159,10 @@ func (m *Manager) listAs(ctx context.Context, v *view, s *self, q query) (*view,
 	return next, nil
 }
 
-// happened is one event of the watch. Its object is valid until the event is processed.
-type happened struct {
-	kind string
-	o    *object
-}
-
 // follow watches from the revision of the view until the watch ends.
 func (m *Manager) follow(ctx context.Context, v *view, sink func(subnet.Update), alive func()) error {
 	ctx, cancel := context.WithCancel(ctx)
-	events, taken, ended := make(chan happened), make(chan struct{}), make(chan error, 1)
+	events, taken, ended := make(chan wire.Event), make(chan struct{}), make(chan error, 1)
 	f := newFetcher(m, v)
 	defer f.due.Stop()
 	p := newProbe(m, v)
@@ -182,9 +174,9 @@ func (m *Manager) follow(ctx context.Context, v *view, sink func(subnet.Update),
 		f.wg.Wait()
 	}()
 	f.wg.Go(func() {
-		ended <- m.client.watch(ctx, m.decoder, query{metadata: true, revision: v.revision}, alive, func(kind string, o *object) error {
+		ended <- m.client.watch(ctx, m.decoder, query{metadata: true, revision: v.revision}, alive, func(e wire.Event) error {
 			select {
-			case events <- happened{kind, o}:
+			case events <- e:
 			case <-ctx.Done():
 				return ctx.Err()
 			}
