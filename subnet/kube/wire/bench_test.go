@@ -6,6 +6,7 @@ import (
 	"bytes"
 	"fmt"
 	"io"
+	"strings"
 	"testing"
 
 	corev1 "k8s.io/api/core/v1"
@@ -34,7 +35,7 @@ func largeNode(i int) *corev1.Node {
 	}
 	for _, manager := range []string{"kubelet", "flanneld", "kube-controller-manager"} {
 		n.ManagedFields = append(n.ManagedFields, metav1.ManagedFieldsEntry{
-			Manager: manager, Operation: "Update", APIVersion: "v1", FieldsType: "FieldsV1", FieldsV1: &metav1.FieldsV1{Raw: bytes.Repeat([]byte(`{"f:a":{}}`), 60)},
+			Manager: manager, Operation: "Update", APIVersion: "v1", FieldsType: "FieldsV1", FieldsV1: metav1.NewFieldsV1(strings.Repeat(`{"f:a":{}}`, 60)),
 		})
 	}
 	n.Status.Capacity = corev1.ResourceList{}

@@ -15,7 +15,7 @@ import (
 
 // field is one field of a protobuf message.
 type field struct {
-	number protowire.Number
+	number int
 	kind   protowire.Type
 	value  uint64 // the number in a field of VarintType, the length in one of BytesType, otherwise 0
 	bytes  []byte // the content of a field of BytesType, unless it is still in a stream; otherwise nil
@@ -27,7 +27,8 @@ const maxHeader = 2 * binary.MaxVarintLen64
 // header decodes the beginning of a field: the tag, and the number or length behind it. n is the
 // length of the header, and negative if it is malformed or b ends inside of it.
 func header(b []byte) (f field, n int) {
-	f.number, f.kind, n = protowire.ConsumeTag(b)
+	number, kind, n := protowire.ConsumeTag(b)
+	f = field{number: int(number), kind: kind}
 	if n < 0 || f.kind != protowire.VarintType && f.kind != protowire.BytesType {
 		return f, n
 	}
@@ -76,7 +77,7 @@ func content(b []byte, start int, length uint64) (c []byte, end int) {
 // skip returns the end of a field of another kind, whose content begins at start; -1 if it is
 // malformed.
 func skip(b []byte, start int, f field) (end int) {
-	n := protowire.ConsumeFieldValue(f.number, f.kind, b[start:])
+	n := protowire.ConsumeFieldValue(protowire.Number(f.number), f.kind, b[start:])
 	if n < 0 {
 		return n
 	}
@@ -84,7 +85,7 @@ func skip(b []byte, start int, f field) (end int) {
 }
 
 // last returns the content of the last field of the message b with that number, or nil.
-func last(b []byte, number protowire.Number) (content []byte, err error) {
+func last(b []byte, number int) (content []byte, err error) {
 	for f, err := range fields(b) {
 		if err != nil {
 			return nil, err
