@@ -81,7 +81,7 @@ func (s *Syncer) logRefused(ctx context.Context, set Set, byKernel []subnet.Refu
 // All of them are served, but one of them may be left over.
 func (s *Syncer) logShared(ctx context.Context) {
 	log := klog.FromContext(ctx)
-	for _, shared := range s.arbiter.SharingNews() {
+	for _, shared := range s.arbiter.SharedChanges() {
 		if len(shared.Keys) == 0 {
 			log.Info("leases no longer share a public address", "publicIP", shared.PublicIP)
 			continue

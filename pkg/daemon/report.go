@@ -69,7 +69,7 @@ func (n *network) look(ctx context.Context) metrics.Values {
 
 // poolUse returns how much of the range of subnets is in use, for the family with the
 // fewest free subnets. It returns nil if flanneld does not assign subnets.
-func (n *network) poolUse(now lastKnown, in backend.Inspection) *subnet.Use {
+func (n *network) poolUse(now lastKnown, in backend.Inspection) *subnet.Usage {
 	pools, err := now.Config.Pools()
 	if n.opts.KubeSubnetMgr || err != nil || len(pools) == 0 {
 		return nil
@@ -80,9 +80,9 @@ func (n *network) poolUse(now lastKnown, in backend.Inspection) *subnet.Use {
 			leases = append(leases, p.Lease)
 		}
 	}
-	least := pools[0].Use(leases)
+	least := pools[0].Usage(leases)
 	for _, p := range pools[1:] {
-		if u := p.Use(leases); u.Free < least.Free {
+		if u := p.Usage(leases); u.Free < least.Free {
 			least = u
 		}
 	}

@@ -90,7 +90,7 @@ func TestPoolUse(t *testing.T) {
 		}}
 	}
 	in := backend.Inspection{Peers: []backend.PeerReport{{Lease: lease(2, false)}, {Lease: lease(3, true)}, {Lease: lease(4, false), Held: true}}}
-	total := func(u *subnet.Use) uint64 { return u.Free + u.Leased + u.Reserved }
+	total := func(u *subnet.Usage) uint64 { return u.Free + u.Leased + u.Reserved }
 	for name, tc := range map[string]struct {
 		config string
 		most   uint64 // number of subnets: minimum and maximum

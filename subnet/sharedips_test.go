@@ -12,9 +12,9 @@ import (
 	"github.com/flanneld/flanneld/subnet"
 )
 
-// TestSharingNews has leases come to share an address and cease to: each is told
-// once, whether the leases are judged one by one or all anew.
-func TestSharingNews(t *testing.T) {
+// TestSharedChanges lets leases share an address and stop sharing it. Each change must be reported
+// once, whether the arbiter decides about one lease or about all again.
+func TestSharedChanges(t *testing.T) {
 	cfg, _, err := subnet.ParseConfig([]byte(`{"Network":"10.5.0.0/16"}`))
 	if err != nil {
 		t.Fatal(err)
@@ -28,14 +28,14 @@ func TestSharingNews(t *testing.T) {
 	steps := []struct {
 		name        string
 		key, public string // empty: the lease goes
-		want        []subnet.Shared
+		want        []subnet.SharedPublicIP
 	}{
 		{"alone", "b", "192.0.2.7", nil},
-		{"the second", "a", "192.0.2.7", []subnet.Shared{{PublicIP: public, Keys: []string{"a", "b"}}}},
-		{"the third is no news", "c", "192.0.2.7", nil},
+		{"the second", "a", "192.0.2.7", []subnet.SharedPublicIP{{PublicIP: public, Keys: []string{"a", "b"}}}},
+		{"the third changes nothing", "c", "192.0.2.7", nil},
 		{"one moves", "a", "192.0.2.8", nil},
-		{"one goes", "b", "", []subnet.Shared{{PublicIP: public}}},
-		{"again", "a", "192.0.2.7", []subnet.Shared{{PublicIP: public, Keys: []string{"a", "c"}}}},
+		{"one goes", "b", "", []subnet.SharedPublicIP{{PublicIP: public}}},
+		{"again", "a", "192.0.2.7", []subnet.SharedPublicIP{{PublicIP: public, Keys: []string{"a", "c"}}}},
 	}
 	subnets := map[string]string{"a": "10.5.1.0/24", "b": "10.5.2.0/24", "c": "10.5.3.0/24"}
 	for _, anew := range []bool{false, true} {
@@ -49,7 +49,7 @@ func TestSharingNews(t *testing.T) {
 				all[s.key] = c
 			}
 			if !anew && !a.Change(c) {
-				t.Errorf("%s: it cannot be judged by itself", s.name)
+				t.Errorf("%s: it cannot be decided by itself", s.name)
 			}
 			if anew {
 				var claimants []subnet.Claimant
@@ -58,7 +58,7 @@ func TestSharingNews(t *testing.T) {
 				}
 				a.Reset(claimants)
 			}
-			if diff := cmp.Diff(s.want, a.SharingNews(), cmpopts.EquateComparable(netip.Addr{})); diff != "" {
+			if diff := cmp.Diff(s.want, a.SharedChanges(), cmpopts.EquateComparable(netip.Addr{})); diff != "" {
 				t.Errorf("%s, anew %v (-want +got):\n%s", s.name, anew, diff)
 			}
 			if n := len(a.Accepted()); n != len(all) {

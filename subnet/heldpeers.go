@@ -10,32 +10,34 @@ import (
 	"github.com/gaissmai/bart"
 )
 
-// holds are the peers that a Ledger holds, indexed by what can contradict them, so that a
-// changed lease is compared only with the peers that it concerns. The zero holds has no peers.
-type holds struct {
+// heldPeers are the peers that a Ledger holds. They are indexed by the properties by which another
+// lease can contradict them, so that a changed lease is compared only with the peers that it
+// concerns. The zero heldPeers has no peers.
+type heldPeers struct {
 	until map[string]time.Time // by key
 	// All times in until lie between earliest and latest, which need not be among them.
 	earliest, latest time.Time
 
-	subnets *bart.Table[[]string]   // keys, sorted, by subnet
-	publics map[netip.Addr][]string // keys, sorted, by public IP
-	homes   map[home]int            // number of endpoints of all peers of the ledger; nil while none is held
+	bySubnet   *bart.Table[[]string]   // keys, sorted, by subnet
+	byPublicIP map[netip.Addr][]string // keys, sorted, by public IP
+	locations  map[location]int        // number of endpoints of all peers of the ledger; nil while none is held
 }
 
-// home is the pair of an endpoint's public IP and subnet.
-type home struct {
+// location is the pair of an endpoint's public IP and subnet.
+type location struct {
 	public netip.Addr
 	subnet netip.Prefix
 }
 
-func homeOf(e Endpoint) home { return home{e.PublicIP, e.Subnet} }
+func locationOf(e Endpoint) location { return location{e.PublicIP, e.Subnet} }
 
-func sendable(a netip.Addr) bool { return a.IsValid() && !a.IsUnspecified() }
+// isSpecified reports whether a lease has a as a public address, and not as a placeholder for none.
+func isSpecified(a netip.Addr) bool { return a.IsValid() && !a.IsUnspecified() }
 
 // add holds a peer.
-func (h *holds) add(l *Lease, until time.Time) {
+func (h *heldPeers) add(l *Lease, until time.Time) {
 	if len(h.until) == 0 {
-		*h = holds{until: map[string]time.Time{}, subnets: new(bart.Table[[]string]), publics: map[netip.Addr][]string{}, earliest: until, latest: until}
+		*h = heldPeers{until: map[string]time.Time{}, bySubnet: new(bart.Table[[]string]), byPublicIP: map[netip.Addr][]string{}, earliest: until, latest: until}
 	}
 	h.until[l.Key] = until
 	if until.Before(h.earliest) {
@@ -46,57 +48,57 @@ func (h *holds) add(l *Lease, until time.Time) {
 	}
 	for _, e := range l.Endpoints {
 		if e.Subnet.IsValid() {
-			h.subnets.Modify(e.Subnet, func(keys []string, _ bool) ([]string, bool) { return with(keys, l.Key), false })
+			h.bySubnet.Modify(e.Subnet, func(keys []string, _ bool) ([]string, bool) { return with(keys, l.Key), false })
 		}
-		h.publics[e.PublicIP] = with(h.publics[e.PublicIP], l.Key)
+		h.byPublicIP[e.PublicIP] = with(h.byPublicIP[e.PublicIP], l.Key)
 	}
 }
 
 // remove ends the hold of a peer, if it is held.
-func (h *holds) remove(l *Lease) {
+func (h *heldPeers) remove(l *Lease) {
 	if _, held := h.until[l.Key]; !held {
 		return
 	}
 	if len(h.until) == 1 {
-		*h = holds{}
+		*h = heldPeers{}
 		return
 	}
 	delete(h.until, l.Key)
 	for _, e := range l.Endpoints {
 		if e.Subnet.IsValid() {
-			h.subnets.Modify(e.Subnet, func(keys []string, _ bool) ([]string, bool) {
+			h.bySubnet.Modify(e.Subnet, func(keys []string, _ bool) ([]string, bool) {
 				keys = without(keys, l.Key)
 				return keys, len(keys) == 0
 			})
 		}
-		if keys := without(h.publics[e.PublicIP], l.Key); len(keys) > 0 {
-			h.publics[e.PublicIP] = keys
+		if keys := without(h.byPublicIP[e.PublicIP], l.Key); len(keys) > 0 {
+			h.byPublicIP[e.PublicIP] = keys
 		} else {
-			delete(h.publics, e.PublicIP)
+			delete(h.byPublicIP, e.PublicIP)
 		}
 	}
 }
 
-// know counts the endpoints of all peers of the ledger, if one of them is held.
-func (h *holds) know(peers map[string]known) {
+// countAll counts the endpoints of all peers of the ledger, if one of them is held.
+func (h *heldPeers) countAll(peers map[string]knownLease) {
 	if len(h.until) == 0 {
 		return
 	}
-	h.homes = make(map[home]int, len(peers))
+	h.locations = make(map[location]int, len(peers))
 	for _, p := range peers {
 		h.count(p.Lease, 1)
 	}
 }
 
-// count notes that the ledger knows a peer, with n = 1, or that it does not any more, with
+// count counts the endpoints of a peer that the ledger has added, with n = 1, or removed, with
 // n = -1.
-func (h *holds) count(l *Lease, n int) {
-	if h.homes == nil {
+func (h *heldPeers) count(l *Lease, n int) {
+	if h.locations == nil {
 		return
 	}
 	for _, e := range l.Endpoints {
-		if h.homes[homeOf(e)] += n; h.homes[homeOf(e)] == 0 {
-			delete(h.homes, homeOf(e))
+		if h.locations[locationOf(e)] += n; h.locations[locationOf(e)] == 0 {
+			delete(h.locations, locationOf(e))
 		}
 	}
 }
@@ -104,7 +106,7 @@ func (h *holds) count(l *Lease, n int) {
 // contradictedBy returns the keys of held peers that the changed leases contradict, in the
 // sense of contradictions. Leases that have not changed were compared before. A peer that the
 // store has is not contradicted.
-func (h *holds) contradictedBy(u Update) []string {
+func (h *heldPeers) contradictedBy(u Update) []string {
 	if len(h.until) == 0 {
 		return nil
 	}
@@ -115,15 +117,15 @@ func (h *holds) contradictedBy(u Update) []string {
 		}
 		for _, e := range lease.Endpoints {
 			if e.Subnet.IsValid() {
-				for _, keys := range h.subnets.Supernets(e.Subnet) {
+				for _, keys := range h.bySubnet.Supernets(e.Subnet) {
 					found = append(found, keys...)
 				}
-				for _, keys := range h.subnets.Subnets(e.Subnet) {
+				for _, keys := range h.bySubnet.Subnets(e.Subnet) {
 					found = append(found, keys...)
 				}
 			}
-			if sendable(e.PublicIP) && h.homes[homeOf(e)] == 0 {
-				found = append(found, h.publics[e.PublicIP]...)
+			if isSpecified(e.PublicIP) && h.locations[locationOf(e)] == 0 {
+				found = append(found, h.byPublicIP[e.PublicIP]...)
 			}
 		}
 	}
@@ -134,7 +136,7 @@ func (h *holds) contradictedBy(u Update) []string {
 }
 
 // shorten limits all times to one TTL from now: the clock may have been set back.
-func (h *holds) shorten(now time.Time) {
+func (h *heldPeers) shorten(now time.Time) {
 	latest := now.Add(TTL)
 	if !h.latest.After(latest) {
 		return
@@ -151,7 +153,7 @@ func (h *holds) shorten(now time.Time) {
 }
 
 // expired returns the keys whose time is over.
-func (h *holds) expired(now time.Time) (keys []string) {
+func (h *heldPeers) expired(now time.Time) (keys []string) {
 	if len(h.until) == 0 || now.Before(h.earliest) {
 		return nil
 	}

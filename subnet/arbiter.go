@@ -14,7 +14,7 @@ import (
 
 // Refusal is the reason why a lease, or one address family of it, is not used.
 type Refusal struct {
-	Key    string // the lease's
+	Key    string // of the lease
 	Reason string // one line
 }
 
@@ -27,37 +27,38 @@ type Claimant struct {
 
 // Arbiter decides which leases may be programmed, and gives the reasons against the others. If
 // leases contradict each other, all nodes decide alike, because the order of leases is total:
-// the own lease, then the one that came into the store first, then by key. The arbiter judges
+// the own lease, then the one that came into the store first, then by key. The arbiter validates
 // each family by itself: it may accept a lease with one family and refuse the other. It silently
 // drops endpoints of families that the configuration does not enable. Several leases may have
-// one public address, because the arbiter cannot know which host has it now.
+// one public address, because the arbiter cannot know which host has it now. An
+// Arbiter is not safe for concurrent use.
 type Arbiter struct {
 	cfg Config
 	own Claimant
 
-	claimed    *index            // subnets, and public addresses as prefixes of full length; no two overlap
-	sharing    sharing           // public addresses that several accepted leases have
-	identities map[string]string // key of the lease that has the identity
-	accepted   map[string]*Lease
-	carried    map[string][]string // identities of accepted ones, by key
-	contested  map[string]Claimant // refused because of another lease
-	refused    map[string][]string // reasons
+	prefixes     *prefixTable      // subnets, and public addresses as prefixes of full length; no two overlap
+	shared       sharedPublicIPs   // public addresses that several accepted leases have
+	identities   map[string]string // key of the lease that has the identity
+	accepted     map[string]*Lease
+	identitiesOf map[string][]string // of accepted leases, by key
+	contested    map[string]Claimant // refused because of another lease
+	refused      map[string][]string // reasons
 }
 
 // NewArbiter returns an arbiter that knows only the own lease.
 func NewArbiter(cfg Config, own Claimant) *Arbiter {
-	a := &Arbiter{cfg: cfg, own: own, sharing: newSharing()}
+	a := &Arbiter{cfg: cfg, own: own, shared: newSharedPublicIPs()}
 	a.Reset(nil)
 	return a
 }
 
-// Reset replaces all claimants and judges them.
+// Reset replaces all claimants and decides about each of them.
 func (a *Arbiter) Reset(all []Claimant) {
-	a.settleAll(all)
+	a.admitAll(all)
 	if len(a.contested) == 0 { // no leases contradict each other, so their order does not matter
 		return
 	}
-	a.settleAll(slices.SortedFunc(slices.Values(all), func(x, y Claimant) int { return compareAge(x.Lease, y.Lease) }))
+	a.admitAll(slices.SortedFunc(slices.Values(all), func(x, y Claimant) int { return compareAge(x.Lease, y.Lease) }))
 }
 
 // compareAge orders leases by the time at which they came into the store.
@@ -65,47 +66,47 @@ func compareAge(x, y *Lease) int {
 	return cmp.Or(cmp.Compare(x.Order, y.Order), cmp.Compare(x.Key, y.Key))
 }
 
-// settleAll forgets all decisions and settles the claimants in their order.
-func (a *Arbiter) settleAll(all []Claimant) {
+// admitAll discards all decisions and admits or refuses the claimants in their order.
+func (a *Arbiter) admitAll(all []Claimant) {
 	n, marked := len(all), 0
 	for _, c := range all {
 		marked += len(c.Identities)
 	}
-	a.claimed, a.identities = new(index), make(map[string]string, marked)
-	a.sharing.reset()
-	a.accepted, a.carried = make(map[string]*Lease, n), make(map[string][]string, min(n, marked))
+	a.prefixes, a.identities = new(prefixTable), make(map[string]string, marked)
+	a.shared.reset()
+	a.accepted, a.identitiesOf = make(map[string]*Lease, n), make(map[string][]string, min(n, marked))
 	a.contested, a.refused = map[string]Claimant{}, map[string][]string{}
 	for _, c := range all {
-		a.settle(c)
+		a.admit(c)
 	}
 }
 
-// Change judges one lease again. A lease without endpoints is gone. The cost does not depend on
-// the number of leases. Change returns false if the change may affect other leases, because one
+// Change decides about one lease again. A lease without endpoints is gone. The cost does not depend
+// on the number of leases. Change returns false if the change may affect other leases, because one
 // of them is contested: the caller must call Reset then.
 func (a *Arbiter) Change(c Claimant) bool {
 	key := c.Lease.Key
 	lease, had := a.accepted[key]
-	old := Claimant{lease, a.carried[key]}
+	old := Claimant{lease, a.identitiesOf[key]}
 	if had {
-		a.release(old)
+		a.withdraw(old)
 	}
 	delete(a.contested, key)
 	delete(a.refused, key)
 	for _, other := range a.contested {
-		if had && touch(old, other) || touch(c, other) {
+		if had && conflicts(old, other) || conflicts(c, other) {
 			return false
 		}
 	}
 	if len(c.Lease.Endpoints) > 0 {
-		a.settle(c)
+		a.admit(c)
 	}
 	_, contested := a.contested[key]
 	return !contested
 }
 
-// touch reports whether x and y contradict each other.
-func touch(x, y Claimant) bool {
+// conflicts reports whether x and y contradict each other.
+func conflicts(x, y Claimant) bool {
 	for _, e := range x.Lease.Endpoints {
 		for _, f := range y.Lease.Endpoints {
 			if e.Subnet.Overlaps(f.Subnet) || e.Subnet.Contains(f.PublicIP) || f.Subnet.Contains(e.PublicIP) {
@@ -121,9 +122,9 @@ func touch(x, y Claimant) bool {
 // with the claimants.
 func (a *Arbiter) Accepted() map[string]*Lease { return a.accepted }
 
-// SharingNews returns the public addresses that several accepted leases have begun to share, or
+// SharedChanges returns the public addresses that several accepted leases have begun to share, or
 // share no longer, since the last call. Its cost depends on the number of these addresses.
-func (a *Arbiter) SharingNews() []Shared { return a.sharing.news() }
+func (a *Arbiter) SharedChanges() []SharedPublicIP { return a.shared.changes() }
 
 // Refused returns the reasons why the lease, or a family of it, may not be programmed; nil if
 // there is none.
@@ -140,27 +141,27 @@ func (a *Arbiter) AllRefused() []Refusal {
 	return all
 }
 
-// settle accepts or refuses c, given the claims that were accepted before.
-func (a *Arbiter) settle(c Claimant) {
+// admit accepts or refuses c, given the leases that were accepted before.
+func (a *Arbiter) admit(c Claimant) {
 	if i := slices.IndexFunc(c.Identities, func(id string) bool { return slices.Contains(a.own.Identities, id) }); i >= 0 {
 		a.refuse(c, fmt.Sprintf("its %s is that of this node", c.Identities[i]), "")
 		return
 	}
 	var room [2]Endpoint // one for each family
-	kept, judged := room[:0], false
+	kept, enabled := room[:0], false
 	for _, e := range c.Lease.Endpoints {
-		n, enabled := a.cfg.Network(e.Family())
-		if !enabled {
+		n, ok := a.cfg.Network(e.Family())
+		if !ok {
 			continue
 		}
-		judged = true
-		if reason, by := a.judge(n, e); reason != "" {
+		enabled = true
+		if reason, by := a.validate(n, e); reason != "" {
 			a.refuse(c, reason, by)
 		} else {
 			kept = append(kept, e)
 		}
 	}
-	if !judged {
+	if !enabled {
 		a.refuse(c, "has no subnet of an enabled address family", "")
 	}
 	if len(kept) == 0 {
@@ -177,7 +178,7 @@ func (a *Arbiter) settle(c Claimant) {
 		less.Endpoints = slices.Clone(kept)
 		c.Lease = &less
 	}
-	a.claim(c)
+	a.accept(c)
 }
 
 // refuse records a reason. by is the key of the lease whose end would remove the reason, or
@@ -189,34 +190,36 @@ func (a *Arbiter) refuse(c Claimant, reason, by string) {
 	}
 }
 
-func (a *Arbiter) claim(c Claimant) {
+// accept makes c an accepted lease.
+func (a *Arbiter) accept(c Claimant) {
 	key := c.Lease.Key
 	a.accepted[key] = c.Lease
 	if len(c.Identities) > 0 {
-		a.carried[key] = c.Identities
+		a.identitiesOf[key] = c.Identities
 	}
 	for _, e := range c.Lease.Endpoints {
-		a.claimed.add(e.Subnet, holder{lease: c.Lease, family: e.Family()})
-		host := holder{lease: c.Lease, family: e.Family(), public: true}
-		if other, taken := a.claimed.get(prefix.Host(e.PublicIP)); taken {
-			host.lease = a.sharing.join(e.PublicIP, other.lease, c.Lease)
+		a.prefixes.add(e.Subnet, prefixOwner{lease: c.Lease, family: e.Family()})
+		host := prefixOwner{lease: c.Lease, family: e.Family(), public: true}
+		if other, taken := a.prefixes.get(prefix.Host(e.PublicIP)); taken {
+			host.lease = a.shared.add(e.PublicIP, other.lease, c.Lease)
 		}
-		a.claimed.add(prefix.Host(e.PublicIP), host)
+		a.prefixes.add(prefix.Host(e.PublicIP), host)
 	}
 	for _, id := range c.Identities {
 		a.identities[id] = key
 	}
 }
 
-func (a *Arbiter) release(c Claimant) {
+// withdraw reverses accept.
+func (a *Arbiter) withdraw(c Claimant) {
 	delete(a.accepted, c.Lease.Key)
-	delete(a.carried, c.Lease.Key)
+	delete(a.identitiesOf, c.Lease.Key)
 	for _, e := range c.Lease.Endpoints {
-		a.claimed.remove(e.Subnet)
-		if left := a.sharing.leave(e.PublicIP, c.Lease); left != nil {
-			a.claimed.add(prefix.Host(e.PublicIP), holder{lease: left, family: e.Family(), public: true})
+		a.prefixes.remove(e.Subnet)
+		if left := a.shared.remove(e.PublicIP, c.Lease); left != nil {
+			a.prefixes.add(prefix.Host(e.PublicIP), prefixOwner{lease: left, family: e.Family(), public: true})
 		} else {
-			a.claimed.remove(prefix.Host(e.PublicIP))
+			a.prefixes.remove(prefix.Host(e.PublicIP))
 		}
 	}
 	for _, id := range c.Identities {
@@ -224,9 +227,9 @@ func (a *Arbiter) release(c Claimant) {
 	}
 }
 
-// judge returns the reason why e may not be programmed, or an empty string. by is the key of the
-// lease that it contradicts, if that is the reason.
-func (a *Arbiter) judge(n Network, e Endpoint) (reason, by string) {
+// validate returns the reason why e may not be programmed, or an empty string. n is the network of
+// its family. by is the key of the lease that e contradicts, if that is the reason.
+func (a *Arbiter) validate(n Network, e Endpoint) (reason, by string) {
 	s, public := e.Subnet, e.PublicIP
 	if !prefix.Contains(n.Prefix, s) {
 		return fmt.Sprintf("%s is outside the Network %s", s, n.Prefix), ""
@@ -239,13 +242,13 @@ func (a *Arbiter) judge(n Network, e Endpoint) (reason, by string) {
 	if why := unusable(e); why != "" {
 		return why, ""
 	}
-	if why := a.judgeByOwn(e); why != "" {
+	if why := a.conflictWithOwn(e); why != "" {
 		return why, ""
 	}
-	if h, found := a.claimed.find(prefix.Host(public)); found && !h.public {
+	if h, found := a.prefixes.find(prefix.Host(public)); found && !h.public {
 		return fmt.Sprintf("%s has public IP %s, which lies in %s, which was there first", s, public, h), h.lease.Key
 	}
-	switch h, found := a.claimed.find(s); {
+	switch h, found := a.prefixes.find(s); {
 	case found && h.public:
 		return fmt.Sprintf("%s contains the public IP of %s, which was there first", s, h), h.lease.Key
 	case found:
@@ -254,8 +257,8 @@ func (a *Arbiter) judge(n Network, e Endpoint) (reason, by string) {
 	return "", ""
 }
 
-// judgeByOwn returns how e contradicts the own lease, or an empty string.
-func (a *Arbiter) judgeByOwn(e Endpoint) string {
+// conflictWithOwn returns how e contradicts the own lease, or an empty string.
+func (a *Arbiter) conflictWithOwn(e Endpoint) string {
 	for _, own := range a.own.Lease.Endpoints {
 		switch s, public := e.Subnet, e.PublicIP; {
 		case public == own.PublicIP:

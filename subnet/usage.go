@@ -7,19 +7,18 @@ import (
 	"net/netip"
 )
 
-// Use contains the numbers of subnets of a pool. A number that does not fit is
-// math.MaxUint64.
-type Use struct {
+// Usage contains the numbers of subnets of a pool. A number that does not fit is math.MaxUint64.
+type Usage struct {
 	Free     uint64 // overlap no lease
 	Leased   uint64
 	Reserved uint64 // by a lease that does not expire
 }
 
-// Use returns how the pool is used by leases. A lease of another length uses all subnets that it
-// overlaps. A subnet that is reserved and leased counts as reserved.
-func (p Pool) Use(leases []Lease) Use {
+// Usage counts the pool's subnets, given all leases. A lease of another length uses all subnets
+// that it overlaps. A subnet that is reserved and leased counts as reserved.
+func (p Pool) Usage(leases []Lease) Usage {
 	if !p.first.IsValid() {
-		return Use{}
+		return Usage{}
 	}
 	var reserved, all []netip.Prefix
 	for _, l := range leases {
@@ -31,7 +30,7 @@ func (p Pool) Use(leases []Lease) Use {
 		}
 	}
 	kept, taken := p.covered(reserved), p.covered(all)
-	return Use{
+	return Usage{
 		Free: saturated(new(big.Int).Sub(p.Size(), taken)), Leased: saturated(new(big.Int).Sub(taken, kept)), Reserved: saturated(kept),
 	}
 }
@@ -45,6 +44,7 @@ func (p Pool) covered(taken []netip.Prefix) *big.Int {
 	return n
 }
 
+// saturated returns n, or math.MaxUint64 if n does not fit.
 func saturated(n *big.Int) uint64 {
 	if !n.IsUint64() {
 		return 1<<64 - 1

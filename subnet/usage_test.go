@@ -11,24 +11,24 @@ import (
 	"github.com/google/go-cmp/cmp"
 )
 
-func TestPoolUse(t *testing.T) {
+func TestPoolUsage(t *testing.T) {
 	lease := func(subnet string, permanent bool) Lease {
 		return Lease{Permanent: permanent, Endpoints: []Endpoint{{Subnet: netip.MustParsePrefix(subnet)}}}
 	}
 	for _, tc := range []struct {
 		name, config string
 		leases       []Lease
-		want         Use
+		want         Usage
 	}{
-		{"nobody", `{"Network":"10.5.0.0/16"}`, nil, Use{Free: 255}},
+		{"no lease", `{"Network":"10.5.0.0/16"}`, nil, Usage{Free: 255}},
 		{"leases and reservations", `{"Network":"10.5.0.0/16"}`,
-			[]Lease{lease("10.5.1.0/24", false), lease("10.5.2.0/24", true), lease("10.5.9.0/24", false)}, Use{252, 2, 1}},
+			[]Lease{lease("10.5.1.0/24", false), lease("10.5.2.0/24", true), lease("10.5.9.0/24", false)}, Usage{252, 2, 1}},
 		{"outside, of the other family, and not known", `{"Network":"10.5.0.0/16"}`,
-			[]Lease{lease("10.6.1.0/24", false), lease("fd00::/64", false), {Endpoints: []Endpoint{{}}}}, Use{Free: 255}},
-		{"another length", `{"Network":"10.5.0.0/16"}`, []Lease{lease("10.5.8.0/22", false), lease("10.5.12.0/26", true)}, Use{250, 4, 1}},
-		{"twice", `{"Network":"10.5.0.0/16"}`, []Lease{lease("10.5.8.0/24", false), lease("10.5.8.0/24", true)}, Use{254, 0, 1}},
+			[]Lease{lease("10.6.1.0/24", false), lease("fd00::/64", false), {Endpoints: []Endpoint{{}}}}, Usage{Free: 255}},
+		{"another length", `{"Network":"10.5.0.0/16"}`, []Lease{lease("10.5.8.0/22", false), lease("10.5.12.0/26", true)}, Usage{250, 4, 1}},
+		{"twice", `{"Network":"10.5.0.0/16"}`, []Lease{lease("10.5.8.0/24", false), lease("10.5.8.0/24", true)}, Usage{254, 0, 1}},
 		{"huge", `{"EnableIPv4":false,"EnableIPv6":true,"IPv6Network":"fd00::/16","IPv6SubnetLen":120}`,
-			[]Lease{lease("fd00:0:0:1::/120", false)}, Use{math.MaxUint64, 1, 0}},
+			[]Lease{lease("fd00:0:0:1::/120", false)}, Usage{math.MaxUint64, 1, 0}},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			cfg, _, err := ParseConfig([]byte(tc.config))
@@ -39,12 +39,12 @@ func TestPoolUse(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			if diff := cmp.Diff(tc.want, pools[0].Use(tc.leases)); diff != "" {
+			if diff := cmp.Diff(tc.want, pools[0].Usage(tc.leases)); diff != "" {
 				t.Error(diff)
 			}
 		})
 	}
-	if got := (Pool{}).Use([]Lease{lease("10.5.8.0/24", false)}); got != (Use{}) {
+	if got := (Pool{}).Usage([]Lease{lease("10.5.8.0/24", false)}); got != (Usage{}) {
 		t.Error(fmt.Sprint("the zero pool: ", got))
 	}
 }
