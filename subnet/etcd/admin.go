@@ -153,7 +153,7 @@ func (a *Admin) Reserve(ctx context.Context, c subnet.Claim) (key string, err er
 		case e.Lease.Key == key:
 		case overlaps(e.Lease, subnets):
 			return "", fmt.Errorf("reserve %s: it overlaps %s of %s", key, e.Lease.Key, named(e.Lease))
-		case e.Lease.Permanent && carries(e.Lease, identity(c)):
+		case e.Lease.Permanent && hasPublicIP(e.Lease, identity(c)):
 			return "", fmt.Errorf("reserve %s: %s has the reservation %s, which has to end first", key, identity(c), e.Lease.Key)
 		}
 	}
@@ -163,7 +163,7 @@ func (a *Admin) Reserve(ctx context.Context, c subnet.Claim) (key string, err er
 		return key, a.swap(ctx, "reserve", a.m.dir+key, 0, clientv3.OpPut(a.m.dir+key, string(value)))
 	case err != nil:
 		return "", err
-	case have.err != nil || !carries(have.lease, identity(c)):
+	case have.err != nil || !hasPublicIP(have.lease, identity(c)):
 		return "", fmt.Errorf("reserve %s: it belongs to %s", key, named(have.lease))
 	case have.leaseID == 0:
 		return key, nil

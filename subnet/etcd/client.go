@@ -30,8 +30,8 @@ import (
 	"github.com/flanneld/flanneld/pkg/wait"
 )
 
-// client owns the connection: which endpoint it leads to, the login that its requests
-// carry, and when either is given up. It connects when it is first needed.
+// client owns the connection: it decides to which endpoint it leads, which login its requests
+// have, and when both are replaced. It connects when it is first needed.
 type client struct {
 	cfg    clientv3.Config
 	timing *timing
@@ -40,7 +40,7 @@ type client struct {
 	ctx context.Context //nolint:containedctx // ends with close, and with it connections and a login in progress
 	end context.CancelFunc
 
-	hosts atomic.Int64 // how many there are, as far as is known
+	hosts atomic.Int64 // number of hosts in the network, as known; for turn
 
 	mu        sync.Mutex
 	endpoints []string // in the order in which the next connection tries them
@@ -219,10 +219,10 @@ func (c *client) turn(ctx context.Context) error {
 	return wait.For(ctx, rand.N(time.Duration(c.hosts.Load())*c.timing.spread+1))
 }
 
-// judge takes in how a request that was made on conn at that time ended, and gives the
-// connection up if its member is of no use now: the next one begins with another endpoint.
-// ctx is the caller's.
-func (c *client) judge(ctx context.Context, conn *connection, made time.Time, err error) {
+// observe records the result of a request that was made on conn at that time. It closes the
+// connection if its member does not work: the next connection tries another endpoint first. ctx is
+// the caller's.
+func (c *client) observe(ctx context.Context, conn *connection, made time.Time, err error) {
 	switch code := codeOf(err); {
 	case ctx.Err() != nil:
 	case isAnswer(code):
@@ -234,7 +234,7 @@ func (c *client) judge(ctx context.Context, conn *connection, made time.Time, er
 	}
 }
 
-// isAnswer reports whether a request that ended so was answered by a member that works.
+// isAnswer reports whether code is the answer of a member that works.
 func isAnswer(code codes.Code) bool {
 	switch code {
 	case codes.Unavailable, codes.DeadlineExceeded, codes.Canceled, codes.Internal, codes.DataLoss, codes.Unknown:
@@ -244,8 +244,8 @@ func isAnswer(code codes.Code) bool {
 	}
 }
 
-// fail gives conn up, if it is still in use, and puts the first endpoint last. That is the
-// one that failed, unless it did not accept the connection in the first place.
+// fail closes conn, if it is still in use, and moves the first endpoint to the end. That is the
+// endpoint of conn, unless that endpoint did not accept the connection.
 func (c *client) fail(conn *connection) {
 	c.mu.Lock()
 	inUse := c.conn == conn && !c.done
@@ -259,8 +259,8 @@ func (c *client) fail(conn *connection) {
 	}
 }
 
-// get returns the connection when there is a login for its requests. token is what they
-// will carry.
+// get returns the connection when there is a login for its requests. token is the token that they
+// will have.
 func (c *client) get(ctx context.Context) (conn *connection, token string, err error) {
 	if c.login != nil {
 		ctx, cancel := context.WithTimeout(ctx, c.timing.request)
@@ -273,7 +273,7 @@ func (c *client) get(ctx context.Context) (conn *connection, token string, err e
 	return conn, token, err
 }
 
-// authenticate asks for a token. It is empty where etcd wants none.
+// authenticate requests a token. It is empty if etcd does not require one.
 func (c *client) authenticate() (token string, err error) {
 	conn, err := c.connect()
 	if err != nil {
@@ -283,7 +283,7 @@ func (c *client) authenticate() (token string, err error) {
 	defer cancel()
 	made := time.Now()
 	resp, err := conn.Authenticate(ctx, c.login.name, c.login.password)
-	c.judge(c.ctx, conn, made, err)
+	c.observe(c.ctx, conn, made, err)
 	switch {
 	case errors.Is(err, rpctypes.ErrAuthNotEnabled):
 		return "", nil
@@ -298,11 +298,11 @@ func (c *client) authenticate() (token string, err error) {
 // more.
 func (c *client) do(ctx context.Context, deadline time.Duration, request func(context.Context, *clientv3.Client) error) error {
 	token, err := c.try(ctx, deadline, request)
-	if c.login == nil || !c.login.judge(token, err) {
+	if c.login == nil || !c.login.observe(token, err) {
 		return err
 	}
 	token, err = c.try(ctx, deadline, request)
-	c.login.judge(token, err)
+	c.login.observe(token, err)
 	return err
 }
 
@@ -316,7 +316,7 @@ func (c *client) try(ctx context.Context, deadline time.Duration, request func(c
 	defer cancel()
 	made := time.Now()
 	err = request(inner, conn.Client)
-	c.judge(ctx, conn, made, err)
+	c.observe(ctx, conn, made, err)
 	return token, err
 }
 

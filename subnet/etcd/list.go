@@ -59,8 +59,8 @@ type listing struct {
 	entries []entry
 	store   subnet.StoreID
 	read    time.Time
-	// restored is set if the listing is the last known state of a former run, brought up to
-	// date: see view.restored.
+	// restored is set if the listing is the last known state of an earlier run, brought up to
+	// date: see leaseCache.restored.
 	restored int64
 }
 
@@ -165,8 +165,8 @@ func identity(c subnet.Claim) netip.Addr {
 	return netip.Addr{}
 }
 
-// carries reports whether a lease belongs to the node with address who.
-func carries(l subnet.Lease, who netip.Addr) bool {
+// hasPublicIP reports whether a lease belongs to the node with address who.
+func hasPublicIP(l subnet.Lease, who netip.Addr) bool {
 	return slices.ContainsFunc(l.Endpoints, func(e subnet.Endpoint) bool { return e.PublicIP == who })
 }
 
@@ -213,7 +213,7 @@ func (m *Manager) Recall(ctx context.Context, own subnet.Claim) (subnet.Claim, e
 	}
 	m.forAcquire.put(l)
 	who := identity(own)
-	ours := func(e entry) bool { return e.err == nil && carries(e.lease, who) || m.isResumed(e) }
+	ours := func(e entry) bool { return e.err == nil && hasPublicIP(e.lease, who) || m.isResumed(e) }
 	found := recalled(l.entries, ours, m.previous(own))
 	if found == nil {
 		return subnet.Claim{}, nil

@@ -30,15 +30,15 @@ type login struct {
 	retry          *wait.Backoff               // used by one login at a time
 
 	mu      sync.Mutex
-	token   string        // for requests; empty if etcd wants none
+	token   string        // for requests; empty if etcd does not require one
 	valid   bool          // false: the next request needs a login
-	worked  bool          // a request that carried the token was answered
+	worked  bool          // a request with the token was answered
 	before  bool          // there was a login before
 	err     error         // why there is no valid token
 	running chan struct{} // closed when the login in progress ends; nil if there is none
 }
 
-// errLoggingIn is the error of a request that was given up before the login had ended.
+// errLoggingIn is the error of a request whose deadline came before the end of the login.
 var errLoggingIn = errors.New("the login is still in progress")
 
 // get returns the token. If there is none it waits for a login, and starts one, which may
@@ -73,7 +73,7 @@ func (l *login) start(life context.Context) (valid bool, token string, running c
 		case l.worked:
 			l.retry.Reset()
 			pause = l.turn
-		case l.before: // it failed, or was good for nothing
+		case l.before: // it failed, or its token did not work
 			pause = func(ctx context.Context) error { return l.retry.Wait(ctx, 0) }
 		}
 		l.before, l.worked = true, false
@@ -95,9 +95,9 @@ func (l *login) run(life context.Context, pause func(context.Context) error) {
 	l.running = nil
 }
 
-// judge takes in how a request ended that carried token, and reports whether it was
-// refused for that: the next one needs a login, unless there was one meanwhile.
-func (l *login) judge(token string, err error) bool {
+// observe records the result of a request with token, and reports whether it was refused because of
+// the token: the next request needs a login then, unless there was one meanwhile.
+func (l *login) observe(token string, err error) bool {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	switch {
@@ -129,8 +129,8 @@ func refused(err error) bool {
 	return errors.Is(err, rpctypes.ErrInvalidAuthToken) || errors.Is(err, rpctypes.ErrAuthOldRevision) || errors.Is(err, rpctypes.ErrUserEmpty)
 }
 
-// GetRequestMetadata implements credentials.PerRPCCredentials. A login carries no token:
-// etcd 3.4 refuses it if that token has run out.
+// GetRequestMetadata implements credentials.PerRPCCredentials. A login is sent without a token,
+// because etcd 3.4 refuses it if the token has expired.
 func (l *login) GetRequestMetadata(ctx context.Context, _ ...string) (map[string]string, error) {
 	if info, ok := credentials.RequestInfoFromContext(ctx); ok && info.Method == pb.Auth_Authenticate_FullMethodName {
 		return nil, nil //nolint:nilnil // no metadata is valid

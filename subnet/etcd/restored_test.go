@@ -42,7 +42,7 @@ func (s *server) restore(tb testing.TB, backup string) {
 	s.start(tb)
 }
 
-// TestRestoredBackupHasAnOlderLease restores a backup that contains a former lease of a host,
+// TestRestoredBackupHasAnOlderLease restores a backup that contains an earlier lease of a host,
 // of another subnet, and not its present one. Peers accept the older of two leases with one
 // VTEP MAC, so the host must delete it when it takes its present subnet again.
 func TestRestoredBackupHasAnOlderLease(t *testing.T) {
@@ -68,17 +68,17 @@ func TestRestoredBackupHasAnOlderLease(t *testing.T) {
 				backup := f.backup(t)
 				f.delete(t, "subnets/"+before.Key)
 
-				m := f.manager(t, previous(tc.had...))
+				m := f.manager(t, withPrevious(tc.had...))
 				now := acquire(t, m, tc.claim)
 				if !slices.Equal(subnetsOf(now), prefixes(tc.had...)) {
 					t.Fatalf("took %v, want %v", subnetsOf(now), tc.had)
 				}
 				if running {
-					keeping(t, m, now)
+					startKeep(t, m, now)
 				}
 				f.restore(t, backup)
 				if !running {
-					again := acquire(t, f.manager(t, previous(tc.had...)), tc.claim)
+					again := acquire(t, f.manager(t, withPrevious(tc.had...)), tc.claim)
 					if again.Key != now.Key {
 						t.Errorf("took %s again, want %s", again.Key, now.Key)
 					}
@@ -114,7 +114,7 @@ func TestRetakeSparesOthers(t *testing.T) {
 	}
 	const older, reserved, younger = "10.5.5.0-24&fd00:10:5:5::-64", "10.5.6.0-24&fd00:10:5:6::-64", "10.5.7.0-24&fd00:10:5:7::-64"
 	const own = `{"PublicIP":"192.0.2.1","PublicIPv6":"2001:db8::1"}`
-	m := f.manager(t, previous("10.5.77.0/24", "fd00:10:5:77::/64"))
+	m := f.manager(t, withPrevious("10.5.77.0/24", "fd00:10:5:77::/64"))
 	l := acquire(t, m, claim("192.0.2.1", "2001:db8::1"))
 	f.delete(t, "subnets/"+l.Key)
 	f.put(t, "subnets/"+older, own, f.grant(t, 60))
@@ -128,10 +128,10 @@ func TestRetakeSparesOthers(t *testing.T) {
 		t.Errorf("a lease that was made since the own one is gone")
 	}
 	f.put(t, "subnets/"+younger, own, f.grant(t, 60))
-	k := keeping(t, m, again)
+	k := startKeep(t, m, again)
 	f.delete(t, "subnets/"+l.Key)
 	eventually(t, "the own lease again, and the older one gone", func() bool {
-		k.running(t)
+		k.stillRuns(t)
 		old, _, _ := f.get(t, "subnets/"+older)
 		now, _, _ := f.get(t, "subnets/"+l.Key)
 		return old == "" && now != ""
@@ -150,9 +150,9 @@ func TestHostsOfOneAddressDoNotFight(t *testing.T) {
 	f.put(t, "config", configV4)
 	var leases []subnet.Lease
 	for _, s := range []string{"10.5.1.0/24", "10.5.2.0/24"} {
-		m := f.manager(t, previous(s))
+		m := f.manager(t, withPrevious(s))
 		l := acquire(t, m, claim("192.0.2.1"))
-		keeping(t, m, l)
+		startKeep(t, m, l)
 		leases = append(leases, l)
 	}
 	both := func() (first, second int64) {
@@ -189,10 +189,10 @@ func TestRetakeAcrossAChangeOfFamilies(t *testing.T) {
 	if now.Endpoints[0].Subnet != before.Endpoints[0].Subnet {
 		t.Fatalf("took %v, want %v", subnetsOf(now), subnetsOf(before))
 	}
-	k := keeping(t, m, now)
+	k := startKeep(t, m, now)
 	f.restore(t, backup)
 	eventually(t, "the present lease and not the former", func() bool {
-		k.running(t)
+		k.stillRuns(t)
 		resp, err := f.kv.Get(t.Context(), f.prefix+"/subnets/", clientv3.WithPrefix())
 		return err == nil && len(resp.Kvs) == 1 && string(resp.Kvs[0].Key) == f.prefix+"/subnets/"+now.Key
 	})

@@ -16,8 +16,7 @@ const (
 	sourceWatch  = "watch"
 )
 
-// report takes the outcome of an activity in. A connection that was given up
-// on purpose says nothing.
+// report records the outcome of an activity. It ignores connections that were closed on purpose.
 func (m *Manager) report(ctx context.Context, activity string, err error) {
 	if errors.Is(err, errClosed) || errors.Is(err, errRenewed) {
 		return

@@ -21,37 +21,37 @@ import (
 
 // watcher receives the responses of a watch.
 type watcher struct {
-	// on is called with every response; an error ends the watch. Everything up to the
-	// revision settled has been told for the first key, if it is not zero.
-	on func(resp *pb.WatchResponse, settled int64) error
+	// on is called with every response; an error ends the watch. If confirmed is not zero, all
+	// events of the first key up to that revision have come.
+	on func(resp *pb.WatchResponse, confirmed int64) error
 	// waits reports whether the caller needs an answer of the store soon. nil means that it never
 	// does.
 	waits func() bool
 	// checks turns verify on. One watch of a connection is enough.
 	checks bool
-	// probes asks for the server's revision as soon as a watch begins. A hasty server ends the
-	// watch with errHasty.
+	// probes asks for the server's revision as soon as a watch begins. The watch ends with
+	// errAnswersEarly if the server answers ahead of events.
 	probes bool
 }
 
-// errHasty ends a watch that probes: the server answers probes ahead of events.
-var errHasty = errors.New("the server answers probes before it has sent all events")
+// errAnswersEarly ends a watch that probes: the server answers probes ahead of events.
+var errAnswersEarly = errors.New("the server answers probes before it has sent all events")
 
 // stream is one call of Watch.
 type stream struct {
 	pb.Watch_WatchClient
-	sending sync.Mutex   // gRPC allows one sender at a time
-	reached atomic.Int64 // the highest revision that was named on the stream
-	told    wait.Signal  // reached has grown
-	hasty   bool         // the server answers probes at once, ahead of events
-	answers atomic.Bool  // the server has answered a probe, which etcd's grpc-proxy never does
+	sending      sync.Mutex   // gRPC allows one sender at a time
+	reached      atomic.Int64 // the highest revision that was named on the stream
+	advanced     wait.Signal  // reached has grown
+	answersEarly bool         // the server answers probes at once, ahead of events
+	answers      atomic.Bool  // the server has answered a probe, which etcd's grpc-proxy never does
 }
 
 // follow watches keys on one stream until that fails. A connection that is dead ends the
 // watch in seconds, because gRPC sends pings over it, which cost the store nothing. A
 // server that lives and is silent is found by the progress notifications that it sends
 // every ten minutes: a stream that stays quiet for longer, or for as long as idle while
-// something waits, is probed, and errStalled if it does not answer in grace. A server
+// something waits, is probed, and ends with errStalled if it does not answer in timing.probeAnswer. A server
 // that does send notifications and is behind the store is found by verify. The library's
 // own watch reconnects by itself and so hides outages, and the store behind it may be
 // another one afterwards.
@@ -85,7 +85,7 @@ func (m *Manager) follow(ctx context.Context, keys []string, next int64, w watch
 		return cause
 	}
 	if broken, ok := errors.AsType[*brokenError](err); ok {
-		m.client.judge(ctx, conn, time.Now(), broken.error)
+		m.client.observe(ctx, conn, time.Now(), broken.error)
 		return explain(m.cfg.Endpoints, m.timing.request, broken.error)
 	}
 	return err
@@ -100,11 +100,11 @@ func open(ctx context.Context, conn *connection, keys []string, next int64) (*st
 	if err != nil {
 		return nil, &brokenError{err}
 	}
-	s := &stream{Watch_WatchClient: watch, told: wait.NewSignal()}
-	s.probe() // see hasty
+	s := &stream{Watch_WatchClient: watch, advanced: wait.NewSignal()}
+	s.probe() // see answersEarly
 	for i, key := range keys {
 		r := watchRequest(key, next)
-		r.GetCreateRequest().ProgressNotify = i == 0 // one word is enough for all
+		r.GetCreateRequest().ProgressNotify = i == 0 // one notification is sufficient for all keys
 		if err := s.send(r); err != nil {
 			return nil, &brokenError{err}
 		}
@@ -155,17 +155,17 @@ func (m *Manager) receive(s *stream, watchdog *time.Timer, w watcher) error {
 		if !created {
 			// Before 3.4.25 and 3.5.8 etcd answers a probe at once, even on a stream without a
 			// watch. Later versions wait until the watches have sent all events.
-			s.hasty = true
+			s.answersEarly = true
 			if w.probes {
-				return errHasty
+				return errAnswersEarly
 			}
 			continue
 		}
 		if resp.Created && w.probes {
 			s.probe()
 		}
-		s.reach(resp.Header.Revision)
-		if err := w.on(resp, s.settled(resp)); err != nil {
+		s.advance(resp.Header.Revision)
+		if err := w.on(resp, s.confirmed(resp)); err != nil {
 			return err
 		}
 		quiet := m.timing.quiet
@@ -173,30 +173,30 @@ func (m *Manager) receive(s *stream, watchdog *time.Timer, w watcher) error {
 			quiet = m.timing.idle
 		}
 		probe.Reset(quiet)
-		watchdog.Reset(quiet + m.timing.grace)
+		watchdog.Reset(quiet + m.timing.probeAnswer)
 	}
 }
 
-// settled returns the revision up to which the server has told everything, of the first key
-// at least, which is the one that it sends notifications for. It is zero if resp does not say.
-func (s *stream) settled(resp *pb.WatchResponse) int64 {
-	if resp.Created || len(resp.Events) > 0 || resp.WatchId == clientv3.InvalidWatchID && s.hasty {
+// confirmed returns the revision up to which the server has sent all events, at least those of the
+// first key, for which it sends notifications. It is zero if resp does not say.
+func (s *stream) confirmed(resp *pb.WatchResponse) int64 {
+	if resp.Created || len(resp.Events) > 0 || resp.WatchId == clientv3.InvalidWatchID && s.answersEarly {
 		return 0
 	}
 	return resp.Header.Revision
 }
 
-// reach records a revision that the server has named.
-func (s *stream) reach(revision int64) {
+// advance records a revision that the server has named.
+func (s *stream) advance(revision int64) {
 	if revision <= s.reached.Load() {
 		return
 	}
 	s.reached.Store(revision)
-	s.told.Send()
+	s.advanced.Send()
 }
 
-// verify asks for the store's revision every few minutes, and returns an error when it gets
-// none or the stream does not come to it in grace. A member whose disk hangs answers pings
+// verify reads the store's revision every few minutes, and returns an error when it cannot read it
+// or the stream does not reach it in timing.probeAnswer. A member whose disk hangs answers pings
 // and sends progress notifications, of the revision at which it is stuck, but it cannot
 // answer a linearizable read: for that it has to have applied what the others have agreed on.
 // Behind a proxy the stream may end at another member than the read.
@@ -213,7 +213,7 @@ func (m *Manager) verify(ctx context.Context, s *stream) error {
 			return err
 		}
 		s.probe()
-		if err := m.arrive(ctx, s, head); err != nil {
+		if err := m.awaitRevision(ctx, s, head); err != nil {
 			return err
 		}
 	}
@@ -231,17 +231,17 @@ func (m *Manager) head(ctx context.Context) (revision int64, err error) {
 	return revision, err
 }
 
-// arrive waits until the stream has come to a revision. Without answers to probes, as behind
-// etcd's grpc-proxy, only the next notification tells how far the stream has come.
-func (m *Manager) arrive(ctx context.Context, s *stream, revision int64) error {
-	limit := m.timing.grace
+// awaitRevision waits until the stream has reached a revision. Without answers to probes, as behind
+// etcd's grpc-proxy, only the next notification says how far the stream has come.
+func (m *Manager) awaitRevision(ctx context.Context, s *stream, revision int64) error {
+	limit := m.timing.probeAnswer
 	timer := time.NewTimer(limit)
 	defer timer.Stop()
 	for s.reached.Load() < revision {
 		select {
 		case <-ctx.Done():
 			return nil
-		case <-s.told:
+		case <-s.advanced:
 		case <-timer.C:
 			if rest := m.timing.quiet - limit; rest > 0 && !s.answers.Load() {
 				timer.Reset(rest)

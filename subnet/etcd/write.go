@@ -21,7 +21,7 @@ type grant struct {
 	early   float64 // the part of the time until its renewal by which that comes earlier: at most a tenth
 }
 
-// errNoGrant says that an etcd lease has run out or never was.
+// errNoGrant means that an etcd lease has expired or never existed.
 var errNoGrant = errors.New("etcd lease is gone")
 
 // newGrant returns a grant that was given at start. Hosts that got theirs together renew
@@ -30,8 +30,8 @@ func newGrant(id clientv3.LeaseID, start time.Time, ttl time.Duration) grant {
 	return grant{id, ttl, start.Add(ttl), rand.Float64() / 10}
 }
 
-// provide makes sure that spare is an etcd lease.
-func (m *Manager) provide(ctx context.Context, spare *grant) error {
+// ensureGrant makes spare an etcd lease if it is none.
+func (m *Manager) ensureGrant(ctx context.Context, spare *grant) error {
 	if spare.id != 0 {
 		return nil
 	}
@@ -46,8 +46,8 @@ func (m *Manager) provide(ctx context.Context, spare *grant) error {
 	})
 }
 
-// unspoiled forgets a spare etcd lease if err says that it is gone, and returns err.
-func unspoiled(spare *grant, err error) error {
+// forgetIfGone forgets a spare etcd lease if err says that it is gone, and returns err.
+func forgetIfGone(spare *grant, err error) error {
 	if errors.Is(err, rpctypes.ErrLeaseNotFound) {
 		*spare = grant{}
 	}

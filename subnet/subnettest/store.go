@@ -23,7 +23,7 @@ type Store struct {
 	id       int
 	revision int64
 	config   string
-	leases  map[string]storedLease
+	leases   map[string]storedLease
 	changed  chan struct{} // closed and replaced at every change
 }
 

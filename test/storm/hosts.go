@@ -53,7 +53,7 @@ type Hosts struct {
 	registry *registry
 	hosts    map[int]*host
 	former   map[int]subnet.Lease // leases of hosts that do not run
-	leases   etcd.Shared
+	leases   etcd.Interner
 	// reference is the host whose knowledge of the others is saved, and is the last known state of every host.
 	// After a scenario all hosts know the same, so one state in memory is enough.
 	reference *host

@@ -14,7 +14,7 @@ import (
 	"github.com/flanneld/flanneld/subnet"
 )
 
-func TestReprieve(t *testing.T) {
+func TestGracePeriod(t *testing.T) {
 	const margin, grace = time.Hour, time.Minute
 	lease := func(key, s, public string) *entry {
 		p := netip.MustParsePrefix(s)
@@ -25,16 +25,16 @@ func TestReprieve(t *testing.T) {
 		entries[e.key] = e
 	}
 	now := time.Now()
-	var r reprieve
+	var r gracePeriod
 	later := func(d time.Duration) []string {
 		now = now.Add(d)
-		r.hear(now, margin, grace)
-		return r.ended(t.Context())
+		r.contact(now, margin, grace)
+		return r.expired(t.Context())
 	}
 	spared := func(want bool, keys ...string) {
 		t.Helper()
 		for _, key := range keys {
-			if got := r.spares(key); got != want {
+			if got := r.retain(key); got != want {
 				t.Errorf("%s is spared: %t, want %t", key, got, want)
 			}
 		}
@@ -54,9 +54,9 @@ func TestReprieve(t *testing.T) {
 
 	gone("after a long one", later(margin+1))
 	spared(true, "a", "b", "c")
-	gone("with a taken again", r.renewed(lease("a", "10.5.1.0/24", "192.0.2.1"), entries))
-	gone("with b's subnet another's", r.renewed(lease("d", "10.5.2.0/25", "192.0.2.9"), entries), "b")
-	gone("with c's node elsewhere", r.renewed(lease("e", "10.5.8.0/24", "192.0.2.3"), entries), "c")
+	gone("with a taken again", r.replaced(lease("a", "10.5.1.0/24", "192.0.2.1"), entries))
+	gone("with b's subnet another's", r.replaced(lease("d", "10.5.2.0/25", "192.0.2.9"), entries), "b")
+	gone("with c's node elsewhere", r.replaced(lease("e", "10.5.8.0/24", "192.0.2.3"), entries), "c")
 	spared(true, "b")
 	gone("just before its end", later(grace-1))
 	gone("at its end", later(1), "b")
@@ -64,14 +64,15 @@ func TestReprieve(t *testing.T) {
 	spared(false, "a")
 }
 
-// A list that comes after the reprieve has the last word, on those who had one as well.
-func TestListAfterTheReprieve(t *testing.T) {
+// TestListAfterTheGracePeriod expects that a list after the grace period removes all leases that it
+// lacks, also those that were retained.
+func TestListAfterTheGracePeriod(t *testing.T) {
 	now := time.Now()
-	over := reprieve{heard: now, until: now, doomed: map[string]struct{}{"a": {}}}
-	old := view{entries: map[string]*entry{"a": {key: "a"}}, reprieve: over}
-	v := view{entries: map[string]*entry{"b": {key: "b"}}, reprieve: over}
-	v.adopt(old)
-	if keys := slices.Collect(maps.Keys(v.entries)); !slices.Equal(keys, []string{"b"}) || len(v.doomed) > 0 {
-		t.Errorf("there are %v, of these doomed %v", keys, v.doomed)
+	over := gracePeriod{lastContact: now, until: now, expiring: map[string]struct{}{"a": {}}}
+	old := leaseCache{entries: map[string]*entry{"a": {key: "a"}}, gracePeriod: over}
+	cache := leaseCache{entries: map[string]*entry{"b": {key: "b"}}, gracePeriod: over}
+	cache.retainFrom(old)
+	if keys := slices.Collect(maps.Keys(cache.entries)); !slices.Equal(keys, []string{"b"}) || len(cache.expiring) > 0 {
+		t.Errorf("there are %v, of these doomed %v", keys, cache.expiring)
 	}
 }

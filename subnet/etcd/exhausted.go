@@ -16,22 +16,22 @@ import (
 	"github.com/flanneld/flanneld/subnet"
 )
 
-// fullPool is a listing in which no subnet was free.
-type fullPool struct {
+// exhaustedPool is a listing in which no subnet was free.
+type exhaustedPool struct {
 	listing
 	pools []subnet.Pool
 	who   netip.Addr // see identity
 }
 
-// errVacancy ends the watch of a full pool: a subnet may be free now.
-var errVacancy = errors.New("a lease has gone or changed")
+// errMaybeFree ends the watch of an exhausted pool: a subnet may be free now.
+var errMaybeFree = errors.New("a lease has gone or changed")
 
-// awaitVacancy waits if the last attempt to acquire the same lease has found no free subnet,
+// awaitFreeSubnet waits if the last attempt to acquire the same lease has found no free subnet,
 // until a change may have made one free. It leaves the listing, brought up to date, for
 // Acquire. Without it every host that waits would read all leases every second.
-func (m *Manager) awaitVacancy(ctx context.Context, pools []subnet.Pool, c subnet.Claim) error {
-	full := m.full.Swap(nil)
-	left := m.timing.vacant
+func (m *Manager) awaitFreeSubnet(ctx context.Context, pools []subnet.Pool, c subnet.Claim) error {
+	full := m.exhausted.Swap(nil)
+	left := m.timing.trustListing
 	if full != nil {
 		left -= time.Since(full.read)
 	}
@@ -46,13 +46,13 @@ func (m *Manager) awaitVacancy(ctx context.Context, pools []subnet.Pool, c subne
 		if storeID(resp.Header).ID != full.store.ID {
 			return errRelist
 		}
-		if m.advanceFull(full, resp) || m.namesConfig(resp, read) {
-			return errVacancy
+		if m.applyToExhausted(full, resp) || m.changesConfig(resp, read) {
+			return errMaybeFree
 		}
 		return nil
 	}})
 	switch {
-	case errors.Is(err, errVacancy):
+	case errors.Is(err, errMaybeFree):
 		m.forAcquire.put(full.listing)
 		return nil
 	case ctx.Err() != nil, inner.Err() == nil && !errors.Is(err, errRelist):
@@ -61,18 +61,18 @@ func (m *Manager) awaitVacancy(ctx context.Context, pools []subnet.Pool, c subne
 	return nil
 }
 
-// namesConfig reports whether the configuration has changed after the given revision. The caller
+// changesConfig reports whether the configuration has changed after the given revision. The caller
 // of Acquire then compares it with the one that it uses. A stream orders the events of each key,
 // but not those of two keys, so a later change of a lease may come first.
-func (m *Manager) namesConfig(resp *pb.WatchResponse, after int64) bool {
+func (m *Manager) changesConfig(resp *pb.WatchResponse, after int64) bool {
 	return slices.ContainsFunc(resp.Events, func(ev *mvccpb.Event) bool {
 		return string(ev.Kv.Key) == m.configKey() && ev.Kv.ModRevision > after
 	})
 }
 
-// advanceFull applies a response to the listing. It reports whether the host should try
-// again, because a lease has gone or one carries the own address.
-func (m *Manager) advanceFull(full *fullPool, resp *pb.WatchResponse) (again bool) {
+// applyToExhausted applies a response to the listing. It reports whether the host should try
+// again, because a lease is gone or one has the own address.
+func (m *Manager) applyToExhausted(full *exhaustedPool, resp *pb.WatchResponse) (again bool) {
 	next := full.store.Revision + 1
 	for _, ev := range resp.Events {
 		if ev.Kv.ModRevision < next || string(ev.Kv.Key) == m.configKey() {
@@ -93,7 +93,7 @@ func (m *Manager) advanceFull(full *fullPool, resp *pb.WatchResponse) (again boo
 		default:
 			full.entries = slices.Insert(full.entries, i, e)
 		}
-		again = again || e.err == nil && carries(e.lease, full.who)
+		again = again || e.err == nil && hasPublicIP(e.lease, full.who)
 	}
 	return again
 }

@@ -15,7 +15,7 @@ import (
 
 // TestFullPoolIsReadOnce lets a host wait for a subnet while other hosts write their leases again.
 // The host must read the leases once, and notice each change that concerns it.
-func TestFullPoolIsReadOnce(t *testing.T) {
+func TestExhaustedPoolIsReadOnce(t *testing.T) {
 	const subnets = 255
 	key := func(i int) string { return fmt.Sprintf("10.5.%d.%d-28", i/16, i%16*16) }
 	config := `{"Network":"10.5.0.0/20","SubnetLen":28}`
@@ -25,17 +25,17 @@ func TestFullPoolIsReadOnce(t *testing.T) {
 		want string                     // key; empty: the attempt fails again
 	}{
 		{"a lease goes", func(f *fixture, tb testing.TB) { f.delete(tb, "subnets/"+key(7)) }, key(7)},
-		{"a subnet is reserved for it", func(f *fixture, tb testing.TB) { f.put(tb, "subnets/"+key(9), value("192.0.2.1")) }, key(9)},
+		{"a subnet is reserved for it", func(f *fixture, tb testing.TB) { f.put(tb, "subnets/"+key(9), leaseValue("192.0.2.1")) }, key(9)},
 		{"the configuration changes", func(f *fixture, tb testing.TB) { f.put(tb, "config", config+" ") }, ""},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			f := newFixture(t, newServer(t))
 			f.put(t, "config", config)
 			for i := 1; i <= subnets; i++ {
-				f.put(t, "subnets/"+key(i), value(fmt.Sprintf("198.51.100.%d", i)), f.grant(t, 3600))
+				f.put(t, "subnets/"+key(i), leaseValue(fmt.Sprintf("198.51.100.%d", i)), f.grant(t, 3600))
 			}
 			p := newProxy(t, f.server)
-			m := f.manager(t, via(p))
+			m := f.manager(t, throughProxy(p))
 			if _, err := subnettest.Acquire(t.Context(), m, claim("192.0.2.1")); !errors.Is(err, subnet.ErrNoSubnets) {
 				t.Fatalf("error is %v, want that no subnet is free", err)
 			}
@@ -50,7 +50,7 @@ func TestFullPoolIsReadOnce(t *testing.T) {
 				done <- result{l, err}
 			}()
 			for i := range 20 {
-				f.put(t, "subnets/"+key(100), value(fmt.Sprintf("198.51.101.%d", i)), f.grant(t, 3600))
+				f.put(t, "subnets/"+key(100), leaseValue(fmt.Sprintf("198.51.101.%d", i)), f.grant(t, 3600))
 			}
 			select {
 			case r := <-done:
@@ -73,13 +73,13 @@ func TestFullPoolIsReadOnce(t *testing.T) {
 	}
 }
 
-// TestFullPoolOfAnotherConfiguration expects that a host does not wait for the pool of a former
-// configuration, or for the lease of a former address.
-func TestFullPoolOfAnotherConfiguration(t *testing.T) {
+// TestFullPoolOfAnotherConfiguration expects that a host does not wait for the pool of a previous
+// configuration, or for the lease of a previous address.
+func TestExhaustedPoolOfAnotherConfiguration(t *testing.T) {
 	f := newFixture(t, newServer(t))
 	f.put(t, "config", `{"Network":"10.5.0.0/28"}`)
 	for i := range 3 {
-		f.put(t, fmt.Sprintf("subnets/10.5.0.%d-30", 4*(i+1)), value(fmt.Sprintf("192.0.2.%d", i+7)), f.grant(t, 3600))
+		f.put(t, fmt.Sprintf("subnets/10.5.0.%d-30", 4*(i+1)), leaseValue(fmt.Sprintf("192.0.2.%d", i+7)), f.grant(t, 3600))
 	}
 	m := f.manager(t)
 	full := func(ip string) {
@@ -105,12 +105,12 @@ func TestFullPoolOfAnotherConfiguration(t *testing.T) {
 
 // TestFullPoolWhoseConfigurationHasChanged changes the configuration and then a lease, before a
 // host begins to wait. etcd may send the later change first, so the host tries several times.
-func TestFullPoolWhoseConfigurationHasChanged(t *testing.T) {
+func TestExhaustedPoolWhoseConfigurationHasChanged(t *testing.T) {
 	f := newFixture(t, newServer(t))
 	config := `{"Network":"10.5.0.0/28"}`
 	f.put(t, "config", config)
 	for i := range 3 {
-		f.put(t, fmt.Sprintf("subnets/10.5.0.%d-30", 4*(i+1)), value(fmt.Sprintf("192.0.2.%d", i+7)), f.grant(t, 3600))
+		f.put(t, fmt.Sprintf("subnets/10.5.0.%d-30", 4*(i+1)), leaseValue(fmt.Sprintf("192.0.2.%d", i+7)), f.grant(t, 3600))
 	}
 	for i := range 10 {
 		m := f.manager(t)
@@ -125,7 +125,7 @@ func TestFullPoolWhoseConfigurationHasChanged(t *testing.T) {
 		}
 		config += " "
 		f.put(t, "config", config)
-		f.put(t, "subnets/10.5.0.4-30", value(fmt.Sprintf("198.51.100.%d", i+1)), f.grant(t, 3600))
+		f.put(t, "subnets/10.5.0.4-30", leaseValue(fmt.Sprintf("198.51.100.%d", i+1)), f.grant(t, 3600))
 		if err := acquire(); !errors.Is(err, subnet.ErrNoSubnets) {
 			t.Fatalf("attempt %d: error is %v, want another attempt, which finds no subnet", i, err)
 		}
