@@ -19,7 +19,7 @@ import (
 // about all leases again.
 //
 //stages:rest it compares many random changes
-func TestChangeComesToTheSame(t *testing.T) {
+func TestChangeAndResetAgree(t *testing.T) {
 	cfg, _, err := subnet.ParseConfig([]byte(`{"Network":"10.5.0.0/20","EnableIPv6":true,"IPv6Network":"fd00:10:5::/60"}`))
 	if err != nil {
 		t.Fatal(err)

@@ -36,12 +36,12 @@ const (
 	numPublished = publicIPOverwrite
 )
 
-// DefaultAnnotationPrefix is what annotations begin with unless told otherwise.
+// DefaultAnnotationPrefix is the default of the flag that AnnotationPrefix takes.
 const DefaultAnnotationPrefix = "flannel.alpha.coreos.com"
 
 var prefixForm = regexp.MustCompile(`^(?:[a-z0-9_-]+\.)+[a-z0-9_-]+/(?:[a-z0-9_-]+-)?$`)
 
-// AnnotationPrefix returns what annotation keys begin with, given the flag:
+// AnnotationPrefix returns the beginning of the keys of annotations, given the flag:
 // "flannel.alpha.coreos.com" gives "flannel.alpha.coreos.com/", and "a.b/c"
 // gives "a.b/c-", as flannel does.
 func AnnotationPrefix(flag string) (string, error) {
@@ -91,7 +91,7 @@ var annotationsOf = map[prefix.Family]struct{ data, public, overwrite, node anno
 
 var families = []prefix.Family{prefix.IPv4, prefix.IPv6}
 
-// note is the value of one annotation, if it is there.
+// note is the value of one annotation, if the Node has it.
 type note struct {
 	text    string
 	present bool
@@ -100,9 +100,9 @@ type note struct {
 // notes are the annotations that a node publishes.
 type notes [numPublished]note
 
-// encode returns the annotations for what a node publishes, as flannel writes
-// them: data as JSON text, null where there is none. Backends other than vxlan
-// have the IPv4 pair even on a node without IPv4.
+// encode returns the annotations of a node that publishes c, as flannel writes them: data as JSON
+// text, which is null if there is none. Backends other than vxlan have the IPv4 pair even on a node
+// without IPv4.
 func encode(c subnet.Claim) notes {
 	var n notes
 	n[managed] = note{"true", true}
@@ -127,17 +127,17 @@ func dataText(data json.RawMessage) string {
 	return string(data)
 }
 
-// maxAnnotation is the longest annotation that is read: real ones have some
-// hundred bytes.
+// maxAnnotation is the length of the longest annotation that is read, in bytes. Real ones have some
+// hundred.
 const maxAnnotation = 16 << 10
 
-// errNotManaged says that a Node is not flannel's, or not yet.
+// errNotManaged means that flannel does not manage a Node, or not yet.
 var errNotManaged = errors.New("it has no annotation kube-subnet-manager")
 
-// decode returns what a node publishes, on the subnets that the API gave it.
-// Families that lack either have no endpoint. One that cannot be read has that of last,
-// the lease as it was, unless its backend or subnet was another: err says why, as it
-// does where no family can be read, and there are no endpoints.
+// decode returns the endpoints that a node publishes, on the subnets that the API gave it. A family
+// without a subnet or without annotations has no endpoint. A family that cannot be read has the
+// endpoint of last, the previous lease, unless that had another backend or subnet. err is the reason
+// then. If no family can be read, there are no endpoints.
 func (k *keys) decode(n notes, cidrs []netip.Prefix, last *subnet.Lease) (backend string, es []subnet.Endpoint, err error) {
 	if n[managed].text != "true" {
 		return "", nil, errNotManaged
@@ -198,8 +198,7 @@ func (k *keys) text(n notes, a annotation) (string, error) {
 	return n[a].text, nil
 }
 
-// lastGood returns the endpoint of last that goes on where the Node's own cannot be
-// read.
+// lastGood returns the endpoint of last that replaces one that cannot be read.
 func lastGood(last *subnet.Lease, backend string, f prefix.Family, cidr netip.Prefix) (subnet.Endpoint, bool) {
 	if last == nil || last.BackendType != backend {
 		return subnet.Endpoint{}, false
@@ -217,8 +216,8 @@ func ofFamily(cidrs []netip.Prefix, f prefix.Family) (netip.Prefix, bool) {
 	return netip.Prefix{}, false
 }
 
-// parsePublic parses an address that an administrator gives this node, which has
-// the subnet own or none yet: peers refuse one that no host has, or that a pod may.
+// parsePublic parses an address that an administrator gives this node, which has the subnet own, or
+// none yet. It refuses addresses that peers refuse: those that no host or that a pod can have.
 func parsePublic(f prefix.Family, own netip.Prefix, text string) (netip.Addr, error) {
 	a, err := subnet.ParseAddr(f, text)
 	switch {
@@ -232,7 +231,7 @@ func parsePublic(f prefix.Family, own netip.Prefix, text string) (netip.Addr, er
 	return a, nil
 }
 
-// parseData returns nil where there is no data.
+// parseData returns nil if there is no data.
 func parseData(text string) (json.RawMessage, error) {
 	if text == "" || text == "null" {
 		return nil, nil
@@ -243,7 +242,7 @@ func parseData(text string) (json.RawMessage, error) {
 	return json.RawMessage(text), nil
 }
 
-// errNoPodCIDR says that the API has not given the Node its subnets yet.
+// errNoPodCIDR means that the API has not given the Node its subnets yet.
 var errNoPodCIDR = errors.New("no podCIDR assigned yet")
 
 // podCIDRs returns the podCIDRs of a Node that was read in full, IPv4 first: one for each family

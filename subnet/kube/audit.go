@@ -14,15 +14,15 @@ import (
 	"github.com/flanneld/flanneld/subnet/kube/wire"
 )
 
-// audit compares a view that was restored from a former run with a list of all Nodes, once and
+// audit compares a cache that was restored from an earlier run with a list of all Nodes, once and
 // at a random time. It reads pages with pauses in between. It belongs to the goroutine that
 // follows the watch, except for the requests.
 type audit struct {
-	m    *Manager
-	v    *view
-	due  *time.Timer
-	got  chan listed
-	list *listed // that the view has not reached yet
+	m     *Manager
+	cache *nodeCache
+	due   *time.Timer
+	got   chan listed
+	list  *listed // which the cache has not reached yet
 }
 
 // listed has all Nodes at one revision, without podCIDRs. It is empty if the list has failed.
@@ -34,9 +34,9 @@ type listed struct {
 // auditPage is the number of Nodes on a page of metadata, of some 4 kB each.
 const auditPage = 250
 
-func newAudit(m *Manager, v *view) *audit {
-	a := &audit{m: m, v: v, got: make(chan listed), due: time.NewTimer(time.Until(v.auditAt))}
-	if v.restored == 0 {
+func newAudit(m *Manager, cache *nodeCache) *audit {
+	a := &audit{m: m, cache: cache, got: make(chan listed), due: time.NewTimer(time.Until(cache.auditAt))}
+	if cache.restored == 0 {
 		a.due.Stop()
 	}
 	return a
@@ -44,7 +44,7 @@ func newAudit(m *Manager, v *view) *audit {
 
 // begin starts to read the list.
 func (a *audit) begin(ctx context.Context, wg *sync.WaitGroup) {
-	a.v.deleted = map[string]struct{}{}
+	a.cache.deleted = map[string]struct{}{}
 	wg.Go(func() {
 		l, err := a.read(ctx)
 		if err != nil {
@@ -80,25 +80,25 @@ func (a *audit) read(ctx context.Context) (listed, error) {
 	}
 }
 
-// take receives the list, or the news that it has failed.
-func (a *audit) take(l listed) {
+// setList receives the list. An empty one means that reading it has failed.
+func (a *audit) setList(l listed) {
 	if l.nodes == nil {
-		a.v.deleted = nil
+		a.cache.deleted = nil
 		a.due.Reset(wait.Vary(a.m.timing.audit/10, 0.5))
 		return
 	}
 	a.list = &l
 }
 
-// compare makes the comparison once the view has reached the revision of the list, and corrects
+// compare makes the comparison once the cache has reached the revision of the list, and corrects
 // what differs.
 func (a *audit) compare(ctx context.Context, f *fetcher, sink func(subnet.Update)) {
-	if a.list == nil || a.v.revision < a.list.revision {
+	if a.list == nil || a.cache.revision < a.list.revision {
 		return
 	}
 	l := *a.list
-	names := a.v.differing(l)
-	a.list, a.v.deleted, a.v.restored = nil, nil, 0
+	names := a.cache.differing(l)
+	a.list, a.cache.deleted, a.cache.restored = nil, nil, 0
 	if len(names) == 0 {
 		return
 	}
@@ -107,28 +107,28 @@ func (a *audit) compare(ctx context.Context, f *fetcher, sink func(subnet.Update
 		a.m.cfg.OnRepaired(len(names))
 	}
 	for _, name := range names {
-		a.v.correct(l.nodes[name], name)
-		if a.v.entries[name].lacks() {
-			f.want(name)
+		a.cache.correct(l.nodes[name], name)
+		if a.cache.entries[name].needsRequest() {
+			f.request(name)
 		}
-		a.v.publish(ctx, name, sink)
+		a.cache.publish(ctx, name, sink)
 	}
 }
 
 // correct replaces an entry by the Node as listed, or removes it if that is nil. The podCIDRs of
 // another Node than before are not known and have to be asked for.
-func (v *view) correct(is *entry, name string) {
+func (c *nodeCache) correct(is *entry, name string) {
 	if is == nil {
-		delete(v.entries, name)
+		delete(c.entries, name)
 		return
 	}
 	is.fresh = true
-	if e := v.entries[name]; e != nil {
-		is.logged = e.logged
+	if e := c.entries[name]; e != nil {
+		is.loggedProblem = e.loggedProblem
 		if e.order == is.order {
 			is.cidrs, is.lease, is.fresh = e.cidrs, e.lease, false
 		}
 	}
-	v.entries[name] = is
-	v.decode(is)
+	c.entries[name] = is
+	c.decode(is)
 }

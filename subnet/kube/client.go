@@ -26,8 +26,8 @@ import (
 	"github.com/flanneld/flanneld/subnet/kube/wire"
 )
 
-// The forms in which objects are asked for. Metadata leaves spec and status
-// out, which are most of a Node and change all the time.
+// The forms in which objects are requested. Metadata does not contain spec and status, which are most
+// of a Node and change all the time.
 const (
 	acceptJSON     = "application/json"
 	acceptFull     = "application/vnd.kubernetes.protobuf, application/json;q=0.1"
@@ -36,7 +36,7 @@ const (
 	acceptMetadataList = "application/vnd.kubernetes.protobuf;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
 )
 
-// The types of what is sent.
+// The types of the bodies of requests.
 const (
 	sendPatch = "application/strategic-merge-patch+json"
 	sendJSON  = "application/json"
@@ -44,18 +44,17 @@ const (
 
 // client sends requests to the API server.
 type client struct {
-	host   string // as it is named in errors
+	host   string // for errors
 	base   *url.URL
 	http   *http.Client
 	dialer *connrotation.Dialer
 	late   atomic.Int32 // how often the deadline of requests is doubled, at most maxLate
 }
 
-// errEnded says that a watch has ended early for no fault of the server's.
+// errEnded means that a watch has ended early without a failure of the server.
 var errEnded = errors.New("watch has ended")
 
-// restConfig is how to reach the API server, from flags or from the pod's
-// service account.
+// restConfig returns how to reach the API server, from flags or from the pod's service account.
 func restConfig(apiURL, kubeconfig string) (*rest.Config, error) {
 	if apiURL == "" && kubeconfig == "" {
 		cfg, err := rest.InClusterConfig()
@@ -94,10 +93,9 @@ func newClient(cfg *rest.Config, agent string) (*client, error) {
 	return &client{host: base.Host, base: base, http: h, dialer: dialer}, nil
 }
 
-// newDialer returns what makes connections. One that leads nowhere any more is given
-// up after 45 seconds, which is what HTTP/2 has, by itself: over HTTP/1.1, to an
-// http:// URL or through a proxy that speaks nothing else, a watch depends on the
-// kernel's keep-alive, which reaches as far as the proxy.
+// newDialer returns the dialer of connections. The kernel closes a connection to a host that does not
+// answer after 45 seconds, as HTTP/2 does by itself. HTTP/1.1, to an http:// URL or through a proxy,
+// depends on this keep-alive, which reaches as far as the proxy.
 func newDialer() *net.Dialer {
 	return &net.Dialer{
 		Timeout:         10 * time.Second,
@@ -152,9 +150,9 @@ func (c *client) do(ctx context.Context, r request) (*http.Response, error) {
 // maxLate limits the deadline of requests to four times the usual one.
 const maxLate = 2
 
-// patiently calls f with a deadline. Behind a request that came to its deadline the next one
-// has twice as much time, until the server is quick again: a server that thousands of hosts
-// ask at once would never finish if each of them gave up early and asked again.
+// patiently calls f with a deadline. After a request that came to its deadline the next one has twice
+// as much time, until the server is fast again: if thousands of hosts use the server at once and
+// each of them gave up early and repeated its request, the server would never finish.
 func (c *client) patiently(ctx context.Context, deadline time.Duration, f func(context.Context) error) error {
 	usual, late := deadline, c.late.Load()
 	deadline <<= late
@@ -172,7 +170,7 @@ func (c *client) patiently(ctx context.Context, deadline time.Duration, f func(c
 	return err
 }
 
-// call sends a request that is answered at once and returns the answer.
+// call sends a request whose answer has an end, and returns the answer.
 func (c *client) call(ctx context.Context, timeout time.Duration, r request) (body []byte, err error) {
 	err = c.patiently(ctx, timeout, func(ctx context.Context) (err error) {
 		body, err = c.callOnce(ctx, r)
@@ -231,15 +229,15 @@ func isTooLarge(err error) bool {
 	return ok && e.tooLarge
 }
 
-// pause is how long the server asked to wait before the next request.
-func pause(err error) time.Duration {
+// retryAfter returns the time that the server asked to wait before the next request.
+func retryAfter(err error) time.Duration {
 	if e, ok := errors.AsType[*apiError](err); ok {
 		return e.retryAfter
 	}
 	return 0
 }
 
-// explain turns an error of the way to the server into one line.
+// explain converts an error of the connection to the server into one line.
 func (c *client) explain(err error) error {
 	switch {
 	case errors.Is(err, context.Canceled):
@@ -249,7 +247,7 @@ func (c *client) explain(err error) error {
 	}
 	e := &apiError{host: c.host, kind: "unreachable", message: err.Error(), cause: err}
 	if u, ok := errors.AsType[*url.Error](err); ok {
-		e.message = u.Err.Error() // the URL is the same every time
+		e.message = u.Err.Error() // without the URL, which is always the same
 	}
 	switch {
 	case errors.Is(err, context.DeadlineExceeded):
@@ -275,8 +273,8 @@ func (c *client) refusal(resp *http.Response) error {
 	return c.complete(e, resp.Header.Get("Retry-After"))
 }
 
-// readJSON fills e from a Status in JSON. An API server sends that instead of
-// protobuf if the request asks for metadata only: an error has no such form.
+// readJSON fills e from a Status in JSON. An API server sends JSON instead of protobuf if the request
+// is for metadata, because an error has no such form.
 func (e *apiError) readJSON(body []byte) error {
 	var status struct {
 		Message string
@@ -292,7 +290,7 @@ func (e *apiError) readJSON(body []byte) error {
 	return nil
 }
 
-// tooLargeMessage is what API servers say before 1.18.6, which name no cause.
+// tooLargeMessage is in the message of API servers before 1.18.6, which name no cause.
 const tooLargeMessage = "Too large resource version"
 
 // fromStatus returns the error that a Status describes, without the parts that complete adds.

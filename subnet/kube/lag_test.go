@@ -30,16 +30,16 @@ import (
 	"github.com/flanneld/flanneld/subnet/subnettest"
 )
 
-// withoutProgress is an etcd that tells an API server of progress every ten minutes
-// only: the server's caches are behind most of the time.
+// withoutProgress is an etcd that reports progress to an API server only every ten minutes, so the
+// server's caches are behind most of the time.
 const withoutProgress = "etcd 3.4"
 
-// etcds are the stores that API servers are tested on, by version: 3.4 is Debian's.
+// etcds are the programs of the stores of API servers, by version: 3.4 is Debian's.
 var etcds = map[string]string{
 	withoutProgress: "/usr/bin/etcd", "etcd 3.5": "../../bin/tools/etcd-3.5", "etcd 3.6": "../../bin/tools/etcd-3.6", "newest etcd": "",
 }
 
-// TestEveryEtcd has an API server on each of them.
+// TestEveryEtcd runs tests with an API server on each of etcds.
 //
 //stages:rest it needs older etcds, which take minutes to build
 func TestEveryEtcd(t *testing.T) {
@@ -66,7 +66,7 @@ func TestEveryEtcd(t *testing.T) {
 }
 
 // ahead brings the store to a revision that the API server's cache of Nodes has not
-// reached, and returns it: nothing is changed but ConfigMaps.
+// reached, and returns it. It changes only ConfigMaps.
 func (f *fixture) ahead(t *testing.T) int64 {
 	t.Helper()
 	var made struct {
@@ -92,7 +92,7 @@ func (f *fixture) ahead(t *testing.T) int64 {
 func (f *fixture) testAheadOfCache(t *testing.T) {
 	f.peer(t, 2)
 	m := f.started(t)
-	// Kept, so that the cache is not filled anew by each request.
+	// The watch keeps the server's cache, so that no request fills it again.
 	subnettest.Watch(t, m).Until(t, "the peer", subnettest.Has("node2"))
 	f.deleteNode(t, "node2")
 	f.peer(t, 3)
@@ -122,9 +122,9 @@ func (f *fixture) testAheadOfCache(t *testing.T) {
 	}
 }
 
-// A Node that was deleted while this node was down is gone after a restart, and the API
-// is not taken for unusable, though the last known state is of a revision that the API
-// server's cache has not reached.
+// testRestartAheadOfCache restarts a node with a last known state of a revision that the API server's
+// cache has not reached. A Node that was deleted meanwhile must be gone, and the API must not be
+// reported as unusable.
 func (f *fixture) testRestartAheadOfCache(t *testing.T) {
 	f.peer(t, 2)
 	f.peer(t, 3)
@@ -157,8 +157,8 @@ func (f *fixture) testRestartAheadOfCache(t *testing.T) {
 	}
 }
 
-// A store that was restored from a backup has lower revisions for ever. Its state is
-// read nevertheless, and told from the one before.
+// testRestoredStore restores the store from a backup, so that its revisions are lower. Its state must
+// be read, and must count as another store's.
 func (f *fixture) testRestoredStore(t *testing.T) {
 	f.peer(t, 2)
 	m := f.started(t)
@@ -183,7 +183,7 @@ func (f *fixture) testRestoredStore(t *testing.T) {
 	w.Until(t, "a peer that has come since", subnettest.Has("node2", "node3"))
 }
 
-// slowStore stands before an etcd and holds back what it tells watchers.
+// slowStore is a proxy before an etcd that delays the events of watches.
 type slowStore struct {
 	*httptest.Server
 	mu   sync.Mutex
@@ -220,7 +220,7 @@ func newSlowStore(t *testing.T, etcd *url.URL) *slowStore {
 	return s
 }
 
-// freeze has watchers hear nothing from now on, or all that they have missed.
+// freeze stops the events of watches, or sends all that have been stopped.
 func (s *slowStore) freeze(on bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -315,7 +315,7 @@ func (b *balancer) cut() {
 	clear(b.conns)
 }
 
-// use sends connections to an API server from now on, and ends those that there are.
+// use sends new connections to an API server, and ends the present ones.
 func (b *balancer) use(s *server) {
 	addr := strings.TrimPrefix(s.url, "https://")
 	b.to.Store(&addr)
@@ -323,7 +323,7 @@ func (b *balancer) use(s *server) {
 }
 
 // TestAPIServersBehindABalancer has two API servers over one etcd: one is up to date, the
-// other one hears nothing from etcd for a time, and is started again later.
+// other one gets no events from etcd for a time, and is started again later.
 //
 //stages:rest it starts several API servers
 func TestAPIServersBehindABalancer(t *testing.T) {
@@ -362,7 +362,7 @@ func TestAPIServersBehindABalancer(t *testing.T) {
 	same := func(what string, have ...string) {
 		t.Helper()
 		var s subnet.Snapshot
-		// A server that is behind lets each question wait for 3 s.
+		// A server that is behind delays each request by 3 s.
 		eventually(t, what, func() error {
 			all := w.All()
 			if s = all[len(all)-1]; !subnettest.Has(have...)(s) {
@@ -381,7 +381,7 @@ func TestAPIServersBehindABalancer(t *testing.T) {
 
 	slow.freeze(true)
 	lb.use(b)
-	// A's connections are gone: only B can bring the changes that come now.
+	// The connections to A are closed, so only B can send the next changes.
 	f.deleteNode(t, "node2")
 	f.peer(t, 4)
 	heartbeat(1)
@@ -392,7 +392,7 @@ func TestAPIServersBehindABalancer(t *testing.T) {
 	same("through the other one", "node3", "node4", "node5")
 	expectStatus(t, statuses, "nil")
 
-	// B starts anew, and has nothing in its cache when it is asked.
+	// B starts again, and its cache is empty when the next request comes.
 	b.stopAPI()
 	slow.freeze(false)
 	lb.use(b)
@@ -412,8 +412,8 @@ func TestAPIServersBehindABalancer(t *testing.T) {
 	same("in the end", "node4", "node5", "node6", "node7")
 }
 
-// A server before 1.18.6 names no cause, and any server answers a request for metadata
-// in JSON.
+// TestTooLargeIsRecognised expects that the answer is recognised in each of its forms: servers before
+// 1.18.6 name no cause, and all servers answer a request for metadata in JSON.
 func TestTooLargeIsRecognised(t *testing.T) {
 	status := func(message string, causes ...metav1.CauseType) []byte {
 		s := &metav1.Status{Message: message, Reason: metav1.StatusReasonTimeout, Code: http.StatusGatewayTimeout, Details: &metav1.StatusDetails{}}
@@ -451,7 +451,7 @@ func TestTooLargeIsRecognised(t *testing.T) {
 			_, err = c.do(t.Context(), request{})
 			e, ok := errors.AsType[*apiError](err)
 			if !ok || e.code != 504 || isTooLarge(err) != tt.want || e.retryAfter != time.Second {
-				t.Errorf("got %+v, want one that is too large: %v", err, tt.want)
+				t.Errorf("got %+v, want a resource version that is too large: %v", err, tt.want)
 			}
 		})
 	}

@@ -44,7 +44,7 @@ func acquire(t *testing.T, m *Manager, c subnet.Claim) subnet.Lease {
 	return l
 }
 
-// keep runs Keep until the test ends, and returns what it ended with.
+// keep runs Keep until the test ends, and returns a channel with its error.
 func keep(t *testing.T, m *Manager, own subnet.Lease) <-chan error {
 	t.Helper()
 	ctx, cancel := context.WithCancel(context.Background())
@@ -165,7 +165,7 @@ func (f *fixture) events(t *testing.T, name string) []string {
 	return got
 }
 
-// A daemon that starts in vain again and again, every few seconds, makes one Event.
+// TestEventsOfManyStarts expects one Event of a daemon whose start fails every few seconds.
 func TestEventsOfManyStarts(t *testing.T) {
 	f := newFixture(t, sharedServer(t))
 	f.setConfig(t, configV4)
@@ -186,7 +186,7 @@ func TestEventsOfManyStarts(t *testing.T) {
 	}
 }
 
-// TestWithoutEvents has the role of flannel's own manifests.
+// TestWithoutEvents uses the role of flannel's own manifests, which does not permit Events.
 func TestWithoutEvents(t *testing.T) {
 	f := newFixture(t, sharedServer(t))
 	f.grant(t, false)
@@ -231,8 +231,8 @@ func (f *fixture) expectEvent(t *testing.T, name, text string) {
 	})
 }
 
-// An administrator who writes nonsense is told, whether there is anything else to
-// do or not, and once.
+// TestOverwriteThatIsIgnored expects that an annotation which cannot be used is reported once, whether
+// the Node has to be written or not.
 func TestOverwriteThatIsIgnored(t *testing.T) {
 	f := newFixture(t, sharedServer(t))
 	f.setConfig(t, configV4)
@@ -357,7 +357,7 @@ func TestCondition(t *testing.T) {
 	eventually(t, "condition that was flipped", good)
 }
 
-// The return of the API may be all that the node's network has waited for.
+// TestReadyAsTheAPIReturns lets the network become ready at the moment at which the API returns.
 func TestReadyAsTheAPIReturns(t *testing.T) {
 	f := newFixture(t, sharedServer(t))
 	f.setConfig(t, configV4)
@@ -395,7 +395,7 @@ func TestReadyAsTheAPIReturns(t *testing.T) {
 
 func status500(w http.ResponseWriter) bool { return status(http.StatusInternalServerError)(w, nil) }
 
-// TestNothingToWrite starts again on a Node that is as it should be.
+// TestNothingToWrite starts a manager whose Node needs no correction.
 func TestNothingToWrite(t *testing.T) {
 	f := newFixture(t, sharedServer(t))
 	f.setConfig(t, configV4)
@@ -438,7 +438,7 @@ func TestOwnNodeThatGoesAndComesBack(t *testing.T) {
 	}
 }
 
-// peer makes a Node as flannel leaves it.
+// peer creates a Node with the annotations of flannel.
 func (f *fixture) peer(t *testing.T, n int) {
 	t.Helper()
 	f.do(t, http.MethodPost, "/api/v1/nodes", nodeBody(nodeName(n), peerNotes(n), cidrs(n)...))
@@ -525,11 +525,12 @@ func TestPeerWhoseAnnotationsGo(t *testing.T) {
 	known.Peers[0].Lease.Order--
 	other := subnettest.Watch(t, f.started(t, func(c *Config) { c.Known = known }))
 	if s := other.Until(t, "a snapshot", func(subnet.Snapshot) bool { return true }); kept(s) {
-		t.Errorf("another Node is taken for the one that was: %+v", s)
+		t.Errorf("another Node counts as the previous one: %+v", s)
 	}
 }
 
-// A family that is mangled keeps its last good state, and the other one is followed.
+// TestPeerWithOneFamilyMangled expects that a family which cannot be read keeps its last good state,
+// and that changes of the other family are applied.
 func TestPeerWithOneFamilyMangled(t *testing.T) {
 	f := newFixture(t, sharedServer(t))
 	f.setConfig(t, configDual)
@@ -569,8 +570,8 @@ func TestPeerWithOneFamilyMangled(t *testing.T) {
 	}
 }
 
-// TestRestartIsCheap lists Nodes without spec and status where their podCIDRs
-// are known from before.
+// TestRestartIsCheap expects that a restart lists Nodes without spec and status, because their podCIDRs
+// are known.
 func TestRestartIsCheap(t *testing.T) {
 	f := newFixture(t, sharedServer(t))
 	f.setConfig(t, configV4)
@@ -669,9 +670,9 @@ func TestOutages(t *testing.T) {
 	w.Until(t, "a peer gone", func(s subnet.Snapshot) bool { return subnetOf(s, "node2") == "" })
 }
 
-// A connection that is given up on purpose, because the host's address has changed, says
-// nothing of the server: one that takes requests and never answers stays away.
-func TestReconnectIsNoAnswer(t *testing.T) {
+// TestReconnectIsNoRecovery expects that a connection which is closed on purpose does not end an
+// outage: a server that accepts requests and never answers stays unavailable.
+func TestReconnectIsNoRecovery(t *testing.T) {
 	for name, talk := range map[string]func(*testing.T, *Manager, subnet.Lease){
 		"start": func(t *testing.T, m *Manager, _ subnet.Lease) {
 			ctx, cancel := context.WithCancel(context.Background())
@@ -695,7 +696,7 @@ func TestReconnectIsNoAnswer(t *testing.T) {
 			m.outage = outage.New("the Kubernetes API", func(err error) { statuses <- err })
 			m.timing.request = time.Second
 			p.answer(func(_ http.ResponseWriter, r *http.Request) bool {
-				if asksFor(r, "n1") {
+				if requestsNode(r, "n1") {
 					asked <- struct{}{}
 				}
 				<-r.Context().Done()
@@ -706,27 +707,27 @@ func TestReconnectIsNoAnswer(t *testing.T) {
 				select {
 				case <-asked:
 				case <-time.After(patience):
-					t.Fatal("it asks no more")
+					t.Fatal("there are no more requests")
 				}
 			}
 			talk(t, m, own)
 			next()
 			next()
 			if err := <-statuses; err == nil || !strings.Contains(err.Error(), "no answer in time") {
-				t.Fatalf("of a server that is silent the status is %v", err)
+				t.Fatalf("the status of a silent server is %v", err)
 			}
 			m.Reconnect()
 			next() // the outcome of the request before was reported by now
 			select {
 			case err := <-statuses:
-				t.Errorf("of the new connection the status is %v", err)
+				t.Errorf("the status of the new connection is %v", err)
 			default:
 			}
 			p.answer(nil)
 			select {
 			case err := <-statuses:
 				if err != nil {
-					t.Errorf("of a server that answers the status is %v", err)
+					t.Errorf("the status of a server that answers is %v", err)
 				}
 			case <-time.After(patience):
 				t.Error("no status of a server that answers")
@@ -735,9 +736,9 @@ func TestReconnectIsNoAnswer(t *testing.T) {
 	}
 }
 
-// One Node that cannot be asked for is an outage while it lasts, and over with it:
-// the watch, which goes on all the time, has nothing to say about that.
-func TestOneNodeCannotBeAskedFor(t *testing.T) {
+// TestOneNodeCannotBeRequested expects that failures of requests for one Node are an outage, which the
+// events of the watch do not end.
+func TestOneNodeCannotBeRequested(t *testing.T) {
 	f := newFixture(t, sharedServer(t))
 	f.setConfig(t, configV4)
 	f.peer(t, 2)
@@ -753,7 +754,7 @@ func TestOneNodeCannotBeAskedFor(t *testing.T) {
 		<-statuses
 	}
 	p.answer(func(w http.ResponseWriter, r *http.Request) bool {
-		return asksFor(r, "node3") && status(http.StatusInternalServerError)(w, r)
+		return requestsNode(r, "node3") && status(http.StatusInternalServerError)(w, r)
 	})
 	f.peer(t, 3)
 	next := func() error {
@@ -767,7 +768,7 @@ func TestOneNodeCannotBeAskedFor(t *testing.T) {
 		}
 	}
 	if err := next(); err == nil || !strings.Contains(err.Error(), "500") {
-		t.Fatalf("while the Node cannot be asked for the status is %v", err)
+		t.Fatalf("the status while the Node cannot be requested is %v", err)
 	}
 	f.peer(t, 4)
 	w.Until(t, "another new peer", subnettest.Has("node2", "node4"))
@@ -790,17 +791,18 @@ func watchedThroughProxy(t *testing.T) (*fixture, *proxy, *subnettest.Watcher) {
 	return f, p, w
 }
 
-// asksFor reports whether r asks for the Node of that name alone.
-func asksFor(r *http.Request, name string) bool {
+// requestsNode reports whether r requests only the Node with that name.
+func requestsNode(r *http.Request, name string) bool {
 	return r.URL.Query().Get("fieldSelector") == "metadata.name="+name
 }
 
-// A Node whose answer went down with the watch is asked for again by the next one.
-func TestWatchEndsWhileANodeIsAskedFor(t *testing.T) {
+// TestWatchEndsWhileANodeIsRequested expects that the next watch requests a Node again whose answer was
+// lost with the previous watch.
+func TestWatchEndsWhileANodeIsRequested(t *testing.T) {
 	f, p, w := watchedThroughProxy(t)
 	asked := make(chan struct{}, 1)
 	p.answer(func(_ http.ResponseWriter, r *http.Request) bool {
-		if !asksFor(r, "node3") {
+		if !requestsNode(r, "node3") {
 			return false
 		}
 		select {
@@ -817,14 +819,14 @@ func TestWatchEndsWhileANodeIsAskedFor(t *testing.T) {
 	w.Until(t, "the peer", subnettest.Has("node3"))
 }
 
-// The answer may be older than what has become of the Node meanwhile.
-func TestPodCIDRComesWhileANodeIsAskedFor(t *testing.T) {
+// TestPodCIDRComesWhileANodeIsRequested changes a Node after the server has made the answer.
+func TestPodCIDRComesWhileANodeIsRequested(t *testing.T) {
 	f, p, w := watchedThroughProxy(t)
 	asked, release := make(chan struct{}), make(chan struct{})
 	var once sync.Once
 	p.answer(func(rw http.ResponseWriter, r *http.Request) bool {
 		first := false
-		if asksFor(r, "node3") {
+		if requestsNode(r, "node3") {
 			once.Do(func() { first = true })
 		}
 		if !first {
@@ -870,7 +872,7 @@ func TestRevisionTooOld(t *testing.T) {
 	}
 }
 
-// A server that takes every watch and ends it at once is not asked without end.
+// TestWatchesThatDoNotLast expects pauses between watches that the server accepts and ends at once.
 func TestWatchesThatDoNotLast(t *testing.T) {
 	for name, answer := range map[string]func(http.ResponseWriter, *http.Request) bool{
 		"ended":   status(http.StatusOK),
@@ -941,8 +943,7 @@ func TestTokenIsRead(t *testing.T) {
 	}
 }
 
-// TestWipedServer has the same address, the same Nodes, and nothing in common
-// with the server that was.
+// TestWipedServer replaces the server by one with the same address and other Nodes of the same names.
 func TestWipedServer(t *testing.T) {
 	s := &server{dir: t.TempDir()}
 	if err := s.start(); err != nil {
@@ -976,7 +977,7 @@ func TestWipedServer(t *testing.T) {
 	}
 }
 
-// TestThousandNodes deletes and adds a thousand.
+// TestThousandNodes deletes and adds a thousand Nodes.
 //
 //stages:rest it creates thousands of nodes
 func TestThousandNodes(t *testing.T) {

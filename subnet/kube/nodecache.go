@@ -19,23 +19,24 @@ import (
 	"github.com/flanneld/flanneld/subnet/kube/wire"
 )
 
-// view is the state of all Nodes as Watch knows it.
-type view struct {
+// nodeCache is the copy of all Nodes that Watch keeps. Comments name the API server's own cache "the
+// server's cache".
+type nodeCache struct {
 	keys    *keys
 	own     string            // name of the own Node
 	entries map[string]*entry // by name; nil if nothing is known
 	store   subnet.StoreID
-	// revision is the one up to which the view has all events. 0: list first.
-	revision int64
-	listed   bool // by this process
-	current  bool // the last watch has ended in good order
-	blind    bool // the last watch was, and the one since has said nothing yet
-	behind   bool // the server's cache was, and the watch has said nothing yet
-	same     bool // while listing: a Node is there that was there before
-	last     witness
-	// former is the mark of the last known state, until the store was compared with it.
-	former *mark
-	// restored is the revision of the last known state that the view began with, until an audit
+	// revision is the revision up to which the cache has all events; 0: the Nodes must be listed.
+	revision    int64
+	listed      bool // by this process
+	current     bool // the last watch has ended in good order
+	stale       bool // the last watch was, and the present one has brought no event yet
+	behind      bool // the server's cache was, and the watch has brought no event yet
+	same        bool // while listing: a Node is there that was there before
+	lastChanged lastChange
+	// lastKnownMark is the mark of the last known state, until the store was compared with it.
+	lastKnownMark *mark
+	// restored is the revision of the last known state that the cache began with, until an audit
 	// has compared it; 0: there was none. Entries from there have no uid.
 	restored int64
 	auditAt  time.Time
@@ -45,45 +46,45 @@ type view struct {
 // entry is one Node.
 type entry struct {
 	name string
-	uid  string // empty for one that is known from a former run only
-	// version is the revision of the store that changed it last.
-	version int64
-	host    string // the label wire.HostnameLabel, while podCIDRs are to be asked for
-	order   uint64
-	cidrs   []netip.Prefix // of the spec; nil if they are not known
-	notes   notes
-	err     error         // why it is no lease now; errNotManaged is no trouble
-	partly  error         // why a family of the lease is not as the Node has it now
-	lease   *subnet.Lease // as it last was one, nil if it never was; read-only
-	fresh   bool          // lease has changed and is to be published
-	held    bool          // from a former run, in which the store lacked it
-	logged  string        // trouble that was
+	uid  string // empty for a Node that is known only from an earlier run
+	// version is the revision of the store that changed the Node last.
+	version       int64
+	host          string // the label wire.HostnameLabel, while podCIDRs have to be requested
+	order         uint64
+	cidrs         []netip.Prefix // of the spec; nil if they are not known
+	notes         notes
+	err           error         // why it is no lease now; errNotManaged is no problem
+	partialErr    error         // why a family of the lease is not the one that the Node has now
+	lease         *subnet.Lease // the last one that could be read, nil if there was none; read-only
+	fresh         bool          // lease has changed and has to be published
+	held          bool          // a held peer of an earlier run: the store has lost its Node
+	loggedProblem string        // the problem that was logged last; empty if there is none
 }
 
-// lacks reports whether the Node has to be requested.
-func (e *entry) lacks() bool {
+// needsRequest reports whether the Node has to be requested.
+func (e *entry) needsRequest() bool {
 	return e != nil && e.cidrs == nil && e.notes[managed].text == "true"
 }
 
-// former is the last known state of this node.
-type former struct {
+// lastKnown is the last known state of this node.
+type lastKnown struct {
 	own   subnet.Lease
 	known subnet.LedgerState
 }
 
-// newView returns a view that starts with the last known state.
-func (m *Manager) newView(ctx context.Context) *view {
-	v := &view{keys: m.keys}
-	f := m.former.Swap(nil)
+// newNodeCache returns a cache that starts with the last known state.
+func (m *Manager) newNodeCache(ctx context.Context) *nodeCache {
+	cache := &nodeCache{keys: m.keys}
+	f := m.lastKnown.Swap(nil)
 	cfg, err := m.Config(ctx)
 	if f == nil || f.known.Store.ID == "" || err != nil {
-		return v
+		return cache
 	}
-	v.store = f.known.Store
-	v.entries = map[string]*entry{}
+	cache.store = f.known.Store
+	cache.entries = map[string]*entry{}
 	add := func(l subnet.Lease) {
 		e := &entry{name: l.Key, order: l.Order, lease: &l}
-		v.entries[l.Key] = e
+		cache.entries[l.Key] = e
 		for _, n := range cfg.Networks {
 			ep, ok := l.Endpoint(n.Family())
 			if !ok { // which the Node may have by now
@@ -95,26 +96,26 @@ func (m *Manager) newView(ctx context.Context) *view {
 	}
 	for _, p := range f.known.Peers {
 		add(p.Lease)
-		v.entries[p.Lease.Key].held = !p.HeldUntil.IsZero()
+		cache.entries[p.Lease.Key].held = !p.HeldUntil.IsZero()
 	}
-	v.former = parseMark(f.known.Store.Mark)
-	v.store.Mark = ""
+	cache.lastKnownMark = parseMark(f.known.Store.Mark)
+	cache.store.Mark = ""
 	if f.own.Key != "" {
 		add(f.own)
 	}
-	return v
+	return cache
 }
 
-// required is the revision that a list must have reached: that of everything known,
-// and of the own Node. Anything later comes by the watch. The present revision of the
-// store would be too much: changes of anything but Nodes raise it, which the server's
-// cache of Nodes may not hear of for minutes. 0 means the present state: the store is
-// older than it was, or another one, and the server may still have its former state
-// in the cache; or the server is known to be behind.
-func (v *view) required(s *self) int64 {
-	known := max(v.store.Revision, s.version)
+// required returns the revision that a list must have reached: the latest one that is known, of the
+// cache or of the own Node s. Later changes come by the watch. A list does not require the present
+// revision of the store, because changes of other objects raise it, which do not reach the server's
+// cache of Nodes for minutes. 0 means the present state: the store is older than it was, or another
+// one, and the server's cache may still have the previous state; or the server is known to be
+// behind.
+func (c *nodeCache) required(s *ownNode) int64 {
+	known := max(c.store.Revision, s.version)
 	switch {
-	case known > s.revision, v.blind:
+	case known > s.revision, c.stale:
 		return 0
 	case known == 0:
 		return s.revision
@@ -122,53 +123,53 @@ func (v *view) required(s *self) int64 {
 	return known
 }
 
-func (v *view) has(name, uid string) bool {
-	e := v.entries[name]
+func (c *nodeCache) hasNode(name, uid string) bool {
+	e := c.entries[name]
 	return e != nil && e.uid == uid
 }
 
-// successor returns an empty view, to be filled from a list.
-func (v *view) successor() *view {
-	return &view{keys: v.keys, entries: make(map[string]*entry, len(v.entries)), listed: true, blind: v.blind}
+// successor returns an empty cache that is filled from a list.
+func (c *nodeCache) successor() *nodeCache {
+	return &nodeCache{keys: c.keys, entries: make(map[string]*entry, len(c.entries)), listed: true, stale: c.stale}
 }
 
-// take puts a Node of a list into the view, along with the state that old has of it.
-func (v *view) take(n *wire.Node, full bool, old *view) {
+// put puts a Node of a list into the cache, together with the state that old has of it.
+func (c *nodeCache) put(n *wire.Node, full bool, old *nodeCache) {
 	e := &entry{}
-	if known := old.entries[string(n.Name)]; known != nil && known.is(n) {
+	if known := old.entries[string(n.Name)]; known != nil && known.isNode(n) {
 		*e = *known
-		v.same = true
+		c.same = true
 	} else {
 		e.name = string(n.Name)
 	}
-	v.entries[e.name] = e
-	v.set(e, n, full)
-	e.fresh = false // the whole view will be published
+	c.entries[e.name] = e
+	c.set(e, n, full)
+	e.fresh = false // all of the cache will be published
 }
 
-// is reports whether n is the Node of e, not another one with its name.
-func (e *entry) is(n *wire.Node) bool {
+// isNode reports whether n is the Node of e, not another one with its name.
+func (e *entry) isNode(n *wire.Node) bool {
 	if e.uid == "" {
 		return e.order == uint64(n.Created)
 	}
 	return e.uid == string(n.UID)
 }
 
-// complete ends the filling from a list. The store is the one it was as long as
-// one Node is still there: uids are never used twice, and creation times hardly.
-func (v *view) complete(own string, l listing, s *self, old *view) {
-	v.own, v.revision, v.behind = own, l.Revision, l.behind || v.blind
-	v.last = v.witnessOf(own)
-	v.store = subnet.StoreID{ID: s.uid, Revision: l.Revision}
-	if v.same && old.store.ID != "" {
-		v.store.ID = old.store.ID
-	} else if v.store.ID == "" {
-		v.store.ID = "without-" + v.own
+// complete ends the filling from a list. The store is the same as before if one Node still exists:
+// uids are never used twice, and creation times hardly.
+func (c *nodeCache) complete(own string, l listing, s *ownNode, old *nodeCache) {
+	c.own, c.revision, c.behind = own, l.Revision, l.behind || c.stale
+	c.lastChanged = c.lastChangeOf(own)
+	c.store = subnet.StoreID{ID: s.uid, Revision: l.Revision}
+	if c.same && old.store.ID != "" {
+		c.store.ID = old.store.ID
+	} else if c.store.ID == "" {
+		c.store.ID = "without-" + c.own
 	}
 }
 
 // set updates an entry by n. It does not allocate if nothing has changed.
-func (v *view) set(e *entry, n *wire.Node, full bool) {
+func (c *nodeCache) set(e *entry, n *wire.Node, full bool) {
 	changed := false
 	e.version = n.Revision
 	if e.uid != string(n.UID) {
@@ -177,13 +178,13 @@ func (v *view) set(e *entry, n *wire.Node, full bool) {
 	changed = e.setNotes(n) || changed
 	if full {
 		cidrs, err := podCIDRs(n)
-		v.setCIDRs(e, cidrs, err)
+		c.setCIDRs(e, cidrs, err)
 		changed = true
 	}
 	if changed {
-		v.decode(e)
+		c.decode(e)
 	}
-	switch lacks := e.lacks(); {
+	switch lacks := e.needsRequest(); {
 	case lacks && e.host != string(n.Hostname):
 		e.host = string(n.Hostname)
 	case !lacks:
@@ -203,34 +204,34 @@ func (e *entry) setNotes(n *wire.Node) (changed bool) {
 	return changed
 }
 
-// setCIDRs takes over the podCIDRs of the spec.
-func (v *view) setCIDRs(e *entry, cidrs []netip.Prefix, err error) {
+// setCIDRs replaces the podCIDRs by those of a spec. err is the error of podCIDRs.
+func (c *nodeCache) setCIDRs(e *entry, cidrs []netip.Prefix, err error) {
 	switch {
 	case err == nil:
 		e.cidrs = cidrs
 	case errors.Is(err, errNoPodCIDR):
 		e.cidrs = nil
 	default:
-		e.cidrs, e.err = []netip.Prefix{}, err // they never change
+		e.cidrs, e.err = []netip.Prefix{}, err // podCIDRs never change
 	}
 }
 
 // decode derives the lease of an entry that has changed.
-func (v *view) decode(e *entry) {
-	e.partly = nil
-	if e.cidrs == nil { // it is asked for, if it is flannel's
+func (c *nodeCache) decode(e *entry) {
+	e.partialErr = nil
+	if e.cidrs == nil { // the Node is requested, if flannel manages it
 		e.err = errNotManaged
 		return
 	}
 	if len(e.cidrs) == 0 {
 		return
 	}
-	backendType, es, err := v.keys.decode(e.notes, e.cidrs, e.lease)
+	backendType, es, err := c.keys.decode(e.notes, e.cidrs, e.lease)
 	if len(es) == 0 {
 		e.err = err
 		return
 	}
-	e.err, e.partly = nil, err
+	e.err, e.partialErr = nil, err
 	l := &subnet.Lease{Key: e.name, Order: e.order, BackendType: backendType, Endpoints: es}
 	if e.lease == nil || !sameLease(*e.lease, *l) {
 		e.lease, e.fresh = l, true
@@ -256,70 +257,70 @@ func sameJSON(x, y json.RawMessage) bool {
 
 // advance applies one event of the watch. It returns the name of the Node if its lease may have
 // changed, and errRelist if the store is older than it was.
-func (v *view) advance(ev wire.Event) (name string, err error) {
+func (c *nodeCache) advance(ev wire.Event) (name string, err error) {
 	n, revision := ev.Node, ev.Node.Revision
-	if revision < v.revision {
+	if revision < c.revision {
 		if ev.Type == wire.Bookmark {
 			return "", errRelist
 		}
 		return "", nil
 	}
-	v.revision, v.behind = revision, false
+	c.revision, c.behind = revision, false
 	if ev.Type == wire.Bookmark {
 		return "", nil
 	}
-	e := v.entries[string(n.Name)]
+	e := c.entries[string(n.Name)]
 	if e != nil && ev.Type != wire.Deleted {
-		v.last = witness{e.name, revision}
+		c.lastChanged = lastChange{e.name, revision}
 	}
 	switch {
 	case ev.Type == wire.Deleted:
-		if v.last.name == string(n.Name) {
-			v.last = v.witnessOf(v.own)
+		if c.lastChanged.name == string(n.Name) {
+			c.lastChanged = c.lastChangeOf(c.own)
 		}
-		if v.deleted != nil {
-			v.deleted[string(n.Name)] = struct{}{}
+		if c.deleted != nil {
+			c.deleted[string(n.Name)] = struct{}{}
 		}
 		if e == nil {
 			return "", nil
 		}
-		delete(v.entries, e.name)
+		delete(c.entries, e.name)
 		return e.name, nil
-	case e == nil || !e.is(n):
+	case e == nil || !e.isNode(n):
 		e = &entry{name: string(n.Name), fresh: true}
-		v.last = witness{e.name, revision}
-		v.entries[e.name] = e
-		v.set(e, n, false)
+		c.lastChanged = lastChange{e.name, revision}
+		c.entries[e.name] = e
+		c.set(e, n, false)
 		return e.name, nil
 	}
-	v.set(e, n, false)
-	if e.fresh || e.lacks() || e.trouble() != e.logged {
+	c.set(e, n, false)
+	if e.fresh || e.needsRequest() || e.problem() != e.loggedProblem {
 		return e.name, nil
 	}
 	return "", nil
 }
 
-// supply applies the answer to a request for Nodes.
-func (v *view) supply(got fetched) {
+// applyAnswer applies the answer to a request for Nodes.
+func (c *nodeCache) applyAnswer(got fetched) {
 	for _, name := range got.names {
-		e, s := v.entries[name], got.found[name]
+		e, s := c.entries[name], got.found[name]
 		switch {
 		case e == nil:
 		case s != nil && s.uid == e.uid:
-			v.setCIDRs(e, s.cidrs, s.cidrsErr)
-			v.decode(e)
+			c.setCIDRs(e, s.cidrs, s.cidrsErr)
+			c.decode(e)
 			e.host = ""
-		case got.missed(name):
+		case got.isMissing(name):
 			e.host = ""
 		}
 	}
 }
 
 // missing returns the names of the Nodes that have to be requested.
-func (v *view) missing() []string {
+func (c *nodeCache) missing() []string {
 	var names []string
-	for name, e := range v.entries {
-		if e.lacks() {
+	for name, e := range c.entries {
+		if e.needsRequest() {
 			names = append(names, name)
 		}
 	}
@@ -327,28 +328,28 @@ func (v *view) missing() []string {
 }
 
 // publish publishes the state of one Node, if it has changed.
-func (v *view) publish(ctx context.Context, name string, sink func(subnet.Update)) {
+func (c *nodeCache) publish(ctx context.Context, name string, sink func(subnet.Update)) {
 	if name == "" {
 		return
 	}
 	changed := map[string]*subnet.Lease{}
-	e := v.entries[name]
+	e := c.entries[name]
 	switch {
 	case e == nil:
 		changed[name] = nil
 	case logUnreadable(ctx, name, e, e), e.fresh:
 		if e.fresh {
-			changed[name] = e.lease // if it has none, it may have been another Node's
+			changed[name] = e.lease // if it has none, another Node of that name may have had one
 		}
 		e.fresh = false
 	default:
 		return
 	}
-	if name == v.own {
+	if name == c.own {
 		return
 	}
-	v.store.Revision = v.revision
-	u := v.update(changed)
+	c.store.Revision = c.revision
+	u := c.update(changed)
 	if e != nil && e.err != nil && e.lease != nil {
 		u.Undecodable = []string{name}
 	}
@@ -356,15 +357,15 @@ func (v *view) publish(ctx context.Context, name string, sink func(subnet.Update
 }
 
 // update returns the update that is published.
-func (v *view) update(changed map[string]*subnet.Lease) subnet.Update {
-	return subnet.Update{Store: v.store, Changed: changed, Snapshot: v.snapshot}
+func (c *nodeCache) update(changed map[string]*subnet.Lease) subnet.Update {
+	return subnet.Update{Store: c.store, Changed: changed, Snapshot: c.snapshot}
 }
 
-func (v *view) snapshot() subnet.Snapshot {
-	s := subnet.Snapshot{Leases: make([]*subnet.Lease, 0, len(v.entries)), Store: v.store}
-	for name, e := range v.entries {
+func (c *nodeCache) snapshot() subnet.Snapshot {
+	s := subnet.Snapshot{Leases: make([]*subnet.Lease, 0, len(c.entries)), Store: c.store}
+	for name, e := range c.entries {
 		switch {
-		case name == v.own || e.lease == nil:
+		case name == c.own || e.lease == nil:
 		case e.err != nil:
 			s.Undecodable = append(s.Undecodable, name)
 		default:
@@ -374,32 +375,33 @@ func (v *view) snapshot() subnet.Snapshot {
 	return s
 }
 
-// trouble returns the reason why a Node cannot be read; empty if it can, or is not flannel's.
-func (e *entry) trouble() string {
+// problem returns the reason why a Node cannot be read. It is empty if the Node can be read, or is not
+// managed by flannel.
+func (e *entry) problem() string {
 	if e == nil || errors.Is(e.err, errNotManaged) && e.lease == nil {
 		return ""
 	}
-	return textOf(cmp.Or(e.err, e.partly))
+	return textOf(cmp.Or(e.err, e.partialErr))
 }
 
 // logUnreadable logs when a Node becomes unreadable, for another reason than
 // before, or readable again. It reports whether it did.
 func logUnreadable(ctx context.Context, name string, before, now *entry) bool {
 	if before != nil {
-		now.logged = before.logged
+		now.loggedProblem = before.loggedProblem
 	}
-	trouble := now.trouble()
-	if trouble == now.logged {
+	problem := now.problem()
+	if problem == now.loggedProblem {
 		return false
 	}
-	now.logged = trouble
+	now.loggedProblem = problem
 	switch {
-	case trouble == "":
+	case problem == "":
 		klog.FromContext(ctx).Info("node can be read again", "node", name)
 	case now.err == nil:
-		klog.FromContext(ctx).Error(nil, "node can be read in part only; the rest keeps its last good state, if it has one", "node", name, "reason", trouble)
+		klog.FromContext(ctx).Error(nil, "node can be read in part only; the rest keeps its last good state, if it has one", "node", name, "reason", problem)
 	default:
-		klog.FromContext(ctx).Error(nil, "node cannot be read, and keeps its last good state", "node", name, "reason", trouble)
+		klog.FromContext(ctx).Error(nil, "node cannot be read, and keeps its last good state", "node", name, "reason", problem)
 	}
 	return true
 }

@@ -33,28 +33,28 @@ func newNode(name string, created int) *corev1.Node {
 	}}
 }
 
-// walker changes Nodes at random, and tells a view of it.
-type walker struct {
-	t        *testing.T
-	rnd      *rand.Rand
-	d        *wire.Decoder
-	v        *view
-	nodes    map[string]*corev1.Node
-	revision int
-	uids     int
-	hinted   subnet.Ledger // goes by what changed
-	whole    subnet.Ledger // goes by snapshots
+// randomStore changes Nodes at random, and sends the events to a cache.
+type randomStore struct {
+	t          *testing.T
+	rnd        *rand.Rand
+	d          *wire.Decoder
+	v          *nodeCache
+	nodes      map[string]*corev1.Node
+	revision   int
+	uids       int
+	byChange   subnet.Ledger // applies the changes in updates
+	bySnapshot subnet.Ledger // applies the snapshots in updates
 }
 
-func (w *walker) sink(u subnet.Update) {
-	if _, ok := w.hinted.Follow(u, time.Now()); !ok {
-		w.hinted.Apply(u.Snapshot(), time.Now())
+func (w *randomStore) sink(u subnet.Update) {
+	if _, ok := w.byChange.Follow(u, time.Now()); !ok {
+		w.byChange.Apply(u.Snapshot(), time.Now())
 	}
-	w.whole.Apply(u.Snapshot(), time.Now())
+	w.bySnapshot.Apply(u.Snapshot(), time.Now())
 }
 
-// tell gives the view an event, as the watch does.
-func (w *walker) tell(kind string, n *corev1.Node) {
+// event sends an event to the cache, as a watch does.
+func (w *randomStore) event(kind string, n *corev1.Node) {
 	w.revision++
 	n.ResourceVersion = strconv.Itoa(w.revision)
 	name, err := w.v.advance(wiretest.DecodeEvent(w.t, w.d, kind, n))
@@ -64,19 +64,19 @@ func (w *walker) tell(kind string, n *corev1.Node) {
 	w.v.publish(w.t.Context(), name, w.sink)
 }
 
-// answer supplies what the view lacks, or not yet.
-func (w *walker) answer() {
+// answer answers the requests for the Nodes that the cache lacks.
+func (w *randomStore) answer() {
 	for _, name := range w.v.missing() {
-		got := fetched{asking{names: []string{name}}, map[string]*self{}}
+		got := fetched{nodeRequest{names: []string{name}}, map[string]*ownNode{}}
 		if n := w.nodes[name]; n != nil {
-			got.found[name] = newSelf(wiretest.Decode(w.t, w.d, n, false), 0)
+			got.found[name] = newOwnNode(wiretest.Decode(w.t, w.d, n, false), 0)
 		}
-		w.v.supply(got)
+		w.v.applyAnswer(got)
 		w.v.publish(w.t.Context(), name, w.sink)
 	}
 }
 
-func (w *walker) step() {
+func (w *randomStore) step() {
 	name := fmt.Sprintf("n%d", w.rnd.IntN(8))
 	n := w.nodes[name]
 	pick := func(of ...string) string { return of[w.rnd.IntN(len(of))] }
@@ -88,13 +88,13 @@ func (w *walker) step() {
 		if w.rnd.IntN(2) == 0 {
 			n.Annotations = map[string]string{annotationKey("kube-subnet-manager"): "true", annotationKey("public-ip"): "192.0.2.1"}
 		}
-		w.tell(wire.Added, n)
+		w.event(wire.Added, n)
 	case w.rnd.IntN(6) == 0:
 		delete(w.nodes, name)
-		w.tell(wire.Deleted, n)
+		w.event(wire.Deleted, n)
 	case w.rnd.IntN(3) == 0 && len(n.Spec.PodCIDRs) == 0:
 		n.Spec.PodCIDRs = []string{fmt.Sprintf("10.5.%d.0/24", w.uids%256), fmt.Sprintf("fd00:5:0:%x::/64", w.uids)}[:1+w.rnd.IntN(2)]
-		w.tell(wire.Modified, n)
+		w.event(wire.Modified, n)
 	default:
 		key := pick("kube-subnet-manager", "public-ip", "public-ipv6", "backend-data", "backend-type", "other")
 		if value := pick("true", "192.0.2.1", "192.0.2.2", "2001:db8::1", "{}", "{", ""); value == "" {
@@ -102,30 +102,30 @@ func (w *walker) step() {
 		} else {
 			n.Annotations[annotationKey(key)] = value
 		}
-		w.tell(wire.Modified, n)
+		w.event(wire.Modified, n)
 	}
 	if w.rnd.IntN(3) > 0 {
 		w.answer()
 	}
 }
 
-// TestHintsComeToTheSame follows thousands of random changes twice, by what
-// changed and by the whole, and holds both against the Nodes in the end.
-func TestHintsComeToTheSame(t *testing.T) {
+// TestChangesAndSnapshotsAgree applies thousands of random changes to two ledgers, one by the changes
+// and one by the snapshots. It compares them, and in the end also with the Nodes.
+func TestChangesAndSnapshotsAgree(t *testing.T) {
 	seed := rand.Uint64()
 	t.Logf("seed %d", seed)
-	w := &walker{t: t, rnd: rand.New(rand.NewPCG(seed, 0)), d: defaultKeys().newDecoder(), nodes: map[string]*corev1.Node{}}
-	w.v = &view{keys: defaultKeys(), own: "n0", entries: map[string]*entry{}, store: subnet.StoreID{ID: "s"}}
+	w := &randomStore{t: t, rnd: rand.New(rand.NewPCG(seed, 0)), d: defaultKeys().newDecoder(), nodes: map[string]*corev1.Node{}}
+	w.v = &nodeCache{keys: defaultKeys(), own: "n0", entries: map[string]*entry{}, store: subnet.StoreID{ID: "s"}}
 	w.sink(w.v.update(nil))
 	same := cmpopts.EquateComparable(netip.Addr{}, netip.Prefix{})
 	for i := range 5000 {
 		w.step()
-		if diff := cmp.Diff(w.whole.State().Peers, w.hinted.State().Peers, same); diff != "" {
-			t.Fatalf("step %d: by hints it differs (-whole +hinted):\n%s", i, diff)
+		if diff := cmp.Diff(w.bySnapshot.State().Peers, w.byChange.State().Peers, same); diff != "" {
+			t.Fatalf("step %d: the ledgers differ (-by snapshot +by change):\n%s", i, diff)
 		}
 	}
 	w.answer()
-	for _, p := range w.whole.State().Peers {
+	for _, p := range w.bySnapshot.State().Peers {
 		n := w.nodes[p.Lease.Key]
 		if n == nil || p.Lease.Key == "n0" || p.Lease.Order != uint64(n.CreationTimestamp.Unix()) || !slices.Contains(n.Spec.PodCIDRs, p.Lease.Endpoints[0].Subnet.String()) {
 			t.Errorf("peer %+v of node %+v", p.Lease, n)
@@ -134,19 +134,19 @@ func TestHintsComeToTheSame(t *testing.T) {
 	for name, n := range w.nodes {
 		good := n.Annotations[annotationKey("kube-subnet-manager")] == "true" && n.Annotations[annotationKey("public-ip")] == "192.0.2.1" &&
 			n.Annotations[annotationKey("backend-data")] == "" && len(n.Spec.PodCIDRs) > 0 && name != "n0"
-		if good && w.whole.Lease(name) == nil {
+		if good && w.bySnapshot.Lease(name) == nil {
 			t.Errorf("no peer for node %+v", n)
 		}
 	}
 }
 
-// One line tells of a family that cannot be read, however often its Node changes, and
-// one that it can be again.
+// TestMangledFamilyIsLoggedOnce expects one line about a family that cannot be read, however often its
+// Node changes, and one line when it can be read again.
 func TestMangledFamilyIsLoggedOnce(t *testing.T) {
 	logger := ktesting.NewLogger(t, ktesting.NewConfig(ktesting.BufferLogs(true)))
 	ctx := klog.NewContext(t.Context(), logger)
 	d := defaultKeys().newDecoder()
-	v := &view{keys: defaultKeys(), own: "n0", entries: map[string]*entry{}}
+	cache := &nodeCache{keys: defaultKeys(), own: "n0", entries: map[string]*entry{}}
 	n := newNode("n1", 1)
 	n.Spec.PodCIDRs = []string{"10.5.1.0/24", "fd00:5::/64"}
 	n.Annotations = map[string]string{
@@ -154,17 +154,17 @@ func TestMangledFamilyIsLoggedOnce(t *testing.T) {
 	}
 	tell := func(kind, key, value string) {
 		t.Helper()
-		v.revision++
-		n.ResourceVersion, n.Annotations[annotationKey(key)] = strconv.FormatInt(v.revision, 10), value
-		name, err := v.advance(wiretest.DecodeEvent(t, d, kind, n))
+		cache.revision++
+		n.ResourceVersion, n.Annotations[annotationKey(key)] = strconv.FormatInt(cache.revision, 10), value
+		name, err := cache.advance(wiretest.DecodeEvent(t, d, kind, n))
 		if err != nil {
 			t.Fatal(err)
 		}
-		v.publish(ctx, name, func(subnet.Update) {})
+		cache.publish(ctx, name, func(subnet.Update) {})
 	}
 	tell(wire.Added, "other", "")
-	v.supply(fetched{asking{names: []string{"n1"}}, map[string]*self{"n1": newSelf(wiretest.Decode(t, d, n, false), 0)}})
-	v.publish(ctx, "n1", func(subnet.Update) {})
+	cache.applyAnswer(fetched{nodeRequest{names: []string{"n1"}}, map[string]*ownNode{"n1": newOwnNode(wiretest.Decode(t, d, n, false), 0)}})
+	cache.publish(ctx, "n1", func(subnet.Update) {})
 	tell(wire.Modified, "other", "x")
 	tell(wire.Modified, "public-ip", "192.0.2.2")
 	tell(wire.Modified, "public-ipv6", "2001:db8::1")
@@ -175,28 +175,28 @@ func TestMangledFamilyIsLoggedOnce(t *testing.T) {
 }
 
 // TestHeartbeatsAllocateNothing expects that an event that changes nothing of a lease costs the
-// view no allocation, because there are hundreds of them in a second.
+// cache no allocation, because there are hundreds of them in a second.
 func TestHeartbeatsAllocateNothing(t *testing.T) {
 	d := defaultKeys().newDecoder()
-	v := &view{keys: defaultKeys(), entries: map[string]*entry{}}
+	cache := &nodeCache{keys: defaultKeys(), entries: map[string]*entry{}}
 	n := newNode("node-4711", 1)
 	n.ResourceVersion, n.Spec.PodCIDRs = "5", []string{"10.5.1.0/24"}
 	n.Annotations = map[string]string{
 		annotationKey("kube-subnet-manager"): "true", annotationKey("public-ip"): "192.0.2.1", annotationKey("backend-type"): "vxlan",
 		annotationKey("backend-data"): `{"VtepMAC":"02:00:00:00:00:01"}`, "volumes.kubernetes.io/controller-managed-attach-detach": "true",
 	}
-	v.take(wiretest.Decode(t, d, n, false), true, &view{})
+	cache.put(wiretest.Decode(t, d, n, false), true, &nodeCache{})
 	n.ResourceVersion = "1000000"
 	heartbeat := wiretest.DecodeEvent(t, d, wire.Modified, n)
 	allocs := testing.AllocsPerRun(1000, func() {
-		if name, err := v.advance(heartbeat); name != "" || err != nil {
+		if name, err := cache.advance(heartbeat); name != "" || err != nil {
 			t.Fatalf("%q has changed, %v", name, err)
 		}
 	})
 	if allocs > 0 {
 		t.Errorf("%v allocations for a heartbeat", allocs)
 	}
-	if v.revision != 1000000 {
-		t.Errorf("the view is at %d", v.revision)
+	if cache.revision != 1000000 {
+		t.Errorf("the cache is at %d", cache.revision)
 	}
 }

@@ -19,8 +19,8 @@ import (
 	"github.com/flanneld/flanneld/subnet/kube/wire"
 )
 
-// self is a Node, usually the own one, as it was at one moment.
-type self struct {
+// ownNode is a Node, usually the own one, as it was at one moment.
+type ownNode struct {
 	exists   bool
 	uid      string
 	created  int64
@@ -29,13 +29,13 @@ type self struct {
 	cidrsErr error
 	network  string // status of the condition wire.NetworkUnavailable, which keeps pods away from a node without a network
 	version  int64  // the revision of the store that changed it last
-	revision int64  // of the store, then
+	revision int64  // of the store at that moment
 	read     time.Time
-	ready    bool // the network was, then
+	ready    bool // the network was ready at that moment
 }
 
-func newSelf(n *wire.Node, revision int64) *self {
-	s := &self{
+func newOwnNode(n *wire.Node, revision int64) *ownNode {
+	s := &ownNode{
 		exists: true, uid: string(n.UID), created: n.Created, network: string(n.Network.Status),
 		version: n.Revision, revision: revision, read: time.Now(),
 	}
@@ -47,14 +47,14 @@ func newSelf(n *wire.Node, revision int64) *self {
 }
 
 // published returns the annotations that are written.
-func (s *self) published() notes { return notes(s.notes[:numPublished]) }
+func (s *ownNode) published() notes { return notes(s.notes[:numPublished]) }
 
-// read requests one Node as it is at revision or later. It sends a list request, because early
+// readNode requests one Node as it is at revision or later. It sends a list request, because early
 // roles of flannel do not permit get; the server needs as little time for it. The result says
 // whether the Node exists.
-func (m *Manager) read(ctx context.Context, name string, revision int64) (*self, error) {
-	s := &self{}
-	l, err := m.readSome(ctx, query{name: name, revision: revision}, func(_ string, got *self) { s = got })
+func (m *Manager) readNode(ctx context.Context, name string, revision int64) (*ownNode, error) {
+	s := &ownNode{}
+	l, err := m.readNodes(ctx, query{name: name, revision: revision}, func(_ string, got *ownNode) { s = got })
 	if err != nil {
 		return nil, fmt.Errorf("read node %s: %w", name, err)
 	}
@@ -62,10 +62,10 @@ func (m *Manager) read(ctx context.Context, name string, revision int64) (*self,
 	return s, nil
 }
 
-// readSome asks for the few Nodes that q names.
-func (m *Manager) readSome(ctx context.Context, q query, on func(name string, s *self)) (l listing, err error) {
+// readNodes requests the few Nodes that q names, and calls on for each of them.
+func (m *Manager) readNodes(ctx context.Context, q query, on func(name string, s *ownNode)) (l listing, err error) {
 	err = m.client.patiently(ctx, m.timing.request, func(ctx context.Context) (err error) {
-		l, err = m.client.list(ctx, m.decoder, q, func(n *wire.Node) { on(string(n.Name), newSelf(n, 0)) })
+		l, err = m.client.list(ctx, m.decoder, q, func(n *wire.Node) { on(string(n.Name), newOwnNode(n, 0)) })
 		return err
 	})
 	if errors.Is(err, context.DeadlineExceeded) {
@@ -74,27 +74,28 @@ func (m *Manager) readSome(ctx context.Context, q query, on func(name string, s 
 	return l, err
 }
 
-// look reads the own Node, and the revision of the store, in one small request:
-// the server asks its store for this one key.
-func (m *Manager) look(ctx context.Context) (*self, error) {
+// readOwn reads the own Node, and the revision of the store, in one small request: the server reads
+// this one key from its store.
+func (m *Manager) readOwn(ctx context.Context) (*ownNode, error) {
 	name, err := m.nodeName(ctx)
 	if err != nil {
 		return nil, err
 	}
-	s, err := m.read(ctx, name, 0)
+	s, err := m.readNode(ctx, name, 0)
 	if err == nil {
-		m.seen.Store(s)
+		m.justRead.Store(s)
 		m.uid.Store(&s.uid)
 	}
 	return s, err
 }
 
-// recent returns the own Node as it was just read, once, or reads it.
-func (m *Manager) recent(ctx context.Context) (*self, error) {
-	if s := m.seen.Swap(nil); s != nil && time.Since(s.read) < m.timing.fresh {
+// recent returns the own Node as another method has just read it, or reads it. It returns the result
+// of a reading only once.
+func (m *Manager) recent(ctx context.Context) (*ownNode, error) {
+	if s := m.justRead.Swap(nil); s != nil && time.Since(s.read) < m.timing.fresh {
 		return s, nil
 	}
-	return m.look(ctx)
+	return m.readOwn(ctx)
 }
 
 // nodeName returns the name of the own Node.
@@ -121,7 +122,7 @@ func (m *Manager) PublicIPs(ctx context.Context) ([]netip.Addr, error) {
 	defer m.outage.Forget(starting)
 	var addrs []netip.Addr
 	err := m.retry(ctx, starting, func() error {
-		s, err := m.look(ctx)
+		s, err := m.readOwn(ctx)
 		if err != nil {
 			return err
 		}
@@ -134,7 +135,7 @@ func (m *Manager) PublicIPs(ctx context.Context) ([]netip.Addr, error) {
 			own, _ := ofFamily(s.cidrs, f)
 			a, err := parsePublic(f, own, s.notes[n].text)
 			if err != nil {
-				m.ignored(ctx, fmt.Errorf("annotation %s: %w", m.keys[n], err))
+				m.reportIgnored(ctx, fmt.Errorf("annotation %s: %w", m.keys[n], err))
 				continue
 			}
 			addrs = append(addrs, a)
@@ -144,8 +145,8 @@ func (m *Manager) PublicIPs(ctx context.Context) ([]netip.Addr, error) {
 	return addrs, err
 }
 
-// ignored reports an annotation that an administrator has to check.
-func (m *Manager) ignored(ctx context.Context, wrong error) {
+// reportIgnored reports an annotation that an administrator has to check.
+func (m *Manager) reportIgnored(ctx context.Context, wrong error) {
 	klog.FromContext(ctx).Error(wrong, "an annotation of this node is ignored", "node", *m.name.Load())
 	m.Warn("FlannelAnnotationIgnored", wrong.Error())
 }
@@ -159,7 +160,7 @@ func (m *Manager) Recall(ctx context.Context, _ subnet.Claim) (subnet.Claim, err
 		if err != nil {
 			return err
 		}
-		m.seen.Store(s) // for Acquire
+		m.justRead.Store(s) // for Acquire
 		c = m.recalled(s)
 		return nil
 	})
@@ -167,7 +168,7 @@ func (m *Manager) Recall(ctx context.Context, _ subnet.Claim) (subnet.Claim, err
 }
 
 // recalled returns the readable part of the claim that the own Node has.
-func (m *Manager) recalled(s *self) subnet.Claim {
+func (m *Manager) recalled(s *ownNode) subnet.Claim {
 	n := s.published()
 	if n[managed].text != "true" {
 		return subnet.Claim{}
@@ -192,10 +193,10 @@ func (m *Manager) recalled(s *self) subnet.Claim {
 	return c
 }
 
-// wanted returns the annotations that c makes on a Node that looks like s:
-// addresses that the annotations public-ip-overwrite and public-ipv6-overwrite
-// give go before detected ones. wrong says what is wrong with those.
-func (m *Manager) wanted(s *self, c subnet.Claim) (n notes, wrong error) {
+// wanted returns the annotations with which the Node s publishes c. Addresses in the annotations
+// public-ip-overwrite and public-ipv6-overwrite replace detected ones. wrong is the error of an
+// annotation that cannot be used.
+func (m *Manager) wanted(s *ownNode, c subnet.Claim) (n notes, wrong error) {
 	n = encode(c)
 	for _, f := range families {
 		of := annotationsOf[f]
@@ -227,8 +228,8 @@ func (k *keys) difference(have, want notes) map[string]*string {
 	return changes
 }
 
-// patch sends a patch of the own Node's status, which may change annotations
-// as well: that is what flannel's role allows.
+// patch sends a patch of the own Node's status, which may also change annotations. flannel's role
+// permits only that.
 func (m *Manager) patch(ctx context.Context, name string, body any) error {
 	text, err := json.Marshal(body)
 	if err != nil {
@@ -272,9 +273,9 @@ func (m *Manager) announce(ctx context.Context, name string) error {
 	return nil
 }
 
-// fit returns the endpoints of c on the own Node's podCIDRs: one for each
-// network of the configuration, inside of it.
-func fit(cfg subnet.Config, c subnet.Claim, cidrs []netip.Prefix) ([]subnet.Endpoint, error) {
+// endpointsOn returns the endpoints of c on the own Node's podCIDRs: one for each network of the
+// configuration, inside of that network.
+func endpointsOn(cfg subnet.Config, c subnet.Claim, cidrs []netip.Prefix) ([]subnet.Endpoint, error) {
 	var es []subnet.Endpoint
 	for _, n := range cfg.Networks {
 		f := n.Family()

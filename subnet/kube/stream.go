@@ -70,7 +70,7 @@ func (q query) values() url.Values {
 // 3 s. The cache of a server that has just started, that is slow, or whose etcd sends no progress
 // (3.4 does not on request) may be far behind. Then list requests the present state, which the
 // server reads from its store. A list from the cache would be wrong, because it may be older than
-// the view.
+// the cache.
 func (c *client) list(ctx context.Context, d *wire.Decoder, q query, on func(*wire.Node)) (listing, error) {
 	l, err := c.listOnce(ctx, d, q, on)
 	if q.revision == 0 || q.exact || !isTooLarge(err) {
@@ -119,7 +119,7 @@ func (c *client) listOnce(ctx context.Context, d *wire.Decoder, q query, on func
 	return l, err
 }
 
-// stallTimeout is how long a list may bring nothing.
+// stallTimeout is the time for which a list may bring no Node.
 const stallTimeout = 15 * time.Second
 
 func (c *client) readList(ctx context.Context, d *wire.Decoder, r request, on func(*wire.Node)) (listing, error) {
@@ -175,16 +175,16 @@ func (c *client) watch(ctx context.Context, d *wire.Decoder, q query, alive func
 	return err
 }
 
-// watchTime is the least that a watch is asked to last; it lasts up to twice
-// that, so that watches of thousands of nodes do not end together. A server
-// that has not ended it by watchGrace later is stuck.
+// watchTime is the shortest time for which a watch is requested. The time is random and up to twice as
+// long, so that watches of thousands of nodes do not end together. A server that has not ended it
+// watchGrace later hangs. beginTime is the deadline for the beginning of a watch.
 const (
 	watchTime  = 5 * time.Minute
 	watchGrace = 30 * time.Second
 	beginTime  = 15 * time.Second
 )
 
-// begin sends a request whose answer has no end, but a beginning.
+// begin sends a request for an endless answer, and returns when it has begun.
 func (c *client) begin(ctx context.Context, r request) (*http.Response, error) {
 	ctx, cancel := context.WithCancelCause(ctx)
 	late := time.AfterFunc(beginTime, func() { cancel(context.DeadlineExceeded) })
