@@ -22,7 +22,7 @@ import (
 
 // audit compares a cache that was restored from an earlier run with a full list, once and at a
 // random time. The list is of the revision that the cache has then, so a difference is an error
-// of the last known state, and no change that is on its way.
+// of the last known state, and not a change whose event has not come yet.
 type audit struct {
 	m *Manager
 
@@ -110,7 +110,7 @@ func (a *audit) run(ctx context.Context) (done, differs bool) {
 	return true, true
 }
 
-// alike reports whether two entries of one key have the same content. That of was may come from
+// alike reports whether two entries of one key have the same content. The content of was may come from
 // the state file, which has JSON in another form.
 func alike(was, is *entry) bool {
 	if was.modRevision != 0 {

@@ -56,11 +56,12 @@ type connection struct {
 
 var errClosed = errors.New("manager is closed")
 
-// A connection that is silent for pingAfter is sent a ping, and is dead if that is
-// not answered in pingTimeout. A server allows no less than 5 s.
+// The client sends a ping over a connection that is silent for pingAfter, and closes it if there is no
+// answer in pingTimeout. A server permits pings every 5 s.
 const pingAfter, pingTimeout = 10 * time.Second, 5 * time.Second
 
-// window is how many bytes a server may send ahead: a list of thousands of leases.
+// window is the number of bytes that a server may send before the client has read them: a list of
+// thousands of leases.
 const window = 1 << 20
 
 func newClient(cfg Config, t *timing) (*client, error) {
@@ -96,7 +97,7 @@ func newClient(cfg Config, t *timing) (*client, error) {
 			// large a window it needs: for one small event that is most of the work.
 			grpc.WithStaticStreamWindowSize(window),
 			grpc.WithStaticConnWindowSize(window),
-			// The library waits for a connection and so hides why there is none.
+			// The library would wait for a connection, and so hide why there is none.
 			grpc.WithChainUnaryInterceptor(failFastUnary),
 			grpc.WithChainStreamInterceptor(failFastStream),
 			// The library's policy is round robin. It sends requests in turn to all members
@@ -105,8 +106,8 @@ func newClient(cfg Config, t *timing) (*client, error) {
 			grpc.WithDisableServiceConfig(),
 		},
 	}
-	// Not by the library, which logs in for every stream, and sends the token that was
-	// refused along with the request for another one.
+	// The library does not log in, because it would do so for every stream, and would send the
+	// refused token with the request for another one.
 	if cfg.Username != "" && cfg.Password != "" {
 		c.login = &login{
 			name: cfg.Username, password: cfg.Password, authenticate: c.authenticate, turn: c.turn,
@@ -157,8 +158,8 @@ func oneScheme(endpoints []string) []string {
 	return same
 }
 
-// tls returns nil if no file is given. The client certificate is read anew for
-// each connection, so that it may be replaced at any time.
+// tls returns nil if no file is given. The client certificate is read again for each connection, so
+// that it may be replaced at any time.
 func (c Config) tls() (*tls.Config, error) {
 	if c.CertFile == "" && c.KeyFile == "" && c.CAFile == "" {
 		return nil, nil //nolint:nilnil // no TLS configuration is a valid one
@@ -213,8 +214,8 @@ func (c *client) connect() (*connection, error) {
 	return c.conn, nil
 }
 
-// turn waits for a random time that grows with the number of hosts. It comes before requests that
-// all hosts make at the same event, because each of them takes the server some time.
+// turn waits for a random time that grows with the number of hosts. It precedes requests that
+// all hosts make at the same event, because the server needs some time for each of them.
 func (c *client) turn(ctx context.Context) error {
 	return wait.For(ctx, rand.N(time.Duration(c.hosts.Load())*c.timing.spread+1))
 }
@@ -255,7 +256,7 @@ func (c *client) fail(conn *connection) {
 	}
 	c.mu.Unlock()
 	if inUse {
-		_ = conn.Close() // an error would be about what is given up anyway
+		_ = conn.Close() // its errors do not matter any more
 	}
 }
 
@@ -311,7 +312,7 @@ func (c *client) try(ctx context.Context, deadline time.Duration, request func(c
 	if err != nil {
 		return token, err
 	}
-	// A member that has no leader says so at once.
+	// A member without a leader returns an error at once.
 	inner, cancel := context.WithTimeout(clientv3.WithRequireLeader(ctx), deadline)
 	defer cancel()
 	made := time.Now()
@@ -331,7 +332,7 @@ func (c *client) renew() {
 	done := c.done
 	c.mu.Unlock()
 	if old != nil && !done {
-		_ = old.Close() // an error would be about what is given up anyway
+		_ = old.Close() // its errors do not matter any more
 	}
 }
 
@@ -353,13 +354,13 @@ func (c *client) close() error {
 	return nil
 }
 
-// callOptions are for calls past the library, whose limit is gRPC's 4 MB.
+// callOptions returns the options of calls without the library, which would have gRPC's limit of 4 MB.
 func callOptions() []grpc.CallOption {
 	return []grpc.CallOption{grpc.MaxCallRecvMsgSize(math.MaxInt32)}
 }
 
-// keepAlive renews an etcd lease once and returns its TTL. The library's own
-// way spins while a server has no leader.
+// keepAlive renews an etcd lease once and returns its TTL. The library's own function would use all of
+// a CPU while a server has no leader.
 func keepAlive(ctx context.Context, conn *clientv3.Client, id clientv3.LeaseID) (time.Duration, error) {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()

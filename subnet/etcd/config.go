@@ -40,7 +40,7 @@ func (m *Manager) onConfig(text []byte) {
 }
 
 // applyConfigEvents removes the events of the configuration from a response and reports the new
-// ones. A watch begins at the last known lease, so it can bring configurations that are known already.
+// ones. A watch begins at the last known lease, so it can contain configurations that are known already.
 func (m *Manager) applyConfigEvents(cache *leaseCache, resp *pb.WatchResponse) {
 	key := m.configKey()
 	resp.Events = slices.DeleteFunc(resp.Events, func(ev *mvccpb.Event) bool {

@@ -90,7 +90,7 @@ func codeOf(err error) codes.Code {
 	return codes.OK
 }
 
-// dialCause takes gRPC's wrapping off the cause of a failed connection.
+// dialCause removes gRPC's prefixes from the cause of a failed connection.
 func dialCause(msg string) string {
 	if i := strings.LastIndex(msg, "desc = "); i >= 0 {
 		msg = msg[i+len("desc = "):]

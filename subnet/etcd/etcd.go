@@ -3,6 +3,21 @@
 // Package etcd stores leases in etcd v3, in the keys and values that flannel uses:
 // <prefix>/config contains the configuration, and each <prefix>/subnets/<key> one lease. Every
 // write of a lease is a compare-and-swap.
+//
+// The methods of the Manager are in these files:
+//
+//   - Config: etcd.go; codec.go decodes keys and values, and list.go lists all leases
+//   - Recall: list.go
+//   - Acquire: acquire.go chooses and creates the own lease, write.go has the transactions, and
+//     exhausted.go waits for a free subnet
+//   - Keep: keep.go
+//   - Watch: watch.go, on the leasecache.go. graceperiod.go retains leases that the store has deleted
+//     after an outage. restore.go continues from the last known state, and audit.go compares that
+//     state with a list later. config.go reports changes of the configuration.
+//
+// Below them, stream.go watches keys and finds out whether the server is behind, client.go owns the
+// connection and login.go its login, and errors.go explains errors. The Admin, for operators, is in
+// admin.go.
 package etcd
 
 import (
@@ -76,7 +91,7 @@ type Manager struct {
 	own        ownLease
 	unanswered []ownLease // written since, without an answer: the store may have one of them, or still get it
 	ownKey     atomic.Pointer[string]
-	// Recall leaves its listing for Acquire, and Acquire for Watch.
+	// forAcquire is the listing of Recall, and forWatch that of Acquire.
 	forAcquire, forWatch stash
 	known                atomic.Pointer[lastKnown]     // see restore
 	replaced             atomic.Bool                   // the store is not that of the earlier run, and Watch has not published that yet
@@ -101,7 +116,7 @@ type timing struct {
 	slow                     time.Duration // duration of a request to a store that cannot keep up
 	quiet, idle, probeAnswer time.Duration // see follow
 	check                    time.Duration // see verify
-	dead                     time.Duration // time in which pings find a dead connection
+	dead                     time.Duration // the time in which pings detect a dead connection
 	backoffMin, backoff      time.Duration
 	restoreMin, restored     time.Duration // pause after the own key had to be written again
 	gracePeriod              time.Duration // see the type

@@ -27,8 +27,8 @@ type exhaustedPool struct {
 var errMaybeFree = errors.New("a lease has gone or changed")
 
 // awaitFreeSubnet waits if the last attempt to acquire the same lease has found no free subnet,
-// until a change may have made one free. It leaves the listing, brought up to date, for
-// Acquire. Without it every host that waits would read all leases every second.
+// until a change may have made one free. It puts the updated listing into forAcquire. Without this method every
+// host that waits would read all leases every second.
 func (m *Manager) awaitFreeSubnet(ctx context.Context, pools []subnet.Pool, c subnet.Claim) error {
 	full := m.exhausted.Swap(nil)
 	left := m.timing.trustListing

@@ -18,15 +18,15 @@ import (
 // request. The token outlives connections: any member knows it until that member is
 // restarted or the token was not used for --auth-token-ttl.
 //
-// A login takes the server tens of milliseconds of CPU time, which it spends even if the
-// client has given up. After a restart of etcd all hosts need one, and thousands at once
-// would keep the server from anything else. So there is one login at a time, it goes on
-// when the request that needs it has timed out, it waits for its turn if another one was
-// valid before, and after failures the pauses grow to minutes.
+// A login takes tens of milliseconds of the server's CPU time, even if the client has closed the
+// connection. After a restart of etcd all hosts need a login, and thousands at once would use all of
+// the server's time. So there is one login at a time. It continues when the request that needs it has
+// timed out. It waits for its turn if an earlier token was valid, and after failures the pauses grow
+// to minutes.
 type login struct {
 	name, password string
 	authenticate   func() (token string, err error)
-	turn           func(context.Context) error // waits as long as hosts that need a login at once should
+	turn           func(context.Context) error // waits for a random time, because all hosts need a login at once
 	retry          *wait.Backoff               // used by one login at a time
 
 	mu      sync.Mutex
@@ -41,8 +41,8 @@ type login struct {
 // errLoggingIn is the error of a request whose deadline came before the end of the login.
 var errLoggingIn = errors.New("the login is still in progress")
 
-// get returns the token. If there is none it waits for a login, and starts one, which may
-// go on until life ends, if none is in progress.
+// get returns the token. If there is none, it waits for the login in progress, or starts one. A login
+// ends with life, and not with ctx.
 func (l *login) get(ctx, life context.Context) (token string, err error) {
 	valid, token, running := l.start(life)
 	if valid {
@@ -122,7 +122,7 @@ func (l *login) wait() {
 	}
 }
 
-// refused reports whether err says that etcd does not accept the token, or any more. The
+// refused reports whether err means that etcd does not accept the token, or any more. The
 // request was not executed then.
 func refused(err error) bool {
 	err = rpctypes.Error(err)

@@ -148,7 +148,7 @@ func (m *Manager) restore(ctx context.Context) (l listing, ok bool, err error) {
 	return l, true, nil
 }
 
-// recognizeStore asks the store how it was at the revision of the last known state. It returns
+// recognizeStore reads the state of the store at the revision of the last known state. It returns
 // the cache at that revision if that is the same.
 func (m *Manager) recognizeStore(ctx context.Context, k *lastKnown) (cache *leaseCache, is comparison, err error) {
 	at := clientv3.WithRev(k.store.Revision)

@@ -47,14 +47,16 @@ type stream struct {
 	answers      atomic.Bool  // the server has answered a probe, which etcd's grpc-proxy never does
 }
 
-// follow watches keys on one stream until that fails. A connection that is dead ends the
-// watch in seconds, because gRPC sends pings over it, which cost the store nothing. A
-// server that lives and is silent is found by the progress notifications that it sends
-// every ten minutes: a stream that stays quiet for longer, or for as long as idle while
-// something waits, is probed, and ends with errStalled if it does not answer in timing.probeAnswer. A server
-// that does send notifications and is behind the store is found by verify. The library's
-// own watch reconnects by itself and so hides outages, and the store behind it may be
-// another one afterwards.
+// follow watches keys on one stream until the stream fails. It detects three kinds of failures:
+//
+//   - A connection that is dead: gRPC sends pings over it, which cost the store nothing.
+//   - A server that works and sends nothing: it should send a progress notification every ten
+//     minutes. follow probes a stream that is silent for timing.quiet, or for timing.idle while the
+//     caller waits for something. It returns errStalled if there is no answer in timing.probeAnswer.
+//   - A server that sends notifications and is behind the store: see verify.
+//
+// The library's own watch reconnects by itself. So it hides outages, and the store may be another
+// one afterwards.
 func (m *Manager) follow(ctx context.Context, keys []string, next int64, w watcher) error {
 	conn, _, err := m.client.get(ctx)
 	if err != nil {
@@ -112,9 +114,9 @@ func open(ctx context.Context, conn *connection, keys []string, next int64) (*st
 	return s, nil
 }
 
-// watchRequest asks for a key, or for all keys below it if it ends in a slash. It asks for one
-// revision too many, which the caller must skip, because a server does not answer probes of a
-// watch that starts in the future.
+// watchRequest returns the request for a watch of a key, or of all keys below it if it ends in a slash.
+// The watch starts one revision before next, whose events the caller must skip: a server does not
+// answer probes of a watch that starts in the future.
 func watchRequest(key string, next int64) *pb.WatchRequest {
 	r := &pb.WatchCreateRequest{Key: []byte(key), StartRevision: next - 1}
 	if strings.HasSuffix(key, "/") {
@@ -129,7 +131,7 @@ func (s *stream) send(r *pb.WatchRequest) error {
 	return s.Send(r)
 }
 
-// probe asks how far the server has come. An error shows in Recv.
+// probe requests the revision up to which the server has sent events. Recv returns the error, if any.
 func (s *stream) probe() {
 	_ = s.send(&pb.WatchRequest{RequestUnion: &pb.WatchRequest_ProgressRequest{ProgressRequest: &pb.WatchProgressRequest{}}})
 }
@@ -198,7 +200,7 @@ func (s *stream) advance(revision int64) {
 // verify reads the store's revision every few minutes, and returns an error when it cannot read it
 // or the stream does not reach it in timing.probeAnswer. A member whose disk hangs answers pings
 // and sends progress notifications, of the revision at which it is stuck, but it cannot
-// answer a linearizable read: for that it has to have applied what the others have agreed on.
+// answer a linearizable read, for which it must have applied the revisions of the other members.
 // Behind a proxy the stream may end at another member than the read.
 func (m *Manager) verify(ctx context.Context, s *stream) error {
 	for {

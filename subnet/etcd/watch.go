@@ -17,8 +17,8 @@ import (
 	"github.com/flanneld/flanneld/subnet"
 )
 
-// errRelist says that a watch cannot go on from where it is: the revision was
-// compacted, or the store is not the one that was listed.
+// errRelist means that a watch cannot continue from its revision: the revision was compacted, or the
+// store is not the one that was listed.
 var errRelist = errors.New("watch cannot be resumed")
 
 // Watch publishes the leases of other nodes. See subnet.Manager.
@@ -151,7 +151,7 @@ func (m *Manager) compareAt(ctx context.Context, cache *leaseCache) (comparison,
 	at := clientv3.WithRev(cache.next - 1)
 	ops := []clientv3.Op{clientv3.OpGet(m.dir, clientv3.WithPrefix(), clientv3.WithCountOnly(), at)}
 	if newest != nil {
-		// Not without its value: etcd 3.7 leaves the etcd lease out then.
+		// With its value, because etcd 3.7 omits the etcd lease of a key without a value.
 		ops = append(ops, clientv3.OpGet(m.dir+newest.key, at))
 	}
 	is := another
@@ -181,7 +181,7 @@ func (m *Manager) compareAt(ctx context.Context, cache *leaseCache) (comparison,
 // advance applies one response to the cache and publishes the result. The revision of the cache also
 // advances without events: otherwise it would soon be compacted.
 func (m *Manager) advance(ctx context.Context, cache *leaseCache, resp *pb.WatchResponse, confirmed int64, sink func(subnet.Update)) error {
-	// A grpc-proxy that merges watches leaves the id out when it says that one has begun.
+	// A grpc-proxy that merges watches omits the id in the response that a watch has begun.
 	if resp.Header.ClusterId != 0 && storeID(resp.Header).ID != cache.store.ID {
 		return errRelist
 	}

@@ -116,7 +116,7 @@ func (a *audit) compare(ctx context.Context, f *fetcher, sink func(subnet.Update
 }
 
 // correct replaces an entry by the Node as listed, or removes it if that is nil. The podCIDRs of
-// another Node than before are not known and have to be asked for.
+// another Node than before are not known and have to be requested.
 func (c *nodeCache) correct(is *entry, name string) {
 	if is == nil {
 		delete(c.entries, name)

@@ -199,9 +199,9 @@ type apiError struct {
 	host       string
 	kind       string
 	code       int    // of HTTP; 0 without an answer
-	message    string // as the server said
+	message    string // of the server
 	retryAfter time.Duration
-	tooLarge   bool // the server has not seen the resource version that was asked for
+	tooLarge   bool // the server has not reached the requested resource version
 	cause      error
 }
 
@@ -222,8 +222,8 @@ func hasCode(err error, code int) bool {
 	return ok && e.code == code
 }
 
-// isTooLarge reports whether err is the answer of a server that has not seen the
-// resource version that was asked for.
+// isTooLarge reports whether err is the answer of a server that has not reached the requested resource
+// version.
 func isTooLarge(err error) bool {
 	e, ok := errors.AsType[*apiError](err)
 	return ok && e.tooLarge

@@ -34,8 +34,8 @@ const (
 	eventBurst     = 10
 	eventEvery     = time.Minute
 	eventRepeat    = 2 * time.Hour // the same one again: the server keeps it for an hour
-	maxEventName   = 236           // bytes in front of the digest: the API takes 253
-	maxEvent       = 1000          // bytes of a message: the API takes 1024
+	maxEventName   = 236           // bytes before the hash: the API accepts 253
+	maxEvent       = 1000          // bytes of a message: the API accepts 1024
 )
 
 func newEventSender(m *Manager) *eventSender {

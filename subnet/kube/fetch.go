@@ -21,10 +21,10 @@ import (
 type fetcher struct {
 	m     *Manager
 	cache *nodeCache
-	// asked contains the Nodes that are being requested, or will be. The value is true if the Node
+	// requested contains the Nodes that are being requested, or will be. The value is true if the Node
 	// has changed since the request, so that the answer may be older than that change.
 	requested map[string]bool
-	waiting   []string    // in asked, without a request
+	waiting   []string    // in requested, but not sent yet
 	due       *time.Timer // for waiting
 	last      time.Time   // when waiting was requested last
 	answers   chan fetched
@@ -172,7 +172,7 @@ func (a nodeRequest) String() string {
 }
 
 // fetch sends a request until it is answered. spread is added to pauses, so that
-// daemons which a server has refused together do not come back together.
+// daemons which a server has refused together do not repeat their requests together.
 func (f *fetcher) fetch(ctx context.Context, a nodeRequest, spread time.Duration) {
 	select {
 	case f.slots <- struct{}{}:

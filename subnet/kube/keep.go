@@ -101,7 +101,7 @@ type todo struct {
 // todo returns the corrections that the own Node needs, or nil if it needs none.
 func (m *Manager) todo(s *ownNode) *todo {
 	if !s.exists || errors.Is(s.cidrsErr, errNoPodCIDR) {
-		return nil // the Node comes back with everything to correct
+		return nil // there is nothing to correct until the Node is back
 	}
 	own := *m.own.Load()
 	want, wrong := m.wanted(s, own)

@@ -6,6 +6,19 @@
 // All Nodes change all the time, but the fields that flanneld needs rarely do. So flanneld lists
 // them in full once and watches them without spec and status; it requests each new Node. podCIDRs
 // come only from the spec, because a node could write any annotation.
+//
+// The methods of the Manager are in these files:
+//
+//   - Config: kube.go, and config.go, which watches the file
+//   - Recall and PublicIPs: ownnode.go, which reads and writes the own Node
+//   - Acquire: acquire.go
+//   - Keep: keep.go; events.go creates Events, and policies.go warns about NetworkPolicies
+//   - Watch: watch.go, on the nodecache.go. fetch.go requests new Nodes, and probe.go finds out
+//     whether the watch is stale. restore.go continues from the last known state, and audit.go
+//     compares that state with a list later.
+//
+// Below them, annotations.go converts between annotations and leases, stream.go lists and watches,
+// client.go sends requests, and package wire decodes Nodes. Functions for operators are in admin.go.
 package kube
 
 import (
@@ -70,7 +83,7 @@ type Manager struct {
 
 	name  atomic.Pointer[string] // of the own Node, once it is known
 	uid   atomic.Pointer[string] // of the own Node as it was read last; empty if there was none
-	nodes atomic.Int64           // how many Nodes the last list had
+	nodes atomic.Int64           // number of Nodes in the last list
 	// justRead is the own Node as it was just read, for the next method that needs it.
 	justRead atomic.Pointer[ownNode]
 
