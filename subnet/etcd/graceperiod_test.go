@@ -73,6 +73,6 @@ func TestListAfterTheGracePeriod(t *testing.T) {
 	cache := leaseCache{entries: map[string]*entry{"b": {key: "b"}}, gracePeriod: over}
 	cache.retainFrom(old)
 	if keys := slices.Collect(maps.Keys(cache.entries)); !slices.Equal(keys, []string{"b"}) || len(cache.expiring) > 0 {
-		t.Errorf("there are %v, of these doomed %v", keys, cache.expiring)
+		t.Errorf("there are %v, of these expiring %v", keys, cache.expiring)
 	}
 }

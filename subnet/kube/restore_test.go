@@ -195,10 +195,10 @@ func TestRestartAfterChanges(t *testing.T) {
 	f.addNode(t, "node8", "10.5.8.0/24")
 	p.answer(nil)
 	fresh := &restartableNode{f: f}
-	settled := func(known map[string]string) bool {
+	current := func(known map[string]string) bool {
 		return has("node3", "node4", "node6", "node7")(known) || has("node3", "node4", "node5", "node6", "node7")(known) && strings.Contains(known["node3"], "33")
 	}
-	fresh.restart(t, nil, settled)
+	fresh.restart(t, nil, current)
 	k.restart(t, nil, func(known map[string]string) bool {
 		return maps.Equal(without(known, "node5"), without(fresh.known(), "node5"))
 	}, through)
