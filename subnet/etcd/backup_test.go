@@ -191,7 +191,7 @@ func TestRetakeAcrossAChangeOfFamilies(t *testing.T) {
 	}
 	k := startKeep(t, m, now)
 	f.restore(t, backup)
-	eventually(t, "the present lease and not the former", func() bool {
+	eventually(t, "the present lease and not the earlier one", func() bool {
 		k.stillRuns(t)
 		resp, err := f.kv.Get(t.Context(), f.prefix+"/subnets/", clientv3.WithPrefix())
 		return err == nil && len(resp.Kvs) == 1 && string(resp.Kvs[0].Key) == f.prefix+"/subnets/"+now.Key

@@ -83,15 +83,15 @@ func (c *nodeCache) publishMark(sink func(subnet.Update)) {
 // its revision any more, or the store is another one. s is the own Node as the store
 // has it now.
 func (m *Manager) restore(ctx context.Context, cache *nodeCache, s *ownNode) (ok bool, err error) {
-	former := cache.lastKnownMark
-	if former == nil {
+	last := cache.lastKnownMark
+	if last == nil {
 		return false, nil
 	}
 	name, revision := *m.name.Load(), cache.store.Revision
 	own := cache.entries[name]
-	is := own != nil && cache.full() && s.exists && s.uid == former.uid && revision > 0 && s.revision >= revision
+	is := own != nil && cache.full() && s.exists && s.uid == last.uid && revision > 0 && s.revision >= revision
 	if is {
-		if is, err = m.hadChange(ctx, former.lastChange, revision); err != nil {
+		if is, err = m.hadChange(ctx, last.lastChange, revision); err != nil {
 			return false, err
 		}
 	}
@@ -105,7 +105,7 @@ func (m *Manager) restore(ctx context.Context, cache *nodeCache, s *ownNode) (ok
 	if s.version <= revision { // a later change comes as an event
 		own.version = s.version
 	}
-	cache.own, cache.revision, cache.restored, cache.lastChanged = name, revision, revision, former.lastChange
+	cache.own, cache.revision, cache.restored, cache.lastChanged = name, revision, revision, last.lastChange
 	cache.auditAt = time.Now().Add(rand.N(m.timing.audit) + 1)
 	m.nodes.Store(int64(len(cache.entries)))
 	return true, nil
