@@ -14,6 +14,7 @@ import (
 	"google.golang.org/grpc"
 
 	"github.com/flanneld/flanneld/pkg/wait"
+	"github.com/flanneld/flanneld/test/figures"
 )
 
 // barePrefix is the prefix of keys that only a bare watch sees, not the daemon.
@@ -44,7 +45,7 @@ func (b *bed) bareEvents(ctx context.Context, count int) (time.Duration, error) 
 		return 0, fmt.Errorf("bare watch: %w", err)
 	}
 	defer stop()
-	before, err := processCPU(watcher)
+	before, err := figures.ProcessCPU(watcher)
 	if err != nil {
 		return 0, err
 	}
@@ -60,7 +61,7 @@ func (b *bed) bareEvents(ctx context.Context, count int) (time.Duration, error) 
 			}
 		}
 	}
-	after, err := processCPU(watcher)
+	after, err := figures.ProcessCPU(watcher)
 	return (after - before) / time.Duration(2*count), err
 }
 

@@ -20,6 +20,7 @@ import (
 	"github.com/vishvananda/netlink"
 
 	"github.com/flanneld/flanneld/pkg/wait"
+	"github.com/flanneld/flanneld/test/figures"
 	"github.com/flanneld/flanneld/test/lab"
 )
 
@@ -181,20 +182,20 @@ func (r *runner) kubeBeats(ctx context.Context, s *kubeServer) error {
 	if err := wait.For(ctx, 10*time.Second); err != nil {
 		return err
 	}
-	m, err := processMemory(d.PID())
+	m, err := figures.ProcessMemory(d.PID())
 	if err != nil {
 		return err
 	}
-	r.report.add(kubeGroup, "RSS", n, "MB", mb(m.anonymous+m.file), 45)
-	r.report.add(kubeGroup, "RSS, anonymous", n, "MB", mb(m.anonymous))
+	r.report.add(kubeGroup, "RSS", n, "MB", mb(m.Anonymous+m.File), 45)
+	r.report.add(kubeGroup, "RSS, anonymous", n, "MB", mb(m.Anonymous))
 	count, err := r.countWrites(ctx, h)
 	if err != nil {
 		return err
 	}
 	log := len(d.Log())
-	cpu, err1 := processCPU(d.PID())
+	cpu, err1 := figures.ProcessCPU(d.PID())
 	bytes, err2 := received(ctx, h)
-	server, err3 := processCPU(s.api.PID())
+	server, err3 := figures.ProcessCPU(s.api.PID())
 	if err := errors.Join(err1, err2, err3); err != nil {
 		return err
 	}
@@ -205,14 +206,14 @@ func (r *runner) kubeBeats(ctx context.Context, s *kubeServer) error {
 	if err := wait.For(ctx, time.Second); err != nil {
 		return err
 	}
-	cpu2, err1 := processCPU(d.PID())
+	cpu2, err1 := figures.ProcessCPU(d.PID())
 	bytes2, err2 := received(ctx, h)
-	server2, err3 := processCPU(s.api.PID())
+	server2, err3 := figures.ProcessCPU(s.api.PID())
 	writes, err4 := count()
 	if err := errors.Join(err1, err2, err3, err4); err != nil {
 		return err
 	}
-	m, err = processMemory(d.PID())
+	m, err = figures.ProcessMemory(d.PID())
 	if err != nil {
 		return err
 	}
@@ -222,7 +223,7 @@ func (r *runner) kubeBeats(ctx context.Context, s *kubeServer) error {
 	r.report.add(kubeGroup, "heartbeats made", n, "", per)
 	r.report.add(kubeGroup, "heartbeats: kernel changes", n, "", float64(writes), 0)
 	r.report.add(kubeGroup, "heartbeats: bytes logged", n, "", float64(len(d.Log())-log), 0)
-	r.report.add(kubeGroup, "heartbeats: RSS after", n, "MB", mb(m.anonymous+m.file), 45)
+	r.report.add(kubeGroup, "heartbeats: RSS after", n, "MB", mb(m.Anonymous+m.File), 45)
 	r.report.add(kubeGroup, "a heartbeat: CPU of the API server, the write included", n, "ms", ms(server2-server)/per)
 	return nil
 }
@@ -328,9 +329,9 @@ func (r *runner) watchCost(ctx context.Context, s *kubeServer, kind string, last
 		return 0, 0, 0, err
 	}
 	sum := func() (serverCPU, clientCPU time.Duration, in float64, err error) {
-		serverCPU, err = processCPU(s.api.PID())
+		serverCPU, err = figures.ProcessCPU(s.api.PID())
 		for _, w := range watchers {
-			cpu, err2 := processCPU(w)
+			cpu, err2 := figures.ProcessCPU(w)
 			clientCPU, err = clientCPU+cpu, errors.Join(err, err2)
 		}
 		in, err2 := received(ctx, r.lab.Host(1))

@@ -16,6 +16,7 @@ import (
 	clientv3 "go.etcd.io/etcd/client/v3"
 
 	"github.com/flanneld/flanneld/pkg/wait"
+	"github.com/flanneld/flanneld/test/figures"
 	"github.com/flanneld/flanneld/test/lab"
 )
 
@@ -173,7 +174,7 @@ func (r *runner) coldRound(ctx context.Context, backend string, n int) error {
 	if err != nil {
 		return err
 	}
-	asked := after.since(before)
+	asked := after.Since(before)
 	// The bed itself lists and revokes etcd leases when it cleans up.
 	for _, own := range []string{"LeaseLeases", "LeaseRevoke"} {
 		delete(asked, own)
@@ -196,7 +197,7 @@ func (r *runner) coldRound(ctx context.Context, backend string, n int) error {
 	r.report.add(group, "limit: CPU", n, "ms", ms(limitCPU))
 	r.report.add(group, "peak RSS", n, "MB", mb(s.peak))
 	r.report.add(group, "exec to subnet.env", n, "ms", ms(s.file))
-	r.report.add(group, "requests to etcd", n, "calls", asked.total())
+	r.report.add(group, "requests to etcd", n, "calls", asked.Total())
 	r.report.add(group, "of these: reads and lists", n, "calls", asked["Range"])
 	return nil
 }
@@ -256,7 +257,7 @@ func (r *runner) burst(ctx context.Context, d *lab.Daemon, all []peer) (began, a
 	defer cancel(nil)
 	fresh := all[len(r.peers):]
 	watch := r.client.Watch(ctx, etcdPrefix+"/subnets/", clientv3.WithPrefix())
-	before, err := processCPU(d.PID())
+	before, err := figures.ProcessCPU(d.PID())
 	if err != nil {
 		return
 	}
@@ -291,7 +292,7 @@ func (r *runner) burst(ctx context.Context, d *lab.Daemon, all []peer) (began, a
 		return
 	}
 	done = began.Add(s.all)
-	now, err := processCPU(d.PID())
+	now, err := figures.ProcessCPU(d.PID())
 	if err != nil {
 		return
 	}
@@ -321,7 +322,7 @@ func (r *runner) measureEvents(ctx context.Context) error {
 			if err := wait.For(ctx, afterStart); err != nil {
 				return err
 			}
-			before, err := processCPU(s.daemon.PID())
+			before, err := figures.ProcessCPU(s.daemon.PID())
 			if err != nil {
 				return err
 			}
@@ -329,7 +330,7 @@ func (r *runner) measureEvents(ctx context.Context) error {
 			if err != nil {
 				return err
 			}
-			after, err := processCPU(s.daemon.PID())
+			after, err := figures.ProcessCPU(s.daemon.PID())
 			if err != nil {
 				return err
 			}
@@ -433,7 +434,7 @@ func (r *runner) measureRest(ctx context.Context) error {
 		if err != nil {
 			return err
 		}
-		m, err := processMemory(s.daemon.PID())
+		m, err := figures.ProcessMemory(s.daemon.PID())
 		if err != nil {
 			return err
 		}
@@ -443,10 +444,10 @@ func (r *runner) measureRest(ctx context.Context) error {
 		}
 		r.report.add(group, "CPU a minute", n, "ms", ms(cpu)*float64(time.Minute)/float64(r.atRest), 30)
 		r.report.add(group, "processes", n, "", float64(kids), 0)
-		r.report.add(group, "requests to etcd", n, "calls", asked.total(), 0)
-		r.report.add(group, "RSS", n, "MB", mb(m.anonymous+m.file), limit)
-		r.report.add(group, "RSS, anonymous", n, "MB", mb(m.anonymous))
-		r.report.add(group, "RSS, of files", n, "MB", mb(m.file))
+		r.report.add(group, "requests to etcd", n, "calls", asked.Total(), 0)
+		r.report.add(group, "RSS", n, "MB", mb(m.Anonymous+m.File), limit)
+		r.report.add(group, "RSS, anonymous", n, "MB", mb(m.Anonymous))
+		r.report.add(group, "RSS, of files", n, "MB", mb(m.File))
 
 		// The same with a resync every two seconds shows the cost of one resync.
 		const tick, ticks = 2 * time.Second, 4
@@ -467,7 +468,7 @@ func (r *runner) measureRest(ctx context.Context) error {
 
 // idle returns the CPU time of the daemon and its child processes, and their requests to
 // etcd, while nothing happens.
-func (r *runner) idle(ctx context.Context, d *lab.Daemon, during time.Duration) (time.Duration, calls, error) {
+func (r *runner) idle(ctx context.Context, d *lab.Daemon, during time.Duration) (time.Duration, figures.Counts, error) {
 	requests, err := r.requests(ctx)
 	if err != nil {
 		return 0, nil, err
@@ -484,7 +485,7 @@ func (r *runner) idle(ctx context.Context, d *lab.Daemon, during time.Duration) 
 		return 0, nil, err
 	}
 	now, err := r.requests(ctx)
-	return after - before, now.since(requests), err
+	return after - before, now.Since(requests), err
 }
 
 // measureBusy measures the same work on a host on which other programs change the kernel.

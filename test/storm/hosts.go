@@ -162,6 +162,7 @@ type Wait struct {
 type State struct {
 	Right, Running int
 	Half, Last     time.Time // when half of the hosts were right, and all
+	Leased         time.Time // when the last of the hosts that have a lease has acquired it
 	Renewed        int       // hosts that have renewed their leases since Wait.Renewed
 	Outages        int       // times that a host has lost its store
 	Example        string    // why a host was not right, or has lost its store
@@ -216,6 +217,9 @@ func (s *Hosts) state(expected bits, renewed time.Time) (r State) {
 		}
 		h.mu.Lock()
 		r.Outages += h.outages
+		if h.acquired.After(r.Leased) {
+			r.Leased = h.acquired
+		}
 		if h.said != "" {
 			r.Example = fmt.Sprintf("host %d: %s", h.number, h.said)
 		}
@@ -236,11 +240,12 @@ type host struct {
 	cancel context.CancelFunc
 	done   chan struct{}
 
-	mu      sync.Mutex
-	own     *subnet.Lease
-	renewed time.Time // last
-	outages int
-	said    string
+	mu       sync.Mutex
+	own      *subnet.Lease
+	acquired time.Time // own
+	renewed  time.Time // last
+	outages  int
+	said     string
 }
 
 func newHost(number int, all *Hosts) *host {
@@ -282,7 +287,7 @@ func (h *host) run(ctx context.Context, s Store, former *subnet.Lease) error {
 		return err
 	}
 	h.mu.Lock()
-	h.own = &own
+	h.own, h.acquired = &own, time.Now()
 	h.mu.Unlock()
 	h.sight.acquired(own)
 	ctx, cancel := context.WithCancel(ctx)
