@@ -11,6 +11,7 @@ import (
 	"io"
 	"net"
 	"net/http"
+	"net/http/httptrace"
 	"net/url"
 	"strconv"
 	"strings"
@@ -49,6 +50,7 @@ type client struct {
 	http   *http.Client
 	dialer *connrotation.Dialer
 	late   atomic.Int32 // how often the deadline of requests is doubled, at most maxLate
+	slow   atomic.Int64 // when a small request was slow or refused last, in ns since 1970; 0: none was
 }
 
 // errEnded means that a watch has ended early without a failure of the server.
@@ -159,8 +161,15 @@ func (c *client) patiently(ctx context.Context, deadline time.Duration, f func(c
 	ctx, cancel := context.WithTimeout(ctx, deadline)
 	defer cancel()
 	start := time.Now()
-	err := f(ctx)
+	var sent atomic.Pointer[time.Time] // after the connection was made, which takes long on a slow link
+	err := f(httptrace.WithClientTrace(ctx, &httptrace.ClientTrace{WroteRequest: func(httptrace.WroteRequestInfo) {
+		now := time.Now()
+		sent.Store(&now)
+	}}))
 	took := time.Since(start)
+	if at := sent.Load(); at != nil && time.Since(*at) > slowAfter || overloaded(err) {
+		c.slow.Store(time.Now().UnixNano())
+	}
 	switch {
 	case err == nil && took < usual/2:
 		c.late.Store(0)

@@ -119,8 +119,9 @@ func (c *client) listOnce(ctx context.Context, d *wire.Decoder, q query, on func
 	return l, err
 }
 
-// stallTimeout is the time for which a list may bring no Node.
-const stallTimeout = 15 * time.Second
+// stallTimeout is how long a list may bring nothing. A busy API server lets a request wait for
+// 15 s before it refuses it.
+const stallTimeout = 30 * time.Second
 
 func (c *client) readList(ctx context.Context, d *wire.Decoder, r request, on func(*wire.Node)) (listing, error) {
 	resp, err := c.do(ctx, r)
@@ -181,7 +182,7 @@ func (c *client) watch(ctx context.Context, d *wire.Decoder, q query, alive func
 const (
 	watchTime  = 5 * time.Minute
 	watchGrace = 30 * time.Second
-	beginTime  = 15 * time.Second
+	beginTime  = stallTimeout
 )
 
 // begin sends a request for an endless answer, and returns when it has begun.

@@ -30,9 +30,10 @@ func (m *Manager) Watch(ctx context.Context, sink func(subnet.Update)) error {
 		m.cache.Store(cache)
 	}()
 	b := m.backoff()
+	t := &turns{m: m}
 	for {
 		var begun time.Time
-		err := m.resume(ctx, cache, sink)
+		err := m.resume(ctx, cache, t, sink)
 		if err == nil {
 			err = m.follow(ctx, cache, sink, func() {
 				begun = time.Now()
@@ -59,6 +60,13 @@ func (m *Manager) Watch(ctx context.Context, sink func(subnet.Update)) error {
 			// All nodes have to list again at this moment, and the cost of a list grows with their
 			// number.
 			err = b.Wait(ctx, rand.N(time.Duration(len(cache.entries))*m.timing.spread+1))
+		case errors.Is(err, errBusy):
+			err = t.wait(ctx, len(cache.entries), m.timing.backoffMin)
+		case cache.revision == 0 && overloaded(err):
+			m.report(ctx, watching, err)
+			if err = t.wait(ctx, len(cache.entries), retryAfter(err)); err == nil {
+				err = b.Wait(ctx, 0)
+			}
 		default:
 			m.report(ctx, watching, err)
 			err = b.Wait(ctx, retryAfter(err))
@@ -81,7 +89,7 @@ func (m *Manager) resetAfterLongWatch(b *wait.Backoff, begun time.Time) {
 // in good order there is nothing to do. Otherwise resume asks the store for its revision first,
 // because a server accepts a watch from a revision that it has never seen and is silent then. If
 // the store is not the same, resume lists the Nodes.
-func (m *Manager) resume(ctx context.Context, cache *nodeCache, sink func(subnet.Update)) error {
+func (m *Manager) resume(ctx context.Context, cache *nodeCache, t *turns, sink func(subnet.Update)) error {
 	if cache.current && cache.revision != 0 {
 		return nil
 	}
@@ -104,10 +112,14 @@ func (m *Manager) resume(ctx context.Context, cache *nodeCache, sink func(subnet
 		sink(cache.update(nil))
 		return nil
 	}
+	if err := t.check(); err != nil {
+		return err
+	}
 	next, err := m.list(ctx, cache, s)
 	if err != nil {
 		return err
 	}
+	t.reset()
 	if cache.store.ID != "" && (next.store.ID != cache.store.ID || next.store.Revision < cache.store.Revision) {
 		klog.FromContext(ctx).Error(nil, "the Kubernetes API has not the store it had", "was", cache.store, "is", next.store)
 	}

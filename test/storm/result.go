@@ -49,15 +49,11 @@ func (r *report) markdown(out io.Writer) {
 			continue
 		}
 		fmt.Fprintf(out, "\n### %s\n\n", titles()[sc.name])
-		fmt.Fprintln(out, "| store | hosts | half are right after | all are right after | CPU of the store | memory of the store | sent by the store | for each host | requests | slowest request of a bystander | CPU of all hosts |")
-		fmt.Fprintln(out, "|---|---|---|---|---|---|---|---|---|---|---|")
+		fmt.Fprintln(out, "| store | hosts | all have leases after | half are right after | all are right after | CPU of the store | memory of the store | sent by the store | for each host | requests | slowest request of a bystander | CPU of all hosts |")
+		fmt.Fprintln(out, "|---|---|---|---|---|---|---|---|---|---|---|---|")
 		for _, one := range some {
-			half := ""
-			if one.Half > 0 {
-				half = chart.Number(one.Half) + " s"
-			}
-			fmt.Fprintf(out, "| %s | %d | %s | %s s | %s s | %.0f MB | %s MB | %s kB | %.0f | %s s | %s s |\n", one.Store, one.N,
-				half, chart.Number(one.Seconds), chart.Number(one.StoreCPU), one.Peak/1e6, chart.Number(one.Sent/1e6),
+			fmt.Fprintf(out, "| %s | %d | %s | %s | %s s | %s s | %.0f MB | %s MB | %s kB | %.0f | %s s | %s s |\n", one.Store, one.N,
+				seconds(one.Leased), seconds(one.Half), chart.Number(one.Seconds), chart.Number(one.StoreCPU), one.Peak/1e6, chart.Number(one.Sent/1e6),
 				chart.Number(one.Sent/1e3/float64(one.N)), one.Calls.Total(), chart.Number(one.Slowest), chart.Number(one.HostsCPU))
 		}
 		fmt.Fprintln(out)
@@ -65,6 +61,14 @@ func (r *report) markdown(out io.Writer) {
 			fmt.Fprintf(out, "- %s, %d hosts: %s.\n", one.Store, one.N, one.Calls)
 		}
 	}
+}
+
+// seconds returns a duration as text, which is empty if it was not measured.
+func seconds(s float64) string {
+	if s <= 0 {
+		return ""
+	}
+	return chart.Number(s) + " s"
 }
 
 // charts returns the charts for which there are results, by file name.

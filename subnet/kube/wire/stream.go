@@ -14,8 +14,9 @@ import (
 
 // ListMeta is the metadata of a list.
 type ListMeta struct {
-	Revision int64  // of the store, at which the list was read
-	Continue string // token for the request of the next page; empty if this is the last page
+	Revision  int64  // of the store, at which the list was read
+	Continue  string // token for the request of the next page; empty if this is the last page
+	Remaining int    // number of objects on later pages; 0 if the server does not say
 }
 
 // List decodes a list of Nodes while it arrives, and iterates over the Nodes. It keeps one Node in
@@ -104,6 +105,8 @@ func (m *ListMeta) decode(b []byte) error {
 			m.Revision = revision(f.bytes)
 		case 3:
 			m.Continue = string(f.bytes)
+		case 4:
+			m.Remaining = int(f.value)
 		}
 	}
 	return nil

@@ -1,0 +1,101 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package kube
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"net/http"
+	"time"
+
+	"k8s.io/klog/v2"
+
+	"github.com/flanneld/flanneld/pkg/wait"
+)
+
+// turns delays lists of all Nodes while the API server is busy.
+//
+// When all hosts boot at the same moment, the server needs minutes for their lists. It queues and
+// refuses requests meanwhile, and among them the small ones with which other hosts take their
+// leases. So a host does not list directly after a request that was slow or refused. It waits for
+// a random time that grows with the number of Nodes, reads its own Node again, and lists if that
+// was quick. A host that boots alone does not wait: it has read its own Node before, quickly.
+//
+// A server that is always slow gets the list after most.
+type turns struct {
+	m      *Manager
+	begun  time.Time // when the host began to wait; zero if it does not
+	most   time.Duration
+	factor int       // of the next pause, in milliseconds for each Node
+	ended  time.Time // when the last pause ended
+}
+
+const (
+	slowAfter = 500 * time.Millisecond // a small request that takes longer comes from a busy server
+	slowFor   = 10 * time.Second       // age up to which a slow request says that the server is busy
+	minFactor = 10
+	maxFactor = 20
+	sumFactor = 100
+)
+
+// errBusy means that the API server has no time for a list of all Nodes.
+var errBusy = errors.New("the API server is busy")
+
+// check returns errBusy if the host has to wait before it lists all Nodes.
+func (t *turns) check() error {
+	slow := time.Unix(0, t.m.client.slow.Load())
+	if !slow.After(t.ended) || time.Since(slow) > slowFor || !t.begun.IsZero() && time.Since(t.begun) > t.most {
+		return nil
+	}
+	return errBusy
+}
+
+// wait waits for at least atLeast before the next small request. known is the number of Nodes in
+// the last known state.
+func (t *turns) wait(ctx context.Context, known int, atLeast time.Duration) error {
+	err := wait.For(ctx, atLeast+t.pause(ctx, known))
+	t.ended = time.Now()
+	return err
+}
+
+// pause returns how long to wait in addition to what the server has asked for.
+func (t *turns) pause(ctx context.Context, known int) time.Duration {
+	n := max(int(t.m.nodes.Load()), known)
+	if n == 0 {
+		var err error
+		if n, err = t.m.count(ctx); err != nil { // the server is too busy even for that
+			return 0
+		}
+	}
+	each := time.Duration(n) * t.m.timing.spread
+	if t.begun.IsZero() {
+		t.begun, t.factor, t.most = time.Now(), minFactor, sumFactor*each
+		klog.FromContext(ctx).Info("the API server is busy, waiting before all nodes are listed", "nodes", n, "most", t.most)
+	}
+	pause := rand.N(time.Duration(t.factor)*each + 1)
+	t.factor = min(2*t.factor, maxFactor)
+	return pause
+}
+
+// reset ends the waiting after a list.
+func (t *turns) reset() { t.begun = time.Time{} }
+
+// count returns the number of Nodes.
+func (m *Manager) count(ctx context.Context) (n int, err error) {
+	l, err := m.readNodes(ctx, query{metadata: true, limit: 1}, func(string, *ownNode) { n++ })
+	if err != nil {
+		return 0, fmt.Errorf("count nodes: %w", err)
+	}
+	n += l.Remaining
+	m.nodes.Store(int64(n))
+	return n, nil
+}
+
+// overloaded reports whether err is the answer, or the missing answer, of a server that cannot
+// keep up.
+func overloaded(err error) bool {
+	return hasCode(err, http.StatusTooManyRequests) || hasCode(err, http.StatusServiceUnavailable) ||
+		hasCode(err, http.StatusGatewayTimeout) || errors.Is(err, context.DeadlineExceeded)
+}
