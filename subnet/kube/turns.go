@@ -35,9 +35,11 @@ type turns struct {
 const (
 	slowAfter = 500 * time.Millisecond // a small request that takes longer comes from a busy server
 	slowFor   = 10 * time.Second       // age up to which a slow request says that the server is busy
-	minFactor = 10
-	maxFactor = 20
-	sumFactor = 100
+
+	// In milliseconds for each Node, if timing.spread is one:
+	minFactor = 10  // the most that the first pause takes
+	maxFactor = 20  // the most that a later one takes
+	sumFactor = 100 // turns.most
 )
 
 // errBusy means that the API server has no time for a list of all Nodes.
@@ -52,19 +54,21 @@ func (t *turns) check() error {
 	return errBusy
 }
 
-// wait waits for at least atLeast before the next small request. known is the number of Nodes in
-// the last known state.
-func (t *turns) wait(ctx context.Context, known int, atLeast time.Duration) error {
-	err := wait.For(ctx, atLeast+t.pause(ctx, known))
+// wait waits before the next small request, because of err: errBusy, or the outcome of the last
+// request. known is the number of Nodes in the last known state.
+func (t *turns) wait(ctx context.Context, known int, err error) error {
+	err = wait.For(ctx, max(retryAfter(err), t.m.timing.backoffMin)+t.pause(ctx, known, err))
 	t.ended = time.Now()
 	return err
 }
 
 // pause returns how long to wait in addition to what the server has asked for.
-func (t *turns) pause(ctx context.Context, known int) time.Duration {
+func (t *turns) pause(ctx context.Context, known int, err error) time.Duration {
 	n := max(int(t.m.nodes.Load()), known)
 	if n == 0 {
-		var err error
+		if errors.Is(err, context.DeadlineExceeded) {
+			return 0 // the server may hang, and another request would have to be waited for
+		}
 		if n, err = t.m.count(ctx); err != nil { // the server is too busy even for that
 			return 0
 		}

@@ -61,10 +61,10 @@ func (m *Manager) Watch(ctx context.Context, sink func(subnet.Update)) error {
 			// number.
 			err = b.Wait(ctx, rand.N(time.Duration(len(cache.entries))*m.timing.spread+1))
 		case errors.Is(err, errBusy):
-			err = t.wait(ctx, len(cache.entries), m.timing.backoffMin)
+			err = t.wait(ctx, len(cache.entries), err)
 		case cache.revision == 0 && overloaded(err):
 			m.report(ctx, watching, err)
-			if err = t.wait(ctx, len(cache.entries), retryAfter(err)); err == nil {
+			if err = t.wait(ctx, len(cache.entries), err); err == nil {
 				err = b.Wait(ctx, 0)
 			}
 		default:
