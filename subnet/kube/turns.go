@@ -36,7 +36,7 @@ const (
 	slowAfter = 500 * time.Millisecond // a small request that takes longer comes from a busy server
 	slowFor   = 10 * time.Second       // age up to which a slow request says that the server is busy
 
-	// In milliseconds for each Node, if timing.spread is one:
+	// These are in milliseconds for each Node, if timing.spread is one millisecond.
 	minFactor = 10  // the most that the first pause takes
 	maxFactor = 20  // the most that a later one takes
 	sumFactor = 100 // turns.most
