@@ -13,8 +13,6 @@ import (
 	"sync"
 	"time"
 
-	"k8s.io/klog/v2"
-
 	"github.com/flanneld/flanneld/pkg/wait"
 )
 
@@ -111,7 +109,9 @@ func (t *Tuner) settle() {
 }
 
 // Rest waits until the start is over and the state file is written, because writing a large
-// one takes memory too. started is closed when the start is over; written is called after that. It then releases the memory that the start has used.
+// one takes memory too. It then releases the memory that the start has used. started is
+// closed when the start is over. written reports whether the file is written; Rest calls it
+// after that. Rest always returns nil, also if ctx ends first.
 func (t *Tuner) Rest(ctx context.Context, started <-chan struct{}, written func() bool) error {
 	if !t.threads && !t.memory {
 		return nil
@@ -129,13 +129,8 @@ func (t *Tuner) Rest(ctx context.Context, started <-chan struct{}, written func(
 		}
 		t.settle()
 	}
-	if !t.memory {
-		return nil
-	}
-	runtime.GC() // pools keep their memory for one collection
-	debug.FreeOSMemory()
-	if err := unmapProgram(); err != nil {
-		klog.FromContext(ctx).V(1).Info("cannot release the pages of the program", "err", err)
+	if t.memory {
+		release(ctx)
 	}
 	return nil
 }
