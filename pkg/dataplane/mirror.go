@@ -19,37 +19,18 @@ type mirror struct {
 	resync  time.Duration
 
 	State
-	valid bool
-	until time.Time // the first look after this time reads in any case
-	// fresh is set if all devices are new, so that no other program has used them yet.
-	// The next read then leaves out the routes of other programs, because a host may have
-	// many. The mirror is partial after that: it does not show whether a put meets an
-	// existing route. That is sufficient for the first puts only.
-	fresh, partial bool
-	rerouted       bool // result of Monitor.Drain; the Reconciler resets it after it has reported it
+	valid    bool
+	until    time.Time // the first look after this time reads in any case
+	rerouted bool      // result of Monitor.Drain; the Reconciler resets it after it has reported it
 }
 
 // void makes the next look read the kernel.
 func (m *mirror) void() { m.valid = false }
 
-// bulk is the number of own writes from which a full read costs less than receiving an
-// announcement of each write.
-const bulk = 1000
-
-// mute suspends announcements while ops are executed, if ops are many and most of the
-// state. It reports whether it did. If so, the next look reads the kernel.
-func (m *mirror) mute(ops []Op) bool {
-	if m.monitor == nil || len(ops) < bulk || len(ops) < m.size() {
-		return false
-	}
-	m.monitor.Mute()
-	m.void()
-	return true
-}
-
-// look brings the mirror up to date. It returns the keys of the objects that other
-// programs have changed. all is true if any object may have changed.
-func (m *mirror) look(ctx context.Context) (changed Keys, all bool, err error) {
+// look brings the mirror up to date. If it must read the kernel, it reads scope. It returns
+// the keys of the objects that other programs have changed. all is true if any object may
+// have changed.
+func (m *mirror) look(ctx context.Context, scope Scope) (changed Keys, all bool, err error) {
 	if m.monitor != nil {
 		events, rerouted, lost := m.monitor.Drain()
 		m.rerouted = m.rerouted || rerouted
@@ -66,12 +47,9 @@ func (m *mirror) look(ctx context.Context) (changed Keys, all bool, err error) {
 		}
 	}
 	m.void()
-	scope := m.scope
-	scope.Connected, m.fresh = m.fresh, false
 	if m.State, err = m.kernel.Read(ctx, scope); err != nil {
 		return changed, true, fmt.Errorf("read kernel state: %w", err)
 	}
-	m.partial = scope.Connected
 	m.valid = m.monitor != nil
 	m.until = time.Now().Add(m.resync * 4 / 5) // the earliest time of a caller whose timer has a jitter of a fifth of resync
 	return changed, true, nil
@@ -144,7 +122,6 @@ func (m *mirror) hearRoute(r Route, e Event) bool {
 
 // wrote applies changes that the kernel has acknowledged.
 func (m *mirror) wrote(ops []Op) {
-	m.reserve(puts(ops))
 	for _, op := range ops {
 		switch o := op.Object.(type) {
 		case Link: // a change of a link deletes or resets objects on it

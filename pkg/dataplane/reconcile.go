@@ -67,15 +67,12 @@ type Report struct {
 	Rerouted bool
 }
 
-// count adds ops to the report, without the exclusive ones that found an existing route.
-func (r *Report) count(ops []Op, met Keys, repair func(Object) bool) {
+// count adds ops to the report.
+func (r *Report) count(ops []Op, repair func(Object) bool) {
 	for _, op := range ops {
-		switch {
-		case op.Exclusive && met.has(op.Object):
-			continue
-		case op.Delete:
+		if op.Delete {
 			r.Deletes++
-		default:
+		} else {
 			r.Puts++
 		}
 		if repair(op.Object) {
@@ -111,6 +108,8 @@ type Reconciler struct {
 	dirty Keys // where want and the kernel's state may differ
 	all   bool // want and the kernel's state may differ everywhere
 	swept bool // the last Reconcile swept, so nothing is left to delete
+
+	start bulkStart
 
 	refused     map[netip.Prefix]Refusal
 	unreachable map[netip.Prefix]Refusal
@@ -232,14 +231,12 @@ func (r *Reconciler) settle(ctx context.Context, sweep bool) (Report, error) {
 		delete(r.refused, refusal.Route.Dst)
 	}
 	clear(r.unreachable)
+	r.bulkStart(ctx, &report, sweep)
 	var asked Keys
 	some := !r.all
 	asked.merge(r.dirty)
-	if err := r.makeLinks(ctx, &report, func(o Object) bool { return some && !asked.has(o) }); err != nil {
-		return report, err
-	}
 	for range passes {
-		drifted, all, err := r.mirror.look(ctx)
+		drifted, all, err := r.mirror.look(ctx, r.mirror.scope)
 		if err != nil {
 			return report, err
 		}
@@ -247,45 +244,16 @@ func (r *Reconciler) settle(ctx context.Context, sweep bool) (Report, error) {
 		changes := r.plan(drifted, sweep)
 		r.logTaken(ctx, changes.Taken)
 		if len(changes.Ops) == 0 {
-			if r.mirror.partial && (sweep || r.want.leads()) { // the other routes must be known from here on
-				r.mirror.void()
-				continue
-			}
 			r.settled(&report, sweep)
 			return report, nil
 		}
-		met, err := r.apply(ctx, changes.Ops)
-		report.count(changes.Ops, met, func(o Object) bool { return drifted.has(o) || some && !asked.has(o) })
+		err = r.apply(ctx, changes.Ops)
+		report.count(changes.Ops, func(o Object) bool { return drifted.has(o) || some && !asked.has(o) })
 		if err != nil {
 			return report, err
 		}
 	}
 	return report, errors.New("kernel state does not settle: another program keeps changing the same entries")
-}
-
-// makeLinks creates missing links before the first full read, for two reasons. Creating a
-// link would invalidate an earlier read. And if all links are new, the first read can
-// leave out the routing table, which may contain many routes of other programs. If it
-// cannot create a link, the passes try again.
-func (r *Reconciler) makeLinks(ctx context.Context, report *Report, repair func(Object) bool) error {
-	if r.mirror.valid || len(r.want.Links) == 0 {
-		return nil
-	}
-	have, err := r.mirror.kernel.Read(ctx, Scope{Devices: r.mirror.scope.Devices})
-	if err != nil {
-		return fmt.Errorf("read kernel state: %w", err)
-	}
-	var ops []Op
-	for _, name := range sortedKeys(r.want.Links) {
-		if _, there := have.Links[name]; !there {
-			ops = append(ops, Op{Object: r.want.Links[name]})
-		}
-	}
-	if len(r.write(ctx, ops)) == 0 {
-		report.count(ops, Keys{}, repair)
-		r.mirror.fresh = len(ops) == len(r.mirror.scope.Devices)
-	}
-	return nil
 }
 
 // plan compares the places where want and the kernel's state may differ. The result is
@@ -365,23 +333,13 @@ func (e OpError) refusal() (f Refusal, ok bool) {
 }
 
 // apply executes ops. A route that the kernel refuses because of its gateway concerns one
-// peer only, so apply records it and returns no error. The same holds for an exclusive
-// put that finds an existing route that was not known: met contains these routes.
-func (r *Reconciler) apply(ctx context.Context, ops []Op) (met Keys, err error) {
-	if r.mirror.partial {
-		for i, op := range ops {
-			_, route := op.Object.(Route)
-			ops[i].Exclusive = route && !op.Delete
-		}
-	}
-	muted := r.mirror.mute(ops)
+// peer only, so apply records it and returns no error.
+func (r *Reconciler) apply(ctx context.Context, ops []Op) error {
 	failures := r.write(ctx, ops)
 	refused := 0
 	var errs []error
 	for _, e := range failures {
-		if e.Op.Exclusive && errors.Is(e.Err, syscall.EEXIST) {
-			met.Add(e.Op.Object)
-		} else if refusal, ok := e.refusal(); ok {
+		if refusal, ok := e.refusal(); ok {
 			refused++
 			r.unreachable[refusal.Route.Dst] = refusal
 		} else {
@@ -389,7 +347,6 @@ func (r *Reconciler) apply(ctx context.Context, ops []Op) (met Keys, err error) 
 		}
 	}
 	switch {
-	case muted:
 	case refused < len(failures): // only a read can tell what the failures have left behind
 		r.mirror.void()
 	case refused > 0:
@@ -397,7 +354,7 @@ func (r *Reconciler) apply(ctx context.Context, ops []Op) (met Keys, err error) 
 	default:
 		r.mirror.wrote(ops)
 	}
-	return met, opErrors(errs)
+	return opErrors(errs)
 }
 
 func (r *Reconciler) write(ctx context.Context, ops []Op) []OpError {

@@ -1,0 +1,92 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package dataplane
+
+// A start on new devices creates thousands of objects. This file does that in one batch
+// before the ordinary passes. The Reconciler is correct without the call of bulkStart.
+//
+// Reason. An ordinary pass reads the routing table first, which may contain many routes of
+// other programs, and the first packet to a pod would wait for that. It also listens to
+// the kernel's announcements of its own writes. On new devices neither is necessary: no
+// other program has used them yet, and the ordinary passes read everything afterwards
+// anyway. A link that is created before the first read also does not invalidate it.
+//
+// Invariant. The result is the same as that of the ordinary passes alone. To guarantee
+// that, bulkStart
+//   - only puts wanted objects, never deletes, and creates routes exclusively, so that it
+//     cannot replace a route that it has not read;
+//   - reads the addresses of the host first, so that Plan refuses a route to a directly
+//     connected network;
+//   - reports no failure: the passes that follow read the whole state, repeat what has
+//     failed, and report it.
+
+import (
+	"context"
+)
+
+// bulkStart is the progress of a start.
+type bulkStart struct {
+	linked bool // the links have been created
+	fresh  bool // all devices are new, and have no routes yet
+}
+
+// muteFrom is the number of writes from which it pays to suspend announcements. After that
+// a Monitor no longer knows the state of the links, and may report a loss once more.
+const muteFrom = 1000
+
+// bulkStart creates missing links and, if all links are new, the other wanted objects.
+// Before the first call that sweeps or wants a route through a device, it only creates the
+// links, and reads the state without the routing table.
+func (r *Reconciler) bulkStart(ctx context.Context, report *Report, sweep bool) {
+	if !r.start.linked {
+		r.start.linked = true
+		r.start.fresh = len(r.want.Links) > 0 && r.makeLinks(ctx, report)
+	}
+	if !r.start.fresh {
+		return
+	}
+	scope := r.mirror.scope
+	scope.Connected = true
+	if !sweep && !r.want.leads() { // the routes are yet to come
+		if !r.mirror.valid {
+			_, _, _ = r.mirror.look(ctx, scope)
+			r.all = true
+		}
+		return
+	}
+	r.start.fresh = false
+	have, err := r.mirror.kernel.Read(ctx, scope)
+	if err != nil {
+		return
+	}
+	ops := Plan(have, r.want, scope, nil, false).Ops
+	for i, op := range ops {
+		if op.Delete { // the devices are no longer as they were created
+			return
+		}
+		_, ops[i].Exclusive = op.Object.(Route)
+	}
+	if len(ops) >= muteFrom && r.mirror.monitor != nil {
+		r.mirror.monitor.Mute()
+	}
+	failures := r.write(ctx, ops)
+	r.mirror.void()
+	report.Puts += len(ops) - len(failures)
+}
+
+// makeLinks creates missing links. It reports whether no link existed.
+func (r *Reconciler) makeLinks(ctx context.Context, report *Report) bool {
+	have, err := r.mirror.kernel.Read(ctx, Scope{Devices: r.mirror.scope.Devices})
+	if err != nil {
+		return false
+	}
+	var ops []Op
+	for _, name := range sortedKeys(r.want.Links) {
+		if _, exists := have.Links[name]; !exists {
+			ops = append(ops, Op{Object: r.want.Links[name]})
+		}
+	}
+	failures := r.write(ctx, ops)
+	report.Puts += len(ops) - len(failures)
+	return len(failures) == 0 && len(ops) == len(r.mirror.scope.Devices)
+}
