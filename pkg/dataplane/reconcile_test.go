@@ -6,6 +6,7 @@ import (
 	"bytes"
 	"context"
 	"errors"
+	"maps"
 	"net/netip"
 	"strings"
 	"syscall"
@@ -177,6 +178,32 @@ func TestTakenIsLoggedOnceAMinute(t *testing.T) {
 			t.Errorf("%d lines, want two about the first program and one about the second:\n%s", got, &log)
 		}
 	})
+}
+
+// TestCounts checks that a link with a wrong attribute does not count as present.
+func TestCounts(t *testing.T) {
+	k := dataplanetest.New()
+	if err := k.Append(with(link, func(l *dataplane.Link) { l.MTU-- })); err != nil {
+		t.Fatal(err)
+	}
+	spy := &dataplanetest.Spy{Kernel: k, Fail: func(dataplane.Op) error { return syscall.EBUSY }}
+	r := dataplanetest.NewReconciler(t, spy, 0)
+	expect := func(present int) {
+		t.Helper()
+		want := map[string]dataplane.Count{"link": {Wanted: 1, Present: present}}
+		if got := r.Counts(); !maps.Equal(got, want) || r.Holds(link) != (present == 1) {
+			t.Errorf("counts are %v, Holds is %t; want %v", got, r.Holds(link), want)
+		}
+	}
+	if _, err := r.Reconcile(quiet(t), stateOf(link), true); !errors.Is(err, syscall.EBUSY) {
+		t.Errorf("error %v, want the error of the put", err)
+	}
+	expect(0)
+	spy.Fail = nil
+	if _, err := r.Reconcile(quiet(t), stateOf(link), true); err != nil {
+		t.Fatal(err)
+	}
+	expect(1)
 }
 
 func TestReport(t *testing.T) {

@@ -427,11 +427,11 @@ func (s State) all() iter.Seq[Object] {
 }
 
 // holds reports whether the state contains o or, if o is a route, a route for which same
-// is true. It compares links by name only.
+// is true.
 func (s State) holds(o Object) (ok bool) {
 	switch o := o.(type) {
 	case Link:
-		_, ok = s.Links[o.Name]
+		ok = s.Links[o.Name] == o
 	case Addr:
 		_, ok = s.Addrs[o]
 	case Neigh:
