@@ -5,7 +5,6 @@ package dataplane
 import (
 	"cmp"
 	"fmt"
-	"iter"
 	"net/netip"
 	"slices"
 
@@ -66,17 +65,6 @@ func (o Op) String() string {
 	return "put " + o.Object.String()
 }
 
-// puts iterates over the objects that ops create or replace.
-func puts(ops []Op) iter.Seq[Object] {
-	return func(yield func(Object) bool) {
-		for _, op := range ops {
-			if !op.Delete && !yield(op.Object) {
-				return
-			}
-		}
-	}
-}
-
 // Refusal is a wanted route that the Reconciler does not create.
 type Refusal struct {
 	Route  Route
@@ -104,15 +92,13 @@ type Changes struct {
 // that conflict with want.
 func Plan(have, want State, s Scope, recorded map[Route]struct{}, sweep bool) Changes {
 	p := planner{have: have, want: want, scope: s, recorded: recorded, sweep: sweep}
-	p.puts = make([]Op, 0, max(0, want.size()-have.size()))
 	p.links()
 	p.addrs()
 	planMap(&p, p.have.Neighs, p.want.Neighs, func(n Neigh) string { return n.Dev })
 	planMap(&p, p.have.FDB, p.want.FDB, func(f FDB) string { return f.Dev })
 	p.routes()
 	slices.Reverse(p.deletes)
-	ops := append(slices.Insert(p.puts, 0, p.first...), p.deletes...) // one slice, because there may be thousands of puts
-	return Changes{Ops: ops, Taken: p.taken, Refused: p.refused}
+	return Changes{Ops: slices.Concat(p.first, p.puts, p.deletes), Taken: p.taken, Refused: p.refused}
 }
 
 type planner struct {

@@ -14,7 +14,6 @@ import (
 	"net"
 	"net/netip"
 	"slices"
-	"sync"
 
 	"github.com/flanneld/flanneld/pkg/prefix"
 )
@@ -277,65 +276,6 @@ func NewState() State {
 	}
 }
 
-// StateOf returns the state that contains objects. There may be thousands, so a second
-// goroutine collects the routes. objects must therefore support concurrent and repeated
-// iteration.
-func StateOf(objects iter.Seq[Object]) State {
-	part := func(routes bool) State {
-		s := NewState()
-		of := func(yield func(Object) bool) {
-			for o := range objects {
-				if _, is := o.(Route); is == routes && !yield(o) {
-					return
-				}
-			}
-		}
-		s.reserve(of)
-		for o := range of {
-			o.addTo(s)
-		}
-		return s
-	}
-	var routes State
-	var wg sync.WaitGroup
-	wg.Go(func() { routes = part(true) })
-	s := part(false)
-	wg.Wait()
-	s.Routes = routes.Routes
-	return s
-}
-
-// Reserve allocates memory for that many more objects of each kind.
-func (s *State) Reserve(neighs, fdb, routes int) {
-	s.Neighs, s.FDB, s.Routes = roomFor(s.Neighs, neighs), roomFor(s.FDB, fdb), roomFor(s.Routes, routes)
-}
-
-// reserve allocates memory for objects, as if the state contained none of them.
-func (s *State) reserve(objects iter.Seq[Object]) {
-	var neighs, fdb, routes int
-	for o := range objects {
-		switch o.(type) {
-		case Neigh:
-			neighs++
-		case FDB:
-			fdb++
-		case Route:
-			routes++
-		}
-	}
-	s.Reserve(neighs, fdb, routes)
-}
-
-// roomFor returns m, or a copy with room for n more entries if n is larger than m.
-func roomFor[K comparable, V any](m map[K]V, n int) map[K]V {
-	if m != nil && n <= len(m) {
-		return m
-	}
-	larger := make(map[K]V, len(m)+n)
-	maps.Copy(larger, m)
-	return larger
-}
-
 // Add adds objects to the state. An object replaces another one with the same key. A
 // route replaces only an equal route.
 func (s State) Add(objects ...Object) {
@@ -458,11 +398,6 @@ func kind(o Object) string {
 	default:
 		return "route"
 	}
-}
-
-// size returns the approximate number of objects.
-func (s State) size() int {
-	return len(s.Addrs) + len(s.Neighs) + len(s.FDB) + len(s.Routes)
 }
 
 // HasRoute reports whether the state contains exactly r.

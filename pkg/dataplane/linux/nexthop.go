@@ -43,24 +43,11 @@ const (
 	nexthopLinger = time.Minute
 )
 
-// hop is the next hop that a nexthop object describes. It contains no pointer, so that
-// the garbage collector need not scan the thousands of them.
+// hop is the next hop that a nexthop object describes.
 type hop struct {
-	via    [16]byte // the gateway, an IPv4 one as a mapped IPv6 address; zero if there is none
-	index  int      // index of the device
-	onLink bool
-}
-
-func newHop(gateway netip.Addr, index int, onLink bool) hop {
-	return hop{gateway.As16(), index, onLink}
-}
-
-// gateway returns the address of the gateway. It is invalid if there is none.
-func (h hop) gateway() netip.Addr {
-	if h.via == [16]byte{} {
-		return netip.Addr{}
-	}
-	return netip.AddrFrom16(h.via).Unmap()
+	gateway netip.Addr // invalid if there is none
+	index   int        // index of the device
+	onLink  bool
 }
 
 // object is a nexthop object.
@@ -90,8 +77,7 @@ type nexthops struct {
 }
 
 func (t *nexthops) reset() {
-	n := len(t.byID) // probably as many as before
-	t.byID, t.byHop, t.plain, t.idle = make(map[uint32]*object, n), make(map[hop]*object, n), map[int]int{}, nil
+	t.byID, t.byHop, t.plain, t.idle = map[uint32]*object{}, map[hop]*object{}, map[int]int{}, nil
 }
 
 func (t *nexthops) add(o *object) {
@@ -154,7 +140,7 @@ func (k *Kernel) readNexthops(ctx context.Context) error {
 			}
 		}
 		onLink := binary.NativeEndian.Uint32(payload[4:])&unix.RTNH_F_ONLINK != 0
-		t.add(&object{hop: newHop(gateway, int(index), onLink), id: id})
+		t.add(&object{hop: hop{gateway, int(index), onLink}, id: id})
 	})
 	if errors.Is(err, unix.EOPNOTSUPP) {
 		t.enabled = false
@@ -188,7 +174,7 @@ func (t *nexthops) complete(r *routeReply) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if o, ours := t.byID[r.route.NexthopID]; ours && r.oif == 0 {
-		r.route.Gateway, r.oif, r.route.OnLink = o.gateway(), o.index, o.onLink
+		r.route.Gateway, r.oif, r.route.OnLink = o.gateway, o.index, o.onLink
 	}
 }
 
@@ -251,29 +237,26 @@ func (k *Kernel) provideNexthops(ctx context.Context, ops []*dataplane.Op, index
 	for index, n := range puts {
 		t.plain[index] += n
 		if t.plain[index] >= t.threshold {
-			k.provideFor(ctx, index, n, ops, indexes)
+			k.provideFor(ctx, index, ops, indexes)
 		}
 	}
 }
 
-// provideFor is provideNexthops for the n routes through one device. The caller holds
-// t.mu.
-func (k *Kernel) provideFor(ctx context.Context, index, n int, ops []*dataplane.Op, indexes map[string]int) {
+// provideFor is provideNexthops for the routes through one device. The caller holds t.mu.
+func (k *Kernel) provideFor(ctx context.Context, index int, ops []*dataplane.Op, indexes map[string]int) {
 	t := &k.nexthops
-	if len(t.byID) == 0 { // allocate memory for all of them
-		t.byID, t.byHop = make(map[uint32]*object, n), make(map[hop]*object, n)
-	}
 	type route struct {
 		op  *dataplane.Op
 		via *object
 	}
-	routes, missing := make([]route, 0, n), make([]*object, 0, n)
+	var routes []route
+	var missing []*object
 	for _, op := range ops {
 		r, ok := wanted(op)
 		if !ok || indexes[r.Dev] != index {
 			continue
 		}
-		h := newHop(r.Gateway, index, r.OnLink)
+		h := hop{r.Gateway, index, r.OnLink}
 		via := t.byHop[h]
 		if via == nil {
 			via = &object{hop: h}
@@ -337,7 +320,7 @@ func (k *Kernel) createNexthops(ctx context.Context, missing []*object) (again [
 		m.begin(rtmNewNexthop, unix.NLM_F_CREATE|unix.NLM_F_EXCL, nhmsg(unix.AF_INET, dataplane.Protocol, flags)...)
 		m.attr32(nhaID, ids[i])
 		m.attr32(nhaOIF, uint32(missing[i].index))
-		m.addr(nhaGateway, missing[i].gateway())
+		m.addr(nhaGateway, missing[i].gateway)
 	})
 	for i, o := range missing {
 		switch err := failed[i]; {
