@@ -81,7 +81,7 @@ func (p *Programmer) Sync(ctx context.Context, peers Set) (Outcome, error) {
 func (p *Programmer) Objects(key string) []ObjectReport {
 	var hs []ObjectReport
 	for _, o := range p.objects[key] {
-		hs = append(hs, ObjectReport{Object: o.String(), Present: p.Holds(o)})
+		hs = append(hs, ObjectReport{Object: o.String(), Present: p.Has(o)})
 	}
 	return hs
 }

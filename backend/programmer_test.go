@@ -72,7 +72,7 @@ func TestConflictWithRouteOfAllPeers(t *testing.T) {
 				t.Fatal(err)
 			}
 			sync("the conflict is over", "", false)
-			if !p.Holds(dataplane.NewRoute(network, netip.Addr{}, ours.Name, false)) {
+			if !p.Has(dataplane.NewRoute(network, netip.Addr{}, ours.Name, false)) {
 				t.Error("the route is missing")
 			}
 		})

@@ -123,7 +123,7 @@ func (c Cleanup) kernel(ctx context.Context, all []lastKnown) error {
 	var done ownership
 	for _, f := range sum.Former {
 		of := ownershipIn(backend.Env{Underlay: f.Interface, Config: f.Config, StateDir: c.StateDir}, c.Backends.Registry)
-		ops, err := dataplane.Leftovers(ctx, kernel, of.scope, dataplane.Scope{})
+		ops, err := dataplane.PlanRetire(ctx, kernel, of.scope, dataplane.Scope{})
 		errs = append(errs, err)
 		for _, op := range ops {
 			c.tell(op.Object)

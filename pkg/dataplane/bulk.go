@@ -52,17 +52,17 @@ func (r *Reconciler) bulkStart(ctx context.Context, report *Report, sweep bool) 
 	if !r.start.fresh {
 		return
 	}
-	scope := r.mirror.scope
+	scope := r.cache.scope
 	scope.Connected = true
-	if !sweep && !r.want.leads() { // the routes are yet to come
-		if !r.mirror.valid {
-			_, _, _ = r.mirror.look(ctx, scope)
+	if !sweep && !r.want.usesDevices() { // the routes are yet to come
+		if !r.cache.valid {
+			_, _, _ = r.cache.refresh(ctx, scope)
 			r.all = true
 		}
 		return
 	}
 	r.start.fresh = false
-	have, err := r.mirror.kernel.Read(ctx, scope)
+	have, err := r.cache.kernel.Read(ctx, scope)
 	if err != nil {
 		return
 	}
@@ -73,17 +73,17 @@ func (r *Reconciler) bulkStart(ctx context.Context, report *Report, sweep bool) 
 		}
 		_, ops[i].Exclusive = op.Object.(Route)
 	}
-	if len(ops) >= muteFrom && r.mirror.monitor != nil {
-		r.mirror.monitor.Mute()
+	if len(ops) >= muteFrom && r.cache.monitor != nil {
+		r.cache.monitor.Mute()
 	}
 	failures := r.write(ctx, ops)
-	r.mirror.void()
+	r.cache.invalidate()
 	report.Puts += len(ops) - len(failures)
 }
 
 // makeLinks creates missing links. It reports whether no link existed.
 func (r *Reconciler) makeLinks(ctx context.Context, report *Report) bool {
-	have, err := r.mirror.kernel.Read(ctx, Scope{Devices: r.mirror.scope.Devices})
+	have, err := r.cache.kernel.Read(ctx, Scope{Devices: r.cache.scope.Devices})
 	if err != nil {
 		return false
 	}
@@ -95,5 +95,5 @@ func (r *Reconciler) makeLinks(ctx context.Context, report *Report) bool {
 	}
 	failures := r.write(ctx, ops)
 	report.Puts += len(ops) - len(failures)
-	return len(failures) == 0 && len(ops) == len(r.mirror.scope.Devices)
+	return len(failures) == 0 && len(ops) == len(r.cache.scope.Devices)
 }

@@ -106,7 +106,7 @@ type planner struct {
 	scope      Scope
 	recorded   map[Route]struct{}
 	sweep      bool
-	gone       []string // links that must be replaced
+	replaced   []string // links that must be replaced
 	first      []Op     // links, and deletes without which a put would fail
 	puts       []Op
 	deletes    []Op // parents first; Plan reverses them
@@ -117,8 +117,8 @@ type planner struct {
 func (p *planner) put(o Object) { p.puts = append(p.puts, Op{Object: o}) }
 func (p *planner) del(o Object) { p.deletes = append(p.deletes, Op{Delete: true, Object: o}) }
 
-// absent reports whether the objects on dev will disappear because dev is replaced.
-func (p *planner) absent(dev string) bool { return slices.Contains(p.gone, dev) }
+// isReplaced reports whether the objects on dev will disappear because dev is replaced.
+func (p *planner) isReplaced(dev string) bool { return slices.Contains(p.replaced, dev) }
 
 func (p *planner) links() {
 	for _, name := range sortedKeys(p.want.Links) {
@@ -128,7 +128,7 @@ func (p *planner) links() {
 		case ok && h == w:
 			continue
 		case ok && !h.Compatible(w):
-			p.gone = append(p.gone, name)
+			p.replaced = append(p.replaced, name)
 			p.first = append(p.first, Op{Delete: true, Object: h})
 		}
 		p.first = append(p.first, Op{Object: w})
@@ -137,14 +137,14 @@ func (p *planner) links() {
 
 func (p *planner) addrs() {
 	for a := range p.want.Addrs {
-		if _, ok := p.have.Addrs[a]; !ok || p.absent(a.Dev) {
+		if _, ok := p.have.Addrs[a]; !ok || p.isReplaced(a.Dev) {
 			p.put(a)
 		}
 	}
 	for a := range p.have.Addrs {
 		_, wanted := p.want.Addrs[a]
 		switch {
-		case wanted, p.absent(a.Dev), !p.scope.device(a.Dev), !p.scope.InNetworks(prefix.Host(a.Prefix.Addr())):
+		case wanted, p.isReplaced(a.Dev), !p.scope.device(a.Dev), !p.scope.InNetworks(prefix.Host(a.Prefix.Addr())):
 		case p.inTheWay(a):
 			p.first = append(p.first, Op{Delete: true, Object: a})
 		case p.sweep:
@@ -156,7 +156,7 @@ func (p *planner) addrs() {
 // inTheWay reports whether a must be deleted before the wanted objects of its device can
 // be created. There are two cases. The kernel stores an IPv6 address once, with one
 // prefix length. And the kernel refuses a gateway that is an address of this host, for
-// example if the host's former subnet belongs to a peer now.
+// example if the host's previous subnet belongs to a peer now.
 func (p *planner) inTheWay(a Addr) bool {
 	ip := a.Prefix.Addr()
 	for w := range p.want.Addrs {
@@ -182,12 +182,12 @@ type object interface {
 // object.
 func planMap[K comparable, V object](p *planner, have, want map[K]V, dev func(V) string) {
 	for k, w := range want {
-		if h, ok := have[k]; !ok || h != w || p.absent(dev(w)) {
+		if h, ok := have[k]; !ok || h != w || p.isReplaced(dev(w)) {
 			p.put(w)
 		}
 	}
 	for k, h := range have {
-		if _, ok := want[k]; !ok && p.sweep && p.scope.device(dev(h)) && !p.absent(dev(h)) {
+		if _, ok := want[k]; !ok && p.sweep && p.scope.device(dev(h)) && !p.isReplaced(dev(h)) {
 			p.del(h)
 		}
 	}
@@ -197,21 +197,21 @@ func planMap[K comparable, V object](p *planner, have, want map[K]V, dev func(V)
 // destination, for any metric and TOS.
 func (p *planner) routes() {
 	for w := range p.want.AllRoutes() {
-		p.destination(w, p.standing(p.have.Routes[w.Dst]))
+		p.destination(w, p.remaining(p.have.Routes[w.Dst]))
 	}
 	for dst, have := range p.have.Routes {
 		if len(p.want.Routes[dst]) == 0 {
-			p.sweepRoutes(p.standing(have))
+			p.sweepRoutes(p.remaining(have))
 		}
 	}
 }
 
-// standing returns the routes that do not disappear with a replaced link.
-func (p *planner) standing(routes []Route) []Route {
-	if len(p.gone) == 0 {
+// remaining returns the routes that do not disappear with a replaced link.
+func (p *planner) remaining(routes []Route) []Route {
+	if len(p.replaced) == 0 {
 		return routes
 	}
-	return slices.DeleteFunc(slices.Clone(routes), func(r Route) bool { return r.Dev != "" && p.absent(r.Dev) })
+	return slices.DeleteFunc(slices.Clone(routes), func(r Route) bool { return r.Dev != "" && p.isReplaced(r.Dev) })
 }
 
 // sweepRoutes deletes the routes that belong to flanneld. It deletes a detour even
@@ -229,9 +229,9 @@ func (p *planner) sweepRoutes(routes []Route) {
 // routes.
 func (p *planner) destination(w Route, have []Route) {
 	if w.Type == Blackhole { // a blackhole is the last resort, so other routes are handled as if it were not wanted
-		isHole := func(h Route) bool { return h.Type == Blackhole }
-		p.sweepRoutes(slices.DeleteFunc(slices.Clone(have), isHole))
-		have = slices.DeleteFunc(slices.Clone(have), func(h Route) bool { return !isHole(h) })
+		isBlackhole := func(h Route) bool { return h.Type == Blackhole }
+		p.sweepRoutes(slices.DeleteFunc(slices.Clone(have), isBlackhole))
+		have = slices.DeleteFunc(slices.Clone(have), func(h Route) bool { return !isBlackhole(h) })
 	}
 	for _, h := range have {
 		if h.Protocol == protoKernel {

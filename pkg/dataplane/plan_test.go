@@ -170,7 +170,7 @@ func TestPlanTunnel(t *testing.T) {
 	scope := dataplane.Scope{Devices: []string{"tun"}, Networks: []netip.Prefix{netip.MustParsePrefix("10.5.0.0/16")}}
 	replaced := []string{"delete link tun type ipip", "put link tun type ipip", "put address 10.5.1.0/32 dev tun"}
 	for name, tt := range map[string]struct {
-		spoil func(*dataplane.Tunnel)
+		change func(*dataplane.Tunnel)
 		want  []string
 	}{
 		"local":    {func(s *dataplane.Tunnel) { s.Local = s.Local.Next() }, []string{"put link tun type ipip"}},
@@ -183,9 +183,9 @@ func TestPlanTunnel(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			have, want := dataplane.NewState(), dataplane.NewState()
 			want.Add(link, addr)
-			spoilt := link
-			tt.spoil(&spoilt.Tunnel)
-			have.Add(spoilt, addr)
+			changed := link
+			tt.change(&changed.Tunnel)
+			have.Add(changed, addr)
 			var got []string
 			for _, op := range dataplane.Plan(have, want, scope, nil, true).Ops {
 				got = append(got, op.String())

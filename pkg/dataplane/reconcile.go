@@ -67,7 +67,8 @@ type Report struct {
 	Rerouted bool
 }
 
-// count adds ops to the report.
+// count adds ops to the report. repair reports whether a change of an object undid a
+// change by another program.
 func (r *Report) count(ops []Op, repair func(Object) bool) {
 	for _, op := range ops {
 		if op.Delete {
@@ -100,9 +101,9 @@ type Config struct {
 // Reconciler makes the kernel's state equal to a wanted state. Only Changed may be called
 // concurrently with another method.
 type Reconciler struct {
-	mirror   mirror
+	cache    cache
 	recorded map[Route]struct{} // routes on devices outside Scope.Devices that the Reconciler may delete, in canonical form
-	former   []Route            // recorded routes that are no longer wanted
+	dropped  []Route            // recorded routes that are no longer wanted
 
 	want  State
 	dirty Keys // where want and the kernel's state may differ
@@ -113,41 +114,41 @@ type Reconciler struct {
 
 	refused     map[netip.Prefix]Refusal
 	unreachable map[netip.Prefix]Refusal
-	told        map[taken]time.Time // time of the last log line
+	logged      map[taken]time.Time // time of the last log line
 }
 
 // NewReconciler returns a Reconciler. The caller closes it.
 func NewReconciler(c Config) (*Reconciler, error) {
 	r := &Reconciler{
-		mirror:   mirror{kernel: c.Kernel, scope: c.Scope, resync: c.Resync},
+		cache:    cache{kernel: c.Kernel, scope: c.Scope, resync: c.Resync},
 		recorded: map[Route]struct{}{}, want: NewState(), all: true,
-		refused: map[netip.Prefix]Refusal{}, unreachable: map[netip.Prefix]Refusal{}, told: map[taken]time.Time{},
+		refused: map[netip.Prefix]Refusal{}, unreachable: map[netip.Prefix]Refusal{}, logged: map[taken]time.Time{},
 	}
 	if c.Resync > 0 {
 		monitor, err := c.Kernel.Monitor(c.Scope)
 		if err != nil {
 			return nil, fmt.Errorf("listen to kernel changes: %w", err)
 		}
-		r.mirror.monitor = monitor
+		r.cache.monitor = monitor
 	}
 	return r, nil
 }
 
 // Close ends the monitor. It does not change the kernel.
 func (r *Reconciler) Close() error {
-	if r.mirror.monitor == nil {
+	if r.cache.monitor == nil {
 		return nil
 	}
-	return r.mirror.monitor.Close()
+	return r.cache.monitor.Close()
 }
 
 // Changed returns a channel that receives after the kernel has announced a change that a
 // Reconcile should handle. It returns nil if there is no monitor.
 func (r *Reconciler) Changed() <-chan struct{} {
-	if r.mirror.monitor == nil {
+	if r.cache.monitor == nil {
 		return nil
 	}
-	return r.mirror.monitor.Ready()
+	return r.cache.monitor.Ready()
 }
 
 // Record makes the Reconciler responsible for the routes of s: it deletes them when they
@@ -161,14 +162,14 @@ func (r *Reconciler) Record(s State) {
 // record ignores routes on the scope's own devices, because the scope covers those
 // anyway.
 func (r *Reconciler) record(route Route) {
-	if !r.mirror.scope.device(route.Dev) {
+	if !r.cache.scope.device(route.Dev) {
 		r.recorded[route.canonical()] = struct{}{}
 	}
 }
 
-// Holds reports whether the kernel has o, according to the last known state. A route
-// counts if it forwards packets as o does.
-func (r *Reconciler) Holds(o Object) bool { return r.mirror.holds(o) }
+// Has reports whether the kernel has o, according to the last known state. A route counts
+// if it forwards packets as o does. Any other object must have all attributes of o.
+func (r *Reconciler) Has(o Object) bool { return r.cache.has(o) }
 
 // Count contains the numbers of wanted and present objects of one kind.
 type Count struct {
@@ -182,7 +183,7 @@ func (r *Reconciler) Counts() map[string]Count {
 	for o := range r.want.all() {
 		c := counts[kind(o)]
 		c.Wanted++
-		if r.mirror.holds(o) {
+		if r.cache.has(o) {
 			c.Present++
 		}
 		counts[kind(o)] = c
@@ -196,7 +197,7 @@ func (r *Reconciler) Counts() map[string]Count {
 func (r *Reconciler) Reconcile(ctx context.Context, want State, sweep bool) (Report, error) {
 	r.Record(want)
 	r.want, r.all = want, true
-	return r.settle(ctx, sweep)
+	return r.converge(ctx, sweep)
 }
 
 // Update is like Reconcile for a wanted state that differs from the last one by the
@@ -205,7 +206,7 @@ func (r *Reconciler) Reconcile(ctx context.Context, want State, sweep bool) (Rep
 func (r *Reconciler) Update(ctx context.Context, removed, added []Object, sweep bool) (Report, error) {
 	for _, o := range removed {
 		if route, ok := o.(Route); ok {
-			r.former = append(r.former, route.canonical())
+			r.dropped = append(r.dropped, route.canonical())
 		}
 	}
 	for _, o := range added {
@@ -217,13 +218,13 @@ func (r *Reconciler) Update(ctx context.Context, removed, added []Object, sweep 
 	r.want.Add(added...)
 	r.dirty.Add(removed...)
 	r.dirty.Add(added...)
-	return r.settle(ctx, sweep)
+	return r.converge(ctx, sweep)
 }
 
-// settle repeats passes until one finds no change to make.
-func (r *Reconciler) settle(ctx context.Context, sweep bool) (Report, error) {
+// converge repeats passes until one finds no change to make.
+func (r *Reconciler) converge(ctx context.Context, sweep bool) (Report, error) {
 	var report Report
-	if sweep && !r.swept { // the passes without sweep have left objects, so look everywhere
+	if sweep && !r.swept { // passes without sweep have left objects anywhere
 		r.all = true
 	}
 	for dst, refusal := range r.unreachable { // try again
@@ -232,11 +233,11 @@ func (r *Reconciler) settle(ctx context.Context, sweep bool) (Report, error) {
 	}
 	clear(r.unreachable)
 	r.bulkStart(ctx, &report, sweep)
-	var asked Keys
-	some := !r.all
-	asked.merge(r.dirty)
+	var named Keys // places that the caller has named
+	named.merge(r.dirty)
+	everywhere := r.all
 	for range passes {
-		drifted, all, err := r.mirror.look(ctx, r.mirror.scope)
+		drifted, all, err := r.cache.refresh(ctx, r.cache.scope)
 		if err != nil {
 			return report, err
 		}
@@ -244,11 +245,11 @@ func (r *Reconciler) settle(ctx context.Context, sweep bool) (Report, error) {
 		changes := r.plan(drifted, sweep)
 		r.logTaken(ctx, changes.Taken)
 		if len(changes.Ops) == 0 {
-			r.settled(&report, sweep)
+			r.finish(&report, sweep)
 			return report, nil
 		}
 		err = r.apply(ctx, changes.Ops)
-		report.count(changes.Ops, func(o Object) bool { return drifted.has(o) || some && !asked.has(o) })
+		report.count(changes.Ops, func(o Object) bool { return drifted.has(o) || !everywhere && !named.has(o) })
 		if err != nil {
 			return report, err
 		}
@@ -260,7 +261,7 @@ func (r *Reconciler) settle(ctx context.Context, sweep bool) (Report, error) {
 // the same as that of a full comparison.
 func (r *Reconciler) plan(drifted Keys, sweep bool) Changes {
 	r.dirty.merge(drifted)
-	have, want := r.mirror.State, r.want
+	have, want := r.cache.State, r.want
 	if r.all || len(r.dirty.links) > 0 { // objects disappear with their link
 		clear(r.refused)
 	} else {
@@ -269,7 +270,7 @@ func (r *Reconciler) plan(drifted Keys, sweep bool) Changes {
 			delete(r.refused, dst)
 		}
 	}
-	changes := Plan(have, want, r.mirror.scope, r.recorded, sweep)
+	changes := Plan(have, want, r.cache.scope, r.recorded, sweep)
 	for _, refusal := range changes.Refused {
 		r.refused[refusal.Route.Dst] = refusal
 	}
@@ -290,21 +291,21 @@ func (r *Reconciler) reachable(ops []Op) []Op {
 	})
 }
 
-// settled updates the bookkeeping after a pass that found nothing to do, and completes
+// finish updates the bookkeeping after a pass that found nothing to do, and completes
 // the report.
-func (r *Reconciler) settled(report *Report, sweep bool) {
+func (r *Reconciler) finish(report *Report, sweep bool) {
 	switch {
 	case sweep && r.all:
 		clear(r.recorded)
 		r.Record(r.want)
-		r.former = nil
+		r.dropped = nil
 	case sweep:
-		for _, route := range r.former {
+		for _, route := range r.dropped {
 			if !slices.ContainsFunc(r.want.Routes[route.Dst], func(w Route) bool { return w.canonical() == route }) {
 				delete(r.recorded, route)
 			}
 		}
-		r.former = nil
+		r.dropped = nil
 	}
 	r.dirty, r.all, r.swept = Keys{}, false, sweep
 	for _, refusals := range []map[netip.Prefix]Refusal{r.refused, r.unreachable} {
@@ -313,7 +314,7 @@ func (r *Reconciler) settled(report *Report, sweep bool) {
 		}
 	}
 	report.Unreachable = len(r.unreachable) > 0
-	report.Rerouted, r.mirror.rerouted = r.mirror.rerouted, false
+	report.Rerouted, r.cache.rerouted = r.cache.rerouted, false
 }
 
 // refusal returns a Refusal if the kernel has refused a route because of its gateway: the
@@ -348,11 +349,11 @@ func (r *Reconciler) apply(ctx context.Context, ops []Op) error {
 	}
 	switch {
 	case refused < len(failures): // only a read can tell what the failures have left behind
-		r.mirror.void()
+		r.cache.invalidate()
 	case refused > 0:
-		r.mirror.wrote(r.reachable(slices.Clone(ops)))
+		r.cache.applyWrites(r.reachable(slices.Clone(ops)))
 	default:
-		r.mirror.wrote(ops)
+		r.cache.applyWrites(ops)
 	}
 	return opErrors(errs)
 }
@@ -363,7 +364,7 @@ func (r *Reconciler) write(ctx context.Context, ops []Op) []OpError {
 			log.Info("kernel change", "op", op.String())
 		}
 	}
-	return r.mirror.kernel.Apply(ctx, ops)
+	return r.cache.kernel.Apply(ctx, ops)
 }
 
 // opErrors joins errs. It shows only the first few, so that the message stays short if
@@ -393,11 +394,11 @@ func (r *Reconciler) logTaken(ctx context.Context, routes []Route) {
 		return
 	}
 	now := time.Now()
-	maps.DeleteFunc(r.told, func(_ taken, at time.Time) bool { return now.Sub(at) >= takenLog })
+	maps.DeleteFunc(r.logged, func(_ taken, at time.Time) bool { return now.Sub(at) >= takenLog })
 	for _, route := range routes {
 		of := taken{route.Dst, route.Protocol}
-		if _, told := r.told[of]; !told {
-			r.told[of] = now
+		if _, known := r.logged[of]; !known {
+			r.logged[of] = now
 			klog.FromContext(ctx).Info("taking over a route that another program made", "route", route.String(), "protocol", route.Protocol)
 		}
 	}

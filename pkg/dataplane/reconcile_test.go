@@ -24,7 +24,7 @@ import (
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
-func quiet(t testing.TB) context.Context { return klog.NewContext(t.Context(), klog.Logger{}) }
+func silentContext(t testing.TB) context.Context { return klog.NewContext(t.Context(), klog.Logger{}) }
 
 func TestReconcileErrors(t *testing.T) {
 	spy := &dataplanetest.Spy{Kernel: dataplanetest.New()}
@@ -32,7 +32,7 @@ func TestReconcileErrors(t *testing.T) {
 	want := dataplanetest.Peers(3)
 
 	spy.ReadError = func() error { return syscall.EINTR }
-	if _, err := r.Reconcile(quiet(t), want, true); !errors.Is(err, syscall.EINTR) || len(spy.Take()) > 0 {
+	if _, err := r.Reconcile(silentContext(t), want, true); !errors.Is(err, syscall.EINTR) || len(spy.Take()) > 0 {
 		t.Errorf("error %v, want the error of the read, and no change", err)
 	}
 	spy.ReadError = nil
@@ -43,12 +43,12 @@ func TestReconcileErrors(t *testing.T) {
 		}
 		return nil
 	}
-	_, err := r.Reconcile(quiet(t), want, true)
+	_, err := r.Reconcile(silentContext(t), want, true)
 	if !errors.Is(err, syscall.EBUSY) || !suffixed(err, "; and 3 more") {
 		t.Errorf("error %v, want the first three of six", err)
 	}
 	spy.Fail = nil
-	if _, err := r.Reconcile(quiet(t), want, true); err != nil {
+	if _, err := r.Reconcile(silentContext(t), want, true); err != nil {
 		t.Errorf("after the failures: %v", err)
 	}
 }
@@ -58,14 +58,14 @@ func suffixed(err error, s string) bool {
 	return len(text) > len(s) && text[len(text)-len(s):] == s
 }
 
-// deaf is a kernel that acknowledges changes and ignores them.
-type deaf struct{ dataplane.Kernel }
+// ignoringKernel is a kernel that acknowledges changes and ignores them.
+type ignoringKernel struct{ dataplane.Kernel }
 
-func (deaf) Apply(context.Context, []dataplane.Op) []dataplane.OpError { return nil }
+func (ignoringKernel) Apply(context.Context, []dataplane.Op) []dataplane.OpError { return nil }
 
 func TestReconcileDoesNotSettle(t *testing.T) {
-	r := dataplanetest.NewReconciler(t, deaf{dataplanetest.New()}, 0)
-	if _, err := r.Reconcile(quiet(t), dataplanetest.Base(), true); err == nil {
+	r := dataplanetest.NewReconciler(t, ignoringKernel{dataplanetest.New()}, 0)
+	if _, err := r.Reconcile(silentContext(t), dataplanetest.Base(), true); err == nil {
 		t.Error("no error, want one")
 	}
 }
@@ -101,7 +101,7 @@ func TestRefusal(t *testing.T) {
 				}
 			}
 			r := dataplanetest.NewReconciler(t, &dataplanetest.Spy{Kernel: k, Fail: func(dataplane.Op) error { return tc.err }}, 0)
-			report, err := r.Reconcile(quiet(t), want, true)
+			report, err := r.Reconcile(silentContext(t), want, true)
 			if refused := err == nil && report.Unreachable && len(report.Refused) == 1; refused != tc.refused || !refused && !errors.Is(err, tc.err) {
 				t.Errorf("refused %v, error %v; want refused: %t", report.Refused, err, tc.refused)
 			}
@@ -136,7 +136,7 @@ func TestAdopted(t *testing.T) {
 		{stateOf(), false, true},
 		{stateOf(), true, false}, // adopted
 	} {
-		if _, err := r.Reconcile(quiet(t), step.want, step.sweep); err != nil {
+		if _, err := r.Reconcile(silentContext(t), step.want, step.sweep); err != nil {
 			t.Fatal(err)
 		}
 		if there() != step.there {
@@ -146,7 +146,7 @@ func TestAdopted(t *testing.T) {
 	if err := k.Append(theirs); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := r.Reconcile(quiet(t), stateOf(), true); err != nil || !there() {
+	if _, err := r.Reconcile(silentContext(t), stateOf(), true); err != nil || !there() {
 		t.Errorf("there %t (%v), want the new route to stay, because it was not adopted", there(), err)
 	}
 }
@@ -191,16 +191,16 @@ func TestCounts(t *testing.T) {
 	expect := func(present int) {
 		t.Helper()
 		want := map[string]dataplane.Count{"link": {Wanted: 1, Present: present}}
-		if got := r.Counts(); !maps.Equal(got, want) || r.Holds(link) != (present == 1) {
-			t.Errorf("counts are %v, Holds is %t; want %v", got, r.Holds(link), want)
+		if got := r.Counts(); !maps.Equal(got, want) || r.Has(link) != (present == 1) {
+			t.Errorf("counts are %v, Has is %t; want %v", got, r.Has(link), want)
 		}
 	}
-	if _, err := r.Reconcile(quiet(t), stateOf(link), true); !errors.Is(err, syscall.EBUSY) {
+	if _, err := r.Reconcile(silentContext(t), stateOf(link), true); !errors.Is(err, syscall.EBUSY) {
 		t.Errorf("error %v, want the error of the put", err)
 	}
 	expect(0)
 	spy.Fail = nil
-	if _, err := r.Reconcile(quiet(t), stateOf(link), true); err != nil {
+	if _, err := r.Reconcile(silentContext(t), stateOf(link), true); err != nil {
 		t.Fatal(err)
 	}
 	expect(1)
@@ -213,7 +213,7 @@ func TestReport(t *testing.T) {
 		want          dataplane.State
 		puts, deletes int
 	}{{want, 2 + 2 + 3*6, 0}, {want, 0, 0}, {dataplanetest.Base(), 0, 3 * 6}} {
-		report, err := r.Reconcile(quiet(t), tc.want, true)
+		report, err := r.Reconcile(silentContext(t), tc.want, true)
 		if err != nil || report.Puts != tc.puts || report.Deletes != tc.deletes {
 			t.Errorf("%d puts, %d deletes (%v); want %d and %d", report.Puts, report.Deletes, err, tc.puts, tc.deletes)
 		}

@@ -34,22 +34,22 @@ func (s Scope) has(o Object) bool {
 	return false
 }
 
-// Leftovers returns the changes that Retire would make.
-func Leftovers(ctx context.Context, k Kernel, former, present Scope) ([]Op, error) {
+// PlanRetire returns the changes that Retire would make.
+func PlanRetire(ctx context.Context, k Kernel, former, present Scope) ([]Op, error) {
 	have, err := k.Read(ctx, former)
 	if err != nil {
 		return nil, fmt.Errorf("read kernel state: %w", err)
 	}
 	var links []Op
-	var gone []string
+	var deleted []string
 	for _, name := range sortedKeys(have.Links) {
 		if l := have.Links[name]; l.ours() && !present.has(l) {
 			links = append(links, Op{Delete: true, Object: l})
-			gone = append(gone, name)
+			deleted = append(deleted, name)
 		}
 	}
 	ops := slices.DeleteFunc(Plan(have, NewState(), former, nil, true).Ops, func(op Op) bool {
-		return present.has(op.Object) || slices.Contains(gone, DeviceOf(op.Object))
+		return present.has(op.Object) || slices.Contains(deleted, DeviceOf(op.Object))
 	})
 	return append(ops, links...), nil
 }
@@ -58,7 +58,7 @@ func Leftovers(ctx context.Context, k Kernel, former, present Scope) ([]Op, erro
 // an earlier configuration, and returns their number. It also deletes devices, with all
 // objects on them. So the caller should have applied the state of present before.
 func Retire(ctx context.Context, k Kernel, former, present Scope) (removed int, err error) {
-	ops, err := Leftovers(ctx, k, former, present)
+	ops, err := PlanRetire(ctx, k, former, present)
 	if err != nil {
 		return 0, err
 	}

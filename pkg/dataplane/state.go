@@ -324,9 +324,9 @@ func (s State) AllRoutes() iter.Seq[Route] {
 	}
 }
 
-// leads reports whether the state has a route through a device, and not only routes without
-// one, such as blackhole routes.
-func (s State) leads() bool {
+// usesDevices reports whether the state has a route through a device, and not only routes
+// without one, such as blackhole routes.
+func (s State) usesDevices() bool {
 	for r := range s.AllRoutes() {
 		if r.Dev != "" {
 			return true
@@ -366,9 +366,9 @@ func (s State) all() iter.Seq[Object] {
 	}
 }
 
-// holds reports whether the state contains o or, if o is a route, a route for which same
+// has reports whether the state contains o or, if o is a route, a route for which same
 // is true.
-func (s State) holds(o Object) (ok bool) {
+func (s State) has(o Object) (ok bool) {
 	switch o := o.(type) {
 	case Link:
 		ok = s.Links[o.Name] == o

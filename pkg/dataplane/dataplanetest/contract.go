@@ -25,7 +25,7 @@ type contractCase struct {
 // of dataplane.Kernel, and a Reconciler on them against its own description.
 func Contract(t *testing.T, newWorld func(testing.TB) World) {
 	t.Helper()
-	for _, cases := range [][]contractCase{objectCases(), linkCases(), routeCases(), freshCases(), exitCases(), driftCases(), twinCases(), retireCases()} {
+	for _, cases := range [][]contractCase{objectCases(), linkCases(), routeCases(), freshCases(), exitCases(), driftCases(), duplicateCases(), retireCases()} {
 		for _, tc := range cases {
 			t.Run(tc.name, func(t *testing.T) { tc.run(newFixture(t, newWorld(t), 0)) })
 		}
@@ -33,7 +33,7 @@ func Contract(t *testing.T, newWorld func(testing.TB) World) {
 	t.Run("an unchanged kernel is read once", func(t *testing.T) { readOnce(newFixture(t, newWorld(t), time.Hour)) })
 	t.Run("a refused route causes no read", func(t *testing.T) { refusedAgain(newFixture(t, newWorld(t), time.Hour)) })
 	t.Run("other programs change the kernel during and after a bulk of writes", func(t *testing.T) { disturbedBulk(newFixture(t, newWorld(t), time.Hour)) })
-	for _, tc := range slices.Concat(driftCases(), twinCases(), freshCases(), exitCases()) {
+	for _, tc := range slices.Concat(driftCases(), duplicateCases(), freshCases(), exitCases()) {
 		t.Run(tc.name+", by announcements alone", func(t *testing.T) { tc.run(newFixture(t, newWorld(t), time.Hour)) })
 	}
 }
@@ -45,8 +45,8 @@ func objectCases() []contractCase {
 		{"one failure among many is named", oneFailure},
 		{"a thousand objects at once", thousands},
 		{"missing devices", absentDevices},
-		{"a scope without networks", linksAlone},
-		{"a scope of connected networks", connectedAlone},
+		{"a scope without networks", onlyLinks},
+		{"a scope of connected networks", onlyConnected},
 		{"a context that has ended", endedContext},
 		{"on-link lookups", onLink},
 		{"on-link lookups behind a default route without a gateway", defaultIsNoNetwork},
@@ -114,9 +114,9 @@ func muted(f *fixture) {
 	}
 }
 
-// linksAlone checks that a scope without networks reads only links. That saves a router
+// onlyLinks checks that a scope without networks reads only links. That saves a router
 // with a million routes a long read.
-func linksAlone(f *fixture) {
+func onlyLinks(f *fixture) {
 	f.put(objectsOf(Peers(3))...)
 	s, err := f.Read(f.Context(), dataplane.Scope{Devices: Scope().Devices})
 	f.must(err)
@@ -125,8 +125,8 @@ func linksAlone(f *fixture) {
 	}
 }
 
-// connectedAlone checks that a scope with Connected does not read the routing table.
-func connectedAlone(f *fixture) {
+// onlyConnected checks that a scope with Connected does not read the routing table.
+func onlyConnected(f *fixture) {
 	f.put(objectsOf(Peers(3))...)
 	f.must(f.Append(bridge()...))
 	of6 := netip.PrefixFrom(subnet6(3).Addr().Next(), 64)
@@ -194,8 +194,8 @@ func refusedAgain(f *fixture) {
 			f.Errorf("step %d: refused %v with %d repairs, want %v and no repair", i, report.Refused, report.Repaired, bad)
 		}
 		for _, o := range bad {
-			if f.reconciler.Holds(o) {
-				f.Errorf("step %d: Holds(%s) is true, want false", i, o)
+			if f.reconciler.Has(o) {
+				f.Errorf("step %d: Has(%s) is true, want false", i, o)
 			}
 		}
 	}
@@ -278,7 +278,7 @@ func repeated(f *fixture) {
 
 func oneFailure(f *fixture) {
 	want := Peers(90)
-	bad := via(3, 0)[0]
+	bad := directRoutes(3, 0)[0]
 	bad.Dst, bad.Gateway = netip.MustParsePrefix("10.99.0.0/24"), netip.MustParseAddr("203.0.113.1")
 	var ops []dataplane.Op
 	for i, o := range objectsOf(want) {

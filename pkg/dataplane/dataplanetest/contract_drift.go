@@ -12,11 +12,11 @@ import (
 // them.
 func driftCases() []contractCase {
 	var cases []contractCase
-	add := func(name string, spoil func(*fixture)) {
+	add := func(name string, change func(*fixture)) {
 		cases = append(cases, contractCase{"repaired: " + name, func(f *fixture) {
 			want := state(Base(), Peer(3, 0)...)
 			f.reconcile(want, true)
-			spoil(f)
+			change(f)
 			f.reconcile(want, false)
 			f.expect(want)
 		}})
@@ -58,18 +58,18 @@ func driftCases() []contractCase {
 			}
 		}
 	})
-	for name, twin := range twins() {
+	for name, duplicate := range duplicates() {
 		add("routes with a duplicate: "+name, func(f *fixture) {
-			for _, r := range via(3, 9) {
-				if twin(&r) {
+			for _, r := range directRoutes(3, 9) {
+				if duplicate(&r) {
 					f.must(f.Append(r))
 				}
 			}
 		})
 		add("routes replaced by: "+name, func(f *fixture) {
 			f.must(f.Remove(objects(peer[dataplane.Route](3, 0))...))
-			for _, r := range via(3, 9) {
-				if twin(&r) {
+			for _, r := range directRoutes(3, 9) {
+				if duplicate(&r) {
 					f.must(f.Append(r))
 				}
 			}
@@ -77,7 +77,7 @@ func driftCases() []contractCase {
 	}
 	add("routes with three duplicates", func(f *fixture) {
 		for n := range 3 {
-			for _, r := range via(3, 10+n) {
+			for _, r := range directRoutes(3, 10+n) {
 				r.Protocol = protoStatic
 				f.must(f.Append(r))
 			}
@@ -85,22 +85,22 @@ func driftCases() []contractCase {
 	})
 	add("the wanted route is the last of its duplicates", func(f *fixture) {
 		f.must(f.Remove(objects(peer[dataplane.Route](3, 0))...))
-		f.must(f.Append(objects(via(3, 9))...))
-		f.must(f.Append(via(3, 10)[0]))
+		f.must(f.Append(objects(directRoutes(3, 9))...))
+		f.must(f.Append(directRoutes(3, 10)[0]))
 		// Not for IPv6: the kernel refuses a gateway that other routes lead to.
 		f.must(f.Append(peer[dataplane.Route](3, 0)[0]))
 	})
 	add("an IPv6 route replaced by two of other programs with its metric, one of another type", func(f *fixture) {
 		// The put replaces one of them, which the kernel chooses.
-		other := via(3, 9)[1]
+		other := directRoutes(3, 9)[1]
 		other.NexthopID, other.Protocol = 47, protoStatic
 		f.must(f.Remove(peer[dataplane.Route](3, 0)[1]))
-		f.must(f.Append(holeLike(other), other))
+		f.must(f.Append(blackholeLike(other), other))
 	})
 	add("two IPv4 duplicates through one device, one of them without a gateway", func(f *fixture) {
 		// The kernel ignores the gateway in a request to delete a route without one. So
 		// deleting the second route deletes the first.
-		r := via(3, 9)[0]
+		r := directRoutes(3, 9)[0]
 		r.Protocol = protoStatic
 		f.must(f.Append(r))
 		r.Gateway = netip.Addr{}
@@ -109,55 +109,55 @@ func driftCases() []contractCase {
 	add("an IPv6 route with two duplicates, one through a nexthop object, one a blackhole", func(f *fixture) {
 		// A route through a nexthop object matches a delete request with any next hop. So
 		// deleting the blackhole deletes the other route.
-		other := via(3, 9)[1]
+		other := directRoutes(3, 9)[1]
 		other.NexthopID, other.Protocol = 47, protoStatic
-		f.must(f.Append(other, holeLike(other)))
+		f.must(f.Append(other, blackholeLike(other)))
 	})
 	return cases
 }
 
-// twinCases test deletes that the kernel may apply to a duplicate of the route.
-func twinCases() []contractCase {
+// duplicateCases test deletes that the kernel may apply to a duplicate of the route.
+func duplicateCases() []contractCase {
 	return []contractCase{
-		{"an IPv6 route without a gateway, and a blackhole behind it", holeBehind},
-		{"an adopted IPv6 route through a nexthop object, and a duplicate", adoptedTwin},
-		{"a duplicate that differs only by its nexthop object", nexthopTwin},
+		{"an IPv6 route without a gateway, and a blackhole behind it", blackholeBehind},
+		{"an adopted IPv6 route through a nexthop object, and a duplicate", adoptedDuplicate},
+		{"a duplicate that differs only by its nexthop object", nexthopDuplicate},
 	}
 }
 
-// holeLike returns a blackhole with the key of r.
-func holeLike(r dataplane.Route) dataplane.Route {
+// blackholeLike returns a blackhole with the key of r.
+func blackholeLike(r dataplane.Route) dataplane.Route {
 	hole := dataplane.Route{RouteKey: r.RouteKey, Protocol: r.Protocol}
 	hole.Type = dataplane.Blackhole
 	return hole
 }
 
-func holeBehind(f *fixture) {
+func blackholeBehind(f *fixture) {
 	own := dataplane.NewRoute(subnet6(3), netip.Addr{}, dev6, false)
 	want := state(Base(), own)
 	f.reconcile(want, true)
-	f.must(f.Append(holeLike(own))) // deleting it deletes the other one
+	f.must(f.Append(blackholeLike(own))) // deleting it deletes the other one
 	f.reconcile(want, true)
 	f.expect(want)
 }
 
-func adoptedTwin(f *fixture) {
+func adoptedDuplicate(f *fixture) {
 	want := state(Base(), Peer(3, 0)...)
 	f.reconcile(want, true)
-	own, twin := peer[dataplane.Route](3, 0)[1], via(3, 9)[1]
+	own, duplicate := peer[dataplane.Route](3, 0)[1], directRoutes(3, 9)[1]
 	f.must(f.Remove(own))
 	theirs := own
-	theirs.NexthopID, theirs.Protocol, twin.Protocol = 47, protoStatic, protoStatic
+	theirs.NexthopID, theirs.Protocol, duplicate.Protocol = 47, protoStatic, protoStatic
 	f.must(f.Append(theirs))
 	f.reconcile(want, true)
-	f.must(f.Append(twin)) // deleting it deletes theirs
+	f.must(f.Append(duplicate)) // deleting it deletes theirs
 	f.reconcile(want, true)
-	if have := f.read().Routes[own.Dst]; len(have) != 1 || bare(have[0]) != bare(own) {
+	if have := f.read().Routes[own.Dst]; len(have) != 1 || canonical(have[0]) != canonical(own) {
 		f.Errorf("the routes to %s are %v, want one that forwards like %s", own.Dst, have, own)
 	}
 }
 
-func nexthopTwin(f *fixture) {
+func nexthopDuplicate(f *fixture) {
 	want := state(Base(), Peer(3, 0)...)
 	f.reconcile(want, true)
 	for i, r := range peer[dataplane.Route](3, 0) {
@@ -179,9 +179,9 @@ func peer[T dataplane.Object](i, variant int) []T {
 	return found
 }
 
-// twins returns functions that change a route so that it can be added beside the
+// duplicates returns functions that change a route so that it can be added beside the
 // original. They return false if the family does not allow that.
-func twins() map[string]func(*dataplane.Route) bool {
+func duplicates() map[string]func(*dataplane.Route) bool {
 	blackhole := func(r *dataplane.Route) bool {
 		r.Type, r.Gateway, r.Dev = dataplane.Blackhole, netip.Addr{}, ""
 		return true

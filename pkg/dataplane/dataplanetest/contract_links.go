@@ -20,8 +20,8 @@ func linkCases() []contractCase {
 		{"a link goes down", linkDown},
 		{"a link is deleted", linkGone},
 	}
-	for name, spoil := range incompatible() {
-		cases = append(cases, contractCase{"replaced for its " + name, func(f *fixture) { replaceDevice(f, spoil) }})
+	for name, change := range incompatible() {
+		cases = append(cases, contractCase{"replaced for its " + name, func(f *fixture) { replaceDevice(f, change) }})
 	}
 	return cases
 }
@@ -208,11 +208,11 @@ func otherFamily(a netip.Addr) netip.Addr {
 	return netip.MustParseAddr("192.168.77.1")
 }
 
-func replaceDevice(f *fixture, spoil func(*dataplane.Link)) {
+func replaceDevice(f *fixture, change func(*dataplane.Link)) {
 	want := Peers(3)
 	for _, dev := range Scope().Devices {
 		l := want.Links[dev]
-		spoil(&l)
+		change(&l)
 		f.must(f.Append(l, dataplane.Addr{Dev: dev, Prefix: netip.MustParsePrefix("172.30.0.1/24")}))
 		if failed := f.Apply(f.Context(), []dataplane.Op{{Object: want.Links[dev]}}); len(failed) != 1 {
 			f.Errorf("changing it to %s: failures %v, want one", dev, failed)
@@ -230,7 +230,7 @@ func replaceDevice(f *fixture, spoil func(*dataplane.Link)) {
 	f.reconcile(want, true)
 	for _, dev := range Scope().Devices {
 		l := want.Links[dev]
-		spoil(&l)
+		change(&l)
 		if l.Kind == "vxlan" && !l.VXLAN.Foreign && l.VXLAN.Local == want.Links[dev].VXLAN.Local {
 			want.Add(l)
 		}

@@ -30,8 +30,9 @@ func (f *fixture) retire(former, present dataplane.Scope, want int) {
 	}
 }
 
-// other returns the scope and state of a device with another VNI and the peers of Peers.
-func other(n int) (dataplane.Scope, dataplane.State) {
+// otherNetwork returns the scope and state of devices with another VNI and the peers of
+// Peers.
+func otherNetwork(n int) (dataplane.Scope, dataplane.State) {
 	scope, s := Scope(), dataplane.NewState()
 	scope.Devices = []string{"flannel.7", "flannel-v6.7"}
 	names := map[string]string{dev4: scope.Devices[0], dev6: scope.Devices[1]}
@@ -59,7 +60,7 @@ func other(n int) (dataplane.Scope, dataplane.State) {
 
 func retireDevice(f *fixture) {
 	f.reconcile(Peers(3), true)
-	scope, want := other(2)
+	scope, want := otherNetwork(2)
 	r, err := dataplane.NewReconciler(dataplane.Config{Kernel: f.World, Scope: scope})
 	f.must(err)
 	_, err = r.Reconcile(f.Context(), want, true)
@@ -79,7 +80,7 @@ func retireDevice(f *fixture) {
 func retireForDirect(f *fixture) {
 	f.reconcile(Peers(3), true)
 	want := dataplane.NewState()
-	for _, r := range via(2, 9) {
+	for _, r := range directRoutes(2, 9) {
 		want.Add(r)
 	}
 	present := dataplane.Scope{Networks: Scope().Networks, Shared: []string{"eth0"}}
@@ -126,7 +127,7 @@ func retireNetwork(f *fixture) {
 }
 
 func retireDirect(f *fixture) {
-	ours, theirs, outside := via(2, 9), via(3, 9), via(4, 9)
+	ours, theirs, outside := directRoutes(2, 9), directRoutes(3, 9), directRoutes(4, 9)
 	for i := range theirs {
 		theirs[i].Protocol = protoBoot
 		outside[i].Dst = []netip.Prefix{netip.MustParsePrefix("172.30.0.0/16"), netip.MustParsePrefix("fd00:11::/48")}[i]
@@ -146,7 +147,7 @@ func retireNothing(f *fixture) {
 	f.retire(Scope(), Scope(), 0)
 	f.expect(want)
 	f.must(f.Append(dataplane.Link{Name: "flannel.7", Kind: "bridge", MTU: 1500, Up: true}))
-	former, _ := other(0)
+	former, _ := otherNetwork(0)
 	f.retire(former, Scope(), 0)
 	f.expect(want)
 	for _, tc := range []struct {

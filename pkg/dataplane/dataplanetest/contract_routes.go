@@ -18,7 +18,7 @@ func routeCases() []contractCase {
 		{"a connected network is refused", connectedNetwork},
 		{"routes of others survive", othersSurvive},
 		{"a route of another program is taken over without a gap", takeOver},
-		{"a route changes its device without a gap", changeSides},
+		{"a route changes its device without a gap", moveBetweenDevices},
 		{"a failed put keeps the existing route", failedPut},
 		{"nothing is deleted without sweep", noSweep},
 		{"objects without a peer are swept", sweep},
@@ -35,7 +35,7 @@ func routeCases() []contractCase {
 func freshCases() []contractCase {
 	return []contractCase{
 		{"routes of other programs exist before fresh devices", freshDevices},
-		{"duplicates of the routes of fresh devices", freshTwins},
+		{"duplicates of the routes of fresh devices", freshDuplicates},
 	}
 }
 
@@ -83,9 +83,9 @@ func nicAddrs() []dataplane.Object {
 	}
 }
 
-// viaNIC returns routes of both families to the subnets of host i through host n of nic's
-// networks.
-func viaNIC(i, n int) []dataplane.Route {
+// directRoutesOnNIC returns routes of both families to the subnets of host i through host
+// n of nic's networks.
+func directRoutesOnNIC(i, n int) []dataplane.Route {
 	return []dataplane.Route{
 		dataplane.NewRoute(subnet4(i), netip.AddrFrom4([4]byte{192, 168, 88, byte(n)}), nic, false),
 		dataplane.NewRoute(subnet6(i), netip.AddrFrom16([16]byte{0xfd, 0, 0, 0x88, 15: byte(n)}), nic, false),
@@ -109,16 +109,16 @@ func bridgeGoes(f *fixture) {
 
 // secondInterface tests directly reached peers of either family: one with plain routes,
 // and one with adopted routes through nexthop objects of another program. It calls the
-// functions in spoil one after another, and then once more, because the first time may
+// functions in change one after another, and then once more, because the first time may
 // discard what the monitor knows about the device.
-func secondInterface(f *fixture, spoil ...func()) {
+func secondInterface(f *fixture, change ...func()) {
 	f.reconcile(Base(), true)
 	f.must(f.Append(dataplane.Link{Name: nic, Kind: "veth", Up: true}))
 	f.must(f.Append(nicAddrs()...))
-	want := state(Base(), objects(append(viaNIC(3, 9), viaNIC(4, 10)...))...)
+	want := state(Base(), objects(append(directRoutesOnNIC(3, 9), directRoutesOnNIC(4, 10)...))...)
 	for range 2 {
-		f.adopt(viaNIC(4, 10), want)
-		for _, step := range spoil {
+		f.adopt(directRoutesOnNIC(4, 10), want)
+		for _, step := range change {
 			step()
 			f.reconcile(want, true)
 			f.expectForwarded(want)
@@ -153,7 +153,7 @@ const adoptedNexthop = 47
 func manyWithoutCarrier(f *fixture) {
 	want := Base()
 	for i := range 300 {
-		want.Add(objects(via(2+i, 2+i%200))...)
+		want.Add(objects(directRoutes(2+i, 2+i%200))...)
 	}
 	f.reconcile(want, true)
 	for range 3 {
@@ -257,7 +257,7 @@ func connectedNetwork(f *fixture) {
 // device, and objects outside of its networks on its devices.
 func others() []dataplane.Object {
 	var all []dataplane.Object
-	for _, r := range via(77, 7) {
+	for _, r := range directRoutes(77, 7) {
 		r.Protocol = protoStatic
 		all = append(all, r)
 	}
@@ -283,16 +283,16 @@ func othersSurvive(f *fixture) {
 	}
 	have := f.readAll()
 	for _, o := range others() {
-		held := false
+		exists := false
 		switch o := o.(type) {
 		case dataplane.Route:
-			held = have.HasRoute(o)
+			exists = have.HasRoute(o)
 		case dataplane.Addr:
-			_, held = have.Addrs[o]
+			_, exists = have.Addrs[o]
 		case dataplane.Neigh:
-			held = have.Neighs[o.NeighKey] == o
+			exists = have.Neighs[o.NeighKey] == o
 		}
-		if !held {
+		if !exists {
 			f.Errorf("%s was removed", o)
 		}
 	}
@@ -315,7 +315,7 @@ func (f *fixture) noGap(ops []dataplane.Op, dst netip.Prefix) {
 
 func takeOver(f *fixture) {
 	f.reconcile(Base(), true)
-	for _, r := range via(3, 9) {
+	for _, r := range directRoutes(3, 9) {
 		r.Protocol = protoBoot
 		f.must(f.Append(r))
 	}
@@ -328,9 +328,10 @@ func takeOver(f *fixture) {
 	}
 }
 
-// changeSides moves a peer to the host's own L2 network and back, as with direct routing.
-func changeSides(f *fixture) {
-	tunnel, direct := state(Base(), Peer(3, 0)...), state(Base(), objects(via(3, 9))...)
+// moveBetweenDevices moves a peer to the host's own L2 network and back, as with direct
+// routing.
+func moveBetweenDevices(f *fixture) {
+	tunnel, direct := state(Base(), Peer(3, 0)...), state(Base(), objects(directRoutes(3, 9))...)
 	for _, want := range []dataplane.State{tunnel, direct, tunnel} {
 		f.spy.Take()
 		f.reconcile(want, true)
@@ -349,12 +350,12 @@ func changeSides(f *fixture) {
 // destination.
 func failedPut(f *fixture) {
 	f.reconcile(Base(), true)
-	var twins []dataplane.Route
-	for _, r := range via(3, 9) {
+	var duplicates []dataplane.Route
+	for _, r := range directRoutes(3, 9) {
 		r.Priority, r.Protocol = 100, protoBoot
-		twins = append(twins, r)
+		duplicates = append(duplicates, r)
 	}
-	f.must(f.Append(objects(twins)...))
+	f.must(f.Append(objects(duplicates)...))
 	f.spy.Fail = func(op dataplane.Op) error {
 		if _, ok := op.Object.(dataplane.Route); ok {
 			return syscall.EBUSY
@@ -366,7 +367,7 @@ func failedPut(f *fixture) {
 		f.Error("no error, want the error of the put")
 	}
 	f.spy.Fail = nil
-	if !f.has(twins...) {
+	if !f.has(duplicates...) {
 		f.Error("the destination has no route")
 	}
 	f.reconcile(want, true)
@@ -376,7 +377,7 @@ func failedPut(f *fixture) {
 // stale returns the state that an earlier process left behind.
 func stale() dataplane.State {
 	s := state(Base(), Peer(6, 0)...)
-	s.Add(objects(via(7, 7))...)
+	s.Add(objects(directRoutes(7, 7))...)
 	s.Add(dataplane.Addr{Dev: dev4, Prefix: netip.MustParsePrefix("10.9.9.0/32")},
 		dataplane.Addr{Dev: dev6, Prefix: netip.MustParsePrefix("fd00:10:9::/128")})
 	return s
@@ -402,14 +403,14 @@ func sweep(f *fixture) {
 // sharedDevices checks that on a shared device only the protocol number or Record makes a
 // route the Reconciler's own.
 func sharedDevices(f *fixture) {
-	ours, theirs, recorded := via(2, 9), via(3, 9), via(4, 9)
+	ours, theirs, recorded := directRoutes(2, 9), directRoutes(3, 9), directRoutes(4, 9)
 	for i := range theirs {
 		theirs[i].Protocol, recorded[i].Protocol = protoBoot, protoBoot
 	}
 	f.put(objects(ours)...)
 	f.must(f.Append(objects(theirs)...))
 	f.must(f.Append(objects(recorded)...))
-	f.reconciler.Record(state(dataplane.NewState(), objects(via(4, 9))...))
+	f.reconciler.Record(state(dataplane.NewState(), objects(directRoutes(4, 9))...))
 	f.reconcile(dataplane.NewState(), false)
 	if !f.has(ours...) || !f.has(recorded...) {
 		f.Error("a route was deleted without sweep")
@@ -421,7 +422,7 @@ func sharedDevices(f *fixture) {
 // unreachable checks that a peer whose gateway is not on the host's L2 network affects no
 // other peer.
 func unreachable(f *fixture) {
-	want := state(Base(), objects(via(3, 9))...)
+	want := state(Base(), objects(directRoutes(3, 9))...)
 	bad := []dataplane.Route{
 		dataplane.NewRoute(subnet4(4), netip.MustParseAddr("192.0.2.1"), "eth0", false),
 		dataplane.NewRoute(subnet6(4), netip.MustParseAddr("2001:db8::1"), "eth0", false),
@@ -439,12 +440,12 @@ func unreachable(f *fixture) {
 // noOtherHost checks that the Reconciler refuses a gateway that is an address of this
 // host, on any device, or the broadcast address.
 func noOtherHost(f *fixture) {
-	var held []dataplane.Object
+	var own []dataplane.Object
 	for _, p := range []netip.Prefix{subnet4(4), subnet6(4)} { // such as on the device of an earlier VNI
-		held = append(held, dataplane.Addr{Dev: "eth0", Prefix: prefix.Host(p.Addr())})
+		own = append(own, dataplane.Addr{Dev: "eth0", Prefix: prefix.Host(p.Addr())})
 	}
-	f.must(f.Append(held...))
-	want := state(Base(), objects(via(3, 9))...)
+	f.must(f.Append(own...))
+	want := state(Base(), objects(directRoutes(3, 9))...)
 	bad := append(peer[dataplane.Route](4, 0),
 		dataplane.NewRoute(subnet4(5), netip.MustParseAddr("192.168.77.255"), "eth0", false),
 		dataplane.NewRoute(subnet6(5), netip.MustParseAddr("fd00:77::1"), "eth0", false))
@@ -457,7 +458,7 @@ func noOtherHost(f *fixture) {
 			f.Errorf("refused for %q, want the kernel's reason", r.Reason)
 		}
 	}
-	f.must(f.Remove(held...))
+	f.must(f.Remove(own...))
 	report = f.reconcile(state(want, objects(bad)...), true)
 	if len(report.Refused) != 2 {
 		f.Errorf("refused %v, want the last two of %v", report.Refused, bad)
@@ -488,7 +489,7 @@ func nexthopObjects(f *fixture) {
 
 func blackhole(f *fixture) {
 	var want []dataplane.Route
-	for _, r := range via(2, 9) {
+	for _, r := range directRoutes(2, 9) {
 		want = append(want, dataplane.Route{RouteKey: dataplane.RouteKey{Dst: r.Dst, Priority: r.Priority, Type: dataplane.Blackhole}, Protocol: dataplane.Protocol})
 	}
 	f.reconcile(state(Base(), objects(want)...), true)
@@ -505,12 +506,12 @@ func blackhole(f *fixture) {
 func exclusivePut(f *fixture) {
 	f.reconcile(Base(), true)
 	var theirs []dataplane.Route
-	for _, r := range via(3, 9) {
+	for _, r := range directRoutes(3, 9) {
 		r.Protocol = protoStatic
 		theirs = append(theirs, r)
 	}
 	f.must(f.Append(objects(theirs)...))
-	for i, ours := range [][]dataplane.Route{via(3, 7), via(4, 7)} {
+	for i, ours := range [][]dataplane.Route{directRoutes(3, 7), directRoutes(4, 7)} {
 		for _, r := range ours {
 			failed := f.Apply(f.Context(), []dataplane.Op{{Exclusive: true, Object: r}})
 			if i == 0 && (len(failed) != 1 || !errors.Is(failed[0], syscall.EEXIST)) {
@@ -520,26 +521,26 @@ func exclusivePut(f *fixture) {
 			}
 		}
 	}
-	f.expect(state(Base(), append(objects(theirs), objects(via(4, 7))...)...))
+	f.expect(state(Base(), append(objects(theirs), objects(directRoutes(4, 7))...)...))
 }
 
-// beside returns routes of other programs to the subnets of host 5: behind ours for IPv4,
+// routesBeside returns routes of other programs to the subnets of host 5: behind ours for IPv4,
 // before ours for IPv6.
-func beside() []dataplane.Object {
-	var twins []dataplane.Object
-	for _, r := range via(5, 9) {
+func routesBeside() []dataplane.Object {
+	var duplicates []dataplane.Object
+	for _, r := range directRoutes(5, 9) {
 		r.Protocol, r.Priority = protoStatic, 100
-		twins = append(twins, r)
+		duplicates = append(duplicates, r)
 	}
-	return twins
+	return duplicates
 }
 
 // freshDevices checks that the first routes on new devices are created before the routes
 // of other programs are known.
 func freshDevices(f *fixture) {
 	f.must(f.Append(bridge()...))
-	f.must(f.Append(beside()...))
-	for _, r := range via(4, 9) {
+	f.must(f.Append(routesBeside()...))
+	for _, r := range directRoutes(4, 9) {
 		r.Protocol = protoStatic
 		f.must(f.Append(r))
 	}
@@ -563,10 +564,10 @@ func freshDevices(f *fixture) {
 	}
 }
 
-// freshTwins tests duplicates that only a read can find. The read does not wait for a
+// freshDuplicates tests duplicates that only a read can find. The read does not wait for a
 // sweep.
-func freshTwins(f *fixture) {
-	f.must(f.Append(beside()...))
+func freshDuplicates(f *fixture) {
+	f.must(f.Append(routesBeside()...))
 	f.reconcile(Peers(5), false)
 	f.expect(Peers(5))
 }

@@ -15,6 +15,6 @@ func TestRandomWalk(t *testing.T) {
 	Walk(t, New(), 3000, 0)
 }
 
-func TestRandomWalkByHearing(t *testing.T) {
+func TestRandomWalkByAnnouncements(t *testing.T) {
 	Walk(t, New(), 3000, time.Hour)
 }

@@ -90,9 +90,9 @@ func Peers(n int) dataplane.State {
 	return s
 }
 
-// via returns routes of both families to the subnets of host i through host
+// directRoutes returns routes of both families to the subnets of host i through host
 // n of eth0's networks.
-func via(i, n int) []dataplane.Route {
+func directRoutes(i, n int) []dataplane.Route {
 	return []dataplane.Route{
 		dataplane.NewRoute(subnet4(i), netip.AddrFrom4([4]byte{192, 168, 77, byte(n)}), "eth0", false),
 		dataplane.NewRoute(subnet6(i), netip.AddrFrom16([16]byte{0xfd, 0, 0, 0x77, 15: byte(n)}), "eth0", false),

@@ -262,7 +262,7 @@ func (k *Kernel) putRoute(r dataplane.Route) error {
 // taken reports whether a route with the key of o exists.
 func (k *Kernel) taken(o dataplane.Object) bool {
 	r, ok := o.(dataplane.Route)
-	return ok && slices.ContainsFunc(k.routes, func(have dataplane.Route) bool { return twin(have, r) })
+	return ok && slices.ContainsFunc(k.routes, func(have dataplane.Route) bool { return sameKey(have, r) })
 }
 
 // usable returns an error if packets cannot take r.

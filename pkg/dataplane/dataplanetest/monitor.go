@@ -89,7 +89,7 @@ func (m *monitor) Drain() (events []dataplane.Event, rerouted, lost bool) {
 	}
 	for _, o := range objectsOf(before) {
 		r, ok := o.(dataplane.Route)
-		if unannounced := ok && r.Dst.Addr().Is4() && slices.Contains(gone, r.NexthopID); !unannounced && !holds(now, o) {
+		if unannounced := ok && r.Dst.Addr().Is4() && slices.Contains(gone, r.NexthopID); !unannounced && !contains(now, o) {
 			events = append(events, dataplane.Event{Object: o, Deleted: true})
 		}
 	}
@@ -97,15 +97,15 @@ func (m *monitor) Drain() (events []dataplane.Event, rerouted, lost bool) {
 		if r, ok := o.(dataplane.Route); ok && r.Multipath && !before.HasRoute(r) {
 			lost = true
 		}
-		if !holds(before, o) {
+		if !contains(before, o) {
 			events = append(events, dataplane.Event{Object: o})
 		}
 	}
 	return events, rerouted, lost
 }
 
-// holds reports whether s contains exactly o.
-func holds(s dataplane.State, o dataplane.Object) bool {
+// contains reports whether s contains exactly o.
+func contains(s dataplane.State, o dataplane.Object) bool {
 	switch o := o.(type) {
 	case dataplane.Link:
 		return s.Links[o.Name] == o

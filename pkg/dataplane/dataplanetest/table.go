@@ -27,7 +27,7 @@ func (t *table) insert(r dataplane.Route) {
 // append adds r after the routes with the same key.
 func (t *table) append(r dataplane.Route) error {
 	if slices.ContainsFunc(*t, func(have dataplane.Route) bool {
-		return twin(have, r) && sameHop(have, r) || r.NexthopID != 0 && have.NexthopID == r.NexthopID && (have.Gateway != r.Gateway || have.Dev != r.Dev)
+		return sameKey(have, r) && sameHop(have, r) || r.NexthopID != 0 && have.NexthopID == r.NexthopID && (have.Gateway != r.Gateway || have.Dev != r.Dev)
 	}) {
 		return syscall.EEXIST // a nexthop object is a single next hop
 	}
@@ -35,9 +35,9 @@ func (t *table) append(r dataplane.Route) error {
 	return nil
 }
 
-// twin reports whether a put of b can replace a. The kernel ignores the type and, for
+// sameKey reports whether a put of b can replace a. The kernel ignores the type and, for
 // IPv6, the TOS.
-func twin(a, b dataplane.Route) bool {
+func sameKey(a, b dataplane.Route) bool {
 	return a.Dst == b.Dst && a.Priority == b.Priority && a.TOS == b.TOS
 }
 
@@ -52,33 +52,33 @@ func ecmp(r dataplane.Route) bool {
 	return r.Dst.Addr().Is6() && r.Type == dataplane.Unicast && r.Gateway.IsValid() && r.NexthopID == 0
 }
 
-// replace replaces the first of r's twins by r. Among IPv6 routes, those that are next
-// hops of one multipath route, like r, come first, and r replaces all of them.
+// replace replaces the first of the routes with r's key by r. Among IPv6 routes, those that
+// are next hops of one multipath route, like r, come first, and r replaces all of them.
 func (t *table) replace(r dataplane.Route) {
-	var twins []int
+	var found []int
 	for i, have := range *t {
-		if twin(have, r) {
-			twins = append(twins, i)
+		if sameKey(have, r) {
+			found = append(found, i)
 		}
 	}
-	if len(twins) == 0 {
+	if len(found) == 0 {
 		t.insert(r)
 		return
 	}
-	first := twins[0]
+	first := found[0]
 	if r.Dst.Addr().Is4() {
 		// The kernel returns EEXIST if an equal route exists that is not the first.
-		if !slices.ContainsFunc(twins, func(i int) bool { return sameHop((*t)[i], r) }) {
+		if !slices.ContainsFunc(found, func(i int) bool { return sameHop((*t)[i], r) }) {
 			(*t)[first] = r
 		}
 		return
 	}
-	if i := slices.IndexFunc(twins, func(i int) bool { return ecmp((*t)[i]) == ecmp(r) }); i >= 0 {
-		first = twins[i]
+	if i := slices.IndexFunc(found, func(i int) bool { return ecmp((*t)[i]) == ecmp(r) }); i >= 0 {
+		first = found[i]
 	}
 	siblings := ecmp((*t)[first])
 	(*t)[first] = r
-	for _, i := range slices.Backward(twins) {
+	for _, i := range slices.Backward(found) {
 		if siblings && i != first && ecmp((*t)[i]) {
 			*t = slices.Delete(*t, i, i+1)
 		}
@@ -110,7 +110,7 @@ func (t *table) remove(r dataplane.Route) {
 		return
 	}
 	if gone := (*t)[i]; r.Multipath && ecmp(gone) {
-		*t = slices.DeleteFunc(*t, func(have dataplane.Route) bool { return twin(have, gone) && ecmp(have) })
+		*t = slices.DeleteFunc(*t, func(have dataplane.Route) bool { return sameKey(have, gone) && ecmp(have) })
 		return
 	}
 	*t = slices.Delete(*t, i, i+1)

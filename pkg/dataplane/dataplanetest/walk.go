@@ -23,16 +23,16 @@ const hosts = 8
 // and other programs change the kernel.
 type walk struct {
 	*fixture
-	rnd      *rand.Rand
-	want     dataplane.State
-	last     dataplane.State // the last wanted state that the Reconciler got
-	sweep    bool
-	failing  bool
-	refused  map[netip.Prefix]bool    // wanted routes that the kernel refuses
-	recorded map[dataplane.Route]bool // routes that were wanted at some time, without the attributes that adopting ignores
-	kept     map[dataplane.Route]bool // routes of other programs that must not change
-	mischief Mischief                 // nil if the world does not implement it
-	traffic  Traffic                  // nil if the world does not implement it
+	rnd       *rand.Rand
+	want      dataplane.State
+	last      dataplane.State // the last wanted state that the Reconciler got
+	sweep     bool
+	failing   bool
+	refused   map[netip.Prefix]bool    // wanted routes that the kernel refuses
+	recorded  map[dataplane.Route]bool // routes that were wanted at some time, without the attributes that adopting ignores
+	kept      map[dataplane.Route]bool // routes of other programs that must not change
+	disturber Disturber                // nil if the world does not implement it
+	traffic   Traffic                  // nil if the world does not implement it
 }
 
 // Walk leads a Reconciler through steps random steps in w. It logs the random seed.
@@ -73,7 +73,7 @@ func WalkFrom(t testing.TB, w World, steps int, resync time.Duration, seed uint6
 		wk.want.Add(traffic.Remote()...)
 		wk.traffic = traffic
 	}
-	wk.mischief, _ = w.(Mischief)
+	wk.disturber, _ = w.(Disturber)
 	for step := range steps {
 		wk.step()
 		if wk.chance(10) || step == steps-1 {
@@ -92,19 +92,19 @@ func (w *walk) step() {
 		w.changeWant()
 	}
 	for w.chance(50) {
-		w.meddle()
+		w.disturb()
 	}
 	w.failing, w.sweep = w.chance(50), w.chance(60)
-	_, err := w.tell(w.note())
+	_, err := w.update(w.recordWanted())
 	if err != nil && !w.failing {
 		w.Errorf("the kernel did not fail, but Reconcile: %v", err)
 	}
 	w.check()
 }
 
-// tell gives the Reconciler the wanted state, either as a whole or as the changes since
-// the last one. Both must have the same effect.
-func (w *walk) tell(sweep bool) (dataplane.Report, error) {
+// update gives the Reconciler the wanted state, either all of it or the changes since the
+// last one. Both must have the same effect.
+func (w *walk) update(sweep bool) (dataplane.Report, error) {
 	before, now := w.last, state(w.want)
 	w.last = now
 	if w.chance(30) {
@@ -112,28 +112,28 @@ func (w *walk) tell(sweep bool) (dataplane.Report, error) {
 	}
 	var removed, added []dataplane.Object
 	for _, o := range objectsOf(before) {
-		if !holds(now, o) {
+		if !contains(now, o) {
 			removed = append(removed, o)
 		}
 	}
 	for _, o := range objectsOf(now) {
-		if !holds(before, o) {
+		if !contains(before, o) {
 			added = append(added, o)
 		}
 	}
 	return w.reconciler.Update(w.Context(), removed, added, sweep)
 }
 
-// note records the wanted routes and returns whether to sweep.
-func (w *walk) note() bool {
+// recordWanted records the wanted routes and returns whether to sweep.
+func (w *walk) recordWanted() bool {
 	for r := range w.want.AllRoutes() {
-		w.recorded[bare(r)] = true
+		w.recorded[canonical(r)] = true
 	}
 	return w.sweep
 }
 
-// bare returns r without the attributes that adopting ignores.
-func bare(r dataplane.Route) dataplane.Route {
+// canonical returns r without the attributes that adopting ignores.
+func canonical(r dataplane.Route) dataplane.Route {
 	r.Protocol, r.OnLink, r.NexthopID = 0, false, 0
 	return r
 }
@@ -159,7 +159,7 @@ func (w *walk) changeWant() {
 	case n < 6:
 		w.want.Add(Peer(i, variant)[3*variant : 3*variant+3]...) // only one family
 	case n < 7:
-		w.want.Add(objects(w.anyVia(i, 10+variant))...)
+		w.want.Add(objects(w.anyDirectRoutes(i, 10+variant))...)
 	case n < 8: // unreachable, or not another host
 		gateways := [][]string{{"192.0.2.1", "2001:db8::1"}, {"192.168.77.255", "fd00:77::1"}}[variant]
 		for f, subnet := range []netip.Prefix{subnet4(i), subnet6(i)} {
@@ -170,12 +170,12 @@ func (w *walk) changeWant() {
 	}
 }
 
-// anyVia returns routes through a random interface.
-func (w *walk) anyVia(i, n int) []dataplane.Route {
+// anyDirectRoutes returns routes through a random interface.
+func (w *walk) anyDirectRoutes(i, n int) []dataplane.Route {
 	if w.chance(50) {
-		return viaNIC(i, n)
+		return directRoutesOnNIC(i, n)
 	}
-	return via(i, n)
+	return directRoutes(i, n)
 }
 
 // anyLink returns one of the devices with random parameters. The kernel can change some
@@ -191,8 +191,8 @@ func (w *walk) anyLink() dataplane.Link {
 	return l
 }
 
-// meddle lets another program change something. The change may fail.
-func (w *walk) meddle() {
+// disturb lets another program change something. The change may fail.
+func (w *walk) disturb() {
 	i, n := 2+w.rnd.IntN(hosts), w.rnd.IntN(20)
 	dev := Scope().Devices[w.rnd.IntN(2)]
 	switch w.rnd.IntN(20) {
@@ -205,7 +205,7 @@ func (w *walk) meddle() {
 	case 3:
 		_ = w.Append(w.anyLink())
 	case 4, 5, 6:
-		w.twin(i, n)
+		w.addDuplicate(i, n)
 	case 7:
 		_ = w.Append(Peer(i, n%3)[w.rnd.IntN(6)])
 	case 8:
@@ -220,7 +220,7 @@ func (w *walk) meddle() {
 		_ = w.Append(dataplane.Addr{Dev: dev4, Prefix: netip.PrefixFrom(subnet4(i).Addr(), 32)},
 			dataplane.Addr{Dev: dev6, Prefix: netip.PrefixFrom(subnet6(1).Addr(), 64+64*(n%2))})
 	case 12:
-		r := via(100+n, 10)[n%2]
+		r := directRoutes(100+n, 10)[n%2]
 		r.Protocol = protoBoot
 		_ = w.Append(r)
 		w.kept[r] = true
@@ -229,17 +229,17 @@ func (w *walk) meddle() {
 	case 17:
 		w.flap(n)
 	case 18:
-		w.through()
+		w.useNexthops()
 	case 19:
 		_ = w.Append(dataplane.NewDetour(peer[dataplane.FDB](i, n%3)[n%2].Dst, Scope().Devices[n%2]))
 	case 14:
-		if w.mischief != nil && w.chance(30) {
-			w.must(w.mischief.Overflow())
+		if w.disturber != nil && w.chance(30) {
+			w.must(w.disturber.Overflow())
 		}
 	case 15:
-		if w.mischief != nil {
-			w.must(w.mischief.DeleteNexthop(w.rnd.IntN(hosts)))
-			_ = w.mischief.ReplaceNexthop(w.rnd.IntN(2 * hosts))
+		if w.disturber != nil {
+			w.must(w.disturber.DeleteNexthop(w.rnd.IntN(hosts)))
+			_ = w.disturber.ReplaceNexthop(w.rnd.IntN(2 * hosts))
 		}
 	case 13:
 		bridge := dataplane.Link{Name: "cni0", Kind: "bridge", Up: true}
@@ -262,9 +262,9 @@ func (w *walk) flap(n int) {
 	w.must(w.Append(nicAddrs()[1])) // the kernel deletes it when the link goes down
 }
 
-// through lets another program delete its nexthop objects, and replace wanted routes by
+// useNexthops lets another program delete its nexthop objects, and replace wanted routes by
 // routes through such objects.
-func (w *walk) through() {
+func (w *walk) useNexthops() {
 	for i := range hosts {
 		for f, dst := range []netip.Prefix{subnet4(2 + i), subnet6(2 + i)} {
 			id := uint32(200 + 2*i + f)
@@ -282,11 +282,11 @@ func (w *walk) through() {
 	}
 }
 
-// twin adds a route of another program to a peer's destination.
-func (w *walk) twin(i, n int) {
-	ways := twins()
+// addDuplicate adds a route of another program to a peer's destination.
+func (w *walk) addDuplicate(i, n int) {
+	ways := duplicates()
 	names := slices.Sorted(maps.Keys(ways))
-	r := w.anyVia(i, 10+n)[n%2]
+	r := w.anyDirectRoutes(i, 10+n)[n%2]
 	if n%5 == 0 {
 		r = peer[dataplane.Route](i, 0)[n%2]
 	}
@@ -337,7 +337,7 @@ func (w *walk) mayDelete(o dataplane.Object) bool {
 				return true
 			}
 		}
-		return w.sweep && (o.Protocol == dataplane.Protocol || ours(o.Dev) || w.recorded[bare(o)])
+		return w.sweep && (o.Protocol == dataplane.Protocol || ours(o.Dev) || w.recorded[canonical(o)])
 	}
 	return false
 }
@@ -368,12 +368,12 @@ func (w *walk) inNetworks(p netip.Prefix) bool {
 func (w *walk) converge() {
 	w.Helper()
 	w.failing, w.sweep = false, true
-	report, err := w.tell(w.note())
+	report, err := w.update(w.recordWanted())
 	if err != nil {
 		w.Fatalf("the kernel no longer fails, but Reconcile: %v", err)
 	}
 	w.check()
-	again, err := w.tell(true)
+	again, err := w.update(true)
 	if err != nil || (again.Puts+again.Deletes > 0 && !again.Unreachable) {
 		w.Fatalf("the second pass made %d puts and %d deletes (%v), want none", again.Puts, again.Deletes, err)
 	}
@@ -385,7 +385,7 @@ func (w *walk) converge() {
 	w.compare()
 	if w.traffic != nil {
 		w.must(w.SetCarrier("eth0", true))
-		if _, err := w.tell(true); err != nil {
+		if _, err := w.update(true); err != nil {
 			w.Fatalf("the carrier is back, but Reconcile: %v", err)
 		}
 		w.check()
@@ -415,13 +415,13 @@ func (w *walk) compare() {
 			have.Remove(r) // of other programs, to destinations that are not wanted
 		default: // adopted or not
 			have.Remove(r)
-			have.Add(bare(r))
+			have.Add(canonical(r))
 		}
 	}
 	for r := range expected.AllRoutes() {
 		expected.Remove(r)
 		if !w.refused[r.Dst] {
-			expected.Add(bare(r))
+			expected.Add(canonical(r))
 		}
 	}
 	if diff := diffStates(expected, have); diff != "" {

@@ -41,8 +41,8 @@ type World interface {
 	AcceptRA(dev string) (string, error)
 }
 
-// Mischief contains further disturbances that a World may implement.
-type Mischief interface {
+// Disturber contains further disturbances that a World may implement.
+type Disturber interface {
 	// Overflow makes all monitors lose announcements.
 	Overflow() error
 	// DeleteNexthop deletes the n-th nexthop object of flanneld, modulo their number,
@@ -126,17 +126,17 @@ func (s *Spy) Apply(ctx context.Context, ops []dataplane.Op) []dataplane.OpError
 // Monitor implements dataplane.Kernel.
 func (s *Spy) Monitor(scope dataplane.Scope) (dataplane.Monitor, error) {
 	m, err := s.Kernel.Monitor(scope)
-	return forgetful{m, s}, err
+	return lossyMonitor{m, s}, err
 }
 
-// forgetful is a monitor that sometimes reports lost announcements.
-type forgetful struct {
+// lossyMonitor is a monitor that sometimes reports lost announcements.
+type lossyMonitor struct {
 	dataplane.Monitor
 	spy *Spy
 }
 
 // Drain implements dataplane.Monitor.
-func (f forgetful) Drain() ([]dataplane.Event, bool, bool) {
+func (f lossyMonitor) Drain() ([]dataplane.Event, bool, bool) {
 	events, rerouted, lost := f.Monitor.Drain()
 	if f.spy.Lose != nil && f.spy.Lose() {
 		return nil, true, true

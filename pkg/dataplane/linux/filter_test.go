@@ -20,7 +20,7 @@ import (
 func TestKernelFilter(t *testing.T) {
 	w := newWorld(t)
 	r := dataplanetest.NewReconciler(t, w, 0)
-	if _, err := r.Reconcile(quiet(t), dataplanetest.Base(), true); err != nil {
+	if _, err := r.Reconcile(silentContext(t), dataplanetest.Base(), true); err != nil {
 		t.Fatal(err)
 	}
 	m, err := w.Monitor(dataplanetest.Scope())
@@ -47,14 +47,14 @@ func TestKernelFilter(t *testing.T) {
 		}
 		return ops
 	}
-	heard := func() int {
+	announced := func() int {
 		events, _, lost := m.Drain()
 		if lost {
 			t.Error("announcements were lost")
 		}
 		return len(events)
 	}
-	wakesNobody := func(what string) {
+	expectNoWake := func(what string) {
 		t.Helper()
 		select {
 		case <-m.Ready():
@@ -73,10 +73,10 @@ func TestKernelFilter(t *testing.T) {
 	w.nexthops.threshold = 1
 	through := ops(routes, false)
 	for range 2 {
-		if failed := w.Apply(quiet(t), through); len(failed) > 0 {
+		if failed := w.Apply(silentContext(t), through); len(failed) > 0 {
 			t.Fatal(failed)
 		}
-		wakesNobody("own routes through nexthop objects")
+		expectNoWake("own routes through nexthop objects")
 		for i := range through {
 			through[i].Delete = true
 		}
@@ -84,10 +84,10 @@ func TestKernelFilter(t *testing.T) {
 	w.nexthops.threshold = nexthopThreshold
 	// The kernel does not name the cause of a deleted neighbour.
 	for i, own := range [][]dataplane.Op{ops(neighs, false), ops(routes, false), ops(routes, true), ops(neighs, true)} {
-		if failed := w.Apply(quiet(t), own); len(failed) > 0 {
+		if failed := w.Apply(silentContext(t), own); len(failed) > 0 {
 			t.Fatal(failed)
 		}
-		if n := heard(); n != 0 && i < 3 {
+		if n := announced(); n != 0 && i < 3 {
 			t.Errorf("%d of %d own changes such as %s are announced, want none", n, len(own), own[0])
 		}
 	}
@@ -104,7 +104,7 @@ func TestKernelFilter(t *testing.T) {
 		t.Fatal(err)
 	}
 	for i := range 50 {
-		err := w.tell(func(m *message) {
+		err := w.request(func(m *message) {
 			m.begin(unix.RTM_NEWNEIGH, unix.NLM_F_CREATE|unix.NLM_F_REPLACE, ndmsg(unix.AF_INET, peer, unix.NUD_REACHABLE, 0)...)
 			m.addr(unix.NDA_DST, netip.AddrFrom4([4]byte{10, 5, 99, byte(i)}))
 			m.attr(unix.NDA_LLADDR, []byte{2, 0, 0, 0, 0, byte(i)})
@@ -113,7 +113,7 @@ func TestKernelFilter(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	wakesNobody("neighbours of another device")
+	expectNoWake("neighbours of another device")
 	for _, o := range append(neighs[:2:2], routes[:2]...) {
 		if err := w.Append(o); err != nil {
 			t.Fatal(err)
@@ -123,7 +123,7 @@ func TestKernelFilter(t *testing.T) {
 		case <-time.After(5 * time.Second):
 			t.Fatalf("%s of another program does not wake the monitor", o)
 		}
-		if n := heard(); n != 1 {
+		if n := announced(); n != 1 {
 			t.Errorf("%d events for %s of another program, want 1", n, o)
 		}
 	}
@@ -133,14 +133,14 @@ func TestKernelFilter(t *testing.T) {
 		t.Fatal(err)
 	}
 	m.Drain()
-	if _, err := r.Reconcile(quiet(t), dataplanetest.Base(), true); err != nil {
+	if _, err := r.Reconcile(silentContext(t), dataplanetest.Base(), true); err != nil {
 		t.Fatal(err)
 	}
 	m.Drain()
 	if err := w.Append(neighs[0]); err != nil {
 		t.Fatal(err)
 	}
-	if n := heard(); n != 1 {
+	if n := announced(); n != 1 {
 		t.Errorf("%d events for a neighbour on the new device, want 1", n)
 	}
 }

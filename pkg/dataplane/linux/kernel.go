@@ -23,10 +23,10 @@ import (
 // be called concurrently. A link must be created from a thread in that namespace, because
 // /proc/sys shows each thread the settings of its own namespace.
 type Kernel struct {
-	sock     *socket
-	links    *netlink.Handle
-	nexthops nexthops
-	supports supports
+	sock         *socket
+	links        *netlink.Handle
+	nexthops     nexthops
+	dependencies routeDependencies
 }
 
 var _ dataplane.Kernel = (*Kernel)(nil)
@@ -87,33 +87,33 @@ func (k *Kernel) OnLink(_ context.Context, dst netip.Addr) (string, error) {
 // rtmFibMatch is RTM_F_FIB_MATCH, for which x/sys has no constant.
 const rtmFibMatch = 0x2000
 
-// supports contains the devices and addresses that known routes depend on: the index of
-// the device of a route, and the source address of its packets, which may be on any
+// routeDependencies contains the devices and addresses that known routes depend on: the index
+// of the device of a route, and the source address of its packets, which may be on any
 // device. If one of them disappears, the kernel may delete the routes without an
 // announcement. A route to a single address belongs to a pod and is ignored: pods come
 // and go, and losing such a route does no harm. Entries are never removed: a host has few
 // devices and addresses, and an unnecessary entry only costs a read.
-type supports struct{ sync.Map }
+type routeDependencies struct{ sync.Map }
 
-func (s *supports) add(r routeReply) {
+func (d *routeDependencies) add(r routeReply) {
 	if r.route.Dst.IsSingleIP() {
 		return
 	}
 	if r.oif != 0 {
-		s.Store(r.oif, nil)
+		d.Store(r.oif, nil)
 	}
 	if r.source.IsValid() {
-		s.Store(r.source, nil)
+		d.Store(r.source, nil)
 	}
 }
 
-func (s *supports) hasDevice(index int) bool {
-	_, ok := s.Load(index)
+func (d *routeDependencies) hasDevice(index int) bool {
+	_, ok := d.Load(index)
 	return ok
 }
 
-func (s *supports) hasSource(a netip.Addr) bool {
-	_, ok := s.Load(a)
+func (d *routeDependencies) hasSource(a netip.Addr) bool {
+	_, ok := d.Load(a)
 	return ok
 }
 

@@ -28,7 +28,7 @@ func TestMain(m *testing.M) {
 	goleak.VerifyTestMain(m)
 }
 
-func quiet(t testing.TB) context.Context { return klog.NewContext(t.Context(), klog.Logger{}) }
+func silentContext(t testing.TB) context.Context { return klog.NewContext(t.Context(), klog.Logger{}) }
 
 func TestKernelContract(t *testing.T) {
 	dataplanetest.Contract(t, newContractWorld)
@@ -43,12 +43,12 @@ func TestKernelRandomWalk(t *testing.T) {
 	dataplanetest.Walk(t, newWorld(t), 300, 0)
 }
 
-// TestKernelRandomWalkByHearing checks the mirror: it must be right when other programs
-// change the kernel, the socket loses announcements and the mirror is invalidated.
+// TestKernelRandomWalkByAnnouncements checks the cache: it must be right when other programs
+// change the kernel, the socket loses announcements and the cache is invalidated.
 // Packets must pass after each part of the walk.
 //
 //stages:rest TestKernelRandomWalk does the same without notifications
-func TestKernelRandomWalkByHearing(t *testing.T) {
+func TestKernelRandomWalkByAnnouncements(t *testing.T) {
 	dataplanetest.Walk(t, newTrafficWorld(t), 1000, time.Hour)
 }
 
@@ -105,7 +105,7 @@ func TestKernelTakeOverAnnounced(t *testing.T) {
 	}
 	for route := range direct.AllRoutes() {
 		route.Protocol = unix.RTPROT_BOOT
-		if _, err := r.Reconcile(quiet(t), dataplanetest.Base(), true); err != nil {
+		if _, err := r.Reconcile(silentContext(t), dataplanetest.Base(), true); err != nil {
 			t.Fatal(err)
 		}
 		if err := w.Append(route); err != nil {
@@ -114,7 +114,7 @@ func TestKernelTakeOverAnnounced(t *testing.T) {
 	}
 	announced := listen(t, unix.RTNLGRP_IPV4_ROUTE, unix.RTNLGRP_IPV6_ROUTE)
 	for _, want := range []dataplane.State{tunnel, direct, tunnel} {
-		if _, err := r.Reconcile(quiet(t), want, false); err != nil {
+		if _, err := r.Reconcile(silentContext(t), want, false); err != nil {
 			t.Fatal(err)
 		}
 		news := 0
@@ -140,7 +140,7 @@ func TestKernelTakeOverAnnounced(t *testing.T) {
 func TestKernelRoutesFromSource(t *testing.T) {
 	w := newWorld(t)
 	r := dataplanetest.NewReconciler(t, w, 0)
-	if _, err := r.Reconcile(quiet(t), dataplanetest.Base(), true); err != nil {
+	if _, err := r.Reconcile(silentContext(t), dataplanetest.Base(), true); err != nil {
 		t.Fatal(err)
 	}
 	var route dataplane.Route
@@ -154,7 +154,7 @@ func TestKernelRoutesFromSource(t *testing.T) {
 		t.Fatal(err)
 	}
 	fromSource := func(typ uint16) error {
-		return w.tell(func(m *message) {
+		return w.request(func(m *message) {
 			encodeRoute(m, typ, unix.NLM_F_CREATE, route, index)
 			m.buf[m.start+unix.NLMSG_HDRLEN+2] = 48
 			m.addr(unix.RTA_SRC, netip.MustParseAddr("fd00:1::"))
@@ -164,7 +164,7 @@ func TestKernelRoutesFromSource(t *testing.T) {
 		t.Fatalf("make a route from a source: %v (this test needs CONFIG_IPV6_SUBTREES)", err)
 	}
 	want := dataplanetest.Peers(3)
-	if report, err := r.Reconcile(quiet(t), want, true); err != nil || report.Puts != 18 {
+	if report, err := r.Reconcile(silentContext(t), want, true); err != nil || report.Puts != 18 {
 		t.Errorf("%d puts (%v), want 18", report.Puts, err)
 	}
 	if err := fromSource(unix.RTM_DELROUTE); err != nil {
@@ -196,7 +196,7 @@ func TestKernelOtherTables(t *testing.T) {
 	for n, dst := range []string{"10.5.3.0/24", "fd00:10:5:3::/64"} {
 		route := dataplane.NewRoute(netip.MustParsePrefix(dst), netip.Addr{}, "eth0", false)
 		for _, table := range []uint32{100, 1000} {
-			err := w.tell(func(m *message) {
+			err := w.request(func(m *message) {
 				encodeRoute(m, unix.RTM_NEWROUTE, unix.NLM_F_CREATE|unix.NLM_F_EXCL, route, eth0)
 				m.buf[m.start+unix.NLMSG_HDRLEN+4] = unix.RT_TABLE_UNSPEC
 				m.attr(unix.RTA_TABLE, binary.NativeEndian.AppendUint32(nil, table))
@@ -215,7 +215,7 @@ func TestKernelOtherTables(t *testing.T) {
 // TestKernelConcurrentCalls uses one Kernel from several goroutines.
 func TestKernelConcurrentCalls(t *testing.T) {
 	w := newWorld(t)
-	if _, err := dataplanetest.NewReconciler(t, w, 0).Reconcile(quiet(t), dataplanetest.Base(), true); err != nil {
+	if _, err := dataplanetest.NewReconciler(t, w, 0).Reconcile(silentContext(t), dataplanetest.Base(), true); err != nil {
 		t.Fatal(err)
 	}
 	var wg sync.WaitGroup
@@ -249,7 +249,7 @@ func TestKernelVanishingDevices(t *testing.T) {
 	w := newWorld(t)
 	want := dataplanetest.Peers(50)
 	r := dataplanetest.NewReconciler(t, w, 0)
-	ctx, cancel := context.WithCancel(quiet(t))
+	ctx, cancel := context.WithCancel(silentContext(t))
 	var wg sync.WaitGroup
 	wg.Go(func() {
 		defer cancel()
@@ -268,7 +268,7 @@ func TestKernelVanishingDevices(t *testing.T) {
 	}
 	wg.Wait()
 	t.Logf("%d passes", passes)
-	if _, err := r.Reconcile(quiet(t), want, true); err != nil {
+	if _, err := r.Reconcile(silentContext(t), want, true); err != nil {
 		t.Fatal(err)
 	}
 	have, err := w.Read(t.Context(), dataplanetest.Scope())
@@ -283,7 +283,7 @@ func TestKernelVanishingDevices(t *testing.T) {
 func BenchmarkReconcile5000(b *testing.B) {
 	w := newWorld(b)
 	want := dataplanetest.Peers(5000)
-	ctx := quiet(b)
+	ctx := silentContext(b)
 	r := dataplanetest.NewReconciler(b, w, 0)
 	// Here, because b.Run runs goroutines outside of the namespace.
 	if _, err := r.Reconcile(ctx, dataplanetest.Base(), true); err != nil {

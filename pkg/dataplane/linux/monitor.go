@@ -49,7 +49,7 @@ type monitor struct {
 	others map[int]string // names of other devices that routes use, by index
 	own    uint32         // port of the socket that this process writes to
 	// links contains the last announced state of each device of the scope, and of other
-	// devices that routes use. An invalid mirror does not reset it, because the read that
+	// devices that routes use. An invalid cache does not reset it, because the read that
 	// follows happens after these announcements.
 	links map[int]linkDetails
 }
@@ -74,7 +74,7 @@ func (k *Kernel) Monitor(s dataplane.Scope) (dataplane.Monitor, error) {
 	if m.own, err = k.sock.port(); err != nil {
 		return nil, oneline.Join(fmt.Errorf("subscribe to kernel changes: %w", err), m.file.Close())
 	}
-	m.learn()
+	m.resolveDevices()
 	m.resume.Send()
 	m.wg.Go(m.watch)
 	return m, nil
@@ -157,8 +157,8 @@ func (m *monitor) Mute() {
 	_ = m.raw.Control(func(fd uintptr) { _ = m.join(int(fd), unix.NETLINK_DROP_MEMBERSHIP) })
 }
 
-// listen ends the effect of Mute.
-func (m *monitor) listen() (err error) {
+// unmute ends the effect of Mute.
+func (m *monitor) unmute() (err error) {
 	if ctlErr := m.raw.Control(func(fd uintptr) { err = m.join(int(fd), unix.NETLINK_ADD_MEMBERSHIP) }); ctlErr != nil {
 		return ctlErr
 	}
@@ -172,7 +172,7 @@ func (m *monitor) Drain() (events []dataplane.Event, rerouted, lost bool) {
 	missed := m.muted
 	if m.muted {
 		lost = true
-		if m.listen() != nil { // the next Drain tries again
+		if m.unmute() != nil { // the next Drain tries again
 			return nil, lost, lost
 		}
 	}
@@ -184,7 +184,7 @@ func (m *monitor) Drain() (events []dataplane.Event, rerouted, lost bool) {
 				clear(m.links)
 			}
 			if lost {
-				m.learn()
+				m.resolveDevices()
 			}
 			return events, rerouted || lost, lost
 		case errors.Is(err, unix.EINTR):
@@ -209,8 +209,8 @@ func (m *monitor) read() (n int, err error) {
 	return n, err
 }
 
-// learn looks up the indexes of the scope's devices again.
-func (m *monitor) learn() {
+// resolveDevices looks up the indexes of the scope's devices again.
+func (m *monitor) resolveDevices() {
 	m.names = map[int]string{}
 	for _, name := range slices.Concat(m.scope.Devices, m.scope.Shared) {
 		if index, err := m.kernel.linkIndex(name); err == nil && index != 0 {
@@ -297,7 +297,7 @@ func (m *monitor) route(deleted bool, flags uint16, payload []byte) (e dataplane
 	m.kernel.nexthops.complete(&r)
 	if r.route.Type == dataplane.Unicast && !r.route.Multipath {
 		r.route.Dev = m.name(r.oif)
-		m.kernel.supports.add(r)
+		m.kernel.dependencies.add(r)
 	}
 	if !m.scope.Shows(r.route) {
 		return dataplane.Event{}, false
@@ -331,14 +331,14 @@ func (m *monitor) address(deleted bool, payload []byte) (e dataplane.Event, lost
 	index := int(binary.NativeEndian.Uint32(payload[4:]))
 	dev, ours := m.names[index]
 	p := parseAddress(payload)
-	lost = deleted && (ours || m.kernel.supports.hasDevice(index) || m.kernel.supports.hasSource(p.Addr()))
+	lost = deleted && (ours || m.kernel.dependencies.hasDevice(index) || m.kernel.dependencies.hasSource(p.Addr()))
 	if !slices.Contains(m.scope.Devices, dev) || !p.IsValid() || !m.scope.InNetworks(prefix.Host(p.Addr())) {
 		return dataplane.Event{}, lost
 	}
 	return dataplane.Event{Object: dataplane.Addr{Dev: dev, Prefix: p}, Deleted: deleted}, lost
 }
 
-// link reports whether a change of a link invalidates the mirror: a change of the
+// link reports whether a change of a link invalidates the cache: a change of the
 // attributes in linkDetails, of a device of the scope or of one that its routes use. Of
 // other devices that routes use only the flags count, because the kernel may delete
 // routes when they change.
@@ -358,45 +358,45 @@ func (m *monitor) link(deleted bool, payload []byte) bool {
 		return known
 	}
 	// Most announcements about a link do not matter.
-	before, heard := m.links[index]
+	before, announced := m.links[index]
 	now, features := newLinkDetails(payload)
 	switch {
 	case !known && (slices.Contains(m.scope.Devices, now.name) || slices.Contains(m.scope.Shared, now.name)):
 		return true
-	case !known && !heard && !m.kernel.supports.hasDevice(index):
+	case !known && !announced && !m.kernel.dependencies.hasDevice(index):
 		return false
 	case !known:
 		now, features = linkDetails{flags: now.flags}, false
-		if !heard { // it was up, because otherwise the change would have been announced
-			before.flags = live
+		if !announced { // it was up, because otherwise the change would have been announced
+			before.flags = upFlags
 		}
 	case !slices.Contains(m.scope.Devices, name):
 		now.kind = "" // the attribute of a bridge contains timers, which differ each time
 	}
 	m.links[index] = now
-	return before != now || features || now.unsteady()
+	return before != now || features || now.lacksCarrier()
 }
 
 // linkDetails contains the attributes of a link that matter here.
 type linkDetails struct {
-	flags                uint32 // the flags in live
+	flags                uint32 // the flags in upFlags
 	name, mac, mtu, kind string // undecoded, except for the name
 }
 
-// live contains the flags of a link that is up and has a carrier. Without a carrier the
+// upFlags contains the flags of a link that is up and has a carrier. Without a carrier the
 // kernel deletes nexthop objects, and the IPv4 routes through them, without an
 // announcement.
-const live = unix.IFF_UP | unix.IFF_RUNNING | unix.IFF_LOWER_UP
+const upFlags = unix.IFF_UP | unix.IFF_RUNNING | unix.IFF_LOWER_UP
 
-// unsteady reports whether a link is up and has no carrier. A worker of the kernel
+// lacksCarrier reports whether a link is up and has no carrier. A worker of the kernel
 // handles that up to a second later, and then announces the link again. Announcements in
 // between look the same.
-func (d linkDetails) unsteady() bool { return d.flags&unix.IFF_UP != 0 && d.flags != live }
+func (d linkDetails) lacksCarrier() bool { return d.flags&unix.IFF_UP != 0 && d.flags != upFlags }
 
 // newLinkDetails parses a link message. features reports whether offloads have changed.
 // The message does not contain their new values.
 func newLinkDetails(payload []byte) (d linkDetails, features bool) {
-	d.flags = linkFlags(payload) & live
+	d.flags = linkFlags(payload) & upFlags
 	for a := range attributes(payload[unix.SizeofIfInfomsg:]) {
 		switch a.typ {
 		case unix.IFLA_IFNAME:

@@ -19,7 +19,7 @@ import (
 func TestKernelBusyBridge(t *testing.T) {
 	w := newWorld(t)
 	r := dataplanetest.NewReconciler(t, w, 0)
-	if _, err := r.Reconcile(quiet(t), dataplanetest.Base(), true); err != nil {
+	if _, err := r.Reconcile(silentContext(t), dataplanetest.Base(), true); err != nil {
 		t.Fatal(err)
 	}
 	m, err := w.Monitor(dataplanetest.Scope())
@@ -50,35 +50,35 @@ func TestKernelBusyBridge(t *testing.T) {
 	if err := errors.Join(w.links.LinkSetMaster(eth1, cni0), w.awaitCarrier("cni0", true)); err != nil {
 		t.Fatal(err)
 	}
-	heard := func(what string, want bool, change func() error) {
+	expect := func(what string, want bool, change func() error) {
 		t.Helper()
-		expectHeard(t, m, what, want, change)
+		expectLost(t, m, what, want, change)
 	}
-	for _, how := range []string{"heard of", "read"} {
-		heard(how+": a pod is deleted", false, func() error { return w.Remove(pod) })
-		heard(how+": a bridge changes", false, func() error { return w.links.LinkSetMTU(cni0, 1400) })
-		heard(how+": a bridge changes", false, func() error { return w.links.LinkSetMTU(cni0, 1450) })
-		heard(how+": a bridge goes down", true, func() error { return w.SetUp("cni0", false) })
-		heard(how+": a bridge that is down changes", false, func() error { return w.links.LinkSetMTU(cni0, 1300) })
+	for _, how := range []string{"announced", "read"} {
+		expect(how+": a pod is deleted", false, func() error { return w.Remove(pod) })
+		expect(how+": a bridge changes", false, func() error { return w.links.LinkSetMTU(cni0, 1400) })
+		expect(how+": a bridge changes", false, func() error { return w.links.LinkSetMTU(cni0, 1450) })
+		expect(how+": a bridge goes down", true, func() error { return w.SetUp("cni0", false) })
+		expect(how+": a bridge that is down changes", false, func() error { return w.links.LinkSetMTU(cni0, 1300) })
 		if err := errors.Join(w.SetUp("cni0", true), w.awaitCarrier("cni0", true)); err != nil {
 			t.Fatal(err)
 		}
 		for _, on := range []bool{false, true} {
-			heard(fmt.Sprintf("%s: a bridge has a carrier: %t", how, on), true, func() error {
+			expect(fmt.Sprintf("%s: a bridge has a carrier: %t", how, on), true, func() error {
 				return errors.Join(w.SetCarrier("eth1", on), w.awaitCarrier("cni0", on))
 			})
 		}
 		if err := w.Append(pod, toPod); err != nil {
 			t.Fatal(err)
 		}
-		if _, err := w.Read(quiet(t), dataplanetest.Scope()); err != nil {
+		if _, err := w.Read(silentContext(t), dataplanetest.Scope()); err != nil {
 			t.Fatal(err)
 		}
 	}
 }
 
-// expectHeard calls change and checks whether the monitor reports lost.
-func expectHeard(t *testing.T, m dataplane.Monitor, what string, want bool, change func() error) {
+// expectLost calls change and checks whether the monitor reports lost.
+func expectLost(t *testing.T, m dataplane.Monitor, what string, want bool, change func() error) {
 	t.Helper()
 	m.Drain()
 	if err := change(); err != nil {
@@ -100,7 +100,7 @@ func expectHeard(t *testing.T, m dataplane.Monitor, what string, want bool, chan
 func TestKernelLinkDetails(t *testing.T) {
 	w := newWorld(t)
 	r := dataplanetest.NewReconciler(t, w, 0)
-	if _, err := r.Reconcile(quiet(t), dataplanetest.Base(), true); err != nil {
+	if _, err := r.Reconcile(silentContext(t), dataplanetest.Base(), true); err != nil {
 		t.Fatal(err)
 	}
 	scope := dataplanetest.Scope()
@@ -125,7 +125,7 @@ func TestKernelLinkDetails(t *testing.T) {
 			have := dataplane.VXLAN{Underlay: "eth0"}
 			want := have
 			want.Learning = true
-			return w.changeVXLAN(quiet(t), link.Attrs().Index, have, want)
+			return w.changeVXLAN(silentContext(t), link.Attrs().Index, have, want)
 		}},
 		{"down", true, func() error { return w.SetUp(dev, false) }},
 		{"name", false, func() error { return w.links.LinkSetName(link, "other") }},
@@ -134,12 +134,12 @@ func TestKernelLinkDetails(t *testing.T) {
 	}
 	alias := 0
 	other := func() error { alias++; return w.links.LinkSetAlias(link, fmt.Sprintf("alias %d", alias)) }
-	expectHeard(t, m, "the first announcement", true, other)
+	expectLost(t, m, "the first announcement", true, other)
 	for _, c := range changes {
 		if c.up {
-			expectHeard(t, m, "another alias before "+c.what, false, other)
+			expectLost(t, m, "another alias before "+c.what, false, other)
 		}
-		expectHeard(t, m, c.what, true, c.do)
+		expectLost(t, m, c.what, true, c.do)
 	}
 
 	// A missed announcement may have undone an earlier one.
@@ -150,5 +150,5 @@ func TestKernelLinkDetails(t *testing.T) {
 	if err := w.SetUp(dev, true); err != nil {
 		t.Fatal(err)
 	}
-	expectHeard(t, m, "down again", true, func() error { return w.SetUp(dev, false) })
+	expectLost(t, m, "down again", true, func() error { return w.SetUp(dev, false) })
 }

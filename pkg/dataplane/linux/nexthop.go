@@ -152,9 +152,9 @@ func (k *Kernel) readNexthops(ctx context.Context) error {
 	return nil
 }
 
-// used handles a route that Read has found: it completes the route and counts it as a
+// addRoute handles a route that Read has found: it completes the route and counts it as a
 // user of its nexthop object, or as a plain route.
-func (t *nexthops) used(r *routeReply) {
+func (t *nexthops) addRoute(r *routeReply) {
 	t.complete(r)
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -178,9 +178,9 @@ func (t *nexthops) complete(r *routeReply) {
 	}
 }
 
-// usedByOthers marks the objects that routes outside the scope use. It must be called
-// before used.
-func (t *nexthops) usedByOthers(ids []uint32) {
+// markUsedByOthers marks the objects that routes outside the scope use. It must be called
+// before addRoute.
+func (t *nexthops) markUsedByOthers(ids []uint32) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	for _, id := range ids {
@@ -190,10 +190,10 @@ func (t *nexthops) usedByOthers(ids []uint32) {
 	}
 }
 
-// orphaned selects the objects to delete. The caller has just read the kernel's routes.
+// selectUnused selects the objects to delete. The caller has just read the kernel's routes.
 // Objects that no route has used for a while are selected, and not new ones: the program that
 // has created an object needs a moment to create its routes.
-func (t *nexthops) orphaned() {
+func (t *nexthops) selectUnused() {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	now, before := time.Now(), t.unused
@@ -212,8 +212,8 @@ func (t *nexthops) orphaned() {
 	}
 }
 
-// wanted returns the route that op puts, and whether it can use a nexthop object.
-func wanted(op *dataplane.Op) (dataplane.Route, bool) {
+// viaNexthop returns the route that op puts, and whether it can use a nexthop object.
+func viaNexthop(op *dataplane.Op) (dataplane.Route, bool) {
 	r, ok := op.Object.(dataplane.Route)
 	return r, ok && !op.Delete && r.Gateway.IsValid() && prefix.FamilyOf(r.Dst.Addr()) == prefix.IPv4
 }
@@ -230,7 +230,7 @@ func (k *Kernel) provideNexthops(ctx context.Context, ops []*dataplane.Op, index
 	}
 	puts := map[int]int{} // by index of the device
 	for _, op := range ops {
-		if r, ok := wanted(op); ok {
+		if r, ok := viaNexthop(op); ok {
 			puts[indexes[r.Dev]]++
 		}
 	}
@@ -252,7 +252,7 @@ func (k *Kernel) provideFor(ctx context.Context, index int, ops []*dataplane.Op,
 	var routes []route
 	var missing []*object
 	for _, op := range ops {
-		r, ok := wanted(op)
+		r, ok := viaNexthop(op)
 		if !ok || indexes[r.Dev] != index {
 			continue
 		}
@@ -289,11 +289,11 @@ func (k *Kernel) provideFor(ctx context.Context, index int, ops []*dataplane.Op,
 	}
 }
 
-// notMade reduces the number of plain routes after a put has failed. It ignores a route
+// putFailed reduces the number of plain routes after a put has failed. It ignores a route
 // through an object: the failure makes the Reconciler read everything, which counts
 // again.
-func (t *nexthops) notMade(op *dataplane.Op, indexes map[string]int) {
-	if r, ok := wanted(op); ok && r.NexthopID == 0 {
+func (t *nexthops) putFailed(op *dataplane.Op, indexes map[string]int) {
+	if r, ok := viaNexthop(op); ok && r.NexthopID == 0 {
 		t.mu.Lock()
 		defer t.mu.Unlock()
 		t.plain[indexes[r.Dev]]--

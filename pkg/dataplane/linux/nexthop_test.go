@@ -26,7 +26,7 @@ func (w *world) hops(t *testing.T) hops {
 		t.Fatal(err)
 	}
 	defer func() { _ = fresh.Close() }()
-	have, err := fresh.Read(quiet(t), dataplanetest.Scope())
+	have, err := fresh.Read(silentContext(t), dataplanetest.Scope())
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -48,7 +48,7 @@ func (w *world) hops(t *testing.T) hops {
 // expectSettled fails the test unless the kernel's state is want, with the numbers n.
 func (w *world) expectSettled(t *testing.T, what string, want dataplane.State, n hops) {
 	t.Helper()
-	have, err := w.Read(quiet(t), dataplanetest.Scope())
+	have, err := w.Read(silentContext(t), dataplanetest.Scope())
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -80,7 +80,7 @@ func TestKernelNexthopThreshold(t *testing.T) {
 				{1000, hops{through: 1000, objects: 1000}},
 			} {
 				want := dataplanetest.Peers(step.peers)
-				if _, err := r.Reconcile(quiet(t), want, true); err != nil {
+				if _, err := r.Reconcile(silentContext(t), want, true); err != nil {
 					t.Fatal(err)
 				}
 				w.expectSettled(t, fmt.Sprintf("%d peers", step.peers), dataplanetest.Peers(step.peers), step.want)
@@ -95,7 +95,7 @@ func TestKernelNexthopsGoWithRoutes(t *testing.T) {
 	w := newWorld(t)
 	w.nexthops.threshold = 1
 	r := dataplanetest.NewReconciler(t, w, time.Hour)
-	if _, err := r.Reconcile(quiet(t), dataplanetest.Base(), true); err != nil {
+	if _, err := r.Reconcile(silentContext(t), dataplanetest.Base(), true); err != nil {
 		t.Fatal(err)
 	}
 	var puts, deletes []dataplane.Op
@@ -106,7 +106,7 @@ func TestKernelNexthopsGoWithRoutes(t *testing.T) {
 			}
 		}
 	}
-	if failed := w.Apply(quiet(t), puts); len(failed) > 0 {
+	if failed := w.Apply(silentContext(t), puts); len(failed) > 0 {
 		t.Fatal(failed)
 	}
 	if n := w.hops(t); n != (hops{through: 5, objects: 5}) {
@@ -115,7 +115,7 @@ func TestKernelNexthopsGoWithRoutes(t *testing.T) {
 	for _, op := range puts[:3] {
 		deletes = append(deletes, dataplane.Op{Delete: true, Object: op.Object})
 	}
-	if failed := w.Apply(quiet(t), deletes); len(failed) > 0 {
+	if failed := w.Apply(silentContext(t), deletes); len(failed) > 0 {
 		t.Fatal(failed)
 	}
 	if n := w.hops(t); n != (hops{through: 2, objects: 2}) {
@@ -131,16 +131,16 @@ func TestKernelNexthopRefused(t *testing.T) {
 	r := dataplanetest.NewReconciler(t, w, time.Hour)
 	want := dataplanetest.Base()
 	want.Add(dataplane.NewRoute(netip.MustParsePrefix("10.5.9.0/24"), netip.MustParseAddr("192.0.2.1"), "eth0", false))
-	if _, err := r.Reconcile(quiet(t), want, true); err != nil {
+	if _, err := r.Reconcile(silentContext(t), want, true); err != nil {
 		t.Fatal(err)
 	}
 	for range 10 {
-		if report, err := r.Update(quiet(t), nil, nil, true); err != nil || len(report.Refused) != 1 {
+		if report, err := r.Update(silentContext(t), nil, nil, true); err != nil || len(report.Refused) != 1 {
 			t.Fatalf("refused %v (%v), want one route", report.Refused, err)
 		}
 	}
 	good := dataplane.NewRoute(netip.MustParsePrefix("10.5.8.0/24"), netip.MustParseAddr("192.168.77.8"), "eth0", false)
-	if _, err := r.Update(quiet(t), nil, []dataplane.Object{good}, true); err != nil {
+	if _, err := r.Update(silentContext(t), nil, []dataplane.Object{good}, true); err != nil {
 		t.Fatal(err)
 	}
 	if n := w.hops(t); n != (hops{plain: 1}) {
@@ -168,11 +168,11 @@ func TestKernelNexthopDrift(t *testing.T) {
 			spy := &dataplanetest.Spy{Kernel: w, ReadError: func() error { reads++; return nil }}
 			r := dataplanetest.NewReconciler(t, spy, time.Hour)
 			want := dataplanetest.Peers(5)
-			if _, err := r.Reconcile(quiet(t), want, true); err != nil {
+			if _, err := r.Reconcile(silentContext(t), want, true); err != nil {
 				t.Fatal(err)
 			}
 			gone := dataplane.NewRoute(netip.MustParsePrefix("10.5.3.0/24"), netip.Addr{}, "", false)
-			for _, spoil := range []struct {
+			for _, step := range []struct {
 				name    string
 				reads   int
 				objects int
@@ -184,21 +184,21 @@ func TestKernelNexthopDrift(t *testing.T) {
 				{"an object gets another gateway", 1, 6, func() error { return w.ReplaceNexthop(2) }},
 			} {
 				reads = 0
-				if err := spoil.do(); err != nil {
-					t.Fatal(spoil.name, err)
+				if err := step.do(); err != nil {
+					t.Fatal(step.name, err)
 				}
 				select {
 				case <-r.Changed():
 				case <-time.After(5 * time.Second):
-					t.Fatalf("%s: no announcement", spoil.name)
+					t.Fatalf("%s: no announcement", step.name)
 				}
-				if _, err := r.Update(quiet(t), nil, nil, true); err != nil {
-					t.Fatal(spoil.name, err)
+				if _, err := r.Update(silentContext(t), nil, nil, true); err != nil {
+					t.Fatal(step.name, err)
 				}
-				if reads != spoil.reads {
-					t.Errorf("%s: %d reads, want %d", spoil.name, reads, spoil.reads)
+				if reads != step.reads {
+					t.Errorf("%s: %d reads, want %d", step.name, reads, step.reads)
 				}
-				w.expectSettled(t, spoil.name, want, hops{through: 5, objects: spoil.objects})
+				w.expectSettled(t, step.name, want, hops{through: 5, objects: step.objects})
 			}
 		})
 	}
@@ -206,7 +206,7 @@ func TestKernelNexthopDrift(t *testing.T) {
 
 // nexthopObject creates a nexthop object like another program with the given protocol.
 func (w *world) nexthopObject(id uint32, protocol uint8, gateway string, index int) error {
-	return w.tell(func(m *message) {
+	return w.request(func(m *message) {
 		m.begin(rtmNewNexthop, unix.NLM_F_CREATE|unix.NLM_F_EXCL, nhmsg(unix.AF_INET, protocol, unix.RTNH_F_ONLINK)...)
 		m.attr32(nhaID, id)
 		m.attr32(nhaOIF, uint32(index))
@@ -215,7 +215,7 @@ func (w *world) nexthopObject(id uint32, protocol uint8, gateway string, index i
 }
 
 func (w *world) deleteNexthop(id uint32) error {
-	return w.tell(func(m *message) {
+	return w.request(func(m *message) {
 		m.begin(rtmDelNexthop, 0, nhmsg(unix.AF_UNSPEC, 0, 0)...)
 		m.attr32(nhaID, id)
 	})
@@ -227,7 +227,7 @@ func TestKernelNexthopsOfOthers(t *testing.T) {
 	w := newWorld(t)
 	w.nexthops.linger = 0
 	r := dataplanetest.NewReconciler(t, w, time.Hour)
-	if _, err := r.Reconcile(quiet(t), dataplanetest.Base(), true); err != nil {
+	if _, err := r.Reconcile(silentContext(t), dataplanetest.Base(), true); err != nil {
 		t.Fatal(err)
 	}
 	index, err := w.index("flannel.1")
@@ -244,7 +244,7 @@ func TestKernelNexthopsOfOthers(t *testing.T) {
 
 	// A new process does not know the objects.
 	fresh := dataplanetest.NewReconciler(t, w, time.Hour)
-	if _, err := fresh.Reconcile(quiet(t), dataplanetest.Peers(300), true); err != nil {
+	if _, err := fresh.Reconcile(silentContext(t), dataplanetest.Peers(300), true); err != nil {
 		t.Fatal(err)
 	}
 	w.expectSettled(t, "ids in use by another program", dataplanetest.Peers(300), hops{through: 300, objects: 300})
@@ -252,7 +252,7 @@ func TestKernelNexthopsOfOthers(t *testing.T) {
 		t.Error("the object of another program was deleted")
 	}
 
-	have, err := w.Read(quiet(t), dataplanetest.Scope())
+	have, err := w.Read(silentContext(t), dataplanetest.Scope())
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -270,7 +270,7 @@ func TestKernelNexthopsOfOthers(t *testing.T) {
 	case <-time.After(5 * time.Second):
 		t.Fatal("deleted nexthop objects were not announced")
 	}
-	report, err := fresh.Update(quiet(t), nil, nil, true)
+	report, err := fresh.Update(silentContext(t), nil, nil, true)
 	if err != nil || report.Puts != deleted {
 		t.Errorf("%d puts (%v) after %d objects were deleted", report.Puts, err, deleted)
 	}
@@ -284,7 +284,7 @@ func TestKernelWithoutNexthopObjects(t *testing.T) {
 	w := newWorld(t)
 	w.nexthops.enabled = false
 	r := dataplanetest.NewReconciler(t, w, time.Hour)
-	if _, err := r.Reconcile(quiet(t), dataplanetest.Peers(400), true); err != nil {
+	if _, err := r.Reconcile(silentContext(t), dataplanetest.Peers(400), true); err != nil {
 		t.Fatal(err)
 	}
 	w.expectSettled(t, "400 peers", dataplanetest.Peers(400), hops{plain: 400})
@@ -309,11 +309,11 @@ func TestKernelNexthopLeftOver(t *testing.T) {
 		for id := range w.nexthops.unused {
 			w.nexthops.unused[id] = time.Now().Add(-age)
 		}
-		if _, err := n.Read(quiet(t), n.scope()); err != nil {
+		if _, err := n.Read(silentContext(t), n.scope()); err != nil {
 			t.Fatal(err)
 		}
 		n.apply(t, puts(n.routes(i))...)
-		if _, err := n.Read(quiet(t), n.scope()); err != nil {
+		if _, err := n.Read(silentContext(t), n.scope()); err != nil {
 			t.Fatal(err)
 		}
 		if _, there := w.nexthops.byID[left]; there != (age < nexthopLinger) {

@@ -39,12 +39,12 @@ func TestKernelTwoNetworks(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if _, err := r.Reconcile(quiet(t), want, true); err != nil {
+	if _, err := r.Reconcile(silentContext(t), want, true); err != nil {
 		t.Fatal(err)
 	}
 	first := dataplanetest.NewReconciler(t, w, 0)
 	for _, n := range []int{peers, 0, peers} {
-		if _, err := first.Reconcile(quiet(t), dataplanetest.Peers(n), true); err != nil {
+		if _, err := first.Reconcile(silentContext(t), dataplanetest.Peers(n), true); err != nil {
 			t.Fatal(err)
 		}
 		have, err := second.Read(t.Context(), scope)
@@ -98,7 +98,7 @@ func (n underlayNetwork) reconciler(t *testing.T) *dataplane.Reconciler {
 
 func (n underlayNetwork) apply(t *testing.T, ops ...dataplane.Op) {
 	t.Helper()
-	if failed := n.Apply(quiet(t), ops); len(failed) > 0 {
+	if failed := n.Apply(silentContext(t), ops); len(failed) > 0 {
 		t.Fatal(failed[0])
 	}
 }
@@ -107,7 +107,7 @@ func (n underlayNetwork) apply(t *testing.T, ops ...dataplane.Op) {
 // all through nexthop objects.
 func (n underlayNetwork) expect(t *testing.T, w *world, what string, peers int) {
 	t.Helper()
-	have, err := w.daemon(t).Read(quiet(t), n.scope())
+	have, err := w.daemon(t).Read(silentContext(t), n.scope())
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -139,11 +139,11 @@ func TestKernelTwoNetworksOfOneUnderlay(t *testing.T) {
 		both[n] = n.reconciler(t)
 		want := dataplane.NewState()
 		want.Add(n.routes(0, 1, 2, 3, 4)...)
-		if _, err := both[n].Reconcile(quiet(t), want, true); err != nil {
+		if _, err := both[n].Reconcile(silentContext(t), want, true); err != nil {
 			t.Fatal(err)
 		}
 	}
-	if _, err := both[&first].Update(quiet(t), first.routes(0, 1), nil, true); err != nil {
+	if _, err := both[&first].Update(silentContext(t), first.routes(0, 1), nil, true); err != nil {
 		t.Fatal(err)
 	}
 	first.expect(t, w, "two peers have left", 3)
@@ -167,9 +167,9 @@ func TestKernelTwoNetworksAtOnce(t *testing.T) {
 	for i := range made {
 		ops = append(ops, &made[i])
 	}
-	second.provideNexthops(quiet(t), ops, map[string]int{"eth0": eth0})
+	second.provideNexthops(silentContext(t), ops, map[string]int{"eth0": eth0})
 	for range 2 { // in quick succession, as after many writes
-		if _, err := first.Read(quiet(t), first.scope()); err != nil {
+		if _, err := first.Read(silentContext(t), first.scope()); err != nil {
 			t.Fatal(err)
 		}
 		first.apply(t, puts(first.routes(1))...)

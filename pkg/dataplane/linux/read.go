@@ -51,7 +51,7 @@ func (k *Kernel) Read(ctx context.Context, s dataplane.Scope) (dataplane.State, 
 		}
 	}
 	if slices.Contains(families(s), unix.AF_INET) && !s.Connected { // otherwise the users of the objects were not read
-		k.nexthops.orphaned()
+		k.nexthops.selectUnused()
 	}
 	return state, nil
 }
@@ -380,12 +380,12 @@ func (k *Kernel) readRoutes(ctx context.Context, family uint8, s dataplane.Scope
 	if err != nil {
 		return fmt.Errorf("dump routes: %w", err)
 	}
-	k.nexthops.usedByOthers(others)
+	k.nexthops.markUsedByOthers(others)
 	state.Reserve(0, 0, len(found))
 	names := map[int]string{0: ""}
 	for _, r := range found {
-		k.nexthops.used(&r)
-		k.supports.add(r)
+		k.nexthops.addRoute(&r)
+		k.dependencies.add(r)
 		name, ok := names[r.oif]
 		if !ok {
 			if name, err = k.linkName(r.oif); err != nil {

@@ -17,9 +17,9 @@ import (
 )
 
 // secondInterface returns a world with the device eth1, and a reconciler that wants some
-// routes and reads the kernel only after announcements. spoil changes the world step by
+// routes and reads the kernel only after announcements. disturb changes the world step by
 // step, and checks after each step that the routes exist.
-func secondInterface(t *testing.T, routes ...dataplane.Object) (w *world, spoil func(what string, steps ...func() error)) {
+func secondInterface(t *testing.T, routes ...dataplane.Object) (w *world, disturb func(what string, steps ...func() error)) {
 	t.Helper()
 	w = newWorld(t)
 	err := w.Append(dataplane.Link{Name: "eth1", Kind: "veth", Up: true},
@@ -33,7 +33,7 @@ func secondInterface(t *testing.T, routes ...dataplane.Object) (w *world, spoil 
 	var r *dataplane.Reconciler
 	for _, k := range []*Kernel{w.Kernel, w.daemon(t)} { // the second one finds existing routes
 		r = dataplanetest.NewReconciler(t, k, time.Hour)
-		if _, err := r.Reconcile(quiet(t), want, true); err != nil {
+		if _, err := r.Reconcile(silentContext(t), want, true); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -43,10 +43,10 @@ func secondInterface(t *testing.T, routes ...dataplane.Object) (w *world, spoil 
 			if err := step(); err != nil {
 				t.Fatalf("%s: %v", what, err)
 			}
-			if _, err := r.Update(quiet(t), nil, nil, true); err != nil {
+			if _, err := r.Update(silentContext(t), nil, nil, true); err != nil {
 				t.Fatalf("%s: %v", what, err)
 			}
-			have, err := w.Read(quiet(t), dataplanetest.Scope())
+			have, err := w.Read(silentContext(t), dataplanetest.Scope())
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -60,7 +60,7 @@ func secondInterface(t *testing.T, routes ...dataplane.Object) (w *world, spoil 
 // TestKernelQuietIPv6 sets the sysctl that makes the kernel delete IPv6 routes without an
 // announcement, as it does IPv4 ones.
 func TestKernelQuietIPv6(t *testing.T) {
-	w, spoil := secondInterface(t, dataplane.NewRoute(netip.MustParsePrefix("fd00:10:5:3::/64"), netip.MustParseAddr("fd00:88::9"), "eth1", false))
+	w, disturb := secondInterface(t, dataplane.NewRoute(netip.MustParsePrefix("fd00:10:5:3::/64"), netip.MustParseAddr("fd00:88::9"), "eth1", false))
 	set := func(name, value string) {
 		t.Helper()
 		if err := os.WriteFile("/proc/sys/net/ipv6/"+name, []byte(value), 0); err != nil {
@@ -71,7 +71,7 @@ func TestKernelQuietIPv6(t *testing.T) {
 	restore := func() error {
 		return w.Append(dataplane.Addr{Dev: "eth1", Prefix: netip.MustParsePrefix("fd00:88::1/64")})
 	}
-	spoil("the interface goes down", func() error {
+	disturb("the interface goes down", func() error {
 		if err := w.SetUp("eth1", false); err != nil {
 			return err
 		}
@@ -80,7 +80,7 @@ func TestKernelQuietIPv6(t *testing.T) {
 		}
 		return restore()
 	})
-	spoil("IPv6 is switched off", func() error {
+	disturb("IPv6 is switched off", func() error {
 		set("conf/eth1/disable_ipv6", "1")
 		set("conf/eth1/disable_ipv6", "0")
 		return restore()
@@ -92,18 +92,18 @@ func TestKernelQuietIPv6(t *testing.T) {
 func TestKernelSourceAddressGoes(t *testing.T) {
 	route := dataplane.NewRoute(netip.MustParsePrefix("10.5.3.0/24"), netip.MustParseAddr("192.168.77.9"), "eth0", false)
 	source := dataplane.Addr{Dev: "lo", Prefix: netip.MustParsePrefix("192.0.2.7/32")}
-	w, spoil := secondInterface(t, route)
+	w, disturb := secondInterface(t, route)
 	eth0, err := w.index("eth0")
 	if err != nil {
 		t.Fatal(err)
 	}
 	theirs := route
 	theirs.Protocol = unix.RTPROT_STATIC
-	spoil("the source address", func() error {
+	disturb("the source address", func() error {
 		if err := w.Append(source); err != nil {
 			return err
 		}
-		return w.tell(func(m *message) {
+		return w.request(func(m *message) {
 			encodeRoute(m, unix.RTM_NEWROUTE, unix.NLM_F_CREATE|unix.NLM_F_REPLACE, theirs, eth0)
 			m.addr(unix.RTA_PREFSRC, source.Prefix.Addr())
 		})
@@ -140,7 +140,7 @@ func TestKernelDetourCutOff(t *testing.T) {
 	}
 	everywhere := dataplane.Scope{Devices: dataplanetest.Scope().Devices, Networks: []netip.Prefix{netip.MustParsePrefix("::/0")}}
 	for left := 0; ; left++ {
-		if _, err := dataplanetest.NewReconciler(t, w, 0).Reconcile(quiet(t), direct, true); err != nil {
+		if _, err := dataplanetest.NewReconciler(t, w, 0).Reconcile(silentContext(t), direct, true); err != nil {
 			t.Fatal(err)
 		}
 		var ops []dataplane.Op
@@ -149,8 +149,8 @@ func TestKernelDetourCutOff(t *testing.T) {
 				ops = append(ops, dataplane.Op{Object: r})
 			}
 		}
-		failed := w.Apply(&countdown{quiet(t), left}, ops)
-		have, err := w.Read(quiet(t), everywhere)
+		failed := w.Apply(&countdown{silentContext(t), left}, ops)
+		have, err := w.Read(silentContext(t), everywhere)
 		if err != nil {
 			t.Fatal(err)
 		}

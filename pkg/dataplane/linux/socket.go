@@ -115,9 +115,9 @@ func (s *socket) sendGroups(ctx context.Context, n, size int, build func(i int, 
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	failed := map[int]error{}
-	n, whole := n*size, chunk-chunk%size
-	for start := 0; start < n; start += whole {
-		end := min(start+whole, n)
+	n, perDatagram := n*size, chunk-chunk%size
+	for start := 0; start < n; start += perDatagram {
+		end := min(start+perDatagram, n)
 		if err := ctx.Err(); err != nil {
 			failAll(failed, start, n, err)
 			return failed

@@ -129,9 +129,9 @@ func TestKernelClosed(t *testing.T) {
 func TestReplyError(t *testing.T) {
 	capped := append([]byte{0xed, 0xff, 0xff, 0xff}, make([]byte, unix.NLMSG_HDRLEN)...) // ENODEV
 	text := append([]byte{9, 0, unix.NLMSGERR_ATTR_MSG, 0}, "gone\x00\x00\x00\x00"...)
-	whole := append([]byte{}, capped...)
-	whole[4] = 24 // the request that follows has 8 bytes of body
-	whole = append(append(whole, make([]byte, 8)...), text...)
+	uncapped := append([]byte{}, capped...)
+	uncapped[4] = 24 // the request that follows has 8 bytes of body
+	uncapped = append(append(uncapped, make([]byte, 8)...), text...)
 	long := append([]byte{}, capped...)
 	long[7] = 0xff
 	for _, tc := range []struct {
@@ -143,7 +143,7 @@ func TestReplyError(t *testing.T) {
 		{"acknowledgement", 0, make([]byte, 20), ""},
 		{"no text", 0, capped, "no such device"},
 		{"text after the header", unix.NLM_F_ACK_TLVS | unix.NLM_F_CAPPED, append(append([]byte{}, capped...), text...), "no such device (gone)"},
-		{"text after the request", unix.NLM_F_ACK_TLVS, whole, "no such device (gone)"},
+		{"text after the request", unix.NLM_F_ACK_TLVS, uncapped, "no such device (gone)"},
 		{"request longer than the message", unix.NLM_F_ACK_TLVS, long, "no such device"},
 		{"short", 0, []byte{1, 2, 3}, "short rtnetlink error message"},
 	} {

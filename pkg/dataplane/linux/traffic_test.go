@@ -30,8 +30,8 @@ type trafficWorld struct {
 }
 
 var (
-	_ dataplanetest.Mischief = (*trafficWorld)(nil)
-	_ dataplanetest.Traffic  = (*trafficWorld)(nil)
+	_ dataplanetest.Disturber = (*trafficWorld)(nil)
+	_ dataplanetest.Traffic   = (*trafficWorld)(nil)
 )
 
 // remote is the index of the host behind the tunnels.
@@ -186,7 +186,7 @@ func (w *trafficWorld) Monitor(s dataplane.Scope) (dataplane.Monitor, error) {
 	return m, err
 }
 
-// Overflow implements dataplanetest.Mischief. The sockets get the smallest buffer while
+// Overflow implements dataplanetest.Disturber. The sockets get the smallest buffer while
 // another program makes some changes.
 func (w *trafficWorld) Overflow() error {
 	buffer := func(size int) (err error) {
@@ -210,17 +210,17 @@ func (w *trafficWorld) Overflow() error {
 	return buffer(monitorBuffer)
 }
 
-// DeleteNexthop implements dataplanetest.Mischief.
+// DeleteNexthop implements dataplanetest.Disturber.
 func (w *trafficWorld) DeleteNexthop(n int) error {
-	return w.spoilNexthop(n, func(m *message, o object) {
+	return w.changeNexthop(n, func(m *message, o object) {
 		m.begin(rtmDelNexthop, 0, nhmsg(unix.AF_UNSPEC, 0, 0)...)
 		m.attr32(nhaID, o.id)
 	})
 }
 
-// ReplaceNexthop implements dataplanetest.Mischief.
+// ReplaceNexthop implements dataplanetest.Disturber.
 func (w *trafficWorld) ReplaceNexthop(n int) error {
-	return w.spoilNexthop(n, func(m *message, o object) {
+	return w.changeNexthop(n, func(m *message, o object) {
 		m.begin(rtmNewNexthop, unix.NLM_F_REPLACE, nhmsg(unix.AF_INET, dataplane.Protocol, unix.RTNH_F_ONLINK)...)
 		m.attr32(nhaID, o.id)
 		m.attr32(nhaOIF, uint32(o.index))
@@ -228,8 +228,8 @@ func (w *trafficWorld) ReplaceNexthop(n int) error {
 	})
 }
 
-// spoilNexthop sends a message about the n-th nexthop object of flanneld.
-func (w *trafficWorld) spoilNexthop(n int, build func(*message, object)) error {
+// changeNexthop sends a message about the n-th nexthop object of flanneld.
+func (w *trafficWorld) changeNexthop(n int, build func(*message, object)) error {
 	w.nexthops.mu.Lock()
 	ids := slices.Sorted(maps.Keys(w.nexthops.byID))
 	var o object
@@ -240,7 +240,7 @@ func (w *trafficWorld) spoilNexthop(n int, build func(*message, object)) error {
 	if o.id == 0 {
 		return nil
 	}
-	err := w.tell(func(m *message) { build(m, o) })
+	err := w.request(func(m *message) { build(m, o) })
 	if errors.Is(err, unix.ENOENT) { // the kernel has deleted it with its device
 		return nil
 	}
@@ -275,7 +275,7 @@ func (w *trafficWorld) Exchange(ctx context.Context, s dataplane.State) error {
 			return nil
 		})
 		if err != nil {
-			return fmt.Errorf("tell the far end: %w", err)
+			return fmt.Errorf("change the far end: %w", err)
 		}
 		if err := echo(near, far.LocalAddr().String()); err != nil {
 			return fmt.Errorf("through %s: %w", dev, err)

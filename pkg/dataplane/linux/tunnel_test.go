@@ -43,13 +43,13 @@ func TestVMTunnels(t *testing.T) {
 			expect := func(l dataplane.Link) {
 				t.Helper()
 				for _, op := range []dataplane.Op{{Object: l}, {Object: route}, {Object: l}} {
-					if failed := w.Apply(quiet(t), []dataplane.Op{op}); len(failed) > 0 {
+					if failed := w.Apply(silentContext(t), []dataplane.Op{op}); len(failed) > 0 {
 						t.Fatal(failed[0])
 					}
 				}
 				want := dataplane.NewState()
 				want.Add(l, route)
-				have, err := w.Read(quiet(t), scope)
+				have, err := w.Read(silentContext(t), scope)
 				if err != nil {
 					t.Fatal(err)
 				}
@@ -64,13 +64,13 @@ func TestVMTunnels(t *testing.T) {
 			}
 			other := link
 			other.Name = "tun2"
-			failed := w.Apply(quiet(t), []dataplane.Op{{Object: other}})
+			failed := w.Apply(silentContext(t), []dataplane.Op{{Object: other}})
 			if len(failed) != 1 || !strings.Contains(failed[0].Error(), "tun is a tunnel from "+tt.local+" to anywhere already") {
 				t.Errorf("a second tunnel: %v, want an error that names the first", failed)
 			}
-			spoilt := link
-			spoilt.Tunnel.FOU.Destination++
-			if failed := w.Apply(quiet(t), []dataplane.Op{{Object: spoilt}}); tt.kind == dataplane.KindIPIP && len(failed) != 1 {
+			changed := link
+			changed.Tunnel.FOU.Destination++
+			if failed := w.Apply(silentContext(t), []dataplane.Op{{Object: changed}}); tt.kind == dataplane.KindIPIP && len(failed) != 1 {
 				t.Errorf("another port: %v, want an error, because the device cannot be changed", failed)
 			}
 			link.MTU, link.Tunnel.Local = 1300, netip.MustParseAddr(tt.moved)

@@ -126,8 +126,8 @@ func await(missing func(context.Context) (string, error)) error {
 	}
 }
 
-// tell sends one message and returns the kernel's answer.
-func (w *world) tell(build func(m *message)) error {
+// request sends one message and returns the kernel's answer.
+func (w *world) request(build func(m *message)) error {
 	return w.other.send(context.Background(), 1, func(_ int, m *message) { build(m) })[0]
 }
 
@@ -159,7 +159,7 @@ func (w *world) append(o dataplane.Object) error {
 	if err != nil {
 		return err
 	}
-	return w.tell(func(m *message) {
+	return w.request(func(m *message) {
 		switch o := o.(type) {
 		case dataplane.Addr:
 			m.begin(unix.RTM_NEWADDR, unix.NLM_F_CREATE, familyOf(o.Prefix.Addr()), uint8(o.Prefix.Bits()), unix.IFA_F_NODAD, 0)
@@ -199,7 +199,7 @@ func (w *world) appendLink(l dataplane.Link) error {
 			return err
 		}
 	}
-	err := w.tell(func(m *message) {
+	err := w.request(func(m *message) {
 		m.begin(unix.RTM_NEWLINK, unix.NLM_F_CREATE|unix.NLM_F_EXCL, ifinfomsg(0)...)
 		m.attr(unix.IFLA_IFNAME, []byte(l.Name+"\x00"))
 		if l.MTU != 0 {
@@ -283,7 +283,7 @@ func (w *world) appendRoute(r dataplane.Route) error {
 	if err != nil {
 		return err
 	}
-	return w.tell(func(m *message) {
+	return w.request(func(m *message) {
 		var flags uint32
 		if r.OnLink {
 			flags = unix.RTNH_F_ONLINK
@@ -326,7 +326,7 @@ func multipath(m *message, is6 bool, index int) {
 }
 
 func (w *world) nexthop(r dataplane.Route, index int) error {
-	return w.tell(func(m *message) {
+	return w.request(func(m *message) {
 		m.begin(rtmNewNexthop, unix.NLM_F_CREATE|unix.NLM_F_REPLACE, familyOf(r.Gateway), 0, unix.RTPROT_BOOT, 0)
 		var flags uint32
 		if r.OnLink {
@@ -355,7 +355,7 @@ func (w *world) removeOne(o dataplane.Object) error {
 		if err != nil {
 			return err
 		}
-		return w.tell(func(m *message) { m.begin(unix.RTM_DELLINK, 0, ifinfomsg(index)...) })
+		return w.request(func(m *message) { m.begin(unix.RTM_DELLINK, 0, ifinfomsg(index)...) })
 	}
 	index := 0
 	if dev := dataplane.DeviceOf(o); dev != "" {
@@ -364,7 +364,7 @@ func (w *world) removeOne(o dataplane.Object) error {
 			return err
 		}
 	}
-	return w.tell(func(m *message) { encode(m, &dataplane.Op{Delete: true, Object: o}, index) })
+	return w.request(func(m *message) { encode(m, &dataplane.Op{Delete: true, Object: o}, index) })
 }
 
 func (w *world) SetUp(dev string, up bool) error { return w.setFlag(dev, unix.IFF_UP, up) }
@@ -376,7 +376,7 @@ func (w *world) setFlag(dev string, flag uint32, on bool) error {
 	if err != nil {
 		return err
 	}
-	return w.tell(func(m *message) {
+	return w.request(func(m *message) {
 		body := ifinfomsg(index)
 		if on {
 			binary.NativeEndian.PutUint32(body[8:], flag)
@@ -426,7 +426,7 @@ func (w *world) Learn(n dataplane.Neigh) error {
 	if err != nil {
 		return err
 	}
-	return w.tell(func(m *message) { w.neigh(m, n, index, unix.NUD_REACHABLE) })
+	return w.request(func(m *message) { w.neigh(m, n, index, unix.NUD_REACHABLE) })
 }
 
 func (w *world) AcceptRA(dev string) (string, error) {

@@ -57,7 +57,7 @@ func (k *Kernel) applyRun(ctx context.Context, ops []dataplane.Op) []dataplane.O
 				continue
 			}
 			indexes[dev] = index
-			k.supports.Store(index, nil)
+			k.dependencies.Store(index, nil)
 		}
 		if indexes[dev] != 0 || dev == "" {
 			ready = append(ready, op)
@@ -74,7 +74,7 @@ func (k *Kernel) applyRun(ctx context.Context, ops []dataplane.Op) []dataplane.O
 	for i, op := range ready {
 		if err := errs[i]; err != nil && !harmless(op, err) {
 			failed = append(failed, dataplane.OpError{Op: *op, Err: err})
-			k.nexthops.notMade(op, indexes)
+			k.nexthops.putFailed(op, indexes)
 			continue
 		}
 		done = append(done, op)

@@ -1,0 +1,174 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package dataplane
+
+import (
+	"context"
+	"fmt"
+	"slices"
+	"time"
+)
+
+// cache contains the kernel's state. A read fills it. The kernel's announcements and the
+// Reconciler's own acknowledged writes keep it up to date. If it might be wrong it
+// becomes invalid, and the next refresh reads the kernel again.
+type cache struct {
+	kernel  Kernel
+	scope   Scope
+	monitor Monitor // nil if every refresh reads
+	resync  time.Duration
+
+	State
+	valid    bool
+	until    time.Time // the first refresh after this time reads in any case
+	rerouted bool      // Monitor.Drain has returned it since the last Report
+}
+
+// invalidate makes the next refresh read the kernel.
+func (c *cache) invalidate() { c.valid = false }
+
+// refresh brings the cache up to date. If it must read the kernel, it reads scope. It
+// returns the keys of the objects that other programs have changed. all is true if any
+// object may have changed.
+func (c *cache) refresh(ctx context.Context, scope Scope) (changed Keys, all bool, err error) {
+	if c.monitor != nil {
+		events, rerouted, lost := c.monitor.Drain()
+		c.rerouted = c.rerouted || rerouted
+		if lost {
+			c.invalidate()
+		}
+		for _, e := range events {
+			if c.valid && c.applyEvent(e) {
+				changed.Add(e.Object)
+			}
+		}
+		if c.valid && time.Now().Before(c.until) {
+			return changed, false, nil
+		}
+	}
+	c.invalidate()
+	if c.State, err = c.kernel.Read(ctx, scope); err != nil {
+		return changed, true, fmt.Errorf("read kernel state: %w", err)
+	}
+	c.valid = c.monitor != nil
+	c.until = time.Now().Add(c.resync * 4 / 5) // the earliest time of a caller whose timer has a jitter of a fifth of resync
+	return changed, true, nil
+}
+
+// applyEvent updates the cache and reports whether the event was news. Own writes are
+// announced too, and are no news.
+func (c *cache) applyEvent(e Event) bool {
+	if e.Nexthop != 0 {
+		return c.applyNexthopEvent(e.Nexthop)
+	}
+	switch o := e.Object.(type) {
+	case Route:
+		return c.applyRouteEvent(o, e)
+	case Neigh:
+		return applyMapEvent(c.Neighs, o.NeighKey, o, e.Deleted)
+	case FDB:
+		return applyMapEvent(c.FDB, o.FDBKey, o, e.Deleted)
+	case Addr:
+		return applyMapEvent(c.Addrs, o, struct{}{}, e.Deleted)
+	}
+	return false
+}
+
+func applyMapEvent[K, V comparable](have map[K]V, key K, value V, deleted bool) bool {
+	old, ok := have[key]
+	switch {
+	case deleted:
+		delete(have, key)
+		return ok
+	case ok && old == value:
+		return false
+	}
+	have[key] = value
+	return true
+}
+
+// applyNexthopEvent invalidates the cache if a route in it uses a nexthop object that has
+// been deleted or has another gateway now, even if another program created the object. It
+// returns false, because the read that follows finds the changes.
+func (c *cache) applyNexthopEvent(id uint32) bool {
+	for r := range c.AllRoutes() {
+		if r.NexthopID == id {
+			c.invalidate()
+			return false
+		}
+	}
+	return false
+}
+
+func (c *cache) applyRouteEvent(r Route, e Event) bool {
+	i := slices.IndexFunc(c.Routes[r.Dst], func(have Route) bool {
+		return have.canonical() == r.canonical() && have.Protocol == r.Protocol && have.NexthopID == r.NexthopID
+	})
+	switch {
+	case e.Deleted && i >= 0:
+		c.Remove(c.Routes[r.Dst][i])
+		return true
+	case e.Deleted:
+		return false
+	case i >= 0: // the kernel may have set more attributes than the request
+		c.Routes[r.Dst][i] = r
+		return false
+	case e.Replaced: // the kernel does not say which route was replaced
+		c.invalidate()
+		return true
+	}
+	c.Add(r)
+	return true
+}
+
+// applyWrites updates the cache by operations that the kernel has acknowledged.
+func (c *cache) applyWrites(ops []Op) {
+	for _, op := range ops {
+		switch o := op.Object.(type) {
+		case Link: // a change of a link deletes or resets objects on it
+			c.invalidate()
+		case Route:
+			c.applyRouteWrite(o, op.Delete)
+		default:
+			if op.Delete {
+				c.Remove(o)
+			} else {
+				c.Add(o)
+			}
+		}
+	}
+}
+
+func (c *cache) applyRouteWrite(r Route, deleted bool) {
+	if deleted {
+		c.Remove(r)
+		// The kernel may have deleted another route, because a delete request does not
+		// contain all attributes: an IPv6 one matches any route through a nexthop object,
+		// an IPv4 one without a gateway matches any route on the device, and a request
+		// for a multipath route does not contain the next hops.
+		if r.Multipath || len(c.candidates(r)) > 0 { // the kernel has chosen one
+			c.invalidate()
+		}
+		return
+	}
+	candidates := c.candidates(r)
+	if len(candidates) > 1 { // the kernel has chosen one
+		c.invalidate()
+	}
+	for _, old := range candidates {
+		c.Remove(old)
+	}
+	c.Add(r)
+}
+
+// candidates returns the routes that a put of r may replace or a delete of r may remove.
+// They may have another type than r.
+func (c *cache) candidates(r Route) []Route {
+	var found []Route
+	for _, have := range c.Routes[r.Dst] {
+		if have.Priority == r.Priority && have.TOS == r.TOS {
+			found = append(found, have)
+		}
+	}
+	return found
+}
