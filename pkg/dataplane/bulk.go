@@ -62,6 +62,7 @@ func (r *Reconciler) bulkStart(ctx context.Context, report *Report, sweep bool) 
 		return
 	}
 	r.start.fresh = false
+	r.cache.invalidate() // the passes read the whole state
 	have, err := r.cache.kernel.Read(ctx, scope)
 	if err != nil {
 		return
@@ -77,7 +78,6 @@ func (r *Reconciler) bulkStart(ctx context.Context, report *Report, sweep bool) 
 		r.cache.monitor.Mute()
 	}
 	failures := r.write(ctx, ops)
-	r.cache.invalidate()
 	report.Puts += len(ops) - len(failures)
 }
 

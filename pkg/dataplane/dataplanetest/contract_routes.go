@@ -36,6 +36,7 @@ func freshCases() []contractCase {
 	return []contractCase{
 		{"routes of other programs exist before fresh devices", freshDevices},
 		{"duplicates of the routes of fresh devices", freshDuplicates},
+		{"a read fails before the first routes on fresh devices", freshReadFails},
 	}
 }
 
@@ -570,4 +571,31 @@ func freshDuplicates(f *fixture) {
 	f.must(f.Append(routesBeside()...))
 	f.reconcile(Peers(5), false)
 	f.expect(Peers(5))
+}
+
+// freshReadFails checks that without the first brief read no route is created before the
+// whole state is known.
+func freshReadFails(f *fixture) {
+	_, err := f.reconciler.Reconcile(f.Context(), Base(), false)
+	f.must(err)
+	fail := true
+	f.spy.ReadError = func() error {
+		defer func() { fail = false }()
+		if fail {
+			return syscall.EINTR
+		}
+		return nil
+	}
+	f.spy.Fail = func(op dataplane.Op) error {
+		if _, ok := op.Object.(dataplane.Route); ok && f.spy.reads == 0 {
+			f.Errorf("%s before a full read", op)
+		}
+		return nil
+	}
+	_, err = f.reconciler.Reconcile(f.Context(), Peers(3), true)
+	f.must(err)
+	if fail {
+		f.Error("there was no read")
+	}
+	f.expect(Peers(3))
 }
