@@ -171,7 +171,7 @@ func TestPlanTunnel(t *testing.T) {
 	replaced := []string{"delete link tun type ipip", "put link tun type ipip", "put address 10.5.1.0/32 dev tun"}
 	for name, tt := range map[string]struct {
 		change func(*dataplane.Tunnel)
-		want  []string
+		want   []string
 	}{
 		"local":    {func(s *dataplane.Tunnel) { s.Local = s.Local.Next() }, []string{"put link tun type ipip"}},
 		"port":     {func(s *dataplane.Tunnel) { s.FOU.Destination++ }, replaced},

@@ -9,48 +9,10 @@ import (
 	"maps"
 	"net/netip"
 	"slices"
-	"syscall"
 	"time"
 
 	"k8s.io/klog/v2"
-
-	"github.com/flanneld/flanneld/pkg/oneline"
 )
-
-// Kernel reads and changes the network state of an operating system.
-type Kernel interface {
-	// Read returns the state of the kernel in the scope: all objects on the scope's
-	// devices, and those routes of the main table, on any device, for which Scope.Shows
-	// is true. It leaves out entries that are learned, not permanent, for a group, or
-	// link-local. For a scope without networks it reads only the links, and for a scope
-	// with Connected no routing table. If a dump is interrupted or incomplete, Read
-	// returns an error and never a partial state.
-	Read(ctx context.Context, s Scope) (State, error)
-	// Apply executes all of ops in order and returns the failures. A failure does not
-	// stop the operations after it. Deleting an object that does not exist succeeds.
-	// Apply writes the attributes that it added for the kernel, such as NexthopID, into
-	// the objects of ops, because a Monitor need not announce the caller's own writes.
-	Apply(ctx context.Context, ops []Op) []OpError
-	// Monitor starts to listen to changes in the scope. The caller closes the monitor.
-	Monitor(s Scope) (Monitor, error)
-	// OnLink returns the device whose directly connected network contains dst, or "" if
-	// dst is behind a gateway or the device is unknown. A route without a gateway leads
-	// to a connected network. There are two exceptions: a default route (see IsNetwork),
-	// and a device that does not resolve addresses to neighbours, such as that of a VPN.
-	OnLink(ctx context.Context, dst netip.Addr) (dev string, err error)
-}
-
-// OpError is an operation that failed, with the cause.
-type OpError struct {
-	Op  Op
-	Err error
-}
-
-// Error names the change and the cause.
-func (e OpError) Error() string { return e.Op.String() + ": " + e.Err.Error() }
-
-// Unwrap returns the cause.
-func (e OpError) Unwrap() error { return e.Err }
 
 // Report is the result of Reconcile or Update.
 type Report struct {
@@ -94,7 +56,7 @@ type Config struct {
 	Scope  Scope
 	// Resync is the interval of full reads: the first pass after four fifths of it reads
 	// the whole state again. The caller should start a pass about every Resync, with a
-	// jitter of at most a fifth. If it is zero, every pass reads.
+	// jitter of at most a fifth. If it is zero, every pass reads and no change is announced.
 	Resync time.Duration
 }
 
@@ -117,7 +79,8 @@ type Reconciler struct {
 	logged      map[taken]time.Time // time of the last log line
 }
 
-// NewReconciler returns a Reconciler. The caller closes it.
+// NewReconciler returns a Reconciler, which the caller closes. It returns an error only if
+// the kernel has no Monitor for the scope.
 func NewReconciler(c Config) (*Reconciler, error) {
 	r := &Reconciler{
 		cache:    cache{kernel: c.Kernel, scope: c.Scope, resync: c.Resync},
@@ -194,6 +157,11 @@ func (r *Reconciler) Counts() map[string]Count {
 // Reconcile makes the kernel's state equal to want, and takes ownership of want. With
 // sweep it also deletes the objects in scope that are not wanted. Without sweep it
 // deletes only objects that conflict with want. It may be repeated with an equal want.
+//
+// A route that must not or cannot be created because of its destination or gateway is no
+// error: the report contains it. Reconcile returns an error if a read or another change
+// fails, or if other programs keep undoing its changes. The error wraps the first few
+// causes. The other changes remain, and the report counts them.
 func (r *Reconciler) Reconcile(ctx context.Context, want State, sweep bool) (Report, error) {
 	r.Record(want)
 	r.want, r.all = want, true
@@ -202,7 +170,7 @@ func (r *Reconciler) Reconcile(ctx context.Context, want State, sweep bool) (Rep
 
 // Update is like Reconcile for a wanted state that differs from the last one by the
 // objects in removed and then in added. Its cost depends on the number of changes and not
-// on the size of the state.
+// on the size of the state. After an error the caller need not name the changes again.
 func (r *Reconciler) Update(ctx context.Context, removed, added []Object, sweep bool) (Report, error) {
 	for _, o := range removed {
 		if route, ok := o.(Route); ok {
@@ -317,22 +285,6 @@ func (r *Reconciler) finish(report *Report, sweep bool) {
 	report.Rerouted, r.cache.rerouted = r.cache.rerouted, false
 }
 
-// refusal returns a Refusal if the kernel has refused a route because of its gateway: the
-// gateway is unreachable, or it is not another host but an address of this host or the
-// broadcast address of a network. It returns false for a route through a nexthop object,
-// because that object may be the cause.
-func (e OpError) refusal() (f Refusal, ok bool) {
-	route, ok := e.Op.Object.(Route)
-	switch {
-	case !ok, e.Op.Delete, !route.Gateway.IsValid(), route.NexthopID != 0:
-	case errors.Is(e.Err, syscall.ENETUNREACH), errors.Is(e.Err, syscall.EHOSTUNREACH):
-		return Refusal{Route: route, Reason: fmt.Sprintf("gateway %s is not on a network of %s", route.Gateway, route.Dev)}, true
-	case errors.Is(e.Err, syscall.EINVAL):
-		return Refusal{Route: route, Reason: fmt.Sprintf("gateway %s on %s: %v", route.Gateway, route.Dev, e.Err)}, true
-	}
-	return Refusal{}, false
-}
-
 // apply executes ops. A route that the kernel refuses because of its gateway concerns one
 // peer only, so apply records it and returns no error.
 func (r *Reconciler) apply(ctx context.Context, ops []Op) error {
@@ -365,16 +317,6 @@ func (r *Reconciler) write(ctx context.Context, ops []Op) []OpError {
 		}
 	}
 	return r.cache.kernel.Apply(ctx, ops)
-}
-
-// opErrors joins errs. It shows only the first few, so that the message stays short if
-// thousands of changes fail for the same reason.
-func opErrors(errs []error) error {
-	const shown = 3
-	if len(errs) <= shown {
-		return oneline.Join(errs...)
-	}
-	return fmt.Errorf("%w; and %d more", oneline.Join(errs[:shown]...), len(errs)-shown)
 }
 
 // takenLog is the minimum time between two log lines about routes of the same program to

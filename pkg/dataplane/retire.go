@@ -56,7 +56,8 @@ func PlanRetire(ctx context.Context, k Kernel, former, present Scope) ([]Op, err
 
 // Retire removes the objects that belong to former but not to present, such as those of
 // an earlier configuration, and returns their number. It also deletes devices, with all
-// objects on them. So the caller should have applied the state of present before.
+// objects on them. So the caller should have applied the state of present before. A
+// failure does not stop the changes after it. The error wraps the first few causes.
 func Retire(ctx context.Context, k Kernel, former, present Scope) (removed int, err error) {
 	ops, err := PlanRetire(ctx, k, former, present)
 	if err != nil {
@@ -67,19 +68,4 @@ func Retire(ctx context.Context, k Kernel, former, present Scope) (removed int, 
 		errs = append(errs, e)
 	}
 	return len(ops) - len(errs), opErrors(errs)
-}
-
-// DeviceOf returns the name of the device that o is on, or "" if it is on none.
-func DeviceOf(o Object) string {
-	switch o := o.(type) {
-	case Addr:
-		return o.Dev
-	case Neigh:
-		return o.Dev
-	case FDB:
-		return o.Dev
-	case Route:
-		return o.Dev
-	}
-	return ""
 }

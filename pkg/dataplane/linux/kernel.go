@@ -38,7 +38,8 @@ type Options struct {
 	NexthopObjects bool
 }
 
-// Open returns the kernel of the calling thread's network namespace.
+// Open returns the kernel of the calling thread's network namespace. It returns an error on
+// Linux before 4.20. Changes need CAP_NET_ADMIN; without it Apply fails with EPERM.
 func Open(o Options) (*Kernel, error) {
 	sock, err := openSocket()
 	if err != nil {

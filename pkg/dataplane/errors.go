@@ -1,0 +1,49 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package dataplane
+
+import (
+	"errors"
+	"fmt"
+	"syscall"
+
+	"github.com/flanneld/flanneld/pkg/oneline"
+)
+
+// OpError is an operation that failed, with the cause.
+type OpError struct {
+	Op  Op
+	Err error
+}
+
+// Error names the change and the cause.
+func (e OpError) Error() string { return e.Op.String() + ": " + e.Err.Error() }
+
+// Unwrap returns the cause.
+func (e OpError) Unwrap() error { return e.Err }
+
+// refusal returns a Refusal if the kernel has refused a route because of its gateway: the
+// gateway is unreachable, or it is not another host but an address of this host or the
+// broadcast address of a network. It returns false for a route through a nexthop object,
+// because that object may be the cause.
+func (e OpError) refusal() (f Refusal, ok bool) {
+	route, ok := e.Op.Object.(Route)
+	switch {
+	case !ok, e.Op.Delete, !route.Gateway.IsValid(), route.NexthopID != 0:
+	case errors.Is(e.Err, syscall.ENETUNREACH), errors.Is(e.Err, syscall.EHOSTUNREACH):
+		return Refusal{Route: route, Reason: fmt.Sprintf("gateway %s is not on a network of %s", route.Gateway, route.Dev)}, true
+	case errors.Is(e.Err, syscall.EINVAL):
+		return Refusal{Route: route, Reason: fmt.Sprintf("gateway %s on %s: %v", route.Gateway, route.Dev, e.Err)}, true
+	}
+	return Refusal{}, false
+}
+
+// opErrors joins errs. It shows and wraps only the first few, so that the message stays
+// short if thousands of changes fail for the same reason.
+func opErrors(errs []error) error {
+	const shown = 3
+	if len(errs) <= shown {
+		return oneline.Join(errs...)
+	}
+	return fmt.Errorf("%w; and %d more", oneline.Join(errs[:shown]...), len(errs)-shown)
+}

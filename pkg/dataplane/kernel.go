@@ -1,0 +1,63 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package dataplane
+
+import (
+	"context"
+	"net/netip"
+)
+
+// Kernel reads and changes the network state of an operating system.
+type Kernel interface {
+	// Read returns the state of the kernel in the scope: all objects on the scope's
+	// devices, and those routes of the main table, on any device, for which Scope.Shows
+	// is true. It leaves out entries that are learned, not permanent, for a group, or
+	// link-local. For a scope without networks it reads only the links, and for a scope
+	// with Connected no routing table. If a dump is interrupted or incomplete, Read
+	// returns an error and never a partial state.
+	Read(ctx context.Context, s Scope) (State, error)
+	// Apply executes all of ops in order and returns the failures. A failure does not
+	// stop the operations after it. Deleting an object that does not exist succeeds.
+	// Apply writes the attributes that it added for the kernel, such as NexthopID, into
+	// the objects of ops, because a Monitor need not announce the caller's own writes.
+	Apply(ctx context.Context, ops []Op) []OpError
+	// Monitor starts to listen to changes in the scope. The caller closes the monitor.
+	Monitor(s Scope) (Monitor, error)
+	// OnLink returns the device whose directly connected network contains dst, or "" if
+	// dst is behind a gateway or the device is unknown. A route without a gateway leads
+	// to a connected network. There are two exceptions: a default route (see IsNetwork),
+	// and a device that does not resolve addresses to neighbours, such as that of a VPN.
+	OnLink(ctx context.Context, dst netip.Addr) (dev string, err error)
+}
+
+// Event is a change that the kernel announced.
+type Event struct {
+	Object  Object
+	Deleted bool
+	// Replaced is set if a route has replaced another one, which the kernel does not
+	// name.
+	Replaced bool
+	// Nexthop is the id of a nexthop object that has been deleted or has another gateway
+	// now. Object is nil in that case. The kernel may not announce what happened to the
+	// routes that use the nexthop object.
+	Nexthop uint32
+}
+
+// Monitor receives the kernel's announcements of changes. It receives all changes after
+// its creation, including the caller's own writes. The announcement of a write is
+// available to Drain as soon as the kernel has acknowledged the write.
+type Monitor interface {
+	// Ready returns a channel that receives when there may be announcements to drain.
+	Ready() <-chan struct{}
+	// Drain returns the events since the last call, in order. lost means that some are
+	// missing, or that something happened which no event can describe, such as a link
+	// that went down and took its routes along. A cached state is invalid then. rerouted
+	// means that another program has changed routes, addresses or links, inside or
+	// outside of the scope, so that OnLink may return another result.
+	Drain() (events []Event, rerouted, lost bool)
+	// Mute suspends announcements until the next Drain, which then reports that some were
+	// lost.
+	Mute()
+	// Close ends the monitor.
+	Close() error
+}

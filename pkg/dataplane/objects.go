@@ -1,0 +1,323 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package dataplane
+
+import (
+	"encoding/hex"
+	"fmt"
+	"net"
+	"net/netip"
+	"slices"
+
+	"github.com/flanneld/flanneld/pkg/prefix"
+)
+
+// Object is a Link, Addr, Neigh, FDB or Route.
+type Object interface {
+	fmt.Stringer
+	addTo(State)
+	removeFrom(State)
+}
+
+// MAC is an Ethernet address.
+type MAC [6]byte
+
+// ParseMAC parses an address of the form aa:bb:cc:dd:ee:ff, in upper or lower case. The
+// error names s.
+func ParseMAC(s string) (MAC, error) {
+	hw, err := net.ParseMAC(s)
+	if err != nil || len(hw) != 6 {
+		return MAC{}, fmt.Errorf("%q is not an Ethernet address (want aa:bb:cc:dd:ee:ff)", s)
+	}
+	return MAC(hw), nil
+}
+
+// String returns the form aa:bb:cc:dd:ee:ff.
+func (m MAC) String() string { return net.HardwareAddr(m[:]).String() }
+
+// IsUnicast reports whether m can be the address of one station: it is neither zero nor a
+// group address.
+func (m MAC) IsUnicast() bool { return m != MAC{} && m[0]&1 == 0 }
+
+// Link is a network device that flanneld owns.
+type Link struct {
+	Name   string
+	Kind   string // rtnetlink's name; links of a kind without a constant below can only be deleted
+	MAC    MAC    // zero if the device has no Ethernet address
+	MTU    int    // bytes
+	Up     bool
+	VXLAN  VXLAN  // zero unless Kind is KindVXLAN
+	Tunnel Tunnel // zero unless Kind is KindIPIP or KindIP6Tnl
+	// TxChecksum says whether the device leaves the checksums of the packets that it
+	// sends to the hardware. Read does not fill it in unless Scope.TxChecksum is set.
+	TxChecksum Offload
+}
+
+// The kinds of link that a wanted state may contain.
+const (
+	KindVXLAN  = "vxlan"
+	KindIPIP   = "ipip"   // IPv4 in IPv4
+	KindIP6Tnl = "ip6tnl" // IPv6 in IPv6
+	// KindWireGuard is a WireGuard device. backend/wireguard manages its keys and peers.
+	KindWireGuard = "wireguard"
+	// KindTUN is a device whose packets a process reads and writes. The process creates
+	// it: a Kernel changes such a link, but cannot create it.
+	KindTUN = "tun"
+)
+
+// ours reports whether flanneld creates links of l's kind.
+func (l Link) ours() bool {
+	return slices.Contains([]string{KindVXLAN, KindIPIP, KindIP6Tnl, KindWireGuard, KindTUN}, l.Kind)
+}
+
+// Offload says whether a device may leave a task to the hardware below it.
+type Offload uint8
+
+// The values of Offload.
+const (
+	OffloadAuto Offload = iota // keep the kernel's setting
+	OffloadOn
+	OffloadOff
+)
+
+// VXLAN holds the parameters of a vxlan device.
+type VXLAN struct {
+	VNI      int
+	Port     int        // UDP destination port
+	Local    netip.Addr // outer source address, of either family
+	Underlay string     // name of the device that carries the outer packets
+	Learning bool
+	GBP      bool
+	// Foreign is set if the device has a setting that flanneld never uses: a default
+	// remote or group, external (metadata) mode, proxy, or notifications about misses.
+	Foreign bool
+}
+
+// Tunnel holds the parameters of an ipip or ip6tnl device without a remote address. The
+// kernel sends a packet to the gateway of the route that leads into the device.
+type Tunnel struct {
+	Local netip.Addr // outer source address
+	FOU   FOU
+	// Foreign is set if the device has a setting that flanneld never uses: a remote
+	// address, external (metadata) mode, another encapsulation, other protocols, or an
+	// encapsulation limit.
+	Foreign bool
+}
+
+// FOU is the UDP header that an ipip device puts in front of the packet that it carries
+// ("foo over UDP"). The zero FOU means that there is none.
+type FOU struct {
+	Source, Destination uint16 // UDP ports
+	Checksum            bool   // compute the checksum of the UDP header; if false it is zero
+}
+
+// Compatible reports whether the kernel can change l to want without replacing the
+// device. It can change the local address, the underlay device, learning, the MTU and the
+// MAC. It cannot change the family of the local address (IPv4 if there is none) or the
+// UDP header of a tunnel.
+func (l Link) Compatible(want Link) bool {
+	a, b := l.VXLAN, want.VXLAN
+	return l.Kind == want.Kind && a.VNI == b.VNI && a.Port == b.Port && a.GBP == b.GBP && a.Foreign == b.Foreign &&
+		a.Local.Is6() == b.Local.Is6() && l.Tunnel.Foreign == want.Tunnel.Foreign &&
+		l.Tunnel.FOU == want.Tunnel.FOU
+}
+
+// Addr is an IPv4 or IPv6 address on a device, with its prefix length. Prefix contains the
+// host bits.
+type Addr struct {
+	Dev    string
+	Prefix netip.Prefix
+}
+
+// NeighKey identifies a permanent neighbour entry.
+type NeighKey struct {
+	Dev string
+	IP  netip.Addr
+}
+
+// Neigh is a permanent neighbour (ARP or NDP) entry.
+type Neigh struct {
+	NeighKey
+	MAC MAC
+}
+
+// FDBKey identifies a permanent entry of a vxlan device's forwarding database.
+type FDBKey struct {
+	Dev string
+	MAC MAC
+}
+
+// FDB is a permanent entry of a vxlan device's forwarding database.
+type FDB struct {
+	FDBKey
+	Dst netip.Addr // outer address of the VTEP, of the same family as VXLAN.Local
+	// Override is set if the entry has its own port, VNI or interface.
+	Override bool
+}
+
+// RouteType is the kernel's route type (RTN_*).
+type RouteType uint8
+
+// The route types that a wanted state may contain.
+const (
+	Unicast   RouteType = 1
+	Blackhole RouteType = 6
+)
+
+// Protocol is the route protocol number (rtm_protocol) of the routes that flanneld
+// creates. dist/rt_protos.d gives it a name for ip(8).
+const Protocol = 98
+
+// protoKernel is the protocol number of routes that the kernel creates.
+const protoKernel = 2
+
+// MainTable is the routing table that contains all routes of this package.
+const MainTable = 254
+
+// RouteKey contains the attributes that usually tell the routes of a table apart. It is
+// not unique: IPv4 duplicates and the next hops of an IPv6 multipath route share a key.
+// The type does not protect a route either: a put also replaces a route of another type.
+type RouteKey struct {
+	Dst      netip.Prefix
+	Priority int // metric; the lowest one wins; the kernel gives IPv6 routes 1024 by default
+	TOS      uint8
+	Type     RouteType
+}
+
+// Route is an IPv4 or IPv6 entry of the main table.
+type Route struct {
+	RouteKey
+	Gateway  netip.Addr // invalid if there is none
+	Dev      string     // empty if the type has no device
+	OnLink   bool
+	Protocol uint8
+	// Multipath is set if the route has several next hops, or attributes that Route does
+	// not describe. Such a route never equals a wanted one.
+	Multipath bool
+	// NexthopID is the id of the nexthop object that the route uses; 0 if it uses none.
+	NexthopID uint32
+}
+
+// NewRoute returns the unicast route to dst through gateway, in the form in which the
+// kernel returns it.
+func NewRoute(dst netip.Prefix, gateway netip.Addr, dev string, onLink bool) Route {
+	r := Route{RouteKey: RouteKey{Dst: dst, Type: Unicast}, Gateway: gateway, Dev: dev, OnLink: onLink, Protocol: Protocol}
+	if prefix.FamilyOf(dst.Addr()) == prefix.IPv6 {
+		r.Priority = 1024
+	}
+	return r
+}
+
+// detourMetric is the metric of detours. No other route on flanneld's devices has it.
+const detourMetric = 1
+
+// NewDetour returns a route through dev to gateway alone. A Kernel needs it for a moment
+// when it creates an IPv6 route whose gateway another device reaches, and deletes it in
+// the same step. A detour that a later read finds was therefore left behind.
+func NewDetour(gateway netip.Addr, dev string) Route {
+	r := NewRoute(prefix.Host(gateway), netip.Addr{}, dev, false)
+	r.Priority = detourMetric
+	return r
+}
+
+// IsDetour reports whether r equals the result of NewDetour for some device.
+func (r Route) IsDetour() bool { return r == NewDetour(r.Dst.Addr(), r.Dev) }
+
+// lastResort is the metric of blackhole routes. It is higher than that of any other
+// route. A bridge or a pod with addresses of the subnet therefore takes precedence, even
+// if its route is newer.
+const lastResort = 1 << 30
+
+// NewBlackhole returns the route that drops packets to dst which no other route matches.
+func NewBlackhole(dst netip.Prefix) Route {
+	return Route{RouteKey: RouteKey{Dst: dst, Type: Blackhole, Priority: lastResort}, Protocol: Protocol}
+}
+
+// same reports whether r forwards packets as want does. The Reconciler adopts such a
+// route, even if another program created it: protocol, onlink flag and the form of the
+// next hop make no difference to packets, and a replacement could make a lookup fail.
+func (r Route) same(want Route) bool {
+	r.Protocol, r.OnLink, r.NexthopID = want.Protocol, want.OnLink, want.NexthopID
+	return r == want
+}
+
+// canonical returns r without the attributes that same ignores.
+func (r Route) canonical() Route {
+	r.Protocol, r.OnLink, r.NexthopID = 0, false, 0
+	return r
+}
+
+// leastNetwork is the shortest prefix length that a directly connected network can have:
+// that of 10.0.0.0/8.
+const leastNetwork = 8
+
+// IsNetwork reports whether dst can be a directly connected network. A shorter prefix
+// belongs to a default route or to a part of one, which VPNs and routed hosts configure
+// without a gateway.
+func IsNetwork(dst netip.Prefix) bool { return dst.Bits() >= leastNetwork }
+
+// DeviceOf returns the name of the device that o is on, or "" if it is on none.
+func DeviceOf(o Object) string {
+	switch o := o.(type) {
+	case Addr:
+		return o.Dev
+	case Neigh:
+		return o.Dev
+	case FDB:
+		return o.Dev
+	case Route:
+		return o.Dev
+	}
+	return ""
+}
+
+// kind returns the name of o's kind.
+func kind(o Object) string {
+	switch o.(type) {
+	case Link:
+		return "link"
+	case Addr:
+		return "address"
+	case Neigh:
+		return "neighbour"
+	case FDB:
+		return "fdb"
+	default:
+		return "route"
+	}
+}
+
+// String describes l in the form of ip(8).
+func (l Link) String() string { return fmt.Sprintf("link %s type %s", l.Name, l.Kind) }
+
+// String describes a in the form of ip(8).
+func (a Addr) String() string { return fmt.Sprintf("address %s dev %s", a.Prefix, a.Dev) }
+
+// String describes n in the form of ip(8).
+func (n Neigh) String() string {
+	return fmt.Sprintf("neighbour %s lladdr %s dev %s", n.IP, n.MAC, n.Dev)
+}
+
+// String describes f in the form of bridge(8).
+func (f FDB) String() string { return fmt.Sprintf("FDB entry %s dst %s dev %s", f.MAC, f.Dst, f.Dev) }
+
+// String describes r in the form of ip(8).
+func (r Route) String() string {
+	s := "route " + r.Dst.String()
+	if r.Type == Blackhole {
+		s = "route blackhole " + r.Dst.String()
+	}
+	if r.Gateway.IsValid() {
+		s += " via " + r.Gateway.String()
+	}
+	if r.Dev != "" {
+		s += " dev " + r.Dev
+	}
+	if r.Priority != 0 && r.Priority != 1024 {
+		s += fmt.Sprintf(" metric %d", r.Priority)
+	}
+	if r.TOS != 0 {
+		s += " tos 0x" + hex.EncodeToString([]byte{r.TOS})
+	}
+	return s
+}
