@@ -156,6 +156,9 @@ func (c *cache) applyRouteWrite(r Route, deleted bool) {
 		c.invalidate()
 	}
 	for _, old := range candidates {
+		if old.Multipath { // a dump leaves out IPv6 routes between its next hops
+			c.invalidate()
+		}
 		c.Remove(old)
 	}
 	c.Add(r)

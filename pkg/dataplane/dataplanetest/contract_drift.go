@@ -106,6 +106,16 @@ func driftCases() []contractCase {
 		r.Gateway = netip.Addr{}
 		f.must(f.Append(r))
 	})
+	add("an IPv6 multipath route replaced, with another route between its next hops", func(f *fixture) {
+		// A dump of the kernel leaves that route out.
+		first, hidden, last := directRoutes(3, 9)[1], directRoutes(3, 9)[1], directRoutes(3, 10)[1]
+		hidden.Gateway = netip.Addr{}
+		f.must(f.Remove(peer[dataplane.Route](3, 0)[1]))
+		f.must(f.Append(first, hidden, last))
+		if have := f.read().Routes[first.Dst]; len(have) != 1 || !have[0].Multipath {
+			f.Errorf("the routes are %v, want only the multipath route", have)
+		}
+	})
 	add("an IPv6 route with two duplicates, one through a nexthop object, one a blackhole", func(f *fixture) {
 		// A route through a nexthop object matches a delete request with any next hop. So
 		// deleting the blackhole deletes the other route.

@@ -128,23 +128,26 @@ func (t table) reaches(dev string, ip netip.Addr) bool {
 }
 
 // shown returns the routes in the form of a dump, in which IPv6 routes with the same key
-// are one multipath route.
+// are one multipath route. The kernel continues after the last of them, so it leaves out
+// routes in between.
 func (t table) shown() []dataplane.Route {
 	var all []dataplane.Route
-	siblings := map[dataplane.RouteKey]int{}
-	for _, r := range t {
+	last := map[dataplane.RouteKey]int{} // index of the last next hop
+	for i, r := range t {
 		if ecmp(r) {
-			siblings[r.RouteKey]++
-			if siblings[r.RouteKey] > 1 {
-				continue
-			}
+			last[r.RouteKey] = i
+		}
+	}
+	until := map[netip.Prefix]int{} // index of the last route to leave out
+	for i, r := range t {
+		if end, hidden := until[r.Dst]; hidden && i <= end {
+			continue
+		}
+		if end := last[r.RouteKey]; ecmp(r) && end > i {
+			until[r.Dst] = end
+			r = dataplane.Route{RouteKey: r.RouteKey, Multipath: true, Protocol: r.Protocol}
 		}
 		all = append(all, r)
-	}
-	for i, r := range all {
-		if ecmp(r) && siblings[r.RouteKey] > 1 {
-			all[i] = dataplane.Route{RouteKey: r.RouteKey, Multipath: true, Protocol: r.Protocol}
-		}
 	}
 	return all
 }
