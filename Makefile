@@ -194,6 +194,7 @@ $(OUT)/flannel-$(VERSION)-linux-%.tar.gz: FORCE bin/tools/sbom deps
 
 # The URI of the machine or service that builds a release, for its statement of provenance.
 export RELEASE_BUILDER ?= https://$(MODULE)/Documentation/releasing.md
+export RELEASE_PUB ?= dist/release.pub
 export RELEASE_KEY DEBIAN_SUITE DEBIAN_MIRROR
 
 release: deps ## build and sign all files of a release in dist/out (RELEASE_KEY=release.key)
@@ -202,11 +203,11 @@ release: deps ## build and sign all files of a release in dist/out (RELEASE_KEY=
 release-key: ## make a key pair for signing releases: release.key, which must stay secret, and dist/release.pub
 	@test ! -e release.key || { echo 'release-key: release.key exists already'; exit 1; }
 	@umask 077 && openssl genpkey -algorithm ed25519 -out release.key
-	@openssl pkey -in release.key -pubout -out dist/release.pub
-	@echo 'release-key: move release.key to a safe place, and commit dist/release.pub'
+	@openssl pkey -in release.key -pubout -out $(RELEASE_PUB)
+	@echo 'release-key: move release.key to a safe place, and commit $(RELEASE_PUB)'
 
 release-verify: bin/tools/release ## verify the signature and the files of the release in dist/out
-	@bin/tools/release verify -key $(or $(RELEASE_PUB),dist/release.pub) $(wildcard $(OUT)/*.intoto.json)
+	@bin/tools/release verify -key $(RELEASE_PUB) $(wildcard $(OUT)/*.intoto.json)
 
 dist-check: ## build the tarball of amd64 twice and compare the bytes
 	@test/tools/reproducible.sh amd64

@@ -1,8 +1,9 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
 # Builds all files of a release in OUT, from a tree without uncommitted changes, and signs
-# the statement of their provenance. RELEASE_KEY is a file with the private key and
-# RELEASE_BUILDER the URI of the builder: release.sh OUT VERSION MODULE GOARCH...
+# the statement of their provenance. RELEASE_KEY is a file with the private key, RELEASE_PUB
+# the file from which users get the public key, and RELEASE_BUILDER the URI of the builder:
+# release.sh OUT VERSION MODULE GOARCH...
 set -eu
 
 out=$1 version=$2 module=$3
@@ -17,7 +18,7 @@ fail() {
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 openssl pkey -in "$RELEASE_KEY" -pubout -out "$work/release.pub"
-[ ! -e dist/release.pub ] || cmp -s "$work/release.pub" dist/release.pub || fail "dist/release.pub is not the public key of $RELEASE_KEY"
+[ ! -e "$RELEASE_PUB" ] || cmp -s "$work/release.pub" "$RELEASE_PUB" || fail "$RELEASE_PUB is not the public key of $RELEASE_KEY"
 [ -z "$(git status --porcelain)" ] || fail "the tree has uncommitted changes: commit them, or see git status"
 
 # The newest stable release of Debian, so that the result does not depend on that of this machine.
