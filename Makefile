@@ -46,7 +46,7 @@ GOLANGCI := bin/tools/golangci-lint
 
 .DEFAULT_GOAL := help
 .PHONY: help build module demo test test-unit test-kernel test-e2e test-vm test-kubernetes test-rest test-all fuzz bench storm lint lint-go lint-words lint-mod lint-shell lint-sleep \
-	lint-unit lint-rules fmt image chart dist release release-key release-verify dist-check deps components components-short components-nodes torture clean FORCE
+	lint-unit lint-rules fmt pictures image chart dist release release-key release-verify dist-check deps components components-short components-nodes torture clean FORCE
 
 help: ## print this list
 	@echo 'flanneld $(VERSION)'
@@ -109,6 +109,9 @@ bin/tools/stages: FORCE
 
 ## Keep it tidy
 lint: lint-go lint-words lint-mod lint-shell lint-sleep lint-unit lint-rules ## check code, language, modules, scripts and units
+
+pictures: build ## make the pictures of the README again, from a running lab
+	test/tools/pictures.sh Documentation/pictures
 
 fmt: $(GOLANGCI) ## format the code
 	$(GOLANGCI) fmt ./...
