@@ -24,7 +24,7 @@ openssl pkey -in "$RELEASE_KEY" -pubout -out "$work/release.pub"
 # The newest stable release of Debian, so that the result does not depend on that of this machine.
 export DEBIAN_SUITE="${DEBIAN_SUITE:-trixie}"
 rm -rf "$out"
-make --no-print-directory dist chart bin/tools/release VERSION="$version" OUT="$out" ARCHES="$*"
+make --no-print-directory -j "$(nproc)" dist chart bin/tools/release VERSION="$version" OUT="$out" ARCHES="$*"
 
 # The images contain the programs of the tarballs.
 images=''

@@ -4,6 +4,8 @@ package main
 
 import (
 	"archive/tar"
+	"bytes"
+	"encoding/json"
 	"errors"
 	"flag"
 	"fmt"
@@ -22,10 +24,9 @@ import (
 	"github.com/google/go-containerregistry/pkg/v1/mutate"
 	"github.com/google/go-containerregistry/pkg/v1/tarball"
 	"github.com/google/go-containerregistry/pkg/v1/types"
+	"github.com/opencontainers/go-digest"
+	spec "github.com/opencontainers/image-spec/specs-go/v1"
 )
-
-// The annotation by which container runtimes find the name of an image in an archive.
-const refName = "org.opencontainers.image.ref.name"
 
 // writeImage writes an OCI archive with one image for each folder. One image is stored as
 // such. Several are stored as an index, from which container runtimes choose the image of
@@ -41,7 +42,7 @@ func writeImage(args []string) (err error) {
 		return fmt.Errorf("read -name: %w", err)
 	}
 	if *out == "" || flags.NArg() == 0 {
-		return errors.New("usage: release image -name NAME:TAG -out ARCHIVE ARCH=FOLDER...")
+		return errors.New("usage: release image -name NAME:TAG -out ARCHIVE ARCH=FOLDER ARCH=FOLDER")
 	}
 	when, err := sourceDate()
 	if err != nil {
@@ -53,38 +54,82 @@ func writeImage(args []string) (err error) {
 	}
 	defer func() { err = errors.Join(err, os.RemoveAll(work)) }()
 
-	var images []mutate.IndexAddendum
-	for _, arg := range flags.Args() {
-		arch, folder, found := strings.Cut(arg, "=")
-		if !found {
-			return fmt.Errorf("argument is %q: want ARCH=FOLDER", arg)
-		}
-		image, err := newImage(platform(arch), folder, filepath.Join(work, arch+".tar"), when)
-		if err != nil {
-			return fmt.Errorf("build image for %s: %w", arch, err)
-		}
-		images = append(images, mutate.IndexAddendum{Add: image, Descriptor: v1.Descriptor{Platform: new(platform(arch))}})
-	}
 	files := filepath.Join(work, "oci")
 	oci, err := layout.Write(files, empty.Index)
 	if err != nil {
 		return err
 	}
-	named := layout.WithAnnotations(map[string]string{refName: *imageName})
-	if len(images) == 1 {
-		err = oci.AppendImage(images[0].Add.(v1.Image), named, layout.WithPlatform(*images[0].Platform))
-	} else {
-		err = oci.AppendIndex(mutate.AppendManifests(mutate.IndexMediaType(empty.Index, types.OCIImageIndex), images...), named)
+	var images []spec.Descriptor
+	for _, arg := range flags.Args() {
+		arch, folder, found := strings.Cut(arg, "=")
+		if !found {
+			return fmt.Errorf("argument is %q: want ARCH=FOLDER", arg)
+		}
+		image, err := addImage(oci, platform(arch), folder, filepath.Join(work, arch+".tar"), when)
+		if err != nil {
+			return fmt.Errorf("build image for %s: %w", arch, err)
+		}
+		images = append(images, image)
 	}
+	top := images[0]
+	if len(images) > 1 {
+		if top, err = addIndex(oci, images); err != nil {
+			return fmt.Errorf("write the index of all images: %w", err)
+		}
+	}
+	hash, err := v1.NewHash(top.Digest.String())
+	if err != nil {
+		return err
+	}
+	err = oci.AppendDescriptor(v1.Descriptor{
+		MediaType: types.MediaType(top.MediaType), Digest: hash, Size: top.Size,
+		Annotations: map[string]string{spec.AnnotationRefName: *imageName},
+	})
 	if err != nil {
 		return err
 	}
 	return writeTar(*out, files, when)
 }
 
+// addImage adds an image with the files of a folder, and returns its descriptor.
+func addImage(oci layout.Path, p spec.Platform, folder, layerFile string, when time.Time) (spec.Descriptor, error) {
+	image, err := newImage(p, folder, layerFile, when)
+	if err != nil {
+		return spec.Descriptor{}, err
+	}
+	if err := oci.WriteImage(image); err != nil {
+		return spec.Descriptor{}, err
+	}
+	manifest, err := image.RawManifest()
+	if err != nil {
+		return spec.Descriptor{}, err
+	}
+	return spec.Descriptor{
+		MediaType: spec.MediaTypeImageManifest, Digest: digest.FromBytes(manifest), Size: int64(len(manifest)), Platform: &p,
+	}, nil
+}
+
+// addIndex adds an index of images, and returns its descriptor. It uses the types of the
+// specification, because tools that push an image decode the index and encode it again with
+// them. With another order of fields the digest would change.
+func addIndex(oci layout.Path, images []spec.Descriptor) (spec.Descriptor, error) {
+	index := spec.Index{MediaType: spec.MediaTypeImageIndex, Manifests: images}
+	index.SchemaVersion = 2
+	text, err := json.Marshal(index)
+	if err != nil {
+		return spec.Descriptor{}, err
+	}
+	d := spec.Descriptor{MediaType: index.MediaType, Digest: digest.FromBytes(text), Size: int64(len(text))}
+	hash, err := v1.NewHash(d.Digest.String())
+	if err != nil {
+		return spec.Descriptor{}, err
+	}
+	return d, oci.WriteBlob(hash, io.NopCloser(bytes.NewReader(text)))
+}
+
 // platform returns the platform for which Go programs of an architecture are built.
-func platform(arch string) v1.Platform {
-	p := v1.Platform{OS: "linux", Architecture: arch}
+func platform(arch string) spec.Platform {
+	p := spec.Platform{OS: "linux", Architecture: arch}
 	if arch == "arm" {
 		p.Variant = "v7" // as GOARM in the Makefile
 	}
@@ -93,7 +138,7 @@ func platform(arch string) v1.Platform {
 
 // newImage returns an image with one layer, which contains the files of a folder. It writes
 // the layer to a file, which must exist as long as the image is used.
-func newImage(p v1.Platform, folder, layerFile string, when time.Time) (v1.Image, error) {
+func newImage(p spec.Platform, folder, layerFile string, when time.Time) (v1.Image, error) {
 	if err := writeTar(layerFile, folder, when); err != nil {
 		return nil, err
 	}

@@ -23,6 +23,7 @@ import (
 	v1 "github.com/google/go-containerregistry/pkg/v1"
 	provenance "github.com/in-toto/attestation/go/predicates/provenance/v1"
 	intoto "github.com/in-toto/attestation/go/v1"
+	spec "github.com/opencontainers/image-spec/specs-go/v1"
 	"github.com/secure-systems-lab/go-securesystemslib/dsse"
 	"github.com/secure-systems-lab/go-securesystemslib/signerverifier"
 	"google.golang.org/protobuf/encoding/protojson"
@@ -170,7 +171,7 @@ func subjectsOf(path string) ([]*intoto.ResourceDescriptor, error) {
 			return nil, fmt.Errorf("parse index.json in %s: %w", path, err)
 		}
 		for _, m := range index.Manifests {
-			subjects = append(subjects, &intoto.ResourceDescriptor{Name: m.Annotations[refName], Digest: sha256Digest(m.Digest.Hex)})
+			subjects = append(subjects, &intoto.ResourceDescriptor{Name: m.Annotations[spec.AnnotationRefName], Digest: sha256Digest(m.Digest.Hex)})
 		}
 		return subjects, nil
 	}
