@@ -175,7 +175,7 @@ chart: bin/tools/helm ## build the archive of the Helm chart in dist/out, for im
 	@mkdir -p $(OUT)
 	@work=$$(mktemp -d) && trap 'rm -rf "$$work"' EXIT && \
 	archive=$$(bin/tools/helm package dist/kubernetes/chart --app-version $(VERSION) --destination "$$work" | sed 's|.*/||') && \
-	tar -xzf "$$work/$$archive" -C "$$work" && \
+	tar -xmzf "$$work/$$archive" -C "$$work" && \
 	$(TAR) -C "$$work" -cf - flannel | gzip -9n > $(OUT)/$$archive && \
 	echo "chart: $(OUT)/$$archive"
 

@@ -2,6 +2,17 @@
 
 // Package backend defines the contract between the lease-watch loop and the backends that
 // configure the data path. It also contains the loop, the Syncer.
+//
+//   - backend.go is the contract: a Factory creates a Backend, which starts a Network. Its
+//     Sync gets the full Set of peers.
+//   - syncer.go is the loop. syncerlog.go contains its log, inspect.go its report for
+//     /statusz, and repairlimiter.go the limit of repairs.
+//   - programmer.go is the part that all networks with kernel objects have in common.
+//     notifier.go serves networks with several sources of changes.
+//   - leftover.go, listener.go and tunneler.go are interfaces that some backends have in
+//     addition.
+//
+// The smallest backend is backend/hostgw.
 package backend
 
 import (
@@ -19,9 +30,9 @@ import (
 	"github.com/flanneld/flanneld/subnet"
 )
 
-// Env is the environment of a backend.
+// Env is the environment of a backend: the network configuration and the host.
 type Env struct {
-	Underlay underlay.Interface
+	Underlay underlay.Interface // the external interface
 	Config   subnet.Config
 	Kernel   dataplane.Kernel
 	// Resync is the interval at which the whole kernel state is read again.
@@ -55,13 +66,13 @@ func (e Env) Scope(devices ...string) dataplane.Scope {
 	return s
 }
 
-// Reconciler returns a Reconciler for the result of Scope.
+// Reconciler returns a Reconciler for the result of Scope. The caller closes it.
 func (e Env) Reconciler(devices ...string) (*dataplane.Reconciler, error) {
 	return dataplane.NewReconciler(dataplane.Config{Kernel: e.Kernel, Scope: e.Scope(devices...), Resync: e.Resync})
 }
 
-// Links returns those of the given devices that exist. It reads nothing else, because a
-// router may have a million routes.
+// Links returns those of the given devices that exist, by name. It reads nothing else,
+// because a router may have a million routes.
 func (e Env) Links(ctx context.Context, devices ...string) (map[string]dataplane.Link, error) {
 	have, err := e.Kernel.Read(ctx, dataplane.Scope{Devices: devices})
 	if err != nil {
@@ -70,10 +81,10 @@ func (e Env) Links(ctx context.Context, devices ...string) (map[string]dataplane
 	return have.Links, nil
 }
 
-// InTheWay returns the error about a device that has the name of one of the backend's
-// devices, but is neither the wanted one nor one that flanneld has left behind. flanneld
-// does not remove it.
-func InTheWay(l dataplane.Link, want string) error {
+// DeviceConflict returns the error about a device that has the name of one of the
+// backend's devices, but a type that flanneld never creates under that name. flanneld
+// does not remove it. want is the expected type.
+func DeviceConflict(l dataplane.Link, want string) error {
 	return fmt.Errorf("device %s is of type %s, want %s: remove it (ip link delete %s) if nothing else needs it",
 		l.Name, l.Kind, want, l.Name)
 }
@@ -189,7 +200,8 @@ func NewRegistry(entries ...Entry) (Registry, error) {
 // ErrUnknownType means that no backend has the configured type.
 var ErrUnknownType = errors.New("unknown backend type")
 
-// New returns the backend that the configuration in env names.
+// New returns the backend that the configuration in env names, and warnings about the
+// configuration. It returns ErrUnknownType, wrapped, or the error of the factory.
 func (r Registry) New(env Env) (Backend, []string, error) {
 	cfg := env.Config
 	entry, ok := r.entries[cfg.BackendType]
@@ -207,8 +219,8 @@ func (r Registry) New(env Env) (Backend, []string, error) {
 // Types returns the names of all backends in alphabetical order.
 func (r Registry) Types() []string { return slices.Sorted(maps.Keys(r.entries)) }
 
-// Catalog is a registry with the state that its backends keep in the process while networks
-// begin and end.
+// Catalog is a registry with the state that its backends keep in the process while
+// networks begin and end.
 type Catalog struct {
 	Registry
 	// Shutdown does what must be done on the host when the daemon is told to stop. It may

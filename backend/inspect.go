@@ -15,35 +15,36 @@ import (
 // Inspector is a Network that can report the kernel objects that it maintains. Its
 // methods are called from the goroutine that calls Sync.
 type Inspector interface {
-	// Holdings returns the objects that the kernel should have for the peer with that
+	// Objects returns the objects that the kernel should have for the peer with that
 	// key.
-	Holdings(key string) []Holding
+	Objects(key string) []ObjectReport
 	// Counts returns the numbers of wanted and existing objects, by kind.
 	Counts() map[string]dataplane.Count
 }
 
-// Carrier is a Network that has several ways to carry packets, or carries them in this
-// process. Its methods may be called at any time.
-type Carrier interface {
-	// Mode returns the name of the way.
+// DataPath is a Network whose packets may be carried by the kernel or by this process. Its
+// methods may be called at any time.
+type DataPath interface {
+	// Mode returns the data path in use, with the name that the configuration uses.
 	Mode() string
-	// Dropped returns the number of packets that were dropped in user space, by reason.
+	// Dropped returns the number of packets that flanneld or its own firewall rules have
+	// dropped, by reason. It is nil if the network does not count drops.
 	Dropped() map[string]uint64
 }
 
-// Holding is an object that the kernel should have.
-type Holding struct {
+// ObjectReport is an object that the kernel should have, and whether it has it.
+type ObjectReport struct {
 	Object  string // in the form of ip(8)
 	Present bool
 }
 
 // PeerReport describes how the lease of another node is served.
 type PeerReport struct {
-	Lease    subnet.Lease
-	Refused  string // the reason why it is not served in all families
-	Held     bool   // the store has lost the lease without removing it
-	Changed  time.Time
-	Holdings []Holding // nil if not requested, or if the network is not an Inspector
+	Lease   subnet.Lease
+	Refused string         // the reason why it is not served in all families; empty if it is
+	Held    bool           // the store has lost the lease without removing it
+	Changed time.Time      // when the lease last changed
+	Objects []ObjectReport // nil if not requested, or if the network is not an Inspector
 }
 
 // Inspection is a snapshot of a Syncer.
@@ -52,19 +53,19 @@ type Inspection struct {
 	Counts   map[string]dataplane.Count // nil if the network is not an Inspector
 	LastSync time.Time                  // time of the last successful sync; zero if there was none
 	Err      error                      // error of the last sync
-	Mode     string                     // empty if the network is not a Carrier
-	Dropped  map[string]uint64          // dropped packets by reason; nil if the network is not a Carrier
+	Mode     string                     // data path in use; empty if the network is not a DataPath
+	Dropped  map[string]uint64          // dropped packets by reason; nil if the network is not a DataPath
 }
 
-// Inspect returns the state between two passes. holdings selects whether it includes the
+// Inspect returns the state between two passes. objects selects whether it includes the
 // kernel objects of each peer, which costs more than counting them. It returns ctx's
 // error if no pass ends before ctx does.
-func (s *Syncer) Inspect(ctx context.Context, holdings bool) (in Inspection, err error) {
-	err = s.loop.Do(ctx, func() { in = s.inspect(holdings) })
+func (s *Syncer) Inspect(ctx context.Context, objects bool) (in Inspection, err error) {
+	err = s.loop.Do(ctx, func() { in = s.inspect(objects) })
 	return in, err
 }
 
-func (s *Syncer) inspect(holdings bool) Inspection {
+func (s *Syncer) inspect(objects bool) Inspection {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	in := Inspection{LastSync: s.lastSync, Err: s.err}
@@ -72,13 +73,13 @@ func (s *Syncer) inspect(holdings bool) Inspection {
 	if inspector != nil {
 		in.Counts = inspector.Counts()
 	}
-	if carrier, ok := s.Network.(Carrier); ok {
-		in.Mode, in.Dropped = carrier.Mode(), carrier.Dropped()
+	if path, ok := s.Network.(DataPath); ok {
+		in.Mode, in.Dropped = path.Mode(), path.Dropped()
 	}
 	for l := range s.Ledger.Leases() {
 		p := PeerReport{Lease: *l, Refused: s.refused[l.Key], Changed: s.Ledger.Since(l.Key), Held: s.Ledger.IsHeld(l.Key)}
-		if holdings && inspector != nil {
-			p.Holdings = inspector.Holdings(l.Key)
+		if objects && inspector != nil {
+			p.Objects = inspector.Objects(l.Key)
 		}
 		in.Peers = append(in.Peers, p)
 	}

@@ -27,11 +27,11 @@ func TestInspect(t *testing.T) {
 		advance(time.Minute)
 		alien := lease(4, "four")
 		alien.BackendType = "other"
-		s.Publish(whole(snapshot(2, lease(2, "two"), lease(3, "three"), alien)))
+		s.Publish(fullUpdate(snapshot(2, lease(2, "two"), lease(3, "three"), alien)))
 		advance(time.Minute)
-		s.Publish(change(3, []subnet.Lease{lease(3, "drei")}, "host4"))
+		s.Publish(deltaUpdate(3, []subnet.Lease{lease(3, "drei")}, "host4"))
 		advance(time.Minute)
-		s.Publish(whole(subnet.Snapshot{Leases: subnettest.Pointers(lease(3, "drei")), Store: subnet.StoreID{ID: "another", Revision: 1}}))
+		s.Publish(fullUpdate(subnet.Snapshot{Leases: subnettest.Pointers(lease(3, "drei")), Store: subnet.StoreID{ID: "another", Revision: 1}}))
 		synctest.Wait()
 
 		in, err := s.Inspect(t.Context(), true)
@@ -45,7 +45,7 @@ func TestInspect(t *testing.T) {
 		if diff := cmp.Diff(want, in, cmpopts.EquateComparable(netip.Prefix{}, netip.Addr{})); err != nil || diff != "" {
 			t.Errorf("%v (-want +got):\n%s", err, diff)
 		}
-		s.Publish(whole(subnet.Snapshot{Leases: subnettest.Pointers(alien), Store: subnet.StoreID{ID: "another", Revision: 2}}))
+		s.Publish(fullUpdate(subnet.Snapshot{Leases: subnettest.Pointers(alien), Store: subnet.StoreID{ID: "another", Revision: 2}}))
 		synctest.Wait()
 		in, _ = s.Inspect(t.Context(), true)
 		if n := len(in.Peers); n != 2 || in.Peers[1].Refused != `its backend type is "other", ours "test"` {
@@ -54,7 +54,7 @@ func TestInspect(t *testing.T) {
 	})
 }
 
-func TestInspectSaysWhatFailed(t *testing.T) {
+func TestInspectReportsTheError(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s, _ := run(t, &network{fail: 1})
 		in, err := s.Inspect(t.Context(), true)
@@ -68,7 +68,7 @@ func TestInspectSaysWhatFailed(t *testing.T) {
 	})
 }
 
-func TestProgrammerSaysWhatTheKernelHolds(t *testing.T) {
+func TestProgrammerReportsObjects(t *testing.T) {
 	kernel := dataplanetest.New()
 	scope := dataplane.Scope{Devices: []string{"flannel.1"}, Networks: []netip.Prefix{netip.MustParsePrefix("10.5.0.0/16")}}
 	rec, err := dataplane.NewReconciler(dataplane.Config{Kernel: kernel, Scope: scope, Resync: time.Hour})
@@ -92,15 +92,15 @@ func TestProgrammerSaysWhatTheKernelHolds(t *testing.T) {
 	if _, err := p.Sync(t.Context(), backend.Set{Leases: map[string]*subnet.Lease{"host2": &peer}, All: true, Complete: true}); err != nil {
 		t.Fatal(err)
 	}
-	want := []backend.Holding{{Object: "neighbour 10.5.2.0 lladdr 02:09:00:00:00:00 dev flannel.1", Present: true}}
-	if diff := cmp.Diff(want, p.Holdings("host2")); diff != "" {
-		t.Errorf("holdings (-want +got):\n%s", diff)
+	want := []backend.ObjectReport{{Object: "neighbour 10.5.2.0 lladdr 02:09:00:00:00:00 dev flannel.1", Present: true}}
+	if diff := cmp.Diff(want, p.Objects("host2")); diff != "" {
+		t.Errorf("objects (-want +got):\n%s", diff)
 	}
 	if diff := cmp.Diff(map[string]dataplane.Count{"link": {Wanted: 1, Present: 1}, "neighbour": {Wanted: 1, Present: 1}}, p.Counts()); diff != "" {
 		t.Errorf("counts (-want +got):\n%s", diff)
 	}
-	if p.Holdings("host3") != nil {
-		t.Error("a missing peer has holdings")
+	if p.Objects("host3") != nil {
+		t.Error("a missing peer has objects")
 	}
 
 	// The peer is removed and added again, each time only as a change.
@@ -108,8 +108,8 @@ func TestProgrammerSaysWhatTheKernelHolds(t *testing.T) {
 		if _, err := p.Sync(t.Context(), backend.Set{Leases: leases, Changed: []string{"host2"}, Complete: true}); err != nil {
 			t.Fatal(err)
 		}
-		if got := p.Counts()["neighbour"]; got.Present != len(leases) || len(p.Holdings("host2")) != len(leases) {
-			t.Errorf("%+v and %v, want the objects of %d peers", got, p.Holdings("host2"), len(leases))
+		if got := p.Counts()["neighbour"]; got.Present != len(leases) || len(p.Objects("host2")) != len(leases) {
+			t.Errorf("%+v and %v, want the objects of %d peers", got, p.Objects("host2"), len(leases))
 		}
 	}
 }

@@ -33,10 +33,10 @@ type Programmer struct {
 
 	*dataplane.Reconciler
 
-	objects map[string][]dataplane.Object // by lease key; nil if Desired must be called for all
-	keys    map[netip.Prefix]string       // lease keys by destination; nil until one is needed
-	asked   time.Time                     // time of the last call for all peers
-	stale   bool                          // the results may be out of date
+	objects  map[string][]dataplane.Object // by lease key; nil if Desired must be called for all
+	keys     map[netip.Prefix]string       // lease keys by destination; nil until one is needed
+	lastCall time.Time                     // time of the last call for all peers
+	stale    bool                          // the results may be out of date
 }
 
 // SetUp makes the kernel contain Base. It removes only objects that conflict with Base.
@@ -52,7 +52,7 @@ func (p *Programmer) SetUp(ctx context.Context) error {
 // may have changed.
 func (p *Programmer) Sync(ctx context.Context, peers Set) (Outcome, error) {
 	p.stale = p.stale || p.Volatile > 0 && len(peers.Changed) == 0
-	if peers.All || p.objects == nil || p.stale && time.Since(p.asked) >= p.Volatile {
+	if peers.All || p.objects == nil || p.stale && time.Since(p.lastCall) >= p.Volatile {
 		return p.all(ctx, peers)
 	}
 	var removed, added []dataplane.Object
@@ -72,23 +72,23 @@ func (p *Programmer) Sync(ctx context.Context, peers Set) (Outcome, error) {
 	o, refused := p.outcome(report)
 	p.stale = p.stale || p.Volatile > 0 && report.Rerouted // the pass may have been caused by a changed lease
 	if p.stale {
-		o.Again = max(p.Volatile-time.Since(p.asked), time.Nanosecond)
+		o.Again = max(p.Volatile-time.Since(p.lastCall), time.Nanosecond)
 	}
 	return o, oneline.Join(err, refused)
 }
 
-// Holdings implements Inspector.
-func (p *Programmer) Holdings(key string) []Holding {
-	var hs []Holding
+// Objects implements Inspector.
+func (p *Programmer) Objects(key string) []ObjectReport {
+	var hs []ObjectReport
 	for _, o := range p.objects[key] {
-		hs = append(hs, Holding{Object: o.String(), Present: p.Holds(o)})
+		hs = append(hs, ObjectReport{Object: o.String(), Present: p.Holds(o)})
 	}
 	return hs
 }
 
 // all calls Desired for all peers.
 func (p *Programmer) all(ctx context.Context, peers Set) (Outcome, error) {
-	p.objects, p.keys, p.asked, p.stale = nil, nil, time.Now(), false
+	p.objects, p.keys, p.lastCall, p.stale = nil, nil, time.Now(), false
 	keys := slices.Collect(maps.Keys(peers.Leases))
 	objects, errs := make([][]dataplane.Object, len(keys)), make([]error, len(keys))
 	var failed atomic.Bool // one error is sufficient

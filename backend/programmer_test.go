@@ -18,10 +18,10 @@ import (
 	"github.com/flanneld/flanneld/subnet"
 )
 
-// TestRouteOfAllPeersIsInTheWay tests a device to which the network of all peers is
+// TestConflictWithRouteOfAllPeers tests a device to which the network of all peers is
 // directly connected. It is an error if another program owns the device, because the
 // device receives the packets. The backend's own device carries them.
-func TestRouteOfAllPeersIsInTheWay(t *testing.T) {
+func TestConflictWithRouteOfAllPeers(t *testing.T) {
 	network := netip.MustParsePrefix("10.5.0.0/16")
 	ours := dataplane.Link{Name: "flannel-wg", Kind: dataplane.KindWireGuard, MTU: 1440, Up: true}
 	bridge := dataplane.Link{Name: "br0", Kind: "bridge", Up: true}
@@ -79,16 +79,16 @@ func TestRouteOfAllPeersIsInTheWay(t *testing.T) {
 	}
 }
 
-// TestVolatileIsAskedAgain changes a route of the host, which a pass for a changed lease
-// notices. Desired must be called for all peers soon after, once, even if there are other
-// passes in between. A pass for a changed lease alone calls it only for that lease.
-func TestVolatileIsAskedAgain(t *testing.T) {
+// TestVolatileCallsDesiredAgain changes a route of the host, which a pass for a changed
+// lease notices. Desired must be called for all peers soon after, once, even if there are
+// other passes in between. A pass for a changed lease alone calls it only for that lease.
+func TestVolatileCallsDesiredAgain(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		kernel := dataplanetest.New()
 		p := programmer(t, kernel, time.Hour)
-		asked, desired := 0, p.Desired
+		calls, desired := 0, p.Desired
 		p.Volatile, p.Desired = time.Second, func(ctx context.Context, l subnet.Lease) ([]dataplane.Object, error) {
-			asked++
+			calls++
 			return desired(ctx, l)
 		}
 		leases := map[string]*subnet.Lease{}
@@ -107,7 +107,7 @@ func TestVolatileIsAskedAgain(t *testing.T) {
 			name  string
 			do    func()
 			set   backend.Set
-			asked int
+			calls int
 			again bool
 		}{
 			{"at first", func() {}, backend.Set{All: true}, 5, false},
@@ -117,12 +117,12 @@ func TestVolatileIsAskedAgain(t *testing.T) {
 			{"a lease, when it is time", func() { advance(time.Second) }, backend.Set{Changed: []string{"host4"}}, 5, false},
 			{"a lease", func() { advance(time.Second) }, backend.Set{Changed: []string{"host4"}}, 1, false},
 		} {
-			asked = 0
+			calls = 0
 			step.do()
 			step.set.Leases, step.set.Complete = leases, true
 			o, err := p.Sync(t.Context(), step.set)
-			if err != nil || asked != step.asked || o.Again > 0 != step.again || o.Again > time.Second {
-				t.Errorf("%s: %d calls of Desired, again after %s (%v); want %d, again %t", step.name, asked, o.Again, err, step.asked, step.again)
+			if err != nil || calls != step.calls || o.Again > 0 != step.again || o.Again > time.Second {
+				t.Errorf("%s: %d calls of Desired, again after %s (%v); want %d, again %t", step.name, calls, o.Again, err, step.calls, step.again)
 			}
 		}
 	})

@@ -7,15 +7,15 @@ import (
 	"fmt"
 	"maps"
 	"slices"
-	"strings"
 	"sync"
 	"time"
 
 	"golang.org/x/time/rate"
-	"k8s.io/klog/v2"
 
 	"github.com/flanneld/flanneld/pkg/loop"
 	"github.com/flanneld/flanneld/pkg/parallel"
+	"github.com/flanneld/flanneld/pkg/repair"
+	"github.com/flanneld/flanneld/pkg/wait"
 	"github.com/flanneld/flanneld/subnet"
 )
 
@@ -32,7 +32,7 @@ type SyncerConfig struct {
 	Own     subnet.Lease
 	Network Network
 	Ledger  *subnet.Ledger // owned by the Syncer
-	Resync  time.Duration
+	Resync  time.Duration  // maximum time between two passes
 	// OnSync is called after every pass.
 	OnSync func(Pass)
 	// OnRefused is called when a lease is refused for a new reason. key is the key of the
@@ -45,8 +45,8 @@ type Pass struct {
 	Complete bool // the store has answered
 	News     bool // Complete is set, and the result of Peers may differ from that at the last pass
 	Err      error
-	Took     time.Duration
-	Repaired int // number of repaired changes by other programs
+	Took     time.Duration // duration of the pass
+	Repaired int           // number of repaired changes by other programs
 }
 
 // Syncer is the lease-watch loop. It turns the updates of a manager about other nodes
@@ -64,9 +64,9 @@ type Syncer struct {
 	logged   string            // last logged error
 	limit    *rate.Limiter     // limit of logged errors without a success between them
 	lastSync time.Time         // time of the last successful pass
-	held     int
-	drift    *drift
-	retry    loop.Backoff // for refusals whose cause may disappear
+	held     int               // number of held peers at the last pass
+	repairs  *repair.Limiter
+	retry    wait.Backoff // for refusals whose cause may disappear
 
 	mu       sync.Mutex // also guards Ledger
 	changed  map[string]struct{}
@@ -82,7 +82,7 @@ func NewSyncer(c SyncerConfig) *Syncer {
 	own.Identities, _ = c.Network.Check(c.Own) // an own lease that fails this was refused earlier
 	s := &Syncer{
 		SyncerConfig: c, arbiter: subnet.NewArbiter(c.Config, own), all: true, changed: map[string]struct{}{},
-		refused: map[string]string{}, kernel: map[string]string{}, drift: newDrift(),
+		refused: map[string]string{}, kernel: map[string]string{}, repairs: newRepairs(),
 		limit: rate.NewLimiter(rate.Every(errorEvery), errorBurst),
 	}
 	s.loop = loop.New(c.Resync, s.step)
@@ -124,7 +124,7 @@ func (s *Syncer) Run(ctx context.Context) error {
 	var wg sync.WaitGroup
 	defer wg.Wait()
 	defer cancel()
-	wg.Go(func() { s.drift.forward(ctx, s.Network.Changed(), s.loop.Wake) })
+	wg.Go(func() { forward(ctx, s.Network.Changed(), s.repairs, s.loop.Wake) })
 	return s.loop.Run(ctx)
 }
 
@@ -137,7 +137,7 @@ func (s *Syncer) step(ctx context.Context) error {
 	if ctx.Err() != nil {
 		return nil
 	}
-	s.drift.note(ctx, outcome.Repaired)
+	s.repairs.Note(ctx, outcome.Repaired)
 	s.logRefused(ctx, set, outcome.Refused, err != nil)
 	if set.Complete { // earlier leases are those of the last process, which has logged them
 		s.logShared(ctx)
@@ -178,15 +178,16 @@ func (s *Syncer) advance(ctx context.Context) (set Set, news bool) {
 	expired := s.Ledger.Expire(time.Now())
 	set = Set{All: s.all || expired, Complete: s.complete}
 	news = s.news || expired
-	// The leases that are gone come first, so that leases in their place do not contradict them.
+	// The leases that are gone come first, so that leases in their place do not contradict
+	// them.
 	set.Changed = slices.SortedFunc(maps.Keys(s.changed), func(a, b string) int {
 		return compareBool(s.Ledger.Lease(a) != nil, s.Ledger.Lease(b) != nil)
 	})
 	for _, key := range set.Changed {
-		set.All = set.All || !s.judge(key)
+		set.All = set.All || !s.validate(key)
 	}
 	if set.All {
-		s.judgeAll()
+		s.validateAll()
 	}
 	set.Leases = s.arbiter.Accepted()
 	s.all, s.news = false, false
@@ -206,8 +207,8 @@ func compareBool(a, b bool) int {
 	return 1
 }
 
-// judge checks one lease. It reports false if all leases must be checked.
-func (s *Syncer) judge(key string) bool {
+// validate validates one lease. It reports false if all leases must be validated.
+func (s *Syncer) validate(key string) bool {
 	c := subnet.Claimant{Lease: &subnet.Lease{Key: key}}
 	delete(s.unusable, key)
 	if l := s.Ledger.Lease(key); l != nil {
@@ -220,7 +221,8 @@ func (s *Syncer) judge(key string) bool {
 	return s.arbiter.Change(c)
 }
 
-func (s *Syncer) judgeAll() {
+// validateAll validates all leases again, because leases may contradict each other.
+func (s *Syncer) validateAll() {
 	n := s.Ledger.Len()
 	all := make([]subnet.Claimant, 0, n)
 	for l := range s.Ledger.Leases() {
@@ -256,8 +258,8 @@ func (s *Syncer) check(l subnet.Lease) (identities []string, unusable string) {
 	return identities, ""
 }
 
-// enabled returns the endpoints of families that the configuration enables. The arbiter ignores
-// the others, so their data must not make a lease unusable.
+// enabled returns the endpoints of families that the configuration enables. The arbiter
+// ignores the others, so their data must not make a lease unusable.
 func (s *Syncer) enabled(es []subnet.Endpoint) []subnet.Endpoint {
 	disabled := func(e subnet.Endpoint) bool {
 		_, ok := s.Config.Network(e.Family())
@@ -267,104 +269,4 @@ func (s *Syncer) enabled(es []subnet.Endpoint) []subnet.Endpoint {
 		return es
 	}
 	return slices.DeleteFunc(slices.Clone(es), disabled)
-}
-
-// logHeld logs when the ledger holds more peers than before, and when it holds none any more.
-// In a store that was emptied peers come back one by one, which is not worth a line each.
-func (s *Syncer) logHeld(ctx context.Context) {
-	n := s.Ledger.NumHeld()
-	switch {
-	case n > s.held:
-		klog.FromContext(ctx).Error(nil, "the store has forgotten peers that it did not remove: they are kept until it contradicts them or their lease has run out",
-			"kept", n, "first", s.Ledger.Held()[0])
-	case n == 0 && s.held > 0:
-		klog.FromContext(ctx).Info("no peer is kept any more that the store does not have")
-	}
-	s.held = n
-}
-
-// logRefused logs new refusals, refusals with a new reason, and the end of refusals. It
-// only checks leases that may have changed. If the pass failed, it may not have reached
-// all peers, so a peer that it did not mention keeps its refusal.
-func (s *Syncer) logRefused(ctx context.Context, set Set, byKernel []subnet.Refusal, failed bool) {
-	keys := map[string]struct{}{}
-	add := func(reasons map[string]string) {
-		for key := range reasons {
-			keys[key] = struct{}{}
-		}
-	}
-	add(s.kernel)
-	if set.All {
-		add(s.refused)
-		add(s.unusable)
-	}
-	maps.DeleteFunc(s.kernel, func(key, _ string) bool { return !failed || set.Leases[key] == nil })
-	for _, r := range byKernel {
-		s.kernel[r.Key] = r.Reason
-		keys[r.Key] = struct{}{}
-	}
-	if set.All {
-		for _, r := range s.arbiter.AllRefused() {
-			keys[r.Key] = struct{}{}
-		}
-	}
-	for _, key := range set.Changed {
-		keys[key] = struct{}{}
-	}
-	log := klog.FromContext(ctx)
-	for _, key := range slices.Sorted(maps.Keys(keys)) {
-		switch reason := s.reason(key); reason {
-		case s.refused[key]:
-		case "":
-			delete(s.refused, key)
-			log.Info("lease no longer refused", "lease", key)
-		default:
-			s.refused[key] = reason
-			log.Error(nil, "lease refused", "lease", key, "reason", reason)
-			if s.OnRefused != nil {
-				s.OnRefused(key, reason)
-			}
-		}
-	}
-}
-
-// logShared logs once when leases share a public address, and once when none do any more.
-// All of them are served, but one of them may be left over.
-func (s *Syncer) logShared(ctx context.Context) {
-	log := klog.FromContext(ctx)
-	for _, shared := range s.arbiter.SharingNews() {
-		if len(shared.Keys) == 0 {
-			log.Info("leases no longer share a public address", "publicIP", shared.PublicIP)
-			continue
-		}
-		log.Error(nil, "leases share a public address", "publicIP", shared.PublicIP, "leases", shared.Keys[:2], "count", len(shared.Keys))
-	}
-}
-
-// reason returns the reason why a lease is not served in all families.
-func (s *Syncer) reason(key string) string {
-	if why, ok := s.unusable[key]; ok {
-		return why
-	}
-	why := strings.Join(s.arbiter.Refused(key), "; ")
-	if k, ok := s.kernel[key]; ok && why != "" {
-		return why + "; " + k
-	} else if ok {
-		return k
-	}
-	return why
-}
-
-func (s *Syncer) logResult(ctx context.Context, err error) {
-	log := klog.FromContext(ctx)
-	switch {
-	case err != nil && (s.err == nil || err.Error() != s.logged && s.limit.Allow()):
-		log.Error(err, "data path not in order, trying again")
-		s.logged = err.Error()
-	case err == nil && s.err != nil:
-		log.Info("data path in order again")
-	}
-	if s.err = err; err == nil {
-		s.lastSync = time.Now()
-	}
 }

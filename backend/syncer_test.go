@@ -110,14 +110,14 @@ func snapshot(revision int64, leases ...subnet.Lease) subnet.Snapshot {
 	return subnet.Snapshot{Leases: subnettest.Pointers(leases...), Store: subnet.StoreID{ID: "a", Revision: revision}}
 }
 
-// whole returns an update with a snapshot and without a hint about changes.
-func whole(s subnet.Snapshot) subnet.Update {
+// fullUpdate returns an update with a snapshot and without a hint about changes.
+func fullUpdate(s subnet.Snapshot) subnet.Update {
 	return subnet.Update{Store: s.Store, Snapshot: func() subnet.Snapshot { return s }}
 }
 
-// change returns an update with changed leases only. gone contains the keys of removed
-// leases.
-func change(revision int64, leases []subnet.Lease, gone ...string) subnet.Update {
+// deltaUpdate returns an update with changed leases only. gone contains the keys of
+// removed leases.
+func deltaUpdate(revision int64, leases []subnet.Lease, gone ...string) subnet.Update {
 	u := subnet.Update{Store: subnet.StoreID{ID: "a", Revision: revision}, Changed: map[string]*subnet.Lease{}}
 	for _, l := range leases {
 		u.Changed[l.Key] = &l
@@ -129,14 +129,14 @@ func change(revision int64, leases []subnet.Lease, gone ...string) subnet.Update
 }
 
 // run starts a Syncer of host 1 in the bubble. known contains the peers in the state on
-// disk.
+// disk. The returned function returns the log.
 func run(t *testing.T, n *network, known ...subnet.Lease) (*backend.Syncer, func() string) {
 	t.Helper()
-	return runHeard(t, n, nil, known...)
+	return runOnSync(t, n, nil, known...)
 }
 
-// runHeard is like run, and calls heard after every pass.
-func runHeard(t *testing.T, n *network, heard func(backend.Pass), known ...subnet.Lease) (*backend.Syncer, func() string) {
+// runOnSync is like run, and calls onSync after every pass.
+func runOnSync(t *testing.T, n *network, onSync func(backend.Pass), known ...subnet.Lease) (*backend.Syncer, func() string) {
 	t.Helper()
 	ledger := &subnet.Ledger{}
 	if known != nil {
@@ -144,7 +144,7 @@ func runHeard(t *testing.T, n *network, heard func(backend.Pass), known ...subne
 	}
 	s := backend.NewSyncer(backend.SyncerConfig{
 		Config: subnet.Config{Networks: []subnet.Network{{Prefix: netip.MustParsePrefix("10.5.0.0/16")}}},
-		Own:    lease(1, "one"), Network: n, Ledger: ledger, Resync: time.Hour, OnSync: heard,
+		Own:    lease(1, "one"), Network: n, Ledger: ledger, Resync: time.Hour, OnSync: onSync,
 	})
 	logger := ktesting.NewLogger(t, ktesting.NewConfig(ktesting.BufferLogs(true)))
 	ctx, cancel := context.WithCancel(klog.NewContext(t.Context(), logger))
@@ -177,12 +177,12 @@ func advance(d time.Duration) {
 	synctest.Wait()
 }
 
-func TestNothingIsCompleteBeforeTheFirstSnapshot(t *testing.T) {
+func TestSetIsIncompleteBeforeFirstSnapshot(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n := &network{}
 		s, _ := run(t, n, lease(2, "two"))
 		expectSyncs(t, n, "host2")
-		s.Publish(whole(snapshot(2, lease(3, "three"))))
+		s.Publish(fullUpdate(snapshot(2, lease(3, "three"))))
 		expectSyncs(t, n, "host2", "*host3")
 	})
 }
@@ -209,14 +209,14 @@ func TestRefusals(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				n := &network{}
 				s, log := run(t, n)
-				s.Publish(whole(snapshot(2, tc.bad, lease(2, "two"))))
+				s.Publish(fullUpdate(snapshot(2, tc.bad, lease(2, "two"))))
 				expectSyncs(t, n, "", "*host2")
-				s.Publish(whole(snapshot(3, tc.bad, lease(2, "two"), lease(3, "three"))))
+				s.Publish(fullUpdate(snapshot(3, tc.bad, lease(2, "two"), lease(3, "three"))))
 				expectSyncs(t, n, "", "*host2", "*host2 host3")
 				if got := strings.Count(log(), tc.reason); got != 1 {
 					t.Errorf("reason logged %d times, want once:\n%s", got, log())
 				}
-				s.Publish(whole(snapshot(4, lease(2, "two"))))
+				s.Publish(fullUpdate(snapshot(4, lease(2, "two"))))
 				synctest.Wait()
 				if !strings.Contains(log(), "lease no longer refused") {
 					t.Errorf("the end of the refusal is not in the log:\n%s", log())
@@ -226,8 +226,8 @@ func TestRefusals(t *testing.T) {
 	}
 }
 
-// TestDisabledFamilyIsNotChecked checks that data of a family which the configuration does not
-// enable does not make a lease unusable.
+// TestDisabledFamilyIsNotChecked checks that data of a family which the configuration
+// does not enable does not make a lease unusable.
 func TestDisabledFamilyIsNotChecked(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n := &network{}
@@ -236,7 +236,7 @@ func TestDisabledFamilyIsNotChecked(t *testing.T) {
 		both, only := lease(2, "two"), lease(3, "three")
 		both.Endpoints = append(both.Endpoints, disabled)
 		only.Endpoints = []subnet.Endpoint{disabled}
-		s.Publish(whole(snapshot(2, both, only)))
+		s.Publish(fullUpdate(snapshot(2, both, only)))
 		expectSyncs(t, n, "", "*host2")
 		if strings.Contains(log(), "host2") || !strings.Contains(log(), `lease="host3" reason="has no subnet of an enabled address family"`) {
 			t.Errorf("want host3 to be refused, and not host2:\n%s", log())
@@ -274,34 +274,36 @@ func TestSharedAddressIsLoggedOnce(t *testing.T) {
 			s.Publish(u)
 			syncs = append(syncs, "*"+served)
 		}
-		publish(whole(snapshot(2, lease(2, "two"), at2(3, "three"))), "host2 host3")
+		publish(fullUpdate(snapshot(2, lease(2, "two"), at2(3, "three"))), "host2 host3")
 		expect(1, 0, syncs...)
-		publish(change(3, []subnet.Lease{at2(4, "four")}), "host2 host3 host4")
+		publish(deltaUpdate(3, []subnet.Lease{at2(4, "four")}), "host2 host3 host4")
 		expect(1, 0, syncs...)
 		if diff := cmp.Diff([]string{"host4"}, n.hint()); diff != "" {
 			t.Errorf("hint (-want +got):\n%s", diff)
 		}
-		publish(change(4, nil, "host4", "host2"), "host3")
+		publish(deltaUpdate(4, nil, "host4", "host2"), "host3")
 		expect(1, 1, syncs...)
-		publish(change(5, []subnet.Lease{lease(2, "two")}), "host2 host3")
+		publish(deltaUpdate(5, []subnet.Lease{lease(2, "two")}), "host2 host3")
 		expect(2, 1, syncs...)
 	})
 }
 
-func TestAChangeIsTakenByItself(t *testing.T) {
+// TestUpdateChecksOnlyChangedLeases checks that the hint to the network contains only the
+// changed leases, and that a refusal ends when the lease in conflict is removed.
+func TestUpdateChecksOnlyChangedLeases(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n := &network{}
 		s, log := run(t, n)
-		s.Publish(whole(snapshot(2, lease(2, "two"), lease(3, "three"))))
+		s.Publish(fullUpdate(snapshot(2, lease(2, "two"), lease(3, "three"))))
 		expectSyncs(t, n, "", "*host2 host3")
-		s.Publish(change(3, []subnet.Lease{lease(4, "four")}, "host2"))
+		s.Publish(deltaUpdate(3, []subnet.Lease{lease(4, "four")}, "host2"))
 		expectSyncs(t, n, "", "*host2 host3", "*host3 host4")
 		if diff := cmp.Diff([]string{"host2", "host4"}, n.hint()); diff != "" {
 			t.Errorf("hint (-want +got):\n%s", diff)
 		}
-		s.Publish(change(4, []subnet.Lease{lease(5, "three")}))
+		s.Publish(deltaUpdate(4, []subnet.Lease{lease(5, "three")}))
 		expectSyncs(t, n, "", "*host2 host3", "*host3 host4", "*host3 host4")
-		s.Publish(change(5, nil, "host3"))
+		s.Publish(deltaUpdate(5, nil, "host3"))
 		expectSyncs(t, n, "", "*host2 host3", "*host3 host4", "*host3 host4", "*host4 host5")
 		for text, want := range map[string]int{"its MAC three is that of host3": 1, "lease no longer refused": 1} {
 			if got := strings.Count(log(), text); got != want {
@@ -311,22 +313,22 @@ func TestAChangeIsTakenByItself(t *testing.T) {
 	})
 }
 
-// TestRefusalByAChange checks that a lease that becomes invalid, and valid again, is
+// TestRefusalAfterChange checks that a lease that becomes invalid, and valid again, is
 // reported although only changed leases are checked.
-func TestRefusalByAChange(t *testing.T) {
+func TestRefusalAfterChange(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n := &network{}
 		s, log := run(t, n)
-		s.Publish(whole(snapshot(2, lease(2, "two"), lease(3, "three"))))
+		s.Publish(fullUpdate(snapshot(2, lease(2, "two"), lease(3, "three"))))
 		expectSyncs(t, n, "", "*host2 host3")
 		bad := lease(3, "")
 		bad.Endpoints[0].Data = nil
-		s.Publish(change(3, []subnet.Lease{bad}))
+		s.Publish(deltaUpdate(3, []subnet.Lease{bad}))
 		expectSyncs(t, n, "", "*host2 host3", "*host2")
 		if in, err := s.Inspect(t.Context(), false); err != nil || len(in.Peers) != 2 || in.Peers[1].Refused != "no identity" {
 			t.Errorf("%+v, %v, want host3 without an identity", in.Peers, err)
 		}
-		s.Publish(change(4, []subnet.Lease{lease(3, "three")}))
+		s.Publish(deltaUpdate(4, []subnet.Lease{lease(3, "three")}))
 		expectSyncs(t, n, "", "*host2 host3", "*host2", "*host2 host3")
 		if in, err := s.Inspect(t.Context(), false); err != nil || len(in.Peers) != 2 || in.Peers[1].Refused != "" {
 			t.Errorf("%+v, %v, want host3 to be served again", in.Peers, err)
@@ -339,11 +341,11 @@ func TestRefusalByAChange(t *testing.T) {
 	})
 }
 
-// TestNews tests passes with and without news to store on disk.
-func TestNews(t *testing.T) {
+// TestPassReportsNews tests passes with and without news to store on disk.
+func TestPassReportsNews(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var passes, news atomic.Int32
-		s, _ := runHeard(t, &network{}, func(p backend.Pass) {
+		s, _ := runOnSync(t, &network{}, func(p backend.Pass) {
 			passes.Add(1)
 			if p.News {
 				news.Add(1)
@@ -355,12 +357,12 @@ func TestNews(t *testing.T) {
 			news int32
 		}{
 			{"a pass without an update", func() { advance(2 * time.Hour) }, 0},
-			{"a snapshot", func() { s.Publish(whole(snapshot(2, lease(2, "two"), lease(3, "three")))) }, 1},
+			{"a snapshot", func() { s.Publish(fullUpdate(snapshot(2, lease(2, "two"), lease(3, "three")))) }, 1},
 			{"a pass without an update", func() { advance(2 * time.Hour) }, 0},
-			{"a change", func() { s.Publish(change(3, nil, "host3")) }, 1},
-			{"another revision", func() { s.Publish(change(4, nil)) }, 0},
+			{"a change", func() { s.Publish(deltaUpdate(3, nil, "host3")) }, 1},
+			{"another revision", func() { s.Publish(deltaUpdate(4, nil)) }, 0},
 			{"an empty store", func() {
-				s.Publish(whole(subnet.Snapshot{Store: subnet.StoreID{ID: "another", Revision: 1}}))
+				s.Publish(fullUpdate(subnet.Snapshot{Store: subnet.StoreID{ID: "another", Revision: 1}}))
 			}, 1},
 			{"the end of a held peer", func() { advance(subnet.TTL + 2*time.Hour) }, 1},
 		} {
@@ -400,7 +402,7 @@ func TestErrorsThatDifferEachTime(t *testing.T) {
 		n.fail = len(n.errs)
 		s, log := run(t, n)
 		for i := range 600 { // a change every second causes a pass each
-			s.Publish(whole(snapshot(int64(i))))
+			s.Publish(fullUpdate(snapshot(int64(i))))
 			advance(time.Second)
 		}
 		if lines := strings.Count(log(), "trying again"); lines < 10 || lines > 20 {
@@ -409,7 +411,7 @@ func TestErrorsThatDifferEachTime(t *testing.T) {
 	})
 }
 
-func TestRefusalForACauseThatMayPassIsRetried(t *testing.T) {
+func TestTemporaryRefusalIsRetried(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n := &network{outcome: backend.Outcome{Retry: true, Refused: []subnet.Refusal{{Key: "host2", Reason: "unreachable"}}}}
 		run(t, n)
@@ -439,7 +441,7 @@ func TestRefusalDelaysNothingElse(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				n := &network{outcome: refused}
 				s, _ := run(t, n)
-				s.Publish(whole(snapshot(2, lease(2, "two"))))
+				s.Publish(fullUpdate(snapshot(2, lease(2, "two"))))
 				advance(10 * time.Minute)
 				if got := len(n.syncs()); got > 40 {
 					t.Errorf("%d syncs in ten minutes", got)
@@ -447,7 +449,7 @@ func TestRefusalDelaysNothingElse(t *testing.T) {
 				n.mu.Lock()
 				n.fail, n.outcome = tc.fail, tc.outcome
 				n.mu.Unlock()
-				s.Publish(change(3, []subnet.Lease{lease(3, "three")}))
+				s.Publish(deltaUpdate(3, []subnet.Lease{lease(3, "three")}))
 				synctest.Wait()
 				before := len(n.syncs())
 				advance(tc.within)
@@ -473,7 +475,7 @@ func TestRefusalOfTheKernelEnds(t *testing.T) {
 			}
 			return in.Peers[0].Refused
 		}
-		s.Publish(whole(snapshot(2, lease(2, "two"))))
+		s.Publish(fullUpdate(snapshot(2, lease(2, "two"))))
 		synctest.Wait()
 		if got := refused(); got != "directly connected" {
 			t.Errorf("refused for %q", got)
@@ -481,7 +483,7 @@ func TestRefusalOfTheKernelEnds(t *testing.T) {
 		n.mu.Lock()
 		n.fail = 1
 		n.mu.Unlock()
-		s.Publish(change(3, nil)) // the pass fails, and the next one refuses the peer again
+		s.Publish(deltaUpdate(3, nil)) // the pass fails, and the next one refuses the peer again
 		synctest.Wait()
 		if got := refused(); got != "directly connected" {
 			t.Errorf("after a failed pass: refused for %q", got)
@@ -505,13 +507,15 @@ func TestRefusalOfTheKernelEnds(t *testing.T) {
 	})
 }
 
-func TestPeersOfAForgetfulStoreAreKept(t *testing.T) {
+// TestPeersAreHeldWhenStoreIsWiped checks that peers which another, empty store does not
+// contain are held for the time of a lease.
+func TestPeersAreHeldWhenStoreIsWiped(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n := &network{}
 		s, log := run(t, n, lease(2, "two"))
 		wiped := snapshot(1)
 		wiped.Store.ID = "b"
-		s.Publish(whole(wiped))
+		s.Publish(fullUpdate(wiped))
 		expectSyncs(t, n, "host2", "*host2")
 		if !strings.Contains(log(), "forgotten peers") {
 			t.Errorf("not in the log:\n%s", log())
@@ -523,24 +527,24 @@ func TestPeersOfAForgetfulStoreAreKept(t *testing.T) {
 	})
 }
 
-// TestPeersOfAForgetfulStoreReturnOneByOne expects that changes are taken by themselves while
-// peers are held, that a peer which a change contradicts goes with it, and that the number of
+// TestHeldPeersReturnOneByOne checks that only changed leases are checked while peers are
+// held, that a held peer ends when another lease has its subnet, and that the number of
 // held peers is not logged each time that it falls.
-func TestPeersOfAForgetfulStoreReturnOneByOne(t *testing.T) {
+func TestHeldPeersReturnOneByOne(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n := &network{}
 		s, log := run(t, n, lease(2, "two"), lease(3, "three"), lease(4, "four"))
 		wiped := snapshot(1)
 		wiped.Store.ID = "b"
-		s.Publish(whole(wiped))
+		s.Publish(fullUpdate(wiped))
 		expectSyncs(t, n, "host2 host3 host4", "*host2 host3 host4")
-		tell := func(revision int64, want string, hint ...string) {
+		publish := func(revision int64, want string, hint ...string) {
 			t.Helper()
 			l := lease(int(revision), fmt.Sprint(revision))
 			if revision == 5 { // it has taken the subnet of a held peer
 				l.Endpoints[0].Subnet = lease(3, "").Endpoints[0].Subnet
 			}
-			u := change(revision, []subnet.Lease{l})
+			u := deltaUpdate(revision, []subnet.Lease{l})
 			u.Store.ID = "b"
 			s.Publish(u)
 			synctest.Wait()
@@ -548,14 +552,14 @@ func TestPeersOfAForgetfulStoreReturnOneByOne(t *testing.T) {
 				t.Errorf("at revision %d synced %q with hint %v, want %q with %v", revision, last, n.hint(), want, hint)
 			}
 		}
-		tell(2, "*host2 host3 host4", "host2")
-		tell(4, "*host2 host3 host4", "host4")
+		publish(2, "*host2 host3 host4", "host2")
+		publish(4, "*host2 host3 host4", "host4")
 		if text := log(); strings.Count(text, "forgotten peers") != 1 || strings.Contains(text, "no peer is kept") {
-			t.Errorf("want one line about kept peers while one is kept:\n%s", text)
+			t.Errorf("want one line about held peers while one is held:\n%s", text)
 		}
-		tell(5, "*host2 host4 host5", "host3", "host5")
+		publish(5, "*host2 host4 host5", "host3", "host5")
 		if text := log(); strings.Count(text, "forgotten peers") != 1 || strings.Count(text, "no peer is kept") != 1 {
-			t.Errorf("want a line when peers were kept and one when none is any more:\n%s", text)
+			t.Errorf("want a line when peers were held and one when none is any more:\n%s", text)
 		}
 	})
 }

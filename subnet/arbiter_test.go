@@ -3,152 +3,278 @@
 package subnet_test
 
 import (
+	gocmp "cmp"
 	"fmt"
-	"maps"
-	"math/rand/v2"
+	"net/netip"
 	"slices"
 	"testing"
+	"time"
 
 	"github.com/google/go-cmp/cmp"
 
 	"github.com/flanneld/flanneld/subnet"
+	"github.com/flanneld/flanneld/subnet/subnettest"
 )
 
-// TestChangeComesToTheSame changes one lease after the other, in a network so small that they
-// contradict each other. It compares an Arbiter that follows each change with one that judges
-// all leases again.
-//
-//stages:rest it compares many random changes
-func TestChangeComesToTheSame(t *testing.T) {
-	cfg, _, err := subnet.ParseConfig([]byte(`{"Network":"10.5.0.0/20","EnableIPv6":true,"IPv6Network":"fd00:10:5::/60"}`))
-	if err != nil {
-		t.Fatal(err)
+// lease makes a lease from pairs of subnet and public IP.
+func lease(key string, order uint64, pairs ...string) subnet.Lease {
+	l := subnet.Lease{Key: key, Order: order}
+	for i := 0; i < len(pairs); i += 2 {
+		e := subnet.Endpoint{Subnet: netip.MustParsePrefix(pairs[i])}
+		if pairs[i+1] != "" {
+			e.PublicIP = netip.MustParseAddr(pairs[i+1])
+		}
+		l.Endpoints = append(l.Endpoints, e)
 	}
-	ours := lease("own", 5, "10.5.1.0/24", "192.0.2.1", "fd00:10:5:1::/64", "2001:db8::1")
-	own := subnet.Claimant{Lease: &ours, Identities: []string{"MAC 1"}}
-	local := 0
-	for seed := range uint64(300) {
-		rnd := rand.New(rand.NewPCG(seed, 3))
-		all := map[string]subnet.Claimant{}
-		a, shared := subnet.NewArbiter(cfg, own), map[string]string{}
-		for step := range 60 {
-			key := fmt.Sprintf("k%02d", rnd.IntN(12))
-			c := subnet.Claimant{Lease: &subnet.Lease{Key: key}}
-			if rnd.IntN(3) > 0 {
-				c = randomClaimant(rnd, key)
+	return l
+}
+
+func keys(leases []subnet.Lease) []string {
+	out := []string{}
+	for _, l := range leases {
+		out = append(out, l.Key)
+	}
+	return out
+}
+
+// arbitrate returns the decisions of an Arbiter about leases without identities.
+func arbitrate(cfg subnet.Config, own subnet.Lease, leases []subnet.Lease) ([]subnet.Lease, []subnet.Refusal) {
+	var all []subnet.Claimant
+	for _, l := range subnettest.Pointers(leases...) {
+		all = append(all, subnet.Claimant{Lease: l})
+	}
+	a := subnet.NewArbiter(cfg, subnet.Claimant{Lease: &own})
+	a.Reset(all)
+	var accepted []subnet.Lease
+	for _, l := range a.Accepted() {
+		accepted = append(accepted, *l)
+	}
+	slices.SortFunc(accepted, func(x, y subnet.Lease) int {
+		return gocmp.Or(gocmp.Compare(x.Order, y.Order), gocmp.Compare(x.Key, y.Key))
+	})
+	return accepted, a.AllRefused()
+}
+
+func TestArbitrate(t *testing.T) {
+	v4 := `{"Network":"10.5.0.0/16"}`
+	dual := `{"Network":"10.5.0.0/16","EnableIPv6":true,"IPv6Network":"fd00:10:5::/48"}`
+	own := lease("own", 50, "10.5.1.0/24", "192.0.2.1")
+	good := lease("good", 10, "10.5.2.0/24", "192.0.2.2")
+	for _, tc := range []struct {
+		name    string
+		config  string
+		own     subnet.Lease
+		leases  []subnet.Lease
+		want    []string
+		refused []subnet.Refusal
+	}{
+		{
+			name: "in the order of age, then by key", config: v4, own: own,
+			leases: []subnet.Lease{
+				lease("c", 7, "10.5.3.0/24", "192.0.2.3"), lease("b", 7, "10.5.4.0/24", "192.0.2.4"), lease("a", 9, "10.5.5.0/24", "192.0.2.5"),
+			},
+			want: []string{"b", "c", "a"},
+		},
+		{
+			name: "outside the network", config: v4, own: own,
+			leases: []subnet.Lease{
+				good, lease("a", 1, "10.6.0.0/24", "192.0.2.3"), lease("b", 2, "0.0.0.0/1", "192.0.2.4"), lease("c", 3, "10.4.0.0/15", "192.0.2.5"),
+			},
+			want: []string{"good"},
+			refused: []subnet.Refusal{
+				{"a", "10.6.0.0/24 is outside the Network 10.5.0.0/16"},
+				{"b", "0.0.0.0/1 is outside the Network 10.5.0.0/16"},
+				{"c", "10.4.0.0/15 is outside the Network 10.5.0.0/16"},
+			},
+		},
+		{
+			name: "our own subnet comes first, however old the other is", config: v4, own: own,
+			leases: []subnet.Lease{
+				lease("same", 1, "10.5.1.0/24", "192.0.2.3"), lease("part", 2, "10.5.1.128/25", "192.0.2.4"),
+				lease("all", 3, "10.5.0.0/16", "192.0.2.5"), good,
+			},
+			want: []string{"good"},
+			refused: []subnet.Refusal{
+				{"same", "10.5.1.0/24 overlaps our own 10.5.1.0/24"},
+				{"part", "10.5.1.128/25 overlaps our own 10.5.1.0/24"},
+				{"all", "10.5.0.0/16 overlaps our own 10.5.1.0/24"},
+			},
+		},
+		{
+			name: "loopback and multicast", config: `{"Network":"96.0.0.0/3"}`, own: lease("own", 1, "100.0.1.0/24", "192.0.2.1"),
+			leases: []subnet.Lease{
+				lease("lo", 1, "127.0.1.0/24", "192.0.2.3"), lease("wide", 2, "124.0.0.0/6", "192.0.2.4"), lease("ok", 3, "100.0.2.0/24", "192.0.2.5"),
+			},
+			want: []string{"ok"},
+			refused: []subnet.Refusal{
+				{"lo", "127.0.1.0/24 overlaps 127.0.0.0/8, which is not for pods"},
+				{"wide", "124.0.0.0/6 overlaps 127.0.0.0/8, which is not for pods"},
+			},
+		},
+		{
+			name: "public addresses to which no host can send", config: v4, own: own,
+			leases: []subnet.Lease{
+				lease("none", 1, "10.5.3.0/24", ""), lease("zero", 2, "10.5.4.0/24", "0.0.0.0"), lease("multi", 3, "10.5.5.0/24", "239.0.0.1"),
+				lease("lo", 4, "10.5.6.0/24", "127.0.0.1"), lease("ours", 5, "10.5.7.0/24", "192.0.2.1"), lease("six", 6, "10.5.8.0/24", "fd00::1"),
+				lease("bcast", 7, "10.5.9.0/24", "255.255.255.255"), good,
+			},
+			want: []string{"good"},
+			refused: []subnet.Refusal{
+				{"none", "10.5.3.0/24 has no public IPv4 address"},
+				{"zero", "10.5.4.0/24 has no public IPv4 address"},
+				{"multi", "10.5.5.0/24 has public IP 239.0.0.1, which is not the address of a host"},
+				{"lo", "10.5.6.0/24 has public IP 127.0.0.1, which is not the address of a host"},
+				{"ours", "10.5.7.0/24 has public IP 192.0.2.1, which is our own"},
+				{"six", "10.5.8.0/24 has public IP fd00::1, which is not an IPv4 address"},
+				{"bcast", "10.5.9.0/24 has public IP 255.255.255.255, which is not the address of a host"},
+			},
+		},
+		{
+			name: "a route must not swallow the address of a host", config: `{"Network":"10.0.0.0/8"}`,
+			own: lease("own", 9, "10.5.1.0/24", "10.99.0.1"),
+			leases: []subnet.Lease{
+				lease("ours", 1, "10.99.0.0/24", "10.98.0.1"), lease("itself", 2, "10.97.0.0/24", "10.97.0.7"), lease("ok", 3, "10.5.2.0/24", "10.96.0.2"),
+				lease("peer", 4, "10.96.0.0/24", "10.95.0.1"), lease("inside", 5, "10.5.3.0/24", "10.5.2.9"), lease("in ours", 6, "10.5.4.0/24", "10.5.1.9"),
+			},
+			want: []string{"ok"},
+			refused: []subnet.Refusal{
+				{"ours", "10.99.0.0/24 contains the public IP of our own 10.5.1.0/24"},
+				{"itself", "10.97.0.0/24 contains its own public IP 10.97.0.7"},
+				{"peer", "10.96.0.0/24 contains the public IP of 10.5.2.0/24 of ok, which was there first"},
+				{"inside", "10.5.3.0/24 has public IP 10.5.2.9, which lies in 10.5.2.0/24 of ok, which was there first"},
+				{"in ours", "10.5.4.0/24 has public IP 10.5.1.9, which lies in our own 10.5.1.0/24"},
+			},
+		},
+		{
+			name: "of overlapping leases the first in the store stays", config: v4, own: own,
+			leases: []subnet.Lease{
+				lease("young", 30, "10.5.2.0/23", "192.0.2.3"), good, lease("old", 5, "10.5.3.0/24", "192.0.2.5"), lease("twin", 10, "10.5.2.0/24", "192.0.2.6"),
+			},
+			want: []string{"old", "good"},
+			refused: []subnet.Refusal{
+				{"twin", "10.5.2.0/24 overlaps 10.5.2.0/24 of good, which was there first"},
+				{"young", "10.5.2.0/23 overlaps 10.5.2.0/24 of good, which was there first"},
+			},
+		},
+		{
+			name: "a refused lease takes nothing from others", config: v4, own: own,
+			leases: []subnet.Lease{
+				lease("bad", 1, "10.5.0.0/20", "192.0.2.7"), lease("next", 2, "10.5.3.0/24", "192.0.2.7"),
+			},
+			want:    []string{"next"},
+			refused: []subnet.Refusal{{"bad", "10.5.0.0/20 overlaps our own 10.5.1.0/24"}},
+		},
+		{
+			name: "one public IP with several subnets", config: dual, own: own,
+			leases: []subnet.Lease{
+				good, lease("next", 20, "10.5.3.0/24", "192.0.2.2", "fd00:10:5:3::/64", "2001:db8::2"),
+				lease("third", 30, "10.5.4.0/24", "192.0.2.2", "fd00:10:5:4::/64", "2001:db8::2"),
+			},
+			want: []string{"good", "next", "third"},
+		},
+		{
+			name: "a public IP that several have must not be swallowed", config: `{"Network":"10.0.0.0/8"}`, own: own,
+			leases: []subnet.Lease{
+				lease("b", 5, "10.5.2.0/24", "10.96.0.2"), lease("a", 5, "10.5.3.0/24", "10.96.0.2"), lease("c", 6, "10.96.0.0/24", "192.0.2.9"),
+			},
+			want:    []string{"a", "b"},
+			refused: []subnet.Refusal{{"c", "10.96.0.0/24 contains the public IP of 10.5.3.0/24 of a, which was there first"}},
+		},
+		{
+			name: "dual stack: each family for itself", config: dual,
+			own: lease("own", 1, "10.5.1.0/24", "192.0.2.1", "fd00:10:5:1::/64", "2001:db8::1"),
+			leases: []subnet.Lease{
+				lease("both", 2, "10.5.2.0/24", "192.0.2.2", "fd00:10:5:2::/64", "2001:db8::2"),
+				lease("four", 3, "10.5.3.0/24", "192.0.2.3"), lease("six", 4, "fd00:10:5:4::/64", "2001:db8::4"),
+				lease("half", 5, "10.5.5.0/24", "192.0.2.5", "fd00:10:5:5::/64", ""),
+			},
+			want:    []string{"both", "four", "six", "half"},
+			refused: []subnet.Refusal{{"half", "fd00:10:5:5::/64 has no public IPv6 address"}},
+		},
+		{
+			name: "families that are off are dropped silently", config: v4, own: own,
+			leases: []subnet.Lease{
+				lease("both", 2, "10.5.2.0/24", "192.0.2.2", "fd00:10:5:2::/64", "::"), lease("six", 4, "fd00:10:5:4::/64", "2001:db8::4"), lease("empty", 5),
+			},
+			want: []string{"both"},
+			refused: []subnet.Refusal{
+				{"six", "has no subnet of an enabled address family"}, {"empty", "has no subnet of an enabled address family"},
+			},
+		},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			cfg, _, err := subnet.ParseConfig([]byte(tc.config))
+			if err != nil {
+				t.Fatal(err)
 			}
-			all[key] = c
-			if len(c.Lease.Endpoints) == 0 {
-				delete(all, key)
+			before := fmt.Sprint(tc.leases)
+			accepted, refused := arbitrate(cfg, tc.own, tc.leases)
+			if diff := cmp.Diff(tc.want, keys(accepted)); diff != "" {
+				t.Errorf("accepted differ (-want +got):\n%s", diff)
 			}
-			var claimants []subnet.Claimant
-			for _, c := range all {
-				claimants = append(claimants, c)
+			slices.SortStableFunc(tc.refused, func(x, y subnet.Refusal) int { return gocmp.Compare(x.Key, y.Key) })
+			if diff := cmp.Diff(tc.refused, refused); diff != "" {
+				t.Errorf("refused differ (-want +got):\n%s", diff)
 			}
-			if a.Change(c) {
-				local++
-			} else {
-				a.Reset(claimants)
-			}
-			fresh := subnet.NewArbiter(cfg, own)
-			fresh.Reset(claimants)
-			if diff := cmp.Diff(accepted(fresh), accepted(a)); diff != "" {
-				t.Fatalf("seed %d step %d: accepted (-anew +by change):\n%s", seed, step, diff)
-			}
-			if diff := cmp.Diff(fresh.AllRefused(), a.AllRefused()); diff != "" {
-				t.Fatalf("seed %d step %d: refused (-anew +by change):\n%s", seed, step, diff)
-			}
-			if rnd.IntN(3) > 0 {
-				follow(t, shared, a.SharingNews())
-				anew := map[string]string{}
-				follow(t, anew, fresh.SharingNews())
-				if diff := cmp.Diff(slices.Sorted(maps.Keys(anew)), slices.Sorted(maps.Keys(shared))); diff != "" {
-					t.Fatalf("seed %d step %d: shared addresses (-anew +by change):\n%s", seed, step, diff)
+			for _, l := range accepted {
+				for _, e := range l.Endpoints {
+					if _, ok := cfg.Network(e.Family()); !ok {
+						t.Errorf("%s keeps %s, whose family is off", l.Key, e.Subnet)
+					}
 				}
 			}
-		}
-	}
-	if local < 300*60/4 {
-		t.Errorf("only %d of %d changes were judged by themselves", local, 300*60)
-	}
-}
-
-// follow takes news in, which must be news.
-func follow(t *testing.T, shared map[string]string, news []subnet.Shared) {
-	t.Helper()
-	for _, s := range news {
-		a, keys := s.PublicIP.String(), fmt.Sprint(s.Keys)
-		if _, had := shared[a]; had == (len(s.Keys) > 0) || len(s.Keys) == 1 {
-			t.Fatalf("news of %s is %s, after %v", a, keys, shared)
-		}
-		if delete(shared, a); len(s.Keys) > 0 {
-			shared[a] = keys
-		}
+			if after := fmt.Sprint(tc.leases); before != after {
+				t.Errorf("arguments changed from %s to %s", before, after)
+			}
+		})
 	}
 }
 
-func accepted(a *subnet.Arbiter) []string {
-	var s []string
-	for _, l := range a.Accepted() {
-		s = append(s, fmt.Sprint(*l))
-	}
-	slices.Sort(s)
-	return s
-}
-
-func randomClaimant(rnd *rand.Rand, key string) subnet.Claimant {
-	public := 1 + rnd.IntN(20)
-	ends := []string{
-		fmt.Sprintf("10.5.%d.0/24", rnd.IntN(18)), fmt.Sprintf("192.0.2.%d", public),
-		fmt.Sprintf("fd00:10:5:%x::/64", rnd.IntN(18)), fmt.Sprintf("2001:db8::%d", public),
-	}
-	if rnd.IntN(10) == 0 {
-		ends[0] = fmt.Sprintf("10.5.%d.0/23", 2*rnd.IntN(8))
-	}
-	if rnd.IntN(3) == 0 {
-		ends = ends[:2]
-	}
-	l := lease(key, uint64(rnd.IntN(10)), ends...)
-	return subnet.Claimant{
-		Lease:      &l,
-		Identities: []string{fmt.Sprintf("MAC %d", rnd.IntN(40))},
-	}
-}
-
-// TestChangeCostsOneLease adds, changes and removes leases that contradict no other lease. The
-// arbiter must judge each of these changes without a look at the other leases.
-func TestChangeCostsOneLease(t *testing.T) {
-	cfg, _, err := subnet.ParseConfig([]byte(`{"Network":"10.5.0.0/16"}`))
+func TestArbitrateKeepsTheGoodFamily(t *testing.T) {
+	cfg, _, err := subnet.ParseConfig([]byte(`{"Network":"10.5.0.0/16","EnableIPv6":true,"IPv6Network":"fd00:10:5::/48"}`))
 	if err != nil {
 		t.Fatal(err)
 	}
-	a := subnet.NewArbiter(cfg, subnet.Claimant{Lease: &subnet.Lease{Key: "own"}})
-	for i, step := range []struct{ key, subnet, public, mac string }{
-		{"a", "10.5.1.0/24", "192.0.2.1", "MAC 1"},
-		{"b", "10.5.2.0/24", "192.0.2.2", "MAC 2"},
-		{"a", "10.5.1.0/24", "192.0.2.1", "MAC 3"}, // another MAC
-		{"a", "10.5.1.0/24", "192.0.2.3", "MAC 3"}, // another address
-		{"a", "10.5.3.0/24", "192.0.2.3", "MAC 3"}, // another subnet
-		{"c", "10.5.1.0/24", "192.0.2.1", "MAC 1"}, // all that a had
-		{"c", "", "", ""},
-		{"d", "10.5.1.0/24", "192.0.2.1", "MAC 1"}, // all that c had
-		{"e", "10.5.5.0/24", "192.0.2.1", "MAC 5"}, // the address of another
-		{"e", "10.5.5.0/24", "192.0.2.2", "MAC 5"}, // and of yet another
-		{"f", "10.5.6.0/24", "192.0.2.2", "MAC 6"}, // of two
-		{"b", "", "", ""},
-		{"b", "10.5.2.0/24", "192.0.2.2", "MAC 2"},
-		{"f", "", "", ""},
-	} {
-		c := subnet.Claimant{Lease: &subnet.Lease{Key: step.key}}
-		if step.subnet != "" {
-			l := lease(step.key, uint64(i), step.subnet, step.public)
-			c = subnet.Claimant{Lease: &l, Identities: []string{step.mac}}
-		}
-		if !a.Change(c) {
-			t.Fatalf("step %d: %+v is not for itself to say: %v", i, step, a.AllRefused())
-		}
+	l := lease("half", 1, "10.5.5.0/24", "192.0.2.5", "fd00:10:6::/64", "2001:db8::5")
+	accepted, refused := arbitrate(cfg, subnet.Lease{}, []subnet.Lease{l})
+	if len(accepted) != 1 || len(refused) != 1 || !slices.EqualFunc(accepted[0].Endpoints, l.Endpoints[:1],
+		func(a, b subnet.Endpoint) bool { return a.Subnet == b.Subnet }) {
+		t.Errorf("accepted %v, refused %v", accepted, refused)
 	}
-	if have := slices.Sorted(maps.Keys(a.Accepted())); !slices.Equal(have, []string{"a", "b", "d", "e"}) {
-		t.Errorf("accepted are %v", have)
+}
+
+func TestArbitrateManyIsFast(t *testing.T) {
+	cfg, _, err := subnet.ParseConfig([]byte(`{"Network":"10.0.0.0/8"}`))
+	if err != nil {
+		t.Fatal(err)
+	}
+	leases := many(5000)
+	start := time.Now()
+	accepted, refused := arbitrate(cfg, subnet.Lease{}, leases)
+	if len(accepted) != 5000 || refused != nil {
+		t.Errorf("%d accepted, refused: %v", len(accepted), refused)
+	}
+	if d := time.Since(start); d > 5*time.Second {
+		t.Errorf("took %v", d)
+	}
+}
+
+func many(n int) []subnet.Lease {
+	leases := make([]subnet.Lease, n)
+	for i := range leases {
+		s := fmt.Sprintf("10.%d.%d.0", i>>8, i&255)
+		leases[i] = lease(s+"-24", uint64(i), s+"/24", fmt.Sprintf("172.16.%d.%d", i>>8, i&255))
+	}
+	return leases
+}
+
+func BenchmarkArbitrate(b *testing.B) {
+	cfg, _, err := subnet.ParseConfig([]byte(`{"Network":"10.0.0.0/8"}`))
+	if err != nil {
+		b.Fatal(err)
+	}
+	leases := many(5000)
+	for b.Loop() {
+		arbitrate(cfg, subnet.Lease{}, leases)
 	}
 }

@@ -29,6 +29,9 @@ type Network struct {
 	Min, Max  netip.Addr
 }
 
+// Family returns the network's address family.
+func (n Network) Family() prefix.Family { return prefix.FamilyOf(n.Prefix.Addr()) }
+
 // Network returns the network of family f; ok is false if it is not enabled.
 func (c Config) Network(f prefix.Family) (n Network, ok bool) {
 	for _, n := range c.Networks {

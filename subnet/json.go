@@ -10,6 +10,8 @@ import (
 	"reflect"
 	"slices"
 	"strings"
+
+	"github.com/flanneld/flanneld/pkg/spell"
 )
 
 // DecodeBackend decodes a backend's part of the configuration into the struct
@@ -50,30 +52,8 @@ func unknownKey(key string, known []string) string {
 	if len(known) == 0 {
 		return fmt.Sprintf("unknown key %q is ignored", key)
 	}
-	nearest := slices.MinFunc(known, func(a, b string) int { return distance(key, a) - distance(key, b) })
+	nearest, _ := spell.Nearest(key, known)
 	return fmt.Sprintf("unknown key %q is ignored; the nearest known key is %q", key, nearest)
-}
-
-// distance is the edit distance of two keys, without regard to case.
-func distance(a, b string) int {
-	x, y := []rune(strings.ToLower(a)), []rune(strings.ToLower(b))
-	row := make([]int, len(y)+1)
-	for j := range row {
-		row[j] = j
-	}
-	for i := range x {
-		diagonal := row[0]
-		row[0] = i + 1
-		for j := range y {
-			cost := diagonal
-			if x[i] != y[j] {
-				cost++
-			}
-			diagonal = row[j+1]
-			row[j+1] = min(cost, row[j]+1, diagonal+1)
-		}
-	}
-	return row[len(y)]
 }
 
 // fieldNames returns the JSON keys of the struct that v points to.

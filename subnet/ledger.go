@@ -11,35 +11,35 @@ import (
 	"time"
 )
 
-// Ledger remembers peers and decides when a peer is gone: only when a snapshot of the same
-// store, at the last known revision or a later one, lacks its key. If the store is another
-// one, or older than it was, the ledger holds the peers that it lacks, until the store
-// contradicts them or one TTL has passed. The zero Ledger knows no peers. A Ledger is not safe
-// for concurrent use.
+// Ledger is the daemon's cache of the leases of other nodes, its peers. It decides when a peer is
+// gone: only when a snapshot of the same store, at the last known revision or a later one, lacks
+// its key. If the store is another one, or older than it was, the peers that it lacks are held:
+// they stay in the ledger until the store contradicts them or one TTL has passed. The zero Ledger
+// has no peers. A Ledger is not safe for concurrent use.
 type Ledger struct {
 	store  StoreID
-	peers  map[string]known
+	peers  map[string]knownLease
 	synced bool // a snapshot was applied since the last Restore; no peer goes before that
-	held   holds
+	held   heldPeers
 }
 
-// known is a lease and the time when it came, or when Follow last saw it change.
-type known struct {
+// knownLease is a lease and the time when it came, or when Follow last applied a change of it.
+type knownLease struct {
 	*Lease
 	since time.Time
 }
 
-// alone returns k with a copy of its lease. Leases of one listing are in one piece of memory,
+// detached returns k with a copy of its lease. Leases of one listing are in one piece of memory,
 // which the copy does not keep in use.
-func (k known) alone() known {
+func (k knownLease) detached() knownLease {
 	l := *k.Lease
-	return known{&l, k.since}
+	return knownLease{&l, k.since}
 }
 
-// Peer is what a Ledger knows about one other node.
+// Peer is the lease of another node in the form that is stored on disk.
 type Peer struct {
 	Lease     Lease     `json:"lease"`
-	HeldUntil time.Time `json:"heldUntil,omitzero"` // zero: the store has it
+	HeldUntil time.Time `json:"heldUntil,omitzero"` // zero unless the peer is held
 }
 
 // LedgerState is the content of a Ledger in the form that is stored on disk.
@@ -51,11 +51,11 @@ type LedgerState struct {
 // Restore replaces the content of the ledger by state. The caller must not change state
 // afterwards.
 func (l *Ledger) Restore(state LedgerState, now time.Time) {
-	l.store, l.synced, l.held = state.Store, false, holds{}
-	l.peers = make(map[string]known, len(state.Peers))
+	l.store, l.synced, l.held = state.Store, false, heldPeers{}
+	l.peers = make(map[string]knownLease, len(state.Peers))
 	for i := range state.Peers {
 		p := &state.Peers[i]
-		l.peers[p.Lease.Key] = known{&p.Lease, now}
+		l.peers[p.Lease.Key] = knownLease{&p.Lease, now}
 		if !p.HeldUntil.IsZero() {
 			l.held.add(&p.Lease, p.HeldUntil)
 		}
@@ -72,19 +72,20 @@ func (l *Ledger) State() LedgerState {
 	return state
 }
 
-// Apply replaces what the ledger knows by a snapshot, except for peers that it holds. The
-// leases are shared and read-only. Applying a snapshot twice is harmless.
+// Apply replaces the peers by those of a snapshot, and holds peers that the snapshot lacks without
+// a proof that they are gone. The leases are shared and read-only. Applying a snapshot twice has the
+// result of applying it once.
 func (l *Ledger) Apply(s Snapshot, now time.Time) {
 	same := !s.Another && s.Store.ID == l.store.ID && s.Store.Revision >= l.store.Revision
 	l.store = s.Store
 
-	peers, held := make(map[string]known, len(s.Leases)), holds{}
+	peers, held := make(map[string]knownLease, len(s.Leases)), heldPeers{}
 	for _, lease := range s.Leases {
-		peers[lease.Key] = known{lease, cmp.Or(l.peers[lease.Key].since, now)}
+		peers[lease.Key] = knownLease{lease, cmp.Or(l.peers[lease.Key].since, now)}
 	}
 	for _, key := range s.Undecodable {
 		if peer, there := l.peers[key]; there {
-			peers[key] = peer.alone()
+			peers[key] = peer.detached()
 		}
 	}
 	contradicted := sync.OnceValue(func() func(*Lease) bool { return contradictions(s.Leases, l.peers) })
@@ -100,13 +101,13 @@ func (l *Ledger) Apply(s Snapshot, now time.Time) {
 			until = latest
 		}
 		if now.Before(until) && !contradicted()(peer.Lease) {
-			peer = peer.alone()
+			peer = peer.detached()
 			peers[key] = peer
 			held.add(peer.Lease, until)
 		}
 	}
 	l.peers, l.synced, l.held = peers, true, held
-	l.held.know(l.peers)
+	l.held.countAll(l.peers)
 }
 
 // Follow applies the changes since the last snapshot or update. Its cost depends on the number
@@ -132,7 +133,7 @@ func (l *Ledger) Follow(u Update, now time.Time) (dropped []string, ok bool) {
 	for key, lease := range u.Changed {
 		switch _, held := l.held.until[key]; {
 		case lease != nil:
-			l.put(known{lease, now})
+			l.put(knownLease{lease, now})
 		case !held: // the store did not have a held peer before either
 			l.remove(key)
 		}
@@ -140,7 +141,7 @@ func (l *Ledger) Follow(u Update, now time.Time) (dropped []string, ok bool) {
 	return dropped, true
 }
 
-func (l *Ledger) put(k known) {
+func (l *Ledger) put(k knownLease) {
 	l.remove(k.Key)
 	l.peers[k.Key] = k
 	l.held.count(k.Lease, 1)
@@ -196,7 +197,7 @@ func (l *Ledger) Len() int { return len(l.peers) }
 // known.
 func (l *Ledger) Lease(key string) *Lease { return l.peers[key].Lease }
 
-// Since returns when the lease with that key came, or when Follow last saw it change. It
+// Since returns when the lease with that key came, or when Follow last applied a change of it. It
 // returns zero if the lease is not known.
 func (l *Ledger) Since(key string) time.Time { return l.peers[key].since }
 
@@ -215,29 +216,29 @@ func (l *Ledger) Leases() iter.Seq[*Lease] {
 // lease: it takes its subnet, or it shows that its node has another subnet now. The latter is
 // the case if a lease has the node's public IP with a subnet that had another public IP
 // before. If peers have a lease with both, it belongs to another node with the same public IP.
-func contradictions(leases []*Lease, peers map[string]known) func(*Lease) bool {
-	before := map[home]int{}
+func contradictions(leases []*Lease, peers map[string]knownLease) func(*Lease) bool {
+	before := map[location]int{}
 	for _, peer := range peers {
 		for _, e := range peer.Endpoints {
-			before[homeOf(e)]++
+			before[locationOf(e)]++
 		}
 	}
-	var subnets index
-	moved := map[home]struct{}{}
+	var subnets prefixTable
+	moved := map[location]struct{}{}
 	for _, lease := range leases {
 		for _, e := range lease.Endpoints {
 			if e.Subnet.IsValid() {
-				subnets.add(e.Subnet, holder{})
+				subnets.add(e.Subnet, prefixOwner{})
 			}
-			if before[homeOf(e)] == 0 && sendable(e.PublicIP) {
-				moved[home{public: e.PublicIP}] = struct{}{}
+			if before[locationOf(e)] == 0 && isSpecified(e.PublicIP) {
+				moved[location{public: e.PublicIP}] = struct{}{}
 			}
 		}
 	}
 	return func(known *Lease) bool {
 		return slices.ContainsFunc(known.Endpoints, func(e Endpoint) bool {
 			_, overlaps := subnets.find(e.Subnet)
-			_, gone := moved[home{public: e.PublicIP}]
+			_, gone := moved[location{public: e.PublicIP}]
 			return overlaps || gone
 		})
 	}

@@ -99,7 +99,7 @@ func TestLedger(t *testing.T) {
 			{48 * time.Hour, undecodable(snapshot("s", 12, a), "b"), []string{"a", "b"}, nil},
 			{0, snapshot("s", 13, a), []string{"a"}, nil},
 		}},
-		{"undecodable and never seen is nobody", []step{
+		{"undecodable and never seen is no peer", []step{
 			{0, undecodable(snapshot("s", 11, a), "b"), []string{"a"}, nil},
 		}},
 		{"undecodable in another store is current", []step{
@@ -166,7 +166,7 @@ func TestLedgerWalk(t *testing.T) {
 			if rnd.IntN(4) == 0 {
 				ledger = reload(t, ledger)
 				if ledger.Expire(now.Add(2*subnet.TTL)) || len(ledger.Held()) > 0 {
-					t.Fatalf("seed %d step %d: the ledger tells held ones apart before the store has answered", seed, step)
+					t.Fatalf("seed %d step %d: peers count as held before the store has answered", seed, step)
 				}
 			}
 			before := ledger.State()
@@ -247,7 +247,7 @@ func TestLedgerFollows(t *testing.T) {
 	followed, whileHeld, contradicted := 0, 0, 0
 	for seed := range uint64(200) {
 		rnd := rand.New(rand.NewPCG(seed, 11))
-		told, shown := new(subnet.Ledger), new(subnet.Ledger)
+		byChange, bySnapshot := new(subnet.Ledger), new(subnet.Ledger)
 		now, store := time.Unix(1700000000, 0), subnet.StoreID{ID: "s"}
 		all, broken := map[string]*subnet.Lease{}, map[string]bool{}
 		for step := range 60 {
@@ -287,24 +287,24 @@ func TestLedgerFollows(t *testing.T) {
 			}
 			u.Store = store
 			s := subnet.Snapshot{Store: store, Leases: slices.Collect(maps.Values(all)), Undecodable: slices.Collect(maps.Keys(broken))}
-			told.Expire(now)
-			before := told.State()
-			held := told.NumHeld()
-			if dropped, ok := told.Follow(u, now); ok {
+			byChange.Expire(now)
+			before := byChange.State()
+			held := byChange.NumHeld()
+			if dropped, ok := byChange.Follow(u, now); ok {
 				followed++
 				contradicted += len(dropped)
 				if held > 0 {
 					whileHeld++
 				}
-				expectReported(t, before, told, u, dropped)
+				expectReported(t, before, byChange, u, dropped)
 			} else {
-				told.Apply(s, now)
+				byChange.Apply(s, now)
 			}
-			shown.Apply(s, now)
-			if diff := cmp.Diff(shown.State(), told.State(), netipComparer); diff != "" {
+			bySnapshot.Apply(s, now)
+			if diff := cmp.Diff(bySnapshot.State(), byChange.State(), netipComparer); diff != "" {
 				t.Fatalf("seed %d step %d (-by snapshot +by change):\n%s", seed, step, diff)
 			}
-			if diff := cmp.Diff(shown.Held(), told.Held()); diff != "" {
+			if diff := cmp.Diff(bySnapshot.Held(), byChange.Held()); diff != "" {
 				t.Fatalf("seed %d step %d: held peers (-by snapshot +by change):\n%s", seed, step, diff)
 			}
 		}
@@ -407,9 +407,9 @@ func BenchmarkLedgerWiped(b *testing.B) {
 	}
 }
 
-// TestLedgerLetsGoOfListings has one lease of a listing outlive it: broken in the
-// store, held because the store is another, and as it came from disk. The listing
-// must not stay in memory for that.
+// TestLedgerLetsGoOfListings keeps one lease of a listing longer than the others: because it has
+// become unreadable, or because the store is another one. The listing must not stay in memory for
+// that lease, whether it came from a store or from disk.
 func TestLedgerLetsGoOfListings(t *testing.T) {
 	now := time.Unix(1700000000, 0)
 	listed := func() []subnet.Lease {
@@ -440,7 +440,7 @@ func TestLedgerLetsGoOfListings(t *testing.T) {
 			ledger.Apply(tc.next, now)
 			runtime.GC()
 			if first.Value() != nil {
-				t.Errorf("%s, restored %v: what the lease was listed with is still there", tc.name, restored)
+				t.Errorf("%s, restored %v: the listing of the lease is still in memory", tc.name, restored)
 			}
 			if ledger.Lease("a") == nil {
 				t.Errorf("%s, restored %v: the lease is gone", tc.name, restored)

@@ -18,7 +18,7 @@ import (
 type wireConfig struct {
 	EnableIPv4     bool // the network has IPv4
 	EnableIPv6     bool // the network has IPv6
-	EnableNFTables bool // traffic rules are held in nftables instead of iptables
+	EnableNFTables bool // traffic rules are in nftables instead of iptables
 
 	NonMasqueradeCIDRs []string // destinations, besides the network, that see the pods' own addresses
 

@@ -17,18 +17,18 @@ import (
 )
 
 const (
-	// maxOutput limits how much of a command's output is kept, in bytes.
+	// maxOutput limits how much of a command's output is used, in bytes.
 	maxOutput = 64 << 10
 	// maxLines limits how many lines of it are logged.
 	maxLines = 100
-	// linger is how long the output of a finished command stays open for processes that
-	// it left in the background.
-	linger = time.Second
+	// outputWait is the time for which the output of a finished command stays open, for
+	// processes that the command left in the background.
+	outputWait = time.Second
 )
 
-// kept lists variables of the daemon's environment that commands do not get: they are
-// secrets, or belong to the daemon's own systemd unit.
-var kept = []string{"FLANNELD_ETCD_PASSWORD=", "NOTIFY_SOCKET=", "WATCHDOG_USEC=", "WATCHDOG_PID="}
+// privateVariables lists variables of the daemon's environment that commands do not get.
+// They are secrets, or belong to the daemon's own systemd unit.
+var privateVariables = []string{"FLANNELD_ETCD_PASSWORD=", "NOTIFY_SOCKET=", "WATCHDOG_USEC=", "WATCHDOG_PID="}
 
 // input is what a command gets.
 type input struct {
@@ -59,7 +59,7 @@ func (c command) run(ctx context.Context, in input, timeout time.Duration) (outp
 	cmd.Env = env
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
 	cmd.Cancel = func() error { return syscall.Kill(-cmd.Process.Pid, syscall.SIGKILL) }
-	cmd.WaitDelay = linger
+	cmd.WaitDelay = outputWait
 	err = cmd.Run()
 	if errors.Is(err, exec.ErrWaitDelay) { // the command has left a process in the background
 		err = nil
@@ -105,7 +105,7 @@ func environment(extra []string) []string {
 	var env []string
 	for _, v := range os.Environ() {
 		own := false
-		for _, prefix := range kept {
+		for _, prefix := range privateVariables {
 			own = own || strings.HasPrefix(v, prefix)
 		}
 		if !own {
@@ -115,7 +115,7 @@ func environment(extra []string) []string {
 	return append(env, extra...)
 }
 
-// buffer keeps the first maxOutput bytes that are written to it.
+// buffer stores the first maxOutput bytes that are written to it.
 type buffer struct{ b bytes.Buffer }
 
 // Write implements io.Writer. It never fails, so that the command does not block.

@@ -47,8 +47,8 @@ func TestNeedsShell(t *testing.T) {
 	}
 }
 
-// made returns the command that the configuration makes of line and shell.
-func made(t *testing.T, line string, shell *bool) command {
+// mustCommand returns the command of a configuration with line and shell.
+func mustCommand(t *testing.T, line string, shell *bool) command {
 	t.Helper()
 	c, err := newCommand(subnetAdd, line, shell)
 	if err != nil {
@@ -88,7 +88,7 @@ func TestRun(t *testing.T) {
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			t.Parallel()
-			got, err := made(t, tc.line, tc.shell).run(t.Context(), input{Env: env, Stdin: tc.stdin}, time.Minute)
+			got, err := mustCommand(t, tc.line, tc.shell).run(t.Context(), input{Env: env, Stdin: tc.stdin}, time.Minute)
 			if err != nil || got != tc.want {
 				t.Errorf("run(%q) = %q, %v, want %q", tc.line, got, err, tc.want)
 			}
@@ -108,7 +108,7 @@ func TestRunFails(t *testing.T) {
 		{`$NO_SUCH_VARIABLE`, "SubnetAddCommand: exec: no command", ""},
 		{`kill -9 $$`, "SubnetAddCommand: signal: killed", ""},
 	} {
-		output, err := made(t, tc.line, nil).run(t.Context(), input{}, time.Minute)
+		output, err := mustCommand(t, tc.line, nil).run(t.Context(), input{}, time.Minute)
 		if err == nil || !strings.HasPrefix(err.Error(), tc.want) || tc.output != "*" && output != tc.output {
 			t.Errorf("run(%q) = %q, %v, want %q, %s", tc.line, output, err, tc.output, tc.want)
 		}
@@ -116,7 +116,7 @@ func TestRunFails(t *testing.T) {
 }
 
 func TestOutputIsBounded(t *testing.T) {
-	output, err := made(t, `yes | head -c 1000000`, nil).run(t.Context(), input{}, time.Minute)
+	output, err := mustCommand(t, `yes | head -c 1000000`, nil).run(t.Context(), input{}, time.Minute)
 	if err != nil || len(output) < maxOutput-2 || len(output) > maxOutput {
 		t.Errorf("%d bytes, %v", len(output), err)
 	}
@@ -127,7 +127,7 @@ func TestTimeoutKillsTheGroup(t *testing.T) {
 	pipe := filepath.Join(t.TempDir(), "pids")
 	line := `sleep 1000 & echo $! > ` + pipe + `; echo waiting; wait`
 	start := time.Now()
-	output, err := made(t, line, nil).run(t.Context(), input{}, 500*time.Millisecond)
+	output, err := mustCommand(t, line, nil).run(t.Context(), input{}, 500*time.Millisecond)
 	if !errors.Is(err, errTimeout) || output != "waiting" || time.Since(start) > 30*time.Second {
 		t.Errorf("after %v: %q, %v", time.Since(start), output, err)
 	}
@@ -151,7 +151,7 @@ func TestEnvironmentOfCommands(t *testing.T) {
 	t.Setenv("FLANNELD_ETCD_PASSWORD", "secret")
 	t.Setenv("FLANNELD_ETCD_USERNAME", "user")
 	t.Setenv("SUBNET", "of the daemon's own environment")
-	output, err := made(t, `echo "[$FLANNELD_ETCD_PASSWORD][$FLANNELD_ETCD_USERNAME][$SUBNET]"`, nil).
+	output, err := mustCommand(t, `echo "[$FLANNELD_ETCD_PASSWORD][$FLANNELD_ETCD_USERNAME][$SUBNET]"`, nil).
 		run(t.Context(), input{Env: []string{"SUBNET=x"}}, time.Minute)
 	if err != nil || output != "[][user][x]" {
 		t.Errorf("%q, %v", output, err)
@@ -175,7 +175,7 @@ func TestConfig(t *testing.T) {
 		{raw: `{"PreStartupCommand":"a\u0000b"}`, err: "Backend.PreStartupCommand: want a command line, have one with a NUL character"},
 	} {
 		_, warnings, err := NewHost(Settings{Allow: true}).New([]byte(tc.raw), backend.Env{})
-		if got := text(err); got != tc.err {
+		if got := errorText(err); got != tc.err {
 			t.Errorf("New(%s): %q, want %q", tc.raw, got, tc.err)
 		}
 		if diff := cmp.Diff(tc.warnings, warnings); tc.err == "" && diff != "" {
@@ -184,7 +184,7 @@ func TestConfig(t *testing.T) {
 	}
 }
 
-func text(err error) string {
+func errorText(err error) string {
 	if err == nil {
 		return ""
 	}

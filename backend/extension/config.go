@@ -28,8 +28,8 @@ const (
 	maxTimeout     = 3600 // seconds
 )
 
-// wireConfig is the Backend object of the network configuration.
-type wireConfig struct {
+// configKeys is the Backend object of the network configuration.
+type configKeys struct {
 	PreStartupCommand   string // runs before the host takes its subnet; its output is published in the lease
 	PostStartupCommand  string // runs when the host has its subnet
 	SubnetAddCommand    string // runs for the subnet of each other host
@@ -39,13 +39,13 @@ type wireConfig struct {
 	CommandTimeout      int    // seconds after which a command is killed
 }
 
-func defaults() wireConfig { return wireConfig{CommandTimeout: defaultTimeout} }
+func defaults() configKeys { return configKeys{CommandTimeout: defaultTimeout} }
 
 // Defaults returns the keys of Backend with their defaults, as a struct. The reference
 // page is generated from it and from the comments of its fields.
 func Defaults() any { return defaults() }
 
-// config holds the commands to run. A command that is not configured is zero.
+// config contains the commands to run. A command that is not configured is zero.
 type config struct {
 	pre, post, add, remove, shutdown command
 	timeout                          time.Duration

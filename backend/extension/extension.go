@@ -1,6 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package extension runs commands from the network configuration as the data path.
+// Package extension runs commands from the network configuration as the data path. The
+// keys, variables and standard input of the commands are those of flannel's extension
+// backend (pkg/backend/extension), so that scripts written for it work unchanged.
+//
+//   - extension.go runs the commands of the start and of the stop.
+//   - network.go runs the commands for the subnets of peers.
+//   - command.go runs a single command, and config.go decides whether a shell runs it.
+//   - store.go contains the state file, which says which commands have run.
 package extension
 
 import (
@@ -17,6 +24,7 @@ import (
 	"github.com/flanneld/flanneld/backend"
 	"github.com/flanneld/flanneld/pkg/dataplane"
 	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/wait"
 	"github.com/flanneld/flanneld/subnet"
 )
 
@@ -41,7 +49,7 @@ var ErrNotAllowed = errors.New("this host does not run commands from the network
 type Settings struct {
 	// Allow permits commands. They run as root.
 	Allow bool
-	// StateDir and Name are the directory and the name of the file that records which
+	// StateDir and Name are the directory and the name of the file that contains which
 	// commands have run.
 	StateDir, Name string
 }
@@ -49,13 +57,13 @@ type Settings struct {
 // Host is the state of the backend in this process. It outlives the networks.
 type Host struct {
 	settings Settings
-	record   *recordFile
+	store    *stateStore
 	timeout  atomic.Int64 // of commands, in nanoseconds; zero before the first network is started
 }
 
 // NewHost returns the Host of a process that has not run any command yet.
 func NewHost(s Settings) *Host {
-	return &Host{settings: s, record: &recordFile{dir: s.StateDir, name: s.Name, boot: bootID()}}
+	return &Host{settings: s, store: &stateStore{dir: s.StateDir, name: s.Name, boot: bootID()}}
 }
 
 // New is the backend's factory.
@@ -80,15 +88,16 @@ func (h *Host) Shutdown(ctx context.Context) {
 	}
 }
 
-// undo runs the recorded ShutdownCommand.
+// undo runs the ShutdownCommand of the setup that was made last, which may differ from the
+// configured one.
 func (h *Host) undo(ctx context.Context, timeout time.Duration) {
-	s := h.record.setup()
+	s := h.store.setup()
 	if !s.Undo.configured() {
 		return
 	}
 	log := klog.FromContext(ctx)
-	h.record.closeDown()
-	h.record.flush(ctx)
+	h.store.markUndone()
+	h.store.flush(ctx)
 	output, err := s.Undo.run(ctx, s.Input, timeout)
 	logOutput(log, s.Undo, output)
 	if err != nil {
@@ -111,9 +120,9 @@ func (b *Backend) Scope() dataplane.Scope { return b.env.Scope() }
 // so Claim runs that command unless it has already run.
 func (b *Backend) Claim(ctx context.Context, prev subnet.Claim) (subnet.Claim, error) {
 	claim := b.env.Claim(Type, prev)
-	b.host.record.load(ctx)
+	b.host.store.load(ctx)
 	if b.outdated(prev) {
-		b.host.record.distrust()
+		b.host.store.invalidateSetup()
 	}
 	if err := b.prepare(ctx); err != nil {
 		return claim, err
@@ -121,7 +130,7 @@ func (b *Backend) Claim(ctx context.Context, prev subnet.Claim) (subnet.Claim, e
 	if !b.config.pre.configured() {
 		return claim, nil
 	}
-	data, err := publication(b.host.record.setup().Output)
+	data, err := publication(b.host.store.setup().Output)
 	if err != nil {
 		return claim, err
 	}
@@ -131,13 +140,13 @@ func (b *Backend) Claim(ctx context.Context, prev subnet.Claim) (subnet.Claim, e
 }
 
 // outdated reports whether the commands that have run since the boot no longer match this
-// host, judged by its last published claim: another backend was used since, or the subnet
-// is another one.
+// host. prev, its last published claim, shows that: another backend was used since, or the
+// subnet is another one.
 func (b *Backend) outdated(prev subnet.Claim) bool {
 	if prev.BackendType != Type && len(prev.Endpoints) > 0 { // some backends publish no type
 		return true
 	}
-	previous := b.host.record.setup().Input.Env // empty before the host has its first subnet
+	previous := b.host.store.setup().Input.Env // empty before the host has its first subnet
 	for _, e := range prev.Endpoints {
 		if e.Subnet.IsValid() && len(previous) > 0 && !slices.Contains(previous, namesOf(e.Family()).subnet+"="+e.Subnet.String()) {
 			return true
@@ -151,46 +160,46 @@ func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 	if err := b.prepare(ctx); err != nil {
 		return nil, err
 	}
-	rec := b.host.record
-	s := rec.setup()
+	store := b.host.store
+	s := store.setup()
 	s.Undo, s.Input = b.config.shutdown, input{Env: b.ownVariables(own)}
 	if post := hash(s.Number, b.config.post, s.Input); s.Post != post {
 		again := s
 		again.Key = "" // if the command fails, the next attempt starts from the beginning
-		rec.setSetup(again)
-		rec.flush(ctx)
+		store.setSetup(again)
+		store.flush(ctx)
 		if _, err := b.attempt(ctx, b.config.post, s.Input); err != nil {
 			return nil, err
 		}
 		s.Post = post
 	}
-	rec.setSetup(s)
-	rec.flush(ctx)
+	store.setSetup(s)
+	store.flush(ctx)
 	b.host.timeout.Store(int64(b.config.timeout))
 	reconciler, err := b.env.Reconciler()
 	if err != nil {
 		return nil, err
 	}
-	return newNetwork(b, s.Number, &backend.Programmer{Base: b.env.Base(own), Reconciler: reconciler}), nil
+	return newNetwork(ctx, b, s.Number, &backend.Programmer{Base: b.env.Base(own), Reconciler: reconciler}), nil
 }
 
 // prepare runs PreStartupCommand unless it has run for this command and external
 // interface. If the interface has changed, everything starts from the beginning.
 func (b *Backend) prepare(ctx context.Context) error {
-	rec, iface := b.host.record, b.env.Underlay
-	rec.load(ctx)
+	store, iface := b.host.store, b.env.Underlay
+	store.load(ctx)
 	var addrs []string
 	for _, a := range iface.Addrs {
 		addrs = append(addrs, a.Local.String())
 	}
 	key := hash(b.config.pre, iface.Name, iface.Index, addrs)
-	if rec.setup().Key == key {
+	if store.setup().Key == key {
 		return nil
 	}
 	b.host.undo(ctx, b.config.timeout)
-	s := setup{Number: rec.setup().Number + 1}
-	rec.setSetup(s) // without a key until the command has succeeded
-	rec.flush(ctx)
+	s := setup{Number: store.setup().Number + 1}
+	store.setSetup(s) // without a key until the command has succeeded
+	store.flush(ctx)
 	var err error
 	if s.Output, err = b.attempt(ctx, b.config.pre, input{}); err != nil {
 		return err
@@ -199,8 +208,8 @@ func (b *Backend) prepare(ctx context.Context) error {
 		return err
 	}
 	s.Key = key
-	rec.setSetup(s)
-	rec.flush(ctx)
+	store.setSetup(s)
+	store.flush(ctx)
 	return nil
 }
 
@@ -227,10 +236,7 @@ func (b *Backend) attempt(ctx context.Context, c command, in input) (output stri
 			return output, err
 		}
 		log.Error(err, "command failed, trying again", "try", try, "of", setupTries)
-		select {
-		case <-ctx.Done():
-		case <-time.After(time.Duration(try) * setupPause):
-		}
+		_ = wait.For(ctx, time.Duration(try)*setupPause) // the program does not run if ctx has ended
 	}
 }
 
@@ -280,7 +286,7 @@ func peerVariables(l subnet.Lease) []string {
 	return env
 }
 
-// names holds the names of one family's variables.
+// names contains the names of one family's variables.
 type names struct{ network, subnet, address string }
 
 func namesOf(f prefix.Family) names {

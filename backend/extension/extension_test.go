@@ -85,7 +85,7 @@ func (n *node) own(c subnet.Claim) subnet.Lease {
 func (n *node) start() (subnet.Claim, error) {
 	n.t.Helper()
 	n.host = NewHost(Settings{Allow: true, StateDir: filepath.Join(n.dir, "state"), Name: "test"})
-	n.host.record.boot = n.boot
+	n.host.store.boot = n.boot
 	return n.again()
 }
 
@@ -392,7 +392,7 @@ func TestShutdown(t *testing.T) {
 func TestStartFails(t *testing.T) {
 	n := newNode(t, logging())
 	n.config["PostStartupCommand"] = `echo "post" >> $LOG; echo no such device; exit 3`
-	if _, err := n.start(); text(err) != "PostStartupCommand: exit status 3: no such device" {
+	if _, err := n.start(); errorText(err) != "PostStartupCommand: exit status 3: no such device" {
 		t.Errorf("start: %v", err)
 	}
 	n.expect("pre []", "post", "post", "post")
@@ -409,7 +409,7 @@ func TestStartFails(t *testing.T) {
 	n.stop()
 
 	n.config["PreStartupCommand"] = `head -c 40000 /dev/zero | tr '\0' x`
-	if _, err := n.start(); text(err) != "PreStartupCommand: its output has 40002 bytes as JSON, at most 16384 can be published" {
+	if _, err := n.start(); errorText(err) != "PreStartupCommand: its output has 40002 bytes as JSON, at most 16384 can be published" {
 		t.Errorf("start: %v", err)
 	}
 }
@@ -444,7 +444,8 @@ func TestAddFails(t *testing.T) {
 	n.expect("remove 10.5.2.0/24", "add 10.5.2.0/24")
 }
 
-// TestPausesAreIndependent: the pause of one peer does not depend on the failures of another.
+// TestPausesAreIndependent: the pause of one peer does not depend on the failures of
+// another.
 func TestPausesAreIndependent(t *testing.T) {
 	n := newNode(t, map[string]any{"SubnetAddCommand": "false"})
 	n.mustStart()

@@ -20,11 +20,12 @@ import (
 )
 
 // Commands run one after another, because scripts rely on that. A command that takes
-// longer than patience continues in parallel to the following ones, until CommandTimeout.
-const patience = time.Second
+// longer than commandWait continues in parallel to the following ones, until
+// CommandTimeout.
+const commandWait = time.Second
 
-// passTime limits how long one Sync starts commands. The rest waits for the next Sync.
-const passTime = time.Minute
+// passLimit limits how long one Sync starts commands. The rest waits for the next Sync.
+const passLimit = time.Minute
 
 // The pause before a failed command runs again doubles from minPause to maxPause.
 const (
@@ -37,13 +38,17 @@ const (
 const removeTries = 5
 
 // network implements backend.Network.
+//
+// Each Sync compares the wanted subnets with those in the state file, and runs a job for
+// each difference: dueJobs finds the jobs, runJobs starts them one after another, runJob
+// runs the commands of one, and finish records its result. The state file says "unsure"
+// from the begin of a job to its success, so that a job that is interrupted runs again.
 type network struct {
 	*Backend
+	*backend.Notifier
 	setup   int                 // number of the setup that subnets are added to
 	kernel  *backend.Programmer // for kernel objects that do not depend on commands
-	changed chan struct{}
-	workers sync.WaitGroup
-	closed  chan struct{}
+	workers sync.WaitGroup      // commands that run
 
 	mu       sync.Mutex
 	running  map[string]bool    // by subnet
@@ -72,42 +77,22 @@ type job struct {
 	want   *target // nil: to be removed
 }
 
-func newNetwork(b *Backend, setup int, kernel *backend.Programmer) *network {
+func newNetwork(ctx context.Context, b *Backend, setup int, kernel *backend.Programmer) *network {
 	n := &network{
-		Backend: b, setup: setup, kernel: kernel, changed: make(chan struct{}, 1), closed: make(chan struct{}),
+		Backend: b, Notifier: backend.NewNotifier(ctx), setup: setup, kernel: kernel,
 		running: map[string]bool{}, failures: map[string]failure{},
 	}
-	n.workers.Go(func() {
-		for {
-			select {
-			case <-kernel.Changed():
-				n.wake()
-			case <-n.closed:
-				return
-			}
-		}
-	})
+	n.Forward(kernel.Changed())
 	return n
-}
-
-func (n *network) wake() {
-	select {
-	case n.changed <- struct{}{}:
-	default:
-	}
 }
 
 // MTU implements backend.Network.
 func (n *network) MTU() int { return n.env.Underlay.MTU }
 
-// Changed implements backend.Network. It delivers when a command has ended that Sync did
-// not wait for, and when the kernel may have changed.
-func (n *network) Changed() <-chan struct{} { return n.changed }
-
 // Close implements backend.Network. The context of Sync must have ended.
 func (n *network) Close() error {
-	close(n.closed)
 	n.workers.Wait()
+	n.Notifier.Close()
 	return n.kernel.Close()
 }
 
@@ -135,13 +120,13 @@ func data(l subnet.Lease) (text string, err error) {
 // Sync implements backend.Network.
 func (n *network) Sync(ctx context.Context, peers backend.Set) (backend.Outcome, error) {
 	kernel, failed := n.kernel.Sync(ctx, peers)
-	o, err := n.command(ctx, peers)
+	o, err := n.runCommands(ctx, peers)
 	o.Retry, o.Repaired = kernel.Retry, kernel.Repaired
 	return o, oneline.Join(failed, err)
 }
 
-// command runs the commands that lead from the present state to these peers.
-func (n *network) command(ctx context.Context, peers backend.Set) (backend.Outcome, error) {
+// runCommands runs the commands that lead from the present state to these peers.
+func (n *network) runCommands(ctx context.Context, peers backend.Set) (backend.Outcome, error) {
 	want := map[string]target{}
 	for key, l := range peers.Leases {
 		text, err := data(*l)
@@ -151,26 +136,26 @@ func (n *network) command(ctx context.Context, peers backend.Set) (backend.Outco
 		in := input{Env: peerVariables(*l), Stdin: text}
 		want[l.Endpoints[0].Subnet.String()] = target{lease: key, hash: hash(n.setup, n.config.add, in), input: in}
 	}
-	jobs := n.due(want, peers.Complete)
+	jobs := n.dueJobs(want, peers.Complete)
 	for _, j := range jobs {
-		n.begin(j)
+		n.markUnsure(j)
 	}
-	n.host.record.flush(ctx)
-	left := n.work(ctx, jobs)
-	n.host.record.flush(ctx)
+	n.host.store.flush(ctx)
+	left := n.runJobs(ctx, jobs)
+	n.host.store.flush(ctx)
 	if left > 0 && ctx.Err() == nil {
 		return n.outcome(want), fmt.Errorf("commands are slow: %d of %d subnets are waiting", left, len(jobs))
 	}
 	return n.outcome(want), nil
 }
 
-// due returns the jobs to do now: first removals, then additions and changes, then those
-// that failed before.
-func (n *network) due(want map[string]target, complete bool) []job {
+// dueJobs returns the jobs to do now: first removals, then additions and changes, then
+// those that failed before.
+func (n *network) dueJobs(want map[string]target, complete bool) []job {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	var gone, fresh, again []job
-	have, now := n.host.record.entries(), time.Now()
+	have, now := n.host.store.entries(), time.Now()
 	add := func(to *[]job, j job) {
 		if e, ok := have[j.subnet]; ok {
 			j.old = &e
@@ -197,16 +182,16 @@ func (n *network) due(want map[string]target, complete bool) []job {
 	return slices.Concat(gone, fresh, again)
 }
 
-// begin records that the state of a subnet is unknown from now on, until the job has
-// succeeded.
-func (n *network) begin(j job) {
+// markUnsure stores that the state of a subnet is unknown until the job has succeeded, so
+// that a process that is killed meanwhile does not rely on it.
+func (n *network) markUnsure(j job) {
 	switch {
 	case j.old != nil:
 		e := *j.old
 		e.Sure = false
-		n.host.record.setEntry(j.subnet, e)
+		n.host.store.setEntry(j.subnet, e)
 	case j.want != nil:
-		n.host.record.setEntry(j.subnet, n.entry(j.want))
+		n.host.store.setEntry(j.subnet, n.entry(j.want))
 	}
 }
 
@@ -214,10 +199,10 @@ func (n *network) entry(t *target) entry {
 	return entry{Hash: t.hash, Undo: n.config.remove, Input: t.input}
 }
 
-// work does the jobs and returns how many are left when the time is up. It does not wait
-// for commands that take longer than patience.
-func (n *network) work(ctx context.Context, jobs []job) (left int) {
-	end := time.Now().Add(passTime)
+// runJobs does the jobs and returns how many are left when the time is up. It does not
+// wait for commands that take longer than commandWait.
+func (n *network) runJobs(ctx context.Context, jobs []job) (left int) {
+	end := time.Now().Add(passLimit)
 	for i, j := range jobs {
 		if ctx.Err() != nil || time.Now().After(end) {
 			return len(jobs) - i
@@ -228,16 +213,16 @@ func (n *network) work(ctx context.Context, jobs []job) (left int) {
 		done := make(chan struct{})
 		n.workers.Go(func() {
 			defer close(done)
-			n.finish(ctx, j, n.do(ctx, j))
+			n.finish(ctx, j, n.runJob(ctx, j))
 		})
-		timer := time.NewTimer(patience)
+		timer := time.NewTimer(commandWait)
 		select {
 		case <-done:
 		case <-timer.C:
 			n.workers.Go(func() {
 				<-done
-				n.host.record.flush(ctx)
-				n.wake()
+				n.host.store.flush(ctx)
+				n.Notify()
 			})
 		}
 		timer.Stop()
@@ -245,10 +230,10 @@ func (n *network) work(ctx context.Context, jobs []job) (left int) {
 	return 0
 }
 
-// do runs the commands of a job: it removes what was added before and adds what is
+// runJob runs the commands of a job: it removes what was added before and adds what is
 // wanted. It removes even if the same is added again, because most commands, like ip(8),
 // fail to add a thing twice.
-func (n *network) do(ctx context.Context, j job) error {
+func (n *network) runJob(ctx context.Context, j job) error {
 	log := klog.LoggerWithValues(klog.FromContext(ctx), "subnet", j.subnet)
 	if n.failed(j.subnet) { // the first failure has been logged
 		log = log.V(4)
@@ -262,16 +247,16 @@ func (n *network) do(ctx context.Context, j job) error {
 		}
 	}
 	if j.want == nil {
-		n.host.record.removeEntry(j.subnet)
+		n.host.store.removeEntry(j.subnet)
 		return nil
 	}
 	e := n.entry(j.want)
-	n.host.record.setEntry(j.subnet, e)
+	n.host.store.setEntry(j.subnet, e)
 	if err := n.run(ctx, log, n.config.add, j.want.input); err != nil {
 		return err
 	}
 	e.Sure = true
-	n.host.record.setEntry(j.subnet, e)
+	n.host.store.setEntry(j.subnet, e)
 	return nil
 }
 
@@ -316,16 +301,16 @@ func (n *network) finish(ctx context.Context, j job, err error) {
 	switch t.tries {
 	case removeTries:
 		delete(n.failures, j.subnet)
-		n.host.record.removeEntry(j.subnet)
+		n.host.store.removeEntry(j.subnet)
 		log.Error(err, "subnet not removed, giving up", "subnet", j.subnet, "tries", t.tries)
 	case 1:
 		log.Error(err, "subnet not removed, trying again", "subnet", j.subnet)
 	}
 }
 
-// again returns the time until the first failed command is due, at least minPause. It
+// nextRetry returns the time until the first failed command is due, at least minPause. It
 // returns zero if none has failed.
-func (n *network) again() (after time.Duration) {
+func (n *network) nextRetry() (after time.Duration) {
 	now := time.Now()
 	for s, t := range n.failures {
 		if n.running[s] { // its end wakes the loop
@@ -348,7 +333,7 @@ var errRunning = errors.New("the command is still running")
 func (n *network) outcome(want map[string]target) backend.Outcome {
 	n.mu.Lock()
 	defer n.mu.Unlock()
-	o := backend.Outcome{Again: n.again()}
+	o := backend.Outcome{Again: n.nextRetry()}
 	for s, t := range want {
 		reason := n.failures[s].err
 		if n.running[s] && reason == nil {

@@ -45,27 +45,26 @@ func New(raw json.RawMessage, env backend.Env) (backend.Backend, []string, error
 		return nil, nil, err
 	}
 	for _, n := range env.Config.Networks {
-		k := kinds[n.Family()]
-		if mtu := env.Underlay.MTU - k.overhead; mtu < k.minMTU {
+		f := n.Family()
+		if mtu := env.Underlay.MTU - kinds[f].overhead; mtu < f.MinMTU() {
 			return nil, nil, fmt.Errorf("%s has an MTU of %d, which leaves %d bytes inside the tunnel: %s needs %d",
-				env.Underlay.Name, env.Underlay.MTU, mtu, n.Family(), k.minMTU)
+				env.Underlay.Name, env.Underlay.MTU, mtu, f, f.MinMTU())
 		}
 	}
 	return b, warnings, nil
 }
 
-// kind holds what differs between the address families.
+// kind contains the differences of a tunnel between the address families.
 type kind struct {
 	link     string
 	device   string // for IPv4 the name that other flannel daemons use, too
 	protocol uint8  // IP protocol number of packets that carry the family
 	overhead int    // of the outer header, in bytes
-	minMTU   int    // least MTU of a device that carries the family
 }
 
 var kinds = map[prefix.Family]kind{
-	prefix.IPv4: {link: dataplane.KindIPIP, device: "flannel.ipip", protocol: 4, overhead: 20, minMTU: 68},
-	prefix.IPv6: {link: dataplane.KindIP6Tnl, device: "flannel-v6.ipip", protocol: 41, overhead: 40, minMTU: 1280},
+	prefix.IPv4: {link: dataplane.KindIPIP, device: "flannel.ipip", protocol: 4, overhead: 20},
+	prefix.IPv6: {link: dataplane.KindIP6Tnl, device: "flannel-v6.ipip", protocol: 41, overhead: 40},
 }
 
 // Scope implements backend.Backend.
@@ -93,7 +92,7 @@ func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 	if err != nil {
 		return nil, err
 	}
-	if err := b.free(ctx); err != nil {
+	if err := b.checkDeviceNames(ctx); err != nil {
 		return nil, err
 	}
 	reconciler, err := b.env.Reconciler(b.Scope().Devices...)
@@ -102,7 +101,7 @@ func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 	}
 	n := &network{Backend: b, Programmer: &backend.Programmer{Base: base, Desired: b.desired, Reconciler: reconciler}}
 	if b.config.DirectRouting {
-		n.Volatile = recheck
+		n.Volatile = onLinkInterval
 	}
 	if err := n.SetUp(ctx); err != nil {
 		return nil, oneline.Join(fmt.Errorf("set up ipip devices: %w", err), reconciler.Close())
@@ -110,13 +109,12 @@ func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 	return n, nil
 }
 
-// recheck is the least time between two checks of which peers are on a network of this
-// host.
-const recheck = time.Second
+// onLinkInterval is the minimum time between two checks of which peers are on-link.
+const onLinkInterval = time.Second
 
-// free returns an error if a device of another type has the name of one of ours. Such a
-// name is no accident, so flanneld does not delete the device.
-func (b *Backend) free(ctx context.Context) error {
+// checkDeviceNames returns an error if a device of another type has the name of one of the
+// backend's devices. Such a name is no accident, so flanneld does not delete the device.
+func (b *Backend) checkDeviceNames(ctx context.Context) error {
 	links, err := b.env.Links(ctx, b.Scope().Devices...)
 	if err != nil {
 		return err
@@ -124,7 +122,7 @@ func (b *Backend) free(ctx context.Context) error {
 	for _, n := range b.env.Config.Networks {
 		k := kinds[n.Family()]
 		if l, ok := links[k.device]; ok && l.Kind != k.link {
-			return backend.InTheWay(l, k.link)
+			return backend.DeviceConflict(l, k.link)
 		}
 	}
 	return nil

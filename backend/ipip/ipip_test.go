@@ -28,20 +28,16 @@ func TestNew(t *testing.T) {
 		name     string
 		env      backend.Env
 		raw      string
-		mtu      int
 		warnings int
 		err      string
 	}{
-		{name: "IPv4", env: backendtest.Env(1500, prefix.IPv4), raw: `{"Type":"ipip"}`, mtu: 1480},
-		{name: "IPv6", env: backendtest.Env(1500, prefix.IPv6), raw: `{"Type":"ipip"}`, mtu: 1460},
-		{name: "dual", env: backendtest.Env(1500, prefix.IPv4, prefix.IPv6), raw: `{"type":"IPIP","directrouting":true}`, mtu: 1460},
-		{name: "unknown key", env: backendtest.Env(1500, prefix.IPv4), raw: `{"Port":1}`, mtu: 1480, warnings: 1},
+		{name: "keys in any case", env: backendtest.Env(1500, prefix.IPv4, prefix.IPv6), raw: `{"type":"IPIP","directrouting":true}`},
+		{name: "unknown key", env: backendtest.Env(1500, prefix.IPv4), raw: `{"Port":1}`, warnings: 1},
 		{name: "no boolean", env: backendtest.Env(1500, prefix.IPv4), raw: `{"DirectRouting":"yes"}`, err: "DirectRouting"},
-		{name: "just enough", env: backendtest.Env(1320, prefix.IPv6), raw: `{}`, mtu: 1280},
-		{name: "too little", env: backendtest.Env(1319, prefix.IPv6), raw: `{}`, err: "eth0 has an MTU of 1319, which leaves 1279 bytes inside the tunnel: IPv6 needs 1280"},
+		{name: "link too small", env: backendtest.Env(1319, prefix.IPv6), raw: `{}`, err: "eth0 has an MTU of 1319, which leaves 1279 bytes inside the tunnel: IPv6 needs 1280"},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
-			b, warnings, err := New(json.RawMessage(tt.raw), tt.env)
+			_, warnings, err := New(json.RawMessage(tt.raw), tt.env)
 			if tt.err != "" {
 				if err == nil || !strings.Contains(err.Error(), tt.err) {
 					t.Fatalf("error %v, want one with %q", err, tt.err)
@@ -51,12 +47,15 @@ func TestNew(t *testing.T) {
 			if err != nil || len(warnings) != tt.warnings {
 				t.Fatalf("error %v, warnings %q, want %d", err, warnings, tt.warnings)
 			}
-			n := &network{Backend: b.(*Backend)}
-			if got := n.MTU(); got != tt.mtu {
-				t.Errorf("MTU %d, want %d", got, tt.mtu)
-			}
 		})
 	}
+}
+
+func TestMTU(t *testing.T) {
+	backendtest.MTU{
+		New: New, Of: func(b backend.Backend) int { return (&network{Backend: b.(*Backend)}).MTU() },
+		Overhead: map[prefix.Family]int{prefix.IPv4: 20, prefix.IPv6: 40},
+	}.Run(t)
 }
 
 func TestDesired(t *testing.T) {

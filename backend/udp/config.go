@@ -53,9 +53,9 @@ func parseConfig(raw json.RawMessage, env backend.Env) (config, []string, error)
 	}
 	for _, n := range env.Config.Networks {
 		f := n.Family()
-		if mtu := mtu(env); mtu < minMTU(f) {
+		if mtu := mtu(env); mtu < f.MinMTU() {
 			return c, nil, fmt.Errorf("%s has an MTU of %d, which leaves %d bytes inside udp: %s needs %d",
-				env.Underlay.Name, env.Underlay.MTU, mtu, f, minMTU(f))
+				env.Underlay.Name, env.Underlay.MTU, mtu, f, f.MinMTU())
 		}
 	}
 	return c, warnings, nil
@@ -69,12 +69,4 @@ func mtu(env backend.Env) int {
 		mtu = min(mtu, env.Underlay.MTU-tunnel.Overhead(n.Family() == prefix.IPv6))
 	}
 	return mtu
-}
-
-// minMTU returns the minimum MTU in bytes of a device that carries family f.
-func minMTU(f prefix.Family) int {
-	if f == prefix.IPv6 {
-		return 1280
-	}
-	return 68
 }

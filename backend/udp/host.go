@@ -19,8 +19,10 @@ import (
 	"github.com/flanneld/flanneld/pkg/tunnel"
 )
 
-// Settings contains the options of a single host.
+// Settings contains the options of a single host, in contrast to the configuration that
+// all hosts share.
 type Settings struct {
+	// Check selects the source check. Empty means tunnel.CheckNetwork.
 	Check tunnel.SourceCheck
 	// Persist makes the device remain when the process ends.
 	Persist bool
@@ -34,12 +36,12 @@ type Host struct {
 	counters tunnel.Counters
 	peers    peers
 
-	mu     sync.Mutex
-	device *tunnel.Device
-	asked  bool      // systemd was asked for the device of the last process
-	kernel *receiver // receiver of the kernel path; nil if it is not in use
-	warned bool      // the log says that senders are not checked
-	deaf   bool      // the log says that the kernel does not accept ICMP errors from the device
+	mu              sync.Mutex
+	device          *tunnel.Device
+	askedSystemd    bool      // systemd was asked for the device of the last process
+	receiver        *receiver // receiver of the kernel path; nil if it is not in use
+	uncheckedLogged bool      // the log says that senders are not checked
+	icmpLogged      bool      // the log says that the kernel does not accept ICMP errors from the device
 }
 
 // NewHost returns a Host without a device. The caller closes it.
@@ -53,7 +55,7 @@ func (h *Host) New(raw json.RawMessage, env backend.Env) (backend.Backend, []str
 	}
 	b := &Backend{env: env, config: c, host: h}
 	if c.Mode == modeKernel {
-		if err := b.possible(); err != nil {
+		if err := b.kernelSupported(); err != nil {
 			return nil, nil, fmt.Errorf("Backend.Mode is %q: %w", c.Mode, err)
 		}
 	}
@@ -66,10 +68,10 @@ func (h *Host) Close() error {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	var err error
-	if h.kernel != nil && !h.settings.Persist {
-		err = h.kernel.removeAll()
+	if h.receiver != nil && !h.settings.Persist {
+		err = h.receiver.removeAll()
 	}
-	h.kernel = nil
+	h.receiver = nil
 	return oneline.Join(err, h.closeDevice())
 }
 
@@ -82,75 +84,78 @@ func (h *Host) closeDevice() error {
 	return err
 }
 
-// enterKernel records that the kernel carries the packets from now on, with r as the
+// useKernelPath records that the kernel carries the packets from now on, with r as the
 // receiver of datagrams, and closes the TUN device.
-func (h *Host) enterKernel(r receiver) error {
+func (h *Host) useKernelPath(r receiver) error {
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	h.kernel = &r
+	h.receiver = &r
 	return h.closeDevice()
 }
 
-// leaveKernel removes all objects of the kernel path, of this process or an earlier one.
-func (h *Host) leaveKernel(r receiver) error {
+// removeKernelPath removes all objects of the kernel path, of this process or an earlier
+// one.
+func (h *Host) removeKernelPath(r receiver) error {
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	h.kernel = nil
+	h.receiver = nil
 	return r.removeAll()
 }
 
-// open returns the device, ready to carry packets.
-func (h *Host) open(ctx context.Context) (*tunnel.Device, error) {
+// openDevice returns the device, ready to carry packets.
+func (h *Host) openDevice(ctx context.Context) (*tunnel.Device, error) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	added, err := h.attach(ctx)
+	added, err := h.attachDevice(ctx)
 	if err != nil {
 		return nil, err
 	}
 	if added {
-		if err := keep(h.device); err != nil {
+		if err := keepDevice(h.device); err != nil {
 			klog.FromContext(ctx).Error(err, "systemd does not keep the device: packets are lost during a restart")
 		}
 	}
 	if err := h.device.Persist(h.settings.Persist); err != nil {
 		return nil, oneline.Join(err, h.closeDevice())
 	}
-	if err := h.device.AcceptOwn(); err != nil && !h.deaf {
-		h.deaf = true
+	if err := h.device.AcceptOwn(); err != nil && !h.icmpLogged {
+		h.icmpLogged = true
 		klog.FromContext(ctx).Error(err, "cannot send ICMP errors about IPv4 packets: connections over paths with a smaller MTU may hang")
 	}
 	return h.device, nil
 }
 
-// claim opens the TUN device. It returns an error if another process has it open.
-func (h *Host) claim(ctx context.Context) error {
+// claimDevice opens the TUN device. It returns an error if another process has it open.
+func (h *Host) claimDevice(ctx context.Context) error {
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	_, err := h.attach(ctx)
+	_, err := h.attachDevice(ctx)
 	return err
 }
 
-// attach opens the device: the present one, the one that systemd has kept, a persistent
-// one, or a new one. added reports whether systemd does not know the device.
-func (h *Host) attach(ctx context.Context) (added bool, err error) {
+// attachDevice makes h.device an open device: the present one, the one that systemd has
+// kept, a persistent one, or a new one. added reports whether systemd does not know the
+// device.
+func (h *Host) attachDevice(ctx context.Context) (added bool, err error) {
 	if h.device != nil && h.device.Alive() {
 		return false, nil
 	}
 	_ = h.closeDevice()
-	if h.device = h.kept(ctx); h.device != nil {
+	if h.device = h.keptDevice(ctx); h.device != nil {
 		return false, nil
 	}
 	h.device, err = tunnel.OpenDevice(deviceName)
-	return err == nil, explain(err)
+	return err == nil, addRemedy(err)
 }
 
-// kept returns the device that systemd has kept for the last process, or nil if there is
-// no usable one.
-func (h *Host) kept(ctx context.Context) *tunnel.Device {
-	if h.asked {
+// keptDevice returns the device that systemd has kept for the last process, or nil if
+// there is no usable one. systemd passes the descriptor as for socket activation
+// (sd_listen_fds(3)).
+func (h *Host) keptDevice(ctx context.Context) *tunnel.Device {
+	if h.askedSystemd {
 		return nil
 	}
-	h.asked = true
+	h.askedSystemd = true
 	var found *tunnel.Device
 	for _, file := range activation.FilesWithNames()[deviceName] {
 		raw, err := file.SyscallConn()
@@ -176,9 +181,9 @@ func (h *Host) kept(ctx context.Context) *tunnel.Device {
 	return found
 }
 
-// keep passes the device to systemd, if it runs this process and the unit allows that. It
-// replaces a device that systemd has kept before.
-func keep(d *tunnel.Device) error {
+// keepDevice passes the device to systemd (FDSTORE of sd_notify(3)), if systemd runs this
+// process and the unit allows that. It replaces a device that systemd has kept before.
+func keepDevice(d *tunnel.Device) error {
 	raw, err := d.File().SyscallConn()
 	if err != nil {
 		return err
@@ -187,8 +192,8 @@ func keep(d *tunnel.Device) error {
 	return oneline.Join(err, cerr)
 }
 
-// explain adds a remedy to the error.
-func explain(err error) error {
+// addRemedy adds a remedy to the error.
+func addRemedy(err error) error {
 	switch {
 	case errors.Is(err, unix.ENOENT), errors.Is(err, unix.ENODEV), errors.Is(err, unix.ENXIO):
 		return fmt.Errorf("%w (load the module tun, and in a container map the device in)", err)

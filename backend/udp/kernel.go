@@ -22,16 +22,17 @@ import (
 	"github.com/flanneld/flanneld/subnet"
 )
 
-// lookAfter is the interval at which the FOU port is checked.
-const lookAfter = 2 * time.Second
+// portCheckInterval is the interval at which the FOU port is checked, because the kernel
+// does not announce that a port was deleted.
+const portCheckInterval = 2 * time.Second
 
 // ipv4Only reports whether the network has no IPv6.
 func (b *Backend) ipv4Only() bool {
 	return !slices.ContainsFunc(b.env.Config.Networks, func(n subnet.Network) bool { return n.Family() != prefix.IPv4 })
 }
 
-// possible returns an error if the configuration does not allow the kernel path.
-func (b *Backend) possible() error {
+// kernelSupported returns an error if the configuration does not allow the kernel path.
+func (b *Backend) kernelSupported() error {
 	switch {
 	case !b.ipv4Only():
 		return errors.New("the kernel path supports only networks without IPv6")
@@ -41,9 +42,9 @@ func (b *Backend) possible() error {
 	return nil
 }
 
-// fit returns an error if mode auto must not use the kernel path.
-func (b *Backend) fit() error {
-	if err := b.possible(); err != nil {
+// kernelPreferred returns an error if mode auto must not use the kernel path.
+func (b *Backend) kernelPreferred() error {
+	if err := b.kernelSupported(); err != nil {
 		return err
 	}
 	if err := fouMissing(); err != nil {
@@ -90,14 +91,14 @@ func routes(_ context.Context, l subnet.Lease) ([]dataplane.Object, error) {
 type kernelNetwork struct {
 	*Backend
 	*backend.Programmer
-	*wake
+	*backend.Notifier
 	receiver receiver
-	gate     *nftables.Gate // nil if the kernel has no nftables; then senders are not checked
-	fresh    bool           // the gate does not contain the peers yet
-	behind   bool           // routes are out of date, because updating the gate has failed
-	former   bool           // the kernel has the gate of an earlier network, which admits its peers
-	ajar     atomic.Bool    // another program may have changed the gate
-	cancel   context.CancelFunc
+
+	filter        *senderFilter // nil if the kernel has no nftables; then senders are not checked
+	unfilled      bool          // the filter does not contain the peers yet
+	inherited     bool          // the kernel has the filter of an earlier network, which admits its peers
+	filterChanged atomic.Bool   // another program may have changed the filter
+	routesStale   bool          // routes are out of date, because updating the filter has failed
 }
 
 // startKernel starts a network whose packets the kernel carries.
@@ -105,7 +106,7 @@ func (b *Backend) startKernel(ctx context.Context, own subnet.Lease) (backend.Ne
 	if err := fouMissing(); err != nil {
 		return nil, err
 	}
-	if err := b.free(ctx); err != nil {
+	if err := b.checkDeviceName(ctx); err != nil {
 		return nil, err
 	}
 	scope := b.Scope()
@@ -115,23 +116,23 @@ func (b *Backend) startKernel(ctx context.Context, own subnet.Lease) (backend.Ne
 		return nil, err
 	}
 	n := &kernelNetwork{
-		Backend: b, wake: newWake(), receiver: b.receiver(), cancel: func() {}, fresh: true,
+		Backend: b, Notifier: backend.NewNotifier(ctx), receiver: b.receiver(), unfilled: true,
 		Programmer: &backend.Programmer{Base: b.kernelBase(own), Desired: routes, Reconciler: reconciler},
 	}
-	n.watch(reconciler.Changed())
+	n.Forward(reconciler.Changed())
 	err = n.start(ctx)
 	if err == nil { // not earlier, because user space may need the device that systemd has kept
-		err = b.host.enterKernel(b.receiver())
+		err = b.host.useKernelPath(b.receiver())
 	}
 	if err != nil {
-		return nil, oneline.Join(err, n.Close(), b.host.leaveKernel(b.receiver()))
+		return nil, oneline.Join(err, n.Close(), b.host.removeKernelPath(b.receiver()))
 	}
 	return n, nil
 }
 
-// free returns an error if another program owns the device with this backend's name: a
-// device of another kind, or a TUN device that it has open.
-func (b *Backend) free(ctx context.Context) error {
+// checkDeviceName returns an error if another program owns the device with this backend's
+// name: a device of another kind, or a TUN device that it has open.
+func (b *Backend) checkDeviceName(ctx context.Context) error {
 	links, err := b.env.Links(ctx, deviceName)
 	if err != nil {
 		return err
@@ -141,59 +142,55 @@ func (b *Backend) free(ctx context.Context) error {
 	case !ok || l.Kind == dataplane.KindIPIP && l.Tunnel.FOU != dataplane.FOU{}:
 		return nil
 	case l.Kind == dataplane.KindTUN:
-		return b.host.claim(ctx)
+		return b.host.claimDevice(ctx)
 	}
-	return backend.InTheWay(l, dataplane.KindTUN+", or "+dataplane.KindIPIP+" with FOU")
+	return backend.DeviceConflict(l, dataplane.KindTUN+", or "+dataplane.KindIPIP+" with FOU")
 }
 
-// start prepares port, gate and device. The gate admits no peer yet, or those of an
-// earlier network.
+// start prepares port, filter and device. The filter precedes the device, so that no
+// packet arrives unchecked. It admits no peer yet, or those of an earlier network.
 func (n *kernelNetwork) start(ctx context.Context) error {
 	if _, err := n.receiver.ensure(); err != nil {
 		return err
 	}
-	if err := n.shut(ctx); err != nil {
+	if err := n.startFilter(ctx); err != nil {
 		return err
 	}
 	if err := n.SetUp(ctx); err != nil {
 		return fmt.Errorf("set up %s: %w", deviceName, err)
 	}
-	ctx, n.cancel = context.WithCancel(context.WithoutCancel(ctx))
-	n.running.Go(func() { n.lookAfterPort(ctx) })
-	if n.gate != nil {
-		n.running.Go(func() {
-			nftables.Watch(ctx, nftables.GatePlaces(), func() { n.ajar.Store(true); n.poke() })
+	n.Go(n.watchPort)
+	if n.filter != nil {
+		n.Go(func(ctx context.Context) {
+			nftables.Watch(ctx, filterPlaces(), func() { n.filterChanged.Store(true); n.Notify() })
 		})
 	}
 	return nil
 }
 
-// shut creates the gate in front of the device, if the kernel has nftables.
-func (n *kernelNetwork) shut(ctx context.Context) error {
+// startFilter creates the filter in front of the device, if the kernel has nftables.
+func (n *kernelNetwork) startFilter(ctx context.Context) error {
 	if err := nftables.Available(); err != nil {
-		n.host.warnOpen(ctx, err)
+		n.host.warnUnchecked(ctx, err)
 		return nil
 	}
-	n.gate = nftables.NewGate(deviceName, n.receiver.local)
-	if n.host.settings.Check == tunnel.CheckOff {
-		n.gate = nftables.NewOpenGate(deviceName, n.receiver.local)
-	}
+	n.filter = newSenderFilter(n.receiver.local, n.host.settings.Check == tunnel.CheckOff)
 	var err error
-	n.former, err = n.gate.Shut()
+	n.inherited, err = n.filter.start()
 	return err
 }
 
-// warnOpen logs once that senders are not checked.
-func (h *Host) warnOpen(ctx context.Context, err error) {
-	if !h.warned {
-		h.warned = true
+// warnUnchecked logs once that senders are not checked.
+func (h *Host) warnUnchecked(ctx context.Context, err error) {
+	if !h.uncheckedLogged {
+		h.uncheckedLogged = true
 		klog.FromContext(ctx).Error(err, "senders are not checked: any host that reaches the UDP port can send packets into the network, also to loopback addresses")
 	}
 }
 
-// lookAfterPort wakes the loop when the port is missing.
-func (n *kernelNetwork) lookAfterPort(ctx context.Context) {
-	ticker := time.NewTicker(lookAfter)
+// watchPort notifies the loop when the port is missing.
+func (n *kernelNetwork) watchPort(ctx context.Context) {
+	ticker := time.NewTicker(portCheckInterval)
 	defer ticker.Stop()
 	for {
 		select {
@@ -202,72 +199,70 @@ func (n *kernelNetwork) lookAfterPort(ctx context.Context) {
 		case <-ticker.C:
 		}
 		if ok, err := n.receiver.present(); err == nil && !ok {
-			n.poke()
+			n.Notify()
 		}
 	}
 }
 
 // Sync implements backend.Network. It gets the changes of a set only once, so a failure
-// does not stop the later steps. The exception is the gate: without it no device is
+// does not stop the later steps. The exception is the filter: without it no device is
 // created.
 func (n *kernelNetwork) Sync(ctx context.Context, peers backend.Set) (backend.Outcome, error) {
-	removed, added := n.host.peers.follow(peers)
-	if n.fresh {
-		removed, added = nil, n.host.peers.all()
+	removed, added := n.host.peers.apply(peers)
+	if n.unfilled {
+		removed, added = nil, n.host.peers.list()
 	}
 	missing, portErr := n.receiver.ensure()
-	again, gateErr := n.admit(publics(removed), publics(added), peers)
-	if gateErr != nil {
-		n.behind = true
-		return backend.Outcome{}, oneline.Join(portErr, gateErr)
+	repaired, filterErr := n.admit(publicAddrs(removed), publicAddrs(added), peers)
+	if filterErr != nil {
+		n.routesStale = true
+		return backend.Outcome{}, oneline.Join(portErr, filterErr)
 	}
-	peers.All = peers.All || n.behind
-	n.behind = false
+	peers.All = peers.All || n.routesStale
+	n.routesStale = false
 	outcome, err := n.Programmer.Sync(ctx, peers)
 	if missing && portErr == nil {
 		outcome.Repaired++
 	}
-	if again {
+	if repaired {
 		outcome.Repaired++
 	}
 	return outcome, oneline.Join(portErr, err)
 }
 
-// admit updates and checks the gate, and reports whether it had to be repaired.
+// admit updates the filter, and repairs it if another program may have changed it. It
+// reports whether there was something to repair.
 func (n *kernelNetwork) admit(removed, added []netip.Addr, peers backend.Set) (repaired bool, err error) {
-	if n.gate == nil || n.former && !peers.Complete {
+	if n.filter == nil || n.inherited && !peers.Complete {
 		return false, nil
 	}
-	n.former, n.fresh = false, false
-	if err := n.gate.Update(removed, added); err != nil {
+	n.inherited, n.unfilled = false, false
+	if err := n.filter.update(removed, added); err != nil {
 		return false, err
 	}
-	if !n.ajar.Swap(false) && !peers.All {
+	if !n.filterChanged.Swap(false) && !peers.All {
 		return false, nil
 	}
-	repaired, err = n.gate.Check()
+	repaired, err = n.filter.repair()
 	if err != nil {
-		n.ajar.Store(true)
+		n.filterChanged.Store(true)
 	}
 	return repaired, err
 }
 
-// Mode implements backend.Carrier.
+// Mode implements backend.DataPath.
 func (*kernelNetwork) Mode() string { return modeKernel }
 
-// Dropped implements backend.Carrier.
+// Dropped implements backend.DataPath.
 func (n *kernelNetwork) Dropped() map[string]uint64 {
-	if n.gate == nil {
+	if n.filter == nil {
 		return nil
 	}
-	return n.gate.Dropped()
+	return n.filter.dropped()
 }
 
 // Close implements backend.Network. The objects in the kernel stay in use.
 func (n *kernelNetwork) Close() error {
-	n.cancel()
-	close(n.stop)
-	err := n.Programmer.Close()
-	n.running.Wait()
-	return err
+	n.Notifier.Close()
+	return n.Programmer.Close()
 }

@@ -15,38 +15,38 @@ import (
 
 // peers contains the peers of the tunnel.
 type peers struct {
-	table  *tunnel.Table
-	served map[string][]tunnel.Peer // peers in the table, by lease key
+	table   *tunnel.Table
+	byLease map[string][]tunnel.Peer // peers in the table, by lease key
 }
 
 func newPeers() peers {
-	return peers{table: tunnel.NewTable(), served: map[string][]tunnel.Peer{}}
+	return peers{table: tunnel.NewTable(), byLease: map[string][]tunnel.Peer{}}
 }
 
-// follow makes the table contain the set, and returns the changes. Its cost depends on
-// their number.
-func (p *peers) follow(set backend.Set) (removed, added []tunnel.Peer) {
+// apply makes the table contain the peers of set, and returns the changes. Its cost
+// depends on their number.
+func (p *peers) apply(set backend.Set) (removed, added []tunnel.Peer) {
 	visit := func(key string) {
 		lease := set.Leases[key]
 		if lease == nil && !set.Complete {
 			return
 		}
-		have, want := p.served[key], peersOf(lease)
+		have, want := p.byLease[key], peersOf(lease)
 		if slices.Equal(have, want) {
 			return
 		}
 		removed, added = append(removed, have...), append(added, want...)
 		if len(want) == 0 {
-			delete(p.served, key)
+			delete(p.byLease, key)
 		} else {
-			p.served[key] = want
+			p.byLease[key] = want
 		}
 	}
 	if set.All {
 		for key := range set.Leases {
 			visit(key)
 		}
-		for _, key := range slices.Collect(maps.Keys(p.served)) {
+		for _, key := range slices.Collect(maps.Keys(p.byLease)) {
 			visit(key)
 		}
 	} else {
@@ -60,11 +60,11 @@ func (p *peers) follow(set backend.Set) (removed, added []tunnel.Peer) {
 	return removed, added
 }
 
-// all returns the peers in the table.
-func (p *peers) all() []tunnel.Peer { return slices.Concat(slices.Collect(maps.Values(p.served))...) }
+// list returns the peers in the table, in any order.
+func (p *peers) list() []tunnel.Peer { return slices.Concat(slices.Collect(maps.Values(p.byLease))...) }
 
-// publics returns the public addresses of peers.
-func publics(peers []tunnel.Peer) []netip.Addr {
+// publicAddrs returns the public addresses of peers.
+func publicAddrs(peers []tunnel.Peer) []netip.Addr {
 	addrs := make([]netip.Addr, len(peers))
 	for i, p := range peers {
 		addrs[i] = p.Public
@@ -84,11 +84,11 @@ func peersOf(l *subnet.Lease) []tunnel.Peer {
 	return all
 }
 
-// holdings returns the holdings of a lease.
-func (p *peers) holdings(key string, port int) []backend.Holding {
-	var hs []backend.Holding
-	for _, peer := range p.served[key] {
-		hs = append(hs, backend.Holding{Object: fmt.Sprintf("%s in datagrams to %s port %d", peer.Subnet, peer.Public, port), Present: true})
+// objects returns the objects of a lease. All of them exist, because they are in memory.
+func (p *peers) objects(key string, port int) []backend.ObjectReport {
+	var hs []backend.ObjectReport
+	for _, peer := range p.byLease[key] {
+		hs = append(hs, backend.ObjectReport{Object: fmt.Sprintf("%s in datagrams to %s port %d", peer.Subnet, peer.Public, port), Present: true})
 	}
 	return hs
 }

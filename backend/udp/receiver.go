@@ -13,12 +13,11 @@ import (
 	"github.com/vishvananda/netlink/nl"
 	"golang.org/x/sys/unix"
 
-	"github.com/flanneld/flanneld/pkg/firewall/nftables"
 	"github.com/flanneld/flanneld/pkg/oneline"
 )
 
-// receiver is a FOU port: the kernel unpacks IPv4 packets from the datagrams that arrive
-// there. The kernel does not announce when a port is deleted.
+// receiver is a FOU port (foo over UDP, linux/fou.h): the kernel unpacks IPv4 packets from
+// the datagrams that arrive at local. It does not announce when a port is deleted.
 type receiver struct{ local netip.AddrPort }
 
 // fouMissing returns an error if the kernel has no FOU at present.
@@ -91,8 +90,8 @@ func (r receiver) ensure() (missing bool, err error) {
 	return true, err
 }
 
-// command adds or deletes a FOU port. The library's own functions do not support a port
-// with an address.
+// command adds or deletes a FOU port, with the attributes of linux/fou.h. The library's
+// own functions do not support a port with an address.
 func command(cmd uint8, at netip.AddrPort) error {
 	family, err := netlink.FouFamilyId()
 	if err != nil {
@@ -136,9 +135,9 @@ func (r receiver) remove() error {
 }
 
 // removeAll removes all objects of the kernel path: the device with the routes to it, the
-// port, and the gate.
+// port, and the filter.
 func (r receiver) removeAll() error {
-	return oneline.Join(removeDevice(), r.remove(), nftables.RemoveGate())
+	return oneline.Join(removeDevice(), r.remove(), removeFilter())
 }
 
 // removeDevice removes the device if it belongs to the kernel path.

@@ -3,6 +3,13 @@
 // Package udp carries packets between hosts in UDP datagrams. Each datagram contains one
 // packet and nothing else. The backend is for hosts whose kernel has no vxlan. If the
 // kernel supports fou it packs the datagrams, otherwise this process does.
+//
+//   - udp.go is the Backend and the network in user space, which package tunnel carries.
+//   - kernel.go is the network of the kernel path. Its objects besides device and routes
+//     are the FOU port in receiver.go and the source check in filter.go and
+//     filter_rules.go.
+//   - host.go is the Host, which outlives networks: it contains the TUN device and the
+//     peers (peers.go).
 package udp
 
 import (
@@ -24,7 +31,8 @@ import (
 // Type is the backend's name in the configuration. Leases do not contain it.
 const Type = "udp"
 
-// deviceName is the first name that other flannel daemons try.
+// deviceName is the name of the device. flannel creates flannel%d, for which the kernel
+// chooses the first free number.
 const deviceName = "flannel0"
 
 // Backend implements backend.Backend.
@@ -58,7 +66,7 @@ func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 	if b.config.Mode == modeKernel {
 		return b.startKernel(ctx, own)
 	}
-	err := b.fit()
+	err := b.kernelPreferred()
 	if err == nil {
 		var n backend.Network
 		if n, err = b.startKernel(ctx, own); err == nil {
@@ -73,7 +81,7 @@ func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 // startUserspace starts a network whose packets this process carries. Packets wait in the
 // device until the first Sync has set the peers.
 func (b *Backend) startUserspace(ctx context.Context, own subnet.Lease) (backend.Network, error) {
-	if err := b.host.leaveKernel(b.receiver()); err != nil {
+	if err := b.host.removeKernelPath(b.receiver()); err != nil {
 		return nil, err
 	}
 	reconciler, err := b.env.Reconciler(deviceName)
@@ -81,10 +89,10 @@ func (b *Backend) startUserspace(ctx context.Context, own subnet.Lease) (backend
 		return nil, err
 	}
 	n := &network{
-		Backend: b, own: own, wake: newWake(),
+		Backend: b, own: own, Notifier: backend.NewNotifier(ctx),
 		Programmer: &backend.Programmer{Base: b.base(own), Reconciler: reconciler},
 	}
-	n.watch(reconciler.Changed())
+	n.Forward(reconciler.Changed())
 	if err := n.start(ctx); err != nil {
 		return nil, oneline.Join(err, n.Close())
 	}
@@ -109,7 +117,7 @@ func (b *Backend) base(own subnet.Lease) dataplane.State {
 type network struct {
 	*Backend
 	*backend.Programmer
-	*wake
+	*backend.Notifier
 	own     subnet.Lease
 	tunnel  *tunnel.Tunnel // nil while there is none
 	started bool           // the tunnel carries packets
@@ -117,7 +125,7 @@ type network struct {
 
 // start opens device and tunnel. The tunnel carries no packets yet.
 func (n *network) start(ctx context.Context) error {
-	if err := n.open(ctx); err != nil {
+	if err := n.openTunnel(ctx); err != nil {
 		return err
 	}
 	if err := n.SetUp(ctx); err != nil {
@@ -126,9 +134,9 @@ func (n *network) start(ctx context.Context) error {
 	return nil
 }
 
-// open opens the device and a tunnel between it and the network.
-func (n *network) open(ctx context.Context) error {
-	device, err := n.host.open(ctx)
+// openTunnel opens the device and a tunnel between it and the network.
+func (n *network) openTunnel(ctx context.Context) error {
+	device, err := n.host.openDevice(ctx)
 	if err != nil {
 		return err
 	}
@@ -149,43 +157,46 @@ func (n *network) open(ctx context.Context) error {
 	return err
 }
 
-// carry makes the tunnel carry packets.
-func (n *network) carry() error {
+// startTunnel makes the tunnel carry packets.
+func (n *network) startTunnel() error {
 	if err := n.tunnel.Start(); err != nil {
 		return err
 	}
 	n.started = true
 	done := n.tunnel.Done()
-	n.running.Go(func() {
-		<-done
-		n.poke()
+	n.Go(func(ctx context.Context) {
+		select {
+		case <-done:
+			n.Notify()
+		case <-ctx.Done():
+		}
 	})
 	return nil
 }
 
 // Sync implements backend.Network.
 func (n *network) Sync(ctx context.Context, peers backend.Set) (backend.Outcome, error) {
-	n.host.peers.follow(peers)
-	if err := n.revive(ctx); err != nil {
+	n.host.peers.apply(peers)
+	if err := n.reopen(ctx); err != nil {
 		return backend.Outcome{}, err
 	}
 	outcome, err := n.Programmer.Sync(ctx, peers)
 	if !n.started { // a problem of one family must not affect the other
-		err = oneline.Join(err, n.carry())
+		err = oneline.Join(err, n.startTunnel())
 	}
 	return outcome, err
 }
 
-// revive opens a new device and tunnel if another program has deleted the device, or the
+// reopen opens a new device and tunnel if another program has deleted the device, or the
 // tunnel has ended.
-func (n *network) revive(ctx context.Context) error {
+func (n *network) reopen(ctx context.Context) error {
 	if n.tunnel != nil && n.tunnel.Err() == nil && n.tunnel.Device.Alive() {
 		return nil
 	}
 	if err := n.closeTunnel(); err != nil {
 		return err
 	}
-	return n.open(ctx)
+	return n.openTunnel(ctx)
 }
 
 func (n *network) closeTunnel() error {
@@ -211,22 +222,20 @@ func (*Backend) Check(l subnet.Lease) ([]string, error) {
 	return nil, nil
 }
 
-// Holdings implements backend.Inspector.
-func (n *network) Holdings(key string) []backend.Holding {
-	return n.host.peers.holdings(key, n.config.Port)
+// Objects implements backend.Inspector.
+func (n *network) Objects(key string) []backend.ObjectReport {
+	return n.host.peers.objects(key, n.config.Port)
 }
 
-// Mode implements backend.Carrier.
+// Mode implements backend.DataPath.
 func (*network) Mode() string { return modeUserspace }
 
-// Dropped implements backend.Carrier.
+// Dropped implements backend.DataPath.
 func (n *network) Dropped() map[string]uint64 { return n.host.counters.Dropped() }
 
 // Close implements backend.Network. The device belongs to the host and stays for the next
 // network.
 func (n *network) Close() error {
-	close(n.stop)
-	err := oneline.Join(n.closeTunnel(), n.Programmer.Close())
-	n.running.Wait()
-	return err
+	n.Notifier.Close()
+	return oneline.Join(n.closeTunnel(), n.Programmer.Close())
 }

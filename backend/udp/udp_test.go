@@ -37,9 +37,7 @@ func TestConfig(t *testing.T) {
 		{name: "port 0", env: v4, raw: `{"Port":0}`, err: "Backend.Port is 0: want 1 to 65535"},
 		{name: "port too big", env: v4, raw: `{"Port":65536}`, err: "Backend.Port is 65536"},
 		{name: "port not a number", env: v4, raw: `{"Port":"x"}`, err: "Port: want a whole number"},
-		{name: "too small for IPv6", env: backendtest.Env(1327, prefix.IPv6), raw: `{}`, err: "eth0 has an MTU of 1327, which leaves 1279 bytes inside udp: IPv6 needs 1280"},
-		{name: "just enough", env: backendtest.Env(1328, prefix.IPv6), raw: `{}`, want: config{8285, modeAuto}},
-		{name: "too small for IPv4", env: backendtest.Env(95, prefix.IPv4), raw: `{}`, err: "IPv4 needs 68"},
+		{name: "link too small", env: backendtest.Env(1327, prefix.IPv6), raw: `{}`, err: "eth0 has an MTU of 1327, which leaves 1279 bytes inside udp: IPv6 needs 1280"},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			got, _, err := parseConfig(json.RawMessage(tc.raw), tc.env)
@@ -59,15 +57,21 @@ func TestConfig(t *testing.T) {
 	}
 }
 
+func TestMTU(t *testing.T) {
+	backendtest.MTU{
+		New: NewHost(Settings{}).New, Of: func(b backend.Backend) int { return b.(*Backend).MTU() },
+		Overhead: map[prefix.Family]int{prefix.IPv4: 28, prefix.IPv6: 48},
+	}.Run(t)
+}
+
 func TestBase(t *testing.T) {
 	for _, tc := range []struct {
 		families []prefix.Family
-		mtu      int
 		want     []string
 	}{
-		{[]prefix.Family{prefix.IPv4}, 1472, []string{"address 10.5.7.0/32 dev flannel0", "route 10.5.0.0/16 dev flannel0"}},
-		{[]prefix.Family{prefix.IPv6}, 1452, []string{"address fd00:10:5:7::/128 dev flannel0", "route fd00:10:5::/48 dev flannel0"}},
-		{[]prefix.Family{prefix.IPv4, prefix.IPv6}, 1452, []string{
+		{[]prefix.Family{prefix.IPv4}, []string{"address 10.5.7.0/32 dev flannel0", "route 10.5.0.0/16 dev flannel0"}},
+		{[]prefix.Family{prefix.IPv6}, []string{"address fd00:10:5:7::/128 dev flannel0", "route fd00:10:5::/48 dev flannel0"}},
+		{[]prefix.Family{prefix.IPv4, prefix.IPv6}, []string{
 			"address 10.5.7.0/32 dev flannel0", "address fd00:10:5:7::/128 dev flannel0",
 			"route 10.5.0.0/16 dev flannel0", "route fd00:10:5::/48 dev flannel0",
 		}},
@@ -93,8 +97,8 @@ func TestBase(t *testing.T) {
 		if diff := cmp.Diff(tc.want, got); diff != "" {
 			t.Error(diff)
 		}
-		if l := state.Links["flannel0"]; l.MTU != tc.mtu || !l.Up || l.MTU != mtu(b.env) {
-			t.Errorf("link %+v, want MTU %d", l, tc.mtu)
+		if l := state.Links["flannel0"]; !l.Up || l.MTU != mtu(b.env) {
+			t.Errorf("link %+v, want MTU %d", l, mtu(b.env))
 		}
 	}
 }
@@ -148,7 +152,7 @@ func lease(key, s, public string) subnet.Lease {
 	return subnet.Lease{Key: key, Endpoints: []subnet.Endpoint{{Subnet: netip.MustParsePrefix(s), PublicIP: netip.MustParseAddr(public)}}}
 }
 
-func TestPeersFollow(t *testing.T) {
+func TestPeersApply(t *testing.T) {
 	a, b := lease("a", "10.5.1.0/24", "192.168.77.1"), lease("b", "10.5.2.0/24", "192.168.77.2")
 	set := func(all, complete bool, changed []string, leases ...subnet.Lease) backend.Set {
 		s := backend.Set{Leases: map[string]*subnet.Lease{}, All: all, Complete: complete, Changed: changed}
@@ -174,12 +178,12 @@ func TestPeersFollow(t *testing.T) {
 		{set(false, true, []string{"a"}, swapped[1]), swapped[1:]},
 		{set(true, true, nil), nil},
 	} {
-		p.follow(step.set)
+		p.apply(step.set)
 		want := map[string][]tunnel.Peer{}
 		for _, l := range step.want {
 			want[l.Key] = peersOf(&l)
 		}
-		if diff := cmp.Diff(want, p.served, cmp.Comparer(func(x, y tunnel.Peer) bool { return x == y })); diff != "" {
+		if diff := cmp.Diff(want, p.byLease, cmp.Comparer(func(x, y tunnel.Peer) bool { return x == y })); diff != "" {
 			t.Errorf("step %d: %s", i, diff)
 		}
 		if p.table.Size() != len(step.want) {

@@ -66,9 +66,9 @@ func parseConfig(raw json.RawMessage, env backend.Env) (config, []string, error)
 		if name := c.deviceName(f); len(name) > maxName {
 			return c, nil, fmt.Errorf("Backend.VNI is %d: the device for %s would be %s, and a name has at most %d characters", c.VNI, f, name, maxName)
 		}
-		if mtu := c.deviceMTU(env.Underlay.MTU, f); mtu < minMTU(f) {
+		if mtu := c.deviceMTU(env.Underlay.MTU, f); mtu < f.MinMTU() {
 			return c, nil, fmt.Errorf("the underlay MTU %d (Backend.MTU %d, %s %d) leaves %d bytes inside vxlan: %s needs %d",
-				mtu+overhead(f), c.MTU, env.Underlay.Name, env.Underlay.MTU, mtu, f, minMTU(f))
+				mtu+overhead(f), c.MTU, env.Underlay.Name, env.Underlay.MTU, mtu, f, f.MinMTU())
 		}
 	}
 	return c, warnings, nil
@@ -94,14 +94,6 @@ func overhead(f prefix.Family) int {
 		return 40 + 8 + 8 + 14
 	}
 	return 20 + 8 + 8 + 14
-}
-
-// minMTU returns the minimum MTU in bytes of a device that carries family f.
-func minMTU(f prefix.Family) int {
-	if f == prefix.IPv6 {
-		return 1280
-	}
-	return 68
 }
 
 // deviceMTU returns the MTU of the device for family f on an underlay link with the given

@@ -12,8 +12,8 @@ import (
 	"github.com/flanneld/flanneld/pkg/plainjson"
 )
 
-// leaseData is a lease's backend data for one family, in the form that flannel uses.
-// Older peers leave out VNI. Receivers ignore it.
+// leaseData is a lease's backend data for one family: the JSON object of flannel's
+// vxlanLeaseAttrs (pkg/backend/vxlan). Older peers leave out VNI. Receivers ignore it.
 type leaseData struct {
 	VNI     int
 	VtepMAC string

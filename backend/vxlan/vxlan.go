@@ -3,6 +3,10 @@
 // Package vxlan carries packets between hosts with the kernel's VXLAN device. There is
 // one device per address family, with a route, a neighbour and an FDB entry for each
 // peer.
+//
+//   - vxlan.go is the Backend, and the pure functions from leases to kernel objects.
+//   - config.go is the Backend object of the configuration, with the MTU.
+//   - data.go is the backend data of leases.
 package vxlan
 
 import (
@@ -109,7 +113,7 @@ func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 	}
 	n := &network{Backend: b, Programmer: &backend.Programmer{Base: base, Desired: b.desired, Reconciler: reconciler}}
 	if b.config.DirectRouting {
-		n.Volatile = recheck
+		n.Volatile = onLinkInterval
 	}
 	if err := n.SetUp(ctx); err != nil {
 		return nil, oneline.Join(fmt.Errorf("set up vxlan devices: %w", err), reconciler.Close())
@@ -117,9 +121,8 @@ func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 	return n, nil
 }
 
-// recheck is the minimum time between two checks of which peers are on a network of this
-// host.
-const recheck = time.Second
+// onLinkInterval is the minimum time between two checks of which peers are on-link.
+const onLinkInterval = time.Second
 
 // network implements backend.Network.
 type network struct {

@@ -49,11 +49,7 @@ func TestConfig(t *testing.T) {
 		{name: "port negative", env: v4, raw: `{"Port":-1}`, err: "Backend.Port is -1: want 0 (8472) to 65535"},
 		{name: "port too big", env: v4, raw: `{"Port":65536}`, err: "Backend.Port is 65536"},
 		{name: "MTU negative", env: v4, raw: `{"MTU":-1}`, err: "Backend.MTU is -1"},
-		{name: "MTU too small for IPv4", env: v4, raw: `{"MTU":117}`, err: "leaves 67 bytes inside vxlan: IPv4 needs 68"},
-		{name: "MTU just enough for IPv4", env: v4, raw: `{"MTU":118}`, want: config{VNI: 1, Port: 8472, MTU: 118, ChecksumOffload: "auto"}},
-		{name: "MTU too small for IPv6", env: dual, raw: `{"MTU":1349}`, err: "leaves 1279 bytes inside vxlan: IPv6 needs 1280"},
-		{name: "MTU just enough for IPv6", env: dual, raw: `{"MTU":1350}`, want: config{VNI: 1, Port: 8472, MTU: 1350, ChecksumOffload: "auto"}},
-		{name: "link too small for IPv6", env: backendtest.Env(1300, prefix.IPv6), raw: `{}`, err: "eth0 1300"},
+		{name: "MTU too small", env: v4, raw: `{"MTU":117}`, err: "the underlay MTU 117 (Backend.MTU 117, eth0 1500) leaves 67 bytes inside vxlan: IPv4 needs 68"},
 		{name: "wrong type", env: v4, raw: `{"VNI":"one"}`, err: "VNI"},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
@@ -85,23 +81,10 @@ func TestUnknownKeyIsAWarning(t *testing.T) {
 }
 
 func TestMTU(t *testing.T) {
-	for _, tc := range []struct {
-		link, configured int
-		families         []prefix.Family
-		want             int
-	}{
-		{1500, 0, []prefix.Family{prefix.IPv4}, 1450},
-		{1500, 0, []prefix.Family{prefix.IPv6}, 1430},
-		{1500, 0, []prefix.Family{prefix.IPv4, prefix.IPv6}, 1430},
-		{1500, 9000, []prefix.Family{prefix.IPv4}, 1450},
-		{9000, 1400, []prefix.Family{prefix.IPv4}, 1350},
-		{9000, 0, []prefix.Family{prefix.IPv6}, 8930},
-	} {
-		n := &network{Backend: &Backend{env: backendtest.Env(tc.link, tc.families...), config: config{VNI: 1, MTU: tc.configured}}}
-		if got := n.MTU(); got != tc.want {
-			t.Errorf("link %d, configured %d, %v: MTU %d, want %d", tc.link, tc.configured, tc.families, got, tc.want)
-		}
-	}
+	backendtest.MTU{
+		New: New, Of: func(b backend.Backend) int { return (&network{Backend: b.(*Backend)}).MTU() },
+		Overhead: map[prefix.Family]int{prefix.IPv4: 50, prefix.IPv6: 70}, Key: true,
+	}.Run(t)
 }
 
 func TestVtepMAC(t *testing.T) {

@@ -87,15 +87,15 @@ func parseConfig(raw json.RawMessage, env backend.Env) (config, []string, error)
 		return c, nil, fmt.Errorf("Backend.PSK and Backend.PSKFile are both set: want one")
 	}
 	if c.PSK != "" {
-		if _, err := wgtypes.ParseKey(c.PSK); err != nil { // whose text would show it
+		if _, err := wgtypes.ParseKey(c.PSK); err != nil { // the error's text would contain it
 			return c, nil, fmt.Errorf("Backend.PSK is no key: want 32 bytes in base64, as wg genpsk makes them")
 		}
 	}
-	return c, warnings, c.fits(env)
+	return c, warnings, c.check(env)
 }
 
-// fits returns an error if the configuration contradicts the families or the link.
-func (c config) fits(env backend.Env) error {
+// check returns an error if the configuration contradicts the families or the link.
+func (c config) check(env backend.Env) error {
 	have := families(env)
 	if c.Mode == modeSeparate && len(have) == 2 && c.ListenPort == c.ListenPortV6 {
 		return fmt.Errorf("Backend.ListenPort and Backend.ListenPortV6 are both %d: want different ports for two devices", c.ListenPort)
@@ -136,7 +136,7 @@ func (c config) psk() (wgtypes.Key, error) {
 		return wgtypes.Key{}, nil
 	}
 	key, err := wgtypes.ParseKey(text)
-	if err != nil { // whose text would show it
+	if err != nil { // the error's text would contain it
 		return key, fmt.Errorf("Backend.PSKFile %s holds no key: want 32 bytes in base64, as wg genpsk makes them", c.PSKFile)
 	}
 	return key, nil
@@ -185,13 +185,10 @@ func (t tunnel) overhead() int {
 // minMTU returns the minimum MTU in bytes with which the device can carry its families.
 func (t tunnel) minMTU() int {
 	if slices.Contains(t.families, prefix.IPv6) {
-		return minMTU6
+		return prefix.IPv6.MinMTU()
 	}
-	return 68
+	return prefix.IPv4.MinMTU()
 }
-
-// minMTU6 is the minimum MTU of an IPv6 link.
-const minMTU6 = 1280
 
 func (c config) deviceMTU(link int, t tunnel) int {
 	if c.MTU != 0 {

@@ -10,8 +10,9 @@ import (
 	"golang.zx2c4.com/wireguard/wgctrl/wgtypes"
 )
 
-// leaseData is a lease's backend data for one family, in the form that flannel uses.
-// Older peers leave out the port, and listen on the configured one.
+// leaseData is a lease's backend data for one family: the JSON object of flannel's
+// wireguardLeaseAttrs (pkg/backend/wireguard). Older peers leave out the port, and listen
+// on the configured one.
 type leaseData struct {
 	PublicKey string
 	Port      int

@@ -28,21 +28,21 @@ func currentInstant() instant {
 // ended long ago, although they continue. So handshakes takes the age from the wall clock
 // once per handshake, and from then on from a clock that cannot be stepped.
 type handshakes struct {
-	looked instant // zero before the first call of look
-	seen   map[wgtypes.Key]handshake
+	lastCall instant // time of the last call of ages; zero before the first
+	seen     map[wgtypes.Key]handshake
 }
 
 type handshake struct {
-	recorded time.Time     // time in the device's record
+	reported time.Time     // time that the device reports
 	at       time.Duration // time on the steady clock
 }
 
 // never is the age of a handshake that has not happened.
 const never = time.Duration(math.MaxInt64)
 
-// look returns the age of the last handshake with each of the peers, which must be the
+// ages returns the age of the last handshake with each of the peers, which must be the
 // present state of the device.
-func (h *handshakes) look(now instant, peers []wgtypes.Peer) map[wgtypes.Key]time.Duration {
+func (h *handshakes) ages(now instant, peers []wgtypes.Peer) map[wgtypes.Key]time.Duration {
 	ages := make(map[wgtypes.Key]time.Duration, len(peers))
 	seen := make(map[wgtypes.Key]handshake, len(peers))
 	for _, p := range peers {
@@ -51,27 +51,27 @@ func (h *handshakes) look(now instant, peers []wgtypes.Peer) map[wgtypes.Key]tim
 			continue
 		}
 		last, known := h.seen[p.PublicKey]
-		if !known || !last.recorded.Equal(p.LastHandshakeTime) {
-			last = handshake{p.LastHandshakeTime, now.steady - h.age(now, p.LastHandshakeTime)}
+		if !known || !last.reported.Equal(p.LastHandshakeTime) {
+			last = handshake{p.LastHandshakeTime, now.steady - h.newAge(now, p.LastHandshakeTime)}
 		}
 		ages[p.PublicKey], seen[p.PublicKey] = now.steady-last.at, last
 	}
-	h.looked, h.seen = now, seen
+	h.lastCall, h.seen = now, seen
 	return ages
 }
 
-// age returns the age of a handshake that is new since the last call of look. It is
-// therefore not older than that call. Its record uses the present wall clock, or the wall
-// clock before a step in the meantime. If both are possible the younger age counts,
-// because a session in use must not be taken for an ended one. Before the first call of
-// look no steps are known.
-func (h *handshakes) age(now instant, recorded time.Time) time.Duration {
-	age := now.wall.Sub(recorded)
-	if h.looked == (instant{}) {
+// newAge returns the age of a handshake that is new since the last call of ages. It is
+// therefore not older than that call. The device reports it by the present wall clock, or
+// by the wall clock before a step in the meantime. If both are possible the younger age
+// counts, because a session in use must not be taken for an ended one. Before the first
+// call of ages no steps are known.
+func (h *handshakes) newAge(now instant, reported time.Time) time.Duration {
+	age := now.wall.Sub(reported)
+	if h.lastCall == (instant{}) {
 		return age
 	}
-	since := now.steady - h.looked.steady
-	step := now.wall.Sub(h.looked.wall) - since
+	since := now.steady - h.lastCall.steady
+	step := now.wall.Sub(h.lastCall.wall) - since
 	youngest := since
 	for _, possible := range []time.Duration{age, age - step} {
 		if possible >= 0 {

@@ -22,14 +22,14 @@ func (c *steppedClock) now() instant {
 }
 
 // TestHandshakes checks that the age of a handshake is right with a step of the clock at
-// any time, except before the first look.
+// any time, except before the first call of ages.
 func TestHandshakes(t *testing.T) {
 	const minute = time.Minute
 	type event struct {
 		after     time.Duration // time since the last event
 		step      time.Duration // step of the wall clock
 		handshake bool
-		want      time.Duration // age that a look returns; 0 means no look
+		want      time.Duration // age that ages returns; 0 means no call
 	}
 	begin := []event{{handshake: true}, {after: minute, want: minute}}
 	for name, events := range map[string][]event{
@@ -44,7 +44,7 @@ func TestHandshakes(t *testing.T) {
 		"handshake behind, back": {{step: -time.Hour}, {after: minute, handshake: true}, {after: minute, want: minute}},
 		"twice":                  {{step: time.Hour}, {after: minute, want: 2 * minute}, {step: time.Hour}, {after: minute, want: 3 * minute}},
 		"there and back":         {{step: time.Hour}, {after: minute, step: -time.Hour}, {after: minute, want: 3 * minute}},
-		"by less than a look is old": { // both are possible, and the younger age counts
+		"by less than the time since the last call": { // both are possible, and the younger age counts
 			{after: minute, handshake: true}, {after: 3 * minute, step: 2 * minute}, {after: minute, want: 4 * minute},
 		},
 	} {
@@ -61,7 +61,7 @@ func TestHandshakes(t *testing.T) {
 				if e.want == 0 {
 					continue
 				}
-				if got := h.look(c.now(), []wgtypes.Peer{p})[p.PublicKey]; got != e.want {
+				if got := h.ages(c.now(), []wgtypes.Peer{p})[p.PublicKey]; got != e.want {
 					t.Errorf("event %d: the handshake is %v old, want %v", i, got, e.want)
 				}
 			}
@@ -71,16 +71,16 @@ func TestHandshakes(t *testing.T) {
 	now := currentInstant()
 	peers := []wgtypes.Peer{{PublicKey: key(2), LastHandshakeTime: now.wall.Add(-time.Hour)}, {PublicKey: key(3)}, {PublicKey: key(4), LastHandshakeTime: time.Unix(0, 0)}}
 	want := map[wgtypes.Key]time.Duration{key(2): time.Hour, key(3): never, key(4): never}
-	if got := h.look(now, peers); !maps.Equal(got, want) {
-		t.Errorf("ages at the first look are %v, want %v", got, want)
+	if got := h.ages(now, peers); !maps.Equal(got, want) {
+		t.Errorf("ages at the first call are %v, want %v", got, want)
 	}
 }
 
 // TestClockStep checks that learned endpoints survive a step of the clock, for each order
-// of step, handshake and looks, and that they are dropped when the session ends.
+// of step, handshake and passes, and that they are dropped when the session ends.
 func TestClockStep(t *testing.T) {
 	for name, step := range map[string]time.Duration{"forward": 24 * time.Hour, "a little forward": 200 * time.Second, "back": -24 * time.Hour} {
-		for _, looks := range []bool{true, false} {
+		for _, passBetween := range []bool{true, false} {
 			n, _, c := start(t)
 			clock := steppedClock{}
 			n.now = clock.now
@@ -102,7 +102,7 @@ func TestClockStep(t *testing.T) {
 			c.expect(t, "flannel-wg", leased)
 			clock.passed += time.Minute
 			learn()
-			if looks {
+			if passBetween {
 				pass(time.Minute)
 			}
 			clock.step = step
@@ -114,7 +114,7 @@ func TestClockStep(t *testing.T) {
 			pass(2 * time.Minute)
 			c.expect(t, "flannel-wg", leased)
 			if t.Failed() {
-				t.Fatalf("clock stepped %s, looked at between handshake and step: %v", name, looks)
+				t.Fatalf("clock stepped %s, a pass between handshake and step: %v", name, passBetween)
 			}
 		}
 	}

@@ -29,31 +29,31 @@ const flannelKeyFile = "/run/flannel/wgkey"
 // path.
 const writtenFile = "wgkey-written"
 
-// keeper stores the private key, so that it survives restarts and reboots.
-type keeper struct {
+// keyStore stores the private key, so that it survives restarts and reboots.
+type keyStore struct {
 	path     string // empty if the key is not stored
 	fallback string // is read if path does not exist; may be empty
 	written  string // list of written key files; empty if there is none
 }
 
-func newKeeper(stateDir string) keeper {
+func newKeyStore(stateDir string) keyStore {
 	if path, ok := os.LookupEnv("WIREGUARD_KEY_FILE"); ok && path != "" {
-		k := keeper{path: path}
+		s := keyStore{path: path}
 		if stateDir != "" {
-			k.written = filepath.Join(stateDir, writtenFile)
+			s.written = filepath.Join(stateDir, writtenFile)
 		}
-		return k
+		return s
 	}
 	if stateDir == "" {
-		return keeper{fallback: flannelKeyFile}
+		return keyStore{fallback: flannelKeyFile}
 	}
-	return keeper{path: filepath.Join(stateDir, keyFile), fallback: flannelKeyFile}
+	return keyStore{path: filepath.Join(stateDir, keyFile), fallback: flannelKeyFile}
 }
 
 // key returns the stored private key, or else that of the existing device (zero if there
 // is none), or else a new one. The key is on disk when key returns.
-func (k keeper) key(device wgtypes.Key) (wgtypes.Key, error) {
-	for _, path := range []string{k.path, k.fallback} {
+func (s keyStore) key(device wgtypes.Key) (wgtypes.Key, error) {
+	for _, path := range []string{s.path, s.fallback} {
 		if path == "" {
 			continue
 		}
@@ -64,19 +64,19 @@ func (k keeper) key(device wgtypes.Key) (wgtypes.Key, error) {
 		if err != nil {
 			return key, err
 		}
-		if path == k.path {
+		if path == s.path {
 			return key, nil
 		}
-		return key, k.save(key)
+		return key, s.save(key)
 	}
 	if device != (wgtypes.Key{}) {
-		return device, k.save(device)
+		return device, s.save(device)
 	}
 	key, err := wgtypes.GeneratePrivateKey()
 	if err != nil {
 		return key, fmt.Errorf("make a private key: %w", err)
 	}
-	return key, k.save(key)
+	return key, s.save(key)
 }
 
 func readKey(path string) (wgtypes.Key, error) {
@@ -91,14 +91,14 @@ func readKey(path string) (wgtypes.Key, error) {
 	return key, nil
 }
 
-func (k keeper) save(key wgtypes.Key) error {
-	if k.path == "" {
+func (s keyStore) save(key wgtypes.Key) error {
+	if s.path == "" {
 		return nil
 	}
-	if k.written != "" {
-		_ = k.note(key) // without the note a cleanup does not find the file, which does not prevent the start
+	if s.written != "" {
+		_ = s.addToWritten(key) // without the note a cleanup does not find the file, which does not prevent the start
 	}
-	if err := writeSecret(k.path, []byte(key.String())); err != nil {
+	if err := writeSecret(s.path, []byte(key.String())); err != nil {
 		return fmt.Errorf("keep private key: %w", err)
 	}
 	return nil
@@ -112,13 +112,13 @@ func writeSecret(path string, text []byte) error {
 	return renameio.WriteFile(path, text, 0o600, renameio.WithTempDir(dir), renameio.IgnoreUmask())
 }
 
-// note adds k.path to the list of written key files.
-func (k keeper) note(key wgtypes.Key) error {
-	path, err := filepath.Abs(k.path)
+// addToWritten adds s.path to the list of written key files, with the public key of key.
+func (s keyStore) addToWritten(key wgtypes.Key) error {
+	path, err := filepath.Abs(s.path)
 	if err != nil {
 		return err
 	}
-	list, err := readWritten(k.written)
+	list, err := readWritten(s.written)
 	if err != nil || list == nil {
 		list = map[string]string{}
 	}
@@ -127,11 +127,11 @@ func (k keeper) note(key wgtypes.Key) error {
 	if err != nil {
 		return err
 	}
-	return writeSecret(k.written, text)
+	return writeSecret(s.written, text)
 }
 
-// readWritten reads the list of the private key files that flanneld has written: their paths,
-// each with its public key. It returns nil if the list does not exist.
+// readWritten reads the list of the private key files that flanneld has written: their
+// paths, each with its public key. It returns nil if the list does not exist.
 func readWritten(path string) (list map[string]string, err error) {
 	text, err := os.ReadFile(path)
 	if errors.Is(err, fs.ErrNotExist) {

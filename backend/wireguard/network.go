@@ -9,7 +9,6 @@ import (
 	"net"
 	"slices"
 	"strings"
-	"sync"
 	"syscall"
 	"time"
 
@@ -25,6 +24,7 @@ import (
 type network struct {
 	*Backend
 	*backend.Programmer
+	*backend.Notifier
 	key            wgtypes.Key
 	control        control // nil until start
 	devices        []*device
@@ -32,10 +32,6 @@ type network struct {
 	secret         secret
 	failed         bool // the last pass failed, and its changes are not announced again
 	now            func() instant
-
-	changed chan struct{}
-	stop    chan struct{}
-	running sync.WaitGroup
 }
 
 // control reads and configures devices.
@@ -62,11 +58,11 @@ func (hostControl) Index(device string) (int, error) {
 // device is a tunnel with its last known state.
 type device struct {
 	tunnel
-	userspace *userspaceDevice // nil if the kernel implements it
-	index     int              // another index means another device, without any peers
-	peers     map[string]peer  // wanted peers, by lease key
-	swept     bool             // other peers were removed
-	waiting   int              // number of peers that still have another preshared key
+	userspace       *userspaceDevice // nil if the kernel implements it
+	index           int              // another index means another device, without any peers
+	peers           map[string]peer  // wanted peers, by lease key
+	unwantedRemoved bool             // peers without a lease were removed
+	waiting         int              // number of peers that still have another preshared key
 
 	handshakes handshakes
 }
@@ -75,7 +71,7 @@ type device struct {
 // does not affect the peers of the other.
 func (n *network) Sync(ctx context.Context, peers backend.Set) (o backend.Outcome, err error) {
 	defer func() { n.failed = err != nil }()
-	if err := n.revive(ctx); err != nil {
+	if err := n.ensureUserspace(ctx); err != nil {
 		return backend.Outcome{}, err
 	}
 	o, failed := n.Programmer.Sync(ctx, peers)
@@ -87,13 +83,13 @@ func (n *network) Sync(ctx context.Context, peers backend.Set) (o backend.Outcom
 	return o, oneline.Join(failed, err)
 }
 
-// revive starts the devices of this process that do not run.
-func (n *network) revive(ctx context.Context) error {
+// ensureUserspace starts the devices of this process that do not run.
+func (n *network) ensureUserspace(ctx context.Context) error {
 	for _, d := range n.devices {
 		if d.userspace == nil {
 			continue
 		}
-		fresh, err := d.userspace.ensure(ctx)
+		fresh, err := d.userspace.ensureRunning(ctx)
 		if err != nil {
 			return fmt.Errorf("run WireGuard device %s: %w", d.name, err)
 		}
@@ -125,79 +121,106 @@ func (n *network) syncPeers(ctx context.Context, set backend.Set) (repaired int,
 	if err := oneline.Join(errs...); err != nil {
 		return repaired, err
 	}
-	n.secret.settle(ctx, waiting, set.Complete)
+	n.secret.setWaiting(ctx, waiting, set.Complete)
 	return repaired, nil
 }
 
+// syncDevice makes the settings and peers of a device match set, and returns the number of
+// peers that another program had changed. It reads the device if any of its peers may
+// differ from the last pass. Otherwise it trusts what it wrote then, because reading
+// thousands of peers costs far more than changing one.
 func (n *network) syncDevice(d *device, s settings, set backend.Set) (repaired int, err error) {
 	index, err := n.control.Index(d.name)
 	if err != nil {
 		return 0, err
 	}
-	whole := set.All || n.failed || len(set.Changed) == 0 || s.rotating || index != d.index || set.Complete && !d.swept
-	change := diff{settings: s, want: map[wgtypes.Key]peer{}, known: map[wgtypes.Key]peer{}}
-	next := map[string]peer{} // peers of the leases that may differ
-	if whole {
-		if change.have, err = n.control.Device(d.name); err != nil {
+	same := index == d.index // otherwise it is another device, without any peers
+	full := set.All || n.failed || len(set.Changed) == 0 || s.rotating || !same || set.Complete && !d.unwantedRemoved
+	var change diff
+	var next map[string]peer // wanted peers of the leases that may differ, by lease key
+	if full {
+		if change, next, err = n.diffOfAll(d, s, set, same); err != nil {
 			return 0, err
-		}
-		change.sweep, change.ages = set.Complete, d.handshakes.look(n.now(), change.have.Peers)
-		if index == d.index {
-			for _, p := range d.peers {
-				change.known[p.key] = p
-			}
-		}
-		for key, l := range set.Leases {
-			n.want(d, key, *l, next, change.want)
 		}
 		d.waiting = change.waiting()
 	} else {
-		change.have, change.sweep, change.remembered = &wgtypes.Device{PrivateKey: s.key, ListenPort: s.port}, true, true
-		for _, key := range set.Changed {
-			if p, ok := d.peers[key]; ok {
-				change.known[p.key] = p
-				change.have.Peers = append(change.have.Peers, asKept(p, s))
-			}
-			if l, ok := set.Leases[key]; ok {
-				n.want(d, key, *l, next, change.want)
-			}
-		}
+		change, next = n.diffOfChanged(d, s, set)
 	}
 	cfg, changed := change.config()
 	if changed {
 		if err := n.control.ConfigureDevice(d.name, cfg); err != nil {
-			return 0, explain(err, s.port)
+			return 0, explainPortInUse(err, s.port)
 		}
 		if d.userspace != nil {
-			d.userspace.greeter.greet(n.key.PublicKey(), cfg.Peers)
+			d.userspace.initiator.initiate(n.key.PublicKey(), cfg.Peers)
 		}
 	}
-	if whole && index == d.index && d.swept {
-		repaired = foreign(cfg, change)
+	if full && same && d.unwantedRemoved {
+		repaired = countRepairs(cfg, change)
 	}
-	d.record(index, whole, set, next)
+	d.setPeers(index, full, set, next)
 	return repaired, nil
 }
 
-func (n *network) want(d *device, key string, l subnet.Lease, next map[string]peer, want map[wgtypes.Key]peer) {
+// diffOfAll compares the device with all leases. same reports whether it is the device of
+// the last pass.
+func (n *network) diffOfAll(d *device, s settings, set backend.Set, same bool) (diff, map[string]peer, error) {
+	have, err := n.control.Device(d.name)
+	if err != nil {
+		return diff{}, nil, err
+	}
+	c := newDiff(s, have)
+	c.removeUnwanted, c.ages = set.Complete, d.handshakes.ages(n.now(), have.Peers)
+	if same {
+		for _, p := range d.peers {
+			c.known[p.key] = p
+		}
+	}
+	next := map[string]peer{}
+	for key, l := range set.Leases {
+		n.addWanted(d, key, *l, next, c.want)
+	}
+	return c, next, nil
+}
+
+// diffOfChanged compares what was written in the last pass with the changed leases.
+func (n *network) diffOfChanged(d *device, s settings, set backend.Set) (diff, map[string]peer) {
+	have := &wgtypes.Device{PrivateKey: s.key, ListenPort: s.port}
+	c, next := newDiff(s, have), map[string]peer{}
+	c.removeUnwanted, c.fromMemory = true, true
+	for _, key := range set.Changed {
+		if p, ok := d.peers[key]; ok {
+			c.known[p.key] = p
+			have.Peers = append(have.Peers, asWritten(p, s))
+		}
+		if l, ok := set.Leases[key]; ok {
+			n.addWanted(d, key, *l, next, c.want)
+		}
+	}
+	return c, next
+}
+
+// addWanted adds the peer for a lease to next, by the lease's key, and to want, unless the
+// device does not serve the lease.
+func (n *network) addWanted(d *device, key string, l subnet.Lease, next map[string]peer, want map[wgtypes.Key]peer) {
 	if p, ok := n.peer(d.tunnel, l); ok {
 		next[key], want[p.key] = p, p
 	}
 }
 
-// asKept returns a peer as it was written. Only the device knows its present endpoint.
-func asKept(p peer, s settings) wgtypes.Peer {
+// asWritten returns a peer as it was written. Only the device knows its present endpoint.
+func asWritten(p peer, s settings) wgtypes.Peer {
 	return wgtypes.Peer{
 		PublicKey: p.key, PresharedKey: s.psk, PersistentKeepaliveInterval: s.keepalive,
 		Endpoint: net.UDPAddrFromAddrPort(p.endpoint), AllowedIPs: ipNets(p.allowed),
 	}
 }
 
-// record stores the present state of the device.
-func (d *device) record(index int, whole bool, set backend.Set, next map[string]peer) {
+// setPeers stores the state of the device after a pass.
+func (d *device) setPeers(index int, full bool, set backend.Set, next map[string]peer) {
 	d.index = index
-	if whole {
-		d.peers, d.swept = next, set.Complete
+	if full {
+		d.peers, d.unwantedRemoved = next, set.Complete
 		return
 	}
 	for _, key := range set.Changed {
@@ -208,9 +231,9 @@ func (d *device) record(index int, whole bool, set backend.Set, next map[string]
 	}
 }
 
-// foreign counts the changes that undo those of another program: changes to peers whose
-// wanted state is the same as before.
-func foreign(c wgtypes.Config, d diff) (count int) {
+// countRepairs counts the changes that undo those of another program: changes to peers
+// whose wanted state is the same as before.
+func countRepairs(c wgtypes.Config, d diff) (count int) {
 	for _, p := range c.Peers {
 		before, known := d.known[p.PublicKey]
 		now, wanted := d.want[p.PublicKey]
@@ -223,8 +246,8 @@ func foreign(c wgtypes.Config, d diff) (count int) {
 	return count
 }
 
-// explain adds the meaning of a device's error.
-func explain(err error, port int) error {
+// explainPortInUse adds the meaning of a device's error.
+func explainPortInUse(err error, port int) error {
 	// A device of this process returns a number, which wgctrl turns into a text.
 	inUse := fmt.Sprintf("errno=-%d", int(syscall.EADDRINUSE))
 	if errors.Is(err, syscall.EADDRINUSE) || strings.HasSuffix(err.Error(), inUse) {
@@ -233,29 +256,26 @@ func explain(err error, port int) error {
 	return err
 }
 
-// Holdings implements backend.Inspector.
-func (n *network) Holdings(key string) []backend.Holding {
-	var hs []backend.Holding
+// Objects implements backend.Inspector.
+func (n *network) Objects(key string) []backend.ObjectReport {
+	var hs []backend.ObjectReport
 	for _, d := range n.devices {
 		if p, ok := d.peers[key]; ok {
-			hs = append(hs, backend.Holding{Object: p.String() + " dev " + d.name, Present: true})
+			hs = append(hs, backend.ObjectReport{Object: p.String() + " dev " + d.name, Present: true})
 		}
 	}
 	return hs
 }
 
-// Changed implements backend.Network.
-func (n *network) Changed() <-chan struct{} { return n.changed }
-
-// Mode implements backend.Carrier.
+// Mode implements backend.DataPath.
 func (n *network) Mode() string { return n.implementation }
 
-// Dropped implements backend.Carrier. WireGuard does not count drops.
+// Dropped implements backend.DataPath. WireGuard does not count drops.
 func (*network) Dropped() map[string]uint64 { return nil }
 
 // Close implements backend.Network.
 func (n *network) Close() error {
-	close(n.stop)
+	n.Notifier.Close()
 	errs := []error{n.Reconciler.Close()}
 	if n.control != nil {
 		errs = append(errs, n.control.Close())
@@ -265,6 +285,5 @@ func (n *network) Close() error {
 			errs = append(errs, d.userspace.close())
 		}
 	}
-	n.running.Wait()
 	return oneline.Join(errs...)
 }

@@ -96,7 +96,7 @@ type settings struct {
 }
 
 // sessionLife is the time after its handshake during which a session may be used
-// (REJECT_AFTER_TIME of the protocol).
+// (REJECT_AFTER_TIME of the protocol, section 6.1 of its white paper).
 const sessionLife = 180 * time.Second
 
 // diff computes the changes from a device's state to the wanted settings and peers.
@@ -106,16 +106,21 @@ const sessionLife = 180 * time.Second
 // written only if the wanted endpoint has changed since the last pass (known), or if
 // there is no session.
 //
-// With sweep, peers that are not wanted are removed. If remembered is set, have is the
+// With removeUnwanted, peers that are not wanted are removed. With fromMemory, have is the
 // last written state and was not read from the device, so a peer may be missing there.
 type diff struct {
 	have  *wgtypes.Device
 	want  map[wgtypes.Key]peer
 	known map[wgtypes.Key]peer
 	settings
-	ages       map[wgtypes.Key]time.Duration // ages of the last handshakes, if have was read
-	sweep      bool
-	remembered bool
+	ages           map[wgtypes.Key]time.Duration // ages of the last handshakes, if have was read
+	removeUnwanted bool
+	fromMemory     bool
+}
+
+// newDiff returns a diff from have to settings, without any wanted peers.
+func newDiff(s settings, have *wgtypes.Device) diff {
+	return diff{have: have, settings: s, want: map[wgtypes.Key]peer{}, known: map[wgtypes.Key]peer{}}
 }
 
 // config returns the changes. changed is false if there are none.
@@ -135,7 +140,7 @@ func (d diff) config() (c wgtypes.Config, changed bool) {
 			if p, differs := d.change(h, w); differs {
 				c.Peers = append(c.Peers, p)
 			}
-		case d.sweep:
+		case d.removeUnwanted:
 			c.Peers = append(c.Peers, wgtypes.PeerConfig{PublicKey: h.PublicKey, Remove: true, UpdateOnly: true})
 		}
 	}
@@ -182,7 +187,7 @@ func (d diff) change(h wgtypes.Peer, w peer) (p wgtypes.PeerConfig, differs bool
 	if !sameNetworks(h.AllowedIPs, w.allowed) {
 		p.ReplaceAllowedIPs, p.AllowedIPs, differs = true, ipNets(w.allowed), true
 	}
-	if moved && d.remembered { // the endpoint of one that has not moved is known only to the device
+	if moved && d.fromMemory { // the endpoint of one that has not moved is known only to the device
 		return d.add(w), true
 	}
 	return p, differs

@@ -36,11 +36,11 @@ func takesPSK(age time.Duration) bool {
 
 // secret is the preshared key in use.
 type secret struct {
-	key      wgtypes.Key
-	known    bool
-	failing  bool // the failure is logged
-	rotating bool // the key is new, so a peer with another key may have the last one
-	waiting  bool // some peers do not have it yet
+	key           wgtypes.Key
+	known         bool
+	failureLogged bool // the failure is logged
+	rotating      bool // the key is new, so a peer with another key may have the last one
+	waiting       bool // some peers do not have it yet
 }
 
 // read returns the preshared key. If the file can no longer be read, it returns the last
@@ -51,10 +51,10 @@ func (s *secret) read(ctx context.Context, c config) (wgtypes.Key, error) {
 		return key, err
 	}
 	log := klog.FromContext(ctx)
-	if err != nil && !s.failing {
+	if err != nil && !s.failureLogged {
 		log.Error(err, "going on with the preshared key that was there before")
 	}
-	if s.failing = err != nil; s.failing {
+	if s.failureLogged = err != nil; s.failureLogged {
 		return s.key, nil
 	}
 	if s.known && key != s.key {
@@ -66,9 +66,9 @@ func (s *secret) read(ctx context.Context, c config) (wgtypes.Key, error) {
 	return key, nil
 }
 
-// settle records the number of peers that wait for the key. all reports whether these are
-// all peers.
-func (s *secret) settle(ctx context.Context, waiting int, all bool) {
+// setWaiting records the number of peers that wait for the key after a pass. all reports
+// whether the pass included all peers.
+func (s *secret) setWaiting(ctx context.Context, waiting int, all bool) {
 	was := s.waiting
 	s.waiting = waiting > 0
 	if s.waiting || !s.rotating {
@@ -80,33 +80,22 @@ func (s *secret) settle(ctx context.Context, waiting int, all bool) {
 	s.rotating = !all
 }
 
-// watch passes on to Changed what kernel receives, and changes of the file of the
-// preshared key, until Close.
-func (n *network) watch(kernel <-chan struct{}) {
-	n.running.Go(func() {
-		var tick <-chan time.Time
-		if n.config.PSKFile != "" {
-			ticker := time.NewTicker(pskCheck)
-			defer ticker.Stop()
-			tick = ticker.C
+// watchPSKFile notifies the loop when the file of the preshared key changes, until the end
+// of ctx.
+func (n *network) watchPSKFile(ctx context.Context) {
+	ticker := time.NewTicker(pskCheck)
+	defer ticker.Stop()
+	last, _ := os.ReadFile(n.config.PSKFile) // read reports the error
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-ticker.C:
 		}
-		seen, _ := os.ReadFile(n.config.PSKFile) // read reports the error
-		for {
-			select {
-			case <-n.stop:
-				return
-			case <-kernel:
-			case <-tick:
-				now, _ := os.ReadFile(n.config.PSKFile)
-				if bytes.Equal(now, seen) {
-					continue
-				}
-				seen = now
-			}
-			select {
-			case n.changed <- struct{}{}:
-			default:
-			}
+		now, _ := os.ReadFile(n.config.PSKFile)
+		if !bytes.Equal(now, last) {
+			last = now
+			n.Notify()
 		}
-	})
+	}
 }

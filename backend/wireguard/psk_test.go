@@ -52,7 +52,7 @@ func TestSecret(t *testing.T) {
 		if s.rotating != step.rotating {
 			t.Errorf("%s: rotating is %v", step.name, s.rotating)
 		}
-		s.settle(ctx, step.waiting, step.all)
+		s.setWaiting(ctx, step.waiting, step.all)
 		if said := log.String(); !strings.Contains(said, step.says) || step.says == "" && said != "" {
 			t.Errorf("%s: log %q, want %q", step.name, said, step.says)
 		}
@@ -76,7 +76,7 @@ func TestForeign(t *testing.T) {
 		{"stranger", wgtypes.PeerConfig{PublicKey: key(3), Remove: true}, true, 1},
 	} {
 		d := diff{want: peers, known: peers, settings: settings{rotating: tt.rotating}}
-		if got := foreign(wgtypes.Config{Peers: []wgtypes.PeerConfig{tt.change}}, d); got != tt.count {
+		if got := countRepairs(wgtypes.Config{Peers: []wgtypes.PeerConfig{tt.change}}, d); got != tt.count {
 			t.Errorf("%s: %d changes are another program's, want %d", tt.name, got, tt.count)
 		}
 	}

@@ -20,23 +20,24 @@ import (
 	"github.com/flanneld/flanneld/pkg/oneline"
 )
 
-// socketDir is the folder in which wg(8) and wgctrl look for devices in user space.
+// socketDir is the folder in which wg(8) and wgctrl search for devices in user space (the
+// cross-platform userspace interface of WireGuard).
 const socketDir = "/var/run/wireguard"
 
 // tunDevice is the device file for creating TUN devices.
 const tunDevice = "/dev/net/tun"
 
-// lacking adds a remedy to an error about a file that this process cannot use.
-func lacking(err error) error {
+// accessError adds a remedy to an error about a file that this process cannot use.
+func accessError(err error) error {
 	return fmt.Errorf("run WireGuard in user space: %w (it needs access to %s, and to write in %s: "+
 		"with systemd install flanneld-wireguard.conf, in Kubernetes set flannel.privileged)", err, tunDevice, socketDir)
 }
 
-// usable returns an error if this process has no access to a device file.
-func usable(path string) error {
+// checkAccess returns an error if this process has no access to a device file.
+func checkAccess(path string) error {
 	f, err := os.OpenFile(path, os.O_RDWR, 0)
 	if err != nil {
-		return lacking(err)
+		return accessError(err)
 	}
 	return f.Close()
 }
@@ -48,15 +49,15 @@ type userspaceDevice struct {
 	name string
 	mtu  int
 
-	dev     *wgdevice.Device // nil while it does not run
-	greeter *greeter
-	socket  net.Listener
-	hangUp  context.CancelFunc // disconnects the socket's clients
-	members sync.WaitGroup     // goroutines that serve the clients
+	dev        *wgdevice.Device // nil while it does not run
+	initiator  *initiator
+	socket     net.Listener
+	disconnect context.CancelFunc // disconnects the socket's clients
+	clients    sync.WaitGroup     // goroutines that serve the clients
 }
 
-// ensure starts the device unless it runs. fresh reports whether it did.
-func (u *userspaceDevice) ensure(ctx context.Context) (fresh bool, err error) {
+// ensureRunning starts the device unless it runs. fresh reports whether it did.
+func (u *userspaceDevice) ensureRunning(ctx context.Context) (fresh bool, err error) {
 	if u.dev != nil {
 		select {
 		case <-u.dev.Wait(): // another program has deleted the TUN device
@@ -74,7 +75,7 @@ func (u *userspaceDevice) ensure(ctx context.Context) (fresh bool, err error) {
 }
 
 func (u *userspaceDevice) start(ctx context.Context) error {
-	if err := usable(tunDevice); err != nil {
+	if err := checkAccess(tunDevice); err != nil {
 		return err
 	}
 	t, err := tun.CreateTUN(u.name, u.mtu)
@@ -85,12 +86,12 @@ func (u *userspaceDevice) start(ctx context.Context) error {
 		return oneline.Join(err, t.Close())
 	}
 	log := klog.FromContext(ctx).WithValues("device", u.name)
-	say := func(level int) func(string, ...any) {
+	logf := func(level int) func(string, ...any) {
 		return func(format string, args ...any) { log.V(level).Info(fmt.Sprintf(format, args...)) }
 	}
 	// Its errors concern single packets and handshakes.
-	u.dev = wgdevice.NewDevice(t, conn.NewStdNetBind(), &wgdevice.Logger{Verbosef: say(6), Errorf: say(4)})
-	u.greeter = newGreeter(u.dev)
+	u.dev = wgdevice.NewDevice(t, conn.NewStdNetBind(), &wgdevice.Logger{Verbosef: logf(6), Errorf: logf(4)})
+	u.initiator = newInitiator(u.dev)
 	if u.socket, err = listen(ctx, socketDir, u.name); err != nil {
 		return err
 	}
@@ -112,20 +113,20 @@ func persist(f *os.File) error {
 	return nil
 }
 
-// listen opens the control socket of the WireGuard device name in dir. It replaces a socket
-// that a process has left there at its end. That is safe because the caller holds the daemon's
-// lock, so no other daemon runs such a device.
+// listen opens the control socket of the WireGuard device name in dir. It replaces a
+// socket that a process has left there at its end. That is safe because the caller has
+// taken the daemon's lock, so no other daemon runs such a device.
 func listen(ctx context.Context, dir, name string) (net.Listener, error) {
 	if err := os.MkdirAll(dir, 0o700); err != nil {
-		return nil, lacking(err)
+		return nil, accessError(err)
 	}
 	path := filepath.Join(dir, name+".sock")
 	if err := os.Remove(path); err != nil && !errors.Is(err, os.ErrNotExist) {
-		return nil, lacking(err)
+		return nil, accessError(err)
 	}
 	l, err := new(net.ListenConfig).Listen(ctx, "unix", path)
 	if err != nil {
-		return nil, lacking(err)
+		return nil, accessError(err)
 	}
 	if err := os.Chmod(path, 0o600); err != nil {
 		return nil, oneline.Join(err, l.Close())
@@ -135,14 +136,14 @@ func listen(ctx context.Context, dir, name string) (net.Listener, error) {
 
 // serve serves clients that read and change the device's configuration, until close.
 func (u *userspaceDevice) serve(ctx context.Context) {
-	ctx, u.hangUp = context.WithCancel(context.WithoutCancel(ctx))
-	u.members.Go(func() {
+	ctx, u.disconnect = context.WithCancel(context.WithoutCancel(ctx))
+	u.clients.Go(func() {
 		for {
 			c, err := u.socket.Accept()
 			if err != nil {
 				return
 			}
-			u.members.Go(func() {
+			u.clients.Go(func() {
 				defer context.AfterFunc(ctx, func() { _ = c.Close() })()
 				u.dev.IpcHandle(c)
 			})
@@ -155,14 +156,14 @@ func (u *userspaceDevice) close() error {
 	var err error
 	if u.socket != nil {
 		err = u.socket.Close()
-		u.hangUp() // a client with an unfinished request holds the device's lock
+		u.disconnect() // a client with an unfinished request has taken the device's lock
 	}
 	if u.dev != nil {
-		u.greeter.close()
+		u.initiator.close()
 		u.dev.Close()
 	}
-	u.members.Wait()
-	u.dev, u.socket, u.greeter = nil, nil, nil
+	u.clients.Wait()
+	u.dev, u.socket, u.initiator = nil, nil, nil
 	if errors.Is(err, net.ErrClosed) {
 		return nil
 	}

@@ -22,11 +22,11 @@ func TestLacking(t *testing.T) {
 	if err := os.WriteFile(file, nil, 0o600); err != nil {
 		t.Fatal(err)
 	}
-	if err := usable(file); err != nil {
+	if err := checkAccess(file); err != nil {
 		t.Errorf("existing file: %v", err)
 	}
 	_, noFolder := listen(t.Context(), file, "flannel-wg")
-	for what, err := range map[string]error{"no such file": usable(file + "-tun"), "not a directory": noFolder} {
+	for what, err := range map[string]error{"no such file": checkAccess(file + "-tun"), "not a directory": noFolder} {
 		if err == nil {
 			t.Errorf("no error for %q", what)
 			continue
@@ -45,7 +45,7 @@ func TestIdleClients(t *testing.T) {
 	for name, said := range map[string]string{"silent": "", "unfinished get": "get=1\n", "unfinished set": "set=1\nlisten_port=7\n"} {
 		t.Run(name, func(t *testing.T) {
 			dev := wgdevice.NewDevice(tuntest.NewChannelTUN().TUN(), conn.NewStdNetBind(), wgdevice.NewLogger(wgdevice.LogLevelSilent, ""))
-			u := &userspaceDevice{dev: dev, greeter: newGreeter(dev)}
+			u := &userspaceDevice{dev: dev, initiator: newInitiator(dev)}
 			path := filepath.Join(t.TempDir(), "sock")
 			var err error
 			if u.socket, err = net.Listen("unix", path); err != nil {

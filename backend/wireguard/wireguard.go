@@ -4,6 +4,15 @@
 // kernel or, if the kernel has none, with one in this process. The Reconciler manages the
 // device with its address and route, like any other. Only WireGuard knows the peers, so
 // this package compares them with the wanted ones itself, in the same passes.
+//
+//   - wireguard.go is the Backend. config.go is the Backend object of the configuration,
+//     and data.go the backend data of leases.
+//   - network.go is the Network: in each pass it reads the peers of a device and writes
+//     the difference, which peer.go computes with a pure function.
+//   - handshakes.go finds out which sessions are in use, and psk.go when a peer gets a new
+//     preshared key.
+//   - key.go stores the private key.
+//   - userspace.go runs the device in this process, and initiator.go starts its sessions.
 package wireguard
 
 import (
@@ -99,7 +108,7 @@ func (b *Backend) key() (wgtypes.Key, error) {
 			have = d.PrivateKey
 		}
 	}
-	return newKeeper(b.env.StateDir).key(have)
+	return newKeyStore(b.env.StateDir).key(have)
 }
 
 // Start implements backend.Backend.
@@ -113,10 +122,13 @@ func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 		return nil, err
 	}
 	n := &network{
-		Backend: b, key: key, now: currentInstant, changed: make(chan struct{}, 1), stop: make(chan struct{}),
+		Backend: b, key: key, now: currentInstant, Notifier: backend.NewNotifier(ctx),
 		Programmer: &backend.Programmer{Reconciler: reconciler},
 	}
-	n.watch(reconciler.Changed())
+	n.Forward(reconciler.Changed())
+	if b.config.PSKFile != "" {
+		n.Go(n.watchPSKFile)
+	}
 	for _, t := range b.tunnels() {
 		n.devices = append(n.devices, &device{tunnel: t, peers: map[string]peer{}})
 	}
@@ -135,17 +147,17 @@ func (n *network) start(ctx context.Context, own subnet.Lease) error {
 	}
 	kind := dataplane.KindWireGuard
 	n.implementation = implKernel
-	err = n.supported(ctx, links)
+	err = n.kernelSupported(ctx, links)
 	switch {
 	case n.config.Implementation == implUserspace, n.config.Implementation == implAuto && errors.Is(err, syscall.EOPNOTSUPP):
 		kind, n.implementation = dataplane.KindTUN, implUserspace
-		if err := n.makeRoom(ctx, links); err != nil {
+		if err := n.removeKernelDevices(ctx, links); err != nil {
 			return err
 		}
 		for _, d := range n.devices {
 			d.userspace = &userspaceDevice{name: d.name, mtu: n.config.deviceMTU(n.env.Underlay.MTU, d.tunnel)}
 		}
-		if err := n.revive(ctx); err != nil {
+		if err := n.ensureUserspace(ctx); err != nil {
 			return err
 		}
 	case err != nil:
@@ -165,28 +177,28 @@ func (n *network) start(ctx context.Context, own subnet.Lease) error {
 	return err
 }
 
-// probe is the name of a temporary device.
-const probe = "flannel-wg-try"
+// probeDevice is the name of a temporary device.
+const probeDevice = "flannel-wg-try"
 
-// supported returns an error if the kernel has no WireGuard: EOPNOTSUPP, wrapped. links
-// contains the existing devices.
-func (n *network) supported(ctx context.Context, links map[string]dataplane.Link) error {
+// kernelSupported returns an error if the kernel has no WireGuard: EOPNOTSUPP, wrapped.
+// links contains the existing devices.
+func (n *network) kernelSupported(ctx context.Context, links map[string]dataplane.Link) error {
 	for _, l := range links {
 		if l.Kind == dataplane.KindWireGuard {
 			return nil
 		}
 	}
 	// Only creating a device loads the module.
-	link := dataplane.Link{Name: probe, Kind: dataplane.KindWireGuard, MTU: minMTU6}
+	link := dataplane.Link{Name: probeDevice, Kind: dataplane.KindWireGuard, MTU: prefix.IPv6.MinMTU()}
 	for _, failed := range n.env.Kernel.Apply(ctx, []dataplane.Op{{Object: link}, {Object: link, Delete: true}}) {
 		return failed.Err
 	}
 	return nil
 }
 
-// makeRoom removes the kernel's WireGuard devices, which another Implementation has left,
-// so that TUN devices can have their names.
-func (n *network) makeRoom(ctx context.Context, links map[string]dataplane.Link) error {
+// removeKernelDevices removes the kernel's WireGuard devices, which another
+// Implementation has left, so that TUN devices can have their names.
+func (n *network) removeKernelDevices(ctx context.Context, links map[string]dataplane.Link) error {
 	var ops []dataplane.Op
 	for _, l := range links {
 		switch l.Kind {
@@ -194,7 +206,7 @@ func (n *network) makeRoom(ctx context.Context, links map[string]dataplane.Link)
 		case dataplane.KindWireGuard:
 			ops = append(ops, dataplane.Op{Object: l, Delete: true})
 		default:
-			return backend.InTheWay(l, dataplane.KindTUN)
+			return backend.DeviceConflict(l, dataplane.KindTUN)
 		}
 	}
 	if len(ops) == 0 {

@@ -47,8 +47,6 @@ func TestConfig(t *testing.T) {
 		{name: "auto", raw: `{"Mode":"auto"}`, env: dual, mtu: 1420, devices: "flannel-wg:51820"},
 		{name: "outer IPv4", raw: `{"mode":"IPv4","listenport":7}`, env: dual, mtu: 1440, devices: "flannel-wg:7"},
 		{name: "outer IPv6", raw: `{"Mode":"ipv6"}`, env: dual, mtu: 1420, devices: "flannel-wg:51820"},
-		{name: "MTU", raw: `{"MTU":1400}`, env: v4, mtu: 1340, devices: "flannel-wg:51820"},
-		{name: "MTU above the link's", raw: `{"MTU":9000}`, env: v4, mtu: 1440, devices: "flannel-wg:51820"},
 		{name: "MTU too small", raw: `{"MTU":1359}`, env: v6, err: "leaves 1279 bytes inside flannel-wg-v6: want at least 1280"},
 		{name: "unknown mode", raw: `{"Mode":"both"}`, env: v4, err: `Backend.Mode is "both": want one of separate, auto, ipv4, ipv6`},
 		{name: "mode without network", raw: `{"Mode":"ipv6"}`, env: v4, err: `Backend.Mode is "ipv6", but the network has no IPv6`},
@@ -80,6 +78,13 @@ func TestConfig(t *testing.T) {
 			}
 		})
 	}
+}
+
+func TestMTU(t *testing.T) {
+	backendtest.MTU{
+		New: New, Of: func(b backend.Backend) int { return (&network{Backend: b.(*Backend)}).MTU() },
+		Overhead: map[prefix.Family]int{prefix.IPv4: 60, prefix.IPv6: 80}, Key: true,
+	}.Run(t)
 }
 
 func TestPSK(t *testing.T) {
@@ -138,7 +143,7 @@ func FuzzData(f *testing.F) {
 
 func TestKey(t *testing.T) {
 	dir := t.TempDir()
-	k := keeper{path: filepath.Join(dir, "state", "wgkey"), fallback: filepath.Join(dir, "old")}
+	k := keyStore{path: filepath.Join(dir, "state", "wgkey"), fallback: filepath.Join(dir, "old")}
 	first, err := k.key(wgtypes.Key{})
 	if err != nil {
 		t.Fatal(err)
@@ -197,7 +202,7 @@ func TestWrittenKeys(t *testing.T) {
 	}
 	for _, path := range []string{given, made} {
 		t.Setenv("WIREGUARD_KEY_FILE", path)
-		if _, err := newKeeper(state).key(wgtypes.Key{}); err != nil {
+		if _, err := newKeyStore(state).key(wgtypes.Key{}); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -215,7 +220,7 @@ func TestWrittenKeys(t *testing.T) {
 		t.Fatal(err)
 	}
 	expect()
-	if _, err := newKeeper(state).key(wgtypes.Key{}); err != nil {
+	if _, err := newKeyStore(state).key(wgtypes.Key{}); err != nil {
 		t.Fatal(err)
 	}
 	expect(made)
@@ -228,7 +233,7 @@ func TestWrittenKeys(t *testing.T) {
 	if err := os.Remove(made); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := newKeeper(state).key(wgtypes.Key{}); err != nil {
+	if _, err := newKeyStore(state).key(wgtypes.Key{}); err != nil {
 		t.Errorf("a damaged list prevents the start: %v", err)
 	}
 	expect(made)
@@ -264,7 +269,7 @@ func TestMakeRoom(t *testing.T) {
 				return links
 			}
 			n := &network{Backend: &Backend{env: env}}
-			err := n.makeRoom(t.Context(), links())
+			err := n.removeKernelDevices(t.Context(), links())
 			if (err != nil) != (tt.err != "") || err != nil && !strings.Contains(err.Error(), tt.err) {
 				t.Errorf("error %v, want %q", err, tt.err)
 			}
@@ -353,40 +358,40 @@ func TestDiff(t *testing.T) {
 	p := peer{key(2), netip.MustParseAddrPort("192.168.77.2:51820"), []netip.Prefix{netip.MustParsePrefix("10.5.2.0/24")}}
 	moved := p
 	moved.endpoint = netip.MustParseAddrPort("192.168.77.3:51820")
-	learnt := asKept(moved, s)
+	learnt := asWritten(moved, s)
 	learnt.LastHandshakeTime = now.Add(-time.Minute)
 	dead := learnt
 	dead.LastHandshakeTime = now.Add(-time.Hour)
-	elsewhere := asKept(p, s)
+	elsewhere := asWritten(p, s)
 	elsewhere.AllowedIPs = ipNets([]netip.Prefix{netip.MustParsePrefix("10.5.9.0/24")})
-	otherPSK := asKept(p, settings{keepalive: s.keepalive})
+	otherPSK := asWritten(p, settings{keepalive: s.keepalive})
 	aged := func(age time.Duration) wgtypes.Peer {
 		h := otherPSK
 		h.LastHandshakeTime = now.Add(-age)
 		return h
 	}
-	stranger := asKept(peer{key: key(3)}, s)
+	stranger := asWritten(peer{key: key(3)}, s)
 	for _, tt := range []struct {
-		name  string
-		have  []wgtypes.Peer
-		want  peer
-		known []peer
-		sweep bool
-		blind bool // have is the remembered state
-		does  string
-		waits int
+		name           string
+		have           []wgtypes.Peer
+		want           peer
+		known          []peer
+		removeUnwanted bool
+		fromMemory     bool
+		does           string
+		waits          int
 	}{
-		{name: "right", have: []wgtypes.Peer{asKept(p, s)}, want: p, sweep: true},
+		{name: "right", have: []wgtypes.Peer{asWritten(p, s)}, want: p, removeUnwanted: true},
 		{name: "missing", want: p, does: "add"},
-		{name: "surplus, kept", have: []wgtypes.Peer{asKept(p, s), stranger}, want: p},
-		{name: "surplus", have: []wgtypes.Peer{asKept(p, s), stranger}, want: p, sweep: true, does: "remove"},
-		{name: "rotated", have: []wgtypes.Peer{stranger}, want: p, sweep: true, does: "add remove"},
+		{name: "surplus, kept", have: []wgtypes.Peer{asWritten(p, s), stranger}, want: p},
+		{name: "surplus", have: []wgtypes.Peer{asWritten(p, s), stranger}, want: p, removeUnwanted: true, does: "remove"},
+		{name: "rotated", have: []wgtypes.Peer{stranger}, want: p, removeUnwanted: true, does: "add remove"},
 		{name: "learnt", have: []wgtypes.Peer{learnt}, want: p},
 		{name: "learnt, known before", have: []wgtypes.Peer{learnt}, want: p, known: []peer{p}},
 		{name: "learnt, but dead", have: []wgtypes.Peer{dead}, want: p, does: "endpoint"},
 		{name: "lease has moved", have: []wgtypes.Peer{learnt}, want: p, known: []peer{moved}, does: "endpoint"},
-		{name: "lease has moved, and the peer may be missing", have: []wgtypes.Peer{asKept(moved, s)}, want: p, known: []peer{moved}, blind: true, does: "add"},
-		{name: "networks of a peer that may be missing", have: []wgtypes.Peer{elsewhere}, want: p, known: []peer{p}, blind: true, does: "allowed"},
+		{name: "lease has moved, and the peer may be missing", have: []wgtypes.Peer{asWritten(moved, s)}, want: p, known: []peer{moved}, fromMemory: true, does: "add"},
+		{name: "networks of a peer that may be missing", have: []wgtypes.Peer{elsewhere}, want: p, known: []peer{p}, fromMemory: true, does: "allowed"},
 		{name: "networks", have: []wgtypes.Peer{elsewhere}, want: p, does: "allowed"},
 		{name: "PSK", have: []wgtypes.Peer{otherPSK}, want: p, does: "psk"},
 		{name: "PSK, young session", have: []wgtypes.Peer{aged(9 * time.Second)}, want: p, does: "psk"},
@@ -399,7 +404,7 @@ func TestDiff(t *testing.T) {
 				have:     &wgtypes.Device{PrivateKey: s.key, ListenPort: s.port, Peers: tt.have},
 				want:     map[wgtypes.Key]peer{tt.want.key: tt.want},
 				known:    map[wgtypes.Key]peer{},
-				settings: s, sweep: tt.sweep, remembered: tt.blind, ages: new(handshakes).look(instant{wall: now}, tt.have),
+				settings: s, removeUnwanted: tt.removeUnwanted, fromMemory: tt.fromMemory, ages: new(handshakes).ages(instant{wall: now}, tt.have),
 			}
 			for _, k := range tt.known {
 				d.known[k.key] = k

@@ -106,6 +106,9 @@ func printStatus(w io.Writer, r status.Report, all bool) {
 	for _, reason := range r.Reasons {
 		row("", reason)
 	}
+	if p := r.Network.Phase; p != "" && p != "serving" {
+		row("phase", p)
+	}
 	if r.RestartNeeded != "" {
 		row("restart needed", r.RestartNeeded)
 	}

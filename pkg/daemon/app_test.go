@@ -12,13 +12,12 @@ import (
 	"testing"
 	"time"
 
-	"github.com/flanneld/flanneld/backend/builtin"
-	"github.com/flanneld/flanneld/pkg/options"
-
 	"go.uber.org/goleak"
 	"k8s.io/klog/v2"
 	"k8s.io/klog/v2/ktesting"
 
+	"github.com/flanneld/flanneld/backend/builtin"
+	"github.com/flanneld/flanneld/pkg/options"
 	"github.com/flanneld/flanneld/subnet/subnettest"
 )
 

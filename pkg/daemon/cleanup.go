@@ -13,14 +13,11 @@ import (
 	"path/filepath"
 	"strings"
 
-	"github.com/flanneld/flanneld/pkg/options"
-
 	"github.com/flanneld/flanneld/backend"
 	"github.com/flanneld/flanneld/pkg/dataplane"
 	"github.com/flanneld/flanneld/pkg/dataplane/linux"
-	"github.com/flanneld/flanneld/pkg/firewall"
-	"github.com/flanneld/flanneld/pkg/firewall/nftables"
 	"github.com/flanneld/flanneld/pkg/oneline"
+	"github.com/flanneld/flanneld/pkg/rules"
 	"github.com/flanneld/flanneld/pkg/state"
 	"github.com/flanneld/flanneld/subnet"
 )
@@ -66,9 +63,8 @@ func (c Cleanup) Run(ctx context.Context) error {
 		}
 		all = append(all, last)
 	}
-	d := &daemon{opts: options.Options{StateDir: c.StateDir, SubnetFile: c.SubnetFile}, registry: c.Backends.Registry}
 	// Files go last, because the next attempt needs them.
-	if err := oneline.Join(c.kernel(ctx, d, all), c.rules(ctx, formerNetworks(traces(d, all), subnet.Config{}))); err != nil {
+	if err := oneline.Join(c.kernel(ctx, all), c.rules(ctx, formerNetworks(c.traces(all), subnet.Config{}))); err != nil {
 		return err
 	}
 	var blind error
@@ -90,8 +86,8 @@ func (c Cleanup) blind() error {
 }
 
 // traces returns the contents of all state files as one state.
-func traces(d *daemon, all []lastKnown) lastKnown {
-	sum := lastKnown{Rules: d.fileNetworks()}
+func (c Cleanup) traces(all []lastKnown) lastKnown {
+	sum := lastKnown{Rules: networksOfFile(c.SubnetFile)}
 	for _, last := range all {
 		sum.Rules = append(sum.Rules, last.Rules...)
 		sum.Former = append(sum.Former, last.Former...)
@@ -116,17 +112,17 @@ func (c Cleanup) stateFiles() ([]string, error) {
 }
 
 // kernel removes devices, and routes on other devices.
-func (c Cleanup) kernel(ctx context.Context, d *daemon, all []lastKnown) error {
+func (c Cleanup) kernel(ctx context.Context, all []lastKnown) error {
 	kernel, err := linux.Open(linux.Options{NexthopObjects: true})
 	if err != nil {
 		return err
 	}
 	defer func() { _ = kernel.Close() }()
-	sum := traces(d, all)
+	sum := c.traces(all)
 	var errs []error
-	var done extent
+	var done ownership
 	for _, f := range sum.Former {
-		of := d.extent(f)
+		of := ownershipIn(backend.Env{Underlay: f.Interface, Config: f.Config, StateDir: c.StateDir}, c.Backends.Registry)
 		ops, err := dataplane.Leftovers(ctx, kernel, of.scope, dataplane.Scope{})
 		errs = append(errs, err)
 		for _, op := range ops {
@@ -136,14 +132,14 @@ func (c Cleanup) kernel(ctx context.Context, d *daemon, all []lastKnown) error {
 			_, err = dataplane.Retire(ctx, kernel, of.scope, dataplane.Scope{})
 			errs = append(errs, err)
 		}
-		errs = append(errs, c.remnants(done.beyond(of)))
-		done.remnants = append(done.remnants, of.remnants...)
+		errs = append(errs, c.leftovers(done.beyond(of)))
+		done.leftovers = append(done.leftovers, of.leftovers...)
 	}
 	return oneline.Join(errs...)
 }
 
-// remnants removes the remnants that exist.
-func (c Cleanup) remnants(all []backend.Remnant) error {
+// leftovers removes the leftovers that exist.
+func (c Cleanup) leftovers(all []backend.Leftover) error {
 	var errs []error
 	for _, r := range all {
 		present, err := r.Present()
@@ -169,13 +165,7 @@ func (c Cleanup) rules(ctx context.Context, networks []netip.Prefix) error {
 	if !c.Yes {
 		return nil
 	}
-	var errs []error
-	gone := firewall.Policy{Former: networks}
-	for _, l := range append(iptablesLeftovers(gone, nil), leftover{nftables.New(), gone}) {
-		_, err := l.applier.Apply(ctx, l.gone)
-		errs = append(errs, err)
-	}
-	return oneline.Join(errs...)
+	return rules.Remove(ctx, networks)
 }
 
 // files removes the subnet file, private keys that were written elsewhere, and the files

@@ -6,7 +6,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io"
 	"slices"
 	"sync"
 
@@ -27,59 +26,72 @@ type former struct {
 	Interface underlay.Interface `json:"interface"`
 }
 
-// extent describes which kernel objects a configuration can have led to: those in the scope of
+// ownership describes which kernel objects a configuration can have led to: those in the scope of
 // its backend, and others that the backend names. It tells what an earlier configuration may
 // have left in the kernel.
-type extent struct {
-	scope    dataplane.Scope
-	remnants []backend.Remnant
+type ownership struct {
+	scope     dataplane.Scope
+	leftovers []backend.Leftover
 }
 
-func extentOf(be backend.Backend) extent { return extent{be.Scope(), backend.Remnants(be)} }
+func ownershipOf(be backend.Backend) ownership { return ownership{be.Scope(), backend.Leftovers(be)} }
 
-// extent returns the part of the kernel's state that belonged to f. It is empty if this
-// version does not know f's backend.
-func (d *daemon) extent(f former) extent {
-	be, _, err := d.registry.New(d.env(f.Interface, f.Config))
+// ownershipIn returns the ownership of the configuration in env. It is empty if this version does
+// not know the backend.
+func ownershipIn(env backend.Env, backends backend.Registry) ownership {
+	be, _, err := backends.New(env)
 	if err != nil {
-		return extent{}
+		return ownership{}
 	}
-	return extentOf(be)
+	return ownershipOf(be)
 }
 
-// covers reports whether e includes everything in other.
-func (e extent) covers(other extent) bool {
-	return e.scope.Covers(other.scope) && len(e.beyond(other)) == 0
+// owned returns the ownership of f.
+func (n *network) owned(f former) ownership {
+	return ownershipIn(n.env(f.Interface, f.Config), n.catalog.Registry)
 }
 
-// beyond returns the remnants that only other has.
-func (e extent) beyond(other extent) []backend.Remnant {
-	return slices.DeleteFunc(slices.Clone(other.remnants), func(r backend.Remnant) bool {
-		return slices.ContainsFunc(e.remnants, func(own backend.Remnant) bool { return own.String() == r.String() })
+// covers reports whether o includes everything in other.
+func (o ownership) covers(other ownership) bool {
+	return o.scope.Covers(other.scope) && len(o.beyond(other)) == 0
+}
+
+// beyond returns the leftovers that only other has.
+func (o ownership) beyond(other ownership) []backend.Leftover {
+	return slices.DeleteFunc(slices.Clone(other.leftovers), func(l backend.Leftover) bool {
+		return slices.ContainsFunc(o.leftovers, func(own backend.Leftover) bool { return own.String() == l.String() })
 	})
 }
 
-// outlived returns the configurations whose objects a node with the present backend has
-// left behind. last is the state that it started with.
-func (d *daemon) outlived(last lastKnown, present backend.Backend) []former {
+// leftBehind returns the configurations whose objects may be in the kernel although a node with
+// the present backend does not need them. last is the state that it started with.
+func (n *network) leftBehind(last lastKnown, present backend.Backend) []former {
 	all := append(slices.Clone(last.Former), former{last.Config, last.Interface})
-	now := extentOf(present)
-	return slices.DeleteFunc(all, func(f former) bool { return now.covers(d.extent(f)) })
+	now := ownershipOf(present)
+	return slices.DeleteFunc(all, func(f former) bool { return now.covers(n.owned(f)) })
 }
 
 // retirement removes the objects of former configurations once the present one is
 // applied.
 type retirement struct {
-	daemon  *daemon
-	former  []former
-	present extent
+	former  []ownership
+	present ownership
+	devices *deviceLocks
 	due     func() // reports that the present configuration is applied
+	done    func() // called when everything is removed
 	start   chan struct{}
 }
 
-func (d *daemon) newRetirement(fs []former, present backend.Backend) *retirement {
-	r := &retirement{daemon: d, former: fs, present: extentOf(present), start: make(chan struct{})}
+func (n *network) newRetirement(fs []former, present backend.Backend) *retirement {
+	r := &retirement{present: ownershipOf(present), devices: n.host.devices, start: make(chan struct{})}
+	for _, f := range fs {
+		r.former = append(r.former, n.owned(f))
+	}
 	r.due = sync.OnceFunc(func() { close(r.start) })
+	r.done = func() {
+		n.state.update(func(now *lastKnown) { now.Former = nil })
+		n.progress.retired()
+	}
 	return r
 }
 
@@ -92,7 +104,7 @@ func (r *retirement) run(ctx context.Context) {
 		return
 	case <-r.start:
 	}
-	err := r.daemon.retry(ctx, "cannot remove the objects of the former configuration, trying again", func() error {
+	err := retry(ctx, "cannot remove the objects of the former configuration, trying again", func() error {
 		// Use a separate Kernel, because the main one caches what it reads. Nexthop
 		// objects are left to the main one, which may be about to use them: it deletes
 		// unused ones after its next read.
@@ -102,21 +114,21 @@ func (r *retirement) run(ctx context.Context) {
 		}
 		defer func() { _ = kernel.Close() }()
 		for _, f := range r.former {
-			if err := r.retire(ctx, kernel, r.daemon.extent(f)); err != nil {
+			if err := r.retire(ctx, kernel, f); err != nil {
 				return err
 			}
 		}
 		return nil
 	})
 	if err == nil {
-		r.daemon.record.update(func(now *lastKnown) { now.Former = nil })
+		r.done()
 	}
 }
 
 // retire removes the objects of one configuration, except for devices that another daemon
 // uses now, with their objects.
-func (r *retirement) retire(ctx context.Context, kernel dataplane.Kernel, former extent) error {
-	locks, scope := &r.daemon.devices, former.scope
+func (r *retirement) retire(ctx context.Context, kernel dataplane.Kernel, former ownership) error {
+	locks, scope := r.devices, former.scope
 	scope.Devices = slices.DeleteFunc(slices.Clone(scope.Devices), func(name string) bool {
 		return errors.Is(locks.take(name), state.ErrInUse)
 	})
@@ -142,9 +154,9 @@ func (r *retirement) retire(ctx context.Context, kernel dataplane.Kernel, former
 	return nil
 }
 
-// discard removes the remnants that exist, and returns their number.
-func discard(remnants []backend.Remnant) (removed int, err error) {
-	for _, r := range remnants {
+// discard removes the leftovers that exist, and returns their number.
+func discard(leftovers []backend.Leftover) (removed int, err error) {
+	for _, r := range leftovers {
 		present, err := r.Present()
 		if err == nil && present {
 			removed++
@@ -155,64 +167,4 @@ func discard(remnants []backend.Remnant) (removed int, err error) {
 		}
 	}
 	return removed, nil
-}
-
-// deviceLocks prevents two daemons on a host from using the same device. The lock files
-// are in the state directory. Without a state directory there are no locks.
-type deviceLocks struct {
-	dir string
-
-	mu   sync.Mutex
-	held map[string]io.Closer
-}
-
-// take takes the lock of the named device, unless this daemon has it. It returns
-// state.ErrInUse, wrapped, if another daemon has it.
-func (l *deviceLocks) take(name string) error {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	if _, held := l.held[name]; held {
-		return nil
-	}
-	lock, err := state.Lock(l.dir, "device-"+name)
-	if errors.Is(err, state.ErrInUse) {
-		return fmt.Errorf("another flanneld has device %s: %w", name, err)
-	}
-	if err != nil { // the state file has the same problem, which is logged
-		return nil
-	}
-	if l.held == nil {
-		l.held = map[string]io.Closer{}
-	}
-	l.held[name] = lock
-	return nil
-}
-
-func (l *deviceLocks) release(name string) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	if lock, held := l.held[name]; held {
-		_ = lock.Close()
-		delete(l.held, name)
-	}
-}
-
-// takeAll takes the locks of all devices in scope s.
-func (l *deviceLocks) takeAll(s dataplane.Scope) error {
-	for _, name := range s.Devices {
-		if err := l.take(name); err != nil {
-			return err
-		}
-	}
-	return nil
-}
-
-// releaseAll releases all locks.
-func (l *deviceLocks) releaseAll() {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	for _, lock := range l.held {
-		_ = lock.Close()
-	}
-	l.held = nil
 }

@@ -7,26 +7,25 @@ import (
 	"net/netip"
 	"testing"
 
-	"github.com/flanneld/flanneld/backend/builtin"
-	"github.com/flanneld/flanneld/pkg/options"
-
 	"github.com/google/go-cmp/cmp"
 
 	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/backend/builtin"
 	"github.com/flanneld/flanneld/backend/vxlan"
 	"github.com/flanneld/flanneld/pkg/dataplane"
 	"github.com/flanneld/flanneld/pkg/dataplane/dataplanetest"
+	"github.com/flanneld/flanneld/pkg/options"
 	"github.com/flanneld/flanneld/pkg/state"
 	"github.com/flanneld/flanneld/pkg/underlay"
 	"github.com/flanneld/flanneld/subnet"
 )
 
-func TestOutlived(t *testing.T) {
+func TestLeftBehind(t *testing.T) {
 	catalog, err := builtin.New(options.Options{})
 	if err != nil {
 		t.Fatal(err)
 	}
-	d := &daemon{registry: catalog.Registry}
+	n := &network{host: &host{}, catalog: catalog}
 	own := netip.MustParseAddr("192.168.77.1")
 	eth0 := underlay.Interface{Name: "eth0", Index: 2, MTU: 1500, Addrs: []underlay.Address{{Local: own, Public: own}}}
 	config := func(raw string) former {
@@ -72,7 +71,7 @@ func TestOutlived(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			got := d.outlived(lastKnown{Config: tc.last.Config, Interface: tc.last.Interface, Former: tc.before}, be)
+			got := n.leftBehind(lastKnown{Config: tc.last.Config, Interface: tc.last.Interface, Former: tc.before}, be)
 			describe := func(fs []former) (text []string) {
 				for _, f := range fs {
 					text = append(text, f.Config.BackendType+" "+string(f.Config.Backend)+" "+f.Config.Networks[0].Prefix.String())
@@ -80,7 +79,7 @@ func TestOutlived(t *testing.T) {
 				return text
 			}
 			if diff := cmp.Diff(describe(tc.want), describe(got)); diff != "" {
-				t.Errorf("outlived (-want +got):\n%s", diff)
+				t.Errorf("leftBehind (-want +got):\n%s", diff)
 			}
 		})
 	}
@@ -113,30 +112,30 @@ func TestDeviceLocks(t *testing.T) {
 	}
 }
 
-// remnant exists until it is removed.
-type remnant struct{ removed bool }
+// leftover exists until it is removed.
+type leftover struct{ removed bool }
 
-func (*remnant) String() string           { return "a remnant" }
-func (r *remnant) Present() (bool, error) { return !r.removed, nil }
-func (r *remnant) Remove() error          { r.removed = true; return nil }
+func (*leftover) String() string           { return "a leftover" }
+func (r *leftover) Present() (bool, error) { return !r.removed, nil }
+func (r *leftover) Remove() error          { r.removed = true; return nil }
 
 // TestRetireLeavesOthersDevices checks that a device of the former configuration stays
 // while another daemon uses it, together with its objects.
 func TestRetireLeavesOthersDevices(t *testing.T) {
 	const dev = "flannel.7"
-	kernel, left := dataplanetest.New(), &remnant{}
+	kernel, left := dataplanetest.New(), &leftover{}
 	scope := dataplane.Scope{Devices: []string{dev}, Networks: []netip.Prefix{netip.MustParsePrefix("10.5.0.0/16")}}
 	link := dataplane.Link{Name: dev, Kind: "vxlan", MTU: 1450, Up: true, MAC: dataplane.MAC{2, 1},
 		VXLAN: dataplane.VXLAN{VNI: 7, Port: 8472, Local: netip.MustParseAddr("192.168.77.1"), Underlay: "eth0"}}
 	if failed := kernel.Apply(t.Context(), []dataplane.Op{{Object: link}}); len(failed) > 0 {
 		t.Fatal(failed)
 	}
-	d := &daemon{devices: deviceLocks{dir: t.TempDir()}}
-	other := deviceLocks{dir: d.devices.dir}
-	r := d.newRetirement(nil, &vxlan.Backend{})
+	n := &network{host: &host{devices: &deviceLocks{dir: t.TempDir()}}}
+	other := deviceLocks{dir: n.host.devices.dir}
+	r := n.newRetirement(nil, &vxlan.Backend{})
 	retire := func() (there bool) {
 		t.Helper()
-		if err := r.retire(t.Context(), kernel, extent{scope, []backend.Remnant{left}}); err != nil {
+		if err := r.retire(t.Context(), kernel, ownership{scope, []backend.Leftover{left}}); err != nil {
 			t.Fatal(err)
 		}
 		have, err := kernel.Read(t.Context(), scope)

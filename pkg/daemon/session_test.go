@@ -21,6 +21,7 @@ import (
 	"github.com/flanneld/flanneld/backend"
 	"github.com/flanneld/flanneld/pkg/dataplane"
 	"github.com/flanneld/flanneld/pkg/options"
+	"github.com/flanneld/flanneld/pkg/rules"
 	"github.com/flanneld/flanneld/pkg/tune"
 	"github.com/flanneld/flanneld/pkg/underlay"
 	"github.com/flanneld/flanneld/subnet"
@@ -70,8 +71,8 @@ type silent struct {
 
 func (s *silent) Reconnect() { s.reconnections++ }
 
-// working returns a daemon with a session on interface from.
-func working(t *testing.T, be starter, from underlay.Interface) (*daemon, *session) {
+// networkOn returns a network with a session on interface from. Its sessions start be.
+func networkOn(t *testing.T, be starter, from underlay.Interface) (*network, *session) {
 	t.Helper()
 	registry, err := backend.NewRegistry(backend.Entry{
 		Type: "scripted",
@@ -85,9 +86,14 @@ func working(t *testing.T, be starter, from underlay.Interface) (*daemon, *sessi
 		t.Fatal(err)
 	}
 	o := options.Options{Resync: time.Minute, Firewall: options.FirewallIPTables, SubnetFile: filepath.Join(t.TempDir(), "subnet.env")}
-	d := &daemon{opts: o, registry: registry, health: newHealth(o), tuner: &tune.Tuner{}, record: newRecord(nil), up: make(chan struct{})}
+	n := &network{
+		host: &host{devices: &deviceLocks{}, tuner: &tune.Tuner{}, firewall: rules.NewHost()},
+		opts: o, catalog: backend.Catalog{Registry: registry}, state: newStateStore(nil),
+	}
+	n.ready = newReadiness(o, n.state.leaseEnd)
+	n.rules = n.newRuleKeeper(n.host.firewall)
 	now := lastKnown{Config: subnet.Config{BackendType: "scripted"}, Interface: from}
-	d.record.set(now)
+	n.state.set(now)
 	ledger, done := &subnet.Ledger{}, make(chan struct{})
 	syncer := backend.NewSyncer(backend.SyncerConfig{Config: now.Config, Network: be, Ledger: ledger, Resync: o.Resync})
 	ctx, cancel := context.WithCancel(t.Context())
@@ -95,9 +101,9 @@ func working(t *testing.T, be starter, from underlay.Interface) (*daemon, *sessi
 		defer close(done)
 		_ = syncer.Run(ctx)
 	}()
-	s := &session{now: now, ledger: ledger, syncer: syncer, cancel: cancel, done: done}
-	d.serving.Store(s)
-	return d, s
+	s := &session{begin: now, ledger: ledger, syncer: syncer, cancel: cancel, done: done}
+	n.serving.Store(s)
+	return n, s
 }
 
 // TestStopWhileMoving stops the daemon while a session on another interface starts
@@ -110,11 +116,11 @@ func TestStopWhileMoving(t *testing.T) {
 			start: func(backend.Env) error { cancel(); return nil },
 			close: func() { closing = true; <-closed },
 		}
-		d, s := working(t, be, link(1500, "192.0.2.1"))
+		n, s := networkOn(t, be, link(1500, "192.0.2.1"))
 		changed := make(chan underlay.Interface, 1)
 		changed <- link(1400, "192.0.2.1")
 		ended := make(chan error, 1)
-		go func() { ended <- d.work(ctx, &silent{}, s, changed) }()
+		go func() { ended <- n.work(ctx, &silent{}, s, changed) }()
 		synctest.Wait()
 		if !closing || len(ended) > 0 {
 			t.Errorf("the network closes: %v, work has ended: %v", closing, len(ended) > 0)
@@ -143,9 +149,9 @@ func TestMoveTwice(t *testing.T) {
 			}
 			return errors.New("not yet")
 		}}
-		d, s := working(t, be, link(1500, "192.0.2.1"))
+		n, s := networkOn(t, be, link(1500, "192.0.2.1"))
 		changed <- link(1400, "192.0.2.1")
-		if err := d.work(ctx, store, s, changed); err != nil {
+		if err := n.work(ctx, store, s, changed); err != nil {
 			t.Error(err)
 		}
 		if want := []int{1400, 1300, 1300}; !slices.Equal(tried, want) || store.reconnections != 1 {
@@ -160,7 +166,7 @@ func TestStatusWhileMoving(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		ctx, cancel := context.WithCancel(t.Context())
 		be := starter{start: func(backend.Env) error { return errors.New("MTU 1300 is too small") }, close: func() {}}
-		d, s := working(t, be, link(1500, "192.0.2.1"))
+		n, s := networkOn(t, be, link(1500, "192.0.2.1"))
 		s.syncer.Publish(subnet.Update{Snapshot: func() subnet.Snapshot {
 			return subnet.Snapshot{Leases: []*subnet.Lease{{Key: "10.5.2.0-24"}}}
 		}})
@@ -169,10 +175,10 @@ func TestStatusWhileMoving(t *testing.T) {
 		changed := make(chan underlay.Interface, 1)
 		changed <- link(1300, "192.0.2.1")
 		ended := make(chan error, 1)
-		go func() { ended <- d.work(ctx, &silent{}, s, changed) }()
+		go func() { ended <- n.work(ctx, &silent{}, s, changed) }()
 		synctest.Wait()
 		begin := time.Now()
-		_, in := d.inspect(ctx, true)
+		_, in := n.inspect(ctx, true)
 		if took := time.Since(begin); took != 0 || len(in.Peers) != 1 || in.LastSync.IsZero() || in.Err == nil || !strings.Contains(in.Err.Error(), "MTU 1300") {
 			t.Errorf("after %v: %+v, want the peer, and the reason why there is no session", took, in)
 		}
@@ -186,20 +192,20 @@ func TestStatusWhileMoving(t *testing.T) {
 // slow is a store that takes long to handle the own lease.
 type slow struct {
 	silent
-	told chan struct{}
+	known chan struct{}
 }
 
-func (s *slow) Held(subnet.Lease) { <-s.told }
+func (s *slow) Resumed(subnet.Lease) { <-s.known }
 
-// TestSettle lets the regular start continue while a session on the last known state is
-// starting. settle must wait until that session has started and the store knows it, and
+// TestEndTries lets the regular start continue while a session on the last known state is
+// starting. endTries must wait until that session has started and the store knows it, and
 // prevent another start.
-func TestSettle(t *testing.T) {
+func TestEndTries(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		ctx, cancel := context.WithCancel(t.Context())
 		defer cancel()
 		begun, proceed, tries := make(chan struct{}), make(chan struct{}), 0
-		d, s := working(t, starter{close: func() {}, start: func(backend.Env) error {
+		n, s := networkOn(t, starter{close: func() {}, start: func(backend.Env) error {
 			if tries++; tries == 1 {
 				return errors.New("not yet")
 			}
@@ -209,36 +215,37 @@ func TestSettle(t *testing.T) {
 			return nil
 		}}, link(1500, "192.0.2.1"))
 		s.stop()
-		d.opts.Iface = []string{"127.0.0.1"}
+		n.opts.Iface = []string{"127.0.0.1"}
 		last := lastKnown{
 			Config: subnet.Config{BackendType: "scripted", Networks: []subnet.Network{{Prefix: netip.MustParsePrefix("10.5.0.0/16")}}},
 			Own:    subnet.Lease{Endpoints: make([]subnet.Endpoint, 1), Permanent: true},
 		}
 		var err error
-		if last.Interface, err = underlay.Wait(ctx, d.underlayOptions(last.Config, last), 0); err != nil {
+		if last.Interface, err = underlay.Wait(ctx, n.underlayOptions(last.Config, last), 0); err != nil {
 			t.Fatal(err)
 		}
-		store := &slow{told: make(chan struct{})}
-		r := d.resume(ctx, store, last)
+		store := &slow{known: make(chan struct{})}
+		n.store, n.past = store, last
+		r := n.resume(ctx)
 		<-begun
 		settled := make(chan struct{})
 		go func() {
 			defer close(settled)
-			r.settle()
+			r.endTries()
 		}()
 		expectWait := func(until string) {
 			t.Helper()
 			synctest.Wait()
 			select {
 			case <-settled:
-				t.Errorf("settle does not wait until %s", until)
+				t.Errorf("endTries does not wait until %s", until)
 			default:
 			}
 		}
 		expectWait("the session has begun")
 		close(proceed)
 		expectWait("the store knows the lease")
-		close(store.told)
+		close(store.known)
 		<-settled
 		r.stop()
 		if tries != 2 {
@@ -258,7 +265,7 @@ func (otherSubnet) Acquire(_ context.Context, _ subnet.Config, c subnet.Claim) (
 // lease always has the key of its node.
 func TestPublishOnAnotherSubnet(t *testing.T) {
 	own := subnet.Lease{Key: "node1", Endpoints: []subnet.Endpoint{{Subnet: netip.MustParsePrefix("10.5.1.0/24"), PublicIP: netip.MustParseAddr("192.0.2.1")}}}
-	err := (&daemon{}).publish(t.Context(), otherSubnet{}, subnet.Config{}, own)
+	err := (&network{}).publish(t.Context(), otherSubnet{}, subnet.Config{}, own)
 	if !errors.Is(err, subnet.ErrLeaseLost) || !strings.Contains(err.Error(), "10.5.1.0/24") || !strings.Contains(err.Error(), "10.5.2.0/24") {
 		t.Errorf("got %v, want ErrLeaseLost with both subnets", err)
 	}

@@ -7,9 +7,6 @@ import (
 	"context"
 	"net/netip"
 
-	"k8s.io/klog/v2"
-
-	"github.com/flanneld/flanneld/pkg/subnetfile"
 	"github.com/flanneld/flanneld/subnet"
 	"github.com/flanneld/flanneld/subnet/etcd"
 	"github.com/flanneld/flanneld/subnet/kube"
@@ -24,74 +21,55 @@ type store interface {
 	Close() error
 }
 
-// manager returns the manager that the options select. last is the state of the last
-// process.
-func (d *daemon) manager(ctx context.Context, last lastKnown) (store, error) {
-	if d.opts.KubeSubnetMgr {
-		return d.kubeManager(ctx, last)
+// storeOpener creates the store of n. The callbacks of the store may use n at once.
+type storeOpener func(ctx context.Context, n *network) (store, error)
+
+// openStore creates the store that the options select.
+func openStore(ctx context.Context, n *network) (store, error) {
+	if n.opts.KubeSubnetMgr {
+		return n.openKube(ctx)
 	}
-	return d.etcdManager(ctx, last)
+	return n.openEtcd(ctx)
 }
 
-func (d *daemon) etcdManager(ctx context.Context, last lastKnown) (store, error) {
-	o := d.opts
+func (n *network) openEtcd(ctx context.Context) (store, error) {
+	o := n.opts
 	return etcd.New(etcd.Config{
 		Endpoints: o.EtcdEndpoints, Prefix: o.EtcdPrefix,
 		CertFile: o.EtcdCertFile, KeyFile: o.EtcdKeyFile, CAFile: o.EtcdCAFile,
 		Username: o.EtcdUsername, Password: o.EtcdPassword.Reveal(),
 		RenewMargin: o.RenewMargin, TTL: o.LeaseTTL,
-		Previous: d.previous(ctx),
-		Own:      *cmp.Or(last.Stored, &last.Own), Known: last.Peers,
-		OnRepaired: d.metrics.Differed,
-		OnStatus:   func(err error) { d.reportStore(ctx, err) },
+		Previous: previousSubnets(ctx, o.SubnetFile),
+		Own:      *cmp.Or(n.past.Stored, &n.past.Own), Known: n.past.Peers,
+		OnRepaired: n.metrics.Differed,
+		OnStatus:   func(err error) { n.ready.reportStore(ctx, err) },
 		OnLease: func(own subnet.Lease) {
-			d.record.update(func(now *lastKnown) { now.renewed(own) })
+			n.state.update(func(now *lastKnown) { now.renewed(own) })
 		},
-		OnConfig: func(text []byte) { d.config.told(ctx, text) },
+		OnConfig: func(text []byte) { n.config.apply(ctx, text) },
 	})
 }
 
-// previous returns the subnets of this node in the subnet file.
-func (d *daemon) previous(ctx context.Context) []netip.Prefix {
-	log := klog.FromContext(ctx)
-	previous, err := subnetfile.Read(d.opts.SubnetFile)
-	if err != nil {
-		log.Error(err, "cannot read the previous subnet")
-	}
-	for _, w := range previous.Warnings {
-		log.Error(nil, "damaged subnet file", "path", d.opts.SubnetFile, "line", w)
-	}
-	var subnets []netip.Prefix
-	for _, e := range previous.Entries {
-		if e.Subnet.IsValid() {
-			subnets = append(subnets, e.Subnet)
-		}
-	}
-	return subnets
-}
-
-func (d *daemon) kubeManager(ctx context.Context, last lastKnown) (store, error) {
-	o := d.opts
+func (n *network) openKube(ctx context.Context) (store, error) {
+	o := n.opts
 	c := kube.Config{
 		APIURL: o.KubeAPIURL, Kubeconfig: o.KubeconfigFile,
 		NodeName: o.NodeName, PodName: o.PodName, PodNamespace: o.PodNamespace,
 		NetConfig: o.NetConfigPath, AnnotationPrefix: o.KubeAnnotationPrefix,
-		Own: last.Own, Known: last.Peers,
-		OnStatus:   func(err error) { d.reportStore(ctx, err) },
-		OnRepaired: d.metrics.Differed,
+		Own: n.past.Own, Known: n.past.Peers,
+		OnStatus:   func(err error) { n.ready.reportStore(ctx, err) },
+		OnRepaired: n.metrics.Differed,
 	}
 	if o.SetNodeNetworkUnavailable {
-		c.Ready = d.up
+		c.Ready = n.ready.up
 	}
 	return kube.New(c)
 }
 
 // publicIPs returns the addresses that peers send to, according to the store.
 func publicIPs(ctx context.Context, m store) ([]netip.Addr, error) {
-	if k, ok := m.(interface {
-		PublicIPs(context.Context) ([]netip.Addr, error)
-	}); ok {
-		return k.PublicIPs(ctx)
+	if s, ok := m.(subnet.PublicIPSource); ok {
+		return s.PublicIPs(ctx)
 	}
 	return nil, nil
 }

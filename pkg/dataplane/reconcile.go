@@ -13,6 +13,8 @@ import (
 	"time"
 
 	"k8s.io/klog/v2"
+
+	"github.com/flanneld/flanneld/pkg/oneline"
 )
 
 // Kernel reads and changes the network state of an operating system.
@@ -412,21 +414,9 @@ func (r *Reconciler) write(ctx context.Context, ops []Op) []OpError {
 func opErrors(errs []error) error {
 	const shown = 3
 	if len(errs) <= shown {
-		return oneLine(errs)
+		return oneline.Join(errs...)
 	}
-	return fmt.Errorf("%w; and %d more", oneLine(errs[:shown]), len(errs)-shown)
-}
-
-func oneLine(errs []error) error {
-	var joined error
-	for _, err := range errs {
-		if joined == nil {
-			joined = err
-			continue
-		}
-		joined = fmt.Errorf("%w; %w", joined, err)
-	}
-	return joined
+	return fmt.Errorf("%w; and %d more", oneline.Join(errs[:shown]...), len(errs)-shown)
 }
 
 // takenLog is the minimum time between two log lines about routes of the same program to

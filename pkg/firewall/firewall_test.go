@@ -130,7 +130,7 @@ func TestArrange(t *testing.T) {
 		}
 		return all
 	}
-	stranger := []*firewall.Rule{{Src: firewall.In(netip.MustParsePrefix("192.0.2.0/24")), Action: firewall.Return}}
+	foreign := []*firewall.Rule{{Src: firewall.In(netip.MustParsePrefix("192.0.2.0/24")), Action: firewall.Return}}
 	for name, tt := range map[string]struct {
 		have   []*firewall.Rule
 		exact  bool
@@ -148,7 +148,7 @@ func TestArrange(t *testing.T) {
 		"one missing":          {chain(head, ours[1:], theirs), false, len(theirs)},
 		"duplicate":            {chain(head, ours, ours[:1]), false, 0},
 		"order":                {chain(head, ours[1:], ours[:1]), false, 0},
-		"foreign rule":         {chain(head, ours, stranger), false, 0},
+		"foreign rule":         {chain(head, ours, foreign), false, 0},
 		"unreadable rule":      {chain(head, ours, []*firewall.Rule{nil}), false, 0},
 		"part of other daemon": {chain(head, ours, theirs[:2]), false, 0},
 	} {

@@ -14,7 +14,7 @@ import (
 	"time"
 )
 
-// Limits on what a client can hold. shutdownTimeout is short so that a stop does not wait
+// Limits on the resources that a client can use. shutdownTimeout is short so that a stop does not wait
 // for a client that has connected and sends no request.
 const (
 	requestTimeout  = 5 * time.Second

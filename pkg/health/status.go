@@ -8,9 +8,10 @@ import (
 	"errors"
 	"fmt"
 	"slices"
-	"strings"
 	"sync"
 	"time"
+
+	"github.com/flanneld/flanneld/pkg/oneline"
 )
 
 var errPending = errors.New("not up yet")
@@ -89,7 +90,7 @@ func (s *Status) Part(component string) (since time.Time, err error) {
 	return time.Time{}, nil
 }
 
-// part returns the component called name and adds it if it is new. The caller holds s.mu.
+// part returns the component called name and adds it if it is new. The caller has locked s.mu.
 func (s *Status) part(name string) *part {
 	i := slices.IndexFunc(s.parts, func(p *part) bool { return p.name == name })
 	if i < 0 {
@@ -107,7 +108,7 @@ func (s *Status) Ready() (ready bool, reasons []string) {
 	now := time.Now()
 	for _, p := range s.parts {
 		if p.counts(now) {
-			reasons = append(reasons, p.name+": "+OneLine(p.err))
+			reasons = append(reasons, p.name+": "+oneline.Text(p.err))
 		}
 	}
 	return len(reasons) == 0, reasons
@@ -140,9 +141,4 @@ func (s *Status) Alive() error {
 			age.Round(time.Second), s.maxAge)
 	}
 	return nil
-}
-
-// OneLine returns the text of an error with "; " in place of line breaks.
-func OneLine(err error) string {
-	return strings.Join(strings.FieldsFunc(err.Error(), func(r rune) bool { return r == '\n' || r == '\r' }), "; ")
 }

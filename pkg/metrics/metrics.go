@@ -18,12 +18,12 @@ import (
 	"github.com/flanneld/flanneld/pkg/version"
 )
 
-// lookTimeout limits how long a scrape waits for the daemon's main loop.
-const lookTimeout = 2 * time.Second
+// readTimeout limits how long a scrape waits for the daemon's main loop.
+const readTimeout = 2 * time.Second
 
-// Look holds the values that are read at each scrape. A zero time or a nil map means
+// Values contains the values that are read at each scrape. A zero time or a nil map means
 // unknown: its metrics are absent.
-type Look struct {
+type Values struct {
 	Ready         bool
 	Backend       string                     // type
 	Mode          string                     // of the backend, if it has several
@@ -37,7 +37,7 @@ type Look struct {
 	Dropped       map[string]uint64 // packets dropped in user space, by reason
 }
 
-// Metrics holds the metrics of one daemon, in a registry of its own.
+// Metrics contains the metrics of one daemon, in a registry of its own.
 type Metrics struct {
 	registry *prometheus.Registry
 
@@ -49,9 +49,9 @@ type Metrics struct {
 	firewallFailures prometheus.Counter
 }
 
-// New returns metrics that call look at each scrape. When its context ends, look may
-// return what it has so far.
-func New(look func(context.Context) Look) *Metrics {
+// New returns metrics that call read at each scrape. When its context ends, read may
+// return the values that it has so far.
+func New(read func(context.Context) Values) *Metrics {
 	counter := func(name, help string) prometheus.Counter {
 		return prometheus.NewCounter(prometheus.CounterOpts{Namespace: "flannel", Name: name, Help: help})
 	}
@@ -71,7 +71,7 @@ func New(look func(context.Context) Look) *Metrics {
 	}
 	m.registry.MustRegister(
 		m.duration, m.failures, m.repaired, m.differed, m.firewallRepairs, m.firewallFailures,
-		&lookup{look: look},
+		&collector{read},
 		collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}),
 	)
 	return m
@@ -105,10 +105,10 @@ func (m *Metrics) Firewall(repaired bool, err error) {
 	}
 }
 
-// lookup is the collector that turns a Look into metrics.
-type lookup struct{ look func(context.Context) Look }
+// collector turns Values into metrics.
+type collector struct{ read func(context.Context) Values }
 
-// gauge describes one value of a Look.
+// gauge describes one of the Values.
 type gauge struct {
 	*prometheus.Desc
 	kind prometheus.ValueType
@@ -118,7 +118,7 @@ func describe(kind prometheus.ValueType, name, help string, labels ...string) ga
 	return gauge{prometheus.NewDesc("flannel_"+name, help, labels, nil), kind}
 }
 
-// gauges returns the descriptions of all values of a Look, by name. It builds them at
+// gauges returns the descriptions of all Values, by name. It builds them at
 // each call, which is rare, so that no package variable is needed.
 func gauges() map[string]gauge {
 	g := prometheus.GaugeValue
@@ -140,17 +140,17 @@ func gauges() map[string]gauge {
 }
 
 // Describe implements prometheus.Collector.
-func (*lookup) Describe(ch chan<- *prometheus.Desc) {
+func (*collector) Describe(ch chan<- *prometheus.Desc) {
 	for _, g := range gauges() {
 		ch <- g.Desc
 	}
 }
 
 // Collect implements prometheus.Collector.
-func (l *lookup) Collect(ch chan<- prometheus.Metric) {
-	ctx, cancel := context.WithTimeout(context.Background(), lookTimeout)
+func (c *collector) Collect(ch chan<- prometheus.Metric) {
+	ctx, cancel := context.WithTimeout(context.Background(), readTimeout)
 	defer cancel()
-	look, all := l.look(ctx), gauges()
+	values, all := c.read(ctx), gauges()
 	set := func(name string, value float64, labels ...string) {
 		//nolint:promlinter // promlinter does not find the description; a test lints the names
 		ch <- prometheus.MustNewConstMetric(all[name].Desc, all[name].kind, value, labels...)
@@ -161,25 +161,25 @@ func (l *lookup) Collect(ch chan<- prometheus.Metric) {
 		}
 	}
 	set("build", 1, version.Version, runtime.Version())
-	if look.Backend != "" {
-		set("backend", 1, look.Backend, look.Mode)
+	if values.Backend != "" {
+		set("backend", 1, values.Backend, values.Mode)
 	}
-	set("ready", number(look.Ready))
-	set("store", number(look.Connected))
-	set("restart", number(look.RestartNeeded))
-	at("lastSync", look.LastSync)
-	at("lease", look.LeaseExpires)
-	for state, n := range look.Peers {
+	set("ready", number(values.Ready))
+	set("store", number(values.Connected))
+	set("restart", number(values.RestartNeeded))
+	at("lastSync", values.LastSync)
+	at("lease", values.LeaseExpires)
+	for state, n := range values.Peers {
 		set("peers", float64(n), state)
 	}
-	for kind, n := range look.Objects {
+	for kind, n := range values.Objects {
 		set("objects", float64(n.Present), kind)
 		set("wanted", float64(n.Wanted), kind)
 	}
-	for state, n := range look.Pool {
+	for state, n := range values.Pool {
 		set("pool", float64(n), state)
 	}
-	for reason, n := range look.Dropped {
+	for reason, n := range values.Dropped {
 		set("dropped", float64(n), reason)
 	}
 }

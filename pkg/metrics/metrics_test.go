@@ -29,8 +29,8 @@ func scrape(t *testing.T, m *metrics.Metrics) string {
 	return w.Body.String()
 }
 
-func full(context.Context) metrics.Look {
-	return metrics.Look{
+func full(context.Context) metrics.Values {
+	return metrics.Values{
 		Ready: true, Backend: "vxlan", Peers: map[string]int{"served": 3, "refused": 1},
 		Objects: map[string]dataplane.Count{"route": {Wanted: 4, Present: 3}}, LastSync: time.Unix(1000, 5e8),
 		Connected: true, LeaseExpires: time.Unix(2000, 0), Pool: map[string]uint64{"free": 9},
@@ -69,7 +69,7 @@ func TestMetrics(t *testing.T) {
 // Unknown values are absent instead of zero: a lease that does not expire would otherwise
 // look as if it had expired in 1970.
 func TestUnknownIsAbsent(t *testing.T) {
-	page := scrape(t, metrics.New(func(context.Context) metrics.Look { return metrics.Look{} }))
+	page := scrape(t, metrics.New(func(context.Context) metrics.Values { return metrics.Values{} }))
 	for _, name := range []string{"flannel_lease_expiry", "flannel_last_sync_timestamp", "flannel_pool", "flannel_udp", "flannel_backend_info", "flannel_peers"} {
 		if strings.Contains(page, name) {
 			t.Errorf("%s is present although its value is unknown", name)

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package oneline joins several errors into one whose text has no line breaks, so that
-// each log entry is one line.
+// Package oneline joins several errors into one, and returns the text of errors, without
+// line breaks: each log entry is one line.
 package oneline
 
 import "strings"
@@ -39,3 +39,11 @@ func (j *joined) Error() string {
 
 // Unwrap makes the parts visible to errors.Is and errors.As.
 func (j *joined) Unwrap() []error { return j.parts }
+
+// Text returns the text of err with "; " in place of line breaks, or "" if err is nil.
+func Text(err error) string {
+	if err == nil {
+		return ""
+	}
+	return strings.Join(strings.FieldsFunc(err.Error(), func(r rune) bool { return r == '\n' || r == '\r' }), "; ")
+}

@@ -30,3 +30,14 @@ func TestJoin(t *testing.T) {
 		t.Error("errors.Is finds an error that was not joined")
 	}
 }
+
+func TestText(t *testing.T) {
+	for text, want := range map[string]string{"one": "one", "one\ntwo": "one; two", "\r\none\r\n\r\ntwo\n": "one; two"} {
+		if got := Text(errors.New(text)); got != want {
+			t.Errorf("text of %q: %q, want %q", text, got, want)
+		}
+	}
+	if got := Text(nil); got != "" {
+		t.Errorf("text of no error: %q, want none", got)
+	}
+}

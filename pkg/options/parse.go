@@ -9,6 +9,8 @@ import (
 	"io"
 	"strconv"
 	"strings"
+
+	"github.com/flanneld/flanneld/pkg/spell"
 )
 
 // envPrefix is the prefix of environment variables that set flags.
@@ -142,7 +144,7 @@ func badFlag(fs *flag.FlagSet, all []setting, read []string) error {
 		name, _, _ = strings.Cut(strings.TrimLeft(last, "-"), "=")
 	}
 	unknown := last != name && fs.Lookup(name) == nil
-	switch near, ok := nearest(name, names(all)); {
+	switch near, ok := spell.Meant(name, names(all)); {
 	case !unknown && fs.NArg() > 0:
 		return fmt.Errorf("argument %q is not a flag: expected --name or --name=value", redact(fs.Arg(0)))
 	case !unknown:
@@ -183,7 +185,7 @@ func environment(all []setting, env []string, flags values) (vars values, warnin
 		name, ok := byVar[variable]
 		if !ok {
 			name = strings.ToLower(strings.TrimPrefix(variable, envPrefix))
-			if near, ok := nearest(name, known); ok && name != "help" {
+			if near, ok := spell.Meant(name, known); ok && name != "help" {
 				warnings = append(warnings, fmt.Sprintf("%s is ignored: did you mean %s?", plain(variable), envName(near)))
 			}
 			continue

@@ -7,10 +7,8 @@ package outage
 import (
 	"context"
 	"errors"
-	"math/rand/v2"
 	"slices"
 	"sync"
-	"time"
 
 	"k8s.io/klog/v2"
 )
@@ -61,7 +59,7 @@ func (t *Tracker) Report(ctx context.Context, activity string, err error) {
 		if !slices.Contains(t.kinds, failure.Kind()) { // kinds may alternate
 			t.kinds = append(t.kinds, failure.Kind())
 			log.Error(err, t.name+" is not usable, retrying")
-			t.tell(err)
+			t.notify(err)
 		}
 		return
 	}
@@ -71,9 +69,9 @@ func (t *Tracker) Report(ctx context.Context, activity string, err error) {
 	case t.kinds != nil:
 		t.kinds = nil
 		log.Info(t.name + " is usable again")
-		t.tell(nil)
+		t.notify(nil)
 	case !t.known:
-		t.tell(nil)
+		t.notify(nil)
 	}
 }
 
@@ -84,33 +82,7 @@ func (t *Tracker) Forget(activity string) {
 	delete(t.failing, activity)
 }
 
-func (t *Tracker) tell(err error) {
+func (t *Tracker) notify(err error) {
 	t.known = true
 	t.onStatus(err)
-}
-
-// Backoff waits between tries. The pause doubles from Least to Most; each one varies by
-// up to half, so that hosts do not retry at the same moment.
-type Backoff struct {
-	Least, Most time.Duration
-
-	next time.Duration
-}
-
-// Reset makes the next pause the shortest one again.
-func (b *Backoff) Reset() { b.next = 0 }
-
-// Wait blocks for the next pause, and at least for atLeast. It returns the error of ctx
-// if ctx ends first.
-func (b *Backoff) Wait(ctx context.Context, atLeast time.Duration) error {
-	b.next = min(max(b.next, b.Least), b.Most)
-	timer := time.NewTimer(atLeast + b.next/2 + rand.N(b.next))
-	defer timer.Stop()
-	b.next *= 2
-	select {
-	case <-ctx.Done():
-		return ctx.Err()
-	case <-timer.C:
-		return nil
-	}
 }

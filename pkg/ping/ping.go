@@ -28,20 +28,21 @@ var ErrTooBig = errors.New("packet too big")
 // ErrUnreachable means that a router reported the destination as unreachable.
 var ErrUnreachable = errors.New("unreachable")
 
-// Options shape an echo request.
+// Options are the options of an echo request.
 type Options struct {
-	Size         int           // of the whole IP packet, in bytes; 0 means 84
+	Size         int           // size of the IP packet with its headers, in bytes; 0 means 84
 	DontFragment bool          // forbid fragmentation by this host and by routers
-	Timeout      time.Duration // for the reply; 0 means 1 s
+	Timeout      time.Duration // maximum time until the reply; 0 means 1 s
 	// Listen opens the socket. A caller sets it to send from another network namespace;
 	// nil means the current one.
 	Listen func(ctx context.Context, lc *net.ListenConfig, network, address string) (net.PacketConn, error)
 }
 
-// icmpKind holds the ICMP constants that differ between IPv4 and IPv6.
+// icmpKind contains the ICMP constants that differ between IPv4 and IPv6 (RFC 792,
+// RFC 4443), and the socket options.
 type icmpKind struct {
 	network, any        string
-	header              int // of IP, in bytes
+	header              int // length of the IP header in bytes
 	request, reply      byte
 	unreachable, tooBig byte
 	level, discover     int // socket options
@@ -64,7 +65,9 @@ func kindOf(f prefix.Family) icmpKind {
 
 const icmpHeader = 8
 
-// Ping sends one echo request and returns the time to its reply.
+// Ping sends one echo request to dst and returns the time to its reply. It returns
+// ErrTooBig or ErrUnreachable, wrapped, if this host or a router reports that. Without a
+// reply it returns an error after the timeout.
 func Ping(ctx context.Context, dst netip.Addr, o Options) (time.Duration, error) {
 	kind := kindOf(prefix.FamilyOf(dst))
 	if o.Size == 0 {
@@ -102,7 +105,7 @@ func Ping(ctx context.Context, dst netip.Addr, o Options) (time.Duration, error)
 			}
 			return 0, err
 		}
-		if mine, err := kind.match(buf[:size], id); mine {
+		if matches, err := kind.match(buf[:size], id); matches {
 			return time.Since(sent), err
 		}
 	}
@@ -128,7 +131,7 @@ func (o Options) listen(ctx context.Context, kind icmpKind) (net.PacketConn, err
 	return o.Listen(ctx, lc, kind.network, kind.any)
 }
 
-// echo returns an ICMP echo request of size bytes that carries id. For ICMPv6 the kernel
+// echo returns an ICMP echo request of size bytes that contains id. For ICMPv6 the kernel
 // fills in the checksum.
 func (k icmpKind) echo(id uint32, size int) []byte {
 	b := make([]byte, size)
@@ -145,9 +148,9 @@ func (k icmpKind) echo(id uint32, size int) []byte {
 	return b
 }
 
-// match reports whether b is a response to the request that carries id: its reply, or an
-// ICMP error that quotes it.
-func (k icmpKind) match(b []byte, id uint32) (mine bool, err error) {
+// match reports whether the ICMP message b is a response to the request with id: its
+// reply, or an ICMP error that quotes it. err is the meaning of the ICMP error.
+func (k icmpKind) match(b []byte, id uint32) (matches bool, err error) {
 	if len(b) < icmpHeader {
 		return false, nil
 	}

@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Package plainjson parses JSON objects in the compact form that programs write: no white
-// space, no escapes, ASCII only, whole numbers. It is several times faster than
-// encoding/json. It refuses any other form, and the caller then uses encoding/json. If
-// plainjson accepts an object, encoding/json accepts it too and reads the same values.
+// space, no escapes, ASCII only, no arrays, and as values only strings, whole numbers,
+// null and objects. It is several times faster than encoding/json. It refuses any other
+// form, and the caller then uses encoding/json. If plainjson accepts an object,
+// encoding/json accepts it too and reads the same values.
 package plainjson
 
-// maxDepth bounds how deep objects are nested.
+// maxDepth is the maximum depth of nested objects.
 const maxDepth = 4
 
 // Object calls field for each field of the object raw, in order, with the key (without

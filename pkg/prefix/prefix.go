@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package prefix holds the address arithmetic that net/netip leaves out.
+// Package prefix contains address families and the address arithmetic that net/netip
+// leaves out.
 package prefix
 
 import (
@@ -37,12 +38,20 @@ func (f Family) String() string {
 	return "IPv" + strconv.Itoa(int(f))
 }
 
-// Bits is the length of an address of the family: 32 or 128.
+// Bits returns the length of an address of the family in bits: 32 or 128.
 func (f Family) Bits() int {
 	if f == IPv4 {
 		return 32
 	}
 	return 128
+}
+
+// MinMTU is the minimum MTU in bytes of a link that carries the family.
+func (f Family) MinMTU() int {
+	if f == IPv4 {
+		return 68
+	}
+	return 1280
 }
 
 // Host returns the prefix that contains only a: a /32 or a /128.
@@ -67,7 +76,7 @@ func Last(p netip.Prefix) netip.Addr {
 	return a
 }
 
-// Contains reports whether every address of inner lies in outer.
+// Contains reports whether outer contains every address of inner.
 func Contains(outer, inner netip.Prefix) bool {
 	return outer.Bits() <= inner.Bits() && outer.Contains(inner.Addr())
 }

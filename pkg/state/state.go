@@ -20,7 +20,7 @@ import (
 // version is the version of the file format. Load refuses a file of another version.
 const version = 1
 
-// ErrInUse means that another process holds the lock.
+// ErrInUse means that another process has taken the lock.
 var ErrInUse = errors.New("in use by another process")
 
 // File is a state file. No other process can open it until Close. It is not safe for
@@ -51,8 +51,8 @@ func Open[T any](dir, name string) (*File[T], error) {
 }
 
 // Lock creates dir with mode 0700 if it does not exist, and takes the lock called name in
-// it. The lock is held until Close or the end of the process. Lock returns ErrInUse,
-// wrapped, if another process or another lock of this process holds it.
+// it. The lock lasts until Close or the end of the process. Lock returns ErrInUse, wrapped,
+// if another process has taken it, or this process has taken it before.
 func Lock(dir, name string) (io.Closer, error) {
 	if err := os.MkdirAll(dir, 0o700); err != nil {
 		return nil, fmt.Errorf("create state directory: %w", err)

@@ -26,7 +26,7 @@ func SocketPath(subnetFile string) string {
 }
 
 // Listen opens a local socket at path that only root can use (0600). It replaces a socket
-// that a former daemon left behind. If a process answers on the socket, Listen returns an
+// that an earlier daemon has left. If a process answers on the socket, Listen returns an
 // error.
 func Listen(ctx context.Context, path string) (net.Listener, error) {
 	fail := func(err error) (net.Listener, error) { return nil, fmt.Errorf("open status socket: %w", err) }

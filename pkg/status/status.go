@@ -36,6 +36,7 @@ type Report struct {
 
 // Network is the network configuration in use.
 type Network struct {
+	Phase       string         `json:"phase"` // such as "serving"
 	BackendType string         `json:"backendType"`
 	Mode        string         `json:"mode,omitempty"` // of the backend, if it can carry packets in several ways
 	Prefixes    []netip.Prefix `json:"prefixes"`
@@ -79,7 +80,7 @@ type Lease struct {
 	Expires   time.Time      `json:"expires,omitzero"`    // of this host's lease; empty for peers
 }
 
-// Datastore is the store that holds the leases.
+// Datastore is the store that contains the leases.
 type Datastore struct {
 	Kind      string    `json:"kind"` // etcd or kubernetes
 	Connected bool      `json:"connected"`

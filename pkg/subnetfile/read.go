@@ -187,7 +187,7 @@ func (p *Previous) prefix(vars map[string]string, key string, f prefix.Family) n
 		found = append(found, n.Masked())
 	}
 	if len(found) > 1 {
-		p.warn("%s is ignored: it holds %d prefixes, expected one", key, len(found))
+		p.warn("%s is ignored: it has %d prefixes, expected one", key, len(found))
 	}
 	if len(found) != 1 {
 		return netip.Prefix{}

@@ -64,7 +64,7 @@ func TestParse(t *testing.T) {
 			"FLANNEL_NETWORK=10.5.0.0/16,10.6.0.0/16\nFLANNEL_SUBNET=10.5.4.1/24\n",
 			Previous{
 				Entries:  []Entry{entry("", "10.5.4.0/24")},
-				Warnings: []string{"FLANNEL_NETWORK is ignored: it holds 2 prefixes, expected one"},
+				Warnings: []string{"FLANNEL_NETWORK is ignored: it has 2 prefixes, expected one"},
 			},
 		},
 		"wrong family": {

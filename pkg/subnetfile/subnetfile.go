@@ -35,7 +35,7 @@ type File struct {
 	IPMasq  bool    // whether flanneld masquerades
 }
 
-// keys holds the names of the two variables of an address family.
+// keys contains the names of the two variables of an address family.
 type keys struct{ network, subnet string }
 
 func keysOf(f prefix.Family) keys {

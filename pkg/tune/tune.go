@@ -14,6 +14,8 @@ import (
 	"time"
 
 	"k8s.io/klog/v2"
+
+	"github.com/flanneld/flanneld/pkg/wait"
 )
 
 const (
@@ -122,12 +124,10 @@ func (t *Tuner) Rest(ctx context.Context, started <-chan struct{}, written func(
 	}
 	late := time.Now().Add(longStart)
 	for over := false; !over; over = written() || !time.Now().Before(late) {
-		select {
-		case <-ctx.Done():
+		if wait.For(ctx, tidyAfter) != nil {
 			return nil
-		case <-time.After(tidyAfter):
-			t.settle()
 		}
+		t.settle()
 	}
 	if !t.memory {
 		return nil

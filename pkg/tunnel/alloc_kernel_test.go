@@ -11,9 +11,9 @@ import (
 
 // TestKernelAllocations checks that moving packets allocates no memory.
 func TestKernelAllocations(t *testing.T) {
-	l := newBed(t, 2, prefix.IPv4)
+	l := newTestLab(t, 2, prefix.IPv4)
 	e := newEnd(t, l, 1, mode{})
-	p := newPlainPeer(t, l, 2, 1, prefix.IPv4)
+	p := newSinglePeer(t, l, 2, 1, prefix.IPv4)
 	request := echo("10.5.2.7", "10.5.1.0", 9)
 	buf := make([]byte, 2000)
 	exchange := func() {

@@ -16,9 +16,9 @@ import (
 	"github.com/flanneld/flanneld/pkg/tunnel/packet"
 )
 
-// Device is an open TUN device. Reading it returns packets that the kernel routes to it.
-// Unless Persist was called, the kernel deletes the device when the last program closes
-// it.
+// Device is an open TUN device (linux/if_tun.h). Reading it returns packets that the
+// kernel routes to it. Unless Persist was called, the kernel deletes the device when the
+// last program closes it.
 type Device struct {
 	file *os.File
 	raw  syscall.RawConn // raw connection of file
@@ -28,7 +28,9 @@ type Device struct {
 }
 
 // OpenDevice creates a TUN device, or opens an existing persistent one. It must be called
-// on a thread in the network namespace of the device.
+// on a thread in the network namespace of the device. It returns EBUSY, wrapped, if
+// another program has the device open, and EINVAL, wrapped, if the name belongs to a
+// device of another kind.
 func OpenDevice(name string) (*Device, error) {
 	fd, err := unix.Open("/dev/net/tun", unix.O_RDWR|unix.O_CLOEXEC|unix.O_NONBLOCK, 0)
 	if err != nil {
@@ -193,13 +195,13 @@ func (d *Device) control(f func(fd int) error) error {
 
 // deviceWriter writes packets, each with its offload header, to a device.
 type deviceWriter struct {
-	*outlet
+	*fdWriter
 	b []byte
 }
 
 func newDeviceWriter(d *Device) *deviceWriter {
 	w := &deviceWriter{}
-	w.outlet = newOutlet(d.raw, func(fd uintptr) unix.Errno {
+	w.fdWriter = newFDWriter(d.raw, func(fd uintptr) unix.Errno {
 		_, _, errno := unix.RawSyscall(unix.SYS_WRITE, fd, uintptr(unsafe.Pointer(unsafe.SliceData(w.b))), uintptr(len(w.b)))
 		return errno
 	})

@@ -26,18 +26,18 @@ import (
 	"github.com/flanneld/flanneld/test/lab"
 )
 
-// plainPeer is a host that behaves like flannel's udp backend: it sends and receives
+// singlePeer is a host that behaves like flannel's udp backend: it sends and receives
 // datagrams one by one, each with one packet.
-type plainPeer struct {
+type singlePeer struct {
 	*net.UDPConn
 	to netip.AddrPort
 }
 
-// newPlainPeer creates one on host number i, which sends to host number to.
-func newPlainPeer(t *testing.T, l *lab.Lab, i, to int, f prefix.Family) *plainPeer {
+// newSinglePeer creates one on host number i, which sends to host number to.
+func newSinglePeer(t *testing.T, l *lab.Lab, i, to int, f prefix.Family) *singlePeer {
 	t.Helper()
 	h := l.Host(i)
-	p := &plainPeer{to: netip.AddrPortFrom(l.Host(to).Addr(f), port)}
+	p := &singlePeer{to: netip.AddrPortFrom(l.Host(to).Addr(f), port)}
 	err := h.Do(context.Background(), func() (err error) {
 		p.UDPConn, err = net.ListenUDP("udp", net.UDPAddrFromAddrPort(netip.AddrPortFrom(h.Addr(f), port)))
 		return err
@@ -49,7 +49,7 @@ func newPlainPeer(t *testing.T, l *lab.Lab, i, to int, f prefix.Family) *plainPe
 	return p
 }
 
-func (p *plainPeer) send(t *testing.T, b []byte) {
+func (p *singlePeer) send(t *testing.T, b []byte) {
 	t.Helper()
 	if _, err := p.WriteToUDPAddrPort(b, p.to); err != nil {
 		t.Fatal(err)
@@ -57,7 +57,7 @@ func (p *plainPeer) send(t *testing.T, b []byte) {
 }
 
 // receive returns the first packet for which wanted returns true.
-func (p *plainPeer) receive(t *testing.T, wanted func([]byte) bool) []byte {
+func (p *singlePeer) receive(t *testing.T, wanted func([]byte) bool) []byte {
 	t.Helper()
 	buf := make([]byte, 65535)
 	_ = p.SetReadDeadline(time.Now().Add(patience))
@@ -113,15 +113,15 @@ func internetChecksum(b []byte) uint16 {
 
 func isEchoReply(b []byte) bool { return len(b) == 28 && b[9] == 1 && b[20] == 0 }
 
-// TestKernelPlainPeer pings through a tunnel from a minimal peer that sends and receives one
-// packet at a time. It runs with every combination of offloads, and checks TTL and checksums of
-// the reply.
+// TestKernelPlainPeer pings through a tunnel from a minimal peer that sends and receives
+// one packet at a time. It runs with every combination of offloads, and checks TTL and
+// checksums of the reply.
 func TestKernelPlainPeer(t *testing.T) {
 	for _, m := range modes() {
 		t.Run(m.name, func(t *testing.T) {
-			l := newBed(t, 2, prefix.IPv4)
+			l := newTestLab(t, 2, prefix.IPv4)
 			newEnd(t, l, 1, m)
-			p := newPlainPeer(t, l, 2, 1, prefix.IPv4)
+			p := newSinglePeer(t, l, 2, 1, prefix.IPv4)
 			p.send(t, echo("10.5.2.7", "10.5.1.0", 9))
 			b := p.receive(t, isEchoReply)
 			if internetChecksum(b[:20]) != 0 || internetChecksum(b[20:]) != 0 || b[8] != 63 {
@@ -131,9 +131,9 @@ func TestKernelPlainPeer(t *testing.T) {
 	}
 }
 
-// drops returns the counters that are not zero, without packets that the kernel itself
-// sends on a new device.
-func drops(c *Counters) map[string]uint64 {
+// nonzeroDrops returns the counters that are not zero, without packets that the kernel
+// itself sends on a new device.
+func nonzeroDrops(c *Counters) map[string]uint64 {
 	all := map[string]uint64{}
 	for reason, n := range c.Dropped() {
 		if n > 0 && reason != OtherFamily.String() {
@@ -195,13 +195,13 @@ func TestKernelSourceCheck(t *testing.T) {
 }
 
 func sourceCheck(t *testing.T, check SourceCheck, f prefix.Family, want map[string]Reason) {
-	l := newBed(t, 3, f)
+	l := newTestLab(t, 3, f)
 	e := newEnd(t, l, 1, mode{}, func(c *Config) { c.Check = check })
-	p, other := newPlainPeer(t, l, 2, 1, f), newPlainPeer(t, l, 3, 1, f)
+	p, other := newSinglePeer(t, l, 2, 1, f), newSinglePeer(t, l, 3, 1, f)
 	from, dst := sources(f, l.Host(1)), subnetOf(1, f).Addr().String()
 	expected := map[string]uint64{}
 	received := uint64(0)
-	send := func(by *plainPeer, b []byte, reason Reason) {
+	send := func(by *singlePeer, b []byte, reason Reason) {
 		by.send(t, b)
 		if reason != 0 {
 			expected[reason.String()]++
@@ -237,7 +237,7 @@ func sourceCheck(t *testing.T, check SourceCheck, f prefix.Family, want map[stri
 		send(other, good, UnknownPeer)
 	}
 	eventually(t, "counters", func() error {
-		have := drops(e.Counters)
+		have := nonzeroDrops(e.Counters)
 		delete(have, NoRoute.String()) // replies to addresses without a peer
 		if diff := cmp.Diff(expected, have); diff != "" {
 			return errors.New(diff)
@@ -288,7 +288,7 @@ func TestKernelLoopbackServices(t *testing.T) {
 
 func loopbackServices(t *testing.T, f prefix.Family, check SourceCheck) {
 	const service = 9999
-	l := newBed(t, 2, f)
+	l := newTestLab(t, 2, f)
 	e := newEnd(t, l, 1, mode{}, func(c *Config) { c.Check = check })
 	if out, err := e.Exec(t.Context(), "sysctl", "-w", "net.ipv4.conf.all.route_localnet=1", "net.ipv4.conf.all.rp_filter=0", "net.ipv4.conf."+devName+".rp_filter=0"); err != nil {
 		t.Fatalf("%v: %s", err, out)
@@ -306,14 +306,14 @@ func loopbackServices(t *testing.T, f prefix.Family, check SourceCheck) {
 	if f == prefix.IPv6 {
 		from, to, none = "fd00:10:5:2::7", "fd00:10:5:1::", []string{"::1", "ff02::1", "::"}
 	}
-	p := newPlainPeer(t, l, 2, 1, f)
+	p := newSinglePeer(t, l, 2, 1, f)
 	eventually(t, "packets of the peer", func() error { // an address may not be ready yet
 		p.send(t, datagram(from, to, service, "ready"))
 		_ = in.SetReadDeadline(time.Now().Add(50 * time.Millisecond))
 		_, err := in.Read(make([]byte, 100))
 		return err
 	})
-	want := drops(e.Counters)
+	want := nonzeroDrops(e.Counters)
 	for _, a := range none {
 		p.send(t, datagram(from, a, service, "to "+a))
 		p.send(t, datagram(a, to, service, "from "+a))
@@ -332,7 +332,7 @@ func loopbackServices(t *testing.T, f prefix.Family, check SourceCheck) {
 		case "ready":
 			continue
 		case "last":
-			if diff := cmp.Diff(want, drops(e.Counters)); diff != "" {
+			if diff := cmp.Diff(want, nonzeroDrops(e.Counters)); diff != "" {
 				t.Errorf("dropped (-want +got):\n%s", diff)
 			}
 			return
@@ -379,9 +379,9 @@ func sendUDP(t *testing.T, h *lab.Host, dst string, ttl, size, discover int) {
 	}
 }
 
-// TestKernelComplaints checks that senders get ICMP errors about packets that cannot be
+// TestKernelICMPErrors checks that senders get ICMP errors about packets that cannot be
 // sent.
-func TestKernelComplaints(t *testing.T) {
+func TestKernelICMPErrors(t *testing.T) {
 	for name, tc := range map[string]struct {
 		dst       string
 		ttl       int
@@ -392,7 +392,7 @@ func TestKernelComplaints(t *testing.T) {
 		"no hops":  {"10.5.2.1", 1, 11, 0, HopsExceeded},
 	} {
 		t.Run(name, func(t *testing.T) {
-			l := newBed(t, 2, prefix.IPv4)
+			l := newTestLab(t, 2, prefix.IPv4)
 			e := newEnd(t, l, 1, mode{})
 			conn := listenICMP(t, e.Host)
 			sendUDP(t, e.Host, tc.dst, tc.ttl, 100, unix.IP_PMTUDISC_DO)
@@ -404,7 +404,7 @@ func TestKernelComplaints(t *testing.T) {
 			if buf[0] != tc.typ || buf[1] != tc.code || from.String() != "10.5.1.0" || n != 8+28 {
 				t.Errorf("type %d code %d from %s, %d bytes", buf[0], buf[1], from, n)
 			}
-			if got := drops(e.Counters)[tc.reason.String()]; got != 1 {
+			if got := nonzeroDrops(e.Counters)[tc.reason.String()]; got != 1 {
 				t.Errorf("counted %d times", got)
 			}
 		})
@@ -417,10 +417,10 @@ func TestKernelComplaints(t *testing.T) {
 func TestKernelPathMTU(t *testing.T) {
 	for _, m := range modes() {
 		t.Run(m.name, func(t *testing.T) {
-			l := newBed(t, 2, prefix.IPv4)
+			l := newTestLab(t, 2, prefix.IPv4)
 			a, b := newEnd(t, l, 1, m), newEnd(t, l, 2, m)
-			narrow(t, a.Host, b.Host, prefix.IPv4, 1300)
-			narrow(t, b.Host, a.Host, prefix.IPv4, 1300)
+			addRouteWithMTU(t, a.Host, b.Host, prefix.IPv4, 1300)
+			addRouteWithMTU(t, b.Host, a.Host, prefix.IPv4, 1300)
 			conn := listenICMP(t, a.Host)
 			sendUDP(t, a.Host, "10.5.2.0", 64, 1400, unix.IP_PMTUDISC_PROBE)
 			buf := make([]byte, 1500)
@@ -430,7 +430,7 @@ func TestKernelPathMTU(t *testing.T) {
 			if mtu := binary.BigEndian.Uint16(buf[6:]); buf[0] != 3 || buf[1] != 4 || mtu != 1300-28 {
 				t.Errorf("type %d code %d MTU %d", buf[0], buf[1], mtu)
 			}
-			fragmented(t, a, b, 2)
+			expectFragmented(t, a, b, 2)
 			transfer(t, a, b, b.subnets[0].Addr())
 		})
 	}
@@ -443,10 +443,10 @@ func TestKernelPathMTUIPv6(t *testing.T) {
 	for _, m := range modes() {
 		for _, mtu := range []int{1400, 1280} {
 			t.Run(fmt.Sprintf("%s/%d", m.name, mtu), func(t *testing.T) {
-				l := newBed(t, 2, prefix.IPv6)
+				l := newTestLab(t, 2, prefix.IPv6)
 				a, b := newEnd(t, l, 1, m), newEnd(t, l, 2, m)
-				narrow(t, a.Host, b.Host, prefix.IPv6, mtu)
-				narrow(t, b.Host, a.Host, prefix.IPv6, mtu)
+				addRouteWithMTU(t, a.Host, b.Host, prefix.IPv6, mtu)
+				addRouteWithMTU(t, b.Host, a.Host, prefix.IPv6, mtu)
 				dst := b.subnets[0].Addr()
 				eventually(t, "ping in fragments", func() error {
 					_, err := a.Ping(t.Context(), dst, ping.Options{Size: 3000, Timeout: 300 * time.Millisecond})
@@ -465,8 +465,8 @@ func TestKernelPathMTUIPv6(t *testing.T) {
 	}
 }
 
-// narrow adds a route with its own MTU from one host to another.
-func narrow(t *testing.T, from, to *lab.Host, f prefix.Family, mtu int) {
+// addRouteWithMTU adds a route with its own MTU from one host to another.
+func addRouteWithMTU(t *testing.T, from, to *lab.Host, f prefix.Family, mtu int) {
 	t.Helper()
 	err := from.Netlink(context.Background(), func(h *netlink.Handle) error {
 		link, err := h.LinkByName("eth0")
@@ -489,7 +489,7 @@ func TestKernelPathMTUBySource(t *testing.T) {
 		f := prefix.FamilyOf(public)
 		for _, rule := range []string{"from " + second, "ipproto udp sport 8285"} {
 			t.Run(f.String()+"/"+rule, func(t *testing.T) {
-				l := newBed(t, 2, f)
+				l := newTestLab(t, 2, f)
 				h, far := l.Host(1), l.Host(2).Addr(f)
 				for _, command := range []string{
 					"addr add " + prefix.Host(public).String() + " dev eth0 nodad preferred_lft 0", // by default the host uses the first one
@@ -504,7 +504,7 @@ func TestKernelPathMTUBySource(t *testing.T) {
 				b := newEnd(t, l, 2, mode{})
 				b.table.Update(peersOf(h, 1, l.Families()), []Peer{{Subnet: subnetOf(1, f), Public: public}})
 				if f == prefix.IPv4 {
-					fragmented(t, a, b, 2)
+					expectFragmented(t, a, b, 2)
 				}
 				transfer(t, a, b, b.subnets[0].Addr())
 			})
@@ -512,9 +512,9 @@ func TestKernelPathMTUBySource(t *testing.T) {
 	}
 }
 
-// fragmented sends a packet of the device's MTU that may be fragmented, and waits until
-// want packets have arrived.
-func fragmented(t *testing.T, a, b *end, want uint64) {
+// expectFragmented sends a packet of the device's MTU that may be fragmented, and waits
+// until want packets have arrived.
+func expectFragmented(t *testing.T, a, b *end, want uint64) {
 	t.Helper()
 	before := b.Counters.Received()
 	sendUDP(t, a.Host, b.subnets[0].Addr().String(), 64, mtuFor([]prefix.Family{prefix.IPv4}), unix.IP_PMTUDISC_DONT)
@@ -529,7 +529,7 @@ func fragmented(t *testing.T, a, b *end, want uint64) {
 // TestKernelDeviceDeleted checks that a tunnel ends with an error when its device is
 // deleted.
 func TestKernelDeviceDeleted(t *testing.T) {
-	l := newBed(t, 1, prefix.IPv4)
+	l := newTestLab(t, 1, prefix.IPv4)
 	e := newEnd(t, l, 1, mode{})
 	err := e.Netlink(t.Context(), func(h *netlink.Handle) error {
 		link, err := h.LinkByName(devName)
@@ -554,7 +554,7 @@ func TestKernelDeviceDeleted(t *testing.T) {
 // TestKernelPersistence checks that only a persistent device outlives its process, and
 // that the next process can open it with any number of queues.
 func TestKernelPersistence(t *testing.T) {
-	l := newBed(t, 1, prefix.IPv4)
+	l := newTestLab(t, 1, prefix.IPv4)
 	h := l.Host(1)
 	indexOf := func() (index int) {
 		t.Helper()
@@ -615,7 +615,7 @@ func TestKernelPersistence(t *testing.T) {
 // TestKernelOtherDevice checks that OpenDevice does not touch a device with the same name
 // that is not a TUN device.
 func TestKernelOtherDevice(t *testing.T) {
-	l := newBed(t, 1, prefix.IPv4)
+	l := newTestLab(t, 1, prefix.IPv4)
 	h := l.Host(1)
 	if out, err := h.Exec(t.Context(), "ip", "link", "add", devName, "type", "bridge"); err != nil {
 		t.Fatalf("%v: %s", err, out)
@@ -628,9 +628,9 @@ func TestKernelOtherDevice(t *testing.T) {
 // TestKernelCloseUnderLoad checks that Close ends a tunnel although packets keep
 // arriving.
 func TestKernelCloseUnderLoad(t *testing.T) {
-	l := newBed(t, 2, prefix.IPv4)
+	l := newTestLab(t, 2, prefix.IPv4)
 	e := newEnd(t, l, 1, mode{})
-	p := newPlainPeer(t, l, 2, 1, prefix.IPv4)
+	p := newSinglePeer(t, l, 2, 1, prefix.IPv4)
 	request := echo("10.5.2.7", "10.5.1.0", 9)
 	const many = 64
 	load, gathered := bytes.Repeat(request, many), newSegmentSize()

@@ -25,8 +25,8 @@ type inbound struct {
 	merged   bool // the merger contains packets
 	failures int  // number of receives that failed in a row
 
-	anySender bool // any sender may send any packet
-	foreign   bool // sources outside of the networks are allowed
+	anySender      bool // any sender may send any packet
+	foreignSources bool // sources outside of the networks are allowed
 
 	// The last sender and source, because most packets have the same as the one before.
 	routes  *routes
@@ -41,17 +41,16 @@ func newInbound(t *Tunnel, s *socket) *inbound {
 	return &inbound{
 		Tunnel: t, socket: s, buf: make([]byte, packet.OffloadLen+2*maxPacket), receiver: newReceiver(), device: newDeviceWriter(t.Device),
 		merger:    packet.Merger{TCP: t.Device.tcp, UDP: t.Device.udp},
-		anySender: t.Check == CheckOff, foreign: t.Check != CheckStrict,
+		anySender: t.Check == CheckOff, foreignSources: t.Check != CheckStrict,
 	}
 }
 
-// enough is the number of receives that may fail in a row before the tunnel gives up the
-// socket.
-const enough = 100
+// maxFailures is the number of receives in a row that may fail before the tunnel ends.
+const maxFailures = 100
 
-// read implements carrier.
+// read implements direction.
 func (i *inbound) read(fd uintptr) error {
-	at, before := i.next(), i.receiver.lost
+	at, before := i.nextOffset(), i.receiver.lost
 	n, size, from, err := i.receiver.receive(fd, i.buf[at:at+maxPacket])
 	switch {
 	case err == nil:
@@ -60,7 +59,7 @@ func (i *inbound) read(fd uintptr) error {
 			i.Counters.dropped[SocketFull].Add(uint64(lost))
 		}
 		i.take(at, n, size, from)
-	case errors.Is(err, unix.EAGAIN), errors.Is(err, unix.EINTR), i.failures == enough:
+	case errors.Is(err, unix.EAGAIN), errors.Is(err, unix.EINTR), i.failures == maxFailures:
 		return err
 	default: // an earlier datagram has probably caused the error
 		i.failures++
@@ -68,13 +67,13 @@ func (i *inbound) read(fd uintptr) error {
 	return nil
 }
 
-// ready implements carrier. Writing to the device never waits.
+// ready implements direction. Writing to the device never waits.
 func (*inbound) ready() bool { return true }
 
-// next returns the offset in buf for the next receive. It is behind the gathered packets
-// if more can be added to them, because the next datagrams may continue a super-packet
-// that the sender had to split.
-func (i *inbound) next() int {
+// nextOffset returns the offset in buf for the next receive. It is behind the gathered
+// packets if more can be added to them, because the next datagrams may continue a
+// super-packet that the sender had to split.
+func (i *inbound) nextOffset() int {
 	if i.merged {
 		if end, grows := i.merger.End(); grows && end+maxPacket <= len(i.buf) {
 			return end
@@ -87,10 +86,10 @@ func (i *inbound) next() int {
 // take handles the result of one receive: n bytes of buf from at on, which contain
 // datagrams of size bytes, or one datagram if size is 0.
 func (i *inbound) take(at, n, size int, from netip.AddrPort) {
-	if now := i.Table.now.Load(); now != i.routes || from != i.from {
+	if now := i.Table.current.Load(); now != i.routes || from != i.from {
 		i.flush() // the merger contains packets of one sender only, so that it need not check packets that continue a stream
 		i.routes, i.from, i.src = now, from, netip.Addr{}
-		i.reason, i.refused = i.refuses(from)
+		i.reason, i.refused = i.refusal(from)
 	}
 	if size == 0 {
 		size = max(n, 1)
@@ -104,10 +103,10 @@ func (i *inbound) take(at, n, size int, from netip.AddrPort) {
 	}
 }
 
-// refuses reports whether to drop datagrams from an address, and the reason. Peers send
+// refusal returns whether to drop datagrams from an address, and the reason. Peers send
 // from the port that they listen on. A pod on a peer's host has the same address because
 // of masquerading, but another port.
-func (i *inbound) refuses(from netip.AddrPort) (Reason, bool) {
+func (i *inbound) refusal(from netip.AddrPort) (Reason, bool) {
 	if i.anySender {
 		return 0, false
 	}
@@ -129,17 +128,17 @@ func (i *inbound) datagram(at, end int) bool {
 	}
 	b := i.buf[at:end]
 	h, fault := packet.Parse(b)
-	if fault == packet.Sound {
+	if fault == packet.NoFault {
 		fault = packet.CheckHeader(b, h)
 	}
 	switch {
-	case fault != packet.Sound:
-		i.faulty(fault)
+	case fault != packet.NoFault:
+		i.countFault(fault)
 		return false
 	case h.IPv6 != i.socket.local.Addr().Is6():
 		i.Counters.drop(OtherFamily)
 		return false
-	case !i.mayCome(h.Src):
+	case !i.sourceAllowed(h.Src):
 		i.Counters.drop(WrongSource)
 		return false
 	case !packet.Forwardable(h.Dst):
@@ -155,26 +154,26 @@ func (i *inbound) datagram(at, end int) bool {
 	return true
 }
 
-// mayCome reports whether the present sender may send packets with the source src.
-func (i *inbound) mayCome(src netip.Addr) bool {
+// sourceAllowed reports whether the present sender may send packets with the source src.
+func (i *inbound) sourceAllowed(src netip.Addr) bool {
 	if src != i.src {
-		i.src, i.allowed = src, packet.Forwardable(src) && (i.anySender || i.belongs(src))
+		i.src, i.allowed = src, packet.Forwardable(src) && (i.anySender || i.belongsToSender(src))
 	}
 	return i.allowed
 }
 
-// belongs reports whether src belongs to the present sender. The address on which this
-// host receives datagrams does not: the device accepts packets with this host's own
+// belongsToSender reports whether src belongs to the present sender. The address on which
+// this host receives datagrams does not: the device accepts packets with this host's own
 // addresses, so a peer could use it to impersonate the host.
-func (i *inbound) belongs(src netip.Addr) bool {
+func (i *inbound) belongsToSender(src netip.Addr) bool {
 	public, found := i.routes.subnets.Lookup(src)
 	if found {
 		return public == i.from.Addr()
 	}
-	return i.foreign && src != i.socket.local.Addr() && !i.inNetworks(src)
+	return i.foreignSources && src != i.socket.local.Addr() && !i.inNetworks(src)
 }
 
-// flush implements carrier. It writes the gathered packets to the device.
+// flush implements direction. It writes the gathered packets to the device.
 func (i *inbound) flush() {
 	if !i.merged {
 		return

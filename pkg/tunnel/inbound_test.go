@@ -63,7 +63,7 @@ func packetsOf(t *testing.T, frame []byte) [][]byte {
 	b := frame[packet.OffloadLen:]
 	h, fault := packet.Parse(b)
 	o := packet.DecodeOffload(frame)
-	if fault != packet.Sound || !o.Super() {
+	if fault != packet.NoFault || !o.Super() {
 		return [][]byte{bytes.Clone(b)}
 	}
 	segments, ok := o.Split(b, h)
@@ -87,7 +87,7 @@ func TestGathering(t *testing.T) {
 		ack, psh, fin = 0x10, 0x18, 0x11
 	)
 	data := bytes.Repeat([]byte("the bytes of a stream "), 3000)
-	whole := packetsOf(t, tcpFrame(1, 0, ack, data[:45*size], size))
+	stream := packetsOf(t, tcpFrame(1, 0, ack, data[:45*size], size))
 	next := packetsOf(t, tcpFrame(1, 45*size, ack, data[:45*size], size))
 	ended := packetsOf(t, tcpFrame(1, 0, psh, data[:30*size], size))
 	after := packetsOf(t, tcpFrame(1, 30*size, ack, data[:10*size], size))
@@ -99,25 +99,25 @@ func TestGathering(t *testing.T) {
 		receives [][][]byte
 		frames   []int // number of packets in each
 	}{
-		"one receive":             {[][][]byte{whole[:44]}, []int{44}},
-		"a packet behind":         {[][][]byte{whole[:44], whole[44:]}, []int{45}},
-		"two halves":              {[][][]byte{whole[:23], whole[23:]}, []int{45}},
-		"one by one":              {[][][]byte{whole[:1], whole[1:2], whole[2:3]}, []int{3}},
-		"more than a frame holds": {[][][]byte{whole[:44], append(whole[44:45:45], next[:43]...), next[43:]}, []int{46, 42, 2}},
+		"one receive":             {[][][]byte{stream[:44]}, []int{44}},
+		"a packet behind":         {[][][]byte{stream[:44], stream[44:]}, []int{45}},
+		"two halves":              {[][][]byte{stream[:23], stream[23:]}, []int{45}},
+		"one by one":              {[][][]byte{stream[:1], stream[1:2], stream[2:3]}, []int{3}},
+		"more than a frame holds": {[][][]byte{stream[:44], append(stream[44:45:45], next[:43]...), next[43:]}, []int{46, 42, 2}},
 		"pushed":                  {[][][]byte{ended, after}, []int{30, 10}},
-		"a short one at the end":  {[][][]byte{short, whole[31:]}, []int{31, 14}},
-		"another stream":          {[][][]byte{whole[:30], other[:30], whole[30:40]}, []int{30, 30, 10}},
-		"another within":          {[][][]byte{append(whole[:10:10], other[:30]...), other[30:]}, []int{10, 40}},
-		"far behind":              {[][][]byte{append(whole[:30:30], other[:10]...), other[10:30], other[30:], whole[:1]}, []int{30, 30, 10, 1}},
+		"a short one at the end":  {[][][]byte{short, stream[31:]}, []int{31, 14}},
+		"another stream":          {[][][]byte{stream[:30], other[:30], stream[30:40]}, []int{30, 30, 10}},
+		"another within":          {[][][]byte{append(stream[:10:10], other[:30]...), other[30:]}, []int{10, 40}},
+		"far behind":              {[][][]byte{append(stream[:30:30], other[:10]...), other[10:30], other[30:], stream[:1]}, []int{30, 30, 10, 1}},
 		"nothing to add to":       {[][][]byte{last, beyond}, []int{1, 10}},
-		"something dropped":       {[][][]byte{whole[:10], nil, whole[10:20]}, []int{10, 10}},
+		"something dropped":       {[][][]byte{stream[:10], nil, stream[10:20]}, []int{10, 10}},
 	} {
-		t.Run(name, func(t *testing.T) { gather(t, tc.receives, tc.frames) })
+		t.Run(name, func(t *testing.T) { testGathering(t, tc.receives, tc.frames) })
 	}
 }
 
-// pair returns a substitute for a device and its other end. Neither blocks.
-func pair(t *testing.T) (device *Device, there int) {
+// devicePair returns a substitute for a device and its other end. Neither blocks.
+func devicePair(t *testing.T) (device *Device, there int) {
 	t.Helper()
 	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_SEQPACKET|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK, 0)
 	if err != nil {
@@ -132,17 +132,17 @@ func pair(t *testing.T) (device *Device, there int) {
 }
 
 var (
-	// streamer is the peer that sends the packets of tcpFrame.
-	streamer  = Peer{Subnet: netip.MustParsePrefix("10.5.2.0/24"), Public: netip.MustParseAddr("192.0.2.2")}
-	otherPeer = Peer{Subnet: netip.MustParsePrefix("10.5.3.0/24"), Public: netip.MustParseAddr("192.0.2.3")}
+	// streamPeer is the peer that sends the packets of tcpFrame.
+	streamPeer = Peer{Subnet: netip.MustParsePrefix("10.5.2.0/24"), Public: netip.MustParseAddr("192.0.2.2")}
+	otherPeer  = Peer{Subnet: netip.MustParsePrefix("10.5.3.0/24"), Public: netip.MustParseAddr("192.0.2.3")}
 )
 
-// newGatherer returns an inbound with the peers streamer and otherPeer, and the end that
-// it writes to.
-func newGatherer(t *testing.T) (i *inbound, there int) {
-	here, there := pair(t)
+// newTestInbound returns an inbound with the peers streamPeer and otherPeer, and the end
+// that it writes to.
+func newTestInbound(t *testing.T) (i *inbound, there int) {
+	here, there := devicePair(t)
 	table := NewTable()
-	table.Update(nil, []Peer{streamer, otherPeer})
+	table.Update(nil, []Peer{streamPeer, otherPeer})
 	return newInbound(
 		&Tunnel{Config: Config{Device: here, Networks: networks, Table: table, Counters: &Counters{}}},
 		&socket{local: netip.MustParseAddrPort("192.0.2.1:8285")},
@@ -156,7 +156,7 @@ func receive(i *inbound, from netip.Addr, datagrams [][]byte) {
 }
 
 func receiveFrom(i *inbound, from netip.AddrPort, datagrams [][]byte) {
-	at, size := i.next(), 0
+	at, size := i.nextOffset(), 0
 	for _, d := range datagrams[:min(len(datagrams), 1)] {
 		size = len(d)
 	}
@@ -192,11 +192,11 @@ func TestGatheringOfTwoPeers(t *testing.T) {
 	data := bytes.Repeat([]byte("0123456789"), 2000)
 	one := packetsOf(t, tcpFrame(1, 0, ack, data, size))
 	other := packetsOf(t, tcpFrameOf("10.5.3.7", "10.5.1.7", 1, 0, ack, data, size))
-	i, there := newGatherer(t)
-	receive(i, streamer.Public, one[:10])
+	i, there := newTestInbound(t)
+	receive(i, streamPeer.Public, one[:10])
 	receive(i, otherPeer.Public, other[:5])
 	receive(i, otherPeer.Public, other[5:20])
-	receive(i, streamer.Public, one[10:])
+	receive(i, streamPeer.Public, one[10:])
 	i.flush()
 	for _, want := range [][][]byte{one[:10], other, one[10:]} {
 		expectFrame(t, there, want)
@@ -208,7 +208,7 @@ func TestGatheringIPv6(t *testing.T) {
 	const size, ack = 1000, 0x10
 	packets := packetsOf(t, tcpFrameOf("fd00:10:5:2::7", "fd00:10:5:1::7", 1, 0, ack, bytes.Repeat([]byte("0123456789"), 2000), size))
 	peer := Peer{Subnet: netip.MustParsePrefix("fd00:10:5:2::/64"), Public: netip.MustParseAddr("2001:db8::2")}
-	i, there := newGatherer(t)
+	i, there := newTestInbound(t)
 	i.socket.local = netip.MustParseAddrPort("[2001:db8::1]:8285")
 	i.Table.Update(nil, []Peer{peer})
 	receive(i, peer.Public, packets)
@@ -224,8 +224,8 @@ func TestGatheringLastHop(t *testing.T) {
 	for packets[10][8] > 1 {
 		packet.DecrementTTL(packets[10])
 	}
-	i, there := newGatherer(t)
-	receive(i, streamer.Public, packets)
+	i, there := newTestInbound(t)
+	receive(i, streamPeer.Public, packets)
 	i.flush()
 	expectFrame(t, there, packets[:10])
 	expectFrame(t, there, packets[11:])
@@ -248,14 +248,14 @@ func TestGatheringChecks(t *testing.T) {
 		"another peer":   {from: "192.0.2.3", reason: WrongSource},
 		"another port":   {from: "192.0.2.2", port: port + 1, reason: WrongPort},
 		"no peer":        {from: "192.0.2.4", reason: UnknownPeer},
-		"peer removed":   {from: "192.0.2.2", peers: []Peer{{Subnet: streamer.Subnet, Public: netip.MustParseAddr("192.0.2.9")}}, reason: UnknownPeer},
-		"subnet changed": {from: "192.0.2.2", peers: []Peer{{Subnet: netip.MustParsePrefix("10.5.7.0/24"), Public: streamer.Public}}, reason: WrongSource},
+		"peer removed":   {from: "192.0.2.2", peers: []Peer{{Subnet: streamPeer.Subnet, Public: netip.MustParseAddr("192.0.2.9")}}, reason: UnknownPeer},
+		"subnet changed": {from: "192.0.2.2", peers: []Peer{{Subnet: netip.MustParsePrefix("10.5.7.0/24"), Public: streamPeer.Public}}, reason: WrongSource},
 	} {
 		t.Run(name, func(t *testing.T) {
-			i, _ := newGatherer(t)
-			receive(i, streamer.Public, packets[:10])
+			i, _ := newTestInbound(t)
+			receive(i, streamPeer.Public, packets[:10])
 			if tc.peers != nil {
-				i.Table.Update([]Peer{streamer}, tc.peers)
+				i.Table.Update([]Peer{streamPeer}, tc.peers)
 			}
 			receiveFrom(i, netip.AddrPortFrom(netip.MustParseAddr(tc.from), cmp.Or(tc.port, port)), packets[10:])
 			i.flush()
@@ -277,8 +277,8 @@ func TestSenders(t *testing.T) {
 		for from, want := range map[string]string{
 			"192.0.2.2:8285": "", "192.0.2.2:8286": "wrong_port", "192.0.2.2:1024": "wrong_port", "192.0.2.9:8285": "unknown_peer",
 		} {
-			i, _ := newGatherer(t)
-			i.anySender, i.foreign = check == CheckOff, check != CheckStrict
+			i, _ := newTestInbound(t)
+			i.anySender, i.foreignSources = check == CheckOff, check != CheckStrict
 			receiveFrom(i, netip.MustParseAddrPort(from), packets)
 			i.flush()
 			if check == CheckOff {
@@ -301,13 +301,13 @@ func TestAddressesOfNoHost(t *testing.T) {
 		{"fd00:10:5:2::7", "fd00:10:5:1::7", []string{"::1", "::", "ff02::1", "ff0e::7", "::ffff:127.0.0.1", "::ffff:10.5.1.7"}},
 	}
 	send := func(t *testing.T, check SourceCheck, from, to string) *inbound {
-		i, _ := newGatherer(t)
-		i.anySender, i.foreign = check == CheckOff, check != CheckStrict
+		i, _ := newTestInbound(t)
+		i.anySender, i.foreignSources = check == CheckOff, check != CheckStrict
 		if netip.MustParseAddr(from).Is6() {
 			i.socket.local = netip.MustParseAddrPort("[2001:db8::1]:8285")
-			i.Table.Update(nil, []Peer{{Subnet: netip.MustParsePrefix("fd00:10:5:2::/64"), Public: streamer.Public}})
+			i.Table.Update(nil, []Peer{{Subnet: netip.MustParsePrefix("fd00:10:5:2::/64"), Public: streamPeer.Public}})
 		}
-		receive(i, streamer.Public, packetsOf(t, tcpFrameOf(from, to, 1, 0, 0x10, make([]byte, 100), 100)))
+		receive(i, streamPeer.Public, packetsOf(t, tcpFrameOf(from, to, 1, 0, 0x10, make([]byte, 100), 100)))
 		i.flush()
 		return i
 	}
@@ -335,16 +335,16 @@ func expectDropped(t *testing.T, i *inbound, what, reason string) {
 	if reason == "" {
 		want = map[string]uint64{}
 	}
-	if got := drops(i.Counters); !maps.Equal(got, want) || i.Counters.Received() != uint64(1-len(want)) {
+	if got := nonzeroDrops(i.Counters); !maps.Equal(got, want) || i.Counters.Received() != uint64(1-len(want)) {
 		t.Errorf("%s: %v dropped, %d received, want %v dropped", what, got, i.Counters.Received(), want)
 	}
 }
 
-func gather(t *testing.T, receives [][][]byte, frames []int) {
-	i, there := newGatherer(t)
+func testGathering(t *testing.T, receives [][][]byte, frames []int) {
+	i, there := newTestInbound(t)
 	var sent [][]byte
 	for _, datagrams := range receives {
-		receive(i, streamer.Public, datagrams)
+		receive(i, streamPeer.Public, datagrams)
 		sent = append(sent, datagrams...)
 	}
 	i.flush()

@@ -16,14 +16,14 @@ import (
 // it.
 type outbound struct {
 	*Tunnel
-	in     []byte // result of the last read
-	spare  []byte // buffer for ICMP errors and fragments
-	device *deviceWriter
-	batch  batch
+	in      []byte // result of the last read
+	scratch []byte // buffer for ICMP errors and fragments
+	device  *deviceWriter
+	batch   batch
 	// single contains the peers to which the kernel has recently accepted only single
 	// datagrams, and the time until which that is assumed.
-	single map[netip.Addr]time.Time
-	told   bool // the log has a line about such a peer
+	single       map[netip.Addr]time.Time
+	singleLogged bool // the log has a line about such a peer
 
 	// The last destination, because most packets have the same as the one before.
 	routes *routes
@@ -49,12 +49,12 @@ const maxPacket = 65535 // maximum size of an IP packet without jumbogram option
 
 func newOutbound(t *Tunnel) *outbound {
 	return &outbound{
-		Tunnel: t, in: make([]byte, packet.OffloadLen+maxPacket), spare: make([]byte, maxPacket),
+		Tunnel: t, in: make([]byte, packet.OffloadLen+maxPacket), scratch: make([]byte, maxPacket),
 		device: newDeviceWriter(t.Device), batch: batch{buf: make([]byte, maxPacket), control: newSegmentSize()}, single: map[netip.Addr]time.Time{},
 	}
 }
 
-// read implements carrier.
+// read implements direction.
 func (o *outbound) read(fd uintptr) error {
 	n, err := read(fd, o.in)
 	if err == nil {
@@ -63,8 +63,8 @@ func (o *outbound) read(fd uintptr) error {
 	return err
 }
 
-// ready implements carrier. It reports whether each socket has room for the result of one
-// read.
+// ready implements direction. It reports whether each socket has room for the result of
+// one read.
 func (o *outbound) ready() bool {
 	for _, s := range o.sockets {
 		if s != nil && !s.hasRoom() {
@@ -90,8 +90,8 @@ func (o *outbound) add(b []byte) bool {
 	offload := packet.DecodeOffload(b)
 	b = b[packet.OffloadLen:]
 	h, fault := packet.Parse(b)
-	if fault != packet.Sound {
-		o.faulty(fault)
+	if fault != packet.NoFault {
+		o.countFault(fault)
 		return false
 	}
 	b = b[:h.Total]
@@ -102,14 +102,14 @@ func (o *outbound) add(b []byte) bool {
 		return false
 	case !o.route(h.Dst):
 		o.Counters.drop(NoRoute)
-		o.complain(packet.Unreachable, b, h, 0)
+		o.sendICMPError(packet.Unreachable, b, h, 0)
 		return false
 	case !packet.Forwardable(h.Src): // with route_localnet the kernel forwards loopback sources
 		o.Counters.drop(WrongSource)
 		return false
 	case !packet.DecrementTTL(b):
 		o.Counters.drop(HopsExceeded)
-		o.complain(packet.TimeExceeded, b, h, 0)
+		o.sendICMPError(packet.TimeExceeded, b, h, 0)
 		return false
 	}
 	to := netip.AddrPortFrom(o.public, s.local.Port())
@@ -132,7 +132,7 @@ func (o *outbound) add(b []byte) bool {
 
 // route looks up the peer whose subnet contains dst.
 func (o *outbound) route(dst netip.Addr) bool {
-	if now := o.Table.now.Load(); now != o.routes || dst != o.dst {
+	if now := o.Table.current.Load(); now != o.routes || dst != o.dst {
 		o.routes, o.dst = now, dst
 		o.public, o.known = now.subnets.Lookup(dst)
 	}
@@ -163,7 +163,7 @@ func (o *outbound) room(s *socket, to netip.AddrPort, n int) []byte {
 	return b.buf[start:b.n]
 }
 
-// flush implements carrier. It sends the batch.
+// flush implements direction. It sends the batch.
 func (o *outbound) flush() {
 	b := &o.batch
 	if b.count == 0 {
@@ -177,9 +177,9 @@ func (o *outbound) flush() {
 	b.n, b.count, b.full = 0, 0, false
 }
 
-// believed is the time during which a peer gets single datagrams before the tunnel tries
-// several again.
-const believed = 10 * time.Second
+// singlePeriod is the time during which a peer gets single datagrams, before the tunnel
+// sends it several at a time again.
+const singlePeriod = 10 * time.Second
 
 // errNoSegments means that the kernel accepts only one datagram at a time.
 var errNoSegments = errors.New("no segmentation")
@@ -214,9 +214,9 @@ func (o *outbound) isSingle(public netip.Addr) bool {
 func (o *outbound) sendEach(err error) {
 	b := &o.batch
 	if errors.Is(err, unix.EIO) { // IPsec, or a device on the path that does not compute checksums
-		o.single[b.to.Addr()] = time.Now().Add(believed)
-		if !o.told {
-			o.told = true
+		o.single[b.to.Addr()] = time.Now().Add(singlePeriod)
+		if !o.singleLogged {
+			o.singleLogged = true
 			o.log.Info("the way to a peer takes datagrams only one by one (IPsec, or a network card that computes no checksums)", "peer", b.to.Addr())
 		}
 	}
@@ -228,7 +228,7 @@ func (o *outbound) sendEach(err error) {
 func (o *outbound) sendOne(p []byte) {
 	b := &o.batch
 	var control []byte
-	if b.to.Addr().Is6() && len(p) <= packet.MinMTU6 { // no sender can be told to send less than this: RFC 2473, 7.1
+	if b.to.Addr().Is6() && len(p) <= packet.MinMTU6 { // no ICMP error can make a sender send less than this: RFC 2473, 7.1
 		control = mayFragment
 	}
 	err := b.socket.sender.send(p, control, b.to)
@@ -253,11 +253,11 @@ func (o *outbound) tooBig(p []byte) {
 		return
 	}
 	if mtu >= len(p) { // a routing rule by port, such as "ip rule add sport", which mtuTo cannot see
-		mtu = b.socket.below(len(p))
+		mtu = b.socket.nextLowerMTU(len(p))
 	}
 	done, err := o.sendFragments(p, h, mtu)
 	for done && errors.Is(err, unix.EMSGSIZE) {
-		if mtu = b.socket.below(mtu); mtu == 0 {
+		if mtu = b.socket.nextLowerMTU(mtu); mtu == 0 {
 			break // no size passes
 		}
 		done, err = o.sendFragments(p, h, mtu)
@@ -265,7 +265,7 @@ func (o *outbound) tooBig(p []byte) {
 	switch {
 	case !done:
 		o.Counters.drop(TooBig)
-		o.complain(packet.TooBig, p, h, mtu)
+		o.sendICMPError(packet.TooBig, p, h, mtu)
 	case err == nil:
 		o.Counters.sent.Add(1)
 	default:
@@ -277,7 +277,7 @@ func (o *outbound) tooBig(p []byte) {
 // be fragmented.
 func (o *outbound) sendFragments(p []byte, h packet.Header, mtu int) (done bool, err error) {
 	b := &o.batch
-	done = packet.Fragment(o.spare, p, h, mtu, func(f []byte) {
+	done = packet.Fragment(o.scratch, p, h, mtu, func(f []byte) {
 		if err == nil {
 			err = b.socket.sender.send(f, nil, b.to)
 		}
@@ -285,24 +285,24 @@ func (o *outbound) sendFragments(p []byte, h packet.Header, mtu int) (done bool,
 	return done, err
 }
 
-// complain sends an ICMP error to the sender of p, which came from the device, at a
+// sendICMPError sends an ICMP error to the sender of p, which came from the device, at a
 // limited rate like a router. Errors about sizes have their own limit. So a program that
 // sends many packets to unused addresses cannot suppress the errors that path MTU
 // discovery needs.
-func (o *outbound) complain(c packet.Complaint, p []byte, h packet.Header, mtu int) {
-	limit := o.replies
-	if c == packet.TooBig {
-		limit = o.sizes
+func (o *outbound) sendICMPError(e packet.ICMPError, p []byte, h packet.Header, mtu int) {
+	limit := o.errorLimit
+	if e == packet.TooBig {
+		limit = o.sizeErrorLimit
 	}
 	for _, own := range o.Own {
 		if own.Is6() != h.IPv6 || !limit.Allow() {
 			continue
 		}
-		reply := c.Complain(o.spare[packet.OffloadLen:], p, h, own, mtu)
+		reply := e.Write(o.scratch[packet.OffloadLen:], p, h, own, mtu)
 		if reply == nil {
 			return
 		}
-		clear(o.spare[:packet.OffloadLen])
-		_ = o.device.packet(o.spare[:packet.OffloadLen+len(reply)])
+		clear(o.scratch[:packet.OffloadLen])
+		_ = o.device.packet(o.scratch[:packet.OffloadLen+len(reply)])
 	}
 }

@@ -42,22 +42,22 @@ func TestSends(t *testing.T) {
 		"a short one":               {[][]byte{frame(2*size + 1), frame(3 * size)}, []int{3, 3}},
 	} {
 		t.Run(name, func(t *testing.T) {
-			if got := sends(t, tc.frames); !slices.Equal(got, tc.sends) {
+			if got := sendCounts(t, tc.frames); !slices.Equal(got, tc.sends) {
 				t.Errorf("sends of %v packets, want %v", got, tc.sends)
 			}
 		})
 	}
 }
 
-// sends returns the number of packets in each send that frames cause.
-func sends(t *testing.T, frames [][]byte) []int {
+// sendCounts returns the number of packets in each send that frames cause.
+func sendCounts(t *testing.T, frames [][]byte) []int {
 	t.Helper()
 	o, in := newLoopback(t, netip.MustParsePrefix("10.5.1.0/24"))
 	for _, f := range frames {
 		o.take(bytes.Clone(f))
 	}
 	o.flush()
-	return received(t, in[0], o.Counters.Sent())
+	return receivedCounts(t, in[0], o.Counters.Sent())
 }
 
 // newLoopback returns an outbound that sends on the loopback device, and a peer for each
@@ -82,12 +82,13 @@ func newLoopback(t *testing.T, subnets ...netip.Prefix) (o *outbound, peers []*s
 		table.Update(nil, []Peer{{Subnet: subnet, Public: public}})
 	}
 	out.local = netip.AddrPortFrom(out.local.Addr(), port)
-	device, _ := pair(t)
+	device, _ := devicePair(t)
 	return newOutbound(&Tunnel{Config: Config{Device: device, Table: table, Counters: &Counters{}}, sockets: [2]*socket{out}}), peers
 }
 
-// received returns the number of packets in each send, after total packets have arrived.
-func received(t *testing.T, in *socket, total uint64) (counts []int) {
+// receivedCounts returns the number of packets in each send, after total packets have
+// arrived.
+func receivedCounts(t *testing.T, in *socket, total uint64) (counts []int) {
 	t.Helper()
 	raw, err := in.conn.SyscallConn()
 	if err != nil {
@@ -132,7 +133,7 @@ func TestOneByOne(t *testing.T) {
 	single, many := []int{1, 1, 1, 1, 1}, []int{5}
 	expect := func(when string, peer int, want []int) {
 		t.Helper()
-		if got := received(t, peers[peer], 5); !slices.Equal(got, want) {
+		if got := receivedCounts(t, peers[peer], 5); !slices.Equal(got, want) {
 			t.Errorf("%s: sends of %v packets, want %v", when, got, want)
 		}
 	}
@@ -152,7 +153,7 @@ func TestOneByOne(t *testing.T) {
 // that has the address.
 func TestFlowFollowsItsPeer(t *testing.T) {
 	table, peer := NewTable(), peerNumber(7)
-	device, _ := pair(t)
+	device, _ := devicePair(t)
 	o := newOutbound(&Tunnel{Config: Config{Device: device, Table: table}})
 	pod := peer.Subnet.Addr().Next()
 	expect := func(when string, want netip.Addr) {
@@ -172,21 +173,21 @@ func TestFlowFollowsItsPeer(t *testing.T) {
 	expect("gone", netip.Addr{})
 }
 
-// TestScanDoesNotSuppressSizeErrors checks that many packets to unused addresses do not suppress
-// ICMP errors about sizes.
+// TestScanDoesNotSuppressSizeErrors checks that many packets to unused addresses do not
+// suppress ICMP errors about sizes.
 func TestScanDoesNotSuppressSizeErrors(t *testing.T) {
-	here, there := pair(t)
+	here, there := devicePair(t)
 	o := newOutbound(&Tunnel{
-		Config:  Config{Device: here, Table: NewTable(), Counters: &Counters{}, Own: []netip.Addr{netip.MustParseAddr("10.5.1.0")}},
-		replies: rate.NewLimiter(0, replyBurst), sizes: newLimiter(),
+		Config:     Config{Device: here, Table: NewTable(), Counters: &Counters{}, Own: []netip.Addr{netip.MustParseAddr("10.5.1.0")}},
+		errorLimit: rate.NewLimiter(0, icmpErrorBurst), sizeErrorLimit: newLimiter(),
 	})
 	frame := tcpFrame(1, 0, 0x10, []byte("data"), 4)
-	for o.replies.Allow() { // until the limit is reached
+	for o.errorLimit.Allow() { // until the limit is reached
 		o.take(bytes.Clone(frame))
 	}
 	b := frame[packet.OffloadLen:]
 	h, _ := packet.Parse(b)
-	o.complain(packet.TooBig, b, h, 1400)
+	o.sendICMPError(packet.TooBig, b, h, 1400)
 	var last []byte
 	for {
 		reply := make([]byte, 100)

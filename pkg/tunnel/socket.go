@@ -18,7 +18,7 @@ import (
 
 const (
 	// maxDatagrams is the maximum number of datagrams of one size in a send
-	// (UDP_MAX_SEGMENTS of kernels before 6.9).
+	// (UDP_MAX_SEGMENTS in linux/udp.h of kernels before 6.9).
 	maxDatagrams = 64
 	maxPayload   = 65535 - 40 - 8 // maximum bytes of a send, for both families
 	// Sizes of a socket's buffers in bytes. A busy host may read its receive buffer
@@ -34,7 +34,7 @@ type socket struct {
 	raw      syscall.RawConn // of conn
 	sender   *sender
 	room     []unix.PollFd    // last question about room in conn
-	look     func(fd uintptr) // asks whether there is room
+	pollRoom func(fd uintptr) // asks whether there is room
 	probe    int              // a socket for asking the kernel about the routes of conn's datagrams
 	local    netip.AddrPort
 	overhead int  // bytes that a datagram adds to a packet
@@ -57,7 +57,7 @@ func openSocket(ctx context.Context, local netip.AddrPort, plain bool) (*socket,
 		return nil, oneline.Join(err, conn.Close())
 	}
 	s.sender, s.room = newSender(s.raw), make([]unix.PollFd, 1)
-	s.look = func(fd uintptr) {
+	s.pollRoom = func(fd uintptr) {
 		s.room[0] = unix.PollFd{Fd: int32(fd), Events: unix.POLLOUT}
 		_, _ = unix.Poll(s.room, 0)
 	}
@@ -89,10 +89,10 @@ func Overhead(ipv6 bool) int {
 
 // family contains the differences of a socket between the address families.
 type family struct {
-	network    string
-	domain     int
-	level, mtu int    // level of options, and the option that returns the MTU of a route
-	whole      [2]int // option that forbids fragmentation, and its value
+	network      string
+	domain       int
+	level, mtu   int    // level of options, and the option that returns the MTU of a route
+	dontFragment [2]int // option that forbids fragmentation, and its value
 }
 
 func (s *socket) family() family {
@@ -122,7 +122,7 @@ func (s *socket) prepare(fd int, plain bool) error {
 	}
 	_ = unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_RXQ_OVFL, 1)
 	f := s.family()
-	if err := unix.SetsockoptInt(fd, f.level, f.whole[0], f.whole[1]); err != nil {
+	if err := unix.SetsockoptInt(fd, f.level, f.dontFragment[0], f.dontFragment[1]); err != nil {
 		return fmt.Errorf("forbid fragmentation: %w", err)
 	}
 	return nil
@@ -132,7 +132,7 @@ func (s *socket) prepare(fd int, plain bool) error {
 // sends. Only the goroutine that sends may call it.
 func (s *socket) hasRoom() bool {
 	s.room[0].Revents = 0
-	_ = s.raw.Control(s.look)
+	_ = s.raw.Control(s.pollRoom)
 	return s.room[0].Revents&unix.POLLOUT != 0
 }
 
@@ -147,9 +147,10 @@ func (s *socket) mtuTo(to netip.AddrPort) (int, error) {
 	return mtu - s.overhead, err
 }
 
-// below returns the next smaller MTU of a common kind of link, in bytes, for a path that
-// the kernel does not know. A caller that repeats it finds a suitable size in few steps.
-func (s *socket) below(size int) int {
+// nextLowerMTU returns the next smaller MTU of a common kind of link, in bytes, for a
+// path that the kernel does not know. A caller that repeats it finds a suitable size in
+// few steps.
+func (s *socket) nextLowerMTU(size int) int {
 	// RFC 1191, 7.1, and the minimum of IPv6.
 	for _, mtu := range [...]int{32000, 17914, 8166, 4352, 2002, 1492, 1280, 1006, 508, 296, 68} {
 		if packet := mtu - s.overhead; packet < size {
@@ -216,12 +217,12 @@ func (r *receiver) receive(fd uintptr, b []byte) (n, size int, from netip.AddrPo
 		addr = netip.AddrFrom4((*unix.RawSockaddrInet4)(unsafe.Pointer(&r.from)).Addr)
 	}
 	port := (*[2]byte)(unsafe.Pointer(&r.from.Port)) // both families have it in the same place
-	return int(got), r.told(r.oob[:r.header.Controllen]), netip.AddrPortFrom(addr, binary.BigEndian.Uint16(port[:])), nil
+	return int(got), r.parseControl(r.oob[:r.header.Controllen]), netip.AddrPortFrom(addr, binary.BigEndian.Uint16(port[:])), nil
 }
 
 // sender sends without allocating memory. Only one goroutine at a time may use it.
 type sender struct {
-	*outlet
+	*fdWriter
 	header unix.Msghdr
 	part   unix.Iovec
 	to     unix.RawSockaddrInet6 // or what is in its place for IPv4, which is shorter
@@ -231,7 +232,7 @@ func newSender(conn syscall.RawConn) *sender {
 	s := &sender{}
 	s.header.Name, s.header.Iov = (*byte)(unsafe.Pointer(&s.to)), &s.part
 	s.header.SetIovlen(1)
-	s.outlet = newOutlet(conn, func(fd uintptr) unix.Errno {
+	s.fdWriter = newFDWriter(conn, func(fd uintptr) unix.Errno {
 		_, _, errno := unix.RawSyscall(unix.SYS_SENDMSG, fd, uintptr(unsafe.Pointer(&s.header)), 0)
 		return errno
 	})
@@ -257,9 +258,9 @@ func (s *sender) send(b, control []byte, to netip.AddrPort) error {
 	return s.write()
 }
 
-// told parses the control messages of a receive. It returns the size of the datagrams
-// that the kernel has combined, or 0 if there is only one.
-func (r *receiver) told(oob []byte) (size int) {
+// parseControl parses the control messages of a receive. It returns the size of the
+// datagrams that the kernel has combined, or 0 if there is only one.
+func (r *receiver) parseControl(oob []byte) (size int) {
 	for len(oob) >= unix.CmsgLen(0) {
 		h := (*unix.Cmsghdr)(unsafe.Pointer(&oob[0]))
 		n := int(h.Len)

@@ -21,7 +21,7 @@ type Peer struct {
 // Table maps addresses to peers. It may be changed while tunnels use it.
 type Table struct {
 	writing sync.Mutex
-	now     atomic.Pointer[routes]
+	current atomic.Pointer[routes]
 }
 
 // routes is immutable once a Table contains it.
@@ -30,8 +30,8 @@ type routes struct {
 	publics *bart.Table[int]        // number of peers by public address, which is a prefix of full length
 }
 
-// at returns the number of peers with a public address.
-func (r routes) at(public netip.Addr) int {
+// peersAt returns the number of peers with a public address.
+func (r routes) peersAt(public netip.Addr) int {
 	n, _ := r.publics.Get(prefix.Host(public))
 	return n
 }
@@ -39,24 +39,24 @@ func (r routes) at(public netip.Addr) int {
 // NewTable returns a table without peers.
 func NewTable() *Table {
 	t := &Table{}
-	t.now.Store(&routes{new(bart.Table[netip.Addr]), new(bart.Table[int])})
+	t.current.Store(&routes{new(bart.Table[netip.Addr]), new(bart.Table[int])})
 	return t
 }
 
-// few is the maximum number of changes for which Update copies only the parts that each
-// change touches. For more it copies the tables once.
-const few = 64
+// maxPersistentChanges is the maximum number of changes for which Update copies only the
+// parts that each change touches. For more it copies the tables once.
+const maxPersistentChanges = 64
 
 // Update removes peers and then adds others. Tunnels see all of the changes or none.
 func (t *Table) Update(removed, added []Peer) {
 	t.writing.Lock()
 	defer t.writing.Unlock()
-	r := *t.now.Load()
-	if len(removed)+len(added) > few {
+	r := *t.current.Load()
+	if len(removed)+len(added) > maxPersistentChanges {
 		r = routes{r.subnets.Clone(), r.publics.Clone()}
 		for _, p := range removed {
 			r.subnets.Delete(p.Subnet)
-			if host, left := prefix.Host(p.Public), r.at(p.Public)-1; left > 0 {
+			if host, left := prefix.Host(p.Public), r.peersAt(p.Public)-1; left > 0 {
 				r.publics.Insert(host, left)
 			} else {
 				r.publics.Delete(host)
@@ -64,14 +64,14 @@ func (t *Table) Update(removed, added []Peer) {
 		}
 		for _, p := range added {
 			r.subnets.Insert(p.Subnet, p.Public)
-			r.publics.Insert(prefix.Host(p.Public), r.at(p.Public)+1)
+			r.publics.Insert(prefix.Host(p.Public), r.peersAt(p.Public)+1)
 		}
-		t.now.Store(&r)
+		t.current.Store(&r)
 		return
 	}
 	for _, p := range removed {
 		r.subnets = r.subnets.DeletePersist(p.Subnet)
-		if host, left := prefix.Host(p.Public), r.at(p.Public)-1; left > 0 {
+		if host, left := prefix.Host(p.Public), r.peersAt(p.Public)-1; left > 0 {
 			r.publics = r.publics.InsertPersist(host, left)
 		} else {
 			r.publics = r.publics.DeletePersist(host)
@@ -79,10 +79,10 @@ func (t *Table) Update(removed, added []Peer) {
 	}
 	for _, p := range added {
 		r.subnets = r.subnets.InsertPersist(p.Subnet, p.Public)
-		r.publics = r.publics.InsertPersist(prefix.Host(p.Public), r.at(p.Public)+1)
+		r.publics = r.publics.InsertPersist(prefix.Host(p.Public), r.peersAt(p.Public)+1)
 	}
-	t.now.Store(&r)
+	t.current.Store(&r)
 }
 
 // Size returns the number of peers.
-func (t *Table) Size() int { return t.now.Load().subnets.Size() }
+func (t *Table) Size() int { return t.current.Load().subnets.Size() }

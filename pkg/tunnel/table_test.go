@@ -18,7 +18,7 @@ func TestTable(t *testing.T) {
 	for name, n := range map[string]int{"few": 10, "many": 1000} {
 		t.Run(name, func(t *testing.T) {
 			table := NewTable()
-			before := table.now.Load()
+			before := table.current.Load()
 			var all []Peer
 			for i := range n {
 				all = append(all, peerNumber(i))
@@ -30,7 +30,7 @@ func TestTable(t *testing.T) {
 			moved := all[3]
 			moved.Public = netip.MustParseAddr("192.0.2.1")
 			table.Update([]Peer{all[3]}, []Peer{moved})
-			r := table.now.Load()
+			r := table.current.Load()
 			if got, ok := r.subnets.Lookup(all[3].Subnet.Addr().Next()); !ok || got != moved.Public {
 				t.Errorf("the peer is at %v", got)
 			}
@@ -39,7 +39,7 @@ func TestTable(t *testing.T) {
 			}
 			all[3] = moved
 			table.Update(all, nil)
-			if table.Size() != 0 || table.now.Load().publics.Size() != 0 {
+			if table.Size() != 0 || table.current.Load().publics.Size() != 0 {
 				t.Errorf("%d peers remain", table.Size())
 			}
 		})
@@ -71,7 +71,7 @@ func TestTableWithOneAddressForAll(t *testing.T) {
 				{"remove the last", all[n-1:], nil, 0},
 			} {
 				table.Update(step.removed, step.added)
-				if r := table.now.Load(); table.Size() != step.size || r.publics.Contains(public) != (step.size > 0) {
+				if r := table.current.Load(); table.Size() != step.size || r.publics.Contains(public) != (step.size > 0) {
 					t.Errorf("%s: %d peers, want %d; the address is known: %v", step.name, table.Size(), step.size, r.publics.Contains(public))
 				}
 			}

@@ -6,6 +6,12 @@
 // If the kernel supports offloads, one system call moves many packets: the device
 // exchanges super-packets, and a send or receive handles many datagrams. The packets on
 // the network are the same with and without offloads.
+//
+//   - tunnel.go opens and closes a Tunnel, which has one worker (worker.go) for each
+//     direction: outbound.go from the device, inbound.go from each socket.
+//   - device.go, socket.go and syscall.go access the kernel.
+//   - table.go maps addresses to peers, and counters.go counts packets and drops.
+//   - package packet parses, splits and merges the packets, without any I/O.
 package tunnel
 
 import (
@@ -57,61 +63,63 @@ type Config struct {
 	Check    SourceCheck // empty means CheckNetwork
 	Table    *Table
 	Counters *Counters
-	// Plain disables the offloads of sockets, for tests and for kernels and network cards
-	// whose offloads are broken.
-	Plain bool
+	// NoSocketOffloads disables the offloads of sockets, for tests and for kernels and
+	// network cards whose offloads are broken.
+	NoSocketOffloads bool
 }
 
 // Tunnel is an open tunnel.
 type Tunnel struct {
 	Config
-	sockets [2]*socket    // by family: IPv4, IPv6; nil if there is none
-	replies *rate.Limiter // limit of other ICMP errors
-	sizes   *rate.Limiter // limit of ICMP errors about sizes, which connections wait for
-	log     klog.Logger
-	closing atomic.Bool
-	running sync.WaitGroup
-	done    chan struct{}
-	fail    sync.Once
-	err     error // set before done is closed
+	sockets        [2]*socket    // by family: IPv4, IPv6; nil if there is none
+	errorLimit     *rate.Limiter // limit of other ICMP errors
+	sizeErrorLimit *rate.Limiter // limit of ICMP errors about sizes, which connections wait for
+	log            klog.Logger
+	closing        atomic.Bool
+	running        sync.WaitGroup
+	done           chan struct{}
+	fail           sync.Once
+	err            error // set before done is closed
 }
 
 // The rate of ICMP errors is limited, as in routers.
 const (
-	replyRate  = 1000 // per second
-	replyBurst = 100
+	icmpErrorRate  = 1000 // per second
+	icmpErrorBurst = 100
 )
 
-func newLimiter() *rate.Limiter { return rate.NewLimiter(replyRate, replyBurst) }
+func newLimiter() *rate.Limiter { return rate.NewLimiter(icmpErrorRate, icmpErrorBurst) }
 
 // Open opens a tunnel. It moves no packets before Start. Open must be called on a thread
-// in the network namespace of the tunnel.
+// in the network namespace of the tunnel. It returns an error if an address of Local does
+// not exist or its port is in use.
 func Open(ctx context.Context, c Config) (*Tunnel, error) {
-	t := &Tunnel{Config: c, replies: newLimiter(), sizes: newLimiter(), log: klog.FromContext(ctx), done: make(chan struct{})}
+	t := &Tunnel{Config: c, errorLimit: newLimiter(), sizeErrorLimit: newLimiter(), log: klog.FromContext(ctx), done: make(chan struct{})}
 	for _, local := range c.Local {
-		s, err := openSocket(ctx, local, c.Plain)
+		s, err := openSocket(ctx, local, c.NoSocketOffloads)
 		if err != nil {
-			return nil, oneline.Join(err, t.each((*socket).close), t.each((*socket).release))
+			return nil, oneline.Join(err, t.forEachSocket((*socket).close), t.forEachSocket((*socket).release))
 		}
 		t.sockets[index(local.Addr().Is6())] = s
 	}
 	return t, nil
 }
 
-// Start makes the tunnel move packets. It may be called only once.
+// Start makes the tunnel move packets, until Close or an error: see Done and Err. It may
+// be called only once.
 func (t *Tunnel) Start() error {
 	if err := t.Device.file.SetReadDeadline(time.Time{}); err != nil {
 		return fmt.Errorf("read from TUN device %s: %w", t.Device.name, err)
 	}
-	lanes := []*lane{newLane(newOutbound(t), t.Device.raw, &t.closing, "read from TUN device "+t.Device.name)}
+	workers := []*worker{newWorker(newOutbound(t), t.Device.raw, &t.closing, "read from TUN device "+t.Device.name)}
 	for _, s := range t.sockets {
 		if s != nil {
-			lanes = append(lanes, newLane(newInbound(t, s), s.raw, &t.closing, "receive on UDP "+s.local.String()))
+			workers = append(workers, newWorker(newInbound(t, s), s.raw, &t.closing, "receive on UDP "+s.local.String()))
 		}
 	}
-	join(lanes)
-	for _, l := range lanes {
-		t.running.Go(func() { t.end(l.run()) })
+	connect(workers)
+	for _, w := range workers {
+		t.running.Go(func() { t.end(w.run()) })
 	}
 	return nil
 }
@@ -156,14 +164,14 @@ func (t *Tunnel) Close() error {
 	if errors.Is(err, os.ErrClosed) {
 		err = nil
 	}
-	errs := []error{err, t.each((*socket).close)}
+	errs := []error{err, t.forEachSocket((*socket).close)}
 	t.running.Wait()
 	t.end(nil)
-	return oneline.Join(append(errs, t.each((*socket).release))...)
+	return oneline.Join(append(errs, t.forEachSocket((*socket).release))...)
 }
 
-// each calls f for every socket.
-func (t *Tunnel) each(f func(*socket) error) error {
+// forEachSocket calls f for every socket.
+func (t *Tunnel) forEachSocket(f func(*socket) error) error {
 	var errs []error
 	for _, s := range t.sockets {
 		if s != nil {
@@ -178,8 +186,8 @@ func (t *Tunnel) inNetworks(a netip.Addr) bool {
 	return slices.ContainsFunc(t.Networks, func(n netip.Prefix) bool { return n.Contains(a) })
 }
 
-// faulty counts a packet with an unusable header.
-func (t *Tunnel) faulty(f packet.Fault) {
+// countFault counts a packet with an unusable header.
+func (t *Tunnel) countFault(f packet.Fault) {
 	if f == packet.BadChecksum {
 		t.Counters.drop(WrongChecksum)
 		return

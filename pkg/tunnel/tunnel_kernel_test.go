@@ -35,11 +35,11 @@ func TestKernelStreams(t *testing.T) {
 	for _, family := range []string{"IPv4", "IPv6", "dual"} {
 		for _, m := range modes() {
 			for _, n := range modes() {
-				if m.name < n.name || family == "dual" && (m.plainDevice || n.plainDevice) {
+				if m.name < n.name || family == "dual" && (m.noDeviceOffloads || n.noDeviceOffloads) {
 					continue
 				}
 				t.Run(family+"/"+m.name+" and "+n.name, func(t *testing.T) {
-					l := newBed(t, 2, families(family)...)
+					l := newTestLab(t, 2, families(family)...)
 					a, b := newEnd(t, l, 1, m), newEnd(t, l, 2, n)
 					for i := range a.subnets {
 						transfer(t, a, b, b.subnets[i].Addr())
@@ -57,7 +57,7 @@ func TestKernelStreams(t *testing.T) {
 func expectNoDrops(t *testing.T, ends ...*end) {
 	t.Helper()
 	for _, e := range ends {
-		for reason, count := range drops(e.Counters) {
+		for reason, count := range nonzeroDrops(e.Counters) {
 			if reason != NoRoute.String() {
 				t.Errorf("%d packets dropped: %s", count, reason)
 			}
@@ -72,7 +72,7 @@ func TestKernelDatagrams(t *testing.T) {
 		for _, m := range modes() {
 			for _, n := range modes() {
 				t.Run(f.String()+"/"+m.name+" and "+n.name, func(t *testing.T) {
-					l := newBed(t, 2, f)
+					l := newTestLab(t, 2, f)
 					a, b := newEnd(t, l, 1, m), newEnd(t, l, 2, n)
 					exchange(t, a, b, b.subnets[0].Addr())
 					expectNoDrops(t, a, b)
@@ -184,7 +184,7 @@ func transfer(t *testing.T, from, to *end, addr netip.Addr) {
 func TestKernelMTU(t *testing.T) {
 	for _, family := range []string{"IPv4", "IPv6", "dual"} {
 		t.Run(family, func(t *testing.T) {
-			l := newBed(t, 2, families(family)...)
+			l := newTestLab(t, 2, families(family)...)
 			a, b := newEnd(t, l, 1, mode{}), newEnd(t, l, 2, mode{})
 			mtu := mtuFor(l.Families())
 			for _, s := range b.subnets {

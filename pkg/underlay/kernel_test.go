@@ -25,6 +25,7 @@ import (
 	"k8s.io/klog/v2/textlogger"
 
 	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/wait"
 )
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
@@ -163,8 +164,8 @@ func TestKernelGather(t *testing.T) {
 		t.Fatal(err)
 	}
 	wantDefaults := []DefaultRoute{
-		via(prefix.IPv4, 100, d1), via(prefix.IPv4, 200, d2), via(prefix.IPv4, 300, d1, d2), via(prefix.IPv4, 400, d1),
-		via(prefix.IPv6, 50, d1),
+		defaultRoute(prefix.IPv4, 100, d1), defaultRoute(prefix.IPv4, 200, d2), defaultRoute(prefix.IPv4, 300, d1, d2), defaultRoute(prefix.IPv4, 400, d1),
+		defaultRoute(prefix.IPv6, 50, d1),
 	}
 	if diff := cmp.Diff(wantDefaults, f.Defaults); diff != "" {
 		t.Errorf("default routes (-want +got):\n%s", diff)
@@ -261,7 +262,7 @@ func TestKernelDumpIsNeverPartial(t *testing.T) {
 		calls int
 		want  error
 	}{
-		"whole":              {[]error{nil}, 1, nil},
+		"complete":           {[]error{nil}, 1, nil},
 		"interrupted once":   {[]error{netlink.ErrDumpInterrupted, nil}, 2, nil},
 		"interrupted always": {[]error{netlink.ErrDumpInterrupted}, dumpTries, netlink.ErrDumpInterrupted},
 		"failed":             {[]error{other}, 1, other},
@@ -335,13 +336,13 @@ func TestKernelWait(t *testing.T) {
 			done := make(chan time.Time, 1)
 			go func() {
 				for _, step := range tt.steps {
-					// Far enough apart for a separate look at each change.
+					// Far enough apart for a separate check after each change.
 					<-time.After(100 * time.Millisecond)
 					step(k)
 				}
 				done <- time.Now()
 			}()
-			i, err := wait(ctx, tt.opts, time.Minute, time.Minute)
+			i, err := waitFor(ctx, tt.opts, time.Minute, time.Minute)
 			if took := time.Since(<-done); took > prompt {
 				t.Errorf("returned %s after the last change", took)
 			}
@@ -434,7 +435,7 @@ func TestKernelWaitEndsWithContext(t *testing.T) {
 }
 
 func TestKernelRelay(t *testing.T) {
-	wake := make(chan struct{}, 1)
+	wake := wait.NewSignal()
 	errs := []error{nil, unix.ENOBUFS, unix.EINTR, nil, unix.EBADF}
 	calls := 0
 	relay(wake, func() error {

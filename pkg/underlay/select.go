@@ -99,28 +99,28 @@ func (s selector) try(a attempt) (choice, error) {
 	}
 	c := choice{Interface: Interface{Name: w.link.Name, Index: w.link.Index, MTU: w.link.MTU, Reason: a.option + w.note}}
 	for _, fam := range s.opts.Families {
-		addr, settled, err := s.address(w, fam)
+		addr, named, err := s.address(w, fam)
 		if err != nil {
 			return choice{}, err
 		}
 		c.Addrs = append(c.Addrs, addr)
-		c.lastResort = c.lastResort || !settled && addr.Local.IsLinkLocalUnicast()
+		c.lastResort = c.lastResort || !named && addr.Local.IsLinkLocalUnicast()
 	}
 	return c, nil
 }
 
 // address returns the address of family f. If this host has the public address, on any
-// interface, it is also the local one: peers expect packets from that address. settled
+// interface, it is also the local one: peers expect packets from that address. named
 // means that an option determined the local address.
-func (s selector) address(w found, f prefix.Family) (a Address, settled bool, err error) {
+func (s selector) address(w found, f prefix.Family) (a Address, named bool, err error) {
 	a.Public = s.opts.public(f).addr
 	if a.Public.IsValid() && len(s.facts.linksWith(a.Public)) > 0 {
 		a.Local = a.Public
 	} else if i := slices.IndexFunc(w.addrs, func(ip netip.Addr) bool { return prefix.FamilyOf(ip) == f }); i >= 0 {
 		a.Local = w.addrs[i]
 	}
-	settled = a.Local.IsValid()
-	if !settled {
+	named = a.Local.IsValid()
+	if !named {
 		a.Local, err = w.link.own(f, s.opts.InUse)
 	} else {
 		err = s.ready(a.Local)
@@ -128,7 +128,7 @@ func (s selector) address(w found, f prefix.Family) (a Address, settled bool, er
 	if !a.Public.IsValid() {
 		a.Public = a.Local
 	}
-	return a, settled, err
+	return a, named, err
 }
 
 // ready returns an error if no interface can use the address yet. An address named by an

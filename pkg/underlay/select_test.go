@@ -50,7 +50,7 @@ func link(index int, name string, addrs ...string) Link {
 	return l
 }
 
-func via(f prefix.Family, metric int, links ...int) DefaultRoute {
+func defaultRoute(f prefix.Family, metric int, links ...int) DefaultRoute {
 	return DefaultRoute{Family: f, Links: links, Metric: metric}
 }
 
@@ -68,7 +68,7 @@ func host() Facts {
 			link(5, "net-10", "10.3.0.2 deprecated", "10.3.0.3 deprecated", "169.254.5.5",
 				"fe80::5", "fe80::6 deprecated", "fe80::7 duplicate"),
 		},
-		Defaults: []DefaultRoute{via(prefix.IPv4, 100, 2), via(prefix.IPv6, 1024, 2)},
+		Defaults: []DefaultRoute{defaultRoute(prefix.IPv4, 100, 2), defaultRoute(prefix.IPv6, 1024, 2)},
 		Reach:    Reach{Failure: "look up route: network is unreachable"},
 	}
 }
@@ -229,21 +229,21 @@ func TestSelect(t *testing.T) {
 		"default v4":                    {host(), none(v4), "eth0 192.168.0.2 | default route", ""},
 		"default v6":                    {host(), none(v6), "eth0 2001:db8::4 | default route", ""},
 		"default dual":                  {host(), none(dual), "eth0 192.168.0.2 2001:db8::4 | default route", ""},
-		"default lowest metric":         {defaults(via(prefix.IPv4, 200, 2), via(prefix.IPv4, 100, 3)), none(v4), "eth1 10.1.0.2 | default route", ""},
-		"default equal metrics":         {defaults(via(prefix.IPv4, 100, 4), via(prefix.IPv4, 100, 3)), none(v4), "eth2 10.2.0.2 | default route", ""},
-		"default of the family":         {defaults(via(prefix.IPv6, 1, 3), via(prefix.IPv4, 100, 2)), none(v4), "eth0 192.168.0.2 | default route", ""},
-		"default multipath":             {defaults(via(prefix.IPv4, 500, 4), via(prefix.IPv4, 0, 3, 2)), none(v4), "eth1 10.1.0.2 | default route", ""},
+		"default lowest metric":         {defaults(defaultRoute(prefix.IPv4, 200, 2), defaultRoute(prefix.IPv4, 100, 3)), none(v4), "eth1 10.1.0.2 | default route", ""},
+		"default equal metrics":         {defaults(defaultRoute(prefix.IPv4, 100, 4), defaultRoute(prefix.IPv4, 100, 3)), none(v4), "eth2 10.2.0.2 | default route", ""},
+		"default of the family":         {defaults(defaultRoute(prefix.IPv6, 1, 3), defaultRoute(prefix.IPv4, 100, 2)), none(v4), "eth0 192.168.0.2 | default route", ""},
+		"default multipath":             {defaults(defaultRoute(prefix.IPv4, 500, 4), defaultRoute(prefix.IPv4, 0, 3, 2)), none(v4), "eth1 10.1.0.2 | default route", ""},
 		"default multipath, down":       {with(func(f *Facts) { f.Defaults[0].Links, f.Links[2].Up = []int{3, 2}, false }), none(v4), "eth0 192.168.0.2 | default route", ""},
 		"default multipath, no carrier": {with(func(f *Facts) { f.Defaults[0].Links, f.Links[2].Running = []int{3, 2}, false }), none(v4), "eth0 192.168.0.2 | default route", ""},
-		"default multipath, no address": {defaults(via(prefix.IPv4, 0, 1, 77, 2)), none(v4), "eth0 192.168.0.2 | default route", ""},
-		"default multipath, none":       {defaults(via(prefix.IPv4, 0, 1, 77)), none(v4), "", "default route: lo has no usable IPv4 address"},
-		"default untold":                {defaults(via(prefix.IPv4, 0), via(prefix.IPv4, 500, 4)), none(v4), "", "default route: could not determine the interface of the IPv4 default route, name it with --iface"},
+		"default multipath, no address": {defaults(defaultRoute(prefix.IPv4, 0, 1, 77, 2)), none(v4), "eth0 192.168.0.2 | default route", ""},
+		"default multipath, none":       {defaults(defaultRoute(prefix.IPv4, 0, 1, 77)), none(v4), "", "default route: lo has no usable IPv4 address"},
+		"default without a link":        {defaults(defaultRoute(prefix.IPv4, 0), defaultRoute(prefix.IPv4, 500, 4)), none(v4), "", "default route: could not determine the interface of the IPv4 default route, name it with --iface"},
 		"default absent":                {defaults(), none(v4), "", "default route: no IPv4 default route in the main table"},
-		"default half":                  {defaults(via(prefix.IPv4, 0, 2)), none(dual), "", "default route: no IPv6 default route in the main table"},
-		"default split":                 {defaults(via(prefix.IPv4, 0, 2), via(prefix.IPv6, 0, 3)), none(dual), "", "default route: IPv4 leaves by eth0, but IPv6 by eth1: want one interface for both, name it with --iface"},
-		"default link gone":             {defaults(via(prefix.IPv4, 0, 77)), none(v4), "", "default route: no interface with index 77"},
-		"default no address":            {defaults(via(prefix.IPv4, 0, 1)), none(v4), "", "default route: lo has no usable IPv4 address"},
-		"default v6 last resort":        {defaults(via(prefix.IPv6, 0, 5)), none(v6), "net-10 fe80::5 | default route", ""},
+		"default half":                  {defaults(defaultRoute(prefix.IPv4, 0, 2)), none(dual), "", "default route: no IPv6 default route in the main table"},
+		"default split":                 {defaults(defaultRoute(prefix.IPv4, 0, 2), defaultRoute(prefix.IPv6, 0, 3)), none(dual), "", "default route: IPv4 leaves by eth0, but IPv6 by eth1: want one interface for both, name it with --iface"},
+		"default link gone":             {defaults(defaultRoute(prefix.IPv4, 0, 77)), none(v4), "", "default route: no interface with index 77"},
+		"default no address":            {defaults(defaultRoute(prefix.IPv4, 0, 1)), none(v4), "", "default route: lo has no usable IPv4 address"},
+		"default v6 last resort":        {defaults(defaultRoute(prefix.IPv6, 0, 5)), none(v6), "net-10 fe80::5 | default route", ""},
 
 		// --public-ip without an interface option
 		"public v4 here":                {host(), public(none(v4), "10.1.0.3"), "eth1 10.1.0.3 | --public-ip 10.1.0.3 is assigned here", ""},
@@ -352,7 +352,7 @@ func TestSelectKeepsAddressInUse(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			family := prefix.FamilyOf(ip(tt.want))
-			f := Facts{Links: []Link{link(1, "d1", tt.addrs...)}, Defaults: []DefaultRoute{via(family, 0, 1)}}
+			f := Facts{Links: []Link{link(1, "d1", tt.addrs...)}, Defaults: []DefaultRoute{defaultRoute(family, 0, 1)}}
 			if tt.reach != "" {
 				f.Reach = Reach{Link: 1, Source: ip(tt.reach)}
 			}
@@ -368,7 +368,7 @@ func TestSelectKeepsAddressInUse(t *testing.T) {
 // TestSelectStaysOnALink: if several links are equally good, one that returns does not
 // replace the one in use.
 func TestSelectStaysOnALink(t *testing.T) {
-	facts := Facts{Links: []Link{link(1, "d1", "10.1.0.2"), link(2, "d2", "10.1.0.3")}, Defaults: []DefaultRoute{via(prefix.IPv4, 0, 1, 2)}}
+	facts := Facts{Links: []Link{link(1, "d1", "10.1.0.2"), link(2, "d2", "10.1.0.3")}, Defaults: []DefaultRoute{defaultRoute(prefix.IPv4, 0, 1, 2)}}
 	for option, o := range map[string]Options{
 		"default route": {}, "address": {IfaceRegexes: []string{`^10\.1\.`}}, "name": {IfaceRegexes: []string{"^d"}},
 	} {
@@ -402,7 +402,7 @@ func TestSelectOfSeveralDefaults(t *testing.T) {
 		for _, inUse := range []string{"", "d1"} {
 			facts := Facts{
 				Links:    []Link{link(1, "d1", tt.d1...), link(2, "d2", tt.d2...)},
-				Defaults: []DefaultRoute{via(prefix.IPv4, 0, 1, 2), via(prefix.IPv6, 0, 1, 2)},
+				Defaults: []DefaultRoute{defaultRoute(prefix.IPv4, 0, 1, 2), defaultRoute(prefix.IPv6, 0, 1, 2)},
 			}
 			if got, err := Select(facts, Options{Families: tt.families, InUse: Interface{Name: inUse}}); err != nil || got.Name != tt.want {
 				t.Errorf("%s, with %q in use: got %s, error %v; want %s", name, inUse, show(got), err, tt.want)

@@ -13,9 +13,11 @@ import (
 	"github.com/vishvananda/netlink/nl"
 	"golang.org/x/sys/unix"
 	"k8s.io/klog/v2"
+
+	"github.com/flanneld/flanneld/pkg/wait"
 )
 
-// recheck is how often Wait looks without a notification, in case one was lost.
+// recheck is how often Wait checks without a notification, in case one was lost.
 const recheck = time.Second
 
 // Wait chooses the external interface like Select, in the network namespace of the
@@ -28,13 +30,13 @@ func Wait(ctx context.Context, o Options, timeout time.Duration) (Interface, err
 		return Interface{}, err
 	}
 	if timeout <= 0 {
-		c, err := look(ctx, o)
+		c, err := chooseNow(ctx, o)
 		return c.Interface, err
 	}
-	return wait(ctx, o, timeout, recheck)
+	return waitFor(ctx, o, timeout, recheck)
 }
 
-func wait(ctx context.Context, o Options, timeout, recheck time.Duration) (Interface, error) {
+func waitFor(ctx context.Context, o Options, timeout, recheck time.Duration) (Interface, error) {
 	changed, stop, err := subscribe(o)
 	if err != nil {
 		return Interface{}, err
@@ -46,7 +48,7 @@ func wait(ctx context.Context, o Options, timeout, recheck time.Duration) (Inter
 	defer tick.Stop()
 
 	for first := true; ; first = false {
-		c, err := look(ctx, o)
+		c, err := chooseNow(ctx, o)
 		if err == nil && !c.lastResort {
 			return c.Interface, nil
 		}
@@ -71,7 +73,7 @@ func wait(ctx context.Context, o Options, timeout, recheck time.Duration) (Inter
 	}
 }
 
-func look(ctx context.Context, o Options) (choice, error) {
+func chooseNow(ctx context.Context, o Options) (choice, error) {
 	f, err := Gather(ctx, o)
 	if err != nil {
 		return choice{}, fmt.Errorf("choose external interface: %w", err)
@@ -97,7 +99,7 @@ func subscribe(o Options) (changed <-chan struct{}, stop func(), err error) {
 			return nil, nil, fmt.Errorf("subscribe to link, address and route changes: %w", err)
 		}
 	}
-	wake := make(chan struct{}, 1)
+	wake := wait.NewSignal()
 	done := make(chan struct{})
 	go func() {
 		defer close(done)
@@ -140,14 +142,11 @@ func asLoaded(typ uint16) uint32 {
 // relay makes wake readable after each message that receive returns. It treats an
 // overflow as a change. Any other error ends relay, which is how it notices a closed
 // socket.
-func relay(wake chan<- struct{}, receive func() error) {
+func relay(wake wait.Signal, receive func() error) {
 	for {
 		if err := receive(); err != nil && !errors.Is(err, unix.ENOBUFS) && !errors.Is(err, unix.EINTR) {
 			return
 		}
-		select {
-		case wake <- struct{}{}:
-		default:
-		}
+		wake.Send()
 	}
 }

@@ -10,22 +10,24 @@ import (
 
 	"golang.org/x/sys/unix"
 	"k8s.io/klog/v2"
+
+	"github.com/flanneld/flanneld/pkg/wait"
 )
 
 // Delays in following a change.
 const (
-	// settle is how long a different choice must last before it is taken.
-	settle = 500 * time.Millisecond
+	// stable is how long a different choice must last before it is taken.
+	stable = 500 * time.Millisecond
 	// returning is how long another interface or address is not taken after the chosen
 	// interface was down or absent: its IPv6 addresses disappear with the link, and a
 	// network manager needs a while to restore them.
 	returning = 5 * time.Second
-	// After each look Watch rests for restFactor times the CPU time of the look, because
+	// After each check Watch rests for restFactor times the CPU time of the check, because
 	// a router may have a million routes of which some change all the time.
 	leastRest, restFactor = 100 * time.Millisecond, 20
-	// relook is how often Watch looks without a notification, and relookFailed how soon
-	// after a look that failed.
-	relook, relookFailed = time.Minute, time.Second
+	// checkPeriod is how often Watch checks without a notification, and checkAgain how soon
+	// after a check that failed.
+	checkPeriod, checkAgain = time.Minute, time.Second
 )
 
 // Watch repeats the choice of Wait whenever links, addresses or routes change in the
@@ -35,7 +37,7 @@ const (
 // another. While no interface can be chosen, or a family has lost its address, it keeps
 // the last choice.
 //
-// After each look Watch calls usable with the reason why packets cannot leave by the
+// After each check Watch calls usable with the reason why packets cannot leave by the
 // current choice, or with nil if they can. It blocks until ctx ends, then returns nil.
 // changed and usable must not block.
 func Watch(ctx context.Context, o Options, now Interface, changed func(Interface), usable func(error)) error {
@@ -61,11 +63,17 @@ func Watch(ctx context.Context, o Options, now Interface, changed func(Interface
 		if moved {
 			changed(f.now)
 		}
-		if len(facts.Links) > 0 { // empty if the look failed
+		if len(facts.Links) > 0 { // empty if the check failed
 			usable(facts.cannotSend(f.now))
 		}
-		sleep(ctx, max(leastRest, restFactor*cost), nil)
-		sleep(ctx, again, notified)
+		if wait.For(ctx, max(leastRest, restFactor*cost)) != nil {
+			return nil
+		}
+		select {
+		case <-ctx.Done():
+		case <-notified:
+		case <-time.After(again):
+		}
 	}
 	return nil
 }
@@ -79,17 +87,6 @@ func spent() time.Duration {
 		return 0
 	}
 	return time.Duration(u.Utime.Nano() + u.Stime.Nano())
-}
-
-// sleep returns after d, on a notification, or when ctx ends.
-func sleep(ctx context.Context, d time.Duration, notified <-chan struct{}) {
-	timer := time.NewTimer(d)
-	defer timer.Stop()
-	select {
-	case <-ctx.Done():
-	case <-notified:
-	case <-timer.C:
-	}
 }
 
 // isDown reports whether the named link cannot carry packets: it is absent, down, or has no
@@ -113,7 +110,7 @@ func (f Facts) cannotSend(i Interface) error {
 	return nil
 }
 
-// observation is the result of one look.
+// observation is the result of one check.
 type observation struct {
 	at     time.Time
 	choice Interface
@@ -131,8 +128,8 @@ type follower struct {
 	missing   bool
 }
 
-// consider processes the result of a look. It reports whether now has changed, and the
-// longest time until the next look.
+// consider processes the result of a check. It reports whether now has changed, and the
+// longest time until the next check.
 func (f *follower) consider(ctx context.Context, s observation) (moved bool, again time.Duration) {
 	log := klog.FromContext(ctx)
 	switch {
@@ -152,7 +149,7 @@ func (f *follower) consider(ctx context.Context, s observation) (moved bool, aga
 			log.Error(s.err, "the external interface cannot be used now, waiting for it to return", "name", f.now.Name)
 		}
 		f.missing, f.next = true, Interface{}
-		return false, relookFailed
+		return false, checkAgain
 	}
 	if f.missing {
 		f.missing = false
@@ -160,12 +157,12 @@ func (f *follower) consider(ctx context.Context, s observation) (moved bool, aga
 	}
 	if same(s.choice, f.now) {
 		f.next = Interface{}
-		return false, relook
+		return false, checkPeriod
 	}
 	if !same(s.choice, f.next) {
 		f.next, f.since = s.choice, s.at
 	}
-	due := f.since.Add(settle)
+	due := f.since.Add(stable)
 	if f.next.Name != f.now.Name || !slices.Equal(f.next.Addrs, f.now.Addrs) {
 		from := f.lastDown // the interface is back, but perhaps without all of its addresses
 		if s.down {
@@ -177,7 +174,7 @@ func (f *follower) consider(ctx context.Context, s observation) (moved bool, aga
 		return false, due.Sub(s.at)
 	}
 	f.now, f.next, f.downSince, f.lastDown = f.next, Interface{}, time.Time{}, time.Time{}
-	return true, relook
+	return true, checkPeriod
 }
 
 func later(a, b time.Time) time.Time {

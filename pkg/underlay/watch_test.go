@@ -31,35 +31,35 @@ func TestFollower(t *testing.T) {
 	backup := other
 	backup.Name, backup.Index = "d2", 2
 	none := net.UnknownNetworkError("no interface")
-	type look struct {
+	type check struct {
 		after  time.Duration // since the one before
 		choice Interface
 		err    error
 		down   bool
 		moved  bool
 	}
-	for name, looks := range map[string][]look{
+	for name, checks := range map[string][]check{
 		"no change": {{choice: now}, {after: time.Hour, choice: now}},
-		"an address, once it has settled": {
-			{choice: other}, {after: settle - 1, choice: other}, {after: 1, choice: other, moved: true}, {after: time.Minute, choice: other},
+		"an address, once it is stable": {
+			{choice: other}, {after: stable - 1, choice: other}, {after: 1, choice: other, moved: true}, {after: time.Minute, choice: other},
 		},
-		"a second change must settle again": {
-			{choice: other}, {after: settle - 1, choice: onD1(1, 1500, "10.1.0.4", "fd01::2")}, {after: 1, choice: other}, {after: settle, choice: other, moved: true},
+		"a second change must be stable again": {
+			{choice: other}, {after: stable - 1, choice: onD1(1, 1500, "10.1.0.4", "fd01::2")}, {after: 1, choice: other}, {after: stable, choice: other, moved: true},
 		},
-		"a change that is reverted": {{choice: other}, {after: settle - 1, choice: now}, {after: time.Second, choice: other}, {after: settle, choice: other, moved: true}},
+		"a change that is reverted": {{choice: other}, {after: stable - 1, choice: now}, {after: time.Second, choice: other}, {after: stable, choice: other, moved: true}},
 		"no interface":              {{err: none}, {after: time.Hour, err: none}, {choice: now}},
 		"another address after no interface": {
-			{err: none}, {after: time.Second, choice: other}, {after: settle, choice: other, moved: true},
+			{err: none}, {after: time.Second, choice: other}, {after: stable, choice: other, moved: true},
 		},
 		"a link-local address for a better one": {
 			{choice: onD1(1, 1500, "10.1.0.2", "fe80::2")}, {after: time.Hour, choice: onD1(1, 1500, "10.1.0.2", "fe80::2")},
 		},
 		"another interface while the chosen one is down": {
-			{choice: backup, down: true}, {after: settle, choice: backup, down: true}, {after: returning, choice: now},
+			{choice: backup, down: true}, {after: stable, choice: backup, down: true}, {after: returning, choice: now},
 		},
 		"another interface while the chosen one stays away": {
-			{choice: backup, down: true}, {after: settle, choice: backup, down: true},
-			{after: returning - settle - 1, choice: backup, down: true}, {after: 1, choice: backup, down: true, moved: true},
+			{choice: backup, down: true}, {after: stable, choice: backup, down: true},
+			{after: returning - stable - 1, choice: backup, down: true}, {after: 1, choice: backup, down: true, moved: true},
 		},
 		"another interface after the chosen one went again": {
 			{choice: backup, down: true}, {after: returning - 1, choice: now}, {after: 1, choice: backup, down: true},
@@ -70,21 +70,21 @@ func TestFollower(t *testing.T) {
 			{after: 1, choice: backup, moved: true},
 		},
 		"another index": {{err: none, down: true}, {choice: onD1(7, 1500, "10.1.0.2", "fd01::2")},
-			{after: settle, choice: onD1(7, 1500, "10.1.0.2", "fd01::2"), moved: true}},
-		"another MTU": {{choice: onD1(1, 1400, "10.1.0.2", "fd01::2")}, {after: settle, choice: onD1(1, 1400, "10.1.0.2", "fd01::2"), moved: true}},
+			{after: stable, choice: onD1(7, 1500, "10.1.0.2", "fd01::2"), moved: true}},
+		"another MTU": {{choice: onD1(1, 1400, "10.1.0.2", "fd01::2")}, {after: stable, choice: onD1(1, 1400, "10.1.0.2", "fd01::2"), moved: true}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				ctx, log := logged(t)
 				f := follower{now: now}
-				for i, l := range looks {
+				for i, l := range checks {
 					time.Sleep(l.after)
 					moved, again := f.consider(ctx, observation{time.Now(), l.choice, l.err, l.down})
 					if moved != l.moved || moved && !same(f.now, l.choice) {
-						t.Errorf("look %d: moved %v to %+v, want %v", i, moved, f.now, l.moved)
+						t.Errorf("check %d: moved %v to %+v, want %v", i, moved, f.now, l.moved)
 					}
 					if again <= 0 {
-						t.Errorf("look %d: again after %s", i, again)
+						t.Errorf("check %d: again after %s", i, again)
 					}
 				}
 				if n := strings.Count(log.String(), "cannot be used now"); n > 1 {
@@ -150,7 +150,7 @@ func TestKernelWatch(t *testing.T) {
 			defaults()
 		}, func(i Interface) bool { return i.Index != first.Index }},
 	}
-	heard := make(chan Interface, 1)
+	changes := make(chan Interface, 1)
 	ctx, cancel := context.WithCancel(t.Context())
 	go func() {
 		defer cancel()
@@ -162,7 +162,7 @@ func TestKernelWatch(t *testing.T) {
 		for _, s := range steps {
 			s.do()
 			select {
-			case i := <-heard:
+			case i := <-changes:
 				if !s.want(i) {
 					t.Errorf("%s: changed called with %+v", s.name, i)
 				}
@@ -171,7 +171,7 @@ func TestKernelWatch(t *testing.T) {
 			}
 		}
 	}()
-	if err := Watch(ctx, o, first, func(i Interface) { heard <- i }, func(error) {}); err != nil {
+	if err := Watch(ctx, o, first, func(i Interface) { changes <- i }, func(error) {}); err != nil {
 		t.Error(err)
 	}
 }
@@ -207,13 +207,13 @@ func TestKernelWatchStays(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			heard := make(chan Interface, 1)
+			changes := make(chan Interface, 1)
 			ctx, cancel := context.WithCancel(t.Context())
 			go func() {
 				defer cancel()
 				expect := func(what string, want Interface) {
 					select {
-					case got := <-heard:
+					case got := <-changes:
 						if !same(got, want) {
 							t.Errorf("%s: changed called with %+v, want %+v", what, got, want)
 						}
@@ -228,7 +228,7 @@ func TestKernelWatchStays(t *testing.T) {
 				tt.leave(k, "10.1.0.2/24", "fd01::2/64")
 				expect("only other addresses", onD1(first.Index, 1300, "10.2.0.10", "fd01::100"))
 			}()
-			if err := Watch(ctx, tt.opts, first, func(i Interface) { heard <- i }, func(error) {}); err != nil {
+			if err := Watch(ctx, tt.opts, first, func(i Interface) { changes <- i }, func(error) {}); err != nil {
 				t.Error(err)
 			}
 		})
@@ -318,7 +318,7 @@ func TestKernelWatchReportsUsability(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	told := make(chan error, 100)
+	reasons := make(chan error, 100)
 	ctx, cancel := context.WithCancel(t.Context())
 	go func() {
 		defer cancel()
@@ -326,7 +326,7 @@ func TestKernelWatchReportsUsability(t *testing.T) {
 			deadline := time.After(prompt)
 			for {
 				select {
-				case err := <-told:
+				case err := <-reasons:
 					if err == nil && want == "" || err != nil && err.Error() == want {
 						return
 					}
@@ -342,7 +342,7 @@ func TestKernelWatchReportsUsability(t *testing.T) {
 		k.addAddr("d1", "10.1.0.2/24", 0)
 		expect("")
 	}()
-	if err := Watch(ctx, o, first, func(i Interface) { t.Errorf("changed called with %+v", i) }, func(err error) { told <- err }); err != nil {
+	if err := Watch(ctx, o, first, func(i Interface) { t.Errorf("changed called with %+v", i) }, func(err error) { reasons <- err }); err != nil {
 		t.Error(err)
 	}
 }

@@ -16,7 +16,7 @@ import (
 	"github.com/flanneld/flanneld/subnet"
 )
 
-// ownLease is the own key as it was last written, or found to be right.
+// ownLease is the own key as it was last written, or found to be current.
 type ownLease struct {
 	key      string
 	claim    subnet.Claim // as published
@@ -28,11 +28,11 @@ type ownLease struct {
 
 // plan is the decision of Acquire about the leases that it has found.
 type plan struct {
-	keep    *entry         // the own lease to continue with; nil: take subnets
-	subnets []netip.Prefix // the subnets to take; only if keep is nil
-	stale   []entry        // own leases that the same transaction deletes
-	twin    string         // key of another lease that carries the own address and stays
-	other   bool           // the node takes subnets although a usable lease carries its address
+	keep      *entry         // the own lease to continue with; nil: take subnets
+	subnets   []netip.Prefix // the subnets to take; only if keep is nil
+	stale     []entry        // own leases that the same transaction deletes
+	duplicate string         // key of another lease that has the own address and stays
+	other     bool           // the node takes subnets although a usable lease has its address
 }
 
 // choose decides which lease the node uses. It is pure. wanted are the subnets that the node
@@ -45,7 +45,7 @@ func choose(pools []subnet.Pool, wanted []netip.Prefix, running ownLease, ours f
 	for i, e := range entries {
 		switch {
 		case !ours(e):
-		case fits(pools, e.subnets) && !beaten(e, ours, entries):
+		case fits(pools, e.subnets) && !overlapsOlder(e, ours, entries):
 			mine = append(mine, &entries[i])
 		default:
 			p.stale = append(p.stale, e)
@@ -53,7 +53,7 @@ func choose(pools []subnet.Pool, wanted []netip.Prefix, running ownLease, ours f
 		}
 		taken = append(taken, e.subnets...)
 	}
-	p.keep = kept(pools, wanted, running.exists(), taken, mine)
+	p.keep = leaseToKeep(pools, wanted, running.exists(), taken, mine)
 	if p.keep == nil {
 		p.other = len(mine) > 0
 		// A reservation can be unusable only because it lacks a family. Its subnet comes first.
@@ -78,15 +78,15 @@ func choose(pools []subnet.Pool, wanted []netip.Prefix, running ownLease, ours f
 		case e == p.keep:
 		case p.outdated(*e, running):
 			p.stale = append(p.stale, *e)
-		case p.twin == "":
-			p.twin = e.key
+		case p.duplicate == "":
+			p.duplicate = e.key
 		}
 	}
 	return p, nil
 }
 
-// kept returns the lease among mine that the node continues with, or nil.
-func kept(pools []subnet.Pool, wanted []netip.Prefix, running bool, taken []netip.Prefix, mine []*entry) *entry {
+// leaseToKeep returns the lease among mine with which the node continues, or nil.
+func leaseToKeep(pools []subnet.Pool, wanted []netip.Prefix, running bool, taken []netip.Prefix, mine []*entry) *entry {
 	// At a start a reservation is preferred to the subnet that the node had.
 	reserved := !running && slices.ContainsFunc(mine, func(e *entry) bool { return !e.leased() })
 	if reserved {
@@ -104,8 +104,8 @@ func kept(pools []subnet.Pool, wanted []netip.Prefix, running bool, taken []neti
 	return mine[0]
 }
 
-// outdated reports whether e, which carries the own address, has to be deleted along with
-// the write of what the plan uses. Peers that find the same identity, such as a VTEP MAC, in
+// outdated reports whether e, which has the own address, has to be deleted along with the write
+// of the lease that the plan uses. Peers that find the same identity, such as a VTEP MAC, in
 // two leases accept the older one, so an older lease would cut this node off until it
 // expires. A restored backup brings such leases back.
 //
@@ -117,16 +117,16 @@ func (p plan) outdated(e entry, running ownLease) bool {
 	case !e.leased():
 		return false
 	case running.exists():
-		return p.keep == nil && running.outlives(e)
+		return p.keep == nil && running.isNewerThan(e)
 	case p.keep == nil || !p.keep.leased():
 		return true
 	}
 	return e.createRevision < p.keep.createRevision
 }
 
-// outlives reports whether e was made before the own lease. Both revisions need not be of
+// isNewerThan reports whether e was created before the own lease. Both revisions need not be of
 // the same history of the store: a backup has only leases from before its time.
-func (o ownLease) outlives(e entry) bool { return e.createRevision < o.create }
+func (o ownLease) isNewerThan(e entry) bool { return e.createRevision < o.create }
 
 // exists reports whether there is an own lease.
 func (o ownLease) exists() bool { return o.key != "" }
@@ -134,10 +134,10 @@ func (o ownLease) exists() bool { return o.key != "" }
 // leased reports whether e is a lease that expires, not a reservation.
 func (e *entry) leased() bool { return e.leaseID != 0 }
 
-// beaten reports whether one of e's subnets belongs to an older lease of another node. A key names
+// overlapsOlder reports whether one of e's subnets belongs to an older lease of another node. A key names
 // the subnets of both families, so two nodes that choose the same IPv4 subnet and different IPv6
 // subnets write different keys.
-func beaten(e entry, ours func(entry) bool, entries []entry) bool {
+func overlapsOlder(e entry, ours func(entry) bool, entries []entry) bool {
 	return slices.ContainsFunc(entries, func(other entry) bool {
 		return other.createRevision < e.createRevision && other.err == nil && !ours(other) &&
 			slices.ContainsFunc(other.subnets, func(s netip.Prefix) bool { return slices.Contains(e.subnets, s) })
@@ -164,7 +164,7 @@ func (m *Manager) Acquire(ctx context.Context, cfg subnet.Config, c subnet.Claim
 	defer func() { m.revoke(ctx, spare) }()
 	var own subnet.Lease
 	err = m.retry(ctx, sourceLease, func() error {
-		if err := m.awaitVacancy(ctx, pools, c); err != nil {
+		if err := m.awaitFreeSubnet(ctx, pools, c); err != nil {
 			return fmt.Errorf("wait for a free subnet: %w", err)
 		}
 		unlock, err := m.lock(ctx)
@@ -202,27 +202,27 @@ func (m *Manager) acquire(ctx context.Context, pools []subnet.Pool, c subnet.Cla
 	}
 	who := identity(c)
 	ours := func(e entry) bool {
-		return e.err == nil && carries(e.lease, who) || m.wrote(e) || m.held(e)
+		return e.err == nil && hasPublicIP(e.lease, who) || m.isOwn(e) || m.isResumed(e)
 	}
 	if err := m.completeOwn(ctx, &l, ours); err != nil {
 		return err
 	}
 	p, err := choose(pools, m.previous(c), m.own, ours, l.entries)
 	if errors.Is(err, subnet.ErrNoSubnets) {
-		m.full.Store(&fullPool{l, pools, who})
+		m.exhausted.Store(&exhaustedPool{l, pools, who})
 	}
 	if err != nil {
 		return err
 	}
-	if p.twin != "" {
-		klog.FromContext(ctx).Error(nil, "another lease carries the public address of this node", "key", p.twin, "publicIP", who)
+	if p.duplicate != "" {
+		klog.FromContext(ctx).Error(nil, "another lease carries the public address of this node", "key", p.duplicate, "publicIP", who)
 	}
 	if p.keep != nil {
 		own, err := claimOn(p.keep.key, p.keep.subnets, c)
 		if err != nil {
 			return err
 		}
-		if err := m.settle(ctx, *p.keep, own, p.stale, spare); err != nil {
+		if err := m.refresh(ctx, *p.keep, own, p.stale, spare); err != nil {
 			return err
 		}
 		logDeleted(ctx, p.stale, own)
@@ -257,17 +257,17 @@ func claimOn(key string, subnets []netip.Prefix, c subnet.Claim) (ownLease, erro
 // reservation too. since is the revision of the listing in which the subnets were free.
 func (m *Manager) create(ctx context.Context, own ownLease, since int64, stale []entry, spare *grant) error {
 	if !slices.ContainsFunc(stale, own.reservedBy) {
-		if err := m.provide(ctx, spare); err != nil {
+		if err := m.ensureGrant(ctx, spare); err != nil {
 			return err
 		}
 		own.grant = *spare
 	}
 	revision, err := m.write(ctx, own, 0, stale)
 	if err != nil {
-		return unspoiled(spare, err)
+		return forgetIfGone(spare, err)
 	}
 	own.create, own.revision = revision, revision
-	if err := m.yield(ctx, own, since); err != nil {
+	if err := m.yieldToOlder(ctx, own, since); err != nil {
 		return err
 	}
 	if own.grant.id == spare.id {
@@ -300,14 +300,14 @@ func (o ownLease) reservedBy(e entry) bool {
 	return e.leaseID == 0 && same > 0 && same == min(len(e.subnets), len(o.claim.Endpoints))
 }
 
-// yield deletes the key that was just created, and returns errConflict, if another host has
+// yieldToOlder deletes the key that was just created, and returns errConflict, if another host has
 // created a lease with one of its subnets in the meantime and was first. A key names the
 // subnets of both families, so two hosts that choose the same subnet in one family, but not in
 // the other, write different keys; while a network gets its second family, some hosts still
 // write keys of one family. since is the revision of the listing in which the subnets were
-// free. If yield cannot read the store, the next attempt finds the key and judges it.
-func (m *Manager) yield(ctx context.Context, own ownLease, since int64) error {
-	l, err := m.rivals(ctx, own, since)
+// free. If yieldToOlder cannot read the store, the next attempt finds the key and decides again.
+func (m *Manager) yieldToOlder(ctx context.Context, own ownLease, since int64) error {
+	l, err := m.createdSince(ctx, own, since)
 	if err != nil {
 		return err
 	}
@@ -316,7 +316,7 @@ func (m *Manager) yield(ctx context.Context, own ownLease, since int64) error {
 		return errConflict
 	}
 	mine := func(e entry) bool { return e.key == own.key }
-	if !beaten(l[i], mine, l) {
+	if !overlapsOlder(l[i], mine, l) {
 		return nil
 	}
 	if err := m.remove(ctx, l[i]); err != nil {
@@ -325,8 +325,9 @@ func (m *Manager) yield(ctx context.Context, own ownLease, since int64) error {
 	return errConflict
 }
 
-// rivals returns the leases behind revision since that may share a subnet with own, and own.
-func (m *Manager) rivals(ctx context.Context, own ownLease, since int64) ([]entry, error) {
+// createdSince returns own and the leases that were created after revision since and may share a
+// subnet with own.
+func (m *Manager) createdSince(ctx context.Context, own ownLease, since int64) ([]entry, error) {
 	from, end := m.dir, clientv3.GetPrefixRangeEnd(m.dir)
 	if len(own.claim.Endpoints) == 1 && own.claim.Endpoints[0].Family() == prefix.IPv4 {
 		// Keys of the same IPv4 subnet are the own key, alone or with "&" and an IPv6 subnet.
@@ -350,10 +351,10 @@ func (m *Manager) rivals(ctx context.Context, own ownLease, since int64) ([]entr
 	return found, nil
 }
 
-// settle makes the key that was found as e equal to own. It writes nothing if only the etcd lease
+// refresh makes the key that was found as e equal to own. It writes nothing if only the etcd lease
 // has to be kept alive. A key without an etcd lease is a reservation and stays one. The same
 // transaction deletes stale keys.
-func (m *Manager) settle(ctx context.Context, e entry, own ownLease, stale []entry, spare *grant) error {
+func (m *Manager) refresh(ctx context.Context, e entry, own ownLease, stale []entry, spare *grant) error {
 	own.create, own.revision, own.grant = e.createRevision, e.modRevision, grant{}
 	if e.leaseID != 0 {
 		g, err := m.renew(ctx, e.leaseID)
@@ -363,7 +364,7 @@ func (m *Manager) settle(ctx context.Context, e entry, own ownLease, stale []ent
 		// The store may grant more than was asked for. A grant of this manager is not replaced
 		// for that: another one would be no different.
 		if err != nil || g.ttl < m.cfg.TTL || g.ttl > m.cfg.TTL && e.leaseID != m.own.grant.id {
-			if err := m.provide(ctx, spare); err != nil {
+			if err := m.ensureGrant(ctx, spare); err != nil {
 				return err
 			}
 			g = *spare
@@ -373,7 +374,7 @@ func (m *Manager) settle(ctx context.Context, e entry, own ownLease, stale []ent
 	if own.grant.id != e.leaseID || string(own.value) != string(e.value) || len(stale) > 0 {
 		revision, err := m.write(ctx, own, e.modRevision, stale)
 		if err != nil {
-			return unspoiled(spare, err)
+			return forgetIfGone(spare, err)
 		}
 		own.revision = revision
 	}
@@ -384,9 +385,9 @@ func (m *Manager) settle(ctx context.Context, e entry, own ownLease, stale []ent
 	return nil
 }
 
-// wrote reports whether e is as this manager has written it. A comparison of the revision alone is
+// isOwn reports whether e is as this manager has written it. A comparison of the revision alone is
 // not sufficient, because revisions start again in a store that was emptied.
-func (m *Manager) wrote(e entry) bool {
+func (m *Manager) isOwn(e entry) bool {
 	return e.key == m.own.key && e.modRevision == m.own.revision && e.createRevision == m.own.create && e.leaseID == m.own.grant.id
 }
 

@@ -37,11 +37,11 @@ func claim(ips ...string) subnet.Claim {
 	return c
 }
 
-func value(ip string) string {
+func leaseValue(ip string) string {
 	return fmt.Sprintf(`{"PublicIP":"%s","PublicIPv6":null,"BackendType":"host-gw"}`, ip)
 }
 
-func previous(s ...string) func(*Config) { return func(c *Config) { c.Previous = prefixes(s...) } }
+func withPrevious(s ...string) func(*Config) { return func(c *Config) { c.Previous = prefixes(s...) } }
 
 func acquire(tb testing.TB, m *Manager, c subnet.Claim) subnet.Lease {
 	tb.Helper()
@@ -156,9 +156,9 @@ func TestRestartKeepsSubnet(t *testing.T) {
 func TestExpiredNodeNeverOverwrites(t *testing.T) {
 	f := newFixture(t, sharedServer(t))
 	f.put(t, "config", configV4)
-	f.put(t, "subnets/10.5.7.0-24", value("192.0.2.9"), f.grant(t, 60))
+	f.put(t, "subnets/10.5.7.0-24", leaseValue("192.0.2.9"), f.grant(t, 60))
 	_, _, before := f.get(t, "subnets/10.5.7.0-24")
-	l := acquire(t, f.manager(t, previous("10.5.7.0/24")), claim("192.0.2.1"))
+	l := acquire(t, f.manager(t, withPrevious("10.5.7.0/24")), claim("192.0.2.1"))
 	if l.Key == "10.5.7.0-24" {
 		t.Error("took the subnet of its new owner")
 	}
@@ -173,7 +173,7 @@ func TestUnreadableLeaseIsTaken(t *testing.T) {
 	f.put(t, "subnets/10.5.0.4-30", "{")
 	f.put(t, "subnets/10.5.0.8-30&fd00::-64", "null")
 	for n := range 3 {
-		m := f.manager(t, previous("10.5.0.4/30"))
+		m := f.manager(t, withPrevious("10.5.0.4/30"))
 		l, err := subnettest.Acquire(t.Context(), m, claim(fmt.Sprintf("192.0.2.%d", n+1)))
 		if n == 0 && (err != nil || l.Key != "10.5.0.12-30") || n > 0 && !errors.Is(err, subnet.ErrNoSubnets) {
 			t.Errorf("node %d: got %v, %v", n, l.Key, err)
@@ -191,23 +191,23 @@ func TestReservation(t *testing.T) {
 		if l.Key != "10.5.9.0-24" || !l.Permanent || !l.Expires.IsZero() {
 			t.Errorf("got %+v, want the reservation", l)
 		}
-		keeping(t, m, l)
+		startKeep(t, m, l)
 	}
 	v, lease, _ := f.get(t, "subnets/10.5.9.0-24")
-	if v != value("192.0.2.1") || lease != 0 {
+	if v != leaseValue("192.0.2.1") || lease != 0 {
 		t.Errorf("key has %s and etcd lease %x, want our value and none", v, lease)
 	}
 }
 
-// A host that has run before gets the subnet that was reserved for it since when it
-// starts, not sooner, and has one lease then.
+// TestReservationOfAHostThatRan reserves another subnet for a host that has a lease. The host must get
+// it at its next start, and not before, and must have one lease then.
 func TestReservationOfAHostThatRan(t *testing.T) {
 	for name, gone := range map[string]bool{"its lease is there yet": false, "its lease has run out": true} {
 		t.Run(name, func(t *testing.T) {
 			f := newFixture(t, sharedServer(t))
 			f.put(t, "config", configV4)
 			before := f.etcdLeases(t)
-			had := acquire(t, f.manager(t, previous("10.5.5.0/24")), claim("192.0.2.1"))
+			had := acquire(t, f.manager(t, withPrevious("10.5.5.0/24")), claim("192.0.2.1"))
 			if _, err := f.admin(t).Reserve(t.Context(), reserve("192.0.2.1", "10.5.9.0/24")); err != nil {
 				t.Fatal(err)
 			}
@@ -220,7 +220,7 @@ func TestReservationOfAHostThatRan(t *testing.T) {
 			w := subnettest.Watch(t, f.manager(t))
 			w.Until(t, "the reservation", func(s subnet.Snapshot) bool { return len(s.Leases) > 0 })
 
-			m := f.manager(t, previous("10.5.5.0/24"))
+			m := f.manager(t, withPrevious("10.5.5.0/24"))
 			recalled, err := m.Recall(t.Context(), claim("192.0.2.1"))
 			if err != nil {
 				t.Fatal(err)
@@ -239,7 +239,7 @@ func TestReservationOfAHostThatRan(t *testing.T) {
 					t.Errorf("others see two leases of one address in use: %v", s.Leases)
 				}
 			}
-			keeping(t, m, l)
+			startKeep(t, m, l)
 			eventually(t, "no etcd lease left", func() bool { return f.etcdLeases(t) == before })
 		})
 	}
@@ -262,14 +262,15 @@ func TestEtcdLeasesDoNotGrow(t *testing.T) {
 	}
 }
 
-// A start with another time to live has the lease live as long.
+// TestEtcdLeaseOfAnotherTTLIsReplaced expects that a start with another time to live changes that of
+// the lease.
 func TestEtcdLeaseOfAnotherTTLIsReplaced(t *testing.T) {
 	for name, had := range map[string]time.Duration{"shorter": time.Minute, "longer": 48 * time.Hour} {
 		t.Run(name, func(t *testing.T) {
 			f := newFixture(t, sharedServer(t))
 			f.put(t, "config", configV4)
 			before := f.etcdLeases(t)
-			f.put(t, "subnets/10.5.9.0-24", value("192.0.2.1"), f.grant(t, int64(had.Seconds())))
+			f.put(t, "subnets/10.5.9.0-24", leaseValue("192.0.2.1"), f.grant(t, int64(had.Seconds())))
 			l := acquire(t, f.manager(t), claim("192.0.2.1"))
 			if left := time.Until(l.Expires); l.Key != "10.5.9.0-24" || left < 23*time.Hour || left > 24*time.Hour {
 				t.Errorf("got %+v, want the key for a day", l)
@@ -281,7 +282,8 @@ func TestEtcdLeaseOfAnotherTTLIsReplaced(t *testing.T) {
 	}
 }
 
-// A store that gives more than it is asked for is not asked again and again.
+// TestLeastTTLOfTheStore expects that an etcd lease is not replaced again and again if the store grants
+// a longer time to live than requested.
 func TestLeastTTLOfTheStore(t *testing.T) {
 	f := newFixture(t, newServer(t, func(s *server) { s.election = 2000 }))
 	f.put(t, "config", configV4)
@@ -319,13 +321,13 @@ func TestConfigurationChanges(t *testing.T) {
 	}
 }
 
-// A reservation stays one when the other family comes and goes, and goes itself, with a
-// word, when it is of another network.
+// TestConfigurationChangesUnderAReservation expects that a reservation stays one while the other family
+// is enabled and disabled, and that it is deleted and logged if it is of another network.
 func TestConfigurationChangesUnderAReservation(t *testing.T) {
 	f := newFixture(t, sharedServer(t))
 	before := f.etcdLeases(t)
-	f.put(t, "subnets/10.5.77.0-24", value("192.0.2.1"))
-	ctx, book := logged(t.Context())
+	f.put(t, "subnets/10.5.77.0-24", leaseValue("192.0.2.1"))
+	ctx, book := withLog(t.Context())
 	for i, tc := range []struct {
 		config, key string
 		reserved    bool
@@ -358,7 +360,7 @@ func TestAddressChangesWhileRunning(t *testing.T) {
 	f.put(t, "config", configV4)
 	m := f.manager(t)
 	first := acquire(t, m, claim("192.0.2.1"))
-	keep := keeping(t, m, first)
+	keep := startKeep(t, m, first)
 	second := acquire(t, m, claim("192.0.2.2"))
 	if second.Key != first.Key || second.Order != first.Order {
 		t.Errorf("got %+v, want the same key as before: %+v", second, first)
@@ -366,9 +368,9 @@ func TestAddressChangesWhileRunning(t *testing.T) {
 	third := acquire(t, m, claim("192.0.2.3"))
 	eventually(t, "the new address", func() bool {
 		v, _, _ := f.get(t, "subnets/"+third.Key)
-		return third.Key == first.Key && v == value("192.0.2.3")
+		return third.Key == first.Key && v == leaseValue("192.0.2.3")
 	})
-	keep.running(t)
+	keep.stillRuns(t)
 }
 
 // TestAnswerLost loses the answer to a write that the store has made. The manager must recognize
@@ -391,12 +393,12 @@ func TestAnswerLost(t *testing.T) {
 			f.put(t, "config", configV4)
 			leases := f.etcdLeases(t)
 			if tc.reserved {
-				f.put(t, "subnets/10.5.9.0-24", value(before))
+				f.put(t, "subnets/10.5.9.0-24", leaseValue(before))
 			}
 			p := newProxy(t, f.server)
-			var told atomic.Value
-			m := f.manager(t, via(p), func(c *Config) {
-				c.OnLease = func(l subnet.Lease) { told.Store(l.Endpoints[0].PublicIP.String()) }
+			var reported atomic.Value
+			m := f.manager(t, throughProxy(p), func(c *Config) {
+				c.OnLease = func(l subnet.Lease) { reported.Store(l.Endpoints[0].PublicIP.String()) }
 			})
 			l := acquire(t, m, claim(before))
 			if tc.gone {
@@ -406,20 +408,20 @@ func TestAnswerLost(t *testing.T) {
 				}
 			}
 			loseAnswer(t, f, p, m, l.Key, claim(lost))
-			k := keeping(t, m, l)
+			k := startKeep(t, m, l)
 			p.cut()
 			p.open(t)
 			eventually(t, "what stands there to be known", func() bool {
-				k.running(t)
-				return told.Load() == lost
+				k.stillRuns(t)
+				return reported.Load() == lost
 			})
 			if now := acquire(t, m, claim(tc.next)); now.Key != l.Key || now.Permanent != tc.reserved {
 				t.Errorf("got %+v, want %s", now, l.Key)
 			}
-			if v, _, _ := f.get(t, "subnets/"+l.Key); v != value(tc.next) {
+			if v, _, _ := f.get(t, "subnets/"+l.Key); v != leaseValue(tc.next) {
 				t.Errorf("the key has %s", v)
 			}
-			k.running(t)
+			k.stillRuns(t)
 			want := 1
 			if tc.reserved {
 				want = 0
@@ -437,13 +439,13 @@ func TestAnswerLostAndTakenOver(t *testing.T) {
 			f := newFixture(t, sharedServer(t))
 			f.put(t, "config", configV4)
 			p := newProxy(t, f.server)
-			m := f.manager(t, via(p))
+			m := f.manager(t, throughProxy(p))
 			l := acquire(t, m, claim("192.0.2.1"))
 			loseAnswer(t, f, p, m, l.Key, claim("192.0.2.22"))
 			p.cut()
-			f.put(t, "subnets/"+l.Key, value(by), f.grant(t, 60))
+			f.put(t, "subnets/"+l.Key, leaseValue(by), f.grant(t, 60))
 			p.open(t)
-			if err := keeping(t, m, l).lost(t); !strings.HasSuffix(err.Error(), "now belongs to "+by) {
+			if err := startKeep(t, m, l).waitUntilLost(t); !strings.HasSuffix(err.Error(), "now belongs to "+by) {
 				t.Errorf("error is %v", err)
 			}
 		})
@@ -460,8 +462,8 @@ func loseAnswer(t *testing.T, f *fixture, p *proxy, m *Manager, key string, c su
 		t.Fatal(err)
 	}
 	c.Endpoints[0].Subnet = subnets[0]
-	written := value(c.Endpoints[0].PublicIP.String())
-	p.swallowAnswer(written)
+	written := leaseValue(c.Endpoints[0].PublicIP.String())
+	p.stallAfterText(written)
 	go func() {
 		_, err := subnettest.Acquire(ctx, m, c)
 		given <- err
@@ -543,7 +545,7 @@ func TestChoose(t *testing.T) {
 		{name: "two older ones go", wanted: prefixes("10.5.9.0/24"), entries: []entry{a, b, other}, take: prefixes("10.5.9.0/24"), stale: 2},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
-			p, err := choose(pools, tc.wanted, tc.running, func(e entry) bool { return carries(e.lease, mine) }, tc.entries)
+			p, err := choose(pools, tc.wanted, tc.running, func(e entry) bool { return hasPublicIP(e.lease, mine) }, tc.entries)
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -551,8 +553,8 @@ func TestChoose(t *testing.T) {
 			if p.keep != nil {
 				keep = p.keep.key
 			}
-			if keep != tc.keep || len(p.stale) != tc.stale || p.twin != tc.twin {
-				t.Errorf("keeps %q with %d stale and twin %q, want %q, %d, %q", keep, len(p.stale), p.twin, tc.keep, tc.stale, tc.twin)
+			if keep != tc.keep || len(p.stale) != tc.stale || p.duplicate != tc.twin {
+				t.Errorf("keeps %q with %d stale and twin %q, want %q, %d, %q", keep, len(p.stale), p.duplicate, tc.keep, tc.stale, tc.twin)
 			}
 			if tc.take != nil && !slices.Equal(p.subnets, tc.take) || keep == "" && len(p.subnets) != 1 {
 				t.Errorf("takes %v, want %v", p.subnets, tc.take)
@@ -598,7 +600,7 @@ func TestConfigErrors(t *testing.T) {
 func TestConfigWarnsOnce(t *testing.T) {
 	f := newFixture(t, sharedServer(t))
 	f.put(t, "config", `{"Network":"10.5.0.0/16","Bakend":{"Type":"vxlan"}}`)
-	ctx, log := logged(t.Context())
+	ctx, log := withLog(t.Context())
 	m := f.manager(t)
 	for range 3 {
 		if _, err := m.Config(ctx); err != nil {
@@ -615,8 +617,8 @@ func TestConfigWarnsOnce(t *testing.T) {
 // keeper is a Keep that runs.
 type keeper struct{ done chan error }
 
-// keeping runs Keep until the test ends.
-func keeping(tb testing.TB, m *Manager, l subnet.Lease) keeper {
+// startKeep runs Keep until the test ends.
+func startKeep(tb testing.TB, m *Manager, l subnet.Lease) keeper {
 	tb.Helper()
 	ctx, cancel := context.WithCancel(context.Background())
 	k := keeper{make(chan error, 1)}
@@ -629,7 +631,7 @@ func keeping(tb testing.TB, m *Manager, l subnet.Lease) keeper {
 	return k
 }
 
-func (k keeper) running(tb testing.TB) {
+func (k keeper) stillRuns(tb testing.TB) {
 	tb.Helper()
 	select {
 	case err := <-k.done:
@@ -638,7 +640,7 @@ func (k keeper) running(tb testing.TB) {
 	}
 }
 
-func (k keeper) lost(tb testing.TB) error {
+func (k keeper) waitUntilLost(tb testing.TB) error {
 	tb.Helper()
 	select {
 	case err := <-k.done:
@@ -652,14 +654,15 @@ func (k keeper) lost(tb testing.TB) error {
 	return nil
 }
 
-// TestHeld starts a node that has another address than before and knows its lease.
-func TestHeld(t *testing.T) {
+// TestResumed starts a node that knows its lease and has another address than before. The node
+// must continue with that lease, but not if another node has it now.
+func TestResumed(t *testing.T) {
 	f := newFixture(t, sharedServer(t))
 	f.put(t, "config", configV4)
 	before := acquire(t, f.manager(t), claim("192.0.2.1"))
 
 	m := f.manager(t)
-	m.Held(before)
+	m.Resumed(before)
 	if c, err := m.Recall(t.Context(), claim("192.0.2.2")); err != nil || len(c.Endpoints) != 1 || c.Endpoints[0].Subnet != before.Endpoints[0].Subnet {
 		t.Errorf("recalled %v, %v, want what %v says", c, err, before)
 	}
@@ -668,18 +671,18 @@ func TestHeld(t *testing.T) {
 		t.Errorf("acquired %+v, want %s with the new address", now, before.Key)
 	}
 
-	// Now it belongs to the new address, which says nothing of the old one.
+	// The lease has changed since. Its new address may be another node's.
 	late := f.manager(t)
-	late.Held(before)
+	late.Resumed(before)
 	if l := acquire(t, late, claim("192.0.2.3")); l.Key == before.Key {
 		t.Errorf("%s was taken from another node", l.Key)
 	}
-	// And what another node has made since with that address is its own.
+	// Another node has created a lease with the same key and address. It is not the same lease.
 	f.delete(t, "subnets/"+before.Key)
-	f.put(t, "subnets/"+before.Key, value("192.0.2.1"))
+	f.put(t, "subnets/"+before.Key, leaseValue("192.0.2.1"))
 	again := f.manager(t)
-	again.Held(before)
+	again.Resumed(before)
 	if l := acquire(t, again, claim("192.0.2.4")); l.Key == before.Key {
-		t.Errorf("%s was taken from the one that has made it anew", l.Key)
+		t.Errorf("%s was taken from the node that has created it again", l.Key)
 	}
 }

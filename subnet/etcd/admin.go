@@ -45,11 +45,11 @@ func (a *Admin) Close() error { return a.m.Close() }
 type Entry struct {
 	Lease subnet.Lease  // its Key is always set
 	Err   error         // why the rest of Lease cannot be read; nil if it can
-	TTL   time.Duration // that is left; zero for a reservation, or if not asked for
+	TTL   time.Duration // the time that is left; zero for a reservation, or if it was not requested
 }
 
-// Config returns the network configuration as it stands in the store, and its
-// revision: zero, and no text, if there is none.
+// Config returns the text of the network configuration in the store, and its revision. The revision
+// is zero and the text is nil if there is none.
 func (a *Admin) Config(ctx context.Context) (text []byte, revision int64, err error) {
 	err = a.m.client.do(ctx, a.m.timing.request, func(ctx context.Context, c *clientv3.Client) error {
 		resp, err := c.Get(ctx, a.m.configKey())
@@ -64,8 +64,8 @@ func (a *Admin) Config(ctx context.Context) (text []byte, revision int64, err er
 	return text, revision, nil
 }
 
-// SetConfig writes the network configuration where it is still at revision. It
-// returns ErrChanged, wrapped, if it is not.
+// SetConfig writes the network configuration if it is still at revision, zero meaning absent.
+// Otherwise it returns ErrChanged, wrapped.
 func (a *Admin) SetConfig(ctx context.Context, text []byte, revision int64) error {
 	return a.swap(ctx, "write", a.m.configKey(), revision, clientv3.OpPut(a.m.configKey(), string(text)))
 }
@@ -85,8 +85,8 @@ func (a *Admin) swap(ctx context.Context, verb, key string, revision int64, op c
 	return nil
 }
 
-// Entries returns every lease and reservation, by key. With ttl it asks how
-// much time each lease has left, which takes a request each.
+// Entries returns every lease and reservation, by key. With ttl it also reads the time that each lease
+// has left, by one request for each lease.
 func (a *Admin) Entries(ctx context.Context, ttl bool) ([]Entry, error) {
 	l, err := a.m.list(ctx)
 	if err != nil {
@@ -106,7 +106,7 @@ func (a *Admin) Entries(ctx context.Context, ttl bool) ([]Entry, error) {
 	return found, nil
 }
 
-// left returns how long an etcd lease is good for: zero if it has run out.
+// left returns the time until an etcd lease expires, or zero if it has expired.
 func (a *Admin) left(ctx context.Context, id clientv3.LeaseID) (ttl time.Duration, err error) {
 	err = a.m.client.do(ctx, a.m.timing.request, func(ctx context.Context, c *clientv3.Client) error {
 		resp, err := c.TimeToLive(ctx, id)
@@ -122,15 +122,15 @@ func (a *Admin) left(ctx context.Context, id clientv3.LeaseID) (ttl time.Duratio
 }
 
 // Watch calls sink with all leases, and again after every change, until ctx
-// ends. It waits for a store that is away.
+// ends. It waits for a store that is unavailable.
 func (a *Admin) Watch(ctx context.Context, sink func(subnet.Update)) error {
 	return a.m.Watch(ctx, sink)
 }
 
-// Reserve keeps subnets, one of each family at most, for the node with the
-// public addresses in c: the key never expires. It fails if another node has
-// the key, or the node another reservation, which is the one that it would go
-// by; a lease that the node has already becomes a reservation as it is.
+// Reserve reserves the subnets in c, at most one of each family, for the node with the public
+// addresses in c: the key never expires. It returns an error if another node has the key, or if the
+// node has another reservation, which it would prefer. A lease of the node with this key becomes a
+// reservation with the same value.
 func (a *Admin) Reserve(ctx context.Context, c subnet.Claim) (key string, err error) {
 	var subnets []netip.Prefix
 	for _, e := range c.Endpoints {
@@ -153,7 +153,7 @@ func (a *Admin) Reserve(ctx context.Context, c subnet.Claim) (key string, err er
 		case e.Lease.Key == key:
 		case overlaps(e.Lease, subnets):
 			return "", fmt.Errorf("reserve %s: it overlaps %s of %s", key, e.Lease.Key, named(e.Lease))
-		case e.Lease.Permanent && carries(e.Lease, identity(c)):
+		case e.Lease.Permanent && hasPublicIP(e.Lease, identity(c)):
 			return "", fmt.Errorf("reserve %s: %s has the reservation %s, which has to end first", key, identity(c), e.Lease.Key)
 		}
 	}
@@ -163,7 +163,7 @@ func (a *Admin) Reserve(ctx context.Context, c subnet.Claim) (key string, err er
 		return key, a.swap(ctx, "reserve", a.m.dir+key, 0, clientv3.OpPut(a.m.dir+key, string(value)))
 	case err != nil:
 		return "", err
-	case have.err != nil || !carries(have.lease, identity(c)):
+	case have.err != nil || !hasPublicIP(have.lease, identity(c)):
 		return "", fmt.Errorf("reserve %s: it belongs to %s", key, named(have.lease))
 	case have.leaseID == 0:
 		return key, nil
@@ -177,7 +177,7 @@ func overlaps(l subnet.Lease, subnets []netip.Prefix) bool {
 	})
 }
 
-// named says who has a lease.
+// named returns the address of the owner of a lease.
 func named(l subnet.Lease) string {
 	if a := identity(subnet.Claim{Endpoints: l.Endpoints}); a.IsValid() {
 		return a.String()
@@ -204,8 +204,8 @@ func (a *Admin) get(ctx context.Context, key string) (e entry, err error) {
 	return e, nil
 }
 
-// Revoke deletes a lease or, with reservation, a reservation: never the one
-// for the other. A running owner takes the subnet again.
+// Revoke deletes a lease or, with reservation, a reservation. It returns an error if the key is the
+// other one of the two. A running owner takes the subnet again.
 func (a *Admin) Revoke(ctx context.Context, key string, reservation bool) error {
 	e, err := a.get(ctx, key)
 	switch {
@@ -219,8 +219,8 @@ func (a *Admin) Revoke(ctx context.Context, key string, reservation bool) error 
 	return a.swap(ctx, "delete", a.m.dir+key, e.modRevision, clientv3.OpDelete(a.m.dir+key))
 }
 
-// ParseKey returns the subnets that a key below subnets/ names, IPv4 first.
+// ParseKey returns the subnets in the name of a key below subnets/, IPv4 first.
 func ParseKey(key string) ([]netip.Prefix, error) { return parseKey(key) }
 
-// Key returns the key of subnets, IPv4 first.
+// Key returns the name of the key of subnets, which must be IPv4 first.
 func Key(subnets []netip.Prefix) string { return formatKey(subnets) }

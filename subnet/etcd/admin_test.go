@@ -49,8 +49,8 @@ func TestAdminConfig(t *testing.T) {
 func TestAdminEntries(t *testing.T) {
 	f := newFixture(t, sharedServer(t))
 	f.put(t, "config", configV4)
-	f.put(t, "subnets/10.5.1.0-24", value("192.0.2.1"), f.grant(t, 600))
-	f.put(t, "subnets/10.5.2.0-24", value("192.0.2.2"))
+	f.put(t, "subnets/10.5.1.0-24", leaseValue("192.0.2.1"), f.grant(t, 600))
+	f.put(t, "subnets/10.5.2.0-24", leaseValue("192.0.2.2"))
 	f.put(t, "subnets/10.5.3.0-24", "rubbish")
 	entries, err := f.admin(t).Entries(t.Context(), true)
 	if err != nil || len(entries) != 3 {
@@ -71,7 +71,7 @@ func TestAdminEntries(t *testing.T) {
 func TestAdminReserve(t *testing.T) {
 	f := newFixture(t, sharedServer(t))
 	f.put(t, "config", configV4)
-	f.put(t, "subnets/10.5.1.0-24", value("192.0.2.1"), f.grant(t, 600))
+	f.put(t, "subnets/10.5.1.0-24", leaseValue("192.0.2.1"), f.grant(t, 600))
 	a := f.admin(t)
 	for _, tc := range []struct {
 		name  string
@@ -97,7 +97,7 @@ func TestAdminReserve(t *testing.T) {
 			t.Errorf("%s: %v, want %q", tc.name, err, tc.want)
 		}
 	}
-	if v, lease, _ := f.get(t, "subnets/10.5.1.0-24"); v != value("192.0.2.1") || lease != 0 {
+	if v, lease, _ := f.get(t, "subnets/10.5.1.0-24"); v != leaseValue("192.0.2.1") || lease != 0 {
 		t.Errorf("the owner's lease became %q on lease %d, want the same value without end", v, lease)
 	}
 	key, err := a.Reserve(t.Context(), reserve("192.0.2.7", "10.5.7.0/24"))
@@ -112,8 +112,8 @@ func TestAdminReserve(t *testing.T) {
 
 func TestAdminRevoke(t *testing.T) {
 	f := newFixture(t, sharedServer(t))
-	f.put(t, "subnets/10.5.1.0-24", value("192.0.2.1"), f.grant(t, 600))
-	f.put(t, "subnets/10.5.2.0-24", value("192.0.2.2"))
+	f.put(t, "subnets/10.5.1.0-24", leaseValue("192.0.2.1"), f.grant(t, 600))
+	f.put(t, "subnets/10.5.2.0-24", leaseValue("192.0.2.2"))
 	a := f.admin(t)
 	if err := a.Revoke(t.Context(), "10.5.3.0-24", false); !errors.Is(err, ErrNotFound) {
 		t.Errorf("what is not there: %v", err)
@@ -134,7 +134,7 @@ func TestAdminRevoke(t *testing.T) {
 	}
 }
 
-// An operator wants to know that the store is away, not to wait for it.
+// TestAdminDoesNotWait expects an error at once if the store is unavailable.
 func TestAdminDoesNotWait(t *testing.T) {
 	f := newFixture(t, sharedServer(t))
 	a := &Admin{f.manager(t, func(c *Config) { c.Endpoints = []string{"http://" + freeAddr(t)} })}

@@ -16,36 +16,37 @@ import (
 
 	"k8s.io/klog/v2"
 
+	"github.com/flanneld/flanneld/pkg/wait"
 	"github.com/flanneld/flanneld/subnet"
 )
 
-// audit compares a view that was restored from a former run with a full list, once and at a
-// random time. The list is of the revision that the view has then, so a difference is an error
-// of the last known state, and no change that is on its way.
+// audit compares a cache that was restored from an earlier run with a full list, once and at a
+// random time. The list is of the revision that the cache has then, so a difference is an error
+// of the last known state, and not a change whose event has not come yet.
 type audit struct {
 	m *Manager
 
-	mu    sync.Mutex // guards v while a watch runs
-	v     *view
+	mu    sync.Mutex // guards cache while a watch runs
+	cache *leaseCache
 	due   time.Time // zero: nothing to do
 	found *findings
 	wg    sync.WaitGroup
 }
 
-// findings are the entries that differ. was is what the view had, nil if it had none.
+// findings are the entries that differ. was is what the cache had, nil if it had none.
 type findings struct {
 	was, is map[string]*entry
 }
 
-// errDiffers ends a watch: the view has to be repaired.
+// errDiffers ends a watch: the cache has to be repaired.
 var errDiffers = errors.New("the view differs from the store")
 
-func (m *Manager) newAudit(v *view) *audit { return &audit{m: m, v: v} }
+func (m *Manager) newAudit(cache *leaseCache) *audit { return &audit{m: m, cache: cache} }
 
-// begin starts the wait for the audit, if the view needs one, along with a watch. The watch has
+// begin starts the wait for the audit, if the cache needs one, along with a watch. The watch has
 // to use the context that begin returns, and end has to be called when it has ended.
 func (a *audit) begin(ctx context.Context) (watch context.Context, end func()) {
-	if a.v.restored == 0 {
+	if a.cache.restored == 0 {
 		a.due = time.Time{}
 		return ctx, func() {}
 	}
@@ -54,21 +55,13 @@ func (a *audit) begin(ctx context.Context) (watch context.Context, end func()) {
 	}
 	watch, cancel := context.WithCancelCause(ctx)
 	a.wg.Go(func() {
-		timer := time.NewTimer(time.Until(a.due))
-		defer timer.Stop()
-		for {
-			select {
-			case <-watch.Done():
-				return
-			case <-timer.C:
-			}
+		for pause := time.Until(a.due); wait.For(watch, pause) == nil; pause = wait.Vary(a.m.timing.audit/10, 0.5) {
 			if done, differs := a.run(watch); differs {
 				cancel(errDiffers)
 				return
 			} else if done {
 				return
 			}
-			timer.Reset(a.m.timing.audit/20 + rand.N(a.m.timing.audit/10+1))
 		}
 	})
 	return watch, func() {
@@ -83,10 +76,10 @@ func (a *audit) stop() { a.wg.Wait() }
 // or has compacted the revision meanwhile.
 func (a *audit) run(ctx context.Context) (done, differs bool) {
 	a.mu.Lock()
-	entries, revision, store := maps.Clone(a.v.entries), a.v.next-1, a.v.store.ID
+	entries, revision, store := maps.Clone(a.cache.entries), a.cache.next-1, a.cache.store.ID
 	maps.DeleteFunc(entries, func(key string, _ *entry) bool {
-		_, doomed := a.v.doomed[key]
-		return doomed
+		_, expiring := a.cache.expiring[key]
+		return expiring
 	})
 	a.mu.Unlock()
 	l, err := a.m.listAt(ctx, revision, a.m.timing.auditPage)
@@ -104,12 +97,12 @@ func (a *audit) run(ctx context.Context) (done, differs bool) {
 		switch {
 		case was == nil || !alike(was, is):
 			f.was[is.key], f.is[is.key] = was, is
-		case a.v.entries[is.key] == was && was.modRevision == 0:
-			a.v.entries[is.key] = is // with its revision
+		case a.cache.entries[is.key] == was && was.modRevision == 0:
+			a.cache.entries[is.key] = is // with its revision
 		}
 	}
 	maps.Copy(f.was, entries)
-	a.v.restored = 0
+	a.cache.restored = 0
 	if len(f.was) == 0 {
 		return true, false
 	}
@@ -117,7 +110,7 @@ func (a *audit) run(ctx context.Context) (done, differs bool) {
 	return true, true
 }
 
-// alike reports whether two entries of one key have the same content. That of was may come from
+// alike reports whether two entries of one key have the same content. The content of was may come from
 // the state file, which has JSON in another form.
 func alike(was, is *entry) bool {
 	if was.modRevision != 0 {
@@ -138,7 +131,7 @@ func sameJSON(x, y json.RawMessage) bool {
 	return json.Unmarshal(x, &a) == nil && json.Unmarshal(y, &b) == nil && reflect.DeepEqual(a, b)
 }
 
-// repair corrects the view by the findings of the audit, publishes the corrections, and reports
+// repair corrects the cache by the findings of the audit, publishes the corrections, and reports
 // whether there were any. It must not be called while a watch runs. Entries that have changed
 // since stay as they are.
 func (a *audit) repair(ctx context.Context, sink func(subnet.Update)) bool {
@@ -152,15 +145,15 @@ func (a *audit) repair(ctx context.Context, sink func(subnet.Update)) bool {
 	for key, was := range f.was {
 		is := f.is[key]
 		switch {
-		case a.v.entries[key] != was:
+		case a.cache.entries[key] != was:
 		case is == nil:
-			delete(a.v.entries, key)
+			delete(a.cache.entries, key)
 			changed[key] = nil
 		case is.err != nil:
-			a.v.entries[key] = is
+			a.cache.entries[key] = is
 			unreadable = append(unreadable, key)
 		default:
-			a.v.entries[key] = is
+			a.cache.entries[key] = is
 			changed[key] = &is.lease
 		}
 	}
@@ -169,7 +162,7 @@ func (a *audit) repair(ctx context.Context, sink func(subnet.Update)) bool {
 	if a.m.cfg.OnRepaired != nil {
 		a.m.cfg.OnRepaired(len(keys))
 	}
-	u := a.v.update(a.m.ownKey.Load(), changed)
+	u := a.cache.update(a.m.ownKey.Load(), changed)
 	u.Undecodable = unreadable
 	sink(u)
 	return true

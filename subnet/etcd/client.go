@@ -27,11 +27,11 @@ import (
 	grpcbackoff "google.golang.org/grpc/backoff"
 	"google.golang.org/grpc/codes"
 
-	"github.com/flanneld/flanneld/pkg/outage"
+	"github.com/flanneld/flanneld/pkg/wait"
 )
 
-// client owns the connection: which endpoint it leads to, the login that its requests
-// carry, and when either is given up. It connects when it is first needed.
+// client owns the connection: it decides to which endpoint it leads, which login its requests
+// have, and when both are replaced. It connects when it is first needed.
 type client struct {
 	cfg    clientv3.Config
 	timing *timing
@@ -40,7 +40,7 @@ type client struct {
 	ctx context.Context //nolint:containedctx // ends with close, and with it connections and a login in progress
 	end context.CancelFunc
 
-	hosts atomic.Int64 // how many there are, as far as is known
+	hosts atomic.Int64 // number of hosts in the network, as known; for turn
 
 	mu        sync.Mutex
 	endpoints []string // in the order in which the next connection tries them
@@ -56,11 +56,12 @@ type connection struct {
 
 var errClosed = errors.New("manager is closed")
 
-// A connection that is silent for pingAfter is sent a ping, and is dead if that is
-// not answered in pingTimeout. A server allows no less than 5 s.
+// The client sends a ping over a connection that is silent for pingAfter, and closes it if there is no
+// answer in pingTimeout. A server permits pings every 5 s.
 const pingAfter, pingTimeout = 10 * time.Second, 5 * time.Second
 
-// window is how many bytes a server may send ahead: a list of thousands of leases.
+// window is the number of bytes that a server may send before the client has read them: a list of
+// thousands of leases.
 const window = 1 << 20
 
 func newClient(cfg Config, t *timing) (*client, error) {
@@ -96,7 +97,7 @@ func newClient(cfg Config, t *timing) (*client, error) {
 			// large a window it needs: for one small event that is most of the work.
 			grpc.WithStaticStreamWindowSize(window),
 			grpc.WithStaticConnWindowSize(window),
-			// The library waits for a connection and so hides why there is none.
+			// The library would wait for a connection, and so hide why there is none.
 			grpc.WithChainUnaryInterceptor(failFastUnary),
 			grpc.WithChainStreamInterceptor(failFastStream),
 			// The library's policy is round robin. It sends requests in turn to all members
@@ -105,12 +106,12 @@ func newClient(cfg Config, t *timing) (*client, error) {
 			grpc.WithDisableServiceConfig(),
 		},
 	}
-	// Not by the library, which logs in for every stream, and sends the token that was
-	// refused along with the request for another one.
+	// The library does not log in, because it would do so for every stream, and would send the
+	// refused token with the request for another one.
 	if cfg.Username != "" && cfg.Password != "" {
 		c.login = &login{
 			name: cfg.Username, password: cfg.Password, authenticate: c.authenticate, turn: c.turn,
-			retry: &outage.Backoff{Least: 2 * time.Second, Most: 4 * time.Minute},
+			retry: &wait.Backoff{Least: 2 * time.Second, Most: 4 * time.Minute, Share: 0.5},
 		}
 		c.cfg.DialOptions = append(c.cfg.DialOptions, grpc.WithPerRPCCredentials(c.login))
 	}
@@ -157,8 +158,8 @@ func oneScheme(endpoints []string) []string {
 	return same
 }
 
-// tls returns nil if no file is given. The client certificate is read anew for
-// each connection, so that it may be replaced at any time.
+// tls returns nil if no file is given. The client certificate is read again for each connection, so
+// that it may be replaced at any time.
 func (c Config) tls() (*tls.Config, error) {
 	if c.CertFile == "" && c.KeyFile == "" && c.CAFile == "" {
 		return nil, nil //nolint:nilnil // no TLS configuration is a valid one
@@ -213,23 +214,16 @@ func (c *client) connect() (*connection, error) {
 	return c.conn, nil
 }
 
-// turn waits for a random time that grows with the number of hosts. It comes before requests that
-// all hosts make at the same event, because each of them takes the server some time.
+// turn waits for a random time that grows with the number of hosts. It precedes requests that
+// all hosts make at the same event, because the server needs some time for each of them.
 func (c *client) turn(ctx context.Context) error {
-	timer := time.NewTimer(rand.N(time.Duration(c.hosts.Load())*c.timing.spread + 1))
-	defer timer.Stop()
-	select {
-	case <-ctx.Done():
-		return ctx.Err()
-	case <-timer.C:
-		return nil
-	}
+	return wait.For(ctx, rand.N(time.Duration(c.hosts.Load())*c.timing.spread+1))
 }
 
-// judge takes in how a request that was made on conn at that time ended, and gives the
-// connection up if its member is of no use now: the next one begins with another endpoint.
-// ctx is the caller's.
-func (c *client) judge(ctx context.Context, conn *connection, made time.Time, err error) {
+// observe records the result of a request that was made on conn at that time. It closes the
+// connection if its member does not work: the next connection tries another endpoint first. ctx is
+// the caller's.
+func (c *client) observe(ctx context.Context, conn *connection, made time.Time, err error) {
 	switch code := codeOf(err); {
 	case ctx.Err() != nil:
 	case isAnswer(code):
@@ -241,7 +235,7 @@ func (c *client) judge(ctx context.Context, conn *connection, made time.Time, er
 	}
 }
 
-// isAnswer reports whether a request that ended so was answered by a member that works.
+// isAnswer reports whether code is the answer of a member that works.
 func isAnswer(code codes.Code) bool {
 	switch code {
 	case codes.Unavailable, codes.DeadlineExceeded, codes.Canceled, codes.Internal, codes.DataLoss, codes.Unknown:
@@ -251,8 +245,8 @@ func isAnswer(code codes.Code) bool {
 	}
 }
 
-// fail gives conn up, if it is still in use, and puts the first endpoint last. That is the
-// one that failed, unless it did not accept the connection in the first place.
+// fail closes conn, if it is still in use, and moves the first endpoint to the end. That is the
+// endpoint of conn, unless that endpoint did not accept the connection.
 func (c *client) fail(conn *connection) {
 	c.mu.Lock()
 	inUse := c.conn == conn && !c.done
@@ -262,12 +256,12 @@ func (c *client) fail(conn *connection) {
 	}
 	c.mu.Unlock()
 	if inUse {
-		_ = conn.Close() // an error would be about what is given up anyway
+		_ = conn.Close() // its errors do not matter any more
 	}
 }
 
-// get returns the connection when there is a login for its requests. token is what they
-// will carry.
+// get returns the connection when there is a login for its requests. token is the token that they
+// will have.
 func (c *client) get(ctx context.Context) (conn *connection, token string, err error) {
 	if c.login != nil {
 		ctx, cancel := context.WithTimeout(ctx, c.timing.request)
@@ -280,7 +274,7 @@ func (c *client) get(ctx context.Context) (conn *connection, token string, err e
 	return conn, token, err
 }
 
-// authenticate asks for a token. It is empty where etcd wants none.
+// authenticate requests a token. It is empty if etcd does not require one.
 func (c *client) authenticate() (token string, err error) {
 	conn, err := c.connect()
 	if err != nil {
@@ -290,7 +284,7 @@ func (c *client) authenticate() (token string, err error) {
 	defer cancel()
 	made := time.Now()
 	resp, err := conn.Authenticate(ctx, c.login.name, c.login.password)
-	c.judge(c.ctx, conn, made, err)
+	c.observe(c.ctx, conn, made, err)
 	switch {
 	case errors.Is(err, rpctypes.ErrAuthNotEnabled):
 		return "", nil
@@ -305,11 +299,11 @@ func (c *client) authenticate() (token string, err error) {
 // more.
 func (c *client) do(ctx context.Context, deadline time.Duration, request func(context.Context, *clientv3.Client) error) error {
 	token, err := c.try(ctx, deadline, request)
-	if c.login == nil || !c.login.judge(token, err) {
+	if c.login == nil || !c.login.observe(token, err) {
 		return err
 	}
 	token, err = c.try(ctx, deadline, request)
-	c.login.judge(token, err)
+	c.login.observe(token, err)
 	return err
 }
 
@@ -318,12 +312,12 @@ func (c *client) try(ctx context.Context, deadline time.Duration, request func(c
 	if err != nil {
 		return token, err
 	}
-	// A member that has no leader says so at once.
+	// A member without a leader returns an error at once.
 	inner, cancel := context.WithTimeout(clientv3.WithRequireLeader(ctx), deadline)
 	defer cancel()
 	made := time.Now()
 	err = request(inner, conn.Client)
-	c.judge(ctx, conn, made, err)
+	c.observe(ctx, conn, made, err)
 	return token, err
 }
 
@@ -338,7 +332,7 @@ func (c *client) renew() {
 	done := c.done
 	c.mu.Unlock()
 	if old != nil && !done {
-		_ = old.Close() // an error would be about what is given up anyway
+		_ = old.Close() // its errors do not matter any more
 	}
 }
 
@@ -360,13 +354,13 @@ func (c *client) close() error {
 	return nil
 }
 
-// callOptions are for calls past the library, whose limit is gRPC's 4 MB.
+// callOptions returns the options of calls without the library, which would have gRPC's limit of 4 MB.
 func callOptions() []grpc.CallOption {
 	return []grpc.CallOption{grpc.MaxCallRecvMsgSize(math.MaxInt32)}
 }
 
-// keepAlive renews an etcd lease once and returns its TTL. The library's own
-// way spins while a server has no leader.
+// keepAlive renews an etcd lease once and returns its TTL. The library's own function would use all of
+// a CPU while a server has no leader.
 func keepAlive(ctx context.Context, conn *clientv3.Client, id clientv3.LeaseID) (time.Duration, error) {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()

@@ -102,7 +102,7 @@ func TestLeaderLoss(t *testing.T) {
 	eventually(t, "a write after the leader is gone", func() bool {
 		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
 		defer cancel()
-		_, err := f.kv.Put(ctx, f.prefix+"/subnets/10.5.200.0-24", value("192.0.2.200"))
+		_, err := f.kv.Put(ctx, f.prefix+"/subnets/10.5.200.0-24", leaseValue("192.0.2.200"))
 		return err == nil
 	})
 	w.Until(t, "what was written then", subnettest.Has("10.5.200.0-24"))
@@ -150,7 +150,7 @@ func TestMemberCutOff(t *testing.T) {
 	eventually(t, "a write that the other two accept", func() bool {
 		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
 		defer cancel()
-		_, err := f.kv.Put(ctx, f.prefix+"/subnets/10.5.200.0-24", value("192.0.2.200"))
+		_, err := f.kv.Put(ctx, f.prefix+"/subnets/10.5.200.0-24", leaseValue("192.0.2.200"))
 		return err == nil
 	})
 	for i, w := range watchers {
@@ -179,7 +179,7 @@ func TestMemberHangs(t *testing.T) {
 	disk := members[0].etcd.Server.Backend().BatchTx()
 	disk.LockOutsideApply()
 	t.Cleanup(disk.Unlock)
-	f.put(t, "subnets/10.5.200.0-24", value("192.0.2.200"))
+	f.put(t, "subnets/10.5.200.0-24", leaseValue("192.0.2.200"))
 	for i, w := range watchers {
 		w.Until(t, fmt.Sprintf("that write, by host %d of %d", i+1, len(watchers)), subnettest.Has("10.5.200.0-24"))
 	}

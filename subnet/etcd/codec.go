@@ -15,10 +15,10 @@ import (
 	"github.com/flanneld/flanneld/subnet"
 )
 
-// noIPv4 stands in a key for the IPv4 subnet of a node that has none.
+// noIPv4 is the IPv4 part of the key of a node without IPv4.
 const noIPv4 = "0.0.0.0-0"
 
-// maxValue is the longest value that is read: a lease has some hundred bytes.
+// maxValue is the length of the longest value that is read, in bytes. A lease has some hundred.
 const maxValue = 64 << 10
 
 // formatKey returns the last component of the key for subnets, IPv4 first.
@@ -33,8 +33,7 @@ func formatKey(subnets []netip.Prefix) string {
 	return strings.Join(parts, "&")
 }
 
-// parseKey returns the subnets that the last component of a key names, IPv4
-// first, host bits cleared.
+// parseKey returns the subnets in the last component of a key, IPv4 first and masked.
 func parseKey(key string) ([]netip.Prefix, error) {
 	v4, v6, dual := strings.Cut(key, "&")
 	var subnets []netip.Prefix
@@ -84,7 +83,7 @@ type wireLease struct {
 	BackendV6Data json.RawMessage `json:",omitempty"`
 }
 
-// encode returns the value for what a node publishes.
+// encode returns the value of the key of a node that publishes c.
 func encode(c subnet.Claim) ([]byte, error) {
 	w := wireLease{
 		PublicIP:    json.RawMessage(`"0.0.0.0"`),
@@ -128,7 +127,7 @@ func decode(subnets []netip.Prefix, value []byte) (backendType string, endpoints
 		if string(e.Data) == "null" {
 			e.Data = nil
 		}
-		e.Data = bytes.Clone(e.Data) // value is larger, and goes
+		e.Data = bytes.Clone(e.Data) // value is larger, and does not stay in memory
 		if e.PublicIP, err = decodeAddr(e.Family(), public); err != nil {
 			return "", nil, fmt.Errorf("%s %w", name, err)
 		}
@@ -172,7 +171,7 @@ func decodePlain(value []byte) (w wireLease, ok bool) {
 		default: // keys in another case count, too
 			return false
 		}
-		if *into != nil { // the last of several counts
+		if *into != nil { // of several fields the last one counts
 			return false
 		}
 		*into = value

@@ -13,8 +13,8 @@ import (
 	"github.com/flanneld/flanneld/subnet"
 )
 
-// tell reads the configuration and reports it.
-func (m *Manager) tell(ctx context.Context, v *view) (subnet.StoreID, error) {
+// reportConfig reads the configuration, reports it, and returns the state of the store.
+func (m *Manager) reportConfig(ctx context.Context, cache *leaseCache) (subnet.StoreID, error) {
 	var id subnet.StoreID
 	err := m.call(ctx, func(ctx context.Context, c *clientv3.Client) error {
 		resp, err := c.Get(ctx, m.configKey())
@@ -22,7 +22,7 @@ func (m *Manager) tell(ctx context.Context, v *view) (subnet.StoreID, error) {
 			return err
 		}
 		id = storeID(resp.Header)
-		v.told = id.Revision
+		cache.configRevision = id.Revision
 		var text []byte
 		for _, kv := range resp.Kvs {
 			text = given(kv.Value)
@@ -39,23 +39,23 @@ func (m *Manager) onConfig(text []byte) {
 	}
 }
 
-// takeConfig removes the events of the configuration from a response and reports the new ones. A
-// watch begins at the last known lease, so it can bring configurations that are known already.
-func (m *Manager) takeConfig(v *view, resp *pb.WatchResponse) {
+// applyConfigEvents removes the events of the configuration from a response and reports the new
+// ones. A watch begins at the last known lease, so it can contain configurations that are known already.
+func (m *Manager) applyConfigEvents(cache *leaseCache, resp *pb.WatchResponse) {
 	key := m.configKey()
 	resp.Events = slices.DeleteFunc(resp.Events, func(ev *mvccpb.Event) bool {
 		if string(ev.Kv.Key) != key {
 			return false
 		}
 		switch {
-		case ev.Kv.ModRevision <= v.told:
+		case ev.Kv.ModRevision <= cache.configRevision:
 			return true
 		case ev.Type == mvccpb.DELETE:
 			m.onConfig(nil)
 		default:
 			m.onConfig(given(ev.Kv.Value))
 		}
-		v.told = ev.Kv.ModRevision
+		cache.configRevision = ev.Kv.ModRevision
 		return true
 	})
 }

@@ -20,8 +20,8 @@ func TestWatchTellsOfTheConfiguration(t *testing.T) {
 				texts <- nil
 				return
 			}
-			told := string(text)
-			texts <- &told
+			reported := string(text)
+			texts <- &reported
 		}
 	})
 	subnettest.Watch(t, m)
@@ -37,14 +37,14 @@ func TestWatchTellsOfTheConfiguration(t *testing.T) {
 					got = *text
 				}
 				if got != want && got != last { // the same may come again
-					t.Errorf("told of %q between %q and %q", got, last, want)
+					t.Errorf("%q was reported between %q and %q", got, last, want)
 				}
 				if got == want {
 					last = want
 					return
 				}
 			case <-deadline:
-				t.Fatalf("not told of %q", want)
+				t.Fatalf("%q was not reported", want)
 			}
 		}
 	}

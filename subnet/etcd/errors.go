@@ -16,9 +16,9 @@ import (
 	"google.golang.org/grpc/status"
 )
 
-// storeError is what the store, or the way to it, did wrong. It passes.
+// storeError is a failure of the store, or of the connection to it. It can pass.
 type storeError struct {
-	kind string // changes of it are worth a line in the log
+	kind string // the log has a line when it changes
 	text string
 	err  error
 }
@@ -36,8 +36,8 @@ var (
 	errRenewed  = errors.New("the connection was given up for a new one")
 )
 
-// explain turns what the client library returns into one line that names the
-// endpoints and the cause.
+// explain converts an error of the client library into one line that names the endpoints and the
+// cause.
 func explain(endpoints []string, waited time.Duration, err error) error {
 	if err == nil || errors.Is(err, errConflict) || errors.Is(err, context.Canceled) || errors.Is(err, errClosed) {
 		return err
@@ -70,8 +70,8 @@ func explain(endpoints []string, waited time.Duration, err error) error {
 	return &storeError{kind, fmt.Sprintf("etcd %s: %s", strings.Join(endpoints, ","), cause), err}
 }
 
-// codeOf returns the gRPC code of what the client library returns. Other errors are about
-// what etcd has answered.
+// codeOf returns the gRPC code of an error of the client library. Other errors are about the content
+// of an answer, so their code is OK.
 func codeOf(err error) codes.Code {
 	var e rpctypes.EtcdError
 	switch {
@@ -90,7 +90,7 @@ func codeOf(err error) codes.Code {
 	return codes.OK
 }
 
-// dialCause takes gRPC's wrapping off the cause of a failed connection.
+// dialCause removes gRPC's prefixes from the cause of a failed connection.
 func dialCause(msg string) string {
 	if i := strings.LastIndex(msg, "desc = "); i >= 0 {
 		msg = msg[i+len("desc = "):]

@@ -3,6 +3,21 @@
 // Package etcd stores leases in etcd v3, in the keys and values that flannel uses:
 // <prefix>/config contains the configuration, and each <prefix>/subnets/<key> one lease. Every
 // write of a lease is a compare-and-swap.
+//
+// The methods of the Manager are in these files:
+//
+//   - Config: etcd.go; codec.go decodes keys and values, and list.go lists all leases
+//   - Recall: list.go
+//   - Acquire: acquire.go chooses and creates the own lease, write.go has the transactions, and
+//     exhausted.go waits for a free subnet
+//   - Keep: keep.go
+//   - Watch: watch.go, on the leasecache.go. graceperiod.go retains leases that the store has deleted
+//     after an outage. restore.go continues from the last known state, and audit.go compares that
+//     state with a list later. config.go reports changes of the configuration.
+//
+// Below them, stream.go watches keys and finds out whether the server is behind, client.go owns the
+// connection and login.go its login, and errors.go explains errors. The Admin, for operators, is in
+// admin.go.
 package etcd
 
 import (
@@ -24,41 +39,42 @@ import (
 
 // Config says where the store is and how to use it.
 type Config struct {
-	// Endpoints are URLs or host:port. The scheme of the first decides for all
-	// whether TLS is used; without a scheme it is if one of the files is given.
+	// Endpoints are URLs or host:port. The scheme of the first one decides for all of them whether
+	// TLS is used. Without a scheme TLS is used if one of the files is given.
 	Endpoints []string
-	// Prefix is the key prefix, taken literally but for surplus slashes.
+	// Prefix is the prefix of all keys. Superfluous slashes are removed.
 	Prefix string
-	// CAFile alone is enough for TLS; CertFile and KeyFile come together.
+	// CAFile, CertFile and KeyFile are paths of PEM files. CAFile alone is sufficient for TLS.
+	// CertFile and KeyFile must be given together.
 	CAFile, CertFile, KeyFile string
 	// Username and Password are used if both are given.
 	Username, Password string
-	// RenewMargin is how long before its end the lease is renewed. Zero means one hour.
+	// RenewMargin is the time before its end at which the lease is renewed. Zero means one hour.
 	RenewMargin time.Duration
-	// Previous holds the subnets that this node had, of any family: wanted again.
+	// Previous contains the subnets of any family that this node had, and wants again.
 	Previous []netip.Prefix
-	// Own and Known are what this node knew when it ran before, with the own lease as the store
-	// had it. If the store is the same, its leases are not listed at the start, but only what has
-	// changed since. May be zero.
+	// Own and Known are the last known state of an earlier run, with the own lease as the store
+	// had it. If the store is the same, the manager does not list its leases at the start, but
+	// reads only the changes since then. Both may be zero.
 	Own   subnet.Lease
 	Known subnet.LedgerState
-	// OnRepaired is told how many leases of Known differed from the store's although nothing has
-	// changed them since. It must not block nor call the manager. May be nil.
+	// OnRepaired is called with the number of leases of Known that differed from the store's
+	// although nothing has changed them since. It must not block, and must not call the manager.
+	// It may be nil, like the next three.
 	OnRepaired func(leases int)
-	// TTL is the lease's time to live, rounded up to seconds. Zero means subnet.TTL.
+	// TTL is the time to live of the lease, rounded up to seconds. Zero means subnet.TTL.
 	TTL time.Duration
-	// OnStatus is told when the store becomes unusable, with the reason, and
-	// usable again, with nil. It must not block nor call the manager. May be nil.
+	// OnStatus is called with the reason when the store becomes unusable, and with nil when it
+	// becomes usable again. It must not block, and must not call the manager.
 	OnStatus func(error)
-	// OnLease is told the own lease whenever it was acquired or renewed, with
-	// its new end. It must not block nor call the manager. May be nil.
+	// OnLease is called with the own lease whenever it was acquired or renewed, with its new
+	// end. It must not block, and must not call the manager.
 	OnLease func(subnet.Lease)
-	// OnConfig is told the text of the configuration whenever Watch learns that
-	// it may have changed, nil if there is none. It must not block nor call the
-	// manager. May be nil.
+	// OnConfig is called with the text of the configuration whenever Watch reads that it may have
+	// changed, and with nil if there is none. It must not block, and must not call the manager.
 	OnConfig func(text []byte)
-	// Shared is for programs with many managers. May be nil.
-	Shared *Shared
+	// Interner saves memory in programs with many managers. It may be nil.
+	Interner *Interner
 }
 
 // Manager is a subnet.Manager on etcd. It is safe for concurrent use.
@@ -75,35 +91,38 @@ type Manager struct {
 	own        ownLease
 	unanswered []ownLease // written since, without an answer: the store may have one of them, or still get it
 	ownKey     atomic.Pointer[string]
-	// Recall leaves its listing for Acquire, and Acquire for Watch.
+	// forAcquire is the listing of Recall, and forWatch that of Acquire.
 	forAcquire, forWatch stash
-	known                atomic.Pointer[lastKnown]    // see restore
-	replaced             atomic.Bool                  // the store is not that of the former run, and Watch has not said so yet
-	full                 atomic.Pointer[fullPool]     // see awaitVacancy
-	former               atomic.Pointer[subnet.Lease] // see Held
-	slow                 atomic.Bool                  // the last request took longer than timing.slow
-	late                 atomic.Int32                 // how often the deadline of requests is doubled, at most maxLate
+	known                atomic.Pointer[lastKnown]     // see restore
+	replaced             atomic.Bool                   // the store is not that of the earlier run, and Watch has not published that yet
+	exhausted            atomic.Pointer[exhaustedPool] // see awaitFreeSubnet
+	resumed              atomic.Pointer[subnet.Lease]  // see Resumed
+	slow                 atomic.Bool                   // the last request took longer than timing.slow
+	late                 atomic.Int32                  // how often the deadline of requests is doubled, at most maxLate
 	// configSeen is the revision of the configuration whose warnings were logged.
 	configSeen atomic.Int64
 }
 
-var _ subnet.Manager = (*Manager)(nil)
+var (
+	_ subnet.Manager = (*Manager)(nil)
+	_ subnet.Resumer = (*Manager)(nil)
+)
 
-// timing holds the intervals that tests shorten.
+// timing contains the intervals that tests shorten.
 type timing struct {
-	request, page        time.Duration // deadline of a request, and of one for a page of a list
-	login                time.Duration // deadline of a login: the server may have to do those of all hosts
-	spread               time.Duration // for each host, over which requests of all hosts at the same event are spread
-	slow                 time.Duration // duration of a request to a store that cannot keep up
-	quiet, idle, grace   time.Duration // see follow
-	check                time.Duration // see verify
-	dead                 time.Duration // time in which pings find a dead connection
-	backoffMin, backoff  time.Duration
-	restoreMin, restored time.Duration // pause after the own key had to be written again
-	reprieve             time.Duration // for leases that are gone after a long outage
-	catchUp              time.Duration // for the events since the last known state
-	audit, auditPage     time.Duration // within which time a restored view is compared, and the pause between its pages
-	vacant               time.Duration // how long a host without a subnet trusts the listing that it follows
+	request, page            time.Duration // deadline of a request, and of one for a page of a list
+	login                    time.Duration // deadline of a login: the server may have to do those of all hosts
+	spread                   time.Duration // for each host, over which requests of all hosts at the same event are spread
+	slow                     time.Duration // duration of a request to a store that cannot keep up
+	quiet, idle, probeAnswer time.Duration // see follow
+	check                    time.Duration // see verify
+	dead                     time.Duration // the time in which pings detect a dead connection
+	backoffMin, backoff      time.Duration
+	restoreMin, restored     time.Duration // pause after the own key had to be written again
+	gracePeriod              time.Duration // see the type
+	catchUp                  time.Duration // for the events since the last known state
+	audit, auditPage         time.Duration // within which time a restored cache is compared, and the pause between its pages
+	trustListing             time.Duration // how long a host without a subnet trusts the listing that it follows
 }
 
 // New returns a manager. It reads the TLS files but does not connect: an error
@@ -122,16 +141,16 @@ func New(cfg Config) (*Manager, error) {
 	m.timing = timing{
 		request: 5 * time.Second, page: 20 * time.Second, login: 4 * time.Minute, spread: 10 * time.Millisecond,
 		slow:  time.Second,
-		quiet: 12 * time.Minute, idle: 10 * time.Second, grace: 5 * time.Second,
+		quiet: 12 * time.Minute, idle: 10 * time.Second, probeAnswer: 5 * time.Second,
 		// Give or take a fifth it is less than the five minutes that a login lives unused.
 		check:      4 * time.Minute,
 		dead:       pingAfter + pingTimeout,
 		backoffMin: 100 * time.Millisecond, backoff: 5 * time.Second,
 		restoreMin: time.Second, restored: time.Minute,
-		reprieve: time.Minute,
-		vacant:   10 * time.Minute,
-		catchUp:  2 * time.Second,
-		audit:    time.Hour, auditPage: time.Second,
+		gracePeriod:  time.Minute,
+		trustListing: 10 * time.Minute,
+		catchUp:      2 * time.Second,
+		audit:        time.Hour, auditPage: time.Second,
 	}
 	var err error
 	if m.client, err = newClient(cfg, &m.timing); err != nil {
@@ -149,16 +168,14 @@ func (m *Manager) Close() error { return m.client.close() }
 // that this host has lost would be silent for a long time.
 func (m *Manager) Reconnect() { m.client.renew() }
 
-// Held tells the manager that l was this node's lease when the node had the addresses in it. If
-// the store still has l unchanged, Acquire continues with it, even if the node has another
-// address now.
-func (m *Manager) Held(l subnet.Lease) { m.former.Store(&l) }
+// Resumed implements subnet.Resumer.
+func (m *Manager) Resumed(own subnet.Lease) { m.resumed.Store(&own) }
 
-// held reports whether e is the lease that Held was told of.
-func (m *Manager) held(e entry) bool {
-	l := m.former.Load()
+// isResumed reports whether e is the lease that was passed to Resumed, unchanged.
+func (m *Manager) isResumed(e entry) bool {
+	l := m.resumed.Load()
 	return l != nil && e.err == nil && e.key == l.Key && uint64(e.createRevision) == l.Order &&
-		carries(e.lease, identity(subnet.Claim{Endpoints: l.Endpoints}))
+		hasPublicIP(e.lease, identity(subnet.Claim{Endpoints: l.Endpoints}))
 }
 
 func (m *Manager) configKey() string { return path.Join(m.cfg.Prefix, "config") }
@@ -208,10 +225,10 @@ func (m *Manager) config(ctx context.Context) (subnet.Config, []subnet.Pool, err
 // maxLate limits the deadline of requests to four times the usual one.
 const maxLate = 2
 
-// call makes one request with the usual deadline and explains its error. Behind a request
-// that came to its deadline the next one has twice as much time, until the store is quick
-// again: a store that thousands of hosts ask at once would never finish if each of them gave
-// up early and asked again.
+// call makes one request with the usual deadline and explains its error. After a request that
+// came to its deadline the next one has twice as much time, until the store is fast again: if
+// thousands of hosts use the store at once and each of them gave up early and repeated its request,
+// the store would never finish.
 func (m *Manager) call(ctx context.Context, f func(context.Context, *clientv3.Client) error) error {
 	late := m.late.Load()
 	deadline := m.timing.request << late

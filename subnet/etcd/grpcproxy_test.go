@@ -65,7 +65,7 @@ func startGRPCProxy(t *testing.T, s *server, program string) *server {
 //stages:rest it needs older etcds, which take minutes to build
 func TestSuiteByGRPCProxy(t *testing.T) {
 	s := sharedServer(t)
-	for release, program := range releases(t) {
+	for release, program := range etcdReleases(t) {
 		if program == "" {
 			continue
 		}
@@ -88,7 +88,7 @@ func TestSuiteByGRPCProxy(t *testing.T) {
 func TestWatchByGRPCProxy(t *testing.T) {
 	const hosts = 5
 	s := sharedServer(t)
-	for release, program := range releases(t) {
+	for release, program := range etcdReleases(t) {
 		if program == "" {
 			continue
 		}
@@ -112,7 +112,7 @@ func TestWatchByGRPCProxy(t *testing.T) {
 				watchers = append(watchers, w)
 			}
 			for i, key := range []string{"10.5.1.0-24", "10.5.2.0-24", "10.5.3.0-24"} {
-				f.put(t, "subnets/"+key, value(fmt.Sprintf("192.0.2.%d", i+1)))
+				f.put(t, "subnets/"+key, leaseValue(fmt.Sprintf("192.0.2.%d", i+1)))
 				for host, w := range watchers {
 					w.Until(t, fmt.Sprintf("lease %s at host %d", key, host), func(s subnet.Snapshot) bool {
 						return slices.ContainsFunc(s.Leases, func(l *subnet.Lease) bool { return l.Key == key })
@@ -132,9 +132,9 @@ func TestWatchByGRPCProxy(t *testing.T) {
 func TestNoAnswerToProbes(t *testing.T) {
 	f := newFixture(t, sharedServer(t))
 	f.put(t, "config", configV4)
-	f.server = startGRPCProxy(t, f.server, releases(t)["3.4"])
+	f.server = startGRPCProxy(t, f.server, etcdReleases(t)["3.4"])
 	m := f.manager(t)
-	m.timing.grace = time.Millisecond
+	m.timing.probeAnswer = time.Millisecond
 	for _, quiet := range []time.Duration{time.Hour, 10 * time.Millisecond} {
 		m.timing.quiet = quiet
 		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
@@ -148,7 +148,7 @@ func TestNoAnswerToProbes(t *testing.T) {
 		}
 		revision := f.put(t, "other", "not flannel's")
 		s.probe()
-		err = m.arrive(ctx, s, revision)
+		err = m.awaitRevision(ctx, s, revision)
 		cancel()
 		if behind := errors.Is(err, errBehind); behind != (quiet < time.Second) {
 			t.Errorf("without an answer to probes, with a notification every %s: %v", quiet, err)

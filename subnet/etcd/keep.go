@@ -16,8 +16,8 @@ import (
 	"github.com/flanneld/flanneld/subnet"
 )
 
-// errLook ends a watch of the own key: there is something to look at.
-var errLook = errors.New("own key has changed")
+// errOwnChanged ends a watch of the own key, which has to be read again.
+var errOwnChanged = errors.New("own key has changed")
 
 // Keep keeps the own lease. It reads the key at the start, after every outage, and when the key may
 // have changed, and corrects it if necessary. See subnet.Manager.
@@ -29,7 +29,7 @@ func (m *Manager) Keep(ctx context.Context, own subnet.Lease) error {
 	var spare grant // for all tries until one succeeds
 	defer func() { m.revoke(ctx, spare) }()
 	for {
-		looked, restored, err := m.ensure(ctx, own, &spare)
+		checked, restored, err := m.ensure(ctx, own, &spare)
 		if err == nil { // the spare etcd lease was not needed
 			m.revoke(ctx, spare)
 			spare = grant{}
@@ -44,7 +44,7 @@ func (m *Manager) Keep(ctx context.Context, own subnet.Lease) error {
 			lastRestore = time.Now()
 			err = restores.Wait(ctx, 0)
 		default:
-			err = m.await(ctx, looked, func() {
+			err = m.await(ctx, checked, func() {
 				b.Reset()
 				m.report(ctx, sourceLease, nil)
 			})
@@ -52,7 +52,7 @@ func (m *Manager) Keep(ctx context.Context, own subnet.Lease) error {
 		switch {
 		case ctx.Err() != nil:
 			return ctx.Err()
-		case err == nil || errors.Is(err, errLook):
+		case err == nil || errors.Is(err, errOwnChanged):
 			continue
 		case !passes(err):
 			return err
@@ -64,20 +64,20 @@ func (m *Manager) Keep(ctx context.Context, own subnet.Lease) error {
 	}
 }
 
-// ensure reads the own key and corrects it. looked is the revision at which the key was right;
+// ensure reads the own key and corrects it. checked is the revision at which the key was current;
 // restored means that it had to be written.
-func (m *Manager) ensure(ctx context.Context, l subnet.Lease, spare *grant) (looked int64, restored bool, err error) {
+func (m *Manager) ensure(ctx context.Context, l subnet.Lease, spare *grant) (checked int64, restored bool, err error) {
 	unlock, err := m.lock(ctx)
 	if err != nil {
 		return 0, false, err
 	}
 	defer unlock()
-	found, looked, err := m.read(ctx, l.Key)
+	found, checked, err := m.read(ctx, l.Key)
 	if err != nil {
 		return 0, false, fmt.Errorf("read own lease: %w", err)
 	}
 	if found != nil {
-		if err := m.judge(ctx, *found); err != nil {
+		if err := m.yieldIfOlder(ctx, *found); err != nil {
 			return 0, false, err
 		}
 		m.recognize(ctx, *found)
@@ -89,38 +89,38 @@ func (m *Manager) ensure(ctx context.Context, l subnet.Lease, spare *grant) (loo
 	logger := klog.FromContext(ctx).WithValues("key", own.key)
 	switch {
 	case found == nil:
-		if err := m.retake(ctx, own, spare); err != nil {
+		if err := m.recreate(ctx, own, spare); err != nil {
 			return 0, false, err
 		}
 		logger.Info("own lease was gone, taken again")
-		return looked, true, nil
-	case m.right(*found, own):
-		return looked, false, nil
-	case !m.wrote(*found) && !carries(found.lease, identity(own.claim)) && owner(*found).IsValid():
+		return checked, true, nil
+	case m.isCurrent(*found, own):
+		return checked, false, nil
+	case !m.isOwn(*found) && !hasPublicIP(found.lease, identity(own.claim)) && owner(*found).IsValid():
 		return 0, false, lost(own.key, *found)
 	}
-	if err := m.settle(ctx, *found, own, nil, spare); err != nil {
+	if err := m.refresh(ctx, *found, own, nil, spare); err != nil {
 		return 0, false, fmt.Errorf("renew own lease: %w", err)
 	}
 	if string(found.value) == string(own.value) {
-		return max(looked, m.own.revision), false, nil
+		return max(checked, m.own.revision), false, nil
 	}
 	logger.Info("own lease was changed, written again")
-	return looked, true, nil
+	return checked, true, nil
 }
 
-// judge yields the own key if another node was first and a retake has written it, but ended
-// before it compared the two.
-func (m *Manager) judge(ctx context.Context, found entry) error {
+// yieldIfOlder yields the own key if another node was first, and an earlier recreate has written
+// the key but ended before it compared the two.
+func (m *Manager) yieldIfOlder(ctx context.Context, found entry) error {
 	if found.key != m.own.key || found.createRevision == m.own.create || found.leaseID == 0 {
 		return nil
 	}
 	made := m.own
 	made.revision = found.modRevision
-	if !carries(found.lease, identity(made.claim)) && m.attempt(found) < 0 {
+	if !hasPublicIP(found.lease, identity(made.claim)) && m.attempt(found) < 0 {
 		return nil // another node's
 	}
-	return m.yield(ctx, made, 0)
+	return m.yieldToOlder(ctx, made, 0)
 }
 
 // ownOr returns the lease that this manager acquired. If that is not l, it derives one from l.
@@ -134,12 +134,12 @@ func (m *Manager) ownOr(l subnet.Lease) (ownLease, error) {
 	return own, err
 }
 
-// right reports whether the key as found needs nothing, not even a renewal.
-func (m *Manager) right(found entry, own ownLease) bool {
-	return m.wrote(found) && (own.grant.id == 0 || m.untilRenewal(own.grant) > 0)
+// isCurrent reports whether the key as found needs no write, and no renewal yet.
+func (m *Manager) isCurrent(found entry, own ownLease) bool {
+	return m.isOwn(found) && (own.grant.id == 0 || m.untilRenewal(own.grant) > 0)
 }
 
-// renewal returns when g is to be kept alive.
+// renewal returns the time at which g has to be kept alive.
 func (m *Manager) renewal(g grant) time.Time {
 	margin := m.margin(g.ttl)
 	return g.expires.Add(-margin - time.Duration(g.early*float64(g.ttl-margin)))
@@ -153,8 +153,8 @@ func (m *Manager) untilRenewal(g grant) time.Duration {
 	return min(time.Until(at), at.Sub(m.wall()))
 }
 
-// margin returns how long before its end a lease is renewed. The store may be unavailable for as
-// long before a lease expires.
+// margin returns the time before its end at which a lease is renewed. The store may be unavailable
+// for that long before a lease expires.
 func (m *Manager) margin(ttl time.Duration) time.Duration {
 	return min(m.cfg.RenewMargin, ttl-min(time.Minute, ttl/3))
 }
@@ -174,10 +174,10 @@ func lost(key string, by entry) error {
 	return fmt.Errorf("%w: %s now belongs to %s", subnet.ErrLeaseLost, key, who)
 }
 
-// retake creates the own key again unless another host has one of its subnets by now, under
+// recreate creates the own key again unless another host has one of its subnets by now, under
 // any key. It deletes leases that carry the own address and are older than the own lease was,
 // or are of the own subnets: a restored backup has brought them back, see plan.outdated.
-func (m *Manager) retake(ctx context.Context, own ownLease, spare *grant) error {
+func (m *Manager) recreate(ctx context.Context, own ownLease, spare *grant) error {
 	l, err := m.list(ctx)
 	if err != nil {
 		return err
@@ -188,11 +188,11 @@ func (m *Manager) retake(ctx context.Context, own ownLease, spare *grant) error 
 	}
 	var stale []entry
 	for _, e := range l.entries {
-		ours := e.err == nil && e.leased() && carries(e.lease, identity(own.claim))
+		ours := e.err == nil && e.leased() && hasPublicIP(e.lease, identity(own.claim))
 		switch overlaps := overlap(e.subnets, subnets); {
 		case e.key == own.key:
 			return errConflict
-		case ours && (overlaps || own.outlives(e)):
+		case ours && (overlaps || own.isNewerThan(e)):
 			stale = append(stale, e)
 		case overlaps:
 			return lost(own.key, e)
@@ -219,10 +219,10 @@ func (m *Manager) read(ctx context.Context, key string) (found *entry, revision 
 	return found, revision, err
 }
 
-// await blocks until the own key has changed since revision looked, or has to be renewed. It
-// returns errLook in both cases, and another error if it cannot watch the key. It calls alive
+// await blocks until the own key has changed since revision checked, or has to be renewed. It
+// returns errOwnChanged in both cases, and another error if it cannot watch the key. It calls alive
 // whenever the store answers.
-func (m *Manager) await(ctx context.Context, looked int64, alive func()) error {
+func (m *Manager) await(ctx context.Context, checked int64, alive func()) error {
 	unlock, err := m.lock(ctx)
 	if err != nil {
 		return err
@@ -232,19 +232,19 @@ func (m *Manager) await(ctx context.Context, looked int64, alive func()) error {
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
 	if own.grant.id != 0 {
-		timer := time.AfterFunc(m.untilRenewal(own.grant), func() { cancel(errLook) })
+		timer := time.AfterFunc(m.untilRenewal(own.grant), func() { cancel(errOwnChanged) })
 		defer timer.Stop()
 	}
-	err = m.follow(ctx, []string{m.dir + own.key}, looked+1, watcher{on: func(resp *pb.WatchResponse, _ int64) error {
+	err = m.follow(ctx, []string{m.dir + own.key}, checked+1, watcher{on: func(resp *pb.WatchResponse, _ int64) error {
 		alive()
 		// The timer is late by as long as the host was suspended.
-		if news(resp, looked+1) || own.grant.id != 0 && m.untilRenewal(own.grant) <= 0 {
-			return errLook
+		if hasEvents(resp, checked+1) || own.grant.id != 0 && m.untilRenewal(own.grant) <= 0 {
+			return errOwnChanged
 		}
 		return nil
 	}})
-	if errors.Is(context.Cause(ctx), errLook) || errors.Is(err, errRelist) || errors.Is(err, errStalled) {
-		return errLook
+	if errors.Is(context.Cause(ctx), errOwnChanged) || errors.Is(err, errRelist) || errors.Is(err, errStalled) {
+		return errOwnChanged
 	}
 	return err
 }

@@ -19,29 +19,29 @@ import (
 
 func withPrefix() clientv3.OpOption { return clientv3.WithPrefix() }
 
-func ttl(d time.Duration) func(*Config) { return func(c *Config) { c.TTL = d } }
+func withTTL(d time.Duration) func(*Config) { return func(c *Config) { c.TTL = d } }
 
-func via(p *proxy) func(*Config) { return func(c *Config) { c.Endpoints = []string{p.url()} } }
+func throughProxy(p *proxy) func(*Config) { return func(c *Config) { c.Endpoints = []string{p.url()} } }
 
 // TestRenewalWritesNothing keeps a lease for three times its TTL, and checks that renewing it
 // does not write its key in etcd again.
 func TestRenewalWritesNothing(t *testing.T) {
 	f := newFixture(t, sharedServer(t))
 	f.put(t, "config", configV4)
-	m := f.manager(t, ttl(2*time.Second))
+	m := f.manager(t, withTTL(2*time.Second))
 	l := acquire(t, m, claim("192.0.2.1"))
-	k := keeping(t, m, l)
+	k := startKeep(t, m, l)
 	_, lease, revision := f.get(t, "subnets/"+l.Key)
 	start := time.Now()
 	eventually(t, "three times the TTL", func() bool {
 		v, leaseNow, now := f.get(t, "subnets/"+l.Key)
-		if v != value("192.0.2.1") || now != revision || leaseNow != lease {
+		if v != leaseValue("192.0.2.1") || now != revision || leaseNow != lease {
 			t.Fatalf("after %s the key has %q at revision %d on etcd lease %x, was at %d on %x",
 				time.Since(start), v, now, leaseNow, revision, lease)
 		}
 		return time.Since(start) > 6*time.Second
 	})
-	k.running(t)
+	k.stillRuns(t)
 }
 
 func TestRenewalTime(t *testing.T) {
@@ -72,42 +72,42 @@ func TestRenewalTime(t *testing.T) {
 	}
 }
 
-// A host that was suspended renews its lease by the wall clock: the other one, by which
-// timers go, stood still.
+// TestRenewalAfterSuspend expects that a host which was suspended renews its lease by the wall clock,
+// because the monotonic clock, which timers use, has stood still.
 func TestRenewalAfterSuspend(t *testing.T) {
 	f := newFixture(t, sharedServer(t))
 	f.put(t, "config", configV4)
 	var slept atomic.Int64
-	told := make(chan subnet.Lease, 100)
+	reported := make(chan subnet.Lease, 100)
 	m := f.manager(t, func(c *Config) {
 		c.OnLease = func(l subnet.Lease) {
 			slept.Store(0)
-			told <- l
+			reported <- l
 		}
 	})
 	m.wall = func() time.Time { return wall().Add(time.Duration(slept.Load())) }
 	l := acquire(t, m, claim("192.0.2.1"))
-	<-told
+	<-reported
 	_, _, revision := f.get(t, "subnets/"+l.Key)
 	ctx, cancel := context.WithTimeout(t.Context(), patience)
 	defer cancel()
 	err := m.await(ctx, revision, func() { slept.Store(int64(23*time.Hour + 30*time.Minute)) })
-	if !errors.Is(err, errLook) {
+	if !errors.Is(err, errOwnChanged) {
 		t.Errorf("a watch of the key that was up meanwhile ended with %v", err)
 	}
-	k := keeping(t, m, l)
+	k := startKeep(t, m, l)
 	select {
-	case renewed := <-told:
+	case renewed := <-reported:
 		if !renewed.Expires.After(l.Expires) {
 			t.Errorf("expires %s, before %s", renewed.Expires, l.Expires)
 		}
 	case <-time.After(patience):
 		t.Error("not renewed")
 	}
-	k.running(t)
+	k.stillRuns(t)
 }
 
-// A wall clock that is set back has nothing renewed later.
+// TestRenewalWithTheClockSetBack expects that a wall clock that is set back delays no renewal.
 func TestRenewalWithTheClockSetBack(t *testing.T) {
 	m, err := New(Config{Endpoints: []string{"http://127.0.0.1:1"}})
 	if err != nil {
@@ -124,16 +124,16 @@ func TestEtcdLeaseRevoked(t *testing.T) {
 	f.put(t, "config", configV4)
 	m := f.manager(t)
 	l := acquire(t, m, claim("192.0.2.1"))
-	k := keeping(t, m, l)
+	k := startKeep(t, m, l)
 	_, lease, _ := f.get(t, "subnets/"+l.Key)
 	if _, err := f.kv.Revoke(t.Context(), clientv3.LeaseID(lease)); err != nil {
 		t.Fatal(err)
 	}
 	eventually(t, "the same subnet taken again on another etcd lease", func() bool {
 		v, again, _ := f.get(t, "subnets/"+l.Key)
-		return v == value("192.0.2.1") && again != lease && again != 0
+		return v == leaseValue("192.0.2.1") && again != lease && again != 0
 	})
-	k.running(t)
+	k.stillRuns(t)
 }
 
 func TestOwnValueChanged(t *testing.T) {
@@ -142,28 +142,28 @@ func TestOwnValueChanged(t *testing.T) {
 	m := f.manager(t)
 	before := f.etcdLeases(t)
 	l := acquire(t, m, claim("192.0.2.1"))
-	k := keeping(t, m, l)
+	k := startKeep(t, m, l)
 	for _, changed := range []string{`{"PublicIP":"192.0.2.1","BackendType":"vxlan"}`, "{", "null", strings.Repeat("x", 1<<20)} {
 		f.put(t, "subnets/"+l.Key, changed, f.grant(t, 60))
 		eventually(t, "our value back", func() bool {
 			v, lease, _ := f.get(t, "subnets/"+l.Key)
-			return v == value("192.0.2.1") && lease != 0
+			return v == leaseValue("192.0.2.1") && lease != 0
 		})
 	}
 	// Written without an etcd lease it is a reservation from now on.
 	f.put(t, "subnets/"+l.Key, "{}", clientv3.WithLease(0))
 	eventually(t, "our value back as a reservation", func() bool {
 		v, lease, _ := f.get(t, "subnets/"+l.Key)
-		return v == value("192.0.2.1") && lease == 0
+		return v == leaseValue("192.0.2.1") && lease == 0
 	})
 	// Those of other tests run out meanwhile.
 	eventually(t, "no etcd lease left", func() bool { return f.etcdLeases(t) <= before })
 	f.delete(t, "subnets/"+l.Key)
 	eventually(t, "the key back with an etcd lease", func() bool {
 		v, lease, _ := f.get(t, "subnets/"+l.Key)
-		return v == value("192.0.2.1") && lease != 0
+		return v == leaseValue("192.0.2.1") && lease != 0
 	})
-	k.running(t)
+	k.stillRuns(t)
 }
 
 func TestOwnKeyTakenOver(t *testing.T) {
@@ -176,48 +176,48 @@ func TestOwnKeyTakenOver(t *testing.T) {
 			f.put(t, "config", configV4)
 			m := f.manager(t)
 			l := acquire(t, m, claim("192.0.2.1"))
-			k := keeping(t, m, l)
+			k := startKeep(t, m, l)
 			key := tc.key
 			if key == "" {
 				key = l.Key
 			}
-			f.put(t, "subnets/"+key, value("192.0.2.9"), f.grant(t, 60))
+			f.put(t, "subnets/"+key, leaseValue("192.0.2.9"), f.grant(t, 60))
 			if key != l.Key {
 				f.delete(t, "subnets/"+l.Key)
 			}
-			err := k.lost(t)
+			err := k.waitUntilLost(t)
 			if want := strings.ReplaceAll(tc.want, "%s", l.Key); err.Error() != want {
 				t.Errorf("error is %q, want %q", err, want)
 			}
-			if v, _, _ := f.get(t, "subnets/"+key); v != value("192.0.2.9") {
+			if v, _, _ := f.get(t, "subnets/"+key); v != leaseValue("192.0.2.9") {
 				t.Errorf("the new owner's value is %s", v)
 			}
 		})
 	}
 }
 
-// Revisions begin anew in a store that was emptied: another node's lease may have the
-// one that ours had.
+// TestOwnKeyTakenOverAtTheSameRevision empties the store, so that revisions start again and another
+// node's lease has the revision that the own one had.
 func TestOwnKeyTakenOverAtTheSameRevision(t *testing.T) {
 	f := newFixture(t, newServer(t))
 	f.put(t, "config", configV4)
 	p := newProxy(t, f.server)
-	m := f.manager(t, via(p))
+	m := f.manager(t, throughProxy(p))
 	l := acquire(t, m, claim("192.0.2.1"))
 	_, _, had := f.get(t, "subnets/"+l.Key)
-	k := keeping(t, m, l)
+	k := startKeep(t, m, l)
 	p.cut()
 	f.wipe(t)
 	for f.put(t, "config", configV4) < had-1 {
 	}
-	if now := f.put(t, "subnets/"+l.Key, value("192.0.2.9"), f.grant(t, 60)); now != had {
+	if now := f.put(t, "subnets/"+l.Key, leaseValue("192.0.2.9"), f.grant(t, 60)); now != had {
 		t.Fatalf("it stands at revision %d, want %d", now, had)
 	}
 	p.open(t)
-	if err := k.lost(t); !strings.Contains(err.Error(), "now belongs to 192.0.2.9") {
+	if err := k.waitUntilLost(t); !strings.Contains(err.Error(), "now belongs to 192.0.2.9") {
 		t.Errorf("error is %v", err)
 	}
-	if v, _, _ := f.get(t, "subnets/"+l.Key); v != value("192.0.2.9") {
+	if v, _, _ := f.get(t, "subnets/"+l.Key); v != leaseValue("192.0.2.9") {
 		t.Errorf("the new owner's value is %s", v)
 	}
 }
@@ -233,28 +233,28 @@ func testAwayPastTTL(t *testing.T, taken bool) {
 	f := newFixture(t, newServer(t))
 	f.put(t, "config", configV4)
 	p := newProxy(t, f.server)
-	m := f.manager(t, ttl(time.Second), via(p))
+	m := f.manager(t, withTTL(time.Second), throughProxy(p))
 	l := acquire(t, m, claim("192.0.2.1"))
-	k := keeping(t, m, l)
+	k := startKeep(t, m, l)
 	p.cut()
 	eventually(t, "the lease to run out", func() bool {
 		v, _, _ := f.get(t, "subnets/"+l.Key)
 		return v == ""
 	})
-	k.running(t)
+	k.stillRuns(t)
 	if !taken {
 		p.open(t)
 		eventually(t, "the same subnet taken again", func() bool {
 			v, _, _ := f.get(t, "subnets/"+l.Key)
-			return v == value("192.0.2.1")
+			return v == leaseValue("192.0.2.1")
 		})
-		k.running(t)
+		k.stillRuns(t)
 		return
 	}
-	f.put(t, "subnets/"+l.Key, value("192.0.2.9"), f.grant(t, 60))
+	f.put(t, "subnets/"+l.Key, leaseValue("192.0.2.9"), f.grant(t, 60))
 	p.open(t)
-	_ = k.lost(t)
-	if v, _, _ := f.get(t, "subnets/"+l.Key); v != value("192.0.2.9") {
+	_ = k.waitUntilLost(t)
+	if v, _, _ := f.get(t, "subnets/"+l.Key); v != leaseValue("192.0.2.9") {
 		t.Errorf("the new owner's value is %s", v)
 	}
 }
@@ -270,30 +270,30 @@ func TestTwoOfOneAddress(t *testing.T) {
 	l := acquire(t, a, ca)
 	_ = acquire(t, b, cb)
 	_, _, before := f.get(t, "subnets/"+l.Key)
-	ka, kb := keeping(t, a, l), keeping(t, b, l)
+	ka, kb := startKeep(t, a, l), startKeep(t, b, l)
 	start := time.Now()
 	eventually(t, "two seconds", func() bool { return time.Since(start) > 2*time.Second })
-	ka.running(t)
-	kb.running(t)
+	ka.stillRuns(t)
+	kb.stillRuns(t)
 	// Pauses grow from 10 to 100 ms here.
 	if _, _, after := f.get(t, "subnets/"+l.Key); after-before > 120 {
 		t.Errorf("key was written %d times in 2 s", after-before)
 	}
 }
 
-// TestStoreWipedUnderKeep wants the own lease published again for the same subnet.
+// TestStoreWipedUnderKeep expects that the own lease is published again for the same subnet.
 func TestStoreWipedUnderKeep(t *testing.T) {
 	f := newFixture(t, newServer(t))
 	f.put(t, "config", configV4)
 	m := f.manager(t)
 	l := acquire(t, m, claim("192.0.2.1"))
-	k := keeping(t, m, l)
+	k := startKeep(t, m, l)
 	f.wipe(t)
 	eventually(t, "our lease in the new store", func() bool {
 		v, lease, _ := f.get(t, "subnets/"+l.Key)
-		return v == value("192.0.2.1") && lease != 0
+		return v == leaseValue("192.0.2.1") && lease != 0
 	})
-	k.running(t)
+	k.stillRuns(t)
 	w := subnettest.Watch(t, f.manager(t))
 	w.Until(t, "our lease", subnettest.Has(l.Key))
 }
@@ -303,7 +303,7 @@ func TestStoreWipedUnderKeep(t *testing.T) {
 func TestReconnect(t *testing.T) {
 	f := newFixture(t, sharedServer(t))
 	f.put(t, "config", configV4)
-	m := f.manager(t, ttl(2*time.Second), func(c *Config) {
+	m := f.manager(t, withTTL(2*time.Second), func(c *Config) {
 		c.OnStatus = func(err error) {
 			if err != nil {
 				t.Error(err)
@@ -311,18 +311,18 @@ func TestReconnect(t *testing.T) {
 		}
 	})
 	l := acquire(t, m, claim("192.0.2.1"))
-	k := keeping(t, m, l)
+	k := startKeep(t, m, l)
 	w := subnettest.Watch(t, m)
 	for i := range 5 {
 		key := fmt.Sprintf("subnets/10.5.%d.0-24", 200+i)
-		f.put(t, key, value(fmt.Sprintf("192.0.2.%d", 200+i)))
+		f.put(t, key, leaseValue(fmt.Sprintf("192.0.2.%d", 200+i)))
 		w.Until(t, key, func(s subnet.Snapshot) bool { return len(s.Leases) == i+1 })
 		m.Reconnect()
 	}
 	f.delete(t, "subnets/"+l.Key)
 	eventually(t, "own lease is taken again", func() bool {
 		v, _, _ := f.get(t, "subnets/"+l.Key)
-		return v == value("192.0.2.1")
+		return v == leaseValue("192.0.2.1")
 	})
-	k.running(t)
+	k.stillRuns(t)
 }

@@ -6,7 +6,6 @@ import (
 	"bytes"
 	"context"
 	"fmt"
-	"math/rand/v2"
 	"net/netip"
 	"slices"
 	"sync"
@@ -19,6 +18,7 @@ import (
 
 	"github.com/flanneld/flanneld/pkg/parallel"
 	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/wait"
 	"github.com/flanneld/flanneld/subnet"
 )
 
@@ -54,32 +54,32 @@ func (m *Manager) entry(kv *mvccpb.KeyValue) entry {
 	return e
 }
 
-// listing is all leases at one revision, by key.
+// listing contains all leases at one revision, sorted by key.
 type listing struct {
 	entries []entry
 	store   subnet.StoreID
 	read    time.Time
-	// restored is set if the listing is the last known state of a former run, brought up to
-	// date: see view.restored.
+	// restored is not zero if the listing is the updated last known state of an earlier run: see
+	// leaseCache.restored.
 	restored int64
 }
 
-// pageSize is how many leases are asked for at once, of some 350 bytes each. It is what
-// etcd keeps in memory for each host that lists, and what has to arrive within the deadline.
+// pageSize is the number of leases in one answer, of some 350 bytes each. etcd keeps an answer in
+// memory for each host that lists, and it has to arrive within the deadline.
 const pageSize = 1000
 
-// list reads all leases at one revision, by pages. A list of thousands of leases can take a
-// slow link, or many hosts on one link, longer than any deadline that finds a hung server.
+// list reads all leases at one revision, by pages. On a slow link, or for many hosts on one link, a
+// list of thousands of leases can take longer than any deadline that detects a hung server.
 func (m *Manager) list(ctx context.Context) (listing, error) { return m.listAt(ctx, 0, 0) }
 
-// listAt reads all leases as they were at a revision, or now if it is zero, with pauses between
-// the pages. Pages behind the first need not be agreed on by the members again: the member that
-// answered the first has their revision.
+// listAt reads all leases as they were at a revision, or are now if it is zero, with pauses between
+// the pages. Later pages are serializable reads, because the member that has answered the first page
+// has their revision.
 //
-// When all hosts boot at the same moment the store cannot keep up. Small requests then take
-// long, as they do not on a slow link. A host to which that happened waits for its turn
-// behind the first page, which tells how many hosts there are. So the store has time for
-// writes of leases and for its other users.
+// When all hosts boot at the same moment, the store is overloaded. Then small requests take long, and
+// on a slow link they do not. A host whose last request took long waits for its turn after the first
+// page, which contains the number of hosts. So the store has time for writes of leases and for its
+// other users.
 func (m *Manager) listAt(ctx context.Context, revision int64, pause time.Duration) (listing, error) {
 	var l listing
 	var decoding sync.WaitGroup
@@ -119,17 +119,15 @@ func (m *Manager) listAt(ctx context.Context, revision int64, pause time.Duratio
 			}
 		}
 		if pause > 0 {
-			select {
-			case <-ctx.Done():
-				return listing{}, ctx.Err()
-			case <-time.After(pause/2 + rand.N(pause)):
+			if err := wait.For(ctx, wait.Vary(pause, 0.5)); err != nil {
+				return listing{}, err
 			}
 		}
 	}
 }
 
-// stash contains a listing that one method has just read, for the next method that needs one:
-// a start needs three, and thousands of leases take time. Changes since the listing are found
+// stash contains a listing that one method has just read, for the next method that needs one. A start
+// needs three listings, and thousands of leases take time. Changes since the listing are found
 // by compare-and-swap, or by the watch.
 type stash struct{ atomic.Pointer[listing] }
 
@@ -167,8 +165,8 @@ func identity(c subnet.Claim) netip.Addr {
 	return netip.Addr{}
 }
 
-// carries reports whether a lease belongs to the node with address who.
-func carries(l subnet.Lease, who netip.Addr) bool {
+// hasPublicIP reports whether a lease belongs to the node with address who.
+func hasPublicIP(l subnet.Lease, who netip.Addr) bool {
 	return slices.ContainsFunc(l.Endpoints, func(e subnet.Endpoint) bool { return e.PublicIP == who })
 }
 
@@ -215,7 +213,7 @@ func (m *Manager) Recall(ctx context.Context, own subnet.Claim) (subnet.Claim, e
 	}
 	m.forAcquire.put(l)
 	who := identity(own)
-	ours := func(e entry) bool { return e.err == nil && carries(e.lease, who) || m.held(e) }
+	ours := func(e entry) bool { return e.err == nil && hasPublicIP(e.lease, who) || m.isResumed(e) }
 	found := recalled(l.entries, ours, m.previous(own))
 	if found == nil {
 		return subnet.Claim{}, nil

@@ -24,7 +24,7 @@ func (f *fixture) fill(tb testing.TB, leases int) {
 		var ops []clientv3.Op
 		for n := first; n < min(first+100, leases); n++ {
 			ops = append(ops, clientv3.OpPut(fmt.Sprintf("%s/subnets/10.%d.%d.0-24", f.prefix, n/256, n%256),
-				strings.TrimSuffix(value(fmt.Sprintf("192.0.%d.%d", n/256, n%256)), "}")+strings.Repeat(" ", 250)+"}"))
+				strings.TrimSuffix(leaseValue(fmt.Sprintf("192.0.%d.%d", n/256, n%256)), "}")+strings.Repeat(" ", 250)+"}"))
 		}
 		if _, err := f.kv.Txn(tb.Context()).Then(ops...).Commit(); err != nil {
 			tb.Fatal(err)
@@ -70,7 +70,7 @@ func TestSlowLink(t *testing.T) {
 	start := time.Now()
 	var watchers []*subnettest.Watcher
 	for range hosts {
-		m := f.manager(t, via(p))
+		m := f.manager(t, throughProxy(p))
 		m.timing.request, m.timing.page = deadline, deadline
 		watchers = append(watchers, subnettest.Watch(t, m))
 	}

@@ -11,38 +11,38 @@ import (
 	"go.etcd.io/etcd/api/v3/v3rpc/rpctypes"
 	"google.golang.org/grpc/credentials"
 
-	"github.com/flanneld/flanneld/pkg/outage"
+	"github.com/flanneld/flanneld/pkg/wait"
 )
 
 // login exchanges the user name and the password for a token, which it adds to every
 // request. The token outlives connections: any member knows it until that member is
 // restarted or the token was not used for --auth-token-ttl.
 //
-// A login takes the server tens of milliseconds of CPU time, which it spends even if the
-// client has given up. After a restart of etcd all hosts need one, and thousands at once
-// would keep the server from anything else. So there is one login at a time, it goes on
-// when the request that needs it has timed out, it waits for its turn if another one was
-// valid before, and after failures the pauses grow to minutes.
+// A login takes tens of milliseconds of the server's CPU time, even if the client has closed the
+// connection. After a restart of etcd all hosts need a login, and thousands at once would use all of
+// the server's time. So there is one login at a time. It continues when the request that needs it has
+// timed out. It waits for its turn if an earlier token was valid, and after failures the pauses grow
+// to minutes.
 type login struct {
 	name, password string
 	authenticate   func() (token string, err error)
-	turn           func(context.Context) error // waits as long as hosts that need a login at once should
-	retry          *outage.Backoff             // used by one login at a time
+	turn           func(context.Context) error // waits for a random time, because all hosts need a login at once
+	retry          *wait.Backoff               // used by one login at a time
 
 	mu      sync.Mutex
-	token   string        // for requests; empty if etcd wants none
+	token   string        // for requests; empty if etcd does not require one
 	valid   bool          // false: the next request needs a login
-	worked  bool          // a request that carried the token was answered
+	worked  bool          // a request with the token was answered
 	before  bool          // there was a login before
 	err     error         // why there is no valid token
 	running chan struct{} // closed when the login in progress ends; nil if there is none
 }
 
-// errLoggingIn is the error of a request that was given up before the login had ended.
+// errLoggingIn is the error of a request whose deadline came before the end of the login.
 var errLoggingIn = errors.New("the login is still in progress")
 
-// get returns the token. If there is none it waits for a login, and starts one, which may
-// go on until life ends, if none is in progress.
+// get returns the token. If there is none, it waits for the login in progress, or starts one. A login
+// ends with life, and not with ctx.
 func (l *login) get(ctx, life context.Context) (token string, err error) {
 	valid, token, running := l.start(life)
 	if valid {
@@ -68,23 +68,23 @@ func (l *login) start(life context.Context) (valid bool, token string, running c
 	defer l.mu.Unlock()
 	if !l.valid && l.running == nil {
 		l.running = make(chan struct{})
-		wait := func(context.Context) error { return nil }
+		pause := func(context.Context) error { return nil }
 		switch {
 		case l.worked:
 			l.retry.Reset()
-			wait = l.turn
-		case l.before: // it failed, or was good for nothing
-			wait = func(ctx context.Context) error { return l.retry.Wait(ctx, 0) }
+			pause = l.turn
+		case l.before: // it failed, or its token did not work
+			pause = func(ctx context.Context) error { return l.retry.Wait(ctx, 0) }
 		}
 		l.before, l.worked = true, false
-		go l.run(life, wait)
+		go l.run(life, pause)
 	}
 	return l.valid, l.token, l.running
 }
 
-func (l *login) run(life context.Context, wait func(context.Context) error) {
+func (l *login) run(life context.Context, pause func(context.Context) error) {
 	var token string
-	err := wait(life)
+	err := pause(life)
 	if err == nil {
 		token, err = l.authenticate()
 	}
@@ -95,9 +95,9 @@ func (l *login) run(life context.Context, wait func(context.Context) error) {
 	l.running = nil
 }
 
-// judge takes in how a request ended that carried token, and reports whether it was
-// refused for that: the next one needs a login, unless there was one meanwhile.
-func (l *login) judge(token string, err error) bool {
+// observe records the result of a request with token, and reports whether it was refused because of
+// the token: the next request needs a login then, unless there was one meanwhile.
+func (l *login) observe(token string, err error) bool {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	switch {
@@ -122,15 +122,15 @@ func (l *login) wait() {
 	}
 }
 
-// refused reports whether err says that etcd does not accept the token, or any more. The
+// refused reports whether err means that etcd does not accept the token, or any more. The
 // request was not executed then.
 func refused(err error) bool {
 	err = rpctypes.Error(err)
 	return errors.Is(err, rpctypes.ErrInvalidAuthToken) || errors.Is(err, rpctypes.ErrAuthOldRevision) || errors.Is(err, rpctypes.ErrUserEmpty)
 }
 
-// GetRequestMetadata implements credentials.PerRPCCredentials. A login carries no token:
-// etcd 3.4 refuses it if that token has run out.
+// GetRequestMetadata implements credentials.PerRPCCredentials. A login is sent without a token,
+// because etcd 3.4 refuses it if the token has expired.
 func (l *login) GetRequestMetadata(ctx context.Context, _ ...string) (map[string]string, error) {
 	if info, ok := credentials.RequestInfoFromContext(ctx); ok && info.Method == pb.Auth_Authenticate_FullMethodName {
 		return nil, nil //nolint:nilnil // no metadata is valid

@@ -24,7 +24,7 @@ import (
 //
 //stages:rest it needs an older etcd, which takes minutes to build
 func TestTokenRunsOut(t *testing.T) {
-	programs := releases(t)
+	programs := etcdReleases(t)
 	for _, release := range slices.Sorted(maps.Keys(programs)) {
 		t.Run(release, func(t *testing.T) {
 			t.Parallel()
@@ -39,7 +39,7 @@ func testTokenRunsOut(t *testing.T, program string) {
 	f.put(t, "config", configV4)
 	enableAuth(t, f)
 	renewed := make(chan subnet.Lease, 100)
-	m := f.manager(t, ttl(leaseTTL), func(c *Config) {
+	m := f.manager(t, withTTL(leaseTTL), func(c *Config) {
 		c.Username, c.Password = "flannel", "secret"
 		c.OnLease = func(l subnet.Lease) { renewed <- l }
 	})
@@ -47,7 +47,7 @@ func testTokenRunsOut(t *testing.T, program string) {
 	m.timing.quiet, m.timing.idle = time.Hour, time.Hour
 	own := acquire(t, m, claim("192.0.2.1"))
 	<-renewed
-	k := keeping(t, m, own)
+	k := startKeep(t, m, own)
 	w := subnettest.Watch(t, m)
 	w.Until(t, "no peer", subnettest.Has())
 	key := f.prefix + "/subnets/" + own.Key
@@ -87,12 +87,12 @@ func testTokenRunsOut(t *testing.T, program string) {
 		if peer == own.Key {
 			continue
 		}
-		if _, err := f.root(t).Put(t.Context(), f.prefix+"/subnets/"+peer, value(fmt.Sprintf("192.0.2.%d", 200+n))); err != nil {
+		if _, err := f.root(t).Put(t.Context(), f.prefix+"/subnets/"+peer, leaseValue(fmt.Sprintf("192.0.2.%d", 200+n))); err != nil {
 			t.Fatal(err)
 		}
 		w.Until(t, "a peer after the restart", func(s subnet.Snapshot) bool { return len(s.Leases) == n+1 })
 	}
-	k.running(t)
+	k.stillRuns(t)
 }
 
 // TestLoginsAfterRestart restarts an etcd, which forgets the logins of all hosts by that.
@@ -101,7 +101,7 @@ func testTokenRunsOut(t *testing.T, program string) {
 //stages:rest it needs older etcds, which take minutes to build
 func TestLoginsAfterRestart(t *testing.T) {
 	const hosts = 40
-	s := newServer(t, func(s *server) { s.program, s.bcrypt = releases(t)["3.5"], 8 })
+	s := newServer(t, func(s *server) { s.program, s.bcrypt = etcdReleases(t)["3.5"], 8 })
 	f := newFixture(t, s)
 	f.put(t, "config", configV4)
 	enableAuth(t, f)
@@ -117,25 +117,25 @@ func TestLoginsAfterRestart(t *testing.T) {
 		m := f.manager(t, func(c *Config) { c.Username, c.Password = "flannel", "secret" })
 		m.timing.spread = 10 * time.Millisecond
 		own := acquire(t, m, claim(fmt.Sprintf("192.0.2.%d", n+1)))
-		keepers = append(keepers, keeping(t, m, own))
+		keepers = append(keepers, startKeep(t, m, own))
 		w := subnettest.Watch(t, m)
 		w.Until(t, "the others", func(s subnet.Snapshot) bool { return len(s.Leases) == n })
 		watchers = append(watchers, w)
 	}
 	f.stop()
 	f.start(t)
-	root("10.77.0.0-24", value("192.0.2.200"))
+	root("10.77.0.0-24", leaseValue("192.0.2.200"))
 	for i, w := range watchers {
 		w.Until(t, fmt.Sprintf("a peer after the restart, by host %d", i+1), func(s subnet.Snapshot) bool { return len(s.Leases) == hosts })
-		keepers[i].running(t)
+		keepers[i].stillRuns(t)
 	}
-	if n := logins(t, s); n > hosts+1 {
+	if n := countLogins(t, s); n > hosts+1 {
 		t.Errorf("%d logins of %d hosts, and one of the test", n, hosts)
 	}
 }
 
-// logins returns how many an etcd was asked for since its start.
-func logins(tb testing.TB, s *server) (n int) {
+// countLogins returns the number of logins that an etcd has handled since its start.
+func countLogins(tb testing.TB, s *server) (n int) {
 	tb.Helper()
 	req, err := http.NewRequestWithContext(tb.Context(), http.MethodGet, s.url+"/metrics", http.NoBody)
 	if err != nil {

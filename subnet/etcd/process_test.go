@@ -15,9 +15,9 @@ import (
 	"time"
 )
 
-// releases are the etcds that hosts may meet: Debian's, those of test/components, and
-// the one that is linked in.
-func releases(tb testing.TB) map[string]string {
+// etcdReleases returns the programs of the etcds that hosts may use: Debian's, those of
+// test/components, and the one that is linked into the tests.
+func etcdReleases(tb testing.TB) map[string]string {
 	tb.Helper()
 	programs := map[string]string{"3.4": "/usr/bin/etcd", "present": ""}
 	for _, release := range []string{"3.5", "3.6"} {

@@ -25,28 +25,28 @@ import (
 type lastKnown struct {
 	store   subnet.StoreID
 	own     string            // key of the own lease; empty: none
-	entries map[string]*entry // of other nodes, by key, in the form of unread
+	entries map[string]*entry // of other nodes, by key, with unknownLeaseID
 	count   int64             // number of all keys in the store
-	newest  witness           // zero: the store had no leases
+	newest  newestKey         // zero: the store had no leases
 }
 
-// witness is the key that was written last, and how.
-type witness struct {
+// newestKey is the key that was written last, with its revision and etcd lease.
+type newestKey struct {
 	key      string
 	revision int64
 	lease    clientv3.LeaseID
 }
 
-// unread is the id of the etcd lease of an entry that comes from a former run. Its
+// unknownLeaseID is the id of the etcd lease of an entry that comes from an earlier run. Its
 // modification revision is zero. Neither is known.
-const unread clientv3.LeaseID = -1
+const unknownLeaseID clientv3.LeaseID = -1
 
-// mark returns what restore needs to recognize the store at the revision of the view: the
+// mark returns what restore needs to recognize the store at the revision of the cache: the
 // number of keys, and the key that was written last, with its revision and etcd lease. Another
 // history of the store has hardly the same: ids of etcd leases are random. It is empty if that
 // key is not known or cannot be read.
-func (v *view) mark() string {
-	newest, known := v.newestEntry()
+func (c *leaseCache) mark() string {
+	newest, known := c.newestEntry()
 	switch {
 	case !known:
 		return ""
@@ -55,10 +55,10 @@ func (v *view) mark() string {
 	case newest.err != nil: // the state file lacks it, so all leases have to be listed anyway
 		return ""
 	}
-	return fmt.Sprintf("%d %d %x %s", v.count(), newest.modRevision, int64(newest.leaseID), newest.key)
+	return fmt.Sprintf("%d %d %x %s", c.count(), newest.modRevision, int64(newest.leaseID), newest.key)
 }
 
-func parseMark(mark string) (count int64, w witness, ok bool) {
+func parseMark(mark string) (count int64, w newestKey, ok bool) {
 	if mark == "0" {
 		return 0, w, true
 	}
@@ -99,38 +99,38 @@ func newLastKnown(cfg Config) *lastKnown {
 		}
 		e := &entry{key: p.Lease.Key, lease: p.Lease, createRevision: int64(p.Lease.Order)}
 		if !p.Lease.Permanent {
-			e.leaseID = unread
+			e.leaseID = unknownLeaseID
 		}
 		var err error
-		if e.subnets, err = parseKey(e.key); err != nil || e.key == k.own || !goesWith(e.lease, e.key) {
+		if e.subnets, err = parseKey(e.key); err != nil || e.key == k.own || !matchesKey(e.lease, e.key) {
 			return nil
 		}
-		k.entries[e.key] = cfg.Shared.one(e)
+		k.entries[e.key] = cfg.Interner.intern(e)
 	}
 	return k
 }
 
-// goesWith reports whether the endpoints of a lease are those that its key names.
-func goesWith(l subnet.Lease, key string) bool {
+// matchesKey reports whether the endpoints of a lease are those that its key names.
+func matchesKey(l subnet.Lease, key string) bool {
 	subnets, err := parseKey(key)
 	return err == nil && slices.EqualFunc(subnets, l.Endpoints, func(s netip.Prefix, e subnet.Endpoint) bool { return s == e.Subnet })
 }
 
-// restore returns the last known state of a former run, brought up to the present by what has
+// restore returns the last known state of an earlier run, brought up to the present by what has
 // changed since. It costs the store the changes, and not all leases. ok is false if all leases
 // have to be listed: there is no such state, its revision was compacted, or the store is
-// another one, which replaced tells Watch.
+// another one. Watch reads the latter from m.replaced.
 func (m *Manager) restore(ctx context.Context) (l listing, ok bool, err error) {
 	k := m.known.Load()
 	if k == nil {
 		return listing{}, false, nil
 	}
-	v, is, err := m.recognizeStore(ctx, k)
+	cache, is, err := m.recognizeStore(ctx, k)
 	if err == nil && is == same {
-		err = m.catchUp(ctx, v)
+		err = m.catchUp(ctx, cache)
 	}
 	switch {
-	case errors.Is(err, errRelist), errors.Is(err, errHasty):
+	case errors.Is(err, errRelist), errors.Is(err, errAnswersEarly):
 		is = unknown
 	case err != nil:
 		return listing{}, false, err // it is tried again
@@ -141,16 +141,16 @@ func (m *Manager) restore(ctx context.Context) (l listing, ok bool, err error) {
 		m.replaced.Store(is == another)
 		return listing{}, false, nil
 	}
-	for _, key := range slices.Sorted(maps.Keys(v.entries)) {
-		l.entries = append(l.entries, *v.entries[key])
+	for _, key := range slices.Sorted(maps.Keys(cache.entries)) {
+		l.entries = append(l.entries, *cache.entries[key])
 	}
-	l.store, l.read, l.restored = v.store, time.Now(), max(v.restored, 1)
+	l.store, l.read, l.restored = cache.store, time.Now(), max(cache.restored, 1)
 	return l, true, nil
 }
 
-// recognizeStore asks the store how it was at the revision of the last known state. It returns
-// the view at that revision if that is the same.
-func (m *Manager) recognizeStore(ctx context.Context, k *lastKnown) (v *view, is likeness, err error) {
+// recognizeStore reads the state of the store at the revision of the last known state. It returns
+// the cache at that revision if that is the same.
+func (m *Manager) recognizeStore(ctx context.Context, k *lastKnown) (cache *leaseCache, is comparison, err error) {
 	at := clientv3.WithRev(k.store.Revision)
 	ops := []clientv3.Op{clientv3.OpGet(m.dir, clientv3.WithPrefix(), clientv3.WithCountOnly(), at)}
 	if k.newest.key != "" {
@@ -166,7 +166,7 @@ func (m *Manager) recognizeStore(ctx context.Context, k *lastKnown) (v *view, is
 		case errors.Is(err, rpctypes.ErrCompacted):
 			is = unknown
 			return nil
-		case errors.Is(err, rpctypes.ErrFutureRev): // the revision tells the ledger as well
+		case errors.Is(err, rpctypes.ErrFutureRev): // the ledger recognizes that by the revision
 			return nil
 		case err != nil:
 			return err
@@ -174,15 +174,15 @@ func (m *Manager) recognizeStore(ctx context.Context, k *lastKnown) (v *view, is
 		if now := storeID(resp.Header); now.ID != k.store.ID {
 			return nil
 		}
-		v = &view{entries: maps.Clone(k.entries), store: k.store, next: k.store.Revision + 1, restored: k.newest.revision}
+		cache = &leaseCache{entries: maps.Clone(k.entries), store: k.store, next: k.store.Revision + 1, restored: k.newest.revision}
 		for _, r := range resp.Responses[1:] {
 			for _, kv := range r.GetResponseRange().Kvs {
 				e := m.entry(kv)
-				v.entries[e.key] = &e
+				cache.entries[e.key] = &e
 			}
 		}
 		if k.newest.key != "" {
-			w := v.entries[k.newest.key]
+			w := cache.entries[k.newest.key]
 			if w == nil || !w.is(k.newest.revision, k.newest.lease) {
 				return nil
 			}
@@ -191,52 +191,53 @@ func (m *Manager) recognizeStore(ctx context.Context, k *lastKnown) (v *view, is
 			return nil
 		}
 		is = same
-		if v.count() != k.count { // the state lacks leases that could not be read
+		if cache.count() != k.count { // the state lacks leases that could not be read
 			is = unknown
 		}
-		v.store.Revision = resp.Header.Revision
+		cache.store.Revision = resp.Header.Revision
 		return nil
 	})
-	return v, is, err
+	return cache, is, err
 }
 
 // errCaughtUp ends the watch of catchUp.
 var errCaughtUp = errors.New("all events have come")
 
-// catchUp brings a view of an earlier revision up to the present by the events in between. If
-// the server, or a proxy before it, does not tell when all events have come, that takes too long.
-func (m *Manager) catchUp(ctx context.Context, v *view) error {
-	head := v.store.Revision
-	if head < v.next {
+// catchUp brings a cache of an earlier revision up to the present by the events in between. If
+// the server, or a proxy before it, does not report when all events have come, catchUp compares
+// outlines instead.
+func (m *Manager) catchUp(ctx context.Context, cache *leaseCache) error {
+	head := cache.store.Revision
+	if head < cache.next {
 		return nil
 	}
-	v.store.Revision = v.next - 1
-	err := m.replay(ctx, v, true, func(settled int64) bool { return settled >= head || v.next > head })
-	if !errors.Is(err, errHasty) {
+	cache.store.Revision = cache.next - 1
+	err := m.replay(ctx, cache, true, func(confirmed int64) bool { return confirmed >= head || cache.next > head })
+	if !errors.Is(err, errAnswersEarly) {
 		return err
 	}
-	now, err := m.outlineSince(ctx, v.next)
+	now, err := m.outlineSince(ctx, cache.next)
 	if err != nil {
 		return err
 	}
-	if !now.isOf(v) {
-		if err := m.replay(ctx, v, false, func(int64) bool { return now.isOf(v) }); err != nil {
+	if !now.isOf(cache) {
+		if err := m.replay(ctx, cache, false, func(int64) bool { return now.isOf(cache) }); err != nil {
 			return err
 		}
 	}
-	v.next, v.store.Revision = max(v.next, now.revision+1), max(v.store.Revision, now.revision)
+	cache.next, cache.store.Revision = max(cache.next, now.revision+1), max(cache.store.Revision, now.revision)
 	return nil
 }
 
-// replay applies events to a view until done says that all have come.
-func (m *Manager) replay(ctx context.Context, v *view, probes bool, done func(settled int64) bool) error {
+// replay applies events to a cache until done says that all have come.
+func (m *Manager) replay(ctx context.Context, cache *leaseCache, probes bool, done func(confirmed int64) bool) error {
 	ctx, cancel := context.WithTimeout(ctx, m.timing.catchUp)
 	defer cancel()
-	err := m.follow(ctx, []string{m.dir}, v.next, watcher{probes: probes, on: func(resp *pb.WatchResponse, settled int64) error {
-		if err := m.advance(ctx, v, resp, settled, func(subnet.Update) {}); err != nil {
+	err := m.follow(ctx, []string{m.dir}, cache.next, watcher{probes: probes, on: func(resp *pb.WatchResponse, confirmed int64) error {
+		if err := m.advance(ctx, cache, resp, confirmed, func(subnet.Update) {}); err != nil {
 			return err
 		}
-		if done(settled) {
+		if done(confirmed) {
 			return errCaughtUp
 		}
 		return nil
@@ -247,7 +248,7 @@ func (m *Manager) replay(ctx context.Context, v *view, probes bool, done func(se
 	case errors.Is(err, context.DeadlineExceeded) && probes:
 		// A proxy answers no probes, and a store that all hosts ask at once answers late. A
 		// list of all leases would make that worse.
-		return errHasty
+		return errAnswersEarly
 	case errors.Is(err, context.DeadlineExceeded):
 		return errRelist
 	}
@@ -262,7 +263,7 @@ type outline struct {
 }
 
 // outlineSince returns the outline of the store, given its state before revision next. It is for
-// servers that do not tell when all events have come.
+// servers that do not report when all events have come.
 func (m *Manager) outlineSince(ctx context.Context, next int64) (o outline, err error) {
 	err = m.call(ctx, func(ctx context.Context, c *clientv3.Client) error {
 		resp, err := c.Txn(ctx).Then(
@@ -285,18 +286,18 @@ func (m *Manager) outlineSince(ctx context.Context, next int64) (o outline, err 
 	return o, err
 }
 
-// isOf reports whether the view has come to the outline. It has all keys that the store has
+// isOf reports whether the cache has reached the outline. It has all keys that the store has
 // then, because only events delete keys, so an equal number means equal keys.
-func (o outline) isOf(v *view) bool {
+func (o outline) isOf(cache *leaseCache) bool {
 	for key, revision := range o.written {
-		if e := v.entries[key]; e == nil || e.modRevision != revision {
+		if e := cache.entries[key]; e == nil || e.modRevision != revision {
 			return false
 		}
 	}
-	return v.count() == o.count
+	return cache.count() == o.count
 }
 
-// completeOwn reads the leases of this node that come from a former run: a write needs their
+// completeOwn reads the leases of this node that come from an earlier run: a write needs their
 // revision. A lease that has changed meanwhile is a conflict.
 func (m *Manager) completeOwn(ctx context.Context, l *listing, ours func(entry) bool) error {
 	for i, e := range l.entries {

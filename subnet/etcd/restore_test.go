@@ -24,15 +24,15 @@ import (
 	"github.com/flanneld/flanneld/subnet/subnettest"
 )
 
-// knower is a node that keeps a ledger, as the daemon does.
-type knower struct {
+// restartableNode is a node with a ledger that survives restarts, as the daemon has.
+type restartableNode struct {
 	f      *fixture
 	ledger subnet.Ledger
 	own    subnet.Lease
 }
 
-// saved returns the ledger as a state file would give it back.
-func (k *knower) saved(tb testing.TB) (state subnet.LedgerState) {
+// savedState returns the ledger as it would be read from a state file.
+func (k *restartableNode) savedState(tb testing.TB) (state subnet.LedgerState) {
 	tb.Helper()
 	raw, err := json.Marshal(k.ledger.State())
 	if err == nil {
@@ -44,12 +44,12 @@ func (k *knower) saved(tb testing.TB) (state subnet.LedgerState) {
 	return state
 }
 
-// follow watches until the ledger has come to the present revision of the store, or until it has
+// watchUntilCurrent watches until the ledger has reached the present revision of the store, or until it has
 // listed the leases. It returns the first update.
-func (k *knower) follow(tb testing.TB, m *Manager, state subnet.LedgerState) (first subnet.Snapshot) {
+func (k *restartableNode) watchUntilCurrent(tb testing.TB, m *Manager, state subnet.LedgerState) (first subnet.Snapshot) {
 	tb.Helper()
 	k.ledger.Restore(state, time.Now())
-	marker := k.f.put(tb, "subnets/10.5.255.0-24", value("192.0.2.255"), k.f.grant(tb, 60))
+	marker := k.f.put(tb, "subnets/10.5.255.0-24", leaseValue("192.0.2.255"), k.f.grant(tb, 60))
 	ctx, cancel := context.WithCancel(tb.Context())
 	defer cancel()
 	updates := 0
@@ -71,9 +71,9 @@ func (k *knower) follow(tb testing.TB, m *Manager, state subnet.LedgerState) (fi
 }
 
 // restart lets the node run again with its last known state, as state if that is not nil.
-func (k *knower) restart(tb testing.TB, address string, change func(*subnet.LedgerState), options ...func(*Config)) (m *Manager, first subnet.Snapshot) {
+func (k *restartableNode) restart(tb testing.TB, address string, change func(*subnet.LedgerState), options ...func(*Config)) (m *Manager, first subnet.Snapshot) {
 	tb.Helper()
-	state := k.saved(tb)
+	state := k.savedState(tb)
 	if change != nil {
 		change(&state)
 	}
@@ -91,19 +91,19 @@ func (k *knower) restart(tb testing.TB, address string, change func(*subnet.Ledg
 		c.BackendType, c.Endpoints[0].PublicIP = "host-gw", netip.MustParseAddr(address)
 		k.own = acquire(tb, m, c)
 	}
-	return m, k.follow(tb, m, state)
+	return m, k.watchUntilCurrent(tb, m, state)
 }
 
-// leases returns what the ledger knows, by key, in a form that can be compared.
-func (k *knower) leases() map[string]string {
+// known returns the leases in the ledger, by key, in a form that can be compared.
+func (k *restartableNode) known() map[string]string {
 	all := map[string]string{}
 	for l := range k.ledger.Leases() {
-		all[l.Key] = described(*l)
+		all[l.Key] = describe(*l)
 	}
 	return all
 }
 
-func described(l subnet.Lease) string {
+func describe(l subnet.Lease) string {
 	s := fmt.Sprint(l.Order, l.BackendType, l.Permanent)
 	for _, e := range l.Endpoints {
 		s += fmt.Sprint(" ", e.Subnet, e.PublicIP, string(e.Data))
@@ -111,8 +111,8 @@ func described(l subnet.Lease) string {
 	return s
 }
 
-// stored returns the leases of other nodes that the store has, in the form of leases.
-func (k *knower) stored(tb testing.TB) map[string]string {
+// stored returns the leases of other nodes that the store has, in the form of known.
+func (k *restartableNode) stored(tb testing.TB) map[string]string {
 	tb.Helper()
 	l, err := k.f.manager(tb).list(tb.Context())
 	if err != nil {
@@ -121,7 +121,7 @@ func (k *knower) stored(tb testing.TB) map[string]string {
 	all := map[string]string{}
 	for _, e := range l.entries {
 		if e.key != k.own.Key && e.err == nil {
-			all[e.key] = described(e.lease)
+			all[e.key] = describe(e.lease)
 		}
 	}
 	return all
@@ -144,15 +144,15 @@ const configSmall = `{"Network":"10.0.0.0/12","SubnetLen":28,"Backend":{"Type":"
 //stages:rest it needs older etcds, which take minutes to build
 func TestRestartReceivesWhatHasChanged(t *testing.T) {
 	const leases = 300
-	programs := releases(t)
+	programs := etcdReleases(t)
 	for _, release := range slices.Sorted(maps.Keys(programs)) {
 		for name, change := range map[string]func(*fixture, testing.TB){
 			"nothing": func(*fixture, testing.TB) {},
 			"a few leases": func(f *fixture, tb testing.TB) {
 				f.delete(tb, "subnets/10.5.3.0-28")
-				f.put(tb, "subnets/10.5.4.0-28", value("192.0.2.44"), f.grant(tb, 60))
-				f.put(tb, "subnets/10.5.100.0-28", value("192.0.2.100"), f.grant(tb, 60))
-				f.put(tb, "subnets/10.5.100.16-28", value("192.0.2.100"), f.grant(tb, 60))
+				f.put(tb, "subnets/10.5.4.0-28", leaseValue("192.0.2.44"), f.grant(tb, 60))
+				f.put(tb, "subnets/10.5.100.0-28", leaseValue("192.0.2.100"), f.grant(tb, 60))
+				f.put(tb, "subnets/10.5.100.16-28", leaseValue("192.0.2.100"), f.grant(tb, 60))
 				f.delete(tb, "subnets/10.5.100.16-28")
 			},
 			"other keys": func(f *fixture, tb testing.TB) {
@@ -169,16 +169,16 @@ func TestRestartReceivesWhatHasChanged(t *testing.T) {
 				f := newFixture(t, newServer(t, func(s *server) { s.program = programs[release] }))
 				f.put(t, "config", configSmall)
 				f.populate(t, leases)
-				k := &knower{f: f}
+				k := &restartableNode{f: f}
 				p := newProxy(t, f.server)
-				k.restart(t, "192.0.2.1", nil, via(p), previous("10.5.200.0/28"))
+				k.restart(t, "192.0.2.1", nil, throughProxy(p), withPrevious("10.5.200.0/28"))
 				list := p.sent.Load()
-				f.put(t, "subnets/10.5.255.0-24", value("192.0.2.255"), f.grant(t, 60))
+				f.put(t, "subnets/10.5.255.0-24", leaseValue("192.0.2.255"), f.grant(t, 60))
 				k.restart(t, "192.0.2.1", nil)
-				before := k.leases()
+				before := k.known()
 				change(f, t)
 				sent := p.sent.Load()
-				_, first := k.restart(t, "192.0.2.1", nil, via(p), previous("10.5.200.0/28"))
+				_, first := k.restart(t, "192.0.2.1", nil, throughProxy(p), withPrevious("10.5.200.0/28"))
 				sent = p.sent.Load() - sent
 				if first.Another {
 					t.Error("the store is taken for another one")
@@ -187,7 +187,7 @@ func TestRestartReceivesWhatHasChanged(t *testing.T) {
 				if name == "a lease that cannot be read" {
 					want["10.5.4.0-28"] = before["10.5.4.0-28"]
 				}
-				if diff := gocmp.Diff(want, k.leases()); diff != "" {
+				if diff := gocmp.Diff(want, k.known()); diff != "" {
 					t.Errorf("leases (-store +known):\n%s", diff)
 				}
 				if k.own.Key != "10.5.200.0-28" {
@@ -207,20 +207,20 @@ func TestRestartBytes(t *testing.T) {
 	f := newFixture(t, newServer(t))
 	f.put(t, "config", configSmall)
 	f.populate(t, 5000)
-	k := &knower{f: f}
+	k := &restartableNode{f: f}
 	p := newProxy(t, f.server)
-	k.restart(t, "192.0.2.1", nil, via(p), previous("10.15.253.0/28"))
+	k.restart(t, "192.0.2.1", nil, throughProxy(p), withPrevious("10.15.253.0/28"))
 	list := p.sent.Load()
-	k.restart(t, "192.0.2.1", nil, via(p))
+	k.restart(t, "192.0.2.1", nil, throughProxy(p))
 	start := time.Now()
 	sent := p.sent.Load()
-	k.restart(t, "192.0.2.1", nil, via(p))
+	k.restart(t, "192.0.2.1", nil, throughProxy(p))
 	sent = p.sent.Load() - sent
 	t.Logf("the store sent %d bytes in %s, %d for a start with a list", sent, time.Since(start), list)
 	if sent >= 10_000 {
 		t.Errorf("a restart takes %d bytes, want less than 10 kB", sent)
 	}
-	if n := len(k.leases()); n != 5001 {
+	if n := len(k.known()); n != 5001 {
 		t.Errorf("%d leases are known, want 5001", n)
 	}
 }
@@ -230,7 +230,7 @@ func TestRestartBytes(t *testing.T) {
 func TestRestartAtAnotherStore(t *testing.T) {
 	peers := func(f *fixture, tb testing.TB, n ...int) {
 		for _, i := range n {
-			f.put(tb, fmt.Sprintf("subnets/10.5.%d.0-24", i), value(fmt.Sprintf("192.0.2.%d", i)), f.grant(tb, 60))
+			f.put(tb, fmt.Sprintf("subnets/10.5.%d.0-24", i), leaseValue(fmt.Sprintf("192.0.2.%d", i)), f.grant(tb, 60))
 		}
 	}
 	fill := func(f *fixture, tb testing.TB, revision int64) {
@@ -285,10 +285,10 @@ func TestRestartAtAnotherStore(t *testing.T) {
 			peers(f, t, 2)
 			backup := f.backup(t)
 			peers(f, t, 3, 4)
-			k := &knower{f: f}
-			k.restart(t, "192.0.2.1", nil, previous("10.5.77.0/24"))
+			k := &restartableNode{f: f}
+			k.restart(t, "192.0.2.1", nil, withPrevious("10.5.77.0/24"))
 			k.restart(t, "192.0.2.1", nil)
-			had := k.leases()
+			had := k.known()
 			state := k.ledger.State()
 			if tc.store != nil {
 				tc.store(f, t, backup, state.Store.Revision)
@@ -300,7 +300,7 @@ func TestRestartAtAnotherStore(t *testing.T) {
 					want[key] = cmp.Or(want[key], l)
 				}
 			}
-			if diff := gocmp.Diff(want, k.leases()); diff != "" {
+			if diff := gocmp.Diff(want, k.known()); diff != "" {
 				t.Errorf("leases (-want +known):\n%s", diff)
 			}
 		})
@@ -315,7 +315,7 @@ func TestRestartsComeToTheSame(t *testing.T) {
 	rnd := rand.New(rand.NewPCG(seed, 0))
 	f := newFixture(t, newServer(t))
 	f.put(t, "config", configV4)
-	k := &knower{f: f}
+	k := &restartableNode{f: f}
 	for step := range 40 {
 		for range rnd.IntN(8) {
 			key := fmt.Sprintf("subnets/10.5.%d.0-24", 1+rnd.IntN(12))
@@ -323,11 +323,11 @@ func TestRestartsComeToTheSame(t *testing.T) {
 			case 0, 1:
 				f.delete(t, key)
 			case 2:
-				f.put(t, key, value(fmt.Sprintf("192.0.2.%d", 10+rnd.IntN(20)))) // a reservation
+				f.put(t, key, leaseValue(fmt.Sprintf("192.0.2.%d", 10+rnd.IntN(20)))) // a reservation
 			case 3:
 				f.put(t, "other", "")
 			default:
-				f.put(t, key, value(fmt.Sprintf("192.0.2.%d", 10+rnd.IntN(20))), f.grant(t, 60))
+				f.put(t, key, leaseValue(fmt.Sprintf("192.0.2.%d", 10+rnd.IntN(20))), f.grant(t, 60))
 			}
 		}
 		if rnd.IntN(12) == 0 {
@@ -337,11 +337,11 @@ func TestRestartsComeToTheSame(t *testing.T) {
 		if rnd.IntN(3) > 0 {
 			address = "192.0.2.1"
 		}
-		m, _ := k.restart(t, address, nil, previous("10.5.77.0/24"))
+		m, _ := k.restart(t, address, nil, withPrevious("10.5.77.0/24"))
 		if m.known.Load() != nil {
 			t.Fatalf("step %d: the last known state was not used up", step)
 		}
-		want, have := k.stored(t), k.leases()
+		want, have := k.stored(t), k.known()
 		delete(have, k.own.Key) // without an address the node does not know its own lease
 		if diff := gocmp.Diff(want, have); diff != "" {
 			t.Fatalf("step %d (-store +known):\n%s", step, diff)
@@ -350,17 +350,17 @@ func TestRestartsComeToTheSame(t *testing.T) {
 }
 
 // TestAudit has a last known state that differs from the store although its mark is right. The
-// audit must correct it, tell so once, and leave alone what has changed since.
+// audit must correct it, report that once, and not touch leases that have changed since.
 func TestAudit(t *testing.T) {
 	f := newFixture(t, newServer(t))
 	f.put(t, "config", configV4)
 	for i := 2; i <= 9; i++ {
-		f.put(t, fmt.Sprintf("subnets/10.5.%d.0-24", i), value(fmt.Sprintf("192.0.2.%d", i)), f.grant(t, 60))
+		f.put(t, fmt.Sprintf("subnets/10.5.%d.0-24", i), leaseValue(fmt.Sprintf("192.0.2.%d", i)), f.grant(t, 60))
 	}
-	k := &knower{f: f}
+	k := &restartableNode{f: f}
 	k.restart(t, "", nil)
 	k.restart(t, "", nil)
-	state := k.saved(t)
+	state := k.savedState(t)
 	at := func(key string) *subnet.Peer {
 		i := slices.IndexFunc(state.Peers, func(p subnet.Peer) bool { return p.Lease.Key == key })
 		return &state.Peers[i]
@@ -371,7 +371,7 @@ func TestAudit(t *testing.T) {
 	moved.Lease.Key, moved.Lease.Endpoints[0].Subnet = "10.5.44.0-24", netip.MustParsePrefix("10.5.44.0/24")
 	at("10.5.5.0-24").Lease.Endpoints[0].PublicIP = netip.MustParseAddr("192.0.2.223") // and changes in the store
 
-	ctx, book := logged(t.Context())
+	ctx, book := withLog(t.Context())
 	ctx, cancel := context.WithCancel(ctx)
 	repaired := make(chan int, 10)
 	m := f.manager(t, func(c *Config) {
@@ -392,7 +392,7 @@ func TestAudit(t *testing.T) {
 			}
 			all := map[string]string{}
 			for l := range ledger.Leases() {
-				all[l.Key] = described(*l)
+				all[l.Key] = describe(*l)
 			}
 			snaps <- all
 		})
@@ -401,8 +401,8 @@ func TestAudit(t *testing.T) {
 	if _, ok := now["10.5.44.0-24"]; !ok {
 		t.Fatalf("the last known state was not used: %v", now)
 	}
-	f.put(t, "subnets/10.5.5.0-24", value("192.0.2.55"), f.grant(t, 60))
-	f.put(t, "subnets/10.5.6.0-24", value("192.0.2.66"), f.grant(t, 60))
+	f.put(t, "subnets/10.5.5.0-24", leaseValue("192.0.2.55"), f.grant(t, 60))
+	f.put(t, "subnets/10.5.6.0-24", leaseValue("192.0.2.66"), f.grant(t, 60))
 	f.delete(t, "subnets/10.5.7.0-24")
 	want := k.stored(t)
 	eventually(t, "the leases of the store", func() bool {
@@ -413,7 +413,7 @@ func TestAudit(t *testing.T) {
 		return maps.Equal(now, want)
 	})
 	n := <-repaired
-	f.put(t, "subnets/10.5.8.0-24", value("192.0.2.88"), f.grant(t, 60))
+	f.put(t, "subnets/10.5.8.0-24", leaseValue("192.0.2.88"), f.grant(t, 60))
 	want = k.stored(t)
 	eventually(t, "a change after that", func() bool {
 		select {
@@ -444,10 +444,10 @@ func TestAuditFindsNothing(t *testing.T) {
 		v := fmt.Sprintf(`{"PublicIP":"192.0.2.%d", "PublicIPv6":null, "BackendData": { "b" : "<&>" , "a":1 } }`, i)
 		f.put(t, fmt.Sprintf("subnets/10.5.%d.0-24", i), v, f.grant(t, 60))
 	}
-	k := &knower{f: f}
+	k := &restartableNode{f: f}
 	k.restart(t, "", nil)
 	k.restart(t, "", nil)
-	state := k.saved(t)
+	state := k.savedState(t)
 	m := f.manager(t, func(c *Config) {
 		c.Known = state
 		c.OnRepaired = func(n int) { t.Errorf("%d leases were corrected", n) }
@@ -457,7 +457,7 @@ func TestAuditFindsNothing(t *testing.T) {
 	w.Until(t, "the leases", subnettest.Has("10.5.2.0-24", "10.5.255.0-24", "10.5.3.0-24", "10.5.4.0-24"))
 	start := time.Now()
 	eventually(t, "time for an audit", func() bool { return time.Since(start) > time.Second })
-	_, err := f.kv.Put(t.Context(), f.prefix+"/subnets/10.5.9.0-24", value("192.0.2.9"), clientv3.WithLease(0))
+	_, err := f.kv.Put(t.Context(), f.prefix+"/subnets/10.5.9.0-24", leaseValue("192.0.2.9"), clientv3.WithLease(0))
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -132,14 +132,14 @@ func TestTLS(t *testing.T) {
 				w.Until(t, "no peer", subnettest.Has())
 				return
 			}
-			checkComplaint(t, m, &status, tc.want)
+			expectReported(t, m, &status, tc.want)
 		})
 	}
 }
 
-// checkComplaint wants the reason reported within seconds, in one line that
-// names the endpoint.
-func checkComplaint(t *testing.T, m *Manager, status *statuses, want string) {
+// expectReported expects that OnStatus gets an error with want within seconds, in one line that names
+// the endpoint.
+func expectReported(t *testing.T, m *Manager, status *statuses, want string) {
 	t.Helper()
 	done := make(chan error)
 	ctx, cancel := contextWithCancel(t)
@@ -150,7 +150,7 @@ func checkComplaint(t *testing.T, m *Manager, status *statuses, want string) {
 	// A broken connection may show before its reason does.
 	start := time.Now()
 	var text string
-	eventually(t, "a complaint with "+want, func() bool {
+	eventually(t, "an error with "+want, func() bool {
 		for _, err := range status.list() {
 			if err != nil && strings.Contains(err.Error(), want) {
 				text = err.Error()
@@ -164,14 +164,14 @@ func checkComplaint(t *testing.T, m *Manager, status *statuses, want string) {
 	cancel()
 	<-done
 	if !strings.Contains(text, "127.0.0.1:") || strings.ContainsAny(text, "\n\\") || len(text) > 300 {
-		t.Errorf("complaint is %q, want one line with the endpoint", text)
+		t.Errorf("the error is %q, want one line with the endpoint", text)
 	}
 }
 
 func TestUnreachable(t *testing.T) {
 	var status statuses
 	f := &fixture{server: &server{url: "http://" + freeAddr(t)}, prefix: "/x"}
-	checkComplaint(t, f.manager(t, status.option), &status, "connect: connection refused")
+	expectReported(t, f.manager(t, status.option), &status, "connect: connection refused")
 	var silent statuses
 	l, err := net.Listen("tcp", "127.0.0.1:0") // accepts and says nothing
 	if err != nil {
@@ -179,7 +179,7 @@ func TestUnreachable(t *testing.T) {
 	}
 	defer l.Close()
 	f = &fixture{server: &server{url: "http://" + l.Addr().String()}, prefix: "/x"}
-	checkComplaint(t, f.manager(t, silent.option), &silent, "no answer within 3s")
+	expectReported(t, f.manager(t, silent.option), &silent, "no answer within 3s")
 }
 
 func TestPassword(t *testing.T) {
@@ -192,13 +192,13 @@ func TestPassword(t *testing.T) {
 	}
 	m := f.manager(t, login("flannel", "secret"))
 	l := acquire(t, m, claim("192.0.2.1"))
-	keep := keeping(t, m, l)
+	keep := startKeep(t, m, l)
 	other := acquire(t, f.manager(t, login("flannel", "secret")), claim("192.0.2.2"))
 	subnettest.Watch(t, m).Until(t, "the peer", subnettest.Has(other.Key))
 	if again := acquire(t, f.manager(t, login("flannel", "secret")), claim("192.0.2.2")); again.Key != other.Key {
 		t.Errorf("after a restart got %s, want %s", again.Key, other.Key)
 	}
-	keep.running(t)
+	keep.stillRuns(t)
 
 	for _, tc := range []struct{ name, user, password, want string }{
 		{"wrong password", "flannel", "guess", "authentication failed, invalid user ID or password"},
@@ -208,7 +208,7 @@ func TestPassword(t *testing.T) {
 		t.Run(tc.name, func(t *testing.T) {
 			var status statuses
 			m := f.manager(t, login(tc.user, tc.password), status.option)
-			checkComplaint(t, m, &status, tc.want)
+			expectReported(t, m, &status, tc.want)
 			for _, err := range status.list() {
 				if err != nil && strings.Contains(err.Error(), "guess") {
 					t.Errorf("complaint has the password: %v", err)
@@ -259,15 +259,15 @@ func TestCertificateIsTheLogin(t *testing.T) {
 	enableAuth(t, f)
 	m := f.manager(t, cert("flannel"))
 	own := acquire(t, m, claim("192.0.2.1"))
-	k := keeping(t, m, own)
+	k := startKeep(t, m, own)
 	w := subnettest.Watch(t, m)
-	f.put(t, "subnets/10.77.0.0-24", value("192.0.2.2"))
+	f.put(t, "subnets/10.77.0.0-24", leaseValue("192.0.2.2"))
 	w.Until(t, "the peer", subnettest.Has("10.77.0.0-24"))
-	k.running(t)
+	k.stillRuns(t)
 }
 
-// A node that may not write tries again with what it has: the store is not asked for
-// another etcd lease with every try.
+// TestMayOnlyRead expects that a node without the permission to write repeats its attempts with one
+// etcd lease, and does not request another one for each attempt.
 func TestMayOnlyRead(t *testing.T) {
 	f := newFixture(t, newServer(t))
 	f.put(t, "config", configV4)
@@ -283,7 +283,7 @@ func TestMayOnlyRead(t *testing.T) {
 	var status statuses
 	m := f.manager(t, func(c *Config) { c.Username, c.Password = "flannel", "secret" }, status.option)
 	l := acquire(t, m, claim("192.0.2.1"))
-	k := keeping(t, m, l)
+	k := startKeep(t, m, l)
 	had := etcdLeaseIDs(t, root)
 	allow(clientv3.PermissionType(clientv3.PermRead))
 	if _, err := root.Delete(t.Context(), all+"subnets/"+l.Key); err != nil {
@@ -318,7 +318,7 @@ func TestMayOnlyRead(t *testing.T) {
 		}
 		return len(resp.Kvs) == 1 && clientv3.LeaseID(resp.Kvs[0].Lease) == spare && len(etcdLeaseIDs(t, root)) == 1
 	})
-	k.running(t)
+	k.stillRuns(t)
 }
 
 func etcdLeaseIDs(tb testing.TB, c *clientv3.Client) (ids []clientv3.LeaseID) {

@@ -246,8 +246,8 @@ func (f *fixture) manager(tb testing.TB, options ...func(*Config)) *Manager {
 		tb.Fatal(err)
 	}
 	m.timing = timing{
-		request: 3 * time.Second, page: 3 * time.Second, slow: time.Hour, login: patience, check: time.Hour, quiet: 300 * time.Millisecond, idle: 300 * time.Millisecond, grace: time.Second,
-		backoffMin: 10 * time.Millisecond, backoff: 200 * time.Millisecond, vacant: time.Hour, audit: time.Hour, catchUp: 3 * time.Second,
+		request: 3 * time.Second, page: 3 * time.Second, slow: time.Hour, login: patience, check: time.Hour, quiet: 300 * time.Millisecond, idle: 300 * time.Millisecond, probeAnswer: time.Second,
+		backoffMin: 10 * time.Millisecond, backoff: 200 * time.Millisecond, trustListing: time.Hour, audit: time.Hour, catchUp: 3 * time.Second,
 		restoreMin: 10 * time.Millisecond, restored: 100 * time.Millisecond,
 	}
 	if m.client.login != nil {
@@ -350,7 +350,7 @@ func (p *proxy) serve(c net.Conn) {
 				p.stallAfter(buf[:n])
 				if d[1] == c {
 					p.sent.Add(int64(n))
-					<-time.After(p.takes(n))
+					<-time.After(p.delay(n))
 				}
 				if _, werr := d[1].Write(buf[:n]); werr != nil || err != nil {
 					return
@@ -360,8 +360,8 @@ func (p *proxy) serve(c net.Conn) {
 	}
 }
 
-// takes returns how long n bytes take, behind what others have sent.
-func (p *proxy) takes(n int) time.Duration {
+// delay returns the time that n bytes take after all bytes that were sent before.
+func (p *proxy) delay(n int) time.Duration {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if p.rate == 0 {
@@ -381,8 +381,8 @@ func (p *proxy) stall() {
 	p.hang = make(chan struct{})
 }
 
-// swallowAnswer stalls as soon as text has been seen, which goes through yet.
-func (p *proxy) swallowAnswer(text string) {
+// stallAfterText stalls as soon as it has forwarded data that contains text.
+func (p *proxy) stallAfterText(text string) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.last = []byte(text)

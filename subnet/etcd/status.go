@@ -6,7 +6,7 @@ import (
 	"context"
 	"errors"
 
-	"github.com/flanneld/flanneld/pkg/outage"
+	"github.com/flanneld/flanneld/pkg/wait"
 )
 
 // The activities that talk to the store.
@@ -16,8 +16,7 @@ const (
 	sourceWatch  = "watch"
 )
 
-// report takes the outcome of an activity in. A connection that was given up
-// on purpose says nothing.
+// report records the outcome of an activity. It ignores connections that were closed on purpose.
 func (m *Manager) report(ctx context.Context, activity string, err error) {
 	if errors.Is(err, errClosed) || errors.Is(err, errRenewed) {
 		return
@@ -25,6 +24,6 @@ func (m *Manager) report(ctx context.Context, activity string, err error) {
 	m.outage.Report(ctx, activity, err)
 }
 
-func (m *Manager) backoff() *outage.Backoff {
-	return &outage.Backoff{Least: m.timing.backoffMin, Most: m.timing.backoff}
+func (m *Manager) backoff() *wait.Backoff {
+	return &wait.Backoff{Least: m.timing.backoffMin, Most: m.timing.backoff, Share: 0.5}
 }

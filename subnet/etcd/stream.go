@@ -6,7 +6,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"math/rand/v2"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -16,44 +15,48 @@ import (
 	clientv3 "go.etcd.io/etcd/client/v3"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
+
+	"github.com/flanneld/flanneld/pkg/wait"
 )
 
 // watcher receives the responses of a watch.
 type watcher struct {
-	// on is called with every response; an error ends the watch. Everything up to the
-	// revision settled has been told for the first key, if it is not zero.
-	on func(resp *pb.WatchResponse, settled int64) error
+	// on is called with every response; an error ends the watch. If confirmed is not zero, all
+	// events of the first key up to that revision have come.
+	on func(resp *pb.WatchResponse, confirmed int64) error
 	// waits reports whether the caller needs an answer of the store soon. nil means that it never
 	// does.
 	waits func() bool
 	// checks turns verify on. One watch of a connection is enough.
 	checks bool
-	// probes asks for the server's revision as soon as a watch begins. A hasty server ends the
-	// watch with errHasty.
+	// probes asks for the server's revision as soon as a watch begins. The watch ends with
+	// errAnswersEarly if the server answers ahead of events.
 	probes bool
 }
 
-// errHasty ends a watch that probes: the server answers probes ahead of events.
-var errHasty = errors.New("the server answers probes before it has sent all events")
+// errAnswersEarly ends a watch that probes: the server answers probes ahead of events.
+var errAnswersEarly = errors.New("the server answers probes before it has sent all events")
 
 // stream is one call of Watch.
 type stream struct {
 	pb.Watch_WatchClient
-	sending sync.Mutex    // gRPC allows one sender at a time
-	reached atomic.Int64  // the highest revision that was named on the stream
-	told    chan struct{} // has an element if reached has grown
-	hasty   bool          // the server answers probes at once, ahead of events
-	answers atomic.Bool   // the server has answered a probe, which etcd's grpc-proxy never does
+	sending      sync.Mutex   // gRPC allows one sender at a time
+	reached      atomic.Int64 // the highest revision that was named on the stream
+	advanced     wait.Signal  // reached has grown
+	answersEarly bool         // the server answers probes at once, ahead of events
+	answers      atomic.Bool  // the server has answered a probe, which etcd's grpc-proxy never does
 }
 
-// follow watches keys on one stream until that fails. A connection that is dead ends the
-// watch in seconds, because gRPC sends pings over it, which cost the store nothing. A
-// server that lives and is silent is found by the progress notifications that it sends
-// every ten minutes: a stream that stays quiet for longer, or for as long as idle while
-// something waits, is probed, and errStalled if it does not answer in grace. A server
-// that does send notifications and is behind the store is found by verify. The library's
-// own watch reconnects by itself and so hides outages, and the store behind it may be
-// another one afterwards.
+// follow watches keys on one stream until the stream fails. It detects three kinds of failures:
+//
+//   - A connection that is dead: gRPC sends pings over it, which cost the store nothing.
+//   - A server that works and sends nothing: it should send a progress notification every ten
+//     minutes. follow probes a stream that is silent for timing.quiet, or for timing.idle while the
+//     caller waits for something. It returns errStalled if there is no answer in timing.probeAnswer.
+//   - A server that sends notifications and is behind the store: see verify.
+//
+// The library's own watch reconnects by itself. So it hides outages, and the store may be another
+// one afterwards.
 func (m *Manager) follow(ctx context.Context, keys []string, next int64, w watcher) error {
 	conn, _, err := m.client.get(ctx)
 	if err != nil {
@@ -84,7 +87,7 @@ func (m *Manager) follow(ctx context.Context, keys []string, next int64, w watch
 		return cause
 	}
 	if broken, ok := errors.AsType[*brokenError](err); ok {
-		m.client.judge(ctx, conn, time.Now(), broken.error)
+		m.client.observe(ctx, conn, time.Now(), broken.error)
 		return explain(m.cfg.Endpoints, m.timing.request, broken.error)
 	}
 	return err
@@ -99,11 +102,11 @@ func open(ctx context.Context, conn *connection, keys []string, next int64) (*st
 	if err != nil {
 		return nil, &brokenError{err}
 	}
-	s := &stream{Watch_WatchClient: watch, told: make(chan struct{}, 1)}
-	s.probe() // see hasty
+	s := &stream{Watch_WatchClient: watch, advanced: wait.NewSignal()}
+	s.probe() // see answersEarly
 	for i, key := range keys {
 		r := watchRequest(key, next)
-		r.GetCreateRequest().ProgressNotify = i == 0 // one word is enough for all
+		r.GetCreateRequest().ProgressNotify = i == 0 // one notification is sufficient for all keys
 		if err := s.send(r); err != nil {
 			return nil, &brokenError{err}
 		}
@@ -111,9 +114,9 @@ func open(ctx context.Context, conn *connection, keys []string, next int64) (*st
 	return s, nil
 }
 
-// watchRequest asks for a key, or for all keys below it if it ends in a slash. It asks for one
-// revision too many, which the caller must skip, because a server does not answer probes of a
-// watch that starts in the future.
+// watchRequest returns the request for a watch of a key, or of all keys below it if it ends in a slash.
+// The watch starts one revision before next, whose events the caller must skip: a server does not
+// answer probes of a watch that starts in the future.
 func watchRequest(key string, next int64) *pb.WatchRequest {
 	r := &pb.WatchCreateRequest{Key: []byte(key), StartRevision: next - 1}
 	if strings.HasSuffix(key, "/") {
@@ -128,7 +131,7 @@ func (s *stream) send(r *pb.WatchRequest) error {
 	return s.Send(r)
 }
 
-// probe asks how far the server has come. An error shows in Recv.
+// probe requests the revision up to which the server has sent events. Recv returns the error, if any.
 func (s *stream) probe() {
 	_ = s.send(&pb.WatchRequest{RequestUnion: &pb.WatchRequest_ProgressRequest{ProgressRequest: &pb.WatchProgressRequest{}}})
 }
@@ -154,17 +157,17 @@ func (m *Manager) receive(s *stream, watchdog *time.Timer, w watcher) error {
 		if !created {
 			// Before 3.4.25 and 3.5.8 etcd answers a probe at once, even on a stream without a
 			// watch. Later versions wait until the watches have sent all events.
-			s.hasty = true
+			s.answersEarly = true
 			if w.probes {
-				return errHasty
+				return errAnswersEarly
 			}
 			continue
 		}
 		if resp.Created && w.probes {
 			s.probe()
 		}
-		s.reach(resp.Header.Revision)
-		if err := w.on(resp, s.settled(resp)); err != nil {
+		s.advance(resp.Header.Revision)
+		if err := w.on(resp, s.confirmed(resp)); err != nil {
 			return err
 		}
 		quiet := m.timing.quiet
@@ -172,44 +175,37 @@ func (m *Manager) receive(s *stream, watchdog *time.Timer, w watcher) error {
 			quiet = m.timing.idle
 		}
 		probe.Reset(quiet)
-		watchdog.Reset(quiet + m.timing.grace)
+		watchdog.Reset(quiet + m.timing.probeAnswer)
 	}
 }
 
-// settled returns the revision up to which the server has told everything, of the first key
-// at least, which is the one that it sends notifications for. It is zero if resp does not say.
-func (s *stream) settled(resp *pb.WatchResponse) int64 {
-	if resp.Created || len(resp.Events) > 0 || resp.WatchId == clientv3.InvalidWatchID && s.hasty {
+// confirmed returns the revision up to which the server has sent all events, at least those of the
+// first key, for which it sends notifications. It is zero if resp does not say.
+func (s *stream) confirmed(resp *pb.WatchResponse) int64 {
+	if resp.Created || len(resp.Events) > 0 || resp.WatchId == clientv3.InvalidWatchID && s.answersEarly {
 		return 0
 	}
 	return resp.Header.Revision
 }
 
-// reach records a revision that the server has named.
-func (s *stream) reach(revision int64) {
+// advance records a revision that the server has named.
+func (s *stream) advance(revision int64) {
 	if revision <= s.reached.Load() {
 		return
 	}
 	s.reached.Store(revision)
-	select {
-	case s.told <- struct{}{}:
-	default:
-	}
+	s.advanced.Send()
 }
 
-// verify asks for the store's revision every few minutes, and returns an error when it gets
-// none or the stream does not come to it in grace. A member whose disk hangs answers pings
+// verify reads the store's revision every few minutes, and returns an error when it cannot read it
+// or the stream does not reach it in timing.probeAnswer. A member whose disk hangs answers pings
 // and sends progress notifications, of the revision at which it is stuck, but it cannot
-// answer a linearizable read: for that it has to have applied what the others have agreed on.
+// answer a linearizable read, for which it must have applied the revisions of the other members.
 // Behind a proxy the stream may end at another member than the read.
 func (m *Manager) verify(ctx context.Context, s *stream) error {
 	for {
-		timer := time.NewTimer(m.timing.check*4/5 + rand.N(m.timing.check*2/5))
-		select {
-		case <-ctx.Done():
-			timer.Stop()
+		if wait.For(ctx, wait.Vary(m.timing.check, 0.2)) != nil {
 			return nil
-		case <-timer.C:
 		}
 		head, err := m.head(ctx)
 		switch {
@@ -219,7 +215,7 @@ func (m *Manager) verify(ctx context.Context, s *stream) error {
 			return err
 		}
 		s.probe()
-		if err := m.arrive(ctx, s, head); err != nil {
+		if err := m.awaitRevision(ctx, s, head); err != nil {
 			return err
 		}
 	}
@@ -237,17 +233,17 @@ func (m *Manager) head(ctx context.Context) (revision int64, err error) {
 	return revision, err
 }
 
-// arrive waits until the stream has come to a revision. Without answers to probes, as behind
-// etcd's grpc-proxy, only the next notification tells how far the stream has come.
-func (m *Manager) arrive(ctx context.Context, s *stream, revision int64) error {
-	limit := m.timing.grace
+// awaitRevision waits until the stream has reached a revision. Without answers to probes, as behind
+// etcd's grpc-proxy, only the next notification says how far the stream has come.
+func (m *Manager) awaitRevision(ctx context.Context, s *stream, revision int64) error {
+	limit := m.timing.probeAnswer
 	timer := time.NewTimer(limit)
 	defer timer.Stop()
 	for s.reached.Load() < revision {
 		select {
 		case <-ctx.Done():
 			return nil
-		case <-s.told:
+		case <-s.advanced:
 		case <-timer.C:
 			if rest := m.timing.quiet - limit; rest > 0 && !s.answers.Load() {
 				timer.Reset(rest)

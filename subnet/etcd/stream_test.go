@@ -8,10 +8,13 @@ import (
 	"testing"
 	"testing/synctest"
 	"time"
+
+	"github.com/flanneld/flanneld/pkg/wait"
 )
 
-// A stream that does not come to the revision that the store had is behind it.
-func TestArrive(t *testing.T) {
+// TestAwaitRevision expects that a stream which does not reach the revision of the store is reported as
+// behind.
+func TestAwaitRevision(t *testing.T) {
 	for name, tc := range map[string]struct {
 		revision, reaches int64 // half way through the grace, from 3
 		want              error
@@ -22,12 +25,12 @@ func TestArrive(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
-				m := &Manager{timing: timing{grace: time.Second}}
-				s := &stream{told: make(chan struct{}, 1)}
-				s.reach(3)
-				time.AfterFunc(time.Second/2, func() { s.reach(tc.reaches) })
+				m := &Manager{timing: timing{probeAnswer: time.Second}}
+				s := &stream{advanced: wait.NewSignal()}
+				s.advance(3)
+				time.AfterFunc(time.Second/2, func() { s.advance(tc.reaches) })
 				start := time.Now()
-				err := m.arrive(t.Context(), s, tc.revision)
+				err := m.awaitRevision(t.Context(), s, tc.revision)
 				if !errors.Is(err, tc.want) || tc.want == nil && err != nil {
 					t.Errorf("error is %v, want %v", err, tc.want)
 				}
@@ -39,7 +42,8 @@ func TestArrive(t *testing.T) {
 	}
 }
 
-// Tests shorten the intervals, so none of them shows that one is missing.
+// TestIntervals expects that every interval has a default: other tests set the intervals, so they would
+// not find a missing one.
 func TestIntervals(t *testing.T) {
 	m, err := New(Config{Endpoints: []string{"http://127.0.0.1:1"}})
 	if err != nil {

@@ -34,8 +34,8 @@ func (b *logBook) lines() []string {
 	return slices.Clone(b.all)
 }
 
-// logged returns a context whose logger writes to a book.
-func logged(ctx context.Context) (context.Context, *logBook) {
+// withLog returns a context whose logger writes to the returned book.
+func withLog(ctx context.Context) (context.Context, *logBook) {
 	b := &logBook{}
 	logger := funcr.New(func(_, args string) {
 		b.mu.Lock()
@@ -45,7 +45,7 @@ func logged(ctx context.Context) (context.Context, *logBook) {
 	return klog.NewContext(ctx, logger), b
 }
 
-// statuses collects what OnStatus is told.
+// statuses collects the arguments of OnStatus.
 type statuses struct {
 	mu  sync.Mutex
 	all []error
@@ -76,7 +76,7 @@ func (s *statuses) option(c *Config) { c.OnStatus = s.add }
 func TestGarbage(t *testing.T) {
 	f := newFixture(t, sharedServer(t))
 	f.put(t, "config", configV4)
-	good := value("192.0.2.7")
+	good := leaseValue("192.0.2.7")
 	f.put(t, "subnets/10.5.7.0-24", good)
 	f.put(t, "subnets/10.5.8.0-24", good)
 	w := subnettest.Watch(t, f.manager(t))
@@ -94,7 +94,7 @@ func TestGarbage(t *testing.T) {
 	}
 	slices.Sort(keys)
 	f.put(t, "subnetsX/10.5.99.0-24", good)
-	f.put(t, "subnets/10.5.9.0-24", value("192.0.2.9"))
+	f.put(t, "subnets/10.5.9.0-24", leaseValue("192.0.2.9"))
 	all := func(s subnet.Snapshot) bool {
 		return slices.Equal(s.Undecodable, keys) && subnettest.Has("10.5.7.0-24", "10.5.9.0-24")(s)
 	}
@@ -113,8 +113,8 @@ func TestGarbage(t *testing.T) {
 func TestGarbageIsLoggedOnce(t *testing.T) {
 	f := newFixture(t, sharedServer(t))
 	p := newProxy(t, f.server)
-	m := f.manager(t, via(p))
-	ctx, book := logged(t.Context())
+	m := f.manager(t, throughProxy(p))
+	ctx, book := withLog(t.Context())
 	ctx, cancel := context.WithCancel(ctx)
 	snaps := make(chan subnet.Snapshot, 100)
 	done := make(chan error)
@@ -135,10 +135,10 @@ func TestGarbageIsLoggedOnce(t *testing.T) {
 	f.put(t, "subnets/"+strings.Repeat("k", 500), "")
 	next()
 	p.cut()
-	compact(t, f, f.put(t, "subnets/10.5.2.0-24", value("192.0.2.2")))
+	compact(t, f, f.put(t, "subnets/10.5.2.0-24", leaseValue("192.0.2.2")))
 	p.open(t)
 	next()
-	f.put(t, "subnets/10.5.1.0-24", value("192.0.2.1"))
+	f.put(t, "subnets/10.5.1.0-24", leaseValue("192.0.2.1"))
 	next()
 	cancel()
 	<-done
@@ -178,9 +178,9 @@ func TestOutages(t *testing.T) {
 				f.put(t, "config", configV4)
 				p := newProxy(t, f.server)
 				var status statuses
-				f.put(t, "subnets/10.5.1.0-24", value("192.0.2.1"), f.grant(t, 60))
-				f.put(t, "subnets/10.5.2.0-24", value("192.0.2.2"), f.grant(t, 60))
-				w := subnettest.Watch(t, f.manager(t, via(p), status.option))
+				f.put(t, "subnets/10.5.1.0-24", leaseValue("192.0.2.1"), f.grant(t, 60))
+				f.put(t, "subnets/10.5.2.0-24", leaseValue("192.0.2.2"), f.grant(t, 60))
+				w := subnettest.Watch(t, f.manager(t, throughProxy(p), status.option))
 				w.Until(t, "two peers", subnettest.Has("10.5.1.0-24", "10.5.2.0-24"))
 				eventually(t, "status up", func() bool { known, err := status.last(); return known && err == nil })
 				before := len(w.All())
@@ -191,8 +191,8 @@ func TestOutages(t *testing.T) {
 				}
 				eventually(t, "status down", func() bool { _, err := status.last(); return err != nil })
 				f.delete(t, "subnets/10.5.1.0-24")
-				f.put(t, "subnets/10.5.2.0-24", value("192.0.2.22"))
-				last := f.put(t, "subnets/10.5.3.0-24", value("192.0.2.3"))
+				f.put(t, "subnets/10.5.2.0-24", leaseValue("192.0.2.22"))
+				last := f.put(t, "subnets/10.5.3.0-24", leaseValue("192.0.2.3"))
 				if compacted {
 					compact(t, f, last)
 				}
@@ -224,7 +224,7 @@ func checkTransitions(t *testing.T, all []error) {
 	}
 	for i, err := range all {
 		if i > 0 && err == nil && all[i-1] == nil {
-			t.Errorf("told twice that the store is usable: %v", all)
+			t.Errorf("reported twice that the store is usable: %v", all)
 		}
 	}
 }
@@ -234,8 +234,8 @@ func TestIdleWatchStaysUp(t *testing.T) {
 	f := newFixture(t, sharedServer(t))
 	var status statuses
 	m := f.manager(t, status.option)
-	m.timing.quiet, m.timing.grace = 50*time.Millisecond, 2*time.Second
-	f.put(t, "subnets/10.5.1.0-24", value("192.0.2.1"))
+	m.timing.quiet, m.timing.probeAnswer = 50*time.Millisecond, 2*time.Second
+	f.put(t, "subnets/10.5.1.0-24", leaseValue("192.0.2.1"))
 	w := subnettest.Watch(t, m)
 	w.Until(t, "the peer", subnettest.Has("10.5.1.0-24"))
 	start := time.Now()
@@ -251,7 +251,7 @@ func TestIdleWatchStaysUp(t *testing.T) {
 func TestStoreWiped(t *testing.T) {
 	f := newFixture(t, newServer(t))
 	for n := range 20 {
-		f.put(t, "subnets/10.5.1.0-24", value(fmt.Sprintf("192.0.2.%d", n+1)))
+		f.put(t, "subnets/10.5.1.0-24", leaseValue(fmt.Sprintf("192.0.2.%d", n+1)))
 	}
 	w := subnettest.Watch(t, f.manager(t))
 	before := w.Until(t, "the peer", subnettest.Has("10.5.1.0-24"))
@@ -266,7 +266,7 @@ func TestStoreWiped(t *testing.T) {
 	if held := ledger.Held(); !slices.Equal(held, []string{"10.5.1.0-24"}) {
 		t.Errorf("held are %v", held)
 	}
-	f.put(t, "subnets/10.5.2.0-24", value("192.0.2.2"))
+	f.put(t, "subnets/10.5.2.0-24", leaseValue("192.0.2.2"))
 	w.Until(t, "what the new store gets", subnettest.Has("10.5.2.0-24"))
 }
 
@@ -289,7 +289,7 @@ func TestStoreWipedAndUsedOutOfSight(t *testing.T) {
 			f := newFixture(t, newServer(t))
 			put := func(keys []string) {
 				for _, key := range keys {
-					f.put(t, "subnets/"+key, value("192.0.2."+strings.Split(key, ".")[2]), f.grant(t, 60))
+					f.put(t, "subnets/"+key, leaseValue("192.0.2."+strings.Split(key, ".")[2]), f.grant(t, 60))
 				}
 			}
 			put(tc.had)
@@ -297,7 +297,7 @@ func TestStoreWipedAndUsedOutOfSight(t *testing.T) {
 				f.put(t, "other", "")
 			}
 			p := newProxy(t, f.server)
-			w := subnettest.Watch(t, f.manager(t, via(p)))
+			w := subnettest.Watch(t, f.manager(t, throughProxy(p)))
 			before := w.Until(t, "the peers", subnettest.Has(tc.had...))
 			p.cut()
 			f.wipe(t)
@@ -320,46 +320,46 @@ func TestStoreWipedAndUsedOutOfSight(t *testing.T) {
 					t.Errorf("%s is a peer no more", key)
 				}
 			}
-			f.put(t, "subnets/10.5.4.0-24", value("192.0.2.104"))
+			f.put(t, "subnets/10.5.4.0-24", leaseValue("192.0.2.104"))
 			w.Until(t, "a peer that comes later", func(s subnet.Snapshot) bool { return !s.Another && subnettest.Has(append(has, "10.5.4.0-24")...)(s) })
 		})
 	}
 }
 
-// Leases that have a reprieve, because the store was away for long, are no part of
-// the one that comes in its place.
-func TestStoreWipedDuringAReprieve(t *testing.T) {
+// TestStoreWipedDuringTheGracePeriod expects that leases which are retained after a long outage do not
+// belong to the store that replaces the first one.
+func TestStoreWipedDuringTheGracePeriod(t *testing.T) {
 	const margin = 50 * time.Millisecond
 	f := newFixture(t, newServer(t))
 	for n := range 20 {
-		f.put(t, "subnets/10.5.1.0-24", value(fmt.Sprintf("192.0.2.%d", n+1)))
+		f.put(t, "subnets/10.5.1.0-24", leaseValue(fmt.Sprintf("192.0.2.%d", n+1)))
 	}
 	p := newProxy(t, f.server)
-	m := f.manager(t, via(p), func(c *Config) { c.RenewMargin = margin })
-	m.timing.reprieve, m.timing.dead = time.Hour, time.Millisecond
+	m := f.manager(t, throughProxy(p), func(c *Config) { c.RenewMargin = margin })
+	m.timing.gracePeriod, m.timing.dead = time.Hour, time.Millisecond
 	w := subnettest.Watch(t, m)
 	w.Until(t, "the peer", subnettest.Has("10.5.1.0-24"))
 	p.cut()
 	cut := time.Now()
 	f.delete(t, "subnets/10.5.1.0-24")
-	f.put(t, "subnets/10.5.2.0-24", value("192.0.2.102"))
+	f.put(t, "subnets/10.5.2.0-24", leaseValue("192.0.2.102"))
 	eventually(t, "longer than the margin", func() bool { return time.Since(cut) > 2*margin })
 	p.open(t)
 	w.Until(t, "who is spared", subnettest.Has("10.5.1.0-24", "10.5.2.0-24"))
 	f.wipe(t)
 	w.Until(t, "no peer", subnettest.Has())
-	f.put(t, "subnets/10.5.7.0-24", value("192.0.2.107"))
+	f.put(t, "subnets/10.5.7.0-24", leaseValue("192.0.2.107"))
 	w.Until(t, "what the new store gets", subnettest.Has("10.5.7.0-24"))
 }
 
 func TestStoreRestarted(t *testing.T) {
 	f := newFixture(t, newServer(t))
-	f.put(t, "subnets/10.5.1.0-24", value("192.0.2.1"), f.grant(t, 60))
+	f.put(t, "subnets/10.5.1.0-24", leaseValue("192.0.2.1"), f.grant(t, 60))
 	w := subnettest.Watch(t, f.manager(t))
 	w.Until(t, "the peer", subnettest.Has("10.5.1.0-24"))
 	f.stop()
 	f.start(t)
-	f.put(t, "subnets/10.5.2.0-24", value("192.0.2.2"))
+	f.put(t, "subnets/10.5.2.0-24", leaseValue("192.0.2.2"))
 	w.Until(t, "a new peer", subnettest.Has("10.5.1.0-24", "10.5.2.0-24"))
 	for _, s := range w.All() {
 		if len(s.Leases) == 0 || s.Another {
@@ -382,7 +382,7 @@ func TestCancelWhileUnreachable(t *testing.T) {
 	f := newFixture(t, sharedServer(t))
 	p := newProxy(t, f.server)
 	p.stall()
-	m := f.manager(t, via(p))
+	m := f.manager(t, throughProxy(p))
 	l := subnet.Lease{Key: "10.5.1.0-24", Endpoints: claim("192.0.2.1").Endpoints}
 	cfg, _, err := subnet.ParseConfig([]byte(configV4))
 	if err != nil {
@@ -410,16 +410,16 @@ func TestDeadConnection(t *testing.T) {
 	f := newFixture(t, newServer(t))
 	p := newProxy(t, f.server)
 	var status statuses
-	m := f.manager(t, via(p), status.option)
+	m := f.manager(t, throughProxy(p), status.option)
 	m.timing.quiet = time.Hour
-	f.put(t, "subnets/10.5.1.0-24", value("192.0.2.1"))
+	f.put(t, "subnets/10.5.1.0-24", leaseValue("192.0.2.1"))
 	w := subnettest.Watch(t, m)
 	w.Until(t, "the peer", subnettest.Has("10.5.1.0-24"))
 	p.stall()
 	eventually(t, "status down", func() bool { _, err := status.last(); return err != nil })
 	p.cut()
 	p.open(t)
-	f.put(t, "subnets/10.5.2.0-24", value("192.0.2.2"))
+	f.put(t, "subnets/10.5.2.0-24", leaseValue("192.0.2.2"))
 	w.Until(t, "a peer that came meanwhile", subnettest.Has("10.5.1.0-24", "10.5.2.0-24"))
 }
 
@@ -429,50 +429,50 @@ func TestDeadConnection(t *testing.T) {
 func TestSilence(t *testing.T) {
 	const margin = 50 * time.Millisecond
 	t.Run("noticed", func(t *testing.T) {
-		f, w := silent(t, margin, margin/2)
+		f, w := watchSilentStore(t, margin, margin/2)
 		f.delete(t, "subnets/10.5.1.0-24")
 		w.Until(t, "no peer", subnettest.Has())
 	})
 	t.Run("unnoticed", func(t *testing.T) {
-		f, w := silent(t, margin, time.Hour)
+		f, w := watchSilentStore(t, margin, time.Hour)
 		f.delete(t, "subnets/10.5.1.0-24")
-		f.put(t, "subnets/10.5.2.0-24", value("192.0.2.2"))
+		f.put(t, "subnets/10.5.2.0-24", leaseValue("192.0.2.2"))
 		w.Until(t, "both", subnettest.Has("10.5.1.0-24", "10.5.2.0-24"))
 	})
 }
 
-// silent watches a store with one peer that has said nothing for longer than margin.
-func silent(t *testing.T, margin, dead time.Duration) (*fixture, *subnettest.Watcher) {
+// watchSilentStore watches a store with one peer that has sent nothing for longer than margin.
+func watchSilentStore(t *testing.T, margin, dead time.Duration) (*fixture, *subnettest.Watcher) {
 	t.Helper()
 	f := newFixture(t, sharedServer(t))
-	told := make(chan string, 10)
+	reported := make(chan string, 10)
 	m := f.manager(t, func(c *Config) {
 		c.RenewMargin = margin
-		c.OnConfig = func(text []byte) { told <- string(text) }
+		c.OnConfig = func(text []byte) { reported <- string(text) }
 	})
-	m.timing.quiet, m.timing.reprieve, m.timing.dead = time.Hour, time.Hour, dead
-	f.put(t, "subnets/10.5.1.0-24", value("192.0.2.1"))
+	m.timing.quiet, m.timing.gracePeriod, m.timing.dead = time.Hour, time.Hour, dead
+	f.put(t, "subnets/10.5.1.0-24", leaseValue("192.0.2.1"))
 	w := subnettest.Watch(t, m)
 	w.Until(t, "the peer", subnettest.Has("10.5.1.0-24"))
-	// Until both watches have told of something they may have more to say of their start.
+	// Both watches must have sent an event: before that, more responses to their start may come.
 	config := func(want string) {
 		t.Helper()
 		timeout := time.After(patience)
 		for {
 			select {
-			case got := <-told:
+			case got := <-reported:
 				if got == want {
 					return
 				}
 			case <-timeout:
-				t.Fatalf("not told of configuration %q", want)
+				t.Fatalf("configuration %q was not reported", want)
 			}
 		}
 	}
 	config("") // read once when the watch begins
 	f.put(t, "config", configV4)
 	config(configV4)
-	f.put(t, "subnets/10.5.1.0-24", value("192.0.2.1"))
+	f.put(t, "subnets/10.5.1.0-24", leaseValue("192.0.2.1"))
 	w.Until(t, "the peer again", subnettest.Has("10.5.1.0-24"))
 	start := time.Now()
 	eventually(t, "longer than the margin", func() bool { return time.Since(start) > 2*margin })
@@ -480,22 +480,22 @@ func silent(t *testing.T, margin, dead time.Duration) (*fixture, *subnettest.Wat
 }
 
 // TestQuietViewIsNotCompacted lets others use an etcd and compact it while no lease
-// changes: a host whose connection breaks then needs no full list. The view advances when
+// changes: a host whose connection breaks then needs no full list. The cache advances when
 // the etcd says how far it is. One that answers ahead of what it has to tell, as 3.4.23
 // does, is not believed.
 //
 //stages:rest it needs older etcds, which take minutes to build
 func TestQuietViewIsNotCompacted(t *testing.T) {
-	programs := releases(t)
+	programs := etcdReleases(t)
 	for _, release := range slices.Sorted(maps.Keys(programs)) {
 		t.Run(release, func(t *testing.T) {
 			f := newFixture(t, newServer(t, func(s *server) { s.program = programs[release] }))
-			f.put(t, "subnets/10.5.1.0-24", value("192.0.2.1"), f.grant(t, 60))
+			f.put(t, "subnets/10.5.1.0-24", leaseValue("192.0.2.1"), f.grant(t, 60))
 			p := newProxy(t, f.server)
-			m := f.manager(t, via(p))
+			m := f.manager(t, throughProxy(p))
 			m.timing.quiet = 50 * time.Millisecond
 			var lists atomic.Int64
-			told := make(chan int, 100)
+			reported := make(chan int, 100)
 			ctx, cancel := contextWithCancel(t)
 			done := make(chan error)
 			go func() {
@@ -503,14 +503,14 @@ func TestQuietViewIsNotCompacted(t *testing.T) {
 					if u.Changed == nil {
 						lists.Add(1)
 					}
-					told <- len(u.Snapshot().Leases)
+					reported <- len(u.Snapshot().Leases)
 				})
 			}()
 			until := func(leases int) {
 				t.Helper()
 				eventually(t, fmt.Sprintf("%d leases", leases), func() bool {
 					select {
-					case n := <-told:
+					case n := <-reported:
 						return n == leases
 					default:
 						return false
@@ -526,7 +526,7 @@ func TestQuietViewIsNotCompacted(t *testing.T) {
 			eventually(t, "time for many probes", func() bool { return time.Since(start) > 20*m.timing.quiet })
 			p.cut()
 			compact(t, f, head)
-			f.put(t, "subnets/10.5.2.0-24", value("192.0.2.2"), f.grant(t, 60))
+			f.put(t, "subnets/10.5.2.0-24", leaseValue("192.0.2.2"), f.grant(t, 60))
 			p.open(t)
 			until(2)
 			want := int64(1)

@@ -18,20 +18,20 @@ type grant struct {
 	id      clientv3.LeaseID
 	ttl     time.Duration
 	expires time.Time
-	early   float64 // the part of the time until its renewal by which that comes earlier: at most a tenth
+	early   float64 // the part of the time until its renewal by which the renewal is earlier: at most a tenth
 }
 
-// errNoGrant says that an etcd lease has run out or never was.
+// errNoGrant means that an etcd lease has expired or never existed.
 var errNoGrant = errors.New("etcd lease is gone")
 
-// newGrant returns a grant that was given at start. Hosts that got theirs together renew
+// newGrant returns a grant that the store made at start. Hosts whose grants were made together renew
 // them at different times.
 func newGrant(id clientv3.LeaseID, start time.Time, ttl time.Duration) grant {
 	return grant{id, ttl, start.Add(ttl), rand.Float64() / 10}
 }
 
-// provide makes sure that spare is an etcd lease.
-func (m *Manager) provide(ctx context.Context, spare *grant) error {
+// ensureGrant makes spare an etcd lease if it is none.
+func (m *Manager) ensureGrant(ctx context.Context, spare *grant) error {
 	if spare.id != 0 {
 		return nil
 	}
@@ -46,8 +46,8 @@ func (m *Manager) provide(ctx context.Context, spare *grant) error {
 	})
 }
 
-// unspoiled forgets a spare etcd lease if err says that it is gone, and returns err.
-func unspoiled(spare *grant, err error) error {
+// forgetIfGone forgets a spare etcd lease if err means that it is gone, and returns err.
+func forgetIfGone(spare *grant, err error) error {
 	if errors.Is(err, rpctypes.ErrLeaseNotFound) {
 		*spare = grant{}
 	}
@@ -70,9 +70,9 @@ func (m *Manager) renew(ctx context.Context, id clientv3.LeaseID) (g grant, err 
 	return g, err
 }
 
-// write puts the own lease where its key is still at revision (0: absent) and
-// deletes stale keys that have not changed either, all or nothing. It returns
-// the new revision, or errConflict.
+// write puts the own lease and deletes stale keys in one transaction. The transaction requires that
+// the own key is still at revision, zero meaning absent, and that the stale keys have not changed. write
+// returns the new revision, or errConflict.
 func (m *Manager) write(ctx context.Context, own ownLease, revision int64, stale []entry) (int64, error) {
 	key := m.dir + own.key
 	conditions := []clientv3.Cmp{clientv3.Compare(clientv3.ModRevision(key), "=", revision)}

@@ -59,15 +59,15 @@ func TestDualStackNodesShareNoSubnet(t *testing.T) {
 }
 
 // TestRetakenLeaseIsJudgedLater finds an own lease that was taken again by a call that ended before
-// it could compare it with older leases. The next look at the lease must do so.
-func TestRetakenLeaseIsJudgedLater(t *testing.T) {
+// it could compare it with older leases. The next check of the lease must do so.
+func TestRecreatedLeaseIsComparedLater(t *testing.T) {
 	f := newFixture(t, sharedServer(t))
 	f.put(t, "config", configDual)
 	p := newProxy(t, f.server)
-	m := f.manager(t, via(p))
+	m := f.manager(t, throughProxy(p))
 	l := acquire(t, m, claim("192.0.2.1", "2001:db8::1"))
 	own, _, _ := f.get(t, "subnets/"+l.Key)
-	k := keeping(t, m, l)
+	k := startKeep(t, m, l)
 	p.cut()
 	f.delete(t, "subnets/"+l.Key)
 	v4, v6, _ := strings.Cut(l.Key, "&")
@@ -75,10 +75,10 @@ func TestRetakenLeaseIsJudgedLater(t *testing.T) {
 	if v4 == "10.5.200.0-24" {
 		rival = "10.5.201.0-24&" + v6
 	}
-	f.put(t, "subnets/"+rival, value("192.0.2.9"), f.grant(t, 60))
+	f.put(t, "subnets/"+rival, leaseValue("192.0.2.9"), f.grant(t, 60))
 	f.put(t, "subnets/"+l.Key, own, f.grant(t, 60))
 	p.open(t)
-	if err := k.lost(t); !strings.HasSuffix(err.Error(), "now belongs to 192.0.2.9, as part of "+rival) {
+	if err := k.waitUntilLost(t); !strings.HasSuffix(err.Error(), "now belongs to 192.0.2.9, as part of "+rival) {
 		t.Errorf("error is %v", err)
 	}
 	if v, _, _ := f.get(t, "subnets/"+l.Key); v != "" {
@@ -101,7 +101,7 @@ func TestHostsOfOneAndTwoFamiliesShareNoSubnet(t *testing.T) {
 		t.Run(tc.name, func(t *testing.T) {
 			f := newFixture(t, newServer(t))
 			f.put(t, "config", tc.config)
-			m := f.manager(t, previous(tc.wanted))
+			m := f.manager(t, withPrevious(tc.wanted))
 			before, err := m.list(t.Context())
 			if err != nil {
 				t.Fatal(err)

@@ -21,7 +21,7 @@ func (m *Manager) Acquire(ctx context.Context, cfg subnet.Config, c subnet.Claim
 	b := m.backoff()
 	for {
 		var own subnet.Lease
-		var s *self
+		var s *ownNode
 		err := m.retry(ctx, starting, func() (err error) {
 			if s, err = m.recent(ctx); err == nil {
 				own, err = m.acquire(ctx, s, cfg, c)
@@ -36,20 +36,20 @@ func (m *Manager) Acquire(ctx context.Context, cfg subnet.Config, c subnet.Claim
 			klog.FromContext(ctx).Error(err, "waiting for the API to give this node its subnet")
 		}
 		var begun time.Time
-		err = m.await(ctx, s, func() { begun = time.Now() }, func(now *self) bool { return !errors.Is(now.cidrsErr, errNoPodCIDR) })
-		m.lasted(b, begun)
-		if err == nil || errors.Is(err, errLook) {
+		err = m.await(ctx, s, func() { begun = time.Now() }, func(now *ownNode) bool { return !errors.Is(now.cidrsErr, errNoPodCIDR) })
+		m.resetAfterLongWatch(b, begun)
+		if err == nil || errors.Is(err, errOwnChanged) {
 			continue
 		}
 		m.report(ctx, starting, err)
-		if err := b.Wait(ctx, pause(err)); err != nil {
+		if err := b.Wait(ctx, retryAfter(err)); err != nil {
 			return subnet.Lease{}, err
 		}
 	}
 }
 
 // acquire returns errNoPodCIDR, wrapped, as long as there are none.
-func (m *Manager) acquire(ctx context.Context, s *self, cfg subnet.Config, c subnet.Claim) (subnet.Lease, error) {
+func (m *Manager) acquire(ctx context.Context, s *ownNode, cfg subnet.Config, c subnet.Claim) (subnet.Lease, error) {
 	name := *m.name.Load()
 	switch {
 	case !s.exists:
@@ -59,7 +59,7 @@ func (m *Manager) acquire(ctx context.Context, s *self, cfg subnet.Config, c sub
 	case s.cidrsErr != nil:
 		return subnet.Lease{}, fmt.Errorf("%w: node %s: %w", subnet.ErrUnfit, name, s.cidrsErr)
 	}
-	es, err := fit(cfg, c, s.cidrs)
+	es, err := endpointsOn(cfg, c, s.cidrs)
 	if err != nil {
 		err = fmt.Errorf("%w: node %s: %w", subnet.ErrUnfit, name, err)
 		m.events.sendNow(ctx, s.uid, "FlannelSubnetRefused", err.Error())
@@ -69,14 +69,14 @@ func (m *Manager) acquire(ctx context.Context, s *self, cfg subnet.Config, c sub
 	defer m.writing.Unlock()
 	claim := subnet.Claim{BackendType: c.BackendType, Endpoints: es}
 	want, wrong := m.wanted(s, claim)
-	m.complain(ctx, wrong)
-	if changes := m.decoder.keys.difference(s.published(), want); len(changes) > 0 {
+	m.warnIgnored(ctx, wrong)
+	if changes := m.keys.difference(s.published(), want); len(changes) > 0 {
 		if err := m.annotate(ctx, name, changes); err != nil {
 			return subnet.Lease{}, err
 		}
 	}
 	m.own.Store(&claim)
-	m.seen.Store(s) // its revision is for Watch
+	m.justRead.Store(s) // its revision is for Watch
 	return subnet.Lease{
 		Key: name, Order: uint64(s.created), BackendType: c.BackendType, Endpoints: es, Permanent: true,
 	}, nil

@@ -15,16 +15,17 @@ import (
 	"github.com/flanneld/flanneld/pkg/oneline"
 	"github.com/flanneld/flanneld/pkg/version"
 	"github.com/flanneld/flanneld/subnet"
+	"github.com/flanneld/flanneld/subnet/kube/wire"
 )
 
-// Entry is one Node as an operator looks at it.
+// Entry is one Node in the view of an operator.
 type Entry struct {
 	Lease subnet.Lease
-	Err   error // why it is no lease (which then has a Key alone), or why it lacks a family
+	Err   error // why Lease has only a Key, or lacks a family; nil if it is complete
 }
 
 // Entries lists the leases of all Nodes that flannel manages, by name of the Node.
-// Of cfg it needs what says how to reach the API server, and the annotation prefix.
+// It uses only APIURL, Kubeconfig and AnnotationPrefix of cfg.
 func Entries(ctx context.Context, cfg Config) ([]Entry, error) {
 	p, err := AnnotationPrefix(cmp.Or(cfg.AnnotationPrefix, DefaultAnnotationPrefix))
 	if err != nil {
@@ -35,20 +36,17 @@ func Entries(ctx context.Context, cfg Config) ([]Entry, error) {
 		return nil, err
 	}
 	defer c.renew()
-	d := &decoder{newKeys(p)}
-	v := &view{keys: &d.keys, entries: map[string]*entry{}}
-	_, err = c.list(ctx, d, query{}, func(o *object) error {
-		v.take(o, true, &view{})
-		return nil
-	})
+	k := newKeys(p)
+	cache := &nodeCache{keys: k, entries: map[string]*entry{}}
+	_, err = c.list(ctx, k.newDecoder(), query{}, func(n *wire.Node) { cache.put(n, true, &nodeCache{}) })
 	if err != nil {
 		return nil, fmt.Errorf("list nodes: %w", err)
 	}
 	var all []Entry
-	for _, e := range v.entries {
+	for _, e := range cache.entries {
 		switch {
 		case e.lease != nil:
-			all = append(all, Entry{*e.lease, e.partly})
+			all = append(all, Entry{*e.lease, e.partialErr})
 		case e.notes[managed].text == "true" && e.cidrs == nil:
 			all = append(all, Entry{subnet.Lease{Key: e.name}, errNoPodCIDR})
 		case !errors.Is(e.err, errNotManaged):
@@ -67,14 +65,14 @@ func operatorClient(cfg Config) (*client, error) {
 	return newClient(rc, "flannelctl/"+version.Version)
 }
 
-// onlooker is the own Node of a program that only reads. No Node can have this name.
-const onlooker = "-"
+// readerName is the name of the own Node of a program that only reads. No Node can have it.
+const readerName = "-"
 
 // Watch calls sink with the leases of all Nodes that flannel manages, and again
-// after every change, until ctx ends. It waits for an API server that is away.
-// Of cfg it needs what Entries does.
+// after every change, until ctx ends. It waits for an API server that is unavailable. It uses the
+// same fields of cfg as Entries.
 func Watch(ctx context.Context, cfg Config, sink func(subnet.Update)) error {
-	cfg.NodeName = onlooker
+	cfg.NodeName = readerName
 	m, err := New(cfg)
 	if err != nil {
 		return err
@@ -82,12 +80,11 @@ func Watch(ctx context.Context, cfg Config, sink func(subnet.Update)) error {
 	return oneline.Join(m.Watch(ctx, sink), m.Close())
 }
 
-// netConf is the key of a ConfigMap under which the network configuration is, as
-// the known flannel's manifests have it.
+// netConf is the key of the network configuration in a ConfigMap, as in flannel's manifests.
 const netConf = "net-conf.json"
 
-// NetConfig returns the network configuration in a ConfigMap as it stands there.
-// Without one it returns subnet.ErrNoConfig, wrapped.
+// NetConfig returns the text of the network configuration in a ConfigMap. It returns
+// subnet.ErrNoConfig, wrapped, if the ConfigMap has none.
 func NetConfig(ctx context.Context, cfg Config, namespace, name string) ([]byte, error) {
 	c, err := operatorClient(cfg)
 	if err != nil {

@@ -4,24 +4,25 @@ package kube
 
 import (
 	"context"
-	"math/rand/v2"
 	"sync"
 	"time"
 
 	"k8s.io/klog/v2"
 
+	"github.com/flanneld/flanneld/pkg/wait"
 	"github.com/flanneld/flanneld/subnet"
+	"github.com/flanneld/flanneld/subnet/kube/wire"
 )
 
-// audit compares a view that was restored from a former run with a list of all Nodes, once and
+// audit compares a cache that was restored from an earlier run with a list of all Nodes, once and
 // at a random time. It reads pages with pauses in between. It belongs to the goroutine that
 // follows the watch, except for the requests.
 type audit struct {
-	m    *Manager
-	v    *view
-	due  *time.Timer
-	got  chan listed
-	list *listed // that the view has not reached yet
+	m     *Manager
+	cache *nodeCache
+	due   *time.Timer
+	got   chan listed
+	list  *listed // which the cache has not reached yet
 }
 
 // listed has all Nodes at one revision, without podCIDRs. It is empty if the list has failed.
@@ -33,9 +34,9 @@ type listed struct {
 // auditPage is the number of Nodes on a page of metadata, of some 4 kB each.
 const auditPage = 250
 
-func newAudit(m *Manager, v *view) *audit {
-	a := &audit{m: m, v: v, got: make(chan listed), due: time.NewTimer(time.Until(v.auditAt))}
-	if v.restored == 0 {
+func newAudit(m *Manager, cache *nodeCache) *audit {
+	a := &audit{m: m, cache: cache, got: make(chan listed), due: time.NewTimer(time.Until(cache.auditAt))}
+	if cache.restored == 0 {
 		a.due.Stop()
 	}
 	return a
@@ -43,7 +44,7 @@ func newAudit(m *Manager, v *view) *audit {
 
 // begin starts to read the list.
 func (a *audit) begin(ctx context.Context, wg *sync.WaitGroup) {
-	a.v.deleted = map[string]struct{}{}
+	a.cache.deleted = map[string]struct{}{}
 	wg.Go(func() {
 		l, err := a.read(ctx)
 		if err != nil {
@@ -61,46 +62,43 @@ func (a *audit) read(ctx context.Context) (listed, error) {
 	all := listed{nodes: map[string]*entry{}}
 	q := query{metadata: true, limit: auditPage}
 	for {
-		l, err := a.m.client.list(ctx, a.m.decoder, q, func(o *object) error {
-			e := &entry{name: string(o.name), uid: string(o.uid), order: uint64(o.created), version: parseRevision(o.revision), host: string(o.host)}
-			e.setNotes(o)
+		l, err := a.m.client.list(ctx, a.m.decoder, q, func(n *wire.Node) {
+			e := &entry{name: string(n.Name), uid: string(n.UID), order: uint64(n.Created), version: n.Revision, host: string(n.Hostname)}
+			e.setNotes(n)
 			all.nodes[e.name] = e
-			return nil
 		})
 		if err != nil {
 			return listed{}, err
 		}
-		if all.revision = max(all.revision, l.revision); l.more == "" {
+		if all.revision = max(all.revision, l.Revision); l.Continue == "" {
 			return all, nil
 		}
-		q.more = l.more
-		select {
-		case <-ctx.Done():
-			return listed{}, ctx.Err()
-		case <-time.After(a.m.timing.auditPage/2 + rand.N(a.m.timing.auditPage+1)):
+		q.more = l.Continue
+		if err := wait.For(ctx, wait.Vary(a.m.timing.auditPage, 0.5)); err != nil {
+			return listed{}, err
 		}
 	}
 }
 
-// take receives the list, or the news that it has failed.
-func (a *audit) take(l listed) {
+// setList receives the list. An empty one means that reading it has failed.
+func (a *audit) setList(l listed) {
 	if l.nodes == nil {
-		a.v.deleted = nil
-		a.due.Reset(a.m.timing.audit/20 + rand.N(a.m.timing.audit/10+1))
+		a.cache.deleted = nil
+		a.due.Reset(wait.Vary(a.m.timing.audit/10, 0.5))
 		return
 	}
 	a.list = &l
 }
 
-// compare makes the comparison once the view has reached the revision of the list, and corrects
+// compare makes the comparison once the cache has reached the revision of the list, and corrects
 // what differs.
 func (a *audit) compare(ctx context.Context, f *fetcher, sink func(subnet.Update)) {
-	if a.list == nil || a.v.revision < a.list.revision {
+	if a.list == nil || a.cache.revision < a.list.revision {
 		return
 	}
 	l := *a.list
-	names := a.v.differing(l)
-	a.list, a.v.deleted, a.v.restored = nil, nil, 0
+	names := a.cache.differing(l)
+	a.list, a.cache.deleted, a.cache.restored = nil, nil, 0
 	if len(names) == 0 {
 		return
 	}
@@ -109,28 +107,28 @@ func (a *audit) compare(ctx context.Context, f *fetcher, sink func(subnet.Update
 		a.m.cfg.OnRepaired(len(names))
 	}
 	for _, name := range names {
-		a.v.correct(l.nodes[name], name)
-		if a.v.entries[name].lacks() {
-			f.want(name)
+		a.cache.correct(l.nodes[name], name)
+		if a.cache.entries[name].needsRequest() {
+			f.request(name)
 		}
-		a.v.publish(ctx, name, sink)
+		a.cache.publish(ctx, name, sink)
 	}
 }
 
 // correct replaces an entry by the Node as listed, or removes it if that is nil. The podCIDRs of
-// another Node than before are not known and have to be asked for.
-func (v *view) correct(is *entry, name string) {
+// another Node than before are not known and have to be requested.
+func (c *nodeCache) correct(is *entry, name string) {
 	if is == nil {
-		delete(v.entries, name)
+		delete(c.entries, name)
 		return
 	}
 	is.fresh = true
-	if e := v.entries[name]; e != nil {
-		is.logged = e.logged
+	if e := c.entries[name]; e != nil {
+		is.loggedProblem = e.loggedProblem
 		if e.order == is.order {
 			is.cidrs, is.lease, is.fresh = e.cidrs, e.lease, false
 		}
 	}
-	v.entries[name] = is
-	v.decode(is)
+	c.entries[name] = is
+	c.decode(is)
 }

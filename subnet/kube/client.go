@@ -23,10 +23,11 @@ import (
 	"k8s.io/client-go/util/connrotation"
 
 	"github.com/flanneld/flanneld/subnet"
+	"github.com/flanneld/flanneld/subnet/kube/wire"
 )
 
-// The forms in which objects are asked for. Metadata leaves spec and status
-// out, which are most of a Node and change all the time.
+// The forms in which objects are requested. Metadata does not contain spec and status, which are most
+// of a Node and change all the time.
 const (
 	acceptJSON     = "application/json"
 	acceptFull     = "application/vnd.kubernetes.protobuf, application/json;q=0.1"
@@ -35,7 +36,7 @@ const (
 	acceptMetadataList = "application/vnd.kubernetes.protobuf;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
 )
 
-// The types of what is sent.
+// The types of the bodies of requests.
 const (
 	sendPatch = "application/strategic-merge-patch+json"
 	sendJSON  = "application/json"
@@ -43,18 +44,17 @@ const (
 
 // client sends requests to the API server.
 type client struct {
-	host   string // as it is named in errors
+	host   string // for errors
 	base   *url.URL
 	http   *http.Client
 	dialer *connrotation.Dialer
 	late   atomic.Int32 // how often the deadline of requests is doubled, at most maxLate
 }
 
-// errEnded says that a watch has ended early for no fault of the server's.
+// errEnded means that a watch has ended early without a failure of the server.
 var errEnded = errors.New("watch has ended")
 
-// restConfig is how to reach the API server, from flags or from the pod's
-// service account.
+// restConfig returns how to reach the API server, from flags or from the pod's service account.
 func restConfig(apiURL, kubeconfig string) (*rest.Config, error) {
 	if apiURL == "" && kubeconfig == "" {
 		cfg, err := rest.InClusterConfig()
@@ -93,10 +93,9 @@ func newClient(cfg *rest.Config, agent string) (*client, error) {
 	return &client{host: base.Host, base: base, http: h, dialer: dialer}, nil
 }
 
-// newDialer returns what makes connections. One that leads nowhere any more is given
-// up after 45 seconds, which is what HTTP/2 has, by itself: over HTTP/1.1, to an
-// http:// URL or through a proxy that speaks nothing else, a watch depends on the
-// kernel's keep-alive, which reaches as far as the proxy.
+// newDialer returns the dialer of connections. The kernel closes a connection to a host that does not
+// answer after 45 seconds, as HTTP/2 does by itself. HTTP/1.1, to an http:// URL or through a proxy,
+// depends on this keep-alive, which reaches as far as the proxy.
 func newDialer() *net.Dialer {
 	return &net.Dialer{
 		Timeout:         10 * time.Second,
@@ -151,9 +150,9 @@ func (c *client) do(ctx context.Context, r request) (*http.Response, error) {
 // maxLate limits the deadline of requests to four times the usual one.
 const maxLate = 2
 
-// patiently calls f with a deadline. Behind a request that came to its deadline the next one
-// has twice as much time, until the server is quick again: a server that thousands of hosts
-// ask at once would never finish if each of them gave up early and asked again.
+// patiently calls f with a deadline. After a request that came to its deadline the next one has twice
+// as much time, until the server is fast again: if thousands of hosts use the server at once and
+// each of them gave up early and repeated its request, the server would never finish.
 func (c *client) patiently(ctx context.Context, deadline time.Duration, f func(context.Context) error) error {
 	usual, late := deadline, c.late.Load()
 	deadline <<= late
@@ -171,7 +170,7 @@ func (c *client) patiently(ctx context.Context, deadline time.Duration, f func(c
 	return err
 }
 
-// call sends a request that is answered at once and returns the answer.
+// call sends a request whose answer has an end, and returns the answer.
 func (c *client) call(ctx context.Context, timeout time.Duration, r request) (body []byte, err error) {
 	err = c.patiently(ctx, timeout, func(ctx context.Context) (err error) {
 		body, err = c.callOnce(ctx, r)
@@ -188,26 +187,22 @@ func (c *client) callOnce(ctx context.Context, r request) ([]byte, error) {
 	var body []byte
 	if err == nil {
 		defer resp.Body.Close()
-		if body, err = io.ReadAll(io.LimitReader(resp.Body, maxObject)); err != nil {
+		if body, err = io.ReadAll(io.LimitReader(resp.Body, wire.MaxObject)); err != nil {
 			err = c.explain(err)
 		}
 	}
 	return body, err
 }
 
-// maxObject is the largest object that is read, in bytes. etcd holds none that
-// is larger than a few MB.
-const maxObject = 16 << 20
-
 // apiError is a failure of the API server, or of the connection to it. It can pass.
 type apiError struct {
-	host            string
-	kind            string
-	code            int    // of HTTP; 0 without an answer
-	reason, message string // as the server said
-	retryAfter      time.Duration
-	tooLarge        bool // the server has not seen the resource version that was asked for
-	cause           error
+	host       string
+	kind       string
+	code       int    // of HTTP; 0 without an answer
+	message    string // of the server
+	retryAfter time.Duration
+	tooLarge   bool // the server has not reached the requested resource version
+	cause      error
 }
 
 // Error implements error: one line.
@@ -227,22 +222,22 @@ func hasCode(err error, code int) bool {
 	return ok && e.code == code
 }
 
-// isTooLarge reports whether err is the answer of a server that has not seen the
-// resource version that was asked for.
+// isTooLarge reports whether err is the answer of a server that has not reached the requested resource
+// version.
 func isTooLarge(err error) bool {
 	e, ok := errors.AsType[*apiError](err)
 	return ok && e.tooLarge
 }
 
-// pause is how long the server asked to wait before the next request.
-func pause(err error) time.Duration {
+// retryAfter returns the time that the server asked to wait before the next request.
+func retryAfter(err error) time.Duration {
 	if e, ok := errors.AsType[*apiError](err); ok {
 		return e.retryAfter
 	}
 	return 0
 }
 
-// explain turns an error of the way to the server into one line.
+// explain converts an error of the connection to the server into one line.
 func (c *client) explain(err error) error {
 	switch {
 	case errors.Is(err, context.Canceled):
@@ -252,12 +247,12 @@ func (c *client) explain(err error) error {
 	}
 	e := &apiError{host: c.host, kind: "unreachable", message: err.Error(), cause: err}
 	if u, ok := errors.AsType[*url.Error](err); ok {
-		e.message = u.Err.Error() // the URL is the same every time
+		e.message = u.Err.Error() // without the URL, which is always the same
 	}
 	switch {
 	case errors.Is(err, context.DeadlineExceeded):
 		e.message = "no answer in time"
-	case errors.Is(err, errWire):
+	case errors.Is(err, wire.ErrMalformed):
 		e.kind = "malformed answer"
 	case strings.Contains(e.message, "tls: "), strings.Contains(e.message, "x509: "):
 		e.kind = "TLS"
@@ -268,11 +263,9 @@ func (c *client) explain(err error) error {
 // refusal returns the error in an answer.
 func (c *client) refusal(resp *http.Response) error {
 	body, _ := io.ReadAll(io.LimitReader(resp.Body, 1<<20)) // a part of it is better than nothing
-	e := apiError{code: resp.StatusCode}
-	if raw, err := unwrap(body); err == nil {
-		if s, err := decodeStatus(raw); err == nil {
-			e = s
-		}
+	var e apiError
+	if status, err := wire.DecodeStatus(body); err == nil {
+		e = fromStatus(status)
 	} else if err := e.readJSON(body); err != nil {
 		e.message = subnet.Shorten(string(body))
 	}
@@ -280,28 +273,37 @@ func (c *client) refusal(resp *http.Response) error {
 	return c.complete(e, resp.Header.Get("Retry-After"))
 }
 
-// readJSON fills e from a Status in JSON. An API server sends that instead of
-// protobuf if the request asks for metadata only: an error has no such form.
+// readJSON fills e from a Status in JSON. An API server sends JSON instead of protobuf if the request
+// is for metadata, because an error has no such form.
 func (e *apiError) readJSON(body []byte) error {
 	var status struct {
-		Reason, Message string
-		Details         struct{ Causes []struct{ Reason string } }
+		Message string
+		Details struct{ Causes []struct{ Reason string } }
 	}
 	if err := json.Unmarshal(body, &status); err != nil {
 		return err
 	}
-	e.reason, e.message = status.Reason, status.Message
+	e.message = status.Message
 	for _, cause := range status.Details.Causes {
-		e.takeCause(cause.Reason)
+		e.addCause(cause.Reason)
 	}
 	return nil
 }
 
-// tooLargeMessage is what API servers say before 1.18.6, which name no cause.
+// tooLargeMessage is in the message of API servers before 1.18.6, which name no cause.
 const tooLargeMessage = "Too large resource version"
 
-// takeCause takes in one of the causes that a Status names.
-func (e *apiError) takeCause(cause string) {
+// fromStatus returns the error that a Status describes, without the parts that complete adds.
+func fromStatus(s *wire.StatusError) apiError {
+	e := apiError{code: s.Code, message: s.Message}
+	for _, cause := range s.Causes {
+		e.addCause(cause)
+	}
+	return e
+}
+
+// addCause records the reason of one of the causes in a Status.
+func (e *apiError) addCause(cause string) {
 	e.tooLarge = e.tooLarge || cause == "ResourceVersionTooLarge"
 }
 

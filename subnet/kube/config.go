@@ -11,11 +11,9 @@ import (
 	"time"
 )
 
-// WatchConfig calls sink with the text of the configuration file at once and
-// whenever that has changed, nil if there is no file. It blocks until ctx ends,
-// with its error. The file is read again every few seconds: in a ConfigMap's
-// volume it is a link, through a link that is swapped, which may be on any file
-// system.
+// WatchConfig implements subnet.ConfigWatcher for the configuration file. It reads the file again
+// every few seconds. Notifications of the kernel would not be sufficient, because the file may be
+// on any file system, and in a ConfigMap's volume its path leads through a link that is replaced.
 func (m *Manager) WatchConfig(ctx context.Context, sink func(text []byte)) error {
 	ticker := time.NewTicker(m.timing.poll)
 	defer ticker.Stop()

@@ -12,8 +12,8 @@ import (
 	"github.com/google/go-cmp/cmp"
 )
 
-// A ConfigMap's volume has links to files in a directory that is a link, too:
-// an update swaps that one.
+// TestWatchConfigFollowsAConfigMap replaces the directory of the configuration file, as an update of a
+// ConfigMap's volume does: the file is a link into a directory that is a link, too.
 func TestWatchConfigFollowsAConfigMap(t *testing.T) {
 	dir := t.TempDir()
 	version := func(name, text string) {

@@ -14,16 +14,17 @@ import (
 
 	"golang.org/x/time/rate"
 	"k8s.io/klog/v2"
+
+	"github.com/flanneld/flanneld/pkg/wait"
 )
 
-// recorder makes Events about the own Node. They are for people to look at: one
-// that cannot be made, because the role does not allow it or the server is
-// away, is dropped.
-type recorder struct {
+// eventSender creates Events about the own Node, for operators. It drops an Event that cannot be
+// created, because the role does not permit it or the server is unavailable.
+type eventSender struct {
 	m     *Manager
 	queue chan event
 	limit *rate.Limiter
-	said  map[event]time.Time // of the goroutine that sends
+	sent  map[event]time.Time // when; only for the goroutine of run
 }
 
 type event struct{ reason, message string }
@@ -33,27 +34,27 @@ const (
 	eventBurst     = 10
 	eventEvery     = time.Minute
 	eventRepeat    = 2 * time.Hour // the same one again: the server keeps it for an hour
-	maxEventName   = 236           // bytes in front of the digest: the API takes 253
-	maxEvent       = 1000          // bytes of a message: the API takes 1024
+	maxEventName   = 236           // bytes before the hash: the API accepts 253
+	maxEvent       = 1000          // bytes of a message: the API accepts 1024
 )
 
-func newRecorder(m *Manager) *recorder {
-	return &recorder{m: m, queue: make(chan event, eventBurst), limit: rate.NewLimiter(rate.Every(eventEvery), eventBurst), said: map[event]time.Time{}}
+func newEventSender(m *Manager) *eventSender {
+	return &eventSender{m: m, queue: make(chan event, eventBurst), limit: rate.NewLimiter(rate.Every(eventEvery), eventBurst), sent: map[event]time.Time{}}
 }
 
-// Warn has an Event made about the own Node, unless the same was made within
-// eventRepeat or there have been many. It does not block.
-func (m *Manager) Warn(reason, message string) { m.events.send(reason, message) }
+// Warn implements subnet.Warner: it creates an Event about the own Node, unless it has created
+// the same one within eventRepeat, or many others.
+func (m *Manager) Warn(reason, message string) { m.events.enqueue(reason, message) }
 
-func (r *recorder) send(reason, message string) {
+func (r *eventSender) enqueue(reason, message string) {
 	select {
 	case r.queue <- event{reason, message}:
 	default: // too many already
 	}
 }
 
-// run makes Events until ctx ends.
-func (r *recorder) run(ctx context.Context) {
+// run creates Events until ctx ends.
+func (r *eventSender) run(ctx context.Context) {
 	for {
 		select {
 		case <-ctx.Done():
@@ -62,48 +63,41 @@ func (r *recorder) run(ctx context.Context) {
 			if r.pause(ctx) != nil {
 				return
 			}
-			r.make(ctx, e)
+			r.createOnce(ctx, e)
 			for range len(r.queue) {
-				r.make(ctx, <-r.queue)
+				r.createOnce(ctx, <-r.queue)
 			}
 		}
 	}
 }
 
-// pause waits before Events are made. One bad peer makes all nodes refuse it at the
-// same moment: their Events reach the API server one after the other.
-func (r *recorder) pause(ctx context.Context) error {
-	timer := time.NewTimer(rand.N(time.Duration(r.m.nodes.Load())*r.m.timing.event + 1))
-	defer timer.Stop()
-	select {
-	case <-ctx.Done():
-		return ctx.Err()
-	case <-timer.C:
-		return nil
-	}
+// pause waits for a random time before Events are created. All nodes refuse a bad peer at the same
+// moment, and their Events should reach the API server one after the other.
+func (r *eventSender) pause(ctx context.Context) error {
+	return wait.For(ctx, rand.N(time.Duration(r.m.nodes.Load())*r.m.timing.event+1))
 }
 
-// make makes an Event unless the same one was made lately, or there are too many.
-func (r *recorder) make(ctx context.Context, e event) {
-	if at, ok := r.said[e]; ok && time.Since(at) < eventRepeat || !r.limit.Allow() {
+// createOnce creates an Event unless it has created the same one lately, or too many others.
+func (r *eventSender) createOnce(ctx context.Context, e event) {
+	if at, ok := r.sent[e]; ok && time.Since(at) < eventRepeat || !r.limit.Allow() {
 		return
 	}
-	for old, at := range r.said {
+	for old, at := range r.sent {
 		if time.Since(at) >= eventRepeat {
-			delete(r.said, old)
+			delete(r.sent, old)
 		}
 	}
 	if uid := *r.m.uid.Load(); uid != "" {
-		r.said[e] = time.Now()
+		r.sent[e] = time.Now()
 		r.sendNow(ctx, uid, e.reason, e.message)
 	}
 }
 
-// sendNow makes an Event at once. One that a former run made has the same name, and
-// is enough for as long as the server keeps it.
-func (r *recorder) sendNow(ctx context.Context, uid, reason, message string) {
+// sendNow creates an Event at once. If an earlier run has created the same one, it has the same name,
+// and the server refuses the second one.
+func (r *eventSender) sendNow(ctx context.Context, uid, reason, message string) {
 	name := *r.m.name.Load()
-	event := strings.TrimRight(name[:min(len(name), maxEventName)], ".-") + "." + digest(uid, reason, message)
+	event := strings.TrimRight(name[:min(len(name), maxEventName)], ".-") + "." + hashOf(uid, reason, message)
 	now := time.Now().UTC().Truncate(time.Second)
 	body, err := json.Marshal(map[string]any{
 		"apiVersion": "v1", "kind": "Event",
@@ -124,8 +118,8 @@ func (r *recorder) sendNow(ctx context.Context, uid, reason, message string) {
 	}
 }
 
-// digest tells texts apart.
-func digest(texts ...string) string {
+// hashOf returns a text of 16 digits that differs for different texts.
+func hashOf(texts ...string) string {
 	sum := sha256.Sum256([]byte(strings.Join(texts, "\x00")))
 	return hex.EncodeToString(sum[:8])
 }

@@ -12,102 +12,103 @@ import (
 	"time"
 )
 
-// fetcher asks for Nodes in full. It ends with the watch that made it. All of it
-// belongs to the goroutine that follows the watch, but for the requests under way.
+// fetcher requests Nodes in full. It ends with the watch for which it was made. It belongs to the
+// goroutine that follows the watch, except for the requests in progress.
 //
-// A new Node makes every daemon of the cluster ask at the same moment, and many new
-// ones would make them ask many times. So a daemon sends at most one request in an
-// interval that grows with the number of Nodes, and asks for all Nodes that have
-// come meanwhile together.
+// Every daemon of the cluster requests a new Node at the same moment, and many new Nodes would
+// cause many requests. So a daemon sends at most one request in an interval that grows with the
+// number of Nodes. It requests all Nodes together that have come in that time.
 type fetcher struct {
-	m *Manager
-	v *view
-	// asked has the Nodes that are being asked for, or will be: true if one has changed
-	// since the request, so that the answer may be older than that.
-	asked   map[string]bool
-	waiting []string    // in asked, without a request
-	due     *time.Timer // for waiting
-	last    time.Time   // when waiting was asked for last
-	got     chan fetched
-	slots   chan struct{}
-	wg      sync.WaitGroup
+	m     *Manager
+	cache *nodeCache
+	// requested contains the Nodes that are being requested, or will be. The value is true if the Node
+	// has changed since the request, so that the answer may be older than that change.
+	requested map[string]bool
+	waiting   []string    // in requested, but not sent yet
+	due       *time.Timer // for waiting
+	last      time.Time   // when waiting was requested last
+	answers   chan fetched
+	slots     chan struct{}
+	wg        sync.WaitGroup
 }
 
-// asking is one request for Nodes.
-type asking struct {
+// nodeRequest is one request for Nodes.
+type nodeRequest struct {
 	query
 	names []string
 }
 
-// fetched is what the request has brought, by name.
+// fetched is the answer to a request, by name.
 type fetched struct {
-	asking
-	found map[string]*self
+	nodeRequest
+	found map[string]*ownNode
 }
 
 const (
 	fetchers = 8 // requests at the same time
-	fewNodes = 4 // are asked for one by one: the server finds a name faster than a label
-	// together is how many Nodes one request names, so that its URL has less than 8 kB.
+	fewNodes = 4 // up to which Nodes are requested one by one: the server finds a name faster than a label
+	// together is the number of Nodes in one request, so that its URL has less than 8 kB.
 	together = 100
-	// atOnce is how many daemons may ask at the same time for one new Node: the API
-	// server sends them the event over as much time as it needs to answer them.
+	// atOnce is the number of daemons that may request one new Node at the same time: the API
+	// server needs as much time to send them the event as to answer them.
 	atOnce = 5000
 )
 
-func newFetcher(m *Manager, v *view) *fetcher {
-	f := &fetcher{m: m, v: v, asked: map[string]bool{}, got: make(chan fetched), slots: make(chan struct{}, fetchers), due: time.NewTimer(0)}
+func newFetcher(m *Manager, cache *nodeCache) *fetcher {
+	f := &fetcher{m: m, cache: cache, requested: map[string]bool{}, answers: make(chan fetched), slots: make(chan struct{}, fetchers), due: time.NewTimer(0)}
 	f.due.Stop()
 	return f
 }
 
-// want has a Node asked for soon.
-func (f *fetcher) want(name string) {
-	if _, under := f.asked[name]; under {
-		f.asked[name] = true
+// request requests a Node soon.
+func (f *fetcher) request(name string) {
+	if _, under := f.requested[name]; under {
+		f.requested[name] = true
 		return
 	}
-	f.asked[name] = false
+	f.requested[name] = false
 	if len(f.waiting) == 0 {
 		f.due.Reset(f.pause())
 	}
 	f.waiting = append(f.waiting, name)
 }
 
-// interval is the time for one request.
-func (f *fetcher) interval() time.Duration { return f.m.timing.ask*time.Duration(len(f.v.entries)) + 1 }
+// interval returns the least time between two requests.
+func (f *fetcher) interval() time.Duration {
+	return f.m.timing.requestPause*time.Duration(len(f.cache.entries)) + 1
+}
 
 func (f *fetcher) pause() time.Duration {
 	next := time.Until(f.last.Add(f.interval()))
 	if next <= 0 {
-		return rand.N(f.m.timing.ask*time.Duration(max(0, len(f.v.entries)-atOnce)) + 1)
+		return rand.N(f.m.timing.requestPause*time.Duration(max(0, len(f.cache.entries)-atOnce)) + 1)
 	}
 	return next + rand.N(f.interval())
 }
 
-// flush asks for all that wait.
+// flush requests all Nodes that wait.
 func (f *fetcher) flush(ctx context.Context) {
 	f.last = time.Now()
 	names := slices.DeleteFunc(f.waiting, func(name string) bool {
-		f.asked[name] = false
-		if f.v.entries[name].lacks() {
+		f.requested[name] = false
+		if f.cache.entries[name].needsRequest() {
 			return false
 		}
-		delete(f.asked, name)
+		delete(f.requested, name)
 		return true
 	})
 	f.waiting = nil
 	spread := f.interval()
-	for _, a := range f.v.requests(names) {
+	for _, a := range f.cache.requests(names) {
 		f.wg.Go(func() { f.fetch(ctx, a, spread) })
 	}
 }
 
-// requests returns how to ask for the Nodes of these names: for each as it was at its
-// last event or later, which the server that sent the event has in its cache.
-func (v *view) requests(names []string) []asking {
-	all := v.split(names)
-	if v.behind {
+// requests returns the requests for the Nodes with these names. Each Node is requested at the
+// revision of its last event or later, which the server that sent the event has in its cache.
+func (c *nodeCache) requests(names []string) []nodeRequest {
+	all := c.split(names)
+	if c.behind {
 		for i := range all {
 			all[i].revision = 0
 		}
@@ -115,21 +116,21 @@ func (v *view) requests(names []string) []asking {
 	return all
 }
 
-func (v *view) split(names []string) []asking {
-	var all []asking
+func (c *nodeCache) split(names []string) []nodeRequest {
+	var all []nodeRequest
 	var labelled []string
 	for _, name := range names {
-		e := v.entries[name]
+		e := c.entries[name]
 		if e.host != "" && len(names) > fewNodes {
 			labelled = append(labelled, name)
 			continue
 		}
-		all = append(all, asking{query{name: name, revision: e.version}, []string{name}})
+		all = append(all, nodeRequest{query{name: name, revision: e.version}, []string{name}})
 	}
 	for chunk := range slices.Chunk(labelled, together) {
-		a := asking{names: chunk}
+		a := nodeRequest{names: chunk}
 		for _, name := range chunk {
-			e := v.entries[name]
+			e := c.entries[name]
 			a.hosts, a.revision = append(a.hosts, e.host), max(a.revision, e.version)
 		}
 		all = append(all, a)
@@ -137,24 +138,24 @@ func (v *view) split(names []string) []asking {
 	return all
 }
 
-// ask sends one request for Nodes.
-func (m *Manager) ask(ctx context.Context, a asking) (fetched, error) {
-	got := fetched{a, make(map[string]*self, len(a.names))}
-	if _, err := m.readSome(ctx, a.query, func(name string, s *self) { got.found[name] = s }); err != nil {
+// requestOnce sends one request for Nodes.
+func (m *Manager) requestOnce(ctx context.Context, a nodeRequest) (fetched, error) {
+	got := fetched{a, make(map[string]*ownNode, len(a.names))}
+	if _, err := m.readNodes(ctx, a.query, func(name string, s *ownNode) { got.found[name] = s }); err != nil {
 		return fetched{}, fmt.Errorf("read node %s: %w", a, err)
 	}
 	return got, nil
 }
 
-// askAll sends requests, several at a time, and returns what all of them have brought.
-func (m *Manager) askAll(ctx context.Context, requests []asking) ([]fetched, error) {
+// requestAll sends requests, several at a time, and returns all answers.
+func (m *Manager) requestAll(ctx context.Context, requests []nodeRequest) ([]fetched, error) {
 	answers, errs := make([]fetched, len(requests)), make([]error, len(requests))
 	slots := make(chan struct{}, fetchers)
 	var wg sync.WaitGroup
 	for i, a := range requests {
 		slots <- struct{}{}
 		wg.Go(func() {
-			answers[i], errs[i] = m.ask(ctx, a)
+			answers[i], errs[i] = m.requestOnce(ctx, a)
 			<-slots
 		})
 	}
@@ -163,7 +164,7 @@ func (m *Manager) askAll(ctx context.Context, requests []asking) ([]fetched, err
 }
 
 // String names the Nodes.
-func (a asking) String() string {
+func (a nodeRequest) String() string {
 	if len(a.names) > 1 {
 		return fmt.Sprintf("%s and %d others", a.names[0], len(a.names)-1)
 	}
@@ -171,50 +172,50 @@ func (a asking) String() string {
 }
 
 // fetch sends a request until it is answered. spread is added to pauses, so that
-// daemons which a server has refused together do not come back together.
-func (f *fetcher) fetch(ctx context.Context, a asking, spread time.Duration) {
+// daemons which a server has refused together do not repeat their requests together.
+func (f *fetcher) fetch(ctx context.Context, a nodeRequest, spread time.Duration) {
 	select {
 	case f.slots <- struct{}{}:
 		defer func() { <-f.slots }()
 	case <-ctx.Done():
 		return
 	}
-	// An activity of its own: the watch that goes on says nothing of it.
+	// It is an activity of its own, because the watch works at the same time.
 	activity := getting + a.names[0]
 	defer f.m.outage.Forget(activity)
 	b := f.m.backoff()
 	for failed := false; ; failed = true {
-		got, err := f.m.ask(ctx, a)
+		got, err := f.m.requestOnce(ctx, a)
 		if err == nil {
 			if failed {
 				f.m.report(ctx, activity, nil)
 			}
 			select {
-			case f.got <- got:
+			case f.answers <- got:
 			case <-ctx.Done():
 			}
 			return
 		}
 		f.m.report(ctx, activity, err)
-		if b.Wait(ctx, pause(err)+rand.N(spread)) != nil {
+		if b.Wait(ctx, retryAfter(err)+rand.N(spread)) != nil {
 			return
 		}
 	}
 }
 
-// take takes in an answer.
-func (f *fetcher) take(got fetched) {
-	f.v.supply(got)
+// applyAnswer applies an answer to the cache, and requests Nodes again that it lacks.
+func (f *fetcher) applyAnswer(got fetched) {
+	f.cache.applyAnswer(got)
 	for _, name := range got.names {
-		again := f.asked[name]
-		delete(f.asked, name)
-		if f.v.entries[name].lacks() && (again || got.missed(name)) {
-			f.want(name)
+		again := f.requested[name]
+		delete(f.requested, name)
+		if f.cache.entries[name].needsRequest() && (again || got.isMissing(name)) {
+			f.request(name)
 		}
 	}
 }
 
-// missed reports whether the answer lacks a Node. A request for several Nodes selects them by
-// their label kubernetes.io/hostname, which can differ from their name. The next request for a
-// missed Node is by its name.
-func (got fetched) missed(name string) bool { return got.hosts != nil && got.found[name] == nil }
+// isMissing reports whether the answer lacks a Node. A request for several Nodes selects them by
+// their label kubernetes.io/hostname, which can differ from their name. The next request for such
+// a Node is by its name.
+func (got fetched) isMissing(name string) bool { return got.hosts != nil && got.found[name] == nil }

@@ -3,6 +3,7 @@
 package kube
 
 import (
+	"bytes"
 	"errors"
 	"fmt"
 	"io"
@@ -18,11 +19,12 @@ import (
 
 	"github.com/flanneld/flanneld/pkg/outage"
 	"github.com/flanneld/flanneld/subnet"
+	"github.com/flanneld/flanneld/subnet/kube/wire"
+	"github.com/flanneld/flanneld/subnet/kube/wire/wiretest"
 	"github.com/flanneld/flanneld/subnet/subnettest"
 )
 
-// Nodes that come together are asked for together, by their label: also one whose label
-// has changed, or that has none.
+// TestManyNewNodes expects that Nodes which come together are requested together, by their label, and that a Node is found whose label has changed, or that has none.
 //
 //stages:rest it creates thousands of nodes
 func TestManyNewNodes(t *testing.T) {
@@ -30,7 +32,7 @@ func TestManyNewNodes(t *testing.T) {
 	f.setConfig(t, `{"Network":"10.0.0.0/8"}`)
 	p := newProxy(t, f.server)
 	m := f.started(t, func(c *Config) { c.Kubeconfig = f.kubeconfig(t, p.URL, flannel) })
-	m.timing.ask = 20 * time.Millisecond
+	m.timing.requestPause = 20 * time.Millisecond
 	w := subnettest.Watch(t, m)
 	w.Until(t, "no peer", subnettest.Has())
 	p.answer(nil)
@@ -41,7 +43,7 @@ func TestManyNewNodes(t *testing.T) {
 		case 7:
 			delete(labels, "labels")
 		case 8:
-			labels["labels"] = map[string]string{hostLabel: ""}
+			labels["labels"] = map[string]string{wire.HostnameLabel: ""}
 		}
 		f.do(t, http.MethodPost, "/api/v1/nodes", body)
 	})
@@ -60,52 +62,51 @@ func TestManyNewNodes(t *testing.T) {
 	}
 }
 
-// Nodes whose label is no longer what an event said are asked for by name.
+// TestLabelHasChanged expects that Nodes are requested by name if their label is not that of their
+// event any more.
 func TestLabelHasChanged(t *testing.T) {
-	d := testDecoder()
-	v := &view{keys: &d.keys, own: "n0", entries: map[string]*entry{}}
+	d := defaultKeys().newDecoder()
+	cache := &nodeCache{keys: defaultKeys(), own: "n0", entries: map[string]*entry{}}
 	var names []string
 	for n := range 2*together + 1 {
-		node := &wireNode{name: fmt.Sprintf("n%d", n), uid: "u", revision: fmt.Sprint(n + 1), host: fmt.Sprintf("h%d", n), annotations: map[string]string{anno("kube-subnet-manager"): "true"}}
-		var o object
-		if _, err := d.frame(wireFrame(added, node.partial()), &o); err != nil {
+		node := newNode(fmt.Sprintf("n%d", n), n)
+		node.ResourceVersion, node.Labels = fmt.Sprint(n+1), map[string]string{wire.HostnameLabel: fmt.Sprintf("h%d", n)}
+		node.Annotations[annotationKey("kube-subnet-manager")] = "true"
+		if _, err := cache.advance(wiretest.DecodeEvent(t, d, wire.Added, node)); err != nil {
 			t.Fatal(err)
 		}
-		if _, err := v.advance(happened{added, &o}); err != nil {
-			t.Fatal(err)
-		}
-		names = append(names, node.name)
+		names = append(names, node.Name)
 	}
-	requests := v.requests(names)
+	requests := cache.requests(names)
 	if len(requests) != 3 || len(requests[0].hosts) != together || requests[0].revision != together || len(requests[2].hosts) != 1 {
 		t.Fatalf("%d requests: %+v", len(requests), requests)
 	}
-	if got := requests[2].values().Get("labelSelector"); got != hostLabel+" in (h200)" {
+	if got := requests[2].values().Get("labelSelector"); got != wire.HostnameLabel+" in (h200)" {
 		t.Errorf("the selector is %q", got)
 	}
-	v.supply(fetched{requests[0], map[string]*self{}})
-	again := v.requests(names[:together])
+	cache.applyAnswer(fetched{requests[0], map[string]*ownNode{}})
+	again := cache.requests(names[:together])
 	if len(again) != together || again[3].name != "n3" || again[3].revision != 4 || again[3].hosts != nil {
 		t.Errorf("%d requests after that: %+v", len(again), again)
 	}
 }
 
-// counted answers requests and remembers when they came.
-type counted struct {
+// countingServer answers requests and records when they came.
+type countingServer struct {
 	mu     sync.Mutex
 	at     []time.Time
 	answer func(*http.Request) *http.Response
 }
 
-func (c *counted) RoundTrip(r *http.Request) (*http.Response, error) {
+func (c *countingServer) RoundTrip(r *http.Request) (*http.Response, error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.at = append(c.at, time.Now())
 	return c.answer(r), nil
 }
 
-// times returns when requests came since it was called last.
-func (c *counted) times() []time.Time {
+// times returns the times of the requests since its last call.
+func (c *countingServer) times() []time.Time {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	at := c.at
@@ -114,25 +115,25 @@ func (c *counted) times() []time.Time {
 	return at
 }
 
-// emulated returns a manager of a Node in a cluster of so many, whose requests go to c.
-func emulated(name string, nodes int, c *counted) *Manager {
+// emulated returns the manager of a Node in a cluster of that many Nodes. Its requests go to c.
+func emulated(name string, nodes int, c *countingServer) *Manager {
 	m := &Manager{
 		client: &client{base: &url.URL{Scheme: "https", Host: "api"}, http: &http.Client{Transport: c}},
-		outage: outage.New("the API", nil), decoder: testDecoder(),
-		timing: timing{request: time.Second, backoffMin: 100 * time.Millisecond, backoff: 5 * time.Second, ask: 100 * time.Microsecond, event: 10 * time.Millisecond},
+		outage: outage.New("the API", nil), keys: defaultKeys(), decoder: defaultKeys().newDecoder(),
+		timing: timing{request: time.Second, backoffMin: 100 * time.Millisecond, backoff: 5 * time.Second, requestPause: 100 * time.Microsecond, event: 10 * time.Millisecond},
 	}
 	m.name.Store(&name)
 	m.uid.Store(&name)
 	m.nodes.Store(int64(nodes))
-	m.events = newRecorder(m)
+	m.events = newEventSender(m)
 	return m
 }
 
-// One bad peer makes all nodes refuse it in the same moment. Their Events come to the
-// API server one after the other.
+// TestEventsOfAllNodesAreSpread lets all nodes refuse a bad peer at the same moment. Their Events must
+// reach the API server one after the other.
 func TestEventsOfAllNodesAreSpread(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		c := &counted{answer: func(*http.Request) *http.Response {
+		c := &countingServer{answer: func(*http.Request) *http.Response {
 			return &http.Response{StatusCode: http.StatusCreated, Body: http.NoBody}
 		}}
 		const nodes = 2000
@@ -157,35 +158,34 @@ func TestEventsOfAllNodesAreSpread(t *testing.T) {
 	})
 }
 
-// Daemons that a server has refused together do not come back together, and one that
-// has asked for a Node does not ask for each of the next ones.
+// TestRequestsForNodesAreSpread expects that daemons which a server has refused together do not
+// repeat their requests together.
 func TestRequestsForNodesAreSpread(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var free atomic.Bool
-		c := &counted{answer: func(*http.Request) *http.Response {
+		c := &countingServer{answer: func(*http.Request) *http.Response {
 			if !free.Load() {
 				return &http.Response{StatusCode: http.StatusTooManyRequests, Header: http.Header{"Retry-After": {"1"}}, Body: io.NopCloser(strings.NewReader("busy"))}
 			}
-			return &http.Response{StatusCode: http.StatusOK, Body: io.NopCloser(strings.NewReader(string(wireList("5"))))}
+			return &http.Response{StatusCode: http.StatusOK, Body: io.NopCloser(bytes.NewReader(wiretest.List(t, "5", "")))}
 		}}
 		const nodes, daemons = 10000, 200
-		d := testDecoder()
-		v := &view{keys: &d.keys, own: "n0", entries: make(map[string]*entry, nodes)} // of all, who only read it
+		cache := &nodeCache{keys: defaultKeys(), own: "n0", entries: make(map[string]*entry, nodes)} // of all, who only read it
 		for n := range nodes {
-			v.entries[fmt.Sprint(n)] = &entry{name: fmt.Sprint(n)}
+			cache.entries[fmt.Sprint(n)] = &entry{name: fmt.Sprint(n)}
 		}
-		v.entries["1"].notes[managed] = note{"true", true}
+		cache.entries["1"].notes[managed] = note{"true", true}
 		for range daemons {
-			f := newFetcher(emulated("n0", nodes, c), v)
+			f := newFetcher(emulated("n0", nodes, c), cache)
 			go func() {
 				defer f.wg.Wait()
-				f.want("1")
+				f.request("1")
 				for {
 					select {
 					case <-f.due.C:
 						f.flush(t.Context())
-					case got := <-f.got:
-						f.take(got)
+					case got := <-f.answers:
+						f.applyAnswer(got)
 					case <-t.Context().Done():
 						return
 					}
@@ -215,14 +215,15 @@ func TestRequestsForNodesAreSpread(t *testing.T) {
 // event.
 func TestProbe(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		c := &counted{answer: func(*http.Request) *http.Response {
-			own := (&wireNode{name: "n0", uid: "u", revision: "7"}).full()
-			return &http.Response{StatusCode: http.StatusOK, Body: io.NopCloser(strings.NewReader(string(wireList("9", own))))}
+		c := &countingServer{answer: func(*http.Request) *http.Response {
+			own := newNode("n0", 1)
+			own.ResourceVersion = "7"
+			return &http.Response{StatusCode: http.StatusOK, Body: io.NopCloser(bytes.NewReader(wiretest.List(t, "9", "", own)))}
 		}}
 		m := emulated("n0", 1, c)
 		m.timing.silence, m.timing.late = 2*time.Minute, 10*time.Second
-		v := &view{own: "n0", revision: 7}
-		p := newProbe(m, v)
+		cache := &nodeCache{own: "n0", revision: 7}
+		p := newProbe(m, cache)
 		var wg sync.WaitGroup
 		next := func() error {
 			t.Helper()
@@ -230,18 +231,18 @@ func TestProbe(t *testing.T) {
 			case <-p.due.C:
 				return p.fire(t.Context(), &wg)
 			case s := <-p.got:
-				p.take(s)
+				p.applyAnswer(s)
 			}
 			return nil
 		}
-		// Silence of a store in which nothing has happened.
+		// The watch is silent because nothing has changed in the store.
 		for range 6 {
 			if err := next(); err != nil {
 				t.Fatal(err)
 			}
 		}
-		v.revision = 6
-		v.blind = true
+		cache.revision = 6
+		cache.stale = true
 		for err := next(); ; err = next() {
 			if errors.Is(err, errStale) {
 				break
@@ -251,10 +252,10 @@ func TestProbe(t *testing.T) {
 			}
 		}
 		m.report(t.Context(), watching, m.client.stale(6, 7))
-		v.revision = 7
-		p.heard(t.Context())
-		if v.blind {
-			t.Error("it is taken for blind after it has caught up")
+		cache.revision = 7
+		p.applyEvent(t.Context())
+		if cache.stale {
+			t.Error("the watch counts as stale after it has reached the store")
 		}
 	})
 }

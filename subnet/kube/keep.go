@@ -13,14 +13,15 @@ import (
 	"k8s.io/klog/v2"
 
 	"github.com/flanneld/flanneld/subnet"
+	"github.com/flanneld/flanneld/subnet/kube/wire"
 )
 
-// errLook ends a watch of the own Node: there is something to look at.
-var errLook = errors.New("own node has changed")
+// errOwnChanged ends a watch of the own Node, which has to be read again.
+var errOwnChanged = errors.New("own node has changed")
 
-// Keep keeps the own Node as it should be: its annotations and, once the
-// network is ready, the condition NetworkUnavailable. It returns ErrLeaseLost
-// when the Node has other podCIDRs. See subnet.Manager.
+// Keep corrects the own Node when it has changed: its annotations and, when the network is ready, the
+// condition NetworkUnavailable. It returns ErrLeaseLost, wrapped, when the Node has other podCIDRs.
+// See subnet.Manager.
 func (m *Manager) Keep(ctx context.Context, own subnet.Lease) error {
 	defer m.outage.Forget(keeping)
 	ctx, cancel := context.WithCancel(ctx)
@@ -40,7 +41,7 @@ func (m *Manager) Keep(ctx context.Context, own subnet.Lease) error {
 	for {
 		var begun time.Time
 		restored, err := k.round(ctx, func() { begun = time.Now() })
-		m.lasted(b, begun)
+		m.resetAfterLongWatch(b, begun)
 		if err == nil && restored {
 			// Two programs that overwrite each other's changes must not do so in a tight loop.
 			if time.Since(last) > 10*m.timing.restored {
@@ -52,29 +53,29 @@ func (m *Manager) Keep(ctx context.Context, own subnet.Lease) error {
 		switch {
 		case ctx.Err() != nil:
 			return ctx.Err()
-		case err == nil, errors.Is(err, errLook):
+		case err == nil, errors.Is(err, errOwnChanged):
 			continue
 		case !passes(err) && !errors.Is(err, errRelist):
 			return err
 		}
 		m.report(ctx, keeping, err)
-		if err := b.Wait(ctx, pause(err)); err != nil {
+		if err := b.Wait(ctx, retryAfter(err)); err != nil {
 			return err
 		}
 	}
 }
 
-// keeper is what Keep has said already.
+// keeper is the state of a Keep.
 type keeper struct {
 	*Manager
-	missing bool
+	missing bool // Keep has logged that the own Node is gone
 }
 
 // round reads the own Node, corrects it, and then watches it until it has to be corrected again.
 // It calls alive when the server has accepted the watch. restored means that another program had
 // changed the Node.
 func (k *keeper) round(ctx context.Context, alive func()) (restored bool, err error) {
-	s, err := k.look(ctx)
+	s, err := k.readOwn(ctx)
 	if err != nil {
 		return false, err
 	}
@@ -86,10 +87,10 @@ func (k *keeper) round(ctx context.Context, alive func()) (restored bool, err er
 	if restored {
 		return true, nil
 	}
-	return false, k.await(ctx, s, alive, func(now *self) bool { return k.todo(now) != nil })
+	return false, k.await(ctx, s, alive, func(now *ownNode) bool { return k.todo(now) != nil })
 }
 
-// todo is what has to be done about the own Node.
+// todo contains the corrections that the own Node needs.
 type todo struct {
 	annotate map[string]*string
 	announce bool
@@ -97,15 +98,15 @@ type todo struct {
 	wrong    error // annotations that are ignored
 }
 
-// todo returns nil if there is nothing to do.
-func (m *Manager) todo(s *self) *todo {
+// todo returns the corrections that the own Node needs, or nil if it needs none.
+func (m *Manager) todo(s *ownNode) *todo {
 	if !s.exists || errors.Is(s.cidrsErr, errNoPodCIDR) {
-		return nil // and all comes back with the Node
+		return nil // there is nothing to correct until the Node is back
 	}
 	own := *m.own.Load()
 	want, wrong := m.wanted(s, own)
 	t := &todo{
-		annotate: m.decoder.keys.difference(s.published(), want), lost: lost(own, s),
+		annotate: m.keys.difference(s.published(), want), lost: lostPodCIDRs(own, s),
 		announce: m.ready() && s.network != "False", wrong: wrong,
 	}
 	if len(t.annotate) == 0 && !t.announce && !t.lost && textOf(wrong) == *m.ignores.Load() {
@@ -114,8 +115,8 @@ func (m *Manager) todo(s *self) *todo {
 	return t
 }
 
-// lost reports whether the Node has other podCIDRs than the lease.
-func lost(own subnet.Claim, s *self) bool {
+// lostPodCIDRs reports whether the Node has other podCIDRs than the lease.
+func lostPodCIDRs(own subnet.Claim, s *ownNode) bool {
 	for _, e := range own.Endpoints {
 		if cidr, ok := ofFamily(s.cidrs, e.Family()); !ok || cidr != e.Subnet {
 			return true
@@ -133,8 +134,8 @@ func (m *Manager) ready() bool {
 	}
 }
 
-// ensure makes the own Node right.
-func (k *keeper) ensure(ctx context.Context, s *self) (restored bool, err error) {
+// ensure corrects the own Node. restored means that another program had changed it.
+func (k *keeper) ensure(ctx context.Context, s *ownNode) (restored bool, err error) {
 	k.writing.Lock()
 	defer k.writing.Unlock()
 	name := *k.name.Load()
@@ -154,7 +155,7 @@ func (k *keeper) ensure(ctx context.Context, s *self) (restored bool, err error)
 		k.events.sendNow(ctx, s.uid, "FlannelSubnetChanged", fmt.Sprintf("podCIDRs are %v now and were %v", s.cidrs, subnets(*k.own.Load())))
 		return false, fmt.Errorf("%w: node %s has podCIDRs %v now, and had %v", subnet.ErrLeaseLost, name, s.cidrs, subnets(*k.own.Load()))
 	}
-	k.complain(ctx, t.wrong)
+	k.warnIgnored(ctx, t.wrong)
 	if len(t.annotate) > 0 {
 		if err := k.annotate(ctx, name, t.annotate); err != nil {
 			return false, err
@@ -166,18 +167,18 @@ func (k *keeper) ensure(ctx context.Context, s *self) (restored bool, err error)
 		if err := k.announce(ctx, name); err != nil {
 			return false, err
 		}
-		log.Info("condition set", "type", networkUnavailable, "status", "False", "was", s.network)
+		log.Info("condition set", "type", wire.NetworkUnavailable, "status", "False", "was", s.network)
 		restored = true
 	}
 	return restored, nil
 }
 
-// complain says what is wrong with the annotations of an administrator, unless that
-// is what it said last.
-func (m *Manager) complain(ctx context.Context, wrong error) {
+// warnIgnored reports an error in the annotations of an administrator, unless it has reported the same
+// one last.
+func (m *Manager) warnIgnored(ctx context.Context, wrong error) {
 	text := textOf(wrong)
 	if before := m.ignores.Swap(&text); *before != text && wrong != nil {
-		m.ignored(ctx, wrong)
+		m.reportIgnored(ctx, wrong)
 	}
 }
 
@@ -196,35 +197,35 @@ func subnets(c subnet.Claim) []netip.Prefix {
 	return ps
 }
 
-// await watches the own Node from s on. It returns errLook once changed says
-// so of it, or once the network is ready if it was not when s was read, and nil
+// await watches the own Node, of which s is the last known state. It returns errOwnChanged when
+// changed returns true for its new state, or when the network becomes ready after s was read, and nil
 // when the watch has ended.
-func (m *Manager) await(ctx context.Context, s *self, alive func(), changed func(now *self) bool) error {
+func (m *Manager) await(ctx context.Context, s *ownNode, alive func(), changed func(now *ownNode) bool) error {
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
 	if m.cfg.Ready != nil && !s.ready {
 		go func() {
 			select {
 			case <-m.cfg.Ready:
-				cancel(errLook)
+				cancel(errOwnChanged)
 			case <-ctx.Done():
 			}
 		}()
 	}
-	err := m.client.watch(ctx, m.decoder, query{name: *m.name.Load(), revision: s.revision}, alive, func(kind string, o *object) error {
-		switch kind {
-		case bookmark:
+	err := m.client.watch(ctx, m.decoder, query{name: *m.name.Load(), revision: s.revision}, alive, func(e wire.Event) error {
+		switch e.Type {
+		case wire.Bookmark:
 			return nil
-		case deleted:
-			return errLook
+		case wire.Deleted:
+			return errOwnChanged
 		}
-		if changed(newSelf(o, parseRevision(o.revision))) {
-			return errLook
+		if changed(newOwnNode(e.Node, e.Node.Revision)) {
+			return errOwnChanged
 		}
 		return nil
 	})
-	if errors.Is(context.Cause(ctx), errLook) {
-		return errLook
+	if errors.Is(context.Cause(ctx), errOwnChanged) {
+		return errOwnChanged
 	}
 	return err
 }

@@ -6,6 +6,19 @@
 // All Nodes change all the time, but the fields that flanneld needs rarely do. So flanneld lists
 // them in full once and watches them without spec and status; it requests each new Node. podCIDRs
 // come only from the spec, because a node could write any annotation.
+//
+// The methods of the Manager are in these files:
+//
+//   - Config: kube.go, and config.go, which watches the file
+//   - Recall and PublicIPs: ownnode.go, which reads and writes the own Node
+//   - Acquire: acquire.go
+//   - Keep: keep.go; events.go creates Events, and policies.go warns about NetworkPolicies
+//   - Watch: watch.go, on the nodecache.go. fetch.go requests new Nodes, and probe.go finds out
+//     whether the watch is stale. restore.go continues from the last known state, and audit.go
+//     compares that state with a list later.
+//
+// Below them, annotations.go converts between annotations and leases, stream.go lists and watches,
+// client.go sends requests, and package wire decodes Nodes. Functions for operators are in admin.go.
 package kube
 
 import (
@@ -22,81 +35,91 @@ import (
 
 	"github.com/flanneld/flanneld/pkg/outage"
 	"github.com/flanneld/flanneld/pkg/version"
+	"github.com/flanneld/flanneld/pkg/wait"
 	"github.com/flanneld/flanneld/subnet"
+	"github.com/flanneld/flanneld/subnet/kube/wire"
 )
 
 // Config says where the API server is and how to use it.
 type Config struct {
-	// APIURL and Kubeconfig (a path) say how to reach the API server. Both
-	// empty means by the service account of the pod.
+	// APIURL and Kubeconfig, which is a path, say how to reach the API server. If both are empty,
+	// the manager uses the service account of the pod.
 	APIURL, Kubeconfig string
-	// NodeName is the own Node. If it is empty the pod is asked for it, which
+	// NodeName is the name of the own Node. If it is empty, the manager reads it from the pod that
 	// PodName and PodNamespace name.
 	NodeName, PodName, PodNamespace string
 	// NetConfig is the path of the network configuration.
 	NetConfig string
-	// AnnotationPrefix is what AnnotationPrefix takes. Empty means the default.
+	// AnnotationPrefix is the argument of the function AnnotationPrefix. Empty means
+	// DefaultAnnotationPrefix.
 	AnnotationPrefix string
-	// Own and Known are what this node knew when it ran before. If the store is the same and
-	// remembers the revision, the Nodes are not listed at the start, but only what has changed
-	// since. Otherwise the list leaves out the podCIDRs that are known. May be zero.
+	// Own and Known are the last known state of an earlier run. If the store is the same and still
+	// has the revision, the manager does not list the Nodes at the start, but reads only the
+	// changes since then. Otherwise the list does not contain podCIDRs that are known. Both may be
+	// zero.
 	Own   subnet.Lease
 	Known subnet.LedgerState
-	// Ready is closed once the node's network works. The condition
-	// NetworkUnavailable is then set to False, and kept so. Nil leaves it alone.
+	// Ready is closed when the node's network works. The manager then sets the condition
+	// NetworkUnavailable to False, and keeps it so. If Ready is nil, it does not set the condition.
 	Ready <-chan struct{}
-	// OnRepaired is told how many leases of Known differed from the store's although nothing has
-	// changed them since. It must not block nor call the manager. May be nil.
+	// OnRepaired is called with the number of leases of Known that differed from the store's
+	// although nothing has changed them since. It must not block, and must not call the manager.
+	// It may be nil, like OnStatus.
 	OnRepaired func(leases int)
-	// OnStatus is told when the API becomes unusable, with the reason, and
-	// usable again, with nil. It must not block nor call the manager. May be nil.
+	// OnStatus is called with the reason when the API becomes unusable, and with nil when it
+	// becomes usable again. It must not block, and must not call the manager.
 	OnStatus func(error)
 }
 
-// Manager is a subnet.Manager on the Kubernetes API. It is safe for concurrent
-// use.
+// Manager is a subnet.Manager on the Kubernetes API. It is safe for concurrent use.
 type Manager struct {
 	cfg     Config
 	timing  timing
 	client  *client
-	decoder *decoder
+	keys    *keys
+	decoder *wire.Decoder
 	outage  *outage.Tracker
-	events  *recorder
+	events  *eventSender
 
 	name  atomic.Pointer[string] // of the own Node, once it is known
 	uid   atomic.Pointer[string] // of the own Node as it was read last; empty if there was none
-	nodes atomic.Int64           // how many Nodes the last list had
-	// seen is what was just read of the own Node, for the one who needs it next.
-	seen atomic.Pointer[self]
+	nodes atomic.Int64           // number of Nodes in the last list
+	// justRead is the own Node as it was just read, for the next method that needs it.
+	justRead atomic.Pointer[ownNode]
 
-	// former is what Config says of it, for the first Watch; view is what Watch
-	// knew when it ended, for the next one.
-	former atomic.Pointer[former]
-	view   atomic.Pointer[view]
+	// lastKnown is that of Config, for the first Watch. cache is that of a Watch that has ended, for
+	// the next one.
+	lastKnown atomic.Pointer[lastKnown]
+	cache     atomic.Pointer[nodeCache]
 
-	writing      sync.Mutex  // held by who writes the own Node
-	policiesSeen atomic.Bool // whether there are NetworkPolicies has been told
+	writing      sync.Mutex  // locked while the own Node is written
+	policiesSeen atomic.Bool // warnPolicies has ended
 
 	own     atomic.Pointer[subnet.Claim]
 	warned  atomic.Pointer[string] // configuration whose warnings were logged
 	ignores atomic.Pointer[string] // the last message about own annotations that are ignored
 }
 
-var _ subnet.Manager = (*Manager)(nil)
+var (
+	_ subnet.Manager        = (*Manager)(nil)
+	_ subnet.Warner         = (*Manager)(nil)
+	_ subnet.PublicIPSource = (*Manager)(nil)
+	_ subnet.ConfigWatcher  = (*Manager)(nil)
+)
 
-// timing holds the intervals that tests shorten.
+// timing contains the intervals that tests shorten.
 type timing struct {
 	request              time.Duration // deadline of a request
 	backoffMin, backoff  time.Duration
 	restoreMin, restored time.Duration // pause after the own Node had to be written again
-	fresh                time.Duration // how old what was read may be
+	fresh                time.Duration // the age up to which justRead is used
 	spread               time.Duration // for each node, by which lists are spread
-	ask                  time.Duration // for each node, between requests for new ones
-	silence              time.Duration // after which a watch is looked into, at least
-	late                 time.Duration // how long what the store has may be on its way into a watch
+	requestPause         time.Duration // for each node, between requests for new ones
+	silence              time.Duration // after which a watch is probed, at least
+	late                 time.Duration // the time that a change in the store may take to a watch
 	event                time.Duration // for each node, over which the same Event of all is spread
 	poll                 time.Duration // of the configuration file
-	audit, auditPage     time.Duration // within which time a restored view is compared, and the pause between its pages
+	audit, auditPage     time.Duration // within which time a restored cache is compared, and the pause between its pages
 }
 
 // The activities that talk to the API server.
@@ -129,18 +152,19 @@ func New(cfg Config) (*Manager, error) {
 	if err != nil {
 		return nil, err
 	}
+	k := newKeys(p)
 	m := &Manager{
-		cfg: cfg, client: c, decoder: &decoder{newKeys(p)}, outage: outage.New("the Kubernetes API", cfg.OnStatus),
+		cfg: cfg, client: c, keys: k, decoder: k.newDecoder(), outage: outage.New("the Kubernetes API", cfg.OnStatus),
 		timing: timing{
 			request: 10 * time.Second, backoffMin: 100 * time.Millisecond, backoff: 5 * time.Second,
 			restoreMin: time.Second, restored: time.Minute, fresh: 2 * time.Second, spread: time.Millisecond,
-			ask: 100 * time.Microsecond, silence: 2 * time.Minute, late: 10 * time.Second,
+			requestPause: 100 * time.Microsecond, silence: 2 * time.Minute, late: 10 * time.Second,
 			event: 10 * time.Millisecond, poll: 10 * time.Second, audit: time.Hour, auditPage: time.Second,
 		},
 	}
-	m.former.Store(&former{cfg.Own, cfg.Known})
+	m.lastKnown.Store(&lastKnown{cfg.Own, cfg.Known})
 	m.cfg.Known = subnet.LedgerState{}
-	m.events = newRecorder(m)
+	m.events = newEventSender(m)
 	m.ignores.Store(new(string))
 	m.uid.Store(new(string))
 	if cfg.NodeName != "" {
@@ -204,18 +228,18 @@ func (m *Manager) retry(ctx context.Context, activity string, f func() error) er
 		if !passes(err) {
 			return err
 		}
-		if err := b.Wait(ctx, pause(err)); err != nil {
+		if err := b.Wait(ctx, retryAfter(err)); err != nil {
 			return err
 		}
 	}
 }
 
-// passes reports whether err is one of the API server, which nothing ends for.
+// passes reports whether err is a failure of the API server, after which a caller tries again.
 func passes(err error) bool {
 	_, ok := errors.AsType[*apiError](err)
 	return ok || errors.Is(err, errEnded)
 }
 
-func (m *Manager) backoff() *outage.Backoff {
-	return &outage.Backoff{Least: m.timing.backoffMin, Most: m.timing.backoff}
+func (m *Manager) backoff() *wait.Backoff {
+	return &wait.Backoff{Least: m.timing.backoffMin, Most: m.timing.backoff, Share: 0.5}
 }

@@ -13,29 +13,33 @@ import (
 	"net/http/httptest"
 	"net/http/httputil"
 	"net/url"
+	"strconv"
 	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
 
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/klog/v2"
 	"k8s.io/klog/v2/ktesting"
 
 	"github.com/flanneld/flanneld/subnet"
+	"github.com/flanneld/flanneld/subnet/kube/wire"
+	"github.com/flanneld/flanneld/subnet/kube/wire/wiretest"
 	"github.com/flanneld/flanneld/subnet/subnettest"
 )
 
-// withoutProgress is an etcd that tells an API server of progress every ten minutes
-// only: the server's caches are behind most of the time.
+// withoutProgress is an etcd that reports progress to an API server only every ten minutes, so the
+// server's caches are behind most of the time.
 const withoutProgress = "etcd 3.4"
 
-// etcds are the stores that API servers are tested on, by version: 3.4 is Debian's.
+// etcds are the programs of the stores of API servers, by version: 3.4 is Debian's.
 var etcds = map[string]string{
 	withoutProgress: "/usr/bin/etcd", "etcd 3.5": "../../bin/tools/etcd-3.5", "etcd 3.6": "../../bin/tools/etcd-3.6", "newest etcd": "",
 }
 
-// TestEveryEtcd has an API server on each of them.
+// TestEveryEtcd runs tests with an API server on each of etcds.
 //
 //stages:rest it needs older etcds, which take minutes to build
 func TestEveryEtcd(t *testing.T) {
@@ -62,7 +66,7 @@ func TestEveryEtcd(t *testing.T) {
 }
 
 // ahead brings the store to a revision that the API server's cache of Nodes has not
-// reached, and returns it: nothing is changed but ConfigMaps.
+// reached, and returns it. It changes only ConfigMaps.
 func (f *fixture) ahead(t *testing.T) int64 {
 	t.Helper()
 	var made struct {
@@ -76,7 +80,11 @@ func (f *fixture) ahead(t *testing.T) int64 {
 			t.Fatal(err)
 		}
 	}
-	return parseRevision([]byte(made.Metadata.ResourceVersion))
+	revision, err := strconv.ParseInt(made.Metadata.ResourceVersion, 10, 64)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return revision
 }
 
 // testAheadOfCache asks for a revision that the server's cache has not reached. It must come from
@@ -84,7 +92,7 @@ func (f *fixture) ahead(t *testing.T) int64 {
 func (f *fixture) testAheadOfCache(t *testing.T) {
 	f.peer(t, 2)
 	m := f.started(t)
-	// Kept, so that the cache is not filled anew by each request.
+	// The watch keeps the server's cache, so that no request fills it again.
 	subnettest.Watch(t, m).Until(t, "the peer", subnettest.Has("node2"))
 	f.deleteNode(t, "node2")
 	f.peer(t, 3)
@@ -95,12 +103,9 @@ func (f *fixture) testAheadOfCache(t *testing.T) {
 			logger := ktesting.NewLogger(t, ktesting.NewConfig(ktesting.BufferLogs(true), ktesting.Verbosity(1)))
 			q.revision = f.ahead(t)
 			var names []string
-			l, err := m.client.list(klog.NewContext(t.Context(), logger), m.decoder, q, func(o *object) error {
-				names = append(names, string(o.name))
-				return nil
-			})
-			if err != nil || l.revision < q.revision {
-				t.Fatalf("the list is at %d of %d, %v", l.revision, q.revision, err)
+			l, err := m.client.list(klog.NewContext(t.Context(), logger), m.decoder, q, func(n *wire.Node) { names = append(names, string(n.Name)) })
+			if err != nil || l.Revision < q.revision {
+				t.Fatalf("the list is at %d of %d, %v", l.Revision, q.revision, err)
 			}
 			if got := strings.Join(names, " "); !strings.Contains(got, "node3") || strings.Contains(got, "node2") {
 				t.Errorf("it has %q", got)
@@ -117,9 +122,9 @@ func (f *fixture) testAheadOfCache(t *testing.T) {
 	}
 }
 
-// A Node that was deleted while this node was down is gone after a restart, and the API
-// is not taken for unusable, though the last known state is of a revision that the API
-// server's cache has not reached.
+// testRestartAheadOfCache restarts a node with a last known state of a revision that the API server's
+// cache has not reached. A Node that was deleted meanwhile must be gone, and the API must not be
+// reported as unusable.
 func (f *fixture) testRestartAheadOfCache(t *testing.T) {
 	f.peer(t, 2)
 	f.peer(t, 3)
@@ -152,8 +157,8 @@ func (f *fixture) testRestartAheadOfCache(t *testing.T) {
 	}
 }
 
-// A store that was restored from a backup has lower revisions for ever. Its state is
-// read nevertheless, and told from the one before.
+// testRestoredStore restores the store from a backup, so that its revisions are lower. Its state must
+// be read, and must count as another store's.
 func (f *fixture) testRestoredStore(t *testing.T) {
 	f.peer(t, 2)
 	m := f.started(t)
@@ -178,7 +183,7 @@ func (f *fixture) testRestoredStore(t *testing.T) {
 	w.Until(t, "a peer that has come since", subnettest.Has("node2", "node3"))
 }
 
-// slowStore stands before an etcd and holds back what it tells watchers.
+// slowStore is a proxy before an etcd that delays the events of watches.
 type slowStore struct {
 	*httptest.Server
 	mu   sync.Mutex
@@ -215,7 +220,7 @@ func newSlowStore(t *testing.T, etcd *url.URL) *slowStore {
 	return s
 }
 
-// freeze has watchers hear nothing from now on, or all that they have missed.
+// freeze stops the events of watches, or sends all that have been stopped.
 func (s *slowStore) freeze(on bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -310,7 +315,7 @@ func (b *balancer) cut() {
 	clear(b.conns)
 }
 
-// use sends connections to an API server from now on, and ends those that there are.
+// use sends new connections to an API server, and ends the present ones.
 func (b *balancer) use(s *server) {
 	addr := strings.TrimPrefix(s.url, "https://")
 	b.to.Store(&addr)
@@ -318,7 +323,7 @@ func (b *balancer) use(s *server) {
 }
 
 // TestAPIServersBehindABalancer has two API servers over one etcd: one is up to date, the
-// other one hears nothing from etcd for a time, and is started again later.
+// other one gets no events from etcd for a time, and is started again later.
 //
 //stages:rest it starts several API servers
 func TestAPIServersBehindABalancer(t *testing.T) {
@@ -357,7 +362,7 @@ func TestAPIServersBehindABalancer(t *testing.T) {
 	same := func(what string, have ...string) {
 		t.Helper()
 		var s subnet.Snapshot
-		// A server that is behind lets each question wait for 3 s.
+		// A server that is behind delays each request by 3 s.
 		eventually(t, what, func() error {
 			all := w.All()
 			if s = all[len(all)-1]; !subnettest.Has(have...)(s) {
@@ -376,7 +381,7 @@ func TestAPIServersBehindABalancer(t *testing.T) {
 
 	slow.freeze(true)
 	lb.use(b)
-	// A's connections are gone: only B can bring the changes that come now.
+	// The connections to A are closed, so only B can send the next changes.
 	f.deleteNode(t, "node2")
 	f.peer(t, 4)
 	heartbeat(1)
@@ -387,7 +392,7 @@ func TestAPIServersBehindABalancer(t *testing.T) {
 	same("through the other one", "node3", "node4", "node5")
 	expectStatus(t, statuses, "nil")
 
-	// B starts anew, and has nothing in its cache when it is asked.
+	// B starts again, and its cache is empty when the next request comes.
 	b.stopAPI()
 	slow.freeze(false)
 	lb.use(b)
@@ -407,27 +412,23 @@ func TestAPIServersBehindABalancer(t *testing.T) {
 	same("in the end", "node4", "node5", "node6", "node7")
 }
 
-// A server before 1.18.6 names no cause, and any server answers a request for metadata
-// in JSON.
+// TestTooLargeIsRecognised expects that the answer is recognised in each of its forms: servers before
+// 1.18.6 name no cause, and all servers answer a request for metadata in JSON.
 func TestTooLargeIsRecognised(t *testing.T) {
-	details := func(causes ...string) []byte {
-		var all [][]byte
+	status := func(message string, causes ...metav1.CauseType) []byte {
+		s := &metav1.Status{Message: message, Reason: metav1.StatusReasonTimeout, Code: http.StatusGatewayTimeout, Details: &metav1.StatusDetails{}}
 		for _, c := range causes {
-			all = append(all, bytesField(4, message(text(1, c))))
+			s.Details.Causes = append(s.Details.Causes, metav1.StatusCause{Type: c})
 		}
-		return bytesField(5, message(all...))
-	}
-	status := func(said string, details []byte) []byte {
-		raw := message(text(3, said), text(4, "Timeout"), details, number(6, 504))
-		return append([]byte(magic), message(bytesField(2, raw))...)
+		return wiretest.Object(t, s)
 	}
 	for name, tt := range map[string]struct {
 		body []byte
 		want bool
 	}{
-		"protobuf":             {status("Timeout: x", details("ResourceVersionTooLarge")), true},
-		"protobuf, no cause":   {status("Timeout: Too large resource version: 148, current: 125", nil), true},
-		"protobuf, another":    {status("Timeout: x", details("Other")), false},
+		"protobuf":             {status("Timeout: x", "ResourceVersionTooLarge"), true},
+		"protobuf, no cause":   {status("Timeout: Too large resource version: 148, current: 125"), true},
+		"protobuf, another":    {status("Timeout: x", "Other"), false},
 		"JSON":                 {[]byte(`{"reason":"Timeout","message":"x","details":{"causes":[{"reason":"ResourceVersionTooLarge"}]},"code":504}`), true},
 		"JSON, no cause":       {[]byte(`{"reason":"Timeout","message":"Timeout: Too large resource version: 148, current: 125","code":504}`), true},
 		"JSON, another":        {[]byte(`{"reason":"Timeout","message":"x","details":{"causes":[{"reason":"Other"}]},"code":504}`), false},
@@ -450,7 +451,7 @@ func TestTooLargeIsRecognised(t *testing.T) {
 			_, err = c.do(t.Context(), request{})
 			e, ok := errors.AsType[*apiError](err)
 			if !ok || e.code != 504 || isTooLarge(err) != tt.want || e.retryAfter != time.Second {
-				t.Errorf("got %+v, want one that is too large: %v", err, tt.want)
+				t.Errorf("got %+v, want a resource version that is too large: %v", err, tt.want)
 			}
 		})
 	}

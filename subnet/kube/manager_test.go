@@ -23,6 +23,7 @@ import (
 
 	"github.com/flanneld/flanneld/pkg/outage"
 	"github.com/flanneld/flanneld/subnet"
+	"github.com/flanneld/flanneld/subnet/kube/wire"
 	"github.com/flanneld/flanneld/subnet/subnettest"
 )
 
@@ -43,7 +44,7 @@ func acquire(t *testing.T, m *Manager, c subnet.Claim) subnet.Lease {
 	return l
 }
 
-// keep runs Keep until the test ends, and returns what it ended with.
+// keep runs Keep until the test ends, and returns a channel with its error.
 func keep(t *testing.T, m *Manager, own subnet.Lease) <-chan error {
 	t.Helper()
 	ctx, cancel := context.WithCancel(context.Background())
@@ -61,8 +62,8 @@ func (f *fixture) expectNotes(t *testing.T, name string, want map[string]string)
 	eventually(t, "annotations of "+name, func() error {
 		have := f.node(t, name).Metadata.Annotations
 		for key, value := range want {
-			if have[anno(key)] != value {
-				return fmt.Errorf("%s is %q, want %q", key, have[anno(key)], value)
+			if have[annotationKey(key)] != value {
+				return fmt.Errorf("%s is %q, want %q", key, have[annotationKey(key)], value)
 			}
 		}
 		return nil
@@ -164,7 +165,7 @@ func (f *fixture) events(t *testing.T, name string) []string {
 	return got
 }
 
-// A daemon that starts in vain again and again, every few seconds, makes one Event.
+// TestEventsOfManyStarts expects one Event of a daemon whose start fails every few seconds.
 func TestEventsOfManyStarts(t *testing.T) {
 	f := newFixture(t, sharedServer(t))
 	f.setConfig(t, configV4)
@@ -185,7 +186,7 @@ func TestEventsOfManyStarts(t *testing.T) {
 	}
 }
 
-// TestWithoutEvents has the role of flannel's own manifests.
+// TestWithoutEvents uses the role of flannel's own manifests, which does not permit Events.
 func TestWithoutEvents(t *testing.T) {
 	f := newFixture(t, sharedServer(t))
 	f.grant(t, false)
@@ -203,7 +204,7 @@ func TestPublicIPOverwrite(t *testing.T) {
 	f := newFixture(t, sharedServer(t))
 	f.setConfig(t, configDual)
 	f.addNode(t, "n1", cidrs(1)...)
-	f.note(t, "n1", map[string]any{anno("public-ip-overwrite"): "198.51.100.1"})
+	f.note(t, "n1", map[string]any{annotationKey("public-ip-overwrite"): "198.51.100.1"})
 	m := f.manager(t, "n1")
 	c := vxlanClaim("192.0.2.1")
 	c.Endpoints = append(c.Endpoints, endpoint("", "2001:db8::1", vtep))
@@ -213,9 +214,9 @@ func TestPublicIPOverwrite(t *testing.T) {
 	}
 	f.expectNotes(t, "n1", map[string]string{"public-ip": "198.51.100.1", "public-ipv6": "2001:db8::1"})
 	keep(t, m, own)
-	f.note(t, "n1", map[string]any{anno("public-ip-overwrite"): nil, anno("public-ipv6-overwrite"): "2001:db8::99"})
+	f.note(t, "n1", map[string]any{annotationKey("public-ip-overwrite"): nil, annotationKey("public-ipv6-overwrite"): "2001:db8::99"})
 	f.expectNotes(t, "n1", map[string]string{"public-ip": "192.0.2.1", "public-ipv6": "2001:db8::99"})
-	f.note(t, "n1", map[string]any{anno("public-ipv6-overwrite"): "nonsense", anno("public-ip"): "6.6.6.6"})
+	f.note(t, "n1", map[string]any{annotationKey("public-ipv6-overwrite"): "nonsense", annotationKey("public-ip"): "6.6.6.6"})
 	f.expectNotes(t, "n1", map[string]string{"public-ip": "192.0.2.1", "public-ipv6": "2001:db8::1"})
 	f.expectEvent(t, "n1", "nonsense")
 }
@@ -230,13 +231,13 @@ func (f *fixture) expectEvent(t *testing.T, name, text string) {
 	})
 }
 
-// An administrator who writes nonsense is told, whether there is anything else to
-// do or not, and once.
+// TestOverwriteThatIsIgnored expects that an annotation which cannot be used is reported once, whether
+// the Node has to be written or not.
 func TestOverwriteThatIsIgnored(t *testing.T) {
 	f := newFixture(t, sharedServer(t))
 	f.setConfig(t, configV4)
 	f.addNode(t, "n1", cidrs(1)...)
-	f.note(t, "n1", map[string]any{anno("public-ip-overwrite"): "nonsense"})
+	f.note(t, "n1", map[string]any{annotationKey("public-ip-overwrite"): "nonsense"})
 	p := newProxy(t, f.server)
 	m := f.manager(t, "n1", func(c *Config) { c.Kubeconfig = f.kubeconfig(t, p.URL, flannel) })
 	p.answer(func(w http.ResponseWriter, r *http.Request) bool {
@@ -254,7 +255,7 @@ func TestOverwriteThatIsIgnored(t *testing.T) {
 	keep(t, m, own)
 	f.expectEvent(t, "n1", "nonsense")
 	for _, text := range []string{"rubbish", "0.0.0.0", "10.5.1.7"} { // the last is a pod's
-		f.note(t, "n1", map[string]any{anno("public-ip-overwrite"): text})
+		f.note(t, "n1", map[string]any{annotationKey("public-ip-overwrite"): text})
 		f.expectEvent(t, "n1", text)
 	}
 	f.expectNotes(t, "n1", map[string]string{"public-ip": "192.0.2.1"})
@@ -275,15 +276,15 @@ func TestNodePublicIP(t *testing.T) {
 	if got := get(); got != "[]" {
 		t.Errorf("without annotations: %s", got)
 	}
-	f.note(t, "n1", map[string]any{anno("node-public-ip"): "198.51.100.1", anno("node-public-ipv6"): "2001:db8::1"})
+	f.note(t, "n1", map[string]any{annotationKey("node-public-ip"): "198.51.100.1", annotationKey("node-public-ipv6"): "2001:db8::1"})
 	if got := get(); got != "[198.51.100.1 2001:db8::1]" {
 		t.Errorf("got %s", got)
 	}
-	f.note(t, "n1", map[string]any{anno("node-public-ip"): "nonsense"})
+	f.note(t, "n1", map[string]any{annotationKey("node-public-ip"): "nonsense"})
 	if got := get(); got != "[2001:db8::1]" {
 		t.Errorf("with one that is nonsense: %s", got)
 	}
-	f.note(t, "n1", map[string]any{anno("node-public-ip"): "0.0.0.0", anno("node-public-ipv6"): "ff02::1"})
+	f.note(t, "n1", map[string]any{annotationKey("node-public-ip"): "0.0.0.0", annotationKey("node-public-ipv6"): "ff02::1"})
 	if got := get(); got != "[]" {
 		t.Errorf("with addresses that no host has: %s", got)
 	}
@@ -315,7 +316,7 @@ func TestCondition(t *testing.T) {
 	f.setConfig(t, configV4)
 	status := func() string {
 		for _, c := range f.node(t, "n1").Status.Conditions {
-			if c.Type == networkUnavailable {
+			if c.Type == wire.NetworkUnavailable {
 				return c.Status + " " + c.Reason + " " + c.Message
 			}
 		}
@@ -351,12 +352,12 @@ func TestCondition(t *testing.T) {
 	}
 	eventually(t, "condition", good)
 	f.do(t, http.MethodPatch, "/api/v1/nodes/n1/status", map[string]any{"status": map[string]any{"conditions": []any{
-		map[string]any{"type": networkUnavailable, "status": "True", "reason": "Somebody"},
+		map[string]any{"type": wire.NetworkUnavailable, "status": "True", "reason": "Somebody"},
 	}}}, sendPatch)
 	eventually(t, "condition that was flipped", good)
 }
 
-// The return of the API may be all that the node's network has waited for.
+// TestReadyAsTheAPIReturns lets the network become ready at the moment at which the API returns.
 func TestReadyAsTheAPIReturns(t *testing.T) {
 	f := newFixture(t, sharedServer(t))
 	f.setConfig(t, configV4)
@@ -394,7 +395,7 @@ func TestReadyAsTheAPIReturns(t *testing.T) {
 
 func status500(w http.ResponseWriter) bool { return status(http.StatusInternalServerError)(w, nil) }
 
-// TestNothingToWrite starts again on a Node that is as it should be.
+// TestNothingToWrite starts a manager whose Node needs no correction.
 func TestNothingToWrite(t *testing.T) {
 	f := newFixture(t, sharedServer(t))
 	f.setConfig(t, configV4)
@@ -437,7 +438,7 @@ func TestOwnNodeThatGoesAndComesBack(t *testing.T) {
 	}
 }
 
-// peer makes a Node as flannel leaves it.
+// peer creates a Node with the annotations of flannel.
 func (f *fixture) peer(t *testing.T, n int) {
 	t.Helper()
 	f.do(t, http.MethodPost, "/api/v1/nodes", nodeBody(nodeName(n), peerNotes(n), cidrs(n)...))
@@ -445,8 +446,8 @@ func (f *fixture) peer(t *testing.T, n int) {
 
 func peerNotes(n int) map[string]string {
 	return map[string]string{
-		anno("kube-subnet-manager"): "true", anno("backend-type"): "vxlan", anno("public-ip"): fmt.Sprintf("192.0.2.%d", n),
-		anno("backend-data"): fmt.Sprintf(`{"VNI":1,"VtepMAC":"02:00:00:00:00:%02x"}`, n),
+		annotationKey("kube-subnet-manager"): "true", annotationKey("backend-type"): "vxlan", annotationKey("public-ip"): fmt.Sprintf("192.0.2.%d", n),
+		annotationKey("backend-data"): fmt.Sprintf(`{"VNI":1,"VtepMAC":"02:00:00:00:00:%02x"}`, n),
 	}
 }
 
@@ -491,7 +492,7 @@ func TestWatchNewNodes(t *testing.T) {
 	w.Until(t, "a peer that came back with another podCIDR", func(s subnet.Snapshot) bool { return subnetOf(s, "node3") == "10.5.33.0/24" })
 
 	// An annotation does not change the subnet of a node.
-	f.note(t, "node2", map[string]any{anno("podCIDR"): "10.5.0.0/16", anno("public-ip"): "192.0.2.222"})
+	f.note(t, "node2", map[string]any{annotationKey("podCIDR"): "10.5.0.0/16", annotationKey("public-ip"): "192.0.2.222"})
 	snap := w.Until(t, "a peer's new address", func(s subnet.Snapshot) bool {
 		return slices.ContainsFunc(s.Leases, func(l *subnet.Lease) bool { return l.Endpoints[0].PublicIP.String() == "192.0.2.222" })
 	})
@@ -507,14 +508,14 @@ func TestPeerWhoseAnnotationsGo(t *testing.T) {
 	m := f.started(t)
 	w := subnettest.Watch(t, m)
 	w.Until(t, "the peer", subnettest.Has("node2"))
-	f.note(t, "node2", map[string]any{anno("kube-subnet-manager"): nil, anno("public-ip"): nil})
+	f.note(t, "node2", map[string]any{annotationKey("kube-subnet-manager"): nil, annotationKey("public-ip"): nil})
 	kept := func(s subnet.Snapshot) bool { return slices.Equal(s.Undecodable, []string{"node2"}) }
 	w.Until(t, "the peer kept", kept)
-	f.note(t, "node2", map[string]any{anno("kube-subnet-manager"): "true", anno("public-ip"): "192.0.2.2"})
+	f.note(t, "node2", map[string]any{annotationKey("kube-subnet-manager"): "true", annotationKey("public-ip"): "192.0.2.2"})
 	back := w.Until(t, "the peer back", subnettest.Has("node2"))
 
 	// The same after a restart: the last known state shows that it is the same Node.
-	f.note(t, "node2", map[string]any{anno("kube-subnet-manager"): nil})
+	f.note(t, "node2", map[string]any{annotationKey("kube-subnet-manager"): nil})
 	known := subnet.LedgerState{Store: back.Store, Peers: []subnet.Peer{{Lease: *back.Leases[0]}}}
 	again := subnettest.Watch(t, f.started(t, func(c *Config) { c.Known = known }))
 	if s := again.Until(t, "a snapshot", func(subnet.Snapshot) bool { return true }); !kept(s) || s.Store.ID != back.Store.ID {
@@ -524,18 +525,19 @@ func TestPeerWhoseAnnotationsGo(t *testing.T) {
 	known.Peers[0].Lease.Order--
 	other := subnettest.Watch(t, f.started(t, func(c *Config) { c.Known = known }))
 	if s := other.Until(t, "a snapshot", func(subnet.Snapshot) bool { return true }); kept(s) {
-		t.Errorf("another Node is taken for the one that was: %+v", s)
+		t.Errorf("another Node counts as the previous one: %+v", s)
 	}
 }
 
-// A family that is mangled keeps its last good state, and the other one is followed.
+// TestPeerWithOneFamilyMangled expects that a family which cannot be read keeps its last good state,
+// and that changes of the other family are applied.
 func TestPeerWithOneFamilyMangled(t *testing.T) {
 	f := newFixture(t, sharedServer(t))
 	f.setConfig(t, configDual)
 	f.peer(t, 2)
 	f.peer(t, 3)
-	f.note(t, "node2", map[string]any{anno("public-ipv6"): "2001:db8::2"})
-	f.note(t, "node3", map[string]any{anno("public-ipv6"): "nonsense"})
+	f.note(t, "node2", map[string]any{annotationKey("public-ipv6"): "2001:db8::2"})
+	f.note(t, "node3", map[string]any{annotationKey("public-ipv6"): "nonsense"})
 	w := subnettest.Watch(t, f.manager(t, "node1"))
 	publics := func(key, want string) func(subnet.Snapshot) bool {
 		return func(s subnet.Snapshot) bool {
@@ -553,9 +555,9 @@ func TestPeerWithOneFamilyMangled(t *testing.T) {
 	w.Until(t, "what can be read", func(s subnet.Snapshot) bool {
 		return publics("node2", "192.0.2.2 2001:db8::2")(s) && publics("node3", "192.0.2.3")(s)
 	})
-	f.note(t, "node2", map[string]any{anno("public-ipv6"): "nonsense", anno("public-ip"): "192.0.2.222"})
+	f.note(t, "node2", map[string]any{annotationKey("public-ipv6"): "nonsense", annotationKey("public-ip"): "192.0.2.222"})
 	w.Until(t, "the address of the one, and the other as it was", publics("node2", "192.0.2.222 2001:db8::2"))
-	f.note(t, "node2", map[string]any{anno("public-ipv6"): "2001:db8::22"})
+	f.note(t, "node2", map[string]any{annotationKey("public-ipv6"): "2001:db8::22"})
 	w.Until(t, "both again", publics("node2", "192.0.2.222 2001:db8::22"))
 	all, err := Entries(t.Context(), Config{Kubeconfig: f.kubeconfig(t, f.url, flannel)})
 	if err != nil {
@@ -568,8 +570,8 @@ func TestPeerWithOneFamilyMangled(t *testing.T) {
 	}
 }
 
-// TestRestartIsCheap lists Nodes without spec and status where their podCIDRs
-// are known from before.
+// TestRestartIsCheap expects that a restart lists Nodes without spec and status, because their podCIDRs
+// are known.
 func TestRestartIsCheap(t *testing.T) {
 	f := newFixture(t, sharedServer(t))
 	f.setConfig(t, configV4)
@@ -668,9 +670,9 @@ func TestOutages(t *testing.T) {
 	w.Until(t, "a peer gone", func(s subnet.Snapshot) bool { return subnetOf(s, "node2") == "" })
 }
 
-// A connection that is given up on purpose, because the host's address has changed, says
-// nothing of the server: one that takes requests and never answers stays away.
-func TestReconnectIsNoAnswer(t *testing.T) {
+// TestReconnectIsNoRecovery expects that a connection which is closed on purpose does not end an
+// outage: a server that accepts requests and never answers stays unavailable.
+func TestReconnectIsNoRecovery(t *testing.T) {
 	for name, talk := range map[string]func(*testing.T, *Manager, subnet.Lease){
 		"start": func(t *testing.T, m *Manager, _ subnet.Lease) {
 			ctx, cancel := context.WithCancel(context.Background())
@@ -694,7 +696,7 @@ func TestReconnectIsNoAnswer(t *testing.T) {
 			m.outage = outage.New("the Kubernetes API", func(err error) { statuses <- err })
 			m.timing.request = time.Second
 			p.answer(func(_ http.ResponseWriter, r *http.Request) bool {
-				if asksFor(r, "n1") {
+				if requestsNode(r, "n1") {
 					asked <- struct{}{}
 				}
 				<-r.Context().Done()
@@ -705,27 +707,27 @@ func TestReconnectIsNoAnswer(t *testing.T) {
 				select {
 				case <-asked:
 				case <-time.After(patience):
-					t.Fatal("it asks no more")
+					t.Fatal("there are no more requests")
 				}
 			}
 			talk(t, m, own)
 			next()
 			next()
 			if err := <-statuses; err == nil || !strings.Contains(err.Error(), "no answer in time") {
-				t.Fatalf("of a server that is silent the status is %v", err)
+				t.Fatalf("the status of a silent server is %v", err)
 			}
 			m.Reconnect()
 			next() // the outcome of the request before was reported by now
 			select {
 			case err := <-statuses:
-				t.Errorf("of the new connection the status is %v", err)
+				t.Errorf("the status of the new connection is %v", err)
 			default:
 			}
 			p.answer(nil)
 			select {
 			case err := <-statuses:
 				if err != nil {
-					t.Errorf("of a server that answers the status is %v", err)
+					t.Errorf("the status of a server that answers is %v", err)
 				}
 			case <-time.After(patience):
 				t.Error("no status of a server that answers")
@@ -734,9 +736,9 @@ func TestReconnectIsNoAnswer(t *testing.T) {
 	}
 }
 
-// One Node that cannot be asked for is an outage while it lasts, and over with it:
-// the watch, which goes on all the time, has nothing to say about that.
-func TestOneNodeCannotBeAskedFor(t *testing.T) {
+// TestOneNodeCannotBeRequested expects that failures of requests for one Node are an outage, which the
+// events of the watch do not end.
+func TestOneNodeCannotBeRequested(t *testing.T) {
 	f := newFixture(t, sharedServer(t))
 	f.setConfig(t, configV4)
 	f.peer(t, 2)
@@ -752,7 +754,7 @@ func TestOneNodeCannotBeAskedFor(t *testing.T) {
 		<-statuses
 	}
 	p.answer(func(w http.ResponseWriter, r *http.Request) bool {
-		return asksFor(r, "node3") && status(http.StatusInternalServerError)(w, r)
+		return requestsNode(r, "node3") && status(http.StatusInternalServerError)(w, r)
 	})
 	f.peer(t, 3)
 	next := func() error {
@@ -766,7 +768,7 @@ func TestOneNodeCannotBeAskedFor(t *testing.T) {
 		}
 	}
 	if err := next(); err == nil || !strings.Contains(err.Error(), "500") {
-		t.Fatalf("while the Node cannot be asked for the status is %v", err)
+		t.Fatalf("the status while the Node cannot be requested is %v", err)
 	}
 	f.peer(t, 4)
 	w.Until(t, "another new peer", subnettest.Has("node2", "node4"))
@@ -789,17 +791,18 @@ func watchedThroughProxy(t *testing.T) (*fixture, *proxy, *subnettest.Watcher) {
 	return f, p, w
 }
 
-// asksFor reports whether r asks for the Node of that name alone.
-func asksFor(r *http.Request, name string) bool {
+// requestsNode reports whether r requests only the Node with that name.
+func requestsNode(r *http.Request, name string) bool {
 	return r.URL.Query().Get("fieldSelector") == "metadata.name="+name
 }
 
-// A Node whose answer went down with the watch is asked for again by the next one.
-func TestWatchEndsWhileANodeIsAskedFor(t *testing.T) {
+// TestWatchEndsWhileANodeIsRequested expects that the next watch requests a Node again whose answer was
+// lost with the previous watch.
+func TestWatchEndsWhileANodeIsRequested(t *testing.T) {
 	f, p, w := watchedThroughProxy(t)
 	asked := make(chan struct{}, 1)
 	p.answer(func(_ http.ResponseWriter, r *http.Request) bool {
-		if !asksFor(r, "node3") {
+		if !requestsNode(r, "node3") {
 			return false
 		}
 		select {
@@ -816,14 +819,14 @@ func TestWatchEndsWhileANodeIsAskedFor(t *testing.T) {
 	w.Until(t, "the peer", subnettest.Has("node3"))
 }
 
-// The answer may be older than what has become of the Node meanwhile.
-func TestPodCIDRComesWhileANodeIsAskedFor(t *testing.T) {
+// TestPodCIDRComesWhileANodeIsRequested changes a Node after the server has made the answer.
+func TestPodCIDRComesWhileANodeIsRequested(t *testing.T) {
 	f, p, w := watchedThroughProxy(t)
 	asked, release := make(chan struct{}), make(chan struct{})
 	var once sync.Once
 	p.answer(func(rw http.ResponseWriter, r *http.Request) bool {
 		first := false
-		if asksFor(r, "node3") {
+		if requestsNode(r, "node3") {
 			once.Do(func() { first = true })
 		}
 		if !first {
@@ -869,7 +872,7 @@ func TestRevisionTooOld(t *testing.T) {
 	}
 }
 
-// A server that takes every watch and ends it at once is not asked without end.
+// TestWatchesThatDoNotLast expects pauses between watches that the server accepts and ends at once.
 func TestWatchesThatDoNotLast(t *testing.T) {
 	for name, answer := range map[string]func(http.ResponseWriter, *http.Request) bool{
 		"ended":   status(http.StatusOK),
@@ -940,8 +943,7 @@ func TestTokenIsRead(t *testing.T) {
 	}
 }
 
-// TestWipedServer has the same address, the same Nodes, and nothing in common
-// with the server that was.
+// TestWipedServer replaces the server by one with the same address and other Nodes of the same names.
 func TestWipedServer(t *testing.T) {
 	s := &server{dir: t.TempDir()}
 	if err := s.start(); err != nil {
@@ -975,7 +977,7 @@ func TestWipedServer(t *testing.T) {
 	}
 }
 
-// TestThousandNodes deletes and adds a thousand.
+// TestThousandNodes deletes and adds a thousand Nodes.
 //
 //stages:rest it creates thousands of nodes
 func TestThousandNodes(t *testing.T) {

@@ -29,7 +29,7 @@ func (m *Manager) warnPolicies(ctx context.Context) {
 					"without another program that does they have no effect", "example", name)
 			}
 			return
-		case b.Wait(ctx, pause(err)) != nil:
+		case b.Wait(ctx, retryAfter(err)) != nil:
 			return
 		}
 	}

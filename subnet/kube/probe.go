@@ -11,51 +11,50 @@ import (
 	"time"
 )
 
-// probe finds out whether a watch that is silent has gone blind. An API server whose
-// cache has stopped, or is far behind, goes on serving watches, and says nothing in
-// them. The own Node tells: kubelet writes it every few minutes, and the server
-// reads it from the store. A watch that does not get as far as its last change is
-// blind. A healthy one is never silent for long, so that the probe costs nothing
-// then: the server sends a bookmark every minute, if its etcd tells it of progress.
+// probe finds out whether a silent watch is stale. An API server whose cache has stopped, or is far
+// behind, continues to serve watches, but sends no events. So the probe reads the own Node, which
+// kubelet writes every few minutes, and which the server reads from the store. A watch that does not
+// reach the last change of that Node is stale. A healthy watch is never silent for long, so the
+// probe costs nothing then: the server sends a bookmark every minute, if its etcd reports progress.
 type probe struct {
-	m    *Manager
-	v    *view
-	due  *time.Timer // since the last event
-	got  chan *self
-	owed int64 // the revision that the watch has to reach
+	m        *Manager
+	cache    *nodeCache
+	due      *time.Timer // since the last event
+	got      chan *ownNode
+	required int64 // the revision that the watch has to reach
 }
 
-func newProbe(m *Manager, v *view) *probe {
-	p := &probe{m: m, v: v, got: make(chan *self)}
+func newProbe(m *Manager, cache *nodeCache) *probe {
+	p := &probe{m: m, cache: cache, got: make(chan *ownNode)}
 	p.due = time.NewTimer(p.silence())
 	return p
 }
 
-// silence is how long a watch may say nothing. Those of all nodes become silent at the
-// same time.
+// silence returns the time for which a watch may be silent. It is random, because the watches of all
+// nodes become silent at the same time.
 func (p *probe) silence() time.Duration { return p.m.timing.silence + rand.N(p.m.timing.silence) }
 
-// heard takes in that there was an event.
-func (p *probe) heard(ctx context.Context) {
-	if p.v.revision < p.owed {
+// applyEvent records that the watch has brought an event.
+func (p *probe) applyEvent(ctx context.Context) {
+	if p.cache.revision < p.required {
 		return
 	}
 	p.due.Reset(p.silence())
-	if p.v.blind {
-		p.v.blind = false
+	if p.cache.stale {
+		p.cache.stale = false
 		p.m.report(ctx, watching, nil)
 	}
 }
 
-// fire is what to do when due has fired. It returns an error if the watch is blind.
+// fire must be called when due has fired. It returns an error if the watch is stale.
 func (p *probe) fire(ctx context.Context, wg *sync.WaitGroup) error {
-	if p.v.revision < p.owed {
-		return p.m.client.stale(p.v.revision, p.owed)
+	if p.cache.revision < p.required {
+		return p.m.client.stale(p.cache.revision, p.required)
 	}
 	wg.Go(func() {
-		s, err := p.m.read(ctx, p.v.own, 0)
+		s, err := p.m.readNode(ctx, p.cache.own, 0)
 		if err != nil {
-			s = &self{} // nothing is known, and the silence goes on
+			s = &ownNode{} // nothing is known, and the silence continues
 		}
 		select {
 		case p.got <- s:
@@ -65,17 +64,17 @@ func (p *probe) fire(ctx context.Context, wg *sync.WaitGroup) error {
 	return nil
 }
 
-// take takes in the own Node as it is in the store.
-func (p *probe) take(s *self) {
-	p.owed = s.version
-	if p.v.revision < p.owed {
+// applyAnswer records the own Node as it is in the store.
+func (p *probe) applyAnswer(s *ownNode) {
+	p.required = s.version
+	if p.cache.revision < p.required {
 		p.due.Reset(p.m.timing.late)
 	} else {
 		p.due.Reset(p.silence())
 	}
 }
 
-// stale returns what is wrong with a watch that is blind.
+// stale returns the error of a watch that is stale.
 func (c *client) stale(have, want int64) error {
 	return &apiError{
 		host: c.host, kind: "stale", cause: errStale,
@@ -83,5 +82,5 @@ func (c *client) stale(have, want int64) error {
 	}
 }
 
-// errStale says that a watch does not get to what the store has.
+// errStale means that a watch does not reach the state of the store.
 var errStale = errors.New("watch is stale")

@@ -13,7 +13,7 @@ import (
 	"testing"
 )
 
-// proxy stands before an API server, counts requests and answers some itself.
+// proxy is a proxy before an API server that counts requests and answers some of them itself.
 type proxy struct {
 	*httptest.Server
 	pass      func(http.ResponseWriter, *http.Request) // leaves a request to the API server
@@ -69,7 +69,7 @@ func newProxy(t *testing.T, s *server) *proxy {
 	return p
 }
 
-// answer has f answer requests; nil leaves them to the API server.
+// answer makes f answer requests. A nil f leaves them to the API server.
 func (p *proxy) answer(f func(http.ResponseWriter, *http.Request) bool) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -77,14 +77,14 @@ func (p *proxy) answer(f func(http.ResponseWriter, *http.Request) bool) {
 	p.seen = nil
 }
 
-// requests returns what was asked since answer was called last.
+// requests returns the requests since the last call of answer.
 func (p *proxy) requests() []string {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	return append([]string(nil), p.seen...)
 }
 
-// status answers everything with that status.
+// status returns a function that answers every request with that status.
 func status(code int) func(http.ResponseWriter, *http.Request) bool {
 	return func(w http.ResponseWriter, _ *http.Request) bool {
 		w.Header().Set("Content-Type", "application/json")

@@ -9,27 +9,29 @@ import (
 	"math/rand/v2"
 	"net/http"
 	"slices"
+	"strconv"
 	"strings"
 	"time"
 
 	"k8s.io/klog/v2"
 
 	"github.com/flanneld/flanneld/subnet"
+	"github.com/flanneld/flanneld/subnet/kube/wire"
 )
 
-// witness is the Node that changed last, not counting Nodes that are gone, and the revision of the
+// lastChange is the Node that changed last, not counting Nodes that are gone, and the revision of the
 // store that changed it.
-type witness struct {
+type lastChange struct {
 	name    string
 	version int64
 }
 
-// witnessOf returns the witness that a Node makes, which is zero if its version is not known.
-func (v *view) witnessOf(name string) witness {
-	if e := v.entries[name]; e != nil && e.version > 0 {
-		return witness{name, e.version}
+// lastChangeOf returns the last change of a Node, which is zero if its version is not known.
+func (c *nodeCache) lastChangeOf(name string) lastChange {
+	if e := c.entries[name]; e != nil && e.version > 0 {
+		return lastChange{name, e.version}
 	}
-	return witness{}
+	return lastChange{}
 }
 
 // mark is what restore needs to recognize the store at the revision of the last known state:
@@ -37,7 +39,7 @@ func (v *view) witnessOf(name string) witness {
 // another history of the store hardly has that Node at that version.
 type mark struct {
 	uid string
-	witness
+	lastChange
 }
 
 func (m mark) String() string { return fmt.Sprintf("%s %d %s", m.uid, m.version, m.name) }
@@ -49,69 +51,70 @@ func parseMark(text string) *mark {
 	if len(parts) != 3 {
 		return nil
 	}
-	m.uid, m.version, m.name = parts[0], parseRevision([]byte(parts[1])), parts[2]
-	if m.version < 1 {
+	var err error
+	if m.version, err = strconv.ParseInt(parts[1], 10, 64); err != nil || m.version < 1 {
 		return nil
 	}
+	m.uid, m.name = parts[0], parts[2]
 	return &m
 }
 
-// part publishes the revision of the view at the end of a watch, with a mark if the view is
+// publishMark publishes the revision of the cache at the end of a watch, with a mark if the cache is
 // complete: then the next start needs no list. Other updates have no mark. While a watch runs,
 // the revision changes with every heartbeat, and is not worth the write of a state file.
-func (v *view) part(sink func(subnet.Update)) {
-	own := v.entries[v.own]
-	if v.revision == 0 || v.blind || v.behind || own == nil || own.uid == "" || v.last.version == 0 || v.last.version > v.revision {
+func (c *nodeCache) publishMark(sink func(subnet.Update)) {
+	own := c.entries[c.own]
+	if c.revision == 0 || c.stale || c.behind || own == nil || own.uid == "" || c.lastChanged.version == 0 || c.lastChanged.version > c.revision {
 		return
 	}
-	for _, e := range v.entries {
-		if e.lacks() || e.fresh || e.err != nil && e.notes[managed].text == "true" { // no state file has it as it is
+	for _, e := range c.entries {
+		if e.needsRequest() || e.fresh || e.err != nil && e.notes[managed].text == "true" { // the state file would not contain the Node
 			return
 		}
 	}
-	v.store.Revision = v.revision
-	u := v.update(map[string]*subnet.Lease{})
-	u.Store.Mark = mark{own.uid, v.last}.String()
+	c.store.Revision = c.revision
+	u := c.update(map[string]*subnet.Lease{})
+	u.Store.Mark = mark{own.uid, c.lastChanged}.String()
 	sink(u)
 }
 
-// restore makes v the view of the last known state, from whose revision a watch can go on. ok
-// is false if the Nodes have to be listed: there is no complete state, the server does not
-// remember its revision any more, or the store is another one. s is the own Node as the store
+// restore makes cache that of the last known state, from whose revision a watch can go on. ok
+// is false if the Nodes have to be listed: there is no complete state, the server does not have
+// its revision any more, or the store is another one. s is the own Node as the store
 // has it now.
-func (m *Manager) restore(ctx context.Context, v *view, s *self) (ok bool, err error) {
-	former := v.former
-	if former == nil {
+func (m *Manager) restore(ctx context.Context, cache *nodeCache, s *ownNode) (ok bool, err error) {
+	last := cache.lastKnownMark
+	if last == nil {
 		return false, nil
 	}
-	name, revision := *m.name.Load(), v.store.Revision
-	own := v.entries[name]
-	is := own != nil && v.full() && s.exists && s.uid == former.uid && revision > 0 && s.revision >= revision
+	name, revision := *m.name.Load(), cache.store.Revision
+	own := cache.entries[name]
+	is := own != nil && cache.full() && s.exists && s.uid == last.uid && revision > 0 && s.revision >= revision
 	if is {
-		if is, err = m.had(ctx, former.witness, revision); err != nil {
+		if is, err = m.hadChange(ctx, last.lastChange, revision); err != nil {
 			return false, err
 		}
 	}
-	v.former = nil
+	cache.lastKnownMark = nil
 	if !is {
 		klog.FromContext(ctx).V(1).Info("the last known state cannot be continued, listing all Nodes", "revision", revision)
 		return false, nil
 	}
-	maps.DeleteFunc(v.entries, func(_ string, e *entry) bool { return e.held })
+	maps.DeleteFunc(cache.entries, func(_ string, e *entry) bool { return e.held })
 	own.uid = s.uid
 	if s.version <= revision { // a later change comes as an event
 		own.version = s.version
 	}
-	v.own, v.revision, v.restored, v.last = name, revision, revision, former.witness
-	v.auditAt = time.Now().Add(rand.N(m.timing.audit) + 1)
-	m.nodes.Store(int64(len(v.entries)))
+	cache.own, cache.revision, cache.restored, cache.lastChanged = name, revision, revision, last.lastChange
+	cache.auditAt = time.Now().Add(rand.N(m.timing.audit) + 1)
+	m.nodes.Store(int64(len(cache.entries)))
 	return true, nil
 }
 
 // full reports whether the podCIDRs of all entries are known: those of a Node that has a lease
 // of one family only may not be.
-func (v *view) full() bool {
-	for _, e := range v.entries {
+func (c *nodeCache) full() bool {
+	for _, e := range c.entries {
 		if e.cidrs == nil {
 			return false
 		}
@@ -119,15 +122,12 @@ func (v *view) full() bool {
 	return true
 }
 
-// had reports whether the store had the Node of w at that revision, as w says.
-func (m *Manager) had(ctx context.Context, w witness, revision int64) (is bool, err error) {
+// hadChange reports whether the store had the Node of w at that revision with the version of w.
+func (m *Manager) hadChange(ctx context.Context, w lastChange, revision int64) (is bool, err error) {
 	ctx, cancel := context.WithTimeout(ctx, m.timing.request)
 	defer cancel()
 	q := query{name: w.name, metadata: true, revision: revision, exact: true}
-	_, err = m.client.list(ctx, m.decoder, q, func(o *object) error {
-		is = parseRevision(o.revision) == w.version
-		return nil
-	})
+	_, err = m.client.list(ctx, m.decoder, q, func(n *wire.Node) { is = n.Revision == w.version })
 	if refused(err) {
 		return false, nil
 	}
@@ -147,25 +147,25 @@ func refused(err error) bool {
 }
 
 // differing returns the names of entries that differ from a list, as of its revision, which the
-// view has reached: deleted has the names that went since the list began. An entry without a
+// cache has reached: deleted has the names that went since the list began. An entry without a
 // uid has had no event since the restart.
-func (v *view) differing(l listed) []string {
+func (c *nodeCache) differing(l listed) []string {
 	var names []string
 	for name, is := range l.nodes {
-		e := v.entries[name]
-		_, gone := v.deleted[name]
+		e := c.entries[name]
+		_, gone := c.deleted[name]
 		switch {
 		case e == nil:
 			if !gone && is.notes[managed].text == "true" { // others have no lease, and no state file has them
 				names = append(names, name)
 			}
 		case e.uid == "" || e.version < is.version:
-			if v.differs(e, is) {
+			if c.differs(e, is) {
 				names = append(names, name)
 			}
 		}
 	}
-	for name, e := range v.entries {
+	for name, e := range c.entries {
 		if _, there := l.nodes[name]; !there && e.version <= l.revision {
 			names = append(names, name)
 		}
@@ -175,12 +175,12 @@ func (v *view) differing(l listed) []string {
 }
 
 // differs reports whether a Node as listed gives another lease than the entry has.
-func (v *view) differs(e *entry, is *entry) bool {
+func (c *nodeCache) differs(e *entry, is *entry) bool {
 	if e.uid != "" && e.uid != is.uid || e.order != is.order {
 		return true
 	}
 	now := *e
 	now.notes, now.fresh = is.notes, false
-	v.decode(&now)
+	c.decode(&now)
 	return now.fresh || textOf(now.err) != textOf(e.err) && e.lease != nil
 }

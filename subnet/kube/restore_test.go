@@ -23,15 +23,15 @@ import (
 	"github.com/flanneld/flanneld/subnet"
 )
 
-// knower is node 1, which keeps a ledger, as the daemon does.
-type knower struct {
+// restartableNode is node 1. It has a ledger that survives restarts, as the daemon has.
+type restartableNode struct {
 	f      *fixture
 	ledger subnet.Ledger
 	own    subnet.Lease
 }
 
-// saved returns the ledger as a state file would give it back.
-func (k *knower) saved(t *testing.T) (state subnet.LedgerState) {
+// savedState returns the ledger as it would be read from a state file.
+func (k *restartableNode) savedState(t *testing.T) (state subnet.LedgerState) {
 	t.Helper()
 	raw, err := json.Marshal(k.ledger.State())
 	if err == nil {
@@ -43,8 +43,8 @@ func (k *knower) saved(t *testing.T) (state subnet.LedgerState) {
 	return state
 }
 
-// leases returns what the ledger knows, by key, in comparable form.
-func (k *knower) leases() map[string]string {
+// known returns the leases in the ledger, by key, in a form that can be compared.
+func (k *restartableNode) known() map[string]string {
 	all := map[string]string{}
 	for l := range k.ledger.Leases() {
 		s := l.BackendType
@@ -56,11 +56,11 @@ func (k *knower) leases() map[string]string {
 	return all
 }
 
-// restart runs the node with its last known state, as change leaves it, until until reports true
-// of the leases that it knows, and then stops it.
-func (k *knower) restart(t *testing.T, change func(*subnet.LedgerState), until func(map[string]string) bool, options ...func(*Config)) {
+// restart runs the node with its last known state, to which it applies change. It stops the node when
+// until reports true for the known leases.
+func (k *restartableNode) restart(t *testing.T, change func(*subnet.LedgerState), until func(map[string]string) bool, options ...func(*Config)) {
 	t.Helper()
-	state := k.saved(t)
+	state := k.savedState(t)
 	if change != nil {
 		change(&state)
 	}
@@ -71,7 +71,7 @@ func (k *knower) restart(t *testing.T, change func(*subnet.LedgerState), until f
 	k.watch(t.Context(), t, m, state, until)
 }
 
-func (k *knower) watch(ctx context.Context, t *testing.T, m *Manager, state subnet.LedgerState, until func(map[string]string) bool) {
+func (k *restartableNode) watch(ctx context.Context, t *testing.T, m *Manager, state subnet.LedgerState, until func(map[string]string) bool) {
 	t.Helper()
 	k.ledger.Restore(state, time.Now())
 	ctx, cancel := context.WithTimeout(ctx, patience)
@@ -81,13 +81,13 @@ func (k *knower) watch(ctx context.Context, t *testing.T, m *Manager, state subn
 		if _, ok := k.ledger.Follow(u, time.Now()); !ok {
 			k.ledger.Apply(u.Snapshot(), time.Now())
 		}
-		if until(k.leases()) && !done {
+		if until(k.known()) && !done {
 			done = true
 			cancel()
 		}
 	})
 	if !errors.Is(err, context.Canceled) {
-		t.Fatalf("Watch ended with %v; known are %v", err, k.leases())
+		t.Fatalf("Watch ended with %v; known are %v", err, k.known())
 	}
 }
 
@@ -99,7 +99,7 @@ func (f *fixture) beat(t *testing.T, names ...string) {
 	}
 }
 
-// beatOften lets a Node have heartbeats until the test ends.
+// beatOften sends heartbeats of a Node until the test ends.
 func beatOften(t *testing.T, f *fixture) {
 	for {
 		select {
@@ -142,7 +142,7 @@ func TestRestartCostsWhatHasChanged(t *testing.T) {
 		names[n] = fmt.Sprintf("many%d", n)
 		f.do(t, http.MethodPost, "/api/v1/nodes", nodeBody(names[n], peerNotes(n%250), fmt.Sprintf("10.%d.%d.0/24", 100+n/256, n%256)))
 	})
-	k := &knower{f: f}
+	k := &restartableNode{f: f}
 	p := newProxy(t, f.server)
 	through := func(c *Config) { c.Kubeconfig = f.kubeconfig(t, p.URL, flannel) }
 	k.restart(t, nil, has(names...), through)
@@ -182,25 +182,25 @@ func TestRestartAfterChanges(t *testing.T) {
 	for n := 2; n <= 6; n++ {
 		f.peer(t, n)
 	}
-	k := &knower{f: f}
+	k := &restartableNode{f: f}
 	p := newProxy(t, f.server)
 	through := func(c *Config) { c.Kubeconfig = f.kubeconfig(t, p.URL, flannel) }
 	k.restart(t, nil, has("node2", "node3", "node4", "node5", "node6"))
 	f.deleteNode(t, "node2")
 	f.deleteNode(t, "node3")
 	f.do(t, http.MethodPost, "/api/v1/nodes", nodeBody("node3", peerNotes(3), "10.5.33.0/24"))
-	f.note(t, "node4", map[string]any{anno("public-ip"): "192.0.2.44"})
-	f.note(t, "node5", map[string]any{anno("kube-subnet-manager"): nil})
+	f.note(t, "node4", map[string]any{annotationKey("public-ip"): "192.0.2.44"})
+	f.note(t, "node5", map[string]any{annotationKey("kube-subnet-manager"): nil})
 	f.peer(t, 7)
 	f.addNode(t, "node8", "10.5.8.0/24")
 	p.answer(nil)
-	fresh := &knower{f: f}
-	settled := func(known map[string]string) bool {
+	fresh := &restartableNode{f: f}
+	current := func(known map[string]string) bool {
 		return has("node3", "node4", "node6", "node7")(known) || has("node3", "node4", "node5", "node6", "node7")(known) && strings.Contains(known["node3"], "33")
 	}
-	fresh.restart(t, nil, settled)
+	fresh.restart(t, nil, current)
 	k.restart(t, nil, func(known map[string]string) bool {
-		return maps.Equal(without(known, "node5"), without(fresh.leases(), "node5"))
+		return maps.Equal(without(known, "node5"), without(fresh.known(), "node5"))
 	}, through)
 	if lists := p.lists(t); len(lists) > 0 {
 		t.Errorf("all Nodes were listed: %q", lists)
@@ -243,7 +243,7 @@ func TestRestartAtAnotherStore(t *testing.T) {
 			for n := 2; n <= 4; n++ {
 				f.peer(t, n)
 			}
-			k := &knower{f: f}
+			k := &restartableNode{f: f}
 			k.restart(t, nil, has("node2", "node3", "node4"))
 			if k.ledger.State().Store.Mark == "" {
 				t.Fatal("the last known state has no mark")
@@ -280,8 +280,8 @@ func goneOnce() func(http.ResponseWriter, *http.Request) bool {
 	}
 }
 
-// TestAudit has a last known state that differs from the Nodes. The audit must correct it, and
-// tell so once.
+// TestAudit starts from a last known state that differs from the Nodes. The audit must correct it, and
+// report that once.
 func TestAudit(t *testing.T) {
 	f := newFixture(t, sharedServer(t))
 	f.setConfig(t, configV4)
@@ -289,11 +289,11 @@ func TestAudit(t *testing.T) {
 		f.peer(t, n)
 	}
 	f.addNode(t, "other") // none of flannel's
-	k := &knower{f: f}
+	k := &restartableNode{f: f}
 	all := []string{"node2", "node3", "node4", "node5", "node6", "node7", "node8", "node9"}
 	k.restart(t, nil, has(all...))
-	want := k.leases()
-	state := k.saved(t)
+	want := k.known()
+	state := k.savedState(t)
 	at := func(key string) *subnet.Peer {
 		i := slices.IndexFunc(state.Peers, func(p subnet.Peer) bool { return p.Lease.Key == key })
 		return &state.Peers[i]
@@ -311,7 +311,7 @@ func TestAudit(t *testing.T) {
 		c.OnRepaired = func(n int) { repaired <- n }
 	})
 	m.timing.audit, m.timing.auditPage = 200*time.Millisecond, time.Millisecond
-	go beatOften(t, f) // the view reaches the revision of the list by an event
+	go beatOften(t, f) // the cache reaches the revision of the list by an event
 	k.watch(ctx, t, m, state, func(known map[string]string) bool { return maps.Equal(known, want) })
 	if lists := p.lists(t); slices.ContainsFunc(lists, func(s string) bool { return !strings.Contains(s, "limit=") }) {
 		t.Errorf("the Nodes were listed at once: %q", lists)
@@ -323,7 +323,7 @@ func TestAudit(t *testing.T) {
 	if strings.Count(text, "were corrected") != 1 || strings.Contains(text, "cannot be read") {
 		t.Errorf("want one line about corrected leases:\n%s", text)
 	}
-	if diff := cmp.Diff(want, k.leases()); diff != "" {
+	if diff := cmp.Diff(want, k.known()); diff != "" {
 		t.Errorf("leases (-Nodes +known):\n%s", diff)
 	}
 }
@@ -337,9 +337,9 @@ func TestAuditFindsNothing(t *testing.T) {
 		f.peer(t, n)
 	}
 	f.addNode(t, "other")
-	k := &knower{f: f}
+	k := &restartableNode{f: f}
 	k.restart(t, nil, has("node2", "node3", "node4", "node5"))
-	state := k.saved(t)
+	state := k.savedState(t)
 	p := newProxy(t, f.server)
 	m := f.started(t, func(c *Config) {
 		c.Own, c.Known, c.Kubeconfig = k.own, state, f.kubeconfig(t, p.URL, flannel)
@@ -348,7 +348,7 @@ func TestAuditFindsNothing(t *testing.T) {
 	m.timing.audit, m.timing.auditPage = time.Millisecond, time.Millisecond
 	go func() {
 		for i := range 10 {
-			_, _, _ = f.try(http.MethodPatch, "/api/v1/nodes/node2", map[string]any{"metadata": map[string]any{"annotations": map[string]string{anno("public-ip"): fmt.Sprintf("192.0.2.%d", 100+i)}}}, "application/merge-patch+json")
+			_, _, _ = f.try(http.MethodPatch, "/api/v1/nodes/node2", map[string]any{"metadata": map[string]any{"annotations": map[string]string{annotationKey("public-ip"): fmt.Sprintf("192.0.2.%d", 100+i)}}}, "application/merge-patch+json")
 			_, _, _ = f.try(http.MethodPost, "/api/v1/nodes", nodeBody(fmt.Sprintf("late%d", i), peerNotes(50+i), fmt.Sprintf("10.5.%d.0/24", 50+i)))
 			if i%2 == 0 {
 				_, _, _ = f.try(http.MethodDelete, fmt.Sprintf("/api/v1/nodes/late%d", i), nil)

@@ -25,12 +25,13 @@ import (
 	"go.etcd.io/etcd/server/v3/embed"
 	"go.uber.org/zap"
 
+	"github.com/flanneld/flanneld/subnet/kube/wire"
 	"github.com/flanneld/flanneld/subnet/subnettest"
 )
 
 const patience = 30 * time.Second
 
-// apiserver is the API server, which `make build-apiserver` makes.
+// apiserver is the path of the API server.
 const apiserver = "../../bin/tools/kube-apiserver"
 
 // server is a real API server on loopback, on a real etcd.
@@ -44,14 +45,14 @@ type server struct {
 	flags    []string
 }
 
-// program is a process of its own.
+// program is a process that a test has started.
 type program struct {
 	*exec.Cmd
 	log    string // path
 	exited chan struct{}
 }
 
-// run starts a program that logs into dir. It dies with the test.
+// run starts a program that logs into dir. The kernel ends it with the test.
 func run(dir, path string, args ...string) (*program, error) {
 	log, err := os.Create(filepath.Join(dir, filepath.Base(path)+".log"))
 	if err != nil {
@@ -71,7 +72,7 @@ func run(dir, path string, args ...string) (*program, error) {
 	return p, nil
 }
 
-// kill ends the program. It may be nil.
+// kill ends the program. p may be nil.
 func (p *program) kill() {
 	if p != nil {
 		_ = p.Process.Kill()
@@ -114,7 +115,7 @@ var shared = sync.OnceValues(func() (*server, error) {
 	return running, running.start()
 })
 
-// running is the shared server, if it was needed.
+// running is the shared server, or nil if no test has needed it.
 var running *server
 
 func TestMain(m *testing.M) {
@@ -242,7 +243,7 @@ func (s *server) stopAPI() {
 	s.proc.kill()
 }
 
-// stop kills the API server first, and etcd.
+// stop kills the API server, and then etcd.
 func (s *server) stop() {
 	s.stopAPI()
 	s.etcdProc.kill()
@@ -251,7 +252,7 @@ func (s *server) stop() {
 	}
 }
 
-// wipe makes it a server with nothing in it, at the same address.
+// wipe replaces the server by an empty one at the same address.
 func (s *server) wipe(t *testing.T) {
 	t.Helper()
 	s.stop()
@@ -297,7 +298,7 @@ func (s *server) try(method, path string, body any, contentType ...string) (int,
 	return resp.StatusCode, answer, err
 }
 
-// do is what an administrator does.
+// do sends a request of an administrator, and expects that it succeeds.
 func (s *server) do(t testing.TB, method, path string, body any, contentType ...string) []byte {
 	t.Helper()
 	status, answer, err := s.try(method, path, body, contentType...)
@@ -307,7 +308,7 @@ func (s *server) do(t testing.TB, method, path string, body any, contentType ...
 	return answer
 }
 
-// node is a Node as tests see it.
+// node contains the fields of a Node that tests read.
 type node struct {
 	Metadata struct {
 		Name        string
@@ -340,7 +341,7 @@ func nodeBody(name string, annotations map[string]string, cidrs ...string) map[s
 	}
 	return map[string]any{
 		"apiVersion": "v1", "kind": "Node",
-		"metadata": map[string]any{"name": name, "annotations": annotations, "labels": map[string]string{hostLabel: hostOf(name)}},
+		"metadata": map[string]any{"name": name, "annotations": annotations, "labels": map[string]string{wire.HostnameLabel: hostOf(name)}},
 		"spec":     spec,
 	}
 }
@@ -402,7 +403,7 @@ func (f *fixture) grant(t *testing.T, events bool) {
 	}
 }
 
-// kubeconfig writes one with that token file.
+// kubeconfig writes a kubeconfig with that token file, and returns its path.
 func (f *fixture) kubeconfig(t *testing.T, url, token string) string {
 	t.Helper()
 	tokenFile := filepath.Join(f.dir, "token")
@@ -460,7 +461,7 @@ func eventually(t *testing.T, what string, check func() error) {
 	}
 }
 
-// expectStatus waits for a status of the API that has want in it.
+// expectStatus waits for a status of the API that contains want.
 func expectStatus(t *testing.T, statuses <-chan error, want string) {
 	t.Helper()
 	timeout := time.After(patience)

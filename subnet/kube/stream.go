@@ -3,9 +3,7 @@
 package kube
 
 import (
-	"bufio"
 	"context"
-	"encoding/binary"
 	"errors"
 	"fmt"
 	"io"
@@ -16,37 +14,30 @@ import (
 	"strings"
 	"time"
 
-	"google.golang.org/protobuf/encoding/protowire"
 	"k8s.io/klog/v2"
 
-	"github.com/flanneld/flanneld/pkg/oneline"
-	"github.com/flanneld/flanneld/subnet"
+	"github.com/flanneld/flanneld/subnet/kube/wire"
 )
 
 // errRelist means that a watch cannot continue from its revision.
 var errRelist = errors.New("watch cannot be resumed")
 
-// listing is the part of a list besides the objects.
+// listing is the part of a list besides the Nodes.
 type listing struct {
-	revision int64
-	behind   bool   // the server's cache had not reached the revision that was asked for
-	more     string // token for the request of the next page; empty: this is the last page
+	wire.ListMeta
+	behind bool // the server's cache had not reached the revision that was asked for
 }
 
 // query selects Nodes and a revision.
 type query struct {
 	metadata bool     // without spec and status
 	name     string   // of one Node; empty for all
-	hosts    []string // values of the label hostLabel; nil for all
+	hosts    []string // values of the label wire.HostnameLabel, of which every kubelet gives its Node one of its own; nil for all
 	revision int64    // not older than that; 0: the present one, which the server asks its store for
 	exact    bool     // as it was at revision, which the server asks its store for
 	limit    int      // objects on a page; 0: all on one
 	more     string   // of the page before
 }
-
-// hostLabel is a label that every kubelet gives its Node, with a value of its own.
-// Field selectors cannot name several Nodes, label selectors can.
-const hostLabel = "kubernetes.io/hostname"
 
 // selects reports whether q is about single Nodes.
 func (q query) selects() bool { return q.name != "" || q.hosts != nil }
@@ -57,7 +48,8 @@ func (q query) values() url.Values {
 		v.Set("fieldSelector", "metadata.name="+q.name)
 	}
 	if q.hosts != nil {
-		v.Set("labelSelector", hostLabel+" in ("+strings.Join(q.hosts, ",")+")")
+		// A field selector cannot name several Nodes.
+		v.Set("labelSelector", wire.HostnameLabel+" in ("+strings.Join(q.hosts, ",")+")")
 	}
 	if q.revision > 0 {
 		v.Set("resourceVersion", strconv.FormatInt(q.revision, 10))
@@ -71,15 +63,15 @@ func (q query) values() url.Values {
 	return v
 }
 
-// list calls on for every Node, one after the other as they arrive: an object
-// is good until on returns. If it fails on may have been called.
+// list calls on for every Node as they arrive. A Node is valid until on returns. on may have been
+// called even if list returns an error.
 //
 // A server answers from its cache, and refuses a revision that the cache has not reached within
 // 3 s. The cache of a server that has just started, that is slow, or whose etcd sends no progress
 // (3.4 does not on request) may be far behind. Then list requests the present state, which the
 // server reads from its store. A list from the cache would be wrong, because it may be older than
-// the view.
-func (c *client) list(ctx context.Context, d *decoder, q query, on func(*object) error) (listing, error) {
+// the cache.
+func (c *client) list(ctx context.Context, d *wire.Decoder, q query, on func(*wire.Node)) (listing, error) {
 	l, err := c.listOnce(ctx, d, q, on)
 	if q.revision == 0 || q.exact || !isTooLarge(err) {
 		return l, err
@@ -95,7 +87,7 @@ func (c *client) list(ctx context.Context, d *decoder, q query, on func(*object)
 	return l, err
 }
 
-func (c *client) listOnce(ctx context.Context, d *decoder, q query, on func(*object) error) (listing, error) {
+func (c *client) listOnce(ctx context.Context, d *wire.Decoder, q query, on func(*wire.Node)) (listing, error) {
 	outer := ctx
 	ctx, stop := context.WithCancel(ctx)
 	defer stop()
@@ -112,188 +104,46 @@ func (c *client) listOnce(ctx context.Context, d *decoder, q query, on func(*obj
 	case q.revision > 0:
 		r.query.Set("resourceVersionMatch", "NotOlderThan")
 	}
-	l, err := c.readList(ctx, d, r, func(o *object) error {
+	l, err := c.readList(ctx, d, r, func(n *wire.Node) {
 		stalled.Reset(stallTimeout)
-		return on(o)
+		on(n)
 	})
 	switch {
 	case outer.Err() != nil:
 		return listing{}, outer.Err()
 	case ctx.Err() != nil:
 		return listing{}, c.explain(context.DeadlineExceeded)
-	case err == nil && l.more != "" && q.limit == 0:
-		return listing{}, c.explain(fmt.Errorf("%w: the list goes on, which was not asked for", errWire))
+	case err == nil && l.Continue != "" && q.limit == 0:
+		return listing{}, c.explain(fmt.Errorf("%w: the list goes on, which was not asked for", wire.ErrMalformed))
 	}
 	return l, err
 }
 
-// stallTimeout is how long a list may bring nothing.
+// stallTimeout is the time for which a list may bring no Node.
 const stallTimeout = 15 * time.Second
 
-func (c *client) readList(ctx context.Context, d *decoder, r request, on func(*object) error) (listing, error) {
+func (c *client) readList(ctx context.Context, d *wire.Decoder, r request, on func(*wire.Node)) (listing, error) {
 	resp, err := c.do(ctx, r)
 	if err != nil {
 		return listing{}, err
 	}
 	defer resp.Body.Close()
-	l, err := d.list(resp.Body, on)
-	if err != nil {
-		err = c.explain(err)
-	}
-	return l, err
-}
-
-// list decodes a list from a stream, holding one object at a time.
-func (d *decoder) list(from io.Reader, on func(*object) error) (l listing, err error) {
-	r := &reader{Reader: bufio.NewReaderSize(from, 64<<10)}
-	if head, err := r.take(uint64(len(magic))); err != nil || string(head) != magic {
-		return l, fmt.Errorf("list: %w", oneline.Join(err, errWire))
-	}
-	var o object
-	err = r.fields(-1, func(n protowire.Number, length uint64) error {
-		if n != 2 { // of runtime.Unknown: raw
-			return r.skip(length)
-		}
-		return r.fields(int64(length), func(n protowire.Number, length uint64) error {
-			b, err := r.take(length)
-			switch {
-			case err != nil:
-				return err
-			case n == 1:
-				revision, more, err := listMeta(b)
-				l.revision, l.more = parseRevision(revision), string(more)
-				return err
-			case n == 2:
-				if err := d.node(b, &o); err != nil {
-					return err
-				}
-				return on(&o)
-			}
-			return nil
-		})
-	})
-	if err == nil && l.revision == 0 {
-		err = fmt.Errorf("%w: a list without a resource version", errWire)
-	}
-	return l, err
-}
-
-// reader reads messages whose length may be beyond memory.
-type reader struct {
-	*bufio.Reader
-	buf  []byte
-	read int64
-}
-
-// fields calls on for each field that holds bytes, with their length: on has
-// to read them. A length of -1 means up to the end of the stream.
-func (r *reader) fields(length int64, on func(protowire.Number, uint64) error) error {
-	end := r.read + length
-	for length < 0 || r.read < end {
-		tag, err := r.varint()
-		if errors.Is(err, io.EOF) && length < 0 {
-			return nil
-		}
+	var l listing
+	for n, err := range d.List(resp.Body, &l.ListMeta) {
 		if err != nil {
-			return err
+			return l, c.explain(err)
 		}
-		number, kind := protowire.DecodeTag(tag)
-		value, err := uint64(0), error(nil)
-		switch kind {
-		case protowire.VarintType:
-			if _, err = r.varint(); err != nil {
-				return eof(err)
-			}
-			continue
-		case protowire.BytesType:
-			value, err = r.varint()
-		default:
-			err = errWire
-		}
-		if err != nil {
-			return eof(err)
-		}
-		if length >= 0 && value > uint64(max(0, end-r.read)) {
-			return fmt.Errorf("%w: a field is longer than what it is in", errWire)
-		}
-		if err := on(number, value); err != nil {
-			return eof(err)
-		}
+		on(n)
 	}
-	return nil
+	return l, nil
 }
 
-// eof turns the end of a stream inside of a message into an error.
-func eof(err error) error {
-	if errors.Is(err, io.EOF) {
-		return io.ErrUnexpectedEOF
-	}
-	return err
-}
-
-func (r *reader) varint() (uint64, error) {
-	var v uint64
-	for shift := 0; shift < 64; shift += 7 {
-		b, err := r.ReadByte()
-		if err != nil {
-			if shift > 0 {
-				err = eof(err)
-			}
-			return 0, err
-		}
-		r.read++
-		v |= uint64(b&0x7f) << shift
-		if b < 0x80 {
-			return v, nil
-		}
-	}
-	return 0, errWire
-}
-
-// take returns the next n bytes, good until the next call.
-func (r *reader) take(n uint64) ([]byte, error) {
-	if n > maxObject {
-		return nil, fmt.Errorf("%w: %d bytes in one object", errWire, n)
-	}
-	if uint64(cap(r.buf)) < n {
-		r.buf = make([]byte, n+n/4)
-	}
-	b := r.buf[:n]
-	m, err := io.ReadFull(r.Reader, b)
-	r.read += int64(m)
-	return b, eof(err)
-}
-
-func (r *reader) skip(n uint64) error {
-	m, err := io.CopyN(io.Discard, r.Reader, int64(min(n, 1<<62)))
-	r.read += m
-	return eof(err)
-}
-
-// parseRevision returns 0 for what is no number, and so older than any.
-func parseRevision(b []byte) int64 {
-	n, err := strconv.ParseInt(string(b), 10, 64)
-	if err != nil {
-		return 0
-	}
-	return n
-}
-
-// The kinds of watch events.
-const (
-	added    = "ADDED"
-	modified = "MODIFIED"
-	deleted  = "DELETED"
-	bookmark = "BOOKMARK"
-	failed   = "ERROR"
-)
-
-// watch calls on for every change of Nodes from q.revision on, which must not
-// be 0: kind and object are good until on returns. alive is called when the
-// server has taken the watch. It returns nil when the server ends the watch at
-// the time agreed upon, which is every few minutes, errEnded when it ends
-// otherwise, and errRelist when it cannot go on from that revision.
-func (c *client) watch(ctx context.Context, d *decoder, q query, alive func(), on func(kind string, o *object) error) error {
+// watch calls on for every change of Nodes after q.revision, which must not be 0. The event is
+// valid until on returns. watch calls alive when the server has accepted the watch. It returns nil
+// when the server ends the watch at the time that was asked for, which is after some minutes,
+// errEnded when the watch ends otherwise, errRelist when the server cannot continue from that
+// revision, and an error of on as it is.
+func (c *client) watch(ctx context.Context, d *wire.Decoder, q query, alive func(), on func(wire.Event) error) error {
 	lasts := watchTime + rand.N(watchTime)
 	r := request{path: "nodes", query: q.values(), accept: acceptFull}
 	if q.metadata {
@@ -311,7 +161,7 @@ func (c *client) watch(ctx context.Context, d *decoder, q query, alive func(), o
 	if begun {
 		defer resp.Body.Close()
 		alive()
-		err = c.frames(resp.Body, d, on)
+		err = c.events(resp.Body, d, on)
 	}
 	e, _ := errors.AsType[*apiError](err)
 	switch {
@@ -325,16 +175,16 @@ func (c *client) watch(ctx context.Context, d *decoder, q query, alive func(), o
 	return err
 }
 
-// watchTime is the least that a watch is asked to last; it lasts up to twice
-// that, so that watches of thousands of nodes do not end together. A server
-// that has not ended it by watchGrace later is stuck.
+// watchTime is the shortest time for which a watch is requested. The time is random and up to twice as
+// long, so that watches of thousands of nodes do not end together. A server that has not ended it
+// watchGrace later hangs. beginTime is the deadline for the beginning of a watch.
 const (
 	watchTime  = 5 * time.Minute
 	watchGrace = 30 * time.Second
 	beginTime  = 15 * time.Second
 )
 
-// begin sends a request whose answer has no end, but a beginning.
+// begin sends a request for an endless answer, and returns when it has begun.
 func (c *client) begin(ctx context.Context, r request) (*http.Response, error) {
 	ctx, cancel := context.WithCancelCause(ctx)
 	late := time.AfterFunc(beginTime, func() { cancel(context.DeadlineExceeded) })
@@ -365,82 +215,23 @@ func (b *body) Close() error {
 	return b.ReadCloser.Close()
 }
 
-func (c *client) frames(from io.Reader, d *decoder, on func(string, *object) error) error {
-	r := &reader{Reader: bufio.NewReaderSize(from, 32<<10)}
-	var o object
-	var length [4]byte
-	for {
-		if _, err := io.ReadFull(r.Reader, length[:]); err != nil {
-			if errors.Is(err, io.EOF) {
-				return nil
-			}
-			return c.explain(err)
-		}
-		b, err := r.take(uint64(binary.BigEndian.Uint32(length[:])))
-		if err != nil {
-			return c.explain(err)
-		}
-		kind, err := d.frame(b, &o)
+// events calls on for every event of a watch, until from ends or on fails.
+func (c *client) events(from io.Reader, d *wire.Decoder, on func(wire.Event) error) error {
+	for e, err := range d.Events(from) {
 		if err != nil {
 			return c.failure(err)
 		}
-		if err := on(kind, &o); err != nil {
+		if err := on(e); err != nil {
 			return err
 		}
 	}
+	return nil
 }
 
-// failure completes an error in a watch.
+// failure returns an error of a watch as one of the API server.
 func (c *client) failure(err error) error {
-	if e, ok := errors.AsType[*apiError](err); ok {
-		return c.complete(*e, "")
+	if status, ok := errors.AsType[*wire.StatusError](err); ok {
+		return c.complete(fromStatus(status), "")
 	}
 	return c.explain(err)
-}
-
-// frame decodes one frame of a watch. An error is an *apiError if the server
-// sent it.
-func (d *decoder) frame(b []byte, o *object) (kind string, err error) {
-	f, err := decodeFrame(b)
-	if err != nil {
-		return "", err
-	}
-	switch string(f.kind) {
-	case added, modified, deleted:
-		kind = known(f.kind)
-		err = d.node(f.raw, o)
-	case bookmark:
-		kind = bookmark
-		err = d.bookmark(f.raw, o)
-	case failed:
-		e, err := decodeStatus(f.raw)
-		if err != nil {
-			return "", err
-		}
-		return "", &e
-	default:
-		err = fmt.Errorf("%w: a watch event of type %q", errWire, subnet.Shorten(string(f.kind)))
-	}
-	return kind, err
-}
-
-// known returns the constant for kind, without allocating.
-func known(kind []byte) string {
-	switch string(kind) {
-	case added:
-		return added
-	case deleted:
-		return deleted
-	}
-	return modified
-}
-
-// bookmark decodes an object of which only the revision is set.
-func (d *decoder) bookmark(b []byte, o *object) error {
-	*o = object{}
-	meta, err := stringOf(b, 1)
-	if err == nil {
-		err = d.metadata(meta, o)
-	}
-	return err
 }

@@ -13,30 +13,33 @@ import (
 	"testing"
 	"testing/iotest"
 	"testing/synctest"
+
+	"github.com/flanneld/flanneld/subnet/kube/wire"
+	"github.com/flanneld/flanneld/subnet/kube/wire/wiretest"
 )
 
-// lastMoment answers a request when its context ends.
-type lastMoment struct{}
+// answersAtTheEnd answers a request when its context ends.
+type answersAtTheEnd struct{}
 
-func (lastMoment) RoundTrip(r *http.Request) (*http.Response, error) {
+func (answersAtTheEnd) RoundTrip(r *http.Request) (*http.Response, error) {
 	<-r.Context().Done()
 	return &http.Response{StatusCode: http.StatusOK, Body: io.NopCloser(iotest.ErrReader(r.Context().Err()))}, nil
 }
 
-// A watch that is taken as it is given up is one that came to nothing, which Keep
-// tries again, not the end of what it is for.
-func TestWatchTakenAtTheLastMoment(t *testing.T) {
+// TestWatchAcceptedAtTheDeadline lets a server accept a watch at the moment at which the client gives
+// it up. The error must be one after which Keep tries again.
+func TestWatchAcceptedAtTheDeadline(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		c := &client{base: &url.URL{Scheme: "https", Host: "api"}, http: &http.Client{Transport: lastMoment{}}}
-		err := c.watch(t.Context(), &decoder{}, query{revision: 1}, func() { t.Error("it is taken for one that lives") }, nil)
+		c := &client{base: &url.URL{Scheme: "https", Host: "api"}, http: &http.Client{Transport: answersAtTheEnd{}}}
+		err := c.watch(t.Context(), wire.NewDecoder(nil), query{revision: 1}, func() { t.Error("the watch counts as accepted") }, nil)
 		if !passes(err) {
 			t.Errorf("got %v, want an error that passes", err)
 		}
 	})
 }
 
-// A connection that leads nowhere any more says nothing: how long a watch waits for
-// it is the kernel's affair, unless HTTP/2 asks.
+// TestDeadConnectionIsGivenUp expects keep-alive of the kernel, without which a watch over HTTP/1.1
+// would wait for a dead connection without end.
 func TestDeadConnectionIsGivenUp(t *testing.T) {
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
@@ -70,22 +73,22 @@ func TestDeadConnectionIsGivenUp(t *testing.T) {
 }
 
 // firstPage answers every request with the first page of a list.
-type firstPage struct{}
+type firstPage struct{ t *testing.T }
 
 // RoundTrip implements http.RoundTripper.
-func (firstPage) RoundTrip(*http.Request) (*http.Response, error) {
-	page := wrap("NodeList", message(bytesField(1, message(text(2, "1"), text(3, "token")))))
-	return &http.Response{StatusCode: http.StatusOK, Body: io.NopCloser(bytes.NewReader(page))}, nil
+func (p firstPage) RoundTrip(*http.Request) (*http.Response, error) {
+	return &http.Response{StatusCode: http.StatusOK, Body: io.NopCloser(bytes.NewReader(wiretest.List(p.t, "1", "token")))}, nil
 }
 
-// TestPageThatWasNotAskedFor expects that a part of a list does not pass for the whole list.
+// TestPageThatWasNotAskedFor expects an error if the server answers with a page of the list, and no
+// page was requested.
 func TestPageThatWasNotAskedFor(t *testing.T) {
-	c := &client{host: "host", base: &url.URL{Scheme: "http", Host: "host"}, http: &http.Client{Transport: firstPage{}}}
-	on := func(*object) error { return nil }
-	if _, err := c.list(t.Context(), testDecoder(), query{}, on); !errors.Is(err, errWire) {
-		t.Errorf("the first page passes for the whole list: %v", err)
+	c := &client{host: "host", base: &url.URL{Scheme: "http", Host: "host"}, http: &http.Client{Transport: firstPage{t}}}
+	on := func(*wire.Node) {}
+	if _, err := c.list(t.Context(), defaultKeys().newDecoder(), query{}, on); !errors.Is(err, wire.ErrMalformed) {
+		t.Errorf("the first page counts as the complete list: %v", err)
 	}
-	if l, err := c.list(t.Context(), testDecoder(), query{limit: 1}, on); err != nil || l.more != "token" {
-		t.Errorf("the first page goes on with %q, %v, want the token", l.more, err)
+	if l, err := c.list(t.Context(), defaultKeys().newDecoder(), query{limit: 1}, on); err != nil || l.Continue != "token" {
+		t.Errorf("the first page continues with %q, %v, want the token", l.Continue, err)
 	}
 }

@@ -18,8 +18,10 @@ const (
 	configDual = `{"Network":"10.5.0.0/16","EnableIPv6":true,"IPv6Network":"fd00:10:5::/48","Backend":{"Type":"vxlan"}}`
 )
 
-// anno is the key of an annotation.
-func anno(name string) string { return DefaultAnnotationPrefix + "/" + name }
+// annotationKey returns the key of an annotation.
+func annotationKey(name string) string { return DefaultAnnotationPrefix + "/" + name }
+
+func defaultKeys() *keys { return newKeys(DefaultAnnotationPrefix + "/") }
 
 // backing puts an API server to the suite.
 type backing struct{ *fixture }
@@ -56,18 +58,18 @@ func (b backing) Manager(t *testing.T, n int, _ ...netip.Prefix) subnet.Manager 
 func (b backing) Take(t *testing.T, own subnet.Lease, by netip.Addr) {
 	b.deleteNode(t, own.Key)
 	b.do(t, http.MethodPost, "/api/v1/nodes", nodeBody(own.Key, map[string]string{
-		anno("kube-subnet-manager"): "true", anno("public-ip"): by.String(), anno("backend-type"): "vxlan",
+		annotationKey("kube-subnet-manager"): "true", annotationKey("public-ip"): by.String(), annotationKey("backend-type"): "vxlan",
 	}, "10.5.66.0/24"))
 }
 
 func (b backing) Break(t *testing.T, key string) {
-	b.note(t, key, map[string]any{anno("public-ip"): "nonsense"})
+	b.note(t, key, map[string]any{annotationKey("public-ip"): "nonsense"})
 }
 
 func (b backing) Delete(t *testing.T, key string) { b.deleteNode(t, key) }
 
 func (b backing) Withdraw(t *testing.T, key string) {
-	b.note(t, key, map[string]any{anno("kube-subnet-manager"): nil, anno("public-ip"): nil, anno("backend-data"): nil})
+	b.note(t, key, map[string]any{annotationKey("kube-subnet-manager"): nil, annotationKey("public-ip"): nil, annotationKey("backend-data"): nil})
 }
 
 func TestSuite(t *testing.T) {

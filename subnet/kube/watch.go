@@ -11,56 +11,57 @@ import (
 
 	"k8s.io/klog/v2"
 
-	"github.com/flanneld/flanneld/pkg/outage"
+	"github.com/flanneld/flanneld/pkg/wait"
 	"github.com/flanneld/flanneld/subnet"
+	"github.com/flanneld/flanneld/subnet/kube/wire"
 )
 
 // Watch publishes the leases of other nodes. See subnet.Manager.
 func (m *Manager) Watch(ctx context.Context, sink func(subnet.Update)) error {
 	defer m.outage.Forget(watching)
-	v := m.view.Swap(nil)
-	if v == nil {
-		v = m.newView(ctx)
+	cache := m.cache.Swap(nil)
+	if cache == nil {
+		cache = m.newNodeCache(ctx)
 	}
 	// A new receiver needs all leases, which a list brings.
-	v.revision, v.current, v.blind = 0, false, false
+	cache.revision, cache.current, cache.stale = 0, false, false
 	defer func() {
-		v.part(sink)
-		m.view.Store(v)
+		cache.publishMark(sink)
+		m.cache.Store(cache)
 	}()
 	b := m.backoff()
 	for {
 		var begun time.Time
-		err := m.resume(ctx, v, sink)
+		err := m.resume(ctx, cache, sink)
 		if err == nil {
-			err = m.follow(ctx, v, sink, func() {
+			err = m.follow(ctx, cache, sink, func() {
 				begun = time.Now()
-				if !v.blind {
+				if !cache.stale {
 					m.report(ctx, watching, nil)
 				}
 			})
 		}
-		m.lasted(b, begun)
-		v.current = err == nil
+		m.resetAfterLongWatch(b, begun)
+		cache.current = err == nil
 		switch {
 		case ctx.Err() != nil:
 			return ctx.Err()
 		case err == nil:
 			continue
 		case errors.Is(err, errRelist), errors.Is(err, errStale):
-			v.revision = 0
+			cache.revision = 0
 			if errors.Is(err, errStale) {
 				// A new connection may lead to another server.
-				v.blind = true
+				cache.stale = true
 				m.report(ctx, watching, err)
 				m.client.renew()
 			}
-			// All nodes have to list again at this moment, and what a list
-			// costs grows with their number.
-			err = b.Wait(ctx, rand.N(time.Duration(len(v.entries))*m.timing.spread+1))
+			// All nodes have to list again at this moment, and the cost of a list grows with their
+			// number.
+			err = b.Wait(ctx, rand.N(time.Duration(len(cache.entries))*m.timing.spread+1))
 		default:
 			m.report(ctx, watching, err)
-			err = b.Wait(ctx, pause(err))
+			err = b.Wait(ctx, retryAfter(err))
 		}
 		if err != nil {
 			return err
@@ -70,65 +71,65 @@ func (m *Manager) Watch(ctx context.Context, sink func(subnet.Update)) error {
 
 // lasted resets b after a watch that has lasted for some time. A watch that a server ends at once
 // counts like one that it refuses.
-func (m *Manager) lasted(b *outage.Backoff, begun time.Time) {
+func (m *Manager) resetAfterLongWatch(b *wait.Backoff, begun time.Time) {
 	if !begun.IsZero() && time.Since(begun) > m.timing.backoff {
 		b.Reset()
 	}
 }
 
-// resume brings the view to a revision from which a watch can start. After a watch that has ended
+// resume brings the cache to a revision from which a watch can start. After a watch that has ended
 // in good order there is nothing to do. Otherwise resume asks the store for its revision first,
 // because a server accepts a watch from a revision that it has never seen and is silent then. If
 // the store is not the same, resume lists the Nodes.
-func (m *Manager) resume(ctx context.Context, v *view, sink func(subnet.Update)) error {
-	if v.current && v.revision != 0 {
+func (m *Manager) resume(ctx context.Context, cache *nodeCache, sink func(subnet.Update)) error {
+	if cache.current && cache.revision != 0 {
 		return nil
 	}
-	var s *self
+	var s *ownNode
 	var err error
-	if v.listed {
-		s, err = m.look(ctx)
+	if cache.listed {
+		s, err = m.readOwn(ctx)
 	} else {
 		s, err = m.recent(ctx)
 	}
 	if err != nil {
 		return err
 	}
-	if v.revision != 0 && s.revision >= v.revision && s.exists && v.has(*m.name.Load(), s.uid) {
+	if cache.revision != 0 && s.revision >= cache.revision && s.exists && cache.hasNode(*m.name.Load(), s.uid) {
 		return nil
 	}
-	if restored, err := m.restore(ctx, v, s); err != nil {
+	if restored, err := m.restore(ctx, cache, s); err != nil {
 		return err
 	} else if restored {
-		sink(v.update(nil))
+		sink(cache.update(nil))
 		return nil
 	}
-	next, err := m.list(ctx, v, s)
+	next, err := m.list(ctx, cache, s)
 	if err != nil {
 		return err
 	}
-	if v.store.ID != "" && (next.store.ID != v.store.ID || next.store.Revision < v.store.Revision) {
-		klog.FromContext(ctx).Error(nil, "the Kubernetes API has not the store it had", "was", v.store, "is", next.store)
+	if cache.store.ID != "" && (next.store.ID != cache.store.ID || next.store.Revision < cache.store.Revision) {
+		klog.FromContext(ctx).Error(nil, "the Kubernetes API has not the store it had", "was", cache.store, "is", next.store)
 	}
 	for name, e := range next.entries {
-		logUnreadable(ctx, name, v.entries[name], e)
+		logUnreadable(ctx, name, cache.entries[name], e)
 	}
-	*v = *next
-	sink(v.update(nil))
+	*cache = *next
+	sink(cache.update(nil))
 	return nil
 }
 
 // manyRequests is the number of requests for Nodes above which one full list is cheaper.
 const manyRequests = 32
 
-// list returns a view of the present state of the store. It requests metadata only if podCIDRs are
+// list returns a cache of the present state of the store. It requests metadata only if podCIDRs are
 // known, because the rest of a Node is several times as large.
-func (m *Manager) list(ctx context.Context, v *view, s *self) (*view, error) {
-	required := v.required(s)
-	if v.entries == nil {
-		return m.listAs(ctx, v, s, query{revision: required})
+func (m *Manager) list(ctx context.Context, cache *nodeCache, s *ownNode) (*nodeCache, error) {
+	required := cache.required(s)
+	if cache.entries == nil {
+		return m.listAs(ctx, cache, s, query{revision: required})
 	}
-	next, err := m.listAs(ctx, v, s, query{revision: required, metadata: true})
+	next, err := m.listAs(ctx, cache, s, query{revision: required, metadata: true})
 	if err != nil {
 		return nil, err
 	}
@@ -137,54 +138,45 @@ func (m *Manager) list(ctx context.Context, v *view, s *self) (*view, error) {
 		if next.behind {
 			required = 0
 		}
-		return m.listAs(ctx, v, s, query{revision: required})
+		return m.listAs(ctx, cache, s, query{revision: required})
 	}
-	answers, err := m.askAll(ctx, requests)
+	answers, err := m.requestAll(ctx, requests)
 	for _, got := range answers {
-		next.supply(got)
+		next.applyAnswer(got)
 	}
 	return next, err
 }
 
-func (m *Manager) listAs(ctx context.Context, v *view, s *self, q query) (*view, error) {
-	next := v.successor()
-	on := func(o *object) error {
-		next.take(o, !q.metadata, v)
-		return nil
-	}
+func (m *Manager) listAs(ctx context.Context, cache *nodeCache, s *ownNode, q query) (*nodeCache, error) {
+	next := cache.successor()
+	on := func(n *wire.Node) { next.put(n, !q.metadata, cache) }
 	l, err := m.client.list(ctx, m.decoder, q, on)
 	if err != nil {
 		return nil, fmt.Errorf("list nodes: %w", err)
 	}
-	next.complete(*m.name.Load(), l, s, v)
+	next.complete(*m.name.Load(), l, s, cache)
 	m.nodes.Store(int64(len(next.entries)))
 	return next, nil
 }
 
-// happened is one event of the watch. Its object is valid until the event is processed.
-type happened struct {
-	kind string
-	o    *object
-}
-
-// follow watches from the revision of the view until the watch ends.
-func (m *Manager) follow(ctx context.Context, v *view, sink func(subnet.Update), alive func()) error {
+// follow watches from the revision of the cache until the watch ends.
+func (m *Manager) follow(ctx context.Context, cache *nodeCache, sink func(subnet.Update), alive func()) error {
 	ctx, cancel := context.WithCancel(ctx)
-	events, taken, ended := make(chan happened), make(chan struct{}), make(chan error, 1)
-	f := newFetcher(m, v)
+	events, taken, ended := make(chan wire.Event), make(chan struct{}), make(chan error, 1)
+	f := newFetcher(m, cache)
 	defer f.due.Stop()
-	p := newProbe(m, v)
+	p := newProbe(m, cache)
 	defer p.due.Stop()
-	a := newAudit(m, v)
+	a := newAudit(m, cache)
 	defer a.due.Stop()
 	defer func() {
 		cancel()
 		f.wg.Wait()
 	}()
 	f.wg.Go(func() {
-		ended <- m.client.watch(ctx, m.decoder, query{metadata: true, revision: v.revision}, alive, func(kind string, o *object) error {
+		ended <- m.client.watch(ctx, m.decoder, query{metadata: true, revision: cache.revision}, alive, func(e wire.Event) error {
 			select {
-			case events <- happened{kind, o}:
+			case events <- e:
 			case <-ctx.Done():
 				return ctx.Err()
 			}
@@ -192,40 +184,40 @@ func (m *Manager) follow(ctx context.Context, v *view, sink func(subnet.Update),
 			return nil
 		})
 	})
-	for _, name := range v.missing() {
-		f.want(name)
+	for _, name := range cache.missing() {
+		f.request(name)
 	}
 	for {
 		select {
 		case e := <-events:
-			name, err := v.advance(e)
+			name, err := cache.advance(e)
 			taken <- struct{}{}
 			if err != nil {
 				return err
 			}
-			if name != "" && v.entries[name].lacks() {
-				f.want(name)
+			if name != "" && cache.entries[name].needsRequest() {
+				f.request(name)
 			}
-			p.heard(ctx)
-			v.publish(ctx, name, sink)
+			p.applyEvent(ctx)
+			cache.publish(ctx, name, sink)
 			a.compare(ctx, f, sink)
 		case <-f.due.C:
 			f.flush(ctx)
-		case got := <-f.got:
-			f.take(got)
+		case got := <-f.answers:
+			f.applyAnswer(got)
 			for _, name := range got.names {
-				v.publish(ctx, name, sink)
+				cache.publish(ctx, name, sink)
 			}
 		case <-p.due.C:
 			if err := p.fire(ctx, &f.wg); err != nil {
 				return err
 			}
 		case s := <-p.got:
-			p.take(s)
+			p.applyAnswer(s)
 		case <-a.due.C:
 			a.begin(ctx, &f.wg)
 		case r := <-a.got:
-			a.take(r)
+			a.setList(r)
 			a.compare(ctx, f, sink)
 		case err := <-ended:
 			return err

@@ -23,18 +23,18 @@ type Store struct {
 	id       int
 	revision int64
 	config   string
-	records  map[string]record
+	leases   map[string]storedLease
 	changed  chan struct{} // closed and replaced at every change
 }
 
-type record struct {
+type storedLease struct {
 	lease  subnet.Lease
 	broken bool
 }
 
 // NewStore returns an empty store without a configuration.
 func NewStore() *Store {
-	return &Store{id: 1, records: map[string]record{}, changed: make(chan struct{})}
+	return &Store{id: 1, leases: map[string]storedLease{}, changed: make(chan struct{})}
 }
 
 // change runs f with the store locked, at a new revision.
@@ -55,21 +55,21 @@ func (s *Store) SetConfig(raw string) { s.change(func() { s.config = raw }) }
 func (s *Store) Put(l subnet.Lease) { s.change(func() { s.put(l) }) }
 
 func (s *Store) put(l subnet.Lease) {
-	if old, exists := s.records[l.Key]; exists {
+	if old, exists := s.leases[l.Key]; exists {
 		l.Order = old.lease.Order
 	} else if l.Order == 0 {
 		l.Order = uint64(s.revision)
 	}
-	s.records[l.Key] = record{lease: l}
+	s.leases[l.Key] = storedLease{lease: l}
 }
 
 // Break makes a lease undecodable.
 func (s *Store) Break(key string) {
-	s.change(func() { s.records[key] = record{s.records[key].lease, true} })
+	s.change(func() { s.leases[key] = storedLease{s.leases[key].lease, true} })
 }
 
 // Delete removes a lease.
-func (s *Store) Delete(key string) { s.change(func() { delete(s.records, key) }) }
+func (s *Store) Delete(key string) { s.change(func() { delete(s.leases, key) }) }
 
 // Wipe replaces the store by another one, with a new identity, the same configuration and
 // no leases.
@@ -77,7 +77,7 @@ func (s *Store) Wipe() {
 	s.change(func() {
 		s.id++
 		s.revision = 1
-		clear(s.records)
+		clear(s.leases)
 	})
 }
 
@@ -88,7 +88,7 @@ func (s *Store) snapshot(own string) subnet.Snapshot {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	snap := subnet.Snapshot{Store: subnet.StoreID{ID: fmt.Sprint(s.id), Revision: s.revision}}
-	for key, r := range s.records {
+	for key, r := range s.leases {
 		switch {
 		case key == own:
 		case r.broken:
@@ -136,7 +136,7 @@ func (m *Manager) Config(ctx context.Context) (subnet.Config, error) {
 // Recall finds the node's own lease by its public address. See subnet.Manager.
 func (m *Manager) Recall(ctx context.Context, own subnet.Claim) (subnet.Claim, error) {
 	for _, l := range m.store.Leases() {
-		if carries(*l, own) {
+		if hasPublicIP(*l, own) {
 			return subnet.Claim{BackendType: l.BackendType, Endpoints: l.Endpoints}, ctx.Err()
 		}
 	}
@@ -144,7 +144,7 @@ func (m *Manager) Recall(ctx context.Context, own subnet.Claim) (subnet.Claim, e
 }
 
 // carries reports whether l contains the first public address of c.
-func carries(l subnet.Lease, c subnet.Claim) bool {
+func hasPublicIP(l subnet.Lease, c subnet.Claim) bool {
 	return len(c.Endpoints) > 0 && slices.ContainsFunc(l.Endpoints, func(e subnet.Endpoint) bool {
 		return e.PublicIP == c.Endpoints[0].PublicIP
 	})
@@ -176,19 +176,21 @@ func (m *Manager) acquire(pools []subnet.Pool, c subnet.Claim) (subnet.Lease, er
 		wanted = append(wanted, e.Subnet)
 	}
 	wanted = append(wanted, m.previous...)
-	for key, r := range m.store.records {
+	for key, r := range m.store.leases {
 		subnets := subnetsOf(r.lease)
-		if r.broken || !carries(r.lease, c) && key != m.own {
+		if r.broken || !hasPublicIP(r.lease, c) && key != m.own {
 			taken = append(taken, subnets...)
 			continue
 		}
 		if slices.EqualFunc(pools, subnets, subnet.Pool.Contains) {
 			l := leaseOn(subnets, c)
-			l.Permanent = r.lease.Permanent
+			if l.Permanent = r.lease.Permanent; !l.Permanent {
+				l.Expires = time.Now().Add(subnet.TTL)
+			}
 			m.store.put(l)
-			return m.store.records[key].lease, nil
+			return m.store.leases[key].lease, nil
 		}
-		delete(m.store.records, key)
+		delete(m.store.leases, key)
 	}
 	subnets, err := subnet.Allocate(pools, wanted, taken, nil)
 	if err != nil {
@@ -197,7 +199,7 @@ func (m *Manager) acquire(pools []subnet.Pool, c subnet.Claim) (subnet.Lease, er
 	l := leaseOn(subnets, c)
 	l.Expires = time.Now().Add(subnet.TTL)
 	m.store.put(l)
-	return m.store.records[l.Key].lease, nil
+	return m.store.leases[l.Key].lease, nil
 }
 
 func subnetsOf(l subnet.Lease) []netip.Prefix {
@@ -261,12 +263,12 @@ func (m *Manager) Keep(ctx context.Context, own subnet.Lease) error {
 
 func (m *Manager) ensure(own subnet.Lease) error {
 	m.store.mu.Lock()
-	found, exists := m.store.records[own.Key]
+	found, exists := m.store.leases[own.Key]
 	m.store.mu.Unlock()
 	switch c := (subnet.Claim{Endpoints: own.Endpoints}); {
 	case !exists || found.broken:
 		m.store.Put(own)
-	case !carries(found.lease, c):
+	case !hasPublicIP(found.lease, c):
 		return fmt.Errorf("%w: %s now belongs to %s", subnet.ErrLeaseLost, own.Key, found.lease.Endpoints[0].PublicIP)
 	}
 	return nil

@@ -11,6 +11,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/flanneld/flanneld/pkg/wait"
 	"github.com/flanneld/flanneld/subnet"
 )
 
@@ -18,14 +19,14 @@ import (
 type Watcher struct {
 	mu   sync.Mutex
 	all  []subnet.Snapshot
-	seen int           // number of snapshots that Until has examined
-	wake chan struct{} // readable when there are new snapshots
+	seen int         // number of snapshots that Until has examined
+	wake wait.Signal // readable when there are new snapshots
 }
 
 // Watch runs m.Watch until the test ends.
 func Watch(t *testing.T, m subnet.Manager) *Watcher {
 	t.Helper()
-	w := &Watcher{wake: make(chan struct{}, 1)}
+	w := &Watcher{wake: wait.NewSignal()}
 	ctx, cancel := context.WithCancel(context.Background())
 	done := make(chan error)
 	go func() { done <- m.Watch(ctx, w.add) }()
@@ -45,10 +46,7 @@ func (w *Watcher) add(u subnet.Update) {
 	w.mu.Lock()
 	w.all = append(w.all, s)
 	w.mu.Unlock()
-	select {
-	case w.wake <- struct{}{}:
-	default:
-	}
+	w.wake.Send()
 }
 
 // All returns all snapshots so far.

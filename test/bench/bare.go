@@ -12,6 +12,9 @@ import (
 
 	clientv3 "go.etcd.io/etcd/client/v3"
 	"google.golang.org/grpc"
+
+	"github.com/flanneld/flanneld/pkg/wait"
+	"github.com/flanneld/flanneld/test/figures"
 )
 
 // barePrefix is the prefix of keys that only a bare watch sees, not the daemon.
@@ -42,7 +45,7 @@ func (b *bed) bareEvents(ctx context.Context, count int) (time.Duration, error) 
 		return 0, fmt.Errorf("bare watch: %w", err)
 	}
 	defer stop()
-	before, err := processCPU(watcher)
+	before, err := figures.ProcessCPU(watcher)
 	if err != nil {
 		return 0, err
 	}
@@ -53,12 +56,12 @@ func (b *bed) bareEvents(ctx context.Context, count int) (time.Duration, error) 
 			func() error { return b.put(ctx, key, value) },
 			func() error { return b.remove(ctx, key) },
 		} {
-			if err := errors.Join(write(), pause(ctx, every)); err != nil {
+			if err := errors.Join(write(), wait.For(ctx, every)); err != nil {
 				return 0, err
 			}
 		}
 	}
-	after, err := processCPU(watcher)
+	after, err := figures.ProcessCPU(watcher)
 	return (after - before) / time.Duration(2*count), err
 }
 

@@ -18,6 +18,7 @@ import (
 	"golang.org/x/sys/unix"
 	"google.golang.org/grpc"
 
+	"github.com/flanneld/flanneld/pkg/wait"
 	"github.com/flanneld/flanneld/test/lab"
 )
 
@@ -337,16 +338,5 @@ func (b *bed) verify(ctx context.Context, h *lab.Host, n int) error {
 // own garbage and leaves the kernel time for deferred work.
 func (b *bed) settle(ctx context.Context) error {
 	runtime.GC()
-	return pause(ctx, 300*time.Millisecond)
-}
-
-func pause(ctx context.Context, d time.Duration) error {
-	timer := time.NewTimer(d)
-	defer timer.Stop()
-	select {
-	case <-timer.C:
-		return nil
-	case <-ctx.Done():
-		return context.Cause(ctx)
-	}
+	return wait.For(ctx, 300*time.Millisecond)
 }

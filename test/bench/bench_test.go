@@ -121,34 +121,6 @@ func TestSave(t *testing.T) {
 	}
 }
 
-// TestInsert: results replace older ones, and the rest of the page stays.
-func TestInsert(t *testing.T) {
-	page := filepath.Join(t.TempDir(), "page.md")
-	write := func(text string) {
-		t.Helper()
-		if err := os.WriteFile(page, []byte(text), 0o600); err != nil {
-			t.Fatal(err)
-		}
-	}
-	write("before\n" + pageBegin + "old\n" + pageEnd + "after\n")
-	if err := testReport().insert(page); err != nil {
-		t.Fatal(err)
-	}
-	text, err := os.ReadFile(page)
-	if err != nil {
-		t.Fatal(err)
-	}
-	got := string(text)
-	if !strings.HasPrefix(got, "before\n"+pageBegin) || !strings.HasSuffix(got, pageEnd+"after\n") || strings.Contains(got, "old") ||
-		!strings.Contains(got, "| fast | 10 | 2.00 |") {
-		t.Errorf("the page is now:\n%s", got)
-	}
-	write("no place\n")
-	if err := testReport().insert(page); err == nil {
-		t.Error("a page without a place for results is accepted")
-	}
-}
-
 // TestPeers: no two peers have the same subnet, address or MAC, and their leases are
 // valid.
 func TestPeers(t *testing.T) {
@@ -212,13 +184,6 @@ func TestConcerned(t *testing.T) {
 		if got := p.concerned(typ, nil, device, false); got != "" {
 			t.Errorf("%s: an unrelated message is %q", tc.name, got)
 		}
-	}
-}
-
-func TestCalls(t *testing.T) {
-	added := calls{"Range": 5, "Put": 2, "Watch": 1}.since(calls{"Range": 3, "Put": 2})
-	if diff := cmp.Diff(calls{"Range": 2, "Watch": 1}, added); diff != "" || added.total() != 3 {
-		t.Errorf("total %v (-want +got):\n%s", added.total(), diff)
 	}
 }
 

@@ -12,6 +12,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/flanneld/flanneld/test/figures"
 	"github.com/flanneld/flanneld/test/lab"
 )
 
@@ -50,11 +51,11 @@ func (b *bed) follow(ctx context.Context, h *lab.Host, began time.Time, s *start
 	if err != nil {
 		return err
 	}
-	if s.cpu, err = processCPU(s.daemon.PID()); err != nil {
+	if s.cpu, err = figures.ProcessCPU(s.daemon.PID()); err != nil {
 		return err
 	}
-	m, err := processMemory(s.daemon.PID())
-	s.peak = m.peak
+	m, err := figures.ProcessMemory(s.daemon.PID())
+	s.peak = m.Peak
 	return err
 }
 

@@ -14,6 +14,7 @@ import (
 	clientv3 "go.etcd.io/etcd/client/v3"
 	"golang.org/x/sys/unix"
 
+	"github.com/flanneld/flanneld/pkg/wait"
 	"github.com/flanneld/flanneld/test/lab"
 )
 
@@ -44,17 +45,17 @@ func (b *bed) events(ctx context.Context, count int) (l latencies, err error) {
 	}
 	defer stop()
 	bare := b.client.Watch(ctx, barePrefix, clientv3.WithPrefix())
-	if err := pause(ctx, 100*time.Millisecond); err != nil {
+	if err := wait.For(ctx, 100*time.Millisecond); err != nil {
 		return l, err
 	}
-	once := func(write func() error, wait func() (time.Time, error)) (float64, error) {
-		if err := pause(ctx, eventPause); err != nil {
+	once := func(write func() error, arrive func() (time.Time, error)) (float64, error) {
+		if err := wait.For(ctx, eventPause); err != nil {
 			return 0, err
 		}
 		written := make(chan error, 1) // the event may arrive before the reply to the write
 		start := time.Now()
 		go func() { written <- write() }()
-		end, err := wait()
+		end, err := arrive()
 		return ms(end.Sub(start)), errors.Join(err, <-written)
 	}
 	steps := []struct {

@@ -15,6 +15,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/wait"
 	"github.com/flanneld/flanneld/test/lab"
 )
 
@@ -181,7 +182,7 @@ func checkRoutes(ctx context.Context, h *lab.Host, subnets []netip.Prefix) error
 		if err != nil || missing == 0 {
 			return err
 		}
-		if err := pause(ctx, 10*time.Millisecond); err != nil {
+		if err := wait.For(ctx, 10*time.Millisecond); err != nil {
 			return err
 		}
 	}

@@ -14,6 +14,7 @@ import (
 	"time"
 
 	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/wait"
 	"github.com/flanneld/flanneld/test/lab"
 )
 
@@ -93,7 +94,7 @@ func (r *runner) firewallRound(ctx context.Context, k firewallKind, foreign int)
 	if err != nil {
 		return err
 	}
-	if err := pause(ctx, r.atRest); err != nil {
+	if err := wait.For(ctx, r.atRest); err != nil {
 		return err
 	}
 	after, err := treeCPU(d.PID())
@@ -126,7 +127,7 @@ func (r *runner) firewallRepairs(ctx context.Context, group string, k firewallKi
 		if out, err := r.inHost(ctx, d, k.trigger); err != nil {
 			return fmt.Errorf("%w: %s", err, out)
 		}
-		if err := pause(ctx, 2*time.Second); err != nil {
+		if err := wait.For(ctx, 2*time.Second); err != nil {
 			return err
 		}
 	}
@@ -158,7 +159,7 @@ func startFirewall(ctx context.Context, h *lab.Host, k firewallKind, path string
 	if err := d.Ready(ctx); err != nil {
 		return nil, err
 	}
-	return d, pause(ctx, afterStart)
+	return d, wait.For(ctx, afterStart)
 }
 
 // addForeignRules creates count rules in chains of a hundred, half of them for each family, like
@@ -232,6 +233,6 @@ func (p firewallPrograms) count(ctx context.Context, h *lab.Host, k firewallKind
 		return strings.Count(string(text), "\n")
 	}
 	before := lines()
-	err = pause(ctx, d)
+	err = wait.For(ctx, d)
 	return float64(lines() - before), err
 }

@@ -19,6 +19,8 @@ import (
 
 	"github.com/vishvananda/netlink"
 
+	"github.com/flanneld/flanneld/pkg/wait"
+	"github.com/flanneld/flanneld/test/figures"
 	"github.com/flanneld/flanneld/test/lab"
 )
 
@@ -148,7 +150,7 @@ func (r *runner) kubeStart(ctx context.Context, s *kubeServer) error {
 	if err := untilReady(ctx, st.daemon); err != nil {
 		return err
 	}
-	if err := pause(ctx, 3*time.Second); err != nil { // until the state file is written
+	if err := wait.For(ctx, 3*time.Second); err != nil { // until the state file is written
 		return err
 	}
 	if _, err := st.daemon.Stop(ctx); err != nil {
@@ -177,23 +179,23 @@ func (r *runner) kubeStart(ctx context.Context, s *kubeServer) error {
 func (r *runner) kubeBeats(ctx context.Context, s *kubeServer) error {
 	n, h := r.large, r.lab.Host(1)
 	d := h.Daemon()
-	if err := pause(ctx, 10*time.Second); err != nil {
+	if err := wait.For(ctx, 10*time.Second); err != nil {
 		return err
 	}
-	m, err := processMemory(d.PID())
+	m, err := figures.ProcessMemory(d.PID())
 	if err != nil {
 		return err
 	}
-	r.report.add(kubeGroup, "RSS", n, "MB", mb(m.anonymous+m.file), 45)
-	r.report.add(kubeGroup, "RSS, anonymous", n, "MB", mb(m.anonymous))
+	r.report.add(kubeGroup, "RSS", n, "MB", mb(m.Anonymous+m.File), 45)
+	r.report.add(kubeGroup, "RSS, anonymous", n, "MB", mb(m.Anonymous))
 	count, err := r.countWrites(ctx, h)
 	if err != nil {
 		return err
 	}
 	log := len(d.Log())
-	cpu, err1 := processCPU(d.PID())
+	cpu, err1 := figures.ProcessCPU(d.PID())
 	bytes, err2 := received(ctx, h)
-	server, err3 := processCPU(s.api.PID())
+	server, err3 := figures.ProcessCPU(s.api.PID())
 	if err := errors.Join(err1, err2, err3); err != nil {
 		return err
 	}
@@ -201,17 +203,17 @@ func (r *runner) kubeBeats(ctx context.Context, s *kubeServer) error {
 	if err != nil {
 		return fmt.Errorf("heartbeats: %w", err)
 	}
-	if err := pause(ctx, time.Second); err != nil {
+	if err := wait.For(ctx, time.Second); err != nil {
 		return err
 	}
-	cpu2, err1 := processCPU(d.PID())
+	cpu2, err1 := figures.ProcessCPU(d.PID())
 	bytes2, err2 := received(ctx, h)
-	server2, err3 := processCPU(s.api.PID())
+	server2, err3 := figures.ProcessCPU(s.api.PID())
 	writes, err4 := count()
 	if err := errors.Join(err1, err2, err3, err4); err != nil {
 		return err
 	}
-	m, err = processMemory(d.PID())
+	m, err = figures.ProcessMemory(d.PID())
 	if err != nil {
 		return err
 	}
@@ -221,7 +223,7 @@ func (r *runner) kubeBeats(ctx context.Context, s *kubeServer) error {
 	r.report.add(kubeGroup, "heartbeats made", n, "", per)
 	r.report.add(kubeGroup, "heartbeats: kernel changes", n, "", float64(writes), 0)
 	r.report.add(kubeGroup, "heartbeats: bytes logged", n, "", float64(len(d.Log())-log), 0)
-	r.report.add(kubeGroup, "heartbeats: RSS after", n, "MB", mb(m.anonymous+m.file), 45)
+	r.report.add(kubeGroup, "heartbeats: RSS after", n, "MB", mb(m.Anonymous+m.File), 45)
 	r.report.add(kubeGroup, "a heartbeat: CPU of the API server, the write included", n, "ms", ms(server2-server)/per)
 	return nil
 }
@@ -247,7 +249,7 @@ func (r *runner) kubeEvents(ctx context.Context, s *kubeServer) error {
 			write       func(context.Context, peer) error
 			gone        bool
 		}{{&add, &addWatch, s.addNode, false}, {&remove, &removeWatch, s.removeNode, true}} {
-			if err := pause(ctx, 3*eventPause); err != nil {
+			if err := wait.For(ctx, 3*eventPause); err != nil {
 				return err
 			}
 			bare.drain()
@@ -323,13 +325,13 @@ func (r *runner) watchCost(ctx context.Context, s *kubeServer, kind string, last
 		defer stop()
 		watchers = append(watchers, pid)
 	}
-	if err := pause(ctx, 2*time.Second); err != nil {
+	if err := wait.For(ctx, 2*time.Second); err != nil {
 		return 0, 0, 0, err
 	}
 	sum := func() (serverCPU, clientCPU time.Duration, in float64, err error) {
-		serverCPU, err = processCPU(s.api.PID())
+		serverCPU, err = figures.ProcessCPU(s.api.PID())
 		for _, w := range watchers {
-			cpu, err2 := processCPU(w)
+			cpu, err2 := figures.ProcessCPU(w)
 			clientCPU, err = clientCPU+cpu, errors.Join(err, err2)
 		}
 		in, err2 := received(ctx, r.lab.Host(1))
@@ -341,7 +343,7 @@ func (r *runner) watchCost(ctx context.Context, s *kubeServer, kind string, last
 	}
 	beats, err := s.heartbeats(ctx, r.peers, kubeRate, lasting)
 	if err == nil {
-		err = pause(ctx, time.Second)
+		err = wait.For(ctx, time.Second)
 	}
 	if err != nil {
 		return 0, 0, 0, err

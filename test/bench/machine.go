@@ -7,12 +7,13 @@ import (
 	"fmt"
 	"os"
 	"os/exec"
-	"runtime"
 	"strconv"
 	"strings"
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/flanneld/flanneld/test/figures"
 )
 
 // describe records the version of flanneld and the machine.
@@ -21,24 +22,9 @@ func (r *report) describe(ctx context.Context, flanneld string) error {
 	if err != nil {
 		return fmt.Errorf("ask %s for its version: %w", flanneld, err)
 	}
-	r.Commit, r.CPUs = strings.TrimSpace(string(version)), runtime.NumCPU()
-	var u unix.Utsname
-	if err := unix.Uname(&u); err != nil {
-		return err
-	}
-	r.Kernel = unix.ByteSliceToString(u.Release[:])
-	info, err := os.ReadFile("/proc/cpuinfo")
-	if err != nil {
-		return err
-	}
-	r.CPU = "unknown"
-	for line := range strings.Lines(string(info)) {
-		if key, value, ok := strings.Cut(line, ":"); ok && strings.TrimSpace(key) == "model name" {
-			r.CPU = strings.TrimSpace(value)
-			break
-		}
-	}
-	return nil
+	r.Commit = strings.TrimSpace(string(version))
+	r.Machine, err = figures.ThisMachine()
+	return err
 }
 
 // usage is the CPU time of the whole machine, and that of this process including the

@@ -6,7 +6,6 @@
 package main
 
 import (
-	"bytes"
 	"context"
 	"errors"
 	"flag"
@@ -19,6 +18,7 @@ import (
 	"syscall"
 	"time"
 
+	"github.com/flanneld/flanneld/test/figures"
 	"github.com/flanneld/flanneld/test/lab"
 )
 
@@ -134,9 +134,6 @@ func execute(ctx context.Context, args []string, out, progress io.Writer) error 
 
 // save writes the report in all its forms and replaces the last one.
 func (r *report) save(o options) error {
-	if err := os.MkdirAll(o.out, 0o755); err != nil {
-		return err
-	}
 	if o.only == "" { // remove charts of the last run that this run does not have
 		old, err := filepath.Glob(filepath.Join(o.out, "*.svg"))
 		if err != nil {
@@ -148,41 +145,8 @@ func (r *report) save(o options) error {
 			}
 		}
 	}
-	var text bytes.Buffer
-	if err := r.json(&text); err != nil {
+	if err := figures.Save(o.out, r, r.charts()); err != nil || o.page == "" {
 		return err
 	}
-	if err := os.WriteFile(filepath.Join(o.out, "results.json"), text.Bytes(), 0o644); err != nil {
-		return err
-	}
-	for name, c := range r.charts() {
-		if err := os.WriteFile(filepath.Join(o.out, name+".svg"), c.SVG(), 0o644); err != nil {
-			return err
-		}
-	}
-	if o.page == "" {
-		return nil
-	}
-	return r.insert(o.page)
-}
-
-// The tables on the page are between these lines.
-const (
-	pageBegin = "<!-- results: written by make bench -->\n"
-	pageEnd   = "<!-- end of results -->\n"
-)
-
-func (r *report) insert(page string) error {
-	text, err := os.ReadFile(page)
-	if err != nil {
-		return err
-	}
-	head, rest, ok := strings.Cut(string(text), pageBegin)
-	_, tail, ok2 := strings.Cut(rest, pageEnd)
-	if !ok || !ok2 {
-		return fmt.Errorf("%s has no place for results: want the lines %q and %q", page, pageBegin, pageEnd)
-	}
-	var tables strings.Builder
-	r.markdown(&tables)
-	return os.WriteFile(page, []byte(head+pageBegin+"\n"+tables.String()+"\n"+pageEnd+tail), 0o644)
+	return figures.Insert(o.page, "make bench", r.markdown)
 }

@@ -11,24 +11,13 @@ import (
 	"strings"
 	"time"
 
-	"golang.org/x/sys/unix"
-
+	"github.com/flanneld/flanneld/test/figures"
 	"github.com/flanneld/flanneld/test/lab"
 )
 
-// processCPU returns the CPU time of all threads of a running process, in nanoseconds.
-func processCPU(pid int) (time.Duration, error) {
-	const schedClock = 2 // CPUCLOCK_SCHED, used as by clock_getcpuclockid(3)
-	var ts unix.Timespec
-	if err := unix.ClockGettime(int32(^pid<<3|schedClock), &ts); err != nil {
-		return 0, fmt.Errorf("CPU time of process %d: %w", pid, err)
-	}
-	return time.Duration(ts.Nano()), nil
-}
-
 // treeCPU returns the CPU time of a process and of the children that it has waited for.
 func treeCPU(pid int) (time.Duration, error) {
-	own, err := processCPU(pid)
+	own, err := figures.ProcessCPU(pid)
 	if err != nil {
 		return 0, err
 	}
@@ -48,34 +37,6 @@ func treeCPU(pid int) (time.Duration, error) {
 	}
 	_, err = fmt.Sscan(fields[first+1], &system)
 	return own + time.Duration(user+system)*tick, err
-}
-
-// memory is the memory of a process in RAM, in bytes.
-type memory struct {
-	peak, anonymous, file float64
-}
-
-func processMemory(pid int) (m memory, err error) {
-	text, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", pid))
-	if err != nil {
-		return m, err
-	}
-	for line := range strings.Lines(string(text)) {
-		key, rest, _ := strings.Cut(line, ":")
-		kB, err := strconv.ParseFloat(strings.TrimSuffix(strings.TrimSpace(rest), " kB"), 64)
-		if err != nil {
-			continue
-		}
-		switch key {
-		case "VmHWM":
-			m.peak = kB * 1024
-		case "RssAnon":
-			m.anonymous = kB * 1024
-		case "RssFile":
-			m.file = kB * 1024
-		}
-	}
-	return m, nil
 }
 
 // children returns the number of running children of a process. The time of those that
@@ -111,15 +72,15 @@ type resources struct {
 }
 
 func holdings(ctx context.Context, d *lab.Daemon) (h resources, err error) {
-	m, err := processMemory(d.PID())
+	m, err := figures.ProcessMemory(d.PID())
 	if err != nil {
 		return h, err
 	}
-	h.anonymous = m.anonymous
+	h.anonymous = m.Anonymous
 	if h.files, err = openFiles(d.PID()); err != nil {
 		return h, err
 	}
-	if h.cpu, err = processCPU(d.PID()); err != nil {
+	if h.cpu, err = figures.ProcessCPU(d.PID()); err != nil {
 		return h, err
 	}
 	_, page, err := d.Get(ctx, "/metrics") // last, because the request itself uses memory, files and goroutines

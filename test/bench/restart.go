@@ -14,6 +14,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/wait"
 	"github.com/flanneld/flanneld/test/lab"
 )
 
@@ -55,7 +56,7 @@ func (b *bed) restart(ctx context.Context, from, to *lab.Pod, kill bool) (s rest
 		return s, err
 	}
 	s.ready = time.Since(began)
-	if err := pause(ctx, 500*time.Millisecond); err != nil { // for late packets and announcements
+	if err := wait.For(ctx, 500*time.Millisecond); err != nil { // for late packets and announcements
 		return s, err
 	}
 	s.writes, err = count()
@@ -70,7 +71,7 @@ func untilReady(ctx context.Context, d *lab.Daemon) error {
 		if err := d.Ended(); err != nil {
 			return err
 		}
-		if err := pause(ctx, 2*time.Millisecond); err != nil {
+		if err := wait.For(ctx, 2*time.Millisecond); err != nil {
 			return fmt.Errorf("wait for flanneld to be ready: %w: %s", err, d.Log())
 		}
 	}

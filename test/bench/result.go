@@ -4,7 +4,6 @@ package main
 
 import (
 	"cmp"
-	"encoding/json"
 	"fmt"
 	"io"
 	"math"
@@ -14,17 +13,16 @@ import (
 	"time"
 
 	"github.com/flanneld/flanneld/test/chart"
+	"github.com/flanneld/flanneld/test/figures"
 )
 
 // report is the result of one run of the benchmark.
 type report struct {
-	Commit  string    `json:"commit"` // of flanneld, as its --version prints it
-	Date    time.Time `json:"date"`
-	Kernel  string    `json:"kernel"`
-	CPU     string    `json:"cpu"`
-	CPUs    int       `json:"cpus"`
-	Quick   bool      `json:"quick"`
-	Seconds float64   `json:"seconds"`
+	Commit string    `json:"commit"` // of flanneld, as its --version prints it
+	Date   time.Time `json:"date"`
+	figures.Machine
+	Quick   bool    `json:"quick"`
+	Seconds float64 `json:"seconds"`
 	// OthersCPU is how many cores other processes used on average. Above 0.1 the machine
 	// was not quiet enough.
 	OthersCPU float64   `json:"othersCPU"`
@@ -208,10 +206,4 @@ func (r *report) markdown(out io.Writer) {
 			fmt.Fprintf(out, "| %s |\n", strings.Join(m.cells(), " | "))
 		}
 	}
-}
-
-func (r *report) json(out io.Writer) error {
-	e := json.NewEncoder(out)
-	e.SetIndent("", " ")
-	return e.Encode(r)
 }

@@ -15,6 +15,8 @@ import (
 
 	clientv3 "go.etcd.io/etcd/client/v3"
 
+	"github.com/flanneld/flanneld/pkg/wait"
+	"github.com/flanneld/flanneld/test/figures"
 	"github.com/flanneld/flanneld/test/lab"
 )
 
@@ -78,6 +80,9 @@ func (r *runner) all(ctx context.Context, progress io.Writer) error {
 		fmt.Fprintf(progress, "%s ... ", m.name)
 		limited, cancel := context.WithTimeoutCause(ctx, measureLimit, fmt.Errorf("not finished after %s", measureLimit))
 		err := m.run(r, limited)
+		if errors.Is(err, context.DeadlineExceeded) && limited.Err() != nil {
+			err = context.Cause(limited)
+		}
 		cancel()
 		fmt.Fprintf(progress, "%.0f s\n", time.Since(start).Seconds())
 		if ctx.Err() != nil {
@@ -162,14 +167,14 @@ func (r *runner) coldRound(ctx context.Context, backend string, n int) error {
 	if err != nil {
 		return err
 	}
-	if err := pause(ctx, 200*time.Millisecond); err != nil { // etcd still counts the last requests
+	if err := wait.For(ctx, 200*time.Millisecond); err != nil { // etcd still counts the last requests
 		return err
 	}
 	after, err := r.requests(ctx)
 	if err != nil {
 		return err
 	}
-	asked := after.since(before)
+	asked := after.Since(before)
 	// The bed itself lists and revokes etcd leases when it cleans up.
 	for _, own := range []string{"LeaseLeases", "LeaseRevoke"} {
 		delete(asked, own)
@@ -192,7 +197,7 @@ func (r *runner) coldRound(ctx context.Context, backend string, n int) error {
 	r.report.add(group, "limit: CPU", n, "ms", ms(limitCPU))
 	r.report.add(group, "peak RSS", n, "MB", mb(s.peak))
 	r.report.add(group, "exec to subnet.env", n, "ms", ms(s.file))
-	r.report.add(group, "requests to etcd", n, "calls", asked.total())
+	r.report.add(group, "requests to etcd", n, "calls", asked.Total())
 	r.report.add(group, "of these: reads and lists", n, "calls", asked["Range"])
 	return nil
 }
@@ -252,7 +257,7 @@ func (r *runner) burst(ctx context.Context, d *lab.Daemon, all []peer) (began, a
 	defer cancel(nil)
 	fresh := all[len(r.peers):]
 	watch := r.client.Watch(ctx, etcdPrefix+"/subnets/", clientv3.WithPrefix())
-	before, err := processCPU(d.PID())
+	before, err := figures.ProcessCPU(d.PID())
 	if err != nil {
 		return
 	}
@@ -287,7 +292,7 @@ func (r *runner) burst(ctx context.Context, d *lab.Daemon, all []peer) (began, a
 		return
 	}
 	done = began.Add(s.all)
-	now, err := processCPU(d.PID())
+	now, err := figures.ProcessCPU(d.PID())
 	if err != nil {
 		return
 	}
@@ -314,10 +319,10 @@ func (r *runner) measureEvents(ctx context.Context) error {
 			if err != nil {
 				return err
 			}
-			if err := pause(ctx, afterStart); err != nil {
+			if err := wait.For(ctx, afterStart); err != nil {
 				return err
 			}
-			before, err := processCPU(s.daemon.PID())
+			before, err := figures.ProcessCPU(s.daemon.PID())
 			if err != nil {
 				return err
 			}
@@ -325,7 +330,7 @@ func (r *runner) measureEvents(ctx context.Context) error {
 			if err != nil {
 				return err
 			}
-			after, err := processCPU(s.daemon.PID())
+			after, err := figures.ProcessCPU(s.daemon.PID())
 			if err != nil {
 				return err
 			}
@@ -418,7 +423,7 @@ func (r *runner) measureRest(ctx context.Context) error {
 		if err != nil {
 			return err
 		}
-		if err := pause(ctx, afterStart); err != nil {
+		if err := wait.For(ctx, afterStart); err != nil {
 			return err
 		}
 		cpu, asked, err := r.idle(ctx, s.daemon, r.atRest)
@@ -429,7 +434,7 @@ func (r *runner) measureRest(ctx context.Context) error {
 		if err != nil {
 			return err
 		}
-		m, err := processMemory(s.daemon.PID())
+		m, err := figures.ProcessMemory(s.daemon.PID())
 		if err != nil {
 			return err
 		}
@@ -439,17 +444,17 @@ func (r *runner) measureRest(ctx context.Context) error {
 		}
 		r.report.add(group, "CPU a minute", n, "ms", ms(cpu)*float64(time.Minute)/float64(r.atRest), 30)
 		r.report.add(group, "processes", n, "", float64(kids), 0)
-		r.report.add(group, "requests to etcd", n, "calls", asked.total(), 0)
-		r.report.add(group, "RSS", n, "MB", mb(m.anonymous+m.file), limit)
-		r.report.add(group, "RSS, anonymous", n, "MB", mb(m.anonymous))
-		r.report.add(group, "RSS, of files", n, "MB", mb(m.file))
+		r.report.add(group, "requests to etcd", n, "calls", asked.Total(), 0)
+		r.report.add(group, "RSS", n, "MB", mb(m.Anonymous+m.File), limit)
+		r.report.add(group, "RSS, anonymous", n, "MB", mb(m.Anonymous))
+		r.report.add(group, "RSS, of files", n, "MB", mb(m.File))
 
 		// The same with a resync every two seconds shows the cost of one resync.
 		const tick, ticks = 2 * time.Second, 4
 		if s, err = r.fresh(ctx, "--resync="+tick.String()); err != nil {
 			return err
 		}
-		if err := pause(ctx, afterStart); err != nil {
+		if err := wait.For(ctx, afterStart); err != nil {
 			return err
 		}
 		ticking, _, err := r.idle(ctx, s.daemon, ticks*tick)
@@ -463,7 +468,7 @@ func (r *runner) measureRest(ctx context.Context) error {
 
 // idle returns the CPU time of the daemon and its child processes, and their requests to
 // etcd, while nothing happens.
-func (r *runner) idle(ctx context.Context, d *lab.Daemon, during time.Duration) (time.Duration, calls, error) {
+func (r *runner) idle(ctx context.Context, d *lab.Daemon, during time.Duration) (time.Duration, figures.Counts, error) {
 	requests, err := r.requests(ctx)
 	if err != nil {
 		return 0, nil, err
@@ -472,7 +477,7 @@ func (r *runner) idle(ctx context.Context, d *lab.Daemon, during time.Duration) 
 	if err != nil {
 		return 0, nil, err
 	}
-	if err := pause(ctx, during); err != nil {
+	if err := wait.For(ctx, during); err != nil {
 		return 0, nil, err
 	}
 	after, err := treeCPU(d.PID())
@@ -480,7 +485,7 @@ func (r *runner) idle(ctx context.Context, d *lab.Daemon, during time.Duration) 
 		return 0, nil, err
 	}
 	now, err := r.requests(ctx)
-	return after - before, now.since(requests), err
+	return after - before, now.Since(requests), err
 }
 
 // measureBusy measures the same work on a host on which other programs change the kernel.
@@ -527,7 +532,7 @@ func (r *runner) busyRound(ctx context.Context, group, what string, n int) error
 		return err
 	}
 	r.report.add(group, "exec to all programmed, "+what, n, "ms", ms(s.all))
-	if err := pause(ctx, afterStart); err != nil {
+	if err := wait.For(ctx, afterStart); err != nil {
 		return err
 	}
 	during := r.busyFor / time.Duration(r.rounds)
@@ -573,7 +578,7 @@ func (r *runner) measureGrowth(ctx context.Context) error {
 				return err
 			}
 		}
-		return pause(ctx, 3*time.Second)
+		return wait.For(ctx, 3*time.Second)
 	}
 	times := r.churnChange / (2 * len(some))
 	// A collection during a change finds more live objects, so take the least of several

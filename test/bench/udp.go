@@ -17,6 +17,8 @@ import (
 
 	"github.com/flanneld/flanneld/pkg/ping"
 	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/wait"
+	"github.com/flanneld/flanneld/test/figures"
 	"github.com/flanneld/flanneld/test/lab"
 )
 
@@ -154,11 +156,11 @@ func (r *runner) measureWay(ctx context.Context, w way, with []congestion, round
 			return fmt.Errorf("%s: %w", m.what, err)
 		}
 	}
-	mem, err := processMemory(hosts[0].Daemon().PID())
+	mem, err := figures.ProcessMemory(hosts[0].Daemon().PID())
 	if err != nil {
 		return err
 	}
-	r.report.add(udpGroup, "anonymous RSS after that, "+w.name, -1, "MB", mb(mem.anonymous))
+	r.report.add(udpGroup, "anonymous RSS after that, "+w.name, -1, "MB", mb(mem.Anonymous))
 	return nil
 }
 
@@ -226,7 +228,7 @@ func (r *runner) iperf(ctx context.Context, b *bed, from, to *lab.Namespace, add
 		defer close(served)
 		_, _ = to.Exec(ctx, "iperf3", "-s", "-1", "-B", addr.String()) // the client reports errors
 	}()
-	if err := pause(ctx, 200*time.Millisecond); err != nil { // until the server listens
+	if err := wait.For(ctx, 200*time.Millisecond); err != nil { // until the server listens
 		return c, err
 	}
 	before, err := r.daemonCPU(b)
@@ -286,7 +288,7 @@ func (r *runner) daemonCPU(b *bed) (time.Duration, error) {
 	}
 	var sum time.Duration
 	for _, pid := range pids {
-		cpu, err := processCPU(pid)
+		cpu, err := figures.ProcessCPU(pid)
 		if err != nil {
 			return 0, err
 		}

@@ -16,6 +16,7 @@ import (
 	"golang.zx2c4.com/wireguard/wgctrl/wgtypes"
 
 	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/wait"
 	"github.com/flanneld/flanneld/test/lab"
 )
 
@@ -112,7 +113,7 @@ func (r *runner) wireguardRestart(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	if err := pause(ctx, time.Second); err != nil {
+	if err := wait.For(ctx, time.Second); err != nil {
 		return err
 	}
 	if _, err := host.Daemon().Stop(ctx); err != nil {
@@ -121,7 +122,7 @@ func (r *runner) wireguardRestart(ctx context.Context) error {
 	if err := b.lab.StartFlanneld(ctx, lab.FlanneldOptions{}); err != nil {
 		return err
 	}
-	if err := pause(ctx, time.Second); err != nil {
+	if err := wait.For(ctx, time.Second); err != nil {
 		return err
 	}
 	r.report.add(wireguardGroup, "longest time without an answer at a restart", -1, "ms", ms(flow.Stop().Gap), 1000)

@@ -28,7 +28,7 @@ func TestTLS(t *testing.T) {
 		}
 		for _, h := range l.Hosts()[:2] {
 			startOne(t, h, lab.FlanneldOptions{})
-			if _, err := h.AddPod(background(t), ""); err != nil {
+			if _, err := h.AddPod(testContext(t), ""); err != nil {
 				t.Fatal(err)
 			}
 		}
@@ -40,7 +40,7 @@ func TestTLS(t *testing.T) {
 		l := newLab(t, lab.Config{Hosts: 3, Etcd: lab.EtcdOptions{TLS: true, ClientCerts: true}}, `{"Type":"vxlan"}`)
 		for _, h := range l.Hosts()[:2] {
 			startOne(t, h, lab.FlanneldOptions{})
-			if _, err := h.AddPod(background(t), ""); err != nil {
+			if _, err := h.AddPod(testContext(t), ""); err != nil {
 				t.Fatal(err)
 			}
 		}
@@ -90,7 +90,7 @@ func otherCA(t *testing.T) string {
 func requireLogin(t *testing.T, l *lab.Lab, users map[string]string) *clientv3.Client {
 	t.Helper()
 	const rootPassword, role = "toor", "flannel"
-	c, ctx := store(t, l), background(t)
+	c, ctx := etcdClient(t, l), testContext(t)
 	must := func(_ any, err error) {
 		t.Helper()
 		if err != nil {
@@ -129,7 +129,7 @@ func TestUserAndPassword(t *testing.T) {
 		l.Host(2): {Env: []string{"FLANNELD_ETCD_USERNAME=flannel", "FLANNELD_ETCD_PASSWORD=" + password}},
 	} {
 		startOne(t, h, o)
-		if _, err := h.AddPod(background(t), ""); err != nil {
+		if _, err := h.AddPod(testContext(t), ""); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -138,19 +138,19 @@ func TestUserAndPassword(t *testing.T) {
 	late := expectRefused(t, l.Host(3), lab.FlanneldOptions{
 		Args: []string{"--etcd-username=late"}, Env: []string{"FLANNELD_ETCD_PASSWORD=" + wrong},
 	}, "invalid user ID or password")
-	if _, err := root.UserChangePassword(background(t), "late", wrong); err != nil {
+	if _, err := root.UserChangePassword(testContext(t), "late", wrong); err != nil {
 		t.Fatal(err)
 	}
 	expectReady(t, late)
 
 	// etcd forgets its tokens when it restarts, so all daemons must log in again.
-	if err := l.Etcd().Restart(background(t)); err != nil {
+	if err := l.Etcd().Restart(testContext(t)); err != nil {
 		t.Fatal(err)
 	}
 	const mac = "02:00:00:00:00:aa"
-	put(t, root, subnets+"10.5.200.0-24", peer("192.168.77.200", mac))
+	putKey(t, root, subnets+"10.5.200.0-24", vxlanLease("192.168.77.200", mac))
 	for _, h := range l.Hosts() {
-		expectKernel(t, h, entries("10.5.200.0/24", "192.168.77.200", mac), nil)
+		expectKernel(t, h, datapathLines("10.5.200.0/24", "192.168.77.200", mac), nil)
 		for _, secret := range []string{password, wrong} {
 			if lines := linesWith(h.Daemon(), secret); len(lines) > 0 {
 				t.Errorf("%s logs a password: %q", h.Name(), lines)
@@ -168,7 +168,7 @@ func TestNoRights(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 1}, `{"Type":"vxlan"}`)
 	root := requireLogin(t, l, nil)
-	if _, err := root.UserAdd(background(t), "nobody", "secret-of-nobody"); err != nil {
+	if _, err := root.UserAdd(testContext(t), "nobody", "secret-of-nobody"); err != nil {
 		t.Fatal(err)
 	}
 	expectRefused(t, l.Host(1), lab.FlanneldOptions{

@@ -22,18 +22,18 @@ func TestCarrierFlaps(t *testing.T) {
 	const peers = 300
 	l := newLab(t, lab.Config{Hosts: 1, Network: json.RawMessage(
 		`{"Network":"10.4.0.0/14","SubnetMin":"10.4.0.0","SubnetMax":"10.4.255.0","Backend":{"Type":"host-gw"}}`)}, "")
-	p := &patient{lab: l, host: l.Host(1)}
+	p := &damagedHost{lab: l, host: l.Host(1)}
 	p.run(t, "ip addr add 172.20.0.1/16 dev eth0")
 	startOne(t, p.host, lab.FlanneldOptions{})
-	c := store(t, l)
+	c := etcdClient(t, l)
 	for i := range peers {
-		put(t, c, fmt.Sprintf("%s10.%d.%d.0-24", subnets, 5+i>>8, i&255),
+		putKey(t, c, fmt.Sprintf("%s10.%d.%d.0-24", subnets, 5+i>>8, i&255),
 			fmt.Sprintf(`{"PublicIP":"172.20.%d.%d","BackendType":"host-gw"}`, 1+i>>8, i&255))
 	}
 	inPlace := func(when string) {
 		t.Helper()
 		start := time.Now()
-		soon(t, when, func() error {
+		eventuallyRepaired(t, when, func() error {
 			if there := strings.Count(p.run(t, "ip route show proto 98"), " via 172.20."); there != peers {
 				return fmt.Errorf("the kernel has %d routes, want %d", there, peers)
 			}
@@ -45,10 +45,10 @@ func TestCarrierFlaps(t *testing.T) {
 		}
 	}
 	inPlace("start")
-	carrier := func(on bool) {
+	setCarrier := func(on bool) {
 		t.Helper()
 		state := map[bool]string{true: "up", false: "down"}[on]
-		if out, err := l.Underlay().Exec(background(t), "ip", "link", "set", p.host.Name(), state); err != nil {
+		if out, err := l.Underlay().Exec(testContext(t), "ip", "link", "set", p.host.Name(), state); err != nil {
 			t.Fatalf("set the port %s: %v: %s", state, err, out)
 		}
 	}
@@ -59,8 +59,8 @@ func TestCarrierFlaps(t *testing.T) {
 		if through := strings.Count(p.run(t, "ip route show proto 98"), " nhid "); through < peers/2 {
 			t.Fatalf("flap %d: %d routes use nexthop objects, want at least %d", flap+1, through, peers/2)
 		}
-		carrier(false)
-		soon(t, "eth0 loses its carrier", func() error {
+		setCarrier(false)
+		eventuallyRepaired(t, "eth0 loses its carrier", func() error {
 			if link := p.run(t, "ip link show eth0"); !strings.Contains(link, "NO-CARRIER") {
 				return fmt.Errorf("eth0 is %s, want NO-CARRIER", link)
 			}
@@ -72,7 +72,7 @@ func TestCarrierFlaps(t *testing.T) {
 		if now := metric(t, p.host, "flannel_sync_duration_seconds_count"); now-passes > 5 {
 			t.Errorf("flap %d: %v syncs in two seconds without a carrier, want at most 5", flap+1, now-passes)
 		}
-		carrier(true)
+		setCarrier(true)
 		inPlace(fmt.Sprintf("flap %d, with the carrier again", flap+1))
 		if now := metric(t, p.host, "flannel_sync_failures_total"); now != failures {
 			t.Errorf("flap %d: %v syncs failed, want none", flap+1, now-failures)

@@ -20,12 +20,12 @@ func TestCleanup(t *testing.T) {
 	for _, tc := range []cleanupCase{
 		{name: "vxlan", backend: "vxlan", firewall: "iptables"}, {name: "vxlan with nftables", backend: "vxlan", firewall: "nftables"},
 		{name: "host-gw", backend: "host-gw", firewall: "iptables"}, {name: "udp", backend: "udp", firewall: "nftables"},
-		{name: "wireguard", backend: userspace, firewall: "iptables", says: "file /var/lib/flannel/wgkey\n"},
-		{name: "wireguard with another key file", backend: userspace, firewall: "iptables", env: "WIREGUARD_KEY_FILE=/run/flannel/keys/own", says: "file /run/flannel/keys/own\n"},
+		{name: "wireguard", backend: userspace, firewall: "iptables", prints: "file /var/lib/flannel/wgkey\n"},
+		{name: "wireguard with another key file", backend: userspace, firewall: "iptables", env: "WIREGUARD_KEY_FILE=/run/flannel/keys/own", prints: "file /run/flannel/keys/own\n"},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			t.Parallel()
-			cleansUp(t, dual, tc)
+			testCleanup(t, dual, tc)
 		})
 	}
 }
@@ -35,10 +35,10 @@ func TestCleanup(t *testing.T) {
 func TestCleanupNexthopObjects(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 1, Network: json.RawMessage(`{"Network":"10.0.0.0/8","SubnetLen":24,"SubnetMax":"10.1.0.0","Backend":{"Type":"host-gw"}}`)}, "")
-	h, c := l.Host(1), store(t, l)
+	h, c := l.Host(1), etcdClient(t, l)
 	sh := func(script string) string {
 		t.Helper()
-		out, err := h.Exec(background(t), "sh", "-ec", script)
+		out, err := h.Exec(testContext(t), "sh", "-ec", script)
 		if err != nil {
 			t.Fatal(err, string(out))
 		}
@@ -47,14 +47,14 @@ func TestCleanupNexthopObjects(t *testing.T) {
 	sh("ip route add 172.20.0.0/16 dev eth0; ip nexthop add id 7 dev eth0 proto static")
 	for n := range 300 {
 		high, low := n/200, n%200+1
-		put(t, c, fmt.Sprintf("%s10.%d.%d.0-24", subnets, 9+high, low), fmt.Sprintf(`{"PublicIP":"172.20.%d.%d","BackendType":"host-gw"}`, high, low))
+		putKey(t, c, fmt.Sprintf("%s10.%d.%d.0-24", subnets, 9+high, low), fmt.Sprintf(`{"PublicIP":"172.20.%d.%d","BackendType":"host-gw"}`, high, low))
 	}
 	startOne(t, h, lab.FlanneldOptions{})
 	if objects := strings.Count(sh("ip nexthop"), "proto 98"); objects == 0 {
 		t.Fatal("there are no nexthop objects to remove")
 	}
 	expectStop(t, h.Daemon())
-	mustCtl(t, h, []string{"cleanup", "--yes"}, "remove route 10.10.100.0/24 via 172.20.1.100 dev eth0")
+	expectFlannelctl(t, h, []string{"cleanup", "--yes"}, "remove route 10.10.100.0/24 via 172.20.1.100 dev eth0")
 	left := sh("ip route; ip nexthop")
 	if n := strings.Count(left, "proto 98"); n > 0 {
 		t.Errorf("%d routes and nexthop objects are left", n)
@@ -69,7 +69,7 @@ func TestCleanupNexthopObjects(t *testing.T) {
 //stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMCleanupUDPKernel(t *testing.T) {
 	loadFOU(t)
-	cleansUp(t, v4, cleanupCase{backend: udpKernel, firewall: "nftables", args: []string{"--udp-persist"}, says: "FOU port 8285\n"})
+	testCleanup(t, v4, cleanupCase{backend: udpKernel, firewall: "nftables", args: []string{"--udp-persist"}, prints: "FOU port 8285\n"})
 }
 
 // cleanupCase describes the daemons whose objects cleanup must remove.
@@ -77,19 +77,19 @@ type cleanupCase struct {
 	name, backend, firewall string
 	args                    []string
 	env                     string
-	says                    string // the end of one line that cleanup prints
+	prints                  string // the end of one line that cleanup prints
 }
 
-// cleansUp runs two daemons beside objects of other programs, stops the first and cleans up
+// testCleanup runs two daemons beside objects of other programs, stops the first and cleans up
 // its host. It checks that cleanup refuses a running daemon, that a dry run changes nothing,
 // that a second cleanup finds nothing, and that the daemon works when it starts again.
-func cleansUp(t *testing.T, families []prefix.Family, tc cleanupCase) {
+func testCleanup(t *testing.T, families []prefix.Family, tc cleanupCase) {
 	t.Helper()
 	l := newLab(t, lab.Config{Hosts: 2, Families: families}, backendConfig(tc.backend))
 	h := l.Host(1)
 	sh := func(script string) string {
 		t.Helper()
-		out, err := h.Exec(background(t), "sh", "-c", script)
+		out, err := h.Exec(testContext(t), "sh", "-c", script)
 		if err != nil {
 			t.Fatal(err, string(out))
 		}
@@ -108,13 +108,13 @@ func cleansUp(t *testing.T, families []prefix.Family, tc cleanupCase) {
 			Args: append([]string{"--ip-masq", "--firewall=" + tc.firewall}, tc.args...), Env: []string{tc.env},
 		})
 	}
-	expectAcquainted(t, l)
+	expectPeersProgrammed(t, l)
 	foreign := h.Path("/var/lib/flannel/foreign")
 	if err := os.WriteFile(foreign, []byte("not ours"), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	refusedCtl(t, h, []string{"cleanup", "--yes"}, "flanneld runs: stop it first")
-	refusedCtl(t, h, []string{"cleanup", "--yes", "--socket=/nowhere"}, "flanneld runs: stop it first", "in use")
+	expectFlannelctlFails(t, h, []string{"cleanup", "--yes"}, "flanneld runs: stop it first")
+	expectFlannelctlFails(t, h, []string{"cleanup", "--yes", "--socket=/nowhere"}, "flanneld runs: stop it first", "in use")
 	expectStop(t, h.Daemon())
 
 	rules := func() string { return sh("nft --stateless list ruleset") }
@@ -122,7 +122,7 @@ func cleansUp(t *testing.T, families []prefix.Family, tc cleanupCase) {
 		t.Fatalf("there are no rules to remove:\n%s", rules())
 	}
 	before := rules()
-	mustCtl(t, h, []string{"cleanup"}, "would remove traffic rules of 10.5.0.0/16", "would remove file /run/flannel/subnet.env", "would remove "+tc.says)
+	expectFlannelctl(t, h, []string{"cleanup"}, "would remove traffic rules of 10.5.0.0/16", "would remove file /run/flannel/subnet.env", "would remove "+tc.prints)
 	if after := rules(); after != before {
 		t.Errorf("a dry run changed the rules from\n%s\nto\n%s", before, after)
 	}
@@ -130,8 +130,8 @@ func cleansUp(t *testing.T, families []prefix.Family, tc cleanupCase) {
 		t.Error("a dry run removed the subnet file:", err)
 	}
 	const unknown = "there are no state files in %s: devices and routes that flanneld has left are not known, and stay"
-	refusedCtl(t, h, []string{"cleanup", "--state-dir=/var/lib/flanel"}, "would remove file /run/flannel/subnet.env", "flannelctl: "+fmt.Sprintf(unknown, "/var/lib/flanel"))
-	mustCtl(t, h, []string{"cleanup", "--yes"}, "remove file /run/flannel/subnet.env", "remove "+tc.says)
+	expectFlannelctlFails(t, h, []string{"cleanup", "--state-dir=/var/lib/flanel"}, "would remove file /run/flannel/subnet.env", "flannelctl: "+fmt.Sprintf(unknown, "/var/lib/flanel"))
+	expectFlannelctl(t, h, []string{"cleanup", "--yes"}, "remove file /run/flannel/subnet.env", "remove "+tc.prints)
 	all := sh("ip -o link; ip addr; ip route show table main; ip -6 route show table main; ip neigh show nud permanent; ip nexthop; ip fou show 2>/dev/null || true")
 	left := all + rules()
 	for _, text := range []string{"flannel", "proto 98", ".5.0.0/16", "fd00:5:", "ipproto 4"} {
@@ -148,9 +148,9 @@ func cleansUp(t *testing.T, families []prefix.Family, tc cleanupCase) {
 	if err != nil || len(files) != 1 || files[0].Name() != "foreign" {
 		t.Errorf("the state directory contains %v (%v), want only the file of another program", files, err)
 	}
-	if again := mustCtl(t, h, []string{"cleanup", "--yes"}); again != fmt.Sprintf(unknown, "/var/lib/flannel")+"\n" {
+	if again := expectFlannelctl(t, h, []string{"cleanup", "--yes"}); again != fmt.Sprintf(unknown, "/var/lib/flannel")+"\n" {
 		t.Errorf("the second cleanup prints\n%s\nwant only that there are no state files", again)
 	}
 	startOne(t, h, lab.FlanneldOptions{})
-	expectAcquainted(t, l)
+	expectPeersProgrammed(t, l)
 }

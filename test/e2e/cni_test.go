@@ -40,9 +40,9 @@ type cni struct {
 	list *libcni.NetworkConfigList
 }
 
-// usual is the delegate configuration that flannel's manifests install. It switches the
+// manifestDelegate is the delegate configuration that flannel's manifests install. It switches the
 // plugin's masquerading off, because flanneld of such a manifest masquerades.
-const usual = `"delegate":{"hairpinMode":true,"isDefaultGateway":true,"ipMasq":false}`
+const manifestDelegate = `"delegate":{"hairpinMode":true,"isDefaultGateway":true,"ipMasq":false}`
 
 // newCNI returns a container runtime with the network configuration that flannel's manifests
 // install. keys are JSON keys for flannel's plugin.
@@ -77,7 +77,7 @@ func newCNI(t *testing.T, h *lab.Host, version, keys string) *cni {
 
 // do runs f in the network namespace and file system of the host, as its runtime would.
 func (c *cni) do(f func(runtime *libcni.CNIConfig) error) error {
-	return c.host.Do(background(c.t), func() error {
+	return c.host.Do(testContext(c.t), func() error {
 		return f(libcni.NewCNIConfigWithCacheDir([]string{ownPlugins}, runtimeCache, nil))
 	})
 }
@@ -94,7 +94,7 @@ func conf(p *lab.Pod, ports ...map[string]any) *libcni.RuntimeConf {
 // tryAdd executes ADD for a container.
 func (c *cni) tryAdd(rt *libcni.RuntimeConf) (result *current.Result, err error) {
 	err = c.do(func(runtime *libcni.CNIConfig) error {
-		r, err := runtime.AddNetworkList(background(c.t), c.list, rt)
+		r, err := runtime.AddNetworkList(testContext(c.t), c.list, rt)
 		if err == nil {
 			result, err = current.NewResultFromResult(r)
 		}
@@ -107,7 +107,7 @@ func (c *cni) tryAdd(rt *libcni.RuntimeConf) (result *current.Result, err error)
 // addresses of the pod.
 func (c *cni) add(name string, ports ...map[string]any) *lab.Pod {
 	c.t.Helper()
-	p, err := c.host.AddEmptyPod(background(c.t), name)
+	p, err := c.host.AddEmptyPod(testContext(c.t), name)
 	if err != nil {
 		c.t.Fatal(err)
 	}
@@ -115,15 +115,15 @@ func (c *cni) add(name string, ports ...map[string]any) *lab.Pod {
 	if err != nil {
 		c.t.Fatalf("ADD %s: %v", p.Name(), err)
 	}
-	if err := p.Adopt(background(c.t)); err != nil {
+	if err := p.Adopt(testContext(c.t)); err != nil {
 		c.t.Fatal(err)
 	}
-	var told []netip.Addr
+	var got []netip.Addr
 	for _, ip := range result.IPs {
-		told = append(told, netip.MustParsePrefix(ip.Address.String()).Addr())
+		got = append(got, netip.MustParsePrefix(ip.Address.String()).Addr())
 	}
-	if !slices.Equal(told, p.Addrs()) {
-		c.t.Errorf("%s has the addresses %v, the result contains %v", p.Name(), p.Addrs(), told)
+	if !slices.Equal(got, p.Addrs()) {
+		c.t.Errorf("%s has the addresses %v, the result contains %v", p.Name(), p.Addrs(), got)
 	}
 	return p
 }
@@ -131,7 +131,7 @@ func (c *cni) add(name string, ports ...map[string]any) *lab.Pod {
 // check executes CHECK for a pod.
 func (c *cni) check(p *lab.Pod) error {
 	return c.do(func(runtime *libcni.CNIConfig) error {
-		return runtime.CheckNetworkList(background(c.t), c.list, conf(p))
+		return runtime.CheckNetworkList(testContext(c.t), c.list, conf(p))
 	})
 }
 
@@ -139,7 +139,7 @@ func (c *cni) check(p *lab.Pod) error {
 func (c *cni) del(p *lab.Pod) {
 	c.t.Helper()
 	if err := c.do(func(runtime *libcni.CNIConfig) error {
-		return runtime.DelNetworkList(background(c.t), c.list, conf(p))
+		return runtime.DelNetworkList(testContext(c.t), c.list, conf(p))
 	}); err != nil {
 		c.t.Errorf("DEL %s: %v", p.Name(), err)
 	}
@@ -176,15 +176,15 @@ func TestCNI(t *testing.T) {
 		{"1.0.0", dual, `{"Type":"vxlan"}`, 1430},
 		{"1.1.0", dual, `{"Type":"host-gw"}`, 1500},
 	} {
-		t.Run(tc.version+"/"+name(tc.families), func(t *testing.T) {
+		t.Run(tc.version+"/"+familiesName(tc.families), func(t *testing.T) {
 			t.Parallel()
 			l := newLab(t, lab.Config{Hosts: 2, Families: tc.families}, tc.backend)
-			if err := l.StartFlanneld(background(t), lab.FlanneldOptions{}); err != nil {
+			if err := l.StartFlanneld(testContext(t), lab.FlanneldOptions{}); err != nil {
 				t.Fatal(err)
 			}
 			var runtimes []*cni
 			for _, h := range l.Hosts() {
-				c := newCNI(t, h, tc.version, usual)
+				c := newCNI(t, h, tc.version, manifestDelegate)
 				runtimes = append(runtimes, c)
 				for _, name := range []string{"a", "b"} {
 					if p := c.add(name); len(p.Addrs()) != len(tc.families) || p.MTU() != tc.mtu {
@@ -209,7 +209,7 @@ func expectAttached(t *testing.T, runtimes []*cni, checks bool) {
 				if err := c.check(p); err != nil {
 					t.Errorf("CHECK %s: %v", p.Name(), err)
 				}
-				if out, err := p.Exec(background(t), "ip", "addr", "flush", "dev", "eth0"); err != nil {
+				if out, err := p.Exec(testContext(t), "ip", "addr", "flush", "dev", "eth0"); err != nil {
 					t.Fatalf("%v: %s", err, out)
 				}
 				if err := c.check(p); err == nil {
@@ -220,7 +220,7 @@ func expectAttached(t *testing.T, runtimes []*cni, checks bool) {
 				c.del(p)
 			}
 			c.del(p) // DEL must succeed for a detached pod, too
-			if out, err := p.Exec(background(t), "ip", "link", "show", "eth0"); err == nil {
+			if out, err := p.Exec(testContext(t), "ip", "link", "show", "eth0"); err == nil {
 				t.Errorf("%s still has an interface: %s", p.Name(), out)
 			}
 		}
@@ -230,16 +230,16 @@ func expectAttached(t *testing.T, runtimes []*cni, checks bool) {
 	}
 }
 
-// TestCNIGarbage checks that STATUS reports whether flanneld has run, and that GC releases the
+// TestCNIStatusAndGC checks that STATUS reports whether flanneld has run, and that GC releases the
 // addresses and files of a pod that the runtime does not list, and no others.
-func TestCNIGarbage(t *testing.T) {
+func TestCNIStatusAndGC(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 1, Families: dual}, `{"Type":"alloc"}`)
 	h := l.Host(1)
-	c := newCNI(t, h, "1.1.0", usual)
+	c := newCNI(t, h, "1.1.0", manifestDelegate)
 	ready := func() error {
 		return c.do(func(runtime *libcni.CNIConfig) error {
-			return runtime.GetStatusNetworkList(background(t), c.list)
+			return runtime.GetStatusNetworkList(testContext(t), c.list)
 		})
 	}
 	if err := ready(); err == nil || !strings.Contains(err.Error(), "flanneld has not written it yet") {
@@ -249,28 +249,28 @@ func TestCNIGarbage(t *testing.T) {
 	if err := ready(); err != nil {
 		t.Errorf("STATUS: %v", err)
 	}
-	kept, forgotten := c.add("kept"), c.add("forgotten")
+	listed, unlisted := c.add("listed"), c.add("unlisted")
 	if err := os.RemoveAll(h.Path(runtimeCache)); err != nil {
 		t.Fatal(err)
 	}
-	valid := []types.GCAttachment{{ContainerID: conf(kept).ContainerID, IfName: "eth0"}}
+	valid := []types.GCAttachment{{ContainerID: conf(listed).ContainerID, IfName: "eth0"}}
 	if err := c.do(func(runtime *libcni.CNIConfig) error {
-		return runtime.GCNetworkList(background(t), c.list, &libcni.GCArgs{ValidAttachments: valid})
+		return runtime.GCNetworkList(testContext(t), c.list, &libcni.GCArgs{ValidAttachments: valid})
 	}); err != nil {
 		t.Errorf("GC: %v", err)
 	}
 	left := c.left()
 	if len(left) != 3 { // the plugin's note, and an address of each family
-		t.Errorf("GC left %v, want 3 files of the pod that is kept", left)
+		t.Errorf("GC left %v, want 3 files of the listed pod", left)
 	}
 	for _, file := range left {
-		for _, a := range forgotten.Addrs() {
-			if strings.Contains(file, conf(forgotten).ContainerID) || filepath.Base(file) == a.String() {
-				t.Errorf("GC left %s, which belongs to the forgotten pod", file)
+		for _, a := range unlisted.Addrs() {
+			if strings.Contains(file, conf(unlisted).ContainerID) || filepath.Base(file) == a.String() {
+				t.Errorf("GC left %s, which belongs to the unlisted pod", file)
 			}
 		}
 	}
-	c.del(kept)
+	c.del(listed)
 	if left := c.left(); len(left) > 0 {
 		t.Errorf("DEL left %v", left)
 	}
@@ -281,12 +281,12 @@ func TestCNIGarbage(t *testing.T) {
 func TestCNIPorts(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 2}, `{"Type":"vxlan"}`)
-	if err := l.StartFlanneld(background(t), lab.FlanneldOptions{}); err != nil {
+	if err := l.StartFlanneld(testContext(t), lab.FlanneldOptions{}); err != nil {
 		t.Fatal(err)
 	}
-	c := newCNI(t, l.Host(1), "1.0.0", usual)
+	c := newCNI(t, l.Host(1), "1.0.0", manifestDelegate)
 	p := c.add("web", map[string]any{"hostPort": 8080, "containerPort": 80, "protocol": "tcp"})
-	listener, err := p.Listen(background(t), "tcp", netip.AddrPortFrom(p.Addr(prefix.IPv4), 80).String())
+	listener, err := p.Listen(testContext(t), "tcp", netip.AddrPortFrom(p.Addr(prefix.IPv4), 80).String())
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -301,7 +301,7 @@ func TestCNIPorts(t *testing.T) {
 			conn.Close()
 		}
 	}()
-	conn, err := l.Host(2).Dial(background(t), "tcp", netip.AddrPortFrom(l.Host(1).Addr(prefix.IPv4), 8080).String())
+	conn, err := l.Host(2).Dial(testContext(t), "tcp", netip.AddrPortFrom(l.Host(1).Addr(prefix.IPv4), 8080).String())
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -309,9 +309,9 @@ func TestCNIPorts(t *testing.T) {
 	if err := conn.SetDeadline(time.Now().Add(patience)); err != nil {
 		t.Fatal(err)
 	}
-	said := make([]byte, 5)
-	if _, err := conn.Read(said); err != nil || string(said) != "hello" {
-		t.Errorf("the pod answers %q (%v) by the port of its host, want hello", said, err)
+	answer := make([]byte, 5)
+	if _, err := conn.Read(answer); err != nil || string(answer) != "hello" {
+		t.Errorf("the pod answers %q (%v) by the port of its host, want hello", answer, err)
 	}
 	listener.Close()
 }
@@ -321,7 +321,7 @@ func TestCNIPorts(t *testing.T) {
 func TestCNIOverrides(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 2}, `{"Type":"vxlan"}`)
-	if err := l.StartFlanneld(background(t), lab.FlanneldOptions{}); err != nil {
+	if err := l.StartFlanneld(testContext(t), lab.FlanneldOptions{}); err != nil {
 		t.Fatal(err)
 	}
 	one := newCNI(t, l.Host(1), "0.4.0",
@@ -330,7 +330,7 @@ func TestCNIOverrides(t *testing.T) {
 	if p.MTU() != 1400 {
 		t.Errorf("the MTU is %d, want 1400", p.MTU())
 	}
-	routes, err := p.Exec(background(t), "ip", "route")
+	routes, err := p.Exec(testContext(t), "ip", "route")
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -339,12 +339,12 @@ func TestCNIOverrides(t *testing.T) {
 			t.Errorf("the pod has no route %q:\n%s", want, routes)
 		}
 	}
-	if out, err := l.Host(1).Exec(background(t), "ip", "link", "show", "mybr"); err != nil {
+	if out, err := l.Host(1).Exec(testContext(t), "ip", "link", "show", "mybr"); err != nil {
 		t.Errorf("%v: %s", err, out)
 	}
 	other := newCNI(t, l.Host(2), "0.4.0", `"delegate":{"isDefaultGateway":true}`).add("b")
 	seenAs := func(from, to *lab.Pod) netip.Addr {
-		seen, err := from.Connect(background(t), to, prefix.IPv4)
+		seen, err := from.Connect(testContext(t), to, prefix.IPv4)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -359,14 +359,14 @@ func TestCNIOverrides(t *testing.T) {
 	}
 }
 
-// TestCNITrouble checks ADD without flanneld, a second ADD, CHECK without the plugin's note, and
+// TestCNIFailures checks ADD without flanneld, a second ADD, CHECK without the plugin's note, and
 // DEL after the host has got another subnet.
-func TestCNITrouble(t *testing.T) {
+func TestCNIFailures(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 1}, `{"Type":"alloc"}`)
 	h := l.Host(1)
-	c := newCNI(t, h, "1.0.0", usual)
-	p, err := h.AddEmptyPod(background(t), "a")
+	c := newCNI(t, h, "1.0.0", manifestDelegate)
+	p, err := h.AddEmptyPod(testContext(t), "a")
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -417,10 +417,10 @@ func TestCNITrouble(t *testing.T) {
 	}
 }
 
-// TestCNIExchanged checks DEL of one interface of a pod that flannel's own plugin attached
-// twice. That plugin has one note for a pod, which belongs to the interface that it attached
-// last. This plugin must read the note and leave the other interface.
-func TestCNIExchanged(t *testing.T) {
+// TestCNIAfterFlannelPlugin checks DEL of one interface of a pod that flannel's own plugin
+// attached twice. That plugin has one note for a pod, which belongs to the interface that it
+// attached last. This plugin must read the note and leave the other interface.
+func TestCNIAfterFlannelPlugin(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 1}, `{"Type":"alloc"}`)
 	h := l.Host(1)
@@ -437,7 +437,7 @@ func TestCNIExchanged(t *testing.T) {
 		t.Fatal(err)
 	}
 	if err := c.do(func(runtime *libcni.CNIConfig) error {
-		return runtime.DelNetworkList(background(t), c.list, second)
+		return runtime.DelNetworkList(testContext(t), c.list, second)
 	}); err != nil {
 		t.Errorf("DEL of net1: %v", err)
 	}
@@ -462,7 +462,7 @@ func TestCNIPowerLoss(t *testing.T) {
 			l := newLab(t, lab.Config{Hosts: 1, Families: dual}, `{"Type":"alloc"}`)
 			h := l.Host(1)
 			startOne(t, h, lab.FlanneldOptions{})
-			c := newCNI(t, h, version, usual)
+			c := newCNI(t, h, version, manifestDelegate)
 			p := c.add("a")
 			expectStop(t, h.Daemon())
 			if err := os.Remove(h.Path(lab.SubnetFile)); err != nil {

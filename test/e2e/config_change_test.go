@@ -23,10 +23,10 @@ func network(v4, v6, backend string) json.RawMessage {
 	return json.RawMessage(fmt.Sprintf(`{"Network":%q,"EnableIPv6":true,"IPv6Network":%q,"Backend":%s}`, v4, v6, backend))
 }
 
-// everything returns the devices, addresses, routes, neighbours and FDB entries of a host.
-func everything(t *testing.T, h *lab.Host) string {
+// kernelObjects returns the devices, addresses, routes, neighbours and FDB entries of a host.
+func kernelObjects(t *testing.T, h *lab.Host) string {
 	t.Helper()
-	out, err := h.Exec(background(t), "sh", "-c", `ip -d link; ip addr; ip route show table all; ip -6 route show table all
+	out, err := h.Exec(testContext(t), "sh", "-c", `ip -d link; ip addr; ip route show table all; ip -6 route show table all
 		ip neigh show nud permanent; bridge fdb; ip nexthop 2>/dev/null || true`)
 	if err != nil {
 		t.Fatal(err)
@@ -38,7 +38,7 @@ func everything(t *testing.T, h *lab.Host) string {
 // all objects of the former one, and that all pods reach each other.
 func TestConfigurationChange(t *testing.T) {
 	t.Parallel()
-	byCommands := extension(t, map[string]any{
+	byCommands := extensionConfig(t, map[string]any{
 		"SubnetAddCommand":    "ip route add $SUBNET via $PUBLIC_IP && ip -6 route add $IPV6SUBNET via $PUBLIC_IPV6",
 		"SubnetRemoveCommand": "ip route del $SUBNET via $PUBLIC_IP; ip -6 route del $IPV6SUBNET via $PUBLIC_IPV6",
 	})
@@ -73,13 +73,13 @@ func TestConfigurationChange(t *testing.T) {
 			for i, step := range tc.steps {
 				restartWith(t, l, step, i%2 == 1)
 			}
-			if err := l.AddPods(background(t)); err != nil {
+			if err := l.AddPods(testContext(t)); err != nil {
 				t.Fatal(err)
 			}
 			expectMatrix(t, l)
 			for _, h := range l.Hosts() {
 				eventually(t, h.Name()+" has no objects of the former configuration", func() error {
-					all := everything(t, h)
+					all := kernelObjects(t, h)
 					for _, text := range tc.left {
 						if strings.Contains(all, text) {
 							return fmt.Errorf("%q is still there:\n%s", text, all)
@@ -87,15 +87,15 @@ func TestConfigurationChange(t *testing.T) {
 					}
 					return nil
 				})
-				expectNothingFormer(t, h)
+				expectNoFormer(t, h)
 			}
 		})
 	}
 }
 
-// expectNothingFormer waits until the state file of a host lists no objects to remove. The
+// expectNoFormer waits until the state file of a host lists no objects to remove. The
 // next start would remove them again, even if they belong to another program by then.
-func expectNothingFormer(t *testing.T, h *lab.Host) {
+func expectNoFormer(t *testing.T, h *lab.Host) {
 	t.Helper()
 	eventually(t, "state file of "+h.Name(), func() error {
 		names, err := filepath.Glob(h.Path("/var/lib/flannel/flanneld-????????????.json")) // not the files of backends
@@ -123,11 +123,11 @@ func restartWith(t *testing.T, l *lab.Lab, config json.RawMessage, kill bool) {
 			expectStop(t, d)
 		}
 	}
-	if err := l.PutNetwork(background(t), config); err != nil {
+	if err := l.PutNetwork(testContext(t), config); err != nil {
 		t.Fatal(err)
 	}
 	var g errgroup.Group
-	ctx := background(t)
+	ctx := testContext(t)
 	for _, h := range l.Hosts() {
 		g.Go(func() error {
 			d, err := h.StartFlanneld(ctx, lab.FlanneldOptions{})
@@ -172,26 +172,26 @@ const (
 func TestConfigurationChangeAndLostSubnet(t *testing.T) {
 	t.Parallel()
 	for _, families := range [][]prefix.Family{v4, v6} {
-		t.Run(name(families), func(t *testing.T) {
+		t.Run(familiesName(families), func(t *testing.T) {
 			t.Parallel()
 			const old, next = `{"Type":"vxlan"}`, `{"Type":"vxlan","VNI":7}`
 			l := newLab(t, lab.Config{Hosts: 1, Families: families}, old)
-			h, f, c := l.Host(1), families[0], store(t, l)
+			h, f, c := l.Host(1), families[0], etcdClient(t, l)
 			expectStop(t, startOne(t, h, lab.FlanneldOptions{}))
 			own := nodes(t, l)[0]
-			remove(t, c, subnets+own.key)
+			removeKey(t, c, subnets+own.key)
 			other := newNode(t, families, "vxlan", 210, func(f prefix.Family) netip.Addr { return netip.MustParseAddr(routerOf(f)) })
 			other.key = own.key
 			other.publish(t, c)
 			const config = lab.Prefix + "/config"
-			got, err := c.Get(background(t), config)
+			got, err := c.Get(testContext(t), config)
 			if err != nil {
 				t.Fatal(err)
 			}
-			put(t, c, config, strings.Replace(string(got.Kvs[0].Value), old, next, 1))
+			putKey(t, c, config, strings.Replace(string(got.Kvs[0].Value), old, next, 1))
 			startOne(t, h, lab.FlanneldOptions{})
 			eventually(t, "the former device is removed and the peer has a route", func() error {
-				all := everything(t, h)
+				all := kernelObjects(t, h)
 				route := fmt.Sprintf("%s via %s dev %s7", own.subnets[f], own.subnets[f].Addr(), strings.TrimSuffix(device(f), "1"))
 				if strings.Contains(all, device(f)+":") || !strings.Contains(all, route) {
 					return fmt.Errorf("want no %s, and %q in:\n%s", device(f), route, all)
@@ -213,7 +213,7 @@ func TestFormerDeviceIsForgotten(t *testing.T) {
 	d := startOne(t, h, lab.FlanneldOptions{})
 	expectLog(t, d, "removed what a former configuration had left")
 	for _, mtu := range []string{"1400", "1450"} {
-		out, err := h.Exec(background(t), "sh", "-ec",
+		out, err := h.Exec(testContext(t), "sh", "-ec",
 			"ip link show flannel.1 || ip link add flannel.1 type vxlan id 99 dstport 4789; ip link set eth0 mtu "+mtu)
 		if err != nil {
 			t.Fatalf("%v: %s", err, out)
@@ -221,7 +221,7 @@ func TestFormerDeviceIsForgotten(t *testing.T) {
 		expectLog(t, d, " mtu="+mtu+" ") // the daemon has noticed the change of the interface
 		pause(t, time.Second)
 	}
-	if all := everything(t, h); !strings.Contains(all, "flannel.1:") {
+	if all := kernelObjects(t, h); !strings.Contains(all, "flannel.1:") {
 		t.Errorf("the daemon removed the operator's device:\n%s", all)
 	}
 	expectOnce(t, d, "removed what a former configuration had left")
@@ -237,7 +237,7 @@ func TestConfigurationChangeInterrupted(t *testing.T) {
 	for vni, ms := range []int{5, 15, 25, 35, 45, 55, 65, 80, 100, 150, 0} {
 		h.Daemon().Kill()
 		config := network("10.5.0.0/16", "fd00:5::/48", fmt.Sprintf(`{"Type":"vxlan","VNI":%d}`, vni+2))
-		if err := l.PutNetwork(background(t), config); err != nil {
+		if err := l.PutNetwork(testContext(t), config); err != nil {
 			t.Fatal(err)
 		}
 		if ms == 0 {
@@ -245,12 +245,12 @@ func TestConfigurationChangeInterrupted(t *testing.T) {
 			break
 		}
 		d := start(t, h, lab.FlanneldOptions{})
-		pause(t, millis(ms))
+		pause(t, milliseconds(ms))
 		d.Kill()
 	}
 	eventually(t, "only the two devices of the last VNI are left", func() error {
-		if n := strings.Count(everything(t, h), "vxlan id "); n != 2 {
-			return fmt.Errorf("there are %d vxlan devices, want 2:\n%s", n, everything(t, h))
+		if n := strings.Count(kernelObjects(t, h), "vxlan id "); n != 2 {
+			return fmt.Errorf("there are %d vxlan devices, want 2:\n%s", n, kernelObjects(t, h))
 		}
 		return nil
 	})

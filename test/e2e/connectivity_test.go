@@ -20,14 +20,14 @@ import (
 func TestEveryPodReachesEveryPod(t *testing.T) {
 	for _, backend := range []string{"vxlan", "host-gw", "udp"} {
 		for _, families := range [][]prefix.Family{v4, v6, dual} {
-			t.Run(backend+"/"+name(families), func(t *testing.T) { everyPodReachesEveryPod(t, backend, families) })
+			t.Run(backend+"/"+familiesName(families), func(t *testing.T) { testEveryPodReachesEveryPod(t, backend, families) })
 		}
 	}
 }
 
-// everyPodReachesEveryPod checks that all pods of a lab reach each other and that the MTU is the
-// underlay's minus the overhead of the backend.
-func everyPodReachesEveryPod(t *testing.T, backend string, families []prefix.Family) {
+// testEveryPodReachesEveryPod checks that all pods of a lab reach each other and that the MTU is
+// the underlay's minus the overhead of the backend.
+func testEveryPodReachesEveryPod(t *testing.T, backend string, families []prefix.Family) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Families: families}, backendConfig(backend))
 	startAll(t, l, lab.FlanneldOptions{})
@@ -61,12 +61,12 @@ func expectMTUTo(t *testing.T, from *lab.Pod, to netip.Addr, mtu int) {
 	t.Helper()
 	fits := ping.Options{Size: mtu, DontFragment: true}
 	if emulated() {
-		fits.Timeout = healTime()
+		fits.Timeout = repairTimeout()
 	}
-	if _, err := from.Ping(background(t), to, fits); err != nil {
+	if _, err := from.Ping(testContext(t), to, fits); err != nil {
 		t.Errorf("%s to %s, %d bytes: %v", from.Name(), to, mtu, err)
 	}
-	if _, err := from.Ping(background(t), to, ping.Options{Size: mtu + 1, DontFragment: true}); !errors.Is(err, ping.ErrTooBig) {
+	if _, err := from.Ping(testContext(t), to, ping.Options{Size: mtu + 1, DontFragment: true}); !errors.Is(err, ping.ErrTooBig) {
 		t.Errorf("%s to %s, %d bytes: %v, want an error because it is too big", from.Name(), to, mtu+1, err)
 	}
 }
@@ -82,16 +82,16 @@ func TestVXLANAcrossSegments(t *testing.T) {
 
 // TestDirectRouting checks that DirectRouting uses plain routes to hosts in the same segment of
 // the underlay, and routes through the vxlan device to other hosts.
-func TestDirectRouting(t *testing.T) { directRouting(t, "vxlan") }
+func TestDirectRouting(t *testing.T) { testDirectRouting(t, "vxlan") }
 
-// directRouting checks the device of each route in a lab of two segments with two hosts each.
-func directRouting(t *testing.T, backend string) {
+// testDirectRouting checks the device of each route in a lab of two segments with two hosts each.
+func testDirectRouting(t *testing.T, backend string) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 4, Segments: 2, Families: dual}, fmt.Sprintf(`{"Type":%q,"DirectRouting":true}`, backend))
 	startAll(t, l, lab.FlanneldOptions{})
 	expectMatrix(t, l)
 	for _, from := range l.Hosts() {
-		routes, err := from.Routes(background(t))
+		routes, err := from.Routes(testContext(t))
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -69,7 +69,7 @@ func TestDocker(t *testing.T) {
 				tt.backend = "vxlan"
 			}
 			l := newLab(t, lab.Config{Hosts: 2, Families: tt.families}, backendConfig(tt.backend))
-			if err := l.StartFlanneld(background(t), lab.FlanneldOptions{Args: []string{"--ip-masq"}}); err != nil {
+			if err := l.StartFlanneld(testContext(t), lab.FlanneldOptions{Args: []string{"--ip-masq"}}); err != nil {
 				t.Fatal(err)
 			}
 			for _, h := range l.Hosts() {
@@ -79,12 +79,12 @@ func TestDocker(t *testing.T) {
 			if tt.cut == nil {
 				expectMatrix(t, l)
 			} else {
-				expectCut(t, l.Host(2), l.Pods()[1], l.Pods()[0])
+				expectUnreachable(t, l.Host(2), l.Pods()[1], l.Pods()[0])
 			}
 			if fixes := dockerFixes(t, host); !slices.EqualFunc(fixes, tt.cut, strings.Contains) {
 				t.Errorf("doctor wants %q, want %q", fixes, tt.cut)
 			}
-			if reached := reachedFromOutside(t, l, host, l.Pods()[0]); reached != tt.outside {
+			if reached := reachableFromOutside(t, l, host, l.Pods()[0]); reached != tt.outside {
 				t.Errorf("a host outside the network reaches a port that is not published: %v, want %v", reached, tt.outside)
 			}
 		})
@@ -119,7 +119,7 @@ func startDocker(t *testing.T, h *lab.Host, s dockerSetting) {
 			m.run("set -a; . /run/flannel/subnet.env; set +a\n" + strings.ReplaceAll(command[1], "$$", "$"))
 		}
 	}
-	pod, err := h.AddEmptyPod(background(t), "container")
+	pod, err := h.AddEmptyPod(testContext(t), "container")
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -149,7 +149,7 @@ func startDocker(t *testing.T, h *lab.Host, s dockerSetting) {
 	if line, err := bufio.NewReader(stdout).ReadString('\n'); line != "ready\n" {
 		t.Fatalf("Docker's network prints %q (%v), want ready: %s", line, err, stderr.String())
 	}
-	if err := pod.Adopt(background(t)); err != nil {
+	if err := pod.Adopt(testContext(t)); err != nil {
 		t.Fatal(err)
 	}
 }
@@ -175,16 +175,16 @@ func dockerConfig(t *testing.T, m *machine, s dockerSetting) string {
 	return string(text)
 }
 
-// expectCut checks that from cannot reach a port of to that is not published. It first waits
-// until from's host reaches the bridge of to, which has the first address of the subnet, so
+// expectUnreachable checks that from cannot reach a port of to that is not published. It first
+// waits until from's host reaches the bridge of to, which has the first address of the subnet, so
 // that a missing route is not the cause.
-func expectCut(t *testing.T, host *lab.Host, from, to *lab.Pod) {
+func expectUnreachable(t *testing.T, host *lab.Host, from, to *lab.Pod) {
 	t.Helper()
 	eventually(t, "the host reaches the bridge", func() error {
-		_, err := host.Ping(background(t), to.Addr(prefix.IPv4).Prev(), ping.Options{})
+		_, err := host.Ping(testContext(t), to.Addr(prefix.IPv4).Prev(), ping.Options{})
 		return err
 	})
-	ctx, cancel := context.WithTimeout(background(t), 2*time.Second)
+	ctx, cancel := context.WithTimeout(testContext(t), 2*time.Second)
 	defer cancel()
 	if _, err := from.Connect(ctx, to, prefix.IPv4); err == nil {
 		t.Errorf("%s reaches %s, want no connection", from.Name(), to.Name())
@@ -198,8 +198,8 @@ func dockerFixes(t *testing.T, h *lab.Host) (fixes []string) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	shell(t, h.Namespace, "mount -t sysfs none /sys")             // sysfs shows the interfaces of the namespace that mounts it
-	out, _ := h.Exec(background(t), tool, "doctor", "-o", "json") // doctor fails if it finds a problem
+	shell(t, h.Namespace, "mount -t sysfs none /sys")              // sysfs shows the interfaces of the namespace that mounts it
+	out, _ := h.Exec(testContext(t), tool, "doctor", "-o", "json") // doctor fails if it finds a problem
 	var found []struct{ Problem, Fix string }
 	if err := json.NewDecoder(strings.NewReader(string(out))).Decode(&found); err != nil {
 		t.Fatalf("%v: %s", err, out)
@@ -212,18 +212,18 @@ func dockerFixes(t *testing.T, h *lab.Host) (fixes []string) {
 	return fixes
 }
 
-// reachedFromOutside reports whether the underlay's namespace, which is not a host of the
+// reachableFromOutside reports whether the underlay's namespace, which is not a host of the
 // network, reaches a port of a container through h.
-func reachedFromOutside(t *testing.T, l *lab.Lab, h *lab.Host, container *lab.Pod) bool {
+func reachableFromOutside(t *testing.T, l *lab.Lab, h *lab.Host, container *lab.Pod) bool {
 	t.Helper()
 	to := container.Addr(prefix.IPv4)
 	shell(t, l.Underlay(), fmt.Sprintf("ip route add %s via %s", to, h.Addr(prefix.IPv4)))
-	listener, err := container.Listen(background(t), "tcp", netip.AddrPortFrom(to, 0).String())
+	listener, err := container.Listen(testContext(t), "tcp", netip.AddrPortFrom(to, 0).String())
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer func() { _ = listener.Close() }()
-	ctx, cancel := context.WithTimeout(background(t), 2*time.Second)
+	ctx, cancel := context.WithTimeout(testContext(t), 2*time.Second)
 	defer cancel()
 	conn, err := l.Underlay().Dial(ctx, "tcp", listener.Addr().String())
 	if err == nil {

@@ -20,11 +20,11 @@ import (
 // calls is the file in which commands record that they ran.
 const calls = "/run/calls"
 
-// extensionVXLAN returns a configuration like the samples that are published for flannel: it
+// extensionVXLANConfig returns a configuration like the samples that are published for flannel: it
 // creates the device anew, and its commands fail if they run twice.
-func extensionVXLAN(t *testing.T) string {
+func extensionVXLANConfig(t *testing.T) string {
 	t.Helper()
-	return extension(t, map[string]any{
+	return extensionConfig(t, map[string]any{
 		"PreStartupCommand": "echo pre >> " + calls + "; export VNI=1; export IF_NAME=flannel-vxlan; ip link del $IF_NAME 2>/dev/null; " +
 			"ip link add $IF_NAME type vxlan id $VNI dstport 8472 nolearning && ip link set mtu 1450 dev $IF_NAME && ip link show $IF_NAME | awk '/ether/ { print $2 }'",
 		"PostStartupCommand": "echo post >> " + calls + "; export IF_NAME=flannel-vxlan; export SUBNET_IP=`echo $SUBNET | cut -d'/' -f 1`; " +
@@ -37,8 +37,8 @@ func extensionVXLAN(t *testing.T) string {
 	})
 }
 
-// extension returns a configuration of the backend extension with the given keys.
-func extension(t *testing.T, commands map[string]any) string {
+// extensionConfig returns a configuration of the backend extension with the given keys.
+func extensionConfig(t *testing.T, commands map[string]any) string {
 	t.Helper()
 	commands["Type"] = "extension"
 	text, err := json.Marshal(commands)
@@ -62,11 +62,11 @@ func expectCalls(t *testing.T, h *lab.Host, want ...string) {
 		}
 		return nil
 	})
-	forgetCalls(t, h)
+	clearCalls(t, h)
 }
 
-// forgetCalls deletes the record of commands.
-func forgetCalls(t *testing.T, h *lab.Host) {
+// clearCalls deletes the record of commands.
+func clearCalls(t *testing.T, h *lab.Host) {
 	t.Helper()
 	if err := os.RemoveAll(h.Path(calls)); err != nil {
 		t.Fatal(err)
@@ -78,7 +78,7 @@ func forgetCalls(t *testing.T, h *lab.Host) {
 // hostile lease is not executed.
 func TestExtension(t *testing.T) {
 	t.Parallel()
-	l := newLab(t, lab.Config{Hosts: 2}, extensionVXLAN(t))
+	l := newLab(t, lab.Config{Hosts: 2}, extensionVXLANConfig(t))
 	startAll(t, l, lab.FlanneldOptions{})
 	expectMatrix(t, l)
 	h := l.Host(1)
@@ -94,32 +94,32 @@ func TestExtension(t *testing.T) {
 	expectNothingLost(t, flows)
 	expectCalls(t, h)
 
-	c := store(t, l)
+	c := etcdClient(t, l)
 	const made = "10.5.200.0/24"
 	key := subnets + strings.ReplaceAll(made, "/", "-")
 	value := func(ip, data string) string {
 		return fmt.Sprintf(`{"PublicIP":%q,"BackendType":"extension","BackendData":%s}`, ip, data)
 	}
-	put(t, c, key, value("192.168.77.200", `"02:00:00:00:02:00"`))
+	putKey(t, c, key, value("192.168.77.200", `"02:00:00:00:02:00"`))
 	expectCalls(t, h, "add "+made)
-	put(t, c, key, value("192.168.77.201", `"02:00:00:00:02:01"`))
+	putKey(t, c, key, value("192.168.77.201", `"02:00:00:00:02:01"`))
 	expectCalls(t, h, "remove "+made, "add "+made)
 	expectKernelHas(t, h, "dst 192.168.77.201", "dst 192.168.77.200")
 
 	expectStop(t, h.Daemon()) // the lease is deleted while the daemon is down
-	remove(t, c, key)
+	removeKey(t, c, key)
 	d := startOne(t, h, lab.FlanneldOptions{})
 	expectCalls(t, h, "remove "+made)
 
 	for i, data := range []string{`"$(touch /run/pwned)"`, "\"`touch /run/pwned`\"", `"x; touch /run/pwned"`, `"x' ; touch /run/pwned '"`} {
 		hostile := fmt.Sprintf("10.5.%d.0/24", 210+i)
-		put(t, c, subnets+strings.ReplaceAll(hostile, "/", "-"), value(fmt.Sprintf("192.168.77.%d", 210+i), data))
+		putKey(t, c, subnets+strings.ReplaceAll(hostile, "/", "-"), value(fmt.Sprintf("192.168.77.%d", 210+i), data))
 		expectLog(t, d, fmt.Sprintf(`"lease refused" lease="10.5.%d.0-24" reason="SubnetAddCommand: exit status`, 210+i))
 		if _, err := os.Stat(h.Path("/run/pwned")); err == nil {
 			t.Fatalf("the shell executed %s from a lease", data)
 		}
 	}
-	put(t, c, key, value("192.168.77.200", `{"VtepMAC":"02:00:00:00:02:00"}`))
+	putKey(t, c, key, value("192.168.77.200", `{"VtepMAC":"02:00:00:00:02:00"}`))
 	expectLog(t, d, "want a JSON string")
 	if _, _, err := d.Get(t.Context(), "/readyz"); err != nil {
 		t.Errorf("an invalid lease of a peer makes the host unready: %v", err)
@@ -132,31 +132,31 @@ func TestExtension(t *testing.T) {
 // MAC of its new device and reach the other host.
 func TestExtensionLostSubnet(t *testing.T) {
 	t.Parallel()
-	l := newLab(t, lab.Config{Hosts: 1}, extensionVXLAN(t))
-	h, c := l.Host(1), store(t, l)
+	l := newLab(t, lab.Config{Hosts: 1}, extensionVXLANConfig(t))
+	h, c := l.Host(1), etcdClient(t, l)
 	expectStop(t, startOne(t, h, lab.FlanneldOptions{}))
 	expectCalls(t, h, "pre", "post")
-	old, _ := published(t, l, h)
-	remove(t, c, subnets+old)
-	put(t, c, subnets+old, `{"PublicIP":"192.168.77.200","BackendType":"extension","BackendData":"02:00:00:00:02:00"}`)
+	old, _ := publishedData(t, l, h)
+	removeKey(t, c, subnets+old)
+	putKey(t, c, subnets+old, `{"PublicIP":"192.168.77.200","BackendType":"extension","BackendData":"02:00:00:00:02:00"}`)
 	startOne(t, h, lab.FlanneldOptions{})
 	other := strings.ReplaceAll(old, "-", "/")
 	expectCalls(t, h, "pre", "post", "add "+other)
 	expectKernel(t, h, []string{other + " via "}, nil)
-	link, err := h.Exec(background(t), "ip", "link", "show", "flannel-vxlan")
+	link, err := h.Exec(testContext(t), "ip", "link", "show", "flannel-vxlan")
 	if err != nil {
 		t.Fatal(err)
 	}
-	if key, mac := published(t, l, h); key == old || mac == "" || !strings.Contains(string(link), mac) {
+	if key, mac := publishedData(t, l, h); key == old || mac == "" || !strings.Contains(string(link), mac) {
 		t.Errorf("the lease is %s with MAC %q, want another than %s with the MAC of\n%s", key, mac, old, link)
 	}
 }
 
-// published returns the key and BackendData of a host's lease. BackendData is the output of
+// publishedData returns the key and BackendData of a host's lease. BackendData is the output of
 // PreStartupCommand.
-func published(t *testing.T, l *lab.Lab, h *lab.Host) (key, data string) {
+func publishedData(t *testing.T, l *lab.Lab, h *lab.Host) (key, data string) {
 	t.Helper()
-	all, err := l.Leases(background(t))
+	all, err := l.Leases(testContext(t))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -183,7 +183,7 @@ func TestExtensionRoutes(t *testing.T) {
 	t.Parallel()
 	t.Run("without a shell", func(t *testing.T) {
 		t.Parallel()
-		l := newLab(t, lab.Config{Hosts: 3}, extension(t, map[string]any{
+		l := newLab(t, lab.Config{Hosts: 3}, extensionConfig(t, map[string]any{
 			"SubnetAddCommand":    "ip route add $SUBNET via ${PUBLIC_IP}",
 			"SubnetRemoveCommand": "ip route del $SUBNET via ${PUBLIC_IP}",
 		}))
@@ -193,7 +193,7 @@ func TestExtensionRoutes(t *testing.T) {
 	})
 	t.Run("dual stack", func(t *testing.T) {
 		t.Parallel()
-		l := newLab(t, lab.Config{Hosts: 3, Families: dual}, extension(t, map[string]any{
+		l := newLab(t, lab.Config{Hosts: 3, Families: dual}, extensionConfig(t, map[string]any{
 			"SubnetAddCommand":    `ip route add "$SUBNET" via "$PUBLIC_IP" && ip -6 route add "$IPV6SUBNET" via "$PUBLIC_IPV6"`,
 			"SubnetRemoveCommand": `ip route del "$SUBNET" via "$PUBLIC_IP" && ip -6 route del "$IPV6SUBNET" via "$PUBLIC_IPV6"`,
 		}))
@@ -202,7 +202,7 @@ func TestExtensionRoutes(t *testing.T) {
 	})
 	t.Run("IPv6", func(t *testing.T) {
 		t.Parallel()
-		l := newLab(t, lab.Config{Hosts: 2, Families: v6}, extension(t, map[string]any{
+		l := newLab(t, lab.Config{Hosts: 2, Families: v6}, extensionConfig(t, map[string]any{
 			"SubnetAddCommand": `ip -6 route add $IPV6SUBNET via $PUBLIC_IPV6`,
 		}))
 		startAll(t, l, lab.FlanneldOptions{})
@@ -210,17 +210,17 @@ func TestExtensionRoutes(t *testing.T) {
 	})
 }
 
-// TestExtensionTrouble checks that a host is ready and reaches its other peers if the command
-// for one peer fails and the command for another hangs.
-func TestExtensionTrouble(t *testing.T) {
+// TestExtensionCommandFailures checks that a host is ready and reaches its other peers if the
+// command for one peer fails and the command for another hangs.
+func TestExtensionCommandFailures(t *testing.T) {
 	t.Parallel()
-	l := newLab(t, lab.Config{Hosts: 2}, extension(t, map[string]any{
+	l := newLab(t, lab.Config{Hosts: 2}, extensionConfig(t, map[string]any{
 		"SubnetAddCommand": `case $SUBNET in 10.5.200.*) echo no luck; exit 3;; 10.5.201.*) sleep 1000;; esac; ip route add $SUBNET via $PUBLIC_IP`,
 		"CommandTimeout":   20,
 	}))
-	c := store(t, l)
+	c := etcdClient(t, l)
 	for _, n := range []string{"200", "201"} {
-		put(t, c, subnets+"10.5."+n+".0-24", fmt.Sprintf(`{"PublicIP":"192.168.77.%s","BackendType":"extension"}`, n))
+		putKey(t, c, subnets+"10.5."+n+".0-24", fmt.Sprintf(`{"PublicIP":"192.168.77.%s","BackendType":"extension"}`, n))
 	}
 	startAll(t, l, lab.FlanneldOptions{})
 	expectMatrix(t, l)
@@ -240,28 +240,28 @@ func TestExtensionTrouble(t *testing.T) {
 // daemon can start again afterwards.
 func TestExtensionShutdown(t *testing.T) {
 	t.Parallel()
-	l := newLab(t, lab.Config{Hosts: 1}, extension(t, map[string]any{
+	l := newLab(t, lab.Config{Hosts: 1}, extensionConfig(t, map[string]any{
 		"PreStartupCommand": "ip link add down-with-it type bridge",
 		"ShutdownCommand":   "ip link del down-with-it",
 	}))
 	h := l.Host(1)
 	for range 2 {
 		startOne(t, h, lab.FlanneldOptions{})
-		if out, err := h.Exec(background(t), "ip", "link", "show", "down-with-it"); err != nil {
+		if out, err := h.Exec(testContext(t), "ip", "link", "show", "down-with-it"); err != nil {
 			t.Fatalf("%v: %s", err, out)
 		}
 		expectStop(t, h.Daemon())
-		if out, err := h.Exec(background(t), "ip", "link", "show", "down-with-it"); err == nil {
+		if out, err := h.Exec(testContext(t), "ip", "link", "show", "down-with-it"); err == nil {
 			t.Errorf("ShutdownCommand has not deleted the device: %s", out)
 		}
 	}
 }
 
-// TestExtensionThatCannotStart checks that the daemon ends with the reason if the backend is
+// TestExtensionFailsToStart checks that the daemon ends with the reason if the backend is
 // not allowed or PreStartupCommand fails.
-func TestExtensionThatCannotStart(t *testing.T) {
+func TestExtensionFailsToStart(t *testing.T) {
 	t.Parallel()
-	l := newLab(t, lab.Config{Hosts: 2}, extension(t, map[string]any{"PreStartupCommand": "echo no such device >&2; false"}))
+	l := newLab(t, lab.Config{Hosts: 2}, extensionConfig(t, map[string]any{"PreStartupCommand": "echo no such device >&2; false"}))
 	expectFailure(t, start(t, l.Host(1), lab.FlanneldOptions{Args: []string{"--allow-extension-backend=false"}}),
 		"--allow-extension-backend", "as root")
 	expectFailure(t, start(t, l.Host(2), lab.FlanneldOptions{}), "PreStartupCommand: exit status 1: no such device")

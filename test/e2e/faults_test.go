@@ -19,57 +19,57 @@ import (
 // TestVMIPIPFaults checks faults of etcd with ipip.
 //
 //stages:rest the kernel of the guest is emulated, which takes minutes
-func TestVMIPIPFaults(t *testing.T) { faults(t, backendConfig("ipip"), true) }
+func TestVMIPIPFaults(t *testing.T) { testFaults(t, backendConfig("ipip"), true) }
 
 // TestVMWireGuardFaults checks faults of etcd with the kernel's WireGuard.
 //
 //stages:rest the kernel of the guest is emulated, which takes minutes
-func TestVMWireGuardFaults(t *testing.T) { faults(t, backendConfig("wireguard"), true) }
+func TestVMWireGuardFaults(t *testing.T) { testFaults(t, backendConfig("wireguard"), true) }
 
 // TestUserspaceWireGuardFaults checks faults of etcd with WireGuard in the daemon. Packets pass
 // through the daemon, so the test expects none while it is down.
-func TestUserspaceWireGuardFaults(t *testing.T) { faults(t, backendConfig(userspace), false) }
+func TestUserspaceWireGuardFaults(t *testing.T) { testFaults(t, backendConfig(userspace), false) }
 
 // TestExtensionFaults checks faults of etcd with routes that are written by commands.
 func TestExtensionFaults(t *testing.T) {
-	faults(t, extension(t, map[string]any{
+	testFaults(t, extensionConfig(t, map[string]any{
 		"SubnetAddCommand":    `ip route add "$SUBNET" via "$PUBLIC_IP" && ip -6 route add "$IPV6SUBNET" via "$PUBLIC_IPV6"`,
 		"SubnetRemoveCommand": `ip route del "$SUBNET"; ip -6 route del "$IPV6SUBNET"`,
 	}), true)
 }
 
-// faults checks that two hosts lose no packets through invalid leases of others, the loss of
+// testFaults checks that two hosts lose no packets through invalid leases of others, the loss of
 // all data of etcd, and an outage of etcd with a kill of the daemon. Before that it deletes the
-// lease of one host, which must take it again. kept says whether packets pass while the daemon
-// is down.
-func faults(t *testing.T, backend string, kept bool) {
+// lease of one host, which must take it again. survives says whether packets pass while the
+// daemon is down.
+func testFaults(t *testing.T, backend string, survives bool) {
 	t.Parallel()
 	network, err := lab.NetworkConfig(dual, json.RawMessage(backend))
 	if err != nil {
 		t.Fatal(err)
 	}
-	network = below200(t, network)
+	network = reserveSubnetsFrom200(t, network)
 	l := newLab(t, lab.Config{Hosts: 2, Families: dual, Network: network}, "")
 	startAll(t, l, lab.FlanneldOptions{})
-	before, c, one := keys(t, l), store(t, l), l.Host(1)
+	before, c, one := keys(t, l), etcdClient(t, l), l.Host(1)
 	own := subnets + leaseOf(t, l, one).Key
-	remove(t, c, own) // before the flows: the peer removes its routes for a moment
+	removeKey(t, c, own) // before the flows: the peer removes its routes for a moment
 	expectLog(t, one.Daemon(), "own lease was gone, taken again")
 	flows := startFlows(t, l, 100)
 
-	kind := typeOf(t, backend)
+	kind := leaseType(t, backend)
 	hostile := map[string]string{
 		"10.5.200.0-24": fmt.Sprintf(`{"PublicIP":%q,"BackendType":%q}`, one.Addr(prefix.IPv4), kind),
 		"10.99.1.0-24":  fmt.Sprintf(`{"PublicIP":"192.168.77.201","BackendType":%q}`, kind),
 		"10.5.202.0-24": `{"PublicIP":"192.168.77.202","BackendType":"pigeon"}`,
 	}
 	for key, value := range hostile {
-		put(t, c, subnets+key, value)
+		putKey(t, c, subnets+key, value)
 		expectLog(t, one.Daemon(), fmt.Sprintf(`"lease refused" lease=%q`, key))
 	}
-	put(t, c, subnets+"10.5.203.0-24", `{"PublicIP":`)
+	putKey(t, c, subnets+"10.5.203.0-24", `{"PublicIP":`)
 	for key := range hostile {
-		remove(t, c, subnets+key)
+		removeKey(t, c, subnets+key)
 	}
 	for _, h := range l.Hosts() {
 		eventually(t, h.Name()+" has only the other host as peer", func() error {
@@ -80,18 +80,18 @@ func faults(t *testing.T, backend string, kept bool) {
 		})
 	}
 
-	if err := l.Etcd().Wipe(background(t)); err != nil {
+	if err := l.Etcd().Wipe(testContext(t)); err != nil {
 		t.Fatal(err)
 	}
 	for _, h := range l.Hosts() {
 		expectLog(t, h.Daemon(), "etcd is not the store it was")
 	}
-	if err := l.PutNetwork(background(t), network); err != nil {
+	if err := l.PutNetwork(testContext(t), network); err != nil {
 		t.Fatal(err)
 	}
 	expectLeases(t, l, before)
 
-	if !kept {
+	if !survives {
 		expectNothingLost(t, flows)
 	}
 	pause(t, 3*time.Second) // until the daemon has saved its state
@@ -99,19 +99,19 @@ func faults(t *testing.T, backend string, kept bool) {
 	one.Daemon().Kill()
 	expectLog(t, start(t, one, lab.FlanneldOptions{}), "going on from the last known state")
 	expectConverged(t, l)
-	if err := l.Etcd().Start(background(t)); err != nil {
+	if err := l.Etcd().Start(testContext(t)); err != nil {
 		t.Fatal(err)
 	}
 	expectReady(t, one.Daemon())
 	expectConverged(t, l)
-	if kept {
+	if survives {
 		expectNothingLost(t, flows)
 	}
 	expectMatrix(t, l)
 }
 
-// typeOf returns the type that leases of the backend contain.
-func typeOf(t *testing.T, backend string) string {
+// leaseType returns the type that leases of the backend contain.
+func leaseType(t *testing.T, backend string) string {
 	t.Helper()
 	var b struct{ Type string }
 	if err := json.NewDecoder(strings.NewReader(backend)).Decode(&b); err != nil {

@@ -44,7 +44,7 @@ func flavours() []flavour {
 // shell runs a script on a host.
 func shell(t *testing.T, n *lab.Namespace, script string) string {
 	t.Helper()
-	out, err := n.Exec(background(t), "sh", "-ec", script)
+	out, err := n.Exec(testContext(t), "sh", "-ec", script)
 	if err != nil {
 		t.Fatalf("%v: %s", err, out)
 	}
@@ -105,9 +105,9 @@ func (p programs) run(t *testing.T) []string {
 	return strings.FieldsFunc(string(text), func(r rune) bool { return r == '\n' })
 }
 
-// masqueraded returns a dual-stack network configuration with NonMasqueradeCIDRs. keys replace
-// or add keys of it.
-func masqueraded(keys map[string]any) json.RawMessage {
+// masqueradeConfig returns a dual-stack network configuration with NonMasqueradeCIDRs. keys
+// replace or add keys of it.
+func masqueradeConfig(keys map[string]any) json.RawMessage {
 	config := map[string]any{
 		"Network": "10.5.0.0/16", "EnableIPv6": true, "IPv6Network": "fd00:5::/48", "Backend": map[string]any{"Type": "vxlan"},
 		"NonMasqueradeCIDRs": []string{"198.51.100.0/28", "2001:db8:77::/64"},
@@ -132,9 +132,9 @@ func outsideOf(f prefix.Family) outside {
 	return outside{netip.MustParseAddr("2001:db8:88::1"), netip.MustParseAddr("2001:db8:77::1"), netip.MustParseAddr("2001:db8:88::2")}
 }
 
-// makeOutside gives the router the outside addresses, and routes to the pods, so that it can
-// answer packets that are not masqueraded.
-func makeOutside(t *testing.T, l *lab.Lab) {
+// addOutsideAddresses gives the router the outside addresses, and routes to the pods, so that it
+// can answer packets that are not masqueraded.
+func addOutsideAddresses(t *testing.T, l *lab.Lab) {
 	t.Helper()
 	for _, f := range l.Families() {
 		o := outsideOf(f)
@@ -154,7 +154,7 @@ type connection struct{ near, far net.Conn }
 // source address, or the zero value for the one that the kernel chooses.
 func connect(t *testing.T, from *lab.Namespace, local netip.Addr, at *lab.Namespace, to netip.Addr) connection {
 	t.Helper()
-	ctx := background(t)
+	ctx := testContext(t)
 	l, err := at.Listen(ctx, "tcp", netip.AddrPortFrom(to, 0).String())
 	if err != nil {
 		t.Fatal(err)
@@ -180,8 +180,8 @@ func connect(t *testing.T, from *lab.Namespace, local netip.Addr, at *lab.Namesp
 	return c
 }
 
-// seen returns the source address that the far end of the connection sees.
-func (c connection) seen() netip.Addr {
+// sourceAddr returns the source address that the far end of the connection sees.
+func (c connection) sourceAddr() netip.Addr {
 	a, err := netip.ParseAddrPort(c.far.RemoteAddr().String())
 	if err != nil {
 		return netip.Addr{}

@@ -27,10 +27,10 @@ func TestMasquerade(t *testing.T) {
 	for _, f := range flavours() {
 		t.Run(f.name, func(t *testing.T) {
 			t.Parallel()
-			l := newLab(t, lab.Config{Hosts: 2, Families: dual, Network: masqueraded(nil)}, "")
+			l := newLab(t, lab.Config{Hosts: 2, Families: dual, Network: masqueradeConfig(nil)}, "")
 			startAll(t, l, lab.FlanneldOptions{Args: append(f.args, "--ip-masq"), Env: []string{newPrograms(t, f).env}})
 			expectConverged(t, l) // before makeOutside, whose routes also lead to the pods
-			makeOutside(t, l)
+			addOutsideAddresses(t, l)
 			host, pod, far := l.Host(1), l.Host(1).Pods()[0], l.Host(2).Pods()[0]
 			nft(t, host.Namespace, `table inet marker {
 				chain before {
@@ -55,11 +55,11 @@ func TestMasquerade(t *testing.T) {
 					{"pod to remote pod", pod.Namespace, netip.Addr{}, far.Namespace, far.Addr(family), pod.Addr(family)},
 					{"host to own pod", host.Namespace, host.Addr(family), pod.Namespace, pod.Addr(family), host.Addr(family)},
 				} {
-					if seen := connect(t, tt.from, tt.local, tt.at, tt.to).seen(); seen != tt.want {
+					if seen := connect(t, tt.from, tt.local, tt.at, tt.to).sourceAddr(); seen != tt.want {
 						t.Errorf("%s by %s: the far end sees %s, want %s", tt.what, family, seen, tt.want)
 					}
 				}
-				seen := connect(t, host.Namespace, host.Addr(family), far.Namespace, far.Addr(family)).seen()
+				seen := connect(t, host.Namespace, host.Addr(family), far.Namespace, far.Addr(family)).sourceAddr()
 				if seen == host.Addr(family) || !lab.PodNetwork(family).Contains(seen) && !strings.HasPrefix(seen.String(), "fd00:5:") {
 					t.Errorf("host to remote pod by %s: the far end sees %s, want an address of the pods' network\n%s", family, seen,
 						shell(t, host.Namespace, fmt.Sprintf("ip route get %s; ip addr; %s", far.Addr(family), f.list)))
@@ -74,7 +74,7 @@ func TestMasquerade(t *testing.T) {
 // masqueraded.
 func expectMulticast(t *testing.T, l *lab.Lab, f prefix.Family) {
 	t.Helper()
-	ctx, host := background(t), l.Host(1)
+	ctx, host := testContext(t), l.Host(1)
 	group, network, dev := "224.0.0.99", "udp4", "flannel.1"
 	if f == prefix.IPv6 {
 		group, network, dev = "ff02::99", "udp6", "flannel-v6.1"
@@ -145,13 +145,13 @@ func TestFirewallRepair(t *testing.T) {
 	for _, f := range flavours() {
 		t.Run(f.name, func(t *testing.T) {
 			t.Parallel()
-			l := newLab(t, lab.Config{Hosts: 1, Families: dual, Network: masqueraded(nil)}, "")
+			l := newLab(t, lab.Config{Hosts: 1, Families: dual, Network: masqueradeConfig(nil)}, "")
 			h := l.Host(1)
 			startOne(t, h, lab.FlanneldOptions{Args: append(f.args, "--ip-masq", "--iptables-resync=1"), Env: []string{newPrograms(t, f).env}})
 			if got := statusOf(t, h).Firewall; !strings.HasPrefix(f.name, got.Kind) || got.Kind == "" || got.Error != "" {
 				t.Errorf("the status contains %+v, want %s without an error", got, f.name)
 			}
-			want := sorted(shell(t, h.Namespace, f.list))
+			want := sortLines(shell(t, h.Namespace, f.list))
 			damage := []string{"nft flush chain ip flannel-ipv4 postrtg", "nft delete table ip6 flannel-ipv6", "nft flush ruleset",
 				"nft insert rule ip flannel-ipv4 forward tcp dport 22 drop"}
 			if f.name != "nftables" {
@@ -164,7 +164,7 @@ func TestFirewallRepair(t *testing.T) {
 				shell(t, h.Namespace, script)
 				start := time.Now()
 				eventually(t, script, func() error {
-					if now := sorted(shell(t, h.Namespace, f.list)); now != want {
+					if now := sortLines(shell(t, h.Namespace, f.list)); now != want {
 						return fmt.Errorf("the rules are\n%s\nwant\n%s", now, want)
 					}
 					return nil
@@ -191,7 +191,7 @@ func TestFirewallRepair(t *testing.T) {
 func TestTablesWithRulesOfNFT(t *testing.T) {
 	t.Parallel()
 	f := flavours()[1]
-	l := newLab(t, lab.Config{Hosts: 1, Network: masqueraded(map[string]any{"EnableIPv6": false, "Backend": map[string]any{"Type": "host-gw"}})}, "")
+	l := newLab(t, lab.Config{Hosts: 1, Network: masqueradeConfig(map[string]any{"EnableIPv6": false, "Backend": map[string]any{"Type": "host-gw"}})}, "")
 	h, programs := l.Host(1), newPrograms(t, f)
 	list := func() string {
 		return shell(t, h.Namespace, "nft --stateless list table ip filter; nft --stateless list table ip nat")
@@ -238,7 +238,7 @@ func TestTablesWithRulesOfNFT(t *testing.T) {
 	shell(t, h.Namespace, `nft 'insert rule ip filter FORWARD fib saddr type local accept'
 		iptables-nft -A FORWARD -m comment --comment "flanneld forward" -j FLANNEL-FWD`)
 	eventually(t, "/readyz reports the table", func() error {
-		if _, body, err := d.Get(background(t), "/readyz"); err == nil || !strings.Contains(body, "cannot read table filter") {
+		if _, body, err := d.Get(testContext(t), "/readyz"); err == nil || !strings.Contains(body, "cannot read table filter") {
 			return fmt.Errorf("it answers %q, %w", body, err)
 		}
 		return nil
@@ -250,20 +250,20 @@ func TestTablesWithRulesOfNFT(t *testing.T) {
 		t.Errorf("the daemon changed tables that it cannot read from\n%s\nto\n%s", before, after)
 	}
 	expectStop(t, d)
-	refusedCtl(t, h, []string{"cleanup", "--yes"}, "cannot read table filter", "EnableNFTables")
+	expectFlannelctlFails(t, h, []string{"cleanup", "--yes"}, "cannot read table filter", "EnableNFTables")
 
 	shell(t, h.Namespace, "nft flush chain ip filter FORWARD; nft 'add rule ip filter FORWARD ct state { new, established } accept'")
 	startOne(t, h, o)
 	expectOnceEach("without the rule that iptables-save cannot print")
 	expectStop(t, h.Daemon())
-	mustCtl(t, h, []string{"cleanup", "--yes"})
+	expectFlannelctl(t, h, []string{"cleanup", "--yes"})
 	if left := list(); strings.Contains(left, "FLANNEL") || strings.Count(left, "ct state") != 1 {
 		t.Errorf("cleanup left\n%s\nwant only the rule of the other program", left)
 	}
 }
 
-// sorted sorts lines, because nft prints chains in the order of their creation.
-func sorted(text string) string {
+// sortLines sorts lines, because nft prints chains in the order of their creation.
+func sortLines(text string) string {
 	lines := strings.Split(strings.TrimSpace(text), "\n")
 	slices.Sort(lines)
 	return strings.Join(lines, "\n")
@@ -276,16 +276,16 @@ func TestFirewallRestarts(t *testing.T) {
 	for _, f := range flavours() {
 		t.Run(f.name, func(t *testing.T) {
 			t.Parallel()
-			l := newLab(t, lab.Config{Hosts: 1, Families: dual, Network: masqueraded(nil)}, "")
+			l := newLab(t, lab.Config{Hosts: 1, Families: dual, Network: masqueradeConfig(nil)}, "")
 			o := lab.FlanneldOptions{Args: append(f.args, "--ip-masq"), Env: []string{newPrograms(t, f).env}}
 			startAll(t, l, o)
-			makeOutside(t, l)
+			addOutsideAddresses(t, l)
 			h := l.Host(1)
 			var ways []connection
 			for _, family := range dual {
 				c := connect(t, h.Pods()[0].Namespace, netip.Addr{}, l.Underlay(), outsideOf(family).any)
-				if c.seen() != h.Addr(family) {
-					t.Fatalf("the far end sees %s, want %s", c.seen(), h.Addr(family))
+				if c.sourceAddr() != h.Addr(family) {
+					t.Fatalf("the far end sees %s, want %s", c.sourceAddr(), h.Addr(family))
 				}
 				ways = append(ways, c, connection{c.far, c.near})
 			}
@@ -316,8 +316,8 @@ func TestFirewallRestarts(t *testing.T) {
 	}
 }
 
-// residue returns all lines of the host's rules that contain a name or network of flannel's.
-func residue(t *testing.T, h *lab.Host) string {
+// flannelRules returns all lines of the host's rules that contain a name or network of flannel's.
+func flannelRules(t *testing.T, h *lab.Host) string {
 	t.Helper()
 	return shell(t, h.Namespace, `for v in nft legacy; do for f in ip ip6; do ${f}tables-$v-save; done; done 2>/dev/null | grep -iE 'flannel|10\.[56]\.|fd00:[56]:' || true
 		nft list ruleset 2>/dev/null | grep -E 'flannel-ipv' || true`)
@@ -327,7 +327,7 @@ func residue(t *testing.T, h *lab.Host) string {
 // the daemon starts with others, even if its state directory was lost.
 func TestFirewallSwitch(t *testing.T) {
 	t.Parallel()
-	l := newLab(t, lab.Config{Hosts: 1, Families: dual, Network: masqueraded(nil)}, "")
+	l := newLab(t, lab.Config{Hosts: 1, Families: dual, Network: masqueradeConfig(nil)}, "")
 	h, all := l.Host(1), flavours()
 	another := map[string]any{"Network": "10.6.0.0/16", "IPv6Network": "fd00:6::/48"}
 	foreign := `iptables-legacy -A INPUT -s 192.0.2.1 -j DROP; ip6tables-nft -A INPUT -s 2001:db8::1 -j DROP; nft add table ip6 foreign`
@@ -364,14 +364,14 @@ func TestFirewallSwitch(t *testing.T) {
 				t.Fatal(err)
 			}
 		}
-		if err := l.PutNetwork(background(t), masqueraded(step.keys)); err != nil {
+		if err := l.PutNetwork(testContext(t), masqueradeConfig(step.keys)); err != nil {
 			t.Fatal(err)
 		}
 		startOne(t, h, lab.FlanneldOptions{
 			Args: slices.Concat(step.flavour.args, []string{"--ip-masq"}, step.args), Env: []string{newPrograms(t, step.flavour).env},
 		})
 		eventually(t, fmt.Sprintf("step %d", i+1), func() error {
-			now := residue(t, h) + shell(t, h.Namespace, step.flavour.list)
+			now := flannelRules(t, h) + shell(t, h.Namespace, step.flavour.list)
 			if !strings.Contains(now, step.want) || step.not != "" && strings.Contains(now, step.not) {
 				return fmt.Errorf("want %q and not %q in:\n%s", step.want, step.not, now)
 			}
@@ -394,19 +394,19 @@ func TestFirewallSwitch(t *testing.T) {
 // configuration, and logs that and the change.
 func TestFirewallSwitchIsLogged(t *testing.T) {
 	t.Parallel()
-	l := newLab(t, lab.Config{Hosts: 1, Network: masqueraded(map[string]any{"EnableIPv6": false})}, "")
+	l := newLab(t, lab.Config{Hosts: 1, Network: masqueradeConfig(map[string]any{"EnableIPv6": false})}, "")
 	startOne(t, l.Host(1), lab.FlanneldOptions{})
-	expectOnce(t, l.Host(1).Daemon(), `"traffic rules are held by iptables" because="EnableNFTables is false"`)
+	expectOnce(t, l.Host(1).Daemon(), `"firewall chosen" firewall="iptables" because="EnableNFTables is false"`)
 	expectStop(t, l.Host(1).Daemon())
-	if err := l.PutNetwork(background(t), masqueraded(map[string]any{"EnableIPv6": false, "EnableNFTables": true})); err != nil {
+	if err := l.PutNetwork(testContext(t), masqueradeConfig(map[string]any{"EnableIPv6": false, "EnableNFTables": true})); err != nil {
 		t.Fatal(err)
 	}
 	d := startOne(t, l.Host(1), lab.FlanneldOptions{})
-	expectOnce(t, d, `"traffic rules are held by iptables" because="EnableNFTables is false in the last known configuration"`)
-	expectOnce(t, d, `"traffic rules are held by nftables" because="EnableNFTables is true"`)
+	expectOnce(t, d, `"firewall chosen" firewall="iptables" because="EnableNFTables is false in the last known configuration"`)
+	expectOnce(t, d, `"firewall chosen" firewall="nftables" because="EnableNFTables is true"`)
 	expectStop(t, d)
 	d = startOne(t, l.Host(1), lab.FlanneldOptions{})
-	expectOnce(t, d, `"traffic rules are held by nftables" because="EnableNFTables is true in the last known configuration"`)
+	expectOnce(t, d, `"firewall chosen" firewall="nftables" because="EnableNFTables is true in the last known configuration"`)
 }
 
 // TestTwoDaemonsMasquerade checks that two daemons for two networks on one host do not change
@@ -417,8 +417,8 @@ func TestTwoDaemonsMasquerade(t *testing.T) {
 	for _, f := range flavours() {
 		t.Run(f.name, func(t *testing.T) {
 			t.Parallel()
-			l := newLab(t, lab.Config{Hosts: 1, Network: masqueraded(map[string]any{"EnableIPv6": false})}, "")
-			put(t, store(t, l), "/second/network/config", `{"Network":"10.6.0.0/16","Backend":{"Type":"vxlan","VNI":2}}`)
+			l := newLab(t, lab.Config{Hosts: 1, Network: masqueradeConfig(map[string]any{"EnableIPv6": false})}, "")
+			putKey(t, etcdClient(t, l), "/second/network/config", `{"Network":"10.6.0.0/16","Backend":{"Type":"vxlan","VNI":2}}`)
 			h, env := l.Host(1), []string{newPrograms(t, f).env}
 			args := slices.Concat(f.args, []string{"--ip-masq", "--iptables-resync=1"})
 			startOne(t, h, lab.FlanneldOptions{Args: args, Env: env})
@@ -445,7 +445,7 @@ func TestTwoDaemonsMasquerade(t *testing.T) {
 			off.Kill()
 			expectLog(t, start(t, h, twin), "traffic rules are in place")
 			pause(t, 2*time.Second)
-			if again := rules(); sorted(again) != sorted(both) {
+			if again := rules(); sortLines(again) != sortLines(both) {
 				t.Errorf("with masquerading on again the rules are\n%s\nwant\n%s", again, both)
 			}
 			if lines := linesWith(first, "repaired traffic rules"); len(lines) > 0 {
@@ -455,18 +455,19 @@ func TestTwoDaemonsMasquerade(t *testing.T) {
 	}
 }
 
-// TestXtablesLockHeld checks that the daemon starts few programs, one at a time, and reports
-// failures while another program holds the lock of iptables for 30 s. It must be ready soon after.
-func TestXtablesLockHeld(t *testing.T) {
+// TestXtablesLockTaken checks that the daemon starts few programs, one at a time, and reports
+// failures while another program has taken the lock of iptables for 30 s. It must be ready soon
+// after.
+func TestXtablesLockTaken(t *testing.T) {
 	t.Parallel()
-	const held = 30 * time.Second
+	const taken = 30 * time.Second
 	f := flavours()[2]
-	l := newLab(t, lab.Config{Hosts: 1, Network: masqueraded(map[string]any{"EnableIPv6": false})}, "")
+	l := newLab(t, lab.Config{Hosts: 1, Network: masqueradeConfig(map[string]any{"EnableIPv6": false})}, "")
 	h, programs := l.Host(1), newPrograms(t, f)
-	lock := holdLock(t, h)
+	lock := takeXtablesLock(t, h)
 	d := start(t, h, lab.FlanneldOptions{Args: append(f.args, "--ip-masq"), Env: []string{programs.env}})
 	expectLog(t, d, "flanneld starts")
-	most, end := 0, time.Now().Add(held)
+	most, end := 0, time.Now().Add(taken)
 	for time.Now().Before(end) {
 		pause(t, 100*time.Millisecond)
 		most = max(most, len(strings.Fields(shell(t, h.Namespace, fmt.Sprintf("cat /proc/%d/task/*/children", d.PID())))))
@@ -474,10 +475,10 @@ func TestXtablesLockHeld(t *testing.T) {
 	if most > 1 {
 		t.Errorf("the daemon ran %d programs at the same time, want at most one", most)
 	}
-	if _, body, err := d.Get(background(t), "/readyz"); err == nil || !strings.Contains(body, "traffic rules") {
+	if _, body, err := d.Get(testContext(t), "/readyz"); err == nil || !strings.Contains(body, "traffic rules") {
 		t.Errorf("/readyz answers %q, %v; want a failure of traffic rules", body, err)
 	}
-	if _, body, err := d.Get(background(t), "/metrics"); err != nil || strings.Contains(body, "flannel_firewall_failures_total 0\n") {
+	if _, body, err := d.Get(testContext(t), "/metrics"); err != nil || strings.Contains(body, "flannel_firewall_failures_total 0\n") {
 		t.Errorf("flannel_firewall_failures_total is 0, want more (%v):\n%s", err, body)
 	}
 	if got := statusOf(t, h).Firewall; got.Kind != "iptables" || got.Error == "" {
@@ -493,8 +494,8 @@ func TestXtablesLockHeld(t *testing.T) {
 	}
 }
 
-// holdLock takes the lock of iptables on a host. Closing the file releases it.
-func holdLock(t *testing.T, h *lab.Host) *os.File {
+// takeXtablesLock takes the lock of iptables on a host. Closing the file releases it.
+func takeXtablesLock(t *testing.T, h *lab.Host) *os.File {
 	t.Helper()
 	lock, err := os.Create(h.Path("/run/xtables.lock"))
 	if err != nil {
@@ -507,13 +508,13 @@ func holdLock(t *testing.T, h *lab.Host) *os.File {
 	return lock
 }
 
-// TestStopWhileTheLockIsHeld checks that the daemon stops without waiting for the lock of
+// TestStopWhileTheLockIsTaken checks that the daemon stops without waiting for the lock of
 // iptables, and that no program that waits for it is left.
-func TestStopWhileTheLockIsHeld(t *testing.T) {
+func TestStopWhileTheLockIsTaken(t *testing.T) {
 	t.Parallel()
-	l := newLab(t, lab.Config{Hosts: 1, Network: masqueraded(map[string]any{"EnableIPv6": false})}, "")
+	l := newLab(t, lab.Config{Hosts: 1, Network: masqueradeConfig(map[string]any{"EnableIPv6": false})}, "")
 	h, f := l.Host(1), flavours()[2]
-	holdLock(t, h)
+	takeXtablesLock(t, h)
 	d := start(t, h, lab.FlanneldOptions{Args: append(f.args, "--ip-masq"), Env: []string{newPrograms(t, f).env}})
 	child := ""
 	eventually(t, "iptables-restore waits for the lock", func() error {
@@ -537,7 +538,7 @@ func TestFirewallAtRest(t *testing.T) {
 	for _, f := range flavours() {
 		t.Run(f.name, func(t *testing.T) {
 			t.Parallel()
-			l := newLab(t, lab.Config{Hosts: 1, Families: dual, Network: masqueraded(nil)}, "")
+			l := newLab(t, lab.Config{Hosts: 1, Families: dual, Network: masqueradeConfig(nil)}, "")
 			p := newPrograms(t, f)
 			startOne(t, l.Host(1), lab.FlanneldOptions{Args: append(f.args, "--ip-masq"), Env: []string{p.env}})
 			if f.name == "nftables" {
@@ -566,17 +567,17 @@ func TestFirewallAtRest(t *testing.T) {
 // and what it reports if iptables is required. At the end it checks the choice beside kube-proxy.
 func TestNoPrograms(t *testing.T) {
 	t.Parallel()
-	l := newLab(t, lab.Config{Hosts: 1, Network: masqueraded(map[string]any{"EnableIPv6": false, "EnableNFTables": true})}, "")
+	l := newLab(t, lab.Config{Hosts: 1, Network: masqueradeConfig(map[string]any{"EnableIPv6": false, "EnableNFTables": true})}, "")
 	h, env := l.Host(1), []string{"PATH=/nowhere"}
 	startOne(t, h, lab.FlanneldOptions{Args: []string{"--ip-masq"}, Env: env})
-	expectOnce(t, h.Daemon(), `"traffic rules are held by nftables" because="EnableNFTables is true"`)
+	expectOnce(t, h.Daemon(), `"firewall chosen" firewall="nftables" because="EnableNFTables is true"`)
 	expectStop(t, h.Daemon())
 	startOne(t, h, lab.FlanneldOptions{Args: []string{"--ip-masq", "--firewall=auto"}, Env: env})
-	expectOnce(t, h.Daemon(), `"traffic rules are held by nftables" because="no iptables program is installed"`)
+	expectOnce(t, h.Daemon(), `"firewall chosen" firewall="nftables" because="no iptables program is installed"`)
 	expectStop(t, h.Daemon())
 	d := start(t, h, lab.FlanneldOptions{Args: []string{"--ip-masq", "--firewall=iptables"}, Env: env})
 	eventually(t, "/readyz reports the missing program", func() error {
-		if _, body, err := d.Get(background(t), "/readyz"); err == nil || !strings.Contains(body, "iptables: program is not installed") {
+		if _, body, err := d.Get(testContext(t), "/readyz"); err == nil || !strings.Contains(body, "iptables: program is not installed") {
 			return fmt.Errorf("it answers %q, %w", body, err)
 		}
 		return nil
@@ -590,19 +591,19 @@ func TestNoPrograms(t *testing.T) {
 	expectStop(t, h.Daemon())
 	nft(t, h.Namespace, "delete table ip kube-proxy")
 	startOne(t, h, lab.FlanneldOptions{Args: []string{"--firewall=auto"}})
-	expectOnce(t, h.Daemon(), `"traffic rules are held by iptables"`)
+	expectOnce(t, h.Daemon(), `"firewall chosen" firewall="iptables"`)
 }
 
-// TestVariants checks hosts whose iptables and ip6tables are of any variant, and whose programs
-// fail at first. The daemon must not remove rules in use as if a former firewall had left them,
-// neither at the start nor after a restart.
-func TestVariants(t *testing.T) {
+// TestIptablesVariants checks hosts whose iptables and ip6tables are of any variant, and whose
+// programs fail at first. The daemon must not remove rules in use as if a former firewall had
+// left them, neither at the start nor after a restart.
+func TestIptablesVariants(t *testing.T) {
 	t.Parallel()
 	all := flavours()
 	for _, tt := range []struct{ four, six string }{{"nft", "nft"}, {"nft", "legacy"}, {"legacy", "nft"}, {"legacy", "legacy"}} {
 		t.Run(tt.four+" and "+tt.six, func(t *testing.T) {
 			t.Parallel()
-			l := newLab(t, lab.Config{Hosts: 1, Families: dual, Network: masqueraded(nil)}, "")
+			l := newLab(t, lab.Config{Hosts: 1, Families: dual, Network: masqueradeConfig(nil)}, "")
 			h, p := l.Host(1), newPrograms(t, all[1])
 			for family, variant := range map[string]string{"iptables": tt.four, "ip6tables": tt.six} {
 				for _, suffix := range []string{"-save", "-restore"} {
@@ -638,12 +639,12 @@ func TestVariants(t *testing.T) {
 	}
 }
 
-// TestVariantOfOthers checks that the daemon uses the variant of iptables that contains the
+// TestVariantOfKubernetes checks that the daemon uses the variant of iptables that contains the
 // rules of kube-proxy or kubelet when the daemon starts. Without such rules it uses the variant
 // of the program iptables.
-func TestVariantOfOthers(t *testing.T) {
+func TestVariantOfKubernetes(t *testing.T) {
 	t.Parallel()
-	l := newLab(t, lab.Config{Hosts: 1, Families: dual, Network: masqueraded(nil)}, "")
+	l := newLab(t, lab.Config{Hosts: 1, Families: dual, Network: masqueradeConfig(nil)}, "")
 	h, nft, legacy := l.Host(1), flavours()[1], flavours()[2]
 	in := func(f flavour, script string) string { // in both families
 		script = strings.ReplaceAll(script, "PROGRAM", f.name) + "\n"
@@ -711,7 +712,7 @@ func TestVariantOfOthers(t *testing.T) {
 // starts, on a host without br_netfilter. This includes a start from the last known state.
 func TestWithoutBridgeNetfilter(t *testing.T) {
 	t.Parallel()
-	l := newLab(t, lab.Config{Hosts: 1, Families: dual, Network: masqueraded(nil)}, "")
+	l := newLab(t, lab.Config{Hosts: 1, Families: dual, Network: masqueradeConfig(nil)}, "")
 	h := l.Host(1)
 	shell(t, h.Namespace, "mount -t tmpfs none /proc/sys/net")
 	for _, flavour := range []string{"iptables", "nftables", "nftables"} {
@@ -737,19 +738,19 @@ func TestServicesOnABridge(t *testing.T) {
 			t.Parallel()
 			l := newLab(t, lab.Config{Hosts: 1}, `{"Type":"vxlan"}`)
 			startAll(t, l, lab.FlanneldOptions{Args: []string{"--firewall=" + name}})
-			if err := l.AddPods(background(t)); err != nil {
+			if err := l.AddPods(testContext(t)); err != nil {
 				t.Fatal(err)
 			}
 			h, client, server := l.Host(1), l.Pods()[0], l.Pods()[1]
 			shell(t, h.Namespace, rule+server.Addr(prefix.IPv4).String())
-			listener, err := server.Listen(background(t), "tcp", netip.AddrPortFrom(server.Addr(prefix.IPv4), 80).String())
+			listener, err := server.Listen(testContext(t), "tcp", netip.AddrPortFrom(server.Addr(prefix.IPv4), 80).String())
 			if err != nil {
 				t.Fatal(err)
 			}
 			defer func() { _ = listener.Close() }()
 			for _, filtered := range []bool{true, false} {
 				shell(t, h.Namespace, fmt.Sprintf("echo %d >/proc/sys/net/bridge/bridge-nf-call-iptables", map[bool]int{true: 1}[filtered]))
-				ctx, cancel := context.WithTimeout(background(t), 2*time.Second)
+				ctx, cancel := context.WithTimeout(testContext(t), 2*time.Second)
 				conn, err := client.Dial(ctx, "tcp", service+":80")
 				cancel()
 				if err == nil {
@@ -770,7 +771,7 @@ func TestHostFirewall(t *testing.T) {
 	for _, f := range flavours()[1:] {
 		t.Run(f.name, func(t *testing.T) {
 			t.Parallel()
-			l := newLab(t, lab.Config{Hosts: 2, Families: dual, Network: masqueraded(nil)}, "")
+			l := newLab(t, lab.Config{Hosts: 2, Families: dual, Network: masqueradeConfig(nil)}, "")
 			for _, h := range l.Hosts() {
 				for _, program := range []string{f.name, strings.Replace(f.name, "ip", "ip6", 1)} {
 					shell(t, h.Namespace, fmt.Sprintf("%[1]s -N KUBE-FORWARD; %[1]s -A FORWARD -j KUBE-FORWARD; %[1]s -A FORWARD -j REJECT", program))
@@ -809,7 +810,7 @@ func TestBlackhole(t *testing.T) {
 			eventually(t, "after the start", count(2))
 			shell(t, h.Namespace, "ip route flush type blackhole; ip -6 route flush type blackhole")
 			eventually(t, "after the routes were deleted", count(2))
-			if err := l.AddPods(background(t)); err != nil {
+			if err := l.AddPods(testContext(t)); err != nil {
 				t.Fatal(err)
 			}
 			pod := h.Pods()[0]

@@ -25,13 +25,13 @@ func flannelctl(t *testing.T, h *lab.Host, args ...string) (out string, err erro
 	if err != nil {
 		t.Fatal(err)
 	}
-	text, err := h.Exec(background(t), "env", append([]string{"FLANNELD_ETCD_ENDPOINTS=" + h.EtcdEndpoint(), path}, args...)...)
+	text, err := h.Exec(testContext(t), "env", append([]string{"FLANNELD_ETCD_ENDPOINTS=" + h.EtcdEndpoint(), path}, args...)...)
 	return string(text), err
 }
 
-// followCtl runs flannelctl until the test ends. expect waits for a line that consists of a
+// watchFlannelctl runs flannelctl until the test ends. expect waits for a line that consists of a
 // time, sign and want. The line must come after the one of the previous call.
-func followCtl(t *testing.T, h *lab.Host, args ...string) (expect func(sign string, want ...string)) {
+func watchFlannelctl(t *testing.T, h *lab.Host, args ...string) (expect func(sign string, want ...string)) {
 	t.Helper()
 	path, err := filepath.Abs("../../bin/flannelctl")
 	if err != nil {
@@ -75,30 +75,31 @@ func followCtl(t *testing.T, h *lab.Host, args ...string) (expect func(sign stri
 	}
 }
 
-// mustCtl runs flannelctl and checks that it succeeds and that its output contains all of want.
-func mustCtl(t *testing.T, h *lab.Host, args []string, want ...string) string {
+// expectFlannelctl runs flannelctl and checks that it succeeds and that its output contains all
+// of want.
+func expectFlannelctl(t *testing.T, h *lab.Host, args []string, want ...string) string {
 	t.Helper()
 	out, err := flannelctl(t, h, args...)
 	if err != nil {
 		t.Fatalf("flannelctl %s: %v\n%s", strings.Join(args, " "), err, out)
 	}
-	contains(t, args, out, want)
+	expectOutput(t, args, out, want)
 	return out
 }
 
-// refusedCtl runs flannelctl and checks that its exit code is 1 and that its output contains all
-// of want.
-func refusedCtl(t *testing.T, h *lab.Host, args []string, want ...string) {
+// expectFlannelctlFails runs flannelctl and checks that its exit code is 1 and that its output
+// contains all of want.
+func expectFlannelctlFails(t *testing.T, h *lab.Host, args []string, want ...string) {
 	t.Helper()
 	out, err := flannelctl(t, h, args...)
 	if failure := (*exec.ExitError)(nil); !errors.As(err, &failure) || failure.ExitCode() != 1 {
 		t.Errorf("flannelctl %s: %v, want exit code 1\n%s", strings.Join(args, " "), err, out)
 	}
-	contains(t, args, out, want)
+	expectOutput(t, args, out, want)
 }
 
-// contains checks that the output of flannelctl contains all of want.
-func contains(t *testing.T, args []string, out string, want []string) {
+// expectOutput checks that the output of flannelctl contains all of want.
+func expectOutput(t *testing.T, args []string, out string, want []string) {
 	t.Helper()
 	for _, w := range want {
 		if !strings.Contains(out, w) {
@@ -117,27 +118,27 @@ func TestFlannelctlOnLeases(t *testing.T) {
 	own := statusOf(t, a).Lease
 	key, ip := own.Key, a.Addr(v4[0]).String()
 
-	mustCtl(t, a, []string{"leases"}, own.Subnets[0].String(), ip, "vxlan", "23h59m")
+	expectFlannelctl(t, a, []string{"leases"}, own.Subnets[0].String(), ip, "vxlan", "23h59m")
 	var listed []struct {
 		Key        string
 		TTLSeconds int
 	}
-	if err := json.Unmarshal([]byte(mustCtl(t, a, []string{"leases", "-o", "json"})), &listed); err != nil || len(listed) != 1 || listed[0].Key != key || listed[0].TTLSeconds == 0 {
+	if err := json.Unmarshal([]byte(expectFlannelctl(t, a, []string{"leases", "-o", "json"})), &listed); err != nil || len(listed) != 1 || listed[0].Key != key || listed[0].TTLSeconds == 0 {
 		t.Errorf("leases -o json: %+v, %v; want the lease %s with its TTL", listed, err, key)
 	}
-	mustCtl(t, a, []string{"leases", "-o", "yaml"}, "key: "+key)
+	expectFlannelctl(t, a, []string{"leases", "-o", "yaml"}, "key: "+key)
 
-	expectLine := followCtl(t, a, "leases", "-w")
+	expectLine := watchFlannelctl(t, a, "leases", "-w")
 	expectLine("+", key, ip, "vxlan")
 
 	// A host gets the subnet that is reserved for it.
 	bIP := b.Addr(v4[0]).String()
-	mustCtl(t, a, []string{"reserve", "10.5.77.0/24", bIP}, "10.5.77.0-24 is reserved for "+bIP)
-	mustCtl(t, a, []string{"reservations"}, "10.5.77.0/24", "never (reserved)")
+	expectFlannelctl(t, a, []string{"reserve", "10.5.77.0/24", bIP}, "10.5.77.0-24 is reserved for "+bIP)
+	expectFlannelctl(t, a, []string{"reservations"}, "10.5.77.0/24", "never (reserved)")
 	expectLine("+", "10.5.77.0-24", bIP, "-")
-	refusedCtl(t, a, []string{"reserve", "10.5.77.0/24", "192.0.2.9"}, "belongs to "+bIP)
-	refusedCtl(t, a, []string{"reserve", own.Subnets[0].String(), "192.0.2.9"}, "belongs to "+ip)
-	mustCtl(t, a, []string{"status"}, "1 leased, 1 reserved")
+	expectFlannelctlFails(t, a, []string{"reserve", "10.5.77.0/24", "192.0.2.9"}, "belongs to "+bIP)
+	expectFlannelctlFails(t, a, []string{"reserve", own.Subnets[0].String(), "192.0.2.9"}, "belongs to "+ip)
+	expectFlannelctl(t, a, []string{"status"}, "1 leased, 1 reserved")
 	if got := metric(t, a, `flannel_pool_subnets{state="reserved"}`); got != 1 {
 		t.Errorf("flannel_pool_subnets counts %v reserved subnets, want 1", got)
 	}
@@ -148,10 +149,10 @@ func TestFlannelctlOnLeases(t *testing.T) {
 	expectLine("~", "10.5.77.0-24", bIP, "vxlan")
 
 	// A reservation that is deleted becomes a lease of its running host.
-	refusedCtl(t, a, []string{"revoke", "10.5.77.0/24"}, "is a reservation")
-	mustCtl(t, a, []string{"unreserve", "10.5.77.0/24"}, "is no longer reserved")
+	expectFlannelctlFails(t, a, []string{"revoke", "10.5.77.0/24"}, "is a reservation")
+	expectFlannelctl(t, a, []string{"unreserve", "10.5.77.0/24"}, "is no longer reserved")
 	eventually(t, "host 2 takes its subnet again", func() error {
-		if out := mustCtl(t, a, []string{"leases"}); !strings.Contains(out, "10.5.77.0/24") || strings.Contains(out, "never") {
+		if out := expectFlannelctl(t, a, []string{"leases"}); !strings.Contains(out, "10.5.77.0/24") || strings.Contains(out, "never") {
 			return fmt.Errorf("leases are\n%s\nwant 10.5.77.0/24, to expire", out)
 		}
 		return nil
@@ -159,11 +160,11 @@ func TestFlannelctlOnLeases(t *testing.T) {
 
 	// Revoking the lease of a dead host removes its routes from the other hosts.
 	b.Daemon().Kill()
-	mustCtl(t, a, []string{"revoke", "10.5.77.0/24"}, "is revoked")
+	expectFlannelctl(t, a, []string{"revoke", "10.5.77.0/24"}, "is revoked")
 	expectLine("-", "10.5.77.0-24", bIP, "vxlan")
-	put(t, store(t, l), subnets+"10.5.78.0-24", "rubbish")
+	putKey(t, etcdClient(t, l), subnets+"10.5.78.0-24", "rubbish")
 	expectLine("!", "10.5.78.0-24", "cannot be read")
-	remove(t, store(t, l), subnets+"10.5.78.0-24")
+	removeKey(t, etcdClient(t, l), subnets+"10.5.78.0-24")
 	expectLine("-", "10.5.78.0-24", "- -")
 	eventually(t, "the peer is removed", func() error {
 		if n := len(statusOf(t, a).Peers); n != 0 {
@@ -171,8 +172,8 @@ func TestFlannelctlOnLeases(t *testing.T) {
 		}
 		return nil
 	})
-	refusedCtl(t, a, []string{"revoke", "10.5.77.0/24"}, "no lease has 10.5.77.0/24")
-	refusedCtl(t, a, []string{"leases", "--etcd-endpoints", "http://127.0.0.1:1"}, "connection refused")
+	expectFlannelctlFails(t, a, []string{"revoke", "10.5.77.0/24"}, "no lease has 10.5.77.0/24")
+	expectFlannelctlFails(t, a, []string{"leases", "--etcd-endpoints", "http://127.0.0.1:1"}, "connection refused")
 }
 
 // TestFlannelctlMovesAHost checks that a running host keeps its subnet if another one is reserved
@@ -184,7 +185,7 @@ func TestFlannelctlMovesAHost(t *testing.T) {
 	startOne(t, l.Host(2), lab.FlanneldOptions{})
 	h := l.Host(2)
 	had, ip := statusOf(t, h).Lease.Key, h.Addr(v4[0]).String()
-	mustCtl(t, h, []string{"reserve", "10.5.77.0/24", ip}, "10.5.77.0-24 is reserved for "+ip)
+	expectFlannelctl(t, h, []string{"reserve", "10.5.77.0/24", ip}, "10.5.77.0-24 is reserved for "+ip)
 	pause(t, 2*time.Second) // enough time for a wrong change by the watch
 	if now := statusOf(t, h).Lease.Key; now != had {
 		t.Errorf("the running host has moved from %s to %s", had, now)
@@ -194,10 +195,10 @@ func TestFlannelctlMovesAHost(t *testing.T) {
 	if now := statusOf(t, h).Lease; now.Key != "10.5.77.0-24" || !now.Permanent {
 		t.Errorf("after the restart the lease is %+v, want the reservation", now)
 	}
-	if out := mustCtl(t, h, []string{"leases"}); strings.Contains(out, strings.Replace(had, "-", "/", 1)) {
+	if out := expectFlannelctl(t, h, []string{"leases"}); strings.Contains(out, strings.Replace(had, "-", "/", 1)) {
 		t.Errorf("the former lease %s is still there:\n%s", had, out)
 	}
-	if err := l.AddPods(background(t)); err != nil {
+	if err := l.AddPods(testContext(t)); err != nil {
 		t.Fatal(err)
 	}
 	expectMatrix(t, l)
@@ -209,7 +210,7 @@ func TestFlannelctlReservesWhatHostsCanGet(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 1, Families: dual, Network: json.RawMessage(
 		`{"Network":"10.5.0.0/16","SubnetMax":"10.5.9.0","EnableIPv6":true,"IPv6Network":"fd00:5::/48","Backend":{"Type":"vxlan"}}`)}, "")
-	h, etcd := l.Host(1), store(t, l)
+	h, etcd := l.Host(1), etcdClient(t, l)
 	const ips, six = "192.0.2.9,2001:db8::9", ",fd00:5:0:7::/64"
 	for _, tc := range []struct{ subnets, ips, want string }{
 		{"10.9.7.0/24" + six, ips, "10.9.7.0/24 is not one of the subnets from 10.5.1.0/24 to 10.5.9.0/24"},
@@ -219,18 +220,18 @@ func TestFlannelctlReservesWhatHostsCanGet(t *testing.T) {
 		{"10.5.7.0/24,fd00:6::/64", ips, "fd00:6::/64 is not one of the subnets from"},
 		{"10.5.7.0/24", "192.0.2.9", "it has no IPv6 subnet"},
 	} {
-		refusedCtl(t, h, []string{"reserve", tc.subnets, tc.ips}, "flannelctl: reserve "+tc.subnets+": "+tc.want)
+		expectFlannelctlFails(t, h, []string{"reserve", tc.subnets, tc.ips}, "flannelctl: reserve "+tc.subnets+": "+tc.want)
 	}
 	const config = lab.Prefix + "/config"
-	put(t, etcd, config, `{"Network":"10.5.0.0/16","SubnetMin":"10.6.0.0"}`)
-	refusedCtl(t, h, []string{"reserve", "10.5.7.0/24", "192.0.2.9"}, "SubnetMin is not in the range of the Network")
-	if out := mustCtl(t, h, []string{"reservations"}); strings.Contains(out, "10.") {
+	putKey(t, etcd, config, `{"Network":"10.5.0.0/16","SubnetMin":"10.6.0.0"}`)
+	expectFlannelctlFails(t, h, []string{"reserve", "10.5.7.0/24", "192.0.2.9"}, "SubnetMin is not in the range of the Network")
+	if out := expectFlannelctl(t, h, []string{"reservations"}); strings.Contains(out, "10.") {
 		t.Errorf("a refused subnet is reserved:\n%s", out)
 	}
-	put(t, etcd, config, `{"Network":"10.5.0.0/16"}`)
-	mustCtl(t, h, []string{"reserve", "10.5.7.0/24", "192.0.2.9"}, "10.5.7.0-24 is reserved")
-	remove(t, etcd, config)
-	mustCtl(t, h, []string{"reserve", "10.9.7.0/25", "192.0.2.8"}, "10.9.7.0-25 is reserved")
+	putKey(t, etcd, config, `{"Network":"10.5.0.0/16"}`)
+	expectFlannelctl(t, h, []string{"reserve", "10.5.7.0/24", "192.0.2.9"}, "10.5.7.0-24 is reserved")
+	removeKey(t, etcd, config)
+	expectFlannelctl(t, h, []string{"reserve", "10.9.7.0/25", "192.0.2.8"}, "10.9.7.0-25 is reserved")
 }
 
 // TestFlannelctlOnConfiguration checks the commands config get, validate and set, and that set
@@ -248,21 +249,21 @@ func TestFlannelctlOnConfiguration(t *testing.T) {
 		}
 		return path
 	}
-	mustCtl(t, h, []string{"config", "get"}, `"Network":"10.5.0.0/16"`)
-	mustCtl(t, h, []string{"config", "validate"})
-	refusedCtl(t, h, []string{"config", "validate", file(`{"Network":"10.5.0.0/99"}`)}, "10.5.0.0/99")
-	refusedCtl(t, h, []string{"config", "set", file(`{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan","Port":99999}}`)}, "Backend.Port is 99999")
-	mustCtl(t, h, []string{"config", "validate", file(`{"Network":"10.5.0.0/16","SubnetLn":24,"Backend":{"Type":"vxlan"}}`)}, "warning:", "SubnetLn")
-	mustCtl(t, h, []string{"config", "set", file(`{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan","Port":4789}}`)}, "+ Backend.Port: 4789", "- SubnetMax", "written")
-	mustCtl(t, h, []string{"config", "set", file(`{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan","Port":4789}}`)}, "nothing changes")
+	expectFlannelctl(t, h, []string{"config", "get"}, `"Network":"10.5.0.0/16"`)
+	expectFlannelctl(t, h, []string{"config", "validate"})
+	expectFlannelctlFails(t, h, []string{"config", "validate", file(`{"Network":"10.5.0.0/99"}`)}, "10.5.0.0/99")
+	expectFlannelctlFails(t, h, []string{"config", "set", file(`{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan","Port":99999}}`)}, "Backend.Port is 99999")
+	expectFlannelctl(t, h, []string{"config", "validate", file(`{"Network":"10.5.0.0/16","SubnetLn":24,"Backend":{"Type":"vxlan"}}`)}, "warning:", "SubnetLn")
+	expectFlannelctl(t, h, []string{"config", "set", file(`{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan","Port":4789}}`)}, "+ Backend.Port: 4789", "- SubnetMax", "written")
+	expectFlannelctl(t, h, []string{"config", "set", file(`{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan","Port":4789}}`)}, "nothing changes")
 
 	// flannelctl asks before a change that invalidates a lease. Here its input is empty, which
 	// counts as no.
 	moved := file(`{"Network":"10.9.0.0/16","Backend":{"Type":"vxlan"}}`)
-	refusedCtl(t, h, []string{"config", "set", moved}, "~ Network: \"10.9.0.0/16\" (was \"10.5.0.0/16\")", "is not one of the subnets from", "nothing was written")
-	mustCtl(t, h, []string{"config", "get"}, "10.5.0.0/16")
-	mustCtl(t, h, []string{"config", "set", "--yes", moved}, "written")
-	mustCtl(t, h, []string{"config", "get"}, "10.9.0.0/16")
+	expectFlannelctlFails(t, h, []string{"config", "set", moved}, "~ Network: \"10.9.0.0/16\" (was \"10.5.0.0/16\")", "is not one of the subnets from", "nothing was written")
+	expectFlannelctl(t, h, []string{"config", "get"}, "10.5.0.0/16")
+	expectFlannelctl(t, h, []string{"config", "set", "--yes", moved}, "written")
+	expectFlannelctl(t, h, []string{"config", "get"}, "10.9.0.0/16")
 }
 
 // TestFlannelctlStatus checks the status of a daemon that is ready, of one on another host, of
@@ -271,7 +272,7 @@ func TestFlannelctlStatus(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 2}, `{"Type":"vxlan"}`)
 	a, b := l.Host(1), l.Host(2)
-	refusedCtl(t, a, []string{"status"}, "ask flanneld for its status", "no such file")
+	expectFlannelctlFails(t, a, []string{"status"}, "ask flanneld for its status", "no such file")
 	startOne(t, a, lab.FlanneldOptions{})
 	startOne(t, b, lab.FlanneldOptions{Args: []string{"--statusz-address=0.0.0.0:8099"}})
 	eventually(t, "they know each other", func() error {
@@ -280,18 +281,18 @@ func TestFlannelctlStatus(t *testing.T) {
 		}
 		return nil
 	})
-	mustCtl(t, a, []string{"status"}, "ready, version", "vxlan, network 10.5.0.0/16, mtu 1450", "etcd connected since", "1 in place", "route 1/1", "firewall    iptables\n")
-	mustCtl(t, a, []string{"status", "--peers"}, "route "+statusOf(t, b).Lease.Subnets[0].String(), b.Addr(v4[0]).String())
-	mustCtl(t, a, []string{"status", "--url", "http://" + b.Addr(v4[0]).String() + ":8099"}, statusOf(t, b).Lease.Key)
+	expectFlannelctl(t, a, []string{"status"}, "ready, version", "vxlan, network 10.5.0.0/16, mtu 1450", "etcd connected since", "1 in place", "route 1/1", "firewall    iptables\n")
+	expectFlannelctl(t, a, []string{"status", "--peers"}, "route "+statusOf(t, b).Lease.Subnets[0].String(), b.Addr(v4[0]).String())
+	expectFlannelctl(t, a, []string{"status", "--url", "http://" + b.Addr(v4[0]).String() + ":8099"}, statusOf(t, b).Lease.Key)
 	var r status.Report
-	if err := json.Unmarshal(bytes.TrimSpace([]byte(mustCtl(t, a, []string{"status", "-o", "json"}))), &r); err != nil || len(r.Peers) != 1 {
+	if err := json.Unmarshal(bytes.TrimSpace([]byte(expectFlannelctl(t, a, []string{"status", "-o", "json"}))), &r); err != nil || len(r.Peers) != 1 {
 		t.Errorf("status -o json: %v, %+v; want one peer", err, r)
 	}
 	l.Etcd().Kill()
 	a.Daemon().Kill()
 	d := start(t, a, lab.FlanneldOptions{})
 	expectLog(t, d, "going on from the last known state")
-	refusedCtl(t, a, []string{"status"}, "not ready", "away")
+	expectFlannelctlFails(t, a, []string{"status"}, "not ready", "away")
 }
 
 // TestFlannelctlCheck checks that check finds no fault in a network without one, and names the
@@ -315,13 +316,13 @@ func TestFlannelctlCheck(t *testing.T) {
 			a, b := l.Host(1), l.Host(2)
 			subnet := statusOf(t, b).Lease.Subnets[0].String()
 			if tc.rules == "" {
-				mustCtl(t, a, []string{"check"}, subnet, "ok")
-				mustCtl(t, a, []string{"check", "--peer", subnet, "-o", "json"}, `"ok": true`)
-				refusedCtl(t, a, []string{"check", "--peer", "192.0.2.99"}, "there is no peer to check")
+				expectFlannelctl(t, a, []string{"check"}, subnet, "ok")
+				expectFlannelctl(t, a, []string{"check", "--peer", subnet, "-o", "json"}, `"ok": true`)
+				expectFlannelctlFails(t, a, []string{"check", "--peer", "192.0.2.99"}, "there is no peer to check")
 				return
 			}
 			nft(t, b.Namespace, "table netdev broken { chain in { type filter hook ingress device eth0 priority 0; "+tc.rules+" ; } ; }")
-			refusedCtl(t, a, []string{"check"}, subnet, tc.want+" ", "1 of 1 ways are broken")
+			expectFlannelctlFails(t, a, []string{"check"}, subnet, tc.want+" ", "1 of 1 ways are broken")
 		})
 	}
 	t.Run("host-gw", func(t *testing.T) {
@@ -338,21 +339,21 @@ func TestFlannelctlCheck(t *testing.T) {
 		})
 		subnets := statusOf(t, b).Lease.Subnets
 		first := subnets[0].Addr().Next().String()
-		if out := mustCtl(t, a, []string{"check"}, subnets[0].String(), "unknown ", "the host answers, "+first+" does not: no pods have a bridge there yet"); strings.Contains(out, "UDP") {
+		if out := expectFlannelctl(t, a, []string{"check"}, subnets[0].String(), "unknown ", "the host answers, "+first+" does not: no pods have a bridge there yet"); strings.Contains(out, "UDP") {
 			t.Errorf("the output names a tunnel, which host-gw does not have:\n%s", out)
 		}
-		mustCtl(t, a, []string{"check", "-o", "json"}, `"ok": false`)
-		if err := l.AddPods(background(t)); err != nil {
+		expectFlannelctl(t, a, []string{"check", "-o", "json"}, `"ok": false`)
+		if err := l.AddPods(testContext(t)); err != nil {
 			t.Fatal(err)
 		}
 		expectConverged(t, l)
-		if out := mustCtl(t, a, []string{"check"}, subnets[0].String(), subnets[1].String()); strings.Count(out, " ok ") != len(subnets) {
+		if out := expectFlannelctl(t, a, []string{"check"}, subnets[0].String(), subnets[1].String()); strings.Count(out, " ok ") != len(subnets) {
 			t.Errorf("with pods the output is\n%s\nwant %d times ok", out, len(subnets))
 		}
 		nft(t, b.Namespace, "table netdev broken { chain in { type filter hook ingress device eth0 priority 0; meta length 1450-1600 drop ; } ; }")
-		refusedCtl(t, a, []string{"check"}, "mtu ", "those of 1500 bytes do not", "2 of 2 ways are broken")
+		expectFlannelctlFails(t, a, []string{"check"}, "mtu ", "those of 1500 bytes do not", "2 of 2 ways are broken")
 		nft(t, b.Namespace, "add rule netdev broken in drop")
-		refusedCtl(t, a, []string{"check"}, "underlay ", "2 of 2 ways are broken")
+		expectFlannelctlFails(t, a, []string{"check"}, "underlay ", "2 of 2 ways are broken")
 	})
 	t.Run("tunnel with another port is dropped", func(t *testing.T) {
 		t.Parallel()
@@ -360,7 +361,7 @@ func TestFlannelctlCheck(t *testing.T) {
 		startAll(t, l, lab.FlanneldOptions{})
 		expectConverged(t, l)
 		nft(t, l.Host(2).Namespace, "table netdev broken { chain in { type filter hook ingress device eth0 priority 0; udp dport 4789 drop ; } ; }")
-		refusedCtl(t, l.Host(1), []string{"check"}, "network ", "(vxlan: UDP 4789)")
+		expectFlannelctlFails(t, l.Host(1), []string{"check"}, "network ", "(vxlan: UDP 4789)")
 	})
 	t.Run("TCP is rejected, then dropped", func(t *testing.T) {
 		t.Parallel()
@@ -370,13 +371,13 @@ func TestFlannelctlCheck(t *testing.T) {
 		b := l.Host(2).Namespace
 		for _, code := range []string{"admin-prohibited", "no-route", "host-unreachable", "port-unreachable"} {
 			nft(t, b, "table inet broken { chain in { type filter hook input priority 0 ; meta l4proto tcp reject with icmpx type "+code+" ; } ; }")
-			if out := mustCtl(t, l.Host(1), []string{"check"}); strings.Count(out, " ok ") != len(dual) {
+			if out := expectFlannelctl(t, l.Host(1), []string{"check"}); strings.Count(out, " ok ") != len(dual) {
 				t.Errorf("with TCP rejected (%s) the output is\n%s\nwant ok for both families", code, out)
 			}
 			nft(t, b, "delete table inet broken")
 		}
 		nft(t, b, "table inet broken { chain in { type filter hook input priority 0 ; meta l4proto tcp drop ; } ; }")
-		refusedCtl(t, l.Host(1), []string{"check"}, "checksum ", "ChecksumOffload", "2 of 2 ways are broken")
+		expectFlannelctlFails(t, l.Host(1), []string{"check"}, "checksum ", "ChecksumOffload", "2 of 2 ways are broken")
 	})
 }
 
@@ -386,10 +387,10 @@ func TestFlannelctlDoctor(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 1}, `{"Type":"vxlan"}`)
 	h := l.Host(1)
-	refusedCtl(t, h, []string{"doctor"}, "PROBLEM", "no flanneld answers", "no such file")
+	expectFlannelctlFails(t, h, []string{"doctor"}, "PROBLEM", "no flanneld answers", "no such file")
 	startOne(t, h, lab.FlanneldOptions{})
 	var findings []struct{ Problem, Fix string }
-	if out := mustCtl(t, h, []string{"doctor", "-o", "json"}); json.Unmarshal([]byte(out), &findings) != nil {
+	if out := expectFlannelctl(t, h, []string{"doctor", "-o", "json"}); json.Unmarshal([]byte(out), &findings) != nil {
 		t.Errorf("doctor -o json prints no JSON: %s", out)
 	}
 	for _, f := range findings {
@@ -397,8 +398,8 @@ func TestFlannelctlDoctor(t *testing.T) {
 			t.Errorf("finding %+v, want a problem and a fix", f)
 		}
 	}
-	if out, err := h.Exec(background(t), "sysctl", "-w", "net.ipv4.ip_forward=0"); err != nil {
+	if out, err := h.Exec(testContext(t), "sysctl", "-w", "net.ipv4.ip_forward=0"); err != nil {
 		t.Fatalf("%v: %s", err, out)
 	}
-	refusedCtl(t, h, []string{"doctor"}, "IPv4 is not forwarded", "sysctl -w net.ipv4.ip_forward=1")
+	expectFlannelctlFails(t, h, []string{"doctor"}, "IPv4 is not forwarded", "sysctl -w net.ipv4.ip_forward=1")
 }

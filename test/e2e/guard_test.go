@@ -19,20 +19,20 @@ import (
 	"github.com/flanneld/flanneld/test/lab"
 )
 
-// hears is the port on which the receiving pod listens.
-const hears = 9999
+// listenPort is the port on which the receiving pod listens.
+const listenPort = 9999
 
-// injected returns an IP packet with a UDP datagram to a pod. Its source address is outside the
-// pods' network.
-func injected(to netip.Addr, text string) []byte {
-	return injectedFrom(netip.MustParseAddr("203.0.113.9"), to, text)
+// packetFromOutside returns an IP packet with a UDP datagram to a pod. Its source address is
+// outside the pods' network.
+func packetFromOutside(to netip.Addr, text string) []byte {
+	return packetFrom(netip.MustParseAddr("203.0.113.9"), to, text)
 }
 
-// injectedFrom returns the same packet with another source address.
-func injectedFrom(from, to netip.Addr, text string) []byte {
+// packetFrom returns the same packet with another source address.
+func packetFrom(from, to netip.Addr, text string) []byte {
 	udp := make([]byte, 8, 8+len(text))
-	binary.BigEndian.PutUint16(udp, hears)
-	binary.BigEndian.PutUint16(udp[2:], hears)
+	binary.BigEndian.PutUint16(udp, listenPort)
+	binary.BigEndian.PutUint16(udp[2:], listenPort)
 	binary.BigEndian.PutUint16(udp[4:], uint16(8+len(text)))
 	udp = append(udp, text...)
 	ip := slices.Concat([]byte{0x45, 0, 0, 0, 0, 1, 0, 0, 64, unix.IPPROTO_UDP, 0, 0}, from.AsSlice(), to.AsSlice())
@@ -45,11 +45,11 @@ func injectedFrom(from, to netip.Addr, text string) []byte {
 	return append(ip, udp...)
 }
 
-// inVXLAN returns the payload of a datagram that carries packet to the VXLAN device of h.
-func inVXLAN(t *testing.T, h *lab.Host, packet []byte) []byte {
+// encapsulateVXLAN returns the payload of a datagram that carries packet to the VXLAN device of h.
+func encapsulateVXLAN(t *testing.T, h *lab.Host, packet []byte) []byte {
 	t.Helper()
 	var mac net.HardwareAddr
-	err := h.Netlink(background(t), func(n *netlink.Handle) error {
+	err := h.Netlink(testContext(t), func(n *netlink.Handle) error {
 		link, err := n.LinkByName("flannel.1")
 		if err == nil {
 			mac = link.Attrs().HardwareAddr
@@ -65,7 +65,7 @@ func inVXLAN(t *testing.T, h *lab.Host, packet []byte) []byte {
 // sendFrom sends a datagram from a port of a namespace. With port 0 the kernel chooses one.
 func sendFrom(t *testing.T, n *lab.Namespace, port int, to netip.AddrPort, b []byte) {
 	t.Helper()
-	err := n.Do(background(t), func() error {
+	err := n.Do(testContext(t), func() error {
 		conn, err := net.ListenUDP("udp4", &net.UDPAddr{Port: port})
 		if err != nil {
 			return err
@@ -83,7 +83,7 @@ func sendFrom(t *testing.T, n *lab.Namespace, port int, to netip.AddrPort, b []b
 // can.
 func sendProtocol(t *testing.T, n *lab.Namespace, protocol int, to netip.Addr, b []byte) {
 	t.Helper()
-	err := n.Do(background(t), func() error {
+	err := n.Do(testContext(t), func() error {
 		conn, err := net.ListenPacket(fmt.Sprintf("ip4:%d", protocol), "0.0.0.0")
 		if err != nil {
 			return err
@@ -103,8 +103,8 @@ func sendProtocol(t *testing.T, n *lab.Namespace, protocol int, to netip.Addr, b
 func listenInPod(t *testing.T, pod, other *lab.Pod) (arrived func() []string) {
 	t.Helper()
 	var conn *net.UDPConn
-	if err := pod.Do(background(t), func() (err error) {
-		conn, err = net.ListenUDP("udp4", &net.UDPAddr{Port: hears})
+	if err := pod.Do(testContext(t), func() (err error) {
+		conn, err = net.ListenUDP("udp4", &net.UDPAddr{Port: listenPort})
 		return err
 	}); err != nil {
 		t.Fatal(err)
@@ -117,7 +117,7 @@ func listenInPod(t *testing.T, pod, other *lab.Pod) (arrived func() []string) {
 		number++
 		last := fmt.Sprintf("last of %d", number)
 		eventually(t, "a datagram from the other pod arrives", func() error {
-			sendFrom(t, other.Namespace, 0, netip.AddrPortFrom(pod.Addr(prefix.IPv4), hears), []byte(last))
+			sendFrom(t, other.Namespace, 0, netip.AddrPortFrom(pod.Addr(prefix.IPv4), listenPort), []byte(last))
 			_ = conn.SetReadDeadline(time.Now().Add(time.Second))
 			for b := make([]byte, 100); ; {
 				n, err := conn.Read(b)
@@ -136,8 +136,8 @@ func listenInPod(t *testing.T, pod, other *lab.Pod) (arrived func() []string) {
 	}
 }
 
-// onePodEach returns the first pod of each of the two hosts.
-func onePodEach(l *lab.Lab) []*lab.Pod { return []*lab.Pod{l.Host(1).Pods()[0], l.Host(2).Pods()[0]} }
+// firstPods returns the first pod of each of the two hosts.
+func firstPods(l *lab.Lab) []*lab.Pod { return []*lab.Pod{l.Host(1).Pods()[0], l.Host(2).Pods()[0]} }
 
 // newGuardLab returns a lab with pods on two hosts. restart restarts the first host's daemon with
 // additional arguments.
@@ -149,7 +149,7 @@ func newGuardLab(t *testing.T, backend string, f flavour) (l *lab.Lab, restart f
 		return lab.FlanneldOptions{Args: slices.Concat(f.args, []string{"--ip-masq"}, args), Env: []string{env}}
 	}
 	startAll(t, l, options())
-	if err := l.AddPods(background(t)); err != nil {
+	if err := l.AddPods(testContext(t)); err != nil {
 		t.Fatal(err)
 	}
 	expectMatrix(t, l)
@@ -179,14 +179,14 @@ func TestGuardUDP(t *testing.T) {
 		t.Run(f.name, func(t *testing.T) {
 			t.Parallel()
 			l, restart := newGuardLab(t, `{"Type":"udp","Mode":"userspace"}`, f)
-			pods, host := onePodEach(l), l.Host(2)
+			pods, host := firstPods(l), l.Host(2)
 			arrived := listenInPod(t, pods[1], pods[0])
 			shell(t, l.Host(1).Namespace, "sysctl -w net.netfilter.nf_conntrack_udp_timeout=1 net.netfilter.nf_conntrack_udp_timeout_stream=1")
 			send := func() {
 				pause(t, 3*time.Second) // until conntrack forgets the hosts' own datagrams, which occupy the port
 				to := netip.AddrPortFrom(host.Addr(prefix.IPv4), 8285)
-				sendFrom(t, pods[0].Namespace, 0, to, injected(pods[1].Addr(prefix.IPv4), "from any port"))
-				sendFrom(t, pods[0].Namespace, 8285, to, injected(pods[1].Addr(prefix.IPv4), "from the hosts' port"))
+				sendFrom(t, pods[0].Namespace, 0, to, packetFromOutside(pods[1].Addr(prefix.IPv4), "from any port"))
+				sendFrom(t, pods[0].Namespace, 8285, to, packetFromOutside(pods[1].Addr(prefix.IPv4), "from the hosts' port"))
 			}
 			refused := func() float64 { return metric(t, host, `flannel_udp_dropped_packets_total{reason="wrong_port"}`) }
 			send()
@@ -220,14 +220,14 @@ func TestGuardVXLAN(t *testing.T) {
 		t.Run(f.name, func(t *testing.T) {
 			t.Parallel()
 			l, restart := newGuardLab(t, `{"Type":"vxlan"}`, f)
-			pods := onePodEach(l)
+			pods := firstPods(l)
 			to := pods[1].Addr(prefix.IPv4)
 			arrived := listenInPod(t, pods[1], pods[0])
 			send := func() {
 				for i, h := range l.Hosts() {
 					for name, a := range map[string]netip.Addr{"public": h.Addr(prefix.IPv4), "own": podSubnet(t, h, prefix.IPv4).Addr()} {
 						what := fmt.Sprintf("to the %s address of host %d", name, i+1)
-						sendFrom(t, pods[0].Namespace, 0, netip.AddrPortFrom(a, 8472), inVXLAN(t, h, injected(to, what)))
+						sendFrom(t, pods[0].Namespace, 0, netip.AddrPortFrom(a, 8472), encapsulateVXLAN(t, h, packetFromOutside(to, what)))
 					}
 				}
 			}
@@ -235,7 +235,7 @@ func TestGuardVXLAN(t *testing.T) {
 			expectArrived(t, "with the guard", arrived(), nil)
 
 			var tunnel *net.UDPConn
-			if err := pods[1].Do(background(t), func() (err error) {
+			if err := pods[1].Do(testContext(t), func() (err error) {
 				tunnel, err = net.ListenUDP("udp4", &net.UDPAddr{Port: 8472})
 				return err
 			}); err != nil {
@@ -263,11 +263,11 @@ func TestGuardVXLAN(t *testing.T) {
 //stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMGuardIPIP(t *testing.T) {
 	l, restart := newGuardLab(t, `{"Type":"ipip"}`, flavours()[0])
-	pods := onePodEach(l)
+	pods := firstPods(l)
 	arrived := listenInPod(t, pods[1], pods[0])
 	send := func() {
 		for i, h := range l.Hosts() {
-			sendProtocol(t, pods[0].Namespace, unix.IPPROTO_IPIP, h.Addr(prefix.IPv4), injected(pods[1].Addr(prefix.IPv4), fmt.Sprintf("to host %d", i+1)))
+			sendProtocol(t, pods[0].Namespace, unix.IPPROTO_IPIP, h.Addr(prefix.IPv4), packetFromOutside(pods[1].Addr(prefix.IPv4), fmt.Sprintf("to host %d", i+1)))
 		}
 	}
 	send()

@@ -21,9 +21,9 @@ import (
 	"github.com/flanneld/flanneld/test/lab"
 )
 
-// healTime returns the time within which the daemon must repair any damage. On an idle machine
-// a repair takes less than a second. Tests log the real times.
-func healTime() time.Duration {
+// repairTimeout returns the time within which the daemon must repair any damage. On an idle
+// machine a repair takes less than a second. Tests log the real times.
+func repairTimeout() time.Duration {
 	if emulated() {
 		return 20 * time.Second
 	}
@@ -34,9 +34,9 @@ func healTime() time.Duration {
 // several times as long.
 func emulated() bool { return os.Getenv("EMULATED") != "" }
 
-// untilNextLook returns the interval at which tests poll the kernel. On an emulated machine
+// pollInterval returns the interval at which tests poll the kernel. On an emulated machine
 // polling costs more than the repair.
-func untilNextLook() time.Duration {
+func pollInterval() time.Duration {
 	if emulated() {
 		return 300 * time.Millisecond
 	}
@@ -46,9 +46,9 @@ func untilNextLook() time.Duration {
 // damage is a change of the kernel's objects on the first host of a lab.
 type damage struct {
 	name string
-	do   string // a shell script; patient.script replaces its variables in braces
-	// restores says that the script ends with a repair that flanneld has to wait for. The time
-	// of healing counts from the end of the script.
+	do   string // a shell script; damagedHost.expandScript replaces its variables in braces
+	// restores is set if the script ends with a repair that flanneld has to wait for. The
+	// time of the daemon's repair counts from the end of the script.
 	restores bool
 }
 
@@ -142,57 +142,57 @@ var devices = map[string]map[prefix.Family]string{
 }
 
 // TestHealing checks that the daemon repairs all damages on dual-stack hosts.
-func TestHealing(t *testing.T) { healing(t, dual) }
+func TestHealing(t *testing.T) { testHealing(t, dual) }
 
 // TestHealingOfOneFamily checks the same on hosts with a single address family.
 //
 //stages:rest TestHealing does the same with both families
-func TestHealingOfOneFamily(t *testing.T) { healing(t, v4, v6) }
+func TestHealingOfOneFamily(t *testing.T) { testHealing(t, v4, v6) }
 
-// healing runs the damages with vxlan and host-gw, on hosts with each set of families.
-func healing(t *testing.T, hosts ...[]prefix.Family) {
+// testHealing runs the damages with vxlan and host-gw, on hosts with each set of families.
+func testHealing(t *testing.T, hosts ...[]prefix.Family) {
 	t.Helper()
 	for _, backend := range []string{"vxlan", "host-gw"} {
 		for _, families := range hosts {
-			t.Run(backend+"/"+name(families), func(t *testing.T) { newPatient(t, backend, families).healsAll(t) })
+			t.Run(backend+"/"+familiesName(families), func(t *testing.T) { newDamagedHost(t, backend, families).testAllRepairs(t) })
 		}
 	}
 }
 
-// healsAll applies all damages to the host, one after the other, and checks the repairs.
-func (p *patient) healsAll(t *testing.T) {
+// testAllRepairs applies all damages to the host, one after the other, and checks the repairs.
+func (p *damagedHost) testAllRepairs(t *testing.T) {
 	families := p.lab.Families()
 	for i, one := range damages[p.backend] {
 		for j, f := range families {
 			if emulated() && i%len(families) != j {
 				continue // apply each damage to one family only, to save time
 			}
-			t.Run(one.name+" "+f.String(), func(t *testing.T) { p.heals(t, one, f) })
+			t.Run(one.name+" "+f.String(), func(t *testing.T) { p.testRepair(t, one, f) })
 		}
 	}
 	for _, one := range underlayDamages {
-		t.Run(one.name, func(t *testing.T) { p.heals(t, one, families[0]) })
+		t.Run(one.name, func(t *testing.T) { p.testRepair(t, one, families[0]) })
 	}
-	t.Run("underlay MTU changed", p.followsMTU)
-	t.Run("underlay address changed", p.followsAddress)
+	t.Run("underlay MTU changed", p.testMTUChange)
+	t.Run("underlay address changed", p.testAddressChange)
 	expectMatrix(t, p.lab)
 }
 
-// patient is a host that tests damage: the first of its lab.
-type patient struct {
+// damagedHost is the host whose kernel objects tests damage: the first of its lab.
+type damagedHost struct {
 	lab     *lab.Lab
 	backend string
 	host    *lab.Host
 	mac     string // of eth0
 }
 
-// newPatient starts a lab of three hosts with pods that reach each other.
-func newPatient(t *testing.T, backend string, families []prefix.Family) *patient {
+// newDamagedHost starts a lab of three hosts with pods that reach each other.
+func newDamagedHost(t *testing.T, backend string, families []prefix.Family) *damagedHost {
 	t.Helper()
 	l := newLab(t, lab.Config{Hosts: 3, Families: families}, backendConfig(backend))
 	startAll(t, l, lab.FlanneldOptions{})
 	expectConverged(t, l)
-	p := &patient{lab: l, backend: backend, host: l.Host(1)}
+	p := &damagedHost{lab: l, backend: backend, host: l.Host(1)}
 	p.mac = macOf(t, p.host, "eth0")
 	return p
 }
@@ -200,7 +200,7 @@ func newPatient(t *testing.T, backend string, families []prefix.Family) *patient
 // macOf returns the MAC of a device.
 func macOf(t *testing.T, h *lab.Host, dev string) string {
 	t.Helper()
-	out, err := h.Exec(background(t), "ip", "-o", "link", "show", dev)
+	out, err := h.Exec(testContext(t), "ip", "-o", "link", "show", dev)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -210,23 +210,23 @@ func macOf(t *testing.T, h *lab.Host, dev string) string {
 }
 
 // run runs a shell script on the host and returns its output.
-func (p *patient) run(t *testing.T, script string) string {
+func (p *damagedHost) run(t *testing.T, script string) string {
 	t.Helper()
-	out, err := p.host.Exec(background(t), "sh", "-ec", script)
+	out, err := p.host.Exec(testContext(t), "sh", "-ec", script)
 	if err != nil {
 		t.Fatalf("%s: %v\n%s", script, err, out)
 	}
 	return string(out)
 }
 
-// looks contains the commands that print flannel's objects in a host's kernel.
-var looks = []struct {
+// stateCommands contains the commands that print flannel's objects in a host's kernel.
+var stateCommands = []struct {
 	command string
 	not     string         // ignore lines that begin with this
 	has     *regexp.Regexp // ignore lines that do not match this
-	// trifles matches the parts of a line that tests ignore: the numbers of devices, the protocol
+	// ignored matches the parts of a line that tests ignore: the numbers of devices, the protocol
 	// of a route, and values that change by themselves.
-	trifles *regexp.Regexp
+	ignored *regexp.Regexp
 }{
 	{"ip -o -d link", "", regexp.MustCompile(`^\d+: flannel`), regexp.MustCompile(`^\d+: | promiscuity.*maxmtu \d+| addrgenmode.*| state [A-Z]+| permaddr \S+|qlen \d+`)},
 	{"ip -o addr show scope global", "", regexp.MustCompile(`flannel`), regexp.MustCompile(`^\d+: `)},
@@ -242,16 +242,16 @@ var looks = []struct {
 
 var everyLine, nothing = regexp.MustCompile(`.`), regexp.MustCompile(`^$`)
 
-// condition returns all objects of flannel's in the host's kernel, as sorted lines. It runs all
+// kernelState returns all objects of flannel's in the host's kernel, as sorted lines. It runs all
 // commands in one shell, because starting a program is slow on an emulated machine.
-func condition(t *testing.T, h *lab.Host) []string {
+func kernelState(t *testing.T, h *lab.Host) []string {
 	t.Helper()
 	const next = "--"
 	var script strings.Builder
-	for _, look := range looks {
-		fmt.Fprintf(&script, "%s\necho %s\n", look.command, next)
+	for _, c := range stateCommands {
+		fmt.Fprintf(&script, "%s\necho %s\n", c.command, next)
 	}
-	out, err := h.Exec(background(t), "sh", "-c", script.String())
+	out, err := h.Exec(testContext(t), "sh", "-c", script.String())
 	if err != nil {
 		t.Fatalf("%v\n%s", err, out)
 	}
@@ -259,58 +259,59 @@ func condition(t *testing.T, h *lab.Host) []string {
 	at := 0
 	for line := range strings.Lines(string(out)) {
 		line = strings.TrimSpace(line)
-		look := looks[at]
+		c := stateCommands[at]
 		switch {
 		case line == next:
 			at++
-		case look.has.MatchString(line) && (look.not == "" || !strings.HasPrefix(line, look.not)):
-			lines = append(lines, strings.Join(strings.Fields(look.trifles.ReplaceAllString(line, " ")), " "))
+		case c.has.MatchString(line) && (c.not == "" || !strings.HasPrefix(line, c.not)):
+			lines = append(lines, strings.Join(strings.Fields(c.ignored.ReplaceAllString(line, " ")), " "))
 		}
 	}
 	slices.Sort(lines)
 	return lines
 }
 
-// expectCondition waits until the condition of the host is want, and returns the time at which
-// it began to read it. The test fails after healTime.
-func expectCondition(t *testing.T, h *lab.Host, want []string) time.Time {
+// expectKernelState waits until the state of the host's kernel is want, and returns the time at
+// which it began to read that state. The test fails after repairTimeout.
+func expectKernelState(t *testing.T, h *lab.Host, want []string) time.Time {
 	t.Helper()
-	deadline := time.Now().Add(healTime())
+	deadline := time.Now().Add(repairTimeout())
 	for {
-		asked := time.Now()
-		have := condition(t, h)
+		began := time.Now()
+		have := kernelState(t, h)
 		if slices.Equal(have, want) {
-			return asked
+			return began
 		}
 		if time.Now().After(deadline) {
-			t.Fatalf("%s is not repaired after %s; missing:\n  %s\nsurplus:\n  %s", h.Name(), healTime(),
-				strings.Join(minus(want, have), "\n  "), strings.Join(minus(have, want), "\n  "))
+			t.Fatalf("%s is not repaired after %s; missing:\n  %s\nsurplus:\n  %s", h.Name(), repairTimeout(),
+				strings.Join(linesMissing(want, have), "\n  "), strings.Join(linesMissing(have, want), "\n  "))
 		}
-		<-time.After(untilNextLook())
+		<-time.After(pollInterval())
 	}
 }
 
-// minus returns the lines of a that are not in b.
-func minus(a, b []string) []string {
+// linesMissing returns the lines of a that are not in b.
+func linesMissing(a, b []string) []string {
 	return slices.DeleteFunc(slices.Clone(a), func(line string) bool { return slices.Contains(b, line) })
 }
 
-// heals applies a damage for one family and waits until the condition is the same as before.
-func (p *patient) heals(t *testing.T, d damage, f prefix.Family) {
-	before := condition(t, p.host)
-	script := p.script(t, d.do, f)
+// testRepair applies a damage for one family and waits until the kernel's state is the same as
+// before.
+func (p *damagedHost) testRepair(t *testing.T, d damage, f prefix.Family) {
+	before := kernelState(t, p.host)
+	script := p.expandScript(t, d.do, f)
 	start := time.Now()
 	p.run(t, script)
 	if d.restores {
 		start = time.Now()
 	}
-	healed := expectCondition(t, p.host, before)
-	t.Logf("repaired after %v", healed.Sub(start).Round(time.Millisecond))
-	p.pings(t)
+	repaired := expectKernelState(t, p.host, before)
+	t.Logf("repaired after %v", repaired.Sub(start).Round(time.Millisecond))
+	p.expectPings(t)
 }
 
-// pings checks that the first pod of the host and all other pods reach each other.
-func (p *patient) pings(t *testing.T) {
+// expectPings checks that the first pod of the host and all other pods reach each other.
+func (p *damagedHost) expectPings(t *testing.T) {
 	t.Helper()
 	own := p.host.Pods()[0]
 	for _, pod := range p.lab.Pods() {
@@ -318,18 +319,18 @@ func (p *patient) pings(t *testing.T) {
 			continue
 		}
 		for i, a := range pod.Addrs() {
-			if _, err := own.Ping(background(t), a, ping.Options{}); err != nil {
+			if _, err := own.Ping(testContext(t), a, ping.Options{}); err != nil {
 				t.Errorf("%s to %s: %v", own.Name(), a, err)
 			}
-			if _, err := pod.Ping(background(t), own.Addrs()[i], ping.Options{}); err != nil {
+			if _, err := pod.Ping(testContext(t), own.Addrs()[i], ping.Options{}); err != nil {
 				t.Errorf("%s to %s: %v", pod.Name(), own.Addrs()[i], err)
 			}
 		}
 	}
 }
 
-// script replaces the variables in braces by the values for one family.
-func (p *patient) script(t *testing.T, text string, f prefix.Family) string {
+// expandScript replaces the variables in braces by the values for one family.
+func (p *damagedHost) expandScript(t *testing.T, text string, f prefix.Family) string {
 	t.Helper()
 	ip, own, wrong, network := "ip -4", "/32", "192.168.77.77", "192.168.77."
 	if f == prefix.IPv6 {
@@ -349,7 +350,7 @@ func (p *patient) script(t *testing.T, text string, f prefix.Family) string {
 		"{own}", subnets[1].Addr().String()+own,
 		"{subnet}", subnets[2].String(), "{vtep}", subnets[2].Addr().String(), "{vtep2}", subnets[3].Addr().String(),
 		"{peer}", p.lab.Host(2).Addr(f).String(),
-		"{restore}", p.restore(func(f prefix.Family) netip.Addr { return p.host.Addr(f) }), "{recreate}", p.recreate(),
+		"{restore}", p.restoreScript(func(f prefix.Family) netip.Addr { return p.host.Addr(f) }), "{recreate}", p.recreateScript(),
 	).Replace(text)
 }
 
@@ -375,9 +376,9 @@ func routerOf(f prefix.Family) string {
 	return "192.168.77.254"
 }
 
-// restore returns a script that restores addresses and default routes like a network manager
+// restoreScript returns a script that restores addresses and default routes like a network manager
 // when a link comes back: IPv4 at once, and IPv6 after two seconds.
-func (p *patient) restore(addr func(prefix.Family) netip.Addr) string {
+func (p *damagedHost) restoreScript(addr func(prefix.Family) netip.Addr) string {
 	var script []string
 	for _, f := range p.lab.Families() {
 		ip, bits := "ip -4", 24
@@ -396,17 +397,18 @@ func (p *patient) restore(addr func(prefix.Family) netip.Addr) string {
 	return strings.Join(script, "; ")
 }
 
-// recreate returns a script that creates eth0 as the lab did.
-func (p *patient) recreate() string {
+// recreateScript returns a script that creates eth0 as the lab did.
+func (p *damagedHost) recreateScript() string {
 	router, _, _ := strings.Cut(strings.TrimPrefix(p.lab.Underlay().Nsenter(), "nsenter -t "), " ")
 	return fmt.Sprintf("ip link add eth0 address %s type veth peer name %s; ip link set %s netns %s; "+
 		"nsenter -t %s -n ip link set %s master l2-1 up; echo 0 > /proc/sys/net/ipv6/conf/eth0/accept_dad; ip link set eth0 up",
 		p.mac, p.host.Name(), p.host.Name(), router, router, p.host.Name())
 }
 
-// followsMTU checks that flannel's devices and subnet.env follow a change of the underlay's MTU.
-func (p *patient) followsMTU(t *testing.T) {
-	before, env := condition(t, p.host), readSubnetFile(t, p.host)
+// testMTUChange checks that flannel's devices and subnet.env follow a change of the underlay's
+// MTU.
+func (p *damagedHost) testMTUChange(t *testing.T) {
+	before, env := kernelState(t, p.host), readSubnetFile(t, p.host)
 	var mtu int
 	_, after, _ := strings.Cut(env, "FLANNEL_MTU=")
 	if _, err := fmt.Sscan(after, &mtu); err != nil {
@@ -426,27 +428,27 @@ func (p *patient) followsMTU(t *testing.T) {
 	}
 	for _, step := range []struct {
 		mtu  int
-		kept []string
+		want []string
 	}{{1400, want}, {1500, before}} {
 		start := time.Now()
 		p.run(t, fmt.Sprintf("ip link set eth0 mtu %d", step.mtu))
-		healed := expectCondition(t, p.host, step.kept)
-		t.Logf("the MTU %d is applied after %v", step.mtu, healed.Sub(start).Round(time.Millisecond))
+		repaired := expectKernelState(t, p.host, step.want)
+		t.Logf("the MTU %d is applied after %v", step.mtu, repaired.Sub(start).Round(time.Millisecond))
 		line := fmt.Sprintf("FLANNEL_MTU=%d\n", mtu+step.mtu-1500)
-		soon(t, "subnet.env", func() error {
+		eventuallyRepaired(t, "subnet.env", func() error {
 			if text := readSubnetFile(t, p.host); !strings.Contains(text, line) {
 				return fmt.Errorf("it does not contain %q: %q", line, text)
 			}
 			return nil
 		})
 	}
-	p.pings(t)
+	p.expectPings(t)
 }
 
-// soon is eventually with healTime as the limit.
-func soon(t *testing.T, what string, check func() error) {
+// eventuallyRepaired is eventually with repairTimeout as the limit.
+func eventuallyRepaired(t *testing.T, what string, check func() error) {
 	t.Helper()
-	deadline := time.Now().Add(healTime())
+	deadline := time.Now().Add(repairTimeout())
 	for err := check(); err != nil; err = check() {
 		if time.Now().After(deadline) {
 			t.Fatalf("%s: %v", what, err)
@@ -455,15 +457,15 @@ func soon(t *testing.T, what string, check func() error) {
 	}
 }
 
-// followsAddress changes the addresses of the host and then changes them back, as DHCP may do.
+// testAddressChange changes the addresses of the host and then changes them back, as DHCP may do.
 // The host must keep its lease, its MAC and its process, and its peers must send to the new
 // addresses.
-func (p *patient) followsAddress(t *testing.T) {
+func (p *damagedHost) testAddressChange(t *testing.T) {
 	l, d := p.lab, p.host.Daemon()
 	had := leases(t, l)
 	before := map[*lab.Host][]string{}
 	for _, h := range l.Hosts() {
-		before[h] = condition(t, h)
+		before[h] = kernelState(t, h)
 	}
 	other := func(f prefix.Family) netip.Addr {
 		if f == prefix.IPv6 {
@@ -486,16 +488,16 @@ func (p *patient) followsAddress(t *testing.T) {
 			script = append(script, fmt.Sprintf("ip addr del %s/%d dev eth0", step.from(f), map[prefix.Family]int{prefix.IPv4: 24, prefix.IPv6: 64}[f]))
 		}
 		start := time.Now()
-		p.run(t, strings.Join(script, "; ")+"; "+strings.Replace(p.restore(step.to), "sleep 2; ", "", 1))
+		p.run(t, strings.Join(script, "; ")+"; "+strings.Replace(p.restoreScript(step.to), "sleep 2; ", "", 1))
 		for _, h := range l.Hosts() {
 			var want []string
 			for _, line := range before[h] {
 				want = append(want, moved(line))
 			}
 			slices.Sort(want)
-			t.Logf("%s has applied the addresses after %v", h.Name(), expectCondition(t, h, want).Sub(start).Round(time.Millisecond))
+			t.Logf("%s has applied the addresses after %v", h.Name(), expectKernelState(t, h, want).Sub(start).Round(time.Millisecond))
 		}
-		soon(t, "leases", func() error {
+		eventuallyRepaired(t, "leases", func() error {
 			now := leases(t, l)
 			for i := range had {
 				if i >= len(now) || moved(had[i].Value) != now[i].Value || had[i].Key != now[i].Key {
@@ -504,10 +506,10 @@ func (p *patient) followsAddress(t *testing.T) {
 			}
 			return nil
 		})
-		if tunNumber(t, p.host) != 0 { // the kernel does not show the addresses that daemons have learned
+		if tunIndex(t, p.host) != 0 { // the kernel does not show the addresses that daemons have learned
 			expectConverged(t, l)
 		}
-		p.pings(t)
+		p.expectPings(t)
 	}
 	if err := d.Ended(); err != nil || d != p.host.Daemon() {
 		t.Errorf("the daemon ended or was replaced: %v", err)
@@ -523,20 +525,20 @@ func replaceWord(text, word, by string) string {
 // behind the router, and a plain route again when it moves back.
 func TestDirectRouteFollowsTheUnderlay(t *testing.T) {
 	for _, families := range [][]prefix.Family{v4, v6, dual} {
-		t.Run(name(families), func(t *testing.T) {
+		t.Run(familiesName(families), func(t *testing.T) {
 			l := newLab(t, lab.Config{Hosts: 3, Families: families}, `{"Type":"vxlan","DirectRouting":true}`)
 			startAll(t, l, lab.FlanneldOptions{})
 			expectConverged(t, l)
-			p := &patient{lab: l, host: l.Host(1)}
-			direct := condition(t, p.host)
+			p := &damagedHost{lab: l, host: l.Host(1)}
+			direct := kernelState(t, p.host)
 			for _, f := range families {
 				peer := prefix.Host(l.Host(2).Addr(f))
 				pods := podSubnet(t, l.Host(2), f)
 				p.run(t, "sysctl -q -w net.ipv4.conf.all.accept_redirects=0 net.ipv4.conf.eth0.accept_redirects=0 net.ipv6.conf.all.accept_redirects=0 net.ipv6.conf.eth0.accept_redirects=0")
 				start := time.Now()
 				p.run(t, fmt.Sprintf("ip route add %s via %s dev eth0", peer, routerOf(f)))
-				soon(t, "the route to the peer uses VXLAN", func() error {
-					now := strings.Join(condition(t, p.host), "\n")
+				eventuallyRepaired(t, "the route to the peer uses VXLAN", func() error {
+					now := strings.Join(kernelState(t, p.host), "\n")
 					for _, want := range []string{fmt.Sprintf("%s via %s dev flannel", pods, pods.Addr()), "dst " + peer.Addr().String() + " "} {
 						if !strings.Contains(now, want) {
 							return fmt.Errorf("no %q in\n%s", want, now)
@@ -545,11 +547,11 @@ func TestDirectRouteFollowsTheUnderlay(t *testing.T) {
 					return nil
 				})
 				t.Logf("%s: encapsulated after %v", f, time.Since(start).Round(time.Millisecond))
-				p.pings(t)
+				p.expectPings(t)
 				start = time.Now()
 				p.run(t, fmt.Sprintf("ip route del %s via %s dev eth0", peer, routerOf(f)))
-				t.Logf("%s: direct after %v", f, expectCondition(t, p.host, direct).Sub(start).Round(time.Millisecond))
-				p.pings(t)
+				t.Logf("%s: direct after %v", f, expectKernelState(t, p.host, direct).Sub(start).Round(time.Millisecond))
+				p.expectPings(t)
 			}
 		})
 	}
@@ -561,16 +563,16 @@ func TestDirectRouteFollowsTheUnderlay(t *testing.T) {
 func TestDirectRouteByAnotherInterface(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 1}, `{"Type":"vxlan","DirectRouting":true}`)
-	p := &patient{lab: l, host: l.Host(1)}
+	p := &damagedHost{lab: l, host: l.Host(1)}
 	p.run(t, `ip link add eth1 type veth peer name far; ip link set far up; ip link set eth1 up; ip addr add 192.0.2.1/24 dev eth1
 		ip link add old type bridge; ip link set old up; ip addr add 10.5.211.1/24 dev old`)
 	for n, at := range []string{"192.0.2.9", routerOf(prefix.IPv4)} {
-		newNode(t, v4, "vxlan", 210+n, func(prefix.Family) netip.Addr { return netip.MustParseAddr(at) }).publish(t, store(t, l))
+		newNode(t, v4, "vxlan", 210+n, func(prefix.Family) netip.Addr { return netip.MustParseAddr(at) }).publish(t, etcdClient(t, l))
 	}
 	startOne(t, p.host, lab.FlanneldOptions{})
 	expect := func(route string) {
 		t.Helper()
-		soon(t, route, func() error {
+		eventuallyRepaired(t, route, func() error {
 			if routes := p.run(t, "ip route"); !strings.Contains(routes, route) {
 				return errors.New("it is missing in\n" + routes)
 			}
@@ -589,7 +591,7 @@ func TestDirectRouteByAnotherInterface(t *testing.T) {
 // TestHealingTouchesNothingElse checks with the kernel's announcements that a repair writes only
 // the damaged entry.
 func TestHealingTouchesNothingElse(t *testing.T) {
-	p := newPatient(t, "vxlan", dual)
+	p := newDamagedHost(t, "vxlan", dual)
 	for _, f := range dual {
 		for _, d := range []struct {
 			damage
@@ -600,24 +602,24 @@ func TestHealingTouchesNothingElse(t *testing.T) {
 			{damage{name: "FDB entry", do: "bridge fdb del {mac} dev {dev} dst {peer} self"}, "{mac} "},
 		} {
 			t.Run(d.name+" "+f.String(), func(t *testing.T) {
-				ctx, cancel := context.WithCancel(background(t))
+				ctx, cancel := context.WithCancel(testContext(t))
 				defer cancel()
-				heard := make(chan string, 1)
+				events := make(chan string, 1)
 				go func() {
 					out, _ := p.host.Exec(ctx, "sh", "-c", "ip -o monitor link address route neigh nexthop & exec bridge monitor fdb")
-					heard <- string(out)
+					events <- string(out)
 				}()
 				pause(t, 300*time.Millisecond)
-				p.heals(t, d.damage, f)
+				p.testRepair(t, d.damage, f)
 				pause(t, 300*time.Millisecond)
 				cancel()
 				var lines []string
-				for line := range strings.Lines(<-heard) {
+				for line := range strings.Lines(<-events) {
 					if strings.Contains(line, "flannel") && !strings.Contains(line, "fe80:") {
 						lines = append(lines, strings.TrimSpace(line))
 					}
 				}
-				touched := p.script(t, d.touched, f)
+				touched := p.expandScript(t, d.touched, f)
 				for _, line := range lines {
 					if !strings.Contains(line, touched) {
 						t.Errorf("the kernel announced %q, want only changes of %q", line, touched)
@@ -631,17 +633,17 @@ func TestHealingTouchesNothingElse(t *testing.T) {
 	}
 }
 
-// TestFight checks that the daemon uses little CPU time and log while another program deletes a
-// route a hundred times a second, and restores the route afterwards.
-func TestFight(t *testing.T) {
-	p := newPatient(t, "vxlan", v4)
-	d, before := p.host.Daemon(), condition(t, p.host)
-	used, start := usageOf(t, d), time.Now()
-	p.run(t, p.script(t, "for i in $(seq 500); do {ip} route del {subnet} 2>/dev/null || true; sleep 0.01; done", prefix.IPv4))
+// TestConstantInterference checks that the daemon uses little CPU time and log while another
+// program deletes a route a hundred times a second, and restores the route afterwards.
+func TestConstantInterference(t *testing.T) {
+	p := newDamagedHost(t, "vxlan", v4)
+	d, before := p.host.Daemon(), kernelState(t, p.host)
+	used, start := readUsage(t, d), time.Now()
+	p.run(t, p.expandScript(t, "for i in $(seq 500); do {ip} route del {subnet} 2>/dev/null || true; sleep 0.01; done", prefix.IPv4))
 	fought := time.Since(start)
-	now := usageOf(t, d)
+	now := readUsage(t, d)
 	t.Logf("%v of CPU time and %d lines of log within %v", now.cpu-used.cpu, now.lines-used.lines, fought.Round(time.Millisecond))
-	t.Logf("repaired after %v", expectCondition(t, p.host, before).Sub(start.Add(fought)).Round(time.Millisecond))
+	t.Logf("repaired after %v", expectKernelState(t, p.host, before).Sub(start.Add(fought)).Round(time.Millisecond))
 	if cpu := now.cpu - used.cpu; cpu > fought/50 {
 		t.Errorf("the daemon used %v of CPU time within %v, want at most %v", cpu, fought, fought/50)
 	}
@@ -649,7 +651,7 @@ func TestFight(t *testing.T) {
 		t.Errorf("the daemon logged %d lines, want at most 3", lines)
 	}
 	expectOnce(t, d, "repaired what another program had changed")
-	p.pings(t)
+	p.expectPings(t)
 }
 
 // TestChecksumOffload checks that the daemon sets and keeps the configured ChecksumOffload even
@@ -663,8 +665,8 @@ func TestChecksumOffload(t *testing.T) {
 			expect := func(want string) {
 				t.Helper()
 				for _, dev := range []string{"flannel.1", "flannel-v6.1"} {
-					soon(t, dev, func() error {
-						out, err := h.Exec(background(t), "ethtool", "-k", dev)
+					eventuallyRepaired(t, dev, func() error {
+						out, err := h.Exec(testContext(t), "ethtool", "-k", dev)
 						if line := "tx-checksumming: " + want; err == nil && !strings.Contains(string(out), line) {
 							err = fmt.Errorf("ethtool -k does not print %q:\n%s", line, out)
 						}
@@ -674,14 +676,14 @@ func TestChecksumOffload(t *testing.T) {
 			}
 			expect(tt.want)
 			for _, dev := range []string{"flannel.1", "flannel-v6.1"} {
-				if out, err := h.Exec(background(t), "ip", "link", "del", dev); err != nil {
+				if out, err := h.Exec(testContext(t), "ip", "link", "del", dev); err != nil {
 					t.Fatalf("%v: %s", err, out)
 				}
 			}
 			expect(tt.want)
 			if tt.other != "" {
 				for _, dev := range []string{"flannel.1", "flannel-v6.1"} {
-					if out, err := h.Exec(background(t), "ethtool", "-K", dev, "tx", tt.other); err != nil {
+					if out, err := h.Exec(testContext(t), "ethtool", "-K", dev, "tx", tt.other); err != nil {
 						t.Fatalf("%v: %s", err, out)
 					}
 				}
@@ -692,16 +694,16 @@ func TestChecksumOffload(t *testing.T) {
 	}
 }
 
-// TestTwoHostsWithOnePublicAddress starts a host with the public address of another one. It deletes
-// that lease, as it does with its own from a restored backup. The other host takes its subnet again,
-// and each refuses the lease of the other and logs the conflict.
+// TestTwoHostsWithOnePublicAddress starts a host with the public address of another one. It
+// deletes that lease, as it does with its own from a restored backup. The other host takes its
+// subnet again, and each refuses the lease of the other and logs the conflict.
 func TestTwoHostsWithOnePublicAddress(t *testing.T) {
 	l := newLab(t, lab.Config{Hosts: 2}, `{"Type":"vxlan"}`)
 	first := startOne(t, l.Host(1), lab.FlanneldOptions{})
 	startOne(t, l.Host(2), lab.FlanneldOptions{})
 	one, two := leaseOf(t, l, l.Host(1)), leaseOf(t, l, l.Host(2))
 	expectStop(t, l.Host(2).Daemon())
-	remove(t, store(t, l), subnets+two.Key)
+	removeKey(t, etcdClient(t, l), subnets+two.Key)
 	second := startOne(t, l.Host(2), lab.FlanneldOptions{Args: []string{"--public-ip=" + l.Host(1).Addr(prefix.IPv4).String()}})
 	refused := func(key string) string {
 		return fmt.Sprintf(`"lease refused" lease=%q reason="%s has public IP 192.168.77.1, which is our own"`, key, strings.Replace(key, "-", "/", 1))
@@ -712,23 +714,23 @@ func TestTwoHostsWithOnePublicAddress(t *testing.T) {
 	expectLog(t, second, refused(one.Key))
 }
 
-// TestAddressChangesWhileTheStoreIsAway checks a change of the host's address while etcd is
+// TestAddressChangesDuringStoreOutage checks a change of the host's address while etcd is
 // down. The host must apply the address at once, and the lease and the peers must follow when
 // etcd is back.
-func TestAddressChangesWhileTheStoreIsAway(t *testing.T) {
+func TestAddressChangesDuringStoreOutage(t *testing.T) {
 	for name, restarts := range map[string]struct{ before, after bool }{
 		"running": {}, "restarted before the change": {before: true}, "restarted after the change": {after: true},
 	} {
-		t.Run(name, func(t *testing.T) { addressChangesWhileTheStoreIsAway(t, restarts.before, restarts.after) })
+		t.Run(name, func(t *testing.T) { testAddressChangeDuringOutage(t, restarts.before, restarts.after) })
 	}
 }
 
-// addressChangesWhileTheStoreIsAway restarts the daemon before or after the change of the address
+// testAddressChangeDuringOutage restarts the daemon before or after the change of the address
 // if before or after is set.
-func addressChangesWhileTheStoreIsAway(t *testing.T, before, after bool) {
-	p := newPatient(t, "vxlan", v4)
+func testAddressChangeDuringOutage(t *testing.T, before, after bool) {
+	p := newDamagedHost(t, "vxlan", v4)
 	had := leaseOf(t, p.lab, p.host)
-	was := condition(t, p.host)
+	was := kernelState(t, p.host)
 	restart := func() {
 		expectStop(t, p.host.Daemon())
 		expectLog(t, start(t, p.host, lab.FlanneldOptions{}), "going on from the last known state")
@@ -737,48 +739,48 @@ func addressChangesWhileTheStoreIsAway(t *testing.T, before, after bool) {
 	if before {
 		restart()
 	}
-	p.moves(t)
+	p.changeAddress(t)
 	var want []string
 	for _, line := range was {
 		want = append(want, replaceWord(line, "192.168.77.1", "192.168.77.101"))
 	}
 	slices.Sort(want)
-	expectCondition(t, p.host, want)
+	expectKernelState(t, p.host, want)
 	if after {
 		restart()
 	}
-	if err := p.lab.Etcd().Start(background(t)); err != nil {
+	if err := p.lab.Etcd().Start(testContext(t)); err != nil {
 		t.Fatal(err)
 	}
-	p.hasMoved(t, had)
+	p.expectMoved(t, had)
 }
 
-// TestReadyAgainWhileTheStoreIsAway checks a change of the host's address while another device
+// TestReadyAgainDuringStoreOutage checks a change of the host's address while another device
 // occupies the VNI and etcd is down. The daemon must not be ready, and must become ready again
 // when the device is deleted, without etcd.
-func TestReadyAgainWhileTheStoreIsAway(t *testing.T) {
-	p := newPatient(t, "vxlan", v4)
+func TestReadyAgainDuringStoreOutage(t *testing.T) {
+	p := newDamagedHost(t, "vxlan", v4)
 	d := p.host.Daemon()
 	p.lab.Etcd().Kill()
-	takeVNI(t, p.host)
-	p.moves(t)
+	occupyVNI(t, p.host)
+	p.changeAddress(t)
 	expectLog(t, d, "the changed external interface cannot be used yet")
-	if status, body, _ := d.Get(background(t), "/readyz"); status != 503 || !strings.Contains(body, "data path:") {
+	if status, body, _ := d.Get(testContext(t), "/readyz"); status != 503 || !strings.Contains(body, "data path:") {
 		t.Errorf("/readyz answers %d %q, want 503 for the data path", status, body)
 	}
 	p.run(t, "ip link del other")
 	expectReady(t, d)
-	if !strings.Contains(everything(t, p.host), "local 192.168.77.101") {
-		t.Errorf("the daemon is ready without a device with the new address:\n%s", everything(t, p.host))
+	if !strings.Contains(kernelObjects(t, p.host), "local 192.168.77.101") {
+		t.Errorf("the daemon is ready without a device with the new address:\n%s", kernelObjects(t, p.host))
 	}
 }
 
-// takeVNI renames the host's vxlan device, so that it counts as a device of another program.
+// occupyVNI renames the host's vxlan device, so that it counts as a device of another program.
 // Before Linux 6.2 only a device that is down can be renamed, and the daemon sets it up again,
 // so the script repeats both commands.
-func takeVNI(t *testing.T, h *lab.Host) {
+func occupyVNI(t *testing.T, h *lab.Host) {
 	t.Helper()
-	if out, err := h.Exec(background(t), "sh", "-c", "until ip link set flannel.1 down && ip link set flannel.1 name other; do :; done"); err != nil {
+	if out, err := h.Exec(testContext(t), "sh", "-c", "until ip link set flannel.1 down && ip link set flannel.1 name other; do :; done"); err != nil {
 		t.Fatalf("%v: %s", err, out)
 	}
 }
@@ -787,29 +789,29 @@ func takeVNI(t *testing.T, h *lab.Host) {
 // no address, because it cannot send packets then, and that it recovers.
 func TestInterfaceWithoutAddress(t *testing.T) {
 	t.Parallel()
-	p := newPatient(t, "host-gw", v4)
+	p := newDamagedHost(t, "host-gw", v4)
 	d := p.host.Daemon()
 	p.run(t, "ip addr flush dev eth0")
 	eventually(t, "the host is not ready", func() error {
-		if status, body, _ := d.Get(background(t), "/readyz"); status != 503 || body != "flanneld is not ready yet\nexternal interface: eth0 cannot send from its address 192.168.77.1" {
+		if status, body, _ := d.Get(testContext(t), "/readyz"); status != 503 || body != "flanneld is not ready yet\nexternal interface: eth0 cannot send from its address 192.168.77.1" {
 			return fmt.Errorf("/readyz answers %d %q", status, body)
 		}
 		return nil
 	})
-	p.run(t, p.restore(func(f prefix.Family) netip.Addr { return p.host.Addr(f) }))
+	p.run(t, p.restoreScript(func(f prefix.Family) netip.Addr { return p.host.Addr(f) }))
 	expectReady(t, d)
 	expectMatrix(t, p.lab)
 }
 
-// TestOtherAddressesCome checks that the host keeps its public address when its interface gets
+// TestOtherAddressesAreAdded checks that the host keeps its public address when its interface gets
 // addresses that the daemon would have preferred at its first start.
-func TestOtherAddressesCome(t *testing.T) {
-	others := func(t *testing.T, p *patient) {
+func TestOtherAddressesAreAdded(t *testing.T) {
+	others := func(t *testing.T, p *damagedHost) {
 		t.Helper()
 		p.run(t, `ip addr change 192.168.77.1/24 dev eth0 valid_lft 3600 preferred_lft 3600
 			ip addr add 10.9.0.1/24 dev eth0; ip addr add fd00:77::201/64 dev eth0 nodad`)
 	}
-	expectSame := func(t *testing.T, p *patient, had []lease) {
+	expectSame := func(t *testing.T, p *damagedHost, had []lease) {
 		t.Helper()
 		expectMatrix(t, p.lab)
 		if now := leases(t, p.lab); !slices.Equal(now, had) {
@@ -817,14 +819,14 @@ func TestOtherAddressesCome(t *testing.T) {
 		}
 	}
 	t.Run("running", func(t *testing.T) {
-		p := newPatient(t, "vxlan", dual)
+		p := newDamagedHost(t, "vxlan", dual)
 		had := leases(t, p.lab)
 		others(t, p)
-		p.followsMTU(t) // afterwards the daemon has seen the addresses, too
+		p.testMTUChange(t) // afterwards the daemon has seen the addresses, too
 		expectSame(t, p, had)
 	})
 	t.Run("restarted", func(t *testing.T) {
-		p := newPatient(t, "vxlan", dual)
+		p := newDamagedHost(t, "vxlan", dual)
 		had := leases(t, p.lab)
 		others(t, p)
 		expectStop(t, p.host.Daemon())
@@ -832,14 +834,14 @@ func TestOtherAddressesCome(t *testing.T) {
 		expectSame(t, p, had)
 	})
 	t.Run("started without the store", func(t *testing.T) {
-		p := newPatient(t, "vxlan", dual)
+		p := newDamagedHost(t, "vxlan", dual)
 		had := leases(t, p.lab)
 		p.lab.Etcd().Kill()
 		expectStop(t, p.host.Daemon())
 		d := start(t, p.host, lab.FlanneldOptions{})
 		expectLog(t, d, "going on from the last known state")
 		others(t, p)
-		if err := p.lab.Etcd().Start(background(t)); err != nil {
+		if err := p.lab.Etcd().Start(testContext(t)); err != nil {
 			t.Fatal(err)
 		}
 		expectLog(t, d, "subnet lease acquired")
@@ -847,15 +849,15 @@ func TestOtherAddressesCome(t *testing.T) {
 	})
 }
 
-// moves gives the host another IPv4 address.
-func (p *patient) moves(t *testing.T) {
+// changeAddress gives the host another IPv4 address.
+func (p *damagedHost) changeAddress(t *testing.T) {
 	t.Helper()
-	p.run(t, "ip addr del 192.168.77.1/24 dev eth0; "+p.restore(func(prefix.Family) netip.Addr { return netip.MustParseAddr("192.168.77.101") }))
+	p.run(t, "ip addr del 192.168.77.1/24 dev eth0; "+p.restoreScript(func(prefix.Family) netip.Addr { return netip.MustParseAddr("192.168.77.101") }))
 }
 
-// hasMoved checks that all pods reach each other, and that the host's lease is had with the new
-// address.
-func (p *patient) hasMoved(t *testing.T, had lease) {
+// expectMoved checks that all pods reach each other, and that the host's lease has the new
+// address and otherwise equals had.
+func (p *damagedHost) expectMoved(t *testing.T, had lease) {
 	t.Helper()
 	expectMatrix(t, p.lab)
 	for _, now := range leases(t, p.lab) {
@@ -871,23 +873,23 @@ func (p *patient) hasMoved(t *testing.T, had lease) {
 // TestAddressChangesAfterTheConfiguration checks that a daemon keeps using the configuration of
 // its start after another was written, also when it publishes a new address.
 func TestAddressChangesAfterTheConfiguration(t *testing.T) {
-	for name, tc := range map[string]struct{ config, told string }{
+	for name, tc := range map[string]struct{ config, log string }{
 		"another network": {`{"Network":"10.6.0.0/16","Backend":{"Type":"vxlan"}}`, "restart needed"},
 		"another family":  {`{"Network":"10.5.0.0/16","EnableIPv6":true,"IPv6Network":"fd00:5::/48","Backend":{"Type":"vxlan"}}`, "restart needed"},
 		"none":            {"", "there is no configuration any more"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			p := newPatient(t, "vxlan", v4)
+			p := newDamagedHost(t, "vxlan", v4)
 			had := leaseOf(t, p.lab, p.host)
 			if tc.config == "" {
-				remove(t, store(t, p.lab), "/coreos.com/network/config")
-			} else if err := p.lab.PutNetwork(background(t), json.RawMessage(tc.config)); err != nil {
+				removeKey(t, etcdClient(t, p.lab), "/coreos.com/network/config")
+			} else if err := p.lab.PutNetwork(testContext(t), json.RawMessage(tc.config)); err != nil {
 				t.Fatal(err)
 			}
-			expectLog(t, p.host.Daemon(), tc.told)
-			p.moves(t)
-			p.hasMoved(t, had)
+			expectLog(t, p.host.Daemon(), tc.log)
+			p.changeAddress(t)
+			p.expectMoved(t, had)
 		})
 	}
 }

@@ -19,9 +19,9 @@ import (
 	"testing"
 )
 
-// image builds the image and unpacks it like a container runtime. root is the folder of its
+// unpackImage builds the image and unpacks it like a container runtime. root is the folder of its
 // files.
-func image(t *testing.T) (root string, config imageConfig) {
+func unpackImage(t *testing.T) (root string, config imageConfig) {
 	t.Helper()
 	dir := t.TempDir()
 	archive := filepath.Join(dir, "image.tar")
@@ -40,13 +40,13 @@ func image(t *testing.T) (root string, config imageConfig) {
 		}
 		Config struct{ Digest string }
 	}
-	load(t, filepath.Join(oci, "index.json"), &index)
+	decodeJSONFile(t, filepath.Join(oci, "index.json"), &index)
 	const full = "docker.io/library/flanneld:test" // kubelet expands the name in the manifests to this
 	if name := index.Manifests[0].Annotations["org.opencontainers.image.ref.name"]; name != full {
 		t.Errorf("the archive names its image %q, want %q", name, full)
 	}
-	load(t, blob(index.Manifests[0].Digest), &manifest)
-	load(t, blob(manifest.Config.Digest), &config)
+	decodeJSONFile(t, blob(index.Manifests[0].Digest), &manifest)
+	decodeJSONFile(t, blob(manifest.Config.Digest), &config)
 	root = filepath.Join(dir, "root")
 	for _, l := range manifest.Layers {
 		extract(t, blob(l.Digest), root)
@@ -62,8 +62,8 @@ type imageConfig struct {
 	}
 }
 
-// load decodes a JSON file.
-func load(t *testing.T, path string, into any) {
+// decodeJSONFile decodes a JSON file.
+func decodeJSONFile(t *testing.T, path string, into any) {
 	t.Helper()
 	text, err := os.ReadFile(path)
 	if err == nil {
@@ -122,7 +122,7 @@ func extract(t *testing.T, archive, dir string) {
 //stages:rest it builds images
 func TestImage(t *testing.T) {
 	t.Parallel()
-	root, config := image(t)
+	root, config := unpackImage(t)
 	if e := config.Config.Entrypoint; len(e) != 1 || e[0] != "/opt/bin/flanneld" {
 		t.Errorf("the entry point is %q, want /opt/bin/flanneld", e)
 	}

@@ -13,24 +13,24 @@ import (
 // packet size fits.
 func TestVMIPIPEveryPodReachesEveryPod(t *testing.T) {
 	for _, families := range [][]prefix.Family{v4, v6, dual} {
-		t.Run(name(families), func(t *testing.T) { everyPodReachesEveryPod(t, "ipip", families) })
+		t.Run(familiesName(families), func(t *testing.T) { testEveryPodReachesEveryPod(t, "ipip", families) })
 	}
 }
 
 // TestVMIPIPDirectRouting checks DirectRouting with ipip, as TestDirectRouting does with vxlan.
 //
 //stages:rest the kernel of the guest is emulated, which takes minutes
-func TestVMIPIPDirectRouting(t *testing.T) { directRouting(t, "ipip") }
+func TestVMIPIPDirectRouting(t *testing.T) { testDirectRouting(t, "ipip") }
 
 // TestVMIPIPRestartsUnderTraffic checks with ipip that restarts of the daemon lose no packets.
 //
 //stages:rest the kernel of the guest is emulated, which takes minutes
-func TestVMIPIPRestartsUnderTraffic(t *testing.T) { restartsUnderTraffic(t, "ipip") }
+func TestVMIPIPRestartsUnderTraffic(t *testing.T) { testRestartsUnderTraffic(t, "ipip") }
 
 // TestVMIPIPHealing checks with ipip that the daemon repairs all damages.
 //
 //stages:rest the kernel of the guest is emulated, which takes minutes
-func TestVMIPIPHealing(t *testing.T) { newPatient(t, "ipip", dual).healsAll(t) }
+func TestVMIPIPHealing(t *testing.T) { newDamagedHost(t, "ipip", dual).testAllRepairs(t) }
 
 // TestVMIPIPForeignDevice checks a start beside devices that occupy the name or the address of
 // the tunnel. The daemon must name the device of another program, adopt a device that another
@@ -42,7 +42,7 @@ func TestVMIPIPForeignDevice(t *testing.T) {
 	h := l.Host(1)
 	run := func(args ...string) {
 		t.Helper()
-		if out, err := h.Exec(background(t), "ip", args...); err != nil {
+		if out, err := h.Exec(testContext(t), "ip", args...); err != nil {
 			t.Fatalf("%v: %s", err, out)
 		}
 	}
@@ -58,10 +58,10 @@ func TestVMIPIPForeignDevice(t *testing.T) {
 	// adopted.
 	run("link", "add", "flannel.ipip", "type", "ipip", "local", "192.168.77.1", "remote", "192.168.77.2")
 	startOne(t, h, lab.FlanneldOptions{})
-	adopted := condition(t, h)
+	adopted := kernelState(t, h)
 	expectStop(t, h.Daemon())
 	run("link", "del", "flannel.ipip")
 	run("link", "add", "flannel.ipip", "type", "ipip", "local", "192.168.77.1", "ttl", "0", "nopmtudisc")
 	startOne(t, h, lab.FlanneldOptions{})
-	expectCondition(t, h, adopted)
+	expectKernelState(t, h, adopted)
 }

@@ -60,7 +60,7 @@ func newClusterOn(t *testing.T, cfg lab.Config, backend, etcd string) *cluster {
 		store = c.startEtcd(etcd)
 	}
 	c.startAPI(store)
-	c.grant()
+	c.addFlannelRole()
 	for i := range c.Hosts() {
 		c.addNode(i+1, nil)
 	}
@@ -113,7 +113,7 @@ func (c *cluster) startAPI(etcd string) {
 	}
 	audit := c.write("audit.yaml", fmt.Appendf(nil, `{"apiVersion":"audit.k8s.io/v1","kind":"Policy","omitStages":["RequestReceived"],
 "rules":[{"level":"Metadata","users":[%q]},{"level":"None"}]}`, flannelUser))
-	c.api, err = c.StartAPIServer(background(c.t), lab.APIServerOptions{
+	c.api, err = c.StartAPIServer(testContext(c.t), lab.APIServerOptions{
 		Path: binary, Tokens: []string{adminToken + ",admin,admin,system:masters", flannelToken + "," + flannelUser + ",flannel-uid"},
 		Args: []string{"--audit-policy-file=" + audit, "--audit-log-path=" + filepath.Join(c.dir, auditLog), "--audit-log-mode=blocking"},
 		Etcd: etcd,
@@ -129,7 +129,7 @@ func (c *cluster) startAPI(etcd string) {
 // start starts the API server again after kill.
 func (c *cluster) start() {
 	c.t.Helper()
-	if err := c.api.Start(background(c.t)); err != nil {
+	if err := c.api.Start(testContext(c.t)); err != nil {
 		c.t.Fatal(err)
 	}
 }
@@ -172,9 +172,9 @@ func (c *cluster) do(method, path string, body any, contentType string) []byte {
 	return answer
 }
 
-// grant gives the daemons the ClusterRole of flannel's first manifests, and the
+// addFlannelRole gives the daemons the ClusterRole of flannel's first manifests, and the
 // permission to create Events.
-func (c *cluster) grant() {
+func (c *cluster) addFlannelRole() {
 	rule := func(resource string, verbs ...string) map[string]any {
 		return map[string]any{"apiGroups": []string{""}, "resources": []string{resource}, "verbs": verbs}
 	}
@@ -257,7 +257,7 @@ type kubeNode struct {
 	}
 }
 
-func (n kubeNode) note(name string) string { return n.Metadata.Annotations[annotation(name)] }
+func (n kubeNode) annotation(name string) string { return n.Metadata.Annotations[annotation(name)] }
 
 func (n kubeNode) networkUnavailable() string {
 	for _, one := range n.Status.Conditions {
@@ -332,7 +332,7 @@ func (c *cluster) startDaemons(args ...string) {
 	for _, h := range c.Hosts() {
 		expectReady(c.t, h.Daemon())
 	}
-	if err := c.AddPods(background(c.t)); err != nil {
+	if err := c.AddPods(testContext(c.t)); err != nil {
 		c.t.Fatal(err)
 	}
 }

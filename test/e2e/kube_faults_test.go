@@ -22,18 +22,18 @@ import (
 	"github.com/flanneld/flanneld/test/lab"
 )
 
-// front is a proxy in front of a cluster's API server. If status is not 0, it answers
+// proxy is an HTTP proxy in front of a cluster's API server. If status is not 0, it answers
 // every request with that status.
-type front struct {
+type proxy struct {
 	*httptest.Server
 	status, refused atomic.Int32
 }
 
-// putFront starts a front and makes it the server in the kubeconfigs of the cluster's
+// startProxy starts a proxy and makes it the server in the kubeconfigs of the cluster's
 // daemons.
-func (c *cluster) putFront() *front {
+func (c *cluster) startProxy() *proxy {
 	c.t.Helper()
-	f := &front{}
+	f := &proxy{}
 	pass := httputil.NewSingleHostReverseProxy(&url.URL{Scheme: "https", Host: c.api.Addr(nil).String()})
 	transport := c.api.Transport(c.Underlay())
 	pass.Transport, pass.FlushInterval = transport, -1
@@ -50,7 +50,7 @@ func (c *cluster) putFront() *front {
 		}
 		w.WriteHeader(status)
 	}))
-	l, err := c.Underlay().Listen(background(c.t), "tcp", netip.AddrPortFrom(c.api.Addr(nil).Addr(), 0).String())
+	l, err := c.Underlay().Listen(testContext(c.t), "tcp", netip.AddrPortFrom(c.api.Addr(nil).Addr(), 0).String())
 	if err != nil {
 		c.t.Fatal(err)
 	}
@@ -62,15 +62,15 @@ func (c *cluster) putFront() *front {
 		transport.CloseIdleConnections()
 		f.Close()
 	})
-	ca := c.write("front-ca.crt", pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: f.Certificate().Raw}))
+	ca := c.write("proxy-ca.crt", pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: f.Certificate().Raw}))
 	c.server = fmt.Sprintf(`{"server":"https://%s","certificate-authority":%q,"tls-server-name":%q}`, l.Addr(), ca, f.Certificate().DNSNames[0])
 	return f
 }
 
-// refuse makes the front answer every request with a status, closes all connections so
+// refuse makes the proxy answer every request with a status, closes all connections so
 // that watches get it too, and waits until it has answered several requests. Status 0
 // ends this.
-func (f *front) refuse(t *testing.T, status int) {
+func (f *proxy) refuse(t *testing.T, status int) {
 	t.Helper()
 	f.status.Store(int32(status))
 	if status == 0 {
@@ -86,27 +86,27 @@ func (f *front) refuse(t *testing.T, status int) {
 	})
 }
 
-// TestKubeAnswers checks that daemons start and forward packets although the API server
+// TestKubeErrorAnswers checks that daemons start and forward packets although the API server
 // answers requests with errors for a while, at the start and while Nodes are added and
 // deleted. No answer with an error may change the kernel.
 //
 //stages:rest it starts an API server
-func TestKubeAnswers(t *testing.T) {
+func TestKubeErrorAnswers(t *testing.T) {
 	t.Parallel()
 	c := newCluster(t, lab.Config{Hosts: 2}, `{"Type":"vxlan"}`)
-	f := c.putFront()
+	f := c.startProxy()
 	f.status.Store(http.StatusInternalServerError)
 	for n := 1; n <= 2; n++ {
 		expectLog(t, start(t, c.Host(n), c.options(n)), "the Kubernetes API is not usable")
 	}
 	f.refuse(t, http.StatusUnauthorized)
 	f.refuse(t, 0)
-	c.addNode(100, c.peerNotes(100))
+	c.addNode(100, c.peerAnnotations(100))
 	for _, h := range c.Hosts() {
 		expectReady(t, h.Daemon())
 		expectKernel(t, h, c.peerEntries(100), nil)
 	}
-	if err := c.AddPods(background(t)); err != nil {
+	if err := c.AddPods(testContext(t)); err != nil {
 		t.Fatal(err)
 	}
 	flows := startFlows(t, c.Lab, 200)
@@ -114,10 +114,10 @@ func TestKubeAnswers(t *testing.T) {
 		f.refuse(t, status)
 		gone, added := 100+i, 101+i
 		c.deleteNode(gone)
-		c.addNode(added, c.peerNotes(added))
+		c.addNode(added, c.peerAnnotations(added))
 		pause(t, time.Second)
 		for _, h := range c.Hosts() {
-			state, err := kernel(t.Context(), h)
+			state, err := vxlanKernelState(t.Context(), h)
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -204,7 +204,7 @@ func TestKubeTokenRotated(t *testing.T) {
 	start(t, c.Host(2), c.options(2))
 	expectReady(t, d)
 	expectReady(t, c.Host(2).Daemon())
-	if err := c.AddPods(background(t)); err != nil {
+	if err := c.AddPods(testContext(t)); err != nil {
 		t.Fatal(err)
 	}
 	flows := startFlows(t, c.Lab, 200)
@@ -216,7 +216,7 @@ func TestKubeTokenRotated(t *testing.T) {
 		t.Fatalf("request with a revoked token: %d, %v: %s, want 401", status, err, answer)
 	}
 	expectLog(t, d, "Unauthorized")
-	c.addNode(100, c.peerNotes(100))
+	c.addNode(100, c.peerAnnotations(100))
 	expectKernel(t, c.Host(2), c.peerEntries(100), nil)
 	expectKernel(t, h, nil, []string{peerMAC(100)})
 	if lines := linesWith(d, "the Kubernetes API is usable again"); len(lines) > 0 {

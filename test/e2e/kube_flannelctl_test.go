@@ -23,7 +23,7 @@ func TestKubeFlannelctl(t *testing.T) {
 	h, config := c.Host(1), filepath.Join(c.dir, "kubeconfig1")
 	c.addNodeWith(101, map[string]string{annotation("kube-subnet-manager"): "true"})
 	c.addNode(102, nil)
-	out := mustCtl(t, h, []string{"leases", "--kubeconfig-file=" + config})
+	out := expectFlannelctl(t, h, []string{"leases", "--kubeconfig-file=" + config})
 	lines := strings.Split(strings.TrimSpace(out), "\n")
 	if len(lines) != 3 || !strings.HasPrefix(lines[0], "NODE ") {
 		t.Fatalf("flannelctl leases prints\n%s\nwant a heading and two leases", out)
@@ -36,7 +36,7 @@ func TestKubeFlannelctl(t *testing.T) {
 			t.Errorf("line %d is %q, want %q", i+1, got, want)
 		}
 	}
-	refusedCtl(t, h, []string{"leases", "--kubeconfig-file=/nowhere"}, `--kubeconfig-file "/nowhere" cannot be read`)
+	expectFlannelctlFails(t, h, []string{"leases", "--kubeconfig-file=/nowhere"}, `--kubeconfig-file "/nowhere" cannot be read`)
 }
 
 // TestKubeFlannelctlWatch checks that flannelctl leases --watch reports added, changed
@@ -48,16 +48,16 @@ func TestKubeFlannelctlWatch(t *testing.T) {
 	c := newCluster(t, lab.Config{Hosts: 1}, `{"Type":"vxlan"}`)
 	c.startDaemons()
 	h := c.Host(1)
-	expectLine := followCtl(t, h, "leases", "--watch", "--kubeconfig-file="+filepath.Join(c.dir, "kubeconfig1"))
+	expectLine := watchFlannelctl(t, h, "leases", "--watch", "--kubeconfig-file="+filepath.Join(c.dir, "kubeconfig1"))
 	expectLine("+", nodeName(1), h.Addr(prefix.IPv4).String(), "vxlan")
 	c.addNode(101, nil) // without annotations, so it is no lease
-	c.addNodeWith(102, c.peerNotes(102), "10.5.102.0/24")
+	c.addNodeWith(102, c.peerAnnotations(102), "10.5.102.0/24")
 	expectLine("+", nodeName(102), c.peerIP(102), "vxlan")
 	c.annotate(102, map[string]any{"public-ip": "192.168.77.77"})
 	expectLine("~", nodeName(102), "192.168.77.77", "vxlan")
 	c.kill()
 	c.start()
-	c.addNodeWith(103, c.peerNotes(103), "10.5.103.0/24")
+	c.addNodeWith(103, c.peerAnnotations(103), "10.5.103.0/24")
 	expectLine("+", nodeName(103), c.peerIP(103), "vxlan")
 	c.deleteNode(102)
 	expectLine("-", nodeName(102), "192.168.77.77", "vxlan")
@@ -78,32 +78,32 @@ func TestKubeFlannelctlConfig(t *testing.T) {
 			"apiVersion": "v1", "kind": "ConfigMap", "metadata": map[string]any{"name": name}, "data": map[string]string{key: text},
 		}, "")
 	}
-	refusedCtl(t, h, []string{"config", "get", admin}, "read ConfigMap kube-flannel/kube-flannel-cfg", "not found")
+	expectFlannelctlFails(t, h, []string{"config", "get", admin}, "read ConfigMap kube-flannel/kube-flannel-cfg", "not found")
 	c.do(http.MethodPost, "/api/v1/namespaces", map[string]any{
 		"apiVersion": "v1", "kind": "Namespace", "metadata": map[string]any{"name": "kube-flannel"},
 	}, "")
 	// This network is too small to allocate subnets from it. It is valid nevertheless,
 	// because Kubernetes allocates the podCIDRs.
 	configMap("kube-flannel", "kube-flannel-cfg", "net-conf.json", `{"Network":"10.5.1.0/30","Backend":{"Type":"vxlan"}}`)
-	mustCtl(t, h, []string{"config", "get", admin}, `{"Network":"10.5.1.0/30","Backend":{"Type":"vxlan"}}`+"\n")
-	mustCtl(t, h, []string{"config", "validate", admin})
+	expectFlannelctl(t, h, []string{"config", "get", admin}, `{"Network":"10.5.1.0/30","Backend":{"Type":"vxlan"}}`+"\n")
+	expectFlannelctl(t, h, []string{"config", "validate", admin})
 	configMap("default", "bad", "net-conf.json", `{"Network":"10.5.0.0/99"}`)
 	configMap("default", "empty", "cni-conf.json", `{}`)
-	refusedCtl(t, h, []string{"config", "validate", admin, "--net-config-map=default/bad"}, "10.5.0.0/99")
-	refusedCtl(t, h, []string{"config", "get", admin, "--net-config-map=default/empty"}, "ConfigMap default/empty has no net-conf.json")
-	refusedCtl(t, h, []string{"config", "get", admin, "--net-config-map=empty"}, `--net-config-map "empty" is invalid: expected NAMESPACE/NAME`)
+	expectFlannelctlFails(t, h, []string{"config", "validate", admin, "--net-config-map=default/bad"}, "10.5.0.0/99")
+	expectFlannelctlFails(t, h, []string{"config", "get", admin, "--net-config-map=default/empty"}, "ConfigMap default/empty has no net-conf.json")
+	expectFlannelctlFails(t, h, []string{"config", "get", admin, "--net-config-map=empty"}, `--net-config-map "empty" is invalid: expected NAMESPACE/NAME`)
 
 	file := filepath.Join(c.dir, "net-conf.json")
-	mustCtl(t, h, []string{"config", "get", "--net-config-path=" + file}, `"Network":"10.5.0.0/16"`)
-	mustCtl(t, h, []string{"config", "validate", "--net-config-path=" + file})
-	mustCtl(t, h, []string{"config", "validate", file, admin})
-	refusedCtl(t, h, []string{"config", "get", "--net-config-path=/nowhere"}, `--net-config-path "/nowhere" cannot be read`)
-	refusedCtl(t, h, []string{"config", "set", file, admin}, "kubectl --namespace=kube-flannel edit configmap kube-flannel-cfg")
+	expectFlannelctl(t, h, []string{"config", "get", "--net-config-path=" + file}, `"Network":"10.5.0.0/16"`)
+	expectFlannelctl(t, h, []string{"config", "validate", "--net-config-path=" + file})
+	expectFlannelctl(t, h, []string{"config", "validate", file, admin})
+	expectFlannelctlFails(t, h, []string{"config", "get", "--net-config-path=/nowhere"}, `--net-config-path "/nowhere" cannot be read`)
+	expectFlannelctlFails(t, h, []string{"config", "set", file, admin}, "kubectl --namespace=kube-flannel edit configmap kube-flannel-cfg")
 	c.followEdit(h)
 
 	// The role of the daemons does not allow this: they read the mounted file.
 	daemon := "--kubeconfig-file=" + c.kubeconfig(1, c.write("token", []byte(flannelToken)))
-	refusedCtl(t, h, []string{"config", "get", daemon}, "403", "configmaps")
+	expectFlannelctlFails(t, h, []string{"config", "get", daemon}, "403", "configmaps")
 }
 
 // followEdit runs the commands that the page recommends instead of config set. An editor
@@ -124,7 +124,7 @@ func (c *cluster) followEdit(h *lab.Host) {
 			continue
 		}
 		ran = append(ran, command)
-		out, err := h.Exec(background(c.t), "env", "HOME="+c.dir, "KUBECONFIG="+config, "KUBE_EDITOR="+editor,
+		out, err := h.Exec(testContext(c.t), "env", "HOME="+c.dir, "KUBECONFIG="+config, "KUBE_EDITOR="+editor,
 			"PATH="+repository(c.t, "bin")+":"+repository(c.t, "bin/tools")+":"+os.Getenv("PATH"),
 			"sh", "-ec", "cd "+c.dir+"\n"+strings.Replace(command, "~/.kube/config", config, 1))
 		if err != nil {
@@ -134,5 +134,5 @@ func (c *cluster) followEdit(h *lab.Host) {
 	if len(ran) != 2 {
 		c.t.Fatalf("the page has the commands %q, want two", ran)
 	}
-	mustCtl(c.t, h, []string{"config", "get", "--kubeconfig-file=" + config}, after+"\n")
+	expectFlannelctl(c.t, h, []string{"config", "get", "--kubeconfig-file=" + config}, after+"\n")
 }

@@ -17,9 +17,9 @@ import (
 	"github.com/flanneld/flanneld/test/lab"
 )
 
-// bare builds a cluster without the roles for flannel, so that tests can install them
+// newBareCluster builds a cluster without the roles for flannel, so that tests can install them
 // from manifests.
-func bare(t *testing.T, cfg lab.Config) *cluster {
+func newBareCluster(t *testing.T, cfg lab.Config) *cluster {
 	t.Helper()
 	c := newCluster(t, cfg, `{"Type":"vxlan"}`)
 	for _, kind := range []string{"clusterroles", "clusterrolebindings"} {
@@ -37,7 +37,7 @@ func (c *cluster) tool(name string, args ...string) string {
 		c.t.Fatal(err)
 	}
 	config := c.kubeconfig(1, c.write("admin-token", []byte(adminToken)))
-	out, err := c.Host(1).Exec(background(c.t), "env", append([]string{"HOME=" + c.dir, "KUBECONFIG=" + config, path}, args...)...)
+	out, err := c.Host(1).Exec(testContext(c.t), "env", append([]string{"HOME=" + c.dir, "KUBECONFIG=" + config, path}, args...)...)
 	if err != nil || strings.Contains(string(out), "Warning:") {
 		c.t.Fatalf("%s %s: %v: %s", name, strings.Join(args, " "), err, out)
 	}
@@ -59,7 +59,7 @@ func repository(t *testing.T, path string) string {
 //stages:rest it needs kubectl, which takes minutes to build
 func TestKubeManifests(t *testing.T) {
 	t.Parallel()
-	c := bare(t, lab.Config{Hosts: 1})
+	c := newBareCluster(t, lab.Config{Hosts: 1})
 	const strict, dryRun = "--validate=strict", "--dry-run=server"
 	c.tool("kubectl", "apply", strict, "-f", repository(t, "dist/kubernetes/base/namespace.yaml"))
 	rendered, err := filepath.Glob(repository(t, "dist/kubernetes/testdata/*.golden.yaml"))
@@ -88,8 +88,8 @@ func TestKubeManifestsOverExisting(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			c := bare(t, lab.Config{Hosts: 1})
-			old := c.existing("cp", "-f")
+			c := newBareCluster(t, lab.Config{Hosts: 1})
+			old := c.flannelManifest("cp", "-f")
 			c.tool("kubectl", append(tc.made, "-f", old)...)
 			what := func() string {
 				t.Helper()
@@ -121,11 +121,11 @@ func TestKubeManifestsOverExisting(t *testing.T) {
 	}
 }
 
-// typed runs a block of a page as an administrator.
-func (c *cluster) typed(page, begins string) {
+// runBlock runs a block of a page as an administrator.
+func (c *cluster) runBlock(page, begins string) {
 	c.t.Helper()
 	command := pageBlock(c.t, page, begins)
-	out, err := c.Host(1).Exec(background(c.t), "env", "HOME="+c.dir, "PATH="+repository(c.t, "bin/tools")+":/usr/bin:/bin",
+	out, err := c.Host(1).Exec(testContext(c.t), "env", "HOME="+c.dir, "PATH="+repository(c.t, "bin/tools")+":/usr/bin:/bin",
 		"KUBECONFIG="+c.kubeconfig(1, c.write("admin-token", []byte(adminToken))), "sh", "-ec", "cd "+c.dir+"\n"+command)
 	if err != nil {
 		c.t.Fatalf("%s: %v: %s", command, err, out)
@@ -141,7 +141,7 @@ func TestPageKubernetesInstall(t *testing.T) {
 	const page, name = "kubernetes-install.md", "registry.example.com/flanneld:v1"
 	for how, begins := range map[string]string{"kubectl": "kubectl apply -k .", "helm": "helm install"} {
 		t.Run(how, func(t *testing.T) {
-			c := bare(t, lab.Config{Hosts: 1})
+			c := newBareCluster(t, lab.Config{Hosts: 1})
 			dir := c.dir
 			if err := os.Symlink(repository(t, "dist"), filepath.Join(dir, "dist")); err != nil {
 				t.Fatal(err)
@@ -152,7 +152,7 @@ func TestPageKubernetesInstall(t *testing.T) {
 			}
 			typed := func(begins string) {
 				t.Helper()
-				c.typed(page, begins)
+				c.runBlock(page, begins)
 			}
 			expectImages := func() {
 				t.Helper()
@@ -210,9 +210,9 @@ func expectReconfigured(t *testing.T, c *cluster, replaced bool, change func()) 
 	}
 }
 
-// existing writes the manifest of a cluster that runs flannel. install is the command
+// flannelManifest writes the manifest of a cluster that runs flannel. install is the command
 // that installs the CNI configuration.
-func (c *cluster) existing(install ...string) string {
+func (c *cluster) flannelManifest(install ...string) string {
 	c.t.Helper()
 	text, err := os.ReadFile("testdata/existing.yaml")
 	if err != nil {
@@ -221,10 +221,10 @@ func (c *cluster) existing(install ...string) string {
 	return c.write("existing.yaml", []byte(strings.Replace(string(text), "[INSTALL]", "["+strings.Join(install, ", ")+"]", 1)))
 }
 
-// asked returns the requests of the daemons to the API server, sorted and without
+// requests returns the requests of the daemons to the API server, sorted and without
 // duplicates. If status is not 0, it returns only requests that were answered with that
 // status.
-func (c *cluster) asked(status int) []string {
+func (c *cluster) requests(status int) []string {
 	c.t.Helper()
 	text, err := os.ReadFile(filepath.Join(c.dir, auditLog))
 	if err != nil {
@@ -260,9 +260,9 @@ func errorLines(d *lab.Daemon) []string {
 	return lines
 }
 
-// takeAway removes one verb from a role and waits until the API server refuses it.
+// revokeVerb removes one verb from a role and waits until the API server refuses it.
 // restore adds the verb again.
-func (c *cluster) takeAway(role, resource, verb string) (restore func()) {
+func (c *cluster) revokeVerb(role, resource, verb string) (restore func()) {
 	c.t.Helper()
 	type rule struct {
 		APIGroups []string `json:"apiGroups"`
@@ -336,7 +336,7 @@ func (c *cluster) addPolicy() {
 //stages:rest it needs kubectl, which takes minutes to build
 func TestKubeNetworkPolicies(t *testing.T) {
 	t.Parallel()
-	c := bare(t, lab.Config{Hosts: 1})
+	c := newBareCluster(t, lab.Config{Hosts: 1})
 	c.tool("kubectl", "apply", "-k", repository(t, "dist/kubernetes/base"))
 	c.startDaemons()
 	expectStop(t, c.Host(1).Daemon())
@@ -359,13 +359,13 @@ func TestKubeRole(t *testing.T) {
 	const role = "clusterroles/flannel"
 	t.Run("every verb is used", func(t *testing.T) {
 		t.Parallel()
-		c := bare(t, lab.Config{Hosts: 1})
+		c := newBareCluster(t, lab.Config{Hosts: 1})
 		c.tool("kubectl", "apply", "-k", repository(t, "dist/kubernetes/base"))
 		c.startDaemons()
 		c.addHostile(112)
 		eventually(t, "requests", func() error {
 			want := []string{"create events", "list networkpolicies", "list nodes", "patch nodes/status", "watch nodes"}
-			if diff := cmp.Diff(want, c.asked(0)); diff != "" {
+			if diff := cmp.Diff(want, c.requests(0)); diff != "" {
 				return fmt.Errorf("(-want +got):\n%s", diff)
 			}
 			return nil
@@ -378,29 +378,29 @@ func TestKubeRole(t *testing.T) {
 	}{
 		{role, "nodes", "list", (*cluster).notReady, func(c *cluster) {
 			c.ready()
-			c.addNode(101, c.peerNotes(101))
+			c.addNode(101, c.peerAnnotations(101))
 			expectKernel(c.t, c.Host(1), c.peerEntries(101), nil)
 		}},
 		{role, "nodes", "watch", func(c *cluster) {
 			expectLog(c.t, c.Host(1).Daemon(), `cannot watch resource \"nodes\"`)
 		}, func(c *cluster) {
 			expectLog(c.t, c.Host(1).Daemon(), "is usable again")
-			c.addNode(101, c.peerNotes(101))
+			c.addNode(101, c.peerAnnotations(101))
 			expectKernel(c.t, c.Host(1), c.peerEntries(101), nil)
 		}},
 		{role, "nodes/status", "patch", func(c *cluster) {
 			expectLog(c.t, c.Host(1).Daemon(), `cannot patch resource \"nodes/status\"`)
-			if n := c.node(1); n.note("public-ip") != "" || n.networkUnavailable() != "" {
+			if n := c.node(1); n.annotation("public-ip") != "" || n.networkUnavailable() != "" {
 				c.t.Errorf("patched without permission: %+v", n)
 			}
 		}, func(c *cluster) {
 			c.ready()
-			c.expectCondition(1, "False")
+			c.expectNodeCondition(1, "False")
 		}},
 		{role, "networkpolicies", "list", func(c *cluster) {
 			c.addPolicy()
 			eventually(c.t, "request", func() error {
-				if got := c.asked(http.StatusForbidden); len(got) == 0 {
+				if got := c.requests(http.StatusForbidden); len(got) == 0 {
 					return fmt.Errorf("no request was refused")
 				}
 				return nil
@@ -428,12 +428,12 @@ func TestKubeRole(t *testing.T) {
 	} {
 		t.Run(tc.verb+" "+strings.ReplaceAll(tc.resource, "/", " "), func(t *testing.T) {
 			t.Parallel()
-			c := bare(t, lab.Config{Hosts: 1})
+			c := newBareCluster(t, lab.Config{Hosts: 1})
 			c.tool("kubectl", "apply", "-k", repository(t, "dist/kubernetes/base"))
-			restore := c.takeAway(tc.role, tc.resource, tc.verb)
+			restore := c.revokeVerb(tc.role, tc.resource, tc.verb)
 			d := start(t, c.Host(1), c.options(1))
 			tc.missed(c)
-			if got, want := c.asked(http.StatusForbidden), tc.verb+" "+tc.resource; !slices.Equal(got, []string{want}) {
+			if got, want := c.requests(http.StatusForbidden), tc.verb+" "+tc.resource; !slices.Equal(got, []string{want}) {
 				t.Errorf("refused requests: %q, want only %s", got, want)
 			}
 			restore()
@@ -456,7 +456,7 @@ func (c *cluster) notReady() {
 	c.t.Helper()
 	d := c.Host(1).Daemon()
 	expectLog(c.t, d, "is forbidden")
-	if status, _, err := d.Get(background(c.t), "/readyz"); err == nil {
+	if status, _, err := d.Get(testContext(c.t), "/readyz"); err == nil {
 		c.t.Errorf("/readyz answers %d without permission, want an error", status)
 	}
 }
@@ -465,7 +465,7 @@ func (c *cluster) notReady() {
 // refuses it.
 func (c *cluster) addHostile(n int) {
 	c.t.Helper()
-	c.addNodeWith(n, c.peerNotes(n), c.podCIDRs(1)...)
+	c.addNodeWith(n, c.peerAnnotations(n), c.podCIDRs(1)...)
 	eventually(c.t, "refusal", func() error {
 		for _, line := range linesWith(c.Host(1).Daemon(), "lease refused") {
 			if strings.Contains(line, nodeName(n)) {

@@ -128,9 +128,9 @@ func each(t *testing.T, n int, f func(int) error) {
 	}
 }
 
-// wanted returns the entries on flannel.1 that the Nodes require: a route, a neighbour
+// wantedEntries returns the entries on flannel.1 that the Nodes require: a route, a neighbour
 // and an FDB entry for each Node except own.
-func (c *cluster) wanted(own string) []string {
+func (c *cluster) wantedEntries(own string) []string {
 	c.t.Helper()
 	var list struct {
 		Items []struct {
@@ -147,20 +147,21 @@ func (c *cluster) wanted(own string) []string {
 		if n.Metadata.Name == own {
 			continue
 		}
-		if err := json.Unmarshal([]byte(n.note("backend-data")), &data); err != nil {
+		if err := json.Unmarshal([]byte(n.annotation("backend-data")), &data); err != nil {
 			c.t.Fatal(err)
 		}
 		vtep := n.Spec.PodCIDR.Addr()
 		lines = append(lines, fmt.Sprintf("route %s via %s", n.Spec.PodCIDR, vtep), fmt.Sprintf("neighbour %s is %s", vtep, data.VtepMAC),
-			fmt.Sprintf("fdb %s at %s", data.VtepMAC, n.note("public-ip")))
+			fmt.Sprintf("fdb %s at %s", data.VtepMAC, n.annotation("public-ip")))
 	}
 	slices.Sort(lines)
 	return lines
 }
 
-// held returns the entries on flannel.1 in the kernel of the host, in the form of wanted.
-func (c *cluster) held(h *lab.Host) ([]string, error) {
-	out, err := h.Exec(background(c.t), "sh", "-ec", `
+// kernelEntries returns the entries on flannel.1 in the kernel of the host, in the form of
+// wantedEntries.
+func (c *cluster) kernelEntries(h *lab.Host) ([]string, error) {
+	out, err := h.Exec(testContext(c.t), "sh", "-ec", `
 		ip route show | sed -nE 's/^(\S+)( nhid \S+)? via (\S+) dev flannel\.1 .*/route \1 via \3/p'
 		ip neigh show dev flannel.1 | sed -nE 's/^(\S+) lladdr (\S+) .*/neighbour \1 is \2/p'
 		bridge fdb show dev flannel.1 | sed -nE 's/^(\S+) dst (\S+) .*/fdb \1 at \2/p'`)
@@ -205,12 +206,12 @@ func TestKubeThousandNodes(t *testing.T) {
 	}
 	expectEqual := func(what string) {
 		t.Helper()
-		want := c.wanted(nodeName(1))
+		want := c.wantedEntries(nodeName(1))
 		if len(want) != 3*nodes {
 			t.Fatalf("%s: the Nodes require %d entries, want %d", what, len(want), 3*nodes)
 		}
 		eventually(t, what, func() error {
-			have, err := c.held(c.Host(1))
+			have, err := c.kernelEntries(c.Host(1))
 			if diff := cmp.Diff(want, have); err == nil && diff != "" {
 				err = fmt.Errorf("the kernel differs from the Nodes (-want +got):\n%s", diff)
 			}
@@ -240,14 +241,14 @@ func TestKubeThousandNodes(t *testing.T) {
 func TestKubeNodesWithOneAddress(t *testing.T) {
 	t.Parallel()
 	c := newCluster(t, lab.Config{Hosts: 1}, `{"Type":"vxlan"}`)
-	c.addNode(100, c.peerNotes(100))
+	c.addNode(100, c.peerAnnotations(100))
 	c.startDaemons()
 	h := c.Host(1)
 	expectKernel(t, h, c.peerEntries(100), nil)
-	notes := c.peerNotes(101)
+	notes := c.peerAnnotations(101)
 	notes[annotation("public-ip")] = c.peerIP(100)
 	c.addNode(101, notes)
-	next := entries("10.5.101.0/24", c.peerIP(100), peerMAC(101))
+	next := datapathLines("10.5.101.0/24", c.peerIP(100), peerMAC(101))
 	expectKernel(t, h, slices.Concat(c.peerEntries(100), next), nil)
 	expectLog(t, h.Daemon(), fmt.Sprintf(`"leases share a public address" publicIP=%q leases=["node100","node101"] count=2`, c.peerIP(100)))
 	c.deleteNode(100)

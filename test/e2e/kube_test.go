@@ -22,19 +22,19 @@ func TestKubePods(t *testing.T) {
 	t.Parallel()
 	for _, families := range [][]prefix.Family{v4, v6, dual} {
 		for _, backend := range []string{"vxlan", "host-gw"} {
-			t.Run(name(families)+" "+backend, func(t *testing.T) {
+			t.Run(familiesName(families)+" "+backend, func(t *testing.T) {
 				c := newCluster(t, lab.Config{Families: families}, fmt.Sprintf(`{"Type":%q}`, backend))
 				c.startDaemons()
 				expectMatrix(t, c.Lab)
 				for n := range c.Hosts() {
-					c.expectCondition(n+1, "False")
+					c.expectNodeCondition(n+1, "False")
 				}
 			})
 		}
 	}
 }
 
-func (c *cluster) expectCondition(n int, want string) {
+func (c *cluster) expectNodeCondition(n int, want string) {
 	c.t.Helper()
 	eventually(c.t, "condition", func() error {
 		if status := c.node(n).networkUnavailable(); status != want {
@@ -50,9 +50,9 @@ func (c *cluster) peerIP(n int) string { return fmt.Sprintf("192.168.77.%d", n) 
 
 func peerMAC(n int) string { return fmt.Sprintf("3a:99:44:2f:e5:%02x", n) }
 
-// peerNotes returns the annotations of Node n as flannel writes them, recorded from
+// peerAnnotations returns the annotations of Node n as flannel writes them, recorded from
 // flannel.
-func (c *cluster) peerNotes(n int) map[string]string {
+func (c *cluster) peerAnnotations(n int) map[string]string {
 	return map[string]string{
 		annotation("backend-data"):                         fmt.Sprintf(`{"VNI":1,"VtepMAC":%q}`, peerMAC(n)),
 		annotation("backend-type"):                         "vxlan",
@@ -63,32 +63,32 @@ func (c *cluster) peerNotes(n int) map[string]string {
 }
 
 func (c *cluster) peerEntries(n int) []string {
-	return entries(fmt.Sprintf("10.5.%d.0/24", n), c.peerIP(n), peerMAC(n))
+	return datapathLines(fmt.Sprintf("10.5.%d.0/24", n), c.peerIP(n), peerMAC(n))
 }
 
-// TestKubePeersComeChangeAndGo checks that the kernel follows Nodes that are added,
+// TestKubePeersAreAddedChangedAndRemoved checks that the kernel follows Nodes that are added,
 // changed, deleted and recreated, and that a Node which loses its annotations keeps its
 // last good state.
-func TestKubePeersComeChangeAndGo(t *testing.T) {
+func TestKubePeersAreAddedChangedAndRemoved(t *testing.T) {
 	t.Parallel()
 	c := newCluster(t, lab.Config{Hosts: 1}, `{"Type":"vxlan"}`)
-	c.addNode(100, c.peerNotes(100))
+	c.addNode(100, c.peerAnnotations(100))
 	c.addNode(99, nil) // without annotations
 	c.startDaemons()
 	h := c.Host(1)
 	expectKernel(t, h, c.peerEntries(100), nil)
 
-	c.addNode(101, c.peerNotes(101))
+	c.addNode(101, c.peerAnnotations(101))
 	expectKernel(t, h, slices.Concat(c.peerEntries(100), c.peerEntries(101)), nil)
 
 	c.annotate(101, map[string]any{"public-ip": "192.168.77.222", "backend-data": fmt.Sprintf(`{"VtepMAC":%q}`, peerMAC(0xaa))})
-	expectKernel(t, h, entries("10.5.101.0/24", "192.168.77.222", peerMAC(0xaa)), c.peerEntries(101)[1:])
+	expectKernel(t, h, datapathLines("10.5.101.0/24", "192.168.77.222", peerMAC(0xaa)), c.peerEntries(101)[1:])
 
 	c.deleteNode(101)
 	expectKernel(t, h, c.peerEntries(100), []string{"10.5.101.0", peerMAC(0xaa)})
 
-	c.addNodeWith(101, c.peerNotes(101), "10.5.150.0/24")
-	expectKernel(t, h, entries("10.5.150.0/24", c.peerIP(101), peerMAC(101)), []string{"10.5.101.0"})
+	c.addNodeWith(101, c.peerAnnotations(101), "10.5.150.0/24")
+	expectKernel(t, h, datapathLines("10.5.150.0/24", c.peerIP(101), peerMAC(101)), []string{"10.5.101.0"})
 
 	c.annotate(100, map[string]any{"kube-subnet-manager": nil, "public-ip": nil})
 	expectLog(t, h.Daemon(), "keeps its last good state")
@@ -110,8 +110,8 @@ func TestKubeOlderEtcd(t *testing.T) {
 				t.Fatal(err)
 			}
 			c := newClusterOn(t, lab.Config{Hosts: 1}, `{"Type":"vxlan"}`, program)
-			c.addNode(100, c.peerNotes(100))
-			c.addNode(101, c.peerNotes(101))
+			c.addNode(100, c.peerAnnotations(100))
+			c.addNode(101, c.peerAnnotations(101))
 			c.startDaemons()
 			h := c.Host(1)
 			expectKernel(t, h, slices.Concat(c.peerEntries(100), c.peerEntries(101)), nil)
@@ -119,7 +119,7 @@ func TestKubeOlderEtcd(t *testing.T) {
 				c.do(http.MethodPost, "/api/v1/namespaces/default/configmaps", map[string]any{"metadata": map[string]any{"generateName": "other-"}}, "")
 			}
 			for _, gone := range []int{100, 101} {
-				if _, err := h.Daemon().Stop(background(t)); err != nil {
+				if _, err := h.Daemon().Stop(testContext(t)); err != nil {
 					t.Fatal(err)
 				}
 				c.kill()
@@ -147,13 +147,13 @@ func TestKubeOlderEtcd(t *testing.T) {
 func TestKubeNodesDeletedWhileDown(t *testing.T) {
 	t.Parallel()
 	c := newCluster(t, lab.Config{Hosts: 1}, `{"Type":"vxlan"}`)
-	c.addNode(100, c.peerNotes(100))
-	c.addNode(101, c.peerNotes(101))
+	c.addNode(100, c.peerAnnotations(100))
+	c.addNode(101, c.peerAnnotations(101))
 	c.startDaemons()
 	h := c.Host(1)
 	expectKernel(t, h, slices.Concat(c.peerEntries(100), c.peerEntries(101)), nil)
 	for _, withState := range []bool{true, false} {
-		if _, err := h.Daemon().Stop(background(t)); err != nil {
+		if _, err := h.Daemon().Stop(testContext(t)); err != nil {
 			t.Fatal(err)
 		}
 		gone := 100
@@ -177,12 +177,12 @@ func TestKubeNodesDeletedWhileDown(t *testing.T) {
 func TestKubeHostilePeers(t *testing.T) {
 	t.Parallel()
 	c := newCluster(t, lab.Config{Hosts: 1}, `{"Type":"vxlan"}`)
-	c.addNode(100, c.peerNotes(100))
+	c.addNode(100, c.peerAnnotations(100))
 	c.startDaemons()
 	h := c.Host(1)
 	expectKernel(t, h, c.peerEntries(100), nil)
 	with := func(n int, key, value string) map[string]string {
-		notes := c.peerNotes(n)
+		notes := c.peerAnnotations(n)
 		notes[annotation(key)] = value
 		return notes
 	}
@@ -192,10 +192,10 @@ func TestKubeHostilePeers(t *testing.T) {
 		cidr   string
 		reason string
 	}{
-		110: {c.peerNotes(110), "10.5.1.0/24", "10.5.1.0/24"},                                                         // the subnet of host 1
-		111: {c.peerNotes(111), "10.5.100.0/24", "node100"},                                                           // the subnet of another Node
-		112: {c.peerNotes(112), "10.5.0.0/17", "10.5.0.0/17"},                                                         // contains many subnets
-		113: {c.peerNotes(113), "10.99.0.0/24", "10.99.0.0/24"},                                                       // outside the network
+		110: {c.peerAnnotations(110), "10.5.1.0/24", "10.5.1.0/24"},                                                   // the subnet of host 1
+		111: {c.peerAnnotations(111), "10.5.100.0/24", "node100"},                                                     // the subnet of another Node
+		112: {c.peerAnnotations(112), "10.5.0.0/17", "10.5.0.0/17"},                                                   // contains many subnets
+		113: {c.peerAnnotations(113), "10.99.0.0/24", "10.99.0.0/24"},                                                 // outside the network
 		114: {with(114, "backend-data", fmt.Sprintf(mac, "01:00:5e:00:00:01")), "10.5.114.0/24", "01:00:5e:00:00:01"}, // multicast
 		115: {with(115, "backend-data", fmt.Sprintf(mac, peerMAC(100))), "10.5.115.0/24", peerMAC(100)},               // the MAC of another Node
 		116: {with(116, "public-ip", h.Addr(4).String()), "10.5.116.0/24", h.Addr(4).String()},                        // the address of host 1
@@ -216,7 +216,7 @@ func TestKubeHostilePeers(t *testing.T) {
 			return fmt.Errorf("no line with %q in %q", bad.reason, linesWith(h.Daemon(), nodeName(n)))
 		})
 	}
-	c.addNode(101, c.peerNotes(101))
+	c.addNode(101, c.peerAnnotations(101))
 	var lack []string
 	for n := 114; n <= 122; n++ {
 		lack = append(lack, fmt.Sprintf("10.5.%d.0", n))
@@ -246,7 +246,7 @@ func TestKubeWithoutAPIServer(t *testing.T) {
 		expectReady(t, h.Daemon())
 		expectLog(t, h.Daemon(), "the Kubernetes API is usable again")
 	}
-	if err := c.AddPods(background(t)); err != nil {
+	if err := c.AddPods(testContext(t)); err != nil {
 		t.Fatal(err)
 	}
 	flows := startFlows(t, c.Lab, 200)
@@ -255,7 +255,7 @@ func TestKubeWithoutAPIServer(t *testing.T) {
 	c.kill()
 	h := c.Host(1)
 	pause(t, 2*time.Second)
-	if _, err := h.Daemon().Stop(background(t)); err != nil {
+	if _, err := h.Daemon().Stop(testContext(t)); err != nil {
 		t.Fatal(err)
 	}
 	if err := os.Remove(h.Path(lab.SubnetFile)); err != nil {
@@ -268,12 +268,12 @@ func TestKubeWithoutAPIServer(t *testing.T) {
 		return err
 	})
 	pause(t, 2*time.Second)
-	if status, body, err := h.Daemon().Get(background(t), "/readyz"); err == nil {
+	if status, body, err := h.Daemon().Get(testContext(t), "/readyz"); err == nil {
 		t.Errorf("ready without the API server: %d %s", status, body)
 	}
 	c.start()
 	expectReady(t, h.Daemon())
-	c.addNode(100, c.peerNotes(100))
+	c.addNode(100, c.peerAnnotations(100))
 	for _, h := range c.Hosts() {
 		expectKernel(t, h, c.peerEntries(100), nil)
 		if err := h.Daemon().Ended(); err != nil {
@@ -293,11 +293,11 @@ func TestKubeWipedServer(t *testing.T) {
 	c.startDaemons()
 	flows := startFlows(t, c.Lab, 200)
 	c.kill()
-	if err := c.Etcd().Wipe(background(t)); err != nil {
+	if err := c.Etcd().Wipe(testContext(t)); err != nil {
 		t.Fatal(err)
 	}
 	c.start()
-	c.grant()
+	c.addFlannelRole()
 	pause(t, 2*time.Second)
 	c.addNode(1, nil)
 	expectLog(t, c.Host(1).Daemon(), "has not the store it had")
@@ -306,12 +306,12 @@ func TestKubeWipedServer(t *testing.T) {
 	c.addNode(3, nil)
 	for n := 1; n <= 3; n++ {
 		eventually(t, "own annotations", func() error {
-			if got := c.node(n).note("public-ip"); got != c.Host(n).Addr(4).String() {
+			if got := c.node(n).annotation("public-ip"); got != c.Host(n).Addr(4).String() {
 				return fmt.Errorf("public-ip of %s is %q", nodeName(n), got)
 			}
 			return nil
 		})
-		c.expectCondition(n, "False")
+		c.expectNodeCondition(n, "False")
 	}
 	expectMatrix(t, c.Lab)
 	expectNothingLost(t, flows)
@@ -328,19 +328,19 @@ func TestKubeOwnNode(t *testing.T) {
 	c.addNodeWith(1, map[string]string{annotation("public-ip-overwrite"): "198.51.100.1"})
 	d := start(t, h, c.options(1))
 	expectLog(t, d, "waiting for the API to give this node its subnet")
-	if status, _, err := d.Get(background(t), "/healthz"); err != nil || status != http.StatusOK {
+	if status, _, err := d.Get(testContext(t), "/healthz"); err != nil || status != http.StatusOK {
 		t.Errorf("/healthz while it waits: %d, %v", status, err)
 	}
 	c.do(http.MethodPatch, nodesPath+"/node1", map[string]any{"spec": map[string]any{"podCIDR": "10.5.1.0/24", "podCIDRs": []string{"10.5.1.0/24"}}}, "application/merge-patch+json")
 	expectReady(t, d)
-	c.expectCondition(1, "False")
+	c.expectNodeCondition(1, "False")
 	c.do(http.MethodPatch, nodesPath+"/node1/status", map[string]any{"status": map[string]any{"conditions": []any{
 		map[string]any{"type": "NetworkUnavailable", "status": "True", "reason": "SomebodySaysSo"},
 	}}}, "application/strategic-merge-patch+json")
 	expectLog(t, d, `type="NetworkUnavailable" status="False" was="True"`)
-	c.expectCondition(1, "False")
+	c.expectNodeCondition(1, "False")
 	before := c.node(1)
-	if before.note("public-ip") != "198.51.100.1" || before.note("backend-type") != "vxlan" || before.note("kube-subnet-manager") != "true" {
+	if before.annotation("public-ip") != "198.51.100.1" || before.annotation("backend-type") != "vxlan" || before.annotation("kube-subnet-manager") != "true" {
 		t.Errorf("annotations are %v", before.Metadata.Annotations)
 	}
 	c.annotate(1, map[string]any{"public-ip": "6.6.6.6", "backend-data": nil, "kube-subnet-manager": nil})
@@ -351,18 +351,18 @@ func TestKubeOwnNode(t *testing.T) {
 		return nil
 	})
 	// Only the annotation still contains the MAC after this.
-	if _, err := d.Stop(background(t)); err != nil {
+	if _, err := d.Stop(testContext(t)); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := h.Exec(background(t), "ip", "link", "del", "flannel.1"); err != nil {
+	if _, err := h.Exec(testContext(t), "ip", "link", "del", "flannel.1"); err != nil {
 		t.Fatal(err)
 	}
 	if err := os.RemoveAll(h.Path("/var/lib/flannel")); err != nil {
 		t.Fatal(err)
 	}
 	expectReady(t, start(t, h, c.options(1)))
-	if now := c.node(1); now.note("backend-data") != before.note("backend-data") {
-		t.Errorf("backend-data is %s, was %s", now.note("backend-data"), before.note("backend-data"))
+	if now := c.node(1); now.annotation("backend-data") != before.annotation("backend-data") {
+		t.Errorf("backend-data is %s, was %s", now.annotation("backend-data"), before.annotation("backend-data"))
 	}
 	c.deleteNode(1)
 	c.addNodeWith(1, nil, "10.5.7.0/24")
@@ -375,11 +375,11 @@ func TestKubeOwnNode(t *testing.T) {
 	}
 }
 
-// TestKubeRefusals checks that the daemon exits with a reason if its podCIDR is outside
+// TestKubeRefusesToRun checks that the daemon exits with a reason if its podCIDR is outside
 // the network, if a flag is invalid, or if it does not know the name of its Node.
 //
 //stages:rest it starts an API server
-func TestKubeRefusals(t *testing.T) {
+func TestKubeRefusesToRun(t *testing.T) {
 	t.Parallel()
 	c := newCluster(t, lab.Config{Hosts: 1}, `{"Type":"vxlan"}`)
 	c.deleteNode(1)
@@ -397,16 +397,16 @@ func TestKubeRefusals(t *testing.T) {
 	expectFailure(t, start(t, c.Host(1), without), "NODE_NAME", "POD_NAME")
 }
 
-// TestKubeConditionIsLeftAlone checks that the daemon does not set the condition
+// TestKubeConditionIsNotChanged checks that the daemon does not set the condition
 // NetworkUnavailable with --set-node-network-unavailable=false.
 //
 //stages:rest it starts an API server
-func TestKubeConditionIsLeftAlone(t *testing.T) {
+func TestKubeConditionIsNotChanged(t *testing.T) {
 	t.Parallel()
 	c := newCluster(t, lab.Config{Hosts: 1}, `{"Type":"vxlan"}`)
 	c.startDaemons("--set-node-network-unavailable=false")
 	pause(t, time.Second)
-	c.expectCondition(1, "")
+	c.expectNodeCondition(1, "")
 }
 
 // TestKubeNodePublicIP checks that the daemon publishes the public address that the
@@ -418,11 +418,11 @@ func TestKubeNodePublicIP(t *testing.T) {
 	c := newCluster(t, lab.Config{Hosts: 1}, `{"Type":"vxlan"}`)
 	c.annotate(1, map[string]any{"node-public-ip": "198.51.100.7"})
 	c.startDaemons()
-	if got := c.node(1).note("public-ip"); got != "198.51.100.7" {
+	if got := c.node(1).annotation("public-ip"); got != "198.51.100.7" {
 		t.Errorf("public-ip is %s, want 198.51.100.7", got)
 	}
 	h := c.Host(1)
-	if _, err := h.Daemon().Stop(background(t)); err != nil {
+	if _, err := h.Daemon().Stop(testContext(t)); err != nil {
 		t.Fatal(err)
 	}
 	c.kill()
@@ -441,20 +441,20 @@ func TestKubeAddressChanges(t *testing.T) {
 	expectMatrix(t, c.Lab)
 	h := c.Host(1)
 	began := time.Now()
-	out, err := h.Exec(background(t), "sh", "-c",
+	out, err := h.Exec(testContext(t), "sh", "-c",
 		"ip addr del 192.168.77.1/24 dev eth0; ip addr add 192.168.77.101/24 dev eth0; ip route replace default via 192.168.77.254")
 	if err != nil {
 		t.Fatalf("%v: %s", err, out)
 	}
 	eventually(t, "annotation", func() error {
-		if got := c.node(1).note("public-ip"); got != "192.168.77.101" {
+		if got := c.node(1).annotation("public-ip"); got != "192.168.77.101" {
 			return fmt.Errorf("public-ip is %s", got)
 		}
 		return nil
 	})
 	t.Logf("published after %s", time.Since(began))
 	expectMatrix(t, c.Lab)
-	c.addNode(100, c.peerNotes(100))
+	c.addNode(100, c.peerAnnotations(100))
 	expectKernel(t, h, c.peerEntries(100), nil)
 	if err := h.Daemon().Ended(); err != nil {
 		t.Error(err)

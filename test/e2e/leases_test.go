@@ -22,10 +22,10 @@ import (
 // subnets is the directory of the leases in etcd.
 const subnets = lab.Prefix + "/subnets/"
 
-// store returns a client of the lab's etcd.
-func store(t *testing.T, l *lab.Lab) *clientv3.Client {
+// etcdClient returns a client of the lab's etcd.
+func etcdClient(t *testing.T, l *lab.Lab) *clientv3.Client {
 	t.Helper()
-	c, err := l.Etcd().Client(background(t))
+	c, err := l.Etcd().Client(testContext(t))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -33,16 +33,16 @@ func store(t *testing.T, l *lab.Lab) *clientv3.Client {
 	return c
 }
 
-func put(t *testing.T, c *clientv3.Client, key, value string) {
+func putKey(t *testing.T, c *clientv3.Client, key, value string) {
 	t.Helper()
-	if _, err := c.Put(background(t), key, value); err != nil {
+	if _, err := c.Put(testContext(t), key, value); err != nil {
 		t.Fatal(err)
 	}
 }
 
-func remove(t *testing.T, c *clientv3.Client, key string) {
+func removeKey(t *testing.T, c *clientv3.Client, key string) {
 	t.Helper()
-	r, err := c.Delete(background(t), key)
+	r, err := c.Delete(testContext(t), key)
 	if err != nil || r.Deleted != 1 {
 		t.Fatalf("delete %s: %d keys, %v", key, r.Deleted, err)
 	}
@@ -65,7 +65,7 @@ func (l lease) subnet() string {
 // leases returns all leases whose values are valid JSON.
 func leases(t *testing.T, l *lab.Lab) []lease {
 	t.Helper()
-	all, err := l.Leases(background(t))
+	all, err := l.Leases(testContext(t))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -90,14 +90,14 @@ func leaseOf(t *testing.T, l *lab.Lab, h *lab.Host) lease {
 	return ls[i]
 }
 
-// peer returns a lease's value as a daemon with the backend vxlan and the address ip
+// vxlanLease returns a lease's value as a daemon with the backend vxlan and the address ip
 // writes it.
-func peer(ip, mac string) string {
+func vxlanLease(ip, mac string) string {
 	return fmt.Sprintf(`{"PublicIP":%q,"PublicIPv6":null,"BackendType":"vxlan","BackendData":{"VNI":1,"VtepMAC":%q}}`, ip, mac)
 }
 
-// kernel returns the vxlan data path of a host as ip(8) and bridge(8) print it.
-func kernel(ctx context.Context, h *lab.Host) (string, error) {
+// vxlanKernelState returns the vxlan data path of a host as ip(8) and bridge(8) print it.
+func vxlanKernelState(ctx context.Context, h *lab.Host) (string, error) {
 	out, err := h.Exec(ctx, "sh", "-c", "ip route show; ip -6 route show; ip neigh show; bridge fdb show")
 	return string(out), err
 }
@@ -107,7 +107,7 @@ func kernel(ctx context.Context, h *lab.Host) (string, error) {
 func expectKernel(t *testing.T, h *lab.Host, have, lack []string) {
 	t.Helper()
 	eventually(t, "kernel of "+h.Name(), func() error {
-		state, err := kernel(t.Context(), h)
+		state, err := vxlanKernelState(t.Context(), h)
 		if err != nil {
 			return err
 		}
@@ -125,8 +125,8 @@ func expectKernel(t *testing.T, h *lab.Host, have, lack []string) {
 	})
 }
 
-// entries returns parts of the lines that show the data path to a peer.
-func entries(subnet, ip, mac string) []string {
+// datapathLines returns parts of the lines that show the data path to a peer.
+func datapathLines(subnet, ip, mac string) []string {
 	vtep := netip.MustParsePrefix(subnet).Addr()
 	return []string{
 		fmt.Sprintf("%s via %s dev flannel.1", subnet, vtep),
@@ -139,7 +139,7 @@ func entries(subnet, ip, mac string) []string {
 // same time gets one lease.
 func TestFiftyDaemonsGetFiftySubnets(t *testing.T) {
 	l := newLab(t, lab.Config{Hosts: 50}, `{"Type":"alloc"}`)
-	if err := l.StartFlanneld(background(t), lab.FlanneldOptions{}); err != nil {
+	if err := l.StartFlanneld(testContext(t), lab.FlanneldOptions{}); err != nil {
 		t.Fatal(err)
 	}
 	seen := map[string]string{}
@@ -154,7 +154,7 @@ func TestFiftyDaemonsGetFiftySubnets(t *testing.T) {
 	}
 }
 
-// TestPoolThatIsTooSmall checks that hosts for which no subnet is left say so once and
+// TestPoolThatIsTooSmall checks that hosts for which no subnet is left log that once and
 // are not ready, and that one of them gets a subnet as soon as a lease is deleted.
 func TestPoolThatIsTooSmall(t *testing.T) {
 	t.Parallel()
@@ -163,7 +163,7 @@ func TestPoolThatIsTooSmall(t *testing.T) {
 		Hosts:   hosts,
 		Network: json.RawMessage(`{"Network":"10.5.0.0/20","SubnetLen":24,"SubnetMin":"10.5.0.0","Backend":{"Type":"alloc"}}`),
 	}, "")
-	ctx := background(t)
+	ctx := testContext(t)
 	for _, h := range l.Hosts() {
 		if _, err := h.StartFlanneld(ctx, lab.FlanneldOptions{}); err != nil {
 			t.Fatal(err)
@@ -198,7 +198,7 @@ func TestPoolThatIsTooSmall(t *testing.T) {
 	}
 	gone := leaseOf(t, l, with[0])
 	with[0].Daemon().Kill()
-	remove(t, store(t, l), subnets+gone.Key)
+	removeKey(t, etcdClient(t, l), subnets+gone.Key)
 	eventually(t, "a waiting host gets the free subnet", func() error {
 		for _, h := range without {
 			if status, _, err := h.Daemon().Get(ctx, "/readyz"); err == nil && status == 200 {
@@ -215,12 +215,12 @@ func TestNetworkIsWidenedWhileHostsWait(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 2, Network: json.RawMessage(`{"Network":"10.5.0.0/22","SubnetLen":24,"Backend":{"Type":"vxlan"}}`)}, "")
 	for n := 1; n <= 3; n++ {
-		put(t, store(t, l), subnets+fmt.Sprintf("10.5.%d.0-24", n), peer(fmt.Sprintf("192.168.77.%d", 200+n), fmt.Sprintf("02:00:00:00:01:%02x", n)))
+		putKey(t, etcdClient(t, l), subnets+fmt.Sprintf("10.5.%d.0-24", n), vxlanLease(fmt.Sprintf("192.168.77.%d", 200+n), fmt.Sprintf("02:00:00:00:01:%02x", n)))
 	}
 	for _, h := range l.Hosts() {
 		expectLog(t, start(t, h, lab.FlanneldOptions{}), "out of subnets")
 	}
-	if err := l.PutNetwork(background(t), json.RawMessage(`{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan","VNI":7}}`)); err != nil {
+	if err := l.PutNetwork(testContext(t), json.RawMessage(`{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan","VNI":7}}`)); err != nil {
 		t.Fatal(err)
 	}
 	for _, h := range l.Hosts() {
@@ -229,7 +229,7 @@ func TestNetworkIsWidenedWhileHostsWait(t *testing.T) {
 			t.Errorf("subnet.env of %s is\n%swant the new network", h.Name(), env)
 		}
 	}
-	if err := l.AddPods(background(t)); err != nil {
+	if err := l.AddPods(testContext(t)); err != nil {
 		t.Fatal(err)
 	}
 	expectMatrix(t, l)
@@ -251,20 +251,20 @@ func TestNoSubnetForTheLastKnownState(t *testing.T) {
 				return json.RawMessage(fmt.Sprintf(`{"Network":"%s/22","SubnetLen":24,"Backend":{"Type":"vxlan"}}`, network))
 			}
 			l := newLab(t, lab.Config{Hosts: 1, Network: config("10.5.0.0")}, "")
-			c, h := store(t, l), l.Host(1)
+			c, h := etcdClient(t, l), l.Host(1)
 			startOne(t, h, lab.FlanneldOptions{})
 			had := leaseOf(t, l, h)
 			expectStop(t, h.Daemon())
-			if err := l.PutNetwork(background(t), config(tt.network)); err != nil {
+			if err := l.PutNetwork(testContext(t), config(tt.network)); err != nil {
 				t.Fatal(err)
 			}
 			if tt.own != "" {
-				remove(t, c, subnets+had.Key)
+				removeKey(t, c, subnets+had.Key)
 			}
 			var keys []string
 			for i := 1; i <= 3; i++ {
 				keys = append(keys, fmt.Sprintf("%s%d.0-24", strings.TrimSuffix(tt.network, "0.0"), i))
-				put(t, c, subnets+keys[i-1], peer(fmt.Sprintf("192.168.77.%d", 98+i), fmt.Sprintf("02:00:00:00:00:%02x", i)))
+				putKey(t, c, subnets+keys[i-1], vxlanLease(fmt.Sprintf("192.168.77.%d", 98+i), fmt.Sprintf("02:00:00:00:00:%02x", i)))
 			}
 			l.Etcd().Kill()
 
@@ -274,18 +274,18 @@ func TestNoSubnetForTheLastKnownState(t *testing.T) {
 			if env := readSubnetFile(t, h); !strings.Contains(env, had.subnet()[:len(had.subnet())-4]) {
 				t.Errorf("subnet.env before the store has answered is\n%swant %s", env, had.subnet())
 			}
-			if err := l.Etcd().Start(background(t)); err != nil {
+			if err := l.Etcd().Start(testContext(t)); err != nil {
 				t.Fatal(err)
 			}
 			expectLog(t, d, `"the subnet of the last known state was left" err="`)
 			eventually(t, "reasons", func() error {
-				code, body, _ := d.Get(background(t), "/readyz")
+				code, body, _ := d.Get(testContext(t), "/readyz")
 				if code != 503 || !strings.Contains(body, "subnet: ") || !strings.Contains(body, tt.why) || !strings.Contains(body, "out of subnets") {
 					return fmt.Errorf("/readyz: %d %q, want 503 with %q", code, body, tt.why)
 				}
 				return nil
 			})
-			if code, body, err := d.Get(background(t), "/healthz"); err != nil || code != 200 {
+			if code, body, err := d.Get(testContext(t), "/healthz"); err != nil || code != 200 {
 				t.Errorf("/healthz: %d %q, %v, want 200", code, body, err)
 			}
 			if _, err := os.Stat(h.Path("/run/flannel/subnet.env")); !errors.Is(err, fs.ErrNotExist) {
@@ -296,7 +296,7 @@ func TestNoSubnetForTheLastKnownState(t *testing.T) {
 			}
 			expectOnce(t, d, "the subnet of the last known state was left")
 
-			remove(t, c, subnets+keys[1])
+			removeKey(t, c, subnets+keys[1])
 			expectReady(t, d)
 			now := leaseOf(t, l, h)
 			if now.Key != keys[1] {
@@ -315,7 +315,7 @@ func TestNoSubnetForTheLastKnownState(t *testing.T) {
 func TestRestartKeepsTheSubnet(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 2}, `{"Type":"vxlan"}`)
-	c, h := store(t, l), l.Host(1)
+	c, h := etcdClient(t, l), l.Host(1)
 	d := startOne(t, h, lab.FlanneldOptions{})
 	before := leaseOf(t, l, h)
 
@@ -328,50 +328,50 @@ func TestRestartKeepsTheSubnet(t *testing.T) {
 	}
 	forget := func(path string) {
 		t.Helper()
-		if out, err := h.Exec(background(t), "rm", "-r", path); err != nil {
+		if out, err := h.Exec(testContext(t), "rm", "-r", path); err != nil {
 			t.Fatalf("%v: %s", err, out)
 		}
 	}
 	for name, while := range map[string]func(){
 		"at once":       func() {},
 		"by public IP":  func() { forget("/run/flannel"); forget("/var/lib/flannel") },
-		"by subnet.env": func() { forget("/var/lib/flannel"); remove(t, c, subnets+before.Key) },
-		"by its state":  func() { forget("/run/flannel"); remove(t, c, subnets+before.Key) },
+		"by subnet.env": func() { forget("/var/lib/flannel"); removeKey(t, c, subnets+before.Key) },
+		"by its state":  func() { forget("/run/flannel"); removeKey(t, c, subnets+before.Key) },
 	} {
 		if after := restart(while); after.Key != before.Key || after.Value != before.Value {
 			t.Errorf("%s: %s %s, want %s %s", name, after.Key, after.Value, before.Key, before.Value)
 		}
 	}
 
-	taken := peer("192.168.77.99", "02:00:00:00:00:99")
+	taken := vxlanLease("192.168.77.99", "02:00:00:00:00:99")
 	after := restart(func() {
-		remove(t, c, subnets+before.Key)
-		put(t, c, subnets+before.Key, taken)
+		removeKey(t, c, subnets+before.Key)
+		putKey(t, c, subnets+before.Key, taken)
 	})
 	if after.Key == before.Key {
 		t.Errorf("the host has taken the subnet from its new owner: %s", after.Value)
 	}
-	r, err := c.Get(background(t), subnets+before.Key)
+	r, err := c.Get(testContext(t), subnets+before.Key)
 	if err != nil || len(r.Kvs) != 1 || string(r.Kvs[0].Value) != taken {
 		t.Errorf("the new owner's lease is %v (%v), want %s", r.Kvs, err, taken)
 	}
 }
 
-// TestStaleEntriesGoAndForeignOnesStay checks that a restarted daemon removes the entries
+// TestStaleEntriesAreRemovedForeignOnesStay checks that a restarted daemon removes the entries
 // of peers that are gone and other entries on its device in its network, but no routes of
 // other programs.
-func TestStaleEntriesGoAndForeignOnesStay(t *testing.T) {
+func TestStaleEntriesAreRemovedForeignOnesStay(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 2}, `{"Type":"vxlan"}`)
-	c, h := store(t, l), l.Host(1)
+	c, h := etcdClient(t, l), l.Host(1)
 	const gone, stays = "02:00:00:00:00:aa", "02:00:00:00:00:bb"
-	put(t, c, subnets+"10.5.200.0-24", peer("192.168.77.200", gone))
-	put(t, c, subnets+"10.5.201.0-24", peer("192.168.77.201", stays))
+	putKey(t, c, subnets+"10.5.200.0-24", vxlanLease("192.168.77.200", gone))
+	putKey(t, c, subnets+"10.5.201.0-24", vxlanLease("192.168.77.201", stays))
 	d := startOne(t, h, lab.FlanneldOptions{})
-	expectKernel(t, h, slices.Concat(entries("10.5.200.0/24", "192.168.77.200", gone), entries("10.5.201.0/24", "192.168.77.201", stays)), nil)
+	expectKernel(t, h, slices.Concat(datapathLines("10.5.200.0/24", "192.168.77.200", gone), datapathLines("10.5.201.0/24", "192.168.77.201", stays)), nil)
 	d.Kill()
 
-	remove(t, c, subnets+"10.5.200.0-24")
+	removeKey(t, c, subnets+"10.5.200.0-24")
 	foreign := []string{
 		"172.30.0.0/16 via 10.5.201.0 dev flannel.1",
 		"10.5.250.0/24 via 192.168.77.254 dev eth0",
@@ -383,21 +383,21 @@ func TestStaleEntriesGoAndForeignOnesStay(t *testing.T) {
 		"ip route add " + foreign[0] + " onlink",
 		"ip route add " + foreign[1],
 	} {
-		if out, err := h.Exec(background(t), "sh", "-c", args); err != nil {
+		if out, err := h.Exec(testContext(t), "sh", "-c", args); err != nil {
 			t.Fatalf("%s: %v: %s", args, err, out)
 		}
 	}
 	startOne(t, h, lab.FlanneldOptions{})
-	expectKernel(t, h, slices.Concat(entries("10.5.201.0/24", "192.168.77.201", stays), foreign),
+	expectKernel(t, h, slices.Concat(datapathLines("10.5.201.0/24", "192.168.77.201", stays), foreign),
 		[]string{gone, "10.5.200.0", "10.5.222.0", "02:00:00:00:00:cc"})
 }
 
-// TestChangedPeerReplacesWhatItWas checks that the entries of a peer are replaced
+// TestChangedPeerIsReplaced checks that the entries of a peer are replaced
 // completely when its MAC, its address or both change.
-func TestChangedPeerReplacesWhatItWas(t *testing.T) {
+func TestChangedPeerIsReplaced(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 1}, `{"Type":"vxlan"}`)
-	c, h := store(t, l), l.Host(1)
+	c, h := etcdClient(t, l), l.Host(1)
 	startOne(t, h, lab.FlanneldOptions{})
 	for _, p := range []struct{ ip, mac string }{
 		{"192.168.77.200", "02:00:00:00:00:aa"},
@@ -405,12 +405,12 @@ func TestChangedPeerReplacesWhatItWas(t *testing.T) {
 		{"192.168.77.201", "02:00:00:00:00:bb"},
 		{"192.168.77.202", "02:00:00:00:00:cc"},
 	} {
-		put(t, c, subnets+"10.5.200.0-24", peer(p.ip, p.mac))
-		want := entries("10.5.200.0/24", p.ip, p.mac)
+		putKey(t, c, subnets+"10.5.200.0-24", vxlanLease(p.ip, p.mac))
+		want := datapathLines("10.5.200.0/24", p.ip, p.mac)
 		lack := slices.DeleteFunc([]string{"02:00:00:00:00:aa", "02:00:00:00:00:bb", "02:00:00:00:00:cc"}, func(mac string) bool { return mac == p.mac })
 		expectKernel(t, h, want, lack)
 	}
-	remove(t, c, subnets+"10.5.200.0-24")
+	removeKey(t, c, subnets+"10.5.200.0-24")
 	expectKernel(t, h, nil, []string{"10.5.200.0", "02:00:00:00:00:cc"})
 }
 
@@ -420,38 +420,38 @@ func TestGarbageInTheStore(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 2}, `{"Type":"vxlan"}`)
 	startAll(t, l, lab.FlanneldOptions{})
-	c, h := store(t, l), l.Host(1)
+	c, h := etcdClient(t, l), l.Host(1)
 	d := h.Daemon()
 	own := leaseOf(t, l, l.Host(2)).subnet()
-	// told is a part of the log line about the key.
-	garbage := map[string]struct{ value, told string }{
+	// log is a part of the log line about the key.
+	garbage := map[string]struct{ value, log string }{
 		"garbage":         {"x", "garbage"},
 		"10.5.210.0-24":   {"{", "10.5.210.0-24"},
 		"10.5.211.0-24":   {`{"PublicIP":"192.168.77.211","PublicIPv6":null,"BackendType":"vxlan"}`, "no backend data"},
-		"10.5.212.0-24":   {peer("192.168.77.212", "01:00:5e:00:00:01"), "01:00:5e:00:00:01 is not a unicast address"},
-		"10.5.213.0-24":   {strings.Replace(peer("192.168.77.213", "x"), `"x"`, "null", 1), "without a VtepMAC"},
-		"10.5.214.0-24":   {peer("192.168.77.1", "02:00:00:00:00:14"), "which is our own"},
-		"10.6.0.0-24":     {peer("192.168.77.215", "02:00:00:00:00:15"), "10.6.0.0/24 is outside the Network"},
-		"0.0.0.0-1":       {peer("192.168.77.216", "02:00:00:00:00:16"), "0.0.0.0/1 is outside the Network"},
-		"127.0.0.0-8":     {peer("192.168.77.217", "02:00:00:00:00:17"), "127.0.0.0/8 is outside the Network"},
-		"192.168.77.0-24": {peer("192.168.77.218", "02:00:00:00:00:18"), "192.168.77.0/24 is outside the Network"},
-		"10.5.0.0-16":     {peer("192.168.77.219", "02:00:00:00:00:19"), "10.5.0.0/16 overlaps"},
+		"10.5.212.0-24":   {vxlanLease("192.168.77.212", "01:00:5e:00:00:01"), "01:00:5e:00:00:01 is not a unicast address"},
+		"10.5.213.0-24":   {strings.Replace(vxlanLease("192.168.77.213", "x"), `"x"`, "null", 1), "without a VtepMAC"},
+		"10.5.214.0-24":   {vxlanLease("192.168.77.1", "02:00:00:00:00:14"), "which is our own"},
+		"10.6.0.0-24":     {vxlanLease("192.168.77.215", "02:00:00:00:00:15"), "10.6.0.0/24 is outside the Network"},
+		"0.0.0.0-1":       {vxlanLease("192.168.77.216", "02:00:00:00:00:16"), "0.0.0.0/1 is outside the Network"},
+		"127.0.0.0-8":     {vxlanLease("192.168.77.217", "02:00:00:00:00:17"), "127.0.0.0/8 is outside the Network"},
+		"192.168.77.0-24": {vxlanLease("192.168.77.218", "02:00:00:00:00:18"), "192.168.77.0/24 is outside the Network"},
+		"10.5.0.0-16":     {vxlanLease("192.168.77.219", "02:00:00:00:00:19"), "10.5.0.0/16 overlaps"},
 		"10.5.220.0-24":   {strings.Repeat("a", 1<<20), "10.5.220.0-24"},
-		"10.5.221.0-24":   {peer("", "02:00:00:00:00:21"), "10.5.221.0-24"},
+		"10.5.221.0-24":   {vxlanLease("", "02:00:00:00:00:21"), "10.5.221.0-24"},
 	}
 	for key, g := range garbage {
-		put(t, c, subnets+key, g.value)
+		putKey(t, c, subnets+key, g.value)
 	}
 	// A valid lease after the invalid ones is served.
-	put(t, c, subnets+"10.5.230.0-24", peer("192.168.77.230", "02:00:00:00:00:30"))
-	expectKernel(t, h, entries("10.5.230.0/24", "192.168.77.230", "02:00:00:00:00:30"), []string{
+	putKey(t, c, subnets+"10.5.230.0-24", vxlanLease("192.168.77.230", "02:00:00:00:00:30"))
+	expectKernel(t, h, datapathLines("10.5.230.0/24", "192.168.77.230", "02:00:00:00:00:30"), []string{
 		"10.5.210.0", "10.5.211.0", "10.5.212.0", "10.5.213.0", "10.5.214.0", "10.6.0.0", "0.0.0.0/1", "127.0.0.0/8", "10.5.0.0/16", "10.5.220.0",
 	})
 	expectMatrix(t, l)
 	for key, g := range garbage {
-		lines := slices.DeleteFunc(strings.Split(d.Log(), "\n"), func(line string) bool { return !strings.Contains(line, g.told) })
+		lines := slices.DeleteFunc(strings.Split(d.Log(), "\n"), func(line string) bool { return !strings.Contains(line, g.log) })
 		if len(lines) != 1 {
-			t.Errorf("%s: %d lines in the log with %q, want one:\n%s", key, len(lines), g.told, strings.Join(lines, "\n"))
+			t.Errorf("%s: %d lines in the log with %q, want one:\n%s", key, len(lines), g.log, strings.Join(lines, "\n"))
 		}
 	}
 	if n := len(d.Log()); n > 20000 {

@@ -25,15 +25,15 @@ import (
 )
 
 // stopTime is the longest time from the signal to the end of the process. The daemon itself takes
-// at most 2 s. A kernel that is busy with the namespaces of other tests takes seconds more to close
-// the sockets of the process.
+// at most 2 s. A kernel that is busy with the namespaces of other tests takes seconds more to
+// close the sockets of the process.
 const stopTime = 6 * time.Second
 
 // expectStop asks the daemon to stop, and fails the test unless it exits within stopTime
 // with code 0.
 func expectStop(t *testing.T, d *lab.Daemon) {
 	t.Helper()
-	ctx, cancel := context.WithTimeout(background(t), stopTime)
+	ctx, cancel := context.WithTimeout(testContext(t), stopTime)
 	defer cancel()
 	if code, err := d.Stop(ctx); err != nil || code != 0 {
 		t.Errorf("exit code %d, %v, want 0; its log:\n%s", code, err, d.Log())
@@ -45,12 +45,12 @@ func expectStop(t *testing.T, d *lab.Daemon) {
 // the vxlan device. A device that was created again would have another number.
 func datapath(t *testing.T, h *lab.Host, wanted []string) []string {
 	t.Helper()
-	state, err := kernel(background(t), h)
+	state, err := vxlanKernelState(testContext(t), h)
 	if err != nil {
 		t.Fatal(err)
 	}
 	have := slices.DeleteFunc(slices.Clone(wanted), func(line string) bool { return !strings.Contains(state, line) })
-	if dev, err := h.Exec(background(t), "ip", "-o", "link", "show", "flannel.1"); err == nil {
+	if dev, err := h.Exec(testContext(t), "ip", "-o", "link", "show", "flannel.1"); err == nil {
 		number, _, _ := strings.Cut(string(dev), ":")
 		have = append(have, "device "+number)
 	}
@@ -66,8 +66,8 @@ func TestStopAtAnyMoment(t *testing.T) {
 	const step, last = 10 * time.Millisecond, 400 * time.Millisecond
 	const mac = "02:00:00:00:00:aa"
 	l := newLab(t, lab.Config{Hosts: 1}, `{"Type":"vxlan"}`)
-	put(t, store(t, l), subnets+"10.5.200.0-24", peer("192.168.77.200", mac))
-	h, wanted := l.Host(1), entries("10.5.200.0/24", "192.168.77.200", mac)
+	putKey(t, etcdClient(t, l), subnets+"10.5.200.0-24", vxlanLease("192.168.77.200", mac))
+	h, wanted := l.Host(1), datapathLines("10.5.200.0/24", "192.168.77.200", mac)
 	var before []string
 	for delay := time.Duration(0); delay <= last; delay += step {
 		if delay/step%2 == 0 { // every other start is without a last known state
@@ -124,10 +124,10 @@ type supervisor struct {
 	path string
 }
 
-func supervise(t *testing.T, h *lab.Host, socket string) supervisor {
+func newSupervisor(t *testing.T, h *lab.Host, socket string) supervisor {
 	t.Helper()
 	s := supervisor{path: "/run/" + socket}
-	err := h.Do(background(t), func() (err error) {
+	err := h.Do(testContext(t), func() (err error) {
 		s.conn, err = net.ListenUnixgram("unixgram", &net.UnixAddr{Name: s.path, Net: "unixgram"})
 		return err
 	})
@@ -170,9 +170,9 @@ func TestStopRightAfterReady(t *testing.T) {
 	t.Parallel()
 	const mac = "02:00:00:00:00:aa"
 	l := newLab(t, lab.Config{Hosts: 1}, `{"Type":"vxlan"}`)
-	put(t, store(t, l), subnets+"10.5.200.0-24", peer("192.168.77.200", mac))
-	h, wanted := l.Host(1), entries("10.5.200.0/24", "192.168.77.200", mac)
-	s := supervise(t, h, "notify")
+	putKey(t, etcdClient(t, l), subnets+"10.5.200.0-24", vxlanLease("192.168.77.200", mac))
+	h, wanted := l.Host(1), datapathLines("10.5.200.0/24", "192.168.77.200", mac)
+	s := newSupervisor(t, h, "notify")
 	for _, ms := range []int{0, 0, 1, 2, 5, 10, 20} {
 		delay := time.Duration(ms) * time.Millisecond
 		d := start(t, h, lab.FlanneldOptions{Env: s.env()})
@@ -193,33 +193,33 @@ func TestStopRightAfterReady(t *testing.T) {
 func TestWatchdog(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 1}, `{"Type":"vxlan"}`)
-	s := supervise(t, l.Host(1), "notify")
+	s := newSupervisor(t, l.Host(1), "notify")
 	const interval = 400 * time.Millisecond
 	d := start(t, l.Host(1), lab.FlanneldOptions{Env: s.env(fmt.Sprintf("WATCHDOG_USEC=%d", interval.Microseconds()))})
-	heard := map[string]int{}
+	notified := map[string]int{}
 	for range 8 {
-		heard[s.next(t, interval)]++
+		notified[s.next(t, interval)]++
 	}
-	if heard["READY=1"] != 1 || heard["WATCHDOG=1"] != 7 {
-		t.Errorf("notifications %v, want one READY=1 and a WATCHDOG=1 in every %v", heard, interval)
+	if notified["READY=1"] != 1 || notified["WATCHDOG=1"] != 7 {
+		t.Errorf("notifications %v, want one READY=1 and a WATCHDOG=1 in every %v", notified, interval)
 	}
 	expectStop(t, d)
 }
 
-// TestMainLoopStandsStill checks that /healthz reports a main loop that makes no
+// TestMainLoopHangs checks that /healthz reports a main loop that makes no
 // progress, so that a liveness probe can restart the daemon. The loop blocks because the
 // supervisor does not read its socket.
 //
 //stages:rest it waits for the watchdog
-func TestMainLoopStandsStill(t *testing.T) {
+func TestMainLoopHangs(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 1}, `{"Type":"vxlan"}`)
-	deaf := supervise(t, l.Host(1), "notify")
+	deaf := newSupervisor(t, l.Host(1), "notify")
 	const most = time.Minute + 2*time.Second // the longest time without a round that is healthy with this resync
 	begin := time.Now()
 	d := start(t, l.Host(1), lab.FlanneldOptions{Args: []string{"--resync=1s"}, Env: deaf.env("WATCHDOG_USEC=2000")})
 	within(t, most+patience, "/healthz", func() error {
-		status, body, _ := d.Get(background(t), "/healthz")
+		status, body, _ := d.Get(testContext(t), "/healthz")
 		if status != http.StatusServiceUnavailable || !strings.Contains(body, "main loop stands still") {
 			return fmt.Errorf("%d %q", status, body)
 		}
@@ -237,7 +237,7 @@ func TestMainLoopStandsStill(t *testing.T) {
 func TestSecondSignalKills(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 1}, `{"Type":"vxlan"}`)
-	deaf := supervise(t, l.Host(1), "notify")
+	deaf := newSupervisor(t, l.Host(1), "notify")
 	blocked := func() *lab.Daemon {
 		t.Helper()
 		d := startOne(t, l.Host(1), lab.FlanneldOptions{Env: deaf.env("WATCHDOG_USEC=10000")})
@@ -260,7 +260,7 @@ func TestSecondSignalKills(t *testing.T) {
 	if err := d.Signal(unix.SIGTERM); err != nil {
 		t.Fatal(err)
 	}
-	code, err := d.Wait(background(t))
+	code, err := d.Wait(testContext(t))
 	if took := time.Since(second); err != nil || code != -1 || took > 500*time.Millisecond {
 		t.Errorf("exit code %d after %v (%v), want -1 at once", code, took, err)
 	}
@@ -271,11 +271,11 @@ func TestSecondSignalKills(t *testing.T) {
 func TestRestartsUnderTraffic(t *testing.T) {
 	t.Parallel()
 	for _, backend := range []string{"vxlan", "host-gw"} {
-		t.Run(backend, func(t *testing.T) { restartsUnderTraffic(t, backend) })
+		t.Run(backend, func(t *testing.T) { testRestartsUnderTraffic(t, backend) })
 	}
 }
 
-func restartsUnderTraffic(t *testing.T, backend string) {
+func testRestartsUnderTraffic(t *testing.T, backend string) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 2, Families: dual}, backendConfig(backend))
 	startAll(t, l, lab.FlanneldOptions{})
@@ -322,7 +322,7 @@ func TestRefusesToRun(t *testing.T) {
 			expectFailure(t, start(t, l.Host(1), lab.FlanneldOptions{Args: tt.args, Env: tt.env}), tt.want)
 		})
 	}
-	if links, err := l.Host(1).Exec(background(t), "ip", "-o", "link"); err != nil || strings.Contains(string(links), "flannel") {
+	if links, err := l.Host(1).Exec(testContext(t), "ip", "-o", "link"); err != nil || strings.Contains(string(links), "flannel") {
 		t.Errorf("%v, want no flannel device among the links:\n%s", err, links)
 	}
 	if _, err := os.Stat(l.Host(1).Path(lab.SubnetFile)); !errors.Is(err, os.ErrNotExist) {
@@ -330,9 +330,9 @@ func TestRefusesToRun(t *testing.T) {
 	}
 }
 
-// TestInformation checks that the flags for help and version print to stderr, as flannel
+// TestHelpAndVersion checks that the flags for help and version print to stderr, as flannel
 // does.
-func TestInformation(t *testing.T) {
+func TestHelpAndVersion(t *testing.T) {
 	t.Parallel()
 	for arg, want := range map[string]string{
 		"--help":    `^flanneld gives every host(?s:.*)--etcd-endpoints=(?s:.*)FLANNELD_ETCD_ENDPOINTS`,
@@ -341,7 +341,7 @@ func TestInformation(t *testing.T) {
 		"-version":  `^\S+ commit \S+ go1\.\S+ linux/\w+\n$`,
 	} {
 		var stdout, stderr bytes.Buffer
-		cmd := exec.CommandContext(background(t), flanneld(), arg)
+		cmd := exec.CommandContext(testContext(t), flanneld(), arg)
 		cmd.Stdout, cmd.Stderr = &stdout, &stderr
 		if err := cmd.Run(); err != nil {
 			t.Errorf("%s: %v", arg, err)
@@ -358,7 +358,7 @@ func TestStdoutIsEmpty(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 1}, `{"Type":"vxlan"}`)
 	l.Etcd().Kill()
-	h, ctx := l.Host(1), background(t)
+	h, ctx := l.Host(1), testContext(t)
 	var stdout, stderr bytes.Buffer
 	cmd := exec.CommandContext(ctx, flanneld(), "--etcd-endpoints="+h.EtcdEndpoint())
 	cmd.Stdout, cmd.Stderr = &stdout, &stderr
@@ -395,8 +395,8 @@ func TestLeaseLostToAnotherNode(t *testing.T) {
 	l := newLab(t, lab.Config{Hosts: 1}, `{"Type":"vxlan"}`)
 	d := startOne(t, l.Host(1), lab.FlanneldOptions{})
 	own := leaseOf(t, l, l.Host(1))
-	taken := peer("192.168.77.99", "02:00:00:00:00:99")
-	put(t, store(t, l), subnets+own.Key, taken)
+	taken := vxlanLease("192.168.77.99", "02:00:00:00:00:99")
+	putKey(t, etcdClient(t, l), subnets+own.Key, taken)
 	expectFailure(t, d, "subnet lease lost", own.Key, "192.168.77.99")
 	if now := leases(t, l); len(now) != 1 || now[0].Value != taken {
 		t.Errorf("leases are %v, want only the new owner's", now)

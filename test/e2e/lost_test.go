@@ -22,7 +22,7 @@ import (
 	"github.com/flanneld/flanneld/test/lab"
 )
 
-func millis(n int) time.Duration { return time.Duration(n) * time.Millisecond }
+func milliseconds(n int) time.Duration { return time.Duration(n) * time.Millisecond }
 
 // expectLeases waits until the store contains exactly the leases with these keys.
 func expectLeases(t *testing.T, l *lab.Lab, want []string) {
@@ -44,12 +44,12 @@ func keys(t *testing.T, l *lab.Lab) []string {
 	return ks
 }
 
-// TestStoreAwayForLongerThanALease checks that no packet is lost although all leases
+// TestStoreOutageLongerThanALease checks that no packet is lost although all leases
 // expire at the same time while the store is away, and that every host has its subnet
 // again afterwards.
 //
 //stages:rest it waits for several lease times
-func TestStoreAwayForLongerThanALease(t *testing.T) {
+func TestStoreOutageLongerThanALease(t *testing.T) {
 	t.Parallel()
 	const ttl = 5 * time.Second
 	l := newLab(t, lab.Config{Families: dual}, `{"Type":"vxlan"}`)
@@ -71,7 +71,7 @@ func TestStoreAwayForLongerThanALease(t *testing.T) {
 
 	l.Etcd().Kill()
 	pause(t, 2*ttl)
-	if err := l.Etcd().Start(background(t)); err != nil {
+	if err := l.Etcd().Start(testContext(t)); err != nil {
 		t.Fatal(err)
 	}
 	pause(t, ttl)
@@ -95,7 +95,7 @@ func TestStoreWiped(t *testing.T) {
 	down := l.Host(3)
 	pause(t, 3*time.Second) // until the state is written to disk
 	down.Daemon().Kill()
-	if err := l.Etcd().Wipe(background(t)); err != nil {
+	if err := l.Etcd().Wipe(testContext(t)); err != nil {
 		t.Fatal(err)
 	}
 	for _, h := range l.Hosts()[:2] {
@@ -106,7 +106,7 @@ func TestStoreWiped(t *testing.T) {
 	d := start(t, down, lab.FlanneldOptions{})
 	expectLog(t, d, "no network configuration")
 	pause(t, time.Second)
-	if err := l.PutNetwork(background(t), network); err != nil {
+	if err := l.PutNetwork(testContext(t), network); err != nil {
 		t.Fatal(err)
 	}
 	expectReady(t, d)
@@ -124,9 +124,9 @@ func TestStoreWiped(t *testing.T) {
 func TestStoreRestoredFromBackup(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{}, `{"Type":"vxlan"}`)
-	c := store(t, l)
-	old := peer("192.168.77.200", "02:00:00:00:00:aa")
-	put(t, c, subnets+"10.5.200.0-24", old)
+	c := etcdClient(t, l)
+	old := vxlanLease("192.168.77.200", "02:00:00:00:00:aa")
+	putKey(t, c, subnets+"10.5.200.0-24", old)
 	startOne(t, l.Host(1), lab.FlanneldOptions{})
 	startOne(t, l.Host(2), lab.FlanneldOptions{})
 
@@ -135,18 +135,18 @@ func TestStoreRestoredFromBackup(t *testing.T) {
 	if err := os.CopyFS(backup, os.DirFS(l.Etcd().Dir())); err != nil {
 		t.Fatal(err)
 	}
-	if err := l.Etcd().Start(background(t)); err != nil {
+	if err := l.Etcd().Start(testContext(t)); err != nil {
 		t.Fatal(err)
 	}
 	startOne(t, l.Host(3), lab.FlanneldOptions{})
-	if err := l.AddPods(background(t)); err != nil {
+	if err := l.AddPods(testContext(t)); err != nil {
 		t.Fatal(err)
 	}
-	remove(t, c, subnets+"10.5.200.0-24")
-	newer := peer("192.168.77.201", "02:00:00:00:00:bb")
-	put(t, c, subnets+"10.5.201.0-24", newer)
+	removeKey(t, c, subnets+"10.5.200.0-24")
+	newer := vxlanLease("192.168.77.201", "02:00:00:00:00:bb")
+	putKey(t, c, subnets+"10.5.201.0-24", newer)
 	for _, h := range l.Hosts() {
-		expectKernel(t, h, entries("10.5.201.0/24", "192.168.77.201", "02:00:00:00:00:bb"), []string{"10.5.200.0"})
+		expectKernel(t, h, datapathLines("10.5.201.0/24", "192.168.77.201", "02:00:00:00:00:bb"), []string{"10.5.200.0"})
 	}
 	own := map[*lab.Host]string{}
 	for _, h := range l.Hosts() {
@@ -161,44 +161,44 @@ func TestStoreRestoredFromBackup(t *testing.T) {
 	if err := os.CopyFS(l.Etcd().Dir(), os.DirFS(backup)); err != nil {
 		t.Fatal(err)
 	}
-	if err := l.Etcd().Start(background(t)); err != nil {
+	if err := l.Etcd().Start(testContext(t)); err != nil {
 		t.Fatal(err)
 	}
 	expectLog(t, l.Host(3).Daemon(), "own lease was gone, taken again")
 	for _, h := range l.Hosts() {
 		expectLog(t, h.Daemon(), "the store has forgotten peers")
-		// Hosts keep peers that the backup does not contain, and follow those that it
+		// Hosts keep peers that the backup does not contain, and serve those that it
 		// contains.
-		expectKernel(t, h, slices.Concat(entries("10.5.201.0/24", "192.168.77.201", "02:00:00:00:00:bb"),
-			entries("10.5.200.0/24", "192.168.77.200", "02:00:00:00:00:aa")), nil)
+		expectKernel(t, h, slices.Concat(datapathLines("10.5.201.0/24", "192.168.77.201", "02:00:00:00:00:bb"),
+			datapathLines("10.5.200.0/24", "192.168.77.200", "02:00:00:00:00:aa")), nil)
 		if now := leaseOf(t, l, h).Key; now != own[h] {
 			t.Errorf("%s has the lease %s, want %s as before", h.Name(), now, own[h])
 		}
 	}
-	// The kept peer gives way when another node has its subnet.
-	put(t, c, subnets+"10.5.201.0-24", peer("192.168.77.202", "02:00:00:00:00:cc"))
+	// The held peer is dropped when another node has its subnet.
+	putKey(t, c, subnets+"10.5.201.0-24", vxlanLease("192.168.77.202", "02:00:00:00:00:cc"))
 	for _, h := range l.Hosts() {
-		expectKernel(t, h, entries("10.5.201.0/24", "192.168.77.202", "02:00:00:00:00:cc"), []string{"02:00:00:00:00:bb"})
+		expectKernel(t, h, datapathLines("10.5.201.0/24", "192.168.77.202", "02:00:00:00:00:cc"), []string{"02:00:00:00:00:bb"})
 	}
 	expectNothingLost(t, flows)
 	expectMatrix(t, l)
 }
 
-// TestOwnLeaseGoes checks that a daemon takes its lease again, with the same key and
+// TestOwnLeaseDeleted checks that a daemon takes its lease again, with the same key and
 // value, if the lease is deleted or expires.
-func TestOwnLeaseGoes(t *testing.T) {
+func TestOwnLeaseDeleted(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 2}, `{"Type":"vxlan"}`)
 	startAll(t, l, lab.FlanneldOptions{})
-	c, h := store(t, l), l.Host(1)
+	c, h := etcdClient(t, l), l.Host(1)
 	own := leaseOf(t, l, h)
 	key := subnets + own.Key
 	for what, goes := range map[string]func(){
-		"deleted": func() { remove(t, c, key) },
+		"deleted": func() { removeKey(t, c, key) },
 		"expired": func() {
-			r, err := c.Get(background(t), key)
+			r, err := c.Get(testContext(t), key)
 			if err == nil {
-				_, err = c.Revoke(background(t), clientv3.LeaseID(r.Kvs[0].Lease))
+				_, err = c.Revoke(testContext(t), clientv3.LeaseID(r.Kvs[0].Lease))
 			}
 			if err != nil {
 				t.Fatal(err)
@@ -226,12 +226,12 @@ func TestOwnLeaseGoes(t *testing.T) {
 // time. The test logs the real time.
 const rebootTime = time.Second
 
-// TestLastKnownLeaseRunsOut checks that a host which starts without its store uses the
+// TestLastKnownLeaseExpires checks that a host which starts without its store uses the
 // last known state until the lease expires, counted from its last renewal, and not
 // longer.
 //
 //stages:rest it waits for several lease times
-func TestLastKnownLeaseRunsOut(t *testing.T) {
+func TestLastKnownLeaseExpires(t *testing.T) {
 	t.Parallel()
 	const ttl, goesOn = 15 * time.Second, "going on from the last known state"
 	l := newLab(t, lab.Config{Hosts: 1}, `{"Type":"vxlan"}`)
@@ -262,7 +262,7 @@ func TestLastKnownLeaseRunsOut(t *testing.T) {
 	if _, err := os.Stat(h.Path(lab.SubnetFile)); err == nil || len(linesWith(d, goesOn)) > 0 {
 		t.Errorf("the daemon uses an expired lease: %q, %v", linesWith(d, goesOn), err)
 	}
-	if err := l.Etcd().Start(background(t)); err != nil {
+	if err := l.Etcd().Start(testContext(t)); err != nil {
 		t.Fatal(err)
 	}
 	expectReady(t, d)
@@ -271,10 +271,10 @@ func TestLastKnownLeaseRunsOut(t *testing.T) {
 	}
 }
 
-// TestRebootWhileTheStoreIsAway checks that a host which boots while the store does not
+// TestRebootDuringStoreOutage checks that a host which boots while the store does not
 // answer gets its subnet file and all kernel entries from its disk within rebootTime. A
 // boot empties the kernel and /run.
-func TestRebootWhileTheStoreIsAway(t *testing.T) {
+func TestRebootDuringStoreOutage(t *testing.T) {
 	t.Parallel()
 	for name, away := range map[string]func(*lab.Etcd) error{
 		"frozen": (*lab.Etcd).Stop,
@@ -287,10 +287,10 @@ func TestRebootWhileTheStoreIsAway(t *testing.T) {
 			expectConverged(t, l)
 			h := l.Host(1)
 			file := readSubnetFile(t, h)
-			before := everythingOfOurs(t, h)
+			before := vxlanObjects(t, h)
 			pause(t, 3*time.Second) // until the state is written to disk
 			expectStop(t, h.Daemon())
-			if out, err := h.Exec(background(t), "sh", "-c", "ip link del flannel.1; ip link del flannel-v6.1; rm -r /run/flannel"); err != nil {
+			if out, err := h.Exec(testContext(t), "sh", "-c", "ip link del flannel.1; ip link del flannel-v6.1; rm -r /run/flannel"); err != nil {
 				t.Fatalf("%v: %s", err, out)
 			}
 			if err := away(l.Etcd()); err != nil {
@@ -311,7 +311,7 @@ func TestRebootWhileTheStoreIsAway(t *testing.T) {
 			}
 			took := time.Since(started)
 			eventually(t, "kernel entries as before", func() error {
-				if now := everythingOfOurs(t, h); now != before {
+				if now := vxlanObjects(t, h); now != before {
 					return fmt.Errorf("they are\n%swant\n%s", now, before)
 				}
 				return nil
@@ -330,9 +330,9 @@ func TestRebootWhileTheStoreIsAway(t *testing.T) {
 // has started, one after the other.
 func TestRebootBeforeTheAddresses(t *testing.T) {
 	t.Parallel()
-	p := newPatient(t, "vxlan", dual)
+	p := newDamagedHost(t, "vxlan", dual)
 	h := p.host
-	file, before := readSubnetFile(t, h), everythingOfOurs(t, h)
+	file, before := readSubnetFile(t, h), vxlanObjects(t, h)
 	expectStop(t, h.Daemon())
 	p.lab.Etcd().Kill()
 	p.run(t, "ip link del flannel.1; ip link del flannel-v6.1; rm -r /run/flannel; ip addr flush dev eth0")
@@ -340,18 +340,18 @@ func TestRebootBeforeTheAddresses(t *testing.T) {
 	d := start(t, h, lab.FlanneldOptions{})
 	expectLog(t, d, `"the last known state cannot be used yet" err="no external interface: default route: no IPv4 default route`)
 	expectLog(t, d, "etcd is not usable")
-	p.run(t, p.restore(func(f prefix.Family) netip.Addr { return h.Addr(f) }))
+	p.run(t, p.restoreScript(func(f prefix.Family) netip.Addr { return h.Addr(f) }))
 	eventually(t, "subnet file and kernel", func() error {
 		if text, _ := os.ReadFile(h.Path(lab.SubnetFile)); string(text) != file {
 			return fmt.Errorf("subnet file %q, want %q", text, file)
 		}
-		if now := everythingOfOurs(t, h); now != before {
+		if now := vxlanObjects(t, h); now != before {
 			return fmt.Errorf("the kernel contains\n%swant\n%s", now, before)
 		}
 		return nil
 	})
 	expectMatrix(t, p.lab)
-	if err := p.lab.Etcd().Start(background(t)); err != nil {
+	if err := p.lab.Etcd().Start(testContext(t)); err != nil {
 		t.Fatal(err)
 	}
 	expectReady(t, d)
@@ -386,10 +386,10 @@ func TestClonedDisk(t *testing.T) {
 	if err := os.CopyFS(clone.Path(disk), os.DirFS(original.Path(disk))); err != nil {
 		t.Fatal(err)
 	}
-	if err := l.Etcd().Wipe(background(t)); err != nil {
+	if err := l.Etcd().Wipe(testContext(t)); err != nil {
 		t.Fatal(err)
 	}
-	if err := l.PutNetwork(background(t), network); err != nil {
+	if err := l.PutNetwork(testContext(t), network); err != nil {
 		t.Fatal(err)
 	}
 	d := startOne(t, clone, lab.FlanneldOptions{})
@@ -399,11 +399,11 @@ func TestClonedDisk(t *testing.T) {
 	expectOnce(t, d, `"the last known state cannot be used yet" err="it is of a node with [192.168.77.1], this one has [192.168.77.3]"`)
 }
 
-// everythingOfOurs returns everything about vxlan devices that the host's kernel
+// vxlanObjects returns everything about vxlan devices that the host's kernel
 // contains, sorted.
-func everythingOfOurs(t *testing.T, h *lab.Host) string {
+func vxlanObjects(t *testing.T, h *lab.Host) string {
 	t.Helper()
-	out, err := h.Exec(background(t), "sh", "-c", `{ ip -o link show type vxlan | sed 's/^[0-9]*//; s/ qlen.*//'
+	out, err := h.Exec(testContext(t), "sh", "-c", `{ ip -o link show type vxlan | sed 's/^[0-9]*//; s/ qlen.*//'
 		ip -o addr show | grep flannel | grep -v ' fe80' | sed 's/^[0-9]*//; s/ tentative//'
 		ip route; ip -6 route; ip neigh show nud permanent; bridge fdb; } | grep flannel | grep -v fe80 | sort`)
 	if err != nil {
@@ -412,12 +412,12 @@ func everythingOfOurs(t *testing.T, h *lab.Host) string {
 	return string(out)
 }
 
-// full mounts a small file system on a directory of the host and fills it. room removes
+// fillDisk mounts a small file system on a directory of the host and fills it. room removes
 // the file that fills it.
-func full(t *testing.T, h *lab.Host, dir string) (room func()) {
+func fillDisk(t *testing.T, h *lab.Host, dir string) (room func()) {
 	t.Helper()
 	filler := filepath.Join(dir, "filler")
-	err := h.Do(background(t), func() error {
+	err := h.Do(testContext(t), func() error {
 		if err := os.MkdirAll(dir, 0o755); err != nil {
 			return err
 		}
@@ -446,7 +446,7 @@ func TestFullDisk(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{}, `{"Type":"vxlan"}`)
 	state, run := l.Host(1), l.Host(2)
-	room := full(t, state, "/var/lib/flannel")
+	room := fillDisk(t, state, "/var/lib/flannel")
 	d := startOne(t, state, lab.FlanneldOptions{})
 	expectOnce(t, d, "no space left on device")
 	d.Kill()
@@ -461,12 +461,12 @@ func TestFullDisk(t *testing.T) {
 	})
 	expectOnce(t, d, "no space left on device")
 
-	room = full(t, run, "/run/flannel")
+	room = fillDisk(t, run, "/run/flannel")
 	d = start(t, run, lab.FlanneldOptions{})
 	expectLog(t, d, "no space left on device")
 	pause(t, time.Second)
 	expectOnce(t, d, "no space left on device")
-	if status, body, _ := d.Get(background(t), "/readyz"); status != 503 || !strings.Contains(body, "no space left") {
+	if status, body, _ := d.Get(testContext(t), "/readyz"); status != 503 || !strings.Contains(body, "no space left") {
 		t.Errorf("/readyz: %d %q, want 503 with the reason", status, body)
 	}
 	room()
@@ -477,7 +477,7 @@ func TestFullDisk(t *testing.T) {
 	}
 
 	startOne(t, l.Host(3), lab.FlanneldOptions{})
-	if err := l.AddPods(background(t)); err != nil {
+	if err := l.AddPods(testContext(t)); err != nil {
 		t.Fatal(err)
 	}
 	expectMatrix(t, l)
@@ -538,17 +538,17 @@ func TestStateFile(t *testing.T) {
 	}
 	expectWritten("a new state file after the old one was truncated")
 	known = "10.5.200.0-24"
-	put(t, store(t, l), subnets+known, peer("192.168.77.200", "02:00:00:00:00:aa"))
+	putKey(t, etcdClient(t, l), subnets+known, vxlanLease("192.168.77.200", "02:00:00:00:00:aa"))
 	expectWritten("a new peer in the state file")
 	expectQuiet()
 }
 
-// TestReadOnlyStateDirectory checks that a daemon which cannot write its state says so
+// TestReadOnlyStateDirectory checks that a daemon which cannot write its state logs that
 // once and works without it. It still reports the renewal of its lease.
 func TestReadOnlyStateDirectory(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 2}, `{"Type":"vxlan"}`)
-	err := l.Host(1).Do(background(t), func() error {
+	err := l.Host(1).Do(testContext(t), func() error {
 		return unix.Mount("lab", "/var/lib", "tmpfs", unix.MS_RDONLY, "")
 	})
 	if err != nil {
@@ -583,7 +583,7 @@ func TestTwoNetworksOnOneHost(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			l := newLab(t, lab.Config{Hosts: 2, Families: dual}, strings.Replace(backend, "2", "1", 1))
-			put(t, store(t, l), "/second/network/config", string(network("10.6.0.0/16", "fd00:6::/48", backend)))
+			putKey(t, etcdClient(t, l), "/second/network/config", string(network("10.6.0.0/16", "fd00:6::/48", backend)))
 			startAll(t, l, lab.FlanneldOptions{})
 			flows := startFlows(t, l, 100)
 			var firsts, seconds []*lab.Daemon
@@ -649,26 +649,26 @@ func TestTwoNetworksOnOneHost(t *testing.T) {
 func TestTwoDaemonsOnOneDevice(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 1}, `{"Type":"vxlan"}`)
-	put(t, store(t, l), "/second/network/config", `{"Network":"10.6.0.0/16","Backend":{"Type":"vxlan"}}`)
+	putKey(t, etcdClient(t, l), "/second/network/config", `{"Network":"10.6.0.0/16","Backend":{"Type":"vxlan"}}`)
 	first := startOne(t, l.Host(1), lab.FlanneldOptions{})
-	before := everythingOfOurs(t, l.Host(1))
+	before := vxlanObjects(t, l.Host(1))
 	d := start(t, l.Host(1), lab.FlanneldOptions{Args: second})
 	expectFailure(t, d, "another flanneld has device flannel.1")
-	if after := everythingOfOurs(t, l.Host(1)); after != before {
+	if after := vxlanObjects(t, l.Host(1)); after != before {
 		t.Errorf("the kernel contains\n%swant\n%s", after, before)
 	}
 	if err := first.Ended(); err != nil {
 		t.Error(err)
 	}
 	// The device is free after the first daemon has switched to another one.
-	if err := l.PutNetwork(background(t), json.RawMessage(`{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan","VNI":3}}`)); err != nil {
+	if err := l.PutNetwork(testContext(t), json.RawMessage(`{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan","VNI":3}}`)); err != nil {
 		t.Fatal(err)
 	}
 	expectStop(t, first)
 	startOne(t, l.Host(1), lab.FlanneldOptions{})
 	expectLog(t, l.Host(1).Daemon(), "removed what a former configuration had left")
 	expectLog(t, start(t, l.Host(1), lab.FlanneldOptions{Args: second}), "flannel is ready")
-	if all := everything(t, l.Host(1)); !strings.Contains(all, "flannel.1:") || !strings.Contains(all, "flannel.3:") {
+	if all := kernelObjects(t, l.Host(1)); !strings.Contains(all, "flannel.1:") || !strings.Contains(all, "flannel.3:") {
 		t.Errorf("want both devices in:\n%s", all)
 	}
 }
@@ -689,12 +689,12 @@ func TestKilledWhileStarting(t *testing.T) {
 		network("10.5.0.0/16", "fd00:5::/48", `{"Type":"host-gw"}`),
 	}
 	l := newLab(t, lab.Config{Hosts: 1, Families: dual, Network: configs[0]}, "")
-	c, h := store(t, l), l.Host(1)
+	c, h := etcdClient(t, l), l.Host(1)
 	for i := range 20 {
 		for _, backend := range []string{"vxlan", "host-gw"} {
 			value := fmt.Sprintf(`{"PublicIP":"192.168.77.%[1]d","PublicIPv6":"fd00:77::%[1]d","BackendType":%[2]q,`+
 				`"BackendData":{"VtepMAC":"02:00:00:00:00:%02[1]d"},"BackendV6Data":{"VtepMAC":"02:00:00:00:01:%02[1]d"}}`, i+30, backend)
-			put(t, c, fmt.Sprintf("%s10.5.%[2]d.0-24&fd00:5:0:%[2]d::-64", subnets, 20*len(backend)+i), value)
+			putKey(t, c, fmt.Sprintf("%s10.5.%[2]d.0-24&fd00:5:0:%[2]d::-64", subnets, 20*len(backend)+i), value)
 		}
 	}
 	startOne(t, h, lab.FlanneldOptions{})
@@ -702,12 +702,12 @@ func TestKilledWhileStarting(t *testing.T) {
 	h.Daemon().Kill()
 	for run := range runs {
 		if run%every == 0 {
-			if err := l.PutNetwork(background(t), configs[random.IntN(len(configs))]); err != nil {
+			if err := l.PutNetwork(testContext(t), configs[random.IntN(len(configs))]); err != nil {
 				t.Fatal(err)
 			}
 		}
 		d := start(t, h, lab.FlanneldOptions{})
-		pause(t, millis(random.IntN(50)))
+		pause(t, milliseconds(random.IntN(50)))
 		d.Kill()
 		if random.IntN(10) == 0 {
 			if err := os.RemoveAll(h.Path("/run/flannel")); err != nil {
@@ -716,7 +716,7 @@ func TestKilledWhileStarting(t *testing.T) {
 		}
 	}
 	for _, config := range []json.RawMessage{configs[2], configs[0]} {
-		if err := l.PutNetwork(background(t), config); err != nil {
+		if err := l.PutNetwork(testContext(t), config); err != nil {
 			t.Fatal(err)
 		}
 		startOne(t, h, lab.FlanneldOptions{})
@@ -727,7 +727,7 @@ func TestKilledWhileStarting(t *testing.T) {
 				return err
 			}
 			routes = slices.DeleteFunc(routes, func(r lab.Route) bool { return r.Protocol != ownProtocol })
-			all := everything(t, h)
+			all := kernelObjects(t, h)
 			if n := strings.Count(all, "vxlan id "); n != devices || len(routes) != 40 {
 				return fmt.Errorf("%d vxlan devices and %d routes, want %d and 40:\n%s", n, len(routes), devices, all)
 			}

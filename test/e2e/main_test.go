@@ -63,7 +63,7 @@ var (
 	dual = []prefix.Family{prefix.IPv4, prefix.IPv6}
 )
 
-func name(families []prefix.Family) string {
+func familiesName(families []prefix.Family) string {
 	switch {
 	case len(families) == 2:
 		return "dual"
@@ -74,8 +74,8 @@ func name(families []prefix.Family) string {
 	}
 }
 
-// background returns a context that ends with the test, or after patience.
-func background(t *testing.T) context.Context {
+// testContext returns a context that ends with the test, or after patience.
+func testContext(t *testing.T) context.Context {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), patience)
 	t.Cleanup(cancel)
@@ -111,10 +111,10 @@ func newLab(t *testing.T, cfg lab.Config, backend string) *lab.Lab {
 		if err != nil {
 			t.Fatal(err)
 		}
-		cfg.Network = below200(t, network)
+		cfg.Network = reserveSubnetsFrom200(t, network)
 	}
 	cfg.Flanneld = flanneld()
-	l, err := lab.New(background(t), cfg)
+	l, err := lab.New(testContext(t), cfg)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -146,14 +146,14 @@ func putNetwork(t *testing.T, l *lab.Lab, families []prefix.Family, backend stri
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := l.PutNetwork(background(t), network); err != nil {
+	if err := l.PutNetwork(testContext(t), network); err != nil {
 		t.Fatal(err)
 	}
 }
 
-// below200 reserves the IPv4 subnets from 10.5.200.0/24 on for peers that tests add to
-// the store: hosts do not get them.
-func below200(t *testing.T, network json.RawMessage) json.RawMessage {
+// reserveSubnetsFrom200 reserves the IPv4 subnets from 10.5.200.0/24 on for peers that tests add
+// to the store: hosts do not get them.
+func reserveSubnetsFrom200(t *testing.T, network json.RawMessage) json.RawMessage {
 	t.Helper()
 	var keys map[string]any
 	if err := json.Unmarshal(network, &keys); err != nil {
@@ -172,7 +172,7 @@ func below200(t *testing.T, network json.RawMessage) json.RawMessage {
 // startAll starts a daemon and a pod on every host.
 func startAll(t *testing.T, l *lab.Lab, o lab.FlanneldOptions) {
 	t.Helper()
-	ctx := background(t)
+	ctx := testContext(t)
 	if err := l.StartFlanneld(ctx, o); err != nil {
 		t.Fatal(err)
 	}
@@ -184,7 +184,7 @@ func startAll(t *testing.T, l *lab.Lab, o lab.FlanneldOptions) {
 // startOne starts a daemon on h and waits until it is ready.
 func startOne(t *testing.T, h *lab.Host, o lab.FlanneldOptions) *lab.Daemon {
 	t.Helper()
-	ctx := background(t)
+	ctx := testContext(t)
 	d, err := h.StartFlanneld(ctx, o)
 	if err != nil {
 		t.Fatal(err)
@@ -198,7 +198,7 @@ func startOne(t *testing.T, h *lab.Host, o lab.FlanneldOptions) *lab.Daemon {
 // start starts a daemon on h and does not wait until it is ready.
 func start(t *testing.T, h *lab.Host, o lab.FlanneldOptions) *lab.Daemon {
 	t.Helper()
-	d, err := h.StartFlanneld(background(t), o)
+	d, err := h.StartFlanneld(testContext(t), o)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -208,7 +208,7 @@ func start(t *testing.T, h *lab.Host, o lab.FlanneldOptions) *lab.Daemon {
 // expectReady waits until the daemon is ready.
 func expectReady(t *testing.T, d *lab.Daemon) {
 	t.Helper()
-	if err := d.Ready(background(t)); err != nil {
+	if err := d.Ready(testContext(t)); err != nil {
 		t.Fatal(err)
 	}
 }
@@ -216,7 +216,7 @@ func expectReady(t *testing.T, d *lab.Daemon) {
 // expectLog waits until the daemon's log contains text.
 func expectLog(t *testing.T, d *lab.Daemon, text string) {
 	t.Helper()
-	if err := d.WaitLog(background(t), text); err != nil {
+	if err := d.WaitLog(testContext(t), text); err != nil {
 		t.Fatal(err)
 	}
 }
@@ -244,7 +244,7 @@ func expectOnce(t *testing.T, d *lab.Daemon, text string) {
 // and one line of its log contains all of why.
 func expectFailure(t *testing.T, d *lab.Daemon, why ...string) {
 	t.Helper()
-	code, err := d.Wait(background(t))
+	code, err := d.Wait(testContext(t))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -291,7 +291,7 @@ func startFlows(t *testing.T, l *lab.Lab, rate int) []flow {
 				continue
 			}
 			for _, f := range l.Families() {
-				one, err := from.StartFlow(background(t), to, f, rate)
+				one, err := from.StartFlow(testContext(t), to, f, rate)
 				if err != nil {
 					t.Fatal(err)
 				}
@@ -318,7 +318,7 @@ func expectNothingLost(t *testing.T, flows []flow) {
 // nft adds rules to the firewall of a namespace.
 func nft(t *testing.T, n *lab.Namespace, rules string) {
 	t.Helper()
-	if out, err := n.Exec(background(t), "nft", rules); err != nil {
+	if out, err := n.Exec(testContext(t), "nft", rules); err != nil {
 		t.Fatalf("%v: %s", err, out)
 	}
 }
@@ -334,7 +334,7 @@ func expectConverged(t *testing.T, l *lab.Lab) {
 		for _, from := range l.Pods() {
 			for _, to := range l.Pods() {
 				for _, a := range to.Addrs() {
-					if _, err := from.Ping(background(t), a, ping.Options{}); err != nil {
+					if _, err := from.Ping(testContext(t), a, ping.Options{}); err != nil {
 						return err
 					}
 				}
@@ -344,9 +344,9 @@ func expectConverged(t *testing.T, l *lab.Lab) {
 	})
 }
 
-// expectAcquainted is like expectConverged, but for hosts without pods: it waits until
+// expectPeersProgrammed is like expectConverged, but for hosts without pods: it waits until
 // every daemon has programmed the kernel for every other host.
-func expectAcquainted(t *testing.T, l *lab.Lab) {
+func expectPeersProgrammed(t *testing.T, l *lab.Lab) {
 	t.Helper()
 	for _, h := range l.Hosts() {
 		eventually(t, "the peers of "+h.Name(), func() error {
@@ -368,7 +368,7 @@ func expectAcquainted(t *testing.T, l *lab.Lab) {
 func expectMatrix(t *testing.T, l *lab.Lab) {
 	t.Helper()
 	expectConverged(t, l)
-	for _, c := range l.Matrix(background(t), l.Families(), 0) {
+	for _, c := range l.Matrix(testContext(t), l.Families(), 0) {
 		if c.Err != nil {
 			t.Errorf("%s to %s by %s: %v", c.From.Name(), c.To.Name(), c.Family, c.Err)
 		}
@@ -394,6 +394,6 @@ func within(t *testing.T, limit time.Duration, what string, check func() error) 
 		if time.Now().After(deadline) {
 			t.Fatalf("%s: %v", what, err)
 		}
-		<-time.After(untilNextLook())
+		<-time.After(pollInterval())
 	}
 }

@@ -41,7 +41,7 @@ func TestHostBehindNAT(t *testing.T) {
 	for _, h := range l.Hosts() {
 		// The kernel leaves checksums of packets between namespaces incomplete, and the
 		// NAT cannot complete them. On a real wire they are complete.
-		if out, err := h.Exec(background(t), "ethtool", "-K", "eth0", "tx", "off"); err != nil {
+		if out, err := h.Exec(testContext(t), "ethtool", "-K", "eth0", "tx", "off"); err != nil {
 			t.Fatalf("%v: %s", err, out)
 		}
 	}
@@ -49,7 +49,7 @@ func TestHostBehindNAT(t *testing.T) {
 	for _, h := range l.Hosts()[1:] {
 		startOne(t, h, lab.FlanneldOptions{})
 	}
-	if err := l.AddPods(background(t)); err != nil {
+	if err := l.AddPods(testContext(t)); err != nil {
 		t.Fatal(err)
 	}
 	expectMatrix(t, l)
@@ -64,7 +64,7 @@ func TestHostBehindNAT(t *testing.T) {
 	if published != public {
 		t.Errorf("%s publishes %q, want %s", l.Host(1).Name(), published, public)
 	}
-	err := l.Host(1).Netlink(background(t), func(h *netlink.Handle) error {
+	err := l.Host(1).Netlink(testContext(t), func(h *netlink.Handle) error {
 		dev, err := h.LinkByName("flannel.1")
 		if err != nil {
 			return err
@@ -88,7 +88,7 @@ func TestPodsWithTheMTUOfAnotherDaemon(t *testing.T) {
 	l := newLab(t, lab.Config{Hosts: 2, Families: dual}, `{"Type":"vxlan"}`)
 	startAll(t, l, lab.FlanneldOptions{})
 	expectConverged(t, l)
-	ctx, pod, far := background(t), l.Host(1).Pods()[0], l.Host(2).Pods()[0]
+	ctx, pod, far := testContext(t), l.Host(1).Pods()[0], l.Host(2).Pods()[0]
 	if pod.MTU() != ours || far.MTU() != ours {
 		t.Fatalf("pods have MTU %d and %d, want %d", pod.MTU(), far.MTU(), ours)
 	}

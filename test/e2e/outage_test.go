@@ -17,13 +17,13 @@ import (
 	"github.com/flanneld/flanneld/test/lab"
 )
 
-// usage is what a daemon has used since its start.
-type usage struct {
+// resourceUsage is what a daemon has used since its start.
+type resourceUsage struct {
 	lines int           // of log
 	cpu   time.Duration // in user and kernel mode
 }
 
-func usageOf(t *testing.T, d *lab.Daemon) usage {
+func readUsage(t *testing.T, d *lab.Daemon) resourceUsage {
 	t.Helper()
 	stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", d.PID()))
 	if err != nil {
@@ -32,7 +32,7 @@ func usageOf(t *testing.T, d *lab.Daemon) usage {
 	// The name of the program may contain spaces, so fields are counted from its end.
 	const user, system, tick = 11, 12, time.Second / 100
 	fields := strings.Fields(string(stat[strings.LastIndexByte(string(stat), ')')+1:]))
-	u := usage{lines: strings.Count(d.Log(), "\n")}
+	u := resourceUsage{lines: strings.Count(d.Log(), "\n")}
 	for _, i := range []int{user, system} {
 		ticks, err := strconv.Atoi(fields[i])
 		if err != nil {
@@ -49,10 +49,10 @@ func usageOf(t *testing.T, d *lab.Daemon) usage {
 func TestStoreOutages(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{}, `{"Type":"vxlan"}`)
-	c := store(t, l)
+	c := etcdClient(t, l)
 	peers := func(subnet, host, mac string) (key, value string, shown []string) {
 		ip := "192.168.77." + host
-		return subnets + subnet + "-24", peer(ip, mac), entries(subnet+"/24", ip, mac)
+		return subnets + subnet + "-24", vxlanLease(ip, mac), datapathLines(subnet+"/24", ip, mac)
 	}
 	goneKey, goneValue, gone := peers("10.5.200.0", "200", "02:00:00:00:00:aa")
 	movedKey, movedValue, before := peers("10.5.201.0", "201", "02:00:00:00:00:bb")
@@ -65,15 +65,15 @@ func TestStoreOutages(t *testing.T) {
 		}
 	}
 	startAll(t, l, lab.FlanneldOptions{})
-	if _, err := c.Txn(background(t)).Then(clientv3.OpPut(goneKey, goneValue), clientv3.OpPut(movedKey, movedValue)).Commit(); err != nil {
+	if _, err := c.Txn(testContext(t)).Then(clientv3.OpPut(goneKey, goneValue), clientv3.OpPut(movedKey, movedValue)).Commit(); err != nil {
 		t.Fatal(err)
 	}
 	everywhere(slices.Concat(gone, before), nil)
 
 	flows := startFlows(t, l, 100)
-	start, used := time.Now(), map[*lab.Host]usage{}
+	start, used := time.Now(), map[*lab.Host]resourceUsage{}
 	for _, h := range l.Hosts() {
-		used[h] = usageOf(t, h.Daemon())
+		used[h] = readUsage(t, h.Daemon())
 	}
 
 	// First outage: the store hangs for longer than the timeout of requests, and longer
@@ -88,16 +88,16 @@ func TestStoreOutages(t *testing.T) {
 	if err := l.Etcd().Cont(); err != nil {
 		t.Fatal(err)
 	}
-	put(t, c, addedKey, addedValue)
+	putKey(t, c, addedKey, addedValue)
 	everywhere(added, nil)
 
 	// Second outage: the store is killed and restarted.
 	l.Etcd().Kill()
 	pause(t, 3*time.Second)
-	if err := l.Etcd().Start(background(t)); err != nil {
+	if err := l.Etcd().Start(testContext(t)); err != nil {
 		t.Fatal(err)
 	}
-	remove(t, c, addedKey)
+	removeKey(t, c, addedKey)
 	everywhere(slices.Concat(gone, before), added)
 
 	// Third outage: a firewall cuts off the hosts. Compaction removes the changes that
@@ -108,15 +108,15 @@ func TestStoreOutages(t *testing.T) {
 			iifname != "lo" tcp dport 2379 drop
 		}
 	}`)
-	if err := l.Etcd().Restart(background(t)); err != nil {
+	if err := l.Etcd().Restart(testContext(t)); err != nil {
 		t.Fatal(err)
 	}
-	put(t, c, addedKey, addedValue)
-	remove(t, c, goneKey)
-	put(t, c, movedKey, newValue)
-	r, err := c.Get(background(t), movedKey)
+	putKey(t, c, addedKey, addedValue)
+	removeKey(t, c, goneKey)
+	putKey(t, c, movedKey, newValue)
+	r, err := c.Get(testContext(t), movedKey)
 	if err == nil {
-		_, err = c.Compact(background(t), r.Header.Revision, clientv3.WithCompactPhysical())
+		_, err = c.Compact(testContext(t), r.Header.Revision, clientv3.WithCompactPhysical())
 	}
 	if err != nil {
 		t.Fatal(err)
@@ -141,7 +141,7 @@ func TestStoreOutages(t *testing.T) {
 			}
 			return nil
 		})
-		now := usageOf(t, d)
+		now := readUsage(t, d)
 		if lines := now.lines - used[h].lines; lines == 0 || lines >= 15 {
 			t.Errorf("%s logged %d lines, want 1 to 14", h.Name(), lines)
 		}
@@ -151,41 +151,41 @@ func TestStoreOutages(t *testing.T) {
 	}
 }
 
-// TestStoreIsNotThereYet checks that a daemon which starts before its store logs each
+// TestStoreStartsAfterDaemon checks that a daemon which starts before its store logs each
 // obstacle once and within seconds, stays healthy, and becomes ready when the last
 // obstacle is gone.
-func TestStoreIsNotThereYet(t *testing.T) {
+func TestStoreStartsAfterDaemon(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 1}, "")
 	h := l.Host(1)
 	l.Etcd().Kill()
 	d := start(t, h, lab.FlanneldOptions{})
-	said := time.Now()
+	logged := time.Now()
 	step := func(what, text string) {
 		t.Helper()
 		expectLog(t, d, text)
-		if took := time.Since(said); took > 8*time.Second {
+		if took := time.Since(logged); took > 8*time.Second {
 			t.Errorf("%s: logged after %v, want at most 8s", what, took)
 		}
 		pause(t, 3*time.Second)
 		expectOnce(t, d, text)
-		if status, body, _ := d.Get(background(t), "/readyz"); status != 503 {
+		if status, body, _ := d.Get(testContext(t), "/readyz"); status != 503 {
 			t.Errorf("%s: /readyz: %d %q, want 503", what, status, body)
 		}
-		if status, body, _ := d.Get(background(t), "/healthz"); status != 200 {
+		if status, body, _ := d.Get(testContext(t), "/healthz"); status != 200 {
 			t.Errorf("%s: /healthz: %d %q, want 200", what, status, body)
 		}
-		said = time.Now()
+		logged = time.Now()
 	}
 	config := func(text string) {
 		t.Helper()
-		if err := l.PutNetwork(background(t), json.RawMessage(text)); err != nil {
+		if err := l.PutNetwork(testContext(t), json.RawMessage(text)); err != nil {
 			t.Fatal(err)
 		}
-		said = time.Now()
+		logged = time.Now()
 	}
 	step("no store", `"etcd is not usable, retrying" err="etcd `+h.EtcdEndpoint()+`: dial tcp 192.168.77.254:2379: connect: connection refused"`)
-	if err := l.Etcd().Start(background(t)); err != nil {
+	if err := l.Etcd().Start(testContext(t)); err != nil {
 		t.Fatal(err)
 	}
 	step("no configuration", `no network configuration: etcd key /coreos.com/network/config does not exist`)

@@ -41,7 +41,7 @@ func newMachine(t *testing.T, h *lab.Host) *machine {
 	if err != nil {
 		t.Fatal(err)
 	}
-	out, err := h.Exec(background(t), "sh", "-ec", `
+	out, err := h.Exec(testContext(t), "sh", "-ec", `
 		root=$1 tree=$2 from=$3
 		mkdir -p $root $root/../upper $root/../work
 		mount -t overlay machine -o lowerdir=/,upperdir=$root/../upper,workdir=$root/../work $root
@@ -58,7 +58,7 @@ func newMachine(t *testing.T, h *lab.Host) *machine {
 // run runs a command of a page without changes.
 func (m *machine) run(command string) string {
 	m.t.Helper()
-	out, err := m.Exec(background(m.t), "env", "FLANNELD_ETCD_ENDPOINTS="+m.EtcdEndpoint(), "ETCDCTL_ENDPOINTS="+m.EtcdEndpoint(),
+	out, err := m.Exec(testContext(m.t), "env", "FLANNELD_ETCD_ENDPOINTS="+m.EtcdEndpoint(), "ETCDCTL_ENDPOINTS="+m.EtcdEndpoint(),
 		"PATH="+machineTree+"/bin:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin",
 		"chroot", machineRoot, "sh", "-ec", strings.Join(append(m.before, "cd "+machineTree, command), "\n"))
 	if err != nil {
@@ -67,9 +67,9 @@ func (m *machine) run(command string) string {
 	return string(out)
 }
 
-// typed runs a command as run does. If the command sets variables in the shell, later
+// runInShell runs a command as run does. If the command sets variables in the shell, later
 // commands see them.
-func (m *machine) typed(command string) {
+func (m *machine) runInShell(command string) {
 	m.t.Helper()
 	m.run(command)
 	if strings.HasPrefix(command, ". ") || strings.HasPrefix(command, "export ") {
@@ -96,10 +96,10 @@ var (
 	prompted  = regexp.MustCompile(`^(?:\$|# (?:flannelctl|systemctl|ip)) `)
 )
 
-// shownBlocks returns the indented blocks of a page, line by line without the
+// indentedBlocks returns the indented blocks of a page, line by line without the
 // indentation. A block may contain empty lines. An indented line that continues a list
 // item is not a block.
-func shownBlocks(text string) (blocks [][]string) {
+func indentedBlocks(text string) (blocks [][]string) {
 	var block []string
 	before, empty := "", 0
 	for line := range strings.Lines(text + "end\n") {
@@ -130,7 +130,7 @@ func pageCommands(t *testing.T, page string) (commands []string) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	for _, block := range shownBlocks(string(raw)) {
+	for _, block := range indentedBlocks(string(raw)) {
 		prompt := slices.ContainsFunc(block, prompted.MatchString)
 		for _, line := range block {
 			if prompted.MatchString(line) {
@@ -158,10 +158,10 @@ func pageBlock(t *testing.T, page, begins string) string {
 	return begins + strings.ReplaceAll(block, "\n    ", "\n")
 }
 
-// follow runs all commands of a page on the machines, each command on all machines before
+// followPage runs all commands of a page on the machines, each command on all machines before
 // the next. Commands that begin with a key of special are passed to its function instead,
 // for example because they need systemd or are output.
-func follow(t *testing.T, page string, machines []*machine, special map[string]func(m *machine, command string)) {
+func followPage(t *testing.T, page string, machines []*machine, special map[string]func(m *machine, command string)) {
 	t.Helper()
 	commands := pageCommands(t, page)
 	if len(commands) == 0 {
@@ -178,7 +178,7 @@ func follow(t *testing.T, page string, machines []*machine, special map[string]f
 		used[key] = true
 		for _, m := range machines {
 			if key == "" {
-				m.typed(command)
+				m.runInShell(command)
 			} else {
 				special[key](m, command)
 			}
@@ -193,9 +193,9 @@ func follow(t *testing.T, page string, machines []*machine, special map[string]f
 
 var message = regexp.MustCompile(`\] ("[^"]+")`)
 
-// said returns the messages of a daemon's log up to the one that it is ready, without
+// logMessages returns the messages of a daemon's log up to the one that it is ready, without
 // their values. They are sorted, because concurrent messages have no fixed order.
-func said(log string) (messages []string) {
+func logMessages(log string) (messages []string) {
 	for _, m := range message.FindAllStringSubmatch(log, -1) {
 		messages = append(messages, m[1])
 		if m[1] == `"flannel is ready"` {
@@ -214,7 +214,7 @@ func TestPageGettingStarted(t *testing.T) {
 	a, b := newMachine(t, l.Host(1)), newMachine(t, l.Host(2))
 	const settings = "/etc/flannel/flanneld.env"
 	nothing := func(*machine, string) {}
-	follow(t, "getting-started.md", []*machine{a, b}, map[string]func(*machine, string){
+	followPage(t, "getting-started.md", []*machine{a, b}, map[string]func(*machine, string){
 		// etcd runs already, and bin is built.
 		"make build": nothing, "ETCD_LISTEN_CLIENT_URLS=": nothing, "ETCD_ADVERTISE_CLIENT_URLS=": nothing, "systemctl restart etcd": nothing,
 		"etcdctl put": func(m *machine, command string) {
@@ -229,7 +229,7 @@ func TestPageGettingStarted(t *testing.T) {
 		"systemctl enable --now flanneld": func(m *machine, _ string) {
 			m.enable("/usr/local/bin/flanneld", settings)
 			eventually(t, "flanneld is ready", func() error {
-				_, err := m.Exec(background(t), "curl", "-sSf", "http://127.0.0.1:8471/readyz")
+				_, err := m.Exec(testContext(t), "curl", "-sSf", "http://127.0.0.1:8471/readyz")
 				return err
 			})
 		},
@@ -238,7 +238,7 @@ func TestPageGettingStarted(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			if diff := cmp.Diff(said(pageBlock(t, "getting-started.md", "$ "+command)), said(string(log))); m == b && diff != "" {
+			if diff := cmp.Diff(logMessages(pageBlock(t, "getting-started.md", "$ "+command)), logMessages(string(log))); m == b && diff != "" {
 				t.Errorf("messages on the page (-) and of the daemon (+) differ:\n%s\n%s", diff, log)
 			}
 		},
@@ -327,8 +327,8 @@ func TestPageEtcd(t *testing.T) {
 		guarded.run("chown root: " + path + " && chmod 0600 " + path)
 		set(guarded, line)
 	}
-	follow(t, "etcd-outages.md", []*machine{first}, map[string]func(*machine, string){"I1121": seen, "E1121": seen})
-	follow(t, "etcd.md", []*machine{first}, map[string]func(*machine, string){
+	followPage(t, "etcd-outages.md", []*machine{first}, map[string]func(*machine, string){"I1121": seen, "E1121": seen})
+	followPage(t, "etcd.md", []*machine{first}, map[string]func(*machine, string){
 		"I1121": seen, "E1121": seen,
 		"etcdctl get": func(m *machine, command string) {
 			out := m.run(strings.Replace(command, "10.5.43.0-24", own, 1))
@@ -353,7 +353,7 @@ func TestPageEtcd(t *testing.T) {
 		"FLANNELD_ETCD_USERNAME=": func(_ *machine, line string) { set(late, line) },
 		"FLANNELD_ETCD_PASSWORD=": func(_ *machine, line string) { set(late, line) },
 	})
-	if out, err := first.Exec(background(t), "etcdctl", "--endpoints", first.EtcdEndpoint(), "get", "--prefix", lab.Prefix); err == nil {
+	if out, err := first.Exec(testContext(t), "etcdctl", "--endpoints", first.EtcdEndpoint(), "get", "--prefix", lab.Prefix); err == nil {
 		t.Errorf("a client without a user can read the store: %s", out)
 	}
 	set(late, "FLANNELD_ETCD_ENDPOINTS="+late.EtcdEndpoint())
@@ -361,7 +361,7 @@ func TestPageEtcd(t *testing.T) {
 		set(m, "FLANNELD_HEALTHZ_PORT=8471")
 		m.enable(program, settings)
 		eventually(t, "flanneld is ready", func() error {
-			_, err := m.Exec(background(t), "curl", "-sSf", "http://127.0.0.1:8471/readyz")
+			_, err := m.Exec(testContext(t), "curl", "-sSf", "http://127.0.0.1:8471/readyz")
 			return err
 		})
 	}
@@ -393,7 +393,7 @@ func TestPageMigration(t *testing.T) {
 		machines = append(machines, m)
 	}
 	for _, m := range machines {
-		follow(t, "migration.md", []*machine{m}, map[string]func(*machine, string){
+		followPage(t, "migration.md", []*machine{m}, map[string]func(*machine, string){
 			"systemctl stop flannel": func(m *machine, _ string) { expectStop(t, m.Daemon()) },
 			"systemctl start flannel": func(m *machine, _ string) {
 				if info, err := os.Stat(m.file(program)); err != nil || info.Mode().Perm() != 0o755 {
@@ -404,7 +404,7 @@ func TestPageMigration(t *testing.T) {
 		})
 		m.run("curl -sS --fail http://127.0.0.1:8081/readyz")
 	}
-	expectAcquainted(t, l)
+	expectPeersProgrammed(t, l)
 }
 
 // TestPagesAboutAHost runs the commands of the pages about operating a host that works.
@@ -415,9 +415,9 @@ func TestPagesAboutAHost(t *testing.T) {
 	expectConverged(t, l)
 	m := newMachine(t, l.Host(1))
 	shown := func(*machine, string) {} // output, not a command
-	follow(t, "troubleshooting.md", []*machine{m}, nil)
-	follow(t, "status.md", []*machine{m}, nil)
-	follow(t, "backends/vxlan.md", []*machine{m}, map[string]func(*machine, string){
+	followPage(t, "troubleshooting.md", []*machine{m}, nil)
+	followPage(t, "status.md", []*machine{m}, nil)
+	followPage(t, "backends/vxlan.md", []*machine{m}, map[string]func(*machine, string){
 		`{"VNI"`: shown, "E1121": shown, "bin/flannelctl lab": shown,
 		"ip route show proto flannel": func(m *machine, command string) {
 			m.run("install -D dist/rt_protos.d/flannel.conf /etc/iproute2/rt_protos.d/flannel.conf")
@@ -428,7 +428,7 @@ func TestPagesAboutAHost(t *testing.T) {
 	})
 	m.run("install -D -m 0644 dist/systemd/docker-flannel.conf " + dockerDropIn)
 	gone := func(m *machine, _ string) { m.run("test ! -e " + dockerDropIn) }
-	follow(t, "operations.md", []*machine{m}, map[string]func(*machine, string){
+	followPage(t, "operations.md", []*machine{m}, map[string]func(*machine, string){
 		"systemctl daemon-reload": gone, "FLANNEL_": shown, "I1121": shown, "E1121": shown, "…": shown,
 		"curl -si": func(m *machine, command string) { m.run(strings.Replace(command, "8471", "8081", 1)) },
 		"systemd-analyze security flanneld": func(_ *machine, command string) {
@@ -469,7 +469,7 @@ func TestPageDocker(t *testing.T) {
 		expectDocker(t, m, bip)
 	}
 	added := []string{}
-	follow(t, "docker.md", []*machine{m}, map[string]func(*machine, string){
+	followPage(t, "docker.md", []*machine{m}, map[string]func(*machine, string){
 		"systemctl daemon-reload":  func(*machine, string) { m.run("test -x /usr/local/bin/mk-docker-opts.sh") },
 		"systemctl restart docker": func(*machine, string) { restart() },
 		"dist/mk-docker-opts.sh": func(_ *machine, command string) {
@@ -481,7 +481,7 @@ func TestPageDocker(t *testing.T) {
 		"ExecStartPre=": func(*machine, string) {}, // TestDocker tests this with a Docker that uses nftables
 		"10.5.49.0/24":  func(*machine, string) {}, // output of the script
 		"flannelctl doctor": func(m *machine, command string) { // this Docker has no rules
-			if out, _ := m.Exec(background(t), "chroot", machineRoot, machineTree+"/bin/"+command); strings.Contains(string(out), "Docker") {
+			if out, _ := m.Exec(testContext(t), "chroot", machineRoot, machineTree+"/bin/"+command); strings.Contains(string(out), "Docker") {
 				t.Errorf("%s: %s", command, out)
 			}
 		},
@@ -537,7 +537,7 @@ func TestPagesOnTheLab(t *testing.T) {
 				continue
 			}
 			seen[command] = true
-			cmd := exec.CommandContext(background(t), "sh", "-c", command)
+			cmd := exec.CommandContext(testContext(t), "sh", "-c", command)
 			cmd.Dir = "../.."
 			if out, err := cmd.CombinedOutput(); (err != nil) != fails[command] {
 				t.Errorf("%s: %s: %v\n%s", path, command, err, out)

@@ -42,7 +42,7 @@ scrape_configs: [{job_name: flannel, static_configs: [{targets: ["127.0.0.1:8081
 			t.Fatal(err)
 		}
 	}
-	ctx := background(t)
+	ctx := testContext(t)
 	ended := make(chan error, 1)
 	go func() {
 		out, err := h.Exec(ctx, "prometheus", "--config.file=/run/prometheus/prometheus.yml",

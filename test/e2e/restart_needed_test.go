@@ -32,12 +32,12 @@ func expectRestartNeeded(t *testing.T, h *lab.Host, want string) {
 	}
 }
 
-// held returns the lines of the kernel about peers, sorted, because the kernel lists
+// peerLines returns the lines of the kernel about peers, sorted, because the kernel lists
 // neighbours in an order that changes. It omits neighbours that the kernel has resolved
 // itself.
-func held(t *testing.T, h *lab.Host) string {
+func peerLines(t *testing.T, h *lab.Host) string {
 	t.Helper()
-	text, err := kernel(background(t), h)
+	text, err := vxlanKernelState(testContext(t), h)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -52,14 +52,14 @@ func held(t *testing.T, h *lab.Host) string {
 // that the data path is unchanged.
 func expectExitOnChange(t *testing.T, h *lab.Host, d *lab.Daemon, before string) {
 	t.Helper()
-	code, err := d.Wait(background(t))
+	code, err := d.Wait(testContext(t))
 	if err != nil {
 		t.Fatal(err)
 	}
 	if code != 3 {
 		t.Errorf("exit code %d, want 3:\n%s", code, d.Log())
 	}
-	if after := held(t, h); after != before {
+	if after := peerLines(t, h); after != before {
 		t.Errorf("the data path was\n%s\nand is\n%s", before, after)
 	}
 }
@@ -76,14 +76,14 @@ func TestRestartNeeded(t *testing.T) {
 		a, b := l.Host(1), l.Host(2)
 		startOne(t, a, lab.FlanneldOptions{})
 		stops := startOne(t, b, lab.FlanneldOptions{Args: []string{"--exit-on-config-change"}})
-		expectAcquainted(t, l)
+		expectPeersProgrammed(t, l)
 		put := func(config string) {
 			t.Helper()
-			if err := l.PutNetwork(background(t), []byte(config)); err != nil {
+			if err := l.PutNetwork(testContext(t), []byte(config)); err != nil {
 				t.Fatal(err)
 			}
 		}
-		before := held(t, b)
+		before := peerLines(t, b)
 		put(`{"IPv6Network":"fd00:5::/48","Network":"10.5.0.0/16","EnableIPv6":true,"Backend":{"Type":"vxlan"}}`)
 		put(`{"EnableIPv6":`)
 		expectRestartNeeded(t, a, "invalid")
@@ -94,9 +94,9 @@ func TestRestartNeeded(t *testing.T) {
 		put(string(network("10.5.0.0/16", "fd00:5::/48", `{"Type":"vxlan","VNI":7}`)))
 		expectRestartNeeded(t, a, changed)
 		expectExitOnChange(t, b, stops, before)
-		mustCtl(t, a, []string{"status"}, "restart needed", changed)
+		expectFlannelctl(t, a, []string{"status"}, "restart needed", changed)
 		expectOnce(t, a.Daemon(), "the network configuration has changed: restart needed")
-		if _, page := ask(t, a, "/statusz", "text/html"); !strings.Contains(page, "restart needed: Backend.VNI") {
+		if _, page := getStatus(t, a, "/statusz", "text/html"); !strings.Contains(page, "restart needed: Backend.VNI") {
 			t.Errorf("the page does not report the needed restart:\n%s", page)
 		}
 	})
@@ -114,7 +114,7 @@ func TestRestartNeeded(t *testing.T) {
 			}
 			return nil
 		})
-		before := held(t, b)
+		before := peerLines(t, b)
 		file := filepath.Join(c.dir, "net-conf.json")
 		text, err := os.ReadFile(file)
 		if err != nil {

@@ -12,10 +12,10 @@ import (
 	"github.com/flanneld/flanneld/test/lab"
 )
 
-// received returns the number of bytes that a host's interface has received.
-func received(t *testing.T, h *lab.Host) (bytes uint64) {
+// receivedBytes returns the number of bytes that a host's interface has received.
+func receivedBytes(t *testing.T, h *lab.Host) (bytes uint64) {
 	t.Helper()
-	err := h.Netlink(background(t), func(nl *netlink.Handle) error {
+	err := h.Netlink(testContext(t), func(nl *netlink.Handle) error {
 		link, err := nl.LinkByName("eth0")
 		if err == nil {
 			bytes = link.Attrs().Statistics.RxBytes
@@ -34,15 +34,15 @@ func received(t *testing.T, h *lab.Host) (bytes uint64) {
 func TestRestartReadsWhatHasChanged(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 1}, `{"Type":"vxlan"}`)
-	c := store(t, l)
+	c := etcdClient(t, l)
 	for i := 2; i < 252; i++ {
-		put(t, c, fmt.Sprintf("%s10.5.%d.0-24", subnets, i), peer(fmt.Sprintf("192.168.78.%d", i), fmt.Sprintf("02:00:00:00:00:%02x", i)))
+		putKey(t, c, fmt.Sprintf("%s10.5.%d.0-24", subnets, i), vxlanLease(fmt.Sprintf("192.168.78.%d", i), fmt.Sprintf("02:00:00:00:00:%02x", i)))
 	}
 	h := l.Host(1)
 	start := func() (bytes uint64, took time.Duration) {
-		before, began := received(t, h), time.Now()
+		before, began := receivedBytes(t, h), time.Now()
 		startOne(t, h, lab.FlanneldOptions{})
-		return received(t, h) - before, time.Since(began)
+		return receivedBytes(t, h) - before, time.Since(began)
 	}
 	first, took := start()
 	expectStop(t, h.Daemon())
@@ -52,8 +52,8 @@ func TestRestartReadsWhatHasChanged(t *testing.T) {
 		t.Errorf("a restart receives %d bytes, and the first start %d, want less than 10 kB and less than half", again, first)
 	}
 	expectStop(t, h.Daemon())
-	remove(t, c, subnets+"10.5.200.0-24")
-	put(t, c, subnets+"10.5.252.0-24", peer("192.168.78.252", "02:00:00:00:00:fc"))
+	removeKey(t, c, subnets+"10.5.200.0-24")
+	putKey(t, c, subnets+"10.5.252.0-24", vxlanLease("192.168.78.252", "02:00:00:00:00:fc"))
 	changed, _ := start()
 	if changed >= 15_000 {
 		t.Errorf("a restart after two changes receives %d bytes, want less than 15 kB", changed)

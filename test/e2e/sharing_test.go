@@ -26,12 +26,12 @@ func TestLeasesWithOnePublicAddress(t *testing.T) {
 	for _, backend := range []string{"vxlan", "host-gw", "udp", userspace} {
 		t.Run(backend, func(t *testing.T) {
 			t.Parallel()
-			leasesWithOnePublicAddress(t, backendConfig(backend))
+			testSharedPublicAddress(t, backendConfig(backend))
 		})
 	}
 	t.Run("extension", func(t *testing.T) {
 		t.Parallel()
-		leasesWithOnePublicAddress(t, extensionVXLAN(t))
+		testSharedPublicAddress(t, extensionVXLANConfig(t))
 	})
 }
 
@@ -42,26 +42,26 @@ func TestLeasesWithOnePublicAddress(t *testing.T) {
 func TestVMLeasesWithOnePublicAddress(t *testing.T) {
 	loadFOU(t)
 	for _, backend := range []string{"ipip", "wireguard", udpKernel} {
-		t.Run(backend, func(t *testing.T) { leasesWithOnePublicAddress(t, backendConfig(backend)) })
+		t.Run(backend, func(t *testing.T) { testSharedPublicAddress(t, backendConfig(backend)) })
 	}
 }
 
-// leasesWithOnePublicAddress checks that the lease of host 2 and another lease with the
+// testSharedPublicAddress checks that the lease of host 2 and another lease with the
 // address of host 2 are both served, whichever of them is older, and also after a
 // restart. A host that is installed anew may get the address of a lease that has not
 // expired yet.
-func leasesWithOnePublicAddress(t *testing.T, config string) {
+func testSharedPublicAddress(t *testing.T, config string) {
 	t.Helper()
 	l := newLab(t, lab.Config{Hosts: 2}, config)
-	c, key := store(t, l), "10.5.210.0-24"
+	c, key := etcdClient(t, l), "10.5.210.0-24"
 	d := startOne(t, l.Host(1), lab.FlanneldOptions{})
 	twin := func(ip string) string {
-		_, value := entryOf(t, l, l.Host(1))
-		return disguised(t, value, ip)
+		_, value := leaseEntry(t, l, l.Host(1))
+		return withOtherIdentity(t, value, ip)
 	}
-	put(t, c, subnets+key, twin("192.168.77.210"))
+	putKey(t, c, subnets+key, twin("192.168.77.210"))
 	startOne(t, l.Host(2), lab.FlanneldOptions{})
-	if err := l.AddPods(background(t)); err != nil {
+	if err := l.AddPods(testContext(t)); err != nil {
 		t.Fatal(err)
 	}
 	reach := expectMatrix
@@ -70,7 +70,7 @@ func leasesWithOnePublicAddress(t *testing.T, config string) {
 	}
 	reach(t, l)
 
-	younger, _ := entryOf(t, l, l.Host(2))
+	younger, _ := leaseEntry(t, l, l.Host(2))
 	address := l.Host(2).Addr(prefix.IPv4).String()
 	both := func(first, second string, times int) {
 		t.Helper()
@@ -83,12 +83,12 @@ func leasesWithOnePublicAddress(t *testing.T, config string) {
 		})
 		reach(t, l)
 	}
-	put(t, c, subnets+key, twin(address))
+	putKey(t, c, subnets+key, twin(address))
 	both(key, younger, 1)
-	remove(t, c, subnets+key)
+	removeKey(t, c, subnets+key)
 	expectLog(t, d, fmt.Sprintf(`"leases no longer share a public address" publicIP=%q`, address))
 	reach(t, l)
-	put(t, c, subnets+key, twin(address))
+	putKey(t, c, subnets+key, twin(address))
 	both(younger, key, 1)
 	// A restarted daemon reads both leases at once, and serves both, too.
 	d.Kill()
@@ -101,10 +101,10 @@ func leasesWithOnePublicAddress(t *testing.T, config string) {
 	}
 }
 
-// entryOf returns the key and value of the host's lease with any backend.
-func entryOf(t *testing.T, l *lab.Lab, h *lab.Host) (key, value string) {
+// leaseEntry returns the key and value of the host's lease with any backend.
+func leaseEntry(t *testing.T, l *lab.Lab, h *lab.Host) (key, value string) {
 	t.Helper()
-	all, err := l.Leases(background(t))
+	all, err := l.Leases(testContext(t))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -117,9 +117,9 @@ func entryOf(t *testing.T, l *lab.Lab, h *lab.Host) (key, value string) {
 	return "", ""
 }
 
-// disguised returns a lease's value with another public address, and with another MAC or
+// withOtherIdentity returns a lease's value with another public address, and with another MAC or
 // key in its backend data.
-func disguised(t *testing.T, value, ip string) string {
+func withOtherIdentity(t *testing.T, value, ip string) string {
 	t.Helper()
 	var v map[string]any
 	if err := json.Unmarshal([]byte(value), &v); err != nil {
@@ -164,17 +164,17 @@ func expectServed(t *testing.T, h *lab.Host, keys ...string) error {
 	return nil
 }
 
-// TestStoreFullOfGoodAndBad checks that every valid lease is served, and that every
+// TestValidAndInvalidLeases checks that every valid lease is served, and that every
 // invalid one costs one log line, if hundreds of both are put at the same time. The valid
 // ones share 20 addresses.
-func TestStoreFullOfGoodAndBad(t *testing.T) {
+func TestValidAndInvalidLeases(t *testing.T) {
 	t.Parallel()
 	const network = `{"Network":"10.5.0.0/16","SubnetMax":"10.5.3.0","Backend":{"Type":"vxlan"}}`
 	l := newLab(t, lab.Config{Hosts: 2, Network: json.RawMessage(network)}, "")
 	startAll(t, l, lab.FlanneldOptions{})
 	h := l.Host(1)
 	good := func(i int) string {
-		return peer(fmt.Sprintf("192.168.77.%d", 200+i%20), fmt.Sprintf("02:00:00:00:00:%02x", i))
+		return vxlanLease(fmt.Sprintf("192.168.77.%d", 200+i%20), fmt.Sprintf("02:00:00:00:00:%02x", i))
 	}
 	all := map[string]string{}
 	var want, bad []string
@@ -185,7 +185,7 @@ func TestStoreFullOfGoodAndBad(t *testing.T) {
 	values := []string{
 		"", "{", "null", "[]", "7", `"text"`, `{"PublicIP":7}`, `{"PublicIP":"192.168.77.222","BackendType":["vxlan"],"BackendData":{}}`,
 		`{"PublicIP":"192.168.77.222","BackendType":"vxlan","BackendData":[]}`, `{"PublicIP":"fd00::1","BackendType":"vxlan"}`,
-		peer("192.168.77.999", "02:00:00:00:01:01"), peer("192.168.77.222", "ff:ff:ff:ff:ff:ff"), peer("127.0.0.1", "02:00:00:00:01:02"),
+		vxlanLease("192.168.77.999", "02:00:00:00:01:01"), vxlanLease("192.168.77.222", "ff:ff:ff:ff:ff:ff"), vxlanLease("127.0.0.1", "02:00:00:00:01:02"),
 		strings.Replace(good(10), "vxlan", "host-gw", 1), strings.Repeat("\x00\xff", 100),
 	}
 	for i, value := range values {
@@ -197,16 +197,16 @@ func TestStoreFullOfGoodAndBad(t *testing.T) {
 		"10.6.0.0-24", "10.5.0.0-16", "0.0.0.0-0", "ü", "10.5.219.0-24/config",
 	} {
 		bad = append(bad, key)
-		all[key] = peer("192.168.77.222", fmt.Sprintf("02:00:00:00:02:%02x", i))
+		all[key] = vxlanLease("192.168.77.222", fmt.Sprintf("02:00:00:00:02:%02x", i))
 	}
-	putAtOnce(t, store(t, l), all)
+	putConcurrently(t, etcdClient(t, l), all)
 	// If two leases conflict, the older one counts. So these must come after the valid
 	// ones.
 	late := map[string]string{
-		"10.5.240.0-24":  peer("192.168.77.222", "02:00:00:00:00:0a"), // the MAC of a valid lease
-		"10.5.10.128-25": peer("192.168.77.222", "02:00:00:00:02:ff"), // a part of its subnet
+		"10.5.240.0-24":  vxlanLease("192.168.77.222", "02:00:00:00:00:0a"), // the MAC of a valid lease
+		"10.5.10.128-25": vxlanLease("192.168.77.222", "02:00:00:00:02:ff"), // a part of its subnet
 	}
-	putAtOnce(t, store(t, l), late)
+	putConcurrently(t, etcdClient(t, l), late)
 	bad = slices.AppendSeq(bad, maps.Keys(late))
 
 	d := h.Daemon()
@@ -234,15 +234,15 @@ func TestStoreFullOfGoodAndBad(t *testing.T) {
 	expectMatrix(t, l)
 }
 
-// putAtOnce puts leases in concurrent transactions of 50 leases each, because etcd limits
+// putConcurrently puts leases in concurrent transactions of 50 leases each, because etcd limits
 // the size of a transaction.
-func putAtOnce(t *testing.T, c *clientv3.Client, all map[string]string) {
+func putConcurrently(t *testing.T, c *clientv3.Client, all map[string]string) {
 	t.Helper()
 	var ops []clientv3.Op
 	for key, value := range all {
 		ops = append(ops, clientv3.OpPut(subnets+key, value))
 	}
-	ctx := background(t)
+	ctx := testContext(t)
 	var wg sync.WaitGroup
 	for some := range slices.Chunk(ops, 50) {
 		wg.Go(func() {
@@ -258,7 +258,7 @@ func putAtOnce(t *testing.T, c *clientv3.Client, all map[string]string) {
 // subnets. It ignores the route to the other host.
 func expectRoutes(t *testing.T, h *lab.Host, want []string) error {
 	t.Helper()
-	routes, err := h.Routes(background(t))
+	routes, err := h.Routes(testContext(t))
 	if err != nil {
 		return err
 	}
@@ -272,7 +272,7 @@ func expectRoutes(t *testing.T, h *lab.Host, want []string) error {
 	slices.Sort(have)
 	want = slices.Sorted(slices.Values(want))
 	if !slices.Equal(have, want) {
-		return fmt.Errorf("%d routes, want %d: missing %v, unexpected %v", len(have), len(want), minus(want, have), minus(have, want))
+		return fmt.Errorf("%d routes, want %d: missing %v, unexpected %v", len(have), len(want), linesMissing(want, have), linesMissing(have, want))
 	}
 	return nil
 }

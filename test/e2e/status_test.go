@@ -19,10 +19,10 @@ import (
 // socket is the default path of the daemon's status socket.
 const socket = "/run/flannel/flanneld.sock"
 
-// ask sends a GET request to the status socket of the daemon on h.
-func ask(t *testing.T, h *lab.Host, path, accept string) (code int, body string) {
+// getStatus sends a GET request to the status socket of the daemon on h.
+func getStatus(t *testing.T, h *lab.Host, path, accept string) (code int, body string) {
 	t.Helper()
-	r, err := http.NewRequestWithContext(background(t), http.MethodGet, "http://flanneld"+path, nil)
+	r, err := http.NewRequestWithContext(testContext(t), http.MethodGet, "http://flanneld"+path, nil)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -41,7 +41,7 @@ func ask(t *testing.T, h *lab.Host, path, accept string) (code int, body string)
 
 func statusOf(t *testing.T, h *lab.Host) status.Report {
 	t.Helper()
-	code, body := ask(t, h, "/statusz", "application/json")
+	code, body := getStatus(t, h, "/statusz", "application/json")
 	var r status.Report
 	if err := json.Unmarshal([]byte(body), &r); err != nil || code != http.StatusOK {
 		t.Fatalf("status: %d, %v in %s", code, err, body)
@@ -52,7 +52,7 @@ func statusOf(t *testing.T, h *lab.Host) status.Report {
 // metric returns a value from the daemon's metrics. series is a name with labels.
 func metric(t *testing.T, h *lab.Host, series string) float64 {
 	t.Helper()
-	_, body := ask(t, h, "/metrics", "")
+	_, body := getStatus(t, h, "/metrics", "")
 	for line := range strings.Lines(body) {
 		if value, ok := strings.CutPrefix(line, series+" "); ok {
 			v, err := strconv.ParseFloat(strings.TrimSpace(value), 64)
@@ -103,7 +103,7 @@ func TestStatus(t *testing.T) {
 				t.Errorf("%v routes exist, want %v and at least 2", got, want)
 			}
 			before := metric(t, h, "flannel_drift_repaired_total")
-			if out, err := h.Exec(background(t), "ip", "route", "flush", "dev", "flannel.1"); err != nil {
+			if out, err := h.Exec(testContext(t), "ip", "route", "flush", "dev", "flannel.1"); err != nil {
 				t.Fatal(err, out)
 			}
 			eventually(t, "repairs are counted", func() error {
@@ -112,21 +112,21 @@ func TestStatus(t *testing.T) {
 				}
 				return nil
 			})
-			if _, page := ask(t, h, "/statusz", "text/html"); !strings.Contains(page, "<title>flanneld "+statusOf(t, h).Lease.Subnets[0].String()) {
+			if _, page := getStatus(t, h, "/statusz", "text/html"); !strings.Contains(page, "<title>flanneld "+statusOf(t, h).Lease.Subnets[0].String()) {
 				t.Errorf("the title of the page does not contain the host's subnet:\n%s", page)
 			}
 		})
 	}
 }
 
-// TestStatusSaysWhatIsWrong checks that the status reports a refused lease, a device that
+// TestStatusReportsErrors checks that the status reports a refused lease, a device that
 // is in the way, and an outage of the store.
-func TestStatusSaysWhatIsWrong(t *testing.T) {
+func TestStatusReportsErrors(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 2}, `{"Type":"vxlan"}`)
 	startAll(t, l, lab.FlanneldOptions{Args: []string{"--readyz-datastore-grace=0s"}})
 	h := l.Hosts()[0]
-	put(t, store(t, l), subnets+"10.5.200.0-24", `{"PublicIP":"192.0.2.9","BackendType":"host-gw"}`)
+	putKey(t, etcdClient(t, l), subnets+"10.5.200.0-24", `{"PublicIP":"192.0.2.9","BackendType":"host-gw"}`)
 	eventually(t, "the status reports the refused lease", func() error {
 		for _, p := range statusOf(t, h).Peers {
 			if p.Key == "10.5.200.0-24" && p.State == status.Refused && strings.Contains(p.Error, `"host-gw"`) {
@@ -136,7 +136,7 @@ func TestStatusSaysWhatIsWrong(t *testing.T) {
 		return fmt.Errorf("the peer is not reported as refused")
 	})
 	// The daemon cannot create its device again while another device has its VNI.
-	takeVNI(t, h)
+	occupyVNI(t, h)
 	eventually(t, "the status reports the device in the way", func() error {
 		r, failures := statusOf(t, h), metric(t, h, "flannel_sync_failures_total")
 		if r.Ready || !strings.Contains(strings.Join(r.Reasons, "\n"), "another vxlan device has VNI 1") || r.Kernel.Error == "" || failures == 0 {
@@ -144,7 +144,7 @@ func TestStatusSaysWhatIsWrong(t *testing.T) {
 		}
 		return nil
 	})
-	if out, err := h.Exec(background(t), "ip", "link", "del", "other"); err != nil {
+	if out, err := h.Exec(testContext(t), "ip", "link", "del", "other"); err != nil {
 		t.Fatalf("%v: %s", err, out)
 	}
 	eventually(t, "the daemon is ready again", func() error {
@@ -187,7 +187,7 @@ func TestStatusIsForThisHost(t *testing.T) {
 		if h != a {
 			to = a.Addr(v4[0]).String()
 		}
-		r, err := http.NewRequestWithContext(background(t), http.MethodGet, "http://"+net.JoinHostPort(to, port)+path, nil)
+		r, err := http.NewRequestWithContext(testContext(t), http.MethodGet, "http://"+net.JoinHostPort(to, port)+path, nil)
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -76,7 +76,7 @@ func readSubnetFile(t *testing.T, h *lab.Host) string {
 
 func testUnwritableSubnetFile(t *testing.T, h *lab.Host) {
 	dir := filepath.Dir(lab.SubnetFile)
-	err := h.Do(background(t), func() error {
+	err := h.Do(testContext(t), func() error {
 		if err := os.MkdirAll(dir, 0o755); err != nil {
 			return err
 		}
@@ -85,19 +85,19 @@ func testUnwritableSubnetFile(t *testing.T, h *lab.Host) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	s := supervise(t, h, "notify")
+	s := newSupervisor(t, h, "notify")
 	d := start(t, h, lab.FlanneldOptions{Env: s.env()})
 	expectLog(t, d, "no subnet file, trying again")
-	if said := s.next(t, 3*time.Second); said != "" {
-		t.Errorf("notification %q without a subnet file, want none", said)
+	if got := s.next(t, 3*time.Second); got != "" {
+		t.Errorf("notification %q without a subnet file, want none", got)
 	}
-	status, body, _ := d.Get(background(t), "/readyz")
+	status, body, _ := d.Get(testContext(t), "/readyz")
 	if status != 503 || !strings.Contains(body, "subnet file: ") || !strings.Contains(body, "read-only file system") {
 		t.Errorf("/readyz: %d %q, want 503 with the reason", status, body)
 	}
 	expectOnce(t, d, "no subnet file, trying again")
 
-	if err := h.Do(background(t), func() error { return unix.Unmount(dir, 0) }); err != nil {
+	if err := h.Do(testContext(t), func() error { return unix.Unmount(dir, 0) }); err != nil {
 		t.Fatal(err)
 	}
 	s.expect(t, "READY=1")

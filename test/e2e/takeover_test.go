@@ -26,16 +26,16 @@ import (
 // fast is a rate of packets at which a gap of a millisecond is noticed.
 const fast = 1000
 
-// eavesdropper receives the kernel's notifications on a host about links, addresses,
+// kernelMonitor receives the kernel's notifications on a host about links, addresses,
 // routes, nexthop objects, and permanent neighbours and FDB entries. So it notices every
 // change by any program.
-type eavesdropper struct{ fd int }
+type kernelMonitor struct{ fd int }
 
-func eavesdrop(t *testing.T, h *lab.Host) *eavesdropper {
+func newKernelMonitor(t *testing.T, h *lab.Host) *kernelMonitor {
 	t.Helper()
 	const groupNexthop, buffer = 32, 8 << 20
-	e := &eavesdropper{}
-	err := h.Do(background(t), func() (err error) {
+	e := &kernelMonitor{}
+	err := h.Do(testContext(t), func() (err error) {
 		if e.fd, err = unix.Socket(unix.AF_NETLINK, unix.SOCK_RAW|unix.SOCK_CLOEXEC, unix.NETLINK_ROUTE); err != nil {
 			return err
 		}
@@ -57,9 +57,9 @@ func eavesdrop(t *testing.T, h *lab.Host) *eavesdropper {
 	return e
 }
 
-// heard returns the notifications since the last call, each as the kind of object and its
+// notifications returns the notifications since the last call, each as the kind of object and its
 // address or number.
-func (e *eavesdropper) heard(t *testing.T) []string {
+func (e *kernelMonitor) notifications(t *testing.T) []string {
 	t.Helper()
 	var all []string
 	buf := make([]byte, 1<<16)
@@ -73,7 +73,7 @@ func (e *eavesdropper) heard(t *testing.T) []string {
 		}
 		for b := buf[:n]; len(b) >= unix.NLMSG_HDRLEN; {
 			size := int(binary.NativeEndian.Uint32(b))
-			if what := announcement(binary.NativeEndian.Uint16(b[4:]), b[unix.NLMSG_HDRLEN:size]); what != "" {
+			if what := describeNotification(binary.NativeEndian.Uint16(b[4:]), b[unix.NLMSG_HDRLEN:size]); what != "" {
 				all = append(all, what)
 			}
 			b = b[min((size+3)&^3, len(b)):]
@@ -81,9 +81,9 @@ func (e *eavesdropper) heard(t *testing.T) []string {
 	}
 }
 
-// announcement describes a notification. It is empty for changes that the kernel makes by
+// describeNotification describes a notification. It is empty for changes that the kernel makes by
 // itself, such as learning a neighbour.
-func announcement(typ uint16, payload []byte) string {
+func describeNotification(typ uint16, payload []byte) string {
 	const permanentAt, flagsAt = 8, 8
 	kinds := map[uint16]string{
 		unix.RTM_NEWLINK: "link", unix.RTM_DELLINK: "link gone", unix.RTM_NEWADDR: "address", unix.RTM_DELADDR: "address gone",
@@ -135,21 +135,21 @@ func TestRestartsWriteNothing(t *testing.T) {
 		t.Run(backend, func(t *testing.T) {
 			t.Parallel()
 			l := newLab(t, lab.Config{Hosts: 2, Families: dual}, fmt.Sprintf(`{"Type":%q}`, backend))
-			c := store(t, l)
+			c := etcdClient(t, l)
 			for i := 30; i < 50; i++ {
-				put(t, c, fmt.Sprintf("%s10.5.%[2]d.0-24&fd00:5:0:%[2]d::-64", subnets, i), fmt.Sprintf(
+				putKey(t, c, fmt.Sprintf("%s10.5.%[2]d.0-24&fd00:5:0:%[2]d::-64", subnets, i), fmt.Sprintf(
 					`{"PublicIP":"192.168.77.%[1]d","PublicIPv6":"fd00:77::%[1]d","BackendType":%[2]q,`+
 						`"BackendData":{"VtepMAC":"02:00:00:00:00:%02[1]d"},"BackendV6Data":{"VtepMAC":"02:00:00:00:01:%02[1]d"}}`, i, backend))
 			}
 			startAll(t, l, lab.FlanneldOptions{})
 			h := l.Host(1)
-			routes, err := h.Routes(background(t))
+			routes, err := h.Routes(testContext(t))
 			if err != nil || len(routes) < 42 {
 				t.Fatalf("routes are %v, %v, want at least 42", routes, err)
 			}
 			flows := startFlows(t, l, fast)
 			expectAddresses(t, l)
-			e := eavesdrop(t, h)
+			e := newKernelMonitor(t, h)
 			for i := range 20 {
 				if i%2 == 0 {
 					expectStop(t, h.Daemon())
@@ -157,21 +157,21 @@ func TestRestartsWriteNothing(t *testing.T) {
 					h.Daemon().Kill()
 				}
 				startOne(t, h, lab.FlanneldOptions{})
-				if heard := e.heard(t); len(heard) > 0 {
-					t.Errorf("restart %d changed the kernel: %q", i, heard)
+				if changes := e.notifications(t); len(changes) > 0 {
+					t.Errorf("restart %d changed the kernel: %q", i, changes)
 				}
 			}
 			pause(t, time.Second)
-			if heard := e.heard(t); len(heard) > 0 {
-				t.Errorf("the kernel changed after the restarts: %q", heard)
+			if changes := e.notifications(t); len(changes) > 0 {
+				t.Errorf("the kernel changed after the restarts: %q", changes)
 			}
 			expectNothingLost(t, flows)
-			// The eavesdropper really receives notifications.
-			if out, err := h.Exec(background(t), "ip", "route", "add", "198.51.100.0/24", "dev", "eth0"); err != nil {
+			// The monitor really receives notifications.
+			if out, err := h.Exec(testContext(t), "ip", "route", "add", "198.51.100.0/24", "dev", "eth0"); err != nil {
 				t.Fatalf("%v: %s", err, out)
 			}
-			if heard := e.heard(t); !slices.Equal(heard, []string{"route 198.51.100.0"}) {
-				t.Errorf("notifications of a new route: %q, want one", heard)
+			if changes := e.notifications(t); !slices.Equal(changes, []string{"route 198.51.100.0"}) {
+				t.Errorf("notifications of a new route: %q, want one", changes)
 			}
 		})
 	}
@@ -189,7 +189,7 @@ type node struct {
 // nodes returns all leases in the store.
 func nodes(t *testing.T, l *lab.Lab) []node {
 	t.Helper()
-	all, err := l.Leases(background(t))
+	all, err := l.Leases(testContext(t))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -225,9 +225,9 @@ func nodes(t *testing.T, l *lab.Lab) []node {
 func (n node) publish(t *testing.T, c *clientv3.Client) {
 	t.Helper()
 	const day = 86400
-	g, err := c.Grant(background(t), day)
+	g, err := c.Grant(testContext(t), day)
 	if err == nil {
-		_, err = c.Put(background(t), subnets+n.key, n.value, clientv3.WithLease(g.ID))
+		_, err = c.Put(testContext(t), subnets+n.key, n.value, clientv3.WithLease(g.ID))
 	}
 	if err != nil {
 		t.Fatal(err)
@@ -282,10 +282,10 @@ func device(f prefix.Family) string {
 	return "flannel.1"
 }
 
-// otherDaemon changes a host as another flannel daemon does when it starts: it creates
+// runOtherDaemon changes a host as another flannel daemon does when it starts: it creates
 // missing devices, and creates or replaces the entries of each peer. It never removes
 // anything.
-func otherDaemon(t *testing.T, h *lab.Host, backend string, own node, peers []node) {
+func runOtherDaemon(t *testing.T, h *lab.Host, backend string, own node, peers []node) {
 	t.Helper()
 	var script strings.Builder
 	line := func(format string, args ...any) { fmt.Fprintf(&script, format+"\n", args...) }
@@ -324,7 +324,7 @@ func otherDaemon(t *testing.T, h *lab.Host, backend string, own node, peers []no
 		}
 	}
 	text := strings.ReplaceAll(script.String(), "ip route show fd", "ip -6 route show fd")
-	if out, err := h.Exec(background(t), "sh", "-c", text); err != nil {
+	if out, err := h.Exec(testContext(t), "sh", "-c", text); err != nil {
 		t.Fatalf("%v: %s\n%s", err, out, text)
 	}
 	mtu := map[string]int{"vxlan": 1450, "host-gw": 1500}[backend]
@@ -338,10 +338,10 @@ func otherDaemon(t *testing.T, h *lab.Host, backend string, own node, peers []no
 	}
 }
 
-// otherDaemons runs otherDaemon on every host, with the leases in the store.
-func otherDaemons(t *testing.T, l *lab.Lab, backend string) {
+// runOtherDaemons runs otherDaemon on every host, with the leases in the store.
+func runOtherDaemons(t *testing.T, l *lab.Lab, backend string) {
 	t.Helper()
-	c := store(t, l)
+	c := etcdClient(t, l)
 	all := nodes(t, l)
 	for _, h := range l.Hosts() {
 		i := slices.IndexFunc(all, func(n node) bool {
@@ -351,7 +351,7 @@ func otherDaemons(t *testing.T, l *lab.Lab, backend string) {
 			t.Fatalf("no lease of %s", h.Name())
 		}
 		all[i].publish(t, c)
-		otherDaemon(t, h, backend, all[i], slices.Concat(all[:i], all[i+1:]))
+		runOtherDaemon(t, h, backend, all[i], slices.Concat(all[:i], all[i+1:]))
 	}
 }
 
@@ -369,12 +369,12 @@ func expectAddresses(t *testing.T, l *lab.Lab) {
 	})
 }
 
-// hold returns the lines of a host's kernel about the data path to a node's subnets. They
+// datapathOf returns the lines of a host's kernel about the data path to a node's subnets. They
 // contain the names of the devices.
-func hold(t *testing.T, h *lab.Host, n node) []string {
+func datapathOf(t *testing.T, h *lab.Host, n node) []string {
 	t.Helper()
 	var lines []string
-	for line := range strings.Lines(everything(t, h)) {
+	for line := range strings.Lines(kernelObjects(t, h)) {
 		for f, s := range n.subnets {
 			if strings.HasPrefix(line, s.String()+" ") || strings.HasPrefix(line, s.Addr().String()+" ") || n.macs[f] != "" && strings.HasPrefix(line, n.macs[f]+" ") {
 				lines = append(lines, strings.TrimSpace(line))
@@ -387,7 +387,7 @@ func hold(t *testing.T, h *lab.Host, n node) []string {
 
 func deviceNumbers(t *testing.T, h *lab.Host) string {
 	t.Helper()
-	out, err := h.Exec(background(t), "sh", "-c", "ip -o link show type vxlan | cut -d ' ' -f 1,2")
+	out, err := h.Exec(testContext(t), "sh", "-c", "ip -o link show type vxlan | cut -d ' ' -f 1,2")
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -401,7 +401,7 @@ func TestTakeover(t *testing.T) {
 	t.Parallel()
 	for _, backend := range []string{"vxlan", "host-gw"} {
 		for _, families := range [][]prefix.Family{v4, v6, dual} {
-			t.Run(backend+" "+name(families), func(t *testing.T) {
+			t.Run(backend+" "+familiesName(families), func(t *testing.T) {
 				t.Parallel()
 				testTakeover(t, families, backend)
 			})
@@ -411,7 +411,7 @@ func TestTakeover(t *testing.T) {
 
 func testTakeover(t *testing.T, families []prefix.Family, backend string) {
 	l := newLab(t, lab.Config{Hosts: 2, Families: families}, fmt.Sprintf(`{"Type":%q}`, backend))
-	c := store(t, l)
+	c := etcdClient(t, l)
 	made := func(n, host int) node {
 		return newNode(t, families, backend, n, func(f prefix.Family) netip.Addr {
 			if f == prefix.IPv4 {
@@ -432,10 +432,10 @@ func testTakeover(t *testing.T, families []prefix.Family, backend string) {
 	}
 	was.publish(t, c)
 	gone.publish(t, c)
-	otherDaemons(t, l, backend)
+	runOtherDaemons(t, l, backend)
 	is.publish(t, c) // changes that the other daemon does not see
-	remove(t, c, subnets+gone.key)
-	if err := l.AddPods(background(t)); err != nil {
+	removeKey(t, c, subnets+gone.key)
+	if err := l.AddPods(testContext(t)); err != nil {
 		t.Fatal(err)
 	}
 	flows := startFlows(t, l, fast)
@@ -443,11 +443,11 @@ func testTakeover(t *testing.T, families []prefix.Family, backend string) {
 
 	for i, h := range l.Hosts() {
 		peer := published[l.Hosts()[1-i]]
-		adopted, devices := hold(t, h, peer), deviceNumbers(t, h)
-		e := eavesdrop(t, h)
+		adopted, devices := datapathOf(t, h, peer), deviceNumbers(t, h)
+		e := newKernelMonitor(t, h)
 		startOne(t, h, lab.FlanneldOptions{})
 		eventually(t, h.Name(), func() error {
-			now, left := strings.Join(hold(t, h, is), "\n"), hold(t, h, gone)
+			now, left := strings.Join(datapathOf(t, h, is), "\n"), datapathOf(t, h, gone)
 			for f, s := range is.subnets {
 				want := []string{s.String() + " via " + is.publics[f].String()}
 				if backend == "vxlan" {
@@ -464,13 +464,13 @@ func testTakeover(t *testing.T, families []prefix.Family, backend string) {
 			}
 			return nil
 		})
-		if after := hold(t, h, peer); len(after) == 0 || !slices.Equal(after, adopted) {
+		if after := datapathOf(t, h, peer); len(after) == 0 || !slices.Equal(after, adopted) {
 			t.Errorf("%s has the entries %q for its peer, want %q as before", h.Name(), after, adopted)
 		}
 		if after := deviceNumbers(t, h); after != devices {
 			t.Errorf("%s has the devices %q, want %q as before", h.Name(), after, devices)
 		}
-		for _, what := range e.heard(t) {
+		for _, what := range e.notifications(t) {
 			for f, s := range peer.subnets { // notifications of FDB entries contain the public address
 				if strings.HasSuffix(what, " "+s.Addr().String()) || strings.HasSuffix(what, " "+peer.publics[f].String()) || strings.HasPrefix(what, "link gone") || strings.HasPrefix(what, "address") {
 					t.Errorf("%s: %s, want no change of correct objects", h.Name(), what)
@@ -484,18 +484,18 @@ func testTakeover(t *testing.T, families []prefix.Family, backend string) {
 	for _, h := range l.Hosts() {
 		expectStop(t, h.Daemon())
 	}
-	otherDaemons(t, l, backend)
+	runOtherDaemons(t, l, backend)
 	expectNothingLost(t, flows)
 	expectMatrix(t, l)
 }
 
-// TestHandBack checks that another flannel daemon can take over the kernel objects of the
-// daemon and hand them back, with the same devices and without packet loss.
-func TestHandBack(t *testing.T) {
+// TestReturnFromOtherDaemon checks that another flannel daemon can take over the kernel objects
+// of the daemon and hand them back, with the same devices and without packet loss.
+func TestReturnFromOtherDaemon(t *testing.T) {
 	t.Parallel()
 	for _, backend := range []string{"vxlan", "host-gw"} {
 		for _, families := range [][]prefix.Family{v4, v6, dual} {
-			t.Run(backend+" "+name(families), func(t *testing.T) {
+			t.Run(backend+" "+familiesName(families), func(t *testing.T) {
 				t.Parallel()
 				l := newLab(t, lab.Config{Hosts: 2, Families: families}, fmt.Sprintf(`{"Type":%q}`, backend))
 				startAll(t, l, lab.FlanneldOptions{})
@@ -505,10 +505,10 @@ func TestHandBack(t *testing.T) {
 					expectStop(t, h.Daemon())
 					before[h] = deviceNumbers(t, h)
 					for _, f := range families {
-						expectKept(t, h, backend, f)
+						expectDeviceCompatible(t, h, backend, f)
 					}
 				}
-				otherDaemons(t, l, backend)
+				runOtherDaemons(t, l, backend)
 				pause(t, 500*time.Millisecond)
 				for _, h := range l.Hosts() {
 					startOne(t, h, lab.FlanneldOptions{})
@@ -526,14 +526,14 @@ func TestHandBack(t *testing.T) {
 	}
 }
 
-// expectKept fails the test unless another flannel daemon would keep the daemon's device.
-// The other daemon compares these properties and recreates a device that differs.
-func expectKept(t *testing.T, h *lab.Host, backend string, f prefix.Family) {
+// expectDeviceCompatible fails the test unless another flannel daemon would keep the daemon's
+// device. The other daemon compares these properties and recreates a device that differs.
+func expectDeviceCompatible(t *testing.T, h *lab.Host, backend string, f prefix.Family) {
 	t.Helper()
 	if backend != "vxlan" {
 		return
 	}
-	out, err := h.Exec(background(t), "ip", "-o", "-d", "link", "show", device(f))
+	out, err := h.Exec(testContext(t), "ip", "-o", "-d", "link", "show", device(f))
 	if err != nil {
 		t.Fatal(err)
 	}

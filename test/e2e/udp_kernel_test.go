@@ -28,7 +28,7 @@ const udpKernel = "udp in the kernel"
 // demand.
 func loadFOU(t *testing.T) {
 	t.Helper()
-	if out, err := exec.CommandContext(background(t), "modprobe", "fou").CombinedOutput(); err != nil {
+	if out, err := exec.CommandContext(testContext(t), "modprobe", "fou").CombinedOutput(); err != nil {
 		t.Fatalf("modprobe fou: %v: %s", err, out)
 	}
 }
@@ -36,7 +36,7 @@ func loadFOU(t *testing.T) {
 // kernelPath returns the kernel objects of the udp backend on a host, in one line.
 func kernelPath(t *testing.T, h *lab.Host) string {
 	t.Helper()
-	out, err := h.Exec(background(t), "sh", "-c", `
+	out, err := h.Exec(testContext(t), "sh", "-c", `
 		ip -o -d link show flannel0 2>/dev/null | grep -o 'encap fou\|tun type tun'
 		ip fou show 2>/dev/null
 		nft list tables | grep flannel-udp
@@ -47,12 +47,12 @@ func kernelPath(t *testing.T, h *lab.Host) string {
 	return strings.Join(strings.Fields(string(out)), " ")
 }
 
-// packetByPacket starts a peer that receives and sends each packet separately, without
+// startSinglePacketPeer starts a peer that receives and sends each packet separately, without
 // offloads. It answers every echo request that arrives at the address at, as a host with
 // the subnet 10.5.201.0/24 would.
-func packetByPacket(t *testing.T, n *lab.Namespace, at string) (conn *net.UDPConn) {
+func startSinglePacketPeer(t *testing.T, n *lab.Namespace, at string) (conn *net.UDPConn) {
 	t.Helper()
-	err := n.Do(background(t), func() (err error) {
+	err := n.Do(testContext(t), func() (err error) {
 		conn, err = net.ListenUDP("udp4", net.UDPAddrFromAddrPort(netip.MustParseAddrPort(at)))
 		return err
 	})
@@ -83,12 +83,12 @@ func packetByPacket(t *testing.T, n *lab.Namespace, at string) (conn *net.UDPCon
 	return conn
 }
 
-// sendStrange sends a packet to a host from an address that no lease has: once in a UDP
+// sendFromUnknownHost sends a packet to a host from an address that no lease has: once in a UDP
 // datagram, as peers do, and once directly in an IP packet.
-func sendStrange(t *testing.T, l *lab.Lab, to netip.Addr) {
+func sendFromUnknownHost(t *testing.T, l *lab.Lab, to netip.Addr) {
 	t.Helper()
 	const stranger = "192.168.77.199"
-	if out, err := l.Underlay().Exec(background(t), "ip", "addr", "replace", stranger+"/32", "dev", "lo"); err != nil {
+	if out, err := l.Underlay().Exec(testContext(t), "ip", "addr", "replace", stranger+"/32", "dev", "lo"); err != nil {
 		t.Fatalf("%v: %s", err, out)
 	}
 	inner := []byte{0x45, 0, 0, 28, 0, 1, 0, 0, 64, 1, 0x9e, 0xcc, 10, 5, 199, 9, 10, 5, 1, 1, 8, 0, 0xf7, 0xff, 0, 0, 0, 0}
@@ -97,8 +97,8 @@ func sendStrange(t *testing.T, l *lab.Lab, to netip.Addr) {
 		if network == "udp4" {
 			from += ":8285"
 		}
-		err := l.Underlay().Do(background(t), func() error {
-			conn, err := (&net.ListenConfig{}).ListenPacket(background(t), network, from)
+		err := l.Underlay().Do(testContext(t), func() error {
+			conn, err := (&net.ListenConfig{}).ListenPacket(testContext(t), network, from)
 			if err != nil {
 				return err
 			}
@@ -131,16 +131,16 @@ func TestVMUDPKernelPath(t *testing.T) {
 		}
 		expectOnce(t, startOne(t, h, o), log)
 	}
-	if err := l.AddPods(background(t)); err != nil {
+	if err := l.AddPods(testContext(t)); err != nil {
 		t.Fatal(err)
 	}
 	expectMatrix(t, l)
 	expectMTU(t, l, 1472)
 
 	d := l.Host(1).Daemon()
-	sendStrange(t, l, l.Host(1).Addr(prefix.IPv4))
+	sendFromUnknownHost(t, l, l.Host(1).Addr(prefix.IPv4))
 	eventually(t, "packets of unknown senders are dropped and counted", func() error {
-		_, text, err := d.Get(background(t), "/metrics")
+		_, text, err := d.Get(testContext(t), "/metrics")
 		for _, line := range []string{`flannel_udp_dropped_packets_total{reason="unknown_peer"} 2`, `flannel_backend_info{mode="kernel",type="udp"} 1`} {
 			if err == nil && !strings.Contains(text, line+"\n") {
 				err = fmt.Errorf("no line %s in %q", line, linesOf(text, "flannel_udp"))
@@ -149,13 +149,13 @@ func TestVMUDPKernelPath(t *testing.T) {
 		return err
 	})
 
-	peer := packetByPacket(t, l.Underlay(), "192.168.77.254:8285")
-	put(t, store(t, l), lab.Prefix+"/subnets/10.5.201.0-24", `{"PublicIP":"192.168.77.254"}`)
+	peer := startSinglePacketPeer(t, l.Underlay(), "192.168.77.254:8285")
+	putKey(t, etcdClient(t, l), lab.Prefix+"/subnets/10.5.201.0-24", `{"PublicIP":"192.168.77.254"}`)
 	simple := netip.MustParseAddr("10.5.201.9")
 	eventually(t, "all pods reach the peer without offloads", func() error {
 		var errs []error
 		for _, p := range l.Pods() {
-			_, err := p.Ping(background(t), simple, ping.Options{})
+			_, err := p.Ping(testContext(t), simple, ping.Options{})
 			errs = append(errs, err)
 		}
 		return errors.Join(errs...)
@@ -178,8 +178,8 @@ func expectNoLoopback(t *testing.T, l *lab.Lab, peer *net.UDPConn, wrongPort flo
 	expectLog(t, h.Daemon(), "the kernel carries the packets")
 	shell(t, h.Namespace, "sysctl -w net.ipv4.conf.all.route_localnet=1 net.ipv4.conf.all.accept_local=1")
 	var service *net.UDPConn
-	err := h.Do(background(t), func() (err error) {
-		service, err = net.ListenUDP("udp4", &net.UDPAddr{Port: hears})
+	err := h.Do(testContext(t), func() (err error) {
+		service, err = net.ListenUDP("udp4", &net.UDPAddr{Port: listenPort})
 		return err
 	})
 	if err != nil {
@@ -188,10 +188,10 @@ func expectNoLoopback(t *testing.T, l *lab.Lab, peer *net.UDPConn, wrongPort flo
 	defer service.Close()
 	to := netip.AddrPortFrom(h.Addr(prefix.IPv4), 8285)
 	own, far, loopback := podSubnet(t, h, prefix.IPv4).Addr(), netip.MustParseAddr("10.5.201.9"), netip.MustParseAddr("127.0.0.1")
-	sendFrom(t, l.Underlay(), 8286, to, injectedFrom(far, own, "from another port"))
+	sendFrom(t, l.Underlay(), 8286, to, packetFrom(far, own, "from another port"))
 	for _, p := range [][]byte{
-		injectedFrom(far, loopback, "to loopback"), injectedFrom(loopback, own, "from loopback"), injectedFrom(loopback, loopback, "both"),
-		injectedFrom(far, own, "last"),
+		packetFrom(far, loopback, "to loopback"), packetFrom(loopback, own, "from loopback"), packetFrom(loopback, loopback, "both"),
+		packetFrom(far, own, "last"),
 	} {
 		if _, err := peer.WriteToUDPAddrPort(p, to); err != nil {
 			t.Fatal(err)
@@ -224,7 +224,7 @@ func expectNoLoopback(t *testing.T, l *lab.Lab, peer *net.UDPConn, wrongPort flo
 //stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMUDPKernelHealing(t *testing.T) {
 	loadFOU(t)
-	newPatient(t, udpKernel, v4).healsAll(t)
+	newDamagedHost(t, udpKernel, v4).testAllRepairs(t)
 }
 
 // TestVMUDPKernelPortTaken checks that the daemon follows changed leases although another
@@ -235,14 +235,14 @@ func TestVMUDPKernelPortTaken(t *testing.T) {
 	loadFOU(t)
 	l := newLab(t, lab.Config{Hosts: 2}, backendConfig(udpKernel))
 	startAll(t, l, lab.FlanneldOptions{})
-	h, c := l.Host(1), store(t, l)
+	h, c := l.Host(1), etcdClient(t, l)
 	const leaves, joins = lab.Prefix + "/subnets/10.5.201.0-24", lab.Prefix + "/subnets/10.5.202.0-24"
-	put(t, c, leaves, `{"PublicIP":"192.168.77.201"}`)
+	putKey(t, c, leaves, `{"PublicIP":"192.168.77.201"}`)
 	expectPeers(t, h, "192.168.77.2", "192.168.77.201")
-	program := takePort(t, h, "192.168.77.1:8285")
+	program := occupyFOUPort(t, h, "192.168.77.1:8285")
 	expectLog(t, h.Daemon(), "another program uses the port")
-	put(t, c, joins, `{"PublicIP":"192.168.77.202"}`)
-	remove(t, c, leaves)
+	putKey(t, c, joins, `{"PublicIP":"192.168.77.202"}`)
+	removeKey(t, c, leaves)
 	expectPeers(t, h, "192.168.77.2", "192.168.77.202")
 	if err := program.Close(); err != nil {
 		t.Fatal(err)
@@ -264,7 +264,7 @@ func expectPeers(t *testing.T, h *lab.Host, want ...string) {
 	address := regexp.MustCompile(`192\.168\.77\.\d+`)
 	for _, command := range []string{"nft list set ip flannel-udp peers", "ip route show proto 98 dev flannel0"} {
 		eventually(t, fmt.Sprintf("%q in %q", want, command), func() error {
-			out, err := h.Exec(background(t), "sh", "-c", command)
+			out, err := h.Exec(testContext(t), "sh", "-c", command)
 			have := address.FindAllString(string(out), -1)
 			if slices.Sort(have); err == nil && !slices.Equal(have, want) {
 				err = fmt.Errorf("%q", have)
@@ -274,18 +274,18 @@ func expectPeers(t *testing.T, h *lab.Host, want ...string) {
 	}
 }
 
-// takePort closes the FOU port and opens a socket with its address, as another program
+// occupyFOUPort closes the FOU port and opens a socket with its address, as another program
 // would.
-func takePort(t *testing.T, h *lab.Host, at string) (conn net.PacketConn) {
+func occupyFOUPort(t *testing.T, h *lab.Host, at string) (conn net.PacketConn) {
 	t.Helper()
 	where := netip.MustParseAddrPort(at)
 	eventually(t, "a socket on the port", func() error { // the daemon may open the port again first
-		out, err := h.Exec(background(t), "ip", "fou", "del", "port", fmt.Sprint(where.Port()), "local", where.Addr().String())
+		out, err := h.Exec(testContext(t), "ip", "fou", "del", "port", fmt.Sprint(where.Port()), "local", where.Addr().String())
 		if err != nil {
 			return fmt.Errorf("%w: %s", err, out)
 		}
-		return h.Do(background(t), func() (err error) {
-			conn, err = (&net.ListenConfig{}).ListenPacket(background(t), "udp4", at)
+		return h.Do(testContext(t), func() (err error) {
+			conn, err = (&net.ListenConfig{}).ListenPacket(testContext(t), "udp4", at)
 			return err
 		})
 	})
@@ -293,30 +293,30 @@ func takePort(t *testing.T, h *lab.Host, at string) (conn net.PacketConn) {
 	return conn
 }
 
-// TestVMUDPKernelOthersDevice checks that the daemon exits if another program holds open
+// TestVMUDPKernelForeignDevice checks that the daemon exits if another program has opened
 // a TUN device with the daemon's name, and keeps that device. It replaces a device that
-// no program holds open.
+// no program has opened.
 //
 //stages:rest the kernel of the guest is emulated, which takes minutes
-func TestVMUDPKernelOthersDevice(t *testing.T) {
+func TestVMUDPKernelForeignDevice(t *testing.T) {
 	loadFOU(t)
 	for _, mode := range []string{"kernel", "auto"} {
 		t.Run(mode, func(t *testing.T) {
 			l := newLab(t, lab.Config{Hosts: 1}, `{"Type":"udp","Mode":"`+mode+`"}`)
 			h := l.Host(1)
-			var held *tunnel.Device
-			if err := h.Do(background(t), func() (err error) { held, err = tunnel.OpenDevice("flannel0"); return err }); err != nil {
+			var foreign *tunnel.Device
+			if err := h.Do(testContext(t), func() (err error) { foreign, err = tunnel.OpenDevice("flannel0"); return err }); err != nil {
 				t.Fatal(err)
 			}
-			defer func() { _ = held.Close() }()
+			defer func() { _ = foreign.Close() }()
 			expectFailure(t, start(t, h, lab.FlanneldOptions{}), "flannel0", "another program has it open")
-			if !held.Alive() {
+			if !foreign.Alive() {
 				t.Error("the other program's device was removed")
 			}
-			if err := held.Persist(true); err != nil {
+			if err := foreign.Persist(true); err != nil {
 				t.Fatal(err)
 			}
-			if err := held.Close(); err != nil {
+			if err := foreign.Close(); err != nil {
 				t.Fatal(err)
 			}
 			startOne(t, h, lab.FlanneldOptions{})
@@ -327,7 +327,7 @@ func TestVMUDPKernelOthersDevice(t *testing.T) {
 	}
 }
 
-// TestVMUDPModes changes between the kernel and user space as carrier of the packets,
+// TestVMUDPModes changes between the kernel path and user space,
 // after clean stops and kills, and checks that no objects of the previous mode are left.
 //
 //stages:rest the kernel of the guest is emulated, which takes minutes
@@ -375,11 +375,11 @@ func TestVMUDPModes(t *testing.T) {
 	}
 }
 
-// TestVMUDPKernelFollowed checks that the FOU port and the rules of the kernel path are
-// removed if the configuration changes after the daemons were killed.
+// TestVMUDPKernelPathRemovedAfterChange checks that the FOU port and the rules of the kernel path
+// are removed if the configuration changes after the daemons were killed.
 //
 //stages:rest the kernel of the guest is emulated, which takes minutes
-func TestVMUDPKernelFollowed(t *testing.T) {
+func TestVMUDPKernelPathRemovedAfterChange(t *testing.T) {
 	loadFOU(t)
 	l := newLab(t, lab.Config{Hosts: 2}, backendConfig(udpKernel))
 	startAll(t, l, lab.FlanneldOptions{})
@@ -391,7 +391,7 @@ func TestVMUDPKernelFollowed(t *testing.T) {
 		for _, h := range l.Hosts() {
 			h.Daemon().Kill()
 		}
-		put(t, store(t, l), lab.Prefix+"/config", `{"Network":"10.5.0.0/16","Backend":`+step.config+`}`)
+		putKey(t, etcdClient(t, l), lab.Prefix+"/config", `{"Network":"10.5.0.0/16","Backend":`+step.config+`}`)
 		startAll(t, l, lab.FlanneldOptions{})
 		eventually(t, "the kernel objects of "+step.config+" and no others", func() error {
 			now := kernelPath(t, l.Host(1))

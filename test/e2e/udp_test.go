@@ -15,10 +15,10 @@ import (
 	"github.com/flanneld/flanneld/test/lab"
 )
 
-// tunNumber returns the number of the TUN device, or 0 if there is none.
-func tunNumber(t *testing.T, h *lab.Host) (n int) {
+// tunIndex returns the number of the TUN device, or 0 if there is none.
+func tunIndex(t *testing.T, h *lab.Host) (n int) {
 	t.Helper()
-	out, err := h.Exec(background(t), "sh", "-c", "ip -o link show flannel0 2>/dev/null || true")
+	out, err := h.Exec(testContext(t), "sh", "-c", "ip -o link show flannel0 2>/dev/null || true")
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -42,7 +42,7 @@ func TestUDPWithoutABackend(t *testing.T) {
 
 // TestUDPHealing damages everything that the user-space path consists of, and checks that
 // the daemon repairs it.
-func TestUDPHealing(t *testing.T) { newPatient(t, "udp", dual).healsAll(t) }
+func TestUDPHealing(t *testing.T) { newDamagedHost(t, "udp", dual).testAllRepairs(t) }
 
 // TestUDPStop checks that a stopped or killed daemon leaves neither device nor routes,
 // and that the next start creates both again.
@@ -55,8 +55,8 @@ func TestUDPStop(t *testing.T) {
 		expectMatrix(t, l)
 		end()
 		eventually(t, "nothing is left", func() error {
-			out, err := h.Exec(background(t), "sh", "-c", "ip route show proto 98; ip -6 route show proto 98")
-			if n := tunNumber(t, h); err == nil && (n != 0 || len(out) != 0) {
+			out, err := h.Exec(testContext(t), "sh", "-c", "ip route show proto 98; ip -6 route show proto 98")
+			if n := tunIndex(t, h); err == nil && (n != 0 || len(out) != 0) {
 				err = fmt.Errorf("device %d, routes %q", n, out)
 			}
 			return err
@@ -66,10 +66,10 @@ func TestUDPStop(t *testing.T) {
 	expectMatrix(t, l)
 }
 
-// TestUDPNetworkInTheWay checks that the packets of one family are carried although
+// TestUDPNetworkConflict checks that the packets of one family are carried although
 // another device takes those of the other family, also when the daemon must create its
 // own device again.
-func TestUDPNetworkInTheWay(t *testing.T) {
+func TestUDPNetworkConflict(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 2, Families: dual}, backendConfig("udp"))
 	startAll(t, l, lab.FlanneldOptions{})
@@ -79,7 +79,7 @@ func TestUDPNetworkInTheWay(t *testing.T) {
 	at := netip.PrefixFrom(network.Addr().Next(), network.Bits()).String() + " dev br0"
 	shell(t, h.Namespace, "ip link add br0 up type bridge; ip addr add "+at+" nodad")
 	eventually(t, "/readyz", func() error {
-		if _, body, err := h.Daemon().Get(background(t), "/readyz"); err == nil || !strings.Contains(body, "directly connected to br0") {
+		if _, body, err := h.Daemon().Get(testContext(t), "/readyz"); err == nil || !strings.Contains(body, "directly connected to br0") {
 			return fmt.Errorf("the answer is %q, %w", body, err)
 		}
 		return nil
@@ -87,7 +87,7 @@ func TestUDPNetworkInTheWay(t *testing.T) {
 	shell(t, h.Namespace, "ip link del flannel0")
 	pods := l.Pods()
 	eventually(t, "IPv4", func() error {
-		_, err := pods[0].Ping(background(t), pods[1].Addrs()[0], ping.Options{})
+		_, err := pods[0].Ping(testContext(t), pods[1].Addrs()[0], ping.Options{})
 		return err
 	})
 	shell(t, h.Namespace, "ip addr del "+at)
@@ -104,16 +104,16 @@ func TestUDPPersist(t *testing.T) {
 	options := lab.FlanneldOptions{Args: []string{"--udp-persist"}}
 	startAll(t, l, options)
 	h := l.Host(1)
-	number := tunNumber(t, h)
+	number := tunIndex(t, h)
 	expectMatrix(t, l)
 	for _, end := range []func(){func() { expectStop(t, h.Daemon()) }, func() { h.Daemon().Kill() }} {
 		end()
-		_, err := l.Pods()[0].Ping(background(t), l.Pods()[1].Addrs()[0], ping.Options{Timeout: 300 * time.Millisecond})
+		_, err := l.Pods()[0].Ping(testContext(t), l.Pods()[1].Addrs()[0], ping.Options{Timeout: 300 * time.Millisecond})
 		if err == nil || errors.Is(err, ping.ErrUnreachable) {
 			t.Errorf("a ping without a daemon: %v, want a timeout", err)
 		}
 		startOne(t, h, options)
-		if n := tunNumber(t, h); n != number {
+		if n := tunIndex(t, h); n != number {
 			t.Errorf("device number %d, want %d as before", n, number)
 		}
 		expectMatrix(t, l)
@@ -121,7 +121,7 @@ func TestUDPPersist(t *testing.T) {
 	expectStop(t, h.Daemon())
 	startOne(t, h, lab.FlanneldOptions{})
 	expectStop(t, h.Daemon())
-	if n := tunNumber(t, h); n != 0 {
+	if n := tunIndex(t, h); n != 0 {
 		t.Errorf("device number %d still exists, want none without --udp-persist", n)
 	}
 }
@@ -132,14 +132,14 @@ func TestUDPPeers(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 2}, backendConfig("udp"))
 	startAll(t, l, lab.FlanneldOptions{})
-	c := store(t, l)
-	put(t, c, lab.Prefix+"/subnets/10.5.201.0-24", `{"PublicIP":"192.168.77.201","BackendType":"vxlan","BackendData":{"VNI":1,"VtepMAC":"02:00:00:00:00:01"}}`)
-	put(t, c, lab.Prefix+"/subnets/10.5.202.0-24", `{"PublicIP":"192.168.77.202","BackendData":{"VNI":1}}`)
-	put(t, c, lab.Prefix+"/subnets/10.5.203.0-24", `{"PublicIP":"192.168.77.203","BackendData":null}`)
+	c := etcdClient(t, l)
+	putKey(t, c, lab.Prefix+"/subnets/10.5.201.0-24", `{"PublicIP":"192.168.77.201","BackendType":"vxlan","BackendData":{"VNI":1,"VtepMAC":"02:00:00:00:00:01"}}`)
+	putKey(t, c, lab.Prefix+"/subnets/10.5.202.0-24", `{"PublicIP":"192.168.77.202","BackendData":{"VNI":1}}`)
+	putKey(t, c, lab.Prefix+"/subnets/10.5.203.0-24", `{"PublicIP":"192.168.77.203","BackendData":null}`)
 	d := l.Host(1).Daemon()
 	expectLog(t, d, `"lease refused" lease="10.5.201.0-24"`)
 	expectLog(t, d, `"lease refused" lease="10.5.202.0-24"`)
-	conn, err := l.Underlay().Dial(background(t), "udp", netip.AddrPortFrom(l.Host(1).Addr(v4[0]), 8285).String())
+	conn, err := l.Underlay().Dial(testContext(t), "udp", netip.AddrPortFrom(l.Host(1).Addr(v4[0]), 8285).String())
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -148,7 +148,7 @@ func TestUDPPeers(t *testing.T) {
 		t.Fatal(err)
 	}
 	eventually(t, "the drop in the metrics", func() error {
-		_, text, err := d.Get(background(t), "/metrics")
+		_, text, err := d.Get(testContext(t), "/metrics")
 		for _, line := range []string{`flannel_udp_dropped_packets_total{reason="unknown_peer"} 1`, `flannel_backend_info{mode="userspace",type="udp"} 1`, `flannel_peers{state="served"} 2`} {
 			if err == nil && !strings.Contains(text, line+"\n") {
 				err = fmt.Errorf("no line %s", line)
@@ -169,14 +169,14 @@ func TestUDPRefuses(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := l.PutNetwork(background(t), network); err != nil {
+	if err := l.PutNetwork(testContext(t), network); err != nil {
 		t.Fatal(err)
 	}
-	if out, err := l.Host(1).Exec(background(t), "ip", "link", "add", "flannel0", "type", "bridge"); err != nil {
+	if out, err := l.Host(1).Exec(testContext(t), "ip", "link", "add", "flannel0", "type", "bridge"); err != nil {
 		t.Fatalf("%v: %s", err, out)
 	}
 	expectFailure(t, start(t, l.Host(1), lab.FlanneldOptions{}), "there is a device of that name which is no TUN device")
-	if out, err := l.Host(1).Exec(background(t), "ip", "link", "del", "flannel0"); err != nil {
+	if out, err := l.Host(1).Exec(testContext(t), "ip", "link", "del", "flannel0"); err != nil {
 		t.Fatalf("%v: %s", err, out)
 	}
 	expectFailure(t, start(t, l.Host(1), lab.FlanneldOptions{Args: []string{"--udp-source-check=maybe"}}), "expected strict or network or off")

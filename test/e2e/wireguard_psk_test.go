@@ -24,8 +24,8 @@ const (
 	session = 4 * time.Minute
 )
 
-// ofPeer returns a value that wg(8) prints about the only peer of a host.
-func ofPeer(t *testing.T, h *lab.Host, what string) string {
+// wgPeerValue returns a value that wg(8) prints about the only peer of a host.
+func wgPeerValue(t *testing.T, h *lab.Host, what string) string {
 	t.Helper()
 	_, value, _ := strings.Cut(wg(t, h, "show", "flannel-wg", what), "\t")
 	return value
@@ -35,7 +35,7 @@ func ofPeer(t *testing.T, h *lab.Host, what string) string {
 func expectNewPSK(t *testing.T, h *lab.Host) {
 	t.Helper()
 	within(t, session, "new preshared key of "+h.Name(), func() error {
-		if ofPeer(t, h, "preshared-keys") != newPSK {
+		if wgPeerValue(t, h, "preshared-keys") != newPSK {
 			return fmt.Errorf("the peer has another preshared key")
 		}
 		return nil
@@ -46,16 +46,16 @@ func expectNewPSK(t *testing.T, h *lab.Host) {
 // TestUserspaceWireGuardPSKRotation checks the rotation of a preshared key in user space.
 //
 //stages:rest it waits for sessions to be renewed
-func TestUserspaceWireGuardPSKRotation(t *testing.T) { rotatesPSK(t, "userspace") }
+func TestUserspaceWireGuardPSKRotation(t *testing.T) { testPSKRotation(t, "userspace") }
 
 // TestVMWireGuardPSKRotation checks the rotation of a preshared key in the kernel.
 //
 //stages:rest the kernel of the guest is emulated, which takes minutes
-func TestVMWireGuardPSKRotation(t *testing.T) { rotatesPSK(t, "kernel") }
+func TestVMWireGuardPSKRotation(t *testing.T) { testPSKRotation(t, "kernel") }
 
-// rotatesPSK checks that no packet is lost while two hosts get a new preshared key half a
+// testPSKRotation checks that no packet is lost while two hosts get a new preshared key half a
 // minute apart, until both use it in a session.
-func rotatesPSK(t *testing.T, implementation string) {
+func testPSKRotation(t *testing.T, implementation string) {
 	t.Helper()
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 2}, fmt.Sprintf(`{"Type":"wireguard","Implementation":%q,"PSKFile":%q}`, implementation, pskFile))
@@ -80,10 +80,10 @@ func rotatesPSK(t *testing.T, implementation string) {
 	expectLog(t, two.Daemon(), "going on with the preshared key that was there before")
 	give(two, newPSK)
 	expectLog(t, two.Daemon(), "the preshared key has changed")
-	before := ofPeer(t, two, "latest-handshakes")
+	before := wgPeerValue(t, two, "latest-handshakes")
 	expectNewPSK(t, two)
 	within(t, session, "handshake with the new preshared key", func() error {
-		if ofPeer(t, two, "latest-handshakes") == before {
+		if wgPeerValue(t, two, "latest-handshakes") == before {
 			return fmt.Errorf("the last one was at %s", before)
 		}
 		return nil
@@ -145,7 +145,7 @@ func TestWireGuardRefusesToRun(t *testing.T) {
 		`"PSKFile":"/run/missing"`:    "read Backend.PSKFile: open /run/missing: no such file or directory",
 		`"ListenPort":70000`:          "Backend.ListenPort is 70000: want 1 to 65535",
 	}
-	if _, err := h.Exec(background(t), "ip", "link", "add", "try", "type", "wireguard"); err != nil { // this kernel has no WireGuard
+	if _, err := h.Exec(testContext(t), "ip", "link", "add", "try", "type", "wireguard"); err != nil { // this kernel has no WireGuard
 		cases[`"Implementation":"kernel"`] = "this kernel has no wireguard"
 	}
 	for config, want := range cases {

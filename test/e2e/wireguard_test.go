@@ -22,7 +22,7 @@ import (
 // through the WireGuard of the kernel.
 func TestVMWireGuardEveryPodReachesEveryPod(t *testing.T) {
 	for _, families := range [][]prefix.Family{v4, v6, dual} {
-		t.Run(name(families), func(t *testing.T) { everyPodReachesEveryPod(t, "wireguard", families) })
+		t.Run(familiesName(families), func(t *testing.T) { testEveryPodReachesEveryPod(t, "wireguard", families) })
 	}
 }
 
@@ -30,25 +30,27 @@ func TestVMWireGuardEveryPodReachesEveryPod(t *testing.T) {
 // WireGuard of the kernel.
 //
 //stages:rest the kernel of the guest is emulated, which takes minutes
-func TestVMWireGuardRestartsUnderTraffic(t *testing.T) { restartsUnderTraffic(t, "wireguard") }
+func TestVMWireGuardRestartsUnderTraffic(t *testing.T) { testRestartsUnderTraffic(t, "wireguard") }
 
 // TestVMWireGuardHealing damages everything that the backend has set up in the kernel,
 // and checks that the daemon repairs it.
 //
 //stages:rest the kernel of the guest is emulated, which takes minutes
-func TestVMWireGuardHealing(t *testing.T) { newPatient(t, "wireguard", dual).healsAll(t) }
+func TestVMWireGuardHealing(t *testing.T) { newDamagedHost(t, "wireguard", dual).testAllRepairs(t) }
 
 // TestUserspaceWireGuardEveryPodReachesEveryPod checks that every pod reaches every other
 // through WireGuard in user space.
 func TestUserspaceWireGuardEveryPodReachesEveryPod(t *testing.T) {
 	for _, families := range [][]prefix.Family{v4, v6, dual} {
-		t.Run(name(families), func(t *testing.T) { everyPodReachesEveryPod(t, userspace, families) })
+		t.Run(familiesName(families), func(t *testing.T) { testEveryPodReachesEveryPod(t, userspace, families) })
 	}
 }
 
 // TestUserspaceWireGuardHealing damages everything that the backend has set up in user
 // space and in the kernel, and checks that the daemon repairs it.
-func TestUserspaceWireGuardHealing(t *testing.T) { newPatient(t, userspace, dual).healsAll(t) }
+func TestUserspaceWireGuardHealing(t *testing.T) {
+	newDamagedHost(t, userspace, dual).testAllRepairs(t)
+}
 
 // TestUserspaceWireGuardRestarts checks that packets flow again within two seconds after
 // a daemon was killed or stopped and restarted. Without a daemon no packet is carried,
@@ -95,7 +97,7 @@ func TestVMWireGuardMixed(t *testing.T) {
 				}
 				expectLog(t, startOne(t, l.Host(i+1), lab.FlanneldOptions{}), log)
 			}
-			if err := l.AddPods(background(t)); err != nil {
+			if err := l.AddPods(testContext(t)); err != nil {
 				t.Fatal(err)
 			}
 			expectConverged(t, l)
@@ -127,7 +129,7 @@ func TestVMWireGuardImplementations(t *testing.T) {
 }
 
 // TestUserspaceWireGuardIdleClient checks that the daemon follows a new address of its
-// host, and stops, although programs hold connections to the device's socket open without
+// host, and stops, although programs leave connections to the device's socket open without
 // sending anything.
 func TestUserspaceWireGuardIdleClient(t *testing.T) {
 	t.Parallel()
@@ -157,7 +159,7 @@ func TestUserspaceWireGuardForeignDevice(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 1}, backendConfig(userspace))
 	h := l.Host(1)
-	if out, err := h.Exec(background(t), "ip", "link", "add", "flannel-wg", "type", "bridge"); err != nil {
+	if out, err := h.Exec(testContext(t), "ip", "link", "add", "flannel-wg", "type", "bridge"); err != nil {
 		t.Fatalf("%v: %s", err, out)
 	}
 	expectFailure(t, start(t, h, lab.FlanneldOptions{}), "device flannel-wg is of type bridge, want tun: remove it (ip link delete flannel-wg)")
@@ -188,20 +190,20 @@ func TestUserspaceWireGuardClonedDisk(t *testing.T) {
 		expectLog(t, h.Daemon(), fmt.Sprintf(`reason="its public key %s is that of this node"`, shared))
 	}
 	expectStop(t, two.Daemon())
-	if out, err := two.Exec(background(t), "sh", "-ec", "ip link delete flannel-wg; rm "+file); err != nil {
+	if out, err := two.Exec(testContext(t), "sh", "-ec", "ip link delete flannel-wg; rm "+file); err != nil {
 		t.Fatalf("%v: %s", err, out)
 	}
 	startOne(t, two, lab.FlanneldOptions{})
-	if err := l.AddPods(background(t)); err != nil {
+	if err := l.AddPods(testContext(t)); err != nil {
 		t.Fatal(err)
 	}
 	expectMatrix(t, l)
 }
 
-// TestUserspaceWireGuardNetworkInTheWay checks that a host is not ready while another
+// TestUserspaceWireGuardNetworkConflict checks that a host is not ready while another
 // device takes the packets to all pods, because they would leave through that device
 // without encryption.
-func TestUserspaceWireGuardNetworkInTheWay(t *testing.T) {
+func TestUserspaceWireGuardNetworkConflict(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 1}, backendConfig(userspace))
 	h := l.Host(1)
@@ -213,7 +215,7 @@ func TestUserspaceWireGuardNetworkInTheWay(t *testing.T) {
 	d := h.Daemon()
 	shell(t, h.Namespace, "ip addr add 10.5.255.254/16 dev br0")
 	eventually(t, "/readyz", func() error {
-		if _, body, err := d.Get(background(t), "/readyz"); err == nil || !strings.Contains(body, why) {
+		if _, body, err := d.Get(testContext(t), "/readyz"); err == nil || !strings.Contains(body, why) {
 			return fmt.Errorf("the answer is %q, %w", body, err)
 		}
 		return nil
@@ -225,7 +227,7 @@ func TestUserspaceWireGuardNetworkInTheWay(t *testing.T) {
 // wg runs wg(8) on a host.
 func wg(t *testing.T, h *lab.Host, args ...string) string {
 	t.Helper()
-	out, err := h.Exec(background(t), "wg", args...)
+	out, err := h.Exec(testContext(t), "wg", args...)
 	if err != nil {
 		t.Fatalf("%v: %s", err, out)
 	}
@@ -236,17 +238,17 @@ func wg(t *testing.T, h *lab.Host, args ...string) string {
 //
 //stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMWireGuardKeys(t *testing.T) {
-	wireGuardKeys(t, "wireguard")
+	testWireGuardKeys(t, "wireguard")
 }
 
 // TestUserspaceWireGuardKeys checks that a host keeps its key through a boot, that its
 // peers learn a new key, and that the daemon repairs peers that another program has
 // changed on the device.
 func TestUserspaceWireGuardKeys(t *testing.T) {
-	wireGuardKeys(t, userspace)
+	testWireGuardKeys(t, userspace)
 }
 
-func wireGuardKeys(t *testing.T, backend string) {
+func testWireGuardKeys(t *testing.T, backend string) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 2}, backendConfig(backend))
 	o := lab.FlanneldOptions{Args: []string{"--resync=1s", "-v=9"}}
@@ -279,7 +281,7 @@ func wireGuardKeys(t *testing.T, backend string) {
 	boot := func() {
 		t.Helper()
 		expectStop(t, one.Daemon())
-		if out, err := one.Exec(background(t), "ip", "link", "del", "flannel-wg"); err != nil {
+		if out, err := one.Exec(testContext(t), "ip", "link", "del", "flannel-wg"); err != nil {
 			t.Fatalf("%v: %s", err, out)
 		}
 	}
@@ -326,31 +328,31 @@ func expectImplementation(t *testing.T, h *lab.Host, backend string) {
 }
 
 // TestUserspaceWireGuardBehindNAT checks that a host keeps sending to the port of a NAT
-// that it has learnt from packets. The host behind the NAT cannot be reached at the port
+// that it has learned from packets. The host behind the NAT cannot be reached at the port
 // in its lease.
-func TestUserspaceWireGuardBehindNAT(t *testing.T) { wireGuardBehindNAT(t, userspace) }
+func TestUserspaceWireGuardBehindNAT(t *testing.T) { testWireGuardBehindNAT(t, userspace) }
 
 // TestVMWireGuardBehindNAT is TestUserspaceWireGuardBehindNAT with the WireGuard of the
 // kernel.
 //
 //stages:rest the kernel of the guest is emulated, which takes minutes
-func TestVMWireGuardBehindNAT(t *testing.T) { wireGuardBehindNAT(t, "wireguard") }
+func TestVMWireGuardBehindNAT(t *testing.T) { testWireGuardBehindNAT(t, "wireguard") }
 
-func wireGuardBehindNAT(t *testing.T, backend string) {
+func testWireGuardBehindNAT(t *testing.T, backend string) {
 	t.Parallel()
 	config := strings.TrimSuffix(backendConfig(backend), "}") + `,"PersistentKeepaliveInterval":1}`
 	l := newLab(t, lab.Config{Hosts: 2}, config)
 	open, hidden := l.Host(1), l.Host(2)
-	behindNAT(t, hidden)
+	addNAT(t, hidden)
 	startAll(t, l, lab.FlanneldOptions{Args: []string{"--resync=1s"}})
 	flows := startFlows(t, l, 100)
-	learnt := expectLearnt(t, open)
-	// Other leases change meanwhile, so that the daemon looks at all peers again.
-	c := store(t, l)
+	learnt := expectLearnedEndpoint(t, open)
+	// Other leases change meanwhile, so that the daemon checks all peers again.
+	c := etcdClient(t, l)
 	for range 3 {
-		put(t, c, subnets+"10.5.200.0-24", `{"PublicIP":"192.168.77.200","BackendType":"wireguard","BackendData":{"PublicKey":"AQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQE=","Port":51820}}`)
+		putKey(t, c, subnets+"10.5.200.0-24", `{"PublicIP":"192.168.77.200","BackendType":"wireguard","BackendData":{"PublicKey":"AQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQE=","Port":51820}}`)
 		pause(t, time.Second)
-		remove(t, c, subnets+"10.5.200.0-24")
+		removeKey(t, c, subnets+"10.5.200.0-24")
 		pause(t, time.Second)
 	}
 	if now := wg(t, open, "show", "flannel-wg", "endpoints"); now != learnt {
@@ -359,7 +361,7 @@ func wireGuardBehindNAT(t *testing.T, backend string) {
 	expectNothingLost(t, flows)
 }
 
-// TestVMWireGuardClockStep checks that a host keeps sending to the learnt port of a NAT
+// TestVMWireGuardClockStep checks that a host keeps sending to the learned port of a NAT
 // after the clock was stepped forward, with WireGuard in the kernel and in user space.
 //
 //stages:rest the kernel of the guest is emulated, which takes minutes
@@ -371,25 +373,25 @@ func TestVMWireGuardClockStep(t *testing.T) {
 		t.Run(backend, func(t *testing.T) {
 			l := newLab(t, lab.Config{Hosts: 2}, backendConfig(backend))
 			open, hidden := l.Host(1), l.Host(2)
-			behindNAT(t, hidden)
+			addNAT(t, hidden)
 			startAll(t, l, lab.FlanneldOptions{Args: []string{"--resync=1s"}})
-			if err := l.AddPods(background(t)); err != nil {
+			if err := l.AddPods(testContext(t)); err != nil {
 				t.Fatal(err)
 			}
-			pods := onePodEach(l)
+			pods := firstPods(l)
 			eventually(t, "the host behind the NAT reaches the other", func() error {
-				_, err := pods[1].Ping(background(t), pods[0].Addr(prefix.IPv4), ping.Options{})
+				_, err := pods[1].Ping(testContext(t), pods[0].Addr(prefix.IPv4), ping.Options{})
 				return err
 			})
-			learnt := expectLearnt(t, open)
-			pause(t, 3*time.Second) // the daemon looks at the device in this time
+			learnt := expectLearnedEndpoint(t, open)
+			pause(t, 3*time.Second) // the daemon reads the device in this time
 			stepMachineClock(t, time.Hour)
 			defer stepMachineClock(t, -time.Hour)
 			pause(t, 3*time.Second)
 			if now := wg(t, open, "show", "flannel-wg", "endpoints"); now != learnt {
 				t.Errorf("%s sends to %q, want %q, which it has learnt", open.Name(), now, learnt)
 			}
-			if _, err := pods[0].Ping(background(t), pods[1].Addr(prefix.IPv4), ping.Options{}); err != nil {
+			if _, err := pods[0].Ping(testContext(t), pods[1].Addr(prefix.IPv4), ping.Options{}); err != nil {
 				t.Errorf("the host behind the NAT cannot be reached: %v", err)
 			}
 		})
@@ -405,9 +407,9 @@ func stepMachineClock(t *testing.T, d time.Duration) {
 	}
 }
 
-// behindNAT lets a host behave as if it were behind a NAT: its firewall drops packets of
+// addNAT lets a host behave as if it were behind a NAT: its firewall drops packets of
 // new connections to WireGuard, and changes the port that WireGuard sends from.
-func behindNAT(t *testing.T, h *lab.Host) {
+func addNAT(t *testing.T, h *lab.Host) {
 	t.Helper()
 	nft(t, h.Namespace, `
 		table ip nat {
@@ -418,9 +420,9 @@ func behindNAT(t *testing.T, h *lab.Host) {
 		}`)
 }
 
-// expectLearnt returns the endpoints of h, and fails the test unless one has a port of
+// expectLearnedEndpoint returns the endpoints of h, and fails the test unless one has a port of
 // the NAT.
-func expectLearnt(t *testing.T, h *lab.Host) string {
+func expectLearnedEndpoint(t *testing.T, h *lab.Host) string {
 	t.Helper()
 	learnt := wg(t, h, "show", "flannel-wg", "endpoints")
 	if !strings.Contains(learnt, ":40") {
@@ -431,18 +433,18 @@ func expectLearnt(t *testing.T, h *lab.Host) string {
 
 // TestUserspaceWireGuardPortInUse checks that the daemon exits with the reason if another
 // program listens on its UDP port.
-func TestUserspaceWireGuardPortInUse(t *testing.T) { portInUse(t, userspace) }
+func TestUserspaceWireGuardPortInUse(t *testing.T) { testPortInUse(t, userspace) }
 
 // TestVMWireGuardPortInUse is TestUserspaceWireGuardPortInUse with the WireGuard of the
 // kernel.
 //
 //stages:rest the kernel of the guest is emulated, which takes minutes
-func TestVMWireGuardPortInUse(t *testing.T) { portInUse(t, "wireguard") }
+func TestVMWireGuardPortInUse(t *testing.T) { testPortInUse(t, "wireguard") }
 
-func portInUse(t *testing.T, backend string) {
+func testPortInUse(t *testing.T, backend string) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 1}, backendConfig(backend))
-	err := l.Host(1).Do(background(t), func() error {
+	err := l.Host(1).Do(testContext(t), func() error {
 		c, err := new(net.ListenConfig).ListenPacket(t.Context(), "udp4", "0.0.0.0:51820")
 		if err == nil {
 			t.Cleanup(func() { c.Close() })

@@ -31,7 +31,7 @@ type Host struct {
 
 // newHost returns the host even if it fails, so that Close can remove what exists.
 func (l *Lab) newHost(ctx context.Context, number int) (*Host, error) {
-	n, err := newNamespace(fmt.Sprintf("host%d", number), machine)
+	n, err := newNamespace(fmt.Sprintf("host%d", number), enterHostNamespaces)
 	if err != nil {
 		return nil, err
 	}

@@ -130,7 +130,7 @@ func New(ctx context.Context, cfg Config) (*Lab, error) {
 }
 
 func (l *Lab) build(ctx context.Context) (err error) {
-	if l.underlay, err = newNamespace("underlay", machine); err != nil {
+	if l.underlay, err = newNamespace("underlay", enterHostNamespaces); err != nil {
 		return err
 	}
 	if err := l.buildSegments(ctx); err != nil {

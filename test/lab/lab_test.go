@@ -71,7 +71,8 @@ func TestKernelHostsReachEachOther(t *testing.T) {
 	}
 }
 
-// The hosts together have more neighbours than the kernel's limit for all namespaces.
+// TestKernelManyHostsReachEachOther checks a lab whose hosts together have more neighbours
+// than the kernel's limit for all namespaces.
 func TestKernelManyHostsReachEachOther(t *testing.T) {
 	l := newLab(t, lab.Config{Hosts: 40, Families: dual, Etcd: lab.EtcdOptions{Disabled: true}})
 	for _, from := range l.Hosts() {
@@ -180,9 +181,9 @@ func TestConfigIsRefused(t *testing.T) {
 	}
 }
 
-// handMade gives every host a subnet file, routes to the subnets of the others, as
+// addStaticNetwork gives every host a subnet file, routes to the subnets of the others, as
 // flanneld with host-gw would, and a pod.
-func handMade(t *testing.T, l *lab.Lab, mtu int) {
+func addStaticNetwork(t *testing.T, l *lab.Lab, mtu int) {
 	t.Helper()
 	for i, h := range l.Hosts() {
 		text := fmt.Sprintf("FLANNEL_SUBNET=%s\nFLANNEL_IPV6_SUBNET=%s\nFLANNEL_MTU=%d\nFLANNEL_IPMASQ=false\n",
@@ -233,7 +234,7 @@ func podSubnet(f prefix.Family, host int) netip.Prefix {
 
 func TestKernelPods(t *testing.T) {
 	l := newLab(t, lab.Config{Families: dual, Etcd: lab.EtcdOptions{Disabled: true}})
-	handMade(t, l, 1400)
+	addStaticNetwork(t, l, 1400)
 	pods := l.Pods()
 	if got := fmt.Sprint(pods[2].Name(), pods[2].Addrs()); got != "host3/pod1[10.5.3.2 fd00:5:0:3::2]" {
 		t.Errorf("third pod is %s", got)
@@ -288,7 +289,7 @@ func TestKernelMatrixWithoutAddresses(t *testing.T) {
 	}
 	cells := l.Matrix(t.Context(), ipv6, time.Second)
 	if got := fmt.Sprint(cells[0].Err); len(cells) != 2 || got != "host1/pod1 has no IPv6 address" {
-		t.Errorf("%d cells, the first says %s", len(cells), got)
+		t.Errorf("%d cells, the first is %s", len(cells), got)
 	}
 }
 

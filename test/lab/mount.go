@@ -10,8 +10,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// bare moves the calling thread into a new network namespace.
-func bare(n *Namespace) (err error) {
+// enterNetNS moves the calling thread into a new network namespace.
+func enterNetNS(n *Namespace) (err error) {
 	if err := unix.Unshare(unix.CLONE_NEWNET); err != nil {
 		return fmt.Errorf("unshare network: %w", err)
 	}
@@ -19,9 +19,9 @@ func bare(n *Namespace) (err error) {
 	return err
 }
 
-// machine moves the calling thread into new network and mount namespaces. /run and
+// enterHostNamespaces moves the calling thread into new network and mount namespaces. /run and
 // /var/lib are empty tmpfs mounts there, which disappear with the namespace.
-func machine(n *Namespace) error {
+func enterHostNamespaces(n *Namespace) error {
 	if err := unix.Unshare(unix.CLONE_FS | unix.CLONE_NEWNS); err != nil {
 		return fmt.Errorf("unshare mounts: %w", err)
 	}
@@ -41,7 +41,7 @@ func machine(n *Namespace) error {
 		return err
 	}
 	n.mnt = mnt
-	return bare(n)
+	return enterNetNS(n)
 }
 
 // shareMachineID gives every host the same machine-id, like hosts cloned from one image.

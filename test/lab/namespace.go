@@ -26,7 +26,7 @@ type Namespace struct {
 	stop     chan struct{}
 	close    func() // idempotent
 
-	files sync.RWMutex // held for reading while a thread joins, because close closes net and mnt
+	files sync.RWMutex // taken for reading while a thread joins, because close closes net and mnt
 }
 
 // enterFunc moves the calling thread into new namespaces and prepares them.

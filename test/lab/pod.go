@@ -67,7 +67,7 @@ func (h *Host) AddPod(ctx context.Context, name string) (*Pod, error) {
 	if name == "" {
 		name = fmt.Sprintf("pod%d", number)
 	}
-	n, err := newNamespace(h.Name()+"/"+name, bare)
+	n, err := newNamespace(h.Name()+"/"+name, enterNetNS)
 	if err != nil {
 		return nil, err
 	}
@@ -83,7 +83,7 @@ func (h *Host) AddPod(ctx context.Context, name string) (*Pod, error) {
 // AddEmptyPod adds a pod called host1/name that has only a loopback interface, for a CNI
 // plugin to connect. See NetNS and Adopt.
 func (h *Host) AddEmptyPod(ctx context.Context, name string) (*Pod, error) {
-	n, err := newNamespace(h.Name()+"/"+name, bare)
+	n, err := newNamespace(h.Name()+"/"+name, enterNetNS)
 	if err != nil {
 		return nil, err
 	}

@@ -21,7 +21,7 @@ import (
 const childEnv = "LAB_TEST_CHILD"
 
 // runTestChild is the process that tests watch: it builds a lab, reports that and then
-// ends as the environment tells it.
+// ends as the environment variable requires.
 func runTestChild() {
 	how := os.Getenv(childEnv)
 	if how == "" {
@@ -45,7 +45,7 @@ func runTestChild() {
 	_, _ = bufio.NewReader(os.Stdin).ReadString('\n')
 	switch how {
 	case "panic":
-		panic("as told")
+		panic("as required")
 	case "close":
 		l.Close()
 	}
@@ -110,7 +110,7 @@ func TestKernelLabLeavesNothing(t *testing.T) {
 				t.Fatal(err)
 			}
 			if line, _ := bufio.NewReader(out).ReadString('\n'); line != "built\n" {
-				t.Fatalf("child says %q", line)
+				t.Fatalf("child prints %q", line)
 			}
 			var made map[string]bool
 			var processes []int
@@ -214,7 +214,8 @@ func TestKernelDaemon(t *testing.T) {
 	}
 }
 
-// A binary below /run can be run although the host has its own /run.
+// TestKernelDaemonBelowRun checks that a host can run a binary below /run although it has
+// its own /run.
 func TestKernelDaemonBelowRun(t *testing.T) {
 	l := newLab(t, lab.Config{Hosts: 2, Etcd: lab.EtcdOptions{Disabled: true}})
 	echo, err := os.ReadFile("/bin/echo")

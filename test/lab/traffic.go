@@ -16,17 +16,17 @@ import (
 	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
-// pair is both ends of a TCP connection between two pods.
-type pair struct{ near, far net.Conn }
+// connection is both ends of a TCP connection between two pods.
+type connection struct{ near, far net.Conn }
 
-func (c pair) Close() {
+func (c connection) Close() {
 	c.near.Close()
 	c.far.Close()
 }
 
 // connectTo opens a connection from p to to, at its address of family f. Opening is
 // aborted when ctx ends.
-func (p *Pod) connectTo(ctx context.Context, to *Pod, f prefix.Family) (c pair, err error) {
+func (p *Pod) connectTo(ctx context.Context, to *Pod, f prefix.Family) (c connection, err error) {
 	l, err := to.Listen(ctx, "tcp", netip.AddrPortFrom(to.Addr(f), 0).String())
 	if err != nil {
 		return c, err
@@ -77,7 +77,7 @@ func (p *Pod) Connect(ctx context.Context, to *Pod, f prefix.Family) (seen netip
 	}
 	defer c.Close()
 	defer context.AfterFunc(ctx, c.Close)()
-	for _, way := range []pair{c, {near: c.far, far: c.near}} {
+	for _, way := range []connection{c, {near: c.far, far: c.near}} {
 		if _, err := way.near.Write([]byte("hello")); err != nil {
 			return seen, cause(ctx, err)
 		}
@@ -117,14 +117,14 @@ func (p *Pod) throughput(ctx context.Context, to *Pod, f prefix.Family, d time.D
 		chunk := make([]byte, 1<<17)
 		for {
 			if _, err := c.near.Write(chunk); err != nil {
-				return timeIsUp(err)
+				return ignoreTimeout(err)
 			}
 		}
 	})
 	start, received := time.Now(), int64(0)
 	g.Go(func() (err error) {
 		received, err = io.Copy(struct{ io.Writer }{io.Discard}, struct{ io.Reader }{c.far})
-		return timeIsUp(err)
+		return ignoreTimeout(err)
 	})
 	if err := g.Wait(); err != nil {
 		return 0, cause(ctx, err)
@@ -135,8 +135,8 @@ func (p *Pod) throughput(ctx context.Context, to *Pod, f prefix.Family, d time.D
 	return float64(received) * 8 / time.Since(start).Seconds(), nil
 }
 
-// timeIsUp returns nil for the timeout that ends a measurement, and otherwise err.
-func timeIsUp(err error) error {
+// ignoreTimeout returns nil for the timeout that ends a measurement, and otherwise err.
+func ignoreTimeout(err error) error {
 	if ne := net.Error(nil); errors.As(err, &ne) && ne.Timeout() {
 		return nil
 	}

@@ -20,7 +20,8 @@ import (
 	"github.com/flanneld/flanneld/test/lab"
 )
 
-// A pod that must not fragment gets a report of a smaller MTU on the path.
+// TestKernelPingSeesPathMTU checks that a pod that must not fragment gets the smaller MTU of
+// the path.
 func TestKernelPingSeesPathMTU(t *testing.T) {
 	l := newLab(t, lab.Config{Families: dual, Hosts: 2, Segments: 2, Etcd: lab.EtcdOptions{Disabled: true}})
 	err := l.Underlay().Netlink(t.Context(), func(nl *netlink.Handle) error {
@@ -48,7 +49,7 @@ func TestKernelPingSeesPathMTU(t *testing.T) {
 
 func TestKernelFlowCountsLoss(t *testing.T) {
 	l := newLab(t, lab.Config{Families: dual, Hosts: 2, Etcd: lab.EtcdOptions{Disabled: true}})
-	handMade(t, l, 1500)
+	addStaticNetwork(t, l, 1500)
 	pods := l.Pods()
 	flow, err := pods[0].StartFlow(t.Context(), pods[1], prefix.IPv4, 500)
 	if err != nil {
@@ -106,7 +107,7 @@ func waitUntil(t *testing.T, what string, ok func() bool) {
 func TestKernelShaping(t *testing.T) {
 	cfg := lab.Config{Families: dual, Hosts: 2, Rate: 1_250_000, Etcd: lab.EtcdOptions{Disabled: true}}
 	l := newLab(t, cfg)
-	handMade(t, l, 1500)
+	addStaticNetwork(t, l, 1500)
 	expectTenMegabits(t, l)
 
 	// The error names a kernel without netem; TestVMShaping runs on a kernel with it.
@@ -119,7 +120,7 @@ func TestKernelShaping(t *testing.T) {
 	}
 }
 
-// Links with latency and loss, with and without a rate limit.
+// TestVMShaping checks links with latency and loss, with and without a rate limit.
 //
 //stages:rest the kernel of the guest is emulated, which takes minutes
 func TestVMShaping(t *testing.T) {
@@ -128,7 +129,7 @@ func TestVMShaping(t *testing.T) {
 		cfg := config
 		cfg.Latency, cfg.Rate = 50*time.Millisecond, 1_250_000
 		l := newLab(t, cfg)
-		handMade(t, l, 1500)
+		addStaticNetwork(t, l, 1500)
 		for _, f := range dual {
 			// The machine adds delay, and resolving the neighbour doubles it, but not in
 			// all five.
@@ -142,7 +143,7 @@ func TestVMShaping(t *testing.T) {
 		cfg := config
 		cfg.Loss = 20
 		l := newLab(t, cfg)
-		handMade(t, l, 1500)
+		addStaticNetwork(t, l, 1500)
 		for _, f := range dual {
 			sent, lost := lostOf(t, l, f, 1000)
 			if share := float64(lost) / float64(sent); share < 0.28 || share > 0.44 {

@@ -7,7 +7,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"net/netip"
 	"net/rpc"
 	"os"
 	"runtime/debug"
@@ -54,7 +53,7 @@ type Hosts struct {
 	registry *registry
 	hosts    map[int]*host
 	former   map[int]subnet.Lease // leases of hosts that do not run
-	leases   etcd.Shared
+	leases   etcd.Interner
 	// reference is the host whose knowledge of the others is saved, and is the last known state of every host.
 	// After a scenario all hosts know the same, so one state in memory is enough.
 	reference *host
@@ -163,6 +162,7 @@ type Wait struct {
 type State struct {
 	Right, Running int
 	Half, Last     time.Time // when half of the hosts were right, and all
+	Leased         time.Time // when the last of the hosts that have a lease has acquired it
 	Renewed        int       // hosts that have renewed their leases since Wait.Renewed
 	Outages        int       // times that a host has lost its store
 	Example        string    // why a host was not right, or has lost its store
@@ -217,6 +217,9 @@ func (s *Hosts) state(expected bits, renewed time.Time) (r State) {
 		}
 		h.mu.Lock()
 		r.Outages += h.outages
+		if h.acquired.After(r.Leased) {
+			r.Leased = h.acquired
+		}
 		if h.said != "" {
 			r.Example = fmt.Sprintf("host %d: %s", h.number, h.said)
 		}
@@ -237,11 +240,12 @@ type host struct {
 	cancel context.CancelFunc
 	done   chan struct{}
 
-	mu      sync.Mutex
-	own     *subnet.Lease
-	renewed time.Time // last
-	outages int
-	said    string
+	mu       sync.Mutex
+	own      *subnet.Lease
+	acquired time.Time // own
+	renewed  time.Time // last
+	outages  int
+	said     string
 }
 
 func newHost(number int, all *Hosts) *host {
@@ -283,7 +287,7 @@ func (h *host) run(ctx context.Context, s Store, former *subnet.Lease) error {
 		return err
 	}
 	h.mu.Lock()
-	h.own = &own
+	h.own, h.acquired = &own, time.Now()
 	h.mu.Unlock()
 	h.sight.acquired(own)
 	ctx, cancel := context.WithCancel(ctx)
@@ -300,10 +304,8 @@ func (h *host) run(ctx context.Context, s Store, former *subnet.Lease) error {
 
 // acquire takes the own lease in the order in which the daemon does.
 func (h *host) acquire(ctx context.Context, m manager, former *subnet.Lease) (own subnet.Lease, err error) {
-	if k, ok := m.(interface {
-		PublicIPs(context.Context) ([]netip.Addr, error)
-	}); ok {
-		if _, err := k.PublicIPs(ctx); err != nil {
+	if s, ok := m.(subnet.PublicIPSource); ok {
+		if _, err := s.PublicIPs(ctx); err != nil {
 			return own, err
 		}
 	}

@@ -16,6 +16,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/flanneld/flanneld/test/figures"
 	"github.com/flanneld/flanneld/test/lab"
 )
 
@@ -185,8 +186,9 @@ func (s *apiServer) touch(ctx context.Context) error {
 // touches is empty because only requests for Nodes are counted.
 func (*apiServer) touches() []string { return nil }
 
-// calls counts requests that have ended, so not the watches that still go on.
-func (s *apiServer) calls(ctx context.Context) (counts, error) {
+// calls counts requests that have ended, so not the watches that still go on. Those that the
+// server has refused have its answer in their kind.
+func (s *apiServer) calls(ctx context.Context) (figures.Counts, error) {
 	req, err := http.NewRequestWithContext(ctx, http.MethodGet, "https://"+s.api.Addr(nil).String()+"/metrics", http.NoBody)
 	if err != nil {
 		return nil, err
@@ -197,15 +199,20 @@ func (s *apiServer) calls(ctx context.Context) (counts, error) {
 		return nil, fmt.Errorf("ask the API server for its metrics: %w", err)
 	}
 	defer resp.Body.Close()
-	all, err := metric(resp.Body, "apiserver_request_total", "verb", "resource")
+	all, err := figures.ReadCounts(resp.Body, "apiserver_request_total", "resource", "verb", "code")
 	if err != nil {
 		return nil, err
 	}
-	nodes := counts{}
+	nodes := figures.Counts{}
 	for kind, n := range all {
-		if verb, ok := strings.CutSuffix(kind, " nodes"); ok {
-			nodes[verb] += n
+		what, ok := strings.CutPrefix(kind, "nodes ")
+		if !ok {
+			continue
 		}
+		if verb, code, _ := strings.Cut(what, " "); code < "300" {
+			what = verb
+		}
+		nodes[what] += n
 	}
 	return nodes, nil
 }

@@ -6,7 +6,6 @@
 package main
 
 import (
-	"bytes"
 	"cmp"
 	"context"
 	"errors"
@@ -16,15 +15,12 @@ import (
 	"os"
 	"os/exec"
 	"os/signal"
-	"path/filepath"
-	"runtime"
 	"strconv"
 	"strings"
 	"syscall"
 	"time"
 
-	"golang.org/x/sys/unix"
-
+	"github.com/flanneld/flanneld/test/figures"
 	"github.com/flanneld/flanneld/test/lab"
 )
 
@@ -129,7 +125,7 @@ func execute(ctx context.Context, args []string, progress io.Writer) error {
 	if err != nil {
 		return err
 	}
-	r := &report{Date: time.Now(), CPUs: runtime.NumCPU()}
+	r := &report{Date: time.Now()}
 	if err := r.describe(ctx); err != nil {
 		return err
 	}
@@ -193,67 +189,19 @@ func (r *report) describe(ctx context.Context) error {
 		return fmt.Errorf("ask git for the version: %w", err)
 	}
 	r.Commit = strings.TrimSpace(string(commit))
-	var u unix.Utsname
-	if err := unix.Uname(&u); err != nil {
-		return err
-	}
-	r.Kernel = unix.ByteSliceToString(u.Release[:])
-	info, err := os.ReadFile("/proc/cpuinfo")
-	if err != nil {
-		return err
-	}
-	r.CPU = "unknown"
-	for line := range strings.Lines(string(info)) {
-		if key, value, ok := strings.Cut(line, ":"); ok && strings.TrimSpace(key) == "model name" {
-			r.CPU = strings.TrimSpace(value)
-			break
-		}
-	}
-	return nil
+	r.Machine, err = figures.ThisMachine()
+	return err
 }
 
 // save writes the results, and replaces those of an earlier run.
 func (r *report) save(o options) error {
 	if o.out != "" {
-		if err := os.MkdirAll(o.out, 0o755); err != nil {
+		if err := figures.Save(o.out, r, r.charts()); err != nil {
 			return err
-		}
-		var text bytes.Buffer
-		if err := r.json(&text); err != nil {
-			return err
-		}
-		if err := os.WriteFile(filepath.Join(o.out, "results.json"), text.Bytes(), 0o644); err != nil {
-			return err
-		}
-		for name, c := range r.charts() {
-			if err := os.WriteFile(filepath.Join(o.out, name+".svg"), c.SVG(), 0o644); err != nil {
-				return err
-			}
 		}
 	}
 	if o.page == "" {
 		return nil
 	}
-	return r.insert(o.page)
-}
-
-// The tables on the page are between these lines.
-const (
-	pageBegin = "<!-- results: written by make storm -->\n"
-	pageEnd   = "<!-- end of results -->\n"
-)
-
-func (r *report) insert(page string) error {
-	text, err := os.ReadFile(page)
-	if err != nil {
-		return err
-	}
-	head, rest, ok := strings.Cut(string(text), pageBegin)
-	_, tail, ok2 := strings.Cut(rest, pageEnd)
-	if !ok || !ok2 {
-		return fmt.Errorf("%s has no place for results: want the lines %q and %q", page, pageBegin, pageEnd)
-	}
-	var tables strings.Builder
-	r.markdown(&tables)
-	return os.WriteFile(page, []byte(head+pageBegin+"\n"+tables.String()+"\n"+pageEnd+tail), 0o644)
+	return figures.Insert(o.page, "make storm", r.markdown)
 }

@@ -38,7 +38,7 @@ func (h *host) open(s Store, former *subnet.Lease) (manager, error) {
 	}
 	c := etcd.Config{
 		Endpoints: s.Etcd, Prefix: s.Prefix, TTL: s.TTL, RenewMargin: s.Margin, OnStatus: h.onStatus, OnLease: h.onLease,
-		Shared: &h.all.leases,
+		Interner: &h.all.leases,
 	}
 	if former != nil {
 		c.Previous = []netip.Prefix{former.Endpoints[0].Subnet}

@@ -3,57 +3,32 @@
 package main
 
 import (
-	"cmp"
-	"encoding/json"
 	"fmt"
 	"io"
-	"maps"
 	"slices"
-	"strings"
 	"time"
 
 	"github.com/flanneld/flanneld/test/chart"
+	"github.com/flanneld/flanneld/test/figures"
 )
 
 // report is the result of a run.
 type report struct {
-	Commit  string    `json:"commit"`
-	Date    time.Time `json:"date"`
-	Kernel  string    `json:"kernel"`
-	CPU     string    `json:"cpu"`
-	CPUs    int       `json:"cpus"`
+	Commit string    `json:"commit"`
+	Date   time.Time `json:"date"`
+	figures.Machine
 	Results []*result `json:"results"`
 }
 
 // String returns a result as one line for a terminal.
 func (r *result) String() string {
-	text := fmt.Sprintf("%s %d %s: %d right after %.1f s, half after %.1f s; store %.1f s CPU, %.0f MB peak; proxy %.1f s CPU, %.0f MB peak; hosts %.1f s CPU, %.0f MB peak; %.1f MB sent, %.1f MB received; bystander %.2f s at most, %.3f s p99, %d of %d failed; %d outages; %s",
-		r.Store, r.N, r.Scenario, r.Right, r.Seconds, r.Half, r.StoreCPU, r.Peak/1e6, r.ProxyCPU, r.ProxyPeak/1e6, r.HostsCPU, r.HostsPeak/1e6, r.Sent/1e6, r.Received/1e6,
-		r.Slowest, r.P99, r.Failed, r.Bystanding, r.Outages, r.callsText())
+	text := fmt.Sprintf("%s %d %s: %d right after %.1f s, half after %.1f s, all have leases after %.1f s; store %.1f s CPU, %.0f MB peak; proxy %.1f s CPU, %.0f MB peak; hosts %.1f s CPU, %.0f MB peak; %.1f MB sent, %.1f MB received; bystander %.2f s at most, %.3f s p99, %d of %d failed; %d outages; %s",
+		r.Store, r.N, r.Scenario, r.Right, r.Seconds, r.Half, r.Leased, r.StoreCPU, r.Peak/1e6, r.ProxyCPU, r.ProxyPeak/1e6, r.HostsCPU, r.HostsPeak/1e6, r.Sent/1e6, r.Received/1e6,
+		r.Slowest, r.P99, r.Failed, r.Bystanding, r.Outages, r.Calls)
 	if r.Example != "" {
 		text += "; " + r.Example
 	}
 	return text
-}
-
-// callsText returns the numbers of requests by kind, the most frequent first.
-func (r *result) callsText() string {
-	kinds := slices.SortedFunc(maps.Keys(r.Calls), func(a, b string) int {
-		return cmp.Or(cmp.Compare(r.Calls[b], r.Calls[a]), cmp.Compare(a, b))
-	})
-	var parts []string
-	for _, kind := range kinds {
-		if n := r.Calls[kind]; n > 0 { // all others were the bystander's
-			parts = append(parts, fmt.Sprintf("%s %.0f", kind, n))
-		}
-	}
-	return strings.Join(parts, ", ")
-}
-
-func (r *report) json(out io.Writer) error {
-	e := json.NewEncoder(out)
-	e.SetIndent("", " ")
-	return e.Encode(r)
 }
 
 // titles are the headings of scenarios on the page.
@@ -83,11 +58,11 @@ func (r *report) markdown(out io.Writer) {
 			}
 			fmt.Fprintf(out, "| %s | %d | %s | %s s | %s s | %.0f MB | %s MB | %s kB | %.0f | %s s | %s s |\n", one.Store, one.N,
 				half, chart.Number(one.Seconds), chart.Number(one.StoreCPU), one.Peak/1e6, chart.Number(one.Sent/1e6),
-				chart.Number(one.Sent/1e3/float64(one.N)), one.Calls.total(), chart.Number(one.Slowest), chart.Number(one.HostsCPU))
+				chart.Number(one.Sent/1e3/float64(one.N)), one.Calls.Total(), chart.Number(one.Slowest), chart.Number(one.HostsCPU))
 		}
 		fmt.Fprintln(out)
 		for _, one := range some {
-			fmt.Fprintf(out, "- %s, %d hosts: %s.\n", one.Store, one.N, one.callsText())
+			fmt.Fprintf(out, "- %s, %d hosts: %s.\n", one.Store, one.N, one.Calls)
 		}
 	}
 }

@@ -3,7 +3,6 @@
 package main
 
 import (
-	"bufio"
 	"bytes"
 	"context"
 	"errors"
@@ -11,7 +10,6 @@ import (
 	"io"
 	"net"
 	"net/http"
-	"os"
 	"os/exec"
 	"path/filepath"
 	"strconv"
@@ -20,10 +18,10 @@ import (
 
 	clientv3 "go.etcd.io/etcd/client/v3"
 	"go.uber.org/zap"
-	"golang.org/x/sys/unix"
 	"google.golang.org/grpc"
 
 	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/test/figures"
 	"github.com/flanneld/flanneld/test/lab"
 )
 
@@ -32,7 +30,7 @@ type server interface {
 	pid() int
 	restart(ctx context.Context) error
 	// calls returns how many requests the process has received, by kind.
-	calls(ctx context.Context) (counts, error)
+	calls(ctx context.Context) (figures.Counts, error)
 	// touch reads and writes something that is not flannel's, as other users of the store do.
 	touch(ctx context.Context) error
 	// touches returns the kinds of the requests that touch sends.
@@ -42,64 +40,19 @@ type server interface {
 	close()
 }
 
-// counts are numbers of requests by kind.
-type counts map[string]float64
-
-func (c counts) add(other counts) {
-	for kind, n := range other {
-		c[kind] += n
-	}
-}
-
-// since returns the requests since before.
-func (c counts) since(before counts) counts {
-	added := counts{}
-	for kind, n := range c {
-		if n -= before[kind]; n > 0 {
-			added[kind] = n
-		}
-	}
-	return added
-}
-
-func (c counts) total() (sum float64) {
-	for _, n := range c {
-		sum += n
-	}
-	return sum
-}
-
 // usage is what a process has used until now.
 type usage struct {
 	cpu  time.Duration
-	peak float64 // memory in RAM, bytes, since the process started or forgetPeak
+	peak float64 // bytes of memory, since the process started or figures.ResetPeak
 }
 
-func usageOf(pid int) (u usage, err error) {
-	const schedClock = 2 // CPUCLOCK_SCHED, used as by clock_getcpuclockid(3)
-	var ts unix.Timespec
-	if err := unix.ClockGettime(int32(^pid<<3|schedClock), &ts); err != nil {
-		return u, fmt.Errorf("CPU time of process %d: %w", pid, err)
-	}
-	u.cpu = time.Duration(ts.Nano())
-	text, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", pid))
+func usageOf(pid int) (usage, error) {
+	cpu, err := figures.ProcessCPU(pid)
 	if err != nil {
-		return u, err
+		return usage{}, err
 	}
-	for line := range strings.Lines(string(text)) {
-		if rest, ok := strings.CutPrefix(line, "VmHWM:"); ok {
-			kB, err := strconv.ParseFloat(strings.TrimSuffix(strings.TrimSpace(rest), " kB"), 64)
-			u.peak = kB * 1024
-			return u, err
-		}
-	}
-	return u, fmt.Errorf("/proc/%d/status has no VmHWM", pid)
-}
-
-// forgetPeak makes the peak of a process begin again at what it uses now.
-func forgetPeak(pid int) error {
-	const resetPeak = "5"
-	return os.WriteFile(fmt.Sprintf("/proc/%d/clear_refs", pid), []byte(resetPeak), 0)
+	m, err := figures.ProcessMemory(pid)
+	return usage{cpu, m.Peak}, err
 }
 
 // etcdServer is an etcd of one member, of a program that is given.
@@ -253,39 +206,10 @@ func (s *etcdServer) touch(ctx context.Context) error {
 func (*etcdServer) touches() []string { return []string{"Put", "Range"} }
 
 // calls counts messages: a request that opens a stream is not the only one on it.
-func (s *etcdServer) calls(ctx context.Context) (counts, error) {
+func (s *etcdServer) calls(ctx context.Context) (figures.Counts, error) {
 	var page bytes.Buffer
 	if err := s.get(ctx, s.url+"/metrics", &page); err != nil {
 		return nil, fmt.Errorf("ask etcd for its metrics: %w", err)
 	}
-	return metric(&page, "grpc_server_msg_received_total", "grpc_method")
-}
-
-// metric adds up a counter by the value of one label.
-func metric(page io.Reader, name string, by ...string) (counts, error) {
-	found := counts{}
-	lines := bufio.NewScanner(page)
-	lines.Buffer(nil, 1<<20)
-	for lines.Scan() {
-		labels, ok := strings.CutPrefix(lines.Text(), name+"{")
-		if !ok {
-			continue
-		}
-		labels, value, _ := strings.Cut(labels, "} ")
-		n, err := strconv.ParseFloat(value, 64)
-		if err != nil {
-			return nil, fmt.Errorf("read %s: %w", name, err)
-		}
-		kinds := make([]string, len(by))
-		for label := range strings.SplitSeq(labels, ",") {
-			key, value, _ := strings.Cut(label, "=")
-			for i := range by {
-				if by[i] == key {
-					kinds[i] = strings.Trim(value, `"`)
-				}
-			}
-		}
-		found[strings.TrimSpace(strings.Join(kinds, " "))] += n
-	}
-	return found, lines.Err()
+	return figures.ReadCounts(&page, figures.EtcdRequests, figures.EtcdMethod)
 }

@@ -19,6 +19,7 @@ import (
 	clientv3 "go.etcd.io/etcd/client/v3"
 
 	"github.com/flanneld/flanneld/subnet"
+	"github.com/flanneld/flanneld/test/figures"
 	"github.com/flanneld/flanneld/test/lab"
 )
 
@@ -84,24 +85,25 @@ type result struct {
 	N        int    `json:"n"`
 	Scenario string `json:"scenario"`
 
-	Right      int     `json:"right"`               // hosts that were right at the end, of N
-	Seconds    float64 `json:"seconds"`             // until the last one was right
-	Half       float64 `json:"half,omitzero"`       // seconds until half of them were right
-	StoreCPU   float64 `json:"storeCPU"`            // seconds
-	ProxyCPU   float64 `json:"proxyCPU,omitempty"`  // seconds, of the proxy in front of the store
-	ProxyPeak  float64 `json:"proxyPeak,omitempty"` // bytes of memory of the proxy, since its start
-	HostsCPU   float64 `json:"hostsCPU"`            // seconds, of the process with all managers
-	Sent       float64 `json:"sent"`                // bytes from the store to hosts
-	Received   float64 `json:"received"`            // bytes from hosts to the store
-	Peak       float64 `json:"peak"`                // bytes of memory of the store
-	HostsPeak  float64 `json:"hostsPeak"`           // bytes of memory of the process with all managers, since its start
-	Calls      counts  `json:"calls"`               // by kind
-	Slowest    float64 `json:"slowest"`             // seconds that the slowest request of a bystander took
-	P99        float64 `json:"p99"`                 // seconds, of a bystander's requests
-	Bystanding int     `json:"bystanding"`          // requests of the bystander
-	Failed     int     `json:"failed"`              // of these, requests without an answer
-	Outages    int     `json:"-"`                   // times that a host has lost its store
-	Example    string  `json:"example,omitempty"`
+	Right      int            `json:"right"`               // hosts that were right at the end, of N
+	Seconds    float64        `json:"seconds"`             // until the last one was right
+	Half       float64        `json:"half,omitzero"`       // seconds until half of them were right
+	Leased     float64        `json:"leased,omitzero"`     // seconds until all hosts had their own leases, if all of them were started
+	StoreCPU   float64        `json:"storeCPU"`            // seconds
+	ProxyCPU   float64        `json:"proxyCPU,omitempty"`  // seconds, of the proxy in front of the store
+	ProxyPeak  float64        `json:"proxyPeak,omitempty"` // bytes of memory of the proxy, since its start
+	HostsCPU   float64        `json:"hostsCPU"`            // seconds, of the process with all managers
+	Sent       float64        `json:"sent"`                // bytes from the store to hosts
+	Received   float64        `json:"received"`            // bytes from hosts to the store
+	Peak       float64        `json:"peak"`                // bytes of memory of the store
+	HostsPeak  float64        `json:"hostsPeak"`           // bytes of memory of the process with all managers, since its start
+	Calls      figures.Counts `json:"calls"`               // by kind
+	Slowest    float64        `json:"slowest"`             // seconds that the slowest request of a bystander took
+	P99        float64        `json:"p99"`                 // seconds, of a bystander's requests
+	Bystanding int            `json:"bystanding"`          // requests of the bystander
+	Failed     int            `json:"failed"`              // of these, requests without an answer
+	Outages    int            `json:"-"`                   // times that a host has lost its store
+	Example    string         `json:"example,omitempty"`
 }
 
 // meter measures the store during a scenario.
@@ -111,19 +113,19 @@ type meter struct {
 	cpu, hosts time.Duration
 	proxy      time.Duration
 	net        [2]float64
-	calls      counts
-	spent      time.Duration // CPU time of processes of the store that have ended meanwhile
-	ended      counts        // requests to these
-	peak       float64       // of these
+	calls      figures.Counts
+	spent      time.Duration  // CPU time of processes of the store that have ended meanwhile
+	ended      figures.Counts // requests to these
+	peak       float64        // of these
 	bystander  *bystander
 	earlier    State
 }
 
 func (s *storm) measure(ctx context.Context) (*meter, error) {
-	if err := forgetPeak(s.store.pid()); err != nil {
+	if err := figures.ResetPeak(s.store.pid()); err != nil {
 		return nil, err
 	}
-	m := &meter{s: s, ended: counts{}, began: time.Now()}
+	m := &meter{s: s, ended: figures.Counts{}, began: time.Now()}
 	u, err := usageOf(s.store.pid())
 	if err != nil {
 		return nil, err
@@ -162,8 +164,8 @@ func (m *meter) restart(ctx context.Context) error {
 	}
 	m.spent += u.cpu - m.cpu
 	m.peak = max(m.peak, u.peak)
-	m.ended.add(calls.since(m.calls))
-	m.cpu, m.calls = 0, counts{}
+	m.ended.Add(calls.Since(m.calls))
+	m.cpu, m.calls = 0, figures.Counts{}
 	return m.s.store.restart(ctx)
 }
 
@@ -177,6 +179,9 @@ func (m *meter) end(ctx context.Context, scenario string) (*result, error) {
 	}
 	r := &result{N: s.n, Scenario: scenario, Right: now.Right, Seconds: now.Last.Sub(m.began).Seconds(), Example: now.Example}
 	r.Half = now.Half.Sub(m.began).Seconds()
+	if m.earlier.Running == 0 {
+		r.Leased = now.Leased.Sub(m.began).Seconds()
+	}
 	r.Outages = now.Outages - m.earlier.Outages
 	if now.Right < now.Running {
 		r.Seconds = time.Since(m.began).Seconds()
@@ -204,7 +209,7 @@ func (m *meter) end(ctx context.Context, scenario string) (*result, error) {
 		return nil, err
 	}
 	r.Calls = m.ended
-	r.Calls.add(calls.since(m.calls))
+	r.Calls.Add(calls.Since(m.calls))
 	r.StoreCPU, r.HostsCPU = (m.spent + u.cpu - m.cpu).Seconds(), (h.cpu - m.hosts).Seconds()
 	r.Sent, r.Received = net[0]-m.net[0], net[1]-m.net[1]
 	r.Peak, r.HostsPeak = max(m.peak, u.peak), h.peak

@@ -46,7 +46,7 @@ func TestKernelStorm(t *testing.T) {
 				t.Errorf("%d scenarios have a result, want %d:\n%s", len(r.Results), want, progress.String())
 			}
 			for _, one := range r.Results {
-				if one.Right != one.N || one.Calls.total() == 0 || one.Sent == 0 || one.Peak == 0 || one.StoreCPU == 0 {
+				if one.Right != one.N || one.Calls.Total() == 0 || one.Sent == 0 || one.Peak == 0 || one.StoreCPU == 0 {
 					t.Errorf("a figure is missing: %s", one)
 				}
 			}
@@ -102,14 +102,5 @@ func TestParse(t *testing.T) {
 		if _, err := parse(args); err == nil {
 			t.Errorf("%q is accepted", args)
 		}
-	}
-}
-
-func TestMetric(t *testing.T) {
-	const page = "# TYPE a_total counter\n" + `a_total{method="Get",code="OK"} 2` + "\n" + `a_total{method="Get",code="No"} 1` + "\n" +
-		`a_total{method="Put",code="OK"} 5e+03` + "\n" + `a_totals{method="Get"} 9` + "\n"
-	got, err := metric(strings.NewReader(page), "a_total", "method")
-	if err != nil || len(got) != 2 || got["Get"] != 3 || got["Put"] != 5000 {
-		t.Errorf("got %v, %v", got, err)
 	}
 }

@@ -23,6 +23,7 @@ import (
 	"google.golang.org/grpc"
 
 	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/wait"
 	"github.com/flanneld/flanneld/test/lab"
 )
 
@@ -281,6 +282,6 @@ func until(ctx context.Context, what string, f func(context.Context) error) erro
 			return fmt.Errorf("wait for %s: %w: %w", what, context.Cause(ctx), cmp.Or(last, err))
 		}
 		last = err
-		wait(ctx, 200*time.Millisecond)
+		_ = wait.For(ctx, 200*time.Millisecond)
 	}
 }

@@ -19,6 +19,7 @@ import (
 
 	"github.com/flanneld/flanneld/pkg/prefix"
 	"github.com/flanneld/flanneld/pkg/subnetfile"
+	"github.com/flanneld/flanneld/pkg/wait"
 	"github.com/flanneld/flanneld/test/lab"
 )
 
@@ -123,7 +124,7 @@ func (r *recorder) watch(ctx context.Context, c *clientv3.Client) {
 		for ctx.Err() == nil {
 			list, err := c.Get(ctx, dir, clientv3.WithPrefix(), clientv3.WithSerializable())
 			if err != nil {
-				wait(ctx, 200*time.Millisecond)
+				_ = wait.For(ctx, 200*time.Millisecond)
 				continue
 			}
 			for _, kv := range list.Kvs {
@@ -172,16 +173,6 @@ func (r *recorder) finish(hosts []*lab.Host) *history {
 		}
 	}
 	return &r.history
-}
-
-// wait returns after d, or when ctx ends.
-func wait(ctx context.Context, d time.Duration) {
-	timer := time.NewTimer(d)
-	defer timer.Stop()
-	select {
-	case <-timer.C:
-	case <-ctx.Done():
-	}
 }
 
 // logs writes the log of each daemon to a folder, for a reader of violations.

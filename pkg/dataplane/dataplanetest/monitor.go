@@ -8,6 +8,7 @@ import (
 	"slices"
 
 	"github.com/flanneld/flanneld/pkg/dataplane"
+	"github.com/flanneld/flanneld/pkg/wait"
 )
 
 // monitor announces the differences between the state at the last Drain and the present
@@ -15,7 +16,7 @@ import (
 type monitor struct {
 	kernel  *Kernel
 	scope   dataplane.Scope
-	ready   chan struct{}
+	ready   wait.Signal
 	seen    dataplane.State
 	foreign int // counters of the kernel at the last Drain
 	silent  int
@@ -25,7 +26,7 @@ type monitor struct {
 
 // Monitor implements dataplane.Kernel.
 func (k *Kernel) Monitor(s dataplane.Scope) (dataplane.Monitor, error) {
-	m := &monitor{kernel: k, scope: s, ready: make(chan struct{}, 1)}
+	m := &monitor{kernel: k, scope: s, ready: wait.NewSignal()}
 	m.Drain()
 	k.mu.Lock()
 	defer k.mu.Unlock()
@@ -43,10 +44,7 @@ func (k *Kernel) disturbed() {
 // announce wakes the monitors. The caller holds k.mu.
 func (k *Kernel) announce() {
 	for _, m := range k.monitors {
-		select {
-		case m.ready <- struct{}{}:
-		default:
-		}
+		m.ready.Send()
 	}
 }
 

@@ -17,6 +17,7 @@ import (
 	"github.com/flanneld/flanneld/pkg/dataplane"
 	"github.com/flanneld/flanneld/pkg/oneline"
 	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/wait"
 )
 
 // monitorBuffer is the size in bytes of a receive buffer for announcements of about ten
@@ -37,8 +38,8 @@ type monitor struct {
 	scope  dataplane.Scope
 	file   *os.File // the socket
 	raw    syscall.RawConn
-	ready  chan struct{}
-	resume chan struct{} // a token makes watch wait for the next announcement
+	ready  wait.Signal
+	resume wait.Signal // makes watch wait for the next announcement
 	muted  bool
 	done   chan struct{}
 	wg     sync.WaitGroup
@@ -61,7 +62,7 @@ func (k *Kernel) Monitor(s dataplane.Scope) (dataplane.Monitor, error) {
 	}
 	m := &monitor{
 		kernel: k, scope: s, file: os.NewFile(uintptr(fd), "rtnetlink"),
-		ready: make(chan struct{}, 1), resume: make(chan struct{}, 1), done: make(chan struct{}),
+		ready: wait.NewSignal(), resume: wait.NewSignal(), done: make(chan struct{}),
 		buf: make([]byte, 64<<10), links: map[int]linkDetails{},
 	}
 	if err := m.subscribe(fd); err != nil {
@@ -74,7 +75,7 @@ func (k *Kernel) Monitor(s dataplane.Scope) (dataplane.Monitor, error) {
 		return nil, oneline.Join(fmt.Errorf("subscribe to kernel changes: %w", err), m.file.Close())
 	}
 	m.learn()
-	m.resume <- struct{}{}
+	m.resume.Send()
 	m.wg.Go(m.watch)
 	return m, nil
 }
@@ -125,10 +126,7 @@ func (m *monitor) watch() {
 		if err := m.raw.Read(func(uintptr) bool { return m.pending() }); err != nil { // closed
 			return
 		}
-		select {
-		case m.ready <- struct{}{}:
-		default:
-		}
+		m.ready.Send()
 	}
 }
 
@@ -170,12 +168,7 @@ func (m *monitor) listen() (err error) {
 
 // Drain implements dataplane.Monitor.
 func (m *monitor) Drain() (events []dataplane.Event, rerouted, lost bool) {
-	defer func() {
-		select {
-		case m.resume <- struct{}{}:
-		default:
-		}
-	}()
+	defer m.resume.Send()
 	missed := m.muted
 	if m.muted {
 		lost = true

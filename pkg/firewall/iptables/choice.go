@@ -16,8 +16,8 @@ import (
 const hintTable = "mangle"
 
 // hints returns chains that show which variant kubelet uses and, if it has none, which
-// variant kube-proxy uses. Containers of Kubernetes follow kubelet's chains, and look
-// into nftables first.
+// variant kube-proxy uses. Containers of Kubernetes follow kubelet's chains, and
+// read nftables first.
 func hints() [][]string {
 	return [][]string{{"KUBE-IPTABLES-HINT", "KUBE-KUBELET-CANARY"}, {"KUBE-PROXY-CANARY"}}
 }

@@ -14,6 +14,7 @@ import (
 	"os/exec"
 	"slices"
 	"strings"
+	"sync"
 	"time"
 
 	goiptables "github.com/coreos/go-iptables/iptables"
@@ -86,42 +87,62 @@ func (v Variant) Program(f prefix.Family) string {
 	return "ip6tables" + string(v)
 }
 
-// Applier implements firewall.Applier. It is not safe for concurrent use.
-type Applier struct {
+// Programs are the programs of a variant. They are probed once for each family, when that
+// is first needed. They are safe for concurrent use.
+type Programs struct {
 	variant Variant
-	known   map[prefix.Family]kind
-	leads   leadsFunc
-	legacy  legacy
+
+	mu    sync.Mutex
+	known map[prefix.Family]kind
 }
 
-// New returns an Applier that uses the programs of variant v.
-func New(v Variant) *Applier {
-	return &Applier{variant: v, known: map[prefix.Family]kind{}, leads: nftables.Leads, legacy: newLegacy()}
-}
+// NewPrograms returns the programs of variant v.
+func NewPrograms(v Variant) *Programs { return &Programs{variant: v, known: map[prefix.Family]kind{}} }
 
 // Variant returns Legacy or NFT: the variant that the programs for family f implement.
-func (a *Applier) Variant(ctx context.Context, f prefix.Family) (Variant, error) {
-	k, err := a.kind(ctx, f)
+func (p *Programs) Variant(ctx context.Context, f prefix.Family) (Variant, error) {
+	k, err := p.kind(ctx, f)
 	if err != nil || !k.nft {
 		return Legacy, err
 	}
 	return NFT, nil
 }
 
-// kind probes the programs of a family once.
-func (a *Applier) kind(ctx context.Context, f prefix.Family) (kind, error) {
-	if k, ok := a.known[f]; ok {
+// kind probes the programs of a family once. Two calls at the same time may both probe
+// them, so that neither waits for the other.
+func (p *Programs) kind(ctx context.Context, f prefix.Family) (kind, error) {
+	p.mu.Lock()
+	k, known := p.known[f]
+	p.mu.Unlock()
+	if known {
 		return k, nil
 	}
-	k, err := a.variant.probe(ctx, f)
+	k, err := p.variant.probe(ctx, f)
 	if err == nil {
-		a.known[f] = k
+		p.mu.Lock()
+		p.known[f] = k
+		p.mu.Unlock()
 	}
 	return k, err
 }
 
+// Applier implements firewall.Applier. It is not safe for concurrent use.
+type Applier struct {
+	programs *Programs
+	targets  targetsFunc
+	legacy   legacy
+}
+
+// New returns an Applier that uses the programs of variant v.
+func New(v Variant) *Applier { return NewPrograms(v).Applier() }
+
+// Applier returns an Applier that uses p.
+func (p *Programs) Applier() *Applier {
+	return &Applier{programs: p, targets: nftables.Targets, legacy: newLegacy()}
+}
+
 // Apply implements firewall.Applier. If nothing has changed it runs one program for each
-// family that p concerns, and none if the kernel's own iptables holds the rules.
+// family that p concerns, and none if the kernel's own iptables has the rules.
 func (a *Applier) Apply(ctx context.Context, p firewall.Policy) (changed bool, err error) {
 	var errs []error
 	for _, f := range families() {
@@ -139,10 +160,10 @@ func (a *Applier) apply(ctx context.Context, p firewall.Policy, f prefix.Family)
 	// would create them.
 	wanted := p.Table(f).Wanted()
 	nothing := func() bool { return !wanted && len(legacyTables(f)) == 0 }
-	if a.variant == Legacy && nothing() {
+	if a.programs.variant == Legacy && nothing() {
 		return false, nil
 	}
-	k, err := a.kind(ctx, f)
+	k, err := a.programs.kind(ctx, f)
 	if errors.Is(err, ErrMissing) && !wanted {
 		return false, nil
 	}
@@ -153,7 +174,7 @@ func (a *Applier) apply(ctx context.Context, p firewall.Policy, f prefix.Family)
 		return false, nil
 	}
 	p.Random = p.Random && k.random
-	program, table := a.variant.Program(f), p.Table(f)
+	program, table := a.programs.variant.Program(f), p.Table(f)
 	var now exact
 	if !k.nft {
 		var same bool
@@ -190,16 +211,16 @@ func (a *Applier) apply(ctx context.Context, p firewall.Policy, f prefix.Family)
 func (a *Applier) read(ctx context.Context, f prefix.Family, k kind) (have dump, hidden []string, err error) {
 	have, err = a.save(ctx, f, k)
 	if err == nil && k.nft {
-		hidden, err = a.reveal(ctx, f, have)
+		hidden, err = a.correct(ctx, f, have)
 	}
 	return have, hidden, err
 }
 
 // save returns the output of iptables-save. A single rule of nft can make it fail for all
 // tables. In that case save reads the tables one by one, and leaves those that fail to
-// reveal.
+// correct.
 func (a *Applier) save(ctx context.Context, f prefix.Family, k kind) (dump, error) {
-	program := a.variant.Program(f) + "-save"
+	program := a.programs.variant.Program(f) + "-save"
 	text, err := run(ctx, "", program)
 	if _, failed := errors.AsType[*exec.ExitError](err); failed && k.nft {
 		d := dump{}
@@ -262,13 +283,13 @@ func run(ctx context.Context, stdin, name string, args ...string) (string, error
 		if ctx.Err() != nil {
 			err = context.Cause(ctx)
 		}
-		return "", fmt.Errorf("run %s: %w%s", name, err, complaint(stderr.String()))
+		return "", fmt.Errorf("run %s: %w%s", name, err, shorten(stderr.String()))
 	}
 	return stdout.String(), nil
 }
 
-// complaint returns the part of a program's error output that fits a log line.
-func complaint(text string) string {
+// shorten returns the part of a program's error output that fits a log line.
+func shorten(text string) string {
 	const most = 300
 	text = strings.Join(strings.Fields(text), " ")
 	if text == "" {

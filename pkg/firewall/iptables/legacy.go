@@ -31,15 +31,15 @@ const (
 	rests = 3
 )
 
-// exact is a state in which the kernel holds the wanted rules.
+// exact is a state in which the kernel has the wanted rules.
 type exact struct {
 	known        bool
 	wanted       firewall.Table
-	sizes, rules uint64 // hashes over what the kernel holds
+	sizes, rules uint64 // hashes over the state of the kernel
 	rested       int    // how often in a row only the sizes were compared
 }
 
-// legacy remembers for each family when the kernel held the wanted rules.
+// legacy remembers for each family the last state in which the kernel had the wanted rules.
 type legacy struct {
 	seed  maphash.Seed
 	exact map[prefix.Family]exact
@@ -49,12 +49,12 @@ func newLegacy() legacy {
 	return legacy{seed: maphash.MakeSeed(), exact: map[prefix.Family]exact{}}
 }
 
-// unchanged reports whether the kernel still holds the wanted rules of family f. If not,
-// now is to be passed to remember when they turn out to be exact all the same. now must be
-// taken before the rules are read, so that the next call notices a change in between.
+// unchanged reports whether the kernel still has the wanted rules of family f. If not, the
+// caller reads the rules, and passes now to remember if they are right nevertheless. now is
+// read before the rules, so that the next call notices a change in between.
 func (l *legacy) unchanged(f prefix.Family, wanted firewall.Table) (now exact, same bool) {
 	tables, err := openTables(l.seed, f)
-	if err != nil { // iptables-save tells the reason
+	if err != nil { // iptables-save returns the reason
 		return exact{}, false
 	}
 	defer tables.close()
@@ -90,7 +90,7 @@ const (
 	entriesHead = 40 // of struct ipt_get_entries, before the rules
 )
 
-// layout holds the offsets in a rule of one family, struct ipt_entry or ip6t_entry.
+// layout contains the offsets in a rule of one family, struct ipt_entry or ip6t_entry.
 type layout struct {
 	level    int
 	next     int // u16: offset of the next rule
@@ -105,7 +105,7 @@ func layoutOf(f prefix.Family) layout {
 	return layout{level: unix.SOL_IPV6, next: 142, comefrom: 144, elements: 168}
 }
 
-// tables are those tables of the kernel's own iptables that can hold our chains.
+// tables are those tables of the kernel's own iptables that may contain flanneld's chains.
 type tables struct {
 	layout
 	fd    int

@@ -45,7 +45,7 @@ func (p *planner) add(format string, args ...any) {
 	p.lines = append(p.lines, fmt.Sprintf(format, args...))
 }
 
-// ownChain rewrites flanneld's chain as a whole, unless it has the right content.
+// ownChain rewrites all of flanneld's chain, unless it has the right content.
 // Declaring a chain flushes it, in the same commit as the new rules.
 func (p *planner) ownChain(c firewall.Chain, t firewall.Table) {
 	have, exists := p.have[p.chain]
@@ -78,14 +78,14 @@ func (p *planner) ownChain(c firewall.Chain, t firewall.Table) {
 // referenced reports whether a chain other than the parent jumps to flanneld's chain.
 func (p *planner) referenced() bool {
 	for chain, rules := range p.have {
-		if chain != p.parent && slices.ContainsFunc(rules, p.leadsHere) {
+		if chain != p.parent && slices.ContainsFunc(rules, p.jumpsHere) {
 			return true
 		}
 	}
 	return false
 }
 
-func (p *planner) leadsHere(r rule) bool { return r.target == p.chain }
+func (p *planner) jumpsHere(r rule) bool { return r.target == p.chain }
 
 // parentChain ensures that there is one jump to flanneld's chain, in the right position,
 // and removes rules of old versions.
@@ -97,7 +97,7 @@ func (p *planner) parentChain(c firewall.Chain, t firewall.Table) {
 		switch {
 		case ok && t.Legacy(c, r, comment == p.comment):
 			p.add("-D %s %s", p.parent, h.spec)
-		case p.leadsHere(h):
+		case p.jumpsHere(h):
 			jumps, at, right = jumps+1, len(rest), h.spec == p.jump() && h.always
 		default:
 			rest = append(rest, h)
@@ -107,7 +107,7 @@ func (p *planner) parentChain(c firewall.Chain, t firewall.Table) {
 	inPlace := jumps == 1 && right && lo <= at && at <= hi
 	if !p.wanted || !inPlace {
 		for _, h := range p.have[p.parent] {
-			if p.leadsHere(h) {
+			if p.jumpsHere(h) {
 				p.add("-D %s %s", p.parent, h.spec)
 			}
 		}

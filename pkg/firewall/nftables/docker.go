@@ -44,20 +44,20 @@ func (c *conn) docker(f prefix.Family, b firewall.DockerBridge) (cut firewall.Do
 		return cut, err
 	}
 	cut.Direct = slices.ContainsFunc(raw, func(r dockerRule) bool {
-		return r.Target == "DROP" && r.dst.IsValid() && b.Subnet.Contains(r.dst) && !r.trusts
+		return r.Name == "DROP" && r.dst.IsValid() && b.Subnet.Contains(r.dst) && !r.trusts
 	})
 	forward, err := c.dockerRules(f, dockerForward+b.Name)
 	if err != nil {
 		return cut, err
 	}
-	accepted := slices.ContainsFunc(forward, func(r dockerRule) bool { return r.Target == "ACCEPT" && (r.Always || r.mark) })
-	dropped := slices.ContainsFunc(forward, func(r dockerRule) bool { return r.Target == "DROP" && r.Always })
+	accepted := slices.ContainsFunc(forward, func(r dockerRule) bool { return r.Name == "ACCEPT" && (r.Always || r.mark) })
+	dropped := slices.ContainsFunc(forward, func(r dockerRule) bool { return r.Name == "DROP" && r.Always })
 	cut.Forward = dropped && !accepted
 	return cut, nil
 }
 
 func (c *conn) dockerRules(f prefix.Family, chain string) (rules []dockerRule, err error) {
-	_, exists, err := c.leads(f, dockerTable, chain)
+	_, exists, err := c.targets(f, dockerTable, chain)
 	if err != nil || !exists {
 		return nil, err
 	}
@@ -67,14 +67,14 @@ func (c *conn) dockerRules(f prefix.Family, chain string) (rules []dockerRule, e
 
 // dockerRule contains the parts of one of Docker's rules that matter here.
 type dockerRule struct {
-	Lead
+	Target
 	dst    netip.Addr // zero if the rule matches any or several addresses
 	mark   bool       // it matches packets with a mark
 	trusts bool       // it exempts several interfaces
 }
 
 func readDockerRule(f prefix.Family, raw []byte) dockerRule {
-	r := dockerRule{Lead: lead(f, raw)}
+	r := dockerRule{Target: targetOf(f, raw)}
 	destination := false // the register contains the destination address
 	_ = eachExpression(raw, func(name string, data []byte) bool {
 		switch name {

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Package nftables applies firewall rules through netlink, in tables of its own, and
-// listens to changes by other programs. It runs no program.
+// listens to changes by other programs. It runs no program. Available, HasTable and Watch
+// are not limited to these tables: backend/udp uses them for its own.
 package nftables
 
 import (
@@ -145,7 +146,7 @@ func tableName(f prefix.Family) string {
 
 func tableComment(f prefix.Family) string { return "rules for " + tableName(f) }
 
-// plan returns the changes that lead from the existing table to t.
+// plan returns the changes that turn the existing table into t.
 func (c *conn) plan(have table, t firewall.Table) ([]netlink.Message, error) {
 	var changes []netlink.Message
 	left := have.chains
@@ -182,7 +183,7 @@ func (c *conn) plan(have table, t firewall.Table) ([]netlink.Message, error) {
 	return changes, nil
 }
 
-// planChain plans one chain. It does not touch rules of other daemons, unless the chain
+// planChain plans one chain. It leaves rules of other daemons alone, unless the chain
 // itself must be created again.
 func (c *conn) planChain(t firewall.Table, chain firewall.Chain, there chainState, a firewall.Arrangement) ([]netlink.Message, error) {
 	var changes []netlink.Message

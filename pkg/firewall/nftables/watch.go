@@ -15,6 +15,7 @@ import (
 
 	"github.com/flanneld/flanneld/pkg/firewall"
 	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/wait"
 )
 
 // quiet is the time without a change after which wake is called again. The first change
@@ -49,16 +50,7 @@ func Watch(ctx context.Context, places []firewall.Place, wake func()) {
 			klog.FromContext(ctx).Error(err, "not listening to changes of nftables, trying again")
 		}
 		failing = err != nil
-		sleep(ctx, listenPause)
-	}
-}
-
-func sleep(ctx context.Context, d time.Duration) {
-	timer := time.NewTimer(d)
-	defer timer.Stop()
-	select {
-	case <-ctx.Done():
-	case <-timer.C:
+		_ = wait.For(ctx, listenPause) // the loop notices the end of ctx
 	}
 }
 
@@ -85,7 +77,7 @@ func listen(ctx context.Context, places []firewall.Place, wake func()) error {
 			continue
 		}
 		wake()
-		sleep(ctx, quiet)
+		_ = wait.For(ctx, quiet) // the loop notices the end of ctx
 	}
 }
 

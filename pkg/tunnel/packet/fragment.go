@@ -4,7 +4,8 @@ package packet
 
 import "encoding/binary"
 
-// Fragment calls emit with each fragment of the IPv4 packet b, whose parsed header is h.
+// Fragment calls emit with each fragment of the IPv4 packet b, whose parsed header is h
+// (RFC 791, 3.2).
 // A fragment has at most mtu bytes and is in buf, which must have as many. emit must not
 // keep it. Fragment reports false if b must not be fragmented or mtu is too small.
 func Fragment(buf, b []byte, h Header, mtu int, emit func([]byte)) bool {
@@ -34,8 +35,8 @@ func Fragment(buf, b []byte, h Header, mtu int, emit func([]byte)) bool {
 	return true
 }
 
-// dropOptions replaces the IP options that belong only into the first fragment by
-// padding.
+// dropOptions replaces the IP options that belong only into the first fragment by padding:
+// those without the copied flag (RFC 791, 3.1).
 func dropOptions(o []byte) {
 	const end, padding, copied = 0, 1, 0x80
 	for len(o) > 0 && o[0] != end {

@@ -9,9 +9,9 @@ import (
 )
 
 func seeds(f *testing.F) {
-	for _, s := range kinds() {
-		s.payload = random(40)
-		b, o := super(s, 10)
+	for _, s := range packetKinds() {
+		s.payload = randomBytes(40)
+		b, o := superPacket(s, 10)
 		frame := make([]byte, OffloadLen)
 		o.Encode(frame)
 		f.Add(append(frame, b...))
@@ -36,22 +36,22 @@ func FuzzDeviceFrame(f *testing.F) {
 		}
 		b = b[OffloadLen:]
 		h, fault := Parse(b)
-		if fault != Sound {
+		if fault != NoFault {
 			return
 		}
 		b = b[:h.Total]
 		DecrementTTL(b)
-		for _, c := range []Complaint{Unreachable, TimeExceeded, TooBig} {
+		for _, c := range []ICMPError{Unreachable, TimeExceeded, TooBig} {
 			for _, own := range []netip.Addr{netip.MustParseAddr("10.5.1.0"), netip.MustParseAddr("fd00::1")} {
-				if m := c.Complain(make([]byte, MaxReply), b, h, own, 1400); m != nil {
-					if _, fault := Parse(m); fault != Sound {
+				if m := c.Write(make([]byte, MaxICMPError), b, h, own, 1400); m != nil {
+					if _, fault := Parse(m); fault != NoFault {
 						t.Fatalf("an invalid reply: fault %d", fault)
 					}
 				}
 			}
 		}
 		Fragment(make([]byte, 65535), b, h, 600, func(p []byte) {
-			if _, fault := Parse(p); fault != Sound || len(p) > 600 {
+			if _, fault := Parse(p); fault != NoFault || len(p) > 600 {
 				t.Fatalf("fragment of %d bytes, fault %d", len(p), fault)
 			}
 		})
@@ -66,7 +66,7 @@ func FuzzDeviceFrame(f *testing.F) {
 		for i := range segments.Count() {
 			p := make([]byte, segments.Len(i))
 			segments.Write(p, i)
-			if _, fault := Parse(p); fault != Sound {
+			if _, fault := Parse(p); fault != NoFault {
 				t.Fatalf("part %d of %d: fault %d", i, segments.Count(), fault)
 			}
 		}
@@ -76,9 +76,9 @@ func FuzzDeviceFrame(f *testing.F) {
 // FuzzDatagrams handles any bytes, split into datagrams of any size, like the result of a
 // receive. The packets that come out must be those that went in.
 func FuzzDatagrams(f *testing.F) {
-	for _, s := range kinds() {
-		s.payload = random(30)
-		b, o := super(s, 10)
+	for _, s := range packetKinds() {
+		s.payload = randomBytes(30)
+		b, o := superPacket(s, 10)
 		h, _ := Parse(b)
 		segments, _ := o.Split(b, h)
 		var all []byte
@@ -108,7 +108,7 @@ func FuzzDatagrams(f *testing.F) {
 			o := DecodeOffload(b)
 			p := b[OffloadLen:]
 			h, fault := Parse(p)
-			if fault != Sound || h.Total > len(p) {
+			if fault != NoFault || h.Total > len(p) {
 				t.Fatalf("fault %d in %d merged packets", fault, n)
 			}
 			if n > 1 {
@@ -129,13 +129,13 @@ func FuzzDatagrams(f *testing.F) {
 			one := bytes.Clone(buf[at:end])
 			h, fault := Parse(one)
 			if len(pending) > 0 && m.Add(at, end) { // without checking it before
-				if fault != Sound || CheckHeader(one, h) != Sound || h.Total != len(one) {
+				if fault != NoFault || CheckHeader(one, h) != NoFault || h.Total != len(one) {
 					t.Fatalf("added although it has fault %d:\n%x", fault, one)
 				}
 				pending = append(pending, one)
 				continue
 			}
-			if fault != Sound || CheckHeader(one, h) != Sound {
+			if fault != NoFault || CheckHeader(one, h) != NoFault {
 				continue
 			}
 			finish()

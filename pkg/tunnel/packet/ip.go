@@ -3,6 +3,11 @@
 // Package packet parses IP packets, changes them in place, splits super-packets into
 // single packets and merges single packets. It is pure and accepts any bytes. It reports
 // an invalid packet as a Fault.
+//
+//   - ip.go parses IPv4 and IPv6 headers.
+//   - offload.go splits super-packets, and merge.go merges packets into them.
+//   - icmp.go writes ICMP errors, fragment.go fragments packets, and checksum.go computes
+//     checksums.
 package packet
 
 import (
@@ -28,7 +33,7 @@ type Fault uint8
 
 // The faults of a packet.
 const (
-	Sound       Fault = iota
+	NoFault     Fault = iota
 	Truncated         // shorter than its header, or than the length in its header
 	BadVersion        // neither IPv4 nor IPv6
 	BadHeader         // an impossible header length
@@ -48,7 +53,7 @@ type Header struct {
 	DontFragment bool
 	// Fragment is set if the packet is a fragment. Later is set if it is not the first
 	// fragment.
-	Fragment, Later bool
+	Fragment, LaterFragment bool
 }
 
 // Forwardable reports whether a packet between two hosts can have a as its source or
@@ -78,7 +83,7 @@ func parse4(b []byte) (Header, Fault) {
 	h := Header{
 		Src: netip.AddrFrom4([4]byte(b[12:16])), Dst: netip.AddrFrom4([4]byte(b[16:20])),
 		Len: int(b[0]&0xf) * 4, Total: int(binary.BigEndian.Uint16(b[2:])), Protocol: b[9], TTL: b[8],
-		DontFragment: frag&dontFragment != 0, Fragment: frag&(moreFragments|offset) != 0, Later: frag&offset != 0,
+		DontFragment: frag&dontFragment != 0, Fragment: frag&(moreFragments|offset) != 0, LaterFragment: frag&offset != 0,
 	}
 	switch {
 	case h.Len < header4 || h.Total < h.Len:
@@ -86,7 +91,7 @@ func parse4(b []byte) (Header, Fault) {
 	case h.Total > len(b):
 		return h, Truncated
 	}
-	return h, Sound
+	return h, NoFault
 }
 
 func parse6(b []byte) (Header, Fault) {
@@ -104,7 +109,7 @@ func parse6(b []byte) (Header, Fault) {
 	case h.Total > len(b):
 		return h, Truncated
 	}
-	return h, Sound
+	return h, NoFault
 }
 
 // CheckHeader verifies the header checksum of the packet b, whose parsed header is h.
@@ -113,7 +118,7 @@ func CheckHeader(b []byte, h Header) Fault {
 	if !h.IPv6 && fold(headerSum(b[:h.Len])) != 0xffff {
 		return BadChecksum
 	}
-	return Sound
+	return NoFault
 }
 
 // DecrementTTL decrements the hop limit of a packet in which Parse has found no fault. If

@@ -5,7 +5,8 @@ package packet
 import "encoding/binary"
 
 // OffloadLen is the length in bytes of the header that a TUN device with IFF_VNET_HDR
-// adds in front of every packet: struct virtio_net_hdr.
+// adds in front of every packet: struct virtio_net_hdr of linux/virtio_net.h, in the byte
+// order of the host.
 const OffloadLen = 10
 
 // The kinds of super-packets (VIRTIO_NET_HDR_GSO_*).
@@ -19,8 +20,8 @@ const (
 
 const needsChecksum = 1 // VIRTIO_NET_HDR_F_NEEDS_CSUM
 
-// Offload describes the work that is left to the receiver of a packet from or to a TUN
-// device.
+// Offload is the parsed header. It describes the work that is left to the receiver of a
+// packet from or to a TUN device.
 type Offload struct {
 	flags, gso     uint8
 	headerLen      uint16

@@ -15,8 +15,8 @@ import (
 	"github.com/google/go-cmp/cmp"
 )
 
-// reference computes the Internet checksum literally as in RFC 1071.
-func reference(parts ...[]byte) uint16 {
+// referenceChecksum computes the Internet checksum literally as in RFC 1071.
+func referenceChecksum(parts ...[]byte) uint16 {
 	var s uint32
 	for _, b := range parts {
 		for i := 0; i < len(b); i += 2 {
@@ -31,8 +31,8 @@ func reference(parts ...[]byte) uint16 {
 	return ^uint16(s)
 }
 
-// random returns n bytes, which are the same in every run.
-func random(n int) []byte {
+// randomBytes returns n bytes, which are the same in every run.
+func randomBytes(n int) []byte {
 	b := make([]byte, n)
 	r := rand.NewChaCha8([32]byte{7})
 	_, _ = r.Read(b)
@@ -40,11 +40,11 @@ func random(n int) []byte {
 }
 
 func TestSum(t *testing.T) {
-	data := random(2000)
+	data := randomBytes(2000)
 	for n := range 300 {
 		for _, at := range []int{0, 1, 3} {
 			b := data[at : at+n]
-			if got, want := ^fold(sum(b, 0)), reference(b); got != want {
+			if got, want := ^fold(sum(b, 0)), referenceChecksum(b); got != want {
 				t.Fatalf("%d bytes at %d: %#x, want %#x", n, at, got, want)
 			}
 		}
@@ -72,8 +72,8 @@ type spec struct {
 	apart     bool // must not be merged
 }
 
-// build returns a complete packet.
-func build(s spec) []byte {
+// buildPacket returns a complete packet.
+func buildPacket(s spec) []byte {
 	transport := udpHeader
 	if s.tcp {
 		transport = tcpHeader + len(s.options)
@@ -105,7 +105,7 @@ func build(s spec) []byte {
 		copy(b[12:], []byte{10, 5, 1, 2})
 		copy(b[16:], []byte{10, 5, 2, 2})
 		copy(b[header4:], s.ipOptions)
-		binary.BigEndian.PutUint16(b[10:], reference(b[:ip]))
+		binary.BigEndian.PutUint16(b[10:], referenceChecksum(b[:ip]))
 	}
 	t := b[ip:]
 	binary.BigEndian.PutUint16(t, 4321)
@@ -158,21 +158,21 @@ func checksumOf(b []byte) uint16 {
 	at, field, pseudo := transportOf(b)
 	c := bytes.Clone(b)
 	c[field], c[field+1] = 0, 0
-	sum := reference(pseudo, c[at:])
+	sum := referenceChecksum(pseudo, c[at:])
 	if sum == 0 && field == at+udpChecksum {
 		return 0xffff
 	}
 	return sum
 }
 
-// verify fails the test unless the lengths and checksums of packet b are right.
-func verify(t *testing.T, b []byte) Header {
+// expectValid fails the test unless the lengths and checksums of packet b are right.
+func expectValid(t *testing.T, b []byte) Header {
 	t.Helper()
 	h, fault := Parse(b)
-	if fault == Sound {
+	if fault == NoFault {
 		fault = CheckHeader(b, h)
 	}
-	if fault != Sound || h.Total != len(b) {
+	if fault != NoFault || h.Total != len(b) {
 		t.Fatalf("fault %d, length %d in the header of %d bytes: %x", fault, h.Total, len(b), b[:min(len(b), 60)])
 	}
 	_, field, _ := transportOf(b)
@@ -182,11 +182,11 @@ func verify(t *testing.T, b []byte) Header {
 	return h
 }
 
-// super returns a complete packet in the form in which a device returns it.
-func super(s spec, size int) (b []byte, o Offload) {
-	b = build(s)
+// superPacket returns a complete packet in the form in which a device returns it.
+func superPacket(s spec, size int) (b []byte, o Offload) {
+	b = buildPacket(s)
 	at, field, pseudo := transportOf(b)
-	binary.BigEndian.PutUint16(b[field:], ^reference(pseudo))
+	binary.BigEndian.PutUint16(b[field:], ^referenceChecksum(pseudo))
 	o = Offload{flags: needsChecksum, gso: gsoUDP, size: uint16(size), checksumStart: uint16(at), checksumOffset: uint16(field - at)}
 	if s.tcp {
 		o.gso = gsoTCP4
@@ -197,7 +197,7 @@ func super(s spec, size int) (b []byte, o Offload) {
 	return b, o
 }
 
-func kinds() map[string]spec {
+func packetKinds() map[string]spec {
 	options := []byte{1, 1, 8, 10, 1, 2, 3, 4, 5, 6, 7, 8}
 	last := netip.MustParseAddr("fd00:10:5:3::3")
 	via := append([]byte{0, routingHeader/8 - 1, 2, 1, 0, 0, 0, 0}, last.AsSlice()...)
@@ -217,11 +217,11 @@ func kinds() map[string]spec {
 
 // TestSplitAndMerge splits super-packets, checks every part, and merges the parts again.
 func TestSplitAndMerge(t *testing.T) {
-	for name, s := range kinds() {
+	for name, s := range packetKinds() {
 		for _, size := range []int{1, 100, 101, 1420} {
 			for _, parts := range []int{1, 2, 3, 44, 64} {
 				for _, less := range []int{0, size / 2} {
-					s.payload = random(max(size*parts-less, 1))
+					s.payload = randomBytes(max(size*parts-less, 1))
 					if len(s.payload) > 65000 {
 						continue
 					}
@@ -236,10 +236,10 @@ func TestSplitAndMerge(t *testing.T) {
 // contains 0xffff, because zero means that there is no checksum.
 func TestSplitZeroChecksum(t *testing.T) {
 	for _, name := range []string{"UDP on IPv4", "UDP on IPv6"} {
-		s := kinds()[name]
-		s.payload = random(300)
+		s := packetKinds()[name]
+		s.payload = randomBytes(300)
 		part := func() []byte {
-			b, o := super(s, 100)
+			b, o := superPacket(s, 100)
 			h, _ := Parse(b)
 			segments, ok := o.Split(b, h)
 			if !ok {
@@ -247,7 +247,7 @@ func TestSplitZeroChecksum(t *testing.T) {
 			}
 			p := make([]byte, segments.Len(1))
 			segments.Write(p, 1)
-			verify(t, p)
+			expectValid(t, p)
 			return p
 		}
 		p := part()
@@ -263,7 +263,7 @@ func TestSplitZeroChecksum(t *testing.T) {
 }
 
 func splitAndMerge(t *testing.T, s spec, size int) {
-	b, o := super(s, size)
+	b, o := superPacket(s, size)
 	h, _ := Parse(b)
 	segments, ok := o.Split(b, h)
 	if !ok {
@@ -275,7 +275,7 @@ func splitAndMerge(t *testing.T, s spec, size int) {
 	for i := range segments.Count() {
 		p := make([]byte, segments.Len(i))
 		segments.Write(p, i)
-		verify(t, p)
+		expectValid(t, p)
 		if i < segments.Count()-1 && s.tcp && p[segments.transport+13] != flagACK {
 			t.Errorf("part %d has flags %#x", i, p[segments.transport+13])
 		}
@@ -321,7 +321,7 @@ func splitAndMerge(t *testing.T, s spec, size int) {
 	if !back.Super() || !back.Complete(got) {
 		t.Fatal("no super-packet")
 	}
-	if diff := cmp.Diff(hex.Dump(build(s)), hex.Dump(got)); diff != "" {
+	if diff := cmp.Diff(hex.Dump(buildPacket(s)), hex.Dump(got)); diff != "" {
 		t.Error(diff)
 	}
 }
@@ -344,31 +344,31 @@ func TestMergeRefuses(t *testing.T) {
 		"first is empty":   {kind: "TCP on IPv4", change: func(a, b *spec) { a.payload, b.seq = nil, a.seq }},
 		"first is wrong":   {kind: "TCP on IPv4", spoil: func(a, _ []byte) { a[60]++ }},
 		"second is wrong":  {kind: "TCP on IPv4", spoil: func(_, b []byte) { b[60]++ }},
-		"other port":       {kind: "TCP on IPv4", spoil: func(_, b []byte) { b[20]++; fix(b, 20, tcpChecksum) }},
-		"other window":     {kind: "TCP on IPv4", spoil: func(_, b []byte) { b[34]++; fix(b, 20, tcpChecksum) }},
+		"other port":       {kind: "TCP on IPv4", spoil: func(_, b []byte) { b[20]++; setChecksum(b, 20, tcpChecksum) }},
+		"other window":     {kind: "TCP on IPv4", spoil: func(_, b []byte) { b[34]++; setChecksum(b, 20, tcpChecksum) }},
 		"other TTL":        {kind: "TCP on IPv4", spoil: func(_, b []byte) { b[8]--; setHeaderChecksum(b) }},
 		"other TOS":        {kind: "TCP on IPv4", spoil: func(_, b []byte) { b[1] = 3; setHeaderChecksum(b) }},
-		"other source":     {kind: "TCP on IPv4", spoil: func(_, b []byte) { b[15]++; setHeaderChecksum(b); fix(b, 20, tcpChecksum) }},
+		"other source":     {kind: "TCP on IPv4", spoil: func(_, b []byte) { b[15]++; setHeaderChecksum(b); setChecksum(b, 20, tcpChecksum) }},
 		"length too small": {kind: "TCP on IPv4", spoil: func(_, b []byte) { b[3]--; setHeaderChecksum(b) }},
 		"wrong header":     {kind: "TCP on IPv4", spoil: func(_, b []byte) { b[10]++ }},
 		"IPv6 other label": {kind: "TCP on IPv6", spoil: func(_, b []byte) { b[3] = 1 }},
 		"IPv6 other hops":  {kind: "TCP on IPv6", spoil: func(_, b []byte) { b[7]-- }},
 		"number missing":   {kind: "UDP on IPv4", change: func(_, b *spec) { b.id++ }},
 		"no checksum":      {kind: "UDP on IPv4", spoil: func(_, b []byte) { b[26], b[27] = 0, 0 }},
-		"wrong length":     {kind: "UDP on IPv4", spoil: func(_, b []byte) { b[25]--; fix(b, 20, udpChecksum) }},
+		"wrong length":     {kind: "UDP on IPv4", spoil: func(_, b []byte) { b[25]--; setChecksum(b, 20, udpChecksum) }},
 	} {
 		t.Run(name, func(t *testing.T) {
-			first := kinds()[tc.kind]
+			first := packetKinds()[tc.kind]
 			first.flags &^= flagPSH
-			first.payload = random(100)
+			first.payload = randomBytes(100)
 			second := first
-			second.payload = random(100)
+			second.payload = randomBytes(100)
 			second.seq += 100
 			second.id++
 			if tc.change != nil {
 				tc.change(&first, &second)
 			}
-			a, b := build(first), build(second)
+			a, b := buildPacket(first), buildPacket(second)
 			if tc.spoil != nil {
 				tc.spoil(a, b)
 			}
@@ -389,13 +389,13 @@ func TestMergeRefuses(t *testing.T) {
 	}
 }
 
-// fix corrects the transport checksum.
-func fix(b []byte, ip, field int) { binary.BigEndian.PutUint16(b[ip+field:], checksumOf(b)) }
+// setChecksum corrects the transport checksum.
+func setChecksum(b []byte, ip, field int) { binary.BigEndian.PutUint16(b[ip+field:], checksumOf(b)) }
 
 func TestMergerWithoutOffloads(t *testing.T) {
-	for name, s := range kinds() {
-		s.payload = random(10)
-		b := build(s)
+	for name, s := range packetKinds() {
+		s.payload = randomBytes(10)
+		b := buildPacket(s)
 		buf := append(append(make([]byte, OffloadLen), b...), b...)
 		h, _ := Parse(b)
 		var m Merger
@@ -416,9 +416,9 @@ func TestSplitRefuses(t *testing.T) {
 		"transport behind":    func(o *Offload) { o.checksumStart = 65535 },
 		"header cut off":      func(o *Offload) { o.checksumStart = 200 },
 	} {
-		s := kinds()["TCP on IPv4"]
-		s.payload = random(150)
-		b, o := super(s, 50)
+		s := packetKinds()["TCP on IPv4"]
+		s.payload = randomBytes(150)
+		b, o := superPacket(s, 50)
 		change(&o)
 		h, _ := Parse(b)
 		if _, ok := o.Split(b, h); ok {
@@ -428,10 +428,10 @@ func TestSplitRefuses(t *testing.T) {
 }
 
 func TestComplete(t *testing.T) {
-	for name, s := range kinds() {
-		s.payload = random(77)
-		want := build(s)
-		b, o := super(s, 0)
+	for name, s := range packetKinds() {
+		s.payload = randomBytes(77)
+		want := buildPacket(s)
+		b, o := superPacket(s, 0)
 		o.gso = gsoNone
 		at := int(o.checksumStart + o.checksumOffset)
 		if !o.Complete(b) || !bytes.Equal(b, want) {
@@ -445,17 +445,17 @@ func TestComplete(t *testing.T) {
 }
 
 func TestDecrementTTL(t *testing.T) {
-	s := kinds()["UDP on IPv4"]
+	s := packetKinds()["UDP on IPv4"]
 	for id := range 1 << 16 { // every possible checksum
 		s.id = uint16(id)
-		b := build(s)
-		if !DecrementTTL(b) || b[8] != 63 || reference(b[:header4]) != 0 {
-			t.Fatalf("id %d: TTL %d, checksum over header %#x", id, b[8], reference(b[:header4]))
+		b := buildPacket(s)
+		if !DecrementTTL(b) || b[8] != 63 || referenceChecksum(b[:header4]) != 0 {
+			t.Fatalf("id %d: TTL %d, checksum over header %#x", id, b[8], referenceChecksum(b[:header4]))
 		}
 	}
 	for _, ttl := range []byte{0, 1} {
 		for _, v6 := range []bool{false, true} {
-			b := build(spec{ipv6: v6})
+			b := buildPacket(spec{ipv6: v6})
 			at := 8
 			if v6 {
 				at = 7
@@ -469,7 +469,7 @@ func TestDecrementTTL(t *testing.T) {
 }
 
 func TestParse(t *testing.T) {
-	v4, v6 := build(spec{payload: random(8)}), build(spec{ipv6: true, payload: random(8)})
+	v4, v6 := buildPacket(spec{payload: randomBytes(8)}), buildPacket(spec{ipv6: true, payload: randomBytes(8)})
 	change := func(b []byte, at int, to ...byte) []byte {
 		b = bytes.Clone(b)
 		copy(b[at:], to)
@@ -481,13 +481,13 @@ func TestParse(t *testing.T) {
 	}{
 		"nothing":               {nil, Truncated},
 		"19 bytes":              {v4[:19], Truncated},
-		"IPv4":                  {v4, Sound},
-		"trailing byte":         {append(bytes.Clone(v4), 0), Sound},
+		"IPv4":                  {v4, NoFault},
+		"trailing byte":         {append(bytes.Clone(v4), 0), NoFault},
 		"last byte missing":     {v4[:len(v4)-1], Truncated},
 		"version 5":             {change(v4, 0, 0x55), BadVersion},
 		"header of 16 bytes":    {change(v4, 0, 0x44), BadHeader},
 		"header beyond its end": {change(v4, 2, 0, 19), BadHeader},
-		"IPv6":                  {v6, Sound},
+		"IPv6":                  {v6, NoFault},
 		"IPv6, 39 bytes":        {v6[:39], Truncated},
 		"IPv6, cut off":         {v6[:len(v6)-1], Truncated},
 		"IPv6, mapped source":   {change(v6, 8, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xff), BadHeader},
@@ -497,21 +497,21 @@ func TestParse(t *testing.T) {
 		}
 	}
 	h, _ := Parse(v4)
-	if CheckHeader(v4, h) != Sound || CheckHeader(change(v4, 1, 1), h) != BadChecksum {
+	if CheckHeader(v4, h) != NoFault || CheckHeader(change(v4, 1, 1), h) != BadChecksum {
 		t.Error("a wrong header checksum was accepted")
 	}
 }
 
-// TestComplain checks the message against that of flannel's udp backend, and cases in
+// TestICMPError checks the message against that of flannel's udp backend, and cases in
 // which none may be sent.
-func TestComplain(t *testing.T) {
+func TestICMPError(t *testing.T) {
 	own, own6 := netip.MustParseAddr("10.5.1.0"), netip.MustParseAddr("fd00:10:5:1::")
-	p := build(spec{payload: []byte("12345678")})
+	p := buildPacket(spec{payload: []byte("12345678")})
 	h, _ := Parse(p)
-	got := Unreachable.Complain(make([]byte, MaxReply), p, h, own, 0)
+	got := Unreachable.Write(make([]byte, MaxICMPError), p, h, own, 0)
 	want := "45000038" + "00000000" + "0801 9aba" + "0a050100" + "0a050102" + "0300 79fa" + "00000000" + hex.EncodeToString(p[:28])
 	want = strings.ReplaceAll(want, " ", "")
-	if reference(got[:20]) != 0 || reference(got[20:]) != 0 {
+	if referenceChecksum(got[:20]) != 0 || referenceChecksum(got[20:]) != 0 {
 		t.Errorf("wrong checksums: %x", got)
 	}
 	copy(got[10:12], []byte{0x9a, 0xba}) // checked above
@@ -519,17 +519,17 @@ func TestComplain(t *testing.T) {
 	if hex.EncodeToString(got) != want {
 		t.Errorf("%x\nwant %s", got, want)
 	}
-	big := TooBig.Complain(make([]byte, MaxReply), p, h, own, 1400)
-	if big[20] != 3 || big[21] != 4 || binary.BigEndian.Uint16(big[26:]) != 1400 || reference(big[20:]) != 0 {
+	big := TooBig.Write(make([]byte, MaxICMPError), p, h, own, 1400)
+	if big[20] != 3 || big[21] != 4 || binary.BigEndian.Uint16(big[26:]) != 1400 || referenceChecksum(big[20:]) != 0 {
 		t.Errorf("too big: %x", big)
 	}
 	for _, n := range []int{8, 2000} {
-		p6 := build(spec{ipv6: true, payload: random(n)})
+		p6 := buildPacket(spec{ipv6: true, payload: randomBytes(n)})
 		h6, _ := Parse(p6)
-		for c, typ := range map[Complaint]byte{Unreachable: 1, TimeExceeded: 3, TooBig: 2} {
-			m := c.Complain(make([]byte, MaxReply), p6, h6, own6, 1000)
+		for c, typ := range map[ICMPError]byte{Unreachable: 1, TimeExceeded: 3, TooBig: 2} {
+			m := c.Write(make([]byte, MaxICMPError), p6, h6, own6, 1000)
 			pseudo := binary.BigEndian.AppendUint16([]byte{0, protoICMPv6}, uint16(len(m)-header6))
-			if m[40] != typ || reference(m[8:40], pseudo, m[40:]) != 0 || m[6] != protoICMPv6 {
+			if m[40] != typ || referenceChecksum(m[8:40], pseudo, m[40:]) != 0 || m[6] != protoICMPv6 {
 				t.Errorf("IPv6 %d: %x", c, m)
 			}
 			if want := p6[:min(len(p6), 1280-48)]; !bytes.Equal(m[48:], want) {
@@ -541,7 +541,7 @@ func TestComplain(t *testing.T) {
 		}
 	}
 	for name, tc := range map[string]struct {
-		c      Complaint
+		c      ICMPError
 		change func(b []byte)
 	}{
 		"later fragment":      {Unreachable, func(b []byte) { b[7] = 1 }},
@@ -554,14 +554,14 @@ func TestComplain(t *testing.T) {
 		b := bytes.Clone(p)
 		tc.change(b)
 		h, _ := Parse(b)
-		if m := tc.c.Complain(make([]byte, MaxReply), b, h, own, 0); m != nil {
+		if m := tc.c.Write(make([]byte, MaxICMPError), b, h, own, 0); m != nil {
 			t.Errorf("%s caused an error: %x", name, m)
 		}
 	}
 	echo := bytes.Clone(p)
 	echo[9], echo[20] = protoICMP, 8
 	he, _ := Parse(echo)
-	if TooBig.Complain(make([]byte, MaxReply), echo, he, own, 1400) == nil {
+	if TooBig.Write(make([]byte, MaxICMPError), echo, he, own, 1400) == nil {
 		t.Error("no error about an echo request that is too big: path MTU discovery by ping would fail")
 	}
 }
@@ -569,14 +569,14 @@ func TestComplain(t *testing.T) {
 func TestFragment(t *testing.T) {
 	for _, n := range []int{0, 8, 9, 1000, 5000} {
 		for _, mtu := range []int{68, 69, 576, 1400} {
-			p := build(spec{payload: random(n), fragments: true, id: 5})
+			p := buildPacket(spec{payload: randomBytes(n), fragments: true, id: 5})
 			h, _ := Parse(p)
 			var data []byte
 			var at uint16
 			more := true
 			ok := Fragment(make([]byte, mtu), p, h, mtu, func(f []byte) {
 				fh, fault := Parse(f)
-				if fault != Sound || CheckHeader(f, fh) != Sound || len(f) > mtu || fh.Total != len(f) {
+				if fault != NoFault || CheckHeader(f, fh) != NoFault || len(f) > mtu || fh.Total != len(f) {
 					t.Fatalf("fragment: fault %d, %d bytes", fault, len(f))
 				}
 				field := binary.BigEndian.Uint16(f[6:])
@@ -592,7 +592,7 @@ func TestFragment(t *testing.T) {
 			}
 		}
 	}
-	p := build(spec{payload: random(2000)})
+	p := buildPacket(spec{payload: randomBytes(2000)})
 	h, _ := Parse(p)
 	if Fragment(nil, p, h, 1400, nil) {
 		t.Error("a packet that must not be fragmented was fragmented")

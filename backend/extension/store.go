@@ -1,0 +1,178 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package extension
+
+import (
+	"context"
+	"crypto/sha256"
+	"encoding/hex"
+	"encoding/json"
+	"maps"
+	"os"
+	"strings"
+	"sync"
+
+	"k8s.io/klog/v2"
+
+	"github.com/flanneld/flanneld/pkg/state"
+)
+
+// bootIDFile contains another value after every boot (random(4)). It shows whether the
+// commands in the state file ran since the boot.
+const bootIDFile = "/proc/sys/kernel/random/boot_id"
+
+// appliedState is the content of the state file: the commands that ran since the boot and
+// whose effect still lasts. It allows the next process to run only commands whose effect
+// differs, and to undo those of an earlier configuration. The JSON keys are the file
+// format.
+type appliedState struct {
+	Boot  string `json:"boot"`
+	Setup setup  `json:"setup"`
+	// Subnets has the added subnets. The key is the subnet of the first address family
+	// and not the lease, because commands act on subnets.
+	Subnets map[string]entry `json:"subnets"`
+}
+
+// setup describes the commands of the start: PreStartupCommand and PostStartupCommand.
+type setup struct {
+	Number int     `json:"number"`         // counts the setups; a subnet belongs to one of them
+	Key    string  `json:"key"`            // hash of the command and interface that it was made for; empty: not done
+	Output string  `json:"output"`         // of PreStartupCommand
+	Post   string  `json:"post,omitempty"` // hash of the input of PostStartupCommand; empty: not run
+	Undo   command `json:"undo"`
+	Input  input   `json:"input"` // for Undo
+}
+
+// entry is a subnet that was added.
+type entry struct {
+	Hash string `json:"hash"` // of the command and input that added it
+	// Sure is true once all commands have succeeded. Otherwise any part of their effect
+	// may exist.
+	Sure  bool    `json:"sure"`
+	Undo  command `json:"undo"`
+	Input input   `json:"input"` // for Undo
+}
+
+// hash identifies a command with its input, to compare what has run with what is wanted.
+func hash(of ...any) string {
+	text, _ := json.Marshal(of) // the values are strings and numbers, which always encode
+	sum := sha256.Sum256(text)
+	return hex.EncodeToString(sum[:12])
+}
+
+// stateStore contains the state in memory, and writes it to disk. Its methods may be
+// called concurrently.
+type stateStore struct {
+	dir, name, boot string // directory and name of the file, and the present boot
+
+	mu      sync.Mutex
+	now     appliedState
+	loaded  bool
+	changed bool // the file is out of date
+	failing bool // the last write failed
+}
+
+func bootID() string {
+	text, err := os.ReadFile(bootIDFile)
+	if err != nil {
+		return "" // without an id, nothing counts as done
+	}
+	return strings.TrimSpace(string(text))
+}
+
+// load reads, at its first call, the state that an earlier process wrote since the boot.
+func (s *stateStore) load(ctx context.Context) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.loaded {
+		return
+	}
+	s.loaded = true
+	file, err := state.Open[appliedState](s.dir, s.name)
+	if err == nil {
+		var last appliedState
+		last, _, err = file.Load()
+		if last.Boot == s.boot && s.boot != "" {
+			s.now = last
+		}
+		_ = file.Close()
+	}
+	if err != nil {
+		klog.FromContext(ctx).Error(err, "cannot read which commands have run, running them again")
+	}
+	s.now.Boot = s.boot
+	if s.now.Subnets == nil {
+		s.now.Subnets = map[string]entry{}
+	}
+}
+
+func (s *stateStore) setup() setup {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.now.Setup
+}
+
+func (s *stateStore) setSetup(next setup) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.now.Setup, s.changed = next, true
+}
+
+// entries returns a copy of the added subnets.
+func (s *stateStore) entries() map[string]entry {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return maps.Clone(s.now.Subnets)
+}
+
+func (s *stateStore) setEntry(subnet string, e entry) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.now.Subnets[subnet], s.changed = e, true
+}
+
+func (s *stateStore) removeEntry(subnet string) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	delete(s.now.Subnets, subnet)
+	s.changed = true
+}
+
+// markUndone records that the setup was undone. Subnets that were added may or may not
+// exist after that, so they count as unknown.
+func (s *stateStore) markUndone() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.now.Setup, s.changed = setup{Number: s.now.Setup.Number}, true
+	for subnet, e := range s.now.Subnets {
+		e.Sure = false
+		s.now.Subnets[subnet] = e
+	}
+}
+
+// invalidateSetup makes the next start run all commands again. ShutdownCommand stays,
+// because it must run before them.
+func (s *stateStore) invalidateSetup() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.now.Setup.Key, s.changed = "", true
+}
+
+// flush writes the state if it has changed. If that fails, the next start runs the
+// commands a second time; the failure is logged once.
+func (s *stateStore) flush(ctx context.Context) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if !s.changed {
+		return
+	}
+	file, err := state.Open[appliedState](s.dir, s.name)
+	if err == nil {
+		err = file.Save(s.now)
+		_ = file.Close()
+	}
+	if err != nil && !s.failing {
+		klog.FromContext(ctx).Error(err, "cannot record which commands have run, the next start will run them again")
+	}
+	s.failing, s.changed = err != nil, err != nil
+}

@@ -1,0 +1,31 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package backend
+
+import "fmt"
+
+// Leftover is a kernel object of a kind that the data plane does not know, so that a
+// backend creates it outside of its Scope. It stays in the kernel when another
+// configuration replaces that of the backend. String describes the object. Two leftovers
+// with the same text are the same object.
+type Leftover interface {
+	fmt.Stringer
+	// Present reports whether the kernel has it.
+	Present() (bool, error)
+	// Remove removes it. It returns nil if the object does not exist.
+	Remove() error
+}
+
+// Cleaner is implemented by backends that may have leftovers.
+type Cleaner interface {
+	// Leftovers returns the leftovers that may exist. It is pure.
+	Leftovers() []Leftover
+}
+
+// Leftovers returns the leftovers of b, or nil if b is not a Cleaner.
+func Leftovers(b Backend) []Leftover {
+	if c, ok := b.(Cleaner); ok {
+		return c.Leftovers()
+	}
+	return nil
+}

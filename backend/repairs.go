@@ -1,0 +1,41 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package backend
+
+import (
+	"context"
+	"time"
+
+	"github.com/flanneld/flanneld/pkg/repair"
+	"github.com/flanneld/flanneld/pkg/wait"
+)
+
+// quiet is the minimum time between two wakes because of announcements. A busy host
+// announces many changes that do not matter to flanneld.
+const quiet = 50 * time.Millisecond
+
+// A burst of repairs is made at once. If another program keeps changing the same entries,
+// repairs are limited to repairRate, so that they cost little.
+const (
+	repairRate  = 2 // passes per second
+	repairBurst = 20
+)
+
+func newRepairs() *repair.Limiter {
+	return repair.New(repairRate, repairBurst, "repaired what another program had changed", "entries")
+}
+
+// forward calls wake when changed receives, within the limits of repairs, until ctx ends.
+func forward(ctx context.Context, changed <-chan struct{}, repairs *repair.Limiter, wake func()) {
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-changed:
+		}
+		wake()
+		if wait.For(ctx, max(quiet, repairs.Pause())) != nil {
+			return
+		}
+	}
+}

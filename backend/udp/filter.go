@@ -1,0 +1,340 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package udp
+
+import (
+	"errors"
+	"fmt"
+	"maps"
+	"net/netip"
+	"slices"
+	"sync"
+
+	"github.com/google/nftables"
+	"github.com/google/nftables/expr"
+	"github.com/google/nftables/userdata"
+	"github.com/mdlayher/netlink"
+	"golang.org/x/sys/unix"
+
+	"github.com/flanneld/flanneld/pkg/firewall"
+	"github.com/flanneld/flanneld/pkg/oneline"
+)
+
+// senderFilter is the source check of the kernel path, because the kernel itself accepts
+// datagrams from any sender. It is an nftables table of its own, for IPv4 only: a set
+// with the public addresses of all peers, and the rules in filter_rules.go. Only dropped
+// may be called concurrently with another method.
+type senderFilter struct {
+	local     netip.AddrPort     // address at which datagrams for the device arrive
+	anySender bool               // any host may send, not only peers
+	peers     map[netip.Addr]int // number of peers by public address
+	// rules contains the handles of the rules by chain, as the kernel assigned them. It is
+	// nil if this process has not created the table.
+	rules map[string][]uint64
+
+	mu   sync.Mutex
+	lost map[string]uint64 // packets dropped by earlier tables, by reason
+}
+
+// The names of the table, of its chains and of its set. They are public: operators delete
+// the table by its name.
+const (
+	filterTable = "flannel-udp"
+	inputChain  = "input"  // receives datagrams to the port
+	deviceChain = "tunnel" // receives the packets that come out of the device
+	peerSet     = "peers"
+)
+
+var filterChains = []string{inputChain, deviceChain}
+
+// filterPlaces returns the chains for nftables.Watch.
+func filterPlaces() []firewall.Place {
+	var places []firewall.Place
+	for _, chain := range filterChains {
+		places = append(places, firewall.Place{Table: filterTable, Chain: chain})
+	}
+	return places
+}
+
+// newSenderFilter returns a filter for datagrams to local. It admits no peer, and does not
+// change the kernel yet.
+func newSenderFilter(local netip.AddrPort, anySender bool) *senderFilter {
+	return &senderFilter{local: local, anySender: anySender, peers: map[netip.Addr]int{}, lost: map[string]uint64{}}
+}
+
+// start creates a table that admits no peer, unless the kernel has one already: that one
+// admits its peers until the first update, so that a restart does not interrupt them.
+// existed reports whether there was one. With anySender start always creates the table.
+func (f *senderFilter) start() (existed bool, err error) {
+	if f.anySender {
+		return false, f.build()
+	}
+	exists, active, err := filterState()
+	if err != nil {
+		return false, err
+	}
+	if exists && active {
+		return true, nil
+	}
+	return false, f.build()
+}
+
+// update admits the addresses in added and no longer those in removed. An address that
+// was added several times must be removed as often. The change is one transaction.
+func (f *senderFilter) update(removed, added []netip.Addr) error {
+	if f.anySender {
+		removed, added = nil, nil
+	}
+	before := map[netip.Addr]bool{}
+	count := func(addrs []netip.Addr, by int) {
+		for _, a := range addrs {
+			if _, ok := before[a]; !ok {
+				before[a] = f.peers[a] > 0
+			}
+			if f.peers[a] += by; f.peers[a] <= 0 {
+				delete(f.peers, a)
+			}
+		}
+	}
+	count(added, 1)
+	count(removed, -1)
+	if f.rules == nil {
+		return f.build()
+	}
+	var in, out []netip.Addr
+	for a, was := range before {
+		switch is := f.peers[a] > 0; {
+		case is && !was:
+			in = append(in, a)
+		case was && !is:
+			out = append(out, a)
+		}
+	}
+	if len(in)+len(out) == 0 {
+		return nil
+	}
+	err := changeFilter(func(c *nftables.Conn) error {
+		set := f.set()
+		return oneline.Join(elements(in, func(e []nftables.SetElement) error { return c.SetAddElements(set, e) }),
+			elements(out, func(e []nftables.SetElement) error { return c.SetDeleteElements(set, e) }))
+	})
+	if err != nil { // another program has changed the table
+		return f.build()
+	}
+	return nil
+}
+
+// repair creates the table again if the kernel does not have it as it was created, and
+// reports whether it did.
+func (f *senderFilter) repair() (repaired bool, err error) {
+	if f.rules == nil {
+		return false, nil
+	}
+	intact, err := f.intact()
+	if err != nil || intact {
+		return false, err
+	}
+	return true, f.build()
+}
+
+// intact reports whether the kernel has the table unchanged. Comparing handles is
+// sufficient, because a rule with the same handle never changes.
+func (f *senderFilter) intact() (bool, error) {
+	exists, active, err := filterState()
+	if err != nil || !exists || !active {
+		return false, err
+	}
+	c, err := nftables.New()
+	if err != nil {
+		return false, err
+	}
+	rules, err := handles(c)
+	if err != nil || !maps.EqualFunc(rules, f.rules, slices.Equal) {
+		return false, ignoreMissing(err)
+	}
+	have, err := c.GetSetElements(f.set())
+	if err != nil || len(have) != len(f.peers) {
+		return false, ignoreMissing(err)
+	}
+	for _, e := range have {
+		if a, ok := netip.AddrFromSlice(e.Key); !ok || f.peers[a] == 0 {
+			return false, nil
+		}
+	}
+	for _, name := range filterChains {
+		chain, err := c.ListChain(tableRef(), name)
+		if err != nil || chain.Hooknum == nil || chain.Policy == nil || *chain.Policy != nftables.ChainPolicyAccept {
+			return false, ignoreMissing(err)
+		}
+	}
+	return true, nil
+}
+
+// dropped returns the number of dropped packets by reason. It includes those that the
+// table of an earlier process has dropped.
+func (f *senderFilter) dropped() map[string]uint64 {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	all := map[string]uint64{unknownPeer: 0, wrongPort: 0, wrongSource: 0, wrongDestination: 0}
+	if c, err := nftables.New(); err == nil {
+		_ = addCounts(c, all)
+	}
+	for reason, n := range f.lost {
+		all[reason] += n
+	}
+	return all
+}
+
+// build creates the table, and replaces any table with its name.
+func (f *senderFilter) build() error {
+	f.rules = nil
+	c, err := nftables.New()
+	if err != nil {
+		return fmt.Errorf("open nftables: %w", err)
+	}
+	f.keepCounts(c)
+	if err := changeFilter(f.write); err != nil {
+		return err
+	}
+	f.rules, err = handles(c)
+	return err
+}
+
+// keepCounts saves the counts of the table in the kernel before it is replaced.
+func (f *senderFilter) keepCounts(c *nftables.Conn) {
+	counts := map[string]uint64{}
+	if addCounts(c, counts) != nil {
+		return
+	}
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	for reason, n := range counts {
+		f.lost[reason] += n
+	}
+}
+
+func (f *senderFilter) set() *nftables.Set {
+	return &nftables.Set{Table: tableRef(), Name: peerSet, KeyType: nftables.TypeIPAddr}
+}
+
+// filterState reports whether the kernel has the table, and whether it is active. A table
+// with the flag dormant is not: it admits every sender. write sets no flags, and the
+// library decodes them in the wrong byte order, so any flag counts. A kernel without
+// nftables has no table.
+func filterState() (exists, active bool, err error) {
+	c, err := nftables.New()
+	if err != nil {
+		return false, false, fmt.Errorf("open nftables: %w", err)
+	}
+	t, err := c.ListTableOfFamily(filterTable, nftables.TableFamilyIPv4)
+	switch {
+	case errors.Is(err, unix.ENOENT), errors.Is(err, unix.EINVAL), errors.Is(err, unix.EOPNOTSUPP), errors.Is(err, unix.EPROTONOSUPPORT):
+		return false, false, nil
+	case err != nil:
+		return false, false, fmt.Errorf("read nftables table %s: %w", filterTable, err)
+	}
+	return true, t.Flags == 0, nil
+}
+
+// removeFilter removes the table from the kernel. It returns nil if there is none.
+func removeFilter() error {
+	exists, _, err := filterState()
+	if err != nil || !exists {
+		return err
+	}
+	err = changeFilter(func(c *nftables.Conn) error { c.DelTable(tableRef()); return nil })
+	return ignoreMissing(err)
+}
+
+// ignoreMissing returns err, or nil if err says that an object does not exist.
+func ignoreMissing(err error) error {
+	if errors.Is(err, unix.ENOENT) {
+		return nil
+	}
+	return err
+}
+
+// transactionBuffer is the maximum size of a transaction in bytes. The kernel's default is
+// too small for the addresses of several thousand peers.
+const transactionBuffer = 16 << 20
+
+// changeFilter executes the changes that fill adds: all of them or none.
+func changeFilter(fill func(*nftables.Conn) error) error {
+	c, err := nftables.New(nftables.WithSockOptions(func(nl *netlink.Conn) error { return nl.SetWriteBuffer(transactionBuffer) }))
+	if err != nil {
+		return fmt.Errorf("open nftables: %w", err)
+	}
+	if err := fill(c); err != nil {
+		return err
+	}
+	if err := c.Flush(); err != nil {
+		return fmt.Errorf("change nftables table %s: %w", filterTable, err)
+	}
+	return nil
+}
+
+// tableRef identifies the table in requests.
+func tableRef() *nftables.Table {
+	return &nftables.Table{Name: filterTable, Family: nftables.TableFamilyIPv4}
+}
+
+// rulesOf reads the rules of one of the table's chains.
+func rulesOf(c *nftables.Conn, chain string) ([]*nftables.Rule, error) {
+	rules, err := c.GetRules(tableRef(), &nftables.Chain{Name: chain, Table: tableRef()})
+	if err != nil {
+		return nil, fmt.Errorf("read nftables table %s: %w", filterTable, err)
+	}
+	return rules, nil
+}
+
+// handles reads the handles of the table's rules, by chain.
+func handles(c *nftables.Conn) (map[string][]uint64, error) {
+	all := map[string][]uint64{}
+	for _, chain := range filterChains {
+		rules, err := rulesOf(c, chain)
+		if err != nil {
+			return nil, err
+		}
+		for _, r := range rules {
+			all[chain] = append(all[chain], r.Handle)
+		}
+	}
+	return all, nil
+}
+
+// addCounts adds the packets that the table in the kernel has dropped to counts.
+func addCounts(c *nftables.Conn, counts map[string]uint64) error {
+	for _, chain := range filterChains {
+		rules, err := rulesOf(c, chain)
+		if err != nil {
+			return err
+		}
+		for _, r := range rules {
+			reason, ok := userdata.GetString(r.UserData, userdata.TypeComment)
+			if !ok {
+				reason = unknownPeer // created by a version that had no other reason
+			}
+			for _, e := range r.Exprs {
+				if counter, ok := e.(*expr.Counter); ok {
+					counts[reason] += counter.Packets
+				}
+			}
+		}
+	}
+	return nil
+}
+
+// elements calls do with parts of addrs that fit one message.
+func elements(addrs []netip.Addr, do func([]nftables.SetElement) error) error {
+	const most = 1000
+	for chunk := range slices.Chunk(addrs, most) {
+		var es []nftables.SetElement
+		for _, a := range chunk {
+			es = append(es, nftables.SetElement{Key: a.AsSlice()})
+		}
+		if err := do(es); err != nil {
+			return err
+		}
+	}
+	return nil
+}

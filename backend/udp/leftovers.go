@@ -1,0 +1,49 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package udp
+
+import (
+	"fmt"
+
+	"github.com/flanneld/flanneld/backend"
+)
+
+// Leftovers implements backend.Cleaner. Besides its device the kernel path has a port and
+// a filter.
+func (b *Backend) Leftovers() []backend.Leftover {
+	if b.config.Mode == modeUserspace || b.kernelSupported() != nil {
+		return nil
+	}
+	return []backend.Leftover{portLeftover{b.receiver()}, filterLeftover{}}
+}
+
+// portLeftover is the FOU port, on any address, because a host's address may change.
+type portLeftover struct{ receiver }
+
+func (p portLeftover) String() string { return fmt.Sprintf("FOU port %d", p.local.Port()) }
+
+// Present implements backend.Leftover.
+func (p portLeftover) Present() (bool, error) {
+	if fouMissing() != nil {
+		return false, nil // without FOU there is no port
+	}
+	ports, err := p.list()
+	return len(ports) > 0, err
+}
+
+// Remove implements backend.Leftover.
+func (p portLeftover) Remove() error { return p.remove() }
+
+// filterLeftover is the nftables table of a senderFilter.
+type filterLeftover struct{}
+
+func (filterLeftover) String() string { return "nftables rules of the backend udp" }
+
+// Present implements backend.Leftover.
+func (filterLeftover) Present() (bool, error) {
+	exists, _, err := filterState()
+	return exists, err
+}
+
+// Remove implements backend.Leftover.
+func (filterLeftover) Remove() error { return removeFilter() }

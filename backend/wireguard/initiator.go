@@ -1,0 +1,126 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package wireguard
+
+import (
+	"bytes"
+	"encoding/hex"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	wgdevice "golang.zx2c4.com/wireguard/device"
+	"golang.zx2c4.com/wireguard/wgctrl/wgtypes"
+)
+
+const (
+	// handshakePause is the minimum time between two handshakes that a peer starts with
+	// another. WireGuard drops a handshake less than 20 ms after the last one
+	// (HandshakeInitationRate of wireguard-go), and then sends none for 5 s
+	// (REKEY_TIMEOUT of the protocol).
+	handshakePause = 60 * time.Millisecond
+	// The initiator starts up to handshakeAttempts handshakes with a peer that has no
+	// session, with retryPause between them.
+	retryPause        = 500 * time.Millisecond
+	handshakeAttempts = 3
+)
+
+// initiator starts handshakes with the peers of a device in this process. WireGuard itself
+// starts one when it has a packet to send, but a peer may have a session with an earlier
+// device, and its packets would be lost until then. If two hosts start at the same time,
+// both handshakes fail, and WireGuard starts none for 5 s. So the host with the smaller
+// public key starts another one.
+type initiator struct {
+	dev   *wgdevice.Device
+	stop  chan struct{}
+	tasks sync.WaitGroup
+
+	mu   sync.Mutex
+	last time.Time // time of the last started handshake
+}
+
+func newInitiator(dev *wgdevice.Device) *initiator {
+	return &initiator{dev: dev, stop: make(chan struct{})}
+}
+
+// initiate starts handshakes with new peers. It must be called after every change of the
+// device's peers. own is the device's public key.
+func (i *initiator) initiate(own wgtypes.Key, peers []wgtypes.PeerConfig) {
+	var again []wgdevice.NoisePublicKey
+	for _, p := range peers {
+		if p.UpdateOnly {
+			continue
+		}
+		key := wgdevice.NoisePublicKey(p.PublicKey)
+		i.startHandshake(key, false)
+		if bytes.Compare(own[:], key[:]) < 0 {
+			again = append(again, key)
+		}
+	}
+	if len(again) > 0 {
+		i.tasks.Go(func() { i.retry(again) })
+	}
+}
+
+// retry starts handshakes again with peers that still have no session.
+func (i *initiator) retry(peers []wgdevice.NoisePublicKey) {
+	for range handshakeAttempts - 1 {
+		select {
+		case <-i.stop:
+			return
+		case <-time.After(retryPause):
+		}
+		peers = i.withoutSession(peers)
+		for _, key := range peers {
+			select {
+			case <-i.stop:
+				return
+			default:
+				i.startHandshake(key, true)
+			}
+		}
+	}
+}
+
+// startHandshake starts a handshake with a peer, unless the peer was removed. The device
+// starts at most one in 5 s. With again it starts a new one at once and gives up the
+// earlier one, so it ignores a late answer to that.
+func (i *initiator) startHandshake(key wgdevice.NoisePublicKey, again bool) {
+	peer := i.dev.LookupPeer(key)
+	if peer == nil {
+		return
+	}
+	if again {
+		peer.ExpireCurrentKeypairs()
+	}
+	_ = peer.SendHandshakeInitiation(false) // a failed one is repeated with the next packet
+	i.mu.Lock()
+	defer i.mu.Unlock()
+	i.last = time.Now()
+}
+
+// withoutSession returns the peers that have had no session.
+func (i *initiator) withoutSession(peers []wgdevice.NoisePublicKey) []wgdevice.NoisePublicKey {
+	state, err := i.dev.IpcGet()
+	if err != nil {
+		return nil
+	}
+	had, of := map[string]bool{}, ""
+	for line := range strings.Lines(state) {
+		switch name, value, _ := strings.Cut(strings.TrimSpace(line), "="); name {
+		case "public_key":
+			of = value
+		case "last_handshake_time_sec":
+			had[of] = value != "0"
+		}
+	}
+	return slices.DeleteFunc(peers, func(k wgdevice.NoisePublicKey) bool { return had[hex.EncodeToString(k[:])] })
+}
+
+// close waits until another device may start handshakes with the same peers.
+func (i *initiator) close() {
+	close(i.stop)
+	i.tasks.Wait()
+	<-time.After(time.Until(i.last.Add(handshakePause)))
+}

@@ -1,0 +1,112 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package wireguard
+
+import (
+	"encoding/hex"
+	"fmt"
+	"testing"
+	"time"
+
+	"golang.zx2c4.com/wireguard/conn"
+	"golang.zx2c4.com/wireguard/conn/bindtest"
+	wgdevice "golang.zx2c4.com/wireguard/device"
+	"golang.zx2c4.com/wireguard/tun/tuntest"
+	"golang.zx2c4.com/wireguard/wgctrl/wgtypes"
+)
+
+// latency is the time that a packet travels in TestInitiate.
+const latency = 20 * time.Millisecond
+
+type delayedBind struct{ conn.Bind }
+
+func (b delayedBind) Send(packets [][]byte, to conn.Endpoint) error {
+	for _, p := range packets {
+		sent := append([]byte{}, p...)
+		time.AfterFunc(latency, func() { _ = b.Bind.Send([][]byte{sent}, to) })
+	}
+	return nil
+}
+
+// end is one of two hosts whose packets to each other arrive with a delay.
+type end struct {
+	dev       *wgdevice.Device
+	initiator *initiator
+	key       wgtypes.Key
+}
+
+func newEnds(t *testing.T, keys ...wgtypes.Key) (ends []end) {
+	t.Helper()
+	for i, bind := range bindtest.NewChannelBinds() {
+		dev := wgdevice.NewDevice(tuntest.NewChannelTUN().TUN(), delayedBind{bind}, wgdevice.NewLogger(wgdevice.LogLevelSilent, ""))
+		t.Cleanup(dev.Close)
+		if err := dev.IpcSet("private_key=" + hex.EncodeToString(keys[i][:])); err != nil {
+			t.Fatal(err)
+		}
+		if err := dev.Up(); err != nil {
+			t.Fatal(err)
+		}
+		starter := newInitiator(dev)
+		t.Cleanup(starter.close)
+		ends = append(ends, end{dev, starter, keys[i]})
+	}
+	return ends
+}
+
+// addPeer adds the other end as a peer of e. Its packets arrive at port.
+func (e end) addPeer(t *testing.T, other end, port, keepalive int) {
+	t.Helper()
+	public := other.key.PublicKey()
+	peer := fmt.Sprintf("public_key=%x\nendpoint=127.0.0.1:%d\npersistent_keepalive_interval=%d", public[:], port, keepalive)
+	if err := e.dev.IpcSet(peer); err != nil {
+		t.Fatal(err)
+	}
+	e.initiator.initiate(e.key.PublicKey(), []wgtypes.PeerConfig{{PublicKey: public}})
+}
+
+func (e end) hasSession(t *testing.T, other end) bool {
+	t.Helper()
+	return len(e.initiator.withoutSession([]wgdevice.NoisePublicKey{wgdevice.NoisePublicKey(other.key.PublicKey())})) == 0
+}
+
+// TestInitiate lets two hosts add each other, together or one after the other. Without
+// sending packets they get a session in less than the 5 s after which WireGuard itself
+// would start another handshake. The exception is two handshakes that cross again.
+func TestInitiate(t *testing.T) {
+	for _, apart := range []time.Duration{0, latency / 2, 2 * latency, retryPause - latency/2, retryPause, retryPause + latency/2, 2*retryPause - 3*latency, 2 * time.Second} {
+		for first := range 2 {
+			for _, keepalive := range []int{0, 25} {
+				t.Run(fmt.Sprintf("%d first by %v, keepalive %d", first+1, apart, keepalive), func(t *testing.T) {
+					t.Parallel()
+					ends := newEnds(t, key(8), key(16))
+					ends[first].addPeer(t, ends[1-first], first+1, keepalive)
+					<-time.After(apart)
+					ends[1-first].addPeer(t, ends[first], 2-first, keepalive)
+					deadline := time.After(4 * time.Second)
+					for !ends[0].hasSession(t, ends[1]) || !ends[1].hasSession(t, ends[0]) {
+						select {
+						case <-deadline:
+							t.Fatal("no session")
+						case <-time.After(latency):
+						}
+					}
+				})
+			}
+		}
+	}
+}
+
+// TestInitiatorClose checks that close waits for the time between handshakes of two
+// devices, and not for handshakes that are still planned.
+func TestInitiatorClose(t *testing.T) {
+	ends := newEnds(t, key(8), key(16))
+	for i, e := range ends { // one of them would start another handshake
+		e.initiator = newInitiator(e.dev)
+		began := time.Now()
+		e.addPeer(t, ends[1-i], i+1, 0)
+		e.initiator.close()
+		if took := time.Since(began); took < handshakePause || took >= (handshakeAttempts-1)*retryPause {
+			t.Errorf("host %d: close took %v, want hardly more than %v", i+1, took, handshakePause)
+		}
+	}
+}

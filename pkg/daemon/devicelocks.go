@@ -1,0 +1,73 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package daemon
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"sync"
+
+	"github.com/flanneld/flanneld/pkg/dataplane"
+	"github.com/flanneld/flanneld/pkg/state"
+)
+
+// deviceLocks prevents two daemons on a host from using the same device. The lock files
+// are in the state directory. Without a state directory there are no locks.
+type deviceLocks struct {
+	dir string
+
+	mu    sync.Mutex
+	taken map[string]io.Closer
+}
+
+// take takes the lock of the named device, unless this daemon has it. It returns
+// state.ErrInUse, wrapped, if another daemon has it.
+func (l *deviceLocks) take(name string) error {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if _, taken := l.taken[name]; taken {
+		return nil
+	}
+	lock, err := state.Lock(l.dir, "device-"+name)
+	if errors.Is(err, state.ErrInUse) {
+		return fmt.Errorf("another flanneld has device %s: %w", name, err)
+	}
+	if err != nil { // the state file has the same problem, which is logged
+		return nil
+	}
+	if l.taken == nil {
+		l.taken = map[string]io.Closer{}
+	}
+	l.taken[name] = lock
+	return nil
+}
+
+func (l *deviceLocks) release(name string) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if lock, taken := l.taken[name]; taken {
+		_ = lock.Close()
+		delete(l.taken, name)
+	}
+}
+
+// takeAll takes the locks of all devices in scope s.
+func (l *deviceLocks) takeAll(s dataplane.Scope) error {
+	for _, name := range s.Devices {
+		if err := l.take(name); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// releaseAll releases all locks.
+func (l *deviceLocks) releaseAll() {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for _, lock := range l.taken {
+		_ = lock.Close()
+	}
+	l.taken = nil
+}

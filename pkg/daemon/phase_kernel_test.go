@@ -1,0 +1,281 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package daemon
+
+import (
+	"context"
+	"net/netip"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/vishvananda/netlink"
+	"k8s.io/klog/v2"
+
+	"github.com/flanneld/flanneld/backend/builtin"
+	"github.com/flanneld/flanneld/pkg/dataplane/linux"
+	"github.com/flanneld/flanneld/pkg/options"
+	"github.com/flanneld/flanneld/pkg/rules"
+	"github.com/flanneld/flanneld/pkg/status"
+	"github.com/flanneld/flanneld/pkg/tune"
+	"github.com/flanneld/flanneld/subnet"
+	"github.com/flanneld/flanneld/subnet/subnettest"
+)
+
+// inNamespace is set in a process that has a network namespace of its own.
+const inNamespace = "DAEMON_TEST_IN_NAMESPACE"
+
+// TestKernelPhases leads a network through all its phases, in a network namespace with the real
+// kernel. The store is in memory. Each change of the phase must be one that the drawing in
+// design.md has.
+func TestKernelPhases(t *testing.T) {
+	if os.Getenv(inNamespace) == "" {
+		repeatInNamespace(t)
+		return
+	}
+	w := newWalk(t)
+
+	// The store is empty, then its range of subnets is used up, then there is a wider one.
+	stop := w.start()
+	w.expect(phaseNoConfiguration)
+	w.store.Put(peerOn("10.5.1.0/24", "192.0.2.9"))
+	w.store.SetConfig(`{"Network": "10.5.0.0/23", "SubnetMin": "10.5.1.0", "SubnetMax": "10.5.1.0", "Backend": {"Type": "vxlan"}}`)
+	w.expect(phaseNoInterface)
+	w.address("192.0.2.1/24")
+	w.expect(phaseNoLease)
+	w.store.SetConfig(`{"Network": "10.5.0.0/16", "Backend": {"Type": "vxlan"}}`)
+	w.expect(phaseNoConfiguration, phaseNoInterface, phaseNoLease, phaseServing)
+	w.mtu(1400)
+	w.expect(phaseMoving, phaseServing)
+	stop()
+
+	// After a restart the store does not answer, and then has another backend.
+	w.away(true)
+	stop = w.start()
+	w.expect(phaseNoConfiguration, phaseLastKnown)
+	w.mtu(1380)
+	w.expect(phaseMoving, phaseLastKnown)
+	w.store.SetConfig(`{"Network": "10.5.0.0/16", "Backend": {"Type": "host-gw"}}`)
+	w.away(false)
+	w.expect(phaseRetiring, phaseServing)
+	stop()
+
+	// After a restart the network is another one, which has no free subnet at first.
+	w.store.Put(peerOn("10.6.1.0/24", "192.0.2.9"))
+	w.store.SetConfig(`{"Network": "10.6.0.0/23", "SubnetMin": "10.6.1.0", "SubnetMax": "10.6.1.0", "Backend": {"Type": "host-gw"}}`)
+	w.away(true)
+	stop = w.start()
+	w.expect(phaseNoConfiguration, phaseLastKnown)
+	w.away(false)
+	w.expect(phaseNoLease)
+	w.store.Delete("10.6.1.0/24")
+	w.expect(phaseRetiring, phaseServing)
+	stop()
+
+	for phase := range following {
+		if !w.seen[phase] {
+			t.Errorf("the network was never in phase %q", phase)
+		}
+	}
+}
+
+// repeatInNamespace runs the calling test again, in a new process with a network namespace.
+func repeatInNamespace(t *testing.T) {
+	t.Helper()
+	if os.Geteuid() != 0 {
+		t.Fatal("this test makes a network namespace: run it as root")
+	}
+	cmd := exec.CommandContext(t.Context(), os.Args[0], "-test.run=^"+t.Name()+"$", "-test.v", "-test.timeout=1m")
+	cmd.Env = append(os.Environ(), inNamespace+"=1")
+	cmd.SysProcAttr = &syscall.SysProcAttr{Cloneflags: syscall.CLONE_NEWNET, Pdeathsig: syscall.SIGKILL}
+	if out, err := cmd.CombinedOutput(); err != nil {
+		t.Fatalf("%v:\n%s", err, out)
+	}
+}
+
+// walk is a host whose network changes its phase.
+type walk struct {
+	t      *testing.T
+	store  *subnettest.Store
+	dir    string
+	phases chan phase
+	last   phase // "" before the first
+	seen   map[phase]bool
+	gate   gate
+}
+
+func newWalk(t *testing.T) *walk {
+	w := &walk{t: t, store: subnettest.NewStore(), dir: t.TempDir(), phases: make(chan phase, 100), seen: map[phase]bool{}}
+	w.gate.set(false)
+	// A veth pair has a carrier. A dummy device may be missing from the kernel.
+	if err := netlink.LinkAdd(&netlink.Veth{LinkAttrs: netlink.LinkAttrs{Name: "eth0", MTU: 1500}, PeerName: "far"}); err != nil {
+		t.Fatal(err)
+	}
+	for _, name := range []string{"lo", "far", "eth0"} {
+		w.link(name, netlink.LinkSetUp)
+	}
+	return w
+}
+
+func (w *walk) link(name string, change func(netlink.Link) error) {
+	w.t.Helper()
+	l, err := netlink.LinkByName(name)
+	if err == nil {
+		err = change(l)
+	}
+	if err != nil {
+		w.t.Fatalf("%s: %v", name, err)
+	}
+}
+
+func (w *walk) address(addr string) {
+	w.t.Helper()
+	a, err := netlink.ParseAddr(addr)
+	if err != nil {
+		w.t.Fatal(err)
+	}
+	w.link("eth0", func(l netlink.Link) error { return netlink.AddrAdd(l, a) })
+}
+
+func (w *walk) mtu(mtu int) {
+	w.t.Helper()
+	w.link("eth0", func(l netlink.Link) error { return netlink.LinkSetMTU(l, mtu) })
+}
+
+// away makes the store stop answering, or answer again.
+func (w *walk) away(away bool) { w.gate.set(away) }
+
+// start starts a daemon's network. The returned function stops it and waits for its end.
+func (w *walk) start() (stop func()) {
+	w.t.Helper()
+	opts, err := options.Parse([]string{
+		"--iface=eth0", "--state-dir=" + filepath.Join(w.dir, "state"), "--subnet-file=" + filepath.Join(w.dir, "subnet.env"),
+		"--firewall=nftables", "--status-socket=off",
+	}, nil)
+	if err != nil {
+		w.t.Fatal(err)
+	}
+	kernel, err := linux.Open(linux.Options{NexthopObjects: true})
+	if err != nil {
+		w.t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(klog.NewContext(context.Background(), klog.Background()))
+	var background sync.WaitGroup
+	h := &host{
+		kernel: kernel, devices: &deviceLocks{dir: opts.StateDir}, journal: status.NewJournal(1), tuner: &tune.Tuner{}, started: time.Now(),
+		firewall: rules.NewHost(),
+	}
+	n, err := openNetwork(ctx, h, Config{Options: opts, Backends: builtin.New}, func(context.Context, *network) (store, error) {
+		return gatedStore{w.store.Manager(), &w.gate}, nil
+	})
+	if err != nil {
+		w.t.Fatal(err)
+	}
+	w.last = ""
+	n.progress.entered = func(p phase) { w.phases <- p }
+	background.Go(func() { _ = n.state.run(ctx) })
+	background.Go(func() { _ = h.firewall.Run(ctx) })
+	done := make(chan error, 1)
+	go func() {
+		done <- n.run(ctx)
+		background.Wait()
+		n.close()
+		_ = kernel.Close()
+		close(done)
+	}()
+	return func() {
+		w.t.Helper()
+		cancel()
+		if err := <-done; err != nil {
+			w.t.Errorf("the network ended with %v", err)
+		}
+		<-done
+	}
+}
+
+// expect waits until the network has gone through exactly these phases.
+func (w *walk) expect(phases ...phase) {
+	w.t.Helper()
+	for _, want := range phases {
+		select {
+		case now := <-w.phases:
+			if now != want {
+				w.t.Fatalf("after %q the phase is %q, want %q", w.last, now, want)
+			}
+			if w.last != "" && !slices.Contains(following[w.last], now) {
+				w.t.Fatalf("the drawing has no way from %q to %q", w.last, now)
+			}
+			w.last, w.seen[now] = now, true
+		case <-time.After(10 * time.Second):
+			w.t.Fatalf("after %q the network does not reach %q", w.last, want)
+		}
+	}
+}
+
+// gate lets calls through or makes them wait.
+type gate struct {
+	mu   sync.Mutex
+	open chan struct{} // closed while calls may pass
+}
+
+func (g *gate) set(shut bool) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	switch {
+	case shut:
+		g.open = make(chan struct{})
+	case g.open == nil:
+		g.open = make(chan struct{})
+		close(g.open)
+	default:
+		select {
+		case <-g.open:
+		default:
+			close(g.open)
+		}
+	}
+}
+
+func (g *gate) pass(ctx context.Context) error {
+	g.mu.Lock()
+	open := g.open
+	g.mu.Unlock()
+	select {
+	case <-open:
+		return nil
+	case <-ctx.Done():
+		return ctx.Err()
+	}
+}
+
+// gatedStore is a store that can be unavailable.
+type gatedStore struct {
+	*subnettest.Manager
+	gate *gate
+}
+
+// Config implements subnet.Manager.
+func (s gatedStore) Config(ctx context.Context) (subnet.Config, error) {
+	if err := s.gate.pass(ctx); err != nil {
+		return subnet.Config{}, err
+	}
+	return s.Manager.Config(ctx)
+}
+
+// Reconnect implements store.
+func (gatedStore) Reconnect() {}
+
+// Close implements store.
+func (gatedStore) Close() error { return nil }
+
+// peerOn returns the lease of another host.
+func peerOn(prefix, public string) subnet.Lease {
+	return subnet.Lease{Key: prefix, BackendType: "vxlan", Expires: time.Now().Add(time.Hour), Endpoints: []subnet.Endpoint{
+		{Subnet: netip.MustParsePrefix(prefix), PublicIP: netip.MustParseAddr(public)},
+	}}
+}

@@ -1,0 +1,38 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package daemon
+
+import (
+	"os"
+	"regexp"
+	"slices"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+)
+
+// TestPhasesAreDrawn checks that the drawing in design.md has the phases of this package, and
+// the same ways between them.
+func TestPhasesAreDrawn(t *testing.T) {
+	page, err := os.ReadFile("../../Documentation/design.md")
+	if err != nil {
+		t.Fatal(err)
+	}
+	names := map[string]phase{}
+	for _, m := range regexp.MustCompile(`(?m)^    state "(.*)" as (\w+)$`).FindAllStringSubmatch(string(page), -1) {
+		names[m[2]] = phase(m[1])
+	}
+	drawn := map[phase][]phase{}
+	for _, m := range regexp.MustCompile(`(?m)^    (\w+) --> (\w+)$`).FindAllStringSubmatch(string(page), -1) {
+		from, to := names[m[1]], names[m[2]]
+		drawn[from] = append(drawn[from], to)
+	}
+	for _, ways := range []map[phase][]phase{following, drawn} {
+		for _, to := range ways {
+			slices.Sort(to) // the order has no meaning
+		}
+	}
+	if diff := cmp.Diff(following, drawn); diff != "" {
+		t.Errorf("the drawing differs from the code (-code +drawing):\n%s", diff)
+	}
+}

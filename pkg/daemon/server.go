@@ -1,0 +1,72 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package daemon
+
+import (
+	"context"
+	"net/http"
+	"net/netip"
+
+	"golang.org/x/sync/errgroup"
+	"k8s.io/klog/v2"
+
+	"github.com/flanneld/flanneld/pkg/health"
+	"github.com/flanneld/flanneld/pkg/status"
+)
+
+// journalSize is the number of log lines on the status page.
+const journalSize = 200
+
+// listen opens the local socket and the health port, and makes group serve them until ctx
+// ends. The daemon continues without the socket, because it is only for inspection.
+func listen(ctx, members context.Context, group *errgroup.Group, n *network) error {
+	page, err := status.Handler(n.statusReport)
+	if err != nil {
+		return err
+	}
+	mux := http.NewServeMux()
+	mux.Handle("/metrics", n.metrics.Handler())
+	mux.Handle("/", health.Handler(n.ready.health))
+	local := http.NewServeMux()
+	local.Handle("/statusz", page)
+	local.Handle("/statusz.json", page)
+	local.Handle("/", mux)
+
+	if path := n.opts.SocketPath(); path != "" {
+		ln, err := status.Listen(ctx, path)
+		if err != nil {
+			klog.FromContext(ctx).Error(err, "continuing without the status socket: flannelctl status will not work")
+		} else {
+			group.Go(func() error { return health.Serve(members, ln, local) })
+		}
+	}
+	serve := func(addr string, h http.Handler) error {
+		if addr == "" {
+			return nil
+		}
+		ln, err := health.Listen(ctx, addr)
+		if err == nil {
+			group.Go(func() error { return health.Serve(members, ln, h) })
+		}
+		return err
+	}
+	if err := serve(n.opts.HealthzAddr(), onLoopback(local, mux)); err != nil {
+		return err
+	}
+	return serve(n.opts.StatuszAddress, local)
+}
+
+// onLoopback passes requests from this host, to a loopback address, to local, and all
+// others to others. The host name in the request must be an address too. Otherwise a page
+// of another site could read the status through a browser.
+func onLoopback(local, others http.Handler) http.Handler {
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		from, err := netip.ParseAddrPort(r.RemoteAddr)
+		to, err2 := netip.ParseAddrPort(r.Host)
+		if err == nil && err2 == nil && from.Addr().Unmap().IsLoopback() && to.Addr().Unmap().IsLoopback() {
+			local.ServeHTTP(w, r)
+			return
+		}
+		others.ServeHTTP(w, r)
+	})
+}

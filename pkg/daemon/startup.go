@@ -1,0 +1,241 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package daemon
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"net/netip"
+	"os"
+	"slices"
+	"strings"
+
+	"k8s.io/klog/v2"
+
+	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/pkg/oneline"
+	"github.com/flanneld/flanneld/pkg/underlay"
+	"github.com/flanneld/flanneld/subnet"
+)
+
+// startup obtains what the first session with the store's answers needs. Meanwhile a session may
+// serve from the last known state.
+type startup struct {
+	*network
+	resumed *resumption
+}
+
+// newStartup begins a start, and the session on the last known state if it can be used.
+func newStartup(ctx context.Context, n *network) *startup {
+	n.progress.waitFor(phaseNoConfiguration)
+	return &startup{network: n, resumed: n.resume(ctx)}
+}
+
+// stop ends the session on the last known state.
+func (s *startup) stop() { s.resumed.stop() }
+
+// prepare obtains the configuration, the interface, a backend and the own lease. It waits for
+// each. It returns ErrConfigChanged, wrapped, if the configuration in the store changes while it
+// waits for a subnet.
+func (s *startup) prepare(ctx context.Context) (backend.Backend, lastKnown, error) {
+	log, last := klog.FromContext(ctx), s.past
+	s.progress.waitFor(phaseNoConfiguration)
+	cfg, err := s.readConfig(ctx)
+	if err != nil {
+		return nil, last, err
+	}
+	s.config.used = cfg
+	if last.PublicIPs, err = publicIPs(ctx, s.store); err != nil {
+		return nil, last, err
+	}
+	s.progress.waitFor(phaseNoInterface)
+	iface, err := underlay.Wait(ctx, s.underlayOptions(cfg, last), s.opts.IfaceWait)
+	if err != nil {
+		return nil, last, err
+	}
+	s.resumed.endTries() // otherwise two sessions could run a backend's commands
+	log.Info("using interface", "name", iface.Name, "reason", iface.Reason, "mtu", iface.MTU, "addresses", describe(iface))
+	env := s.env(iface, cfg)
+	be, warnings, err := s.catalog.New(env)
+	if err != nil {
+		return nil, last, err
+	}
+	for _, w := range warnings {
+		log.Error(nil, "network configuration", "warning", w)
+	}
+	if now, ok := s.state.get(); ok {
+		now.PublicIPs = last.PublicIPs
+		last = now // the interface may have changed
+		if now.peers != nil {
+			last.Peers, last.peers = now.peers(), nil
+		}
+	} else if otherNode(last.Interface, iface) {
+		last.Peers = subnet.LedgerState{}
+	}
+	s.progress.waitFor(phaseNoLease)
+	own, err := s.acquire(ctx, be, env, last)
+	if err != nil {
+		return nil, last, err
+	}
+	last.Former, last.Rules = s.leftBehind(last, be), formerNetworks(last, cfg)
+	last.Config, last.Interface, last.Own, last.Stored = cfg, iface, own, nil
+	last.recalled = false
+	return be, last, nil
+}
+
+// readConfig waits for a valid network configuration.
+func (s *startup) readConfig(ctx context.Context) (subnet.Config, error) {
+	var cfg subnet.Config
+	err := retry(ctx, "waiting for the network configuration", func() (err error) {
+		cfg, err = s.store.Config(ctx)
+		return err
+	})
+	if err != nil {
+		return cfg, err
+	}
+	klog.FromContext(ctx).Info("Found network config", "backend", cfg.BackendType, "networks", networks(cfg))
+	return cfg, nil
+}
+
+// acquire takes the own lease. It waits for a free subnet while the configuration in the
+// store is that of env. If it changes, acquire returns ErrConfigChanged, wrapped.
+func (s *startup) acquire(ctx context.Context, be backend.Backend, env backend.Env, last lastKnown) (subnet.Lease, error) {
+	log := klog.FromContext(ctx)
+	if outside := s.outsideOf(env.Config); outside != nil {
+		log.Error(outside, "the subnet of the last known state does not fit the network configuration")
+		s.ready.report(ctx, partSubnet, outside)
+	}
+	var own subnet.Lease
+	prev, err := s.store.Recall(ctx, env.Claim("", subnet.Claim{}))
+	if err != nil {
+		return own, fmt.Errorf("recall the own lease: %w", err)
+	}
+	if len(prev.Endpoints) == 0 && sameNode(last.Interface, env.Underlay) {
+		prev = subnet.Claim{BackendType: last.Own.BackendType, Endpoints: last.Own.Endpoints}
+	}
+	claim, err := be.Claim(ctx, prev)
+	if err != nil {
+		return own, err
+	}
+	if own, err = s.waitForSubnet(ctx, env.Config, claim); err != nil {
+		return own, err
+	}
+	if lost(claim.Endpoints, own.Endpoints) { // the published data may depend on the subnet
+		again, err := be.Claim(ctx, subnet.Claim{BackendType: own.BackendType, Endpoints: own.Endpoints})
+		if err != nil {
+			return own, err
+		}
+		if !sameData(claim.Endpoints, again.Endpoints) {
+			if own, err = s.waitForSubnet(ctx, env.Config, again); err != nil {
+				return own, err
+			}
+		}
+	}
+	log.Info("subnet lease acquired", "lease", own.Key, "permanent", own.Permanent)
+	return own, nil
+}
+
+// lost reports whether a host no longer has one of its subnets.
+func lost(before, now []subnet.Endpoint) bool {
+	return slices.ContainsFunc(before, func(b subnet.Endpoint) bool {
+		return b.Subnet.IsValid() && !slices.ContainsFunc(now, func(n subnet.Endpoint) bool { return n.Subnet == b.Subnet })
+	})
+}
+
+func sameData(a, b []subnet.Endpoint) bool {
+	return slices.EqualFunc(a, b, func(a, b subnet.Endpoint) bool { return bytes.Equal(a.Data, b.Data) })
+}
+
+// waitForSubnet acquires a lease for claim, and waits for a free subnet like acquire.
+func (s *startup) waitForSubnet(ctx context.Context, cfg subnet.Config, claim subnet.Claim) (own subnet.Lease, err error) {
+	var left error
+	err = retry(ctx, "waiting for a subnet", func() (err error) {
+		if own, err = s.store.Acquire(ctx, cfg, claim); ctx.Err() != nil {
+			return err
+		}
+		if errors.Is(err, subnet.ErrNoSubnets) && left == nil {
+			left = s.leaveLast(ctx, cfg)
+		}
+		if err == nil {
+			s.ready.report(ctx, partSubnet, nil)
+			return nil
+		}
+		s.ready.report(ctx, partSubnet, oneline.Join(left, err))
+		if now, e := s.store.Config(ctx); e == nil {
+			if changes := configChanges(cfg, now); len(changes) > 0 {
+				return fmt.Errorf("%w: %s", ErrConfigChanged, strings.Join(changes, ", "))
+			}
+		}
+		return err
+	})
+	return own, err
+}
+
+// outsideOf returns an error if the last known state is in use and cfg does not contain one
+// of its subnets. With Kubernetes it returns nil, because the API assigns the subnets.
+func (s *startup) outsideOf(cfg subnet.Config) error {
+	now := s.serving.Load()
+	pools, err := cfg.Pools()
+	if now == nil || err != nil || s.opts.KubeSubnetMgr {
+		return nil
+	}
+	for _, e := range now.begin.Own.Endpoints {
+		if !slices.ContainsFunc(pools, func(p subnet.Pool) bool { return p.Contains(e.Subnet) }) {
+			return fmt.Errorf("%s is not of the present configuration, which has %s", e.Subnet, pools)
+		}
+	}
+	return nil
+}
+
+// leaveLast ends the session on the last known state, if there is one, and removes the
+// subnet file, because the store has answered and has no subnet for this node. Without
+// the file no pod gets an address of the old subnet. The kernel stays unchanged until
+// there is another subnet. leaveLast logs what it does and why.
+func (s *startup) leaveLast(ctx context.Context, cfg subnet.Config) error {
+	now := s.serving.Load()
+	if now == nil {
+		return nil
+	}
+	why := s.outsideOf(cfg)
+	if why == nil {
+		why = fmt.Errorf("%v is not this node's any more", subnetsOf(now.begin.Own))
+	}
+	s.resumed.stop()
+	s.serving.Store(nil)
+	s.progress.left()
+	s.ready.health.Pause()
+	s.ready.report(ctx, partSubnetFile, errNoSubnet)
+	log := klog.FromContext(ctx)
+	if err := os.Remove(s.opts.SubnetFile); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		log.Error(err, "cannot remove the subnet file, which still contains the subnet that was left")
+	}
+	log.Error(why, "the subnet of the last known state was left", "subnets", subnetsOf(now.begin.Own))
+	return why
+}
+
+// errNoSubnet is the state while there is no subnet to write to the file.
+var errNoSubnet = errors.New("this node has no subnet")
+
+func subnetsOf(l subnet.Lease) []netip.Prefix {
+	var ps []netip.Prefix
+	for _, e := range l.Endpoints {
+		ps = append(ps, e.Subnet)
+	}
+	return ps
+}
+
+// describe returns the interface's addresses for the log.
+func describe(i underlay.Interface) []string {
+	var s []string
+	for _, a := range i.Addrs {
+		if a.Public == a.Local {
+			s = append(s, a.Local.String())
+		} else {
+			s = append(s, fmt.Sprintf("%s (public %s)", a.Local, a.Public))
+		}
+	}
+	return s
+}

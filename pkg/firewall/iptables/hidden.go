@@ -1,0 +1,128 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package iptables
+
+import (
+	"context"
+	"fmt"
+	"slices"
+	"strings"
+
+	"github.com/flanneld/flanneld/pkg/firewall"
+	"github.com/flanneld/flanneld/pkg/firewall/nftables"
+	"github.com/flanneld/flanneld/pkg/oneline"
+	"github.com/flanneld/flanneld/pkg/prefix"
+)
+
+// targetsFunc returns the targets of a chain's rules, according to nftables.
+type targetsFunc func(f prefix.Family, table, chain string) (targets []nftables.Target, exists bool, err error)
+
+// correct corrects the output of iptables-save for flanneld's chains and their parents. If
+// other programs have created rules with nft, iptables-save prints some of them without
+// their conditions. It prints nothing about a table with a rule that it does not
+// understand. correct returns such tables. If it returns an error for a table, d contains
+// nil for it.
+func (a *Applier) correct(ctx context.Context, f prefix.Family, d dump) (hidden []string, err error) {
+	var errs []error
+	for _, c := range firewall.Chains() {
+		p := placeOf(c)
+		if d[p.table] == nil {
+			text, err := a.list(ctx, f, p)
+			if err != nil {
+				d[p.table] = nil
+				errs = append(errs, a.refused(f, []string{p.table}, err))
+				continue
+			}
+			if text != "" {
+				hidden = append(hidden, p.table)
+			}
+			d[p.table] = parseSave("*" + p.table + "\n" + text)[p.table]
+		} else if have := d[p.table]; !slices.ContainsFunc(have[p.parent], func(r rule) bool { return have.blocks(r) || likeOurs(r) }) {
+			continue // no rule blocks all packets or looks like one of flanneld
+		}
+		s := resolver{place: p, targets: a.targets, family: f, have: d[p.table], seen: map[string]bool{}}
+		if err := s.resolve(p.parent); err != nil {
+			d[p.table] = nil
+			errs = append(errs, err)
+		}
+	}
+	return hidden, oneline.Join(errs...)
+}
+
+func likeOurs(r rule) bool {
+	_, _, ok := parse(r.spec)
+	return ok
+}
+
+// list returns the rules of flanneld's chain and its parent in the form of iptables-save.
+// It reads one chain at a time, and ignores a parent that cannot be read.
+func (a *Applier) list(ctx context.Context, f prefix.Family, p place) (text string, err error) {
+	for _, chain := range []string{p.chain, p.parent} {
+		_, exists, err := a.targets(f, p.table, chain)
+		if err != nil {
+			return "", err
+		}
+		if !exists {
+			continue
+		}
+		rules, err := run(ctx, "", a.programs.variant.Program(f), "-t", p.table, "-S", chain)
+		if err != nil && chain == p.chain {
+			return "", err
+		}
+		text += rules + "\n"
+	}
+	return text, nil
+}
+
+// refused adds the tables that iptables-save hides to err.
+func (a *Applier) refused(f prefix.Family, hidden []string, err error) error {
+	if len(hidden) == 0 {
+		return err
+	}
+	return fmt.Errorf("%s cannot read table %s: move the rules that were made with nft to a table of their own, or set EnableNFTables: %w",
+		a.programs.variant.Program(f), strings.Join(hidden, ", table "), err)
+}
+
+// resolver reads the targets of rules, independently of iptables-save.
+type resolver struct {
+	place
+	targets targetsFunc
+	family  prefix.Family
+	have    chains
+	seen    map[string]bool
+}
+
+// resolve reads a chain, and the chains that it sends all packets to. If the jumps to
+// flanneld's chain differ from the output of iptables-save, the chain as read counts, and
+// resolve treats the jumps as equal to those that flanneld creates. If they are not, their
+// removal fails.
+func (s resolver) resolve(chain string) error {
+	if chain == s.chain || s.seen[chain] {
+		return nil
+	}
+	s.seen[chain] = true
+	targets, exists, err := s.targets(s.family, s.table, chain)
+	if err != nil || !exists {
+		return err
+	}
+	listed := s.have[chain]
+	same := slices.EqualFunc(listed, targets, func(r rule, l nftables.Target) bool { return (r.target == s.chain) == (l.Name == s.chain) })
+	rules := make([]rule, len(targets))
+	for i, l := range targets {
+		r := rule{target: l.Name, always: l.Always}
+		switch {
+		case same && (!l.Hidden || r.target == s.chain):
+			r.spec = listed[i].spec
+		case r.target == s.chain:
+			r.spec = s.jump()
+		}
+		rules[i] = r
+		if r.always {
+			if err := s.resolve(r.target); err != nil {
+				return err
+			}
+		}
+	}
+	s.have[chain] = rules
+	return nil
+}

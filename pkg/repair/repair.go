@@ -1,0 +1,54 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package repair limits and logs the repairs of what other programs change. If another
+// program keeps changing the same things, the repairs then cost little.
+package repair
+
+import (
+	"context"
+	"time"
+
+	"golang.org/x/time/rate"
+	"k8s.io/klog/v2"
+)
+
+// logPause is the minimum time between two log lines.
+const logPause = time.Minute
+
+// Limiter counts repairs. A caller makes passes, each of which may repair something. After
+// a pass it calls Note, and before the next one it waits for Pause.
+type Limiter struct {
+	limit         *rate.Limiter // of passes that repaired something
+	message, unit string
+
+	repaired int // number of repairs that are not logged yet
+	logged   time.Time
+}
+
+// New returns a Limiter. It allows burst passes with repairs at once, and then perSecond.
+// message is the line in the log, and unit the key of the number of repairs in it.
+func New(perSecond rate.Limit, burst int, message, unit string) *Limiter {
+	return &Limiter{limit: rate.NewLimiter(perSecond, burst), message: message, unit: unit}
+}
+
+// Note adds the repairs of a pass, of which there may be none. It logs them at once the
+// first time, and then at most once a minute. It is called by one goroutine at a time.
+func (l *Limiter) Note(ctx context.Context, repaired int) {
+	now := time.Now()
+	if repaired > 0 {
+		l.limit.ReserveN(now, 1)
+	}
+	l.repaired += repaired
+	if l.repaired == 0 || now.Sub(l.logged) < logPause {
+		return
+	}
+	klog.FromContext(ctx).Info(l.message, l.unit, l.repaired)
+	l.repaired, l.logged = 0, now
+}
+
+// Pause returns the time until the next pass. It is zero if the repairs so far are within
+// the limit. Pause may be called by any goroutine.
+func (l *Limiter) Pause() time.Duration {
+	debt := -l.limit.Tokens() / float64(l.limit.Limit())
+	return max(0, time.Duration(debt*float64(time.Second)))
+}

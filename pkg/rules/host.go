@@ -1,0 +1,130 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package rules
+
+import (
+	"context"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+
+	"k8s.io/klog/v2"
+
+	"github.com/flanneld/flanneld/pkg/firewall"
+	"github.com/flanneld/flanneld/pkg/firewall/iptables"
+	"github.com/flanneld/flanneld/pkg/firewall/nftables"
+	"github.com/flanneld/flanneld/pkg/prefix"
+)
+
+// Host finds out which firewalls this host has. It does so once, when the first Keeper
+// needs it. It is safe for concurrent use.
+type Host struct {
+	automatic func() (f Flavour, why string) // chooses the flavour for Auto
+
+	wanted   chan []prefix.Family // makes Run search the programs; has room for one
+	searched chan struct{}        // closed when found is set
+	found    *iptables.Programs
+
+	mu     sync.Mutex
+	warned []string // bridge settings that were warned about
+}
+
+// NewHost returns a Host. Keepers that use iptables wait until its Run has searched the
+// programs.
+func NewHost() *Host {
+	return &Host{automatic: sync.OnceValues(automatic), wanted: make(chan []prefix.Family, 1), searched: make(chan struct{})}
+}
+
+// Run searches the iptables programs when a Keeper first needs them, and then returns nil.
+// It ends early if ctx ends, which must be after the sessions of all Keepers. If a session
+// ends during the search, like the one on the last known state when the store answers, the
+// next session uses the result. On a busy host the programs that the search runs take most
+// of the start.
+func (h *Host) Run(ctx context.Context) error {
+	select {
+	case families := <-h.wanted:
+		h.found = search(ctx, families)
+		close(h.searched)
+	case <-ctx.Done():
+	}
+	return nil
+}
+
+// programs returns the iptables programs of this host, or nil if ctx ends first. The
+// first call decides for which families they are searched: all networks of a host use the
+// same variant, because a packet passes the rules of every variant.
+func (h *Host) programs(ctx context.Context, families []prefix.Family) *iptables.Programs {
+	select {
+	case h.wanted <- families:
+	default:
+	}
+	select {
+	case <-h.searched:
+		return h.found
+	case <-ctx.Done():
+		return nil
+	}
+}
+
+func search(ctx context.Context, families []prefix.Family) *iptables.Programs {
+	v, why := iptables.Choose(ctx, families, nftables.HasTable)
+	if ctx.Err() == nil && why != "" {
+		klog.FromContext(ctx).Info("variant of iptables chosen", "program", v.Program(prefix.IPv4), "because", why)
+	}
+	found := iptables.NewPrograms(v)
+	for _, f := range families {
+		_, _ = found.Variant(ctx, f) // a session asks again and reports an error
+	}
+	return found
+}
+
+// automatic chooses the flavour that suits the other programs of the host.
+func automatic() (f Flavour, why string) {
+	if err := nftables.Available(); err != nil {
+		return IPTables, err.Error()
+	}
+	if !iptables.Default.Present() {
+		return NFTables, "no iptables program is installed"
+	}
+	for _, f := range []prefix.Family{prefix.IPv4, prefix.IPv6} {
+		if there, err := nftables.HasTable(f, "kube-proxy"); err == nil && there {
+			return NFTables, "kube-proxy runs in nftables mode"
+		}
+	}
+	return IPTables, "iptables is installed, and kube-proxy does not run in nftables mode"
+}
+
+// bridgeSettings contains the kernel's settings about whether bridged packets pass
+// netfilter.
+const bridgeSettings = "/proc/sys/net/bridge"
+
+// warnBridges logs, once for each family, that packets between pods on one bridge bypass
+// netfilter. Their answers then keep the address of the pod that serves a Service. This
+// is so in every mode of kube-proxy, because iptables and nftables undo their translation
+// only if netfilter sees the answer.
+func (h *Host) warnBridges(ctx context.Context, settings string, p firewall.Policy) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	for _, f := range families(p) {
+		name := map[prefix.Family]string{prefix.IPv4: "bridge-nf-call-iptables", prefix.IPv6: "bridge-nf-call-ip6tables"}[f]
+		value, err := os.ReadFile(filepath.Join(settings, name))
+		problem := map[bool]string{true: "br_netfilter is not loaded", false: "br_netfilter is switched off"}[err != nil]
+		if err == nil && strings.TrimSpace(string(value)) != "0" || slices.Contains(h.warned, name) {
+			continue
+		}
+		h.warned = append(h.warned, name)
+		klog.FromContext(ctx).Error(nil, problem+": a pod that talks to a service which is served by a pod "+
+			"of the same host may get no answer; load the module br_netfilter and set this to 1", "sysctl", "net.bridge."+name)
+	}
+}
+
+// families returns the families of p's networks.
+func families(p firewall.Policy) []prefix.Family {
+	var all []prefix.Family
+	for _, n := range p.Networks {
+		all = append(all, prefix.FamilyOf(n.Network.Addr()))
+	}
+	return all
+}

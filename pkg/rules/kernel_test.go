@@ -1,0 +1,75 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package rules
+
+import (
+	"net/netip"
+	"strings"
+	"testing"
+
+	"github.com/flanneld/flanneld/pkg/firewall"
+	"github.com/flanneld/flanneld/pkg/firewall/firewalltest"
+)
+
+// TestKernelSessions starts sessions for two networks of one host, changes their firewall
+// while another program damages their rules, and removes all rules in the end. It runs on
+// one thread, which is in the namespace: so it calls prepare and step, and not Keep.
+func TestKernelSessions(t *testing.T) {
+	firewalltest.Enter(t)
+	h := NewHost()
+	h.wanted <- families(firewalltest.Policy())
+	if err := h.Run(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	other := firewalltest.Policy()
+	other.Networks = []firewall.Network{{Network: netip.MustParsePrefix("10.6.0.0/16"), Subnet: netip.MustParsePrefix("10.6.1.0/24")}}
+	cleaned := 0
+	var repairs []bool
+	one, two := newKeeper(h, func(repaired bool, _ error) { repairs = append(repairs, repaired) }), newKeeper(h, nil)
+	one.config.Cleaned = func() { cleaned++ }
+	start := func(k *Keeper, f Flavour, p firewall.Policy) *session {
+		t.Helper()
+		s := newSession(k, f, p, func() {})
+		s.prepare(t.Context())
+		if err := s.step(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		return s
+	}
+	// expect checks which networks are in the rules of a firewall.
+	expect := func(when, list string, first, second bool) {
+		t.Helper()
+		text := firewalltest.Shell(t, list)
+		if has := strings.Contains(text, "10.5.0.0/16"); has != first {
+			t.Errorf("%s, %q has the first network: %v, want %v:\n%s", when, list, has, first, text)
+		}
+		if has := strings.Contains(text, "10.6.0.0/16"); has != second {
+			t.Errorf("%s, %q has the second network: %v, want %v:\n%s", when, list, has, second, text)
+		}
+	}
+	const nft, iptables = "nft list tables | grep -q flannel-ipv4 && nft list table ip flannel-ipv4 || true", "iptables-save -t nat"
+	start(two, IPTables, other)
+	start(one, IPTables, firewalltest.Policy())
+	expect("both use iptables", iptables, true, true)
+	s := start(one, NFTables, firewalltest.Policy())
+	expect("one has changed to nftables", iptables, false, true)
+	expect("one has changed to nftables", nft, true, false)
+	repairs = nil
+	firewalltest.Shell(t, "nft flush table ip flannel-ipv4")
+	for range 2 {
+		if err := s.step(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if len(repairs) != 2 || !repairs[0] || repairs[1] || cleaned != 2 {
+		t.Errorf("repairs %v and %d cleanups, want one repair and a cleanup for each session", repairs, cleaned)
+	}
+	expect("the rules were deleted", nft, true, false)
+	if err := Remove(t.Context(), []netip.Prefix{netip.MustParsePrefix("10.5.0.0/16")}); err != nil {
+		t.Fatal(err)
+	}
+	expect("the first network is removed", nft, false, false)
+	expect("the first network is removed", iptables, false, true)
+	start(two, IPTables, firewall.Policy{Former: []netip.Prefix{netip.MustParsePrefix("10.6.0.0/16")}})
+	expect("the second network is a former one", iptables, false, false)
+}

@@ -1,0 +1,75 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package rules
+
+import (
+	"context"
+	"net/netip"
+
+	"github.com/flanneld/flanneld/pkg/firewall"
+	"github.com/flanneld/flanneld/pkg/firewall/iptables"
+	"github.com/flanneld/flanneld/pkg/firewall/nftables"
+	"github.com/flanneld/flanneld/pkg/oneline"
+	"github.com/flanneld/flanneld/pkg/prefix"
+)
+
+// Remove removes the traffic rules of networks from every firewall of this host. If it
+// fails in one of them it continues with the others.
+func Remove(ctx context.Context, networks []netip.Prefix) error {
+	var errs []error
+	for _, l := range leftovers("", firewall.Policy{Former: networks}, nil) {
+		_, err := l.applier.Apply(ctx, l.gone)
+		errs = append(errs, err)
+	}
+	return oneline.Join(errs...)
+}
+
+// leftover is a firewall that may contain rules and should contain none.
+type leftover struct {
+	applier firewall.Applier
+	gone    firewall.Policy
+}
+
+// leftovers returns the firewalls that may contain rules of gone, without the flavour and
+// the variants of iptables that are in use. No flavour is in use if it is "".
+func leftovers(inUse Flavour, gone firewall.Policy, variants map[prefix.Family]iptables.Variant) []leftover {
+	var all []leftover
+	for _, v := range []iptables.Variant{iptables.Legacy, iptables.NFT} {
+		if !v.Present() {
+			continue
+		}
+		l := leftover{applier: iptables.New(v)}
+		if v == iptables.NFT {
+			l.applier = ifTables{l.applier}
+		}
+		for _, n := range gone.Former {
+			if variants[prefix.FamilyOf(n.Addr())] != v {
+				l.gone.Former = append(l.gone.Former, n)
+			}
+		}
+		all = append(all, l)
+	}
+	if len(all) == 0 && len(variants) == 0 && iptables.Default.Present() {
+		all = append(all, leftover{iptables.New(iptables.Default), gone})
+	}
+	if inUse != NFTables {
+		all = append(all, leftover{nftables.New(), gone})
+	}
+	return all
+}
+
+// ifTables applies a policy only if nftables contains a table of iptables. Otherwise it
+// runs no program.
+type ifTables struct{ firewall.Applier }
+
+// Apply implements firewall.Applier.
+func (a ifTables) Apply(ctx context.Context, p firewall.Policy) (bool, error) {
+	for _, name := range iptables.Tables() {
+		for _, f := range []prefix.Family{prefix.IPv4, prefix.IPv6} {
+			if there, err := nftables.HasTable(f, name); err == nil && there {
+				return a.Applier.Apply(ctx, p)
+			}
+		}
+	}
+	return false, nil
+}

@@ -1,0 +1,201 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package rules
+
+import (
+	"context"
+	"maps"
+	"slices"
+	"sync"
+	"time"
+
+	"k8s.io/klog/v2"
+
+	"github.com/flanneld/flanneld/pkg/firewall"
+	"github.com/flanneld/flanneld/pkg/firewall/iptables"
+	"github.com/flanneld/flanneld/pkg/firewall/nftables"
+	"github.com/flanneld/flanneld/pkg/loop"
+	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/repair"
+	"github.com/flanneld/flanneld/pkg/wait"
+)
+
+// If another program keeps changing the rules, they are repaired a few times at once, and
+// then once a second, so that the repairs cost little.
+const (
+	repairRate  = 1 // per second
+	repairBurst = 10
+)
+
+// session maintains one policy.
+type session struct {
+	keeper  *Keeper
+	flavour Flavour
+	policy  firewall.Policy
+	tried   func() // called after each attempt; only the first call has an effect
+
+	applier   firewall.Applier
+	leftovers []leftover
+
+	inPlace   bool // the last pass succeeded
+	failing   bool // the failure is logged
+	uncleaned bool // the failure to clean is logged
+	cleaned   bool
+	repairs   *repair.Limiter
+}
+
+func newSession(k *Keeper, f Flavour, p firewall.Policy, tried func()) *session {
+	return &session{
+		keeper: k, flavour: f, policy: p, tried: sync.OnceFunc(tried),
+		repairs: repair.New(repairRate, repairBurst, "repaired traffic rules that another program had changed", "times"),
+	}
+}
+
+// run maintains the policy until ctx ends.
+func (s *session) run(ctx context.Context) {
+	if s.policy.Wanted() {
+		s.keeper.host.warnBridges(ctx, bridgeSettings, s.policy)
+	}
+	period, places := s.prepare(ctx)
+	if ctx.Err() != nil {
+		return
+	}
+	l := loop.New(period, func(ctx context.Context) error {
+		defer s.tried()
+		return s.step(ctx)
+	})
+	var wg sync.WaitGroup
+	if len(places) > 0 {
+		wg.Go(func() { nftables.Watch(ctx, places, l.Wake) })
+	}
+	wg.Go(func() { _ = l.Run(ctx) })
+	wg.Wait()
+}
+
+// prepare decides by which firewall the rules are applied, and in which others there may
+// be leftovers. It returns the resync period, and the chains whose changes the kernel
+// announces. It returns early if ctx ends.
+func (s *session) prepare(ctx context.Context) (period time.Duration, places []firewall.Place) {
+	period = s.keeper.config.Resync
+	var inUse map[prefix.Family]iptables.Variant
+	switch wanted := s.policy.Wanted(); {
+	case !wanted && s.flavour == NFTables: // there is nothing to watch
+		s.applier = nftables.New()
+	case !wanted: // there is no need to examine the host
+		s.applier = iptables.New(iptables.Default)
+	case s.flavour == NFTables:
+		s.applier, places = nftables.New(), nftables.OwnPlaces()
+	default:
+		programs := s.keeper.host.programs(ctx, families(s.policy))
+		if programs == nil {
+			return 0, nil
+		}
+		s.applier = s.keeper.applier(programs)
+		inUse = s.variants(ctx, programs)
+		if slices.Contains(slices.Collect(maps.Values(inUse)), iptables.Legacy) {
+			period = s.keeper.config.LegacyResync * 5 / 4 // the loop has a jitter of a fifth, so this is never more often than configured
+		} else {
+			places = iptables.Places()
+		}
+	}
+	s.leftovers = leftovers(s.flavour, s.policy.Cleanup(), inUse)
+	return period, places
+}
+
+// applier returns the Applier of all sessions that use iptables. It remembers the rules
+// that the last session has applied.
+func (k *Keeper) applier(p *iptables.Programs) *iptables.Applier {
+	if k.iptables == nil {
+		k.iptables = p.Applier()
+	}
+	return k.iptables
+}
+
+// variants returns the variant of the iptables programs for each family. It repeats the
+// question until it is answered: a wrong variant would make the cleanup remove the rules
+// in use.
+func (s *session) variants(ctx context.Context, p *iptables.Programs) map[prefix.Family]iptables.Variant {
+	found := map[prefix.Family]iptables.Variant{}
+	ctx, enough := context.WithCancel(ctx)
+	defer enough()
+	_ = loop.New(s.keeper.config.Resync, func(ctx context.Context) error {
+		for _, f := range families(s.policy) {
+			v, err := p.Variant(ctx, f)
+			if err != nil {
+				_ = s.pass(ctx) // reports the same error, and applies the rules of the other family
+				s.tried()
+				return err
+			}
+			found[f] = v
+		}
+		enough()
+		return nil
+	}).Run(ctx)
+	return found
+}
+
+// step applies the policy, and removes what others have left until that has succeeded once.
+func (s *session) step(ctx context.Context) error {
+	if err := s.pass(ctx); err != nil || s.cleaned || ctx.Err() != nil {
+		return err
+	}
+	s.policy.Former = nil // another daemon may use such a network from now on
+	return s.clean(ctx)
+}
+
+// pass applies the policy and reports the result. It returns nil if ctx has ended.
+func (s *session) pass(ctx context.Context) error {
+	changed, err := s.applier.Apply(ctx, s.policy)
+	if ctx.Err() != nil && err != nil && changed {
+		s.keeper.unreported = true
+	}
+	if ctx.Err() != nil && (err != nil || !changed) { // a change is reported even so
+		return nil
+	}
+	s.note(ctx, changed, err)
+	return err
+}
+
+// note logs and reports the result of a pass.
+func (s *session) note(ctx context.Context, changed bool, err error) {
+	log := klog.FromContext(ctx)
+	repaired := changed && s.inPlace
+	switch {
+	case err != nil && !s.failing:
+		log.Error(err, "traffic rules are not in place, trying again", "firewall", string(s.flavour))
+	case err == nil && !s.inPlace:
+		log.Info("traffic rules are in place", "firewall", string(s.flavour), "masquerade", s.policy.Masquerade,
+			"forward", s.policy.Forward, "written", changed || s.keeper.unreported)
+		s.keeper.unreported = false
+	}
+	s.failing, s.inPlace = err != nil, err == nil
+	n := 0
+	if repaired {
+		n = 1
+	}
+	s.repairs.Note(ctx, n)
+	s.keeper.config.Report(ctx, repaired, err)
+	_ = wait.For(ctx, s.repairs.Pause()) // the loop notices the end of ctx
+}
+
+// clean removes the rules that other flavours have left. Failure does not affect
+// readiness, because the session's own rules are applied.
+func (s *session) clean(ctx context.Context) error {
+	log := klog.FromContext(ctx)
+	for _, l := range s.leftovers {
+		removed, err := l.applier.Apply(ctx, l.gone)
+		if removed && (err == nil || ctx.Err() == nil) {
+			log.Info("removed traffic rules from another firewall", "firewall in use", string(s.flavour))
+		}
+		if err != nil {
+			if !s.uncleaned && ctx.Err() == nil {
+				log.Error(err, "cannot remove the rules of another firewall, trying again")
+			}
+			s.uncleaned = true
+			return err
+		}
+	}
+	s.cleaned = true
+	s.keeper.config.Cleaned()
+	return nil
+}

@@ -1,0 +1,118 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package tunnel
+
+import (
+	"errors"
+	"fmt"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"syscall"
+
+	"golang.org/x/sys/unix"
+)
+
+// readsPerTurn is the number of reads after which a worker lets others run.
+const readsPerTurn = 64
+
+// direction moves the packets of one descriptor to their destination. outbound is the
+// direction from the device to peers, inbound that from one socket to the device.
+type direction interface {
+	// read makes one read and handles the result.
+	read(fd uintptr) error
+	// flush passes on the packets that reads have gathered.
+	flush()
+	// ready reports whether the result of a read can be passed on without waiting.
+	ready() bool
+}
+
+// worker runs a direction while there is data to read.
+//
+// The runtime does not know of the direction's system calls (see syscall.go). To it, a
+// worker that never waits looks like a goroutine that computes. It would not check the
+// descriptors of other workers until the worker's time slice is over and, if the process
+// was idle before, not at all. yield solves both problems.
+//
+// A worker without data to read waits at once. It could yield the CPU and read once more,
+// because more packets have often arrived by then. That would save a tenth of its CPU
+// time. But on a busy host a goroutine that yields runs again only milliseconds later,
+// while one that waits is woken before others.
+type worker struct {
+	direction
+	task    string // for errors
+	conn    syscall.RawConn
+	closing *atomic.Bool
+	others  []*worker
+
+	mu      sync.Mutex // taken while the direction runs
+	runTurn func(fd uintptr)
+}
+
+func newWorker(d direction, conn syscall.RawConn, closing *atomic.Bool, task string) *worker {
+	w := &worker{direction: d, conn: conn, closing: closing, task: task}
+	w.runTurn = func(fd uintptr) { _, _ = w.turn(fd, w.ready) } // the worker itself gets the error again
+	return w
+}
+
+// connect makes workers let each other run.
+func connect(workers []*worker) {
+	for i, w := range workers {
+		w.others = slices.Delete(slices.Clone(workers), i, i+1)
+	}
+}
+
+// run runs the direction until it fails, or until closing is set and the descriptor is
+// closed.
+func (w *worker) run() error {
+	var failed error
+	always := func() bool { return true }
+	err := w.conn.Read(func(fd uintptr) bool {
+		for {
+			w.mu.Lock()
+			var more bool
+			more, failed = w.turn(fd, always)
+			w.mu.Unlock()
+			if !more {
+				return failed != nil || w.closing.Load()
+			}
+			w.yield()
+		}
+	})
+	if failed == nil {
+		failed = err
+	}
+	return fmt.Errorf("%s: %w", w.task, failed)
+}
+
+// turn makes up to burst reads while goOn returns true. It reports whether there may be
+// more to read. The caller holds mu.
+func (w *worker) turn(fd uintptr, goOn func() bool) (more bool, err error) {
+	defer w.flush()
+	for range readsPerTurn {
+		if w.closing.Load() || !goOn() {
+			return false, nil
+		}
+		switch err := w.read(fd); {
+		case err == nil, errors.Is(err, unix.EINTR):
+		case errors.Is(err, unix.EAGAIN):
+			return false, nil
+		default:
+			return false, err
+		}
+	}
+	return true, nil
+}
+
+// yield runs the other workers for a turn, unless they are running. It also wakes the
+// runtime's watchdog, which schedules other goroutines. It never waits for the output of
+// another worker.
+func (w *worker) yield() {
+	_, _, _ = unix.Syscall(unix.SYS_GETPID, 0, 0, 0) // wakes the watchdog, like every call that the runtime knows of
+	for _, o := range w.others {
+		if o.mu.TryLock() {
+			_ = o.conn.Control(o.runTurn)
+			o.mu.Unlock()
+		}
+	}
+}

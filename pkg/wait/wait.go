@@ -1,0 +1,78 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package wait contains what goroutines wait for: the end of a time, the next try of
+// something that fails, and a signal of another goroutine.
+package wait
+
+import (
+	"cmp"
+	"context"
+	"math/rand/v2"
+	"time"
+)
+
+// For blocks for d. It returns the error of ctx if ctx ends first.
+func For(ctx context.Context, d time.Duration) error {
+	timer := time.NewTimer(d)
+	defer timer.Stop()
+	select {
+	case <-ctx.Done():
+		return ctx.Err()
+	case <-timer.C:
+		return nil
+	}
+}
+
+// Vary returns a random time that is shorter or longer than d by up to the given share, so
+// that hosts do not act at the same moment.
+func Vary(d time.Duration, share float64) time.Duration {
+	return time.Duration(float64(d) * (1 - share + 2*share*rand.Float64()))
+}
+
+// Values of the fields of Backoff that are zero.
+const (
+	defaultLeast = 100 * time.Millisecond
+	defaultMost  = 30 * time.Second
+	defaultShare = 0.2
+)
+
+// Backoff waits between tries. The pause doubles from Least to Most, and varies by Share in
+// either direction. The zero Backoff is usable: it doubles from 100 ms to 30 s, and varies
+// by a fifth.
+type Backoff struct {
+	Least, Most time.Duration
+	Share       float64
+
+	pause time.Duration // the last one
+}
+
+// Next returns the next pause.
+func (b *Backoff) Next() time.Duration {
+	least, most := cmp.Or(b.Least, defaultLeast), cmp.Or(b.Most, defaultMost)
+	b.pause = min(max(2*b.pause, least), most)
+	return Vary(b.pause, cmp.Or(b.Share, defaultShare))
+}
+
+// Reset makes the next pause the shortest one again.
+func (b *Backoff) Reset() { b.pause = 0 }
+
+// Wait blocks for the next pause and for more. It returns the error of ctx if ctx ends
+// first.
+func (b *Backoff) Wait(ctx context.Context, more time.Duration) error {
+	return For(ctx, more+b.Next())
+}
+
+// Signal wakes a goroutine that receives from it. Several calls of Send before it receives
+// are one signal, so the receiver must read the current state each time.
+type Signal chan struct{}
+
+// NewSignal returns a Signal.
+func NewSignal() Signal { return make(Signal, 1) }
+
+// Send sends the signal. It never blocks and may be called from any goroutine.
+func (s Signal) Send() {
+	select {
+	case s <- struct{}{}:
+	default:
+	}
+}

@@ -1,0 +1,138 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package etcd
+
+import (
+	"maps"
+	"slices"
+
+	clientv3 "go.etcd.io/etcd/client/v3"
+
+	"github.com/flanneld/flanneld/subnet"
+)
+
+// leaseCache is the copy of the store that Watch keeps.
+type leaseCache struct {
+	entries        map[string]*entry // by key, without values
+	store          subnet.StoreID
+	next           int64  // revision to watch from; 0: there was no list yet
+	configRevision int64  // revision up to which the configuration is known
+	stale          bool   // list before the next watch
+	another        bool   // the store is not the one of the cache before, although it has its id
+	newest         *entry // the entry that was written last; see newestEntry
+	// restored is the revision of the newest entry that came from an earlier run. Other entries
+	// from there have no revision. Zero: all entries are from this run.
+	restored int64
+	gracePeriod
+}
+
+// is reports whether e was written at that revision and with that etcd lease. Unlike a revision,
+// the id of an etcd lease does not come again in a store that was emptied.
+func (e *entry) is(modRevision int64, lease clientv3.LeaseID) bool {
+	return e.modRevision == modRevision && e.leaseID == lease
+}
+
+// mayEqual reports whether listed may be the same state of the same key as e, which may come from an
+// earlier run.
+func (e *entry) mayEqual(listed entry) bool {
+	if e.modRevision == 0 {
+		return e.createRevision == listed.createRevision
+	}
+	return e.is(listed.modRevision, listed.leaseID)
+}
+
+// count returns the number of keys that the store has. The store does not have retained leases.
+func (c *leaseCache) count() int64 { return int64(len(c.entries) - len(c.expiring)) }
+
+// newestEntry returns the entry in the store that was written last, or nil if there is none.
+// known is false if that may be an entry from an earlier run, whose revision is not known.
+func (c *leaseCache) newestEntry() (newest *entry, known bool) {
+	valid := func(e *entry) bool {
+		_, expiring := c.expiring[e.key]
+		return c.entries[e.key] == e && !expiring
+	}
+	if c.newest == nil || !valid(c.newest) {
+		c.newest = nil
+		for _, e := range c.entries {
+			if valid(e) && (c.newest == nil || e.modRevision > c.newest.modRevision) {
+				c.newest = e
+			}
+		}
+	}
+	if c.newest == nil {
+		return nil, true
+	}
+	return c.newest, c.newest.modRevision >= max(c.restored, 1)
+}
+
+// mayPrecede reports whether l may be a later state of the store of the cache: then all entries of l
+// from before the cache's revision are in the cache.
+func (c *leaseCache) mayPrecede(l listing) bool {
+	return !slices.ContainsFunc(l.entries, func(e entry) bool {
+		known := c.entries[e.key]
+		return e.modRevision < c.next && (known == nil || !known.mayEqual(e))
+	})
+}
+
+// follows reports whether the cache is of the store of old, and not of an earlier time.
+func (c *leaseCache) follows(old leaseCache) bool {
+	return !c.another && c.store.ID == old.store.ID && c.store.Revision >= old.store.Revision
+}
+
+// drop removes the leases with these keys from the cache.
+func (c *leaseCache) drop(changed map[string]*subnet.Lease, keys []string) {
+	for _, key := range keys {
+		delete(c.entries, key)
+		changed[key] = nil
+	}
+}
+
+// retainFrom adds the retained leases of the cache of the same store before an outage. It retains no
+// lease of another store, because the ledger holds the leases that such a store lacks.
+func (c *leaseCache) retainFrom(old leaseCache) {
+	if !c.follows(old) {
+		c.expiring = nil
+		return
+	}
+	listed := slices.Collect(maps.Values(c.entries))
+	for key, e := range old.entries {
+		if _, there := c.entries[key]; !there && c.retain(key) {
+			c.entries[key] = e
+		}
+	}
+	maps.DeleteFunc(c.expiring, func(key string, _ struct{}) bool { return c.entries[key] == nil })
+	for _, e := range listed {
+		c.drop(map[string]*subnet.Lease{}, c.replaced(e, c.entries))
+	}
+}
+
+func (c *leaseCache) unreadable(key string) bool {
+	e := c.entries[key]
+	return e != nil && e.err != nil
+}
+
+// update returns the update that is published. own is the key to leave out, if there is one.
+func (c *leaseCache) update(own *string, changed map[string]*subnet.Lease) subnet.Update {
+	if own != nil {
+		if _, ok := changed[*own]; ok {
+			// Before, it may have belonged to another node.
+			changed[*own] = nil
+		}
+	}
+	c.store.Mark = c.mark()
+	return subnet.Update{Store: c.store, Changed: changed, Snapshot: func() subnet.Snapshot { return c.snapshot(own) }}
+}
+
+func (c *leaseCache) snapshot(own *string) subnet.Snapshot {
+	s := subnet.Snapshot{Leases: make([]*subnet.Lease, 0, len(c.entries)), Store: c.store, Another: c.another}
+	for key, e := range c.entries {
+		switch {
+		case own != nil && key == *own:
+		case e.err != nil:
+			s.Undecodable = append(s.Undecodable, key)
+		default:
+			s.Leases = append(s.Leases, &e.lease)
+		}
+	}
+	return s
+}

@@ -1,0 +1,279 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package kube
+
+import (
+	"encoding/json"
+	"maps"
+	"net/netip"
+	"strings"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+	"github.com/google/go-cmp/cmp/cmpopts"
+
+	"github.com/flanneld/flanneld/subnet"
+	"github.com/flanneld/flanneld/subnet/kube/wire"
+)
+
+func endpoint(subnetText, public, data string) subnet.Endpoint {
+	e := subnet.Endpoint{PublicIP: netip.MustParseAddr(public)}
+	if subnetText != "" {
+		e.Subnet = netip.MustParsePrefix(subnetText)
+	}
+	if data != "" {
+		e.Data = json.RawMessage(data)
+	}
+	return e
+}
+
+// TestEncode compares with patches that flannel was seen to send.
+func TestEncode(t *testing.T) {
+	const (
+		v4MAC = `{"VNI":1,"VtepMAC":"ea:00:85:05:68:33"}`
+		v6MAC = `{"VNI":1,"VtepMAC":"7e:cc:36:ec:a5:0e"}`
+	)
+	v4 := endpoint("", "192.168.77.1", v4MAC)
+	v6 := endpoint("", "fd00:77::1", v6MAC)
+	plain4, plain6 := endpoint("", "192.168.77.3", ""), endpoint("", "fd00:77::3", "")
+	tests := []struct {
+		name, prefix string
+		claim        subnet.Claim
+		want         string
+	}{
+		{"vxlan", DefaultAnnotationPrefix, subnet.Claim{BackendType: "vxlan", Endpoints: []subnet.Endpoint{v4}},
+			`{"flannel.alpha.coreos.com/backend-data":"{\"VNI\":1,\"VtepMAC\":\"ea:00:85:05:68:33\"}","flannel.alpha.coreos.com/backend-type":"vxlan","flannel.alpha.coreos.com/kube-subnet-manager":"true","flannel.alpha.coreos.com/public-ip":"192.168.77.1"}`},
+		{"vxlan dual", DefaultAnnotationPrefix, subnet.Claim{BackendType: "vxlan", Endpoints: []subnet.Endpoint{v4, v6}},
+			`{"flannel.alpha.coreos.com/backend-data":"{\"VNI\":1,\"VtepMAC\":\"ea:00:85:05:68:33\"}","flannel.alpha.coreos.com/backend-type":"vxlan","flannel.alpha.coreos.com/backend-v6-data":"{\"VNI\":1,\"VtepMAC\":\"7e:cc:36:ec:a5:0e\"}","flannel.alpha.coreos.com/kube-subnet-manager":"true","flannel.alpha.coreos.com/public-ip":"192.168.77.1","flannel.alpha.coreos.com/public-ipv6":"fd00:77::1"}`},
+		{"vxlan IPv6", "six.io", subnet.Claim{BackendType: "vxlan", Endpoints: []subnet.Endpoint{v6}},
+			`{"six.io/backend-type":"vxlan","six.io/backend-v6-data":"{\"VNI\":1,\"VtepMAC\":\"7e:cc:36:ec:a5:0e\"}","six.io/kube-subnet-manager":"true","six.io/public-ipv6":"fd00:77::1"}`},
+		{"host-gw dual", "p.q", subnet.Claim{BackendType: "host-gw", Endpoints: []subnet.Endpoint{plain4, plain6}},
+			`{"p.q/backend-data":"null","p.q/backend-type":"host-gw","p.q/backend-v6-data":"null","p.q/kube-subnet-manager":"true","p.q/public-ip":"192.168.77.3","p.q/public-ipv6":"fd00:77::3"}`},
+		{"host-gw IPv6", "p.q", subnet.Claim{BackendType: "host-gw", Endpoints: []subnet.Endpoint{plain6}},
+			`{"p.q/backend-data":"null","p.q/backend-type":"host-gw","p.q/backend-v6-data":"null","p.q/kube-subnet-manager":"true","p.q/public-ip":"0.0.0.0","p.q/public-ipv6":"fd00:77::3"}`},
+		{"alloc", "a.b/c", subnet.Claim{Endpoints: []subnet.Endpoint{plain4}},
+			`{"a.b/c-backend-data":"null","a.b/c-backend-type":"","a.b/c-kube-subnet-manager":"true","a.b/c-public-ip":"192.168.77.3"}`},
+	}
+	for _, tt := range tests {
+		t.Run(tt.name, func(t *testing.T) {
+			p, err := AnnotationPrefix(tt.prefix)
+			if err != nil {
+				t.Fatal(err)
+			}
+			k := newKeys(p)
+			got, err := json.Marshal(k.difference(notes{}, encode(tt.claim)))
+			if err != nil || string(got) != tt.want {
+				t.Errorf("got  %s, %v\nwant %s", got, err, tt.want)
+			}
+		})
+	}
+}
+
+func TestDifference(t *testing.T) {
+	k := newKeys("a.b/")
+	have := encode(subnet.Claim{BackendType: "vxlan", Endpoints: []subnet.Endpoint{endpoint("", "192.0.2.1", "{}"), endpoint("", "fd00::1", "{}")}})
+	if d := k.difference(have, have); len(d) != 0 {
+		t.Errorf("of equal ones: %v", d)
+	}
+	want := encode(subnet.Claim{BackendType: "vxlan", Endpoints: []subnet.Endpoint{endpoint("", "192.0.2.2", "{}")}})
+	moved := "192.0.2.2"
+	if diff := cmp.Diff(map[string]*string{"a.b/public-ip": &moved, "a.b/public-ipv6": nil, "a.b/backend-v6-data": nil}, k.difference(have, want)); diff != "" {
+		t.Errorf("a changed address, and IPv6 gone (-want +got):\n%s", diff)
+	}
+}
+
+func TestAnnotationPrefix(t *testing.T) {
+	for flag, want := range map[string]string{
+		"flannel.alpha.coreos.com": "flannel.alpha.coreos.com/",
+		"a.b/c":                    "a.b/c-",
+		"a.b/c-":                   "a.b/c-",
+		"a.b/":                     "a.b/",
+		"a.b/c_d":                  "a.b/c_d-",
+	} {
+		if got, err := AnnotationPrefix(flag); got != want || err != nil {
+			t.Errorf("%q gives %q, %v, want %q", flag, got, err, want)
+		}
+	}
+	for _, flag := range []string{"", "flannel", "flannel/x", "a.b/c/d", "/x", "a b.c", "A.B", ".", "a..b"} {
+		if got, err := AnnotationPrefix(flag); err == nil {
+			t.Errorf("%q gives %q, want an error", flag, got)
+		}
+	}
+}
+
+// published returns notes from pairs of annotation and text.
+func published(pairs map[annotation]string) notes {
+	n := notes{managed: {"true", true}}
+	for a, text := range pairs {
+		n[a] = note{text, true}
+	}
+	return n
+}
+
+func prefixes(texts ...string) []netip.Prefix {
+	var ps []netip.Prefix
+	for _, s := range texts {
+		ps = append(ps, netip.MustParsePrefix(s))
+	}
+	return ps
+}
+
+func TestDecode(t *testing.T) {
+	const mac = `{"VNI":1,"VtepMAC":"02:00:00:00:00:01"}`
+	v4, dual := prefixes("10.5.1.0/24"), prefixes("10.5.1.0/24", "fd00:5::/64")
+	tests := []struct {
+		name  string
+		notes notes
+		cidrs []netip.Prefix
+		want  []subnet.Endpoint
+		err   string
+	}{
+		{"vxlan", published(map[annotation]string{backendType: "vxlan", backendData: mac, publicIP: "192.0.2.1"}), v4,
+			[]subnet.Endpoint{endpoint("10.5.1.0/24", "192.0.2.1", mac)}, ""},
+		{"null data", published(map[annotation]string{backendData: "null", publicIP: "192.0.2.1"}), v4,
+			[]subnet.Endpoint{endpoint("10.5.1.0/24", "192.0.2.1", "")}, ""},
+		{"empty data", published(map[annotation]string{backendData: "", publicIP: "192.0.2.1"}), v4,
+			[]subnet.Endpoint{endpoint("10.5.1.0/24", "192.0.2.1", "")}, ""},
+		{"an extension's string", published(map[annotation]string{backendData: `"hi there"`, publicIP: "192.0.2.1"}), v4,
+			[]subnet.Endpoint{endpoint("10.5.1.0/24", "192.0.2.1", `"hi there"`)}, ""},
+		{"dual", published(map[annotation]string{backendData: mac, publicIP: "192.0.2.1", publicIPv6: "2001:db8::1", backendV6Data: mac}), dual,
+			[]subnet.Endpoint{endpoint("10.5.1.0/24", "192.0.2.1", mac), endpoint("fd00:5::/64", "2001:db8::1", mac)}, ""},
+		{"dual that publishes IPv4 only", published(map[annotation]string{publicIP: "192.0.2.1"}), dual,
+			[]subnet.Endpoint{endpoint("10.5.1.0/24", "192.0.2.1", "")}, ""},
+		{"IPv6 with the IPv4 pair of host-gw", published(map[annotation]string{backendData: "null", publicIP: "0.0.0.0", publicIPv6: "2001:db8::1"}), prefixes("fd00:5::/64"),
+			[]subnet.Endpoint{endpoint("fd00:5::/64", "2001:db8::1", "")}, ""},
+		{"nothing at all", notes{}, v4, nil, "no annotation kube-subnet-manager"},
+		{"not true", notes{managed: {"false", true}, publicIP: {"192.0.2.1", true}}, v4, nil, "no annotation kube-subnet-manager"},
+		{"no address", published(nil), v4, nil, "no annotation a.b/public-ip"},
+		{"mangled address", published(map[annotation]string{publicIP: "192.0.2"}), v4, nil, `annotation a.b/public-ip: "192.0.2" is not an IPv4 address`},
+		{"empty address", published(map[annotation]string{publicIP: ""}), v4, nil, `annotation a.b/public-ip: "" is not an IPv4 address`},
+		{"other family", published(map[annotation]string{publicIP: "::1"}), v4, nil, "not an IPv4 address"},
+		{"mapped", published(map[annotation]string{publicIPv6: "::ffff:1.2.3.4"}), dual, nil, "not an IPv6 address"},
+		{"zone", published(map[annotation]string{publicIPv6: "fe80::1%eth0"}), dual, nil, "not an IPv6 address"},
+		{"mangled data", published(map[annotation]string{backendData: "{", publicIP: "192.0.2.1"}), v4, nil, `annotation a.b/backend-data: "{" is not JSON`},
+		{"huge", published(map[annotation]string{backendData: strings.Repeat(" ", maxAnnotation+1), publicIP: "192.0.2.1"}), v4, nil, "at most"},
+	}
+	k := newKeys("a.b/")
+	for _, tt := range tests {
+		t.Run(tt.name, func(t *testing.T) {
+			_, got, err := k.decode(tt.notes, tt.cidrs, nil)
+			if tt.err != "" {
+				if err == nil || !strings.Contains(err.Error(), tt.err) {
+					t.Errorf("got %v, %v, want an error with %q", got, err, tt.err)
+				}
+				return
+			}
+			if diff := cmp.Diff(tt.want, got, cmpopts.EquateComparable(netip.Addr{}, netip.Prefix{})); err != nil || diff != "" {
+				t.Errorf("%v (-want +got):\n%s", err, diff)
+			}
+		})
+	}
+}
+
+// TestDecodeInPart has a Node of which one family cannot be read.
+func TestDecodeInPart(t *testing.T) {
+	dual := prefixes("10.5.1.0/24", "fd00:5::/64")
+	v4, v6 := endpoint("10.5.1.0/24", "192.0.2.1", ""), endpoint("fd00:5::/64", "2001:db8::1", "{}")
+	good := map[annotation]string{backendType: "vxlan", publicIP: "192.0.2.1", publicIPv6: "2001:db8::1", backendV6Data: "{}"}
+	last := &subnet.Lease{BackendType: "vxlan", Endpoints: []subnet.Endpoint{endpoint("10.5.1.0/24", "192.0.2.9", ""), v6}}
+	tests := []struct {
+		name   string
+		change map[annotation]string
+		last   *subnet.Lease
+		want   []subnet.Endpoint
+		err    string
+	}{
+		{"IPv6", map[annotation]string{publicIPv6: "nonsense"}, nil, []subnet.Endpoint{v4}, `a.b/public-ipv6: "nonsense"`},
+		{"IPv6 that was good", map[annotation]string{publicIPv6: "nonsense"}, last, []subnet.Endpoint{v4, v6}, `a.b/public-ipv6: "nonsense"`},
+		{"its data", map[annotation]string{backendV6Data: "{"}, last, []subnet.Endpoint{v4, v6}, `a.b/backend-v6-data: "{"`},
+		{"its data is huge", map[annotation]string{backendV6Data: strings.Repeat(" ", maxAnnotation+1)}, last, []subnet.Endpoint{v4, v6}, "a.b/backend-v6-data has"},
+		{"IPv4", map[annotation]string{publicIP: "nonsense"}, nil, []subnet.Endpoint{v6}, `a.b/public-ip: "nonsense"`},
+		{"IPv4 that was good", map[annotation]string{publicIP: "nonsense"}, last, []subnet.Endpoint{last.Endpoints[0], v6}, `a.b/public-ip: "nonsense"`},
+		{"another backend's", map[annotation]string{publicIPv6: "nonsense", backendType: "host-gw"}, last, []subnet.Endpoint{v4}, `a.b/public-ipv6: "nonsense"`},
+		{"another subnet's", map[annotation]string{publicIPv6: "nonsense"},
+			&subnet.Lease{BackendType: "vxlan", Endpoints: []subnet.Endpoint{endpoint("fd00:6::/64", "2001:db8::1", "{}")}}, []subnet.Endpoint{v4}, `a.b/public-ipv6: "nonsense"`},
+		{"both", map[annotation]string{publicIP: "rubbish", publicIPv6: "nonsense"}, last, nil, `"rubbish" is not an IPv4 address; annotation a.b/public-ipv6: "nonsense"`},
+		{"backend type is huge", map[annotation]string{backendType: strings.Repeat(" ", maxAnnotation+1)}, last, nil, "a.b/backend-type has"},
+	}
+	k := newKeys("a.b/")
+	for _, tt := range tests {
+		t.Run(tt.name, func(t *testing.T) {
+			pairs := maps.Clone(good)
+			maps.Copy(pairs, tt.change)
+			_, got, err := k.decode(published(pairs), dual, tt.last)
+			if diff := cmp.Diff(tt.want, got, cmpopts.EquateComparable(netip.Addr{}, netip.Prefix{})); diff != "" {
+				t.Errorf("(-want +got):\n%s", diff)
+			}
+			if err == nil || !strings.Contains(err.Error(), tt.err) {
+				t.Errorf("error is %v, want %q", err, tt.err)
+			}
+		})
+	}
+}
+
+func TestPodCIDRs(t *testing.T) {
+	with := func(one string, all ...string) *wire.Node {
+		n := &wire.Node{PodCIDR: []byte(one), NumPodCIDRs: len(all)}
+		for i, s := range all[:min(len(all), 2)] {
+			n.PodCIDRs[i] = []byte(s)
+		}
+		return n
+	}
+	for _, tt := range []struct {
+		n    *wire.Node
+		want []netip.Prefix
+		err  string
+	}{
+		{with("10.5.1.0/24"), prefixes("10.5.1.0/24"), ""},
+		{with("10.5.1.0/24", "10.5.1.0/24"), prefixes("10.5.1.0/24"), ""},
+		{with("10.5.1.7/24"), prefixes("10.5.1.0/24"), ""},
+		{with("fd00::/64", "fd00::/64", "10.5.1.0/24"), prefixes("10.5.1.0/24", "fd00::/64"), ""},
+		{with(""), nil, "no podCIDR assigned yet"},
+		{with("", "nonsense"), nil, `podCIDR "nonsense" is not a subnet`},
+		{with("", "0.0.0.0/0"), nil, "is not a subnet"},
+		{with("", "10.5.1.0/24", "10.5.2.0/24"), nil, "two podCIDRs of one family"},
+		{with("", "10.5.1.0/24", "fd00::/64", "fd01::/64"), nil, "3 podCIDRs"},
+	} {
+		got, err := podCIDRs(tt.n)
+		if (err == nil) != (tt.err == "") || err != nil && !strings.Contains(err.Error(), tt.err) {
+			t.Errorf("%s %s: error is %v, want %q", tt.n.PodCIDR, tt.n.PodCIDRs, err, tt.err)
+		}
+		if diff := cmp.Diff(tt.want, got, cmpopts.EquateComparable(netip.Prefix{})); diff != "" {
+			t.Errorf("%s %s (-want +got):\n%s", tt.n.PodCIDR, tt.n.PodCIDRs, diff)
+		}
+	}
+}
+
+// FuzzDecode checks that no annotations make anything but a lease that encodes
+// to one that decodes to the same, or an error of one line.
+func FuzzDecode(f *testing.F) {
+	f.Add("true", "vxlan", `{"VtepMAC":"02:00:00:00:00:01"}`, "192.0.2.1", "null", "2001:db8::1")
+	f.Add("true", "", "null", "0.0.0.0", "", "")
+	f.Add("", "host-gw", "{", "x", "\n", "fe80::1%\n")
+	f.Add("true", "host-gw", "null", "rubbish", "", "2001:db8::1")
+	k := newKeys("a.b/")
+	on := prefixes("10.5.1.0/24", "fd00:5::/64")
+	f.Fuzz(func(t *testing.T, m, kind, data, public, data6, public6 string) {
+		n := notes{
+			managed: {m, true}, backendType: {kind, true}, backendData: {data, true}, publicIP: {public, true},
+			backendV6Data: {data6, data6 != ""}, publicIPv6: {public6, public6 != ""},
+		}
+		kind, es, err := k.decode(n, on, nil)
+		if err != nil {
+			if strings.ContainsAny(err.Error(), "\r\n") {
+				t.Errorf("error is not one line: %q", err)
+			}
+			if len(es) == 0 {
+				return
+			}
+		}
+		var kept []netip.Prefix // without a family that cannot be read, for which host-gw and others publish 0.0.0.0
+		for _, e := range es {
+			kept = append(kept, e.Subnet)
+		}
+		kind2, es2, err := k.decode(encode(subnet.Claim{BackendType: kind, Endpoints: es}), kept, nil)
+		if diff := cmp.Diff(es, es2, cmpopts.EquateComparable(netip.Addr{}, netip.Prefix{})); err != nil || kind2 != kind || diff != "" {
+			t.Errorf("comes back as %q, %v:\n%s", kind2, err, diff)
+		}
+	})
+}

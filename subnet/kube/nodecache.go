@@ -1,0 +1,407 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package kube
+
+import (
+	"bytes"
+	"cmp"
+	"context"
+	"encoding/json"
+	"errors"
+	"net/netip"
+	"reflect"
+	"slices"
+	"time"
+
+	"k8s.io/klog/v2"
+
+	"github.com/flanneld/flanneld/subnet"
+	"github.com/flanneld/flanneld/subnet/kube/wire"
+)
+
+// nodeCache is the copy of all Nodes that Watch keeps. Comments name the API server's own cache "the
+// server's cache".
+type nodeCache struct {
+	keys    *keys
+	own     string            // name of the own Node
+	entries map[string]*entry // by name; nil if nothing is known
+	store   subnet.StoreID
+	// revision is the revision up to which the cache has all events; 0: the Nodes must be listed.
+	revision    int64
+	listed      bool // by this process
+	current     bool // the last watch has ended in good order
+	stale       bool // the last watch was, and the present one has brought no event yet
+	behind      bool // the server's cache was, and the watch has brought no event yet
+	same        bool // while listing: a Node is there that was there before
+	lastChanged lastChange
+	// lastKnownMark is the mark of the last known state, until the store was compared with it.
+	lastKnownMark *mark
+	// restored is the revision of the last known state that the cache began with, until an audit
+	// has compared it; 0: there was none. Entries from there have no uid.
+	restored int64
+	auditAt  time.Time
+	deleted  map[string]struct{} // names that went while an audit reads a list
+}
+
+// entry is one Node.
+type entry struct {
+	name string
+	uid  string // empty for a Node that is known only from an earlier run
+	// version is the revision of the store that changed the Node last.
+	version       int64
+	host          string // the label wire.HostnameLabel, while podCIDRs have to be requested
+	order         uint64
+	cidrs         []netip.Prefix // of the spec; nil if they are not known
+	notes         notes
+	err           error         // why it is no lease now; errNotManaged is no problem
+	partialErr    error         // why a family of the lease is not the one that the Node has now
+	lease         *subnet.Lease // the last one that could be read, nil if there was none; read-only
+	fresh         bool          // lease has changed and has to be published
+	held          bool          // a held peer of an earlier run: the store has lost its Node
+	loggedProblem string        // the problem that was logged last; empty if there is none
+}
+
+// needsRequest reports whether the Node has to be requested.
+func (e *entry) needsRequest() bool {
+	return e != nil && e.cidrs == nil && e.notes[managed].text == "true"
+}
+
+// lastKnown is the last known state of this node.
+type lastKnown struct {
+	own   subnet.Lease
+	known subnet.LedgerState
+}
+
+// newNodeCache returns a cache that starts with the last known state.
+func (m *Manager) newNodeCache(ctx context.Context) *nodeCache {
+	cache := &nodeCache{keys: m.keys}
+	f := m.lastKnown.Swap(nil)
+	cfg, err := m.Config(ctx)
+	if f == nil || f.known.Store.ID == "" || err != nil {
+		return cache
+	}
+	cache.store = f.known.Store
+	cache.entries = map[string]*entry{}
+	add := func(l subnet.Lease) {
+		e := &entry{name: l.Key, order: l.Order, lease: &l}
+		cache.entries[l.Key] = e
+		for _, n := range cfg.Networks {
+			ep, ok := l.Endpoint(n.Family())
+			if !ok { // which the Node may have by now
+				e.cidrs = nil
+				return
+			}
+			e.cidrs = append(e.cidrs, ep.Subnet)
+		}
+	}
+	for _, p := range f.known.Peers {
+		add(p.Lease)
+		cache.entries[p.Lease.Key].held = !p.HeldUntil.IsZero()
+	}
+	cache.lastKnownMark = parseMark(f.known.Store.Mark)
+	cache.store.Mark = ""
+	if f.own.Key != "" {
+		add(f.own)
+	}
+	return cache
+}
+
+// required returns the revision that a list must have reached: the latest one that is known, of the
+// cache or of the own Node s. Later changes come by the watch. A list does not require the present
+// revision of the store, because changes of other objects raise it, which do not reach the server's
+// cache of Nodes for minutes. 0 means the present state: the store is older than it was, or another
+// one, and the server's cache may still have the previous state; or the server is known to be
+// behind.
+func (c *nodeCache) required(s *ownNode) int64 {
+	known := max(c.store.Revision, s.version)
+	switch {
+	case known > s.revision, c.stale:
+		return 0
+	case known == 0:
+		return s.revision
+	}
+	return known
+}
+
+func (c *nodeCache) hasNode(name, uid string) bool {
+	e := c.entries[name]
+	return e != nil && e.uid == uid
+}
+
+// successor returns an empty cache that is filled from a list.
+func (c *nodeCache) successor() *nodeCache {
+	return &nodeCache{keys: c.keys, entries: make(map[string]*entry, len(c.entries)), listed: true, stale: c.stale}
+}
+
+// put puts a Node of a list into the cache, together with the state that old has of it.
+func (c *nodeCache) put(n *wire.Node, full bool, old *nodeCache) {
+	e := &entry{}
+	if known := old.entries[string(n.Name)]; known != nil && known.isNode(n) {
+		*e = *known
+		c.same = true
+	} else {
+		e.name = string(n.Name)
+	}
+	c.entries[e.name] = e
+	c.set(e, n, full)
+	e.fresh = false // all of the cache will be published
+}
+
+// isNode reports whether n is the Node of e, not another one with its name.
+func (e *entry) isNode(n *wire.Node) bool {
+	if e.uid == "" {
+		return e.order == uint64(n.Created)
+	}
+	return e.uid == string(n.UID)
+}
+
+// complete ends the filling from a list. The store is the same as before if one Node still exists:
+// uids are never used twice, and creation times hardly.
+func (c *nodeCache) complete(own string, l listing, s *ownNode, old *nodeCache) {
+	c.own, c.revision, c.behind = own, l.Revision, l.behind || c.stale
+	c.lastChanged = c.lastChangeOf(own)
+	c.store = subnet.StoreID{ID: s.uid, Revision: l.Revision}
+	if c.same && old.store.ID != "" {
+		c.store.ID = old.store.ID
+	} else if c.store.ID == "" {
+		c.store.ID = "without-" + c.own
+	}
+}
+
+// set updates an entry by n. It does not allocate if nothing has changed.
+func (c *nodeCache) set(e *entry, n *wire.Node, full bool) {
+	changed := false
+	e.version = n.Revision
+	if e.uid != string(n.UID) {
+		e.uid, e.order, changed = string(n.UID), uint64(n.Created), true
+	}
+	changed = e.setNotes(n) || changed
+	if full {
+		cidrs, err := podCIDRs(n)
+		c.setCIDRs(e, cidrs, err)
+		changed = true
+	}
+	if changed {
+		c.decode(e)
+	}
+	switch lacks := e.needsRequest(); {
+	case lacks && e.host != string(n.Hostname):
+		e.host = string(n.Hostname)
+	case !lacks:
+		e.host = ""
+	}
+}
+
+// setNotes replaces the annotations by those of n, and reports whether one has changed.
+func (e *entry) setNotes(n *wire.Node) (changed bool) {
+	for i := range e.notes {
+		text := n.Annotations[i]
+		if have := &e.notes[i]; have.present != (text != nil) || have.text != string(text) {
+			*have = note{string(text), text != nil}
+			changed = true
+		}
+	}
+	return changed
+}
+
+// setCIDRs replaces the podCIDRs by those of a spec. err is the error of podCIDRs.
+func (c *nodeCache) setCIDRs(e *entry, cidrs []netip.Prefix, err error) {
+	switch {
+	case err == nil:
+		e.cidrs = cidrs
+	case errors.Is(err, errNoPodCIDR):
+		e.cidrs = nil
+	default:
+		e.cidrs, e.err = []netip.Prefix{}, err // podCIDRs never change
+	}
+}
+
+// decode derives the lease of an entry that has changed.
+func (c *nodeCache) decode(e *entry) {
+	e.partialErr = nil
+	if e.cidrs == nil { // the Node is requested, if flannel manages it
+		e.err = errNotManaged
+		return
+	}
+	if len(e.cidrs) == 0 {
+		return
+	}
+	backendType, es, err := c.keys.decode(e.notes, e.cidrs, e.lease)
+	if len(es) == 0 {
+		e.err = err
+		return
+	}
+	e.err, e.partialErr = nil, err
+	l := &subnet.Lease{Key: e.name, Order: e.order, BackendType: backendType, Endpoints: es}
+	if e.lease == nil || !sameLease(*e.lease, *l) {
+		e.lease, e.fresh = l, true
+	}
+}
+
+// sameLease compares two leases. One of them may come from the state file, which has JSON in
+// another form.
+func sameLease(x, y subnet.Lease) bool {
+	return x.Key == y.Key && x.Order == y.Order && x.BackendType == y.BackendType &&
+		slices.EqualFunc(x.Endpoints, y.Endpoints, func(x, y subnet.Endpoint) bool {
+			return x.Subnet == y.Subnet && x.PublicIP == y.PublicIP && sameJSON(x.Data, y.Data)
+		})
+}
+
+func sameJSON(x, y json.RawMessage) bool {
+	if bytes.Equal(x, y) {
+		return true
+	}
+	var a, b any
+	return json.Unmarshal(x, &a) == nil && json.Unmarshal(y, &b) == nil && reflect.DeepEqual(a, b)
+}
+
+// advance applies one event of the watch. It returns the name of the Node if its lease may have
+// changed, and errRelist if the store is older than it was.
+func (c *nodeCache) advance(ev wire.Event) (name string, err error) {
+	n, revision := ev.Node, ev.Node.Revision
+	if revision < c.revision {
+		if ev.Type == wire.Bookmark {
+			return "", errRelist
+		}
+		return "", nil
+	}
+	c.revision, c.behind = revision, false
+	if ev.Type == wire.Bookmark {
+		return "", nil
+	}
+	e := c.entries[string(n.Name)]
+	if e != nil && ev.Type != wire.Deleted {
+		c.lastChanged = lastChange{e.name, revision}
+	}
+	switch {
+	case ev.Type == wire.Deleted:
+		if c.lastChanged.name == string(n.Name) {
+			c.lastChanged = c.lastChangeOf(c.own)
+		}
+		if c.deleted != nil {
+			c.deleted[string(n.Name)] = struct{}{}
+		}
+		if e == nil {
+			return "", nil
+		}
+		delete(c.entries, e.name)
+		return e.name, nil
+	case e == nil || !e.isNode(n):
+		e = &entry{name: string(n.Name), fresh: true}
+		c.lastChanged = lastChange{e.name, revision}
+		c.entries[e.name] = e
+		c.set(e, n, false)
+		return e.name, nil
+	}
+	c.set(e, n, false)
+	if e.fresh || e.needsRequest() || e.problem() != e.loggedProblem {
+		return e.name, nil
+	}
+	return "", nil
+}
+
+// applyAnswer applies the answer to a request for Nodes.
+func (c *nodeCache) applyAnswer(got fetched) {
+	for _, name := range got.names {
+		e, s := c.entries[name], got.found[name]
+		switch {
+		case e == nil:
+		case s != nil && s.uid == e.uid:
+			c.setCIDRs(e, s.cidrs, s.cidrsErr)
+			c.decode(e)
+			e.host = ""
+		case got.isMissing(name):
+			e.host = ""
+		}
+	}
+}
+
+// missing returns the names of the Nodes that have to be requested.
+func (c *nodeCache) missing() []string {
+	var names []string
+	for name, e := range c.entries {
+		if e.needsRequest() {
+			names = append(names, name)
+		}
+	}
+	return names
+}
+
+// publish publishes the state of one Node, if it has changed.
+func (c *nodeCache) publish(ctx context.Context, name string, sink func(subnet.Update)) {
+	if name == "" {
+		return
+	}
+	changed := map[string]*subnet.Lease{}
+	e := c.entries[name]
+	switch {
+	case e == nil:
+		changed[name] = nil
+	case logUnreadable(ctx, name, e, e), e.fresh:
+		if e.fresh {
+			changed[name] = e.lease // if it has none, another Node of that name may have had one
+		}
+		e.fresh = false
+	default:
+		return
+	}
+	if name == c.own {
+		return
+	}
+	c.store.Revision = c.revision
+	u := c.update(changed)
+	if e != nil && e.err != nil && e.lease != nil {
+		u.Undecodable = []string{name}
+	}
+	sink(u)
+}
+
+// update returns the update that is published.
+func (c *nodeCache) update(changed map[string]*subnet.Lease) subnet.Update {
+	return subnet.Update{Store: c.store, Changed: changed, Snapshot: c.snapshot}
+}
+
+func (c *nodeCache) snapshot() subnet.Snapshot {
+	s := subnet.Snapshot{Leases: make([]*subnet.Lease, 0, len(c.entries)), Store: c.store}
+	for name, e := range c.entries {
+		switch {
+		case name == c.own || e.lease == nil:
+		case e.err != nil:
+			s.Undecodable = append(s.Undecodable, name)
+		default:
+			s.Leases = append(s.Leases, e.lease)
+		}
+	}
+	return s
+}
+
+// problem returns the reason why a Node cannot be read. It is empty if the Node can be read, or is not
+// managed by flannel.
+func (e *entry) problem() string {
+	if e == nil || errors.Is(e.err, errNotManaged) && e.lease == nil {
+		return ""
+	}
+	return textOf(cmp.Or(e.err, e.partialErr))
+}
+
+// logUnreadable logs when a Node becomes unreadable, for another reason than
+// before, or readable again. It reports whether it did.
+func logUnreadable(ctx context.Context, name string, before, now *entry) bool {
+	if before != nil {
+		now.loggedProblem = before.loggedProblem
+	}
+	problem := now.problem()
+	if problem == now.loggedProblem {
+		return false
+	}
+	now.loggedProblem = problem
+	switch {
+	case problem == "":
+		klog.FromContext(ctx).Info("node can be read again", "node", name)
+	case now.err == nil:
+		klog.FromContext(ctx).Error(nil, "node can be read in part only; the rest keeps its last good state, if it has one", "node", name, "reason", problem)
+	default:
+		klog.FromContext(ctx).Error(nil, "node cannot be read, and keeps its last good state", "node", name, "reason", problem)
+	}
+	return true
+}

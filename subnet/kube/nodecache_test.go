@@ -1,0 +1,202 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package kube
+
+import (
+	"fmt"
+	"math/rand/v2"
+	"net/netip"
+	"slices"
+	"strconv"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+	"github.com/google/go-cmp/cmp/cmpopts"
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/klog/v2"
+	"k8s.io/klog/v2/ktesting"
+
+	"github.com/flanneld/flanneld/subnet"
+	"github.com/flanneld/flanneld/subnet/kube/wire"
+	"github.com/flanneld/flanneld/subnet/kube/wire/wiretest"
+)
+
+// newNode returns the Node with that name that was created in a second since 1970, with a uid of
+// its own.
+func newNode(name string, created int) *corev1.Node {
+	return &corev1.Node{ObjectMeta: metav1.ObjectMeta{
+		Name: name, UID: types.UID(strconv.Itoa(created)), CreationTimestamp: metav1.Unix(int64(created), 0), Annotations: map[string]string{},
+	}}
+}
+
+// randomStore changes Nodes at random, and sends the events to a cache.
+type randomStore struct {
+	t          *testing.T
+	rnd        *rand.Rand
+	d          *wire.Decoder
+	v          *nodeCache
+	nodes      map[string]*corev1.Node
+	revision   int
+	uids       int
+	byChange   subnet.Ledger // applies the changes in updates
+	bySnapshot subnet.Ledger // applies the snapshots in updates
+}
+
+func (w *randomStore) sink(u subnet.Update) {
+	if _, ok := w.byChange.Follow(u, time.Now()); !ok {
+		w.byChange.Apply(u.Snapshot(), time.Now())
+	}
+	w.bySnapshot.Apply(u.Snapshot(), time.Now())
+}
+
+// event sends an event to the cache, as a watch does.
+func (w *randomStore) event(kind string, n *corev1.Node) {
+	w.revision++
+	n.ResourceVersion = strconv.Itoa(w.revision)
+	name, err := w.v.advance(wiretest.DecodeEvent(w.t, w.d, kind, n))
+	if err != nil {
+		w.t.Fatal(err)
+	}
+	w.v.publish(w.t.Context(), name, w.sink)
+}
+
+// answer answers the requests for the Nodes that the cache lacks.
+func (w *randomStore) answer() {
+	for _, name := range w.v.missing() {
+		got := fetched{nodeRequest{names: []string{name}}, map[string]*ownNode{}}
+		if n := w.nodes[name]; n != nil {
+			got.found[name] = newOwnNode(wiretest.Decode(w.t, w.d, n, false), 0)
+		}
+		w.v.applyAnswer(got)
+		w.v.publish(w.t.Context(), name, w.sink)
+	}
+}
+
+func (w *randomStore) step() {
+	name := fmt.Sprintf("n%d", w.rnd.IntN(8))
+	n := w.nodes[name]
+	pick := func(of ...string) string { return of[w.rnd.IntN(len(of))] }
+	switch {
+	case n == nil:
+		w.uids++
+		n = newNode(name, w.uids)
+		w.nodes[name] = n
+		if w.rnd.IntN(2) == 0 {
+			n.Annotations = map[string]string{annotationKey("kube-subnet-manager"): "true", annotationKey("public-ip"): "192.0.2.1"}
+		}
+		w.event(wire.Added, n)
+	case w.rnd.IntN(6) == 0:
+		delete(w.nodes, name)
+		w.event(wire.Deleted, n)
+	case w.rnd.IntN(3) == 0 && len(n.Spec.PodCIDRs) == 0:
+		n.Spec.PodCIDRs = []string{fmt.Sprintf("10.5.%d.0/24", w.uids%256), fmt.Sprintf("fd00:5:0:%x::/64", w.uids)}[:1+w.rnd.IntN(2)]
+		w.event(wire.Modified, n)
+	default:
+		key := pick("kube-subnet-manager", "public-ip", "public-ipv6", "backend-data", "backend-type", "other")
+		if value := pick("true", "192.0.2.1", "192.0.2.2", "2001:db8::1", "{}", "{", ""); value == "" {
+			delete(n.Annotations, annotationKey(key))
+		} else {
+			n.Annotations[annotationKey(key)] = value
+		}
+		w.event(wire.Modified, n)
+	}
+	if w.rnd.IntN(3) > 0 {
+		w.answer()
+	}
+}
+
+// TestChangesAndSnapshotsAgree applies thousands of random changes to two ledgers, one by the changes
+// and one by the snapshots. It compares them, and in the end also with the Nodes.
+func TestChangesAndSnapshotsAgree(t *testing.T) {
+	seed := rand.Uint64()
+	t.Logf("seed %d", seed)
+	w := &randomStore{t: t, rnd: rand.New(rand.NewPCG(seed, 0)), d: defaultKeys().newDecoder(), nodes: map[string]*corev1.Node{}}
+	w.v = &nodeCache{keys: defaultKeys(), own: "n0", entries: map[string]*entry{}, store: subnet.StoreID{ID: "s"}}
+	w.sink(w.v.update(nil))
+	same := cmpopts.EquateComparable(netip.Addr{}, netip.Prefix{})
+	for i := range 5000 {
+		w.step()
+		if diff := cmp.Diff(w.bySnapshot.State().Peers, w.byChange.State().Peers, same); diff != "" {
+			t.Fatalf("step %d: the ledgers differ (-by snapshot +by change):\n%s", i, diff)
+		}
+	}
+	w.answer()
+	for _, p := range w.bySnapshot.State().Peers {
+		n := w.nodes[p.Lease.Key]
+		if n == nil || p.Lease.Key == "n0" || p.Lease.Order != uint64(n.CreationTimestamp.Unix()) || !slices.Contains(n.Spec.PodCIDRs, p.Lease.Endpoints[0].Subnet.String()) {
+			t.Errorf("peer %+v of node %+v", p.Lease, n)
+		}
+	}
+	for name, n := range w.nodes {
+		good := n.Annotations[annotationKey("kube-subnet-manager")] == "true" && n.Annotations[annotationKey("public-ip")] == "192.0.2.1" &&
+			n.Annotations[annotationKey("backend-data")] == "" && len(n.Spec.PodCIDRs) > 0 && name != "n0"
+		if good && w.bySnapshot.Lease(name) == nil {
+			t.Errorf("no peer for node %+v", n)
+		}
+	}
+}
+
+// TestMangledFamilyIsLoggedOnce expects one line about a family that cannot be read, however often its
+// Node changes, and one line when it can be read again.
+func TestMangledFamilyIsLoggedOnce(t *testing.T) {
+	logger := ktesting.NewLogger(t, ktesting.NewConfig(ktesting.BufferLogs(true)))
+	ctx := klog.NewContext(t.Context(), logger)
+	d := defaultKeys().newDecoder()
+	cache := &nodeCache{keys: defaultKeys(), own: "n0", entries: map[string]*entry{}}
+	n := newNode("n1", 1)
+	n.Spec.PodCIDRs = []string{"10.5.1.0/24", "fd00:5::/64"}
+	n.Annotations = map[string]string{
+		annotationKey("kube-subnet-manager"): "true", annotationKey("public-ip"): "192.0.2.1", annotationKey("public-ipv6"): "nonsense",
+	}
+	tell := func(kind, key, value string) {
+		t.Helper()
+		cache.revision++
+		n.ResourceVersion, n.Annotations[annotationKey(key)] = strconv.FormatInt(cache.revision, 10), value
+		name, err := cache.advance(wiretest.DecodeEvent(t, d, kind, n))
+		if err != nil {
+			t.Fatal(err)
+		}
+		cache.publish(ctx, name, func(subnet.Update) {})
+	}
+	tell(wire.Added, "other", "")
+	cache.applyAnswer(fetched{nodeRequest{names: []string{"n1"}}, map[string]*ownNode{"n1": newOwnNode(wiretest.Decode(t, d, n, false), 0)}})
+	cache.publish(ctx, "n1", func(subnet.Update) {})
+	tell(wire.Modified, "other", "x")
+	tell(wire.Modified, "public-ip", "192.0.2.2")
+	tell(wire.Modified, "public-ipv6", "2001:db8::1")
+	log := logger.GetSink().(ktesting.Underlier).GetBuffer().String()
+	if in, out := strings.Count(log, "public-ipv6"), strings.Count(log, "can be read again"); in != 1 || out != 1 {
+		t.Errorf("%d lines name the annotation and %d say that it is good again, want one each:\n%s", in, out, log)
+	}
+}
+
+// TestHeartbeatsAllocateNothing expects that an event that changes nothing of a lease costs the
+// cache no allocation, because there are hundreds of them in a second.
+func TestHeartbeatsAllocateNothing(t *testing.T) {
+	d := defaultKeys().newDecoder()
+	cache := &nodeCache{keys: defaultKeys(), entries: map[string]*entry{}}
+	n := newNode("node-4711", 1)
+	n.ResourceVersion, n.Spec.PodCIDRs = "5", []string{"10.5.1.0/24"}
+	n.Annotations = map[string]string{
+		annotationKey("kube-subnet-manager"): "true", annotationKey("public-ip"): "192.0.2.1", annotationKey("backend-type"): "vxlan",
+		annotationKey("backend-data"): `{"VtepMAC":"02:00:00:00:00:01"}`, "volumes.kubernetes.io/controller-managed-attach-detach": "true",
+	}
+	cache.put(wiretest.Decode(t, d, n, false), true, &nodeCache{})
+	n.ResourceVersion = "1000000"
+	heartbeat := wiretest.DecodeEvent(t, d, wire.Modified, n)
+	allocs := testing.AllocsPerRun(1000, func() {
+		if name, err := cache.advance(heartbeat); name != "" || err != nil {
+			t.Fatalf("%q has changed, %v", name, err)
+		}
+	})
+	if allocs > 0 {
+		t.Errorf("%v allocations for a heartbeat", allocs)
+	}
+	if cache.revision != 1000000 {
+		t.Errorf("the cache is at %d", cache.revision)
+	}
+}

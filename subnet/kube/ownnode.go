@@ -1,0 +1,295 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package kube
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net/netip"
+	"net/url"
+	"time"
+
+	"k8s.io/klog/v2"
+
+	"github.com/flanneld/flanneld/pkg/oneline"
+	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/subnet"
+	"github.com/flanneld/flanneld/subnet/kube/wire"
+)
+
+// ownNode is a Node, usually the own one, as it was at one moment.
+type ownNode struct {
+	exists   bool
+	uid      string
+	created  int64
+	notes    [numAnnotations]note
+	cidrs    []netip.Prefix
+	cidrsErr error
+	network  string // status of the condition wire.NetworkUnavailable, which keeps pods away from a node without a network
+	version  int64  // the revision of the store that changed it last
+	revision int64  // of the store at that moment
+	read     time.Time
+	ready    bool // the network was ready at that moment
+}
+
+func newOwnNode(n *wire.Node, revision int64) *ownNode {
+	s := &ownNode{
+		exists: true, uid: string(n.UID), created: n.Created, network: string(n.Network.Status),
+		version: n.Revision, revision: revision, read: time.Now(),
+	}
+	for i, text := range n.Annotations {
+		s.notes[i] = note{string(text), text != nil}
+	}
+	s.cidrs, s.cidrsErr = podCIDRs(n)
+	return s
+}
+
+// published returns the annotations that are written.
+func (s *ownNode) published() notes { return notes(s.notes[:numPublished]) }
+
+// readNode requests one Node as it is at revision or later. It sends a list request, because early
+// roles of flannel do not permit get; the server needs as little time for it. The result says
+// whether the Node exists.
+func (m *Manager) readNode(ctx context.Context, name string, revision int64) (*ownNode, error) {
+	s := &ownNode{}
+	l, err := m.readNodes(ctx, query{name: name, revision: revision}, func(_ string, got *ownNode) { s = got })
+	if err != nil {
+		return nil, fmt.Errorf("read node %s: %w", name, err)
+	}
+	s.revision, s.read, s.ready = l.Revision, time.Now(), m.ready()
+	return s, nil
+}
+
+// readNodes requests the few Nodes that q names, and calls on for each of them.
+func (m *Manager) readNodes(ctx context.Context, q query, on func(name string, s *ownNode)) (l listing, err error) {
+	err = m.client.patiently(ctx, m.timing.request, func(ctx context.Context) (err error) {
+		l, err = m.client.list(ctx, m.decoder, q, func(n *wire.Node) { on(string(n.Name), newOwnNode(n, 0)) })
+		return err
+	})
+	if errors.Is(err, context.DeadlineExceeded) {
+		err = m.client.explain(err)
+	}
+	return l, err
+}
+
+// readOwn reads the own Node, and the revision of the store, in one small request: the server reads
+// this one key from its store.
+func (m *Manager) readOwn(ctx context.Context) (*ownNode, error) {
+	name, err := m.nodeName(ctx)
+	if err != nil {
+		return nil, err
+	}
+	s, err := m.readNode(ctx, name, 0)
+	if err == nil {
+		m.justRead.Store(s)
+		m.uid.Store(&s.uid)
+	}
+	return s, err
+}
+
+// recent returns the own Node as another method has just read it, or reads it. It returns the result
+// of a reading only once.
+func (m *Manager) recent(ctx context.Context) (*ownNode, error) {
+	if s := m.justRead.Swap(nil); s != nil && time.Since(s.read) < m.timing.fresh {
+		return s, nil
+	}
+	return m.readOwn(ctx)
+}
+
+// nodeName returns the name of the own Node.
+func (m *Manager) nodeName(ctx context.Context) (string, error) {
+	if name := m.name.Load(); name != nil {
+		return *name, nil
+	}
+	r := request{path: "namespaces/" + url.PathEscape(m.cfg.PodNamespace) + "/pods/" + url.PathEscape(m.cfg.PodName), accept: acceptJSON}
+	body, err := m.client.call(ctx, m.timing.request, r)
+	if err != nil {
+		return "", fmt.Errorf("ask pod %s/%s for its node: %w", m.cfg.PodNamespace, m.cfg.PodName, err)
+	}
+	var pod struct{ Spec struct{ NodeName string } }
+	if err := json.Unmarshal(body, &pod); err != nil || pod.Spec.NodeName == "" {
+		return "", m.client.explain(fmt.Errorf("%w: pod %s/%s names no node", wire.ErrMalformed, m.cfg.PodNamespace, m.cfg.PodName))
+	}
+	m.name.Store(&pod.Spec.NodeName)
+	return pod.Spec.NodeName, nil
+}
+
+// PublicIPs implements subnet.PublicIPSource: it returns the addresses in the annotations
+// node-public-ip and node-public-ipv6 of the own Node, which are used instead of the flags.
+func (m *Manager) PublicIPs(ctx context.Context) ([]netip.Addr, error) {
+	defer m.outage.Forget(starting)
+	var addrs []netip.Addr
+	err := m.retry(ctx, starting, func() error {
+		s, err := m.readOwn(ctx)
+		if err != nil {
+			return err
+		}
+		addrs = nil
+		for _, f := range families {
+			n := annotationsOf[f].node
+			if s.notes[n].text == "" {
+				continue
+			}
+			own, _ := ofFamily(s.cidrs, f)
+			a, err := parsePublic(f, own, s.notes[n].text)
+			if err != nil {
+				m.reportIgnored(ctx, fmt.Errorf("annotation %s: %w", m.keys[n], err))
+				continue
+			}
+			addrs = append(addrs, a)
+		}
+		return nil
+	})
+	return addrs, err
+}
+
+// reportIgnored reports an annotation that an administrator has to check.
+func (m *Manager) reportIgnored(ctx context.Context, wrong error) {
+	klog.FromContext(ctx).Error(wrong, "an annotation of this node is ignored", "node", *m.name.Load())
+	m.Warn("FlannelAnnotationIgnored", wrong.Error())
+}
+
+// Recall returns the claim that the own Node has. See subnet.Manager.
+func (m *Manager) Recall(ctx context.Context, _ subnet.Claim) (subnet.Claim, error) {
+	defer m.outage.Forget(starting)
+	var c subnet.Claim
+	err := m.retry(ctx, starting, func() error {
+		s, err := m.recent(ctx)
+		if err != nil {
+			return err
+		}
+		m.justRead.Store(s) // for Acquire
+		c = m.recalled(s)
+		return nil
+	})
+	return c, err
+}
+
+// recalled returns the readable part of the claim that the own Node has.
+func (m *Manager) recalled(s *ownNode) subnet.Claim {
+	n := s.published()
+	if n[managed].text != "true" {
+		return subnet.Claim{}
+	}
+	c := subnet.Claim{BackendType: n[backendType].text}
+	for _, f := range families {
+		cidr, ok := ofFamily(s.cidrs, f)
+		of := annotationsOf[f]
+		public, err := subnet.ParseAddr(f, n[of.public].text)
+		if !ok || err != nil {
+			continue
+		}
+		e := subnet.Endpoint{Subnet: cidr, PublicIP: public}
+		if e.Data, err = parseData(n[of.data].text); err != nil {
+			e.Data = nil
+		}
+		c.Endpoints = append(c.Endpoints, e)
+	}
+	if len(c.Endpoints) == 0 {
+		return subnet.Claim{}
+	}
+	return c
+}
+
+// wanted returns the annotations with which the Node s publishes c. Addresses in the annotations
+// public-ip-overwrite and public-ipv6-overwrite replace detected ones. wrong is the error of an
+// annotation that cannot be used.
+func (m *Manager) wanted(s *ownNode, c subnet.Claim) (n notes, wrong error) {
+	n = encode(c)
+	for _, f := range families {
+		of := annotationsOf[f]
+		if text := s.notes[of.overwrite].text; text != "" && n[of.public].present {
+			own, _ := ofFamily(s.cidrs, f)
+			a, err := parsePublic(f, own, text)
+			if err != nil {
+				wrong = oneline.Join(wrong, fmt.Errorf("annotation %s: %w", m.keys[of.overwrite], err))
+				continue
+			}
+			n[of.public].text = a.String()
+		}
+	}
+	return n, wrong
+}
+
+// difference returns the patch that turns have into want: nil for an annotation that has to be
+// removed.
+func (k *keys) difference(have, want notes) map[string]*string {
+	changes := map[string]*string{}
+	for i := range want {
+		switch {
+		case want[i].present && want[i] != have[i]:
+			changes[k[i]] = &want[i].text
+		case !want[i].present && have[i].present:
+			changes[k[i]] = nil
+		}
+	}
+	return changes
+}
+
+// patch sends a patch of the own Node's status, which may also change annotations. flannel's role
+// permits only that.
+func (m *Manager) patch(ctx context.Context, name string, body any) error {
+	text, err := json.Marshal(body)
+	if err != nil {
+		return err
+	}
+	_, err = m.client.call(ctx, m.timing.request, request{
+		method: "PATCH", path: "nodes/" + url.PathEscape(name) + "/status",
+		accept: acceptMetadata, content: sendPatch, body: text,
+	})
+	return err
+}
+
+// annotate writes annotations of the own Node.
+func (m *Manager) annotate(ctx context.Context, name string, changes map[string]*string) error {
+	if err := m.patch(ctx, name, map[string]any{"metadata": map[string]any{"annotations": changes}}); err != nil {
+		return fmt.Errorf("annotate node %s: %w", name, err)
+	}
+	return nil
+}
+
+// nodeCondition is a condition in the form of the API.
+type nodeCondition struct {
+	Type               string    `json:"type"`
+	Status             string    `json:"status"`
+	LastHeartbeatTime  time.Time `json:"lastHeartbeatTime"`
+	LastTransitionTime time.Time `json:"lastTransitionTime"`
+	Reason             string    `json:"reason"`
+	Message            string    `json:"message"`
+}
+
+// announce sets the condition NetworkUnavailable of the own Node to False.
+func (m *Manager) announce(ctx context.Context, name string) error {
+	now := time.Now().UTC().Truncate(time.Second)
+	c := nodeCondition{
+		Type: wire.NetworkUnavailable, Status: "False", LastHeartbeatTime: now, LastTransitionTime: now,
+		Reason: "FlannelIsUp", Message: "Flannel is running on this node",
+	}
+	if err := m.patch(ctx, name, map[string]any{"status": map[string]any{"conditions": []nodeCondition{c}}}); err != nil {
+		return fmt.Errorf("set condition %s of node %s: %w", wire.NetworkUnavailable, name, err)
+	}
+	return nil
+}
+
+// endpointsOn returns the endpoints of c on the own Node's podCIDRs: one for each network of the
+// configuration, inside of that network.
+func endpointsOn(cfg subnet.Config, c subnet.Claim, cidrs []netip.Prefix) ([]subnet.Endpoint, error) {
+	var es []subnet.Endpoint
+	for _, n := range cfg.Networks {
+		f := n.Family()
+		cidr, ok := ofFamily(cidrs, f)
+		e, public := c.Endpoint(f)
+		switch {
+		case !ok:
+			return nil, fmt.Errorf("%s is enabled with Network %s, but this node has no %s podCIDR, only %v", f, n.Prefix, f, cidrs)
+		case !prefix.Contains(n.Prefix, cidr):
+			return nil, fmt.Errorf("podCIDR %s of this node lies outside the configured Network %s", cidr, n.Prefix)
+		case !public || !e.PublicIP.IsValid():
+			return nil, fmt.Errorf("%s is enabled but this node has no public %s address", f, f)
+		}
+		es = append(es, subnet.Endpoint{Subnet: cidr, PublicIP: e.PublicIP, Data: e.Data})
+	}
+	return es, nil
+}

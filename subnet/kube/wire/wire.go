@@ -1,0 +1,103 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package wire decodes Nodes from the protobuf form of the Kubernetes API. It reads only the
+// fields that flanneld needs, and copies none of them, because a daemon receives every heartbeat
+// of every Node. It does no I/O besides reading from the readers that it is given.
+//
+// The numbers of fields are those of k8s.io/api/core/v1/generated.proto and
+// k8s.io/apimachinery/pkg/apis/meta/v1/generated.proto. They never change.
+//
+// field.go iterates over the fields of a message, for all decoders. node.go decodes one Node, and
+// stream.go lists and watches.
+package wire
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"strings"
+)
+
+// ErrMalformed means that the bytes are not what an API server sends.
+var ErrMalformed = errors.New("malformed protobuf")
+
+// MaxObject is the size of the largest object that is decoded, in bytes. etcd stores no object
+// that is larger than a few MB.
+const MaxObject = 16 << 20
+
+// magic is the beginning of every protobuf object that is not inside of another one.
+const magic = "k8s\x00"
+
+// numberOfRaw is the number of the field of runtime.Unknown, which wraps such objects, that
+// contains the message of the object.
+const numberOfRaw = 2
+
+// unwrap returns the message of an object that begins with magic.
+func unwrap(b []byte) ([]byte, error) {
+	b, ok := bytes.CutPrefix(b, []byte(magic))
+	if !ok {
+		return nil, fmt.Errorf("%w: no object", ErrMalformed)
+	}
+	return last(b, numberOfRaw)
+}
+
+// StatusError is an error that an API server has sent, as a Status.
+type StatusError struct {
+	Code            int // of HTTP
+	Reason, Message string
+	Causes          []string // reasons of the causes
+}
+
+// Error implements error.
+func (e *StatusError) Error() string {
+	return strings.Join(strings.Fields(fmt.Sprintf("status %d %s: %s", e.Code, e.Reason, e.Message)), " ")
+}
+
+// DecodeStatus decodes a Status, which is the body of an answer that refuses a request. Servers
+// also send such bodies in other forms: the error wraps ErrMalformed then.
+func DecodeStatus(body []byte) (*StatusError, error) {
+	raw, err := unwrap(body)
+	if err != nil {
+		return nil, err
+	}
+	return decodeStatus(raw)
+}
+
+func decodeStatus(b []byte) (*StatusError, error) {
+	e := &StatusError{}
+	for f, err := range fields(b) {
+		if err != nil {
+			return nil, err
+		}
+		switch f.number {
+		case 3:
+			e.Message = string(f.bytes)
+		case 4:
+			e.Reason = string(f.bytes)
+		case 5:
+			if err := e.details(f.bytes); err != nil {
+				return nil, err
+			}
+		case 6:
+			e.Code = int(int32(f.value))
+		}
+	}
+	return e, nil
+}
+
+// details adds the causes in a StatusDetails.
+func (e *StatusError) details(b []byte) error {
+	for f, err := range fields(b) {
+		if err != nil {
+			return err
+		}
+		if f.number == 4 {
+			cause, err := last(f.bytes, 1)
+			if err != nil {
+				return err
+			}
+			e.Causes = append(e.Causes, string(cause))
+		}
+	}
+	return nil
+}

@@ -1,0 +1,66 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package subnet
+
+import (
+	"encoding/json"
+	"net/netip"
+	"time"
+
+	"github.com/flanneld/flanneld/pkg/prefix"
+)
+
+// TTL is the time after which a lease expires in the store unless it is renewed.
+const TTL = 24 * time.Hour
+
+// Endpoint is one address family of a lease.
+type Endpoint struct {
+	Subnet   netip.Prefix
+	PublicIP netip.Addr
+	Data     json.RawMessage `json:",omitempty"` // of the backend, opaque here; nil if there is none
+}
+
+// Family returns the endpoint's address family.
+func (e Endpoint) Family() prefix.Family { return prefix.FamilyOf(e.Subnet.Addr()) }
+
+// Lease is one node's right to its subnets.
+type Lease struct {
+	Key         string     // etcd key below subnets/, or name of the Node
+	Order       uint64     // time of its creation in the store: etcd's create revision, or the Node's creation time
+	BackendType string     // as stored; empty for backends that store none
+	Endpoints   []Endpoint // one for each family that the lease has, IPv4 first
+	Permanent   bool       // it does not expire: a reservation, or the own lease of a Kubernetes node
+	Expires     time.Time  // own lease only
+}
+
+// Endpoint returns the lease's endpoint of family f.
+func (l Lease) Endpoint(f prefix.Family) (e Endpoint, ok bool) { return endpoint(l.Endpoints, f) }
+
+// Claim contains the public addresses and backend data that a node wants to publish. A valid
+// Subnet in an endpoint is the subnet that the node had before and wants again.
+type Claim struct {
+	BackendType string
+	Endpoints   []Endpoint // one for each enabled family, IPv4 first
+}
+
+// Endpoint returns the claim's endpoint of family f.
+func (c Claim) Endpoint(f prefix.Family) (e Endpoint, ok bool) { return claimed(c.Endpoints, f) }
+
+func endpoint(es []Endpoint, f prefix.Family) (Endpoint, bool) {
+	for _, e := range es {
+		if e.Family() == f {
+			return e, true
+		}
+	}
+	return Endpoint{}, false
+}
+
+// claimed compares public addresses, because a claim may have no subnet yet.
+func claimed(es []Endpoint, f prefix.Family) (Endpoint, bool) {
+	for _, e := range es {
+		if prefix.FamilyOf(e.PublicIP) == f {
+			return e, true
+		}
+	}
+	return Endpoint{}, false
+}

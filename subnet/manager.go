@@ -1,0 +1,81 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package subnet
+
+import (
+	"context"
+	"errors"
+)
+
+// Errors that callers act on.
+var (
+	// ErrLeaseLost means that the own subnet now belongs to another node.
+	ErrLeaseLost = errors.New("subnet lease lost")
+	// ErrNoSubnets means that every subnet of the configured range is taken.
+	ErrNoSubnets = errors.New("out of subnets")
+	// ErrNoConfig means that the store answers but holds no configuration.
+	ErrNoConfig = errors.New("no network configuration")
+	// ErrUnfit means that the subnet that the store gives this node does not fit the
+	// configuration, and that an operator has to change one of them.
+	ErrUnfit = errors.New("subnet does not fit the configuration")
+	// ErrInvalidConfig means that the store holds a configuration that cannot be used.
+	ErrInvalidConfig = errors.New("invalid network configuration")
+)
+
+// StoreID identifies a store, and one state of it.
+type StoreID struct {
+	ID       string `json:"id"`       // etcd cluster id; subnet/kube derives it from the Nodes' UIDs
+	Revision int64  `json:"revision"` // of the snapshot
+	// Mark is what the manager needs to recognize this state after a restart, in a form of its
+	// own: a store that was emptied or restored may have the same ID and a later revision.
+	Mark string `json:"mark,omitempty"`
+}
+
+// Snapshot contains all leases of other nodes that a store has at one moment.
+type Snapshot struct {
+	Leases      []*Lease // all but the own one, in no particular order; shared and read-only
+	Undecodable []string // keys whose value cannot be read, in no particular order: such a peer keeps its last good state until its key is gone
+	Store       StoreID
+	Another     bool // the store is not the one of the snapshot before, although ID and Revision suggest it
+}
+
+// Update describes the leases of other nodes that a store has at one moment: all of them, on
+// request, and as a hint those that have changed.
+type Update struct {
+	Store StoreID
+	// Changed has the leases that differ from the update before, nil for a lease that is gone. The
+	// leases are shared and read-only. If the map is nil, any lease may have changed. A receiver
+	// that uses only Snapshot comes to the same result. If the map is empty, only the revision of
+	// the store has changed.
+	Changed map[string]*Lease
+	// Undecodable has keys whose value has become unreadable. Such a peer keeps its last good
+	// state. It is in use only beside Changed.
+	Undecodable []string
+	// Snapshot returns the complete set. It may be called until sink returns. Its cost depends on
+	// the number of leases.
+	Snapshot func() Snapshot
+}
+
+// Manager talks to a store. All methods retry failures that can pass. They return when ctx ends,
+// with its error.
+type Manager interface {
+	// Config returns the network configuration. It returns ErrNoConfig or ErrInvalidConfig,
+	// wrapped, if the store has no configuration or one that cannot be used: the caller waits
+	// and asks again.
+	Config(ctx context.Context) (Config, error)
+	// Recall returns the claim that this node published before, with its subnets, or a claim without
+	// endpoints if there is none. own contains the node's public addresses.
+	Recall(ctx context.Context, own Claim) (Claim, error)
+	// Acquire takes or renews this node's lease, which has one endpoint for each network of cfg. cfg
+	// is the configuration that the node uses, even if the store has another one by now. Acquire
+	// returns ErrNoSubnets, wrapped, if no subnet is free, and ErrUnfit, wrapped, if another call
+	// cannot succeed either.
+	Acquire(ctx context.Context, cfg Config, c Claim) (Lease, error)
+	// Watch blocks, and calls sink from one goroutine with updates, each of which gives access to
+	// all leases. It continues after compactions and outages. A snapshot's slices belong to the
+	// receiver, and the leases in them are shared and read-only.
+	Watch(ctx context.Context, sink func(Update)) error
+	// Keep blocks and keeps the own lease alive. It returns ErrLeaseLost, wrapped with the new
+	// owner, if another node has the subnet.
+	Keep(ctx context.Context, own Lease) error
+}

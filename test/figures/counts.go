@@ -1,0 +1,96 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package figures
+
+import (
+	"bufio"
+	"cmp"
+	"fmt"
+	"io"
+	"maps"
+	"slices"
+	"strconv"
+	"strings"
+)
+
+// Counts are numbers of requests by kind.
+type Counts map[string]float64
+
+// Add adds other to c.
+func (c Counts) Add(other Counts) {
+	for kind, n := range other {
+		c[kind] += n
+	}
+}
+
+// Since returns the requests since before.
+func (c Counts) Since(before Counts) Counts {
+	added := Counts{}
+	for kind, n := range c {
+		if n -= before[kind]; n > 0 {
+			added[kind] = n
+		}
+	}
+	return added
+}
+
+// Total returns the number of all requests.
+func (c Counts) Total() (sum float64) {
+	for _, n := range c {
+		sum += n
+	}
+	return sum
+}
+
+// String returns the numbers by kind, the most frequent kind first.
+func (c Counts) String() string {
+	kinds := slices.SortedFunc(maps.Keys(c), func(a, b string) int { return cmp.Or(cmp.Compare(c[b], c[a]), cmp.Compare(a, b)) })
+	var parts []string
+	for _, kind := range kinds {
+		if n := c[kind]; n > 0 {
+			parts = append(parts, fmt.Sprintf("%s %.0f", kind, n))
+		}
+	}
+	return strings.Join(parts, ", ")
+}
+
+// EtcdRequests is etcd's counter of the messages that it has received: one for each call, and
+// one for each watch on a stream. Its label is EtcdMethod.
+const (
+	EtcdRequests = "grpc_server_msg_received_total"
+	EtcdMethod   = "grpc_method"
+)
+
+// ReadCounts reads one counter from a page of Prometheus metrics. A kind of the result consists
+// of the values of the given labels. A page without the counter is an error.
+func ReadCounts(page io.Reader, name string, labels ...string) (Counts, error) {
+	found := Counts{}
+	lines := bufio.NewScanner(page)
+	lines.Buffer(nil, 1<<20)
+	for lines.Scan() {
+		rest, ok := strings.CutPrefix(lines.Text(), name+"{")
+		if !ok {
+			continue
+		}
+		pairs, value, _ := strings.Cut(rest, "} ")
+		n, err := strconv.ParseFloat(value, 64)
+		if err != nil {
+			return nil, fmt.Errorf("read %s: %w", name, err)
+		}
+		kinds := make([]string, len(labels))
+		for pair := range strings.SplitSeq(pairs, ",") {
+			label, value, _ := strings.Cut(pair, "=")
+			if i := slices.Index(labels, label); i >= 0 {
+				kinds[i] = strings.Trim(value, `"`)
+			}
+		}
+		found[strings.TrimSpace(strings.Join(kinds, " "))] += n
+	}
+	if err := lines.Err(); err != nil {
+		return nil, fmt.Errorf("read %s: %w", name, err)
+	}
+	if len(found) == 0 {
+		return nil, fmt.Errorf("the metrics have no %s", name)
+	}
+	return found, nil
+}
