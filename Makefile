@@ -9,6 +9,9 @@ MODULE := $(shell sed -n 's/^module //p' go.mod)
 # Packed files get the date of the commit, so that packages are reproducible.
 export SOURCE_DATE_EPOCH := $(or $(shell git log -1 --format=%ct 2>/dev/null),0)
 
+# Archives of the same files are equal, wherever and whenever they are made.
+TAR = tar --sort=name --mtime=@$$SOURCE_DATE_EPOCH --owner=0 --group=0 --numeric-owner --mode=u=rwX,go=rX
+
 ARCHES := amd64 arm64 arm ppc64le s390x riscv64
 OUT := dist/out
 COMMANDS := ./cmd/flanneld ./cmd/flannelctl ./cmd/install-conf
@@ -43,7 +46,7 @@ GOLANGCI := bin/tools/golangci-lint
 
 .DEFAULT_GOAL := help
 .PHONY: help build module demo test test-unit test-kernel test-e2e test-vm test-kubernetes test-rest test-all fuzz bench storm lint lint-go lint-words lint-mod lint-shell lint-sleep \
-	lint-unit lint-rules fmt image chart dist dist-check deps components components-short components-nodes torture clean FORCE
+	lint-unit lint-rules fmt pictures image chart dist release release-key release-verify dist-check deps components components-short components-nodes torture clean FORCE
 
 help: ## print this list
 	@echo 'flanneld $(VERSION)'
@@ -107,6 +110,9 @@ bin/tools/stages: FORCE
 ## Keep it tidy
 lint: lint-go lint-words lint-mod lint-shell lint-sleep lint-unit lint-rules ## check code, language, modules, scripts and units
 
+pictures: build ## make the pictures of the README again, from a running lab
+	test/tools/pictures.sh Documentation/pictures
+
 fmt: $(GOLANGCI) ## format the code
 	$(GOLANGCI) fmt ./...
 
@@ -125,6 +131,7 @@ lint-mod:
 	go -C test/components/containerd mod tidy -diff
 	go -C test/components/helm mod tidy -diff
 	go -C test/components/sbom mod tidy -diff
+	go -C test/components/release mod tidy -diff
 	go -C test/components/cni-plugins mod tidy -diff
 	go -C test/components/docker mod tidy -diff
 	go -C test/components/etcd-3.5 mod tidy -diff
@@ -160,11 +167,17 @@ $(GOLANGCI): test/tools/go.mod test/tools/go.sum
 ARCHIVE = $(OUT)/flanneld-$(VERSION)-linux-$$(go env GOARCH).oci.tar
 
 ## Package it
-image: ## build an OCI archive in dist/out, with buildah, podman or docker
-	@test/tools/image.sh $(ARCHIVE) docker.io/library/flanneld:$(VERSION)
+image: build bin/tools/release bin/tools/sbom ## build an OCI archive for this machine's architecture in dist/out
+	@test/tools/image.sh $(ARCHIVE) docker.io/library/flanneld:$(VERSION) $$(go env GOARCH)=bin
 
+# helm stores the time of the build, and the archive must not contain it.
 chart: bin/tools/helm ## build the archive of the Helm chart in dist/out, for images of this version
-	bin/tools/helm package dist/kubernetes/chart --app-version $(VERSION) --destination $(OUT)
+	@mkdir -p $(OUT)
+	@work=$$(mktemp -d) && trap 'rm -rf "$$work"' EXIT && \
+	archive=$$(bin/tools/helm package dist/kubernetes/chart --app-version $(VERSION) --destination "$$work" | sed 's|.*/||') && \
+	tar -xmzf "$$work/$$archive" -C "$$work" && \
+	$(TAR) -C "$$work" -cf - flannel | gzip -9n > $(OUT)/$$archive && \
+	echo "chart: $(OUT)/$$archive"
 
 dist: $(ARCHES:%=$(OUT)/flannel-$(VERSION)-linux-%.tar.gz) ## build reproducible tarballs and Debian packages for all architectures in dist/out
 	cd $(OUT) && sha256sum $(^F) $(patsubst %.tar.gz,%.deb,$(^F)) > SHA256SUMS
@@ -179,15 +192,31 @@ $(OUT)/flannel-$(VERSION)-linux-%.tar.gz: FORCE bin/tools/sbom deps
 	cp -r README.md LICENSE SECURITY.md CHANGELOG.md CONTRIBUTING.md Documentation dist/mk-docker-opts.sh dist/systemd dist/rt_protos.d dist/prometheus dist/grafana $(OUT)/$*/
 	rm $(OUT)/$*/Documentation/*.go
 	cd dist && cp -r --parents kubernetes/base kubernetes/chart $(abspath $(OUT))/$*/
-	cd $(OUT)/$* && tar --sort=name --mtime=@$$SOURCE_DATE_EPOCH --owner=0 --group=0 --numeric-owner \
-		--mode=u=rwX,go=rX -cf - * | gzip -9n > ../$(@F)
+	cd $(OUT)/$* && $(TAR) -cf - * | gzip -9n > ../$(@F)
 	rm -rf $(OUT)/$*
+
+# The URI of the machine or service that builds a release, for its statement of provenance.
+export RELEASE_BUILDER ?= https://$(MODULE)/Documentation/releasing.md
+export RELEASE_PUB ?= dist/release.pub
+export RELEASE_KEY DEBIAN_SUITE DEBIAN_MIRROR
+
+release: deps ## build and sign all files of a release in dist/out (RELEASE_KEY=release.key)
+	@test/tools/release.sh $(OUT) $(VERSION) $(MODULE) $(ARCHES)
+
+release-key: ## make a key pair for signing releases: release.key, which must stay secret, and dist/release.pub
+	@test ! -e release.key || { echo 'release-key: release.key exists already'; exit 1; }
+	@umask 077 && openssl genpkey -algorithm ed25519 -out release.key
+	@openssl pkey -in release.key -pubout -out $(RELEASE_PUB)
+	@echo 'release-key: move release.key to a safe place, and commit $(RELEASE_PUB)'
+
+release-verify: bin/tools/release ## verify the signature and the files of the release in dist/out
+	@bin/tools/release verify -key $(RELEASE_PUB) $(wildcard $(OUT)/*.intoto.json)
 
 dist-check: ## build the tarball of amd64 twice and compare the bytes
 	@test/tools/reproducible.sh amd64
 
-bin/tools/sbom: test/components/sbom/go.mod test/components/sbom/main.go
-	go build -C test/components/sbom -o $(CURDIR)/$@ .
+bin/tools/sbom bin/tools/release: bin/tools/%: test/components/%/go.mod FORCE
+	@go build -C test/components/$* -o $(CURDIR)/$@ .
 
 components-short: bin/tools/kube-apiserver bin/tools/cni # the part that make test needs
 

@@ -4,6 +4,7 @@ package documentation_test
 
 import (
 	"io/fs"
+	"maps"
 	"os"
 	"path/filepath"
 	"regexp"
@@ -95,6 +96,47 @@ func TestLinks(t *testing.T) {
 		if !linked[path] {
 			t.Errorf("no page links to %s", path)
 		}
+	}
+}
+
+// references are the pages that readers search instead of reading them to the end. They may
+// have more words than other pages.
+var references = map[string]string{
+	"../CHANGELOG.md": "one line for each change",
+	"../Documentation/backends/udp-internals.md": "details of a backend",
+	"../Documentation/benchmarks.md":             "results of measurements",
+	"../Documentation/benchmarks/storms.md":      "results of measurements",
+	"../Documentation/decisions.md":              "one entry for each decision",
+	"../Documentation/design-costs.md":           "details of the design",
+	"../Documentation/design-internals.md":       "details of the design",
+	"../Documentation/firewall-internals.md":     "details of the traffic rules",
+	"../Documentation/kubernetes-internals.md":   "details of the store",
+	"../Documentation/reference.md":              "generated lists",
+}
+
+var indented = regexp.MustCompile(`(?m)^(    |\t|\|).*\n`)
+
+// A page that is not a reference is short enough to be read, and begins with what the reader
+// can do afterwards. Tables and examples do not count.
+func TestPagesAreReadable(t *testing.T) {
+	const most = 1500
+	unused := maps.Clone(references)
+	for path, text := range pages(t) {
+		prose := indented.ReplaceAllString(fenced.ReplaceAllString(text, ""), "")
+		words := len(strings.Fields(prose))
+		if _, found := references[path]; found {
+			delete(unused, path)
+			continue
+		}
+		if words > most {
+			t.Errorf("%s has %d words, want at most %d: split it, or add it to references", path, words, most)
+		}
+		if _, first, _ := strings.Cut(prose, "\n\n"); strings.HasPrefix(path, "../Documentation/") && !strings.HasPrefix(first, "After this page ") {
+			t.Errorf("%s does not begin with what the reader can do after it: %.60q", path, first)
+		}
+	}
+	for path := range unused {
+		t.Errorf("references contains %s, which does not exist", path)
 	}
 }
 

@@ -21,8 +21,8 @@ const dockerDropIn = "/etc/systemd/system/docker.service.d/flannel.conf"
 func TestPagesRemoveTheDropIn(t *testing.T) {
 	for page, about := range map[string]string{
 		"operations.md": "systemctl disable --now flanneld",
-		"packages.md":   "operations.md#removal",
-		"docker.md":     "operations.md#removal",
+		"packages.md":   "operations.md#remove-flanneld-from-a-host",
+		"docker.md":     "operations.md#remove-flanneld-from-a-host",
 	} {
 		raw, err := os.ReadFile("../Documentation/" + page)
 		if err != nil {

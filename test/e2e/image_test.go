@@ -9,7 +9,6 @@ import (
 	"debug/elf"
 	"encoding/json"
 	"errors"
-	"fmt"
 	"io"
 	"io/fs"
 	"os"
@@ -232,45 +231,5 @@ func expectLibraries(t *testing.T, root string) {
 				t.Errorf("the image does not contain %s, which %s loads", library, strings.TrimPrefix(path, root))
 			}
 		}
-	}
-}
-
-// TestImageBuilderWritesArchives checks that the build does not use a Docker whose builder
-// cannot write an archive.
-//
-//stages:rest it builds images
-func TestImageBuilderWritesArchives(t *testing.T) {
-	t.Parallel()
-	for name, tc := range map[string]struct {
-		driver, status string
-		usable         bool
-	}{
-		"own builder":                 {"docker", "[[Backing Filesystem extfs]]", false},
-		"own builder with containerd": {"docker", "[[driver-type io.containerd.snapshotter.v1]]", true},
-		"another builder":             {"docker-container", "[[Backing Filesystem extfs]]", true},
-	} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			path := t.TempDir() // contains the false docker and no other builder
-			for _, command := range []string{"sh", "basename", "dirname", "grep", "mkdir", "mktemp", "rm"} {
-				found, err := exec.LookPath(command)
-				if err != nil {
-					t.Fatal(err)
-				}
-				if err := os.Symlink(found, filepath.Join(path, command)); err != nil {
-					t.Fatal(err)
-				}
-			}
-			docker := fmt.Sprintf("#!/bin/sh\ncase $1 in\nbuildx) echo 'Driver:        %s' ;;\ninfo) echo '%s' ;;\nesac\n", tc.driver, tc.status)
-			if err := writeProgram(filepath.Join(path, "docker"), []byte(docker), 0o700); err != nil {
-				t.Fatal(err)
-			}
-			build := exec.CommandContext(t.Context(), "../../test/tools/image.sh", filepath.Join(t.TempDir(), "image.tar"), "flanneld:test")
-			build.Env = []string{"PATH=" + path}
-			out, err := build.CombinedOutput()
-			if refused := strings.Contains(string(out), "image: no builder found"); err == nil || refused == tc.usable {
-				t.Errorf("Docker is used: %v, want %v (%v: %s)", !refused, tc.usable, err, out)
-			}
-		})
 	}
 }

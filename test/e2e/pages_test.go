@@ -327,6 +327,7 @@ func TestPageEtcd(t *testing.T) {
 		guarded.run("chown root: " + path + " && chmod 0600 " + path)
 		set(guarded, line)
 	}
+	followPage(t, "etcd-outages.md", []*machine{first}, map[string]func(*machine, string){"I1121": seen, "E1121": seen})
 	followPage(t, "etcd.md", []*machine{first}, map[string]func(*machine, string){
 		"I1121": seen, "E1121": seen,
 		"etcdctl get": func(m *machine, command string) {

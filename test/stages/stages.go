@@ -31,8 +31,9 @@ func build(ctx context.Context, r *run, _ selection) error {
 // unit and kernel do not use cached results. The cache notices changes of files that a
 // test opens, but not of files that are read by programs that the test runs, nor of this
 // machine.
+// The package of dist builds a release twice, for which the default limit is too short.
 func unit(ctx context.Context, r *run, s selection) error {
-	return goTests(ctx, r, s, "-race", "-p", perCPU(2))
+	return goTests(ctx, r, s, "-race", "-timeout=30m", "-p", perCPU(2))
 }
 
 func kernel(ctx context.Context, r *run, s selection) error {

@@ -228,10 +228,10 @@ func TestMarks(t *testing.T) {
 	}
 }
 
-// The table of defect classes in contributing.md contains end-to-end tests of the short part.
+// The table of defect classes in testing.md contains end-to-end tests of the short part.
 func TestShortPart(t *testing.T) {
 	t.Chdir("../..")
-	page, err := os.ReadFile("Documentation/contributing.md")
+	page, err := os.ReadFile("Documentation/testing.md")
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -35,7 +35,6 @@ want iperf3 iperf3 # for the traffic of benchmarks
 want shellcheck shellcheck
 want promtool prometheus # with prometheus itself, which scrapes a daemon
 want systemd-analyze systemd
-want buildah buildah # for the image
 want dpkg-deb dpkg # for the Debian package
 want chromium chromium # for the status page
 want /usr/lib/cni/bridge containernetworking-plugins # called by the CNI plugin

@@ -1,69 +1,29 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# Builds the image for this machine's architecture with the first usable builder and
-# writes it as an OCI archive: image.sh ARCHIVE NAME:TAG
+# Writes an OCI archive with an image for each architecture, from compiled programs and
+# files of Debian packages. Nothing runs under emulation, and no container tools are needed.
+# Beside the archive it writes the bill of materials of each image:
+# image.sh ARCHIVE NAME:TAG GOARCH=PROGRAMS...
 set -eu
 
 archive=$1 name=$2
-mkdir -p "$(dirname "$archive")"
-archive=$(cd "$(dirname "$archive")" && pwd)/$(basename "$archive")
-rm -f "$archive"
-
+shift 2
+tag=${name##*:} folder=$(dirname "$archive")
+mkdir -p "$folder"
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-mkdir "$work/context" "$work/root" "$work/run"
 
-# Docker's own builder writes archives only if containerd stores the images.
-archives() {
-	! docker buildx inspect | grep -q '^Driver: *docker$' ||
-		docker info --format '{{.DriverStatus}}' | grep -q containerd
-}
-
-usable() {
-	case $1 in
-	docker) docker buildx version && docker info && archives ;; # the Docker client alone has neither of the first two
-	*) command -v "$1" ;;
-	esac >/dev/null 2>&1
-}
-
-builder=''
-for b in buildah podman docker; do
-	if usable "$b"; then
-		builder=$b
-		break
-	fi
+roots=''
+for image in "$@"; do
+	arch=${image%%=*} programs=${image#*=} root=$work/${image%%=*}
+	"$(dirname "$0")/rootfs.sh" "$root" "$arch" "$work/packages"
+	mkdir -p "$root/opt/bin"
+	cp "$programs/flanneld" "$programs/flannelctl" "$programs/flannel" "$programs/install-conf" "$root/opt/bin/"
+	bin/tools/sbom -packages "$work/packages" "$tag" "$root"/opt/bin/* >"$folder/flanneld-$tag-linux-$arch.cdx.json"
+	cp dist/mk-docker-opts.sh "$root/opt/bin/"
+	ln -s opt/bin/flannel "$root/flannel" # manifests copy the plugin from this path
+	roots="$roots $arch=$root"
 done
-if [ -z "$builder" ]; then
-	echo "image: no builder found: install buildah (apt-get install buildah), or podman, or start docker with buildx and a builder that writes archives (docker buildx create --use)" >&2
-	exit 1
-fi
-
-make --no-print-directory build
-"$(dirname "$0")/rootfs.sh" "$work/context/rootfs"
-mkdir "$work/context/bin"
-for program in flanneld flannelctl install-conf; do
-	cp "bin/$program" "$work/context/bin/"
-done
-cp dist/mk-docker-opts.sh "$work/context/bin/"
-cp bin/flannel "$work/context/bin/"
-ln -s opt/bin/flannel "$work/context/rootfs/flannel" # manifests copy the plugin from this path
-
-epoch=${SOURCE_DATE_EPOCH:-0}
-case $builder in
-buildah)
-	export BUILDAH_ISOLATION=chroot
-	storage="--storage-driver vfs --root $work/root --runroot $work/run"
-	# shellcheck disable=SC2086 # a list of options
-	buildah $storage bud --quiet --timestamp "$epoch" --tag "$name" --file Dockerfile "$work/context" >/dev/null
-	# shellcheck disable=SC2086
-	buildah $storage push --quiet "$name" "oci-archive:$archive:$name"
-	;;
-podman)
-	podman build --quiet --timestamp "$epoch" --tag "$name" --file Dockerfile "$work/context" >/dev/null
-	podman save --quiet --format oci-archive --output "$archive" "$name"
-	;;
-docker)
-	docker buildx build --quiet --tag "$name" --file Dockerfile --output "type=oci,dest=$archive" "$work/context"
-	;;
-esac
-echo "image: $name in $archive (built with $builder)"
+# shellcheck disable=SC2086 # a list of arguments
+bin/tools/release image -name "$name" -out "$archive" $roots
+echo "image: $name in $archive"

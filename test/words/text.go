@@ -25,7 +25,7 @@ func extractor(name string) func(text string) []paragraph {
 	case ext == ".md":
 		return markdown
 	case ext == ".sh" || ext == ".yaml" || ext == ".yml" || ext == ".service" || ext == ".conf" || ext == ".env" || ext == ".tpl",
-		name == "Makefile" || name == "Dockerfile" || name == "postinst" || name == "prerm" || name == "postrm":
+		name == "Makefile" || name == "postinst" || name == "prerm" || name == "postrm":
 		return hashComments
 	}
 	return nil

@@ -1,34 +1,42 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Command sbom writes the bill of materials of Go programs, in CycloneDX's JSON,
-// from what the compiler has recorded in them: sbom VERSION PROGRAM...
+// from what the compiler has recorded in them: sbom [-packages LIST] VERSION PROGRAM...
+//
+// LIST is a file with packages of Debian that an image contains beside the programs. Each
+// line has the name, version, architecture and SHA-256 sum of a package.
 package main
 
 import (
 	"cmp"
 	"debug/buildinfo"
+	"flag"
 	"fmt"
+	"net/url"
 	"os"
 	"path/filepath"
 	"slices"
 	"strconv"
+	"strings"
 	"time"
 
 	cdx "github.com/CycloneDX/cyclonedx-go"
 )
 
 func main() {
-	if len(os.Args) < 3 {
-		fmt.Fprintln(os.Stderr, "usage: sbom VERSION PROGRAM...")
+	packages := flag.String("packages", "", "file with a list of Debian packages")
+	flag.Parse()
+	if flag.NArg() < 2 {
+		fmt.Fprintln(os.Stderr, "usage: sbom [-packages LIST] VERSION PROGRAM...")
 		os.Exit(2)
 	}
-	if err := run(os.Args[1], os.Args[2:]); err != nil {
+	if err := run(flag.Arg(0), flag.Args()[1:], *packages); err != nil {
 		fmt.Fprintln(os.Stderr, "sbom:", err)
 		os.Exit(1)
 	}
 }
 
-func run(version string, programs []string) error {
+func run(version string, programs []string, packages string) error {
 	bom := cdx.NewBOM()
 	bom.Metadata = &cdx.Metadata{Component: component(cdx.ComponentTypeApplication, "flanneld", version)}
 	bom.Metadata.Component.BOMRef = "release" // one of the programs has the same name
@@ -58,6 +66,14 @@ func run(version string, programs []string) error {
 			needs[program.BOMRef] = append(needs[program.BOMRef], module.BOMRef)
 		}
 	}
+	debs, err := readPackages(packages)
+	if err != nil {
+		return err
+	}
+	for _, deb := range debs {
+		modules[deb.BOMRef] = deb
+		needs[root] = append(needs[root], deb.BOMRef)
+	}
 	components, dependencies := []cdx.Component{}, []cdx.Dependency{}
 	for _, m := range modules {
 		components = append(components, m)
@@ -70,6 +86,30 @@ func run(version string, programs []string) error {
 	slices.SortFunc(dependencies, func(a, b cdx.Dependency) int { return cmp.Compare(a.Ref, b.Ref) })
 	bom.Components, bom.Dependencies = &components, &dependencies
 	return cdx.NewBOMEncoder(os.Stdout, cdx.BOMFileFormatJSON).SetPretty(true).Encode(bom)
+}
+
+// readPackages reads a list of Debian packages. Without a path there are none.
+func readPackages(path string) ([]cdx.Component, error) {
+	if path == "" {
+		return nil, nil
+	}
+	text, err := os.ReadFile(path)
+	if err != nil {
+		return nil, err
+	}
+	var packages []cdx.Component
+	for line := range strings.Lines(string(text)) {
+		f := strings.Fields(line)
+		if len(f) != 4 {
+			return nil, fmt.Errorf("%s contains %q: want name, version, architecture and sum", path, line)
+		}
+		c := component(cdx.ComponentTypeLibrary, f[0], f[1])
+		c.PackageURL = fmt.Sprintf("pkg:deb/debian/%s@%s?arch=%s", f[0], url.QueryEscape(f[1]), f[2])
+		c.BOMRef = c.PackageURL
+		c.Hashes = &[]cdx.Hash{{Algorithm: cdx.HashAlgoSHA256, Value: f[3]}}
+		packages = append(packages, *c)
+	}
+	return packages, nil
 }
 
 // component is known by its package URL, programs of this project by their names.

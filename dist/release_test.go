@@ -1,0 +1,534 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package dist_test
+
+import (
+	"archive/tar"
+	"bytes"
+	"compress/gzip"
+	"crypto/ed25519"
+	"crypto/sha256"
+	"crypto/x509"
+	"debug/elf"
+	"encoding/json"
+	"encoding/pem"
+	"errors"
+	"fmt"
+	"io"
+	"maps"
+	"os"
+	"os/exec"
+	"path"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+)
+
+// commitTree returns a commit with all changes of tracked files in this tree, because a release
+// is built only from a commit.
+func commitTree(t *testing.T) (commit string) {
+	t.Helper()
+	commit = command(t, "git", "-C", "..", "-c", "user.name=test", "-c", "user.email=test@example.com", "stash", "create")
+	if commit == "" { // nothing is changed
+		commit = command(t, "git", "-C", "..", "rev-parse", "HEAD")
+	}
+	return commit
+}
+
+// cloneTree returns a new clone with a commit of this tree.
+func cloneTree(t *testing.T, commit string) (dir string) {
+	t.Helper()
+	dir = filepath.Join(t.TempDir(), "tree")
+	command(t, "git", "init", "--quiet", dir)
+	command(t, "git", "-C", dir, "fetch", "--quiet", "--depth=1", "file://"+absolute(t, ".."), commit)
+	command(t, "git", "-C", dir, "checkout", "--quiet", "FETCH_HEAD")
+	return dir
+}
+
+func absolute(t *testing.T, path string) string {
+	t.Helper()
+	path, err := filepath.Abs(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return path
+}
+
+// command returns the output of a command that must succeed.
+func command(t *testing.T, name string, args ...string) string {
+	t.Helper()
+	cmd := exec.CommandContext(t.Context(), name, args...)
+	var stderr bytes.Buffer
+	cmd.Stderr = &stderr
+	out, err := cmd.Output()
+	if err != nil {
+		t.Fatalf("%s: %v: %s%s", cmd, err, out, &stderr)
+	}
+	return strings.TrimSpace(string(out))
+}
+
+// newKey makes a pair of keys with make release-key in a new clone.
+func newKey(t *testing.T) (private, publicFile string, public ed25519.PublicKey) {
+	t.Helper()
+	dir := cloneTree(t, commitTree(t))
+	command(t, "make", "-s", "-C", dir, "release-key")
+	private, publicFile = filepath.Join(dir, "release.key"), filepath.Join(dir, "dist/release.pub")
+	if info, err := os.Stat(private); err != nil || info.Mode().Perm() != 0o600 {
+		t.Errorf("the private key has the mode %v (%v), want 0600", info.Mode(), err)
+	}
+	text, err := os.ReadFile(publicFile)
+	if err != nil {
+		t.Fatal(err)
+	}
+	block, _ := pem.Decode(text)
+	key, err := x509.ParsePKIXPublicKey(block.Bytes)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return private, publicFile, key.(ed25519.PublicKey)
+}
+
+// makeRelease runs make release in a clone, with variables like RELEASE_KEY=file.
+func makeRelease(t *testing.T, tree string, variables ...string) (dir, output string, err error) {
+	t.Helper()
+	cmd := exec.CommandContext(t.Context(), "make", append([]string{"-s", "-C", tree, "release",
+		"VERSION=" + releaseVersion, "COMMIT=0123abc", fmt.Sprint("SOURCE_DATE_EPOCH=", releaseTime)}, variables...)...)
+	for _, v := range append(os.Environ(), "DEB_LEVEL=0") {
+		if !strings.HasPrefix(v, "MAKE") && !strings.HasPrefix(v, "MFLAGS") { // of the make that runs this test
+			cmd.Env = append(cmd.Env, v)
+		}
+	}
+	out, err := cmd.CombinedOutput()
+	return filepath.Join(tree, "dist/out"), string(out), err
+}
+
+// TestReleaseRefuses checks that a release which users cannot verify or reproduce is not built.
+//
+//stages:rest it checks packages
+func TestReleaseRefuses(t *testing.T) {
+	key, public, _ := newKey(t)
+	_, other, _ := newKey(t)
+	for name, tc := range map[string]struct {
+		key, public string
+		change      string // name of a new file
+		want        string
+	}{
+		"no key":            {public: public, want: "release: RELEASE_KEY is missing: "},
+		"no such key":       {key: key + ".none", public: public, want: "release: cannot read the private key "},
+		"another key":       {key: key, public: other, want: "release: " + other + " is not the public key of " + key},
+		"uncommitted files": {key: key, public: public, change: "new.txt", want: "release: the tree has uncommitted changes: "},
+	} {
+		t.Run(name, func(t *testing.T) {
+			tree := cloneTree(t, commitTree(t))
+			if tc.change != "" {
+				if err := os.WriteFile(filepath.Join(tree, tc.change), []byte("new"), 0o600); err != nil {
+					t.Fatal(err)
+				}
+			}
+			_, out, err := makeRelease(t, tree, "RELEASE_KEY="+tc.key, "RELEASE_PUB="+tc.public)
+			first, rest, _ := strings.Cut(out, "\n")
+			if err == nil || !strings.HasPrefix(first, tc.want) || strings.Count(rest, "\n") > 1 { // the second line is of make
+				t.Errorf("make release: %v: %s; want the line %s", err, out, tc.want)
+			}
+		})
+	}
+}
+
+// TestRelease makes a release twice, in different folders, and checks that both are equal, and
+// what they contain. It uses Debian 12, because the mirrors of a release that does not change
+// any more are always complete. Debian 12 does not have riscv64.
+//
+//stages:rest it builds six architectures
+func TestRelease(t *testing.T) {
+	private, public, key := newKey(t)
+	commit := commitTree(t)
+	var dirs []string
+	for range 2 {
+		dir, out, err := makeRelease(t, cloneTree(t, commit), "RELEASE_KEY="+private, "RELEASE_PUB="+public, "DEBIAN_SUITE=bookworm")
+		if err != nil {
+			t.Fatalf("make release: %v: %s", err, out)
+		}
+		if want := fmt.Sprintf("signature and %d subjects are correct", len(artifacts())+1); !strings.Contains(out, want) { // and the image
+			t.Errorf("make release printed %s, want %s", out, want)
+		}
+		dirs = append(dirs, dir)
+	}
+	if diff := cmp.Diff(sums(t, dirs[0]), sums(t, dirs[1])); diff != "" {
+		t.Errorf("two builds of one commit differ (-first +second):\n%s", diff)
+	}
+	dir := dirs[0]
+	t.Run("tarballs", func(t *testing.T) { releaseTarballs(t, filepath.Join(dir, "../.."), dir) })
+	t.Run("files", func(t *testing.T) { releaseFiles(t, dir) })
+	t.Run("statement", func(t *testing.T) { releaseStatement(t, dir, key) })
+	t.Run("image", func(t *testing.T) { releaseImage(t, dir) })
+	t.Run("verification", func(t *testing.T) { releaseVerification(t, dir, public) })
+}
+
+// sums returns the SHA-256 sums of the files in a folder.
+func sums(t *testing.T, dir string) map[string]string {
+	t.Helper()
+	entries, err := os.ReadDir(dir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	sums := map[string]string{}
+	for _, e := range entries {
+		raw, err := os.ReadFile(filepath.Join(dir, e.Name()))
+		if err != nil {
+			t.Fatal(err)
+		}
+		sums[e.Name()] = fmt.Sprintf("%x", sha256.Sum256(raw))
+	}
+	return sums
+}
+
+// artifacts returns the names of the files that the statement of a release describes.
+func artifacts() []string {
+	names := []string{"flannel-0.1.0.tgz", "flanneld-" + releaseVersion + "-linux.oci.tar"}
+	for arch := range machines {
+		for _, pattern := range []string{"flannel-%s-linux-%s.tar.gz", "flannel-%s-linux-%s.deb", "flannel-%s-linux-%s.cdx.json"} {
+			names = append(names, fmt.Sprintf(pattern, releaseVersion, arch))
+		}
+		names = append(names, fmt.Sprintf("flanneld-%s-linux-%s.cdx.json", releaseVersion, arch))
+	}
+	slices.Sort(names)
+	return names
+}
+
+const statementName = "flanneld-" + releaseVersion + ".intoto.json"
+
+// releaseFiles checks the names of all files, and their sums in SHA256SUMS.
+func releaseFiles(t *testing.T, dir string) {
+	have := sums(t, dir)
+	want := append(artifacts(), statementName)
+	slices.Sort(want)
+	var lines []string
+	for _, name := range want {
+		lines = append(lines, have[name]+"  "+name)
+	}
+	text, err := os.ReadFile(filepath.Join(dir, "SHA256SUMS"))
+	if diff := cmp.Diff(strings.Join(lines, "\n")+"\n", string(text)); err != nil || diff != "" {
+		t.Errorf("%v, SHA256SUMS (-want +got):\n%s", err, diff)
+	}
+	delete(have, "SHA256SUMS")
+	if diff := cmp.Diff(want, slices.Sorted(maps.Keys(have))); diff != "" {
+		t.Errorf("files (-want +got):\n%s", diff)
+	}
+}
+
+// resource is a subject or dependency in a statement.
+type resource struct {
+	Name, URI string
+	Digest    map[string]string
+}
+
+// releaseStatement checks the signature and the contents of the statement, with no code of
+// the program that made it.
+func releaseStatement(t *testing.T, dir string, key ed25519.PublicKey) {
+	var envelope struct {
+		PayloadType string
+		Payload     []byte
+		Signatures  []struct{ Sig []byte }
+	}
+	decode(t, filepath.Join(dir, statementName), &envelope)
+	signed := fmt.Appendf(nil, "DSSEv1 %d %s %d %s", len(envelope.PayloadType), envelope.PayloadType, len(envelope.Payload), envelope.Payload)
+	if len(envelope.Signatures) != 1 || !ed25519.Verify(key, signed, envelope.Signatures[0].Sig) {
+		t.Error("the signature does not match the public key")
+	}
+	var statement struct {
+		Type          string `json:"_type"`
+		PredicateType string
+		Subject       []resource
+		Predicate     struct {
+			BuildDefinition struct {
+				BuildType            string
+				ExternalParameters   map[string]string
+				ResolvedDependencies []resource
+			}
+			RunDetails struct {
+				Builder struct {
+					ID      string
+					Version map[string]string
+				}
+			}
+		}
+	}
+	if err := json.Unmarshal(envelope.Payload, &statement); err != nil {
+		t.Fatal(err)
+	}
+	if statement.Type != "https://in-toto.io/Statement/v1" || statement.PredicateType != "https://slsa.dev/provenance/v1" {
+		t.Errorf("the statement is of the type %s with the predicate %s", statement.Type, statement.PredicateType)
+	}
+	want := map[string]string{}
+	have := sums(t, dir)
+	for _, name := range artifacts() {
+		want[name] = have[name]
+	}
+	var index ociIndex
+	files := untar(t, bytes.NewReader(read(t, filepath.Join(dir, "flanneld-"+releaseVersion+"-linux.oci.tar"))))
+	unmarshal(t, files["index.json"], &index)
+	want["docker.io/library/flanneld:"+releaseVersion] = strings.TrimPrefix(index.Manifests[0].Digest, "sha256:")
+	got := map[string]string{}
+	for _, s := range statement.Subject {
+		got[s.Name] = s.Digest["sha256"]
+	}
+	if diff := cmp.Diff(want, got); diff != "" {
+		t.Errorf("subjects (-want +got):\n%s", diff)
+	}
+
+	module := command(t, "go", "list", "-m")
+	build, builder := statement.Predicate.BuildDefinition, statement.Predicate.RunDetails.Builder
+	parameters := map[string]string{"repository": "git+https://" + module, "version": releaseVersion, "command": "make release DEBIAN_SUITE=bookworm"}
+	if diff := cmp.Diff(parameters, build.ExternalParameters); diff != "" {
+		t.Errorf("parameters of the build (-want +got):\n%s", diff)
+	}
+	page := "https://" + module + "/Documentation/releasing.md"
+	if build.BuildType != page || builder.ID != page || !strings.HasPrefix(builder.Version["go"], "go1.") {
+		t.Errorf("build type %s, builder %+v", build.BuildType, builder)
+	}
+	commit := command(t, "git", "-C", filepath.Join(dir, "../.."), "rev-parse", "HEAD")
+	if source := build.ResolvedDependencies[0]; source.URI != "git+https://"+module || source.Digest["gitCommit"] != commit {
+		t.Errorf("source is %+v, want commit %s of %s", source, commit, module)
+	}
+	packages := regexp.MustCompile(`^pkg:deb/debian/(iptables|libc6)@[^?]+\?arch=(amd64|arm64|armhf|ppc64el|s390x)$`)
+	found := 0
+	for _, d := range build.ResolvedDependencies {
+		if packages.MatchString(d.URI) && len(d.Digest["sha256"]) == 64 {
+			found++
+		}
+	}
+	if found != 10 {
+		t.Errorf("the statement has %d packages iptables and libc6, want two for each of five architectures", found)
+	}
+}
+
+func read(t *testing.T, path string) []byte {
+	t.Helper()
+	raw, err := os.ReadFile(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return raw
+}
+
+func decode(t *testing.T, path string, into any) {
+	t.Helper()
+	unmarshal(t, read(t, path), into)
+}
+
+func unmarshal(t *testing.T, raw []byte, into any) {
+	t.Helper()
+	if err := json.Unmarshal(raw, into); err != nil {
+		t.Fatalf("%v: %s", err, raw)
+	}
+}
+
+// ociIndex is an index or manifest of OCI images.
+type ociIndex struct {
+	MediaType string
+	Manifests []struct {
+		Digest      string
+		Annotations map[string]string
+		Platform    ociPlatform
+	}
+	Config struct{ Digest string }
+	Layers []struct{ Digest string }
+}
+
+type ociPlatform struct{ OS, Architecture, Variant string }
+
+// untar returns the files of a tar archive. A link has its target as its content.
+func untar(t *testing.T, from io.Reader) map[string][]byte {
+	t.Helper()
+	files := map[string][]byte{}
+	for r := tar.NewReader(from); ; {
+		h, err := r.Next()
+		if errors.Is(err, io.EOF) {
+			return files
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		if h.Uid != 0 || h.Gid != 0 || h.FileInfo().Mode().Perm()&0o022 != 0 && h.Typeflag != tar.TypeSymlink {
+			t.Errorf("%s belongs to %d:%d and has the mode %v, want root and no right to write for others", h.Name, h.Uid, h.Gid, h.FileInfo().Mode())
+		}
+		if h.Typeflag == tar.TypeSymlink {
+			files[h.Name] = []byte(h.Linkname)
+		} else if files[h.Name], err = io.ReadAll(r); err != nil {
+			t.Fatal(err)
+		}
+	}
+}
+
+// releaseImage checks the images of all platforms.
+func releaseImage(t *testing.T, dir string) {
+	files := untar(t, bytes.NewReader(read(t, filepath.Join(dir, "flanneld-"+releaseVersion+"-linux.oci.tar"))))
+	blob := func(digest string) []byte {
+		raw := files["blobs/"+strings.ReplaceAll(digest, ":", "/")]
+		if sum := fmt.Sprintf("sha256:%x", sha256.Sum256(raw)); sum != digest {
+			t.Errorf("the blob %s has the digest %s", digest, sum)
+		}
+		return raw
+	}
+	var archive, index ociIndex
+	unmarshal(t, files["index.json"], &archive)
+	if name := archive.Manifests[0].Annotations["org.opencontainers.image.ref.name"]; len(archive.Manifests) != 1 || name != "docker.io/library/flanneld:"+releaseVersion {
+		t.Errorf("the archive has %d entries and the name %s", len(archive.Manifests), name)
+	}
+	unmarshal(t, blob(archive.Manifests[0].Digest), &index)
+	var platforms []string
+	for _, m := range index.Manifests {
+		platforms = append(platforms, path.Join(m.Platform.OS, m.Platform.Architecture, m.Platform.Variant))
+		var manifest ociIndex
+		unmarshal(t, blob(m.Digest), &manifest)
+		var config struct {
+			ociPlatform
+			Config struct{ Entrypoint []string }
+			RootFS struct {
+				DiffIDs []string `json:"diff_ids"`
+			}
+		}
+		unmarshal(t, blob(manifest.Config.Digest), &config)
+		if config.ociPlatform != m.Platform || !slices.Equal(config.Config.Entrypoint, []string{"/opt/bin/flanneld"}) {
+			t.Errorf("%+v: the configuration is of %+v with the entry point %q", m.Platform, config.ociPlatform, config.Config.Entrypoint)
+		}
+		if len(manifest.Layers) != 1 {
+			t.Fatalf("%+v: %d layers, want 1", m.Platform, len(manifest.Layers))
+		}
+		z, err := gzip.NewReader(bytes.NewReader(blob(manifest.Layers[0].Digest)))
+		if err != nil {
+			t.Fatal(err)
+		}
+		layer, err := io.ReadAll(z)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if diffID := fmt.Sprintf("sha256:%x", sha256.Sum256(layer)); !slices.Equal(config.RootFS.DiffIDs, []string{diffID}) {
+			t.Errorf("%+v: the layer is %s, want %s", m.Platform, diffID, config.RootFS.DiffIDs)
+		}
+		t.Run(m.Platform.Architecture, func(t *testing.T) {
+			root := untar(t, bytes.NewReader(layer))
+			sameAsTarball(t, dir, m.Platform.Architecture, root)
+			complete(t, root, machines[m.Platform.Architecture], m.Platform.Architecture != "riscv64")
+		})
+	}
+	want := []string{"linux/amd64", "linux/arm64", "linux/arm/v7", "linux/ppc64le", "linux/s390x", "linux/riscv64"}
+	if diff := cmp.Diff(want, platforms); diff != "" {
+		t.Errorf("platforms (-want +got):\n%s", diff)
+	}
+}
+
+// sameAsTarball checks that an image contains the programs of the tarball.
+func sameAsTarball(t *testing.T, dir, arch string, root map[string][]byte) {
+	t.Helper()
+	z, err := gzip.NewReader(bytes.NewReader(read(t, filepath.Join(dir, fmt.Sprintf("flannel-%s-linux-%s.tar.gz", releaseVersion, arch)))))
+	if err != nil {
+		t.Fatal(err)
+	}
+	files := untar(t, z)
+	for _, name := range programs {
+		if len(files[name]) == 0 || !bytes.Equal(files[name], root["opt/bin/"+name]) {
+			t.Errorf("opt/bin/%s is not the program of the tarball", name)
+		}
+	}
+}
+
+// complete checks that all programs and libraries of an image are for the right machine, and
+// that the image contains all libraries and loaders that they name. Debian's programs are
+// there if the release of Debian has the architecture.
+func complete(t *testing.T, root map[string][]byte, machine elf.Machine, debian bool) {
+	t.Helper()
+	have := map[string]bool{}
+	for name := range root {
+		have[path.Base(name)] = true
+	}
+	for _, name := range []string{"usr/sbin/iptables-nft", "usr/sbin/ip6tables-legacy-restore", "bin/sh", "bin/busybox", "etc/ssl/certs/ca-certificates.crt"} {
+		if (root[name] != nil) != debian {
+			t.Errorf("the image contains %s: %v, want %v", name, root[name] != nil, debian)
+		}
+	}
+	for name, raw := range root {
+		f, err := elf.NewFile(bytes.NewReader(raw))
+		if err != nil {
+			continue // not a program
+		}
+		if f.Machine != machine {
+			t.Errorf("%s is for %v, want %v", name, f.Machine, machine)
+		}
+		libraries, err := f.ImportedLibraries()
+		if err != nil {
+			t.Errorf("%s: %v", name, err)
+		}
+		for _, library := range libraries {
+			if !have[library] {
+				t.Errorf("the image does not contain %s, which %s loads", library, name)
+			}
+		}
+		for _, p := range f.Progs {
+			if p.Type != elf.PT_INTERP {
+				continue
+			}
+			loader, err := io.ReadAll(p.Open())
+			if loader := strings.Trim(string(loader), "/\x00"); err != nil || root[loader] == nil {
+				t.Errorf("the image does not contain %s, which loads %s: %v", loader, name, err)
+			}
+		}
+	}
+}
+
+// releaseVerification runs the commands of the page on security. They must accept the
+// release, and refuse it with another key or with a changed byte in any file.
+func releaseVerification(t *testing.T, dir, public string) {
+	page := string(read(t, "../Documentation/security.md"))
+	_, section, _ := strings.Cut(page, "\n## Verify a download\n")
+	section, _, _ = strings.Cut(section, "\n## ")
+	var script strings.Builder
+	for line := range strings.Lines(section) {
+		if command, found := strings.CutPrefix(line, "    "); found {
+			script.WriteString(strings.ReplaceAll(command, "VERSION", releaseVersion))
+		}
+	}
+	_, other, _ := newKey(t)
+	verify := func(change string) error {
+		t.Helper()
+		folder := t.TempDir()
+		command(t, "cp", "-rs", dir+"/.", folder) // as links
+		if err := os.Symlink(public, filepath.Join(folder, "release.pub")); err != nil {
+			t.Fatal(err)
+		}
+		if change != "" {
+			file := filepath.Join(folder, change)
+			raw := read(t, file)
+			if change == "release.pub" {
+				raw = read(t, other)
+			} else {
+				raw[len(raw)/2] ^= 1
+			}
+			if err := errors.Join(os.Remove(file), os.WriteFile(file, raw, 0o600)); err != nil {
+				t.Fatal(err)
+			}
+		}
+		cmd := exec.CommandContext(t.Context(), "sh", "-ec", script.String())
+		cmd.Dir = folder
+		out, err := cmd.CombinedOutput()
+		if change == "" && err != nil {
+			t.Errorf("%v: %s: %s", err, &script, out)
+		}
+		return err
+	}
+	if err := verify(""); err != nil {
+		t.Fatal(err)
+	}
+	for _, change := range []string{
+		"release.pub", statementName, "flannel-0.1.0.tgz", "flanneld-" + releaseVersion + "-linux.oci.tar", "flanneld-" + releaseVersion + "-linux-s390x.cdx.json",
+		"flannel-" + releaseVersion + "-linux-amd64.tar.gz", "flannel-" + releaseVersion + "-linux-arm.deb",
+	} {
+		if verify(change) == nil {
+			t.Errorf("the release is accepted with %s changed", change)
+		}
+	}
+}
