@@ -6,6 +6,7 @@ import (
 	"context"
 	"net"
 	"net/http"
+	"os"
 	"path/filepath"
 	"strconv"
 	"strings"
@@ -104,5 +105,31 @@ func TestRunWithoutItsPort(t *testing.T) {
 	}
 	if log := logger.GetSink().(ktesting.Underlier).GetBuffer().String(); strings.Contains(log, "status socket") {
 		t.Errorf("the first run has kept the status socket:\n%s", log)
+	}
+}
+
+// TestRunWithoutItsFiles starts the daemon with files that are good for nothing. It must return the
+// reason.
+func TestRunWithoutItsFiles(t *testing.T) {
+	defer goleak.VerifyNone(t)
+	file := filepath.Join(t.TempDir(), "file")
+	if err := os.WriteFile(file, []byte("nothing"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	for name, args := range map[string][]string{
+		"a CA file for etcd":     {"--etcd-cafile=" + file},
+		"a kubeconfig":           {"--kube-subnet-mgr", "--net-config-path=" + file, "--kubeconfig-file=" + file},
+		"a directory for states": {"--state-dir=/dev/null/nowhere", "--etcd-cafile=" + file},
+	} {
+		opts, err := options.Parse(append([]string{
+			"--state-dir=" + t.TempDir(), "--subnet-file=" + filepath.Join(t.TempDir(), "subnet.env"),
+		}, args...), nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		logger := ktesting.NewLogger(t, ktesting.NewConfig(ktesting.BufferLogs(true)))
+		if err := Run(klog.NewContext(t.Context(), logger), Config{Options: opts, Backends: builtin.New}); err == nil {
+			t.Errorf("%s: the daemon ends without an error", name)
+		}
 	}
 }

@@ -27,12 +27,20 @@ type storeOpener func(ctx context.Context, n *network) (store, error)
 // openStore creates the store that the options select.
 func openStore(ctx context.Context, n *network) (store, error) {
 	if n.opts.KubeSubnetMgr {
-		return n.openKube(ctx)
+		return orNil(n.openKube(ctx))
 	}
-	return n.openEtcd(ctx)
+	return orNil(n.openEtcd(ctx))
 }
 
-func (n *network) openEtcd(ctx context.Context) (store, error) {
+// orNil returns a nil interface if there is an error: m may be a nil pointer then.
+func orNil(m store, err error) (store, error) {
+	if err != nil {
+		return nil, err
+	}
+	return m, nil
+}
+
+func (n *network) openEtcd(ctx context.Context) (*etcd.Manager, error) {
 	o := n.opts
 	return etcd.New(etcd.Config{
 		Endpoints: o.EtcdEndpoints, Prefix: o.EtcdPrefix,
@@ -50,7 +58,7 @@ func (n *network) openEtcd(ctx context.Context) (store, error) {
 	})
 }
 
-func (n *network) openKube(ctx context.Context) (store, error) {
+func (n *network) openKube(ctx context.Context) (*kube.Manager, error) {
 	o := n.opts
 	c := kube.Config{
 		APIURL: o.KubeAPIURL, Kubeconfig: o.KubeconfigFile,
