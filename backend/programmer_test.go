@@ -79,9 +79,10 @@ func TestConflictWithRouteOfAllPeers(t *testing.T) {
 	}
 }
 
-// TestVolatileCallsDesiredAgain changes a route of the host, which a pass for a changed
-// lease notices. Desired must be called for all peers soon after, once, even if there are
-// other passes in between. A pass for a changed lease alone calls it only for that lease.
+// TestVolatileCallsDesiredAgain changes a route of the host, and the next pass is one for a
+// changed lease. That pass and others before Volatile has passed must call Desired only for
+// their lease, and ask for another pass. The first pass after Volatile must call Desired once
+// for all peers.
 func TestVolatileCallsDesiredAgain(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		kernel := dataplanetest.New()

@@ -608,8 +608,8 @@ func TestBrokenDisk(t *testing.T) {
 	n.expect("pre []", "post 10.5.0.0/16 10.5.1.0/24 192.0.2.1  ::/0 <nil> []", "add 10.5.2.0/24 192.0.2.2 [ ] [two]")
 }
 
-// TestRandomWalk: the commands are as strict as ip(8), fail at random and leave things
-// incomplete, and processes start and stop. In the end every subnet is as wanted.
+// TestRandomWalk starts and stops processes whose commands are as strict as ip(8), fail at random
+// and leave their work incomplete. In the end every subnet must be as wanted.
 func TestRandomWalk(t *testing.T) {
 	seed := rand.Uint64()
 	t.Logf("seed %d", seed)

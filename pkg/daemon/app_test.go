@@ -108,7 +108,7 @@ func TestRunWithoutItsPort(t *testing.T) {
 	}
 }
 
-// TestRunWithoutItsFiles starts the daemon with files that are good for nothing. It must return the
+// TestRunWithoutItsFiles starts the daemon with files that it cannot use. Run must return the
 // reason.
 func TestRunWithoutItsFiles(t *testing.T) {
 	defer goleak.VerifyNone(t)

@@ -47,8 +47,9 @@ func (n *network) attend(ctx context.Context, m subnet.Manager, s *session, chan
 	return to, group.Wait()
 }
 
-// publish writes the own lease to the store as it is here. The store must keep its key
-// and its subnets: a key alone may get other subnets.
+// publish writes the own lease with its new addresses to the store. It returns ErrLeaseLost,
+// wrapped, if the store has another key or other subnets for this node. It compares the subnets
+// too, because the same key may get other subnets.
 func (n *network) publish(ctx context.Context, m subnet.Manager, cfg subnet.Config, own subnet.Lease) error {
 	var published subnet.Lease
 	err := retry(ctx, "cannot publish the own lease with its new address", func() (err error) {

@@ -7,7 +7,7 @@ import (
 )
 
 // phase is what a network does at present. Documentation/design.md draws the phases and the
-// ways between them.
+// transitions between them.
 type phase string
 
 // The phases. In the first three this process has no session. The objects of earlier processes stay

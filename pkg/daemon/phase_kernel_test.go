@@ -31,8 +31,8 @@ import (
 const inNamespace = "DAEMON_TEST_IN_NAMESPACE"
 
 // TestKernelPhases leads a network through all its phases, in a network namespace with the real
-// kernel. The store is in memory. Each change of the phase must be one that the drawing in
-// design.md has.
+// kernel. The store is in memory. Each change of the phase must be a transition of the
+// diagram in design.md.
 func TestKernelPhases(t *testing.T) {
 	if os.Getenv(inNamespace) == "" {
 		repeatInNamespace(t)

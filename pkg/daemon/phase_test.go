@@ -11,8 +11,8 @@ import (
 	"github.com/google/go-cmp/cmp"
 )
 
-// TestPhasesAreDrawn checks that the drawing in design.md has the phases of this package, and
-// the same ways between them.
+// TestPhasesAreDrawn checks that the diagram in design.md has the phases of this package, and
+// the same transitions between them.
 func TestPhasesAreDrawn(t *testing.T) {
 	page, err := os.ReadFile("../../Documentation/design.md")
 	if err != nil {

@@ -72,8 +72,8 @@ func networksOfFile(path string) []netip.Prefix {
 	return named
 }
 
-// formerNetworks returns the networks outside of cfg for which an earlier process may
-// have created rules.
+// formerNetworks returns the networks for which an earlier process may have created rules,
+// except for those in cfg.
 func formerNetworks(last lastKnown, cfg subnet.Config) []netip.Prefix {
 	all := append(slices.Clone(last.Rules), networks(last.Config)...)
 	for _, f := range last.Former {

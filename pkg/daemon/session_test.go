@@ -197,9 +197,9 @@ type slow struct {
 
 func (s *slow) Resumed(subnet.Lease) { <-s.known }
 
-// TestEndTries lets the regular start continue while a session on the last known state is
-// starting. endTries must wait until that session has started and the store knows it, and
-// prevent another start.
+// TestEndTries calls endTries while a session on the last known state is starting, as the regular
+// start does when it continues. endTries must return only after that session has started and the
+// store knows its lease. After that no other session may start on the last known state.
 func TestEndTries(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		ctx, cancel := context.WithCancel(t.Context())

@@ -144,9 +144,9 @@ func (s *stateStore) flush() (wrote bool, err error) {
 	return true, nil
 }
 
-// close writes what has changed and closes the file. The revision of the store alone, which
-// changes all the time, is not worth a write before: with a recent one the next start needs
-// fewer changes from the store.
+// close writes what has changed and closes the file. It also writes a changed revision of the
+// store, so that the next start reads fewer changes from the store. The revision alone causes
+// no earlier write, because it changes all the time.
 func (s *stateStore) close() {
 	s.mu.Lock()
 	s.changed = s.changed || s.now.peers != nil

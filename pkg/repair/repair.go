@@ -25,8 +25,9 @@ type Limiter struct {
 	logged   time.Time
 }
 
-// New returns a Limiter. It allows burst passes with repairs at once, and then perSecond.
-// message is the line in the log, and unit the key of the number of repairs in it.
+// New returns a Limiter. Pause is zero for the first passes with repairs, burst of them, and then
+// permits perSecond such passes per second. message is the message of the log line, and unit is its
+// key for the number of repairs.
 func New(perSecond rate.Limit, burst int, message, unit string) *Limiter {
 	return &Limiter{limit: rate.NewLimiter(perSecond, burst), message: message, unit: unit}
 }

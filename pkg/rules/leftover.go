@@ -30,8 +30,9 @@ type leftover struct {
 	gone    firewall.Policy
 }
 
-// leftovers returns the firewalls that may contain rules of gone, without the flavour and
-// the variants of iptables that are in use. No flavour is in use if it is "".
+// leftovers returns the firewalls that may contain rules of the networks in gone. It omits the
+// flavour inUse, and for each family the variant of iptables in variants, because these contain
+// the present rules. If inUse is "", it omits none.
 func leftovers(inUse Flavour, gone firewall.Policy, variants map[prefix.Family]iptables.Variant) []leftover {
 	var all []leftover
 	for _, v := range []iptables.Variant{iptables.Legacy, iptables.NFT} {

@@ -72,8 +72,8 @@ func (s *session) run(ctx context.Context) {
 	wg.Wait()
 }
 
-// prepare decides by which firewall the rules are applied, and in which others there may
-// be leftovers. It returns the resync period, and the chains whose changes the kernel
+// prepare chooses the firewall that applies the rules, and finds the others that may
+// contain leftovers. It returns the resync period, and the chains whose changes the kernel
 // announces. It returns early if ctx ends.
 func (s *session) prepare(ctx context.Context) (period time.Duration, places []firewall.Place) {
 	period = s.keeper.config.Resync
@@ -112,8 +112,8 @@ func (k *Keeper) applier(p *iptables.Programs) *iptables.Applier {
 }
 
 // variants returns the variant of the iptables programs for each family. It repeats the
-// question until it is answered: a wrong variant would make the cleanup remove the rules
-// in use.
+// detection until it succeeds, because a wrong variant would make the cleanup remove the
+// rules in use.
 func (s *session) variants(ctx context.Context, p *iptables.Programs) map[prefix.Family]iptables.Variant {
 	found := map[prefix.Family]iptables.Variant{}
 	ctx, enough := context.WithCancel(ctx)

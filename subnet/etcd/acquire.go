@@ -104,14 +104,14 @@ func leaseToKeep(pools []subnet.Pool, wanted []netip.Prefix, running bool, taken
 	return mine[0]
 }
 
-// outdated reports whether e, which has the own address, has to be deleted along with the write
-// of the lease that the plan uses. Peers that find the same identity, such as a VTEP MAC, in
-// two leases accept the older one, so an older lease would cut this node off until it
-// expires. A restored backup brings such leases back.
+// outdated reports whether e, which has the own address, has to be deleted in the transaction that
+// writes the lease of the plan. If two leases have the same identity, such as a VTEP MAC, peers
+// accept the older one. So an older lease would disconnect this node until it expires. A restored
+// backup brings such leases back.
 //
-// While the node runs, leases that are younger than its own was stay: another host may use
-// the same address, and two hosts must not delete each other's lease again and again. A
-// reservation is the operator's and stays.
+// While the node runs, it keeps leases that are newer than its own lease was, because they may
+// belong to another host with the same address: two hosts must not delete each other's lease again
+// and again. It also keeps a reservation, because only the operator deletes those.
 func (p plan) outdated(e entry, running ownLease) bool {
 	switch {
 	case !e.leased():
@@ -385,8 +385,8 @@ func (m *Manager) refresh(ctx context.Context, e entry, own ownLease, stale []en
 	return nil
 }
 
-// isOwn reports whether e is as this manager has written it. A comparison of the revision alone is
-// not sufficient, because revisions start again in a store that was emptied.
+// isOwn reports whether e is the last write of this manager to its key. A comparison of the
+// revision alone is not sufficient, because revisions start again in a store that was emptied.
 func (m *Manager) isOwn(e entry) bool {
 	return e.key == m.own.key && e.modRevision == m.own.revision && e.createRevision == m.own.create && e.leaseID == m.own.grant.id
 }

@@ -452,7 +452,7 @@ func TestAnswerLostAndTakenOver(t *testing.T) {
 	}
 }
 
-// loseAnswer has c written to key, and m give up before it learns so.
+// loseAnswer lets m write c to key, and cancels the call before the answer arrives.
 func loseAnswer(t *testing.T, f *fixture, p *proxy, m *Manager, key string, c subnet.Claim) {
 	t.Helper()
 	ctx, cancel := contextWithCancel(t)

@@ -33,7 +33,8 @@ type audit struct {
 	wg    sync.WaitGroup
 }
 
-// findings are the entries that differ. was is what the cache had, nil if it had none.
+// findings contains the entries that differ, by key. was has those of the cache, and is those of the
+// store. A key without an entry on one side is nil or missing there.
 type findings struct {
 	was, is map[string]*entry
 }
@@ -43,8 +44,9 @@ var errDiffers = errors.New("the view differs from the store")
 
 func (m *Manager) newAudit(cache *leaseCache) *audit { return &audit{m: m, cache: cache} }
 
-// begin starts the wait for the audit, if the cache needs one, along with a watch. The watch has
-// to use the context that begin returns, and end has to be called when it has ended.
+// begin starts a goroutine that makes the audit at its time while a watch runs, if the cache needs
+// an audit. The watch has to use the context that begin returns, which ends if the audit finds a
+// difference. end has to be called when the watch has ended.
 func (a *audit) begin(ctx context.Context) (watch context.Context, end func()) {
 	if a.cache.restored == 0 {
 		a.due = time.Time{}
@@ -72,8 +74,8 @@ func (a *audit) begin(ctx context.Context) (watch context.Context, end func()) {
 
 func (a *audit) stop() { a.wg.Wait() }
 
-// run makes the comparison. done is false if it is to be tried again: the store did not answer,
-// or has compacted the revision meanwhile.
+// run makes the comparison. done is false if the comparison must be repeated, because the store did
+// not answer or has compacted the revision.
 func (a *audit) run(ctx context.Context) (done, differs bool) {
 	a.mu.Lock()
 	entries, revision, store := maps.Clone(a.cache.entries), a.cache.next-1, a.cache.store.ID

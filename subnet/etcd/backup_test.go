@@ -144,7 +144,8 @@ func TestRetakeSparesOthers(t *testing.T) {
 }
 
 // TestHostsOfOneAddressDoNotFight runs two hosts with one public address and different
-// subnets in a store that loses the leases of both. They must come to rest with both leases.
+// subnets in a store that loses the leases of both. Each must take its lease again and leave the
+// other's alone.
 func TestHostsOfOneAddressDoNotFight(t *testing.T) {
 	f := newFixture(t, newServer(t))
 	f.put(t, "config", configV4)
@@ -176,8 +177,8 @@ func TestHostsOfOneAddressDoNotFight(t *testing.T) {
 }
 
 // TestRetakeAcrossAChangeOfFamilies restores a backup from before the network got its second
-// family. It has a lease of the host with the same IPv4 subnet under another key, which is no
-// reason to give the subnet up.
+// family. The backup has a lease of the host with the same IPv4 subnet under another key. The host
+// must keep the subnet.
 func TestRetakeAcrossAChangeOfFamilies(t *testing.T) {
 	f := newFixture(t, newServer(t))
 	f.put(t, "config", configV4)

@@ -20,8 +20,8 @@ import (
 	"github.com/flanneld/flanneld/subnet/subnettest"
 )
 
-// newCluster starts an etcd of three members that ends with the test. The leader counts as
-// lost when it was silent for so long.
+// newCluster starts an etcd of three members that ends with the test. A leader that is silent for
+// the time election counts as lost.
 func newCluster(t *testing.T, election time.Duration) []*server {
 	t.Helper()
 	var members []*server
@@ -185,8 +185,9 @@ func TestMemberHangs(t *testing.T) {
 	}
 }
 
-// TestMemberDoesNotAnswer has one endpoint accept connections and say nothing, as when its
-// process was stopped, and one refuse them: neither makes a host wait.
+// TestMemberDoesNotAnswer lists two bad endpoints before a good one. The first accepts connections
+// and sends nothing, like a stopped process. The second refuses connections. Neither may cause an
+// error.
 func TestMemberDoesNotAnswer(t *testing.T) {
 	f := newFixture(t, sharedServer(t))
 	f.put(t, "config", configV4)

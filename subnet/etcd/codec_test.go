@@ -59,7 +59,8 @@ func TestKey(t *testing.T) {
 	}
 }
 
-// TestValue has the bytes that flannel writes.
+// TestValue decodes values that flannel has written, and expects the same bytes when they are
+// encoded again.
 func TestValue(t *testing.T) {
 	for _, tc := range []struct{ key, value string }{
 		{"10.5.0.0-24", `{"PublicIP":"10.99.0.2","PublicIPv6":null,"BackendType":"host-gw"}`},
@@ -83,8 +84,8 @@ func TestValue(t *testing.T) {
 	}
 }
 
-// TestDecodePlain has what flannel writes read the fast way, and what only looks
-// like it the other.
+// TestDecodePlain expects that decodePlain reads the values that flannel writes, with the result of
+// decodeAny, and leaves similar ones to decodeAny.
 func TestDecodePlain(t *testing.T) {
 	for value, want := range map[string]bool{
 		`{"PublicIP":"10.99.0.2","PublicIPv6":null,"BackendType":"host-gw"}`: true,

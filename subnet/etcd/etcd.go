@@ -142,7 +142,8 @@ func New(cfg Config) (*Manager, error) {
 		request: 5 * time.Second, page: 20 * time.Second, login: 4 * time.Minute, spread: 10 * time.Millisecond,
 		slow:  time.Second,
 		quiet: 12 * time.Minute, idle: 10 * time.Second, probeAnswer: 5 * time.Second,
-		// Give or take a fifth it is less than the five minutes that a login lives unused.
+		// With its variation of a fifth it is shorter than the five minutes after which etcd
+		// forgets an unused login.
 		check:      4 * time.Minute,
 		dead:       pingAfter + pingTimeout,
 		backoffMin: 100 * time.Millisecond, backoff: 5 * time.Second,

@@ -22,8 +22,8 @@ import (
 	"github.com/flanneld/flanneld/subnet/subnettest"
 )
 
-// startGRPCProxy starts the grpc-proxy of an etcd release in front of s, and returns s
-// as managers reach it through the proxy.
+// startGRPCProxy starts the grpc-proxy of an etcd release in front of s. It returns a copy of s
+// with the URL of the proxy, so that managers of the copy use the proxy.
 func startGRPCProxy(t *testing.T, s *server, program string) *server {
 	t.Helper()
 	addr := freeAddr(t)
@@ -80,9 +80,9 @@ func TestSuiteByGRPCProxy(t *testing.T) {
 	}
 }
 
-// TestWatchByGRPCProxy has hosts watch through a proxy, which merges their watches. Each host
-// lists once and sees each change, though the proxy leaves the cluster's id out of what it
-// says by itself.
+// TestWatchByGRPCProxy starts hosts that watch through a proxy, which merges their watches. Each
+// host must list once and see each change, although the proxy omits the cluster's id in the
+// responses that it creates itself.
 //
 //stages:rest it needs older etcds, which take minutes to build
 func TestWatchByGRPCProxy(t *testing.T) {

@@ -175,8 +175,8 @@ func lost(key string, by entry) error {
 }
 
 // recreate creates the own key again unless another host has one of its subnets by now, under
-// any key. It deletes leases that carry the own address and are older than the own lease was,
-// or are of the own subnets: a restored backup has brought them back, see plan.outdated.
+// any key. It deletes leases with the own address that are older than the own lease was, or that
+// have the own subnets. A restored backup can bring such leases back: see plan.outdated.
 func (m *Manager) recreate(ctx context.Context, own ownLease, spare *grant) error {
 	l, err := m.list(ctx)
 	if err != nil {

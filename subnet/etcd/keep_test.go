@@ -222,7 +222,8 @@ func TestOwnKeyTakenOverAtTheSameRevision(t *testing.T) {
 	}
 }
 
-// TestAwayPastTTL has the lease run out while the store cannot be reached.
+// TestAwayPastTTL lets the lease expire while the host cannot reach the store. The host must take
+// the same subnet again, unless another host has taken it.
 func TestAwayPastTTL(t *testing.T) {
 	for _, taken := range []bool{false, true} {
 		t.Run(fmt.Sprintf("taken %v", taken), func(t *testing.T) { testAwayPastTTL(t, taken) })
@@ -259,8 +260,8 @@ func testAwayPastTTL(t *testing.T, taken bool) {
 	}
 }
 
-// TestTwoOfOneAddress has two hosts that claim to be the same one and write
-// over each other: they must not do so in a frenzy.
+// TestTwoOfOneAddress runs two hosts with one public address, which overwrite each other's lease.
+// There must be pauses between their writes.
 func TestTwoOfOneAddress(t *testing.T) {
 	f := newFixture(t, sharedServer(t))
 	f.put(t, "config", configV4)

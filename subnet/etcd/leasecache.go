@@ -45,7 +45,8 @@ func (e *entry) mayEqual(listed entry) bool {
 func (c *leaseCache) count() int64 { return int64(len(c.entries) - len(c.expiring)) }
 
 // newestEntry returns the entry in the store that was written last, or nil if there is none.
-// known is false if that may be an entry from an earlier run, whose revision is not known.
+// known is false if the result is uncertain: entries from an earlier run have no revision, and one
+// of them may be newer.
 func (c *leaseCache) newestEntry() (newest *entry, known bool) {
 	valid := func(e *entry) bool {
 		_, expiring := c.expiring[e.key]

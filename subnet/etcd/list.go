@@ -131,14 +131,14 @@ func (m *Manager) listAt(ctx context.Context, revision int64, pause time.Duratio
 // by compare-and-swap, or by the watch.
 type stash struct{ atomic.Pointer[listing] }
 
-// stashTime is the age up to which a listing is used. It may be that of a start on a slow host,
-// or from a store that all hosts ask at once. A second list would make the latter slower.
+// stashTime is the maximum age of a listing that is used. It is long because a start may be slow: on
+// a slow host, or with a store that all hosts use at once, which a second list would make slower.
 const stashTime = time.Minute
 
 func (s *stash) put(l listing) { s.Store(&l) }
 
-// listOr returns the content of s, which is empty afterwards, or the last known state brought up
-// to date, or a new listing.
+// listOr returns the first of these that is available: the content of s, which is empty afterwards,
+// the last known state brought up to date, or a new listing.
 func (m *Manager) listOr(ctx context.Context, s *stash) (listing, error) {
 	if l := s.Swap(nil); l != nil && time.Since(l.read) < stashTime {
 		return *l, nil

@@ -57,8 +57,8 @@ func TestListByPages(t *testing.T) {
 	}
 }
 
-// TestSlowLink has several hosts list at once over one link, on which that takes longer than
-// a request may.
+// TestSlowLink lets several hosts list at once over one slow link. The lists must succeed although
+// they take longer than the deadline of a request.
 //
 //stages:rest it waits for transfers on a slow link
 func TestSlowLink(t *testing.T) {
@@ -82,8 +82,8 @@ func TestSlowLink(t *testing.T) {
 	}
 }
 
-// TestListTakesTurns lists from a store that cannot keep up: small requests take long. Hosts
-// list one after another then.
+// TestListTakesTurns expects that a host waits for its turn before it lists the rest of the leases,
+// if a small request has taken long. That means that the store is overloaded.
 func TestListTakesTurns(t *testing.T) {
 	f := newFixture(t, sharedServer(t))
 	f.put(t, "config", configV4)

@@ -43,8 +43,8 @@ const unknownLeaseID clientv3.LeaseID = -1
 
 // mark returns what restore needs to recognize the store at the revision of the cache: the
 // number of keys, and the key that was written last, with its revision and etcd lease. Another
-// history of the store has hardly the same: ids of etcd leases are random. It is empty if that
-// key is not known or cannot be read.
+// history of the store is unlikely to have the same mark, because ids of etcd leases are random.
+// The mark is empty if that key is not known or cannot be read.
 func (c *leaseCache) mark() string {
 	newest, known := c.newestEntry()
 	switch {

@@ -349,8 +349,8 @@ func TestRestartsComeToTheSame(t *testing.T) {
 	}
 }
 
-// TestAudit has a last known state that differs from the store although its mark is right. The
-// audit must correct it, report that once, and not touch leases that have changed since.
+// TestAudit starts from a last known state that differs from the store although its mark is right.
+// The audit must correct it, report that once, and not touch leases that have changed since.
 func TestAudit(t *testing.T) {
 	f := newFixture(t, newServer(t))
 	f.put(t, "config", configV4)

@@ -236,8 +236,8 @@ func TestPassword(t *testing.T) {
 	})
 }
 
-// TestCertificateIsTheLogin has etcd take the common name of the client certificate for the
-// user, so that hosts need no password, and no login.
+// TestCertificateIsTheLogin runs an etcd that uses the common name of the client certificate as the
+// user, so that hosts need no password and no login.
 func TestCertificateIsTheLogin(t *testing.T) {
 	a := newAuthority(t)
 	for _, name := range []string{"server", "root", "flannel"} {

@@ -109,7 +109,7 @@ func (s *server) stop() {
 	}
 }
 
-// wipe makes it an etcd with nothing in it, at the same address.
+// wipe replaces the etcd by an empty one at the same address.
 func (s *server) wipe(tb testing.TB) {
 	tb.Helper()
 	s.stop()
@@ -119,7 +119,7 @@ func (s *server) wipe(tb testing.TB) {
 	s.start(tb)
 }
 
-// client returns a client of the server that is none of the manager's.
+// client returns a new client of the server, which no manager uses.
 func (s *server) client(tb testing.TB) *clientv3.Client {
 	tb.Helper()
 	c, err := clientv3.New(clientv3.Config{

@@ -179,8 +179,8 @@ func (m *Manager) receive(s *stream, watchdog *time.Timer, w watcher) error {
 	}
 }
 
-// confirmed returns the revision up to which the server has sent all events, at least those of the
-// first key, for which it sends notifications. It is zero if resp does not say.
+// confirmed returns the revision up to which the server has sent all events of the first key, for
+// which it sends notifications. It is zero if resp does not contain that revision.
 func (s *stream) confirmed(resp *pb.WatchResponse) int64 {
 	if resp.Created || len(resp.Events) > 0 || resp.WatchId == clientv3.InvalidWatchID && s.answersEarly {
 		return 0
@@ -197,11 +197,11 @@ func (s *stream) advance(revision int64) {
 	s.advanced.Send()
 }
 
-// verify reads the store's revision every few minutes, and returns an error when it cannot read it
-// or the stream does not reach it in timing.probeAnswer. A member whose disk hangs answers pings
-// and sends progress notifications, of the revision at which it is stuck, but it cannot
+// verify reads the store's revision every few minutes. It returns an error when it cannot read it
+// or the stream does not reach it in timing.probeAnswer. This detects a member whose disk hangs.
+// Such a member answers pings and sends progress notifications with its old revision. It cannot
 // answer a linearizable read, for which it must have applied the revisions of the other members.
-// Behind a proxy the stream may end at another member than the read.
+// Behind a proxy the read may reach another member than the stream, so the revisions are compared.
 func (m *Manager) verify(ctx context.Context, s *stream) error {
 	for {
 		if wait.For(ctx, wait.Vary(m.timing.check, 0.2)) != nil {

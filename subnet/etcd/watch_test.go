@@ -229,7 +229,7 @@ func checkTransitions(t *testing.T, all []error) {
 	}
 }
 
-// TestIdleWatchStaysUp probes a watch without news many times.
+// TestIdleWatchStaysUp probes a watch without events many times.
 func TestIdleWatchStaysUp(t *testing.T) {
 	f := newFixture(t, sharedServer(t))
 	var status statuses
@@ -270,8 +270,9 @@ func TestStoreWiped(t *testing.T) {
 	w.Until(t, "what the new store gets", subnettest.Has("10.5.2.0-24"))
 }
 
-// TestStoreWipedAndUsedOutOfSight empties a store during an outage, and uses it until it has come
-// to the revision that it had. The manager must notice that it is another store.
+// TestStoreWipedAndUsedOutOfSight empties a store during an outage, and then writes to it until its
+// revision is higher than before. The manager cannot recognize the new store by a lower revision,
+// but must notice that it is another one.
 func TestStoreWipedAndUsedOutOfSight(t *testing.T) {
 	for name, tc := range map[string]struct {
 		had, has  []string
@@ -404,8 +405,8 @@ func TestCancelWhileUnreachable(t *testing.T) {
 	}
 }
 
-// TestDeadConnection has no probe notice in time that a connection is dead, only
-// the pings that cost the store nothing.
+// TestDeadConnection expects that the pings of gRPC, which cost the store nothing, detect a dead
+// connection. The interval between probes is too long for them to detect it.
 func TestDeadConnection(t *testing.T) {
 	f := newFixture(t, newServer(t))
 	p := newProxy(t, f.server)
@@ -479,10 +480,10 @@ func watchSilentStore(t *testing.T, margin, dead time.Duration) (*fixture, *subn
 	return f, w
 }
 
-// TestQuietViewIsNotCompacted lets others use an etcd and compact it while no lease
-// changes: a host whose connection breaks then needs no full list. The cache advances when
-// the etcd says how far it is. One that answers ahead of what it has to tell, as 3.4.23
-// does, is not believed.
+// TestQuietViewIsNotCompacted lets others write to an etcd and compact it while no lease changes.
+// The answers to probes must keep the revision of the cache up to date, so that a host whose
+// connection breaks then needs no full list. etcd 3.4.23 is an exception: it answers probes
+// before it has sent all events, so the cache must ignore its answers, and the host needs a list.
 //
 //stages:rest it needs older etcds, which take minutes to build
 func TestQuietViewIsNotCompacted(t *testing.T) {

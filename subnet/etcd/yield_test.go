@@ -86,9 +86,10 @@ func TestRecreatedLeaseIsComparedLater(t *testing.T) {
 	}
 }
 
-// TestHostsOfOneAndTwoFamiliesShareNoSubnet has a host of one family write a lease of a subnet
-// that a host of both families has taken since the first one read the leases. Their keys
-// differ, as they do while a network gets its second family.
+// TestHostsOfOneAndTwoFamiliesShareNoSubnet tests a race for one subnet while a network gets its
+// second family. A host reads the leases, another host takes the subnet that the first one wants,
+// and then the first one acquires a lease. One of them has one family and the other has two, so
+// their keys differ and both writes succeed. The first host must take another subnet.
 func TestHostsOfOneAndTwoFamiliesShareNoSubnet(t *testing.T) {
 	for _, tc := range []struct {
 		name, config, wanted, rival string

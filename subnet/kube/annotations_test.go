@@ -170,7 +170,8 @@ func TestDecode(t *testing.T) {
 	}
 }
 
-// TestDecodeInPart has a Node of which one family cannot be read.
+// TestDecodeInPart decodes Nodes with a family that cannot be read. The other family must be used,
+// and the unreadable one must keep the endpoint of the previous lease if there is one.
 func TestDecodeInPart(t *testing.T) {
 	dual := prefixes("10.5.1.0/24", "fd00:5::/64")
 	v4, v6 := endpoint("10.5.1.0/24", "192.0.2.1", ""), endpoint("fd00:5::/64", "2001:db8::1", "{}")
@@ -244,8 +245,8 @@ func TestPodCIDRs(t *testing.T) {
 	}
 }
 
-// FuzzDecode checks that no annotations make anything but a lease that encodes
-// to one that decodes to the same, or an error of one line.
+// FuzzDecode checks that arbitrary annotations give a lease or an error of one line. When such a
+// lease is encoded and decoded again, it must stay the same.
 func FuzzDecode(f *testing.F) {
 	f.Add("true", "vxlan", `{"VtepMAC":"02:00:00:00:00:01"}`, "192.0.2.1", "null", "2001:db8::1")
 	f.Add("true", "", "null", "0.0.0.0", "", "")

@@ -322,8 +322,8 @@ func (b *balancer) use(s *server) {
 	b.cut()
 }
 
-// TestAPIServersBehindABalancer has two API servers over one etcd: one is up to date, the
-// other one gets no events from etcd for a time, and is started again later.
+// TestAPIServersBehindABalancer starts two API servers on one etcd. One is up to date. The other
+// gets no events from etcd for a time, and is started again later.
 //
 //stages:rest it starts several API servers
 func TestAPIServersBehindABalancer(t *testing.T) {

@@ -819,7 +819,9 @@ func TestWatchEndsWhileANodeIsRequested(t *testing.T) {
 	w.Until(t, "the peer", subnettest.Has("node3"))
 }
 
-// TestPodCIDRComesWhileANodeIsRequested changes a Node after the server has made the answer.
+// TestPodCIDRComesWhileANodeIsRequested gives a Node its podCIDR after the server has prepared the
+// answer to a request for the Node, and before that answer arrives. The manager must request the
+// Node again.
 func TestPodCIDRComesWhileANodeIsRequested(t *testing.T) {
 	f, p, w := watchedThroughProxy(t)
 	asked, release := make(chan struct{}), make(chan struct{})

@@ -108,10 +108,11 @@ func (m *Manager) newNodeCache(ctx context.Context) *nodeCache {
 
 // required returns the revision that a list must have reached: the latest one that is known, of the
 // cache or of the own Node s. Later changes come by the watch. A list does not require the present
-// revision of the store, because changes of other objects raise it, which do not reach the server's
-// cache of Nodes for minutes. 0 means the present state: the store is older than it was, or another
-// one, and the server's cache may still have the previous state; or the server is known to be
-// behind.
+// revision of the store, because changes of other objects raise it and do not reach the server's
+// cache of Nodes for minutes. 0 means that the list must be of the store's present state. It is
+// returned if the server is known to be behind. It is also returned if the store has a lower
+// revision than before or is another one, because the server's cache may still have the previous
+// state.
 func (c *nodeCache) required(s *ownNode) int64 {
 	known := max(c.store.Revision, s.version)
 	switch {
@@ -155,8 +156,9 @@ func (e *entry) isNode(n *wire.Node) bool {
 	return e.uid == string(n.UID)
 }
 
-// complete ends the filling from a list. The store is the same as before if one Node still exists:
-// uids are never used twice, and creation times hardly.
+// complete sets what a new cache contains besides the Nodes of a list. The store counts as the same
+// as before if one Node still exists, because uids are unique and two Nodes rarely have the same
+// name and creation time.
 func (c *nodeCache) complete(own string, l listing, s *ownNode, old *nodeCache) {
 	c.own, c.revision, c.behind = own, l.Revision, l.behind || c.stale
 	c.lastChanged = c.lastChangeOf(own)

@@ -19,8 +19,8 @@ import (
 	"github.com/flanneld/flanneld/subnet/kube/wire"
 )
 
-// lastChange is the Node that changed last, not counting Nodes that are gone, and the revision of the
-// store that changed it.
+// lastChange names the Node that changed last among the Nodes that still exist. version is the
+// revision of the store at which it changed.
 type lastChange struct {
 	name    string
 	version int64
@@ -36,7 +36,7 @@ func (c *nodeCache) lastChangeOf(name string) lastChange {
 
 // mark is what restore needs to recognize the store at the revision of the last known state:
 // the uid of the own Node, and the Node that had changed last. Nodes change all the time, so
-// another history of the store hardly has that Node at that version.
+// it is unlikely that another history of the store has that Node at that version.
 type mark struct {
 	uid string
 	lastChange
@@ -59,9 +59,10 @@ func parseMark(text string) *mark {
 	return &m
 }
 
-// publishMark publishes the revision of the cache at the end of a watch, with a mark if the cache is
-// complete: then the next start needs no list. Other updates have no mark. While a watch runs,
-// the revision changes with every heartbeat, and is not worth the write of a state file.
+// publishMark publishes the revision and the mark of the cache at the end of a watch, so that the
+// next start needs no list. It publishes nothing if the cache is incomplete. Updates during a watch
+// have no mark, because the revision changes with every heartbeat, and each mark would cause a
+// write of the state file.
 func (c *nodeCache) publishMark(sink func(subnet.Update)) {
 	own := c.entries[c.own]
 	if c.revision == 0 || c.stale || c.behind || own == nil || own.uid == "" || c.lastChanged.version == 0 || c.lastChanged.version > c.revision {
@@ -78,10 +79,10 @@ func (c *nodeCache) publishMark(sink func(subnet.Update)) {
 	sink(u)
 }
 
-// restore makes cache that of the last known state, from whose revision a watch can go on. ok
-// is false if the Nodes have to be listed: there is no complete state, the server does not have
-// its revision any more, or the store is another one. s is the own Node as the store
-// has it now.
+// restore checks the last known state, from which cache was filled, against the store. If ok is
+// true, a watch can continue from the revision of that state. Otherwise the Nodes have to be
+// listed, because the state is incomplete, its revision was compacted, or the store is another one.
+// s is the present own Node in the store.
 func (m *Manager) restore(ctx context.Context, cache *nodeCache, s *ownNode) (ok bool, err error) {
 	last := cache.lastKnownMark
 	if last == nil {
@@ -111,8 +112,8 @@ func (m *Manager) restore(ctx context.Context, cache *nodeCache, s *ownNode) (ok
 	return true, nil
 }
 
-// full reports whether the podCIDRs of all entries are known: those of a Node that has a lease
-// of one family only may not be.
+// full reports whether the podCIDRs of all entries are known. They may be unknown for a Node whose
+// lease has one family only.
 func (c *nodeCache) full() bool {
 	for _, e := range c.entries {
 		if e.cidrs == nil {
@@ -122,7 +123,7 @@ func (c *nodeCache) full() bool {
 	return true
 }
 
-// hadChange reports whether the store had the Node of w at that revision with the version of w.
+// hadChange reports whether the Node of w had the version of w when the store was at revision.
 func (m *Manager) hadChange(ctx context.Context, w lastChange, revision int64) (is bool, err error) {
 	ctx, cancel := context.WithTimeout(ctx, m.timing.request)
 	defer cancel()
@@ -146,9 +147,10 @@ func refused(err error) bool {
 	}, func(code int) bool { return hasCode(err, code) })
 }
 
-// differing returns the names of entries that differ from a list, as of its revision, which the
-// cache has reached: deleted has the names that went since the list began. An entry without a
-// uid has had no event since the restart.
+// differing returns the names of the entries that differ from the list l. The cache must have
+// reached the revision of l. Changes after that revision do not count: deleted contains the names
+// of Nodes that were deleted since the list began, and an entry without a uid has had no event
+// since the restart.
 func (c *nodeCache) differing(l listed) []string {
 	var names []string
 	for name, is := range l.nodes {

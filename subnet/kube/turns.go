@@ -17,18 +17,18 @@ import (
 
 // turns delays lists of all Nodes while the API server is busy.
 //
-// When all hosts boot at the same moment, the server needs minutes for their lists. It queues and
-// refuses requests meanwhile, and among them the small ones with which other hosts take their
-// leases. So a host does not list directly after a request that was slow or refused. It waits for
-// a random time that grows with the number of Nodes, reads its own Node again, and lists if that
-// was quick. A host that boots alone does not wait: it has read its own Node before, quickly.
+// When all hosts boot at the same moment, the server needs minutes for their lists. Meanwhile it
+// queues and refuses requests, including the small ones with which other hosts take their leases.
+// So a host does not list directly after a request that was slow or refused. It waits for a random
+// time that grows with the number of Nodes, and reads its own Node again. If that was quick, it
+// lists. A host that boots alone does not wait, because its earlier read of its Node was quick.
 //
-// A server that is always slow gets the list after most.
+// If the server is always slow, a host stops waiting when the time most has passed.
 type turns struct {
 	m      *Manager
 	begun  time.Time // when the host began to wait; zero if it does not
 	most   time.Duration
-	factor int       // of the next pause, in milliseconds for each Node
+	factor int       // maximum of the next pause, as a multiple of timing.spread for each Node
 	ended  time.Time // when the last pause ended
 }
 
@@ -36,9 +36,9 @@ const (
 	slowAfter = 500 * time.Millisecond // a small request that takes longer comes from a busy server
 	slowFor   = 10 * time.Second       // age up to which a slow request says that the server is busy
 
-	// These are in milliseconds for each Node, if timing.spread is one millisecond.
-	minFactor = 10  // the most that the first pause takes
-	maxFactor = 20  // the most that a later one takes
+	// These are multiples of timing.spread for each Node.
+	minFactor = 10  // maximum of the first pause
+	maxFactor = 20  // maximum of later pauses
 	sumFactor = 100 // turns.most
 )
 
@@ -54,7 +54,7 @@ func (t *turns) check() error {
 	return errBusy
 }
 
-// wait waits before the next small request, because of err: errBusy, or the outcome of the last
+// wait waits before the next small request. err is the reason: errBusy, or the error of the last
 // request. known is the number of Nodes in the last known state.
 func (t *turns) wait(ctx context.Context, known int, err error) error {
 	err = wait.For(ctx, max(retryAfter(err), t.m.timing.backoffMin)+t.pause(ctx, known, err))
@@ -67,7 +67,7 @@ func (t *turns) pause(ctx context.Context, known int, err error) time.Duration {
 	n := max(int(t.m.nodes.Load()), known)
 	if n == 0 {
 		if errors.Is(err, context.DeadlineExceeded) {
-			return 0 // the server may hang, and another request would have to be waited for
+			return 0 // the server may hang, and a request for the count would hang too
 		}
 		if n, err = t.m.count(ctx); err != nil { // the server is too busy even for that
 			return 0

@@ -17,7 +17,7 @@ import (
 
 const cgroupMounts = "/sys/fs/cgroup"
 
-// hierarchies are the roots of all cgroup hierarchies: one of version 2, or those of
+// hierarchies returns the roots of all cgroup hierarchies: one of version 2, or those of
 // version 1.
 func hierarchies() ([]string, error) {
 	if _, err := os.Stat(filepath.Join(cgroupMounts, "cgroup.controllers")); err == nil {

@@ -31,7 +31,7 @@ func (r *result) String() string {
 	return text
 }
 
-// titles are the headings of scenarios on the page.
+// titles returns the headings of scenarios on the page.
 func titles() map[string]string {
 	return map[string]string{
 		"boot": "All hosts boot at once, the store is empty", "reboot": "All hosts boot at once, with their last known state",

@@ -58,7 +58,7 @@ func lease(key string, host int) subnet.Lease {
 	return subnet.Lease{Key: key, Endpoints: []subnet.Endpoint{{PublicIP: publicIP(host)}}}
 }
 
-// TestSight: a host is right when it knows exactly the leases that there should be.
+// TestSight expects that a host counts as right only when it knows exactly the registered leases.
 func TestSight(t *testing.T) {
 	r := newRegistry()
 	own, a, b := lease("own", 0), lease("a", 1), lease("b", 2)

@@ -108,9 +108,10 @@ func conditions(r rule) (all []condition) {
 	return all
 }
 
-// follow returns whether the chain accepts the packet, and which chain drops it. A rule
-// applies only if the packet certainly meets its conditions. If no rule decides, the
-// answer is unknown.
+// follow returns whether the chain called name accepts the packet, and the chain whose rule
+// decides. A rule applies only if the packet certainly meets its conditions. If no rule
+// decides, the verdict is unknown. through contains the chains that led to this one, so
+// that a loop of chains ends.
 func (c chains) follow(name string, p packet, through []string) (verdict answer, chain string) {
 	if slices.Contains(through, name) {
 		return unknown, ""

@@ -52,7 +52,7 @@ func largeNode(i int) *corev1.Node {
 	return n
 }
 
-// kinds are the types that client-go decodes in the benchmarks.
+// kinds returns the types that client-go decodes in the benchmarks.
 func kinds(b *testing.B) *apiruntime.Scheme {
 	s := apiruntime.NewScheme()
 	if err := corev1.AddToScheme(s); err != nil {

@@ -24,7 +24,7 @@ import (
 
 const prefix = "flannel.alpha.coreos.com/"
 
-// annotations are the keys that the decoder of these tests keeps.
+// annotations returns the keys that the decoder of these tests keeps.
 func annotations() []string {
 	return []string{prefix + "kube-subnet-manager", prefix + "public-ip", prefix + "backend-type", prefix + "backend-data"}
 }
