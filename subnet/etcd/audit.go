@@ -40,7 +40,7 @@ type findings struct {
 }
 
 // errDiffers ends a watch: the cache has to be repaired.
-var errDiffers = errors.New("the view differs from the store")
+var errDiffers = errors.New("the cache differs from the store")
 
 func (m *Manager) newAudit(cache *leaseCache) *audit { return &audit{m: m, cache: cache} }
 

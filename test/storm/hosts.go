@@ -95,7 +95,7 @@ func (s *Hosts) Start(a Start, _ *struct{}) error {
 		}
 		h := newHost(i, s)
 		if s.reference == nil {
-			s.reference, h.sight.ledger = h, &subnet.Ledger{}
+			s.reference, h.observation.ledger = h, &subnet.Ledger{}
 		}
 		s.hosts[i] = h
 		h.start(a.Store, former)
@@ -123,9 +123,9 @@ func (s *Hosts) Stop(a Stop, r *Stopped) error {
 			defer func() { s.reference = nil }()
 		}
 		if l, ok := h.lease(); ok {
-			s.former[i], s.stores[i] = l, h.sight.stored()
+			s.former[i], s.stores[i] = l, h.observation.stored()
 			if h == s.reference {
-				s.known = h.sight.state()
+				s.known = h.observation.state()
 				s.known.Peers = append(s.known.Peers, subnet.Peer{Lease: l})
 			}
 			r.Leases = append(r.Leases, l)
@@ -177,7 +177,7 @@ func (s *Hosts) Wait(a Wait, r *State) error {
 		expected := s.registry.expected()
 		done := func(i int) bool {
 			h := s.hosts[i]
-			ok, _ := h.sight.right(expected)
+			ok, _ := h.observation.right(expected)
 			return ok && h.renewedSince(a.Renewed)
 		}
 		all := s.hosts[wrong] == nil || done(wrong)
@@ -206,7 +206,7 @@ func (s *Hosts) state(expected bits, renewed time.Time) (r State) {
 	r.Outages = s.outages
 	var times []time.Time
 	for _, h := range s.hosts {
-		ok, since := h.sight.right(expected)
+		ok, since := h.observation.right(expected)
 		if h.renewedSince(renewed) {
 			r.Renewed++
 		}
@@ -234,11 +234,11 @@ func (s *Hosts) state(expected bits, renewed time.Time) (r State) {
 
 // host is the store side of one host.
 type host struct {
-	number int
-	all    *Hosts
-	sight  *sight
-	cancel context.CancelFunc
-	done   chan struct{}
+	number      int
+	all         *Hosts
+	observation *observation
+	cancel      context.CancelFunc
+	done        chan struct{}
 
 	mu       sync.Mutex
 	own      *subnet.Lease
@@ -249,7 +249,7 @@ type host struct {
 }
 
 func newHost(number int, all *Hosts) *host {
-	return &host{number: number, all: all, sight: &sight{registry: all.registry, own: -1}, done: make(chan struct{})}
+	return &host{number: number, all: all, observation: &observation{registry: all.registry, own: -1}, done: make(chan struct{})}
 }
 
 // manager is a subnet.Manager with its connection.
@@ -289,7 +289,7 @@ func (h *host) run(ctx context.Context, s Store, former *subnet.Lease) error {
 	h.mu.Lock()
 	h.own, h.acquired = &own, time.Now()
 	h.mu.Unlock()
-	h.sight.acquired(own)
+	h.observation.acquired(own)
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	kept := make(chan error, 1)
@@ -297,7 +297,7 @@ func (h *host) run(ctx context.Context, s Store, former *subnet.Lease) error {
 		kept <- m.Keep(ctx, own)
 		cancel()
 	}()
-	err = m.Watch(ctx, h.sight.take)
+	err = m.Watch(ctx, h.observation.take)
 	cancel()
 	return errors.Join(err, <-kept)
 }

@@ -72,8 +72,8 @@ func (r *registry) expected() bits {
 	return r.live.clone()
 }
 
-// sight is what one host knows of the leases of others.
-type sight struct {
+// observation is the knowledge of one host about the leases of others.
+type observation struct {
 	registry *registry
 
 	mu      sync.Mutex
@@ -84,14 +84,14 @@ type sight struct {
 	ledger  *subnet.Ledger // of the reference; nil for other hosts
 }
 
-func (s *sight) stored() subnet.StoreID {
+func (s *observation) stored() subnet.StoreID {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.store
 }
 
 // state returns what the daemon of this host would keep on disk.
-func (s *sight) state() subnet.LedgerState {
+func (s *observation) state() subnet.LedgerState {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.ledger.State()
@@ -102,7 +102,7 @@ func identify(l *subnet.Lease) identity {
 }
 
 // take is the sink of a Manager's Watch.
-func (s *sight) take(u subnet.Update) {
+func (s *observation) take(u subnet.Update) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	changed := false
@@ -139,7 +139,7 @@ func (s *sight) take(u subnet.Update) {
 	}
 }
 
-func (s *sight) acquired(l subnet.Lease) {
+func (s *observation) acquired(l subnet.Lease) {
 	n := s.registry.expect(identify(&l), true)
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -147,7 +147,7 @@ func (s *sight) acquired(l subnet.Lease) {
 }
 
 // right reports whether the host has a lease and knows all others, and since when.
-func (s *sight) right(expected bits) (bool, time.Time) {
+func (s *observation) right(expected bits) (bool, time.Time) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.own >= 0 && s.have.equalWithout(expected, s.own), s.changed

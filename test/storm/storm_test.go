@@ -58,11 +58,11 @@ func lease(key string, host int) subnet.Lease {
 	return subnet.Lease{Key: key, Endpoints: []subnet.Endpoint{{PublicIP: publicIP(host)}}}
 }
 
-// TestSight expects that a host counts as right only when it knows exactly the registered leases.
-func TestSight(t *testing.T) {
+// TestObservation expects that a host counts as right only when it knows exactly the registered leases.
+func TestObservation(t *testing.T) {
 	r := newRegistry()
 	own, a, b := lease("own", 0), lease("a", 1), lease("b", 2)
-	s := &sight{registry: r, own: -1}
+	s := &observation{registry: r, own: -1}
 	told := func(leases ...*subnet.Lease) {
 		s.take(subnet.Update{Snapshot: func() subnet.Snapshot { return subnet.Snapshot{Leases: leases} }})
 	}
