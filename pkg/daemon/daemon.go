@@ -95,15 +95,15 @@ func Run(ctx context.Context, cfg Config) error {
 		defer closeAll()
 		return n.run(members)
 	})
-	err = wait(ctx, members, group)
+	err = waitForGroup(ctx, members, group)
 	if ctx.Err() != nil && n.catalog.Shutdown != nil { // the daemon should stop
 		n.catalog.Shutdown(context.WithoutCancel(ctx))
 	}
 	return err
 }
 
-// wait waits until the group has returned, or until stopTimeout after it was told to end.
-func wait(ctx, members context.Context, group *errgroup.Group) error {
+// waitForGroup waits until the group has returned, or until stopTimeout after it was told to end.
+func waitForGroup(ctx, members context.Context, group *errgroup.Group) error {
 	told := make(chan struct{})
 	context.AfterFunc(members, func() { // in the background, because systemd may not read the message
 		defer close(told)

@@ -18,6 +18,7 @@ import (
 	"github.com/flanneld/flanneld/pkg/options"
 	"github.com/flanneld/flanneld/pkg/rules"
 	"github.com/flanneld/flanneld/pkg/underlay"
+	"github.com/flanneld/flanneld/pkg/wait"
 	"github.com/flanneld/flanneld/subnet"
 )
 
@@ -197,10 +198,7 @@ func retry(ctx context.Context, what string, try func() error) error {
 			logged = err.Error()
 			klog.FromContext(ctx).Error(err, what)
 		}
-		select {
-		case <-ctx.Done():
-		case <-time.After(retryPause):
-		}
+		_ = wait.For(ctx, retryPause) // after the end of ctx there is one more try
 	}
 }
 

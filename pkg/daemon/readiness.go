@@ -31,7 +31,6 @@ const interfaceGrace = 10 * time.Second
 // readiness collects the states of the components, and announces once that the daemon is ready.
 type readiness struct {
 	health   *health.Status
-	notifier health.Notifier
 	grace    time.Duration    // --readyz-datastore-grace
 	leaseEnd func() time.Time // of the own lease; zero if it does not end
 	once     sync.Once
@@ -56,7 +55,7 @@ func (r *readiness) report(ctx context.Context, part string, err error) {
 	r.once.Do(func() {
 		klog.FromContext(ctx).Info("flannel is ready")
 		close(r.up)
-		if err := r.notifier.Ready(); err != nil {
+		if err := (health.Notifier{}).Ready(); err != nil {
 			klog.FromContext(ctx).Error(err, "cannot notify systemd")
 		}
 	})

@@ -13,6 +13,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/pkg/wait"
 	"github.com/flanneld/flanneld/subnet"
 )
 
@@ -124,9 +125,7 @@ func startBackend(ctx context.Context, be backend.Backend, own subnet.Lease) (ba
 		if !errors.Is(err, unix.EADDRINUSE) || time.Now().After(deadline) {
 			return network, err
 		}
-		select {
-		case <-time.After(pause):
-		case <-ctx.Done():
+		if wait.For(ctx, pause) != nil {
 			return nil, err
 		}
 	}

@@ -15,6 +15,7 @@ import (
 	"github.com/flanneld/flanneld/pkg/loop"
 	"github.com/flanneld/flanneld/pkg/options"
 	"github.com/flanneld/flanneld/pkg/state"
+	"github.com/flanneld/flanneld/pkg/wait"
 )
 
 // The state file helps the next start; it is not a journal. After a write in the
@@ -89,10 +90,7 @@ func (s *stateStore) step(ctx context.Context) error {
 	}
 	s.failing = err != nil
 	if wrote {
-		select {
-		case <-ctx.Done():
-		case <-time.After(s.pause(time.Since(start))):
-		}
+		_ = wait.For(ctx, s.pause(time.Since(start))) // the loop notices the end of ctx
 	}
 	return err
 }

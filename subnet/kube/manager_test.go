@@ -352,7 +352,7 @@ func TestCondition(t *testing.T) {
 	}
 	eventually(t, "condition", good)
 	f.do(t, http.MethodPatch, "/api/v1/nodes/n1/status", map[string]any{"status": map[string]any{"conditions": []any{
-		map[string]any{"type": wire.NetworkUnavailable, "status": "True", "reason": "Somebody"},
+		map[string]any{"type": wire.NetworkUnavailable, "status": "True", "reason": "AnotherController"},
 	}}}, sendPatch)
 	eventually(t, "condition that was flipped", good)
 }

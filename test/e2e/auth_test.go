@@ -168,10 +168,10 @@ func TestNoRights(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 1}, `{"Type":"vxlan"}`)
 	root := requireLogin(t, l, nil)
-	if _, err := root.UserAdd(testContext(t), "nobody", "secret-of-nobody"); err != nil {
+	if _, err := root.UserAdd(testContext(t), "norights", "secret-without-rights"); err != nil {
 		t.Fatal(err)
 	}
 	expectRefused(t, l.Host(1), lab.FlanneldOptions{
-		Args: []string{"--etcd-username=nobody", "--etcd-password=secret-of-nobody"},
+		Args: []string{"--etcd-username=norights", "--etcd-password=secret-without-rights"},
 	}, "permission denied")
 }
