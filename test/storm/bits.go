@@ -26,6 +26,8 @@ func (b *bits) clear(i int) (changed bool) {
 	return before != (*b)[i/64]
 }
 
+func (b bits) has(i int) bool { return b.word(i/64)&(1<<(i%64)) != 0 }
+
 func (b bits) equal(other bits) bool {
 	for i := range max(len(b), len(other)) {
 		if b.word(i) != other.word(i) {

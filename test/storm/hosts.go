@@ -3,6 +3,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -205,6 +206,7 @@ func (s *Hosts) State(_ struct{}, r *State) error { //nolint:unparam // net/rpc 
 func (s *Hosts) state(expected bits, renewed time.Time) (r State) {
 	r.Outages = s.outages
 	var times []time.Time
+	example := "" // of a host that is not right
 	for _, h := range s.hosts {
 		ok, since := h.observation.right(expected)
 		if h.renewedSince(renewed) {
@@ -214,6 +216,8 @@ func (s *Hosts) state(expected bits, renewed time.Time) (r State) {
 		if ok {
 			r.Right++
 			times = append(times, since)
+		} else {
+			example = fmt.Sprintf("host %d %s", h.number, h.observation.difference(expected))
 		}
 		h.mu.Lock()
 		r.Outages += h.outages
@@ -225,6 +229,7 @@ func (s *Hosts) state(expected bits, renewed time.Time) (r State) {
 		}
 		h.mu.Unlock()
 	}
+	r.Example = cmp.Or(example, r.Example)
 	if len(times) > 0 {
 		slices.SortFunc(times, time.Time.Compare)
 		r.Half, r.Last = times[len(times)/2], times[len(times)-1]

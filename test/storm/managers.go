@@ -14,8 +14,11 @@ import (
 	"github.com/flanneld/flanneld/subnet/kube"
 )
 
-// networkConfig has a subnet for each of 32,768 hosts.
-const networkConfig = `{"Network":"10.128.0.0/9","SubnetLen":24,"Backend":{"Type":"vxlan"}}`
+// networkConfig has a subnet for each of 32,766 hosts. No host takes extraSubnet.
+const (
+	networkConfig = `{"Network":"10.128.0.0/9","SubnetMax":"10.255.254.0","SubnetLen":24,"Backend":{"Type":"vxlan"}}`
+	extraSubnet   = "10.255.255.0-24"
+)
 
 // publicIP returns the address of a host: no host has more than an address here.
 func publicIP(number int) netip.Addr { return addr("172.16.0.0", number+1) }

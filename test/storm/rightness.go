@@ -3,6 +3,7 @@
 package main
 
 import (
+	"fmt"
 	"net/netip"
 	"sync"
 	"time"
@@ -21,6 +22,7 @@ type identity struct {
 type registry struct {
 	mu      sync.RWMutex
 	numbers map[identity]int
+	all     []identity       // by number
 	byKey   map[string][]int // a key that moved to another host has several numbers
 	live    bits
 }
@@ -43,6 +45,7 @@ func (r *registry) number(id identity) int {
 	}
 	n = len(r.numbers)
 	r.numbers[id] = n
+	r.all = append(r.all, id)
 	r.byKey[id.key] = append(r.byKey[id.key], n)
 	return n
 }
@@ -64,6 +67,12 @@ func (r *registry) expect(id identity, there bool) (number int) {
 		r.live.clear(number)
 	}
 	return number
+}
+
+func (r *registry) identity(number int) identity {
+	r.mu.RLock()
+	defer r.mu.RUnlock()
+	return r.all[number]
 }
 
 func (r *registry) expected() bits {
@@ -151,4 +160,26 @@ func (s *observation) right(expected bits) (bool, time.Time) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.own >= 0 && s.have.equalWithout(expected, s.own), s.changed
+}
+
+// difference says which lease the host lacks, or knows although it should not, or that it has
+// none itself. It is empty if the host is right.
+func (s *observation) difference(expected bits) string {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.own < 0 {
+		return "has no lease"
+	}
+	for i := range 64 * max(len(s.have), len(expected)) {
+		has, want := s.have.has(i), expected.has(i) && i != s.own
+		if has == want {
+			continue
+		}
+		id := s.registry.identity(i)
+		if want {
+			return fmt.Sprintf("does not know the lease %s of %s", id.key, id.public)
+		}
+		return fmt.Sprintf("knows the lease %s of %s, which should not exist", id.key, id.public)
+	}
+	return ""
 }

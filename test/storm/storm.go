@@ -487,7 +487,7 @@ func (s *storm) putExtra(ctx context.Context) (subnet.Lease, error) {
 			"flannel.alpha.coreos.com/public-ip": publicIP(extra).String(), "flannel.alpha.coreos.com/backend-data": string(vtep(extra)),
 		}}})
 	}
-	l.Key = "10.255.255.0-24"
+	l.Key = extraSubnet
 	value := fmt.Sprintf(`{"PublicIP":"%s","PublicIPv6":null,"BackendType":"vxlan","BackendData":%s}`, publicIP(extra), vtep(extra))
 	_, err := s.store.(*etcdServer).client.Put(ctx, lab.Prefix+"/subnets/"+l.Key, value)
 	return l, err

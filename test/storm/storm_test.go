@@ -3,6 +3,7 @@
 package main
 
 import (
+	"net/netip"
 	"os"
 	"strings"
 	"testing"
@@ -68,8 +69,12 @@ func TestObservation(t *testing.T) {
 	}
 	check := func(when string, want bool) {
 		t.Helper()
-		if got, _ := s.right(r.expected()); got != want {
+		got, _ := s.right(r.expected())
+		if got != want {
 			t.Errorf("%s right is %v, want %v", when, got, want)
+		}
+		if text := s.difference(r.expected()); (text == "") != got {
+			t.Errorf("%s the difference is %q", when, text)
 		}
 	}
 	check("without an own lease", false)
@@ -90,6 +95,22 @@ func TestObservation(t *testing.T) {
 	s.take(subnet.Update{Changed: map[string]*subnet.Lease{"a": &a}})
 	if _, again := s.right(r.expected()); again != since {
 		t.Error("an update without news counts as a change")
+	}
+}
+
+// TestExtraSubnetIsFree expects that no host can take the subnet of the extra lease.
+func TestExtraSubnetIsFree(t *testing.T) {
+	cfg, _, err := subnet.ParseConfig([]byte(networkConfig))
+	if err != nil {
+		t.Fatal(err)
+	}
+	pools, err := cfg.Pools()
+	if err != nil {
+		t.Fatal(err)
+	}
+	extra := netip.MustParsePrefix(strings.ReplaceAll(extraSubnet, "-", "/"))
+	if !cfg.Networks[0].Prefix.Contains(extra.Addr()) || pools[0].Contains(extra) {
+		t.Errorf("%s is outside of the network, or a host can take it", extra)
 	}
 }
 
