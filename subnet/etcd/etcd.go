@@ -84,6 +84,7 @@ type Manager struct {
 	timing timing
 	wall   func() time.Time // without the monotonic clock
 	client *client
+	guest  bool // the connection belongs to another manager
 	outage *outage.Tracker
 
 	// writing guards own and unanswered: it contains an element while a goroutine uses them.
@@ -128,6 +129,15 @@ type timing struct {
 // New returns a manager. It reads the TLS files but does not connect: an error
 // is a mistake in cfg. The caller must Close the manager.
 func New(cfg Config) (*Manager, error) {
+	m := newManager(cfg)
+	var err error
+	if m.client, err = newClient(cfg, &m.timing); err != nil {
+		return nil, err
+	}
+	return m, nil
+}
+
+func newManager(cfg Config) *Manager {
 	if cfg.RenewMargin <= 0 {
 		cfg.RenewMargin = time.Hour
 	}
@@ -153,17 +163,19 @@ func New(cfg Config) (*Manager, error) {
 		catchUp:      2 * time.Second,
 		audit:        time.Hour, auditPage: time.Second,
 	}
-	var err error
-	if m.client, err = newClient(cfg, &m.timing); err != nil {
-		return nil, err
-	}
-	return m, nil
+	return m
 }
 
 func wall() time.Time { return time.Now().Round(0) }
 
-// Close ends the connection. Methods that are still running fail.
-func (m *Manager) Close() error { return m.client.close() }
+// Close ends the connection. Methods that are still running fail. Close of a manager that Network
+// returned does nothing.
+func (m *Manager) Close() error {
+	if m.guest {
+		return nil
+	}
+	return m.client.close()
+}
 
 // Reconnect closes the connection. The next request makes a new one. A connection from an address
 // that this host has lost would be silent for a long time.

@@ -1,0 +1,186 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package etcd
+
+import (
+	"context"
+	"errors"
+	"maps"
+	"path"
+	"slices"
+	"strings"
+
+	pb "go.etcd.io/etcd/api/v3/etcdserverpb"
+	clientv3 "go.etcd.io/etcd/client/v3"
+
+	"github.com/flanneld/flanneld/subnet"
+)
+
+// Several networks share one prefix: the network name has the keys <prefix>/<name>/config and
+// <prefix>/<name>/subnets/..., as in flannel 0.5 to 0.7.
+
+// Network returns a manager of one network below the prefix of m. It uses the connection of m,
+// which must be closed after it, so cfg needs nothing about the store. An error is about the name.
+func (m *Manager) Network(name string, cfg Config) (*Manager, error) {
+	if err := subnet.CheckNetworkName(name); err != nil {
+		return nil, err
+	}
+	cfg.Endpoints, cfg.Prefix = m.cfg.Endpoints, path.Join(m.cfg.Prefix, name)
+	n := newManager(cfg)
+	n.client, n.guest, n.timing = m.client, true, m.timing
+	return n, nil
+}
+
+// Networks follows the configurations of the networks below the prefix until ctx ends: of those
+// with the given names or, without names, of all. It calls sink from one goroutine, first with all
+// configurations, and again with all after each change. Configurations have the names of the
+// networks as keys, and belong to the receiver. Networks survives compaction and outages.
+func (m *Manager) Networks(ctx context.Context, names []string, sink func(configs map[string][]byte)) error {
+	defer m.outage.Forget(sourceWatch)
+	keys := []string{m.root()}
+	if len(names) > 0 {
+		keys = nil
+		for _, name := range names {
+			keys = append(keys, m.configOf(name))
+		}
+	}
+	b := m.backoff()
+	for {
+		configs, revision, err := m.listConfigs(ctx, keys)
+		if err == nil {
+			sink(maps.Clone(configs))
+			err = m.follow(ctx, keys, revision+1, watcher{checks: true, on: func(resp *pb.WatchResponse, _ int64) error {
+				b.Reset()
+				m.report(ctx, sourceWatch, nil)
+				if m.applyConfigs(configs, resp, revision) {
+					sink(maps.Clone(configs))
+				}
+				return nil
+			}})
+		}
+		if ctx.Err() != nil {
+			return ctx.Err()
+		}
+		if errors.Is(err, errClosed) {
+			return err
+		}
+		if !errors.Is(err, errStalled) && !errors.Is(err, errRelist) {
+			m.report(ctx, sourceWatch, err)
+		}
+		if err := b.Wait(ctx, 0); err != nil {
+			return err
+		}
+	}
+}
+
+// root is the prefix of the keys of all networks. It ends in a slash.
+func (m *Manager) root() string { return strings.TrimSuffix(path.Join(m.cfg.Prefix, "config"), "config") }
+
+func (m *Manager) configOf(name string) string { return path.Join(m.cfg.Prefix, name, "config") }
+
+// networkOf returns the name of the network whose configuration has the key.
+func (m *Manager) networkOf(key string) (name string, ok bool) {
+	name, below := strings.CutPrefix(key, m.root())
+	name, config := strings.CutSuffix(name, "/config")
+	return name, below && config && subnet.CheckNetworkName(name) == nil
+}
+
+// listConfigs reads the configurations with these keys. A key that ends in a slash stands for all
+// networks below it.
+func (m *Manager) listConfigs(ctx context.Context, keys []string) (configs map[string][]byte, revision int64, err error) {
+	configs = map[string][]byte{}
+	options := []clientv3.OpOption(nil)
+	get := func(key string, more ...clientv3.OpOption) (*clientv3.GetResponse, error) {
+		var resp *clientv3.GetResponse
+		err := m.call(ctx, func(ctx context.Context, c *clientv3.Client) (err error) {
+			resp, err = c.Get(ctx, key, slices.Concat(options, more)...)
+			return err
+		})
+		if err == nil && revision == 0 { // the others are read as they were at the first one
+			revision = resp.Header.Revision
+			options = append(options, clientv3.WithRev(revision))
+		}
+		return resp, err
+	}
+	read := func(key string) error {
+		resp, err := get(key)
+		if err != nil {
+			return err
+		}
+		if name, ok := m.networkOf(key); ok && len(resp.Kvs) == 1 {
+			configs[name] = given(resp.Kvs[0].Value)
+		}
+		return nil
+	}
+	for _, key := range keys {
+		if !strings.HasSuffix(key, "/") {
+			if err := read(key); err != nil {
+				return nil, 0, err
+			}
+			continue
+		}
+		// A network may have thousands of leases. The next key behind those of one network is the
+		// first of another one, so this takes two small requests for each network.
+		for from, end := key, clientv3.GetPrefixRangeEnd(key); ; {
+			resp, err := get(from, clientv3.WithRange(end), clientv3.WithLimit(1), clientv3.WithKeysOnly())
+			if err != nil {
+				return nil, 0, err
+			}
+			if len(resp.Kvs) == 0 {
+				break
+			}
+			name, _, below := strings.Cut(strings.TrimPrefix(string(resp.Kvs[0].Key), key), "/")
+			from = string(resp.Kvs[0].Key) + "\x00"
+			if below {
+				from = clientv3.GetPrefixRangeEnd(key + name + "/")
+				if err := read(m.configOf(name)); err != nil {
+					return nil, 0, err
+				}
+			}
+		}
+	}
+	return configs, revision, nil
+}
+
+// applyConfigs applies the events after a revision to configs, and reports whether it has changed
+// them.
+func (m *Manager) applyConfigs(configs map[string][]byte, resp *pb.WatchResponse, after int64) (changed bool) {
+	for _, ev := range resp.Events {
+		name, ok := m.networkOf(string(ev.Kv.Key))
+		if !ok || ev.Kv.ModRevision <= after {
+			continue
+		}
+		changed = true
+		if delete(configs, name); ev.Type != clientv3.EventTypeDelete {
+			configs[name] = given(ev.Kv.Value)
+		}
+	}
+	return changed
+}
+
+// Release deletes the own lease from the store, unless it is a reservation or another host has it
+// by now. The manager has no lease after that.
+func (m *Manager) Release(ctx context.Context) error {
+	unlock, err := m.lock(ctx)
+	if err != nil {
+		return err
+	}
+	defer unlock()
+	own := m.own
+	if !own.exists() {
+		return nil
+	}
+	if own.grant.id != 0 {
+		key := m.dir + own.key
+		err := m.call(ctx, func(ctx context.Context, c *clientv3.Client) error {
+			_, err := c.Txn(ctx).If(clientv3.Compare(clientv3.CreateRevision(key), "=", own.create)).Then(clientv3.OpDelete(key)).Commit()
+			return err
+		})
+		if err != nil {
+			return err
+		}
+		m.discard(ctx, own.grant.id)
+	}
+	m.own, m.unanswered = ownLease{}, nil
+	return nil
+}

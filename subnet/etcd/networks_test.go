@@ -1,0 +1,176 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package etcd
+
+import (
+	"context"
+	"fmt"
+	"maps"
+	"net/netip"
+	"path"
+	"testing"
+	"time"
+
+	clientv3 "go.etcd.io/etcd/client/v3"
+
+	"github.com/flanneld/flanneld/subnet"
+	"github.com/flanneld/flanneld/subnet/subnettest"
+)
+
+// keys returns the last components of the keys below dir.
+func (f *fixture) keys(tb testing.TB, dir string) (keys []string) {
+	tb.Helper()
+	resp, err := f.client(tb).Get(tb.Context(), f.prefix+"/"+dir, clientv3.WithPrefix(), clientv3.WithKeysOnly())
+	if err != nil {
+		tb.Fatal(err)
+	}
+	for _, kv := range resp.Kvs {
+		keys = append(keys, path.Base(string(kv.Key)))
+	}
+	return keys
+}
+
+var self = netip.MustParseAddr("192.0.2.1")
+
+// configs follows networks and remembers what it is told.
+type configs struct {
+	t     *testing.T
+	calls chan map[string]string
+}
+
+func followNetworks(t *testing.T, m *Manager, names ...string) *configs {
+	c := &configs{t: t, calls: make(chan map[string]string, 100)}
+	ctx, cancel := context.WithCancel(t.Context())
+	ended := make(chan error, 1)
+	go func() {
+		ended <- m.Networks(ctx, names, func(raw map[string][]byte) {
+			texts := map[string]string{}
+			for name, text := range raw {
+				texts[name] = string(text)
+			}
+			c.calls <- texts
+		})
+	}()
+	t.Cleanup(func() {
+		cancel()
+		if err := <-ended; err == nil {
+			t.Error("Networks returned nil")
+		}
+	})
+	return c
+}
+
+// expect waits for exactly these configurations.
+func (c *configs) expect(want map[string]string) {
+	c.t.Helper()
+	deadline := time.After(patience)
+	var last map[string]string
+	for {
+		select {
+		case last = <-c.calls:
+			if maps.Equal(last, want) {
+				return
+			}
+		case <-deadline:
+			c.t.Fatalf("the networks are %v, want %v", last, want)
+		}
+	}
+}
+
+// TestNetworks follows networks that come, change and go.
+func TestNetworks(t *testing.T) {
+	s := newServer(t)
+	f := newFixture(t, s)
+	f.put(t, "red/config", "r1")
+	for i := range 20 {
+		f.put(t, fmt.Sprintf("red/subnets/10.5.%d.0-24", i), "{}")
+	}
+	f.put(t, "green/config", "g1")
+	f.put(t, "config", "of a single network")
+	f.put(t, "subnets/10.6.1.0-24", "{}")
+	f.put(t, "subnets/config", "no network")
+	f.put(t, "empty/subnets/10.7.1.0-24", "{}")
+	f.put(t, "a/b/config", "too deep")
+
+	m := f.manager(t)
+	all := followNetworks(t, m)
+	some := followNetworks(t, m, "green", "blue")
+	all.expect(map[string]string{"red": "r1", "green": "g1"})
+	some.expect(map[string]string{"green": "g1"})
+
+	f.put(t, "blue/config", "b1")
+	all.expect(map[string]string{"red": "r1", "green": "g1", "blue": "b1"})
+	some.expect(map[string]string{"green": "g1", "blue": "b1"})
+
+	f.put(t, "green/subnets/10.8.1.0-24", "{}") // no news
+	f.put(t, "green/config", "g2")
+	f.delete(t, "red/config")
+	all.expect(map[string]string{"green": "g2", "blue": "b1"})
+	some.expect(map[string]string{"green": "g2", "blue": "b1"})
+
+	// After an outage with a compaction everything is listed again.
+	s.stop()
+	s.start(t)
+	f.put(t, "blue/config", "b2")
+	all.expect(map[string]string{"green": "g2", "blue": "b2"})
+	some.expect(map[string]string{"green": "g2", "blue": "b2"})
+	s.wipe(t)
+	all.expect(map[string]string{})
+	some.expect(map[string]string{})
+}
+
+// TestNetworkShares takes leases in two networks through one connection, and releases one.
+func TestNetworkShares(t *testing.T) {
+	f := newFixture(t, sharedServer(t))
+	m := f.manager(t)
+	if _, err := m.Network("subnets", Config{}); err == nil {
+		t.Error("a network may have the name subnets")
+	}
+	var networks []*Manager
+	for i, name := range []string{"red", "green"} {
+		f.put(t, name+"/config", fmt.Sprintf(`{"Network":"10.%d.0.0/16"}`, 5+i))
+		n, err := m.Network(name, Config{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		networks = append(networks, n)
+		claim := subnet.Claim{BackendType: "vxlan", Endpoints: []subnet.Endpoint{{PublicIP: self}}}
+		own, err := subnettest.Acquire(t.Context(), n, claim)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if got := f.keys(t, name+"/subnets/"); len(got) != 1 || got[0] != own.Key {
+			t.Errorf("network %s has the leases %v, want %s", name, got, own.Key)
+		}
+		if err := n.Close(); err != nil {
+			t.Error(err)
+		}
+	}
+	if err := networks[0].Release(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if err := networks[0].Release(t.Context()); err != nil {
+		t.Errorf("a second time: %v", err)
+	}
+	if red, green := f.keys(t, "red/subnets/"), f.keys(t, "green/subnets/"); len(red) != 0 || len(green) != 1 {
+		t.Errorf("after the release there are the leases %v and %v, want none and one", red, green)
+	}
+}
+
+// TestReleaseOfAReservation expects that a reservation stays.
+func TestReleaseOfAReservation(t *testing.T) {
+	f := newFixture(t, sharedServer(t))
+	f.put(t, "config", configV4)
+	f.put(t, "subnets/10.5.7.0-24", fmt.Sprintf(`{"PublicIP":"%s"}`, self))
+	m := f.manager(t)
+	own, err := subnettest.Acquire(t.Context(), m, subnet.Claim{BackendType: "vxlan", Endpoints: []subnet.Endpoint{{PublicIP: self}}})
+	if err != nil || !own.Permanent {
+		t.Fatalf("%+v, %v, want the reservation", own, err)
+	}
+	if err := m.Release(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if got := f.keys(t, "subnets/"); len(got) != 1 {
+		t.Errorf("the reservation was deleted: %v", got)
+	}
+}
