@@ -20,7 +20,7 @@ func CheckNetworkName(name string) error {
 	case name == "":
 		return errors.New("a network needs a name")
 	case name == "config" || name == "subnets":
-		return fmt.Errorf("a network cannot have the name %q: a single network has this key in etcd", name)
+		return fmt.Errorf("a network cannot have the name %q: expected another one, because a single network has this key in etcd", name)
 	case name == "." || name == ".." || len(name) > maxNetworkName || strings.ContainsFunc(name, unusable):
 		return fmt.Errorf("a network cannot have the name %q: expected at most %d printable characters without blank, comma or slash", name, maxNetworkName)
 	}

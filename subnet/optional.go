@@ -42,3 +42,10 @@ type Resumer interface {
 	// unchanged, Acquire continues with it, even if the node has another address now.
 	Resumed(own Lease)
 }
+
+// Releaser is implemented by managers that can give up the own lease.
+type Releaser interface {
+	// Release deletes a lease of this node from the store, unless it is a reservation, or another
+	// node has taken its subnets since. The manager has no lease after that.
+	Release(ctx context.Context, own Lease) error
+}

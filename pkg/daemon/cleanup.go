@@ -43,7 +43,7 @@ type Cleanup struct {
 // and may be repeated. It returns ErrRuns, wrapped, and removes nothing if a daemon uses
 // one of the state files.
 func (c Cleanup) Run(ctx context.Context) error {
-	names, err := c.stateFiles()
+	names, err := stateFiles(c.StateDir)
 	if err != nil {
 		return err
 	}
@@ -96,9 +96,9 @@ func (c Cleanup) traces(all []lastKnown) lastKnown {
 	return sum
 }
 
-// stateFiles returns the names of the daemons' state files.
-func (c Cleanup) stateFiles() ([]string, error) {
-	found, err := filepath.Glob(filepath.Join(c.StateDir, "flanneld-*.json"))
+// stateFiles returns the names of the state files in dir.
+func stateFiles(dir string) ([]string, error) {
+	found, err := filepath.Glob(filepath.Join(dir, "flanneld-*.json"))
 	if err != nil {
 		return nil, fmt.Errorf("look for state files: %w", err)
 	}

@@ -18,9 +18,8 @@ import (
 	"k8s.io/klog/v2"
 
 	"github.com/flanneld/flanneld/backend"
-	"github.com/flanneld/flanneld/pkg/dataplane"
-	"github.com/flanneld/flanneld/pkg/dataplane/linux"
 	"github.com/flanneld/flanneld/pkg/health"
+	"github.com/flanneld/flanneld/pkg/metrics"
 	"github.com/flanneld/flanneld/pkg/options"
 	"github.com/flanneld/flanneld/pkg/rules"
 	"github.com/flanneld/flanneld/pkg/status"
@@ -35,20 +34,41 @@ const stopTimeout = 1500 * time.Millisecond
 // Config is what Run needs.
 type Config struct {
 	Options options.Options
-	// Backends returns the backends that the network may use. builtin.New returns all.
-	Backends func(options.Options) (backend.Catalog, error)
+	// Backends returns the backends that a network may use. builtin.New returns all.
+	Backends BackendsFunc
 	// Tuner adapts the Go runtime. If it is nil, the runtime stays as it is.
 	Tuner *tune.Tuner
 }
 
+// BackendsFunc returns the backends for one network. Each network has options of its own.
+type BackendsFunc func(options.Options) (backend.Catalog, error)
+
 // host is what a daemon has once, however many networks it serves.
 type host struct {
-	kernel   dataplane.Kernel
-	devices  *deviceLocks
 	firewall *rules.Host
 	journal  *status.Journal
 	tuner    *tune.Tuner
 	started  time.Time
+}
+
+// served is what a daemon serves: one network, or several.
+type served interface {
+	health.Source
+	// run serves until ctx ends, and then returns nil.
+	run(ctx context.Context) error
+	// close releases what is left after run. The kernel stays unchanged.
+	close()
+	// shutdown does what must be done on the host when the daemon is told to stop.
+	shutdown(ctx context.Context)
+	// started is closed when the start is over. From then on stateIsWritten reports whether the
+	// state files are up to date.
+	started() <-chan struct{}
+	stateIsWritten() bool
+	// all returns the metrics of all networks.
+	all() []*metrics.Metrics
+	// status returns the report about a network. Without a name it returns the report about the
+	// only network, or an overview of several.
+	status(ctx context.Context, name string) (status.Report, error)
 }
 
 // Run runs the daemon until ctx ends, and then returns nil. The data path stays. It returns
@@ -60,44 +80,37 @@ func Run(ctx context.Context, cfg Config) error {
 	defer cancel()
 	group, members := errgroup.WithContext(work)
 
-	kernel, err := linux.Open(linux.Options{NexthopObjects: cfg.Options.NexthopObjects == options.NexthopsAuto})
-	if err != nil {
-		return err
-	}
-	h := &host{
-		kernel: kernel, devices: &deviceLocks{dir: cfg.Options.StateDir}, journal: journal, tuner: cfg.Tuner, started: time.Now(),
-		firewall: rules.NewHost(),
-	}
+	h := &host{journal: journal, tuner: cfg.Tuner, started: time.Now(), firewall: rules.NewHost()}
 	if h.tuner == nil {
 		h.tuner = &tune.Tuner{}
 	}
-	n, err := openNetwork(ctx, h, cfg, openStore)
+	var s served
+	var err error
+	if cfg.Options.Several() {
+		s, err = openFleet(h, cfg)
+	} else {
+		s, err = openSingle(ctx, h, cfg)
+	}
 	if err != nil {
-		_ = kernel.Close()
 		return err
 	}
-	closeAll := func() {
-		n.close()
-		_ = kernel.Close()
-	}
-	if err := listen(ctx, members, group, n); err != nil {
+	if err := listen(ctx, members, group, cfg.Options, s); err != nil {
 		cancel()
 		_ = group.Wait() // for listeners that are already open
-		closeAll()
+		s.close()
 		return err
 	}
 	h.tuner.Begin()
-	group.Go(func() error { return h.tuner.Rest(members, n.ready.up, n.stateIsWritten) })
-	group.Go(func() error { return health.Notifier{}.Watchdog(members, n.ready.health) })
+	group.Go(func() error { return h.tuner.Rest(members, s.started(), s.stateIsWritten) })
+	group.Go(func() error { return health.Notifier{}.Watchdog(members, s) })
 	group.Go(func() error { return h.firewall.Run(members) })
-	group.Go(func() error { return n.state.run(members) })
 	group.Go(func() error {
-		defer closeAll()
-		return n.run(members)
+		defer s.close()
+		return s.run(members)
 	})
 	err = waitForGroup(ctx, members, group)
-	if ctx.Err() != nil && n.catalog.Shutdown != nil { // the daemon should stop
-		n.catalog.Shutdown(context.WithoutCancel(ctx))
+	if ctx.Err() != nil { // the daemon should stop
+		s.shutdown(context.WithoutCancel(ctx))
 	}
 	return err
 }

@@ -6,6 +6,8 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io/fs"
+	"os"
 	"slices"
 	"sync"
 
@@ -14,6 +16,7 @@ import (
 	"github.com/flanneld/flanneld/backend"
 	"github.com/flanneld/flanneld/pkg/dataplane"
 	"github.com/flanneld/flanneld/pkg/dataplane/linux"
+	"github.com/flanneld/flanneld/pkg/rules"
 	"github.com/flanneld/flanneld/pkg/state"
 	"github.com/flanneld/flanneld/pkg/underlay"
 	"github.com/flanneld/flanneld/subnet"
@@ -83,7 +86,7 @@ type retirement struct {
 }
 
 func (n *network) newRetirement(fs []former, present backend.Backend) *retirement {
-	r := &retirement{present: ownershipOf(present), devices: n.host.devices, start: make(chan struct{})}
+	r := &retirement{present: ownershipOf(present), devices: n.devices, start: make(chan struct{})}
 	for _, f := range fs {
 		r.former = append(r.former, n.owned(f))
 	}
@@ -152,6 +155,38 @@ func (r *retirement) retire(ctx context.Context, kernel dataplane.Kernel, former
 		}
 	}
 	return nil
+}
+
+// retire removes everything that the network has on this host, and its lease in the store. It is not
+// served any more.
+func (n *network) retire(ctx context.Context) error {
+	last := n.past
+	if now, ok := n.state.get(); ok {
+		last = now
+	}
+	kernel, err := linux.Open(linux.Options{NexthopObjects: true})
+	if err != nil {
+		return err
+	}
+	defer func() { _ = kernel.Close() }()
+	r := &retirement{devices: n.devices}
+	for _, f := range append(slices.Clone(last.Former), former{last.Config, last.Interface}) {
+		if err := r.retire(ctx, kernel, n.owned(f)); err != nil {
+			return err
+		}
+	}
+	if err := rules.Remove(ctx, formerNetworks(last, subnet.Config{})); err != nil {
+		return err
+	}
+	if s, ok := n.store.(subnet.Releaser); ok {
+		if err := s.Release(ctx, last.Own); err != nil {
+			return fmt.Errorf("release the lease: %w", err)
+		}
+	}
+	if err := os.Remove(n.opts.SubnetFile); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return err
+	}
+	return n.state.remove()
 }
 
 // discard removes the leftovers that exist, and returns their number.

@@ -130,8 +130,8 @@ func TestRetireLeavesOthersDevices(t *testing.T) {
 	if failed := kernel.Apply(t.Context(), []dataplane.Op{{Object: link}}); len(failed) > 0 {
 		t.Fatal(failed)
 	}
-	n := &network{host: &host{devices: &deviceLocks{dir: t.TempDir()}}}
-	other := deviceLocks{dir: n.host.devices.dir}
+	n := &network{devices: &deviceLocks{dir: t.TempDir()}}
+	other := deviceLocks{dir: n.devices.dir}
 	r := n.newRetirement(nil, &vxlan.Backend{})
 	retire := func() (there bool) {
 		t.Helper()

@@ -23,6 +23,10 @@ type lastKnown struct {
 	Former    []former           `json:"former,omitempty"` // earlier configurations whose objects may still be in the kernel
 	Rules     []netip.Prefix     `json:"rules,omitempty"`  // networks outside of Config that the firewall may still contain
 
+	// Prefix and Name are those of one of several networks.
+	Prefix string `json:"prefix,omitempty"`
+	Name   string `json:"name,omitempty"`
+
 	// Saved is when the file was written, by the wall clock. A clock that is earlier is wrong.
 	Saved time.Time `json:"saved,omitzero"`
 

@@ -13,6 +13,7 @@ import (
 	"k8s.io/klog/v2"
 
 	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/pkg/dataplane/linux"
 	"github.com/flanneld/flanneld/pkg/metrics"
 	"github.com/flanneld/flanneld/pkg/oneline"
 	"github.com/flanneld/flanneld/pkg/options"
@@ -25,45 +26,56 @@ import (
 // network is one flat network on this host. All fields except for serving are set when it is
 // opened.
 type network struct {
-	host     *host
-	opts     options.Options
-	catalog  backend.Catalog
-	state    *stateStore
-	past     lastKnown // of the last process, when the network was opened
-	store    store
-	config   *configWatch
-	ready    *readiness
-	metrics  *metrics.Metrics
-	rules    *rules.Keeper
+	host    *host
+	name    string // empty if it is the only network
+	opts    options.Options
+	kernel  *linux.Kernel
+	devices *deviceLocks
+	catalog backend.Catalog
+	state   *stateStore
+	past    lastKnown // of the last process, when the network was opened
+	store   store
+	config  *configWatch
+	ready   *readiness
+	metrics *metrics.Metrics
+	rules   *rules.Keeper
+	// others returns the prefixes of other networks of this daemon, and a channel that is closed
+	// when they change. Packets to them are not masqueraded. It is nil if there are none.
+	others   func() ([]netip.Prefix, <-chan struct{})
 	progress progress
 
 	serving atomic.Pointer[session] // the present session; nil before the first
 }
 
 // openNetwork opens the state file and creates the connection to the store. It starts nothing.
-func openNetwork(ctx context.Context, h *host, cfg Config, open storeOpener) (*network, error) {
-	catalog, err := cfg.Backends(cfg.Options)
-	if err != nil {
-		return nil, err
+func openNetwork(ctx context.Context, h *host, opts options.Options, name string, backends BackendsFunc, open storeOpener) (n *network, err error) {
+	n = &network{host: h, name: name, opts: opts, devices: &deviceLocks{dir: opts.StateDir}}
+	defer func() {
+		if err != nil {
+			n.close()
+			n = nil
+		}
+	}()
+	if n.catalog, err = backends(opts); err != nil {
+		return n, err
 	}
-	n := &network{host: h, opts: cfg.Options, catalog: catalog, config: newConfigWatch(func(text []byte) (subnet.Config, error) {
-		now, _, err := ValidateConfig(text, !cfg.Options.KubeSubnetMgr, catalog.Registry)
+	if n.kernel, err = linux.Open(linux.Options{NexthopObjects: opts.NexthopObjects == options.NexthopsAuto}); err != nil {
+		return n, err
+	}
+	n.config = newConfigWatch(func(text []byte) (subnet.Config, error) {
+		now, _, err := ValidateConfig(text, !opts.KubeSubnetMgr, n.catalog.Registry)
 		return now, err
-	})}
+	})
 	n.progress.entered = func(p phase) { klog.FromContext(ctx).V(1).Info("network", "phase", p) }
-	if n.state, n.past, err = openState(ctx, n.opts); err != nil {
-		n.close()
-		return nil, err
+	if n.state, n.past, err = openState(ctx, opts); err != nil {
+		return n, err
 	}
-	n.past.Rules = append(n.past.Rules, networksOfFile(n.opts.SubnetFile)...)
-	n.ready = newReadiness(n.opts, n.state.leaseEnd)
-	n.metrics = metrics.New(n.look)
+	n.past.Rules = append(n.past.Rules, networksOfFile(opts.SubnetFile)...)
+	n.ready = newReadiness(opts, n.state.leaseEnd)
+	n.metrics = metrics.New(name, n.look)
 	n.rules = n.newRuleKeeper(h.firewall)
-	if n.store, err = open(ctx, n); err != nil {
-		n.close()
-		return nil, err
-	}
-	return n, nil
+	n.store, err = open(ctx, n)
+	return n, err
 }
 
 // close releases what openNetwork and sessions have taken. The kernel stays unchanged.
@@ -71,17 +83,34 @@ func (n *network) close() {
 	if n.store != nil {
 		_ = n.store.Close()
 	}
-	n.host.devices.releaseAll()
+	n.devices.releaseAll()
 	if n.state != nil {
 		n.state.close()
 	}
 	if n.catalog.Close != nil {
 		n.catalog.Close()
 	}
+	if n.kernel != nil {
+		_ = n.kernel.Close()
+	}
+}
+
+// shutdown does what must be done on the host when the daemon is told to stop.
+func (n *network) shutdown(ctx context.Context) {
+	if n.catalog.Shutdown != nil {
+		n.catalog.Shutdown(ctx)
+	}
 }
 
 // run starts the network and serves it until ctx ends. It then returns nil.
 func (n *network) run(ctx context.Context) error {
+	group, ctx := errgroup.WithContext(ctx)
+	group.Go(func() error { return n.state.run(ctx) })
+	group.Go(func() error { return n.startAndServe(ctx) })
+	return group.Wait()
+}
+
+func (n *network) startAndServe(ctx context.Context) error {
 	start := newStartup(ctx, n)
 	defer start.stop()
 	be, now, err := start.prepare(ctx)
@@ -96,8 +125,8 @@ func (n *network) run(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	group, ctx := errgroup.WithContext(ctx)
 	changed := make(chan underlay.Interface, 1)
+	group, ctx := errgroup.WithContext(ctx)
 	group.Go(func() error {
 		return n.watchInterface(ctx, n.underlayOptions(now.Config, now), now.Interface, changed)
 	})
@@ -114,7 +143,7 @@ func (n *network) stateIsWritten() bool { return !n.ready.wasReady() || n.state.
 // env returns the environment of backends.
 func (n *network) env(iface underlay.Interface, cfg subnet.Config) backend.Env {
 	return backend.Env{
-		Underlay: iface, Config: cfg, Kernel: n.host.kernel, Resync: n.opts.Resync, StateDir: n.opts.StateDir, Blackhole: n.opts.IPBlackholeRoute,
+		Underlay: iface, Config: cfg, Kernel: n.kernel, Resync: n.opts.Resync, StateDir: n.opts.StateDir, Blackhole: n.opts.IPBlackholeRoute,
 	}
 }
 

@@ -18,7 +18,6 @@ import (
 	"k8s.io/klog/v2"
 
 	"github.com/flanneld/flanneld/backend/builtin"
-	"github.com/flanneld/flanneld/pkg/dataplane/linux"
 	"github.com/flanneld/flanneld/pkg/options"
 	"github.com/flanneld/flanneld/pkg/rules"
 	"github.com/flanneld/flanneld/pkg/status"
@@ -160,17 +159,13 @@ func (w *walk) start() (stop func()) {
 	if err != nil {
 		w.t.Fatal(err)
 	}
-	kernel, err := linux.Open(linux.Options{NexthopObjects: true})
-	if err != nil {
-		w.t.Fatal(err)
-	}
 	ctx, cancel := context.WithCancel(klog.NewContext(context.Background(), klog.Background()))
 	var background sync.WaitGroup
 	h := &host{
-		kernel: kernel, devices: &deviceLocks{dir: opts.StateDir}, journal: status.NewJournal(1), tuner: &tune.Tuner{}, started: time.Now(),
+		journal: status.NewJournal(1), tuner: &tune.Tuner{}, started: time.Now(),
 		firewall: rules.NewHost(),
 	}
-	n, err := openNetwork(ctx, h, Config{Options: opts, Backends: builtin.New}, func(context.Context, *network) (store, error) {
+	n, err := openNetwork(ctx, h, opts, "", builtin.New, func(context.Context, *network) (store, error) {
 		return gatedStore{w.store.Manager(), &w.gate}, nil
 	})
 	if err != nil {
@@ -178,14 +173,12 @@ func (w *walk) start() (stop func()) {
 	}
 	w.last = ""
 	n.progress.entered = func(p phase) { w.phases <- p }
-	background.Go(func() { _ = n.state.run(ctx) })
 	background.Go(func() { _ = h.firewall.Run(ctx) })
 	done := make(chan error, 1)
 	go func() {
 		done <- n.run(ctx)
 		background.Wait()
 		n.close()
-		_ = kernel.Close()
 		close(done)
 	}()
 	return func() {

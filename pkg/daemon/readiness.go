@@ -7,8 +7,6 @@ import (
 	"sync"
 	"time"
 
-	"k8s.io/klog/v2"
-
 	"github.com/flanneld/flanneld/pkg/health"
 	"github.com/flanneld/flanneld/pkg/options"
 )
@@ -28,11 +26,12 @@ const (
 // address only for a moment. The daemon switches to another interface sooner.
 const interfaceGrace = 10 * time.Second
 
-// readiness collects the states of the components, and announces once that the daemon is ready.
+// readiness collects the states of the components, and announces once that the network is ready.
 type readiness struct {
 	health   *health.Status
-	grace    time.Duration    // --readyz-datastore-grace
-	leaseEnd func() time.Time // of the own lease; zero if it does not end
+	announce func(context.Context) // called once; may be nil
+	grace    time.Duration         // --readyz-datastore-grace
+	leaseEnd func() time.Time      // of the own lease; zero if it does not end
 	once     sync.Once
 	up       chan struct{} // closed when all components have become good
 }
@@ -46,17 +45,16 @@ func newReadiness(o options.Options, leaseEnd func() time.Time) *readiness {
 }
 
 // report records the state of a component. When all components are good for the first
-// time, it announces that the daemon is ready.
+// time, it announces that the network is ready.
 func (r *readiness) report(ctx context.Context, part string, err error) {
 	r.health.Set(part, err)
 	if ready, _ := r.health.Ready(); !ready {
 		return
 	}
 	r.once.Do(func() {
-		klog.FromContext(ctx).Info("flannel is ready")
 		close(r.up)
-		if err := (health.Notifier{}).Ready(); err != nil {
-			klog.FromContext(ctx).Error(err, "cannot notify systemd")
+		if r.announce != nil {
+			r.announce(ctx)
 		}
 	})
 }

@@ -96,7 +96,7 @@ func (n *network) statusReport(ctx context.Context) (status.Report, error) {
 	r := status.Report{
 		Version: version.String(), PID: os.Getpid(), Started: n.host.started, Now: time.Now(),
 		Network: status.Network{
-			Phase: string(n.progress.phase()), BackendType: now.Config.BackendType, Mode: in.Mode, Prefixes: networks(now.Config), SubnetFile: n.opts.SubnetFile,
+			Name: n.name, Phase: string(n.progress.phase()), BackendType: now.Config.BackendType, Mode: in.Mode, Prefixes: networks(now.Config), SubnetFile: n.opts.SubnetFile,
 		},
 		Interface: status.Interface{Name: now.Interface.Name, Index: now.Interface.Index, MTU: now.Interface.MTU, Reason: now.Interface.Reason, Addresses: []status.Address{}},
 		Lease:     statusLease(now.Own),

@@ -43,6 +43,31 @@ func firewallChoice(option string, now lastKnown) rules.Choice {
 	return c
 }
 
+// keepRules keeps the traffic rules of a session until ctx ends. It calls tried after the first
+// attempt to apply them.
+func (n *network) keepRules(ctx context.Context, be backend.Backend, now lastKnown, tried func()) {
+	choice, policy := firewallChoice(n.opts.Firewall, now), n.rulePolicy(be, now)
+	if n.others == nil {
+		n.rules.Keep(ctx, choice, policy, tried)
+		return
+	}
+	for ctx.Err() == nil {
+		prefixes, changed := n.others()
+		present := policy
+		present.NonMasquerade = slices.Concat(policy.NonMasquerade, prefixes)
+		keeping, stop := context.WithCancel(ctx)
+		go func() {
+			defer stop()
+			select {
+			case <-changed:
+			case <-keeping.Done():
+			}
+		}()
+		n.rules.Keep(keeping, choice, present, tried)
+		stop()
+	}
+}
+
 // rulePolicy returns the traffic rules of a session.
 func (n *network) rulePolicy(be backend.Backend, now lastKnown) firewall.Policy {
 	p := firewall.Policy{

@@ -11,6 +11,8 @@ import (
 	"k8s.io/klog/v2"
 
 	"github.com/flanneld/flanneld/pkg/health"
+	"github.com/flanneld/flanneld/pkg/metrics"
+	"github.com/flanneld/flanneld/pkg/options"
 	"github.com/flanneld/flanneld/pkg/status"
 )
 
@@ -19,20 +21,20 @@ const journalSize = 200
 
 // listen opens the local socket and the health port, and makes group serve them until ctx
 // ends. The daemon continues without the socket, because it is only for inspection.
-func listen(ctx, members context.Context, group *errgroup.Group, n *network) error {
-	page, err := status.Handler(n.statusReport)
+func listen(ctx, members context.Context, group *errgroup.Group, o options.Options, s served) error {
+	page, err := status.Handler(s.status)
 	if err != nil {
 		return err
 	}
 	mux := http.NewServeMux()
-	mux.Handle("/metrics", n.metrics.Handler())
-	mux.Handle("/", health.Handler(n.ready.health))
+	mux.Handle("/metrics", metrics.Handler(s.all))
+	mux.Handle("/", health.Handler(s))
 	local := http.NewServeMux()
 	local.Handle("/statusz", page)
 	local.Handle("/statusz.json", page)
 	local.Handle("/", mux)
 
-	if path := n.opts.SocketPath(); path != "" {
+	if path := o.SocketPath(); path != "" {
 		ln, err := status.Listen(ctx, path)
 		if err != nil {
 			klog.FromContext(ctx).Error(err, "continuing without the status socket: flannelctl status will not work")
@@ -50,10 +52,10 @@ func listen(ctx, members context.Context, group *errgroup.Group, n *network) err
 		}
 		return err
 	}
-	if err := serve(n.opts.HealthzAddr(), onLoopback(local, mux)); err != nil {
+	if err := serve(o.HealthzAddr(), onLoopback(local, mux)); err != nil {
 		return err
 	}
-	return serve(n.opts.StatuszAddress, local)
+	return serve(o.StatuszAddress, local)
 }
 
 // onLoopback passes requests from this host, to a loopback address, to local, and all

@@ -37,10 +37,10 @@ type session struct {
 // serve starts a session: the backend's network, the lease-watch loop, the traffic rules, the
 // subnet file, and the removal of what former configurations have left.
 func (n *network) serve(ctx context.Context, be backend.Backend, now lastKnown) (*session, error) {
-	if err := n.host.devices.takeAll(be.Scope()); err != nil {
+	if err := n.devices.takeAll(be.Scope()); err != nil {
 		return nil, err
 	}
-	n.host.tuner.Backend(now.Config.BackendType)
+	n.host.tuner.Backend(n.name, now.Config.BackendType)
 	n.state.set(now) // before the first object exists that a later configuration must remove
 	running, err := startBackend(ctx, be, now.Own)
 	if err != nil {
@@ -59,9 +59,7 @@ func (n *network) serve(ctx context.Context, be backend.Backend, now lastKnown) 
 	n.serving.Store(s)
 	n.progress.session(now.recalled, len(now.Former) > 0)
 	var wg sync.WaitGroup
-	wg.Go(func() {
-		n.rules.Keep(ctx, firewallChoice(n.opts.Firewall, now), n.rulePolicy(be, now), func() { close(tried) })
-	})
+	wg.Go(func() { n.keepRules(ctx, be, now, sync.OnceFunc(func() { close(tried) })) })
 	wg.Go(func() {
 		select { // wait for the rules, so that a pod that gets the subnet finds them
 		case <-tried:

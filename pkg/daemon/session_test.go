@@ -87,7 +87,7 @@ func networkOn(t *testing.T, be starter, from underlay.Interface) (*network, *se
 	}
 	o := options.Options{Resync: time.Minute, Firewall: options.FirewallIPTables, SubnetFile: filepath.Join(t.TempDir(), "subnet.env")}
 	n := &network{
-		host: &host{devices: &deviceLocks{}, tuner: &tune.Tuner{}, firewall: rules.NewHost()},
+		host: &host{tuner: &tune.Tuner{}, firewall: rules.NewHost()}, devices: &deviceLocks{},
 		opts: o, catalog: backend.Catalog{Registry: registry}, state: newStateStore(nil),
 	}
 	n.ready = newReadiness(o, n.state.leaseEnd)

@@ -83,6 +83,9 @@ func (s *startup) prepare(ctx context.Context) (backend.Backend, lastKnown, erro
 	last.Former, last.Rules = s.leftBehind(last, be), formerNetworks(last, cfg)
 	last.Config, last.Interface, last.Own, last.Stored = cfg, iface, own, nil
 	last.recalled = false
+	if s.name != "" {
+		last.Name, last.Prefix = s.name, strings.TrimSuffix(s.opts.EtcdPrefix, "/"+s.name)
+	}
 	return be, last, nil
 }
 

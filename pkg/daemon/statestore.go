@@ -179,6 +179,19 @@ func openState(ctx context.Context, o options.Options) (*stateStore, lastKnown, 
 	return newStateStore(file), last, nil
 }
 
+// remove deletes the file, and the state in memory.
+func (s *stateStore) remove() error {
+	s.writing.Lock()
+	defer s.writing.Unlock()
+	s.mu.Lock()
+	s.now, s.known, s.changed = lastKnown{}, false, false
+	s.mu.Unlock()
+	if s.file == nil {
+		return nil
+	}
+	return s.file.Remove()
+}
+
 // leaseEnd returns when the own lease ends. It is zero if there is no lease yet, and for a lease
 // that never ends.
 func (s *stateStore) leaseEnd() time.Time {

@@ -7,6 +7,7 @@ import (
 	"context"
 	"net/netip"
 
+	"github.com/flanneld/flanneld/pkg/options"
 	"github.com/flanneld/flanneld/subnet"
 	"github.com/flanneld/flanneld/subnet/etcd"
 	"github.com/flanneld/flanneld/subnet/kube"
@@ -40,22 +41,33 @@ func orNil(m store, err error) (store, error) {
 	return m, nil
 }
 
-func (n *network) openEtcd(ctx context.Context) (*etcd.Manager, error) {
-	o := n.opts
-	return etcd.New(etcd.Config{
+// etcdConfig returns the options for a connection to etcd.
+func etcdConfig(o options.Options) etcd.Config {
+	return etcd.Config{
 		Endpoints: o.EtcdEndpoints, Prefix: o.EtcdPrefix,
 		CertFile: o.EtcdCertFile, KeyFile: o.EtcdKeyFile, CAFile: o.EtcdCAFile,
 		Username: o.EtcdUsername, Password: o.EtcdPassword.Reveal(),
 		RenewMargin: o.RenewMargin, TTL: o.LeaseTTL,
-		Previous: previousSubnets(ctx, o.SubnetFile),
-		Own:      *cmp.Or(n.past.Stored, &n.past.Own), Known: n.past.Peers,
-		OnRepaired: n.metrics.Differed,
-		OnStatus:   func(err error) { n.ready.reportStore(ctx, err) },
-		OnLease: func(own subnet.Lease) {
-			n.state.update(func(now *lastKnown) { now.renewed(own) })
-		},
-		OnConfig: func(text []byte) { n.config.apply(ctx, text) },
-	})
+	}
+}
+
+// etcdConfig returns the options for the store of n.
+func (n *network) etcdConfig(ctx context.Context) etcd.Config {
+	c := etcdConfig(n.opts)
+	c.Previous = previousSubnets(ctx, n.opts.SubnetFile)
+	c.Own, c.Known = *cmp.Or(n.past.Stored, &n.past.Own), n.past.Peers
+	c.OnRepaired = n.metrics.Differed
+	c.OnStatus = func(err error) { n.ready.reportStore(ctx, err) }
+	c.OnLease = func(own subnet.Lease) {
+		n.state.update(func(now *lastKnown) { now.renewed(own) })
+	}
+	return c
+}
+
+func (n *network) openEtcd(ctx context.Context) (*etcd.Manager, error) {
+	c := n.etcdConfig(ctx)
+	c.OnConfig = func(text []byte) { n.config.apply(ctx, text) }
+	return etcd.New(c)
 }
 
 func (n *network) openKube(ctx context.Context) (*kube.Manager, error) {

@@ -23,8 +23,16 @@ const (
 	shutdownTimeout = time.Second
 )
 
+// Source is the health that probes and systemd ask for. A Status is one.
+type Source interface {
+	// Alive returns an error if the main loop is stuck.
+	Alive() error
+	// Ready reports whether all components are good, and the reasons why not.
+	Ready() (ready bool, reasons []string)
+}
+
 // Handler answers /healthz and /readyz from s, with any method. Every other path is 404.
-func Handler(s *Status) http.Handler {
+func Handler(s Source) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		switch r.URL.Path {
 		case "/healthz":

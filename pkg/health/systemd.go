@@ -48,7 +48,7 @@ func (Notifier) Keep(name string, fd int) error {
 // Watchdog pings systemd's watchdog at half its interval while s is alive, until ctx
 // ends. It returns nil at that point, or at once if the unit sets no watchdog. It ignores
 // a failed ping: if pings keep failing, systemd restarts the service.
-func (Notifier) Watchdog(ctx context.Context, s *Status) error {
+func (Notifier) Watchdog(ctx context.Context, s Source) error {
 	interval, err := daemon.SdWatchdogEnabled(false)
 	if err != nil {
 		return fmt.Errorf("read systemd watchdog settings: %w", err)

@@ -13,6 +13,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/collectors"
 	"github.com/prometheus/client_golang/prometheus/promhttp"
+	dto "github.com/prometheus/client_model/go"
 
 	"github.com/flanneld/flanneld/pkg/dataplane"
 	"github.com/flanneld/flanneld/pkg/version"
@@ -37,7 +38,7 @@ type Values struct {
 	Dropped       map[string]uint64 // packets dropped in user space, by reason
 }
 
-// Metrics contains the metrics of one daemon, in a registry of its own.
+// Metrics contains the metrics of one network, in a registry of its own.
 type Metrics struct {
 	registry *prometheus.Registry
 
@@ -50,8 +51,9 @@ type Metrics struct {
 }
 
 // New returns metrics that call read at each scrape. When its context ends, read may
-// return the values that it has so far.
-func New(read func(context.Context) Values) *Metrics {
+// return the values that it has so far. network is the name of the network if the daemon serves
+// several: all metrics get it as a label.
+func New(network string, read func(context.Context) Values) *Metrics {
 	counter := func(name, help string) prometheus.Counter {
 		return prometheus.NewCounter(prometheus.CounterOpts{Namespace: "flannel", Name: name, Help: help})
 	}
@@ -69,17 +71,28 @@ func New(read func(context.Context) Values) *Metrics {
 			"Times that flanneld restored masquerade or forward rules. If it keeps growing, another program rewrites them."),
 		firewallFailures: counter("firewall_failures_total", "Attempts to program masquerade or forward rules that failed and are repeated. The log and /readyz give the reason."),
 	}
-	m.registry.MustRegister(
-		m.duration, m.failures, m.repaired, m.differed, m.firewallRepairs, m.firewallFailures,
-		&collector{read},
-		collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}),
+	var registerer prometheus.Registerer = m.registry
+	if network != "" {
+		registerer = prometheus.WrapRegistererWith(prometheus.Labels{"network": network}, registerer)
+	}
+	registerer.MustRegister(
+		m.duration, m.failures, m.repaired, m.differed, m.firewallRepairs, m.firewallFailures, &collector{read},
 	)
 	return m
 }
 
-// Handler serves scrapes.
-func (m *Metrics) Handler() http.Handler {
-	return promhttp.HandlerFor(m.registry, promhttp.HandlerOpts{Registry: m.registry})
+// Handler serves scrapes of the process and of the networks that list returns.
+func Handler(list func() []*Metrics) http.Handler {
+	process := prometheus.NewRegistry()
+	process.MustRegister(collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
+	all := prometheus.GathererFunc(func() ([]*dto.MetricFamily, error) {
+		gatherers := prometheus.Gatherers{process}
+		for _, m := range list() {
+			gatherers = append(gatherers, m.registry)
+		}
+		return gatherers.Gather()
+	})
+	return promhttp.HandlerFor(all, promhttp.HandlerOpts{Registry: process})
 }
 
 // Synced records one pass of the reconciler.

@@ -22,7 +22,7 @@ import (
 func scrape(t *testing.T, m *metrics.Metrics) string {
 	t.Helper()
 	w := httptest.NewRecorder()
-	m.Handler().ServeHTTP(w, httptest.NewRequestWithContext(t.Context(), http.MethodGet, "/metrics", nil))
+	metrics.Handler(func() []*metrics.Metrics { return []*metrics.Metrics{m} }).ServeHTTP(w, httptest.NewRequestWithContext(t.Context(), http.MethodGet, "/metrics", nil))
 	if w.Code != http.StatusOK {
 		t.Fatalf("scrape: %d %s", w.Code, w.Body)
 	}
@@ -39,7 +39,7 @@ func full(context.Context) metrics.Values {
 }
 
 func TestMetrics(t *testing.T) {
-	m := metrics.New(full)
+	m := metrics.New("", full)
 	m.Synced(3*time.Millisecond, 2, nil)
 	m.Synced(time.Second, 0, errors.New("no"))
 	m.Firewall(true, nil)
@@ -69,7 +69,7 @@ func TestMetrics(t *testing.T) {
 // Unknown values are absent instead of zero: a lease that does not expire would otherwise
 // look as if it had expired in 1970.
 func TestUnknownIsAbsent(t *testing.T) {
-	page := scrape(t, metrics.New(func(context.Context) metrics.Values { return metrics.Values{} }))
+	page := scrape(t, metrics.New("", func(context.Context) metrics.Values { return metrics.Values{} }))
 	for _, name := range []string{"flannel_lease_expiry", "flannel_last_sync_timestamp", "flannel_pool", "flannel_udp", "flannel_backend_info", "flannel_peers"} {
 		if strings.Contains(page, name) {
 			t.Errorf("%s is present although its value is unknown", name)
@@ -82,7 +82,7 @@ func TestUnknownIsAbsent(t *testing.T) {
 
 // Alert rules and the dashboard use only metrics that exist.
 func TestRulesAndDashboardUseExistingMetrics(t *testing.T) {
-	m := metrics.New(full)
+	m := metrics.New("", full)
 	m.Synced(time.Second, 0, nil)
 	page := scrape(t, m)
 	for _, file := range []string{"../../dist/prometheus/flannel-rules.yml", "../../dist/grafana/flannel.json"} {

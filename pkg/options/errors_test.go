@@ -152,6 +152,7 @@ func TestEveryFlagRefusesNonsense(t *testing.T) {
 			"eth0/1", "eth0:1", "eth 0", " eth0", "eth0\n", "a-name-that-is-too-long", "..", ".", "10.0.0.0/24", "0.0.0.0", "::", "224.0.0.1", "ff02::1", "fd00::g",
 		},
 		"iface-regex": {"[", "(", "*", "eth(?=0)", "a{1,0}", `\`, "(?P<n", "a**"}, "iface-can-reach": append(addresses, "0.0.0.0", "127.0.0.1", "::1"),
+		"networks": {"", ",", "a,b/c", "config", "subnets,a", "..", "a,a", "a b"}, "watch-networks": {"", "no"}, "subnet-dir": {""}, "masquerade-between-networks": {"yes"},
 		"iface-wait": durations, "public-ip": append(addresses, "::1", "127.0.0.1", "0.0.0.0"), "public-ipv6": append(addresses, "10.0.0.1", "::1", "::"),
 		"ip-masq": switches, "ip-masq-fully-random-disable": switches, "iptables-forward-rules": switches,
 		"guard-tunnel":    switches,

@@ -76,6 +76,7 @@ func topics() []topic {
 	return []topic{
 		{"Datastore etcd", etcdSettings()},
 		{"Datastore Kubernetes", kubeSettings()},
+		{"Several networks", networkSettings()},
 		{"External interface", interfaceSettings()},
 		{"Routes and traffic rules", trafficSettings()},
 		{"Backend udp", udpSettings()},
@@ -132,6 +133,29 @@ func etcdSettings() []setting {
 			name: "subnet-lease-renew-margin", arg: "MINUTES", def: "60",
 			usage:   "Time before its end at which the lease is renewed: 1 to 1439. Shorter leases are renewed in time too.",
 			binding: to(func(o *Options) *time.Duration { return &o.RenewMargin }, whole(time.Minute, "minutes", 1, 1439)),
+		},
+	}
+}
+
+func networkSettings() []setting {
+	return []setting{
+		{
+			name: "networks", arg: "NAME,...",
+			usage: "Serve several networks with these names: each has the keys PREFIX/NAME/config and PREFIX/NAME/subnets " +
+				"in etcd. A network without a configuration is waited for.",
+			binding: to(func(o *Options) *[]string { return &o.Networks }, networkNames),
+		}, {
+			name: "watch-networks", def: "false",
+			usage:   "Serve all networks below the prefix, or those of --networks, also if they are added later.",
+			binding: toToggle(func(o *Options) *bool { return &o.WatchNetworks }),
+		}, {
+			name: "subnet-dir", arg: "DIRECTORY", def: "/run/flannel/networks",
+			usage:   "Directory of the subnet files of several networks: NAME.env.",
+			binding: to(func(o *Options) *string { return &o.SubnetDir }, path),
+		}, {
+			name: "masquerade-between-networks", def: "false",
+			usage:   "With --ip-masq: masquerade packets from a pod of one network to another network as well.",
+			binding: toToggle(func(o *Options) *bool { return &o.MasqueradeBetweenNetworks }),
 		},
 	}
 }

@@ -15,6 +15,7 @@ import (
 	"os"
 	"path/filepath"
 	"strconv"
+	"strings"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -60,6 +61,16 @@ type Options struct {
 	RenewMargin time.Duration
 	// LeaseTTL is the lifetime of the lease in the store without a renewal.
 	LeaseTTL time.Duration
+
+	// Networks are the names of the networks to serve, if they are several. With
+	// WatchNetworks and without Networks all networks below EtcdPrefix are served.
+	Networks []string
+	// WatchNetworks serves networks that are added later, and leaves those that are deleted.
+	WatchNetworks bool
+	// SubnetDir is the directory with a subnet file for each of several networks.
+	SubnetDir string
+	// MasqueradeBetweenNetworks masquerades packets from one of several networks to another.
+	MasqueradeBetweenNetworks bool
 
 	// KubeSubnetMgr selects the Kubernetes API as the store, instead of etcd.
 	KubeSubnetMgr bool
@@ -157,6 +168,18 @@ func (o Options) Source(name string) string {
 	return "--" + name
 }
 
+// Several reports whether the daemon serves several networks.
+func (o Options) Several() bool { return len(o.Networks) > 0 || o.WatchNetworks }
+
+// Network returns the options for one of several networks: with keys, subnet file and state file
+// of its own.
+func (o Options) Network(name string) Options {
+	o.EtcdPrefix = strings.TrimRight(o.EtcdPrefix, "/") + "/" + name
+	o.SubnetFile = filepath.Join(o.SubnetDir, name+".env")
+	o.Networks, o.WatchNetworks = nil, false
+	return o
+}
+
 // HealthzAddr returns the address:port that serves probes, or "" if they are not served.
 func (o Options) HealthzAddr() string {
 	if o.HealthzPort == 0 {
@@ -247,6 +270,9 @@ func (o *Options) check() error {
 			return err
 		}
 	}
+	if err := o.checkNetworks(); err != nil {
+		return err
+	}
 	for _, f := range []given{{"subnet-file", o.SubnetFile}, {"status-socket", o.StatusSocket}} {
 		if info, err := os.Stat(f.value); err == nil && info.IsDir() {
 			return fmt.Errorf("%s %q is a directory: expected a file", o.Source(f.name), f.value)
@@ -263,6 +289,27 @@ func (o *Options) check() error {
 	if tls && !o.KubeSubnetMgr && scheme(o.EtcdEndpoints[0]) == "http" {
 		o.Warnings = append(o.Warnings, "the TLS files for etcd are not used: "+
 			o.Source("etcd-endpoints")+" contains http endpoints")
+	}
+	return nil
+}
+
+// checkNetworks returns an error if the options for several networks do not fit the others.
+func (o *Options) checkNetworks() error {
+	if !o.Several() {
+		return nil
+	}
+	flag := "watch-networks"
+	if len(o.Networks) > 0 {
+		flag = "networks"
+	}
+	switch {
+	case o.KubeSubnetMgr:
+		return fmt.Errorf("%s needs etcd: in Kubernetes a Node has one podCIDR for each address family, so there is one network", o.Source(flag))
+	case o.ExitOnConfigChange:
+		return fmt.Errorf("%s is for one network: with %s a changed network is restarted by itself", o.Source("exit-on-config-change"), o.Source(flag))
+	}
+	if info, err := os.Stat(o.SubnetDir); err == nil && !info.IsDir() {
+		return fmt.Errorf("%s %q is a file: expected a directory", o.Source("subnet-dir"), o.SubnetDir)
 	}
 	return nil
 }

@@ -43,6 +43,7 @@ func defaults() Options {
 		AllowExtensionBackend:     true,
 		UDPSourceCheck:            "network",
 		SubnetFile:                "/run/flannel/subnet.env",
+		SubnetDir:                 "/run/flannel/networks",
 		StateDir:                  "/var/lib/flannel",
 		HealthzIP:                 netip.IPv4Unspecified(),
 		ReadyzDatastoreGrace:      5 * time.Minute,
@@ -84,6 +85,7 @@ func TestEveryFlag(t *testing.T) {
 	own := map[string]string{
 		"subnet-lease-ttl": "24h", "iface-wait": "60s", "resync": "5m", "nexthop-objects": "auto", "firewall": "config", "allow-extension-backend": "", "udp-source-check": "network", "udp-persist": "false", "exit-on-config-change": "false", "status-socket": "", "statusz-address": "",
 		"state-dir": "/var/lib/flannel", "guard-tunnel": "true",
+		"networks": "", "watch-networks": "false", "subnet-dir": "/run/flannel/networks", "masquerade-between-networks": "false",
 		"readyz-datastore-grace": "5m", "log-format": "text",
 	}
 	want := map[string]string{}
@@ -156,7 +158,7 @@ func TestParseEveryValue(t *testing.T) {
 		Iface:         []string{"eth0"}, IfaceRegex: []string{"^e[tn]"}, IfaceCanReach: "10.0.0.1",
 		PublicIP: netip.MustParseAddr("192.0.2.1"), PublicIPv6: netip.MustParseAddr("2001:db8::1"),
 		IPMasq: true, IPMasqFullyRandomDisable: true, IPTablesResync: 10 * time.Second, IPBlackholeRoute: true,
-		Resync: time.Second, NexthopObjects: "off", Firewall: "config", UDPSourceCheck: "strict", UDPPersist: true, SubnetFile: "a", StateDir: "b",
+		Resync: time.Second, NexthopObjects: "off", Firewall: "config", UDPSourceCheck: "strict", UDPPersist: true, SubnetFile: "a", SubnetDir: "/run/flannel/networks", StateDir: "b",
 		HealthzIP: netip.IPv6Unspecified(), HealthzPort: 65535,
 		LogFormat: "text", Verbosity: 4, VModule: "a=1,b*=2,", LogBacktraceAt: "x.go:7",
 	}

@@ -113,6 +113,28 @@ func annotationPrefix(s string) (string, error) {
 	return s, err
 }
 
+// networkNames parses a comma separated list of names of networks. Empty names are ignored, as
+// with flannel.
+func networkNames(s string) ([]string, error) {
+	var names []string
+	for name := range strings.SplitSeq(s, ",") {
+		if name = strings.TrimSpace(name); name == "" {
+			continue
+		}
+		if err := subnet.CheckNetworkName(name); err != nil {
+			return nil, err
+		}
+		if slices.Contains(names, name) {
+			return nil, fmt.Errorf("network %s is given twice: expected different names", name)
+		}
+		names = append(names, name)
+	}
+	if len(names) == 0 {
+		return nil, errors.New("expected names of networks, comma separated")
+	}
+	return names, nil
+}
+
 func boolean(s string) (bool, error) {
 	b, err := strconv.ParseBool(s)
 	if err != nil {

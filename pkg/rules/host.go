@@ -27,6 +27,10 @@ type Host struct {
 	searched chan struct{}        // closed when found is set
 	found    *iptables.Programs
 
+	// writing lets one Keeper at a time read and write rules. iptables-restore fails if a chain
+	// changes meanwhile.
+	writing sync.Mutex
+
 	mu     sync.Mutex
 	warned []string // bridge settings that were warned about
 }

@@ -145,7 +145,9 @@ func (s *session) step(ctx context.Context) error {
 
 // pass applies the policy and reports the result. It returns nil if ctx has ended.
 func (s *session) pass(ctx context.Context) error {
+	s.keeper.host.writing.Lock()
 	changed, err := s.applier.Apply(ctx, s.policy)
+	s.keeper.host.writing.Unlock()
 	if ctx.Err() != nil && err != nil && changed {
 		s.keeper.unreported = true
 	}
@@ -183,7 +185,9 @@ func (s *session) note(ctx context.Context, changed bool, err error) {
 func (s *session) clean(ctx context.Context) error {
 	log := klog.FromContext(ctx)
 	for _, l := range s.leftovers {
+		s.keeper.host.writing.Lock()
 		removed, err := l.applier.Apply(ctx, l.gone)
+		s.keeper.host.writing.Unlock()
 		if removed && (err == nil || ctx.Err() == nil) {
 			log.Info("removed traffic rules from another firewall", "firewall in use", string(s.flavour))
 		}

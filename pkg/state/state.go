@@ -81,6 +81,12 @@ func takeLock(dir, name string) (*os.File, error) {
 	return lock, nil
 }
 
+// Read returns the state in the file called name in dir, without opening it for this process.
+func Read[T any](dir, name string) (T, error) {
+	last, _, err := (&File[T]{path: filepath.Join(dir, name+".json")}).Load()
+	return last, err
+}
+
 // Load returns the last saved state. ok is false if there is no state, or none that this
 // version can read. err gives the reason, and is nil if there is no file.
 func (f *File[T]) Load() (last T, ok bool, err error) {
@@ -121,6 +127,15 @@ func (f *File[T]) Save(s T) error {
 func (f *File[T]) Intact() bool {
 	now, err := os.Lstat(f.path)
 	return err == nil && f.saved != nil && os.SameFile(now, f.saved) && now.Size() == f.saved.Size() && now.ModTime().Equal(f.saved.ModTime())
+}
+
+// Remove deletes the file. A later Save writes it again.
+func (f *File[T]) Remove() error {
+	f.saved = nil
+	if err := os.Remove(f.path); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return fmt.Errorf("remove state: %w", err)
+	}
+	return nil
 }
 
 // Close releases the lock, so that another process can open the file.

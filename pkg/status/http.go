@@ -7,6 +7,7 @@ import (
 	"context"
 	_ "embed"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"html/template"
 	"net/http"
@@ -15,13 +16,17 @@ import (
 	"time"
 )
 
-// Source makes a report.
-type Source func(context.Context) (Report, error)
+// ErrNoNetwork means that the daemon does not serve a network with the requested name.
+var ErrNoNetwork = errors.New("no such network")
+
+// Source makes a report about a network. Without a name it is about the only network, or about
+// all of several. It returns ErrNoNetwork, wrapped, for an unknown name.
+type Source func(ctx context.Context, network string) (Report, error)
 
 //go:embed page.html
 var pageText string
 
-// Handler serves the report of source. It answers with JSON if the request accepts it or
+// Handler serves the report of source, about the network in the query "network". It answers with JSON if the request accepts it or
 // its path ends in .json, otherwise with the page.
 func Handler(source Source) (http.Handler, error) {
 	page, err := template.New("status").Funcs(template.FuncMap{
@@ -31,9 +36,13 @@ func Handler(source Source) (http.Handler, error) {
 		return nil, err
 	}
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		report, err := source(r.Context())
+		report, err := source(r.Context(), r.URL.Query().Get("network"))
 		if err != nil {
-			http.Error(w, err.Error(), http.StatusServiceUnavailable)
+			code := http.StatusServiceUnavailable
+			if errors.Is(err, ErrNoNetwork) {
+				code = http.StatusNotFound
+			}
+			http.Error(w, err.Error(), code)
 			return
 		}
 		var body bytes.Buffer

@@ -31,12 +31,27 @@ type Report struct {
 	Firewall  Firewall  `json:"firewall"`
 	Kernel    Kernel    `json:"kernel"`
 	Peers     []Peer    `json:"peers"`
-	Events    []Event   `json:"events"` // oldest first
+	// Networks is the overview of several networks, by name. The fields that are about one
+	// network are empty then.
+	Networks []NetworkSummary `json:"networks,omitempty"`
+	Events   []Event          `json:"events"` // oldest first
+}
+
+// NetworkSummary is one of several networks.
+type NetworkSummary struct {
+	Name        string         `json:"name"`
+	Phase       string         `json:"phase"`
+	Ready       bool           `json:"ready"`
+	Reasons     []string       `json:"reasons,omitempty"` // why it is not ready, or its configuration was refused
+	BackendType string         `json:"backendType,omitempty"`
+	Prefixes    []netip.Prefix `json:"prefixes"`
+	Subnets     []netip.Prefix `json:"subnets"` // of this host
 }
 
 // Network is the network configuration in use.
 type Network struct {
-	Phase       string         `json:"phase"` // such as "serving"
+	Name        string         `json:"name,omitempty"` // if the daemon serves several
+	Phase       string         `json:"phase"`          // such as "serving"
 	BackendType string         `json:"backendType"`
 	Mode        string         `json:"mode,omitempty"` // of the backend, if it can carry packets in several ways
 	Prefixes    []netip.Prefix `json:"prefixes"`

@@ -59,7 +59,7 @@ func get(t *testing.T, source status.Source, path, accept string) *httptest.Resp
 }
 
 func TestJSONIsTheReport(t *testing.T) {
-	source := func(context.Context) (status.Report, error) { return report(), nil }
+	source := func(context.Context, string) (status.Report, error) { return report(), nil }
 	for _, ask := range [][2]string{{"/statusz", "application/json"}, {"/statusz.json", "*/*"}} {
 		w := get(t, source, ask[0], ask[1])
 		var got status.Report
@@ -73,7 +73,7 @@ func TestJSONIsTheReport(t *testing.T) {
 }
 
 func TestPage(t *testing.T) {
-	w := get(t, func(context.Context) (status.Report, error) { return report(), nil }, "/statusz", "text/html")
+	w := get(t, func(context.Context, string) (status.Report, error) { return report(), nil }, "/statusz", "text/html")
 	page := w.Body.String()
 	for _, want := range []string{
 		"<dd>wireguard, userspace</dd>", "not ready", "data path: &lt;b&gt;kernel&lt;/b&gt; says no", "10.5.1.0/24", "expires in 23h unless renewed", "192.168.77.1 (public 192.0.2.1)",
@@ -104,7 +104,7 @@ func TestPageOfTheFirewall(t *testing.T) {
 		`<dd>iptables: <span class="bad">no &lt;lock&gt;</span></dd>`: {Kind: "iptables", Error: "no <lock>"},
 		`<dd><span class="bad">not up yet</span></dd>`:                {Error: "not up yet"},
 	} {
-		w := get(t, func(context.Context) (status.Report, error) { return status.Report{Firewall: f}, nil }, "/statusz", "text/html")
+		w := get(t, func(context.Context, string) (status.Report, error) { return status.Report{Firewall: f}, nil }, "/statusz", "text/html")
 		if !strings.Contains(w.Body.String(), "<dt>Firewall</dt>"+want) {
 			t.Errorf("%+v: the page lacks %q", f, want)
 		}
@@ -112,7 +112,7 @@ func TestPageOfTheFirewall(t *testing.T) {
 }
 
 func TestNoReport(t *testing.T) {
-	w := get(t, func(context.Context) (status.Report, error) { return status.Report{}, errors.New("stuck") }, "/statusz", "")
+	w := get(t, func(context.Context, string) (status.Report, error) { return status.Report{}, errors.New("stuck") }, "/statusz", "")
 	if w.Code != http.StatusServiceUnavailable || !strings.Contains(w.Body.String(), "stuck") {
 		t.Errorf("%d %s", w.Code, w.Body)
 	}

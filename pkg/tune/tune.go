@@ -42,8 +42,9 @@ type Tuner struct {
 
 	mu        sync.Mutex
 	resting   bool
-	oneThread bool // one thread is sufficient for the backend
-	fitted    bool // the runtime uses one thread
+	backends  map[string]string // type by network
+	oneThread bool              // one thread is sufficient for all of them
+	fitted    bool              // the runtime uses one thread
 }
 
 // New returns a Tuner for a process of its own, whose environment ("NAME=value") is env.
@@ -61,11 +62,21 @@ func (t *Tuner) Begin() {
 	}
 }
 
-// Backend must be called when the type of the backend is known, and when it changes.
-func (t *Tuner) Backend(backendType string) {
+// Backend must be called when the type of a network's backend is known, and when it changes. It is
+// empty for a network that has ended.
+func (t *Tuner) Backend(network, backendType string) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	t.oneThread = oneThread(backendType)
+	if t.backends == nil {
+		t.backends = map[string]string{}
+	}
+	if t.backends[network] = backendType; backendType == "" {
+		delete(t.backends, network)
+	}
+	t.oneThread = true
+	for _, used := range t.backends {
+		t.oneThread = t.oneThread && oneThread(used)
+	}
 	t.fitThreads()
 }
 

@@ -36,7 +36,7 @@ func TestTuner(t *testing.T) {
 		runtime.GOMAXPROCS(threads)
 		debug.SetGCPercent(given)
 		tc.fit.Begin()
-		tc.fit.Backend("vxlan")
+		tc.fit.Backend("", "vxlan")
 		if now := runtime.GOMAXPROCS(0); now != threads {
 			t.Errorf("%s: GOMAXPROCS is %d during the start, was %d", tc.name, now, threads)
 		}
@@ -64,13 +64,13 @@ func TestTuner(t *testing.T) {
 	// A backend that carries packets gets all CPUs, also if it follows or precedes
 	// another backend.
 	fit := New(nil)
-	fit.Backend("vxlan")
+	fit.Backend("", "vxlan")
 	fit.settle()
 	for _, tt := range []struct {
 		backendType string
 		want        int
 	}{{"vxlan", 1}, {"wireguard", runtime.NumCPU()}, {"host-gw", 1}} {
-		fit.Backend(tt.backendType)
+		fit.Backend("", tt.backendType)
 		want := tt.want
 		if now := runtime.GOMAXPROCS(0); now != want {
 			t.Errorf("GOMAXPROCS is %d, want %d", now, want)

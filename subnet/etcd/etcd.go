@@ -105,8 +105,9 @@ type Manager struct {
 }
 
 var (
-	_ subnet.Manager = (*Manager)(nil)
-	_ subnet.Resumer = (*Manager)(nil)
+	_ subnet.Manager  = (*Manager)(nil)
+	_ subnet.Resumer  = (*Manager)(nil)
+	_ subnet.Releaser = (*Manager)(nil)
 )
 
 // timing contains the intervals that tests shorten.

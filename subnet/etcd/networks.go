@@ -74,7 +74,9 @@ func (m *Manager) Networks(ctx context.Context, names []string, sink func(config
 }
 
 // root is the prefix of the keys of all networks. It ends in a slash.
-func (m *Manager) root() string { return strings.TrimSuffix(path.Join(m.cfg.Prefix, "config"), "config") }
+func (m *Manager) root() string {
+	return strings.TrimSuffix(path.Join(m.cfg.Prefix, "config"), "config")
+}
 
 func (m *Manager) configOf(name string) string { return path.Join(m.cfg.Prefix, name, "config") }
 
@@ -158,29 +160,31 @@ func (m *Manager) applyConfigs(configs map[string][]byte, resp *pb.WatchResponse
 	return changed
 }
 
-// Release deletes the own lease from the store, unless it is a reservation or another host has it
-// by now. The manager has no lease after that.
-func (m *Manager) Release(ctx context.Context) error {
+// Release implements subnet.Releaser.
+func (m *Manager) Release(ctx context.Context, own subnet.Lease) error {
 	unlock, err := m.lock(ctx)
 	if err != nil {
 		return err
 	}
 	defer unlock()
-	own := m.own
-	if !own.exists() {
-		return nil
-	}
-	if own.grant.id != 0 {
-		key := m.dir + own.key
-		err := m.call(ctx, func(ctx context.Context, c *clientv3.Client) error {
-			_, err := c.Txn(ctx).If(clientv3.Compare(clientv3.CreateRevision(key), "=", own.create)).Then(clientv3.OpDelete(key)).Commit()
-			return err
-		})
-		if err != nil {
+	m.own, m.unanswered = ownLease{}, nil
+	key := m.dir + own.Key
+	var id clientv3.LeaseID
+	err = m.call(ctx, func(ctx context.Context, c *clientv3.Client) error {
+		resp, err := c.Get(ctx, key)
+		if err != nil || len(resp.Kvs) == 0 {
 			return err
 		}
-		m.discard(ctx, own.grant.id)
+		found := resp.Kvs[0]
+		if found.Lease == 0 || uint64(found.CreateRevision) != own.Order {
+			return nil
+		}
+		id = clientv3.LeaseID(found.Lease)
+		_, err = c.Txn(ctx).If(clientv3.Compare(clientv3.ModRevision(key), "=", found.ModRevision)).Then(clientv3.OpDelete(key)).Commit()
+		return err
+	})
+	if err == nil {
+		m.discard(ctx, id)
 	}
-	m.own, m.unanswered = ownLease{}, nil
-	return nil
+	return err
 }

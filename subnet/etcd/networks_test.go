@@ -127,6 +127,7 @@ func TestNetworkShares(t *testing.T) {
 		t.Error("a network may have the name subnets")
 	}
 	var networks []*Manager
+	var leases []subnet.Lease
 	for i, name := range []string{"red", "green"} {
 		f.put(t, name+"/config", fmt.Sprintf(`{"Network":"10.%d.0.0/16"}`, 5+i))
 		n, err := m.Network(name, Config{})
@@ -139,6 +140,7 @@ func TestNetworkShares(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
+		leases = append(leases, own)
 		if got := f.keys(t, name+"/subnets/"); len(got) != 1 || got[0] != own.Key {
 			t.Errorf("network %s has the leases %v, want %s", name, got, own.Key)
 		}
@@ -146,10 +148,10 @@ func TestNetworkShares(t *testing.T) {
 			t.Error(err)
 		}
 	}
-	if err := networks[0].Release(t.Context()); err != nil {
+	if err := networks[0].Release(t.Context(), leases[0]); err != nil {
 		t.Fatal(err)
 	}
-	if err := networks[0].Release(t.Context()); err != nil {
+	if err := networks[0].Release(t.Context(), leases[0]); err != nil {
 		t.Errorf("a second time: %v", err)
 	}
 	if red, green := f.keys(t, "red/subnets/"), f.keys(t, "green/subnets/"); len(red) != 0 || len(green) != 1 {
@@ -167,7 +169,7 @@ func TestReleaseOfAReservation(t *testing.T) {
 	if err != nil || !own.Permanent {
 		t.Fatalf("%+v, %v, want the reservation", own, err)
 	}
-	if err := m.Release(t.Context()); err != nil {
+	if err := m.Release(t.Context(), own); err != nil {
 		t.Fatal(err)
 	}
 	if got := f.keys(t, "subnets/"); len(got) != 1 {

@@ -53,11 +53,24 @@ func (p *Pod) Addr(f prefix.Family) netip.Addr {
 // AddPod adds a pod called host1/name, or host1/pod1, host1/pod2 and so on if name is
 // empty. The first call on a host creates the bridge.
 func (h *Host) AddPod(ctx context.Context, name string) (*Pod, error) {
-	text, err := os.ReadFile(h.Path(SubnetFile))
+	return h.addPod(ctx, name, SubnetFile, PodBridge)
+}
+
+// AddNetworkPod adds a pod in one of several networks of the host's daemon, behind a bridge of its
+// own. It waits for nothing: the subnet file must exist.
+func (h *Host) AddNetworkPod(ctx context.Context, network string) (*Pod, error) {
+	return h.addPod(ctx, "", NetworkFile(network), "br-"+network)
+}
+
+// NetworkFile returns the path at which a host's daemon writes its subnet of one of several networks.
+func NetworkFile(network string) string { return "/run/flannel/networks/" + network + ".env" }
+
+func (h *Host) addPod(ctx context.Context, name, file, bridge string) (*Pod, error) {
+	text, err := os.ReadFile(h.Path(file))
 	if err != nil {
-		return nil, fmt.Errorf("%s: has no %s yet: %w", h.Name(), SubnetFile, err)
+		return nil, fmt.Errorf("%s: has no %s yet: %w", h.Name(), file, err)
 	}
-	env, err := parseSubnetEnv(string(text))
+	env, err := parseSubnetEnv(string(text), file)
 	if err != nil {
 		return nil, fmt.Errorf("%s: %w", h.Name(), err)
 	}
@@ -71,6 +84,7 @@ func (h *Host) AddPod(ctx context.Context, name string) (*Pod, error) {
 	if err != nil {
 		return nil, err
 	}
+	env.bridge = bridge
 	p := &Pod{Namespace: n, host: h, mtu: env.mtu}
 	if err := p.connect(ctx, env, number); err != nil {
 		n.close()
@@ -146,7 +160,7 @@ func (p *Pod) connect(ctx context.Context, env subnetEnv, number int) error {
 		if err := ensureBridge(h, env); err != nil {
 			return err
 		}
-		return plug(h, port, PodBridge)
+		return plug(h, port, env.bridge)
 	})
 	if err != nil {
 		return err
@@ -160,20 +174,20 @@ func (p *Pod) connect(ctx context.Context, env subnetEnv, number int) error {
 	if err != nil {
 		return err
 	}
-	return plugged(ctx, p.host.Namespace, port.Name, PodBridge, p.Namespace)
+	return plugged(ctx, p.host.Namespace, port.Name, env.bridge, p.Namespace)
 }
 
 // ensureBridge creates the bridge of the pods, or adapts it to a new subnet.
 func ensureBridge(h *netlink.Handle, env subnetEnv) error {
-	br, err := h.LinkByName(PodBridge)
+	br, err := h.LinkByName(env.bridge)
 	if err != nil {
-		br = &netlink.Bridge{LinkAttrs: attrs(PodBridge, env.mtu)}
+		br = &netlink.Bridge{LinkAttrs: attrs(env.bridge, env.mtu)}
 		if err := h.LinkAdd(br); err != nil {
-			return fmt.Errorf("add bridge %s: %w", PodBridge, err)
+			return fmt.Errorf("add bridge %s: %w", env.bridge, err)
 		}
 	}
 	if err := h.LinkSetMTU(br, env.mtu); err != nil {
-		return fmt.Errorf("set MTU of %s: %w", PodBridge, err)
+		return fmt.Errorf("set MTU of %s: %w", env.bridge, err)
 	}
 	for _, a := range env.bridges {
 		if err := addAddr(h, br, a); err != nil {
@@ -187,9 +201,10 @@ func ensureBridge(h *netlink.Handle, env subnetEnv) error {
 type subnetEnv struct {
 	bridges []netip.Prefix // the bridge's addresses, IPv4 first
 	mtu     int
+	bridge  string // name of the bridge
 }
 
-func parseSubnetEnv(text string) (env subnetEnv, err error) {
+func parseSubnetEnv(text, file string) (env subnetEnv, err error) {
 	values := map[string]string{}
 	for line := range strings.Lines(text) {
 		key, value, _ := strings.Cut(strings.TrimSpace(line), "=")
@@ -202,17 +217,17 @@ func parseSubnetEnv(text string) (env subnetEnv, err error) {
 		}
 		p, err := netip.ParsePrefix(value)
 		if err != nil {
-			return env, fmt.Errorf("%s in %s: %w", key, SubnetFile, err)
+			return env, fmt.Errorf("%s in %s: %w", key, file, err)
 		}
 		env.bridges = append(env.bridges, p)
 	}
 	if len(env.bridges) == 0 {
-		return env, fmt.Errorf("%s names no subnet", SubnetFile)
+		return env, fmt.Errorf("%s names no subnet", file)
 	}
 	const minMTU = 68 // the least MTU of a link with IPv4
 	env.mtu, err = strconv.Atoi(values["FLANNEL_MTU"])
 	if err != nil || env.mtu < minMTU || env.mtu > maxMTU {
-		return env, fmt.Errorf("FLANNEL_MTU in %s: want %d to %d, got %q", SubnetFile, minMTU, maxMTU, values["FLANNEL_MTU"])
+		return env, fmt.Errorf("FLANNEL_MTU in %s: want %d to %d, got %q", file, minMTU, maxMTU, values["FLANNEL_MTU"])
 	}
 	return env, nil
 }

@@ -1,0 +1,51 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package daemon
+
+import (
+	"context"
+	"fmt"
+
+	"k8s.io/klog/v2"
+
+	"github.com/flanneld/flanneld/pkg/health"
+	"github.com/flanneld/flanneld/pkg/metrics"
+	"github.com/flanneld/flanneld/pkg/status"
+)
+
+// single is a daemon with one network, which has no name.
+type single struct{ *network }
+
+func openSingle(ctx context.Context, h *host, cfg Config) (served, error) {
+	n, err := openNetwork(ctx, h, cfg.Options, "", cfg.Backends, openStore)
+	if err != nil {
+		return nil, err
+	}
+	n.ready.announce = announceReady
+	return single{n}, nil
+}
+
+// announceReady tells the log and systemd that the daemon is ready.
+func announceReady(ctx context.Context) {
+	klog.FromContext(ctx).Info("flannel is ready")
+	if err := (health.Notifier{}).Ready(); err != nil {
+		klog.FromContext(ctx).Error(err, "cannot notify systemd")
+	}
+}
+
+// Alive implements health.Source.
+func (s single) Alive() error { return s.ready.health.Alive() }
+
+// Ready implements health.Source.
+func (s single) Ready() (bool, []string) { return s.ready.health.Ready() }
+
+func (s single) started() <-chan struct{} { return s.ready.up }
+
+func (s single) all() []*metrics.Metrics { return []*metrics.Metrics{s.metrics} }
+
+func (s single) status(ctx context.Context, name string) (status.Report, error) {
+	if name != "" {
+		return status.Report{}, fmt.Errorf("there is no network %s: this daemon has one network without a name", name)
+	}
+	return s.statusReport(ctx)
+}
