@@ -52,9 +52,10 @@ func (v verdict) result() string {
 
 func newCheckCommand() *cobra.Command {
 	var (
-		out    output
-		socket string
-		only   []string
+		network *string
+		out     output
+		socket  string
+		only    []string
 	)
 	cmd := &cobra.Command{
 		Use: "check", Short: "Check the path from this host to every peer, and name the broken part", Args: cobra.NoArgs,
@@ -72,7 +73,7 @@ of the pods' bridge (10.5.7.1), which exists only if the host has pods.`,
 			if err != nil {
 				return err
 			}
-			r, err := fetch(cmd.Context(), status.Client(socket), "http://flanneld")
+			r, err := fetchOne(cmd.Context(), status.Client(socket), "http://flanneld", *network)
 			if err != nil {
 				return err
 			}
@@ -80,6 +81,7 @@ of the pods' bridge (10.5.7.1), which exists only if the host has pods.`,
 		},
 	}
 	out.addTo(cmd)
+	network = addNetworkTo(cmd)
 	cmd.Flags().StringVar(&socket, "socket", status.SocketPath("/run/flannel/subnet.env"), "local socket of the daemon")
 	cmd.Flags().StringSliceVar(&only, "peer", nil, "check only these peers, by public address or subnet")
 	return cmd

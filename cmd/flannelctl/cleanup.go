@@ -26,7 +26,7 @@ flannelctl revoke deletes it.`,
 			if socket == "" {
 				socket = status.SocketPath(c.SubnetFile)
 			}
-			if _, err := fetch(cmd.Context(), status.Client(socket), "http://flanneld"); err == nil {
+			if _, err := fetch(cmd.Context(), status.Client(socket), "http://flanneld", ""); err == nil {
 				return fmt.Errorf("%w (it answers at %s)", daemon.ErrRuns, socket)
 			}
 			var err error
@@ -39,6 +39,7 @@ flannelctl revoke deletes it.`,
 	}
 	cmd.Flags().StringVar(&c.StateDir, "state-dir", "/var/lib/flannel", "state directory of flanneld")
 	cmd.Flags().StringVar(&c.SubnetFile, "subnet-file", "/run/flannel/subnet.env", "subnet file of flanneld")
+	cmd.Flags().StringVar(&c.SubnetDir, "subnet-dir", "/run/flannel/networks", "directory of the subnet files of several networks")
 	cmd.Flags().StringVar(&socket, "socket", "", "local socket of the daemon (default: beside the subnet file)")
 	cmd.Flags().BoolVar(&c.Yes, "yes", false, "remove instead of only listing")
 	return cmd

@@ -40,8 +40,9 @@ type host struct {
 
 func newDoctorCommand() *cobra.Command {
 	var (
-		out    output
-		socket string
+		network *string
+		out     output
+		socket  string
 	)
 	cmd := &cobra.Command{
 		Use: "doctor", Short: "Find problems of this host that affect the network, and name a remedy", Args: cobra.NoArgs,
@@ -51,7 +52,7 @@ nothing. The exit code is 1 if there is a serious problem.`,
 		Example: "  flannelctl doctor\n  flannelctl doctor -o json",
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			h := host{root: "/", docker: dockerCuts}
-			if r, err := fetch(cmd.Context(), status.Client(socket), "http://flanneld"); err == nil {
+			if r, err := fetchOne(cmd.Context(), status.Client(socket), "http://flanneld", *network); err == nil {
 				h.report = &r
 			} else {
 				h.away = err
@@ -76,6 +77,7 @@ nothing. The exit code is 1 if there is a serious problem.`,
 		},
 	}
 	out.addTo(cmd)
+	network = addNetworkTo(cmd)
 	cmd.Flags().StringVar(&socket, "socket", status.SocketPath("/run/flannel/subnet.env"), "local socket of the daemon")
 	return cmd
 }

@@ -19,7 +19,7 @@ func newRoot() *cobra.Command {
 	}
 	root.AddCommand(
 		newConfigCommand(), newLeasesCommand(), newReserveCommand(), newUnreserveCommand(), newReservationsCommand(), newRevokeCommand(),
-		newStatusCommand(), newCheckCommand(), newDoctorCommand(), newCleanupCommand(), newLabCommand(), newVersionCommand(),
+		newStatusCommand(), newNetworksCommand(), newCheckCommand(), newDoctorCommand(), newCleanupCommand(), newLabCommand(), newVersionCommand(),
 	)
 	addCompletion(root)
 	for _, cmd := range root.Commands() {

@@ -29,6 +29,7 @@ var errNotReady = errors.New("flanneld is not ready")
 
 func newStatusCommand() *cobra.Command {
 	var (
+		network       *string
 		out           output
 		socket, where string
 		all           bool
@@ -47,9 +48,12 @@ counted unless --peers is given. The exit code is 1 if the daemon is not ready.`
 				}
 				client, base = http.DefaultClient, where
 			}
-			r, err := fetch(cmd.Context(), client, base)
+			r, err := fetch(cmd.Context(), client, base, *network)
 			if err != nil {
 				return err
+			}
+			if len(r.Networks) > 0 {
+				return printOverview(cmd.OutOrStdout(), r, &out)
 			}
 			if err := out.print(cmd.OutOrStdout(), r, func(w io.Writer) { printStatus(w, r, all) }); err != nil {
 				return err
@@ -63,16 +67,21 @@ counted unless --peers is given. The exit code is 1 if the daemon is not ready.`
 	out.addTo(cmd)
 	cmd.Flags().StringVar(&socket, "socket", status.SocketPath("/run/flannel/subnet.env"), "local socket of the daemon")
 	cmd.Flags().StringVar(&where, "url", "", "address of another daemon, as http://host:port")
+	network = addNetworkTo(cmd)
 	cmd.Flags().BoolVar(&all, "peers", false, "list every peer and its kernel objects")
 	cmd.MarkFlagsMutuallyExclusive("socket", "url")
 	return cmd
 }
 
-func fetch(ctx context.Context, client *http.Client, base string) (r status.Report, err error) {
+// fetch asks a daemon for a report: about one of several networks, by name, or about all.
+func fetch(ctx context.Context, client *http.Client, base, network string) (r status.Report, err error) {
 	fail := func(err error) (status.Report, error) { return r, fmt.Errorf("ask flanneld for its status: %w", err) }
 	address, err := url.JoinPath(base, "statusz.json")
 	if err != nil {
 		return fail(err)
+	}
+	if network != "" {
+		address += "?network=" + url.QueryEscape(network)
 	}
 	ctx, cancel := context.WithTimeout(ctx, statusTimeout)
 	defer cancel()
@@ -85,6 +94,10 @@ func fetch(ctx context.Context, client *http.Client, base string) (r status.Repo
 		return fail(err)
 	}
 	defer resp.Body.Close()
+	if resp.StatusCode == http.StatusNotFound && network != "" {
+		text, _ := io.ReadAll(io.LimitReader(resp.Body, 1<<10))
+		return fail(errors.New(strings.TrimSpace(string(text))))
+	}
 	if resp.StatusCode != http.StatusOK {
 		return fail(fmt.Errorf("GET %s: %s", address, resp.Status))
 	}

@@ -14,6 +14,7 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/flanneld/flanneld/subnet"
 	"github.com/flanneld/flanneld/subnet/etcd"
 	"github.com/flanneld/flanneld/subnet/kube"
 )
@@ -21,8 +22,9 @@ import (
 // storeFlags are the flags that locate the store. They are those of the daemon, as are
 // the variables for them.
 type storeFlags struct {
-	values map[string]*string
-	kube   *bool
+	values  map[string]*string
+	network *string
+	kube    *bool
 	// configMap is the ConfigMap with the network configuration on Kubernetes. It is nil
 	// for commands that do not need it.
 	configMap *string
@@ -58,7 +60,7 @@ func (s *storeFlags) addKubeTo(cmd *cobra.Command) {
 
 // addTo adds the flags to a command and all below it.
 func (s *storeFlags) addTo(cmd *cobra.Command) {
-	s.values = map[string]*string{}
+	s.values, s.network = map[string]*string{}, addNetworkTo(cmd)
 	for _, f := range [][2]string{
 		{"etcd-endpoints", "addresses of etcd, comma separated (FLANNELD_ETCD_ENDPOINTS)"},
 		{"etcd-prefix", "prefix of all keys (FLANNELD_ETCD_PREFIX)"},
@@ -90,7 +92,17 @@ func (s *storeFlags) options() (options.Options, error) {
 	if s.configMap == nil || *s.values[netConfigPath] == "" && os.Getenv("FLANNELD_NET_CONFIG_PATH") == "" {
 		args = append(args, "--"+netConfigPath+"="+os.DevNull) // the file need not exist on this machine
 	}
-	return options.Parse(args, os.Environ())
+	o, err := options.Parse(args, os.Environ())
+	if err != nil || *s.network == "" {
+		return o, err
+	}
+	if o.KubeSubnetMgr {
+		return o, fmt.Errorf("--%s is for etcd: in Kubernetes there is one network", networkFlag)
+	}
+	if err := subnet.CheckNetworkName(*s.network); err != nil {
+		return o, fmt.Errorf("--%s %q is invalid: %w", networkFlag, *s.network, err)
+	}
+	return o.Network(*s.network), nil
 }
 
 // onKubernetes reports whether the store is the Kubernetes API.

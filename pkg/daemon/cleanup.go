@@ -31,6 +31,8 @@ type Cleanup struct {
 	// StateDir and SubnetFile are those of the daemon. Cleanup covers every daemon that
 	// has used StateDir, and no other subnet file than SubnetFile.
 	StateDir, SubnetFile string
+	// SubnetDir has the subnet files of several networks.
+	SubnetDir string
 	// Backends are those that daemons may have used.
 	Backends backend.Catalog
 	// Yes removes the objects. Otherwise Run only prints them.
@@ -71,7 +73,7 @@ func (c Cleanup) Run(ctx context.Context) error {
 	if len(names) == 0 {
 		blind = c.blind()
 	}
-	return oneline.Join(c.files(), blind)
+	return oneline.Join(c.files(all), blind)
 }
 
 // blind handles missing state files: devices and routes cannot be found then. It returns
@@ -87,7 +89,10 @@ func (c Cleanup) blind() error {
 
 // traces returns the contents of all state files as one state.
 func (c Cleanup) traces(all []lastKnown) lastKnown {
-	sum := lastKnown{Rules: networksOfFile(c.SubnetFile)}
+	sum := lastKnown{}
+	for _, file := range c.subnetFiles(all) {
+		sum.Rules = append(sum.Rules, networksOfFile(file)...)
+	}
 	for _, last := range all {
 		sum.Rules = append(sum.Rules, last.Rules...)
 		sum.Former = append(sum.Former, last.Former...)
@@ -109,6 +114,17 @@ func stateFiles(dir string) ([]string, error) {
 		}
 	}
 	return names, nil
+}
+
+// subnetFiles returns the paths of all subnet files.
+func (c Cleanup) subnetFiles(all []lastKnown) []string {
+	paths := []string{c.SubnetFile}
+	for _, last := range all {
+		if last.Name != "" {
+			paths = append(paths, filepath.Join(c.SubnetDir, last.Name+".env"))
+		}
+	}
+	return paths
 }
 
 // kernel removes devices, and routes on other devices.
@@ -170,7 +186,7 @@ func (c Cleanup) rules(ctx context.Context, networks []netip.Prefix) error {
 
 // files removes the subnet file, private keys that were written elsewhere, and the files
 // in the state directory. It removes the directory if it is empty then.
-func (c Cleanup) files() error {
+func (c Cleanup) files(all []lastKnown) error {
 	entries, err := os.ReadDir(c.StateDir)
 	if err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return fmt.Errorf("read state directory: %w", err)
@@ -181,7 +197,7 @@ func (c Cleanup) files() error {
 			return err
 		}
 	}
-	if err := c.remove(append(written, c.SubnetFile)); err != nil {
+	if err := c.remove(append(written, c.subnetFiles(all)...)); err != nil {
 		return err
 	}
 	var paths []string

@@ -1,0 +1,82 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"context"
+	"fmt"
+	"io"
+	"net/http"
+	"strings"
+
+	"github.com/spf13/cobra"
+
+	"github.com/flanneld/flanneld/pkg/status"
+)
+
+// networkFlag chooses one of several networks.
+const networkFlag = "network"
+
+func newNetworksCommand() *cobra.Command {
+	var (
+		out    output
+		socket string
+	)
+	cmd := &cobra.Command{
+		Use: "networks", Short: "List the networks of this host's daemon", Args: cobra.NoArgs,
+		Long: `Lists the networks of a flanneld that serves several: what each does, the reason if
+it is not ready or was refused, and the subnet of this host. The exit code is 1 if
+a network is not ready.`,
+		Example: "  flannelctl networks\n  flannelctl networks -o json",
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			r, err := fetch(cmd.Context(), status.Client(socket), "http://flanneld", "")
+			if err != nil {
+				return err
+			}
+			if r.Network.SubnetFile != "" {
+				return fmt.Errorf("this daemon serves one network: see flannelctl status")
+			}
+			return printOverview(cmd.OutOrStdout(), r, &out)
+		},
+	}
+	out.addTo(cmd)
+	cmd.Flags().StringVar(&socket, "socket", status.SocketPath("/run/flannel/subnet.env"), "local socket of the daemon")
+	return cmd
+}
+
+// printOverview prints the list of networks. It returns errNotReady if one is not ready.
+func printOverview(w io.Writer, r status.Report, out *output) error {
+	networks := r.Networks
+	if networks == nil {
+		networks = []status.NetworkSummary{}
+	}
+	err := out.print(w, networks, func(w io.Writer) {
+		fmt.Fprintln(w, "NETWORK\tPHASE\tBACKEND\tPREFIXES\tSUBNET\tREASON")
+		for _, n := range networks {
+			fmt.Fprintf(w, "%s\t%s\t%s\t%s\t%s\t%s\n", n.Name, n.Phase, dash(n.BackendType), dash(list(n.Prefixes)), dash(list(n.Subnets)), dash(strings.Join(n.Reasons, "; ")))
+		}
+	})
+	if err == nil && !r.Ready {
+		err = errNotReady
+	}
+	return err
+}
+
+// fetchOne asks a daemon for the report about one network. It returns an error that names the
+// networks if there are several and network is empty.
+func fetchOne(ctx context.Context, client *http.Client, base, network string) (status.Report, error) {
+	r, err := fetch(ctx, client, base, network)
+	if err != nil || len(r.Networks) == 0 {
+		return r, err
+	}
+	var names []string
+	for _, n := range r.Networks {
+		names = append(names, n.Name)
+	}
+	return r, fmt.Errorf("this daemon serves several networks: choose one of %s with --%s", strings.Join(names, ", "), networkFlag)
+}
+
+// addNetworkTo adds the flag that chooses one of several networks.
+func addNetworkTo(cmd *cobra.Command) *string {
+	return cmd.PersistentFlags().String(networkFlag, "", "one of several networks, by name")
+}
