@@ -90,10 +90,10 @@ func expectAnswers(t *testing.T, pods []*lab.Pod) {
 func TestNetworks(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 3}, "")
-	s := store(t, l)
-	put(t, s, networksRoot+"red/config", `{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan"}}`)
-	put(t, s, networksRoot+"green/config", `{"Network":"10.6.0.0/16","Backend":{"Type":"host-gw"}}`)
-	put(t, s, networksRoot+"blue/config", `{"Network":"10.7.0.0/16","Backend":{"Type":"udp"}}`)
+	s := etcdClient(t, l)
+	putKey(t, s, networksRoot+"red/config", `{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan"}}`)
+	putKey(t, s, networksRoot+"green/config", `{"Network":"10.6.0.0/16","Backend":{"Type":"host-gw"}}`)
+	putKey(t, s, networksRoot+"blue/config", `{"Network":"10.7.0.0/16","Backend":{"Type":"udp"}}`)
 	for _, h := range l.Hosts() {
 		if _, err := h.StartFlanneld(testContext(t), lab.FlanneldOptions{Args: []string{"--watch-networks", "--ip-masq"}}); err != nil {
 			t.Fatal(err)
@@ -111,29 +111,29 @@ func TestNetworks(t *testing.T) {
 	defer flow.Stop()
 
 	// Another network clashes with red, until it gets a VNI and a range of its own.
-	put(t, s, networksRoot+"pink/config", `{"Network":"10.8.0.0/16","Backend":{"Type":"vxlan"}}`)
+	putKey(t, s, networksRoot+"pink/config", `{"Network":"10.8.0.0/16","Backend":{"Type":"vxlan"}}`)
 	expectPhase(t, l, "pink", "refused")
 	if why := overviewOf(t, l.Host(1))["pink"].Reasons; len(why) != 1 || !strings.Contains(why[0], "network red, which was there first: both have the device flannel.1") {
 		t.Errorf("pink was refused because of %q", why)
 	}
-	put(t, s, networksRoot+"pink/config", `{"Network":"10.8.0.0/16","Backend":{"Type":"vxlan","VNI":8}}`)
+	putKey(t, s, networksRoot+"pink/config", `{"Network":"10.8.0.0/16","Backend":{"Type":"vxlan","VNI":8}}`)
 	expectPhase(t, l, "pink", "serving")
 	expectAnswers(t, addNetworkPods(t, l, "pink"))
 
 	// A configuration that cannot be used leaves the network as it is.
-	put(t, s, networksRoot+"green/config", `{`)
+	putKey(t, s, networksRoot+"green/config", `{`)
 	eventually(t, "the broken configuration is named", func() error {
 		if n := overviewOf(t, l.Host(1))["green"]; n.Phase != "serving" || len(n.Reasons) != 1 {
 			return fmt.Errorf("%+v", n)
 		}
 		return nil
 	})
-	put(t, s, networksRoot+"green/config", `{"Network":"10.6.0.0/16","Backend":{"Type":"vxlan","VNI":6}}`)
+	putKey(t, s, networksRoot+"green/config", `{"Network":"10.6.0.0/16","Backend":{"Type":"vxlan","VNI":6}}`)
 	expectPhase(t, l, "green", "serving")
 	expectAnswers(t, podsIn(l, "10.6."))
 
 	// A deleted network leaves nothing.
-	remove(t, s, networksRoot+"green/config")
+	removeKey(t, s, networksRoot+"green/config")
 	expectPhase(t, l, "green", "waiting for the network configuration")
 	for _, h := range l.Hosts() {
 		eventually(t, "nothing of green is left on "+h.Name(), func() error {
@@ -174,9 +174,9 @@ func podsIn(l *lab.Lab, begin string) []*lab.Pod {
 func TestNetworksWithoutTheStore(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 2}, "")
-	s := store(t, l)
-	put(t, s, networksRoot+"red/config", `{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan"}}`)
-	put(t, s, networksRoot+"green/config", `{"Network":"10.6.0.0/16","Backend":{"Type":"host-gw"}}`)
+	s := etcdClient(t, l)
+	putKey(t, s, networksRoot+"red/config", `{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan"}}`)
+	putKey(t, s, networksRoot+"green/config", `{"Network":"10.6.0.0/16","Backend":{"Type":"host-gw"}}`)
 	args := lab.FlanneldOptions{Args: []string{"--networks=green,red"}}
 	for _, h := range l.Hosts() {
 		if _, err := h.StartFlanneld(testContext(t), args); err != nil {
