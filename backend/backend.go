@@ -32,6 +32,7 @@ import (
 
 // Env is the environment of a backend: the network configuration and the host.
 type Env struct {
+	Network  string             // name of the network, if this process serves several
 	Underlay underlay.Interface // the external interface
 	Config   subnet.Config
 	Kernel   dataplane.Kernel

@@ -15,3 +15,17 @@ func Ports(b Backend) []int {
 	}
 	return nil
 }
+
+// FileOwner is a Backend that needs files for itself.
+type FileOwner interface {
+	// Files returns their paths. No other network of this host may use them.
+	Files() []string
+}
+
+// Files returns the paths of the files that b needs for itself, or nil if it needs none.
+func Files(b Backend) []string {
+	if o, ok := b.(FileOwner); ok {
+		return o.Files()
+	}
+	return nil
+}

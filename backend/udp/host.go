@@ -102,11 +102,11 @@ func (h *Host) removeKernelPath(r receiver) error {
 	return r.removeAll()
 }
 
-// openDevice returns the device, ready to carry packets.
-func (h *Host) openDevice(ctx context.Context) (*tunnel.Device, error) {
+// openDevice returns the device with that name, ready to carry packets.
+func (h *Host) openDevice(ctx context.Context, name string) (*tunnel.Device, error) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	added, err := h.attachDevice(ctx)
+	added, err := h.attachDevice(ctx, name)
 	if err != nil {
 		return nil, err
 	}
@@ -126,38 +126,38 @@ func (h *Host) openDevice(ctx context.Context) (*tunnel.Device, error) {
 }
 
 // claimDevice opens the TUN device. It returns an error if another process has it open.
-func (h *Host) claimDevice(ctx context.Context) error {
+func (h *Host) claimDevice(ctx context.Context, name string) error {
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	_, err := h.attachDevice(ctx)
+	_, err := h.attachDevice(ctx, name)
 	return err
 }
 
 // attachDevice makes h.device an open device: the present one, the one that systemd has
 // kept, a persistent one, or a new one. added reports whether systemd does not know the
 // device.
-func (h *Host) attachDevice(ctx context.Context) (added bool, err error) {
+func (h *Host) attachDevice(ctx context.Context, name string) (added bool, err error) {
 	if h.device != nil && h.device.Alive() {
 		return false, nil
 	}
 	_ = h.closeDevice()
-	if h.device = h.keptDevice(ctx); h.device != nil {
+	if h.device = h.keptDevice(ctx, name); h.device != nil {
 		return false, nil
 	}
-	h.device, err = tunnel.OpenDevice(deviceName)
+	h.device, err = tunnel.OpenDevice(name)
 	return err == nil, addRemedy(err)
 }
 
 // keptDevice returns the device that systemd has kept for the last process, or nil if
 // there is no usable one. systemd passes the descriptor as for socket activation
 // (sd_listen_fds(3)).
-func (h *Host) keptDevice(ctx context.Context) *tunnel.Device {
+func (h *Host) keptDevice(ctx context.Context, name string) *tunnel.Device {
 	if h.askedSystemd {
 		return nil
 	}
 	h.askedSystemd = true
 	var found *tunnel.Device
-	for _, file := range activation.FilesWithNames()[deviceName] {
+	for _, file := range activation.FilesWithNames()[name] {
 		raw, err := file.SyscallConn()
 		fd := -1
 		if err == nil {
@@ -171,10 +171,10 @@ func (h *Host) keptDevice(ctx context.Context) *tunnel.Device {
 		device, err := tunnel.AdoptDevice(fd)
 		switch {
 		case err != nil:
-		case device.Name() != deviceName || !device.Alive():
+		case device.Name() != name || !device.Alive():
 			_ = device.Close()
 		default:
-			klog.FromContext(ctx).Info("using the device that systemd has kept", "device", deviceName)
+			klog.FromContext(ctx).Info("using the device that systemd has kept", "device", name)
 			found = device
 		}
 	}
@@ -188,7 +188,7 @@ func keepDevice(d *tunnel.Device) error {
 	if err != nil {
 		return err
 	}
-	cerr := raw.Control(func(fd uintptr) { err = health.Notifier{}.Keep(deviceName, int(fd)) })
+	cerr := raw.Control(func(fd uintptr) { err = health.Notifier{}.Keep(d.Name(), int(fd)) })
 	return oneline.Join(err, cerr)
 }
 

@@ -34,6 +34,8 @@ func (b *Backend) ipv4Only() bool {
 // kernelSupported returns an error if the configuration does not allow the kernel path.
 func (b *Backend) kernelSupported() error {
 	switch {
+	case b.env.Network != "":
+		return errors.New("the kernel path is for a daemon with one network")
 	case !b.ipv4Only():
 		return errors.New("the kernel path supports only networks without IPv6")
 	case b.host.settings.Check == tunnel.CheckStrict:
@@ -142,7 +144,7 @@ func (b *Backend) checkDeviceName(ctx context.Context) error {
 	case !ok || l.Kind == dataplane.KindIPIP && l.Tunnel.FOU != dataplane.FOU{}:
 		return nil
 	case l.Kind == dataplane.KindTUN:
-		return b.host.claimDevice(ctx)
+		return b.host.claimDevice(ctx, deviceName)
 	}
 	return backend.DeviceConflict(l, dataplane.KindTUN+", or "+dataplane.KindIPIP+" with FOU")
 }

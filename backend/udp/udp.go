@@ -31,9 +31,18 @@ import (
 // Type is the backend's name in the configuration. Leases do not contain it.
 const Type = "udp"
 
-// deviceName is the name of the device. flannel creates flannel%d, for which the kernel
-// chooses the first free number.
+// deviceName is the name of the device of the only network. flannel creates flannel%d, for which
+// the kernel chooses the first free number.
 const deviceName = "flannel0"
+
+// device returns the name of the device. The devices of several networks have their ports in the
+// name, so that a name does not depend on the order of the networks.
+func (b *Backend) device() string {
+	if b.env.Network == "" {
+		return deviceName
+	}
+	return fmt.Sprintf("flannel-%d", b.config.Port)
+}
 
 // Backend implements backend.Backend.
 type Backend struct {
@@ -43,7 +52,7 @@ type Backend struct {
 }
 
 // Scope implements backend.Backend.
-func (b *Backend) Scope() dataplane.Scope { return b.env.Scope(deviceName) }
+func (b *Backend) Scope() dataplane.Scope { return b.env.Scope(b.device()) }
 
 // Ports implements backend.Listener.
 func (b *Backend) Ports() []int { return []int{b.config.Port} }
@@ -81,10 +90,12 @@ func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 // startUserspace starts a network whose packets this process carries. Packets wait in the
 // device until the first Sync has set the peers.
 func (b *Backend) startUserspace(ctx context.Context, own subnet.Lease) (backend.Network, error) {
-	if err := b.host.removeKernelPath(b.receiver()); err != nil {
-		return nil, err
+	if b.env.Network == "" { // otherwise there is no kernel path, and its objects belong to another daemon
+		if err := b.host.removeKernelPath(b.receiver()); err != nil {
+			return nil, err
+		}
 	}
-	reconciler, err := b.env.Reconciler(deviceName)
+	reconciler, err := b.env.Reconciler(b.device())
 	if err != nil {
 		return nil, err
 	}
@@ -103,12 +114,12 @@ func (b *Backend) startUserspace(ctx context.Context, own subnet.Lease) (backend
 // networks behind it.
 func (b *Backend) base(own subnet.Lease) dataplane.State {
 	want := b.env.Base(own)
-	want.Add(dataplane.Link{Name: deviceName, Kind: dataplane.KindTUN, MTU: mtu(b.env), Up: true})
+	want.Add(dataplane.Link{Name: b.device(), Kind: dataplane.KindTUN, MTU: mtu(b.env), Up: true})
 	for _, e := range own.Endpoints {
-		want.Add(dataplane.Addr{Dev: deviceName, Prefix: prefix.Host(e.Subnet.Addr())})
+		want.Add(dataplane.Addr{Dev: b.device(), Prefix: prefix.Host(e.Subnet.Addr())})
 	}
 	for _, n := range b.env.Config.Networks {
-		want.Add(dataplane.NewRoute(n.Prefix, netip.Addr{}, deviceName, false))
+		want.Add(dataplane.NewRoute(n.Prefix, netip.Addr{}, b.device(), false))
 	}
 	return want
 }
@@ -129,14 +140,14 @@ func (n *network) start(ctx context.Context) error {
 		return err
 	}
 	if err := n.SetUp(ctx); err != nil {
-		return fmt.Errorf("set up %s: %w", deviceName, err)
+		return fmt.Errorf("set up %s: %w", n.device(), err)
 	}
 	return nil
 }
 
 // openTunnel opens the device and a tunnel between it and the network.
 func (n *network) openTunnel(ctx context.Context) error {
-	device, err := n.host.openDevice(ctx)
+	device, err := n.host.openDevice(ctx, n.device())
 	if err != nil {
 		return err
 	}

@@ -105,7 +105,7 @@ func (c config) check(env backend.Env) error {
 			return fmt.Errorf("Backend.Mode is %q, but the network has no %s", c.Mode, f)
 		}
 	}
-	for _, t := range c.tunnels(have) {
+	for _, t := range c.tunnels(env.Network, have) {
 		if mtu := c.deviceMTU(env.Underlay.MTU, t); mtu < t.minMTU() {
 			return fmt.Errorf("the underlay MTU (Backend.MTU %d, %s %d) leaves %d bytes inside %s: want at least %d",
 				c.MTU, env.Underlay.Name, env.Underlay.MTU, mtu, t.name, t.minMTU())
@@ -150,8 +150,15 @@ type tunnel struct {
 	outer    []prefix.Family // families of the outer packets
 }
 
-// tunnels returns the devices for the families of a network.
-func (c config) tunnels(have []prefix.Family) []tunnel {
+// tunnels returns the devices for the families of a network. The devices of several networks have
+// their ports in the name. network is empty for the only one.
+func (c config) tunnels(network string, have []prefix.Family) []tunnel {
+	name := func(base string, port int) string {
+		if network == "" {
+			return base
+		}
+		return fmt.Sprintf("flannel-wg%d", port)
+	}
 	if c.Mode != modeSeparate {
 		outer := have
 		switch c.Mode {
@@ -160,13 +167,13 @@ func (c config) tunnels(have []prefix.Family) []tunnel {
 		case modeIPv6:
 			outer = []prefix.Family{prefix.IPv6}
 		}
-		return []tunnel{{name: "flannel-wg", port: c.ListenPort, families: have, outer: outer}}
+		return []tunnel{{name: name("flannel-wg", c.ListenPort), port: c.ListenPort, families: have, outer: outer}}
 	}
 	var ts []tunnel
 	for _, f := range have {
-		t := tunnel{name: "flannel-wg", port: c.ListenPort, families: []prefix.Family{f}, outer: []prefix.Family{f}}
+		t := tunnel{name: name("flannel-wg", c.ListenPort), port: c.ListenPort, families: []prefix.Family{f}, outer: []prefix.Family{f}}
 		if f == prefix.IPv6 {
-			t.name, t.port = "flannel-wg-v6", c.ListenPortV6
+			t.name, t.port = name("flannel-wg-v6", c.ListenPortV6), c.ListenPortV6
 		}
 		ts = append(ts, t)
 	}

@@ -36,15 +36,24 @@ type keyStore struct {
 	written  string // list of written key files; empty if there is none
 }
 
-func newKeyStore(stateDir string) keyStore {
-	if path, ok := os.LookupEnv("WIREGUARD_KEY_FILE"); ok && path != "" {
+// keyFileVariable is the environment variable with the path of the private key.
+const keyFileVariable = "WIREGUARD_KEY_FILE"
+
+// newKeyStore returns the store of a network's key. network is empty for the only one.
+func newKeyStore(stateDir, network string) keyStore {
+	if path := os.Getenv(keyFileVariable); path != "" {
 		s := keyStore{path: path}
 		if stateDir != "" {
 			s.written = filepath.Join(stateDir, writtenFile)
 		}
 		return s
 	}
-	if stateDir == "" {
+	switch {
+	case network != "" && stateDir == "":
+		return keyStore{}
+	case network != "":
+		return keyStore{path: filepath.Join(stateDir, keyFile+"-"+network)}
+	case stateDir == "":
 		return keyStore{fallback: flannelKeyFile}
 	}
 	return keyStore{path: filepath.Join(stateDir, keyFile), fallback: flannelKeyFile}

@@ -54,7 +54,7 @@ func New(raw json.RawMessage, env backend.Env) (backend.Backend, []string, error
 	return &Backend{env: env, config: c}, warnings, nil
 }
 
-func (b *Backend) tunnels() []tunnel { return b.config.tunnels(families(b.env)) }
+func (b *Backend) tunnels() []tunnel { return b.config.tunnels(b.env.Network, families(b.env)) }
 
 // Scope implements backend.Backend.
 func (b *Backend) Scope() dataplane.Scope {
@@ -63,6 +63,14 @@ func (b *Backend) Scope() dataplane.Scope {
 		names = append(names, t.name)
 	}
 	return b.env.Scope(names...)
+}
+
+// Files implements backend.FileOwner.
+func (b *Backend) Files() []string {
+	if path := os.Getenv(keyFileVariable); path != "" {
+		return []string{path}
+	}
+	return nil
 }
 
 // Ports implements backend.Listener.
@@ -108,7 +116,7 @@ func (b *Backend) key() (wgtypes.Key, error) {
 			have = d.PrivateKey
 		}
 	}
-	return newKeyStore(b.env.StateDir).key(have)
+	return newKeyStore(b.env.StateDir, b.env.Network).key(have)
 }
 
 // Start implements backend.Backend.

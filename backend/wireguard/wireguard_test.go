@@ -202,7 +202,7 @@ func TestWrittenKeys(t *testing.T) {
 	}
 	for _, path := range []string{given, made} {
 		t.Setenv("WIREGUARD_KEY_FILE", path)
-		if _, err := newKeyStore(state).key(wgtypes.Key{}); err != nil {
+		if _, err := newKeyStore(state, "").key(wgtypes.Key{}); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -220,7 +220,7 @@ func TestWrittenKeys(t *testing.T) {
 		t.Fatal(err)
 	}
 	expect()
-	if _, err := newKeyStore(state).key(wgtypes.Key{}); err != nil {
+	if _, err := newKeyStore(state, "").key(wgtypes.Key{}); err != nil {
 		t.Fatal(err)
 	}
 	expect(made)
@@ -233,7 +233,7 @@ func TestWrittenKeys(t *testing.T) {
 	if err := os.Remove(made); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := newKeyStore(state).key(wgtypes.Key{}); err != nil {
+	if _, err := newKeyStore(state, "").key(wgtypes.Key{}); err != nil {
 		t.Errorf("a damaged list prevents the start: %v", err)
 	}
 	expect(made)

@@ -17,11 +17,12 @@ type claims struct {
 	devices  []string
 	ports    []int // UDP
 	networks []netip.Prefix
+	files    []string
 }
 
 // claimsOf returns the claims of a network with this configuration.
 func claimsOf(cfg subnet.Config, be backend.Backend) claims {
-	return claims{backend: cfg.BackendType, devices: be.Scope().Devices, ports: backend.Ports(be), networks: networks(cfg)}
+	return claims{backend: cfg.BackendType, devices: be.Scope().Devices, ports: backend.Ports(be), networks: networks(cfg), files: backend.Files(be)}
 }
 
 // clash returns a description of the first thing that both need, or "" if there is none.
@@ -36,6 +37,11 @@ func (c claims) clash(other claims) string {
 	for _, d := range c.devices {
 		if slices.Contains(other.devices, d) {
 			return "both have the device " + d
+		}
+	}
+	for _, f := range c.files {
+		if slices.Contains(other.files, f) {
+			return "both have the file " + f
 		}
 	}
 	// The kernel shares a port between vxlan devices of different VNIs.

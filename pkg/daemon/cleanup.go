@@ -11,6 +11,7 @@ import (
 	"net/netip"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 
 	"github.com/flanneld/flanneld/backend"
@@ -134,11 +135,9 @@ func (c Cleanup) kernel(ctx context.Context, all []lastKnown) error {
 		return err
 	}
 	defer func() { _ = kernel.Close() }()
-	sum := c.traces(all)
 	var errs []error
 	var done ownership
-	for _, f := range sum.Former {
-		of := ownershipIn(backend.Env{Underlay: f.Interface, Config: f.Config, StateDir: c.StateDir}, c.Backends.Registry)
+	for _, of := range c.owned(all) {
 		ops, err := dataplane.PlanRetire(ctx, kernel, of.scope, dataplane.Scope{})
 		errs = append(errs, err)
 		for _, op := range ops {
@@ -152,6 +151,17 @@ func (c Cleanup) kernel(ctx context.Context, all []lastKnown) error {
 		done.leftovers = append(done.leftovers, of.leftovers...)
 	}
 	return oneline.Join(errs...)
+}
+
+// owned returns the ownership of every configuration in the states.
+func (c Cleanup) owned(all []lastKnown) (owned []ownership) {
+	for _, last := range all {
+		for _, f := range append(slices.Clone(last.Former), former{last.Config, last.Interface}) {
+			env := backend.Env{Network: last.Name, Underlay: f.Interface, Config: f.Config, StateDir: c.StateDir}
+			owned = append(owned, ownershipIn(env, c.Backends.Registry))
+		}
+	}
+	return owned
 }
 
 // leftovers removes the leftovers that exist.

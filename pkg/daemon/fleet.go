@@ -205,7 +205,7 @@ func (f *fleet) validate(m *member, text []byte) (subnet.Config, claims, error) 
 	if backends.Close != nil {
 		defer backends.Close()
 	}
-	cfg, be, _, err := validate(text, true, backends.Registry)
+	cfg, be, _, err := validate(m.name, text, true, backends.Registry)
 	if err != nil {
 		return cfg, claims{}, err
 	}

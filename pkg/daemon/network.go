@@ -143,7 +143,7 @@ func (n *network) stateIsWritten() bool { return !n.ready.wasReady() || n.state.
 // env returns the environment of backends.
 func (n *network) env(iface underlay.Interface, cfg subnet.Config) backend.Env {
 	return backend.Env{
-		Underlay: iface, Config: cfg, Kernel: n.kernel, Resync: n.opts.Resync, StateDir: n.opts.StateDir, Blackhole: n.opts.IPBlackholeRoute,
+		Network: n.name, Underlay: iface, Config: cfg, Kernel: n.kernel, Resync: n.opts.Resync, StateDir: n.opts.StateDir, Blackhole: n.opts.IPBlackholeRoute,
 	}
 }
 
