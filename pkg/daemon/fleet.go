@@ -81,7 +81,7 @@ func (f *fleet) recall() error {
 			continue // a damaged file is reported when the network is opened
 		}
 		m := f.member(last.Name)
-		m.config, m.admitted, m.recalled = last.Config, true, make(chan struct{})
+		m.config, m.admitted, m.recalled, m.store = last.Config, true, make(chan struct{}), last.Peers.Store
 		uses := claims{backend: last.Config.BackendType, networks: networks(last.Config)}
 		m.wanted, m.uses = uses, &uses
 	}
@@ -133,16 +133,18 @@ func (f *fleet) run(ctx context.Context) error {
 		return nil
 	})
 	group.Go(func() error {
-		return ended(ctx, f.etcd.Networks(ctx, f.cfg.Options.Networks, func(configs map[string][]byte) {
-			f.apply(ctx, configs)
+		return ended(ctx, f.etcd.Networks(ctx, f.cfg.Options.Networks, func(configs map[string][]byte, store subnet.StoreID) {
+			f.apply(ctx, configs, store)
 			start()
 		}))
 	})
 	return group.Wait()
 }
 
-// apply takes in the configurations of all networks, by name.
-func (f *fleet) apply(ctx context.Context, configs map[string][]byte) {
+// apply takes in the configurations of all networks, by name, as the store has them. A network
+// whose configuration is missing was deleted only if this is the store that had it, at a later
+// revision. From a store that was emptied or replaced, the network goes on with what it has.
+func (f *fleet) apply(ctx context.Context, configs map[string][]byte, store subnet.StoreID) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	for _, name := range slices.Sorted(maps.Keys(configs)) {
@@ -151,6 +153,11 @@ func (f *fleet) apply(ctx context.Context, configs map[string][]byte) {
 	f.listed = true
 	for _, m := range f.members {
 		text, exists := configs[m.name]
+		if !exists && (m.store.ID != store.ID || m.store.Revision > store.Revision) {
+			m.confirmed()
+			continue
+		}
+		m.store = store
 		if exists == (m.text != nil) && bytes.Equal(text, m.text) && m.recalled == nil {
 			continue
 		}

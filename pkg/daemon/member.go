@@ -25,9 +25,10 @@ type member struct {
 	wake  wait.Signal
 
 	// guarded by fleet.mu:
-	text       []byte // configuration in the store; nil if there is none
-	generation int    // of text
-	admitted   bool   // text was admitted, with the two next fields
+	text       []byte         // configuration in the store; nil if there is none
+	store      subnet.StoreID // had text last
+	generation int            // of text
+	admitted   bool           // text was admitted, with the two next fields
 	config     subnet.Config
 	wanted     claims
 	refused    error         // why text was not admitted

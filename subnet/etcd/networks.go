@@ -34,8 +34,10 @@ func (m *Manager) Network(name string, cfg Config) (*Manager, error) {
 // Networks follows the configurations of the networks below the prefix until ctx ends: of those
 // with the given names or, without names, of all. It calls sink from one goroutine, first with all
 // configurations, and again with all after each change. Configurations have the names of the
-// networks as keys, and belong to the receiver. Networks survives compaction and outages.
-func (m *Manager) Networks(ctx context.Context, names []string, sink func(configs map[string][]byte)) error {
+// networks as keys, and belong to the receiver. store is the store at the revision at which it had
+// them: in a store that was emptied or replaced, a missing configuration was not deleted. Networks
+// survives compaction and outages.
+func (m *Manager) Networks(ctx context.Context, names []string, sink func(configs map[string][]byte, store subnet.StoreID)) error {
 	defer m.outage.Forget(sourceWatch)
 	keys := []string{m.root()}
 	if len(names) > 0 {
@@ -46,14 +48,16 @@ func (m *Manager) Networks(ctx context.Context, names []string, sink func(config
 	}
 	b := m.backoff()
 	for {
-		configs, revision, err := m.listConfigs(ctx, keys)
+		configs, store, err := m.listConfigs(ctx, keys)
 		if err == nil {
-			sink(maps.Clone(configs))
-			err = m.follow(ctx, keys, revision+1, watcher{checks: true, on: func(resp *pb.WatchResponse, _ int64) error {
+			sink(maps.Clone(configs), store)
+			listed := store.Revision
+			err = m.follow(ctx, keys, listed+1, watcher{checks: true, on: func(resp *pb.WatchResponse, _ int64) error {
 				b.Reset()
 				m.report(ctx, sourceWatch, nil)
-				if m.applyConfigs(configs, resp, revision) {
-					sink(maps.Clone(configs))
+				if m.applyConfigs(configs, resp, listed) {
+					store.Revision = max(store.Revision, resp.Header.Revision)
+					sink(maps.Clone(configs), store)
 				}
 				return nil
 			}})
@@ -89,7 +93,7 @@ func (m *Manager) networkOf(key string) (name string, ok bool) {
 
 // listConfigs reads the configurations with these keys. A key that ends in a slash stands for all
 // networks below it.
-func (m *Manager) listConfigs(ctx context.Context, keys []string) (configs map[string][]byte, revision int64, err error) {
+func (m *Manager) listConfigs(ctx context.Context, keys []string) (configs map[string][]byte, store subnet.StoreID, err error) {
 	configs = map[string][]byte{}
 	options := []clientv3.OpOption(nil)
 	get := func(key string, more ...clientv3.OpOption) (*clientv3.GetResponse, error) {
@@ -98,9 +102,9 @@ func (m *Manager) listConfigs(ctx context.Context, keys []string) (configs map[s
 			resp, err = c.Get(ctx, key, slices.Concat(options, more)...)
 			return err
 		})
-		if err == nil && revision == 0 { // the others are read as they were at the first one
-			revision = resp.Header.Revision
-			options = append(options, clientv3.WithRev(revision))
+		if err == nil && store.ID == "" { // the others are read as they were at the first one
+			store = storeID(resp.Header)
+			options = append(options, clientv3.WithRev(store.Revision))
 		}
 		return resp, err
 	}
@@ -117,7 +121,7 @@ func (m *Manager) listConfigs(ctx context.Context, keys []string) (configs map[s
 	for _, key := range keys {
 		if !strings.HasSuffix(key, "/") {
 			if err := read(key); err != nil {
-				return nil, 0, err
+				return nil, store, err
 			}
 			continue
 		}
@@ -126,7 +130,7 @@ func (m *Manager) listConfigs(ctx context.Context, keys []string) (configs map[s
 		for from, end := key, clientv3.GetPrefixRangeEnd(key); ; {
 			resp, err := get(from, clientv3.WithRange(end), clientv3.WithLimit(1), clientv3.WithKeysOnly())
 			if err != nil {
-				return nil, 0, err
+				return nil, store, err
 			}
 			if len(resp.Kvs) == 0 {
 				break
@@ -136,12 +140,12 @@ func (m *Manager) listConfigs(ctx context.Context, keys []string) (configs map[s
 			if below {
 				from = clientv3.GetPrefixRangeEnd(key + name + "/")
 				if err := read(m.configOf(name)); err != nil {
-					return nil, 0, err
+					return nil, store, err
 				}
 			}
 		}
 	}
-	return configs, revision, nil
+	return configs, store, nil
 }
 
 // applyConfigs applies the events after a revision to configs, and reports whether it has changed

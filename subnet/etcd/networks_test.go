@@ -43,7 +43,7 @@ func followNetworks(t *testing.T, m *Manager, names ...string) *configs {
 	ctx, cancel := context.WithCancel(t.Context())
 	ended := make(chan error, 1)
 	go func() {
-		ended <- m.Networks(ctx, names, func(raw map[string][]byte) {
+		ended <- m.Networks(ctx, names, func(raw map[string][]byte, _ subnet.StoreID) {
 			texts := map[string]string{}
 			for name, text := range raw {
 				texts[name] = string(text)
