@@ -81,7 +81,7 @@ func (f *fleet) recall() error {
 			continue // a damaged file is reported when the network is opened
 		}
 		m := f.member(last.Name)
-		m.config, m.admitted, m.recalled, m.store = last.Config, true, make(chan struct{}), last.Peers.Store
+		m.config, m.admitted, m.recalled, m.seen = last.Config, true, make(chan struct{}), last.Seen
 		uses := claims{backend: last.Config.BackendType, networks: networks(last.Config)}
 		m.wanted, m.uses = uses, &uses
 	}
@@ -133,31 +133,43 @@ func (f *fleet) run(ctx context.Context) error {
 		return nil
 	})
 	group.Go(func() error {
-		return ended(ctx, f.etcd.Networks(ctx, f.cfg.Options.Networks, func(configs map[string][]byte, store subnet.StoreID) {
-			f.apply(ctx, configs, store)
+		return ended(ctx, f.etcd.Networks(ctx, f.cfg.Options.Networks, f.known(), func(now etcd.NetworkConfigs) {
+			f.apply(ctx, now)
 			start()
 		}))
 	})
 	return group.Wait()
 }
 
-// apply takes in the configurations of all networks, by name, as the store has them. A network
-// whose configuration is missing was deleted only if this is the store that had it, at a later
-// revision. From a store that was emptied or replaced, the network goes on with what it has.
-func (f *fleet) apply(ctx context.Context, configs map[string][]byte, store subnet.StoreID) {
+// known returns the revisions at which the last process has seen the configurations of networks.
+func (f *fleet) known() map[string]int64 {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	for _, name := range slices.Sorted(maps.Keys(configs)) {
+	known := map[string]int64{}
+	for _, m := range f.members {
+		if m.recalled != nil {
+			known[m.name] = m.seen
+		}
+	}
+	return known
+}
+
+// apply takes in the configurations of all networks. A network that is missing although it was not
+// deleted goes on with what it has: the store was emptied or replaced.
+func (f *fleet) apply(ctx context.Context, now etcd.NetworkConfigs) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	for _, name := range slices.Sorted(maps.Keys(now.Texts)) {
 		f.member(name)
 	}
 	f.listed = true
 	for _, m := range f.members {
-		text, exists := configs[m.name]
-		if !exists && (m.store.ID != store.ID || m.store.Revision > store.Revision) {
+		text, exists := now.Texts[m.name]
+		m.seen = now.Revision
+		if !exists && !f.left(m, now) {
 			m.confirmed()
 			continue
 		}
-		m.store = store
 		if exists == (m.text != nil) && bytes.Equal(text, m.text) && m.recalled == nil {
 			continue
 		}
@@ -169,6 +181,13 @@ func (f *fleet) apply(ctx context.Context, configs map[string][]byte, store subn
 		m.wake.Send()
 	}
 	f.admit(ctx)
+}
+
+// left reports whether this host has to leave a network without a configuration: it was deleted, or
+// the flags of this process do not name it. The caller holds f.mu.
+func (f *fleet) left(m *member, now etcd.NetworkConfigs) bool {
+	listed := f.cfg.Options.Networks
+	return slices.Contains(now.Deleted, m.name) || len(listed) > 0 && !slices.Contains(listed, m.name)
 }
 
 // admit decides about all networks whose configuration was not admitted yet. The caller holds

@@ -26,6 +26,8 @@ type lastKnown struct {
 	// Prefix and Name are those of one of several networks.
 	Prefix string `json:"prefix,omitempty"`
 	Name   string `json:"name,omitempty"`
+	// Seen is the revision at which the store had its configuration.
+	Seen int64 `json:"seen,omitempty"`
 
 	// Saved is when the file was written, by the wall clock. A clock that is earlier is wrong.
 	Saved time.Time `json:"saved,omitzero"`

@@ -25,10 +25,10 @@ type member struct {
 	wake  wait.Signal
 
 	// guarded by fleet.mu:
-	text       []byte         // configuration in the store; nil if there is none
-	store      subnet.StoreID // had text last
-	generation int            // of text
-	admitted   bool           // text was admitted, with the two next fields
+	text       []byte // configuration in the store; nil if there is none
+	seen       int64  // revision at which the store was read last
+	generation int    // of text
+	admitted   bool   // text was admitted, with the two next fields
 	config     subnet.Config
 	wanted     claims
 	refused    error         // why text was not admitted
@@ -118,6 +118,7 @@ func (m *member) serve(ctx context.Context, t task) error {
 	}
 	m.fleet.mu.Lock()
 	uses := m.wanted
+	n.seen.Store(m.seen)
 	m.uses, m.net = &uses, n
 	m.fleet.mu.Unlock()
 	running, stop := context.WithCancel(ctx)

@@ -44,6 +44,7 @@ type network struct {
 	others   func() ([]netip.Prefix, <-chan struct{})
 	progress progress
 
+	seen    atomic.Int64            // revision at which the store had the configuration, if there are several networks
 	serving atomic.Pointer[session] // the present session; nil before the first
 }
 

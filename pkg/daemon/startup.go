@@ -84,6 +84,7 @@ func (s *startup) prepare(ctx context.Context) (backend.Backend, lastKnown, erro
 	last.Config, last.Interface, last.Own, last.Stored = cfg, iface, own, nil
 	last.recalled = false
 	if s.name != "" {
+		last.Seen = s.seen.Load()
 		last.Name, last.Prefix = s.name, strings.TrimSuffix(s.opts.EtcdPrefix, "/"+s.name)
 	}
 	return be, last, nil

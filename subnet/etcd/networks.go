@@ -11,6 +11,7 @@ import (
 	"strings"
 
 	pb "go.etcd.io/etcd/api/v3/etcdserverpb"
+	"go.etcd.io/etcd/api/v3/v3rpc/rpctypes"
 	clientv3 "go.etcd.io/etcd/client/v3"
 
 	"github.com/flanneld/flanneld/subnet"
@@ -31,13 +32,22 @@ func (m *Manager) Network(name string, cfg Config) (*Manager, error) {
 	return n, nil
 }
 
+// NetworkConfigs are the configurations of several networks at one moment.
+type NetworkConfigs struct {
+	// Texts are the configurations by the name of the network. They belong to the receiver.
+	Texts map[string][]byte
+	// Deleted names the networks whose configuration was deleted since the last call. A network that
+	// is in neither is missing because the store was emptied or replaced.
+	Deleted []string
+	// Revision is that of the store.
+	Revision int64
+}
+
 // Networks follows the configurations of the networks below the prefix until ctx ends: of those
 // with the given names or, without names, of all. It calls sink from one goroutine, first with all
-// configurations, and again with all after each change. Configurations have the names of the
-// networks as keys, and belong to the receiver. store is the store at the revision at which it had
-// them: in a store that was emptied or replaced, a missing configuration was not deleted. Networks
-// survives compaction and outages.
-func (m *Manager) Networks(ctx context.Context, names []string, sink func(configs map[string][]byte, store subnet.StoreID)) error {
+// configurations, and again with all after each change. known has the revisions at which this node
+// has seen the configurations of networks before. Networks survives compaction and outages.
+func (m *Manager) Networks(ctx context.Context, names []string, known map[string]int64, sink func(NetworkConfigs)) error {
 	defer m.outage.Forget(sourceWatch)
 	keys := []string{m.root()}
 	if len(names) > 0 {
@@ -46,21 +56,30 @@ func (m *Manager) Networks(ctx context.Context, names []string, sink func(config
 			keys = append(keys, m.configOf(name))
 		}
 	}
+	known = maps.Clone(known)
+	if known == nil {
+		known = map[string]int64{}
+	}
 	b := m.backoff()
 	for {
-		configs, store, err := m.listConfigs(ctx, keys)
+		now, err := m.listConfigs(ctx, keys)
 		if err == nil {
-			sink(maps.Clone(configs), store)
-			listed := store.Revision
+			now.Deleted, err = m.deleted(ctx, known, now.Texts)
+		}
+		if err == nil {
+			listed := now.Revision
+			sink(now.clone())
 			err = m.follow(ctx, keys, listed+1, watcher{checks: true, on: func(resp *pb.WatchResponse, _ int64) error {
 				b.Reset()
 				m.report(ctx, sourceWatch, nil)
-				if m.applyConfigs(configs, resp, listed) {
-					store.Revision = max(store.Revision, resp.Header.Revision)
-					sink(maps.Clone(configs), store)
+				if now.apply(m, resp, listed) {
+					sink(now.clone())
 				}
 				return nil
 			}})
+			for name := range now.Texts {
+				known[name] = now.Revision
+			}
 		}
 		if ctx.Err() != nil {
 			return ctx.Err()
@@ -75,6 +94,66 @@ func (m *Manager) Networks(ctx context.Context, names []string, sink func(config
 			return err
 		}
 	}
+}
+
+// deleted returns the networks in known that have no configuration any more because it was deleted,
+// and removes them from known. The store is the same if it has the configuration at the revision at
+// which this node has seen it, or if its history does not go back so far: a store that was emptied
+// is not compacted yet when its hosts come back.
+func (m *Manager) deleted(ctx context.Context, known map[string]int64, texts map[string][]byte) (names []string, err error) {
+	for name, revision := range known {
+		if _, exists := texts[name]; exists {
+			continue
+		}
+		was := false
+		err := m.call(ctx, func(ctx context.Context, c *clientv3.Client) error {
+			resp, err := c.Get(ctx, m.configOf(name), clientv3.WithRev(revision), clientv3.WithKeysOnly())
+			switch {
+			case errors.Is(err, rpctypes.ErrCompacted):
+				was = true
+			case errors.Is(err, rpctypes.ErrFutureRev):
+			case err != nil:
+				return err
+			default:
+				was = len(resp.Kvs) > 0
+			}
+			return nil
+		})
+		if err != nil {
+			return nil, err
+		}
+		if was {
+			names = append(names, name)
+			delete(known, name)
+		}
+	}
+	slices.Sort(names)
+	return names, nil
+}
+
+func (n *NetworkConfigs) clone() NetworkConfigs {
+	copied := *n
+	copied.Texts = maps.Clone(n.Texts)
+	return copied
+}
+
+// apply applies the events after a revision, and reports whether they have changed something.
+func (n *NetworkConfigs) apply(m *Manager, resp *pb.WatchResponse, after int64) (changed bool) {
+	n.Deleted, n.Revision = nil, max(n.Revision, resp.Header.Revision)
+	for _, ev := range resp.Events {
+		name, ok := m.networkOf(string(ev.Kv.Key))
+		if !ok || ev.Kv.ModRevision <= after {
+			continue
+		}
+		changed = true
+		n.Deleted = slices.DeleteFunc(n.Deleted, func(d string) bool { return d == name })
+		if delete(n.Texts, name); ev.Type == clientv3.EventTypeDelete {
+			n.Deleted = append(n.Deleted, name)
+		} else {
+			n.Texts[name] = given(ev.Kv.Value)
+		}
+	}
+	return changed
 }
 
 // root is the prefix of the keys of all networks. It ends in a slash.
@@ -93,8 +172,8 @@ func (m *Manager) networkOf(key string) (name string, ok bool) {
 
 // listConfigs reads the configurations with these keys. A key that ends in a slash stands for all
 // networks below it.
-func (m *Manager) listConfigs(ctx context.Context, keys []string) (configs map[string][]byte, store subnet.StoreID, err error) {
-	configs = map[string][]byte{}
+func (m *Manager) listConfigs(ctx context.Context, keys []string) (NetworkConfigs, error) {
+	now := NetworkConfigs{Texts: map[string][]byte{}}
 	options := []clientv3.OpOption(nil)
 	get := func(key string, more ...clientv3.OpOption) (*clientv3.GetResponse, error) {
 		var resp *clientv3.GetResponse
@@ -102,9 +181,9 @@ func (m *Manager) listConfigs(ctx context.Context, keys []string) (configs map[s
 			resp, err = c.Get(ctx, key, slices.Concat(options, more)...)
 			return err
 		})
-		if err == nil && store.ID == "" { // the others are read as they were at the first one
-			store = storeID(resp.Header)
-			options = append(options, clientv3.WithRev(store.Revision))
+		if err == nil && now.Revision == 0 { // the others are read as they were at the first one
+			now.Revision = resp.Header.Revision
+			options = append(options, clientv3.WithRev(now.Revision))
 		}
 		return resp, err
 	}
@@ -114,14 +193,14 @@ func (m *Manager) listConfigs(ctx context.Context, keys []string) (configs map[s
 			return err
 		}
 		if name, ok := m.networkOf(key); ok && len(resp.Kvs) == 1 {
-			configs[name] = given(resp.Kvs[0].Value)
+			now.Texts[name] = given(resp.Kvs[0].Value)
 		}
 		return nil
 	}
 	for _, key := range keys {
 		if !strings.HasSuffix(key, "/") {
 			if err := read(key); err != nil {
-				return nil, store, err
+				return now, err
 			}
 			continue
 		}
@@ -130,7 +209,7 @@ func (m *Manager) listConfigs(ctx context.Context, keys []string) (configs map[s
 		for from, end := key, clientv3.GetPrefixRangeEnd(key); ; {
 			resp, err := get(from, clientv3.WithRange(end), clientv3.WithLimit(1), clientv3.WithKeysOnly())
 			if err != nil {
-				return nil, store, err
+				return now, err
 			}
 			if len(resp.Kvs) == 0 {
 				break
@@ -140,28 +219,12 @@ func (m *Manager) listConfigs(ctx context.Context, keys []string) (configs map[s
 			if below {
 				from = clientv3.GetPrefixRangeEnd(key + name + "/")
 				if err := read(m.configOf(name)); err != nil {
-					return nil, store, err
+					return now, err
 				}
 			}
 		}
 	}
-	return configs, store, nil
-}
-
-// applyConfigs applies the events after a revision to configs, and reports whether it has changed
-// them.
-func (m *Manager) applyConfigs(configs map[string][]byte, resp *pb.WatchResponse, after int64) (changed bool) {
-	for _, ev := range resp.Events {
-		name, ok := m.networkOf(string(ev.Kv.Key))
-		if !ok || ev.Kv.ModRevision <= after {
-			continue
-		}
-		changed = true
-		if delete(configs, name); ev.Type != clientv3.EventTypeDelete {
-			configs[name] = given(ev.Kv.Value)
-		}
-	}
-	return changed
+	return now, nil
 }
 
 // Release implements subnet.Releaser.

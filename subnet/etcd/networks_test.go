@@ -43,9 +43,9 @@ func followNetworks(t *testing.T, m *Manager, names ...string) *configs {
 	ctx, cancel := context.WithCancel(t.Context())
 	ended := make(chan error, 1)
 	go func() {
-		ended <- m.Networks(ctx, names, func(raw map[string][]byte, _ subnet.StoreID) {
+		ended <- m.Networks(ctx, names, nil, func(now NetworkConfigs) {
 			texts := map[string]string{}
-			for name, text := range raw {
+			for name, text := range now.Texts {
 				texts[name] = string(text)
 			}
 			c.calls <- texts

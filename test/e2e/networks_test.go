@@ -9,6 +9,7 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
+	"net/netip"
 	"os"
 	"slices"
 	"strings"
@@ -219,5 +220,190 @@ func TestNetworksWithoutTheStore(t *testing.T) {
 		if st := f.Stop(); len(st.Lost) > 0 || st.Sent == 0 {
 			t.Errorf("%d of %d packets were lost", len(st.Lost), st.Sent)
 		}
+	}
+}
+
+// startNetworks starts daemons with several networks on all hosts.
+func startNetworks(t *testing.T, l *lab.Lab, args ...string) {
+	t.Helper()
+	for _, h := range l.Hosts() {
+		if _, err := h.StartFlanneld(testContext(t), lab.FlanneldOptions{Args: args}); err != nil {
+			t.Fatal(err)
+		}
+	}
+}
+
+// TestNetworkMasquerade looks at the source address of packets from a pod of one network to a pod
+// of another.
+func TestNetworkMasquerade(t *testing.T) {
+	t.Parallel()
+	for _, between := range []bool{false, true} {
+		t.Run(fmt.Sprintf("masquerade-between-networks=%v", between), func(t *testing.T) {
+			t.Parallel()
+			l := newLab(t, lab.Config{Hosts: 2}, "")
+			s := etcdClient(t, l)
+			putKey(t, s, networksRoot+"red/config", `{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan"}}`)
+			startNetworks(t, l, "--watch-networks", "--ip-masq", fmt.Sprintf("--masquerade-between-networks=%v", between))
+			expectPhase(t, l, "red", "serving")
+			// The second network comes later: the rules of the first one must follow.
+			putKey(t, s, networksRoot+"green/config", `{"Network":"10.6.0.0/16","Backend":{"Type":"host-gw"}}`)
+			expectPhase(t, l, "green", "serving")
+			red, green := addNetworkPods(t, l, "red"), addNetworkPods(t, l, "green")
+			expectAnswers(t, red)
+			expectAnswers(t, green)
+			for _, to := range green {
+				eventually(t, "the source of packets to "+to.Name(), func() error {
+					seen := connect(t, red[0].Namespace, netip.Addr{}, to.Namespace, to.Addr(prefix.IPv4)).sourceAddr()
+					if masqueraded := seen != red[0].Addr(prefix.IPv4); masqueraded != between {
+						return fmt.Errorf("%s, the pod has %s", seen, red[0].Addr(prefix.IPv4))
+					}
+					return nil
+				})
+			}
+		})
+	}
+}
+
+// TestNetworkDeletedMeanwhile deletes a network while one daemon is down, and takes another one out
+// of its flags.
+func TestNetworkDeletedMeanwhile(t *testing.T) {
+	t.Parallel()
+	l := newLab(t, lab.Config{Hosts: 1}, "")
+	s, h := etcdClient(t, l), l.Host(1)
+	for i, name := range []string{"blue", "green", "red"} {
+		putKey(t, s, networksRoot+name+"/config", fmt.Sprintf(`{"Network":"10.%d.0.0/16","Backend":{"Type":"vxlan","VNI":%d}}`, 5+i, 5+i))
+	}
+	startNetworks(t, l, "--networks=blue,green,red")
+	for _, name := range []string{"blue", "green", "red"} {
+		expectPhase(t, l, name, "serving")
+	}
+	expectStop(t, h.Daemon())
+	removeKey(t, s, networksRoot+"green/config")
+	startNetworks(t, l, "--networks=green,red")
+	eventually(t, "only red is left", func() error {
+		out, err := h.Exec(testContext(t), "ip", "-br", "link", "show", "type", "vxlan")
+		if err != nil || strings.Count(string(out), "flannel.") != 1 || !strings.Contains(string(out), "flannel.7") {
+			return fmt.Errorf("%w: %s", err, out)
+		}
+		for _, name := range []string{"blue", "green"} {
+			resp, err := s.Get(testContext(t), networksRoot+name+"/subnets/", clientv3.WithPrefix())
+			if err != nil || len(resp.Kvs) > 0 {
+				return fmt.Errorf("%s has leases: %v, %w", name, resp.Kvs, err)
+			}
+		}
+		return nil
+	})
+	expectPhase(t, l, "red", "serving")
+}
+
+// TestNetworksRestart restarts a daemon with ten networks of several backends, of both families.
+// Nothing may change in the kernel, and no packet may be lost.
+func TestNetworksRestart(t *testing.T) {
+	t.Parallel()
+	l := newLab(t, lab.Config{Hosts: 2, Families: dual}, "")
+	s := etcdClient(t, l)
+	var names []string
+	for i := range 10 {
+		name := fmt.Sprintf("n%d", i)
+		names = append(names, name)
+		backend := fmt.Sprintf(`{"Type":"vxlan","VNI":%d}`, 10+i)
+		if i%2 == 1 {
+			backend = `{"Type":"host-gw"}`
+		}
+		putKey(t, s, networksRoot+name+"/config", fmt.Sprintf(
+			`{"Network":"10.%[1]d.0.0/16","EnableIPv6":true,"IPv6Network":"fd00:%[1]d::/48","Backend":%[2]s}`, 50+i, backend))
+	}
+	startNetworks(t, l, "--watch-networks")
+	var flows []*lab.Flow
+	for _, name := range names {
+		expectPhase(t, l, name, "serving")
+		pods := addNetworkPods(t, l, name)
+		expectAnswers(t, pods)
+		for _, f := range dual {
+			flow, err := pods[0].StartFlow(testContext(t), pods[1], f, 100)
+			if err != nil {
+				t.Fatal(err)
+			}
+			flows = append(flows, flow)
+		}
+	}
+	h := l.Host(1)
+	monitor := newKernelMonitor(t, h)
+	for i := range 4 {
+		if i%2 == 0 {
+			expectStop(t, h.Daemon())
+		} else {
+			h.Daemon().Kill()
+		}
+		if _, err := h.StartFlanneld(testContext(t), lab.FlanneldOptions{Args: []string{"--watch-networks"}}); err != nil {
+			t.Fatal(err)
+		}
+		for _, name := range names {
+			expectPhase(t, l, name, "serving")
+		}
+		// The kernel gives link-local addresses to the ports of new pods meanwhile.
+		changes := slices.DeleteFunc(monitor.notifications(t), func(s string) bool { return strings.Contains(s, " fe80::") })
+		if len(changes) > 0 {
+			t.Errorf("restart %d changed the kernel: %q", i, changes)
+		}
+	}
+	for _, f := range flows {
+		if st := f.Stop(); len(st.Lost) > 0 || st.Sent == 0 {
+			t.Errorf("%d of %d packets were lost", len(st.Lost), st.Sent)
+		}
+	}
+}
+
+// TestNetworksOfOneBackend serves two networks of each backend that has a port.
+func TestNetworksOfOneBackend(t *testing.T) {
+	t.Parallel()
+	l := newLab(t, lab.Config{Hosts: 2}, "")
+	s := etcdClient(t, l)
+	all := map[string]string{
+		"u1": `{"Network":"10.50.0.0/16","Backend":{"Type":"udp"}}`,
+		"u2": `{"Network":"10.51.0.0/16","Backend":{"Type":"udp","Port":8286}}`,
+		"w1": `{"Network":"10.52.0.0/16","Backend":{"Type":"wireguard"}}`,
+		"w2": `{"Network":"10.53.0.0/16","Backend":{"Type":"wireguard","ListenPort":51830}}`,
+	}
+	for name, config := range all {
+		putKey(t, s, networksRoot+name+"/config", config)
+	}
+	startNetworks(t, l, "--watch-networks")
+	for name := range all {
+		expectPhase(t, l, name, "serving")
+		expectAnswers(t, addNetworkPods(t, l, name))
+	}
+}
+
+// TestNetworksOfAnEmptiedStore expects that networks go on when etcd was emptied, and that they
+// come back with their configurations.
+func TestNetworksOfAnEmptiedStore(t *testing.T) {
+	t.Parallel()
+	l := newLab(t, lab.Config{Hosts: 2}, "")
+	const config = `{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan"}}`
+	putKey(t, etcdClient(t, l), networksRoot+"red/config", config)
+	startNetworks(t, l, "--watch-networks")
+	expectPhase(t, l, "red", "serving")
+	pods := addNetworkPods(t, l, "red")
+	expectAnswers(t, pods)
+	flow, err := pods[0].StartFlow(testContext(t), pods[1], prefix.IPv4, 1000)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := l.Etcd().Wipe(testContext(t)); err != nil {
+		t.Fatal(err)
+	}
+	s := etcdClient(t, l)
+	eventually(t, "hosts put their leases into the new store", func() error {
+		resp, err := s.Get(testContext(t), networksRoot+"red/subnets/", clientv3.WithPrefix())
+		if err != nil || len(resp.Kvs) != 2 {
+			return fmt.Errorf("%d leases, %w", len(resp.Kvs), err)
+		}
+		return nil
+	})
+	putKey(t, s, networksRoot+"red/config", config)
+	expectPhase(t, l, "red", "serving")
+	if st := flow.Stop(); len(st.Lost) > 0 || st.Sent == 0 {
+		t.Errorf("%d of %d packets were lost", len(st.Lost), st.Sent)
 	}
 }
