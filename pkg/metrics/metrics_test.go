@@ -101,3 +101,22 @@ func TestRulesAndDashboardUseExistingMetrics(t *testing.T) {
 		}
 	}
 }
+
+// TestSeveralNetworks scrapes a daemon with two networks. Their metrics differ in a label, and those
+// of the process have none.
+func TestSeveralNetworks(t *testing.T) {
+	red, green := metrics.New("red", full), metrics.New("green", full)
+	red.Synced(time.Millisecond, 2, nil)
+	w := httptest.NewRecorder()
+	metrics.Handler(func() []*metrics.Metrics { return []*metrics.Metrics{green, red} }).
+		ServeHTTP(w, httptest.NewRequestWithContext(t.Context(), http.MethodGet, "/metrics", nil))
+	page := w.Body.String()
+	for _, want := range []string{
+		`flannel_ready{network="red"} 1`, `flannel_ready{network="green"} 1`, `flannel_peers{network="red",state="served"} 3`,
+		`flannel_drift_repaired_total{network="red"} 2`, `flannel_drift_repaired_total{network="green"} 0`, "go_goroutines ",
+	} {
+		if strings.Count(page, "\n"+want) != 1 {
+			t.Errorf("not exactly one %q in\n%s", want, page)
+		}
+	}
+}

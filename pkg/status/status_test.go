@@ -223,3 +223,35 @@ func TestSocketPath(t *testing.T) {
 		}
 	}
 }
+
+// TestOverviewOfNetworks shows the page and the JSON of a daemon with several networks, and of one of
+// them.
+func TestOverviewOfNetworks(t *testing.T) {
+	source := func(_ context.Context, network string) (status.Report, error) {
+		switch network {
+		case "":
+			return status.Report{Networks: []status.NetworkSummary{
+				{Name: "green<b>", Phase: "refused", Reasons: []string{"it clashes with network red"}},
+				{Name: "red", Phase: "serving", Ready: true, BackendType: "vxlan", Subnets: []netip.Prefix{netip.MustParsePrefix("10.5.1.0/24")}},
+			}}, nil
+		case "red":
+			return report(), nil
+		}
+		return status.Report{}, fmt.Errorf("%w: %s", status.ErrNoNetwork, network)
+	}
+	page := get(t, source, "/statusz", "text/html").Body.String()
+	for _, want := range []string{`<a href="?network=red">red</a>`, "serving", "10.5.1.0/24", "it clashes with network red", "green&lt;b&gt;"} {
+		if !strings.Contains(page, want) {
+			t.Errorf("no %q in\n%s", want, page)
+		}
+	}
+	if strings.Contains(page, "green<b>") || strings.Contains(page, `id="peers"`) {
+		t.Errorf("the overview has a name as HTML, or peers:\n%s", page)
+	}
+	if one := get(t, source, "/statusz.json?network=red", "*/*"); !strings.Contains(one.Body.String(), `"key": "10.5.1.0-24"`) {
+		t.Errorf("the report about red: %s", one.Body)
+	}
+	if none := get(t, source, "/statusz?network=blue", "text/html"); none.Code != http.StatusNotFound || !strings.Contains(none.Body.String(), "blue") {
+		t.Errorf("an unknown network: %d %s", none.Code, none.Body)
+	}
+}

@@ -407,3 +407,49 @@ func TestNetworksOfAnEmptiedStore(t *testing.T) {
 		t.Errorf("%d of %d packets were lost", len(st.Lost), st.Sent)
 	}
 }
+
+// TestNetworksCNI gives pods on two hosts an interface in each of two networks, by two CNI
+// configurations.
+//
+//stages:rest it needs the CNI plugins of a component
+func TestNetworksCNI(t *testing.T) {
+	t.Parallel()
+	l := newLab(t, lab.Config{Hosts: 2}, "")
+	s := etcdClient(t, l)
+	putKey(t, s, networksRoot+"red/config", `{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan"}}`)
+	putKey(t, s, networksRoot+"green/config", `{"Network":"10.6.0.0/16","Backend":{"Type":"host-gw"}}`)
+	startNetworks(t, l, "--networks=red,green", "--ip-masq")
+	var pods []*lab.Pod
+	addrs := map[string][]netip.Addr{}
+	for _, h := range l.Hosts() {
+		p, err := h.AddEmptyPod(testContext(t), "pod")
+		if err != nil {
+			t.Fatal(err)
+		}
+		for i, network := range []string{"red", "green"} {
+			expectPhase(t, l, network, "serving")
+			runtime := newCNI(t, h, "1.0.0", fmt.Sprintf(`"subnetFile":%q,"dataDir":"/var/lib/cni/flannel-%s","delegate":{"bridge":"br-%s","isDefaultGateway":%v,"ipMasq":false}`,
+				lab.NetworkFile(network), network, network, i == 0))
+			runtime.list.Name = network
+			rt := conf(p)
+			rt.IfName = fmt.Sprintf("eth%d", i)
+			result, err := runtime.tryAdd(rt)
+			if err != nil {
+				t.Fatalf("ADD %s to %s: %v", p.Name(), network, err)
+			}
+			for _, ip := range result.IPs {
+				addrs[network] = append(addrs[network], netip.MustParsePrefix(ip.Address.String()).Addr())
+			}
+		}
+		pods = append(pods, p)
+	}
+	for network, at := range addrs {
+		if len(at) != 2 {
+			t.Fatalf("the pods have the addresses %v in network %s, want two", at, network)
+		}
+		eventually(t, "the pods reach each other in network "+network, func() error {
+			_, err := pods[0].Ping(testContext(t), at[1], ping.Options{})
+			return err
+		})
+	}
+}
