@@ -97,7 +97,7 @@ func putFamilyPeers(ctx context.Context, l *lab.Lab, n int, families []prefix.Fa
 	defer c.Close()
 	var ops []clientv3.Op
 	for _, p := range makePeers(n) {
-		data := map[string]any{"VNI": 1, "VtepMAC": fmt.Sprintf("%02x:%02x:%02x:%02x:%02x:%02x", p.mac[0], p.mac[1], p.mac[2], p.mac[3], p.mac[4], p.mac[5])}
+		data := p.vtep(1)
 		key, lease := "0.0.0.0-0", map[string]any{"PublicIP": "0.0.0.0", "PublicIPv6": nil, "BackendType": "vxlan"}
 		for _, f := range families {
 			if f == prefix.IPv4 {

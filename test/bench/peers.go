@@ -6,6 +6,7 @@ import (
 	"encoding/binary"
 	"encoding/json"
 	"fmt"
+	"net"
 	"net/netip"
 )
 
@@ -88,6 +89,11 @@ func (p peer) key() string {
 	return fmt.Sprintf("%s/subnets/%s-%d", etcdPrefix, p.subnet.Addr(), p.subnet.Bits())
 }
 
+// vtep returns what the peer's lease says about its vxlan device.
+func (p peer) vtep(vni int) map[string]any {
+	return map[string]any{"VNI": vni, "VtepMAC": net.HardwareAddr(p.mac[:]).String()}
+}
+
 // value returns the value of the peer's lease.
 func (p peer) value(backend string) (string, error) {
 	lease := map[string]any{"PublicIP": p.ip, "PublicIPv6": nil}
@@ -95,9 +101,7 @@ func (p peer) value(backend string) (string, error) {
 		lease["BackendType"] = backend
 	}
 	if backend == "vxlan" {
-		lease["BackendData"] = map[string]any{
-			"VNI": 1, "VtepMAC": fmt.Sprintf("%02x:%02x:%02x:%02x:%02x:%02x", p.mac[0], p.mac[1], p.mac[2], p.mac[3], p.mac[4], p.mac[5]),
-		}
+		lease["BackendData"] = p.vtep(1)
 	}
 	text, err := json.Marshal(lease)
 	return string(text), err

@@ -42,6 +42,7 @@ func measures() []measure {
 		{"rest", (*runner).measureRest},
 		{"busy", (*runner).measureBusy},
 		{"firewall", (*runner).measureFirewall},
+		{"networks", (*runner).measureNetworks},
 		{"growth", (*runner).measureGrowth},
 		{"kube", (*runner).measureKube},
 		{"size", (*runner).measureSize},
@@ -159,7 +160,7 @@ func (r *runner) coldRound(ctx context.Context, backend string, n int) error {
 	if err != nil {
 		return err
 	}
-	before, err := r.requests(ctx)
+	before, err := requests(ctx, r.lab.Host(2))
 	if err != nil {
 		return err
 	}
@@ -170,7 +171,7 @@ func (r *runner) coldRound(ctx context.Context, backend string, n int) error {
 	if err := wait.For(ctx, 200*time.Millisecond); err != nil { // etcd still counts the last requests
 		return err
 	}
-	after, err := r.requests(ctx)
+	after, err := requests(ctx, r.lab.Host(2))
 	if err != nil {
 		return err
 	}
@@ -426,7 +427,7 @@ func (r *runner) measureRest(ctx context.Context) error {
 		if err := wait.For(ctx, afterStart); err != nil {
 			return err
 		}
-		cpu, asked, err := r.idle(ctx, s.daemon, r.atRest)
+		cpu, asked, err := idle(ctx, r.lab.Host(2), s.daemon, r.atRest)
 		if err != nil {
 			return err
 		}
@@ -457,7 +458,7 @@ func (r *runner) measureRest(ctx context.Context) error {
 		if err := wait.For(ctx, afterStart); err != nil {
 			return err
 		}
-		ticking, _, err := r.idle(ctx, s.daemon, ticks*tick)
+		ticking, _, err := idle(ctx, r.lab.Host(2), s.daemon, ticks*tick)
 		if err != nil {
 			return err
 		}
@@ -467,9 +468,9 @@ func (r *runner) measureRest(ctx context.Context) error {
 }
 
 // idle returns the CPU time of the daemon and its child processes, and their requests to
-// etcd, while nothing happens.
-func (r *runner) idle(ctx context.Context, d *lab.Daemon, during time.Duration) (time.Duration, figures.Counts, error) {
-	requests, err := r.requests(ctx)
+// etcd, while nothing happens. It asks etcd from host.
+func idle(ctx context.Context, host *lab.Host, d *lab.Daemon, during time.Duration) (time.Duration, figures.Counts, error) {
+	asked, err := requests(ctx, host)
 	if err != nil {
 		return 0, nil, err
 	}
@@ -484,8 +485,8 @@ func (r *runner) idle(ctx context.Context, d *lab.Daemon, during time.Duration) 
 	if err != nil {
 		return 0, nil, err
 	}
-	now, err := r.requests(ctx)
-	return after - before, now.Since(requests), err
+	now, err := requests(ctx, host)
+	return after - before, now.Since(asked), err
 }
 
 // measureBusy measures the same work on a host on which other programs change the kernel.
@@ -536,7 +537,7 @@ func (r *runner) busyRound(ctx context.Context, group, what string, n int) error
 		return err
 	}
 	during := r.busyFor / time.Duration(r.rounds)
-	cpu, _, err := r.idle(ctx, s.daemon, during)
+	cpu, _, err := idle(ctx, r.lab.Host(2), s.daemon, during)
 	if err != nil {
 		return err
 	}

@@ -9,11 +9,11 @@ import (
 	"time"
 
 	"github.com/flanneld/flanneld/test/figures"
+	"github.com/flanneld/flanneld/test/lab"
 )
 
-// requests returns etcd's own count of client messages, by method.
-func (b *bed) requests(ctx context.Context) (figures.Counts, error) {
-	host := b.lab.Host(2)
+// requests returns etcd's own count of client messages, by method. The question comes from host.
+func requests(ctx context.Context, host *lab.Host) (figures.Counts, error) {
 	transport := &http.Transport{DialContext: host.Dial, DisableKeepAlives: true}
 	req, err := http.NewRequestWithContext(ctx, http.MethodGet, host.EtcdEndpoint()+"/metrics", nil)
 	if err != nil {

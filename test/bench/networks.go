@@ -1,0 +1,153 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"net/netip"
+	"slices"
+	"time"
+
+	clientv3 "go.etcd.io/etcd/client/v3"
+
+	"github.com/flanneld/flanneld/pkg/wait"
+	"github.com/flanneld/flanneld/test/figures"
+	"github.com/flanneld/flanneld/test/lab"
+)
+
+const (
+	manyNetworks = 100
+	networkPeers = 10 // peers of this host in each network
+)
+
+// served is the cost of a daemon that serves one or several networks.
+type served struct {
+	ready  time.Duration // from exec to /readyz
+	cpu    time.Duration // of the process, until then
+	memory float64       // RSS in bytes, at rest
+	idle   time.Duration // CPU time in a minute at rest
+	asked  float64       // requests to etcd meanwhile
+}
+
+// measureNetworks compares a daemon with one network without a name, one with one named network,
+// and one with a hundred networks, in turn.
+func (r *runner) measureNetworks(ctx context.Context) error {
+	const group = "vxlan, several networks"
+	for range r.rounds {
+		took := map[int]served{}
+		for _, n := range []int{0, 1, manyNetworks} {
+			s, err := r.networksRound(ctx, n)
+			if err != nil {
+				return fmt.Errorf("%d networks: %w", n, err)
+			}
+			took[n] = s
+		}
+		plain, one, many := took[0], took[1], took[manyNetworks]
+		r.report.add(group, "exec to ready, one network without a name", 1, "ms", ms(plain.ready))
+		r.report.add(group, "RSS, one network without a name", 1, "MB", mb(plain.memory))
+		r.report.add(group, "exec to ready", 1, "ms", ms(one.ready))
+		r.report.add(group, "RSS", 1, "MB", mb(one.memory))
+		r.report.add(group, "CPU a minute, at rest", 1, "ms", ms(one.idle))
+		r.report.add(group, "exec to ready", manyNetworks, "ms", ms(many.ready), 2000)
+		r.report.add(group, "exec to ready, 100 networks / 1", manyNetworks, "×", float64(many.ready)/float64(one.ready))
+		r.report.add(group, "CPU until then", manyNetworks, "ms", ms(many.cpu))
+		r.report.add(group, "RSS", manyNetworks, "MB", mb(many.memory))
+		r.report.add(group, "RSS, 100 networks / 1", manyNetworks, "×", many.memory/one.memory)
+		r.report.add(group, "RSS of each further network", manyNetworks, "kB", 1000*mb(many.memory-one.memory)/(manyNetworks-1), 400)
+		r.report.add(group, "CPU a minute, at rest", manyNetworks, "ms", ms(many.idle))
+		r.report.add(group, "CPU a minute, at rest, of each further network", manyNetworks, "ms", max(0, ms(many.idle-one.idle))/(manyNetworks-1), 1)
+		r.report.add(group, "requests to etcd, at rest", manyNetworks, "calls", many.asked, 0)
+	}
+	return nil
+}
+
+// networksRound starts a daemon with n networks on a new host. With n = 0 it has one network without
+// a name.
+func (r *runner) networksRound(ctx context.Context, n int) (s served, err error) {
+	ctx, cancel := context.WithTimeout(ctx, time.Minute+r.atRest)
+	defer cancel()
+	l, err := lab.New(ctx, lab.Config{Hosts: 1, Flanneld: r.flanneld})
+	if err != nil {
+		return s, err
+	}
+	defer l.Close()
+	subnets, err := putNetworks(ctx, l, n)
+	if err != nil {
+		return s, err
+	}
+	h := l.Host(1)
+	var args []string
+	if n > 0 {
+		args = []string{"--watch-networks"}
+	}
+	began := time.Now()
+	d, err := h.StartFlanneld(ctx, lab.FlanneldOptions{Args: args})
+	if err != nil {
+		return s, err
+	}
+	if err := untilReady(ctx, d); err != nil {
+		return s, err
+	}
+	s.ready = time.Since(began)
+	if s.cpu, err = figures.ProcessCPU(d.PID()); err != nil {
+		return s, err
+	}
+	if err := checkRoutes(ctx, h, subnets); err != nil {
+		return s, err
+	}
+	if err := wait.For(ctx, afterStart); err != nil {
+		return s, err
+	}
+	m, err := figures.ProcessMemory(d.PID())
+	if err != nil {
+		return s, err
+	}
+	s.memory = m.Anonymous + m.File
+	cpu, asked, err := idle(ctx, h, d, r.atRest)
+	s.idle, s.asked = time.Duration(float64(cpu)*float64(time.Minute)/float64(r.atRest)), asked.Total()
+	return s, err
+}
+
+// putNetworks puts the configurations of n networks and the leases of their peers into the store,
+// and returns the subnets of all peers. With n = 0 it puts one network without a name.
+func putNetworks(ctx context.Context, l *lab.Lab, n int) (subnets []netip.Prefix, err error) {
+	c, err := l.Etcd().Client(ctx)
+	if err != nil {
+		return nil, err
+	}
+	defer c.Close()
+	var ops []clientv3.Op
+	for i := range max(1, n) {
+		root, vni := etcdPrefix, i+1
+		if n > 0 {
+			root += fmt.Sprintf("/n%02d", i)
+		}
+		const firstNetwork = 100 // 10.100.0.0/16, outside of the underlay
+		network := [4]byte{10, byte(firstNetwork + i)}
+		config, err := json.Marshal(map[string]any{
+			"Network": netip.PrefixFrom(netip.AddrFrom4(network), 16), "Backend": map[string]any{"Type": "vxlan", "VNI": vni},
+		})
+		if err != nil {
+			return nil, err
+		}
+		ops = append(ops, clientv3.OpPut(root+"/config", string(config)))
+		for j, p := range makePeers(networkPeers) {
+			network[2] = byte(j + 1)
+			subnet := netip.PrefixFrom(netip.AddrFrom4(network), 24)
+			lease, err := json.Marshal(map[string]any{"PublicIP": p.ip, "BackendType": "vxlan", "BackendData": p.vtep(vni)})
+			if err != nil {
+				return nil, err
+			}
+			ops = append(ops, clientv3.OpPut(fmt.Sprintf("%s/subnets/%s-%d", root, subnet.Addr(), subnet.Bits()), string(lease)))
+			subnets = append(subnets, subnet)
+		}
+	}
+	for some := range slices.Chunk(ops, txnOps) {
+		if _, err := c.Txn(ctx).Then(some...).Commit(); err != nil {
+			return nil, fmt.Errorf("write networks: %w", err)
+		}
+	}
+	return subnets, nil
+}
