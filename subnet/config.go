@@ -41,3 +41,12 @@ func (c Config) Network(f prefix.Family) (n Network, ok bool) {
 	}
 	return Network{}, false
 }
+
+// Prefixes returns the networks of all families. It is not nil.
+func (c Config) Prefixes() []netip.Prefix {
+	ps := []netip.Prefix{}
+	for _, n := range c.Networks {
+		ps = append(ps, n.Prefix)
+	}
+	return ps
+}

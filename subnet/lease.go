@@ -36,6 +36,15 @@ type Lease struct {
 // Endpoint returns the lease's endpoint of family f.
 func (l Lease) Endpoint(f prefix.Family) (e Endpoint, ok bool) { return endpoint(l.Endpoints, f) }
 
+// Subnets returns the subnets of all families.
+func (l Lease) Subnets() []netip.Prefix {
+	var ps []netip.Prefix
+	for _, e := range l.Endpoints {
+		ps = append(ps, e.Subnet)
+	}
+	return ps
+}
+
 // Claim contains the public addresses and backend data that a node wants to publish. A valid
 // Subnet in an endpoint is the subnet that the node had before and wants again.
 type Claim struct {

@@ -14,13 +14,12 @@ import (
 	"slices"
 	"strings"
 
-	"github.com/flanneld/flanneld/backend"
-	"github.com/flanneld/flanneld/backend/builtin"
-	"github.com/flanneld/flanneld/pkg/options"
-
 	"github.com/spf13/cobra"
 
+	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/backend/builtin"
 	"github.com/flanneld/flanneld/pkg/daemon"
+	"github.com/flanneld/flanneld/pkg/options"
 	"github.com/flanneld/flanneld/subnet"
 	"github.com/flanneld/flanneld/subnet/etcd"
 )
@@ -324,7 +323,7 @@ func flatten(text []byte, m map[string]leaf) {
 		}
 		text, _ := json.Marshal(v)                               // cannot fail for a decoded value
 		key, below, _ := strings.Cut(strings.ToLower(path), ".") // flanneld ignores case
-		m[path] = leaf{string(text), key == "backend" && below != "type" && !daemon.Public(v)}
+		m[path] = leaf{string(text), key == "backend" && below != "type" && !subnet.Public(v)}
 	}
 	walk("", v)
 }

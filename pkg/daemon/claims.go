@@ -22,7 +22,7 @@ type claims struct {
 
 // claimsOf returns the claims of a network with this configuration.
 func claimsOf(cfg subnet.Config, be backend.Backend) claims {
-	return claims{backend: cfg.BackendType, devices: be.Scope().Devices, ports: backend.Ports(be), networks: networks(cfg), files: backend.Files(be)}
+	return claims{backend: cfg.BackendType, devices: be.Scope().Devices, ports: backend.Ports(be), networks: cfg.Prefixes(), files: backend.Files(be)}
 }
 
 // clash returns a description of the first thing that both need, or "" if there is none.

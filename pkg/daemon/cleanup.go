@@ -15,11 +15,14 @@ import (
 	"strings"
 
 	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/pkg/daemon/lastknown"
+	"github.com/flanneld/flanneld/pkg/daemon/ownership"
 	"github.com/flanneld/flanneld/pkg/dataplane"
 	"github.com/flanneld/flanneld/pkg/dataplane/linux"
 	"github.com/flanneld/flanneld/pkg/oneline"
 	"github.com/flanneld/flanneld/pkg/rules"
 	"github.com/flanneld/flanneld/pkg/state"
+	"github.com/flanneld/flanneld/pkg/subnetfile"
 	"github.com/flanneld/flanneld/subnet"
 )
 
@@ -46,13 +49,13 @@ type Cleanup struct {
 // and may be repeated. It returns ErrRuns, wrapped, and removes nothing if a daemon uses
 // one of the state files.
 func (c Cleanup) Run(ctx context.Context) error {
-	names, err := stateFiles(c.StateDir)
+	names, err := lastknown.Files(c.StateDir)
 	if err != nil {
 		return err
 	}
-	var all []lastKnown
+	var all []lastknown.State
 	for _, name := range names {
-		file, err := state.Open[lastKnown](c.StateDir, name)
+		file, err := state.Open[lastknown.State](c.StateDir, name)
 		if errors.Is(err, state.ErrInUse) {
 			return fmt.Errorf("%w (%w)", ErrRuns, err)
 		}
@@ -66,8 +69,9 @@ func (c Cleanup) Run(ctx context.Context) error {
 		}
 		all = append(all, last)
 	}
+	traces := c.traces(all)
 	// Files go last, because the next attempt needs them.
-	if err := oneline.Join(c.kernel(ctx, all), c.rules(ctx, formerNetworks(c.traces(all), subnet.Config{}))); err != nil {
+	if err := oneline.Join(c.kernel(ctx, all), c.rules(ctx, traces.FormerNetworks(subnet.Config{}))); err != nil {
 		return err
 	}
 	var blind error
@@ -89,36 +93,21 @@ func (c Cleanup) blind() error {
 }
 
 // traces returns the contents of all state files as one state.
-func (c Cleanup) traces(all []lastKnown) lastKnown {
-	sum := lastKnown{}
+func (c Cleanup) traces(all []lastknown.State) lastknown.State {
+	sum := lastknown.State{}
 	for _, file := range c.subnetFiles(all) {
-		sum.Rules = append(sum.Rules, networksOfFile(file)...)
+		sum.Rules = append(sum.Rules, subnetfile.Networks(file)...)
 	}
 	for _, last := range all {
 		sum.Rules = append(sum.Rules, last.Rules...)
 		sum.Former = append(sum.Former, last.Former...)
-		sum.Former = append(sum.Former, former{last.Config, last.Interface})
+		sum.Former = append(sum.Former, lastknown.Former{Config: last.Config, Interface: last.Interface})
 	}
 	return sum
 }
 
-// stateFiles returns the names of the state files in dir.
-func stateFiles(dir string) ([]string, error) {
-	found, err := filepath.Glob(filepath.Join(dir, "flanneld-*.json"))
-	if err != nil {
-		return nil, fmt.Errorf("look for state files: %w", err)
-	}
-	var names []string
-	for _, path := range found {
-		if name := strings.TrimSuffix(filepath.Base(path), ".json"); !strings.HasSuffix(name, "-commands") {
-			names = append(names, name)
-		}
-	}
-	return names, nil
-}
-
 // subnetFiles returns the paths of all subnet files.
-func (c Cleanup) subnetFiles(all []lastKnown) []string {
+func (c Cleanup) subnetFiles(all []lastknown.State) []string {
 	paths := []string{c.SubnetFile}
 	for _, last := range all {
 		if last.Name != "" {
@@ -129,36 +118,36 @@ func (c Cleanup) subnetFiles(all []lastKnown) []string {
 }
 
 // kernel removes devices, and routes on other devices.
-func (c Cleanup) kernel(ctx context.Context, all []lastKnown) error {
+func (c Cleanup) kernel(ctx context.Context, all []lastknown.State) error {
 	kernel, err := linux.Open(linux.Options{NexthopObjects: true})
 	if err != nil {
 		return err
 	}
 	defer func() { _ = kernel.Close() }()
 	var errs []error
-	var done ownership
+	var done ownership.Objects
 	for _, of := range c.owned(all) {
-		ops, err := dataplane.PlanRetire(ctx, kernel, of.scope, dataplane.Scope{})
+		ops, err := dataplane.PlanRetire(ctx, kernel, of.Scope, dataplane.Scope{})
 		errs = append(errs, err)
 		for _, op := range ops {
 			c.tell(op.Object)
 		}
 		if c.Yes {
-			_, err = dataplane.Retire(ctx, kernel, of.scope, dataplane.Scope{})
+			_, err = dataplane.Retire(ctx, kernel, of.Scope, dataplane.Scope{})
 			errs = append(errs, err)
 		}
-		errs = append(errs, c.leftovers(done.beyond(of)))
-		done.leftovers = append(done.leftovers, of.leftovers...)
+		errs = append(errs, c.leftovers(done.Beyond(of)))
+		done.Leftovers = append(done.Leftovers, of.Leftovers...)
 	}
 	return oneline.Join(errs...)
 }
 
 // owned returns the ownership of every configuration in the states.
-func (c Cleanup) owned(all []lastKnown) (owned []ownership) {
+func (c Cleanup) owned(all []lastknown.State) (owned []ownership.Objects) {
 	for _, last := range all {
-		for _, f := range append(slices.Clone(last.Former), former{last.Config, last.Interface}) {
+		for _, f := range append(slices.Clone(last.Former), lastknown.Former{Config: last.Config, Interface: last.Interface}) {
 			env := backend.Env{Network: last.Name, Underlay: f.Interface, Config: f.Config, StateDir: c.StateDir}
-			owned = append(owned, ownershipIn(env, c.Backends.Registry))
+			owned = append(owned, ownership.In(env, c.Backends.Registry))
 		}
 	}
 	return owned
@@ -196,7 +185,7 @@ func (c Cleanup) rules(ctx context.Context, networks []netip.Prefix) error {
 
 // files removes the subnet file, private keys that were written elsewhere, and the files
 // in the state directory. It removes the directory if it is empty then.
-func (c Cleanup) files(all []lastKnown) error {
+func (c Cleanup) files(all []lastknown.State) error {
 	entries, err := os.ReadDir(c.StateDir)
 	if err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return fmt.Errorf("read state directory: %w", err)

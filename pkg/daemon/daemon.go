@@ -1,13 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package daemon is flanneld without its command line: start-up, sessions and reports, and
-// what operators do without a running daemon, such as validating a configuration. Programs
-// that embed flanneld import it.
+// Package daemon is flanneld without its command line: the process, and what operators do without
+// a running daemon, such as validating a configuration. Programs that embed flanneld import it.
 //
-// Run begins a network. network.go tells its life: startup.go obtains configuration, interface
-// and lease, resume.go serves from the last known state meanwhile, session.go runs the backend,
-// and move.go follows the store and the external interface. phase.go names the phases of this
-// life.
+// Run serves one network (single.go), or several (fleet.go, member.go). The package network tells
+// the life of a network.
 package daemon
 
 import (
@@ -17,10 +14,8 @@ import (
 	"golang.org/x/sync/errgroup"
 	"k8s.io/klog/v2"
 
-	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/pkg/daemon/network"
 	"github.com/flanneld/flanneld/pkg/health"
-	"github.com/flanneld/flanneld/pkg/metrics"
-	"github.com/flanneld/flanneld/pkg/options"
 	"github.com/flanneld/flanneld/pkg/rules"
 	"github.com/flanneld/flanneld/pkg/status"
 	"github.com/flanneld/flanneld/pkg/tune"
@@ -31,46 +26,6 @@ import (
 // unfinished, and the data path is not affected.
 const stopTimeout = 1500 * time.Millisecond
 
-// Config is what Run needs.
-type Config struct {
-	Options options.Options
-	// Backends returns the backends that a network may use. builtin.New returns all.
-	Backends BackendsFunc
-	// Tuner adapts the Go runtime. If it is nil, the runtime stays as it is.
-	Tuner *tune.Tuner
-}
-
-// BackendsFunc returns the backends for one network. Each network has options of its own.
-type BackendsFunc func(options.Options) (backend.Catalog, error)
-
-// host is what a daemon has once, however many networks it serves.
-type host struct {
-	firewall *rules.Host
-	journal  *status.Journal
-	tuner    *tune.Tuner
-	started  time.Time
-}
-
-// served is what a daemon serves: one network, or several.
-type served interface {
-	health.Source
-	// run serves until ctx ends, and then returns nil.
-	run(ctx context.Context) error
-	// close releases what is left after run. The kernel stays unchanged.
-	close()
-	// shutdown does what must be done on the host when the daemon is told to stop.
-	shutdown(ctx context.Context)
-	// started is closed when the start is over. From then on stateIsWritten reports whether the
-	// state files are up to date.
-	started() <-chan struct{}
-	stateIsWritten() bool
-	// all returns the metrics of all networks.
-	all() []*metrics.Metrics
-	// status returns the report about a network. Without a name it returns the report about the
-	// only network, or an overview of several.
-	status(ctx context.Context, name string) (status.Report, error)
-}
-
 // Run runs the daemon until ctx ends, and then returns nil. The data path stays. It returns
 // ErrConfigChanged, wrapped, if --exit-on-config-change has ended the daemon.
 func Run(ctx context.Context, cfg Config) error {
@@ -80,9 +35,9 @@ func Run(ctx context.Context, cfg Config) error {
 	defer cancel()
 	group, members := errgroup.WithContext(work)
 
-	h := &host{journal: journal, tuner: cfg.Tuner, started: time.Now(), firewall: rules.NewHost()}
-	if h.tuner == nil {
-		h.tuner = &tune.Tuner{}
+	h := &network.Host{Journal: journal, Tuner: cfg.Tuner, Started: time.Now(), Firewall: rules.NewHost()}
+	if h.Tuner == nil {
+		h.Tuner = &tune.Tuner{}
 	}
 	var s served
 	var err error
@@ -97,20 +52,20 @@ func Run(ctx context.Context, cfg Config) error {
 	if err := listen(ctx, members, group, cfg.Options, s); err != nil {
 		cancel()
 		_ = group.Wait() // for listeners that are already open
-		s.close()
+		s.Close()
 		return err
 	}
-	h.tuner.Begin()
-	group.Go(func() error { return h.tuner.Rest(members, s.started(), s.stateIsWritten) })
+	h.Tuner.Begin()
+	group.Go(func() error { return h.Tuner.Rest(members, s.Up(), s.StateIsWritten) })
 	group.Go(func() error { return health.Notifier{}.Watchdog(members, s) })
-	group.Go(func() error { return h.firewall.Run(members) })
+	group.Go(func() error { return h.Firewall.Run(members) })
 	group.Go(func() error {
-		defer s.close()
-		return s.run(members)
+		defer s.Close()
+		return s.Run(members)
 	})
 	err = waitForGroup(ctx, members, group)
 	if ctx.Err() != nil { // the daemon should stop
-		s.shutdown(context.WithoutCancel(ctx))
+		s.Shutdown(context.WithoutCancel(ctx))
 	}
 	return err
 }

@@ -10,21 +10,20 @@ import (
 	"fmt"
 	"maps"
 	"net/netip"
-	"os"
 	"slices"
 	"strings"
 	"sync"
-	"time"
 
 	"golang.org/x/sync/errgroup"
 	"k8s.io/klog/v2"
 
+	"github.com/flanneld/flanneld/pkg/daemon/lastknown"
+	"github.com/flanneld/flanneld/pkg/daemon/network"
 	"github.com/flanneld/flanneld/pkg/health"
 	"github.com/flanneld/flanneld/pkg/metrics"
 	"github.com/flanneld/flanneld/pkg/options"
 	"github.com/flanneld/flanneld/pkg/state"
 	"github.com/flanneld/flanneld/pkg/status"
-	"github.com/flanneld/flanneld/pkg/version"
 	"github.com/flanneld/flanneld/pkg/wait"
 	"github.com/flanneld/flanneld/subnet"
 	"github.com/flanneld/flanneld/subnet/etcd"
@@ -34,7 +33,7 @@ import (
 // admits each network that does not clash with another one. Each network then starts, fails,
 // changes and ends on its own: see member.
 type fleet struct {
-	host *host
+	host *network.Host
 	cfg  Config
 	etcd *etcd.Manager // its connection is that of all networks
 	up   chan struct{} // closed when the first networks are serving or refused
@@ -47,10 +46,10 @@ type fleet struct {
 	moved   chan struct{} // closed and replaced when the prefixes of admitted networks change
 }
 
-func openFleet(h *host, cfg Config) (served, error) {
+func openFleet(h *network.Host, cfg Config) (served, error) {
 	o := cfg.Options
 	f := &fleet{host: h, cfg: cfg, up: make(chan struct{}), members: map[string]*member{}, moved: make(chan struct{})}
-	m, err := etcd.New(etcdConfig(o))
+	m, err := etcd.New(network.EtcdConfig(o))
 	if err != nil {
 		return nil, err
 	}
@@ -59,7 +58,7 @@ func openFleet(h *host, cfg Config) (served, error) {
 		f.member(name)
 	}
 	if err := f.recall(); err != nil {
-		f.close()
+		f.Close()
 		return nil, err
 	}
 	return f, nil
@@ -71,18 +70,18 @@ func parentPrefix(o options.Options) string { return strings.TrimRight(o.EtcdPre
 // recall adds the networks that the last process has served. They are served from their last known
 // state until the store answers.
 func (f *fleet) recall() error {
-	names, err := stateFiles(f.cfg.Options.StateDir)
+	names, err := lastknown.Files(f.cfg.Options.StateDir)
 	if err != nil {
 		return err
 	}
 	for _, name := range names {
-		last, err := state.Read[lastKnown](f.cfg.Options.StateDir, name)
+		last, err := state.Read[lastknown.State](f.cfg.Options.StateDir, name)
 		if err != nil || last.Name == "" || last.Prefix != parentPrefix(f.cfg.Options) {
 			continue // a damaged file is reported when the network is opened
 		}
 		m := f.member(last.Name)
 		m.config, m.admitted, m.recalled, m.seen = last.Config, true, make(chan struct{}), last.Seen
-		uses := claims{backend: last.Config.BackendType, networks: networks(last.Config)}
+		uses := claims{backend: last.Config.BackendType, networks: last.Config.Prefixes()}
 		m.wanted, m.uses = uses, &uses
 	}
 	return nil
@@ -106,8 +105,8 @@ func (f *fleet) sorted() []*member {
 	return slices.SortedFunc(maps.Values(f.members), func(a, b *member) int { return cmp.Compare(a.order, b.order) })
 }
 
-// run implements served.
-func (f *fleet) run(ctx context.Context) error {
+// Run implements served.
+func (f *fleet) Run(ctx context.Context) error {
 	group, ctx := errgroup.WithContext(ctx)
 	running := map[string]bool{}
 	start := func() {
@@ -133,10 +132,14 @@ func (f *fleet) run(ctx context.Context) error {
 		return nil
 	})
 	group.Go(func() error {
-		return ended(ctx, f.etcd.Networks(ctx, f.cfg.Options.Networks, f.known(), func(now etcd.NetworkConfigs) {
+		err := f.etcd.Networks(ctx, f.cfg.Options.Networks, f.known(), func(now etcd.NetworkConfigs) {
 			f.apply(ctx, now)
 			start()
-		}))
+		})
+		if ctx.Err() != nil {
+			return nil
+		}
+		return err
 	})
 	return group.Wait()
 }
@@ -231,7 +234,7 @@ func (f *fleet) validate(m *member, text []byte) (subnet.Config, claims, error) 
 	if backends.Close != nil {
 		defer backends.Close()
 	}
-	cfg, be, _, err := validate(m.name, text, true, backends.Registry)
+	cfg, be, _, err := network.Validate(m.name, text, true, backends.Registry)
 	if err != nil {
 		return cfg, claims{}, err
 	}
@@ -242,7 +245,7 @@ func (f *fleet) validate(m *member, text []byte) (subnet.Config, claims, error) 
 // process. The caller holds f.mu.
 func (f *fleet) confirm(m *member) bool {
 	cfg, wanted, err := f.validate(m, m.text)
-	if err != nil || len(configChanges(m.config, cfg)) > 0 {
+	if err != nil || len(subnet.Changes(m.config, cfg)) > 0 {
 		return false
 	}
 	m.wanted = wanted
@@ -294,14 +297,14 @@ func (f *fleet) others(m *member) (prefixes []netip.Prefix, changed <-chan struc
 	return prefixes, f.moved
 }
 
-// close implements served.
-func (f *fleet) close() { _ = f.etcd.Close() }
+// Close implements served.
+func (f *fleet) Close() { _ = f.etcd.Close() }
 
-// shutdown implements served.
-func (f *fleet) shutdown(ctx context.Context) {
+// Shutdown implements served.
+func (f *fleet) Shutdown(ctx context.Context) {
 	for _, m := range f.list() {
 		if n := m.present(); n != nil {
-			n.shutdown(ctx)
+			n.Shutdown(ctx)
 		}
 	}
 }
@@ -316,7 +319,7 @@ func (f *fleet) list() []*member {
 func (f *fleet) Alive() error {
 	for _, m := range f.list() {
 		if n := m.present(); n != nil {
-			if err := n.ready.health.Alive(); err != nil {
+			if err := n.Alive(); err != nil {
 				return fmt.Errorf("network %s: %w", m.name, err)
 			}
 		}
@@ -344,14 +347,14 @@ func (f *fleet) Ready() (ready bool, reasons []string) {
 	return len(reasons) == 0, reasons
 }
 
-// started implements served.
-func (f *fleet) started() <-chan struct{} { return f.up }
+// Up implements served.
+func (f *fleet) Up() <-chan struct{} { return f.up }
 
-// stateIsWritten implements served.
-func (f *fleet) stateIsWritten() bool {
+// StateIsWritten implements served.
+func (f *fleet) StateIsWritten() bool {
 	return !slices.ContainsFunc(f.list(), func(m *member) bool {
 		n := m.present()
-		return n != nil && !n.stateIsWritten()
+		return n != nil && !n.StateIsWritten()
 	})
 }
 
@@ -360,7 +363,7 @@ func (f *fleet) all() []*metrics.Metrics {
 	var all []*metrics.Metrics
 	for _, m := range f.list() {
 		if n := m.present(); n != nil {
-			all = append(all, n.metrics)
+			all = append(all, n.Metrics())
 		}
 	}
 	return all
@@ -378,7 +381,7 @@ func (f *fleet) status(ctx context.Context, name string) (status.Report, error) 
 		return status.Report{}, fmt.Errorf("%w: %s", status.ErrNoNetwork, name)
 	}
 	if n := m.present(); n != nil {
-		return n.statusReport(ctx)
+		return n.Report(ctx)
 	}
 	r := f.process()
 	r.Network.Name, r.Network.Phase = m.name, m.summary().Phase
@@ -388,15 +391,7 @@ func (f *fleet) status(ctx context.Context, name string) (status.Report, error) 
 
 // process returns a report with the fields that are not about a network.
 func (f *fleet) process() status.Report {
-	r := status.Report{
-		Version: version.String(), PID: os.Getpid(), Started: f.host.started, Now: time.Now(),
-		Network:   status.Network{Prefixes: []netip.Prefix{}},
-		Interface: status.Interface{Addresses: []status.Address{}},
-		Lease:     statusLease(subnet.Lease{}),
-		Datastore: status.Datastore{Kind: f.cfg.Options.StoreKind()},
-		Kernel:    status.Kernel{Objects: map[string]status.Count{}},
-		Peers:     []status.Peer{}, Events: f.host.journal.Events(),
-	}
+	r := network.EmptyReport(f.host, f.cfg.Options)
 	r.Ready, r.Reasons = f.Ready()
 	return r
 }

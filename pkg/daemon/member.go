@@ -9,6 +9,7 @@ import (
 
 	"k8s.io/klog/v2"
 
+	"github.com/flanneld/flanneld/pkg/daemon/network"
 	"github.com/flanneld/flanneld/pkg/status"
 	"github.com/flanneld/flanneld/pkg/wait"
 	"github.com/flanneld/flanneld/subnet"
@@ -31,10 +32,10 @@ type member struct {
 	admitted   bool   // text was admitted, with the two next fields
 	config     subnet.Config
 	wanted     claims
-	refused    error         // why text was not admitted
-	recalled   chan struct{} // config is of the last process; closed when the store has confirmed it
-	uses       *claims       // of the session, and of what it has left; nil if there is nothing
-	net        *network      // while it is served
+	refused    error            // why text was not admitted
+	recalled   chan struct{}    // config is of the last process; closed when the store has confirmed it
+	uses       *claims          // of the session, and of what it has left; nil if there is nothing
+	net        *network.Network // while it is served
 }
 
 // confirmed lets the start of a network from an earlier process continue. The caller holds
@@ -65,13 +66,14 @@ type task struct {
 	retire     bool // the network was deleted, and has left something
 	config     subnet.Config
 	confirmed  <-chan struct{} // closed when config is that of the store
+	seen       int64           // revision at which the store was read last
 }
 
 // next returns what is to be done now.
 func (m *member) next() task {
 	m.fleet.mu.Lock()
 	defer m.fleet.mu.Unlock()
-	t := task{generation: m.generation, serve: m.admitted, config: m.config, confirmed: m.recalled}
+	t := task{generation: m.generation, serve: m.admitted, config: m.config, confirmed: m.recalled, seen: m.seen}
 	t.retire = m.fleet.listed && m.text == nil && m.uses != nil
 	return t
 }
@@ -118,13 +120,12 @@ func (m *member) serve(ctx context.Context, t task) error {
 	}
 	m.fleet.mu.Lock()
 	uses := m.wanted
-	n.seen.Store(m.seen)
 	m.uses, m.net = &uses, n
 	m.fleet.mu.Unlock()
 	running, stop := context.WithCancel(ctx)
 	defer stop()
 	done := make(chan error, 1)
-	go func() { done <- n.run(running) }()
+	go func() { done <- n.Run(running) }()
 	for waiting := true; waiting; {
 		select {
 		case err = <-done:
@@ -142,21 +143,28 @@ func (m *member) serve(ctx context.Context, t task) error {
 }
 
 // open opens the network with a configuration.
-func (m *member) open(ctx context.Context, t task) (*network, error) {
-	n, err := openNetwork(ctx, m.fleet.host, m.fleet.cfg.Options.Network(m.name), m.name, m.fleet.cfg.Backends, m.openStore(t))
-	if err != nil {
-		return nil, err
+func (m *member) open(ctx context.Context, t task) (*network.Network, error) {
+	f := m.fleet
+	c := network.Config{
+		Host: f.host, Options: f.cfg.Options.Network(m.name), Name: m.name, Backends: f.cfg.Backends, Seen: t.seen,
+		OpenStore: func(c etcd.Config) (network.Store, error) {
+			manager, err := f.etcd.Network(m.name, c)
+			if err != nil {
+				return nil, err
+			}
+			return networkStore{manager, t}, nil
+		},
+		Announce: func(ctx context.Context) {
+			klog.FromContext(ctx).Info("network is ready")
+			f.mu.Lock()
+			defer f.mu.Unlock()
+			f.settled()
+		},
 	}
-	n.ready.announce = func(ctx context.Context) {
-		klog.FromContext(ctx).Info("network is ready")
-		m.fleet.mu.Lock()
-		defer m.fleet.mu.Unlock()
-		m.fleet.settled()
+	if !f.cfg.Options.MasqueradeBetweenNetworks {
+		c.Others = func() ([]netip.Prefix, <-chan struct{}) { return f.others(m) }
 	}
-	if !n.opts.MasqueradeBetweenNetworks {
-		n.others = func() ([]netip.Prefix, <-chan struct{}) { return m.fleet.others(m) }
-	}
-	return n, nil
+	return network.Open(ctx, c)
 }
 
 // networkStore is the store of one of several networks. The fleet follows the configuration.
@@ -177,23 +185,13 @@ func (s networkStore) Config(ctx context.Context) (subnet.Config, error) {
 	return s.config, nil
 }
 
-func (m *member) openStore(t task) storeOpener {
-	return func(ctx context.Context, n *network) (store, error) {
-		manager, err := m.fleet.etcd.Network(m.name, n.etcdConfig(ctx))
-		if err != nil {
-			return nil, err
-		}
-		return networkStore{manager, t}, nil
-	}
-}
-
 // closed releases a network that is not served any more.
-func (m *member) closed(n *network) {
+func (m *member) closed(n *network.Network) {
 	m.fleet.mu.Lock()
 	m.net = nil
 	m.fleet.mu.Unlock()
-	n.close()
-	m.fleet.host.tuner.Backend(m.name, "")
+	n.Close()
+	m.fleet.host.Tuner.Backend(m.name, "")
 }
 
 // retire removes everything of a network whose configuration was deleted.
@@ -202,8 +200,8 @@ func (m *member) retire(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	defer n.close()
-	if err := n.retire(ctx); err != nil {
+	defer n.Close()
+	if err := n.Retire(ctx); err != nil {
 		return err
 	}
 	klog.FromContext(ctx).Info("network was deleted: its lease, devices, routes, rules and files are gone")
@@ -216,7 +214,7 @@ func (m *member) retire(ctx context.Context) error {
 }
 
 // present returns the network while it is served, or nil.
-func (m *member) present() *network {
+func (m *member) present() *network.Network {
 	m.fleet.mu.Lock()
 	defer m.fleet.mu.Unlock()
 	return m.net
@@ -224,18 +222,18 @@ func (m *member) present() *network {
 
 // wasReady reports whether the network has been ready with its present configuration. The caller
 // holds fleet.mu.
-func (m *member) wasReady() bool { return m.net != nil && m.net.ready.wasReady() }
+func (m *member) wasReady() bool { return m.net != nil && m.net.WasReady() }
 
 // ready reports whether the network is ready, and the reasons why not. The caller holds fleet.mu.
 func (m *member) ready() (ready bool, reasons []string) {
 	if m.net == nil {
 		return false, []string{errNotStarted.Error()}
 	}
-	return m.net.ready.health.Ready()
+	return m.net.Ready()
 }
 
 // phaseRefused is the phase of a network that the fleet does not admit.
-const phaseRefused phase = "refused"
+const phaseRefused network.Phase = "refused"
 
 // summary returns the entry of the overview.
 func (m *member) summary() status.NetworkSummary {
@@ -243,14 +241,14 @@ func (m *member) summary() status.NetworkSummary {
 	defer m.fleet.mu.Unlock()
 	s := status.NetworkSummary{Name: m.name, Prefixes: []netip.Prefix{}, Subnets: []netip.Prefix{}}
 	if m.net != nil {
-		s.Phase = string(m.net.progress.phase())
+		s.Phase = string(m.net.Phase())
 		s.Ready, s.Reasons = m.ready()
-		if now, ok := m.net.state.get(); ok {
-			s.BackendType, s.Prefixes = now.Config.BackendType, networks(now.Config)
-			s.Subnets = append(s.Subnets, subnetsOf(now.Own)...)
+		if now, ok := m.net.State(); ok {
+			s.BackendType, s.Prefixes = now.Config.BackendType, now.Config.Prefixes()
+			s.Subnets = append(s.Subnets, now.Own.Subnets()...)
 		}
 	} else {
-		s.Phase = string(phaseNoConfiguration)
+		s.Phase = string(network.PhaseNoConfiguration)
 	}
 	if m.refused != nil {
 		s.Reasons = append(s.Reasons, m.refused.Error())

@@ -8,20 +8,20 @@ import (
 
 	"k8s.io/klog/v2"
 
+	"github.com/flanneld/flanneld/pkg/daemon/network"
 	"github.com/flanneld/flanneld/pkg/health"
 	"github.com/flanneld/flanneld/pkg/metrics"
 	"github.com/flanneld/flanneld/pkg/status"
 )
 
 // single is a daemon with one network, which has no name.
-type single struct{ *network }
+type single struct{ *network.Network }
 
-func openSingle(ctx context.Context, h *host, cfg Config) (served, error) {
-	n, err := openNetwork(ctx, h, cfg.Options, "", cfg.Backends, openStore)
+func openSingle(ctx context.Context, h *network.Host, cfg Config) (served, error) {
+	n, err := network.Open(ctx, network.Config{Host: h, Options: cfg.Options, Backends: cfg.Backends, Announce: announceReady})
 	if err != nil {
 		return nil, err
 	}
-	n.ready.announce = announceReady
 	return single{n}, nil
 }
 
@@ -33,19 +33,11 @@ func announceReady(ctx context.Context) {
 	}
 }
 
-// Alive implements health.Source.
-func (s single) Alive() error { return s.ready.health.Alive() }
-
-// Ready implements health.Source.
-func (s single) Ready() (bool, []string) { return s.ready.health.Ready() }
-
-func (s single) started() <-chan struct{} { return s.ready.up }
-
-func (s single) all() []*metrics.Metrics { return []*metrics.Metrics{s.metrics} }
+func (s single) all() []*metrics.Metrics { return []*metrics.Metrics{s.Metrics()} }
 
 func (s single) status(ctx context.Context, name string) (status.Report, error) {
 	if name != "" {
 		return status.Report{}, fmt.Errorf("there is no network %s: this daemon has one network without a name", name)
 	}
-	return s.statusReport(ctx)
+	return s.Report(ctx)
 }

@@ -207,3 +207,15 @@ func (p *Previous) warn(format string, args ...any) {
 }
 
 func quote(s string) string { return fmt.Sprintf("%.*q", maxQuoted, s) }
+
+// Networks returns the networks that the file at path names. It ignores errors, which Read returns.
+func Networks(path string) []netip.Prefix {
+	var named []netip.Prefix
+	previous, _ := Read(path)
+	for _, e := range previous.Entries {
+		if e.Network.IsValid() {
+			named = append(named, e.Network)
+		}
+	}
+	return named
+}

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package daemon
+package ownership
 
 import (
 	"errors"
@@ -12,18 +12,21 @@ import (
 	"github.com/flanneld/flanneld/pkg/state"
 )
 
-// deviceLocks prevents two daemons on a host from using the same device. The lock files
+// Locks prevents two daemons on a host from using the same device. The lock files
 // are in the state directory. Without a state directory there are no locks.
-type deviceLocks struct {
-	dir string
+type Locks struct {
+	dir string // state directory
 
 	mu    sync.Mutex
 	taken map[string]io.Closer
 }
 
-// take takes the lock of the named device, unless this daemon has it. It returns
+// NewLocks returns locks in the state directory dir, none of them taken.
+func NewLocks(dir string) *Locks { return &Locks{dir: dir} }
+
+// Take takes the lock of the named device, unless this daemon has it. It returns
 // state.ErrInUse, wrapped, if another daemon has it.
-func (l *deviceLocks) take(name string) error {
+func (l *Locks) Take(name string) error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if _, taken := l.taken[name]; taken {
@@ -43,7 +46,8 @@ func (l *deviceLocks) take(name string) error {
 	return nil
 }
 
-func (l *deviceLocks) release(name string) {
+// Release releases the lock of the named device, if this daemon has it.
+func (l *Locks) Release(name string) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if lock, taken := l.taken[name]; taken {
@@ -52,18 +56,18 @@ func (l *deviceLocks) release(name string) {
 	}
 }
 
-// takeAll takes the locks of all devices in scope s.
-func (l *deviceLocks) takeAll(s dataplane.Scope) error {
+// TakeAll takes the locks of all devices in scope s.
+func (l *Locks) TakeAll(s dataplane.Scope) error {
 	for _, name := range s.Devices {
-		if err := l.take(name); err != nil {
+		if err := l.Take(name); err != nil {
 			return err
 		}
 	}
 	return nil
 }
 
-// releaseAll releases all locks.
-func (l *deviceLocks) releaseAll() {
+// ReleaseAll releases all locks.
+func (l *Locks) ReleaseAll() {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	for _, lock := range l.taken {

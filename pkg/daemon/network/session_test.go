@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package daemon
+package network
 
 import (
 	"context"
@@ -19,6 +19,8 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/pkg/daemon/lastknown"
+	"github.com/flanneld/flanneld/pkg/daemon/ownership"
 	"github.com/flanneld/flanneld/pkg/dataplane"
 	"github.com/flanneld/flanneld/pkg/options"
 	"github.com/flanneld/flanneld/pkg/rules"
@@ -71,8 +73,8 @@ type silent struct {
 
 func (s *silent) Reconnect() { s.reconnections++ }
 
-// networkOn returns a network with a session on interface from. Its sessions start be.
-func networkOn(t *testing.T, be starter, from underlay.Interface) (*network, *session) {
+// runnerOn returns a runner with a session on interface from. Its sessions start be.
+func runnerOn(t *testing.T, be starter, from underlay.Interface) (*runner, *session) {
 	t.Helper()
 	registry, err := backend.NewRegistry(backend.Entry{
 		Type: "scripted",
@@ -86,14 +88,15 @@ func networkOn(t *testing.T, be starter, from underlay.Interface) (*network, *se
 		t.Fatal(err)
 	}
 	o := options.Options{Resync: time.Minute, Firewall: options.FirewallIPTables, SubnetFile: filepath.Join(t.TempDir(), "subnet.env")}
-	n := &network{
-		host: &host{tuner: &tune.Tuner{}, firewall: rules.NewHost()}, devices: &deviceLocks{},
-		opts: o, catalog: backend.Catalog{Registry: registry}, state: newStateStore(nil),
+	p := &parts{
+		host: &Host{Tuner: &tune.Tuner{}, Firewall: rules.NewHost()}, devices: &ownership.Locks{},
+		opts: o, catalog: backend.Catalog{Registry: registry}, state: lastknown.NewStore(nil),
 	}
-	n.ready = newReadiness(o, n.state.leaseEnd)
-	n.rules = n.newRuleKeeper(n.host.firewall)
-	now := lastKnown{Config: subnet.Config{BackendType: "scripted"}, Interface: from}
-	n.state.set(now)
+	p.ready = newReadiness(o, p.state.LeaseEnd, announced)
+	p.rules = p.newRuleKeeper(p.host.Firewall)
+	n := &runner{parts: p}
+	now := lastknown.State{Config: subnet.Config{BackendType: "scripted"}, Interface: from}
+	n.state.Set(now)
 	ledger, done := &subnet.Ledger{}, make(chan struct{})
 	syncer := backend.NewSyncer(backend.SyncerConfig{Config: now.Config, Network: be, Ledger: ledger, Resync: o.Resync})
 	ctx, cancel := context.WithCancel(t.Context())
@@ -116,7 +119,7 @@ func TestStopWhileMoving(t *testing.T) {
 			start: func(backend.Env) error { cancel(); return nil },
 			close: func() { closing = true; <-closed },
 		}
-		n, s := networkOn(t, be, link(1500, "192.0.2.1"))
+		n, s := runnerOn(t, be, link(1500, "192.0.2.1"))
 		changed := make(chan underlay.Interface, 1)
 		changed <- link(1400, "192.0.2.1")
 		ended := make(chan error, 1)
@@ -149,7 +152,7 @@ func TestMoveTwice(t *testing.T) {
 			}
 			return errors.New("not yet")
 		}}
-		n, s := networkOn(t, be, link(1500, "192.0.2.1"))
+		n, s := runnerOn(t, be, link(1500, "192.0.2.1"))
 		changed <- link(1400, "192.0.2.1")
 		if err := n.work(ctx, store, s, changed); err != nil {
 			t.Error(err)
@@ -166,7 +169,7 @@ func TestStatusWhileMoving(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		ctx, cancel := context.WithCancel(t.Context())
 		be := starter{start: func(backend.Env) error { return errors.New("MTU 1300 is too small") }, close: func() {}}
-		n, s := networkOn(t, be, link(1500, "192.0.2.1"))
+		n, s := runnerOn(t, be, link(1500, "192.0.2.1"))
 		s.syncer.Publish(subnet.Update{Snapshot: func() subnet.Snapshot {
 			return subnet.Snapshot{Leases: []*subnet.Lease{{Key: "10.5.2.0-24"}}}
 		}})
@@ -178,7 +181,7 @@ func TestStatusWhileMoving(t *testing.T) {
 		go func() { ended <- n.work(ctx, &silent{}, s, changed) }()
 		synctest.Wait()
 		begin := time.Now()
-		_, in := n.inspect(ctx, true)
+		_, in := (reporter{n}).inspect(ctx, true)
 		if took := time.Since(begin); took != 0 || len(in.Peers) != 1 || in.LastSync.IsZero() || in.Err == nil || !strings.Contains(in.Err.Error(), "MTU 1300") {
 			t.Errorf("after %v: %+v, want the peer, and the reason why there is no session", took, in)
 		}
@@ -205,7 +208,7 @@ func TestEndTries(t *testing.T) {
 		ctx, cancel := context.WithCancel(t.Context())
 		defer cancel()
 		begun, proceed, tries := make(chan struct{}), make(chan struct{}), 0
-		n, s := networkOn(t, starter{close: func() {}, start: func(backend.Env) error {
+		n, s := runnerOn(t, starter{close: func() {}, start: func(backend.Env) error {
 			if tries++; tries == 1 {
 				return errors.New("not yet")
 			}
@@ -216,7 +219,7 @@ func TestEndTries(t *testing.T) {
 		}}, link(1500, "192.0.2.1"))
 		s.stop()
 		n.opts.Iface = []string{"127.0.0.1"}
-		last := lastKnown{
+		last := lastknown.State{
 			Config: subnet.Config{BackendType: "scripted", Networks: []subnet.Network{{Prefix: netip.MustParsePrefix("10.5.0.0/16")}}},
 			Own:    subnet.Lease{Endpoints: make([]subnet.Endpoint, 1), Permanent: true},
 		}
@@ -265,35 +268,9 @@ func (otherSubnet) Acquire(_ context.Context, _ subnet.Config, c subnet.Claim) (
 // lease always has the key of its node.
 func TestPublishOnAnotherSubnet(t *testing.T) {
 	own := subnet.Lease{Key: "node1", Endpoints: []subnet.Endpoint{{Subnet: netip.MustParsePrefix("10.5.1.0/24"), PublicIP: netip.MustParseAddr("192.0.2.1")}}}
-	err := (&network{}).publish(t.Context(), otherSubnet{}, subnet.Config{}, own)
+	err := (&runner{}).publish(t.Context(), otherSubnet{}, subnet.Config{}, own)
 	if !errors.Is(err, subnet.ErrLeaseLost) || !strings.Contains(err.Error(), "10.5.1.0/24") || !strings.Contains(err.Error(), "10.5.2.0/24") {
 		t.Errorf("got %v, want ErrLeaseLost with both subnets", err)
-	}
-}
-
-// TestOtherNode checks that a host with an additional family, or without the address of
-// one, is still the same node.
-func TestOtherNode(t *testing.T) {
-	four, six := link(1500, "192.0.2.1"), link(1500, "2001:db8::1")
-	dual := four
-	dual.Addrs = slices.Concat(four.Addrs, six.Addrs)
-	moved := link(1500, "192.0.2.2")
-	behind := link(1500, "192.0.2.1")
-	behind.Addrs[0].Public = netip.MustParseAddr("203.0.113.7")
-	for name, tc := range map[string]struct {
-		a, b underlay.Interface
-		want bool
-	}{
-		"same":                   {four, four, false},
-		"another family as well": {four, dual, false},
-		"one family less":        {dual, six, false},
-		"another address":        {four, moved, true},
-		"another public address": {four, behind, true},
-		"not known":              {underlay.Interface{}, four, true},
-	} {
-		if got := otherNode(tc.a, tc.b); got != tc.want {
-			t.Errorf("%s: %v, want %v", name, got, tc.want)
-		}
 	}
 }
 

@@ -1,19 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package daemon
+package lastknown
 
 import (
 	"net/netip"
+	"slices"
 	"testing"
 	"time"
 
 	"github.com/flanneld/flanneld/pkg/state"
+	"github.com/flanneld/flanneld/pkg/underlay"
 	"github.com/flanneld/flanneld/subnet"
 )
 
 // TestSavePause tests the pauses after consecutive writes of a large state.
 func TestSavePause(t *testing.T) {
-	r := newStateStore(nil)
+	r := NewStore(nil)
 	for i, tc := range []struct{ took, want time.Duration }{
 		{40 * time.Millisecond, savePause}, // the start
 		{40 * time.Millisecond, 20 * time.Second},
@@ -29,22 +31,22 @@ func TestSavePause(t *testing.T) {
 
 // TestStateStoreWithoutFile checks that without a file the state is kept in memory.
 func TestStateStoreWithoutFile(t *testing.T) {
-	r := newStateStore(nil)
-	defer r.close()
-	renew := func(end time.Time) { r.update(func(now *lastKnown) { now.Own.Expires = end }) }
+	r := NewStore(nil)
+	defer r.Close()
+	renew := func(end time.Time) { r.Update(func(now *State) { now.Own.Expires = end }) }
 	start := time.Now()
 	renew(start)
-	if now, ok := r.get(); ok {
-		t.Errorf("state before set: %v, want none", now)
+	if now, ok := r.Get(); ok {
+		t.Errorf("state before Set: %v, want none", now)
 	}
-	r.set(lastKnown{})
-	r.check()
+	r.Set(State{})
+	r.Check()
 	renew(start.Add(time.Hour))
-	if now, ok := r.get(); !ok || !now.Own.Expires.Equal(start.Add(time.Hour)) {
+	if now, ok := r.Get(); !ok || !now.Own.Expires.Equal(start.Add(time.Hour)) {
 		t.Errorf("the lease ends at %s, want the new end %s", now.Own.Expires, start.Add(time.Hour))
 	}
-	if !r.written() {
-		t.Error("written returns false without a file")
+	if !r.Written() {
+		t.Error("Written returns false without a file")
 	}
 }
 
@@ -52,29 +54,29 @@ func TestStateStoreWithoutFile(t *testing.T) {
 // earlier than the time at which the state was written.
 func TestClockThatIsWrong(t *testing.T) {
 	saved := time.Date(2026, 7, 1, 12, 0, 0, 0, time.UTC)
-	last := lastKnown{Saved: saved, Own: subnet.Lease{Expires: saved.Add(23 * time.Hour)}}
-	permanent := lastKnown{Saved: saved, Own: subnet.Lease{Permanent: true}}
-	old := lastKnown{Own: last.Own}
+	last := State{Saved: saved, Own: subnet.Lease{Expires: saved.Add(23 * time.Hour)}}
+	permanent := State{Saved: saved, Own: subnet.Lease{Permanent: true}}
+	old := State{Own: last.Own}
 	for _, tc := range []struct {
 		name string
-		last lastKnown
+		last State
 		now  time.Time
 		want string
 	}{
 		{"shortly after the write", last, saved.Add(time.Second), ""},
 		{"a clock that was set back by a little", last, saved.Add(-30 * time.Second), ""},
 		{"a clock without a battery", last, time.Unix(0, 0), "the clock is wrong: it is at 1970-01-01T00:00:00Z, and the state was written at 2026-07-01T12:00:00Z"},
-		{"the end of the lease", last, saved.Add(23*time.Hour + 1), errExpired.Error()},
+		{"the end of the lease", last, saved.Add(23*time.Hour + 1), ErrExpired.Error()},
 		{"a lease that never ends", permanent, time.Unix(0, 0), ""},
 		{"a file without the time of its write", old, time.Unix(0, 0), ""},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			got := ""
-			if err := tc.last.usable(tc.now); err != nil {
+			if err := tc.last.Usable(tc.now); err != nil {
 				got = err.Error()
 			}
 			if got != tc.want {
-				t.Errorf("usable returns %q, want %q", got, tc.want)
+				t.Errorf("Usable returns %q, want %q", got, tc.want)
 			}
 		})
 	}
@@ -82,14 +84,14 @@ func TestClockThatIsWrong(t *testing.T) {
 
 // TestStateIsSavedWithTheTime expects that the file has the time of its write.
 func TestStateIsSavedWithTheTime(t *testing.T) {
-	file, err := state.Open[lastKnown](t.TempDir(), "node")
+	file, err := state.Open[State](t.TempDir(), "node")
 	if err != nil {
 		t.Fatal(err)
 	}
 	before := time.Now()
-	r := newStateStore(file)
-	defer r.close()
-	r.set(lastKnown{})
+	r := NewStore(file)
+	defer r.Close()
+	r.Set(State{})
 	last, ok, err := file.Load()
 	if err != nil || !ok || last.Saved.Before(before.Round(0)) || last.Saved.After(time.Now()) {
 		t.Errorf("saved at %s, %v, %v, want between %s and now", last.Saved, ok, err, before)
@@ -106,18 +108,72 @@ func TestRenewalOfAnAddressThatIsGone(t *testing.T) {
 	}
 	start := time.Date(2026, 7, 1, 12, 0, 0, 0, time.UTC)
 	had, has := lease("192.0.2.1", start), lease("192.0.2.2", start)
-	now := lastKnown{Own: has, Stored: &had}
+	now := State{Own: has, Stored: &had}
 	end := start.Add(time.Hour)
-	now.renewed(lease("192.0.2.1", end))
+	now.Renewed(lease("192.0.2.1", end))
 	if got, want := now.Own.Endpoints[0].PublicIP, has.Endpoints[0].PublicIP; got != want || !now.Own.Expires.Equal(end) {
 		t.Errorf("own lease has %s and ends at %s, want %s and %s", got, now.Own.Expires, want, end)
 	}
 	if got := now.Stored; got.Endpoints[0].PublicIP != had.Endpoints[0].PublicIP || !got.Expires.Equal(end) {
 		t.Errorf("the store's lease is kept as %+v", got)
 	}
-	now = lastKnown{Own: has}
-	now.renewed(lease("192.0.2.3", end))
+	now = State{Own: has}
+	now.Renewed(lease("192.0.2.3", end))
 	if got := now.Own.Endpoints[0].PublicIP.String(); got != "192.0.2.3" || now.Stored != nil {
 		t.Errorf("own lease has %s, want what the store has", got)
+	}
+}
+
+// interfaceWith returns an external interface with that address.
+func interfaceWith(addr string) underlay.Interface {
+	a := netip.MustParseAddr(addr)
+	return underlay.Interface{Name: "eth0", Index: 2, Addrs: []underlay.Address{{Local: a, Public: a}}}
+}
+
+// TestOtherNode checks that a host with an additional family, or without the address of
+// one, is still the same node.
+func TestOtherNode(t *testing.T) {
+	four, six := interfaceWith("192.0.2.1"), interfaceWith("2001:db8::1")
+	dual := four
+	dual.Addrs = slices.Concat(four.Addrs, six.Addrs)
+	moved := interfaceWith("192.0.2.2")
+	behind := interfaceWith("192.0.2.1")
+	behind.Addrs[0].Public = netip.MustParseAddr("203.0.113.7")
+	for name, tc := range map[string]struct {
+		a, b underlay.Interface
+		want bool
+	}{
+		"same":                   {four, four, false},
+		"another family as well": {four, dual, false},
+		"one family less":        {dual, six, false},
+		"another address":        {four, moved, true},
+		"another public address": {four, behind, true},
+		"not known":              {underlay.Interface{}, four, true},
+	} {
+		if got := OtherNode(tc.a, tc.b); got != tc.want {
+			t.Errorf("%s: %v, want %v", name, got, tc.want)
+		}
+	}
+}
+
+func TestFormerNetworks(t *testing.T) {
+	p := netip.MustParsePrefix
+	config := func(prefixes ...string) (c subnet.Config) {
+		for _, s := range prefixes {
+			c.Networks = append(c.Networks, subnet.Network{Prefix: p(s)})
+		}
+		return c
+	}
+	last := State{
+		Config: config("10.5.0.0/16", "fd00:5::/48"), Rules: []netip.Prefix{p("10.3.0.0/16"), p("10.5.0.0/16")},
+		Former: []Former{{Config: config("10.4.0.0/16", "10.6.0.0/16")}},
+	}
+	got := last.FormerNetworks(config("10.6.0.0/16"))
+	want := []netip.Prefix{p("10.3.0.0/16"), p("10.5.0.0/16"), p("fd00:5::/48"), p("10.4.0.0/16")}
+	if !slices.Equal(got, want) {
+		t.Errorf("%v, want %v", got, want)
+	}
+	if got := (&State{}).FormerNetworks(config("10.6.0.0/16")); got != nil {
+		t.Errorf("a first start: %v", got)
 	}
 }

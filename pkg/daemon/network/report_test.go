@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package daemon
+package network
 
 import (
 	"context"
@@ -15,6 +15,7 @@ import (
 	"time"
 
 	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/pkg/daemon/lastknown"
 	"github.com/flanneld/flanneld/pkg/firewall"
 	"github.com/flanneld/flanneld/pkg/options"
 	"github.com/flanneld/flanneld/pkg/rules"
@@ -22,16 +23,19 @@ import (
 	"github.com/flanneld/flanneld/subnet"
 )
 
+// announced is told that a network is ready.
+func announced(context.Context) {}
+
 // TestStatusFirewall follows a daemon from its start until the rules are applied and then
 // fail.
 func TestStatusFirewall(t *testing.T) {
-	n := &network{
-		opts: options.Options{IPTablesForwardRules: true}, ready: newReadiness(options.Options{}, nil),
+	n := reporter{&runner{parts: &parts{
+		opts: options.Options{IPTablesForwardRules: true}, ready: newReadiness(options.Options{}, nil, announced),
 		rules: rules.NewHost().Keeper(rules.Config{Report: func(context.Context, bool, error) {}}),
-	}
+	}}}
 	expect := func(want status.Firewall) {
 		t.Helper()
-		if got := n.statusFirewall(); got != want {
+		if got := n.firewall(); got != want {
 			t.Errorf("%+v, want %+v", got, want)
 		}
 	}
@@ -54,8 +58,8 @@ func TestStatusFirewall(t *testing.T) {
 // TestStatusWithoutAnything checks that empty lists are [] from the start of a daemon on,
 // because jq does not accept null.
 func TestStatusWithoutAnything(t *testing.T) {
-	n := &network{host: &host{journal: status.NewJournal(1)}, ready: newReadiness(options.Options{}, nil), config: newConfigWatch(nil)}
-	r, err := n.statusReport(t.Context())
+	n := reporter{&runner{parts: &parts{host: &Host{Journal: status.NewJournal(1)}, ready: newReadiness(options.Options{}, nil, announced), config: newConfigWatch(nil)}}}
+	r, err := n.report(t.Context())
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -68,7 +72,7 @@ func TestStatusWithoutAnything(t *testing.T) {
 // TestReasonsAreDocumented checks that the operations page contains all components of
 // /readyz.
 func TestReasonsAreDocumented(t *testing.T) {
-	page, err := os.ReadFile("../../Documentation/operations.md")
+	page, err := os.ReadFile("../../../Documentation/operations.md")
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -104,7 +108,7 @@ func TestPoolUse(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			use := new(network).poolUse(lastKnown{Config: cfg, Own: lease(1, false)}, in)
+			use := (reporter{&runner{parts: &parts{}}}).poolUse(lastknown.State{Config: cfg, Own: lease(1, false)}, in)
 			if use == nil || use.Leased != 2 || use.Reserved != 1 || total(use) > tc.most || total(use) < tc.least {
 				t.Errorf("%+v, want 2 leased, 1 reserved, of %d to %d", use, tc.least, tc.most)
 			}
@@ -126,7 +130,7 @@ func TestStoreGrace(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				o := options.Options{ReadyzDatastoreGrace: grace, Resync: time.Minute}
 				end := time.Time{}
-				r := newReadiness(o, func() time.Time { return end })
+				r := newReadiness(o, func() time.Time { return end }, announced)
 				for _, part := range []string{partDatapath, partSubnetFile, partRules} {
 					r.health.Set(part, nil)
 				}

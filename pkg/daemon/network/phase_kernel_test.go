@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package daemon
+package network
 
 import (
 	"context"
@@ -23,6 +23,7 @@ import (
 	"github.com/flanneld/flanneld/pkg/status"
 	"github.com/flanneld/flanneld/pkg/tune"
 	"github.com/flanneld/flanneld/subnet"
+	"github.com/flanneld/flanneld/subnet/etcd"
 	"github.com/flanneld/flanneld/subnet/subnettest"
 )
 
@@ -41,27 +42,27 @@ func TestKernelPhases(t *testing.T) {
 
 	// The store is empty, then its range of subnets is used up, then there is a wider one.
 	stop := w.start()
-	w.expect(phaseNoConfiguration)
+	w.expect(PhaseNoConfiguration)
 	w.store.Put(peerOn("10.5.1.0/24", "192.0.2.9"))
 	w.store.SetConfig(`{"Network": "10.5.0.0/23", "SubnetMin": "10.5.1.0", "SubnetMax": "10.5.1.0", "Backend": {"Type": "vxlan"}}`)
-	w.expect(phaseNoInterface)
+	w.expect(PhaseNoInterface)
 	w.address("192.0.2.1/24")
-	w.expect(phaseNoLease)
+	w.expect(PhaseNoLease)
 	w.store.SetConfig(`{"Network": "10.5.0.0/16", "Backend": {"Type": "vxlan"}}`)
-	w.expect(phaseNoConfiguration, phaseNoInterface, phaseNoLease, phaseServing)
+	w.expect(PhaseNoConfiguration, PhaseNoInterface, PhaseNoLease, PhaseServing)
 	w.mtu(1400)
-	w.expect(phaseMoving, phaseServing)
+	w.expect(PhaseMoving, PhaseServing)
 	stop()
 
 	// After a restart the store does not answer, and then has another backend.
 	w.away(true)
 	stop = w.start()
-	w.expect(phaseNoConfiguration, phaseLastKnown)
+	w.expect(PhaseNoConfiguration, PhaseLastKnown)
 	w.mtu(1380)
-	w.expect(phaseMoving, phaseLastKnown)
+	w.expect(PhaseMoving, PhaseLastKnown)
 	w.store.SetConfig(`{"Network": "10.5.0.0/16", "Backend": {"Type": "host-gw"}}`)
 	w.away(false)
-	w.expect(phaseRetiring, phaseServing)
+	w.expect(PhaseRetiring, PhaseServing)
 	stop()
 
 	// After a restart the network is another one, which has no free subnet at first.
@@ -69,11 +70,11 @@ func TestKernelPhases(t *testing.T) {
 	w.store.SetConfig(`{"Network": "10.6.0.0/23", "SubnetMin": "10.6.1.0", "SubnetMax": "10.6.1.0", "Backend": {"Type": "host-gw"}}`)
 	w.away(true)
 	stop = w.start()
-	w.expect(phaseNoConfiguration, phaseLastKnown)
+	w.expect(PhaseNoConfiguration, PhaseLastKnown)
 	w.away(false)
-	w.expect(phaseNoLease)
+	w.expect(PhaseNoLease)
 	w.store.Delete("10.6.1.0/24")
-	w.expect(phaseRetiring, phaseServing)
+	w.expect(PhaseRetiring, PhaseServing)
 	stop()
 
 	for phase := range following {
@@ -102,14 +103,14 @@ type walk struct {
 	t      *testing.T
 	store  *subnettest.Store
 	dir    string
-	phases chan phase
-	last   phase // "" before the first
-	seen   map[phase]bool
+	phases chan Phase
+	last   Phase // "" before the first
+	seen   map[Phase]bool
 	gate   gate
 }
 
 func newWalk(t *testing.T) *walk {
-	w := &walk{t: t, store: subnettest.NewStore(), dir: t.TempDir(), phases: make(chan phase, 100), seen: map[phase]bool{}}
+	w := &walk{t: t, store: subnettest.NewStore(), dir: t.TempDir(), phases: make(chan Phase, 100), seen: map[Phase]bool{}}
 	w.gate.set(false)
 	// A veth pair has a carrier. A dummy device may be missing from the kernel.
 	if err := netlink.LinkAdd(&netlink.Veth{LinkAttrs: netlink.LinkAttrs{Name: "eth0", MTU: 1500}, PeerName: "far"}); err != nil {
@@ -161,24 +162,22 @@ func (w *walk) start() (stop func()) {
 	}
 	ctx, cancel := context.WithCancel(klog.NewContext(context.Background(), klog.Background()))
 	var background sync.WaitGroup
-	h := &host{
-		journal: status.NewJournal(1), tuner: &tune.Tuner{}, started: time.Now(),
-		firewall: rules.NewHost(),
-	}
-	n, err := openNetwork(ctx, h, opts, "", builtin.New, func(context.Context, *network) (store, error) {
-		return gatedStore{w.store.Manager(), &w.gate}, nil
+	h := &Host{Journal: status.NewJournal(1), Tuner: &tune.Tuner{}, Started: time.Now(), Firewall: rules.NewHost()}
+	n, err := Open(ctx, Config{
+		Host: h, Options: opts, Backends: builtin.New, Announce: announced,
+		OpenStore: func(etcd.Config) (Store, error) { return gatedStore{w.store.Manager(), &w.gate}, nil },
 	})
 	if err != nil {
 		w.t.Fatal(err)
 	}
 	w.last = ""
-	n.progress.entered = func(p phase) { w.phases <- p }
-	background.Go(func() { _ = h.firewall.Run(ctx) })
+	n.progress.entered = func(p Phase) { w.phases <- p }
+	background.Go(func() { _ = h.Firewall.Run(ctx) })
 	done := make(chan error, 1)
 	go func() {
-		done <- n.run(ctx)
+		done <- n.Run(ctx)
 		background.Wait()
-		n.close()
+		n.Close()
 		close(done)
 	}()
 	return func() {
@@ -192,7 +191,7 @@ func (w *walk) start() (stop func()) {
 }
 
 // expect waits until the network has gone through exactly these phases.
-func (w *walk) expect(phases ...phase) {
+func (w *walk) expect(phases ...Phase) {
 	w.t.Helper()
 	for _, want := range phases {
 		select {

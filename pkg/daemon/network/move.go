@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package daemon
+package network
 
 import (
 	"context"
@@ -10,20 +10,21 @@ import (
 	"golang.org/x/sync/errgroup"
 	"k8s.io/klog/v2"
 
+	"github.com/flanneld/flanneld/pkg/daemon/lastknown"
 	"github.com/flanneld/flanneld/pkg/underlay"
 	"github.com/flanneld/flanneld/subnet"
 )
 
 // work keeps s up to date with the store until ctx ends. If the external interface
 // changes, it starts a new session from the state that the old one leaves.
-func (n *network) work(ctx context.Context, m store, s *session, changed <-chan underlay.Interface) error {
+func (r *runner) work(ctx context.Context, m Store, s *session, changed <-chan underlay.Interface) error {
 	for {
-		to, err := n.attend(ctx, m, s, changed)
+		to, err := r.attend(ctx, m, s, changed)
 		if err != nil || ctx.Err() != nil {
 			s.stop()
 			return err
 		}
-		if s, err = n.move(ctx, m, s, to, changed); err != nil {
+		if s, err = r.move(ctx, m, s, to, changed); err != nil {
 			return ended(ctx, err)
 		}
 	}
@@ -31,13 +32,13 @@ func (n *network) work(ctx context.Context, m store, s *session, changed <-chan 
 
 // attend passes the leases of other nodes to s, and the own lease to the store, until ctx
 // ends or the external interface changes.
-func (n *network) attend(ctx context.Context, m subnet.Manager, s *session, changed <-chan underlay.Interface) (to underlay.Interface, err error) {
+func (r *runner) attend(ctx context.Context, m subnet.Manager, s *session, changed <-chan underlay.Interface) (to underlay.Interface, err error) {
 	group, ctx := errgroup.WithContext(ctx)
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	group.Go(func() error { return ended(ctx, m.Watch(ctx, s.syncer.Publish)) })
 	if s.unpublished {
-		group.Go(func() error { return ended(ctx, n.publish(ctx, m, s.begin.Config, s.begin.Own)) })
+		group.Go(func() error { return ended(ctx, r.publish(ctx, m, s.begin.Config, s.begin.Own)) })
 	}
 	select {
 	case <-ctx.Done():
@@ -50,7 +51,7 @@ func (n *network) attend(ctx context.Context, m subnet.Manager, s *session, chan
 // publish writes the own lease with its new addresses to the store. It returns ErrLeaseLost,
 // wrapped, if the store has another key or other subnets for this node. It compares the subnets
 // too, because the same key may get other subnets.
-func (n *network) publish(ctx context.Context, m subnet.Manager, cfg subnet.Config, own subnet.Lease) error {
+func (r *runner) publish(ctx context.Context, m subnet.Manager, cfg subnet.Config, own subnet.Lease) error {
 	var published subnet.Lease
 	err := retry(ctx, "cannot publish the own lease with its new address", func() (err error) {
 		published, err = m.Acquire(ctx, cfg, subnet.Claim{BackendType: own.BackendType, Endpoints: own.Endpoints})
@@ -59,20 +60,20 @@ func (n *network) publish(ctx context.Context, m subnet.Manager, cfg subnet.Conf
 	if err != nil {
 		return err
 	}
-	had, has := subnetsOf(own), subnetsOf(published)
+	had, has := own.Subnets(), published.Subnets()
 	if published.Key != own.Key || !slices.Equal(has, had) {
 		return fmt.Errorf("%w: for the new address the store returned %s with %v instead of %s with %v", subnet.ErrLeaseLost, published.Key, has, own.Key, had)
 	}
-	n.state.update(func(now *lastKnown) { now.Stored = nil })
+	r.state.Update(func(now *lastknown.State) { now.Stored = nil })
 	klog.FromContext(ctx).Info("own lease is up to date", "lease", own.Key)
 	return nil
 }
 
 // move ends s and returns a session on another or changed external interface. The kernel
 // stays unchanged in between.
-func (n *network) move(ctx context.Context, m store, s *session, to underlay.Interface, changed <-chan underlay.Interface) (next *session, err error) {
+func (r *runner) move(ctx context.Context, m Store, s *session, to underlay.Interface, changed <-chan underlay.Interface) (next *session, err error) {
 	follow(ctx, m, s.begin.Interface, to)
-	n.progress.move()
+	r.progress.move()
 	s.leave(ctx)
 	peers := s.ledger.State()
 	err = retry(ctx, "the changed external interface cannot be used yet", func() (err error) {
@@ -82,10 +83,10 @@ func (n *network) move(ctx context.Context, m store, s *session, to underlay.Int
 			to = newer
 		default:
 		}
-		next, err = n.serveOn(ctx, to, peers)
+		next, err = r.serveOn(ctx, to, peers)
 		if err != nil {
-			n.ready.health.Beat()
-			n.ready.report(ctx, partDatapath, err)
+			r.ready.health.Beat()
+			r.ready.report(ctx, partDatapath, err)
 		}
 		return err
 	})
@@ -94,7 +95,7 @@ func (n *network) move(ctx context.Context, m store, s *session, to underlay.Int
 
 // follow makes the changes that cannot wait for a session: packets from an address that
 // was removed get no answer, so the store must reconnect.
-func follow(ctx context.Context, m store, from, to underlay.Interface) {
+func follow(ctx context.Context, m Store, from, to underlay.Interface) {
 	if !slices.Equal(to.Addrs, from.Addrs) {
 		m.Reconnect()
 	}
@@ -103,10 +104,10 @@ func follow(ctx context.Context, m store, from, to underlay.Interface) {
 
 // serveOn starts a session on interface to. It keeps the own subnets and backend data,
 // and uses the new public addresses.
-func (n *network) serveOn(ctx context.Context, to underlay.Interface, peers subnet.LedgerState) (*session, error) {
-	now, _ := n.state.get() // the lease may have been renewed, and Former cleared, since the last session began
-	now.Peers, now.peers = peers, nil
-	be, _, err := n.catalog.New(n.env(to, now.Config))
+func (r *runner) serveOn(ctx context.Context, to underlay.Interface, peers subnet.LedgerState) (*session, error) {
+	now, _ := r.state.Get() // the lease may have been renewed, and Former cleared, since the last session began
+	now.Peers, now.Fresh = peers, nil
+	be, _, err := r.catalog.New(r.env(to, now.Config))
 	if err != nil {
 		return nil, err
 	}
@@ -118,7 +119,7 @@ func (n *network) serveOn(ctx context.Context, to underlay.Interface, peers subn
 		now.Stored = &stored
 	}
 	now.Interface, now.Own.Endpoints = to, claim.Endpoints
-	s, err := n.serve(ctx, be, now)
+	s, err := r.serve(ctx, be, now)
 	if err != nil {
 		return nil, err
 	}

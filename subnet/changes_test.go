@@ -1,20 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package daemon
+package subnet
 
 import (
-	"errors"
 	"strings"
 	"testing"
 
 	"github.com/google/go-cmp/cmp"
-
-	"github.com/flanneld/flanneld/backend/builtin"
-	"github.com/flanneld/flanneld/pkg/options"
-	"github.com/flanneld/flanneld/subnet"
 )
 
-func TestConfigChanges(t *testing.T) {
+func TestChanges(t *testing.T) {
 	const used = `{"Network":"10.5.0.0/16","Backend":{"Type":"wireguard","PSK":"swordfish","ListenPort":51820}}`
 	for _, tc := range []struct {
 		name, to string
@@ -36,58 +31,17 @@ func TestConfigChanges(t *testing.T) {
 		{"another family", `{"EnableIPv6":true,"IPv6Network":"fd00:5::/48",` + used[1:], "IPv6 network none -> fd00:5::/48"},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
-			a, _, err := subnet.ParseConfig([]byte(used))
+			a, _, err := ParseConfig([]byte(used))
 			if err != nil {
 				t.Fatal(err)
 			}
-			b, _, err := subnet.ParseConfig([]byte(tc.to))
+			b, _, err := ParseConfig([]byte(tc.to))
 			if err != nil {
 				t.Fatal(err)
 			}
-			if diff := cmp.Diff(tc.want, strings.Join(configChanges(a, b), ", ")); diff != "" {
+			if diff := cmp.Diff(tc.want, strings.Join(Changes(a, b), ", ")); diff != "" {
 				t.Error(diff)
 			}
 		})
-	}
-}
-
-func TestConfigWatch(t *testing.T) {
-	const used = `{"Network":"10.5.0.0/16"}`
-	all, err := builtin.New(options.Options{})
-	if err != nil {
-		t.Fatal(err)
-	}
-	k := newConfigWatch(func(text []byte) (subnet.Config, error) {
-		cfg, _, err := ValidateConfig(text, true, all.Registry)
-		return cfg, err
-	})
-	if k.used, _, err = subnet.ParseConfig([]byte(used)); err != nil {
-		t.Fatal(err)
-	}
-	for _, step := range []struct{ text, want string }{
-		{used, ""},
-		{"", "there is no configuration any more"},
-		{"{", "invalid"},
-		{`{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan","Port":99999}}`, "Backend.Port is 99999"},
-		{`{"Network":"10.5.0.0/29"}`, "too small"},
-		{used, ""},
-	} {
-		var text []byte
-		if step.text != "" {
-			text = []byte(step.text)
-		}
-		k.apply(t.Context(), text)
-		if got := k.difference(); !strings.Contains(got, step.want) || (step.want == "") != (got == "") {
-			t.Errorf("after %q: %q, want %q", step.text, got, step.want)
-		}
-		select {
-		case <-k.changed:
-			t.Fatalf("after %q the daemon would end", step.text)
-		default:
-		}
-	}
-	k.apply(t.Context(), []byte(`{"Network":"10.6.0.0/16"}`))
-	if err := k.exit(t.Context()); !errors.Is(err, ErrConfigChanged) || !strings.Contains(err.Error(), "10.6.0.0/16") {
-		t.Errorf("exit: %v", err)
 	}
 }

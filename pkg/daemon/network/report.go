@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package daemon
+package network
 
 import (
 	"context"
@@ -9,8 +9,10 @@ import (
 	"time"
 
 	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/pkg/daemon/lastknown"
 	"github.com/flanneld/flanneld/pkg/metrics"
 	"github.com/flanneld/flanneld/pkg/oneline"
+	"github.com/flanneld/flanneld/pkg/options"
 	"github.com/flanneld/flanneld/pkg/status"
 	"github.com/flanneld/flanneld/pkg/version"
 	"github.com/flanneld/flanneld/subnet"
@@ -19,20 +21,23 @@ import (
 // statusTimeout limits the time that a report waits for the lease loop.
 const statusTimeout = 2 * time.Second
 
+// reporter tells operators the state of a network.
+type reporter struct{ *runner }
+
 // inspect returns the state of the present session, if there is one.
-func (n *network) inspect(ctx context.Context, holdings bool) (lastKnown, backend.Inspection) {
+func (o reporter) inspect(ctx context.Context, holdings bool) (lastknown.State, backend.Inspection) {
 	ctx, cancel := context.WithTimeout(ctx, statusTimeout)
 	defer cancel()
-	s := n.serving.Load()
+	s := o.serving.Load()
 	if s == nil {
-		return lastKnown{}, backend.Inspection{}
+		return lastknown.State{}, backend.Inspection{}
 	}
 	now := s.begin
-	last, _ := n.state.get()
+	last, _ := o.state.Get()
 	now.Own = last.Own // renewed in the meantime
 	in, err := s.inspect(ctx, holdings)
 	if s.left.Load() != nil { // reason why the next session does not start
-		_, err = n.ready.health.Part(partDatapath)
+		_, err = o.ready.health.Part(partDatapath)
 	}
 	if err != nil {
 		in.Err = err
@@ -40,18 +45,18 @@ func (n *network) inspect(ctx context.Context, holdings bool) (lastKnown, backen
 	return now, in
 }
 
-// look returns the values of the metrics.
-func (n *network) look(ctx context.Context) metrics.Values {
-	now, in := n.inspect(ctx, false)
-	ready, _ := n.ready.health.Ready()
-	since, away := n.ready.health.Part(partDatastore)
+// values returns the values of the metrics.
+func (o reporter) values(ctx context.Context) metrics.Values {
+	now, in := o.inspect(ctx, false)
+	ready, _ := o.ready.health.Ready()
+	since, away := o.ready.health.Part(partDatastore)
 	l := metrics.Values{
 		Ready: ready, Backend: now.Config.BackendType, Objects: in.Counts, LastSync: in.LastSync,
 		Connected: !since.IsZero() && away == nil, LeaseExpires: now.Own.Expires,
 		Peers: map[string]int{"served": 0, "held": 0, "refused": 0},
-		Mode:  in.Mode, Dropped: in.Dropped, RestartNeeded: n.config.difference() != "",
+		Mode:  in.Mode, Dropped: in.Dropped, RestartNeeded: o.config.difference() != "",
 	}
-	if use := n.poolUse(now, in); use != nil {
+	if use := o.poolUse(now, in); use != nil {
 		l.Pool = map[string]uint64{"free": use.Free, "leased": use.Leased, "reserved": use.Reserved}
 	}
 	for _, p := range in.Peers {
@@ -69,9 +74,9 @@ func (n *network) look(ctx context.Context) metrics.Values {
 
 // poolUse returns how much of the range of subnets is in use, for the family with the
 // fewest free subnets. It returns nil if flanneld does not assign subnets.
-func (n *network) poolUse(now lastKnown, in backend.Inspection) *subnet.Usage {
+func (o reporter) poolUse(now lastknown.State, in backend.Inspection) *subnet.Usage {
 	pools, err := now.Config.Pools()
-	if n.opts.KubeSubnetMgr || err != nil || len(pools) == 0 {
+	if o.opts.KubeSubnetMgr || err != nil || len(pools) == 0 {
 		return nil
 	}
 	leases := []subnet.Lease{now.Own}
@@ -89,34 +94,41 @@ func (n *network) poolUse(now lastKnown, in backend.Inspection) *subnet.Usage {
 	return &least
 }
 
-// statusReport returns the status for people. Its lists are never nil, so that programs
-// can iterate over the JSON.
-func (n *network) statusReport(ctx context.Context) (status.Report, error) {
-	now, in := n.inspect(ctx, true)
-	r := status.Report{
-		Version: version.String(), PID: os.Getpid(), Started: n.host.started, Now: time.Now(),
-		Network: status.Network{
-			Name: n.name, Phase: string(n.progress.phase()), BackendType: now.Config.BackendType, Mode: in.Mode, Prefixes: networks(now.Config), SubnetFile: n.opts.SubnetFile,
-		},
-		Interface: status.Interface{Name: now.Interface.Name, Index: now.Interface.Index, MTU: now.Interface.MTU, Reason: now.Interface.Reason, Addresses: []status.Address{}},
-		Lease:     statusLease(now.Own),
-		Datastore: status.Datastore{Kind: n.opts.StoreKind()},
-		Firewall:  n.statusFirewall(),
-		Kernel:    status.Kernel{LastSync: in.LastSync, Objects: map[string]status.Count{}},
+// EmptyReport returns a report that is only about the process. Its lists are never nil, so that
+// programs can iterate over the JSON.
+func EmptyReport(h *Host, o options.Options) status.Report {
+	return status.Report{
+		Version: version.String(), PID: os.Getpid(), Started: h.Started, Now: time.Now(),
+		Network:   status.Network{Prefixes: []netip.Prefix{}},
+		Interface: status.Interface{Addresses: []status.Address{}},
+		Lease:     statusLease(subnet.Lease{}),
+		Datastore: status.Datastore{Kind: o.StoreKind()},
+		Kernel:    status.Kernel{Objects: map[string]status.Count{}},
 		Peers:     []status.Peer{},
-		Events:    n.host.journal.Events(), RestartNeeded: n.config.difference(),
+		Events:    h.Journal.Events(),
 	}
-	r.Ready, r.Reasons = n.ready.health.Ready()
-	if s := n.serving.Load(); s != nil {
+}
+
+// report returns the status for people.
+func (o reporter) report(ctx context.Context) (status.Report, error) {
+	now, in := o.inspect(ctx, true)
+	r := EmptyReport(o.host, o.opts)
+	r.Network = status.Network{
+		Name: o.name, Phase: string(o.progress.phase()), BackendType: now.Config.BackendType, Mode: in.Mode, Prefixes: now.Config.Prefixes(), SubnetFile: o.opts.SubnetFile,
+	}
+	r.Interface.Name, r.Interface.Index, r.Interface.MTU, r.Interface.Reason = now.Interface.Name, now.Interface.Index, now.Interface.MTU, now.Interface.Reason
+	r.Lease, r.Firewall, r.Kernel.LastSync, r.RestartNeeded = statusLease(now.Own), o.firewall(), in.LastSync, o.config.difference()
+	r.Ready, r.Reasons = o.ready.health.Ready()
+	if s := o.serving.Load(); s != nil {
 		r.Network.MTU, r.Network.Devices, r.Network.Ports = s.mtu, s.be.Scope().Devices, backend.Ports(s.be)
 	}
-	if use := n.poolUse(now, in); use != nil {
+	if use := o.poolUse(now, in); use != nil {
 		r.Network.Pool = (*status.Pool)(use)
 	}
 	for _, a := range now.Interface.Addrs {
 		r.Interface.Addresses = append(r.Interface.Addresses, status.Address{Local: a.Local, Public: a.Public})
 	}
-	since, err := n.ready.health.Part(partDatastore)
+	since, err := o.ready.health.Part(partDatastore)
 	r.Datastore.Since, r.Datastore.Connected = since, !since.IsZero() && err == nil
 	r.Datastore.Error, r.Kernel.Error = oneline.Text(err), oneline.Text(in.Err)
 	for kind, c := range in.Counts {
@@ -128,14 +140,14 @@ func (n *network) statusReport(ctx context.Context) (status.Report, error) {
 	return r, nil
 }
 
-func (n *network) statusFirewall() (f status.Firewall) {
-	if !n.opts.IPMasq && !n.opts.IPTablesForwardRules {
+func (o reporter) firewall() (f status.Firewall) {
+	if !o.opts.IPMasq && !o.opts.IPTablesForwardRules {
 		return f
 	}
-	if n.serving.Load() != nil {
-		f.Kind = string(n.rules.Flavour())
+	if o.serving.Load() != nil {
+		f.Kind = string(o.rules.Flavour())
 	}
-	_, err := n.ready.health.Part(partRules)
+	_, err := o.ready.health.Part(partRules)
 	f.Error = oneline.Text(err)
 	return f
 }

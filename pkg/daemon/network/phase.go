@@ -1,41 +1,41 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package daemon
+package network
 
 import (
 	"sync"
 )
 
-// phase is what a network does at present. Documentation/design.md draws the phases and the
+// Phase is what a network does at present. Documentation/design.md draws the phases and the
 // transitions between them.
-type phase string
+type Phase string
 
 // The phases. In the first three this process has no session. The objects of earlier processes stay
 // in the kernel.
 const (
-	phaseNoConfiguration phase = "waiting for the network configuration"
-	phaseNoInterface     phase = "waiting for the external interface"
-	phaseNoLease         phase = "waiting for a subnet"
-	// phaseLastKnown is a session on the state of the last process. Meanwhile the start
+	PhaseNoConfiguration Phase = "waiting for the network configuration"
+	PhaseNoInterface     Phase = "waiting for the external interface"
+	PhaseNoLease         Phase = "waiting for a subnet"
+	// PhaseLastKnown is a session on the state of the last process. Meanwhile the start
 	// continues: it reads the configuration and takes the lease as soon as the store answers.
-	phaseLastKnown phase = "serving from the last known state"
-	phaseServing   phase = "serving"
-	// phaseRetiring is phaseServing while objects of a former configuration are still in the kernel.
-	phaseRetiring phase = "serving, and removing what a former configuration left"
-	// phaseMoving is the time between two sessions, because the external interface has changed.
-	phaseMoving phase = "moving to the changed external interface"
+	PhaseLastKnown Phase = "serving from the last known state"
+	PhaseServing   Phase = "serving"
+	// PhaseRetiring is PhaseServing while objects of a former configuration are still in the kernel.
+	PhaseRetiring Phase = "serving, and removing what a former configuration left"
+	// PhaseMoving is the time between two sessions, because the external interface has changed.
+	PhaseMoving Phase = "moving to the changed external interface"
 )
 
 // following contains, for each phase, those that can follow it. A network begins with
-// phaseNoConfiguration.
-var following = map[phase][]phase{
-	phaseNoConfiguration: {phaseNoInterface, phaseLastKnown},
-	phaseNoInterface:     {phaseNoLease, phaseLastKnown},
-	phaseNoLease:         {phaseNoConfiguration, phaseLastKnown, phaseServing, phaseRetiring},
-	phaseLastKnown:       {phaseNoLease, phaseServing, phaseRetiring, phaseMoving},
-	phaseServing:         {phaseMoving},
-	phaseRetiring:        {phaseServing, phaseMoving},
-	phaseMoving:          {phaseLastKnown, phaseServing, phaseRetiring},
+// PhaseNoConfiguration.
+var following = map[Phase][]Phase{
+	PhaseNoConfiguration: {PhaseNoInterface, PhaseLastKnown},
+	PhaseNoInterface:     {PhaseNoLease, PhaseLastKnown},
+	PhaseNoLease:         {PhaseNoConfiguration, PhaseLastKnown, PhaseServing, PhaseRetiring},
+	PhaseLastKnown:       {PhaseNoLease, PhaseServing, PhaseRetiring, PhaseMoving},
+	PhaseServing:         {PhaseMoving},
+	PhaseRetiring:        {PhaseServing, PhaseMoving},
+	PhaseMoving:          {PhaseLastKnown, PhaseServing, PhaseRetiring},
 }
 
 // progress holds the facts from which the phase of a network follows. Start-up and sessions set
@@ -43,12 +43,12 @@ var following = map[phase][]phase{
 type progress struct {
 	// entered is called when the phase changes, and with the first one. It must not block. It
 	// may be nil.
-	entered func(phase)
+	entered func(Phase)
 
 	mu      sync.Mutex
-	waiting phase // the start waits for this
+	waiting Phase // the start waits for this
 	facts
-	last phase
+	last Phase
 }
 
 // facts are about the present session.
@@ -60,25 +60,25 @@ type facts struct {
 }
 
 // phase returns the present phase.
-func (p *progress) phase() phase {
+func (p *progress) phase() Phase {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	return p.derive()
 }
 
 // derive returns the phase that follows from the facts. The caller holds p.mu.
-func (p *progress) derive() phase {
+func (p *progress) derive() Phase {
 	switch {
 	case p.moving:
-		return phaseMoving
+		return PhaseMoving
 	case p.recalled:
-		return phaseLastKnown
+		return PhaseLastKnown
 	case p.retiring:
-		return phaseRetiring
+		return PhaseRetiring
 	case p.serving:
-		return phaseServing
+		return PhaseServing
 	case p.waiting == "":
-		return phaseNoConfiguration
+		return PhaseNoConfiguration
 	}
 	return p.waiting
 }
@@ -97,7 +97,7 @@ func (p *progress) set(change func()) {
 }
 
 // waitFor records what the start waits for: one of the first three phases.
-func (p *progress) waitFor(what phase) { p.set(func() { p.waiting = what }) }
+func (p *progress) waitFor(what Phase) { p.set(func() { p.waiting = what }) }
 
 // session records that a session has begun.
 func (p *progress) session(recalled, retiring bool) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package daemon
+package network
 
 import (
 	"cmp"
@@ -12,6 +12,7 @@ import (
 
 	"k8s.io/klog/v2"
 
+	"github.com/flanneld/flanneld/pkg/daemon/lastknown"
 	"github.com/flanneld/flanneld/pkg/underlay"
 	"github.com/flanneld/flanneld/subnet"
 )
@@ -30,27 +31,27 @@ type resumption struct {
 // keep their network while the store is unavailable. If the start fails, for example
 // because an address is missing at boot, resume repeats it. The session follows the
 // external interface like work, and keeps its state in the state store.
-func (n *network) resume(ctx context.Context) *resumption {
-	last := n.past
-	if len(last.Own.Endpoints) == 0 || errors.Is(last.usable(time.Now()), errExpired) {
+func (r *runner) resume(ctx context.Context) *resumption {
+	last := r.past
+	if len(last.Own.Endpoints) == 0 || errors.Is(last.Usable(time.Now()), lastknown.ErrExpired) {
 		return &resumption{endTries: func() {}, stop: func() {}}
 	}
-	choice := n.underlayOptions(last.Config, last)
+	choice := r.underlayOptions(last.Config, last)
 	ctx, cancel := context.WithCancel(ctx)
 	waiting, giveUp := context.WithCancel(ctx)
 	tried, decided := make(chan struct{}), make(chan struct{})
 	var wg sync.WaitGroup
 	wg.Go(func() {
-		s, err := n.recall(ctx, waiting, last, choice, sync.OnceFunc(func() { close(tried) }))
-		if r, ok := n.store.(subnet.Resumer); ok && err == nil {
-			r.Resumed(*cmp.Or(last.Stored, &last.Own)) // the regular start, which continues now, depends on it
+		s, err := r.recall(ctx, waiting, last, choice, sync.OnceFunc(func() { close(tried) }))
+		if resumer, ok := r.store.(subnet.Resumer); ok && err == nil {
+			resumer.Resumed(*cmp.Or(last.Stored, &last.Own)) // the regular start, which continues now, depends on it
 		}
 		close(decided)
 		if err != nil { // the start was cancelled, or the lease has expired
 			return
 		}
 		klog.FromContext(ctx).Info("going on from the last known state until the store answers", "lease", last.Own.Key)
-		n.carryOn(ctx, s, choice)
+		r.carryOn(ctx, s, choice)
 	})
 	<-tried
 	return &resumption{
@@ -67,50 +68,50 @@ func (n *network) resume(ctx context.Context) *resumption {
 
 // recall starts a session on the last known state, which lasts until ctx ends. It repeats
 // the start until waiting ends or the lease expires, and calls tried after each attempt.
-func (n *network) recall(ctx, waiting context.Context, last lastKnown, choice underlay.Options, tried func()) (s *session, err error) {
+func (r *runner) recall(ctx, waiting context.Context, last lastknown.State, choice underlay.Options, tried func()) (s *session, err error) {
 	err = retry(waiting, "the last known state cannot be used yet", func() (err error) {
 		defer tried()
-		s, err = n.serveLast(ctx, last, choice)
+		s, err = r.serveLast(ctx, last, choice)
 		return err
 	})
 	return s, err
 }
 
 // serveLast starts a session on the last known state, if the state belongs to this node.
-func (n *network) serveLast(ctx context.Context, last lastKnown, choice underlay.Options) (*session, error) {
-	if err := last.usable(time.Now()); err != nil {
+func (r *runner) serveLast(ctx context.Context, last lastknown.State, choice underlay.Options) (*session, error) {
+	if err := last.Usable(time.Now()); err != nil {
 		return nil, err
 	}
 	iface, err := underlay.Wait(ctx, choice, 0)
 	if err != nil {
 		return nil, err
 	}
-	if !sameNode(last.Interface, iface) {
+	if !lastknown.SameNode(last.Interface, iface) {
 		return nil, fmt.Errorf("it is of a node with %v, this one has %v", describe(last.Interface), describe(iface))
 	}
-	last.Interface, last.recalled = iface, true
-	be, _, err := n.catalog.New(n.env(iface, last.Config))
+	last.Interface, last.Recalled = iface, true
+	be, _, err := r.catalog.New(r.env(iface, last.Config))
 	if err != nil {
 		return nil, err
 	}
-	return n.serve(ctx, be, last)
+	return r.serve(ctx, be, last)
 }
 
 // carryOn runs s without the store, until ctx ends.
-func (n *network) carryOn(ctx context.Context, s *session, choice underlay.Options) {
+func (r *runner) carryOn(ctx context.Context, s *session, choice underlay.Options) {
 	changed := make(chan underlay.Interface, 1)
 	var wg sync.WaitGroup
 	wg.Go(func() {
-		if err := n.watchInterface(ctx, choice, s.begin.Interface, changed); err != nil {
+		if err := r.watchInterface(ctx, choice, s.begin.Interface, changed); err != nil {
 			klog.FromContext(ctx).Error(err, "cannot follow the external interface until the store answers")
 		}
 	})
-	wg.Go(func() { _ = n.work(ctx, unanswered{n.store}, s, changed) }) // only the store can fail
+	wg.Go(func() { _ = r.work(ctx, unanswered{r.store}, s, changed) }) // only the store can fail
 	wg.Wait()
 }
 
 // unanswered is a store that has not answered yet. Its calls wait until ctx ends.
-type unanswered struct{ store }
+type unanswered struct{ Store }
 
 // Watch implements subnet.Manager.
 func (unanswered) Watch(ctx context.Context, _ func(subnet.Update)) error {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package daemon
+package network
 
 import (
 	"bytes"
@@ -8,7 +8,6 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
-	"net/netip"
 	"os"
 	"slices"
 	"strings"
@@ -16,6 +15,7 @@ import (
 	"k8s.io/klog/v2"
 
 	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/pkg/daemon/lastknown"
 	"github.com/flanneld/flanneld/pkg/oneline"
 	"github.com/flanneld/flanneld/pkg/underlay"
 	"github.com/flanneld/flanneld/subnet"
@@ -24,14 +24,14 @@ import (
 // startup obtains what the first session with the store's answers needs. Meanwhile a session may
 // serve from the last known state.
 type startup struct {
-	*network
+	*runner
 	resumed *resumption
 }
 
 // newStartup begins a start, and the session on the last known state if it can be used.
-func newStartup(ctx context.Context, n *network) *startup {
-	n.progress.waitFor(phaseNoConfiguration)
-	return &startup{network: n, resumed: n.resume(ctx)}
+func newStartup(ctx context.Context, r *runner) *startup {
+	r.progress.waitFor(PhaseNoConfiguration)
+	return &startup{runner: r, resumed: r.resume(ctx)}
 }
 
 // stop ends the session on the last known state.
@@ -40,9 +40,9 @@ func (s *startup) stop() { s.resumed.stop() }
 // prepare obtains the configuration, the interface, a backend and the own lease. It waits for
 // each. It returns ErrConfigChanged, wrapped, if the configuration in the store changes while it
 // waits for a subnet.
-func (s *startup) prepare(ctx context.Context) (backend.Backend, lastKnown, error) {
+func (s *startup) prepare(ctx context.Context) (backend.Backend, lastknown.State, error) {
 	log, last := klog.FromContext(ctx), s.past
-	s.progress.waitFor(phaseNoConfiguration)
+	s.progress.waitFor(PhaseNoConfiguration)
 	cfg, err := s.readConfig(ctx)
 	if err != nil {
 		return nil, last, err
@@ -51,7 +51,7 @@ func (s *startup) prepare(ctx context.Context) (backend.Backend, lastKnown, erro
 	if last.PublicIPs, err = publicIPs(ctx, s.store); err != nil {
 		return nil, last, err
 	}
-	s.progress.waitFor(phaseNoInterface)
+	s.progress.waitFor(PhaseNoInterface)
 	iface, err := underlay.Wait(ctx, s.underlayOptions(cfg, last), s.opts.IfaceWait)
 	if err != nil {
 		return nil, last, err
@@ -66,25 +66,25 @@ func (s *startup) prepare(ctx context.Context) (backend.Backend, lastKnown, erro
 	for _, w := range warnings {
 		log.Error(nil, "network configuration", "warning", w)
 	}
-	if now, ok := s.state.get(); ok {
+	if now, ok := s.state.Get(); ok {
 		now.PublicIPs = last.PublicIPs
 		last = now // the interface may have changed
-		if now.peers != nil {
-			last.Peers, last.peers = now.peers(), nil
+		if now.Fresh != nil {
+			last.Peers, last.Fresh = now.Fresh(), nil
 		}
-	} else if otherNode(last.Interface, iface) {
+	} else if lastknown.OtherNode(last.Interface, iface) {
 		last.Peers = subnet.LedgerState{}
 	}
-	s.progress.waitFor(phaseNoLease)
+	s.progress.waitFor(PhaseNoLease)
 	own, err := s.acquire(ctx, be, env, last)
 	if err != nil {
 		return nil, last, err
 	}
-	last.Former, last.Rules = s.leftBehind(last, be), formerNetworks(last, cfg)
+	last.Former, last.Rules = s.leftBehind(last, be), last.FormerNetworks(cfg)
 	last.Config, last.Interface, last.Own, last.Stored = cfg, iface, own, nil
-	last.recalled = false
+	last.Recalled = false
 	if s.name != "" {
-		last.Seen = s.seen.Load()
+		last.Seen = s.seen
 		last.Name, last.Prefix = s.name, strings.TrimSuffix(s.opts.EtcdPrefix, "/"+s.name)
 	}
 	return be, last, nil
@@ -100,13 +100,13 @@ func (s *startup) readConfig(ctx context.Context) (subnet.Config, error) {
 	if err != nil {
 		return cfg, err
 	}
-	klog.FromContext(ctx).Info("Found network config", "backend", cfg.BackendType, "networks", networks(cfg))
+	klog.FromContext(ctx).Info("Found network config", "backend", cfg.BackendType, "networks", cfg.Prefixes())
 	return cfg, nil
 }
 
 // acquire takes the own lease. It waits for a free subnet while the configuration in the
 // store is that of env. If it changes, acquire returns ErrConfigChanged, wrapped.
-func (s *startup) acquire(ctx context.Context, be backend.Backend, env backend.Env, last lastKnown) (subnet.Lease, error) {
+func (s *startup) acquire(ctx context.Context, be backend.Backend, env backend.Env, last lastknown.State) (subnet.Lease, error) {
 	log := klog.FromContext(ctx)
 	if outside := s.outsideOf(env.Config); outside != nil {
 		log.Error(outside, "the subnet of the last known state does not fit the network configuration")
@@ -117,7 +117,7 @@ func (s *startup) acquire(ctx context.Context, be backend.Backend, env backend.E
 	if err != nil {
 		return own, fmt.Errorf("recall the own lease: %w", err)
 	}
-	if len(prev.Endpoints) == 0 && sameNode(last.Interface, env.Underlay) {
+	if len(prev.Endpoints) == 0 && lastknown.SameNode(last.Interface, env.Underlay) {
 		prev = subnet.Claim{BackendType: last.Own.BackendType, Endpoints: last.Own.Endpoints}
 	}
 	claim, err := be.Claim(ctx, prev)
@@ -169,7 +169,7 @@ func (s *startup) waitForSubnet(ctx context.Context, cfg subnet.Config, claim su
 		}
 		s.ready.report(ctx, partSubnet, oneline.Join(left, err))
 		if now, e := s.store.Config(ctx); e == nil {
-			if changes := configChanges(cfg, now); len(changes) > 0 {
+			if changes := subnet.Changes(cfg, now); len(changes) > 0 {
 				return fmt.Errorf("%w: %s", ErrConfigChanged, strings.Join(changes, ", "))
 			}
 		}
@@ -205,7 +205,7 @@ func (s *startup) leaveLast(ctx context.Context, cfg subnet.Config) error {
 	}
 	why := s.outsideOf(cfg)
 	if why == nil {
-		why = fmt.Errorf("%v is not this node's any more", subnetsOf(now.begin.Own))
+		why = fmt.Errorf("%v is not this node's any more", now.begin.Own.Subnets())
 	}
 	s.resumed.stop()
 	s.serving.Store(nil)
@@ -216,30 +216,9 @@ func (s *startup) leaveLast(ctx context.Context, cfg subnet.Config) error {
 	if err := os.Remove(s.opts.SubnetFile); err != nil && !errors.Is(err, fs.ErrNotExist) {
 		log.Error(err, "cannot remove the subnet file, which still contains the subnet that was left")
 	}
-	log.Error(why, "the subnet of the last known state was left", "subnets", subnetsOf(now.begin.Own))
+	log.Error(why, "the subnet of the last known state was left", "subnets", now.begin.Own.Subnets())
 	return why
 }
 
 // errNoSubnet is the state while there is no subnet to write to the file.
 var errNoSubnet = errors.New("this node has no subnet")
-
-func subnetsOf(l subnet.Lease) []netip.Prefix {
-	var ps []netip.Prefix
-	for _, e := range l.Endpoints {
-		ps = append(ps, e.Subnet)
-	}
-	return ps
-}
-
-// describe returns the interface's addresses for the log.
-func describe(i underlay.Interface) []string {
-	var s []string
-	for _, a := range i.Addrs {
-		if a.Public == a.Local {
-			s = append(s, a.Local.String())
-		} else {
-			s = append(s, fmt.Sprintf("%s (public %s)", a.Local, a.Public))
-		}
-	}
-	return s
-}

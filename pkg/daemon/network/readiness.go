@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package daemon
+package network
 
 import (
 	"context"
@@ -29,19 +29,19 @@ const interfaceGrace = 10 * time.Second
 // readiness collects the states of the components, and announces once that the network is ready.
 type readiness struct {
 	health   *health.Status
-	announce func(context.Context) // called once; may be nil
+	announce func(context.Context) // called once
 	grace    time.Duration         // --readyz-datastore-grace
 	leaseEnd func() time.Time      // of the own lease; zero if it does not end
 	once     sync.Once
 	up       chan struct{} // closed when all components have become good
 }
 
-func newReadiness(o options.Options, leaseEnd func() time.Time) *readiness {
+func newReadiness(o options.Options, leaseEnd func() time.Time, announce func(context.Context)) *readiness {
 	// There is a pass in every resync period, with a jitter of a fifth.
 	s := health.New(2*o.Resync+time.Minute, partSubnetFile, partDatapath, partRules)
 	s.SetGrace(partDatastore, o.ReadyzDatastoreGrace)
 	s.SetGrace(partInterface, interfaceGrace)
-	return &readiness{health: s, grace: o.ReadyzDatastoreGrace, leaseEnd: leaseEnd, up: make(chan struct{})}
+	return &readiness{health: s, grace: o.ReadyzDatastoreGrace, leaseEnd: leaseEnd, announce: announce, up: make(chan struct{})}
 }
 
 // report records the state of a component. When all components are good for the first
@@ -53,9 +53,7 @@ func (r *readiness) report(ctx context.Context, part string, err error) {
 	}
 	r.once.Do(func() {
 		close(r.up)
-		if r.announce != nil {
-			r.announce(ctx)
-		}
+		r.announce(ctx)
 	})
 }
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package daemon
+package lastknown
 
 import (
 	"context"
@@ -28,28 +28,28 @@ const (
 	saveShare    = 500
 )
 
-// stateStore keeps the last known state in memory and on disk.
-type stateStore struct {
-	file    *state.File[lastKnown] // nil if there is no file
+// Store keeps the last known state in memory and on disk.
+type Store struct {
+	file    *state.File[State] // nil if there is no file
 	loop    *loop.Loop
 	failing bool
 	wrote   bool // the state was written in the background
 
 	mu      sync.Mutex
-	now     lastKnown
+	now     State
 	known   bool // now was set
 	changed bool // changed since it was written
 	writing sync.Mutex
 }
 
-func newStateStore(file *state.File[lastKnown]) *stateStore {
-	s := &stateStore{file: file}
+func NewStore(file *state.File[State]) *Store {
+	s := &Store{file: file}
 	s.loop = loop.New(time.Hour, s.step)
 	return s
 }
 
-// set replaces the state and writes it before other parts depend on it.
-func (s *stateStore) set(now lastKnown) {
+// Set replaces the state and writes it before other parts depend on it.
+func (s *Store) Set(now State) {
 	s.mu.Lock()
 	s.now, s.known, s.changed = now, true, true
 	s.mu.Unlock()
@@ -58,16 +58,16 @@ func (s *stateStore) set(now lastKnown) {
 	}
 }
 
-// get returns the state. ok is false if it was not set yet.
-func (s *stateStore) get() (now lastKnown, ok bool) {
+// Get returns the state. ok is false if it was not set yet.
+func (s *Store) Get() (now State, ok bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.now, s.known
 }
 
-// update changes the state, if it was set, and lets the loop write it soon. Data that the
+// Update changes the state, if it was set, and lets the loop write it soon. Data that the
 // state refers to must not change any more.
-func (s *stateStore) update(change func(now *lastKnown)) {
+func (s *Store) Update(change func(now *State)) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.known {
@@ -77,12 +77,12 @@ func (s *stateStore) update(change func(now *lastKnown)) {
 	}
 }
 
-// check makes the loop write the file again if another program has removed or altered it.
-func (s *stateStore) check() { s.loop.Wake() }
+// Check makes the loop write the file again if another program has removed or altered it.
+func (s *Store) Check() { s.loop.Wake() }
 
-func (s *stateStore) run(ctx context.Context) error { return s.loop.Run(ctx) }
+func (s *Store) Run(ctx context.Context) error { return s.loop.Run(ctx) }
 
-func (s *stateStore) step(ctx context.Context) error {
+func (s *Store) step(ctx context.Context) error {
 	start := time.Now()
 	wrote, err := s.flush()
 	if err != nil && !s.failing {
@@ -97,7 +97,7 @@ func (s *stateStore) step(ctx context.Context) error {
 
 // pause returns the time to wait after a write that took took. The first write happens
 // during a start. The missing parts follow soon after it, because the start needs them.
-func (s *stateStore) pause(took time.Duration) time.Duration {
+func (s *Store) pause(took time.Duration) time.Duration {
 	if !s.wrote {
 		s.wrote = true
 		return savePause
@@ -105,8 +105,8 @@ func (s *stateStore) pause(took time.Duration) time.Duration {
 	return min(max(savePause, saveShare*took), savePauseMax)
 }
 
-// written reports whether the file is up to date.
-func (s *stateStore) written() bool {
+// Written reports whether the file is up to date.
+func (s *Store) Written() bool {
 	s.writing.Lock()
 	defer s.writing.Unlock()
 	s.mu.Lock()
@@ -115,7 +115,7 @@ func (s *stateStore) written() bool {
 }
 
 // flush writes the state if it has changed or the file does not contain it any more.
-func (s *stateStore) flush() (wrote bool, err error) {
+func (s *Store) flush() (wrote bool, err error) {
 	s.writing.Lock()
 	defer s.writing.Unlock()
 	if s.file == nil {
@@ -129,8 +129,8 @@ func (s *stateStore) flush() (wrote bool, err error) {
 	if !due {
 		return false, nil
 	}
-	if now.peers != nil {
-		now.Peers = now.peers()
+	if now.Fresh != nil {
+		now.Peers = now.Fresh()
 	}
 	now.Saved = time.Now()
 	if err := s.file.Save(now); err != nil {
@@ -142,12 +142,12 @@ func (s *stateStore) flush() (wrote bool, err error) {
 	return true, nil
 }
 
-// close writes what has changed and closes the file. It also writes a changed revision of the
+// Close writes what has changed and closes the file. It also writes a changed revision of the
 // store, so that the next start reads fewer changes from the store. The revision alone causes
 // no earlier write, because it changes all the time.
-func (s *stateStore) close() {
+func (s *Store) Close() {
 	s.mu.Lock()
-	s.changed = s.changed || s.now.peers != nil
+	s.changed = s.changed || s.now.Fresh != nil
 	s.mu.Unlock()
 	_, _ = s.flush()
 	if s.file != nil {
@@ -155,18 +155,18 @@ func (s *stateStore) close() {
 	}
 }
 
-// openState opens the state file of this daemon and returns its content, which is zero at the
-// first start. If the disk fails, the state is only kept in memory. openState returns an error if
+// Open opens the state file of this daemon and returns its content, which is zero at the
+// first start. If the disk fails, the state is only kept in memory. Open returns an error if
 // another daemon uses the same files.
-func openState(ctx context.Context, o options.Options) (*stateStore, lastKnown, error) {
+func Open(ctx context.Context, o options.Options) (*Store, State, error) {
 	log := klog.FromContext(ctx)
-	file, err := state.Open[lastKnown](o.StateDir, o.StateName())
+	file, err := state.Open[State](o.StateDir, o.StateName())
 	if errors.Is(err, state.ErrInUse) {
-		return nil, lastKnown{}, fmt.Errorf("another flanneld runs with subnet file %s: %w", o.SubnetFile, err)
+		return nil, State{}, fmt.Errorf("another flanneld runs with subnet file %s: %w", o.SubnetFile, err)
 	}
 	if err != nil {
 		log.Error(err, "going on without a state directory: a restart will depend on the store")
-		return newStateStore(nil), lastKnown{}, nil
+		return NewStore(nil), State{}, nil
 	}
 	last, _, err := file.Load()
 	if err != nil {
@@ -176,15 +176,15 @@ func openState(ctx context.Context, o options.Options) (*stateStore, lastKnown, 
 		l := &last.Peers.Peers[i].Lease
 		l.Endpoints = slices.Clone(l.Endpoints)
 	}
-	return newStateStore(file), last, nil
+	return NewStore(file), last, nil
 }
 
-// remove deletes the file, and the state in memory.
-func (s *stateStore) remove() error {
+// Remove deletes the file, and the state in memory.
+func (s *Store) Remove() error {
 	s.writing.Lock()
 	defer s.writing.Unlock()
 	s.mu.Lock()
-	s.now, s.known, s.changed = lastKnown{}, false, false
+	s.now, s.known, s.changed = State{}, false, false
 	s.mu.Unlock()
 	if s.file == nil {
 		return nil
@@ -192,9 +192,9 @@ func (s *stateStore) remove() error {
 	return s.file.Remove()
 }
 
-// leaseEnd returns when the own lease ends. It is zero if there is no lease yet, and for a lease
+// LeaseEnd returns when the own lease ends. It is zero if there is no lease yet, and for a lease
 // that never ends.
-func (s *stateStore) leaseEnd() time.Time {
-	now, _ := s.get()
+func (s *Store) LeaseEnd() time.Time {
+	now, _ := s.Get()
 	return now.Own.Expires
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package daemon
+package network
 
 import (
 	"os"
@@ -14,20 +14,20 @@ import (
 // TestPhasesAreDrawn checks that the diagram in design.md has the phases of this package, and
 // the same transitions between them.
 func TestPhasesAreDrawn(t *testing.T) {
-	page, err := os.ReadFile("../../Documentation/design.md")
+	page, err := os.ReadFile("../../../Documentation/design.md")
 	if err != nil {
 		t.Fatal(err)
 	}
-	names := map[string]phase{}
+	names := map[string]Phase{}
 	for _, m := range regexp.MustCompile(`(?m)^    state "(.*)" as (\w+)$`).FindAllStringSubmatch(string(page), -1) {
-		names[m[2]] = phase(m[1])
+		names[m[2]] = Phase(m[1])
 	}
-	drawn := map[phase][]phase{}
+	drawn := map[Phase][]Phase{}
 	for _, m := range regexp.MustCompile(`(?m)^    (\w+) --> (\w+)$`).FindAllStringSubmatch(string(page), -1) {
 		from, to := names[m[1]], names[m[2]]
 		drawn[from] = append(drawn[from], to)
 	}
-	for _, ways := range []map[phase][]phase{following, drawn} {
+	for _, ways := range []map[Phase][]Phase{following, drawn} {
 		for _, to := range ways {
 			slices.Sort(to) // the order has no meaning
 		}

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package daemon
+package network
 
 import (
 	"context"
@@ -10,6 +10,7 @@ import (
 
 	"k8s.io/klog/v2"
 
+	"github.com/flanneld/flanneld/pkg/daemon/lastknown"
 	"github.com/flanneld/flanneld/pkg/loop"
 	"github.com/flanneld/flanneld/pkg/subnetfile"
 )
@@ -59,7 +60,7 @@ func (k *fileKeeper) step(ctx context.Context) error {
 }
 
 // subnetFile returns the wanted content of the subnet file.
-func subnetFile(now lastKnown, mtu int, masquerade bool) subnetfile.File {
+func subnetFile(now lastknown.State, mtu int, masquerade bool) subnetfile.File {
 	f := subnetfile.File{MTU: mtu, IPMasq: masquerade}
 	for _, n := range now.Config.Networks {
 		if e, ok := now.Own.Endpoint(n.Family()); ok {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package daemon
+package network
 
 import (
 	"context"
@@ -13,6 +13,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/pkg/daemon/lastknown"
 	"github.com/flanneld/flanneld/pkg/wait"
 	"github.com/flanneld/flanneld/subnet"
 )
@@ -22,8 +23,8 @@ const lastLook = 200 * time.Millisecond
 
 // session is the part of a network that depends on configuration, interface and lease.
 type session struct {
-	begin  lastKnown // state at the begin, without the peers, which are in the ledger
-	mtu    int       // maximum packet size of every path in bytes
+	begin  lastknown.State // state at the begin, without the peers, which are in the ledger
+	mtu    int             // maximum packet size of every path in bytes
 	be     backend.Backend
 	ledger *subnet.Ledger
 	syncer *backend.Syncer
@@ -34,14 +35,20 @@ type session struct {
 	done        chan struct{}
 }
 
+// runner runs sessions, one after the other.
+type runner struct {
+	*parts
+	serving atomic.Pointer[session] // the present session; nil before the first
+}
+
 // serve starts a session: the backend's network, the lease-watch loop, the traffic rules, the
 // subnet file, and the removal of what former configurations have left.
-func (n *network) serve(ctx context.Context, be backend.Backend, now lastKnown) (*session, error) {
-	if err := n.devices.takeAll(be.Scope()); err != nil {
+func (r *runner) serve(ctx context.Context, be backend.Backend, now lastknown.State) (*session, error) {
+	if err := r.devices.TakeAll(be.Scope()); err != nil {
 		return nil, err
 	}
-	n.host.tuner.Backend(n.name, now.Config.BackendType)
-	n.state.set(now) // before the first object exists that a later configuration must remove
+	r.host.Tuner.Backend(r.name, now.Config.BackendType)
+	r.state.Set(now) // before the first object exists that a later configuration must remove
 	running, err := startBackend(ctx, be, now.Own)
 	if err != nil {
 		return nil, fmt.Errorf("start backend: %w", err)
@@ -49,17 +56,17 @@ func (n *network) serve(ctx context.Context, be backend.Backend, now lastKnown) 
 	ledger := &subnet.Ledger{}
 	ledger.Restore(now.Peers, time.Now())
 	now.Peers = subnet.LedgerState{}
-	past := n.newRetirement(now.Former, be)
-	syncer := n.newSyncer(ctx, now, running, ledger, past.due)
-	file := &fileKeeper{path: n.opts.SubnetFile, file: subnetFile(now, running.MTU(), n.opts.IPMasq), report: func(err error) { n.ready.report(ctx, partSubnetFile, err) }}
+	past := r.newRetirement(now.Former, be)
+	syncer := r.newSyncer(ctx, now, running, ledger, past.due)
+	file := &fileKeeper{path: r.opts.SubnetFile, file: subnetFile(now, running.MTU(), r.opts.IPMasq), report: func(err error) { r.ready.report(ctx, partSubnetFile, err) }}
 	file.expect() // otherwise the last session would make this one ready
 	tried := make(chan struct{})
 	ctx, cancel := context.WithCancel(ctx)
 	s := &session{begin: now, mtu: running.MTU(), be: be, ledger: ledger, syncer: syncer, cancel: cancel, done: make(chan struct{})}
-	n.serving.Store(s)
-	n.progress.session(now.recalled, len(now.Former) > 0)
+	r.serving.Store(s)
+	r.progress.session(now.Recalled, len(now.Former) > 0)
 	var wg sync.WaitGroup
-	wg.Go(func() { n.keepRules(ctx, be, now, sync.OnceFunc(func() { close(tried) })) })
+	wg.Go(func() { r.keepRules(ctx, be, now, sync.OnceFunc(func() { close(tried) })) })
 	wg.Go(func() {
 		select { // wait for the rules, so that a pod that gets the subnet finds them
 		case <-tried:
@@ -79,30 +86,30 @@ func (n *network) serve(ctx context.Context, be backend.Backend, now lastKnown) 
 
 // newSyncer returns the lease-watch loop of a session. It calls due after a complete pass
 // without an error.
-func (n *network) newSyncer(ctx context.Context, now lastKnown, running backend.Network, ledger *subnet.Ledger, due func()) *backend.Syncer {
+func (r *runner) newSyncer(ctx context.Context, now lastknown.State, running backend.Network, ledger *subnet.Ledger, due func()) *backend.Syncer {
 	var syncer *backend.Syncer
 	config := backend.SyncerConfig{
-		Config: now.Config, Own: now.Own, Network: running, Ledger: ledger, Resync: n.opts.Resync,
+		Config: now.Config, Own: now.Own, Network: running, Ledger: ledger, Resync: r.opts.Resync,
 		OnSync: func(p backend.Pass) {
-			n.ready.health.Beat()
-			n.metrics.Synced(p.Took, p.Repaired, p.Err)
+			r.ready.health.Beat()
+			r.metrics.Synced(p.Took, p.Repaired, p.Err)
 			// Later sessions continue with the data that the first one got from the
 			// store.
-			if p.Complete || p.Err != nil || n.ready.wasReady() {
-				n.ready.report(ctx, partDatapath, p.Err)
+			if p.Complete || p.Err != nil || r.ready.wasReady() {
+				r.ready.report(ctx, partDatapath, p.Err)
 			}
 			if p.Complete && p.Err == nil {
 				due()
 			}
 			switch {
 			case p.News:
-				n.state.update(func(now *lastKnown) { now.Peers, now.peers = subnet.LedgerState{}, syncer.Peers })
+				r.state.Update(func(now *lastknown.State) { now.Peers, now.Fresh = subnet.LedgerState{}, syncer.Peers })
 			case p.Complete:
-				n.state.check()
+				r.state.Check()
 			}
 		},
 	}
-	if w, ok := n.store.(subnet.Warner); ok {
+	if w, ok := r.store.(subnet.Warner); ok {
 		config.OnRefused = func(key, reason string) { w.Warn("FlannelPeerRefused", key+": "+reason) }
 	}
 	syncer = backend.NewSyncer(config)

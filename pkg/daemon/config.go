@@ -1,0 +1,50 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package daemon
+
+import (
+	"context"
+
+	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/pkg/daemon/network"
+	"github.com/flanneld/flanneld/pkg/health"
+	"github.com/flanneld/flanneld/pkg/metrics"
+	"github.com/flanneld/flanneld/pkg/options"
+	"github.com/flanneld/flanneld/pkg/status"
+	"github.com/flanneld/flanneld/pkg/tune"
+)
+
+// Config is what Run needs.
+type Config struct {
+	Options options.Options
+	// Backends returns the backends that a network may use. builtin.New returns all.
+	Backends BackendsFunc
+	// Tuner adapts the Go runtime. If it is nil, the runtime stays as it is.
+	Tuner *tune.Tuner
+}
+
+// ErrConfigChanged ends the daemon with --exit-on-config-change.
+var ErrConfigChanged = network.ErrConfigChanged
+
+// BackendsFunc returns the backends for one network. Each network has options of its own.
+type BackendsFunc func(options.Options) (backend.Catalog, error)
+
+// served is what a daemon serves: one network, or several.
+type served interface {
+	health.Source
+	// Run serves until ctx ends, and then returns nil.
+	Run(ctx context.Context) error
+	// Close releases what is left after Run. The kernel stays unchanged.
+	Close()
+	// Shutdown does what must be done on the host when the daemon is told to stop.
+	Shutdown(ctx context.Context)
+	// Up is closed when the start is over. From then on StateIsWritten reports whether the
+	// state files are up to date.
+	Up() <-chan struct{}
+	StateIsWritten() bool
+	// all returns the metrics of all networks.
+	all() []*metrics.Metrics
+	// status returns the report about a network. Without a name it returns the report about the
+	// only network, or an overview of several.
+	status(ctx context.Context, name string) (status.Report, error)
+}

@@ -1,0 +1,134 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package lastknown keeps what a network of this host has used: its configuration, interface, own
+// lease and peers. They are in the state file, so that a start can use them before the store
+// answers.
+package lastknown
+
+import (
+	"fmt"
+	"net/netip"
+	"path/filepath"
+	"reflect"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/flanneld/flanneld/pkg/underlay"
+	"github.com/flanneld/flanneld/subnet"
+)
+
+// State is what a start can use before the store has answered.
+type State struct {
+	Config    subnet.Config      `json:"config"`
+	Interface underlay.Interface `json:"interface"`
+	Own       subnet.Lease       `json:"own"`
+	Stored    *subnet.Lease      `json:"stored,omitempty"` // Own as it was published; nil if it is the same
+	Peers     subnet.LedgerState `json:"peers"`
+	Former    []Former           `json:"former,omitempty"` // earlier configurations whose objects may still be in the kernel
+	Rules     []netip.Prefix     `json:"rules,omitempty"`  // networks outside of Config that the firewall may still contain
+
+	// Prefix and Name are those of one of several networks.
+	Prefix string `json:"prefix,omitempty"`
+	Name   string `json:"name,omitempty"`
+	// Seen is the revision at which the store had its configuration.
+	Seen int64 `json:"seen,omitempty"`
+
+	// Saved is when the file was written, by the wall clock. A clock that is earlier is wrong.
+	Saved time.Time `json:"saved,omitzero"`
+
+	// PublicIPs are the addresses that peers send to, if the store and not the flags set
+	// them.
+	PublicIPs []netip.Addr `json:"publicIPs,omitempty"`
+
+	// Fresh returns newer peers than Peers. It may be nil.
+	Fresh func() subnet.LedgerState `json:"-"`
+
+	// Recalled is set if Config comes from an earlier process, and the store has not
+	// returned a configuration to this process yet.
+	Recalled bool `json:"-"`
+}
+
+// Former is an earlier configuration and interface of this node, whose objects may still
+// be in the kernel.
+type Former struct {
+	Config    subnet.Config      `json:"config"`
+	Interface underlay.Interface `json:"interface"`
+}
+
+// Renewed updates the own lease to what the store has. If its addresses have changed here and
+// the store does not know it yet, the state keeps the new addresses: a renewal of the lease as
+// it was must not bring the old ones back.
+func (last *State) Renewed(own subnet.Lease) {
+	if last.Stored != nil {
+		stored := own
+		last.Stored = &stored
+		own.Endpoints = last.Own.Endpoints
+	}
+	last.Own = own
+}
+
+// clockSlack is by how much the clock may have been set back since the state was written.
+const clockSlack = time.Minute
+
+// ErrExpired means that the lease of the last known state has run out.
+var ErrExpired = fmt.Errorf("%w: the lease of the last known state has run out", subnet.ErrUnfit)
+
+// Usable returns nil if the own lease has not run out at the time now. A host without a
+// real-time clock boots with a time that is long ago. If the clock is earlier than the time at
+// which the state was written, it does not tell whether the lease has run out.
+func (last *State) Usable(now time.Time) error {
+	switch {
+	case last.Own.Permanent:
+		return nil
+	case now.Before(last.Saved.Add(-clockSlack)):
+		return fmt.Errorf("the clock is wrong: it is at %s, and the state was written at %s", now.UTC().Format(time.RFC3339), last.Saved.UTC().Format(time.RFC3339))
+	case now.After(last.Own.Expires):
+		return ErrExpired
+	}
+	return nil
+}
+
+// SameNode reports whether the state with interface a belongs to the node that has b now.
+// Cloned hosts have the same disk, but different addresses.
+func SameNode(a, b underlay.Interface) bool {
+	return len(a.Addrs) > 0 && reflect.DeepEqual(a.Addrs, b.Addrs)
+}
+
+// OtherNode reports whether the state with interface a belongs to another node than the
+// one that has b now: they have no address in common.
+func OtherNode(a, b underlay.Interface) bool {
+	return !slices.ContainsFunc(a.Addrs, func(one underlay.Address) bool { return slices.Contains(b.Addrs, one) })
+}
+
+// FormerNetworks returns the networks for which an earlier process may have created rules,
+// except for those in cfg.
+func (last *State) FormerNetworks(cfg subnet.Config) []netip.Prefix {
+	all := append(slices.Clone(last.Rules), last.Config.Prefixes()...)
+	for _, f := range last.Former {
+		all = append(all, f.Config.Prefixes()...)
+	}
+	present := cfg.Prefixes()
+	var former []netip.Prefix
+	for _, n := range all {
+		if !slices.Contains(present, n) && !slices.Contains(former, n) {
+			former = append(former, n)
+		}
+	}
+	return former
+}
+
+// Files returns the names of the state files in dir.
+func Files(dir string) ([]string, error) {
+	found, err := filepath.Glob(filepath.Join(dir, "flanneld-*.json"))
+	if err != nil {
+		return nil, fmt.Errorf("look for state files: %w", err)
+	}
+	var names []string
+	for _, path := range found {
+		if name := strings.TrimSuffix(filepath.Base(path), ".json"); !strings.HasSuffix(name, "-commands") {
+			names = append(names, name)
+		}
+	}
+	return names, nil
+}

@@ -1,0 +1,193 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package network serves one flat network on this host. network.go tells its life: startup.go
+// obtains configuration, interface and lease, resume.go serves from the last known state
+// meanwhile, session.go runs the backend, and move.go follows the store and the external
+// interface. phase.go names the phases of this life, and report.go tells operators of it.
+package network
+
+import (
+	"context"
+	"errors"
+	"net/netip"
+
+	"golang.org/x/sync/errgroup"
+	"k8s.io/klog/v2"
+
+	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/pkg/daemon/lastknown"
+	"github.com/flanneld/flanneld/pkg/daemon/ownership"
+	"github.com/flanneld/flanneld/pkg/dataplane/linux"
+	"github.com/flanneld/flanneld/pkg/metrics"
+	"github.com/flanneld/flanneld/pkg/options"
+	"github.com/flanneld/flanneld/pkg/status"
+	"github.com/flanneld/flanneld/pkg/subnetfile"
+	"github.com/flanneld/flanneld/pkg/underlay"
+	"github.com/flanneld/flanneld/subnet"
+	"github.com/flanneld/flanneld/subnet/etcd"
+)
+
+// Config is what Open needs.
+type Config struct {
+	Host    *Host
+	Options options.Options
+	Name    string // empty if it is the only network
+	// Backends returns the backends that the network may use.
+	Backends func(options.Options) (backend.Catalog, error)
+	// OpenStore opens the store of one of several networks, which share a connection to etcd. If
+	// it is nil, the options select the store.
+	OpenStore func(etcd.Config) (Store, error)
+	// Announce is called once, when the network is ready.
+	Announce func(context.Context)
+	// Others returns the prefixes of other networks of the daemon, and a channel that is closed
+	// when they change. Packets to them are not masqueraded. It is nil if there are none.
+	Others func() ([]netip.Prefix, <-chan struct{})
+	// Seen is the revision at which the store had the configuration, if there are several networks.
+	Seen int64
+}
+
+// Network is one flat network on this host.
+type Network struct{ *runner }
+
+// Open opens the state file and creates the connection to the store. It starts nothing.
+func Open(ctx context.Context, c Config) (n *Network, err error) {
+	opts := c.Options
+	p := &parts{host: c.Host, name: c.Name, opts: opts, devices: ownership.NewLocks(opts.StateDir), others: c.Others, seen: c.Seen}
+	n = &Network{&runner{parts: p}}
+	defer func() {
+		if err != nil {
+			n.Close()
+			n = nil
+		}
+	}()
+	if p.catalog, err = c.Backends(opts); err != nil {
+		return n, err
+	}
+	if p.kernel, err = linux.Open(linux.Options{NexthopObjects: opts.NexthopObjects == options.NexthopsAuto}); err != nil {
+		return n, err
+	}
+	p.config = newConfigWatch(func(text []byte) (subnet.Config, error) {
+		now, _, _, err := Validate("", text, !opts.KubeSubnetMgr, p.catalog.Registry)
+		return now, err
+	})
+	p.progress.entered = func(now Phase) { klog.FromContext(ctx).V(1).Info("network", "phase", now) }
+	if p.state, p.past, err = lastknown.Open(ctx, opts); err != nil {
+		return n, err
+	}
+	p.past.Rules = append(p.past.Rules, subnetfile.Networks(opts.SubnetFile)...)
+	p.ready = newReadiness(opts, p.state.LeaseEnd, c.Announce)
+	p.metrics = metrics.New(c.Name, reporter{n.runner}.values)
+	p.rules = p.newRuleKeeper(c.Host.Firewall)
+	if c.OpenStore == nil {
+		p.store, err = p.openStore(ctx)
+	} else {
+		p.store, err = c.OpenStore(p.etcdConfig(ctx))
+	}
+	return n, err
+}
+
+// Close releases what Open and sessions have taken. The kernel stays unchanged.
+func (n *Network) Close() {
+	if n.store != nil {
+		_ = n.store.Close()
+	}
+	n.devices.ReleaseAll()
+	if n.state != nil {
+		n.state.Close()
+	}
+	if n.catalog.Close != nil {
+		n.catalog.Close()
+	}
+	if n.kernel != nil {
+		_ = n.kernel.Close()
+	}
+}
+
+// Shutdown does what must be done on the host when the daemon is told to stop.
+func (n *Network) Shutdown(ctx context.Context) {
+	if n.catalog.Shutdown != nil {
+		n.catalog.Shutdown(ctx)
+	}
+}
+
+// Run starts the network and serves it until ctx ends. It then returns nil. It returns
+// ErrConfigChanged, wrapped, if --exit-on-config-change says so.
+func (n *Network) Run(ctx context.Context) error {
+	group, ctx := errgroup.WithContext(ctx)
+	group.Go(func() error { return n.state.Run(ctx) })
+	group.Go(func() error { return n.startAndServe(ctx) })
+	return group.Wait()
+}
+
+func (n *Network) startAndServe(ctx context.Context) error {
+	start := newStartup(ctx, n.runner)
+	defer start.stop()
+	be, now, err := start.prepare(ctx)
+	for errors.Is(err, ErrConfigChanged) {
+		be, now, err = start.prepare(ctx)
+	}
+	if err != nil {
+		return err
+	}
+	start.stop()
+	s, err := n.serve(ctx, be, now)
+	if err != nil {
+		return err
+	}
+	changed := make(chan underlay.Interface, 1)
+	group, ctx := errgroup.WithContext(ctx)
+	group.Go(func() error {
+		return n.watchInterface(ctx, n.underlayOptions(now.Config, now), now.Interface, changed)
+	})
+	group.Go(func() error { return n.work(ctx, n.store, s, changed) })
+	group.Go(func() error { return ended(ctx, n.store.Keep(ctx, now.Own)) })
+	n.followConfig(ctx, group)
+	return group.Wait()
+}
+
+// followConfig makes group follow changes of the configuration, if Watch does not do so
+// already, and end the network if the options ask for that.
+func (n *Network) followConfig(ctx context.Context, group *errgroup.Group) {
+	if w, ok := n.store.(subnet.ConfigWatcher); ok {
+		group.Go(func() error {
+			return ended(ctx, w.WatchConfig(ctx, func(text []byte) { n.config.apply(ctx, text) }))
+		})
+	}
+	if n.opts.ExitOnConfigChange {
+		group.Go(func() error { return n.config.exit(ctx) })
+	}
+}
+
+// Retire removes everything that the network has on this host, and its lease in the store. It is
+// not served any more.
+func (n *Network) Retire(ctx context.Context) error { return n.retireAll(ctx) }
+
+// Alive implements health.Source.
+func (n *Network) Alive() error { return n.ready.health.Alive() }
+
+// Ready implements health.Source.
+func (n *Network) Ready() (ready bool, reasons []string) { return n.ready.health.Ready() }
+
+// Up is closed when the network has become ready for the first time.
+func (n *Network) Up() <-chan struct{} { return n.ready.up }
+
+// WasReady reports whether Up is closed.
+func (n *Network) WasReady() bool { return n.ready.wasReady() }
+
+// StateIsWritten reports whether the state file is up to date. Before the network is ready it
+// returns true, because there is no need to wait then.
+func (n *Network) StateIsWritten() bool { return !n.WasReady() || n.state.Written() }
+
+// State returns the present state. ok is false before the first session.
+func (n *Network) State() (now lastknown.State, ok bool) { return n.state.Get() }
+
+// Phase returns what the network does at present.
+func (n *Network) Phase() Phase { return n.progress.phase() }
+
+// Metrics returns the metrics of the network.
+func (n *Network) Metrics() *metrics.Metrics { return n.metrics }
+
+// Report returns the status for people.
+func (n *Network) Report(ctx context.Context) (status.Report, error) {
+	return reporter{n.runner}.report(ctx)
+}

@@ -1,0 +1,171 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package network
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net/netip"
+	"time"
+
+	"k8s.io/klog/v2"
+
+	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/pkg/daemon/lastknown"
+	"github.com/flanneld/flanneld/pkg/daemon/ownership"
+	"github.com/flanneld/flanneld/pkg/dataplane/linux"
+	"github.com/flanneld/flanneld/pkg/metrics"
+	"github.com/flanneld/flanneld/pkg/oneline"
+	"github.com/flanneld/flanneld/pkg/options"
+	"github.com/flanneld/flanneld/pkg/rules"
+	"github.com/flanneld/flanneld/pkg/status"
+	"github.com/flanneld/flanneld/pkg/tune"
+	"github.com/flanneld/flanneld/pkg/underlay"
+	"github.com/flanneld/flanneld/pkg/wait"
+	"github.com/flanneld/flanneld/subnet"
+)
+
+// Host is what a daemon has once, however many networks it serves.
+type Host struct {
+	Firewall *rules.Host
+	Journal  *status.Journal
+	Tuner    *tune.Tuner
+	Started  time.Time
+}
+
+// Store is a manager with its connection.
+type Store interface {
+	subnet.Manager
+	// Reconnect replaces a connection from an address that was removed.
+	Reconnect()
+	// Close ends the connection.
+	Close() error
+}
+
+// parts are what one network has from its opening to its end. Start-up, sessions and reports use
+// them.
+type parts struct {
+	host    *Host
+	name    string // empty if it is the only network
+	opts    options.Options
+	kernel  *linux.Kernel
+	devices *ownership.Locks
+	catalog backend.Catalog
+	state   *lastknown.Store
+	past    lastknown.State // of the last process, when the network was opened
+	seen    int64           // revision at which the store had the configuration, if there are several networks
+	store   Store
+	config  *configWatch
+	ready   *readiness
+	metrics *metrics.Metrics
+	rules   *rules.Keeper
+	// others returns the prefixes of other networks of this daemon, and a channel that is closed
+	// when they change. Packets to them are not masqueraded. It is nil if there are none.
+	others   func() ([]netip.Prefix, <-chan struct{})
+	progress progress
+}
+
+// env returns the environment of backends.
+func (p *parts) env(iface underlay.Interface, cfg subnet.Config) backend.Env {
+	return backend.Env{
+		Network: p.name, Underlay: iface, Config: cfg, Kernel: p.kernel, Resync: p.opts.Resync, StateDir: p.opts.StateDir, Blackhole: p.opts.IPBlackholeRoute,
+	}
+}
+
+// underlayOptions returns the options from cfg and the flags, and the interface that this
+// process, or the last one, has used. last has the addresses from the store, which replace those
+// of the flags.
+func (p *parts) underlayOptions(cfg subnet.Config, last lastknown.State) underlay.Options {
+	public := last.PublicIPs
+	if now, ok := p.state.Get(); ok {
+		last = now
+	}
+	o := underlay.Options{
+		Ifaces: p.opts.Iface, IfaceRegexes: p.opts.IfaceRegex, CanReach: p.opts.IfaceCanReach,
+		PublicIP: p.opts.PublicIP, PublicIPv6: p.opts.PublicIPv6,
+		InUse: last.Interface,
+	}
+	for _, one := range cfg.Networks {
+		o.Families = append(o.Families, one.Family())
+		// The hosts may use a subnet of a former network themselves.
+		if e, ok := last.Own.Endpoint(one.Family()); ok && one.Prefix.Contains(e.Subnet.Addr()) {
+			o.Pods = append(o.Pods, e.Subnet)
+		}
+	}
+	for _, a := range public {
+		if a.Is4() {
+			o.PublicIP = a
+		} else {
+			o.PublicIPv6 = a
+		}
+	}
+	return o
+}
+
+// watchInterface follows the external interface until ctx ends. It sends the latest state
+// to changed.
+func (p *parts) watchInterface(ctx context.Context, o underlay.Options, now underlay.Interface, changed chan underlay.Interface) error {
+	usable := func(err error) { p.ready.report(ctx, partInterface, err) }
+	return underlay.Watch(ctx, o, now, latest(changed), usable)
+}
+
+// describe returns the interface's addresses for the log.
+func describe(i underlay.Interface) []string {
+	var s []string
+	for _, a := range i.Addrs {
+		if a.Public == a.Local {
+			s = append(s, a.Local.String())
+		} else {
+			s = append(s, fmt.Sprintf("%s (public %s)", a.Local, a.Public))
+		}
+	}
+	return s
+}
+
+// latest returns a function that sends a value to ch and replaces a value that was not
+// received yet. Only this function may send to ch.
+func latest[T any](ch chan T) func(T) {
+	return func(v T) {
+		select {
+		case <-ch:
+		default:
+		}
+		ch <- v
+	}
+}
+
+// ended returns nil if ctx has ended, because a member that ends then was told to.
+func ended(ctx context.Context, err error) error {
+	if ctx.Err() != nil {
+		return nil
+	}
+	return err
+}
+
+// retryPause is the pause after an answer that does not help, such as no configuration
+// yet or no free subnet.
+const retryPause = time.Second
+
+// retry repeats try until it succeeds or ctx ends. It logs each new error once. A success
+// counts even if ctx has ended.
+func retry(ctx context.Context, what string, try func() error) error {
+	logged := ""
+	for {
+		err := try()
+		if err == nil {
+			return nil
+		}
+		if ctx.Err() != nil {
+			return oneline.Join(err, ctx.Err())
+		}
+		if errors.Is(err, subnet.ErrUnfit) || errors.Is(err, ErrConfigChanged) {
+			return err
+		}
+		if logged != err.Error() {
+			logged = err.Error()
+			klog.FromContext(ctx).Error(err, what)
+		}
+		_ = wait.For(ctx, retryPause) // after the end of ctx there is one more try
+	}
+}

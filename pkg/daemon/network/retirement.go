@@ -1,0 +1,152 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package network
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"slices"
+	"sync"
+
+	"k8s.io/klog/v2"
+
+	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/pkg/daemon/lastknown"
+	"github.com/flanneld/flanneld/pkg/daemon/ownership"
+	"github.com/flanneld/flanneld/pkg/dataplane"
+	"github.com/flanneld/flanneld/pkg/dataplane/linux"
+	"github.com/flanneld/flanneld/pkg/rules"
+	"github.com/flanneld/flanneld/pkg/state"
+	"github.com/flanneld/flanneld/subnet"
+)
+
+// owned returns the ownership of f.
+func (p *parts) owned(f lastknown.Former) ownership.Objects {
+	return ownership.In(p.env(f.Interface, f.Config), p.catalog.Registry)
+}
+
+// leftBehind returns the configurations whose objects may be in the kernel although a node with
+// the present backend does not need them. last is the state that it started with.
+func (p *parts) leftBehind(last lastknown.State, present backend.Backend) []lastknown.Former {
+	all := append(slices.Clone(last.Former), lastknown.Former{Config: last.Config, Interface: last.Interface})
+	now := ownership.Of(present)
+	return slices.DeleteFunc(all, func(f lastknown.Former) bool { return now.Covers(p.owned(f)) })
+}
+
+// retirement removes the objects of former configurations once the present one is
+// applied.
+type retirement struct {
+	former  []ownership.Objects
+	present ownership.Objects
+	devices *ownership.Locks
+	due     func() // reports that the present configuration is applied
+	done    func() // called when everything is removed
+	start   chan struct{}
+}
+
+func (p *parts) newRetirement(fs []lastknown.Former, present backend.Backend) *retirement {
+	r := &retirement{present: ownership.Of(present), devices: p.devices, start: make(chan struct{})}
+	for _, f := range fs {
+		r.former = append(r.former, p.owned(f))
+	}
+	r.due = sync.OnceFunc(func() { close(r.start) })
+	r.done = func() {
+		p.state.Update(func(now *lastknown.State) { now.Former = nil })
+		p.progress.retired()
+	}
+	return r
+}
+
+func (r *retirement) run(ctx context.Context) {
+	if len(r.former) == 0 {
+		return
+	}
+	select {
+	case <-ctx.Done():
+		return
+	case <-r.start:
+	}
+	err := retry(ctx, "cannot remove the objects of the former configuration, trying again", func() error {
+		// Use a separate Kernel, because the main one caches what it reads. Nexthop
+		// objects are left to the main one, which may be about to use them: it deletes
+		// unused ones after its next read.
+		kernel, err := linux.Open(linux.Options{})
+		if err != nil {
+			return err
+		}
+		defer func() { _ = kernel.Close() }()
+		for _, f := range r.former {
+			if err := r.retire(ctx, kernel, f); err != nil {
+				return err
+			}
+		}
+		return nil
+	})
+	if err == nil {
+		r.done()
+	}
+}
+
+// retire removes the objects of one configuration, except for devices that another daemon
+// uses now, with their objects.
+func (r *retirement) retire(ctx context.Context, kernel dataplane.Kernel, former ownership.Objects) error {
+	locks, scope := r.devices, former.Scope
+	scope.Devices = slices.DeleteFunc(slices.Clone(scope.Devices), func(name string) bool {
+		return errors.Is(locks.Take(name), state.ErrInUse)
+	})
+	removed, err := dataplane.Retire(ctx, kernel, scope, r.present.Scope)
+	if err != nil {
+		return err
+	}
+	if len(scope.Devices) == len(former.Scope.Devices) {
+		one, err := ownership.Discard(r.present.Beyond(former))
+		if removed += one; err != nil {
+			return err
+		}
+	}
+	if removed > 0 {
+		klog.FromContext(ctx).Info("removed what a former configuration had left", "objects", removed,
+			"devices", scope.Devices, "networks", scope.Networks)
+	}
+	for _, name := range scope.Devices {
+		if !slices.Contains(r.present.Scope.Devices, name) {
+			locks.Release(name)
+		}
+	}
+	return nil
+}
+
+// retireAll removes everything that the network has on this host, and its lease in the store. It is not
+// served any more.
+func (p *parts) retireAll(ctx context.Context) error {
+	last := p.past
+	if now, ok := p.state.Get(); ok {
+		last = now
+	}
+	kernel, err := linux.Open(linux.Options{NexthopObjects: true})
+	if err != nil {
+		return err
+	}
+	defer func() { _ = kernel.Close() }()
+	r := &retirement{devices: p.devices}
+	for _, f := range append(slices.Clone(last.Former), lastknown.Former{Config: last.Config, Interface: last.Interface}) {
+		if err := r.retire(ctx, kernel, p.owned(f)); err != nil {
+			return err
+		}
+	}
+	if err := rules.Remove(ctx, last.FormerNetworks(subnet.Config{})); err != nil {
+		return err
+	}
+	if s, ok := p.store.(subnet.Releaser); ok {
+		if err := s.Release(ctx, last.Own); err != nil {
+			return fmt.Errorf("release the lease: %w", err)
+		}
+	}
+	if err := os.Remove(p.opts.SubnetFile); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return err
+	}
+	return p.state.Remove()
+}

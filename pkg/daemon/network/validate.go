@@ -1,0 +1,29 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package network
+
+import (
+	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/pkg/underlay"
+	"github.com/flanneld/flanneld/subnet"
+)
+
+// usualMTU is the MTU of most external interfaces in bytes.
+const usualMTU = 1500
+
+// Validate parses a network configuration and returns it with its backend, for a host with any
+// interface. network is the name of one of several networks. pools reports whether subnets are
+// assigned from the networks. warnings has one line each.
+func Validate(network string, text []byte, pools bool, backends backend.Registry) (cfg subnet.Config, be backend.Backend, warnings []string, err error) {
+	if cfg, warnings, err = subnet.ParseConfig(text); err != nil {
+		return cfg, nil, nil, err
+	}
+	if _, err := cfg.Pools(); pools && err != nil {
+		return cfg, nil, nil, err
+	}
+	be, more, err := backends.New(backend.Env{Network: network, Config: cfg, Underlay: underlay.Interface{Name: "any", MTU: usualMTU}})
+	if err != nil {
+		return cfg, nil, nil, err
+	}
+	return cfg, be, append(warnings, more...), nil
+}

@@ -1,0 +1,126 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package subnet
+
+import (
+	"bytes"
+	"cmp"
+	"encoding/json"
+	"fmt"
+	"maps"
+	"net/netip"
+	"reflect"
+	"slices"
+	"strings"
+
+	"github.com/flanneld/flanneld/pkg/prefix"
+)
+
+// Changes describes the differences between two configurations that have a meaning. Values that
+// may be secrets are left out.
+func Changes(from, to Config) []string {
+	var changes []string
+	note := func(name string, from, to any) {
+		if !reflect.DeepEqual(from, to) {
+			changes = append(changes, fmt.Sprintf("%s %v -> %v", name, from, to))
+		}
+	}
+	for _, f := range []prefix.Family{prefix.IPv4, prefix.IPv6} {
+		a, b := networkOf(from, f), networkOf(to, f)
+		note(f.String()+" network", a.net, b.net)
+		if a.net == b.net {
+			note(f.String()+" subnets", a.pool, b.pool)
+		}
+	}
+	note("EnableNFTables", from.NFTables, to.NFTables)
+	note("NonMasqueradeCIDRs", sortedPrefixes(from.NonMasquerade), sortedPrefixes(to.NonMasquerade))
+	note("Backend.Type", from.BackendType, to.BackendType)
+	return append(changes, backendChanges(from.Backend, to.Backend)...)
+}
+
+type networkText struct{ net, pool string }
+
+// networkOf describes the network of one family.
+func networkOf(cfg Config, f prefix.Family) networkText {
+	n, ok := cfg.Network(f)
+	if !ok {
+		return networkText{net: "none"}
+	}
+	pool := "no subnets to assign"
+	if p, err := n.Pool(); err == nil {
+		pool = p.String()
+	}
+	return networkText{n.Prefix.String(), pool}
+}
+
+func sortedPrefixes(ps []netip.Prefix) []netip.Prefix {
+	s := slices.Concat([]netip.Prefix{}, ps)
+	slices.SortFunc(s, func(a, b netip.Prefix) int {
+		return cmp.Or(a.Addr().Compare(b.Addr()), cmp.Compare(a.Bits(), b.Bits()))
+	})
+	return slices.Compact(s)
+}
+
+// backendChanges compares the Backend objects. It shows the values that are Public.
+func backendChanges(from, to json.RawMessage) []string {
+	a, b := backendKeys(from), backendKeys(to)
+	names := map[string]string{}
+	for _, keys := range []map[string]backendKey{a, b} {
+		for folded, key := range keys {
+			names[folded] = key.name
+		}
+	}
+	var changes []string
+	for _, folded := range slices.Sorted(maps.Keys(names)) {
+		old, now := a[folded], b[folded]
+		if folded == "type" || reflect.DeepEqual(old.value, now.value) {
+			continue
+		}
+		change := "Backend." + names[folded]
+		if old.public() && now.public() {
+			change += fmt.Sprintf(" %s -> %s", old, now)
+		}
+		changes = append(changes, change)
+	}
+	return changes
+}
+
+type backendKey struct {
+	name  string
+	value any
+}
+
+// backendKeys returns the keys of a JSON object. They are compared without regard to
+// case.
+func backendKeys(raw json.RawMessage) map[string]backendKey {
+	var object map[string]any
+	d := json.NewDecoder(bytes.NewReader(raw))
+	d.UseNumber()
+	_ = d.Decode(&object) // cannot fail, because the configuration was decoded before
+	keys := make(map[string]backendKey, len(object))
+	for name, value := range object {
+		if value != nil {
+			keys[strings.ToLower(name)] = backendKey{name, value}
+		}
+	}
+	return keys
+}
+
+func (k backendKey) public() bool { return Public(k.value) }
+
+// Public reports whether a value of the Backend object, other than its Type, may be
+// shown. A string may be a secret.
+func Public(value any) bool {
+	switch value.(type) {
+	case nil, bool, float64, json.Number:
+		return true
+	}
+	return false
+}
+
+func (k backendKey) String() string {
+	if k.value == nil {
+		return "default"
+	}
+	return fmt.Sprint(k.value)
+}
