@@ -24,6 +24,7 @@ import (
 	"github.com/flanneld/flanneld/pkg/rules"
 	"github.com/flanneld/flanneld/pkg/status"
 	"github.com/flanneld/flanneld/pkg/tune"
+	"github.com/flanneld/flanneld/pkg/underlay"
 )
 
 // stopTimeout limits the time that the members of the group may take to return. They have
@@ -46,6 +47,7 @@ type BackendsFunc func(options.Options) (backend.Catalog, error)
 // host is what a daemon has once, however many networks it serves.
 type host struct {
 	firewall *rules.Host
+	underlay *underlay.Reader
 	journal  *status.Journal
 	tuner    *tune.Tuner
 	started  time.Time
@@ -80,7 +82,7 @@ func Run(ctx context.Context, cfg Config) error {
 	defer cancel()
 	group, members := errgroup.WithContext(work)
 
-	h := &host{journal: journal, tuner: cfg.Tuner, started: time.Now(), firewall: rules.NewHost()}
+	h := &host{journal: journal, tuner: cfg.Tuner, started: time.Now(), firewall: rules.NewHost(), underlay: underlay.NewReader()}
 	if h.tuner == nil {
 		h.tuner = &tune.Tuner{}
 	}

@@ -159,7 +159,7 @@ func (n *network) underlayOptions(cfg subnet.Config, last lastKnown) underlay.Op
 	o := underlay.Options{
 		Ifaces: n.opts.Iface, IfaceRegexes: n.opts.IfaceRegex, CanReach: n.opts.IfaceCanReach,
 		PublicIP: n.opts.PublicIP, PublicIPv6: n.opts.PublicIPv6,
-		InUse: last.Interface,
+		InUse: last.Interface, Reader: n.host.underlay,
 	}
 	for _, one := range cfg.Networks {
 		o.Families = append(o.Families, one.Family())
