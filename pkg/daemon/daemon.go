@@ -19,6 +19,7 @@ import (
 	"github.com/flanneld/flanneld/pkg/rules"
 	"github.com/flanneld/flanneld/pkg/status"
 	"github.com/flanneld/flanneld/pkg/tune"
+	"github.com/flanneld/flanneld/pkg/underlay"
 )
 
 // stopTimeout limits the time that the members of the group may take to return. They have
@@ -35,7 +36,7 @@ func Run(ctx context.Context, cfg Config) error {
 	defer cancel()
 	group, members := errgroup.WithContext(work)
 
-	h := &network.Host{Journal: journal, Tuner: cfg.Tuner, Started: time.Now(), Firewall: rules.NewHost()}
+	h := &network.Host{Journal: journal, Tuner: cfg.Tuner, Started: time.Now(), Firewall: rules.NewHost(), Underlay: underlay.NewReader()}
 	if h.Tuner == nil {
 		h.Tuner = &tune.Tuner{}
 	}

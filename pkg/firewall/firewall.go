@@ -112,11 +112,11 @@ type Policy struct {
 
 // Applier makes the kernel's rules equal to a Policy, with one flavour of firewall.
 type Applier interface {
-	// Apply makes the kernel contain all rules of p, and no other rule that contains one
-	// of p's present or former networks. It writes only differences and reports whether
-	// it wrote. If it fails because ctx has ended, changed reports whether it may have
-	// written.
-	Apply(ctx context.Context, p Policy) (changed bool, err error)
+	// Apply makes the kernel contain all rules of the policies, and no other rule that
+	// contains one of their present or former networks. It writes only differences and
+	// reports whether it wrote. If it fails because ctx has ended, changed reports whether
+	// it may have written.
+	Apply(ctx context.Context, policies ...Policy) (changed bool, err error)
 }
 
 // Place identifies a chain of nftables by the name of its table and its own name.
@@ -165,40 +165,58 @@ func multicast(f prefix.Family) netip.Prefix {
 }
 
 // Table returns the rules of family f.
-func (p Policy) Table(f prefix.Family) Table {
+func (p Policy) Table(f prefix.Family) Table { return TableOf(f, p) }
+
+// TableOf returns the rules of family f of several policies, each with networks of its own.
+func TableOf(f prefix.Family, policies ...Policy) Table {
 	t := Table{Family: f, rules: map[Chain][]Rule{}}
-	for _, n := range p.Networks {
-		if prefix.FamilyOf(n.Network.Addr()) != f {
-			continue
-		}
-		t.Own = append(t.Own, n.Network.Masked())
-		if p.Masquerade {
-			t.rules[Postrouting] = p.postrouting(n)
-		}
-		if p.Forward {
-			t.rules[Forward] = []Rule{{Src: In(n.Network), Action: Accept}, {Dst: In(n.Network), Action: Accept}}
-		}
-		if p.Guard && p.Wanted() && n.Tunnel != (Payload{}) {
-			t.rules[GuardForward] = n.guard()
-			t.rules[GuardInput] = append(n.guard(), Rule{Src: In(n.Network), Dst: In(n.Subnet), Payload: n.Tunnel, Action: Drop})
+	// A packet from one of the networks to another one is masqueraded unless a rule of either
+	// network returns before, so the rules that return come first.
+	var masquerade []Rule
+	for _, p := range policies {
+		for _, n := range p.Networks {
+			if prefix.FamilyOf(n.Network.Addr()) == f {
+				masquerade = append(masquerade, t.add(p, n)...)
+			}
 		}
 	}
-	for _, n := range p.Former {
-		if prefix.FamilyOf(n.Addr()) == f && !slices.Contains(t.Own, n.Masked()) {
-			t.Own = append(t.Own, n.Masked())
+	t.append(Postrouting, masquerade...)
+	for _, p := range policies {
+		for _, n := range p.Former {
+			if prefix.FamilyOf(n.Addr()) == f && !slices.Contains(t.Own, n.Masked()) {
+				t.Own = append(t.Own, n.Masked())
+			}
 		}
 	}
 	return t
 }
 
-// postrouting returns the rules that keep the source address of packets between pods and
-// masquerade two other kinds: packets from pods to other destinations, and packets from
-// other sources to pods of other hosts, whose answers must come back through this host.
-func (p Policy) postrouting(n Network) []Rule {
-	masquerade := Masquerade
-	if p.Random {
-		masquerade = MasqueradeRandom
+// add adds the rules of a network of p, except for those that masquerade, which it returns.
+func (t *Table) add(p Policy, n Network) (masquerade []Rule) {
+	t.Own = append(t.Own, n.Network.Masked())
+	if p.Masquerade {
+		t.append(Postrouting, p.keepSource(n)...)
+		masquerade = p.masquerade(n)
 	}
+	if p.Forward {
+		t.append(Forward, Rule{Src: In(n.Network), Action: Accept}, Rule{Dst: In(n.Network), Action: Accept})
+	}
+	if p.Guard && p.Wanted() && n.Tunnel != (Payload{}) {
+		t.append(GuardForward, n.guard()...)
+		t.append(GuardInput, append(n.guard(), Rule{Src: In(n.Network), Dst: In(n.Subnet), Payload: n.Tunnel, Action: Drop})...)
+	}
+	return masquerade
+}
+
+// append adds rules to the end of a chain.
+func (t *Table) append(c Chain, rules ...Rule) {
+	if len(rules) > 0 {
+		t.rules[c] = append(t.rules[c], rules...)
+	}
+}
+
+// keepSource returns the rules that keep the source address of packets between pods.
+func (p Policy) keepSource(n Network) []Rule {
 	network, subnet := In(n.Network), In(n.Subnet)
 	rules := []Rule{
 		{Src: subnet, Dst: network, Action: Return},
@@ -212,10 +230,21 @@ func (p Policy) postrouting(n Network) []Rule {
 			rules = append(rules, r)
 		}
 	}
-	return append(rules,
-		Rule{Src: network, Dst: notIn(multicast(f)), Action: masquerade},
-		Rule{Src: notIn(n.Network), Dst: network, Action: masquerade},
-	)
+	return rules
+}
+
+// masquerade returns the rules that masquerade packets from pods to other destinations, and
+// packets from other sources to pods of other hosts, whose answers must come back through this
+// host.
+func (p Policy) masquerade(n Network) []Rule {
+	masquerade := Masquerade
+	if p.Random {
+		masquerade = MasqueradeRandom
+	}
+	return []Rule{
+		{Src: In(n.Network), Dst: notIn(multicast(prefix.FamilyOf(n.Network.Addr()))), Action: masquerade},
+		{Src: notIn(n.Network), Dst: In(n.Network), Action: masquerade},
+	}
 }
 
 // guard returns rules that drop tunnel packets from this host's pods to hosts. Pods may

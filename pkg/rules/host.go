@@ -27,18 +27,19 @@ type Host struct {
 	searched chan struct{}        // closed when found is set
 	found    *iptables.Programs
 
-	// writing lets one Keeper at a time read and write rules. iptables-restore fails if a chain
+	// writing lets one writer at a time read and write rules. iptables-restore fails if a chain
 	// changes meanwhile.
 	writing sync.Mutex
 
-	mu     sync.Mutex
-	warned []string // bridge settings that were warned about
+	mu      sync.Mutex
+	writers map[string]*writer
+	warned  []string // bridge settings that were warned about
 }
 
 // NewHost returns a Host. Keepers that use iptables wait until its Run has searched the
 // programs.
 func NewHost() *Host {
-	return &Host{automatic: sync.OnceValues(automatic), wanted: make(chan []prefix.Family, 1), searched: make(chan struct{})}
+	return &Host{automatic: sync.OnceValues(automatic), wanted: make(chan []prefix.Family, 1), searched: make(chan struct{}), writers: map[string]*writer{}}
 }
 
 // Run searches the iptables programs when a Keeper first needs them, and then returns nil.

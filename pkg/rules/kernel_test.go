@@ -27,9 +27,14 @@ func TestKernelSessions(t *testing.T) {
 	var repairs []bool
 	one, two := newKeeper(h, func(repaired bool, _ error) { repairs = append(repairs, repaired) }), newKeeper(h, nil)
 	one.config.Cleaned = func() { cleaned++ }
+	running := map[*Keeper]*session{}
 	start := func(k *Keeper, f Flavour, p firewall.Policy) *session {
 		t.Helper()
+		if last := running[k]; last != nil {
+			last.rules.leave(k)
+		}
 		s := newSession(k, f, p, func() {})
+		running[k] = s
 		s.prepare(t.Context())
 		if err := s.step(t.Context()); err != nil {
 			t.Fatal(err)

@@ -26,6 +26,7 @@ func Remove(ctx context.Context, networks []netip.Prefix) error {
 
 // leftover is a firewall that may contain rules and should contain none.
 type leftover struct {
+	name    string // of the firewall
 	applier firewall.Applier
 	gone    firewall.Policy
 }
@@ -39,7 +40,7 @@ func leftovers(inUse Flavour, gone firewall.Policy, variants map[prefix.Family]i
 		if !v.Present() {
 			continue
 		}
-		l := leftover{applier: iptables.New(v)}
+		l := leftover{name: v.Program(prefix.IPv4), applier: iptables.New(v)}
 		if v == iptables.NFT {
 			l.applier = ifTables{l.applier}
 		}
@@ -51,24 +52,24 @@ func leftovers(inUse Flavour, gone firewall.Policy, variants map[prefix.Family]i
 		all = append(all, l)
 	}
 	if len(all) == 0 && len(variants) == 0 && iptables.Default.Present() {
-		all = append(all, leftover{iptables.New(iptables.Default), gone})
+		all = append(all, leftover{iptables.Default.Program(prefix.IPv4), iptables.New(iptables.Default), gone})
 	}
 	if inUse != NFTables {
-		all = append(all, leftover{nftables.New(), gone})
+		all = append(all, leftover{string(NFTables), nftables.New(), gone})
 	}
 	return all
 }
 
-// ifTables applies a policy only if nftables contains a table of iptables. Otherwise it
+// ifTables applies policies only if nftables contains a table of iptables. Otherwise it
 // runs no program.
 type ifTables struct{ firewall.Applier }
 
 // Apply implements firewall.Applier.
-func (a ifTables) Apply(ctx context.Context, p firewall.Policy) (bool, error) {
+func (a ifTables) Apply(ctx context.Context, policies ...firewall.Policy) (bool, error) {
 	for _, name := range iptables.Tables() {
 		for _, f := range []prefix.Family{prefix.IPv4, prefix.IPv6} {
 			if there, err := nftables.HasTable(f, name); err == nil && there {
-				return a.Applier.Apply(ctx, p)
+				return a.Applier.Apply(ctx, policies...)
 			}
 		}
 	}

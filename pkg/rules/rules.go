@@ -13,7 +13,6 @@ import (
 	"k8s.io/klog/v2"
 
 	"github.com/flanneld/flanneld/pkg/firewall"
-	"github.com/flanneld/flanneld/pkg/firewall/iptables"
 )
 
 // Flavour is a kind of firewall.
@@ -57,9 +56,8 @@ type Keeper struct {
 	config Config
 	host   *Host
 
-	inUse    atomic.Value      // a Flavour; nil before the first Keep
-	logged   Choice            // without Source
-	iptables *iptables.Applier // nil before iptables was needed
+	inUse  atomic.Value // a Flavour; nil before the first Keep
+	logged Choice       // without Source
 	// unreported is set if a Keep has ended while it wrote rules. The next one finds the
 	// result and reports it.
 	unreported bool

@@ -108,8 +108,8 @@ type scripted struct {
 	seen    []firewall.Policy
 }
 
-func (s *scripted) Apply(_ context.Context, p firewall.Policy) (bool, error) {
-	s.seen = append(s.seen, p)
+func (s *scripted) Apply(_ context.Context, policies ...firewall.Policy) (bool, error) {
+	s.seen = append(s.seen, policies...)
 	if len(s.answers) == 0 {
 		return s.changed, nil
 	}
@@ -134,7 +134,7 @@ func TestSession(t *testing.T) {
 		})
 		k.config.Cleaned = func() { cleaned++ }
 		s := newSession(k, NFTables, firewall.Policy{Former: former}, func() {})
-		s.applier, s.leftovers = active, []leftover{{old, firewall.Policy{Former: former}}}
+		s.rules, s.leftovers = &writer{applier: active, turn: &k.host.writing}, []leftover{{"old", old, firewall.Policy{Former: former}}}
 		for i, fails := range []bool{true, true, true, false, false} { // two passes fail themselves, one fails to clean
 			if err := s.step(t.Context()); (err != nil) != fails {
 				t.Errorf("step %d: %v", i, err)
@@ -169,8 +169,9 @@ type interrupted struct {
 	changed bool
 }
 
-func (e interrupted) Apply(ctx context.Context, _ firewall.Policy) (bool, error) {
+func (e interrupted) Apply(ctx context.Context, _ ...firewall.Policy) (bool, error) {
 	e.end()
+	<-ctx.Done()
 	return e.changed, ctx.Err()
 }
 
@@ -182,7 +183,7 @@ func TestRulesOfAnEndedSession(t *testing.T) {
 		k := newKeeper(newHost(t), nil)
 		session := func(ctx context.Context, a firewall.Applier) {
 			s := newSession(k, NFTables, firewall.Policy{}, func() {})
-			s.applier = a
+			s.rules = &writer{applier: a, turn: &k.host.writing}
 			if err := s.step(ctx); err != nil {
 				t.Error(err)
 			}

@@ -34,7 +34,7 @@ type session struct {
 	policy  firewall.Policy
 	tried   func() // called after each attempt; only the first call has an effect
 
-	applier   firewall.Applier
+	rules     *writer
 	leftovers []leftover
 
 	inPlace   bool // the last pass succeeded
@@ -60,6 +60,7 @@ func (s *session) run(ctx context.Context) {
 	if ctx.Err() != nil {
 		return
 	}
+	defer s.rules.leave(s.keeper)
 	l := loop.New(period, func(ctx context.Context) error {
 		defer s.tried()
 		return s.step(ctx)
@@ -77,20 +78,21 @@ func (s *session) run(ctx context.Context) {
 // announces. It returns early if ctx ends.
 func (s *session) prepare(ctx context.Context) (period time.Duration, places []firewall.Place) {
 	period = s.keeper.config.Resync
+	host, of := s.keeper.host, families(s.policy)
 	var inUse map[prefix.Family]iptables.Variant
 	switch wanted := s.policy.Wanted(); {
 	case !wanted && s.flavour == NFTables: // there is nothing to watch
-		s.applier = nftables.New()
+		s.rules = host.writer("nftables", of, nftables.New())
 	case !wanted: // there is no need to examine the host
-		s.applier = iptables.New(iptables.Default)
+		s.rules = host.writer("iptables", of, iptables.New(iptables.Default))
 	case s.flavour == NFTables:
-		s.applier, places = nftables.New(), nftables.OwnPlaces()
+		s.rules, places = host.writer("nftables", of, nftables.New()), nftables.OwnPlaces()
 	default:
-		programs := s.keeper.host.programs(ctx, families(s.policy))
+		programs := host.programs(ctx, of)
 		if programs == nil {
 			return 0, nil
 		}
-		s.applier = s.keeper.applier(programs)
+		s.rules = host.writer("chosen iptables", of, programs.Applier())
 		inUse = s.variants(ctx, programs)
 		if slices.Contains(slices.Collect(maps.Values(inUse)), iptables.Legacy) {
 			period = s.keeper.config.LegacyResync * 5 / 4 // the loop has a jitter of a fifth, so this is never more often than configured
@@ -100,15 +102,6 @@ func (s *session) prepare(ctx context.Context) (period time.Duration, places []f
 	}
 	s.leftovers = leftovers(s.flavour, s.policy.Cleanup(), inUse)
 	return period, places
-}
-
-// applier returns the Applier of all sessions that use iptables. It remembers the rules
-// that the last session has applied.
-func (k *Keeper) applier(p *iptables.Programs) *iptables.Applier {
-	if k.iptables == nil {
-		k.iptables = p.Applier()
-	}
-	return k.iptables
 }
 
 // variants returns the variant of the iptables programs for each family. It repeats the
@@ -145,29 +138,28 @@ func (s *session) step(ctx context.Context) error {
 
 // pass applies the policy and reports the result. It returns nil if ctx has ended.
 func (s *session) pass(ctx context.Context) error {
-	s.keeper.host.writing.Lock()
-	changed, err := s.applier.Apply(ctx, s.policy)
-	s.keeper.host.writing.Unlock()
+	w := s.rules.apply(ctx, s.keeper, s.policy)
+	changed, err := w.changed, w.err
 	if ctx.Err() != nil && err != nil && changed {
 		s.keeper.unreported = true
 	}
 	if ctx.Err() != nil && (err != nil || !changed) { // a change is reported even so
 		return nil
 	}
-	s.note(ctx, changed, err)
+	s.note(ctx, w)
 	return err
 }
 
 // note logs and reports the result of a pass.
-func (s *session) note(ctx context.Context, changed bool, err error) {
-	log := klog.FromContext(ctx)
-	repaired := changed && s.inPlace
+func (s *session) note(ctx context.Context, w written) {
+	log, err := klog.FromContext(ctx), w.err
+	repaired := w.changed && s.inPlace && !w.joined // a pass with a new policy writes anyway
 	switch {
 	case err != nil && !s.failing:
 		log.Error(err, "traffic rules are not in place, trying again", "firewall", string(s.flavour))
 	case err == nil && !s.inPlace:
 		log.Info("traffic rules are in place", "firewall", string(s.flavour), "masquerade", s.policy.Masquerade,
-			"forward", s.policy.Forward, "written", changed || s.keeper.unreported)
+			"forward", s.policy.Forward, "written", w.changed || s.keeper.unreported)
 		s.keeper.unreported = false
 	}
 	s.failing, s.inPlace = err != nil, err == nil
@@ -185,9 +177,10 @@ func (s *session) note(ctx context.Context, changed bool, err error) {
 func (s *session) clean(ctx context.Context) error {
 	log := klog.FromContext(ctx)
 	for _, l := range s.leftovers {
-		s.keeper.host.writing.Lock()
-		removed, err := l.applier.Apply(ctx, l.gone)
-		s.keeper.host.writing.Unlock()
+		w := s.keeper.host.writer("leftovers in "+l.name, nil, l.applier)
+		result := w.apply(ctx, s.keeper, l.gone)
+		w.leave(s.keeper)
+		removed, err := result.changed, result.err
 		if removed && (err == nil || ctx.Err() == nil) {
 			log.Info("removed traffic rules from another firewall", "firewall in use", string(s.flavour))
 		}

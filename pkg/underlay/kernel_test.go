@@ -438,7 +438,7 @@ func TestKernelRelay(t *testing.T) {
 	wake := wait.NewSignal()
 	errs := []error{nil, unix.ENOBUFS, unix.EINTR, nil, unix.EBADF}
 	calls := 0
-	relay(wake, func() error {
+	relay(wake.Send, func() error {
 		calls++
 		if calls == 3 {
 			<-wake // an overflow counts as a change

@@ -32,6 +32,8 @@ type Options struct {
 	// InUse is the current choice, if there is one. Its addresses are kept even if the
 	// interface has others that would rank higher.
 	InUse Interface
+	// Reader is shared by all networks of a process. It may be nil.
+	Reader *Reader
 }
 
 func (o Options) check() error {

@@ -13,8 +13,6 @@ import (
 	"github.com/vishvananda/netlink/nl"
 	"golang.org/x/sys/unix"
 	"k8s.io/klog/v2"
-
-	"github.com/flanneld/flanneld/pkg/wait"
 )
 
 // recheck is how often Wait checks without a notification, in case one was lost.
@@ -37,7 +35,7 @@ func Wait(ctx context.Context, o Options, timeout time.Duration) (Interface, err
 }
 
 func waitFor(ctx context.Context, o Options, timeout, recheck time.Duration) (Interface, error) {
-	changed, stop, err := subscribe(o)
+	changed, stop, err := o.Reader.subscribe(o)
 	if err != nil {
 		return Interface{}, err
 	}
@@ -74,38 +72,37 @@ func waitFor(ctx context.Context, o Options, timeout, recheck time.Duration) (In
 }
 
 func chooseNow(ctx context.Context, o Options) (choice, error) {
-	f, err := Gather(ctx, o)
+	f, err := o.Reader.gather(ctx, o)
 	if err != nil {
 		return choice{}, fmt.Errorf("choose external interface: %w", err)
 	}
 	return choose(f, o)
 }
 
-// subscribe returns a channel that becomes readable after a change of anything that
-// Gather reads. One socket receives all groups and is open on return, so no later change
-// is missed. stop closes it and returns after the reader has ended.
-func subscribe(o Options) (changed <-chan struct{}, stop func(), err error) {
+// subscribe calls wake after each change of anything that Gather reads. One socket receives all
+// groups and is open on return, so no later change is missed. stop closes it and returns after the
+// last call of wake.
+func subscribe(o Options, wake func()) (stop func(), err error) {
 	groups := []uint{unix.RTNLGRP_LINK, unix.RTNLGRP_IPV4_IFADDR, unix.RTNLGRP_IPV6_IFADDR}
 	if !o.asksForInterface() || o.CanReach != "" {
 		groups = append(groups, unix.RTNLGRP_IPV4_ROUTE, unix.RTNLGRP_IPV6_ROUTE)
 	}
 	s, err := nl.Subscribe(unix.NETLINK_ROUTE, groups...)
 	if err != nil {
-		return nil, nil, fmt.Errorf("subscribe to link, address and route changes: %w", err)
+		return nil, fmt.Errorf("subscribe to link, address and route changes: %w", err)
 	}
 	if o.CanReach == "" {
 		if err := onlyDefaults(s.GetFd()); err != nil {
 			s.Close()
-			return nil, nil, fmt.Errorf("subscribe to link, address and route changes: %w", err)
+			return nil, fmt.Errorf("subscribe to link, address and route changes: %w", err)
 		}
 	}
-	wake := wait.NewSignal()
 	done := make(chan struct{})
 	go func() {
 		defer close(done)
 		relay(wake, func() error { _, _, err := s.Receive(); return err })
 	}()
-	return wake, func() { s.Close(); <-done }, nil
+	return func() { s.Close(); <-done }, nil
 }
 
 // onlyDefaults attaches a filter to the socket that drops all route notifications except
@@ -139,14 +136,14 @@ func asLoaded(typ uint16) uint32 {
 	return uint32(binary.BigEndian.Uint16(binary.NativeEndian.AppendUint16(nil, typ)))
 }
 
-// relay makes wake readable after each message that receive returns. It treats an
+// relay calls wake after each message that receive returns. It treats an
 // overflow as a change. Any other error ends relay, which is how it notices a closed
 // socket.
-func relay(wake wait.Signal, receive func() error) {
+func relay(wake func(), receive func() error) {
 	for {
 		if err := receive(); err != nil && !errors.Is(err, unix.ENOBUFS) && !errors.Is(err, unix.EINTR) {
 			return
 		}
-		wake.Send()
+		wake()
 	}
 }

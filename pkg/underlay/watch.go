@@ -41,7 +41,7 @@ const (
 // current choice, or with nil if they can. It blocks until ctx ends, then returns nil.
 // changed and usable must not block.
 func Watch(ctx context.Context, o Options, now Interface, changed func(Interface), usable func(error)) error {
-	notified, stop, err := subscribe(o)
+	notified, stop, err := o.Reader.subscribe(o)
 	if err != nil {
 		return err
 	}
@@ -50,7 +50,7 @@ func Watch(ctx context.Context, o Options, now Interface, changed func(Interface
 	for ctx.Err() == nil {
 		o.InUse = f.now
 		start := spent()
-		facts, err := Gather(ctx, o)
+		facts, err := o.Reader.gather(ctx, o)
 		if ctx.Err() != nil {
 			return nil
 		}

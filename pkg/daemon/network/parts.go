@@ -29,6 +29,7 @@ import (
 // Host is what a daemon has once, however many networks it serves.
 type Host struct {
 	Firewall *rules.Host
+	Underlay *underlay.Reader
 	Journal  *status.Journal
 	Tuner    *tune.Tuner
 	Started  time.Time
@@ -84,7 +85,7 @@ func (p *parts) underlayOptions(cfg subnet.Config, last lastknown.State) underla
 	o := underlay.Options{
 		Ifaces: p.opts.Iface, IfaceRegexes: p.opts.IfaceRegex, CanReach: p.opts.IfaceCanReach,
 		PublicIP: p.opts.PublicIP, PublicIPv6: p.opts.PublicIPv6,
-		InUse: last.Interface,
+		InUse: last.Interface, Reader: p.host.Underlay,
 	}
 	for _, one := range cfg.Networks {
 		o.Families = append(o.Families, one.Family())

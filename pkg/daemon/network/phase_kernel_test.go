@@ -22,6 +22,7 @@ import (
 	"github.com/flanneld/flanneld/pkg/rules"
 	"github.com/flanneld/flanneld/pkg/status"
 	"github.com/flanneld/flanneld/pkg/tune"
+	"github.com/flanneld/flanneld/pkg/underlay"
 	"github.com/flanneld/flanneld/subnet"
 	"github.com/flanneld/flanneld/subnet/etcd"
 	"github.com/flanneld/flanneld/subnet/subnettest"
@@ -162,7 +163,7 @@ func (w *walk) start() (stop func()) {
 	}
 	ctx, cancel := context.WithCancel(klog.NewContext(context.Background(), klog.Background()))
 	var background sync.WaitGroup
-	h := &Host{Journal: status.NewJournal(1), Tuner: &tune.Tuner{}, Started: time.Now(), Firewall: rules.NewHost()}
+	h := &Host{Journal: status.NewJournal(1), Tuner: &tune.Tuner{}, Started: time.Now(), Firewall: rules.NewHost(), Underlay: underlay.NewReader()}
 	n, err := Open(ctx, Config{
 		Host: h, Options: opts, Backends: builtin.New, Announce: announced,
 		OpenStore: func(etcd.Config) (Store, error) { return gatedStore{w.store.Manager(), &w.gate}, nil },

@@ -142,12 +142,12 @@ func (p *Programs) Applier() *Applier {
 }
 
 // Apply implements firewall.Applier. If nothing has changed it runs one program for each
-// family that p concerns, and none if the kernel's own iptables has the rules.
-func (a *Applier) Apply(ctx context.Context, p firewall.Policy) (changed bool, err error) {
+// family that the policies concern, and none if the kernel's own iptables has the rules.
+func (a *Applier) Apply(ctx context.Context, policies ...firewall.Policy) (changed bool, err error) {
 	var errs []error
 	for _, f := range families() {
-		if t := p.Table(f); t.Concerns() {
-			wrote, err := a.apply(ctx, p, f)
+		if firewall.TableOf(f, policies...).Concerns() {
+			wrote, err := a.apply(ctx, policies, f)
 			changed = changed || wrote
 			errs = append(errs, err)
 		}
@@ -155,10 +155,10 @@ func (a *Applier) Apply(ctx context.Context, p firewall.Policy) (changed bool, e
 	return changed, oneline.Join(errs...)
 }
 
-func (a *Applier) apply(ctx context.Context, p firewall.Policy, f prefix.Family) (changed bool, err error) {
+func (a *Applier) apply(ctx context.Context, policies []firewall.Policy, f prefix.Family) (changed bool, err error) {
 	// Do not run a program if nothing is wanted and no tables exist, because the program
 	// would create them.
-	wanted := p.Table(f).Wanted()
+	wanted := firewall.TableOf(f, policies...).Wanted()
 	nothing := func() bool { return !wanted && len(legacyTables(f)) == 0 }
 	if a.programs.variant == Legacy && nothing() {
 		return false, nil
@@ -173,8 +173,11 @@ func (a *Applier) apply(ctx context.Context, p firewall.Policy, f prefix.Family)
 	if !k.nft && nothing() {
 		return false, nil
 	}
-	p.Random = p.Random && k.random
-	program, table := a.programs.variant.Program(f), p.Table(f)
+	policies = slices.Clone(policies)
+	for i := range policies {
+		policies[i].Random = policies[i].Random && k.random
+	}
+	program, table := a.programs.variant.Program(f), firewall.TableOf(f, policies...)
 	var now exact
 	if !k.nft {
 		var same bool

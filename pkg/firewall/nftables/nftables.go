@@ -55,10 +55,10 @@ func read(f prefix.Family, name string) (table, error) {
 }
 
 // Apply implements firewall.Applier. All changes to a family are one transaction.
-func (a *Applier) Apply(ctx context.Context, p firewall.Policy) (changed bool, err error) {
+func (a *Applier) Apply(ctx context.Context, policies ...firewall.Policy) (changed bool, err error) {
 	var errs []error
 	for _, f := range []prefix.Family{prefix.IPv4, prefix.IPv6} {
-		t := p.Table(f)
+		t := firewall.TableOf(f, policies...)
 		if !t.Concerns() {
 			continue
 		}

@@ -65,7 +65,7 @@ func listen(ctx context.Context, places []firewall.Place, wake func()) error {
 	}
 	defer context.AfterFunc(ctx, func() { _ = nl.SetReadDeadline(time.Unix(1, 0)) })()
 	wake()
-	for {
+	for ctx.Err() == nil {
 		messages, err := nl.Receive()
 		switch {
 		case ctx.Err() != nil:
@@ -78,7 +78,35 @@ func listen(ctx context.Context, places []firewall.Place, wake func()) error {
 		}
 		wake()
 		_ = wait.For(ctx, quiet) // the loop notices the end of ctx
+		if backlog(ctx, nl, places) {
+			wake()
+		}
 	}
+	return nil
+}
+
+// backlog reads the messages that have arrived, and reports whether one of them concerns the
+// places. Otherwise a program that has written thousands of rules would cause a wake for every few
+// of them, long after it has finished.
+func backlog(ctx context.Context, nl *netlink.Conn, places []firewall.Place) (concerned bool) {
+	const nothing, enough = time.Millisecond, quiet // without a message for that time there are none; in total
+	for end := time.Now().Add(enough); ctx.Err() == nil && time.Now().Before(end); {
+		if err := nl.SetReadDeadline(time.Now().Add(nothing)); err != nil {
+			break
+		}
+		messages, err := nl.Receive()
+		if err != nil {
+			concerned = concerned || errors.Is(err, unix.ENOBUFS) // messages were lost
+			if !errors.Is(err, unix.ENOBUFS) {
+				break
+			}
+		}
+		concerned = concerned || slices.ContainsFunc(messages, func(m netlink.Message) bool { return concerns(m, places) })
+	}
+	// listen returns if ctx has ended before, and the deadline of its end comes after this one
+	// otherwise.
+	_ = nl.SetReadDeadline(time.Time{})
+	return concerned
 }
 
 // concerns reports whether a message announces a change in one of the places.

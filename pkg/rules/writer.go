@@ -1,0 +1,100 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package rules
+
+import (
+	"cmp"
+	"context"
+	"fmt"
+	"slices"
+	"sync"
+
+	"github.com/flanneld/flanneld/pkg/firewall"
+	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/wait"
+)
+
+// writer applies the policies of all Keepers that use the same firewall, in one pass. With a pass
+// for each of a hundred networks, every pass would read the rules of all of them.
+type writer struct {
+	applier firewall.Applier
+	turn    *sync.Mutex // see Host.writing
+	batch   wait.Batch[written]
+
+	mu       sync.Mutex
+	policies []kept // in the order of their networks
+	joined   bool   // a policy was added since the last pass
+}
+
+// kept is the policy of a Keeper.
+type kept struct {
+	keeper *Keeper
+	policy firewall.Policy
+}
+
+// written is the result of one pass.
+type written struct {
+	changed bool
+	joined  bool // a policy was new
+	err     error
+}
+
+// writer returns the writer for a firewall and some families. Families are separate, so that a
+// program that is missing for one family does not affect networks without that family. The first
+// call decides which Applier is used.
+func (h *Host) writer(firewall string, of []prefix.Family, applier firewall.Applier) *writer {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	key := fmt.Sprint(firewall, of)
+	w, known := h.writers[key]
+	if !known {
+		w = &writer{applier: applier, turn: &h.writing}
+		h.writers[key] = w
+	}
+	return w
+}
+
+// apply applies the policy of k, together with those of other Keepers. Later passes for other
+// Keepers contain it until k leaves.
+func (w *writer) apply(ctx context.Context, k *Keeper, p firewall.Policy) written {
+	w.mu.Lock()
+	at := slices.IndexFunc(w.policies, func(o kept) bool { return o.keeper == k })
+	if at < 0 {
+		w.joined, at = true, len(w.policies)
+		w.policies = append(w.policies, kept{keeper: k})
+	}
+	w.policies[at].policy = p
+	slices.SortStableFunc(w.policies, func(a, b kept) int { return comparePolicies(a.policy, b.policy) })
+	w.mu.Unlock()
+	return w.batch.Do(ctx, w.pass)
+}
+
+// comparePolicies orders policies by their networks, so that the order of rules does not depend on
+// that in which networks start.
+func comparePolicies(a, b firewall.Policy) int {
+	return slices.CompareFunc(a.Networks, b.Networks, func(a, b firewall.Network) int {
+		return cmp.Or(a.Network.Addr().Compare(b.Network.Addr()), cmp.Compare(a.Network.Bits(), b.Network.Bits()))
+	})
+}
+
+func (w *writer) pass(ctx context.Context) written {
+	w.turn.Lock()
+	defer w.turn.Unlock()
+	w.mu.Lock()
+	var policies []firewall.Policy
+	for _, k := range w.policies {
+		policies = append(policies, k.policy)
+	}
+	result := written{joined: w.joined}
+	w.joined = false
+	w.mu.Unlock()
+	result.changed, result.err = w.applier.Apply(ctx, policies...)
+	return result
+}
+
+// leave removes the policy of k from later passes. Its rules stay.
+func (w *writer) leave(k *Keeper) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.policies = slices.DeleteFunc(w.policies, func(o kept) bool { return o.keeper == k })
+}
