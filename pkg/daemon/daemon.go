@@ -18,6 +18,7 @@ import (
 	"k8s.io/klog/v2"
 
 	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/pkg/dataplane/linux"
 	"github.com/flanneld/flanneld/pkg/health"
 	"github.com/flanneld/flanneld/pkg/metrics"
 	"github.com/flanneld/flanneld/pkg/options"
@@ -48,6 +49,7 @@ type BackendsFunc func(options.Options) (backend.Catalog, error)
 type host struct {
 	firewall *rules.Host
 	underlay *underlay.Reader
+	buffers  linux.Buffers // for the kernel sockets of all networks
 	journal  *status.Journal
 	tuner    *tune.Tuner
 	started  time.Time
@@ -102,7 +104,9 @@ func Run(ctx context.Context, cfg Config) error {
 		s.close()
 		return err
 	}
-	h.tuner.Begin()
+	if !cfg.Options.Several() { // a hundred networks would leave holes in a heap that grows meanwhile
+		h.tuner.Begin()
+	}
 	group.Go(func() error { return h.tuner.Rest(members, s.started(), s.stateIsWritten) })
 	group.Go(func() error { return health.Notifier{}.Watchdog(members, s) })
 	group.Go(func() error { return h.firewall.Run(members) })

@@ -60,7 +60,7 @@ func openNetwork(ctx context.Context, h *host, opts options.Options, name string
 	if n.catalog, err = backends(opts); err != nil {
 		return n, err
 	}
-	if n.kernel, err = linux.Open(linux.Options{NexthopObjects: opts.NexthopObjects == options.NexthopsAuto}); err != nil {
+	if n.kernel, err = linux.Open(linux.Options{NexthopObjects: opts.NexthopObjects == options.NexthopsAuto, Buffers: &h.buffers}); err != nil {
 		return n, err
 	}
 	n.config = newConfigWatch(func(text []byte) (subnet.Config, error) {
