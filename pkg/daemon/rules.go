@@ -73,6 +73,7 @@ func (n *network) rulePolicy(be backend.Backend, now lastKnown) firewall.Policy 
 	p := firewall.Policy{
 		Masquerade: n.opts.IPMasq, Random: !n.opts.IPMasqFullyRandomDisable, NonMasquerade: now.Config.NonMasquerade,
 		Forward: n.opts.IPTablesForwardRules, Guard: n.opts.GuardTunnel, Former: now.Rules,
+		Several: n.name != "",
 	}
 	for _, one := range now.Config.Networks {
 		if e, ok := now.Own.Endpoint(one.Family()); ok {
