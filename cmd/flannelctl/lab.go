@@ -10,6 +10,7 @@ import (
 	"io"
 	"os"
 	"path/filepath"
+	"strings"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -26,11 +27,15 @@ const labExamples = `  # three hosts with vxlan; watch until Ctrl-C
   flannelctl lab --once --backend host-gw --dual
 
   # four hosts on two routed segments, plain routes within each
-  flannelctl lab --hosts 4 --l2 2 --backend-config '{"DirectRouting": true}'`
+  flannelctl lab --hosts 4 --l2 2 --backend-config '{"DirectRouting": true}'
+
+  # several networks on every host, with a backend each
+  flannelctl lab --networks red,green --backend vxlan,host-gw`
 
 // labOptions are the flags of flannelctl lab.
 type labOptions struct {
 	cfg           lab.Config
+	networks      []string
 	backend       string
 	backendConfig string
 	ipv6, dual    bool
@@ -59,7 +64,8 @@ nothing behind, even if it is killed.`,
 	f := cmd.Flags()
 	f.SortFlags = false
 	f.IntVar(&o.cfg.Hosts, "hosts", 3, "number of hosts")
-	f.StringVar(&o.backend, "backend", "vxlan", "backend type: vxlan, host-gw, wireguard, ipip, udp, alloc or extension")
+	f.StringSliceVar(&o.networks, "networks", nil, "names of several networks, which one flanneld on each host serves")
+	f.StringVar(&o.backend, "backend", "vxlan", "backend type: vxlan, host-gw, wireguard, ipip, udp, alloc or extension; with --networks also a list of types, used in turn")
 	f.StringVar(&o.backendConfig, "backend-config", "{}", "further keys of Backend, as a JSON object")
 	f.BoolVar(&o.ipv6, "ipv6", false, "only IPv6, on the underlay and for the pods")
 	f.BoolVar(&o.dual, "dual", false, "IPv4 and IPv6")
@@ -101,19 +107,7 @@ func (o *labOptions) complete() error {
 	const bitsPerByte, mega = 8, 1_000_000
 	o.cfg.Rate = o.rateMbit * mega / bitsPerByte
 
-	var backend map[string]any
-	if err := json.Unmarshal([]byte(o.backendConfig), &backend); err != nil || backend == nil {
-		return fmt.Errorf("--backend-config: want a JSON object, got %q", o.backendConfig)
-	}
-	if t, ok := backend["Type"]; ok && t != o.backend {
-		return fmt.Errorf("--backend-config: Type is %v, but --backend says %s", t, o.backend)
-	}
-	backend["Type"] = o.backend
-	text, err := json.Marshal(backend)
-	if err != nil {
-		return err
-	}
-	if o.cfg.Network, err = lab.NetworkConfig(o.cfg.Families, text); err != nil {
+	if err := o.configure(); err != nil {
 		return err
 	}
 	if o.cfg.Flanneld == "" {
@@ -127,6 +121,32 @@ func (o *labOptions) complete() error {
 		return fmt.Errorf("find flanneld: %w (name it with --flanneld)", err)
 	}
 	return nil
+}
+
+// configure converts the flags about networks to network configurations.
+func (o *labOptions) configure() error {
+	var backend map[string]any
+	if err := json.Unmarshal([]byte(o.backendConfig), &backend); err != nil || backend == nil {
+		return fmt.Errorf("--backend-config: want a JSON object, got %q", o.backendConfig)
+	}
+	if t, ok := backend["Type"]; ok && t != o.backend {
+		return fmt.Errorf("--backend-config: Type is %v, but --backend says %s", t, o.backend)
+	}
+	if len(o.networks) > 0 {
+		var err error
+		o.cfg.Networks, err = lab.Networks(o.networks, o.cfg.Families, strings.Split(o.backend, ","), backend)
+		return err
+	}
+	if strings.Contains(o.backend, ",") {
+		return errors.New("--backend: several types need --networks")
+	}
+	backend["Type"] = o.backend
+	text, err := json.Marshal(backend)
+	if err != nil {
+		return err
+	}
+	o.cfg.Network, err = lab.NetworkConfig(o.cfg.Families, text)
+	return err
 }
 
 func (o *labOptions) run(ctx context.Context, out, progress io.Writer) error {

@@ -88,6 +88,7 @@ func TestArgumentsAreRefused(t *testing.T) {
 		"lab --backend-config []":              `--backend-config: want a JSON object, got "[]"`,
 		"lab --backend-config null":            `--backend-config: want a JSON object, got "null"`,
 		`lab --backend-config {"Type":"udp"}`:  "--backend-config: Type is udp, but --backend says vxlan",
+		"lab --backend vxlan,host-gw":          "--backend: several types need --networks",
 		"lab --flanneld /nowhere":              "/nowhere: no such file",
 		"lab --flanneld /bin/true --hosts 201": "hosts: 201 is not in 1 to 200",
 		"lab --flanneld /bin/true --mtu 1000":  "underlay MTU: 1000 is not in 1280 to 65535",

@@ -46,6 +46,7 @@ type podReport struct {
 }
 
 type leaseReport struct {
+	Network string          `json:"network,omitempty"` // name, if there are several
 	Subnet  string          `json:"subnet"`
 	Value   json.RawMessage `json:"value"`
 	Seconds int             `json:"ttlSeconds"` // 0 if it does not expire
@@ -81,7 +82,7 @@ func observe(ctx context.Context, l *lab.Lab) (report, error) {
 		r.Matrix = append(r.Matrix, cell)
 	}
 	for _, h := range l.Hosts() {
-		host, err := observeHost(ctx, h)
+		host, err := observeHost(ctx, l, h)
 		if err != nil {
 			return r, err
 		}
@@ -109,12 +110,12 @@ func (r *report) readLeases(ctx context.Context, l *lab.Lab) error {
 				return err
 			}
 		}
-		r.Leases = append(r.Leases, leaseReport{Subnet: lease.Key, Value: value, Seconds: int(lease.TTL.Seconds())})
+		r.Leases = append(r.Leases, leaseReport{Network: lease.Network, Subnet: lease.Key, Value: value, Seconds: int(lease.TTL.Seconds())})
 	}
 	return nil
 }
 
-func observeHost(ctx context.Context, h *lab.Host) (hostReport, error) {
+func observeHost(ctx context.Context, l *lab.Lab, h *lab.Host) (hostReport, error) {
 	r := hostReport{Name: h.Name(), Flanneld: running, PID: h.Daemon().PID(), Enter: h.Nsenter(), Routes: []string{}}
 	if err := h.Daemon().Ended(); err != nil {
 		r.Flanneld = err.Error()
@@ -134,8 +135,8 @@ func observeHost(ctx context.Context, h *lab.Host) (hostReport, error) {
 	}
 	for _, route := range routes {
 		f := prefix.FamilyOf(route.Dst.Addr())
-		kernels := route.Protocol == unix.RTPROT_KERNEL || route.Dev == lab.PodBridge
-		if !kernels && slices.Contains(own, f) && prefix.Contains(lab.PodNetwork(f), route.Dst) {
+		kernels := route.Protocol == unix.RTPROT_KERNEL || l.IsBridge(route.Dev)
+		if !kernels && slices.Contains(own, f) && l.HasPods(route.Dst) {
 			r.Routes = append(r.Routes, route.String())
 		}
 	}
@@ -175,7 +176,7 @@ func (r report) fingerprint() string {
 		fmt.Fprintln(&b, h.Name, h.Flanneld, h.Routes)
 	}
 	for _, l := range r.Leases {
-		fmt.Fprintln(&b, l.Subnet, string(l.Value))
+		fmt.Fprintln(&b, l.Network, l.Subnet, string(l.Value))
 	}
 	fmt.Fprintln(&b, r.LeasesError)
 	return b.String()
@@ -297,8 +298,15 @@ func (r report) writeLeases(b *strings.Builder) {
 		fmt.Fprintf(b, "LEASES CANNOT BE READ\n%s\n\n", r.LeasesError)
 		return
 	}
+	several := slices.ContainsFunc(r.Leases, func(l leaseReport) bool { return l.Network != "" })
+	if several {
+		fmt.Fprint(w, "NETWORK\t")
+	}
 	fmt.Fprintln(w, "LEASE\tPUBLIC IP\tBACKEND\tEXPIRES")
 	for _, l := range r.Leases {
+		if several {
+			fmt.Fprintf(w, "%s\t", l.Network)
+		}
 		var v struct{ PublicIP, PublicIPv6, BackendType string }
 		if err := json.Unmarshal(l.Value, &v); err != nil {
 			fmt.Fprintf(w, "%s\tunreadable\t\t\n", l.Subnet)

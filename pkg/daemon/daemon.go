@@ -56,7 +56,9 @@ func Run(ctx context.Context, cfg Config) error {
 		s.Close()
 		return err
 	}
-	h.Tuner.Begin()
+	if !cfg.Options.Several() { // a hundred networks would leave holes in a heap that grows meanwhile
+		h.Tuner.Begin()
+	}
 	group.Go(func() error { return h.Tuner.Rest(members, s.Up(), s.StateIsWritten) })
 	group.Go(func() error { return health.Notifier{}.Watchdog(members, s) })
 	group.Go(func() error { return h.Firewall.Run(members) })

@@ -108,6 +108,9 @@ type Policy struct {
 	Guard bool
 	// Former contains networks whose rules are removed.
 	Former []netip.Prefix
+	// Several is set if the daemon has more policies, for other networks. Packets between
+	// its networks are then masqueraded in both directions, or with NonMasquerade in neither.
+	Several bool
 }
 
 // Applier makes the kernel's rules equal to a Policy, with one flavour of firewall.
@@ -170,17 +173,22 @@ func (p Policy) Table(f prefix.Family) Table { return TableOf(f, p) }
 // TableOf returns the rules of family f of several policies, each with networks of its own.
 func TableOf(f prefix.Family, policies ...Policy) Table {
 	t := Table{Family: f, rules: map[Chain][]Rule{}}
-	// A packet from one of the networks to another one is masqueraded unless a rule of either
-	// network returns before, so the rules that return come first.
-	var masquerade []Rule
+	// A packet from one of the networks to another one must first pass the rules of the network
+	// that it is from, whichever policy comes first.
+	var fromPods, fromOthers []Rule
 	for _, p := range policies {
 		for _, n := range p.Networks {
-			if prefix.FamilyOf(n.Network.Addr()) == f {
-				masquerade = append(masquerade, t.add(p, n)...)
+			if prefix.FamilyOf(n.Network.Addr()) != f {
+				continue
+			}
+			t.add(p, n)
+			if p.Masquerade {
+				fromPods = append(fromPods, p.masqueradePods(n))
+				fromOthers = append(fromOthers, p.masqueradeOthers(n)...)
 			}
 		}
 	}
-	t.append(Postrouting, masquerade...)
+	t.append(Postrouting, append(fromPods, fromOthers...)...)
 	for _, p := range policies {
 		for _, n := range p.Former {
 			if prefix.FamilyOf(n.Addr()) == f && !slices.Contains(t.Own, n.Masked()) {
@@ -191,12 +199,11 @@ func TableOf(f prefix.Family, policies ...Policy) Table {
 	return t
 }
 
-// add adds the rules of a network of p, except for those that masquerade, which it returns.
-func (t *Table) add(p Policy, n Network) (masquerade []Rule) {
+// add adds the rules of a network of p, except for those that masquerade.
+func (t *Table) add(p Policy, n Network) {
 	t.Own = append(t.Own, n.Network.Masked())
 	if p.Masquerade {
 		t.append(Postrouting, p.keepSource(n)...)
-		masquerade = p.masquerade(n)
 	}
 	if p.Forward {
 		t.append(Forward, Rule{Src: In(n.Network), Action: Accept}, Rule{Dst: In(n.Network), Action: Accept})
@@ -205,7 +212,6 @@ func (t *Table) add(p Policy, n Network) (masquerade []Rule) {
 		t.append(GuardForward, n.guard()...)
 		t.append(GuardInput, append(n.guard(), Rule{Src: In(n.Network), Dst: In(n.Subnet), Payload: n.Tunnel, Action: Drop})...)
 	}
-	return masquerade
 }
 
 // append adds rules to the end of a chain.
@@ -215,13 +221,16 @@ func (t *Table) append(c Chain, rules ...Rule) {
 	}
 }
 
-// keepSource returns the rules that keep the source address of packets between pods.
+// keepSource returns the rules that keep the source address of packets between pods, and of packets
+// from pods to destinations in NonMasquerade.
 func (p Policy) keepSource(n Network) []Rule {
 	network, subnet := In(n.Network), In(n.Subnet)
 	rules := []Rule{
 		{Src: subnet, Dst: network, Action: Return},
 		{Src: network, Dst: subnet, Action: Return},
-		{Src: notIn(n.Network), Dst: subnet, Action: Return},
+	}
+	if !p.Several {
+		rules = append(rules, toOwnPods(n))
 	}
 	f := prefix.FamilyOf(n.Network.Addr())
 	for _, cidr := range p.NonMasquerade {
@@ -233,18 +242,32 @@ func (p Policy) keepSource(n Network) []Rule {
 	return rules
 }
 
-// masquerade returns the rules that masquerade packets from pods to other destinations, and
-// packets from other sources to pods of other hosts, whose answers must come back through this
+// toOwnPods returns the rule that keeps the source address of packets from outside to pods of this
 // host.
-func (p Policy) masquerade(n Network) []Rule {
-	masquerade := Masquerade
+func toOwnPods(n Network) Rule {
+	return Rule{Src: notIn(n.Network), Dst: In(n.Subnet), Action: Return}
+}
+
+func (p Policy) masqueradeAction() Action {
 	if p.Random {
-		masquerade = MasqueradeRandom
+		return MasqueradeRandom
 	}
-	return []Rule{
-		{Src: In(n.Network), Dst: notIn(multicast(prefix.FamilyOf(n.Network.Addr()))), Action: masquerade},
-		{Src: notIn(n.Network), Dst: In(n.Network), Action: masquerade},
+	return Masquerade
+}
+
+// masqueradePods returns the rule that masquerades packets from pods to other destinations.
+func (p Policy) masqueradePods(n Network) Rule {
+	return Rule{Src: In(n.Network), Dst: notIn(multicast(prefix.FamilyOf(n.Network.Addr()))), Action: p.masqueradeAction()}
+}
+
+// masqueradeOthers returns the rules that masquerade packets from other sources to pods of other
+// hosts, whose answers must come back through this host.
+func (p Policy) masqueradeOthers(n Network) []Rule {
+	var rules []Rule
+	if p.Several {
+		rules = append(rules, toOwnPods(n))
 	}
+	return append(rules, Rule{Src: notIn(n.Network), Dst: In(n.Network), Action: p.masqueradeAction()})
 }
 
 // guard returns rules that drop tunnel packets from this host's pods to hosts. Pods may

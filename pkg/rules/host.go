@@ -31,15 +31,16 @@ type Host struct {
 	// changes meanwhile.
 	writing sync.Mutex
 
-	mu      sync.Mutex
-	writers map[string]*writer
-	warned  []string // bridge settings that were warned about
+	mu       sync.Mutex
+	writers  map[string]*writer  // by firewall and families
+	watchers map[string]*watcher // by places
+	warned   []string            // bridge settings that were warned about
 }
 
 // NewHost returns a Host. Keepers that use iptables wait until its Run has searched the
 // programs.
 func NewHost() *Host {
-	return &Host{automatic: sync.OnceValues(automatic), wanted: make(chan []prefix.Family, 1), searched: make(chan struct{}), writers: map[string]*writer{}}
+	return &Host{automatic: sync.OnceValues(automatic), wanted: make(chan []prefix.Family, 1), searched: make(chan struct{}), writers: map[string]*writer{}, watchers: map[string]*watcher{}}
 }
 
 // Run searches the iptables programs when a Keeper first needs them, and then returns nil.

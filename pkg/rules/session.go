@@ -67,7 +67,7 @@ func (s *session) run(ctx context.Context) {
 	})
 	var wg sync.WaitGroup
 	if len(places) > 0 {
-		wg.Go(func() { nftables.Watch(ctx, places, l.Wake) })
+		wg.Go(func() { s.keeper.host.watch(ctx, places, l.Wake) })
 	}
 	wg.Go(func() { _ = l.Run(ctx) })
 	wg.Wait()

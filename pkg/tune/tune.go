@@ -55,7 +55,7 @@ func New(env []string) *Tuner {
 	return &Tuner{threads: unset("GOMAXPROCS"), memory: unset("GOGC") && unset("GOMEMLIMIT")}
 }
 
-// Begin must be called before the start.
+// Begin prepares for a start that is short and needs little memory. It must be called before that.
 func (t *Tuner) Begin() {
 	if t.memory {
 		debug.SetGCPercent(startGC)

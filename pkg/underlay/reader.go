@@ -6,16 +6,16 @@ import (
 	"context"
 	"fmt"
 	"sync"
+	"time"
 
 	"github.com/flanneld/flanneld/pkg/wait"
 )
 
-// Reader reads the facts about the host for several networks, which all follow the same interfaces.
-// They share one subscription to changes, and the reads that begin at the same time. The options
-// that name an interface must be the same in all of them. A Reader is used in one network
-// namespace. A nil Reader shares nothing.
+// Reader reads the facts about the host for several networks, which share one subscription to
+// changes, and share reads. Their options must name the same interfaces. A Reader is used in one
+// network namespace. A nil Reader shares nothing.
 type Reader struct {
-	facts map[string]*wait.Batch[gathered] // by families; guarded by mu
+	facts map[string]*wait.Batch[gathered] // by families and rest; guarded by mu
 
 	mu        sync.Mutex
 	listeners map[wait.Signal]bool
@@ -26,6 +26,7 @@ type Reader struct {
 type gathered struct {
 	facts Facts
 	err   error
+	cost  time.Duration // CPU time
 }
 
 // NewReader returns a Reader.
@@ -33,24 +34,26 @@ func NewReader() *Reader {
 	return &Reader{facts: map[string]*wait.Batch[gathered]{}, listeners: map[wait.Signal]bool{}}
 }
 
-// gather does what Gather does. The Facts belong to several callers, who must not change them.
-func (r *Reader) gather(ctx context.Context, o Options) (Facts, error) {
+// gather calls Gather. Several callers may get the same Facts, so they must not change them. The time
+// between two reads is at least rest, unless r is nil.
+func (r *Reader) gather(ctx context.Context, o Options, rest time.Duration) gathered {
+	read := func(ctx context.Context) gathered {
+		start := spent()
+		f, err := Gather(ctx, o)
+		return gathered{f, err, spent() - start}
+	}
 	if r == nil {
-		return Gather(ctx, o)
+		return read(ctx)
 	}
 	r.mu.Lock()
-	key := fmt.Sprint(o.Families)
+	key := fmt.Sprint(o.Families, rest)
 	b, known := r.facts[key]
 	if !known {
-		b = &wait.Batch[gathered]{}
+		b = &wait.Batch[gathered]{Rest: rest}
 		r.facts[key] = b
 	}
 	r.mu.Unlock()
-	g := b.Do(ctx, func(ctx context.Context) gathered {
-		f, err := Gather(ctx, o)
-		return gathered{f, err}
-	})
-	return g.facts, g.err
+	return b.Do(ctx, read)
 }
 
 // subscribe returns a channel that becomes readable after a change of anything that Gather

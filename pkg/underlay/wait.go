@@ -72,11 +72,11 @@ func waitFor(ctx context.Context, o Options, timeout, recheck time.Duration) (In
 }
 
 func chooseNow(ctx context.Context, o Options) (choice, error) {
-	f, err := o.Reader.gather(ctx, o)
-	if err != nil {
-		return choice{}, fmt.Errorf("choose external interface: %w", err)
+	g := o.Reader.gather(ctx, o, 0)
+	if g.err != nil {
+		return choice{}, fmt.Errorf("choose external interface: %w", g.err)
 	}
-	return choose(f, o)
+	return choose(g.facts, o)
 }
 
 // subscribe calls wake after each change of anything that Gather reads. One socket receives all

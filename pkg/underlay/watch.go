@@ -49,16 +49,16 @@ func Watch(ctx context.Context, o Options, now Interface, changed func(Interface
 	f := follower{now: now}
 	for ctx.Err() == nil {
 		o.InUse = f.now
-		start := spent()
-		facts, err := o.Reader.gather(ctx, o)
+		read := o.Reader.gather(ctx, o, leastRest)
 		if ctx.Err() != nil {
 			return nil
 		}
+		facts, err, start := read.facts, read.err, spent()
 		var c choice
 		if err == nil {
 			c, err = choose(facts, o)
 		}
-		cost := spent() - start
+		cost := read.cost + spent() - start
 		moved, again := f.consider(ctx, observation{time.Now(), c.Interface, err, facts.isDown(f.now.Name)})
 		if moved {
 			changed(f.now)

@@ -5,13 +5,18 @@ package wait
 import (
 	"context"
 	"sync"
+	"time"
 )
 
 // Batch runs a function for many callers at once: all callers that come before a run begins share
 // its result, which is therefore never older than their call. One run follows the other. The zero
 // Batch is usable.
 type Batch[T any] struct {
+	// Rest is the time from the end of a run to the begin of the next one.
+	Rest time.Duration
+
 	running sync.Mutex
+	ended   time.Time // the last run; guarded by running
 
 	mu   sync.Mutex
 	next *run[T] // has not begun yet; nil if there is none
@@ -37,10 +42,14 @@ func (b *Batch[T]) Do(ctx context.Context, f func(context.Context) T) T {
 	}
 	b.running.Lock()
 	defer b.running.Unlock()
+	if !b.ended.IsZero() {
+		_ = For(r.ctx, time.Until(b.ended.Add(b.Rest))) // f notices the end of its context
+	}
 	b.close(r)
 	defer close(r.done)
 	defer r.cancel()
 	r.result = f(r.ctx)
+	b.ended = time.Now()
 	return r.result
 }
 

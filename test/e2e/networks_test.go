@@ -3,17 +3,19 @@
 package e2e
 
 import (
-	clientv3 "go.etcd.io/etcd/client/v3"
-
 	"encoding/json"
 	"errors"
 	"fmt"
 	"io/fs"
+	"net/http"
 	"net/netip"
 	"os"
 	"slices"
 	"strings"
 	"testing"
+	"time"
+
+	clientv3 "go.etcd.io/etcd/client/v3"
 
 	"github.com/flanneld/flanneld/pkg/ping"
 	"github.com/flanneld/flanneld/pkg/prefix"
@@ -251,17 +253,51 @@ func TestNetworkMasquerade(t *testing.T) {
 			red, green := addNetworkPods(t, l, "red"), addNetworkPods(t, l, "green")
 			expectAnswers(t, red)
 			expectAnswers(t, green)
-			for _, to := range green {
-				eventually(t, "the source of packets to "+to.Name(), func() error {
-					seen := connect(t, red[0].Namespace, netip.Addr{}, to.Namespace, to.Addr(prefix.IPv4)).sourceAddr()
-					if masqueraded := seen != red[0].Addr(prefix.IPv4); masqueraded != between {
-						return fmt.Errorf("%s, the pod has %s", seen, red[0].Addr(prefix.IPv4))
+			for _, pair := range [][2]*lab.Pod{{red[0], green[0]}, {red[0], green[1]}, {green[0], red[0]}, {green[0], red[1]}} {
+				from, to := pair[0], pair[1]
+				eventually(t, "the source of packets from "+from.Name()+" to "+to.Name(), func() error {
+					seen := connect(t, from.Namespace, netip.Addr{}, to.Namespace, to.Addr(prefix.IPv4)).sourceAddr()
+					if masqueraded := seen != from.Addr(prefix.IPv4); masqueraded != between {
+						return fmt.Errorf("%s, the pod has %s", seen, from.Addr(prefix.IPv4))
 					}
 					return nil
 				})
 			}
 		})
 	}
+}
+
+// TestNetworksReady starts a daemon with four networks. One cannot start, because its only subnet
+// has another owner. One is refused, and one has no configuration. READY=1 must wait for the first
+// of these only.
+func TestNetworksReady(t *testing.T) {
+	t.Parallel()
+	const taken = networksRoot + "green/subnets/10.6.1.0-24"
+	l := newLab(t, lab.Config{Hosts: 1}, "")
+	store, h := etcdClient(t, l), l.Host(1)
+	putKey(t, store, networksRoot+"red/config", `{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan"}}`)
+	putKey(t, store, networksRoot+"green/config", `{"Network":"10.6.0.0/16","SubnetMin":"10.6.1.0","SubnetMax":"10.6.1.0","Backend":{"Type":"host-gw"}}`)
+	putKey(t, store, taken, `{"PublicIP":"192.0.2.9","BackendType":"host-gw"}`)
+	putKey(t, store, networksRoot+"pink/config", `{`)
+	s := newSupervisor(t, h, "notify")
+	d := start(t, h, lab.FlanneldOptions{Env: s.env(), Args: []string{"--networks=red,green,pink,grey"}})
+	expectPhase(t, l, "red", "serving")
+	expectPhase(t, l, "pink", "refused")
+	if got := s.next(t, time.Second); got != "" {
+		t.Errorf("notification %q while green is not ready, want none", got)
+	}
+	code, reasons, _ := d.Get(testContext(t), "/readyz")
+	if code != http.StatusServiceUnavailable || !strings.Contains(reasons, "network green: ") || strings.Contains(reasons, "network red") {
+		t.Errorf("/readyz answers %d %q, want 503 and only network green", code, reasons)
+	}
+	removeKey(t, store, taken)
+	s.expect(t, "READY=1")
+	expectPhase(t, l, "green", "serving")
+	if code, reasons, err := d.Get(testContext(t), "/readyz"); err != nil {
+		t.Errorf("/readyz answers %d %q, %v, want 200", code, reasons, err)
+	}
+	expectStop(t, d)
+	s.expect(t, "STOPPING=1")
 }
 
 // TestNetworkDeletedMeanwhile deletes a network while one daemon is down, and takes another one out

@@ -42,6 +42,9 @@ func (h *Host) StartFlanneld(ctx context.Context, o FlanneldOptions) (*Daemon, e
 	}
 	args := []string{"--healthz-ip=127.0.0.1", "--healthz-port=" + healthPort}
 	args = append(args, h.storeArgs()...)
+	if names := h.lab.networkNames(); len(names) > 0 {
+		args = append(args, "--networks="+strings.Join(names, ","))
+	}
 	p, err := startProcess(ctx, h.Namespace, processSpec{
 		name: "flanneld", path: o.Path, args: append(args, o.Args...), env: childEnv(o.Env),
 	})
@@ -93,16 +96,18 @@ func childEnv(extra []string) []string {
 	return append(env, extra...)
 }
 
-// Ready waits until the daemon reports that it is ready and the subnet file exists. It
-// fails if the daemon exits before that.
+// Ready waits until the daemon reports that it is ready and the subnet files of the lab's networks
+// exist. It fails if the daemon exits before that.
 func (d *Daemon) Ready(ctx context.Context) error {
 	const period = 20 * time.Millisecond
 	tick := time.NewTicker(period)
 	defer tick.Stop()
 	for {
 		_, reason, err := d.Get(ctx, "/readyz")
-		if err == nil {
-			_, err = os.Stat(d.host.Path(SubnetFile))
+		for _, file := range d.host.lab.subnetFiles() {
+			if err == nil {
+				_, err = os.Stat(d.host.Path(file))
+			}
 		}
 		if err == nil {
 			return nil

@@ -51,7 +51,9 @@ type Config struct {
 	// Network is the network configuration in the store at the start. With nil the store
 	// is empty.
 	Network json.RawMessage
-	Etcd    EtcdOptions
+	// Networks, if not empty, makes daemons serve these networks instead.
+	Networks []Network
+	Etcd     EtcdOptions
 	// Progress, if not nil, is called after each step of the set-up.
 	Progress func(step string)
 }
@@ -82,6 +84,7 @@ func (c *Config) validate() error {
 		{"hosts", c.Hosts, 1, maxHosts},
 		{"L2 segments", c.Segments, 1, maxSegments},
 		{"underlay MTU", c.MTU, minMTU, maxMTU},
+		{"networks", len(c.Networks), 0, maxNetworks},
 	} {
 		if r.have < r.lo || r.have > r.hi {
 			return fmt.Errorf("%s: %d is not in %d to %d", r.what, r.have, r.lo, r.hi)
@@ -158,10 +161,8 @@ func (l *Lab) build(ctx context.Context) (err error) {
 	if err := l.etcd.Start(ctx); err != nil {
 		return err
 	}
-	if l.cfg.Network != nil {
-		if err := l.PutNetwork(ctx, l.cfg.Network); err != nil {
-			return err
-		}
+	if err := l.putNetworks(ctx); err != nil {
+		return err
 	}
 	l.cfg.Progress("etcd")
 	return nil
@@ -243,13 +244,22 @@ func (l *Lab) StartFlanneld(ctx context.Context, o FlanneldOptions) error {
 	return nil
 }
 
-// AddPods adds one pod to every host.
+// AddPods adds one pod to every host, or one in each of several networks.
 func (l *Lab) AddPods(ctx context.Context) error {
+	names := l.networkNames()
 	for _, h := range l.hosts {
+		for _, network := range names {
+			if _, err := h.AddNetworkPod(ctx, network); err != nil {
+				return err
+			}
+		}
+		if len(names) > 0 {
+			continue
+		}
 		if _, err := h.AddPod(ctx, ""); err != nil {
 			return err
 		}
 	}
-	l.cfg.Progress("a pod on every host")
+	l.cfg.Progress("a pod on every host" + map[bool]string{true: " in each network"}[len(names) > 0])
 	return nil
 }

@@ -22,7 +22,7 @@ type Cell struct {
 	Err           error // why From does not reach To, or not as it should; nil if all is well
 }
 
-// Matrix tests every pod against every other in each of the families: a ping, a TCP
+// Matrix tests every pod against every other of its network in each of the families: a ping, a TCP
 // connection that must arrive from the address of the sending pod, and the throughput.
 // The throughput tests together take about budget. A pod without an address of a family
 // reaches no other pod in that family.
@@ -33,7 +33,7 @@ func (l *Lab) Matrix(ctx context.Context, families []prefix.Family, budget time.
 	for _, f := range families {
 		for _, from := range pods {
 			for _, to := range pods {
-				if from != to {
+				if from != to && from.network == to.network {
 					cells = append(cells, &Cell{From: from, To: to, Family: f})
 				}
 			}

@@ -26,9 +26,10 @@ const PodBridge = "cni0"
 // the host's subnet.env.
 type Pod struct {
 	*Namespace
-	host  *Host
-	addrs []netip.Addr
-	mtu   int
+	host    *Host
+	network string // name; empty if the daemon serves only one
+	addrs   []netip.Addr
+	mtu     int
 }
 
 // Host returns the host that the pod is on.
@@ -53,19 +54,16 @@ func (p *Pod) Addr(f prefix.Family) netip.Addr {
 // AddPod adds a pod called host1/name, or host1/pod1, host1/pod2 and so on if name is
 // empty. The first call on a host creates the bridge.
 func (h *Host) AddPod(ctx context.Context, name string) (*Pod, error) {
-	return h.addPod(ctx, name, SubnetFile, PodBridge)
+	return h.addPod(ctx, name, "", SubnetFile, PodBridge)
 }
 
-// AddNetworkPod adds a pod in one of several networks of the host's daemon, behind a bridge of its
-// own. It waits for nothing: the subnet file must exist.
+// AddNetworkPod adds a pod called host1/network in one of several networks of the host's daemon,
+// behind a bridge of the network. The subnet file must exist.
 func (h *Host) AddNetworkPod(ctx context.Context, network string) (*Pod, error) {
-	return h.addPod(ctx, "", NetworkFile(network), "br-"+network)
+	return h.addPod(ctx, network, network, NetworkFile(network), networkBridge(network))
 }
 
-// NetworkFile returns the path at which a host's daemon writes its subnet of one of several networks.
-func NetworkFile(network string) string { return "/run/flannel/networks/" + network + ".env" }
-
-func (h *Host) addPod(ctx context.Context, name, file, bridge string) (*Pod, error) {
+func (h *Host) addPod(ctx context.Context, name, network, file, bridge string) (*Pod, error) {
 	text, err := os.ReadFile(h.Path(file))
 	if err != nil {
 		return nil, fmt.Errorf("%s: has no %s yet: %w", h.Name(), file, err)
@@ -85,7 +83,7 @@ func (h *Host) addPod(ctx context.Context, name, file, bridge string) (*Pod, err
 		return nil, err
 	}
 	env.bridge = bridge
-	p := &Pod{Namespace: n, host: h, mtu: env.mtu}
+	p := &Pod{Namespace: n, host: h, network: network, mtu: env.mtu}
 	if err := p.connect(ctx, env, number); err != nil {
 		n.close()
 		return nil, fmt.Errorf("connect %s: %w", p.Name(), err)

@@ -6,7 +6,9 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
+	"maps"
 	"net/netip"
+	"slices"
 	"strings"
 	"time"
 
@@ -16,22 +18,30 @@ import (
 )
 
 // PodNetwork returns the pod network of family f that NetworkConfig configures.
-func PodNetwork(f prefix.Family) netip.Prefix {
+func PodNetwork(f prefix.Family) netip.Prefix { return podNetwork(0, f) }
+
+// podNetwork returns the pod network of number i, counted from 0.
+func podNetwork(i int, f prefix.Family) netip.Prefix {
+	const first = 5
 	if f == prefix.IPv4 {
-		return netip.PrefixFrom(netip.AddrFrom4([4]byte{10, 5}), 16)
+		return netip.PrefixFrom(netip.AddrFrom4([4]byte{10, byte(first + i)}), 16)
 	}
-	return netip.PrefixFrom(netip.AddrFrom16([16]byte{0: 0xfd, 3: 5}), 48)
+	return netip.PrefixFrom(netip.AddrFrom16([16]byte{0: 0xfd, 3: byte(first + i)}), 48)
 }
 
 // NetworkConfig returns the network configuration for pods of the given families. It has
 // no Backend key if backend is nil.
 func NetworkConfig(families []prefix.Family, backend json.RawMessage) (json.RawMessage, error) {
+	return networkConfig(0, families, backend)
+}
+
+func networkConfig(i int, families []prefix.Family, backend json.RawMessage) (json.RawMessage, error) {
 	cfg := map[string]any{"EnableIPv4": false}
 	for _, f := range families {
 		if f == prefix.IPv4 {
-			cfg["EnableIPv4"], cfg["Network"] = true, PodNetwork(f)
+			cfg["EnableIPv4"], cfg["Network"] = true, podNetwork(i, f)
 		} else {
-			cfg["EnableIPv6"], cfg["IPv6Network"] = true, PodNetwork(f)
+			cfg["EnableIPv6"], cfg["IPv6Network"] = true, podNetwork(i, f)
 		}
 	}
 	if backend != nil {
@@ -46,12 +56,16 @@ func NetworkConfig(families []prefix.Family, backend json.RawMessage) (json.RawM
 
 // PutNetwork puts the network configuration into the store.
 func (l *Lab) PutNetwork(ctx context.Context, config json.RawMessage) error {
+	return l.put(ctx, Prefix+"/config", config)
+}
+
+func (l *Lab) put(ctx context.Context, key string, config json.RawMessage) error {
 	c, err := l.etcd.Client(ctx)
 	if err != nil {
 		return err
 	}
 	defer c.Close()
-	if _, err := c.Put(ctx, Prefix+"/config", string(config)); err != nil {
+	if _, err := c.Put(ctx, key, string(config)); err != nil {
 		return fmt.Errorf("put network configuration: %w", err)
 	}
 	return nil
@@ -59,26 +73,39 @@ func (l *Lab) PutNetwork(ctx context.Context, config json.RawMessage) error {
 
 // Lease is a subnet lease in the store.
 type Lease struct {
-	Key   string        // without the prefix up to subnets/
-	Value string        // JSON
-	TTL   time.Duration // the remaining time; 0 means that the lease does not expire
+	Network string        // name; empty if the lab has one network without a name
+	Key     string        // without the prefix up to subnets/
+	Value   string        // JSON
+	TTL     time.Duration // the remaining time; 0 means that the lease does not expire
 }
 
-// Leases returns the leases in the store, ordered by key.
+// Leases returns the leases in the store, ordered by network and key.
 func (l *Lab) Leases(ctx context.Context) ([]Lease, error) {
 	c, err := l.etcd.Client(ctx)
 	if err != nil {
 		return nil, err
 	}
 	defer c.Close()
-	const dir = Prefix + "/subnets/"
+	var leases []Lease
+	roots := l.leaseRoots()
+	for _, network := range slices.Sorted(maps.Keys(roots)) {
+		of, err := leasesBelow(ctx, c, network, roots[network]+"/subnets/")
+		if err != nil {
+			return nil, err
+		}
+		leases = append(leases, of...)
+	}
+	return leases, nil
+}
+
+func leasesBelow(ctx context.Context, c *clientv3.Client, network, dir string) ([]Lease, error) {
 	resp, err := c.Get(ctx, dir, clientv3.WithPrefix())
 	if err != nil {
 		return nil, fmt.Errorf("list leases: %w", err)
 	}
 	var leases []Lease
 	for _, kv := range resp.Kvs {
-		lease := Lease{Key: strings.TrimPrefix(string(kv.Key), dir), Value: string(kv.Value)}
+		lease := Lease{Network: network, Key: strings.TrimPrefix(string(kv.Key), dir), Value: string(kv.Value)}
 		if kv.Lease != 0 {
 			ttl, err := c.TimeToLive(ctx, clientv3.LeaseID(kv.Lease))
 			if err != nil {

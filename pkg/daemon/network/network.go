@@ -63,7 +63,7 @@ func Open(ctx context.Context, c Config) (n *Network, err error) {
 	if p.catalog, err = c.Backends(opts); err != nil {
 		return n, err
 	}
-	if p.kernel, err = linux.Open(linux.Options{NexthopObjects: opts.NexthopObjects == options.NexthopsAuto}); err != nil {
+	if p.kernel, err = linux.Open(linux.Options{NexthopObjects: opts.NexthopObjects == options.NexthopsAuto, Buffers: &c.Host.Buffers}); err != nil {
 		return n, err
 	}
 	p.config = newConfigWatch(func(text []byte) (subnet.Config, error) {

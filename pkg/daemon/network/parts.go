@@ -30,6 +30,7 @@ import (
 type Host struct {
 	Firewall *rules.Host
 	Underlay *underlay.Reader
+	Buffers  linux.Buffers // for the kernel sockets of all networks
 	Journal  *status.Journal
 	Tuner    *tune.Tuner
 	Started  time.Time

@@ -71,6 +71,7 @@ func (p *parts) rulePolicy(be backend.Backend, now lastknown.State) firewall.Pol
 	policy := firewall.Policy{
 		Masquerade: p.opts.IPMasq, Random: !p.opts.IPMasqFullyRandomDisable, NonMasquerade: now.Config.NonMasquerade,
 		Forward: p.opts.IPTablesForwardRules, Guard: p.opts.GuardTunnel, Former: now.Rules,
+		Several: p.name != "",
 	}
 	for _, one := range now.Config.Networks {
 		if e, ok := now.Own.Endpoint(one.Family()); ok {

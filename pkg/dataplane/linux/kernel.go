@@ -24,6 +24,7 @@ import (
 // /proc/sys shows each thread the settings of its own namespace.
 type Kernel struct {
 	sock         *socket
+	buffers      *Buffers
 	links        *netlink.Handle
 	nexthops     nexthops
 	dependencies routeDependencies
@@ -36,12 +37,17 @@ type Options struct {
 	// NexthopObjects makes IPv4 routes use nexthop objects if a device has many routes
 	// and the kernel supports such objects.
 	NexthopObjects bool
+	// Buffers are shared with other Kernels. If it is nil, the Kernel has its own.
+	Buffers *Buffers
 }
 
 // Open returns the kernel of the calling thread's network namespace. It returns an error on
 // Linux before 4.20. Changes need CAP_NET_ADMIN; without it Apply fails with EPERM.
 func Open(o Options) (*Kernel, error) {
-	sock, err := openSocket()
+	if o.Buffers == nil {
+		o.Buffers = &Buffers{}
+	}
+	sock, err := openSocket(o.Buffers)
 	if err != nil {
 		return nil, err
 	}
@@ -49,7 +55,7 @@ func Open(o Options) (*Kernel, error) {
 	if err != nil {
 		return nil, oneline.Join(fmt.Errorf("open rtnetlink socket: %w", err), sock.close())
 	}
-	k := &Kernel{sock: sock, links: links}
+	k := &Kernel{sock: sock, buffers: o.Buffers, links: links}
 	k.nexthops.enabled, k.nexthops.threshold, k.nexthops.linger = o.NexthopObjects, nexthopThreshold, nexthopLinger
 	k.nexthops.reset()
 	return k, nil

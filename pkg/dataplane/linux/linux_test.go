@@ -65,7 +65,7 @@ func TestKernelRandomWalkByNexthopID(t *testing.T) {
 // listen returns a function that reads the announcements to groups since its last call.
 func listen(t *testing.T, groups ...int) func(each func(typ uint16, payload []byte)) {
 	t.Helper()
-	s, err := openSocket()
+	s, err := openSocket(&Buffers{})
 	if err != nil {
 		t.Fatal(err)
 	}

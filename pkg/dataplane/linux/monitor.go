@@ -43,7 +43,6 @@ type monitor struct {
 	muted  bool
 	done   chan struct{}
 	wg     sync.WaitGroup
-	buf    []byte
 
 	names  map[int]string // names of the scope's devices, by index
 	others map[int]string // names of other devices that routes use, by index
@@ -63,7 +62,7 @@ func (k *Kernel) Monitor(s dataplane.Scope) (dataplane.Monitor, error) {
 	m := &monitor{
 		kernel: k, scope: s, file: os.NewFile(uintptr(fd), "rtnetlink"),
 		ready: wait.NewSignal(), resume: wait.NewSignal(), done: make(chan struct{}),
-		buf: make([]byte, 64<<10), links: map[int]linkDetails{},
+		links: map[int]linkDetails{},
 	}
 	if err := m.subscribe(fd); err != nil {
 		return nil, oneline.Join(fmt.Errorf("subscribe to kernel changes: %w", err), m.file.Close())
@@ -176,8 +175,10 @@ func (m *monitor) Drain() (events []dataplane.Event, rerouted, lost bool) {
 			return nil, lost, lost
 		}
 	}
+	buf := m.kernel.buffers.get()
+	defer m.kernel.buffers.put(buf)
 	for {
-		n, err := m.read()
+		n, err := m.read(*buf)
 		switch {
 		case errors.Is(err, unix.EAGAIN):
 			if missed { // the last announced states may be out of date
@@ -194,15 +195,15 @@ func (m *monitor) Drain() (events []dataplane.Event, rerouted, lost bool) {
 			m.muted = true // announcements are missing from here on
 			return nil, true, true
 		default:
-			moved, void := m.decode(m.buf[:n], &events)
+			moved, void := m.decode((*buf)[:n], &events)
 			rerouted, lost = rerouted || moved, lost || void
 		}
 	}
 }
 
-func (m *monitor) read() (n int, err error) {
+func (m *monitor) read(buf []byte) (n int, err error) {
 	if ctlErr := m.raw.Control(func(fd uintptr) {
-		n, _, err = unix.Recvfrom(int(fd), m.buf, unix.MSG_DONTWAIT)
+		n, _, err = unix.Recvfrom(int(fd), buf, unix.MSG_DONTWAIT)
 	}); ctlErr != nil {
 		return 0, ctlErr
 	}

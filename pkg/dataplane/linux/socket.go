@@ -33,19 +33,19 @@ var errInterrupted = errors.New("dump interrupted by concurrent changes")
 // socket is a request socket of NETLINK_ROUTE. It belongs to the network
 // namespace in which it was opened. Its methods may be called concurrently.
 type socket struct {
-	mu  sync.Mutex
-	fd  int
-	seq uint32
-	buf []byte // receive buffer
-	out []byte // send buffer
+	mu      sync.Mutex
+	fd      int
+	seq     uint32
+	buffers *Buffers
+	out     []byte // send buffer
 }
 
-func openSocket() (*socket, error) {
+func openSocket(b *Buffers) (*socket, error) {
 	fd, err := unix.Socket(unix.AF_NETLINK, unix.SOCK_RAW|unix.SOCK_CLOEXEC, unix.NETLINK_ROUTE)
 	if err != nil {
 		return nil, fmt.Errorf("open rtnetlink socket: %w", err)
 	}
-	s := &socket{fd: fd, buf: make([]byte, 64<<10)}
+	s := &socket{fd: fd, buffers: b}
 	if err := s.configure(); err != nil {
 		_ = unix.Close(fd)
 		return nil, fmt.Errorf("set up rtnetlink socket: %w", err)
@@ -281,11 +281,13 @@ type header struct {
 // receive reads one datagram from the kernel and calls each for every message in it,
 // until each returns an error.
 func (s *socket) receive(each func(h header, payload []byte) error) error {
-	n, err := s.read()
+	buf := s.buffers.get()
+	defer s.buffers.put(buf)
+	n, err := s.read(buf)
 	if err != nil {
 		return err
 	}
-	b := s.buf[:n]
+	b := (*buf)[:n]
 	for len(b) >= unix.NLMSG_HDRLEN {
 		h := header{
 			Len:   binary.NativeEndian.Uint32(b),
@@ -304,9 +306,10 @@ func (s *socket) receive(each func(h header, payload []byte) error) error {
 	return nil
 }
 
-func (s *socket) read() (int, error) {
+// read reads one datagram. If buf is too small, it becomes large enough for the next try.
+func (s *socket) read(buf *[]byte) (int, error) {
 	for {
-		n, _, flags, from, err := unix.Recvmsg(s.fd, s.buf, nil, unix.MSG_TRUNC)
+		n, _, flags, from, err := unix.Recvmsg(s.fd, *buf, nil, unix.MSG_TRUNC)
 		switch {
 		case errors.Is(err, unix.EINTR):
 			continue
@@ -316,7 +319,7 @@ func (s *socket) read() (int, error) {
 			return 0, fmt.Errorf("read rtnetlink reply: %w", err)
 		}
 		if flags&unix.MSG_TRUNC != 0 {
-			s.buf = make([]byte, n)
+			*buf = make([]byte, n)
 			return 0, fmt.Errorf("rtnetlink reply of %d bytes was cut", n)
 		}
 		if nl, ok := from.(*unix.SockaddrNetlink); !ok || nl.Pid != 0 {

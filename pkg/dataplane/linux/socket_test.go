@@ -104,7 +104,7 @@ func TestKernelSendContext(t *testing.T) {
 // file that has the same number.
 func TestKernelClosed(t *testing.T) {
 	w := newWorld(t)
-	s, err := openSocket()
+	s, err := openSocket(&Buffers{})
 	if err != nil {
 		t.Fatal(err)
 	}

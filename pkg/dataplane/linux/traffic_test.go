@@ -91,7 +91,7 @@ func (f *farEnd) setUp(t testing.TB) (err error) {
 	t.Cleanup(func() { _ = f.kernel.Close() })
 	w := &world{Kernel: f.kernel}
 	f.world = w
-	if w.other, err = openSocket(); err != nil {
+	if w.other, err = openSocket(&Buffers{}); err != nil {
 		return err
 	}
 	t.Cleanup(func() { _ = w.other.close() })

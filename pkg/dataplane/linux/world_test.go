@@ -42,7 +42,7 @@ func newWorld(t testing.TB) *world {
 	if err != nil {
 		t.Fatal(err)
 	}
-	other, err := openSocket()
+	other, err := openSocket(&Buffers{})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -1,0 +1,121 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package lab
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"net/netip"
+	"slices"
+
+	"github.com/flanneld/flanneld/pkg/prefix"
+)
+
+const maxNetworks = 100
+
+// Network is one of several networks, which one daemon on each host serves.
+type Network struct {
+	Name   string
+	Config json.RawMessage // in the store at the start
+}
+
+// Networks returns networks with these names, with a range each. backends are the types of their
+// backends, which are used in turn, with the further keys in extra.
+func Networks(names []string, families []prefix.Family, backends []string, extra map[string]any) ([]Network, error) {
+	var all []Network
+	for i, name := range names {
+		b := map[string]any{}
+		switch t := backends[i%len(backends)]; t {
+		case "vxlan":
+			b["VNI"] = 1 + i
+		case "udp":
+			b["Port"] = 8285 + i
+		case "wireguard":
+			b["ListenPort"], b["ListenPortV6"] = 51820+2*i, 51821+2*i
+		}
+		for key, value := range extra {
+			b[key] = value
+		}
+		b["Type"] = backends[i%len(backends)]
+		text, err := json.Marshal(b)
+		if err != nil {
+			return nil, fmt.Errorf("write backend of network %s: %w", name, err)
+		}
+		config, err := networkConfig(i, families, text)
+		if err != nil {
+			return nil, err
+		}
+		all = append(all, Network{name, config})
+	}
+	return all, nil
+}
+
+// NetworkFile returns the path at which a host's daemon writes its subnet of one of several networks.
+func NetworkFile(network string) string { return "/run/flannel/networks/" + network + ".env" }
+
+func networkBridge(network string) string { return "br-" + network }
+
+// networkNames returns the names of the networks, or none if the lab has one without a name.
+func (l *Lab) networkNames() []string {
+	var names []string
+	for _, n := range l.cfg.Networks {
+		names = append(names, n.Name)
+	}
+	return names
+}
+
+// leaseRoots returns the keys below which the store has leases, by the name of the network.
+func (l *Lab) leaseRoots() map[string]string {
+	roots := map[string]string{}
+	for _, name := range l.networkNames() {
+		roots[name] = Prefix + "/" + name
+	}
+	if len(roots) == 0 {
+		roots[""] = Prefix
+	}
+	return roots
+}
+
+// HasPods reports whether p is part of a network of the lab.
+func (l *Lab) HasPods(p netip.Prefix) bool {
+	f := prefix.FamilyOf(p.Addr())
+	for i := range max(1, len(l.cfg.Networks)) {
+		if prefix.Contains(podNetwork(i, f), p) {
+			return true
+		}
+	}
+	return false
+}
+
+// IsBridge reports whether a device of a host is a bridge of pods.
+func (l *Lab) IsBridge(device string) bool {
+	return device == PodBridge || slices.ContainsFunc(l.networkNames(), func(n string) bool { return device == networkBridge(n) })
+}
+
+// subnetFiles returns the paths at which the daemons of the lab write subnets.
+func (l *Lab) subnetFiles() []string {
+	var files []string
+	for _, name := range l.networkNames() {
+		files = append(files, NetworkFile(name))
+	}
+	if len(files) == 0 {
+		files = append(files, SubnetFile)
+	}
+	return files
+}
+
+// putNetworks puts the configurations of the lab into the store.
+func (l *Lab) putNetworks(ctx context.Context) error {
+	if l.cfg.Network != nil {
+		if err := l.PutNetwork(ctx, l.cfg.Network); err != nil {
+			return err
+		}
+	}
+	for _, n := range l.cfg.Networks {
+		if err := l.put(ctx, Prefix+"/"+n.Name+"/config", n.Config); err != nil {
+			return err
+		}
+	}
+	return nil
+}
