@@ -63,7 +63,7 @@ func inspect(t *testing.T, path, line string) (commands, flags int) {
 		}
 		for _, f := range flagText.FindAllStringSubmatch(m[2], -1) {
 			flags++
-			if f[1] != "help" && cmd.Flags().Lookup(f[1]) == nil && cmd.InheritedFlags().Lookup(f[1]) == nil {
+			if f[1] != "help" && cmd.LocalFlags().Lookup(f[1]) == nil && cmd.InheritedFlags().Lookup(f[1]) == nil {
 				t.Errorf("%s: %s has no flag --%s", path, cmd.CommandPath(), f[1])
 			}
 		}
