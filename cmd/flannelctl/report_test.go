@@ -50,6 +50,22 @@ host2   10.5.1.0/24 via 10.5.1.0 dev flannel.1 onlink
 	}
 }
 
+// TestTextOfSeveralNetworks checks that the table of leases names the networks.
+func TestTextOfSeveralNetworks(t *testing.T) {
+	r := twoHosts()
+	for i := range r.Leases {
+		r.Leases[i].Network = "red"
+	}
+	for _, want := range []string{
+		"NETWORK   LEASE         PUBLIC IP      BACKEND   EXPIRES\n",
+		"red       10.5.2.0-24   192.168.77.2   vxlan     never\n",
+	} {
+		if got := trimLines(r.text()); !strings.Contains(got, want) {
+			t.Errorf("no %q in\n%s", want, got)
+		}
+	}
+}
+
 func TestTextOfFailures(t *testing.T) {
 	r := twoHosts()
 	r.Matrix[0].OK, r.Matrix[0].Error = false, "ping 10.5.2.2 from host1/pod1: no answer"

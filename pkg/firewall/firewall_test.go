@@ -109,6 +109,43 @@ func TestGuard(t *testing.T) {
 	}
 }
 
+// TestSeveralPolicies looks at the rules of two networks of one daemon, and at a daemon that has
+// started again and applies only one of them so far.
+func TestSeveralPolicies(t *testing.T) {
+	of := func(network, subnet, other string) firewall.Policy {
+		return firewall.Policy{
+			Networks:   []firewall.Network{{Network: netip.MustParsePrefix(network), Subnet: netip.MustParsePrefix(subnet)}},
+			Masquerade: true, Several: true, NonMasquerade: []netip.Prefix{netip.MustParsePrefix(other)},
+		}
+	}
+	red, green := of("10.5.0.0/16", "10.5.1.0/24", "10.6.0.0/16"), of("10.6.0.0/16", "10.6.1.0/24", "10.5.0.0/16")
+	both := firewall.TableOf(prefix.IPv4, red, green).Rules(firewall.Postrouting)
+	var got []string
+	for _, r := range both {
+		got = append(got, text(r))
+	}
+	want := []string{
+		"marked 1",
+		"from 10.5.1.0/24 to 10.5.0.0/16 1", "from 10.5.0.0/16 to 10.5.1.0/24 1", "from 10.5.0.0/16 to 10.6.0.0/16 1",
+		"from 10.6.1.0/24 to 10.6.0.0/16 1", "from 10.6.0.0/16 to 10.6.1.0/24 1", "from 10.6.0.0/16 to 10.5.0.0/16 1",
+		"from 10.5.0.0/16 not to 224.0.0.0/4 4", "from 10.6.0.0/16 not to 224.0.0.0/4 4",
+		"not from 10.5.0.0/16 to 10.5.1.0/24 1", "not from 10.5.0.0/16 to 10.5.0.0/16 4",
+		"not from 10.6.0.0/16 to 10.6.1.0/24 1", "not from 10.6.0.0/16 to 10.6.0.0/16 4",
+	}
+	if diff := cmp.Diff(want, got); diff != "" {
+		t.Errorf("rules (-want +got):\n%s", diff)
+	}
+	var have []*firewall.Rule
+	for i := range both {
+		have = append(have, &both[i])
+	}
+	for name, p := range map[string]firewall.Policy{"red": red, "green": green} {
+		if !p.Table(prefix.IPv4).Arrange(firewall.Postrouting, have).Exact {
+			t.Errorf("a start with network %s writes the rules of both again", name)
+		}
+	}
+}
+
 // TestArrange arranges chains with rules of several daemons and of other programs.
 func TestArrange(t *testing.T) {
 	one := firewalltest.Policy().Table(prefix.IPv4)

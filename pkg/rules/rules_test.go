@@ -163,6 +163,47 @@ func TestSession(t *testing.T) {
 	})
 }
 
+// TestSharedPasses lets two Keepers use one writer. A Keeper that joins must not count as damage to
+// the rules of the other one, and the order of policies must be that of their networks.
+func TestSharedPasses(t *testing.T) {
+	h, active := newHost(t), &scripted{changed: true}
+	w := &writer{applier: active, turn: &h.writing}
+	of := func(network string) firewall.Policy {
+		return firewall.Policy{Networks: []firewall.Network{{Network: netip.MustParsePrefix(network)}}}
+	}
+	repairs := map[string]int{}
+	join := func(network string) *session {
+		k := newKeeper(h, func(repaired bool, _ error) {
+			if repaired {
+				repairs[network]++
+			}
+		})
+		s := newSession(k, NFTables, of(network), func() {})
+		s.rules = w
+		return s
+	}
+	second, first := join("10.6.0.0/16"), join("10.5.0.0/16")
+	for _, s := range []*session{second, first, second} {
+		if err := s.step(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if repairs["10.5.0.0/16"] != 0 || repairs["10.6.0.0/16"] != 1 {
+		t.Errorf("repairs %v, want one of the second network, when no policy was new", repairs)
+	}
+	w.leave(second.keeper)
+	if err := first.step(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	var seen []string
+	for _, p := range active.seen {
+		seen = append(seen, p.Networks[0].Network.String())
+	}
+	if want := []string{"10.6.0.0/16", "10.5.0.0/16", "10.6.0.0/16", "10.5.0.0/16", "10.6.0.0/16", "10.5.0.0/16"}; !slices.Equal(seen, want) {
+		t.Errorf("applied %v, want %v", seen, want)
+	}
+}
+
 // interrupted ends the session while it writes the rules.
 type interrupted struct {
 	end     context.CancelFunc

@@ -15,55 +15,55 @@ type Batch[T any] struct {
 	// Rest is the time from the end of a run to the begin of the next one.
 	Rest time.Duration
 
-	running sync.Mutex
-	ended   time.Time // the last run; guarded by running
-
 	mu   sync.Mutex
-	next *run[T] // has not begun yet; nil if there is none
+	last *run[T] // the latest run; nil before the first
+	next *run[T] // the same run while it accepts callers, which is until it begins
 }
 
 // run is one run of the function.
 type run[T any] struct {
 	ctx     context.Context
 	cancel  context.CancelFunc
-	callers int // whose context has not ended
-	done    chan struct{}
+	callers int           // whose context has not ended
+	done    chan struct{} // closed when the two next fields are set
+	ended   time.Time
 	result  T
 }
 
 // Do returns the result of a run of f that begins after the call. The first caller of a run runs its f
 // on its own goroutine. The context of f ends when the contexts of all callers have ended.
 func (b *Batch[T]) Do(ctx context.Context, f func(context.Context) T) T {
-	r, first := b.join(ctx)
+	r, before, first := b.join(ctx)
 	defer context.AfterFunc(ctx, func() { b.leave(r) })()
 	if !first {
 		<-r.done
 		return r.result
 	}
-	b.running.Lock()
-	defer b.running.Unlock()
-	if !b.ended.IsZero() {
-		_ = For(r.ctx, time.Until(b.ended.Add(b.Rest))) // f notices the end of its context
-	}
-	b.close(r)
 	defer close(r.done)
 	defer r.cancel()
+	if before != nil {
+		<-before.done
+		_ = For(r.ctx, time.Until(before.ended.Add(b.Rest))) // f notices the end of its context
+	}
+	b.close(r)
 	r.result = f(r.ctx)
-	b.ended = time.Now()
+	r.ended = time.Now()
 	return r.result
 }
 
-// join returns the next run. first is set if the caller must run it.
-func (b *Batch[T]) join(ctx context.Context) (r *run[T], first bool) {
+// join returns the next run. first is set if the caller must run it, after the run before it if there
+// is one.
+func (b *Batch[T]) join(ctx context.Context) (r, before *run[T], first bool) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	if r = b.next; r == nil {
-		r, first = &run[T]{done: make(chan struct{})}, true
+	if b.next == nil {
+		r = &run[T]{done: make(chan struct{})}
 		r.ctx, r.cancel = context.WithCancel(context.WithoutCancel(ctx))
-		b.next = r
+		before, first = b.last, true
+		b.next, b.last = r, r
 	}
-	r.callers++
-	return r, first
+	b.next.callers++
+	return b.next, before, first
 }
 
 // leave counts a caller whose context has ended. A run that all callers have left accepts no others.

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Package wait contains what goroutines wait for: the end of a time, the next try of
-// something that fails, and a signal of another goroutine.
+// something that fails, a signal of another goroutine, and a run for several callers.
 package wait
 
 import (

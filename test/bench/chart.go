@@ -17,6 +17,7 @@ func (r *report) charts() map[string]chart.Chart {
 		"latency99":  {Title: "One lease: the slowest one in a hundred", Unit: "milliseconds, median and range"},
 		"cpu":        {Title: "One lease: CPU time of the daemon, by number of peers", Unit: "milliseconds, median and range"},
 		"memory":     {Title: "Memory at rest, vxlan", Unit: "megabytes, median and range"},
+		"networks":   {Title: "Several networks, vxlan: memory at rest", Unit: "megabytes, median and range"},
 		"cold-ratio": {Title: "Cold start, in multiples of a bare client and the kernel's own limit", Unit: "times, median and range"},
 	}
 	draw := func(name, label, class string, m *metric) {
@@ -55,6 +56,9 @@ func (r *report) charts() map[string]chart.Chart {
 	for _, n := range r.sizes("vxlan, at rest", "RSS") {
 		draw("memory", fmt.Sprintf("%d peers: anonymous", n), "ours", r.find("vxlan, at rest", "RSS, anonymous", n))
 		draw("memory", fmt.Sprintf("%d peers: of files", n), "limit", r.find("vxlan, at rest", "RSS, of files", n))
+	}
+	for _, n := range r.sizes(networksGroup, "RSS") {
+		draw("networks", fmt.Sprintf("%d networks", n), "ours", r.find(networksGroup, "RSS", n))
 	}
 	for name, c := range all {
 		if len(c.Bars) == 0 {

@@ -18,6 +18,8 @@ import (
 )
 
 const (
+	networksGroup = "vxlan, several networks"
+
 	manyNetworks = 100
 	networkPeers = 10 // peers of this host in each network
 )
@@ -34,7 +36,7 @@ type served struct {
 // measureNetworks compares a daemon with one network without a name, one with one named network,
 // and one with a hundred networks, in turn.
 func (r *runner) measureNetworks(ctx context.Context) error {
-	const group = "vxlan, several networks"
+	const group = networksGroup
 	for range r.rounds {
 		took := map[int]served{}
 		for _, n := range []int{0, 1, manyNetworks} {

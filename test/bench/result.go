@@ -34,7 +34,7 @@ type report struct {
 type metric struct {
 	Group  string    `json:"group"` // the group of related metrics that this one belongs to
 	Name   string    `json:"name"`
-	N      int       `json:"n"` // number of peers; -1 if it does not matter
+	N      int       `json:"n"` // number of peers, or of networks; -1 if it does not matter
 	Unit   string    `json:"unit"`
 	Values []float64 `json:"values"`
 	// Target is the maximum of the median; nil if there is no target.

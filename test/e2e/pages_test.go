@@ -442,10 +442,29 @@ func TestPagesAboutAHost(t *testing.T) {
 			gone(m, command)
 			expectStop(t, m.Daemon())
 		},
+		"flanneld --etcd-prefix=": func(m *machine, command string) { tryTwice(t, m, strings.Fields(command)[1:]) },
 	})
 	if left := m.run("ip -o link"); strings.Contains(left, "flannel") {
 		t.Errorf("links after the removal: %s, want none of flannel's", left)
 	}
+}
+
+// tryTwice starts a second daemon, and expects that a third one with the same flags ends. It leaves
+// nothing of them.
+func tryTwice(t *testing.T, m *machine, args []string) {
+	t.Helper()
+	options := lab.FlanneldOptions{Args: append(args, "--healthz-port=0")} // the page has the port of a real host
+	second := start(t, m.Host, options)
+	eventually(t, "the second daemon has a subnet", func() error {
+		_, err := os.Stat(m.Path("/run/flannel/blue.env"))
+		return err
+	})
+	third := start(t, m.Host, options)
+	if code, err := third.Wait(testContext(t)); err != nil || code == 0 || !strings.Contains(third.Log(), "another flanneld runs with subnet file /run/flannel/blue.env") {
+		t.Errorf("the third daemon ended with %d, %v, want an error that names the subnet file:\n%s", code, err, third.Log())
+	}
+	expectStop(t, second)
+	m.run("bin/flannelctl cleanup --yes")
 }
 
 // TestPageDocker runs the commands of the page on a host whose dockerd records the
