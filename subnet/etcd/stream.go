@@ -64,7 +64,7 @@ func (m *Manager) follow(ctx context.Context, keys []string, next int64, w watch
 	}
 	inner, cancel := context.WithCancelCause(clientv3.WithRequireLeader(ctx))
 	defer cancel(nil)
-	watchdog := time.AfterFunc(m.timing.request, func() { cancel(errStalled) })
+	watchdog := time.AfterFunc(m.timing.request, func() { cancel(m.stalled()) })
 	defer watchdog.Stop()
 	s, err := open(inner, conn, keys, next)
 	if err == nil {
@@ -91,6 +91,11 @@ func (m *Manager) follow(ctx context.Context, keys []string, next int64, w watch
 		return explain(m.cfg.Endpoints, m.timing.request, broken.error)
 	}
 	return err
+}
+
+// stalled returns the error of a watch that is silent. It passes, like every failure of the store.
+func (m *Manager) stalled() error {
+	return &storeError{"silent", fmt.Sprintf("etcd %s: %s", strings.Join(m.cfg.Endpoints, ","), errStalled), errStalled}
 }
 
 // brokenError is the error of gRPC that ended a stream.

@@ -4,10 +4,15 @@ package etcd
 
 import (
 	"errors"
+	"net"
 	"reflect"
+	"strings"
 	"testing"
 	"testing/synctest"
 	"time"
+
+	pb "go.etcd.io/etcd/api/v3/etcdserverpb"
+	"google.golang.org/grpc"
 
 	"github.com/flanneld/flanneld/pkg/wait"
 )
@@ -39,6 +44,39 @@ func TestAwaitRevision(t *testing.T) {
 				}
 			})
 		})
+	}
+}
+
+// silentServer accepts watches and never sends anything.
+type silentServer struct{ pb.UnimplementedWatchServer }
+
+// Watch implements pb.WatchServer.
+func (silentServer) Watch(s pb.Watch_WatchServer) error {
+	<-s.Context().Done()
+	return nil
+}
+
+// TestSilentWatchPasses expects that a server that is silent counts as a failure of the store: a
+// start tries again, and does not end the daemon.
+func TestSilentWatchPasses(t *testing.T) {
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	server := grpc.NewServer()
+	pb.RegisterWatchServer(server, silentServer{})
+	go func() { _ = server.Serve(l) }()
+	defer server.Stop()
+	endpoint := "http://" + l.Addr().String()
+	m, err := New(Config{Endpoints: []string{endpoint}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer m.Close()
+	m.timing.request = 100 * time.Millisecond
+	err = m.follow(t.Context(), []string{"key"}, 1, watcher{on: func(*pb.WatchResponse, int64) error { return nil }})
+	if !errors.Is(err, errStalled) || !passes(err) || !strings.Contains(err.Error(), endpoint) {
+		t.Errorf("error is %v, want one that passes and names the endpoint", err)
 	}
 }
 

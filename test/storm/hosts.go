@@ -217,7 +217,7 @@ func (s *Hosts) state(expected bits, renewed time.Time) (r State) {
 			r.Right++
 			times = append(times, since)
 		} else {
-			example = fmt.Sprintf("host %d %s", h.number, h.observation.difference(expected))
+			example = cmp.Or(h.why(), fmt.Sprintf("host %d %s", h.number, h.observation.difference(expected)))
 		}
 		h.mu.Lock()
 		r.Outages += h.outages
@@ -251,6 +251,7 @@ type host struct {
 	renewed  time.Time // last
 	outages  int
 	said     string
+	ended    error // why it has ended although it was not stopped
 }
 
 func newHost(number int, all *Hosts) *host {
@@ -270,7 +271,9 @@ func (h *host) start(s Store, former *subnet.Lease) {
 	go func() {
 		defer close(h.done)
 		if err := h.run(ctx, s, former); ctx.Err() == nil {
-			h.say(fmt.Sprintf("has ended: %v", err))
+			h.mu.Lock()
+			defer h.mu.Unlock()
+			h.ended = err
 		}
 	}()
 }
@@ -350,10 +353,14 @@ func (h *host) lease() (subnet.Lease, bool) {
 	return *h.own, true
 }
 
-func (h *host) say(text string) {
+// why says that the host has ended although it was not stopped. It is empty if it has not.
+func (h *host) why() string {
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	h.said = text
+	if h.ended == nil {
+		return ""
+	}
+	return fmt.Sprintf("host %d has ended: %v", h.number, h.ended)
 }
 
 // onStatus is told when the store is lost, and when it is back.
