@@ -43,10 +43,10 @@ func (b *Batch[T]) Do(ctx context.Context, f func(context.Context) T) T {
 	defer r.cancel()
 	if before != nil {
 		<-before.done
-		_ = For(r.ctx, time.Until(before.ended.Add(b.Rest))) // f notices the end of its context
+		_ = For(r.ctx, time.Until(before.ended.Add(b.Rest))) //nolint:contextcheck // the context of all callers; f notices its end
 	}
 	b.close(r)
-	r.result = f(r.ctx)
+	r.result = f(r.ctx) //nolint:contextcheck // the context of all callers
 	r.ended = time.Now()
 	return r.result
 }

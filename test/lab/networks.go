@@ -6,6 +6,7 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
+	"maps"
 	"net/netip"
 	"slices"
 
@@ -34,9 +35,7 @@ func Networks(names []string, families []prefix.Family, backends []string, extra
 		case "wireguard":
 			b["ListenPort"], b["ListenPortV6"] = 51820+2*i, 51821+2*i
 		}
-		for key, value := range extra {
-			b[key] = value
-		}
+		maps.Copy(b, extra)
 		b["Type"] = backends[i%len(backends)]
 		text, err := json.Marshal(b)
 		if err != nil {

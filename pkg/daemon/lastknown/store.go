@@ -42,6 +42,7 @@ type Store struct {
 	writing sync.Mutex
 }
 
+// NewStore returns a Store that writes to file, which may be nil.
 func NewStore(file *state.File[State]) *Store {
 	s := &Store{file: file}
 	s.loop = loop.New(time.Hour, s.step)
@@ -80,6 +81,7 @@ func (s *Store) Update(change func(now *State)) {
 // Check makes the loop write the file again if another program has removed or altered it.
 func (s *Store) Check() { s.loop.Wake() }
 
+// Run writes changes until ctx ends.
 func (s *Store) Run(ctx context.Context) error { return s.loop.Run(ctx) }
 
 func (s *Store) step(ctx context.Context) error {
