@@ -23,6 +23,10 @@ func TestParseErrors(t *testing.T) {
 		args, env []string
 		want      string
 	}{
+		// Several networks.
+		{args: []string{"--kube-subnet-mgr", "--net-config-path", file, "--networks=red"}, want: "--networks needs etcd: in Kubernetes a Node has one podCIDR for each address family, so there is one network"},
+		{args: []string{"--kube-subnet-mgr", "--net-config-path", file, "--watch-networks"}, want: "--watch-networks needs etcd: in Kubernetes a Node has one podCIDR for each address family, so there is one network"},
+		{args: []string{"--exit-on-config-change", "--networks=red"}, want: "--exit-on-config-change is for one network: with --networks a changed network is restarted by itself"},
 		// Syntax of the command line.
 		{args: []string{"--ifcae=eth0"}, want: "unknown flag --ifcae: did you mean --iface?"},
 		{args: []string{"-etcd_endpoint", "x"}, want: "unknown flag --etcd_endpoint: did you mean --etcd-endpoints?"},

@@ -77,6 +77,7 @@ func comparePolicies(a, b firewall.Policy) int {
 	})
 }
 
+// pass applies all policies.
 func (w *writer) pass(ctx context.Context) written {
 	w.turn.Lock()
 	defer w.turn.Unlock()
@@ -89,6 +90,11 @@ func (w *writer) pass(ctx context.Context) written {
 	w.joined = false
 	w.mu.Unlock()
 	result.changed, result.err = w.applier.Apply(ctx, policies...)
+	if result.err != nil && result.joined {
+		w.mu.Lock()
+		w.joined = true // the next pass writes the new policies
+		w.mu.Unlock()
+	}
 	return result
 }
 

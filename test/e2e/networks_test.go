@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
+	"net"
 	"net/http"
 	"net/netip"
 	"os"
@@ -113,6 +114,12 @@ func TestNetworks(t *testing.T) {
 	}
 	defer flow.Stop()
 
+	var device *net.Interface
+	if err := l.Host(1).Do(testContext(t), func() (err error) { device, err = net.InterfaceByName("flannel.1"); return err }); err != nil {
+		t.Fatal(err)
+	}
+	monitor := newKernelMonitor(t, l.Host(1))
+
 	// Another network clashes with red, until it gets a VNI and a range of its own.
 	putKey(t, s, networksRoot+"pink/config", `{"Network":"10.8.0.0/16","Backend":{"Type":"vxlan"}}`)
 	expectPhase(t, l, "pink", "refused")
@@ -162,6 +169,11 @@ func TestNetworks(t *testing.T) {
 	resp, err := s.Get(testContext(t), networksRoot+"green/subnets/", clientv3.WithPrefix())
 	if err != nil || len(resp.Kvs) > 0 {
 		t.Errorf("%v, %v: want no lease of green", resp, err)
+	}
+	for _, change := range monitor.notifications(t) {
+		if strings.Contains(change, " 10.5.") || strings.HasPrefix(change, "link") && strings.HasSuffix(change, fmt.Sprintf(" %d", device.Index)) {
+			t.Errorf("red, which did not change, had a change in the kernel: %s", change)
+		}
 	}
 	if st := flow.Stop(); len(st.Lost) > 0 || st.Sent == 0 {
 		t.Errorf("%d of %d packets of red were lost", len(st.Lost), st.Sent)
@@ -233,6 +245,37 @@ func startNetworks(t *testing.T, l *lab.Lab, args ...string) {
 			t.Fatal(err)
 		}
 	}
+}
+
+// TestNetworksOfFlannel07 starts on keys as flannel 0.7 has written them: a host's reservation, a lease
+// of a peer whose backend data has no VNI, and keys of a single network beside them.
+func TestNetworksOfFlannel07(t *testing.T) {
+	t.Parallel()
+	l := newLab(t, lab.Config{Hosts: 1}, "")
+	s, h := etcdClient(t, l), l.Host(1)
+	for key, value := range map[string]string{
+		"red/config":                 `{"Network":"10.5.0.0/16","SubnetLen":24,"Backend":{"Type":"vxlan","VNI":7}}`,
+		"red/subnets/10.5.34.0-24":   fmt.Sprintf(`{"PublicIP":%q}`, h.Addr(prefix.IPv4)),
+		"red/subnets/10.5.35.0-24":   `{"PublicIP":"192.168.77.200","BackendType":"vxlan","BackendData":{"VtepMAC":"02:00:00:00:00:aa"}}`,
+		"config":                     `{"Network":"10.9.0.0/16"}`,
+		"subnets/10.9.34.0-24":       `{"PublicIP":"192.168.77.201"}`,
+		"green/subnets/10.6.34.0-24": `{"PublicIP":"192.168.77.202"}`, // its configuration was deleted
+	} {
+		putKey(t, s, networksRoot+key, value)
+	}
+	startNetworks(t, l, "--watch-networks")
+	expectPhase(t, l, "red", "serving")
+	all := overviewOf(t, h)
+	if own := fmt.Sprint(all["red"].Subnets); len(all) != 1 || own != "[10.5.34.0/24]" {
+		t.Errorf("networks %v, want only red with the reserved subnet", all)
+	}
+	eventually(t, "the peer has a route", func() error {
+		out, err := h.Exec(testContext(t), "ip", "route", "show", "10.5.35.0/24")
+		if err != nil || !strings.Contains(string(out), "dev flannel.7") {
+			return fmt.Errorf("%w: %s", err, out)
+		}
+		return nil
+	})
 }
 
 // TestNetworkMasquerade looks at the source address of packets from a pod of one network to a pod

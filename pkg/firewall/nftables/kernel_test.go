@@ -3,11 +3,14 @@
 package nftables
 
 import (
+	"context"
 	"errors"
+	"fmt"
 	"net/netip"
 	"strconv"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/mdlayher/netlink"
@@ -136,6 +139,29 @@ func TestKernelManyRules(t *testing.T) {
 				}
 			}
 		})
+	}
+}
+
+// TestKernelWatchOfManyRules writes a thousand rules at once while Watch listens. They must cause a few
+// wakes, and not go on causing them after the program has finished.
+func TestKernelWatchOfManyRules(t *testing.T) {
+	firewalltest.Enter(t)
+	var script strings.Builder
+	script.WriteString("nft -f - <<'END'\ntable ip flannel-ipv4 {\n chain forward {\n")
+	for i := range 1000 {
+		fmt.Fprintf(&script, "  ip saddr 10.%d.%d.0/24 accept\n", i/250, i%250)
+	}
+	script.WriteString(" }\n}\nEND")
+	ctx, cancel := context.WithTimeout(t.Context(), 3*time.Second)
+	defer cancel()
+	wakes := 0
+	Watch(ctx, OwnPlaces(), func() { // on the thread that is in the namespace
+		if wakes++; wakes == 1 {
+			firewalltest.Shell(t, script.String())
+		}
+	})
+	if wakes < 2 || wakes > 6 {
+		t.Errorf("%d wakes within three seconds, want one at the begin and a few for the rules", wakes)
 	}
 }
 

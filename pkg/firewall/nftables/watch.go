@@ -89,22 +89,20 @@ func listen(ctx context.Context, places []firewall.Place, wake func()) error {
 // places. Otherwise a program that has written thousands of rules would cause a wake for every few
 // of them, long after it has finished.
 func backlog(ctx context.Context, nl *netlink.Conn, places []firewall.Place) (concerned bool) {
-	const nothing, enough = time.Millisecond, quiet // without a message for that time there are none; in total
-	for end := time.Now().Add(enough); ctx.Err() == nil && time.Now().Before(end); {
-		if err := nl.SetReadDeadline(time.Now().Add(nothing)); err != nil {
+	const none = time.Millisecond // if no message comes for that long, all were read
+	for end := time.Now().Add(quiet); ctx.Err() == nil && time.Now().Before(end); {
+		if nl.SetReadDeadline(time.Now().Add(none)) != nil {
 			break
 		}
 		messages, err := nl.Receive()
-		if err != nil {
-			concerned = concerned || errors.Is(err, unix.ENOBUFS) // messages were lost
-			if !errors.Is(err, unix.ENOBUFS) {
-				break
-			}
+		lost := errors.Is(err, unix.ENOBUFS)
+		if err != nil && !lost {
+			break
 		}
-		concerned = concerned || slices.ContainsFunc(messages, func(m netlink.Message) bool { return concerns(m, places) })
+		concerned = concerned || lost || slices.ContainsFunc(messages, func(m netlink.Message) bool { return concerns(m, places) })
 	}
-	// listen returns if ctx has ended before, and the deadline of its end comes after this one
-	// otherwise.
+	// If ctx has ended by now, listen returns. If it ends later, listen's own deadline comes after
+	// this one.
 	_ = nl.SetReadDeadline(time.Time{})
 	return concerned
 }
