@@ -313,7 +313,13 @@ func loopbackServices(t *testing.T, f prefix.Family, check SourceCheck) {
 		_, err := in.Read(make([]byte, 100))
 		return err
 	})
-	want := nonzeroDrops(e.Counters)
+	// The host's own packets, such as those of MLD, count as no_route at any time.
+	drops := func() map[string]uint64 {
+		all := nonzeroDrops(e.Counters)
+		delete(all, NoRoute.String())
+		return all
+	}
+	want := drops()
 	for _, a := range none {
 		p.send(t, datagram(from, a, service, "to "+a))
 		p.send(t, datagram(a, to, service, "from "+a))
@@ -332,7 +338,7 @@ func loopbackServices(t *testing.T, f prefix.Family, check SourceCheck) {
 		case "ready":
 			continue
 		case "last":
-			if diff := cmp.Diff(want, nonzeroDrops(e.Counters)); diff != "" {
+			if diff := cmp.Diff(want, drops()); diff != "" {
 				t.Errorf("dropped (-want +got):\n%s", diff)
 			}
 			return

@@ -7,6 +7,7 @@ package e2e
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"os"
 	"path/filepath"
@@ -238,6 +239,18 @@ func expectOnce(t *testing.T, d *lab.Daemon, text string) {
 	if lines := linesWith(d, text); len(lines) != 1 {
 		t.Errorf("%d lines with %q, want one: %q", len(lines), text, lines)
 	}
+}
+
+// expectSoonOnce waits until a line of the log contains text, and then does what expectOnce does.
+func expectSoonOnce(t *testing.T, d *lab.Daemon, text string) {
+	t.Helper()
+	eventually(t, text, func() error {
+		if len(linesWith(d, text)) == 0 {
+			return errors.New("no line of the log contains it")
+		}
+		return nil
+	})
+	expectOnce(t, d, text)
 }
 
 // expectFailure waits until the daemon ends, and fails the test unless its exit code is 1
