@@ -142,7 +142,9 @@ func TestNetworks(t *testing.T) {
 	expectPhase(t, l, "green", "serving")
 	expectAnswers(t, podsIn(l, "10.6."))
 
-	// A deleted network leaves nothing.
+	// A deleted network leaves nothing, and another one that clashes with it starts.
+	putKey(t, s, networksRoot+"grey/config", `{"Network":"10.9.0.0/16","Backend":{"Type":"vxlan","VNI":6}}`)
+	expectPhase(t, l, "grey", "refused")
 	removeKey(t, s, networksRoot+"green/config")
 	expectPhase(t, l, "green", "waiting for the network configuration")
 	for _, h := range l.Hosts() {
@@ -170,6 +172,8 @@ func TestNetworks(t *testing.T) {
 	if err != nil || len(resp.Kvs) > 0 {
 		t.Errorf("%v, %v: want no lease of green", resp, err)
 	}
+	expectPhase(t, l, "grey", "serving")
+	expectAnswers(t, addNetworkPods(t, l, "grey"))
 	for _, change := range monitor.notifications(t) {
 		if strings.Contains(change, " 10.5.") || strings.HasPrefix(change, "link") && strings.HasSuffix(change, fmt.Sprintf(" %d", device.Index)) {
 			t.Errorf("red, which did not change, had a change in the kernel: %s", change)
@@ -433,16 +437,16 @@ func TestNetworksRestart(t *testing.T) {
 	}
 }
 
-// TestNetworksOfOneBackend serves two networks of each backend that has a port.
+// TestNetworksOfOneBackend serves two networks of each backend that has a port, with both families.
 func TestNetworksOfOneBackend(t *testing.T) {
 	t.Parallel()
-	l := newLab(t, lab.Config{Hosts: 2}, "")
+	l := newLab(t, lab.Config{Hosts: 2, Families: dual}, "")
 	s := etcdClient(t, l)
 	all := map[string]string{
-		"u1": `{"Network":"10.50.0.0/16","Backend":{"Type":"udp"}}`,
-		"u2": `{"Network":"10.51.0.0/16","Backend":{"Type":"udp","Port":8286}}`,
-		"w1": `{"Network":"10.52.0.0/16","Backend":{"Type":"wireguard"}}`,
-		"w2": `{"Network":"10.53.0.0/16","Backend":{"Type":"wireguard","ListenPort":51830}}`,
+		"u1": `{"Network":"10.50.0.0/16","EnableIPv6":true,"IPv6Network":"fd00:50::/48","Backend":{"Type":"udp"}}`,
+		"u2": `{"Network":"10.51.0.0/16","EnableIPv6":true,"IPv6Network":"fd00:51::/48","Backend":{"Type":"udp","Port":8286}}`,
+		"w1": `{"Network":"10.52.0.0/16","EnableIPv6":true,"IPv6Network":"fd00:52::/48","Backend":{"Type":"wireguard"}}`,
+		"w2": `{"Network":"10.53.0.0/16","EnableIPv6":true,"IPv6Network":"fd00:53::/48","Backend":{"Type":"wireguard","ListenPort":51830,"ListenPortV6":51831}}`,
 	}
 	for name, config := range all {
 		putKey(t, s, networksRoot+name+"/config", config)
@@ -451,6 +455,38 @@ func TestNetworksOfOneBackend(t *testing.T) {
 	for name := range all {
 		expectPhase(t, l, name, "serving")
 		expectAnswers(t, addNetworkPods(t, l, name))
+	}
+}
+
+// TestNetworksFlannelctl looks at one of two networks with each command of flannelctl, and removes
+// all that the daemon has left.
+func TestNetworksFlannelctl(t *testing.T) {
+	t.Parallel()
+	l := newLab(t, lab.Config{Hosts: 2}, "")
+	s, h := etcdClient(t, l), l.Host(1)
+	putKey(t, s, networksRoot+"green/config", `{"Network":"10.6.0.0/16","Backend":{"Type":"vxlan","VNI":6}}`)
+	args := func(text string) []string { return strings.Fields(text) }
+	expectFlannelctl(t, h, args("config get --network green"), "10.6.0.0/16")
+	expectFlannelctl(t, h, args("reserve --network green 10.6.7.0/24 "+h.Addr(prefix.IPv4).String()), "10.6.7.0-24 is reserved")
+	expectFlannelctlFails(t, h, args("reserve --network red 10.6.7.0/24,10.6.8.0/24 192.0.2.1"))
+	expectFlannelctlFails(t, h, args("leases --network config"), "config")
+	putKey(t, s, networksRoot+"red/config", `{"Network":"10.5.0.0/16","Backend":{"Type":"host-gw"}}`)
+	startNetworks(t, l, "--watch-networks", "--ip-masq")
+	for _, name := range []string{"red", "green"} {
+		expectPhase(t, l, name, "serving")
+	}
+	expectFlannelctl(t, h, args("networks"), "green     serving   vxlan     10.6.0.0/16   10.6.7.0/24", "red       serving   host-gw")
+	expectFlannelctl(t, h, args("leases --network green"), "10.6.7.0/24", h.Addr(prefix.IPv4).String())
+	expectFlannelctl(t, h, args("status --network green"), "10.6.7.0/24", "flannel.6")
+	expectFlannelctlFails(t, h, args("status --network blue"), "blue")
+	expectFlannelctl(t, h, args("check --network red"))
+	expectFlannelctl(t, h, args("unreserve --network green 10.6.7.0/24"))
+
+	expectStop(t, h.Daemon())
+	expectFlannelctl(t, h, args("cleanup --yes"), "flannel.6", "10.5.0.0/16", "10.6.0.0/16", "/run/flannel/networks/green.env", "/run/flannel/networks/red.env")
+	out, err := h.Exec(testContext(t), "sh", "-c", "ip link; ip route; iptables-save; ls /run/flannel/networks /var/lib/flannel")
+	if left := string(out); strings.Contains(left, "flannel.6") || strings.Contains(left, "10.5.") || strings.Contains(left, "10.6.") || strings.Contains(left, ".env") {
+		t.Errorf("%v, cleanup has left something:\n%s", err, left)
 	}
 }
 
