@@ -477,7 +477,7 @@ func TestNetworksFlannelctl(t *testing.T) {
 	}
 	expectFlannelctl(t, h, args("networks"), "green     serving   vxlan     10.6.0.0/16   10.6.7.0/24", "red       serving   host-gw")
 	expectFlannelctl(t, h, args("leases --network green"), "10.6.7.0/24", h.Addr(prefix.IPv4).String())
-	expectFlannelctl(t, h, args("status --network green"), "10.6.7.0/24", "flannel.6")
+	expectFlannelctl(t, h, args("status --network green"), "10.6.7.0/24", "vxlan, network 10.6.0.0/16")
 	expectFlannelctlFails(t, h, args("status --network blue"), "blue")
 	expectFlannelctl(t, h, args("check --network red"))
 	expectFlannelctl(t, h, args("unreserve --network green 10.6.7.0/24"))
