@@ -3,7 +3,6 @@
 package subnet
 
 import (
-	"cmp"
 	"fmt"
 	"maps"
 	"net/netip"
@@ -59,11 +58,6 @@ func (a *Arbiter) Reset(all []Claimant) {
 		return
 	}
 	a.admitAll(slices.SortedFunc(slices.Values(all), func(x, y Claimant) int { return compareAge(x.Lease, y.Lease) }))
-}
-
-// compareAge orders leases by the time at which they came into the store.
-func compareAge(x, y *Lease) int {
-	return cmp.Or(cmp.Compare(x.Order, y.Order), cmp.Compare(x.Key, y.Key))
 }
 
 // admitAll discards all decisions and admits or refuses the claimants in their order.

@@ -10,6 +10,19 @@ import (
 	"github.com/gaissmai/bart"
 )
 
+// knownLease is a lease and the time when it came, or when Follow last applied a change of it.
+type knownLease struct {
+	*Lease
+	since time.Time
+}
+
+// detached returns k with a copy of its lease. Leases of one listing are in one piece of memory,
+// which the copy does not keep in use.
+func (k knownLease) detached() knownLease {
+	l := *k.Lease
+	return knownLease{&l, k.since}
+}
+
 // heldPeers are the peers that a Ledger holds. They are indexed by the properties by which another
 // lease can contradict them, so that a changed lease is compared only with the peers that it
 // concerns. The zero heldPeers has no peers.

@@ -139,3 +139,5 @@ func Shorten(s string) string {
 	}
 	return strings.ToValidUTF8(s[:most], "") + "…"
 }
+
+func isNull(raw json.RawMessage) bool { return string(bytes.TrimSpace(raw)) == "null" }

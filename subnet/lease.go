@@ -3,6 +3,7 @@
 package subnet
 
 import (
+	"cmp"
 	"encoding/json"
 	"net/netip"
 	"time"
@@ -72,4 +73,9 @@ func claimed(es []Endpoint, f prefix.Family) (Endpoint, bool) {
 		}
 	}
 	return Endpoint{}, false
+}
+
+// compareAge orders leases by the time at which they came into the store.
+func compareAge(x, y *Lease) int {
+	return cmp.Or(cmp.Compare(x.Order, y.Order), cmp.Compare(x.Key, y.Key))
 }

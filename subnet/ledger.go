@@ -23,19 +23,6 @@ type Ledger struct {
 	held   heldPeers
 }
 
-// knownLease is a lease and the time when it came, or when Follow last applied a change of it.
-type knownLease struct {
-	*Lease
-	since time.Time
-}
-
-// detached returns k with a copy of its lease. Leases of one listing are in one piece of memory,
-// which the copy does not keep in use.
-func (k knownLease) detached() knownLease {
-	l := *k.Lease
-	return knownLease{&l, k.since}
-}
-
 // Peer is the lease of another node in the form that is stored on disk.
 type Peer struct {
 	Lease     Lease     `json:"lease"`

@@ -3,7 +3,6 @@
 package subnet
 
 import (
-	"bytes"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -208,5 +207,3 @@ func example(f prefix.Family) string {
 	}
 	return "10.5.0.0/16"
 }
-
-func isNull(raw json.RawMessage) bool { return string(bytes.TrimSpace(raw)) == "null" }

@@ -371,3 +371,17 @@ func loggingSettings() []setting {
 		},
 	}
 }
+
+// LogValues returns the given flags and their values as key-value pairs for the logger.
+// Secrets are redacted.
+func (o Options) LogValues() []any {
+	var kv []any
+	for _, t := range topics() {
+		for _, s := range t.settings {
+			if _, given := o.sources[s.name]; given {
+				kv = append(kv, s.name, s.get(o))
+			}
+		}
+	}
+	return kv
+}

@@ -14,12 +14,6 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// The log formats.
-const (
-	logText = "text"
-	logJSON = "json"
-)
-
 // SetupLogging makes klog, whose state is global to the process, log to stderr in the
 // format of o. klog decides which lines are logged in either format.
 func (o Options) SetupLogging() error {

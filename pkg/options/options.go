@@ -7,18 +7,12 @@ package options
 import (
 	"crypto/sha256"
 	"encoding/hex"
-	"errors"
-	"fmt"
-	"io/fs"
 	"net"
 	"net/netip"
-	"os"
 	"path/filepath"
 	"strconv"
 	"strings"
 	"time"
-
-	"golang.org/x/sys/unix"
 
 	"github.com/flanneld/flanneld/pkg/status"
 )
@@ -39,9 +33,6 @@ const (
 
 // allowExtension is the flag whose default depends on another flag.
 const allowExtension = "allow-extension-backend"
-
-// socketOff is the value of --status-socket that disables the socket.
-const socketOff = "off"
 
 // Options contains all values of flags and FLANNELD_ variables, validated. Formatting it
 // does not show a secret.
@@ -222,127 +213,6 @@ func (o Options) StateName() string {
 	return "flanneld-" + hex.EncodeToString(sum[:6])
 }
 
-// LogValues returns the given flags and their values as key-value pairs for the logger.
-// Secrets are redacted.
-func (o Options) LogValues() []any {
-	var kv []any
-	for _, t := range topics() {
-		for _, s := range t.settings {
-			if _, given := o.sources[s.name]; given {
-				kv = append(kv, s.name, s.get(o))
-			}
-		}
-	}
-	return kv
-}
-
 // DefaultNetConfigPath is the default path of the network configuration on Kubernetes,
 // where flannel's manifests mount its ConfigMap.
 const DefaultNetConfigPath = "/etc/kube-flannel/net-conf.json"
-
-// given is a text flag with its name and value.
-type given struct{ name, value string }
-
-// check validates the values against each other and against the file system.
-func (o *Options) check() error {
-	if _, given := o.sources[allowExtension]; !given {
-		// A program that can write to etcd is trusted with the whole network. In
-		// Kubernetes many programs may write a node's annotations or a ConfigMap.
-		o.AllowExtensionBackend = !o.KubeSubnetMgr
-	}
-	for _, pair := range [][2]given{
-		{{"etcd-username", o.EtcdUsername}, {"etcd-password", o.EtcdPassword.Reveal()}},
-		{{"etcd-keyfile", o.EtcdKeyFile}, {"etcd-certfile", o.EtcdCertFile}},
-	} {
-		if err := o.together(pair[0], pair[1]); err != nil {
-			return err
-		}
-	}
-	files := []given{
-		{"etcd-keyfile", o.EtcdKeyFile}, {"etcd-certfile", o.EtcdCertFile}, {"etcd-cafile", o.EtcdCAFile},
-		{"kubeconfig-file", o.KubeconfigFile},
-	}
-	if o.KubeSubnetMgr {
-		files = append(files, given{"net-config-path", o.NetConfigPath})
-	}
-	for _, f := range files {
-		if err := o.readable(f); err != nil {
-			return err
-		}
-	}
-	if err := o.checkNetworks(); err != nil {
-		return err
-	}
-	for _, f := range []given{{"subnet-file", o.SubnetFile}, {"status-socket", o.StatusSocket}} {
-		if info, err := os.Stat(f.value); err == nil && info.IsDir() {
-			return fmt.Errorf("%s %q is a directory: expected a file", o.Source(f.name), f.value)
-		}
-	}
-	if info, err := os.Stat(o.StateDir); err == nil && !info.IsDir() {
-		return fmt.Errorf("%s %q is a file: expected a directory", o.Source("state-dir"), o.StateDir)
-	}
-	if o.LogFormat == logJSON && o.LogBacktraceAt != "" {
-		return fmt.Errorf("%s works with text logs only: expected %s text",
-			o.Source("log_backtrace_at"), o.Source("log-format"))
-	}
-	tls := o.EtcdCertFile != "" || o.EtcdCAFile != ""
-	if tls && !o.KubeSubnetMgr && scheme(o.EtcdEndpoints[0]) == "http" {
-		o.Warnings = append(o.Warnings, "the TLS files for etcd are not used: "+
-			o.Source("etcd-endpoints")+" contains http endpoints")
-	}
-	return nil
-}
-
-// checkNetworks returns an error if the options for several networks do not fit the others.
-func (o *Options) checkNetworks() error {
-	if !o.Several() {
-		return nil
-	}
-	flag := "watch-networks"
-	if len(o.Networks) > 0 {
-		flag = "networks"
-	}
-	switch {
-	case o.KubeSubnetMgr:
-		return fmt.Errorf("%s needs etcd: in Kubernetes a Node has one podCIDR for each address family, so there is one network", o.Source(flag))
-	case o.ExitOnConfigChange:
-		return fmt.Errorf("%s is for one network: with %s a changed network is restarted by itself", o.Source("exit-on-config-change"), o.Source(flag))
-	}
-	if info, err := os.Stat(o.SubnetDir); err == nil && !info.IsDir() {
-		return fmt.Errorf("%s %q is a file: expected a directory", o.Source("subnet-dir"), o.SubnetDir)
-	}
-	return nil
-}
-
-// together returns an error if only one of two flags is set.
-func (o *Options) together(a, b given) error {
-	if b.value != "" {
-		a, b = b, a
-	}
-	if a.value != "" && b.value == "" {
-		return fmt.Errorf("%s is set and --%s is not: expected both or neither", o.Source(a.name), b.name)
-	}
-	return nil
-}
-
-// readable returns an error if a given file cannot be read. It does not open the file,
-// which may be a pipe.
-func (o *Options) readable(f given) error {
-	if f.value == "" {
-		return nil
-	}
-	info, err := os.Stat(f.value)
-	if err == nil {
-		if info.IsDir() {
-			return fmt.Errorf("%s %q is a directory: expected a file", o.Source(f.name), f.value)
-		}
-		err = unix.Access(f.value, unix.R_OK)
-	}
-	if err == nil {
-		return nil
-	}
-	if pe, ok := errors.AsType[*fs.PathError](err); ok {
-		err = pe.Err // the message contains the path already
-	}
-	return fmt.Errorf("%s %q cannot be read: %w", o.Source(f.name), f.value, err)
-}

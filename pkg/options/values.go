@@ -23,6 +23,15 @@ import (
 	"github.com/flanneld/flanneld/subnet/kube"
 )
 
+// socketOff is the value of --status-socket that disables the socket.
+const socketOff = "off"
+
+// The log formats.
+const (
+	logText = "text"
+	logJSON = "json"
+)
+
 // redacted replaces a secret when it is formatted.
 const redacted = "[redacted]"
 
