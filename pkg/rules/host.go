@@ -4,6 +4,7 @@ package rules
 
 import (
 	"context"
+	"fmt"
 	"os"
 	"path/filepath"
 	"slices"
@@ -16,6 +17,7 @@ import (
 	"github.com/flanneld/flanneld/pkg/firewall/iptables"
 	"github.com/flanneld/flanneld/pkg/firewall/nftables"
 	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/wait"
 )
 
 // Host finds out which firewalls this host has. It does so once, when the first Keeper
@@ -86,20 +88,32 @@ func search(ctx context.Context, families []prefix.Family) *iptables.Programs {
 	return found
 }
 
-// automatic chooses the flavour that suits the other programs of the host.
-func automatic() (f Flavour, why string) {
-	if err := nftables.Available(); err != nil {
-		return IPTables, err.Error()
+// writer returns the writer for a firewall and some families. Families are separate, so that a
+// program that is missing for one family does not affect networks without that family. The first
+// call decides which Applier is used.
+func (h *Host) writer(firewall string, of []prefix.Family, applier firewall.Applier) *writer {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	key := fmt.Sprint(firewall, of)
+	w, known := h.writers[key]
+	if !known {
+		w = &writer{applier: applier, turn: &h.writing}
+		h.writers[key] = w
 	}
-	if !iptables.Default.Present() {
-		return NFTables, "no iptables program is installed"
+	return w
+}
+
+// watcher returns the watcher of these chains.
+func (h *Host) watcher(places []firewall.Place) *watcher {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	key := fmt.Sprint(places)
+	w, known := h.watchers[key]
+	if !known {
+		w = &watcher{listeners: map[wait.Signal]bool{}}
+		h.watchers[key] = w
 	}
-	for _, f := range []prefix.Family{prefix.IPv4, prefix.IPv6} {
-		if there, err := nftables.HasTable(f, "kube-proxy"); err == nil && there {
-			return NFTables, "kube-proxy runs in nftables mode"
-		}
-	}
-	return IPTables, "iptables is installed, and kube-proxy does not run in nftables mode"
+	return w
 }
 
 // bridgeSettings contains the kernel's settings about whether bridged packets pass

@@ -9,31 +9,7 @@ import (
 	"context"
 	"sync/atomic"
 	"time"
-
-	"k8s.io/klog/v2"
-
-	"github.com/flanneld/flanneld/pkg/firewall"
 )
-
-// Flavour is a kind of firewall.
-type Flavour string
-
-// The flavours.
-const (
-	IPTables Flavour = "iptables"
-	NFTables Flavour = "nftables"
-	// Auto stands for the flavour that suits the other programs of the host.
-	Auto Flavour = "auto"
-)
-
-// Choice is the flavour that contains the rules, and the reason for it.
-type Choice struct {
-	Flavour Flavour
-	Reason  string // for the log; Auto has reasons of its own
-	// Source follows Reason in the log, and says where it is from. A change of Source
-	// alone is not logged.
-	Source string
-}
 
 // Config is what a Keeper needs.
 type Config struct {
@@ -70,26 +46,4 @@ func (h *Host) Keeper(c Config) *Keeper { return &Keeper{config: c, host: h} }
 func (k *Keeper) Flavour() Flavour {
 	f, _ := k.inUse.Load().(Flavour)
 	return f
-}
-
-// Keep maintains the rules of p until ctx ends. They stay after that. It calls tried after
-// the first attempt to apply them, even if that fails. A Keeper keeps one policy at a time:
-// the next Keep begins after the last one has returned.
-func (k *Keeper) Keep(ctx context.Context, c Choice, p firewall.Policy, tried func()) {
-	newSession(k, k.choose(ctx, c), p, tried).run(ctx)
-}
-
-// choose returns the flavour for a session. It logs the flavour if it differs from that of
-// the last session.
-func (k *Keeper) choose(ctx context.Context, c Choice) Flavour {
-	if c.Flavour == Auto {
-		c.Flavour, c.Reason = k.host.automatic()
-	}
-	source := c.Source
-	if c.Source = ""; c != k.logged {
-		k.logged = c
-		klog.FromContext(ctx).Info("firewall chosen", "firewall", string(c.Flavour), "because", c.Reason+source)
-	}
-	k.inUse.Store(c.Flavour)
-	return c.Flavour
 }

@@ -27,6 +27,28 @@ const (
 	repairBurst = 10
 )
 
+// Keep maintains the rules of p until ctx ends. They stay after that. It calls tried after
+// the first attempt to apply them, even if that fails. A Keeper keeps one policy at a time:
+// the next Keep begins after the last one has returned.
+func (k *Keeper) Keep(ctx context.Context, c Choice, p firewall.Policy, tried func()) {
+	newSession(k, k.choose(ctx, c), p, tried).run(ctx)
+}
+
+// choose returns the flavour for a session. It logs the flavour if it differs from that of
+// the last session.
+func (k *Keeper) choose(ctx context.Context, c Choice) Flavour {
+	if c.Flavour == Auto {
+		c.Flavour, c.Reason = k.host.automatic()
+	}
+	source := c.Source
+	if c.Source = ""; c != k.logged {
+		k.logged = c
+		klog.FromContext(ctx).Info("firewall chosen", "firewall", string(c.Flavour), "because", c.Reason+source)
+	}
+	k.inUse.Store(c.Flavour)
+	return c.Flavour
+}
+
 // session maintains one policy.
 type session struct {
 	keeper  *Keeper
@@ -67,7 +89,7 @@ func (s *session) run(ctx context.Context) {
 	})
 	var wg sync.WaitGroup
 	if len(places) > 0 {
-		wg.Go(func() { s.keeper.host.watch(ctx, places, l.Wake) })
+		wg.Go(func() { s.keeper.host.watcher(places).watch(ctx, places, l.Wake) })
 	}
 	wg.Go(func() { _ = l.Run(ctx) })
 	wg.Wait()

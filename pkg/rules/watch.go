@@ -4,7 +4,6 @@ package rules
 
 import (
 	"context"
-	"fmt"
 	"sync"
 
 	"github.com/flanneld/flanneld/pkg/firewall"
@@ -19,23 +18,9 @@ type watcher struct {
 	stop      func() // ends listening and waits for that; nil if there is no listener
 }
 
-// watcher returns the watcher of these chains.
-func (h *Host) watcher(places []firewall.Place) *watcher {
-	h.mu.Lock()
-	defer h.mu.Unlock()
-	key := fmt.Sprint(places)
-	w, known := h.watchers[key]
-	if !known {
-		w = &watcher{listeners: map[wait.Signal]bool{}}
-		h.watchers[key] = w
-	}
-	return w
-}
-
 // watch calls wake when the rules of one of places may have changed, until ctx ends. It also calls
 // wake each time that listening begins.
-func (h *Host) watch(ctx context.Context, places []firewall.Place, wake func()) {
-	w := h.watcher(places)
+func (w *watcher) watch(ctx context.Context, places []firewall.Place, wake func()) {
 	changed := wait.NewSignal()
 	w.join(ctx, places, changed)
 	defer w.leave(changed)

@@ -5,12 +5,10 @@ package rules
 import (
 	"cmp"
 	"context"
-	"fmt"
 	"slices"
 	"sync"
 
 	"github.com/flanneld/flanneld/pkg/firewall"
-	"github.com/flanneld/flanneld/pkg/prefix"
 	"github.com/flanneld/flanneld/pkg/wait"
 )
 
@@ -28,7 +26,7 @@ type writer struct {
 
 // kept is the policy of a Keeper.
 type kept struct {
-	keeper *Keeper
+	keeper any // only compared
 	policy firewall.Policy
 }
 
@@ -39,24 +37,9 @@ type written struct {
 	err     error
 }
 
-// writer returns the writer for a firewall and some families. Families are separate, so that a
-// program that is missing for one family does not affect networks without that family. The first
-// call decides which Applier is used.
-func (h *Host) writer(firewall string, of []prefix.Family, applier firewall.Applier) *writer {
-	h.mu.Lock()
-	defer h.mu.Unlock()
-	key := fmt.Sprint(firewall, of)
-	w, known := h.writers[key]
-	if !known {
-		w = &writer{applier: applier, turn: &h.writing}
-		h.writers[key] = w
-	}
-	return w
-}
-
 // apply applies the policy of k, together with those of other Keepers. Later passes for other
 // Keepers contain it until k leaves.
-func (w *writer) apply(ctx context.Context, k *Keeper, p firewall.Policy) written {
+func (w *writer) apply(ctx context.Context, k any, p firewall.Policy) written {
 	w.mu.Lock()
 	at := slices.IndexFunc(w.policies, func(o kept) bool { return o.keeper == k })
 	if at < 0 {
@@ -99,7 +82,7 @@ func (w *writer) pass(ctx context.Context) written {
 }
 
 // leave removes the policy of k from later passes. Its rules stay.
-func (w *writer) leave(k *Keeper) {
+func (w *writer) leave(k any) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	w.policies = slices.DeleteFunc(w.policies, func(o kept) bool { return o.keeper == k })

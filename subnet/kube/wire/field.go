@@ -13,6 +13,13 @@ import (
 	"google.golang.org/protobuf/encoding/protowire"
 )
 
+// ErrMalformed means that the bytes are not what an API server sends.
+var ErrMalformed = errors.New("malformed protobuf")
+
+// MaxObject is the size of the largest object that is decoded, in bytes. etcd stores no object
+// that is larger than a few MB.
+const MaxObject = 16 << 20
+
 // field is one field of a protobuf message.
 type field struct {
 	number int

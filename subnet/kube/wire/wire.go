@@ -13,17 +13,9 @@ package wire
 
 import (
 	"bytes"
-	"errors"
 	"fmt"
 	"strings"
 )
-
-// ErrMalformed means that the bytes are not what an API server sends.
-var ErrMalformed = errors.New("malformed protobuf")
-
-// MaxObject is the size of the largest object that is decoded, in bytes. etcd stores no object
-// that is larger than a few MB.
-const MaxObject = 16 << 20
 
 // magic is the beginning of every protobuf object that is not inside of another one.
 const magic = "k8s\x00"

@@ -1,0 +1,45 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package rules
+
+import (
+	"github.com/flanneld/flanneld/pkg/firewall/iptables"
+	"github.com/flanneld/flanneld/pkg/firewall/nftables"
+	"github.com/flanneld/flanneld/pkg/prefix"
+)
+
+// Flavour is a kind of firewall.
+type Flavour string
+
+// The flavours.
+const (
+	IPTables Flavour = "iptables"
+	NFTables Flavour = "nftables"
+	// Auto stands for the flavour that suits the other programs of the host.
+	Auto Flavour = "auto"
+)
+
+// Choice is the flavour that contains the rules, and the reason for it.
+type Choice struct {
+	Flavour Flavour
+	Reason  string // for the log; Auto has reasons of its own
+	// Source follows Reason in the log, and says where it is from. A change of Source
+	// alone is not logged.
+	Source string
+}
+
+// automatic chooses the flavour that suits the other programs of the host.
+func automatic() (f Flavour, why string) {
+	if err := nftables.Available(); err != nil {
+		return IPTables, err.Error()
+	}
+	if !iptables.Default.Present() {
+		return NFTables, "no iptables program is installed"
+	}
+	for _, f := range []prefix.Family{prefix.IPv4, prefix.IPv6} {
+		if there, err := nftables.HasTable(f, "kube-proxy"); err == nil && there {
+			return NFTables, "kube-proxy runs in nftables mode"
+		}
+	}
+	return IPTables, "iptables is installed, and kube-proxy does not run in nftables mode"
+}
