@@ -465,7 +465,7 @@ func TestNetworksFlannelctl(t *testing.T) {
 	l := newLab(t, lab.Config{Hosts: 2}, "")
 	s, h := etcdClient(t, l), l.Host(1)
 	putKey(t, s, networksRoot+"green/config", `{"Network":"10.6.0.0/16","Backend":{"Type":"vxlan","VNI":6}}`)
-	args := func(text string) []string { return strings.Fields(text) }
+	args := strings.Fields
 	expectFlannelctl(t, h, args("config get --network green"), "10.6.0.0/16")
 	expectFlannelctl(t, h, args("reserve --network green 10.6.7.0/24 "+h.Addr(prefix.IPv4).String()), "10.6.7.0-24 is reserved")
 	expectFlannelctlFails(t, h, args("reserve --network red 10.6.7.0/24,10.6.8.0/24 192.0.2.1"))
