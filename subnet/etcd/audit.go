@@ -100,7 +100,7 @@ func (a *audit) run(ctx context.Context) (done, differs bool) {
 		case was == nil || !alike(was, is):
 			f.was[is.key], f.is[is.key] = was, is
 		case a.cache.entries[is.key] == was && was.modRevision == 0:
-			a.cache.entries[is.key] = is // with its revision
+			a.cache.replace(is) // with its revision
 		}
 	}
 	maps.Copy(f.was, entries)
@@ -152,10 +152,10 @@ func (a *audit) repair(ctx context.Context, sink func(subnet.Update)) bool {
 			delete(a.cache.entries, key)
 			changed[key] = nil
 		case is.err != nil:
-			a.cache.entries[key] = is
+			a.cache.replace(is)
 			unreadable = append(unreadable, key)
 		default:
-			a.cache.entries[key] = is
+			a.cache.replace(is)
 			changed[key] = &is.lease
 		}
 	}

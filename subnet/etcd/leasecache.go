@@ -3,6 +3,7 @@
 package etcd
 
 import (
+	"cmp"
 	"maps"
 	"slices"
 
@@ -20,6 +21,9 @@ type leaseCache struct {
 	stale          bool   // list before the next watch
 	another        bool   // the store is not the one of the cache before, although it has its id
 	newest         *entry // the entry that was written last; see newestEntry
+	// byAge has all entries, the one that was written last at the end, and some that are gone. It is
+	// nil until newest is deleted.
+	byAge []*entry
 	// restored is the revision of the newest entry that came from an earlier run. Other entries
 	// from there have no revision. Zero: all entries are from this run.
 	restored int64
@@ -44,6 +48,23 @@ func (e *entry) mayEqual(listed entry) bool {
 // count returns the number of keys that the store has. The store does not have retained leases.
 func (c *leaseCache) count() int64 { return int64(len(c.entries) - len(c.expiring)) }
 
+// spareAges is the number of entries by which byAge may exceed twice the number of leases.
+const spareAges = 100
+
+// written adds an entry that was just written.
+func (c *leaseCache) written(e *entry) {
+	c.entries[e.key], c.newest = e, e
+	if c.byAge != nil {
+		c.byAge = append(c.byAge, e)
+	}
+}
+
+// replace replaces an entry by the same one with its revision, or by what a list has.
+func (c *leaseCache) replace(e *entry) {
+	c.entries[e.key] = e
+	c.byAge = nil // e may have any age
+}
+
 // newestEntry returns the entry in the store that was written last, or nil if there is none.
 // known is false if the result is uncertain: entries from an earlier run have no revision, and one
 // of them may be newer.
@@ -54,9 +75,15 @@ func (c *leaseCache) newestEntry() (newest *entry, known bool) {
 	}
 	if c.newest == nil || !valid(c.newest) {
 		c.newest = nil
-		for _, e := range c.entries {
-			if valid(e) && (c.newest == nil || e.modRevision > c.newest.modRevision) {
+		if len(c.byAge) == 0 || len(c.byAge) > 2*len(c.entries)+spareAges {
+			c.byAge = slices.SortedFunc(maps.Values(c.entries), func(x, y *entry) int { return cmp.Compare(x.modRevision, y.modRevision) })
+		}
+		for i := len(c.byAge) - 1; i >= 0 && c.newest == nil; i-- {
+			switch e := c.byAge[i]; {
+			case valid(e):
 				c.newest = e
+			case c.entries[e.key] != e && i == len(c.byAge)-1:
+				c.byAge = c.byAge[:i]
 			}
 		}
 	}

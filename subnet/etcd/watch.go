@@ -211,7 +211,7 @@ func (m *Manager) advance(ctx context.Context, cache *leaseCache, resp *pb.Watch
 			e = m.cfg.Interner.intern(e)
 			cache.drop(changed, cache.replaced(e, cache.entries))
 			logUndecodable(ctx, cache.entries[e.key], e)
-			cache.entries[e.key], cache.newest = e, e
+			cache.written(e)
 			if e.err == nil {
 				changed[e.key] = &e.lease
 			}
