@@ -34,15 +34,15 @@ type Host struct {
 	writing sync.Mutex
 
 	mu       sync.Mutex
-	writers  map[string]*writer  // by firewall and families
-	watchers map[string]*watcher // by places
-	warned   []string            // bridge settings that were warned about
+	writers  map[string]*writer      // by firewall and families
+	watchers map[string]*wait.Shared // by places
+	warned   []string                // bridge settings that were warned about
 }
 
 // NewHost returns a Host. Keepers that use iptables wait until its Run has searched the
 // programs.
 func NewHost() *Host {
-	return &Host{automatic: sync.OnceValues(automatic), wanted: make(chan []prefix.Family, 1), searched: make(chan struct{}), writers: map[string]*writer{}, watchers: map[string]*watcher{}}
+	return &Host{automatic: sync.OnceValues(automatic), wanted: make(chan []prefix.Family, 1), searched: make(chan struct{}), writers: map[string]*writer{}, watchers: map[string]*wait.Shared{}}
 }
 
 // Run searches the iptables programs when a Keeper first needs them, and then returns nil.
@@ -103,14 +103,14 @@ func (h *Host) writer(firewall string, of []prefix.Family, applier firewall.Appl
 	return w
 }
 
-// watcher returns the watcher of these chains.
-func (h *Host) watcher(places []firewall.Place) *watcher {
+// watcher returns what sessions share that listen to changes of these chains.
+func (h *Host) watcher(places []firewall.Place) *wait.Shared {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	key := fmt.Sprint(places)
 	w, known := h.watchers[key]
 	if !known {
-		w = &watcher{listeners: map[wait.Signal]bool{}}
+		w = &wait.Shared{}
 		h.watchers[key] = w
 	}
 	return w

@@ -89,7 +89,7 @@ func (s *session) run(ctx context.Context) {
 	})
 	var wg sync.WaitGroup
 	if len(places) > 0 {
-		wg.Go(func() { s.keeper.host.watcher(places).watch(ctx, places, l.Wake) })
+		wg.Go(func() { watch(ctx, s.keeper.host.watcher(places), places, l.Wake) })
 	}
 	wg.Go(func() { _ = l.Run(ctx) })
 	wg.Wait()

@@ -17,9 +17,8 @@ import (
 type Reader struct {
 	facts map[string]*wait.Batch[gathered] // by families and rest; guarded by mu
 
-	mu        sync.Mutex
-	listeners map[wait.Signal]bool
-	stop      func() // ends the subscription; nil if there is none
+	mu      sync.Mutex
+	changes wait.Shared
 }
 
 // gathered is the result of Gather.
@@ -31,7 +30,7 @@ type gathered struct {
 
 // NewReader returns a Reader.
 func NewReader() *Reader {
-	return &Reader{facts: map[string]*wait.Batch[gathered]{}, listeners: map[wait.Signal]bool{}}
+	return &Reader{facts: map[string]*wait.Batch[gathered]{}}
 }
 
 // gather calls Gather. Several callers may get the same Facts, so they must not change them. The time
@@ -59,41 +58,13 @@ func (r *Reader) gather(ctx context.Context, o Options, rest time.Duration) gath
 // subscribe returns a channel that becomes readable after a change of anything that Gather
 // reads. No change after the return is missed. stop ends that.
 func (r *Reader) subscribe(o Options) (changed <-chan struct{}, stop func(), err error) {
-	own := wait.NewSignal()
-	if r == nil {
-		stop, err := subscribe(o, own.Send)
-		return own, stop, err
+	changes := &wait.Shared{}
+	if r != nil {
+		changes = &r.changes
 	}
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	if r.stop == nil {
-		if r.stop, err = subscribe(o, r.wake); err != nil {
-			return nil, nil, err
-		}
+	own, _, err := changes.Join(func(wake func()) (stop func(), err error) { return subscribe(o, wake) })
+	if err != nil {
+		return nil, nil, err
 	}
-	r.listeners[own] = true
-	return own, func() { r.leave(own) }, nil
-}
-
-// wake wakes all listeners.
-func (r *Reader) wake() {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	for l := range r.listeners {
-		l.Send()
-	}
-}
-
-// leave removes a listener. The last one ends the subscription.
-func (r *Reader) leave(l wait.Signal) {
-	r.mu.Lock()
-	delete(r.listeners, l)
-	var stop func()
-	if len(r.listeners) == 0 {
-		stop, r.stop = r.stop, nil
-	}
-	r.mu.Unlock()
-	if stop != nil {
-		stop() // it waits for wake
-	}
+	return own, func() { changes.Leave(own) }, nil
 }
