@@ -146,8 +146,8 @@ func (p *Programs) Applier() *Applier {
 func (a *Applier) Apply(ctx context.Context, policies ...firewall.Policy) (changed bool, err error) {
 	var errs []error
 	for _, f := range families() {
-		if firewall.TableOf(f, policies...).Concerns() {
-			wrote, err := a.apply(ctx, policies, f)
+		if t := firewall.TableOf(f, policies...); t.Concerns() {
+			wrote, err := a.apply(ctx, policies, f, t)
 			changed = changed || wrote
 			errs = append(errs, err)
 		}
@@ -155,10 +155,11 @@ func (a *Applier) Apply(ctx context.Context, policies ...firewall.Policy) (chang
 	return changed, oneline.Join(errs...)
 }
 
-func (a *Applier) apply(ctx context.Context, policies []firewall.Policy, f prefix.Family) (changed bool, err error) {
+// apply applies the policies to one family, whose rules are table.
+func (a *Applier) apply(ctx context.Context, policies []firewall.Policy, f prefix.Family, table firewall.Table) (changed bool, err error) {
 	// Do not run a program if nothing is wanted and no tables exist, because the program
 	// would create them.
-	wanted := firewall.TableOf(f, policies...).Wanted()
+	wanted := table.Wanted()
 	nothing := func() bool { return !wanted && len(legacyTables(f)) == 0 }
 	if a.programs.variant == Legacy && nothing() {
 		return false, nil
@@ -173,11 +174,14 @@ func (a *Applier) apply(ctx context.Context, policies []firewall.Policy, f prefi
 	if !k.nft && nothing() {
 		return false, nil
 	}
-	policies = slices.Clone(policies)
-	for i := range policies {
-		policies[i].Random = policies[i].Random && k.random
+	if !k.random {
+		policies = slices.Clone(policies)
+		for i := range policies {
+			policies[i].Random = false
+		}
+		table = firewall.TableOf(f, policies...)
 	}
-	program, table := a.programs.variant.Program(f), firewall.TableOf(f, policies...)
+	program := a.programs.variant.Program(f)
 	var now exact
 	if !k.nft {
 		var same bool
