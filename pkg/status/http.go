@@ -26,8 +26,8 @@ type Source func(ctx context.Context, network string) (Report, error)
 //go:embed page.html
 var pageText string
 
-// Handler serves the report of source, about the network in the query "network". It answers with JSON if the request accepts it or
-// its path ends in .json, otherwise with the page.
+// Handler serves the report of source, about the network in the query "network". It answers with
+// JSON if the request accepts it or its path ends in .json, otherwise with the page.
 func Handler(source Source) (http.Handler, error) {
 	page, err := template.New("status").Funcs(template.FuncMap{
 		"join": join, "ago": ago, "kinds": kinds, "missing": missing,

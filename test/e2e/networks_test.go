@@ -98,11 +98,7 @@ func TestNetworks(t *testing.T) {
 	putKey(t, s, networksRoot+"red/config", `{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan"}}`)
 	putKey(t, s, networksRoot+"green/config", `{"Network":"10.6.0.0/16","Backend":{"Type":"host-gw"}}`)
 	putKey(t, s, networksRoot+"blue/config", `{"Network":"10.7.0.0/16","Backend":{"Type":"udp"}}`)
-	for _, h := range l.Hosts() {
-		if _, err := h.StartFlanneld(testContext(t), lab.FlanneldOptions{Args: []string{"--watch-networks", "--ip-masq"}}); err != nil {
-			t.Fatal(err)
-		}
-	}
+	startNetworks(t, l, "--watch-networks", "--ip-masq")
 	for _, name := range []string{"red", "green", "blue"} {
 		expectPhase(t, l, name, "serving")
 		expectAnswers(t, addNetworkPods(t, l, name))
@@ -196,12 +192,8 @@ func TestNetworksWithoutTheStore(t *testing.T) {
 	s := etcdClient(t, l)
 	putKey(t, s, networksRoot+"red/config", `{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan"}}`)
 	putKey(t, s, networksRoot+"green/config", `{"Network":"10.6.0.0/16","Backend":{"Type":"host-gw"}}`)
-	args := lab.FlanneldOptions{Args: []string{"--networks=green,red"}}
-	for _, h := range l.Hosts() {
-		if _, err := h.StartFlanneld(testContext(t), args); err != nil {
-			t.Fatal(err)
-		}
-	}
+	const args = "--networks=green,red"
+	startNetworks(t, l, args)
 	var flows []*lab.Flow
 	for _, name := range []string{"red", "green"} {
 		expectPhase(t, l, name, "serving")
@@ -217,9 +209,7 @@ func TestNetworksWithoutTheStore(t *testing.T) {
 		t.Fatal(err)
 	}
 	expectStop(t, l.Host(1).Daemon())
-	if _, err := l.Host(1).StartFlanneld(testContext(t), args); err != nil {
-		t.Fatal(err)
-	}
+	start(t, l.Host(1), lab.FlanneldOptions{Args: []string{args}})
 	for _, name := range []string{"red", "green"} {
 		eventually(t, name+" is served without the store", func() error {
 			if n := overviewOf(t, l.Host(1))[name]; n.Phase != "serving from the last known state" {
@@ -245,9 +235,7 @@ func TestNetworksWithoutTheStore(t *testing.T) {
 func startNetworks(t *testing.T, l *lab.Lab, args ...string) {
 	t.Helper()
 	for _, h := range l.Hosts() {
-		if _, err := h.StartFlanneld(testContext(t), lab.FlanneldOptions{Args: args}); err != nil {
-			t.Fatal(err)
-		}
+		start(t, h, lab.FlanneldOptions{Args: args})
 	}
 }
 
@@ -418,9 +406,7 @@ func TestNetworksRestart(t *testing.T) {
 		} else {
 			h.Daemon().Kill()
 		}
-		if _, err := h.StartFlanneld(testContext(t), lab.FlanneldOptions{Args: []string{"--watch-networks"}}); err != nil {
-			t.Fatal(err)
-		}
+		start(t, h, lab.FlanneldOptions{Args: []string{"--watch-networks"}})
 		for _, name := range names {
 			expectPhase(t, l, name, "serving")
 		}
