@@ -109,7 +109,13 @@ func muted(f *fixture) {
 		f.Errorf("muted: events %v, rerouted %t, lost %t; want no events, true, true", events, rerouted, lost)
 	}
 	f.must(f.Append(Peer(3, 0)...))
-	if events, _, lost := m.Drain(); len(events) != len(Peer(3, 0)) || lost {
+	events, _, lost := m.Drain()
+	// The kernel announces an IPv6 address again when its duplicate address detection ends.
+	events = slices.DeleteFunc(events, func(e dataplane.Event) bool {
+		a, ok := e.Object.(dataplane.Addr)
+		return ok && !e.Deleted && slices.Contains(objectsOf(Base()), dataplane.Object(a))
+	})
+	if len(events) != len(Peer(3, 0)) || lost {
 		f.Errorf("after a drain: events %v, lost %t; want those of a peer and false", events, lost)
 	}
 }
