@@ -143,7 +143,7 @@ func TestKernelManyRules(t *testing.T) {
 }
 
 // TestKernelWatchOfManyRules writes a thousand rules at once while Watch listens. They must cause a few
-// wakes, and not go on causing them after the program has finished.
+// wakes, however slow the machine is, and not one for each of the messages that announce them.
 func TestKernelWatchOfManyRules(t *testing.T) {
 	firewalltest.Enter(t)
 	var script strings.Builder
@@ -152,16 +152,19 @@ func TestKernelWatchOfManyRules(t *testing.T) {
 		fmt.Fprintf(&script, "  ip saddr 10.%d.%d.0/24 accept\n", i/250, i%250)
 	}
 	script.WriteString(" }\n}\nEND")
-	ctx, cancel := context.WithTimeout(t.Context(), 3*time.Second)
+	ctx, cancel := context.WithCancel(t.Context())
 	defer cancel()
+	const over = 4 * quiet // without a wake
+	end := time.AfterFunc(time.Minute, cancel)
 	wakes := 0
 	Watch(ctx, OwnPlaces(), func() { // on the thread that is in the namespace
 		if wakes++; wakes == 1 {
 			firewalltest.Shell(t, script.String())
 		}
+		end.Reset(over)
 	})
-	if wakes < 2 || wakes > 6 {
-		t.Errorf("%d wakes within three seconds, want one at the begin and a few for the rules", wakes)
+	if wakes < 2 || wakes > 15 {
+		t.Errorf("%d wakes, want one at the begin and a few for the rules", wakes)
 	}
 }
 
