@@ -23,6 +23,7 @@ func TestKubePods(t *testing.T) {
 	for _, families := range [][]prefix.Family{v4, v6, dual} {
 		for _, backend := range []string{"vxlan", "host-gw"} {
 			t.Run(familiesName(families)+" "+backend, func(t *testing.T) {
+				t.Parallel()
 				c := newCluster(t, lab.Config{Families: families}, fmt.Sprintf(`{"Type":%q}`, backend))
 				c.startDaemons()
 				expectMatrix(t, c.Lab)
