@@ -122,7 +122,7 @@ type timing struct {
 	backoffMin, backoff      time.Duration
 	restoreMin, restored     time.Duration // pause after the own key had to be written again
 	gracePeriod              time.Duration // see the type
-	catchUp                  time.Duration // for the events since the last known state
+	catchUp, catchUpLate     time.Duration // for the events since the last known state, if the server says when all have come, and otherwise
 	audit, auditPage         time.Duration // within which time a restored cache is compared, and the pause between its pages
 	trustListing             time.Duration // how long a host without a subnet trusts the listing that it follows
 }
@@ -161,8 +161,9 @@ func newManager(cfg Config) *Manager {
 		restoreMin: time.Second, restored: time.Minute,
 		gracePeriod:  time.Minute,
 		trustListing: 10 * time.Minute,
-		catchUp:      2 * time.Second,
-		audit:        time.Hour, auditPage: time.Second,
+		// A store that all hosts ask at once sends late, and lists would make it later.
+		catchUp: 2 * time.Second, catchUpLate: time.Minute,
+		audit: time.Hour, auditPage: time.Second,
 	}
 	return m
 }

@@ -212,7 +212,7 @@ func (m *Manager) catchUp(ctx context.Context, cache *leaseCache) error {
 		return nil
 	}
 	cache.store.Revision = cache.next - 1
-	err := m.replay(ctx, cache, true, func(confirmed int64) bool { return confirmed >= head || cache.next > head })
+	err := m.replay(ctx, m.timing.catchUp, cache, true, func(confirmed int64) bool { return confirmed >= head || cache.next > head })
 	if !errors.Is(err, errAnswersEarly) {
 		return err
 	}
@@ -221,7 +221,7 @@ func (m *Manager) catchUp(ctx context.Context, cache *leaseCache) error {
 		return err
 	}
 	if !now.isOf(cache) {
-		if err := m.replay(ctx, cache, false, func(int64) bool { return now.isOf(cache) }); err != nil {
+		if err := m.replay(ctx, m.timing.catchUpLate, cache, false, func(int64) bool { return now.isOf(cache) }); err != nil {
 			return err
 		}
 	}
@@ -230,8 +230,8 @@ func (m *Manager) catchUp(ctx context.Context, cache *leaseCache) error {
 }
 
 // replay applies events to a cache until done says that all have come.
-func (m *Manager) replay(ctx context.Context, cache *leaseCache, probes bool, done func(confirmed int64) bool) error {
-	ctx, cancel := context.WithTimeout(ctx, m.timing.catchUp)
+func (m *Manager) replay(ctx context.Context, limit time.Duration, cache *leaseCache, probes bool, done func(confirmed int64) bool) error {
+	ctx, cancel := context.WithTimeout(ctx, limit)
 	defer cancel()
 	err := m.follow(ctx, []string{m.dir}, cache.next, watcher{probes: probes, on: func(resp *pb.WatchResponse, confirmed int64) error {
 		if err := m.advance(ctx, cache, resp, confirmed, func(subnet.Update) {}); err != nil {

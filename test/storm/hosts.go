@@ -10,33 +10,53 @@ import (
 	"io"
 	"net/rpc"
 	"os"
+	"runtime"
 	"runtime/debug"
 	"slices"
 	"sync"
 	"time"
 
 	"github.com/go-logr/logr"
+	"golang.org/x/sync/errgroup"
+	"golang.org/x/sys/unix"
 	"k8s.io/klog/v2"
 
 	"github.com/flanneld/flanneld/subnet"
 	"github.com/flanneld/flanneld/subnet/etcd"
 )
 
-// hostsChild is the value of os.Args[0] that makes this program run the managers of all
+// hostsChild is the only argument that makes this program run the managers of all
 // hosts. They have a process of their own so that the store is the only process of its
 // network namespace, and so that its counters of bytes count nothing else.
 const hostsChild = "storm-hosts"
+
+// isHosts reports whether this process runs the managers of all hosts.
+func isHosts(args []string) bool { return len(args) == 2 && args[1] == hostsChild }
 
 // runHosts serves Hosts on standard input and output until the parent closes them.
 func runHosts() error {
 	klog.LogToStderr(false) // thousands of hosts say the same
 	klog.SetOutput(io.Discard)
-	debug.SetGCPercent(50)
+	if err := useMemory(); err != nil {
+		return err
+	}
 	server := rpc.NewServer()
 	if err := server.RegisterName("Hosts", newHosts()); err != nil {
 		return err
 	}
 	server.ServeConn(pipes{os.Stdin, os.Stdout})
+	return nil
+}
+
+// useMemory makes the garbage collector run rarely while half of the machine's memory suffices.
+// Its work would be CPU time of the hosts that real ones do not need.
+func useMemory() error {
+	var info unix.Sysinfo_t
+	if err := unix.Sysinfo(&info); err != nil {
+		return fmt.Errorf("read the size of the memory: %w", err)
+	}
+	debug.SetGCPercent(400)
+	debug.SetMemoryLimit(int64(info.Totalram) * int64(info.Unit) / 2)
 	return nil
 }
 
@@ -53,6 +73,7 @@ func (p pipes) Close() error { return errors.Join(p.ReadCloser.Close(), p.WriteC
 type Hosts struct {
 	registry *registry
 	hosts    map[int]*host
+	loaded   map[int]*host        // hosts that have their last known state and have not started
 	former   map[int]subnet.Lease // leases of hosts that do not run
 	leases   etcd.Interner
 	// reference is the host whose knowledge of the others is saved, and is the last known state of every host.
@@ -64,7 +85,7 @@ type Hosts struct {
 }
 
 func newHosts() *Hosts {
-	return &Hosts{registry: newRegistry(), hosts: map[int]*host{}, former: map[int]subnet.Lease{}, stores: map[int]subnet.StoreID{}}
+	return &Hosts{registry: newRegistry(), hosts: map[int]*host{}, loaded: map[int]*host{}, former: map[int]subnet.Lease{}, stores: map[int]subnet.StoreID{}}
 }
 
 // Start says which hosts to start, and how.
@@ -84,22 +105,40 @@ type Store struct {
 	NetConfig  string // path of the network configuration, with Kubernetes
 }
 
-// Start starts hosts.
-func (s *Hosts) Start(a Start, _ *struct{}) error {
+// Load makes hosts read their last known state, up to the moment at which they would ask the store.
+// Start continues there.
+func (s *Hosts) Load(a Start, _ *struct{}) error {
+	var loading errgroup.Group
+	loading.SetLimit(runtime.NumCPU())
 	for i := a.From; i < a.To; i++ {
 		if s.hosts[i] != nil {
 			return fmt.Errorf("host %d is running", i)
 		}
-		var former *subnet.Lease
-		if l, ok := s.former[i]; ok && !a.Forget {
-			former = &l
-		}
 		h := newHost(i, s)
+		if l, ok := s.former[i]; ok && !a.Forget {
+			h.former = &l
+		}
+		s.loaded[i] = h
+		loading.Go(func() error { return h.load(a.Store) })
+	}
+	return loading.Wait()
+}
+
+// Start starts hosts, those that Load has not prepared too.
+func (s *Hosts) Start(a Start, _ *struct{}) error {
+	if s.loaded[a.From] == nil {
+		if err := s.Load(a, nil); err != nil {
+			return err
+		}
+	}
+	for i := a.From; i < a.To; i++ {
+		h := s.loaded[i]
+		delete(s.loaded, i)
 		if s.reference == nil {
 			s.reference, h.observation.ledger = h, &subnet.Ledger{}
 		}
 		s.hosts[i] = h
-		h.start(a.Store, former)
+		h.start()
 	}
 	return nil
 }
@@ -242,6 +281,8 @@ type host struct {
 	number      int
 	all         *Hosts
 	observation *observation
+	former      *subnet.Lease // of its last run; nil if it remembers none
+	manager     manager       // nil until load
 	cancel      context.CancelFunc
 	done        chan struct{}
 
@@ -264,13 +305,19 @@ type manager interface {
 	Close() error
 }
 
+// load prepares the host for its start.
+func (h *host) load(s Store) (err error) {
+	h.manager, err = h.open(s, h.former)
+	return err
+}
+
 // start begins what the daemon does with its store.
-func (h *host) start(s Store, former *subnet.Lease) {
+func (h *host) start() {
 	ctx, cancel := context.WithCancel(klog.NewContext(context.Background(), logr.Discard()))
 	h.cancel = cancel
 	go func() {
 		defer close(h.done)
-		if err := h.run(ctx, s, former); ctx.Err() == nil {
+		if err := h.run(ctx); ctx.Err() == nil {
 			h.mu.Lock()
 			defer h.mu.Unlock()
 			h.ended = err
@@ -284,13 +331,10 @@ func (h *host) stop() {
 }
 
 // run is the daemon without its kernel side.
-func (h *host) run(ctx context.Context, s Store, former *subnet.Lease) error {
-	m, err := h.open(s, former)
-	if err != nil {
-		return err
-	}
+func (h *host) run(ctx context.Context) error {
+	m := h.manager
 	defer m.Close()
-	own, err := h.acquire(ctx, m, former)
+	own, err := h.acquire(ctx, m, h.former)
 	if err != nil {
 		return err
 	}

@@ -104,7 +104,7 @@ const maxHosts = 15_000
 
 func main() {
 	lab.RunChild()
-	if os.Args[0] == hostsChild {
+	if isHosts(os.Args) {
 		if err := runHosts(); err != nil {
 			fmt.Fprintln(os.Stderr, err)
 			os.Exit(1)

@@ -36,13 +36,15 @@ type storm struct {
 	report *report
 }
 
-// startHosts starts the process with the managers in the network of host 1.
+// startHosts starts the process with the managers in the network of host 1. It has the lowest
+// priority, because in a cluster the hosts do not use the CPUs of the store.
 func (s *storm) startHosts() error {
 	self, err := os.Executable()
 	if err != nil {
 		return err
 	}
-	s.child = &exec.Cmd{Path: self, Args: []string{hostsChild}, Env: os.Environ(), Stderr: os.Stderr}
+	s.child = exec.Command("nice", "-n", "19", self, hostsChild)
+	s.child.Stderr = os.Stderr
 	in, err := s.child.StdinPipe()
 	if err != nil {
 		return err
@@ -306,6 +308,12 @@ func (b *bystander) finish(r *result) {
 	}
 }
 
+// loadAll makes hosts read their last known state.
+func (s *storm) loadAll(ctx context.Context, a Start) error {
+	a.Store.merge(s.store.reach())
+	return s.call(ctx, "Load", a, &struct{}{})
+}
+
 // startAll starts hosts.
 func (s *storm) startAll(ctx context.Context, a Start) error {
 	a.Store.merge(s.store.reach())
@@ -360,6 +368,9 @@ func (s *storm) boot(ctx context.Context) (*result, error) {
 // and the store has their leases.
 func (s *storm) reboot(ctx context.Context) (*result, error) {
 	if _, err := s.stopAll(ctx, Stop{To: s.n}); err != nil {
+		return nil, err
+	}
+	if err := s.loadAll(ctx, Start{To: s.n}); err != nil {
 		return nil, err
 	}
 	m, err := s.measure(ctx)

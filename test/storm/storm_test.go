@@ -14,7 +14,7 @@ import (
 
 func TestMain(m *testing.M) {
 	lab.RunChild()
-	if os.Args[0] == hostsChild {
+	if isHosts(os.Args) {
 		if err := runHosts(); err != nil {
 			os.Exit(1)
 		}
