@@ -193,6 +193,9 @@ func check(cfg subnet.Config, c subnet.Claim) error {
 }
 
 func (m *Manager) acquire(ctx context.Context, pools []subnet.Pool, c subnet.Claim, spare *grant) error {
+	if done, err := m.update(ctx, pools, c, spare); done || err != nil {
+		return err
+	}
 	l, err := m.listOr(ctx, &m.forAcquire)
 	if err != nil {
 		return err
@@ -238,6 +241,34 @@ func (m *Manager) acquire(ctx context.Context, pools []subnet.Pool, c subnet.Cla
 	}
 	m.forWatch.put(l)
 	return nil
+}
+
+// update writes c to the own lease, if this manager has one on the subnets of c and they fit the
+// pools. For that it need not know other leases: after a change of the network configuration all
+// hosts do this at once.
+func (m *Manager) update(ctx context.Context, pools []subnet.Pool, c subnet.Claim, spare *grant) (done bool, err error) {
+	var have, want []netip.Prefix
+	for _, e := range m.own.claim.Endpoints {
+		have = append(have, e.Subnet)
+	}
+	for _, e := range c.Endpoints {
+		want = append(want, e.Subnet)
+	}
+	if !m.own.exists() || !slices.Equal(have, want) || !fits(pools, have) {
+		return false, nil
+	}
+	found, _, err := m.read(ctx, m.own.key)
+	if err != nil {
+		return false, fmt.Errorf("read own lease: %w", err)
+	}
+	if found == nil || !m.isOwn(*found) {
+		return false, nil
+	}
+	own, err := claimOn(m.own.key, have, c)
+	if err != nil {
+		return false, err
+	}
+	return true, m.refresh(ctx, *found, own, nil, spare)
 }
 
 // claimOn returns the lease that c makes on subnets.

@@ -94,6 +94,7 @@ type Manager struct {
 	ownKey     atomic.Pointer[string]
 	// forAcquire is the listing of Recall, and forWatch that of Acquire.
 	forAcquire, forWatch stash
+	cache                atomic.Pointer[leaseCache]    // of a Watch that has ended, for the next one
 	known                atomic.Pointer[lastKnown]     // see restore
 	replaced             atomic.Bool                   // the store is not that of the earlier run, and Watch has not published that yet
 	exhausted            atomic.Pointer[exhaustedPool] // see awaitFreeSubnet

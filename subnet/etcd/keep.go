@@ -72,7 +72,11 @@ func (m *Manager) ensure(ctx context.Context, l subnet.Lease, spare *grant) (che
 		return 0, false, err
 	}
 	defer unlock()
-	found, checked, err := m.read(ctx, l.Key)
+	own, err := m.ownOr(l)
+	if err != nil {
+		return 0, false, err
+	}
+	found, checked, err := m.read(ctx, own.key)
 	if err != nil {
 		return 0, false, fmt.Errorf("read own lease: %w", err)
 	}
@@ -82,8 +86,7 @@ func (m *Manager) ensure(ctx context.Context, l subnet.Lease, spare *grant) (che
 		}
 		m.recognize(ctx, *found)
 	}
-	own, err := m.ownOr(l)
-	if err != nil {
+	if own, err = m.ownOr(l); err != nil {
 		return 0, false, err
 	}
 	logger := klog.FromContext(ctx).WithValues("key", own.key)
@@ -123,9 +126,10 @@ func (m *Manager) yieldIfOlder(ctx context.Context, found entry) error {
 	return m.yieldToOlder(ctx, made, 0)
 }
 
-// ownOr returns the lease that this manager acquired. If that is not l, it derives one from l.
+// ownOr returns the lease that this manager acquired, which may have replaced l in the meantime. If
+// there is none, it derives one from l.
 func (m *Manager) ownOr(l subnet.Lease) (ownLease, error) {
-	if m.own.key == l.Key {
+	if m.own.exists() {
 		return m.own, nil
 	}
 	own := ownLease{key: l.Key, create: int64(l.Order), claim: subnet.Claim{BackendType: l.BackendType, Endpoints: l.Endpoints}}

@@ -24,12 +24,18 @@ var errRelist = errors.New("watch cannot be resumed")
 // Watch publishes the leases of other nodes. See subnet.Manager.
 func (m *Manager) Watch(ctx context.Context, sink func(subnet.Update)) error {
 	defer m.outage.Forget(sourceWatch)
-	var cache leaseCache
-	check := m.newAudit(&cache)
+	cache := m.cache.Swap(nil)
+	kept := cache != nil // sink has not got it yet
+	if !kept {
+		cache = &leaseCache{}
+	}
+	check := m.newAudit(cache)
+	defer m.cache.Store(cache)
 	defer check.stop()
 	b := m.backoff()
 	for {
-		err := m.resume(ctx, &cache, sink)
+		err := m.resume(ctx, cache, kept, sink)
+		kept = kept && err != nil
 		if err == nil {
 			followed, end := check.begin(ctx)
 			err = m.follow(followed, []string{m.dir, m.configKey()}, cache.next, watcher{
@@ -37,9 +43,9 @@ func (m *Manager) Watch(ctx context.Context, sink func(subnet.Update)) error {
 					b.Reset()
 					check.mu.Lock()
 					defer check.mu.Unlock()
-					m.applyConfigEvents(&cache, resp)
+					m.applyConfigEvents(cache, resp)
 					m.report(ctx, sourceWatch, nil)
-					return m.advance(ctx, &cache, resp, confirmed, sink)
+					return m.advance(ctx, cache, resp, confirmed, sink)
 				},
 				waits:  func() bool { return len(cache.expiring) > 0 },
 				checks: true,
@@ -71,14 +77,19 @@ func (m *Manager) Watch(ctx context.Context, sink func(subnet.Update)) error {
 }
 
 // resume brings the cache to a revision from which a watch can start. If the store is still the
-// same, the cache stays as it is. Otherwise resume lists all leases.
-func (m *Manager) resume(ctx context.Context, cache *leaseCache, sink func(subnet.Update)) error {
+// same, the cache stays as it is, and is published if it was kept from another Watch. Otherwise
+// resume lists all leases.
+func (m *Manager) resume(ctx context.Context, cache *leaseCache, kept bool, sink func(subnet.Update)) error {
 	is, err := m.compare(ctx, cache)
 	if err != nil {
 		return err
 	}
 	if is == same {
 		cache.contact(time.Now(), m.margin(m.cfg.TTL), m.timing.gracePeriod)
+		if kept {
+			m.forWatch.Store(nil) // the cache is sufficient
+			sink(cache.update(m.ownKey.Load(), nil))
+		}
 		return nil
 	}
 	list := m.list

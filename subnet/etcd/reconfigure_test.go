@@ -1,0 +1,81 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package etcd
+
+import (
+	"context"
+	"errors"
+	"testing"
+
+	"github.com/flanneld/flanneld/subnet"
+	"github.com/flanneld/flanneld/subnet/subnettest"
+)
+
+// TestWatchAgain ends a Watch and starts another one, as a host does whose network configuration has
+// changed. It gets all leases, also changes in between, although the manager cannot list them.
+func TestWatchAgain(t *testing.T) {
+	f := newFixture(t, sharedServer(t))
+	f.put(t, "config", configV4)
+	m := f.manager(t)
+	own := acquire(t, m, claim("192.0.2.1"))
+	f.put(t, "subnets/10.5.201.0-24", leaseValue("192.0.2.9"))
+	f.put(t, "subnets/10.5.202.0-24", leaseValue("192.0.2.8"))
+	first, stop := context.WithCancel(t.Context())
+	done := make(chan error, 1)
+	seen := make(chan struct{}, 100)
+	go func() {
+		done <- m.Watch(first, func(u subnet.Update) {
+			if len(u.Snapshot().Leases) == 2 {
+				seen <- struct{}{}
+			}
+		})
+	}()
+	<-seen
+	stop()
+	if err := <-done; !errors.Is(err, context.Canceled) {
+		t.Fatal(err)
+	}
+	f.delete(t, "subnets/10.5.201.0-24")
+	f.put(t, "subnets/10.5.203.0-24", leaseValue("192.0.2.7"))
+	m.timing.page = 0 // a list fails
+	w := subnettest.Watch(t, m)
+	w.Until(t, "the leases as they are now", subnettest.Has("10.5.202.0-24", "10.5.203.0-24"))
+	if own.Key == "" {
+		t.Error("no own lease")
+	}
+}
+
+// TestAcquireOfTheSameSubnet changes the data of a lease, and needs no list for that.
+func TestAcquireOfTheSameSubnet(t *testing.T) {
+	f := newFixture(t, sharedServer(t))
+	f.put(t, "config", configV4)
+	m := f.manager(t)
+	own := acquire(t, m, claim("192.0.2.1"))
+	m.timing.page = 0 // a list fails
+	c := subnet.Claim{BackendType: "host-gw", Endpoints: own.Endpoints}
+	again := acquire(t, m, c)
+	if again.Key != own.Key || again.Order != own.Order || again.BackendType != "host-gw" {
+		t.Errorf("the lease is %+v, want %+v with another type", again, own)
+	}
+}
+
+// TestKeepFollowsAcquire changes to another network while Keep runs with the lease of the former one.
+// Keep must not take that one again, and must keep the new one.
+func TestKeepFollowsAcquire(t *testing.T) {
+	f := newFixture(t, sharedServer(t))
+	f.put(t, "config", configV4)
+	m := f.manager(t)
+	old := acquire(t, m, claim("192.0.2.1"))
+	k := startKeep(t, m, old)
+	f.put(t, "config", `{"Network":"10.6.0.0/16"}`)
+	now := acquire(t, m, claim("192.0.2.1"))
+	f.delete(t, "subnets/"+now.Key)
+	eventually(t, "the new lease is taken again", func() bool {
+		v, _, _ := f.get(t, "subnets/"+now.Key)
+		return v == leaseValue("192.0.2.1")
+	})
+	if v, _, _ := f.get(t, "subnets/"+old.Key); v != "" {
+		t.Errorf("the old lease %s is there again", old.Key)
+	}
+	k.stillRuns(t)
+}
