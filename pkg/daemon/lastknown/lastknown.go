@@ -56,14 +56,18 @@ type Former struct {
 	Interface underlay.Interface `json:"interface"`
 }
 
-// Renewed updates the own lease to what the store has. If its addresses have changed here and
-// the store does not know it yet, the state keeps the new addresses: a renewal of the lease as
-// it was must not bring the old ones back.
+// Renewed updates the own lease to what the store has. If its addresses or backend data have
+// changed here and the store does not know it yet, the state keeps the new ones: a renewal of the
+// lease as it was must not bring the old ones back. Another lease, which the host has taken for
+// another configuration, has no effect, because the state still is that of the former one.
 func (last *State) Renewed(own subnet.Lease) {
+	if own.Key != last.Own.Key {
+		return
+	}
 	if last.Stored != nil {
 		stored := own
 		last.Stored = &stored
-		own.Endpoints = last.Own.Endpoints
+		own.BackendType, own.Endpoints = last.Own.BackendType, last.Own.Endpoints
 	}
 	last.Own = own
 }
