@@ -125,6 +125,9 @@ func printStatus(w io.Writer, r status.Report, all bool) {
 	if r.RestartNeeded != "" {
 		row("restart needed", r.RestartNeeded)
 	}
+	if r.ConfigRejected != "" {
+		row("configuration rejected", r.ConfigRejected)
+	}
 	row("subnet", dash(list(r.Lease.Subnets)))
 	row("lease", dash(r.Lease.Key), validity(r))
 	var addresses []string

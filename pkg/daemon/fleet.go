@@ -210,9 +210,11 @@ func (f *fleet) admit(ctx context.Context) {
 			}
 			m.refused = err
 			m.confirmed() // it goes on with what it has
+			m.wake.Send()
 			continue
 		}
 		m.refused, m.admitted, m.config, m.wanted = nil, true, cfg, wanted
+		m.confirmed()
 		f.changed()
 		m.wake.Send()
 	}

@@ -5,10 +5,12 @@ package daemon
 import (
 	"context"
 	"net/netip"
+	"slices"
 	"time"
 
 	"k8s.io/klog/v2"
 
+	"github.com/flanneld/flanneld/backend"
 	"github.com/flanneld/flanneld/pkg/daemon/network"
 	"github.com/flanneld/flanneld/pkg/status"
 	"github.com/flanneld/flanneld/pkg/wait"
@@ -16,9 +18,10 @@ import (
 	"github.com/flanneld/flanneld/subnet/etcd"
 )
 
-// member is one of several networks. It serves the network while the fleet has admitted its
-// configuration, and removes everything when the configuration was deleted. A configuration that
-// the fleet refuses does not disturb a network that is served with an earlier one.
+// member is one of several networks. It serves the network from the first configuration that the
+// fleet admits, and removes everything when the configuration was deleted. It passes on every
+// later configuration that the fleet admits. One that the fleet refuses does not disturb a network
+// that is served with an earlier one.
 type member struct {
 	fleet *fleet
 	name  string
@@ -34,7 +37,7 @@ type member struct {
 	wanted     claims
 	refused    error            // why text was not admitted
 	recalled   chan struct{}    // config is of the last process; closed when the store has confirmed it
-	uses       *claims          // of the session, and of what it has left; nil if there is nothing
+	uses       *claims          // of the configuration that is served, and of what it has left; nil if there is nothing
 	net        *network.Network // while it is served
 }
 
@@ -64,7 +67,9 @@ type task struct {
 	generation int
 	serve      bool // the configuration was admitted
 	retire     bool // the network was deleted, and has left something
+	text       []byte
 	config     subnet.Config
+	refused    error           // why text was not admitted
 	confirmed  <-chan struct{} // closed when config is that of the store
 	seen       int64           // revision at which the store was read last
 }
@@ -73,7 +78,7 @@ type task struct {
 func (m *member) next() task {
 	m.fleet.mu.Lock()
 	defer m.fleet.mu.Unlock()
-	t := task{generation: m.generation, serve: m.admitted, config: m.config, confirmed: m.recalled, seen: m.seen}
+	t := task{generation: m.generation, serve: m.admitted, text: m.text, config: m.config, refused: m.refused, confirmed: m.recalled, seen: m.seen}
 	t.retire = m.fleet.listed && m.text == nil && m.uses != nil
 	return t
 }
@@ -111,8 +116,8 @@ func (m *member) run(ctx context.Context) {
 	}
 }
 
-// serve serves the network with an admitted configuration. It returns nil if another one was
-// admitted, or if there is none any more. A configuration that was refused leaves it as it is.
+// serve serves the network, beginning with an admitted configuration. It returns nil when the
+// configuration was deleted.
 func (m *member) serve(ctx context.Context, t task) error {
 	n, err := m.open(ctx, t)
 	if err != nil {
@@ -126,20 +131,39 @@ func (m *member) serve(ctx context.Context, t task) error {
 	defer stop()
 	done := make(chan error, 1)
 	go func() { done <- n.Run(running) }()
-	for waiting := true; waiting; {
+	for {
 		select {
 		case err = <-done:
 			m.closed(n)
 			return err
 		case <-m.wake:
-			now := m.next()
-			waiting = now.generation == t.generation || !now.serve && !now.retire
+		}
+		switch now := m.next(); {
+		case now.retire:
+			stop()
+			err = <-done
+			m.closed(n)
+			return err
+		case now.refused != nil:
+			n.Refuse(now.refused)
+		case now.serve && now.generation != t.generation:
+			t = now
+			n.Configure(ctx, now.text)
 		}
 	}
-	stop()
-	err = <-done
-	m.closed(n)
-	return err
+}
+
+// using records the configuration that the network begins to use. Another network may have waited for
+// what this one does not need any more.
+func (m *member) using(ctx context.Context, cfg subnet.Config, be backend.Backend) {
+	m.fleet.mu.Lock()
+	defer m.fleet.mu.Unlock()
+	now := claimsOf(cfg, be)
+	if m.uses == nil || !slices.Equal(m.uses.networks, now.networks) {
+		m.fleet.changed()
+	}
+	m.uses = &now
+	m.fleet.admit(ctx)
 }
 
 // open opens the network with a configuration.
@@ -152,8 +176,9 @@ func (m *member) open(ctx context.Context, t task) (*network.Network, error) {
 			if err != nil {
 				return nil, err
 			}
-			return networkStore{manager, t}, nil
+			return networkStore{manager, m, t.confirmed}, nil
 		},
+		Using: m.using,
 		Announce: func(ctx context.Context) {
 			klog.FromContext(ctx).Info("network is ready")
 			f.mu.Lock()
@@ -170,7 +195,8 @@ func (m *member) open(ctx context.Context, t task) (*network.Network, error) {
 // networkStore is the store of one of several networks. The fleet follows the configuration.
 type networkStore struct {
 	*etcd.Manager
-	task
+	member    *member
+	confirmed <-chan struct{} // closed when the configuration is that of the store; nil if it is
 }
 
 // Config implements subnet.Manager.
@@ -182,7 +208,7 @@ func (s networkStore) Config(ctx context.Context) (subnet.Config, error) {
 			return subnet.Config{}, ctx.Err()
 		}
 	}
-	return s.config, nil
+	return s.member.next().config, nil
 }
 
 // closed releases a network that is not served any more.
@@ -250,11 +276,14 @@ func (m *member) summary() status.NetworkSummary {
 	} else {
 		s.Phase = string(network.PhaseNoConfiguration)
 	}
-	if m.refused != nil {
+	switch {
+	case m.refused != nil:
 		s.Reasons = append(s.Reasons, m.refused.Error())
 		if m.net == nil {
 			s.Phase = string(phaseRefused)
 		}
+	case m.net != nil && m.net.Rejected() != "":
+		s.Reasons = append(s.Reasons, m.net.Rejected())
 	}
 	return s
 }

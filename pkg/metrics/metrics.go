@@ -35,7 +35,9 @@ type Values struct {
 	LeaseExpires  time.Time         // zero for a lease that does not expire
 	Pool          map[string]uint64 // subnets by state: free, leased, reserved
 	RestartNeeded bool
-	Dropped       map[string]uint64 // packets dropped in user space, by reason
+	// ConfigRejected is set while the configuration in the store cannot be used.
+	ConfigRejected bool
+	Dropped        map[string]uint64 // packets dropped in user space, by reason
 }
 
 // Metrics contains the metrics of one network, in a registry of its own.
@@ -146,7 +148,8 @@ func gauges() map[string]gauge {
 		"store":    describe(g, "datastore_connected", "1 while etcd or the Kubernetes API answers. While it is 0, traffic continues, but changes of leases do not arrive."),
 		"lease":    describe(g, "lease_expiry_timestamp_seconds", "When this host's lease expires unless it is renewed. Absent for leases that do not expire. If it comes near, the store does not accept renewals."),
 		"pool":     describe(g, "pool_subnets", "Subnets of the configured range by state. If none is free, no host can join: remove reservations, or choose a longer SubnetLen for a new network.", "state"),
-		"restart":  describe(g, "restart_needed", "1 if the network configuration has changed since the start, or has become invalid: flanneld keeps the old one until it is restarted. Check the new one before you restart."),
+		"restart":  describe(g, "restart_needed", "1 if the network configuration was deleted or, with --follow-config=false, has changed: flanneld keeps the old one until it is restarted. Check the new one before you restart."),
+		"rejected": describe(g, "config_rejected", "1 while the network configuration in the datastore cannot be used on this host, which goes on with the one that it has. flannelctl status and the log give the reason."),
 		"dropped": describe(prometheus.CounterValue, "udp_dropped_packets_total",
 			"Packets that the udp backend dropped, by reason.", "reason"),
 	}
@@ -180,6 +183,7 @@ func (c *collector) Collect(ch chan<- prometheus.Metric) {
 	set("ready", number(values.Ready))
 	set("store", number(values.Connected))
 	set("restart", number(values.RestartNeeded))
+	set("rejected", number(values.ConfigRejected))
 	at("lastSync", values.LastSync)
 	at("lease", values.LeaseExpires)
 	for state, n := range values.Peers {

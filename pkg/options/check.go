@@ -77,7 +77,9 @@ func (o *Options) checkNetworks() error {
 	case o.KubeSubnetMgr:
 		return fmt.Errorf("%s needs etcd: in Kubernetes a Node has one podCIDR for each address family, so there is one network", o.Source(flag))
 	case o.ExitOnConfigChange:
-		return fmt.Errorf("%s is for one network: with %s a changed network is restarted by itself", o.Source("exit-on-config-change"), o.Source(flag))
+		return fmt.Errorf("%s is for one network: with %s changes of networks are followed", o.Source("exit-on-config-change"), o.Source(flag))
+	case !o.FollowConfig:
+		return fmt.Errorf("%s is for one network: with %s changes of networks are followed", o.Source("follow-config"), o.Source(flag))
 	}
 	if info, err := os.Stat(o.SubnetDir); err == nil && !info.IsDir() {
 		return fmt.Errorf("%s %q is a file: expected a directory", o.Source("subnet-dir"), o.SubnetDir)

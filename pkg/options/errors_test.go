@@ -26,7 +26,8 @@ func TestParseErrors(t *testing.T) {
 		// Several networks.
 		{args: []string{"--kube-subnet-mgr", "--net-config-path", file, "--networks=red"}, want: "--networks needs etcd: in Kubernetes a Node has one podCIDR for each address family, so there is one network"},
 		{args: []string{"--kube-subnet-mgr", "--net-config-path", file, "--watch-networks"}, want: "--watch-networks needs etcd: in Kubernetes a Node has one podCIDR for each address family, so there is one network"},
-		{args: []string{"--exit-on-config-change", "--networks=red"}, want: "--exit-on-config-change is for one network: with --networks a changed network is restarted by itself"},
+		{args: []string{"--exit-on-config-change", "--networks=red"}, want: "--exit-on-config-change is for one network: with --networks changes of networks are followed"},
+		{args: []string{"--follow-config=false", "--networks=red"}, want: "--follow-config is for one network: with --networks changes of networks are followed"},
 		// Syntax of the command line.
 		{args: []string{"--ifcae=eth0"}, want: "unknown flag --ifcae: did you mean --iface?"},
 		{args: []string{"-etcd_endpoint", "x"}, want: "unknown flag --etcd_endpoint: did you mean --etcd-endpoints?"},
@@ -161,7 +162,7 @@ func TestEveryFlagRefusesNonsense(t *testing.T) {
 		"ip-masq": switches, "ip-masq-fully-random-disable": switches, "iptables-forward-rules": switches,
 		"guard-tunnel":    switches,
 		"iptables-resync": {"x", "0", "-1", "5s", "1.5", "2147483648"}, "firewall": {"", "ufw", "IPTABLES"}, "ip-blackhole-route": switches,
-		"resync": append(durations, "0s", "999ms"), "exit-on-config-change": switches, "nexthop-objects": {"", "on", "Auto"}, "allow-extension-backend": switches,
+		"resync": append(durations, "0s", "999ms"), "follow-config": switches, "exit-on-config-change": switches, "nexthop-objects": {"", "on", "Auto"}, "allow-extension-backend": switches,
 		"udp-source-check": {"", "loose", "on"}, "udp-persist": switches,
 		"subnet-file": {"", dir, dir + "/"}, "state-dir": {"", file},
 		"healthz-ip": {"x", "localhost", "10.0.0.0/8", "224.0.0.1", "255.255.255.255", "ff02::1"}, "healthz-port": {"x", "65536", "80/tcp", "1.5"},

@@ -264,9 +264,14 @@ func trafficSettings() []setting {
 				"their changes: 1s or more.",
 			binding: to(func(o *Options) *time.Duration { return &o.Resync }, duration(time.Second)),
 		}, {
+			name: "follow-config", def: "true",
+			usage: "Change to another network configuration without a restart. Otherwise the log and " +
+				"/statusz say that a restart is needed.",
+			binding: toToggle(func(o *Options) *bool { return &o.FollowConfig }),
+		}, {
 			name: "exit-on-config-change", def: "false",
 			usage: "Exit with code 3 after a valid change of the network configuration, so that a supervisor " +
-				"starts flanneld again. Without it: the log and /statusz say that a restart is needed.",
+				"starts flanneld again, instead of following the change.",
 			binding: toToggle(func(o *Options) *bool { return &o.ExitOnConfigChange }),
 		}, {
 			name: "nexthop-objects", arg: "auto|off", def: NexthopsAuto,

@@ -103,6 +103,8 @@ type Options struct {
 	// Resync is the interval at which all kernel state is read again.
 	Resync time.Duration
 
+	// FollowConfig changes to another configuration without a restart.
+	FollowConfig bool
 	// ExitOnConfigChange ends the daemon after a change of the configuration.
 	ExitOnConfigChange bool
 	// NexthopObjects is "auto" or "off".

@@ -38,6 +38,7 @@ func defaults() Options {
 		GuardTunnel:               true,
 		IPTablesResync:            5 * time.Second,
 		Resync:                    5 * time.Minute,
+		FollowConfig:              true,
 		NexthopObjects:            "auto",
 		Firewall:                  "config",
 		AllowExtensionBackend:     true,
@@ -83,7 +84,7 @@ func TestEveryFlag(t *testing.T) {
 		t.Fatalf("%d compatible flags, want 31", len(compatible))
 	}
 	own := map[string]string{
-		"subnet-lease-ttl": "24h", "iface-wait": "60s", "resync": "5m", "nexthop-objects": "auto", "firewall": "config", "allow-extension-backend": "", "udp-source-check": "network", "udp-persist": "false", "exit-on-config-change": "false", "status-socket": "", "statusz-address": "",
+		"subnet-lease-ttl": "24h", "iface-wait": "60s", "resync": "5m", "nexthop-objects": "auto", "firewall": "config", "allow-extension-backend": "", "udp-source-check": "network", "udp-persist": "false", "follow-config": "true", "exit-on-config-change": "false", "status-socket": "", "statusz-address": "",
 		"state-dir": "/var/lib/flannel", "guard-tunnel": "true",
 		"networks": "", "watch-networks": "false", "subnet-dir": "/run/flannel/networks", "masquerade-between-networks": "false",
 		"readyz-datastore-grace": "5m", "log-format": "text",
@@ -145,7 +146,7 @@ func TestParseEveryValue(t *testing.T) {
 		"kube-annotation-prefix": "x.y", "kubeconfig-file": kubeconfig, "net-config-path": netconf,
 		"set-node-network-unavailable": "false", "healthz-ip": "::", "healthz-port": "65535",
 		"iptables-resync": "1_0", "iptables-forward-rules": "F", "guard-tunnel": "false", "ip-blackhole-route": "TRUE",
-		"resync": "1s", "nexthop-objects": "off", "udp-source-check": "strict", "udp-persist": "true", "readyz-datastore-grace": "0s", "subnet-file": "a", "state-dir": "b",
+		"resync": "1s", "follow-config": "0", "nexthop-objects": "off", "udp-source-check": "strict", "udp-persist": "true", "readyz-datastore-grace": "0s", "subnet-file": "a", "state-dir": "b",
 		"v": "4", "vmodule": "a=1,b*=2,", "log_backtrace_at": "x.go:7",
 	}
 	want := Options{

@@ -23,6 +23,9 @@ type Report struct {
 	// RestartNeeded describes how the configuration in the store differs from the one in
 	// use. It is empty if there is no difference. A restart applies the difference.
 	RestartNeeded string `json:"restartNeeded,omitempty"`
+	// ConfigRejected says why the configuration in the store cannot be used on this host, which
+	// goes on with the one that it has. It is empty if it can be used.
+	ConfigRejected string `json:"configRejected,omitempty"`
 
 	Network   Network   `json:"network"`
 	Interface Interface `json:"interface"`

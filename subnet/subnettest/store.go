@@ -246,12 +246,37 @@ func (s *Store) next() <-chan struct{} {
 	return s.changed
 }
 
+// WatchConfig implements subnet.ConfigWatcher.
+func (m *Manager) WatchConfig(ctx context.Context, sink func(text []byte)) error {
+	for {
+		changed := m.store.next()
+		m.store.mu.Lock()
+		text := m.store.config
+		m.store.mu.Unlock()
+		if text == "" {
+			sink(nil)
+		} else {
+			sink([]byte(text))
+		}
+		select {
+		case <-ctx.Done():
+			return ctx.Err()
+		case <-changed:
+		}
+	}
+}
+
 // Keep acquires the node's own lease again if it is gone. See subnet.Manager.
 func (m *Manager) Keep(ctx context.Context, own subnet.Lease) error {
 	for {
 		changed := m.store.next()
-		if err := m.ensure(own); err != nil {
-			return err
+		m.mu.Lock()
+		replaced := m.own != "" && m.own != own.Key // Acquire has taken another one
+		m.mu.Unlock()
+		if !replaced {
+			if err := m.ensure(own); err != nil {
+				return err
+			}
 		}
 		select {
 		case <-ctx.Done():

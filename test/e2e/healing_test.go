@@ -187,10 +187,10 @@ type damagedHost struct {
 }
 
 // newDamagedHost starts a lab of three hosts with pods that reach each other.
-func newDamagedHost(t *testing.T, backend string, families []prefix.Family) *damagedHost {
+func newDamagedHost(t *testing.T, backend string, families []prefix.Family, args ...string) *damagedHost {
 	t.Helper()
 	l := newLab(t, lab.Config{Hosts: 3, Families: families}, backendConfig(backend))
-	startAll(t, l, lab.FlanneldOptions{})
+	startAll(t, l, lab.FlanneldOptions{Args: args})
 	expectConverged(t, l)
 	p := &damagedHost{lab: l, backend: backend, host: l.Host(1)}
 	p.mac = macOf(t, p.host, "eth0")
@@ -870,8 +870,8 @@ func (p *damagedHost) expectMoved(t *testing.T, had lease) {
 	}
 }
 
-// TestAddressChangesAfterTheConfiguration checks that a daemon keeps using the configuration of
-// its start after another was written, also when it publishes a new address.
+// TestAddressChangesAfterTheConfiguration checks that a daemon that does not follow the
+// configuration keeps using that of its start after another was written, also when it publishes a new address.
 func TestAddressChangesAfterTheConfiguration(t *testing.T) {
 	for name, tc := range map[string]struct{ config, log string }{
 		"another network": {`{"Network":"10.6.0.0/16","Backend":{"Type":"vxlan"}}`, "restart needed"},
@@ -880,7 +880,7 @@ func TestAddressChangesAfterTheConfiguration(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			p := newDamagedHost(t, "vxlan", v4)
+			p := newDamagedHost(t, "vxlan", v4, "--follow-config=false")
 			had := leaseOf(t, p.lab, p.host)
 			if tc.config == "" {
 				removeKey(t, etcdClient(t, p.lab), "/coreos.com/network/config")

@@ -64,8 +64,8 @@ func expectExitOnChange(t *testing.T, h *lab.Host, d *lab.Daemon, before string)
 	}
 }
 
-// TestRestartNeeded checks that daemons report a changed configuration as the reason for
-// a restart, that --exit-on-config-change ends a daemon without changing the data path,
+// TestRestartNeeded checks that daemons that do not follow the configuration report a changed one as
+// the reason for a restart, that --exit-on-config-change ends a daemon without changing the data path,
 // and that changes without effect, such as another order of keys, are not reported.
 func TestRestartNeeded(t *testing.T) {
 	t.Parallel()
@@ -74,7 +74,7 @@ func TestRestartNeeded(t *testing.T) {
 		t.Parallel()
 		l := newLab(t, lab.Config{Hosts: 2, Network: network("10.5.0.0/16", "fd00:5::/48", `{"Type":"vxlan"}`), Families: dual}, "")
 		a, b := l.Host(1), l.Host(2)
-		startOne(t, a, lab.FlanneldOptions{})
+		startOne(t, a, lab.FlanneldOptions{Args: []string{"--follow-config=false"}})
 		stops := startOne(t, b, lab.FlanneldOptions{Args: []string{"--exit-on-config-change"}})
 		expectPeersProgrammed(t, l)
 		put := func(config string) {
@@ -104,7 +104,7 @@ func TestRestartNeeded(t *testing.T) {
 		t.Parallel()
 		c := newCluster(t, lab.Config{Hosts: 2}, `{"Type":"vxlan"}`)
 		a, b := c.Host(1), c.Host(2)
-		start(t, a, c.options(1))
+		start(t, a, c.options(1, "--follow-config=false"))
 		stops := start(t, b, c.options(2, "--exit-on-config-change"))
 		expectReady(t, a.Daemon())
 		expectReady(t, stops)

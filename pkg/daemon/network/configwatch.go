@@ -6,8 +6,9 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"strings"
-	"sync/atomic"
+	"sync"
 
 	"k8s.io/klog/v2"
 
@@ -17,65 +18,193 @@ import (
 // ErrConfigChanged ends the daemon with --exit-on-config-change.
 var ErrConfigChanged = errors.New("the network configuration has changed")
 
-// configWatch compares the present network configuration with the one that the daemon
-// uses.
+// configWatch compares the network configuration in the store with the one that the network uses.
+// It knows which configuration the network should change to, and why it cannot.
 type configWatch struct {
+	follow   bool // the network changes to a valid configuration while it runs
 	validate func(text []byte) (subnet.Config, error)
+	warn     func(reason, message string) // tells operators of a rejected configuration; nil if the store cannot
+
+	mu       sync.Mutex
 	used     subnet.Config
-	needed   atomic.Pointer[string] // the changes; nil if there are none
-	changed  chan struct{}          // closed when there is a changed configuration to restart with
+	running  bool           // used is set
+	stored   *subnet.Config // the configuration in the store; nil if there is none, or it is invalid
+	missing  bool           // there is none in the store
+	failed   bool           // stored was tried and did not start
+	rejected string         // why the configuration in the store cannot be used; "" if it can
+	differs  []string       // changes from used to stored
+	changed  chan struct{}  // closed and replaced when stored or used changes
 }
 
-func newConfigWatch(validate func(text []byte) (subnet.Config, error)) *configWatch {
-	return &configWatch{validate: validate, changed: make(chan struct{})}
+func newConfigWatch(follow bool, validate func(text []byte) (subnet.Config, error)) *configWatch {
+	return &configWatch{follow: follow, validate: validate, changed: make(chan struct{})}
 }
 
-// difference returns a description of the changes, or "" if there are none.
-func (w *configWatch) difference() string {
-	if s := w.needed.Load(); s != nil {
-		return *s
+// use records the configuration that the network uses from now on.
+func (w *configWatch) use(cfg subnet.Config) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.used, w.running = cfg, true
+	w.compare()
+}
+
+// next returns the configuration that the network should use instead of the present one, or nil, and
+// a channel that is closed when the result changes.
+func (w *configWatch) next() (cfg *subnet.Config, changed <-chan struct{}) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if len(w.differs) == 0 || w.failed {
+		return nil, w.changed
 	}
-	return ""
+	return w.stored, w.changed
 }
 
-// apply handles the text of the present configuration, which is nil if there is none. Only
-// one goroutine at a time may call it.
+// compare updates what follows from stored and used. The caller holds w.mu.
+func (w *configWatch) compare() {
+	before := w.differs
+	w.differs = nil
+	if w.stored != nil && w.running {
+		w.differs = subnet.Changes(w.used, *w.stored)
+	}
+	if w.stored != nil && len(w.differs) == 0 {
+		w.rejected = ""
+	}
+	if !slices.Equal(before, w.differs) {
+		close(w.changed)
+		w.changed = make(chan struct{})
+	}
+}
+
+// restartNeeded returns a description of what a restart would change, or "" if it would change
+// nothing.
+func (w *configWatch) restartNeeded() string {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	switch {
+	case w.missing:
+		return "there is no configuration any more"
+	case w.follow:
+		return ""
+	case w.rejected != "":
+		return w.rejected
+	}
+	return strings.Join(w.differs, ", ")
+}
+
+// rejection returns why the configuration in the store cannot be used, or "" if it can.
+func (w *configWatch) rejection() string {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return w.rejected
+}
+
+// apply handles the text of the configuration in the store, which is nil if there is none. Only one
+// goroutine at a time may call it.
 func (w *configWatch) apply(ctx context.Context, text []byte) {
-	log := klog.FromContext(ctx)
-	now, usable := "", false
-	if text == nil {
-		now = "there is no configuration any more"
-	} else if cfg, err := w.validate(text); err != nil {
-		now = err.Error()
-	} else {
-		now, usable = strings.Join(subnet.Changes(w.used, cfg), ", "), true
+	var cfg subnet.Config
+	var err error
+	if text != nil {
+		cfg, err = w.validate(text)
 	}
-	before := w.difference()
-	if now == before {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	log := klog.FromContext(ctx)
+	wasMissing, wasRejected, before := w.missing, w.rejected, w.differs
+	w.missing = text == nil
+	switch {
+	case w.missing:
+		w.stored, w.rejected = nil, ""
+	case err != nil:
+		w.stored = nil
+	default:
+		if !w.stores(cfg) {
+			w.rejected, w.failed = "", false
+		}
+		w.stored = &cfg
+	}
+	w.compare()
+	switch {
+	case w.missing && !wasMissing:
+		log.Error(nil, "the network configuration cannot be used any more: flanneld goes on with the one that it has, but could not start again", "reason", "there is no configuration any more")
+	case w.missing:
+	case err != nil:
+		w.reject(ctx, err)
+	case len(w.differs) == 0:
+		if wasMissing || wasRejected != "" || len(before) > 0 {
+			log.Info("the network configuration is again the one in use")
+		}
+	case slices.Equal(before, w.differs):
+	case w.follow:
+		log.Info("the network configuration has changed", "changes", strings.Join(w.differs, ", "))
+	default:
+		log.Info("the network configuration has changed: restart needed", "changes", strings.Join(w.differs, ", "))
+	}
+}
+
+// refuse records why the network cannot change to cfg. It has no effect if the store has another
+// configuration by now. It logs the first reason only, because a text may contain addresses that
+// change all the time.
+func (w *configWatch) refuse(ctx context.Context, cfg subnet.Config, why error) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	switch {
+	case !w.stores(cfg):
+	case w.rejected != "":
+		w.rejected = why.Error()
+	default:
+		w.reject(ctx, why)
+	}
+}
+
+// giveUp is like refuse, and next does not return cfg any more: another attempt would disturb the
+// traffic again.
+func (w *configWatch) giveUp(ctx context.Context, cfg subnet.Config, why error) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if w.stores(cfg) {
+		w.failed = true
+		w.reject(ctx, why)
+	}
+}
+
+// stores reports whether the store has cfg. The caller holds w.mu.
+func (w *configWatch) stores(cfg subnet.Config) bool {
+	return w.stored != nil && len(subnet.Changes(*w.stored, cfg)) == 0
+}
+
+// refused records why the configuration in the store cannot be used. The caller has logged it.
+func (w *configWatch) refused(why error) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.stored, w.missing, w.rejected = nil, false, why.Error()
+	w.compare()
+}
+
+// reject records and logs a reason, unless it is the present one. The caller holds w.mu.
+func (w *configWatch) reject(ctx context.Context, why error) {
+	if w.rejected == why.Error() {
 		return
 	}
-	w.needed.Store(&now)
-	switch {
-	case now == "":
-		log.Info("the network configuration is again the one in use")
-	case !usable:
-		log.Error(nil, "the network configuration cannot be used any more: flanneld goes on with the one that it has, but could not start again", "reason", now)
-	default:
-		log.Info("the network configuration has changed: restart needed", "changes", now)
-		select {
-		case <-w.changed:
-		default:
-			close(w.changed)
-		}
+	w.rejected = why.Error()
+	klog.FromContext(ctx).Error(nil, "the network configuration cannot be used: flanneld goes on with the one that it has", "reason", w.rejected)
+	if w.warn != nil {
+		w.warn("FlannelConfigRejected", w.rejected)
 	}
 }
 
-// exit waits for a changed configuration and returns ErrConfigChanged.
+// exit waits for a changed configuration that is valid, and returns ErrConfigChanged.
 func (w *configWatch) exit(ctx context.Context) error {
-	select {
-	case <-ctx.Done():
-		return nil
-	case <-w.changed:
-		return fmt.Errorf("%w: %s", ErrConfigChanged, w.difference())
+	for {
+		cfg, changed := w.next()
+		if cfg != nil {
+			w.mu.Lock()
+			defer w.mu.Unlock()
+			return fmt.Errorf("%w: %s", ErrConfigChanged, strings.Join(w.differs, ", "))
+		}
+		select {
+		case <-ctx.Done():
+			return nil
+		case <-changed:
+		}
 	}
 }

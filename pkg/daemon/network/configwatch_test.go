@@ -18,13 +18,15 @@ func TestConfigWatch(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	k := newConfigWatch(func(text []byte) (subnet.Config, error) {
+	k := newConfigWatch(false, func(text []byte) (subnet.Config, error) {
 		cfg, _, _, err := Validate("", text, true, all.Registry)
 		return cfg, err
 	})
-	if k.used, _, err = subnet.ParseConfig([]byte(used)); err != nil {
+	cfg, _, err := subnet.ParseConfig([]byte(used))
+	if err != nil {
 		t.Fatal(err)
 	}
+	k.use(cfg)
 	for _, step := range []struct{ text, want string }{
 		{used, ""},
 		{"", "there is no configuration any more"},
@@ -38,17 +40,74 @@ func TestConfigWatch(t *testing.T) {
 			text = []byte(step.text)
 		}
 		k.apply(t.Context(), text)
-		if got := k.difference(); !strings.Contains(got, step.want) || (step.want == "") != (got == "") {
+		if got := k.restartNeeded(); !strings.Contains(got, step.want) || (step.want == "") != (got == "") {
 			t.Errorf("after %q: %q, want %q", step.text, got, step.want)
 		}
-		select {
-		case <-k.changed:
+		if next, _ := k.next(); next != nil {
 			t.Fatalf("after %q the daemon would end", step.text)
-		default:
 		}
 	}
 	k.apply(t.Context(), []byte(`{"Network":"10.6.0.0/16"}`))
 	if err := k.exit(t.Context()); !errors.Is(err, ErrConfigChanged) || !strings.Contains(err.Error(), "10.6.0.0/16") {
 		t.Errorf("exit: %v", err)
+	}
+}
+
+// TestConfigWatchFollows expects each usable configuration to be offered once the store has it, and
+// reasons why others are not. They end with the next usable configuration.
+func TestConfigWatchFollows(t *testing.T) {
+	parse := func(text []byte) (subnet.Config, error) {
+		cfg, _, err := subnet.ParseConfig(text)
+		return cfg, err
+	}
+	const used, other, third = `{"Network":"10.5.0.0/16"}`, `{"Network":"10.6.0.0/16"}`, `{"Network":"10.7.0.0/16"}`
+	w := newConfigWatch(true, parse)
+	var warnings []string
+	w.warn = func(_, message string) { warnings = append(warnings, message) }
+	cfg, err := parse([]byte(used))
+	if err != nil {
+		t.Fatal(err)
+	}
+	w.use(cfg)
+	expect := func(what, next, rejection string) {
+		t.Helper()
+		got := ""
+		if cfg, _ := w.next(); cfg != nil {
+			got = cfg.Networks[0].Prefix.String()
+		}
+		if got != next || !strings.Contains(w.rejection(), rejection) || (rejection == "") != (w.rejection() == "") || w.restartNeeded() != "" {
+			t.Errorf("%s: next %q, rejection %q, restart needed %q, want %q, %q and none", what, got, w.rejection(), w.restartNeeded(), next, rejection)
+		}
+	}
+	_, changed := w.next()
+	w.apply(t.Context(), []byte(other))
+	<-changed
+	expect("another configuration", "10.6.0.0/16", "")
+	w.apply(t.Context(), []byte("{"))
+	expect("an invalid one", "", "invalid")
+	w.apply(t.Context(), []byte(other))
+	expect("the other one again", "10.6.0.0/16", "")
+	now, _ := w.next()
+	w.refuse(t.Context(), *now, errors.New("no address"))
+	w.refuse(t.Context(), *now, subnet.ErrNoSubnets)
+	expect("it was refused", "10.6.0.0/16", "out of subnets")
+	w.apply(t.Context(), []byte(third))
+	expect("a third one", "10.7.0.0/16", "")
+	w.refuse(t.Context(), *now, subnet.ErrNoSubnets)
+	expect("a refusal that comes late", "10.7.0.0/16", "")
+	now, _ = w.next()
+	w.giveUp(t.Context(), *now, errors.New("does not start"))
+	expect("the third one did not start", "", "does not start")
+	w.apply(t.Context(), []byte(third))
+	expect("it is written again without a change", "", "does not start")
+	w.apply(t.Context(), []byte(used))
+	expect("the one in use", "", "")
+	w.apply(t.Context(), []byte(third))
+	expect("the third one again", "10.7.0.0/16", "")
+	now, _ = w.next()
+	w.use(*now)
+	expect("it is in use", "", "")
+	if len(warnings) != 3 {
+		t.Errorf("warnings %q, want one for each rejection", warnings)
 	}
 }

@@ -12,48 +12,62 @@ import (
 
 	"github.com/flanneld/flanneld/pkg/daemon/lastknown"
 	"github.com/flanneld/flanneld/pkg/underlay"
+	"github.com/flanneld/flanneld/pkg/wait"
 	"github.com/flanneld/flanneld/subnet"
 )
 
-// work keeps s up to date with the store until ctx ends. If the external interface
-// changes, it starts a new session from the state that the old one leaves.
-func (r *runner) work(ctx context.Context, m Store, s *session, changed <-chan underlay.Interface) error {
+// work keeps the network up to date with the store, beginning with session s, until attending ends
+// or the network configuration changes. It then leaves the session as it is, and returns the
+// change. If the external interface changes, it starts a new session, which lasts until ctx ends,
+// from the state that the old one leaves.
+func (r *runner) work(ctx, attending context.Context, m Store, s *session, changed <-chan underlay.Interface) (*change, error) {
 	for {
-		to, err := r.attend(ctx, m, s, changed)
-		if err != nil || ctx.Err() != nil {
-			s.stop()
-			return err
+		to, next, err := r.attend(attending, m, s, changed)
+		if to == nil || err != nil || attending.Err() != nil {
+			return next, err
 		}
-		if s, err = r.move(ctx, m, s, to, changed); err != nil {
-			return ended(ctx, err)
+		if s, err = r.move(ctx, attending, m, s, *to, changed); err != nil {
+			return nil, ended(attending, err)
 		}
 	}
 }
 
 // attend passes the leases of other nodes to s, and the own lease to the store, until ctx
-// ends or the external interface changes.
-func (r *runner) attend(ctx context.Context, m subnet.Manager, s *session, changed <-chan underlay.Interface) (to underlay.Interface, err error) {
+// ends, the external interface changes, or the network can change to another configuration.
+func (r *runner) attend(ctx context.Context, m Store, s *session, changed <-chan underlay.Interface) (to *underlay.Interface, next *change, err error) {
 	group, ctx := errgroup.WithContext(ctx)
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	group.Go(func() error { return ended(ctx, m.Watch(ctx, s.syncer.Publish)) })
-	if s.unpublished {
-		group.Go(func() error { return ended(ctx, r.publish(ctx, m, s.begin.Config, s.begin.Own)) })
-	}
+	published, prepared := make(chan struct{}), make(chan *change, 1)
+	group.Go(func() error {
+		defer close(published)
+		if !s.unpublished {
+			return nil
+		}
+		return ended(ctx, r.publish(ctx, m, s))
+	})
+	group.Go(func() error { return ended(ctx, r.awaitChange(ctx, m, s, published, prepared)) })
 	select {
 	case <-ctx.Done():
-	case to = <-changed:
+	case i := <-changed:
+		to = &i
+	case next = <-prepared:
 	}
 	cancel()
-	return to, group.Wait()
+	return to, next, group.Wait()
 }
 
-// publish writes the own lease with its new addresses to the store. It returns ErrLeaseLost,
-// wrapped, if the store has another key or other subnets for this node. It compares the subnets
-// too, because the same key may get other subnets.
-func (r *runner) publish(ctx context.Context, m subnet.Manager, cfg subnet.Config, own subnet.Lease) error {
+// publish writes the own lease with its new addresses and data to the store. It returns
+// ErrLeaseLost, wrapped, if the store has another key or other subnets for this node. It compares
+// the subnets too, because the same key may get other subnets.
+func (r *runner) publish(ctx context.Context, m subnet.Manager, s *session) error {
+	if err := wait.For(ctx, s.pause); err != nil {
+		return err
+	}
+	cfg, own := s.begin.Load().Config, s.own()
 	var published subnet.Lease
-	err := retry(ctx, "cannot publish the own lease with its new address", func() (err error) {
+	err := retry(ctx, "cannot publish the own lease as it is now", func() (err error) {
 		published, err = m.Acquire(ctx, cfg, subnet.Claim{BackendType: own.BackendType, Endpoints: own.Endpoints})
 		return err
 	})
@@ -62,21 +76,21 @@ func (r *runner) publish(ctx context.Context, m subnet.Manager, cfg subnet.Confi
 	}
 	had, has := own.Subnets(), published.Subnets()
 	if published.Key != own.Key || !slices.Equal(has, had) {
-		return fmt.Errorf("%w: for the new address the store returned %s with %v instead of %s with %v", subnet.ErrLeaseLost, published.Key, has, own.Key, had)
+		return fmt.Errorf("%w: the store returned %s with %v instead of %s with %v", subnet.ErrLeaseLost, published.Key, has, own.Key, had)
 	}
 	r.state.Update(func(now *lastknown.State) { now.Stored = nil })
 	klog.FromContext(ctx).Info("own lease is up to date", "lease", own.Key)
 	return nil
 }
 
-// move ends s and returns a session on another or changed external interface. The kernel
-// stays unchanged in between.
-func (r *runner) move(ctx context.Context, m Store, s *session, to underlay.Interface, changed <-chan underlay.Interface) (next *session, err error) {
-	follow(ctx, m, s.begin.Interface, to)
+// move ends s and returns a session on another or changed external interface, which lasts until
+// ctx ends. The kernel stays unchanged in between. move gives up when attending ends.
+func (r *runner) move(ctx, attending context.Context, m Store, s *session, to underlay.Interface, changed <-chan underlay.Interface) (next *session, err error) {
+	follow(ctx, m, s.begin.Load().Interface, to)
 	r.progress.move()
 	s.leave(ctx)
 	peers := s.ledger.State()
-	err = retry(ctx, "the changed external interface cannot be used yet", func() (err error) {
+	err = retry(attending, "the changed external interface cannot be used yet", func() (err error) {
 		select {
 		case newer := <-changed:
 			follow(ctx, m, to, newer)

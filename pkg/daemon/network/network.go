@@ -2,8 +2,8 @@
 
 // Package network serves one flat network on this host. network.go tells its life: startup.go
 // obtains configuration, interface and lease, resume.go serves from the last known state
-// meanwhile, session.go runs the backend, and move.go follows the store and the external
-// interface. phase.go names the phases of this life, and report.go tells operators of it.
+// meanwhile, session.go runs the backend, move.go follows the store and the external interface, and
+// change.go follows the network configuration. phase.go names the phases of this life, and report.go tells operators of it.
 package network
 
 import (
@@ -42,6 +42,8 @@ type Config struct {
 	// Others returns the prefixes of other networks of the daemon, and a channel that is closed
 	// when they change. Packets to them are not masqueraded. It is nil if there are none.
 	Others func() ([]netip.Prefix, <-chan struct{})
+	// Using is called with each configuration that the network begins to use. It may be nil.
+	Using func(context.Context, subnet.Config, backend.Backend)
 	// Seen is the revision at which the store had the configuration, if there are several networks.
 	Seen int64
 }
@@ -52,7 +54,7 @@ type Network struct{ *runner }
 // Open opens the state file and creates the connection to the store. It starts nothing.
 func Open(ctx context.Context, c Config) (n *Network, err error) {
 	opts := c.Options
-	p := &parts{host: c.Host, name: c.Name, opts: opts, devices: ownership.NewLocks(opts.StateDir), others: c.Others, seen: c.Seen}
+	p := &parts{host: c.Host, name: c.Name, opts: opts, devices: ownership.NewLocks(opts.StateDir), others: c.Others, using: c.Using, seen: c.Seen}
 	n = &Network{&runner{parts: p}}
 	defer func() {
 		if err != nil {
@@ -66,7 +68,7 @@ func Open(ctx context.Context, c Config) (n *Network, err error) {
 	if p.kernel, err = linux.Open(linux.Options{NexthopObjects: opts.NexthopObjects == options.NexthopsAuto, Buffers: &c.Host.Buffers}); err != nil {
 		return n, err
 	}
-	p.config = newConfigWatch(func(text []byte) (subnet.Config, error) {
+	p.config = newConfigWatch(opts.FollowConfig && !opts.ExitOnConfigChange, func(text []byte) (subnet.Config, error) {
 		now, _, _, err := Validate("", text, !opts.KubeSubnetMgr, p.catalog.Registry)
 		return now, err
 	})
@@ -82,6 +84,9 @@ func Open(ctx context.Context, c Config) (n *Network, err error) {
 		p.store, err = p.openStore(ctx)
 	} else {
 		p.store, err = c.OpenStore(p.etcdConfig(ctx))
+	}
+	if w, ok := p.store.(subnet.Warner); ok {
+		p.config.warn = w.Warn
 	}
 	return n, err
 }
@@ -134,15 +139,44 @@ func (n *Network) startAndServe(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
+	n.use(ctx, now.Config, be)
+	defer n.stopServing()
+	for {
+		next, err := n.serveUntilChange(ctx, s)
+		if next == nil || err != nil {
+			return err
+		}
+		if s, err = n.change(ctx, s, next); err != nil {
+			return ended(ctx, err)
+		}
+	}
+}
+
+// errChange ends what serveUntilChange runs.
+var errChange = errors.New("the network changes to another configuration")
+
+// serveUntilChange serves the network with one configuration, beginning with session s. It returns a
+// change to another configuration, and leaves the session running, or returns nil when ctx has
+// ended.
+func (n *Network) serveUntilChange(ctx context.Context, s *session) (next *change, err error) {
+	now := *s.begin.Load()
 	changed := make(chan underlay.Interface, 1)
-	group, ctx := errgroup.WithContext(ctx)
+	group, attending := errgroup.WithContext(ctx)
 	group.Go(func() error {
-		return n.watchInterface(ctx, n.underlayOptions(now.Config, now), now.Interface, changed)
+		return n.watchInterface(attending, n.underlayOptions(now.Config, now), now.Interface, changed)
 	})
-	group.Go(func() error { return n.work(ctx, n.store, s, changed) })
-	group.Go(func() error { return ended(ctx, n.store.Keep(ctx, now.Own)) })
-	n.followConfig(ctx, group)
-	return group.Wait()
+	group.Go(func() (err error) {
+		if next, err = n.work(ctx, attending, n.store, s, changed); next != nil {
+			return errChange
+		}
+		return err
+	})
+	group.Go(func() error { return ended(attending, n.store.Keep(attending, now.Own)) })
+	n.followConfig(attending, group)
+	if err = group.Wait(); errors.Is(err, errChange) {
+		return next, nil
+	}
+	return nil, err
 }
 
 // followConfig makes group follow changes of the configuration, if Watch does not do so
@@ -157,6 +191,17 @@ func (n *Network) followConfig(ctx context.Context, group *errgroup.Group) {
 		group.Go(func() error { return n.config.exit(ctx) })
 	}
 }
+
+// Configure passes on the configuration that the store has, if the network does not read it itself.
+// Only one goroutine at a time may call it.
+func (n *Network) Configure(ctx context.Context, text []byte) { n.config.apply(ctx, text) }
+
+// Refuse records why the configuration in the store cannot be used, if the caller has found that
+// out.
+func (n *Network) Refuse(why error) { n.config.refused(why) }
+
+// Rejected returns why the configuration in the store cannot be used, or "" if it can.
+func (n *Network) Rejected() string { return n.config.rejection() }
 
 // Retire removes everything that the network has on this host, and its lease in the store. It is
 // not served any more.

@@ -64,7 +64,9 @@ type parts struct {
 	rules   *rules.Keeper
 	// others returns the prefixes of other networks of this daemon, and a channel that is closed
 	// when they change. Packets to them are not masqueraded. It is nil if there are none.
-	others   func() ([]netip.Prefix, <-chan struct{})
+	others func() ([]netip.Prefix, <-chan struct{})
+	// using is called with each configuration that the network begins to use. It may be nil.
+	using    func(context.Context, subnet.Config, backend.Backend)
 	progress progress
 }
 

@@ -24,6 +24,8 @@ const (
 	PhaseRetiring Phase = "serving, and removing what a former configuration left"
 	// PhaseMoving is the time between two sessions, because the external interface has changed.
 	PhaseMoving Phase = "moving to the changed external interface"
+	// PhaseChanging is the time between two sessions, because the network configuration has changed.
+	PhaseChanging Phase = "changing to the new network configuration"
 )
 
 // following contains, for each phase, those that can follow it. A network begins with
@@ -33,9 +35,10 @@ var following = map[Phase][]Phase{
 	PhaseNoInterface:     {PhaseNoLease, PhaseLastKnown},
 	PhaseNoLease:         {PhaseNoConfiguration, PhaseLastKnown, PhaseServing, PhaseRetiring},
 	PhaseLastKnown:       {PhaseNoLease, PhaseServing, PhaseRetiring, PhaseMoving},
-	PhaseServing:         {PhaseMoving},
-	PhaseRetiring:        {PhaseServing, PhaseMoving},
+	PhaseServing:         {PhaseMoving, PhaseChanging},
+	PhaseRetiring:        {PhaseServing, PhaseMoving, PhaseChanging},
 	PhaseMoving:          {PhaseLastKnown, PhaseServing, PhaseRetiring},
+	PhaseChanging:        {PhaseServing, PhaseRetiring},
 }
 
 // progress holds the facts from which the phase of a network follows. Start-up and sessions set
@@ -57,6 +60,7 @@ type facts struct {
 	recalled bool // it uses the last known state
 	retiring bool // it has not removed the objects of former configurations yet
 	moving   bool // it has ended, because the external interface has changed
+	changing bool // it has ended, because the network configuration has changed
 }
 
 // phase returns the present phase.
@@ -71,6 +75,8 @@ func (p *progress) derive() Phase {
 	switch {
 	case p.moving:
 		return PhaseMoving
+	case p.changing:
+		return PhaseChanging
 	case p.recalled:
 		return PhaseLastKnown
 	case p.retiring:
@@ -109,6 +115,10 @@ func (p *progress) retired() { p.set(func() { p.retiring = false }) }
 
 // move records that the session has ended and that another one will follow.
 func (p *progress) move() { p.set(func() { p.moving = true }) }
+
+// change records that the session has ended and that another one will follow, with another
+// configuration.
+func (p *progress) change() { p.set(func() { p.changing = true }) }
 
 // left records that the session has ended, because its subnet is not this node's any more.
 func (p *progress) left() { p.set(func() { p.facts = facts{} }) }

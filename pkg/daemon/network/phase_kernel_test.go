@@ -53,6 +53,16 @@ func TestKernelPhases(t *testing.T) {
 	w.expect(PhaseNoConfiguration, PhaseNoInterface, PhaseNoLease, PhaseServing)
 	w.mtu(1400)
 	w.expect(PhaseMoving, PhaseServing)
+
+	// The configuration changes: the device, the network, back, and then only traffic rules.
+	for _, config := range []string{
+		`{"Network": "10.5.0.0/16", "Backend": {"Type": "vxlan", "VNI": 7}}`, `{"Network": "10.6.0.0/16", "Backend": {"Type": "vxlan"}}`,
+		`{"Network": "10.5.0.0/16", "Backend": {"Type": "vxlan"}}`,
+	} {
+		w.store.SetConfig(config)
+		w.expect(PhaseChanging, PhaseRetiring, PhaseServing)
+	}
+	w.store.SetConfig(`{"Network": "10.5.0.0/16", "Backend": {"Type": "vxlan"}, "EnableNFTables": true}`)
 	stop()
 
 	// After a restart the store does not answer, and then has another backend.

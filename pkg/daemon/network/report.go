@@ -32,11 +32,11 @@ func (o reporter) inspect(ctx context.Context, holdings bool) (lastknown.State, 
 	if s == nil {
 		return lastknown.State{}, backend.Inspection{}
 	}
-	now := s.begin
+	now := *s.begin.Load()
 	last, _ := o.state.Get()
 	now.Own = last.Own // renewed in the meantime
 	in, err := s.inspect(ctx, holdings)
-	if s.left.Load() != nil { // reason why the next session does not start
+	if s.left.Load() != nil { // the reason why the next session does not start
 		_, err = o.ready.health.Part(partDatapath)
 	}
 	if err != nil {
@@ -54,7 +54,7 @@ func (o reporter) values(ctx context.Context) metrics.Values {
 		Ready: ready, Backend: now.Config.BackendType, Objects: in.Counts, LastSync: in.LastSync,
 		Connected: !since.IsZero() && away == nil, LeaseExpires: now.Own.Expires,
 		Peers: map[string]int{"served": 0, "held": 0, "refused": 0},
-		Mode:  in.Mode, Dropped: in.Dropped, RestartNeeded: o.config.difference() != "",
+		Mode:  in.Mode, Dropped: in.Dropped, RestartNeeded: o.config.restartNeeded() != "", ConfigRejected: o.config.rejection() != "",
 	}
 	if use := o.poolUse(now, in); use != nil {
 		l.Pool = map[string]uint64{"free": use.Free, "leased": use.Leased, "reserved": use.Reserved}
@@ -117,7 +117,8 @@ func (o reporter) report(ctx context.Context) (status.Report, error) {
 		Name: o.name, Phase: string(o.progress.phase()), BackendType: now.Config.BackendType, Mode: in.Mode, Prefixes: now.Config.Prefixes(), SubnetFile: o.opts.SubnetFile,
 	}
 	r.Interface.Name, r.Interface.Index, r.Interface.MTU, r.Interface.Reason = now.Interface.Name, now.Interface.Index, now.Interface.MTU, now.Interface.Reason
-	r.Lease, r.Firewall, r.Kernel.LastSync, r.RestartNeeded = statusLease(now.Own), o.firewall(), in.LastSync, o.config.difference()
+	r.Lease, r.Firewall, r.Kernel.LastSync = statusLease(now.Own), o.firewall(), in.LastSync
+	r.RestartNeeded, r.ConfigRejected = o.config.restartNeeded(), o.config.rejection()
 	r.Ready, r.Reasons = o.ready.health.Ready()
 	if s := o.serving.Load(); s != nil {
 		r.Network.MTU, r.Network.Devices, r.Network.Ports = s.mtu, s.be.Scope().Devices, backend.Ports(s.be)

@@ -100,13 +100,14 @@ func (r *runner) serveLast(ctx context.Context, last lastknown.State, choice und
 // carryOn runs s without the store, until ctx ends.
 func (r *runner) carryOn(ctx context.Context, s *session, choice underlay.Options) {
 	changed := make(chan underlay.Interface, 1)
+	defer r.stopServing()
 	var wg sync.WaitGroup
 	wg.Go(func() {
-		if err := r.watchInterface(ctx, choice, s.begin.Interface, changed); err != nil {
+		if err := r.watchInterface(ctx, choice, s.begin.Load().Interface, changed); err != nil {
 			klog.FromContext(ctx).Error(err, "cannot follow the external interface until the store answers")
 		}
 	})
-	wg.Go(func() { _ = r.work(ctx, unanswered{r.store}, s, changed) }) // only the store can fail
+	wg.Go(func() { _, _ = r.work(ctx, ctx, unanswered{r.store}, s, changed) }) // only the store can fail
 	wg.Wait()
 }
 

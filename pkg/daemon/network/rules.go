@@ -4,6 +4,7 @@ package network
 
 import (
 	"context"
+	"net/netip"
 	"slices"
 
 	"github.com/flanneld/flanneld/backend"
@@ -41,27 +42,28 @@ func firewallChoice(option string, now lastknown.State) rules.Choice {
 	return c
 }
 
-// keepRules keeps the traffic rules of a session until ctx ends. It calls tried after the first
-// attempt to apply them.
-func (p *parts) keepRules(ctx context.Context, be backend.Backend, now lastknown.State, tried func()) {
-	choice, policy := firewallChoice(p.opts.Firewall, now), p.rulePolicy(be, now)
-	if p.others == nil {
-		p.rules.Keep(ctx, choice, policy, tried)
-		return
-	}
+// keepRules keeps the traffic rules of a session until ctx ends. They follow what the session and
+// the other networks need. It calls tried after the first attempt to apply them.
+func (p *parts) keepRules(ctx context.Context, s *session, tried func()) {
 	for ctx.Err() == nil {
-		prefixes, changed := p.others()
-		present := policy
-		present.NonMasquerade = slices.Concat(policy.NonMasquerade, prefixes)
+		now := *s.begin.Load()
+		choice, policy := firewallChoice(p.opts.Firewall, now), p.rulePolicy(s.be, now)
+		var others <-chan struct{} // nil never receives
+		if p.others != nil {
+			var prefixes []netip.Prefix
+			prefixes, others = p.others()
+			policy.NonMasquerade = slices.Concat(policy.NonMasquerade, prefixes)
+		}
 		keeping, stop := context.WithCancel(ctx)
 		go func() {
 			defer stop()
 			select {
-			case <-changed:
+			case <-others:
+			case <-s.rules:
 			case <-keeping.Done():
 			}
 		}()
-		p.rules.Keep(keeping, choice, present, tried)
+		p.rules.Keep(keeping, choice, policy, tried)
 		stop()
 	}
 }

@@ -23,14 +23,16 @@ const lastLook = 200 * time.Millisecond
 
 // session is the part of a network that depends on configuration, interface and lease.
 type session struct {
-	begin  lastknown.State // state at the begin, without the peers, which are in the ledger
-	mtu    int             // maximum packet size of every path in bytes
+	begin  atomic.Pointer[lastknown.State] // state at the begin, without the peers, which are in the ledger
+	mtu    int                             // maximum packet size of every path in bytes
 	be     backend.Backend
 	ledger *subnet.Ledger
 	syncer *backend.Syncer
 	// unpublished is set while the store may have another version of the own lease.
 	unpublished bool
-	left        atomic.Pointer[backend.Inspection] // state of the session when a move ended it; nil before
+	pause       time.Duration                      // before it is published
+	rules       wait.Signal                        // sent when begin may need other traffic rules
+	left        atomic.Pointer[backend.Inspection] // state of the session when it had to end for another one; nil before
 	cancel      context.CancelFunc
 	done        chan struct{}
 }
@@ -62,11 +64,12 @@ func (r *runner) serve(ctx context.Context, be backend.Backend, now lastknown.St
 	file.expect() // otherwise the last session would make this one ready
 	tried := make(chan struct{})
 	ctx, cancel := context.WithCancel(ctx)
-	s := &session{begin: now, mtu: running.MTU(), be: be, ledger: ledger, syncer: syncer, cancel: cancel, done: make(chan struct{})}
+	s := &session{mtu: running.MTU(), be: be, ledger: ledger, syncer: syncer, rules: wait.NewSignal(), cancel: cancel, done: make(chan struct{})}
+	s.begin.Store(&now)
 	r.serving.Store(s)
 	r.progress.session(now.Recalled, len(now.Former) > 0)
 	var wg sync.WaitGroup
-	wg.Go(func() { r.keepRules(ctx, be, now, sync.OnceFunc(func() { close(tried) })) })
+	wg.Go(func() { r.keepRules(ctx, s, sync.OnceFunc(func() { close(tried) })) })
 	wg.Go(func() {
 		select { // wait for the rules, so that a pod that gets the subnet finds them
 		case <-tried:
@@ -136,6 +139,13 @@ func startBackend(ctx context.Context, be backend.Backend, own subnet.Lease) (ba
 	}
 }
 
+// stopServing ends the present session, if there is one.
+func (r *runner) stopServing() {
+	if s := r.serving.Load(); s != nil {
+		s.stop()
+	}
+}
+
 // stop ends the session and waits for its end. It may be called twice.
 func (s *session) stop() {
 	s.cancel()
@@ -154,6 +164,9 @@ func (s *session) inspect(ctx context.Context, holdings bool) (backend.Inspectio
 	}
 	return in, err
 }
+
+// own returns the own lease with which the session began.
+func (s *session) own() subnet.Lease { return s.begin.Load().Own }
 
 // leave ends the session and stores its last state for inspect.
 func (s *session) leave(ctx context.Context) {

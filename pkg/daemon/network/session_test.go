@@ -90,7 +90,7 @@ func runnerOn(t *testing.T, be starter, from underlay.Interface) (*runner, *sess
 	o := options.Options{Resync: time.Minute, Firewall: options.FirewallIPTables, SubnetFile: filepath.Join(t.TempDir(), "subnet.env")}
 	p := &parts{
 		host: &Host{Tuner: &tune.Tuner{}, Firewall: rules.NewHost()}, devices: &ownership.Locks{},
-		opts: o, catalog: backend.Catalog{Registry: registry}, state: lastknown.NewStore(nil),
+		opts: o, catalog: backend.Catalog{Registry: registry}, state: lastknown.NewStore(nil), config: newConfigWatch(true, nil),
 	}
 	p.ready = newReadiness(o, p.state.LeaseEnd, announced)
 	p.rules = p.newRuleKeeper(p.host.Firewall)
@@ -104,13 +104,14 @@ func runnerOn(t *testing.T, be starter, from underlay.Interface) (*runner, *sess
 		defer close(done)
 		_ = syncer.Run(ctx)
 	}()
-	s := &session{begin: now, ledger: ledger, syncer: syncer, cancel: cancel, done: done}
+	s := &session{ledger: ledger, syncer: syncer, cancel: cancel, done: done}
+	s.begin.Store(&now)
 	n.serving.Store(s)
 	return n, s
 }
 
 // TestStopWhileMoving stops the daemon while a session on another interface starts
-// successfully. The session must have ended when work returns.
+// successfully. The session must have ended when stopServing returns.
 func TestStopWhileMoving(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		ctx, cancel := context.WithCancel(t.Context())
@@ -123,7 +124,11 @@ func TestStopWhileMoving(t *testing.T) {
 		changed := make(chan underlay.Interface, 1)
 		changed <- link(1400, "192.0.2.1")
 		ended := make(chan error, 1)
-		go func() { ended <- n.work(ctx, &silent{}, s, changed) }()
+		go func() {
+			_, err := n.work(ctx, ctx, &silent{}, s, changed)
+			n.stopServing()
+			ended <- err
+		}()
 		synctest.Wait()
 		if !closing || len(ended) > 0 {
 			t.Errorf("the network closes: %v, work has ended: %v", closing, len(ended) > 0)
@@ -154,7 +159,7 @@ func TestMoveTwice(t *testing.T) {
 		}}
 		n, s := runnerOn(t, be, link(1500, "192.0.2.1"))
 		changed <- link(1400, "192.0.2.1")
-		if err := n.work(ctx, store, s, changed); err != nil {
+		if _, err := n.work(ctx, ctx, store, s, changed); err != nil {
 			t.Error(err)
 		}
 		if want := []int{1400, 1300, 1300}; !slices.Equal(tried, want) || store.reconnections != 1 {
@@ -178,7 +183,11 @@ func TestStatusWhileMoving(t *testing.T) {
 		changed := make(chan underlay.Interface, 1)
 		changed <- link(1300, "192.0.2.1")
 		ended := make(chan error, 1)
-		go func() { ended <- n.work(ctx, &silent{}, s, changed) }()
+		go func() {
+			_, err := n.work(ctx, ctx, &silent{}, s, changed)
+			n.stopServing()
+			ended <- err
+		}()
 		synctest.Wait()
 		begin := time.Now()
 		_, in := (reporter{n}).inspect(ctx, true)
@@ -268,7 +277,9 @@ func (otherSubnet) Acquire(_ context.Context, _ subnet.Config, c subnet.Claim) (
 // lease always has the key of its node.
 func TestPublishOnAnotherSubnet(t *testing.T) {
 	own := subnet.Lease{Key: "node1", Endpoints: []subnet.Endpoint{{Subnet: netip.MustParsePrefix("10.5.1.0/24"), PublicIP: netip.MustParseAddr("192.0.2.1")}}}
-	err := (&runner{}).publish(t.Context(), otherSubnet{}, subnet.Config{}, own)
+	var s session
+	s.begin.Store(&lastknown.State{Own: own})
+	err := (&runner{}).publish(t.Context(), otherSubnet{}, &s)
 	if !errors.Is(err, subnet.ErrLeaseLost) || !strings.Contains(err.Error(), "10.5.1.0/24") || !strings.Contains(err.Error(), "10.5.2.0/24") {
 		t.Errorf("got %v, want ErrLeaseLost with both subnets", err)
 	}

@@ -47,7 +47,7 @@ func (s *startup) prepare(ctx context.Context) (backend.Backend, lastknown.State
 	if err != nil {
 		return nil, last, err
 	}
-	s.config.used = cfg
+	s.config.use(cfg)
 	if last.PublicIPs, err = publicIPs(ctx, s.store); err != nil {
 		return nil, last, err
 	}
@@ -120,11 +120,17 @@ func (s *startup) acquire(ctx context.Context, be backend.Backend, env backend.E
 	if len(prev.Endpoints) == 0 && lastknown.SameNode(last.Interface, env.Underlay) {
 		prev = subnet.Claim{BackendType: last.Own.BackendType, Endpoints: last.Own.Endpoints}
 	}
+	return claimAndAcquire(ctx, be, prev, func(c subnet.Claim) (subnet.Lease, error) { return s.waitForSubnet(ctx, env.Config, c) })
+}
+
+// claimAndAcquire takes the own lease by acquire, with the data that be publishes. prev is the last
+// claim of this node.
+func claimAndAcquire(ctx context.Context, be backend.Backend, prev subnet.Claim, acquire func(subnet.Claim) (subnet.Lease, error)) (own subnet.Lease, err error) {
 	claim, err := be.Claim(ctx, prev)
 	if err != nil {
 		return own, err
 	}
-	if own, err = s.waitForSubnet(ctx, env.Config, claim); err != nil {
+	if own, err = acquire(claim); err != nil {
 		return own, err
 	}
 	if lost(claim.Endpoints, own.Endpoints) { // the published data may depend on the subnet
@@ -133,12 +139,12 @@ func (s *startup) acquire(ctx context.Context, be backend.Backend, env backend.E
 			return own, err
 		}
 		if !sameData(claim.Endpoints, again.Endpoints) {
-			if own, err = s.waitForSubnet(ctx, env.Config, again); err != nil {
+			if own, err = acquire(again); err != nil {
 				return own, err
 			}
 		}
 	}
-	log.Info("subnet lease acquired", "lease", own.Key, "permanent", own.Permanent)
+	klog.FromContext(ctx).Info("subnet lease acquired", "lease", own.Key, "permanent", own.Permanent)
 	return own, nil
 }
 
@@ -182,11 +188,19 @@ func (s *startup) waitForSubnet(ctx context.Context, cfg subnet.Config, claim su
 // of its subnets. With Kubernetes it returns nil, because the API assigns the subnets.
 func (s *startup) outsideOf(cfg subnet.Config) error {
 	now := s.serving.Load()
-	pools, err := cfg.Pools()
-	if now == nil || err != nil || s.opts.KubeSubnetMgr {
+	if now == nil || s.opts.KubeSubnetMgr {
 		return nil
 	}
-	for _, e := range now.begin.Own.Endpoints {
+	return outside(cfg, now.own())
+}
+
+// outside returns an error if cfg does not have one of the subnets of own to assign.
+func outside(cfg subnet.Config, own subnet.Lease) error {
+	pools, err := cfg.Pools()
+	if err != nil {
+		return nil //nolint:nilerr // the configuration assigns no subnets
+	}
+	for _, e := range own.Endpoints {
 		if !slices.ContainsFunc(pools, func(p subnet.Pool) bool { return p.Contains(e.Subnet) }) {
 			return fmt.Errorf("%s is not of the present configuration, which has %s", e.Subnet, pools)
 		}
@@ -205,7 +219,7 @@ func (s *startup) leaveLast(ctx context.Context, cfg subnet.Config) error {
 	}
 	why := s.outsideOf(cfg)
 	if why == nil {
-		why = fmt.Errorf("%v is not this node's any more", now.begin.Own.Subnets())
+		why = fmt.Errorf("%v is not this node's any more", now.own().Subnets())
 	}
 	s.resumed.stop()
 	s.serving.Store(nil)
@@ -216,7 +230,7 @@ func (s *startup) leaveLast(ctx context.Context, cfg subnet.Config) error {
 	if err := os.Remove(s.opts.SubnetFile); err != nil && !errors.Is(err, fs.ErrNotExist) {
 		log.Error(err, "cannot remove the subnet file, which still contains the subnet that was left")
 	}
-	log.Error(why, "the subnet of the last known state was left", "subnets", now.begin.Own.Subnets())
+	log.Error(why, "the subnet of the last known state was left", "subnets", now.own().Subnets())
 	return why
 }
 

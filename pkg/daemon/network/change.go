@@ -1,0 +1,302 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package network
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"reflect"
+	"slices"
+	"time"
+
+	"k8s.io/klog/v2"
+
+	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/pkg/daemon/lastknown"
+	"github.com/flanneld/flanneld/pkg/dataplane"
+	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/underlay"
+	"github.com/flanneld/flanneld/pkg/wait"
+	"github.com/flanneld/flanneld/subnet"
+)
+
+// change is another network configuration, and everything that the network needs to use it.
+type change struct {
+	config subnet.Config
+	iface  underlay.Interface
+	be     backend.Backend // nil if the backend and the lease are not affected
+	warns  []string        // about the configuration of be
+	claim  subnet.Claim    // published by the host; only if it keeps its subnets
+	own    *subnet.Lease   // the lease that the host has taken; nil if it keeps its subnets
+	taking bool            // the store may have given the host a lease, although own is nil
+}
+
+const (
+	// refusedPause is the time after which a configuration that was refused is tried again. The
+	// reason may be gone, such as an interface without an IPv6 address.
+	refusedPause = 30 * time.Second
+	// turnOfHost is the time for each host over which the writes of all hosts after a change of the
+	// configuration are spread. etcd passes each of them on to all hosts.
+	turnOfHost = 10 * time.Millisecond
+)
+
+// turn returns the time to wait before a request that all hosts make after the same change. It is
+// random, and grows with the number of hosts.
+func (s *session) turn() time.Duration {
+	return rand.N(time.Duration(len(s.syncer.Peers().Peers))*turnOfHost + 1)
+}
+
+// awaitChange waits until the network can change to another configuration, and sends that change to
+// prepared. Session s goes on meanwhile. A configuration that cannot be used is refused, and
+// tried again later. published is closed when the store has the lease of s.
+func (r *runner) awaitChange(ctx context.Context, m Store, s *session, published <-chan struct{}, prepared chan<- *change) error {
+	if s.begin.Load().Recalled { // the start follows the configuration
+		return nil
+	}
+	for ctx.Err() == nil {
+		cfg, changed := r.config.next()
+		var again <-chan time.Time // nil never receives
+		if cfg != nil && r.config.follow {
+			next, err := r.prepareUnless(ctx, changed, m, s, *cfg, published)
+			if err == nil {
+				prepared <- next
+				return nil
+			}
+			if ctx.Err() != nil || errors.Is(err, subnet.ErrLeaseLost) {
+				return err
+			}
+			pause := wait.Vary(refusedPause, 0.5)
+			if errors.Is(err, subnet.ErrNoSubnets) {
+				pause = retryPause // the store knows when a subnet may be free
+			}
+			if !errors.Is(err, errSuperseded) {
+				r.config.refuse(ctx, *cfg, err)
+			}
+			again = time.After(pause)
+		}
+		select {
+		case <-ctx.Done():
+		case <-changed:
+		case <-again:
+		}
+	}
+	return ctx.Err()
+}
+
+// errSuperseded ends the preparation of a configuration because the store has another one.
+var errSuperseded = errors.New("the store has another configuration")
+
+// prepareUnless prepares the change to cfg. It returns errSuperseded, wrapped, when changed is
+// closed.
+func (r *runner) prepareUnless(ctx context.Context, changed <-chan struct{}, m Store, s *session, cfg subnet.Config, published <-chan struct{}) (*change, error) {
+	preparing, stop := context.WithCancelCause(ctx)
+	defer stop(nil)
+	go func() {
+		select {
+		case <-changed:
+			stop(errSuperseded)
+		case <-preparing.Done():
+		}
+	}()
+	c, err := r.prepareChange(preparing, m, s, cfg, published)
+	if err == nil {
+		return c, nil
+	}
+	if c != nil {
+		r.releaseDevices(c.be.Scope(), s.be.Scope())
+		if c.taking { // take the lease of s again
+			if err := r.publish(ctx, m, s); err != nil {
+				return nil, err
+			}
+		}
+	}
+	if errors.Is(context.Cause(preparing), errSuperseded) {
+		err = fmt.Errorf("%w: %w", errSuperseded, err)
+	}
+	return nil, err
+}
+
+// prepareChange obtains what the change to cfg needs. It changes nothing on the host. If the subnets
+// of s do not fit cfg, it takes others, which the store gives in exchange. With an error it may
+// return a change whose devices are locked.
+func (r *runner) prepareChange(ctx context.Context, m Store, s *session, cfg subnet.Config, published <-chan struct{}) (c *change, err error) {
+	now := *s.begin.Load()
+	c = &change{config: cfg, iface: now.Interface}
+	fits := r.fits(cfg, now.Own)
+	if fits && sameForwarding(now.Config, cfg) {
+		return c, nil
+	}
+	if !slices.Equal(families(cfg), families(now.Config)) {
+		if c.iface, err = underlay.Wait(ctx, r.underlayOptions(cfg, now), 0); err != nil {
+			return nil, err
+		}
+	}
+	if c.be, c.warns, err = r.catalog.New(r.env(c.iface, cfg)); err != nil {
+		return nil, err
+	}
+	if err := r.devices.TakeAll(c.be.Scope()); err != nil {
+		return c, err
+	}
+	had := subnet.Claim{BackendType: now.Own.BackendType, Endpoints: now.Own.Endpoints}
+	if fits {
+		c.claim, err = c.be.Claim(ctx, had)
+		return c, err
+	}
+	select {
+	case <-published: // two goroutines must not write the own lease
+	case <-ctx.Done():
+		return c, ctx.Err()
+	}
+	if err := wait.For(ctx, s.turn()); err != nil {
+		return c, err
+	}
+	own, err := claimAndAcquire(ctx, c.be, had, func(claim subnet.Claim) (subnet.Lease, error) { return m.Acquire(ctx, cfg, claim) })
+	if err == nil {
+		c.own = &own
+		return c, nil
+	}
+	c.taking = !errors.Is(err, subnet.ErrNoSubnets) && !errors.Is(err, subnet.ErrUnfit)
+	return c, err
+}
+
+// fits reports whether own has one subnet for each network of cfg, which cfg can assign. With
+// Kubernetes the API assigns them, so they only have to be in the networks.
+func (r *runner) fits(cfg subnet.Config, own subnet.Lease) bool {
+	if len(cfg.Networks) != len(own.Endpoints) {
+		return false
+	}
+	for _, n := range cfg.Networks {
+		e, ok := own.Endpoint(n.Family())
+		if !ok || !n.Prefix.Contains(e.Subnet.Addr()) || n.Prefix.Bits() > e.Subnet.Bits() {
+			return false
+		}
+	}
+	return r.opts.KubeSubnetMgr || outside(cfg, own) == nil
+}
+
+func families(cfg subnet.Config) []prefix.Family {
+	var all []prefix.Family
+	for _, n := range cfg.Networks {
+		all = append(all, n.Family())
+	}
+	return all
+}
+
+// sameForwarding reports whether packets between hosts travel alike with both configurations, so
+// that a backend need not know of the change: only traffic rules, or the subnets that are assigned
+// to new hosts, differ.
+func sameForwarding(from, to subnet.Config) bool {
+	if !slices.Equal(from.Prefixes(), to.Prefixes()) {
+		return false
+	}
+	to.Networks, to.NFTables, to.NonMasquerade = from.Networks, from.NFTables, from.NonMasquerade
+	return len(subnet.Changes(from, to)) == 0
+}
+
+// change makes the network use another configuration, and returns its session. If the backend does
+// not start, the network goes back to the former configuration.
+func (r *runner) change(ctx context.Context, s *session, c *change) (*session, error) {
+	before, _ := r.state.Get()
+	if c.be == nil {
+		r.state.Update(func(now *lastknown.State) { now.Config = c.config }) // the session goes on to change other fields
+		now, _ := r.state.Get()
+		now.Peers, now.Fresh = subnet.LedgerState{}, nil
+		s.begin.Store(&now)
+		s.rules.Send()
+		r.changed(ctx, c, s.be)
+		return s, nil
+	}
+	pause := s.turn()
+	r.progress.change()
+	s.leave(ctx)
+	before.Peers, before.Fresh = s.ledger.State(), nil
+	next, err := r.serveChanged(ctx, before, c)
+	if err == nil {
+		next.pause = pause
+		r.changed(ctx, c, c.be)
+		return next, nil
+	}
+	if ctx.Err() != nil {
+		return nil, err
+	}
+	r.config.giveUp(ctx, c.config, err)
+	return r.goBack(ctx, before, c)
+}
+
+// changed records and logs that the network uses the configuration of c, with be, from now on.
+func (r *runner) changed(ctx context.Context, c *change, be backend.Backend) {
+	r.use(ctx, c.config, be)
+	log := klog.FromContext(ctx)
+	for _, w := range c.warns {
+		log.Error(nil, "network configuration", "warning", w)
+	}
+	log.Info("the network uses the changed configuration", "backend", c.config.BackendType, "networks", c.config.Prefixes())
+}
+
+// use records that the network uses cfg from now on.
+func (r *runner) use(ctx context.Context, cfg subnet.Config, be backend.Backend) {
+	r.config.use(cfg)
+	if r.using != nil {
+		r.using(ctx, cfg, be)
+	}
+}
+
+// serveChanged starts a session with another configuration. before is the state that the last one
+// has left. The objects that it needs exist before those that only the last one needed are removed.
+func (r *runner) serveChanged(ctx context.Context, before lastknown.State, c *change) (*session, error) {
+	now := before
+	now.Former, now.Rules = r.leftBehind(before, c.be), before.FormerNetworks(c.config)
+	now.Config, now.Interface = c.config, c.iface
+	switch {
+	case c.own != nil:
+		now.Own, now.Stored = *c.own, nil
+	case c.claim.BackendType != now.Own.BackendType || !reflect.DeepEqual(c.claim.Endpoints, now.Own.Endpoints):
+		if now.Stored == nil {
+			stored := before.Own
+			now.Stored = &stored
+		}
+		now.Own.BackendType, now.Own.Endpoints = c.claim.BackendType, c.claim.Endpoints
+	}
+	s, err := r.serve(ctx, c.be, now)
+	if err != nil {
+		return nil, err
+	}
+	s.unpublished = now.Stored != nil
+	return s, nil
+}
+
+// goBack starts a session with the configuration before a change that has failed. It repeats that
+// until it succeeds or ctx ends.
+func (r *runner) goBack(ctx context.Context, before lastknown.State, c *change) (s *session, err error) {
+	failed := before
+	failed.Config, failed.Interface = c.config, c.iface
+	if c.own != nil { // the subnets of before have to be taken again
+		before.Stored = c.own
+	}
+	err = retry(ctx, "cannot go back to the former network configuration, trying again", func() error {
+		be, _, err := r.catalog.New(r.env(before.Interface, before.Config))
+		if err != nil {
+			return err
+		}
+		before.Former, before.Rules = r.leftBehind(failed, be), failed.FormerNetworks(before.Config)
+		if s, err = r.serve(ctx, be, before); err != nil {
+			r.ready.health.Beat()
+			r.ready.report(ctx, partDatapath, err)
+			return err
+		}
+		s.unpublished = before.Stored != nil
+		return nil
+	})
+	return s, err
+}
+
+// releaseDevices releases the locks of the devices in scope, except for those in use.
+func (r *runner) releaseDevices(scope, inUse dataplane.Scope) {
+	for _, name := range scope.Devices {
+		if !slices.Contains(inUse.Devices, name) {
+			r.devices.Release(name)
+		}
+	}
+}

@@ -1,0 +1,504 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package e2e
+
+import (
+	"encoding/json"
+	"fmt"
+	"math/rand/v2"
+	"net"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/status"
+	"github.com/flanneld/flanneld/test/lab"
+)
+
+// followed is the line of the log after a change of the configuration.
+const followed = "the network uses the changed configuration"
+
+// edits writes network configurations, and knows how many the daemons should have followed.
+type edits struct {
+	t    *testing.T
+	lab  *lab.Lab
+	done map[*lab.Daemon]int
+}
+
+func newEdits(t *testing.T, l *lab.Lab) *edits {
+	return &edits{t: t, lab: l, done: map[*lab.Daemon]int{}}
+}
+
+// put writes a configuration that all daemons must follow, and waits until they have.
+func (e *edits) put(config string) {
+	e.t.Helper()
+	if err := e.lab.PutNetwork(testContext(e.t), json.RawMessage(config)); err != nil {
+		e.t.Fatal(err)
+	}
+	e.expectFollowed()
+}
+
+// expectFollowed waits until all daemons have followed one more change, and are ready.
+func (e *edits) expectFollowed() {
+	e.t.Helper()
+	for _, h := range e.lab.Hosts() {
+		d := h.Daemon()
+		e.done[d]++
+		eventually(e.t, h.Name()+" follows the configuration", func() error {
+			if n := len(linesWith(d, followed)); n != e.done[d] {
+				return fmt.Errorf("it has followed %d changes, want %d", n, e.done[d])
+			}
+			if r := statusOf(e.t, h); !r.Ready || r.Network.Phase != "serving" || r.ConfigRejected != "" || r.RestartNeeded != "" {
+				return fmt.Errorf("ready %v %v, phase %q, rejected %q, restart needed %q", r.Ready, r.Reasons, r.Network.Phase, r.ConfigRejected, r.RestartNeeded)
+			}
+			return nil
+		})
+	}
+	expectPeersProgrammed(e.t, e.lab)
+}
+
+// dualConfig returns a dual-stack network configuration with more keys.
+func dualConfig(more, backend string) string {
+	return fmt.Sprintf(`{"Network":"10.5.0.0/16","EnableIPv6":true,"IPv6Network":"fd00:5::/48"%s,"Backend":%s}`, more, backend)
+}
+
+// expectInOutput waits until the output of a command on the host contains all of want.
+func expectInOutput(t *testing.T, h *lab.Host, command string, want ...string) {
+	t.Helper()
+	eventually(t, fmt.Sprintf("%s: %q", command, want), func() error {
+		out, err := h.Exec(testContext(t), "sh", "-c", command)
+		if err != nil {
+			return fmt.Errorf("%w: %s", err, out)
+		}
+		for _, text := range want {
+			if !strings.Contains(string(out), text) {
+				return fmt.Errorf("%q is not in:\n%s", text, out)
+			}
+		}
+		return nil
+	})
+}
+
+// TestConfigurationFollowedInPlace changes what a running network can change without a loss, under
+// a steady stream of packets between all pods. No packet may be lost, and the device stays.
+func TestConfigurationFollowedInPlace(t *testing.T) {
+	t.Parallel()
+	l := newLab(t, lab.Config{Hosts: 3, Families: dual, Network: json.RawMessage(dualConfig("", `{"Type":"vxlan"}`))}, "")
+	startAll(t, l, lab.FlanneldOptions{Args: []string{"--ip-masq"}})
+	flows := startFlows(t, l, fast)
+	h := l.Host(1)
+	index := func() (n int) {
+		t.Helper()
+		err := h.Do(testContext(t), func() error {
+			device, err := net.InterfaceByName("flannel.1")
+			if err == nil {
+				n = device.Index
+			}
+			return err
+		})
+		if err != nil {
+			t.Fatal(err)
+		}
+		return n
+	}
+	before, pid := index(), statusOf(t, h).PID
+	var keys []string
+	for _, one := range leases(t, l) {
+		keys = append(keys, one.Key)
+	}
+	e := newEdits(t, l)
+	for _, step := range []struct {
+		more, backend, command string
+		want                   []string
+	}{
+		{`,"NonMasqueradeCIDRs":["192.0.2.0/24"]`, `{"Type":"vxlan"}`, "iptables-save", []string{"192.0.2.0/24"}},
+		{`,"EnableNFTables":true`, `{"Type":"vxlan"}`, "nft list ruleset", []string{"10.5.0.0/16"}},
+		{`,"SubnetMin":"10.5.0.0"`, `{"Type":"vxlan"}`, "iptables-save", []string{"10.5.0.0/16"}},
+		{"", `{"Type":"vxlan","MTU":1400}`, "ip link show flannel.1; cat /run/flannel/subnet.env", []string{"mtu 1350", "FLANNEL_MTU=1330"}},
+		{"", `{"Type":"vxlan","DirectRouting":true}`, "ip route", []string{"dev eth0 proto 98"}},
+		{"", `{"Type":"vxlan","ChecksumOffload":"off"}`, "ip route", []string{"dev flannel.1 proto 98"}},
+		{"", `{"Type":"vxlan","GBP":false,"Learning":true}`, "ip -d link show flannel.1 | grep -c nolearning || true", []string{"0"}},
+	} {
+		e.put(dualConfig(step.more, step.backend))
+		expectInOutput(t, h, strings.ReplaceAll(step.command, "/run", h.Path("/run")), step.want...)
+	}
+	expectNothingLost(t, flows)
+	if after := index(); after != before || statusOf(t, h).PID != pid {
+		t.Errorf("the device has number %d and had %d: want the same device, and the same process", after, before)
+	}
+	var now []string
+	for _, one := range leases(t, l) {
+		now = append(now, one.Key)
+	}
+	if !slices.Equal(keys, now) {
+		t.Errorf("the leases are %v, want %v as before", now, keys)
+	}
+	for _, h := range l.Hosts() {
+		expectNoFormer(t, h)
+	}
+}
+
+// TestConfigurationFollowed changes what needs other kernel objects or another lease. Afterwards all
+// pods reach each other, and nothing of the former configuration is left.
+func TestConfigurationFollowed(t *testing.T) {
+	t.Parallel()
+	const old, other = "10.5.0.0/16", "10.6.0.0/16"
+	const old6, other6 = "fd00:5::/48", "fd00:6::/48"
+	l := newLab(t, lab.Config{Hosts: 3, Families: dual, Network: network(old, old6, `{"Type":"vxlan"}`)}, "")
+	startAll(t, l, lab.FlanneldOptions{Args: []string{"--ip-masq"}})
+	expectConverged(t, l)
+	e := newEdits(t, l)
+	for _, step := range []struct {
+		name   string
+		config json.RawMessage
+		left   []string // texts that no kernel may show afterwards
+	}{
+		{"VNI", network(old, old6, `{"Type":"vxlan","VNI":7}`), []string{"flannel.1:", "flannel-v6.1:"}},
+		{"port", network(old, old6, `{"Type":"vxlan","VNI":7,"Port":8473}`), []string{"dstport 8472"}},
+		{"backend type", network(old, old6, `{"Type":"host-gw"}`), []string{"flannel"}},
+		{"and back", network(old, old6, `{"Type":"vxlan"}`), []string{".0/24 via 192.168.77", "::/64 via fd00:77"}},
+	} {
+		e.put(string(step.config))
+		expectMatrix(t, l)
+		for _, h := range l.Hosts() {
+			expectNothingOf(t, h, step.left...)
+		}
+	}
+	// The pods of the former Network keep their addresses, and only reach pods on the same host.
+	e.put(string(network(other, other6, `{"Type":"vxlan"}`)))
+	for _, h := range l.Hosts() {
+		expectInOutput(t, h, "cat "+h.Path(lab.SubnetFile), "FLANNEL_NETWORK=10.6.0.0/16", "FLANNEL_SUBNET=10.6.")
+		eventually(t, "no route to the former network", func() error {
+			routes, err := h.Routes(testContext(t))
+			for _, r := range routes {
+				if strings.HasPrefix(r.Dst.String(), "10.5.") && r.Dev != lab.PodBridge {
+					return fmt.Errorf("route %v, %w", r, err)
+				}
+			}
+			return err
+		})
+	}
+	for _, one := range leases(t, l) {
+		if !strings.HasPrefix(one.Key, "10.6.") {
+			t.Errorf("lease %s, want leases of 10.6.0.0/16 only", one.Key)
+		}
+	}
+}
+
+// expectNothingOf waits until the kernel shows none of the texts, and the state file lists nothing
+// to remove.
+func expectNothingOf(t *testing.T, h *lab.Host, texts ...string) {
+	t.Helper()
+	eventually(t, h.Name()+" has no objects of the former configuration", func() error {
+		all := kernelObjects(t, h)
+		for _, text := range texts {
+			if strings.Contains(all, text) {
+				return fmt.Errorf("%q is still there:\n%s", text, all)
+			}
+		}
+		return nil
+	})
+	expectNoFormer(t, h)
+}
+
+// TestConfigurationRejected writes configurations that cannot be used. All packets arrive, except if
+// the backend does not start in another network. The daemons stay ready and give the reason, and they follow the next usable configuration.
+func TestConfigurationRejected(t *testing.T) {
+	t.Parallel()
+	l := newLab(t, lab.Config{Hosts: 2}, `{"Type":"vxlan"}`)
+	startAll(t, l, lab.FlanneldOptions{})
+	flows := startFlows(t, l, fast)
+	h := l.Host(1)
+	for _, h := range l.Hosts() { // ipip does not start
+		if out, err := h.Exec(testContext(t), "ip", "link", "add", "flannel.ipip", "type", "bridge"); err != nil {
+			t.Fatalf("%v: %s", err, out)
+		}
+	}
+	had := leases(t, l)
+	e := newEdits(t, l)
+	for i, step := range []struct{ config, want string }{
+		{`{"Network":`, "invalid network configuration"},
+		{`{"Network":"10.5.0.0/16","Backend":{"Type":"vxlam"}}`, "unknown backend type"},
+		{`{"Network":"10.5.0.0/29","Backend":{"Type":"vxlan"}}`, "network is too small"},
+		{`{"Network":"10.5.0.0/16","EnableIPv6":true,"IPv6Network":"fd00:5::/48","Backend":{"Type":"vxlan"}}`, "IPv6"},
+		{`{"Network":"10.6.0.0/16","SubnetMin":"10.6.1.0","SubnetMax":"10.6.1.0","Backend":{"Type":"vxlan"}}`, "out of subnets"},
+		{`{"Network":"10.5.0.0/16","Backend":{"Type":"ipip"}}`, "flannel.ipip is of type bridge"},
+		{`{"Network":"10.6.0.0/16","Backend":{"Type":"ipip"}}`, "flannel.ipip is of type bridge"},
+	} {
+		switch i {
+		case 4: // the only subnet belongs to another host
+			putKey(t, etcdClient(t, l), subnets+"10.6.1.0-24", `{"PublicIP":"192.0.2.9","BackendType":"vxlan"}`)
+		case 6: // the lease in another network is in the store before the backend fails
+			pause(t, time.Second) // for packets that a late pass would lose
+			expectNothingLost(t, flows)
+		}
+		if err := l.PutNetwork(testContext(t), json.RawMessage(step.config)); err != nil {
+			t.Fatal(err)
+		}
+		eventually(t, "the configuration is rejected: "+step.want, func() error {
+			r := statusOf(t, h)
+			if !strings.Contains(r.ConfigRejected, step.want) || !r.Ready || r.Network.Phase != "serving" {
+				return fmt.Errorf("rejected %q, ready %v %v, phase %q", r.ConfigRejected, r.Ready, r.Reasons, r.Network.Phase)
+			}
+			return nil
+		})
+		if got := metric(t, h, "flannel_config_rejected"); got != 1 {
+			t.Errorf("flannel_config_rejected is %v, want 1", got)
+		}
+		expectFlannelctl(t, h, []string{"status"}, "configuration rejected", step.want)
+		lines := linesWith(h.Daemon(), "the network configuration cannot be used")
+		if len(lines) != i+1 || !strings.Contains(lines[i], step.want) {
+			t.Errorf("%d lines about configurations that cannot be used, want %d, the last with %q: %q", len(lines), i+1, step.want, lines)
+		}
+	}
+	if _, page := getStatus(t, h, "/statusz", "text/html"); !strings.Contains(page, "configuration rejected: ") {
+		t.Errorf("the page does not report the rejected configuration:\n%s", page)
+	}
+	removeKey(t, etcdClient(t, l), subnets+"10.6.1.0-24")
+	eventually(t, "the hosts have the subnets that they had", func() error {
+		if now := leases(t, l); len(now) != 2 || now[0].Key != had[0].Key || now[1].Key != had[1].Key {
+			return fmt.Errorf("leases %v, want %v", now, had)
+		}
+		return nil
+	})
+	expectMatrix(t, l)
+	e.put(`{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan","VNI":8}}`)
+	expectMatrix(t, l)
+	if got := metric(t, h, "flannel_config_rejected"); got != 0 {
+		t.Errorf("flannel_config_rejected is %v, want 0", got)
+	}
+}
+
+// TestConfigurationFollowedAfterACrash kills a daemon at various moments of a change. The next one
+// uses the new configuration, and removes what the former one had left.
+func TestConfigurationFollowedAfterACrash(t *testing.T) {
+	t.Parallel()
+	l := newLab(t, lab.Config{Hosts: 2, Families: dual, Network: network("10.5.0.0/16", "fd00:5::/48", `{"Type":"vxlan"}`)}, "")
+	startAll(t, l, lab.FlanneldOptions{})
+	expectConverged(t, l)
+	h := l.Host(1)
+	for i, ms := range []int{2, 5, 10, 20, 40, 80} {
+		// Each second change also takes other subnets.
+		n := 5 + i/2
+		config := network(fmt.Sprintf("10.%d.0.0/16", n), fmt.Sprintf("fd00:%d::/48", n), fmt.Sprintf(`{"Type":"vxlan","VNI":%d}`, i+2))
+		if err := l.PutNetwork(testContext(t), config); err != nil {
+			t.Fatal(err)
+		}
+		pause(t, milliseconds(ms))
+		h.Daemon().Kill()
+		startOne(t, h, lab.FlanneldOptions{})
+		for _, h := range l.Hosts() {
+			eventually(t, h.Name()+" uses the last configuration", func() error {
+				r := statusOf(t, h)
+				if !r.Ready || r.Network.Phase != "serving" || !strings.Contains(fmt.Sprint(r.Network.Devices), fmt.Sprintf("flannel.%d ", i+2)) {
+					return fmt.Errorf("ready %v, phase %q, devices %v", r.Ready, r.Network.Phase, r.Network.Devices)
+				}
+				return nil
+			})
+		}
+		expectPeersProgrammed(t, l)
+		for _, h := range l.Hosts() {
+			expectNothingOf(t, h, fmt.Sprintf("flannel.%d:", i+1))
+			own := statusOf(t, h).Lease.Subnets
+			expectInOutput(t, h, "cat "+h.Path(lab.SubnetFile), fmt.Sprintf("FLANNEL_NETWORK=10.%d.0.0/16", n), strings.TrimSuffix(own[0].Addr().String(), "0"))
+		}
+		if have := leases(t, l); len(have) != 2 {
+			t.Errorf("leases %v, want one of each host", have)
+		}
+	}
+}
+
+// TestConfigurationFollowedInKubernetes changes the mounted ConfigMap.
+//
+//stages:rest it waits for the daemons, which read the file every ten seconds
+func TestConfigurationFollowedInKubernetes(t *testing.T) {
+	t.Parallel()
+	c := newCluster(t, lab.Config{Hosts: 2}, `{"Type":"vxlan"}`)
+	c.startDaemons()
+	flows := startFlows(t, c.Lab, fast)
+	file := filepath.Join(c.dir, "net-conf.json")
+	text, err := os.ReadFile(file)
+	if err != nil {
+		t.Fatal(err)
+	}
+	e := newEdits(t, c.Lab)
+	backend := func(keys string) []byte { return []byte(strings.Replace(string(text), `"vxlan"`, keys, 1)) }
+	c.write("net-conf.json", backend(`"vxlan","MTU":1400`))
+	e.expectFollowed()
+	for _, h := range c.Hosts() {
+		expectInOutput(t, h, "ip link show flannel.1", "mtu 1350")
+	}
+	c.write("net-conf.json", backend(`"vxlam"`))
+	for n, h := range c.Hosts() {
+		eventually(t, "the configuration is rejected", func() error {
+			if r := statusOf(t, h); !r.Ready || !strings.Contains(r.ConfigRejected, "vxlam") {
+				return fmt.Errorf("ready %v, rejected %q", r.Ready, r.ConfigRejected)
+			}
+			return nil
+		})
+		eventually(t, "an Event", func() error {
+			if got := fmt.Sprint(c.events(n + 1)); !strings.Contains(got, "vxlam") {
+				return fmt.Errorf("the Events are %s", got)
+			}
+			return nil
+		})
+	}
+	expectNothingLost(t, flows)
+	c.write("net-conf.json", backend(`"host-gw"`))
+	e.expectFollowed()
+	expectMatrix(t, c.Lab)
+	for _, h := range c.Hosts() {
+		expectNothingOf(t, h, "flannel")
+	}
+}
+
+// TestConfigurationFollowedByNetworks changes one of several networks. Packets of both networks
+// arrive, and nothing of the other network changes in the kernel.
+func TestConfigurationFollowedByNetworks(t *testing.T) {
+	t.Parallel()
+	l := newLab(t, lab.Config{Hosts: 2}, "")
+	s := etcdClient(t, l)
+	putKey(t, s, networksRoot+"red/config", `{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan"}}`)
+	putKey(t, s, networksRoot+"green/config", `{"Network":"10.6.0.0/16","Backend":{"Type":"vxlan","VNI":6}}`)
+	startNetworks(t, l, "--networks=red,green", "--ip-masq")
+	var flows []flow
+	for _, name := range []string{"red", "green"} {
+		expectPhase(t, l, name, "serving")
+		pods := addNetworkPods(t, l, name)
+		expectAnswers(t, pods)
+		one, err := pods[0].StartFlow(testContext(t), pods[1], prefix.IPv4, fast)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer one.Stop()
+		flows = append(flows, flow{one, name})
+	}
+	h := l.Host(1)
+	var red *net.Interface
+	if err := h.Do(testContext(t), func() (err error) { red, err = net.InterfaceByName("flannel.1"); return err }); err != nil {
+		t.Fatal(err)
+	}
+	monitor := newKernelMonitor(t, h)
+	putKey(t, s, networksRoot+"green/config", `{"Network":"10.6.0.0/16","Backend":{"Type":"vxlan","VNI":6,"MTU":1400}}`)
+	for _, h := range l.Hosts() {
+		expectSoonOnce(t, h.Daemon(), followed)
+		expectInOutput(t, h, "ip link show flannel.6", "mtu 1350")
+	}
+	expectPhase(t, l, "green", "serving")
+	expectNothingLost(t, flows[1:])
+	putKey(t, s, networksRoot+"green/config", `{"Network":"10.6.0.0/16","SubnetMin":"10.6.1.0","Backend":{"Type":"vxlan","VNI":1}}`)
+	eventually(t, "a clash is rejected", func() error {
+		if n := overviewOf(t, h)["green"]; n.Phase != "serving" || !strings.Contains(fmt.Sprint(n.Reasons), "clashes with network red") {
+			return fmt.Errorf("%+v", n)
+		}
+		if got := metric(t, h, `flannel_config_rejected{network="green"}`); got != 1 {
+			return fmt.Errorf("flannel_config_rejected is %v, want 1", got)
+		}
+		return nil
+	})
+	putKey(t, s, networksRoot+"green/config", `{"Network":"10.7.0.0/16","Backend":{"Type":"host-gw"}}`)
+	for _, h := range l.Hosts() {
+		eventually(t, "green uses the last configuration", func() error {
+			n := overviewOf(t, h)["green"]
+			if n.Phase != "serving" || !n.Ready || n.BackendType != "host-gw" || len(n.Reasons) > 0 {
+				return fmt.Errorf("%+v", n)
+			}
+			return nil
+		})
+	}
+	for _, change := range monitor.notifications(t) {
+		if strings.Contains(change, " 10.5.") || strings.HasPrefix(change, "link") && strings.HasSuffix(change, fmt.Sprintf(" %d", red.Index)) {
+			t.Errorf("red, which did not change, had a change in the kernel: %s", change)
+		}
+	}
+	expectNothingLost(t, flows[:1])
+}
+
+// edit is a random configuration. Packets may be lost if its path differs from that of the
+// configuration before.
+type edit struct{ config, path string }
+
+// randomEdit returns a configuration that differs from the one before.
+func randomEdit(r *rand.Rand, before edit) edit {
+	pick := func(values ...string) string { return values[r.IntN(len(values))] }
+	for {
+		var e edit
+		more := pick("", `,"EnableNFTables":true`) + pick("", `,"NonMasqueradeCIDRs":["192.0.2.0/24"]`) + pick("", `,"SubnetMin":"10.5.0.0"`)
+		net4 := pick("10.5.0.0/16", "10.4.0.0/15")
+		keys := ""
+		switch backend := pick("vxlan", "vxlan", "vxlan", "vxlan", "host-gw", "udp"); backend {
+		case "vxlan":
+			e.path = pick("", `,"VNI":7`) + pick("", `,"Port":8473`)
+			keys = `"Type":"vxlan"` + e.path + pick("", `,"MTU":1400`, `,"MTU":1300`) + pick("", `,"DirectRouting":true`) + pick("", `,"ChecksumOffload":"off"`)
+			e.path = "vxlan" + e.path
+		case "udp": // its socket is closed for a moment if the backend has to start again
+			keys, e.path = `"Type":"udp","Mode":"userspace"`, backend+net4
+		default:
+			keys, e.path = `"Type":"host-gw"`, backend
+		}
+		e.config = fmt.Sprintf(`{"Network":%q%s,"Backend":{%s}}`, net4, more, keys)
+		if e.config != before.config {
+			return e
+		}
+	}
+}
+
+// walkEdits changes the configuration at random. All pods must reach each other after each change,
+// and no packet may be lost unless the change gives packets another path.
+func walkEdits(t *testing.T, hosts, steps int) {
+	seed := uint64(time.Now().UnixNano())
+	t.Logf("seed %d", seed)
+	r := rand.New(rand.NewPCG(seed, 1))
+	now := edit{`{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan"}}`, "vxlan"}
+	l := newLab(t, lab.Config{Hosts: hosts, Network: json.RawMessage(now.config)}, "")
+	startAll(t, l, lab.FlanneldOptions{Args: []string{"--ip-masq"}})
+	flows := startFlows(t, l, 200)
+	e := newEdits(t, l)
+	for range steps {
+		next := randomEdit(r, now)
+		if r.IntN(4) == 0 { // garbage first
+			if err := l.PutNetwork(testContext(t), json.RawMessage(next.config[:len(next.config)-1])); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if next.path == now.path {
+			e.put(next.config)
+		} else {
+			expectNothingLost(t, flows)
+			e.put(next.config)
+			flows = startFlows(t, l, 200)
+		}
+		if t.Failed() {
+			t.Fatalf("after %s and %s", now.config, next.config)
+		}
+		now = next
+	}
+	expectNothingLost(t, flows)
+	expectMatrix(t, l)
+	for _, h := range l.Hosts() {
+		for _, p := range statusOf(t, h).Peers {
+			if p.State != status.InPlace {
+				t.Errorf("%s: peer %v is %s", h.Name(), p.Lease, p.State)
+			}
+		}
+		expectNoFormer(t, h)
+	}
+}
+
+// TestConfigurationWalk changes the configuration some dozen times.
+func TestConfigurationWalk(t *testing.T) {
+	t.Parallel()
+	walkEdits(t, 3, 24)
+}
+
+// TestConfigurationLongWalk is a longer TestConfigurationWalk on more hosts.
+//
+//stages:rest it repeats TestConfigurationWalk in a longer form
+func TestConfigurationLongWalk(t *testing.T) {
+	t.Parallel()
+	walkEdits(t, 4, 150)
+}
