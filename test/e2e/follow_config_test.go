@@ -148,6 +148,10 @@ func TestConfigurationFollowed(t *testing.T) {
 	t.Parallel()
 	const old, other = "10.5.0.0/16", "10.6.0.0/16"
 	const old6, other6 = "fd00:5::/48", "fd00:6::/48"
+	commands := extensionConfig(t, map[string]any{
+		"SubnetAddCommand":    "ip route add $SUBNET via $PUBLIC_IP && ip -6 route add $IPV6SUBNET via $PUBLIC_IPV6",
+		"SubnetRemoveCommand": "ip route del $SUBNET via $PUBLIC_IP; ip -6 route del $IPV6SUBNET via $PUBLIC_IPV6",
+	})
 	l := newLab(t, lab.Config{Hosts: 3, Families: dual, Network: network(old, old6, `{"Type":"vxlan"}`)}, "")
 	startAll(t, l, lab.FlanneldOptions{Args: []string{"--ip-masq"}})
 	expectConverged(t, l)
@@ -160,6 +164,9 @@ func TestConfigurationFollowed(t *testing.T) {
 		{"VNI", network(old, old6, `{"Type":"vxlan","VNI":7}`), []string{"flannel.1:", "flannel-v6.1:"}},
 		{"port", network(old, old6, `{"Type":"vxlan","VNI":7,"Port":8473}`), []string{"dstport 8472"}},
 		{"backend type", network(old, old6, `{"Type":"host-gw"}`), []string{"flannel"}},
+		{"wireguard in user space", network(old, old6, backendConfig(userspace)), []string{".0/24 via 192.168.77", "::/64 via fd00:77"}},
+		{"udp in user space", network(old, old6, backendConfig("udp")), []string{"flannel-wg"}},
+		{"commands", network(old, old6, commands), []string{"flannel0", "proto 98"}},
 		{"and back", network(old, old6, `{"Type":"vxlan"}`), []string{".0/24 via 192.168.77", "::/64 via fd00:77"}},
 	} {
 		e.put(string(step.config))
@@ -281,7 +288,7 @@ func TestConfigurationFollowedAfterACrash(t *testing.T) {
 	startAll(t, l, lab.FlanneldOptions{})
 	expectConverged(t, l)
 	h := l.Host(1)
-	for i, ms := range []int{2, 5, 10, 20, 40, 80} {
+	for i, ms := range []int{2, 8, 20, 50} {
 		// Each second change also takes other subnets.
 		n := 5 + i/2
 		config := network(fmt.Sprintf("10.%d.0.0/16", n), fmt.Sprintf("fd00:%d::/48", n), fmt.Sprintf(`{"Type":"vxlan","VNI":%d}`, i+2))
@@ -447,15 +454,17 @@ func randomEdit(r *rand.Rand, before edit) edit {
 	}
 }
 
-// walkEdits changes the configuration at random. All pods must reach each other after each change,
-// and no packet may be lost unless the change gives packets another path.
+// walkEdits changes the configuration at random. In one of ten changes it kills a daemon in between.
+// All pods must reach each other after each change, and no packet may be lost unless the change
+// gives packets another path, or the daemon that was killed carries them.
 func walkEdits(t *testing.T, hosts, steps int) {
+	options := lab.FlanneldOptions{Args: []string{"--ip-masq"}}
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
 	r := rand.New(rand.NewPCG(seed, 1))
 	now := edit{`{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan"}}`, "vxlan"}
 	l := newLab(t, lab.Config{Hosts: hosts, Network: json.RawMessage(now.config)}, "")
-	startAll(t, l, lab.FlanneldOptions{Args: []string{"--ip-masq"}})
+	startAll(t, l, options)
 	flows := startFlows(t, l, 200)
 	e := newEdits(t, l)
 	for range steps {
@@ -465,11 +474,22 @@ func walkEdits(t *testing.T, hosts, steps int) {
 				t.Fatal(err)
 			}
 		}
-		if next.path == now.path {
-			e.put(next.config)
-		} else {
+		crash := r.IntN(10) == 0
+		lossless := next.path == now.path && (!crash || !strings.HasPrefix(now.path, "udp"))
+		if !lossless {
 			expectNothingLost(t, flows)
-			e.put(next.config)
+		}
+		if err := l.PutNetwork(testContext(t), json.RawMessage(next.config)); err != nil {
+			t.Fatal(err)
+		}
+		if crash {
+			h := l.Host(1 + r.IntN(hosts))
+			pause(t, milliseconds(r.IntN(60)))
+			h.Daemon().Kill()
+			e.done[startOne(t, h, options)] = -1 // it starts with the new configuration
+		}
+		e.expectFollowed()
+		if !lossless {
 			flows = startFlows(t, l, 200)
 		}
 		if t.Failed() {

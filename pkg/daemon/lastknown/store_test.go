@@ -124,6 +124,16 @@ func TestRenewalOfAnAddressThatIsGone(t *testing.T) {
 	}
 }
 
+// TestRenewalOfAnotherLease expects that a lease which the host has taken for another configuration
+// does not come into the state of the former one.
+func TestRenewalOfAnotherLease(t *testing.T) {
+	now := State{Own: subnet.Lease{Key: "10.5.1.0-24"}}
+	now.Renewed(subnet.Lease{Key: "10.6.1.0-24"})
+	if now.Own.Key != "10.5.1.0-24" || now.Stored != nil {
+		t.Errorf("the state is %+v", now)
+	}
+}
+
 // interfaceWith returns an external interface with that address.
 func interfaceWith(addr string) underlay.Interface {
 	a := netip.MustParseAddr(addr)

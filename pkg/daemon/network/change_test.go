@@ -1,0 +1,117 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package network
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"net/netip"
+	"slices"
+	"testing"
+	"testing/synctest"
+
+	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/subnet"
+)
+
+func parseConfig(t *testing.T, text string) subnet.Config {
+	t.Helper()
+	cfg, _, err := subnet.ParseConfig([]byte(text))
+	if err != nil {
+		t.Fatal(err)
+	}
+	return cfg
+}
+
+// TestSameForwarding expects that the backend goes on only if the change cannot concern it.
+func TestSameForwarding(t *testing.T) {
+	from := parseConfig(t, `{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan","VNI":7}}`)
+	for text, want := range map[string]bool{
+		`{"Network":"10.5.0.0/16","Backend":{"VNI":7,"Type":"vxlan"}}`:                                             true,
+		`{"Network":"10.5.0.0/16","EnableNFTables":true,"Backend":{"Type":"vxlan","VNI":7}}`:                       true,
+		`{"Network":"10.5.0.0/16","NonMasqueradeCIDRs":["192.0.2.0/24"],"Backend":{"Type":"vxlan","VNI":7}}`:       true,
+		`{"Network":"10.5.0.0/16","SubnetLen":25,"SubnetMax":"10.5.9.0","Backend":{"Type":"vxlan","VNI":7}}`:       true,
+		`{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan","VNI":8}}`:                                             false,
+		`{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan","VNI":7,"MTU":1400}}`:                                  false,
+		`{"Network":"10.4.0.0/15","Backend":{"Type":"vxlan","VNI":7}}`:                                             false,
+		`{"Network":"10.5.0.0/16","Backend":{"Type":"host-gw"}}`:                                                   false,
+		`{"Network":"10.5.0.0/16","EnableIPv6":true,"IPv6Network":"fd00::/48","Backend":{"Type":"vxlan","VNI":7}}`: false,
+	} {
+		if got := sameForwarding(from, parseConfig(t, text)); got != want {
+			t.Errorf("%s: %v, want %v", text, got, want)
+		}
+	}
+}
+
+// TestFits expects that a host keeps its subnets if the configuration can assign them. With
+// Kubernetes, which assigns them itself, they only have to be in the networks.
+func TestFits(t *testing.T) {
+	own := subnet.Lease{Endpoints: []subnet.Endpoint{{Subnet: netip.MustParsePrefix("10.5.7.0/24")}}}
+	for text, want := range map[string]struct{ etcd, kube bool }{
+		`{"Network":"10.5.0.0/16"}`:                                             {true, true},
+		`{"Network":"10.4.0.0/15"}`:                                             {true, true},
+		`{"Network":"10.5.0.0/16","SubnetMin":"10.5.8.0"}`:                      {false, true},
+		`{"Network":"10.5.0.0/16","SubnetMax":"10.5.6.0"}`:                      {false, true},
+		`{"Network":"10.5.0.0/16","SubnetLen":25}`:                              {false, true},
+		`{"Network":"10.6.0.0/16"}`:                                             {false, false},
+		`{"Network":"10.5.7.0/25"}`:                                             {false, false},
+		`{"EnableIPv4":false,"EnableIPv6":true,"IPv6Network":"fd00::/48"}`:      {false, false},
+		`{"Network":"10.5.0.0/16","EnableIPv6":true,"IPv6Network":"fd00::/48"}`: {false, false},
+	} {
+		cfg := parseConfig(t, text)
+		r := &runner{parts: &parts{}}
+		etcd := r.fits(cfg, own)
+		r.opts.KubeSubnetMgr = true
+		if kube := r.fits(cfg, own); etcd != want.etcd || kube != want.kube {
+			t.Errorf("%s: %v with etcd and %v with Kubernetes, want %v", text, etcd, kube, want)
+		}
+	}
+}
+
+// TestGoBack changes to a configuration whose backend does not start. The network must serve the
+// former one again, report why, and not try the other one again.
+func TestGoBack(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		ctx, cancel := context.WithCancel(t.Context())
+		defer cancel()
+		var started []string
+		be := starter{close: func() {}, start: func(env backend.Env) error {
+			started = append(started, string(env.Config.Backend))
+			if len(started) == 1 {
+				return errors.New("the device is in use")
+			}
+			return nil
+		}}
+		n, s := runnerOn(t, be, link(1500, "192.0.2.1"))
+		former := s.begin.Load().Config
+		other := former
+		other.Backend = json.RawMessage(`{"Type":"scripted","Key":2}`)
+		n.config.use(former)
+		n.config.validate = func([]byte) (subnet.Config, error) { return other, nil }
+		n.config.apply(ctx, []byte("other"))
+		next, err := n.work(ctx, ctx, &silent{}, s, nil)
+		if err != nil || next == nil {
+			t.Fatalf("work returned %v, %v, want a change", next, err)
+		}
+		if now := n.serving.Load(); now != s {
+			t.Error("the session was replaced before the change")
+		}
+		if s, err = n.change(ctx, s, next); err != nil {
+			t.Fatal(err)
+		}
+		if want := []string{string(other.Backend), ""}; !slices.Equal(started, want) {
+			t.Errorf("started backends with %q, want %q", started, want)
+		}
+		if got := n.config.rejection(); got != "start backend: the device is in use" {
+			t.Errorf("rejection %q", got)
+		}
+		if again, _ := n.config.next(); again != nil {
+			t.Error("the configuration would be tried again")
+		}
+		if now := s.begin.Load().Config; len(subnet.Changes(now, former)) > 0 {
+			t.Errorf("the session has configuration %+v, want %+v", now, former)
+		}
+		n.stopServing()
+	})
+}
