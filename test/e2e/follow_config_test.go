@@ -196,6 +196,48 @@ func TestConfigurationFollowed(t *testing.T) {
 	}
 }
 
+// TestConfigurationEnablesIPv6 adds the second family to a network, and removes it again. No packet of
+// the first one may be lost, and all hosts keep their IPv4 subnets.
+func TestConfigurationEnablesIPv6(t *testing.T) {
+	t.Parallel()
+	const one = `{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan"}}`
+	l := newLab(t, lab.Config{Hosts: 3, Families: dual, Network: json.RawMessage(one)}, "")
+	startAll(t, l, lab.FlanneldOptions{})
+	had := map[*lab.Host]string{}
+	for _, h := range l.Hosts() {
+		had[h] = statusOf(t, h).Lease.Subnets[0].String()
+	}
+	var flows []flow
+	expectConverged(t, l)
+	for _, to := range l.Pods()[1:] {
+		f, err := l.Pods()[0].StartFlow(testContext(t), to, prefix.IPv4, fast)
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() { f.Stop() })
+		flows = append(flows, flow{f, to.Name()})
+	}
+	e := newEdits(t, l)
+	for _, families := range []int{2, 1} {
+		config := one
+		if families == 2 {
+			config = dualConfig("", `{"Type":"vxlan"}`)
+		}
+		e.put(config)
+		for _, h := range l.Hosts() {
+			if own := statusOf(t, h).Lease.Subnets; len(own) != families || own[0].String() != had[h] {
+				t.Errorf("%s has %v, want %s and %d subnets", h.Name(), own, had[h], families)
+			}
+			out, err := os.ReadFile(h.Path(lab.SubnetFile))
+			if err != nil || strings.Contains(string(out), "FLANNEL_IPV6_SUBNET") != (families == 2) {
+				t.Errorf("%s has %v:\n%s", h.Name(), err, out)
+			}
+			expectNoFormer(t, h)
+		}
+	}
+	expectNothingLost(t, flows)
+}
+
 // expectNothingOf waits until the kernel shows none of the texts, and the state file lists nothing
 // to remove.
 func expectNothingOf(t *testing.T, h *lab.Host, texts ...string) {
@@ -354,6 +396,15 @@ func TestConfigurationFollowedInKubernetes(t *testing.T) {
 			return nil
 		})
 	}
+	c.write("net-conf.json", []byte(strings.Replace(string(text), "10.5.0.0/16", "10.99.0.0/16", 1)))
+	for _, h := range c.Hosts() {
+		eventually(t, "a network without the podCIDRs is rejected", func() error {
+			if r := statusOf(t, h); !r.Ready || !strings.Contains(r.ConfigRejected, "10.99.0.0/16") {
+				return fmt.Errorf("ready %v, rejected %q", r.Ready, r.ConfigRejected)
+			}
+			return nil
+		})
+	}
 	expectNothingLost(t, flows)
 	c.write("net-conf.json", backend(`"host-gw"`))
 	e.expectFollowed()
@@ -423,6 +474,15 @@ func TestConfigurationFollowedByNetworks(t *testing.T) {
 		}
 	}
 	expectNothingLost(t, flows[:1])
+
+	// A network that has changed while the daemon was stopped.
+	expectStop(t, h.Daemon())
+	putKey(t, s, networksRoot+"red/config", `{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan","MTU":1300}}`)
+	start(t, h, lab.FlanneldOptions{Args: []string{"--networks=red,green", "--ip-masq"}})
+	expectPhase(t, l, "red", "serving")
+	for _, h := range l.Hosts() {
+		expectInOutput(t, h, "ip link show flannel.1", "mtu 1250")
+	}
 }
 
 // edit is a random configuration. Packets may be lost if its path differs from that of the
