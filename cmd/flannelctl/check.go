@@ -4,32 +4,24 @@ package main
 
 import (
 	"cmp"
-	"context"
 	"errors"
 	"fmt"
 	"io"
-	"net"
 	"net/netip"
 	"slices"
-	"strings"
 	"sync"
-	"syscall"
 	"time"
 
 	"github.com/spf13/cobra"
 	"golang.org/x/sync/errgroup"
 
-	"github.com/flanneld/flanneld/pkg/ping"
+	"github.com/flanneld/flanneld/pkg/paths"
 	"github.com/flanneld/flanneld/pkg/prefix"
 	"github.com/flanneld/flanneld/pkg/status"
 )
 
-// Limits of a check.
-const (
-	checkTimeout = 2 * time.Second // time to wait for an answer
-	checkAtOnce  = 32              // number of peers that are checked at the same time
-	smallPacket  = 84              // bytes
-)
+// checkAtOnce is the number of peers that are checked at the same time.
+const checkAtOnce = 32
 
 // verdict is the result of a check of one family of one peer.
 type verdict struct {
@@ -40,7 +32,9 @@ type verdict struct {
 	// Broken is the part of the path that does not work: underlay, network, mtu or
 	// checksum. It is empty if OK is false but the check found no address to try.
 	Broken string `json:"broken,omitempty"`
-	Advice string `json:"advice,omitempty"`
+	// Largest is the size in bytes of the largest packet that passes, if Broken is mtu.
+	Largest int    `json:"largest,omitempty"`
+	Advice  string `json:"advice,omitempty"`
 }
 
 func (v verdict) result() string {
@@ -120,7 +114,7 @@ func check(cmd *cobra.Command, r status.Report, only []netip.Prefix, out output)
 				continue
 			}
 			group.Go(func() error {
-				v := probe(ctx, s, p.PublicIPs[i], r.Network)
+				v := verdictOf(paths.Diagnose(ctx, paths.Path{Subnet: s, PublicIP: p.PublicIPs[i]}, pathsOf(r.Network)))
 				mu.Lock()
 				defer mu.Unlock()
 				verdicts = append(verdicts, v)
@@ -160,77 +154,21 @@ func chosen(only []netip.Prefix, s netip.Prefix, public netip.Addr) bool {
 	return len(only) == 0 || slices.Contains(only, s.Masked()) || slices.Contains(only, prefix.Host(public))
 }
 
-// probe tries the parts of the path to a peer, from the outside to the inside.
-func probe(ctx context.Context, s netip.Prefix, public netip.Addr, n status.Network) verdict {
-	v := verdict{Subnet: s, PublicIP: public}
-	inner := end(n, s)
-	echo := func(dst netip.Addr, size int, whole bool) (time.Duration, error) {
-		var rtt time.Duration
-		var err error
-		for range 2 { // the first packet may wait for neighbour resolution
-			rtt, err = ping.Ping(ctx, dst, ping.Options{Size: size, DontFragment: whole, Timeout: checkTimeout})
-			if err == nil {
-				break
-			}
-		}
-		return rtt, err
-	}
-	fail := func(leg string, err error, advice string) verdict {
-		v.Broken, v.Advice = leg, fmt.Sprintf("%s (%v)", advice, err)
-		return v
-	}
-	_, outerErr := echo(public, smallPacket, false)
-	rtt, err := echo(inner, smallPacket, false)
-	switch {
-	case err != nil && outerErr != nil:
-		return fail("underlay", outerErr, public.String()+" does not answer either: check the host and the path to it")
-	case err != nil && len(n.Devices) == 0:
-		return fail("", err, fmt.Sprintf("the host answers, %s does not: no pods have a bridge there yet, a firewall drops packets to them, or a router or cloud in between drops packets of pods (source/destination check)", inner))
-	case err != nil:
-		return fail("network", err, fmt.Sprintf("the host answers, its end of the network does not: a firewall that drops the backend's packets (%s), or flanneld there", carried(n)))
-	}
-	if _, err := echo(inner, n.MTU, true); err != nil {
-		return fail("mtu", err, fmt.Sprintf("small packets pass, those of %d bytes do not: the underlay's MTU is smaller than that of its interface: set the interface's MTU, or with vxlan and wireguard Backend.MTU", n.MTU))
-	}
-	if err := knock(ctx, inner); err != nil {
-		return fail("checksum", err, `pings pass, TCP does not: a firewall drops it, or a network card or kernel corrupts checksums: with vxlan try "ChecksumOffload": "off"`)
-	}
-	v.OK, v.RTT = true, float64(rtt)/float64(time.Millisecond)
-	return v
+// pathsOf returns how packets get to the peers of a network.
+func pathsOf(n status.Network) paths.Network {
+	return paths.Network{BackendType: n.BackendType, MTU: n.MTU, Devices: len(n.Devices) > 0, Ports: n.Ports}
 }
 
-// end returns the address of a subnet's host in the network: that of its tunnel device
-// or, with a backend without a device, that of the pods' bridge.
-func end(n status.Network, s netip.Prefix) netip.Addr {
-	if len(n.Devices) == 0 {
-		return prefix.First(s)
+// verdictOf converts a verdict to its stable form.
+func verdictOf(v paths.Verdict) verdict {
+	out := verdict{Subnet: v.Subnet, PublicIP: v.PublicIP, OK: v.OK, Largest: v.Largest, Advice: v.Advice}
+	if v.Broken != paths.Unknown {
+		out.Broken = string(v.Broken)
 	}
-	return s.Masked().Addr()
-}
-
-// carried describes the packets that a firewall must let through.
-func carried(n status.Network) string {
-	if len(n.Ports) == 0 {
-		return n.BackendType
+	if v.OK {
+		out.RTT = float64(v.RTT) / float64(time.Millisecond)
 	}
-	return n.BackendType + ": UDP " + strings.Trim(fmt.Sprint(n.Ports), "[]")
-}
-
-// knock opens a TCP connection. A refusal by the host or by a firewall counts as an
-// answer. Only silence is a failure.
-func knock(ctx context.Context, dst netip.Addr) error {
-	ctx, cancel := context.WithTimeout(ctx, checkTimeout)
-	defer cancel()
-	conn, err := (&net.Dialer{}).DialContext(ctx, "tcp", netip.AddrPortFrom(dst, 1).String())
-	if err == nil {
-		return conn.Close()
-	}
-	for _, answer := range []error{syscall.ECONNREFUSED, syscall.EHOSTUNREACH, syscall.ENETUNREACH, syscall.EACCES} {
-		if errors.Is(err, answer) {
-			return nil
-		}
-	}
-	return err
+	return out
 }
 
 func sortBySubnet(verdicts []verdict) {

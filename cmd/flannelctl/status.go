@@ -152,6 +152,9 @@ func printStatus(w io.Writer, r status.Report, all bool) {
 	}
 	row("peers", cmp.Or(strings.Join(parts, ", "), "none"))
 
+	if r.Paths != nil {
+		printPaths(w, row, *r.Paths, all)
+	}
 	header := false
 	for _, p := range r.Peers {
 		if !all && p.State == status.InPlace {
@@ -167,6 +170,36 @@ func printStatus(w io.Writer, r status.Report, all bool) {
 				fmt.Fprintf(w, "  %s%s\n", o.Text, map[bool]string{true: "  MISSING"}[missing])
 			}
 		}
+	}
+}
+
+// printPaths prints the results of probes, and the paths that do not work or, if all is set, the worst
+// ones.
+func printPaths(w io.Writer, row func(string, ...any), p status.Paths, all bool) {
+	var parts []string
+	for _, result := range slices.Sorted(maps.Keys(p.Results)) {
+		if n := p.Results[result]; n > 0 {
+			parts = append(parts, fmt.Sprint(n, " ", result))
+		}
+	}
+	row("paths", cmp.Or(strings.Join(parts, ", "), "none"))
+	header := false
+	for _, one := range p.Worst {
+		if one.OK && !all {
+			continue
+		}
+		if !header {
+			fmt.Fprintln(w, "\nPATH TO\tPUBLIC IP\tRESULT\tRTT\tADVICE")
+			header = true
+		}
+		result, rtt := "ok", "-"
+		if !one.OK {
+			result = one.Broken
+		}
+		if one.RTT > 0 {
+			rtt = fmt.Sprintf("%.2f ms", one.RTT)
+		}
+		fmt.Fprintf(w, "%s\t%s\t%s\t%s\t%s\n", one.Subnet, one.PublicIP, result, rtt, dash(one.Advice))
 	}
 }
 

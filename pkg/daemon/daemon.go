@@ -16,6 +16,7 @@ import (
 
 	"github.com/flanneld/flanneld/pkg/daemon/network"
 	"github.com/flanneld/flanneld/pkg/health"
+	"github.com/flanneld/flanneld/pkg/paths"
 	"github.com/flanneld/flanneld/pkg/rules"
 	"github.com/flanneld/flanneld/pkg/status"
 	"github.com/flanneld/flanneld/pkg/tune"
@@ -36,7 +37,7 @@ func Run(ctx context.Context, cfg Config) error {
 	defer cancel()
 	group, members := errgroup.WithContext(work)
 
-	h := &network.Host{Journal: journal, Tuner: cfg.Tuner, Started: time.Now(), Firewall: rules.NewHost(), Underlay: underlay.NewReader()}
+	h := &network.Host{Journal: journal, Tuner: cfg.Tuner, Started: time.Now(), Firewall: rules.NewHost(), Underlay: underlay.NewReader(), Probes: paths.NewLimit()}
 	if h.Tuner == nil {
 		h.Tuner = &tune.Tuner{}
 	}

@@ -38,6 +38,7 @@ type Values struct {
 	// ConfigRejected is set while the configuration in the store cannot be used.
 	ConfigRejected bool
 	Dropped        map[string]uint64 // packets dropped in user space, by reason
+	Paths          map[string]int    // paths to peers that this host checks, by result
 }
 
 // Metrics contains the metrics of one network, in a registry of its own.
@@ -50,6 +51,7 @@ type Metrics struct {
 	differed         prometheus.Counter
 	firewallRepairs  prometheus.Counter
 	firewallFailures prometheus.Counter
+	roundTrips       prometheus.Histogram
 }
 
 // New returns metrics that call read at each scrape. When its context ends, read may
@@ -71,6 +73,11 @@ func New(network string, read func(context.Context) Values) *Metrics {
 		differed: counter("leases_corrected_total", "Leases of the last known state that differed from the datastore's after a restart and were corrected. It should stay 0: if it grows, the state directory or the datastore was changed by other means, or this is a bug."),
 		firewallRepairs: counter("firewall_repairs_total",
 			"Times that flanneld restored masquerade or forward rules. If it keeps growing, another program rewrites them."),
+		roundTrips: prometheus.NewHistogram(prometheus.HistogramOpts{
+			Namespace: "flannel", Name: "path_round_trip_seconds",
+			Help:    "Round trips of probes to other hosts through the network, with --probe. /statusz names the slowest hosts.",
+			Buckets: []float64{.0001, .00025, .0005, .001, .0025, .005, .01, .025, .05, .1, .25, .5, 1},
+		}),
 		firewallFailures: counter("firewall_failures_total", "Attempts to program masquerade or forward rules that failed and are repeated. The log and /readyz give the reason."),
 	}
 	var registerer prometheus.Registerer = m.registry
@@ -78,7 +85,7 @@ func New(network string, read func(context.Context) Values) *Metrics {
 		registerer = prometheus.WrapRegistererWith(prometheus.Labels{"network": network}, registerer)
 	}
 	registerer.MustRegister(
-		m.duration, m.failures, m.repaired, m.differed, m.firewallRepairs, m.firewallFailures, &collector{read},
+		m.duration, m.failures, m.repaired, m.differed, m.firewallRepairs, m.firewallFailures, m.roundTrips, &collector{read},
 	)
 	return m
 }
@@ -108,6 +115,9 @@ func (m *Metrics) Synced(took time.Duration, repaired int, err error) {
 
 // Differed records leases that a comparison with the datastore has corrected.
 func (m *Metrics) Differed(leases int) { m.differed.Add(float64(leases)) }
+
+// Answered records the round trip of a probe.
+func (m *Metrics) Answered(rtt time.Duration) { m.roundTrips.Observe(rtt.Seconds()) }
 
 // Firewall records one pass over the traffic rules: whether it restored rules that were
 // in place before, and whether it failed.
@@ -150,6 +160,8 @@ func gauges() map[string]gauge {
 		"pool":     describe(g, "pool_subnets", "Subnets of the configured range by state. If none is free, no host can join: remove reservations, or choose a longer SubnetLen for a new network.", "state"),
 		"restart":  describe(g, "restart_needed", "1 if the network configuration was deleted or, with --follow-config=false, has changed: flanneld keeps the old one until it is restarted. Check the new one before you restart."),
 		"rejected": describe(g, "config_rejected", "1 while the network configuration in the datastore cannot be used on this host, which goes on with the one that it has. flannelctl status and the log give the reason."),
+		"paths":    describe(g, "paths", "Paths to other hosts by the result of the last probe, with --probe: ok, or the part that does not work. /statusz and flannelctl status name the hosts.", "result"),
+		"broken":   describe(g, "unreachable_peers", "Paths to other hosts that do not work, with --probe. If it is not 0, flannelctl status names the hosts and what to look at."),
 		"dropped": describe(prometheus.CounterValue, "udp_dropped_packets_total",
 			"Packets that the udp backend dropped, by reason.", "reason"),
 	}
@@ -195,6 +207,16 @@ func (c *collector) Collect(ch chan<- prometheus.Metric) {
 	}
 	for state, n := range values.Pool {
 		set("pool", float64(n), state)
+	}
+	if values.Paths != nil {
+		broken := 0
+		for result, n := range values.Paths {
+			set("paths", float64(n), result)
+			if result != "ok" && result != "waiting" && result != "unknown" {
+				broken += n
+			}
+		}
+		set("broken", float64(broken))
 	}
 	for reason, n := range values.Dropped {
 		set("dropped", float64(n), reason)

@@ -34,7 +34,7 @@ func full(context.Context) metrics.Values {
 		Ready: true, Backend: "vxlan", Peers: map[string]int{"served": 3, "refused": 1},
 		Objects: map[string]dataplane.Count{"route": {Wanted: 4, Present: 3}}, LastSync: time.Unix(1000, 5e8),
 		Connected: true, LeaseExpires: time.Unix(2000, 0), Pool: map[string]uint64{"free": 9},
-		RestartNeeded: true, ConfigRejected: true, Dropped: map[string]uint64{"malformed": 2},
+		RestartNeeded: true, ConfigRejected: true, Dropped: map[string]uint64{"malformed": 2}, Paths: map[string]int{"ok": 3, "mtu": 2, "unknown": 1},
 	}
 }
 

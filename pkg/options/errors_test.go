@@ -162,7 +162,7 @@ func TestEveryFlagRefusesNonsense(t *testing.T) {
 		"ip-masq": switches, "ip-masq-fully-random-disable": switches, "iptables-forward-rules": switches,
 		"guard-tunnel":    switches,
 		"iptables-resync": {"x", "0", "-1", "5s", "1.5", "2147483648"}, "firewall": {"", "ufw", "IPTABLES"}, "ip-blackhole-route": switches,
-		"resync": append(durations, "0s", "999ms"), "follow-config": switches, "exit-on-config-change": switches, "nexthop-objects": {"", "on", "Auto"}, "allow-extension-backend": switches,
+		"resync": append(durations, "0s", "999ms"), "follow-config": switches, "exit-on-config-change": switches, "probe": switches, "nexthop-objects": {"", "on", "Auto"}, "allow-extension-backend": switches,
 		"udp-source-check": {"", "loose", "on"}, "udp-persist": switches,
 		"subnet-file": {"", dir, dir + "/"}, "state-dir": {"", file},
 		"healthz-ip": {"x", "localhost", "10.0.0.0/8", "224.0.0.1", "255.255.255.255", "ff02::1"}, "healthz-port": {"x", "65536", "80/tcp", "1.5"},

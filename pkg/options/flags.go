@@ -274,6 +274,11 @@ func trafficSettings() []setting {
 				"starts flanneld again, instead of following the change.",
 			binding: toToggle(func(o *Options) *bool { return &o.ExitOnConfigChange }),
 		}, {
+			name: "probe", def: "false",
+			usage: "Check the paths to all other hosts, with at most 10 probes a second, and report those that do " +
+				"not work in the log, on /statusz and as metrics.",
+			binding: toToggle(func(o *Options) *bool { return &o.Probe }),
+		}, {
 			name: "nexthop-objects", arg: "auto|off", def: NexthopsAuto,
 			usage: "Whether IPv4 routes use nexthop objects if a device has hundreds of them: " +
 				"otherwise adding thousands is slow. ip route then shows nhid.",

@@ -105,6 +105,8 @@ type Options struct {
 
 	// FollowConfig changes to another configuration without a restart.
 	FollowConfig bool
+	// Probe checks the paths to all peers.
+	Probe bool
 	// ExitOnConfigChange ends the daemon after a change of the configuration.
 	ExitOnConfigChange bool
 	// NexthopObjects is "auto" or "off".

@@ -84,7 +84,7 @@ func TestEveryFlag(t *testing.T) {
 		t.Fatalf("%d compatible flags, want 31", len(compatible))
 	}
 	own := map[string]string{
-		"subnet-lease-ttl": "24h", "iface-wait": "60s", "resync": "5m", "nexthop-objects": "auto", "firewall": "config", "allow-extension-backend": "", "udp-source-check": "network", "udp-persist": "false", "follow-config": "true", "exit-on-config-change": "false", "status-socket": "", "statusz-address": "",
+		"subnet-lease-ttl": "24h", "iface-wait": "60s", "resync": "5m", "nexthop-objects": "auto", "firewall": "config", "allow-extension-backend": "", "udp-source-check": "network", "udp-persist": "false", "follow-config": "true", "exit-on-config-change": "false", "probe": "false", "status-socket": "", "statusz-address": "",
 		"state-dir": "/var/lib/flannel", "guard-tunnel": "true",
 		"networks": "", "watch-networks": "false", "subnet-dir": "/run/flannel/networks", "masquerade-between-networks": "false",
 		"readyz-datastore-grace": "5m", "log-format": "text",

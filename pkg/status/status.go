@@ -34,6 +34,7 @@ type Report struct {
 	Firewall  Firewall  `json:"firewall"`
 	Kernel    Kernel    `json:"kernel"`
 	Peers     []Peer    `json:"peers"`
+	Paths     *Paths    `json:"paths,omitempty"` // nil without --probe
 	// Networks is the overview of several networks, by name. The fields that are about one
 	// network are empty then.
 	Networks []NetworkSummary `json:"networks,omitempty"`
@@ -146,6 +147,29 @@ type Peer struct {
 	Error   string    `json:"error,omitempty"`
 	Changed time.Time `json:"changed,omitzero"`  // when the lease last changed
 	Objects []Object  `json:"objects,omitempty"` // that the kernel should contain for this peer
+}
+
+// Paths are the results of probes.
+type Paths struct {
+	// Results counts the paths that this host checks: ok, waiting (not checked yet), unknown, or the
+	// part that does not work: underlay, network, mtu or checksum.
+	Results map[string]int `json:"results"`
+	// Worst are the worst paths: first the broken ones, then those with the longest round trips.
+	Worst []Path `json:"worst"`
+}
+
+// Path is the way to one subnet of a peer.
+type Path struct {
+	Peer     string       `json:"peer"` // key of its lease
+	Subnet   netip.Prefix `json:"subnet"`
+	PublicIP netip.Addr   `json:"publicIP"`
+	OK       bool         `json:"ok"`
+	RTT      float64      `json:"rttMilliseconds,omitempty"`
+	Broken   string       `json:"broken,omitempty"`  // the part that does not work
+	Largest  int          `json:"largest,omitempty"` // size in bytes of the largest packet that passes, if Broken is mtu
+	Advice   string       `json:"advice,omitempty"`
+	Checked  time.Time    `json:"checked"`
+	Since    time.Time    `json:"since"` // when OK last changed
 }
 
 // Object is a kernel object, in the syntax of ip(8).

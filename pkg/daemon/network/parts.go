@@ -9,6 +9,7 @@ import (
 	"net/netip"
 	"time"
 
+	"golang.org/x/time/rate"
 	"k8s.io/klog/v2"
 
 	"github.com/flanneld/flanneld/backend"
@@ -34,6 +35,7 @@ type Host struct {
 	Journal  *status.Journal
 	Tuner    *tune.Tuner
 	Started  time.Time
+	Probes   *rate.Limiter // of paths, for all networks
 }
 
 // Store is a manager with its connection.

@@ -13,6 +13,7 @@ import (
 	"github.com/flanneld/flanneld/pkg/metrics"
 	"github.com/flanneld/flanneld/pkg/oneline"
 	"github.com/flanneld/flanneld/pkg/options"
+	"github.com/flanneld/flanneld/pkg/paths"
 	"github.com/flanneld/flanneld/pkg/status"
 	"github.com/flanneld/flanneld/pkg/version"
 	"github.com/flanneld/flanneld/subnet"
@@ -58,6 +59,9 @@ func (o reporter) values(ctx context.Context) metrics.Values {
 	}
 	if use := o.poolUse(now, in); use != nil {
 		l.Pool = map[string]uint64{"free": use.Free, "leased": use.Leased, "reserved": use.Reserved}
+	}
+	if s := o.serving.Load(); s != nil && s.prober != nil {
+		l.Paths = pathResults(s.prober.Outcome(0))
 	}
 	for _, p := range in.Peers {
 		switch {
@@ -135,6 +139,9 @@ func (o reporter) report(ctx context.Context) (status.Report, error) {
 	for kind, c := range in.Counts {
 		r.Kernel.Objects[kind] = status.Count(c)
 	}
+	if s := o.serving.Load(); s != nil && s.prober != nil {
+		r.Paths = statusPaths(s.prober.Outcome(worstPaths))
+	}
 	for _, p := range in.Peers {
 		r.Peers = append(r.Peers, statusPeer(p))
 	}
@@ -151,6 +158,29 @@ func (o reporter) firewall() (f status.Firewall) {
 	_, err := o.ready.health.Part(partRules)
 	f.Error = oneline.Text(err)
 	return f
+}
+
+// worstPaths is the number of the worst paths in a report.
+const worstPaths = 20
+
+// pathResults counts paths by result.
+func pathResults(o paths.Outcome) map[string]int {
+	results := map[string]int{"ok": o.OK, "waiting": o.Waiting}
+	for part, n := range o.Broken {
+		results[string(part)] = n
+	}
+	return results
+}
+
+func statusPaths(o paths.Outcome) *status.Paths {
+	s := &status.Paths{Results: pathResults(o), Worst: []status.Path{}}
+	for _, r := range o.Worst {
+		s.Worst = append(s.Worst, status.Path{
+			Peer: r.Peer, Subnet: r.Subnet, PublicIP: r.PublicIP, OK: r.OK, RTT: float64(r.RTT) / float64(time.Millisecond),
+			Broken: string(r.Broken), Largest: r.Largest, Advice: r.Advice, Checked: r.Checked, Since: r.Since,
+		})
+	}
+	return s
 }
 
 func statusLease(l subnet.Lease) status.Lease {

@@ -14,6 +14,7 @@ import (
 
 	"github.com/flanneld/flanneld/backend"
 	"github.com/flanneld/flanneld/pkg/daemon/lastknown"
+	"github.com/flanneld/flanneld/pkg/paths"
 	"github.com/flanneld/flanneld/pkg/wait"
 	"github.com/flanneld/flanneld/subnet"
 )
@@ -32,6 +33,7 @@ type session struct {
 	unpublished bool
 	pause       time.Duration                      // before it is published
 	rules       wait.Signal                        // sent when begin may need other traffic rules
+	prober      *paths.Prober                      // nil without --probe
 	left        atomic.Pointer[backend.Inspection] // state of the session when it had to end for another one; nil before
 	cancel      context.CancelFunc
 	done        chan struct{}
@@ -78,6 +80,9 @@ func (r *runner) serve(ctx context.Context, be backend.Backend, now lastknown.St
 		}
 	})
 	wg.Go(func() { past.run(ctx) })
+	if s.prober != nil {
+		wg.Go(func() { s.prober.Run(ctx) })
+	}
 	wg.Go(func() { _ = syncer.Run(ctx) })
 	go func() {
 		wg.Wait()

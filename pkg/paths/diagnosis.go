@@ -1,0 +1,111 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package paths
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"net/netip"
+	"syscall"
+	"time"
+
+	"github.com/flanneld/flanneld/pkg/ping"
+)
+
+const (
+	answerTimeout = 2 * time.Second // time to wait for an answer
+	smallPacket   = 84              // bytes
+	// leastMTU is the size in bytes that every path should carry: the minimum of IPv6 is 1280, but a
+	// tunnel may be in between.
+	leastMTU = 576
+	// searchTimeout is the time to wait for an answer in the search for the largest packet. The path
+	// has just answered small packets.
+	searchTimeout = 500 * time.Millisecond
+)
+
+// Diagnose tries the parts of a path, from the outside to the inside. It needs CAP_NET_RAW.
+func Diagnose(ctx context.Context, p Path, n Network) Verdict {
+	v := Verdict{Path: p}
+	inner := n.end(p.Subnet)
+	fail := func(part Part, err error, advice string) Verdict {
+		v.Broken, v.Advice = part, fmt.Sprintf("%s (%v)", advice, err)
+		return v
+	}
+	_, outerErr := echo(ctx, p.PublicIP, smallPacket)
+	rtt, err := echo(ctx, inner, smallPacket)
+	switch {
+	case err != nil && outerErr != nil:
+		return fail(Underlay, outerErr, p.PublicIP.String()+" does not answer either: check the host and the path to it")
+	case err != nil && !n.Devices:
+		return fail(Unknown, err, fmt.Sprintf("the host answers, %s does not: no pods have a bridge there yet, a firewall drops packets to them, or a router or cloud in between drops packets of pods (source/destination check)", inner))
+	case err != nil:
+		return fail(Tunnel, err, fmt.Sprintf("the host answers, its end of the network does not: a firewall that drops the backend's packets (%s), or flanneld there", n.carrier()))
+	}
+	v.RTT = rtt
+	if _, err := whole(ctx, inner, n.MTU); err != nil {
+		v.Largest = largest(ctx, inner, n.MTU)
+		return fail(MTU, err, fmt.Sprintf("packets of up to %d bytes pass, those of %d bytes do not: the underlay's MTU is smaller than that of its interface: set the interface's MTU, or with vxlan and wireguard Backend.MTU", v.Largest, n.MTU))
+	}
+	if err := knock(ctx, inner); err != nil {
+		return fail(Checksum, err, `pings pass, TCP does not: a firewall drops it, or a network card or kernel corrupts checksums: with vxlan try "ChecksumOffload": "off"`)
+	}
+	v.OK = true
+	return v
+}
+
+// echo sends an echo request, and again if there is no answer: the first packet may wait for
+// neighbour resolution.
+func echo(ctx context.Context, dst netip.Addr, size int) (time.Duration, error) {
+	return twice(func() (time.Duration, error) {
+		return ping.Ping(ctx, dst, ping.Options{Size: size, Timeout: answerTimeout})
+	})
+}
+
+// whole is like echo for packets that must not be fragmented.
+func whole(ctx context.Context, dst netip.Addr, size int) (time.Duration, error) {
+	return twice(func() (time.Duration, error) {
+		return ping.Ping(ctx, dst, ping.Options{Size: size, DontFragment: true, Timeout: answerTimeout})
+	})
+}
+
+func twice(try func() (time.Duration, error)) (time.Duration, error) {
+	if rtt, err := try(); err == nil {
+		return rtt, nil
+	}
+	return try()
+}
+
+// largest returns the size in bytes of the largest packet that passes. tooBig is known not to pass.
+func largest(ctx context.Context, dst netip.Addr, tooBig int) int {
+	passes := smallPacket
+	for low := leastMTU; tooBig-passes > 1 && ctx.Err() == nil; low = (passes + tooBig) / 2 {
+		if low >= tooBig {
+			low = (passes + tooBig) / 2
+		}
+		if _, err := ping.Ping(ctx, dst, ping.Options{Size: low, DontFragment: true, Timeout: searchTimeout}); err == nil {
+			passes = low
+		} else {
+			tooBig = low
+		}
+	}
+	return passes
+}
+
+// knock opens a TCP connection. A refusal by the host or by a firewall counts as an
+// answer. Only silence is a failure.
+func knock(ctx context.Context, dst netip.Addr) error {
+	ctx, cancel := context.WithTimeout(ctx, answerTimeout)
+	defer cancel()
+	conn, err := (&net.Dialer{}).DialContext(ctx, "tcp", netip.AddrPortFrom(dst, 1).String())
+	if err == nil {
+		return conn.Close()
+	}
+	for _, answer := range []error{syscall.ECONNREFUSED, syscall.EHOSTUNREACH, syscall.ENETUNREACH, syscall.EACCES} {
+		if errors.Is(err, answer) {
+			return nil
+		}
+	}
+	return err
+}

@@ -1,0 +1,70 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package paths
+
+import (
+	"cmp"
+	"slices"
+	"time"
+)
+
+// Result is what the prober knows of one path.
+type Result struct {
+	Verdict
+	Peer    string    // key of the peer's lease
+	Checked time.Time // zero if it was not checked yet
+	Since   time.Time // when OK last changed
+}
+
+// Outcome is what the prober knows of all paths.
+type Outcome struct {
+	Paths   int          // that this host checks
+	OK      int          // of these, work
+	Broken  map[Part]int // do not work, by the part that is broken
+	Waiting int          // were not checked yet
+	// Worst are the worst paths: first the broken ones, then those with the longest round trips.
+	Worst []Result
+}
+
+// outcome summarizes results. worst limits the number of the worst paths.
+func outcome(results []Result, worst int) Outcome {
+	o := Outcome{Paths: len(results), Broken: map[Part]int{}}
+	for _, part := range append(Parts(), Unknown) {
+		o.Broken[part] = 0
+	}
+	for _, r := range results {
+		switch {
+		case r.Checked.IsZero():
+			o.Waiting++
+		case r.OK:
+			o.OK++
+		default:
+			o.Broken[r.Broken]++
+		}
+	}
+	slices.SortFunc(results, func(a, b Result) int {
+		return cmp.Or(compareBroken(a, b), -cmp.Compare(a.RTT, b.RTT), a.Subnet.Compare(b.Subnet))
+	})
+	for _, r := range results[:min(worst, len(results))] {
+		if !r.Checked.IsZero() {
+			o.Worst = append(o.Worst, r)
+		}
+	}
+	return o
+}
+
+// compareBroken orders broken paths, those that were broken first at the beginning, before others.
+func compareBroken(a, b Result) int {
+	switch x, y := a.broken(), b.broken(); {
+	case x && y:
+		return a.Since.Compare(b.Since)
+	case x:
+		return -1
+	case y:
+		return 1
+	}
+	return 0
+}
+
+// broken reports whether it is known that the path does not work.
+func (r Result) broken() bool { return !r.Checked.IsZero() && !r.OK && r.Broken != Unknown }

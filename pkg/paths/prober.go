@@ -1,0 +1,323 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package paths
+
+import (
+	"context"
+	"fmt"
+	"hash/fnv"
+	"math/rand/v2"
+	"net/netip"
+	"slices"
+	"sync"
+	"time"
+
+	"golang.org/x/time/rate"
+	"k8s.io/klog/v2"
+
+	"github.com/flanneld/flanneld/pkg/wait"
+)
+
+const (
+	// round is the time within which every pair of hosts is checked.
+	round = 5 * time.Minute
+	// leastRound is the time of a round if there are few peers.
+	leastRound = 10 * time.Second
+	// Rate is the number of probes that a host should send in a second.
+	Rate = 10
+	// share is the part of Rate that probes of each path once a round may use. The rest is for TCP and
+	// for broken paths.
+	share = 0.9
+
+	// again is the time after which a broken path is checked again, and againMost the greatest one.
+	// Between two such checks of any paths there is againPause.
+	again, againMost = 5 * time.Second, time.Minute
+	againPause       = 200 * time.Millisecond
+	// diagnosis is the number of probes that a diagnosis counts for.
+	diagnosis = 5
+	// atOnce limits the number of paths that are checked at the same time.
+	atOnce = 16
+
+	// logged paths at a time, and the time after which one more may be logged.
+	logBurst, logEvery = 5, time.Minute
+)
+
+// Peer is a peer with the paths to it.
+type Peer struct {
+	Key   string // of its lease
+	Paths []Path
+}
+
+// Config configures a Prober.
+type Config struct {
+	Own     []netip.Prefix // subnets of this host
+	Network Network
+	// Peers returns the peers that packets are sent to. It is called at the begin of each round.
+	Peers func(ctx context.Context) []Peer
+	// Limit is what all probers of the host may send: probes a second. See NewLimit.
+	Limit *rate.Limiter
+	// Answered is called with each round trip.
+	Answered func(rtt time.Duration)
+	// Changed is called when a path breaks, and when it works again, unless many do at once.
+	Changed func(Result)
+}
+
+// NewLimit returns the limit for all probers of a host.
+func NewLimit() *rate.Limiter { return rate.NewLimiter(Rate, Rate) }
+
+// Prober checks the paths to all peers, one after the other.
+type Prober struct {
+	Config
+	// The checks, which tests replace.
+	probe    func(context.Context, Path) (Verdict, error)
+	diagnose func(context.Context, Path) Verdict
+	atOnce   chan struct{}
+	log      *rate.Limiter
+
+	mu      sync.Mutex
+	paths   map[Path]*state
+	unnamed int // changes that were not logged
+}
+
+// state is the present knowledge of a path.
+type state struct {
+	Result
+	due   time.Time    // the next check, if the path is broken
+	pause wait.Backoff // between checks of a broken path
+	busy  bool
+}
+
+// NewProber returns a prober.
+func NewProber(c Config) *Prober {
+	p := &Prober{
+		Config: c, paths: map[Path]*state{}, atOnce: make(chan struct{}, atOnce), log: rate.NewLimiter(rate.Every(logEvery), logBurst),
+	}
+	p.probe = func(ctx context.Context, path Path) (Verdict, error) {
+		rtt, err := whole(ctx, c.Network.end(path.Subnet), c.Network.MTU)
+		if err == nil && c.Limit.Allow() {
+			err = knock(ctx, c.Network.end(path.Subnet))
+		}
+		return Verdict{Path: path, OK: true, RTT: rtt}, err
+	}
+	p.diagnose = func(ctx context.Context, path Path) Verdict { return Diagnose(ctx, path, c.Network) }
+	return p
+}
+
+// Run checks paths until ctx ends.
+func (p *Prober) Run(ctx context.Context) {
+	var checks sync.WaitGroup
+	defer checks.Wait()
+	checks.Go(func() { p.checkBroken(ctx, &checks) })
+	for ctx.Err() == nil {
+		due := p.refresh(p.Peers(ctx))
+		pause := pauseOf(len(due))
+		for _, path := range due {
+			if wait.For(ctx, pause) != nil {
+				return
+			}
+			p.start(ctx, path, false, &checks)
+		}
+		if len(due) == 0 {
+			_ = wait.For(ctx, pause) // the loop notices the end of ctx
+		}
+	}
+}
+
+// pauseOf returns the time between the checks of n paths in a round.
+func pauseOf(n int) time.Duration {
+	period := max(leastRound, time.Duration(float64(n)/(Rate*share)*float64(time.Second)))
+	return period / time.Duration(max(n, 1))
+}
+
+// refresh adopts the present paths, and returns those that this host checks, in random order. If there
+// are so many that a round would take too long, one host of each pair checks the path.
+func (p *Prober) refresh(peers []Peer) []Path {
+	now := map[Path]string{}
+	for _, peer := range peers {
+		for _, path := range peer.Paths {
+			now[path] = peer.Key
+		}
+	}
+	split := pauseOf(len(now))*time.Duration(len(now)) > round
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	var due []Path
+	for path, key := range now {
+		if split && !p.responsible(path.Subnet) {
+			delete(now, path)
+			continue
+		}
+		if p.paths[path] == nil {
+			p.paths[path] = &state{Result: Result{Verdict: Verdict{Path: path}, Peer: key}, pause: wait.Backoff{Least: again, Most: againMost}}
+		}
+		p.paths[path].Peer = key
+		due = append(due, path)
+	}
+	for path := range p.paths {
+		if _, known := now[path]; !known {
+			delete(p.paths, path)
+		}
+	}
+	rand.Shuffle(len(due), func(i, j int) { due[i], due[j] = due[j], due[i] })
+	return due
+}
+
+// responsible reports whether this host checks the path to a subnet. Of the two hosts of a pair exactly
+// one does.
+func (p *Prober) responsible(peer netip.Prefix) bool {
+	i := slices.IndexFunc(p.Own, func(own netip.Prefix) bool { return own.Addr().Is4() == peer.Addr().Is4() })
+	if i < 0 {
+		return true
+	}
+	own := p.Own[i]
+	first, second := own, peer
+	if peer.Compare(own) < 0 {
+		first, second = peer, own
+	}
+	h := fnv.New32a()
+	fmt.Fprint(h, first, second)
+	return (h.Sum32()&1 == 0) == (first == own)
+}
+
+// start checks a path in the background. It waits while too many checks are under way. broken says
+// which of the two loops calls it: checkBroken checks broken paths, and Run all others.
+func (p *Prober) start(ctx context.Context, path Path, broken bool, checks *sync.WaitGroup) {
+	if !p.begin(path, broken) {
+		return
+	}
+	if p.Limit.Wait(ctx) != nil {
+		return
+	}
+	select {
+	case p.atOnce <- struct{}{}:
+	case <-ctx.Done():
+		return
+	}
+	checks.Go(func() {
+		defer func() { <-p.atOnce }()
+		v := p.check(ctx, path, broken)
+		if ctx.Err() == nil {
+			p.end(ctx, v, time.Now())
+		}
+	})
+}
+
+// check checks a path. A path that stays broken keeps its verdict while thousands are, because a
+// diagnosis takes many packets.
+func (p *Prober) check(ctx context.Context, path Path, broken bool) Verdict {
+	v, err := p.probe(ctx, path)
+	switch {
+	case err == nil:
+		return v
+	case broken && !p.Limit.AllowN(time.Now(), diagnosis):
+		p.mu.Lock()
+		defer p.mu.Unlock()
+		if s := p.paths[path]; s != nil {
+			return s.Verdict
+		}
+	}
+	return p.diagnose(ctx, path)
+}
+
+// begin marks a path as being checked. It reports false if it is already, exists no longer, or is not for
+// the caller of start.
+func (p *Prober) begin(path Path, broken bool) bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	s := p.paths[path]
+	if s == nil || s.busy || s.broken() != broken {
+		return false
+	}
+	s.busy = true
+	return true
+}
+
+// end records a verdict.
+func (p *Prober) end(ctx context.Context, v Verdict, now time.Time) {
+	if v.OK && p.Answered != nil {
+		p.Answered(v.RTT)
+	}
+	p.mu.Lock()
+	s := p.paths[v.Path]
+	if s == nil {
+		p.mu.Unlock()
+		return
+	}
+	before := s.Result
+	s.busy, s.Verdict, s.Checked = false, v, now
+	if before.OK != v.OK || before.Checked.IsZero() {
+		s.Since = now
+	}
+	if s.OK {
+		s.pause.Reset()
+	} else {
+		s.due = now.Add(s.pause.Next())
+	}
+	after := s.Result
+	p.mu.Unlock()
+	if before.broken() != after.broken() || after.broken() && before.Broken != after.Broken {
+		p.tell(ctx, after)
+	}
+}
+
+// tell reports a changed path, unless many change at once.
+func (p *Prober) tell(ctx context.Context, r Result) {
+	p.mu.Lock()
+	named := p.log.Allow()
+	unnamed := p.unnamed
+	if p.unnamed++; named {
+		p.unnamed = 0
+	}
+	p.mu.Unlock()
+	if !named {
+		return
+	}
+	log := klog.FromContext(ctx)
+	if unnamed > 0 {
+		log = log.WithValues("changesNotLogged", unnamed)
+	}
+	if r.OK {
+		log.Info("the path to a peer works again", "peer", r.Peer, "subnet", r.Subnet, "publicIP", r.PublicIP)
+	} else {
+		log.Error(nil, "the path to a peer does not work", "peer", r.Peer, "subnet", r.Subnet, "publicIP", r.PublicIP, "broken", r.Broken, "advice", r.Advice)
+	}
+	if p.Changed != nil {
+		p.Changed(r)
+	}
+}
+
+// checkBroken checks broken paths again, with growing pauses, until ctx ends.
+func (p *Prober) checkBroken(ctx context.Context, checks *sync.WaitGroup) {
+	for wait.For(ctx, againPause) == nil {
+		if path, ok := p.mostDue(time.Now()); ok {
+			p.start(ctx, path, true, checks)
+		}
+	}
+}
+
+// mostDue returns the broken path whose check is overdue for the longest time. ok is false if none is.
+func (p *Prober) mostDue(now time.Time) (path Path, ok bool) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	var first time.Time
+	for candidate, s := range p.paths {
+		if !s.broken() || s.busy || s.due.After(now) {
+			continue
+		}
+		if !ok || s.due.Before(first) {
+			path, first, ok = candidate, s.due, true
+		}
+	}
+	return path, ok
+}
+
+// Outcome returns what is known of all paths, with at most worst of the worst ones.
+func (p *Prober) Outcome(worst int) Outcome {
+	p.mu.Lock()
+	results := make([]Result, 0, len(p.paths))
+	for _, s := range p.paths {
+		results = append(results, s.Result)
+	}
+	p.mu.Unlock()
+	return outcome(results, worst)
+}

@@ -1,0 +1,171 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package paths
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net/netip"
+	"sync"
+	"testing"
+	"testing/synctest"
+	"time"
+)
+
+// network is a set of invented hosts that the prober under test checks.
+type network struct {
+	mu     sync.Mutex
+	checks map[Path][]time.Time
+	broken map[Path]Part
+}
+
+// prober returns a prober of n hosts, and starts it.
+func (w *network) prober(t *testing.T, n int, c Config) *Prober {
+	w.checks, w.broken = map[Path][]time.Time{}, map[Path]Part{}
+	if c.Own == nil {
+		c.Own = []netip.Prefix{subnet(0)}
+	}
+	c.Limit = NewLimit()
+	c.Peers = func(context.Context) []Peer {
+		var peers []Peer
+		for i := range n {
+			peers = append(peers, Peer{Key: fmt.Sprint(i + 1), Paths: []Path{path(i + 1)}})
+		}
+		return peers
+	}
+	p := NewProber(c)
+	p.probe = func(_ context.Context, path Path) (Verdict, error) {
+		w.mu.Lock()
+		defer w.mu.Unlock()
+		w.checks[path] = append(w.checks[path], time.Now())
+		if w.broken[path] != "" {
+			return Verdict{}, errors.New("no answer")
+		}
+		return Verdict{Path: path, OK: true, RTT: time.Millisecond}, nil
+	}
+	p.diagnose = func(_ context.Context, path Path) Verdict {
+		w.mu.Lock()
+		defer w.mu.Unlock()
+		return Verdict{Path: path, OK: w.broken[path] == "", Broken: w.broken[path], Advice: "look"}
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	var wg sync.WaitGroup
+	wg.Go(func() { p.Run(ctx) })
+	t.Cleanup(func() {
+		cancel()
+		wg.Wait()
+	})
+	return p
+}
+
+func (w *network) setBroken(part Part, paths ...Path) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	for _, p := range paths {
+		w.broken[p] = part
+	}
+}
+
+func subnet(i int) netip.Prefix {
+	return netip.PrefixFrom(netip.AddrFrom4([4]byte{10, byte(i >> 8), byte(i), 0}), 24)
+}
+
+func path(i int) Path {
+	return Path{Subnet: subnet(i), PublicIP: netip.AddrFrom4([4]byte{192, 168, byte(i >> 8), byte(i)})}
+}
+
+// TestRate checks that every pair of hosts is checked within a round, and that a host stays below its
+// rate.
+func TestRate(t *testing.T) {
+	for _, n := range []int{1, 10, 500, 2500, 4999} {
+		t.Run(fmt.Sprint(n), func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				var w network
+				p := w.prober(t, n, Config{})
+				const rounds = 3
+				time.Sleep(rounds*round + time.Minute)
+				w.mu.Lock()
+				defer w.mu.Unlock()
+				total := 0
+				for i := range n {
+					times := w.checks[path(i+1)]
+					total += len(times)
+					if len(times) == 0 && (n < 2800 || p.responsible(subnet(i+1))) {
+						t.Fatalf("the path to %s was never checked", subnet(i+1))
+					}
+				}
+				if perSecond := float64(total) / (rounds*round + time.Minute).Seconds(); perSecond > Rate {
+					t.Errorf("%.1f probes a second, want at most %d", perSecond, Rate)
+				}
+				if o := p.Outcome(0); o.OK != o.Paths || o.Paths == 0 {
+					t.Errorf("%+v, want all paths ok", o)
+				}
+			})
+		})
+	}
+}
+
+// TestResponsible checks that exactly one host of each pair is responsible, each for about a half.
+func TestResponsible(t *testing.T) {
+	const n = 200
+	mine := 0
+	for i := range n {
+		for j := range i {
+			a, b := &Prober{Config: Config{Own: []netip.Prefix{subnet(i)}}}, &Prober{Config: Config{Own: []netip.Prefix{subnet(j)}}}
+			first, second := a.responsible(subnet(j)), b.responsible(subnet(i))
+			if first == second {
+				t.Fatalf("hosts %d and %d: responsible %v and %v, want one of them", i, j, first, second)
+			}
+			if first {
+				mine++
+			}
+		}
+	}
+	if pairs := n * (n - 1) / 2; mine < pairs*2/5 || mine > pairs*3/5 {
+		t.Errorf("the greater host of %d pairs is responsible for %d, want about a half", pairs, mine)
+	}
+}
+
+// TestBreakAndHeal breaks paths and repairs them. Each change is reported, unless many happen at
+// once, and a repaired path is found soon.
+func TestBreakAndHeal(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		var w network
+		var mu sync.Mutex
+		var changed []Result
+		p := w.prober(t, 100, Config{Changed: func(r Result) {
+			mu.Lock()
+			defer mu.Unlock()
+			changed = append(changed, r)
+		}})
+		expect := func(when string, ok, broken, reports int) {
+			t.Helper()
+			mu.Lock()
+			defer mu.Unlock()
+			if o := p.Outcome(3); o.OK != ok || o.Broken[Tunnel] != broken || len(changed) != reports {
+				t.Errorf("%s: %d ok, %d broken, %d reports, want %d, %d, %d", when, o.OK, o.Broken[Tunnel], len(changed), ok, broken, reports)
+			}
+			changed = nil
+		}
+		time.Sleep(time.Minute)
+		expect("at first", 100, 0, 0)
+		w.setBroken(Tunnel, path(1), path(2))
+		time.Sleep(time.Minute)
+		expect("two are broken", 98, 2, 2)
+		if worst := p.Outcome(3).Worst; len(worst) != 3 || worst[0].OK || worst[1].OK || !worst[2].OK || worst[0].Advice != "look" {
+			t.Errorf("worst paths %+v, want the two broken ones first", worst)
+		}
+		time.Sleep(10 * time.Minute)
+		expect("they stay broken", 98, 2, 0)
+		w.setBroken("", path(1), path(2))
+		time.Sleep(2*againMost + 5*time.Second)
+		expect("they are repaired", 100, 0, 2)
+		time.Sleep(time.Hour)
+		for i := range 100 {
+			w.setBroken(Tunnel, path(i+1))
+		}
+		time.Sleep(time.Minute)
+		expect("all are broken", 0, 100, logBurst)
+	})
+}
