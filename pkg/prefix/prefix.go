@@ -7,6 +7,7 @@ package prefix
 import (
 	"math/big"
 	"net/netip"
+	"slices"
 	"strconv"
 )
 
@@ -100,4 +101,29 @@ func Distance(a, b netip.Addr) *big.Int {
 	x := new(big.Int).SetBytes(a.AsSlice())
 	y := new(big.Int).SetBytes(b.AsSlice())
 	return y.Sub(y, x)
+}
+
+// Merge returns the smallest set of prefixes that contain exactly the addresses of all, sorted.
+func Merge(all []netip.Prefix) []netip.Prefix {
+	sorted := make([]netip.Prefix, 0, len(all))
+	for _, p := range all {
+		sorted = append(sorted, p.Masked())
+	}
+	slices.SortFunc(sorted, netip.Prefix.Compare)
+	var merged []netip.Prefix
+	for _, p := range sorted {
+		if n := len(merged); n > 0 && Contains(merged[n-1], p) {
+			continue
+		}
+		merged = append(merged, p)
+		for n := len(merged); n > 1; n-- { // the last two may be the halves of a prefix
+			low, high := merged[n-2], merged[n-1]
+			both := netip.PrefixFrom(low.Addr(), low.Bits()-1).Masked()
+			if low.Bits() != high.Bits() || both.Addr() != low.Addr() || !Contains(both, high) {
+				break
+			}
+			merged = append(merged[:n-2], both)
+		}
+	}
+	return merged
 }
