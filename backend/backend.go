@@ -227,6 +227,9 @@ type Catalog struct {
 	// Shutdown does what must be done on the host when the daemon is told to stop. It may
 	// be nil.
 	Shutdown func(ctx context.Context)
+	// Retire undoes what backends have done outside of Scope and Leftovers, when the network was
+	// deleted. It may be nil.
+	Retire func(ctx context.Context) error
 	// Close releases the state. It may be nil.
 	Close func()
 	// Files returns the paths of files outside of stateDir that the backends have written,

@@ -34,6 +34,7 @@ func New(o options.Options) (backend.Catalog, error) {
 	return backend.Catalog{
 		Registry: registry,
 		Shutdown: commands.Shutdown,
+		Retire:   commands.Retire,
 		Close:    func() { _ = packets.Close() },
 		Files:    wireguard.WrittenKeys,
 	}, err

@@ -11,10 +11,12 @@
 package extension
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
+	"maps"
 	"slices"
 	"sync/atomic"
 	"time"
@@ -86,6 +88,38 @@ func (h *Host) Shutdown(ctx context.Context) {
 	if timeout := h.timeout.Load(); timeout > 0 {
 		h.undo(ctx, time.Duration(timeout))
 	}
+}
+
+// Retire undoes what commands have done since the boot, because the network was deleted: it runs
+// SubnetRemoveCommand for each subnet, then ShutdownCommand, and deletes the state file. It logs
+// commands that fail. The network must be closed before. If ctx ends, Retire returns its error, and
+// the next call continues.
+func (h *Host) Retire(ctx context.Context) error {
+	if !h.store.exists() {
+		return nil
+	}
+	h.store.load(ctx)
+	log := klog.FromContext(ctx)
+	timeout := time.Duration(cmp.Or(h.timeout.Load(), int64(defaultTimeout*time.Second)))
+	entries := h.store.entries()
+	for _, s := range slices.Sorted(maps.Keys(entries)) {
+		e := entries[s]
+		output, err := e.Undo.run(ctx, e.Input, timeout)
+		if ctx.Err() != nil { // the command may have been killed half-way
+			break
+		}
+		logOutput(log, e.Undo, output)
+		if err != nil {
+			log.Error(err, "subnet not removed", "subnet", s)
+		}
+		h.store.removeEntry(s)
+	}
+	if err := ctx.Err(); err != nil {
+		h.store.flush(context.WithoutCancel(ctx))
+		return err
+	}
+	h.undo(ctx, timeout)
+	return h.store.remove()
 }
 
 // undo runs the ShutdownCommand of the setup that was made last, which may differ from the

@@ -5,6 +5,7 @@ package extension
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"maps"
 	"math/rand/v2"
@@ -387,6 +388,40 @@ func TestShutdown(t *testing.T) {
 	n.stop()
 	NewHost(Settings{}).Shutdown(t.Context()) // of a process with another backend
 	n.expect()
+}
+
+// TestRetire deletes a network in the process that has served it, and in the next one.
+func TestRetire(t *testing.T) {
+	for _, restarted := range []bool{false, true} {
+		n := newNode(t, logging())
+		n.mustStart()
+		n.sync(peer(2, "two"), peer(3, "three"))
+		n.stop()
+		n.expect("pre []", "post 10.5.0.0/16 10.5.1.0/24 192.0.2.1  ::/0 <nil> []",
+			"add 10.5.2.0/24 192.0.2.2 [ ] [two]", "add 10.5.3.0/24 192.0.2.3 [ ] [three]")
+		if restarted {
+			n.host = NewHost(n.host.settings)
+			n.host.store.boot = n.boot
+		}
+		ended, end := context.WithCancel(t.Context())
+		end()
+		if err := n.host.Retire(ended); !errors.Is(err, context.Canceled) {
+			t.Errorf("%v after the end of the context", err)
+		}
+		for range 2 {
+			if err := n.host.Retire(t.Context()); err != nil {
+				t.Fatal(err)
+			}
+		}
+		n.expect("remove 10.5.2.0/24 192.0.2.2 [ ] [two]", "remove 10.5.3.0/24 192.0.2.3 [ ] [three]", "shutdown 10.5.1.0/24")
+		if n.host.store.exists() {
+			t.Error("the state file still exists")
+		}
+		n.mustStart() // the network was put again
+		n.sync(peer(2, "two"))
+		n.expect("pre []", "post 10.5.0.0/16 10.5.1.0/24 192.0.2.1  ::/0 <nil> []", "add 10.5.2.0/24 192.0.2.2 [ ] [two]")
+		n.stop()
+	}
 }
 
 func TestStartFails(t *testing.T) {

@@ -106,6 +106,12 @@ func (s *stateStore) load(ctx context.Context) {
 	}
 }
 
+// exists reports whether commands have run since the boot.
+func (s *stateStore) exists() bool {
+	last, err := state.Read[appliedState](s.dir, s.name)
+	return err == nil && last.Boot == s.boot && s.boot != ""
+}
+
 func (s *stateStore) setup() setup {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -175,4 +181,17 @@ func (s *stateStore) flush(ctx context.Context) {
 		klog.FromContext(ctx).Error(err, "cannot record which commands have run, the next start will run them again")
 	}
 	s.failing, s.changed = err != nil, err != nil
+}
+
+// remove deletes the state, in memory and on disk.
+func (s *stateStore) remove() error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.now, s.changed = appliedState{Boot: s.boot, Subnets: map[string]entry{}}, false
+	file, err := state.Open[appliedState](s.dir, s.name)
+	if err != nil {
+		return err
+	}
+	defer func() { _ = file.Close() }()
+	return file.Remove()
 }

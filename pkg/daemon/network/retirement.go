@@ -131,6 +131,11 @@ func (p *parts) retireAll(ctx context.Context) error {
 		return err
 	}
 	defer func() { _ = kernel.Close() }()
+	if p.catalog.Retire != nil {
+		if err := p.catalog.Retire(ctx); err != nil {
+			return err
+		}
+	}
 	r := &retirement{devices: p.devices}
 	for _, f := range append(slices.Clone(last.Former), lastknown.Former{Config: last.Config, Interface: last.Interface}) {
 		if err := r.retire(ctx, kernel, p.owned(f)); err != nil {
