@@ -83,8 +83,9 @@ func newConfigSetCommand(store *storeFlags) *cobra.Command {
 		Use: "set FILE", Short: "Check and write a network configuration (- reads standard input)", Args: cobra.ExactArgs(1),
 		Long: `Checks the configuration like flanneld, shows the differences from the one in the
 store, and writes it. It asks before a change that makes leases in use invalid.
-Running daemons keep the old configuration until they are restarted. On
-Kubernetes, change the configuration with kubectl.`,
+Running daemons keep the old configuration until they are restarted. Daemons with
+several networks take that of a network (--network) at once. On Kubernetes, change
+the configuration with kubectl.`,
 		Example: "  flannelctl config set net-conf.json\n  echo '{\"Network\":\"10.5.0.0/16\",\"Backend\":{\"Type\":\"vxlan\"}}' | flannelctl config set - --yes",
 		RunE: func(cmd *cobra.Command, args []string) error {
 			if store.onKubernetes() {
@@ -100,7 +101,7 @@ Kubernetes, change the configuration with kubectl.`,
 				return err
 			}
 			return withAdmin(*store, func(a *etcd.Admin) error {
-				return setConfig(cmd, a, change{text: text, cfg: cfg, yes: yes, piped: args[0] == "-"})
+				return setConfig(cmd, a, change{text: text, cfg: cfg, yes: yes, piped: args[0] == "-", several: *store.network != ""})
 			})
 		},
 	}
@@ -170,6 +171,7 @@ type change struct {
 	text       []byte
 	cfg        subnet.Config
 	yes, piped bool
+	several    bool // of one of several networks
 }
 
 func setConfig(cmd *cobra.Command, a *etcd.Admin, c change) error {
@@ -205,7 +207,11 @@ func setConfig(cmd *cobra.Command, a *etcd.Admin, c change) error {
 	if err := a.SetConfig(cmd.Context(), c.text, revision); err != nil {
 		return err
 	}
-	_, err = fmt.Fprintln(out, "written; running daemons take it when they are restarted")
+	when := "when they are restarted"
+	if c.several {
+		when = "at once"
+	}
+	_, err = fmt.Fprintln(out, "written; running daemons take it", when)
 	return err
 }
 
