@@ -25,6 +25,7 @@ import (
 type lastKnown struct {
 	store   subnet.StoreID
 	own     string            // key of the own lease; empty: none
+	created int64             // revision at which the own lease was created
 	entries map[string]*entry // of other nodes, by key, with unknownLeaseID
 	count   int64             // number of all keys in the store
 	newest  newestKey         // zero: the store had no leases
@@ -87,7 +88,7 @@ func cutFields(s string, n int) (head, tail string, ok bool) {
 
 // newLastKnown returns nil if the state in cfg cannot be used.
 func newLastKnown(cfg Config) *lastKnown {
-	k := &lastKnown{store: cfg.Known.Store, own: cfg.Own.Key, entries: make(map[string]*entry, len(cfg.Known.Peers))}
+	k := &lastKnown{store: cfg.Known.Store, own: cfg.Own.Key, created: int64(cfg.Own.Order), entries: make(map[string]*entry, len(cfg.Known.Peers))}
 	var ok bool
 	if k.count, k.newest, ok = parseMark(cfg.Known.Store.Mark); !ok || k.store.Revision < 1 {
 		return nil
@@ -108,6 +109,16 @@ func newLastKnown(cfg Config) *lastKnown {
 		k.entries[e.key] = cfg.Interner.intern(e)
 	}
 	return k
+}
+
+// survivesIn reports whether l has one of the last known leases, or there were none. Otherwise l is of
+// another store: one that was emptied may have a later revision, and its history may not go back to
+// the last known state.
+func (k *lastKnown) survivesIn(l listing) bool {
+	return k.own == "" && len(k.entries) == 0 || slices.ContainsFunc(l.entries, func(e entry) bool {
+		known := k.entries[e.key]
+		return known != nil && known.createRevision == e.createRevision || e.key == k.own && e.createRevision == k.created
+	})
 }
 
 // matchesKey reports whether the endpoints of a lease are those that its key names.

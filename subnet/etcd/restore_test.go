@@ -246,6 +246,12 @@ func TestRestartAtAnotherStore(t *testing.T) {
 			f.delete(tb, "subnets/10.5.3.0-24")
 			compact(tb, f, f.put(tb, "other", ""))
 		}},
+		"its revision is compacted, and all peers have left": {store: func(f *fixture, tb testing.TB, _ string, _ int64) {
+			for i := 2; i <= 4; i++ {
+				f.delete(tb, fmt.Sprintf("subnets/10.5.%d.0-24", i))
+			}
+			compact(tb, f, f.put(tb, "other", ""))
+		}},
 		"it was emptied": {held: true, store: func(f *fixture, tb testing.TB, _ string, _ int64) {
 			f.wipe(tb)
 			f.put(tb, "config", configV4)
@@ -256,6 +262,13 @@ func TestRestartAtAnotherStore(t *testing.T) {
 			f.put(tb, "config", configV4)
 			peers(f, tb, 4)
 			fill(f, tb, revision)
+		}},
+		"it was emptied, used since and compacted": {held: true, store: func(f *fixture, tb testing.TB, _ string, revision int64) {
+			f.wipe(tb)
+			f.put(tb, "config", configV4)
+			fill(f, tb, revision)
+			peers(f, tb, 4)
+			compact(tb, f, f.put(tb, "other", ""))
 		}},
 		"it has another id": {held: true, store: func(f *fixture, tb testing.TB, _ string, revision int64) {
 			f.peer = freeAddr(tb)
