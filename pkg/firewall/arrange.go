@@ -32,7 +32,14 @@ func (a Arrangement) Empty() bool { return len(a.Own)+len(a.Others) == 0 }
 // packets.
 func (t Table) Arrange(c Chain, have []*Rule) Arrangement {
 	a := Arrangement{Own: t.rules[c]}
-	neighbours := neighbours(c, have)
+	networks := map[netip.Prefix]bool{} // whether a network is t's, or that of another daemon
+	for _, n := range neighbours(c, have) {
+		networks[n] = false
+	}
+	for _, n := range t.Own {
+		networks[n] = true
+	}
+	known := func(n netip.Prefix) bool { _, ok := networks[n]; return ok }
 	// Besides the rules of other daemons the chain should contain own, and contains rest.
 	var own, rest []Rule
 	for i, r := range have {
@@ -40,7 +47,7 @@ func (t Table) Arrange(c Chain, have []*Rule) Arrangement {
 			rest = append(rest, Rule{})
 			continue
 		}
-		if n := owner(*r, slices.Concat(t.Own, neighbours)); n.IsValid() && !slices.Contains(t.Own, n) {
+		if n := owner(*r, known); n.IsValid() && !networks[n] {
 			a.Others = append(a.Others, i)
 			continue
 		}
@@ -54,10 +61,10 @@ func (t Table) Arrange(c Chain, have []*Rule) Arrangement {
 	return a
 }
 
-// owner returns which of the networks r belongs to, or the zero prefix if none.
-func owner(r Rule, networks []netip.Prefix) netip.Prefix {
-	for _, m := range []Match{r.Src, r.Dst} {
-		if m.Prefix.IsValid() && slices.Contains(networks, m.Prefix) {
+// owner returns which of the known networks r belongs to, or the zero prefix if none.
+func owner(r Rule, known func(netip.Prefix) bool) netip.Prefix {
+	for _, m := range [2]Match{r.Src, r.Dst} {
+		if m.Prefix.IsValid() && known(m.Prefix) {
 			return m.Prefix
 		}
 	}
@@ -93,7 +100,7 @@ func contains(have []*Rule, r Rule) bool {
 // rule by hand. So a rule of the forward chain must have flannel's comment (commented),
 // unless a rule in flanneld's own chain does the same.
 func (t Table) Legacy(c Chain, r Rule, commented bool) bool {
-	n := owner(r, t.Own)
+	n := owner(r, func(n netip.Prefix) bool { return slices.Contains(t.Own, n) })
 	if !n.IsValid() || r.Marked {
 		return false
 	}
