@@ -91,7 +91,7 @@ func (s *session) run(ctx context.Context) {
 	if len(places) > 0 {
 		wg.Go(func() { watch(ctx, s.keeper.host.watcher(places), places, l.Wake) })
 	}
-	wg.Go(func() { _ = l.Run(ctx) })
+	_ = l.Run(ctx)
 	wg.Wait()
 }
 

@@ -83,8 +83,8 @@ func (r *runner) serve(ctx context.Context, be backend.Backend, now lastknown.St
 	if s.prober != nil {
 		wg.Go(func() { s.prober.Run(ctx) })
 	}
-	wg.Go(func() { _ = syncer.Run(ctx) })
 	go func() {
+		_ = syncer.Run(ctx)
 		wg.Wait()
 		_ = running.Close()
 		close(s.done)
