@@ -56,6 +56,16 @@ type Update struct {
 	Snapshot func() Snapshot
 }
 
+// Sighting is a moment at which a store had the configuration of one of several networks. It later
+// tells whether the configuration was deleted, or the store was emptied or replaced.
+type Sighting struct {
+	Revision int64 `json:"revision"` // of the store
+	// Key and LeaseID are those of the lease that this node had in the network at that moment.
+	// LeaseID is 0 if the lease proves nothing.
+	Key     string `json:"key,omitempty"`
+	LeaseID int64  `json:"leaseID,omitempty"` // of etcd
+}
+
 // Manager talks to a store. All methods retry failures that can pass. They return when ctx ends,
 // with its error.
 type Manager interface {

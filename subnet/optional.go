@@ -43,6 +43,13 @@ type Resumer interface {
 	Resumed(own Lease)
 }
 
+// Sighter is implemented by managers of one of several networks.
+type Sighter interface {
+	// Sight reads from the store, at one moment, whether it has the configuration of the network and
+	// the own lease. The Sighting is zero if it does not have the configuration.
+	Sight(ctx context.Context, own Lease) (Sighting, error)
+}
+
 // Releaser is implemented by managers that can give up the own lease.
 type Releaser interface {
 	// Release deletes a lease of this node from the store, unless it is a reservation, or another

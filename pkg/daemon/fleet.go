@@ -22,6 +22,7 @@ import (
 	"github.com/flanneld/flanneld/pkg/health"
 	"github.com/flanneld/flanneld/pkg/metrics"
 	"github.com/flanneld/flanneld/pkg/options"
+	"github.com/flanneld/flanneld/pkg/prefix"
 	"github.com/flanneld/flanneld/pkg/state"
 	"github.com/flanneld/flanneld/pkg/status"
 	"github.com/flanneld/flanneld/pkg/wait"
@@ -132,7 +133,7 @@ func (f *fleet) Run(ctx context.Context) error {
 		return nil
 	})
 	group.Go(func() error {
-		err := f.etcd.Networks(ctx, f.cfg.Options.Networks, f.known(), func(now etcd.NetworkConfigs) {
+		err := f.etcd.Networks(ctx, f.cfg.Options.Networks, f.known, func(now etcd.NetworkConfigs) {
 			f.apply(ctx, now)
 			start()
 		})
@@ -144,14 +145,15 @@ func (f *fleet) Run(ctx context.Context) error {
 	return group.Wait()
 }
 
-// known returns the revisions at which the last process has seen the configurations of networks.
-func (f *fleet) known() map[string]int64 {
+// known returns when the store last had the configurations of networks, as far as this node has
+// recorded it.
+func (f *fleet) known() map[string]subnet.Sighting {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	known := map[string]int64{}
+	known := map[string]subnet.Sighting{}
 	for _, m := range f.members {
-		if m.recalled != nil {
-			known[m.name] = m.seen
+		if s := m.sighting(); s.Revision != 0 {
+			known[m.name] = s
 		}
 	}
 	return known
@@ -159,6 +161,9 @@ func (f *fleet) known() map[string]int64 {
 
 // apply takes in the configurations of all networks. A network that is missing although it was not
 // deleted goes on with what it has: the store was emptied or replaced.
+//
+// It may also have been deleted so long ago that the store does not tell it any more. To serve a
+// deleted network is better than to cut off the pods of one that is needed.
 func (f *fleet) apply(ctx context.Context, now etcd.NetworkConfigs) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -168,12 +173,16 @@ func (f *fleet) apply(ctx context.Context, now etcd.NetworkConfigs) {
 	f.listed = true
 	for _, m := range f.members {
 		text, exists := now.Texts[m.name]
-		m.seen = now.Revision
 		if !exists && !f.left(m, now) {
-			m.confirmed()
+			m.miss(ctx)
 			continue
 		}
-		if exists == (m.text != nil) && bytes.Equal(text, m.text) && m.recalled == nil {
+		m.missing = nil
+		unchanged := !m.has()
+		if exists {
+			unchanged = m.text != nil && bytes.Equal(text, m.text)
+		}
+		if unchanged && m.recalled == nil {
 			continue
 		}
 		m.text = text
@@ -276,15 +285,15 @@ func (f *fleet) settled() {
 		return
 	}
 	for _, m := range f.members {
-		if m.text != nil && m.refused == nil && !m.wasReady() {
+		if m.has() && m.refused == nil && !m.wasReady() {
 			return
 		}
 	}
 	f.once.Do(func() { close(f.up) })
 }
 
-// others returns the prefixes of the other networks on this host, and a channel that is closed when
-// they change.
+// others returns the addresses of the other networks on this host, in as few prefixes as possible,
+// and a channel that is closed when they change. Each prefix becomes a rule of every network.
 func (f *fleet) others(m *member) (prefixes []netip.Prefix, changed <-chan struct{}) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -296,7 +305,7 @@ func (f *fleet) others(m *member) (prefixes []netip.Prefix, changed <-chan struc
 			prefixes = append(prefixes, has.networks...)
 		}
 	}
-	return prefixes, f.moved
+	return prefix.Merge(prefixes), f.moved
 }
 
 // Close implements served.
@@ -338,7 +347,7 @@ func (f *fleet) Ready() (ready bool, reasons []string) {
 		reasons = append(reasons, "networks: not known yet")
 	}
 	for _, m := range f.sorted() {
-		if m.text == nil && f.listed || m.refused != nil && m.net == nil {
+		if !m.has() && f.listed || m.refused != nil && m.net == nil {
 			continue
 		}
 		_, why := m.ready()

@@ -4,7 +4,9 @@ package daemon
 
 import (
 	"context"
+	"fmt"
 	"net/netip"
+	"path"
 	"slices"
 	"time"
 
@@ -30,12 +32,13 @@ type member struct {
 
 	// guarded by fleet.mu:
 	text       []byte // configuration in the store; nil if there is none
-	seen       int64  // revision at which the store was read last
 	generation int    // of text
 	admitted   bool   // text was admitted, with the two next fields
 	config     subnet.Config
 	wanted     claims
 	refused    error            // why text was not admitted
+	missing    error            // why it goes on without a configuration in the store; nil if there is one
+	seen       subnet.Sighting  // of the last process; zero if there is none
 	recalled   chan struct{}    // config is of the last process; closed when the store has confirmed it
 	uses       *claims          // of the configuration that is served, and of what it has left; nil if there is nothing
 	net        *network.Network // while it is served
@@ -48,6 +51,32 @@ func (m *member) confirmed() {
 		close(m.recalled)
 		m.recalled = nil
 	}
+}
+
+// has reports whether m has a configuration. The caller holds fleet.mu.
+func (m *member) has() bool { return m.text != nil || m.admitted }
+
+// miss notes that the store has no configuration of m, and does not tell that it was deleted. m goes
+// on with the one that it has. The caller holds fleet.mu.
+func (m *member) miss(ctx context.Context) {
+	if m.has() && m.missing == nil {
+		key := path.Join(m.fleet.cfg.Options.EtcdPrefix, m.name, "config")
+		m.missing = fmt.Errorf("etcd has no configuration of it, and does not tell that it was deleted: put the configuration again, "+
+			"or delete the network by etcdctl put %[1]s '{}' and etcdctl del %[1]s", key)
+		klog.FromContext(ctx).Error(m.missing, "going on with the last network configuration", "network", m.name)
+	}
+	m.confirmed()
+}
+
+// sighting returns when the store last had the configuration, as far as this node has recorded it. The
+// caller holds fleet.mu.
+func (m *member) sighting() subnet.Sighting {
+	if m.net != nil {
+		if now, ok := m.net.State(); ok {
+			return now.Seen
+		}
+	}
+	return m.seen
 }
 
 // claims returns what m has or was promised.
@@ -71,14 +100,13 @@ type task struct {
 	config     subnet.Config
 	refused    error           // why text was not admitted
 	confirmed  <-chan struct{} // closed when config is that of the store
-	seen       int64           // revision at which the store was read last
 }
 
 // next returns what is to be done now.
 func (m *member) next() task {
 	m.fleet.mu.Lock()
 	defer m.fleet.mu.Unlock()
-	t := task{generation: m.generation, serve: m.admitted, text: m.text, config: m.config, refused: m.refused, confirmed: m.recalled, seen: m.seen}
+	t := task{generation: m.generation, serve: m.admitted, text: m.text, config: m.config, refused: m.refused, confirmed: m.recalled}
 	t.retire = m.fleet.listed && m.text == nil && m.uses != nil
 	return t
 }
@@ -170,7 +198,7 @@ func (m *member) using(ctx context.Context, cfg subnet.Config, be backend.Backen
 func (m *member) open(ctx context.Context, t task) (*network.Network, error) {
 	f := m.fleet
 	c := network.Config{
-		Host: f.host, Options: f.cfg.Options.Network(m.name), Name: m.name, Backends: f.cfg.Backends, Seen: t.seen,
+		Host: f.host, Options: f.cfg.Options.Network(m.name), Name: m.name, Backends: f.cfg.Backends,
 		OpenStore: func(c etcd.Config) (network.Store, error) {
 			manager, err := f.etcd.Network(m.name, c)
 			if err != nil {
@@ -186,7 +214,7 @@ func (m *member) open(ctx context.Context, t task) (*network.Network, error) {
 			f.settled()
 		},
 	}
-	if !f.cfg.Options.MasqueradeBetweenNetworks {
+	if f.cfg.Options.IPMasq && !f.cfg.Options.MasqueradeBetweenNetworks {
 		c.Others = func() ([]netip.Prefix, <-chan struct{}) { return f.others(m) }
 	}
 	return network.Open(ctx, c)
@@ -214,7 +242,7 @@ func (s networkStore) Config(ctx context.Context) (subnet.Config, error) {
 // closed releases a network that is not served any more.
 func (m *member) closed(n *network.Network) {
 	m.fleet.mu.Lock()
-	m.net = nil
+	m.seen, m.net = m.sighting(), nil
 	m.fleet.mu.Unlock()
 	n.Close()
 	m.fleet.host.Tuner.Backend(m.name, "")
@@ -233,7 +261,7 @@ func (m *member) retire(ctx context.Context) error {
 	klog.FromContext(ctx).Info("network was deleted: its lease, devices, routes, rules and files are gone")
 	m.fleet.mu.Lock()
 	defer m.fleet.mu.Unlock()
-	m.uses = nil
+	m.uses, m.seen = nil, subnet.Sighting{}
 	m.fleet.changed()
 	m.fleet.admit(ctx) // another network may have waited for what this one had
 	return nil
@@ -275,6 +303,9 @@ func (m *member) summary() status.NetworkSummary {
 		}
 	} else {
 		s.Phase = string(network.PhaseNoConfiguration)
+	}
+	if m.missing != nil {
+		s.Reasons = append(s.Reasons, m.missing.Error())
 	}
 	switch {
 	case m.refused != nil:

@@ -109,6 +109,7 @@ var (
 	_ subnet.Manager  = (*Manager)(nil)
 	_ subnet.Resumer  = (*Manager)(nil)
 	_ subnet.Releaser = (*Manager)(nil)
+	_ subnet.Sighter  = (*Manager)(nil)
 )
 
 // timing contains the intervals that tests shorten.

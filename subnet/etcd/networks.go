@@ -36,8 +36,9 @@ func (m *Manager) Network(name string, cfg Config) (*Manager, error) {
 type NetworkConfigs struct {
 	// Texts are the configurations by the name of the network. They belong to the receiver.
 	Texts map[string][]byte
-	// Deleted names the networks whose configuration was deleted since the last call. A network that
-	// is in neither is missing because the store was emptied or replaced.
+	// Deleted names the networks whose configuration was deleted since the last call, in this store.
+	// A network that is in neither is missing because the store was emptied or replaced, or it is not
+	// known why.
 	Deleted []string
 	// Revision is that of the store.
 	Revision int64
@@ -45,9 +46,9 @@ type NetworkConfigs struct {
 
 // Networks follows the configurations of the networks below the prefix until ctx ends: of those
 // with the given names or, without names, of all. It calls sink from one goroutine, first with all
-// configurations, and again with all after each change. known has the revisions at which this node
-// has seen the configurations of networks before. Networks survives compaction and outages.
-func (m *Manager) Networks(ctx context.Context, names []string, known map[string]int64, sink func(NetworkConfigs)) error {
+// configurations, and again with all after each change. known returns when this node has last
+// recorded the configurations of networks: see Sight. Networks survives compaction and outages.
+func (m *Manager) Networks(ctx context.Context, names []string, known func() map[string]subnet.Sighting, sink func(NetworkConfigs)) error {
 	defer m.outage.Forget(sourceWatch)
 	keys := []string{m.root()}
 	if len(names) > 0 {
@@ -56,17 +57,17 @@ func (m *Manager) Networks(ctx context.Context, names []string, known map[string
 			keys = append(keys, m.configOf(name))
 		}
 	}
-	known = maps.Clone(known)
-	if known == nil {
-		known = map[string]int64{}
-	}
+	seen := map[string]int64{} // revisions at which the store had configurations
 	b := m.backoff()
 	for {
 		now, err := m.listConfigs(ctx, keys)
 		if err == nil {
-			now.Deleted, err = m.deleted(ctx, known, now.Texts)
+			now.Deleted, err = m.deleted(ctx, sightings(known, seen), now.Texts)
 		}
 		if err == nil {
+			for _, name := range now.Deleted {
+				delete(seen, name)
+			}
 			listed := now.Revision
 			sink(now.clone())
 			err = m.follow(ctx, keys, listed+1, watcher{checks: true, on: func(resp *pb.WatchResponse, _ int64) error {
@@ -78,7 +79,7 @@ func (m *Manager) Networks(ctx context.Context, names []string, known map[string
 				return nil
 			}})
 			for name := range now.Texts {
-				known[name] = now.Revision
+				seen[name] = now.Revision
 			}
 		}
 		if ctx.Err() != nil {
@@ -96,39 +97,89 @@ func (m *Manager) Networks(ctx context.Context, names []string, known map[string
 	}
 }
 
-// deleted returns the networks in known that have no configuration any more because it was deleted,
-// and removes them from known. The store is the same if it has the configuration at the revision at
-// which this node has seen it, or if its history does not go back so far: a store that was emptied
-// is not compacted yet when its hosts come back.
-func (m *Manager) deleted(ctx context.Context, known map[string]int64, texts map[string][]byte) (names []string, err error) {
-	for name, revision := range known {
+// sightings returns what known returns, which may be nil, with the revisions in seen.
+func sightings(known func() map[string]subnet.Sighting, seen map[string]int64) map[string]subnet.Sighting {
+	all := map[string]subnet.Sighting{}
+	if known != nil {
+		maps.Copy(all, known())
+	}
+	for name, revision := range seen {
+		s := all[name]
+		s.Revision = revision
+		all[name] = s
+	}
+	return all
+}
+
+// Sight implements subnet.Sighter.
+func (m *Manager) Sight(ctx context.Context, own subnet.Lease) (s subnet.Sighting, err error) {
+	err = m.call(ctx, func(ctx context.Context, c *clientv3.Client) error {
+		resp, err := c.Txn(ctx).Then(clientv3.OpGet(m.configKey(), clientv3.WithKeysOnly()), clientv3.OpGet(m.dir+own.Key)).Commit() // keys alone come without their leases in etcd 3.7
+		if err != nil {
+			return err
+		}
+		config, lease := resp.Responses[0].GetResponseRange().Kvs, resp.Responses[1].GetResponseRange().Kvs
+		switch {
+		case len(config) == 0:
+			s = subnet.Sighting{}
+		case len(lease) == 0 || lease[0].Lease == 0: // an operator may put a reservation into another store too
+			s = subnet.Sighting{Revision: resp.Header.Revision}
+		default:
+			s = subnet.Sighting{Revision: resp.Header.Revision, Key: own.Key, LeaseID: lease[0].Lease}
+		}
+		return nil
+	})
+	return s, err
+}
+
+// deleted returns the networks in known that have no configuration any more because it was deleted.
+func (m *Manager) deleted(ctx context.Context, known map[string]subnet.Sighting, texts map[string][]byte) (names []string, err error) {
+	for _, name := range slices.Sorted(maps.Keys(known)) {
 		if _, exists := texts[name]; exists {
 			continue
 		}
-		was := false
-		err := m.call(ctx, func(ctx context.Context, c *clientv3.Client) error {
-			resp, err := c.Get(ctx, m.configOf(name), clientv3.WithRev(revision), clientv3.WithKeysOnly())
-			switch {
-			case errors.Is(err, rpctypes.ErrCompacted):
-				was = true
-			case errors.Is(err, rpctypes.ErrFutureRev):
-			case err != nil:
-				return err
-			default:
-				was = len(resp.Kvs) > 0
-			}
-			return nil
-		})
+		was, err := m.hasLease(ctx, name, known[name])
+		if err == nil && !was {
+			was, err = m.hadConfig(ctx, name, known[name].Revision)
+		}
 		if err != nil {
 			return nil, err
 		}
 		if was {
 			names = append(names, name)
-			delete(known, name)
 		}
 	}
-	slices.Sort(names)
 	return names, nil
+}
+
+// hasLease reports whether the store has the lease that this node had when the store had the
+// configuration of the network. Then the configuration was deleted since, even if the history does not
+// go back so far: an emptied store does not get the lease again, because ids of etcd leases are
+// random, and a backup with the lease has the configuration too, unless it was deleted before.
+func (m *Manager) hasLease(ctx context.Context, name string, s subnet.Sighting) (has bool, err error) {
+	if s.LeaseID == 0 {
+		return false, nil
+	}
+	err = m.call(ctx, func(ctx context.Context, c *clientv3.Client) error {
+		resp, err := c.Get(ctx, path.Join(m.cfg.Prefix, name, "subnets", s.Key))
+		has = err == nil && len(resp.Kvs) > 0 && resp.Kvs[0].Lease == s.LeaseID
+		return err
+	})
+	return has, err
+}
+
+// hadConfig reports whether the history of the store has the configuration of the network at a
+// revision. It reports false if the history does not go back so far.
+func (m *Manager) hadConfig(ctx context.Context, name string, revision int64) (had bool, err error) {
+	err = m.call(ctx, func(ctx context.Context, c *clientv3.Client) error {
+		resp, err := c.Get(ctx, m.configOf(name), clientv3.WithRev(revision), clientv3.WithKeysOnly())
+		if errors.Is(err, rpctypes.ErrCompacted) || errors.Is(err, rpctypes.ErrFutureRev) {
+			return nil
+		}
+		had = err == nil && len(resp.Kvs) > 0
+		return err
+	})
+	return had, err
 }
 
 func (n *NetworkConfigs) clone() NetworkConfigs {

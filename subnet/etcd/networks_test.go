@@ -4,10 +4,12 @@ package etcd
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"maps"
 	"net/netip"
 	"path"
+	"slices"
 	"testing"
 	"time"
 
@@ -174,5 +176,103 @@ func TestReleaseOfAReservation(t *testing.T) {
 	}
 	if got := f.keys(t, "subnets/"); len(got) != 1 {
 		t.Errorf("the reservation was deleted: %v", got)
+	}
+}
+
+// TestNetworkMissingAfterAnAbsence lets a network lose its configuration while a host does not watch.
+// The host must leave the network if its configuration was deleted, and not if the store was emptied
+// or replaced, even if the store has no history of that time.
+func TestNetworkMissingAfterAnAbsence(t *testing.T) {
+	const lease, config = "red/subnets/10.5.7.0-24", `{"Network":"10.5.0.0/16"}`
+	age := func(t *testing.T, f *fixture, beyond int64) {
+		for f.put(t, "other", "") <= beyond {
+			continue
+		}
+	}
+	compact := func(t *testing.T, f *fixture, beyond int64) {
+		age(t, f, beyond)
+		if _, err := f.kv.Compact(t.Context(), f.put(t, "other", "")); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for _, tc := range []struct {
+		name     string
+		reserved bool
+		absence  func(t *testing.T, f *fixture, seen int64, backup string)
+		deleted  bool
+	}{
+		{"deleted", false, func(t *testing.T, f *fixture, _ int64, _ string) {
+			f.delete(t, "red/config")
+		}, true},
+		{"deleted and compacted", false, func(t *testing.T, f *fixture, seen int64, _ string) {
+			f.delete(t, "red/config")
+			compact(t, f, seen)
+		}, true},
+		{"deleted, without the lease", false, func(t *testing.T, f *fixture, _ int64, _ string) {
+			f.delete(t, "red/config")
+			f.delete(t, lease)
+		}, true},
+		{"deleted and compacted, without the lease", false, func(t *testing.T, f *fixture, seen int64, _ string) {
+			f.delete(t, "red/config")
+			f.delete(t, lease)
+			compact(t, f, seen)
+		}, false},
+		{"deleted and compacted, with a reservation", true, func(t *testing.T, f *fixture, seen int64, _ string) {
+			f.delete(t, "red/config")
+			compact(t, f, seen)
+		}, false},
+		{"emptied", false, func(t *testing.T, f *fixture, _ int64, _ string) {
+			f.wipe(t)
+		}, false},
+		{"emptied and used since", false, func(t *testing.T, f *fixture, seen int64, _ string) {
+			f.wipe(t)
+			age(t, f, seen)
+		}, false},
+		{"emptied and compacted, with a new lease at the same revision", false, func(t *testing.T, f *fixture, seen int64, _ string) {
+			f.wipe(t)
+			age(t, f, seen-2)
+			f.put(t, lease, `{"PublicIP":"192.0.2.1"}`, f.grant(t, 60))
+			compact(t, f, seen)
+		}, false},
+		{"replaced by an older backup and compacted", false, func(t *testing.T, f *fixture, seen int64, backup string) {
+			f.restore(t, backup)
+			compact(t, f, seen)
+		}, false},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			t.Parallel()
+			f := newFixture(t, newServer(t))
+			f.put(t, "other", "")
+			backup := f.backup(t)
+			f.put(t, "red/config", config)
+			if tc.reserved {
+				f.put(t, lease, `{"PublicIP":"192.0.2.1"}`)
+			}
+			m := f.manager(t)
+			red, err := m.Network("red", Config{Previous: prefixes("10.5.7.0/24")})
+			if err != nil {
+				t.Fatal(err)
+			}
+			own := acquire(t, red, claim("192.0.2.1"))
+			seen, err := red.Sight(t.Context(), own)
+			if err != nil || seen.Revision == 0 || "red/subnets/"+own.Key != lease {
+				t.Fatalf("the own lease is %s, recorded as %+v, %v", own.Key, seen, err)
+			}
+			tc.absence(t, f, seen.Revision, backup)
+
+			ctx, cancel := context.WithCancel(t.Context())
+			defer cancel()
+			var now NetworkConfigs
+			known := func() map[string]subnet.Sighting { return map[string]subnet.Sighting{"red": seen} }
+			if err := m.Networks(ctx, nil, known, func(n NetworkConfigs) { now = n; cancel() }); !errors.Is(err, context.Canceled) {
+				t.Fatal(err)
+			}
+			if got := slices.Contains(now.Deleted, "red"); got != tc.deleted || len(now.Texts) > 0 {
+				t.Errorf("configurations %v, deleted %v, want that red was deleted: %v", now.Texts, now.Deleted, tc.deleted)
+			}
+			if again, err := red.Sight(t.Context(), own); err != nil || again != (subnet.Sighting{}) {
+				t.Errorf("%+v, %v: recorded although there is no configuration", again, err)
+			}
+		})
 	}
 }

@@ -336,7 +336,7 @@ func TestNetworksReady(t *testing.T) {
 }
 
 // TestNetworkDeletedMeanwhile deletes a network while one daemon is down, and takes another one out
-// of its flags.
+// of its flags. The history of etcd does not tell of the deletion any more.
 func TestNetworkDeletedMeanwhile(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 1}, "")
@@ -350,6 +350,11 @@ func TestNetworkDeletedMeanwhile(t *testing.T) {
 	}
 	expectStop(t, h.Daemon())
 	removeKey(t, s, networksRoot+"green/config")
+	if r, err := s.Put(testContext(t), "/other", ""); err != nil {
+		t.Fatal(err)
+	} else if _, err := s.Compact(testContext(t), r.Header.Revision); err != nil {
+		t.Fatal(err)
+	}
 	startNetworks(t, l, "--networks=green,red")
 	eventually(t, "only red is left", func() error {
 		out, err := h.Exec(testContext(t), "ip", "-br", "link", "show", "type", "vxlan")
@@ -444,6 +449,85 @@ func TestNetworksOfOneBackend(t *testing.T) {
 	}
 }
 
+// TestNetworksOfCommands serves networks of extension and alloc beside one of vxlan. Nothing but the
+// test connects the hosts of the network of alloc. A deleted network of extension runs its commands.
+func TestNetworksOfCommands(t *testing.T) {
+	t.Parallel()
+	l := newLab(t, lab.Config{Hosts: 2}, "")
+	s := etcdClient(t, l)
+	commands := func(name string) string {
+		return extensionConfig(t, map[string]any{
+			"PreStartupCommand":   "echo pre " + name + " >> " + calls,
+			"SubnetAddCommand":    "ip route add $SUBNET via $PUBLIC_IP",
+			"SubnetRemoveCommand": "ip route del $SUBNET via $PUBLIC_IP",
+			"ShutdownCommand":     "echo shutdown " + name + " >> " + calls,
+		})
+	}
+	names := []string{"v", "x1", "x2", "a"}
+	for i, backend := range []string{`{"Type":"vxlan"}`, commands("x1"), commands("x2"), `{"Type":"alloc"}`} {
+		putKey(t, s, networksRoot+names[i]+"/config", fmt.Sprintf(`{"Network":"10.%d.0.0/16","Backend":%s}`, 50+i, backend))
+	}
+	startNetworks(t, l, "--watch-networks")
+	for _, name := range names {
+		expectPhase(t, l, name, "serving")
+		addNetworkPods(t, l, name)
+	}
+	for i, h := range l.Hosts() {
+		other := l.Hosts()[1-i]
+		subnet := overviewOf(t, other)["a"].Subnets[0].String()
+		if out, err := h.Exec(testContext(t), "ip", "route", "add", subnet, "via", other.Addr(prefix.IPv4).String()); err != nil {
+			t.Fatalf("%v: %s", err, out)
+		}
+		clearCalls(t, h)
+	}
+	for _, begin := range []string{"10.50.", "10.51.", "10.52.", "10.53."} {
+		expectAnswers(t, podsIn(l, begin))
+	}
+
+	removeKey(t, s, networksRoot+"x1/config")
+	for _, h := range l.Hosts() {
+		expectCalls(t, h, "shutdown x1")
+		eventually(t, "the routes of x1 on "+h.Name()+" are gone", func() error {
+			out, err := h.Exec(testContext(t), "ip", "route", "show", "root", "10.51.0.0/16")
+			if err != nil || strings.Contains(string(out), "via") {
+				return fmt.Errorf("%w: %s", err, out)
+			}
+			return nil
+		})
+	}
+	for _, begin := range []string{"10.50.", "10.52.", "10.53."} {
+		expectAnswers(t, podsIn(l, begin))
+	}
+	putKey(t, s, networksRoot+"x1/config", fmt.Sprintf(`{"Network":"10.51.0.0/16","Backend":%s}`, commands("x1")))
+	expectPhase(t, l, "x1", "serving")
+	for _, h := range l.Hosts() {
+		expectCalls(t, h, "pre x1")
+	}
+}
+
+// TestVMNetworksIPIP serves a network of ipip beside one of vxlan. A second one of ipip is refused until
+// the first one is deleted.
+func TestVMNetworksIPIP(t *testing.T) {
+	l := newLab(t, lab.Config{Hosts: 2}, "")
+	s := etcdClient(t, l)
+	putKey(t, s, networksRoot+"i1/config", `{"Network":"10.50.0.0/16","Backend":{"Type":"ipip"}}`)
+	putKey(t, s, networksRoot+"i2/config", `{"Network":"10.51.0.0/16","Backend":{"Type":"ipip"}}`)
+	putKey(t, s, networksRoot+"v/config", `{"Network":"10.52.0.0/16","Backend":{"Type":"vxlan"}}`)
+	startNetworks(t, l, "--watch-networks", "--ip-masq")
+	for _, name := range []string{"i1", "v"} {
+		expectPhase(t, l, name, "serving")
+		expectAnswers(t, addNetworkPods(t, l, name))
+	}
+	expectPhase(t, l, "i2", "refused")
+	if why := overviewOf(t, l.Host(1))["i2"].Reasons; len(why) != 1 || !strings.Contains(why[0], "network i1, which was there first: both have the device flannel.ipip") {
+		t.Errorf("i2 was refused because of %q", why)
+	}
+	removeKey(t, s, networksRoot+"i1/config")
+	expectPhase(t, l, "i2", "serving")
+	expectAnswers(t, addNetworkPods(t, l, "i2"))
+	expectAnswers(t, podsIn(l, "10.52."))
+}
+
 // TestNetworksFlannelctl looks at one of two networks with each command of flannelctl, and removes
 // all that the daemon has left.
 func TestNetworksFlannelctl(t *testing.T) {
@@ -506,6 +590,67 @@ func TestNetworksOfAnEmptiedStore(t *testing.T) {
 	expectPhase(t, l, "red", "serving")
 	if st := flow.Stop(); len(st.Lost) > 0 || st.Sent == 0 {
 		t.Errorf("%d of %d packets were lost", len(st.Lost), st.Sent)
+	}
+}
+
+// TestNetworksOfACompactedStore starts a daemon at an etcd that was emptied while the daemon was down,
+// and whose history does not go back to that time. The network must go on until it is deleted.
+func TestNetworksOfACompactedStore(t *testing.T) {
+	t.Parallel()
+	l := newLab(t, lab.Config{Hosts: 2}, "")
+	const config = networksRoot + "red/config"
+	putKey(t, etcdClient(t, l), config, `{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan"}}`)
+	startNetworks(t, l, "--watch-networks")
+	expectPhase(t, l, "red", "serving")
+	pods := addNetworkPods(t, l, "red")
+	expectAnswers(t, pods)
+	flow, err := pods[0].StartFlow(testContext(t), pods[1], prefix.IPv4, 1000)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, h := range l.Hosts() {
+		expectStop(t, h.Daemon())
+	}
+	if err := l.Etcd().Wipe(testContext(t)); err != nil {
+		t.Fatal(err)
+	}
+	s := etcdClient(t, l)
+	for range 100 { // more than the revision that the daemons have seen
+		putKey(t, s, "/other", "")
+	}
+	last, err := s.Get(testContext(t), "/other")
+	if err == nil {
+		_, err = s.Compact(testContext(t), last.Header.Revision)
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	startNetworks(t, l, "--watch-networks")
+	expectPhase(t, l, "red", "serving")
+	for _, h := range l.Hosts() {
+		if code, reasons, err := h.Daemon().Get(testContext(t), "/readyz"); err != nil {
+			t.Errorf("/readyz answers %d %q, %v, want 200", code, reasons, err)
+		}
+		expectLog(t, h.Daemon(), "going on with the last network configuration")
+		const remedy = "delete the network by etcdctl put " + config + " '{}' and etcdctl del " + config
+		if why := overviewOf(t, h)["red"].Reasons; len(why) != 1 || !strings.Contains(why[0], remedy) {
+			t.Errorf("reasons %q, want one with the remedy %q", why, remedy)
+		}
+	}
+	if st := flow.Stop(); len(st.Lost) > 0 || st.Sent == 0 {
+		t.Errorf("%d of %d packets were lost", len(st.Lost), st.Sent)
+	}
+	putKey(t, s, config, "{}")
+	removeKey(t, s, config)
+	expectPhase(t, l, "red", "waiting for the network configuration")
+	for _, h := range l.Hosts() {
+		eventually(t, "the device of the deleted network is gone", func() error {
+			out, err := h.Exec(testContext(t), "ip", "-br", "link", "show", "type", "vxlan")
+			if err != nil || len(out) > 0 {
+				return fmt.Errorf("%w: %s", err, out)
+			}
+			return nil
+		})
 	}
 }
 

@@ -31,8 +31,8 @@ type State struct {
 	// Prefix and Name are those of one of several networks.
 	Prefix string `json:"prefix,omitempty"`
 	Name   string `json:"name,omitempty"`
-	// Seen is the revision at which the store had its configuration.
-	Seen int64 `json:"seen,omitempty"`
+	// Seen is when the store last had its configuration, as far as this node has recorded it.
+	Seen subnet.Sighting `json:"sighting,omitzero"`
 
 	// Saved is when the file was written, by the wall clock. A clock that is earlier is wrong.
 	Saved time.Time `json:"saved,omitzero"`

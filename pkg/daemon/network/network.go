@@ -10,6 +10,7 @@ import (
 	"context"
 	"errors"
 	"net/netip"
+	"sync"
 
 	"golang.org/x/sync/errgroup"
 	"k8s.io/klog/v2"
@@ -44,8 +45,6 @@ type Config struct {
 	Others func() ([]netip.Prefix, <-chan struct{})
 	// Using is called with each configuration that the network begins to use. It may be nil.
 	Using func(context.Context, subnet.Config, backend.Backend)
-	// Seen is the revision at which the store had the configuration, if there are several networks.
-	Seen int64
 }
 
 // Network is one flat network on this host.
@@ -54,7 +53,7 @@ type Network struct{ *runner }
 // Open opens the state file and creates the connection to the store. It starts nothing.
 func Open(ctx context.Context, c Config) (n *Network, err error) {
 	opts := c.Options
-	p := &parts{host: c.Host, name: c.Name, opts: opts, devices: ownership.NewLocks(opts.StateDir), others: c.Others, using: c.Using, seen: c.Seen}
+	p := &parts{host: c.Host, name: c.Name, opts: opts, devices: ownership.NewLocks(opts.StateDir), others: c.Others, using: c.Using}
 	n = &Network{&runner{parts: p}}
 	defer func() {
 		if err != nil {
@@ -118,10 +117,12 @@ func (n *Network) Shutdown(ctx context.Context) {
 // Run starts the network and serves it until ctx ends. It then returns nil. It returns
 // ErrConfigChanged, wrapped, if --exit-on-config-change says so.
 func (n *Network) Run(ctx context.Context) error {
-	group, ctx := errgroup.WithContext(ctx)
-	group.Go(func() error { return n.state.Run(ctx) })
-	group.Go(func() error { return n.startAndServe(ctx) })
-	return group.Wait()
+	ctx, cancel := context.WithCancel(ctx)
+	var wg sync.WaitGroup
+	defer wg.Wait()
+	defer cancel()
+	wg.Go(func() { _ = n.state.Run(ctx) })
+	return n.startAndServe(ctx)
 }
 
 func (n *Network) startAndServe(ctx context.Context) error {

@@ -58,7 +58,6 @@ type parts struct {
 	catalog backend.Catalog
 	state   *lastknown.Store
 	past    lastknown.State // of the last process, when the network was opened
-	seen    int64           // revision at which the store had the configuration, if there are several networks
 	store   Store
 	config  *configWatch
 	ready   *readiness
