@@ -162,8 +162,8 @@ func (f *fleet) known() map[string]subnet.Sighting {
 // apply takes in the configurations of all networks. A network that is missing although it was not
 // deleted goes on with what it has: the store was emptied or replaced.
 //
-// It may also have been deleted so long ago that the store does not tell it any more. To serve a
-// deleted network is better than to cut off the pods of one that is needed.
+// It may also have been deleted so long ago that the store does not tell it any more. The host serves
+// it nevertheless, because the pods of a network that is needed must not be cut off.
 func (f *fleet) apply(ctx context.Context, now etcd.NetworkConfigs) {
 	f.mu.Lock()
 	defer f.mu.Unlock()

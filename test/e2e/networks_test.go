@@ -11,6 +11,7 @@ import (
 	"net/http"
 	"net/netip"
 	"os"
+	"regexp"
 	"slices"
 	"strings"
 	"testing"
@@ -652,6 +653,38 @@ func TestNetworksOfACompactedStore(t *testing.T) {
 			return nil
 		})
 	}
+}
+
+// TestPageNetworks runs the commands of the page on a host, in their order. It starts the daemon where
+// the page does, and compares what flannelctl networks prints.
+func TestPageNetworks(t *testing.T) {
+	t.Parallel()
+	const page = "networks.md"
+	l := newLab(t, lab.Config{Hosts: 1}, "")
+	m := newMachine(t, l.Host(1))
+	subnet := regexp.MustCompile(`(10\.[56])\.[0-9]+\.0/24`)
+	for _, command := range pageCommands(t, page) {
+		args := strings.Fields(command)
+		switch program := args[0]; {
+		case program == "flanneld" && args[1] == "--watch-networks": // instead of the command before it
+		case program == "flanneld":
+			startNetworks(t, l, args[1:]...)
+			expectPhase(t, l, "red", "serving")
+			expectPhase(t, l, "green", "serving")
+		case program == "etcdctl", program == "flannelctl":
+			out := m.run(command)
+			if command != "flannelctl networks" {
+				continue
+			}
+			got, want := "$ "+command+"\n"+out, pageBlock(t, page, "$ "+command)
+			words := func(s string) []string { return strings.Fields(subnet.ReplaceAllString(s, "$1")) } // widths depend on the subnets
+			if !slices.Equal(words(got), words(want)) {
+				t.Errorf("%s\nwant as on the page\n%s", got, want)
+			}
+		}
+	}
+	expectLog(t, l.Host(1).Daemon(), `"network was deleted: its lease, devices, routes, rules and files are gone" network="green"`)
+	expectPhase(t, l, "red", "serving")
 }
 
 // TestNetworksCNI gives pods on two hosts an interface in each of two networks, by two CNI
