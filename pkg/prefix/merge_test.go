@@ -27,7 +27,7 @@ func TestMerge(t *testing.T) {
 		{"10.5.7.1/16", "[10.5.0.0/16]"},
 	} {
 		var all []netip.Prefix
-		for _, s := range strings.Fields(tc.all) {
+		for s := range strings.FieldsSeq(tc.all) {
 			all = append(all, netip.MustParsePrefix(s))
 		}
 		if got := fmt.Sprint(prefix.Merge(all)); got != tc.want {
