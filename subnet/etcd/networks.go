@@ -62,7 +62,7 @@ func (m *Manager) Networks(ctx context.Context, names []string, known func() map
 	for {
 		now, err := m.listConfigs(ctx, keys)
 		if err == nil {
-			now.Deleted, err = m.deleted(ctx, sightings(known, seen), now.Texts)
+			now.Deleted, err = m.deleted(ctx, sightings(known, seen), now)
 		}
 		if err == nil {
 			for _, name := range now.Deleted {
@@ -132,14 +132,15 @@ func (m *Manager) Sight(ctx context.Context, own subnet.Lease) (s subnet.Sightin
 	return s, err
 }
 
-// deleted returns the networks in known that have no configuration any more because it was deleted.
-func (m *Manager) deleted(ctx context.Context, known map[string]subnet.Sighting, texts map[string][]byte) (names []string, err error) {
+// deleted returns the networks in known that have no configuration in a listing because it was deleted.
+func (m *Manager) deleted(ctx context.Context, known map[string]subnet.Sighting, listed NetworkConfigs) (names []string, err error) {
 	for _, name := range slices.Sorted(maps.Keys(known)) {
-		if _, exists := texts[name]; exists {
+		if _, exists := listed.Texts[name]; exists {
 			continue
 		}
 		was, err := m.hasLease(ctx, name, known[name])
-		if err == nil && !was {
+		// A store that has reached the revision only after the listing is another one.
+		if err == nil && !was && known[name].Revision <= listed.Revision {
 			was, err = m.hadConfig(ctx, name, known[name].Revision)
 		}
 		if err != nil {

@@ -121,6 +121,21 @@ func TestNetworks(t *testing.T) {
 	some.expect(map[string]string{})
 }
 
+// TestNetworkPutAfterTheListing lists an emptied store before the configuration is put again, at the
+// revision at which the host had seen it.
+func TestNetworkPutAfterTheListing(t *testing.T) {
+	f := newFixture(t, sharedServer(t))
+	m := f.manager(t)
+	listed, err := m.listConfigs(t.Context(), []string{m.root()})
+	if err != nil {
+		t.Fatal(err)
+	}
+	known := map[string]subnet.Sighting{"red": {Revision: f.put(t, "red/config", "r1")}}
+	if names, err := m.deleted(t.Context(), known, listed); err != nil || len(names) > 0 {
+		t.Errorf("deleted %v, %v, want none", names, err)
+	}
+}
+
 // TestNetworkShares takes leases in two networks through one connection, and releases one.
 func TestNetworkShares(t *testing.T) {
 	f := newFixture(t, sharedServer(t))
