@@ -84,24 +84,10 @@ func (s *startup) prepare(ctx context.Context) (backend.Backend, lastknown.State
 	last.Config, last.Interface, last.Own, last.Stored = cfg, iface, own, nil
 	last.Recalled = false
 	if s.name != "" {
-		last.Seen = s.sight(ctx, own, last.Seen)
+		last.Seen = s.sight(ctx, s.store, own, last.Seen)
 		last.Name, last.Prefix = s.name, strings.TrimSuffix(s.opts.EtcdPrefix, "/"+s.name)
 	}
 	return be, last, nil
-}
-
-// sight returns when the store has had the configuration of one of several networks. before is when
-// it had it at the last time.
-func (s *startup) sight(ctx context.Context, own subnet.Lease, before subnet.Sighting) subnet.Sighting {
-	store, ok := s.store.(subnet.Sighter)
-	if !ok {
-		return before
-	}
-	now, err := store.Sight(ctx, own)
-	if err != nil || now == (subnet.Sighting{}) {
-		return before
-	}
-	return now
 }
 
 // readConfig waits for a valid network configuration.

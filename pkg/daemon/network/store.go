@@ -82,3 +82,17 @@ func publicIPs(ctx context.Context, m Store) ([]netip.Addr, error) {
 	}
 	return nil, nil
 }
+
+// sight returns when the store has had the configuration of one of several networks. before is when
+// it had it at the last time.
+func (*parts) sight(ctx context.Context, m Store, own subnet.Lease, before subnet.Sighting) subnet.Sighting {
+	store, ok := m.(subnet.Sighter)
+	if !ok {
+		return before
+	}
+	now, err := store.Sight(ctx, own)
+	if err != nil || now == (subnet.Sighting{}) {
+		return before
+	}
+	return now
+}
