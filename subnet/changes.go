@@ -35,7 +35,9 @@ func Changes(from, to Config) []string {
 	note("EnableNFTables", from.NFTables, to.NFTables)
 	note("NonMasqueradeCIDRs", sortedPrefixes(from.NonMasquerade), sortedPrefixes(to.NonMasquerade))
 	note("Backend.Type", from.BackendType, to.BackendType)
-	return append(changes, backendChanges(from.Backend, to.Backend)...)
+	changes = append(changes, backendChanges("Backend", from.Backend, to.Backend)...)
+	note("NextBackend.Type", cmp.Or(from.NextType, "none"), cmp.Or(to.NextType, "none"))
+	return append(changes, backendChanges("NextBackend", from.NextBackend, to.NextBackend)...)
 }
 
 type networkText struct{ net, pool string }
@@ -61,8 +63,8 @@ func sortedPrefixes(ps []netip.Prefix) []netip.Prefix {
 	return slices.Compact(s)
 }
 
-// backendChanges compares the Backend objects. It shows the values that are Public.
-func backendChanges(from, to json.RawMessage) []string {
+// backendChanges compares the objects of the given key. It shows the values that are Public.
+func backendChanges(key string, from, to json.RawMessage) []string {
 	a, b := backendKeys(from), backendKeys(to)
 	names := map[string]string{}
 	for _, keys := range []map[string]backendKey{a, b} {
@@ -76,7 +78,7 @@ func backendChanges(from, to json.RawMessage) []string {
 		if folded == "type" || reflect.DeepEqual(old.value, now.value) {
 			continue
 		}
-		change := "Backend." + names[folded]
+		change := key + "." + names[folded]
 		if old.public() && now.public() {
 			change += fmt.Sprintf(" %s -> %s", old, now)
 		}

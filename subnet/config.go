@@ -18,6 +18,10 @@ type Config struct {
 	NonMasquerade []netip.Prefix  `json:",omitempty"`
 	BackendType   string          // lower case; "udp" if the configuration has no Backend
 	Backend       json.RawMessage // nil if the configuration has no Backend
+	// NextType and NextBackend describe the backend to which the network migrates. They are
+	// zero if it does not.
+	NextType    string          `json:",omitempty"`
+	NextBackend json.RawMessage `json:",omitempty"`
 }
 
 // Network is the flat network of one address family.
@@ -31,6 +35,21 @@ type Network struct {
 
 // Family returns the network's address family.
 func (n Network) Family() prefix.Family { return prefix.FamilyOf(n.Prefix.Addr()) }
+
+// Migrates reports whether the network migrates from one backend to another.
+func (c Config) Migrates() bool { return c.NextBackend != nil }
+
+// Present returns the configuration with the present backend alone.
+func (c Config) Present() Config {
+	c.NextType, c.NextBackend = "", nil
+	return c
+}
+
+// Next returns the configuration with the next backend alone.
+func (c Config) Next() Config {
+	c.BackendType, c.Backend = c.NextType, c.NextBackend
+	return c.Present()
+}
 
 // Network returns the network of family f; ok is false if it is not enabled.
 func (c Config) Network(f prefix.Family) (n Network, ok bool) {

@@ -6,6 +6,7 @@ import (
 	"cmp"
 	"encoding/json"
 	"net/netip"
+	"slices"
 	"time"
 
 	"github.com/flanneld/flanneld/pkg/prefix"
@@ -19,6 +20,8 @@ type Endpoint struct {
 	Subnet   netip.Prefix
 	PublicIP netip.Addr
 	Data     json.RawMessage `json:",omitempty"` // of the backend, opaque here; nil if there is none
+	// NextData is the data of the next backend, during a migration.
+	NextData json.RawMessage `json:",omitempty"`
 }
 
 // Family returns the endpoint's address family.
@@ -29,6 +32,7 @@ type Lease struct {
 	Key         string     // etcd key below subnets/, or name of the Node
 	Order       uint64     // time of its creation in the store: etcd's create revision, or the Node's creation time
 	BackendType string     // as stored; empty for backends that store none
+	NextType    string     `json:",omitempty"` // type of the next backend in the configuration, during a migration; otherwise empty
 	Endpoints   []Endpoint // one for each family that the lease has, IPv4 first
 	Permanent   bool       // it does not expire: a reservation, or the own lease of a Kubernetes node
 	Expires     time.Time  // own lease only
@@ -36,6 +40,19 @@ type Lease struct {
 
 // Endpoint returns the lease's endpoint of family f.
 func (l Lease) Endpoint(f prefix.Family) (e Endpoint, ok bool) { return endpoint(l.Endpoints, f) }
+
+// Claim returns the claim that leads to l.
+func (l Lease) Claim() Claim {
+	return Claim{BackendType: l.BackendType, NextType: l.NextType, Endpoints: l.Endpoints}
+}
+
+// Next returns the lease that the node would have with its next backend alone, which
+// stores backendType.
+func (l Lease) Next(backendType string) Lease {
+	l.BackendType, l.NextType = backendType, ""
+	l.Endpoints = nextEndpoints(l.Endpoints)
+	return l
+}
 
 // Subnets returns the subnets of all families.
 func (l Lease) Subnets() []netip.Prefix {
@@ -50,11 +67,27 @@ func (l Lease) Subnets() []netip.Prefix {
 // Subnet in an endpoint is the subnet that the node had before and wants again.
 type Claim struct {
 	BackendType string
+	NextType    string     // see Lease
 	Endpoints   []Endpoint // one for each enabled family, IPv4 first
 }
 
 // Endpoint returns the claim's endpoint of family f.
 func (c Claim) Endpoint(f prefix.Family) (e Endpoint, ok bool) { return claimed(c.Endpoints, f) }
+
+// Next returns the claim that the node would make with its next backend alone, which
+// stores backendType.
+func (c Claim) Next(backendType string) Claim {
+	return Claim{BackendType: backendType, Endpoints: nextEndpoints(c.Endpoints)}
+}
+
+// nextEndpoints returns es with the data of the next backend alone.
+func nextEndpoints(es []Endpoint) []Endpoint {
+	next := slices.Clone(es)
+	for i := range next {
+		next[i].Data, next[i].NextData = next[i].NextData, nil
+	}
+	return next
+}
 
 func endpoint(es []Endpoint, f prefix.Family) (Endpoint, bool) {
 	for _, e := range es {

@@ -32,6 +32,8 @@ type wireConfig struct {
 	IPv6SubnetMax json.RawMessage // last IPv6 subnet to hand out; derived if absent
 
 	Backend json.RawMessage // how packets travel: an object with Type and the keys of that backend; udp if absent
+	// the backend to which the network migrates, in the form of Backend; absent if it does not
+	NextBackend json.RawMessage
 }
 
 // Defaults returns the keys of the network configuration with their defaults, as a struct. The
@@ -90,9 +92,18 @@ func ParseConfig(raw []byte) (cfg Config, warnings []string, err error) {
 		return Config{}, nil, invalid("no address family is enabled: EnableIPv4 and EnableIPv6 are both false")
 	}
 	if w.Backend != nil {
-		if cfg.BackendType, err = backendType(w.Backend); err != nil {
+		if cfg.BackendType, err = backendType("Backend", w.Backend); err != nil {
 			return Config{}, nil, invalid("%w", err)
 		}
+	}
+	if w.NextBackend != nil && !isNull(w.NextBackend) {
+		if cfg.NextType, err = backendType("NextBackend", w.NextBackend); err != nil {
+			return Config{}, nil, invalid("%w", err)
+		}
+		if cfg.NextType == "" {
+			return Config{}, nil, invalid("NextBackend has no Type: want the type of the backend to migrate to")
+		}
+		cfg.NextBackend = w.NextBackend
 	}
 	return cfg, UnknownKeys(raw, fieldNames(&w)...), nil
 }
@@ -182,13 +193,14 @@ func ofFamily(f prefix.Family, a netip.Addr) bool {
 	return prefix.FamilyOf(a) == f && !a.Is4In6()
 }
 
-func backendType(raw json.RawMessage) (string, error) {
+// backendType returns the type in the object raw, which is the value of key.
+func backendType(key string, raw json.RawMessage) (string, error) {
 	var b struct{ Type string }
 	if isNull(raw) {
 		return "", nil
 	}
 	if err := decodeObject(raw, &b); err != nil {
-		return "", fmt.Errorf("Backend: %w", err)
+		return "", fmt.Errorf("%s: %w", key, err)
 	}
 	return strings.ToLower(b.Type), nil
 }

@@ -329,7 +329,7 @@ func flatten(text []byte, m map[string]leaf) {
 		}
 		text, _ := json.Marshal(v)                               // cannot fail for a decoded value
 		key, below, _ := strings.Cut(strings.ToLower(path), ".") // flanneld ignores case
-		m[path] = leaf{string(text), key == "backend" && below != "type" && !subnet.Public(v)}
+		m[path] = leaf{string(text), (key == "backend" || key == "nextbackend") && below != "type" && !subnet.Public(v)}
 	}
 	walk("", v)
 }

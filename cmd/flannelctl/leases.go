@@ -213,8 +213,8 @@ func watchLeases(ctx context.Context, w io.Writer, watch func(context.Context, f
 }
 
 func same(a, b *subnet.Lease) bool {
-	return a.BackendType == b.BackendType && slices.EqualFunc(a.Endpoints, b.Endpoints, func(x, y subnet.Endpoint) bool {
-		return x.Subnet == y.Subnet && x.PublicIP == y.PublicIP && string(x.Data) == string(y.Data)
+	return a.BackendType == b.BackendType && a.NextType == b.NextType && slices.EqualFunc(a.Endpoints, b.Endpoints, func(x, y subnet.Endpoint) bool {
+		return x.Subnet == y.Subnet && x.PublicIP == y.PublicIP && string(x.Data) == string(y.Data) && string(x.NextData) == string(y.NextData)
 	})
 }
 

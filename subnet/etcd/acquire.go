@@ -273,10 +273,11 @@ func (m *Manager) update(ctx context.Context, pools []subnet.Pool, c subnet.Clai
 
 // claimOn returns the lease that c makes on subnets.
 func claimOn(key string, subnets []netip.Prefix, c subnet.Claim) (ownLease, error) {
-	own := ownLease{key: key, claim: subnet.Claim{BackendType: c.BackendType}}
+	own := ownLease{key: key, claim: subnet.Claim{BackendType: c.BackendType, NextType: c.NextType}}
 	for _, s := range subnets {
 		e, _ := c.Endpoint(prefix.FamilyOf(s.Addr()))
-		own.claim.Endpoints = append(own.claim.Endpoints, subnet.Endpoint{Subnet: s, PublicIP: e.PublicIP, Data: e.Data})
+		e.Subnet = s
+		own.claim.Endpoints = append(own.claim.Endpoints, e)
 	}
 	var err error
 	own.value, err = encode(own.claim)
@@ -465,7 +466,7 @@ func (m *Manager) remember(ctx context.Context, own ownLease, replaced ...entry)
 
 func (o ownLease) lease() subnet.Lease {
 	l := subnet.Lease{
-		Key: o.key, Order: uint64(o.create), BackendType: o.claim.BackendType, Endpoints: o.claim.Endpoints,
+		Key: o.key, Order: uint64(o.create), BackendType: o.claim.BackendType, NextType: o.claim.NextType, Endpoints: o.claim.Endpoints,
 		Permanent: o.grant.id == 0,
 	}
 	if !l.Permanent {

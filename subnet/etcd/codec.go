@@ -81,6 +81,11 @@ type wireLease struct {
 	BackendType   string          `json:",omitempty"`
 	BackendData   json.RawMessage `json:",omitempty"`
 	BackendV6Data json.RawMessage `json:",omitempty"`
+
+	// The rest is only in leases of hosts in a migration. flannel ignores it.
+	NextBackendType   string          `json:",omitempty"`
+	NextBackendData   json.RawMessage `json:",omitempty"`
+	NextBackendV6Data json.RawMessage `json:",omitempty"`
 }
 
 // encode returns the value of the key of a node that publishes c.
@@ -88,13 +93,13 @@ func encode(c subnet.Claim) ([]byte, error) {
 	w := wireLease{
 		PublicIP:    json.RawMessage(`"0.0.0.0"`),
 		PublicIPv6:  json.RawMessage(`null`),
-		BackendType: c.BackendType,
+		BackendType: c.BackendType, NextBackendType: c.NextType,
 	}
 	if e, ok := c.Endpoint(prefix.IPv4); ok {
-		w.PublicIP, w.BackendData = quote(e.PublicIP), e.Data
+		w.PublicIP, w.BackendData, w.NextBackendData = quote(e.PublicIP), e.Data, e.NextData
 	}
 	if e, ok := c.Endpoint(prefix.IPv6); ok && e.PublicIP.IsValid() {
-		w.PublicIPv6, w.BackendV6Data = quote(e.PublicIP), e.Data
+		w.PublicIPv6, w.BackendV6Data, w.NextBackendV6Data = quote(e.PublicIP), e.Data, e.NextData
 	}
 	value, err := json.Marshal(w)
 	if err != nil {
@@ -105,35 +110,41 @@ func encode(c subnet.Claim) ([]byte, error) {
 
 func quote(a netip.Addr) json.RawMessage { return json.RawMessage(strconv.Quote(a.String())) }
 
-// decode returns the lease's backend type and endpoints from the subnets that
-// its key names and its value. Only the address families of the key are read.
-func decode(subnets []netip.Prefix, value []byte) (backendType string, endpoints []subnet.Endpoint, err error) {
+// decode returns the claim in a lease from the subnets that its key names and its value.
+// Only the address families of the key are read.
+func decode(subnets []netip.Prefix, value []byte) (c subnet.Claim, err error) {
 	if len(value) > maxValue {
-		return "", nil, fmt.Errorf("value has %d bytes (at most %d are read)", len(value), maxValue)
+		return subnet.Claim{}, fmt.Errorf("value has %d bytes (at most %d are read)", len(value), maxValue)
 	}
 	w, plain := decodePlain(value)
 	if !plain {
 		if w, err = decodeAny(value); err != nil {
-			return "", nil, err
+			return subnet.Claim{}, err
 		}
 	}
-	endpoints = make([]subnet.Endpoint, 0, len(subnets))
+	c = subnet.Claim{BackendType: w.BackendType, NextType: w.NextBackendType, Endpoints: make([]subnet.Endpoint, 0, len(subnets))}
 	for _, s := range subnets {
-		e := subnet.Endpoint{Subnet: s, Data: w.BackendData}
+		e := subnet.Endpoint{Subnet: s, Data: w.BackendData, NextData: w.NextBackendData}
 		name, public := "PublicIP", w.PublicIP
 		if e.Family() == prefix.IPv6 {
-			name, public, e.Data = "PublicIPv6", w.PublicIPv6, w.BackendV6Data
+			name, public, e.Data, e.NextData = "PublicIPv6", w.PublicIPv6, w.BackendV6Data, w.NextBackendV6Data
 		}
-		if string(e.Data) == "null" {
-			e.Data = nil
-		}
-		e.Data = bytes.Clone(e.Data) // value is larger, and does not stay in memory
+		e.Data, e.NextData = detached(e.Data), detached(e.NextData)
 		if e.PublicIP, err = decodeAddr(e.Family(), public); err != nil {
-			return "", nil, fmt.Errorf("%s %w", name, err)
+			return subnet.Claim{}, fmt.Errorf("%s %w", name, err)
 		}
-		endpoints = append(endpoints, e)
+		c.Endpoints = append(c.Endpoints, e)
 	}
-	return w.BackendType, endpoints, nil
+	return c, nil
+}
+
+// detached returns a copy of backend data, or nil if there is none. The value that contains
+// raw is larger, and does not stay in memory.
+func detached(raw json.RawMessage) json.RawMessage {
+	if string(raw) == "null" {
+		return nil
+	}
+	return bytes.Clone(raw)
 }
 
 // decodeAny reads a value in any form that JSON has.
@@ -152,7 +163,7 @@ func decodeAny(value []byte) (w wireLease, err error) {
 // of the result are parts of value.
 func decodePlain(value []byte) (w wireLease, ok bool) {
 	ok = plainjson.Object(value, func(key, value []byte) bool {
-		into := &w.BackendData
+		into, word := &w.BackendData, &w.BackendType
 		switch string(key) {
 		case "PublicIP":
 			into = &w.PublicIP
@@ -161,12 +172,19 @@ func decodePlain(value []byte) (w wireLease, ok bool) {
 		case "BackendData":
 		case "BackendV6Data":
 			into = &w.BackendV6Data
-		case "BackendType":
+		case "NextBackendData":
+			into = &w.NextBackendData
+		case "NextBackendV6Data":
+			into = &w.NextBackendV6Data
+		case "BackendType", "NextBackendType":
+			if string(key) == "NextBackendType" {
+				word = &w.NextBackendType
+			}
 			text, ok := plainjson.Text(value)
-			if !ok || w.BackendType != "" {
+			if !ok || *word != "" {
 				return false
 			}
-			w.BackendType = string(text)
+			*word = string(text)
 			return true
 		default: // keys in another case count, too
 			return false

@@ -69,13 +69,20 @@ func TestValue(t *testing.T) {
 		{"10.5.4.0-24&fd00:10:5:47::-64", `{"PublicIP":"192.168.77.1","PublicIPv6":"fd00:77::1","BackendType":"vxlan",` +
 			`"BackendData":{"VNI":1,"VtepMAC":"a6:c8:ad:df:51:5f"},"BackendV6Data":{"VNI":1,"VtepMAC":"5a:ee:70:44:d2:ea"}}`},
 		{"0.0.0.0-0&fd50:0:0:16::-64", `{"PublicIP":"0.0.0.0","PublicIPv6":"fd00:77::1","BackendType":"host-gw"}`},
+
+		// In a migration, the data of the next backend comes last.
+		{"10.5.0.0-24", `{"PublicIP":"192.168.64.3","PublicIPv6":null,"BackendType":"vxlan","BackendData":{"VNI":1,"VtepMAC":"c6:d2:32:6f:8f:44"},` +
+			`"NextBackendType":"wireguard","NextBackendData":{"PublicKey":"aGVsbG8+/=="}}`},
+		{"10.5.4.0-24&fd00:10:5:47::-64", `{"PublicIP":"192.168.77.1","PublicIPv6":"fd00:77::1","BackendType":"host-gw",` +
+			`"NextBackendType":"vxlan","NextBackendData":{"VNI":1,"VtepMAC":"a6:c8:ad:df:51:5f"},"NextBackendV6Data":{"VNI":1,"VtepMAC":"5a:ee:70:44:d2:ea"}}`},
+		{"10.5.0.0-24", `{"PublicIP":"192.168.64.3","PublicIPv6":null,"NextBackendType":"host-gw"}`},
 	} {
 		subnets, err := parseKey(tc.key)
 		if err != nil {
 			t.Fatal(err)
 		}
-		var c subnet.Claim
-		if c.BackendType, c.Endpoints, err = decode(subnets, []byte(tc.value)); err != nil {
+		c, err := decode(subnets, []byte(tc.value))
+		if err != nil {
 			t.Errorf("%s: %v", tc.value, err)
 		}
 		if again, err := encode(c); err != nil || string(again) != tc.value {
@@ -91,11 +98,13 @@ func TestDecodePlain(t *testing.T) {
 		`{"PublicIP":"10.99.0.2","PublicIPv6":null,"BackendType":"host-gw"}`: true,
 		`{"PublicIP":"192.168.77.1","PublicIPv6":"fd00:77::1","BackendType":"vxlan",` +
 			`"BackendData":{"VNI":1,"VtepMAC":"a6:c8:ad:df:51:5f"},"BackendV6Data":{"VNI":1,"VtepMAC":"5a:ee:70:44:d2:ea"}}`: true,
-		`{"PublicIP":"10.99.0.2","BackendType":"wireguard","BackendData":{"PublicKey":"aGVsbG8+/=="}}`: true,
+		`{"PublicIP":"10.99.0.2","BackendType":"wireguard","BackendData":{"PublicKey":"aGVsbG8+/=="}}`:                                     true,
+		`{"PublicIP":"10.99.0.2","BackendType":"vxlan","NextBackendType":"udp","NextBackendData":{"a":"b"},"NextBackendV6Data":{"a":"b"}}`: true,
 
 		`{"PublicIP":"10.99.0.2","publicip":"10.99.0.3"}`:  false,
 		`{"PublicIP":"10.99.0.2","PublicIP":"10.99.0.3"}`:  false,
 		`{"BackendType":"vxlan","BackendType":"host-gw"}`:  false,
+		`{"NextBackendType":"a","NextBackendType":"b"}`:    false,
 		`{"PublicIP":"10.99.0.2","Other":1}`:               false,
 		`{"PublicIP":"10.99.0.2","BackendType":null}`:      false,
 		`{"PublicIP": "10.99.0.2"}`:                        false,
@@ -131,8 +140,8 @@ func TestDecode(t *testing.T) {
 		},
 		{"the other family's address does not matter", `{"PublicIP":"","PublicIPv6":"2001:db8::1"}`, dual[1:], []subnet.Endpoint{{Subnet: v6, PublicIP: ip6}}},
 	} {
-		_, got, err := decode(tc.subnets, []byte(tc.value))
-		if diff := cmp.Diff(tc.want, got, cmpopts.EquateComparable(netip.Addr{}, netip.Prefix{})); err != nil || diff != "" {
+		got, err := decode(tc.subnets, []byte(tc.value))
+		if diff := cmp.Diff(tc.want, got.Endpoints, cmpopts.EquateComparable(netip.Addr{}, netip.Prefix{})); err != nil || diff != "" {
 			t.Errorf("%s: %v (-want +got):\n%s", tc.name, err, diff)
 		}
 	}
@@ -151,7 +160,7 @@ func TestDecode(t *testing.T) {
 		`{"PublicIP":"` + strings.Repeat("1", 1000) + `"}`:         "is not an IPv4 address",
 		strings.Repeat("x", 1<<20):                                 "value has 1048576 bytes",
 	} {
-		_, _, err := decode(dual, []byte(value))
+		_, err := decode(dual, []byte(value))
 		if err == nil || !strings.Contains(err.Error(), want) || len(err.Error()) > 250 || strings.Contains(err.Error(), "\n") {
 			t.Errorf("%.40s: error is %v, want one short line with %q", value, err, want)
 		}
@@ -184,6 +193,7 @@ func FuzzParseValue(f *testing.F) {
 		`{"PublicIP":"10.99.0.2","PublicIPv6":null,"BackendType":"host-gw"}`,
 		`{"PublicIP":"192.168.77.1","PublicIPv6":"fd00:77::1","BackendType":"vxlan","BackendData":{"VNI":1},"BackendV6Data":{"VNI":1}}`,
 		`{"PublicIP":null}`, `null`, `{}`, ``, `{"BackendData":null}`,
+		`{"PublicIP":"192.0.2.1","NextBackendType":"vxlan","NextBackendData":{"VNI":7},"NextBackendV6Data":null}`,
 	} {
 		f.Add([]byte(s))
 	}
@@ -195,20 +205,19 @@ func FuzzParseValue(f *testing.F) {
 				t.Errorf("%q is read in two ways: %v (-slow +fast):\n%s", value, err, diff)
 			}
 		}
-		backendType, endpoints, err := decode(subnets, value)
+		c, err := decode(subnets, value)
 		if err != nil {
 			if strings.Contains(err.Error(), "\n") {
 				t.Errorf("error has more than one line: %q", err)
 			}
 			return
 		}
-		c := subnet.Claim{BackendType: backendType, Endpoints: endpoints}
 		raw, err := encode(c)
 		if err != nil {
 			t.Fatal(err)
 		}
-		backendType, endpoints, err = decode(subnets, raw)
-		again, err2 := encode(subnet.Claim{BackendType: backendType, Endpoints: endpoints})
+		c, err = decode(subnets, raw)
+		again, err2 := encode(c)
 		if err != nil || err2 != nil || string(again) != string(raw) {
 			t.Errorf("%s\nbecomes %s\nthen    %s, %v, %v", value, raw, again, err, err2)
 		}

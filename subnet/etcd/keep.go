@@ -132,7 +132,7 @@ func (m *Manager) ownOr(l subnet.Lease) (ownLease, error) {
 	if m.own.exists() {
 		return m.own, nil
 	}
-	own := ownLease{key: l.Key, create: int64(l.Order), claim: subnet.Claim{BackendType: l.BackendType, Endpoints: l.Endpoints}}
+	own := ownLease{key: l.Key, create: int64(l.Order), claim: l.Claim()}
 	var err error
 	own.value, err = encode(own.claim)
 	return own, err

@@ -50,7 +50,9 @@ func (m *Manager) entry(kv *mvccpb.KeyValue) entry {
 		return e
 	}
 	e.lease = subnet.Lease{Key: e.key, Order: uint64(kv.CreateRevision), Permanent: kv.Lease == 0}
-	e.lease.BackendType, e.lease.Endpoints, e.err = decode(e.subnets, kv.Value)
+	var c subnet.Claim
+	c, e.err = decode(e.subnets, kv.Value)
+	e.lease.BackendType, e.lease.NextType, e.lease.Endpoints = c.BackendType, c.NextType, c.Endpoints
 	return e
 }
 
@@ -234,5 +236,5 @@ func (m *Manager) Recall(ctx context.Context, own subnet.Claim) (subnet.Claim, e
 			return subnet.Claim{}, nil
 		}
 	}
-	return subnet.Claim{BackendType: found.lease.BackendType, Endpoints: found.lease.Endpoints}, nil
+	return found.lease.Claim(), nil
 }

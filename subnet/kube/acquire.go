@@ -67,7 +67,7 @@ func (m *Manager) acquire(ctx context.Context, s *ownNode, cfg subnet.Config, c 
 	}
 	m.writing.Lock()
 	defer m.writing.Unlock()
-	claim := subnet.Claim{BackendType: c.BackendType, Endpoints: es}
+	claim := subnet.Claim{BackendType: c.BackendType, NextType: c.NextType, Endpoints: es}
 	want, wrong := m.wanted(s, claim)
 	m.warnIgnored(ctx, wrong)
 	if changes := m.keys.difference(s.published(), want); len(changes) > 0 {
@@ -78,6 +78,6 @@ func (m *Manager) acquire(ctx context.Context, s *ownNode, cfg subnet.Config, c 
 	m.own.Store(&claim)
 	m.justRead.Store(s) // its revision is for Watch
 	return subnet.Lease{
-		Key: name, Order: uint64(s.created), BackendType: c.BackendType, Endpoints: es, Permanent: true,
+		Key: name, Order: uint64(s.created), BackendType: c.BackendType, NextType: c.NextType, Endpoints: es, Permanent: true,
 	}, nil
 }

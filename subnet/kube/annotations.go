@@ -27,6 +27,9 @@ const (
 	backendV6Data
 	publicIP
 	publicIPv6
+	nextBackendType // these three only during a migration
+	nextBackendData
+	nextBackendV6Data
 	// The rest is read from the own Node only, and never written.
 	publicIPOverwrite
 	publicIPv6Overwrite
@@ -71,6 +74,7 @@ func newKeys(p string) *keys {
 		managed: "kube-subnet-manager", backendType: "backend-type",
 		backendData: "backend-data", backendV6Data: "backend-v6-data",
 		publicIP: "public-ip", publicIPv6: "public-ipv6",
+		nextBackendType: "next-backend-type", nextBackendData: "next-backend-data", nextBackendV6Data: "next-backend-v6-data",
 		publicIPOverwrite: "public-ip-overwrite", publicIPv6Overwrite: "public-ipv6-overwrite",
 		nodePublicIP: "node-public-ip", nodePublicIPv6: "node-public-ipv6",
 	}
@@ -84,9 +88,9 @@ func newKeys(p string) *keys {
 func (k *keys) newDecoder() *wire.Decoder { return wire.NewDecoder(k[:]) }
 
 // annotationsOf are the annotations that belong to one family.
-var annotationsOf = map[prefix.Family]struct{ data, public, overwrite, node annotation }{
-	prefix.IPv4: {backendData, publicIP, publicIPOverwrite, nodePublicIP},
-	prefix.IPv6: {backendV6Data, publicIPv6, publicIPv6Overwrite, nodePublicIPv6},
+var annotationsOf = map[prefix.Family]struct{ data, nextData, public, overwrite, node annotation }{
+	prefix.IPv4: {backendData, nextBackendData, publicIP, publicIPOverwrite, nodePublicIP},
+	prefix.IPv6: {backendV6Data, nextBackendV6Data, publicIPv6, publicIPv6Overwrite, nodePublicIPv6},
 }
 
 var families = []prefix.Family{prefix.IPv4, prefix.IPv6}
@@ -107,12 +111,18 @@ func encode(c subnet.Claim) notes {
 	var n notes
 	n[managed] = note{"true", true}
 	n[backendType] = note{c.BackendType, true}
+	if c.NextType != "" {
+		n[nextBackendType] = note{c.NextType, true}
+	}
 	for _, f := range families {
 		of := annotationsOf[f]
 		e, ok := c.Endpoint(f)
 		switch {
 		case ok:
 			n[of.data], n[of.public] = note{dataText(e.Data), true}, note{e.PublicIP.String(), true}
+			if len(e.NextData) > 0 {
+				n[of.nextData] = note{string(e.NextData), true}
+			}
 		case f == prefix.IPv4 && c.BackendType != "vxlan":
 			n[of.data], n[of.public] = note{"null", true}, note{"0.0.0.0", true}
 		}
@@ -134,16 +144,19 @@ const maxAnnotation = 16 << 10
 // errNotManaged means that flannel does not manage a Node, or not yet.
 var errNotManaged = errors.New("it has no annotation kube-subnet-manager")
 
-// decode returns the endpoints that a node publishes, on the subnets that the API gave it. A family
+// decode returns the claim that a node publishes, with endpoints on the subnets that the API gave it. A family
 // without a subnet or without annotations has no endpoint. A family that cannot be read has the
 // endpoint of last, the previous lease, unless that had another backend or subnet. err is the reason
 // then. If no family can be read, there are no endpoints.
-func (k *keys) decode(n notes, cidrs []netip.Prefix, last *subnet.Lease) (backend string, es []subnet.Endpoint, err error) {
+func (k *keys) decode(n notes, cidrs []netip.Prefix, last *subnet.Lease) (c subnet.Claim, err error) {
 	if n[managed].text != "true" {
-		return "", nil, errNotManaged
+		return subnet.Claim{}, errNotManaged
 	}
-	if backend, err = k.text(n, backendType); err != nil {
-		return "", nil, err
+	if c.BackendType, err = k.text(n, backendType); err != nil {
+		return subnet.Claim{}, err
+	}
+	if c.NextType, err = k.text(n, nextBackendType); err != nil {
+		return subnet.Claim{}, err
 	}
 	readable := false
 	for _, f := range families {
@@ -156,19 +169,19 @@ func (k *keys) decode(n notes, cidrs []netip.Prefix, last *subnet.Lease) (backen
 			readable = true
 		} else {
 			err = oneline.Join(err, wrong)
-			e, ok = lastGood(last, backend, f, cidr)
+			e, ok = lastGood(last, c.BackendType, f, cidr)
 		}
 		if ok {
-			es = append(es, e)
+			c.Endpoints = append(c.Endpoints, e)
 		}
 	}
 	switch {
 	case readable:
-		return backend, es, err
+		return c, err
 	case err == nil:
 		err = fmt.Errorf("no annotation %s or %s for podCIDRs %v", k[publicIP], k[publicIPv6], cidrs)
 	}
-	return "", nil, err
+	return subnet.Claim{}, err
 }
 
 // endpoint decodes one family.
@@ -186,6 +199,12 @@ func (k *keys) endpoint(n notes, f prefix.Family, cidr netip.Prefix) (subnet.End
 	}
 	if e.Data, err = parseData(text); err != nil {
 		return e, fmt.Errorf("annotation %s: %w", k[of.data], err)
+	}
+	if text, err = k.text(n, of.nextData); err != nil {
+		return e, err
+	}
+	if e.NextData, err = parseData(text); err != nil {
+		return e, fmt.Errorf("annotation %s: %w", k[of.nextData], err)
 	}
 	return e, nil
 }

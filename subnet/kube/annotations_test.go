@@ -80,6 +80,14 @@ func TestDifference(t *testing.T) {
 	if diff := cmp.Diff(map[string]*string{"a.b/public-ip": &moved, "a.b/public-ipv6": nil, "a.b/backend-v6-data": nil}, k.difference(have, want)); diff != "" {
 		t.Errorf("a changed address, and IPv6 gone (-want +got):\n%s", diff)
 	}
+	migrating := encode(subnet.Claim{BackendType: "vxlan", NextType: "host-gw", Endpoints: []subnet.Endpoint{next(endpoint("", "192.0.2.2", "{}"), "{}")}})
+	nextType, nextData := "host-gw", "{}"
+	if diff := cmp.Diff(map[string]*string{"a.b/next-backend-type": &nextType, "a.b/next-backend-data": &nextData}, k.difference(want, migrating)); diff != "" {
+		t.Errorf("a migration begins (-want +got):\n%s", diff)
+	}
+	if diff := cmp.Diff(map[string]*string{"a.b/next-backend-type": nil, "a.b/next-backend-data": nil}, k.difference(migrating, want)); diff != "" {
+		t.Errorf("a migration ends (-want +got):\n%s", diff)
+	}
 }
 
 func TestAnnotationPrefix(t *testing.T) {
@@ -118,6 +126,12 @@ func prefixes(texts ...string) []netip.Prefix {
 	return ps
 }
 
+// next returns e with data of the next backend.
+func next(e subnet.Endpoint, data string) subnet.Endpoint {
+	e.NextData = json.RawMessage(data)
+	return e
+}
+
 func TestDecode(t *testing.T) {
 	const mac = `{"VNI":1,"VtepMAC":"02:00:00:00:00:01"}`
 	v4, dual := prefixes("10.5.1.0/24"), prefixes("10.5.1.0/24", "fd00:5::/64")
@@ -142,6 +156,10 @@ func TestDecode(t *testing.T) {
 			[]subnet.Endpoint{endpoint("10.5.1.0/24", "192.0.2.1", "")}, ""},
 		{"IPv6 with the IPv4 pair of host-gw", published(map[annotation]string{backendData: "null", publicIP: "0.0.0.0", publicIPv6: "2001:db8::1"}), prefixes("fd00:5::/64"),
 			[]subnet.Endpoint{endpoint("fd00:5::/64", "2001:db8::1", "")}, ""},
+		{"dual in a migration", published(map[annotation]string{
+			backendData: mac, publicIP: "192.0.2.1", publicIPv6: "2001:db8::1", nextBackendType: "wireguard", nextBackendData: `{"a":1}`, nextBackendV6Data: "{}",
+		}), dual, []subnet.Endpoint{next(endpoint("10.5.1.0/24", "192.0.2.1", mac), `{"a":1}`), next(endpoint("fd00:5::/64", "2001:db8::1", ""), "{}")}, ""},
+		{"mangled data of the next backend", published(map[annotation]string{nextBackendData: "{", publicIP: "192.0.2.1"}), v4, nil, `annotation a.b/next-backend-data: "{" is not JSON`},
 		{"nothing at all", notes{}, v4, nil, "no annotation kube-subnet-manager"},
 		{"not true", notes{managed: {"false", true}, publicIP: {"192.0.2.1", true}}, v4, nil, "no annotation kube-subnet-manager"},
 		{"no address", published(nil), v4, nil, "no annotation a.b/public-ip"},
@@ -156,14 +174,14 @@ func TestDecode(t *testing.T) {
 	k := newKeys("a.b/")
 	for _, tt := range tests {
 		t.Run(tt.name, func(t *testing.T) {
-			_, got, err := k.decode(tt.notes, tt.cidrs, nil)
+			got, err := k.decode(tt.notes, tt.cidrs, nil)
 			if tt.err != "" {
 				if err == nil || !strings.Contains(err.Error(), tt.err) {
 					t.Errorf("got %v, %v, want an error with %q", got, err, tt.err)
 				}
 				return
 			}
-			if diff := cmp.Diff(tt.want, got, cmpopts.EquateComparable(netip.Addr{}, netip.Prefix{})); err != nil || diff != "" {
+			if diff := cmp.Diff(tt.want, got.Endpoints, cmpopts.EquateComparable(netip.Addr{}, netip.Prefix{})); err != nil || diff != "" {
 				t.Errorf("%v (-want +got):\n%s", err, diff)
 			}
 		})
@@ -201,8 +219,8 @@ func TestDecodeInPart(t *testing.T) {
 		t.Run(tt.name, func(t *testing.T) {
 			pairs := maps.Clone(good)
 			maps.Copy(pairs, tt.change)
-			_, got, err := k.decode(published(pairs), dual, tt.last)
-			if diff := cmp.Diff(tt.want, got, cmpopts.EquateComparable(netip.Addr{}, netip.Prefix{})); diff != "" {
+			got, err := k.decode(published(pairs), dual, tt.last)
+			if diff := cmp.Diff(tt.want, got.Endpoints, cmpopts.EquateComparable(netip.Addr{}, netip.Prefix{})); diff != "" {
 				t.Errorf("(-want +got):\n%s", diff)
 			}
 			if err == nil || !strings.Contains(err.Error(), tt.err) {
@@ -259,22 +277,22 @@ func FuzzDecode(f *testing.F) {
 			managed: {m, true}, backendType: {kind, true}, backendData: {data, true}, publicIP: {public, true},
 			backendV6Data: {data6, data6 != ""}, publicIPv6: {public6, public6 != ""},
 		}
-		kind, es, err := k.decode(n, on, nil)
+		c, err := k.decode(n, on, nil)
 		if err != nil {
 			if strings.ContainsAny(err.Error(), "\r\n") {
 				t.Errorf("error is not one line: %q", err)
 			}
-			if len(es) == 0 {
+			if len(c.Endpoints) == 0 {
 				return
 			}
 		}
 		var kept []netip.Prefix // without a family that cannot be read, for which host-gw and others publish 0.0.0.0
-		for _, e := range es {
+		for _, e := range c.Endpoints {
 			kept = append(kept, e.Subnet)
 		}
-		kind2, es2, err := k.decode(encode(subnet.Claim{BackendType: kind, Endpoints: es}), kept, nil)
-		if diff := cmp.Diff(es, es2, cmpopts.EquateComparable(netip.Addr{}, netip.Prefix{})); err != nil || kind2 != kind || diff != "" {
-			t.Errorf("comes back as %q, %v:\n%s", kind2, err, diff)
+		again, err := k.decode(encode(c), kept, nil)
+		if diff := cmp.Diff(c, again, cmpopts.EquateComparable(netip.Addr{}, netip.Prefix{})); err != nil || diff != "" {
+			t.Errorf("comes back differently, %v:\n%s", err, diff)
 		}
 	})
 }

@@ -31,7 +31,8 @@ func (m *Manager) Keep(ctx context.Context, own subnet.Lease) error {
 	wg.Go(func() { m.events.run(ctx) })
 	wg.Go(func() { m.warnPolicies(ctx) })
 	if m.own.Load() == nil {
-		m.own.Store(&subnet.Claim{BackendType: own.BackendType, Endpoints: own.Endpoints})
+		claim := own.Claim()
+		m.own.Store(&claim)
 	}
 	k := keeper{Manager: m}
 	b := m.backoff()

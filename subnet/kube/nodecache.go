@@ -228,13 +228,13 @@ func (c *nodeCache) decode(e *entry) {
 	if len(e.cidrs) == 0 {
 		return
 	}
-	backendType, es, err := c.keys.decode(e.notes, e.cidrs, e.lease)
-	if len(es) == 0 {
+	claim, err := c.keys.decode(e.notes, e.cidrs, e.lease)
+	if len(claim.Endpoints) == 0 {
 		e.err = err
 		return
 	}
 	e.err, e.partialErr = nil, err
-	l := &subnet.Lease{Key: e.name, Order: e.order, BackendType: backendType, Endpoints: es}
+	l := &subnet.Lease{Key: e.name, Order: e.order, BackendType: claim.BackendType, NextType: claim.NextType, Endpoints: claim.Endpoints}
 	if e.lease == nil || !sameLease(*e.lease, *l) {
 		e.lease, e.fresh = l, true
 	}
@@ -243,9 +243,9 @@ func (c *nodeCache) decode(e *entry) {
 // sameLease compares two leases. One of them may come from the state file, which has JSON in
 // another form.
 func sameLease(x, y subnet.Lease) bool {
-	return x.Key == y.Key && x.Order == y.Order && x.BackendType == y.BackendType &&
+	return x.Key == y.Key && x.Order == y.Order && x.BackendType == y.BackendType && x.NextType == y.NextType &&
 		slices.EqualFunc(x.Endpoints, y.Endpoints, func(x, y subnet.Endpoint) bool {
-			return x.Subnet == y.Subnet && x.PublicIP == y.PublicIP && sameJSON(x.Data, y.Data)
+			return x.Subnet == y.Subnet && x.PublicIP == y.PublicIP && sameJSON(x.Data, y.Data) && sameJSON(x.NextData, y.NextData)
 		})
 }
 

@@ -173,7 +173,7 @@ func (m *Manager) recalled(s *ownNode) subnet.Claim {
 	if n[managed].text != "true" {
 		return subnet.Claim{}
 	}
-	c := subnet.Claim{BackendType: n[backendType].text}
+	c := subnet.Claim{BackendType: n[backendType].text, NextType: n[nextBackendType].text}
 	for _, f := range families {
 		cidr, ok := ofFamily(s.cidrs, f)
 		of := annotationsOf[f]
@@ -184,6 +184,9 @@ func (m *Manager) recalled(s *ownNode) subnet.Claim {
 		e := subnet.Endpoint{Subnet: cidr, PublicIP: public}
 		if e.Data, err = parseData(n[of.data].text); err != nil {
 			e.Data = nil
+		}
+		if e.NextData, err = parseData(n[of.nextData].text); err != nil {
+			e.NextData = nil
 		}
 		c.Endpoints = append(c.Endpoints, e)
 	}
@@ -289,7 +292,8 @@ func endpointsOn(cfg subnet.Config, c subnet.Claim, cidrs []netip.Prefix) ([]sub
 		case !public || !e.PublicIP.IsValid():
 			return nil, fmt.Errorf("%s is enabled but this node has no public %s address", f, f)
 		}
-		es = append(es, subnet.Endpoint{Subnet: cidr, PublicIP: e.PublicIP, Data: e.Data})
+		e.Subnet = cidr
+		es = append(es, e)
 	}
 	return es, nil
 }

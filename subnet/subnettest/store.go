@@ -137,7 +137,7 @@ func (m *Manager) Config(ctx context.Context) (subnet.Config, error) {
 func (m *Manager) Recall(ctx context.Context, own subnet.Claim) (subnet.Claim, error) {
 	for _, l := range m.store.Leases() {
 		if hasPublicIP(*l, own) {
-			return subnet.Claim{BackendType: l.BackendType, Endpoints: l.Endpoints}, ctx.Err()
+			return l.Claim(), ctx.Err()
 		}
 	}
 	return subnet.Claim{}, ctx.Err()
@@ -211,11 +211,12 @@ func subnetsOf(l subnet.Lease) []netip.Prefix {
 }
 
 func leaseOn(subnets []netip.Prefix, c subnet.Claim) subnet.Lease {
-	l := subnet.Lease{BackendType: c.BackendType}
+	l := subnet.Lease{BackendType: c.BackendType, NextType: c.NextType}
 	var key []string
 	for _, s := range subnets {
 		e, _ := c.Endpoint(prefix.FamilyOf(s.Addr()))
-		l.Endpoints = append(l.Endpoints, subnet.Endpoint{Subnet: s, PublicIP: e.PublicIP, Data: e.Data})
+		e.Subnet = s
+		l.Endpoints = append(l.Endpoints, e)
 		key = append(key, s.String())
 	}
 	l.Key = strings.Join(key, " ")

@@ -55,6 +55,7 @@ func Run(t *testing.T, newBacking func(t *testing.T) Backing) {
 	})
 	t.Run("acquire by another configuration than the store's", func(t *testing.T) { testAcquireByOwnConfig(t, newBacking(t)) })
 	t.Run("watch", func(t *testing.T) { testWatch(t, newBacking(t)) })
+	t.Run("migration", func(t *testing.T) { testMigration(t, newBacking(t)) })
 	t.Run("keep", func(t *testing.T) { testKeep(t, newBacking(t)) })
 	t.Run("cancel", func(t *testing.T) { testCancel(t, newBacking(t)) })
 	if !newBacking(t).Allocates() {
@@ -185,7 +186,7 @@ func checkLease(t *testing.T, config string, n int, l subnet.Lease) {
 	want := claim(config, n)
 	if !slices.EqualFunc(pools, subnetsOf(l), subnet.Pool.Contains) || l.BackendType != want.BackendType ||
 		!slices.EqualFunc(l.Endpoints, want.Endpoints, func(a, b subnet.Endpoint) bool {
-			return a.PublicIP == b.PublicIP && string(a.Data) == string(b.Data)
+			return a.PublicIP == b.PublicIP && string(a.Data) == string(b.Data) && string(a.NextData) == string(b.NextData)
 		}) {
 		t.Errorf("node %d has %+v, want one for %+v in %v", n, l, want, pools)
 	}
@@ -196,7 +197,7 @@ func checkLease(t *testing.T, config string, n int, l subnet.Lease) {
 
 func sameEndpoints(a, b []subnet.Endpoint) bool {
 	return slices.EqualFunc(a, b, func(a, b subnet.Endpoint) bool {
-		return a.Subnet == b.Subnet && a.PublicIP == b.PublicIP && string(a.Data) == string(b.Data)
+		return a.Subnet == b.Subnet && a.PublicIP == b.PublicIP && string(a.Data) == string(b.Data) && string(a.NextData) == string(b.NextData)
 	})
 }
 
@@ -288,6 +289,48 @@ func testWatch(t *testing.T, b Backing) {
 	if own.Key == peer.Key {
 		t.Errorf("both nodes have %s", own.Key)
 	}
+}
+
+// testMigration checks that a node can publish the data of two backends, that peers and a
+// later start see both, and that the data of the next backend disappears with the migration.
+func testMigration(t *testing.T, b Backing) {
+	b.SetConfig(t, configDual)
+	onlooker := b.Manager(t, 9)
+	if _, err := Acquire(t.Context(), onlooker, claim(configDual, 9)); err != nil {
+		t.Fatal(err)
+	}
+	w := Watch(t, onlooker)
+	migrating := claim(configDual, 1)
+	migrating.NextType = "wireguard"
+	for i := range migrating.Endpoints {
+		migrating.Endpoints[i].NextData = json.RawMessage(fmt.Sprintf(`{"PublicKey":"key%d"}`, i))
+	}
+	finished := claim(configDual, 1)
+	for _, step := range []struct {
+		name  string
+		claim subnet.Claim
+	}{{"before", claim(configDual, 1)}, {"in the migration", migrating}, {"after it", finished}} {
+		own, err := Acquire(t.Context(), b.Manager(t, 1), step.claim)
+		if err != nil || own.NextType != step.claim.NextType || !sameData(own.Endpoints, step.claim.Endpoints) {
+			t.Fatalf("%s: the own lease is %+v, %v, want one for %+v", step.name, own, err, step.claim)
+		}
+		w.Until(t, "the lease "+step.name, func(s subnet.Snapshot) bool {
+			return slices.ContainsFunc(s.Leases, func(l *subnet.Lease) bool {
+				return l.Key == own.Key && l.BackendType == own.BackendType && l.NextType == own.NextType && sameEndpoints(l.Endpoints, own.Endpoints)
+			})
+		})
+		recalled, err := b.Manager(t, 1).Recall(t.Context(), claim(configDual, 1))
+		if err != nil || recalled.NextType != own.NextType || !sameEndpoints(recalled.Endpoints, own.Endpoints) {
+			t.Errorf("%s: recalled %+v, %v, want %+v", step.name, recalled, err, own)
+		}
+	}
+}
+
+// sameData reports whether a and b have the same data, whatever their subnets.
+func sameData(a, b []subnet.Endpoint) bool {
+	return slices.EqualFunc(a, b, func(a, b subnet.Endpoint) bool {
+		return a.PublicIP == b.PublicIP && string(a.Data) == string(b.Data) && string(a.NextData) == string(b.NextData)
+	})
 }
 
 func testKeep(t *testing.T, b Backing) {

@@ -140,7 +140,7 @@ func (r *runner) prepareChange(ctx context.Context, m Store, s *session, cfg sub
 	if err := r.devices.TakeAll(c.be.Scope()); err != nil {
 		return c, err
 	}
-	had := subnet.Claim{BackendType: now.Own.BackendType, Endpoints: now.Own.Endpoints}
+	had := now.Own.Claim()
 	if fits {
 		c.claim, err = c.be.Claim(ctx, had)
 		return c, err
@@ -256,12 +256,12 @@ func (r *runner) serveChanged(ctx context.Context, before lastknown.State, c *ch
 	switch {
 	case c.own != nil:
 		now.Own, now.Stored, now.Seen = *c.own, nil, c.seen
-	case c.claim.BackendType != now.Own.BackendType || !reflect.DeepEqual(c.claim.Endpoints, now.Own.Endpoints):
+	case !reflect.DeepEqual(c.claim, now.Own.Claim()):
 		if now.Stored == nil {
 			stored := before.Own
 			now.Stored = &stored
 		}
-		now.Own.BackendType, now.Own.Endpoints = c.claim.BackendType, c.claim.Endpoints
+		now.Own.BackendType, now.Own.NextType, now.Own.Endpoints = c.claim.BackendType, c.claim.NextType, c.claim.Endpoints
 	}
 	s, err := r.serve(ctx, c.be, now)
 	if err != nil {

@@ -68,7 +68,7 @@ func (r *runner) publish(ctx context.Context, m subnet.Manager, s *session) erro
 	cfg, own := s.begin.Load().Config, s.own()
 	var published subnet.Lease
 	err := retry(ctx, "cannot publish the own lease as it is now", func() (err error) {
-		published, err = m.Acquire(ctx, cfg, subnet.Claim{BackendType: own.BackendType, Endpoints: own.Endpoints})
+		published, err = m.Acquire(ctx, cfg, own.Claim())
 		return err
 	})
 	if err != nil {
@@ -125,14 +125,14 @@ func (r *runner) serveOn(ctx context.Context, to underlay.Interface, peers subne
 	if err != nil {
 		return nil, err
 	}
-	claim, err := be.Claim(ctx, subnet.Claim{BackendType: now.Own.BackendType, Endpoints: now.Own.Endpoints})
+	claim, err := be.Claim(ctx, now.Own.Claim())
 	if err != nil {
 		return nil, err
 	}
 	if stored := now.Own; now.Stored == nil {
 		now.Stored = &stored
 	}
-	now.Interface, now.Own.Endpoints = to, claim.Endpoints
+	now.Interface, now.Own.NextType, now.Own.Endpoints = to, claim.NextType, claim.Endpoints
 	s, err := r.serve(ctx, be, now)
 	if err != nil {
 		return nil, err

@@ -118,7 +118,7 @@ func (s *startup) acquire(ctx context.Context, be backend.Backend, env backend.E
 		return own, fmt.Errorf("recall the own lease: %w", err)
 	}
 	if len(prev.Endpoints) == 0 && lastknown.SameNode(last.Interface, env.Underlay) {
-		prev = subnet.Claim{BackendType: last.Own.BackendType, Endpoints: last.Own.Endpoints}
+		prev = last.Own.Claim()
 	}
 	return claimAndAcquire(ctx, be, prev, func(c subnet.Claim) (subnet.Lease, error) { return s.waitForSubnet(ctx, env.Config, c) })
 }
@@ -134,7 +134,7 @@ func claimAndAcquire(ctx context.Context, be backend.Backend, prev subnet.Claim,
 		return own, err
 	}
 	if lost(claim.Endpoints, own.Endpoints) { // the published data may depend on the subnet
-		again, err := be.Claim(ctx, subnet.Claim{BackendType: own.BackendType, Endpoints: own.Endpoints})
+		again, err := be.Claim(ctx, own.Claim())
 		if err != nil {
 			return own, err
 		}
@@ -156,7 +156,9 @@ func lost(before, now []subnet.Endpoint) bool {
 }
 
 func sameData(a, b []subnet.Endpoint) bool {
-	return slices.EqualFunc(a, b, func(a, b subnet.Endpoint) bool { return bytes.Equal(a.Data, b.Data) })
+	return slices.EqualFunc(a, b, func(a, b subnet.Endpoint) bool {
+		return bytes.Equal(a.Data, b.Data) && bytes.Equal(a.NextData, b.NextData)
+	})
 }
 
 // waitForSubnet acquires a lease for claim, and waits for a free subnet like acquire.
