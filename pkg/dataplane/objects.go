@@ -223,6 +223,18 @@ func NewDetour(gateway netip.Addr, dev string) Route {
 // IsDetour reports whether r equals the result of NewDetour for some device.
 func (r Route) IsDetour() bool { return r == NewDetour(r.Dst.Addr(), r.Dev) }
 
+// standbyMetric is the metric of standby routes. It is higher than that of any other route
+// of flanneld, except for blackhole routes.
+const standbyMetric = 1 << 20
+
+// Standby returns r with the metric of a route that carries packets only if there is no
+// other route to its destination, or if the sender has chosen the device. During a
+// migration the backend that does not carry the packets to a peer has such a route.
+func (r Route) Standby() Route {
+	r.Priority = standbyMetric
+	return r
+}
+
 // lastResort is the metric of blackhole routes. It is higher than that of any other
 // route. A bridge or a pod with addresses of the subnet therefore takes precedence, even
 // if its route is newer.

@@ -124,6 +124,9 @@ func (p *planner) links() {
 	for _, name := range sortedKeys(p.want.Links) {
 		w := p.want.Links[name]
 		h, ok := p.have.Links[name]
+		if w.TxChecksum == OffloadAuto { // the scope may be read with the offload of another device
+			h.TxChecksum = OffloadAuto
+		}
 		switch {
 		case ok && h == w:
 			continue
@@ -193,17 +196,34 @@ func planMap[K comparable, V object](p *planner, have, want map[K]V, dev func(V)
 	}
 }
 
-// routes plans by destination: the wanted route replaces all others to the same
-// destination, for any metric and TOS.
+// routes plans by destination: the wanted routes replace all others to the same
+// destination, for any metric and TOS. There is more than one of them during a migration,
+// each with its own metric.
 func (p *planner) routes() {
-	for w := range p.want.AllRoutes() {
-		p.destination(w, p.remaining(p.have.Routes[w.Dst]))
+	for dst, wanted := range p.want.Routes {
+		have := p.remaining(p.have.Routes[dst])
+		for i, w := range wanted {
+			p.destination(w, candidates(have, wanted, i))
+		}
 	}
 	for dst, have := range p.have.Routes {
 		if len(p.want.Routes[dst]) == 0 {
 			p.sweepRoutes(p.remaining(have))
 		}
 	}
+}
+
+// candidates returns the routes of have that the plan for wanted[i] handles: those that are
+// in place for it, those that make it impossible, and with the first wanted route also those
+// that are not in place for any.
+func candidates(have, wanted []Route, i int) []Route {
+	if len(wanted) == 1 {
+		return have
+	}
+	return slices.DeleteFunc(slices.Clone(have), func(h Route) bool {
+		inPlaceFor := slices.IndexFunc(wanted, h.same)
+		return h.Protocol != protoKernel && inPlaceFor != i && (inPlaceFor >= 0 || i > 0)
+	})
 }
 
 // remaining returns the routes that do not disappear with a replaced link.
@@ -225,8 +245,7 @@ func (p *planner) sweepRoutes(routes []Route) {
 	}
 }
 
-// destination plans the only route to w.Dst that is wanted. have contains the existing
-// routes.
+// destination plans the wanted route w. have contains the result of candidates.
 func (p *planner) destination(w Route, have []Route) {
 	if w.Type == Blackhole { // a blackhole is the last resort, so other routes are handled as if it were not wanted
 		isBlackhole := func(h Route) bool { return h.Type == Blackhole }

@@ -74,8 +74,8 @@ type Reconciler struct {
 
 	start bulkStart
 
-	refused     map[netip.Prefix]Refusal
-	unreachable map[netip.Prefix]Refusal
+	refused     map[Route]Refusal // by wanted route
+	unreachable map[Route]Refusal
 	logged      map[taken]time.Time // time of the last log line
 }
 
@@ -85,7 +85,7 @@ func NewReconciler(c Config) (*Reconciler, error) {
 	r := &Reconciler{
 		cache:    cache{kernel: c.Kernel, scope: c.Scope, resync: c.Resync},
 		recorded: map[Route]struct{}{}, want: NewState(), all: true,
-		refused: map[netip.Prefix]Refusal{}, unreachable: map[netip.Prefix]Refusal{}, logged: map[taken]time.Time{},
+		refused: map[Route]Refusal{}, unreachable: map[Route]Refusal{}, logged: map[taken]time.Time{},
 	}
 	if c.Resync > 0 {
 		monitor, err := c.Kernel.Monitor(c.Scope)
@@ -195,9 +195,8 @@ func (r *Reconciler) converge(ctx context.Context, sweep bool) (Report, error) {
 	if sweep && !r.swept { // passes without sweep have left objects anywhere
 		r.all = true
 	}
-	for dst, refusal := range r.unreachable { // try again
-		addKey(&r.dirty.dsts, dst)
-		delete(r.refused, refusal.Route.Dst)
+	for route := range r.unreachable { // try again
+		addKey(&r.dirty.dsts, route.Dst)
 	}
 	clear(r.unreachable)
 	r.bulkStart(ctx, &report, sweep)
@@ -234,13 +233,11 @@ func (r *Reconciler) plan(drifted Keys, sweep bool) Changes {
 		clear(r.refused)
 	} else {
 		have, want = have.Only(r.dirty), want.Only(r.dirty)
-		for dst := range r.dirty.dsts {
-			delete(r.refused, dst)
-		}
+		maps.DeleteFunc(r.refused, func(route Route, _ Refusal) bool { return r.dirty.has(route) })
 	}
 	changes := Plan(have, want, r.cache.scope, r.recorded, sweep)
 	for _, refusal := range changes.Refused {
-		r.refused[refusal.Route.Dst] = refusal
+		r.refused[refusal.Route.canonical()] = refusal
 	}
 	changes.Ops = r.reachable(changes.Ops)
 	return changes
@@ -254,7 +251,7 @@ func (r *Reconciler) reachable(ops []Op) []Op {
 		if !ok || op.Delete {
 			return false
 		}
-		_, known := r.unreachable[route.Dst]
+		_, known := r.unreachable[route.canonical()]
 		return known
 	})
 }
@@ -276,7 +273,7 @@ func (r *Reconciler) finish(report *Report, sweep bool) {
 		r.dropped = nil
 	}
 	r.dirty, r.all, r.swept = Keys{}, false, sweep
-	for _, refusals := range []map[netip.Prefix]Refusal{r.refused, r.unreachable} {
+	for _, refusals := range []map[Route]Refusal{r.refused, r.unreachable} {
 		for _, refusal := range refusals {
 			report.Refused = append(report.Refused, refusal)
 		}
@@ -294,7 +291,7 @@ func (r *Reconciler) apply(ctx context.Context, ops []Op) error {
 	for _, e := range failures {
 		if refusal, ok := e.refusal(); ok {
 			refused++
-			r.unreachable[refusal.Route.Dst] = refusal
+			r.unreachable[refusal.Route.canonical()] = refusal
 		} else {
 			errs = append(errs, e)
 		}

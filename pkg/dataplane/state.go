@@ -131,7 +131,11 @@ func (s State) all() iter.Seq[Object] {
 func (s State) has(o Object) (ok bool) {
 	switch o := o.(type) {
 	case Link:
-		ok = s.Links[o.Name] == o
+		have := s.Links[o.Name]
+		if o.TxChecksum == OffloadAuto {
+			have.TxChecksum = OffloadAuto
+		}
+		ok = have == o
 	case Addr:
 		_, ok = s.Addrs[o]
 	case Neigh:
