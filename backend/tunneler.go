@@ -7,6 +7,12 @@ import (
 	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
+// SeveralTunneler is implemented by backends with several kinds of tunnel packets.
+type SeveralTunneler interface {
+	// Tunnels returns what Tunnel of each backend returns. It is pure.
+	Tunnels(f prefix.Family) []firewall.Payload
+}
+
 // Tunneler is implemented by backends whose hosts accept tunnel packets without
 // authenticating the sender.
 type Tunneler interface {
@@ -15,11 +21,14 @@ type Tunneler interface {
 	Tunnel(f prefix.Family) firewall.Payload
 }
 
-// Tunnel returns the tunnel packets of b that hosts accept without authenticating the
-// sender, or the zero Payload if there are none.
-func Tunnel(b Backend, f prefix.Family) firewall.Payload {
-	if t, ok := b.(Tunneler); ok {
-		return t.Tunnel(f)
+// Tunnels returns the tunnel packets of b that hosts accept without authenticating the
+// sender.
+func Tunnels(b Backend, f prefix.Family) []firewall.Payload {
+	switch t := b.(type) {
+	case SeveralTunneler:
+		return t.Tunnels(f)
+	case Tunneler:
+		return []firewall.Payload{t.Tunnel(f)}
 	}
-	return firewall.Payload{}
+	return nil
 }

@@ -85,9 +85,10 @@ type Rule struct {
 // Network is the flat network of one family, and this host's subnet of it.
 type Network struct {
 	Network, Subnet netip.Prefix
-	// Tunnel matches the packets in which hosts carry the network's packets to each
-	// other, if a host accepts them without authenticating the sender.
-	Tunnel Payload
+	// Tunnels match the packets in which hosts carry the network's packets to each other,
+	// if a host accepts them without authenticating the sender. There are two during a
+	// migration between backends.
+	Tunnels []Payload
 	// HostsInside is set if hosts send to each other at addresses inside of the network.
 	HostsInside bool
 }
@@ -208,9 +209,12 @@ func (t *Table) add(p Policy, n Network) {
 	if p.Forward {
 		t.append(Forward, Rule{Src: In(n.Network), Action: Accept}, Rule{Dst: In(n.Network), Action: Accept})
 	}
-	if p.Guard && p.Wanted() && n.Tunnel != (Payload{}) {
-		t.append(GuardForward, n.guard()...)
-		t.append(GuardInput, append(n.guard(), Rule{Src: In(n.Network), Dst: In(n.Subnet), Payload: n.Tunnel, Action: Drop})...)
+	if !p.Guard || !p.Wanted() {
+		return
+	}
+	for _, tunnel := range n.Tunnels {
+		t.append(GuardForward, n.guard(tunnel)...)
+		t.append(GuardInput, append(n.guard(tunnel), Rule{Src: In(n.Network), Dst: In(n.Subnet), Payload: tunnel, Action: Drop})...)
 	}
 }
 
@@ -275,10 +279,10 @@ func (p Policy) masqueradeOthers(n Network) []Rule {
 // In addition each host drops tunnel packets from any pod to its own addresses in its
 // subnet. No rule drops packets of a host: a host may have an address in the network, but
 // not in a subnet.
-func (n Network) guard() []Rule {
-	rules := []Rule{{Src: In(n.Subnet), Dst: notIn(n.Network), Payload: n.Tunnel, Action: Drop}}
+func (n Network) guard(tunnel Payload) []Rule {
+	rules := []Rule{{Src: In(n.Subnet), Dst: notIn(n.Network), Payload: tunnel, Action: Drop}}
 	if n.HostsInside {
-		rules = append(rules, Rule{Src: In(n.Subnet), Dst: In(n.Network), Payload: n.Tunnel, Action: Drop})
+		rules = append(rules, Rule{Src: In(n.Subnet), Dst: In(n.Network), Payload: tunnel, Action: Drop})
 	}
 	return rules
 }

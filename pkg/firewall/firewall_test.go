@@ -68,7 +68,7 @@ func TestRules(t *testing.T) {
 // tunnel or no other rules are wanted.
 func TestGuard(t *testing.T) {
 	guarded := firewalltest.Guarded()
-	guarded.Networks[1].Tunnel = firewall.Payload{Protocol: 41}
+	guarded.Networks[1].Tunnels = []firewall.Payload{{Protocol: 41}}
 	untunnelled, off, unguarded := firewalltest.Policy(), guarded, guarded
 	untunnelled.Guard = true
 	off.Masquerade, off.Forward = false, false

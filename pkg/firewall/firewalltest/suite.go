@@ -45,7 +45,7 @@ func Guarded() firewall.Policy { return guard(Policy(), tunnel(), tunnel()) }
 func guard(p firewall.Policy, tunnels ...firewall.Payload) firewall.Policy {
 	p.Guard, p.Networks = true, slices.Clone(p.Networks)
 	for i := range p.Networks {
-		p.Networks[i].Tunnel = tunnels[i]
+		p.Networks[i].Tunnels = tunnels[i : i+1]
 	}
 	return p
 }
