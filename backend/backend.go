@@ -43,6 +43,9 @@ type Env struct {
 	StateDir string
 	// Blackhole requests a blackhole route to the own subnet.
 	Blackhole bool
+	// NewReconciler makes the Reconciler of the backend's network. Nil means one of its own.
+	// The two backends of a migration share one.
+	NewReconciler func(dataplane.Scope) (Reconciler, error)
 }
 
 // Base returns the state that the kernel should have for the own lease with every
@@ -67,9 +70,12 @@ func (e Env) Scope(devices ...string) dataplane.Scope {
 	return s
 }
 
-// Reconciler returns a Reconciler for the result of Scope. The caller closes it.
-func (e Env) Reconciler(devices ...string) (*dataplane.Reconciler, error) {
-	return dataplane.NewReconciler(dataplane.Config{Kernel: e.Kernel, Scope: e.Scope(devices...), Resync: e.Resync})
+// Reconciler returns a Reconciler for scope. The caller closes it.
+func (e Env) Reconciler(scope dataplane.Scope) (Reconciler, error) {
+	if e.NewReconciler != nil {
+		return e.NewReconciler(scope)
+	}
+	return dataplane.NewReconciler(dataplane.Config{Kernel: e.Kernel, Scope: scope, Resync: e.Resync})
 }
 
 // Links returns those of the given devices that exist, by name. It reads nothing else,
@@ -171,8 +177,15 @@ type Outcome struct {
 // warnings, for example about unknown keys.
 type Factory func(raw json.RawMessage, env Env) (b Backend, warnings []string, err error)
 
+// Migrate creates the backend for a configuration with a next backend. make creates one of
+// the two backends, for the configuration in its argument.
+type Migrate func(env Env, make func(Env) (Backend, []string, error)) (Backend, []string, error)
+
 // Registry contains the backends by type name.
-type Registry struct{ entries map[string]Entry }
+type Registry struct {
+	entries map[string]Entry
+	migrate Migrate
+}
 
 // Entry is a backend of a registry.
 type Entry struct {
@@ -183,7 +196,7 @@ type Entry struct {
 // NewRegistry returns a Registry of entries. It returns an error for an empty or
 // duplicate name and for a missing factory.
 func NewRegistry(entries ...Entry) (Registry, error) {
-	r := Registry{entries: map[string]Entry{}}
+	r := Registry{entries: map[string]Entry{}, migrate: noMigration}
 	for _, e := range entries {
 		switch {
 		case e.Type == "" || e.Type != strings.ToLower(e.Type):
@@ -198,12 +211,31 @@ func NewRegistry(entries ...Entry) (Registry, error) {
 	return r, nil
 }
 
+// WithMigration returns r with the backend for configurations with a next backend.
+func (r Registry) WithMigration(m Migrate) Registry {
+	r.migrate = m
+	return r
+}
+
+// noMigration refuses configurations with a next backend.
+func noMigration(Env, func(Env) (Backend, []string, error)) (Backend, []string, error) {
+	return nil, nil, errors.New("NextBackend is not supported")
+}
+
 // ErrUnknownType means that no backend has the configured type.
 var ErrUnknownType = errors.New("unknown backend type")
 
 // New returns the backend that the configuration in env names, and warnings about the
 // configuration. It returns ErrUnknownType, wrapped, or the error of the factory.
 func (r Registry) New(env Env) (Backend, []string, error) {
+	if env.Config.Migrates() {
+		return r.migrate(env, r.one)
+	}
+	return r.one(env)
+}
+
+// one returns the present backend of the configuration in env.
+func (r Registry) one(env Env) (Backend, []string, error) {
 	cfg := env.Config
 	entry, ok := r.entries[cfg.BackendType]
 	switch {

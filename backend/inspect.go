@@ -32,6 +32,19 @@ type DataPath interface {
 	Dropped() map[string]uint64
 }
 
+// Migrator is a Network that serves each peer by one of two backends. Its methods are
+// called from the goroutine that calls Sync.
+type Migrator interface {
+	// Migration returns how the peer with that key is served.
+	Migration(key string) MigrationReport
+}
+
+// MigrationReport describes how far a peer is in a migration.
+type MigrationReport struct {
+	Backend string // type of the backend that carries the packets to the peer; empty if none does
+	Waiting string // the reason why it is not the next one; empty if it is
+}
+
 // ObjectReport is an object that the kernel should have, and whether it has it.
 type ObjectReport struct {
 	Object  string // in the form of ip(8)
@@ -45,6 +58,8 @@ type PeerReport struct {
 	Held    bool           // the store has lost the lease without removing it
 	Changed time.Time      // when the lease last changed
 	Objects []ObjectReport // nil if not requested, or if the network is not an Inspector
+	// Migration is zero if the network is not a Migrator.
+	Migration MigrationReport
 }
 
 // Inspection is a snapshot of a Syncer.
@@ -70,6 +85,7 @@ func (s *Syncer) inspect(objects bool) Inspection {
 	defer s.mu.Unlock()
 	in := Inspection{LastSync: s.lastSync, Err: s.err}
 	inspector, _ := s.Network.(Inspector)
+	migrator, _ := s.Network.(Migrator)
 	if inspector != nil {
 		in.Counts = inspector.Counts()
 	}
@@ -80,6 +96,9 @@ func (s *Syncer) inspect(objects bool) Inspection {
 		p := PeerReport{Lease: *l, Refused: s.refused[l.Key], Changed: s.Ledger.Since(l.Key), Held: s.Ledger.IsHeld(l.Key)}
 		if objects && inspector != nil {
 			p.Objects = inspector.Objects(l.Key)
+		}
+		if migrator != nil {
+			p.Migration = migrator.Migration(l.Key)
 		}
 		in.Peers = append(in.Peers, p)
 	}

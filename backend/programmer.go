@@ -18,6 +18,17 @@ import (
 	"github.com/flanneld/flanneld/subnet"
 )
 
+// Reconciler makes the kernel's state equal to a wanted state. Its methods have the
+// contract of dataplane.Reconciler.
+type Reconciler interface {
+	Reconcile(ctx context.Context, want dataplane.State, sweep bool) (dataplane.Report, error)
+	Update(ctx context.Context, removed, added []dataplane.Object, sweep bool) (dataplane.Report, error)
+	Has(o dataplane.Object) bool
+	Counts() map[string]dataplane.Count
+	Changed() <-chan struct{}
+	Close() error
+}
+
 // Programmer is the common part of the networks of all kernel backends. It makes the
 // kernel's state match the leases of the peers.
 type Programmer struct {
@@ -31,7 +42,7 @@ type Programmer struct {
 	// at most once in this time. Zero means that the result depends on the lease only.
 	Volatile time.Duration
 
-	*dataplane.Reconciler
+	Reconciler
 
 	objects  map[string][]dataplane.Object // by lease key; nil if Desired must be called for all
 	keys     map[netip.Prefix]string       // lease keys by destination; nil until one is needed

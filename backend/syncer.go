@@ -45,6 +45,10 @@ type Pass struct {
 	Complete bool // the store has answered
 	News     bool // Complete is set, and the result of Peers may differ from that at the last pass
 	Err      error
+	// Settled is set if Complete is, and no known lease has data for another backend than
+	// that of this host. All hosts have then left the backend from which, or to which, the
+	// network migrated.
+	Settled  bool
 	Took     time.Duration // duration of the pass
 	Repaired int           // number of repaired changes by other programs
 }
@@ -73,17 +77,25 @@ type Syncer struct {
 	all      bool
 	complete bool // a snapshot was applied
 	news     bool // see Pass
+
+	side   Side                // what this host can use of leases; not used if Network is a Selector
+	moving map[string]struct{} // keys of known leases for which Pass.Settled is false
 }
 
 // NewSyncer returns a Syncer. Until the first snapshot it serves the peers in the ledger
 // and removes nothing.
 func NewSyncer(c SyncerConfig) *Syncer {
 	own := subnet.Claimant{Lease: &c.Own}
+	side := Side{Type: c.Config.BackendType, LeaseType: c.Own.BackendType}
+	if m, ok := c.Network.(Matcher); ok {
+		side.Matches = m.Matches
+	}
 	own.Identities, _ = c.Network.Check(c.Own) // an own lease that fails this was refused earlier
 	s := &Syncer{
 		SyncerConfig: c, arbiter: subnet.NewArbiter(c.Config, own), all: true, changed: map[string]struct{}{},
 		refused: map[string]string{}, kernel: map[string]string{}, repairs: newRepairs(),
 		limit: rate.NewLimiter(rate.Every(errorEvery), errorBurst),
+		side:  side, moving: map[string]struct{}{},
 	}
 	s.loop = loop.New(c.Resync, s.step)
 	return s
@@ -144,7 +156,10 @@ func (s *Syncer) step(ctx context.Context) error {
 	}
 	s.logResult(ctx, err)
 	if s.OnSync != nil {
-		s.OnSync(Pass{Complete: set.Complete, News: news, Err: err, Took: time.Since(begin), Repaired: outcome.Repaired})
+		s.OnSync(Pass{
+			Complete: set.Complete, News: news, Err: err, Settled: set.Complete && len(s.moving) == 0,
+			Took: time.Since(begin), Repaired: outcome.Repaired,
+		})
 	}
 	if err != nil {
 		return err
@@ -211,8 +226,11 @@ func compareBool(a, b bool) int {
 func (s *Syncer) validate(key string) bool {
 	c := subnet.Claimant{Lease: &subnet.Lease{Key: key}}
 	delete(s.unusable, key)
+	delete(s.moving, key)
 	if l := s.Ledger.Lease(key); l != nil {
-		if ids, why := s.check(*l); why != "" {
+		s.noteMoving(l)
+		l, ids, why := s.check(l)
+		if why != "" {
 			s.unusable[key] = why
 		} else {
 			c = subnet.Claimant{Lease: l, Identities: ids}
@@ -228,8 +246,12 @@ func (s *Syncer) validateAll() {
 	for l := range s.Ledger.Leases() {
 		all = append(all, subnet.Claimant{Lease: l})
 	}
+	clear(s.moving)
+	for _, c := range all {
+		s.noteMoving(c.Lease)
+	}
 	why := make([]string, n)
-	parallel.For(n, func(i int) { all[i].Identities, why[i] = s.check(*all[i].Lease) })
+	parallel.For(n, func(i int) { all[i].Lease, all[i].Identities, why[i] = s.check(all[i].Lease) })
 	s.unusable = map[string]string{}
 	usable := all[:0]
 	for i, c := range all {
@@ -242,20 +264,41 @@ func (s *Syncer) validateAll() {
 	s.arbiter.Reset(usable)
 }
 
-// check validates a lease without regard to others. It returns the reason if the lease is
-// unusable.
-func (s *Syncer) check(l subnet.Lease) (identities []string, unusable string) {
-	if l.BackendType != s.Own.BackendType {
-		return nil, fmt.Sprintf("its backend type is %q, ours %q", l.BackendType, s.Own.BackendType)
+// noteMoving records whether l has data for another backend than that of this host.
+func (s *Syncer) noteMoving(l *subnet.Lease) {
+	reservation := !slices.ContainsFunc(l.Endpoints, func(e subnet.Endpoint) bool { return subnet.IsHost(e.PublicIP) })
+	if reservation { // no daemon publishes it
+		return
 	}
-	if l.Endpoints = s.enabled(l.Endpoints); len(l.Endpoints) == 0 {
-		return nil, ""
+	if l.NextType != "" || l.BackendType != s.Own.BackendType || s.side.Matches != nil && !s.side.Matches(*l) {
+		s.moving[l.Key] = struct{}{}
 	}
-	identities, err := s.Network.Check(l)
+}
+
+// check validates a lease without regard to others. It returns the lease as the network
+// uses it, and the reason if it is unusable.
+func (s *Syncer) check(l *subnet.Lease) (used *subnet.Lease, identities []string, unusable string) {
+	used, ok := s.choose(l)
+	if !ok {
+		return l, nil, fmt.Sprintf("its backend type is %q, ours %q", l.BackendType, s.Own.BackendType)
+	}
+	checked := *used
+	if checked.Endpoints = s.enabled(used.Endpoints); len(checked.Endpoints) == 0 {
+		return used, nil, ""
+	}
+	identities, err := s.Network.Check(checked)
 	if err != nil {
-		return nil, err.Error()
+		return used, nil, err.Error()
 	}
-	return identities, ""
+	return used, identities, ""
+}
+
+// choose returns the part of l that the network can use.
+func (s *Syncer) choose(l *subnet.Lease) (used *subnet.Lease, ok bool) {
+	if n, ok := s.Network.(Selector); ok {
+		return l, n.Selects(l)
+	}
+	return s.side.Of(l)
 }
 
 // enabled returns the endpoints of families that the configuration enables. The arbiter

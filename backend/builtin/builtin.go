@@ -9,6 +9,7 @@ import (
 	"github.com/flanneld/flanneld/backend/extension"
 	"github.com/flanneld/flanneld/backend/hostgw"
 	"github.com/flanneld/flanneld/backend/ipip"
+	"github.com/flanneld/flanneld/backend/migration"
 	"github.com/flanneld/flanneld/backend/udp"
 	"github.com/flanneld/flanneld/backend/vxlan"
 	"github.com/flanneld/flanneld/backend/wireguard"
@@ -32,7 +33,7 @@ func New(o options.Options) (backend.Catalog, error) {
 		backend.Entry{Type: wireguard.Type, Factory: wireguard.New},
 	)
 	return backend.Catalog{
-		Registry: registry,
+		Registry: registry.WithMigration(migration.New),
 		Shutdown: commands.Shutdown,
 		Retire:   commands.Retire,
 		Close:    func() { _ = packets.Close() },

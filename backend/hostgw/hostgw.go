@@ -45,7 +45,7 @@ func (b *Backend) Claim(_ context.Context, prev subnet.Claim) (subnet.Claim, err
 
 // Start implements backend.Backend.
 func (b *Backend) Start(_ context.Context, own subnet.Lease) (backend.Network, error) {
-	reconciler, err := b.env.Reconciler()
+	reconciler, err := b.env.Reconciler(b.Scope())
 	if err != nil {
 		return nil, err
 	}

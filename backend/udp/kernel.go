@@ -113,7 +113,7 @@ func (b *Backend) startKernel(ctx context.Context, own subnet.Lease) (backend.Ne
 	}
 	scope := b.Scope()
 	scope.TxChecksum = true
-	reconciler, err := dataplane.NewReconciler(dataplane.Config{Kernel: b.env.Kernel, Scope: scope, Resync: b.env.Resync})
+	reconciler, err := b.env.Reconciler(scope)
 	if err != nil {
 		return nil, err
 	}

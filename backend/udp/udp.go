@@ -62,6 +62,9 @@ func (b *Backend) Tunnel(prefix.Family) firewall.Payload {
 	return firewall.Payload{Protocol: firewall.UDP, Port: uint16(b.config.Port)}
 }
 
+// LeaseType implements backend.LeaseTyper.
+func (*Backend) LeaseType() string { return "" }
+
 // Claim implements backend.Backend. Leases have neither a type nor data.
 func (b *Backend) Claim(_ context.Context, prev subnet.Claim) (subnet.Claim, error) {
 	return b.env.Claim("", prev), nil
@@ -95,7 +98,7 @@ func (b *Backend) startUserspace(ctx context.Context, own subnet.Lease) (backend
 			return nil, err
 		}
 	}
-	reconciler, err := b.env.Reconciler(b.device())
+	reconciler, err := b.env.Reconciler(b.Scope())
 	if err != nil {
 		return nil, err
 	}

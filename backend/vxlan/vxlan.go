@@ -58,6 +58,17 @@ func (b *Backend) Tunnel(prefix.Family) firewall.Payload {
 	return firewall.Payload{Protocol: firewall.UDP, Port: uint16(b.config.Port)}
 }
 
+// Matches implements backend.Matcher: during a migration from one VNI to another, a lease
+// may have data for both. Data without a VNI comes from an older daemon and matches.
+func (b *Backend) Matches(l subnet.Lease) bool {
+	for _, e := range l.Endpoints {
+		if d, err := decodeData(e.Data); err == nil && d.VNI != 0 && d.VNI != b.config.VNI {
+			return false
+		}
+	}
+	return true
+}
+
 // Claim implements backend.Backend. It takes a VTEP MAC from prev, or else from an
 // existing device, or else a random one. It never derives a MAC from data that cloned
 // hosts share.
@@ -65,6 +76,10 @@ func (b *Backend) Claim(ctx context.Context, prev subnet.Claim) (subnet.Claim, e
 	links, err := b.env.Links(ctx, b.devices()...)
 	if err != nil {
 		return subnet.Claim{}, err
+	}
+	side := backend.NewSide(b, Type)
+	if own, ok := side.Of(&subnet.Lease{BackendType: prev.BackendType, NextType: prev.NextType, Endpoints: prev.Endpoints}); ok {
+		prev = own.Claim() // of a migration that has ended, with the data of this backend
 	}
 	claim := b.env.Claim(Type, prev)
 	for i, n := range b.env.Config.Networks {
@@ -107,7 +122,7 @@ func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 	scope := b.env.Scope(b.devices()...)
 	offload, _ := b.config.txChecksum()
 	scope.TxChecksum = offload != dataplane.OffloadAuto
-	reconciler, err := dataplane.NewReconciler(dataplane.Config{Kernel: b.env.Kernel, Scope: scope, Resync: b.env.Resync})
+	reconciler, err := b.env.Reconciler(scope)
 	if err != nil {
 		return nil, err
 	}

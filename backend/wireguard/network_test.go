@@ -124,7 +124,7 @@ func start(t *testing.T) (*network, *dataplanetest.Spy, *fakeControl) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	rec, err := env.Reconciler(b.Scope().Devices...)
+	rec, err := env.Reconciler(b.Scope())
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -125,7 +125,7 @@ func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 	if err != nil {
 		return nil, err
 	}
-	reconciler, err := b.env.Reconciler(b.Scope().Devices...)
+	reconciler, err := b.env.Reconciler(b.Scope())
 	if err != nil {
 		return nil, err
 	}

@@ -54,16 +54,18 @@ type NetworkSummary struct {
 
 // Network is the network configuration in use.
 type Network struct {
-	Name        string         `json:"name,omitempty"` // if the daemon serves several
-	Phase       string         `json:"phase"`          // such as "serving"
-	BackendType string         `json:"backendType"`
-	Mode        string         `json:"mode,omitempty"` // of the backend, if it can carry packets in several ways
-	Prefixes    []netip.Prefix `json:"prefixes"`
-	MTU         int            `json:"mtu"`               // bytes, the same for every path
-	Devices     []string       `json:"devices,omitempty"` // that the backend created; none for host-gw, alloc and extension
-	Ports       []int          `json:"ports,omitempty"`   // UDP ports that peers send to
-	SubnetFile  string         `json:"subnetFile"`
-	Pool        *Pool          `json:"pool,omitempty"` // nil if the store does not assign subnets
+	Name        string `json:"name,omitempty"` // if the daemon serves several
+	Phase       string `json:"phase"`          // such as "serving"
+	BackendType string `json:"backendType"`
+	// NextBackendType is the type of the backend to which the network migrates.
+	NextBackendType string         `json:"nextBackendType,omitempty"`
+	Mode            string         `json:"mode,omitempty"` // of the backend, if it can carry packets in several ways
+	Prefixes        []netip.Prefix `json:"prefixes"`
+	MTU             int            `json:"mtu"`               // bytes, the same for every path
+	Devices         []string       `json:"devices,omitempty"` // that the backend created; none for host-gw, alloc and extension
+	Ports           []int          `json:"ports,omitempty"`   // UDP ports that peers send to
+	SubnetFile      string         `json:"subnetFile"`
+	Pool            *Pool          `json:"pool,omitempty"` // nil if the store does not assign subnets
 }
 
 // Pool counts the subnets of the configured range. With two address families it is the
@@ -95,6 +97,7 @@ type Lease struct {
 	Subnets   []netip.Prefix `json:"subnets"`
 	PublicIPs []netip.Addr   `json:"publicIPs"`
 	Type      string         `json:"type,omitempty"`
+	NextType  string         `json:"nextType,omitempty"`  // of the next backend, during a migration
 	Permanent bool           `json:"permanent,omitempty"` // a reservation, or the podCIDR of the node
 	Expires   time.Time      `json:"expires,omitzero"`    // of this host's lease; empty for peers
 }
@@ -145,8 +148,12 @@ type Peer struct {
 	Lease
 	State   State     `json:"state"`
 	Error   string    `json:"error,omitempty"`
-	Changed time.Time `json:"changed,omitzero"`  // when the lease last changed
-	Objects []Object  `json:"objects,omitempty"` // that the kernel should contain for this peer
+	Changed time.Time `json:"changed,omitzero"` // when the lease last changed
+	// Backend is the type of the backend that carries the packets to the peer, during a
+	// migration. Waiting is the reason why it is not the next one.
+	Backend string   `json:"backend,omitempty"`
+	Waiting string   `json:"waiting,omitempty"`
+	Objects []Object `json:"objects,omitempty"` // that the kernel should contain for this peer
 }
 
 // Paths are the results of probes.

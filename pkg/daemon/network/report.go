@@ -118,7 +118,7 @@ func (o reporter) report(ctx context.Context) (status.Report, error) {
 	now, in := o.inspect(ctx, true)
 	r := EmptyReport(o.host, o.opts)
 	r.Network = status.Network{
-		Name: o.name, Phase: string(o.progress.phase()), BackendType: now.Config.BackendType, Mode: in.Mode, Prefixes: now.Config.Prefixes(), SubnetFile: o.opts.SubnetFile,
+		Name: o.name, Phase: string(o.progress.phase()), BackendType: now.Config.BackendType, NextBackendType: now.Config.NextType, Mode: in.Mode, Prefixes: now.Config.Prefixes(), SubnetFile: o.opts.SubnetFile,
 	}
 	r.Interface.Name, r.Interface.Index, r.Interface.MTU, r.Interface.Reason = now.Interface.Name, now.Interface.Index, now.Interface.MTU, now.Interface.Reason
 	r.Lease, r.Firewall, r.Kernel.LastSync = statusLease(now.Own), o.firewall(), in.LastSync
@@ -185,7 +185,7 @@ func statusPaths(o paths.Outcome) *status.Paths {
 
 func statusLease(l subnet.Lease) status.Lease {
 	s := status.Lease{
-		Key: l.Key, Type: l.BackendType, Permanent: l.Permanent, Expires: l.Expires,
+		Key: l.Key, Type: l.BackendType, NextType: l.NextType, Permanent: l.Permanent, Expires: l.Expires,
 		Subnets: []netip.Prefix{}, PublicIPs: []netip.Addr{},
 	}
 	for _, e := range l.Endpoints {
@@ -196,7 +196,10 @@ func statusLease(l subnet.Lease) status.Lease {
 }
 
 func statusPeer(p backend.PeerReport) status.Peer {
-	peer := status.Peer{Lease: statusLease(p.Lease), State: status.InPlace, Error: p.Refused, Changed: p.Changed}
+	peer := status.Peer{
+		Lease: statusLease(p.Lease), State: status.InPlace, Error: p.Refused, Changed: p.Changed,
+		Backend: p.Migration.Backend, Waiting: p.Migration.Waiting,
+	}
 	for _, h := range p.Objects {
 		peer.Objects = append(peer.Objects, status.Object{Text: h.Object, Present: h.Present})
 		if !h.Present {

@@ -10,6 +10,7 @@ import (
 	"os"
 	"slices"
 	"sync"
+	"time"
 
 	"k8s.io/klog/v2"
 
@@ -20,6 +21,7 @@ import (
 	"github.com/flanneld/flanneld/pkg/dataplane/linux"
 	"github.com/flanneld/flanneld/pkg/rules"
 	"github.com/flanneld/flanneld/pkg/state"
+	"github.com/flanneld/flanneld/pkg/wait"
 	"github.com/flanneld/flanneld/subnet"
 )
 
@@ -36,23 +38,35 @@ func (p *parts) leftBehind(last lastknown.State, present backend.Backend) []last
 	return slices.DeleteFunc(all, func(f lastknown.Former) bool { return now.Covers(p.owned(f)) })
 }
 
+// lingering is the time for which the backend that a migration has left stays after all hosts
+// have published that they have left it. A host publishes that some moments before its routes
+// change.
+const lingering = 10 * time.Second
+
 // retirement removes the objects of former configurations once the present one is
-// applied.
+// applied. After a migration it waits until all other hosts have left the former backend.
 type retirement struct {
-	former  []ownership.Objects
-	present ownership.Objects
-	devices *ownership.Locks
-	due     func() // reports that the present configuration is applied
-	done    func() // called when everything is removed
-	start   chan struct{}
+	former   []ownership.Objects
+	migrated bool // former contains the configuration of a migration
+	present  ownership.Objects
+	devices  *ownership.Locks
+	due      func(backend.Pass) // reports a pass without an error after which the present configuration is applied
+	done     func()             // called when everything is removed
+	start    chan struct{}
 }
 
 func (p *parts) newRetirement(fs []lastknown.Former, present backend.Backend) *retirement {
 	r := &retirement{present: ownership.Of(present), devices: p.devices, start: make(chan struct{})}
 	for _, f := range fs {
 		r.former = append(r.former, p.owned(f))
+		r.migrated = r.migrated || f.Config.Migrates()
 	}
-	r.due = sync.OnceFunc(func() { close(r.start) })
+	begin := sync.OnceFunc(func() { close(r.start) })
+	r.due = func(p backend.Pass) {
+		if !r.migrated || p.Settled {
+			begin()
+		}
+	}
 	r.done = func() {
 		p.state.Update(func(now *lastknown.State) { now.Former = nil })
 		p.progress.retired()
@@ -68,6 +82,9 @@ func (r *retirement) run(ctx context.Context) {
 	case <-ctx.Done():
 		return
 	case <-r.start:
+	}
+	if r.migrated && wait.For(ctx, lingering) != nil {
+		return
 	}
 	err := retry(ctx, "cannot remove the objects of the former configuration, trying again", func() error {
 		// Use a separate Kernel, because the main one caches what it reads. Nexthop

@@ -78,7 +78,7 @@ func (p *parts) rulePolicy(be backend.Backend, now lastknown.State) firewall.Pol
 	for _, one := range now.Config.Networks {
 		if e, ok := now.Own.Endpoint(one.Family()); ok {
 			policy.Networks = append(policy.Networks, firewall.Network{
-				Network: one.Prefix, Subnet: e.Subnet, Tunnel: backend.Tunnel(be, one.Family()), HostsInside: one.Prefix.Contains(e.PublicIP),
+				Network: one.Prefix, Subnet: e.Subnet, Tunnels: backend.Tunnels(be, one.Family()), HostsInside: one.Prefix.Contains(e.PublicIP),
 			})
 		}
 	}

@@ -92,9 +92,9 @@ func (r *runner) serve(ctx context.Context, be backend.Backend, now lastknown.St
 	return s, nil
 }
 
-// newSyncer returns the lease-watch loop of a session. It calls due after a complete pass
+// newSyncer returns the lease-watch loop of a session. It calls due after each complete pass
 // without an error.
-func (r *runner) newSyncer(ctx context.Context, now lastknown.State, running backend.Network, ledger *subnet.Ledger, due func()) *backend.Syncer {
+func (r *runner) newSyncer(ctx context.Context, now lastknown.State, running backend.Network, ledger *subnet.Ledger, due func(backend.Pass)) *backend.Syncer {
 	var syncer *backend.Syncer
 	config := backend.SyncerConfig{
 		Config: now.Config, Own: now.Own, Network: running, Ledger: ledger, Resync: r.opts.Resync,
@@ -107,7 +107,7 @@ func (r *runner) newSyncer(ctx context.Context, now lastknown.State, running bac
 				r.ready.report(ctx, partDatapath, p.Err)
 			}
 			if p.Complete && p.Err == nil {
-				due()
+				due(p)
 			}
 			switch {
 			case p.News:

@@ -1,0 +1,305 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package migration
+
+import (
+	"context"
+	"maps"
+	"net/netip"
+	"slices"
+
+	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/pkg/dataplane"
+	"github.com/flanneld/flanneld/pkg/prefix"
+)
+
+// layer merges the wanted states of both backends and passes the result to one Reconciler.
+//
+// All objects except for routes to peers are simply united. Each backend may want a route to
+// the subnet of a peer. The one that carries the packets has the usual metric, and the other
+// one stands by with a high metric. So the change from one to the other replaces the best
+// route by one request, and each backend always has a route on which the other end can be
+// probed.
+//
+// A backend that has one route to the whole network gets a route to each of its peers as
+// well. The route to the whole network belongs to the present backend alone: that of the next
+// one would receive packets to addresses that the network did not carry before.
+type layer struct {
+	reconciler backend.Reconciler
+	networks   []netip.Prefix
+	views      [sides]*view
+	carried    map[netip.Prefix]struct{} // subnets of peers to which the next backend carries the packets
+
+	held  bool // changes wait for apply
+	all   bool // apply must pass on everything
+	delta delta
+}
+
+// view is the Reconciler of one backend.
+type view struct {
+	*layer
+	side     int
+	want     dataplane.State
+	subnets  map[netip.Prefix]struct{} // of the peers that the backend serves
+	rerouted bool                      // see dataplane.Report
+}
+
+func newLayer(r backend.Reconciler, networks []netip.Prefix) *layer {
+	l := &layer{reconciler: r, networks: networks, carried: map[netip.Prefix]struct{}{}, delta: newDelta()}
+	for i := range l.views {
+		l.views[i] = &view{layer: l, side: i, want: dataplane.NewState(), subnets: map[netip.Prefix]struct{}{}}
+	}
+	return l
+}
+
+// view returns the Reconciler of one backend, without any wanted objects.
+func (l *layer) view(side int) *view {
+	v := l.views[side]
+	v.want = dataplane.NewState()
+	l.all = true
+	return v
+}
+
+// Reconcile implements backend.Reconciler. It changes the kernel at once, or if changes are
+// held, at the next apply.
+func (v *view) Reconcile(ctx context.Context, want dataplane.State, sweep bool) (dataplane.Report, error) {
+	v.want, v.all = want, true
+	return v.pass(ctx)
+}
+
+// Update implements backend.Reconciler. See Reconcile.
+func (v *view) Update(ctx context.Context, removed, added []dataplane.Object, _ bool) (dataplane.Report, error) {
+	v.want.Remove(removed...)
+	v.want.Add(added...)
+	if !v.all {
+		v.delta.remove(v.effectiveAll(removed))
+		v.delta.add(v.effectiveAll(added))
+	}
+	return v.pass(ctx)
+}
+
+// pass changes the kernel unless changes are held. Nothing is deleted, because only the
+// network knows whether both backends have named everything that they want.
+func (v *view) pass(ctx context.Context) (dataplane.Report, error) {
+	report := dataplane.Report{Rerouted: v.rerouted}
+	v.rerouted = false
+	if v.held {
+		return report, nil
+	}
+	report, err := v.apply(ctx, false)
+	report.Refused = slices.DeleteFunc(report.Refused, func(r dataplane.Refusal) bool { return !v.wants(r.Route) })
+	return report, err
+}
+
+// apply passes on all changes since the last call.
+func (l *layer) apply(ctx context.Context, sweep bool) (report dataplane.Report, err error) {
+	all, delta := l.all, l.delta
+	l.all, l.delta = false, newDelta()
+	if all {
+		report, err = l.reconciler.Reconcile(ctx, l.merged(), sweep)
+	} else {
+		report, err = l.reconciler.Update(ctx, delta.removed(), delta.added(), sweep)
+	}
+	for _, v := range l.views {
+		v.rerouted = v.rerouted || report.Rerouted
+	}
+	return report, err
+}
+
+// merged returns the state that the kernel should have.
+func (l *layer) merged() dataplane.State {
+	s := dataplane.NewState()
+	for _, v := range l.views {
+		maps.Copy(s.Links, v.want.Links)
+		maps.Copy(s.Addrs, v.want.Addrs)
+		maps.Copy(s.Neighs, v.want.Neighs)
+		maps.Copy(s.FDB, v.want.FDB)
+		for r := range v.want.AllRoutes() {
+			if r, ok := v.effective(r); ok {
+				s.Add(r)
+			}
+		}
+		for dst := range v.subnets {
+			s.Add(v.extra(dst)...)
+		}
+	}
+	return s
+}
+
+// effectiveAll returns the objects that the kernel should have for those that the backend
+// wants.
+func (v *view) effectiveAll(objects []dataplane.Object) []dataplane.Object {
+	out := make([]dataplane.Object, 0, len(objects))
+	for _, o := range objects {
+		if r, ok := o.(dataplane.Route); ok {
+			if r, ok := v.effective(r); ok {
+				out = append(out, r)
+			}
+			continue
+		}
+		out = append(out, o)
+	}
+	return out
+}
+
+// effective returns the route that the kernel should have for r, which the backend wants. ok
+// is false if it should have none.
+func (v *view) effective(r dataplane.Route) (_ dataplane.Route, ok bool) {
+	if v.side == next && slices.Contains(v.networks, r.Dst) {
+		return dataplane.Route{}, false
+	}
+	if r.Type != dataplane.Unicast || v.carries(r.Dst) {
+		return r, true
+	}
+	return r.Standby(), true
+}
+
+// carries reports whether the backend carries the packets to dst.
+func (v *view) carries(dst netip.Prefix) bool {
+	_, byNext := v.carried[dst]
+	return byNext == (v.side == next)
+}
+
+// route returns the route that the backend has to the subnet of a peer, as if it carried the
+// packets. ok is false if it has none.
+func (v *view) route(dst netip.Prefix) (_ dataplane.Route, ok bool) {
+	for _, r := range v.want.Routes[dst] {
+		if r.Type == dataplane.Unicast {
+			return r, true
+		}
+	}
+	if _, served := v.subnets[dst]; !served {
+		return dataplane.Route{}, false
+	}
+	f := prefix.FamilyOf(dst.Addr())
+	for _, n := range v.networks {
+		if prefix.FamilyOf(n.Addr()) != f {
+			continue
+		}
+		for _, wide := range v.want.Routes[n] {
+			return dataplane.NewRoute(dst, netip.Addr{}, wide.Dev, false), true
+		}
+	}
+	return dataplane.Route{}, false
+}
+
+// extra returns the route to dst that the backend does not want itself, because it has one
+// to the whole network.
+func (v *view) extra(dst netip.Prefix) []dataplane.Object {
+	if len(v.want.Routes[dst]) > 0 {
+		return nil
+	}
+	r, ok := v.route(dst)
+	if !ok {
+		return nil
+	}
+	if !v.carries(dst) {
+		r = r.Standby()
+	}
+	return []dataplane.Object{r}
+}
+
+// serve makes the backend serve the subnet of a peer, or no longer do so.
+func (v *view) serve(dst netip.Prefix, serves bool) {
+	_, before := v.subnets[dst]
+	switch {
+	case serves == before:
+	case serves:
+		v.subnets[dst] = struct{}{}
+		v.delta.add(v.extra(dst))
+	default:
+		v.delta.remove(v.extra(dst))
+		delete(v.subnets, dst)
+	}
+}
+
+// choose makes one backend carry the packets to the subnet of a peer.
+func (l *layer) choose(dst netip.Prefix, side int) {
+	_, before := l.carried[dst]
+	if before == (side == next) {
+		return
+	}
+	for _, v := range l.views {
+		l.delta.remove(v.routes(dst))
+	}
+	if side == next {
+		l.carried[dst] = struct{}{}
+	} else {
+		delete(l.carried, dst)
+	}
+	for _, v := range l.views {
+		l.delta.add(v.routes(dst))
+	}
+}
+
+// routes returns the routes to dst that the kernel should have for the backend.
+func (v *view) routes(dst netip.Prefix) []dataplane.Object {
+	all := v.extra(dst)
+	for _, r := range v.want.Routes[dst] {
+		if r, ok := v.effective(r); ok {
+			all = append(all, r)
+		}
+	}
+	return all
+}
+
+// wants reports whether r is one of the routes that the kernel should have for the backend.
+func (v *view) wants(r dataplane.Route) bool {
+	return slices.ContainsFunc(v.routes(r.Dst), func(o dataplane.Object) bool { return o == dataplane.Object(r) })
+}
+
+// Has implements backend.Reconciler.
+func (v *view) Has(o dataplane.Object) bool {
+	effective := v.effectiveAll([]dataplane.Object{o})
+	return len(effective) == 1 && v.reconciler.Has(effective[0])
+}
+
+// Counts implements backend.Reconciler. The numbers are those of both backends.
+func (v *view) Counts() map[string]dataplane.Count { return v.reconciler.Counts() }
+
+// Changed implements backend.Reconciler. The network listens itself.
+func (*view) Changed() <-chan struct{} { return nil }
+
+// Close implements backend.Reconciler. The network closes the common Reconciler.
+func (*view) Close() error { return nil }
+
+// delta is the difference between two wanted states.
+type delta struct{ gone, new map[dataplane.Object]struct{} }
+
+func newDelta() delta {
+	return delta{gone: map[dataplane.Object]struct{}{}, new: map[dataplane.Object]struct{}{}}
+}
+
+func (d delta) remove(objects []dataplane.Object) {
+	for _, o := range objects {
+		if _, fresh := d.new[o]; fresh {
+			delete(d.new, o)
+		} else {
+			d.gone[o] = struct{}{}
+		}
+	}
+}
+
+func (d delta) add(objects []dataplane.Object) {
+	for _, o := range objects {
+		if _, gone := d.gone[o]; gone {
+			delete(d.gone, o)
+		} else {
+			d.new[o] = struct{}{}
+		}
+	}
+}
+
+func (d delta) removed() []dataplane.Object { return slices.Collect(maps.Keys(d.gone)) }
+func (d delta) added() []dataplane.Object   { return slices.Collect(maps.Keys(d.new)) }
+
+// bestRoutes returns the route of each destination that has the lowest metric.
+func bestRoutes(s dataplane.State) map[netip.Prefix]dataplane.Route {
+	best := map[netip.Prefix]dataplane.Route{}
+	for r := range s.AllRoutes() {
+		if b, ok := best[r.Dst]; r.Type == dataplane.Unicast && (!ok || r.Priority < b.Priority) {
+			best[r.Dst] = r
+		}
+	}
+	return best
+}

@@ -1,0 +1,225 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package migration carries packets between hosts while a network changes its backend. Both
+// backends run, and each host decides for each peer which of them carries the packets to it.
+//
+//   - migration.go is the Backend, which consists of the present one and the next one.
+//   - network.go is the Network. It decides about each peer.
+//   - layer.go merges the wanted kernel states of both backends.
+//   - probe.go finds out which peers the next backend reaches.
+//   - rpfilter.go makes the kernel accept packets by either backend.
+package migration
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net/netip"
+	"slices"
+
+	"k8s.io/klog/v2"
+
+	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/pkg/dataplane"
+	"github.com/flanneld/flanneld/pkg/firewall"
+	"github.com/flanneld/flanneld/pkg/oneline"
+	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/wait"
+	"github.com/flanneld/flanneld/subnet"
+)
+
+// The two backends, as indexes.
+const (
+	present = iota
+	next
+	sides
+)
+
+// Backend implements backend.Backend with two backends.
+type Backend struct {
+	env   backend.Env
+	parts [sides]part
+	layer *layer // of the network that was started last
+}
+
+// part is one of the two backends.
+type part struct {
+	be   backend.Backend
+	side backend.Side
+}
+
+// New creates the backend for a configuration with a next backend. make creates one of the
+// two. See backend.Migrate.
+func New(env backend.Env, make func(backend.Env) (backend.Backend, []string, error)) (backend.Backend, []string, error) {
+	b := &Backend{env: env}
+	var warnings []string
+	for i, cfg := range [sides]subnet.Config{env.Config.Present(), env.Config.Next()} {
+		half := env
+		half.Config = cfg
+		half.NewReconciler = func(dataplane.Scope) (backend.Reconciler, error) { return b.layer.view(i), nil }
+		be, more, err := make(half)
+		if err != nil && i == next {
+			return nil, nil, fmt.Errorf("NextBackend: %w", err)
+		}
+		if err != nil {
+			return nil, nil, err
+		}
+		for _, w := range more {
+			if i == next {
+				w = "NextBackend: " + w
+			}
+			warnings = append(warnings, w)
+		}
+		b.parts[i] = part{be, backend.NewSide(be, cfg.BackendType)}
+	}
+	if err := b.check(); err != nil {
+		return nil, nil, err
+	}
+	strict := b.parts[present].side.Type == b.parts[next].side.Type
+	for i := range b.parts {
+		b.parts[i].side.Strict = strict
+	}
+	return b, warnings, nil
+}
+
+// check returns an error if the two backends cannot run at the same time.
+func (b *Backend) check() error {
+	from, to := b.parts[present], b.parts[next]
+	for _, p := range b.parts {
+		if slices.Contains([]string{"alloc", "extension"}, p.side.Type) {
+			return fmt.Errorf("a network cannot migrate from or to the backend %s, whose routes flanneld does not manage: remove NextBackend", p.side.Type)
+		}
+	}
+	used := from.be.Scope().Devices
+	for _, name := range to.be.Scope().Devices {
+		if slices.Contains(used, name) {
+			return fmt.Errorf("Backend and NextBackend both have the device %s: want a NextBackend of another type, or for vxlan with another VNI", name)
+		}
+	}
+	if from.side.Type == to.side.Type && len(used) == 0 {
+		return fmt.Errorf("Backend and NextBackend are both %s: remove NextBackend", from.side.Type)
+	}
+	if from.side.Type == "vxlan" && to.side.Type == "vxlan" { // the kernel shares a port between vxlan devices of different VNIs
+		return nil
+	}
+	for _, port := range backend.Ports(to.be) {
+		if slices.Contains(backend.Ports(from.be), port) {
+			return fmt.Errorf("Backend and NextBackend both have UDP port %d: want another one in NextBackend", port)
+		}
+	}
+	return nil
+}
+
+// Scope implements backend.Backend.
+func (b *Backend) Scope() dataplane.Scope {
+	s := b.env.Scope()
+	for _, p := range b.parts {
+		s.Devices = append(s.Devices, p.be.Scope().Devices...)
+	}
+	return s
+}
+
+// Ports implements backend.Listener.
+func (b *Backend) Ports() []int {
+	var ports []int
+	for _, p := range b.parts {
+		ports = append(ports, backend.Ports(p.be)...)
+	}
+	slices.Sort(ports)
+	return slices.Compact(ports)
+}
+
+// Files implements backend.FileOwner.
+func (b *Backend) Files() []string {
+	return slices.Concat(backend.Files(b.parts[present].be), backend.Files(b.parts[next].be))
+}
+
+// Leftovers implements backend.Cleaner.
+func (b *Backend) Leftovers() []backend.Leftover {
+	return slices.Concat(backend.Leftovers(b.parts[present].be), backend.Leftovers(b.parts[next].be))
+}
+
+// Tunnels implements backend.SeveralTunneler.
+func (b *Backend) Tunnels(f prefix.Family) []firewall.Payload {
+	all := slices.Concat(backend.Tunnels(b.parts[present].be, f), backend.Tunnels(b.parts[next].be, f))
+	if len(all) == 2 && all[0] == all[1] {
+		return all[:1]
+	}
+	return all
+}
+
+// Claim implements backend.Backend. If the next backend has no claim, the claim is that of
+// the present one alone, and the log says why.
+func (b *Backend) Claim(ctx context.Context, prev subnet.Claim) (subnet.Claim, error) {
+	claim, err := b.parts[present].claim(ctx, prev)
+	if err != nil {
+		return subnet.Claim{}, err
+	}
+	more, err := b.parts[next].claim(ctx, prev)
+	if err != nil {
+		klog.FromContext(ctx).Error(err, "cannot publish data of the next backend: peers go on with the present one", "next", b.parts[next].side.Type)
+		return claim, nil
+	}
+	claim.NextType = b.parts[next].side.Type
+	for i := range claim.Endpoints {
+		claim.Endpoints[i].NextData = more.Endpoints[i].Data
+	}
+	return claim, nil
+}
+
+// claim returns the claim of one backend. It gets the data that it has published before, by
+// itself or in a migration, and never that of another backend.
+func (p part) claim(ctx context.Context, prev subnet.Claim) (subnet.Claim, error) {
+	own, ok := p.side.Of(&subnet.Lease{BackendType: prev.BackendType, NextType: prev.NextType, Endpoints: prev.Endpoints})
+	before := subnet.Claim{BackendType: p.side.LeaseType, Endpoints: slices.Clone(prev.Endpoints)}
+	for i := range before.Endpoints {
+		before.Endpoints[i].Data, before.Endpoints[i].NextData = nil, nil
+		if ok {
+			before.Endpoints[i].Data = own.Endpoints[i].Data
+		}
+	}
+	return p.be.Claim(ctx, before)
+}
+
+// Start implements backend.Backend. If the next backend does not start, the network goes on
+// with the present one and tries again later.
+func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network, error) {
+	scope := b.Scope()
+	scope.TxChecksum = true // the backends may want it
+	reconciler, err := dataplane.NewReconciler(dataplane.Config{Kernel: b.env.Kernel, Scope: scope, Resync: b.env.Resync})
+	if err != nil {
+		return nil, err
+	}
+	// The routes tell which backend has carried the packets to each peer until now.
+	before, err := b.env.Kernel.Read(ctx, b.Scope())
+	if err != nil {
+		return nil, oneline.Join(fmt.Errorf("read kernel state: %w", err), reconciler.Close())
+	}
+	b.layer = newLayer(reconciler, b.env.Config.Prefixes())
+	n := &network{
+		Backend: b, Notifier: backend.NewNotifier(ctx), own: own, layer: b.layer, before: bestRoutes(before),
+		peers: map[string]*peer{}, bySubnet: map[netip.Prefix]string{},
+		leases: [sides]map[string]*subnet.Lease{{}, {}},
+		again:  wait.Backoff{Least: leastPause, Most: mostPause},
+	}
+	n.Forward(reconciler.Changed())
+	if n.running[present], err = b.parts[present].be.Start(ctx, ownOf(b.parts[present].side, own)); err != nil {
+		return nil, oneline.Join(err, n.Close())
+	}
+	n.Forward(n.running[present].Changed())
+	n.startNext(ctx)
+	n.prober = newProber(n.Notify)
+	n.Go(n.prober.run)
+	return n, nil
+}
+
+// errNoData means that the own lease has no data for a backend.
+var errNoData = errors.New("the own lease has no data for it")
+
+// ownOf returns the own lease as s has it, or without data if it has none.
+func ownOf(s backend.Side, own subnet.Lease) subnet.Lease {
+	if l, ok := s.Of(&own); ok {
+		return *l
+	}
+	return own
+}

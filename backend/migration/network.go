@@ -1,0 +1,536 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package migration
+
+import (
+	"context"
+	"fmt"
+	"maps"
+	"net/netip"
+	"slices"
+	"time"
+
+	"k8s.io/klog/v2"
+
+	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/pkg/dataplane"
+	"github.com/flanneld/flanneld/pkg/oneline"
+	"github.com/flanneld/flanneld/pkg/wait"
+	"github.com/flanneld/flanneld/subnet"
+)
+
+// network implements backend.Network.
+type network struct {
+	*Backend
+	*backend.Notifier
+	own     subnet.Lease
+	layer   *layer
+	running [sides]backend.Network // that of the next backend is nil while it does not start
+	prober  *prober
+
+	before   map[netip.Prefix]dataplane.Route // best routes at the start, for peers that are not decided yet
+	peers    map[string]*peer                 // by lease key
+	leases   [sides]map[string]*subnet.Lease  // of the peers, as each backend uses them
+	bySubnet map[netip.Prefix]string          // keys of peers
+	refused  []*peer                          // peers with a reason in refused
+	byNext   int                              // number of peers to which the next backend carries the packets
+
+	notStarted error        // why the next backend does not run
+	again      wait.Backoff // for starting it
+	nextStart  time.Time    // when to start it again
+	nextError  string       // logged error of the next backend
+	strict     bool         // the log names a device with a strict check of sources
+}
+
+// peer is the state of a peer.
+type peer struct {
+	subnets  []netip.Prefix
+	side     int // the backend that carries the packets to the peer
+	decided  bool
+	unusable string        // why the data for the next backend cannot be used
+	refused  [sides]string // why the kernel has no route by that backend
+	since    time.Time     // when it became known
+	named    bool          // the log names it, because it does not follow
+}
+
+// patience is the time after which the log names a peer that does not follow.
+const patience = time.Minute
+
+// Limits of the pause between two attempts to start the next backend.
+const (
+	leastPause = time.Second
+	mostPause  = time.Minute
+)
+
+// startNext starts the next backend. It logs the first error of a series.
+func (n *network) startNext(ctx context.Context) {
+	part := n.parts[next]
+	own, ok := part.side.Of(&n.own)
+	err := errNoData
+	if ok {
+		n.running[next], err = part.be.Start(ctx, *own)
+	}
+	if err != nil {
+		n.running[next] = nil
+		if n.notStarted == nil {
+			klog.FromContext(ctx).Error(err, "the next backend does not start: packets go on by the present one", "next", part.side.Type)
+		}
+		n.notStarted, n.nextStart = err, time.Now().Add(n.again.Next())
+		return
+	}
+	n.Forward(n.running[next].Changed())
+	n.notStarted = nil
+	klog.FromContext(ctx).Info("the next backend is running", "next", part.side.Type)
+}
+
+// MTU implements backend.Network. Both backends can carry packets of that size.
+func (n *network) MTU() int {
+	mtu := n.running[present].MTU()
+	if n.running[next] != nil {
+		mtu = min(mtu, n.running[next].MTU())
+	}
+	return mtu
+}
+
+// Selects implements backend.Selector.
+func (n *network) Selects(l *subnet.Lease) bool {
+	leases := n.split(l)
+	return leases[present] != nil || leases[next] != nil
+}
+
+// split returns l as each backend uses it, or nil.
+func (n *network) split(l *subnet.Lease) (leases [sides]*subnet.Lease) {
+	for i, p := range n.parts {
+		if own, ok := p.side.Of(l); ok {
+			leases[i] = own
+		}
+	}
+	return leases
+}
+
+// Check implements backend.Network. Data of the next backend that is unusable does not
+// matter as long as the present one can serve the peer.
+func (n *network) Check(l subnet.Lease) ([]string, error) {
+	leases := n.split(&l)
+	switch {
+	case leases[present] != nil:
+		return n.running[present].Check(*leases[present])
+	case n.running[next] == nil:
+		return nil, nil // Sync refuses it as long as the next backend does not run
+	}
+	return n.running[next].Check(*leases[next])
+}
+
+// Sync implements backend.Network.
+func (n *network) Sync(ctx context.Context, set backend.Set) (backend.Outcome, error) {
+	if n.running[next] == nil && time.Now().After(n.nextStart) {
+		n.startNext(ctx)
+		set.All = set.All || n.running[next] != nil // it knows no peers yet
+	}
+	n.layer.held = true
+	changed := n.update(set)
+	out, err := n.syncParts(ctx, set)
+	moved := n.decide(changed, n.prober.take())
+	n.layer.held = false
+	report, failed := n.layer.apply(ctx, set.Complete && n.running[next] != nil)
+	err = oneline.Join(err, failed, n.noteRefused(ctx, report.Refused))
+	if set.All || report.Repaired > 0 {
+		n.acceptBoth(ctx)
+	}
+	out.Repaired += report.Repaired
+	out.Retry = out.Retry || report.Unreachable
+	out.Refused = n.refusals()
+	if report.Rerouted { // the backends hear of it in the next pass
+		out.Again = sooner(out.Again, time.Second)
+	}
+	if n.running[next] == nil {
+		out.Again = sooner(out.Again, max(time.Until(n.nextStart), time.Millisecond))
+	}
+	if moved > 0 {
+		klog.FromContext(ctx).Info("peers have changed their backend", "peers", moved, "next", n.parts[next].side.Type,
+			"byNext", n.byNext, "byPresent", len(n.peers)-n.byNext)
+	}
+	if again := n.nameWaiting(ctx, time.Now()); again > 0 {
+		out.Again = sooner(out.Again, again)
+	}
+	n.prober.set(n.targets())
+	return out, err
+}
+
+// sooner returns the shorter of two times. Zero means never.
+func sooner(a, b time.Duration) time.Duration {
+	if a == 0 || b < a {
+		return b
+	}
+	return a
+}
+
+// update records the changed leases and returns their keys.
+func (n *network) update(set backend.Set) []string {
+	changed := set.Changed
+	if set.All {
+		changed = slices.Collect(maps.Keys(set.Leases))
+		for key := range n.peers {
+			if set.Leases[key] == nil {
+				changed = append(changed, key)
+			}
+		}
+	}
+	var left []netip.Prefix
+	for _, key := range changed { // first, because a subnet may have moved from one lease to another
+		left = append(left, n.forget(key)...)
+	}
+	for _, key := range changed {
+		if l := set.Leases[key]; l != nil {
+			n.remember(key, l)
+		} else if p := n.peers[key]; p != nil {
+			n.count(p, present)
+			delete(n.peers, key)
+		}
+	}
+	for _, s := range left {
+		if _, has := n.bySubnet[s]; !has {
+			n.layer.choose(s, present)
+		}
+	}
+	return changed
+}
+
+// forget removes the leases of a peer and returns its subnets. The peer itself stays, because
+// its lease may have changed only.
+func (n *network) forget(key string) []netip.Prefix {
+	p := n.peers[key]
+	if p == nil {
+		return nil
+	}
+	subnets := p.subnets
+	for _, s := range subnets {
+		delete(n.bySubnet, s)
+		for _, v := range n.layer.views {
+			v.serve(s, false)
+		}
+	}
+	for i := range n.leases {
+		delete(n.leases[i], key)
+	}
+	p.subnets, p.unusable = nil, ""
+	return subnets
+}
+
+// remember adds the leases of a peer.
+func (n *network) remember(key string, l *subnet.Lease) {
+	p := n.peers[key]
+	if p == nil {
+		p = &peer{since: time.Now()}
+		n.peers[key] = p
+	}
+	p.subnets = l.Subnets()
+	leases := n.split(l)
+	if leases[next] != nil && leases[present] != nil && n.running[next] != nil {
+		if _, err := n.running[next].Check(*leases[next]); err != nil {
+			leases[next], p.unusable = nil, err.Error()
+		}
+	}
+	for i, own := range leases {
+		if own == nil {
+			continue
+		}
+		n.leases[i][key] = own
+		for _, s := range p.subnets {
+			n.layer.views[i].serve(s, true)
+		}
+	}
+	for _, s := range p.subnets {
+		n.bySubnet[s] = key
+	}
+}
+
+// syncParts passes the peers to both backends. An error of the next one is an error of the
+// network only if the next one carries packets.
+func (n *network) syncParts(ctx context.Context, set backend.Set) (out backend.Outcome, err error) {
+	for i, part := range n.running {
+		if part == nil {
+			continue
+		}
+		s := set
+		s.Leases = n.leases[i]
+		o, failed := part.Sync(ctx, s)
+		out.Retry, out.Repaired = out.Retry || o.Retry, out.Repaired+o.Repaired
+		if o.Again > 0 {
+			out.Again = sooner(out.Again, o.Again)
+		}
+		if i == next {
+			if failed = n.noteNext(ctx, failed); failed == nil && n.nextError != "" {
+				out.Again = sooner(out.Again, leastPause)
+			}
+		}
+		err = oneline.Join(err, failed)
+	}
+	return out, err
+}
+
+// noteNext returns err, an error of the next backend, if that backend carries packets.
+// Otherwise it logs the error, unless it is the last one.
+func (n *network) noteNext(ctx context.Context, err error) error {
+	switch {
+	case err == nil || n.byNext > 0:
+		n.nextError = ""
+		return err
+	case err.Error() != n.nextError:
+		n.nextError = err.Error()
+		klog.FromContext(ctx).Error(err, "the next backend is not in order, trying again: packets go on by the present one", "next", n.parts[next].side.Type)
+	}
+	return nil
+}
+
+// decide decides which backend carries the packets to the peers with these keys. It returns
+// the number of peers that have changed their backend.
+func (n *network) decide(changed, probed []string) (moved int) {
+	for _, key := range changed {
+		moved += n.move(key, false)
+	}
+	for _, key := range probed {
+		moved += n.move(key, true)
+	}
+	return moved
+}
+
+// move decides about one peer. probed is set if probes through the next backend have come
+// back. move returns 1 if the peer has changed its backend, and otherwise 0.
+func (n *network) move(key string, probed bool) int {
+	p := n.peers[key]
+	if p == nil {
+		return 0
+	}
+	side := n.sideOf(key, p, probed)
+	changes := p.decided && side != p.side
+	n.count(p, side)
+	p.decided = true
+	for _, s := range p.subnets {
+		n.layer.choose(s, side)
+		delete(n.before, s)
+	}
+	if changes {
+		return 1
+	}
+	return 0
+}
+
+// sideOf returns the backend that should carry the packets to a peer. A peer with data for
+// both backends changes to the next one when probes have come back, and not the other way: it
+// goes back to the present backend when it, or this host, no longer has the next one.
+func (n *network) sideOf(key string, p *peer, probed bool) int {
+	byNext := n.leases[next][key] != nil && n.running[next] != nil
+	switch {
+	case !byNext:
+		return present
+	case n.leases[present][key] == nil, probed:
+		return next
+	case p.decided:
+		return p.side
+	case n.wasNext(p):
+		return next
+	}
+	return present
+}
+
+// wasNext reports whether the kernel's routes to a peer were those of the next backend when
+// the network started.
+func (n *network) wasNext(p *peer) bool {
+	return len(p.subnets) > 0 && !slices.ContainsFunc(p.subnets, func(s netip.Prefix) bool {
+		r, ok := n.layer.views[next].route(s)
+		had, known := n.before[s]
+		for _, network := range n.layer.networks {
+			if !known && network.Contains(s.Addr()) {
+				had = n.before[network]
+			}
+		}
+		return !ok || had.Dev != r.Dev || had.Gateway != r.Gateway
+	})
+}
+
+// count makes side the backend of p and counts p there.
+func (n *network) count(p *peer, side int) {
+	if p.side == next {
+		n.byNext--
+	}
+	if p.side = side; side == next {
+		n.byNext++
+	}
+}
+
+// noteRefused assigns routes that the kernel does not have to their peers. A route to the
+// whole network belongs to no peer. It is an error, unless the backend's own device has it.
+func (n *network) noteRefused(ctx context.Context, refused []dataplane.Refusal) error {
+	for _, p := range n.refused {
+		p.refused = [sides]string{}
+	}
+	n.refused = n.refused[:0]
+	var errs [sides]error
+	for _, r := range refused {
+		side := present
+		if n.layer.views[next].wants(r.Route) {
+			side = next
+		}
+		if p := n.peers[n.bySubnet[r.Route.Dst]]; p != nil {
+			p.refused[side] = r.Reason
+			n.refused = append(n.refused, p)
+		} else if r.Dev != r.Route.Dev {
+			errs[side] = oneline.Join(errs[side], fmt.Errorf("put %s: %s", r.Route, r.Reason))
+		}
+	}
+	if errs[next] == nil {
+		return errs[present]
+	}
+	return oneline.Join(errs[present], n.noteNext(ctx, errs[next]))
+}
+
+// refusals returns the peers that this host cannot reach.
+func (n *network) refusals() (all []subnet.Refusal) {
+	for _, p := range n.refused {
+		if why := p.refused[p.side]; why != "" && len(p.subnets) > 0 {
+			all = append(all, subnet.Refusal{Key: n.bySubnet[p.subnets[0]], Reason: why})
+		}
+	}
+	if n.running[next] != nil {
+		return all
+	}
+	for key := range n.leases[next] {
+		if n.leases[present][key] == nil {
+			all = append(all, subnet.Refusal{Key: key, Reason: n.waiting(key)})
+		}
+	}
+	return all
+}
+
+// waiting returns the reason why the next backend does not carry the packets to a peer, or ""
+// if it does.
+func (n *network) waiting(key string) string {
+	p, name := n.peers[key], n.parts[next].side.Type
+	switch {
+	case p == nil || p.side == next:
+		return ""
+	case n.running[next] == nil:
+		return fmt.Sprintf("%s does not run on this host: %v", name, n.notStarted)
+	case p.unusable != "":
+		return fmt.Sprintf("its data for %s cannot be used: %s", name, p.unusable)
+	case n.leases[next][key] == nil:
+		return "it does not publish data for " + name
+	case p.refused[next] != "":
+		return p.refused[next]
+	}
+	return fmt.Sprintf("no probe by %s has come back", name)
+}
+
+// nameWaiting logs peers that do not follow, each once. It returns the time until there may be
+// more of them, or zero.
+func (n *network) nameWaiting(ctx context.Context, now time.Time) (again time.Duration) {
+	var late []string
+	for key, p := range n.peers {
+		if p.named = p.named && p.side == present; p.named || p.side == next {
+			continue
+		}
+		if left := p.since.Add(patience).Sub(now); left > 0 {
+			again = sooner(again, left)
+			continue
+		}
+		p.named = true
+		late = append(late, key)
+	}
+	if len(late) == 0 {
+		return again
+	}
+	const shown = 10
+	slices.Sort(late)
+	some := []string{}
+	for _, key := range late[:min(len(late), shown)] {
+		some = append(some, key+": "+n.waiting(key))
+	}
+	klog.FromContext(ctx).Info("peers do not follow to the next backend, and go on by the present one", "next", n.parts[next].side.Type,
+		"count", len(late), "peers", some)
+	return again
+}
+
+// targets returns the addresses that probes through the next backend must reach, by the key of
+// the peer. They are base addresses of subnets, from which the answers come back by the way
+// that the peer has to this host. So both directions are independent.
+func (n *network) targets() map[string][]target {
+	all := map[string][]target{}
+	if n.running[next] == nil {
+		return all
+	}
+	for key := range n.leases[next] {
+		p := n.peers[key]
+		if p.side == next || n.leases[present][key] == nil || p.refused[next] != "" {
+			continue
+		}
+		for _, e := range n.leases[next][key].Endpoints {
+			own, has := n.own.Endpoint(e.Family())
+			r, ok := n.layer.views[next].route(e.Subnet)
+			if has && ok {
+				all[key] = append(all[key], target{to: e.Subnet.Addr(), from: own.Subnet.Addr(), device: r.Dev})
+			}
+		}
+	}
+	return all
+}
+
+// Migration implements backend.Migrator.
+func (n *network) Migration(key string) backend.MigrationReport {
+	p := n.peers[key]
+	if p == nil {
+		return backend.MigrationReport{}
+	}
+	return backend.MigrationReport{Backend: n.parts[p.side].side.Type, Waiting: n.waiting(key)}
+}
+
+// Objects implements backend.Inspector.
+func (n *network) Objects(key string) (all []backend.ObjectReport) {
+	for _, part := range n.running {
+		if i, ok := part.(backend.Inspector); ok {
+			all = append(all, i.Objects(key)...)
+		}
+	}
+	return all
+}
+
+// Counts implements backend.Inspector.
+func (n *network) Counts() map[string]dataplane.Count { return n.layer.reconciler.Counts() }
+
+// Mode implements backend.DataPath. It is that of the present backend.
+func (n *network) Mode() string {
+	if path, ok := n.running[present].(backend.DataPath); ok {
+		return path.Mode()
+	}
+	return ""
+}
+
+// Dropped implements backend.DataPath.
+func (n *network) Dropped() map[string]uint64 {
+	var all map[string]uint64
+	for _, part := range n.running {
+		path, ok := part.(backend.DataPath)
+		if !ok {
+			continue
+		}
+		for reason, count := range path.Dropped() {
+			if all == nil {
+				all = map[string]uint64{}
+			}
+			all[reason] += count
+		}
+	}
+	return all
+}
+
+// Close implements backend.Network.
+func (n *network) Close() error {
+	n.Notifier.Close()
+	var errs []error
+	for _, part := range n.running {
+		if part != nil {
+			errs = append(errs, part.Close())
+		}
+	}
+	return oneline.Join(append(errs, n.layer.reconciler.Close())...)
+}

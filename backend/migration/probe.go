@@ -1,0 +1,209 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package migration
+
+import (
+	"context"
+	"math/rand/v2"
+	"net/netip"
+	"slices"
+	"sync"
+	"time"
+
+	"k8s.io/klog/v2"
+
+	"github.com/flanneld/flanneld/pkg/ping"
+	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/wait"
+)
+
+// target is an address that a probe must reach through a device.
+type target struct {
+	to, from netip.Addr
+	device   string
+}
+
+// Limits of the pause between two probes of a peer, and the pause between two probes.
+const (
+	leastProbe = 500 * time.Millisecond
+	mostProbe  = 30 * time.Second
+	probePause = 2 * time.Millisecond
+)
+
+// prober sends echo requests to peers until each has answered at all of its targets.
+type prober struct {
+	notify  func() // called when a peer has answered
+	changed wait.Signal
+
+	mu       sync.Mutex
+	peers    map[string]*probed
+	ids      map[uint32]attempt
+	answered []string
+}
+
+// probed is a peer that has not answered yet.
+type probed struct {
+	targets []target
+	missing map[netip.Addr]struct{} // targets that have not answered
+	due     time.Time
+	pause   wait.Backoff
+	ids     []uint32 // of the requests that count
+}
+
+// attempt is a request that was sent.
+type attempt struct {
+	key string
+	to  netip.Addr
+}
+
+func newProber(notify func()) *prober {
+	return &prober{notify: notify, changed: wait.NewSignal(), peers: map[string]*probed{}, ids: map[uint32]attempt{}}
+}
+
+// set replaces the targets. Peers whose targets are the same keep their state.
+func (p *prober) set(targets map[string][]target) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for key, peer := range p.peers {
+		if !slices.Equal(peer.targets, targets[key]) {
+			p.drop(key)
+		}
+	}
+	for key, ts := range targets {
+		if p.peers[key] != nil || slices.Contains(p.answered, key) {
+			continue
+		}
+		peer := &probed{targets: ts, missing: map[netip.Addr]struct{}{}, due: time.Now()}
+		peer.pause.Least, peer.pause.Most = leastProbe, mostProbe
+		for _, t := range ts {
+			peer.missing[t.to] = struct{}{}
+		}
+		p.peers[key] = peer
+		p.changed.Send()
+	}
+}
+
+// take returns the peers that have answered since the last call.
+func (p *prober) take() []string {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	keys := p.answered
+	p.answered = nil
+	return keys
+}
+
+func (p *prober) drop(key string) {
+	for _, id := range p.peers[key].ids {
+		delete(p.ids, id)
+	}
+	delete(p.peers, key)
+}
+
+// run sends the requests until ctx ends.
+func (p *prober) run(ctx context.Context) {
+	sockets := map[prefix.Family]*ping.Socket{}
+	var receiving sync.WaitGroup
+	defer func() {
+		for _, s := range sockets {
+			_ = s.Close()
+		}
+		receiving.Wait()
+	}()
+	failed := map[prefix.Family]bool{}
+	send := func(t target, id uint32) {
+		f := prefix.FamilyOf(t.to)
+		s := sockets[f]
+		if s == nil {
+			var err error
+			if s, err = ping.OpenSocket(ctx, f); err != nil {
+				if !failed[f] {
+					failed[f] = true
+					klog.FromContext(ctx).Error(err, "cannot probe peers: packets go on by the present backend")
+				}
+				return
+			}
+			sockets[f] = s
+			receiving.Go(func() { p.receive(s) })
+		}
+		_ = s.Send(t.to, ping.Path{Device: t.device, From: t.from}, id) // a request that cannot be sent gets no answer
+	}
+	for {
+		requests, pause := p.next(time.Now())
+		for id, t := range requests {
+			send(t, id)
+		}
+		timer := time.NewTimer(pause)
+		select {
+		case <-ctx.Done():
+			timer.Stop()
+			return
+		case <-p.changed:
+		case <-timer.C:
+		}
+		timer.Stop()
+	}
+}
+
+// next returns the requests to one peer that are due, by id, and the time until the next ones.
+func (p *prober) next(now time.Time) (requests map[uint32]target, pause time.Duration) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	var first string
+	for key, peer := range p.peers {
+		if first == "" || peer.due.Before(p.peers[first].due) {
+			first = key
+		}
+	}
+	if first == "" {
+		return nil, mostProbe
+	}
+	peer := p.peers[first]
+	if left := peer.due.Sub(now); left > 0 {
+		return nil, left
+	}
+	if len(peer.ids) > 2*len(peer.targets) { // answers to older requests are too late
+		for _, id := range peer.ids {
+			delete(p.ids, id)
+		}
+		peer.ids = nil
+	}
+	requests = map[uint32]target{}
+	for _, t := range peer.targets {
+		if _, missing := peer.missing[t.to]; missing {
+			id := rand.Uint32()
+			requests[id], p.ids[id] = t, attempt{first, t.to}
+			peer.ids = append(peer.ids, id)
+		}
+	}
+	peer.due = now.Add(peer.pause.Next())
+	return requests, probePause
+}
+
+// receive handles answers until the socket is closed.
+func (p *prober) receive(s *ping.Socket) {
+	for {
+		id, from, err := s.Receive()
+		if err != nil {
+			return
+		}
+		p.answer(id, from)
+	}
+}
+
+// answer handles the answer of an address to the request with that id.
+func (p *prober) answer(id uint32, from netip.Addr) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	a, known := p.ids[id]
+	peer := p.peers[a.key]
+	if !known || peer == nil || a.to != from {
+		return
+	}
+	delete(peer.missing, from)
+	if len(peer.missing) > 0 {
+		return
+	}
+	p.drop(a.key)
+	p.answered = append(p.answered, a.key)
+	p.notify()
+}

@@ -1,0 +1,67 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package backend
+
+import "github.com/flanneld/flanneld/subnet"
+
+// LeaseTyper is implemented by backends whose leases have another type than the
+// configuration.
+type LeaseTyper interface {
+	// LeaseType returns the type in leases. It is pure.
+	LeaseType() string
+}
+
+// Matcher is implemented by backends of which two may serve a network during a migration,
+// such as vxlan with two VNIs.
+type Matcher interface {
+	// Matches reports whether the data of l, whose type is that of the backend, comes from
+	// a host with the same configuration in this respect. It is pure, and safe for
+	// concurrent use.
+	Matches(l subnet.Lease) bool
+}
+
+// Side tells which leases one backend can use. During a migration a lease may have data
+// for two backends, and hosts of both may be in the network.
+type Side struct {
+	Type      string                  // in the configuration
+	LeaseType string                  // in leases
+	Matches   func(subnet.Lease) bool // nil if the type alone decides
+	// Strict is set if both backends of the migration have the same type, so that Matches
+	// decides about every lease.
+	Strict bool
+}
+
+// NewSide returns the side of b, which has type configured in the configuration.
+func NewSide(b Backend, configured string) Side {
+	s := Side{Type: configured, LeaseType: configured}
+	if t, ok := b.(LeaseTyper); ok {
+		s.LeaseType = t.LeaseType()
+	}
+	if m, ok := b.(Matcher); ok {
+		s.Matches = m.Matches
+	}
+	return s
+}
+
+// Of returns the lease as a host without a migration would have it with this backend. ok
+// is false if l has nothing for this backend.
+func (s Side) Of(l *subnet.Lease) (_ *subnet.Lease, ok bool) {
+	hasNext := l.NextType != "" && l.NextType == s.Type
+	if l.BackendType == s.LeaseType && (!s.Strict && !hasNext || s.matches(*l)) {
+		return l, true
+	}
+	if !hasNext {
+		return nil, false
+	}
+	next := l.Next(s.LeaseType)
+	return &next, s.matches(next)
+}
+
+func (s Side) matches(l subnet.Lease) bool { return s.Matches == nil || s.Matches(l) }
+
+// Selector is a Network that uses leases with data for several backends as they are.
+type Selector interface {
+	// Selects reports whether the network can use l. It is pure, and safe for concurrent
+	// use.
+	Selects(l *subnet.Lease) bool
+}
