@@ -72,6 +72,7 @@ func (n *network) startNext(ctx context.Context) {
 	}
 	if err != nil {
 		n.running[next] = nil
+		n.layer.view(next) // forgets the objects of the attempt
 		if n.notStarted == nil {
 			klog.FromContext(ctx).Error(err, "the next backend does not start: packets go on by the present one", "next", part.side.Type)
 		}

@@ -125,7 +125,10 @@ func (p *prober) run(ctx context.Context) {
 			sockets[f] = s
 			receiving.Go(func() { p.receive(s) })
 		}
-		_ = s.Send(t.to, ping.Path{Device: t.device, From: t.from}, id) // a request that cannot be sent gets no answer
+		// A request that cannot be sent gets no answer.
+		if err := s.Send(ctx, t.to, ping.Path{Device: t.device, From: t.from}, id); err != nil {
+			klog.FromContext(ctx).V(1).Info("cannot send a probe", "to", t.to, "device", t.device, "err", err)
+		}
 	}
 	for {
 		requests, pause := p.next(time.Now())

@@ -8,18 +8,21 @@ import (
 	"fmt"
 	"net"
 	"net/netip"
+	"syscall"
 
 	"golang.org/x/sys/unix"
 
+	"github.com/flanneld/flanneld/pkg/oneline"
 	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
 // Socket sends echo requests of one family on chosen paths, and receives all answers. It is
-// for callers that wait for the answers of many hosts at a time. Its methods may be called
-// concurrently.
+// for callers that wait for the answers of many hosts at a time. One goroutine may call Send
+// while another one calls Receive.
 type Socket struct {
-	kind icmpKind
-	conn *net.IPConn
+	kind    icmpKind
+	receive *net.IPConn
+	senders map[int]*net.IPConn // by index of the device
 }
 
 // Path is the way of an echo request.
@@ -38,24 +41,46 @@ func OpenSocket(ctx context.Context, f prefix.Family) (*Socket, error) {
 	if err != nil {
 		return nil, err
 	}
-	return &Socket{kind, conn.(*net.IPConn)}, nil
+	return &Socket{kind: kind, receive: conn.(*net.IPConn), senders: map[int]*net.IPConn{}}, nil
 }
 
 // Send sends an echo request with the given id.
-func (s *Socket) Send(to netip.Addr, path Path, id uint32) error {
+func (s *Socket) Send(ctx context.Context, to netip.Addr, path Path, id uint32) error {
 	device, err := net.InterfaceByName(path.Device)
 	if err != nil {
 		return fmt.Errorf("look up link %s: %w", path.Device, err)
 	}
-	var control []byte
+	sender := s.senders[device.Index]
+	if sender == nil {
+		if sender, err = s.openSender(ctx, device.Name); err != nil {
+			return err
+		}
+		s.senders[device.Index] = sender
+	}
+	var source []byte
 	if to.Is4() {
-		control = unix.PktInfo4(&unix.Inet4Pktinfo{Ifindex: int32(device.Index), Spec_dst: path.From.As4()})
+		source = unix.PktInfo4(&unix.Inet4Pktinfo{Spec_dst: path.From.As4()})
 	} else {
-		control = unix.PktInfo6(&unix.Inet6Pktinfo{Ifindex: uint32(device.Index), Addr: path.From.As16()})
+		source = unix.PktInfo6(&unix.Inet6Pktinfo{Addr: path.From.As16()})
 	}
 	const size = 64 // of the ICMP message
-	_, _, err = s.conn.WriteMsgIP(s.kind.echo(id, size), control, &net.IPAddr{IP: to.AsSlice()})
+	_, _, err = sender.WriteMsgIP(s.kind.echo(id, size), source, &net.IPAddr{IP: to.AsSlice()})
 	return err
+}
+
+// openSender opens a socket that is bound to a device. IPv6 prefers the best route over the
+// device of a single packet, but not over that of the socket. The bound socket would not get
+// answers that arrive on other devices, so it only sends.
+func (s *Socket) openSender(ctx context.Context, device string) (*net.IPConn, error) {
+	lc := &net.ListenConfig{Control: func(_, _ string, c syscall.RawConn) (err error) {
+		cerr := c.Control(func(fd uintptr) { err = unix.BindToDevice(int(fd), device) })
+		return oneline.Join(cerr, err)
+	}}
+	conn, err := lc.ListenPacket(ctx, s.kind.network, s.kind.any)
+	if err != nil {
+		return nil, err
+	}
+	return conn.(*net.IPConn), nil
 }
 
 // Receive waits for an answer. It returns the id of the request and the address that has
@@ -63,19 +88,24 @@ func (s *Socket) Send(to netip.Addr, path Path, id uint32) error {
 func (s *Socket) Receive() (id uint32, from netip.Addr, err error) {
 	buf := make([]byte, 1<<16)
 	for {
-		size, addr, err := s.conn.ReadFromIP(buf)
+		size, addr, err := s.receive.ReadFromIP(buf)
 		if err != nil {
 			return 0, netip.Addr{}, err
 		}
 		if size < icmpHeader || buf[0] != s.kind.reply {
 			continue
 		}
-		from, ok := netip.AddrFromSlice(addr.IP)
-		if ok {
+		if from, ok := netip.AddrFromSlice(addr.IP); ok {
 			return binary.BigEndian.Uint32(buf[4:]), from.Unmap(), nil
 		}
 	}
 }
 
-// Close closes the socket.
-func (s *Socket) Close() error { return s.conn.Close() }
+// Close closes the socket. Receive then returns an error.
+func (s *Socket) Close() error {
+	errs := []error{s.receive.Close()}
+	for _, sender := range s.senders {
+		errs = append(errs, sender.Close())
+	}
+	return oneline.Join(errs...)
+}

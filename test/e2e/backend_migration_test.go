@@ -1,0 +1,416 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package e2e
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/netip"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/test/lab"
+)
+
+// follow makes the daemon of a host use the configuration in the store.
+func follow(t *testing.T, h *lab.Host) {
+	t.Helper()
+	expectStop(t, h.Daemon())
+	startOne(t, h, lab.FlanneldOptions{})
+}
+
+// migrate writes a configuration with the given backends and makes the hosts follow it, one
+// after the other. next may be empty.
+func migrate(t *testing.T, l *lab.Lab, present, next string, hosts ...*lab.Host) {
+	t.Helper()
+	config := backendConfig(present)
+	if strings.HasPrefix(present, "{") {
+		config = present
+	}
+	if next != "" {
+		if !strings.HasPrefix(next, "{") {
+			next = backendConfig(next)
+		}
+		config += `,"NextBackend":` + next
+	}
+	putConfig(t, l, config)
+	for _, h := range hosts {
+		follow(t, h)
+	}
+}
+
+// putConfig replaces the backend in the network configuration of the lab. backend is JSON, and
+// may be followed by further keys.
+func putConfig(t *testing.T, l *lab.Lab, backend string) {
+	t.Helper()
+	network, err := lab.NetworkConfig(l.Families(), []byte(`"BACKEND"`))
+	if err != nil {
+		t.Fatal(err)
+	}
+	network = reserveSubnetsFrom200(t, network)
+	if err := l.PutNetwork(testContext(t), []byte(strings.Replace(string(network), `"BACKEND"`, backend, 1))); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// eventuallyCarriedBy waits until a host sends to each of the others by the backend of the given
+// type.
+func eventuallyCarriedBy(t *testing.T, h *lab.Host, backend string, others ...*lab.Host) {
+	t.Helper()
+	eventually(t, fmt.Sprintf("%s sends by %s", h.Name(), backend), func() error {
+		r := statusOf(t, h)
+		if len(r.Peers) < len(others) {
+			return fmt.Errorf("it knows %d peers, want %d", len(r.Peers), len(others))
+		}
+		for _, p := range r.Peers {
+			for _, other := range others {
+				own := statusOf(t, other).Lease
+				if p.Key == own.Key && (p.Backend != backend || p.State != "in place") {
+					return fmt.Errorf("it sends to %s by %q (%s %s), because %s", other.Name(), p.Backend, p.State, p.Error, p.Waiting)
+				}
+			}
+		}
+		return nil
+	})
+}
+
+// traffic is UDP flows and TCP streams between pods.
+type traffic struct {
+	flows   []flow
+	streams []*stream
+}
+
+// startTraffic starts flows of UDP packets, and a TCP stream in both directions between each two
+// pods.
+func startTraffic(t *testing.T, l *lab.Lab, rate int) *traffic {
+	t.Helper()
+	all, pods := &traffic{flows: startFlows(t, l, rate)}, l.Pods()
+	for i, from := range pods {
+		for _, to := range pods[i+1:] {
+			for _, f := range l.Families() {
+				all.streams = append(all.streams, startStream(t, from, to, f))
+			}
+		}
+	}
+	return all
+}
+
+// expectNoLoss stops the traffic and fails the test if a packet was lost or a stream was
+// interrupted.
+func (tr *traffic) expectNoLoss(t *testing.T) {
+	t.Helper()
+	expectNothingLost(t, tr.flows)
+	for i, s := range tr.streams {
+		if n, err := s.stop(); err != nil || n == 0 {
+			t.Errorf("stream %d: %d messages have come back, then %v", i, n, err)
+		}
+	}
+}
+
+// stream is a TCP connection on which each message is sent back.
+type stream struct {
+	near    net.Conn
+	members sync.WaitGroup
+	stopped chan struct{} // closed by stop
+	ended   chan struct{} // closed when run has ended
+
+	back int // number of messages that have come back
+	err  error
+}
+
+func startStream(t *testing.T, from, to *lab.Pod, f prefix.Family) *stream {
+	t.Helper()
+	ctx := testContext(t)
+	listener, err := to.Listen(ctx, "tcp", netip.AddrPortFrom(to.Addr(f), 0).String())
+	if err != nil {
+		t.Fatal(err)
+	}
+	s := &stream{stopped: make(chan struct{}), ended: make(chan struct{})}
+	s.members.Go(func() {
+		far, err := listener.Accept()
+		listener.Close()
+		if err != nil {
+			return
+		}
+		defer far.Close()
+		_, _ = io.Copy(far, far)
+	})
+	if s.near, err = from.Dial(ctx, "tcp", listener.Addr().String()); err != nil {
+		listener.Close()
+		t.Fatal(err)
+	}
+	s.members.Go(s.run)
+	return s
+}
+
+// run sends messages and waits for each of them to come back.
+func (s *stream) run() {
+	defer close(s.ended)
+	buf := make([]byte, 8)
+	for n := uint64(1); ; n++ {
+		select {
+		case <-s.stopped:
+			return
+		case <-time.After(5 * time.Millisecond):
+		}
+		message := binary.BigEndian.AppendUint64(nil, n)
+		_ = s.near.SetDeadline(time.Now().Add(patience))
+		if _, s.err = s.near.Write(message); s.err != nil {
+			return
+		}
+		if _, s.err = io.ReadFull(s.near, buf); s.err != nil {
+			return
+		}
+		if !slices.Equal(buf, message) {
+			s.err = errors.New("another message has come back")
+			return
+		}
+		s.back++
+	}
+}
+
+// stop ends the stream. It returns the number of messages that have come back.
+func (s *stream) stop() (int, error) {
+	close(s.stopped)
+	<-s.ended
+	s.near.Close()
+	s.members.Wait()
+	return s.back, s.err
+}
+
+// vni7 is a vxlan backend with another VNI.
+const vni7 = `{"Type":"vxlan","VNI":7}`
+
+// typeOf returns the type of a backend in the arguments of migrate.
+func typeOf(backend string) string {
+	switch {
+	case strings.HasPrefix(backend, "{"):
+		return "vxlan"
+	case backend == userspace:
+		return "wireguard"
+	case backend == udpKernel:
+		return "udp"
+	}
+	return backend
+}
+
+// others returns the hosts of a lab except for one.
+func others(l *lab.Lab, h *lab.Host) []*lab.Host {
+	return slices.DeleteFunc(l.Hosts(), func(o *lab.Host) bool { return o == h })
+}
+
+// eventuallyMigrated waits until all hosts send to each other by the backend of the given type.
+func eventuallyMigrated(t *testing.T, l *lab.Lab, backend string) {
+	t.Helper()
+	for _, h := range l.Hosts() {
+		eventuallyCarriedBy(t, h, backend, others(l, h)...)
+	}
+}
+
+// eventuallyWithout waits until no kernel shows text, which is part of an object of a former
+// backend.
+func eventuallyWithout(t *testing.T, l *lab.Lab, text string) {
+	t.Helper()
+	for _, h := range l.Hosts() {
+		eventually(t, h.Name()+" has left the former backend", func() error {
+			if state := kernelObjects(t, h); strings.Contains(state, text) {
+				return fmt.Errorf("%q is still there:\n%s", text, state)
+			}
+			return nil
+		})
+		expectNoFormer(t, h)
+	}
+}
+
+// TestBackendMigration changes the backend of a network whose hosts have traffic, and does not
+// lose a packet: neither while the hosts get the second backend one after the other, nor while
+// they change their routes, nor while the first backend goes.
+//
+//stages:rest it waits until the former devices may go
+func TestBackendMigration(t *testing.T) {
+	t.Parallel()
+	for _, tt := range []backendMigration{
+		{from: "vxlan", to: "host-gw", families: dual, left: "flannel.1:"},
+		{from: "host-gw", to: "vxlan", families: dual, left: ".0/24 via 192.168.77"},
+		{from: "vxlan", to: vni7, families: dual, left: "flannel.1:"},
+	} {
+		tt.rate = 1000
+		t.Run(tt.name(), func(t *testing.T) {
+			t.Parallel()
+			tt.test(t)
+		})
+	}
+}
+
+// TestVMBackendMigration is TestBackendMigration with backends that need modules of the kernel.
+//
+//stages:rest the kernel of the guest is emulated, which takes minutes
+func TestVMBackendMigration(t *testing.T) {
+	for _, tt := range []backendMigration{
+		{from: "vxlan", to: "wireguard", families: v4, left: "flannel.1:"},
+		{from: "wireguard", to: "vxlan", families: v4, left: "flannel-wg"},
+		{from: "vxlan", to: "ipip", families: dual, left: "flannel.1:"},
+		{from: "ipip", to: "vxlan", families: dual, left: "flannel.ipip"},
+		{from: "vxlan", to: udpKernel, families: v4, left: "flannel.1:"},
+		{from: udpKernel, to: "vxlan", families: v4, left: "flannel0"},
+	} {
+		tt.rate = 20 // the CPU is emulated
+		t.Run(tt.name(), func(t *testing.T) { tt.test(t) })
+	}
+}
+
+// backendMigration is a migration from one backend to another.
+type backendMigration struct {
+	from, to string
+	families []prefix.Family
+	left     string // part of the kernel's state while the former backend exists
+	rate     int    // packets per second of each flow
+}
+
+func (m backendMigration) name() string {
+	return m.from + " to " + m.to + " " + familiesName(m.families)
+}
+
+// test migrates and finishes.
+func (m backendMigration) test(t *testing.T) {
+	l := newLab(t, lab.Config{Hosts: 3, Families: m.families}, backendConfig(m.from))
+	startAll(t, l, lab.FlanneldOptions{})
+	tr := startTraffic(t, l, m.rate)
+	migrate(t, l, m.from, m.to, l.Hosts()...)
+	eventuallyMigrated(t, l, typeOf(m.to))
+	migrate(t, l, m.to, "", l.Hosts()[:2]...)
+	for _, h := range l.Hosts() { // routes may go, because they are only for sending
+		if state := kernelObjects(t, h); strings.HasPrefix(m.left, "flannel") && !strings.Contains(state, m.left) {
+			t.Errorf("%s has removed the former device although one host has not finished: no %q in\n%s", h.Name(), m.left, state)
+		}
+	}
+	follow(t, l.Host(3))
+	eventuallyWithout(t, l, m.left)
+	tr.expectNoLoss(t)
+	expectMatrix(t, l)
+}
+
+// TestBackendMigrationBack begins a migration, lets all hosts change their routes, and then puts
+// the former configuration back. The second time a host is killed in each phase.
+//
+//stages:rest it waits until the devices may go
+func TestBackendMigrationBack(t *testing.T) {
+	t.Parallel()
+	for _, kill := range []bool{false, true} {
+		t.Run(fmt.Sprintf("killed %v", kill), func(t *testing.T) {
+			t.Parallel()
+			l := newLab(t, lab.Config{Hosts: 3, Families: dual}, backendConfig("host-gw"))
+			startAll(t, l, lab.FlanneldOptions{})
+			tr := startTraffic(t, l, 1000)
+			crash := func() {
+				if h := l.Host(2); kill {
+					h.Daemon().Kill()
+					pause(t, milliseconds(300))
+					startOne(t, h, lab.FlanneldOptions{})
+				}
+			}
+			migrate(t, l, "host-gw", "vxlan", l.Host(1), l.Host(2))
+			crash()
+			follow(t, l.Host(3))
+			eventuallyMigrated(t, l, "vxlan")
+			crash()
+			eventuallyMigrated(t, l, "vxlan")
+			migrate(t, l, "host-gw", "", l.Host(1), l.Host(2))
+			crash()
+			follow(t, l.Host(3))
+			eventuallyWithout(t, l, "flannel")
+			tr.expectNoLoss(t)
+			expectMatrix(t, l)
+		})
+	}
+}
+
+// TestBackendMigrationReturn goes back from the new backend alone, by the configuration with
+// both, to the former one.
+//
+//stages:rest it waits until the devices may go
+func TestBackendMigrationReturn(t *testing.T) {
+	t.Parallel()
+	l := newLab(t, lab.Config{Hosts: 3}, backendConfig("vxlan"))
+	startAll(t, l, lab.FlanneldOptions{})
+	tr := startTraffic(t, l, 1000)
+	migrate(t, l, "vxlan", "host-gw", l.Hosts()...)
+	eventuallyMigrated(t, l, "host-gw")
+	migrate(t, l, "host-gw", "", l.Host(1), l.Host(2))
+	migrate(t, l, "vxlan", "host-gw", l.Hosts()...)
+	eventuallyMigrated(t, l, "host-gw")
+	migrate(t, l, "vxlan", "", l.Hosts()...)
+	eventuallyWithout(t, l, ".0/24 via 192.168.77")
+	tr.expectNoLoss(t)
+	expectMatrix(t, l)
+}
+
+// TestBackendMigrationInUserspace lets hosts change to backends whose packets the daemon carries,
+// until all of them have changed their routes. Later restarts of the daemon lose packets.
+func TestBackendMigrationInUserspace(t *testing.T) {
+	t.Parallel()
+	for _, tt := range []struct {
+		to       string
+		families []prefix.Family
+	}{{userspace, dual}, {"udp", dual}} {
+		t.Run(tt.to, func(t *testing.T) {
+			t.Parallel()
+			l := newLab(t, lab.Config{Hosts: 3, Families: tt.families}, backendConfig("vxlan"))
+			startAll(t, l, lab.FlanneldOptions{})
+			tr := startTraffic(t, l, 300)
+			migrate(t, l, "vxlan", tt.to, l.Host(1), l.Host(2))
+			eventuallyCarriedBy(t, l.Host(1), typeOf(tt.to), l.Host(2))
+			eventuallyCarriedBy(t, l.Host(2), typeOf(tt.to), l.Host(1))
+			follow(t, l.Host(3))
+			eventuallyMigrated(t, l, typeOf(tt.to))
+			tr.expectNoLoss(t)
+			migrate(t, l, tt.to, "", l.Hosts()...)
+			expectMatrix(t, l)
+		})
+	}
+}
+
+// TestBackendMigrationBystander leaves out a host, and one on which the next backend cannot start.
+// Both must go on by the present backend, and the others must name them.
+func TestBackendMigrationBystander(t *testing.T) {
+	t.Parallel()
+	l := newLab(t, lab.Config{Hosts: 4}, backendConfig("vxlan"))
+	startAll(t, l, lab.FlanneldOptions{})
+	blocked, bystander := l.Host(3), l.Host(4)
+	tr := startTraffic(t, l, 300)
+	// WireGuard in user space cannot create its device.
+	if out, err := blocked.Exec(testContext(t), "ip", "link", "add", "flannel-wg", "type", "bridge"); err != nil {
+		t.Fatalf("%v: %s", err, out)
+	}
+	migrate(t, l, "vxlan", userspace, l.Host(1), l.Host(2), blocked)
+	eventuallyCarriedBy(t, l.Host(1), "wireguard", l.Host(2))
+	eventuallyCarriedBy(t, l.Host(2), "wireguard", l.Host(1))
+	expectLog(t, blocked.Daemon(), "the next backend does not start")
+	pause(t, 3*time.Second) // in which nothing else may change
+	for _, h := range []*lab.Host{l.Host(1), l.Host(2)} {
+		eventuallyCarriedBy(t, h, "vxlan", blocked, bystander)
+		for _, p := range statusOf(t, h).Peers {
+			want := map[string]string{
+				statusOf(t, blocked).Lease.Key:   "no probe by wireguard has come back",
+				statusOf(t, bystander).Lease.Key: "it does not publish data for wireguard",
+			}[p.Key]
+			if p.Waiting != want {
+				t.Errorf("%s says about %s: %q, want %q", h.Name(), p.Key, p.Waiting, want)
+			}
+		}
+	}
+	if out, err := blocked.Exec(testContext(t), "ip", "link", "del", "flannel-wg"); err != nil {
+		t.Fatalf("%v: %s", err, out)
+	}
+	eventuallyCarriedBy(t, l.Host(1), "wireguard", blocked)
+	follow(t, bystander)
+	eventuallyMigrated(t, l, "wireguard")
+	tr.expectNoLoss(t)
+}
