@@ -40,6 +40,7 @@ func TestPlan(t *testing.T) {
 	hole := dataplane.NewBlackhole(route.Dst)
 	bridge := with(route, func(r *dataplane.Route) { r.Protocol, r.Dev, r.Gateway, r.OnLink = 2, "cni0", netip.Addr{}, false })
 	foreign := with(route, func(r *dataplane.Route) { r.Protocol, r.Dev, r.Gateway = 3, "eth0", other.Gateway })
+	standby := dataplane.NewRoute(route.Dst, netip.MustParseAddr("192.168.77.3"), "eth0", false).Standby()
 	for _, tc := range []struct {
 		name       string
 		have, want []dataplane.Object
@@ -86,6 +87,16 @@ func TestPlan(t *testing.T) {
 			want: []dataplane.Object{link, route}, ops: []string{"put route 10.5.3.0/24"}, taken: 1},
 		{name: "duplicates are deleted after the put", have: []dataplane.Object{link, route, with(foreign, func(r *dataplane.Route) { r.Priority = 9 })},
 			want: []dataplane.Object{link, route}, keep: true, ops: []string{"delete route 10.5.3.0/24"}, taken: 1},
+		{name: "two wanted routes are created", have: []dataplane.Object{link}, want: []dataplane.Object{link, route, standby},
+			ops: []string{"put route 10.5.3.0/24", "put route 10.5.3.0/24 via 192.168.77.3 dev eth0 metric 1048576"}},
+		{name: "two wanted routes are in place", have: []dataplane.Object{link, route, standby}, want: []dataplane.Object{link, route, standby}},
+		{name: "two wanted routes change their metrics", have: []dataplane.Object{link, route, standby}, keep: true,
+			want: []dataplane.Object{link, route.Standby(), with(standby, func(r *dataplane.Route) { r.Priority = 0 })},
+			ops:  []string{"put route 10.5.3.0/24 via 10.5.3.0 dev flannel.1 metric 1048576", "put route 10.5.3.0/24 via 192.168.77.3 dev eth0"}},
+		{name: "a third route is deleted once", have: []dataplane.Object{link, route, standby, with(route, func(r *dataplane.Route) { r.Priority = 9 })},
+			want: []dataplane.Object{link, route, standby}, ops: []string{"delete route 10.5.3.0/24 via 10.5.3.0 dev flannel.1 metric 9"}},
+		{name: "one of two wanted routes goes", have: []dataplane.Object{link, route, standby}, want: []dataplane.Object{link, route},
+			ops: []string{"delete route 10.5.3.0/24 via 192.168.77.3 dev eth0 metric 1048576"}},
 		{name: "a connected network is refused", have: []dataplane.Object{link, with(foreign, func(r *dataplane.Route) { r.Protocol, r.Dev = 2, "cni0" })},
 			want: []dataplane.Object{link, route}, refused: "cni0"},
 		{name: "a refused route is deleted if it exists", have: []dataplane.Object{link, route, with(foreign, func(r *dataplane.Route) { r.Protocol, r.Dev = 2, "cni0" })},

@@ -1,0 +1,65 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package backend_test
+
+import (
+	"encoding/json"
+	"net/netip"
+	"strings"
+	"testing"
+
+	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/subnet"
+)
+
+// TestSide checks which data of leases a backend uses: hosts read a changed configuration at
+// different moments, so that leases of all phases are in the store at the same time.
+func TestSide(t *testing.T) {
+	is := func(text string) func(subnet.Lease) bool {
+		return func(l subnet.Lease) bool { return strings.Contains(string(l.Endpoints[0].Data), text) }
+	}
+	vxlan := backend.Side{Type: "vxlan", LeaseType: "vxlan"}
+	udp := backend.Side{Type: "udp"}
+	vni1 := backend.Side{Type: "vxlan", LeaseType: "vxlan", Matches: is("one")}
+	vni7 := backend.Side{Type: "vxlan", LeaseType: "vxlan", Matches: is("seven")}
+	strict := func(s backend.Side) backend.Side {
+		s.Strict = true
+		return s
+	}
+	for _, tt := range []struct {
+		name       string
+		side       backend.Side
+		kind, data string
+		nextKind   string
+		nextData   string
+		want       string // data that is used; empty if there is none
+	}{
+		{"no migration", vxlan, "vxlan", "a", "", "", "a"},
+		{"another type", vxlan, "host-gw", "a", "", "", ""},
+		{"from this backend", vxlan, "vxlan", "a", "wireguard", "b", "a"},
+		{"to this backend", vxlan, "wireguard", "a", "vxlan", "b", "b"},
+		{"between others", vxlan, "wireguard", "a", "host-gw", "b", ""},
+		{"udp stores no type", udp, "", "a", "", "", "a"},
+		{"to udp", udp, "vxlan", "a", "udp", "b", "b"},
+		{"from udp", vxlan, "", "a", "vxlan", "b", "b"},
+		{"another VNI without a migration is used as ever", vni1, "vxlan", "seven", "", "", "seven"},
+		{"the first of two VNIs", vni1, "vxlan", "one", "vxlan", "seven", "one"},
+		{"the second of two VNIs", vni7, "vxlan", "one", "vxlan", "seven", "seven"},
+		{"a VNI that is neither", vni1, "vxlan", "six", "vxlan", "seven", ""},
+		{"a host in a migration, and one that has finished", strict(vni1), "vxlan", "seven", "", "", ""},
+		{"the same host for the next backend", strict(vni7), "vxlan", "seven", "", "", "seven"},
+	} {
+		e := subnet.Endpoint{Subnet: netip.MustParsePrefix("10.5.1.0/24"), Data: json.RawMessage(tt.data)}
+		if tt.nextKind != "" {
+			e.NextData = json.RawMessage(tt.nextData)
+		}
+		l := &subnet.Lease{BackendType: tt.kind, NextType: tt.nextKind, Endpoints: []subnet.Endpoint{e}}
+		got, ok := tt.side.Of(l)
+		switch {
+		case ok != (tt.want != ""):
+			t.Errorf("%s: used %v, want %v", tt.name, ok, tt.want != "")
+		case ok && (string(got.Endpoints[0].Data) != tt.want || got.BackendType != tt.side.LeaseType):
+			t.Errorf("%s: data %s of type %q is used, want %s of %q", tt.name, got.Endpoints[0].Data, got.BackendType, tt.want, tt.side.LeaseType)
+		}
+	}
+}
