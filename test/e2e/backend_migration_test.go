@@ -50,14 +50,21 @@ func migrate(t *testing.T, l *lab.Lab, present, next string, hosts ...*lab.Host)
 // may be followed by further keys.
 func putConfig(t *testing.T, l *lab.Lab, backend string) {
 	t.Helper()
-	network, err := lab.NetworkConfig(l.Families(), []byte(`"BACKEND"`))
+	if err := l.PutNetwork(testContext(t), configWith(t, l, backend)); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// configWith returns a network configuration for l. See putConfig.
+func configWith(t *testing.T, l *lab.Lab, backend string) []byte {
+	t.Helper()
+	const placeholder = `"BACKEND"`
+	network, err := lab.NetworkConfig(l.Families(), []byte(placeholder))
 	if err != nil {
 		t.Fatal(err)
 	}
 	network = reserveSubnetsFrom200(t, network)
-	if err := l.PutNetwork(testContext(t), []byte(strings.Replace(string(network), `"BACKEND"`, backend, 1))); err != nil {
-		t.Fatal(err)
-	}
+	return []byte(strings.Replace(string(network), placeholder, backend, 1))
 }
 
 // eventuallyCarriedBy waits until a host sends to each of the others by the backend of the given
@@ -413,4 +420,44 @@ func TestBackendMigrationBystander(t *testing.T) {
 	follow(t, bystander)
 	eventuallyMigrated(t, l, "wireguard")
 	tr.expectNoLoss(t)
+}
+
+// TestKubeBackendMigration migrates a cluster whose leases are annotations of Nodes, and goes back.
+// The annotations of the present backend must not change in the migration, because flannel reads
+// them. Those of the next one must go with it.
+//
+//stages:rest it starts an API server
+func TestKubeBackendMigration(t *testing.T) {
+	t.Parallel()
+	c := newCluster(t, lab.Config{Hosts: 3}, `{"Type":"vxlan"}`)
+	c.startDaemons()
+	tr := startTraffic(t, c.Lab, 1000)
+	before := c.node(1).Metadata.Annotations
+	followAll := func(backend string) {
+		t.Helper()
+		c.write("net-conf.json", configWith(t, c.Lab, backend))
+		for n, h := range c.Hosts() {
+			expectStop(t, h.Daemon())
+			startOne(t, h, c.options(n+1))
+		}
+	}
+	followAll(`{"Type":"vxlan"},"NextBackend":{"Type":"host-gw"}`)
+	eventuallyMigrated(t, c.Lab, "host-gw")
+	during := c.node(1)
+	for key, value := range before {
+		if during.Metadata.Annotations[key] != value {
+			t.Errorf("annotation %s is %q in the migration, was %q", key, during.Metadata.Annotations[key], value)
+		}
+	}
+	if got := during.annotation("next-backend-type"); got != "host-gw" {
+		t.Errorf("next-backend-type is %q, want host-gw", got)
+	}
+	followAll(`{"Type":"host-gw"}`)
+	eventuallyWithout(t, c.Lab, "flannel.1:")
+	after := c.node(1)
+	if _, has := after.Metadata.Annotations[annotation("next-backend-type")]; has || after.annotation("backend-type") != "host-gw" {
+		t.Errorf("annotations after the migration are %v", after.Metadata.Annotations)
+	}
+	tr.expectNoLoss(t)
+	expectMatrix(t, c.Lab)
 }
