@@ -65,3 +65,9 @@ type Selector interface {
 	// use.
 	Selects(l *subnet.Lease) bool
 }
+
+// TwoSided is a Backend that consists of two, of which each can use other leases.
+type TwoSided interface {
+	// Sides returns the sides of the present and of the next backend. It is pure.
+	Sides() (present, next Side)
+}

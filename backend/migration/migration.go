@@ -110,6 +110,9 @@ func (b *Backend) check() error {
 	return nil
 }
 
+// Sides implements backend.TwoSided.
+func (b *Backend) Sides() (_, _ backend.Side) { return b.parts[present].side, b.parts[next].side }
+
 // Scope implements backend.Backend.
 func (b *Backend) Scope() dataplane.Scope {
 	s := b.env.Scope()

@@ -18,7 +18,7 @@ func newRoot() *cobra.Command {
 		SilenceErrors: true, // main prints it
 	}
 	root.AddCommand(
-		newConfigCommand(), newLeasesCommand(), newReserveCommand(), newUnreserveCommand(), newReservationsCommand(), newRevokeCommand(),
+		newConfigCommand(), newMigrateCommand(), newLeasesCommand(), newReserveCommand(), newUnreserveCommand(), newReservationsCommand(), newRevokeCommand(),
 		newStatusCommand(), newNetworksCommand(), newCheckCommand(), newDoctorCommand(), newCleanupCommand(), newLabCommand(), newVersionCommand(),
 	)
 	addCompletion(root)

@@ -1,0 +1,382 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"maps"
+	"slices"
+	"strings"
+
+	"github.com/spf13/cobra"
+
+	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/pkg/status"
+	"github.com/flanneld/flanneld/pkg/underlay"
+	"github.com/flanneld/flanneld/subnet"
+	"github.com/flanneld/flanneld/subnet/etcd"
+	"github.com/flanneld/flanneld/subnet/kube"
+)
+
+func newMigrateCommand() *cobra.Command {
+	var store storeFlags
+	cmd := &cobra.Command{
+		Use: "migrate", Short: "Change the backend of a running network without losing packets",
+		Long: `Changes the backend of a running network. start adds the next backend to the
+configuration, as NextBackend. Hosts that have read the configuration bring it up
+beside the present one, and send to each other by it as soon as it works. finish
+makes it the only one, abort removes it. On Kubernetes, start, finish and abort
+print the configuration for the ConfigMap.`,
+		Example: "  flannelctl migrate plan '{\"Type\":\"wireguard\"}'\n  flannelctl migrate start '{\"Type\":\"wireguard\"}'\n" +
+			"  flannelctl migrate status\n  flannelctl migrate finish",
+	}
+	store.addConfigTo(cmd)
+	cmd.AddCommand(newMigratePlanCommand(&store), newMigrateStartCommand(&store), newMigrateStatusCommand(&store),
+		newMigrateFinishCommand(&store), newMigrateAbortCommand(&store))
+	return cmd
+}
+
+func newMigratePlanCommand(store *storeFlags) *cobra.Command {
+	return &cobra.Command{
+		Use: "plan BACKEND", Short: "Check the next backend and print the configurations of the migration", Args: cobra.ExactArgs(1),
+		Long:    `Checks whether the network can migrate to a backend, given as JSON, and prints the configuration of each step. It writes nothing.`,
+		Example: "  flannelctl migrate plan '{\"Type\":\"wireguard\"}'",
+		RunE: func(cmd *cobra.Command, args []string) error {
+			text, _, err := currentConfig(cmd.Context(), store)
+			if err != nil {
+				return err
+			}
+			during, err := startMigration(text, args[0])
+			if err != nil {
+				return err
+			}
+			if _, err := checkConfig(cmd, during, !store.onKubernetes()); err != nil {
+				return err
+			}
+			after, err := finishMigration(during)
+			if err != nil {
+				return err
+			}
+			_, err = fmt.Fprintf(cmd.OutOrStdout(), "1. start: %s\n2. wait until `flannelctl migrate status` shows that all hosts are ready\n3. finish: %s\nabort at any time: %s\n",
+				during, after, strings.TrimSpace(string(text)))
+			return err
+		},
+	}
+}
+
+func newMigrateStartCommand(store *storeFlags) *cobra.Command {
+	return &cobra.Command{
+		Use: "start BACKEND", Short: "Add the next backend to the configuration", Args: cobra.ExactArgs(1),
+		Long:    `Adds a backend, given as JSON, to the configuration as NextBackend.`,
+		Example: "  flannelctl migrate start '{\"Type\":\"wireguard\"}'\n  flannelctl migrate start '{\"Type\":\"vxlan\",\"VNI\":7}'",
+		RunE: func(cmd *cobra.Command, args []string) error {
+			return rewriteConfig(cmd, store, func(text []byte) ([]byte, error) { return startMigration(text, args[0]) })
+		},
+	}
+}
+
+func newMigrateFinishCommand(store *storeFlags) *cobra.Command {
+	var yes bool
+	cmd := &cobra.Command{
+		Use: "finish", Short: "Make the next backend the only one", Args: cobra.NoArgs,
+		Long: `Makes the next backend the only one. It refuses that as long as a host does not
+publish data for it, because such a host would be cut off.`,
+		Example: "  flannelctl migrate finish\n  flannelctl migrate finish --yes",
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			if !yes {
+				m, err := readMigration(cmd, store)
+				if err != nil {
+					return err
+				}
+				if n := m.Phases[phaseBefore]; n > 0 {
+					return fmt.Errorf("%d hosts do not publish data for %s and would be cut off (flannelctl migrate status names them): add --yes to finish nevertheless",
+						n, m.To)
+				}
+			}
+			return rewriteConfig(cmd, store, finishMigration)
+		},
+	}
+	cmd.Flags().BoolVarP(&yes, "yes", "y", false, "finish although hosts are cut off")
+	return cmd
+}
+
+func newMigrateAbortCommand(store *storeFlags) *cobra.Command {
+	return &cobra.Command{
+		Use: "abort", Short: "Remove the next backend from the configuration", Args: cobra.NoArgs,
+		Long:    `Removes NextBackend from the configuration. Hosts go back to the present backend.`,
+		Example: "  flannelctl migrate abort",
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			return rewriteConfig(cmd, store, abortMigration)
+		},
+	}
+}
+
+func newMigrateStatusCommand(store *storeFlags) *cobra.Command {
+	var (
+		out    output
+		socket string
+	)
+	cmd := &cobra.Command{
+		Use: "status", Short: "Show how far the hosts are, and what holds them up", Args: cobra.NoArgs,
+		Long: `Shows how many hosts are in which phase of the migration, according to their
+leases, and names those that do not publish data for the next backend. If a
+daemon runs on this host, the output also shows which peers it does not send to
+by the next backend, and why.`,
+		Example: "  flannelctl migrate status\n  flannelctl migrate status -o json",
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			m, err := readMigration(cmd, store)
+			if err != nil {
+				return err
+			}
+			if r, err := fetchOne(cmd.Context(), status.Client(socket), "http://flanneld", *store.network); err == nil {
+				m.addHost(r)
+			}
+			return out.print(cmd.OutOrStdout(), m, m.print)
+		},
+	}
+	out.addTo(cmd)
+	cmd.Flags().StringVar(&socket, "socket", status.SocketPath("/run/flannel/subnet.env"), "local socket of the daemon")
+	return cmd
+}
+
+// The phases of a host.
+const (
+	phaseBefore   = "present backend only"
+	phaseBoth     = "both backends"
+	phaseFinished = "next backend only"
+)
+
+// migration is the state of a migration, in the output form.
+type migration struct {
+	From   string         `json:"from"`
+	To     string         `json:"to"`
+	Phases map[string]int `json:"phases"` // number of hosts by phase
+	Behind []string       `json:"behind"` // leases without data for the next backend
+	Host   *hostMigration `json:"host,omitempty"`
+}
+
+// hostMigration is the state of this host.
+type hostMigration struct {
+	MTU     int               `json:"mtu"`     // of new pods: that of the backend with the smaller one
+	Moved   int               `json:"moved"`   // number of peers to which it sends by the next backend
+	Waiting map[string]string `json:"waiting"` // reasons for the other peers, by lease
+}
+
+// readMigration reads the configuration and all leases.
+func readMigration(cmd *cobra.Command, store *storeFlags) (m migration, err error) {
+	text, kubernetes, err := currentConfig(cmd.Context(), store)
+	if err != nil {
+		return m, err
+	}
+	cfg, _, err := subnet.ParseConfig(text)
+	if err != nil {
+		return m, err
+	}
+	present, next, err := sidesOf(cfg)
+	if err != nil {
+		return m, err
+	}
+	leases, err := allLeases(cmd, store, kubernetes)
+	if err != nil {
+		return m, err
+	}
+	return newMigration(present, next, leases), nil
+}
+
+// sidesOf returns the backends of a migration.
+func sidesOf(cfg subnet.Config) (present, next backend.Side, err error) {
+	if !cfg.Migrates() {
+		return present, next, fmt.Errorf("the network does not migrate: its configuration has no NextBackend, and its backend is %s", cfg.BackendType)
+	}
+	backends, err := allBackends()
+	if err != nil {
+		return present, next, err
+	}
+	const usualMTU = 1500
+	be, _, err := backends.New(backend.Env{Config: cfg, Underlay: underlay.Interface{Name: "any", MTU: usualMTU}})
+	if err != nil {
+		return present, next, err
+	}
+	if both, ok := be.(backend.TwoSided); ok {
+		present, next = both.Sides()
+	}
+	return present, next, nil
+}
+
+// allLeases returns the leases in the store. Those that cannot be read contain only a key.
+func allLeases(cmd *cobra.Command, store *storeFlags, kubernetes bool) (leases []subnet.Lease, err error) {
+	if kubernetes {
+		o, err := store.options()
+		if err != nil {
+			return nil, err
+		}
+		entries, err := kube.Entries(cmd.Context(), kubeConfig(o))
+		for _, e := range entries {
+			leases = append(leases, e.Lease)
+		}
+		return leases, err
+	}
+	err = withAdmin(*store, func(a *etcd.Admin) error {
+		entries, err := a.Entries(cmd.Context(), false)
+		for _, e := range entries {
+			leases = append(leases, e.Lease)
+		}
+		return err
+	})
+	return leases, err
+}
+
+// newMigration returns the state according to leases. Reservations that no host uses do not
+// count.
+func newMigration(present, next backend.Side, leases []subnet.Lease) migration {
+	m := migration{
+		From: present.Type, To: next.Type, Behind: []string{},
+		Phases: map[string]int{phaseBefore: 0, phaseBoth: 0, phaseFinished: 0},
+	}
+	for _, l := range leases {
+		used := slices.ContainsFunc(l.Endpoints, func(e subnet.Endpoint) bool { return subnet.IsHost(e.PublicIP) })
+		if !used && l.Permanent {
+			continue
+		}
+		_, byPresent := present.Of(&l)
+		_, byNext := next.Of(&l)
+		switch {
+		case byPresent && byNext:
+			m.Phases[phaseBoth]++
+		case byNext:
+			m.Phases[phaseFinished]++
+		default:
+			m.Phases[phaseBefore]++
+			m.Behind = append(m.Behind, l.Key)
+		}
+	}
+	slices.Sort(m.Behind)
+	return m
+}
+
+// addHost adds the state of a host in the migration.
+func (m *migration) addHost(r status.Report) {
+	if r.Network.NextBackendType == "" {
+		return
+	}
+	m.Host = &hostMigration{MTU: r.Network.MTU, Waiting: map[string]string{}}
+	for _, p := range r.Peers {
+		if p.Waiting == "" {
+			m.Host.Moved++
+		} else {
+			m.Host.Waiting[p.Key] = p.Waiting
+		}
+	}
+}
+
+func (m migration) print(w io.Writer) {
+	fmt.Fprintf(w, "migration\tfrom %s to %s\n", m.From, m.To)
+	for _, phase := range []string{phaseBefore, phaseBoth, phaseFinished} {
+		fmt.Fprintf(w, "%s\t%d hosts\n", phase, m.Phases[phase])
+	}
+	for _, key := range m.Behind {
+		fmt.Fprintf(w, "\t%s does not publish data for %s\n", key, m.To)
+	}
+	h := m.Host
+	if h == nil {
+		return
+	}
+	fmt.Fprintf(w, "this host\tsends to %d peers by %s, and to %d by %s; MTU of new pods %d\n", h.Moved, m.To, len(h.Waiting), m.From, h.MTU)
+	for _, key := range slices.Sorted(maps.Keys(h.Waiting)) {
+		fmt.Fprintf(w, "\t%s: %s\n", key, h.Waiting[key])
+	}
+	if m.To == "wireguard" && len(h.Waiting) == 0 && m.Phases[phaseBefore] == 0 {
+		fmt.Fprintln(w, "\tno packet to a peer leaves this host in clear text")
+	}
+}
+
+// rewriteConfig replaces the configuration in the store by the result of change. On
+// Kubernetes it prints the result.
+func rewriteConfig(cmd *cobra.Command, store *storeFlags, edit func([]byte) ([]byte, error)) error {
+	text, kubernetes, err := currentConfig(cmd.Context(), store)
+	if err != nil {
+		return err
+	}
+	if text, err = edit(text); err != nil {
+		return err
+	}
+	cfg, err := checkConfig(cmd, text, !kubernetes)
+	if err != nil {
+		return err
+	}
+	if kubernetes {
+		_, err := fmt.Fprintf(cmd.OutOrStdout(), "write this to net-conf.json of the ConfigMap (kubectl --namespace=kube-flannel edit configmap kube-flannel-cfg):\n%s\n", text)
+		return err
+	}
+	return withAdmin(*store, func(a *etcd.Admin) error {
+		return setConfig(cmd, a, change{text: text, cfg: cfg, piped: true})
+	})
+}
+
+// The keys of the configuration that a migration changes.
+const (
+	backendKey = "Backend"
+	nextKey    = "NextBackend"
+)
+
+// startMigration returns the configuration text with the next backend.
+func startMigration(text []byte, next string) ([]byte, error) {
+	if !json.Valid([]byte(next)) {
+		return nil, fmt.Errorf("%q is not JSON: want a backend such as {\"Type\":\"wireguard\"}", next)
+	}
+	return withKeys(text, func(keys map[string]json.RawMessage) error {
+		if _, has := keys[nextKey]; has {
+			return errors.New("a migration is in progress: finish or abort it first")
+		}
+		keys[nextKey] = json.RawMessage(next)
+		return nil
+	})
+}
+
+// finishMigration returns the configuration text with the next backend as the only one.
+func finishMigration(text []byte) ([]byte, error) {
+	return withKeys(text, func(keys map[string]json.RawMessage) error {
+		next, has := keys[nextKey]
+		if !has {
+			return errors.New("there is no NextBackend to finish with")
+		}
+		keys[backendKey] = next
+		delete(keys, nextKey)
+		return nil
+	})
+}
+
+// abortMigration returns the configuration text without the next backend.
+func abortMigration(text []byte) ([]byte, error) {
+	return withKeys(text, func(keys map[string]json.RawMessage) error {
+		if _, has := keys[nextKey]; !has {
+			return errors.New("there is no NextBackend to remove")
+		}
+		delete(keys, nextKey)
+		return nil
+	})
+}
+
+// withKeys changes the keys of a JSON object. Backend and NextBackend have this spelling for
+// change, whatever case they are in.
+func withKeys(text []byte, change func(map[string]json.RawMessage) error) ([]byte, error) {
+	var keys map[string]json.RawMessage
+	if err := json.Unmarshal(text, &keys); err != nil {
+		return nil, fmt.Errorf("the configuration in the store: %w", err)
+	}
+	for name, value := range keys {
+		for _, known := range []string{backendKey, nextKey} {
+			if name != known && strings.EqualFold(name, known) {
+				delete(keys, name)
+				keys[known] = value
+			}
+		}
+	}
+	if err := change(keys); err != nil {
+		return nil, err
+	}
+	return json.Marshal(keys)
+}

@@ -1,0 +1,85 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"net/netip"
+	"strings"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+
+	"github.com/flanneld/flanneld/pkg/status"
+	"github.com/flanneld/flanneld/subnet"
+)
+
+// TestMigrationSteps checks the configurations of a migration.
+func TestMigrationSteps(t *testing.T) {
+	const before = `{"Network":"10.5.0.0/16","backend":{"Type":"vxlan"}}`
+	during, err := startMigration([]byte(before), `{"Type":"wireguard"}`)
+	if want := `{"Backend":{"Type":"vxlan"},"Network":"10.5.0.0/16","NextBackend":{"Type":"wireguard"}}`; err != nil || string(during) != want {
+		t.Errorf("start gives %s, %v, want %s", during, err, want)
+	}
+	after, err := finishMigration(during)
+	if want := `{"Backend":{"Type":"wireguard"},"Network":"10.5.0.0/16"}`; err != nil || string(after) != want {
+		t.Errorf("finish gives %s, %v, want %s", after, err, want)
+	}
+	back, err := abortMigration(during)
+	if want := `{"Backend":{"Type":"vxlan"},"Network":"10.5.0.0/16"}`; err != nil || string(back) != want {
+		t.Errorf("abort gives %s, %v, want %s", back, err, want)
+	}
+	for want, err := range map[string]error{
+		"a migration is in progress": second(startMigration(during, `{"Type":"udp"}`)),
+		"is not JSON":                second(startMigration([]byte(before), "wireguard")),
+		"no NextBackend to finish":   second(finishMigration([]byte(before))),
+		"no NextBackend to remove":   second(abortMigration([]byte(before))),
+	} {
+		if err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("error %v, want one with %q", err, want)
+		}
+	}
+}
+
+func second(_ []byte, err error) error { return err }
+
+// TestMigrationState checks the phases of hosts in a migration between two VNIs, and what the output
+// says about this host.
+func TestMigrationState(t *testing.T) {
+	cfg, _, err := subnet.ParseConfig([]byte(`{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan"},"NextBackend":{"Type":"vxlan","VNI":7}}`))
+	if err != nil {
+		t.Fatal(err)
+	}
+	present, next, err := sidesOf(cfg)
+	if err != nil {
+		t.Fatal(err)
+	}
+	lease := func(key, data, nextData string) subnet.Lease {
+		l := subnet.Lease{Key: key, BackendType: "vxlan", Endpoints: []subnet.Endpoint{{
+			Subnet: netip.MustParsePrefix("10.5.1.0/24"), PublicIP: netip.MustParseAddr("192.0.2.1"), Data: []byte(data),
+		}}}
+		if nextData != "" {
+			l.NextType, l.Endpoints[0].NextData = "vxlan", []byte(nextData)
+		}
+		return l
+	}
+	reserved := lease("reserved", "", "")
+	reserved.Permanent, reserved.Endpoints[0].PublicIP = true, netip.IPv4Unspecified()
+	const one, seven = `{"VNI":1,"VtepMAC":"02:00:00:00:00:01"}`, `{"VNI":7,"VtepMAC":"02:00:00:00:00:02"}`
+	m := newMigration(present, next, []subnet.Lease{
+		lease("old", one, ""), lease("both", one, seven), lease("new", seven, ""), reserved, {Key: "unreadable"},
+	})
+	if diff := cmp.Diff(map[string]int{phaseBefore: 2, phaseBoth: 1, phaseFinished: 1}, m.Phases); diff != "" {
+		t.Errorf("phases (-want +got):\n%s", diff)
+	}
+	m.addHost(status.Report{Network: status.Network{NextBackendType: "vxlan", MTU: 1450}, Peers: []status.Peer{
+		{Lease: status.Lease{Key: "old"}, Backend: "vxlan", Waiting: "it does not publish data for vxlan"},
+		{Lease: status.Lease{Key: "new"}, Backend: "vxlan"},
+	}})
+	var text strings.Builder
+	m.print(&text)
+	for _, want := range []string{"old does not publish data", "unreadable does not publish data", "sends to 1 peers by vxlan, and to 1 by vxlan", "MTU of new pods 1450"} {
+		if !strings.Contains(text.String(), want) {
+			t.Errorf("no %q in\n%s", want, text.String())
+		}
+	}
+}
