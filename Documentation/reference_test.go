@@ -276,7 +276,7 @@ func scrape(t *testing.T) string {
 		one := map[string]int{"": 1}
 		return metrics.Values{
 			Backend: "vxlan", Peers: one, Objects: map[string]dataplane.Count{"": {}}, Pool: map[string]uint64{"": 1},
-			LastSync: time.Unix(1, 0), LeaseExpires: time.Unix(1, 0), Dropped: map[string]uint64{"": 1}, Paths: map[string]int{"": 1},
+			LastSync: time.Unix(1, 0), LeaseExpires: time.Unix(1, 0), Carried: map[string]int{"next": 1}, Dropped: map[string]uint64{"": 1}, Paths: map[string]int{"": 1},
 		}
 	})
 	w := httptest.NewRecorder()

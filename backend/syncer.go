@@ -78,7 +78,7 @@ type Syncer struct {
 	complete bool // a snapshot was applied
 	news     bool // see Pass
 
-	side   Side                // what this host can use of leases; not used if Network is a Selector
+	side   Side                // the part of leases that this host can use, unless Network is a Selector
 	moving map[string]struct{} // keys of known leases for which Pass.Settled is false
 }
 

@@ -101,7 +101,7 @@ func ParseConfig(raw []byte) (cfg Config, warnings []string, err error) {
 			return Config{}, nil, invalid("%w", err)
 		}
 		if cfg.NextType == "" {
-			return Config{}, nil, invalid("NextBackend has no Type: want the type of the backend to migrate to")
+			return Config{}, nil, invalid("NextBackend has no Type: want an object with the Type of the backend to migrate to")
 		}
 		cfg.NextBackend = w.NextBackend
 	}

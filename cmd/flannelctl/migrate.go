@@ -361,7 +361,7 @@ func abortMigration(text []byte) ([]byte, error) {
 }
 
 // withKeys changes the keys of a JSON object. Backend and NextBackend have this spelling for
-// change, whatever case they are in.
+// change, even if the text has them in another case.
 func withKeys(text []byte, change func(map[string]json.RawMessage) error) ([]byte, error) {
 	var keys map[string]json.RawMessage
 	if err := json.Unmarshal(text, &keys); err != nil {

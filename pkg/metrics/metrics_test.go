@@ -34,7 +34,7 @@ func full(context.Context) metrics.Values {
 		Ready: true, Backend: "vxlan", Peers: map[string]int{"served": 3, "refused": 1},
 		Objects: map[string]dataplane.Count{"route": {Wanted: 4, Present: 3}}, LastSync: time.Unix(1000, 5e8),
 		Connected: true, LeaseExpires: time.Unix(2000, 0), Pool: map[string]uint64{"free": 9},
-		RestartNeeded: true, ConfigRejected: true, Dropped: map[string]uint64{"malformed": 2}, Paths: map[string]int{"ok": 3, "mtu": 2, "unknown": 1},
+		RestartNeeded: true, ConfigRejected: true, Dropped: map[string]uint64{"malformed": 2}, Carried: map[string]int{"present": 1, "next": 4}, Paths: map[string]int{"ok": 3, "mtu": 2, "unknown": 1},
 	}
 }
 
@@ -50,6 +50,7 @@ func TestMetrics(t *testing.T) {
 		`flannel_kernel_objects{kind="route"} 3`, `flannel_kernel_objects_wanted{kind="route"} 4`, "flannel_last_sync_timestamp_seconds 1000.5",
 		"flannel_datastore_connected 1", "flannel_lease_expiry_timestamp_seconds 2000", `flannel_pool_subnets{state="free"} 9`,
 		"flannel_restart_needed 1", "flannel_config_rejected 1", `flannel_udp_dropped_packets_total{reason="malformed"} 2`,
+		`flannel_migration_peers{backend="next"} 4`, `flannel_migration_peers{backend="present"} 1`,
 		"flannel_sync_duration_seconds_count 2", "flannel_sync_failures_total 1", "flannel_drift_repaired_total 2",
 		"flannel_firewall_repairs_total 1", "flannel_firewall_failures_total 1", "flannel_build_info{", "go_goroutines", "process_resident_memory_bytes",
 	} {

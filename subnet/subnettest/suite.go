@@ -326,7 +326,7 @@ func testMigration(t *testing.T, b Backing) {
 	}
 }
 
-// sameData reports whether a and b have the same data, whatever their subnets.
+// sameData reports whether a and b have the same addresses and data. It ignores their subnets.
 func sameData(a, b []subnet.Endpoint) bool {
 	return slices.EqualFunc(a, b, func(a, b subnet.Endpoint) bool {
 		return a.PublicIP == b.PublicIP && string(a.Data) == string(b.Data) && string(a.NextData) == string(b.NextData)

@@ -63,7 +63,17 @@ func (o reporter) values(ctx context.Context) metrics.Values {
 	if s := o.serving.Load(); s != nil && s.prober != nil {
 		l.Paths = pathResults(s.prober.Outcome(0))
 	}
+	if now.Config.Migrates() {
+		l.Carried = map[string]int{"present": 0, "next": 0}
+	}
 	for _, p := range in.Peers {
+		switch {
+		case l.Carried == nil || p.Migration.Backend == "":
+		case p.Migration.Waiting == "":
+			l.Carried["next"]++
+		default:
+			l.Carried["present"]++
+		}
 		switch {
 		case p.Refused != "":
 			l.Peers["refused"]++
