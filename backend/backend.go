@@ -177,9 +177,9 @@ type Outcome struct {
 // warnings, for example about unknown keys.
 type Factory func(raw json.RawMessage, env Env) (b Backend, warnings []string, err error)
 
-// Migrate creates the backend for a configuration with a next backend. make creates one of
+// Migrate creates the backend for a configuration with a next backend. create creates one of
 // the two backends, for the configuration in its argument.
-type Migrate func(env Env, make func(Env) (Backend, []string, error)) (Backend, []string, error)
+type Migrate func(env Env, create func(Env) (Backend, []string, error)) (Backend, []string, error)
 
 // Registry contains the backends by type name.
 type Registry struct {

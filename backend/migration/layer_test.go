@@ -3,6 +3,7 @@
 package migration
 
 import (
+	"context"
 	"math/rand/v2"
 	"net/netip"
 	"slices"
@@ -57,9 +58,9 @@ func newTestLayer(t *testing.T) (*layer, *dataplanetest.Kernel) {
 }
 
 // routes returns the routes of the kernel to dst, the best one first.
-func routes(t *testing.T, k *dataplanetest.Kernel, dst netip.Prefix) (all []string) {
+func routes(ctx context.Context, t *testing.T, k *dataplanetest.Kernel, dst netip.Prefix) (all []string) {
 	t.Helper()
-	s, err := k.Read(t.Context(), dataplane.Scope{Devices: []string{"old", "new"}, Networks: []netip.Prefix{network4}})
+	s, err := k.Read(ctx, dataplane.Scope{Devices: []string{"old", "new"}, Networks: []netip.Prefix{network4}})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -114,7 +115,7 @@ func TestLayer(t *testing.T) {
 				if _, err := l.apply(ctx, true); err != nil {
 					t.Fatal(err)
 				}
-				if diff := cmp.Diff(want, routes(t, k, dst)); diff != "" {
+				if diff := cmp.Diff(want, routes(ctx, t, k, dst)); diff != "" {
 					t.Errorf("%s, routes to %s (-want +got):\n%s", when, dst, diff)
 				}
 			}

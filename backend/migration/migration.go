@@ -48,16 +48,16 @@ type part struct {
 	side backend.Side
 }
 
-// New creates the backend for a configuration with a next backend. make creates one of the
+// New creates the backend for a configuration with a next backend. create creates one of the
 // two. See backend.Migrate.
-func New(env backend.Env, make func(backend.Env) (backend.Backend, []string, error)) (backend.Backend, []string, error) {
+func New(env backend.Env, create func(backend.Env) (backend.Backend, []string, error)) (backend.Backend, []string, error) {
 	b := &Backend{env: env}
 	var warnings []string
 	for i, cfg := range [sides]subnet.Config{env.Config.Present(), env.Config.Next()} {
 		half := env
 		half.Config = cfg
 		half.NewReconciler = func(dataplane.Scope) (backend.Reconciler, error) { return b.layer.view(i), nil }
-		be, more, err := make(half)
+		be, more, err := create(half)
 		if err != nil && i == next {
 			return nil, nil, fmt.Errorf("NextBackend: %w", err)
 		}

@@ -136,6 +136,15 @@ func printStatus(w io.Writer, r status.Report, all bool) {
 	}
 	row("interface", r.Interface.Name, strings.Join(addresses, ","), "mtu", r.Interface.MTU, "("+r.Interface.Reason+")")
 	row("backend", strings.TrimSpace(r.Network.BackendType+" "+r.Network.Mode)+", network", list(r.Network.Prefixes)+", mtu", r.Network.MTU)
+	if next := r.Network.NextBackendType; next != "" {
+		moved := 0
+		for _, p := range r.Peers {
+			if p.Waiting == "" {
+				moved++
+			}
+		}
+		row("migration", fmt.Sprintf("to %s: sends to %d of %d peers by it", next, moved, len(r.Peers)))
+	}
 	if p := r.Network.Pool; p != nil {
 		row("pool", fmt.Sprintf("%d free, %d leased, %d reserved", p.Free, p.Leased, p.Reserved))
 	}

@@ -22,7 +22,7 @@ import (
 type Socket struct {
 	kind    icmpKind
 	receive *net.IPConn
-	senders map[int]*net.IPConn // by index of the device
+	senders map[string]*net.IPConn // by device
 }
 
 // Path is the way of an echo request.
@@ -41,21 +41,18 @@ func OpenSocket(ctx context.Context, f prefix.Family) (*Socket, error) {
 	if err != nil {
 		return nil, err
 	}
-	return &Socket{kind: kind, receive: conn.(*net.IPConn), senders: map[int]*net.IPConn{}}, nil
+	return &Socket{kind: kind, receive: conn.(*net.IPConn), senders: map[string]*net.IPConn{}}, nil
 }
 
 // Send sends an echo request with the given id.
 func (s *Socket) Send(ctx context.Context, to netip.Addr, path Path, id uint32) error {
-	device, err := net.InterfaceByName(path.Device)
-	if err != nil {
-		return fmt.Errorf("look up link %s: %w", path.Device, err)
-	}
-	sender := s.senders[device.Index]
+	sender := s.senders[path.Device]
 	if sender == nil {
-		if sender, err = s.openSender(ctx, device.Name); err != nil {
-			return err
+		var err error
+		if sender, err = s.openSender(ctx, path.Device); err != nil {
+			return fmt.Errorf("bind to link %s: %w", path.Device, err)
 		}
-		s.senders[device.Index] = sender
+		s.senders[path.Device] = sender
 	}
 	var source []byte
 	if to.Is4() {
@@ -64,7 +61,11 @@ func (s *Socket) Send(ctx context.Context, to netip.Addr, path Path, id uint32) 
 		source = unix.PktInfo6(&unix.Inet6Pktinfo{Addr: path.From.As16()})
 	}
 	const size = 64 // of the ICMP message
-	_, _, err = sender.WriteMsgIP(s.kind.echo(id, size), source, &net.IPAddr{IP: to.AsSlice()})
+	_, _, err := sender.WriteMsgIP(s.kind.echo(id, size), source, &net.IPAddr{IP: to.AsSlice()})
+	if err != nil { // the name may belong to another device now
+		_ = sender.Close()
+		delete(s.senders, path.Device)
+	}
 	return err
 }
 

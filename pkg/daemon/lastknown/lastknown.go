@@ -67,7 +67,7 @@ func (last *State) Renewed(own subnet.Lease) {
 	if last.Stored != nil {
 		stored := own
 		last.Stored = &stored
-		own.BackendType, own.Endpoints = last.Own.BackendType, last.Own.Endpoints
+		own.BackendType, own.NextType, own.Endpoints = last.Own.BackendType, last.Own.NextType, last.Own.Endpoints
 	}
 	last.Own = own
 }

@@ -1,0 +1,282 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package migration
+
+import (
+	"encoding/json"
+	"fmt"
+	"maps"
+	"net/netip"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/backend/alloc"
+	"github.com/flanneld/flanneld/backend/backendtest"
+	"github.com/flanneld/flanneld/backend/hostgw"
+	"github.com/flanneld/flanneld/backend/vxlan"
+	"github.com/flanneld/flanneld/pkg/dataplane/dataplanetest"
+	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/subnet"
+)
+
+// newEnv returns the environment of a host whose network migrates between two backends.
+func newEnv(k *dataplanetest.Kernel, from, to string) backend.Env {
+	env := backendtest.Env(1500, prefix.IPv4)
+	env.Kernel, env.Resync = k, time.Hour
+	typeOf := func(raw string) string {
+		var b struct{ Type string }
+		_ = json.Unmarshal([]byte(raw), &b)
+		return b.Type
+	}
+	env.Config.BackendType, env.Config.Backend = typeOf(from), json.RawMessage(from)
+	env.Config.NextType, env.Config.NextBackend = typeOf(to), json.RawMessage(to)
+	return env
+}
+
+func newBackend(t *testing.T, env backend.Env) (backend.Backend, error) {
+	t.Helper()
+	r, err := backend.NewRegistry(
+		backend.Entry{Type: alloc.Type, Factory: alloc.New}, backend.Entry{Type: hostgw.Type, Factory: hostgw.New},
+		backend.Entry{Type: vxlan.Type, Factory: vxlan.New},
+	)
+	if err != nil {
+		t.Fatal(err)
+	}
+	b, _, err := r.WithMigration(New).New(env)
+	return b, err
+}
+
+const (
+	hostGW = `{"Type":"host-gw"}`
+	vni1   = `{"Type":"vxlan"}`
+	vni7   = `{"Type":"vxlan","VNI":7}`
+)
+
+// TestImpossibleMigrations checks that each of them gets one line that names the reason.
+func TestImpossibleMigrations(t *testing.T) {
+	for _, tt := range []struct{ from, to, want string }{
+		{vni1, `{"Type":"vxlan","Port":4789}`, "both have the device flannel.1"},
+		{hostGW, hostGW, "are both host-gw"},
+		{vni1, `{"Type":"alloc"}`, "backend alloc"},
+		{`{"Type":"alloc"}`, vni1, "backend alloc"},
+		{vni1, `{"Type":"wiregard"}`, `NextBackend: unknown backend type "wiregard"`},
+		{vni1, `{"Type":"vxlan","VNI":-1}`, "NextBackend: Backend.VNI is -1"},
+	} {
+		if _, err := newBackend(t, newEnv(dataplanetest.New(), tt.from, tt.to)); err == nil || !strings.Contains(err.Error(), tt.want) {
+			t.Errorf("%s to %s: error %v, want one with %q", tt.from, tt.to, err, tt.want)
+		}
+	}
+}
+
+// start returns a started network for host 1.
+func start(t *testing.T, k *dataplanetest.Kernel, from, to string) *network {
+	t.Helper()
+	b, err := newBackend(t, newEnv(k, from, to))
+	if err != nil {
+		t.Fatal(err)
+	}
+	claim, err := b.Claim(t.Context(), subnet.Claim{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	claim.Endpoints[0].Subnet = subnetOf(1)
+	n, err := b.Start(t.Context(), subnet.Lease{Key: "host1", BackendType: claim.BackendType, NextType: claim.NextType, Endpoints: claim.Endpoints})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = n.Close() })
+	return n.(*network)
+}
+
+// dataOf returns the data of host n for a vxlan backend with that VNI.
+func dataOf(n, vni int) json.RawMessage {
+	return json.RawMessage(fmt.Sprintf(`{"VNI":%d,"VtepMAC":"02:00:00:00:%02x:%02x"}`, vni, vni, n))
+}
+
+// lease returns the lease of host n with a backend and, if its type is not empty, a next one.
+func lease(n int, kind string, data json.RawMessage, nextKind string, nextData json.RawMessage) *subnet.Lease {
+	return &subnet.Lease{Key: fmt.Sprintf("host%d", n), BackendType: kind, NextType: nextKind, Endpoints: []subnet.Endpoint{{
+		Subnet: subnetOf(n), PublicIP: netip.AddrFrom4([4]byte{192, 168, 77, byte(n)}), Data: data, NextData: nextData,
+	}}}
+}
+
+// TestDecisions leads a peer through the phases of a migration from vxlan to host-gw, and back.
+func TestDecisions(t *testing.T) {
+	before := lease(2, "vxlan", dataOf(2, 1), "", nil)
+	both := lease(2, "vxlan", dataOf(2, 1), "host-gw", nil)
+	finished := lease(2, "host-gw", nil, "", nil)
+	reversed := lease(2, "host-gw", nil, "vxlan", dataOf(2, 1))
+	for _, tt := range []struct {
+		name  string
+		steps []any    // leases of the peer; a bool means that a probe has come back
+		want  []string // devices of its routes after each step, the best one first
+	}{
+		{"it does not follow", []any{before, true}, []string{"flannel.1", "flannel.1"}},
+		{"it follows", []any{before, both, true, finished}, []string{"flannel.1", "flannel.1 eth0", "eth0 flannel.1", "eth0"}},
+		{"it finishes before a probe", []any{both, finished}, []string{"flannel.1 eth0", "eth0"}},
+		{"it goes back", []any{both, true, before}, []string{"flannel.1 eth0", "eth0 flannel.1", "flannel.1"}},
+		{"it goes back and begins again", []any{both, true, before, both, true}, []string{"flannel.1 eth0", "eth0 flannel.1", "flannel.1", "flannel.1 eth0", "eth0 flannel.1"}},
+		{"it returns after the end", []any{both, true, finished, both, before}, []string{"flannel.1 eth0", "eth0 flannel.1", "eth0", "eth0 flannel.1", "flannel.1"}},
+		{"it migrates the other way", []any{before, reversed, true}, []string{"flannel.1", "flannel.1 eth0", "eth0 flannel.1"}},
+		{"it goes", []any{both, true, nil, both}, []string{"flannel.1 eth0", "eth0 flannel.1", "", "flannel.1 eth0"}},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			k := dataplanetest.New()
+			n := start(t, k, vni1, hostGW)
+			leases := map[string]*subnet.Lease{}
+			set := backend.Set{Leases: leases, All: true, Complete: true}
+			for i, step := range tt.steps {
+				switch step := step.(type) {
+				case *subnet.Lease:
+					leases["host2"] = step
+					if !n.Selects(step) {
+						t.Fatalf("step %d: the lease cannot be used", i)
+					}
+				case bool:
+					n.prober.mu.Lock()
+					n.prober.answered = []string{"host2"}
+					n.prober.mu.Unlock()
+				case nil:
+					delete(leases, "host2")
+				}
+				out, err := n.Sync(t.Context(), set)
+				if err != nil || len(out.Refused) > 0 {
+					t.Fatalf("step %d: %v, %v", i, out, err)
+				}
+				var devices []string
+				for _, r := range routes(t.Context(), t, k, subnetOf(2)) {
+					devices = append(devices, strings.TrimSuffix(r, " standby"))
+				}
+				if got := strings.Join(devices, " "); got != tt.want[i] {
+					t.Errorf("step %d: routes through %q, want %q", i, got, tt.want[i])
+				}
+				set = backend.Set{Leases: leases, Changed: []string{"host2"}, Complete: true}
+			}
+		})
+	}
+}
+
+// TestRestartKeepsTheRoutes checks that a restarted daemon goes on as the kernel's routes say, and
+// does not change one.
+func TestRestartKeepsTheRoutes(t *testing.T) {
+	k := dataplanetest.New()
+	leases := map[string]*subnet.Lease{}
+	for n := 2; n <= 4; n++ {
+		l := lease(n, "vxlan", dataOf(n, 1), "vxlan", dataOf(n, 7))
+		leases[l.Key] = l
+	}
+	set := backend.Set{Leases: leases, All: true, Complete: true}
+	first := start(t, k, vni1, vni7)
+	if _, err := first.Sync(t.Context(), set); err != nil {
+		t.Fatal(err)
+	}
+	first.prober.mu.Lock()
+	first.prober.answered = []string{"host2", "host4"}
+	first.prober.mu.Unlock()
+	if _, err := first.Sync(t.Context(), set); err != nil {
+		t.Fatal(err)
+	}
+	want := map[int]string{2: "flannel.7", 3: "flannel.1", 4: "flannel.7"}
+	check := func(when string) {
+		t.Helper()
+		for n, dev := range want {
+			if got := routes(t.Context(), t, k, subnetOf(n)); len(got) != 2 || got[0] != dev {
+				t.Errorf("%s: routes to host%d %q, want %s to be the best of two", when, n, got, dev)
+			}
+		}
+	}
+	check("before the restart")
+	if err := first.Close(); err != nil {
+		t.Fatal(err)
+	}
+	second := start(t, k, vni1, vni7)
+	check("at the restart")
+	if _, err := second.Sync(t.Context(), backend.Set{Leases: leases, All: true}); err != nil { // of the last known state
+		t.Fatal(err)
+	}
+	check("after the last known state")
+	out, err := second.Sync(t.Context(), set)
+	if err != nil || out.Repaired > 0 {
+		t.Errorf("%+v, %v", out, err)
+	}
+	check("after the restart")
+	waiting := slices.DeleteFunc(slices.Sorted(maps.Keys(leases)), func(key string) bool { return second.Migration(key).Waiting == "" })
+	if !slices.Equal(waiting, []string{"host3"}) {
+		t.Errorf("waiting peers are %q, want host3", waiting)
+	}
+}
+
+// TestUnusableNextData checks that a peer whose data for the next backend cannot be used is served
+// by the present one.
+func TestUnusableNextData(t *testing.T) {
+	k := dataplanetest.New()
+	n := start(t, k, hostGW, vni1)
+	leases := map[string]*subnet.Lease{"host2": lease(2, "host-gw", nil, "vxlan", json.RawMessage(`{"VtepMAC":"nonsense"}`))}
+	out, err := n.Sync(t.Context(), backend.Set{Leases: leases, All: true, Complete: true})
+	if err != nil || len(out.Refused) > 0 {
+		t.Fatalf("%+v, %v", out, err)
+	}
+	if _, err := n.Check(*leases["host2"]); err != nil {
+		t.Errorf("the lease is refused: %v", err)
+	}
+	if got := n.Migration("host2"); got.Backend != "host-gw" || !strings.Contains(got.Waiting, "nonsense") {
+		t.Errorf("migration is %+v, want host-gw, because of the data", got)
+	}
+	if got := routes(t.Context(), t, k, subnetOf(2)); !slices.Equal(got, []string{"eth0"}) {
+		t.Errorf("routes through %q, want eth0", got)
+	}
+}
+
+// TestNextBackendDoesNotStart checks that a host goes on with the present backend, and tries the
+// next one again.
+func TestNextBackendDoesNotStart(t *testing.T) {
+	k := dataplanetest.New()
+	n := start(t, k, hostGW, vni1)
+	_ = n.running[next].Close()
+	n.running[next], n.notStarted = nil, errNoData
+	n.layer.view(next)
+	leases := map[string]*subnet.Lease{"host2": lease(2, "host-gw", nil, "vxlan", dataOf(2, 1)), "host3": lease(3, "vxlan", dataOf(3, 1), "", nil)}
+	n.nextStart = time.Now().Add(time.Hour)
+	out, err := n.Sync(t.Context(), backend.Set{Leases: leases, All: true, Complete: true})
+	if err != nil || out.Again == 0 {
+		t.Errorf("%+v, %v, want another pass", out, err)
+	}
+	if len(out.Refused) != 1 || out.Refused[0].Key != "host3" {
+		t.Errorf("refused %v, want host3, which has the next backend alone", out.Refused)
+	}
+	n.nextStart = time.Time{}
+	if out, err = n.Sync(t.Context(), backend.Set{Leases: leases, Complete: true}); err != nil || len(out.Refused) > 0 {
+		t.Errorf("after the next start: %+v, %v", out, err)
+	}
+	if got := routes(t.Context(), t, k, subnetOf(3)); !slices.Equal(got, []string{"flannel.1"}) {
+		t.Errorf("routes through %q, want flannel.1", got)
+	}
+}
+
+// TestClaim checks that each backend gets the data that it has published before, from any phase.
+func TestClaim(t *testing.T) {
+	k := dataplanetest.New()
+	b, err := newBackend(t, newEnv(k, vni1, vni7))
+	if err != nil {
+		t.Fatal(err)
+	}
+	one, seven := dataOf(1, 1), dataOf(1, 7)
+	for name, prev := range map[string]*subnet.Lease{
+		"before": lease(1, "vxlan", one, "", nil), "both": lease(1, "vxlan", one, "vxlan", seven), "finished": lease(1, "vxlan", seven, "", nil),
+	} {
+		c, err := b.Claim(t.Context(), prev.Claim())
+		if err != nil || c.BackendType != "vxlan" || c.NextType != "vxlan" {
+			t.Fatalf("%s: %+v, %v", name, c, err)
+		}
+		e := c.Endpoints[0]
+		if keeps := name != "finished"; keeps != (string(e.Data) == string(one)) {
+			t.Errorf("%s: data is %s, the same as before: want %v", name, e.Data, keeps)
+		}
+		if keeps := name != "before"; keeps != (string(e.NextData) == string(seven)) {
+			t.Errorf("%s: next data is %s, the same as before: want %v", name, e.NextData, keeps)
+		}
+	}
+}
