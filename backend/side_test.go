@@ -5,8 +5,10 @@ package backend_test
 import (
 	"encoding/json"
 	"net/netip"
+	"slices"
 	"strings"
 	"testing"
+	"testing/synctest"
 
 	"github.com/flanneld/flanneld/backend"
 	"github.com/flanneld/flanneld/subnet"
@@ -62,4 +64,42 @@ func TestSide(t *testing.T) {
 			t.Errorf("%s: data %s of type %q is used, want %s of %q", tt.name, got.Endpoints[0].Data, got.BackendType, tt.want, tt.side.LeaseType)
 		}
 	}
+}
+
+// TestLeasesOfAMigration lets peers of a host with the new backend finish one after the other. It
+// must use their data for that backend, also before they have finished, and report that all have
+// left the former backend only when that is true.
+func TestLeasesOfAMigration(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		var settled []bool
+		n := &network{}
+		s, log := runOnSync(t, n, func(p backend.Pass) { settled = append(settled, p.Settled) })
+		both := func(host int, id string) subnet.Lease {
+			l := lease(host, "")
+			l.BackendType, l.NextType = "former", "test"
+			l.Endpoints[0].Data, l.Endpoints[0].NextData = json.RawMessage(`{}`), lease(host, id).Endpoints[0].Data
+			return l
+		}
+		former, reserved := lease(4, "four"), lease(5, "")
+		former.BackendType = "former"
+		reserved.BackendType, reserved.Endpoints[0].Data, reserved.Endpoints[0].PublicIP = "", nil, netip.IPv4Unspecified()
+		s.Publish(fullUpdate(snapshot(2, both(2, "two"), both(3, "three"), former, reserved)))
+		expectSyncs(t, n, "", "*host2 host3")
+		for key, want := range map[string]string{"host2": `"two"`, "host3": `"three"`} {
+			if l := n.last.Leases[key]; string(l.Endpoints[0].Data) != want || l.BackendType != "test" || l.NextType != "" {
+				t.Errorf("%s is used as %+v, want its data %s", key, l, want)
+			}
+		}
+		if !strings.Contains(log(), `lease refused" lease="host4"`) && !strings.Contains(log(), `lease refused lease="host4"`) {
+			t.Errorf("host4, which has the former backend alone, is not refused:\n%s", log())
+		}
+		s.Publish(deltaUpdate(3, []subnet.Lease{lease(2, "two")}))
+		s.Publish(deltaUpdate(4, nil, "host4"))
+		synctest.Wait()
+		s.Publish(deltaUpdate(5, []subnet.Lease{lease(3, "three")}))
+		synctest.Wait()
+		if i := slices.Index(settled, true); i != len(settled)-1 {
+			t.Errorf("settled after the passes: %v, want the last one alone", settled)
+		}
+	})
 }

@@ -13,6 +13,13 @@ import (
 	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
+// The two backends, as indexes.
+const (
+	present = iota
+	next
+	sides
+)
+
 // layer merges the wanted states of both backends and passes the result to one Reconciler.
 //
 // All objects except for routes to peers are simply united. Each backend may want a route to

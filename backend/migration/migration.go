@@ -4,7 +4,7 @@
 // backends run, and each host decides for each peer which of them carries the packets to it.
 //
 //   - migration.go is the Backend, which consists of the present one and the next one.
-//   - network.go is the Network. It decides about each peer.
+//   - network.go is the Network, which Start creates. It decides about each peer.
 //   - layer.go merges the wanted kernel states of both backends.
 //   - probe.go finds out which peers the next backend reaches.
 //   - rpfilter.go makes the kernel accept packets by either backend.
@@ -12,9 +12,7 @@ package migration
 
 import (
 	"context"
-	"errors"
 	"fmt"
-	"net/netip"
 	"slices"
 
 	"k8s.io/klog/v2"
@@ -22,17 +20,8 @@ import (
 	"github.com/flanneld/flanneld/backend"
 	"github.com/flanneld/flanneld/pkg/dataplane"
 	"github.com/flanneld/flanneld/pkg/firewall"
-	"github.com/flanneld/flanneld/pkg/oneline"
 	"github.com/flanneld/flanneld/pkg/prefix"
-	"github.com/flanneld/flanneld/pkg/wait"
 	"github.com/flanneld/flanneld/subnet"
-)
-
-// The two backends, as indexes.
-const (
-	present = iota
-	next
-	sides
 )
 
 // Backend implements backend.Backend with two backends.
@@ -182,47 +171,4 @@ func (p part) claim(ctx context.Context, prev subnet.Claim) (subnet.Claim, error
 		}
 	}
 	return p.be.Claim(ctx, before)
-}
-
-// Start implements backend.Backend. If the next backend does not start, the network goes on
-// with the present one and tries again later.
-func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network, error) {
-	scope := b.Scope()
-	scope.TxChecksum = true // the backends may want it
-	reconciler, err := dataplane.NewReconciler(dataplane.Config{Kernel: b.env.Kernel, Scope: scope, Resync: b.env.Resync})
-	if err != nil {
-		return nil, err
-	}
-	// The routes tell which backend has carried the packets to each peer until now.
-	before, err := b.env.Kernel.Read(ctx, b.Scope())
-	if err != nil {
-		return nil, oneline.Join(fmt.Errorf("read kernel state: %w", err), reconciler.Close())
-	}
-	b.layer = newLayer(reconciler, b.env.Config.Prefixes())
-	n := &network{
-		Backend: b, Notifier: backend.NewNotifier(ctx), own: own, layer: b.layer, before: bestRoutes(before),
-		peers: map[string]*peer{}, bySubnet: map[netip.Prefix]string{},
-		leases: [sides]map[string]*subnet.Lease{{}, {}},
-		again:  wait.Backoff{Least: leastPause, Most: mostPause},
-	}
-	n.Forward(reconciler.Changed())
-	if n.running[present], err = b.parts[present].be.Start(ctx, ownOf(b.parts[present].side, own)); err != nil {
-		return nil, oneline.Join(err, n.Close())
-	}
-	n.Forward(n.running[present].Changed())
-	n.startNext(ctx)
-	n.prober = newProber(n.Notify)
-	n.Go(n.prober.run)
-	return n, nil
-}
-
-// errNoData means that the own lease has no data for a backend.
-var errNoData = errors.New("the own lease has no data for it")
-
-// ownOf returns the own lease as s has it, or without data if it has none.
-func ownOf(s backend.Side, own subnet.Lease) subnet.Lease {
-	if l, ok := s.Of(&own); ok {
-		return *l
-	}
-	return own
 }

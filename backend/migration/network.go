@@ -4,6 +4,7 @@ package migration
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"maps"
 	"net/netip"
@@ -39,7 +40,7 @@ type network struct {
 	again      wait.Backoff // for starting it
 	nextStart  time.Time    // when to start it again
 	nextError  string       // logged error of the next backend
-	strict     bool         // the log names a device with a strict check of sources
+	sources    sourceCheck
 }
 
 // peer is the state of a peer.
@@ -61,6 +62,49 @@ const (
 	leastPause = time.Second
 	mostPause  = time.Minute
 )
+
+// Start implements backend.Backend. If the next backend does not start, the network goes on
+// with the present one and tries again later.
+func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network, error) {
+	scope := b.Scope()
+	scope.TxChecksum = true // the backends may want it
+	reconciler, err := dataplane.NewReconciler(dataplane.Config{Kernel: b.env.Kernel, Scope: scope, Resync: b.env.Resync})
+	if err != nil {
+		return nil, err
+	}
+	// The routes tell which backend has carried the packets to each peer until now.
+	before, err := b.env.Kernel.Read(ctx, b.Scope())
+	if err != nil {
+		return nil, oneline.Join(fmt.Errorf("read kernel state: %w", err), reconciler.Close())
+	}
+	b.layer = newLayer(reconciler, b.env.Config.Prefixes())
+	n := &network{
+		Backend: b, Notifier: backend.NewNotifier(ctx), own: own, layer: b.layer, before: bestRoutes(before),
+		peers: map[string]*peer{}, bySubnet: map[netip.Prefix]string{},
+		leases: [sides]map[string]*subnet.Lease{{}, {}},
+		again:  wait.Backoff{Least: leastPause, Most: mostPause},
+	}
+	n.Forward(reconciler.Changed())
+	if n.running[present], err = b.parts[present].be.Start(ctx, ownOf(b.parts[present].side, own)); err != nil {
+		return nil, oneline.Join(err, n.Close())
+	}
+	n.Forward(n.running[present].Changed())
+	n.startNext(ctx)
+	n.prober = newProber(n.Notify)
+	n.Go(n.prober.run)
+	return n, nil
+}
+
+// errNoData means that the own lease has no data for a backend.
+var errNoData = errors.New("the own lease has no data for it")
+
+// ownOf returns the own lease as s has it, or without data if it has none.
+func ownOf(s backend.Side, own subnet.Lease) subnet.Lease {
+	if l, ok := s.Of(&own); ok {
+		return *l
+	}
+	return own
+}
 
 // startNext starts the next backend. It logs the first error of a series.
 func (n *network) startNext(ctx context.Context) {
@@ -136,7 +180,7 @@ func (n *network) Sync(ctx context.Context, set backend.Set) (backend.Outcome, e
 	report, failed := n.layer.apply(ctx, set.Complete && n.running[next] != nil)
 	err = oneline.Join(err, failed, n.noteRefused(ctx, report.Refused))
 	if set.All || report.Repaired > 0 {
-		n.acceptBoth(ctx)
+		n.sources.loosen(ctx, n.Scope().Devices, n.sharedDevice())
 	}
 	out.Repaired += report.Repaired
 	out.Retry = out.Retry || report.Unreachable
@@ -156,6 +200,17 @@ func (n *network) Sync(ctx context.Context, set backend.Set) (backend.Outcome, e
 	}
 	n.prober.set(n.targets())
 	return out, err
+}
+
+// sharedDevice returns the external interface if a backend has no device of its own, and
+// otherwise "".
+func (n *network) sharedDevice() string {
+	for _, p := range n.parts {
+		if len(p.be.Scope().Devices) == 0 {
+			return n.env.Underlay.Name
+		}
+	}
+	return ""
 }
 
 // sooner returns the shorter of two times. Zero means never.
@@ -454,12 +509,14 @@ func (n *network) nameWaiting(ctx context.Context, now time.Time) (again time.Du
 
 // targets returns the addresses that probes through the next backend must reach, by the key of
 // the peer. They are base addresses of subnets, from which the answers come back by the way
-// that the peer has to this host. So both directions are independent.
+// that the peer has to this host. So both directions are independent. The probes have the size of
+// the largest packets of pods.
 func (n *network) targets() map[string][]target {
 	all := map[string][]target{}
 	if n.running[next] == nil {
 		return all
 	}
+	mtu := n.MTU()
 	for key := range n.leases[next] {
 		p := n.peers[key]
 		if p.side == next || n.leases[present][key] == nil || p.refused[next] != "" {
@@ -469,7 +526,7 @@ func (n *network) targets() map[string][]target {
 			own, has := n.own.Endpoint(e.Family())
 			r, ok := n.layer.views[next].route(e.Subnet)
 			if has && ok {
-				all[key] = append(all[key], target{to: e.Subnet.Addr(), from: own.Subnet.Addr(), device: r.Dev})
+				all[key] = append(all[key], target{to: e.Subnet.Addr(), from: own.Subnet.Addr(), device: r.Dev, size: mtu})
 			}
 		}
 	}

@@ -21,6 +21,7 @@ import (
 type target struct {
 	to, from netip.Addr
 	device   string
+	size     int // of the packet, in bytes
 }
 
 // Limits of the pause between two probes of a peer, and the pause between two probes.
@@ -126,7 +127,7 @@ func (p *prober) run(ctx context.Context) {
 			receiving.Go(func() { p.receive(s) })
 		}
 		// A request that cannot be sent gets no answer.
-		if err := s.Send(ctx, t.to, ping.Path{Device: t.device, From: t.from}, id); err != nil {
+		if err := s.Send(ctx, t.to, ping.Path{Device: t.device, From: t.from, Size: t.size}, id); err != nil {
 			klog.FromContext(ctx).V(1).Info("cannot send a probe", "to", t.to, "device", t.device, "err", err)
 		}
 	}

@@ -17,26 +17,25 @@ const (
 	looseFilter  = "2"
 )
 
-// acceptBoth makes the kernel accept packets from peers on the devices of both backends,
-// because each direction between two hosts changes its backend on its own. It leaves other
-// devices alone, and logs once if they would drop such packets.
-func (n *network) acceptBoth(ctx context.Context) {
-	names := n.Scope().Devices
-	for _, name := range names {
+// sourceCheck makes the kernel accept packets from peers by either backend, because each
+// direction between two hosts changes its backend on its own.
+type sourceCheck struct{ logged bool }
+
+// loosen makes the check of own devices loose if it is strict. It leaves shared, another device on
+// which packets from peers arrive, as it is, and logs once if its check is strict. shared may be
+// empty.
+func (c *sourceCheck) loosen(ctx context.Context, own []string, shared string) {
+	for _, name := range own {
 		if strict(name) {
-			// A failure is not worth more: the probes of peers do not come back then, so that
-			// they go on by the present backend.
+			// If this fails, the probes of peers do not come back, so that they go on by the
+			// present backend.
 			_ = os.WriteFile(filterPath(name), []byte(looseFilter), 0)
 		}
 	}
-	direct := false
-	for _, p := range n.parts {
-		direct = direct || len(p.be.Scope().Devices) == 0
-	}
-	if name := n.env.Underlay.Name; direct && !n.strict && strict(name) {
-		n.strict = true
+	if shared != "" && !c.logged && strict(shared) {
+		c.logged = true
 		klog.FromContext(ctx).Error(nil, "rp_filter is strict: the kernel drops packets of peers that come by another backend than they go, so that no peer can migrate",
-			"device", name, "remedy", "sysctl -w net.ipv4.conf."+name+".rp_filter=2")
+			"device", shared, "remedy", "sysctl -w net.ipv4.conf."+shared+".rp_filter=2")
 	}
 }
 

@@ -32,6 +32,7 @@ type Path struct {
 	// route that the destination has.
 	Device string
 	From   netip.Addr // source address; an address of this host, on any device
+	Size   int        // size of the IP packet with its headers, in bytes
 }
 
 // OpenSocket opens a socket for family f.
@@ -60,7 +61,7 @@ func (s *Socket) Send(ctx context.Context, to netip.Addr, path Path, id uint32) 
 	} else {
 		source = unix.PktInfo6(&unix.Inet6Pktinfo{Addr: path.From.As16()})
 	}
-	const size = 64 // of the ICMP message
+	size := max(path.Size-s.kind.header, icmpHeader)
 	_, _, err := sender.WriteMsgIP(s.kind.echo(id, size), source, &net.IPAddr{IP: to.AsSlice()})
 	if err != nil { // the name may belong to another device now
 		_ = sender.Close()
