@@ -157,6 +157,10 @@ type Set struct {
 	// Complete is set when the store has answered. Before that, Sync must not remove an
 	// object because its lease is not in the set.
 	Complete bool
+	// Refused returns the leases that have not passed the checks, for networks whose objects
+	// outside of this host must stay for them. It may be called until Sync returns. If it is
+	// nil, there are none.
+	Refused func() []*subnet.Lease
 }
 
 // Outcome is the result of Sync besides its error.

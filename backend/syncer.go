@@ -204,7 +204,7 @@ func (s *Syncer) advance(ctx context.Context) (set Set, news bool) {
 	if set.All {
 		s.validateAll()
 	}
-	set.Leases = s.arbiter.Accepted()
+	set.Leases, set.Refused = s.arbiter.Accepted(), s.refusedLeases
 	s.all, s.news = false, false
 	clear(s.changed)
 	s.logHeld(ctx)
@@ -262,6 +262,24 @@ func (s *Syncer) validateAll() {
 		}
 	}
 	s.arbiter.Reset(usable)
+}
+
+// refusedLeases returns the leases that are not passed to the network, or only some of whose
+// endpoints are.
+func (s *Syncer) refusedLeases() []*subnet.Lease {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	keys := slices.Collect(maps.Keys(s.unusable))
+	for _, r := range s.arbiter.AllRefused() {
+		keys = append(keys, r.Key)
+	}
+	var leases []*subnet.Lease
+	for _, key := range keys {
+		if l := s.Ledger.Lease(key); l != nil {
+			leases = append(leases, l)
+		}
+	}
+	return leases
 }
 
 // noteMoving records whether l has data for another backend than that of this host.

@@ -32,9 +32,10 @@ type network struct {
 	errs    []error // errors of the first Syncs; later ones return "kernel says no"
 	outcome backend.Outcome
 
-	mu   sync.Mutex
-	sets []string // keys of each set, with "*" in front if the set was complete
-	last backend.Set
+	mu      sync.Mutex
+	sets    []string // keys of each set, with "*" in front if the set was complete
+	last    backend.Set
+	refused []string // keys of the refused leases at the last Sync
 }
 
 // hint returns the changed keys of the last set, or nil if any lease may have changed.
@@ -76,7 +77,11 @@ func (n *network) Sync(_ context.Context, peers backend.Set) (backend.Outcome, e
 	}
 	n.mu.Lock()
 	defer n.mu.Unlock()
-	n.sets, n.last = append(n.sets, s), peers
+	n.sets, n.last, n.refused = append(n.sets, s), peers, nil
+	for _, l := range peers.Refused() {
+		n.refused = append(n.refused, l.Key)
+	}
+	slices.Sort(n.refused)
 	if n.fail > 0 {
 		n.fail--
 		return backend.Outcome{}, n.err()
@@ -309,6 +314,27 @@ func TestUpdateChecksOnlyChangedLeases(t *testing.T) {
 			if got := strings.Count(log(), text); got != want {
 				t.Errorf("%q logged %d times, want %d:\n%s", text, got, want, log())
 			}
+		}
+	})
+}
+
+// TestRefusedLeasesArePassedOn checks that a network can find the leases that it does not serve: one
+// without an identity, and one that another lease contradicts.
+func TestRefusedLeasesArePassedOn(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := &network{}
+		s, _ := run(t, n)
+		bad := lease(3, "")
+		bad.Endpoints[0].Data = nil
+		s.Publish(fullUpdate(snapshot(2, lease(2, "two"), bad, lease(4, "two"))))
+		expectSyncs(t, n, "", "*host2")
+		if want := []string{"host3", "host4"}; !slices.Equal(n.refused, want) {
+			t.Errorf("refused leases %v, want %v", n.refused, want)
+		}
+		s.Publish(deltaUpdate(3, []subnet.Lease{lease(3, "three")}, "host4"))
+		expectSyncs(t, n, "", "*host2", "*host2 host3")
+		if len(n.refused) > 0 {
+			t.Errorf("refused leases %v, want none any more", n.refused)
 		}
 	})
 }
