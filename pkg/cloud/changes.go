@@ -1,0 +1,67 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package cloud
+
+import (
+	"net/netip"
+	"slices"
+
+	"github.com/flanneld/flanneld/pkg/prefix"
+)
+
+// change is a call that puts a route.
+type change struct {
+	Route
+	was Route // the route that is replaced; zero if there is none
+}
+
+// replaces reports whether the change replaces a route in place.
+func (c change) replaces() bool { return c.was.Dst.IsValid() }
+
+// changes returns the calls after which each table has a route to each subnet by target. It
+// leaves a route that is right as it is, and never names a route to another destination.
+func changes(tables []Table, subnets []netip.Prefix, target string) []change {
+	var calls []change
+	for _, t := range tables {
+		for _, dst := range subnets {
+			c := change{Route: Route{Table: t.ID, Dst: dst, Target: target, ByCall: true}}
+			i := slices.IndexFunc(t.Routes, func(r Route) bool { return r.Dst == dst && r.ByCall })
+			if i >= 0 {
+				c.was = t.Routes[i]
+			}
+			if c.was != c.Route {
+				calls = append(calls, c)
+			}
+		}
+	}
+	return calls
+}
+
+// unclaimed returns the routes in networks that no host needs: an API call has made them, and
+// they overlap no subnet of a lease. It does not look where they lead.
+func unclaimed(tables []Table, networks []netip.Prefix, leased func(netip.Prefix) bool) []Route {
+	var routes []Route
+	for _, t := range tables {
+		for _, r := range t.Routes {
+			inside := slices.ContainsFunc(networks, func(n netip.Prefix) bool { return prefix.Contains(n, r.Dst) })
+			if inside && r.ByCall && !leased(r.Dst) {
+				routes = append(routes, r)
+			}
+		}
+	}
+	return routes
+}
+
+// hostless returns those of routes that lead to nowhere, or to a host that is not in the
+// network: none of its addresses is one of present. addresses contains the hosts that are
+// known, by target. A route to a target that is missing there stays.
+func hostless(routes []Route, addresses map[string][]netip.Addr, present func(netip.Addr) bool) []Route {
+	var gone []Route
+	for _, r := range routes {
+		host, known := addresses[r.Target]
+		if r.Lost || known && !slices.ContainsFunc(host, present) {
+			gone = append(gone, r)
+		}
+	}
+	return gone
+}

@@ -1,0 +1,90 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package cloud
+
+import (
+	"net/netip"
+	"slices"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+	"github.com/google/go-cmp/cmp/cmpopts"
+)
+
+func prefixes(texts ...string) (ps []netip.Prefix) {
+	for _, t := range texts {
+		ps = append(ps, netip.MustParsePrefix(t))
+	}
+	return ps
+}
+
+func byCall(dst, target string) Route {
+	return Route{Table: "t1", Dst: netip.MustParsePrefix(dst), Target: target, ByCall: true}
+}
+
+// values compares routes by their values.
+func values() cmp.Option {
+	return cmp.Options{cmp.Comparer(func(a, b Route) bool { return a == b }), cmp.AllowUnexported(change{}), cmpopts.EquateEmpty()}
+}
+
+func TestChanges(t *testing.T) {
+	wanted := byCall("10.5.1.0/24", "me")
+	lost := wanted
+	lost.Lost = true
+	learned := byCall("10.5.1.0/24", "gateway")
+	learned.ByCall = false
+	for name, test := range map[string]struct {
+		have []Route
+		want []change
+	}{
+		"missing":                          {nil, []change{{Route: wanted}}},
+		"right":                            {[]Route{wanted}, nil},
+		"to another host":                  {[]Route{byCall("10.5.1.0/24", "other")}, []change{{wanted, byCall("10.5.1.0/24", "other")}}},
+		"to nowhere":                       {[]Route{lost}, []change{{wanted, lost}}},
+		"learned from a gateway":           {[]Route{learned}, []change{{Route: wanted}}},
+		"other destinations are left":      {[]Route{wanted, byCall("10.5.2.0/24", "me"), byCall("0.0.0.0/0", "gateway"), byCall("10.5.1.0/25", "x")}, nil},
+		"a larger destination is no match": {[]Route{byCall("10.5.0.0/16", "me")}, []change{{Route: wanted}}},
+	} {
+		got := changes([]Table{{ID: "t1", Routes: test.have}}, prefixes("10.5.1.0/24"), "me")
+		if diff := cmp.Diff(test.want, got, values()); diff != "" {
+			t.Errorf("%s (-want +got):\n%s", name, diff)
+		}
+	}
+	two := changes([]Table{{ID: "t1"}, {ID: "t2"}}, prefixes("10.5.1.0/24", "fd00:10:5:1::/64"), "me")
+	if len(two) != 4 {
+		t.Errorf("%d calls for two subnets in two tables, want 4: %v", len(two), two)
+	}
+}
+
+func TestUnclaimed(t *testing.T) {
+	kept := byCall("10.5.9.0/24", "gone")
+	kept.ByCall = false
+	gone4, gone6 := byCall("10.5.3.0/24", "gone"), byCall("fd00:10:5:3::/64", "gone")
+	tables := []Table{{ID: "t1", Routes: []Route{
+		byCall("10.5.1.0/24", "me"), byCall("10.5.2.0/25", "peer"), byCall("10.6.1.0/24", "gone"), byCall("10.0.0.0/8", "gone"), byCall("0.0.0.0/0", "gone"), kept, gone4, gone6,
+	}}}
+	leases := prefixes("10.5.1.0/24", "10.5.2.0/24", "fd00:10:5:1::/64")
+	got := unclaimed(tables, prefixes("10.5.0.0/16", "fd00:10:5::/48"), func(dst netip.Prefix) bool { return slices.ContainsFunc(leases, dst.Overlaps) })
+	if want := []Route{gone4, gone6}; !slices.Equal(got, want) {
+		t.Errorf("got %v, want only %v", got, want)
+	}
+}
+
+func TestHostless(t *testing.T) {
+	peer, stranger := netip.MustParseAddr("192.168.77.2"), netip.MustParseAddr("192.168.77.9")
+	lost := byCall("10.5.3.0/24", "eni-gone")
+	lost.Lost = true
+	routes := []Route{lost, byCall("10.5.4.0/24", "eni-peer"), byCall("10.5.5.0/24", "eni-stranger"), byCall("10.5.6.0/24", "vpn")}
+	addresses := map[string][]netip.Addr{"eni-peer": {stranger, peer}, "eni-stranger": {stranger}}
+	got := hostless(routes, addresses, func(a netip.Addr) bool { return a == peer })
+	if want := []Route{routes[0], routes[2]}; !slices.Equal(got, want) {
+		t.Errorf("got %v, want %v", got, want)
+	}
+}
+
+func TestSecretKeys(t *testing.T) {
+	got := SecretKeys([]string{"Type", "AccessKeySecret", "accesskeyid", "SessionToken", "RouteTableID"})
+	if len(got) != 3 {
+		t.Errorf("%d warnings, want 3: %q", len(got), got)
+	}
+}

@@ -1,0 +1,142 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package cloud makes the route tables of a cloud lead to the subnets of hosts. The routers
+// of the cloud then carry the packets of pods, without a tunnel.
+//
+//   - cloud.go is the contract: the Cloud interface with its errors, which each cloud
+//     implements. The suite in cloudtest checks the implementations.
+//   - changes.go compares the wanted routes with those of the tables. It is pure.
+//   - keeper.go is the loop that reads the tables and makes the calls. report.go is what it
+//     reports.
+//   - retry.go repeats calls that the cloud has refused because there were too many.
+package cloud
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net/netip"
+	"slices"
+	"strings"
+
+	"github.com/flanneld/flanneld/pkg/prefix"
+)
+
+// Route is a route in a table of the cloud.
+type Route struct {
+	Table string // id of the table
+	Dst   netip.Prefix
+	// Target is where the route leads, in the words of the cloud, such as the id of a
+	// network interface.
+	Target string
+	// Lost is set if the target does not exist any more, or does not run.
+	Lost bool
+	// ByCall is set if a call of the cloud's API has made the route. Other routes are
+	// those of the network itself, and those that a VPN gateway has learned.
+	ByCall bool
+}
+
+// String returns the route in one line.
+func (r Route) String() string {
+	s := fmt.Sprintf("%s to %s in table %s", r.Dst, r.Target, r.Table)
+	if r.Lost {
+		s += ", which leads to nowhere"
+	}
+	return s
+}
+
+// Table is a route table with all its routes.
+type Table struct {
+	ID     string
+	Routes []Route
+}
+
+// Count returns the number of routes of family f that count towards the quota.
+func (t Table) Count(f prefix.Family) (n int) {
+	for _, r := range t.Routes {
+		if r.ByCall && prefix.FamilyOf(r.Dst.Addr()) == f {
+			n++
+		}
+	}
+	return n
+}
+
+// Cloud is the API of a cloud, seen by one host and for the tables of one network. Its methods
+// are called from one goroutine. Their errors wrap those of this package where they apply, and
+// never contain secrets.
+type Cloud interface {
+	// Join finds this host in the cloud and makes the cloud pass it packets with foreign
+	// addresses, if it does not do that yet. It returns the target of routes to this host.
+	Join(ctx context.Context) (target string, err error)
+	// Tables returns the tables that the network uses, with all their routes.
+	Tables(ctx context.Context) ([]Table, error)
+	// Put makes r exist. If replace is set, there is a route to the same destination, which
+	// Put replaces in place, so that packets are never without a route. Put succeeds even if
+	// replace is out of date.
+	Put(ctx context.Context, r Route, replace bool) error
+	// Remove removes r. It succeeds if there is no such route.
+	Remove(ctx context.Context, r Route) error
+	// Addresses returns the addresses of the hosts that the targets lead to. A target that is
+	// not a host, or about which nothing is known, is missing in the result.
+	Addresses(ctx context.Context, targets []string) (map[string][]netip.Addr, error)
+	// Check returns an error if this host cannot use the cloud: a MissingError if rights
+	// are missing. It changes nothing.
+	Check(ctx context.Context) error
+}
+
+// ErrThrottled means that the cloud refuses a call because there were too many. The call may
+// be repeated after a pause.
+var ErrThrottled = errors.New("the cloud refuses calls because there are too many")
+
+// ErrUnavailable means that the cloud has not answered, or with an error of its own. The call
+// may be repeated.
+var ErrUnavailable = errors.New("the cloud does not answer")
+
+// QuotaError means that a table has as many routes as the cloud allows.
+type QuotaError struct {
+	Table string
+	Limit int // 0 if it is not known
+}
+
+// Error implements error.
+func (e *QuotaError) Error() string {
+	limit := "its limit of routes"
+	if e.Limit > 0 {
+		limit = fmt.Sprintf("its limit of %d routes", e.Limit)
+	}
+	return fmt.Sprintf("table %s has reached %s: ask the cloud for a higher quota, or remove routes", e.Table, limit)
+}
+
+// MissingError names the rights that this host needs and does not have.
+type MissingError struct {
+	Permissions []string // such as ec2:CreateRoute
+	Page        string   // path of the page with the policy to paste
+}
+
+// Error implements error.
+func (e *MissingError) Error() string {
+	what := "permission " + e.Permissions[0] + " is missing"
+	if len(e.Permissions) > 1 {
+		what = "permissions " + strings.Join(e.Permissions, ", ") + " are missing"
+	}
+	return what + ": " + e.Page + " has the policy to paste"
+}
+
+// Transient reports whether err may disappear without an operator: the cloud does not answer,
+// or refuses calls because there are too many.
+func Transient(err error) bool {
+	return errors.Is(err, ErrThrottled) || errors.Is(err, ErrUnavailable)
+}
+
+// SecretKeys returns a warning for each key of the network configuration that may contain a
+// secret. keys are the names of the keys. Every host can read the configuration, and so can
+// everybody who may read the store.
+func SecretKeys(keys []string) (warnings []string) {
+	for _, key := range slices.Sorted(slices.Values(keys)) {
+		lower := strings.ToLower(key)
+		if strings.HasPrefix(lower, "accesskey") || strings.Contains(lower, "secret") || strings.Contains(lower, "token") {
+			warnings = append(warnings, fmt.Sprintf("key %q may contain a secret, which everything that reads the store can see: remove it, and give the host a role", key))
+		}
+	}
+	return warnings
+}

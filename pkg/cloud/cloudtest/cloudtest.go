@@ -1,0 +1,242 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package cloudtest is the suite that every implementation of cloud.Cloud passes, and an
+// implementation in memory.
+package cloudtest
+
+import (
+	"context"
+	"errors"
+	"net/netip"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/flanneld/flanneld/pkg/cloud"
+)
+
+// Fixture is a cloud with one table for the network, in which nothing has been written yet, and
+// two hosts. Its functions change the cloud from outside.
+type Fixture struct {
+	Cloud       cloud.Cloud
+	Table       string
+	Peer        string // target of the other host
+	PeerAddress netip.Addr
+	// DeleteByHand deletes a route.
+	DeleteByHand func(netip.Prefix)
+	// EndPeer ends the other host.
+	EndPeer func()
+	// SetQuota limits the number of routes.
+	SetQuota func(int)
+	// Deny takes away the right to put routes.
+	Deny func()
+	// Throttle makes the cloud refuse the next calls.
+	Throttle func(calls int)
+	// SetAway makes the cloud unavailable, or available again.
+	SetAway func(bool)
+	// Gaps counts how often the table was without a route that it had before, except by
+	// Remove and DeleteByHand.
+	Gaps func() int
+}
+
+// Run runs the suite. open returns a new Fixture, with which the test runs alone.
+func Run(t *testing.T, open func(t *testing.T) Fixture) {
+	for _, test := range []struct {
+		name string
+		run  func(*testing.T, Fixture)
+	}{
+		{"a route is put, found and removed", testPut},
+		{"a route is replaced without a gap", testReplace},
+		{"put works although it is out of date", testStale},
+		{"a route to a host that has ended is lost", testLost},
+		{"only hosts have addresses", testAddresses},
+		{"the quota is named", testQuota},
+		{"a missing right is named before it is needed", testDenied},
+		{"a throttled call is repeated", testThrottled},
+		{"an outage may end by itself", testAway},
+	} {
+		t.Run(test.name, func(t *testing.T) { test.run(t, open(t)) })
+	}
+}
+
+func subnets() (v4, v6 netip.Prefix) {
+	return netip.MustParsePrefix("10.5.1.0/24"), netip.MustParsePrefix("fd00:10:5:1::/64")
+}
+
+// find returns the route to dst that a call has made, and whether there is exactly one.
+func find(t *testing.T, f Fixture, dst netip.Prefix) (cloud.Route, bool) {
+	t.Helper()
+	tables, err := f.Cloud.Tables(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	var found []cloud.Route
+	for _, table := range tables {
+		for _, r := range table.Routes {
+			if r.Dst == dst && r.ByCall && r.Table == f.Table {
+				found = append(found, r)
+			}
+		}
+	}
+	if len(found) != 1 {
+		return cloud.Route{}, false
+	}
+	return found[0], true
+}
+
+// join returns the target of the own host.
+func join(t *testing.T, f Fixture) string {
+	t.Helper()
+	self, err := f.Cloud.Join(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	if self == f.Peer {
+		t.Fatalf("this host and the other one are both %s", self)
+	}
+	return self
+}
+
+func put(t *testing.T, f Fixture, dst netip.Prefix, target string, replace bool) {
+	t.Helper()
+	if err := f.Cloud.Put(t.Context(), route(f, dst, target), replace); err != nil {
+		t.Fatal(err)
+	}
+	if r, ok := find(t, f, dst); !ok || r != route(f, dst, target) {
+		t.Fatalf("found %v (%v), want the route that was put", r, ok)
+	}
+}
+
+func route(f Fixture, dst netip.Prefix, target string) cloud.Route {
+	return cloud.Route{Table: f.Table, Dst: dst, Target: target, ByCall: true}
+}
+
+func testPut(t *testing.T, f Fixture) {
+	self := join(t, f)
+	v4, v6 := subnets()
+	for _, dst := range []netip.Prefix{v4, v6} {
+		if r, ok := find(t, f, dst); ok {
+			t.Fatalf("%s exists before it was put", r)
+		}
+		put(t, f, dst, self, false)
+	}
+	for _, dst := range []netip.Prefix{v4, v6} {
+		for range 2 { // the second time there is none
+			if err := f.Cloud.Remove(t.Context(), route(f, dst, self)); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if r, ok := find(t, f, dst); ok {
+			t.Errorf("%s exists after it was removed", r)
+		}
+	}
+}
+
+func testReplace(t *testing.T, f Fixture) {
+	self := join(t, f)
+	dst, _ := subnets()
+	put(t, f, dst, f.Peer, false)
+	put(t, f, dst, self, true)
+	if gaps := f.Gaps(); gaps > 0 {
+		t.Errorf("the table was %d times without the route", gaps)
+	}
+}
+
+func testStale(t *testing.T, f Fixture) {
+	self := join(t, f)
+	dst, _ := subnets()
+	put(t, f, dst, self, true) // there is none to replace
+	put(t, f, dst, f.Peer, false)
+	if gaps := f.Gaps(); gaps > 0 {
+		t.Errorf("the table was %d times without the route", gaps)
+	}
+	f.DeleteByHand(dst)
+	put(t, f, dst, self, true)
+}
+
+func testLost(t *testing.T, f Fixture) {
+	join(t, f)
+	dst, _ := subnets()
+	put(t, f, dst, f.Peer, false)
+	f.EndPeer()
+	if r, ok := find(t, f, dst); !ok || !r.Lost {
+		t.Errorf("found %v (%v), want a route to nowhere", r, ok)
+	}
+}
+
+func testAddresses(t *testing.T, f Fixture) {
+	self := join(t, f)
+	known, err := f.Cloud.Addresses(t.Context(), []string{f.Peer, self, "gateway-1"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if !slices.Contains(known[f.Peer], f.PeerAddress) || slices.Contains(known[self], f.PeerAddress) || len(known[self]) == 0 || known["gateway-1"] != nil {
+		t.Errorf("addresses are %v, want those of the two hosts", known)
+	}
+}
+
+func testQuota(t *testing.T, f Fixture) {
+	self := join(t, f)
+	f.SetQuota(1)
+	dst, _ := subnets()
+	put(t, f, dst, self, false)
+	err := f.Cloud.Put(t.Context(), route(f, netip.MustParsePrefix("10.5.2.0/24"), self), false)
+	if quota, ok := errors.AsType[*cloud.QuotaError](err); !ok || quota.Table != f.Table || cloud.Transient(err) {
+		t.Errorf("error %v, want a lasting QuotaError about %s", err, f.Table)
+	}
+	put(t, f, dst, f.Peer, true) // needs no further route
+}
+
+func testDenied(t *testing.T, f Fixture) {
+	if err := f.Cloud.Check(t.Context()); err != nil {
+		t.Fatalf("with all rights: %v", err)
+	}
+	dst, _ := subnets()
+	if r, ok := find(t, f, dst); ok {
+		t.Errorf("the check has put %s", r)
+	}
+	f.Deny()
+	err := f.Cloud.Check(t.Context())
+	missing, ok := errors.AsType[*cloud.MissingError](err)
+	if !ok || len(missing.Permissions) != 1 || cloud.Transient(err) || !strings.Contains(err.Error(), missing.Page) {
+		t.Fatalf("error %v, want a lasting MissingError about one right, with the page", err)
+	}
+	self := join(t, f)
+	err = f.Cloud.Put(t.Context(), route(f, dst, self), false)
+	if later, ok := errors.AsType[*cloud.MissingError](err); !ok || !slices.Equal(later.Permissions, missing.Permissions) {
+		t.Errorf("error %v, want the one of the check", err)
+	}
+}
+
+func testThrottled(t *testing.T, f Fixture) {
+	self := join(t, f)
+	dst, _ := subnets()
+	f.Throttle(1)
+	if err := f.Cloud.Put(t.Context(), route(f, dst, self), false); err != nil && !errors.Is(err, cloud.ErrThrottled) {
+		t.Errorf("error %v, want none or ErrThrottled", err)
+	}
+	f.Throttle(1000)
+	ctx, cancel := context.WithTimeout(t.Context(), time.Second) // otherwise the call may be repeated for a minute
+	defer cancel()
+	if err := f.Cloud.Put(ctx, route(f, dst, self), false); !cloud.Transient(err) {
+		t.Errorf("error %v while the cloud refuses all calls, want one that may end by itself", err)
+	}
+	f.Throttle(0)
+	put(t, f, dst, self, true)
+}
+
+func testAway(t *testing.T, f Fixture) {
+	join(t, f)
+	f.SetAway(true)
+	if _, err := f.Cloud.Tables(t.Context()); !cloud.Transient(err) {
+		t.Errorf("error %v, want one that may end by itself", err)
+	}
+	if err := f.Cloud.Check(t.Context()); !cloud.Transient(err) {
+		t.Errorf("error %v of the check, want one that may end by itself", err)
+	}
+	f.SetAway(false)
+	if err := f.Cloud.Check(t.Context()); err != nil {
+		t.Error(err)
+	}
+}

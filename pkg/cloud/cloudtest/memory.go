@@ -1,0 +1,151 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package cloudtest
+
+import (
+	"context"
+	"net/netip"
+	"slices"
+	"sync"
+
+	"github.com/flanneld/flanneld/pkg/cloud"
+	"github.com/flanneld/flanneld/pkg/prefix"
+)
+
+// Memory is a Cloud in memory, for tests of its users. It passes the suite. Tests use its fields
+// in Do.
+type Memory struct {
+	mu sync.Mutex
+
+	Self      string
+	Tabs      []cloud.Table
+	Hosts     map[string][]netip.Addr // addresses of the hosts that exist, by target
+	Quota     int                     // routes of one family in a table; 0 means no limit
+	Fails     error                   // result of all calls, if not nil
+	Throttled int                     // the next calls that are refused because there were too many
+	Denied    map[string]bool         // put, remove or read
+	Writes    []string                // the calls that have changed something
+	Compared  int                     // calls of Tables
+}
+
+// Do runs f while no call is in progress.
+func (m *Memory) Do(f func()) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	f()
+}
+
+func (m *Memory) fail(right string) error {
+	if m.Fails != nil {
+		return m.Fails
+	}
+	if m.Throttled > 0 {
+		m.Throttled--
+		return cloud.ErrThrottled
+	}
+	if m.Denied[right] {
+		return &cloud.MissingError{Permissions: []string{"memory:" + right}, Page: "page.md"}
+	}
+	return nil
+}
+
+// Join implements cloud.Cloud.
+func (m *Memory) Join(context.Context) (string, error) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return m.Self, m.fail("join")
+}
+
+// Tables implements cloud.Cloud.
+func (m *Memory) Tables(context.Context) ([]cloud.Table, error) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.Compared++
+	if err := m.fail("read"); err != nil {
+		return nil, err
+	}
+	var tables []cloud.Table
+	for _, t := range m.Tabs {
+		t.Routes = slices.Clone(t.Routes)
+		for i := range t.Routes {
+			_, exists := m.Hosts[t.Routes[i].Target]
+			t.Routes[i].Lost = t.Routes[i].ByCall && !exists
+		}
+		tables = append(tables, t)
+	}
+	return tables, nil
+}
+
+// Put implements cloud.Cloud.
+func (m *Memory) Put(_ context.Context, r cloud.Route, _ bool) error {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if err := m.fail("put"); err != nil {
+		return err
+	}
+	t := m.table(r.Table)
+	exists := slices.ContainsFunc(t.Routes, func(have cloud.Route) bool { return have.Dst == r.Dst && have.ByCall })
+	if !exists && m.Quota > 0 && t.Count(prefix.FamilyOf(r.Dst.Addr())) >= m.Quota {
+		return &cloud.QuotaError{Table: r.Table}
+	}
+	m.DeleteByHand(r.Table, r.Dst)
+	t.Routes = append(t.Routes, cloud.Route{Table: r.Table, Dst: r.Dst, Target: r.Target, ByCall: true})
+	m.Writes = append(m.Writes, "put "+r.String())
+	return nil
+}
+
+// Remove implements cloud.Cloud.
+func (m *Memory) Remove(_ context.Context, r cloud.Route) error {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if err := m.fail("remove"); err != nil {
+		return err
+	}
+	m.DeleteByHand(r.Table, r.Dst)
+	m.Writes = append(m.Writes, "remove "+r.String())
+	return nil
+}
+
+// Addresses implements cloud.Cloud.
+func (m *Memory) Addresses(_ context.Context, targets []string) (map[string][]netip.Addr, error) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if err := m.fail("read"); err != nil {
+		return nil, err
+	}
+	known := map[string][]netip.Addr{}
+	for _, t := range targets {
+		if addresses := m.Hosts[t]; len(addresses) > 0 {
+			known[t] = addresses
+		}
+	}
+	return known, nil
+}
+
+// Check implements cloud.Cloud.
+func (m *Memory) Check(context.Context) error {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	for _, right := range []string{"read", "put", "remove"} {
+		if err := m.fail(right); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// DeleteByHand deletes a route that a call has made. Tests use it in Do.
+func (m *Memory) DeleteByHand(table string, dst netip.Prefix) {
+	t := m.table(table)
+	t.Routes = slices.DeleteFunc(t.Routes, func(have cloud.Route) bool { return have.Dst == dst && have.ByCall })
+}
+
+func (m *Memory) table(id string) *cloud.Table {
+	for i := range m.Tabs {
+		if m.Tabs[i].ID == id {
+			return &m.Tabs[i]
+		}
+	}
+	m.Tabs = append(m.Tabs, cloud.Table{ID: id})
+	return &m.Tabs[len(m.Tabs)-1]
+}

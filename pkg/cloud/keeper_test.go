@@ -1,0 +1,318 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package cloud_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net/netip"
+	"slices"
+	"strings"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/flanneld/flanneld/pkg/cloud"
+	"github.com/flanneld/flanneld/pkg/cloud/cloudtest"
+)
+
+const resync = 5 * time.Minute
+
+// bed is a keeper for host 1 on a cloud in memory. Both run in simulated time.
+type bed struct {
+	*testing.T
+	*cloudtest.Memory
+	keeper *cloud.Keeper
+}
+
+func address(n int) netip.Addr { return netip.MustParseAddr(fmt.Sprintf("192.168.77.%d", n)) }
+
+func subnet(n int) netip.Prefix { return netip.MustParsePrefix(fmt.Sprintf("10.5.%d.0/24", n)) }
+
+func target(n int) string { return fmt.Sprintf("host-%d", n) }
+
+func lease(n int) cloud.Host {
+	return cloud.Host{Subnets: []netip.Prefix{subnet(n)}, Addresses: []netip.Addr{address(n)}}
+}
+
+func routeTo(n, host int) cloud.Route {
+	return cloud.Route{Table: "table-1", Dst: subnet(n), Target: target(host), ByCall: true}
+}
+
+// run runs test with a keeper on a cloud in which the hosts 1 to 3 exist and the table has
+// these routes.
+func run(t *testing.T, test func(*bed), routes ...cloud.Route) {
+	t.Helper()
+	synctest.Test(t, func(t *testing.T) {
+		m := &cloudtest.Memory{Self: target(1), Hosts: map[string][]netip.Addr{}, Tabs: []cloud.Table{{ID: "table-1", Routes: routes}}}
+		for n := 1; n <= 3; n++ {
+			m.Hosts[target(n)] = []netip.Addr{address(n)}
+		}
+		b := &bed{T: t, Memory: m}
+		b.restart()
+		test(b)
+	})
+}
+
+// restart starts a keeper, which ends with the test. The earlier one does nothing any more.
+func (b *bed) restart() {
+	b.keeper = cloud.NewKeeper(cloud.KeeperConfig{
+		Cloud: b.Memory, Own: lease(1), Networks: []netip.Prefix{netip.MustParsePrefix("10.5.0.0/16")}, Resync: resync, Compared: func() {},
+	})
+	ctx, cancel := context.WithCancel(b.Context())
+	done := make(chan struct{})
+	go func() { defer close(done); b.keeper.Run(ctx) }()
+	b.Cleanup(func() { cancel(); <-done })
+	synctest.Wait()
+}
+
+// after lets time pass.
+func (b *bed) after(d time.Duration) {
+	<-time.After(d)
+	synctest.Wait()
+}
+
+// comparison lets the time between two comparisons pass.
+func (b *bed) comparison() { b.after(2 * resync) }
+
+// deleteOwn deletes the route of host 1 by hand.
+func (b *bed) deleteOwn() { b.Do(func() { b.DeleteByHand("table-1", subnet(1)) }) }
+
+func (b *bed) setFails(err error) { b.Do(func() { b.Fails = err }) }
+
+func (b *bed) compared() (n int) {
+	b.Do(func() { n = b.Compared })
+	return n
+}
+
+func (b *bed) writes() (all []string) {
+	b.Do(func() { all = slices.Clone(b.Writes) })
+	return all
+}
+
+func (b *bed) expectRoutes(what string, want ...cloud.Route) {
+	b.Helper()
+	b.Do(func() { b.compareRoutes(what, want) })
+}
+
+func (b *bed) compareRoutes(what string, want []cloud.Route) {
+	b.Helper()
+	for _, r := range want {
+		if !slices.Contains(b.Tabs[0].Routes, r) {
+			b.Errorf("%s: no route %s", what, r)
+		}
+	}
+	if len(b.Tabs[0].Routes) != len(want) {
+		b.Errorf("%s: the table has %v, want %v", what, b.Tabs[0].Routes, want)
+	}
+}
+
+func (b *bed) expectWrites(what string, n int) {
+	b.Helper()
+	if all := b.writes(); len(all) != n {
+		b.Errorf("%s: %d writes, want %d: %q", what, len(all), n, all)
+	}
+}
+
+func (b *bed) expectResult(what, text string, repaired int) {
+	b.Helper()
+	n, err := b.keeper.Result(b.Context())
+	if text == "" && err != nil || text != "" && (err == nil || !strings.Contains(err.Error(), text)) || n != repaired {
+		b.Errorf("%s: %d repairs, error %v, want %d and %q", what, n, err, repaired, text)
+	}
+}
+
+func TestRouteIsPutAtTheStart(t *testing.T) {
+	run(t, func(b *bed) {
+		b.expectRoutes("at the start", routeTo(1, 1))
+		b.expectResult("at the start", "", 0)
+		b.comparison()
+		b.expectWrites("later", 1)
+	})
+}
+
+func TestRightRouteIsAdopted(t *testing.T) {
+	run(t, func(b *bed) {
+		b.comparison()
+		b.expectWrites("with a right route", 0)
+		if r := b.keeper.Report(); r.Good.IsZero() || len(r.Routes) != 1 || !r.Routes[0].Present || r.Writer != cloud.WriterHost {
+			b.Errorf("report %+v, want the route in place", r)
+		}
+	}, routeTo(1, 1))
+}
+
+func TestWrongRouteIsReplaced(t *testing.T) {
+	run(t, func(b *bed) {
+		b.expectRoutes("a route to another host", routeTo(1, 1))
+		b.expectResult("a route to another host", "", 0)
+	}, routeTo(1, 2))
+}
+
+func TestLostRouteIsPutBack(t *testing.T) {
+	run(t, func(b *bed) {
+		b.deleteOwn()
+		b.comparison()
+		b.expectRoutes("after a deletion by hand", routeTo(1, 1))
+		b.expectResult("after a deletion by hand", "", 1)
+		b.expectResult("the next time", "", 0)
+	}, routeTo(1, 1))
+}
+
+// TestOtherRoutesStay has a table with routes that do not belong to a lease, and which must
+// all stay.
+func TestOtherRoutesStay(t *testing.T) {
+	learned := routeTo(7, 9)
+	learned.ByCall = false
+	outside := routeTo(7, 9)
+	outside.Dst = netip.MustParsePrefix("10.6.7.0/24")
+	size := routeTo(7, 9)
+	size.Dst = netip.MustParsePrefix("10.5.7.0/25")
+	gateway := routeTo(8, 9)
+	gateway.Target = "gateway-1"
+	others := []cloud.Route{routeTo(1, 1), learned, outside, size, gateway, routeTo(2, 3), routeTo(5, 2), routeTo(6, 1)}
+	run(t, func(b *bed) {
+		// The gateway exists, and is no host.
+		b.Do(func() { b.Hosts[target(9)], b.Hosts["gateway-1"] = []netip.Addr{address(9)}, nil })
+		b.keeper.SetPeers([]cloud.Host{lease(2), lease(3)}, true)
+		for range 5 {
+			b.comparison()
+		}
+		b.expectRoutes("others", others...)
+		b.expectWrites("others", 0)
+	}, others...)
+}
+
+func TestRoutesOfHostsThatAreGone(t *testing.T) {
+	stranger := routeTo(5, 9) // to a host without a lease
+	lost := routeTo(4, 4)     // to a host that does not exist
+	run(t, func(b *bed) {
+		b.Do(func() { b.Hosts[target(9)] = []netip.Addr{address(9)} })
+		b.keeper.SetPeers([]cloud.Host{lease(2)}, false)
+		for range 3 {
+			b.comparison()
+		}
+		b.expectRoutes("before the store has answered", routeTo(1, 1), routeTo(2, 2), stranger, lost)
+		b.keeper.SetPeers([]cloud.Host{lease(2)}, true)
+		for range 3 {
+			b.comparison()
+		}
+		b.expectRoutes("after it has answered", routeTo(1, 1), routeTo(2, 2))
+		b.expectWrites("in total", 2)
+	}, routeTo(1, 1), routeTo(2, 2), stranger, lost)
+}
+
+// TestLeaseArrivesLater has a route whose lease arrives after the route, within the grace period.
+func TestLeaseArrivesLater(t *testing.T) {
+	run(t, func(b *bed) {
+		b.keeper.SetPeers([]cloud.Host{lease(2)}, true)
+		for b.compared() < 2 {
+			b.after(time.Second)
+		}
+		b.keeper.SetPeers([]cloud.Host{lease(2), lease(3)}, true)
+		for range 3 {
+			b.comparison()
+		}
+		b.expectRoutes("at the end", routeTo(1, 1), routeTo(3, 3))
+	}, routeTo(1, 1), routeTo(3, 3))
+}
+
+func TestOutage(t *testing.T) {
+	run(t, func(b *bed) {
+		b.deleteOwn()
+		b.setFails(cloud.ErrUnavailable)
+		before := b.compared()
+		b.after(10 * time.Minute)
+		b.expectResult("while the cloud is away", "does not answer", 0)
+		if tries := b.compared() - before; tries > 60 {
+			b.Errorf("%d tries in ten minutes, want growing pauses", tries)
+		}
+		good := b.keeper.Report().Good
+		b.setFails(nil)
+		b.after(time.Minute)
+		b.expectRoutes("after the outage", routeTo(1, 1))
+		b.expectResult("after the outage", "", 1)
+		if later := b.keeper.Report().Good; !later.After(good) {
+			b.Errorf("last good comparison at %v, and %v before the outage", later, good)
+		}
+	}, routeTo(1, 1))
+}
+
+func TestQuotaIsNamed(t *testing.T) {
+	run(t, func(b *bed) {
+		b.deleteOwn()
+		b.Do(func() { b.Quota = 2 })
+		b.comparison()
+		b.expectResult("with a full table", "put route 10.5.1.0/24 to host-1 in table table-1: table table-1 has reached its limit of 2 routes", 0)
+		if r := b.keeper.Report(); r.Tables[0].Quota != 2 || r.Routes[0].Present {
+			b.Errorf("report %+v, want the quota and the missing route", r)
+		}
+		b.Do(func() { b.DeleteByHand("table-1", subnet(3)) })
+		b.after(time.Minute)
+		b.expectResult("with place in the table", "", 0)
+		b.expectRoutes("with place in the table", routeTo(2, 2), routeTo(1, 1))
+	}, routeTo(1, 1), routeTo(2, 2), routeTo(3, 3))
+}
+
+func TestRightIsRevoked(t *testing.T) {
+	run(t, func(b *bed) {
+		b.deleteOwn()
+		b.Do(func() { b.Denied = map[string]bool{"put": true} })
+		b.comparison()
+		b.expectResult("without the right", "permission memory:put is missing", 0)
+		b.Do(func() { b.Denied = nil })
+		b.after(time.Minute)
+		b.expectRoutes("with the right again", routeTo(1, 1))
+	}, routeTo(1, 1))
+}
+
+// TestContestedRoute has another program that wants another route. The keeper must not use up
+// the calls of all hosts.
+func TestContestedRoute(t *testing.T) {
+	run(t, func(b *bed) {
+		for range 3600 {
+			b.Do(func() {
+				b.DeleteByHand("table-1", subnet(1))
+				b.Tabs[0].Routes = append(b.Tabs[0].Routes, routeTo(1, 2))
+			})
+			b.after(time.Second)
+		}
+		if n := len(b.writes()); n < 5 || n > 40 {
+			b.Errorf("%d writes in an hour, want some, with growing pauses", n)
+		}
+	}, routeTo(1, 1))
+}
+
+func TestResultWaitsForTheFirstComparison(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		k := cloud.NewKeeper(cloud.KeeperConfig{Cloud: &cloudtest.Memory{}, Resync: resync, Compared: func() {}}) // not run
+		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
+		defer cancel()
+		if _, err := k.Result(ctx); err == nil {
+			t.Error("no error although nothing was compared")
+		}
+	})
+}
+
+func TestRetry(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		calls, begin := 0, time.Now()
+		err := cloud.Retry(t.Context(), func() error {
+			if calls++; calls < 4 {
+				return fmt.Errorf("CreateRoute: %w", cloud.ErrThrottled)
+			}
+			return nil
+		})
+		if took := time.Since(begin); err != nil || calls != 4 || took < time.Second {
+			t.Errorf("%v after %d calls in %v, want a success with pauses", err, calls, took)
+		}
+		calls = 0
+		if err := cloud.Retry(t.Context(), func() error { calls++; return cloud.ErrThrottled }); !errors.Is(err, cloud.ErrThrottled) || calls > 10 {
+			t.Errorf("%v after %d calls, want it to give up", err, calls)
+		}
+		calls = 0
+		if err := cloud.Retry(t.Context(), func() error { calls++; return cloud.ErrUnavailable }); err == nil || calls != 1 {
+			t.Errorf("%v after %d calls, want no repetition of another error", err, calls)
+		}
+	})
+}
