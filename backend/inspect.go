@@ -8,6 +8,7 @@ import (
 	"slices"
 	"time"
 
+	"github.com/flanneld/flanneld/pkg/cloud"
 	"github.com/flanneld/flanneld/pkg/dataplane"
 	"github.com/flanneld/flanneld/subnet"
 )
@@ -45,6 +46,13 @@ type MigrationReport struct {
 	Waiting string // the reason why it is not the next one; empty if it is
 }
 
+// CloudRouter is a Network whose packets follow routes in the tables of a cloud. Its method may
+// be called at any time.
+type CloudRouter interface {
+	// CloudRoutes returns the state of the routes to this host.
+	CloudRoutes() cloud.Report
+}
+
 // ObjectReport is an object that the kernel should have, and whether it has it.
 type ObjectReport struct {
 	Object  string // in the form of ip(8)
@@ -70,6 +78,7 @@ type Inspection struct {
 	Err      error                      // error of the last sync
 	Mode     string                     // data path in use; empty if the network is not a DataPath
 	Dropped  map[string]uint64          // dropped packets by reason; nil if the network is not a DataPath
+	Cloud    *cloud.Report              // nil if the network is not a CloudRouter
 }
 
 // Inspect returns the state between two passes. objects selects whether it includes the
@@ -91,6 +100,10 @@ func (s *Syncer) inspect(objects bool) Inspection {
 	}
 	if path, ok := s.Network.(DataPath); ok {
 		in.Mode, in.Dropped = path.Mode(), path.Dropped()
+	}
+	if router, ok := s.Network.(CloudRouter); ok {
+		report := router.CloudRoutes()
+		in.Cloud = &report
 	}
 	for l := range s.Ledger.Leases() {
 		p := PeerReport{Lease: *l, Refused: s.refused[l.Key], Changed: s.Ledger.Since(l.Key), Held: s.Ledger.IsHeld(l.Key)}

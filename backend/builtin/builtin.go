@@ -6,6 +6,7 @@ package builtin
 import (
 	"github.com/flanneld/flanneld/backend"
 	"github.com/flanneld/flanneld/backend/alloc"
+	"github.com/flanneld/flanneld/backend/awsvpc"
 	"github.com/flanneld/flanneld/backend/extension"
 	"github.com/flanneld/flanneld/backend/hostgw"
 	"github.com/flanneld/flanneld/backend/ipip"
@@ -25,6 +26,7 @@ func New(o options.Options) (backend.Catalog, error) {
 	packets := udp.NewHost(udp.Settings{Check: tunnel.SourceCheck(o.UDPSourceCheck), Persist: o.UDPPersist})
 	registry, err := backend.NewRegistry(
 		backend.Entry{Type: alloc.Type, Factory: alloc.New},
+		backend.Entry{Type: awsvpc.Type, Factory: awsvpc.New},
 		backend.Entry{Type: extension.Type, Factory: commands.New},
 		backend.Entry{Type: hostgw.Type, Factory: hostgw.New},
 		backend.Entry{Type: ipip.Type, Factory: ipip.New},

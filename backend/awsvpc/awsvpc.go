@@ -1,0 +1,179 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package awsvpc lets the routers of an Amazon VPC carry the packets of pods. Each host has a
+// route to its subnet in the route tables of the VPC. There is no tunnel.
+//
+//   - awsvpc.go is the Backend and its Network. config.go is the Backend object of the
+//     configuration.
+//   - ec2.go implements cloud.Cloud with the calls of EC2, which query.go makes.
+//   - connect.go finds the region, the instance and the credentials.
+package awsvpc
+
+import (
+	"context"
+	"encoding/json"
+	"slices"
+	"time"
+
+	"k8s.io/klog/v2"
+
+	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/pkg/cloud"
+	"github.com/flanneld/flanneld/pkg/dataplane"
+	"github.com/flanneld/flanneld/pkg/oneline"
+	"github.com/flanneld/flanneld/pkg/wait"
+	"github.com/flanneld/flanneld/subnet"
+)
+
+// Type is the backend's name in the configuration. Its leases contain no type, like those of
+// flannel.
+const Type = "aws-vpc"
+
+// Backend implements backend.Backend.
+type Backend struct {
+	env   backend.Env
+	cloud cloud.Cloud
+	calls *cloud.Calls
+}
+
+// New is the backend's factory.
+func New(raw json.RawMessage, env backend.Env) (backend.Backend, []string, error) {
+	c, warnings, err := parseConfig(raw)
+	if err != nil {
+		return nil, nil, err
+	}
+	b := &Backend{env: env, calls: &cloud.Calls{}}
+	v := &vpc{config: c, networks: env.Config.Prefixes(), connect: func(ctx context.Context) (*client, string, error) { return connect(ctx, b.calls) }}
+	for _, a := range env.Underlay.Addrs {
+		v.addresses = append(v.addresses, a.Local)
+	}
+	b.cloud = v
+	return b, warnings, nil
+}
+
+// Scope implements backend.Backend.
+func (b *Backend) Scope() dataplane.Scope { return b.env.Scope() }
+
+// quickCheck limits the check of a host that has a lease, which must not wait.
+const quickCheck = 5 * time.Second
+
+// Claim implements backend.Backend. A host that has no lease needs the cloud before it takes
+// one: it waits until the cloud answers, and gives up if it lacks a permission. A host that has
+// a lease keeps it in both cases, because its pods are running and its routes may be in place.
+func (b *Backend) Claim(ctx context.Context, prev subnet.Claim) (subnet.Claim, error) {
+	claim := b.env.Claim("", prev)
+	if slices.ContainsFunc(claim.Endpoints, func(e subnet.Endpoint) bool { return e.Subnet.IsValid() }) {
+		short, cancel := context.WithTimeout(ctx, quickCheck)
+		defer cancel()
+		if err := b.cloud.Check(short); err != nil && ctx.Err() == nil {
+			klog.FromContext(ctx).Error(err, "the cloud cannot be used yet: keeping the lease")
+		}
+		return claim, ctx.Err()
+	}
+	var backoff wait.Backoff
+	logged := ""
+	for {
+		err := b.cloud.Check(ctx)
+		if err == nil || ctx.Err() != nil || !cloud.Transient(err) {
+			return claim, err
+		}
+		if logged != err.Error() {
+			logged = err.Error()
+			klog.FromContext(ctx).Error(err, "waiting for the cloud before taking a subnet")
+		}
+		if err := backoff.Wait(ctx, 0); err != nil {
+			return claim, err
+		}
+	}
+}
+
+// Start implements backend.Backend.
+func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network, error) {
+	reconciler, err := b.env.Reconciler()
+	if err != nil {
+		return nil, err
+	}
+	n := &network{
+		Backend: b, Notifier: backend.NewNotifier(ctx),
+		Programmer: &backend.Programmer{Base: b.env.Base(own), Reconciler: reconciler},
+	}
+	n.Forward(reconciler.Changed())
+	self := host(&own)
+	for _, a := range b.env.Underlay.Addrs {
+		self.Addresses = append(self.Addresses, a.Local)
+	}
+	n.keeper = cloud.NewKeeper(cloud.KeeperConfig{
+		Cloud: b.cloud, Own: self, Networks: b.env.Config.Prefixes(), Resync: b.env.Resync, Compared: n.Notify,
+	})
+	n.Go(n.keeper.Run)
+	return n, nil
+}
+
+// network implements backend.Network.
+type network struct {
+	*Backend
+	*backend.Programmer
+	*backend.Notifier
+	keeper   *cloud.Keeper
+	complete bool // of the last set
+}
+
+// MTU implements backend.Network.
+func (n *network) MTU() int { return n.env.Underlay.MTU }
+
+// Check implements backend.Network. Leases contain no backend data.
+func (*network) Check(subnet.Lease) ([]string, error) { return nil, nil }
+
+// firstComparison limits how long a pass waits for the first comparison with the cloud.
+const firstComparison = 15 * time.Second
+
+// Sync implements backend.Network. The keeper compares the routes on a goroutine of its own,
+// because a call may take long. It causes a further pass after each comparison.
+func (n *network) Sync(ctx context.Context, peers backend.Set) (backend.Outcome, error) {
+	o, failed := n.Programmer.Sync(ctx, peers)
+	if peers.All || len(peers.Changed) > 0 || peers.Complete != n.complete {
+		n.complete = peers.Complete
+		n.keeper.SetPeers(hosts(peers), peers.Complete)
+	}
+	ctx, cancel := context.WithTimeout(ctx, firstComparison)
+	defer cancel()
+	repaired, err := n.keeper.Result(ctx)
+	o.Repaired += repaired
+	return o, oneline.Join(failed, err)
+}
+
+// hosts returns all hosts that have a lease, also those whose lease is refused: their routes
+// must stay.
+func hosts(peers backend.Set) []cloud.Host {
+	var all []cloud.Host
+	for _, l := range peers.Leases {
+		all = append(all, host(l))
+	}
+	if peers.Refused != nil {
+		for _, l := range peers.Refused() {
+			all = append(all, host(l))
+		}
+	}
+	return all
+}
+
+func host(l *subnet.Lease) cloud.Host {
+	h := cloud.Host{Subnets: l.Subnets()}
+	for _, e := range l.Endpoints {
+		h.Addresses = append(h.Addresses, e.PublicIP)
+	}
+	return h
+}
+
+// CloudRoutes implements backend.CloudRouter.
+func (n *network) CloudRoutes() cloud.Report {
+	r := n.keeper.Report()
+	r.Calls = n.calls.Counts()
+	return r
+}
+
+// Close implements backend.Network.
+func (n *network) Close() error {
+	n.Notifier.Close()
+	return n.Reconciler.Close()
+}

@@ -1,0 +1,86 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package awsvpc
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"maps"
+	"slices"
+	"strings"
+
+	"github.com/flanneld/flanneld/pkg/cloud"
+	"github.com/flanneld/flanneld/subnet"
+)
+
+// config is the Backend object of the network configuration.
+type config struct {
+	RouteTableID     tableIDs // id of the route table, or a list of ids; without it and RouteTableFilter, the table of the host's subnet, else the main table of the VPC
+	RouteTableFilter []string // filters of EC2 that choose the tables of the VPC, such as "tag:cluster=blue"; several values of one name are alternatives
+}
+
+// Defaults returns the keys of Backend with their defaults, as a struct. The reference in
+// the documentation is generated from it and from the comments of its fields.
+func Defaults() any { return config{} }
+
+// tableIDs is a string or an array of strings.
+type tableIDs []string
+
+// errTableIDs is the error about another JSON type. It contains no value, as the error of
+// a JSON type never does.
+var errTableIDs = errors.New("RouteTableID: want a string or an array of strings")
+
+// UnmarshalJSON implements json.Unmarshaler.
+func (t *tableIDs) UnmarshalJSON(raw []byte) error {
+	var one string
+	if json.Unmarshal(raw, &one) == nil {
+		*t = nil
+		if one != "" {
+			*t = tableIDs{one}
+		}
+		return nil
+	}
+	var many []string
+	if json.Unmarshal(raw, &many) != nil {
+		return errTableIDs
+	}
+	*t = many
+	return nil
+}
+
+func parseConfig(raw json.RawMessage) (config, []string, error) {
+	var c config
+	warnings, err := subnet.DecodeBackend(raw, &c)
+	if err != nil {
+		return c, nil, err
+	}
+	if len(c.RouteTableID) > 0 && len(c.RouteTableFilter) > 0 {
+		return c, nil, errors.New("Backend.RouteTableID and Backend.RouteTableFilter exclude each other: remove one of them")
+	}
+	if slices.Contains(c.RouteTableID, "") {
+		return c, nil, errors.New(`Backend.RouteTableID contains an empty string: want ids such as "rtb-0123456789abcdef0"`)
+	}
+	for _, f := range c.RouteTableFilter {
+		if name, value, ok := strings.Cut(f, "="); !ok || name == "" || value == "" {
+			return c, nil, fmt.Errorf(`Backend.RouteTableFilter contains %q: want name=value, such as "tag:cluster=blue"`, subnet.Shorten(f))
+		}
+	}
+	var keys map[string]json.RawMessage
+	if len(raw) > 0 {
+		if err := json.Unmarshal(raw, &keys); err != nil {
+			return c, nil, err
+		}
+	}
+	return c, append(warnings, cloud.SecretKeys(slices.Collect(maps.Keys(keys)))...), nil
+}
+
+// filters returns the configured filters, with the values by name.
+func (c config) filters() map[string][]string {
+	filters := map[string][]string{}
+	for _, f := range c.RouteTableFilter {
+		name, value, _ := strings.Cut(f, "=")
+		filters[name] = append(filters[name], value)
+	}
+	return filters
+}

@@ -1,0 +1,106 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package awsvpc
+
+import (
+	"cmp"
+	"context"
+	"fmt"
+	"io"
+	"net/http"
+	"net/netip"
+	"net/url"
+	"os"
+	"slices"
+	"strings"
+
+	"github.com/aws/aws-sdk-go-v2/aws"
+	v4 "github.com/aws/aws-sdk-go-v2/aws/signer/v4"
+	"github.com/aws/aws-sdk-go-v2/credentials"
+	"github.com/aws/aws-sdk-go-v2/credentials/ec2rolecreds"
+	"github.com/aws/aws-sdk-go-v2/credentials/endpointcreds"
+	"github.com/aws/aws-sdk-go-v2/feature/ec2/imds"
+
+	"github.com/flanneld/flanneld/pkg/cloud"
+)
+
+// connect returns a client for the region of this host, and the id of its instance. Both come
+// from the metadata service.
+func connect(ctx context.Context, calls *cloud.Calls) (*client, string, error) {
+	ctx, cancel := context.WithTimeout(ctx, callTimeout)
+	defer cancel()
+	metadata := imds.New(imds.Options{EnableFallback: aws.FalseTernary}) // IMDSv2 only
+	values := map[string]string{"placement/region": "", "instance-id": "", "services/domain": ""}
+	for path := range values {
+		var err error
+		if values[path], err = read(ctx, metadata, path); err != nil {
+			return nil, "", fmt.Errorf("%w: read %s from the metadata service of EC2: %s", cloud.ErrUnavailable, path, reason(err))
+		}
+	}
+	provider, err := credentialsProvider(metadata)
+	if err != nil {
+		return nil, "", err
+	}
+	region := values["placement/region"]
+	return &client{
+		http: &http.Client{Timeout: callTimeout}, signer: v4.NewSigner(), credentials: aws.NewCredentialsCache(provider), calls: calls, region: region,
+		// The variables are those of all programs that use the SDK.
+		endpoint: cmp.Or(os.Getenv("AWS_ENDPOINT_URL_EC2"), os.Getenv("AWS_ENDPOINT_URL"), "https://ec2."+region+"."+values["services/domain"]),
+	}, values["instance-id"], nil
+}
+
+// read returns a value of the metadata service.
+func read(ctx context.Context, metadata *imds.Client, path string) (string, error) {
+	answer, err := metadata.GetMetadata(ctx, &imds.GetMetadataInput{Path: path})
+	if err != nil {
+		return "", err
+	}
+	defer answer.Content.Close()
+	text, err := io.ReadAll(answer.Content)
+	if err == nil && len(text) == 0 {
+		err = fmt.Errorf("%s is empty", path)
+	}
+	return strings.TrimSpace(string(text)), err
+}
+
+// credentialsProvider returns the first source that this host has: the environment, the agent
+// that gives a container its role, and the role of the instance.
+func credentialsProvider(metadata *imds.Client) (aws.CredentialsProvider, error) {
+	if id, secret := os.Getenv("AWS_ACCESS_KEY_ID"), os.Getenv("AWS_SECRET_ACCESS_KEY"); id != "" && secret != "" {
+		return credentials.NewStaticCredentialsProvider(id, secret, os.Getenv("AWS_SESSION_TOKEN")), nil
+	}
+	if agent := os.Getenv("AWS_CONTAINER_CREDENTIALS_FULL_URI"); agent != "" {
+		if !trusted(agent) {
+			return nil, fmt.Errorf("AWS_CONTAINER_CREDENTIALS_FULL_URI is invalid: expected an https URL, or an http URL of this host or of the agents of ECS and EKS")
+		}
+		return endpointcreds.New(agent, func(o *endpointcreds.Options) {
+			o.AuthorizationToken = os.Getenv("AWS_CONTAINER_AUTHORIZATION_TOKEN")
+			if path := os.Getenv("AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE"); path != "" {
+				o.AuthorizationTokenProvider = tokenFile(path)
+			}
+		}), nil
+	}
+	return ec2rolecreds.New(func(o *ec2rolecreds.Options) { o.Client = metadata }), nil
+}
+
+// agents returns the addresses of the agents of ECS and EKS.
+func agents() []string { return []string{"169.254.170.2", "169.254.170.23", "fd00:ec2::23"} }
+
+// trusted reports whether the token of a container may be sent to that URL.
+func trusted(agent string) bool {
+	u, err := url.Parse(agent)
+	if err != nil || u.Scheme == "https" {
+		return err == nil && u.Hostname() != ""
+	}
+	a, err := netip.ParseAddr(u.Hostname())
+	return u.Scheme == "http" && (u.Hostname() == "localhost" || err == nil && (a.IsLoopback() || slices.Contains(agents(), a.String())))
+}
+
+// tokenFile is the path of a file with a token that other programs renew.
+type tokenFile string
+
+// GetToken implements endpointcreds.AuthTokenProvider.
+func (f tokenFile) GetToken() (string, error) {
+	text, err := os.ReadFile(string(f))
+	return strings.TrimSpace(string(text)), err
+}

@@ -1,0 +1,384 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package awsvpc
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"net/netip"
+	"net/url"
+	"slices"
+	"strconv"
+	"strings"
+
+	"github.com/flanneld/flanneld/pkg/cloud"
+	"github.com/flanneld/flanneld/pkg/prefix"
+)
+
+const (
+	pageSize   = 100 // tables or instances in one answer
+	maxTargets = 100 // values of a filter; EC2 allows 200
+)
+
+// vpc implements cloud.Cloud for the VPC of this host.
+type vpc struct {
+	config    config
+	networks  []netip.Prefix
+	addresses []netip.Addr // of the external interface
+	connect   func(context.Context) (*client, string, error)
+
+	api      *client // nil before the first connection
+	instance string
+	own      networkInterface // of the last Join or Check
+}
+
+// instanceAnswer is the answer of DescribeInstances.
+type instanceAnswer struct {
+	Instances []instance `xml:"reservationSet>item>instancesSet>item"`
+	NextToken string     `xml:"nextToken"`
+}
+
+type instance struct {
+	ID         string             `xml:"instanceId"`
+	State      string             `xml:"instanceState>name"`
+	Interfaces []networkInterface `xml:"networkInterfaceSet>item"`
+}
+
+type networkInterface struct {
+	ID              string   `xml:"networkInterfaceId"`
+	Subnet          string   `xml:"subnetId"`
+	VPC             string   `xml:"vpcId"`
+	SourceDestCheck bool     `xml:"sourceDestCheck"`
+	IPv4            []string `xml:"privateIpAddressesSet>item>privateIpAddress"`
+	Public          []string `xml:"privateIpAddressesSet>item>association>publicIp"`
+	IPv6            []string `xml:"ipv6AddressesSet>item>ipv6Address"`
+}
+
+// addresses returns all addresses of the interface.
+func (n networkInterface) addresses() []netip.Addr {
+	var all []netip.Addr
+	for _, text := range slices.Concat(n.IPv4, n.Public, n.IPv6) {
+		if a, err := netip.ParseAddr(text); err == nil {
+			all = append(all, a)
+		}
+	}
+	return all
+}
+
+// tableAnswer is the answer of DescribeRouteTables.
+type tableAnswer struct {
+	Tables    []routeTable `xml:"routeTableSet>item"`
+	NextToken string       `xml:"nextToken"`
+}
+
+type routeTable struct {
+	ID     string  `xml:"routeTableId"`
+	Routes []route `xml:"routeSet>item"`
+}
+
+// route has one destination, and one target. The destination of a route to a VPC endpoint is a
+// prefix list.
+type route struct {
+	IPv4      string `xml:"destinationCidrBlock"`
+	IPv6      string `xml:"destinationIpv6CidrBlock"`
+	Interface string `xml:"networkInterfaceId"`
+	Instance  string `xml:"instanceId"`
+	Gateway   string `xml:"gatewayId"`
+	NAT       string `xml:"natGatewayId"`
+	Transit   string `xml:"transitGatewayId"`
+	Peering   string `xml:"vpcPeeringConnectionId"`
+	State     string `xml:"state"`
+	Origin    string `xml:"origin"`
+}
+
+const localGateway = "local" // the target of routes within the VPC
+
+// connected returns the client, and connects it at the first call.
+func (v *vpc) connected(ctx context.Context) (*client, error) {
+	if v.api == nil {
+		api, instance, err := v.connect(ctx)
+		if err != nil {
+			return nil, err
+		}
+		v.api, v.instance = api, instance
+	}
+	return v.api, nil
+}
+
+// find finds the network interface of this host that has the addresses of the external
+// interface.
+func (v *vpc) find(ctx context.Context) (*client, error) {
+	api, err := v.connected(ctx)
+	if err != nil {
+		return nil, err
+	}
+	instances, err := describeInstances(ctx, api, url.Values{"InstanceId.1": {v.instance}})
+	if err != nil {
+		return nil, err
+	}
+	for _, a := range v.addresses {
+		for _, i := range instances {
+			for _, n := range i.Interfaces {
+				if slices.Contains(n.addresses(), a) {
+					v.own = n
+					return api, nil
+				}
+			}
+		}
+	}
+	return nil, fmt.Errorf("no network interface of instance %s has an address of the external interface: EC2 does not know %v", v.instance, v.addresses)
+}
+
+// Join implements cloud.Cloud. It switches the source/dest check of the network interface off.
+func (v *vpc) Join(ctx context.Context) (string, error) {
+	api, err := v.find(ctx)
+	if err != nil {
+		return "", err
+	}
+	if v.own.SourceDestCheck {
+		if err := api.call(ctx, "ModifyNetworkInterfaceAttribute", v.checkOff(), nil); err != nil {
+			return "", fmt.Errorf("switch off the source/dest check of %s: %w", v.own.ID, err)
+		}
+	}
+	return v.own.ID, nil
+}
+
+func (v *vpc) checkOff() url.Values {
+	return url.Values{"NetworkInterfaceId": {v.own.ID}, "SourceDestCheck.Value": {"false"}}
+}
+
+// describeInstances returns the instances of all pages.
+func describeInstances(ctx context.Context, api *client, params url.Values) (all []instance, err error) {
+	for {
+		var answer instanceAnswer
+		if err := api.call(ctx, "DescribeInstances", params, &answer); err != nil {
+			return nil, err
+		}
+		all = append(all, answer.Instances...)
+		if answer.NextToken == "" {
+			return all, nil
+		}
+		params.Set("NextToken", answer.NextToken)
+	}
+}
+
+// Tables implements cloud.Cloud. It must be called after Join or Check.
+func (v *vpc) Tables(ctx context.Context) ([]cloud.Table, error) {
+	found, err := v.chosen(ctx)
+	if err != nil {
+		return nil, err
+	}
+	var tables []cloud.Table
+	for _, t := range found {
+		tables = append(tables, t.table())
+	}
+	return tables, nil
+}
+
+// chosen returns the tables that the configuration chooses.
+func (v *vpc) chosen(ctx context.Context) ([]routeTable, error) {
+	inVPC := map[string][]string{"vpc-id": {v.own.VPC}}
+	switch {
+	case len(v.config.RouteTableID) > 0:
+		params := url.Values{}
+		for i, id := range v.config.RouteTableID {
+			params.Set("RouteTableId."+strconv.Itoa(i+1), id)
+		}
+		found, err := v.describeTables(ctx, params)
+		if isCode(err, "InvalidRouteTableID.NotFound", "InvalidRouteTableId.Malformed") {
+			return nil, fmt.Errorf("Backend.RouteTableID: %w", err)
+		}
+		return found, err
+	case len(v.config.RouteTableFilter) > 0:
+		filters := v.config.filters()
+		if filters["vpc-id"] == nil {
+			maps.Copy(filters, inVPC)
+		}
+		found, err := v.describeTables(ctx, filterParams(filters))
+		if err == nil && len(found) == 0 {
+			return nil, fmt.Errorf("Backend.RouteTableFilter %q matches no route table of %s", v.config.RouteTableFilter, v.own.VPC)
+		}
+		return found, err
+	}
+	found, err := v.describeTables(ctx, filterParams(map[string][]string{"association.subnet-id": {v.own.Subnet}}))
+	if err != nil || len(found) > 0 {
+		return found, err
+	}
+	inVPC["association.main"] = []string{"true"}
+	found, err = v.describeTables(ctx, filterParams(inVPC))
+	if err == nil && len(found) == 0 {
+		return nil, fmt.Errorf("%s has no route table for subnet %s, and no main table: set Backend.RouteTableID", v.own.VPC, v.own.Subnet)
+	}
+	return found, err
+}
+
+// filterParams returns the parameters for filters, with the values by name.
+func filterParams(filters map[string][]string) url.Values {
+	params := url.Values{"MaxResults": {strconv.Itoa(pageSize)}}
+	for i, name := range slices.Sorted(maps.Keys(filters)) {
+		key := "Filter." + strconv.Itoa(i+1)
+		params.Set(key+".Name", name)
+		for j, value := range filters[name] {
+			params.Set(key+".Value."+strconv.Itoa(j+1), value)
+		}
+	}
+	return params
+}
+
+// describeTables returns the tables of all pages.
+func (v *vpc) describeTables(ctx context.Context, params url.Values) (all []routeTable, err error) {
+	for {
+		var answer tableAnswer
+		if err := v.api.call(ctx, "DescribeRouteTables", params, &answer); err != nil {
+			return nil, err
+		}
+		all = append(all, answer.Tables...)
+		if answer.NextToken == "" {
+			return all, nil
+		}
+		params.Set("NextToken", answer.NextToken)
+	}
+}
+
+// table returns t without the routes whose destination is not a prefix.
+func (t routeTable) table() cloud.Table {
+	table := cloud.Table{ID: t.ID}
+	for _, r := range t.Routes {
+		dst, err := netip.ParsePrefix(cmp.Or(r.IPv4, r.IPv6))
+		if err != nil {
+			continue
+		}
+		table.Routes = append(table.Routes, cloud.Route{
+			Table: t.ID, Dst: dst.Masked(), Lost: r.State == "blackhole", ByCall: r.Origin == "CreateRoute",
+			Target: cmp.Or(r.Interface, r.Instance, r.Gateway, r.NAT, r.Transit, r.Peering, "an unknown target"),
+		})
+	}
+	return table
+}
+
+// routeParams returns the parameters that name the destination of a route.
+func routeParams(table string, dst netip.Prefix) url.Values {
+	key := "DestinationCidrBlock"
+	if prefix.FamilyOf(dst.Addr()) == prefix.IPv6 {
+		key = "DestinationIpv6CidrBlock"
+	}
+	return url.Values{"RouteTableId": {table}, key: {dst.String()}}
+}
+
+// Put implements cloud.Cloud. What EC2 shows may be older than the last call, so a call that
+// does not fit the present state is followed by the other one.
+func (v *vpc) Put(ctx context.Context, r cloud.Route, replace bool) error {
+	params := routeParams(r.Table, r.Dst)
+	params.Set("NetworkInterfaceId", r.Target)
+	if replace {
+		err := v.api.call(ctx, "ReplaceRoute", params, nil)
+		// InvalidParameterValue is the answer to a destination without a route.
+		if !isCode(err, "InvalidRoute.NotFound", "InvalidParameterValue") {
+			return err
+		}
+		return v.api.call(ctx, "CreateRoute", params, nil)
+	}
+	err := v.api.call(ctx, "CreateRoute", params, nil)
+	if !isCode(err, "RouteAlreadyExists") {
+		return err
+	}
+	return v.api.call(ctx, "ReplaceRoute", params, nil)
+}
+
+// Remove implements cloud.Cloud.
+func (v *vpc) Remove(ctx context.Context, r cloud.Route) error {
+	err := v.api.call(ctx, "DeleteRoute", routeParams(r.Table, r.Dst), nil)
+	if isCode(err, "InvalidRoute.NotFound") {
+		return nil
+	}
+	return err
+}
+
+// Addresses implements cloud.Cloud. A host is an instance, with the addresses of all its
+// network interfaces.
+func (v *vpc) Addresses(ctx context.Context, targets []string) (map[string][]netip.Addr, error) {
+	hosts := map[string][]netip.Addr{}
+	for some := range slices.Chunk(targets, maxTargets) {
+		params := filterParams(map[string][]string{"network-interface.network-interface-id": some})
+		instances, err := describeInstances(ctx, v.api, params)
+		if err != nil {
+			return nil, err
+		}
+		for _, i := range instances {
+			var all []netip.Addr
+			for _, n := range i.Interfaces {
+				all = append(all, n.addresses()...)
+			}
+			for _, n := range i.Interfaces {
+				if slices.Contains(some, n.ID) {
+					hosts[n.ID] = all
+				}
+			}
+		}
+	}
+	return hosts, nil
+}
+
+// Check implements cloud.Cloud.
+func (v *vpc) Check(ctx context.Context) error {
+	api, err := v.find(ctx)
+	if err != nil {
+		return err
+	}
+	tables, err := v.Tables(ctx)
+	if err != nil {
+		return err
+	}
+	if err := v.checkRanges(tables); err != nil {
+		return err
+	}
+	var missing []string
+	try := func(action string, params url.Values) error {
+		err := api.allowed(ctx, action, params)
+		if denied, ok := errors.AsType[*cloud.MissingError](err); ok {
+			if name := denied.Permissions[0]; !slices.Contains(missing, name) {
+				missing = append(missing, name)
+			}
+			return nil
+		}
+		return err
+	}
+	if v.own.SourceDestCheck {
+		if err := try("ModifyNetworkInterfaceAttribute", v.checkOff()); err != nil {
+			return err
+		}
+	}
+	for _, t := range tables {
+		for _, action := range []string{"CreateRoute", "ReplaceRoute", "DeleteRoute"} {
+			params := routeParams(t.ID, v.networks[0])
+			if action != "DeleteRoute" {
+				params.Set("NetworkInterfaceId", v.own.ID)
+			}
+			if err := try(action, params); err != nil {
+				return err
+			}
+		}
+	}
+	if len(missing) > 0 {
+		return &cloud.MissingError{Permissions: missing, Page: page}
+	}
+	return nil
+}
+
+// checkRanges returns an error if a network overlaps the VPC: EC2 refuses routes into the VPC.
+func (v *vpc) checkRanges(tables []cloud.Table) error {
+	for _, t := range tables {
+		for _, r := range t.Routes {
+			for _, n := range v.networks {
+				if r.Target == localGateway && r.Dst.Overlaps(n) {
+					return fmt.Errorf("the network %s overlaps %s of %s, where EC2 allows no routes to hosts: choose another Network or IPv6Network",
+						n, r.Dst, strings.TrimSpace(v.own.VPC))
+				}
+			}
+		}
+	}
+	return nil
+}

@@ -1,0 +1,398 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package awsvpc
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"net/http"
+	"net/http/httptest"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"k8s.io/klog/v2"
+	"k8s.io/klog/v2/textlogger"
+
+	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/backend/awsvpc/ec2test"
+	"github.com/flanneld/flanneld/backend/backendtest"
+	"github.com/flanneld/flanneld/pkg/cloud"
+	"github.com/flanneld/flanneld/pkg/cloud/cloudtest"
+	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/subnet"
+)
+
+var (
+	own4, own6 = netip.MustParseAddr("192.168.77.1"), netip.MustParseAddr("fd00:77::1")
+	peer4      = netip.MustParseAddr("192.168.77.2")
+)
+
+// open returns a cloud with two instances, and makes this process the first of them: the
+// metadata service and EC2 are those of the test.
+func open(t *testing.T) *ec2test.Server {
+	t.Helper()
+	s := ec2test.New()
+	me := s.AddInstance(1, "subnet-1", own4, own6)
+	s.AddInstance(2, "subnet-2", peer4)
+	t.Setenv("AWS_ENDPOINT_URL_EC2", serve(t, s))
+	t.Setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", serve(t, ec2test.Metadata(me)))
+	for _, name := range []string{"AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_CONTAINER_CREDENTIALS_FULL_URI", "AWS_ENDPOINT_URL", "AWS_EC2_METADATA_DISABLED"} {
+		t.Setenv(name, "")
+	}
+	return s
+}
+
+func serve(t *testing.T, h http.Handler) string {
+	t.Helper()
+	server := httptest.NewServer(h)
+	t.Cleanup(server.Close)
+	return server.URL
+}
+
+// newBackend returns a backend with that Backend object, on a dual-stack host.
+func newBackend(t *testing.T, raw string) *Backend {
+	t.Helper()
+	b, warnings, err := New([]byte(raw), backendtest.Env(1500, prefix.IPv4, prefix.IPv6))
+	if err != nil || len(warnings) > 0 {
+		t.Fatalf("warnings %q, error %v", warnings, err)
+	}
+	return b.(*Backend)
+}
+
+func TestSuite(t *testing.T) {
+	cloudtest.Run(t, func(t *testing.T) cloudtest.Fixture {
+		s := open(t)
+		return cloudtest.Fixture{
+			Cloud: newBackend(t, `{"Type":"aws-vpc"}`).cloud, Table: ec2test.MainTable, Peer: "eni-2", PeerAddress: peer4,
+			DeleteByHand: func(dst netip.Prefix) { s.DeleteRoute(ec2test.MainTable, dst) },
+			EndPeer:      func() { s.Terminate("i-2") },
+			SetQuota:     s.SetQuota,
+			Deny:         func() { s.Deny("CreateRoute", true) },
+			Throttle:     s.Throttle,
+			SetAway:      s.SetAway,
+			Gaps: func() (n int) {
+				for _, c := range s.Calls() {
+					if c.Writes() && c.Action == "DeleteRoute" {
+						n++
+					}
+				}
+				return n
+			},
+		}
+	})
+}
+
+// TestSourceDestCheck expects that the check is read first, and written only if it is on.
+func TestSourceDestCheck(t *testing.T) {
+	s := open(t)
+	for range 2 {
+		if _, err := newBackend(t, `{}`).cloud.Join(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if s.Instance("i-1").SourceDestCheck || s.Writes() != 1 || !s.Instance("i-2").SourceDestCheck {
+		t.Errorf("the check is %v after %d writes, want it off after one, and that of others unchanged", s.Instance("i-1").SourceDestCheck, s.Writes())
+	}
+}
+
+func TestChoiceOfTables(t *testing.T) {
+	for name, test := range map[string]struct {
+		raw   string
+		setUp func(*ec2test.Server)
+		want  []string
+		err   string
+	}{
+		"the main table":          {`{}`, nil, []string{"rtb-main"}, ""},
+		"the table of the subnet": {`{}`, func(s *ec2test.Server) { s.AddTable("rtb-1", "subnet-1", nil) }, []string{"rtb-1"}, ""},
+		"one id":                  {`{"RouteTableID":"rtb-2"}`, func(s *ec2test.Server) { s.AddTable("rtb-2", "", nil) }, []string{"rtb-2"}, ""},
+		"two ids":                 {`{"RouteTableID":["rtb-2","rtb-main"]}`, func(s *ec2test.Server) { s.AddTable("rtb-2", "", nil) }, []string{"rtb-2", "rtb-main"}, ""},
+		"an unknown id":           {`{"RouteTableID":"rtb-9"}`, nil, nil, "Backend.RouteTableID: DescribeRouteTables: InvalidRouteTableID.NotFound"},
+		"a filter": {`{"RouteTableFilter":["tag:cluster=blue","tag:cluster=green"]}`, func(s *ec2test.Server) {
+			s.AddTable("rtb-2", "", map[string]string{"cluster": "blue"})
+			s.AddTable("rtb-3", "", map[string]string{"cluster": "red"})
+			s.AddTable("rtb-4", "", map[string]string{"cluster": "green"})
+		}, []string{"rtb-2", "rtb-4"}, ""},
+		"a filter over two pages": {`{"RouteTableFilter":["tag:cluster=blue"]}`, func(s *ec2test.Server) {
+			s.SetPageSize(1)
+			for _, id := range []string{"rtb-2", "rtb-3", "rtb-4"} {
+				s.AddTable(id, "", map[string]string{"cluster": "blue"})
+			}
+		}, []string{"rtb-2", "rtb-3", "rtb-4"}, ""},
+		"a filter without a match": {`{"RouteTableFilter":["tag:cluster=blue"]}`, nil, nil, "matches no route table of vpc-0a"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			s := open(t)
+			if test.setUp != nil {
+				test.setUp(s)
+			}
+			c := newBackend(t, test.raw).cloud
+			if _, err := c.Join(t.Context()); err != nil {
+				t.Fatal(err)
+			}
+			tables, err := c.Tables(t.Context())
+			var ids []string
+			for _, table := range tables {
+				ids = append(ids, table.ID)
+			}
+			if !slices.Equal(ids, test.want) || test.err == "" && err != nil || test.err != "" && (err == nil || !strings.Contains(err.Error(), test.err)) {
+				t.Errorf("tables %v, error %v, want %v, %q", ids, err, test.want, test.err)
+			}
+		})
+	}
+}
+
+// TestOldAnswers puts a route while descriptions still show the time before the last calls.
+func TestOldAnswers(t *testing.T) {
+	s := open(t)
+	s.SetLag(time.Hour)
+	c := newBackend(t, `{}`).cloud
+	self, err := c.Join(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	r := cloud.Route{Table: ec2test.MainTable, Dst: netip.MustParsePrefix("10.5.1.0/24"), Target: self, ByCall: true}
+	for _, replace := range []bool{false, false, true} {
+		if err := c.Put(t.Context(), r, replace); err != nil {
+			t.Error(err)
+		}
+	}
+	if target, _ := s.RouteTo(ec2test.MainTable, r.Dst); target != self {
+		t.Errorf("the route leads to %q, want %s", target, self)
+	}
+}
+
+func TestCheckNamesEveryMissingPermission(t *testing.T) {
+	for _, test := range []struct{ denied, want []string }{
+		{[]string{"DescribeInstances"}, []string{"ec2:DescribeInstances"}},
+		{[]string{"DescribeRouteTables"}, []string{"ec2:DescribeRouteTables"}},
+		{[]string{"CreateRoute", "ReplaceRoute", "DeleteRoute", "ModifyNetworkInterfaceAttribute"}, []string{"ec2:ModifyNetworkInterfaceAttribute", "ec2:CreateRoute", "ec2:ReplaceRoute", "ec2:DeleteRoute"}},
+	} {
+		s := open(t)
+		for _, action := range test.denied {
+			s.Deny(action, true)
+		}
+		err := newBackend(t, `{}`).cloud.Check(t.Context())
+		missing, ok := errors.AsType[*cloud.MissingError](err)
+		if !ok || !slices.Equal(missing.Permissions, test.want) {
+			t.Errorf("without %v: %v, want all of them named", test.denied, err)
+		}
+		if s.Writes() > 0 {
+			t.Errorf("without %v: the check has changed something: %v", test.denied, s.Calls())
+		}
+	}
+}
+
+// TestCheckNeedsNoRightForACheckThatIsOff expects that an operator may switch the source/dest
+// check off instead of giving hosts the right to do it.
+func TestCheckNeedsNoRightForACheckThatIsOff(t *testing.T) {
+	s := open(t)
+	if _, err := newBackend(t, `{}`).cloud.Join(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	s.Deny("ModifyNetworkInterfaceAttribute", true)
+	if err := newBackend(t, `{}`).cloud.Check(t.Context()); err != nil {
+		t.Error(err)
+	}
+}
+
+func TestCheckRefusesTheRangeOfTheVPC(t *testing.T) {
+	open(t)
+	env := backendtest.Env(1500, prefix.IPv4)
+	env.Config.Networks = []subnet.Network{{Prefix: netip.MustParsePrefix("192.168.128.0/17")}}
+	b, _, err := New([]byte(`{}`), env)
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, err = b.Claim(t.Context(), subnet.Claim{})
+	if err == nil || !strings.Contains(err.Error(), "192.168.128.0/17 overlaps 192.168.0.0/16 of vpc-0a") {
+		t.Errorf("error %v, want one that names both ranges", err)
+	}
+}
+
+func TestUnknownAddress(t *testing.T) {
+	s := open(t)
+	s.Terminate("i-1")
+	s.AddInstance(1, "subnet-1", netip.MustParseAddr("192.168.77.100"))
+	_, err := newBackend(t, `{}`).cloud.Join(t.Context())
+	if err == nil || !strings.Contains(err.Error(), "i-1") || !strings.Contains(err.Error(), "192.168.77.1") {
+		t.Errorf("error %v, want one that names the instance and the address", err)
+	}
+}
+
+// held is the claim of a host that has a lease.
+func held() subnet.Claim {
+	return subnet.Claim{Endpoints: []subnet.Endpoint{
+		{Subnet: netip.MustParsePrefix("10.5.1.0/24"), PublicIP: own4}, {Subnet: netip.MustParsePrefix("fd00:10:5:1::/64"), PublicIP: own6},
+	}}
+}
+
+// TestClaim expects that a new host takes no lease if it cannot use the cloud, and that a host
+// keeps the lease that it has.
+func TestClaim(t *testing.T) {
+	for name, test := range map[string]struct {
+		fault func(*ec2test.Server)
+		prev  subnet.Claim
+		err   string
+	}{
+		"a new host":                         {func(*ec2test.Server) {}, subnet.Claim{}, ""},
+		"a new host without a permission":    {func(s *ec2test.Server) { s.Deny("CreateRoute", true) }, subnet.Claim{}, "permission ec2:CreateRoute is missing: " + page + " has the policy to paste"},
+		"a host with a lease, no permission": {func(s *ec2test.Server) { s.Deny("CreateRoute", true) }, held(), ""},
+		"a host with a lease, no cloud":      {func(s *ec2test.Server) { s.SetAway(true) }, held(), ""},
+	} {
+		s := open(t)
+		test.fault(s)
+		claim, err := newBackend(t, `{}`).Claim(t.Context(), test.prev)
+		if test.err == "" && err != nil || test.err != "" && (err == nil || err.Error() != "CreateRoute: "+test.err && err.Error() != test.err) {
+			t.Errorf("%s: error %v, want %q", name, err, test.err)
+		}
+		if claim.BackendType != "" || len(claim.Endpoints) != 2 {
+			t.Errorf("%s: claim %+v, want no type, and both families", name, claim)
+		}
+	}
+}
+
+// TestClaimWaits expects that a new host waits while the cloud does not answer.
+func TestClaimWaits(t *testing.T) {
+	s := open(t)
+	s.SetAway(true)
+	done := make(chan error, 1)
+	go func() {
+		_, err := newBackend(t, `{}`).Claim(t.Context(), subnet.Claim{})
+		done <- err
+	}()
+	for len(s.Calls()) < 3 {
+		select {
+		case err := <-done:
+			t.Fatalf("it has not waited: %v", err)
+		case <-time.After(10 * time.Millisecond):
+		}
+	}
+	s.SetAway(false)
+	if err := <-done; err != nil {
+		t.Error(err)
+	}
+}
+
+// TestSecretsAreNeverShown makes calls fail in many ways, and searches errors and log for the
+// secrets of the host.
+func TestSecretsAreNeverShown(t *testing.T) {
+	var out bytes.Buffer
+	log := textlogger.NewLogger(textlogger.NewConfig(textlogger.Output(&out), textlogger.Verbosity(10)))
+	for _, fault := range []func(*ec2test.Server){
+		func(*ec2test.Server) {},
+		func(s *ec2test.Server) { s.SetAway(true) },
+		func(s *ec2test.Server) { s.Deny("DescribeInstances", true) },
+		func(s *ec2test.Server) { s.Deny("CreateRoute", true) },
+		func(s *ec2test.Server) { s.Terminate("i-1") },
+		func(*ec2test.Server) { t.Setenv("AWS_ENDPOINT_URL_EC2", "http://127.0.0.1:1") },
+		func(*ec2test.Server) {
+			t.Setenv("AWS_ACCESS_KEY_ID", ec2test.AccessKey)
+			t.Setenv("AWS_SECRET_ACCESS_KEY", ec2test.SecretKey+"-wrong")
+		},
+	} {
+		s := open(t)
+		fault(s)
+		ctx, cancel := context.WithTimeout(klog.NewContext(t.Context(), log), 2*time.Second)
+		b := newBackend(t, `{}`)
+		_, err := b.Claim(ctx, held())
+		_, joined := b.cloud.Join(ctx)
+		cancel()
+		log.Info("results", "claim", err, "join", joined, "calls", b.calls.Counts())
+	}
+	for _, secret := range []string{ec2test.SecretKey, ec2test.SessionToken} {
+		if strings.Contains(out.String(), secret) {
+			t.Errorf("the log contains %q:\n%s", secret, out.String())
+		}
+	}
+	if !strings.Contains(out.String(), "refuses the credentials") || !strings.Contains(out.String(), "permission ec2:DescribeInstances is missing") {
+		t.Errorf("the faults are not in the log:\n%s", out.String())
+	}
+}
+
+// TestContainerCredentials gets the credentials from an agent, as pods of EKS do. The agent wants
+// the present token of a file.
+func TestContainerCredentials(t *testing.T) {
+	open(t)
+	token := filepath.Join(t.TempDir(), "token")
+	if err := os.WriteFile(token, []byte("pod-token\n"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	t.Setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", serve(t, withoutRole(ec2test.Metadata(ec2test.Instance{ID: "i-1"}))))
+	t.Setenv("AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE", token)
+	t.Setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", serve(t, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if r.Header.Get("Authorization") != "pod-token" {
+			http.Error(w, "wrong token", http.StatusUnauthorized)
+			return
+		}
+		fmt.Fprintf(w, `{"AccessKeyId":%q,"SecretAccessKey":%q,"Token":%q,"Expiration":"2100-01-01T00:00:00Z"}`, ec2test.AccessKey, ec2test.SecretKey, ec2test.SessionToken)
+	})))
+	if err := newBackend(t, `{}`).cloud.Check(t.Context()); err != nil {
+		t.Error(err)
+	}
+}
+
+// withoutRole is a metadata service of an instance that has no role.
+func withoutRole(h http.Handler) http.Handler {
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if strings.Contains(r.URL.Path, "/iam/") {
+			http.NotFound(w, r)
+			return
+		}
+		h.ServeHTTP(w, r)
+	})
+}
+
+func TestTokensGoOnlyToAgents(t *testing.T) {
+	for address, want := range map[string]bool{
+		"http://169.254.170.23/v1/credentials": true, "http://[fd00:ec2::23]/v1/credentials": true, "http://127.0.0.1:8080/": true, "http://localhost/": true,
+		"https://example.org/": true, "http://example.org/": false, "http://169.254.169.254/": false, "ftp://127.0.0.1/": false, "https://": false, "::": false,
+	} {
+		if got := trusted(address); got != want {
+			t.Errorf("%s: %v, want %v", address, got, want)
+		}
+	}
+}
+
+func TestConfig(t *testing.T) {
+	for raw, want := range map[string]struct{ err, warning string }{
+		`{"Type":"aws-vpc"}`:                                       {},
+		`{"RouteTableID":"rtb-1"}`:                                 {},
+		`{"RouteTableID":["rtb-1","rtb-2"]}`:                       {},
+		`{"RouteTableID":""}`:                                      {},
+		`{"RouteTableID":7}`:                                       {err: "RouteTableID: want a string or an array of strings"},
+		`{"RouteTableID":["rtb-1",7]}`:                             {err: "RouteTableID: want a string or an array of strings"},
+		`{"RouteTableID":["rtb-1",""]}`:                            {err: "Backend.RouteTableID contains an empty string"},
+		`{"RouteTableFilter":["cluster"]}`:                         {err: `Backend.RouteTableFilter contains "cluster": want name=value`},
+		`{"RouteTableID":"r","RouteTableFilter":["a=b"]}`:          {err: "exclude each other"},
+		`{"RouteTableId":"rtb-1"}`:                                 {},
+		`{"RouteTable":"rtb-1"}`:                                   {warning: `unknown key "RouteTable" is ignored; the nearest known key is "RouteTableID"`},
+		`{"AccessKeySecret":"very-secret","RouteTableID":"rtb-1"}`: {warning: `key "AccessKeySecret" may contain a secret`},
+	} {
+		_, warnings, err := New([]byte(raw), backendtest.Env(1500, prefix.IPv4))
+		all := strings.Join(warnings, "; ")
+		if want.err == "" && err != nil || want.err != "" && (err == nil || !strings.Contains(err.Error(), want.err)) ||
+			!strings.Contains(all, want.warning) || want.warning == "" && all != "" || strings.Contains(all, "very-secret") {
+			t.Errorf("%s: warnings %q, error %v, want %+v", raw, warnings, err, want)
+		}
+	}
+}
+
+// TestRefusedLeasesCount expects that a refused lease protects its route like any other.
+func TestRefusedLeasesCount(t *testing.T) {
+	l := &subnet.Lease{Endpoints: held().Endpoints}
+	for _, set := range []backend.Set{
+		{Leases: map[string]*subnet.Lease{"a": l}},
+		{Refused: func() []*subnet.Lease { return []*subnet.Lease{l} }},
+	} {
+		if got := hosts(set); len(got) != 1 || !slices.Equal(got[0].Subnets, l.Subnets()) || !slices.Contains(got[0].Addresses, own4) {
+			t.Errorf("hosts %v, want the one with the lease", got)
+		}
+	}
+}

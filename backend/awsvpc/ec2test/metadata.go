@@ -1,0 +1,54 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package ec2test
+
+import (
+	"encoding/json"
+	"net/http"
+	"time"
+)
+
+// The credentials of all instances. Tests check that the last two are never shown.
+const (
+	AccessKey    = "ASIATESTTESTTEST"
+	SecretKey    = "secret-key-of-the-instance-role"
+	SessionToken = "session-token-of-the-instance-role"
+)
+
+const (
+	metadataToken = "token-of-the-metadata-service"
+	role          = "flanneld"
+)
+
+// Metadata returns the metadata service of an instance. It refuses requests without a token.
+func Metadata(i Instance) http.Handler {
+	mux := http.NewServeMux()
+	mux.HandleFunc("PUT /latest/api/token", func(w http.ResponseWriter, r *http.Request) {
+		ttl := r.Header.Get("X-Aws-Ec2-Metadata-Token-Ttl-Seconds")
+		if ttl == "" {
+			http.Error(w, "no time to live", http.StatusBadRequest)
+			return
+		}
+		w.Header().Set("X-Aws-Ec2-Metadata-Token-Ttl-Seconds", ttl)
+		_, _ = w.Write([]byte(metadataToken))
+	})
+	serve := func(path string, text []byte) {
+		mux.HandleFunc("GET /latest/meta-data/"+path, func(w http.ResponseWriter, r *http.Request) {
+			if r.Header.Get("X-Aws-Ec2-Metadata-Token") != metadataToken {
+				http.Error(w, "no token", http.StatusUnauthorized)
+				return
+			}
+			_, _ = w.Write(text)
+		})
+	}
+	serve("placement/region", []byte(Region))
+	serve("instance-id", []byte(i.ID))
+	serve("services/domain", []byte("amazonaws.com"))
+	serve("iam/security-credentials/{$}", []byte(role))
+	credentials, _ := json.Marshal(map[string]string{ //nolint:errchkjson // strings
+		"Code": "Success", "Type": "AWS-HMAC", "AccessKeyId": AccessKey, "SecretAccessKey": SecretKey, "Token": SessionToken,
+		"Expiration": time.Now().Add(6 * time.Hour).UTC().Format(time.RFC3339),
+	})
+	serve("iam/security-credentials/"+role, credentials)
+	return mux
+}

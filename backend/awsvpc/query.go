@@ -1,0 +1,178 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package awsvpc
+
+import (
+	"context"
+	"crypto/sha256"
+	"encoding/hex"
+	"encoding/xml"
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"net/url"
+	"strings"
+	"time"
+
+	"github.com/aws/aws-sdk-go-v2/aws"
+	v4 "github.com/aws/aws-sdk-go-v2/aws/signer/v4"
+
+	"github.com/flanneld/flanneld/pkg/cloud"
+)
+
+const (
+	apiVersion  = "2016-11-15"
+	callTimeout = 10 * time.Second
+	maxAnswer   = 16 << 20 // bytes; a table with 1,000 routes takes 300 kB
+	page        = "Documentation/backends/aws-vpc.md"
+)
+
+// client makes calls of EC2's Query API: forms that are signed, and answers in XML.
+type client struct {
+	http        *http.Client
+	signer      *v4.Signer
+	credentials aws.CredentialsProvider
+	calls       *cloud.Calls
+	region      string
+	endpoint    string // URL
+}
+
+// call makes a call and decodes its answer. With a nil answer it decodes nothing. It repeats a
+// call that was throttled. params must not contain Action and Version.
+func (c *client) call(ctx context.Context, action string, params url.Values, answer any) error {
+	return c.counted(ctx, action, action, params, answer)
+}
+
+// counted is call with another name for the number of calls.
+func (c *client) counted(ctx context.Context, name, action string, params url.Values, answer any) error {
+	return cloud.Retry(ctx, func() error {
+		err := c.once(ctx, action, params, answer)
+		if err != nil {
+			err = fmt.Errorf("%s: %w", action, err)
+		}
+		c.calls.Count(name, err)
+		return err
+	})
+}
+
+// allowed returns nil if this host has the right to make a call, and changes nothing. Errors
+// other than about that right are not errors: the call itself will return them.
+func (c *client) allowed(ctx context.Context, action string, params url.Values) error {
+	params.Set("DryRun", "true")
+	err := c.counted(ctx, action+" (dry run)", action, params, nil)
+	if missing, ok := errors.AsType[*cloud.MissingError](err); ok {
+		return missing
+	}
+	if cloud.Transient(err) {
+		return err
+	}
+	return nil
+}
+
+func (c *client) once(ctx context.Context, action string, params url.Values, answer any) error {
+	ctx, cancel := context.WithTimeout(ctx, callTimeout)
+	defer cancel()
+	credentials, err := c.credentials.Retrieve(ctx)
+	if err != nil {
+		return fmt.Errorf("%w: get credentials, which an instance has by its role: %s", cloud.ErrUnavailable, reason(err))
+	}
+	form := url.Values{"Action": {action}, "Version": {apiVersion}}
+	for name, values := range params {
+		form[name] = values
+	}
+	body := form.Encode()
+	req, err := http.NewRequestWithContext(ctx, http.MethodPost, c.endpoint, strings.NewReader(body))
+	if err != nil {
+		return err
+	}
+	req.Header.Set("Content-Type", "application/x-www-form-urlencoded; charset=utf-8")
+	sum := sha256.Sum256([]byte(body))
+	if err := c.signer.SignHTTP(ctx, credentials, req, hex.EncodeToString(sum[:]), "ec2", c.region, time.Now()); err != nil {
+		return fmt.Errorf("sign the call: %w", err)
+	}
+	resp, err := c.http.Do(req)
+	if err != nil {
+		return fmt.Errorf("%w: %s", cloud.ErrUnavailable, reason(err))
+	}
+	defer resp.Body.Close()
+	text, err := io.ReadAll(io.LimitReader(resp.Body, maxAnswer))
+	if err != nil {
+		return fmt.Errorf("%w: %s", cloud.ErrUnavailable, reason(err))
+	}
+	if resp.StatusCode != http.StatusOK {
+		return classify(action, params, resp.StatusCode, text)
+	}
+	if answer == nil {
+		return nil
+	}
+	if err := xml.Unmarshal(text, answer); err != nil {
+		return fmt.Errorf("decode the answer: %w", err)
+	}
+	return nil
+}
+
+// reason returns the text of the innermost error: that of the SDK repeats itself at each level,
+// and that of package net/http begins with the URL.
+func reason(err error) string {
+	for {
+		inner := errors.Unwrap(err)
+		if inner == nil {
+			return err.Error()
+		}
+		err = inner
+	}
+}
+
+// apiError is an error of EC2.
+type apiError struct {
+	Code    string
+	Message string
+}
+
+// Error implements error.
+func (e *apiError) Error() string { return e.Code + ": " + e.Message }
+
+// isCode reports whether err is an error of EC2 with one of these codes.
+func isCode(err error, codes ...string) bool {
+	e, ok := errors.AsType[*apiError](err)
+	if !ok {
+		return false
+	}
+	for _, code := range codes {
+		if e.Code == code {
+			return true
+		}
+	}
+	return false
+}
+
+// classify returns the error that an answer with another status than 200 means.
+func classify(action string, params url.Values, status int, text []byte) error {
+	var answer struct {
+		Errors []apiError `xml:"Errors>Error"`
+	}
+	if err := xml.Unmarshal(text, &answer); err != nil || len(answer.Errors) == 0 {
+		answer.Errors = []apiError{{Code: fmt.Sprint(status), Message: http.StatusText(status)}}
+	}
+	e := &answer.Errors[0]
+	switch e.Code {
+	case "DryRunOperation": // the call would have succeeded
+		return nil
+	case "UnauthorizedOperation": // its message contains pages of encoded text
+		return &cloud.MissingError{Permissions: []string{"ec2:" + action}, Page: page}
+	case "RouteLimitExceeded":
+		return &cloud.QuotaError{Table: params.Get("RouteTableId")}
+	case "RequestLimitExceeded", "Throttling", "ThrottlingException", "RequestThrottled", "RequestThrottledException", "EC2ThrottledException", "SlowDown":
+		return fmt.Errorf("%w (%s)", cloud.ErrThrottled, e.Code)
+	case "AuthFailure", "InvalidClientTokenId", "SignatureDoesNotMatch", "ExpiredToken", "RequestExpired", "IncompleteSignature", "MissingAuthenticationToken":
+		return fmt.Errorf("EC2 refuses the credentials (%s): check the instance's role, and this host's clock", e.Code)
+	}
+	switch {
+	case status == http.StatusTooManyRequests:
+		return fmt.Errorf("%w (%s)", cloud.ErrThrottled, e.Code)
+	case status >= http.StatusInternalServerError:
+		return fmt.Errorf("%w: %w", cloud.ErrUnavailable, e)
+	}
+	return e
+}
