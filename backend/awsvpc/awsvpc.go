@@ -89,7 +89,7 @@ func (b *Backend) Claim(ctx context.Context, prev subnet.Claim) (subnet.Claim, e
 
 // Start implements backend.Backend.
 func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network, error) {
-	reconciler, err := b.env.Reconciler()
+	reconciler, err := b.env.Reconciler(b.Scope())
 	if err != nil {
 		return nil, err
 	}

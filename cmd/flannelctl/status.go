@@ -148,6 +148,12 @@ func printStatus(w io.Writer, r status.Report, all bool) {
 	if p := r.Network.Pool; p != nil {
 		row("pool", fmt.Sprintf("%d free, %d leased, %d reserved", p.Free, p.Leased, p.Reserved))
 	}
+	if c := r.Network.Cloud; c != nil {
+		row("cloud", "written by each", c.Writer+";", goodCloud(*c))
+		for _, route := range c.Routes {
+			row("", fmt.Sprintf("%s to %s in table %s%s", route.Destination, route.Target, route.Table, map[bool]string{false: "  MISSING"}[route.Present]))
+		}
+	}
 	row("datastore", r.Datastore.Kind, connection(r.Datastore))
 	row("firewall", firewall(r.Firewall))
 	row("kernel", kernel(r))
@@ -235,6 +241,13 @@ func connection(d status.Datastore) string {
 		s += ": " + d.Error
 	}
 	return s
+}
+
+func goodCloud(c status.Cloud) string {
+	if c.LastGood.IsZero() {
+		return "not in order since the start"
+	}
+	return "in order at " + c.LastGood.UTC().Format(time.RFC3339)
 }
 
 func firewall(f status.Firewall) string {

@@ -15,6 +15,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus/promhttp"
 	dto "github.com/prometheus/client_model/go"
 
+	"github.com/flanneld/flanneld/pkg/cloud"
 	"github.com/flanneld/flanneld/pkg/dataplane"
 	"github.com/flanneld/flanneld/pkg/version"
 )
@@ -40,6 +41,7 @@ type Values struct {
 	Dropped        map[string]uint64 // packets dropped in user space, by reason
 	Paths          map[string]int    // paths to peers that this host checks, by result
 	Carried        map[string]int    // peers by backend (present, next), during a migration
+	Cloud          *cloud.Report     // nil unless the backend uses the routes of a cloud
 }
 
 // Metrics contains the metrics of one network, in a registry of its own.
@@ -166,6 +168,11 @@ func gauges() map[string]gauge {
 		"carried":  describe(g, "migration_peers", "Other hosts by the backend that carries the packets to them, present or next, while the network migrates from one backend to another. If some stay with the present one, flannelctl migrate status gives the reason.", "backend"),
 		"dropped": describe(prometheus.CounterValue, "udp_dropped_packets_total",
 			"Packets that the udp backend dropped, by reason.", "reason"),
+		"cloudCalls": describe(prometheus.CounterValue, "cloud_calls_total",
+			"Calls of the cloud's API by name and result. If throttled ones keep growing, raise --resync; for denied ones the log names the permission.", "call", "result"),
+		"cloudRoutes": describe(g, "cloud_routes", "Routes of a route table that count towards its quota.", "table", "family"),
+		"cloudQuota":  describe(g, "cloud_routes_quota", "Routes that the cloud allows in a table. Absent until a table has refused a route.", "table"),
+		"cloudGood":   describe(g, "cloud_last_good_timestamp_seconds", "When a comparison last found or put the cloud's routes to this host in order. If that is long ago, /readyz and the log give the reason."),
 	}
 }
 
@@ -225,6 +232,21 @@ func (c *collector) Collect(ch chan<- prometheus.Metric) {
 	}
 	for reason, n := range values.Dropped {
 		set("dropped", float64(n), reason)
+	}
+	if values.Cloud == nil {
+		return
+	}
+	at("cloudGood", values.Cloud.Good)
+	for _, c := range values.Cloud.Calls {
+		set("cloudCalls", float64(c.N), c.Name, c.Result)
+	}
+	for _, t := range values.Cloud.Tables {
+		for family, n := range t.Used {
+			set("cloudRoutes", float64(n), t.ID, family.String())
+		}
+		if t.Quota > 0 {
+			set("cloudQuota", float64(t.Quota), t.ID)
+		}
 	}
 }
 

@@ -65,7 +65,23 @@ type Network struct {
 	Devices         []string       `json:"devices,omitempty"` // that the backend created; none for host-gw, alloc and extension
 	Ports           []int          `json:"ports,omitempty"`   // UDP ports that peers send to
 	SubnetFile      string         `json:"subnetFile"`
-	Pool            *Pool          `json:"pool,omitempty"` // nil if the store does not assign subnets
+	Pool            *Pool          `json:"pool,omitempty"`  // nil if the store does not assign subnets
+	Cloud           *Cloud         `json:"cloud,omitempty"` // nil unless the backend uses the routes of a cloud
+}
+
+// Cloud describes the routes of a cloud to the subnets of this host.
+type Cloud struct {
+	Writer   string       `json:"writer"`            // who writes the routes: host
+	LastGood time.Time    `json:"lastGood,omitzero"` // the last comparison after which all routes were right
+	Routes   []CloudRoute `json:"routes"`
+}
+
+// CloudRoute is a route that a table of the cloud should have, at the last comparison.
+type CloudRoute struct {
+	Table       string       `json:"table"`
+	Destination netip.Prefix `json:"destination"`
+	Target      string       `json:"target"` // in the words of the cloud
+	Present     bool         `json:"present"`
 }
 
 // Pool counts the subnets of the configured range. With two address families it is the

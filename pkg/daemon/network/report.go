@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/pkg/cloud"
 	"github.com/flanneld/flanneld/pkg/daemon/lastknown"
 	"github.com/flanneld/flanneld/pkg/metrics"
 	"github.com/flanneld/flanneld/pkg/oneline"
@@ -55,7 +56,7 @@ func (o reporter) values(ctx context.Context) metrics.Values {
 		Ready: ready, Backend: now.Config.BackendType, Objects: in.Counts, LastSync: in.LastSync,
 		Connected: !since.IsZero() && away == nil, LeaseExpires: now.Own.Expires,
 		Peers: map[string]int{"served": 0, "held": 0, "refused": 0},
-		Mode:  in.Mode, Dropped: in.Dropped, RestartNeeded: o.config.restartNeeded() != "", ConfigRejected: o.config.rejection() != "",
+		Mode:  in.Mode, Dropped: in.Dropped, Cloud: in.Cloud, RestartNeeded: o.config.restartNeeded() != "", ConfigRejected: o.config.rejection() != "",
 	}
 	if use := o.poolUse(now, in); use != nil {
 		l.Pool = map[string]uint64{"free": use.Free, "leased": use.Leased, "reserved": use.Reserved}
@@ -152,10 +153,21 @@ func (o reporter) report(ctx context.Context) (status.Report, error) {
 	if s := o.serving.Load(); s != nil && s.prober != nil {
 		r.Paths = statusPaths(s.prober.Outcome(worstPaths))
 	}
+	if in.Cloud != nil {
+		r.Network.Cloud = statusCloud(*in.Cloud)
+	}
 	for _, p := range in.Peers {
 		r.Peers = append(r.Peers, statusPeer(p))
 	}
 	return r, nil
+}
+
+func statusCloud(c cloud.Report) *status.Cloud {
+	s := &status.Cloud{Writer: c.Writer, LastGood: c.Good, Routes: []status.CloudRoute{}}
+	for _, r := range c.Routes {
+		s.Routes = append(s.Routes, status.CloudRoute{Table: r.Table, Destination: r.Dst, Target: r.Target, Present: r.Present})
+	}
+	return s
 }
 
 func (o reporter) firewall() (f status.Firewall) {
