@@ -32,15 +32,18 @@ import (
 	"github.com/google/go-cmp/cmp"
 
 	"github.com/flanneld/flanneld/backend/alloc"
+	"github.com/flanneld/flanneld/backend/awsvpc"
 	"github.com/flanneld/flanneld/backend/extension"
 	"github.com/flanneld/flanneld/backend/hostgw"
 	"github.com/flanneld/flanneld/backend/ipip"
 	"github.com/flanneld/flanneld/backend/udp"
 	"github.com/flanneld/flanneld/backend/vxlan"
 	"github.com/flanneld/flanneld/backend/wireguard"
+	"github.com/flanneld/flanneld/pkg/cloud"
 	"github.com/flanneld/flanneld/pkg/daemon"
 	"github.com/flanneld/flanneld/pkg/dataplane"
 	"github.com/flanneld/flanneld/pkg/metrics"
+	"github.com/flanneld/flanneld/pkg/prefix"
 	"github.com/flanneld/flanneld/subnet"
 )
 
@@ -69,6 +72,7 @@ var sections = []section{
 	{"Backend wireguard", "backend/wireguard", wireguard.Defaults(), wireguard.Type},
 	{"Backend ipip", "backend/ipip", ipip.Defaults(), ipip.Type},
 	{"Backend udp", "backend/udp", udp.Defaults(), udp.Type},
+	{"Backend aws-vpc", "backend/awsvpc", awsvpc.Defaults(), awsvpc.Type},
 	{"Backend extension", "backend/extension", extension.Defaults(), extension.Type},
 	{"Backend host-gw", "backend/hostgw", struct{}{}, hostgw.Type},
 	{"Backend alloc", "backend/alloc", struct{}{}, alloc.Type},
@@ -277,6 +281,9 @@ func scrape(t *testing.T) string {
 		return metrics.Values{
 			Backend: "vxlan", Peers: one, Objects: map[string]dataplane.Count{"": {}}, Pool: map[string]uint64{"": 1},
 			LastSync: time.Unix(1, 0), LeaseExpires: time.Unix(1, 0), Carried: map[string]int{"next": 1}, Dropped: map[string]uint64{"": 1}, Paths: map[string]int{"": 1},
+			Cloud: &cloud.Report{
+				Good: time.Unix(1, 0), Calls: []cloud.CallCount{{N: 1}}, Tables: []cloud.TableReport{{Used: map[prefix.Family]int{prefix.IPv4: 1}, Quota: 1}},
+			},
 		}
 	})
 	w := httptest.NewRecorder()

@@ -268,7 +268,7 @@ func routeParams(table string, dst netip.Prefix) url.Values {
 	return url.Values{"RouteTableId": {table}, key: {dst.String()}}
 }
 
-// Put implements cloud.Cloud. What EC2 shows may be older than the last call, so a call that
+// Put implements cloud.Cloud. The description of a table may be older than the last call, so a call that
 // does not fit the present state is followed by the other one.
 func (v *vpc) Put(ctx context.Context, r cloud.Route, replace bool) error {
 	params := routeParams(r.Table, r.Dst)

@@ -129,8 +129,8 @@ func Transient(err error) bool {
 }
 
 // SecretKeys returns a warning for each key of the network configuration that may contain a
-// secret. keys are the names of the keys. Every host can read the configuration, and so can
-// everybody who may read the store.
+// secret. keys are the names of the keys. Every host, and every other client of the
+// store, can read the configuration.
 func SecretKeys(keys []string) (warnings []string) {
 	for _, key := range slices.Sorted(slices.Values(keys)) {
 		lower := strings.ToLower(key)

@@ -16,7 +16,7 @@ import (
 // Report is the state of the routes to this host at the last comparison. Its slices are
 // read-only.
 type Report struct {
-	Writer string // who writes the routes to this host
+	Writer string // the host or hosts that write the routes to this host: WriterHost
 	Routes []RouteReport
 	Tables []TableReport
 	Good   time.Time // the last comparison after which everything was right; zero if there was none

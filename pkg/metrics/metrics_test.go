@@ -15,8 +15,10 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus/testutil/promlint"
 
+	"github.com/flanneld/flanneld/pkg/cloud"
 	"github.com/flanneld/flanneld/pkg/dataplane"
 	"github.com/flanneld/flanneld/pkg/metrics"
+	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
 func scrape(t *testing.T, m *metrics.Metrics) string {
@@ -35,6 +37,10 @@ func full(context.Context) metrics.Values {
 		Objects: map[string]dataplane.Count{"route": {Wanted: 4, Present: 3}}, LastSync: time.Unix(1000, 5e8),
 		Connected: true, LeaseExpires: time.Unix(2000, 0), Pool: map[string]uint64{"free": 9},
 		RestartNeeded: true, ConfigRejected: true, Dropped: map[string]uint64{"malformed": 2}, Carried: map[string]int{"present": 1, "next": 4}, Paths: map[string]int{"ok": 3, "mtu": 2, "unknown": 1},
+		Cloud: &cloud.Report{
+			Good: time.Unix(3000, 0), Calls: []cloud.CallCount{{Name: "CreateRoute", Result: "ok", N: 4}},
+			Tables: []cloud.TableReport{{ID: "rtb-1", Used: map[prefix.Family]int{prefix.IPv4: 7}, Quota: 50}, {ID: "rtb-2"}},
+		},
 	}
 }
 
@@ -51,12 +57,17 @@ func TestMetrics(t *testing.T) {
 		"flannel_datastore_connected 1", "flannel_lease_expiry_timestamp_seconds 2000", `flannel_pool_subnets{state="free"} 9`,
 		"flannel_restart_needed 1", "flannel_config_rejected 1", `flannel_udp_dropped_packets_total{reason="malformed"} 2`,
 		`flannel_migration_peers{backend="next"} 4`, `flannel_migration_peers{backend="present"} 1`,
+		`flannel_cloud_calls_total{call="CreateRoute",result="ok"} 4`, `flannel_cloud_routes{family="IPv4",table="rtb-1"} 7`,
+		`flannel_cloud_routes_quota{table="rtb-1"} 50`, "flannel_cloud_last_good_timestamp_seconds 3000",
 		"flannel_sync_duration_seconds_count 2", "flannel_sync_failures_total 1", "flannel_drift_repaired_total 2",
 		"flannel_firewall_repairs_total 1", "flannel_firewall_failures_total 1", "flannel_build_info{", "go_goroutines", "process_resident_memory_bytes",
 	} {
 		if !strings.Contains(page, "\n"+want) {
 			t.Errorf("no %q in\n%s", want, page)
 		}
+	}
+	if strings.Contains(page, `flannel_cloud_routes_quota{table="rtb-2"}`) {
+		t.Error("there is a quota of a table whose quota is not known")
 	}
 	problems, err := promlint.New(strings.NewReader(page)).Lint()
 	if err != nil {
@@ -71,7 +82,7 @@ func TestMetrics(t *testing.T) {
 // look as if it had expired in 1970.
 func TestUnknownIsAbsent(t *testing.T) {
 	page := scrape(t, metrics.New("", func(context.Context) metrics.Values { return metrics.Values{} }))
-	for _, name := range []string{"flannel_lease_expiry", "flannel_last_sync_timestamp", "flannel_pool", "flannel_udp", "flannel_backend_info", "flannel_peers"} {
+	for _, name := range []string{"flannel_lease_expiry", "flannel_last_sync_timestamp", "flannel_pool", "flannel_udp", "flannel_backend_info", "flannel_peers", "flannel_cloud"} {
 		if strings.Contains(page, name) {
 			t.Errorf("%s is present although its value is unknown", name)
 		}

@@ -219,6 +219,8 @@ func TestAWSVPC(t *testing.T) {
 			t.Errorf("%s has made %v calls of CreateRoute, want 2", h.Name(), n)
 		}
 	}
+	out := expectFlannelctl(t, v.Host(1), []string{"status"}, "written by each host; in order at 20", v.subnetOf(1).String()+" to eni-1 in table rtb-main\n")
+	t.Log(out)
 	v.expectNoSecrets()
 
 	// The router enforces the check, and flanneld notices that another program has set it.

@@ -18,7 +18,7 @@ import (
 	"time"
 )
 
-// What the server has at the start. Instances and further tables are added.
+// The region, VPC and table of each new Server. Tests add instances and further tables.
 const (
 	Region    = "eu-test-1"
 	VPC       = "vpc-0a"
@@ -77,7 +77,7 @@ type Server struct {
 	pageSize  int
 }
 
-// snapshot is what the tables were at a time.
+// snapshot contains the tables at one moment.
 type snapshot struct {
 	since  time.Time
 	tables map[string][]Route
@@ -90,7 +90,7 @@ func New() *Server {
 	return s
 }
 
-// change runs f with the lock, and stores what the tables are after it.
+// change runs f with the lock, and stores the tables after it.
 func (s *Server) change(f func()) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
