@@ -189,6 +189,16 @@ func TestCheckNamesEveryMissingPermission(t *testing.T) {
 	}
 }
 
+func TestCheckChangesNothing(t *testing.T) {
+	s := open(t)
+	if err := newBackend(t, `{}`).cloud.Check(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if n := s.Writes(); n > 0 || !s.Instance("i-1").SourceDestCheck || len(s.Routes(ec2test.MainTable)) != 1 {
+		t.Errorf("%d calls have changed something: %v", n, s.Calls())
+	}
+}
+
 // TestCheckNeedsNoRightForACheckThatIsOff expects that an operator may switch the source/dest
 // check off instead of giving hosts the right to do it.
 func TestCheckNeedsNoRightForACheckThatIsOff(t *testing.T) {

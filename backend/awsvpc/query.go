@@ -10,8 +10,10 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"maps"
 	"net/http"
 	"net/url"
+	"slices"
 	"strings"
 	"time"
 
@@ -78,9 +80,7 @@ func (c *client) once(ctx context.Context, action string, params url.Values, ans
 		return fmt.Errorf("%w: get credentials, which an instance has by its role: %s", cloud.ErrUnavailable, reason(err))
 	}
 	form := url.Values{"Action": {action}, "Version": {apiVersion}}
-	for name, values := range params {
-		form[name] = values
-	}
+	maps.Copy(form, params)
 	body := form.Encode()
 	req, err := http.NewRequestWithContext(ctx, http.MethodPost, c.endpoint, strings.NewReader(body))
 	if err != nil {
@@ -136,15 +136,7 @@ func (e *apiError) Error() string { return e.Code + ": " + e.Message }
 // isCode reports whether err is an error of EC2 with one of these codes.
 func isCode(err error, codes ...string) bool {
 	e, ok := errors.AsType[*apiError](err)
-	if !ok {
-		return false
-	}
-	for _, code := range codes {
-		if e.Code == code {
-			return true
-		}
-	}
-	return false
+	return ok && slices.Contains(codes, e.Code)
 }
 
 // classify returns the error that an answer with another status than 200 means.

@@ -65,6 +65,7 @@ type Keeper struct {
 // NewKeeper returns a Keeper. The caller runs it.
 func NewKeeper(c KeeperConfig) *Keeper {
 	k := &Keeper{KeeperConfig: c, first: make(chan struct{}), grace: min(c.Resync, mostGrace)}
+	k.report.Writer = WriterHost
 	k.confirm = wait.Backoff{Least: min(leastConfirm, c.Resync), Most: c.Resync}
 	done := sync.OnceFunc(func() { close(k.first) })
 	k.loop = loop.New(c.Resync, func(ctx context.Context) error {
@@ -148,7 +149,7 @@ func (k *Keeper) put(ctx context.Context, tables []Table, target string) (wrote 
 	known := k.right()
 	for _, c := range changes(tables, k.Own.Subnets, target) {
 		if err := k.Cloud.Put(ctx, c.Route, c.replaces()); err != nil {
-			errs = append(errs, fmt.Errorf("put route %s: %w", c.Route, explainQuota(err, tables)))
+			errs = append(errs, fmt.Errorf("put route %s: %w", c.Route, explainQuota(err, c.Route, tables)))
 			if Transient(err) {
 				break // the next call would fail as well
 			}
@@ -181,15 +182,16 @@ func (k *Keeper) right() map[Route]bool {
 	return known
 }
 
-// explainQuota adds the number of routes that the table has to an error about its quota.
-func explainQuota(err error, tables []Table) error {
+// explainQuota adds the number of routes that the table has in the family of r to an error about
+// its quota.
+func explainQuota(err error, r Route, tables []Table) error {
 	quota, ok := errors.AsType[*QuotaError](err)
 	if !ok || quota.Limit > 0 {
 		return err
 	}
 	for _, t := range tables {
 		if t.ID == quota.Table {
-			return &QuotaError{Table: t.ID, Limit: max(t.Count(prefix.IPv4), t.Count(prefix.IPv6))}
+			return &QuotaError{Table: t.ID, Limit: t.Count(prefix.FamilyOf(r.Dst.Addr()))}
 		}
 	}
 	return err

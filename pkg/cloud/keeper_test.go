@@ -266,6 +266,16 @@ func TestRightIsRevoked(t *testing.T) {
 	}, routeTo(1, 1))
 }
 
+// TestWriteIsConfirmed has a cloud that loses a route right after it was put. The keeper must not
+// wait for the next resync to notice that.
+func TestWriteIsConfirmed(t *testing.T) {
+	run(t, func(b *bed) {
+		b.deleteOwn()
+		b.after(30 * time.Second)
+		b.expectRoutes("half a minute after the start", routeTo(1, 1))
+	})
+}
+
 // TestContestedRoute has another program that wants another route. The keeper must not use up
 // the calls of all hosts.
 func TestContestedRoute(t *testing.T) {

@@ -97,6 +97,20 @@ func TestPage(t *testing.T) {
 	}
 }
 
+func TestPageOfTheCloud(t *testing.T) {
+	now := time.Unix(1000, 0)
+	r := status.Report{Now: now, Network: status.Network{Cloud: &status.Cloud{Writer: "host", LastGood: now, Routes: []status.CloudRoute{
+		{Table: "rtb-1", Destination: netip.MustParsePrefix("10.5.1.0/24"), Target: "eni-1", Present: true},
+		{Table: "rtb-2", Destination: netip.MustParsePrefix("10.5.1.0/24"), Target: "eni-1"},
+	}}}}
+	w := get(t, func(context.Context, string) (status.Report, error) { return r, nil }, "/statusz", "text/html")
+	for _, want := range []string{"written by each host", "<span>10.5.1.0/24 to eni-1 in table rtb-1</span>", `<span class="bad">10.5.1.0/24 to eni-1 in table rtb-2: missing</span>`} {
+		if !strings.Contains(w.Body.String(), want) {
+			t.Errorf("no %q in\n%s", want, w.Body)
+		}
+	}
+}
+
 func TestPageOfTheFirewall(t *testing.T) {
 	for want, f := range map[string]status.Firewall{
 		"<dd>no rules configured</dd>": {},
