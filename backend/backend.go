@@ -157,6 +157,9 @@ type Set struct {
 	// Complete is set when the store has answered. Before that, Sync must not remove an
 	// object because its lease is not in the set.
 	Complete bool
+	// Unreadable is set if the store has a lease that cannot be read and that is not in the
+	// set. A host of which nothing else is known may need an object outside of this host.
+	Unreadable bool
 	// Refused returns the leases that have not passed the checks, for networks whose objects
 	// outside of this host must stay for them. It may be called until Sync returns. If it is
 	// nil, there are none.

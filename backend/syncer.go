@@ -191,7 +191,7 @@ func (s *Syncer) advance(ctx context.Context) (set Set, news bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	expired := s.Ledger.Expire(time.Now())
-	set = Set{All: s.all || expired, Complete: s.complete}
+	set = Set{All: s.all || expired, Complete: s.complete, Unreadable: s.Ledger.HasUnreadable()}
 	news = s.news || expired
 	// The leases that are gone come first, so that leases in their place do not contradict
 	// them.

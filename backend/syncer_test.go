@@ -326,13 +326,21 @@ func TestRefusedLeasesArePassedOn(t *testing.T) {
 		s, _ := run(t, n)
 		bad := lease(3, "")
 		bad.Endpoints[0].Data = nil
-		s.Publish(fullUpdate(snapshot(2, lease(2, "two"), bad, lease(4, "two"))))
+		first := snapshot(2, lease(2, "two"), bad, lease(4, "two"))
+		first.Undecodable = []string{"host5"}
+		s.Publish(fullUpdate(first))
 		expectSyncs(t, n, "", "*host2")
+		if !n.last.Unreadable {
+			t.Error("the network does not learn of the unreadable lease")
+		}
 		if want := []string{"host3", "host4"}; !slices.Equal(n.refused, want) {
 			t.Errorf("refused leases %v, want %v", n.refused, want)
 		}
-		s.Publish(deltaUpdate(3, []subnet.Lease{lease(3, "three")}, "host4"))
+		s.Publish(deltaUpdate(3, []subnet.Lease{lease(3, "three")}, "host4", "host5"))
 		expectSyncs(t, n, "", "*host2", "*host2 host3")
+		if n.last.Unreadable {
+			t.Error("the unreadable lease is gone, and the network does not learn that")
+		}
 		if len(n.refused) > 0 {
 			t.Errorf("refused leases %v, want none any more", n.refused)
 		}

@@ -21,6 +21,8 @@ type Ledger struct {
 	peers  map[string]knownLease
 	synced bool // a snapshot was applied since the last Restore; no peer goes before that
 	held   heldPeers
+	// unreadable has the keys of leases that cannot be read and that have no last good state.
+	unreadable map[string]struct{}
 }
 
 // Peer is the lease of another node in the form that is stored on disk.
@@ -70,9 +72,12 @@ func (l *Ledger) Apply(s Snapshot, now time.Time) {
 	for _, lease := range s.Leases {
 		peers[lease.Key] = knownLease{lease, cmp.Or(l.peers[lease.Key].since, now)}
 	}
+	l.unreadable = map[string]struct{}{}
 	for _, key := range s.Undecodable {
 		if peer, there := l.peers[key]; there {
 			peers[key] = peer.detached()
+		} else {
+			l.unreadable[key] = struct{}{}
 		}
 	}
 	contradicted := sync.OnceValue(func() func(*Lease) bool { return contradictions(s.Leases, l.peers) })
@@ -115,9 +120,12 @@ func (l *Ledger) Follow(u Update, now time.Time) (dropped []string, ok bool) {
 	for _, key := range u.Undecodable {
 		if peer, there := l.peers[key]; there {
 			l.held.remove(peer.Lease)
+		} else {
+			l.unreadable[key] = struct{}{}
 		}
 	}
 	for key, lease := range u.Changed {
+		delete(l.unreadable, key)
 		switch _, held := l.held.until[key]; {
 		case lease != nil:
 			l.put(knownLease{lease, now})
@@ -127,6 +135,10 @@ func (l *Ledger) Follow(u Update, now time.Time) (dropped []string, ok bool) {
 	}
 	return dropped, true
 }
+
+// HasUnreadable reports whether the store has a lease about which nothing is known, because it
+// cannot be read and never could.
+func (l *Ledger) HasUnreadable() bool { return len(l.unreadable) > 0 }
 
 func (l *Ledger) put(k knownLease) {
 	l.remove(k.Key)

@@ -155,6 +155,42 @@ func reload(t *testing.T, l *subnet.Ledger) *subnet.Ledger {
 // TestLedgerWalk applies random snapshots. The leases of a snapshot must be known and not held.
 // Each lease that the ledger drops must go for one of the permitted reasons. Neither a second
 // application of a snapshot nor a restart at any point may change the result.
+// TestLedgerHasUnreadable expects that a lease counts as unreadable only if no good state of it is
+// known, and until it can be read or is gone.
+func TestLedgerHasUnreadable(t *testing.T) {
+	a := lease("a", 1, "10.5.1.0/24", "192.0.2.1")
+	var l subnet.Ledger
+	expect := func(what string, want bool) {
+		t.Helper()
+		if got := l.HasUnreadable(); got != want {
+			t.Errorf("%s: %v, want %v", what, got, want)
+		}
+	}
+	follow := func(revision int64, changed map[string]*subnet.Lease, unreadable ...string) {
+		t.Helper()
+		u := subnet.Update{Store: subnet.StoreID{ID: "s", Revision: revision}, Changed: changed, Undecodable: unreadable}
+		if _, ok := l.Follow(u, time.Now()); !ok {
+			t.Fatal("the ledger does not follow")
+		}
+	}
+	none := map[string]*subnet.Lease{}
+	expect("at the start", false)
+	l.Apply(undecodable(snapshot("s", 1, a), "b"), time.Now())
+	expect("a new lease in a snapshot", true)
+	l.Apply(undecodable(snapshot("s", 2, a)), time.Now())
+	expect("it is gone", false)
+	follow(3, none, "a")
+	expect("a known lease", false)
+	follow(4, none, "c")
+	expect("a new lease in an update", true)
+	follow(5, map[string]*subnet.Lease{"c": nil})
+	expect("it is gone with an update", false)
+	follow(6, none, "c")
+	c := lease("c", 3, "10.5.3.0/24", "192.0.2.3")
+	follow(7, map[string]*subnet.Lease{"c": &c})
+	expect("it can be read", false)
+}
+
 func TestLedgerWalk(t *testing.T) {
 	for seed := range uint64(200) {
 		rnd := rand.New(rand.NewPCG(seed, 7))

@@ -115,7 +115,7 @@ type network struct {
 	*backend.Programmer
 	*backend.Notifier
 	keeper   *cloud.Keeper
-	complete bool // of the last set
+	complete bool // all hosts of the last set were known
 }
 
 // MTU implements backend.Network.
@@ -131,9 +131,10 @@ const firstComparison = 15 * time.Second
 // because a call may take long. It causes a further pass after each comparison.
 func (n *network) Sync(ctx context.Context, peers backend.Set) (backend.Outcome, error) {
 	o, failed := n.Programmer.Sync(ctx, peers)
-	if peers.All || len(peers.Changed) > 0 || peers.Complete != n.complete {
-		n.complete = peers.Complete
-		n.keeper.SetPeers(hosts(peers), peers.Complete)
+	complete := peers.Complete && !peers.Unreadable // otherwise the route of a host could be removed
+	if peers.All || len(peers.Changed) > 0 || complete != n.complete {
+		n.complete = complete
+		n.keeper.SetPeers(hosts(peers), complete)
 	}
 	ctx, cancel := context.WithTimeout(ctx, firstComparison)
 	defer cancel()

@@ -84,7 +84,7 @@ func (t *Tuner) Backend(network, backendType string) {
 // because the process does not carry packets itself or does it best with one thread.
 func oneThread(backendType string) bool {
 	switch backendType {
-	case "alloc", "host-gw", "ipip", "vxlan":
+	case "alloc", "aws-vpc", "host-gw", "ipip", "vxlan":
 		return true
 	case "udp":
 		return runtime.NumCPU() <= fewCPUs

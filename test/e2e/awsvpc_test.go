@@ -41,10 +41,11 @@ func newVPC(t *testing.T, hosts int, families []prefix.Family) *vpcBed {
 	v := &vpcBed{Lab: l, Server: ec2test.New(), t: t}
 	v.serve(l.Underlay(), v.ec2Address(), v.Server)
 	for i, h := range l.Hosts() {
-		v.metadata = append(v.metadata, &atomic.Pointer[http.Handler]{})
+		now := &atomic.Pointer[http.Handler]{}
+		v.metadata = append(v.metadata, now)
 		v.setInstance(i+1, i+1)
 		v.serve(h.Namespace, metadataAddress, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-			(*v.metadata[i].Load()).ServeHTTP(w, r)
+			(*now.Load()).ServeHTTP(w, r)
 		}))
 	}
 	ctx, cancel := context.WithCancel(t.Context())
@@ -261,6 +262,7 @@ func TestAWSVPCRestart(t *testing.T) {
 func TestAWSVPCFaults(t *testing.T) {
 	t.Parallel()
 	v := newVPC(t, 4, v4)
+	v.SetLag(500 * time.Millisecond) // descriptions are older than the last call
 	for i := 1; i <= 3; i++ {
 		start(t, v.Host(i), v.options())
 	}
@@ -346,7 +348,16 @@ func TestAWSVPCFaults(t *testing.T) {
 	}
 	operators := ec2test.Route{Dst: netip.MustParsePrefix("10.99.0.0/24"), Target: "eni-4", Origin: "CreateRoute"} // outside of the network
 	v.AddRoute(ec2test.MainTable, operators)
-	if _, err := etcdClient(t, v.Lab).Delete(testContext(t), subnets+strings.ReplaceAll(of4.String(), "/", "-")); err != nil {
+	c, key := etcdClient(t, v.Lab), subnets+strings.ReplaceAll(of4.String(), "/", "-")
+	putKey(t, c, subnets+"10.5.210.0-24", "unreadable") // of a host that flanneld does not know
+	if _, err := c.Delete(testContext(t), key); err != nil {
+		t.Fatal(err)
+	}
+	pause(t, 5*time.Second)
+	if _, ok := v.RouteTo(ec2test.MainTable, of4); !ok {
+		t.Error("the route of host 4 is gone while the store has an unreadable lease")
+	}
+	if _, err := c.Delete(testContext(t), subnets+"10.5.210.0-24"); err != nil {
 		t.Fatal(err)
 	}
 	eventually(t, "the route of host 4 removed", func() error {
