@@ -259,6 +259,8 @@ func TestAWSVPCRestart(t *testing.T) {
 
 // TestAWSVPCFaults causes faults of the cloud one after the other, on hosts between which packets
 // flow.
+//
+//stages:rest it takes half a minute; TestAWSVPC repairs a fault too, and TestAWSVPCRestart looks for lost packets
 func TestAWSVPCFaults(t *testing.T) {
 	t.Parallel()
 	v := newVPC(t, 4, v4)
