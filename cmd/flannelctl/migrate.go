@@ -92,8 +92,8 @@ publish data for it, because such a host would be cut off.`,
 					return err
 				}
 				if n := m.Phases[phaseBefore]; n > 0 {
-					return fmt.Errorf("%d hosts do not publish data for %s and would be cut off (flannelctl migrate status names them): add --yes to finish nevertheless",
-						n, m.To)
+					return fmt.Errorf("hosts that do not publish data for %s, and would be cut off: %d (flannelctl migrate status names them): add --yes to finish nevertheless",
+						m.To, n)
 				}
 			}
 			return rewriteConfig(cmd, store, finishMigration)
@@ -275,7 +275,7 @@ func (m *migration) addHost(r status.Report) {
 func (m migration) print(w io.Writer) {
 	fmt.Fprintf(w, "migration\tfrom %s to %s\n", m.From, m.To)
 	for _, phase := range []string{phaseBefore, phaseBoth, phaseFinished} {
-		fmt.Fprintf(w, "%s\t%d hosts\n", phase, m.Phases[phase])
+		fmt.Fprintf(w, "hosts with %s\t%d\n", phase, m.Phases[phase])
 	}
 	for _, key := range m.Behind {
 		fmt.Fprintf(w, "\t%s does not publish data for %s\n", key, m.To)
@@ -284,7 +284,7 @@ func (m migration) print(w io.Writer) {
 	if h == nil {
 		return
 	}
-	fmt.Fprintf(w, "this host\tsends to %d peers by %s, and to %d by %s; MTU of new pods %d\n", h.Moved, m.To, len(h.Waiting), m.From, h.MTU)
+	fmt.Fprintf(w, "this host\tpeers to which it sends by %[2]s: %[1]d, by %[4]s: %[3]d; MTU of new pods: %[5]d\n", h.Moved, m.To, len(h.Waiting), m.From, h.MTU)
 	for _, key := range slices.Sorted(maps.Keys(h.Waiting)) {
 		fmt.Fprintf(w, "\t%s: %s\n", key, h.Waiting[key])
 	}

@@ -77,7 +77,7 @@ func TestMigrationState(t *testing.T) {
 	}})
 	var text strings.Builder
 	m.print(&text)
-	for _, want := range []string{"old does not publish data", "unreadable does not publish data", "sends to 1 peers by vxlan, and to 1 by vxlan", "MTU of new pods 1450"} {
+	for _, want := range []string{"old does not publish data", "unreadable does not publish data", "by vxlan: 1, by vxlan: 1", "MTU of new pods: 1450"} {
 		if !strings.Contains(text.String(), want) {
 			t.Errorf("no %q in\n%s", want, text.String())
 		}

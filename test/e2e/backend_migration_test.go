@@ -489,3 +489,36 @@ func TestKubeBackendMigration(t *testing.T) {
 	tr.expectNoLoss(t)
 	expectMatrix(t, c.Lab)
 }
+
+// TestFlannelctlMigrate leads a network through a migration with flannelctl. finish must refuse to
+// cut off a host that has not followed yet, and status must name it.
+func TestFlannelctlMigrate(t *testing.T) {
+	t.Parallel()
+	l := newLab(t, lab.Config{Hosts: 3}, backendConfig("vxlan"))
+	startAll(t, l, lab.FlanneldOptions{})
+	h := l.Host(1)
+	expect := func(want string, args ...string) {
+		t.Helper()
+		out, _ := flannelctl(t, h, append([]string{"migrate"}, args...)...)
+		if !strings.Contains(strings.Join(strings.Fields(out), " "), want) {
+			t.Errorf("flannelctl migrate %s prints no %q:\n%s", strings.Join(args, " "), want, out)
+		}
+	}
+	socketFlag := "--socket=" + h.Path(socket)
+	expect("the network does not migrate", "status")
+	expect("both have the device flannel.1", "plan", `{"Type":"vxlan","Port":4789}`)
+	expect(`"NextBackend":{"Type":"host-gw"}`, "plan", `{"Type":"host-gw"}`)
+	expect("there is no NextBackend to finish with", "finish", "--yes")
+	expect(`+ NextBackend.Type: "host-gw" written`, "start", `{"Type":"host-gw"}`)
+	follow(t, h)
+	follow(t, l.Host(2))
+	eventuallyCarriedBy(t, h, "host-gw", l.Host(2))
+	behind := statusOf(t, l.Host(3)).Lease.Key
+	expect("hosts with present backend only 1 hosts with both backends 2 hosts with next backend only 0 "+behind+" does not publish data for host-gw", "status")
+	expect("this host peers to which it sends by host-gw: 1, by vxlan: 1; MTU of new pods: 1450 "+behind+": it does not publish data for host-gw", "status", socketFlag)
+	expect("hosts that do not publish data for host-gw, and would be cut off: 1", "finish")
+	follow(t, l.Host(3))
+	eventuallyMigrated(t, l, "host-gw")
+	expect(`~ Backend.Type: "host-gw" (was "vxlan") - NextBackend.Type: "host-gw" written`, "finish")
+	expect("there is no NextBackend to remove", "abort")
+}
