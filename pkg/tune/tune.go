@@ -42,9 +42,9 @@ type Tuner struct {
 
 	mu        sync.Mutex
 	resting   bool
-	backends  map[string]string // type by network
-	oneThread bool              // one thread is sufficient for all of them
-	fitted    bool              // the runtime uses one thread
+	backends  map[string][]string // types by network
+	oneThread bool                // one thread is sufficient for all of them
+	fitted    bool                // the runtime uses one thread
 }
 
 // New returns a Tuner for a process of its own, whose environment ("NAME=value") is env.
@@ -62,20 +62,21 @@ func (t *Tuner) Begin() {
 	}
 }
 
-// Backend must be called when the type of a network's backend is known, and when it changes. It is
-// empty for a network that has ended.
-func (t *Tuner) Backend(network, backendType string) {
+// Backend must be called when the types of a network's backends are known, and when they change.
+// There are two during a migration, and none for a network that has ended. Empty types are ignored.
+func (t *Tuner) Backend(network string, backendTypes ...string) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if t.backends == nil {
-		t.backends = map[string]string{}
+		t.backends = map[string][]string{}
 	}
-	if t.backends[network] = backendType; backendType == "" {
+	t.backends[network] = slices.DeleteFunc(slices.Clone(backendTypes), func(used string) bool { return used == "" })
+	if len(t.backends[network]) == 0 {
 		delete(t.backends, network)
 	}
 	t.oneThread = true
 	for _, used := range t.backends {
-		t.oneThread = t.oneThread && oneThread(used)
+		t.oneThread = t.oneThread && !slices.ContainsFunc(used, func(one string) bool { return !oneThread(one) })
 	}
 	t.fitThreads()
 }

@@ -67,10 +67,13 @@ func TestTuner(t *testing.T) {
 	fit.Backend("", "vxlan")
 	fit.settle()
 	for _, tt := range []struct {
-		backendType string
-		want        int
-	}{{"vxlan", 1}, {"wireguard", runtime.NumCPU()}, {"host-gw", 1}} {
-		fit.Backend("", tt.backendType)
+		backendTypes []string
+		want         int
+	}{
+		{[]string{"vxlan", ""}, 1}, {[]string{"wireguard"}, runtime.NumCPU()}, {[]string{"host-gw"}, 1},
+		{[]string{"vxlan", "wireguard"}, runtime.NumCPU()}, {[]string{"vxlan", "host-gw"}, 1},
+	} {
+		fit.Backend("", tt.backendTypes...)
 		want := tt.want
 		if now := runtime.GOMAXPROCS(0); now != want {
 			t.Errorf("GOMAXPROCS is %d, want %d", now, want)

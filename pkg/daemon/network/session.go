@@ -51,7 +51,7 @@ func (r *runner) serve(ctx context.Context, be backend.Backend, now lastknown.St
 	if err := r.devices.TakeAll(be.Scope()); err != nil {
 		return nil, err
 	}
-	r.host.Tuner.Backend(r.name, now.Config.BackendType)
+	r.host.Tuner.Backend(r.name, now.Config.BackendType, now.Config.NextType)
 	r.state.Set(now) // before the first object exists that a later configuration must remove
 	running, err := startBackend(ctx, be, now.Own)
 	if err != nil {
