@@ -68,6 +68,9 @@ func (r *runner) serve(ctx context.Context, be backend.Backend, now lastknown.St
 	ctx, cancel := context.WithCancel(ctx)
 	s := &session{mtu: running.MTU(), be: be, ledger: ledger, syncer: syncer, rules: wait.NewSignal(), cancel: cancel, done: make(chan struct{})}
 	s.begin.Store(&now)
+	if r.opts.Probe {
+		s.prober = r.newProber(s)
+	}
 	r.serving.Store(s)
 	r.progress.session(now.Recalled, len(now.Former) > 0)
 	var wg sync.WaitGroup
