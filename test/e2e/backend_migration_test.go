@@ -19,11 +19,17 @@ import (
 	"github.com/flanneld/flanneld/test/lab"
 )
 
-// follow makes the daemon of a host use the configuration in the store.
+// oneByOne returns options of daemons that read the configuration only when they start, so that
+// hosts read it one after the other.
+func oneByOne() lab.FlanneldOptions {
+	return lab.FlanneldOptions{Args: []string{"--follow-config=false"}}
+}
+
+// follow restarts the daemon of a host, so that it uses the configuration in the store.
 func follow(t *testing.T, h *lab.Host) {
 	t.Helper()
 	expectStop(t, h.Daemon())
-	startOne(t, h, lab.FlanneldOptions{})
+	startOne(t, h, oneByOne())
 }
 
 // migrate writes a configuration with the given backends and makes the hosts follow it, one
@@ -263,6 +269,49 @@ func TestBackendMigration(t *testing.T) {
 	}
 }
 
+// TestBackendMigrationFollowed changes the backend of a network whose hosts follow the configuration
+// without a restart, all at the same moment, and goes back at the second attempt.
+//
+//stages:rest it waits until the former devices may go
+func TestBackendMigrationFollowed(t *testing.T) {
+	t.Parallel()
+	for _, tt := range []backendMigration{
+		{from: "vxlan", to: "host-gw", families: dual, left: "flannel.1:"},
+		{from: "host-gw", to: "vxlan", families: dual, left: ".0/24 via 192.168.77"},
+		{from: "vxlan", to: vni7, families: dual, left: "flannel.1:"},
+	} {
+		t.Run(tt.name(), func(t *testing.T) {
+			t.Parallel()
+			l := newLab(t, lab.Config{Hosts: 3, Families: tt.families}, backendConfig(tt.from))
+			startAll(t, l, lab.FlanneldOptions{})
+			tr := startTraffic(t, l, 1000)
+			migrate(t, l, tt.from, tt.to)
+			eventuallyMigrated(t, l, typeOf(tt.to))
+			migrate(t, l, tt.from, "")
+			for _, h := range l.Hosts() {
+				eventually(t, h.Name()+" has gone back", func() error {
+					if r := statusOf(t, h); r.Network.NextBackendType != "" || r.Network.Phase != "serving" {
+						return fmt.Errorf("its next backend is %q, its phase %q", r.Network.NextBackendType, r.Network.Phase)
+					}
+					return nil
+				})
+			}
+			migrate(t, l, tt.from, tt.to)
+			eventuallyMigrated(t, l, typeOf(tt.to))
+			migrate(t, l, tt.to, "")
+			eventuallyWithout(t, l, tt.left)
+			pause(t, time.Second) // in which removed devices are missed, if anything uses them
+			tr.expectNoLoss(t)
+			expectMatrix(t, l)
+			for _, h := range l.Hosts() {
+				if n := len(h.Daemons()); n != 1 {
+					t.Errorf("%s has run %d daemons, want one", h.Name(), n)
+				}
+			}
+		})
+	}
+}
+
 // TestVMBackendMigration is TestBackendMigration with backends that need modules of the kernel.
 //
 //stages:rest the kernel of the guest is emulated, which takes minutes
@@ -309,7 +358,7 @@ func (m backendMigration) test(t *testing.T) {
 			t.Fatalf("%v: %s", err, out)
 		}
 	}
-	startAll(t, l, lab.FlanneldOptions{})
+	startAll(t, l, oneByOne())
 	tr := startTraffic(t, l, m.rate)
 	migrate(t, l, m.from, m.to, l.Hosts()...)
 	eventuallyMigrated(t, l, typeOf(m.to))
@@ -342,13 +391,13 @@ func TestBackendMigrationBack(t *testing.T) {
 		t.Run(fmt.Sprintf("killed %v", kill), func(t *testing.T) {
 			t.Parallel()
 			l := newLab(t, lab.Config{Hosts: 3, Families: dual}, backendConfig("host-gw"))
-			startAll(t, l, lab.FlanneldOptions{})
+			startAll(t, l, oneByOne())
 			tr := startTraffic(t, l, 1000)
 			crash := func() {
 				if h := l.Host(2); kill {
 					h.Daemon().Kill()
 					pause(t, milliseconds(300))
-					startOne(t, h, lab.FlanneldOptions{})
+					startOne(t, h, oneByOne())
 				}
 			}
 			migrate(t, l, "host-gw", "vxlan", l.Host(1), l.Host(2))
@@ -374,7 +423,7 @@ func TestBackendMigrationBack(t *testing.T) {
 func TestBackendMigrationReturn(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 3}, backendConfig("vxlan"))
-	startAll(t, l, lab.FlanneldOptions{})
+	startAll(t, l, oneByOne())
 	tr := startTraffic(t, l, 1000)
 	migrate(t, l, "vxlan", "host-gw", l.Hosts()...)
 	eventuallyMigrated(t, l, "host-gw")
@@ -398,7 +447,7 @@ func TestBackendMigrationInUserspace(t *testing.T) {
 		t.Run(tt.to, func(t *testing.T) {
 			t.Parallel()
 			l := newLab(t, lab.Config{Hosts: 3, Families: tt.families}, backendConfig("vxlan"))
-			startAll(t, l, lab.FlanneldOptions{})
+			startAll(t, l, oneByOne())
 			tr := startTraffic(t, l, 300)
 			migrate(t, l, "vxlan", tt.to, l.Host(1), l.Host(2))
 			eventuallyCarriedBy(t, l.Host(1), typeOf(tt.to), l.Host(2))
@@ -417,7 +466,7 @@ func TestBackendMigrationInUserspace(t *testing.T) {
 func TestBackendMigrationBystander(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 4}, backendConfig("vxlan"))
-	startAll(t, l, lab.FlanneldOptions{})
+	startAll(t, l, oneByOne())
 	blocked, bystander := l.Host(3), l.Host(4)
 	tr := startTraffic(t, l, 300)
 	// WireGuard in user space cannot create its device.
@@ -461,15 +510,11 @@ func TestKubeBackendMigration(t *testing.T) {
 	c.startDaemons()
 	tr := startTraffic(t, c.Lab, 1000)
 	before := c.node(1).Metadata.Annotations
-	followAll := func(backend string) {
+	configure := func(backend string) {
 		t.Helper()
 		c.write("net-conf.json", configWith(t, c.Lab, backend))
-		for n, h := range c.Hosts() {
-			expectStop(t, h.Daemon())
-			startOne(t, h, c.options(n+1))
-		}
 	}
-	followAll(`{"Type":"vxlan"},"NextBackend":{"Type":"host-gw"}`)
+	configure(`{"Type":"vxlan"},"NextBackend":{"Type":"host-gw"}`)
 	eventuallyMigrated(t, c.Lab, "host-gw")
 	during := c.node(1)
 	for key, value := range before {
@@ -480,7 +525,7 @@ func TestKubeBackendMigration(t *testing.T) {
 	if got := during.annotation("next-backend-type"); got != "host-gw" {
 		t.Errorf("next-backend-type is %q, want host-gw", got)
 	}
-	followAll(`{"Type":"host-gw"}`)
+	configure(`{"Type":"host-gw"}`)
 	eventuallyWithout(t, c.Lab, "flannel.1:")
 	after := c.node(1)
 	if _, has := after.Metadata.Annotations[annotation("next-backend-type")]; has || after.annotation("backend-type") != "host-gw" {
@@ -495,7 +540,7 @@ func TestKubeBackendMigration(t *testing.T) {
 func TestFlannelctlMigrate(t *testing.T) {
 	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 3}, backendConfig("vxlan"))
-	startAll(t, l, lab.FlanneldOptions{})
+	startAll(t, l, oneByOne())
 	h := l.Host(1)
 	expect := func(want string, args ...string) {
 		t.Helper()
