@@ -4,6 +4,7 @@ package e2e
 
 import (
 	"encoding/json"
+	"errors"
 	"fmt"
 	"math/rand/v2"
 	"net"
@@ -139,6 +140,60 @@ func TestConfigurationFollowedInPlace(t *testing.T) {
 	}
 	for _, h := range l.Hosts() {
 		expectNoFormer(t, h)
+	}
+}
+
+// TestConfigurationFollowedAfterAMove changes the configuration of hosts whose external interface has
+// changed before, so that their first session has ended. Rules alone change first, and then the
+// backend. Peers that come later must be served.
+func TestConfigurationFollowedAfterAMove(t *testing.T) {
+	t.Parallel()
+	l := newLab(t, lab.Config{Hosts: 3}, `{"Type":"vxlan"}`)
+	for _, n := range []int{1, 2} {
+		startOne(t, l.Host(n), lab.FlanneldOptions{Args: []string{"--ip-masq"}})
+	}
+	h := l.Host(1)
+	move := func(mtu int) {
+		t.Helper()
+		if out, err := h.Exec(testContext(t), "ip", "link", "set", "eth0", "mtu", fmt.Sprint(mtu)); err != nil {
+			t.Fatalf("%v: %s", err, out)
+		}
+		eventually(t, "the session on the changed interface", func() error {
+			if r := statusOf(t, h); r.Network.MTU != mtu-50 || !r.Ready {
+				return fmt.Errorf("MTU %d, ready %v", r.Network.MTU, r.Ready)
+			}
+			return nil
+		})
+	}
+	put := func(keys, backend string) {
+		t.Helper()
+		network := fmt.Sprintf(`{"Network":"10.5.0.0/16"%s,"Backend":%s}`, keys, backend)
+		before := len(linesWith(h.Daemon(), followed))
+		if err := l.PutNetwork(testContext(t), json.RawMessage(network)); err != nil {
+			t.Fatal(err)
+		}
+		eventually(t, "the change is followed", func() error {
+			if len(linesWith(h.Daemon(), followed)) == before {
+				return errors.New("it is not")
+			}
+			return nil
+		})
+	}
+	move(1400)
+	put(`,"NonMasqueradeCIDRs":["192.0.2.0/24"]`, `{"Type":"vxlan"}`)
+	expectInOutput(t, h, "iptables-save", "192.0.2.0/24")
+	startOne(t, l.Host(3), lab.FlanneldOptions{Args: []string{"--ip-masq"}})
+	expectPeersProgrammed(t, l)
+	move(1380)
+	put("", `{"Type":"vxlan","VNI":7}`)
+	expectPeersProgrammed(t, l)
+	expectInOutput(t, h, "ip link", "flannel.7")
+	pause(t, 2*time.Second) // in which a session that was forgotten would repair its objects
+	if state := kernelObjects(t, h); strings.Contains(state, "flannel.1:") {
+		t.Errorf("the former device is back:\n%s", state)
+	}
+	if drift := metric(t, h, "flannel_drift_repaired_total"); drift != 0 {
+		t.Errorf("%v repairs, want none: two sessions undo each other's changes", drift)
 	}
 }
 

@@ -90,7 +90,7 @@ func TestGoBack(t *testing.T) {
 		n.config.use(former)
 		n.config.validate = func([]byte) (subnet.Config, error) { return other, nil }
 		n.config.apply(ctx, []byte("other"))
-		next, err := n.work(ctx, ctx, &silent{}, s, nil)
+		_, next, err := n.work(ctx, ctx, &silent{}, s, nil)
 		if err != nil || next == nil {
 			t.Fatalf("work returned %v, %v, want a change", next, err)
 		}

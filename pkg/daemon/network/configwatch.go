@@ -33,7 +33,7 @@ type configWatch struct {
 	failed   bool           // stored was tried and did not start
 	rejected string         // why the configuration in the store cannot be used; "" if it can
 	differs  []string       // changes from used to stored
-	changed  chan struct{}  // closed and replaced when stored or used changes
+	changed  chan struct{}  // closed and replaced when the result of next may change
 }
 
 func newConfigWatch(follow bool, validate func(text []byte) (subnet.Config, error)) *configWatch {
@@ -70,9 +70,14 @@ func (w *configWatch) compare() {
 		w.rejected = ""
 	}
 	if !slices.Equal(before, w.differs) {
-		close(w.changed)
-		w.changed = make(chan struct{})
+		w.wake()
 	}
+}
+
+// wake tells those that wait for another result of next. The caller holds w.mu.
+func (w *configWatch) wake() {
+	close(w.changed)
+	w.changed = make(chan struct{})
 }
 
 // restartNeeded returns a description of what a restart would change, or "" if it would change
@@ -109,7 +114,7 @@ func (w *configWatch) apply(ctx context.Context, text []byte) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	log := klog.FromContext(ctx)
-	wasMissing, wasRejected, before := w.missing, w.rejected, w.differs
+	wasMissing, wasRejected, before, news := w.missing, w.rejected, w.differs, false
 	w.missing = text == nil
 	switch {
 	case w.missing:
@@ -117,12 +122,15 @@ func (w *configWatch) apply(ctx context.Context, text []byte) {
 	case err != nil:
 		w.stored = nil
 	default:
-		if !w.stores(cfg) {
+		if news = !w.stores(cfg); news {
 			w.rejected, w.failed = "", false
 		}
 		w.stored = &cfg
 	}
 	w.compare()
+	if news { // also if differs, which hides values, has the same text as before
+		w.wake()
+	}
 	switch {
 	case w.missing && !wasMissing:
 		log.Error(nil, "the network configuration cannot be used any more: flanneld goes on with the one that it has, but could not start again", "reason", "there is no configuration any more")
@@ -133,7 +141,7 @@ func (w *configWatch) apply(ctx context.Context, text []byte) {
 		if wasMissing || wasRejected != "" || len(before) > 0 {
 			log.Info("the network configuration is again the one in use")
 		}
-	case slices.Equal(before, w.differs):
+	case !news:
 	case w.follow:
 		log.Info("the network configuration has changed", "changes", strings.Join(w.differs, ", "))
 	default:

@@ -53,6 +53,32 @@ func TestConfigWatch(t *testing.T) {
 	}
 }
 
+// TestConfigWatchHiddenValue corrects a configuration that did not start in a value that the log must not
+// contain, so that the text of the changes stays the same. The network must try it again.
+func TestConfigWatchHiddenValue(t *testing.T) {
+	w := newConfigWatch(true, func(text []byte) (subnet.Config, error) {
+		cfg, _, err := subnet.ParseConfig(text)
+		return cfg, err
+	})
+	used, _, err := subnet.ParseConfig([]byte(`{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan"}}`))
+	if err != nil {
+		t.Fatal(err)
+	}
+	w.use(used)
+	w.apply(t.Context(), []byte(`{"Network":"10.5.0.0/16","Backend":{"Type":"wireguard","PSK":"first"}}`))
+	first, changed := w.next()
+	w.giveUp(t.Context(), *first, errors.New("does not start"))
+	w.apply(t.Context(), []byte(`{"Network":"10.5.0.0/16","Backend":{"Type":"wireguard","PSK":"second"}}`))
+	select {
+	case <-changed:
+	default:
+		t.Error("the corrected configuration has woken nothing")
+	}
+	if next, _ := w.next(); next == nil || w.rejection() != "" {
+		t.Errorf("next %v, rejection %q, want the corrected configuration", next, w.rejection())
+	}
+}
+
 // TestConfigWatchFollows expects each usable configuration to be offered once the store has it, and
 // reasons why others are not. They end with the next usable configuration.
 func TestConfigWatchFollows(t *testing.T) {

@@ -17,17 +17,17 @@ import (
 )
 
 // work keeps the network up to date with the store, beginning with session s, until attending ends
-// or the network configuration changes. It then leaves the session as it is, and returns the
-// change. If the external interface changes, it starts a new session, which lasts until ctx ends,
-// from the state that the old one leaves.
-func (r *runner) work(ctx, attending context.Context, m Store, s *session, changed <-chan underlay.Interface) (*change, error) {
+// or the network configuration changes. It then leaves the last session as it is, and returns it
+// with the change. If the external interface changes, it starts a new session, which lasts until ctx
+// ends, from the state that the old one leaves.
+func (r *runner) work(ctx, attending context.Context, m Store, s *session, changed <-chan underlay.Interface) (*session, *change, error) {
 	for {
 		to, next, err := r.attend(attending, m, s, changed)
 		if to == nil || err != nil || attending.Err() != nil {
-			return next, err
+			return s, next, err
 		}
 		if s, err = r.move(ctx, attending, m, s, *to, changed); err != nil {
-			return nil, ended(attending, err)
+			return nil, nil, ended(attending, err)
 		}
 	}
 }

@@ -143,11 +143,11 @@ func (n *Network) startAndServe(ctx context.Context) error {
 	n.use(ctx, now.Config, be)
 	defer n.stopServing()
 	for {
-		next, err := n.serveUntilChange(ctx, s)
+		last, next, err := n.serveUntilChange(ctx, s)
 		if next == nil || err != nil {
 			return err
 		}
-		if s, err = n.change(ctx, s, next); err != nil {
+		if s, err = n.change(ctx, last, next); err != nil {
 			return ended(ctx, err)
 		}
 	}
@@ -157,9 +157,9 @@ func (n *Network) startAndServe(ctx context.Context) error {
 var errChange = errors.New("the network changes to another configuration")
 
 // serveUntilChange serves the network with one configuration, beginning with session s. It returns a
-// change to another configuration, and leaves the session running, or returns nil when ctx has
-// ended.
-func (n *Network) serveUntilChange(ctx context.Context, s *session) (next *change, err error) {
+// change to another configuration, with the last session, which it leaves running. next is nil when
+// ctx has ended.
+func (n *Network) serveUntilChange(ctx context.Context, s *session) (last *session, next *change, err error) {
 	now := *s.begin.Load()
 	changed := make(chan underlay.Interface, 1)
 	group, attending := errgroup.WithContext(ctx)
@@ -167,7 +167,7 @@ func (n *Network) serveUntilChange(ctx context.Context, s *session) (next *chang
 		return n.watchInterface(attending, n.underlayOptions(now.Config, now), now.Interface, changed)
 	})
 	group.Go(func() (err error) {
-		if next, err = n.work(ctx, attending, n.store, s, changed); next != nil {
+		if last, next, err = n.work(ctx, attending, n.store, s, changed); next != nil {
 			return errChange
 		}
 		return err
@@ -175,9 +175,9 @@ func (n *Network) serveUntilChange(ctx context.Context, s *session) (next *chang
 	group.Go(func() error { return ended(attending, n.store.Keep(attending, now.Own)) })
 	n.followConfig(attending, group)
 	if err = group.Wait(); errors.Is(err, errChange) {
-		return next, nil
+		return last, next, nil
 	}
-	return nil, err
+	return nil, nil, err
 }
 
 // followConfig makes group follow changes of the configuration, if Watch does not do so

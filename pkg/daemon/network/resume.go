@@ -107,7 +107,7 @@ func (r *runner) carryOn(ctx context.Context, s *session, choice underlay.Option
 			klog.FromContext(ctx).Error(err, "cannot follow the external interface until the store answers")
 		}
 	})
-	wg.Go(func() { _, _ = r.work(ctx, ctx, unanswered{r.store}, s, changed) }) // only the store can fail
+	wg.Go(func() { _, _, _ = r.work(ctx, ctx, unanswered{r.store}, s, changed) }) // only the store can fail
 	wg.Wait()
 }
 

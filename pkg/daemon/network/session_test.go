@@ -125,7 +125,7 @@ func TestStopWhileMoving(t *testing.T) {
 		changed <- link(1400, "192.0.2.1")
 		ended := make(chan error, 1)
 		go func() {
-			_, err := n.work(ctx, ctx, &silent{}, s, changed)
+			_, _, err := n.work(ctx, ctx, &silent{}, s, changed)
 			n.stopServing()
 			ended <- err
 		}()
@@ -159,7 +159,7 @@ func TestMoveTwice(t *testing.T) {
 		}}
 		n, s := runnerOn(t, be, link(1500, "192.0.2.1"))
 		changed <- link(1400, "192.0.2.1")
-		if _, err := n.work(ctx, ctx, store, s, changed); err != nil {
+		if _, _, err := n.work(ctx, ctx, store, s, changed); err != nil {
 			t.Error(err)
 		}
 		if want := []int{1400, 1300, 1300}; !slices.Equal(tried, want) || store.reconnections != 1 {
@@ -184,7 +184,7 @@ func TestStatusWhileMoving(t *testing.T) {
 		changed <- link(1300, "192.0.2.1")
 		ended := make(chan error, 1)
 		go func() {
-			_, err := n.work(ctx, ctx, &silent{}, s, changed)
+			_, _, err := n.work(ctx, ctx, &silent{}, s, changed)
 			n.stopServing()
 			ended <- err
 		}()
