@@ -83,9 +83,8 @@ func newConfigSetCommand(store *storeFlags) *cobra.Command {
 		Use: "set FILE", Short: "Check and write a network configuration (- reads standard input)", Args: cobra.ExactArgs(1),
 		Long: `Checks the configuration like flanneld, shows the differences from the one in the
 store, and writes it. It asks before a change that makes leases in use invalid.
-Running daemons keep the old configuration until they are restarted. Daemons with
-several networks take that of a network (--network) at once. On Kubernetes, change
-the configuration with kubectl.`,
+Running daemons follow it at once. Those with --follow-config=false keep the old one
+until they are restarted. On Kubernetes, change the configuration with kubectl.`,
 		Example: "  flannelctl config set net-conf.json\n  echo '{\"Network\":\"10.5.0.0/16\",\"Backend\":{\"Type\":\"vxlan\"}}' | flannelctl config set - --yes",
 		RunE: func(cmd *cobra.Command, args []string) error {
 			if store.onKubernetes() {
@@ -101,7 +100,7 @@ the configuration with kubectl.`,
 				return err
 			}
 			return withAdmin(*store, func(a *etcd.Admin) error {
-				return setConfig(cmd, a, change{text: text, cfg: cfg, yes: yes, piped: args[0] == "-", several: *store.network != ""})
+				return setConfig(cmd, a, change{text: text, cfg: cfg, yes: yes, piped: args[0] == "-"})
 			})
 		},
 	}
@@ -171,7 +170,6 @@ type change struct {
 	text       []byte
 	cfg        subnet.Config
 	yes, piped bool
-	several    bool // of one of several networks
 }
 
 func setConfig(cmd *cobra.Command, a *etcd.Admin, c change) error {
@@ -207,11 +205,7 @@ func setConfig(cmd *cobra.Command, a *etcd.Admin, c change) error {
 	if err := a.SetConfig(cmd.Context(), c.text, revision); err != nil {
 		return err
 	}
-	when := "when they are restarted"
-	if c.several {
-		when = "at once"
-	}
-	_, err = fmt.Fprintln(out, "written; running daemons take it", when)
+	_, err = fmt.Fprintln(out, "written; running daemons follow it, except for those with --follow-config=false")
 	return err
 }
 

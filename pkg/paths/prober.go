@@ -4,6 +4,7 @@ package paths
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"hash/fnv"
 	"math/rand/v2"
@@ -35,8 +36,9 @@ const (
 	againPause       = 200 * time.Millisecond
 	// diagnosis is the number of probes that a diagnosis counts for.
 	diagnosis = 5
-	// atOnce limits the number of paths that are checked at the same time.
-	atOnce = 16
+	// atOnce limits the number of paths that are checked at the same time, and brokenAtOnce that of
+	// broken ones, whose checks take seconds.
+	atOnce, brokenAtOnce = 128, 16
 
 	// logged paths at a time, and the time after which one more may be logged.
 	logBurst, logEvery = 5, time.Minute
@@ -52,8 +54,9 @@ type Peer struct {
 type Config struct {
 	Own     []netip.Prefix // subnets of this host
 	Network Network
-	// Peers returns the peers that packets are sent to. It is called at the begin of each round.
-	Peers func(ctx context.Context) []Peer
+	// Peers returns the peers that packets are sent to. It is called at the begin of each round. ok is
+	// false if they are not known at that moment: the round is then about the same ones as the last.
+	Peers func(ctx context.Context) (peers []Peer, ok bool)
 	// Limit is what all probers of the host may send: probes a second. See NewLimit.
 	Limit *rate.Limiter
 	// Answered is called with each round trip.
@@ -71,7 +74,7 @@ type Prober struct {
 	// The checks, which tests replace.
 	probe    func(context.Context, Path) (Verdict, error)
 	diagnose func(context.Context, Path) Verdict
-	atOnce   chan struct{}
+	slots    [2]chan struct{} // of checks at the same time: of other paths, and of broken ones
 	log      *rate.Limiter
 
 	mu      sync.Mutex
@@ -85,22 +88,45 @@ type state struct {
 	due   time.Time    // the next check, if the path is broken
 	pause wait.Backoff // between checks of a broken path
 	busy  bool
+	tcp   bool // TCP was answered once
 }
 
 // NewProber returns a prober.
 func NewProber(c Config) *Prober {
 	p := &Prober{
-		Config: c, paths: map[Path]*state{}, atOnce: make(chan struct{}, atOnce), log: rate.NewLimiter(rate.Every(logEvery), logBurst),
+		Config: c, paths: map[Path]*state{}, slots: [2]chan struct{}{make(chan struct{}, atOnce), make(chan struct{}, brokenAtOnce)}, log: rate.NewLimiter(rate.Every(logEvery), logBurst),
 	}
 	p.probe = func(ctx context.Context, path Path) (Verdict, error) {
 		rtt, err := whole(ctx, c.Network.end(path.Subnet), c.Network.MTU)
 		if err == nil && c.Limit.Allow() {
-			err = knock(ctx, c.Network.end(path.Subnet))
+			err = p.knocked(path, knock(ctx, c.Network.end(path.Subnet)))
 		}
 		return Verdict{Path: path, OK: true, RTT: rtt}, err
 	}
-	p.diagnose = func(ctx context.Context, path Path) Verdict { return Diagnose(ctx, path, c.Network) }
+	p.diagnose = func(ctx context.Context, path Path) Verdict {
+		v := Diagnose(ctx, path, c.Network)
+		if v.Broken == Checksum && p.knocked(path, errNoTCP) == nil {
+			v = Verdict{Path: path, OK: true, RTT: v.RTT}
+		}
+		return v
+	}
 	return p
+}
+
+// errNoTCP means that a TCP connection was not answered.
+var errNoTCP = errors.New("TCP is not answered")
+
+// knocked records whether TCP was answered on a path. It returns err if TCP was answered there before.
+// Otherwise a firewall of the peer, which drops packets to unused ports, would look like a broken path.
+func (p *Prober) knocked(path Path, err error) error {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	s := p.paths[path]
+	if s == nil || err != nil && !s.tcp {
+		return nil
+	}
+	s.tcp = true
+	return err
 }
 
 // Run checks paths until ctx ends.
@@ -108,8 +134,12 @@ func (p *Prober) Run(ctx context.Context) {
 	var checks sync.WaitGroup
 	defer checks.Wait()
 	checks.Go(func() { p.checkBroken(ctx, &checks) })
+	var peers []Peer
 	for ctx.Err() == nil {
-		due := p.refresh(p.Peers(ctx))
+		if now, ok := p.Peers(ctx); ok {
+			peers = now
+		}
+		due := p.refresh(peers)
 		pause := pauseOf(len(due))
 		for _, path := range due {
 			if wait.For(ctx, pause) != nil {
@@ -188,13 +218,17 @@ func (p *Prober) start(ctx context.Context, path Path, broken bool, checks *sync
 	if p.Limit.Wait(ctx) != nil {
 		return
 	}
+	slot := p.slots[0]
+	if broken {
+		slot = p.slots[1]
+	}
 	select {
-	case p.atOnce <- struct{}{}:
+	case slot <- struct{}{}:
 	case <-ctx.Done():
 		return
 	}
 	checks.Go(func() {
-		defer func() { <-p.atOnce }()
+		defer func() { <-slot }()
 		v := p.check(ctx, path, broken)
 		if ctx.Err() == nil {
 			p.end(ctx, v, time.Now())
@@ -210,13 +244,19 @@ func (p *Prober) check(ctx context.Context, path Path, broken bool) Verdict {
 	case err == nil:
 		return v
 	case broken && !p.Limit.AllowN(time.Now(), diagnosis):
-		p.mu.Lock()
-		defer p.mu.Unlock()
-		if s := p.paths[path]; s != nil {
-			return s.Verdict
-		}
+		return p.last(path)
 	}
 	return p.diagnose(ctx, path)
+}
+
+// last returns the last verdict about a path.
+func (p *Prober) last(path Path) Verdict {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if s := p.paths[path]; s != nil {
+		return s.Verdict
+	}
+	return Verdict{Path: path}
 }
 
 // begin marks a path as being checked. It reports false if it is already, exists no longer, or is not for
@@ -255,7 +295,7 @@ func (p *Prober) end(ctx context.Context, v Verdict, now time.Time) {
 	}
 	after := s.Result
 	p.mu.Unlock()
-	if before.broken() != after.broken() || after.broken() && before.Broken != after.Broken {
+	if before.broken() != after.broken() && (after.broken() || after.OK) || after.broken() && before.Broken != after.Broken {
 		p.tell(ctx, after)
 	}
 }

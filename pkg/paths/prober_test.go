@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"net/netip"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -18,6 +19,8 @@ type network struct {
 	mu     sync.Mutex
 	checks map[Path][]time.Time
 	broken map[Path]Part
+
+	unknown atomic.Bool // the prober does not learn the present peers
 }
 
 // prober returns a prober of n hosts, and starts it.
@@ -27,12 +30,12 @@ func (w *network) prober(t *testing.T, n int, c Config) *Prober {
 		c.Own = []netip.Prefix{subnet(0)}
 	}
 	c.Limit = NewLimit()
-	c.Peers = func(context.Context) []Peer {
+	c.Peers = func(context.Context) ([]Peer, bool) {
 		var peers []Peer
 		for i := range n {
 			peers = append(peers, Peer{Key: fmt.Sprint(i + 1), Paths: []Path{path(i + 1)}})
 		}
-		return peers
+		return peers, !w.unknown.Load()
 	}
 	p := NewProber(c)
 	p.probe = func(_ context.Context, path Path) (Verdict, error) {
@@ -167,5 +170,33 @@ func TestBreakAndHeal(t *testing.T) {
 		}
 		time.Sleep(time.Minute)
 		expect("all are broken", 0, 100, logBurst)
+	})
+}
+
+// TestKnocked expects silence of TCP to count only on a path on which TCP was answered before.
+func TestKnocked(t *testing.T) {
+	p := NewProber(Config{Own: []netip.Prefix{subnet(0)}})
+	p.refresh([]Peer{{Key: "1", Paths: []Path{path(1)}}})
+	for i, step := range []struct{ err, want error }{{errNoTCP, nil}, {nil, nil}, {errNoTCP, errNoTCP}} {
+		if got := p.knocked(path(1), step.err); !errors.Is(got, step.want) {
+			t.Errorf("step %d: %v, want %v", i+1, got, step.want)
+		}
+	}
+	if err := p.knocked(path(2), errNoTCP); err != nil {
+		t.Errorf("a path that is gone: %v", err)
+	}
+}
+
+// TestPeersUnknown expects the prober to go on with the last peers while the present ones are not known.
+func TestPeersUnknown(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		var w network
+		p := w.prober(t, 3, Config{})
+		time.Sleep(time.Minute)
+		w.unknown.Store(true)
+		time.Sleep(time.Minute)
+		if o := p.Outcome(0); o.OK != 3 {
+			t.Errorf("%+v, want 3 paths ok", o)
+		}
 	})
 }

@@ -24,7 +24,7 @@ func (r *runner) newProber(s *session) *paths.Prober {
 	}
 	if w, ok := r.store.(subnet.Warner); ok {
 		c.Changed = func(p paths.Result) {
-			if !p.OK {
+			if !p.OK && p.Broken != paths.Underlay { // every other host reports a host that is down, and Kubernetes does
 				w.Warn("FlannelPathBroken", fmt.Sprintf("%s at %s, %s: %s", p.Subnet, p.PublicIP, p.Broken, p.Advice))
 			}
 		}
@@ -32,16 +32,15 @@ func (r *runner) newProber(s *session) *paths.Prober {
 	return paths.NewProber(c)
 }
 
-// reachable returns the peers that packets are sent to, with their paths. If the lease loop is busy for
-// long, it returns none.
-func (s *session) reachable(ctx context.Context) []paths.Peer {
+// reachable returns the peers that packets are sent to, with their paths. ok is false if the lease loop
+// is busy for long.
+func (s *session) reachable(ctx context.Context) (peers []paths.Peer, ok bool) {
 	ctx, cancel := context.WithTimeout(ctx, statusTimeout)
 	defer cancel()
 	in, err := s.inspect(ctx, false)
 	if err != nil {
-		return nil
+		return nil, false
 	}
-	var peers []paths.Peer
 	for _, p := range in.Peers {
 		if p.Refused != "" {
 			continue
@@ -52,5 +51,5 @@ func (s *session) reachable(ctx context.Context) []paths.Peer {
 		}
 		peers = append(peers, peer)
 	}
-	return peers
+	return peers, true
 }
