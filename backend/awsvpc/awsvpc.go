@@ -51,6 +51,9 @@ func New(raw json.RawMessage, env backend.Env) (backend.Backend, []string, error
 	return b, warnings, nil
 }
 
+// LeaseType implements backend.LeaseTyper.
+func (*Backend) LeaseType() string { return "" }
+
 // Scope implements backend.Backend.
 func (b *Backend) Scope() dataplane.Scope { return b.env.Scope() }
 

@@ -75,8 +75,11 @@ func New(env backend.Env, create func(backend.Env) (backend.Backend, []string, e
 func (b *Backend) check() error {
 	from, to := b.parts[present], b.parts[next]
 	for _, p := range b.parts {
-		if slices.Contains([]string{"alloc", "extension"}, p.side.Type) {
+		switch p.side.Type {
+		case "alloc", "extension":
 			return fmt.Errorf("a network cannot migrate from or to the backend %s, whose routes flanneld does not manage: remove NextBackend", p.side.Type)
+		case "aws-vpc":
+			return fmt.Errorf("a network cannot migrate from or to the backend %s, whose routes are in the VPC and not on the hosts: remove NextBackend", p.side.Type)
 		}
 	}
 	used := from.be.Scope().Devices

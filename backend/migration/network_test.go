@@ -14,6 +14,7 @@ import (
 
 	"github.com/flanneld/flanneld/backend"
 	"github.com/flanneld/flanneld/backend/alloc"
+	"github.com/flanneld/flanneld/backend/awsvpc"
 	"github.com/flanneld/flanneld/backend/backendtest"
 	"github.com/flanneld/flanneld/backend/hostgw"
 	"github.com/flanneld/flanneld/backend/vxlan"
@@ -39,7 +40,8 @@ func newEnv(k *dataplanetest.Kernel, from, to string) backend.Env {
 func newBackend(t *testing.T, env backend.Env) (backend.Backend, error) {
 	t.Helper()
 	r, err := backend.NewRegistry(
-		backend.Entry{Type: alloc.Type, Factory: alloc.New}, backend.Entry{Type: hostgw.Type, Factory: hostgw.New},
+		backend.Entry{Type: alloc.Type, Factory: alloc.New}, backend.Entry{Type: awsvpc.Type, Factory: awsvpc.New},
+		backend.Entry{Type: hostgw.Type, Factory: hostgw.New},
 		backend.Entry{Type: vxlan.Type, Factory: vxlan.New},
 	)
 	if err != nil {
@@ -62,6 +64,8 @@ func TestImpossibleMigrations(t *testing.T) {
 		{hostGW, hostGW, "are both host-gw"},
 		{vni1, `{"Type":"alloc"}`, "backend alloc"},
 		{`{"Type":"alloc"}`, vni1, "backend alloc"},
+		{vni1, `{"Type":"aws-vpc"}`, "backend aws-vpc, whose routes are in the VPC"},
+		{`{"Type":"aws-vpc"}`, vni1, "backend aws-vpc, whose routes are in the VPC"},
 		{vni1, `{"Type":"wiregard"}`, `NextBackend: unknown backend type "wiregard"`},
 		{vni1, `{"Type":"vxlan","VNI":-1}`, "NextBackend: Backend.VNI is -1"},
 	} {
