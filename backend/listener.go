@@ -16,6 +16,21 @@ func Ports(b Backend) []int {
 	return nil
 }
 
+// SeveralListener is a Backend that consists of several.
+type SeveralListener interface {
+	// PortsByType returns what Ports of each backend returns, by its type. It is pure.
+	PortsByType() map[string][]int
+}
+
+// PortsByType returns the UDP ports of b that peers send to, by the type of the backend that
+// receives the packets. b has type configured in the configuration.
+func PortsByType(b Backend, configured string) map[string][]int {
+	if l, ok := b.(SeveralListener); ok {
+		return l.PortsByType()
+	}
+	return map[string][]int{configured: Ports(b)}
+}
+
 // FileOwner is a Backend that needs files for itself.
 type FileOwner interface {
 	// Files returns their paths. No other network of this host may use them.

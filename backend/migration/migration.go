@@ -124,6 +124,15 @@ func (b *Backend) Ports() []int {
 	return slices.Compact(ports)
 }
 
+// PortsByType implements backend.SeveralListener.
+func (b *Backend) PortsByType() map[string][]int {
+	ports := map[string][]int{}
+	for _, p := range b.parts {
+		ports[p.side.Type] = append(ports[p.side.Type], backend.Ports(p.be)...)
+	}
+	return ports
+}
+
 // Files implements backend.FileOwner.
 func (b *Backend) Files() []string {
 	return slices.Concat(backend.Files(b.parts[present].be), backend.Files(b.parts[next].be))

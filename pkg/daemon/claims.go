@@ -13,16 +13,28 @@ import (
 
 // claims are what one of several networks needs for itself on this host.
 type claims struct {
-	backend  string // type
 	devices  []string
-	ports    []int // UDP
+	ports    []port
 	networks []netip.Prefix
 	files    []string
 }
 
-// claimsOf returns the claims of a network with this configuration.
+// port is a UDP port on which a backend of that type listens.
+type port struct {
+	number  int
+	backend string
+}
+
+// claimsOf returns the claims of a network with this configuration. During a migration they are
+// those of both backends.
 func claimsOf(cfg subnet.Config, be backend.Backend) claims {
-	return claims{backend: cfg.BackendType, devices: be.Scope().Devices, ports: backend.Ports(be), networks: cfg.Prefixes(), files: backend.Files(be)}
+	c := claims{devices: be.Scope().Devices, networks: cfg.Prefixes(), files: backend.Files(be)}
+	for kind, numbers := range backend.PortsByType(be, cfg.BackendType) {
+		for _, n := range numbers {
+			c.ports = append(c.ports, port{n, kind})
+		}
+	}
+	return c
 }
 
 // clash returns a description of the first thing that both need, or "" if there is none.
@@ -44,13 +56,13 @@ func (c claims) clash(other claims) string {
 			return "both have the file " + f
 		}
 	}
-	// The kernel shares a port between vxlan devices of different VNIs.
-	if c.backend == "vxlan" && other.backend == "vxlan" {
-		return ""
-	}
 	for _, p := range c.ports {
-		if slices.Contains(other.ports, p) {
-			return fmt.Sprintf("both have UDP port %d", p)
+		for _, o := range other.ports {
+			// The kernel shares a port between vxlan devices of different VNIs.
+			shared := p.backend == "vxlan" && o.backend == "vxlan"
+			if p.number == o.number && !shared {
+				return fmt.Sprintf("both have UDP port %d", p.number)
+			}
 		}
 	}
 	return ""

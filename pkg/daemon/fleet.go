@@ -82,7 +82,7 @@ func (f *fleet) recall() error {
 		}
 		m := f.member(last.Name)
 		m.config, m.admitted, m.recalled, m.seen = last.Config, true, make(chan struct{}), last.Seen
-		uses := claims{backend: last.Config.BackendType, networks: last.Config.Prefixes()}
+		uses := claims{networks: last.Config.Prefixes()}
 		m.wanted, m.uses = uses, &uses
 	}
 	return nil
