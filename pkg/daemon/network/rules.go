@@ -11,6 +11,7 @@ import (
 	"github.com/flanneld/flanneld/pkg/daemon/lastknown"
 	"github.com/flanneld/flanneld/pkg/firewall"
 	"github.com/flanneld/flanneld/pkg/options"
+	"github.com/flanneld/flanneld/pkg/prefix"
 	"github.com/flanneld/flanneld/pkg/rules"
 )
 
@@ -47,6 +48,8 @@ func firewallChoice(option string, now lastknown.State) rules.Choice {
 func (p *parts) keepRules(ctx context.Context, s *session, tried func()) {
 	for ctx.Err() == nil {
 		now := *s.begin.Load()
+		present, _ := p.state.Get() // Former is cleared when the retirement is done
+		now.Former = present.Former
 		choice, policy := firewallChoice(p.opts.Firewall, now), p.rulePolicy(s.be, now)
 		var others <-chan struct{} // nil never receives
 		if p.others != nil {
@@ -68,19 +71,39 @@ func (p *parts) keepRules(ctx context.Context, s *session, tried func()) {
 	}
 }
 
-// rulePolicy returns the traffic rules of a session.
+// rulePolicy returns the traffic rules of a session. They guard the tunnels of former backends as
+// long as these are there, because the host still receives packets from them.
 func (p *parts) rulePolicy(be backend.Backend, now lastknown.State) firewall.Policy {
 	policy := firewall.Policy{
 		Masquerade: p.opts.IPMasq, Random: !p.opts.IPMasqFullyRandomDisable, NonMasquerade: now.Config.NonMasquerade,
 		Forward: p.opts.IPTablesForwardRules, Guard: p.opts.GuardTunnel, Former: now.Rules,
 		Several: p.name != "",
 	}
+	backends := []backend.Backend{be}
+	for _, f := range now.Former {
+		// A configuration that this version does not know has left no tunnel of this version.
+		if former, _, err := p.catalog.New(p.env(f.Interface, f.Config)); err == nil {
+			backends = append(backends, former)
+		}
+	}
 	for _, one := range now.Config.Networks {
 		if e, ok := now.Own.Endpoint(one.Family()); ok {
 			policy.Networks = append(policy.Networks, firewall.Network{
-				Network: one.Prefix, Subnet: e.Subnet, Tunnels: backend.Tunnels(be, one.Family()), HostsInside: one.Prefix.Contains(e.PublicIP),
+				Network: one.Prefix, Subnet: e.Subnet, Tunnels: tunnels(backends, one.Family()), HostsInside: one.Prefix.Contains(e.PublicIP),
 			})
 		}
 	}
 	return policy
+}
+
+// tunnels returns the tunnel packets of all backends, each kind once.
+func tunnels(backends []backend.Backend, f prefix.Family) (all []firewall.Payload) {
+	for _, be := range backends {
+		for _, t := range backend.Tunnels(be, f) {
+			if !slices.Contains(all, t) {
+				all = append(all, t)
+			}
+		}
+	}
+	return all
 }

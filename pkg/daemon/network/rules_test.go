@@ -3,9 +3,14 @@
 package network
 
 import (
+	"net/netip"
 	"testing"
 
+	"github.com/google/go-cmp/cmp"
+
+	"github.com/flanneld/flanneld/backend/builtin"
 	"github.com/flanneld/flanneld/pkg/daemon/lastknown"
+	"github.com/flanneld/flanneld/pkg/firewall"
 	"github.com/flanneld/flanneld/pkg/options"
 	"github.com/flanneld/flanneld/pkg/rules"
 	"github.com/flanneld/flanneld/subnet"
@@ -30,6 +35,49 @@ func TestFirewallChoice(t *testing.T) {
 	} {
 		if got := firewallChoice(tt.option, tt.now); got != tt.want {
 			t.Errorf("--firewall=%s with EnableNFTables %v: %+v, want %+v", tt.option, tt.now.Config.NFTables, got, tt.want)
+		}
+	}
+}
+
+// TestGuardedTunnels checks that the tunnels of a former backend are guarded while it is there: pods
+// could reach it otherwise.
+func TestGuardedTunnels(t *testing.T) {
+	catalog, err := builtin.New(options.Options{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	p := &parts{host: &Host{}, catalog: catalog, opts: options.Options{GuardTunnel: true}}
+	config := func(backend string) subnet.Config {
+		c, _, err := subnet.ParseConfig([]byte(`{"Network":"10.5.0.0/16",` + backend + `}`))
+		if err != nil {
+			t.Fatal(err)
+		}
+		return c
+	}
+	eth0 := link(1500, "192.0.2.1")
+	vxlan, ipip := firewall.Payload{Protocol: firewall.UDP, Port: 8472}, firewall.Payload{Protocol: 4}
+	for _, tt := range []struct {
+		name, now, former string
+		want              []firewall.Payload
+	}{
+		{"no former backend", `"Backend":{"Type":"ipip"}`, "", []firewall.Payload{ipip}},
+		{"finished", `"Backend":{"Type":"ipip"}`, `"Backend":{"Type":"vxlan"},"NextBackend":{"Type":"ipip"}`, []firewall.Payload{ipip, vxlan}},
+		{"aborted", `"Backend":{"Type":"vxlan"}`, `"Backend":{"Type":"vxlan"},"NextBackend":{"Type":"ipip"}`, []firewall.Payload{vxlan, ipip}},
+		{"to a backend without a tunnel", `"Backend":{"Type":"host-gw"}`, `"Backend":{"Type":"vxlan"}`, []firewall.Payload{vxlan}},
+		{"a former backend of a newer version", `"Backend":{"Type":"ipip"}`, `"Backend":{"Type":"carrier-pigeon"}`, []firewall.Payload{ipip}},
+	} {
+		now := lastknown.State{Config: config(tt.now), Interface: eth0, Own: subnet.Lease{Endpoints: []subnet.Endpoint{{
+			Subnet: netip.MustParsePrefix("10.5.1.0/24"), PublicIP: netip.MustParseAddr("192.0.2.1"),
+		}}}}
+		if tt.former != "" {
+			now.Former = []lastknown.Former{{Config: config(tt.former), Interface: eth0}}
+		}
+		be, _, err := catalog.New(p.env(eth0, now.Config))
+		if err != nil {
+			t.Fatal(err)
+		}
+		if diff := cmp.Diff(tt.want, p.rulePolicy(be, now).Networks[0].Tunnels); diff != "" {
+			t.Errorf("%s: tunnels (-want +got):\n%s", tt.name, diff)
 		}
 	}
 }
