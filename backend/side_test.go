@@ -3,12 +3,14 @@
 package backend_test
 
 import (
+	"context"
 	"encoding/json"
 	"net/netip"
 	"slices"
 	"strings"
 	"testing"
 	"testing/synctest"
+	"time"
 
 	"github.com/flanneld/flanneld/backend"
 	"github.com/flanneld/flanneld/subnet"
@@ -102,4 +104,41 @@ func TestLeasesOfAMigration(t *testing.T) {
 			t.Errorf("settled after the passes: %v, want the last one alone", settled)
 		}
 	})
+}
+
+// matching is a network that counts the calls of Matches.
+type matching struct {
+	*network
+	calls int
+}
+
+func (m *matching) Matches(subnet.Lease) bool { m.calls++; return true }
+
+// TestLeasesWithoutAMigration checks that the data of leases is not decoded for a migration if there
+// was none.
+func TestLeasesWithoutAMigration(t *testing.T) {
+	for _, migrated := range []bool{false, true} {
+		synctest.Test(t, func(t *testing.T) {
+			n := &matching{network: &network{}}
+			s := backend.NewSyncer(backend.SyncerConfig{
+				Config: subnet.Config{Networks: []subnet.Network{{Prefix: netip.MustParsePrefix("10.5.0.0/16")}}, BackendType: "test"},
+				Own:    lease(1, "one"), Network: n, Ledger: &subnet.Ledger{}, Resync: time.Hour, Migrated: migrated,
+			})
+			ctx, cancel := context.WithCancel(t.Context())
+			done := make(chan struct{})
+			go func() {
+				defer close(done)
+				_ = s.Run(ctx)
+			}()
+			s.Publish(fullUpdate(snapshot(2, lease(2, "two"))))
+			synctest.Wait()
+			s.Publish(deltaUpdate(3, []subnet.Lease{lease(3, "three")}))
+			synctest.Wait()
+			cancel()
+			<-done
+			if got := n.calls > 0; got != migrated {
+				t.Errorf("migrated %v: %d calls of Matches", migrated, n.calls)
+			}
+		})
+	}
 }

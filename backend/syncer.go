@@ -33,6 +33,9 @@ type SyncerConfig struct {
 	Network Network
 	Ledger  *subnet.Ledger // owned by the Syncer
 	Resync  time.Duration  // maximum time between two passes
+	// Migrated is set if hosts of the network may use another backend because of a migration.
+	// Pass.Settled then tells when they have left it. Without it no lease is decoded for that.
+	Migrated bool
 	// OnSync is called after every pass.
 	OnSync func(Pass)
 	// OnRefused is called when a lease is refused for a new reason. key is the key of the
@@ -47,7 +50,7 @@ type Pass struct {
 	Err      error
 	// Settled is set if Complete is, and no known lease has data for another backend than
 	// that of this host. All hosts have then left the backend from which, or to which, the
-	// network migrated.
+	// network migrated. It needs SyncerConfig.Migrated.
 	Settled  bool
 	Took     time.Duration // duration of the pass
 	Repaired int           // number of repaired changes by other programs
@@ -157,7 +160,7 @@ func (s *Syncer) step(ctx context.Context) error {
 	s.logResult(ctx, err)
 	if s.OnSync != nil {
 		s.OnSync(Pass{
-			Complete: set.Complete, News: news, Err: err, Settled: set.Complete && len(s.moving) == 0,
+			Complete: set.Complete, News: news, Err: err, Settled: s.Migrated && set.Complete && len(s.moving) == 0,
 			Took: time.Since(begin), Repaired: outcome.Repaired,
 		})
 	}
@@ -228,7 +231,9 @@ func (s *Syncer) validate(key string) bool {
 	delete(s.unusable, key)
 	delete(s.moving, key)
 	if l := s.Ledger.Lease(key); l != nil {
-		s.noteMoving(l)
+		if s.Migrated {
+			s.noteMoving(l)
+		}
 		l, ids, why := s.check(l)
 		if why != "" {
 			s.unusable[key] = why
@@ -247,8 +252,10 @@ func (s *Syncer) validateAll() {
 		all = append(all, subnet.Claimant{Lease: l})
 	}
 	clear(s.moving)
-	for _, c := range all {
-		s.noteMoving(c.Lease)
+	if s.Migrated {
+		for _, c := range all {
+			s.noteMoving(c.Lease)
+		}
 	}
 	why := make([]string, n)
 	parallel.For(n, func(i int) { all[i].Lease, all[i].Identities, why[i] = s.check(all[i].Lease) })

@@ -150,6 +150,7 @@ func runOnSync(t *testing.T, n *network, onSync func(backend.Pass), known ...sub
 	s := backend.NewSyncer(backend.SyncerConfig{
 		Config: subnet.Config{Networks: []subnet.Network{{Prefix: netip.MustParsePrefix("10.5.0.0/16")}}, BackendType: "test"},
 		Own:    lease(1, "one"), Network: n, Ledger: ledger, Resync: time.Hour, OnSync: onSync,
+		Migrated: true,
 	})
 	logger := ktesting.NewLogger(t, ktesting.NewConfig(ktesting.BufferLogs(true)))
 	ctx, cancel := context.WithCancel(klog.NewContext(t.Context(), logger))

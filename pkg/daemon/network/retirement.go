@@ -39,8 +39,9 @@ func (p *parts) leftBehind(last lastknown.State, present backend.Backend) []last
 }
 
 // lingering is the time for which the backend that a migration has left stays after all hosts
-// have published that they have left it. A host publishes that some moments before its routes
-// change.
+// have published that they have left it. A running daemon changes its routes before it publishes
+// that, but one that starts with the new configuration publishes it first. The kernel's routes then
+// change when the daemon has read the leases of all hosts.
 const lingering = 10 * time.Second
 
 // retirement removes the objects of former configurations once the present one is
@@ -55,7 +56,9 @@ type retirement struct {
 	start    chan struct{}
 }
 
-func (p *parts) newRetirement(fs []lastknown.Former, present backend.Backend) *retirement {
+// newRetirement returns the retirement of fs. When everything is removed, it sends rules, because
+// the traffic rules guard the tunnels of fs until then.
+func (p *parts) newRetirement(fs []lastknown.Former, present backend.Backend, rules wait.Signal) *retirement {
 	r := &retirement{present: ownership.Of(present), devices: p.devices, start: make(chan struct{})}
 	for _, f := range fs {
 		r.former = append(r.former, p.owned(f))
@@ -70,6 +73,7 @@ func (p *parts) newRetirement(fs []lastknown.Former, present backend.Backend) *r
 	r.done = func() {
 		p.state.Update(func(now *lastknown.State) { now.Former = nil })
 		p.progress.retired()
+		rules.Send()
 	}
 	return r
 }

@@ -17,6 +17,7 @@ import (
 	"github.com/flanneld/flanneld/pkg/dataplane/dataplanetest"
 	"github.com/flanneld/flanneld/pkg/options"
 	"github.com/flanneld/flanneld/pkg/underlay"
+	"github.com/flanneld/flanneld/pkg/wait"
 	"github.com/flanneld/flanneld/subnet"
 )
 
@@ -105,7 +106,7 @@ func TestRetireLeavesOthersDevices(t *testing.T) {
 	}
 	p := &parts{devices: ownership.NewLocks(dir)}
 	other := ownership.NewLocks(dir)
-	r := p.newRetirement(nil, &vxlan.Backend{})
+	r := p.newRetirement(nil, &vxlan.Backend{}, wait.NewSignal())
 	retire := func() (there bool) {
 		t.Helper()
 		if err := r.retire(t.Context(), kernel, ownership.Objects{Scope: scope, Leftovers: []backend.Leftover{left}}); err != nil {

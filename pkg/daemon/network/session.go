@@ -32,7 +32,7 @@ type session struct {
 	// unpublished is set while the store may have another version of the own lease.
 	unpublished bool
 	pause       time.Duration                      // before it is published
-	rules       wait.Signal                        // sent when begin may need other traffic rules
+	rules       wait.Signal                        // sent when begin, or the end of the retirement, may need other traffic rules
 	prober      *paths.Prober                      // nil without --probe
 	left        atomic.Pointer[backend.Inspection] // state of the session when it had to end for another one; nil before
 	cancel      context.CancelFunc
@@ -60,13 +60,14 @@ func (r *runner) serve(ctx context.Context, be backend.Backend, now lastknown.St
 	ledger := &subnet.Ledger{}
 	ledger.Restore(now.Peers, time.Now())
 	now.Peers = subnet.LedgerState{}
-	past := r.newRetirement(now.Former, be)
-	syncer := r.newSyncer(ctx, now, running, ledger, past.due)
+	rules := wait.NewSignal()
+	past := r.newRetirement(now.Former, be, rules)
+	syncer := r.newSyncer(ctx, now, running, ledger, past)
 	file := &fileKeeper{path: r.opts.SubnetFile, file: subnetFile(now, running.MTU(), r.opts.IPMasq), report: func(err error) { r.ready.report(ctx, partSubnetFile, err) }}
 	file.expect() // otherwise the last session would make this one ready
 	tried := make(chan struct{})
 	ctx, cancel := context.WithCancel(ctx)
-	s := &session{mtu: running.MTU(), be: be, ledger: ledger, syncer: syncer, rules: wait.NewSignal(), cancel: cancel, done: make(chan struct{})}
+	s := &session{mtu: running.MTU(), be: be, ledger: ledger, syncer: syncer, rules: rules, cancel: cancel, done: make(chan struct{})}
 	s.begin.Store(&now)
 	if r.opts.Probe {
 		s.prober = r.newProber(s)
@@ -95,12 +96,13 @@ func (r *runner) serve(ctx context.Context, be backend.Backend, now lastknown.St
 	return s, nil
 }
 
-// newSyncer returns the lease-watch loop of a session. It calls due after each complete pass
-// without an error.
-func (r *runner) newSyncer(ctx context.Context, now lastknown.State, running backend.Network, ledger *subnet.Ledger, due func(backend.Pass)) *backend.Syncer {
+// newSyncer returns the lease-watch loop of a session. It tells past of each complete
+// pass without an error.
+func (r *runner) newSyncer(ctx context.Context, now lastknown.State, running backend.Network, ledger *subnet.Ledger, past *retirement) *backend.Syncer {
 	var syncer *backend.Syncer
 	config := backend.SyncerConfig{
 		Config: now.Config, Own: now.Own, Network: running, Ledger: ledger, Resync: r.opts.Resync,
+		Migrated: past.migrated,
 		OnSync: func(p backend.Pass) {
 			r.ready.health.Beat()
 			r.metrics.Synced(p.Took, p.Repaired, p.Err)
@@ -110,7 +112,7 @@ func (r *runner) newSyncer(ctx context.Context, now lastknown.State, running bac
 				r.ready.report(ctx, partDatapath, p.Err)
 			}
 			if p.Complete && p.Err == nil {
-				due(p)
+				past.due(p)
 			}
 			switch {
 			case p.News:
