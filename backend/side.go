@@ -59,6 +59,12 @@ func (s Side) Of(l *subnet.Lease) (_ *subnet.Lease, ok bool) {
 
 func (s Side) matches(l subnet.Lease) bool { return s.Matches == nil || s.Matches(l) }
 
+// Sized is a Backend whose networks have an MTU that is known before they start.
+type Sized interface {
+	// MTU returns what MTU of its networks returns. It is pure.
+	MTU() int
+}
+
 // Selector is a Network that uses leases with data for several backends as they are.
 type Selector interface {
 	// Selects reports whether the network can use l. It is pure, and safe for concurrent

@@ -58,8 +58,8 @@ type network struct {
 	*backend.Programmer
 }
 
-// MTU implements backend.Network.
-func (n *network) MTU() int { return n.env.Underlay.MTU }
+// MTU implements backend.Sized, and backend.Network for the networks.
+func (b *Backend) MTU() int { return b.env.Underlay.MTU }
 
 // Check implements backend.Network. Leases contain no backend data.
 func (*network) Check(subnet.Lease) ([]string, error) { return nil, nil }

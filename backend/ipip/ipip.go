@@ -134,11 +134,11 @@ type network struct {
 	*backend.Programmer
 }
 
-// MTU implements backend.Network.
-func (n *network) MTU() int {
-	mtu := n.env.Underlay.MTU
-	for _, net := range n.env.Config.Networks {
-		mtu = min(mtu, n.env.Underlay.MTU-kinds[net.Family()].overhead)
+// MTU implements backend.Sized, and backend.Network for the networks.
+func (b *Backend) MTU() int {
+	mtu := b.env.Underlay.MTU
+	for _, net := range b.env.Config.Networks {
+		mtu = min(mtu, b.env.Underlay.MTU-kinds[net.Family()].overhead)
 	}
 	return mtu
 }

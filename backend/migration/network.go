@@ -128,11 +128,12 @@ func (n *network) startNext(ctx context.Context) {
 	klog.FromContext(ctx).Info("the next backend is running", "next", part.side.Type)
 }
 
-// MTU implements backend.Network. Both backends can carry packets of that size.
+// MTU implements backend.Network. Both backends can carry packets of that size, also if the next
+// one does not run yet.
 func (n *network) MTU() int {
 	mtu := n.running[present].MTU()
-	if n.running[next] != nil {
-		mtu = min(mtu, n.running[next].MTU())
+	if s, ok := n.parts[next].be.(backend.Sized); ok {
+		mtu = min(mtu, s.MTU())
 	}
 	return mtu
 }

@@ -242,6 +242,9 @@ func TestNextBackendDoesNotStart(t *testing.T) {
 	_ = n.running[next].Close()
 	n.running[next], n.notStarted = nil, errNoData
 	n.layer.view(next)
+	if mtu := n.MTU(); mtu != 1450 { // the daemon writes it to the subnet file once
+		t.Errorf("MTU %d, want that of the next backend", mtu)
+	}
 	leases := map[string]*subnet.Lease{"host2": lease(2, "host-gw", nil, "vxlan", dataOf(2, 1)), "host3": lease(3, "vxlan", dataOf(3, 1), "", nil)}
 	n.nextStart = time.Now().Add(time.Hour)
 	out, err := n.Sync(t.Context(), backend.Set{Leases: leases, All: true, Complete: true})

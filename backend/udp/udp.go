@@ -222,7 +222,7 @@ func (n *network) closeTunnel() error {
 	return err
 }
 
-// MTU implements backend.Network for both modes.
+// MTU implements backend.Sized, and backend.Network for both modes.
 func (b *Backend) MTU() int { return mtu(b.env) }
 
 // Check implements backend.Network for both modes. A lease with backend data belongs to

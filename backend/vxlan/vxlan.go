@@ -145,11 +145,11 @@ type network struct {
 	*backend.Programmer
 }
 
-// MTU implements backend.Network.
-func (n *network) MTU() int {
-	mtu := n.env.Underlay.MTU
-	for _, net := range n.env.Config.Networks {
-		mtu = min(mtu, n.config.deviceMTU(n.env.Underlay.MTU, net.Family()))
+// MTU implements backend.Sized, and backend.Network for the networks.
+func (b *Backend) MTU() int {
+	mtu := b.env.Underlay.MTU
+	for _, net := range b.env.Config.Networks {
+		mtu = min(mtu, b.config.deviceMTU(b.env.Underlay.MTU, net.Family()))
 	}
 	return mtu
 }

@@ -253,11 +253,11 @@ func (b *Backend) base(own subnet.Lease, kind string) dataplane.State {
 	return want
 }
 
-// MTU implements backend.Network.
-func (n *network) MTU() int {
-	mtu := n.env.Underlay.MTU
-	for _, t := range n.tunnels() {
-		mtu = min(mtu, n.config.deviceMTU(n.env.Underlay.MTU, t))
+// MTU implements backend.Sized, and backend.Network for the networks.
+func (b *Backend) MTU() int {
+	mtu := b.env.Underlay.MTU
+	for _, t := range b.tunnels() {
+		mtu = min(mtu, b.config.deviceMTU(b.env.Underlay.MTU, t))
 	}
 	return mtu
 }
