@@ -3,6 +3,7 @@
 package migration
 
 import (
+	"container/heap"
 	"context"
 	"math/rand/v2"
 	"net/netip"
@@ -38,17 +39,47 @@ type prober struct {
 
 	mu       sync.Mutex
 	peers    map[string]*probed
+	order    queue // of peers
 	ids      map[uint32]attempt
 	answered []string
 }
 
 // probed is a peer that has not answered yet.
 type probed struct {
+	key     string
+	index   int // in the queue
 	targets []target
 	missing map[netip.Addr]struct{} // targets that have not answered
 	due     time.Time
 	pause   wait.Backoff
 	ids     []uint32 // of the requests that count
+}
+
+// queue implements heap.Interface: the first peer is the one that is due first.
+type queue []*probed
+
+func (q queue) Len() int           { return len(q) }
+func (q queue) Less(i, j int) bool { return q[i].due.Before(q[j].due) }
+
+func (q queue) Swap(i, j int) {
+	q[i], q[j] = q[j], q[i]
+	q[i].index, q[j].index = i, j
+}
+
+// Push implements heap.Interface.
+func (q *queue) Push(x any) {
+	p := x.(*probed)
+	p.index = len(*q)
+	*q = append(*q, p)
+}
+
+// Pop implements heap.Interface.
+func (q *queue) Pop() any {
+	last := len(*q) - 1
+	p := (*q)[last]
+	(*q)[last] = nil
+	*q = (*q)[:last]
+	return p
 }
 
 // attempt is a request that was sent.
@@ -74,12 +105,13 @@ func (p *prober) set(targets map[string][]target) {
 		if p.peers[key] != nil || slices.Contains(p.answered, key) {
 			continue
 		}
-		peer := &probed{targets: ts, missing: map[netip.Addr]struct{}{}, due: time.Now()}
+		peer := &probed{key: key, targets: ts, missing: map[netip.Addr]struct{}{}, due: time.Now()}
 		peer.pause.Least, peer.pause.Most = leastProbe, mostProbe
 		for _, t := range ts {
 			peer.missing[t.to] = struct{}{}
 		}
 		p.peers[key] = peer
+		heap.Push(&p.order, peer)
 		p.changed.Send()
 	}
 }
@@ -94,9 +126,11 @@ func (p *prober) take() []string {
 }
 
 func (p *prober) drop(key string) {
-	for _, id := range p.peers[key].ids {
+	peer := p.peers[key]
+	for _, id := range peer.ids {
 		delete(p.ids, id)
 	}
+	heap.Remove(&p.order, peer.index)
 	delete(p.peers, key)
 }
 
@@ -152,16 +186,10 @@ func (p *prober) run(ctx context.Context) {
 func (p *prober) next(now time.Time) (requests map[uint32]target, pause time.Duration) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	var first string
-	for key, peer := range p.peers {
-		if first == "" || peer.due.Before(p.peers[first].due) {
-			first = key
-		}
-	}
-	if first == "" {
+	if len(p.order) == 0 {
 		return nil, mostProbe
 	}
-	peer := p.peers[first]
+	peer := p.order[0]
 	if left := peer.due.Sub(now); left > 0 {
 		return nil, left
 	}
@@ -175,11 +203,12 @@ func (p *prober) next(now time.Time) (requests map[uint32]target, pause time.Dur
 	for _, t := range peer.targets {
 		if _, missing := peer.missing[t.to]; missing {
 			id := rand.Uint32()
-			requests[id], p.ids[id] = t, attempt{first, t.to}
+			requests[id], p.ids[id] = t, attempt{peer.key, t.to}
 			peer.ids = append(peer.ids, id)
 		}
 	}
 	peer.due = now.Add(peer.pause.Next())
+	heap.Fix(&p.order, peer.index)
 	return requests, probePause
 }
 
