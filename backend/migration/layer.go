@@ -8,7 +8,6 @@ import (
 	"net/netip"
 	"slices"
 
-	"github.com/flanneld/flanneld/backend"
 	"github.com/flanneld/flanneld/pkg/dataplane"
 	"github.com/flanneld/flanneld/pkg/prefix"
 )
@@ -32,7 +31,7 @@ const (
 // well. The route to the whole network belongs to the present backend alone: that of the next
 // one would receive packets to addresses that the network did not carry before.
 type layer struct {
-	reconciler backend.Reconciler
+	reconciler *dataplane.Reconciler
 	networks   []netip.Prefix
 	views      [sides]*view
 	carried    map[netip.Prefix]struct{} // subnets of peers to which the next backend carries the packets
@@ -40,6 +39,7 @@ type layer struct {
 	held  bool // changes wait for apply
 	all   bool // apply must pass on everything
 	delta delta
+	gone  []dataplane.Object // no longer wanted, and not swept yet
 }
 
 // view is the Reconciler of one backend.
@@ -51,7 +51,7 @@ type view struct {
 	rerouted bool                      // see dataplane.Report
 }
 
-func newLayer(r backend.Reconciler, networks []netip.Prefix) *layer {
+func newLayer(r *dataplane.Reconciler, networks []netip.Prefix) *layer {
 	l := &layer{reconciler: r, networks: networks, carried: map[netip.Prefix]struct{}{}, delta: newDelta()}
 	for i := range l.views {
 		l.views[i] = &view{layer: l, side: i, want: dataplane.NewState(), subnets: map[netip.Prefix]struct{}{}}
@@ -70,12 +70,14 @@ func (l *layer) view(side int) *view {
 // Reconcile implements backend.Reconciler. It changes the kernel at once, or if changes are
 // held, at the next apply.
 func (v *view) Reconcile(ctx context.Context, want dataplane.State, sweep bool) (dataplane.Report, error) {
+	v.gone = append(v.gone, lacking(v.want, want)...)
 	v.want, v.all = want, true
 	return v.pass(ctx)
 }
 
 // Update implements backend.Reconciler. See Reconcile.
 func (v *view) Update(ctx context.Context, removed, added []dataplane.Object, _ bool) (dataplane.Report, error) {
+	v.gone = append(v.gone, removed...)
 	v.want.Remove(removed...)
 	v.want.Add(added...)
 	if !v.all {
@@ -98,10 +100,20 @@ func (v *view) pass(ctx context.Context) (dataplane.Report, error) {
 	return report, err
 }
 
+// sweepGone makes the next apply delete what the backends no longer want, even if it does not sweep
+// everything.
+func (l *layer) sweepGone() {
+	l.reconciler.SweepAt(l.gone...)
+	l.gone = nil
+}
+
 // apply passes on all changes since the last call.
 func (l *layer) apply(ctx context.Context, sweep bool) (report dataplane.Report, err error) {
 	all, delta := l.all, l.delta
 	l.all, l.delta = false, newDelta()
+	if sweep {
+		l.gone = nil
+	}
 	if all {
 		report, err = l.reconciler.Reconcile(ctx, l.merged(), sweep)
 	} else {
@@ -269,6 +281,26 @@ func (*view) Changed() <-chan struct{} { return nil }
 
 // Close implements backend.Reconciler. The network closes the common Reconciler.
 func (*view) Close() error { return nil }
+
+// lacking returns the objects of a peer in have that want lacks.
+func lacking(have, want dataplane.State) (objects []dataplane.Object) {
+	for key, n := range have.Neighs {
+		if _, ok := want.Neighs[key]; !ok {
+			objects = append(objects, n)
+		}
+	}
+	for key, f := range have.FDB {
+		if _, ok := want.FDB[key]; !ok {
+			objects = append(objects, f)
+		}
+	}
+	for r := range have.AllRoutes() {
+		if len(want.Routes[r.Dst]) == 0 {
+			objects = append(objects, r)
+		}
+	}
+	return objects
+}
 
 // delta is the difference between two wanted states.
 type delta struct{ gone, new map[dataplane.Object]struct{} }

@@ -178,6 +178,9 @@ func (n *network) Sync(ctx context.Context, set backend.Set) (backend.Outcome, e
 	out, err := n.syncParts(ctx, set)
 	moved := n.decide(changed, n.prober.take())
 	n.layer.held = false
+	if set.Complete && n.running[next] == nil { // objects that only the next backend knows must stay
+		n.layer.sweepGone()
+	}
 	report, failed := n.layer.apply(ctx, set.Complete && n.running[next] != nil)
 	err = oneline.Join(err, failed, n.noteRefused(ctx, report.Refused))
 	if set.All || report.Repaired > 0 {
@@ -248,6 +251,7 @@ func (n *network) update(set backend.Set) []string {
 	for _, s := range left {
 		if _, has := n.bySubnet[s]; !has {
 			n.layer.choose(s, present)
+			n.layer.gone = append(n.layer.gone, dataplane.NewRoute(s, netip.Addr{}, "", false)) // also that of an earlier process
 		}
 	}
 	return changed

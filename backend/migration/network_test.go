@@ -263,6 +263,73 @@ func TestNextBackendDoesNotStart(t *testing.T) {
 	}
 }
 
+// TestPeersGoWithoutTheNextBackend removes peers while the next backend does not run. Their routes
+// must go, also those by the next backend, and all others must stay.
+func TestPeersGoWithoutTheNextBackend(t *testing.T) {
+	for _, all := range []bool{false, true} {
+		k := dataplanetest.New()
+		leases := map[string]*subnet.Lease{}
+		for n := 2; n <= 5; n++ {
+			l := lease(n, "vxlan", dataOf(n, 1), "vxlan", dataOf(n, 7))
+			leases[l.Key] = l
+		}
+		first := start(t, k, vni1, vni7)
+		for range 2 {
+			if _, err := first.Sync(t.Context(), backend.Set{Leases: leases, All: true, Complete: true}); err != nil {
+				t.Fatal(err)
+			}
+			first.prober.mu.Lock()
+			first.prober.answered = []string{"host2", "host4"}
+			first.prober.mu.Unlock()
+		}
+		if err := first.Close(); err != nil {
+			t.Fatal(err)
+		}
+		n := start(t, k, vni1, vni7)
+		_ = n.running[next].Close()
+		n.running[next], n.notStarted, n.nextStart = nil, errNoData, time.Now().Add(time.Hour)
+		n.layer.view(next)
+		step := func(set backend.Set) {
+			t.Helper()
+			set.Leases = leases
+			if _, err := n.Sync(t.Context(), set); err != nil {
+				t.Fatal(err)
+			}
+		}
+		expect := func(when string, want map[int]bool) {
+			t.Helper()
+			for host, there := range want {
+				if got := routes(t.Context(), t, k, subnetOf(host)); len(got) > 0 != there {
+					t.Errorf("%s, all %v: routes to host%d %q, want some: %v", when, all, host, got, there)
+				}
+			}
+		}
+		step(backend.Set{All: true}) // of the last known state
+		delete(leases, "host2")
+		delete(leases, "host3")
+		changed := backend.Set{Changed: []string{"host2", "host3"}, All: all}
+		step(changed)
+		expect("before the store has answered", map[int]bool{2: true, 3: true, 4: true, 5: true})
+		step(backend.Set{All: all, Complete: true})
+		expect("when it has answered", map[int]bool{2: false, 3: false, 4: true, 5: true})
+		delete(leases, "host4")
+		step(backend.Set{Changed: []string{"host4"}, All: all, Complete: true})
+		expect("after another one", map[int]bool{4: false, 5: true})
+		state, err := k.Read(t.Context(), n.Scope())
+		if err != nil {
+			t.Fatal(err)
+		}
+		if _, there := state.Links["flannel.7"]; !there {
+			t.Error("the device of the next backend was removed")
+		}
+		for key := range state.Neighs {
+			if key.Dev == "flannel.1" && key.IP != subnetOf(5).Addr() {
+				t.Errorf("all %v: neighbour %v stays", all, key)
+			}
+		}
+	}
+}
+
 // TestClaim checks that each backend gets the data that it has published before, from any phase.
 func TestClaim(t *testing.T) {
 	k := dataplanetest.New()

@@ -69,6 +69,7 @@ type Reconciler struct {
 
 	want  State
 	dirty Keys // where want and the kernel's state may differ
+	gone  Keys // places to sweep at the next pass in any case
 	all   bool // want and the kernel's state may differ everywhere
 	swept bool // the last Reconcile swept, so nothing is left to delete
 
@@ -189,6 +190,13 @@ func (r *Reconciler) Update(ctx context.Context, removed, added []Object, sweep 
 	return r.converge(ctx, sweep)
 }
 
+// SweepAt makes the next Reconcile or Update delete what is not wanted at the keys of objects, even
+// if it does not sweep.
+func (r *Reconciler) SweepAt(objects ...Object) {
+	r.gone.Add(objects...)
+	r.dirty.Add(objects...)
+}
+
 // converge repeats passes until one finds no change to make.
 func (r *Reconciler) converge(ctx context.Context, sweep bool) (Report, error) {
 	var report Report
@@ -236,11 +244,20 @@ func (r *Reconciler) plan(drifted Keys, sweep bool) Changes {
 		maps.DeleteFunc(r.refused, func(route Route, _ Refusal) bool { return r.dirty.has(route) })
 	}
 	changes := Plan(have, want, r.cache.scope, r.recorded, sweep)
+	if !sweep {
+		changes.Ops = append(changes.Ops, r.planGone(changes.Ops)...)
+	}
 	for _, refusal := range changes.Refused {
 		r.refused[refusal.Route.canonical()] = refusal
 	}
 	changes.Ops = r.reachable(changes.Ops)
 	return changes
+}
+
+// planGone returns the deletes at the keys in gone that are not in ops.
+func (r *Reconciler) planGone(ops []Op) []Op {
+	all := Plan(r.cache.Only(r.gone), r.want.Only(r.gone), r.cache.scope, r.recorded, true).Ops
+	return slices.DeleteFunc(all, func(op Op) bool { return !op.Delete || !r.gone.has(op.Object) || slices.Contains(ops, op) })
 }
 
 // reachable returns ops without the routes that the kernel has refused because of their
@@ -272,7 +289,7 @@ func (r *Reconciler) finish(report *Report, sweep bool) {
 		}
 		r.dropped = nil
 	}
-	r.dirty, r.all, r.swept = Keys{}, false, sweep
+	r.dirty, r.gone, r.all, r.swept = Keys{}, Keys{}, false, sweep
 	for _, refusals := range []map[Route]Refusal{r.refused, r.unreachable} {
 		for _, refusal := range refusals {
 			report.Refused = append(report.Refused, refusal)
