@@ -88,6 +88,15 @@ func (e Env) Links(ctx context.Context, devices ...string) (map[string]dataplane
 	return have.Links, nil
 }
 
+// TryDevice returns an error if a device like l cannot be created. Only creating one loads the
+// module of the kernel.
+func (e Env) TryDevice(ctx context.Context, l dataplane.Link) error {
+	for _, failed := range e.Kernel.Apply(ctx, []dataplane.Op{{Object: l}, {Object: l, Delete: true}}) {
+		return fmt.Errorf("create a device of type %s: %w", l.Kind, failed.Err)
+	}
+	return nil
+}
+
 // DeviceConflict returns the error about a device that has the name of one of the
 // backend's devices, but a type that flanneld never creates under that name. flanneld
 // does not remove it. want is the expected type.

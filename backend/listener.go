@@ -2,6 +2,8 @@
 
 package backend
 
+import "context"
+
 // Listener is implemented by backends that carry packets in UDP.
 type Listener interface {
 	// Ports returns the ports of this host that peers send to. It is pure.
@@ -29,6 +31,21 @@ func PortsByType(b Backend, configured string) map[string][]int {
 		return l.PortsByType()
 	}
 	return map[string][]int{configured: Ports(b)}
+}
+
+// Checker is a Backend that can find out before Start whether the host has what it needs.
+type Checker interface {
+	// Usable returns an error if the host lacks something without which Start fails, such as a
+	// kernel module. It may create and delete a device.
+	Usable(ctx context.Context) error
+}
+
+// Usable returns an error if it is known that b cannot start on this host.
+func Usable(ctx context.Context, b Backend) error {
+	if c, ok := b.(Checker); ok {
+		return c.Usable(ctx)
+	}
+	return nil
 }
 
 // FileOwner is a Backend that needs files for itself.

@@ -81,6 +81,34 @@ func (b *Backend) Tunnel(f prefix.Family) firewall.Payload {
 	return firewall.Payload{Protocol: kinds[f].protocol}
 }
 
+// probeDevice is the name of a temporary device.
+const probeDevice = "flannel-try"
+
+// Usable implements backend.Checker.
+func (b *Backend) Usable(ctx context.Context) error {
+	if err := b.checkDeviceNames(ctx); err != nil {
+		return err
+	}
+	links, err := b.env.Links(ctx, b.Scope().Devices...)
+	if err != nil {
+		return err
+	}
+	for _, n := range b.env.Config.Networks {
+		k := kinds[n.Family()]
+		addr, ok := b.env.Underlay.Family(n.Family())
+		if _, there := links[k.device]; there || !ok {
+			continue
+		}
+		err := b.env.TryDevice(ctx, dataplane.Link{
+			Name: probeDevice, Kind: k.link, MTU: b.env.Underlay.MTU - k.overhead, Tunnel: dataplane.Tunnel{Local: addr.Local},
+		})
+		if err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
 // Claim implements backend.Backend. Leases contain no backend data.
 func (b *Backend) Claim(_ context.Context, prev subnet.Claim) (subnet.Claim, error) {
 	return b.env.Claim(Type, prev), nil

@@ -29,6 +29,8 @@ type Backend struct {
 	env   backend.Env
 	parts [sides]part
 	layer *layer // of the network that was started last
+	// withheld is the reason why the last claim has no data of the next backend; nil if it has.
+	withheld error
 }
 
 // part is one of the two backends.
@@ -152,15 +154,19 @@ func (b *Backend) Tunnels(f prefix.Family) []firewall.Payload {
 	return all
 }
 
-// Claim implements backend.Backend. If the next backend has no claim, the claim is that of
-// the present one alone, and the log says why.
+// Claim implements backend.Backend. If the next backend has no claim, or is known not to start on this
+// host, the claim is that of the present one alone, and the log says why. Such a host would be cut off
+// if peers relied on its data.
 func (b *Backend) Claim(ctx context.Context, prev subnet.Claim) (subnet.Claim, error) {
 	claim, err := b.parts[present].claim(ctx, prev)
 	if err != nil {
 		return subnet.Claim{}, err
 	}
-	more, err := b.parts[next].claim(ctx, prev)
-	if err != nil {
+	var more subnet.Claim
+	if err = backend.Usable(ctx, b.parts[next].be); err == nil {
+		more, err = b.parts[next].claim(ctx, prev)
+	}
+	if b.withheld = err; err != nil {
 		klog.FromContext(ctx).Error(err, "cannot publish data of the next backend: peers go on with the present one", "next", b.parts[next].side.Type)
 		return claim, nil
 	}

@@ -3,6 +3,7 @@
 package migration
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -110,7 +111,7 @@ func ownOf(s backend.Side, own subnet.Lease) subnet.Lease {
 func (n *network) startNext(ctx context.Context) {
 	part := n.parts[next]
 	own, ok := part.side.Of(&n.own)
-	err := errNoData
+	err := cmp.Or(n.withheld, errNoData)
 	if ok {
 		n.running[next], err = part.be.Start(ctx, *own)
 	}

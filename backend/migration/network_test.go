@@ -4,6 +4,7 @@ package migration
 
 import (
 	"encoding/json"
+	"errors"
 	"fmt"
 	"maps"
 	"net/netip"
@@ -12,12 +13,17 @@ import (
 	"testing"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/flanneld/flanneld/backend"
 	"github.com/flanneld/flanneld/backend/alloc"
 	"github.com/flanneld/flanneld/backend/awsvpc"
 	"github.com/flanneld/flanneld/backend/backendtest"
 	"github.com/flanneld/flanneld/backend/hostgw"
+	"github.com/flanneld/flanneld/backend/ipip"
 	"github.com/flanneld/flanneld/backend/vxlan"
+	"github.com/flanneld/flanneld/backend/wireguard"
+	"github.com/flanneld/flanneld/pkg/dataplane"
 	"github.com/flanneld/flanneld/pkg/dataplane/dataplanetest"
 	"github.com/flanneld/flanneld/pkg/prefix"
 	"github.com/flanneld/flanneld/subnet"
@@ -42,7 +48,8 @@ func newBackend(t *testing.T, env backend.Env) (backend.Backend, error) {
 	r, err := backend.NewRegistry(
 		backend.Entry{Type: alloc.Type, Factory: alloc.New}, backend.Entry{Type: awsvpc.Type, Factory: awsvpc.New},
 		backend.Entry{Type: hostgw.Type, Factory: hostgw.New},
-		backend.Entry{Type: vxlan.Type, Factory: vxlan.New},
+		backend.Entry{Type: vxlan.Type, Factory: vxlan.New}, backend.Entry{Type: ipip.Type, Factory: ipip.New},
+		backend.Entry{Type: wireguard.Type, Factory: wireguard.New},
 	)
 	if err != nil {
 		t.Fatal(err)
@@ -351,6 +358,40 @@ func TestClaim(t *testing.T) {
 		}
 		if keeps := name != "before"; keeps != (string(e.NextData) == string(seven)) {
 			t.Errorf("%s: next data is %s, the same as before: want %v", name, e.NextData, keeps)
+		}
+	}
+}
+
+// TestClaimWithoutAModule checks that a host publishes no data for a backend that its kernel does not
+// have: it would be cut off when the migration is finished.
+func TestClaimWithoutAModule(t *testing.T) {
+	for _, to := range []string{`{"Type":"ipip"}`, `{"Type":"wireguard","Implementation":"kernel"}`} {
+		k := dataplanetest.New()
+		env := newEnv(k, vni1, to)
+		env.Kernel = &dataplanetest.Spy{Kernel: k, Fail: func(op dataplane.Op) error {
+			if l, ok := op.Object.(dataplane.Link); ok && l.Kind != dataplane.KindVXLAN {
+				return unix.EOPNOTSUPP
+			}
+			return nil
+		}}
+		b, err := newBackend(t, env)
+		if err != nil {
+			t.Fatal(err)
+		}
+		claim, err := b.Claim(t.Context(), subnet.Claim{})
+		if err != nil || claim.BackendType != "vxlan" || claim.NextType != "" {
+			t.Fatalf("%s: %+v, %v, want data for vxlan alone", to, claim, err)
+		}
+		claim.Endpoints[0].Subnet = subnetOf(1)
+		n, err := b.Start(t.Context(), subnet.Lease{Key: "host1", BackendType: claim.BackendType, Endpoints: claim.Endpoints})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if got := n.(*network).notStarted; !errors.Is(got, unix.EOPNOTSUPP) {
+			t.Errorf("%s does not start because of %v, want the reason why it has no data", to, got)
+		}
+		if err := n.Close(); err != nil {
+			t.Error(err)
 		}
 	}
 }

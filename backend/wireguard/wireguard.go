@@ -185,12 +185,28 @@ func (n *network) start(ctx context.Context, own subnet.Lease) error {
 	return err
 }
 
+// Usable implements backend.Checker.
+func (b *Backend) Usable(ctx context.Context) error {
+	if b.config.Implementation == implUserspace {
+		return nil
+	}
+	links, err := b.env.Links(ctx, b.Scope().Devices...)
+	if err != nil {
+		return err
+	}
+	err = b.kernelSupported(ctx, links)
+	if b.config.Implementation == implAuto && errors.Is(err, syscall.EOPNOTSUPP) {
+		return nil
+	}
+	return err
+}
+
 // probeDevice is the name of a temporary device.
 const probeDevice = "flannel-wg-try"
 
 // kernelSupported returns an error if the kernel has no WireGuard: EOPNOTSUPP, wrapped.
 // links contains the existing devices.
-func (n *network) kernelSupported(ctx context.Context, links map[string]dataplane.Link) error {
+func (b *Backend) kernelSupported(ctx context.Context, links map[string]dataplane.Link) error {
 	for _, l := range links {
 		if l.Kind == dataplane.KindWireGuard {
 			return nil
@@ -198,7 +214,7 @@ func (n *network) kernelSupported(ctx context.Context, links map[string]dataplan
 	}
 	// Only creating a device loads the module.
 	link := dataplane.Link{Name: probeDevice, Kind: dataplane.KindWireGuard, MTU: prefix.IPv6.MinMTU()}
-	for _, failed := range n.env.Kernel.Apply(ctx, []dataplane.Op{{Object: link}, {Object: link, Delete: true}}) {
+	for _, failed := range b.env.Kernel.Apply(ctx, []dataplane.Op{{Object: link}, {Object: link, Delete: true}}) {
 		return failed.Err
 	}
 	return nil
