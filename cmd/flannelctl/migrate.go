@@ -3,6 +3,7 @@
 package main
 
 import (
+	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -60,7 +61,7 @@ func newMigratePlanCommand(store *storeFlags) *cobra.Command {
 			if err != nil {
 				return err
 			}
-			_, err = fmt.Fprintf(cmd.OutOrStdout(), "1. start: %s\n2. wait until `flannelctl migrate status` shows that all hosts are ready\n3. finish: %s\nabort at any time: %s\n",
+			_, err = fmt.Fprintf(cmd.OutOrStdout(), "1. start: %s\n2. wait until `flannelctl migrate status` shows on each host that it sends to all others by the next backend\n3. finish: %s\nabort at any time: %s\n",
 				during, after, strings.TrimSpace(string(text)))
 			return err
 		},
@@ -83,7 +84,9 @@ func newMigrateFinishCommand(store *storeFlags) *cobra.Command {
 	cmd := &cobra.Command{
 		Use: "finish", Short: "Make the next backend the only one", Args: cobra.NoArgs,
 		Long: `Makes the next backend the only one. It refuses that as long as a host does not
-publish data for it, because such a host would be cut off.`,
+publish data for it, because such a host would be cut off. It does not notice a
+host that publishes data for a backend that has failed there: check
+flannel_migration_peers{backend="present"} of all hosts before.`,
 		Example: "  flannelctl migrate finish\n  flannelctl migrate finish --yes",
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if !yes {
@@ -122,9 +125,10 @@ func newMigrateStatusCommand(store *storeFlags) *cobra.Command {
 	cmd := &cobra.Command{
 		Use: "status", Short: "Show how far the hosts are, and what holds them up", Args: cobra.NoArgs,
 		Long: `Shows how many hosts are in which phase of the migration, according to their
-leases, and names those that do not publish data for the next backend. If a
-daemon runs on this host, the output also shows which peers it does not send to
-by the next backend, and why.`,
+leases, and names those that do not publish data for the next backend. A host
+that does need not have it in order: look there too. If a daemon runs on this
+host, the output also shows which peers it does not send to by the next backend,
+and why.`,
 		Example: "  flannelctl migrate status\n  flannelctl migrate status -o json",
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			m, err := readMigration(cmd, store)
@@ -162,7 +166,8 @@ type migration struct {
 type hostMigration struct {
 	MTU     int               `json:"mtu"`     // of new pods: that of the backend with the smaller one
 	Moved   int               `json:"moved"`   // number of peers to which it sends by the next backend
-	Waiting map[string]string `json:"waiting"` // reasons for the other peers, by lease
+	Waiting map[string]string `json:"waiting"` // reasons for those to which it sends by the present one, by lease
+	Refused map[string]string `json:"refused"` // reasons for those to which it sends by neither, by lease
 }
 
 // readMigration reads the configuration and all leases.
@@ -262,11 +267,14 @@ func (m *migration) addHost(r status.Report) {
 	if r.Network.NextBackendType == "" {
 		return
 	}
-	m.Host = &hostMigration{MTU: r.Network.MTU, Waiting: map[string]string{}}
+	m.Host = &hostMigration{MTU: r.Network.MTU, Waiting: map[string]string{}, Refused: map[string]string{}}
 	for _, p := range r.Peers {
-		if p.Waiting == "" {
+		switch {
+		case p.Backend == "":
+			m.Host.Refused[p.Key] = p.Error
+		case p.Waiting == "":
 			m.Host.Moved++
-		} else {
+		default:
 			m.Host.Waiting[p.Key] = p.Waiting
 		}
 	}
@@ -288,32 +296,65 @@ func (m migration) print(w io.Writer) {
 	for _, key := range slices.Sorted(maps.Keys(h.Waiting)) {
 		fmt.Fprintf(w, "\t%s: %s\n", key, h.Waiting[key])
 	}
-	if m.To == "wireguard" && len(h.Waiting) == 0 && m.Phases[phaseBefore] == 0 {
+	for _, key := range slices.Sorted(maps.Keys(h.Refused)) {
+		fmt.Fprintf(w, "\t%s is refused: %s\n", key, h.Refused[key])
+	}
+	if m.To == "wireguard" && len(h.Waiting)+len(h.Refused) == 0 && m.Phases[phaseBefore] == 0 {
 		fmt.Fprintln(w, "\tno packet to a peer leaves this host in clear text")
 	}
 }
 
-// rewriteConfig replaces the configuration in the store by the result of change. On
-// Kubernetes it prints the result.
+// rewriteConfig replaces the configuration in the store by the result of edit. On Kubernetes it
+// prints the result.
 func rewriteConfig(cmd *cobra.Command, store *storeFlags, edit func([]byte) ([]byte, error)) error {
-	text, kubernetes, err := currentConfig(cmd.Context(), store)
+	if !store.onKubernetes() {
+		return withAdmin(*store, func(a *etcd.Admin) error { return replaceConfig(cmd, a, edit) })
+	}
+	text, _, err := currentConfig(cmd.Context(), store)
 	if err != nil {
 		return err
 	}
 	if text, err = edit(text); err != nil {
 		return err
 	}
-	cfg, err := checkConfig(cmd, text, !kubernetes)
+	if _, err := checkConfig(cmd, text, false); err != nil {
+		return err
+	}
+	_, err = fmt.Fprintf(cmd.OutOrStdout(), "write this to net-conf.json of the ConfigMap (kubectl --namespace=kube-flannel edit configmap kube-flannel-cfg):\n%s\n", text)
+	return err
+}
+
+// configStore is an etcd.Admin.
+type configStore interface {
+	Config(ctx context.Context) (text []byte, revision int64, err error)
+	SetConfig(ctx context.Context, text []byte, revision int64) error
+}
+
+// replaceConfig replaces the configuration in etcd by the result of edit. It fails if another program
+// has changed the configuration since it was read.
+func replaceConfig(cmd *cobra.Command, in configStore, edit func([]byte) ([]byte, error)) error {
+	old, revision, err := in.Config(cmd.Context())
 	if err != nil {
 		return err
 	}
-	if kubernetes {
-		_, err := fmt.Fprintf(cmd.OutOrStdout(), "write this to net-conf.json of the ConfigMap (kubectl --namespace=kube-flannel edit configmap kube-flannel-cfg):\n%s\n", text)
+	if revision == 0 {
+		return subnet.ErrNoConfig
+	}
+	text, err := edit(old)
+	if err != nil {
 		return err
 	}
-	return withAdmin(*store, func(a *etcd.Admin) error {
-		return setConfig(cmd, a, change{text: text, cfg: cfg, piped: true})
-	})
+	if _, err := checkConfig(cmd, text, true); err != nil {
+		return err
+	}
+	for _, l := range difference(old, text) {
+		fmt.Fprintln(cmd.OutOrStdout(), l)
+	}
+	if err := in.SetConfig(cmd.Context(), text, revision); err != nil {
+		return err
+	}
+	_, err = fmt.Fprintln(cmd.OutOrStdout(), "written; running daemons follow, those with --follow-config=false when they are restarted")
+	return err
 }
 
 // The keys of the configuration that a migration changes.

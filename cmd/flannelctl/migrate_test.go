@@ -3,6 +3,9 @@
 package main
 
 import (
+	"context"
+	"errors"
+	"io"
 	"net/netip"
 	"strings"
 	"testing"
@@ -11,6 +14,7 @@ import (
 
 	"github.com/flanneld/flanneld/pkg/status"
 	"github.com/flanneld/flanneld/subnet"
+	"github.com/flanneld/flanneld/subnet/etcd"
 )
 
 // TestMigrationSteps checks the configurations of a migration.
@@ -74,12 +78,55 @@ func TestMigrationState(t *testing.T) {
 	m.addHost(status.Report{Network: status.Network{NextBackendType: "vxlan", MTU: 1450}, Peers: []status.Peer{
 		{Lease: status.Lease{Key: "old"}, Backend: "vxlan", Waiting: "it does not publish data for vxlan"},
 		{Lease: status.Lease{Key: "new"}, Backend: "vxlan"},
+		{Lease: status.Lease{Key: "rival"}, Error: "its subnet is that of another lease"},
 	}})
 	var text strings.Builder
 	m.print(&text)
-	for _, want := range []string{"old does not publish data", "unreadable does not publish data", "by vxlan: 1, by vxlan: 1", "MTU of new pods: 1450"} {
+	for _, want := range []string{"old does not publish data", "unreadable does not publish data", "by vxlan: 1, by vxlan: 1", "rival is refused: its subnet is that of another lease", "MTU of new pods: 1450"} {
 		if !strings.Contains(text.String(), want) {
 			t.Errorf("no %q in\n%s", want, text.String())
 		}
+	}
+}
+
+// editedStore is a store in memory. It has the revisions of etcd.
+type editedStore struct {
+	text     string
+	revision int64
+}
+
+func (s *editedStore) Config(context.Context) ([]byte, int64, error) {
+	return []byte(s.text), s.revision, nil
+}
+
+func (s *editedStore) SetConfig(_ context.Context, text []byte, revision int64) error {
+	if revision != s.revision {
+		return etcd.ErrChanged
+	}
+	s.text, s.revision = string(text), revision+1
+	return nil
+}
+
+// TestMigrationKeepsOtherEdits checks that a step of a migration does not undo a change that another
+// program makes meanwhile.
+func TestMigrationKeepsOtherEdits(t *testing.T) {
+	const before, other = `{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan"}}`, `{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan","Port":4789}}`
+	s := &editedStore{before, 7}
+	cmd := newMigrateCommand()
+	cmd.SetContext(t.Context())
+	cmd.SetOut(io.Discard)
+	step := func(meanwhile string) error {
+		return replaceConfig(cmd, s, func(text []byte) ([]byte, error) {
+			if meanwhile != "" {
+				s.text, s.revision = meanwhile, s.revision+1
+			}
+			return startMigration(text, `{"Type":"host-gw"}`)
+		})
+	}
+	if err := step(other); !errors.Is(err, etcd.ErrChanged) || s.text != other {
+		t.Errorf("error %v, and the store has %s, want ErrChanged and the change of the other program", err, s.text)
+	}
+	if err := step(""); err != nil || !strings.Contains(s.text, `"Port":4789`) || !strings.Contains(s.text, "NextBackend") {
+		t.Errorf("error %v, and the store has %s, want both changes", err, s.text)
 	}
 }
