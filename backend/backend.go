@@ -43,6 +43,11 @@ type Env struct {
 	StateDir string
 	// Blackhole requests a blackhole route to the own subnet.
 	Blackhole bool
+	// Used contains the types of the backends whose data this host has published until now. It
+	// is empty if that is not known.
+	Used []string
+	// Connected returns the time since which the store is connected; zero if it is not.
+	Connected func() time.Time
 	// NewReconciler makes the Reconciler of the backend's network. Nil means one of its own.
 	// The two backends of a migration share one.
 	NewReconciler func(dataplane.Scope) (Reconciler, error)
@@ -126,7 +131,8 @@ type Backend interface {
 	// Claim returns the claim that this node publishes. prev is its last published claim,
 	// or zero if none is known. Data that peers have learned from prev, such as a VTEP
 	// MAC, should stay the same. Claim changes nothing, except that it may run a
-	// configured command that must run first.
+	// configured command that must run first. It does not wait for a cloud: it returns an
+	// error for which cloud.Transient is true.
 	Claim(ctx context.Context, prev subnet.Claim) (subnet.Claim, error)
 	// Start prepares the backend's devices for the own lease and returns the network. It
 	// removes only objects that it replaces.

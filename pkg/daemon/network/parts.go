@@ -73,9 +73,33 @@ type parts struct {
 
 // env returns the environment of backends.
 func (p *parts) env(iface underlay.Interface, cfg subnet.Config) backend.Env {
+	last := p.past
+	if now, ok := p.state.Get(); ok {
+		last = now
+	}
 	return backend.Env{
+		Used: used(last), Connected: p.connected,
 		Network: p.name, Underlay: iface, Config: cfg, Kernel: p.kernel, Resync: p.opts.Resync, StateDir: p.opts.StateDir, Blackhole: p.opts.IPBlackholeRoute,
 	}
+}
+
+// used returns the types of the backends whose data the host with that state has published.
+func used(last lastknown.State) (types []string) {
+	for _, t := range []string{last.Config.BackendType, last.Own.NextType} {
+		if t != "" {
+			types = append(types, t)
+		}
+	}
+	return types
+}
+
+// connected returns the time since which the store is connected; zero if it is not.
+func (p *parts) connected() time.Time {
+	since, err := p.ready.health.Part(partDatastore)
+	if err != nil {
+		return time.Time{}
+	}
+	return since
 }
 
 // underlayOptions returns the options from cfg and the flags, and the interface that this

@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"net/netip"
 	"os"
+	"slices"
 	"strings"
 	"testing"
 	"testing/synctest"
@@ -152,5 +153,25 @@ func TestStoreGrace(t *testing.T) {
 				}
 			})
 		})
+	}
+}
+
+// TestConnectedAndUsed expects what backends are told about the store and the past of the host.
+func TestConnectedAndUsed(t *testing.T) {
+	p := &parts{ready: newReadiness(options.Options{}, func() time.Time { return time.Time{} }, announced)}
+	if at := p.connected(); !at.IsZero() {
+		t.Errorf("connected since %v before the first answer", at)
+	}
+	p.ready.reportStore(t.Context(), nil)
+	if p.connected().IsZero() {
+		t.Error("not connected after an answer")
+	}
+	p.ready.reportStore(t.Context(), errors.New("away"))
+	if at := p.connected(); !at.IsZero() {
+		t.Errorf("connected since %v although the store is away", at)
+	}
+	last := lastknown.State{Config: subnet.Config{BackendType: "vxlan"}, Own: subnet.Lease{NextType: "aws-vpc"}}
+	if got := used(last); !slices.Equal(got, []string{"vxlan", "aws-vpc"}) || len(used(lastknown.State{})) > 0 {
+		t.Errorf("used %q, and %q of an unknown past", got, used(lastknown.State{}))
 	}
 }
