@@ -106,7 +106,7 @@ func (b *Backend) Start(ctx context.Context, own subnet.Lease) (backend.Network,
 		self.Addresses = append(self.Addresses, a.Local)
 	}
 	n.keeper = cloud.NewKeeper(cloud.KeeperConfig{
-		Cloud: b.cloud, Own: self, Networks: b.env.Config.Prefixes(), Resync: b.env.Resync, Compared: n.Notify,
+		Cloud: b.cloud, Own: self, Networks: b.env.Config.Prefixes(), Resync: b.env.Resync, Connected: b.env.Connected, Compared: n.Notify,
 	})
 	n.Go(n.keeper.Run)
 	return n, nil
@@ -117,8 +117,9 @@ type network struct {
 	*Backend
 	*backend.Programmer
 	*backend.Notifier
-	keeper   *cloud.Keeper
-	complete bool // all hosts of the last set were known
+	keeper     *cloud.Keeper
+	complete   bool // of the last set
+	unreadable bool // of the last set
 }
 
 // MTU implements backend.Network.
@@ -134,10 +135,9 @@ const firstComparison = 15 * time.Second
 // because a call may take long. It causes a further pass after each comparison.
 func (n *network) Sync(ctx context.Context, peers backend.Set) (backend.Outcome, error) {
 	o, failed := n.Programmer.Sync(ctx, peers)
-	complete := peers.Complete && !peers.Unreadable // otherwise the route of a host could be removed
-	if peers.All || len(peers.Changed) > 0 || complete != n.complete {
-		n.complete = complete
-		n.keeper.SetPeers(hosts(peers), complete)
+	if peers.All || len(peers.Changed) > 0 || peers.Complete != n.complete || peers.Unreadable != n.unreadable {
+		n.complete, n.unreadable = peers.Complete, peers.Unreadable
+		n.keeper.SetPeers(cloud.Peers{Hosts: hosts(peers), Complete: n.complete, Unreadable: n.unreadable})
 	}
 	ctx, cancel := context.WithTimeout(ctx, firstComparison)
 	defer cancel()

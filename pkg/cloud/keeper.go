@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"math/rand/v2"
 	"net/netip"
 	"slices"
 	"sync"
@@ -24,14 +25,40 @@ import (
 // want different routes do not use up the calls of all hosts.
 const leastConfirm = 5 * time.Second
 
-// mostGrace limits the time for which a route without a lease stays. The lease of a host that
-// has just started may arrive here later than its route.
-const mostGrace = time.Minute
+// A route without a lease stays for a grace period, because the lease of a host that has just
+// started may arrive here later than its route. Hosts multiply it by 1 to 3, so that only one of
+// them makes the calls.
+const (
+	// grace is longer than the time after which a store that sends nothing counts as
+	// disconnected, which is 12 minutes.
+	grace = 15 * time.Minute
+	// mostLostGrace limits the grace of a route to nowhere, which carries no packets.
+	mostLostGrace = time.Minute
+)
+
+// mostRemovals limits the removals of one comparison, which the own routes wait for.
+const mostRemovals = 20
+
+// leastLasting is the first pause after an error that needs an operator. The pause doubles up to
+// the resync period, because each host may have the same error.
+const leastLasting = time.Second
+
+// errUnanswered means that a route leads to another host, which may be right: the store may have
+// given the subnet to it.
+var errUnanswered = errors.New("the datastore has not answered, and may have given the subnet to another host")
 
 // Host is a host of the network, as its lease describes it.
 type Host struct {
 	Subnets   []netip.Prefix
 	Addresses []netip.Addr
+}
+
+// Peers are the other hosts that have a lease.
+type Peers struct {
+	Hosts    []Host
+	Complete bool // the store has answered: hosts that are not in Hosts are gone, unless Unreadable is set
+	// Unreadable is set if the store has leases that cannot be read.
+	Unreadable bool
 }
 
 // KeeperConfig configures a Keeper. All fields are required.
@@ -40,6 +67,8 @@ type KeeperConfig struct {
 	Own      Host
 	Networks []netip.Prefix // removals are limited to routes in them
 	Resync   time.Duration  // time between two comparisons if nothing happens
+	// Connected returns the time since which the store is connected; zero if it is not.
+	Connected func() time.Time
 	// Compared is called after each comparison, and must not block.
 	Compared func()
 }
@@ -50,13 +79,15 @@ type Keeper struct {
 	KeeperConfig
 	loop    *loop.Loop
 	first   chan struct{} // closed after the first comparison
-	grace   time.Duration
+	factor  float64       // of the grace periods
 	confirm wait.Backoff
+	lasting wait.Backoff        // after errors that are not transient
 	idle    map[Route]time.Time // routes that no lease needs, and since when that is known
+	right   map[Route]bool      // routes to the own subnets that the last reading has shown
 
 	mu       sync.Mutex
-	peers    []Host
-	complete bool // peers has all hosts that the store knows
+	peers    Peers
+	whole    time.Time // since when peers has all hosts that the store knows; zero if it does not
 	report   Report
 	repaired int
 	err      error
@@ -64,9 +95,10 @@ type Keeper struct {
 
 // NewKeeper returns a Keeper. The caller runs it.
 func NewKeeper(c KeeperConfig) *Keeper {
-	k := &Keeper{KeeperConfig: c, first: make(chan struct{}), grace: min(c.Resync, mostGrace)}
+	k := &Keeper{KeeperConfig: c, first: make(chan struct{}), factor: 1 + 2*rand.Float64()}
 	k.report.Writer = WriterHost
 	k.confirm = wait.Backoff{Least: min(leastConfirm, c.Resync), Most: c.Resync}
+	k.lasting = wait.Backoff{Least: min(leastLasting, c.Resync), Most: c.Resync}
 	done := sync.OnceFunc(func() { close(k.first) })
 	k.loop = loop.New(c.Resync, func(ctx context.Context) error {
 		again, err := k.compare(ctx)
@@ -78,24 +110,65 @@ func NewKeeper(c KeeperConfig) *Keeper {
 		k.mu.Unlock()
 		done()
 		k.Compared()
-		if err == nil && again > 0 {
-			return loop.After(again)
-		}
-		return err
+		return k.next(err, again)
 	})
 	return k
+}
+
+// next returns what makes the loop compare again after a comparison that ended with err.
+func (k *Keeper) next(err error, again time.Duration) error {
+	if err != nil && (Transient(err) || errors.Is(err, errUnanswered)) {
+		return err
+	}
+	if err != nil {
+		again = earlier(k.lasting.Next(), again)
+	} else {
+		k.lasting.Reset()
+	}
+	if again > 0 {
+		return loop.After(again)
+	}
+	return nil
 }
 
 // Run compares until ctx ends: at once, after each resync period, and after each failure with
 // growing pauses.
 func (k *Keeper) Run(ctx context.Context) { _ = k.loop.Run(ctx) }
 
-// SetPeers sets the other hosts that have a lease. If complete is set, the store has answered,
-// and hosts that are not in peers are gone.
-func (k *Keeper) SetPeers(peers []Host, complete bool) {
+// SetPeers sets the other hosts that have a lease.
+func (k *Keeper) SetPeers(p Peers) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
-	k.peers, k.complete = peers, complete
+	k.peers = p
+	switch {
+	case !p.Complete || p.Unreadable:
+		k.whole = time.Time{}
+	case k.whole.IsZero():
+		k.whole = time.Now()
+	}
+}
+
+// answered reports whether the store has answered and is connected.
+func (k *Keeper) answered() bool {
+	connected := !k.Connected().IsZero()
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	return connected && k.peers.Complete
+}
+
+// hosts returns all hosts that have a lease, and since when no other host can have one without
+// this host having heard of it. The time is zero if another host can.
+func (k *Keeper) hosts() (all []Host, since time.Time) {
+	connected := k.Connected()
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	if connected.IsZero() || k.whole.IsZero() {
+		return nil, time.Time{}
+	}
+	if since = k.whole; connected.After(since) {
+		since = connected
+	}
+	return append(slices.Clone(k.peers.Hosts), k.Own), since
 }
 
 // Result returns the error of the last comparison, and the number of routes that were repaired
@@ -146,8 +219,13 @@ func earlier(a, b time.Duration) time.Duration {
 // not affect the others.
 func (k *Keeper) put(ctx context.Context, tables []Table, target string) (wrote int, err error) {
 	var errs []error
-	known := k.right()
+	before := k.right
+	k.right = k.present(tables, target)
 	for _, c := range changes(tables, k.Own.Subnets, target) {
+		if c.replaces() && c.was.Target != target && !c.was.Lost && !k.answered() {
+			errs = append(errs, fmt.Errorf("leave route %s: %w", c.was, errUnanswered))
+			continue
+		}
 		if err := k.Cloud.Put(ctx, c.Route, c.replaces()); err != nil {
 			errs = append(errs, fmt.Errorf("put route %s: %w", c.Route, explainQuota(err, c.Route, tables)))
 			if Transient(err) {
@@ -156,7 +234,7 @@ func (k *Keeper) put(ctx context.Context, tables []Table, target string) (wrote 
 			continue
 		}
 		wrote++
-		if known[c.Route] {
+		if before[c.Route] {
 			k.mu.Lock()
 			k.repaired++
 			k.mu.Unlock()
@@ -171,15 +249,17 @@ func (k *Keeper) put(ctx context.Context, tables []Table, target string) (wrote 
 	return wrote, oneline.Join(errs...)
 }
 
-// right returns the routes that were in place after the last comparison.
-func (k *Keeper) right() map[Route]bool {
-	k.mu.Lock()
-	defer k.mu.Unlock()
-	known := map[Route]bool{}
-	for _, r := range k.report.Routes {
-		known[r.Route] = r.Present
+// present returns the routes to the own subnets that are right.
+func (k *Keeper) present(tables []Table, target string) map[Route]bool {
+	right := map[Route]bool{}
+	for _, t := range tables {
+		for _, r := range t.Routes {
+			if r.Target == target && r.ByCall && !r.Lost && slices.Contains(k.Own.Subnets, r.Dst) {
+				right[r] = true
+			}
+		}
 	}
-	return known
+	return right
 }
 
 // explainQuota adds the number of routes that the table has in the family of r to an error about
@@ -210,25 +290,22 @@ func update(tables []Table, c change) {
 }
 
 // sweep removes the routes of hosts that are gone. A route must be without a lease for the grace
-// period. sweep returns when that has passed for the next one.
+// period, in which the store must be connected. sweep returns when that has passed for the next one.
 func (k *Keeper) sweep(ctx context.Context, tables []Table) (again time.Duration, err error) {
-	k.mu.Lock()
-	peers, complete := k.peers, k.complete
-	k.mu.Unlock()
-	if !complete {
+	hosts, known := k.hosts()
+	if known.IsZero() {
 		k.idle = nil
 		return 0, nil
 	}
-	hosts := append(slices.Clone(peers), k.Own)
 	now, idle := time.Now(), map[Route]time.Time{}
 	var due []Route
 	for _, r := range k.leaseless(tables, hosts) {
 		since, ok := k.idle[r]
-		if !ok {
+		if !ok || since.Before(known) {
 			since = now
 		}
 		idle[r] = since
-		if rest := k.grace - now.Sub(since); rest > 0 {
+		if rest := k.grace(r) - now.Sub(since); rest > 0 {
 			again = earlier(again, rest)
 		} else {
 			due = append(due, r)
@@ -238,15 +315,26 @@ func (k *Keeper) sweep(ctx context.Context, tables []Table) (again time.Duration
 	if len(due) == 0 {
 		return again, nil
 	}
-	return again, k.remove(ctx, tables, due, hosts)
+	more, err := k.remove(ctx, tables, due)
+	if more {
+		again = earlier(again, k.confirm.Least)
+	}
+	return again, err
+}
+
+// grace returns the time for which r stays without a lease.
+func (k *Keeper) grace(r Route) time.Duration {
+	least := grace
+	if r.Lost {
+		least = min(k.Resync, mostLostGrace)
+	}
+	return time.Duration(float64(least) * k.factor)
 }
 
 // leaseless returns the routes that no lease of hosts needs. They must have the size of a subnet,
 // which the route of an operator does not have by accident.
 func (k *Keeper) leaseless(tables []Table, hosts []Host) []Route {
-	routes := unclaimed(tables, k.Networks, func(dst netip.Prefix) bool {
-		return slices.ContainsFunc(hosts, func(h Host) bool { return slices.ContainsFunc(h.Subnets, dst.Overlaps) })
-	})
+	routes := unclaimed(tables, k.Networks, func(dst netip.Prefix) bool { return leased(hosts, dst) })
 	return slices.DeleteFunc(routes, func(r Route) bool {
 		return !slices.ContainsFunc(k.Own.Subnets, func(own netip.Prefix) bool {
 			return own.Addr().BitLen() == r.Dst.Addr().BitLen() && own.Bits() == r.Dst.Bits()
@@ -254,8 +342,14 @@ func (k *Keeper) leaseless(tables []Table, hosts []Host) []Route {
 	})
 }
 
-// remove removes those of the routes in due that do not lead to one of hosts. It updates tables.
-func (k *Keeper) remove(ctx context.Context, tables []Table, due []Route, hosts []Host) error {
+// leased reports whether a host has a subnet that overlaps dst.
+func leased(hosts []Host, dst netip.Prefix) bool {
+	return slices.ContainsFunc(hosts, func(h Host) bool { return slices.ContainsFunc(h.Subnets, dst.Overlaps) })
+}
+
+// remove removes those of the routes in due that do not lead to a host with a lease, and reports
+// whether there are more of them. It updates tables.
+func (k *Keeper) remove(ctx context.Context, tables []Table, due []Route) (more bool, err error) {
 	var targets []string
 	for _, r := range due {
 		if !r.Lost && !slices.Contains(targets, r.Target) {
@@ -264,23 +358,39 @@ func (k *Keeper) remove(ctx context.Context, tables []Table, due []Route, hosts 
 	}
 	addresses := map[string][]netip.Addr{}
 	if len(targets) > 0 {
-		var err error
 		if addresses, err = k.Cloud.Addresses(ctx, targets); err != nil {
-			return fmt.Errorf("find the hosts of routes without a lease: %w", err)
+			return false, fmt.Errorf("find the hosts of routes without a lease: %w", err)
 		}
 	}
-	present := func(a netip.Addr) bool {
-		return slices.ContainsFunc(hosts, func(h Host) bool { return slices.Contains(h.Addresses, a) })
-	}
-	for _, r := range hostless(due, addresses, present) {
+	var errs []error
+	removed := 0
+	for _, r := range due {
+		hosts, known := k.hosts() // a call takes time
+		if known.IsZero() {
+			break
+		}
+		present := func(a netip.Addr) bool {
+			return slices.ContainsFunc(hosts, func(h Host) bool { return slices.Contains(h.Addresses, a) })
+		}
+		if leased(hosts, r.Dst) || len(hostless([]Route{r}, addresses, present)) == 0 {
+			continue
+		}
+		if more = removed+len(errs) == mostRemovals; more {
+			break
+		}
 		if err := k.Cloud.Remove(ctx, r); err != nil {
-			return fmt.Errorf("remove route %s: %w", r, err)
+			errs = append(errs, fmt.Errorf("remove route %s: %w", r, err))
+			if Transient(err) {
+				break // the next call would fail as well
+			}
+			continue
 		}
+		removed++
 		klog.FromContext(ctx).Info("removed a route of the cloud whose lease and host are gone", "route", r.String())
 		delete(k.idle, r)
 		for i := range tables {
 			tables[i].Routes = slices.DeleteFunc(tables[i].Routes, func(have Route) bool { return have == r })
 		}
 	}
-	return nil
+	return more && len(errs) == 0, oneline.Join(errs...)
 }

@@ -23,7 +23,8 @@ const resync = 5 * time.Minute
 type bed struct {
 	*testing.T
 	*cloudtest.Memory
-	keeper *cloud.Keeper
+	keeper    *cloud.Keeper
+	connected time.Time // of the store; used in Do
 }
 
 func address(n int) netip.Addr { return netip.MustParseAddr(fmt.Sprintf("192.168.77.%d", n)) }
@@ -49,7 +50,7 @@ func run(t *testing.T, test func(*bed), routes ...cloud.Route) {
 		for n := 1; n <= 3; n++ {
 			m.Hosts[target(n)] = []netip.Addr{address(n)}
 		}
-		b := &bed{T: t, Memory: m}
+		b := &bed{T: t, Memory: m, connected: time.Now()}
 		b.restart()
 		test(b)
 	})
@@ -59,6 +60,7 @@ func run(t *testing.T, test func(*bed), routes ...cloud.Route) {
 func (b *bed) restart() {
 	b.keeper = cloud.NewKeeper(cloud.KeeperConfig{
 		Cloud: b.Memory, Own: lease(1), Networks: []netip.Prefix{netip.MustParsePrefix("10.5.0.0/16")}, Resync: resync, Compared: func() {},
+		Connected: func() (since time.Time) { b.Do(func() { since = b.connected }); return since },
 	})
 	ctx, cancel := context.WithCancel(b.Context())
 	done := make(chan struct{})
@@ -66,6 +68,27 @@ func (b *bed) restart() {
 	b.Cleanup(func() { cancel(); <-done })
 	synctest.Wait()
 }
+
+// answer passes the keeper the leases of these hosts, as all that the store has.
+func (b *bed) answer(peers ...int) {
+	p := cloud.Peers{Complete: true}
+	for _, n := range peers {
+		p.Hosts = append(p.Hosts, lease(n))
+	}
+	b.keeper.SetPeers(p)
+}
+
+// setConnected makes the store connected, or not.
+func (b *bed) setConnected(connected bool) {
+	b.Do(func() {
+		if b.connected = (time.Time{}); connected {
+			b.connected = time.Now()
+		}
+	})
+}
+
+// hour lets more time pass than any grace period lasts.
+func (b *bed) hour() { b.after(time.Hour) }
 
 // after lets time pass.
 func (b *bed) after(d time.Duration) {
@@ -144,8 +167,32 @@ func TestRightRouteIsAdopted(t *testing.T) {
 
 func TestWrongRouteIsReplaced(t *testing.T) {
 	run(t, func(b *bed) {
+		b.answer(2)
+		b.comparison()
 		b.expectRoutes("a route to another host", routeTo(1, 1))
 		b.expectResult("a route to another host", "", 0)
+	}, routeTo(1, 2))
+}
+
+// TestZombie starts a host while the store is away. Its subnet may have gone to another host.
+func TestZombie(t *testing.T) {
+	run(t, func(b *bed) {
+		b.comparison()
+		b.expectRoutes("before the store has answered", routeTo(1, 2))
+		b.expectResult("before the store has answered", "leave route 10.5.1.0/24 to host-2 in table table-1: the datastore has not answered", 0)
+		b.setConnected(false)
+		b.answer(2)
+		b.comparison()
+		b.expectRoutes("without a connection", routeTo(1, 2))
+		b.deleteOwn()
+		b.after(time.Minute)
+		b.expectRoutes("a missing route", routeTo(1, 1))
+		b.Do(func() {
+			b.DeleteByHand("table-1", subnet(1))
+			b.Tabs[0].Routes = append(b.Tabs[0].Routes, routeTo(1, 9))
+		})
+		b.comparison()
+		b.expectRoutes("a route to nowhere", routeTo(1, 1))
 	}, routeTo(1, 2))
 }
 
@@ -174,10 +221,8 @@ func TestOtherRoutesStay(t *testing.T) {
 	run(t, func(b *bed) {
 		// The gateway exists, and is no host.
 		b.Do(func() { b.Hosts[target(9)], b.Hosts["gateway-1"] = []netip.Addr{address(9)}, nil })
-		b.keeper.SetPeers([]cloud.Host{lease(2), lease(3)}, true)
-		for range 5 {
-			b.comparison()
-		}
+		b.answer(2, 3)
+		b.hour()
 		b.expectRoutes("others", others...)
 		b.expectWrites("others", 0)
 	}, others...)
@@ -188,16 +233,14 @@ func TestRoutesOfHostsThatAreGone(t *testing.T) {
 	lost := routeTo(4, 4)     // to a host that does not exist
 	run(t, func(b *bed) {
 		b.Do(func() { b.Hosts[target(9)] = []netip.Addr{address(9)} })
-		b.keeper.SetPeers([]cloud.Host{lease(2)}, false)
-		for range 3 {
-			b.comparison()
-		}
+		b.keeper.SetPeers(cloud.Peers{Hosts: []cloud.Host{lease(2)}})
+		b.hour()
 		b.expectRoutes("before the store has answered", routeTo(1, 1), routeTo(2, 2), stranger, lost)
-		b.keeper.SetPeers([]cloud.Host{lease(2)}, true)
-		for range 3 {
-			b.comparison()
-		}
-		b.expectRoutes("after it has answered", routeTo(1, 1), routeTo(2, 2))
+		b.answer(2)
+		b.after(14 * time.Minute)
+		b.expectRoutes("after it has answered", routeTo(1, 1), routeTo(2, 2), stranger)
+		b.hour()
+		b.expectRoutes("much later", routeTo(1, 1), routeTo(2, 2))
 		b.expectWrites("in total", 2)
 	}, routeTo(1, 1), routeTo(2, 2), stranger, lost)
 }
@@ -205,16 +248,84 @@ func TestRoutesOfHostsThatAreGone(t *testing.T) {
 // TestLeaseArrivesLater has a route whose lease arrives after the route, within the grace period.
 func TestLeaseArrivesLater(t *testing.T) {
 	run(t, func(b *bed) {
-		b.keeper.SetPeers([]cloud.Host{lease(2)}, true)
-		for b.compared() < 2 {
-			b.after(time.Second)
-		}
-		b.keeper.SetPeers([]cloud.Host{lease(2), lease(3)}, true)
-		for range 3 {
-			b.comparison()
-		}
+		b.answer(2)
+		b.after(12 * time.Minute) // until a store that sends nothing counts as disconnected
+		b.answer(2, 3)
+		b.hour()
 		b.expectRoutes("at the end", routeTo(1, 1), routeTo(3, 3))
 	}, routeTo(1, 1), routeTo(3, 3))
+}
+
+// TestNothingIsRemovedWithoutTheStore loses the store, and then a host joins. Each return of the
+// store begins the grace period again.
+func TestNothingIsRemovedWithoutTheStore(t *testing.T) {
+	run(t, func(b *bed) {
+		b.answer(2)
+		b.comparison()
+		b.setConnected(false)
+		b.Do(func() { b.Tabs[0].Routes = append(b.Tabs[0].Routes, routeTo(3, 3), routeTo(9, 9)) })
+		b.hour()
+		for range 6 {
+			b.setConnected(true)
+			b.after(time.Minute - time.Second)
+			b.setConnected(false) // for less than the time between two comparisons
+			b.after(time.Second)
+		}
+		b.expectRoutes("while the store is away", routeTo(1, 1), routeTo(3, 3), routeTo(9, 9))
+		b.setConnected(true)
+		b.answer(2)
+		b.after(14 * time.Minute)
+		b.expectRoutes("after its return", routeTo(1, 1), routeTo(3, 3))
+		b.answer(2, 3)
+		b.hour()
+		b.expectRoutes("with the lease", routeTo(1, 1), routeTo(3, 3))
+	}, routeTo(1, 1))
+}
+
+// TestUnreadableLease has a lease that cannot be read. It protects routes of other hosts, and does
+// not keep the own route from being replaced.
+func TestUnreadableLease(t *testing.T) {
+	run(t, func(b *bed) {
+		b.keeper.SetPeers(cloud.Peers{Complete: true, Unreadable: true})
+		b.hour()
+		b.expectRoutes("with an unreadable lease", routeTo(1, 1), routeTo(4, 4))
+	}, routeTo(1, 2), routeTo(4, 4))
+}
+
+// TestManyRemovals has more routes of hosts that are gone than one comparison removes, and one host
+// whose lease arrives between two of the removals.
+func TestManyRemovals(t *testing.T) {
+	routes := []cloud.Route{routeTo(1, 1)}
+	for n := 100; n < 150; n++ {
+		routes = append(routes, routeTo(n, n))
+	}
+	run(t, func(b *bed) {
+		b.answer()
+		b.Do(func() {
+			b.Removed = func(left int) {
+				if left == 40 {
+					b.answer(115) // its route is one of the first 20
+				}
+			}
+		})
+		before := b.compared()
+		b.hour()
+		b.expectRoutes("after an hour", routeTo(1, 1), routeTo(115, 115))
+		b.expectWrites("after an hour", 49)
+		if n := b.compared() - before; n > 25 {
+			b.Errorf("%d comparisons in an hour, want few", n)
+		}
+	}, routes...)
+}
+
+// TestRemovalIsDenied has a host that may not remove routes. It must not try often.
+func TestRemovalIsDenied(t *testing.T) {
+	run(t, func(b *bed) {
+		b.answer()
+		b.Do(func() { b.Denied = map[string]bool{"remove": true} })
+		b.after(10 * time.Minute)
+		b.expectResult("without the right", "remove route 10.5.5.0/24 to host-5 in table table-1, which leads to nowhere: permission memory:remove is missing: page.md has the policy to paste; remove route 10.5.4.0/24", 0)
+	}, routeTo(1, 1), routeTo(5, 5), routeTo(4, 4))
 }
 
 func TestOutage(t *testing.T) {
@@ -242,14 +353,27 @@ func TestQuotaIsNamed(t *testing.T) {
 	run(t, func(b *bed) {
 		b.deleteOwn()
 		b.Do(func() { b.Quota = 2 })
-		b.comparison()
+		before := b.compared()
+		b.hour()
+		if n := b.compared() - before; n > 30 {
+			b.Errorf("%d tries in an hour, want growing pauses", n)
+		}
 		b.expectResult("with a full table", "put route 10.5.1.0/24 to host-1 in table table-1: table table-1 has reached its limit of 2 routes", 0)
 		if r := b.keeper.Report(); r.Tables[0].Quota != 2 || r.Routes[0].Present {
 			b.Errorf("report %+v, want the quota and the missing route", r)
 		}
 		b.Do(func() { b.DeleteByHand("table-1", subnet(3)) })
-		b.after(time.Minute)
+		b.comparison()
 		b.expectResult("with place in the table", "", 0)
+		if r := b.keeper.Report(); r.Tables[0].Quota != 2 {
+			b.Errorf("report %+v, want the quota that is known", r)
+		}
+		b.Do(func() { b.Tabs[0].Routes = append(b.Tabs[0].Routes, routeTo(3, 3)) })
+		b.comparison()
+		if r := b.keeper.Report(); r.Tables[0].Quota != 0 {
+			b.Errorf("report %+v, want no quota after it was raised", r)
+		}
+		b.Do(func() { b.DeleteByHand("table-1", subnet(3)) })
 		b.expectRoutes("with place in the table", routeTo(2, 2), routeTo(1, 1))
 	}, routeTo(1, 1), routeTo(2, 2), routeTo(3, 3))
 }
@@ -261,7 +385,7 @@ func TestRightIsRevoked(t *testing.T) {
 		b.comparison()
 		b.expectResult("without the right", "permission memory:put is missing", 0)
 		b.Do(func() { b.Denied = nil })
-		b.after(time.Minute)
+		b.comparison()
 		b.expectRoutes("with the right again", routeTo(1, 1))
 	}, routeTo(1, 1))
 }
@@ -273,6 +397,7 @@ func TestWriteIsConfirmed(t *testing.T) {
 		b.deleteOwn()
 		b.after(30 * time.Second)
 		b.expectRoutes("half a minute after the start", routeTo(1, 1))
+		b.expectResult("a route that no reading has shown", "", 0)
 	})
 }
 
@@ -280,6 +405,7 @@ func TestWriteIsConfirmed(t *testing.T) {
 // the calls of all hosts.
 func TestContestedRoute(t *testing.T) {
 	run(t, func(b *bed) {
+		b.answer(2)
 		for range 3600 {
 			b.Do(func() {
 				b.DeleteByHand("table-1", subnet(1))

@@ -55,10 +55,21 @@ func (k *Keeper) note(tables []Table, target string, err error) {
 	}
 	k.mu.Lock()
 	defer k.mu.Unlock()
+	for i := range now.Tables {
+		now.Tables[i].recall(k.report.Tables)
+	}
 	if now.Good = k.report.Good; err == nil {
 		now.Good = time.Now()
 	}
 	k.report = now
+}
+
+// recall sets the quota to that of an earlier report. A table with more routes has a new quota.
+func (t *TableReport) recall(before []TableReport) {
+	i := slices.IndexFunc(before, func(b TableReport) bool { return b.ID == t.ID })
+	if i >= 0 && t.Quota == 0 && max(t.Used[prefix.IPv4], t.Used[prefix.IPv6]) <= before[i].Quota {
+		t.Quota = before[i].Quota
+	}
 }
 
 // Report returns the state at the last comparison that could read the tables.

@@ -26,6 +26,7 @@ type Memory struct {
 	Denied    map[string]bool         // put, remove or read
 	Writes    []string                // the calls that have changed something
 	Compared  int                     // calls of Tables
+	Removed   func(left int)          // called by Remove with the number of routes in the table; may be nil
 }
 
 // Do runs f while no call is in progress.
@@ -103,6 +104,9 @@ func (m *Memory) Remove(_ context.Context, r cloud.Route) error {
 	}
 	m.DeleteByHand(r.Table, r.Dst)
 	m.Writes = append(m.Writes, "remove "+r.String())
+	if m.Removed != nil {
+		m.Removed(len(m.table(r.Table).Routes))
+	}
 	return nil
 }
 
