@@ -43,11 +43,14 @@ func connect(ctx context.Context, calls *cloud.Calls) (*client, string, error) {
 	}
 	region := values["placement/region"]
 	return &client{
-		http: &http.Client{Timeout: callTimeout}, signer: v4.NewSigner(), credentials: aws.NewCredentialsCache(provider), calls: calls, region: region,
+		http: &http.Client{Timeout: callTimeout, CheckRedirect: noRedirect}, signer: v4.NewSigner(), credentials: aws.NewCredentialsCache(provider), calls: calls, region: region,
 		// The variables are those of all programs that use the SDK.
 		endpoint: cmp.Or(os.Getenv("AWS_ENDPOINT_URL_EC2"), os.Getenv("AWS_ENDPOINT_URL"), "https://ec2."+region+"."+values["services/domain"]),
 	}, values["instance-id"], nil
 }
+
+// noRedirect makes a redirect an answer: EC2 sends none, and another server must not get calls.
+func noRedirect(*http.Request, []*http.Request) error { return http.ErrUseLastResponse }
 
 // read returns a value of the metadata service.
 func read(ctx context.Context, metadata *imds.Client, path string) (string, error) {

@@ -116,6 +116,9 @@ func (v *vpc) find(ctx context.Context) (*client, error) {
 		return nil, err
 	}
 	instances, err := describeInstances(ctx, api, url.Values{"InstanceId.1": {v.instance}})
+	if isCode(err, "InvalidInstanceID.NotFound") { // it has just booted
+		return nil, fmt.Errorf("%w about this instance yet: %w", cloud.ErrUnavailable, err)
+	}
 	if err != nil {
 		return nil, err
 	}
@@ -150,6 +153,15 @@ func (v *vpc) checkOff() url.Values {
 	return url.Values{"NetworkInterfaceId": {v.own.ID}, "SourceDestCheck.Value": {"false"}}
 }
 
+// turnPage makes params ask for the next page. It reports false after the last one.
+func turnPage(params url.Values, token string) (more bool, err error) {
+	if token != "" && token == params.Get("NextToken") {
+		return false, errors.New("the answer refers to itself as its next page")
+	}
+	params.Set("NextToken", token)
+	return token != "", nil
+}
+
 // describeInstances returns the instances of all pages.
 func describeInstances(ctx context.Context, api *client, params url.Values) (all []instance, err error) {
 	for {
@@ -158,10 +170,9 @@ func describeInstances(ctx context.Context, api *client, params url.Values) (all
 			return nil, err
 		}
 		all = append(all, answer.Instances...)
-		if answer.NextToken == "" {
-			return all, nil
+		if more, err := turnPage(params, answer.NextToken); !more {
+			return all, err
 		}
-		params.Set("NextToken", answer.NextToken)
 	}
 }
 
@@ -236,10 +247,9 @@ func (v *vpc) describeTables(ctx context.Context, params url.Values) (all []rout
 			return nil, err
 		}
 		all = append(all, answer.Tables...)
-		if answer.NextToken == "" {
-			return all, nil
+		if more, err := turnPage(params, answer.NextToken); !more {
+			return all, err
 		}
-		params.Set("NextToken", answer.NextToken)
 	}
 }
 
