@@ -15,13 +15,10 @@ import (
 	"slices"
 	"time"
 
-	"k8s.io/klog/v2"
-
 	"github.com/flanneld/flanneld/backend"
 	"github.com/flanneld/flanneld/pkg/cloud"
 	"github.com/flanneld/flanneld/pkg/dataplane"
 	"github.com/flanneld/flanneld/pkg/oneline"
-	"github.com/flanneld/flanneld/pkg/wait"
 	"github.com/flanneld/flanneld/subnet"
 )
 
@@ -57,37 +54,16 @@ func (*Backend) LeaseType() string { return "" }
 // Scope implements backend.Backend.
 func (b *Backend) Scope() dataplane.Scope { return b.env.Scope() }
 
-// quickCheck limits the check of a host that has a lease, which must not wait.
-const quickCheck = 5 * time.Second
-
-// Claim implements backend.Backend. A host that has no lease needs the cloud before it takes
-// one: it waits until the cloud answers, and gives up if it lacks a permission. A host that has
-// a lease keeps it in both cases, because its pods are running and its routes may be in place.
+// Claim implements backend.Backend. A host that begins to use the backend must be able to use the
+// cloud first. A host that has a lease of this backend keeps it without a call, because its pods
+// are running and its routes may be in place: the keeper reports what is wrong.
 func (b *Backend) Claim(ctx context.Context, prev subnet.Claim) (subnet.Claim, error) {
 	claim := b.env.Claim("", prev)
-	if slices.ContainsFunc(claim.Endpoints, func(e subnet.Endpoint) bool { return e.Subnet.IsValid() }) {
-		short, cancel := context.WithTimeout(ctx, quickCheck)
-		defer cancel()
-		if err := b.cloud.Check(short); err != nil && ctx.Err() == nil {
-			klog.FromContext(ctx).Error(err, "the cloud cannot be used yet: keeping the lease")
-		}
-		return claim, ctx.Err()
+	leased := slices.ContainsFunc(claim.Endpoints, func(e subnet.Endpoint) bool { return e.Subnet.IsValid() })
+	if leased && (len(b.env.Used) == 0 && prev.BackendType == "" || slices.Contains(b.env.Used, Type)) {
+		return claim, nil
 	}
-	var backoff wait.Backoff
-	logged := ""
-	for {
-		err := b.cloud.Check(ctx)
-		if err == nil || ctx.Err() != nil || !cloud.Transient(err) {
-			return claim, err
-		}
-		if logged != err.Error() {
-			logged = err.Error()
-			klog.FromContext(ctx).Error(err, "waiting for the cloud before taking a subnet")
-		}
-		if err := backoff.Wait(ctx, 0); err != nil {
-			return claim, err
-		}
-	}
+	return claim, b.cloud.Check(ctx)
 }
 
 // Start implements backend.Backend.

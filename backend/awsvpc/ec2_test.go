@@ -243,24 +243,44 @@ func held() subnet.Claim {
 	}}
 }
 
-// TestClaim expects that a new host takes no lease if it cannot use the cloud, and that a host
-// keeps the lease that it has.
+// TestClaim expects that a host does not begin to use the backend if it cannot use the cloud, and
+// that a host keeps a lease of the backend without a call.
 func TestClaim(t *testing.T) {
+	const missing = "permission ec2:CreateRoute is missing: " + page + " has the policy to paste"
+	denied := func(s *ec2test.Server) { s.Deny("CreateRoute", true) }
+	away := func(s *ec2test.Server) { s.SetAway(true) }
 	for name, test := range map[string]struct {
 		fault func(*ec2test.Server)
 		prev  subnet.Claim
+		used  []string
 		err   string
+		quiet bool // no call is made
 	}{
-		"a new host":                         {func(*ec2test.Server) {}, subnet.Claim{}, ""},
-		"a new host without a permission":    {func(s *ec2test.Server) { s.Deny("CreateRoute", true) }, subnet.Claim{}, "permission ec2:CreateRoute is missing: " + page + " has the policy to paste"},
-		"a host with a lease, no permission": {func(s *ec2test.Server) { s.Deny("CreateRoute", true) }, held(), ""},
-		"a host with a lease, no cloud":      {func(s *ec2test.Server) { s.SetAway(true) }, held(), ""},
+		"a new host":                         {func(*ec2test.Server) {}, subnet.Claim{}, nil, "", false},
+		"a new host without a permission":    {denied, subnet.Claim{}, nil, missing, false},
+		"a new host without a cloud":         {away, subnet.Claim{}, nil, "the cloud does not answer", false},
+		"a new host that EC2 does not know":  {func(s *ec2test.Server) { s.Terminate("i-1") }, subnet.Claim{}, nil, "the cloud does not answer about this instance yet", false},
+		"a host with a lease, no permission": {denied, held(), []string{Type}, "", true},
+		"a host with a lease, no cloud":      {away, held(), []string{Type}, "", true},
+		"a host in a migration":              {away, held(), []string{"vxlan", Type}, "", true},
+		"a lease of an unknown past":         {denied, held(), nil, "", true},
+		"a lease of vxlan, unknown past":     {denied, subnet.Claim{BackendType: "vxlan", Endpoints: held().Endpoints}, nil, missing, false},
+		"a host with another backend":        {denied, held(), []string{"vxlan"}, missing, false},
+		"a host with udp, no cloud":          {away, held(), []string{"udp"}, "the cloud does not answer", false},
 	} {
 		s := open(t)
 		test.fault(s)
-		claim, err := newBackend(t, `{}`).Claim(t.Context(), test.prev)
-		if test.err == "" && err != nil || test.err != "" && (err == nil || err.Error() != "CreateRoute: "+test.err && err.Error() != test.err) {
+		b := newBackend(t, `{}`)
+		b.env.Used = test.used
+		claim, err := b.Claim(t.Context(), test.prev)
+		if test.err == "" && err != nil || test.err != "" && (err == nil || !strings.Contains(err.Error(), test.err)) {
 			t.Errorf("%s: error %v, want %q", name, err, test.err)
+		}
+		if transient := strings.Contains(test.err, "does not answer"); transient != cloud.Transient(err) {
+			t.Errorf("%s: error %v, transient is %v", name, err, !transient)
+		}
+		if calls := s.Calls(); test.quiet != (len(calls) == 0) {
+			t.Errorf("%s: calls %v", name, calls)
 		}
 		if claim.BackendType != "" || len(claim.Endpoints) != 2 {
 			t.Errorf("%s: claim %+v, want no type, and both families", name, claim)
@@ -268,25 +288,24 @@ func TestClaim(t *testing.T) {
 	}
 }
 
-// TestClaimWaits expects that a new host waits while the cloud does not answer.
-func TestClaimWaits(t *testing.T) {
+// TestRedirect expects that calls go to no other server.
+func TestRedirect(t *testing.T) {
 	s := open(t)
-	s.SetAway(true)
-	done := make(chan error, 1)
-	go func() {
-		_, err := newBackend(t, `{}`).Claim(t.Context(), subnet.Claim{})
-		done <- err
-	}()
-	for len(s.Calls()) < 3 {
-		select {
-		case err := <-done:
-			t.Fatalf("it has not waited: %v", err)
-		case <-time.After(10 * time.Millisecond):
-		}
+	t.Setenv("AWS_ENDPOINT_URL_EC2", serve(t, http.RedirectHandler(os.Getenv("AWS_ENDPOINT_URL_EC2"), http.StatusTemporaryRedirect)))
+	err := newBackend(t, `{}`).cloud.Check(t.Context())
+	if err == nil || !strings.Contains(err.Error(), "307") || len(s.Calls()) > 0 {
+		t.Errorf("error %v, calls %v, want none and an error with the status", err, s.Calls())
 	}
-	s.SetAway(false)
-	if err := <-done; err != nil {
-		t.Error(err)
+}
+
+// TestEndlessPages has a server whose pages refer to themselves.
+func TestEndlessPages(t *testing.T) {
+	open(t)
+	t.Setenv("AWS_ENDPOINT_URL_EC2", serve(t, http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		fmt.Fprint(w, "<DescribeInstancesResponse><nextToken>again</nextToken></DescribeInstancesResponse>")
+	})))
+	if err := newBackend(t, `{}`).cloud.Check(t.Context()); err == nil || !strings.Contains(err.Error(), "refers to itself") {
+		t.Errorf("error %v, want one about the pages", err)
 	}
 }
 

@@ -257,6 +257,22 @@ func TestAWSVPCRestart(t *testing.T) {
 	}
 }
 
+// TestAWSVPCNewHostWaits starts a host while the cloud does not answer. It gives the reason, and
+// notices that the configuration changes.
+//
+//stages:rest TestAWSVPCFaults has an outage of the cloud
+func TestAWSVPCNewHostWaits(t *testing.T) {
+	t.Parallel()
+	v := newVPC(t, 1, v4)
+	v.SetAway(true)
+	d := start(t, v.Host(1), v.options())
+	expectReason(t, d, "the cloud does not answer")
+	expectLeaseCount(t, v.Lab, 0)
+	putKey(t, etcdClient(t, v.Lab), "/coreos.com/network/config", `{"Network": "10.5.0.0/16", "Backend": {"Type": "alloc"}}`)
+	expectReady(t, d)
+	expectLeaseCount(t, v.Lab, 1)
+}
+
 // TestAWSVPCFaults causes faults of the cloud one after the other, on hosts between which packets
 // flow.
 //

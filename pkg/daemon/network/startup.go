@@ -15,9 +15,11 @@ import (
 	"k8s.io/klog/v2"
 
 	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/pkg/cloud"
 	"github.com/flanneld/flanneld/pkg/daemon/lastknown"
 	"github.com/flanneld/flanneld/pkg/oneline"
 	"github.com/flanneld/flanneld/pkg/underlay"
+	"github.com/flanneld/flanneld/pkg/wait"
 	"github.com/flanneld/flanneld/subnet"
 )
 
@@ -104,8 +106,9 @@ func (s *startup) readConfig(ctx context.Context) (subnet.Config, error) {
 	return cfg, nil
 }
 
-// acquire takes the own lease. It waits for a free subnet while the configuration in the
-// store is that of env. If it changes, acquire returns ErrConfigChanged, wrapped.
+// acquire takes the own lease. It waits for a free subnet, and for a cloud that does not
+// answer, while the configuration in the store is that of env. If it changes, acquire returns
+// ErrConfigChanged, wrapped.
 func (s *startup) acquire(ctx context.Context, be backend.Backend, env backend.Env, last lastknown.State) (subnet.Lease, error) {
 	log := klog.FromContext(ctx)
 	if outside := s.outsideOf(env.Config); outside != nil {
@@ -120,7 +123,37 @@ func (s *startup) acquire(ctx context.Context, be backend.Backend, env backend.E
 	if len(prev.Endpoints) == 0 && lastknown.SameNode(last.Interface, env.Underlay) {
 		prev = last.Own.Claim()
 	}
-	return claimAndAcquire(ctx, be, prev, func(c subnet.Claim) (subnet.Lease, error) { return s.waitForSubnet(ctx, env.Config, c) })
+	var backoff wait.Backoff
+	logged := ""
+	for {
+		own, err = claimAndAcquire(ctx, be, prev, func(c subnet.Claim) (subnet.Lease, error) { return s.waitForSubnet(ctx, env.Config, c) })
+		if ctx.Err() != nil || !cloud.Transient(err) {
+			return own, err
+		}
+		if logged != err.Error() {
+			logged = err.Error()
+			log.Error(err, "waiting for the cloud before taking a subnet")
+		}
+		s.ready.report(ctx, partSubnet, err)
+		if err := s.unchanged(ctx, env.Config); err != nil {
+			return own, err
+		}
+		if err := backoff.Wait(ctx, 0); err != nil {
+			return own, err
+		}
+	}
+}
+
+// unchanged returns ErrConfigChanged, wrapped, if the store has another configuration than cfg.
+func (s *startup) unchanged(ctx context.Context, cfg subnet.Config) error {
+	now, err := s.store.Config(ctx)
+	if err != nil {
+		return nil //nolint:nilerr // cfg is the last one that is known
+	}
+	if changes := subnet.Changes(cfg, now); len(changes) > 0 {
+		return fmt.Errorf("%w: %s", ErrConfigChanged, strings.Join(changes, ", "))
+	}
+	return nil
 }
 
 // claimAndAcquire takes the own lease by acquire, with the data that be publishes. prev is the last
@@ -176,10 +209,8 @@ func (s *startup) waitForSubnet(ctx context.Context, cfg subnet.Config, claim su
 			return nil
 		}
 		s.ready.report(ctx, partSubnet, oneline.Join(left, err))
-		if now, e := s.store.Config(ctx); e == nil {
-			if changes := subnet.Changes(cfg, now); len(changes) > 0 {
-				return fmt.Errorf("%w: %s", ErrConfigChanged, strings.Join(changes, ", "))
-			}
+		if changed := s.unchanged(ctx, cfg); changed != nil {
+			return changed
 		}
 		return err
 	})
