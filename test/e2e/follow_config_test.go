@@ -199,6 +199,8 @@ func TestConfigurationFollowedAfterAMove(t *testing.T) {
 
 // TestConfigurationFollowed changes what needs other kernel objects or another lease. Afterwards all
 // pods reach each other, and nothing of the former configuration is left.
+//
+//stages:rest it makes many changes, one after the other
 func TestConfigurationFollowed(t *testing.T) {
 	t.Parallel()
 	const old, other = "10.5.0.0/16", "10.6.0.0/16"
