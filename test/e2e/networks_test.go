@@ -508,6 +508,8 @@ func TestNetworksOfCommands(t *testing.T) {
 
 // TestVMNetworksIPIP serves a network of ipip beside one of vxlan. A second one of ipip is refused until
 // the first one is deleted.
+//
+//stages:rest the kernel of the guest is emulated
 func TestVMNetworksIPIP(t *testing.T) {
 	l := newLab(t, lab.Config{Hosts: 2}, "")
 	s := etcdClient(t, l)
