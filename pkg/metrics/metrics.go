@@ -17,6 +17,7 @@ import (
 
 	"github.com/flanneld/flanneld/pkg/cloud"
 	"github.com/flanneld/flanneld/pkg/dataplane"
+	"github.com/flanneld/flanneld/pkg/paths"
 	"github.com/flanneld/flanneld/pkg/version"
 )
 
@@ -39,7 +40,7 @@ type Values struct {
 	// ConfigRejected is set while the configuration in the store cannot be used.
 	ConfigRejected bool
 	Dropped        map[string]uint64 // packets dropped in user space, by reason
-	Paths          map[string]int    // paths to peers that this host checks, by result
+	Paths          *paths.Outcome    // nil without --probe
 	Carried        map[string]int    // peers by backend (present, next), during a migration
 	Cloud          *cloud.Report     // nil unless the backend uses the routes of a cloud
 }
@@ -218,14 +219,10 @@ func (c *collector) Collect(ch chan<- prometheus.Metric) {
 		set("pool", float64(n), state)
 	}
 	if values.Paths != nil {
-		broken := 0
-		for result, n := range values.Paths {
+		for result, n := range values.Paths.Results() {
 			set("paths", float64(n), result)
-			if result != "ok" && result != "waiting" && result != "unknown" {
-				broken += n
-			}
 		}
-		set("broken", float64(broken))
+		set("broken", float64(values.Paths.Unreachable()))
 	}
 	for backend, n := range values.Carried {
 		set("carried", float64(n), backend)

@@ -26,6 +26,23 @@ type Outcome struct {
 	Worst []Result
 }
 
+// Unreachable returns the number of paths that are known not to work.
+func (o Outcome) Unreachable() (n int) {
+	for _, part := range Parts() {
+		n += o.Broken[part]
+	}
+	return n
+}
+
+// Results counts the paths by result: ok, waiting, unknown, or the part that is broken.
+func (o Outcome) Results() map[string]int {
+	results := map[string]int{"ok": o.OK, "waiting": o.Waiting}
+	for part, n := range o.Broken {
+		results[string(part)] = n
+	}
+	return results
+}
+
 // outcome summarizes results. worst limits the number of the worst paths.
 func outcome(results []Result, worst int) Outcome {
 	o := Outcome{Paths: len(results), Broken: map[Part]int{}}
@@ -41,6 +58,9 @@ func outcome(results []Result, worst int) Outcome {
 		default:
 			o.Broken[r.Broken]++
 		}
+	}
+	if worst == 0 {
+		return o
 	}
 	slices.SortFunc(results, func(a, b Result) int {
 		return cmp.Or(compareBroken(a, b), -cmp.Compare(a.RTT, b.RTT), a.Subnet.Compare(b.Subnet))

@@ -62,7 +62,8 @@ func (o reporter) values(ctx context.Context) metrics.Values {
 		l.Pool = map[string]uint64{"free": use.Free, "leased": use.Leased, "reserved": use.Reserved}
 	}
 	if s := o.serving.Load(); s != nil && s.prober != nil {
-		l.Paths = pathResults(s.prober.Outcome(0))
+		outcome := s.prober.Outcome(0)
+		l.Paths = &outcome
 	}
 	if now.Config.Migrates() {
 		l.Carried = map[string]int{"present": 0, "next": 0}
@@ -185,17 +186,8 @@ func (o reporter) firewall() (f status.Firewall) {
 // worstPaths is the number of the worst paths in a report.
 const worstPaths = 20
 
-// pathResults counts paths by result.
-func pathResults(o paths.Outcome) map[string]int {
-	results := map[string]int{"ok": o.OK, "waiting": o.Waiting}
-	for part, n := range o.Broken {
-		results[string(part)] = n
-	}
-	return results
-}
-
 func statusPaths(o paths.Outcome) *status.Paths {
-	s := &status.Paths{Results: pathResults(o), Worst: []status.Path{}}
+	s := &status.Paths{Results: o.Results(), Worst: []status.Path{}}
 	for _, r := range o.Worst {
 		s.Worst = append(s.Worst, status.Path{
 			Peer: r.Peer, Subnet: r.Subnet, PublicIP: r.PublicIP, OK: r.OK, RTT: float64(r.RTT) / float64(time.Millisecond),
