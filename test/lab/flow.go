@@ -12,13 +12,15 @@ import (
 	"sync"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/flanneld/flanneld/pkg/prefix"
 )
 
 // Flow is a steady stream of small UDP packets from one pod to another. The receiver
 // sends each packet back.
 type Flow struct {
-	near    net.Conn
+	near    *net.UDPConn
 	far     *net.UDPConn
 	stop    context.CancelFunc
 	members sync.WaitGroup
@@ -50,9 +52,18 @@ func (p *Pod) StartFlow(ctx context.Context, to *Pod, f prefix.Family, rate int)
 	if err != nil {
 		return nil, fmt.Errorf("start flow at %s: %w", to.name, err)
 	}
-	if fl.near, err = p.Dial(ctx, "udp", fl.far.LocalAddr().String()); err != nil {
+	near, err := p.Dial(ctx, "udp", fl.far.LocalAddr().String())
+	if err != nil {
 		fl.far.Close()
 		return nil, fmt.Errorf("start flow: %w", err)
+	}
+	fl.near = near.(*net.UDPConn)
+	for _, conn := range []*net.UDPConn{fl.near, fl.far} {
+		if err := keepAll(conn); err != nil {
+			fl.near.Close()
+			fl.far.Close()
+			return nil, fmt.Errorf("start flow: %w", err)
+		}
 	}
 	sending, stop := context.WithCancel(context.WithoutCancel(ctx))
 	fl.stop, fl.last = stop, time.Now()
@@ -60,6 +71,26 @@ func (p *Pod) StartFlow(ctx context.Context, to *Pod, f prefix.Family, rate int)
 	fl.members.Go(fl.reflect)
 	fl.members.Go(fl.receive)
 	return fl, nil
+}
+
+// keepAll gives a socket a buffer for the packets of some seconds. Otherwise a busy machine
+// would lose packets in the test itself.
+func keepAll(conn *net.UDPConn) error {
+	const buffer = 16 << 20
+	raw, err := conn.SyscallConn()
+	if err != nil {
+		return err
+	}
+	var failed error
+	if err := raw.Control(func(fd uintptr) {
+		failed = unix.SetsockoptInt(int(fd), unix.SOL_SOCKET, unix.SO_RCVBUFFORCE, buffer)
+	}); err != nil {
+		return err
+	}
+	if failed != nil {
+		return fmt.Errorf("set the receive buffer: %w", failed)
+	}
+	return nil
 }
 
 func (f *Flow) send(ctx context.Context, period time.Duration) {
