@@ -47,13 +47,19 @@ func (s *server) restore(tb testing.TB, backup string) {
 // VTEP MAC, so the host must delete it when it takes its present subnet again.
 func TestRestoredBackupHasAnOlderLease(t *testing.T) {
 	for _, tc := range []struct {
-		name, config string
-		claim        subnet.Claim
-		had          []string
+		name, config        string
+		claim               subnet.Claim
+		others, before, had []string // the subnet of another host, and the earlier and the present one
 	}{
-		{"IPv4", configV4, claim("192.0.2.1"), []string{"10.5.77.0/24"}},
-		{"IPv6", configV6, claim("2001:db8::1"), []string{"fd00:10:5:77::/64"}},
-		{"dual stack", configDual, claim("192.0.2.1", "2001:db8::1"), []string{"10.5.77.0/24", "fd00:10:5:77::/64"}},
+		{"IPv4", configV4, claim("192.0.2.1"), []string{"10.5.5.0/24"}, []string{"10.5.6.0/24"}, []string{"10.5.77.0/24"}},
+		{
+			"IPv6", configV6, claim("2001:db8::1"),
+			[]string{"fd00:10:5:5::/64"}, []string{"fd00:10:5:6::/64"}, []string{"fd00:10:5:77::/64"},
+		},
+		{
+			"dual stack", configDual, claim("192.0.2.1", "2001:db8::1"),
+			[]string{"10.5.5.0/24", "fd00:10:5:5::/64"}, []string{"10.5.6.0/24", "fd00:10:5:6::/64"}, []string{"10.5.77.0/24", "fd00:10:5:77::/64"},
+		},
 	} {
 		for _, running := range []bool{true, false} {
 			name := tc.name + ", restarted"
@@ -63,8 +69,8 @@ func TestRestoredBackupHasAnOlderLease(t *testing.T) {
 			t.Run(name, func(t *testing.T) {
 				f := newFixture(t, newServer(t))
 				f.put(t, "config", tc.config)
-				other := acquire(t, f.manager(t), claim("192.0.2.7", "2001:db8::7"))
-				before := acquire(t, f.manager(t), tc.claim)
+				other := acquire(t, f.manager(t, withPrevious(tc.others...)), claim("192.0.2.7", "2001:db8::7"))
+				before := acquire(t, f.manager(t, withPrevious(tc.before...)), tc.claim)
 				backup := f.backup(t)
 				f.delete(t, "subnets/"+before.Key)
 

@@ -214,6 +214,9 @@ func testPrevious(t *testing.T, b Backing) {
 	}
 	c := claim(configV4, 3)
 	c.Endpoints[0].Subnet = netip.MustParsePrefix("10.5.78.0/24")
+	if second.Endpoints[0].Subnet == c.Endpoints[0].Subnet {
+		c.Endpoints[0].Subnet = netip.MustParsePrefix("10.5.79.0/24")
+	}
 	third, err := Acquire(t.Context(), b.Manager(t, 3), c)
 	if err != nil || third.Endpoints[0].Subnet != c.Endpoints[0].Subnet {
 		t.Errorf("got %v, %v, want the subnet that is claimed", third, err)

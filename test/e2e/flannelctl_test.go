@@ -133,46 +133,50 @@ func TestFlannelctlOnLeases(t *testing.T) {
 
 	// A host gets the subnet that is reserved for it.
 	bIP := b.Addr(v4[0]).String()
-	expectFlannelctl(t, a, []string{"reserve", "10.5.77.0/24", bIP}, "10.5.77.0-24 is reserved for "+bIP)
-	expectFlannelctl(t, a, []string{"reservations"}, "10.5.77.0/24", "never (reserved)")
-	expectLine("+", "10.5.77.0-24", bIP, "-")
-	expectFlannelctlFails(t, a, []string{"reserve", "10.5.77.0/24", "192.0.2.9"}, "belongs to "+bIP)
+	reserved, reservedKey := "10.5.77.0/24", "10.5.77.0-24"
+	if own.Key == reservedKey {
+		reserved, reservedKey = "10.5.78.0/24", "10.5.78.0-24"
+	}
+	expectFlannelctl(t, a, []string{"reserve", reserved, bIP}, reservedKey+" is reserved for "+bIP)
+	expectFlannelctl(t, a, []string{"reservations"}, reserved, "never (reserved)")
+	expectLine("+", reservedKey, bIP, "-")
+	expectFlannelctlFails(t, a, []string{"reserve", reserved, "192.0.2.9"}, "belongs to "+bIP)
 	expectFlannelctlFails(t, a, []string{"reserve", own.Subnets[0].String(), "192.0.2.9"}, "belongs to "+ip)
 	expectFlannelctl(t, a, []string{"status"}, "1 leased, 1 reserved")
 	if got := metric(t, a, `flannel_pool_subnets{state="reserved"}`); got != 1 {
 		t.Errorf("flannel_pool_subnets counts %v reserved subnets, want 1", got)
 	}
 	startOne(t, b, lab.FlanneldOptions{})
-	if got := statusOf(t, b).Lease; got.Key != "10.5.77.0-24" || !got.Permanent {
+	if got := statusOf(t, b).Lease; got.Key != reservedKey || !got.Permanent {
 		t.Errorf("the lease of host 2 is %+v, want its reservation", got)
 	}
-	expectLine("~", "10.5.77.0-24", bIP, "vxlan")
+	expectLine("~", reservedKey, bIP, "vxlan")
 
 	// A reservation that is deleted becomes a lease of its running host.
-	expectFlannelctlFails(t, a, []string{"revoke", "10.5.77.0/24"}, "is a reservation")
-	expectFlannelctl(t, a, []string{"unreserve", "10.5.77.0/24"}, "is no longer reserved")
+	expectFlannelctlFails(t, a, []string{"revoke", reserved}, "is a reservation")
+	expectFlannelctl(t, a, []string{"unreserve", reserved}, "is no longer reserved")
 	eventually(t, "host 2 takes its subnet again", func() error {
-		if out := expectFlannelctl(t, a, []string{"leases"}); !strings.Contains(out, "10.5.77.0/24") || strings.Contains(out, "never") {
-			return fmt.Errorf("leases are\n%s\nwant 10.5.77.0/24, to expire", out)
+		if out := expectFlannelctl(t, a, []string{"leases"}); !strings.Contains(out, reserved) || strings.Contains(out, "never") {
+			return fmt.Errorf("leases are\n%s\nwant %s, to expire", out, reserved)
 		}
 		return nil
 	})
 
 	// Revoking the lease of a dead host removes its routes from the other hosts.
 	b.Daemon().Kill()
-	expectFlannelctl(t, a, []string{"revoke", "10.5.77.0/24"}, "is revoked")
-	expectLine("-", "10.5.77.0-24", bIP, "vxlan")
-	putKey(t, etcdClient(t, l), subnets+"10.5.78.0-24", "rubbish")
-	expectLine("!", "10.5.78.0-24", "cannot be read")
-	removeKey(t, etcdClient(t, l), subnets+"10.5.78.0-24")
-	expectLine("-", "10.5.78.0-24", "- -")
+	expectFlannelctl(t, a, []string{"revoke", reserved}, "is revoked")
+	expectLine("-", reservedKey, bIP, "vxlan")
+	putKey(t, etcdClient(t, l), subnets+"10.5.210.0-24", "rubbish")
+	expectLine("!", "10.5.210.0-24", "cannot be read")
+	removeKey(t, etcdClient(t, l), subnets+"10.5.210.0-24")
+	expectLine("-", "10.5.210.0-24", "- -")
 	eventually(t, "the peer is removed", func() error {
 		if n := len(statusOf(t, a).Peers); n != 0 {
 			return fmt.Errorf("%d peers are left", n)
 		}
 		return nil
 	})
-	expectFlannelctlFails(t, a, []string{"revoke", "10.5.77.0/24"}, "no lease has 10.5.77.0/24")
+	expectFlannelctlFails(t, a, []string{"revoke", reserved}, "no lease has "+reserved)
 	expectFlannelctlFails(t, a, []string{"leases", "--etcd-endpoints", "http://127.0.0.1:1"}, "connection refused")
 }
 
