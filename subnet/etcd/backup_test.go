@@ -46,6 +46,7 @@ func (s *server) restore(tb testing.TB, backup string) {
 // of another subnet, and not its present one. Peers accept the older of two leases with one
 // VTEP MAC, so the host must delete it when it takes its present subnet again.
 func TestRestoredBackupHasAnOlderLease(t *testing.T) {
+	t.Parallel()
 	for _, tc := range []struct {
 		name, config        string
 		claim               subnet.Claim
@@ -153,6 +154,7 @@ func TestRetakeSparesOthers(t *testing.T) {
 // subnets in a store that loses the leases of both. Each must take its lease again and leave the
 // other's alone.
 func TestHostsOfOneAddressDoNotFight(t *testing.T) {
+	t.Parallel()
 	f := newFixture(t, newServer(t))
 	f.put(t, "config", configV4)
 	var leases []subnet.Lease

@@ -14,6 +14,7 @@ import (
 // TestPatience makes requests to a store that does not answer in time. Each has twice as much
 // time as the one before, up to four times the usual, until an answer comes quickly.
 func TestPatience(t *testing.T) {
+	t.Parallel()
 	m := newFixture(t, sharedServer(t)).manager(t)
 	const usual = 400 * time.Millisecond
 	m.timing.request = usual

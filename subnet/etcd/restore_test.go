@@ -204,6 +204,7 @@ func TestRestartReceivesWhatHasChanged(t *testing.T) {
 
 // TestRestartBytes counts what etcd sends to a node that restarts in a network of 5,000 hosts.
 func TestRestartBytes(t *testing.T) {
+	t.Parallel()
 	f := newFixture(t, newServer(t))
 	f.put(t, "config", configSmall)
 	f.populate(t, 5000)
@@ -228,6 +229,7 @@ func TestRestartBytes(t *testing.T) {
 // TestRestartAtAnotherStore restarts a node whose last known state is not of the store that it
 // finds, or is damaged. It must know what the store has, and hold what another store lacks.
 func TestRestartAtAnotherStore(t *testing.T) {
+	t.Parallel()
 	peers := func(f *fixture, tb testing.TB, n ...int) {
 		for _, i := range n {
 			f.put(tb, fmt.Sprintf("subnets/10.5.%d.0-24", i), leaseValue(fmt.Sprintf("192.0.2.%d", i)), f.grant(tb, 60))
@@ -323,6 +325,7 @@ func TestRestartAtAnotherStore(t *testing.T) {
 // TestRestartsComeToTheSame changes a store at random, restarts a node at random moments, and
 // compares what it knows with the store after each restart.
 func TestRestartsComeToTheSame(t *testing.T) {
+	t.Parallel()
 	seed := rand.Uint64()
 	t.Logf("seed %d", seed)
 	rnd := rand.New(rand.NewPCG(seed, 0))

@@ -169,6 +169,7 @@ func expectReported(t *testing.T, m *Manager, status *statuses, want string) {
 }
 
 func TestUnreachable(t *testing.T) {
+	t.Parallel()
 	var status statuses
 	f := &fixture{server: &server{url: "http://" + freeAddr(t)}, prefix: "/x"}
 	expectReported(t, f.manager(t, status.option), &status, "connect: connection refused")

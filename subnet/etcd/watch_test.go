@@ -171,6 +171,7 @@ func compact(tb testing.TB, f *fixture, revision int64) {
 // TestOutages lets the connection fail in several ways while peers come, change and go. The missed
 // revisions are compacted in one half of the cases.
 func TestOutages(t *testing.T) {
+	t.Parallel()
 	for _, how := range []string{"cut", "stalled"} {
 		for _, compacted := range []bool{false, true} {
 			t.Run(fmt.Sprintf("%s, compacted %v", how, compacted), func(t *testing.T) {
@@ -232,6 +233,7 @@ func checkTransitions(t *testing.T, all []error) {
 // TestIdleWatchStaysUp probes a watch without events many times. The server is its own: on a shared
 // one, leases of other tests that expire advance the revision, which is published.
 func TestIdleWatchStaysUp(t *testing.T) {
+	t.Parallel()
 	f := newFixture(t, newServer(t))
 	var status statuses
 	m := f.manager(t, status.option)
@@ -250,6 +252,7 @@ func TestIdleWatchStaysUp(t *testing.T) {
 }
 
 func TestStoreWiped(t *testing.T) {
+	t.Parallel()
 	f := newFixture(t, newServer(t))
 	for n := range 20 {
 		f.put(t, "subnets/10.5.1.0-24", leaseValue(fmt.Sprintf("192.0.2.%d", n+1)))
@@ -275,6 +278,7 @@ func TestStoreWiped(t *testing.T) {
 // revision is higher than before. The manager cannot recognize the new store by a lower revision,
 // but must notice that it is another one.
 func TestStoreWipedAndUsedOutOfSight(t *testing.T) {
+	t.Parallel()
 	for name, tc := range map[string]struct {
 		had, has  []string
 		compacted bool
@@ -331,6 +335,7 @@ func TestStoreWipedAndUsedOutOfSight(t *testing.T) {
 // TestStoreWipedDuringTheGracePeriod expects that leases which are retained after a long outage do not
 // belong to the store that replaces the first one.
 func TestStoreWipedDuringTheGracePeriod(t *testing.T) {
+	t.Parallel()
 	const margin = 50 * time.Millisecond
 	f := newFixture(t, newServer(t))
 	for n := range 20 {
@@ -409,6 +414,7 @@ func TestCancelWhileUnreachable(t *testing.T) {
 // TestDeadConnection expects that the pings of gRPC, which cost the store nothing, detect a dead
 // connection. The interval between probes is too long for them to detect it.
 func TestDeadConnection(t *testing.T) {
+	t.Parallel()
 	f := newFixture(t, newServer(t))
 	p := newProxy(t, f.server)
 	var status statuses

@@ -14,6 +14,7 @@ import (
 // while the daemon is down. After a step forward the lease seems to have expired, and after a
 // step back it seems to be valid for years. etcd does not answer at first.
 func TestClockSteps(t *testing.T) {
+	t.Parallel()
 	for name, step := range map[string]time.Duration{"forward": 400 * 24 * time.Hour, "back": -400 * 24 * time.Hour} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()

@@ -165,6 +165,7 @@ func (c *cni) left() (files []string) {
 // TestCNI checks pods that the real plugins attach on two hosts, in every version of the CNI
 // specification that the plugins support.
 func TestCNI(t *testing.T) {
+	t.Parallel()
 	for _, tc := range []struct {
 		version  string
 		families []prefix.Family
@@ -456,6 +457,7 @@ func TestCNIAfterFlannelPlugin(t *testing.T) {
 // TestCNIPowerLoss checks that DEL frees a pod's addresses if the plugin's note is empty, as
 // after a power failure, and flanneld has not started yet.
 func TestCNIPowerLoss(t *testing.T) {
+	t.Parallel()
 	for _, version := range []string{"1.0.0", "1.1.0"} { // each with other plugins
 		t.Run(version, func(t *testing.T) {
 			t.Parallel()

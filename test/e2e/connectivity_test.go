@@ -18,10 +18,19 @@ import (
 // TestEveryPodReachesEveryPod checks that all pods reach each other, and which packet size
 // fits, with each backend and combination of address families.
 func TestEveryPodReachesEveryPod(t *testing.T) {
+	t.Parallel()
 	for _, backend := range []string{"vxlan", "host-gw", "udp"} {
-		for _, families := range [][]prefix.Family{v4, v6, dual} {
-			t.Run(backend+"/"+familiesName(families), func(t *testing.T) { testEveryPodReachesEveryPod(t, backend, families) })
-		}
+		t.Run(backend, func(t *testing.T) {
+			t.Parallel()
+			testFamilies(t, backend, v4, v6, dual)
+		})
+	}
+}
+
+// testFamilies calls testEveryPodReachesEveryPod for labs with the given address families.
+func testFamilies(t *testing.T, backend string, labs ...[]prefix.Family) {
+	for _, families := range labs {
+		t.Run(familiesName(families), func(t *testing.T) { testEveryPodReachesEveryPod(t, backend, families) })
 	}
 }
 

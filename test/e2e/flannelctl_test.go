@@ -302,6 +302,7 @@ func TestFlannelctlStatus(t *testing.T) {
 // TestFlannelctlCheck checks that check finds no fault in a network without one, and names the
 // right layer if packets are dropped.
 func TestFlannelctlCheck(t *testing.T) {
+	t.Parallel()
 	for _, tc := range []struct {
 		name  string
 		rules string // nftables rules on host 2 that break the network; empty for none

@@ -142,7 +142,10 @@ var devices = map[string]map[prefix.Family]string{
 }
 
 // TestHealing checks that the daemon repairs all damages on dual-stack hosts.
-func TestHealing(t *testing.T) { testHealing(t, dual) }
+func TestHealing(t *testing.T) {
+	t.Parallel()
+	testHealing(t, dual)
+}
 
 // TestHealingOfOneFamily checks the same on hosts with a single address family.
 //
@@ -154,7 +157,10 @@ func testHealing(t *testing.T, hosts ...[]prefix.Family) {
 	t.Helper()
 	for _, backend := range []string{"vxlan", "host-gw"} {
 		for _, families := range hosts {
-			t.Run(backend+"/"+familiesName(families), func(t *testing.T) { newDamagedHost(t, backend, families).testAllRepairs(t) })
+			t.Run(backend+"/"+familiesName(families), func(t *testing.T) {
+				t.Parallel()
+				newDamagedHost(t, backend, families).testAllRepairs(t)
+			})
 		}
 	}
 }
@@ -524,8 +530,10 @@ func replaceWord(text, word, by string) string {
 // TestDirectRouteFollowsTheUnderlay checks that the daemon uses VXLAN for a peer that moves
 // behind the router, and a plain route again when it moves back.
 func TestDirectRouteFollowsTheUnderlay(t *testing.T) {
+	t.Parallel()
 	for _, families := range [][]prefix.Family{v4, v6, dual} {
 		t.Run(familiesName(families), func(t *testing.T) {
+			t.Parallel()
 			l := newLab(t, lab.Config{Hosts: 3, Families: families}, `{"Type":"vxlan","DirectRouting":true}`)
 			startAll(t, l, lab.FlanneldOptions{})
 			expectConverged(t, l)
@@ -591,6 +599,7 @@ func TestDirectRouteByAnotherInterface(t *testing.T) {
 // TestHealingTouchesNothingElse checks with the kernel's announcements that a repair writes only
 // the damaged entry.
 func TestHealingTouchesNothingElse(t *testing.T) {
+	t.Parallel()
 	p := newDamagedHost(t, "vxlan", dual)
 	for _, f := range dual {
 		for _, d := range []struct {
@@ -657,8 +666,10 @@ func TestConstantInterference(t *testing.T) {
 // TestChecksumOffload checks that the daemon sets and keeps the configured ChecksumOffload even
 // if another program changes it or deletes the device, and that auto leaves the kernel's default.
 func TestChecksumOffload(t *testing.T) {
+	t.Parallel()
 	for _, tt := range []struct{ option, want, other string }{{"off", "off", "on"}, {"on", "on", "off"}, {"auto", "on", ""}} {
 		t.Run(tt.option, func(t *testing.T) {
+			t.Parallel()
 			l := newLab(t, lab.Config{Hosts: 2, Families: dual}, fmt.Sprintf(`{"Type":"vxlan","ChecksumOffload":%q}`, tt.option))
 			startAll(t, l, lab.FlanneldOptions{})
 			h := l.Host(1)
@@ -698,6 +709,7 @@ func TestChecksumOffload(t *testing.T) {
 // deletes that lease, as it does with its own from a restored backup. The other host takes its
 // subnet again, and each refuses the lease of the other and logs the conflict.
 func TestTwoHostsWithOnePublicAddress(t *testing.T) {
+	t.Parallel()
 	l := newLab(t, lab.Config{Hosts: 2}, `{"Type":"vxlan"}`)
 	first := startOne(t, l.Host(1), lab.FlanneldOptions{})
 	startOne(t, l.Host(2), lab.FlanneldOptions{})
@@ -718,10 +730,14 @@ func TestTwoHostsWithOnePublicAddress(t *testing.T) {
 // down. The host must apply the address at once, and the lease and the peers must follow when
 // etcd is back.
 func TestAddressChangesDuringStoreOutage(t *testing.T) {
+	t.Parallel()
 	for name, restarts := range map[string]struct{ before, after bool }{
 		"running": {}, "restarted before the change": {before: true}, "restarted after the change": {after: true},
 	} {
-		t.Run(name, func(t *testing.T) { testAddressChangeDuringOutage(t, restarts.before, restarts.after) })
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			testAddressChangeDuringOutage(t, restarts.before, restarts.after)
+		})
 	}
 }
 
@@ -759,6 +775,7 @@ func testAddressChangeDuringOutage(t *testing.T, before, after bool) {
 // occupies the VNI and etcd is down. The daemon must not be ready, and must become ready again
 // when the device is deleted, without etcd.
 func TestReadyAgainDuringStoreOutage(t *testing.T) {
+	t.Parallel()
 	p := newDamagedHost(t, "vxlan", v4)
 	d := p.host.Daemon()
 	p.lab.Etcd().Kill()
@@ -806,6 +823,7 @@ func TestInterfaceWithoutAddress(t *testing.T) {
 // TestOtherAddressesAreAdded checks that the host keeps its public address when its interface gets
 // addresses that the daemon would have preferred at its first start.
 func TestOtherAddressesAreAdded(t *testing.T) {
+	t.Parallel()
 	others := func(t *testing.T, p *damagedHost) {
 		t.Helper()
 		p.run(t, `ip addr change 192.168.77.1/24 dev eth0 valid_lft 3600 preferred_lft 3600
@@ -873,6 +891,7 @@ func (p *damagedHost) expectMoved(t *testing.T, had lease) {
 // TestAddressChangesAfterTheConfiguration checks that a daemon that does not follow the
 // configuration keeps using that of its start after another was written, also when it publishes a new address.
 func TestAddressChangesAfterTheConfiguration(t *testing.T) {
+	t.Parallel()
 	for name, tc := range map[string]struct{ config, log string }{
 		"another network": {`{"Network":"10.6.0.0/16","Backend":{"Type":"vxlan"}}`, "restart needed"},
 		"another family":  {`{"Network":"10.5.0.0/16","EnableIPv6":true,"IPv6Network":"fd00:5::/48","Backend":{"Type":"vxlan"}}`, "restart needed"},

@@ -23,6 +23,7 @@ import (
 // TestLeasesWithOnePublicAddress checks with every backend that runs here that leases
 // with the same public address are all served.
 func TestLeasesWithOnePublicAddress(t *testing.T) {
+	t.Parallel()
 	for _, backend := range []string{"vxlan", "host-gw", "udp", userspace} {
 		t.Run(backend, func(t *testing.T) {
 			t.Parallel()

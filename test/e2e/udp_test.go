@@ -42,7 +42,10 @@ func TestUDPWithoutABackend(t *testing.T) {
 
 // TestUDPHealing damages everything that the user-space path consists of, and checks that
 // the daemon repairs it.
-func TestUDPHealing(t *testing.T) { newDamagedHost(t, "udp", dual).testAllRepairs(t) }
+func TestUDPHealing(t *testing.T) {
+	t.Parallel()
+	newDamagedHost(t, "udp", dual).testAllRepairs(t)
+}
 
 // TestUDPStop checks that a stopped or killed daemon leaves neither device nor routes,
 // and that the next start creates both again.

@@ -3,6 +3,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -11,6 +12,7 @@ import (
 	"go/parser"
 	"go/token"
 	"io"
+	"maps"
 	"os"
 	"path/filepath"
 	"regexp"
@@ -78,14 +80,16 @@ func pattern(tests []test, sub string) string {
 	return run
 }
 
-// packagesOf returns the packages of the tests, each once.
+// packagesOf returns the packages of the tests, each once. Those with the most tests are first:
+// they take longest, and no other package would run beside the last one.
 func packagesOf(tests []test) []string {
-	var pkgs []string
+	counts := map[string]int{}
 	for _, t := range tests {
-		pkgs = append(pkgs, t.pkg)
+		counts[t.pkg]++
 	}
-	slices.Sort(pkgs)
-	return slices.Compact(pkgs)
+	return slices.SortedFunc(maps.Keys(counts), func(a, b string) int {
+		return cmp.Or(cmp.Compare(counts[b], counts[a]), strings.Compare(a, b))
+	})
 }
 
 // A selection decides which tests of each stage run.
