@@ -70,7 +70,7 @@ func expectMTUTo(t *testing.T, from *lab.Pod, to netip.Addr, mtu int) {
 	t.Helper()
 	fits := ping.Options{Size: mtu, DontFragment: true}
 	if emulated() {
-		fits.Timeout = repairTimeout()
+		fits.Timeout = repairTimeout
 	}
 	if _, err := from.Ping(testContext(t), to, fits); err != nil {
 		t.Errorf("%s to %s, %d bytes: %v", from.Name(), to, mtu, err)
