@@ -139,7 +139,7 @@ func TestReleaseRefuses(t *testing.T) {
 }
 
 // TestRelease makes a release twice, in different folders, and checks that both are equal, and
-// what they contain. It uses Debian 12, because the mirrors of a release that does not change
+// what they contain. With -short it has three architectures. It uses Debian 12, because the mirrors of a release that does not change
 // any more are always complete. Debian 12 does not have riscv64.
 //
 //stages:rest it builds six architectures
@@ -148,7 +148,8 @@ func TestRelease(t *testing.T) {
 	commit := commitTree(t)
 	var dirs []string
 	for range 2 {
-		dir, out, err := makeRelease(t, cloneTree(t, commit), "RELEASE_KEY="+private, "RELEASE_PUB="+public, "DEBIAN_SUITE=bookworm")
+		dir, out, err := makeRelease(t, cloneTree(t, commit), "RELEASE_KEY="+private, "RELEASE_PUB="+public, "DEBIAN_SUITE=bookworm",
+			"ARCHES="+strings.Join(architectures(), " "))
 		if err != nil {
 			t.Fatalf("make release: %v: %s", err, out)
 		}
@@ -189,7 +190,7 @@ func sums(t *testing.T, dir string) map[string]string {
 // artifacts returns the names of the files that the statement of a release describes.
 func artifacts() []string {
 	names := []string{"flannel-0.1.0.tgz", "flanneld-" + releaseVersion + "-linux.oci.tar"}
-	for arch := range machines {
+	for _, arch := range architectures() {
 		for _, pattern := range []string{"flannel-%s-linux-%s.tar.gz", "flannel-%s-linux-%s.deb", "flannel-%s-linux-%s.cdx.json"} {
 			names = append(names, fmt.Sprintf(pattern, releaseVersion, arch))
 		}
@@ -301,8 +302,9 @@ func releaseStatement(t *testing.T, dir string, key ed25519.PublicKey) {
 			found++
 		}
 	}
-	if found != 10 {
-		t.Errorf("the statement has %d packages iptables and libc6, want two for each of five architectures", found)
+	inDebian12 := slices.DeleteFunc(architectures(), func(arch string) bool { return arch == "riscv64" })
+	if found != 2*len(inDebian12) {
+		t.Errorf("the statement has %d packages iptables and libc6, want two for each of %v", found, inDebian12)
 	}
 }
 
@@ -416,7 +418,13 @@ func releaseImage(t *testing.T, dir string) {
 			complete(t, root, machines[m.Platform.Architecture], m.Platform.Architecture != "riscv64")
 		})
 	}
-	want := []string{"linux/amd64", "linux/arm64", "linux/arm/v7", "linux/ppc64le", "linux/s390x", "linux/riscv64"}
+	var want []string
+	for _, arch := range architectures() {
+		if arch == "arm" {
+			arch = "arm/v7"
+		}
+		want = append(want, "linux/"+arch)
+	}
 	if diff := cmp.Diff(want, platforms); diff != "" {
 		t.Errorf("platforms (-want +got):\n%s", diff)
 	}

@@ -53,7 +53,9 @@ type options struct {
 func stages(o options) []stage {
 	return []stage{
 		{name: "build", help: "make build", run: build},
-		{name: "unit", help: "all but the other stages, with the race detector", run: unit},
+		{name: "unit", help: "all but the other stages, with the race detector", run: func(ctx context.Context, r *run, s selection) error {
+			return unit(ctx, r, s, o.short)
+		}},
 		{name: "kernel", help: "TestKernel..., with the race detector", run: kernel},
 		{name: "e2e", help: "test/e2e: real daemons and traffic", needs: "build", run: endToEnd},
 		{name: "vm", help: "TestVM..., on a Debian kernel in qemu", needs: "build", run: vm},
@@ -94,7 +96,7 @@ func execute(ctx context.Context, args []string, out io.Writer) (ok bool, err er
 	flags.StringVar((*string)(&o.part), "part", string(all), "which tests run: short, rest or all")
 	flags.StringVar(&o.run, "run", "", "run only the test with this name, or tests that match this pattern, with a pattern of subtests after a slash")
 	flags.StringVar(&o.fuzzTime, "fuzztime", "10s", "how long each fuzz target runs")
-	flags.BoolVar(&o.short, "short", false, "run only a part of the stage kubernetes, in minutes")
+	flags.BoolVar(&o.short, "short", false, "run only a part of the stage kubernetes, in minutes, and build a release for three architectures")
 	if err := flags.Parse(args); err != nil {
 		return false, err
 	}

@@ -32,8 +32,8 @@ func build(ctx context.Context, r *run, _ selection) error {
 // test opens, but not of files that are read by programs that the test runs, nor of this
 // machine.
 // The package of dist builds a release twice, for which the default limit is too short.
-func unit(ctx context.Context, r *run, s selection) error {
-	return goTests(ctx, r, s, "-race", "-timeout=30m", "-p", perCPU(2))
+func unit(ctx context.Context, r *run, s selection, short bool) error {
+	return goTests(ctx, r, s, "-race", "-timeout=30m", "-p", perCPU(2), fmt.Sprintf("-short=%v", short))
 }
 
 func kernel(ctx context.Context, r *run, s selection) error {
