@@ -145,15 +145,17 @@ func (m *Manager) listOr(ctx context.Context, s *stash) (listing, error) {
 	if l := s.Swap(nil); l != nil && time.Since(l.read) < stashTime {
 		return *l, nil
 	}
-	k := m.known.Load()
 	l, ok, err := m.restore(ctx)
 	if ok || err != nil {
 		return l, err
 	}
-	if l, err = m.list(ctx); err == nil && k != nil && !k.survivesIn(l) {
+	if l, err = m.list(ctx); err != nil {
+		return l, err
+	}
+	if k := m.known.Swap(nil); k != nil && !k.survivesIn(l) {
 		m.replaced.Store(true)
 	}
-	return l, err
+	return l, nil
 }
 
 func storeID(h *pb.ResponseHeader) subnet.StoreID {

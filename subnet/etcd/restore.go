@@ -29,6 +29,7 @@ type lastKnown struct {
 	entries map[string]*entry // of other nodes, by key, with unknownLeaseID
 	count   int64             // number of all keys in the store
 	newest  newestKey         // zero: the store had no leases
+	ended   bool              // the store cannot bring it up to date, so it is only compared with a list of all leases
 }
 
 // newestKey is the key that was written last, with its revision and etcd lease.
@@ -133,7 +134,7 @@ func matchesKey(l subnet.Lease, key string) bool {
 // another one. Watch reads the latter from m.replaced.
 func (m *Manager) restore(ctx context.Context) (l listing, ok bool, err error) {
 	k := m.known.Load()
-	if k == nil {
+	if k == nil || k.ended {
 		return listing{}, false, nil
 	}
 	cache, is, err := m.recognizeStore(ctx, k)
@@ -146,12 +147,15 @@ func (m *Manager) restore(ctx context.Context) (l listing, ok bool, err error) {
 	case err != nil:
 		return listing{}, false, err // it is tried again
 	}
-	m.known.Store(nil)
 	if is != same {
+		ended := *k
+		ended.ended = true
+		m.known.Store(&ended)
 		klog.FromContext(ctx).V(1).Info("the last known leases are not those of the store, reading all", "revision", k.store.Revision)
 		m.replaced.Store(is == another)
 		return listing{}, false, nil
 	}
+	m.known.Store(nil)
 	for _, key := range slices.Sorted(maps.Keys(cache.entries)) {
 		l.entries = append(l.entries, *cache.entries[key])
 	}

@@ -323,6 +323,44 @@ func TestRestartAtAnotherStore(t *testing.T) {
 }
 
 // TestRestartsComeToTheSame changes a store at random, restarts a node at random moments, and
+// TestRestartWithAFailedList restarts a node at a store that was emptied and used since, and whose
+// first list fails. The node must still find out that the store is another one, and hold its peers.
+func TestRestartWithAFailedList(t *testing.T) {
+	for _, compacted := range []bool{false, true} {
+		t.Run(fmt.Sprintf("compacted=%v", compacted), func(t *testing.T) {
+			f := newFixture(t, newServer(t))
+			f.put(t, "config", configV4)
+			f.put(t, "subnets/10.5.2.0-24", leaseValue("192.0.2.2"), f.grant(t, 60))
+			k := &restartableNode{f: f}
+			k.restart(t, "", nil)
+			k.restart(t, "", nil)
+			state := k.savedState(t)
+			f.wipe(t)
+			f.put(t, "config", configV4)
+			for f.put(t, "other", "") < state.Store.Revision+5 {
+				continue
+			}
+			if compacted {
+				compact(t, f, f.put(t, "other", ""))
+			}
+
+			m := f.manager(t, func(c *Config) { c.Known = state })
+			page := m.timing.page
+			m.timing.page = time.Nanosecond
+			if _, err := m.listOr(t.Context(), &stash{}); err == nil {
+				t.Fatal("the list did not fail")
+			}
+			m.timing.page = page
+			if first := k.watchUntilCurrent(t, m, state); !first.Another {
+				t.Error("the store is taken for the one before")
+			}
+			if _, held := k.known()["10.5.2.0-24"]; !held {
+				t.Errorf("the node knows %v, want the peer that the emptied store lacks too", k.known())
+			}
+		})
+	}
+}
+
 // compares what it knows with the store after each restart.
 func TestRestartsComeToTheSame(t *testing.T) {
 	t.Parallel()
