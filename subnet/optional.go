@@ -46,7 +46,8 @@ type Resumer interface {
 // Sighter is implemented by managers of one of several networks.
 type Sighter interface {
 	// Sight reads from the store, at one moment, whether it has the configuration of the network and
-	// the own lease. The Sighting is zero if it does not have the configuration.
+	// the own lease. The Sighting is zero if it does not have the configuration. Sight retries failures
+	// that can pass, and returns when ctx ends, with its error.
 	Sight(ctx context.Context, own Lease) (Sighting, error)
 }
 

@@ -113,7 +113,8 @@ func sightings(known func() map[string]subnet.Sighting, seen map[string]int64) m
 
 // Sight implements subnet.Sighter.
 func (m *Manager) Sight(ctx context.Context, own subnet.Lease) (s subnet.Sighting, err error) {
-	err = m.call(ctx, func(ctx context.Context, c *clientv3.Client) error {
+	defer m.outage.Forget(sourceSight)
+	look := func(ctx context.Context, c *clientv3.Client) error {
 		resp, err := c.Txn(ctx).Then(clientv3.OpGet(m.configKey(), clientv3.WithKeysOnly()), clientv3.OpGet(m.dir+own.Key)).Commit() // keys alone come without their leases in etcd 3.7
 		if err != nil {
 			return err
@@ -128,7 +129,8 @@ func (m *Manager) Sight(ctx context.Context, own subnet.Lease) (s subnet.Sightin
 			s = subnet.Sighting{Revision: resp.Header.Revision, Key: own.Key, LeaseID: lease[0].Lease}
 		}
 		return nil
-	})
+	}
+	err = m.retry(ctx, sourceSight, func() error { return m.call(ctx, look) })
 	return s, err
 }
 

@@ -194,6 +194,38 @@ func TestReleaseOfAReservation(t *testing.T) {
 	}
 }
 
+// TestSightDuringAnOutage asks when the store had a configuration while it is away. The answer must
+// come when the store is back.
+func TestSightDuringAnOutage(t *testing.T) {
+	f := newFixture(t, newServer(t))
+	f.put(t, "red/config", configV4)
+	p := newProxy(t, f.server)
+	red, err := f.manager(t, throughProxy(p)).Network("red", Config{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	own := acquire(t, red, claim("192.0.2.1"))
+	p.cut()
+	type answer struct {
+		seen subnet.Sighting
+		err  error
+	}
+	answered := make(chan answer, 1)
+	go func() {
+		seen, err := red.Sight(t.Context(), own)
+		answered <- answer{seen, err}
+	}()
+	select {
+	case a := <-answered:
+		t.Errorf("without the store the answer is %+v", a)
+	case <-time.After(500 * time.Millisecond):
+		p.open(t)
+		if a := <-answered; a.err != nil || a.seen.Key != own.Key || a.seen.LeaseID == 0 {
+			t.Errorf("%+v, want the lease %s", a, own.Key)
+		}
+	}
+}
+
 // TestNetworkMissingAfterAnAbsence lets a network lose its configuration while a host does not watch.
 // The host must leave the network if its configuration was deleted, and not if the store was emptied
 // or replaced, even if the store has no history of that time.

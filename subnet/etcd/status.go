@@ -14,6 +14,7 @@ const (
 	sourceConfig = "config"
 	sourceLease  = "lease"
 	sourceWatch  = "watch"
+	sourceSight  = "sight"
 )
 
 // report records the outcome of an activity. It ignores connections that were closed on purpose.

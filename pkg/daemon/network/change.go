@@ -30,7 +30,6 @@ type change struct {
 	warns  []string        // about the configuration of be
 	claim  subnet.Claim    // published by the host; only if it keeps its subnets
 	own    *subnet.Lease   // the lease that the host has taken; nil if it keeps its subnets
-	seen   subnet.Sighting // of own
 	taking bool            // the store may have given the host a lease, although own is nil
 }
 
@@ -156,9 +155,6 @@ func (r *runner) prepareChange(ctx context.Context, m Store, s *session, cfg sub
 	own, err := claimAndAcquire(ctx, c.be, had, func(claim subnet.Claim) (subnet.Lease, error) { return m.Acquire(ctx, cfg, claim) })
 	if err == nil {
 		c.own = &own
-		if r.name != "" {
-			c.seen = r.sight(ctx, m, own, now.Seen)
-		}
 		return c, nil
 	}
 	c.taking = !errors.Is(err, subnet.ErrNoSubnets) && !errors.Is(err, subnet.ErrUnfit)
@@ -255,7 +251,7 @@ func (r *runner) serveChanged(ctx context.Context, before lastknown.State, c *ch
 	now.Config, now.Interface = c.config, c.iface
 	switch {
 	case c.own != nil:
-		now.Own, now.Stored, now.Seen = *c.own, nil, c.seen
+		now.Own, now.Stored = *c.own, nil
 	case !reflect.DeepEqual(c.claim, now.Own.Claim()):
 		if now.Stored == nil {
 			stored := before.Own

@@ -173,6 +173,12 @@ func (n *Network) serveUntilChange(ctx context.Context, s *session) (last *sessi
 		return err
 	})
 	group.Go(func() error { return ended(attending, n.store.Keep(attending, now.Own)) })
+	if s, ok := n.store.(subnet.Sighter); ok && n.name != "" {
+		group.Go(func() error {
+			n.sight(attending, s, now.Own)
+			return nil
+		})
+	}
 	n.followConfig(attending, group)
 	if err = group.Wait(); errors.Is(err, errChange) {
 		return last, next, nil

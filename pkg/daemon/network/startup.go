@@ -86,7 +86,6 @@ func (s *startup) prepare(ctx context.Context) (backend.Backend, lastknown.State
 	last.Config, last.Interface, last.Own, last.Stored = cfg, iface, own, nil
 	last.Recalled = false
 	if s.name != "" {
-		last.Seen = s.sight(ctx, s.store, own, last.Seen)
 		last.Name, last.Prefix = s.name, strings.TrimSuffix(s.opts.EtcdPrefix, "/"+s.name)
 	}
 	return be, last, nil

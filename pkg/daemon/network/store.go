@@ -7,6 +7,8 @@ import (
 	"context"
 	"net/netip"
 
+	"k8s.io/klog/v2"
+
 	"github.com/flanneld/flanneld/pkg/daemon/lastknown"
 	"github.com/flanneld/flanneld/pkg/options"
 	"github.com/flanneld/flanneld/subnet"
@@ -83,16 +85,15 @@ func publicIPs(ctx context.Context, m Store) ([]netip.Addr, error) {
 	return nil, nil
 }
 
-// sight returns when the store has had the configuration of one of several networks. before is when
-// it had it at the last time.
-func (*parts) sight(ctx context.Context, m Store, own subnet.Lease, before subnet.Sighting) subnet.Sighting {
-	store, ok := m.(subnet.Sighter)
-	if !ok {
-		return before
+// sight records when the store has had the configuration of one of several networks. It waits until
+// the store answers.
+func (p *parts) sight(ctx context.Context, store subnet.Sighter, own subnet.Lease) {
+	seen, err := store.Sight(ctx, own)
+	switch {
+	case ctx.Err() != nil:
+	case err != nil:
+		klog.FromContext(ctx).Error(err, "cannot record that the store has the network configuration: a deletion while this host is down may not be noticed")
+	case seen != subnet.Sighting{}:
+		p.state.Update(func(now *lastknown.State) { now.Seen = seen })
 	}
-	now, err := store.Sight(ctx, own)
-	if err != nil || now == (subnet.Sighting{}) {
-		return before
-	}
-	return now
 }
