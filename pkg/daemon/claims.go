@@ -3,6 +3,7 @@
 package daemon
 
 import (
+	"cmp"
 	"fmt"
 	"net/netip"
 	"slices"
@@ -26,14 +27,19 @@ type port struct {
 }
 
 // claimsOf returns the claims of a network with this configuration. During a migration they are
-// those of both backends.
+// those of both backends. be is nil if this version does not know the backend.
 func claimsOf(cfg subnet.Config, be backend.Backend) claims {
-	c := claims{devices: be.Scope().Devices, networks: cfg.Prefixes(), files: backend.Files(be)}
+	c := claims{networks: cfg.Prefixes()}
+	if be == nil {
+		return c
+	}
+	c.devices, c.files = be.Scope().Devices, backend.Files(be)
 	for kind, numbers := range backend.PortsByType(be, cfg.BackendType) {
 		for _, n := range numbers {
 			c.ports = append(c.ports, port{n, kind})
 		}
 	}
+	slices.SortFunc(c.ports, func(a, b port) int { return cmp.Or(cmp.Compare(a.number, b.number), cmp.Compare(a.backend, b.backend)) })
 	return c
 }
 

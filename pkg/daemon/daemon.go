@@ -3,8 +3,9 @@
 // Package daemon is flanneld without its command line: the process, and what operators do without
 // a running daemon, such as validating a configuration. Programs that embed flanneld import it.
 //
-// Run serves one network (single.go), or several (fleet.go, member.go). The package network tells
-// the life of a network.
+// Run serves one network (single.go), or several: fleet.go follows their configurations, member.go
+// serves one of them, and roster.go records what each claims on the host (claims.go). The package
+// network tells the life of a network.
 package daemon
 
 import (

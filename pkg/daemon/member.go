@@ -3,16 +3,18 @@
 package daemon
 
 import (
+	"bytes"
 	"context"
 	"fmt"
 	"net/netip"
 	"path"
-	"slices"
+	"sync"
 	"time"
 
 	"k8s.io/klog/v2"
 
 	"github.com/flanneld/flanneld/backend"
+	"github.com/flanneld/flanneld/pkg/daemon/lastknown"
 	"github.com/flanneld/flanneld/pkg/daemon/network"
 	"github.com/flanneld/flanneld/pkg/status"
 	"github.com/flanneld/flanneld/pkg/wait"
@@ -20,47 +22,94 @@ import (
 	"github.com/flanneld/flanneld/subnet/etcd"
 )
 
-// member is one of several networks. It serves the network from the first configuration that the
-// fleet admits, and removes everything when the configuration was deleted. It passes on every
-// later configuration that the fleet admits. One that the fleet refuses does not disturb a network
-// that is served with an earlier one.
-type member struct {
-	fleet *fleet
-	name  string
-	order int // in which the networks have joined
-	wake  wait.Signal
+// shared is what all networks of a daemon use.
+type shared struct {
+	host   *network.Host
+	cfg    Config
+	etcd   *etcd.Manager // its connection is that of all networks
+	roster *roster
+	news   wait.Signal // sent when a network may claim less than before, and when one has become ready
+}
 
-	// guarded by fleet.mu:
+// member is one of several networks. It serves the network from the first configuration that is
+// admitted, and removes everything when the configuration was deleted. It passes on every later
+// configuration that is admitted. One that is refused does not disturb a network that is served with
+// an earlier one. Its methods are safe for concurrent use.
+type member struct {
+	*shared
+	name string
+	wake wait.Signal
+
+	mu         sync.Mutex
 	text       []byte // configuration in the store; nil if there is none
 	generation int    // of text
-	admitted   bool   // text was admitted, with the two next fields
+	admitted   bool   // text was admitted, with the next field
 	config     subnet.Config
-	wanted     claims
 	refused    error            // why text was not admitted
 	missing    error            // why it goes on without a configuration in the store; nil if there is one
 	seen       subnet.Sighting  // of the last process; zero if there is none
 	recalled   chan struct{}    // config is of the last process; closed when the store has confirmed it
-	uses       *claims          // of the configuration that is served, and of what it has left; nil if there is nothing
+	began      bool             // this host may have something of the network
 	net        *network.Network // while it is served
 }
 
-// confirmed lets the start of a network from an earlier process continue. The caller holds
-// fleet.mu.
-func (m *member) confirmed() {
-	if m.recalled != nil {
-		close(m.recalled)
-		m.recalled = nil
-	}
+func newMember(s *shared, name string) *member {
+	s.roster.join(name)
+	return &member{shared: s, name: name, wake: wait.NewSignal()}
 }
 
-// has reports whether m has a configuration. The caller holds fleet.mu.
-func (m *member) has() bool { return m.text != nil || m.admitted }
+// recall makes m begin with the last known state, until the store answers.
+func (m *member) recall(last lastknown.State) error {
+	catalog, err := m.cfg.Backends(m.cfg.Options.Network(m.name))
+	if err != nil {
+		return err
+	}
+	if catalog.Close != nil {
+		defer catalog.Close()
+	}
+	var held []claims
+	for _, f := range append([]lastknown.Former{{Config: last.Config, Interface: last.Interface}}, last.Former...) {
+		be, _, err := catalog.New(backend.Env{Network: m.name, Config: f.Config, Underlay: f.Interface})
+		if err != nil {
+			be = nil
+		}
+		held = append(held, claimsOf(f.Config, be))
+	}
+	m.roster.hold(m.name, held...)
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.config, m.admitted, m.recalled, m.seen, m.began = last.Config, true, make(chan struct{}), last.Seen, true
+	return nil
+}
+
+// offer takes in the configuration in the store. text is nil if it was deleted.
+func (m *member) offer(text []byte) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.missing = nil
+	unchanged := !m.has()
+	if text != nil {
+		unchanged = m.text != nil && bytes.Equal(text, m.text)
+	}
+	if unchanged && m.recalled == nil {
+		return
+	}
+	m.text = text
+	if m.recalled != nil && text != nil && m.confirm() {
+		return
+	}
+	m.generation, m.admitted, m.refused = m.generation+1, false, nil
+	m.roster.withdraw(m.name)
+	m.wake.Send()
+}
 
 // miss notes that the store has no configuration of m, and does not tell that it was deleted. m goes
-// on with the one that it has. The caller holds fleet.mu.
+// on with the one that it has.
 func (m *member) miss(ctx context.Context) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
 	if m.has() && m.missing == nil {
-		key := path.Join(m.fleet.cfg.Options.EtcdPrefix, m.name, "config")
+		key := path.Join(m.cfg.Options.EtcdPrefix, m.name, "config")
 		m.missing = fmt.Errorf("etcd has no configuration of it, and does not tell that it was deleted: put the configuration again, "+
 			"or delete the network by etcdctl put %[1]s '{}' and etcdctl del %[1]s", key)
 		klog.FromContext(ctx).Error(m.missing, "going on with the last network configuration", "network", m.name)
@@ -68,27 +117,81 @@ func (m *member) miss(ctx context.Context) {
 	m.confirmed()
 }
 
-// sighting returns when the store last had the configuration, as far as this node has recorded it. The
-// caller holds fleet.mu.
+// admit decides about a configuration that was offered and not admitted yet.
+func (m *member) admit(ctx context.Context) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.text == nil || m.admitted {
+		return
+	}
+	cfg, wanted, err := m.validate(m.text)
+	if err == nil {
+		err = m.roster.promise(m.name, wanted)
+	}
+	if err != nil && (m.refused == nil || m.refused.Error() != err.Error()) {
+		klog.FromContext(ctx).Error(err, "network refused", "network", m.name)
+	}
+	m.refused, m.admitted = err, err == nil
+	if m.admitted { // otherwise it goes on with what it has
+		m.config = cfg
+	}
+	m.confirmed()
+	m.wake.Send()
+}
+
+// validate parses a configuration of m.
+func (m *member) validate(text []byte) (subnet.Config, claims, error) {
+	catalog, err := m.cfg.Backends(m.cfg.Options.Network(m.name))
+	if err != nil {
+		return subnet.Config{}, claims{}, err
+	}
+	if catalog.Close != nil {
+		defer catalog.Close()
+	}
+	cfg, be, _, err := network.Validate(m.name, text, true, catalog.Registry)
+	if err != nil {
+		return cfg, claims{}, err
+	}
+	return cfg, claimsOf(cfg, be), nil
+}
+
+// confirm reports whether the store has the configuration that m is served with since the last
+// process. The caller holds m.mu.
+func (m *member) confirm() bool {
+	cfg, _, err := m.validate(m.text)
+	if err != nil || len(subnet.Changes(m.config, cfg)) > 0 {
+		return false
+	}
+	m.confirmed()
+	return true
+}
+
+// confirmed lets the start of a network from an earlier process continue. The caller holds m.mu.
+func (m *member) confirmed() {
+	if m.recalled != nil {
+		close(m.recalled)
+		m.recalled = nil
+	}
+}
+
+// has reports whether m has a configuration. The caller holds m.mu.
+func (m *member) has() bool { return m.text != nil || m.admitted }
+
+// sighting returns when the store last had the configuration, as far as this node has recorded it.
 func (m *member) sighting() subnet.Sighting {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return m.lastSeen()
+}
+
+// lastSeen is sighting for a caller that holds m.mu.
+func (m *member) lastSeen() subnet.Sighting {
 	if m.net != nil {
 		if now, ok := m.net.State(); ok {
 			return now.Seen
 		}
 	}
 	return m.seen
-}
-
-// claims returns what m has or was promised.
-func (m *member) claims() []claims {
-	var all []claims
-	if m.uses != nil {
-		all = append(all, *m.uses)
-	}
-	if m.admitted {
-		all = append(all, m.wanted)
-	}
-	return all
 }
 
 // task is what a member has to do.
@@ -104,11 +207,12 @@ type task struct {
 
 // next returns what is to be done now.
 func (m *member) next() task {
-	m.fleet.mu.Lock()
-	defer m.fleet.mu.Unlock()
-	t := task{generation: m.generation, serve: m.admitted, text: m.text, config: m.config, refused: m.refused, confirmed: m.recalled}
-	t.retire = m.fleet.listed && m.text == nil && m.uses != nil
-	return t
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return task{
+		generation: m.generation, serve: m.admitted, retire: !m.has() && m.began,
+		text: m.text, config: m.config, refused: m.refused, confirmed: m.recalled,
+	}
 }
 
 // run serves the network whenever it can be, until ctx ends.
@@ -151,10 +255,10 @@ func (m *member) serve(ctx context.Context, t task) error {
 	if err != nil {
 		return err
 	}
-	m.fleet.mu.Lock()
-	uses := m.wanted
-	m.uses, m.net = &uses, n
-	m.fleet.mu.Unlock()
+	m.roster.begin(m.name)
+	m.mu.Lock()
+	m.began, m.net = true, n
+	m.mu.Unlock()
 	running, stop := context.WithCancel(ctx)
 	defer stop()
 	done := make(chan error, 1)
@@ -181,46 +285,41 @@ func (m *member) serve(ctx context.Context, t task) error {
 	}
 }
 
-// using records the configuration that the network begins to use. Another network may have waited for
-// what this one does not need any more.
-func (m *member) using(ctx context.Context, cfg subnet.Config, be backend.Backend) {
-	m.fleet.mu.Lock()
-	defer m.fleet.mu.Unlock()
-	now := claimsOf(cfg, be)
-	if m.uses == nil || !slices.Equal(m.uses.networks, now.networks) {
-		m.fleet.changed()
+// holds records what the network has on this host. Another network may have waited for what this one
+// does not have any more.
+func (m *member) holds(all []network.Holding) {
+	var held []claims
+	for _, h := range all {
+		held = append(held, claimsOf(h.Config, h.Backend))
 	}
-	m.uses = &now
-	m.fleet.admit(ctx)
+	m.roster.hold(m.name, held...)
+	m.news.Send()
 }
 
 // open opens the network with a configuration.
 func (m *member) open(ctx context.Context, t task) (*network.Network, error) {
-	f := m.fleet
 	c := network.Config{
-		Host: f.host, Options: f.cfg.Options.Network(m.name), Name: m.name, Backends: f.cfg.Backends,
+		Host: m.host, Options: m.cfg.Options.Network(m.name), Name: m.name, Backends: m.cfg.Backends,
 		OpenStore: func(c etcd.Config) (network.Store, error) {
-			manager, err := f.etcd.Network(m.name, c)
+			manager, err := m.etcd.Network(m.name, c)
 			if err != nil {
 				return nil, err
 			}
 			return networkStore{manager, m, t.confirmed}, nil
 		},
-		Using: m.using,
+		Holds: m.holds,
 		Announce: func(ctx context.Context) {
 			klog.FromContext(ctx).Info("network is ready")
-			f.mu.Lock()
-			defer f.mu.Unlock()
-			f.settled()
+			m.news.Send()
 		},
 	}
-	if f.cfg.Options.IPMasq && !f.cfg.Options.MasqueradeBetweenNetworks {
-		c.Others = func() ([]netip.Prefix, <-chan struct{}) { return f.others(m) }
+	if m.cfg.Options.IPMasq && !m.cfg.Options.MasqueradeBetweenNetworks {
+		c.Others = func() ([]netip.Prefix, <-chan struct{}) { return m.roster.others(m.name) }
 	}
 	return network.Open(ctx, c)
 }
 
-// networkStore is the store of one of several networks. The fleet follows the configuration.
+// networkStore is the store of one of several networks. The member has its configuration.
 type networkStore struct {
 	*etcd.Manager
 	member    *member
@@ -241,11 +340,11 @@ func (s networkStore) Config(ctx context.Context) (subnet.Config, error) {
 
 // closed releases a network that is not served any more.
 func (m *member) closed(n *network.Network) {
-	m.fleet.mu.Lock()
-	m.seen, m.net = m.sighting(), nil
-	m.fleet.mu.Unlock()
+	m.mu.Lock()
+	m.seen, m.net = m.lastSeen(), nil
+	m.mu.Unlock()
 	n.Close()
-	m.fleet.host.Tuner.Backend(m.name, "")
+	m.host.Tuner.Backend(m.name, "")
 }
 
 // retire removes everything of a network whose configuration was deleted.
@@ -259,44 +358,51 @@ func (m *member) retire(ctx context.Context) error {
 		return err
 	}
 	klog.FromContext(ctx).Info("network was deleted: its lease, devices, routes, rules and files are gone")
-	m.fleet.mu.Lock()
-	defer m.fleet.mu.Unlock()
-	m.uses, m.seen = nil, subnet.Sighting{}
-	m.fleet.changed()
-	m.fleet.admit(ctx) // another network may have waited for what this one had
+	m.mu.Lock()
+	m.began, m.seen = false, subnet.Sighting{}
+	m.mu.Unlock()
+	m.holds(nil)
 	return nil
 }
 
 // present returns the network while it is served, or nil.
 func (m *member) present() *network.Network {
-	m.fleet.mu.Lock()
-	defer m.fleet.mu.Unlock()
+	m.mu.Lock()
+	defer m.mu.Unlock()
 	return m.net
 }
 
-// wasReady reports whether the network has been ready with its present configuration. The caller
-// holds fleet.mu.
-func (m *member) wasReady() bool { return m.net != nil && m.net.WasReady() }
-
-// ready reports whether the network is ready, and the reasons why not. The caller holds fleet.mu.
-func (m *member) ready() (ready bool, reasons []string) {
-	if m.net == nil {
-		return false, []string{errNotStarted.Error()}
-	}
-	return m.net.Ready()
+// settled reports whether m has no configuration, was refused, or has been ready with the present
+// configuration.
+func (m *member) settled() bool {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return !m.has() || m.refused != nil || m.net != nil && m.net.WasReady()
 }
 
-// phaseRefused is the phase of a network that the fleet does not admit.
+// ready returns the reasons why the network is not ready. counts is false for a network that was
+// refused, or has no configuration.
+func (m *member) ready() (counts bool, reasons []string) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.net == nil {
+		return m.has() && m.refused == nil, []string{"not started yet"}
+	}
+	_, reasons = m.net.Ready()
+	return m.has(), reasons
+}
+
+// phaseRefused is the phase of a network that was not admitted.
 const phaseRefused network.Phase = "refused"
 
 // summary returns the entry of the overview.
 func (m *member) summary() status.NetworkSummary {
-	m.fleet.mu.Lock()
-	defer m.fleet.mu.Unlock()
+	m.mu.Lock()
+	defer m.mu.Unlock()
 	s := status.NetworkSummary{Name: m.name, Prefixes: []netip.Prefix{}, Subnets: []netip.Prefix{}}
 	if m.net != nil {
 		s.Phase = string(m.net.Phase())
-		s.Ready, s.Reasons = m.ready()
+		s.Ready, s.Reasons = m.net.Ready()
 		if now, ok := m.net.State(); ok {
 			s.BackendType, s.Prefixes = now.Config.BackendType, now.Config.Prefixes()
 			s.Subnets = append(s.Subnets, now.Own.Subnets()...)

@@ -181,6 +181,43 @@ func TestNetworks(t *testing.T) {
 	}
 }
 
+// TestNetworkTakesOverADevice changes the device of one network by a migration, and gives the former
+// device to another network at once. That one must wait until the device is removed.
+func TestNetworkTakesOverADevice(t *testing.T) {
+	t.Parallel()
+	l := newLab(t, lab.Config{Hosts: 1}, "")
+	s, h := etcdClient(t, l), l.Host(1)
+	red := func(backends string) {
+		putKey(t, s, networksRoot+"red/config", `{"Network":"10.5.0.0/16",`+backends+`}`)
+	}
+	red(`"Backend":{"Type":"vxlan"}`)
+	startNetworks(t, l, "--watch-networks")
+	expectPhase(t, l, "red", "serving")
+	red(`"Backend":{"Type":"vxlan"},"NextBackend":{"Type":"vxlan","VNI":2}`)
+	eventually(t, "the device of the next backend", func() error {
+		_, err := h.Exec(testContext(t), "ip", "link", "show", "flannel.2")
+		return err
+	})
+	red(`"Backend":{"Type":"vxlan","VNI":2}`)
+	expectPhase(t, l, "red", "serving, and removing what a former configuration left")
+	putKey(t, s, networksRoot+"green/config", `{"Network":"10.6.0.0/16","Backend":{"Type":"vxlan"}}`)
+	expectPhase(t, l, "green", "refused")
+	const want = "it waits until network red has removed what a former configuration left: both have the device flannel.1"
+	if why := overviewOf(t, h)["green"].Reasons; len(why) != 1 || why[0] != want {
+		t.Errorf("green was refused because of %q, want %q", why, want)
+	}
+	for _, name := range []string{"red", "green"} {
+		expectPhase(t, l, name, "serving")
+	}
+	out, err := h.Exec(testContext(t), "ip", "-d", "-4", "addr", "show", "flannel.1")
+	if err != nil || !strings.Contains(string(out), " 10.6.") {
+		t.Errorf("%v: the device of green is\n%s", err, out)
+	}
+	if log := h.Daemon().Log(); strings.Contains(log, "network failed") {
+		t.Errorf("a network has failed:\n%s", log)
+	}
+}
+
 // podsIn returns the pods whose address begins with the text.
 func podsIn(l *lab.Lab, begin string) []*lab.Pod {
 	return slices.DeleteFunc(l.Pods(), func(p *lab.Pod) bool { return !strings.HasPrefix(p.Addrs()[0].String(), begin) })

@@ -105,7 +105,7 @@ func (r *runner) prepareUnless(ctx context.Context, changed <-chan struct{}, m S
 		return c, nil
 	}
 	if c != nil {
-		r.releaseDevices(c.be.Scope(), s.be.Scope())
+		r.releaseDevices(c.be.Scope(), s)
 		if c.taking { // take the lease of s again
 			if err := r.publish(ctx, m, s); err != nil {
 				return nil, err
@@ -205,7 +205,7 @@ func (r *runner) change(ctx context.Context, s *session, c *change) (*session, e
 		now.Peers, now.Fresh = subnet.LedgerState{}, nil
 		s.begin.Store(&now)
 		s.rules.Send()
-		r.changed(ctx, c, s.be)
+		r.changed(ctx, c)
 		return s, nil
 	}
 	pause := s.turn()
@@ -215,7 +215,7 @@ func (r *runner) change(ctx context.Context, s *session, c *change) (*session, e
 	next, err := r.serveChanged(ctx, before, c)
 	if err == nil {
 		next.pause = pause
-		r.changed(ctx, c, c.be)
+		r.changed(ctx, c)
 		return next, nil
 	}
 	if ctx.Err() != nil {
@@ -225,22 +225,14 @@ func (r *runner) change(ctx context.Context, s *session, c *change) (*session, e
 	return r.goBack(ctx, before, c)
 }
 
-// changed records and logs that the network uses the configuration of c, with be, from now on.
-func (r *runner) changed(ctx context.Context, c *change, be backend.Backend) {
-	r.use(ctx, c.config, be)
+// changed records and logs that the network uses the configuration of c from now on.
+func (r *runner) changed(ctx context.Context, c *change) {
+	r.config.use(c.config)
 	log := klog.FromContext(ctx)
 	for _, w := range c.warns {
 		log.Error(nil, "network configuration", "warning", w)
 	}
 	log.Info("the network uses the changed configuration", "backend", c.config.BackendType, "networks", c.config.Prefixes())
-}
-
-// use records that the network uses cfg from now on.
-func (r *runner) use(ctx context.Context, cfg subnet.Config, be backend.Backend) {
-	r.config.use(cfg)
-	if r.using != nil {
-		r.using(ctx, cfg, be)
-	}
 }
 
 // serveChanged starts a session with another configuration. before is the state that the last one
@@ -292,10 +284,16 @@ func (r *runner) goBack(ctx context.Context, before lastknown.State, c *change) 
 	return s, err
 }
 
-// releaseDevices releases the locks of the devices in scope, except for those in use.
-func (r *runner) releaseDevices(scope, inUse dataplane.Scope) {
+// releaseDevices releases the locks of the devices in scope, except for those that s uses, and those
+// of former configurations, which are still to be removed.
+func (r *runner) releaseDevices(scope dataplane.Scope, s *session) {
+	needed := slices.Clone(s.be.Scope().Devices)
+	now, _ := r.state.Get()
+	for _, f := range now.Former {
+		needed = append(needed, r.owned(f).Scope.Devices...)
+	}
 	for _, name := range scope.Devices {
-		if !slices.Contains(inUse.Devices, name) {
+		if !slices.Contains(needed, name) {
 			r.devices.Release(name)
 		}
 	}

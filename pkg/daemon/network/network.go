@@ -43,8 +43,16 @@ type Config struct {
 	// Others returns the prefixes of other networks of the daemon, and a channel that is closed
 	// when they change. Packets to them are not masqueraded. It is nil if there are none.
 	Others func() ([]netip.Prefix, <-chan struct{})
-	// Using is called with each configuration that the network begins to use. It may be nil.
-	Using func(context.Context, subnet.Config, backend.Backend)
+	// Holds is called with everything that the network has on this host from then on: before it
+	// begins to use a configuration, and when it has removed what former ones had left. The first
+	// Holding is the configuration in use. Holds may be nil.
+	Holds func([]Holding)
+}
+
+// Holding is a configuration whose objects a network has on this host, or is about to create.
+type Holding struct {
+	Config  subnet.Config
+	Backend backend.Backend // nil if this version does not know it
 }
 
 // Network is one flat network on this host.
@@ -53,7 +61,7 @@ type Network struct{ *runner }
 // Open opens the state file and creates the connection to the store. It starts nothing.
 func Open(ctx context.Context, c Config) (n *Network, err error) {
 	opts := c.Options
-	p := &parts{host: c.Host, name: c.Name, opts: opts, devices: ownership.NewLocks(opts.StateDir), others: c.Others, using: c.Using}
+	p := &parts{host: c.Host, name: c.Name, opts: opts, devices: ownership.NewLocks(opts.StateDir), others: c.Others, holds: c.Holds}
 	n = &Network{&runner{parts: p}}
 	defer func() {
 		if err != nil {
@@ -140,7 +148,7 @@ func (n *Network) startAndServe(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	n.use(ctx, now.Config, be)
+	n.config.use(now.Config)
 	defer n.stopServing()
 	for {
 		last, next, err := n.serveUntilChange(ctx, s)

@@ -65,9 +65,8 @@ type parts struct {
 	rules   *rules.Keeper
 	// others returns the prefixes of other networks of this daemon, and a channel that is closed
 	// when they change. Packets to them are not masqueraded. It is nil if there are none.
-	others func() ([]netip.Prefix, <-chan struct{})
-	// using is called with each configuration that the network begins to use. It may be nil.
-	using    func(context.Context, subnet.Config, backend.Backend)
+	others   func() ([]netip.Prefix, <-chan struct{})
+	holds    func([]Holding) // see Config
 	progress progress
 }
 
@@ -81,6 +80,23 @@ func (p *parts) env(iface underlay.Interface, cfg subnet.Config) backend.Env {
 		Used: used(last), Connected: p.connected,
 		Network: p.name, Underlay: iface, Config: cfg, Kernel: p.kernel, Resync: p.opts.Resync, StateDir: p.opts.StateDir, Blackhole: p.opts.IPBlackholeRoute,
 	}
+}
+
+// hold passes on what the network has on this host: the configuration of now, with its backend be,
+// and what former ones have left.
+func (p *parts) hold(now lastknown.State, be backend.Backend) {
+	if p.holds == nil {
+		return
+	}
+	held := []Holding{{now.Config, be}}
+	for _, f := range now.Former {
+		former, _, err := p.catalog.New(p.env(f.Interface, f.Config))
+		if err != nil {
+			former = nil
+		}
+		held = append(held, Holding{f.Config, former})
+	}
+	p.holds(held)
 }
 
 // used returns the types of the backends whose data the host with that state has published.

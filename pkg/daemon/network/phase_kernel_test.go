@@ -4,6 +4,7 @@ package network
 
 import (
 	"context"
+	"fmt"
 	"net/netip"
 	"os"
 	"os/exec"
@@ -95,6 +96,53 @@ func TestKernelPhases(t *testing.T) {
 	}
 }
 
+// TestKernelHoldings changes the device of a network twice. The network must tell that it has each
+// former device until it has removed it, also after a restart before that.
+func TestKernelHoldings(t *testing.T) {
+	if os.Getenv(inNamespace) == "" {
+		repeatInNamespace(t)
+		return
+	}
+	w := newWalk(t)
+	w.address("192.0.2.1/24")
+	w.store.SetConfig(`{"Network": "10.5.0.0/16", "Backend": {"Type": "vxlan"}}`)
+	stop := w.start()
+	w.expect(PhaseNoConfiguration, PhaseNoInterface, PhaseNoLease, PhaseServing)
+	w.expectHeld("[[flannel.1]]")
+	w.store.SetConfig(`{"Network": "10.5.0.0/16", "Backend": {"Type": "vxlan", "VNI": 7}}`)
+	w.expect(PhaseChanging, PhaseRetiring, PhaseServing)
+	w.expectHeld("[[flannel.7 flannel.1] [flannel.7]]")
+	stop()
+
+	w.store.SetConfig(`{"Network": "10.5.0.0/16", "Backend": {"Type": "vxlan", "VNI": 8}}`)
+	stop = w.start()
+	w.expect(PhaseNoConfiguration, PhaseLastKnown, PhaseRetiring, PhaseServing)
+	w.expectHeld("[[flannel.7] [flannel.8 flannel.7] [flannel.8]]")
+	stop()
+}
+
+// holds records the devices of what the network has.
+func (w *walk) holds(all []Holding) {
+	var devices []string
+	for _, h := range all {
+		devices = append(devices, h.Backend.Scope().Devices...)
+	}
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.held = append(w.held, devices)
+}
+
+// expectHeld compares what the network has told since the last call.
+func (w *walk) expectHeld(want string) {
+	w.t.Helper()
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if got := fmt.Sprint(w.held); got != want {
+		w.t.Errorf("the network has told %s, want %s", got, want)
+	}
+	w.held = nil
+}
+
 // repeatInNamespace runs the calling test again, in a new process with a network namespace.
 func repeatInNamespace(t *testing.T) {
 	t.Helper()
@@ -118,6 +166,8 @@ type walk struct {
 	last   Phase // "" before the first
 	seen   map[Phase]bool
 	gate   gate
+	held   [][]string // the devices of each Holding, as told
+	mu     sync.Mutex // guards held
 }
 
 func newWalk(t *testing.T) *walk {
@@ -175,7 +225,7 @@ func (w *walk) start() (stop func()) {
 	var background sync.WaitGroup
 	h := &Host{Journal: status.NewJournal(1), Tuner: &tune.Tuner{}, Started: time.Now(), Firewall: rules.NewHost(), Underlay: underlay.NewReader()}
 	n, err := Open(ctx, Config{
-		Host: h, Options: opts, Backends: builtin.New, Announce: announced,
+		Host: h, Options: opts, Backends: builtin.New, Announce: announced, Holds: w.holds,
 		OpenStore: func(etcd.Config) (Store, error) { return gatedStore{w.store.Manager(), &w.gate}, nil },
 	})
 	if err != nil {

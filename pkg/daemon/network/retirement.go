@@ -72,6 +72,11 @@ func (p *parts) newRetirement(fs []lastknown.Former, present backend.Backend, ru
 	}
 	r.done = func() {
 		p.state.Update(func(now *lastknown.State) { now.Former = nil })
+		for _, f := range r.former { // from now on, a refused change releases the locks that it takes
+			r.release(f.Scope)
+		}
+		now, _ := p.state.Get()
+		p.hold(now, present)
 		p.progress.retired()
 		rules.Send()
 	}
@@ -132,12 +137,16 @@ func (r *retirement) retire(ctx context.Context, kernel dataplane.Kernel, former
 		klog.FromContext(ctx).Info("removed what a former configuration had left", "objects", removed,
 			"devices", scope.Devices, "networks", scope.Networks)
 	}
-	for _, name := range scope.Devices {
+	return nil
+}
+
+// release releases the locks of the devices of a former configuration.
+func (r *retirement) release(former dataplane.Scope) {
+	for _, name := range former.Devices {
 		if !slices.Contains(r.present.Scope.Devices, name) {
-			locks.Release(name)
+			r.devices.Release(name)
 		}
 	}
-	return nil
 }
 
 // retireAll removes everything that the network has on this host, and its lease in the store. It is not
@@ -159,9 +168,11 @@ func (p *parts) retireAll(ctx context.Context) error {
 	}
 	r := &retirement{devices: p.devices}
 	for _, f := range append(slices.Clone(last.Former), lastknown.Former{Config: last.Config, Interface: last.Interface}) {
-		if err := r.retire(ctx, kernel, p.owned(f)); err != nil {
+		former := p.owned(f)
+		if err := r.retire(ctx, kernel, former); err != nil {
 			return err
 		}
+		r.release(former.Scope)
 	}
 	if err := rules.Remove(ctx, last.FormerNetworks(subnet.Config{})); err != nil {
 		return err

@@ -3,6 +3,7 @@
 package network
 
 import (
+	"errors"
 	"net/netip"
 	"testing"
 
@@ -16,6 +17,7 @@ import (
 	"github.com/flanneld/flanneld/pkg/dataplane"
 	"github.com/flanneld/flanneld/pkg/dataplane/dataplanetest"
 	"github.com/flanneld/flanneld/pkg/options"
+	"github.com/flanneld/flanneld/pkg/state"
 	"github.com/flanneld/flanneld/pkg/underlay"
 	"github.com/flanneld/flanneld/pkg/wait"
 	"github.com/flanneld/flanneld/subnet"
@@ -112,6 +114,7 @@ func TestRetireLeavesOthersDevices(t *testing.T) {
 		if err := r.retire(t.Context(), kernel, ownership.Objects{Scope: scope, Leftovers: []backend.Leftover{left}}); err != nil {
 			t.Fatal(err)
 		}
+		r.release(scope)
 		have, err := kernel.Read(t.Context(), scope)
 		if err != nil {
 			t.Fatal(err)
@@ -133,6 +136,50 @@ func TestRetireLeavesOthersDevices(t *testing.T) {
 		t.Errorf("a deleted device: %v", err)
 	}
 	other.ReleaseAll()
+}
+
+// TestSupersededChangeKeepsFormerDevices gives up a change that goes back to a former device, which
+// the retirement has not removed yet. No other daemon may get the device before that.
+func TestSupersededChangeKeepsFormerDevices(t *testing.T) {
+	catalog, err := builtin.New(options.Options{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	config := func(raw string) subnet.Config {
+		c, _, err := subnet.ParseConfig([]byte(raw))
+		if err != nil {
+			t.Fatal(err)
+		}
+		return c
+	}
+	present := config(`{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan","VNI":2}}`)
+	former := lastknown.Former{Config: config(`{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan"}}`), Interface: link(1500, "192.0.2.1")}
+	now := lastknown.State{Config: present, Interface: former.Interface, Former: []lastknown.Former{former}, Own: peerOn("10.5.1.0/24", "192.0.2.1")}
+	dir := t.TempDir()
+	r := &runner{parts: &parts{host: &Host{}, catalog: catalog, state: lastknown.NewStore(nil), devices: ownership.NewLocks(dir)}}
+	r.state.Set(now)
+	be, _, err := catalog.New(r.env(now.Interface, present))
+	if err != nil {
+		t.Fatal(err)
+	}
+	s := &session{be: be}
+	s.begin.Store(&now)
+	superseded := make(chan struct{})
+	close(superseded)
+	for _, pending := range []bool{true, false} {
+		if !pending {
+			r.state.Update(func(now *lastknown.State) { now.Former = nil })
+		}
+		back := config(`{"Network":"10.6.0.0/16","Backend":{"Type":"vxlan"}}`)
+		if _, err := r.prepareUnless(t.Context(), superseded, &silent{}, s, back, make(chan struct{})); !errors.Is(err, errSuperseded) {
+			t.Fatalf("%v, want errSuperseded", err)
+		}
+		other := ownership.NewLocks(dir)
+		if err := other.Take("flannel.1"); errors.Is(err, state.ErrInUse) != pending {
+			t.Errorf("another daemon that takes the former device gets %v, while it is to be removed: %v", err, pending)
+		}
+		other.ReleaseAll()
+	}
 }
 
 func envOf(f lastknown.Former) backend.Env {

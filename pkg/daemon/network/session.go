@@ -53,6 +53,7 @@ func (r *runner) serve(ctx context.Context, be backend.Backend, now lastknown.St
 	}
 	r.host.Tuner.Backend(r.name, now.Config.BackendType, now.Config.NextType)
 	r.state.Set(now) // before the first object exists that a later configuration must remove
+	r.hold(now, be)
 	running, err := startBackend(ctx, be, now.Own)
 	if err != nil {
 		return nil, fmt.Errorf("start backend: %w", err)

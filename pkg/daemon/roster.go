@@ -1,0 +1,126 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package daemon
+
+import (
+	"fmt"
+	"net/netip"
+	"reflect"
+	"slices"
+	"sync"
+
+	"github.com/flanneld/flanneld/pkg/prefix"
+)
+
+// roster records what each of several networks claims on this host, in the order in which they
+// have joined. It is safe for concurrent use.
+type roster struct {
+	mu      sync.Mutex
+	entries []*entry
+	moved   chan struct{} // closed and replaced when the prefixes of a network change
+}
+
+// entry is one network in a roster.
+type entry struct {
+	name     string
+	promised *claims  // of the configuration that was admitted; nil if there is none
+	held     []claims // of the configuration in use, and then of former ones that have left something on this host
+}
+
+func newRoster() *roster { return &roster{moved: make(chan struct{})} }
+
+// join adds a network, unless it is there already.
+func (r *roster) join(name string) { r.change(name, func(*entry) {}) }
+
+// promise records what a network may begin to use. It returns an error, and promises nothing, if
+// another network claims a part of it.
+func (r *roster) promise(name string, wanted claims) (err error) {
+	r.change(name, func(e *entry) {
+		if err = r.clash(name, wanted); err == nil {
+			e.promised = &wanted
+		}
+	})
+	return err
+}
+
+// withdraw takes a promise back.
+func (r *roster) withdraw(name string) { r.change(name, func(e *entry) { e.promised = nil }) }
+
+// begin adds what was promised to a network to what it holds, because it may begin to use it.
+func (r *roster) begin(name string) {
+	r.change(name, func(e *entry) {
+		if p := e.promised; p != nil && !slices.ContainsFunc(e.held, func(c claims) bool { return reflect.DeepEqual(c, *p) }) {
+			e.held = slices.Insert(e.held, 0, *p)
+		}
+	})
+}
+
+// hold replaces what a network holds: the claims of the configuration in use, and then those of
+// former ones.
+func (r *roster) hold(name string, held ...claims) { r.change(name, func(e *entry) { e.held = held }) }
+
+// others returns the addresses of all networks but one, in as few prefixes as possible, and a channel
+// that is closed when they may have changed.
+func (r *roster) others(name string) (prefixes []netip.Prefix, moved <-chan struct{}) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	for _, e := range r.entries {
+		if e.name != name {
+			prefixes = append(prefixes, e.prefixes()...)
+		}
+	}
+	return prefix.Merge(prefixes), r.moved
+}
+
+// change changes the entry of a network, which it adds if there is none.
+func (r *roster) change(name string, f func(*entry)) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	i := slices.IndexFunc(r.entries, func(e *entry) bool { return e.name == name })
+	if i < 0 {
+		i = len(r.entries)
+		r.entries = append(r.entries, &entry{name: name})
+	}
+	before := r.entries[i].prefixes()
+	if f(r.entries[i]); !slices.Equal(before, r.entries[i].prefixes()) {
+		close(r.moved)
+		r.moved = make(chan struct{})
+	}
+}
+
+// clash returns an error if another network claims a part of what the network wants. The caller
+// holds r.mu.
+func (r *roster) clash(name string, wanted claims) error {
+	for _, e := range r.entries {
+		if e.name == name {
+			continue
+		}
+		if e.promised != nil {
+			if why := wanted.clash(*e.promised); why != "" {
+				return fmt.Errorf("it clashes with network %s, which was there first: %s", e.name, why)
+			}
+		}
+		for i, has := range e.held {
+			switch why := wanted.clash(has); {
+			case why == "":
+			case i == 0:
+				return fmt.Errorf("it clashes with network %s, which was there first: %s", e.name, why)
+			default:
+				return fmt.Errorf("it waits until network %s has removed what a former configuration left: %s", e.name, why)
+			}
+		}
+	}
+	return nil
+}
+
+// prefixes returns the addresses of the network, in as few prefixes as possible.
+func (e *entry) prefixes() []netip.Prefix {
+	var all []netip.Prefix
+	if e.promised != nil {
+		all = append(all, e.promised.networks...)
+	}
+	for _, c := range e.held {
+		all = append(all, c.networks...)
+	}
+	return prefix.Merge(all)
+}

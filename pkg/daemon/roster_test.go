@@ -1,0 +1,147 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package daemon
+
+import (
+	"net/netip"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/flanneld/flanneld/backend/builtin"
+	"github.com/flanneld/flanneld/pkg/daemon/lastknown"
+	"github.com/flanneld/flanneld/pkg/options"
+	"github.com/flanneld/flanneld/pkg/underlay"
+	"github.com/flanneld/flanneld/pkg/wait"
+	"github.com/flanneld/flanneld/subnet"
+)
+
+// TestRoster lets one network change its device, and another one ask for the former device all the
+// time. It may have the device when the first network has removed everything.
+func TestRoster(t *testing.T) {
+	on := func(network, device string) claims {
+		return claims{networks: []netip.Prefix{netip.MustParsePrefix(network)}, devices: []string{device}}
+	}
+	was, is, wants := on("10.5.0.0/16", "flannel.1"), on("10.5.0.0/16", "flannel.2"), on("10.6.0.0/16", "flannel.1")
+	r := newRoster()
+	r.join("red")
+	for _, step := range []struct {
+		name string
+		do   func()
+		want string // part of the reason for which green cannot have its device; empty: it can
+	}{
+		{"nothing", func() {}, ""},
+		{"promised", func() { _ = r.promise("red", was) }, "it clashes with network red, which was there first: both have the device flannel.1"},
+		{"withdrawn", func() { r.withdraw("red") }, ""},
+		{"begun", func() { _ = r.promise("red", was); r.begin("red"); r.withdraw("red") }, "clashes with network red"},
+		{"begun again", func() { _ = r.promise("red", was); r.begin("red"); r.withdraw("red") }, "clashes with network red"},
+		{"held", func() { r.hold("red", was) }, "clashes with network red"},
+		{"promised another", func() { _ = r.promise("red", is) }, "clashes with network red"},
+		{"changed", func() { r.hold("red", is, was) }, "it waits until network red has removed what a former configuration left: both have the device flannel.1"},
+		{"removed", func() { r.hold("red", is) }, ""},
+		{"deleted", func() { r.withdraw("red"); r.hold("red") }, ""},
+	} {
+		step.do()
+		err := r.promise("green", wants)
+		switch {
+		case step.want == "" && err != nil:
+			t.Errorf("%s: green cannot have its device: %v", step.name, err)
+		case step.want != "" && (err == nil || !strings.Contains(err.Error(), step.want)):
+			t.Errorf("%s: %v, want an error with %q", step.name, err, step.want)
+		}
+		r.withdraw("green")
+	}
+}
+
+// TestRosterOthers compares the addresses of other networks with what they claim, and expects to be
+// told of each change, and of nothing else.
+func TestRosterOthers(t *testing.T) {
+	of := func(network string) claims {
+		return claims{networks: []netip.Prefix{netip.MustParsePrefix(network)}}
+	}
+	r := newRoster()
+	for _, step := range []struct {
+		name string
+		do   func()
+		want []string
+		told bool
+	}{
+		{"join", func() { r.join("red") }, nil, false},
+		{"promise", func() { _ = r.promise("red", of("10.4.0.0/16")) }, []string{"10.4.0.0/16"}, true},
+		{"hold", func() { r.hold("red", of("10.4.0.0/16")) }, []string{"10.4.0.0/16"}, false},
+		{"neighbour", func() { _ = r.promise("pink", of("10.5.0.0/16")) }, []string{"10.4.0.0/15"}, true},
+		{"former", func() { r.hold("red", of("10.4.0.0/16"), of("10.9.0.0/16")) }, []string{"10.4.0.0/15", "10.9.0.0/16"}, true},
+		{"refused", func() { _ = r.promise("grey", of("10.9.8.0/24")) }, []string{"10.4.0.0/15", "10.9.0.0/16"}, false},
+		{"withdraw", func() { r.withdraw("red") }, []string{"10.4.0.0/15", "10.9.0.0/16"}, false},
+		{"delete", func() { r.hold("red") }, []string{"10.5.0.0/16"}, true},
+	} {
+		_, moved := r.others("green")
+		step.do()
+		told := false
+		select {
+		case <-moved:
+			told = true
+		default:
+		}
+		var got []string
+		all, _ := r.others("green")
+		for _, p := range all {
+			got = append(got, p.String())
+		}
+		if !slices.Equal(got, step.want) || told != step.told {
+			t.Errorf("%s: %v, told %v, want %v, %v", step.name, got, told, step.want, step.told)
+		}
+	}
+	if own, _ := r.others("pink"); len(own) > 0 {
+		t.Errorf("the only network has others: %v", own)
+	}
+}
+
+// TestRecalledClaims starts with the state file of a network that had not removed its former device
+// when the last process ended. Another network must not get that device, nor the present one.
+func TestRecalledClaims(t *testing.T) {
+	config := func(text string) subnet.Config {
+		cfg, _, err := subnet.ParseConfig([]byte(text))
+		if err != nil {
+			t.Fatal(err)
+		}
+		return cfg
+	}
+	dir := t.TempDir()
+	s := &shared{
+		cfg:    Config{Options: options.Options{StateDir: dir, SubnetDir: filepath.Join(dir, "networks")}, Backends: builtin.New},
+		roster: newRoster(), news: wait.NewSignal(),
+	}
+	own := netip.MustParseAddr("192.0.2.1")
+	eth0 := underlay.Interface{Name: "eth0", MTU: 1500, Addrs: []underlay.Address{{Local: own, Public: own}}}
+	unknown := config(`{"Network":"10.7.0.0/16","Backend":{"Type":"vxlan"}}`)
+	unknown.BackendType = "carrier-pigeon"
+	red := newMember(s, "red")
+	if err := red.recall(lastknown.State{
+		Config: config(`{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan","VNI":2}}`), Interface: eth0,
+		Former: []lastknown.Former{
+			{Config: config(`{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan","VNI":1}}`), Interface: eth0},
+			{Config: unknown, Interface: eth0},
+		},
+	}); err != nil {
+		t.Fatal(err)
+	}
+	green := newMember(s, "green")
+	for text, want := range map[string]string{
+		`{"Network":"10.6.0.0/16","Backend":{"Type":"vxlan","VNI":1}}`: "flannel.1",
+		`{"Network":"10.6.0.0/16","Backend":{"Type":"vxlan","VNI":2}}`: "flannel.2",
+		`{"Network":"10.7.8.0/24","Backend":{"Type":"vxlan","VNI":3}}`: "10.7.0.0/16",
+		`{"Network":"10.6.0.0/16","Backend":{"Type":"vxlan","VNI":3}}`: "",
+	} {
+		green.offer([]byte(text))
+		green.admit(t.Context())
+		refused := ""
+		if why := green.next().refused; why != nil {
+			refused = why.Error()
+		}
+		if !strings.Contains(refused, want) || (refused == "") != (want == "") {
+			t.Errorf("%s: refused because of %q, want %q", text, refused, want)
+		}
+	}
+}
