@@ -15,6 +15,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/flanneld/flanneld/pkg/ping"
 	"github.com/flanneld/flanneld/pkg/prefix"
 	"github.com/flanneld/flanneld/pkg/status"
 	"github.com/flanneld/flanneld/test/lab"
@@ -377,6 +378,80 @@ func TestConfigurationRejected(t *testing.T) {
 	if got := metric(t, h, "flannel_config_rejected"); got != 0 {
 		t.Errorf("flannel_config_rejected is %v, want 0", got)
 	}
+}
+
+// TestConfigurationRejectedAtAStart restarts a daemon while the store has a configuration that cannot
+// be used. The host must go on with the former one as if it had not been restarted: it keeps its
+// lease, learns of new peers, gives the reason, and follows the next usable configuration. All packets
+// arrive, except if the backend does not start.
+func TestConfigurationRejectedAtAStart(t *testing.T) {
+	t.Parallel()
+	const ttl = 15 * time.Second
+	l := newLab(t, lab.Config{Hosts: 3}, `{"Type":"vxlan"}`)
+	o := lab.FlanneldOptions{Args: []string{"--subnet-lease-ttl=" + ttl.String()}}
+	h, late := l.Host(1), l.Host(3)
+	for n := 1; n <= 2; n++ {
+		start(t, l.Host(n), o)
+		expectReady(t, l.Host(n).Daemon())
+		if _, err := l.Host(n).AddPod(testContext(t), "pod"); err != nil {
+			t.Fatal(err)
+		}
+	}
+	had := leases(t, l)
+	for _, h := range l.Hosts() { // ipip does not start
+		if out, err := h.Exec(testContext(t), "ip", "link", "add", "flannel.ipip", "type", "bridge"); err != nil {
+			t.Fatalf("%v: %s", err, out)
+		}
+	}
+	eventually(t, "a packet between pods", func() error {
+		_, err := l.Pods()[0].Ping(testContext(t), l.Pods()[1].Addr(prefix.IPv4), ping.Options{})
+		return err
+	})
+	var flow *lab.Flow
+	for i, step := range []struct{ config, want string }{
+		{`{"Network":"10.5.0.0/16","Backend":{"Type":"ipip"}}`, "flannel.ipip is of type bridge"},
+		{`{"Network":"10.5.0.0/16","Backend":{"Type":"aws-vpc"}}`, "metadata"},
+		{`{"Network":`, "invalid network configuration"},
+		{`{"Network":"10.5.0.0/16","Backend":{"Type":"vxlam"}}`, "unknown backend type"},
+	} {
+		if i == 1 { // until then the store has had the lease of ipip for a moment
+			expectMatrix(t, l)
+			var err error
+			if flow, err = l.Pods()[0].StartFlow(testContext(t), l.Pods()[1], prefix.IPv4, 1000); err != nil {
+				t.Fatal(err)
+			}
+			defer flow.Stop()
+		}
+		expectStop(t, h.Daemon())
+		if err := l.PutNetwork(testContext(t), json.RawMessage(step.config)); err != nil {
+			t.Fatal(err)
+		}
+		start(t, h, o)
+		expectReady(t, h.Daemon())
+		eventually(t, "the configuration is rejected: "+step.want, func() error {
+			r := statusOf(t, h)
+			if !strings.Contains(r.ConfigRejected, step.want) || !r.Ready || r.Network.Phase != "serving" {
+				return fmt.Errorf("rejected %q, ready %v %v, phase %q", r.ConfigRejected, r.Ready, r.Reasons, r.Network.Phase)
+			}
+			return nil
+		})
+	}
+	pause(t, 2*ttl) // the lease ends if it is not renewed
+	if now := leases(t, l); len(now) != 2 || now[0].Key != had[0].Key || now[1].Key != had[1].Key {
+		t.Errorf("leases %v, want %v", now, had)
+	}
+	if st := flow.Stop(); len(st.Lost) > 0 || st.Sent == 0 {
+		t.Errorf("%d of %d packets were lost", len(st.Lost), st.Sent)
+	}
+	if err := l.PutNetwork(testContext(t), json.RawMessage(`{"Network":"10.5.0.0/16","Backend":{"Type":"vxlan","VNI":8}}`)); err != nil {
+		t.Fatal(err)
+	}
+	start(t, late, o)
+	expectReady(t, late.Daemon())
+	if _, err := late.AddPod(testContext(t), "pod"); err != nil {
+		t.Fatal(err)
+	}
+	expectMatrix(t, l)
 }
 
 // TestConfigurationFollowedAfterACrash kills a daemon at various moments of a change. The next one

@@ -164,6 +164,16 @@ func (w *configWatch) refuse(ctx context.Context, cfg subnet.Config, why error) 
 	}
 }
 
+// refuseFirst records that the network starts with a former configuration, because it cannot use cfg,
+// which the store has.
+func (w *configWatch) refuseFirst(ctx context.Context, cfg subnet.Config, why error) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.stored = &cfg
+	w.compare()
+	w.reject(ctx, why)
+}
+
 // giveUp is like refuse, and next does not return cfg any more: another attempt would disturb the
 // traffic again.
 func (w *configWatch) giveUp(ctx context.Context, cfg subnet.Config, why error) {

@@ -144,11 +144,10 @@ func (n *Network) startAndServe(ctx context.Context) error {
 		return err
 	}
 	start.stop()
-	s, err := n.serve(ctx, be, now)
+	s, err := n.serveFirst(ctx, be, now)
 	if err != nil {
 		return err
 	}
-	n.config.use(now.Config)
 	defer n.stopServing()
 	for {
 		last, next, err := n.serveUntilChange(ctx, s)
@@ -159,6 +158,26 @@ func (n *Network) startAndServe(ctx context.Context) error {
 			return ended(ctx, err)
 		}
 	}
+}
+
+// serveFirst starts the first session with the store's answers. If its backend does not start, and
+// there was a session from the last known state, it goes back to the configuration of that one.
+func (n *Network) serveFirst(ctx context.Context, be backend.Backend, now lastknown.State) (*session, error) {
+	differs := n.differs(now.Config)
+	former, _ := n.state.Get()
+	s, err := n.serve(ctx, be, now)
+	if err == nil {
+		n.config.use(now.Config)
+		return s, nil
+	}
+	if ctx.Err() != nil || !differs {
+		return nil, err
+	}
+	n.config.use(former.Config)
+	n.config.refuseFirst(ctx, now.Config, err)
+	n.config.giveUp(ctx, now.Config, err)
+	former.Peers, former.Fresh, former.Recalled = now.Peers, nil, false
+	return n.goBack(ctx, former, &change{config: now.Config, iface: now.Interface, own: &now.Own})
 }
 
 // errChange ends what serveUntilChange runs.

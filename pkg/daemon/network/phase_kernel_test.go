@@ -121,6 +121,35 @@ func TestKernelHoldings(t *testing.T) {
 	stop()
 }
 
+// TestKernelStartWithAnUnusableConfiguration restarts a network while the store has a configuration that
+// cannot be used. It must be served with the former one, and follow the next usable one.
+func TestKernelStartWithAnUnusableConfiguration(t *testing.T) {
+	if os.Getenv(inNamespace) == "" {
+		repeatInNamespace(t)
+		return
+	}
+	w := newWalk(t)
+	w.address("192.0.2.1/24")
+	w.store.SetConfig(`{"Network": "10.5.0.0/16", "Backend": {"Type": "vxlan"}}`)
+	stop := w.start()
+	w.expect(PhaseNoConfiguration, PhaseNoInterface, PhaseNoLease, PhaseServing)
+	stop()
+	for _, config := range []string{
+		`{"Network": "10.5.0.0/16"`,
+		`{"Network": "10.5.0.0/16", "Backend": {"Type": "vxlam"}}`,
+	} {
+		w.store.SetConfig(config)
+		stop = w.start()
+		w.expect(PhaseNoConfiguration, PhaseLastKnown, PhaseServing)
+		stop()
+	}
+	stop = w.start()
+	w.expect(PhaseNoConfiguration, PhaseLastKnown, PhaseServing)
+	w.store.SetConfig(`{"Network": "10.5.0.0/16", "Backend": {"Type": "vxlan", "VNI": 7}}`)
+	w.expect(PhaseChanging, PhaseRetiring, PhaseServing)
+	stop()
+}
+
 // holds records the devices of what the network has.
 func (w *walk) holds(all []Holding) {
 	var devices []string

@@ -4,6 +4,7 @@ package network
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -42,14 +43,53 @@ func (s *startup) stop() { s.resumed.stop() }
 // prepare obtains the configuration, the interface, a backend and the own lease. It waits for
 // each. It returns ErrConfigChanged, wrapped, if the configuration in the store changes while it
 // waits for a subnet.
+//
+// If the configuration in the store cannot be used, and the network is served from the last known
+// state, prepare uses the configuration of that state. So the host follows its peers and keeps its
+// lease, like one that refuses a changed configuration while it runs.
 func (s *startup) prepare(ctx context.Context) (backend.Backend, lastknown.State, error) {
-	log, last := klog.FromContext(ctx), s.past
 	s.progress.waitFor(PhaseNoConfiguration)
 	cfg, err := s.readConfig(ctx)
-	if err != nil {
-		return nil, last, err
+	if errors.Is(err, errUnreadable) { // the watch of the configuration gives the reason
+		return s.prepareWith(ctx, *s.former())
 	}
+	if err != nil {
+		return nil, s.past, err
+	}
+	be, now, err := s.prepareWith(ctx, cfg)
+	if err == nil || ctx.Err() != nil || errors.Is(err, ErrConfigChanged) || !s.differs(cfg) {
+		return be, now, err
+	}
+	be, now, errFormer := s.prepareWith(ctx, *s.former())
+	if errFormer != nil {
+		return nil, now, err
+	}
+	s.config.refuseFirst(ctx, cfg, err)
+	return be, now, nil
+}
+
+// former returns the configuration of the last known state, if the network is served from that and
+// may go on with it. Otherwise it returns nil.
+func (r *runner) former() *subnet.Config {
+	now := r.serving.Load()
+	if now == nil || !r.config.follow {
+		return nil
+	}
+	return &now.begin.Load().Config
+}
+
+// differs reports whether the network can go on with another configuration than cfg.
+func (r *runner) differs(cfg subnet.Config) bool {
+	former := r.former()
+	return former != nil && len(subnet.Changes(*former, cfg)) > 0
+}
+
+// prepareWith obtains what prepare returns, for the configuration cfg.
+func (s *startup) prepareWith(ctx context.Context, cfg subnet.Config) (backend.Backend, lastknown.State, error) {
+	log, last := klog.FromContext(ctx), s.past
+	s.progress.waitFor(PhaseNoConfiguration)
 	s.config.use(cfg)
+	var err error
 	if last.PublicIPs, err = publicIPs(ctx, s.store); err != nil {
 		return nil, last, err
 	}
@@ -78,6 +118,9 @@ func (s *startup) prepare(ctx context.Context) (backend.Backend, lastknown.State
 		last.Peers = subnet.LedgerState{}
 	}
 	s.progress.waitFor(PhaseNoLease)
+	if s.differs(cfg) { // the state keeps the data of the lease with which it can be used
+		s.state.Update(func(now *lastknown.State) { now.Stored = cmp.Or(now.Stored, new(now.Own)) })
+	}
 	own, err := s.acquire(ctx, be, env, last)
 	if err != nil {
 		return nil, last, err
@@ -91,13 +134,25 @@ func (s *startup) prepare(ctx context.Context) (backend.Backend, lastknown.State
 	return be, last, nil
 }
 
-// readConfig waits for a valid network configuration.
+// errUnreadable means that the store has a configuration that cannot be read.
+var errUnreadable = errors.New("the network configuration cannot be read")
+
+// readConfig waits for a valid network configuration. It returns errUnreadable, wrapped, if there is
+// an invalid one and the network can go on with the one of the last known state.
 func (s *startup) readConfig(ctx context.Context) (subnet.Config, error) {
 	var cfg subnet.Config
+	var unreadable error
 	err := retry(ctx, "waiting for the network configuration", func() (err error) {
 		cfg, err = s.store.Config(ctx)
+		if s.former() != nil && errors.Is(err, subnet.ErrInvalidConfig) {
+			unreadable = fmt.Errorf("%w: %w", errUnreadable, err)
+			return nil
+		}
 		return err
 	})
+	if err == nil {
+		err = unreadable
+	}
 	if err != nil {
 		return cfg, err
 	}
@@ -107,7 +162,7 @@ func (s *startup) readConfig(ctx context.Context) (subnet.Config, error) {
 
 // acquire takes the own lease. It waits for a free subnet, and for a cloud that does not
 // answer, while the configuration in the store is that of env. If it changes, acquire returns
-// ErrConfigChanged, wrapped.
+// ErrConfigChanged, wrapped. It does not wait for a cloud if the network can go on without it.
 func (s *startup) acquire(ctx context.Context, be backend.Backend, env backend.Env, last lastknown.State) (subnet.Lease, error) {
 	log := klog.FromContext(ctx)
 	if outside := s.outsideOf(env.Config); outside != nil {
@@ -126,7 +181,7 @@ func (s *startup) acquire(ctx context.Context, be backend.Backend, env backend.E
 	logged := ""
 	for {
 		own, err = claimAndAcquire(ctx, be, prev, func(c subnet.Claim) (subnet.Lease, error) { return s.waitForSubnet(ctx, env.Config, c) })
-		if ctx.Err() != nil || !cloud.Transient(err) {
+		if ctx.Err() != nil || !cloud.Transient(err) || s.differs(env.Config) {
 			return own, err
 		}
 		if logged != err.Error() {
