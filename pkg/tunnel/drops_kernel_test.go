@@ -23,6 +23,7 @@ import (
 	"github.com/flanneld/flanneld/pkg/ping"
 	"github.com/flanneld/flanneld/pkg/prefix"
 	"github.com/flanneld/flanneld/pkg/tunnel/packet"
+	"github.com/flanneld/flanneld/pkg/wait/waittest"
 	"github.com/flanneld/flanneld/test/lab"
 )
 
@@ -224,7 +225,7 @@ func sourceCheck(t *testing.T, check SourceCheck, f prefix.Family, want map[stri
 	send(other, theirs, 0)
 	send(p, theirs, want["other peer's"]) // directly after it, from a peer that may not send it
 	send(other, theirs, 0)                // the last packet before the peer is removed
-	eventually(t, "packets of two peers", func() error {
+	waittest.Eventually(t, patience, "packets of two peers", func() error {
 		if n := e.Counters.Received(); n != received {
 			return fmt.Errorf("%d packets received, want %d", n, received)
 		}
@@ -236,7 +237,7 @@ func sourceCheck(t *testing.T, check SourceCheck, f prefix.Family, want map[stri
 	} else {
 		send(other, good, UnknownPeer)
 	}
-	eventually(t, "counters", func() error {
+	waittest.Eventually(t, patience, "counters", func() error {
 		have := nonzeroDrops(e.Counters)
 		delete(have, NoRoute.String()) // replies to addresses without a peer
 		if diff := cmp.Diff(expected, have); diff != "" {
@@ -307,7 +308,7 @@ func loopbackServices(t *testing.T, f prefix.Family, check SourceCheck) {
 		from, to, none = "fd00:10:5:2::7", "fd00:10:5:1::", []string{"::1", "ff02::1", "::"}
 	}
 	p := newSinglePeer(t, l, 2, 1, f)
-	eventually(t, "packets of the peer", func() error { // an address may not be ready yet
+	waittest.Eventually(t, patience, "packets of the peer", func() error { // an address may not be ready yet
 		p.send(t, datagram(from, to, service, "ready"))
 		_ = in.SetReadDeadline(time.Now().Add(50 * time.Millisecond))
 		_, err := in.Read(make([]byte, 100))
@@ -454,7 +455,7 @@ func TestKernelPathMTUIPv6(t *testing.T) {
 				addRouteWithMTU(t, a.Host, b.Host, prefix.IPv6, mtu)
 				addRouteWithMTU(t, b.Host, a.Host, prefix.IPv6, mtu)
 				dst := b.subnets[0].Addr()
-				eventually(t, "ping in fragments", func() error {
+				waittest.Eventually(t, patience, "ping in fragments", func() error {
 					_, err := a.Ping(t.Context(), dst, ping.Options{Size: 3000, Timeout: 300 * time.Millisecond})
 					return err
 				})
@@ -524,7 +525,7 @@ func expectFragmented(t *testing.T, a, b *end, want uint64) {
 	t.Helper()
 	before := b.Counters.Received()
 	sendUDP(t, a.Host, b.subnets[0].Addr().String(), 64, mtuFor([]prefix.Family{prefix.IPv4}), unix.IP_PMTUDISC_DONT)
-	eventually(t, "fragments", func() error {
+	waittest.Eventually(t, patience, "fragments", func() error {
 		if n := b.Counters.Received() - before; n != want {
 			return fmt.Errorf("%d packets, want %d", n, want)
 		}
@@ -657,7 +658,7 @@ func TestKernelCloseUnderLoad(t *testing.T) {
 	}
 	defer sending.Wait()
 	defer close(stop)
-	eventually(t, "load", func() error {
+	waittest.Eventually(t, patience, "load", func() error {
 		if got := e.Counters.Received(); got < 100*many {
 			return fmt.Errorf("%d packets received", got)
 		}

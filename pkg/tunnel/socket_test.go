@@ -9,6 +9,8 @@ import (
 	"testing"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/flanneld/flanneld/pkg/wait/waittest"
 )
 
 // TestSocketFull sends more datagrams to a socket than fit its buffer. All datagrams must
@@ -41,7 +43,7 @@ func TestSocketFull(t *testing.T) {
 			}
 		}
 		sent += each
-		eventually(t, "count of received and lost datagrams", func() error {
+		waittest.Eventually(t, patience, "count of received and lost datagrams", func() error {
 			if _, err := sender.Write([]byte("tells")); err != nil { // with this datagram the kernel reports earlier losses
 				return err
 			}

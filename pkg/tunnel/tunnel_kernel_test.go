@@ -16,6 +16,7 @@ import (
 
 	"github.com/flanneld/flanneld/pkg/ping"
 	"github.com/flanneld/flanneld/pkg/prefix"
+	"github.com/flanneld/flanneld/pkg/wait/waittest"
 )
 
 func families(name string) []prefix.Family {
@@ -86,7 +87,7 @@ func TestKernelDatagrams(t *testing.T) {
 // before the next one.
 func exchange(t *testing.T, from, to *end, addr netip.Addr) {
 	t.Helper()
-	eventually(t, "ping", func() error { // an IPv6 address may not be ready yet
+	waittest.Eventually(t, patience, "ping", func() error { // an IPv6 address may not be ready yet
 		_, err := from.Ping(t.Context(), addr, ping.Options{})
 		return err
 	})
@@ -158,7 +159,7 @@ func transfer(t *testing.T, from, to *end, addr netip.Addr) {
 		got <- result{h.Sum(nil), n, err}
 	}()
 	var conn net.Conn
-	eventually(t, "connect", func() (err error) { // an IPv6 route may not be ready yet
+	waittest.Eventually(t, patience, "connect", func() (err error) { // an IPv6 route may not be ready yet
 		conn, err = from.Dial(ctx, "tcp", ln.Addr().String())
 		return err
 	})
@@ -188,7 +189,7 @@ func TestKernelMTU(t *testing.T) {
 			a, b := newEnd(t, l, 1, mode{}), newEnd(t, l, 2, mode{})
 			mtu := mtuFor(l.Families())
 			for _, s := range b.subnets {
-				eventually(t, "ping with a full MTU", func() error { // the far end's address may not be ready yet
+				waittest.Eventually(t, patience, "ping with a full MTU", func() error { // the far end's address may not be ready yet
 					_, err := a.Ping(t.Context(), s.Addr(), ping.Options{Size: mtu, DontFragment: true})
 					return err
 				})

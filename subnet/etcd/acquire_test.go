@@ -18,6 +18,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 	clientv3 "go.etcd.io/etcd/client/v3"
 
+	"github.com/flanneld/flanneld/pkg/wait/waittest"
 	"github.com/flanneld/flanneld/subnet"
 	"github.com/flanneld/flanneld/subnet/subnettest"
 )
@@ -240,7 +241,7 @@ func TestReservationOfAHostThatRan(t *testing.T) {
 				}
 			}
 			startKeep(t, m, l)
-			eventually(t, "no etcd lease left", func() bool { return f.etcdLeases(t) == before })
+			waittest.Until(t, patience, "no etcd lease left", func() bool { return f.etcdLeases(t) == before })
 		})
 	}
 }
@@ -366,7 +367,7 @@ func TestAddressChangesWhileRunning(t *testing.T) {
 		t.Errorf("got %+v, want the same key as before: %+v", second, first)
 	}
 	third := acquire(t, m, claim("192.0.2.3"))
-	eventually(t, "the new address", func() bool {
+	waittest.Until(t, patience, "the new address", func() bool {
 		v, _, _ := f.get(t, "subnets/"+third.Key)
 		return third.Key == first.Key && v == leaseValue("192.0.2.3")
 	})
@@ -411,7 +412,7 @@ func TestAnswerLost(t *testing.T) {
 			k := startKeep(t, m, l)
 			p.cut()
 			p.open(t)
-			eventually(t, "what stands there to be known", func() bool {
+			waittest.Until(t, patience, "what stands there to be known", func() bool {
 				k.stillRuns(t)
 				return reported.Load() == lost
 			})
@@ -426,7 +427,7 @@ func TestAnswerLost(t *testing.T) {
 			if tc.reserved {
 				want = 0
 			}
-			eventually(t, "no etcd lease left", func() bool { return f.etcdLeases(t)-leases == want })
+			waittest.Until(t, patience, "no etcd lease left", func() bool { return f.etcdLeases(t)-leases == want })
 		})
 	}
 }
@@ -468,7 +469,7 @@ func loseAnswer(t *testing.T, f *fixture, p *proxy, m *Manager, key string, c su
 		_, err := subnettest.Acquire(ctx, m, c)
 		given <- err
 	}()
-	eventually(t, "it to be written", func() bool {
+	waittest.Until(t, patience, "it to be written", func() bool {
 		v, _, _ := f.get(t, "subnets/"+key)
 		return v == written
 	})

@@ -11,6 +11,7 @@ import (
 
 	clientv3 "go.etcd.io/etcd/client/v3"
 
+	"github.com/flanneld/flanneld/pkg/wait/waittest"
 	"github.com/flanneld/flanneld/subnet"
 	"github.com/flanneld/flanneld/subnet/subnettest"
 )
@@ -137,7 +138,7 @@ func TestRetakeSparesOthers(t *testing.T) {
 	f.put(t, "subnets/"+younger, own, f.grant(t, 60))
 	k := startKeep(t, m, again)
 	f.delete(t, "subnets/"+l.Key)
-	eventually(t, "the own lease again, and the older one gone", func() bool {
+	waittest.Until(t, patience, "the own lease again, and the older one gone", func() bool {
 		k.stillRuns(t)
 		old, _, _ := f.get(t, "subnets/"+older)
 		now, _, _ := f.get(t, "subnets/"+l.Key)
@@ -169,14 +170,14 @@ func TestHostsOfOneAddressDoNotFight(t *testing.T) {
 		_, _, second = f.get(t, "subnets/"+leases[1].Key)
 		return first, second
 	}
-	eventually(t, "both leases", func() bool {
+	waittest.Until(t, patience, "both leases", func() bool {
 		first, second := both()
 		return first != 0 && second != 0
 	})
 	f.wipe(t)
 	first, second := int64(0), int64(0)
 	start := time.Now()
-	eventually(t, "both leases, unchanged for a second", func() bool {
+	waittest.Until(t, patience, "both leases, unchanged for a second", func() bool {
 		if a, b := both(); a != first || b != second || a == 0 || b == 0 {
 			first, second, start = a, b, time.Now()
 		}
@@ -200,7 +201,7 @@ func TestRetakeAcrossAChangeOfFamilies(t *testing.T) {
 	}
 	k := startKeep(t, m, now)
 	f.restore(t, backup)
-	eventually(t, "the present lease and not the earlier one", func() bool {
+	waittest.Until(t, patience, "the present lease and not the earlier one", func() bool {
 		k.stillRuns(t)
 		resp, err := f.kv.Get(t.Context(), f.prefix+"/subnets/", clientv3.WithPrefix())
 		return err == nil && len(resp.Kvs) == 1 && string(resp.Kvs[0].Key) == f.prefix+"/subnets/"+now.Key

@@ -17,6 +17,7 @@ import (
 	"go.etcd.io/etcd/server/v3/embed"
 	"go.uber.org/zap"
 
+	"github.com/flanneld/flanneld/pkg/wait/waittest"
 	"github.com/flanneld/flanneld/subnet/subnettest"
 )
 
@@ -99,7 +100,7 @@ func TestLeaderLoss(t *testing.T) {
 	}()
 
 	leader.stop()
-	eventually(t, "a write after the leader is gone", func() bool {
+	waittest.Until(t, patience, "a write after the leader is gone", func() bool {
 		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
 		defer cancel()
 		_, err := f.kv.Put(ctx, f.prefix+"/subnets/10.5.200.0-24", leaseValue("192.0.2.200"))
@@ -147,7 +148,7 @@ func TestMemberCutOff(t *testing.T) {
 	for _, s := range members[1:] {
 		cut.etcd.Server.CutPeer(s.etcd.Server.MemberID())
 	}
-	eventually(t, "a write that the other two accept", func() bool {
+	waittest.Until(t, patience, "a write that the other two accept", func() bool {
 		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
 		defer cancel()
 		_, err := f.kv.Put(ctx, f.prefix+"/subnets/10.5.200.0-24", leaseValue("192.0.2.200"))

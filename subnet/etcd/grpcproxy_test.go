@@ -18,6 +18,7 @@ import (
 	pb "go.etcd.io/etcd/api/v3/etcdserverpb"
 	"google.golang.org/grpc"
 
+	"github.com/flanneld/flanneld/pkg/wait/waittest"
 	"github.com/flanneld/flanneld/subnet"
 	"github.com/flanneld/flanneld/subnet/subnettest"
 )
@@ -48,7 +49,7 @@ func startGRPCProxy(t *testing.T, s *server, program string) *server {
 		_ = cmd.Process.Kill()
 		<-exited
 	})
-	eventually(t, "the grpc-proxy to accept connections", func() bool {
+	waittest.Until(t, patience, "the grpc-proxy to accept connections", func() bool {
 		c, err := net.DialTimeout("tcp", addr, time.Second)
 		if err == nil {
 			c.Close()

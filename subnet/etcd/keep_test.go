@@ -13,6 +13,7 @@ import (
 
 	clientv3 "go.etcd.io/etcd/client/v3"
 
+	"github.com/flanneld/flanneld/pkg/wait/waittest"
 	"github.com/flanneld/flanneld/subnet"
 	"github.com/flanneld/flanneld/subnet/subnettest"
 )
@@ -33,7 +34,7 @@ func TestRenewalWritesNothing(t *testing.T) {
 	k := startKeep(t, m, l)
 	_, lease, revision := f.get(t, "subnets/"+l.Key)
 	start := time.Now()
-	eventually(t, "three times the TTL", func() bool {
+	waittest.Until(t, patience, "three times the TTL", func() bool {
 		v, leaseNow, now := f.get(t, "subnets/"+l.Key)
 		if v != leaseValue("192.0.2.1") || now != revision || leaseNow != lease {
 			t.Fatalf("after %s the key has %q at revision %d on etcd lease %x, was at %d on %x",
@@ -129,7 +130,7 @@ func TestEtcdLeaseRevoked(t *testing.T) {
 	if _, err := f.kv.Revoke(t.Context(), clientv3.LeaseID(lease)); err != nil {
 		t.Fatal(err)
 	}
-	eventually(t, "the same subnet taken again on another etcd lease", func() bool {
+	waittest.Until(t, patience, "the same subnet taken again on another etcd lease", func() bool {
 		v, again, _ := f.get(t, "subnets/"+l.Key)
 		return v == leaseValue("192.0.2.1") && again != lease && again != 0
 	})
@@ -145,21 +146,21 @@ func TestOwnValueChanged(t *testing.T) {
 	k := startKeep(t, m, l)
 	for _, changed := range []string{`{"PublicIP":"192.0.2.1","BackendType":"vxlan"}`, "{", "null", strings.Repeat("x", 1<<20)} {
 		f.put(t, "subnets/"+l.Key, changed, f.grant(t, 60))
-		eventually(t, "our value back", func() bool {
+		waittest.Until(t, patience, "our value back", func() bool {
 			v, lease, _ := f.get(t, "subnets/"+l.Key)
 			return v == leaseValue("192.0.2.1") && lease != 0
 		})
 	}
 	// Written without an etcd lease it is a reservation from now on.
 	f.put(t, "subnets/"+l.Key, "{}", clientv3.WithLease(0))
-	eventually(t, "our value back as a reservation", func() bool {
+	waittest.Until(t, patience, "our value back as a reservation", func() bool {
 		v, lease, _ := f.get(t, "subnets/"+l.Key)
 		return v == leaseValue("192.0.2.1") && lease == 0
 	})
 	// Those of other tests run out meanwhile.
-	eventually(t, "no etcd lease left", func() bool { return f.etcdLeases(t) <= before })
+	waittest.Until(t, patience, "no etcd lease left", func() bool { return f.etcdLeases(t) <= before })
 	f.delete(t, "subnets/"+l.Key)
-	eventually(t, "the key back with an etcd lease", func() bool {
+	waittest.Until(t, patience, "the key back with an etcd lease", func() bool {
 		v, lease, _ := f.get(t, "subnets/"+l.Key)
 		return v == leaseValue("192.0.2.1") && lease != 0
 	})
@@ -238,14 +239,14 @@ func testAwayPastTTL(t *testing.T, taken bool) {
 	l := acquire(t, m, claim("192.0.2.1"))
 	k := startKeep(t, m, l)
 	p.cut()
-	eventually(t, "the lease to run out", func() bool {
+	waittest.Until(t, patience, "the lease to run out", func() bool {
 		v, _, _ := f.get(t, "subnets/"+l.Key)
 		return v == ""
 	})
 	k.stillRuns(t)
 	if !taken {
 		p.open(t)
-		eventually(t, "the same subnet taken again", func() bool {
+		waittest.Until(t, patience, "the same subnet taken again", func() bool {
 			v, _, _ := f.get(t, "subnets/"+l.Key)
 			return v == leaseValue("192.0.2.1")
 		})
@@ -273,7 +274,7 @@ func TestTwoOfOneAddress(t *testing.T) {
 	_, _, before := f.get(t, "subnets/"+l.Key)
 	ka, kb := startKeep(t, a, l), startKeep(t, b, l)
 	start := time.Now()
-	eventually(t, "two seconds", func() bool { return time.Since(start) > 2*time.Second })
+	waittest.Until(t, patience, "two seconds", func() bool { return time.Since(start) > 2*time.Second })
 	ka.stillRuns(t)
 	kb.stillRuns(t)
 	// Pauses grow from 10 to 100 ms here.
@@ -290,7 +291,7 @@ func TestStoreWipedUnderKeep(t *testing.T) {
 	l := acquire(t, m, claim("192.0.2.1"))
 	k := startKeep(t, m, l)
 	f.wipe(t)
-	eventually(t, "our lease in the new store", func() bool {
+	waittest.Until(t, patience, "our lease in the new store", func() bool {
 		v, lease, _ := f.get(t, "subnets/"+l.Key)
 		return v == leaseValue("192.0.2.1") && lease != 0
 	})
@@ -321,7 +322,7 @@ func TestReconnect(t *testing.T) {
 		m.Reconnect()
 	}
 	f.delete(t, "subnets/"+l.Key)
-	eventually(t, "own lease is taken again", func() bool {
+	waittest.Until(t, patience, "own lease is taken again", func() bool {
 		v, _, _ := f.get(t, "subnets/"+l.Key)
 		return v == leaseValue("192.0.2.1")
 	})

@@ -13,6 +13,8 @@ import (
 	"syscall"
 	"testing"
 	"time"
+
+	"github.com/flanneld/flanneld/pkg/wait/waittest"
 )
 
 // etcdReleases returns the programs of the etcds that hosts may use: Debian's, those of
@@ -56,7 +58,7 @@ func startProcess(tb testing.TB, s *server) *process {
 		defer close(p.exited)
 		_ = p.cmd.Wait() // it is ended by a signal
 	}()
-	eventually(tb, s.program+" to be ready", func() bool {
+	waittest.Until(tb, patience, s.program+" to be ready", func() bool {
 		select {
 		case <-p.exited:
 			tb.Fatalf("%s has ended: %s", s.program, output.String())

@@ -7,6 +7,7 @@ import (
 	"errors"
 	"testing"
 
+	"github.com/flanneld/flanneld/pkg/wait/waittest"
 	"github.com/flanneld/flanneld/subnet"
 	"github.com/flanneld/flanneld/subnet/subnettest"
 )
@@ -70,7 +71,7 @@ func TestKeepFollowsAcquire(t *testing.T) {
 	f.put(t, "config", `{"Network":"10.6.0.0/16"}`)
 	now := acquire(t, m, claim("192.0.2.1"))
 	f.delete(t, "subnets/"+now.Key)
-	eventually(t, "the new lease is taken again", func() bool {
+	waittest.Until(t, patience, "the new lease is taken again", func() bool {
 		v, _, _ := f.get(t, "subnets/"+now.Key)
 		return v == leaseValue("192.0.2.1")
 	})

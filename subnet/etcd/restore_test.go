@@ -20,6 +20,7 @@ import (
 	gocmp "github.com/google/go-cmp/cmp"
 	clientv3 "go.etcd.io/etcd/client/v3"
 
+	"github.com/flanneld/flanneld/pkg/wait/waittest"
 	"github.com/flanneld/flanneld/subnet"
 	"github.com/flanneld/flanneld/subnet/subnettest"
 )
@@ -322,7 +323,6 @@ func TestRestartAtAnotherStore(t *testing.T) {
 	}
 }
 
-// TestRestartsComeToTheSame changes a store at random, restarts a node at random moments, and
 // TestRestartWithAFailedList restarts a node at a store that was emptied and used since, and whose
 // first list fails. The node must still find out that the store is another one, and hold its peers.
 func TestRestartWithAFailedList(t *testing.T) {
@@ -361,6 +361,7 @@ func TestRestartWithAFailedList(t *testing.T) {
 	}
 }
 
+// TestRestartsComeToTheSame changes a store at random, restarts a node at random moments, and
 // compares what it knows with the store after each restart.
 func TestRestartsComeToTheSame(t *testing.T) {
 	t.Parallel()
@@ -459,7 +460,7 @@ func TestAudit(t *testing.T) {
 	f.put(t, "subnets/10.5.6.0-24", leaseValue("192.0.2.66"), f.grant(t, 60))
 	f.delete(t, "subnets/10.5.7.0-24")
 	want := k.stored(t)
-	eventually(t, "the leases of the store", func() bool {
+	waittest.Until(t, patience, "the leases of the store", func() bool {
 		select {
 		case now = <-snaps:
 		default:
@@ -469,7 +470,7 @@ func TestAudit(t *testing.T) {
 	n := <-repaired
 	f.put(t, "subnets/10.5.8.0-24", leaseValue("192.0.2.88"), f.grant(t, 60))
 	want = k.stored(t)
-	eventually(t, "a change after that", func() bool {
+	waittest.Until(t, patience, "a change after that", func() bool {
 		select {
 		case now = <-snaps:
 		default:
@@ -510,7 +511,7 @@ func TestAuditFindsNothing(t *testing.T) {
 	w := subnettest.Watch(t, m)
 	w.Until(t, "the leases", subnettest.Has("10.5.2.0-24", "10.5.255.0-24", "10.5.3.0-24", "10.5.4.0-24"))
 	start := time.Now()
-	eventually(t, "time for an audit", func() bool { return time.Since(start) > time.Second })
+	waittest.Until(t, patience, "time for an audit", func() bool { return time.Since(start) > time.Second })
 	_, err := f.kv.Put(t.Context(), f.prefix+"/subnets/10.5.9.0-24", leaseValue("192.0.2.9"), clientv3.WithLease(0))
 	if err != nil {
 		t.Fatal(err)

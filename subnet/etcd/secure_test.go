@@ -24,6 +24,7 @@ import (
 	clientv3 "go.etcd.io/etcd/client/v3"
 	"go.uber.org/zap"
 
+	"github.com/flanneld/flanneld/pkg/wait/waittest"
 	"github.com/flanneld/flanneld/subnet"
 	"github.com/flanneld/flanneld/subnet/subnettest"
 )
@@ -150,7 +151,7 @@ func expectReported(t *testing.T, m *Manager, status *statuses, want string) {
 	// A broken connection may show before its reason does.
 	start := time.Now()
 	var text string
-	eventually(t, "an error with "+want, func() bool {
+	waittest.Until(t, patience, "an error with "+want, func() bool {
 		for _, err := range status.list() {
 			if err != nil && strings.Contains(err.Error(), want) {
 				text = err.Error()
@@ -290,12 +291,12 @@ func TestMayOnlyRead(t *testing.T) {
 	if _, err := root.Delete(t.Context(), all+"subnets/"+l.Key); err != nil {
 		t.Fatal(err)
 	}
-	eventually(t, "the complaint", func() bool {
+	waittest.Until(t, patience, "the complaint", func() bool {
 		_, err := status.last()
 		return err != nil && strings.Contains(err.Error(), "permission denied")
 	})
 	var spare clientv3.LeaseID
-	eventually(t, "an etcd lease for the key", func() bool {
+	waittest.Until(t, patience, "an etcd lease for the key", func() bool {
 		for _, id := range etcdLeaseIDs(t, root) {
 			if !slices.Contains(had, id) {
 				spare = id
@@ -312,7 +313,7 @@ func TestMayOnlyRead(t *testing.T) {
 	}
 	unlock()
 	allow(clientv3.PermissionType(clientv3.PermReadWrite))
-	eventually(t, "the key on that etcd lease and no other left", func() bool {
+	waittest.Until(t, patience, "the key on that etcd lease and no other left", func() bool {
 		resp, err := root.Get(t.Context(), all+"subnets/"+l.Key)
 		if err != nil {
 			t.Fatal(err)

@@ -261,22 +261,6 @@ func (f *fixture) manager(tb testing.TB, options ...func(*Config)) *Manager {
 	return m
 }
 
-// eventually polls until ok.
-func eventually(tb testing.TB, what string, ok func() bool) {
-	tb.Helper()
-	ctx, cancel := context.WithTimeout(tb.Context(), patience)
-	defer cancel()
-	tick := time.NewTicker(10 * time.Millisecond)
-	defer tick.Stop()
-	for !ok() {
-		select {
-		case <-ctx.Done():
-			tb.Fatalf("waited in vain for %s", what)
-		case <-tick.C:
-		}
-	}
-}
-
 // proxy stands between managers and an etcd and can fail in the ways that a
 // network does.
 type proxy struct {

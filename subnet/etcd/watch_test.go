@@ -18,6 +18,7 @@ import (
 	clientv3 "go.etcd.io/etcd/client/v3"
 	"k8s.io/klog/v2"
 
+	"github.com/flanneld/flanneld/pkg/wait/waittest"
 	"github.com/flanneld/flanneld/subnet"
 	"github.com/flanneld/flanneld/subnet/subnettest"
 )
@@ -183,14 +184,14 @@ func TestOutages(t *testing.T) {
 				f.put(t, "subnets/10.5.2.0-24", leaseValue("192.0.2.2"), f.grant(t, 60))
 				w := subnettest.Watch(t, f.manager(t, throughProxy(p), status.option))
 				w.Until(t, "two peers", subnettest.Has("10.5.1.0-24", "10.5.2.0-24"))
-				eventually(t, "status up", func() bool { known, err := status.last(); return known && err == nil })
+				waittest.Until(t, patience, "status up", func() bool { known, err := status.last(); return known && err == nil })
 				before := len(w.All())
 				if how == "cut" {
 					p.cut()
 				} else {
 					p.stall()
 				}
-				eventually(t, "status down", func() bool { _, err := status.last(); return err != nil })
+				waittest.Until(t, patience, "status down", func() bool { _, err := status.last(); return err != nil })
 				f.delete(t, "subnets/10.5.1.0-24")
 				f.put(t, "subnets/10.5.2.0-24", leaseValue("192.0.2.22"))
 				last := f.put(t, "subnets/10.5.3.0-24", leaseValue("192.0.2.3"))
@@ -211,7 +212,7 @@ func TestOutages(t *testing.T) {
 				if s.Store.Revision < last {
 					t.Errorf("snapshot is of revision %d, want at least %d", s.Store.Revision, last)
 				}
-				eventually(t, "status up", func() bool { _, err := status.last(); return err == nil })
+				waittest.Until(t, patience, "status up", func() bool { _, err := status.last(); return err == nil })
 				checkTransitions(t, status.list())
 			})
 		}
@@ -242,7 +243,7 @@ func TestIdleWatchStaysUp(t *testing.T) {
 	w := subnettest.Watch(t, m)
 	w.Until(t, "the peer", subnettest.Has("10.5.1.0-24"))
 	start := time.Now()
-	eventually(t, "longer than idle and grace", func() bool { return time.Since(start) > 3*time.Second })
+	waittest.Until(t, patience, "longer than idle and grace", func() bool { return time.Since(start) > 3*time.Second })
 	if all := status.list(); len(all) != 1 || all[0] != nil {
 		t.Errorf("status was %v, want up and nothing else", all)
 	}
@@ -350,7 +351,7 @@ func TestStoreWipedDuringTheGracePeriod(t *testing.T) {
 	cut := time.Now()
 	f.delete(t, "subnets/10.5.1.0-24")
 	f.put(t, "subnets/10.5.2.0-24", leaseValue("192.0.2.102"))
-	eventually(t, "longer than the margin", func() bool { return time.Since(cut) > 2*margin })
+	waittest.Until(t, patience, "longer than the margin", func() bool { return time.Since(cut) > 2*margin })
 	p.open(t)
 	w.Until(t, "who is spared", subnettest.Has("10.5.1.0-24", "10.5.2.0-24"))
 	f.wipe(t)
@@ -424,7 +425,7 @@ func TestDeadConnection(t *testing.T) {
 	w := subnettest.Watch(t, m)
 	w.Until(t, "the peer", subnettest.Has("10.5.1.0-24"))
 	p.stall()
-	eventually(t, "status down", func() bool { _, err := status.last(); return err != nil })
+	waittest.Until(t, patience, "status down", func() bool { _, err := status.last(); return err != nil })
 	p.cut()
 	p.open(t)
 	f.put(t, "subnets/10.5.2.0-24", leaseValue("192.0.2.2"))
@@ -483,7 +484,7 @@ func watchSilentStore(t *testing.T, margin, dead time.Duration) (*fixture, *subn
 	f.put(t, "subnets/10.5.1.0-24", leaseValue("192.0.2.1"))
 	w.Until(t, "the peer again", subnettest.Has("10.5.1.0-24"))
 	start := time.Now()
-	eventually(t, "longer than the margin", func() bool { return time.Since(start) > 2*margin })
+	waittest.Until(t, patience, "longer than the margin", func() bool { return time.Since(start) > 2*margin })
 	return f, w
 }
 
@@ -516,7 +517,7 @@ func TestQuietViewIsNotCompacted(t *testing.T) {
 			}()
 			until := func(leases int) {
 				t.Helper()
-				eventually(t, fmt.Sprintf("%d leases", leases), func() bool {
+				waittest.Until(t, patience, fmt.Sprintf("%d leases", leases), func() bool {
 					select {
 					case n := <-reported:
 						return n == leases
@@ -531,7 +532,7 @@ func TestQuietViewIsNotCompacted(t *testing.T) {
 				head = f.put(t, "other", "")
 			}
 			start := time.Now()
-			eventually(t, "time for many probes", func() bool { return time.Since(start) > 20*m.timing.quiet })
+			waittest.Until(t, patience, "time for many probes", func() bool { return time.Since(start) > 20*m.timing.quiet })
 			p.cut()
 			compact(t, f, head)
 			f.put(t, "subnets/10.5.2.0-24", leaseValue("192.0.2.2"), f.grant(t, 60))

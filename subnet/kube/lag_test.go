@@ -24,6 +24,7 @@ import (
 	"k8s.io/klog/v2"
 	"k8s.io/klog/v2/ktesting"
 
+	"github.com/flanneld/flanneld/pkg/wait/waittest"
 	"github.com/flanneld/flanneld/subnet"
 	"github.com/flanneld/flanneld/subnet/kube/wire"
 	"github.com/flanneld/flanneld/subnet/kube/wire/wiretest"
@@ -363,7 +364,7 @@ func TestAPIServersBehindABalancer(t *testing.T) {
 		t.Helper()
 		var s subnet.Snapshot
 		// A server that is behind delays each request by 3 s.
-		eventually(t, what, func() error {
+		waittest.Eventually(t, patience, what, func() error {
 			all := w.All()
 			if s = all[len(all)-1]; !subnettest.Has(have...)(s) {
 				return fmt.Errorf("the last of %d snapshots is %+v", len(all), s)

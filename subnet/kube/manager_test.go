@@ -22,6 +22,7 @@ import (
 	"k8s.io/klog/v2/ktesting"
 
 	"github.com/flanneld/flanneld/pkg/outage"
+	"github.com/flanneld/flanneld/pkg/wait/waittest"
 	"github.com/flanneld/flanneld/subnet"
 	"github.com/flanneld/flanneld/subnet/kube/wire"
 	"github.com/flanneld/flanneld/subnet/subnettest"
@@ -59,7 +60,7 @@ func keep(t *testing.T, m *Manager, own subnet.Lease) <-chan error {
 
 func (f *fixture) expectNotes(t *testing.T, name string, want map[string]string) {
 	t.Helper()
-	eventually(t, "annotations of "+name, func() error {
+	waittest.Eventually(t, patience, "annotations of "+name, func() error {
 		have := f.node(t, name).Metadata.Annotations
 		for key, value := range want {
 			if have[annotationKey(key)] != value {
@@ -223,7 +224,7 @@ func TestPublicIPOverwrite(t *testing.T) {
 
 func (f *fixture) expectEvent(t *testing.T, name, text string) {
 	t.Helper()
-	eventually(t, "event", func() error {
+	waittest.Eventually(t, patience, "event", func() error {
 		if got := f.events(t, name); !slices.ContainsFunc(got, func(s string) bool { return strings.Contains(s, text) }) {
 			return fmt.Errorf("events are %q", got)
 		}
@@ -336,7 +337,7 @@ func TestCondition(t *testing.T) {
 		return r.Method == http.MethodPatch && status500(w)
 	})
 	close(ready)
-	eventually(t, "tries", func() error {
+	waittest.Eventually(t, patience, "tries", func() error {
 		if n := len(p.requests()); n < 6 {
 			return fmt.Errorf("%d requests", n)
 		}
@@ -350,11 +351,11 @@ func TestCondition(t *testing.T) {
 		}
 		return nil
 	}
-	eventually(t, "condition", good)
+	waittest.Eventually(t, patience, "condition", good)
 	f.do(t, http.MethodPatch, "/api/v1/nodes/n1/status", map[string]any{"status": map[string]any{"conditions": []any{
 		map[string]any{"type": wire.NetworkUnavailable, "status": "True", "reason": "AnotherController"},
 	}}}, sendPatch)
-	eventually(t, "condition that was flipped", good)
+	waittest.Eventually(t, patience, "condition that was flipped", good)
 }
 
 // TestReadyAsTheAPIReturns lets the network become ready at the moment at which the API returns.
@@ -384,7 +385,7 @@ func TestReadyAsTheAPIReturns(t *testing.T) {
 	keep(t, m, own)
 	<-away
 	p.answer(nil)
-	eventually(t, "condition", func() error {
+	waittest.Eventually(t, patience, "condition", func() error {
 		conditions := f.node(t, "n1").Status.Conditions
 		if len(conditions) != 1 || conditions[0].Status != "False" {
 			return fmt.Errorf("it has %v", conditions)
@@ -928,7 +929,7 @@ func TestTokenIsRead(t *testing.T) {
 		_, err := subnettest.Acquire(t.Context(), m, vxlanClaim("192.0.2.1"))
 		acquired <- err
 	}()
-	eventually(t, "tries with the old token", func() error {
+	waittest.Eventually(t, patience, "tries with the old token", func() error {
 		if n := len(p.requests()); n < 2 {
 			return fmt.Errorf("%d requests", n)
 		}

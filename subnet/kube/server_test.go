@@ -445,22 +445,6 @@ func (f *fixture) manager(t *testing.T, name string, change ...func(*Config)) *M
 	return m
 }
 
-// eventually polls until check returns nil.
-func eventually(t *testing.T, what string, check func() error) {
-	t.Helper()
-	deadline := time.Now().Add(patience)
-	for {
-		err := check()
-		if err == nil {
-			return
-		}
-		if time.Now().After(deadline) {
-			t.Fatalf("%s: %v", what, err)
-		}
-		<-time.After(10 * time.Millisecond)
-	}
-}
-
 // expectStatus waits for a status of the API that contains want.
 func expectStatus(t *testing.T, statuses <-chan error, want string) {
 	t.Helper()

@@ -42,6 +42,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/flanneld/flanneld/pkg/wait/waittest"
 	"github.com/flanneld/flanneld/test/lab"
 )
 
@@ -114,21 +115,9 @@ func background(t *testing.T) context.Context {
 	return ctx
 }
 
-// eventually calls try until it returns nil.
+// eventually calls try until it returns nil. The context ends after the last try.
 func eventually(t *testing.T, what string, try func(context.Context) error) {
 	t.Helper()
 	ctx := background(t)
-	tick := time.NewTicker(200 * time.Millisecond)
-	defer tick.Stop()
-	for {
-		err := try(ctx)
-		if err == nil {
-			return
-		}
-		select {
-		case <-tick.C:
-		case <-ctx.Done():
-			t.Fatalf("%s: %v", what, err)
-		}
-	}
+	waittest.Eventually(t, patience, what, func() error { return try(ctx) })
 }

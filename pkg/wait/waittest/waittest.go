@@ -1,0 +1,40 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package waittest waits in tests for what other goroutines, processes or the kernel do.
+package waittest
+
+import (
+	"errors"
+	"testing"
+	"time"
+)
+
+// Eventually calls check until it returns nil. After limit it fails the test with the last error.
+// The message names the expected result by the parameter what.
+func Eventually(tb testing.TB, limit time.Duration, what string, check func() error) {
+	tb.Helper()
+	deadline := time.Now().Add(limit)
+	tick := time.NewTicker(max(limit/1000, 5*time.Millisecond))
+	defer tick.Stop()
+	for {
+		err := check()
+		if err == nil {
+			return
+		}
+		if time.Now().After(deadline) {
+			tb.Fatalf("%s: %v", what, err)
+		}
+		<-tick.C
+	}
+}
+
+// Until is Eventually for a check that has no reason to tell.
+func Until(tb testing.TB, limit time.Duration, what string, check func() bool) {
+	tb.Helper()
+	Eventually(tb, limit, what, func() error {
+		if check() {
+			return nil
+		}
+		return errors.New("waited in vain")
+	})
+}
