@@ -13,10 +13,9 @@ import (
 	"net/http"
 	"os"
 	"path/filepath"
-	"strings"
-	"sync"
 	"time"
 
+	"github.com/flanneld/flanneld/test/figures"
 	"github.com/flanneld/flanneld/test/lab"
 )
 
@@ -98,14 +97,6 @@ func kubeName(i int) string { return fmt.Sprintf("ip-10-128-%05d.eu-central-1.co
 // kubeNode returns a Node as in a busy cluster, with about 19 kB of images, labels,
 // conditions, and the fields that the cloud and the kubelet add.
 func kubeNode(p peer) ([]byte, error) {
-	var images []any
-	for i := range 50 {
-		repository := fmt.Sprintf("registry.example.com/team-%d/some-service-with-a-name-%d", i%7, i)
-		images = append(images, map[string]any{
-			"names":     []string{fmt.Sprintf("%s@sha256:%064x", repository, p.i*100+i), fmt.Sprintf("%s:v1.%d.%d", repository, i, p.i%10)},
-			"sizeBytes": 100_000_000 + i,
-		})
-	}
 	var conditions []any
 	for _, kind := range []string{"MemoryPressure", "DiskPressure", "PIDPressure", "Ready"} {
 		conditions = append(conditions, kubeCondition(kind, time.Now()))
@@ -132,7 +123,7 @@ func kubeNode(p peer) ([]byte, error) {
 			"podCIDR": p.subnet, "podCIDRs": []any{p.subnet}, "providerID": fmt.Sprintf("aws:///eu-central-1a/i-%017x", p.i),
 		},
 		"status": map[string]any{
-			"images": images, "conditions": conditions, "capacity": quantities, "allocatable": quantities, "volumesInUse": volumes,
+			"images": figures.NodeImages(p.i), "conditions": conditions, "capacity": quantities, "allocatable": quantities, "volumesInUse": volumes,
 			"addresses": []any{map[string]any{"type": "InternalIP", "address": p.ip}, map[string]any{"type": "Hostname", "address": kubeName(p.i)}},
 			"nodeInfo": map[string]any{
 				"machineID": fmt.Sprintf("%032x", p.i), "systemUUID": fmt.Sprintf("%032x", p.i), "bootID": fmt.Sprintf("%032x", p.i),
@@ -157,7 +148,7 @@ func (s *kubeServer) fill(ctx context.Context, peers []peer, own []byte) error {
 	if _, err := s.do(ctx, http.MethodPost, nodesPath, "application/json", own); err != nil {
 		return err
 	}
-	return each(peers, func(p peer) error { return s.addNode(ctx, p) })
+	return figures.Each(0, len(peers), func(i int) error { return s.addNode(ctx, peers[i]) })
 }
 
 func (s *kubeServer) addNode(ctx context.Context, p peer) error {
@@ -171,22 +162,6 @@ func (s *kubeServer) addNode(ctx context.Context, p peer) error {
 func (s *kubeServer) removeNode(ctx context.Context, p peer) error {
 	_, err := s.do(ctx, http.MethodDelete, nodesPath+"/"+kubeName(p.i), "", nil)
 	return err
-}
-
-// each calls f for all peers, several at a time.
-func each(peers []peer, f func(peer) error) error {
-	const workers = 16
-	var wg sync.WaitGroup
-	errs := make([]error, workers)
-	for w := range workers {
-		wg.Go(func() {
-			for i := w; i < len(peers) && errs[w] == nil; i += workers {
-				errs[w] = f(peers[i])
-			}
-		})
-	}
-	wg.Wait()
-	return errors.Join(errs...)
 }
 
 // heartbeat updates the status of a Node as a kubelet does at least every few minutes.
@@ -229,9 +204,10 @@ func (s *kubeServer) heartbeats(ctx context.Context, peers []peer, rate int, las
 
 // kubeconfig writes a file with which a daemon connects to the server.
 func (s *kubeServer) kubeconfig() (string, error) {
+	text, err := s.api.Kubeconfig(kubeToken)
+	if err != nil {
+		return "", err
+	}
 	path := filepath.Join(s.dir, "kubeconfig")
-	text := strings.NewReplacer("SERVER", s.addr, "TOKEN", kubeToken).Replace(`{"apiVersion":"v1","kind":"Config","current-context":"c",
-"clusters":[{"name":"c","cluster":{"server":"https://SERVER","insecure-skip-tls-verify":true}}],
-"users":[{"name":"u","user":{"token":"TOKEN"}}],"contexts":[{"name":"c","context":{"cluster":"c","user":"u"}}]}`)
-	return path, os.WriteFile(path, []byte(text), 0o600)
+	return path, os.WriteFile(path, text, 0o600)
 }

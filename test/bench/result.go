@@ -155,8 +155,8 @@ func (r *report) heading() string {
 	if r.Quick {
 		size = "quick"
 	}
-	return fmt.Sprintf("%s, %s run of %.0f s on %s, Linux %s, %d CPUs (%s), other work on %.2f of them",
-		r.Commit, size, r.Seconds, r.Date.UTC().Format("2006-01-02 15:04 UTC"), r.Kernel, r.CPUs, r.CPU, r.OthersCPU)
+	return fmt.Sprintf("%s, %s run of %.0f s on %s, %s, other work on %.2f of them",
+		r.Commit, size, r.Seconds, r.Date.UTC().Format("2006-01-02 15:04 UTC"), r.Machine, r.OthersCPU)
 }
 
 // table prints the report for a terminal.

@@ -5,9 +5,11 @@ package figures
 import (
 	"bufio"
 	"cmp"
+	"context"
 	"fmt"
 	"io"
 	"maps"
+	"net/http"
 	"slices"
 	"strconv"
 	"strings"
@@ -54,12 +56,20 @@ func (c Counts) String() string {
 	return strings.Join(parts, ", ")
 }
 
-// EtcdRequests is etcd's counter of the messages that it has received: one for each call, and
-// one for each watch on a stream. Its label is EtcdMethod.
-const (
-	EtcdRequests = "grpc_server_msg_received_total"
-	EtcdMethod   = "grpc_method"
-)
+// EtcdMessages returns how many messages an etcd has received, by method: one for each call, and one
+// for each watch on a stream.
+func EtcdMessages(ctx context.Context, client *http.Client, endpoint string) (Counts, error) {
+	req, err := http.NewRequestWithContext(ctx, http.MethodGet, endpoint+"/metrics", http.NoBody)
+	if err != nil {
+		return nil, err
+	}
+	resp, err := client.Do(req)
+	if err != nil {
+		return nil, fmt.Errorf("ask etcd for its metrics: %w", err)
+	}
+	defer resp.Body.Close()
+	return ReadCounts(resp.Body, "grpc_server_msg_received_total", "grpc_method")
+}
 
 // ReadCounts reads one counter from a page of Prometheus metrics. A kind of the result consists
 // of the values of the given labels. A page without the counter is an error.

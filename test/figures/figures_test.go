@@ -4,11 +4,15 @@ package figures
 
 import (
 	"encoding/json"
+	"errors"
 	"io"
+	"net/http"
+	"net/http/httptest"
 	"os"
 	"path/filepath"
 	"runtime"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -83,6 +87,41 @@ func TestThisMachine(t *testing.T) {
 	m, err := ThisMachine()
 	if err != nil || m.Kernel == "" || m.CPU == "" || m.CPUs < 1 {
 		t.Errorf("got %+v, %v", m, err)
+	}
+	if got, want := (Machine{Kernel: "6.1", CPU: "any", CPUs: 2}).String(), "Linux 6.1, 2 CPUs (any)"; got != want {
+		t.Errorf("String returns %q, want %q", got, want)
+	}
+}
+
+// TestEtcdMessages reads the counter of a server that answers like etcd.
+func TestEtcdMessages(t *testing.T) {
+	etcd := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if r.URL.Path == "/metrics" {
+			_, _ = io.WriteString(w, `grpc_server_msg_received_total{grpc_method="Range",grpc_type="unary"} 3`+"\n")
+		}
+	}))
+	defer etcd.Close()
+	if got, err := EtcdMessages(t.Context(), etcd.Client(), etcd.URL); err != nil || got.String() != "Range 3" {
+		t.Errorf("%v, %v, want Range 3", got, err)
+	}
+	if got, err := EtcdMessages(t.Context(), etcd.Client(), etcd.URL+"/elsewhere"); err == nil {
+		t.Errorf("%v from a server without metrics", got)
+	}
+}
+
+// TestEach expects one call for each number, and the error of a call.
+func TestEach(t *testing.T) {
+	var sum atomic.Int64
+	if err := Each(3, 100, func(i int) error { sum.Add(int64(i)); return nil }); err != nil || sum.Load() != 99*100/2-3 {
+		t.Errorf("the sum of all numbers is %d, %v", sum.Load(), err)
+	}
+	if err := Each(0, 100, func(i int) error {
+		if i == 42 {
+			return io.EOF
+		}
+		return nil
+	}); !errors.Is(err, io.EOF) {
+		t.Errorf("the error is %v, want that of a call", err)
 	}
 }
 

@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Package figures contains what the measuring programs have in common: readings of processes
-// and of counters, the description of the machine, and the files with results.
+// and of counters, the description of the machine, the Nodes that they create, and the files with
+// results.
 package figures
 
 import (
+	"fmt"
 	"os"
 	"runtime"
 	"strings"
@@ -17,6 +19,11 @@ type Machine struct {
 	Kernel string `json:"kernel"`
 	CPU    string `json:"cpu"` // model
 	CPUs   int    `json:"cpus"`
+}
+
+// String returns the description as a part of a sentence.
+func (m Machine) String() string {
+	return fmt.Sprintf("Linux %s, %d CPUs (%s)", m.Kernel, m.CPUs, m.CPU)
 }
 
 // ThisMachine returns the description of this machine.

@@ -5,7 +5,6 @@ package kubernetes
 import (
 	"bytes"
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"net/netip"
@@ -201,16 +200,7 @@ func (c *cluster) startAPI() {
 // kubeconfig writes the access of the token's owner.
 func (c *cluster) kubeconfig(token string) string {
 	c.t.Helper()
-	ca, err := os.ReadFile(c.api.CA()) // whose path means nothing in another process namespace
-	if err != nil {
-		c.t.Fatal(err)
-	}
-	text, err := json.Marshal(map[string]any{
-		"apiVersion": "v1", "kind": "Config", "current-context": "lab",
-		"clusters": []any{map[string]any{"name": "lab", "cluster": map[string]any{"server": "https://" + c.api.Addr(nil).String(), "certificate-authority-data": ca}}},
-		"users":    []any{map[string]any{"name": token, "user": map[string]any{"token": token}}},
-		"contexts": []any{map[string]any{"name": "lab", "context": map[string]any{"cluster": "lab", "user": token}}},
-	})
+	text, err := c.api.Kubeconfig(token)
 	if err != nil {
 		c.t.Fatal(err)
 	}

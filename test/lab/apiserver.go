@@ -6,6 +6,7 @@ import (
 	"cmp"
 	"context"
 	"crypto/tls"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"net"
@@ -181,6 +182,20 @@ func (s *APIServer) Transport(n *Namespace) *http.Transport {
 		},
 		ForceAttemptHTTP2: true,
 	}
+}
+
+// Kubeconfig returns a kubeconfig for the owner of a token, for clients on any segment.
+func (s *APIServer) Kubeconfig(token string) ([]byte, error) {
+	ca, err := os.ReadFile(s.CA()) // whose path means nothing in another process namespace
+	if err != nil {
+		return nil, err
+	}
+	return json.Marshal(map[string]any{
+		"apiVersion": "v1", "kind": "Config", "current-context": "lab",
+		"clusters": []any{map[string]any{"name": "lab", "cluster": map[string]any{"server": "https://" + s.Addr(nil).String(), "certificate-authority-data": ca}}},
+		"users":    []any{map[string]any{"name": token, "user": map[string]any{"token": token}}},
+		"contexts": []any{map[string]any{"name": "lab", "context": map[string]any{"cluster": "lab", "user": token}}},
+	})
 }
 
 // CA returns the file with the certificate of the authority that signed the API server's

@@ -13,7 +13,6 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
-	"sync"
 	"time"
 
 	"github.com/flanneld/flanneld/test/figures"
@@ -67,11 +66,12 @@ func startAPIServer(ctx context.Context, l *lab.Lab, program string) (s *apiServ
 
 // prepare writes the files of hosts, and gives both service accounts all rights.
 func (s *apiServer) prepare(ctx context.Context) error {
-	kubeconfig := strings.NewReplacer("SERVER", s.api.Addr(nil).String(), "TOKEN", flannelToken).Replace(`{"apiVersion":"v1","kind":"Config","current-context":"c",
-"clusters":[{"name":"c","cluster":{"server":"https://SERVER","insecure-skip-tls-verify":true}}],
-"users":[{"name":"u","user":{"token":"TOKEN"}}],"contexts":[{"name":"c","context":{"cluster":"c","user":"u"}}]}`)
+	kubeconfig, err := s.api.Kubeconfig(flannelToken)
+	if err != nil {
+		return err
+	}
 	if err := errors.Join(
-		os.WriteFile(filepath.Join(s.dir, "kubeconfig"), []byte(kubeconfig), 0o600),
+		os.WriteFile(filepath.Join(s.dir, "kubeconfig"), kubeconfig, 0o600),
 		os.WriteFile(filepath.Join(s.dir, "net-conf.json"), []byte(networkConfig), 0o600),
 	); err != nil {
 		return err
@@ -114,49 +114,21 @@ const nodesPath = "/api/v1/nodes"
 
 // addNodes makes the Nodes of hosts, which have podCIDRs and nothing of flannel's yet.
 func (s *apiServer) addNodes(ctx context.Context, from, to int) error {
-	return each(from, to, func(i int) error {
+	return figures.Each(from, to, func(i int) error {
 		cidr := addr("10.128.0.0", (i+1)<<8).String() + "/24"
 		return s.do(ctx, adminToken, http.MethodPost, nodesPath, map[string]any{
 			"apiVersion": "v1", "kind": "Node",
 			"metadata": map[string]any{"name": nodeName(i), "labels": map[string]any{"kubernetes.io/hostname": nodeName(i)}},
 			"spec":     map[string]any{"podCIDR": cidr, "podCIDRs": []string{cidr}},
-			"status":   map[string]any{"images": images(i)},
+			"status":   map[string]any{"images": figures.NodeImages(i)},
 		})
 	})
-}
-
-// images returns the greater part of a Node: the images that it has, some 15 kB.
-func images(node int) (list []any) {
-	for i := range 50 {
-		repository := fmt.Sprintf("registry.example.com/team-%d/some-service-with-a-name-%d", i%7, i)
-		list = append(list, map[string]any{
-			"names":     []string{fmt.Sprintf("%s@sha256:%064x", repository, node*100+i), fmt.Sprintf("%s:v1.%d.%d", repository, i, node%10)},
-			"sizeBytes": 100_000_000 + i,
-		})
-	}
-	return list
 }
 
 func (s *apiServer) removeNodes(ctx context.Context, from, to int) error {
-	return each(from, to, func(i int) error {
+	return figures.Each(from, to, func(i int) error {
 		return s.do(ctx, adminToken, http.MethodDelete, nodesPath+"/"+nodeName(i), nil)
 	})
-}
-
-// each calls f for the numbers from from to to, excluded, several at a time.
-func each(from, to int, f func(int) error) error {
-	const workers = 16
-	var wg sync.WaitGroup
-	errs := make([]error, workers)
-	for w := range workers {
-		wg.Go(func() {
-			for i := from + w; i < to && errs[w] == nil; i += workers {
-				errs[w] = f(i)
-			}
-		})
-	}
-	wg.Wait()
-	return errors.Join(errs...)
 }
 
 func (s *apiServer) pid() int { return s.api.PID() }

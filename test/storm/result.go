@@ -42,7 +42,7 @@ func titles() map[string]string {
 
 // markdown writes the tables of the page.
 func (r *report) markdown(out io.Writer) {
-	fmt.Fprintf(out, "flanneld %s on %s, Linux %s, %d CPUs (%s).\n", r.Commit, r.Date.UTC().Format("2006-01-02 15:04 UTC"), r.Kernel, r.CPUs, r.CPU)
+	fmt.Fprintf(out, "flanneld %s on %s, %s.\n", r.Commit, r.Date.UTC().Format("2006-01-02 15:04 UTC"), r.Machine)
 	for _, sc := range scenarios() {
 		some := slices.DeleteFunc(slices.Clone(r.Results), func(r *result) bool { return r.Scenario != sc.name })
 		if len(some) == 0 {

@@ -7,7 +7,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io"
 	"net"
 	"net/http"
 	"os/exec"
@@ -90,7 +89,7 @@ func startEtcd(ctx context.Context, l *lab.Lab, program string, proxied bool) (s
 	}
 	if proxied {
 		addr := strings.TrimPrefix(routerURL(l, proxyPort), "http://")
-		s.proxy, err = startProcess(ctx, l, s.program, func() error { return s.get(ctx, routerURL(l, proxyPort)+"/health", io.Discard) },
+		s.proxy, err = startProcess(ctx, l, s.program, func() error { return s.healthy(ctx, routerURL(l, proxyPort)) },
 			"grpc-proxy", "start", "--data-dir", "/var/lib/proxy", "--endpoints", s.url, "--listen-addr", addr, "--advertise-client-url", addr)
 	}
 	if err == nil {
@@ -108,7 +107,7 @@ func routerURL(l *lab.Lab, port int) string {
 }
 
 func (s *etcdServer) start(ctx context.Context) (err error) {
-	s.etcd, err = startProcess(ctx, s.lab, s.program, func() error { return s.get(ctx, s.url+"/health", io.Discard) },
+	s.etcd, err = startProcess(ctx, s.lab, s.program, func() error { return s.healthy(ctx, s.url) },
 		"--data-dir", "/var/lib/etcd", "--log-level", "error", "--quota-backend-bytes", strconv.Itoa(8<<30),
 		"--listen-client-urls", s.url, "--advertise-client-urls", s.url)
 	return err
@@ -157,8 +156,9 @@ func (p *process) stop() {
 	}
 }
 
-func (s *etcdServer) get(ctx context.Context, url string, into io.Writer) error {
-	req, err := http.NewRequestWithContext(ctx, http.MethodGet, url, http.NoBody)
+// healthy returns nil if the etcd or the proxy at url can be used.
+func (s *etcdServer) healthy(ctx context.Context, url string) error {
+	req, err := http.NewRequestWithContext(ctx, http.MethodGet, url+"/health", http.NoBody)
 	if err != nil {
 		return err
 	}
@@ -170,8 +170,7 @@ func (s *etcdServer) get(ctx context.Context, url string, into io.Writer) error 
 	if resp.StatusCode != http.StatusOK {
 		return errors.New(resp.Status)
 	}
-	_, err = io.Copy(into, resp.Body)
-	return err
+	return nil
 }
 
 func (s *etcdServer) pid() int { return s.etcd.cmd.Process.Pid }
@@ -207,9 +206,5 @@ func (*etcdServer) touches() []string { return []string{"Put", "Range"} }
 
 // calls counts messages: a request that opens a stream is not the only one on it.
 func (s *etcdServer) calls(ctx context.Context) (figures.Counts, error) {
-	var page bytes.Buffer
-	if err := s.get(ctx, s.url+"/metrics", &page); err != nil {
-		return nil, fmt.Errorf("ask etcd for its metrics: %w", err)
-	}
-	return figures.ReadCounts(&page, figures.EtcdRequests, figures.EtcdMethod)
+	return figures.EtcdMessages(ctx, s.http, s.url)
 }

@@ -108,43 +108,51 @@ type result struct {
 	Example    string         `json:"example,omitempty"`
 }
 
-// meter measures the store during a scenario.
-type meter struct {
-	s          *storm
-	began      time.Time
-	cpu, hosts time.Duration
-	proxy      time.Duration
-	net        [2]float64
-	calls      figures.Counts
-	spent      time.Duration  // CPU time of processes of the store that have ended meanwhile
-	ended      figures.Counts // requests to these
-	peak       float64        // of these
-	bystander  *bystander
-	earlier    State
+// reading is what the processes of a storm have used until one moment.
+type reading struct {
+	store, hosts, proxy usage // proxy is zero without one
+	calls               figures.Counts
+	sent, received      float64 // bytes from the store to hosts, and back
 }
 
-func (s *storm) measure(ctx context.Context) (*meter, error) {
+// read reads what all processes have used until now.
+func (s *storm) read(ctx context.Context) (now reading, err error) {
+	if now.store, err = usageOf(s.store.pid()); err != nil {
+		return now, err
+	}
+	if now.hosts, err = usageOf(s.child.Process.Pid); err != nil {
+		return now, err
+	}
+	if e, ok := s.store.(*etcdServer); ok && e.proxy != nil {
+		if now.proxy, err = usageOf(e.proxy.cmd.Process.Pid); err != nil {
+			return now, err
+		}
+	}
+	if now.sent, now.received, err = s.traffic(ctx); err != nil {
+		return now, err
+	}
+	now.calls, err = s.store.calls(ctx)
+	return now, err
+}
+
+// meter measures the store during a scenario.
+type meter struct {
+	s         *storm
+	began     time.Time
+	first     reading        // when the scenario began; of the store, when its present process began
+	spent     time.Duration  // CPU time of processes of the store that have ended meanwhile
+	ended     figures.Counts // requests to these
+	peak      float64        // of these
+	bystander *bystander
+	earlier   State
+}
+
+func (s *storm) measure(ctx context.Context) (m *meter, err error) {
 	if err := figures.ResetPeak(s.store.pid()); err != nil {
 		return nil, err
 	}
-	m := &meter{s: s, ended: figures.Counts{}, began: time.Now()}
-	u, err := usageOf(s.store.pid())
-	if err != nil {
-		return nil, err
-	}
-	h, err := usageOf(s.child.Process.Pid)
-	if err != nil {
-		return nil, err
-	}
-	x, err := s.proxyUsage()
-	if err != nil {
-		return nil, err
-	}
-	m.cpu, m.hosts, m.proxy = u.cpu, h.cpu, x.cpu
-	if m.net, err = s.traffic(ctx); err != nil {
-		return nil, err
-	}
-	if m.calls, err = s.store.calls(ctx); err != nil {
+	m = &meter{s: s, ended: figures.Counts{}, began: time.Now()}
+	if m.first, err = s.read(ctx); err != nil {
 		return nil, err
 	}
 	if err := s.call(ctx, "State", struct{}{}, &m.earlier); err != nil {
@@ -156,18 +164,14 @@ func (s *storm) measure(ctx context.Context) (*meter, error) {
 
 // restart restarts the store. The cost of the old process counts as well.
 func (m *meter) restart(ctx context.Context) error {
-	u, err := usageOf(m.s.store.pid())
+	now, err := m.s.read(ctx)
 	if err != nil {
 		return err
 	}
-	calls, err := m.s.store.calls(ctx)
-	if err != nil {
-		return err
-	}
-	m.spent += u.cpu - m.cpu
-	m.peak = max(m.peak, u.peak)
-	m.ended.Add(calls.Since(m.calls))
-	m.cpu, m.calls = 0, figures.Counts{}
+	m.spent += now.store.cpu - m.first.store.cpu
+	m.peak = max(m.peak, now.store.peak)
+	m.ended.Add(now.calls.Since(m.first.calls))
+	m.first.store, m.first.calls = usage{}, figures.Counts{}
 	return m.s.store.restart(ctx)
 }
 
@@ -189,32 +193,17 @@ func (m *meter) end(ctx context.Context, scenario string) (*result, error) {
 		r.Seconds = time.Since(m.began).Seconds()
 	}
 	m.bystander.finish(r)
-	u, err := usageOf(s.store.pid())
+	last, err := s.read(ctx)
 	if err != nil {
 		return nil, err
 	}
-	h, err := usageOf(s.child.Process.Pid)
-	if err != nil {
-		return nil, err
-	}
-	x, err := s.proxyUsage()
-	if err != nil {
-		return nil, err
-	}
-	r.ProxyCPU, r.ProxyPeak = (x.cpu - m.proxy).Seconds(), x.peak
-	net, err := s.traffic(ctx)
-	if err != nil {
-		return nil, err
-	}
-	calls, err := s.store.calls(ctx)
-	if err != nil {
-		return nil, err
-	}
+	r.StoreCPU = (m.spent + last.store.cpu - m.first.store.cpu).Seconds()
+	r.HostsCPU = (last.hosts.cpu - m.first.hosts.cpu).Seconds()
+	r.ProxyCPU = (last.proxy.cpu - m.first.proxy.cpu).Seconds()
+	r.Peak, r.HostsPeak, r.ProxyPeak = max(m.peak, last.store.peak), last.hosts.peak, last.proxy.peak
+	r.Sent, r.Received = last.sent-m.first.sent, last.received-m.first.received
 	r.Calls = m.ended
-	r.Calls.Add(calls.Since(m.calls))
-	r.StoreCPU, r.HostsCPU = (m.spent + u.cpu - m.cpu).Seconds(), (h.cpu - m.hosts).Seconds()
-	r.Sent, r.Received = net[0]-m.net[0], net[1]-m.net[1]
-	r.Peak, r.HostsPeak = max(m.peak, u.peak), h.peak
+	r.Calls.Add(last.calls.Since(m.first.calls))
 	for _, kind := range s.store.touches() {
 		r.Calls[kind] = max(0, r.Calls[kind]-float64(r.Bystanding))
 	}
@@ -224,39 +213,29 @@ func (m *meter) end(ctx context.Context, scenario string) (*result, error) {
 	return r, nil
 }
 
-// proxyUsage returns what the proxy has used, which is zero without one.
-func (s *storm) proxyUsage() (usage, error) {
-	if e, ok := s.store.(*etcdServer); ok && e.proxy != nil {
-		return usageOf(e.proxy.cmd.Process.Pid)
-	}
-	return usage{}, nil
-}
-
-// traffic returns how many bytes have gone to the hosts and from them.
-func (s *storm) traffic(ctx context.Context) (bytes [2]float64, err error) {
+// traffic returns how many bytes the store has sent to the hosts, and received from them.
+func (s *storm) traffic(ctx context.Context) (sent, received float64, err error) {
 	var text []byte
 	err = s.lab.Host(1).Do(ctx, func() (err error) {
 		text, err = os.ReadFile("/proc/thread-self/net/dev")
 		return err
 	})
 	if err != nil {
-		return bytes, err
+		return 0, 0, err
 	}
 	for line := range strings.Lines(string(text)) {
 		name, rest, _ := strings.Cut(line, ":")
 		if strings.TrimSpace(name) != "eth0" {
 			continue
 		}
-		const received, sent = 0, 8
-		fields := strings.Fields(rest)
-		for i, column := range []int{received, sent} {
-			if bytes[i], err = strconv.ParseFloat(fields[column], 64); err != nil {
-				return bytes, err
-			}
+		fields := strings.Fields(rest) // as the hosts see it
+		if sent, err = strconv.ParseFloat(fields[0], 64); err != nil {
+			return 0, 0, err
 		}
-		return bytes, nil
+		received, err = strconv.ParseFloat(fields[8], 64)
+		return sent, received, err
 	}
-	return bytes, errors.New("/proc/net/dev has no eth0")
+	return 0, 0, errors.New("/proc/net/dev has no eth0")
 }
 
 // bystander is another user of the store.
